@@ -1,0 +1,100 @@
+# Everything a person or CI runs. `make train` and `make test` set themselves up on a fresh machine, which needs
+# Python >= 3.11, a C++17 compiler and make: they fill .venv and build the extension, with CUDA where nvcc is found.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+PY     := $(BIN)/python
+
+# --no-compile: the first import compiles the few modules that are used, an install would compile all of them.
+PIP_FLAGS := -q --no-input --disable-pip-version-check
+INSTALL   := $(PY) -m pip install $(PIP_FLAGS) --no-compile
+unexport PYTHONDONTWRITEBYTECODE
+
+# The build reads QSHARD_CUDA and QSHARD_XLA_FFI_INCLUDE from the environment (pyproject.toml says what they mean).
+FETCHED_HEADERS := $(CURDIR)/build/xla_ffi/jaxlib/include
+CPP_SOURCES     := $(shell find ffi)
+CPP_STYLED      := $(shell find ffi -path ffi/third_party -prune -o -type f \
+                     \( -name '*.cc' -o -name '*.h' -o -name '*.inc' -o -name '*.cu' -o -name '*.cuh' \) -print)
+
+# One stamp per requirements file that is installed, and one for the package.
+STAMP := $(VENV)/stamp-
+
+.PHONY: help train test notebooks gpu bench lint format tree wheel bare clean
+.DELETE_ON_ERROR:
+# Two pips must not write one environment at a time; the compiler runs in parallel all the same.
+.NOTPARALLEL:
+
+help:  ## print this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+train: $(STAMP)run $(STAMP)package  ## train the JAX and the PyTorch example; STEPS=n
+	$(PY) examples/train_jax.py $(if $(STEPS),--steps $(STEPS))
+	$(PY) examples/train_torch.py $(if $(STEPS),--steps $(STEPS))
+
+test: $(STAMP)test $(STAMP)package  ## run the tests; ARGS="tests/cpu -k cast" for some of them
+	$(BIN)/pytest -n 2 --dist worksteal $(or $(ARGS),tests)
+
+notebooks: $(STAMP)test $(STAMP)notebooks $(STAMP)package  ## execute the notebooks
+	$(BIN)/pytest -W default --nbmake notebooks  # warnings here are the notebook tools' own
+
+gpu:  ## on a machine with CUDA: build into the CURRENT environment, run what needs a GPU, then the benchmarks
+	QSHARD_CUDA=ON $(PYTHON) -m pip install $(PIP_FLAGS) --no-build-isolation --no-deps .
+	$(PYTHON) -P -m pytest --gpu -m gpu $(or $(ARGS),tests)
+	$(MAKE) bench PY=$(PYTHON) BENCH_NEEDS=
+
+BENCH_NEEDS := $(STAMP)run $(STAMP)package
+bench: $(BENCH_NEEDS)  ## run every benchmarks/bench_*.py
+	set -e; for script in $(sort $(wildcard benchmarks/bench_*.py)); do $(PY) $$script; done
+
+# The import checker runs under -S: the editable install's hook would show it ./qshard, which lacks torch_bridge.
+lint: $(STAMP)test $(STAMP)lint tree  ## check style, types and the import rule
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run -Werror $(CPP_STYLED)
+	cd build/tree && $(abspath $(BIN))/mypy --config-file ../../pyproject.toml --cache-dir ../mypy -p qshard
+	cd build/tree && PYTHONPATH=$$($(abspath $(PY)) -c 'import sysconfig; print(sysconfig.get_path("purelib"))') \
+	    $(abspath $(PY)) -S $(abspath $(BIN))/lint-imports --no-logo --config ../../pyproject.toml --cache-dir ../imports
+
+format: $(STAMP)lint  ## rewrite sources in the project's style
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CPP_STYLED)
+
+# The package as it is installed, for tools that read sources: links, with torch_bridge in its place.
+tree:
+	rm -rf build/tree && mkdir -p build/tree/qshard
+	ln -s $(CURDIR)/qshard/* $(CURDIR)/torch_bridge build/tree/qshard/
+
+wheel: $(STAMP)package  ## build a wheel into build/dist
+	rm -rf build/dist
+	QSHARD_XLA_FFI_INCLUDE=$(or $(QSHARD_XLA_FFI_INCLUDE),$(FETCHED_HEADERS)) \
+	    $(PY) -m pip wheel $(PIP_FLAGS) --no-build-isolation --no-deps --wheel-dir build/dist .
+
+# -P keeps ./qshard off the path, so that the installed wheel is what is tested.
+bare: wheel  ## run tests/null on the wheel, in an environment with neither jax nor torch
+	rm -rf build/bare && $(PYTHON) -m venv build/bare
+	build/bare/bin/python -m pip install $(PIP_FLAGS) --no-compile -r requirements/bare.txt
+	build/bare/bin/python -m pip install $(PIP_FLAGS) --no-compile --no-deps build/dist/*.whl
+	build/bare/bin/python -P -m pytest tests/null
+
+clean:  ## remove .venv, build and caches
+	rm -rf $(VENV) build .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(PY):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "qshard needs Python 3.11 or newer; found " \
+	    + sys.version.split()[0] + ". Name one: make PYTHON=/path/to/python3.11")'
+	$(PYTHON) -m venv $(VENV)
+
+$(STAMP)test: requirements/build.txt requirements/run.txt requirements/bare.txt
+$(STAMP)package: $(STAMP)build
+
+$(STAMP)package: pyproject.toml $(CPP_SOURCES)
+	$(if $(QSHARD_XLA_FFI_INCLUDE),,$(PY) ffi/third_party/fetch_xla_ffi_headers.py build/xla_ffi)
+	QSHARD_XLA_FFI_INCLUDE=$(or $(QSHARD_XLA_FFI_INCLUDE),$(FETCHED_HEADERS)) \
+	    $(INSTALL) --no-build-isolation --no-deps --editable .
+	touch $@
+
+$(STAMP)%: requirements/%.txt | $(PY)
+	$(INSTALL) -r $<
+	touch $@
