@@ -1,0 +1,140 @@
+"""Shapes of a quantized tensor, and the errors for shapes that a format cannot hold.
+
+`x` has shape `[*lead, K]` and is seen as a matrix `[M, K]`, where M is the product of the leading axes.
+
+| plane | data | scale_inv |
+| --- | --- | --- |
+| rowwise, one scale | `[*lead, K]` | `[]` |
+| rowwise, blocks (1, b) | `[*lead, K]` | `[*lead, ceil(K / b)]` |
+| rowwise, blocks (b, b) | `[*lead, K]` | `[ceil(M / b), ceil(K / b)]` |
+| columnwise, MXFP8 blocks (32, 1) | `[*lead, K]` | `[M / 32, K]` |
+| columnwise, all others | `[K, M]`: the rowwise plane of `x.T` | the rowwise scales of `x.T` |
+
+Codes of 4 bits are packed along the last axis of `data`, which is then half as long. Scales are row-major and unpadded;
+only `swizzle_scale` makes the padded tiles that a GEMM reads.
+
+Sources: OCP Microscaling Formats v1.0, section 5; cuBLAS documentation, "1D Block Scaling Factors Layout" (the tiles).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from qshard.formats import E8M0, Format, Usage
+
+__all__ = ["PlaneLayout", "Shape", "matrix_shape", "plane", "swizzled_scale_shape"]
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlaneLayout:
+    """Shapes of one plane.
+
+    Attributes:
+      data_shape: of `data`, after packing.
+      scale_shape: of `scale_inv`.
+      global_scale_shape: of `global_scale_inv`; None if the format has none.
+      transposed: `data` and `scale_inv` are those of `x.T`.
+    """
+
+    data_shape: Shape
+    scale_shape: Shape
+    global_scale_shape: Shape | None
+    transposed: bool
+
+
+def matrix_shape(shape: Shape) -> tuple[int, int]:
+    """The matrix `[M, K]` as which `x` is quantized: leading axes folded into rows.
+
+    >>> matrix_shape((2, 3, 64)), matrix_shape((64,)), matrix_shape(())
+    ((6, 64), (1, 64), (1, 1))
+    """
+    return math.prod(shape[:-1]), shape[-1] if shape else 1
+
+
+def plane(fmt: Format, shape: Shape, usage: Usage, *, op: str = "quantize") -> PlaneLayout:
+    """Shapes of the plane of `x` for one usage.
+
+    Args:
+      fmt: the format.
+      shape: of `x`.
+      usage: `ROWWISE` or `COLUMNWISE`.
+      op: what to call the operation in an error.
+
+    Returns:
+      The layout.
+
+    Raises:
+      ValueError: `fmt` needs whole blocks and `shape` does not have them, or `fmt` has no such plane.
+
+    Depends on the shape alone. For a sharded tensor, the layout of the whole and of a shard both follow from it.
+
+    >>> from qshard.formats import MXFP8_E4M3, NVFP4
+    >>> plane(MXFP8_E4M3, (4, 64), Usage.ROWWISE)
+    PlaneLayout(data_shape=(4, 64), scale_shape=(4, 2), global_scale_shape=None, transposed=False)
+    >>> plane(NVFP4, (16, 64), Usage.COLUMNWISE)
+    PlaneLayout(data_shape=(64, 8), scale_shape=(64, 1), global_scale_shape=(), transposed=True)
+    >>> plane(MXFP8_E4M3, (4, 33), Usage.ROWWISE)
+    Traceback (most recent call last):
+    ValueError: quantize: x (4, 33) is not a whole number of 1x32 blocks of MXFP8_E4M3; pad the columns to 64
+    """
+    if usage not in (Usage.ROWWISE, Usage.COLUMNWISE):
+        raise ValueError(f"{op}: usage ({usage}) is not one plane; ask for ROWWISE or COLUMNWISE")
+    if usage is Usage.COLUMNWISE and fmt.global_scale == "row":
+        raise ValueError(f"{op}: usage ({usage}) is not what {fmt} holds, one scale a row; ask for ROWWISE")
+
+    _check_blocks(fmt, shape, usage, op)
+    transposed = usage is Usage.COLUMNWISE and (fmt.square or fmt.scale_dtype != E8M0.name)
+    block = fmt.block_of(usage)
+    matrix = matrix_shape(shape)
+    grid: Shape = () if block is None else tuple(map(_ceil, matrix, block))
+    data: Shape = matrix[::-1] if transposed else shape
+    if transposed:
+        grid = grid[::-1]
+    elif block is not None and block[0] == 1:  # Each row of `x` has its own scales: keep the leading axes.
+        grid = (*shape[:-1], grid[1])
+    per_byte = fmt.element.codes_per_byte
+    return PlaneLayout(
+        data_shape=(*data[:-1], data[-1] // per_byte) if per_byte > 1 else data,
+        scale_shape=grid,
+        global_scale_shape={None: None, "tensor": (), "row": shape[:-1]}[fmt.global_scale],
+        transposed=transposed,
+    )
+
+
+def swizzled_scale_shape(scale_shape: Shape, *, block_rows: int = 1) -> Shape:
+    """Shape of the scales in the tiles that a GEMM reads: `[tile_rows, tile_cols, 32, 4, 4]`, 512 bytes a tile.
+
+    The scale of row `i`, block `j` is at `[i // 128, j // 4, i % 32, i % 128 // 32, j % 4]`.
+
+    Args:
+      scale_shape: `[rows / block_rows, blocks]`: of a rowwise or transposed plane; leading axes are folded into rows.
+      block_rows: rows that share a scale, each of which gets a copy.
+
+    >>> swizzled_scale_shape((130, 6)), swizzled_scale_shape((8, 6), block_rows=16)
+    ((2, 2, 32, 4, 4), (1, 2, 32, 4, 4))
+    """
+    rows, blocks = matrix_shape(scale_shape)
+    return (_ceil(rows * block_rows, 128), _ceil(blocks, 4), 32, 4, 4)
+
+
+def _check_blocks(fmt: Format, shape: Shape, usage: Usage, op: str) -> None:
+    block = fmt.block_of(usage)
+    if block is None or fmt.cuts_blocks:
+        return
+    sizes = matrix_shape(shape)
+    needs = [
+        f"pad the {axis} to {_ceil(size, unit) * unit}"
+        for axis, size, unit in zip(("rows", "columns"), sizes, block, strict=True)
+        if size % unit
+    ]
+    if needs:
+        raise ValueError(
+            f"{op}: x {shape} is not a whole number of {block[0]}x{block[1]} blocks of {fmt}; {' and '.join(needs)}"
+        )
+
+
+def _ceil(size: int, unit: int) -> int:
+    return -(-size // unit)

@@ -1,0 +1,157 @@
+"""Recipes: which format each tensor of a linear layer takes. Frozen data; nothing reads the environment.
+
+Sources: arXiv:2209.05433 (E4M3 forward, E5M2 for gradients); arXiv:2412.19437 (128x128 weights, 1x128 the rest);
+arXiv:2506.08027 (E4M3 for every tensor in MXFP8); arXiv:2509.25149 (NVFP4: 16x16 weights, Hadamard transform of
+activations and gradients, stochastic rounding of gradients).
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Literal
+
+from qshard import formats
+from qshard.formats import E2M1, E8M0, Format
+
+__all__ = ["NVFP4", "MXFP8", "BlockScaling", "CurrentScaling", "DelayedScaling", "Recipe", "Role"]
+
+
+_ROTATED = formats.NVFP4.with_options(hadamard=True)
+_ROTATED_STOCHASTIC = _ROTATED.with_options(rounding="stochastic")
+
+
+class Role(enum.Enum):
+    """What a tensor is to a linear layer `y = x @ w.T`."""
+
+    WEIGHT = "weight"
+    ACTIVATION = "activation"
+    GRADIENT = "gradient"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A format for each role. Any mix is legal here; the named recipes hold each format to their method of scaling.
+
+    Attributes:
+      weight: format of `w`.
+      activation: format of `x`.
+      gradient: format of the gradient of `y`.
+
+    >>> CurrentScaling().format(Role.GRADIENT).name
+    'FP8_E5M2'
+    >>> mix = Recipe(weight=formats.NVFP4_16x16, activation=formats.MXFP8_E4M3, gradient=formats.MXFP8_E5M2)
+    >>> print(mix.format(Role.WEIGHT))
+    NVFP4_16x16
+    """
+
+    weight: Format
+    activation: Format
+    gradient: Format
+
+    def __post_init__(self) -> None:
+        for role in Role:
+            if not self._takes(self.format(role)):
+                raise ValueError(
+                    f"{type(self).__name__}: {role.value} ({self.format(role)}) is not a format of this recipe; "
+                    "choose another format, or use Recipe for a mix"
+                )
+
+    def format(self, role: Role) -> Format:
+        """The format of the tensor in `role`."""
+        formats_by_role = {Role.WEIGHT: self.weight, Role.ACTIVATION: self.activation, Role.GRADIENT: self.gradient}
+        return formats_by_role[role]
+
+    @property
+    def state_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the fp32 state that each quantized tensor carries from step to step, by name."""
+        return {}
+
+    @staticmethod
+    def _takes(fmt: Format) -> bool:
+        return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class CurrentScaling(Recipe):
+    """Per-tensor FP8 whose scale comes from the amax of the tensor itself."""
+
+    weight: Format = formats.FP8_E4M3
+    activation: Format = formats.FP8_E4M3
+    gradient: Format = formats.FP8_E5M2
+
+    @staticmethod
+    def _takes(fmt: Format) -> bool:
+        return fmt.block is None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DelayedScaling(CurrentScaling):
+    """Per-tensor FP8 whose scale comes from the amaxes of earlier steps, so that the cast reads `x` once.
+
+    Attributes:
+      history: steps of amax kept for each tensor; 1 keeps the last step only.
+      margin: powers of two of headroom below `element.max`.
+      algorithm: make the scale of the "max" of the kept amaxes, or of the "most_recent".
+
+    >>> DelayedScaling(history=4).state_shapes
+    {'scale': (), 'amax_history': (4,)}
+    """
+
+    history: int = 16
+    margin: int = 0
+    algorithm: Literal["max", "most_recent"] = "max"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.history < 1:
+            raise ValueError(f"DelayedScaling: history ({self.history}) is not at least 1; keep at least one step")
+        if self.algorithm not in ("max", "most_recent"):
+            raise ValueError(f"DelayedScaling: algorithm ({self.algorithm!r}) is not 'max' or 'most_recent'; use one")
+
+    @property
+    def state_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {"scale": (), "amax_history": (self.history,)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockScaling(Recipe):
+    """FP8 in blocks of 128 with fp32 scales: square blocks for weights, vectors for the rest."""
+
+    weight: Format = formats.FP8_128x128
+    activation: Format = formats.FP8_1x128
+    gradient: Format = formats.FP8_1x128
+
+    @staticmethod
+    def _takes(fmt: Format) -> bool:
+        return fmt.block is not None and fmt.scale_dtype == "float32"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MXFP8(Recipe):
+    """FP8 in blocks of 32 with power-of-two scales. Square weight blocks let one plane serve forward and backward."""
+
+    weight: Format = formats.MXFP8_32x32
+    activation: Format = formats.MXFP8_E4M3
+    gradient: Format = formats.MXFP8_E4M3
+
+    @staticmethod
+    def _takes(fmt: Format) -> bool:
+        return fmt.scale_dtype == E8M0.name
+
+
+@dataclass(frozen=True, kw_only=True)
+class NVFP4(Recipe):
+    """FP4 in blocks of 16 with E4M3 scales and one fp32 scale a tensor.
+
+    >>> print(NVFP4().gradient)
+    NVFP4[hadamard=True, rounding=stochastic]
+    """
+
+    weight: Format = formats.NVFP4_16x16
+    activation: Format = _ROTATED
+    gradient: Format = _ROTATED_STOCHASTIC
+
+    @staticmethod
+    def _takes(fmt: Format) -> bool:
+        return fmt.element == E2M1

@@ -1,0 +1,49 @@
+"""The oracle: every format in NumPy, one fp32 rounding an operation, written to be read and not to be fast.
+
+It shares no code with the kernels. NUMERICS.md has the same formulas in words. A result that is NaN is the canonical
+quiet one (fp32 0x7FC00000), so that results may be compared as bytes.
+"""
+
+from qshard.reference.elements import decode, encode, encode_stochastic, pack, unpack
+from qshard.reference.hadamard import hadamard_transform
+from qshard.reference.philox import philox4x32, random_bytes
+from qshard.reference.scales import (
+    Amax,
+    Scales,
+    amax,
+    block_amax,
+    delayed_scale_update,
+    e8m0_from_amax,
+    nvfp4_global_scale,
+    scale_from_amax,
+    scales_from_amax,
+)
+from qshard.reference.slices import cast_slice, slice_amax
+from qshard.reference.swizzle import swizzle_scale
+from qshard.reference.tensor import Plane, Quantized, quantize
+
+__all__ = [
+    "Amax",
+    "Plane",
+    "Quantized",
+    "Scales",
+    "amax",
+    "block_amax",
+    "cast_slice",
+    "decode",
+    "delayed_scale_update",
+    "e8m0_from_amax",
+    "encode",
+    "encode_stochastic",
+    "hadamard_transform",
+    "nvfp4_global_scale",
+    "pack",
+    "philox4x32",
+    "quantize",
+    "random_bytes",
+    "scale_from_amax",
+    "scales_from_amax",
+    "slice_amax",
+    "swizzle_scale",
+    "unpack",
+]

@@ -1,0 +1,187 @@
+"""Quantize and dequantize a tensor.
+
+Every plane is computed in one orientation, `[rows, cols]` with blocks along cols: the columnwise plane of `x` is the
+rowwise plane of `x.T`, stored as `layout.plane` says.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike, NDArray
+
+from qshard.formats import ELEMENTS, Format, Usage
+from qshard.layout import Shape, matrix_shape, plane
+from qshard.reference.elements import Codes, Float32, decode, pack, unpack
+from qshard.reference.hadamard import hadamard_transform
+from qshard.reference.planes import cast, plane_amax, plane_scales
+from qshard.reference.scales import Scales, per_element
+
+__all__ = ["Plane", "Quantized", "quantize"]
+
+INPUT_DTYPES = tuple(map(np.dtype, (np.float32, ml_dtypes.bfloat16, np.float16)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plane:
+    """One plane, in the shapes of `layout.plane`.
+
+    Attributes:
+      data: uint8 codes; 4-bit codes are packed.
+      scale_inv: float32, or uint8 codes of the format's scale.
+      global_scale_inv: float32; None if the format has none. Both planes have the same, unless one is rotated.
+    """
+
+    data: Codes
+    scale_inv: NDArray[Any]
+    global_scale_inv: Float32 | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantized:
+    """A quantized tensor: what it is of, and the planes that were asked for."""
+
+    format: Format
+    shape: Shape
+    dtype: np.dtype[Any]
+    rowwise: Plane | None = None
+    columnwise: Plane | None = None
+
+    @property
+    def global_scale_inv(self) -> Float32 | None:
+        """That of the rowwise plane if there is one, else of the columnwise plane."""
+        either = self.rowwise or self.columnwise
+        return None if either is None else either.global_scale_inv
+
+    @np.errstate(all="ignore")
+    def dequantize(self, dtype: DTypeLike | None = None, *, usage: Usage | None = None) -> NDArray[Any]:
+        """The values that are stored, rounded once to `dtype`.
+
+            value = fl(q * scale_inv);   NVFP4: fl(q * fl(scale_inv * global_scale_inv))
+
+        Args:
+          dtype: of the result; that of the quantized tensor by default.
+          usage: the plane to read; the rowwise one if it is there by default.
+
+        Returns:
+          `[*shape]`. A rotated columnwise plane gives the values of the rotated tensor.
+
+        Raises:
+          ValueError: the plane is not there.
+        """
+        usage = usage or (Usage.ROWWISE if self.rowwise else Usage.COLUMNWISE)
+        stored = self.rowwise if usage is Usage.ROWWISE else self.columnwise
+        if stored is None:
+            raise ValueError(f"dequantize: usage ({usage}) is not a plane of this tensor; quantize with it")
+        fmt, where = self.format, plane(self.format, self.shape, usage, op="dequantize")
+        matrix = matrix_shape(self.shape)[::-1] if where.transposed else matrix_shape(self.shape)
+        block = fmt.block if where.transposed else fmt.block_of(usage)
+        codes = unpack(stored.data) if fmt.element.codes_per_byte > 1 else stored.data
+        scale = stored.scale_inv
+        if fmt.scale_dtype != "float32":
+            scale = decode(scale, ELEMENTS[fmt.scale_dtype])
+        if block is not None:
+            scale = scale.reshape(*(-(-size // unit) for size, unit in zip(matrix, block, strict=True)))
+        if stored.global_scale_inv is not None:
+            scale = scale * stored.global_scale_inv.reshape(-1, 1)
+        value = decode(codes, fmt.element).reshape(matrix) * per_element(scale, block, matrix)
+        value = value.astype(self.dtype if dtype is None else dtype)
+        return np.asarray(value.T if where.transposed else value).reshape(self.shape)
+
+
+@np.errstate(all="ignore")
+def quantize(
+    x: ArrayLike,
+    fmt: Format,
+    usage: Usage = Usage.ROWWISE,
+    *,
+    amax: ArrayLike | None = None,
+    scale: ArrayLike | None = None,
+    seed: int = 0,
+    start: int = 0,
+    row_stride: int | None = None,
+) -> Quantized:
+    """Cast `x` to any format.
+
+    Args:
+      x: float32, bfloat16 or float16 `[*lead, K]`.
+      fmt: the format.
+      usage: the planes to make.
+      amax: of the whole tensor, or of whole rows, if `x` is a shard and the format has a scale of those. For a
+        columnwise plane that is rotated: of the rotated tensor, so ask for one plane at a time.
+      scale: float32 `[]`, for delayed scaling: used as it is in place of the scale that amax gives.
+      seed: of stochastic rounding, 64 bits.
+      start: index of the first element of `x` in the whole tensor.
+      row_stride: columns of the whole tensor, if they are not those of `x`.
+
+    Returns:
+      The planes asked for.
+
+    Raises:
+      TypeError: `x` has another dtype.
+      ValueError: `fmt` cannot hold `x`, or has no use for `amax` or `scale`.
+
+    A shard of whole blocks gives the bytes that the whole tensor has there, given the amax of the whole tensor and, for
+    stochastic rounding, the place of the shard in it (`start`, `row_stride`).
+
+    >>> from qshard.formats import MXFP8_E4M3
+    >>> q = quantize(np.ones((2, 64), np.float32), MXFP8_E4M3)
+    >>> q.rowwise.data.shape, q.rowwise.scale_inv
+    ((2, 64), array([[119, 119],
+           [119, 119]], dtype=uint8))
+    """
+    x = np.asarray(x)
+    if x.dtype not in INPUT_DTYPES:
+        raise TypeError(f"quantize: x ({x.dtype}) is not float32, bfloat16 or float16; cast it first")
+    if scale is not None and fmt.block is not None:
+        raise ValueError(f"quantize: scale is not what {fmt} takes, one scale a block; leave it out")
+    if amax is not None and fmt.block is not None and fmt.global_scale is None:
+        raise ValueError(f"quantize: amax is not what {fmt} takes, blocks alone; leave it out")
+    if amax is not None and fmt.hadamard and usage is Usage.BOTH:
+        raise ValueError(f"quantize: amax is not that of both planes of {fmt}; ask for one plane at a time")
+
+    rows, cols = matrix_shape(x.shape)
+    index = start + np.arange(rows)[:, None] * (cols if row_stride is None else row_stride) + np.arange(cols)
+    planes = {}
+    for each in usage:
+        where = plane(fmt, x.shape, each)
+        matrix, place = x.astype(np.float32).reshape(rows, cols), index
+        turned = each is Usage.COLUMNWISE and not fmt.square
+        if turned:
+            matrix, place = matrix.T, index.T
+            if fmt.hadamard:
+                matrix = hadamard_transform(matrix)
+        scales = _scales(matrix, fmt, amax, scale)
+        codes, scale_inv = cast(matrix, fmt, scales.multiplier, seed=seed, index=place), scales.scale_inv
+        if where.transposed != turned:
+            codes, scale_inv = codes.T, scale_inv.T
+        planes[each] = Plane(
+            data=_stored(pack(codes) if fmt.element.codes_per_byte > 1 else codes, where.data_shape),
+            scale_inv=_stored(scale_inv, where.scale_shape),
+            global_scale_inv=_stored(scales.global_scale_inv, where.global_scale_shape),
+        )
+    return Quantized(
+        format=fmt,
+        shape=x.shape,
+        dtype=x.dtype,
+        rowwise=planes.get(Usage.ROWWISE),
+        columnwise=planes.get(Usage.COLUMNWISE),
+    )
+
+
+def _scales(x: Float32, fmt: Format, amax: ArrayLike | None, scale: ArrayLike | None) -> Scales:
+    if scale is not None:
+        given = np.asarray(scale, np.float32)
+        return Scales(given, np.float32(1) / given)
+    found = plane_amax(x, fmt)
+    if amax is not None and found.whole is not None:
+        found = found._replace(whole=np.asarray(amax, np.float32).reshape(found.whole.shape))
+    return plane_scales(x, fmt, found)
+
+
+def _stored(x: Any, shape: Shape | None) -> Any:
+    """`x` as it is stored: contiguous, in its shape; None if there is none."""
+    return None if shape is None else np.ascontiguousarray(x).reshape(shape)

@@ -1,0 +1,95 @@
+"""Formats against ml_dtypes, and the errors for formats that do not exist."""
+
+import math
+
+import ml_dtypes
+import pytest
+
+from qshard import formats
+from qshard.formats import E2M1, E4M3, E5M2, E8M0, ELEMENTS, FORMATS, Format, Usage
+
+
+@pytest.mark.parametrize("element", ELEMENTS.values(), ids=str)
+def test_element_is_that_of_ml_dtypes(element):
+    info = ml_dtypes.finfo(getattr(ml_dtypes, element.name))
+    assert float(info.max) == element.max
+    assert info.nexp == element.exponent_bits
+    assert info.nmant == element.mantissa_bits
+    assert math.floor(math.log2(element.max)) == element.max_exponent
+    largest = getattr(ml_dtypes, element.name)(element.max)
+    assert int(largest.tobytes()[0]) == element.max_code
+    assert element.signed == (element is not E8M0)
+
+
+def test_nan_and_infinity_codes():
+    assert [element.nan_code for element in (E4M3, E5M2, E2M1, E8M0)] == [0x7F, 0x7F, 0x7, 0xFF]
+    assert [element.inf_code for element in (E4M3, E5M2, E2M1, E8M0)] == [None, 0x7C, None, None]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_format_has_its_name_and_works_as_a_key(name):
+    fmt = FORMATS[name]
+    assert getattr(formats, name) is fmt
+    assert str(fmt) == name
+    assert {fmt: 1}[fmt.with_options()] == 1  # Equal formats made apart are one jit cache entry.
+
+
+def test_changed_options_show():
+    fmt = formats.NVFP4.with_options(four_over_six="mse", scale_max=256.0)
+    assert str(fmt) == "NVFP4[scale_max=256.0, four_over_six=mse]"
+    assert fmt != formats.NVFP4
+    assert str(fmt.with_options(four_over_six=None, scale_max=448.0)) == "NVFP4"
+
+
+@pytest.mark.parametrize(
+    ("fmt", "data", "square", "cuts", "rowwise", "columnwise"),
+    [
+        (formats.FP8_E5M2, "float8_e5m2", True, True, None, None),
+        (formats.FP8_1x128, "float8_e4m3fn", False, True, (1, 128), (128, 1)),
+        (formats.FP8_128x128, "float8_e4m3fn", True, True, (128, 128), (128, 128)),
+        (formats.MXFP8_E5M2, "float8_e5m2", False, False, (1, 32), (32, 1)),
+        (formats.NVFP4, "uint8", False, False, (1, 16), (16, 1)),
+    ],
+    ids=str,
+)
+def test_properties(fmt, data, square, cuts, rowwise, columnwise):
+    assert (fmt.data_dtype, fmt.square, fmt.cuts_blocks) == (data, square, cuts)
+    assert (fmt.block_of(Usage.ROWWISE), fmt.block_of(Usage.COLUMNWISE)) == (rowwise, columnwise)
+
+
+@pytest.mark.parametrize(
+    ("fmt", "options"),
+    [
+        (formats.MXFP8_E4M3, {"scale_dtype": "bfloat16"}),
+        (formats.MXFP8_E4M3, {"element": E2M1}),
+        (formats.NVFP4, {"element": E4M3}),
+        (formats.MXFP8_E4M3, {"block": None}),
+        (formats.MXFP8_E4M3, {"pow2": True}),
+        (formats.MXFP8_E4M3, {"eps": 0.5}),
+        (formats.FP8_E4M3, {"eps": -1.0}),
+        (formats.FP8_E4M3, {"eps": math.inf}),
+        (formats.FP8_E4M3, {"scale_rounding": "floor"}),
+        (formats.MXFP8_E4M3, {"scale_rounding": "nearest"}),
+        (formats.FP8_E4M3, {"global_scale": "tensor"}),
+        (formats.NVFP4, {"global_scale": None}),
+        (formats.NVFP4_16x16, {"global_scale": "row"}),
+        (formats.NVFP4, {"scale_max": 128.0}),
+        (formats.FP8_E4M3, {"scale_max": 256.0}),
+        (formats.MXFP8_E4M3, {"four_over_six": "mae"}),
+        (formats.NVFP4, {"four_over_six": "max"}),
+        (formats.NVFP4_16x16, {"hadamard": True}),
+        (formats.FP8_E4M3, {"rounding": "stochastic"}),
+        (formats.NVFP4, {"four_over_six": "mae", "rounding": "stochastic"}),
+        (formats.NVFP4, {"four_over_six": "mae", "hadamard": True}),
+    ],
+    ids=lambda value: str(value),
+)
+def test_impossible_format_is_an_error_that_names_the_option(fmt, options):
+    with pytest.raises(ValueError, match=r"Format .* is not .*; change it") as error:
+        fmt.with_options(**options)
+    assert any(f": {option} (" in str(error.value) for option in options)
+
+
+def test_formats_are_keyword_only():
+    with pytest.raises(TypeError):
+        Format("FP8", E4M3)
