@@ -1,0 +1,40 @@
+// Where a kernel runs. The handlers receive one of these from the framework; kernels take it and
+// nothing else. No XLA header here: .cu files include this.
+#ifndef QSHARD_CORE_EXEC_H_
+#define QSHARD_CORE_EXEC_H_
+
+#include <cstdint>
+
+struct CUstream_st;
+
+namespace qshard {
+
+struct Cpu {};
+struct Cuda {};
+
+template <class Platform>
+struct Exec;
+
+// The caller's thread and the framework's thread pool.
+template <>
+struct Exec<Cpu> {
+  void* context = nullptr;  // what `schedule` needs
+  void (*schedule)(const Exec& exec, void (*task)(void*), void* data) = nullptr;
+  const void* api = nullptr;
+  int64_t num_threads = 1;
+};
+
+// The framework's current stream. Kernels only enqueue: they never allocate or synchronize.
+template <>
+struct Exec<Cuda> {
+  CUstream_st* stream = nullptr;
+};
+
+// What a launcher returns: null, or the text of what went wrong (static storage).
+struct [[nodiscard]] Status {
+  const char* error = nullptr;
+};
+
+}  // namespace qshard
+
+#endif  // QSHARD_CORE_EXEC_H_

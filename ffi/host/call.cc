@@ -1,0 +1,210 @@
+#include "host/call.h"
+
+#include <algorithm>
+#include <array>
+#include <string>
+#include <string_view>
+
+#include "host/api.h"
+#include "host/tensor.h"
+
+namespace nb = nanobind;
+
+namespace qshard::host {
+namespace {
+
+constexpr size_t kMaxBuffers = 16;
+constexpr size_t kMaxAttributes = 8;
+
+// The attributes of one call in the form XLA gives them: sorted by name; bool, int64, float32 and
+// string.
+class Attributes {
+ public:
+  explicit Attributes(nb::dict attributes) {
+    if (attributes.size() > kMaxAttributes) throw nb::value_error("call: too many attributes");
+    for (auto [key, value] : attributes) Add(key, value);
+    std::array<size_t, kMaxAttributes> order;
+    for (size_t i = 0; i < size_; ++i) order[i] = i;
+    std::sort(order.begin(), order.begin() + size_,
+              [&](size_t a, size_t b) { return View(entries_[a].name) < View(entries_[b].name); });
+    for (size_t i = 0; i < size_; ++i) {
+      Entry& entry = entries_[order[i]];
+      types_[i] = entry.type;
+      names_[i] = &entry.name;
+      values_[i] = entry.type == XLA_FFI_AttrType_STRING ? static_cast<void*>(&entry.string)
+                                                         : static_cast<void*>(&entry.scalar);
+    }
+  }
+  Attributes(const Attributes&) = delete;
+
+  XLA_FFI_Attrs Get() {
+    return {XLA_FFI_Attrs_STRUCT_SIZE,
+            nullptr,
+            static_cast<int64_t>(size_),
+            types_.data(),
+            names_.data(),
+            values_.data()};
+  }
+
+ private:
+  struct Entry {
+    XLA_FFI_ByteSpan name;
+    XLA_FFI_AttrType type;
+    XLA_FFI_Scalar scalar;
+    XLA_FFI_ByteSpan string;
+    union {
+      bool b;
+      int64_t i;
+      float f;
+    };
+  };
+
+  static std::string_view View(const XLA_FFI_ByteSpan& span) { return {span.ptr, span.len}; }
+
+  static XLA_FFI_ByteSpan Utf8(nb::handle text) {
+    Py_ssize_t length;
+    const char* data = PyUnicode_AsUTF8AndSize(text.ptr(), &length);
+    if (data == nullptr) nb::raise_python_error();
+    return {data, static_cast<size_t>(length)};
+  }
+
+  void Add(nb::handle key, nb::handle value) {
+    Entry& entry = entries_[size_++];
+    entry.name = Utf8(key);
+    entry.type = XLA_FFI_AttrType_SCALAR;
+    if (PyBool_Check(value.ptr())) {
+      entry.b = value.ptr() == Py_True;
+      entry.scalar = {XLA_FFI_DataType_PRED, &entry.b};
+    } else if (PyLong_Check(value.ptr())) {
+      entry.i = PyLong_AsLongLong(value.ptr());
+      if (entry.i == -1 && PyErr_Occurred()) nb::raise_python_error();
+      entry.scalar = {XLA_FFI_DataType_S64, &entry.i};
+    } else if (PyFloat_Check(value.ptr())) {
+      entry.f = static_cast<float>(PyFloat_AS_DOUBLE(value.ptr()));
+      entry.scalar = {XLA_FFI_DataType_F32, &entry.f};
+    } else if (PyUnicode_Check(value.ptr())) {
+      entry.type = XLA_FFI_AttrType_STRING;
+      entry.string = Utf8(value);
+    } else {
+      throw nb::type_error((std::string("call: attribute ") + std::string(View(entry.name)) + " (" +
+                            nb::type_name(value.type()).c_str() +
+                            ") is not bool, int, float or str")
+                               .c_str());
+    }
+  }
+
+  std::array<Entry, kMaxAttributes> entries_;
+  size_t size_ = 0;
+  std::array<XLA_FFI_AttrType, kMaxAttributes> types_;
+  std::array<XLA_FFI_ByteSpan*, kMaxAttributes> names_;
+  std::array<void*, kMaxAttributes> values_;
+};
+
+// The inputs, or the outputs, of one call.
+class Buffers {
+ public:
+  Buffers(nb::sequence objects, const char* role, bool writable) : objects_(objects) {
+    for (nb::handle object : objects) {
+      if (size_ == kMaxBuffers) throw nb::value_error("call: too many tensors");
+      Import(object, role, size_, writable, tensors_[size_]);
+      pointers_[size_] = &tensors_[size_].buffer;
+      ++size_;
+    }
+  }
+  Buffers(const Buffers&) = delete;
+
+  size_t size() const { return size_; }
+  const Tensor& operator[](size_t i) const { return tensors_[i]; }
+  nb::object object(size_t i) const { return objects_[i]; }
+  void** pointers() { return pointers_.data(); }
+
+ private:
+  nb::sequence objects_;
+  std::array<Tensor, kMaxBuffers> tensors_;
+  std::array<void*, kMaxBuffers> pointers_;
+  size_t size_ = 0;
+};
+
+bool SameDevice(DLDevice a, DLDevice b) {
+  return a.device_type == b.device_type && a.device_id == b.device_id;
+}
+
+// Raises if the tensors are not all on one device; returns that device.
+DLDevice CommonDevice(const Buffers& inputs, const Buffers& outputs) {
+  if (outputs.size() == 0) throw nb::value_error("call: no output to write to");
+  const DLDevice device = outputs[0].device;
+  const auto check = [&](const Buffers& buffers) {
+    for (size_t i = 0; i < buffers.size(); ++i)
+      if (!SameDevice(buffers[i].device, device))
+        throw nb::value_error("call: the tensors are on different devices; move them to one");
+  };
+  check(inputs);
+  check(outputs);
+  return device;
+}
+
+[[noreturn]] void Raise(XLA_FFI_Error* error) {
+  const std::string message = std::move(error->message);
+  const XLA_FFI_Error_Code code = error->code;
+  delete error;
+  switch (code) {
+    case XLA_FFI_Error_Code_INVALID_ARGUMENT:
+      throw nb::value_error(message.c_str());
+    case XLA_FFI_Error_Code_UNIMPLEMENTED:
+      PyErr_SetString(PyExc_NotImplementedError, message.c_str());
+      nb::raise_python_error();
+    default:
+      throw std::runtime_error(message);
+  }
+}
+
+}  // namespace
+
+void Call(nb::capsule handler, nb::sequence inputs, nb::sequence outputs, nb::dict attributes) {
+  Buffers args(inputs, "input", /*writable=*/false);
+  Buffers rets(outputs, "output", /*writable=*/true);
+  Attributes attrs(attributes);
+  const DLDevice device = CommonDevice(args, rets);
+
+  XLA_FFI_ExecutionContext context;
+  context.device_ordinal = device.device_id;
+  if (device.device_type == kDLCUDA) {
+    const DLPackExchangeAPI* api = ExchangeApi(Py_TYPE(rets.object(0).ptr()));
+    if (api == nullptr || api->current_work_stream == nullptr)
+      throw nb::type_error("call: CUDA tensors of this framework do not tell their stream");
+    if (api->current_work_stream(device.device_type, device.device_id, &context.stream) != 0)
+      nb::raise_python_error();
+  }
+
+  static constexpr auto kArgTypes = [] {
+    std::array<XLA_FFI_ArgType, kMaxBuffers> types{};
+    for (auto& t : types) t = XLA_FFI_ArgType_BUFFER;
+    return types;
+  }();
+  static constexpr auto kRetTypes = [] {
+    std::array<XLA_FFI_RetType, kMaxBuffers> types{};
+    for (auto& t : types) t = XLA_FFI_RetType_BUFFER;
+    return types;
+  }();
+
+  XLA_FFI_CallFrame frame{};
+  frame.struct_size = XLA_FFI_CallFrame_STRUCT_SIZE;
+  frame.api = Api();
+  frame.ctx = &context;
+  frame.stage = XLA_FFI_ExecutionStage_EXECUTE;
+  frame.args = {XLA_FFI_Args_STRUCT_SIZE, nullptr, static_cast<int64_t>(args.size()),
+                const_cast<XLA_FFI_ArgType*>(kArgTypes.data()), args.pointers()};
+  frame.rets = {XLA_FFI_Rets_STRUCT_SIZE, nullptr, static_cast<int64_t>(rets.size()),
+                const_cast<XLA_FFI_RetType*>(kRetTypes.data()), rets.pointers()};
+  frame.attrs = attrs.Get();
+
+  auto* run = reinterpret_cast<XLA_FFI_Handler*>(handler.data(kHandlerCapsule));
+  XLA_FFI_Error* error;
+  {
+    nb::gil_scoped_release unlocked;
+    error = run(&frame);
+  }
+  if (error != nullptr) Raise(error);
+}
+
+}  // namespace qshard::host

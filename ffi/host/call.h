@@ -1,0 +1,22 @@
+// Calls an XLA FFI handler on tensors of any framework that speaks DLPack.
+#ifndef QSHARD_HOST_CALL_H_
+#define QSHARD_HOST_CALL_H_
+
+#include <nanobind/nanobind.h>
+
+namespace qshard::host {
+
+// Runs `handler` on `inputs`, writing `outputs` in place, with `attributes` (bool, int, float or
+// str).
+//
+// Tensors must be C-contiguous, on one device, and hold memory: fake, meta and subclass tensors are
+// refused. On CUDA the work is enqueued on the framework's current stream. Raises TypeError,
+// ValueError, NotImplementedError or RuntimeError.
+void Call(nanobind::capsule handler, nanobind::sequence inputs, nanobind::sequence outputs,
+          nanobind::dict attributes);
+
+inline constexpr char kHandlerCapsule[] = "xla._CUSTOM_CALL_TARGET";  // the name jax.ffi expects
+
+}  // namespace qshard::host
+
+#endif  // QSHARD_HOST_CALL_H_

@@ -1,0 +1,163 @@
+#include "host/tensor.h"
+
+#include <nanobind/ndarray.h>
+
+#include <algorithm>
+#include <memory>
+#include <string>
+#include <unordered_map>
+
+namespace nb = nanobind;
+
+namespace qshard::host {
+namespace {
+
+XLA_FFI_DataType ToXla(DLDataType t) {
+  // torch's float4_e2m1fn_x2 is a byte that holds two codes.
+  if (t.code == kDLFloat4_e2m1fn && t.lanes == 2) return XLA_FFI_DataType_U8;
+  if (t.lanes != 1) return XLA_FFI_DataType_INVALID;
+  const auto by_width = [&](XLA_FFI_DataType w8, XLA_FFI_DataType w16, XLA_FFI_DataType w32,
+                            XLA_FFI_DataType w64) {
+    switch (t.bits) {
+      case 8:
+        return w8;
+      case 16:
+        return w16;
+      case 32:
+        return w32;
+      case 64:
+        return w64;
+      default:
+        return XLA_FFI_DataType_INVALID;
+    }
+  };
+  switch (t.code) {
+    case kDLFloat:
+      return by_width(XLA_FFI_DataType_INVALID, XLA_FFI_DataType_F16, XLA_FFI_DataType_F32,
+                      XLA_FFI_DataType_F64);
+    case kDLUInt:
+      return by_width(XLA_FFI_DataType_U8, XLA_FFI_DataType_U16, XLA_FFI_DataType_U32,
+                      XLA_FFI_DataType_U64);
+    case kDLInt:
+      return by_width(XLA_FFI_DataType_S8, XLA_FFI_DataType_S16, XLA_FFI_DataType_S32,
+                      XLA_FFI_DataType_S64);
+    case kDLBfloat:
+      return XLA_FFI_DataType_BF16;
+    case kDLBool:
+      return XLA_FFI_DataType_PRED;
+    case kDLFloat8_e4m3fn:
+      return XLA_FFI_DataType_F8E4M3FN;
+    case kDLFloat8_e5m2:
+      return XLA_FFI_DataType_F8E5M2;
+    case kDLFloat8_e8m0fnu:
+      return XLA_FFI_DataType_F8E8M0FNU;
+    default:
+      return XLA_FFI_DataType_INVALID;
+  }
+}
+
+std::string Name(nb::handle object, const char* role, size_t index) {
+  return std::string("call: ") + role + " " + std::to_string(index) + " (" +
+         nb::type_name(object.type()).c_str() + ")";
+}
+
+bool IsContiguous(const DLTensor& t) {
+  if (t.strides == nullptr) return true;
+  // Strides of an empty tensor are anything: numpy, and torch on its memory, have 0.
+  if (std::find(t.shape, t.shape + t.ndim, 0) != t.shape + t.ndim) return true;
+  int64_t expected = 1;
+  for (int i = t.ndim - 1; i >= 0; --i) {
+    if (t.shape[i] != 1 && t.strides[i] != expected) return false;
+    expected *= t.shape[i];
+  }
+  return true;
+}
+
+void Fill(const DLTensor& t, nb::handle object, const char* role, size_t index, Tensor& tensor) {
+  const XLA_FFI_DataType dtype = ToXla(t.dtype);
+  if (dtype == XLA_FFI_DataType_INVALID)
+    throw nb::type_error((Name(object, role, index) +
+                          " has a dtype that no kernel takes; view packed or 4-bit data as uint8")
+                             .c_str());
+  if (!IsContiguous(t))
+    throw nb::value_error(
+        (Name(object, role, index) + " is strided; call .contiguous() on it").c_str());
+  bool empty = false;
+  for (int i = 0; i < t.ndim; ++i) empty |= t.shape[i] == 0;
+  if (t.data == nullptr && !empty)
+    throw nb::value_error(
+        (Name(object, role, index) +
+         " has no memory (fake, meta or wrapper tensor); pass the plain tensor inside it")
+            .c_str());
+  tensor.buffer = {XLA_FFI_Buffer_STRUCT_SIZE,
+                   nullptr,
+                   dtype,
+                   static_cast<char*>(t.data) + t.byte_offset,
+                   t.ndim,
+                   t.shape};
+  tensor.device = t.device;
+}
+
+// Through nanobind: numpy arrays and any object with __dlpack__. The ndarray must live as long as
+// the buffer.
+template <class... Access>
+void ImportSlow(nb::handle object, const char* role, size_t index, Tensor& tensor) {
+  using Array = nb::ndarray<Access...>;
+  auto owner = std::make_unique<Array>(nb::cast<Array>(object, /*convert=*/false));
+  Array& array = *owner;
+  const DLTensor t{const_cast<void*>(static_cast<const void*>(array.data())),
+                   {static_cast<DLDeviceType>(array.device_type()), array.device_id()},
+                   static_cast<int32_t>(array.ndim()),
+                   {array.dtype().code, array.dtype().bits, array.dtype().lanes},
+                   const_cast<int64_t*>(array.shape_ptr()),
+                   const_cast<int64_t*>(array.stride_ptr()),
+                   /*byte_offset=*/0};
+  Fill(t, object, role, index, tensor);
+  tensor.keep =
+      nb::capsule(owner.release(), [](void* p) noexcept { delete static_cast<Array*>(p); });
+}
+
+}  // namespace
+
+const DLPackExchangeAPI* ExchangeApi(PyTypeObject* type) {
+  // Under the GIL. Types are few and never die, so the cache may hold bare pointers.
+  static auto* cache = new std::unordered_map<PyTypeObject*, const DLPackExchangeAPI*>;
+  static PyTypeObject* last_type = nullptr;
+  static const DLPackExchangeAPI* last = nullptr;
+  if (type == last_type) return last;
+  auto [entry, is_new] = cache->try_emplace(type, nullptr);
+  if (is_new) {
+    PyObject* capsule =
+        PyObject_GetAttrString(reinterpret_cast<PyObject*>(type), "__dlpack_c_exchange_api__");
+    if (capsule != nullptr) {
+      auto* api = static_cast<const DLPackExchangeAPI*>(
+          PyCapsule_GetPointer(capsule, "dlpack_exchange_api"));
+      Py_DECREF(capsule);
+      if (api != nullptr && api->header.version.major == DLPACK_MAJOR_VERSION) entry->second = api;
+    }
+    PyErr_Clear();
+  }
+  last_type = type;
+  last = entry->second;
+  return last;
+}
+
+void Import(nb::handle object, const char* role, size_t index, bool writable, Tensor& tensor) {
+  if (const DLPackExchangeAPI* api = ExchangeApi(Py_TYPE(object.ptr()))) {
+    DLTensor t;
+    if (api->dltensor_from_py_object_no_sync(object.ptr(), &t) != 0) nb::raise_python_error();
+    Fill(t, object, role, index, tensor);
+    return;
+  }
+  try {
+    if (writable)
+      ImportSlow<>(object, role, index, tensor);
+    else
+      ImportSlow<nb::ro>(object, role, index, tensor);
+  } catch (const nb::cast_error&) {
+    throw nb::type_error(
+        (Name(object, role, index) + " is not an array that DLPack can share").c_str());
+  }
+}
+
+}  // namespace qshard::host

@@ -1,0 +1,107 @@
+// qshard._ffi: what Python sees. The table of ops, their handlers as capsules for jax.ffi, and
+// `call` to run one on DLPack tensors.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+
+#include <string>
+
+#include "core/format.h"
+#include "host/call.h"
+#include "host/thread_pool.h"
+#include "kernels/cpu/simd.h"
+#include "xla/ffi/api/c_api.h"
+
+namespace nb = nanobind;
+
+#define QSHARD_OP(name, ...) extern "C" XLA_FFI_Error* qshard_##name##_cpu(XLA_FFI_CallFrame*);
+#include "ops.def"
+#undef QSHARD_OP
+
+#if defined(QSHARD_WITH_CUDA)
+#define QSHARD_OP(name, ...) extern "C" XLA_FFI_Error* qshard_##name##_cuda(XLA_FFI_CallFrame*);
+#include "ops.def"
+#undef QSHARD_OP
+#endif
+
+namespace {
+
+nb::list Ops() {
+  nb::list ops;
+#define QSHARD_OP(name, ...) ops.append(nb::make_tuple(#name, __VA_ARGS__));
+#include "ops.def"
+#undef QSHARD_OP
+  return ops;
+}
+
+nb::capsule Capsule(XLA_FFI_Error* (*handler)(XLA_FFI_CallFrame*)) {
+  return nb::capsule(reinterpret_cast<void*>(handler), qshard::host::kHandlerCapsule);
+}
+
+nb::dict Handlers(const std::string& platform) {
+  nb::dict handlers;
+  if (platform == "cpu") {
+#define QSHARD_OP(name, ...) handlers[#name] = Capsule(qshard_##name##_cpu);
+#include "ops.def"
+#undef QSHARD_OP
+  } else if (platform == "cuda") {
+#if defined(QSHARD_WITH_CUDA)
+#define QSHARD_OP(name, ...) handlers[#name] = Capsule(qshard_##name##_cuda);
+#include "ops.def"
+#undef QSHARD_OP
+#endif
+  } else {
+    throw nb::value_error("handlers: platform is not cpu or cuda");
+  }
+  return handlers;
+}
+
+template <class F>
+void AddElement(nb::dict& formats) {
+  nb::dict traits;
+  traits["bits"] = F::kBits;
+  traits["exponent_bits"] = F::kExponentBits;
+  traits["mantissa_bits"] = F::kMantissaBits;
+  traits["bias"] = F::kBias;
+  traits["max"] = F::kMax;
+  traits["nan_code"] = F::kNan;
+  formats[F::kName] = traits;
+}
+
+nb::dict Formats() {
+  nb::dict formats;
+  AddElement<qshard::E4M3>(formats);
+  AddElement<qshard::E5M2>(formats);
+  AddElement<qshard::E2M1>(formats);
+  return formats;
+}
+
+nb::list SimdTargets() {
+  nb::list names;
+  for (auto* target = qshard::kernels::SimdTargets(); *target != nullptr; ++target)
+    names.append((*target)->target);
+  return names;
+}
+
+}  // namespace
+
+NB_MODULE(_ffi, m) {
+  qshard::kernels::Simd();  // ImportError if QSHARD_SIMD names no target of this machine
+  m.doc() = "XLA FFI handlers of qshard and a host that runs them on DLPack tensors.";
+  m.def("ops", Ops, "[(name, axis pattern, dtypes, reduction)], as ops.def has them.");
+  m.def("handlers", Handlers, nb::arg("platform"),
+        "{op name: capsule} for \"cpu\" or \"cuda\"; empty for a platform this build lacks.");
+  m.def("formats", Formats, "{element dtype name: traits}, as core/format.h has them.");
+  m.def("call", qshard::host::Call, nb::arg("handler"), nb::arg("inputs"), nb::arg("outputs"),
+        nb::arg("attributes"), "Runs a handler on DLPack tensors, writing the outputs in place.");
+  m.def(
+      "simd", [] { return std::string(qshard::kernels::Simd().target); },
+      "The SIMD target of the CPU kernels: scalar, avx2 or avx512.");
+  m.def("simd_targets", SimdTargets, "The SIMD targets of this machine, the best one last.");
+  m.def("num_threads", qshard::host::NumThreads, "Threads a CPU kernel may use when called here.");
+  m.def("set_num_threads", qshard::host::SetNumThreads, nb::arg("n"));
+#if defined(QSHARD_WITH_CUDA)
+  m.attr("cuda_built") = true;
+#else
+  m.attr("cuda_built") = false;
+#endif
+}
