@@ -7,7 +7,7 @@
 namespace qshard::kernels {
 
 // amax[r] = max |x| over run r of x [runs, length], as a maximum over the bit patterns of |x|: NaN
-// propagates, the result does not depend on the order. An empty run has amax 0.
+// propagates, as kNanBits; the result does not depend on the order. An empty run has amax 0.
 template <class In>
 Status Amax(const Exec<Cpu>& exec, const In* x, int64_t runs, int64_t length, float* amax);
 template <class In>

@@ -1,0 +1,69 @@
+// cast and dequantize on the CPU: x and data are read and written once, in order, by ranges.
+#include "kernels/cast.h"
+#include "kernels/cpu/parallel_for.h"
+#include "kernels/cpu/simd.h"
+#include "kernels/cpu/stream.h"
+
+namespace qshard::kernels {
+namespace {
+
+// Hardware prefetching of a long read starts anew at each page; this does not.
+constexpr int64_t kAheadBytes = 4096;
+
+// Calls map(begin, end, to) on ranges of [0, n), which writes elements begin .. end of the result
+// to `to`: the result itself or, where that outgrows the caches, a buffer on its way there.
+template <class Out, class Map>
+void ParallelMap(const Exec<Cpu>& exec, int64_t n, int64_t in_bytes, Out* out, const Map& map) {
+  const bool stream = OutgrowsCache(n * int64_t{sizeof(Out)});
+  ParallelRanges(exec, n, in_bytes + int64_t{sizeof(Out)}, [&](int64_t begin, int64_t end) {
+    if (!stream) {
+      map(begin, end, out + begin);
+      return;
+    }
+    constexpr int64_t kBuffer = 4096 / sizeof(Out);
+    alignas(kLineBytes) Out buffer[kBuffer];
+    for (int64_t stop; begin < end; begin = stop) {
+      stop = std::min(end, begin + kBuffer);
+      map(begin, stop, buffer);
+      StreamCopy(out + begin, buffer, (stop - begin) * int64_t{sizeof(Out)});
+    }
+    StreamFence();
+  });
+}
+
+}  // namespace
+
+template <class In, class Code>
+Status Cast(const Exec<Cpu>& exec, const In* x, const float* scale, int64_t runs, int64_t length,
+            uint8_t* data) {
+  const auto cast = Simd().cast[kInTypeOf<In>][kCodeTypeOf<Code>];
+  ParallelMap(exec, runs * length, sizeof(In), data, [&](int64_t begin, int64_t end, uint8_t* to) {
+    cast(x, begin, end, {scale, length}, kAheadBytes / sizeof(In), to);
+  });
+  return {};
+}
+
+template <class Code, class Out>
+Status Dequantize(const Exec<Cpu>& exec, const uint8_t* data, const float* scale_inv, int64_t runs,
+                  int64_t length, Out* x) {
+  const auto dequantize = Simd().dequantize[kCodeTypeOf<Code>][kInTypeOf<Out>];
+  ParallelMap(exec, runs * length, 1, x, [&](int64_t begin, int64_t end, Out* to) {
+    dequantize(data, begin, end, {scale_inv, length}, kAheadBytes, to);
+  });
+  return {};
+}
+
+#define QSHARD_INSTANTIATE(In, Code)                                                            \
+  template Status Cast<In, Code>(const Exec<Cpu>&, const In*, const float*, int64_t, int64_t,   \
+                                 uint8_t*);                                                     \
+  template Status Dequantize<Code, In>(const Exec<Cpu>&, const uint8_t*, const float*, int64_t, \
+                                       int64_t, In*);
+QSHARD_INSTANTIATE(float, E4M3)
+QSHARD_INSTANTIATE(float, E5M2)
+QSHARD_INSTANTIATE(bfloat16, E4M3)
+QSHARD_INSTANTIATE(bfloat16, E5M2)
+QSHARD_INSTANTIATE(float16, E4M3)
+QSHARD_INSTANTIATE(float16, E5M2)
+#undef QSHARD_INSTANTIATE
+
+}  // namespace qshard::kernels

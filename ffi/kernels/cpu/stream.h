@@ -1,0 +1,64 @@
+// Writing results that no cache could hold until they are read: around the caches, not through
+// them.
+#ifndef QSHARD_KERNELS_CPU_STREAM_H_
+#define QSHARD_KERNELS_CPU_STREAM_H_
+
+#include <cstdint>
+#include <cstring>
+#if defined(__x86_64__)
+#include <emmintrin.h>
+#endif
+
+namespace qshard::kernels {
+
+constexpr int64_t kLineBytes = 64;
+
+// True for outputs larger than the last-level cache. A plain store first reads the line it writes
+// to, and makes room by evicting another; neither helps an output whose beginning is gone before
+// its end is written.
+bool OutgrowsCache(int64_t bytes);
+
+// memcpy of whole cache lines that leaves `to` out of the caches; `to` is aligned to kLineBytes.
+// Stores of different threads are ordered by StreamFence alone.
+inline void StreamLines(void* to, const void* from, int64_t bytes) {
+#if defined(__x86_64__)
+  auto* out = static_cast<__m128i*>(to);
+  auto* in = static_cast<const __m128i*>(from);
+  for (int64_t i = 0; i < bytes / 16; i += 4)
+    for (int64_t j = i; j < i + 4; ++j) _mm_stream_si128(out + j, _mm_loadu_si128(in + j));
+#else
+  std::memcpy(to, from, bytes);
+#endif
+}
+
+inline bool IsLineAligned(const void* p) {
+  return reinterpret_cast<uintptr_t>(p) % kLineBytes == 0;
+}
+
+// memcpy of any bytes, around the caches where whole lines are written.
+inline void StreamCopy(void* to, const void* from, int64_t bytes) {
+  auto* out = static_cast<uint8_t*>(to);
+  auto* in = static_cast<const uint8_t*>(from);
+  const int64_t past_line = reinterpret_cast<uintptr_t>(out) % kLineBytes;
+  const int64_t head = past_line == 0 ? 0 : kLineBytes - past_line;
+  if (bytes < head + kLineBytes) {
+    std::memcpy(out, in, bytes);
+    return;
+  }
+  const int64_t lines = (bytes - head) / kLineBytes * kLineBytes;
+  const int64_t done = head + lines;
+  std::memcpy(out, in, head);
+  StreamLines(out + head, in + head, lines);
+  std::memcpy(out + done, in + done, bytes - done);
+}
+
+// Makes streamed stores visible before anything stored later. Each thread that streams calls it.
+inline void StreamFence() {
+#if defined(__x86_64__)
+  _mm_sfence();
+#endif
+}
+
+}  // namespace qshard::kernels
+
+#endif  // QSHARD_KERNELS_CPU_STREAM_H_
