@@ -8,6 +8,10 @@
 #include "host/api.h"
 #include "host/tensor.h"
 
+#if defined(QSHARD_WITH_CUDA)
+#include <cuda_runtime_api.h>
+#endif
+
 namespace nb = nanobind;
 
 namespace qshard::host {
@@ -143,6 +147,27 @@ DLDevice CommonDevice(const Buffers& inputs, const Buffers& outputs) {
   return device;
 }
 
+// Makes the device of the tensors the current one, as XLA does before it calls a handler.
+class ScopedDevice {
+ public:
+  ScopedDevice(const ScopedDevice&) = delete;
+#if defined(QSHARD_WITH_CUDA)
+  explicit ScopedDevice(DLDevice device) {
+    if (device.device_type != kDLCUDA || cudaGetDevice(&previous_) != cudaSuccess) return;
+    changed_ = previous_ != device.device_id && cudaSetDevice(device.device_id) == cudaSuccess;
+  }
+  ~ScopedDevice() {
+    if (changed_) cudaSetDevice(previous_);
+  }
+
+ private:
+  int previous_ = 0;
+  bool changed_ = false;
+#else
+  explicit ScopedDevice(DLDevice) {}
+#endif
+};
+
 [[noreturn]] void Raise(XLA_FFI_Error* error) {
   const std::string message = std::move(error->message);
   const XLA_FFI_Error_Code code = error->code;
@@ -202,6 +227,7 @@ void Call(nb::capsule handler, nb::sequence inputs, nb::sequence outputs, nb::di
   XLA_FFI_Error* error;
   {
     nb::gil_scoped_release unlocked;
+    const ScopedDevice current(device);
     error = run(&frame);
   }
   if (error != nullptr) Raise(error);

@@ -1,0 +1,220 @@
+// amax: amax[r] = max |x[r, i]| over i, as a maximum over bit patterns of |x|.
+//
+// Reads x once (2 or 4 bytes an element), forwards, so that its end stays in L2 for a cast that
+// walks backwards; writes 4 bytes a run. Three ways to map work to threads:
+//
+// - Short runs, of up to 32 loads: a group of 1 to 32 lanes takes a run, kUnroll runs at once.
+// - Rows: a warp takes a run, or from 256 loads up a block does.
+// - Long runs: many blocks share a run, each taking every so many pieces of it. Their maxima meet
+//   in an integer atomicMax on the bits, after a memset of amax to 0; a maximum is exact, so the
+//   order they come in does not show.
+//
+// Loads are of 16 bytes; the elements of a run before the first 16-byte boundary and after the last
+// whole load go one by one, so x needs only its natural alignment. 16-bit inputs are compared as
+// 16-bit integers, two at a time, and the result widened. Equals the maximum over
+// FloatBits(Widen(x)): NaN propagates, as kNanBits; an empty run gives 0.
+#include <type_traits>
+
+#include "core/round.h"
+#include "kernels/amax.h"
+#include "kernels/cuda/launch.cuh"
+#include "kernels/cuda/vector.cuh"
+
+namespace qshard::kernels {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kWarp = 32;
+
+// The largest |x| of what a thread has seen: one fp32 pattern, or two 16-bit ones for the two
+// halves of each word.
+template <class In>
+class Magnitude {
+ public:
+  template <int kBytes>
+  __device__ __forceinline__ void Add(const Words<kBytes>& x) {
+    if constexpr (kBytes < 4) {
+      bits_ = __vmaxu2(bits_, x.value & 0x7FFFu);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kBytes / 4; ++i) Merge(x.w[i] & kMask);
+    }
+  }
+
+  // The largest over groups of `lanes` neighbouring lanes, a power of two; every lane of the warp
+  // calls this.
+  __device__ __forceinline__ void ReduceOver(int lanes) {
+    for (int offset = lanes / 2; offset > 0; offset /= 2)
+      Merge(__shfl_xor_sync(0xFFFFFFFFu, bits_, offset));
+  }
+
+  __device__ __forceinline__ int32_t AsFloatBits() const {
+    uint32_t bits = bits_;
+    if constexpr (sizeof(In) == 2) bits = max(bits_ & 0xFFFFu, bits_ >> 16);
+    return FloatBits(CanonicalNan(Widen(FromBits(bits))));
+  }
+
+ private:
+  static constexpr uint32_t kMask = sizeof(In) == 4 ? 0x7FFFFFFFu : 0x7FFF7FFFu;
+
+  __device__ __forceinline__ void Merge(uint32_t bits) {
+    bits_ = sizeof(In) == 4 ? max(bits_, bits) : __vmaxu2(bits_, bits);
+  }
+  static __device__ __forceinline__ In FromBits(uint32_t bits) {
+    if constexpr (sizeof(In) == 4)
+      return __uint_as_float(bits);
+    else
+      return {static_cast<uint16_t>(bits)};
+  }
+
+  uint32_t bits_ = 0;
+};
+
+// --- short runs: `loads` loads of kBytes each make a run; `lanes` is the power of two from `loads`
+// up, at most a warp ---
+
+template <class In, int kBytes, int kUnroll>
+__global__ void __launch_bounds__(kThreads)
+    AmaxShortRuns(const In* x, int64_t runs, int loads, int lanes, float* amax) {
+  const int groups = kThreads / lanes;
+  const int group = threadIdx.x / lanes, lane = threadIdx.x % lanes;
+  const int64_t first = int64_t{blockIdx.x} * groups * kUnroll;
+  const char* from = reinterpret_cast<const char*>(x) + first * loads * kBytes;
+  Words<kBytes> w[kUnroll];
+#pragma unroll
+  for (int k = 0; k < kUnroll; ++k) {
+    const int run = k * groups + group;
+    w[k] = {};
+    if (lane < loads && first + run < runs)
+      w[k] = Load<kBytes>(from + (run * loads + lane) * kBytes);
+  }
+#pragma unroll
+  for (int k = 0; k < kUnroll; ++k) {
+    const int64_t run = first + k * groups + group;
+    Magnitude<In> m;
+    m.Add(w[k]);
+    m.ReduceOver(lanes);
+    if (lane == 0 && run < runs) amax[run] = FloatFromBits(m.AsFloatBits());
+  }
+}
+
+template <class In, int kBytes>
+void LaunchShortRuns(CUstream_st* stream, const In* x, int64_t runs, int loads, float* amax) {
+  constexpr int kUnroll = 4;
+  int lanes = 1;
+  while (lanes < loads) lanes *= 2;
+  const unsigned blocks = GridSize(CeilDiv(runs, int64_t{kThreads} / lanes * kUnroll));
+  AmaxShortRuns<In, kBytes, kUnroll><<<blocks, kThreads, 0, stream>>>(x, runs, loads, lanes, amax);
+}
+
+// --- rows and long runs ---
+
+struct AmaxTuning {
+  static constexpr int kUnroll = 8;       // loads in flight a thread
+  static constexpr int kBlocksPerSm = 4;  // resident, and the blocks of a run that many share
+  static constexpr Read kRead = Read::kOnce;
+};
+
+// What thread `thread` of the kTeam that take piece `split`, `split` + `splits`, ... of the run
+// finds.
+template <class In, class Tuning, int kTeam>
+__device__ __forceinline__ Magnitude<In> ScanRun(const In* run, int64_t length, int split,
+                                                 int splits, int thread) {
+  constexpr int kWidth = 16 / sizeof(In), kUnroll = Tuning::kUnroll;
+  constexpr int kPiece = kTeam * kUnroll;  // loads
+  static_assert(kTeam >= 2 * kWidth);
+  const int to_boundary = -static_cast<int>(reinterpret_cast<uintptr_t>(run)) & 15;
+  const int head = static_cast<int>(min(length, int64_t{to_boundary / int(sizeof(In))}));
+  const int64_t loads = (length - head) / kWidth;
+  Magnitude<In> m;
+  if (split == 0) {
+    const int tail = static_cast<int>(length - head - loads * kWidth);
+    if (thread < head) m.Add(Load<sizeof(In)>(run + thread));
+    if (thread < tail) m.Add(Load<sizeof(In)>(run + length - tail + thread));
+  }
+  int64_t piece = int64_t{split} * kPiece;
+  const int64_t step = int64_t{splits} * kPiece;
+  const In* from = run + head + (piece + thread) * kWidth;
+  Words<16> w[kUnroll];
+  for (; piece + kPiece <= loads; piece += step, from += step * kWidth) {
+#pragma unroll
+    for (int k = 0; k < kUnroll; ++k) w[k] = Load<16, Tuning::kRead>(from + k * kTeam * kWidth);
+#pragma unroll
+    for (int k = 0; k < kUnroll; ++k) m.Add(w[k]);
+  }
+  for (int64_t i = piece + thread; i < loads; i += kTeam, from += kTeam * kWidth)
+    m.Add(Load<16, Tuning::kRead>(from));  // the run's last piece, cut short
+  return m;
+}
+
+// Grid: x for runs, y for splits.
+template <class In, class Tuning, int kTeam>
+__global__ void __launch_bounds__(kThreads, Tuning::kBlocksPerSm)
+    AmaxRuns(const In* x, int64_t runs, int64_t length, float* amax) {
+  constexpr int kTeams = kThreads / kTeam;
+  const int thread = threadIdx.x % kTeam;
+  const int64_t run = int64_t{blockIdx.x} * kTeams + threadIdx.x / kTeam;
+  if (run >= runs) return;  // the whole team
+  Magnitude<In> m =
+      ScanRun<In, Tuning, kTeam>(x + run * length, length, blockIdx.y, gridDim.y, thread);
+  m.ReduceOver(kWarp);
+  int32_t bits = m.AsFloatBits();
+  if constexpr (kTeam > kWarp) {
+    static_assert(kTeam == kThreads);
+    __shared__ int32_t warps[kThreads / kWarp];
+    if (threadIdx.x % kWarp == 0) warps[threadIdx.x / kWarp] = bits;
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kThreads / kWarp; ++i) bits = max(bits, warps[i]);
+  }
+  if (thread != 0) return;
+  if (gridDim.y == 1)
+    amax[run] = FloatFromBits(bits);
+  else
+    atomicMax(reinterpret_cast<int32_t*>(amax) + run, bits);
+}
+
+template <class Tuning, class In>
+Status LaunchAmax(const Exec<Cuda>& exec, const In* x, int64_t runs, int64_t length, float* amax) {
+  constexpr int kWidth = 16 / sizeof(In);
+  if (runs == 0) return {};
+  if (length == 0) return ToStatus(cudaMemsetAsync(amax, 0, runs * sizeof(float), exec.stream));
+  if (length % kWidth == 0 && length / kWidth <= kWarp && IsAligned(x, 16)) {
+    LaunchShortRuns<In, 16>(exec.stream, x, runs, static_cast<int>(length / kWidth), amax);
+    return LaunchStatus();
+  }
+  if (length <= kWarp) {
+    LaunchShortRuns<In, sizeof(In)>(exec.stream, x, runs, static_cast<int>(length), amax);
+    return LaunchStatus();
+  }
+  const int64_t loads = length / kWidth;
+  const int64_t room = int64_t{Multiprocessors()} * Tuning::kBlocksPerSm;
+  if (loads <= 8 * kWarp && runs >= room) {
+    constexpr int kTeams = kThreads / kWarp;
+    AmaxRuns<In, Tuning, kWarp>
+        <<<GridSize(CeilDiv(runs, kTeams)), kThreads, 0, exec.stream>>>(x, runs, length, amax);
+    return LaunchStatus();
+  }
+  const int64_t splits =
+      std::max<int64_t>(1, std::min(CeilDiv(loads, kThreads * Tuning::kUnroll), room / runs));
+  if (splits > 1) {
+    const cudaError_t error = cudaMemsetAsync(amax, 0, runs * sizeof(float), exec.stream);
+    if (error != cudaSuccess) return ToStatus(error);
+  }
+  AmaxRuns<In, Tuning, kThreads>
+      <<<dim3(GridSize(runs), GridSize(splits)), kThreads, 0, exec.stream>>>(x, runs, length, amax);
+  return LaunchStatus();
+}
+
+}  // namespace
+
+template <class In>
+Status Amax(const Exec<Cuda>& exec, const In* x, int64_t runs, int64_t length, float* amax) {
+  return LaunchAmax<AmaxTuning>(exec, x, runs, length, amax);
+}
+
+template Status Amax(const Exec<Cuda>&, const float*, int64_t, int64_t, float*);
+template Status Amax(const Exec<Cuda>&, const bfloat16*, int64_t, int64_t, float*);
+template Status Amax(const Exec<Cuda>&, const float16*, int64_t, int64_t, float*);
+
+}  // namespace qshard::kernels

@@ -1,0 +1,126 @@
+// core/round.h at the speed of the hardware: two elements an instruction. Bit for bit the same
+// results; where the hardware differs (the bits of a NaN) the contract says so, and the caller
+// falls back on core/round.h.
+//
+// Needs compute capability 8.9 for the FP8 conversions.
+#ifndef QSHARD_KERNELS_CUDA_CONVERT_CUH_
+#define QSHARD_KERNELS_CUDA_CONVERT_CUH_
+
+#include <cstdint>
+#include <type_traits>
+
+#include "core/round.h"
+#include "kernels/cuda/vector.cuh"
+
+namespace qshard::kernels {
+
+// --- widen: the floats of a vector. Equals Widen, but for the payload of a float16 NaN ---
+
+template <class In, int kBytes>
+__device__ __forceinline__ void WidenWords(const Words<kBytes>& x,
+                                           float (&v)[kBytes / sizeof(In)]) {
+  if constexpr (kBytes < 4) {
+    v[0] = Widen(In{x.value});
+  } else {
+#pragma unroll
+    for (int i = 0; i < kBytes / 4; ++i) {
+      const uint32_t w = x.w[i];
+      if constexpr (std::is_same_v<In, float>) {
+        v[i] = __uint_as_float(w);
+      } else if constexpr (std::is_same_v<In, bfloat16>) {
+        v[2 * i] = __uint_as_float(w << 16);
+        v[2 * i + 1] = __uint_as_float(w & 0xFFFF0000u);
+      } else {
+        asm("{ .reg .b16 lo, hi; mov.b32 {lo, hi}, %2; cvt.f32.f16 %0, lo; cvt.f32.f16 %1, hi; }"
+            : "=f"(v[2 * i]), "=f"(v[2 * i + 1])
+            : "r"(w));
+      }
+    }
+  }
+}
+
+// --- encode: the codes of `lo` and `hi` as two bytes. Equals Encode<F> for every input ---
+
+template <class F>
+__device__ __forceinline__ uint16_t EncodePair(float lo, float hi) {
+  static_assert(std::is_same_v<F, E4M3> || std::is_same_v<F, E5M2>);
+  uint16_t codes;
+  if constexpr (std::is_same_v<F, E4M3>)
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(hi), "f"(lo));
+  else
+    asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(hi), "f"(lo));
+  return codes;
+}
+
+// v as codes, the first in the lowest byte.
+template <class F, int kCount>
+__device__ __forceinline__ Words<kCount> EncodeWords(const float (&v)[kCount]) {
+  Words<kCount> codes;
+  if constexpr (kCount == 1) {
+    codes.value = static_cast<uint8_t>(EncodePair<F>(v[0], 0.0f));
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCount / 4; ++i) {
+      const uint16_t lo = EncodePair<F>(v[4 * i], v[4 * i + 1]);
+      const uint16_t hi = EncodePair<F>(v[4 * i + 2], v[4 * i + 3]);
+      asm("mov.b32 %0, {%1, %2};" : "=r"(codes.w[i]) : "h"(lo), "h"(hi));
+    }
+  }
+  return codes;
+}
+
+// --- decode: equals Decode<F>, but for the bits of a NaN ---
+
+template <class F>
+__device__ __forceinline__ void DecodePair(uint16_t codes, float& lo, float& hi) {
+  static_assert(std::is_same_v<F, E4M3> || std::is_same_v<F, E5M2>);
+  uint32_t halves;  // every FP8 value is a half
+  if constexpr (std::is_same_v<F, E4M3>)
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(codes));
+  else
+    asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(halves) : "h"(codes));
+  asm("{ .reg .b16 lo, hi; mov.b32 {lo, hi}, %2; cvt.f32.f16 %0, lo; cvt.f32.f16 %1, hi; }"
+      : "=f"(lo), "=f"(hi)
+      : "r"(halves));
+}
+
+template <class F, int kCount>
+__device__ __forceinline__ void DecodeWords(const Words<kCount>& codes, float (&v)[kCount]) {
+  if constexpr (kCount == 1) {
+    float zero;
+    DecodePair<F>(codes.value, v[0], zero);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCount / 4; ++i) {
+      const uint32_t w = codes.w[i];
+      DecodePair<F>(static_cast<uint16_t>(w), v[4 * i], v[4 * i + 1]);
+      DecodePair<F>(static_cast<uint16_t>(w >> 16), v[4 * i + 2], v[4 * i + 3]);
+    }
+  }
+}
+
+// --- narrow: v rounded to Out. Equals Narrow<Out>, but for the bits of a NaN ---
+
+template <class Out, int kCount>
+__device__ __forceinline__ Words<kCount * sizeof(Out)> NarrowWords(const float (&v)[kCount]) {
+  Words<kCount * sizeof(Out)> x;
+  if constexpr (std::is_same_v<Out, float>) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) x.w[i] = __float_as_uint(v[i]);
+  } else if constexpr (kCount == 1) {
+    x.value = Narrow<Out>(v[0]).bits;
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCount / 2; ++i) {
+      if constexpr (std::is_same_v<Out, bfloat16>)
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(x.w[i]) : "f"(v[2 * i + 1]), "f"(v[2 * i]));
+      else
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(x.w[i]) : "f"(v[2 * i + 1]), "f"(v[2 * i]));
+    }
+  }
+  return x;
+}
+
+}  // namespace qshard::kernels
+
+#endif  // QSHARD_KERNELS_CUDA_CONVERT_CUH_

@@ -1,0 +1,101 @@
+"""The CUDA kernels: the reference's bits, on the stream they are told, and inside a captured graph."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+from qshard import _ffi  # noqa: E402
+
+E4M3 = {"element": "float8_e4m3fn"}
+
+
+def test_bits_are_those_of_the_reference():
+    """The same checks as for each SIMD target of the CPU; in a process of its own, as those are."""
+    script = Path(__file__).parent.parent / "cpu" / "kernel_bits.py"
+    run = subprocess.run([sys.executable, "-P", str(script), "cuda"], text=True, capture_output=True, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+@pytest.fixture
+def operands():
+    x = torch.randn(512, 768, device="cuda", dtype=torch.bfloat16)
+    return x, torch.tensor(3.0, device="cuda"), torch.empty(512, 768, device="cuda", dtype=torch.uint8)
+
+
+def cast(x, scale, codes):
+    _ffi.call(_ffi.handlers("cuda")["cast_tensor"], (x, scale), (codes,), E4M3)
+
+
+def test_work_is_enqueued_on_the_current_stream(operands):
+    """Behind a long sleep and a write, on a side stream: a kernel on another stream would see what was there before."""
+    x, scale, codes = operands
+    later = torch.randn_like(x)
+    expected = torch.empty_like(codes)
+    cast(later, scale, expected)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(200_000_000)
+        x.copy_(later)
+        cast(x, scale, codes)
+    stream.synchronize()
+    assert torch.equal(codes, expected)
+
+
+def test_a_captured_graph_replays_every_op(operands):
+    x, scale, codes = operands
+    handlers = _ffi.handlers("cuda")
+    amax, scale_inv = torch.empty((), device="cuda"), torch.empty((), device="cuda")
+    codes_t, back = torch.empty(768, 512, device="cuda", dtype=torch.uint8), torch.empty_like(x)
+
+    def step():
+        _ffi.call(handlers["amax_tensor"], (x,), (amax,), {})
+        _ffi.call(handlers["scale_from_amax"], (amax,), (scale, scale_inv), {**E4M3, "eps": 0.0, "pow2": False})
+        _ffi.call(handlers["cast_transpose"], (x, scale), (codes, codes_t), {**E4M3, "batch": 0})
+        _ffi.call(handlers["transpose"], (codes_t,), (codes,), {"batch": 0})
+        _ffi.call(handlers["dequantize"], (codes, scale_inv), (back,), E4M3)
+
+    graph = torch.cuda.CUDAGraph()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream), torch.cuda.graph(graph, stream=stream):
+        step()
+    for seed in range(3):
+        x.copy_(torch.randn(x.shape, generator=torch.Generator().manual_seed(seed)))
+        graph.replay()
+        replayed = [t.clone() for t in (amax, scale, codes, codes_t, back)]
+        step()
+        for a, b in zip(replayed, (amax, scale, codes, codes_t, back), strict=True):
+            assert torch.equal(a.view(torch.uint8) if a.dim() else a, b.view(torch.uint8) if b.dim() else b)
+
+
+def test_mixed_devices_are_an_error(operands):
+    x, scale, codes = operands
+    with pytest.raises(ValueError, match="different devices"):
+        cast(x, scale.cpu(), codes)
+
+
+def test_work_goes_to_the_device_of_the_tensors(operands):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one GPU")
+    x, scale, codes = operands
+    cast(x, scale, codes)
+    there = [t.to("cuda:1") for t in (x, scale, torch.zeros_like(codes))]
+    cast(*there)
+    assert torch.equal(there[2].cpu(), codes.cpu())
+    assert torch.cuda.current_device() == 0
+
+
+def test_more_elements_than_32_bits_count():
+    n = 2**31 + 2**20 + 7
+    x = torch.empty(n, device="cuda", dtype=torch.bfloat16).fill_(1.5)
+    x[-1] = -7.0
+    amax, codes = torch.empty((), device="cuda"), torch.empty(n, device="cuda", dtype=torch.uint8)
+    _ffi.call(_ffi.handlers("cuda")["amax_tensor"], (x,), (amax,), {})
+    cast(x, torch.tensor(1.0, device="cuda"), codes)
+    assert amax.item() == 7.0
+    assert codes[-1].view(torch.float8_e4m3fn).item() == -7.0
+    assert bool((codes[:-1] == codes[0]).all())
+    assert codes[0].view(torch.float8_e4m3fn).item() == 1.5
