@@ -1,0 +1,67 @@
+"""Programs that outlive their process: `jax.export`, saved and loaded, and JAX's persistent compilation cache."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from awkward import TAME, assert_bits_equal, awkward_values
+from qshard.formats import FP8_E4M3, Usage
+from qshard.jax import QuantizedArray, linear, quantize
+from qshard.recipes import CurrentScaling
+
+PROGRAM = Path(__file__).parents[1] / "jax_saved_program.py"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Two processes, one after the other, on the same folder: (folder, programs cached after each)."""
+    folder = tmp_path_factory.mktemp("programs")
+    np.save(folder / "x.npy", awkward_values((64, 256), kinds=TAME))
+    counts = []
+    for mode in ("save", "load"):
+        result = subprocess.run(
+            [sys.executable, str(PROGRAM), mode, str(folder)], capture_output=True, text=True, check=False, timeout=240
+        )
+        assert result.returncode == 0, result.stderr
+        counts.append(int(result.stdout.split()[-1]))
+    return folder, counts
+
+
+@pytest.mark.parametrize("name", ["whole", "sharded"])
+def test_exported_cast(saved, name):
+    """A quantized array is a legal result, and the process that loads needs nothing but `import qshard.jax`."""
+    folder, _ = saved
+    q = quantize(np.load(folder / "x.npy"), FP8_E4M3, usage=Usage.BOTH)
+    for got, want in zip(np.load(folder / f"{name}.npz").values(), jax.tree.leaves(q), strict=True):
+        assert_bits_equal(got, np.asarray(want).view(got.dtype))
+
+
+def test_exported_step(saved):
+    folder, _ = saved
+    x = np.load(folder / "x.npy")
+    want = jax.value_and_grad(lambda w: linear(x, w, CurrentScaling()).sum())(x[:16])
+    for got, expected in zip(np.load(folder / "step.npz").values(), want, strict=True):
+        np.testing.assert_allclose(got.view(np.float32), expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
+
+
+def test_persistent_cache_hits(saved):
+    """The second process finds what the first has compiled: nothing in a program's key changes from run to run."""
+    _, (first, second) = saved
+    assert first == second > 0
+
+
+def test_quantized_arrays_are_serialized():
+    """The static part of the pytree goes through jax.export and comes back equal."""
+    fmt = FP8_E4M3.with_options(pow2=True, eps=0.25)
+    x = np.ones((2, 3, 32), np.float32)
+    exported = jax.export.export(
+        jax.jit(QuantizedArray.dequantize),
+        disabled_checks=[jax.export.DisabledSafetyCheck.custom_call("qshard_dequantize")],
+    )(quantize(x, fmt))
+    again = jax.export.deserialize(exported.serialize())
+    assert again.in_tree == exported.in_tree
+    np.testing.assert_array_equal(again.call(quantize(x, fmt)), x)

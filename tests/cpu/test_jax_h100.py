@@ -1,0 +1,86 @@
+"""What XLA makes of FSDP programs for eight H100s, compiled without a GPU (jax_h100.py): bytes and FP8 GEMMs.
+
+XLA for CPUs proves neither: it has no FP8 and widens what it gathers. This needs JAX's CUDA plugin, half a gigabyte,
+which need not be installed beside JAX: `pip install --no-deps --target build/jax_cuda jax-cuda12-plugin==V
+jax-cuda12-pjrt==V`, with V the version of jaxlib.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+PLUGIN = REPOSITORY / "build" / "jax_cuda"
+STEPS = ["step, Auto", "step, Explicit", "step, shard_map"]
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """{program: {"collectives", "calls" of handlers and libraries, "ops" of interest}}"""
+    installed = any("cuda" in plugin.name for plugin in entry_points(group="jax_plugins"))
+    if not installed and not PLUGIN.is_dir():
+        pytest.skip(f"no CUDA plugin of JAX, neither installed nor in {PLUGIN.relative_to(REPOSITORY)}")
+    result = subprocess.run(
+        [sys.executable, str(REPOSITORY / "tests" / "jax_h100.py"), *([] if installed else [str(PLUGIN)])],
+        env={**os.environ, "PYTHONPATH": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def moved(program, kind):
+    """Arrays that collectives of one kind give, in order, however XLA has combined them."""
+    return sorted(array for each, arrays in program["collectives"] if each == kind for array in arrays)
+
+
+@pytest.mark.parametrize("name", ["cast of rows", "cast of columns"])
+def test_cast(compiled, name):
+    """Four bytes are reduced; the transposed plane is written by the handler, not copied into place after it."""
+    program = compiled[name]
+    assert program["collectives"] == [["all-reduce", ["s32[]"]]]
+    assert program["ops"] == []
+    assert sorted(program["calls"]) == ["qshard_amax_tensor", "qshard_cast_transpose", "qshard_scale_from_amax"]
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_step_gathers_codes_and_scatters_gradients(compiled, name):
+    """Two layers: their codes are gathered forward, and those of the second again, since x has no gradient."""
+    program = compiled[name]
+    assert moved(program, "all-gather") == ["u8[2048,2048]"] * 3
+    assert moved(program, "reduce-scatter") == ["f32[256,2048]"] * 2
+    reduced = moved(program, "all-reduce")
+    assert reduced.count("f32[]") == 1  # The loss; the rest are amaxes.
+    assert all(array.startswith("s32[") for array in reduced if array != "f32[]")
+    assert {kind for kind, _ in program["collectives"]} == {"all-gather", "reduce-scatter", "all-reduce"}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_step_multiplies_in_fp8(compiled, name):
+    """Every GEMM is cuBLASLt's, on codes as they are: none is dequantized or transposed for it."""
+    program = compiled[name]
+    assert program["calls"].count("__cublas$lt$matmul$f8") == 5
+    assert {call for call in program["calls"] if "cublas" in call} == {"__cublas$lt$matmul$f8"}
+    assert program["ops"] == []
+    assert program["calls"].count("qshard_transpose") == 1  # of the gathered weight
+
+
+def test_scan_and_remat(compiled):
+    """In a loop, one layer's codes at a time: gathered forward, and when recomputing, where backward finds them."""
+    program = compiled["step, scan and remat"]
+    assert moved(program, "all-gather") == ["u8[2048,2048]"] * 2
+    assert moved(program, "reduce-scatter") == ["f32[256,2048]"]
+    assert {call for call in program["calls"] if "cublas" in call} == {"__cublas$lt$matmul$f8"}
+    assert "s32[4]" in moved(program, "all-reduce")  # All scales, before the loop.
+
+
+def test_scales_of_a_model_are_one_reduction(compiled):
+    assert compiled["scales"]["collectives"] == [["all-reduce", ["s32[2]"]]]

@@ -1,0 +1,168 @@
+"""`qshard.jax.quantize` and `dequantize` against the oracle, bit for bit, and what they refuse."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import qshard.jax as qj
+from awkward import BFLOAT16, DTYPES, KINDS, SHAPES, TAME, assert_bits_equal, awkward_values
+from qshard import formats, reference
+from qshard.formats import FP8_E4M3, FP8_E5M2, Usage
+from qshard.jax import ops
+
+VARIANTS = [
+    FP8_E4M3,
+    FP8_E5M2,
+    FP8_E4M3.with_options(pow2=True),
+    FP8_E5M2.with_options(pow2=True),
+    FP8_E4M3.with_options(eps=0.5),
+]
+
+
+def assert_quantized(actual, expected):
+    """Both planes, and which of them there are, bit for bit."""
+    assert (actual.format, actual.dtype) == (expected.format, expected.dtype)
+    assert actual.shape == expected.shape or (actual.rowwise is None and 0 in expected.shape)
+    for name in ("rowwise", "columnwise"):
+        plane, oracle = getattr(actual, name), getattr(expected, name)
+        assert (plane is None) == (oracle is None), name
+        if plane is not None:
+            assert plane.data.dtype == actual.format.element.name
+            assert_bits_equal(plane.data, oracle.data, f"{name}.data")
+            assert_bits_equal(plane.scale_inv, oracle.scale_inv, f"{name}.scale_inv")
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, (0,), (16384,)], ids=str)
+def test_shapes(shape):
+    """Every shape, as one dtype and usage after the other: codes, scales and decoded values are the oracle's."""
+    i = SHAPES.index(shape) if shape in SHAPES else 0
+    dtype, usage = DTYPES[i % 3], list(Usage.BOTH)[i % 2] if i % 4 == 0 else Usage.BOTH
+    for kinds in (TAME, KINDS):
+        x = awkward_values(shape, seed=i, dtype=dtype, kinds=kinds)
+        actual, expected = qj.quantize(x, FP8_E4M3, usage=usage), reference.quantize(x, FP8_E4M3, usage)
+        assert_quantized(actual, expected)
+        assert_bits_equal(actual.dequantize().reshape(shape), expected.dequantize(), "values")
+
+
+def test_scalar():
+    for value in (-3.0, 0.0, np.nan):
+        x = np.float32(value)
+        actual, expected = qj.quantize(x, FP8_E5M2), reference.quantize(x, FP8_E5M2)
+        assert_quantized(actual, expected)
+        assert_bits_equal(actual.dequantize(), expected.dequantize())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("fmt", VARIANTS, ids=str)
+def test_formats(fmt, dtype):
+    """Every per-tensor format, dtype and kind of value; decoding to every dtype, from either plane."""
+    for kinds in (TAME, KINDS, ("normal",), ("zeros",), ("nan",), ("max",)):
+        x = awkward_values((48, 96), seed=3, dtype=dtype, kinds=kinds)
+        actual, expected = (quantize(x, fmt, usage=Usage.BOTH) for quantize in (qj.quantize, reference.quantize))
+        assert_quantized(actual, expected)
+    columnwise = dataclasses.replace(actual, rowwise=None)
+    for out in DTYPES:
+        assert_bits_equal(actual.dequantize(out), expected.dequantize(out), "rowwise")
+        assert_bits_equal(columnwise.dequantize(out), expected.dequantize(out, usage=Usage.COLUMNWISE), "columnwise")
+
+
+@given(st.integers(0, 2**32 - 1), st.sampled_from([0x7FFFFFFF, 0x3FFFFFFF, 0x7F7FFFFF]))
+def test_any_bits(seed, mask):
+    """fp32 of random bits: NaNs with payloads, infinities and subnormals with them."""
+    bits = np.random.default_rng(seed).integers(0, 2**32, (8, 64), dtype=np.uint32)
+    x = (bits & (mask | 0x80000000)).astype(np.uint32).view(np.float32)
+    assert_quantized(qj.quantize(x, FP8_E4M3, usage=Usage.BOTH), reference.quantize(x, FP8_E4M3, Usage.BOTH))
+
+
+def test_one_device(monkeypatch):
+    """Where nothing can be cut, ops see the tensor as one run. The shape is one that no other test has traced."""
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    x = awkward_values((2, 24, 72), kinds=TAME)
+    actual, expected = (quantize(x, FP8_E4M3, usage=Usage.BOTH) for quantize in (qj.quantize, reference.quantize))
+    assert_quantized(actual, expected)
+    assert_bits_equal(actual.dequantize(), expected.dequantize())
+
+
+@pytest.mark.parametrize("x64", [False, True])
+def test_x64_changes_nothing(x64):
+    x = awkward_values((16, 64), dtype=BFLOAT16)
+    with jax.enable_x64(x64):
+        fmt = FP8_E4M3.with_options(eps=0.1, pow2=True)
+        actual = qj.quantize(x, fmt, usage=Usage.BOTH)
+        assert_quantized(actual, reference.quantize(x, fmt, Usage.BOTH))
+        assert_bits_equal(actual.dequantize(), reference.quantize(x, fmt).dequantize())
+
+
+@pytest.mark.parametrize("usage", list(Usage.BOTH))
+def test_given_scales(usage):
+    """`scales` are used as they are; saturation is then possible."""
+    x = awkward_values((16, 64), kinds=TAME)
+    scale = np.float32(7.3)
+    actual = qj.quantize(x, FP8_E4M3, usage=usage, scales=(scale, 1 / scale))
+    assert_quantized(actual, reference.quantize(x, FP8_E4M3, usage, scale=scale))
+
+
+@pytest.mark.parametrize("cuts", [[], [24], [3, 4, 4, 17]], ids=["1 part", "2 parts", "5 uneven parts, one empty"])
+def test_law(cuts):
+    """gather(quantize(shards)) == quantize(whole), for cuts that no JAX sharding has."""
+    x = awkward_values((31, 96), seed=5, dtype=BFLOAT16, kinds=TAME)
+    parts = np.split(x, cuts)
+    amax = np.max([np.asarray(ops.amax_tensor(part, lead=0)).view(np.int32) for part in parts]).view(np.float32)
+    scales = ops.scale_from_amax(amax, element=FP8_E4M3.element.name, eps=0.0, pow2=False)
+    shards = [qj.quantize(part, FP8_E4M3, usage=Usage.BOTH, scales=scales) for part in parts]
+    whole = reference.quantize(x, FP8_E4M3, Usage.BOTH)
+    assert_bits_equal(np.concatenate([q.rowwise.data for q in shards]), whole.rowwise.data)
+    assert_bits_equal(np.concatenate([q.columnwise.data for q in shards], axis=1), whole.columnwise.data)
+    assert_bits_equal(shards[0].rowwise.scale_inv, whole.rowwise.scale_inv)
+
+
+def test_is_a_pytree():
+    """Leaves may be anything: specs, None, new leading axes. The structure carries what is static."""
+    q = qj.quantize(np.ones((4, 32), np.float32), FP8_E4M3, usage=Usage.BOTH)
+    assert len(jax.tree.leaves(q)) == 4
+    assert jax.tree.map(lambda leaf: None, q).rowwise.data is None
+    specs = jax.tree.map(lambda leaf: jax.P(), q)
+    assert jax.tree.structure(specs) == jax.tree.structure(q)
+    assert hash(jax.tree.structure(q)) == hash(jax.tree.structure(specs))
+    assert str(q) == str(specs) == "QuantizedArray(FP8_E4M3, float32, rowwise and columnwise)"
+    assert q.global_scale_inv is None
+    assert jax.tree.structure(q) != jax.tree.structure(qj.quantize(np.ones((4, 32), np.float32), FP8_E5M2))
+
+
+X = np.ones((4, 32), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda: qj.quantize(X.astype(int), FP8_E4M3), TypeError, r"quantize: x \(int.*\) is not float32 or bfloat16"),
+        (lambda: qj.quantize(jnp.ones(4, "float8_e5m2"), FP8_E4M3), TypeError, r"quantize: x \(float8_e5m2\)"),
+        (lambda: qj.quantize(X, "FP8_E4M3"), TypeError, r"quantize: fmt \('FP8_E4M3'\) is not a qshard.formats.Format"),
+        (lambda: qj.quantize(X, FP8_E4M3, usage="rowwise"), TypeError, r"quantize: usage \('rowwise'\)"),
+        (lambda: qj.quantize(X, FP8_E4M3, usage=Usage(0)), TypeError, r"quantize: usage"),
+        (lambda: qj.quantize(X, formats.MXFP8_E4M3), NotImplementedError, r"fmt \(MXFP8_E4M3\) has blocks"),
+        (lambda: qj.quantize(X[:, :31], formats.MXFP8_E4M3), ValueError, r"pad the columns to 32"),
+        (lambda: qj.quantize(X, FP8_E4M3).dequantize(int), TypeError, r"dequantize: dtype \(int.*\) is not float32"),
+        (lambda: qj.quantize(X, FP8_E4M3).plane(Usage.COLUMNWISE), ValueError, r"plane: usage \(Usage.COLUMNWISE\)"),
+        (lambda: ops.cast_tensor(X, X[0], element="float8_e4m3fn"), ValueError, r"scale \(32,\) is not the first axes"),
+        (lambda: ops.cast_tensor(X, X[:, 0]), TypeError, r"cast_tensor: attributes \(none\) .* give element"),
+        (lambda: ops.cast_tensor(X, X[:, 0].astype("float16"), element="float8_e5m2"), TypeError, r"scale \(float16\)"),
+        (lambda: ops.no_such_op, AttributeError, r"no_such_op"),
+        (lambda: jax.grad(lambda x: qj.quantize(x, FP8_E4M3).dequantize().sum())(X), TypeError, r"has no derivative"),
+    ],
+)
+@pytest.mark.parametrize("jitted", [False, True])
+def test_errors_are_python_errors(call, error, text, jitted):
+    """Before anything runs, and the same under jit, where they come when tracing."""
+    with pytest.raises(error, match=text):
+        jax.jit(call)() if jitted else call()
+
+
+def test_float64_is_refused():
+    with jax.enable_x64(True), pytest.raises(TypeError, match=r"quantize: x \(float64\) is not float32"):
+        qj.quantize(np.ones(4), FP8_E4M3)

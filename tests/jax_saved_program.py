@@ -1,0 +1,57 @@
+"""Run twice by tests/cpu/test_jax_export.py: `save DIR` exports programs, `load DIR` runs them in a process of its own.
+
+Both compile the same function through JAX's persistent cache in DIR/cache and print how many programs that holds.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+MODE, FOLDER = sys.argv[1], Path(sys.argv[2])
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+
+import jax  # noqa: E402
+import numpy as np  # noqa: E402
+from jax.sharding import AxisType, NamedSharding  # noqa: E402
+from jax.sharding import PartitionSpec as P  # noqa: E402
+
+from qshard.formats import FP8_E4M3, Usage  # noqa: E402
+from qshard.jax import linear, quantize  # noqa: E402
+from qshard.ops import table  # noqa: E402
+from qshard.recipes import CurrentScaling  # noqa: E402
+
+
+def both(x):
+    return quantize(x, FP8_E4M3, usage=Usage.BOTH)
+
+
+def step(x, w):
+    product = jax.value_and_grad(lambda w: linear(x, w, CurrentScaling()).sum())
+    return product(w)
+
+
+def main() -> None:
+    x = np.load(FOLDER / "x.npy")
+    mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,))
+    sharded = jax.device_put(x, NamedSharding(mesh, P("a")))
+    programs = {"whole": (both, (x,)), "sharded": (both, (sharded,)), "step": (step, (x, x[:16]))}
+    if MODE == "save":
+        known = [jax.export.DisabledSafetyCheck.custom_call(f"qshard_{op}") for op in table()]
+        for name, (function, args) in programs.items():
+            exported = jax.export.export(jax.jit(function), disabled_checks=known)(*args)
+            (FOLDER / f"{name}.bin").write_bytes(exported.serialize())
+    else:
+        for name, (_, args) in programs.items():
+            exported = jax.export.deserialize(bytearray((FOLDER / f"{name}.bin").read_bytes()))
+            leaves = jax.tree.leaves(jax.jit(exported.call)(*args))
+            np.savez(FOLDER / f"{name}.npz", *[np.asarray(leaf).view(f"u{leaf.dtype.itemsize}") for leaf in leaves])
+
+    jax.config.update("jax_compilation_cache_dir", str(FOLDER / "cache"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    jax.jit(both).lower(sharded).compile()
+    print(len([path for path in (FOLDER / "cache").iterdir() if path.name.endswith("-cache")]))
+
+
+main()
