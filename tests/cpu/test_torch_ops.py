@@ -1,0 +1,182 @@
+"""`torch.ops.qshard.<op>`: every op of the table, with fake tensors, under the compiler, and with inputs to refuse."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor, init_device_mesh
+
+from awkward import awkward_values
+from qshard import _ffi
+from qshard.formats import E4M3
+from qshard.ops import OpSpec, table
+from qshard.torch_bridge import _ops
+
+ops = torch.ops.qshard
+E4M3_CODES = {"element": "float8_e4m3fn"}
+every_op = pytest.mark.parametrize("spec", table().values(), ids=table())
+
+
+def sample(spec: OpSpec, axis: int = 6) -> tuple[list[torch.Tensor], dict]:
+    """Operands that an op takes: every axis has `axis` elements, every `*name` one axis, and `...` none."""
+    dtypes = {"float": torch.float32, "float32": torch.float32, "code": torch.uint8, "byte": torch.uint8}
+    inputs = []
+    for operand in spec.inputs:
+        shape = [axis for term in operand.terms if term != "..."]
+        values = torch.from_numpy(awkward_values([*shape, 1], kinds=["normal"]))[..., 0].contiguous()
+        inputs.append(values.to(dtypes[operand.dtype]))
+    keywords = {name: {"element": E4M3.name, "eps": 0.0, "pow2": False}.get(name, 1) for name in spec.attributes}
+    keywords |= {"batch": 0} if "batch" in keywords else {}
+    return inputs, keywords | ({"dtype": torch.bfloat16} if "float" in {o.dtype for o in spec.outputs} else {})
+
+
+def as_tuple(result):
+    return (result,) if isinstance(result, torch.Tensor) else tuple(result)
+
+
+@every_op
+@pytest.mark.parametrize("axis", [6, 0])
+def test_torch_finds_nothing_wrong_with_the_op(spec, axis):
+    inputs, keywords = sample(spec, axis)
+    torch.library.opcheck(getattr(ops, spec.name).default, inputs, keywords)
+
+
+@every_op
+def test_fake_results_are_like_the_real_ones(spec):
+    inputs, keywords = sample(spec)
+    real = as_tuple(getattr(ops, spec.name)(*inputs, **keywords))
+    for make in (lambda x: x.to("meta"), FakeTensorMode().from_tensor):
+        fake = as_tuple(getattr(ops, spec.name)(*map(make, inputs), **keywords))
+        assert [(x.shape, x.stride(), x.dtype) for x in fake] == [(x.shape, x.stride(), x.dtype) for x in real]
+
+
+@every_op
+def test_call_into_writes_what_the_op_returns(spec):
+    inputs, keywords = sample(spec)
+    expected = as_tuple(getattr(ops, spec.name)(*inputs, **keywords))
+    given = [torch.full_like(x, 77) for x in expected]
+    _ops.call_into(spec.name, inputs, given, {name: keywords[name] for name in spec.attributes})
+    assert all(torch.equal(a, b) for a, b in zip(given, expected, strict=True))
+
+
+def chain(x):
+    """Every op that a tensor with one scale passes through."""
+    amax = ops.amax_tensor(x)
+    scale, scale_inv = ops.scale_from_amax(amax, element=E4M3.name, eps=0.0, pow2=False)
+    data, data_t = ops.cast_transpose(x, scale, element=E4M3.name)
+    again = ops.cast_tensor(ops.dequantize(data, scale_inv, element=E4M3.name, dtype=x.dtype), scale, element=E4M3.name)
+    return data, data_t, again, ops.transpose(data), ops.amax_tensor(x, lead=1)
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiled_ops_give_the_same_bits(backend, dynamic):
+    torch._dynamo.reset()
+    compiled = torch.compile(chain, fullgraph=True, backend=backend, dynamic=dynamic)
+    for shape in [(8, 16), (31, 37)]:
+        x = torch.from_numpy(awkward_values(shape, seed=1, kinds=["normal", "ties", "zeros"]))
+        for got, want in zip(compiled(x), chain(x), strict=True):
+            assert torch.equal(got, want)
+            assert got.stride() == want.stride()
+
+
+SCALE = torch.ones(())
+X = torch.ones(4, 6)
+LEAF = X.clone().requires_grad_()
+BAD = {
+    "dtype": (lambda: ops.cast_tensor(X.double(), SCALE, **E4M3_CODES), TypeError, "x .float64. is not float32 or"),
+    "scale_dtype": (
+        lambda: ops.cast_tensor(X, SCALE.half(), **E4M3_CODES),
+        TypeError,
+        "scale .float16. is not float32",
+    ),
+    "codes_dtype": (
+        lambda: ops.dequantize(X.to(torch.float8_e5m2), SCALE, **E4M3_CODES, dtype=torch.float32),
+        TypeError,
+        "data .float8_e5m2. is not uint8 or float8_e4m3fn",
+    ),
+    "result_dtype": (
+        lambda: ops.dequantize(X.to(torch.uint8), SCALE, **E4M3_CODES, dtype=torch.float64),
+        TypeError,
+        "dtype .float64. is not float32 or",
+    ),
+    "shape": (
+        lambda: ops.cast_tensor(X, torch.ones(6), **E4M3_CODES),
+        ValueError,
+        r"scale \(6,\) is not the first axes",
+    ),
+    "rank": (lambda: ops.transpose(SCALE.to(torch.uint8)), ValueError, "does not have the axes"),
+    "batch": (lambda: ops.transpose(X.to(torch.uint8), batch=2), ValueError, "does not have the axes"),
+    "lead": (lambda: ops.amax_tensor(X, lead=3), ValueError, "does not have the axes"),
+    "strided": (
+        lambda: ops.cast_tensor(X.t(), SCALE, **E4M3_CODES),
+        ValueError,
+        r"x \(strides \(1, 6\)\) is not contig",
+    ),
+    "expanded": (lambda: ops.amax_tensor(X[:1].expand(3, 6)), ValueError, "is not contiguous; call .contiguous"),
+    "requires_grad": (
+        lambda: ops.amax_tensor(LEAF),
+        ValueError,
+        "x .requires grad. is not data alone",
+    ),
+    "element": (lambda: ops.cast_tensor(X, SCALE, element="float8"), ValueError, "element .float8. is not one of"),
+    "element_of_op": (lambda: ops.cast_tensor(X, SCALE, element="float8_e8m0fnu"), ValueError, "cast_tensor: element"),
+    "eps": (lambda: ops.scale_from_amax(SCALE, element=E4M3.name, eps=-1.0, pow2=False), ValueError, "eps"),
+    "no_attribute": (lambda: ops.cast_tensor(X, SCALE), RuntimeError, "missing value for argument 'element'"),
+    "other_attribute": (
+        lambda: ops.cast_tensor(X, SCALE, elements=E4M3.name),
+        RuntimeError,
+        "missing value for argument 'element'|Unknown keyword",
+    ),
+    "device": (
+        lambda: ops.cast_tensor(X, SCALE.to("meta"), **E4M3_CODES),
+        ValueError,
+        "operands .x on cpu, scale on meta. are not on one device",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_an_op_refuses(case):
+    call, error, text = BAD[case]
+    with pytest.raises(error, match=text):
+        call()
+
+
+@pytest.mark.parametrize("case", ["dtype", "scale_dtype", "shape", "batch", "strided", "requires_grad", "element"])
+def test_tracing_refuses_the_same(case):
+    """What cannot run is found out while tracing, by the same text."""
+    call, _, text = BAD[case]
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match=text):
+        torch.compile(call, fullgraph=True, backend="eager")()
+
+
+def test_gradients_are_no_concern_under_no_grad():
+    with torch.no_grad():
+        assert ops.amax_tensor(X.clone().requires_grad_()) == 1
+    parameter = torch.nn.Parameter(X.clone(), requires_grad=False)
+    assert ops.amax_tensor(parameter) == 1
+
+
+def test_call_into_refuses_tensors_without_memory():
+    fake = FakeTensorMode().from_tensor(X)
+    for x in (fake, X.to("meta")):
+        with pytest.raises((ValueError, TypeError, RuntimeError, NotImplementedError, BufferError)):
+            _ops.call_into("amax_tensor", (x,), (torch.empty(()),), {})
+
+
+def test_a_device_without_kernels_is_named():
+    if _ffi.cuda_built:
+        pytest.skip("this build has kernels for every device")
+    with pytest.raises(NotImplementedError, match=r"amax_tensor: device .cuda:0. is not one that this build"):
+        raise _ops._no_kernels("amax_tensor", torch.device("cuda:0"))
+
+
+def test_a_dtensor_is_refused_with_the_name_of_the_op(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        x = DTensor.from_local(X, init_device_mesh("cpu", (1,)))
+        with pytest.raises(NotImplementedError, match=r"qshard.amax_tensor.default does not have a sharding strategy"):
+            ops.amax_tensor(x)
+    finally:
+        torch.distributed.destroy_process_group()

@@ -1,0 +1,24 @@
+"""The PyTorch front end: quantized tensors, FP8 linear layers, and FSDP2 weights that are quantized before the gather.
+
+    convert(model, CurrentScaling())           # nn.Linear -> Linear, in place
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    ...
+    optimizer.step()
+    update_scales(model)                       # one all-reduce for all weights
+
+Importing it makes `torch.ops.qshard.<op>`, the same kernels as operators.
+"""
+
+if __name__ != "qshard.torch_bridge":
+    raise ImportError(f"{__name__} is not the name of this package; write `import qshard.torch_bridge`")
+
+from qshard.torch_bridge._convert import convert
+from qshard.torch_bridge._linear import Linear, linear
+from qshard.torch_bridge._quantize import quantize
+from qshard.torch_bridge._scales import update_scales
+from qshard.torch_bridge._tensor import Plane, QuantizedTensor
+from qshard.torch_bridge._weight import ShardedWeight
+
+__all__ = ["Linear", "Plane", "QuantizedTensor", "ShardedWeight", "convert", "linear", "quantize", "update_scales"]

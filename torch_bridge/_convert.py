@@ -1,0 +1,91 @@
+"""`convert`: the linear layers of a model become quantized ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import cast
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from qshard.recipes import Recipe, Role
+from qshard.torch_bridge import _pipeline
+from qshard.torch_bridge._linear import Linear
+from qshard.torch_bridge._scales import ScaleState
+from qshard.torch_bridge._weight import ShardedWeight, plain
+
+__all__ = ["convert"]
+
+
+def convert(model: nn.Module, recipe: Recipe, filter: Callable[[nn.Linear, str], bool] | None = None) -> nn.Module:
+    """Turns every `nn.Linear` in `model` into a `Linear`, in place: same module objects, hooks, names and values.
+
+    Weights that layers share stay shared. A `Linear` takes the new recipe; other subclasses of `nn.Linear` are left
+    as they are.
+
+    Args:
+      model: on any device, also meta. Before `fully_shard` and before the optimizer is made, as both hold on to
+        parameters.
+      recipe: the format of each role.
+      filter: called with a layer and its qualified name; layers for which it is False stay as they are.
+
+    Returns:
+      `model`.
+
+    Raises:
+      ValueError: there is nothing to convert; or a weight is sharded already, or also belongs to another kind of
+        module.
+      NotImplementedError: PyTorch has no ops for a format of the recipe yet.
+
+    >>> from qshard.recipes import CurrentScaling
+    >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    >>> convert(model, CurrentScaling(), filter=lambda layer, name: name != "2")
+    Sequential(
+      (0): Linear(in_features=4, out_features=8, bias=True, weight=FP8_E4M3, activation=FP8_E4M3, gradient=FP8_E5M2)
+      (1): ReLU()
+      (2): Linear(in_features=8, out_features=2, bias=True)
+    )
+    """
+    _pipeline.require_supported("convert", *(recipe.format(role) for role in Role))
+    layers = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and (filter is None or filter(module, name))
+    }
+    for name, module in layers.items():
+        if isinstance(module.weight, DTensor):
+            raise ValueError(
+                f"convert: {name}.weight (DTensor) is not a plain tensor; convert before sharding the model"
+            )
+    chosen = {name: module for name, module in layers.items() if type(module) in (nn.Linear, Linear)}
+    if not chosen:
+        raise ValueError(
+            f"convert: model ({type(model).__name__}) has no nn.Linear that filter= keeps; pass one that has"
+        )
+    _check(model, chosen)
+    weights: dict[int, nn.Parameter] = {}
+    for name, module in chosen.items():
+        old = module.weight
+        if id(old) not in weights:
+            state = ScaleState(recipe.format(Role.WEIGHT), f"{name}.weight" if name else "weight", model)
+            wrapped = ShardedWeight(plain(old), state)
+            weights[id(old)] = nn.Parameter(wrapped, requires_grad=old.requires_grad)
+        module.__class__ = Linear
+        layer = cast(Linear, module)
+        layer.recipe = recipe
+        layer.weight = weights[id(old)]
+    return model
+
+
+def _check(model: nn.Module, chosen: dict[str, nn.Linear]) -> None:
+    """Nothing is changed unless everything can be."""
+    weights = {id(module.weight): name for name, module in chosen.items()}
+    taken = set(map(id, chosen.values()))
+    for other_name, other in model.named_modules():
+        for parameter_name, parameter in other._parameters.items():
+            shared = weights.get(id(parameter))
+            if shared is not None and (id(other) not in taken or parameter_name != "weight"):
+                raise ValueError(
+                    f"convert: {shared}.weight ({other_name}.{parameter_name} too) is not of linear layers alone; "
+                    "leave the layer out with filter="
+                )

@@ -1,0 +1,203 @@
+"""Every op of the library as `torch.ops.qshard.<op>`, bound by one function from the table in `ops.def`.
+
+A torch op allocates its results; the XLA FFI handler, the one that JAX calls too, fills them. `call_into` is the same
+without the allocation: for code that owns its buffers, as the hooks of a sharded weight do.
+
+Codes are uint8 at this edge, since neither Inductor nor gloo knows every eight-bit float; `Plane.data` shows them as
+what they are. No op has a derivative: gradients pass through `Linear`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from qshard import _ffi
+from qshard.formats import ELEMENTS
+from qshard.ops import OpSpec, table
+
+__all__ = ["bind", "call_into", "dtype_name"]
+
+# Schema types of attributes; all others are sizes and numbers of axes.
+_ATTRIBUTE_TYPES = {"element": "str", "eps": "float", "pow2": "bool"}
+_CPU, _CUDA = _ffi.handlers("cpu"), _ffi.handlers("cuda")
+_LIBRARY = torch.library.Library("qshard", "DEF")
+
+
+def call_into(op: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], attributes: Mapping[str, Any]) -> None:
+    """Runs an op and writes its results into `outputs`, on the current stream.
+
+    Args:
+      op: a name in `qshard.ops.table()`.
+      inputs: plain, contiguous tensors on one device.
+      outputs: likewise, of the shapes and dtypes that `torch.ops.qshard.<op>` returns; codes as uint8 or their
+        own dtype.
+      attributes: exactly those of the op.
+
+    Raises:
+      ValueError, TypeError: the handler does not take these tensors; nothing was written.
+
+    No autograd, no tracing. About 1 us on the host, of which the handler's own checks are a tenth.
+
+    >>> codes = torch.empty(3, dtype=torch.uint8)
+    >>> call_into("cast_tensor", (torch.ones(3), torch.tensor(2.0)), (codes,), {"element": "float8_e4m3fn"})
+    >>> codes.view(torch.float8_e4m3fn).float()
+    tensor([2., 2., 2.])
+    """
+    handlers = _CUDA if outputs[0].is_cuda else _CPU
+    if not handlers:
+        raise _no_kernels(op, outputs[0].device)
+    _ffi.call(handlers[op], inputs, outputs, attributes)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name that qshard, ml_dtypes and JAX have for a torch dtype.
+
+    >>> dtype_name(torch.float8_e4m3fn)
+    'float8_e4m3fn'
+    """
+    return str(dtype).removeprefix("torch.")
+
+
+class _Plan(NamedTuple):
+    """What a call comes down to, once shapes, dtypes and attributes are checked."""
+
+    outputs: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    attributes: dict[str, Any]
+
+
+def bind(spec: OpSpec) -> Callable[..., Any]:
+    """Makes the torch op of `spec`: schema, fake implementation, and one for each device that has kernels.
+
+    Arguments are the operands, then by keyword the attributes, the number of axes of each `*name` that shapes leave
+    open (default 0), and `dtype` where the op can give any float.
+
+    Args:
+      spec: a row of `qshard.ops.table()`.
+
+    Returns:
+      `torch.ops.qshard.<name>`. It returns one tensor, or a tuple of them.
+
+    >>> torch.ops.qshard.amax_tensor(torch.tensor([[1.0, -3.0], [2.0, 0.0]]), lead=1)
+    tensor([3., 2.])
+    >>> torch.ops.qshard.cast_tensor(torch.ones(3), torch.ones(2), element="float8_e4m3fn")
+    Traceback (most recent call last):
+    ValueError: cast_tensor: scale (2,) is not the first axes of x (3,); give it one element for each run of x
+    """
+    plan = _planner(spec)
+    cached_plan = functools.lru_cache(maxsize=4096)(plan)
+    single = len(spec.outputs) == 1
+
+    def fake(*inputs: Tensor, **keywords: Any) -> Any:
+        _check_tensors(spec, inputs)
+        shapes, dtypes = tuple(tuple(x.shape) for x in inputs), tuple(x.dtype for x in inputs)
+        outputs = plan(shapes, dtypes, tuple(keywords.items())).outputs
+        made = tuple(inputs[0].new_empty(shape, dtype=dtype) for shape, dtype in outputs)
+        return made[0] if single else made
+
+    def run(*inputs: Tensor, **keywords: Any) -> Any:
+        x = inputs[0]
+        if torch.is_grad_enabled():
+            _check_no_grad(spec, inputs)
+        outputs, attributes = cached_plan(
+            tuple([t.shape for t in inputs]), tuple([t.dtype for t in inputs]), tuple(keywords.items())
+        )
+        made = [x.new_empty(shape, dtype=dtype) for shape, dtype in outputs]
+        try:
+            call_into(spec.name, inputs, made, attributes)
+        except ValueError:
+            _check_tensors(spec, inputs)  # The host names no operands. Looked at only now, to keep good calls short.
+            raise
+        return made[0] if single else tuple(made)
+
+    _LIBRARY.define(_schema(spec), tags=[torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag])
+    for device in ("CPU", "CUDA"):
+        _LIBRARY.impl(spec.name, run, device)
+    torch.library.register_fake(f"qshard::{spec.name}", fake, lib=_LIBRARY)
+    return getattr(torch.ops.qshard, spec.name)  # type: ignore[no-any-return]
+
+
+def _planner(spec: OpSpec) -> Callable[..., _Plan]:
+    open_axes = _open_axes(spec)
+
+    def plan(
+        shapes: tuple[tuple[int, ...], ...], dtypes: tuple[torch.dtype, ...], keywords: tuple[tuple[str, Any], ...]
+    ) -> _Plan:
+        given = dict.fromkeys(open_axes, 0) | dict(keywords)
+        dtype = given.pop("dtype", None)
+        attributes = {name: given[name] for name in spec.attributes if name in given}
+        spec.check_attributes(attributes)
+        element = attributes.get("element")
+        if element is not None and element not in ELEMENTS:
+            raise ValueError(f"{spec.name}: element ({element}) is not one of {', '.join(ELEMENTS)}; name one")
+        names = [dtype_name(d) for d in dtypes]
+        spec.check_dtypes(names, element=element)
+        static = {name: value for name, value in given.items() if name in open_axes or name not in _ATTRIBUTE_TYPES}
+        made = spec.bind([tuple(shape) for shape in shapes], **static).output_shapes
+        results = spec.output_dtypes(names, element=element, dtype=None if dtype is None else dtype_name(dtype))
+        kinds = (
+            torch.uint8 if operand.dtype == "code" else getattr(torch, name)
+            for operand, name in zip(spec.outputs, results, strict=True)
+        )
+        return _Plan(tuple(zip(made, kinds, strict=True)), attributes)
+
+    return plan
+
+
+def _open_axes(spec: OpSpec) -> tuple[str, ...]:
+    """Names of `*name` terms whose number of axes shapes leave open: all but the last new one of each operand."""
+    known: set[str] = set()
+    found: list[str] = []
+    for operand in spec.inputs:
+        stars = [term[1:] for term in operand.terms if isinstance(term, str) and term.startswith("*")]
+        new = [star for star in stars if star not in known]
+        found.extend(new[:-1])
+        known.update(new)
+    return tuple(found)
+
+
+def _schema(spec: OpSpec) -> str:
+    operands = ", ".join(f"Tensor {operand.name}" for operand in spec.inputs)
+    keywords = [f"{_ATTRIBUTE_TYPES.get(a, 'int')} {a}" for a in spec.attributes if a not in _open_axes(spec)]
+    keywords += ["ScalarType dtype"] * any(operand.dtype == "float" for operand in spec.outputs)
+    keywords += [f"int {name}=0" for name in _open_axes(spec)]
+    results = "Tensor" if len(spec.outputs) == 1 else "(" + ", ".join("Tensor" for _ in spec.outputs) + ")"
+    return f"{spec.name}({operands}{', *, ' if keywords else ''}{', '.join(keywords)}) -> {results}"
+
+
+def _check_no_grad(spec: OpSpec, inputs: Sequence[Tensor]) -> None:
+    for x, operand in zip(inputs, spec.inputs, strict=True):
+        if x.requires_grad:
+            raise ValueError(
+                f"{spec.name}: {operand.name} (requires grad) is not data alone, and the op has no derivative; "
+                "pass .detach(), or use qshard.torch_bridge.Linear"
+            )
+
+
+def _check_tensors(spec: OpSpec, inputs: Sequence[Tensor]) -> None:
+    if torch.is_grad_enabled():
+        _check_no_grad(spec, inputs)
+    if any(x.device != inputs[0].device for x in inputs):
+        devices = ", ".join(f"{operand.name} on {x.device}" for x, operand in zip(inputs, spec.inputs, strict=True))
+        raise ValueError(f"{spec.name}: operands ({devices}) are not on one device; move them to one")
+    for x, operand in zip(inputs, spec.inputs, strict=True):
+        if not x.is_contiguous():
+            strides = tuple(x.stride())
+            raise ValueError(
+                f"{spec.name}: {operand.name} (strides {strides}) is not contiguous; call .contiguous() on it"
+            )
+
+
+def _no_kernels(op: str, device: torch.device) -> NotImplementedError:
+    return NotImplementedError(
+        f"{op}: device ({device}) is not one that this build of qshard has kernels for; "
+        "build it where nvcc is found, or move the tensors to the CPU"
+    )
+
+
+for _spec in table().values():
+    bind(_spec)
