@@ -1,0 +1,82 @@
+"""The model and its training schedule as plain data, so that both frameworks start from the same bits.
+
+A pre-norm GPT over bytes: learned positions, causal attention, squared-ReLU MLP, no biases. Linear weights are stored
+`[out_features, in_features]`, as torch does, and every weight is sharded over its first axis.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """Sizes of the model; the default has 3.3 M parameters."""
+
+    layers: int = 4
+    width: int = 256
+    heads: int = 4
+    context: int = 32
+    vocabulary: int = 256  # a token is a byte
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """AdamW with a linear warm-up and a cosine decay to zero."""
+
+    steps: int = 120
+    batch: int = 32
+    peak: float = 3e-3
+    betas: tuple[float, float] = (0.9, 0.98)
+    eps: float = 1e-8
+    weight_decay: float = 0.1  # of the matrices; the gains of the norms do not decay
+
+    def learning_rate(self, step: int) -> float:
+        """Return the rate of `step`, counted from 0."""
+        warm_up = min(20, max(1, self.steps // 5))
+        if step < warm_up:
+            return self.peak * (step + 1) / warm_up
+        return self.peak * 0.5 * (1 + math.cos(math.pi * (step - warm_up) / max(1, self.steps - warm_up)))
+
+    def validates_after(self, step: int) -> bool:
+        """Return whether the validation loss is taken after `step`: in the middle and at the end."""
+        return step + 1 in (self.steps // 2, self.steps)
+
+
+def is_quantized(name: str) -> bool:
+    """Return whether a recipe applies to the weight called `name`: the linear layers of the blocks, 96 % of the model.
+
+    Embeddings, norms and the head stay in high precision, as is usual for FP8 training.
+    """
+    return name.startswith("blocks.") and not name.endswith("norm.weight")
+
+
+def initial_weights(config: GPTConfig, seed: int = 0) -> dict[str, np.ndarray]:
+    """Draw the float32 weights once, in NumPy, under the names both models use."""
+    rng = np.random.default_rng(seed)
+    width = config.width
+
+    def normal(rows: int, columns: int, deviation: float) -> np.ndarray:
+        return (deviation * rng.standard_normal((rows, columns))).astype(np.float32)
+
+    weights = {
+        "embedding.weight": normal(config.vocabulary, width, 0.2),
+        "position.weight": normal(config.context, width, 0.2),
+        "norm.weight": np.ones(width, np.float32),
+        "head.weight": normal(config.vocabulary, width, width**-0.5),
+    }
+    shapes = {
+        "qkv": (3 * width, width),
+        "projection": (width, width),
+        "up": (4 * width, width),
+        "down": (width, 4 * width),
+    }
+    residual = (2 * config.layers) ** -0.5  # so that the sum over the residual stream keeps its size
+    for layer in range(config.layers):
+        for norm in ("attention_norm", "mlp_norm"):
+            weights[f"blocks.{layer}.{norm}.weight"] = np.ones(width, np.float32)
+        for name, (rows, columns) in shapes.items():
+            gain = residual if name in ("projection", "down") else 1
+            weights[f"blocks.{layer}.{name}.weight"] = normal(rows, columns, gain * columns**-0.5)
+    return weights

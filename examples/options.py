@@ -1,0 +1,88 @@
+"""The command line the two training scripts share: arguments, errors of one line, and a quiet Ctrl-C.
+
+Import it before the frameworks, whose import takes seconds: an error or a Ctrl-C in that time is covered too.
+"""
+
+import argparse
+import sys
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import NoReturn
+
+from corpus import text_file
+from gpt import Schedule
+from qshard.recipes import CurrentScaling
+
+# A recipe says which format weights, activations and gradients are cast to. None is the baseline: bfloat16 weights are
+# gathered and nothing is quantized.
+RECIPES = {"bf16": None, "fp8": CurrentScaling()}
+
+
+def _excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if issubclass(kind, KeyboardInterrupt):
+        print(f"{Path(sys.argv[0]).name}: stopped; nothing was written", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, trace)
+
+
+sys.excepthook = _excepthook
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong and leave with status 2, as argparse does, but without the usage text."""
+        fail(self.prog, f"{message} (--help lists the options)", 2)
+
+
+def fail(program: str, message: str, status: int = 1) -> NoReturn:
+    """End the program with one line on stderr."""
+    print(f"{program}: error: {message}", file=sys.stderr)
+    sys.exit(status)
+
+
+def positive(value: str) -> int:
+    """Parse a whole number of at least 1."""
+    if not value.isdecimal() or int(value) < 1:
+        raise argparse.ArgumentTypeError(f"{value!r} is not a whole number of at least 1")
+    return int(value)
+
+
+def formats(value: str) -> list[str]:
+    """Parse a list of recipe names such as `bf16,fp8`."""
+    names = list(dict.fromkeys(value.split(",")))
+    unknown = [name for name in names if name not in RECIPES]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is not one of {', '.join(RECIPES)}")
+    return names
+
+
+def output_directory(value: str) -> Path:
+    """Make the directory results go to, before any time is spent on them."""
+    path = Path(value)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"cannot make the directory {value}: {error.strerror}") from error
+    return path
+
+
+def parse(description: str, rank: str, devices: int) -> tuple[Parser, argparse.Namespace]:
+    """Parse the command line. `rank` says what a rank is in this framework, `devices` how many there could be."""
+    parser = Parser(description=description)
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--formats", type=formats, metavar="A,B", help=f"train these, of {', '.join(RECIPES)}")
+    which.add_argument("--recipe", choices=RECIPES, default="fp8", help="train bf16 and this one (default: fp8)")
+    number = partial(parser.add_argument, type=positive, metavar="N")
+    number("--steps", default=Schedule.steps, help="steps of each training (default: %(default)s)")
+    number("--batch", default=Schedule.batch, help="windows of text in a step, over all ranks (default: %(default)s)")
+    number("--ranks", default=1 << (devices.bit_length() - 1), help=f"{rank} to shard over (default: %(default)s)")
+    parser.add_argument("--text", type=text_file, metavar="FILE", help="train on it (default: Python's help topics)")
+    parser.add_argument("--out", type=output_directory, default="build/train", help="results (default: %(default)s)")
+    options = parser.parse_args()
+    options.formats = options.formats or list(dict.fromkeys(["bf16", options.recipe]))
+    if options.batch % options.ranks:
+        parser.error(f"--batch {options.batch} cannot be divided over {options.ranks} ranks")
+    return parser, options

@@ -1,0 +1,155 @@
+"""What a training measured, kept as JSON, and the table, plot and checks made from it."""
+
+import hashlib
+import json
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+FRAMEWORKS = ("jax", "torch")
+WARM_UP_STEPS = 3  # the first steps compile and allocate; they are left out of the time of a step
+
+
+@dataclass
+class Run:
+    """One training: a framework and a format.
+
+    Attributes:
+      gathered_bytes: of the whole weights that one rank receives from the all-gathers of one step.
+      resident_bytes: of weights and optimizer state that one rank keeps between steps.
+      gathered_sha256: of what the first step gathered; see `digest`.
+      validation: (steps trained, loss on the held-out text).
+    """
+
+    framework: str
+    format: str
+    ranks: str
+    text: str
+    steps: int
+    gathered_bytes: int = 0
+    resident_bytes: int = 0
+    gathered_sha256: str = ""
+    losses: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    validation: list[tuple[int, float]] = field(default_factory=list)
+
+    @property
+    def milliseconds_a_step(self) -> float:
+        """Median time of a step, without the first ones and without validation."""
+        return 1e3 * statistics.median(self.seconds[WARM_UP_STEPS:] or self.seconds)
+
+    @property
+    def final_loss(self) -> float:
+        """Validation loss at the end."""
+        return self.validation[-1][1]
+
+
+def digest(gathered: Mapping[str, Sequence[np.ndarray]]) -> str:
+    """Return the SHA-256 of weights as they were gathered, in the order of their names.
+
+    A bfloat16 weight is its bits; a quantized one is the codes of its rowwise plane and then its float32 `scale_inv`.
+    """
+    sha = hashlib.sha256()
+    for name in sorted(gathered):
+        for part in gathered[name]:
+            sha.update(part.reshape(-1).view(np.uint8))
+    return sha.hexdigest()
+
+
+def save(runs: list[Run], directory: Path) -> None:
+    """Write the runs of one framework to `directory/FRAMEWORK.json`."""
+    path = directory / f"{runs[0].framework}.json"
+    path.write_text(json.dumps([asdict(run) for run in runs]) + "\n")
+
+
+def load(directory: Path) -> list[Run]:
+    """Read the runs of every framework that has left some in `directory`."""
+    paths = [directory / f"{framework}.json" for framework in FRAMEWORKS]
+    return [Run(**run) for path in paths if path.exists() for run in json.loads(path.read_text())]
+
+
+def present(runs: list[Run], directory: Path) -> None:
+    """Save `runs`, then print the table and draw the plot of all runs in `directory` that trained on the same.
+
+    Raises:
+      SystemExit: JAX and PyTorch did not gather the same bytes.
+    """
+    save(runs, directory)
+    console = Console(soft_wrap=True)
+    if not console.is_terminal:
+        console.width = 120  # a log has no width of its own
+    everything = [run for run in load(directory) if (run.text, run.steps) == (runs[0].text, runs[0].steps)]
+    console.print(table(everything))
+    path = directory / "loss.png"
+    plot(everything, path)
+    console.print(f"loss curves: {path}", highlight=False)
+    comparisons = same_bytes(everything)
+    for name, same in comparisons.items():
+        verdict = "identical" if same else "DIFFERENT"
+        console.print(f"{name}: JAX and PyTorch gathered {verdict} bytes in the first step (SHA-256)", highlight=False)
+    if not all(comparisons.values()):
+        sys.exit(1)
+
+
+def table(runs: list[Run]) -> Table:
+    """One row for each run, with what changed against the bf16 run of the same framework."""
+    result = Table(
+        title=f"{runs[0].steps} steps on {runs[0].text}",
+        caption="gathered: written by all-gathers on one rank; resident: its weights and optimizer state between steps",
+    )
+    for heading in ("framework", "format"):
+        result.add_column(heading)
+    for heading in ("validation loss", "gathered a step", "resident a rank", "ms a step"):
+        result.add_column(heading, justify="right")
+    for index, run in enumerate(runs):
+        base = next((other for other in runs if (other.framework, other.format) == (run.framework, "bf16")), run)
+
+        def against(value: float, base_value: float, compared: bool = base is not run) -> str:
+            return f" ({value / base_value - 1:+.1%})" if compared and base_value else ""
+
+        result.add_row(
+            f"{run.framework}, {run.ranks}",
+            run.format,
+            f"{run.final_loss:.4f}{against(run.final_loss, base.final_loss)}",
+            f"{run.gathered_bytes / 1e6:.2f} MB{against(run.gathered_bytes, base.gathered_bytes)}",
+            f"{run.resident_bytes / 1e6:.2f} MB{against(run.resident_bytes, base.resident_bytes)}",
+            f"{run.milliseconds_a_step:.0f}{against(run.milliseconds_a_step, base.milliseconds_a_step)}",
+            end_section=index + 1 < len(runs) and runs[index + 1].framework != run.framework,
+        )
+    return result
+
+
+def same_bytes(runs: list[Run]) -> dict[str, bool]:
+    """Return, for each format that all frameworks trained with, whether they gathered the same bytes at first."""
+    hashes: dict[str, list[str]] = {}
+    for run in runs:
+        hashes.setdefault(run.format, []).append(run.gathered_sha256)
+    return {name: len(set(found)) == 1 for name, found in hashes.items() if len(found) == len(FRAMEWORKS)}
+
+
+def plot(runs: list[Run], path: Path) -> None:
+    """Draw training losses, smoothed over ten steps, and validation losses as points."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # a file, no window
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 5))
+    for run in runs:
+        width = min(10, len(run.losses))
+        smooth = np.convolve(run.losses, np.full(width, 1 / width), "valid")
+        style = "-" if run.framework == "jax" else "--"
+        steps = np.arange(width, len(run.losses) + 1)
+        (line,) = axes.plot(steps, smooth, style, label=f"{run.framework} {run.format}")
+        axes.plot(*zip(*run.validation, strict=True), "o", color=line.get_color(), markersize=4)
+    axes.set(xlabel="step", ylabel="loss, nats per byte", title=f"byte-level GPT on {runs[0].text}; points: held out")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=150, bbox_inches="tight")
+    plt.close(figure)

@@ -1,0 +1,236 @@
+"""Train the byte-level GPT with JAX, weights sharded over all devices: first gathered as bfloat16, then quantized.
+
+    python examples/train_jax.py [--formats bf16,fp8] [--steps N] [--text FILE]
+
+Runs on the GPUs present, or on eight host devices of the CPU. What FP8 changes is marked (1), (2), (3).
+"""
+
+import options  # isort: skip (first: it makes Ctrl-C quiet during the imports below)
+
+import math
+import re
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import qshard.jax as qshard
+import report
+from corpus import Batch, Corpus, load
+from gpt import GPTConfig, Schedule, initial_weights, is_quantized
+from progress import TrainingProgress
+from qshard.recipes import Recipe, Role
+
+CONFIG = GPTConfig()
+CPU_DEVICES = 8
+SHARDED, REPLICATED = PartitionSpec("fsdp"), PartitionSpec()  # everything is cut along its first axis, or not at all
+Weights = dict[str, jax.Array]
+Scales = dict[str, tuple[jax.Array, jax.Array]]
+
+
+@jax.custom_vjp
+def gather(shard: jax.Array) -> jax.Array:
+    """Return the whole weight as bfloat16. Its gradient is summed over the devices, and cut again, in float32.
+
+    The bits travel as uint16, because XLA's CPU backend would widen a bfloat16 collective to float32.
+    """
+    bits = jax.lax.bitcast_convert_type(shard.astype(jnp.bfloat16), jnp.uint16)
+    return jax.lax.bitcast_convert_type(jax.lax.all_gather(bits, "fsdp", tiled=True), jnp.bfloat16)
+
+
+def scatter(gradient: jax.Array) -> jax.Array:
+    """Return this device's rows of the sum of all devices' gradients."""
+    return jax.lax.psum_scatter(gradient.astype(jnp.float32), "fsdp", tiled=True)
+
+
+gather.defvjp(lambda shard: (gather(shard), None), lambda _, gradient: (scatter(gradient),))
+
+
+@jax.custom_vjp
+def bf16_linear(x: jax.Array, shard: jax.Array) -> jax.Array:
+    """Return `x @ w.T`, for a shard of `w`. Backward gathers `w` again: keeping it would undo what FSDP saves."""
+    return x @ gather(shard).T.astype(x.dtype)
+
+
+def bf16_linear_backward(kept: tuple[jax.Array, jax.Array], dy: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, shard = kept
+    dw = jnp.einsum("btn,btk->nk", dy, x).astype(jnp.bfloat16)
+    return dy @ gather(shard).astype(dy.dtype), scatter(dw)
+
+
+bf16_linear.defvjp(lambda x, shard: (bf16_linear(x, shard), (x, shard)), bf16_linear_backward)
+
+
+def logits_of(weights: Weights, scales: Scales, tokens: jax.Array, recipe: Recipe | None) -> jax.Array:
+    """Map tokens [batch, context] to float32 logits [batch, context, vocabulary]. `weights` are one device's shards."""
+    # A GPU computes in bfloat16, like the weights it gathers; most CPUs are slow in it.
+    compute_dtype = jnp.bfloat16 if jax.default_backend() == "gpu" else jnp.float32
+
+    def whole(name: str) -> jax.Array:
+        return gather(weights[f"{name}.weight"]).astype(compute_dtype)
+
+    def norm(x: jax.Array, name: str) -> jax.Array:
+        x = x.astype(jnp.float32)
+        centred = x - x.mean(-1, keepdims=True)
+        x = centred * jax.lax.rsqrt((centred**2).mean(-1, keepdims=True) + 1e-5)
+        return x.astype(compute_dtype) * whole(name)
+
+    def linear(x: jax.Array, name: str) -> jax.Array:
+        if recipe is None:
+            return bf16_linear(x, weights[f"{name}.weight"])
+        # (1) quantize the shard, gather its codes, multiply in FP8
+        weight = f"{name}.weight"
+        return qshard.linear(x, weights[weight], recipe, gather_axis="fsdp", weight_scales=scales[weight])
+
+    def block(x: jax.Array, name: str) -> jax.Array:
+        qkv = linear(norm(x, f"{name}.attention_norm"), f"{name}.qkv")
+        q, k, v = jnp.unstack(qkv.reshape(*x.shape[:-1], 3, CONFIG.heads, -1), axis=-3)
+        attention = jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape)
+        x = x + linear(attention, f"{name}.projection")
+        hidden = jax.nn.relu(linear(norm(x, f"{name}.mlp_norm"), f"{name}.up")) ** 2
+        return x + linear(hidden, f"{name}.down")
+
+    x = whole("embedding")[tokens] + whole("position")
+    for layer in range(CONFIG.layers):
+        x = block(x, f"blocks.{layer}")
+    return (norm(x, "norm") @ whole("head").T).astype(jnp.float32)
+
+
+def loss_of(
+    weights: Weights, scales: Scales, tokens: jax.Array, targets: jax.Array, recipe: Recipe | None
+) -> jax.Array:
+    """Return the mean loss over the whole batch; `weights`, `tokens` and `targets` are one device's part."""
+    logits = logits_of(weights, scales, tokens, recipe)
+    loss = optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
+    return jax.lax.pmean(loss, "fsdp")
+
+
+def gathered_bytes(program: jax.stages.Compiled) -> int:
+    """Return the bytes that the all-gathers of a compiled program write on one device, as its HLO text states them.
+
+    XLA's CPU backend merges the gathers of a weight in the forward and in the backward pass into one.
+    """
+    total = 0
+    # On GPUs an all-gather is a pair of instructions, and the second one has the type of the result.
+    for result in re.findall(r"= (\S+|\(.+?\)) all-gather(?:-done)?\(", program.as_text() or ""):
+        for bits, shape in re.findall(r"[a-z]+(\d+)\w*\[([\d,]*)\]", result):  # for example u8[1024,256]
+            total += int(bits) // 8 * math.prod(int(size) for size in shape.split(",") if size)
+    return total
+
+
+def gathered_weights(weights: Weights, recipe: Recipe | None) -> dict[str, list[np.ndarray]]:
+    """Return each weight as the model gathers it, for `report.digest`."""
+
+    def whole(weights: Weights) -> dict[str, list[jax.Array]]:
+        gathered = {}
+        for name, shard in weights.items():
+            if recipe is None or not is_quantized(name):
+                gathered[name] = [gather(shard)]
+            else:
+                codes = qshard.quantize(shard, recipe.format(Role.WEIGHT), axis_name="fsdp")
+                plane: Any = qshard.gather(codes, "fsdp").rowwise
+                gathered[name] = [plane.data, plane.scale_inv]
+        return gathered
+
+    on_every_device = jax.shard_map(whole, in_specs=SHARDED, out_specs=REPLICATED, check_vma=False)
+    return jax.tree.map(np.asarray, jax.jit(on_every_device)(weights))
+
+
+def resident_bytes(*trees: object) -> int:
+    """Return the bytes that the arrays in `trees` take on one device."""
+    return sum(array.addressable_shards[0].data.nbytes for array in jax.tree.leaves(trees))
+
+
+def train(name: str, corpus: Corpus, schedule: Schedule, progress: TrainingProgress) -> report.Run:
+    """Train with one format."""
+    mesh = jax.sharding.get_mesh()
+    where = "GPUs" if jax.default_backend() == "gpu" else "CPU devices"
+    run = report.Run("jax", name, f"{mesh.size} {where}", corpus.name, schedule.steps)
+    progress.start(f"jax {name}")
+
+    recipe = options.RECIPES[name]
+    cut = NamedSharding(mesh, SHARDED)
+    weights = jax.device_put(initial_weights(CONFIG), cut)
+    rates = jnp.asarray([schedule.learning_rate(index) for index in range(schedule.steps)])
+    optimizer = optax.adamw(
+        lambda index: rates[index],
+        *schedule.betas,
+        schedule.eps,
+        weight_decay=schedule.weight_decay,
+        mask=lambda weights: jax.tree.map(lambda weight: weight.ndim == 2, weights),
+    )
+    state = optimizer.init(weights)  # cut like the weights
+
+    def over_devices(function: Callable[..., Any], out_specs: Any) -> Callable[..., Any]:
+        """Run `function(weights, scales, tokens, targets)` on every device's part of the arguments."""
+
+        def call(weights: Weights, tokens: jax.Array, targets: jax.Array) -> Any:
+            scales = {}
+            if recipe is not None:  # (2) one all-reduce finds the scales of all weights
+                quantized = {name: weight for name, weight in weights.items() if is_quantized(name)}
+                scales = qshard.compute_scales(quantized, recipe)
+            in_specs = (SHARDED, REPLICATED, SHARDED, SHARDED)
+            return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs)(weights, scales, tokens, targets)
+
+        return call
+
+    loss = partial(loss_of, recipe=recipe)
+    evaluate = jax.jit(over_devices(loss, REPLICATED))
+    loss_and_gradients = over_devices(jax.value_and_grad(loss), (REPLICATED, SHARDED))
+
+    @partial(jax.jit, donate_argnums=(0, 1))
+    def step(weights: Weights, state: Any, tokens: jax.Array, targets: jax.Array) -> tuple[Weights, Any, jax.Array]:
+        loss, gradients = loss_and_gradients(weights, tokens, targets)
+        updates, state = optimizer.update(gradients, state, weights)
+        return optax.apply_updates(weights, updates), state, loss
+
+    def put(batch: Batch) -> list[jax.Array]:
+        return [jax.device_put(half, cut) for half in batch]
+
+    run.gathered_sha256 = report.digest(gathered_weights(weights, recipe))
+    run.resident_bytes = resident_bytes(weights, state)
+    held_out = [put(batch) for batch in corpus.validation(schedule.batch, CONFIG.context)]
+    program = step.lower(weights, state, *held_out[0]).compile()
+    run.gathered_bytes = gathered_bytes(program)
+    for index in range(schedule.steps):
+        batch = put(corpus.batch(index, schedule.batch, CONFIG.context))
+        start = time.perf_counter()
+        weights, state, loss_now = program(weights, state, *batch)
+        # Each step is waited for: host devices share few threads, and queued steps could take all of them.
+        run.losses.append(float(jax.block_until_ready((loss_now, weights))[0]))
+        run.seconds.append(time.perf_counter() - start)
+        progress.step(run.losses[-1])
+        if schedule.validates_after(index):
+            run.validation.append((index + 1, float(np.mean([evaluate(weights, *batch) for batch in held_out]))))
+            progress.validation(*run.validation[-1])
+    return run
+
+
+def main() -> None:
+    """Train with each format in turn and write the report."""
+    jax.config.update("jax_num_cpu_devices", CPU_DEVICES)
+    devices = jax.devices()
+    parser, arguments = options.parse(str(__doc__).splitlines()[0], "devices", len(devices))
+    if arguments.ranks > len(devices):
+        parser.error(f"--ranks {arguments.ranks} is more than the {len(devices)} devices present")
+    if math.gcd(CONFIG.width, CONFIG.context) % arguments.ranks:
+        parser.error(f"--ranks {arguments.ranks} does not divide the rows of every weight")
+    try:
+        corpus = load(arguments.text, arguments.batch, CONFIG.context)
+    except (OSError, ValueError) as error:
+        options.fail(parser.prog, str(error))
+    schedule = Schedule(steps=arguments.steps, batch=arguments.batch)
+    mesh = jax.make_mesh((arguments.ranks,), ("fsdp",), axis_types=(AxisType.Auto,), devices=devices[: arguments.ranks])
+    with jax.set_mesh(mesh), TrainingProgress(schedule.steps) as progress:
+        runs = [train(name, corpus, schedule, progress) for name in arguments.formats]
+    report.present(runs, arguments.out)
+
+
+if __name__ == "__main__":
+    main()
