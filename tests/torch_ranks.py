@@ -1,8 +1,8 @@
 """Ranks for distributed torch tests: processes that stay, and form a new process group for every case.
 
-`run(world, case, **arguments)` calls `case(**arguments)` on `world` ranks with the group up, and fails with the traceback
-of the rank that failed first. A case is a function at the top level of a test module; ranks load that file themselves.
-Four processes import torch once and serve all cases of a test session. On the CPU they talk over gloo, on GPUs over NCCL.
+`run(world, case, **arguments)` calls `case(**arguments)` on `world` ranks with the group up, and fails with the
+tracebacks of the ranks that failed. A case is a function at the top level of a test module; ranks load that file
+themselves. Four processes import torch once and serve all cases of a test session, over gloo or, on GPUs, NCCL.
 
 A case that hangs shows where each rank stood, and takes only its own test with it: the next case gets new processes.
 """
@@ -146,7 +146,7 @@ def _stop() -> None:
 
 def _serve(rank: int, connection: Connection, folder: str) -> None:
     """What a rank does, until its connection closes."""
-    stack = Path(folder, f"stack{rank}").open("w")  # noqa: SIM115 - faulthandler writes to its descriptor as long as we run
+    stack = Path(folder, f"stack{rank}").open("w")  # noqa: SIM115 - faulthandler writes to it until the end.
     faulthandler.register(signal.SIGUSR1, file=stack)
     os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
     import torch
@@ -191,6 +191,7 @@ def _run_case(case: _Case, function: Callable[..., None], rank: int) -> None:
         rank=rank,
         world_size=case.world,
         timeout=timedelta(seconds=TIMEOUT),
+        device_id=torch.device(device, rank) if device == "cuda" else None,
     )
     try:
         with warnings.catch_warnings():

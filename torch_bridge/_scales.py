@@ -6,9 +6,10 @@ and moving the module. The next gather of a marked weight, or `update_scales` be
 marked weights anew with one all-reduce; either way each step pays for one.
 
 A write that ranks may not have in common (`weight.copy_(...)`, a write to one rank's local tensor) must be followed
-by `update_scales`. Where it is not, the rank that wrote finds out at the next gather, from the version counter of its
-shard. It can then neither start a collective nor raise, or the other ranks would wait for it. It warns, and sends
-NaN: the codes of such a shard never pass for those of the weight.
+by `update_scales`. Where it is not, the rank that wrote finds out at the next gather. It can then neither start a
+collective nor raise, or the other ranks would wait for it. It warns, and sends NaN: the codes of such a shard never
+pass for those of the weight. Not found out are writes that go through the DTensors of a state dict and are not
+followed by `load_state_dict`, and writes to shards that are offloaded to the CPU.
 """
 
 from __future__ import annotations

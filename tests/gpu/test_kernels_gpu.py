@@ -82,10 +82,11 @@ def test_work_goes_to_the_device_of_the_tensors(operands):
         pytest.skip("one GPU")
     x, scale, codes = operands
     cast(x, scale, codes)
-    there = [t.to("cuda:1") for t in (x, scale, torch.zeros_like(codes))]
+    current = torch.cuda.current_device()
+    there = [t.to(f"cuda:{1 - current}") for t in (x, scale, torch.zeros_like(codes))]
     cast(*there)
     assert torch.equal(there[2].cpu(), codes.cpu())
-    assert torch.cuda.current_device() == 0
+    assert torch.cuda.current_device() == current
 
 
 def test_more_elements_than_32_bits_count():

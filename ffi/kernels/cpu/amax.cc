@@ -1,7 +1,8 @@
 // amax on the CPU: one read of x. A long run is cut over threads, each keeping the largest bit
 // pattern of its pieces; short runs are dealt out whole.
-#include "core/round.h"
 #include "kernels/amax.h"
+
+#include "core/round.h"
 #include "kernels/cpu/parallel_for.h"
 #include "kernels/cpu/simd.h"
 

@@ -1,5 +1,6 @@
 // cast and dequantize on the CPU: x and data are read and written once, in order, by ranges.
 #include "kernels/cast.h"
+
 #include "kernels/cpu/parallel_for.h"
 #include "kernels/cpu/simd.h"
 #include "kernels/cpu/stream.h"

@@ -1,7 +1,8 @@
 // encode and decode on the CPU, through the loops that each SIMD target compiles from core/round.h.
+#include "kernels/element.h"
+
 #include "kernels/cpu/parallel_for.h"
 #include "kernels/cpu/simd.h"
-#include "kernels/element.h"
 
 namespace qshard::kernels {
 

@@ -1,4 +1,5 @@
 #include "core/scale.h"
+
 #include "kernels/cpu/parallel_for.h"
 #include "kernels/scale.h"
 

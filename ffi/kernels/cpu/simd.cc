@@ -1,8 +1,8 @@
+#include "kernels/cpu/simd.h"
+
 #include <cstdlib>
 #include <stdexcept>
 #include <string>
-
-#include "kernels/cpu/simd.h"
 
 namespace qshard::kernels {
 namespace {

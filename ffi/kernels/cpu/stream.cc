@@ -1,6 +1,6 @@
-#include <unistd.h>
-
 #include "kernels/cpu/stream.h"
+
+#include <unistd.h>
 
 namespace qshard::kernels {
 

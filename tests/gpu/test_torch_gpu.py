@@ -1,0 +1,199 @@
+"""PyTorch on a GPU: streams, CUDA graphs, FP8 matrix products and their fallback, the compiler, FSDP2 over NCCL."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import numpy as np  # noqa: E402
+
+from awkward import KINDS, TAME, assert_bits_equal, awkward_values  # noqa: E402
+from fronts import TorchFront  # noqa: E402
+from qshard import reference  # noqa: E402
+from qshard.formats import FP8_E4M3, FP8_E5M2, Usage  # noqa: E402
+from qshard.recipes import CurrentScaling  # noqa: E402
+from qshard.torch_bridge import Linear, _ops, linear, quantize  # noqa: E402
+from qshard.torch_bridge._gemm import matmul  # noqa: E402
+from torch_ranks import run  # noqa: E402
+
+FRONT = TorchFront("cuda")
+RECIPE = CurrentScaling()
+
+
+def assert_is_the_reference(q, x, fmt):
+    expected = reference.quantize(x, fmt, Usage.BOTH)
+    for name in ("rowwise", "columnwise"):
+        got, want = getattr(q, name), getattr(expected, name)
+        assert_bits_equal(FRONT.numpy(got.data), want.data, f"{name}.data")
+        assert_bits_equal(FRONT.numpy(got.scale_inv), want.scale_inv, f"{name}.scale_inv")
+
+
+def test_work_goes_to_the_current_stream():
+    """On the default stream, the kernels would read x before it is written."""
+    values = awkward_values((257, 129), seed=1)
+    x, new = torch.zeros(257, 129, device="cuda"), FRONT.array(values)
+    given = torch.empty(257, 129, dtype=torch.uint8, device="cuda")
+    side = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(50_000_000)
+        x.copy_(new)
+        q = quantize(x, FP8_E4M3, usage=Usage.BOTH)
+        scale = torch.ones((), device="cuda")
+        _ops.call_into("cast_tensor", (x, scale), (given,), {"element": "float8_e4m3fn"})
+    side.synchronize()
+    assert_is_the_reference(q, values, FP8_E4M3)
+    assert_bits_equal(FRONT.numpy(given), reference.encode(values, FP8_E4M3.element))
+
+
+def captured(function):
+    """A CUDA graph of one call, and what it returned."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            function()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = function()
+    return graph, result
+
+
+@pytest.mark.parametrize("fmt", [FP8_E4M3, FP8_E5M2], ids=str)
+def test_quantize_replays_from_a_cuda_graph(fmt):
+    x = torch.ones(96, 80, device="cuda")
+    graph, q = captured(lambda: quantize(x, fmt, usage=Usage.BOTH))
+    for seed in range(3):
+        values = awkward_values((96, 80), seed)
+        x.copy_(FRONT.array(values))
+        graph.replay()
+        assert_is_the_reference(q, values, fmt)
+
+
+def test_training_replays_from_a_cuda_graph():
+    torch.manual_seed(0)
+    layer = Linear(64, 48, recipe=RECIPE, device="cuda")
+    x = torch.randn(32, 64, device="cuda", requires_grad=True)
+
+    def step():
+        y = layer(x)
+        return (y, *torch.autograd.grad(y.square().sum(), [x, *layer.parameters()]))
+
+    graph, replayed = captured(step)
+    for _ in range(3):
+        with torch.no_grad():
+            x.copy_(torch.randn(32, 64))
+            layer.weight.mul_(1.5)
+        graph.replay()
+        for got, want in zip(replayed, step(), strict=True):
+            assert torch.equal(got, want)
+
+
+def operand(rows, k, fmt, seed):
+    q = quantize(FRONT.array(awkward_values((rows, k), seed, kinds=["normal", "zeros", "ties"])), fmt)
+    return fmt, q.rowwise.data.view(torch.uint8), q.rowwise.scale_inv
+
+
+def exact(operand):
+    fmt, codes, scale_inv = operand
+    return reference.decode(codes.cpu().numpy(), fmt.element).astype(np.float64) * scale_inv.item()
+
+
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("formats", [(FP8_E4M3, FP8_E4M3), (FP8_E5M2, FP8_E4M3)], ids=str)
+@pytest.mark.parametrize("shape", [(16, 16, 16), (64, 48, 256), (32, 128, 1024)], ids=str)
+def test_tensor_cores_compute_the_product(shape, formats, fast):
+    """Hopper's FP8 tensor cores sum 32 products at a time in 14 bits, and move that to fp32 every 128 unless `fast`.
+
+    So each of those sums may lose 2^-13 of the sum of sizes, and the result is rounded once, to bfloat16.
+    """
+    m, n, k = shape
+    a, b = operand(m, k, formats[0], 0), operand(n, k, formats[1], 1)
+    assert calls_of_scaled_mm(lambda: matmul(a, b, torch.bfloat16, fast=fast)) == 1
+    got = matmul(a, b, torch.bfloat16, fast=fast).double().cpu().numpy()
+    product, size = exact(a) @ exact(b).T, np.abs(exact(a)) @ np.abs(exact(b)).T
+    sums = max(1, k // 32) if fast else 4
+    assert (np.abs(got - product) <= sums * 2.0**-13 * size + 2.0**-8 * np.abs(product)).all()
+
+
+def calls_of_scaled_mm(function):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as trace:
+        function()
+    return sum(event.count for event in trace.key_averages() if event.key == "aten::_scaled_mm")
+
+
+@pytest.mark.parametrize(
+    ("shape", "formats"),
+    [
+        ((16, 16, 24), (FP8_E4M3, FP8_E4M3)),
+        ((17, 16, 32), (FP8_E4M3, FP8_E4M3)),
+        ((16, 5, 32), (FP8_E4M3, FP8_E4M3)),
+        ((0, 16, 32), (FP8_E4M3, FP8_E4M3)),
+        ((32, 32, 32), (FP8_E5M2, FP8_E5M2)),
+    ],
+    ids=["k", "m", "n", "empty", "two-E5M2"],
+)
+def test_what_tensor_cores_do_not_take_is_multiplied_in_float32(shape, formats):
+    m, n, k = shape
+    a, b = operand(m, k, formats[0], 0), operand(n, k, formats[1], 1)
+    assert calls_of_scaled_mm(lambda: matmul(a, b, torch.float32)) == 0
+    got = matmul(a, b, torch.float32).double().cpu().numpy()
+    size = np.abs(exact(a)) @ np.abs(exact(b)).T
+    assert (np.abs(got - exact(a) @ exact(b).T) <= k * 2.0**-23 * size + 2.0**-126).all()
+
+
+# Dynamo of torch 2.13 does what torch.autograd 2.13 has deprecated; Inductor asks for TF32, which would change bits.
+@pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_compiled_forward_and_backward(dtype):
+    torch._dynamo.reset()
+    x, w, seed = (torch.randn(shape, device="cuda", dtype=dtype) for shape in [(32, 64), (48, 64), (32, 48)])
+
+    def step(x, w, seed):
+        x, w = x.requires_grad_(), w.requires_grad_()
+        y = linear(x, w, None, RECIPE)
+        return (y, *torch.autograd.grad(y, [x, w], seed))
+
+    expected = step(x.clone(), w.clone(), seed)
+    xs = [t.clone().requires_grad_() for t in (x, w)]
+    y = torch.compile(linear, fullgraph=True)(*xs, None, RECIPE)
+    for got, want in zip((y, *torch.autograd.grad(y, xs, seed)), expected, strict=True):
+        assert torch.equal(got, want)
+
+
+def test_operands_on_two_devices_are_refused():
+    with pytest.raises(ValueError, match=r"cast_tensor: operands .x on cuda:0, scale on cpu. are not on one device"):
+        torch.ops.qshard.cast_tensor(torch.ones(4, device="cuda"), torch.ones(()), element="float8_e4m3fn")
+
+
+NCCL_CASES = {
+    "law": ("dist/test_torch_law.py::gather", {"fmt": FP8_E4M3, "kinds": TAME, "dtype": "float32"}, 1),
+    "law-all": ("dist/test_torch_law.py::gather", {"fmt": FP8_E5M2, "kinds": KINDS, "dtype": "bfloat16"}, 1),
+    "mixed": ("dist/test_torch_law.py::gather_mixed_precision", {}, 1),
+    "meta": ("dist/test_torch_law.py::gather_from_meta", {}, 1),
+    "offload": ("dist/test_torch_law.py::gather_offloaded", {}, 1),
+    "group": ("dist/test_torch_law.py::quantize_in_group", {"kinds": KINDS}, 1),
+    "parity": (
+        "dist/test_torch_fsdp.py::trains_like_one_process",
+        {"bias": True, "reshard": True, "micro_batches": 2, "foreach": True},
+        1,
+    ),
+    "fused": ("dist/test_torch_fsdp.py::trains_with", {"clip": True, "fused": True, "dtype": torch.float32}, 1),
+    "wire": ("dist/test_torch_fsdp.py::counts_what_travels", {"bias": False}, 2),
+    "unasked": ("dist/test_torch_fsdp.py::refreshes_by_itself", {}, 1),
+    "stale": ("dist/test_torch_fsdp.py::writes_alone", {"how": "one"}, 2),
+    "compiled": ("dist/test_torch_fsdp.py::compiles_each_layer", {"backend": "aot_eager"}, 1),
+}
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("name", NCCL_CASES)
+def test_fsdp2_over_nccl(name, world):
+    """The cases of the gloo tests. A rank of uneven shards or without rows is among them."""
+    case, arguments, least = NCCL_CASES[name]
+    if world > torch.cuda.device_count():
+        pytest.skip(f"needs {world} GPUs")
+    if world < least:
+        pytest.skip("one rank sends nothing")
+    run(world, case, on="cuda", **arguments)
