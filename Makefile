@@ -19,7 +19,7 @@ CPP_STYLED      := $(shell find ffi -path ffi/third_party -prune -o -type f \
 # One stamp per requirements file that is installed, and one for the package.
 STAMP := $(VENV)/stamp-
 
-.PHONY: help train test notebooks gpu bench lint format tree wheel bare clean
+.PHONY: help train test h100 notebooks gpu bench lint format tree wheel bare clean
 .DELETE_ON_ERROR:
 # Two pips must not write one environment at a time; the compiler runs in parallel all the same.
 .NOTPARALLEL:
@@ -33,6 +33,14 @@ train: $(STAMP)run $(STAMP)package  ## train the JAX and the PyTorch example; ST
 
 test: $(STAMP)test $(STAMP)package  ## run the tests; ARGS="tests/cpu -k cast" for some of them
 	$(BIN)/pytest -n 2 --dist worksteal $(or $(ARGS),tests)
+
+# JAX's CUDA plugin compiles for GPUs that are not there. It need not be installed, only found.
+h100: $(STAMP)test $(STAMP)package build/jax_cuda  ## compile JAX programs for H100s, without any; fetches 0.5 GB
+	$(BIN)/pytest tests/cpu/test_jax_h100.py
+
+build/jax_cuda: requirements/h100.txt | $(PY)
+	$(INSTALL) --no-deps --upgrade --target $@ -r $<
+	touch $@
 
 notebooks: $(STAMP)test $(STAMP)notebooks $(STAMP)package  ## execute the notebooks
 	$(BIN)/pytest -W default --nbmake notebooks  # warnings here are the notebook tools' own

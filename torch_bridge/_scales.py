@@ -82,7 +82,9 @@ class ScaleState:
 
     def note_write(self, memory: Tensor) -> None:
         """Called for every op that writes to a tensor that stands for the weight: to its memory or to another's."""
-        if self._shard is not None and memory.untyped_storage().data_ptr() == self._memory:
+        if self._shard is None or type(memory) is not Tensor:  # A fake one has no memory: nothing is written yet.
+            return
+        if memory.untyped_storage().data_ptr() == self._memory:
             self._written = True
 
     def written_since(self, shard: Tensor) -> bool:

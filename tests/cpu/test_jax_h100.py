@@ -1,8 +1,7 @@
 """What XLA makes of FSDP programs for eight H100s, compiled without a GPU (jax_h100.py): bytes and FP8 GEMMs.
 
 XLA for CPUs proves neither: it has no FP8 and widens what it gathers. This needs JAX's CUDA plugin, half a gigabyte,
-which need not be installed beside JAX: `pip install --no-deps --target build/jax_cuda jax-cuda12-plugin==V
-jax-cuda12-pjrt==V`, with V the version of jaxlib.
+which need not be installed beside JAX: `make h100` puts it into build/jax_cuda.
 """
 
 import json
@@ -24,7 +23,7 @@ def compiled():
     """{program: {"collectives", "calls" of handlers and libraries, "ops" of interest}}"""
     installed = any("cuda" in plugin.name for plugin in entry_points(group="jax_plugins"))
     if not installed and not PLUGIN.is_dir():
-        pytest.skip(f"no CUDA plugin of JAX, neither installed nor in {PLUGIN.relative_to(REPOSITORY)}")
+        pytest.skip(f"no CUDA plugin of JAX, neither installed nor in {PLUGIN.relative_to(REPOSITORY)}: make h100")
     result = subprocess.run(
         [sys.executable, str(REPOSITORY / "tests" / "jax_h100.py"), *([] if installed else [str(PLUGIN)])],
         env={**os.environ, "PYTHONPATH": ""},

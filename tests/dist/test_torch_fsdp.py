@@ -352,6 +352,26 @@ def test_compiled_layers(world):
     run(world, compiles_each_layer, backend="aot_eager")
 
 
+def compiles_the_optimizer(backend):
+    """Its hooks are traced with it, so the scales still follow the weights unasked."""
+    warnings.filterwarnings("ignore", ".* should not be instantiated", DeprecationWarning)
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
+    warnings.filterwarnings("ignore", ".torch.jit.script_method. is deprecated", DeprecationWarning)
+    torch._dynamo.reset()
+    model = shard(convert(model_of(), CurrentScaling()))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    step = torch.compile(optimizer.step, backend=backend)
+    for seed in range(3):
+        model(batch(seed)).square().mean().backward()
+        step()
+        optimizer.zero_grad()
+    assert reductions_in(lambda: assert_gathers_the_whole(model)) == [(torch.int32, 3 * SLOT)]
+
+
+def test_compiled_optimizers():
+    run(2, compiles_the_optimizer, backend="aot_eager")
+
+
 def shares_weights():
     model = model_of()
     model.append(nn.Linear(SIZES[0], SIZES[1], bias=False))
