@@ -198,6 +198,8 @@ def _run_case(case: _Case, function: Callable[..., None], rank: int) -> None:
             warnings.simplefilter("error")
             # FSDP2 of torch 2.13 calls collectives that torch 2.13 has deprecated.
             warnings.filterwarnings("ignore", r".*(all_gather_into_tensor|reduce_scatter_tensor).*", FutureWarning)
+            # torch.compile imports torch.utils.mkldnn.
+            warnings.filterwarnings("ignore", ".torch.jit.script_method. is deprecated", DeprecationWarning)
             function(**case.arguments)
             dist.barrier()
     finally:

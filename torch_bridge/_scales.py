@@ -183,11 +183,15 @@ def refresh(weights: list[ShardOf], group: dist.ProcessGroup, device_type: str) 
     shapes = [layout.plane(w.state.fmt, w.shape, Usage.ROWWISE).scale_shape for w in weights]
     # The scales of each weight begin on 16 bytes, as cuBLASLt wants of what it reads; the rest of a slot stays 0.
     sizes = [-(-math.prod(shape) // _SLOT) * _SLOT for shape in shapes]
-    amax = torch.zeros(sum(sizes), dtype=torch.float32, device=weights[0].shard.device)
+    # An offloaded shard is on the CPU, or was until FSDP2 moved it for the gather it asks for. Its amax is made where it
+    # is; what becomes of it is needed where the ranks compute.
+    device = torch.device(device_type, torch.cuda.current_device()) if device_type == "cuda" else device_type
+    amax = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
     for weight, shape, slot in zip(weights, shapes, amax.split(sizes), strict=True):
-        _pipeline.amax_into(weight.state.fmt, weight.shard, _in_slot(slot, shape))
-    # An offloaded shard is on the CPU; its codes are made, and gathered, where the ranks compute.
-    amax = amax.to(torch.device(device_type, torch.cuda.current_device()) if device_type == "cuda" else device_type)
+        there = slot if slot.device == weight.shard.device else torch.zeros_like(slot, device=weight.shard.device)
+        _pipeline.amax_into(weight.state.fmt, weight.shard, _in_slot(there, shape))
+        if there is not slot:
+            slot.copy_(there)
     _pipeline.max_over_ranks(amax, group)
     start = 0
     for fmt in dict.fromkeys(w.state.fmt for w in weights):
