@@ -183,8 +183,8 @@ def refresh(weights: list[ShardOf], group: dist.ProcessGroup, device_type: str) 
     shapes = [layout.plane(w.state.fmt, w.shape, Usage.ROWWISE).scale_shape for w in weights]
     # The scales of each weight begin on 16 bytes, as cuBLASLt wants of what it reads; the rest of a slot stays 0.
     sizes = [-(-math.prod(shape) // _SLOT) * _SLOT for shape in shapes]
-    # An offloaded shard is on the CPU, or was until FSDP2 moved it for the gather it asks for. Its amax is made where it
-    # is; what becomes of it is needed where the ranks compute.
+    # An offloaded shard is on the CPU, unless FSDP2 has moved it for the gather that asks. Its amax is made where it
+    # is, and needed where the ranks compute.
     device = torch.device(device_type, torch.cuda.current_device()) if device_type == "cuda" else device_type
     amax = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
     for weight, shape, slot in zip(weights, shapes, amax.split(sizes), strict=True):
