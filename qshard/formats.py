@@ -112,6 +112,11 @@ class Usage(enum.Flag):
     COLUMNWISE = 2
     BOTH = ROWWISE | COLUMNWISE
 
+    @property
+    def planes(self) -> tuple[Usage, ...]:
+        """The usages that each are one plane. `list` of it gives the same, but not under every `torch.compile`."""
+        return tuple(one for one in (Usage.ROWWISE, Usage.COLUMNWISE) if one in self)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Format:

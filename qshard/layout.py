@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from qshard.formats import E8M0, Format, Usage
 
-__all__ = ["PlaneLayout", "Shape", "matrix_shape", "plane", "swizzled_scale_shape"]
+__all__ = ["PlaneLayout", "Shape", "matrix_shape", "plane", "stores_transposed", "swizzled_scale_shape"]
 
 Shape = tuple[int, ...]
 
@@ -52,6 +52,16 @@ def matrix_shape(shape: Shape) -> tuple[int, int]:
     ((6, 64), (1, 64), (1, 1))
     """
     return math.prod(shape[:-1]), shape[-1] if shape else 1
+
+
+def stores_transposed(fmt: Format) -> bool:
+    """Whether the columnwise plane is stored as the rowwise plane of `x.T`: all but that of MXFP8 vectors.
+
+    >>> from qshard.formats import FP8_1x128, MXFP8_32x32, MXFP8_E4M3
+    >>> [stores_transposed(fmt) for fmt in (FP8_1x128, MXFP8_32x32, MXFP8_E4M3)]
+    [True, True, False]
+    """
+    return fmt.square or fmt.scale_dtype != E8M0.name
 
 
 def plane(fmt: Format, shape: Shape, usage: Usage, *, op: str = "quantize") -> PlaneLayout:
@@ -86,7 +96,7 @@ def plane(fmt: Format, shape: Shape, usage: Usage, *, op: str = "quantize") -> P
         raise ValueError(f"{op}: usage ({usage}) is not what {fmt} holds, one scale a row; ask for ROWWISE")
 
     _check_blocks(fmt, shape, usage, op)
-    transposed = usage is Usage.COLUMNWISE and (fmt.square or fmt.scale_dtype != E8M0.name)
+    transposed = usage is Usage.COLUMNWISE and stores_transposed(fmt)
     block = fmt.block_of(usage)
     matrix = matrix_shape(shape)
     grid: Shape = () if block is None else tuple(map(_ceil, matrix, block))

@@ -4,8 +4,8 @@
 the shapes of the outputs, the errors for shapes that do not fit, the sharding rule of the JAX front end (which axes may
 be cut without communication) and what a cut axis must be reduced with.
 
-The notation: `m` is an axis; `(m rows)` one axis that is a product, major factor first; `*lead` any number of axes;
-`...` any prefix of the first operand's axes, so one value for each contiguous run of what follows.
+Ops on many tensors take lists, `x[]`, after their single operands, and change what they write in place: each result has
+the name of an operand. So their patterns say how axes belong together, and shapes are the caller's business.
 
 Sources: einops (one parsed pattern, thin backends); Shardy's sharding rules (factors).
 """
@@ -13,73 +13,128 @@ Sources: einops (one parsed pattern, thin backends); Shardy's sharding rules (fa
 from __future__ import annotations
 
 import functools
-import re
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from qshard.formats import ELEMENTS
+from qshard.patterns import Axes, Factor, Pattern, Shape, Solver, Term
 
-__all__ = ["Binding", "Factor", "OpSpec", "Operand", "table"]
+__all__ = ["ATTRIBUTE_TYPES", "Binding", "Factor", "OpSpec", "Operand", "multi_table", "table"]
 
-Shape = tuple[int, ...]
+# Types of attributes by name; those that are not here are int.
+ATTRIBUTE_TYPES: dict[str, type] = {
+    "decay": str,
+    "element": str,
+    "eps": float,
+    "error": str,
+    "exp_avg_dtype": str,
+    "exp_avg_sq_dtype": str,
+    "low": str,
+    "most_recent": bool,
+    "pieces": bool,
+    "pow2": bool,
+    "rounded_to": str,
+    "rounding": str,
+    "scale_dtype": str,
+    "scale_max": float,
+    "shapes": tuple,
+    "split": bool,
+    "update": bool,
+    "whole": str,
+}
 
 _FLOATS = ("float32", "bfloat16", "float16")
-_BYTES = ("uint8", "int8", *(e.name for e in ELEMENTS.values() if e.bits == 8))
-_TERM = re.compile(r"\((?P<group>[^)]*)\)|(?P<prefix>\.\.\.)|\*(?P<star>\w+)|(?P<axis>\w+)")
-
-
-@dataclass(frozen=True)
-class Factor:
-    """A piece of an axis that is cut or kept as one: its name, unique in a binding, and its size."""
-
-    name: str
-    size: int
+_BYTE_ELEMENTS = tuple(e.name for e in ELEMENTS.values() if e.bits == 8)
+_BYTES = ("uint8", "int8", *_BYTE_ELEMENTS)
 
 
 @dataclass(frozen=True)
 class Operand:
-    """One operand or result of an op: its name, its dtype class, and its axes in the terms of the pattern.
-
-    A term is a tuple of factor names for a plain or composite axis, `"*name"` for any number of axes, or `"..."`.
-    """
+    """One operand or result of an op: its name, its dtype class as in `ops.def`, its axes; whether it is a list."""
 
     name: str
     dtype: str
-    terms: tuple[tuple[str, ...] | str, ...]
+    pattern: Pattern
+    many: bool = False
+
+    @property
+    def terms(self) -> tuple[Term, ...]:
+        return self.pattern.terms
+
+    def codes_per_byte(self, element: str | None) -> int:
+        """How many codes share a byte, if this holds codes of `element`; else 1."""
+        if self.dtype == "packed":
+            return 2
+        return ELEMENTS[element].codes_per_byte if self.dtype == "code" and element is not None else 1
+
+    def dtypes(self, element: str | None = None, scale_dtype: str | None = None) -> tuple[str | None, ...]:
+        """Dtype strings that this may have. One-byte floats may also come as uint8, packed codes only so."""
+        if self.codes_per_byte(element) > 1:
+            return ("uint8",)
+        name = {"code": element, "scale": scale_dtype}.get(self.dtype, self.dtype)
+        if self.dtype == "code" or name in _BYTE_ELEMENTS:
+            return ("uint8", name)
+        return {"float": _FLOATS, "byte": _BYTES, "word": ("uint32", "int32")}.get(self.dtype, (name,))
 
 
 @dataclass(frozen=True)
 class Binding:
-    """A pattern applied to shapes: every axis of every operand and result as its factors, major first."""
+    """A pattern applied to shapes: every axis of every operand and result as its factors, major first.
 
-    inputs: tuple[tuple[tuple[Factor, ...], ...], ...]
-    outputs: tuple[tuple[tuple[Factor, ...], ...], ...]
+    XLA partitions an op over leading axes that all its buffers share. So each buffer has, beside the order of its
+    memory, a logical order: the factors that all buffers share, in the order of the first operand; then other major
+    factors; then the minor factors of composite axes, which are blocks, and never cut. A layout keeps the memory as it
+    is. Without composite axes, the logical order of an operand is that of its memory.
+
+    Attributes:
+      inputs, outputs: for each operand and result, its axes.
+      split: whether composite axes are split into their factors: the attribute `split` of the handler. If one of them
+        is cut, or the handler has no such attribute, each is one factor as a whole, or its major one if blocks have
+        length 1.
+
+    >>> amax = table()["amax_block"].bind([(64, 96)], block_rows=32, block_cols=32)
+    >>> factors, memory = amax.input_order(0)
+    >>> [factor.name for factor in factors], memory, amax.shared_lead
+    (['m', 'k', 'block_rows', 'block_cols'], (0, 2, 1, 3), 2)
+    """
+
+    inputs: tuple[Axes, ...]
+    outputs: tuple[Axes, ...]
+    split: bool = False
 
     @property
     def output_shapes(self) -> tuple[Shape, ...]:
-        return tuple(tuple(_product(f.size for f in axis) for axis in axes) for axes in self.outputs)
+        return tuple(tuple(math.prod(f.size for f in axis) for axis in axes) for axes in self.outputs)
 
-    def in_operand_order(self, output: int) -> tuple[tuple[Factor, ...], tuple[int, ...]]:
-        """The factors of a result in the order the first operand has them, and its memory order as positions in that.
-
-        XLA partitions an op over leading axes that all buffers share. A transposed result shares none, unless it keeps
-        the operand's logical order and only its layout (major to minor) is transposed.
-        """
-        first = [factor for axis in self.inputs[0] for factor in axis]
-        factors = [factor for axis in self.outputs[output] for factor in axis]
-        if set(factors) != set(first):
-            return tuple(factors), tuple(range(len(factors)))
-        return tuple(first), tuple(first.index(factor) for factor in factors)
+    @property
+    def shared(self) -> tuple[Factor, ...]:
+        """The factors that lead the logical order of every operand and result."""
+        others = [[axis[0] for axis in axes] for axes in (*self.inputs[1:], *self.outputs)]
+        return tuple(axis[0] for axis in self.inputs[0] if all(axis[0] in majors for majors in others))
 
     @property
     def shared_lead(self) -> int:
-        """How many leading factors all operands and results share, results taken in operand order."""
-        rows = [[f for axis in axes for f in axis] for axes in self.inputs]
-        rows += [list(self.in_operand_order(i)[0]) for i in range(len(self.outputs))]
-        lead = 0
-        while all(len(row) > lead and row[lead] == rows[0][lead] for row in rows):
-            lead += 1
-        return lead
+        """How many leading factors all operands and results share, in their logical orders."""
+        return len(self.shared)
+
+    def input_order(self, operand: int) -> tuple[tuple[Factor, ...], tuple[int, ...]]:
+        """The factors of an operand in logical order, and its memory order as positions in that."""
+        return self._order(self.inputs[operand])
+
+    def in_operand_order(self, output: int) -> tuple[tuple[Factor, ...], tuple[int, ...]]:
+        """The factors of a result in logical order, and its memory order as positions in that.
+
+        A transposed result has the logical order of the operand, and so the leading axes that they share.
+        """
+        return self._order(self.outputs[output])
+
+    def _order(self, axes: Axes) -> tuple[tuple[Factor, ...], tuple[int, ...]]:
+        majors = [axis[0] for axis in axes]
+        ordered = [f for f in (*self.shared, *(axis[0] for axis in self.inputs[0])) if f in majors]
+        minors = [factor for axis in axes for factor in axis[1:]]
+        logical = tuple(dict.fromkeys((*ordered, *majors, *minors)))
+        return logical, tuple(logical.index(factor) for axis in axes for factor in axis)
 
 
 @dataclass(frozen=True)
@@ -115,16 +170,42 @@ class OpSpec:
         sides = []
         for names, patterns, kinds in zip(*(text.split("->") for text in (arguments, pattern, dtypes)), strict=True):
             columns = ([part.strip() for part in side.split(",")] for side in (names, patterns, kinds))
-            sides.append(tuple(Operand(n, d, _parse_terms(p)) for n, p, d in zip(*columns, strict=True)))
+            sides.append(
+                tuple(
+                    Operand(n.removesuffix("[]"), d, Pattern.parse(p), n.endswith("[]"))
+                    for n, p, d in zip(*columns, strict=True)
+                )
+            )
         inputs, outputs = sides
         return cls(name, inputs, outputs, tuple(attributes.split()), reduction)
 
-    def bind(self, shapes: Sequence[Shape], **static: int) -> Binding:
+    @property
+    def many(self) -> bool:
+        """Whether the op takes lists of tensors."""
+        return any(operand.many for operand in self.inputs)
+
+    @property
+    def open_axes(self) -> tuple[str, ...]:
+        """Numbers of axes that shapes leave open, by name: of a `*name` before another; `lead`, of a result's `...`."""
+        known: set[str] = set()
+        found: list[str] = []
+        for operand in self.inputs:
+            stars = [term[1:] for term in operand.terms if isinstance(term, str) and term.startswith("*")]
+            new = [star for star in stars if star not in known]
+            found.extend(new[:-1])
+            known.update(new)
+        return (*found, *(["lead"] if any("..." in operand.terms for operand in self.outputs) else []))
+
+    def bind(
+        self, shapes: Sequence[Shape], *, element: str | None = None, split: bool = True, **static: int
+    ) -> Binding:
         """Applies the pattern.
 
         Args:
           shapes: of the inputs, in order.
-          static: the number of axes of a `*name` that shapes leave open, and the sizes of factors of a composite axis.
+          element: of the codes that the op takes or gives: two codes of 4 bits share a byte.
+          split: whether composite axes may be split; False where nothing is cut, and memory order is all that matters.
+          static: the numbers of axes of `open_axes`, and the sizes of factors of a composite axis.
 
         Raises:
           ValueError: the shapes do not fit the pattern or each other.
@@ -133,32 +214,47 @@ class OpSpec:
         ((4, 64),)
         >>> table()["cast_transpose"].bind([(2, 4, 64), ()], batch=1).output_shapes
         ((2, 4, 64), (2, 64, 4))
+        >>> table()["amax_block"].bind([(200, 300)], block_rows=128, block_cols=128).output_shapes
+        ((2, 3),)
+        >>> cast = table()["cast_block"]
+        >>> cast.bind([(4, 64), (4, 4)], element="float4_e2m1fn", block_rows=1, block_cols=16).output_shapes
+        ((4, 32),)
         """
         if len(shapes) != len(self.inputs):
             raise ValueError(f"{self.name}: {len(shapes)} operands are not the {len(self.inputs)} it takes")
-        solver = _Solver(self.name, static)
-        inputs = tuple(
-            solver.bind_input(operand, tuple(shape), self.inputs[0].name, tuple(shapes[0]))
-            for operand, shape in zip(self.inputs, shapes, strict=True)
+        solver = Solver(self.name, static)
+        operands = [(o.name, o.pattern, o.codes_per_byte(element)) for o in (*self.inputs, *self.outputs)]
+        for (name, pattern, per_byte), shape in zip(operands, shapes, strict=False):
+            solver.bind(name, pattern, tuple(shape), per_byte)
+        solver.split = (
+            split and "split" in self.attributes and all(solver.splits(p, per_byte) for _, p, per_byte in operands)
         )
-        return Binding(inputs, tuple(solver.expand(operand) for operand in self.outputs))
+        axes = tuple(solver.expand(*operand) for operand in operands)
+        return Binding(axes[: len(shapes)], axes[len(shapes) :], solver.split)
 
-    def check_dtypes(self, dtypes: Sequence[str], *, element: str | None = None) -> None:
+    def check_dtypes(
+        self, dtypes: Sequence[str], *, element: str | None = None, scale_dtype: str | None = None
+    ) -> None:
         """Raises TypeError unless the operands have dtypes that the op takes."""
         for operand, dtype in zip(self.inputs, dtypes, strict=True):
-            legal = {"float": _FLOATS, "byte": _BYTES, "code": ("uint8", element)}.get(operand.dtype, (operand.dtype,))
+            legal = operand.dtypes(element, scale_dtype)
             if dtype not in legal:
                 names = " or ".join(str(d) for d in legal)
                 raise TypeError(f"{self.name}: {operand.name} ({dtype}) is not {names}; cast or view it first")
 
     def output_dtypes(
-        self, dtypes: Sequence[str], *, element: str | None = None, dtype: str | None = None
+        self,
+        dtypes: Sequence[str],
+        *,
+        element: str | None = None,
+        dtype: str | None = None,
+        scale_dtype: str | None = None,
     ) -> tuple[str, ...]:
         """Dtype strings of the results; `dtype` chooses where the op can give any float. Codes come as `element`."""
         if "float" in (o.dtype for o in self.outputs) and dtype not in _FLOATS:
             raise TypeError(f"{self.name}: dtype ({dtype}) is not {' or '.join(_FLOATS)}; ask for one of them")
-        choice = {"float": dtype, "code": element, "same": dtypes[0]}
-        return tuple(str(choice.get(o.dtype, o.dtype)) for o in self.outputs)
+        choice = {"float": dtype, "same": dtypes[0]}
+        return tuple(str(choice.get(o.dtype, o.dtypes(element, scale_dtype)[-1])) for o in self.outputs)
 
     def check_attributes(self, attributes: Mapping[str, object]) -> None:
         """Raises TypeError unless exactly the op's attributes are given."""
@@ -167,110 +263,19 @@ class OpSpec:
             raise TypeError(f"{self.name}: attributes ({got}) are not those it takes; give {needed}")
 
 
-@functools.cache
 def table() -> dict[str, OpSpec]:
-    """Every op of the library by name, from `ops.def`."""
+    """Every op on single tensors by name, from `ops.def`."""
+    return _rows()[0]
+
+
+def multi_table() -> dict[str, OpSpec]:
+    """Every op on lists of tensors by name, from `ops.def`."""
+    return _rows()[1]
+
+
+@functools.cache
+def _rows() -> tuple[dict[str, OpSpec], dict[str, OpSpec]]:
     from qshard import _ffi
 
-    return {row[0]: OpSpec.parse(*row) for row in _ffi.ops()}
-
-
-class _Solver:
-    """Sizes of factors and numbers of axes, as operands fix them one after the other."""
-
-    def __init__(self, op: str, static: Mapping[str, int]):
-        self.op = op
-        self.static = static
-        self.sizes: dict[str, int] = {}
-        self.stars: dict[str, tuple[Factor, ...]] = {}
-        self.first_axes: tuple[tuple[Factor, ...], ...] = ()
-
-    def bind_input(
-        self, operand: Operand, shape: Shape, first_name: str, first_shape: Shape
-    ) -> tuple[tuple[Factor, ...], ...]:
-        if operand.terms == ("...",):
-            if shape != first_shape[: len(shape)]:
-                raise ValueError(
-                    f"{self.op}: {operand.name} {shape} is not the first axes of {first_name} {first_shape}; "
-                    f"give it one element for each run of {first_name}"
-                )
-            return self.first_axes[: len(shape)]
-        self._check_rank(operand, shape)
-        rest = list(shape)
-        for i, term in enumerate(operand.terms):
-            if isinstance(term, str):
-                later = sum(self._rank(t) for t in operand.terms[i + 1 :])
-                count = self._known_rank(term[1:])
-                count = len(rest) - later if count is None else count
-                taken, rest = rest[:count], rest[count:]
-                factors = tuple(Factor(f"{term[1:]}{j}", size) for j, size in enumerate(taken))
-                if self.stars.setdefault(term[1:], factors) != factors:
-                    raise ValueError(self._mismatch(operand, shape))
-            else:
-                self._bind_axis(operand, shape, term, rest.pop(0))
-        axes = self.expand(operand)
-        if operand.name == first_name:
-            self.first_axes = axes
-        return axes
-
-    def expand(self, operand: Operand) -> tuple[tuple[Factor, ...], ...]:
-        axes: list[tuple[Factor, ...]] = []
-        for term in operand.terms:
-            if term == "...":
-                axes.extend(self.first_axes)
-            elif isinstance(term, str):
-                axes.extend((factor,) for factor in self.stars[term[1:]])
-            else:
-                axes.append(tuple(Factor(name, self.sizes[name]) for name in term))
-        return tuple(axes)
-
-    def _known_rank(self, star: str) -> int | None:
-        if star in self.stars:
-            return len(self.stars[star])
-        return self.static.get(star)
-
-    def _rank(self, term: tuple[str, ...] | str) -> int:
-        if isinstance(term, str):
-            return self._known_rank(term[1:]) or 0
-        return 1
-
-    def _check_rank(self, operand: Operand, shape: Shape) -> None:
-        least = sum(self._rank(t) for t in operand.terms)
-        open_ended = any(isinstance(t, str) and self._known_rank(t[1:]) is None for t in operand.terms)
-        if len(shape) < least or (len(shape) > least and not open_ended):
-            pattern = " ".join(t if isinstance(t, str) else " ".join(t) for t in operand.terms)
-            raise ValueError(f"{self.op}: {operand.name} {shape} does not have the axes '{pattern}'; reshape it")
-
-    def _bind_axis(self, operand: Operand, shape: Shape, names: tuple[str, ...], size: int) -> None:
-        unknown = [n for n in names if n not in self.sizes and n not in self.static]
-        known = _product(self.sizes.get(n, self.static.get(n, 0)) for n in names if n not in unknown)
-        if len(unknown) == 1 and len(names) > 1 and (known == 0 or size % known):
-            given = " ".join(f"{n}={self.static[n]}" for n in names if n in self.static)
-            raise ValueError(
-                f"{self.op}: {operand.name} {shape} has an axis of {size}, which is not a whole number of {given}; "
-                "pad or shard it to one"
-            )
-        if unknown:
-            self.sizes[unknown[0]] = size // known
-        elif known != size:
-            raise ValueError(self._mismatch(operand, shape))
-        self.sizes.update({n: self.static[n] for n in names if n not in self.sizes})
-
-    def _mismatch(self, operand: Operand, shape: Shape) -> str:
-        return f"{self.op}: {operand.name} {shape} does not fit the other operands; give them matching axes"
-
-
-def _parse_terms(pattern: str) -> tuple[tuple[str, ...] | str, ...]:
-    terms: list[tuple[str, ...] | str] = []
-    for match in _TERM.finditer(pattern):
-        if match["group"]:
-            terms.append(tuple(match["group"].split()))
-        elif match["axis"]:
-            terms.append((match["axis"],))
-        else:
-            terms.append(match.group())
-    return tuple(terms)
-
-
-def _product(sizes: Iterable[int]) -> int:
-    return functools.reduce(lambda a, b: a * b, sizes, 1)
+    specs = [OpSpec.parse(*row) for row in _ffi.ops()]
+    return {s.name: s for s in specs if not s.many}, {s.name: s for s in specs if s.many}

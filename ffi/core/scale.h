@@ -19,12 +19,13 @@ QSHARD_INLINE float Divide(float a, float b) {
 // `pow2` clears the mantissa: rounds the scale down, so nothing saturates.
 QSHARD_INLINE float ScaleFromAmax(float amax, float max, float eps, bool pow2) {
   const bool nan = (FloatBits(amax) & kFloatMagnitudeMask) > kFloatInfinityBits;
-  const float a = (nan || amax > eps) ? amax : eps;
+  const float a = FloatFromBits(Select(nan | (amax > eps), FloatBits(amax), FloatBits(eps)));
   const int32_t bits = FloatBits(a) & kFloatMagnitudeMask;
-  if (bits == 0 || bits >= kFloatInfinityBits) return 1.0f;
-  float s = Divide(max, a);
-  if (FloatBits(s) == kFloatInfinityBits) s = kFloatMax;
-  return pow2 ? FloatFromBits(FloatBits(s) & kFloatInfinityBits) : s;
+  int32_t s = FloatBits(Divide(max, a));
+  s = Select(s == kFloatInfinityBits, FloatBits(kFloatMax), s);
+  s = Select(pow2, s & kFloatInfinityBits, s);
+  const bool says_nothing = (bits == 0) | (bits >= kFloatInfinityBits);
+  return FloatFromBits(Select(says_nothing, FloatBits(1.0f), s));
 }
 
 QSHARD_INLINE float ScaleInverse(float scale) { return Divide(1.0f, scale); }

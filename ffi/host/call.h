@@ -6,8 +6,8 @@
 
 namespace qshard::host {
 
-// Runs `handler` on `inputs`, writing `outputs` in place, with `attributes` (bool, int, float or
-// str).
+// Runs `handler` on `inputs`, writing `outputs` in place, with `attributes` (bool, int, float, str
+// or a tuple of int). A tensor that an op changes in place is in both.
 //
 // Tensors must be C-contiguous, on one device, and hold memory: fake, meta and subclass tensors are
 // refused. On CUDA the work is enqueued on the framework's current stream. Raises TypeError,

@@ -37,11 +37,29 @@ def hadamard_transform(x: ArrayLike) -> Float32:
     """
     x = np.asarray(x, np.float32)
     blocks = x.astype(ml_dtypes.bfloat16).astype(np.float64).reshape(-1, _SIZE)
+    # Summands of 8 bits whose exponents differ by at most 53 - 8 - 4 have exact sums in float64, in any order.
+    sizes = np.abs(blocks)
+    spread = np.frexp(sizes.max(axis=1))[1] - np.frexp(np.where(sizes > 0, sizes, np.inf).min(axis=1))[1]
+    narrow = np.isfinite(blocks).all(axis=1) & (spread <= 53 - 8 - 4)
+    rotated = np.empty_like(blocks)
+    rotated[narrow] = _to_bfloat16(blocks[narrow] @ _rotation() / 4 + 0.0)
+    rotated[~narrow] = _exact(blocks[~narrow])
+    return rotated.astype(np.float32).reshape(x.shape)
+
+
+def _to_bfloat16(y: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Rounded to nearest, ties to even, with the sign of what rounds to zero."""
+    unit = np.maximum(np.frexp(y)[1] - 8, -133)  # Of 8 significant bits, and at least the smallest subnormal.
+    rounded = np.ldexp(np.rint(np.ldexp(y, -unit)), unit)
+    return np.where(np.abs(rounded) < 2.0**128, rounded, np.copysign(np.inf, y))
+
+
+def _exact(blocks: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The transform in Python's integers: bfloat16 numbers are whole multiples of 2**-133."""
     finite = np.isfinite(blocks).all(axis=1, keepdims=True)
-    # bfloat16 numbers are whole multiples of 2**-133, and Python's integers sum those without rounding.
     sums = np.matmul(_INTEGER(np.ldexp(np.where(finite, blocks, 0), 133)), _INTEGER(_rotation()))
     rotated = np.where(finite, np.asarray(_ROUND(sums), np.float64), blocks @ _rotation())  # Else infinities and NaN.
-    return np.where(np.isnan(rotated), np.nan, rotated).astype(np.float32).reshape(x.shape)
+    return np.where(np.isnan(rotated), np.nan, rotated)
 
 
 def _rotation() -> NDArray[np.float64]:
@@ -52,7 +70,7 @@ def _rotation() -> NDArray[np.float64]:
 
 def _round_to_bfloat16(value: int) -> float:
     """The bfloat16 nearest to `value * 2**-133 / 4`, ties to even."""
-    unit = max(abs(value).bit_length() - 8, 2)  # Of 8 significant bits, and at least the smallest subnormal, 2**-133.
+    unit = max(abs(value).bit_length() - 8, 2)
     rounded = math.ldexp(round(Fraction(value, 2**unit)), unit - 135)
     return math.copysign(rounded if abs(rounded) < 2.0**128 else math.inf, value)
 

@@ -23,6 +23,9 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parent))
+import kernel_bits_blocks
+
 from awkward import BFLOAT16, DTYPES, assert_bits_equal, awkward_values, ties_and_neighbours
 from qshard import _ffi, reference
 from qshard.formats import E2M1, E4M3, E5M2, E8M0, ElementFormat
@@ -279,7 +282,9 @@ def main() -> None:
     np.seterr(all="ignore")
     torch.set_num_threads(1)
     print(f"{DEVICE}, SIMD target", _ffi.simd(), "with ml_dtypes", ml_dtypes.__version__)
-    for check in [f for name, f in globals().items() if name.startswith("check_")]:
+    kernel_bits_blocks.use(DEVICE)
+    checks = [f for names in (globals(), vars(kernel_bits_blocks)) for name, f in names.items() if name[:6] == "check_"]
+    for check in checks:
         start = time.perf_counter()
         check()
         print(f"{check.__name__:32} {time.perf_counter() - start:6.2f} s", flush=True)

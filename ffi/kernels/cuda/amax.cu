@@ -13,11 +13,9 @@
 // whole load go one by one, so x needs only its natural alignment. 16-bit inputs are compared as
 // 16-bit integers, two at a time, and the result widened. Equals the maximum over
 // FloatBits(Widen(x)): NaN propagates, as kNanBits; an empty run gives 0.
-#include <type_traits>
-
-#include "core/round.h"
 #include "kernels/amax.h"
 #include "kernels/cuda/launch.cuh"
+#include "kernels/cuda/magnitude.cuh"
 #include "kernels/cuda/vector.cuh"
 
 namespace qshard::kernels {
@@ -25,50 +23,6 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarp = 32;
-
-// The largest |x| of what a thread has seen: one fp32 pattern, or two 16-bit ones for the two
-// halves of each word.
-template <class In>
-class Magnitude {
- public:
-  template <int kBytes>
-  __device__ __forceinline__ void Add(const Words<kBytes>& x) {
-    if constexpr (kBytes < 4) {
-      bits_ = __vmaxu2(bits_, x.value & 0x7FFFu);
-    } else {
-#pragma unroll
-      for (int i = 0; i < kBytes / 4; ++i) Merge(x.w[i] & kMask);
-    }
-  }
-
-  // The largest over groups of `lanes` neighbouring lanes, a power of two; every lane of the warp
-  // calls this.
-  __device__ __forceinline__ void ReduceOver(int lanes) {
-    for (int offset = lanes / 2; offset > 0; offset /= 2)
-      Merge(__shfl_xor_sync(0xFFFFFFFFu, bits_, offset));
-  }
-
-  __device__ __forceinline__ int32_t AsFloatBits() const {
-    uint32_t bits = bits_;
-    if constexpr (sizeof(In) == 2) bits = max(bits_ & 0xFFFFu, bits_ >> 16);
-    return FloatBits(CanonicalNan(Widen(FromBits(bits))));
-  }
-
- private:
-  static constexpr uint32_t kMask = sizeof(In) == 4 ? 0x7FFFFFFFu : 0x7FFF7FFFu;
-
-  __device__ __forceinline__ void Merge(uint32_t bits) {
-    bits_ = sizeof(In) == 4 ? max(bits_, bits) : __vmaxu2(bits_, bits);
-  }
-  static __device__ __forceinline__ In FromBits(uint32_t bits) {
-    if constexpr (sizeof(In) == 4)
-      return __uint_as_float(bits);
-    else
-      return {static_cast<uint16_t>(bits)};
-  }
-
-  uint32_t bits_ = 0;
-};
 
 // --- short runs: `loads` loads of kBytes each make a run; `lanes` is the power of two from `loads`
 // up, at most a warp ---

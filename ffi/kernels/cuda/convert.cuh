@@ -121,6 +121,27 @@ __device__ __forceinline__ Words<kCount * sizeof(Out)> NarrowWords(const float (
   return x;
 }
 
+// Equals Narrow<Out> for every input. A vector with a NaN in it, which ordinary data never has, is
+// narrowed again by the definition.
+template <class Out, int kCount>
+__device__ __forceinline__ Words<kCount * sizeof(Out)> NarrowExactly(const float (&v)[kCount],
+                                                                     bool any_nan) {
+  Words<kCount * sizeof(Out)> x = NarrowWords<Out>(v);
+  if (any_nan) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const Out o = Narrow<Out>(v[i]);
+      if constexpr (sizeof(Out) == 4)
+        x.w[i] = __float_as_uint(o);
+      else if constexpr (kCount == 1)
+        x.value = o.bits;
+      else
+        x.w[i / 2] = __byte_perm(x.w[i / 2], o.bits, i % 2 == 0 ? 0x3254 : 0x5410);
+    }
+  }
+  return x;
+}
+
 }  // namespace qshard::kernels
 
 #endif  // QSHARD_KERNELS_CUDA_CONVERT_CUH_

@@ -28,20 +28,7 @@ struct DequantizeOp {
       v[i] = __fmul_rn(v[i], scale);
       any_nan |= isnan(v[i]);
     }
-    Words<kCount * sizeof(Out)> x = NarrowWords<Out>(v);
-    if (any_nan) {
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) {
-        const Out o = Narrow<Out>(v[i]);
-        if constexpr (sizeof(Out) == 4)
-          x.w[i] = __float_as_uint(o);
-        else if constexpr (kCount == 1)
-          x.value = o.bits;
-        else
-          x.w[i / 2] = __byte_perm(x.w[i / 2], o.bits, i % 2 == 0 ? 0x3254 : 0x5410);
-      }
-    }
-    return x;
+    return NarrowExactly<Out>(v, any_nan);
   }
 };
 

@@ -14,6 +14,7 @@
 #include <cstdint>
 #include <limits>
 
+#include "kernels/cuda/divider.cuh"
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/vector.cuh"
 
@@ -25,24 +26,6 @@ constexpr int kPatches = kTile / kPatch;  // in a row or a column of the tile
 constexpr int kTileThreads = kPatches * kPatches;
 
 // --- which tile ---
-
-// n / divisor for 0 <= n < 2^31 by a multiplication (Granlund and Montgomery, 1994).
-class Divider {
- public:
-  explicit Divider(int64_t n) : divisor_(static_cast<uint32_t>(n)) {
-    while ((uint64_t{1} << shift_) < divisor_) ++shift_;
-    magic_ = static_cast<uint32_t>(
-        (uint64_t{1} << 32) * ((uint64_t{1} << shift_) - divisor_) / divisor_ + 1);
-  }
-  __host__ __device__ uint32_t divisor() const { return divisor_; }
-  __device__ __forceinline__ uint32_t Divide(uint32_t n) const {
-    return (__umulhi(n, magic_) + n) >> shift_;
-  }
-
- private:
-  uint32_t divisor_, magic_;
-  int shift_ = 0;
-};
 
 struct Tile {
   int64_t matrix, row, col;  // its first element

@@ -1,4 +1,4 @@
-// Vectors of 1 to 32 bytes in registers, and how they move between registers and device memory.
+// Vectors of 1 to 64 bytes in registers, and how they move between registers and device memory.
 #ifndef QSHARD_KERNELS_CUDA_VECTOR_CUH_
 #define QSHARD_KERNELS_CUDA_VECTOR_CUH_
 
@@ -66,13 +66,14 @@ __device__ __forceinline__ Words<kBytes> Load(const void* p) {
       u = kRead == Read::kStream ? __ldcs(from) : __ldg(from);
     v.w[0] = u.x, v.w[1] = u.y, v.w[2] = u.z, v.w[3] = u.w;
   } else {
-    // Two halves of a sector each: the second must find in L1 what the first brought.
-    static_assert(kBytes == 32);
-    constexpr Read kHalf = kRead == Read::kOnce ? Read::kCached : kRead;
-    const Words<16> a = Load<16, kHalf>(p);
-    const Words<16> b = Load<16, kHalf>(static_cast<const char*>(p) + 16);
+    // Halves of a sector, or parts of a line: the second must find in L1 what the first brought.
+    static_assert(kBytes == 32 || kBytes == 64);
+    constexpr int kHalf = kBytes / 2;
+    constexpr Read kHow = kRead == Read::kOnce ? Read::kCached : kRead;
+    const Words<kHalf> a = Load<kHalf, kHow>(p);
+    const Words<kHalf> b = Load<kHalf, kHow>(static_cast<const char*>(p) + kHalf);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) v.w[i] = a.w[i], v.w[4 + i] = b.w[i];
+    for (int i = 0; i < kHalf / 4; ++i) v.w[i] = a.w[i], v.w[kHalf / 4 + i] = b.w[i];
   }
   return v;
 }

@@ -1,0 +1,132 @@
+// One step of Adam for one element, the same on host and device: fp32, one rounding an operation,
+// in the order written here.
+#ifndef QSHARD_CORE_ADAM_H_
+#define QSHARD_CORE_ADAM_H_
+
+#include "core/round.h"
+#include "core/scale.h"
+
+namespace qshard {
+
+// Where a setting is in the operand `hyper` of adam_constants. A beta is the sum of two floats: the
+// float nearest to it, and what that leaves. 1 - beta in floats alone would be off by 1e-5 of
+// itself for 0.999.
+enum AdamHyper {
+  kHyperLr,
+  kHyperBeta1,
+  kHyperBeta1Rest,
+  kHyperBeta2,
+  kHyperBeta2Rest,
+  kHyperEps,
+  kHyperDecay,
+  kHyperGradScale,  // gradients are multiplied by it
+  kHyperSize,
+};
+
+// What a step needs to know of a tensor, in the order of a row of `constants`.
+struct AdamConstants {
+  float lr, eps, decay, grad_scale;
+  float beta1, rest1, unbias1;  // beta1, 1 - beta1 and 1 / (1 - beta1^t), each rounded once
+  float beta2, rest2, unbias2;
+};
+constexpr int kAdamConstants = sizeof(AdamConstants) / sizeof(float);
+
+// How `decay` enters: not at all; added to the gradient (Adam with L2); or to the update (AdamW).
+enum class Decay { kNone, kCoupled, kDecoupled };
+
+// b^t by squaring, in doubles: only products, so host and device agree to the bit, as their pow
+// does not.
+QSHARD_INLINE double Power(double b, int64_t t) {
+  double power = 1.0;
+  for (; t > 0; t >>= 1) {
+    if (t & 1) power *= b;
+    b *= b;
+  }
+  return power;
+}
+
+QSHARD_INLINE AdamConstants MakeAdamConstants(const float* hyper, float step) {
+  const double beta1 = static_cast<double>(hyper[kHyperBeta1]) + hyper[kHyperBeta1Rest];
+  const double beta2 = static_cast<double>(hyper[kHyperBeta2]) + hyper[kHyperBeta2Rest];
+  const int64_t t = step < 9e18f ? static_cast<int64_t>(step) : 0;
+  AdamConstants c;
+  c.lr = hyper[kHyperLr];
+  c.eps = hyper[kHyperEps];
+  c.decay = hyper[kHyperDecay];
+  c.grad_scale = hyper[kHyperGradScale];
+  c.beta1 = static_cast<float>(beta1);
+  c.rest1 = static_cast<float>(1.0 - beta1);
+  c.unbias1 = static_cast<float>(1.0 / (1.0 - Power(beta1, t)));
+  c.beta2 = static_cast<float>(beta2);
+  c.rest2 = static_cast<float>(1.0 - beta2);
+  c.unbias2 = static_cast<float>(1.0 / (1.0 - Power(beta2, t)));
+  return c;
+}
+
+QSHARD_INLINE float SquareRoot(float v) {
+#if defined(__CUDA_ARCH__)
+  return __fsqrt_rn(v);
+#else
+  return __builtin_sqrtf(v);
+#endif
+}
+
+// Updates m and v, and returns what is to be subtracted from p.
+template <Decay kDecay>
+QSHARD_INLINE float AdamUpdate(const AdamConstants& c, float p, float g, float& m, float& v) {
+  g = g * c.grad_scale;
+  if (kDecay == Decay::kCoupled) g = g + c.decay * p;
+  m = c.beta1 * m + c.rest1 * g;
+  v = c.beta2 * v + c.rest2 * g * g;
+  float u = Divide(m * c.unbias1, SquareRoot(v * c.unbias2) + c.eps);
+  if (kDecay == Decay::kDecoupled) u = u + c.decay * p;
+  return c.lr * u;
+}
+
+// --- a float32 as a bfloat16 and 16 bits more ---
+
+// The bfloat16 is the upper half, plus one if the lower half is at least half of its range: the
+// nearest bfloat16, a tie going away from zero. A tie to even would need a 17th bit.
+QSHARD_INLINE bfloat16 UpperHalf(float v) {
+  const uint32_t w = static_cast<uint32_t>(FloatBits(v));
+  return {static_cast<uint16_t>((w + 0x8000u) >> 16)};
+}
+QSHARD_INLINE uint16_t LowerHalf(float v) { return static_cast<uint16_t>(FloatBits(v)); }
+QSHARD_INLINE float JoinHalves(bfloat16 upper, uint16_t lower) {
+  const uint32_t w = (static_cast<uint32_t>(upper.bits) << 16) - ((lower & 0x8000u) << 1);
+  return FloatFromBits(static_cast<int32_t>(w | lower));
+}
+
+// --- states in few bits: codes, and a scale for each block of a row ---
+
+constexpr int kAdamBlock = 128;
+
+// A power of two, so that decoding and encoding round only once: the largest that does not take
+// amax, which is not negative, beyond `max`. A block of zeros has scale 1. Equals
+// ScaleFromAmax(amax, max, 0, true), whose quotient of floats with 24 bits never rounds up to a
+// power of two, without a division.
+QSHARD_INLINE float AdamScale(float amax, float max) {
+  constexpr int32_t kMantissa = 0x7FFFFF, kOne = 127 << 23;
+  const int32_t a = FloatBits(amax), m = FloatBits(max);
+  const int32_t exponent =
+      (m >> 23) - (a >> 23) + 127 - static_cast<int32_t>((a & kMantissa) > (m & kMantissa));
+  const int32_t bits = Select(exponent < 254, exponent, 254) << 23;
+  return FloatFromBits(Select(a == 0 || a >= kFloatInfinityBits, kOne, bits));
+}
+
+// 1 / scale, exactly.
+QSHARD_INLINE float AdamScaleInverse(float scale) {
+  constexpr int32_t kTwoToMinus127 = 0x400000;
+  const int32_t bits = (254 << 23) - FloatBits(scale);
+  return FloatFromBits(Select(bits == 0, kTwoToMinus127, bits));
+}
+
+// The code of a second moment that is not 0 is not 0 either. It would make the next update as large
+// as if there had been no gradients before.
+QSHARD_INLINE int32_t KeepPositive(int32_t code, float v) {
+  return code + Select(code == 0, v > 0.0f, 0);
+}
+
+}  // namespace qshard
+
+#endif  // QSHARD_CORE_ADAM_H_

@@ -1,0 +1,2 @@
+#define QSHARD_ADAM_SIMD_TABLE kAdamSimdAvx512
+#include "kernels/cpu/adam_simd_kernels.inc"

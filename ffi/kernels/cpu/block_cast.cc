@@ -1,0 +1,150 @@
+// amax, cast and dequantize in blocks on the CPU: a task takes a few blocks side by side, row after
+// row.
+#include "kernels/block_cast.h"
+
+#include "kernels/cpu/block_pieces.h"
+#include "kernels/cpu/block_simd.h"
+
+namespace qshard::kernels {
+
+template <class In>
+Status AmaxBlock(const Exec<Cpu>& exec, const In* x, const Blocks& blocks, float* amax) {
+  const auto amax_row = BlockSimd().amax[kInTypeOf<In>];
+  ParallelPieces(exec, blocks, [&](const Piece& piece) {
+    float* out = amax + piece.grid;
+    std::fill_n(out, piece.num_blocks, 0.0f);
+    ForEachRow(piece, blocks,
+               [&](int64_t i) { amax_row(x + i, piece.cols, blocks.block_cols, out); });
+    for (int64_t b = 0; b < piece.num_blocks; ++b) out[b] = CanonicalNan(out[b]);
+  });
+  return {};
+}
+
+template <class In, class Code>
+Status CastBlock(const Exec<Cpu>& exec, const In* x, const float* scale, const Blocks& blocks,
+                 uint8_t* data) {
+  const auto cast_row = BlockSimd().cast[kInTypeOf<In>][kBlockCodeOf<Code>];
+  ParallelPieces(exec, blocks, [&](const Piece& piece) {
+    ForEachRow(piece, blocks, [&](int64_t i) {
+      cast_row(x + i, piece.cols, blocks.block_cols, scale + piece.grid,
+               data + i * Code::kBits / 8);
+    });
+  });
+  return {};
+}
+
+namespace {
+
+uint64_t Pair(const uint32_t* words) { return words[0] | static_cast<uint64_t>(words[1]) << 32; }
+
+// Calls body(region, row, col, begin, end) for the columns [begin, end) of a row of a piece that
+// lie in one region, counted from the piece's first column; (row, col) is where `begin` is in the
+// region.
+template <class Body>
+void ForEachRegion(const Piece& piece, const Blocks& blocks, int64_t row, int64_t run,
+                   const Body& body) {
+  const int64_t grid_rows = blocks.GridRows(), grid_cols = blocks.GridCols();
+  const int64_t from_top = piece.batch * blocks.rows + piece.grid_row * blocks.block_rows + row;
+  for (int64_t b = 0; b < piece.num_blocks;) {
+    const int64_t region = (piece.grid + b) / run;
+    const int64_t first = region * run;  // its first block, in the grid
+    const int64_t next = std::min(piece.num_blocks, first + run - piece.grid);
+    const int64_t first_row = first / grid_cols / grid_rows * blocks.rows +
+                              first / grid_cols % grid_rows * blocks.block_rows;
+    const int64_t begin = b * blocks.block_cols;
+    body(region, from_top - first_row,
+         (piece.first_block - first % grid_cols) * blocks.block_cols + begin, begin,
+         std::min(piece.cols, next * blocks.block_cols));
+    b = next;
+  }
+}
+
+}  // namespace
+
+template <class In>
+Status CastBlockStochastic(const Exec<Cpu>& exec, const In* x, const float* scale,
+                           const Places& places, const Blocks& blocks, uint8_t* data) {
+  const auto random_row = BlockSimd().random;
+  const auto cast_row = BlockSimd().cast_stochastic[kInTypeOf<In>];
+  ParallelPieces(exec, blocks, [&](const Piece& piece) {
+    uint8_t random[kPieceCols];
+    for (int64_t r = 0; r < piece.rows; ++r) {
+      ForEachRegion(piece, blocks, r, places.run,
+                    [&](int64_t region, int64_t row, int64_t col, int64_t begin, int64_t end) {
+                      const uint64_t first = Pair(places.first + 2 * region) +
+                                             static_cast<uint64_t>(row) * places.steps.row +
+                                             static_cast<uint64_t>(col) * places.steps.col;
+                      random_row(Pair(places.seed + 2 * region), first, places.steps.col,
+                                 end - begin, random + begin);
+                    });
+      const int64_t start = piece.start + r * blocks.cols;
+      cast_row(x + start, piece.cols, blocks.block_cols, scale + piece.grid, random,
+               data + start / 2);
+    }
+  });
+  return {};
+}
+
+namespace {
+
+// x = decode(data) * value(block), with the values of a piece worked out once for all its rows.
+template <class Code, class Out, class Value>
+void Dequantize(const Exec<Cpu>& exec, const uint8_t* data, const Blocks& blocks, Out* x,
+                const Value& value) {
+  const auto dequantize_row = BlockSimd().dequantize[kBlockCodeOf<Code>][kInTypeOf<Out>];
+  ParallelPieces(exec, blocks, [&](const Piece& piece) {
+    float scale_inv[kPieceBlocks];
+    for (int64_t b = 0; b < piece.num_blocks; ++b) scale_inv[b] = value(piece.grid + b);
+    ForEachRow(piece, blocks, [&](int64_t i) {
+      dequantize_row(data + i * Code::kBits / 8, piece.cols, blocks.block_cols, scale_inv, x + i);
+    });
+  });
+}
+
+}  // namespace
+
+template <class Code, class Scale, class Out>
+Status DequantizeBlock(const Exec<Cpu>& exec, const uint8_t* data,
+                       const typename StoredScale<Scale>::Type* scale_inv, const Blocks& blocks,
+                       Out* x) {
+  Dequantize<Code>(exec, data, blocks, x,
+                   [&](int64_t b) { return StoredScale<Scale>::Value(scale_inv[b]); });
+  return {};
+}
+
+template <class Out>
+Status DequantizeNvfp4(const Exec<Cpu>& exec, const uint8_t* data, const uint8_t* scale_inv,
+                       const float* global_scale_inv, int64_t run, const Blocks& blocks, Out* x) {
+  Dequantize<E2M1>(exec, data, blocks, x, [&](int64_t b) {
+    return ScaleInverseNvfp4(scale_inv[b], global_scale_inv[b / run]);
+  });
+  return {};
+}
+
+#define QSHARD_INSTANTIATE_CODE(In, Code)                                                       \
+  template Status CastBlock<In, Code>(const Exec<Cpu>&, const In*, const float*, const Blocks&, \
+                                      uint8_t*);
+#define QSHARD_INSTANTIATE_SCALE(In, Code)                                                         \
+  template Status DequantizeBlock<Code, float, In>(const Exec<Cpu>&, const uint8_t*, const float*, \
+                                                   const Blocks&, In*);                            \
+  template Status DequantizeBlock<Code, E8M0, In>(const Exec<Cpu>&, const uint8_t*,                \
+                                                  const uint8_t*, const Blocks&, In*);
+#define QSHARD_INSTANTIATE(In)                                                                    \
+  template Status AmaxBlock(const Exec<Cpu>&, const In*, const Blocks&, float*);                  \
+  template Status CastBlockStochastic(const Exec<Cpu>&, const In*, const float*, const Places&,   \
+                                      const Blocks&, uint8_t*);                                   \
+  template Status DequantizeNvfp4(const Exec<Cpu>&, const uint8_t*, const uint8_t*, const float*, \
+                                  int64_t, const Blocks&, In*);                                   \
+  QSHARD_INSTANTIATE_CODE(In, E4M3)                                                               \
+  QSHARD_INSTANTIATE_CODE(In, E5M2)                                                               \
+  QSHARD_INSTANTIATE_CODE(In, E2M1)                                                               \
+  QSHARD_INSTANTIATE_SCALE(In, E4M3)                                                              \
+  QSHARD_INSTANTIATE_SCALE(In, E5M2)
+QSHARD_INSTANTIATE(float)
+QSHARD_INSTANTIATE(bfloat16)
+QSHARD_INSTANTIATE(float16)
+#undef QSHARD_INSTANTIATE
+#undef QSHARD_INSTANTIATE_SCALE
+#undef QSHARD_INSTANTIATE_CODE
+
+}  // namespace qshard::kernels

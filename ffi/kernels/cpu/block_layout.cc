@@ -1,0 +1,83 @@
+// hadamard, transpose_packed and swizzle_scale on the CPU.
+#include "kernels/block_layout.h"
+
+#include <cstring>
+
+#include "kernels/cpu/block_pieces.h"
+#include "kernels/cpu/block_simd.h"
+
+namespace qshard::kernels {
+
+template <class In>
+Status Hadamard(const Exec<Cpu>& exec, const In* x, const Blocks& blocks, bfloat16* y) {
+  const auto hadamard = BlockSimd().hadamard[kInTypeOf<In>];
+  const int64_t element_step = blocks.block_cols == 1 ? blocks.cols : 1;
+  ParallelPieces(exec, blocks, [&](const Piece& piece) {
+    hadamard(x + piece.start, piece.num_blocks, element_step, blocks.block_cols, y + piece.start);
+  });
+  return {};
+}
+
+Status TransposePacked(const Exec<Cpu>& exec, const uint8_t* data, int64_t batch, int64_t rows,
+                       int64_t cols, uint8_t* data_t) {
+  constexpr int64_t kRows = 2 * kTile;  // their codes, of one column, are a cache line
+  const auto transpose = Simd().transpose;
+  const auto split_nibbles = BlockSimd().split_nibbles;
+  const int64_t width = cols / 2, width_t = rows / 2;
+  const int64_t down = (rows + kRows - 1) / kRows;
+  ParallelFor(exec, width == 0 ? 0 : batch * down, [&](int64_t strip) {
+    const int64_t b = strip / down, row = strip % down * kRows;
+    const int64_t height = std::min(kRows, rows - row);
+    const uint8_t* in = data + (b * rows + row) * width;
+    uint8_t* out = data_t + b * cols * width_t + row / 2;
+    // Bytes, and bytes transposed: a row of those has the codes of two columns.
+    uint8_t tile[kTile][kTile], tile_t[kTile][kTile];
+    for (int64_t j = 0; j < width; j += kTile) {
+      const int64_t bytes = std::min(kTile, width - j);
+      for (int64_t i = 0; i < height; i += kTile) {
+        const int64_t codes = std::min(kTile, height - i);
+        const uint8_t* corner = in + i * width + j;
+        if (codes == kTile && bytes == kTile) {
+          transpose(corner, width, tile_t[0], kTile);
+        } else {
+          for (int64_t r = 0; r < codes; ++r) std::memcpy(tile[r], corner + r * width, bytes);
+          transpose(tile[0], kTile, tile_t[0], kTile);
+        }
+        for (int64_t c = 0; c < bytes; ++c) {
+          uint8_t* even = out + i / 2 + 2 * (j + c) * width_t;
+          split_nibbles(tile_t[c], codes / 2, even, even + width_t);
+        }
+      }
+    }
+  });
+  return {};
+}
+
+Status SwizzleScale(const Exec<Cpu>& exec, const uint8_t* scale_inv, int64_t batch, int64_t rows,
+                    int64_t cols, int64_t repeat, uint8_t* tiles) {
+  constexpr int64_t kRows = 128, kCols = 4, kBytes = kRows * kCols;
+  const int64_t scales = kRows / repeat;  // rows of them in a tile
+  const int64_t down = (rows + scales - 1) / scales, across = (cols + kCols - 1) / kCols;
+  ParallelFor(exec, batch * down, [&](int64_t strip) {
+    const int64_t row = strip % down * scales;
+    const uint8_t* in = scale_inv + (strip / down * rows + row) * cols;
+    const int64_t height = std::min(scales, rows - row) * repeat;
+    for (int64_t t = 0; t < across; ++t) {
+      uint8_t* tile = tiles + (strip * across + t) * kBytes;
+      const int64_t width = std::min(kCols, cols - t * kCols);
+      if (height < kRows || width < kCols) std::memset(tile, 0, kBytes);
+      for (int64_t r = 0; r < height; ++r)
+        std::memcpy(tile + r % 32 * 16 + r / 32 * 4, in + r / repeat * cols + t * kCols, width);
+    }
+  });
+  return {};
+}
+
+#define QSHARD_INSTANTIATE(In) \
+  template Status Hadamard(const Exec<Cpu>&, const In*, const Blocks&, bfloat16*);
+QSHARD_INSTANTIATE(float)
+QSHARD_INSTANTIATE(bfloat16)
+QSHARD_INSTANTIATE(float16)
+#undef QSHARD_INSTANTIATE
+
+}  // namespace qshard::kernels

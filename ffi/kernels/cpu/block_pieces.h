@@ -1,0 +1,66 @@
+// Dividing matrices in blocks among threads.
+#ifndef QSHARD_KERNELS_CPU_BLOCK_PIECES_H_
+#define QSHARD_KERNELS_CPU_BLOCK_PIECES_H_
+
+#include <algorithm>
+
+#include "core/block.h"
+#include "kernels/cpu/parallel_for.h"
+
+namespace qshard::kernels {
+
+// The most blocks of a piece, and its most columns unless two blocks have more: what kernels have
+// room for.
+constexpr int64_t kPieceBlocks = 1024, kPieceCols = 4096;
+
+// A few blocks side by side, of one row of blocks.
+struct Piece {
+  int64_t grid;             // index of the first in the grid
+  int64_t num_blocks;       // at most kPieceBlocks
+  int64_t batch, grid_row;  // of all
+  int64_t first_block;      // in the row of blocks
+  int64_t start;            // index of the first element, row-major over all matrices
+  int64_t rows, cols;       // the elements
+};
+
+// Calls body(piece) on pieces that make up all blocks, each once, in any order. Pieces start at
+// even columns.
+template <class Body>
+void ParallelPieces(const Exec<Cpu>& exec, const Blocks& blocks, const Body& body) {
+  constexpr int64_t kElements = 1 << 16;  // at most, for threads to share the work evenly
+  const int64_t grid_rows = blocks.GridRows(), grid_cols = blocks.GridCols();
+  if (blocks.GridSize() == 0) return;
+  const int64_t rows = std::min(blocks.block_rows, blocks.rows);
+  const int64_t wanted = std::min(kPieceCols, kElements / rows) / blocks.block_cols;
+  const int64_t width = std::clamp<int64_t>(wanted, 2, kPieceBlocks) & ~int64_t{1};
+  const int64_t across = (grid_cols + width - 1) / width;
+  const int64_t cols = std::min(blocks.cols, width * blocks.block_cols);
+  const int64_t grain = std::max<int64_t>(1, (1 << 14) / (rows * cols));
+  ParallelRanges(exec, blocks.batch * grid_rows * across, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t strip = i / across;
+      Piece piece;
+      piece.batch = strip / grid_rows;
+      piece.grid_row = strip % grid_rows;
+      piece.first_block = i % across * width;
+      piece.num_blocks = std::min(width, grid_cols - piece.first_block);
+      piece.grid = strip * grid_cols + piece.first_block;
+      const int64_t row = piece.grid_row * blocks.block_rows;
+      const int64_t col = piece.first_block * blocks.block_cols;
+      piece.rows = std::min(blocks.block_rows, blocks.rows - row);
+      piece.cols = std::min(blocks.cols - col, piece.num_blocks * blocks.block_cols);
+      piece.start = (piece.batch * blocks.rows + row) * blocks.cols + col;
+      body(piece);
+    }
+  });
+}
+
+// Calls body(index of the first element) for each row of a piece.
+template <class Body>
+void ForEachRow(const Piece& piece, const Blocks& blocks, const Body& body) {
+  for (int64_t r = 0; r < piece.rows; ++r) body(piece.start + r * blocks.cols);
+}
+
+}  // namespace qshard::kernels
+
+#endif  // QSHARD_KERNELS_CPU_BLOCK_PIECES_H_

@@ -1,0 +1,240 @@
+// Quantizing in blocks on the CPU. A task takes a piece of x that stays in L2, and does all that is
+// wanted of it: amaxes, scales, codes of one plane or of both. Codes that are stored transposed are
+// gathered in a panel and turned there, by tiles of 64 x 64.
+#include "kernels/quantize_block.h"
+
+#include "kernels/cpu/block_pieces.h"
+#include "kernels/cpu/block_simd.h"
+#include "kernels/cpu/stream.h"
+
+namespace qshard::kernels {
+namespace {
+
+constexpr int64_t kPanelRows = 256, kPanelCols = 256;
+
+// Codes on their way to a transposed plane.
+struct Panel {
+  // The odd line keeps rows apart in the sets of a cache.
+  alignas(kLineBytes) uint8_t codes[kPanelRows][kPanelCols + kLineBytes];
+  alignas(kLineBytes) uint8_t turned[kTile][kPanelRows];
+};
+
+// Part of the matrices, whole blocks but for the edges.
+struct Rectangle {
+  int64_t batch, row, col, rows, cols;
+};
+
+// --- scales of blocks i .. i + n of a grid ---
+
+template <class Code>
+void ScalesOf(const FloatScales& scales, const float* amax, int64_t, int64_t n, float* scale,
+              float* scale_inv) {
+  BlockSimd().float_scales(amax, n, Code::kMax, scales.eps, scales.pow2, scale, scale_inv);
+}
+
+template <class Code>
+void ScalesOf(const E8M0Scales& scales, const float* amax, int64_t, int64_t n, float* scale,
+              uint8_t* scale_inv) {
+  BlockSimd().e8m0_scales(amax, n, Code::kMax, scales.rounding, scale, scale_inv);
+}
+
+template <class Code>
+void ScalesOf(const Nvfp4Scales& scales, const float* amax, int64_t first, int64_t n, float* scale,
+              uint8_t* scale_inv) {
+  for (int64_t i = 0, stop; i < n; i = stop) {
+    stop = std::min(n, ((first + i) / scales.run + 1) * scales.run - first);
+    BlockSimd().nvfp4_scales(amax + i, stop - i, scales.GlobalScale(first + i), scale + i,
+                             scale_inv + i);
+  }
+}
+
+// --- one plane ---
+
+template <class In, class Code, class Scales>
+struct PlaneOf {
+  using Stored = typename Scales::Stored;
+  static constexpr int64_t kPerByte = 8 / Code::kBits;
+
+  const In* x;
+  Scales scales;
+  Blocks blocks;
+  BlockPlane<Stored> out;
+
+  // Does all that is wanted of a rectangle.
+  void Quantize(const Rectangle& all, Panel* panel) const {
+    const int64_t most = out.data_t ? kPanelCols : kPieceCols;
+    const int64_t wanted = std::clamp<int64_t>(most / blocks.block_cols, 1, kPieceBlocks);
+    const int64_t width = (wanted > 1 ? wanted & ~int64_t{1} : wanted) * blocks.block_cols;
+    Rectangle part = all;
+    for (int64_t col = 0; col < all.cols; col += width) {
+      part.col = all.col + col;
+      part.cols = std::min(width, all.cols - col);
+      const bool in_panel = out.data_t && part.rows <= kPanelRows && part.cols <= kPanelCols;
+      Rectangle strip = part;
+      for (int64_t row = 0; row < part.rows; row += blocks.block_rows) {
+        strip.row = part.row + row;
+        strip.rows = std::min(blocks.block_rows, part.rows - row);
+        float scale[kPieceBlocks];
+        MakeScales(strip, scale);
+        if (in_panel)
+          CastToPanel(strip, scale, row, 0, strip.cols, *panel);
+        else if (out.data_t)
+          CastByTiles(strip, scale, *panel);
+        else
+          Cast(strip, scale);
+      }
+      if (in_panel) Turn(part, *panel);
+    }
+  }
+
+ private:
+  int64_t ElementAt(const Rectangle& r) const {
+    return (r.batch * blocks.rows + r.row) * blocks.cols + r.col;
+  }
+
+  // Amaxes and scales of one row of blocks.
+  void MakeScales(const Rectangle& strip, float* scale) const {
+    const int64_t n = (strip.cols + blocks.block_cols - 1) / blocks.block_cols;
+    float amax[kPieceBlocks];
+    Stored scale_inv[kPieceBlocks];
+    BlockSimd().amax_strip[kInTypeOf<In>](x + ElementAt(strip), blocks.cols, strip.rows, strip.cols,
+                                          blocks.block_cols, amax);
+    const int64_t row = strip.row / blocks.block_rows, col = strip.col / blocks.block_cols;
+    const int64_t rows = blocks.GridRows(), cols = blocks.GridCols();
+    const int64_t grid = (strip.batch * rows + row) * cols + col;
+    ScalesOf<Code>(scales, amax, grid, n, scale, scale_inv);
+    if (out.scale_inv) std::memcpy(out.scale_inv + grid, scale_inv, n * sizeof(Stored));
+    if (out.scale_inv_t) {
+      Stored* to = out.scale_inv_t + (strip.batch * cols + col) * rows + row;
+      for (int64_t i = 0; i < n; ++i) to[i * rows] = scale_inv[i];
+    }
+  }
+
+  void Cast(const Rectangle& strip, const float* scale) const {
+    const auto cast_row = BlockSimd().cast[kInTypeOf<In>][kBlockCodeOf<Code>];
+    const int64_t first = ElementAt(strip);
+    for (int64_t i = first; i < first + strip.rows * blocks.cols; i += blocks.cols)
+      cast_row(x + i, strip.cols, blocks.block_cols, scale, out.data + i / kPerByte);
+  }
+
+  // Casts columns begin .. end of a strip, into rows of the panel from `row` on.
+  void CastToPanel(const Rectangle& strip, const float* scale, int64_t row, int64_t begin,
+                   int64_t end, Panel& panel) const {
+    const auto cast_row = BlockSimd().cast_codes[kInTypeOf<In>][kBlockCodeOf<Code>];
+    const int64_t first = ElementAt(strip) + begin, n = end - begin;
+    for (int64_t r = 0; r < strip.rows; ++r) {
+      const int64_t i = first + r * blocks.cols;
+      uint8_t* codes = panel.codes[row + r];
+      cast_row(x + i, n, blocks.block_cols, scale, codes);
+      if (!out.data) continue;
+      if (kPerByte == 2)
+        BlockSimd().pack_pairs(codes, n / 2, out.data + i / 2);
+      else
+        std::memcpy(out.data + i, codes, n);
+    }
+  }
+
+  // A row of blocks that are larger than a panel.
+  void CastByTiles(const Rectangle& strip, const float* scale, Panel& panel) const {
+    for (int64_t row = 0; row < strip.rows; row += kPanelRows) {
+      Rectangle tile = strip;
+      tile.row = strip.row + row;
+      tile.rows = std::min(kPanelRows, strip.rows - row);
+      const int64_t block_end = strip.col + strip.cols;
+      for (int64_t col = strip.col; col < block_end; col += tile.cols) {
+        const int64_t block = (col - strip.col) / blocks.block_cols;
+        const int64_t left = strip.col + (block + 1) * blocks.block_cols - col;
+        tile.col = col;
+        tile.cols = std::min({kPanelCols, left, block_end - col});
+        CastToPanel(tile, scale + block, 0, 0, tile.cols, panel);
+        Turn(tile, panel);
+      }
+    }
+  }
+
+  // Turns the codes of a rectangle from a panel into data_t.
+  void Turn(const Rectangle& part, Panel& panel) const {
+    const auto transpose = Simd().transpose;
+    int64_t height = part.rows;
+    if (kPerByte == 2) {
+      height /= 2;
+      for (int64_t r = 0; r < height; ++r)
+        BlockSimd().pack_rows(panel.codes[2 * r], panel.codes[2 * r + 1], part.cols,
+                              panel.codes[r]);
+    }
+    const int64_t stride = blocks.rows / kPerByte;
+    uint8_t* to = out.data_t + (part.batch * blocks.cols + part.col) * stride + part.row / kPerByte;
+    for (int64_t j = 0; j < part.cols; j += kTile) {
+      for (int64_t i = 0; i < height; i += kTile)
+        transpose(panel.codes[i] + j, sizeof(panel.codes[0]), panel.turned[0] + i, kPanelRows);
+      for (int64_t k = 0; k < std::min(kTile, part.cols - j); ++k)
+        std::memcpy(to + (j + k) * stride, panel.turned[k], height);
+    }
+  }
+};
+
+// Calls body(rectangle, panel) on pieces that make up all of `blocks`, as pieces do. Those of a
+// plane that is stored transposed are as high as a panel.
+template <class Body>
+void ParallelRectangles(const Exec<Cpu>& exec, Blocks blocks, bool transposed, const Body& body) {
+  if (transposed) {
+    const int64_t unit = blocks.block_rows % 2 == 0 ? blocks.block_rows : 2 * blocks.block_rows;
+    blocks.block_rows = std::max<int64_t>(1, kPanelRows / unit) * unit;
+  }
+  ParallelPieces(exec, blocks, [&](const Piece& piece) {
+    Panel panel;
+    body({piece.batch, piece.grid_row * blocks.block_rows, piece.first_block * blocks.block_cols,
+          piece.rows, piece.cols},
+         &panel);
+  });
+}
+
+}  // namespace
+
+template <class In, class Code, class Scales>
+Status QuantizeBlock(const Exec<Cpu>& exec, const In* x, const Scales& scales, const Blocks& blocks,
+                     const BlockPlane<typename Scales::Stored>& out) {
+  const PlaneOf<In, Code, Scales> plane{x, scales, blocks, out};
+  ParallelRectangles(exec, blocks, out.data_t != nullptr,
+                     [&](const Rectangle& all, Panel* panel) { plane.Quantize(all, panel); });
+  return {};
+}
+
+template <class In, class Code, class Scales>
+Status QuantizeBlockBoth(const Exec<Cpu>& exec, const In* x, const Scales& scales,
+                         const Blocks& blocks, const BothPlanes<typename Scales::Stored>& out) {
+  using Plane = PlaneOf<In, Code, Scales>;
+  Blocks rowwise = blocks, columnwise = blocks;
+  rowwise.block_rows = columnwise.block_cols = 1;
+  BlockPlane<typename Scales::Stored> first, second;
+  first.data = out.data;
+  first.scale_inv = out.scale_inv;
+  (out.second_transposed ? second.data_t : second.data) = out.second_data;
+  (out.second_transposed ? second.scale_inv_t : second.scale_inv) = out.second_scale_inv;
+  const Plane planes[] = {{x, scales, rowwise, first}, {x, scales, columnwise, second}};
+  ParallelRectangles(exec, blocks, out.second_transposed, [&](const Rectangle& all, Panel* panel) {
+    for (const Plane& plane : planes) plane.Quantize(all, panel);
+  });
+  return {};
+}
+
+#define QSHARD_INSTANTIATE(In, Code, Scales)                                                      \
+  template Status QuantizeBlock<In, Code, Scales>(const Exec<Cpu>&, const In*, const Scales&,     \
+                                                  const Blocks&,                                  \
+                                                  const BlockPlane<Scales::Stored>&);             \
+  template Status QuantizeBlockBoth<In, Code, Scales>(const Exec<Cpu>&, const In*, const Scales&, \
+                                                      const Blocks&,                              \
+                                                      const BothPlanes<Scales::Stored>&);
+#define QSHARD_INSTANTIATE_INPUT(In)        \
+  QSHARD_INSTANTIATE(In, E4M3, FloatScales) \
+  QSHARD_INSTANTIATE(In, E5M2, FloatScales) \
+  QSHARD_INSTANTIATE(In, E4M3, E8M0Scales)  \
+  QSHARD_INSTANTIATE(In, E5M2, E8M0Scales)  \
+  QSHARD_INSTANTIATE(In, E2M1, Nvfp4Scales)
+QSHARD_INSTANTIATE_INPUT(float)
+QSHARD_INSTANTIATE_INPUT(bfloat16)
+QSHARD_INSTANTIATE_INPUT(float16)
+#undef QSHARD_INSTANTIATE_INPUT
+#undef QSHARD_INSTANTIATE
+
+}  // namespace qshard::kernels

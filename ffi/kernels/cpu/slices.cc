@@ -1,0 +1,257 @@
+// Flat slices of many weights on the CPU. A task takes a span: what a slice has of an aligned
+// window of its weight, so that no two tasks write one byte. Amaxes of blocks that several spans
+// have a part in meet in atomic maxima.
+#include "kernels/slices.h"
+
+#include <vector>
+
+#include "core/stochastic.h"
+#include "kernels/block_layout.h"
+#include "kernels/cast.h"
+#include "kernels/cpu/block_pieces.h"
+#include "kernels/cpu/block_simd.h"
+
+namespace qshard::kernels {
+namespace {
+
+constexpr int64_t kWindow = 1 << 16;  // elements
+
+// Blocks of a weight, for walking along its elements.
+struct Grid {
+  Grid(const Slice& slice, const SliceRule& rule) {
+    const bool one = rule.block_rows == 0;  // in one row: no row ends before the weight does
+    cols = one ? slice.rows * slice.cols : slice.cols;
+    block_rows = one ? 1 : rule.block_rows;
+    block_cols = one ? std::max<int64_t>(1, cols) : rule.block_cols;
+    width = one ? 1 : (cols + block_cols - 1) / block_cols;
+  }
+  int64_t cols, block_rows, block_cols, width;
+};
+
+// Elements [begin, end) of weight `index`, whose slice starts at `start`.
+struct Span {
+  int64_t index, start, begin, end;
+};
+
+template <class Body>
+void ParallelSpans(const Exec<Cpu>& exec, const Slice* slices, int64_t n, const uint32_t* starts,
+                   const Body& body) {
+  std::vector<int64_t> first(n + 1, 0);  // windows before each weight
+  const auto start_of = [&](int64_t i) {
+    const int64_t size = slices[i].rows * slices[i].cols;
+    const uint64_t start = FromWords(starts + 2 * i);
+    return start < static_cast<uint64_t>(size) ? static_cast<int64_t>(start) : size;
+  };
+  const auto end_of = [&](int64_t i) {
+    return std::min(start_of(i) + slices[i].length, slices[i].rows * slices[i].cols);
+  };
+  for (int64_t i = 0; i < n; ++i) {
+    const int64_t start = start_of(i), end = end_of(i);
+    first[i + 1] = first[i] + (start == end ? 0 : (end - 1) / kWindow - start / kWindow + 1);
+  }
+  ParallelRanges(exec, first[n], kWindow * 4, [&](int64_t task, int64_t last) {
+    for (; task < last; ++task) {
+      const int64_t i = std::upper_bound(first.begin(), first.end(), task) - first.begin() - 1;
+      const int64_t start = start_of(i);
+      const int64_t window = (start / kWindow + task - first[i]) * kWindow;
+      body(Span{i, start, std::max(start, window), std::min(end_of(i), window + kWindow)});
+    }
+  });
+}
+
+// Calls body(i, n, row, block) for runs of elements, [i, i + n) in the weight, of one row: a part
+// of one block, or whole blocks from the start of one on and what the last of them has there.
+// `block` is the index of the first in the grid.
+template <class Body>
+void ForEachRun(const Span& span, const Grid& grid, const Body& body) {
+  for (int64_t i = span.begin; i < span.end;) {
+    const int64_t row = i / grid.cols, col = i % grid.cols;
+    const int64_t left = std::min(span.end - i, grid.cols - col);
+    const int64_t into = col % grid.block_cols;
+    const int64_t blocks = into > 0 ? 0 : std::min(kPieceCols / grid.block_cols, kPieceBlocks);
+    const int64_t most =
+        blocks > 0 ? blocks * grid.block_cols : std::min(kPieceCols, grid.block_cols - into);
+    const int64_t n = std::min(left, most);
+    body(i, n, row, row / grid.block_rows * grid.width + col / grid.block_cols);
+    i += n;
+  }
+}
+
+// Elements [0, n) of x, n <= kPieceCols, rounded as asked. What reads them takes them as `type`.
+template <class In>
+struct Rounded {
+  explicit Rounded(RoundedTo rounded_to)
+      : to(rounded_to), type(to == RoundedTo::kFloat32 ? kInTypeOf<In> : kFloat32) {}
+
+  const void* operator()(const In* x, int64_t n) {
+    if (to == RoundedTo::kFloat32) return x;
+    if (to == RoundedTo::kBFloat16)
+      for (int64_t i = 0; i < n; ++i) values[i] = Widen(Narrow<bfloat16>(Widen(x[i])));
+    else
+      for (int64_t i = 0; i < n; ++i) values[i] = Widen(Narrow<float16>(Widen(x[i])));
+    return values;
+  }
+
+  const RoundedTo to;
+  const InType type;
+  float values[kPieceCols];
+};
+
+void RaiseAmax(float* amax, float value) {
+  auto* target = reinterpret_cast<int32_t*>(amax);
+  const int32_t bits = FloatBits(CanonicalNan(value));
+  int32_t seen = __atomic_load_n(target, __ATOMIC_RELAXED);
+  while (seen < bits && !__atomic_compare_exchange_n(target, &seen, bits, true, __ATOMIC_RELAXED,
+                                                     __ATOMIC_RELAXED)) {
+  }
+}
+
+}  // namespace
+
+template <class In>
+Status AmaxSlices(const Exec<Cpu>& exec, const Slice* slices, int64_t n, const uint32_t* starts,
+                  const SliceRule& rule, float* amax) {
+  int64_t grids = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    const Grid grid(slices[i], rule);
+    const int64_t rows = rule.block_rows == 0 ? 1 : slices[i].rows;
+    grids += (rows + grid.block_rows - 1) / grid.block_rows * grid.width;
+  }
+  ParallelSpans(exec, slices, n, starts, [&](const Span& span) {
+    const Slice& slice = slices[span.index];
+    const Grid grid(slice, rule);
+    const In* x = static_cast<const In*>(slice.x) - span.start;
+    Rounded<In> rounded(rule.rounded_to);
+    const auto amax_row = BlockSimd().amax[rounded.type];
+    float* whole = amax + grids + slice.whole;
+    float largest = 0.0f;
+    ForEachRun(span, grid, [&](int64_t i, int64_t count, int64_t row, int64_t block) {
+      float found[kPieceBlocks];
+      const int64_t blocks = (count + grid.block_cols - 1) / grid.block_cols;
+      std::fill_n(found, blocks, 0.0f);
+      amax_row(rounded(x + i, count), count, grid.block_cols, found);
+      float* out = amax + slice.grid + block;
+      float run = 0.0f;
+      for (int64_t b = 0; b < blocks; ++b) {
+        RaiseAmax(out + b, found[b]);
+        if (FloatBits(found[b]) > FloatBits(run)) run = found[b];
+      }
+      if (rule.whole == WholeAmax::kRow) RaiseAmax(whole + row, run);
+      if (FloatBits(run) > FloatBits(largest)) largest = run;
+    });
+    if (rule.whole == WholeAmax::kTensor) RaiseAmax(whole, largest);
+  });
+  return {};
+}
+
+namespace {
+
+// Writes codes of a slice: `cast_run(x, i, n, block_cols, scale, codes)` those of a run whose bytes
+// are all its own, `encode(v, i)` a single one.
+template <class In, class Code, class CastRun, class EncodeOne>
+void CastSpan(const Span& span, const Slice& slice, const SliceRule& rule, const float* scale,
+              Rounded<In>& rounded, const CastRun& cast_run, const EncodeOne& encode) {
+  constexpr int64_t kPerByte = 8 / Code::kBits;
+  const Grid grid(slice, rule);
+  const In* x = static_cast<const In*>(slice.x) - span.start;
+  uint8_t* data = slice.data - (rule.pieces ? span.start / kPerByte : 0);
+  const auto cast_one = [&](int64_t i, float s) {
+    const uint8_t code = encode(RoundTo(rule.rounded_to, Widen(x[i])) * s, i);
+    uint8_t& byte = data[i / kPerByte];
+    const int shift = static_cast<int>(i % kPerByte) * Code::kBits;
+    byte = static_cast<uint8_t>((byte & ~(((1 << Code::kBits) - 1) << shift)) | code << shift);
+  };
+  ForEachRun(span, grid, [&](int64_t i, int64_t n, int64_t, int64_t block) {
+    const float* s = scale + slice.grid + block;
+    // A block that begins amid a byte is cut off by its first element.
+    if (n > 0 && i % kPerByte != 0) {
+      if (n > grid.block_cols || grid.block_cols % kPerByte != 0) {
+        for (int64_t j = 0; j < n; ++j) cast_one(i + j, s[j / grid.block_cols]);
+        return;
+      }
+      cast_one(i, *s);
+      ++i, --n;
+    }
+    const int64_t own = n - n % kPerByte;
+    if (own > 0) cast_run(rounded(x + i, own), i, own, grid.block_cols, s, data + i / kPerByte);
+    if (own < n) cast_one(i + own, s[own / grid.block_cols]);
+  });
+}
+
+}  // namespace
+
+template <class In, class Code>
+Status CastSlices(const Exec<Cpu>& exec, const Slice* slices, int64_t n, const uint32_t* starts,
+                  const SliceRule& rule, const float* scale) {
+  ParallelSpans(exec, slices, n, starts, [&](const Span& span) {
+    Rounded<In> rounded(rule.rounded_to);
+    const auto cast_row = BlockSimd().cast[rounded.type][kBlockCodeOf<Code>];
+    CastSpan<In, Code>(
+        span, slices[span.index], rule, scale, rounded,
+        [&](const void* x, int64_t, int64_t count, int64_t block_cols, const float* s,
+            uint8_t* codes) { cast_row(x, count, block_cols, s, codes); },
+        [](float v, int64_t) { return Encode<Code>(v); });
+  });
+  return {};
+}
+
+template <class In>
+Status CastSlicesStochastic(const Exec<Cpu>& exec, const Slice* slices, int64_t n,
+                            const uint32_t* starts, const uint32_t* seeds, const SliceRule& rule,
+                            const float* scale) {
+  const auto random_row = BlockSimd().random;
+  ParallelSpans(exec, slices, n, starts, [&](const Span& span) {
+    Rounded<In> rounded(rule.rounded_to);
+    const auto cast_row = BlockSimd().cast_stochastic[rounded.type];
+    const uint64_t seed = FromWords(seeds + 2 * span.index);
+    CastSpan<In, E2M1>(
+        span, slices[span.index], rule, scale, rounded,
+        [&](const void* x, int64_t i, int64_t count, int64_t block_cols, const float* s,
+            uint8_t* codes) {
+          uint8_t random[kPieceCols];
+          random_row(seed, i, 1, count, random);
+          cast_row(x, count, block_cols, s, random, codes);
+        },
+        [&](float v, int64_t i) {
+          return EncodeStochastic(v, RandomByte(Philox4x32(i >> 4, seed), i));
+        });
+  });
+  return {};
+}
+
+Status TransposeEach(const Exec<Cpu>& exec, const TransposePair* pairs, int64_t n, int64_t bits) {
+  for (int64_t i = 0; i < n; ++i) {
+    const TransposePair& p = pairs[i];
+    if (bits == 32) {  // grids of scales, small
+      const auto* in = reinterpret_cast<const uint32_t*>(p.data);
+      auto* out = reinterpret_cast<uint32_t*>(p.data_t);
+      for (int64_t r = 0; r < p.rows; ++r)
+        for (int64_t c = 0; c < p.cols; ++c) out[c * p.rows + r] = in[r * p.cols + c];
+      continue;
+    }
+    const Status status = bits == 4 ? TransposePacked(exec, p.data, 1, p.rows, p.cols, p.data_t)
+                                    : Transpose(exec, p.data, 1, p.rows, p.cols, p.data_t);
+    if (status.error != nullptr) return status;
+  }
+  return {};
+}
+
+#define QSHARD_INSTANTIATE_CODE(In, Code)                                                        \
+  template Status CastSlices<In, Code>(const Exec<Cpu>&, const Slice*, int64_t, const uint32_t*, \
+                                       const SliceRule&, const float*);
+#define QSHARD_INSTANTIATE(In)                                                                 \
+  template Status AmaxSlices<In>(const Exec<Cpu>&, const Slice*, int64_t, const uint32_t*,     \
+                                 const SliceRule&, float*);                                    \
+  template Status CastSlicesStochastic<In>(const Exec<Cpu>&, const Slice*, int64_t,            \
+                                           const uint32_t*, const uint32_t*, const SliceRule&, \
+                                           const float*);                                      \
+  QSHARD_INSTANTIATE_CODE(In, E4M3)                                                            \
+  QSHARD_INSTANTIATE_CODE(In, E5M2)                                                            \
+  QSHARD_INSTANTIATE_CODE(In, E2M1)
+QSHARD_INSTANTIATE(float)
+QSHARD_INSTANTIATE(bfloat16)
+QSHARD_INSTANTIATE(float16)
+#undef QSHARD_INSTANTIATE
+#undef QSHARD_INSTANTIATE_CODE
+
+}  // namespace qshard::kernels

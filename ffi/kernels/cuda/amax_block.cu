@@ -1,0 +1,219 @@
+// amax_block: amax[block] = max |x| over the block, as a maximum over bit patterns of |x|.
+//
+// Reads x once, forwards, so that its end stays in L2 for a cast that walks backwards; writes 4
+// bytes a block.
+// - Blocks of one whole row each are runs: amax.cu.
+// - Fast blocks: a warp takes 32 loads of 16 bytes side by side, in the rows of a block, or in some
+//   of them if there are many; up to 8 warps meet in shared memory. Lanes of one block exchange
+//   their maxima; where blocks have one column, each lane keeps those of its columns apart. Needs
+//   rows and x aligned to 16 bytes, and blocks of one column, or 1 to 32 loads, a power of two.
+// - Any other: a warp takes a block, or a block of threads some rows of it, element by element.
+//
+// Equals the maximum over FloatBits(Widen(x)): NaN propagates, as kNanBits.
+#include <limits>
+#include <type_traits>
+
+#include "kernels/amax.h"
+#include "kernels/block_cast.h"
+#include "kernels/cuda/block_map.cuh"
+#include "kernels/cuda/convert.cuh"
+#include "kernels/cuda/magnitude.cuh"
+
+namespace qshard::kernels {
+namespace {
+
+constexpr int kThreads = 256, kWarp = 32, kWarps = kThreads / kWarp;
+
+// --- fast blocks ---
+
+struct WarpTiles {
+  int64_t rows, cols, grid_rows, grid_cols;
+  Divider down, across;             // rows of blocks in a matrix, pieces of kWarp loads in a row
+  int block_rows, block_cols_log2;  // no more rows than the matrix has
+  int splits;                       // warps that share the rows of a block, a power of two
+};
+
+// The maxima of a thread: of each column of its loads, or of all of them.
+template <class In, bool kColumns>
+struct Maxima {
+  static constexpr int kWidth = 16 / sizeof(In);
+  static constexpr int kCount = kColumns ? 4 : 1;
+  // Columns: word i of a load has the maxima of its one or two columns.
+  Magnitude<In> of[kCount];
+
+  __device__ __forceinline__ void Add(const Words<16>& x) {
+    if constexpr (kColumns) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) of[i].Add(Words<4>{{x.w[i]}});
+    } else {
+      of[0].Add(x);
+    }
+  }
+};
+
+template <class In, bool kColumns>
+__global__ void __launch_bounds__(kThreads)
+    AmaxBlocks(const In* x, const WarpTiles g, float* amax) {
+  using M = Maxima<In, kColumns>;
+  constexpr int kUnroll = 8;
+  __shared__ uint32_t shared[kWarps][kColumns ? 4 : 1][kWarp];
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  const int split = warp & (g.splits - 1);
+  const int per_block = kWarps / g.splits;
+  const uint32_t strip = g.across.Divide(blockIdx.x);  // row of blocks, of all matrices
+  const uint32_t piece = (blockIdx.x - strip * g.across.divisor()) * per_block + warp / g.splits;
+  const uint32_t matrix = g.down.Divide(strip);
+  const int64_t top = int64_t{strip - matrix * g.down.divisor()} * g.block_rows;
+  const int64_t col = (int64_t{piece} * kWarp + lane) * M::kWidth;
+  const bool inside = col < g.cols;
+  const int height = static_cast<int>(min(int64_t{g.block_rows}, g.rows - top));
+  M m;
+  if (inside) {
+    const In* from = x + (matrix * g.rows + top + split) * g.cols + col;
+    const int64_t step = g.splits * g.cols;
+    int row = split;
+    for (; row + (kUnroll - 1) * g.splits < height; row += kUnroll * g.splits) {
+      Words<16> w[kUnroll];
+#pragma unroll
+      for (int k = 0; k < kUnroll; ++k, from += step) w[k] = Load<16>(from);
+#pragma unroll
+      for (int k = 0; k < kUnroll; ++k) m.Add(w[k]);
+    }
+    for (; row < height; row += g.splits, from += step) m.Add(Load<16>(from));
+  }
+  if (g.splits > 1) {
+#pragma unroll
+    for (int i = 0; i < M::kCount; ++i) shared[warp][i][lane] = m.of[i].Bits();
+    __syncthreads();
+    if (split != 0) return;
+    for (int other = 1; other < g.splits; ++other) {
+#pragma unroll
+      for (int i = 0; i < M::kCount; ++i) m.of[i].AddBits(shared[warp + other][i][lane]);
+    }
+  }
+  float* to = amax + int64_t{strip} * g.grid_cols;
+  if constexpr (kColumns) {
+    if (!inside) return;
+    if constexpr (sizeof(In) == 4) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) to[col + i] = FloatFromBits(m.of[i].AsFloatBits());
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const Words<4> pair{{m.of[i].Bits()}};
+        float v[2];
+        WidenWords<In>(pair, v);
+        to[col + 2 * i] = CanonicalNan(v[0]);
+        to[col + 2 * i + 1] = CanonicalNan(v[1]);
+      }
+    }
+  } else {
+    const int lanes = (1 << g.block_cols_log2) / M::kWidth;
+    m.of[0].ReduceOver(lanes);
+    if (inside && lane % lanes == 0)
+      to[col >> g.block_cols_log2] = FloatFromBits(m.of[0].AsFloatBits());
+  }
+}
+
+template <class In>
+bool TakesWarps(const In* x, const Blocks& b) {
+  constexpr int kWidth = 16 / sizeof(In);
+  const int64_t loads = b.block_cols / kWidth;
+  const bool power = b.block_cols % kWidth == 0 && loads <= kWarp && (loads & (loads - 1)) == 0;
+  return (b.block_cols == 1 || power) && b.cols % kWidth == 0 && IsAligned(x, 16) &&
+         HasSmallIndices(b);
+}
+
+template <class In>
+void LaunchWarps(CUstream_st* stream, const In* x, const Blocks& b, float* amax) {
+  constexpr int kRowsOfWarp = 16;
+  constexpr int64_t kCols = kWarp * (16 / sizeof(In));
+  WarpTiles g{b.rows,
+              b.cols,
+              b.GridRows(),
+              b.GridCols(),
+              Divider(b.GridRows()),
+              Divider(1),
+              static_cast<int>(b.block_rows),
+              0,
+              1};
+  while ((int64_t{1} << g.block_cols_log2) < b.block_cols) ++g.block_cols_log2;
+  while (g.splits < kWarps && g.splits * kRowsOfWarp < b.block_rows) g.splits *= 2;
+  g.across = Divider(CeilDiv(CeilDiv(b.cols, kCols), kWarps / g.splits));
+  const unsigned blocks = GridSize(b.batch * b.GridRows() * g.across.divisor());
+  if (b.block_cols == 1)
+    AmaxBlocks<In, true><<<blocks, kThreads, 0, stream>>>(x, g, amax);
+  else
+    AmaxBlocks<In, false><<<blocks, kThreads, 0, stream>>>(x, g, amax);
+}
+
+// --- any blocks ---
+
+// A team of kTeam threads takes a block, or in a grid of several rows every so many of its rows.
+template <class In, int kTeam>
+__global__ void __launch_bounds__(kThreads)
+    AmaxAnyBlocks(const In* x, const Blocks b, float* amax) {
+  const int64_t block = int64_t{blockIdx.x} * (kThreads / kTeam) + threadIdx.x / kTeam;
+  if (block >= b.GridSize()) return;  // the whole team
+  const int64_t grid_rows = b.GridRows(), grid_cols = b.GridCols();
+  const int64_t strip = block / grid_cols, matrix = strip / grid_rows;
+  const int64_t row = (strip - matrix * grid_rows) * b.block_rows;
+  const int64_t col = (block - strip * grid_cols) * b.block_cols;
+  const int64_t height = min(b.block_rows, b.rows - row), width = min(b.block_cols, b.cols - col);
+  const In* corner = x + (matrix * b.rows + row) * b.cols + col;
+  // Threads of a row of the block: as many as it has elements, about.
+  int lanes = 1;
+  while (lanes < kTeam && lanes < width) lanes *= 2;
+  const int thread = threadIdx.x % kTeam;
+  Magnitude<In> m;
+  for (int64_t r = thread / lanes + int64_t{blockIdx.y} * (kTeam / lanes); r < height;
+       r += int64_t{gridDim.y} * (kTeam / lanes))
+    for (int64_t c = thread % lanes; c < width; c += lanes)
+      m.Add(Load<sizeof(In)>(corner + r * b.cols + c));
+  m.ReduceOver(kWarp);
+  if (threadIdx.x % kWarp != 0) return;
+  if (kTeam == kWarp && gridDim.y == 1)
+    amax[block] = FloatFromBits(m.AsFloatBits());
+  else
+    RaiseAmax(amax + block, m.AsFloatBits());
+}
+
+template <class In>
+Status LaunchAny(CUstream_st* stream, const In* x, const Blocks& b, float* amax) {
+  const int64_t blocks = b.GridSize();
+  constexpr int64_t kLarge = 4096;  // elements
+  if (b.block_rows * b.block_cols < kLarge) {
+    AmaxAnyBlocks<In, kWarp>
+        <<<GridSize(CeilDiv(blocks, kWarps)), kThreads, 0, stream>>>(x, b, amax);
+    return LaunchStatus();
+  }
+  const cudaError_t error = cudaMemsetAsync(amax, 0, blocks * sizeof(float), stream);
+  if (error != cudaSuccess) return ToStatus(error);
+  const int64_t room = CeilDiv(int64_t{Multiprocessors()} * 8, blocks);
+  const int64_t splits = std::min(std::min(room, int64_t{65535}), b.block_rows);
+  AmaxAnyBlocks<In, kThreads>
+      <<<dim3(GridSize(blocks), GridSize(splits)), kThreads, 0, stream>>>(x, b, amax);
+  return LaunchStatus();
+}
+
+}  // namespace
+
+template <class In>
+Status AmaxBlock(const Exec<Cuda>& exec, const In* x, const Blocks& blocks, float* amax) {
+  if (blocks.GridSize() == 0) return {};
+  const Blocks b = Simplified(blocks);
+  // Runs: blocks of one row, or of whole rows.
+  if (b.batch == 1 && b.cols % b.block_cols == 0 && (b.block_rows == 1 || b.block_cols == b.cols)) {
+    if (b.rows % b.block_rows == 0)
+      return Amax(exec, x, b.GridSize(), b.block_rows * b.block_cols, amax);
+  }
+  if (!TakesWarps(x, b)) return LaunchAny(exec.stream, x, b, amax);
+  LaunchWarps(exec.stream, x, b, amax);
+  return LaunchStatus();
+}
+
+template Status AmaxBlock(const Exec<Cuda>&, const float*, const Blocks&, float*);
+template Status AmaxBlock(const Exec<Cuda>&, const bfloat16*, const Blocks&, float*);
+template Status AmaxBlock(const Exec<Cuda>&, const float16*, const Blocks&, float*);
+
+}  // namespace qshard::kernels

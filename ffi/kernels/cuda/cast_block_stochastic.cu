@@ -1,0 +1,242 @@
+// cast_block_stochastic: data[i] = EncodeStochastic(x[i] * scale[block of i], random byte of i).
+//
+// Reads x and writes data once: 2.5 bytes an element for a 16-bit x, plus 4 for each scale; most of
+// the time goes into random numbers. A call of Philox serves 16 elements with consecutive indices.
+// Those are 16 columns where an index grows by 1 a column: a thread takes vectors of them, as
+// block_map.cuh says, with one call each, or two if the indices start in the middle of a call.
+// Where the index grows by 1 a row, as x is a transpose, a thread takes 16 rows of 4 columns.
+// Anything else takes a call an element. Equals core/stochastic.h bit for bit.
+#include <limits>
+
+#include "core/stochastic.h"
+#include "kernels/block_cast.h"
+#include "kernels/cuda/block_map.cuh"
+#include "kernels/cuda/convert.cuh"
+#include "kernels/cuda/e2m1.cuh"
+
+namespace qshard::kernels {
+namespace {
+
+__device__ __forceinline__ uint64_t Pair(const uint32_t* words) {
+  return __ldg(words) | static_cast<uint64_t>(__ldg(words + 1)) << 32;
+}
+
+// The random bytes of the elements index .. index + 15, the first in the lowest byte.
+__device__ __forceinline__ Words<16> RandomBytes(uint64_t index, uint64_t seed) {
+  const PhiloxWords call = Philox4x32(index >> 4, seed);
+  Words<16> bytes{{call.word[0], call.word[1], call.word[2], call.word[3]}};
+  const int skip = static_cast<int>(index & 15);
+  if (skip != 0) {
+    const PhiloxWords next = Philox4x32((index + 16) >> 4, seed);
+    uint32_t w[8];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) w[i] = call.word[i], w[4 + i] = next.word[i];
+    // By words, 2 and 1 of them, then by bytes.
+#pragma unroll
+    for (int i = 0; i < 6; ++i) w[i] = skip & 8 ? w[i + 2] : w[i];
+#pragma unroll
+    for (int i = 0; i < 5; ++i) w[i] = skip & 4 ? w[i + 1] : w[i];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) bytes.w[i] = __funnelshift_r(w[i], w[i + 1], skip % 4 * 8);
+  }
+  return bytes;
+}
+
+__device__ __forceinline__ uint32_t ByteOf(const Words<16>& bytes, int i) {
+  return bytes.w[i / 4] >> (i % 4 * 8) & 0xFF;
+}
+
+// The grid, as regions need it.
+struct Regions {
+  Places places;
+  int64_t grid_rows, grid_cols;          // of a matrix
+  int64_t rows, block_rows, block_cols;  // of a matrix, of a block
+  Divider run, blocks_across, blocks_down;
+
+  struct Draw {
+    uint64_t index, seed;
+  };
+
+  // `kSmall`: the grid is one for Divider.
+  template <bool kSmall>
+  __device__ __forceinline__ Draw Of(const BlockPlace& p) const {
+    int64_t region, down, matrix;
+    if constexpr (kSmall) {
+      region = run.Divide(static_cast<uint32_t>(p.block));
+      down = blocks_across.Divide(static_cast<uint32_t>(region * places.run));
+      matrix = blocks_down.Divide(static_cast<uint32_t>(down));
+    } else {
+      region = p.block / places.run;
+      down = region * places.run / grid_cols;
+      matrix = down / grid_rows;
+    }
+    const int64_t first_row = matrix * rows + (down - matrix * grid_rows) * block_rows;
+    const int64_t first_col = (region * places.run - down * grid_cols) * block_cols;
+    const uint64_t index = Pair(places.first + 2 * region) +
+                           static_cast<uint64_t>(p.row - first_row) * places.steps.row +
+                           static_cast<uint64_t>(p.col - first_col) * places.steps.col;
+    return {index, Pair(places.seed + 2 * region)};
+  }
+};
+
+Regions RegionsOf(const Places& places, const Blocks& b) {
+  const int64_t most = kMaxDivided - 1;
+  return {places,
+          b.GridRows(),
+          b.GridCols(),
+          b.rows,
+          b.block_rows,
+          b.block_cols,
+          Divider(std::min(places.run, most)),
+          Divider(std::min(b.GridCols(), most)),
+          Divider(std::min(b.GridRows(), most))};
+}
+
+// --- indices that grow by 1 a column ---
+
+template <class In, bool kScaleColumns>
+struct CastStochasticOp {
+  // The columns of a vector have each their scale, read when they are needed.
+  static constexpr bool kBackward = true, kColumns = false;
+  static constexpr int kWidth = 16, kRows = sizeof(In) == 4 ? 1 : 2;
+  static constexpr int kPair = 2;
+  static constexpr int kInBytes = kWidth * sizeof(In), kOutBytes = kWidth / kPair;
+  using Output = uint8_t;
+  struct Value {
+    Regions::Draw draw;
+    const float* scales;
+    float scale;
+  };
+
+  __device__ __forceinline__ Value Get(const BlockPlace& place) const {
+    const float* s = scale + place.block;
+    return {regions.template Of<true>(place), s, kScaleColumns ? 0.0f : __ldg(s)};
+  }
+
+  __device__ __forceinline__ Words<kOutBytes> Apply(const Words<kInBytes>& x,
+                                                    const Value& value) const {
+    float v[kWidth];
+    WidenWords<In>(x, v);
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i)
+      v[i] = __fmul_rn(v[i], kScaleColumns ? __ldg(value.scales + i) : value.scale);
+    const Words<16> random = RandomBytes(value.draw.index, value.draw.seed);
+    return PackE2M1<kWidth>([&](int i) { return EncodeStochasticE2M1(v[i], ByteOf(random, i)); });
+  }
+
+  __device__ __forceinline__ uint32_t Element(int64_t i, const BlockPlace& place) const {
+    const Regions::Draw draw = regions.template Of<false>(place);
+    return EncodeStochasticE2M1(__fmul_rn(Widen(x[i]), __ldg(scale + place.block)),
+                                RandomByte(Philox4x32(draw.index >> 4, draw.seed), draw.index));
+  }
+
+  const In* x;
+  const float* scale;
+  Regions regions;
+};
+
+// --- indices that grow by 1 a row: one region, blocks of a multiple of 4 columns ---
+
+constexpr int kStripCols = 4, kStripRows = 16;
+
+template <class In>
+__global__ void __launch_bounds__(kBlockMapThreads)
+    CastStochasticStrips(const In* x, const float* scale, const Places places, const BlockTiles g,
+                         uint8_t* data) {
+  const uint32_t strip = g.across.Divide(blockIdx.x);
+  const uint32_t matrix = g.down.Divide(strip);
+  const uint32_t lane = threadIdx.x & ((1u << g.lanes_log2) - 1);
+  const uint32_t vector = ((blockIdx.x - strip * g.across.divisor()) << g.lanes_log2) + lane;
+  const int64_t col = int64_t{vector} * kStripCols;
+  const int64_t row =
+      (int64_t{strip - matrix * g.down.divisor()} * (kBlockMapThreads >> g.lanes_log2) +
+       (threadIdx.x >> g.lanes_log2)) *
+      kStripRows;
+  if (col >= g.cols || row >= g.rows) return;
+  const int height = static_cast<int>(min(int64_t{kStripRows}, g.rows - row));
+  const int64_t row_in_all = matrix * g.rows + row;
+  const In* from = x + row_in_all * g.cols + col;
+  Words<kStripCols * sizeof(In)> w[kStripRows];
+#pragma unroll
+  for (int k = 0; k < kStripRows; ++k, from += g.cols) {
+    w[k] = {};
+    if (k < height) w[k] = Load<kStripCols * sizeof(In)>(from);
+  }
+  Words<16> random[kStripCols];
+  const uint64_t seed = Pair(places.seed);
+  uint64_t index = Pair(places.first) + static_cast<uint64_t>(row_in_all) +
+                   static_cast<uint64_t>(col) * places.steps.col;
+#pragma unroll
+  for (int j = 0; j < kStripCols; ++j, index += places.steps.col)
+    random[j] = RandomBytes(index, seed);
+
+  const uint32_t block_row = g.block_rows.Divide(static_cast<uint32_t>(row));
+  const float* s = scale + (matrix * g.grid_rows + block_row) * g.grid_cols +
+                   g.block_cols.Divide(static_cast<uint32_t>(col));
+  const int64_t block_rows = g.block_rows.divisor();
+  const int again = static_cast<int>(min(block_rows, int64_t{kStripRows}));
+  int left = static_cast<int>(min((block_row + 1) * block_rows - row, int64_t{kStripRows}));
+  uint8_t* to = data + (row_in_all * g.cols + col) / 2;
+#pragma unroll
+  for (int k = 0; k < kStripRows; ++k, to += g.cols / 2) {
+    if (k < height) {
+      float v[kStripCols];
+      WidenWords<In>(w[k], v);
+      const float block_scale = __ldg(s);
+      uint32_t code[kStripCols];
+#pragma unroll
+      for (int j = 0; j < kStripCols; ++j)
+        code[j] = EncodeStochasticE2M1(__fmul_rn(v[j], block_scale), ByteOf(random[j], k));
+      Store<Write::kCached>(to, Words<2>{static_cast<uint16_t>(code[0] | code[1] << 4 |
+                                                               code[2] << 8 | code[3] << 12)});
+    }
+    if (--left == 0) s += g.grid_cols, left = again;
+  }
+}
+
+template <class In>
+bool TakesStrips(const In* x, const Places& places, const Blocks& b, const uint8_t* data) {
+  return places.steps.row == 1 && places.run >= b.GridSize() && b.cols % kStripCols == 0 &&
+         (b.block_cols % kStripCols == 0 || b.block_cols == b.cols) && HasSmallIndices(b) &&
+         IsAligned(x, kStripCols * sizeof(In)) && IsAligned(data, kStripCols / 2);
+}
+
+}  // namespace
+
+template <class In>
+Status CastBlockStochastic(const Exec<Cuda>& exec, const In* x, const float* scale,
+                           const Places& places, const Blocks& blocks, uint8_t* data) {
+  if (blocks.GridSize() == 0) return {};
+  const Blocks b = Simplified(blocks);
+  using Rows = CastStochasticOp<In, false>;
+  using Columns = CastStochasticOp<In, true>;
+  const Regions regions = RegionsOf(places, b);
+  const Rows rows{x, scale, regions};
+  if (places.steps.col == 1 && TakesVectors<Rows>(b, x, data))
+    return LaunchBlockMap(exec.stream, rows, x, data, b);
+  // One block a column, but one region a vector.
+  const bool whole_rows = places.run >= b.GridSize() || places.run % b.GridCols() == 0;
+  if (places.steps.col == 1 && b.block_cols == 1 && whole_rows) {
+    Blocks wide = b;  // as far as vectors go
+    wide.block_cols = b.cols;
+    if (HasSmallIndices(b) && TakesVectors<Columns>(wide, x, data))
+      return LaunchBlockMap(exec.stream, Columns{x, scale, regions}, x, data, b);
+  }
+  if (TakesStrips(x, places, b, data)) {
+    const BlockTiles tiles(b, kStripCols, kStripRows);
+    CastStochasticStrips<<<GridSize(tiles.tiles), kBlockMapThreads, 0, exec.stream>>>(
+        x, scale, places, tiles, data);
+    return LaunchStatus();
+  }
+  return LaunchBlockElements(exec.stream, rows, data, b);
+}
+
+#define QSHARD_INSTANTIATE(In)                                                                   \
+  template Status CastBlockStochastic(const Exec<Cuda>&, const In*, const float*, const Places&, \
+                                      const Blocks&, uint8_t*);
+QSHARD_INSTANTIATE(float)
+QSHARD_INSTANTIATE(bfloat16)
+QSHARD_INSTANTIATE(float16)
+#undef QSHARD_INSTANTIATE
+
+}  // namespace qshard::kernels

@@ -1,0 +1,166 @@
+// Blocks of any size, wherever they are: right, not fast.
+//
+// A team, a warp or a block of threads, takes a unit: one block, or as many as it takes for a byte
+// of 4-bit codes to be of one unit. It reads x twice or three times.
+#ifndef QSHARD_KERNELS_CUDA_QUANTIZE_BLOCK_ANY_CUH_
+#define QSHARD_KERNELS_CUDA_QUANTIZE_BLOCK_ANY_CUH_
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <type_traits>
+
+#include "kernels/cuda/launch.cuh"
+#include "kernels/quantize_block.h"
+
+namespace qshard::kernels {
+
+constexpr int kUnitThreads = 256;
+
+struct Units {
+  // `packed`: two codes a byte.
+  Units(const Blocks& b, bool packed)
+      : rows(packed && b.block_rows % 2 == 1 ? 2 : 1),
+        cols(packed && b.block_cols % 2 == 1 ? 2 : 1),
+        down(CeilDiv(b.GridRows(), rows)),
+        across(CeilDiv(b.GridCols(), cols)),
+        count(b.batch * down * across) {}
+
+  int rows, cols;  // of a unit, in blocks
+  int64_t down, across, count;
+};
+
+// Calls body(row, col) for this thread's of the elements of [rows, cols].
+template <int kTeam, class Body>
+__device__ __forceinline__ void ForElements(int thread, int64_t rows, int64_t cols,
+                                            const Body& body) {
+  if (rows == 1) {
+#pragma unroll 4
+    for (int64_t col = thread; col < cols; col += kTeam) body(int64_t{0}, col);
+    return;
+  }
+  if (rows <= 0 || cols <= 0) return;
+  // One division, for the first element; a step is `down` rows and `right` columns.
+  int64_t row = thread, col = 0, down = kTeam, right = 0;
+  if (cols > kTeam) {
+    row = 0, col = thread, down = 0, right = kTeam;
+  } else if (cols > 1) {
+    const int width = static_cast<int>(cols);
+    row = thread / width, col = thread % width, down = kTeam / width, right = kTeam % width;
+  }
+#pragma unroll 4
+  while (row < rows) {
+    body(row, col);
+    row += down, col += right;
+    if (col >= cols) col -= cols, ++row;
+  }
+}
+
+template <int kTeam>
+__device__ __forceinline__ int32_t TeamMax(int32_t bits, int32_t* warps) {
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2)
+    bits = max(bits, static_cast<int32_t>(__shfl_xor_sync(0xFFFFFFFFu, bits, offset)));
+  if constexpr (kTeam > 32) {
+    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = bits;
+    __syncthreads();
+    for (int i = 0; i < kTeam / 32; ++i) bits = max(bits, warps[i]);
+    __syncthreads();
+  }
+  return bits;
+}
+
+template <class In, class Code, class Scales, int kTeam>
+__global__ void __launch_bounds__(kUnitThreads)
+    QuantizeUnits(const In* x, const Scales scales, const Blocks b, const Units units,
+                  const BlockPlane<typename Scales::Stored> out) {
+  constexpr int kTeams = kUnitThreads / kTeam;
+  constexpr bool kPacked = Code::kBits == 4;
+  __shared__ int32_t warps[kUnitThreads / 32];
+  const int thread = threadIdx.x % kTeam;
+  const int64_t grid_rows = b.GridRows(), grid_cols = b.GridCols();
+  for (int64_t unit = int64_t{blockIdx.x} * kTeams + threadIdx.x / kTeam; unit < units.count;
+       unit += int64_t{gridDim.x} * kTeams) {
+    const int64_t strip = unit / units.across, matrix = strip / units.down;
+    const int64_t i0 = (strip - matrix * units.down) * units.rows;
+    const int64_t j0 = (unit - strip * units.across) * units.cols;
+    const int64_t row0 = i0 * b.block_rows, col0 = j0 * b.block_cols;
+    const int64_t height = min(b.rows - row0, units.rows * b.block_rows);
+    const int64_t width = min(b.cols - col0, units.cols * b.block_cols);
+    const In* from = x + (matrix * b.rows + row0) * b.cols + col0;
+
+    float scale[2][2];
+    for (int i = 0; i < units.rows && i0 + i < grid_rows; ++i) {
+      for (int j = 0; j < units.cols && j0 + j < grid_cols; ++j) {
+        const In* block = from + i * b.block_rows * b.cols + j * b.block_cols;
+        int32_t bits = 0;
+        ForElements<kTeam>(
+            thread, min(height - i * b.block_rows, b.block_rows),
+            min(width - j * b.block_cols, b.block_cols), [&](int64_t row, int64_t col) {
+              bits = max(bits, FloatBits(Widen(block[row * b.cols + col])) & kFloatMagnitudeMask);
+            });
+        const float amax = FloatFromBits(TeamMax<kTeam>(bits, warps));
+        const int64_t place = (matrix * grid_rows + i0 + i) * grid_cols + j0 + j;
+        BlockScale<typename Scales::Stored> s;
+        if constexpr (kPacked)
+          s = Scales::Of(amax, scales.GlobalScale(place));
+        else
+          s = scales.template Of<Code>(amax);
+        scale[i][j] = s.scale;
+        if (thread == 0) {
+          if (out.scale_inv != nullptr) out.scale_inv[place] = s.scale_inv;
+          if (out.scale_inv_t != nullptr)
+            out.scale_inv_t[(matrix * grid_cols + j0 + j) * grid_rows + i0 + i] = s.scale_inv;
+        }
+      }
+    }
+
+    const auto encode = [&](int64_t row, int64_t col) {
+      const bool i = row >= b.block_rows, j = col >= b.block_cols;
+      const float s = i ? (j ? scale[1][1] : scale[1][0]) : (j ? scale[0][1] : scale[0][0]);
+      return Encode<Code>(__fmul_rn(Widen(from[row * b.cols + col]), s));
+    };
+    if (out.data != nullptr) {
+      const int64_t at = (matrix * b.rows + row0) * b.cols + col0;
+      ForElements<kTeam>(thread, height, width / (kPacked ? 2 : 1), [&](int64_t row, int64_t c) {
+        if constexpr (kPacked)
+          out.data[(at + row * b.cols) / 2 + c] =
+              static_cast<uint8_t>(encode(row, 2 * c) | encode(row, 2 * c + 1) << 4);
+        else
+          out.data[at + row * b.cols + c] = encode(row, c);
+      });
+    }
+    if (out.data_t != nullptr) {
+      const int64_t at = (matrix * b.cols + col0) * b.rows + row0;
+      ForElements<kTeam>(thread, width, height / (kPacked ? 2 : 1), [&](int64_t col, int64_t r) {
+        if constexpr (kPacked)
+          out.data_t[(at + col * b.rows) / 2 + r] =
+              static_cast<uint8_t>(encode(2 * r, col) | encode(2 * r + 1, col) << 4);
+        else
+          out.data_t[at + col * b.rows + r] = encode(r, col);
+      });
+    }
+  }
+}
+
+template <class In, class Code, class Scales>
+Status LaunchQuantizeUnits(CUstream_st* stream, const In* x, const Scales& scales, Blocks blocks,
+                           const BlockPlane<typename Scales::Stored>& out) {
+  blocks.block_rows = std::min(blocks.block_rows, blocks.rows);
+  blocks.block_cols = std::min(blocks.block_cols, blocks.cols);
+  const Units units(blocks, Code::kBits == 4);
+  const auto launch = [&](auto kTeam) {
+    const int64_t wanted = CeilDiv(units.count, kUnitThreads / kTeam.value);
+    const unsigned grid = GridSize(std::min<int64_t>(wanted, std::numeric_limits<int32_t>::max()));
+    QuantizeUnits<In, Code, Scales, kTeam.value>
+        <<<grid, kUnitThreads, 0, stream>>>(x, scales, blocks, units, out);
+    return LaunchStatus();
+  };
+  if (blocks.block_rows * blocks.block_cols > 1024)
+    return launch(std::integral_constant<int, kUnitThreads>{});
+  return launch(std::integral_constant<int, 32>{});
+}
+
+}  // namespace qshard::kernels
+
+#endif  // QSHARD_KERNELS_CUDA_QUANTIZE_BLOCK_ANY_CUH_

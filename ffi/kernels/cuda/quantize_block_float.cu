@@ -1,0 +1,16 @@
+// Fused quantization with FP32 scales: blocks 1x128, 128x1 and 128x128 are fast.
+//
+// Reads x once; Hopper's conversions to FP8 need compute capability 8.9. Blocks of other sizes, or
+// in buffers that are not aligned to vectors, are read more than once (quantize_block_any.cuh).
+#include "kernels/cuda/quantize_block_launch.cuh"
+
+namespace qshard::kernels {
+
+QSHARD_INSTANTIATE_QUANTIZE(float, E4M3, FloatScales)
+QSHARD_INSTANTIATE_QUANTIZE(float, E5M2, FloatScales)
+QSHARD_INSTANTIATE_QUANTIZE(bfloat16, E4M3, FloatScales)
+QSHARD_INSTANTIATE_QUANTIZE(bfloat16, E5M2, FloatScales)
+QSHARD_INSTANTIATE_QUANTIZE(float16, E4M3, FloatScales)
+QSHARD_INSTANTIATE_QUANTIZE(float16, E5M2, FloatScales)
+
+}  // namespace qshard::kernels

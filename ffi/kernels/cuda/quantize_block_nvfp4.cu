@@ -1,0 +1,13 @@
+// Fused quantization with NVFP4's scales: blocks 1x16, 16x1 and 16x16 are fast.
+//
+// Reads x once; Hopper's conversions to FP8 need compute capability 8.9. Blocks of other sizes, or
+// in buffers that are not aligned to vectors, are read more than once (quantize_block_any.cuh).
+#include "kernels/cuda/quantize_block_launch.cuh"
+
+namespace qshard::kernels {
+
+QSHARD_INSTANTIATE_QUANTIZE(float, E2M1, Nvfp4Scales)
+QSHARD_INSTANTIATE_QUANTIZE(bfloat16, E2M1, Nvfp4Scales)
+QSHARD_INSTANTIATE_QUANTIZE(float16, E2M1, Nvfp4Scales)
+
+}  // namespace qshard::kernels

@@ -1,0 +1,118 @@
+// Scales of blocks in few instructions: the formulas of core/scale.h and core/block_scale.h, bit
+// for bit, where a thread has few elements to share the work.
+#ifndef QSHARD_KERNELS_CUDA_QUANTIZE_BLOCK_SCALES_CUH_
+#define QSHARD_KERNELS_CUDA_QUANTIZE_BLOCK_SCALES_CUH_
+
+#include <cstdint>
+#include <type_traits>
+
+#include "kernels/cuda/convert.cuh"
+#include "kernels/quantize_block.h"
+
+namespace qshard::kernels {
+
+// The side of blocks that have fast kernels: those of the formats with these scales.
+template <class Scales>
+constexpr int kFastBlock = 0;
+template <>
+inline constexpr int kFastBlock<FloatScales> = 128;
+template <>
+inline constexpr int kFastBlock<E8M0Scales> = 32;
+template <>
+inline constexpr int kFastBlock<Nvfp4Scales> = 16;
+
+// What blocks take from the tensor: nothing, or what follows from the global scale S of NVFP4.
+struct NoGlobal {};
+struct GlobalNvfp4 {
+  float sixth, inverse;  // fl(S * fl(1/6)), fl(1/S)
+};
+template <class Scales>
+using GlobalOf = std::conditional_t<std::is_same_v<Scales, Nvfp4Scales>, GlobalNvfp4, NoGlobal>;
+
+// `place`: of global_amax.
+template <class Scales>
+__device__ __forceinline__ GlobalOf<Scales> GlobalAt(const Scales& scales, int64_t place) {
+  if constexpr (std::is_same_v<Scales, Nvfp4Scales>) {
+    const float s = GlobalScaleNvfp4(__ldg(scales.global_amax + place), scales.scale_max);
+    return {__fmul_rn(s, Divide(1.0f, E2M1::kMax)), ScaleInverse(s)};
+  } else {
+    return {};
+  }
+}
+
+// `amax` is a magnitude, or any NaN.
+//
+// A power of two needs no division. With a = 2^i (1 + p) and max = 2^j (1 + q), the quotient is in
+// [2^(j - i), 2^(j - i + 1)) if p <= q and else in [2^(j - i - 1), 2^(j - i)), also when rounded:
+// for q = 3/4, which is that of both formats, no quotient is within half a unit below a power of
+// two. Those of 2^127 and above, FLT_MAX with them, go to 2^127.
+template <class Code>
+__device__ __forceinline__ BlockScale<float> ScaleOf(const FloatScales& scales, NoGlobal,
+                                                     float amax) {
+  if (!scales.pow2) return scales.Of<Code>(amax);
+  constexpr int32_t kMantissa = 0x7FFFFF, kMaxQ = 0x600000;
+  constexpr int kMaxJ = std::is_same_v<Code, E4M3> ? 8 : 15;
+  static_assert(Code::kMax == 1.75f * (1 << kMaxJ));
+  const float a = amax <= scales.eps ? scales.eps : amax;  // keeps NaN
+  const int32_t bits = __float_as_int(a);
+  // 127 more than the exponent of the scale.
+  const int32_t e = min(127 + 127 + kMaxJ - (bits >> 23) - ((bits & kMantissa) > kMaxQ), 254);
+  const bool plain = bits != 0 && static_cast<uint32_t>(bits) < 0x7F800000u;
+  const int32_t scale = plain ? e << 23 : 127 << 23;
+  const int32_t inverse = e == 254 ? 0x400000 : (254 - e) << 23;
+  return {__int_as_float(scale), __int_as_float(plain ? inverse : 127 << 23)};
+}
+
+template <class Code>
+__device__ __forceinline__ BlockScale<uint8_t> ScaleOf(const E8M0Scales& scales, NoGlobal,
+                                                       float amax) {
+  uint32_t e;
+  if (scales.rounding == PowerRounding::kUp) {
+    constexpr float kInverseMax = 1.0f / Code::kMax;
+    // Rounded up to a power of two, but subnormals up to 2^-127 have code 0.
+    const uint32_t bits = __float_as_uint(__fmul_rn(amax, kInverseMax)) & 0x7FFFFFFFu;
+    e = min((bits + 0x7FFFFFu) >> 23, uint32_t{E8M0::kMaxCode});
+    if (bits <= 0x400000u) e = 0;
+    if (isnan(amax)) e = E8M0::kNan;
+  } else {
+    e = E8M0FromAmax(amax, Code::kMax, PowerRounding::kFloor);
+  }
+  return {MultiplierE8M0(static_cast<uint8_t>(e)), static_cast<uint8_t>(e)};
+}
+
+template <class Code>
+__device__ __forceinline__ BlockScale<uint8_t> ScaleOf(const Nvfp4Scales&, GlobalNvfp4 global,
+                                                       float amax) {
+  const uint16_t code = EncodePair<E4M3>(__fmul_rn(amax, global.sixth), 0.0f);
+  float d, zero;
+  DecodePair<E4M3>(code, d, zero);
+  const float inverse = __frcp_rn(__fmul_rn(d, global.inverse));
+  const bool infinite = __float_as_int(inverse) == kFloatInfinityBits;
+  return {infinite ? kFloatMax : inverse, static_cast<uint8_t>(code)};
+}
+
+// What the E4M3 codes of NVFP4's scales, without NaN's sign, multiply elements by: a tile has far
+// more blocks than there are codes.
+constexpr int kScaleCodes = 128;
+
+// By the first threads of the block.
+__device__ __forceinline__ void FillMultipliers(GlobalNvfp4 global, float (&table)[kScaleCodes]) {
+  if (threadIdx.x >= kScaleCodes) return;
+  float d, zero;
+  DecodePair<E4M3>(static_cast<uint16_t>(threadIdx.x), d, zero);
+  const float inverse = __frcp_rn(__fmul_rn(d, global.inverse));
+  table[threadIdx.x] = __float_as_int(inverse) == kFloatInfinityBits ? kFloatMax : inverse;
+}
+
+// The codes of four blocks' scales.
+__device__ __forceinline__ uint32_t FourScalesNvfp4(const float (&amax)[4], GlobalNvfp4 global) {
+  const uint32_t lo =
+      EncodePair<E4M3>(__fmul_rn(amax[0], global.sixth), __fmul_rn(amax[1], global.sixth));
+  const uint32_t hi =
+      EncodePair<E4M3>(__fmul_rn(amax[2], global.sixth), __fmul_rn(amax[3], global.sixth));
+  return lo | hi << 16;
+}
+
+}  // namespace qshard::kernels
+
+#endif  // QSHARD_KERNELS_CUDA_QUANTIZE_BLOCK_SCALES_CUH_

@@ -1,0 +1,106 @@
+// Square blocks in tiles of 128 x 128 elements: codes in the order of x, transposed or both, from
+// one encoding of each element.
+#ifndef QSHARD_KERNELS_CUDA_QUANTIZE_BLOCK_SQUARE_CUH_
+#define QSHARD_KERNELS_CUDA_QUANTIZE_BLOCK_SQUARE_CUH_
+
+#include <cstdint>
+#include <type_traits>
+
+#include "kernels/cuda/quantize_block_tile.cuh"
+
+namespace qshard::kernels {
+
+template <class In, class Code, class Scales, bool kTransposed, class Tuning>
+__global__ void __launch_bounds__(kTileThreads, Tuning::kBlocksPerSm)
+    QuantizeSquareTiles(const TileArguments<In, Scales> a) {
+  using Abs = Magnitudes<In>;
+  constexpr int kBlock = kFastBlock<Scales>;
+  constexpr int kPatchesOfBlock = kBlock / kPatch;
+  constexpr int kAcross = kTile / kBlock, kWarps = kTileThreads / 32;
+  constexpr bool kGlobal = std::is_same_v<Scales, Nvfp4Scales>;
+  __shared__ uint32_t warp_amax[kWarps * kAcross];
+  __shared__ alignas(16)
+      uint8_t tile[kTransposed ? sizeof(typename TransposedTile<Code>::Bytes) : 16];
+  __shared__ GlobalOf<Scales> global;
+
+  const PatchPlace p;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  for (int64_t index = blockIdx.x; index < a.grid.tiles; index += gridDim.x) {
+    const Tile t = TileAt<Tuning>(a.grid, index);
+    const int height = t.PatchHeight(p.down * kPatch, p.across * kPatch);
+    EightOf<In> rows[kPatch];
+    LoadPatch(a.x, a.grid, t, p, height, rows);
+    if constexpr (kGlobal) {
+      if (warp == 0) {
+        const auto g = GlobalAt(a.scales, t.matrix / a.matrices);
+        if (lane == 0) global = g;
+      }
+    }
+
+    uint32_t m = 0;
+#pragma unroll
+    for (int k = 0; k < kPatch; ++k) {
+#pragma unroll
+      for (int i = 0; i < EightOf<In>::kCount; ++i) m = Abs::Max(m, Abs::Abs(rows[k].w[i]));
+    }
+    if constexpr (Abs::kPerWord == 2) m = max(m & 0xFFFFu, m >> 16);
+    // Over the patches of the block in this warp, which has two rows of patches.
+#pragma unroll
+    for (int offset = 1; offset < kPatchesOfBlock; offset *= 2)
+      m = max(m, __shfl_xor_sync(0xFFFFFFFFu, m, offset));
+    m = max(m, __shfl_xor_sync(0xFFFFFFFFu, m, kPatches));
+    if constexpr (kPatchesOfBlock > 2) {
+      const int b = p.across / kPatchesOfBlock;
+      if (lane < kPatches && lane % kPatchesOfBlock == 0) warp_amax[warp * kAcross + b] = m;
+      __syncthreads();
+      constexpr int kWarpsOfBlock = kPatchesOfBlock / 2;
+      const int first = warp / kWarpsOfBlock * kWarpsOfBlock;
+      m = warp_amax[first * kAcross + b];
+#pragma unroll
+      for (int i = 1; i < kWarpsOfBlock; ++i) m = max(m, warp_amax[(first + i) * kAcross + b]);
+    } else if constexpr (kGlobal) {
+      __syncthreads();
+    }
+
+    const auto s = ScaleOf<Code>(a.scales, global, Abs::Value(m));
+    if (p.down % kPatchesOfBlock == 0 && p.across % kPatchesOfBlock == 0 && height > 0) {
+      const int64_t grid_rows = CeilDiv(a.grid.rows, int64_t{kBlock});
+      const int64_t grid_cols = CeilDiv(a.grid.cols, int64_t{kBlock});
+      const int64_t i = t.row / kBlock + p.down / kPatchesOfBlock;
+      const int64_t j = t.col / kBlock + p.across / kPatchesOfBlock;
+      if (a.scale_inv != nullptr)
+        a.scale_inv[(t.matrix * grid_rows + i) * grid_cols + j] = s.scale_inv;
+      if (a.second_scale_inv != nullptr)
+        a.second_scale_inv[(t.matrix * grid_cols + j) * grid_rows + i] = s.scale_inv;
+    }
+
+    EightCodes<Code> codes[kPatch];
+    const auto encode = [&](auto is_common) {
+      constexpr bool kCommon = decltype(is_common)::value;
+#pragma unroll
+      for (int k = 0; k < kPatch; ++k) codes[k] = EncodeRow<In, Code, kCommon>(rows[k], s.scale);
+      if (!kTransposed || a.data != nullptr)
+        StoreRows<Code, Tuning::kWrite, kCommon>(a.data, a.grid, t, p, height,
+                                                 [&](int k) { return codes[k]; });
+    };
+    bool common = height >= kPatch;
+    if constexpr (kGlobal) common = common && IsPlainE2M1(Abs::Value(m), s.scale);
+    if (__all_sync(0xFFFFFFFFu, common))
+      encode(std::true_type{});
+    else
+      encode(std::false_type{});
+    if constexpr (kTransposed) {
+      EightCodes<Code> columns[kPatch];
+      TransposeCodes<Code>(codes, columns);
+      TransposedTile<Code>::Put(tile, p.down, p.across, columns);
+      __syncthreads();
+      TransposedTile<Code>::template WriteOut<Tuning::kWrite>(tile, t, a.grid, a.wide,
+                                                              a.second_data);
+    }
+    if (index + gridDim.x < a.grid.tiles) __syncthreads();
+  }
+}
+
+}  // namespace qshard::kernels
+
+#endif  // QSHARD_KERNELS_CUDA_QUANTIZE_BLOCK_SQUARE_CUH_

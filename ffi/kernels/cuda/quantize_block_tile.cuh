@@ -1,0 +1,326 @@
+// Tiles of 128 x 128 elements, whose blocks of 128, 32 or 16 they hold whole: blocks along rows,
+// along columns or both, stored in the order of x or transposed, from one read of x.
+//
+// As in transpose_tile.cuh, a thread holds a patch of 8 x 8 elements in registers, and warps read
+// and write whole lines. What threads tell each other through shared memory: the largest magnitudes
+// of their patches' rows and columns, then the scales, of which each thread works out a few.
+#ifndef QSHARD_KERNELS_CUDA_QUANTIZE_BLOCK_TILE_CUH_
+#define QSHARD_KERNELS_CUDA_QUANTIZE_BLOCK_TILE_CUH_
+
+#include <cstdint>
+#include <type_traits>
+
+#include "kernels/cuda/quantize_block_codes.cuh"
+#include "kernels/cuda/quantize_block_scales.cuh"
+#include "kernels/cuda/quantize_block_transpose.cuh"
+#include "kernels/cuda/transpose_tile.cuh"
+
+namespace qshard::kernels {
+
+// --- what kernels on tiles share ---
+
+template <class In, class Scales>
+struct TileArguments {
+  const In* x;
+  Scales scales;
+  TileGrid grid;
+  int64_t matrices;  // that share a global scale
+  bool wide;         // WideColumns of the transposed codes
+  // Null for what is not wanted, but for data_t and second_data, which `kTransposed` speaks of.
+  uint8_t* data;
+  typename Scales::Stored* scale_inv;
+  uint8_t* second_data;
+  typename Scales::Stored* second_scale_inv;
+};
+
+// Where a thread's patch is in its tile.
+struct PatchPlace {
+  __device__ __forceinline__ PatchPlace()
+      : down(threadIdx.x / kPatches), across(threadIdx.x % kPatches) {}
+  int down, across;
+};
+
+template <class In>
+__device__ __forceinline__ void LoadPatch(const In* x, const TileGrid& grid, const Tile& t,
+                                          const PatchPlace& p, int height,
+                                          EightOf<In> (&rows)[kPatch]) {
+  LoadRows<Read::kOnce>(x + grid.Offset(t, p.down * kPatch, p.across * kPatch), grid.cols, height,
+                        rows);
+}
+
+// The codes of a patch's rows, as far as there are any; `kWhole`: there are all. A row at a time,
+// as registers are few; `codes(k)` gives row k, which without kWhole may be worked out in vain.
+template <class Code, Write kWrite, bool kWhole, class Codes>
+__device__ __forceinline__ void StoreRows(uint8_t* data, const TileGrid& grid, const Tile& t,
+                                          const PatchPlace& p, int height, const Codes& codes) {
+  // Rows of x are whole vectors of eight.
+  const uint64_t first = grid.Offset(t, p.down * kPatch, p.across * kPatch);
+  uint8_t* to = data + first / kEight * Code::kBits;
+  const uint64_t step = static_cast<uint64_t>(grid.cols) / kEight * Code::kBits;
+#pragma unroll
+  for (int k = 0; k < kPatch; ++k, to += step) {
+    if (kWhole || k < height) Store<kWrite>(to, codes(k));
+  }
+}
+
+// What kernels on tiles are for.
+enum class Work { kRows, kColumns, kBoth, kSquare, kSquareBoth };
+
+// As measured on an H200.
+template <class In, class Scales, Work kWork>
+struct TileTuning {
+  static constexpr bool kNvfp4 = std::is_same_v<Scales, Nvfp4Scales>;
+  static constexpr bool kE8M0 = std::is_same_v<Scales, E8M0Scales>;
+  static constexpr int Blocks() {
+    // As many as the registers of a patch allow. The compiler widens all of a float16 one at once.
+    if (sizeof(In) == 4 || (std::is_same_v<In, float16> && kNvfp4)) return 2;
+    if (kWork == Work::kBoth) return kNvfp4 ? 3 : 2;
+    if (kWork == Work::kSquareBoth) return 4;
+    return kNvfp4 ? 4 : 3;
+  }
+  static constexpr int kBlocksPerSm = Blocks();
+  static constexpr bool kBackward = kNvfp4;
+  static constexpr Write kWrite =
+      kE8M0 && kWork == Work::kColumns ? Write::kCached : Write::kStream;
+};
+
+// --- blocks along rows (kRows), and along columns ---
+
+enum class Columns { kNone, kInOrder, kTransposed };
+
+constexpr Work WorkOf(bool rows, Columns columns) {
+  return columns == Columns::kNone ? Work::kRows : rows ? Work::kBoth : Work::kColumns;
+}
+
+// NVFP4's scales of four blocks that have their magnitudes at amax[i * amax_stride]: multipliers to
+// scale[i * scale_stride], codes side by side to `to`, of which `left` exist. Returns whether all
+// elements are plain (MagnitudeE2M1).
+template <class In>
+__device__ __forceinline__ bool PutFourScales(const typename Magnitudes<In>::Bits* amax,
+                                              int amax_stride, GlobalNvfp4 global,
+                                              const float (&table)[kScaleCodes], float* scale,
+                                              int scale_stride, uint8_t* to, bool word, int left) {
+  float v[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) v[i] = Magnitudes<In>::Value(amax[i * amax_stride]);
+  const uint32_t codes = FourScalesNvfp4(v, global);
+  float s[4];
+  bool plain = true;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) s[i] = table[codes >> (8 * i) & (kScaleCodes - 1)];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    scale[i * scale_stride] = s[i];
+    plain &= IsPlainE2M1(v[i], s[i]);
+  }
+  if (word) {
+    if (left > 0) *reinterpret_cast<uint32_t*>(to) = codes;
+  } else {
+#pragma unroll 1
+    for (int i = 0; i < min(left, 4); ++i) to[i] = static_cast<uint8_t>(codes >> (8 * i));
+  }
+  return plain;
+}
+
+template <class In, class Code, class Scales, bool kRows, Columns kColumns, class Tuning>
+__global__ void __launch_bounds__(kTileThreads, Tuning::kBlocksPerSm)
+    QuantizeTiles(const TileArguments<In, Scales> a) {
+  using Abs = Magnitudes<In>;
+  constexpr int kBlock = kFastBlock<Scales>;
+  constexpr int kAcross = kTile / kBlock;  // blocks of a row of the tile
+  constexpr int kWords = EightOf<In>::kCount;
+  constexpr int kWarpRows = 2 * kPatch, kWarps = kTileThreads / 32;
+  constexpr bool kAlongColumns = kColumns != Columns::kNone;
+  constexpr bool kTransposed = kColumns == Columns::kTransposed;
+  // Rows of these arrays are 16 bytes longer than their banks are wide, for accesses down columns.
+  constexpr int kBitsStride = kTile + 16 / sizeof(typename Abs::Bits), kScaleStride = kTile + 4;
+  using BitsOf = typename Abs::Bits;
+  __shared__ alignas(16) BitsOf row_amax[kRows ? kAcross * kBitsStride : 1];
+  __shared__ alignas(16) BitsOf column_amax[kAlongColumns ? kWarps * kBitsStride : 1];
+  __shared__ alignas(16) float row_scale[kRows ? kAcross * kScaleStride : 1];
+  __shared__ alignas(16) float column_scale[kAlongColumns ? kAcross * kScaleStride : 1];
+  __shared__ alignas(16)
+      uint8_t tile[kTransposed ? sizeof(typename TransposedTile<Code>::Bytes) : 16];
+  __shared__ GlobalOf<Scales> global;
+  constexpr bool kNvfp4 = std::is_same_v<Scales, Nvfp4Scales>;
+  __shared__ float table[kNvfp4 ? kScaleCodes : 1];
+
+  const PatchPlace p;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  for (int64_t index = blockIdx.x; index < a.grid.tiles; index += gridDim.x) {
+    const Tile t = TileAt<Tuning>(a.grid, index);
+    const int height = t.PatchHeight(p.down * kPatch, p.across * kPatch);
+    EightOf<In> rows[kPatch];
+    LoadPatch(a.x, a.grid, t, p, height, rows);
+    if constexpr (kNvfp4) {
+      if (threadIdx.x < kScaleCodes) {
+        const auto g = GlobalAt(a.scales, t.matrix / a.matrices);
+        if (threadIdx.x == 0) global = g;
+        FillMultipliers(g, table);
+      }
+    }
+
+    // The largest magnitudes of rows and columns, as far as warps go.
+    uint32_t row_max[kPatch], column_max[kWords];
+#pragma unroll
+    for (int k = 0; k < kPatch; ++k) {
+#pragma unroll
+      for (int i = 0; i < kWords; ++i) {
+        const uint32_t bits = Abs::Abs(rows[k].w[i]);
+        row_max[k] = i == 0 ? bits : Abs::Max(row_max[k], bits);
+        column_max[i] = k == 0 ? bits : Abs::Max(column_max[i], bits);
+      }
+    }
+    if constexpr (kRows) {
+      constexpr int kCount = kPatch / Abs::kPerWord, kFrom = kBlock / kPatch / 2;
+      uint32_t m[kCount];
+#pragma unroll
+      for (int i = 0; i < kCount; ++i)
+        m[i] = Abs::kPerWord == 2 ? Abs::Fold(row_max[2 * i % kPatch], row_max[2 * i % kPatch + 1])
+                                  : row_max[i];
+      ReduceScatter<In, kFrom, 1, kCount>(m, lane);
+      constexpr int kLeft = WordsLeft(kFrom, 1, kCount);
+      // Lanes that went on after the last split hold the same.
+      constexpr int kSame = kBlock / kPatch * kLeft / kCount;
+      auto* to = reinterpret_cast<uint32_t*>(row_amax + p.across * kPatch / kBlock * kBitsStride +
+                                             p.down * kPatch) +
+                 FirstWord<kFrom, 1, kCount>(lane);
+      if (lane % kSame == 0) {
+#pragma unroll
+        for (int i = 0; i < kLeft; ++i) to[i] = m[i];
+      }
+    }
+    if constexpr (kAlongColumns) {
+      ReduceScatter<In, 16, 16, kWords>(column_max, lane);
+      auto* to = reinterpret_cast<uint32_t*>(column_amax + warp * kBitsStride + p.across * kPatch) +
+                 FirstWord<16, 16, kWords>(lane);
+#pragma unroll
+      for (int i = 0; i < kWords / 2; ++i) to[i] = column_max[i];
+    }
+    __syncthreads();
+
+    // The scales.
+    constexpr int kScales = kTile * kAcross;
+    bool plain = true;  // NVFP4
+    if constexpr (kNvfp4) {
+      static_assert(kScales == 4 * kTileThreads && kBlock == kWarpRows);
+      const int line = threadIdx.x / 2, first = threadIdx.x % 2 * 4;
+      if constexpr (kRows) {
+        const int64_t count = CeilDiv(a.grid.cols, int64_t{kBlock});
+        uint8_t* to =
+            a.scale_inv + (t.matrix * a.grid.rows + t.row + line) * count + t.col / kBlock + first;
+        const int left =
+            line < t.height && a.scale_inv != nullptr ? CeilDiv(t.width, kBlock) - first : 0;
+        const bool word = count % 4 == 0 && (reinterpret_cast<uintptr_t>(a.scale_inv) & 3) == 0;
+        plain = PutFourScales<In>(row_amax + first * kBitsStride + line, kBitsStride, global, table,
+                                  row_scale + first * kScaleStride + line, kScaleStride, to, word,
+                                  left);
+      }
+      if constexpr (kAlongColumns) {
+        static_assert(kTransposed);
+        const int64_t count = CeilDiv(a.grid.rows, int64_t{kBlock});
+        uint8_t* to = a.second_scale_inv + (t.matrix * a.grid.cols + t.col + line) * count +
+                      t.row / kBlock + first;
+        const int left =
+            line < t.width && a.second_scale_inv != nullptr ? CeilDiv(t.height, kBlock) - first : 0;
+        const bool word =
+            count % 4 == 0 && (reinterpret_cast<uintptr_t>(a.second_scale_inv) & 3) == 0;
+        plain = PutFourScales<In>(column_amax + first * kBitsStride + line, kBitsStride, global,
+                                  table, column_scale + first * kScaleStride + line, kScaleStride,
+                                  to, word, left) &&
+                plain;
+      }
+    }
+    if constexpr (kRows && !kNvfp4) {
+      const int64_t grid_cols = CeilDiv(a.grid.cols, int64_t{kBlock});
+#pragma unroll
+      for (int i = 0; i < CeilDiv(kScales, kTileThreads); ++i) {
+        const int s = i * kTileThreads + threadIdx.x, b = s % kAcross, row = s / kAcross;
+        if (kScales % kTileThreads != 0 && row >= kTile) break;
+        const auto scale =
+            ScaleOf<Code>(a.scales, global, Abs::Value(row_amax[b * kBitsStride + row]));
+        row_scale[b * kScaleStride + row] = scale.scale;
+        if (row < t.height && b * kBlock < t.width && a.scale_inv != nullptr)
+          a.scale_inv[(t.matrix * a.grid.rows + t.row + row) * grid_cols + t.col / kBlock + b] =
+              scale.scale_inv;
+      }
+    }
+    if constexpr (kAlongColumns && !kNvfp4) {
+      const int64_t grid_rows = CeilDiv(a.grid.rows, int64_t{kBlock});
+#pragma unroll
+      for (int i = 0; i < CeilDiv(kScales, kTileThreads); ++i) {
+        // In the order that they are stored in. If they are few, the second half of the threads, as
+        // the first has worked on rows.
+        const int s =
+            i * kTileThreads + (kScales < kTileThreads ? static_cast<int>(threadIdx.x) - kScales
+                                                       : static_cast<int>(threadIdx.x));
+        if (kScales < kTileThreads && s < 0) break;
+        const int b = kTransposed ? s % kAcross : s / kTile;
+        const int col = kTransposed ? s / kAcross : s % kTile;
+        const BitsOf* from = column_amax + b * (kBlock / kWarpRows) * kBitsStride + col;
+        uint32_t bits = from[0];
+#pragma unroll
+        for (int j = 1; j < kBlock / kWarpRows; ++j)
+          bits = max(bits, uint32_t{from[j * kBitsStride]});
+        const auto scale = ScaleOf<Code>(a.scales, global, Abs::Value(bits));
+        column_scale[b * kScaleStride + col] = scale.scale;
+        const int64_t grid_row = t.row / kBlock + b, x_col = t.col + col;
+        if (b * kBlock < t.height && col < t.width && a.second_scale_inv != nullptr)
+          a.second_scale_inv[kTransposed ? (t.matrix * a.grid.cols + x_col) * grid_rows + grid_row
+                                         : (t.matrix * grid_rows + grid_row) * a.grid.cols +
+                                               x_col] = scale.scale_inv;
+      }
+    }
+    // The common case has code of its own: the tile is whole and, NVFP4, all its elements plain.
+    bool common = t.height == kTile && t.width == kTile;
+    if constexpr (kNvfp4)
+      common = __syncthreads_and(plain && common) != 0;
+    else
+      __syncthreads();
+
+    // The codes.
+    const auto load_scales = [](const float* from, float (&scale)[kPatch]) {
+      const auto* four = reinterpret_cast<const float4*>(from);
+      const float4 lo = four[0], hi = four[1];
+      scale[0] = lo.x, scale[1] = lo.y, scale[2] = lo.z, scale[3] = lo.w;
+      scale[4] = hi.x, scale[5] = hi.y, scale[6] = hi.z, scale[7] = hi.w;
+    };
+    const auto encode = [&](auto is_common) {
+      constexpr bool kCommon = decltype(is_common)::value;
+      if constexpr (kRows) {
+        float scale[kPatch];
+        load_scales(row_scale + p.across * kPatch / kBlock * kScaleStride + p.down * kPatch, scale);
+        StoreRows<Code, Tuning::kWrite, kCommon>(a.data, a.grid, t, p, height, [&](int k) {
+          return EncodeRow<In, Code, kCommon>(rows[k], scale[k]);
+        });
+      }
+      if constexpr (kAlongColumns) {
+        float scale[kPatch];
+        load_scales(column_scale + p.down * kPatch / kBlock * kScaleStride + p.across * kPatch,
+                    scale);
+        if constexpr (kTransposed) {
+          EightCodes<Code> columns[kPatch];
+          EncodeColumns<In, Code, kCommon>(rows, scale, columns);
+          TransposedTile<Code>::Put(tile, p.down, p.across, columns);
+        } else {
+          StoreRows<Code, Tuning::kWrite, kCommon>(a.second_data, a.grid, t, p, height, [&](int k) {
+            return EncodeRow<In, Code>(rows[k], scale);
+          });
+        }
+      }
+    };
+    if (common)
+      encode(std::true_type{});
+    else
+      encode(std::false_type{});
+    if constexpr (kTransposed) {
+      __syncthreads();
+      TransposedTile<Code>::template WriteOut<Tuning::kWrite>(tile, t, a.grid, a.wide,
+                                                              a.second_data);
+    }
+  }
+}
+
+}  // namespace qshard::kernels
+
+#endif  // QSHARD_KERNELS_CUDA_QUANTIZE_BLOCK_TILE_CUH_

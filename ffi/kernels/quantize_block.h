@@ -1,0 +1,114 @@
+// Quantizing in blocks with one read of x: amax of a block, scale, codes. The bits are those of the
+// steps one by one (block_cast.h, block_scale.h, scale.h).
+#ifndef QSHARD_KERNELS_QUANTIZE_BLOCK_H_
+#define QSHARD_KERNELS_QUANTIZE_BLOCK_H_
+
+#include "core/block.h"
+#include "core/block_scale.h"
+#include "core/exec.h"
+#include "core/format.h"
+
+namespace qshard::kernels {
+
+// --- how the scale of a block comes from its amax ---
+
+template <class StoredType>
+struct BlockScale {
+  float scale;           // what elements are multiplied by
+  StoredType scale_inv;  // what is stored
+};
+
+// fp32 (core/scale.h).
+struct FloatScales {
+  using Stored = float;
+  template <class Code>
+  QSHARD_INLINE BlockScale<float> Of(float amax) const {
+    const float scale = ScaleFromAmax(amax, Code::kMax, eps, pow2);
+    return {scale, ScaleInverse(scale)};
+  }
+
+  float eps;
+  bool pow2;
+};
+
+// E8M0 (core/block_scale.h).
+struct E8M0Scales {
+  using Stored = uint8_t;
+  template <class Code>
+  QSHARD_INLINE BlockScale<uint8_t> Of(float amax) const {
+    const uint8_t code = E8M0FromAmax(amax, Code::kMax, rounding);
+    return {MultiplierE8M0(code), code};
+  }
+
+  PowerRounding rounding;
+};
+
+// E4M3 under global fp32 scales (core/block_scale.h): block i of a grid, row-major, has the global
+// scale of global_amax[i / run].
+struct Nvfp4Scales {
+  using Stored = uint8_t;
+  QSHARD_INLINE float GlobalScale(int64_t i) const {
+    return GlobalScaleNvfp4(global_amax[i / run], scale_max);
+  }
+  static QSHARD_INLINE BlockScale<uint8_t> Of(float amax, float global_scale) {
+    const BlockScaleNvfp4 s = ScaleNvfp4(amax, global_scale);
+    return {s.scale, s.scale_inv};
+  }
+
+  const float* global_amax;
+  int64_t run;
+  float scale_max;
+};
+
+// --- one set of blocks ---
+
+// Where the codes and scales go, null for what is not wanted. `_t`: stored transposed, each matrix
+// for itself: data_t [batch, cols, rows], scale_inv_t [batch, GridCols, GridRows].
+template <class StoredType>
+struct BlockPlane {
+  uint8_t* data = nullptr;
+  StoredType* scale_inv = nullptr;
+  uint8_t* data_t = nullptr;
+  StoredType* scale_inv_t = nullptr;
+};
+
+// Of x, which is `blocks`: scale_inv[block] = scales.Of(amax of the block).scale_inv, and
+// data[i] = Encode<Code>(x[i] * scale of the block of i).
+//
+// Code is E4M3 or E5M2 with FloatScales and E8M0Scales, and E2M1 with Nvfp4Scales. Blocks of any
+// size, cut at the edges. 4-bit codes are packed two a byte along the rows of data and of data_t,
+// the even one in the low nibble; then cols is even if there is data, and rows if there is data_t.
+// No pointer need be aligned beyond its own type.
+template <class In, class Code, class Scales>
+Status QuantizeBlock(const Exec<Cpu>& exec, const In* x, const Scales& scales, const Blocks& blocks,
+                     const BlockPlane<typename Scales::Stored>& out);
+template <class In, class Code, class Scales>
+Status QuantizeBlock(const Exec<Cuda>& exec, const In* x, const Scales& scales,
+                     const Blocks& blocks, const BlockPlane<typename Scales::Stored>& out);
+
+// --- two sets of blocks, along rows and along columns ---
+
+// Neither plane is null.
+template <class StoredType>
+struct BothPlanes {
+  uint8_t* data;  // of blocks 1 x block_cols
+  StoredType* scale_inv;
+  uint8_t* second_data;  // of blocks block_rows x 1
+  StoredType* second_scale_inv;
+  bool second_transposed;  // how both of second are stored, as in BlockPlane
+};
+
+// QuantizeBlock of x in blocks 1 x blocks.block_cols and in blocks blocks.block_rows x 1.
+//
+// Nvfp4Scales: `run` is some whole matrices of blocks, as many of either set; E2M1 is packed along
+// the rows of each plane as it is stored.
+template <class In, class Code, class Scales>
+Status QuantizeBlockBoth(const Exec<Cpu>& exec, const In* x, const Scales& scales,
+                         const Blocks& blocks, const BothPlanes<typename Scales::Stored>& out);
+template <class In, class Code, class Scales>
+Status QuantizeBlockBoth(const Exec<Cuda>& exec, const In* x, const Scales& scales,
+                         const Blocks& blocks, const BothPlanes<typename Scales::Stored>& out);
+
+}  // namespace qshard::kernels
+
+#endif  // QSHARD_KERNELS_QUANTIZE_BLOCK_H_

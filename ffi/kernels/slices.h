@@ -1,0 +1,56 @@
+#ifndef QSHARD_KERNELS_SLICES_H_
+#define QSHARD_KERNELS_SLICES_H_
+
+#include "core/exec.h"
+#include "core/format.h"
+#include "core/slices.h"
+
+// Quantizing flat slices of n weights at once. `slices` is on the host and lives as long as the
+// call; starts [n, 2], seeds [n, 2] and everything that `slices` points to are where `exec` runs.
+namespace qshard::kernels {
+
+// amax: the grids of all weights, one after the other, then whole-weight or row amaxes of all. Each
+// becomes the larger of itself and of what the slice has, as bit patterns; any NaN the canonical
+// one.
+template <class In>
+Status AmaxSlices(const Exec<Cpu>& exec, const Slice* slices, int64_t n, const uint32_t* starts,
+                  const SliceRule& rule, float* amax);
+template <class In>
+Status AmaxSlices(const Exec<Cuda>& exec, const Slice* slices, int64_t n, const uint32_t* starts,
+                  const SliceRule& rule, float* amax);
+
+// data[i] = Encode<Code>(x[i - start] * scale[block of i]) for the elements i of each slice, and
+// nothing else: of a byte that the slice has half of, the other half stays. Code is E4M3, E5M2 or
+// E2M1 (packed).
+template <class In, class Code>
+Status CastSlices(const Exec<Cpu>& exec, const Slice* slices, int64_t n, const uint32_t* starts,
+                  const SliceRule& rule, const float* scale);
+template <class In, class Code>
+Status CastSlices(const Exec<Cuda>& exec, const Slice* slices, int64_t n, const uint32_t* starts,
+                  const SliceRule& rule, const float* scale);
+
+// The same with EncodeStochastic: element i of weight w draws with seeds[w] and index i.
+template <class In>
+Status CastSlicesStochastic(const Exec<Cpu>& exec, const Slice* slices, int64_t n,
+                            const uint32_t* starts, const uint32_t* seeds, const SliceRule& rule,
+                            const float* scale);
+template <class In>
+Status CastSlicesStochastic(const Exec<Cuda>& exec, const Slice* slices, int64_t n,
+                            const uint32_t* starts, const uint32_t* seeds, const SliceRule& rule,
+                            const float* scale);
+
+// A matrix [rows, cols], and its transpose.
+struct TransposePair {
+  const uint8_t* data;
+  uint8_t* data_t;
+  int64_t rows, cols;
+};
+
+// data_t[j, i] = data[i, j] for n matrices of elements of `bits`: 4, two a byte along rows before
+// and after; 8; or 32.
+Status TransposeEach(const Exec<Cpu>& exec, const TransposePair* pairs, int64_t n, int64_t bits);
+Status TransposeEach(const Exec<Cuda>& exec, const TransposePair* pairs, int64_t n, int64_t bits);
+
+}  // namespace qshard::kernels
+
+#endif  // QSHARD_KERNELS_SLICES_H_

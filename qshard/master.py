@@ -1,0 +1,354 @@
+"""Master weights to quantized weights, where each rank holds a flat slice of the master, cut anywhere.
+
+    amax of each slice  ->  ONE max-reduction for all weights  ->  scales, on every rank  ->  codes of each slice
+
+gives, on each rank, its part of the bytes of `quantize` of the whole weights: a maximum is exact in any order, every
+rank makes all scales of the same amaxes, so scales are never gathered, and codes of an element depend on its scale
+alone. A slice is `[start, start + length)` of the row-major weight: it may cut rows, blocks and bytes, be empty or
+absent, or reach past the end of the weight, where it holds padding.
+
+Weights share calls: a plan sorts them by format and parity into buckets, and each bucket costs one amax op, one or two
+for its scales and one cast, whatever the number of weights in it.
+
+Codes that two ranks share. Two E2M1 codes are a byte, so the byte where one slice ends and the next begins may be of
+two ranks. A rank writes its own half and leaves the other as it was. In a piece (`piece_bytes`), the buffer of the
+codes of one slice, the other half is zero from the start, so after a gather the two halves meet by OR, or by addition:
+the front ends' `join_pieces`. Cuts of `plan_shards` cut no byte.
+
+Sources: TransformerEngine `quantize_master_weights` (partial amax, reduce, partial cast); ZeRO, arXiv:1910.02054.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from qshard import pipeline
+from qshard.formats import Format, Usage
+from qshard.layout import Shape, matrix_shape, plane
+from qshard.pipeline import Parts, Scales
+
+__all__ = ["Bucket", "FlatShards", "MasterPlan", "cast_master", "piece_bytes", "plan_master", "plan_shards"]
+
+Array = Any
+_FLOATS = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Weights of one format and parity: what one call serves.
+
+    Their amaxes lie one after the other in a buffer: the grids of all of them, then, if the format has a global scale,
+    the amaxes of all tensors, or of all rows.
+
+    Attributes:
+      fmt, usage: of the planes.
+      rounded_to: the dtype that masters are rounded to first.
+      indices: of the weights in the plan.
+      shapes: rows and columns of each as a matrix.
+      scale_shapes, global_shapes: of the scales of each, as they are stored.
+      begin: where the amaxes of this bucket begin in the buffer of all.
+    """
+
+    fmt: Format
+    usage: Usage
+    rounded_to: str
+    indices: tuple[int, ...]
+    shapes: tuple[Shape, ...]
+    scale_shapes: tuple[Shape, ...]
+    global_shapes: tuple[Shape | None, ...]
+    begin: int
+
+    @functools.cached_property
+    def grids(self) -> tuple[int, ...]:
+        """How many blocks each weight has."""
+        return tuple(math.prod(shape) for shape in self.scale_shapes)
+
+    @functools.cached_property
+    def wholes(self) -> tuple[int, ...]:
+        """How many amaxes of the tensor, or of rows, each weight has."""
+        return tuple(0 if shape is None else math.prod(shape) for shape in self.global_shapes)
+
+    @functools.cached_property
+    def blocks(self) -> int:
+        return sum(self.grids)
+
+    @functools.cached_property
+    def amaxes(self) -> int:
+        return self.blocks + sum(self.wholes)
+
+    @property
+    def repeats(self) -> list[tuple[int, int]]:
+        """For each weight: how many amaxes of the tensor or of rows it has, and how many blocks each of them serves."""
+        return [(w, g // w if w else 0) for w, g in zip(self.wholes, self.grids, strict=True)]
+
+    @functools.cached_property
+    def attributes(self) -> dict[str, Any]:
+        """Those that all ops on slices have."""
+        rows, cols = self.fmt.block_of(self.usage) or (0, 0)
+        return {
+            "block_cols": cols,
+            "block_rows": rows,
+            "rounded_to": self.rounded_to,
+            "shapes": tuple(size for shape in self.shapes for size in shape),
+        }
+
+
+@dataclass(frozen=True)
+class MasterPlan:
+    """What `cast_master` knows of the weights before it sees one: made once, the same on every rank.
+
+    Attributes:
+      shapes, formats, usages: of each weight and its plane.
+      dtype: of all masters.
+      buckets: weights that share calls, in the order in which each rank makes them.
+    """
+
+    shapes: tuple[Shape, ...]
+    formats: tuple[Format, ...]
+    usages: tuple[Usage, ...]
+    dtype: str
+    buckets: tuple[Bucket, ...]
+
+    @property
+    def amaxes(self) -> int:
+        """How many numbers the max-reduction of all weights has."""
+        return sum(bucket.amaxes for bucket in self.buckets)
+
+
+def plan_master(
+    shapes: Sequence[Shape],
+    formats: Format | Sequence[Format],
+    *,
+    usages: Usage | Sequence[Usage] = Usage.ROWWISE,
+    dtype: str = "float32",
+    rounded_to: str | Sequence[str | None] | None = None,
+) -> MasterPlan:
+    """Prepares `cast_master` for some weights.
+
+    Args:
+      shapes: of the whole weights.
+      formats: one for each, or for all.
+      usages: the plane to make, one that is stored in the order of the weight: `ROWWISE`, or `COLUMNWISE` of MXFP8
+        vectors. To have both of those, list a weight twice. The columnwise plane of square blocks, or of one scale, is
+        the transpose of the rowwise one: make it after the gather.
+      dtype: of the masters: float32, bfloat16 or float16. One for all, so that ranks without a slice agree.
+      rounded_to: the parity. None: the codes of `quantize(master)`. A dtype: those of `quantize(master.astype(dtype))`,
+        what a model that keeps its weights in that dtype would quantize.
+
+    Raises:
+      ValueError: a format cannot hold a shape, a plane is stored in another order, or the scales of a format depend on
+        more than amaxes (`four_over_six`).
+
+    >>> from qshard.formats import FP8_E4M3, NVFP4_16x16
+    >>> plan = plan_master([(64, 32), (8, 8), (16, 16)], [NVFP4_16x16, FP8_E4M3, NVFP4_16x16])
+    >>> [bucket.indices for bucket in plan.buckets], plan.amaxes
+    ([(0, 2), (1,)], 12)
+    """
+    n = len(shapes)
+    all_shapes = tuple(tuple(shape) for shape in shapes)
+    all_formats, all_usages, parities = (_each(v, n) for v in (formats, usages, rounded_to))
+    for name in (dtype, *(parity or dtype for parity in parities)):
+        if name not in _FLOATS:
+            raise ValueError(f"cast_master: dtype ({name}) is not {' or '.join(_FLOATS)}; cast the masters first")
+    for shape, fmt, usage in zip(all_shapes, all_formats, all_usages, strict=True):
+        _check(fmt, shape, usage)
+    # Nothing is rounded to float32, nor to the dtype that it has.
+    rounded = ["float32" if p in (None, dtype) else p for p in parities]
+    keys = list(zip(all_formats, all_usages, rounded, strict=True))
+    buckets: list[Bucket] = []
+    begin = 0
+    for key in dict.fromkeys(keys):
+        indices = tuple(i for i in range(n) if keys[i] == key)
+        matrices = tuple(matrix_shape(all_shapes[i]) for i in indices)
+        planes = [plane(key[0], all_shapes[i], key[1], op="cast_master") for i in indices]
+        scale_shapes = tuple(p.scale_shape for p in planes)
+        global_shapes = tuple(p.global_scale_shape for p in planes)
+        buckets.append(Bucket(*key, indices, matrices, scale_shapes, global_shapes, begin))
+        begin += buckets[-1].amaxes
+    return MasterPlan(all_shapes, all_formats, all_usages, dtype, tuple(buckets))
+
+
+def cast_master(
+    ops: Any,
+    data: Sequence[Array],
+    masters: Sequence[Array],
+    starts: Array,
+    reduce_max: Callable[[Array], Array] | None,
+    *,
+    plan: MasterPlan,
+    pieces: bool = False,
+    seeds: Array | None = None,
+) -> list[Parts]:
+    """The codes of the slices, written into `data`, and the scales of the whole weights.
+
+    Args:
+      ops: of a front end: the ops of `qshard.ops.table`, and those of `multi_table` as functions that return what they
+        changed; `zeros(count)`, fp32; `joined(arrays)`, one array after the other; `of_bucket(pairs, bucket)`, the
+        rows of its weights; `repeated(values, bucket)`, each of its whole-weight amaxes for each block that it serves.
+      data: uint8 codes of each weight, of any shape: of all of it, or with `pieces` those of the slice (`piece_bytes`).
+      masters: the slices, flat, of the dtype of the plan; empty where a rank has none.
+      starts: the index of the first element of each slice in its weight, `[n, 2]` words, the low one first.
+      reduce_max: the maximum over ranks of fp32 amaxes, as integers. Called once. None: no rank shares a block, or a
+        scale, with another (`FlatShards.reduces`).
+      plan: the same on every rank.
+      pieces: what `data` is.
+      seeds: of stochastic rounding, one pair of words for each weight.
+
+    Returns:
+      For each weight its codes as they are now, and the scales of the whole, in the shapes of `layout.plane`.
+
+    Raises:
+      ValueError: a format rounds stochastically and there are no seeds.
+
+    Collective, also where all slices of a rank are empty: there, amaxes are zeros.
+    """
+    if seeds is None and any(fmt.rounding == "stochastic" for fmt in plan.formats):
+        raise ValueError("cast_master: seeds (None) is not what stochastic rounding needs; give one for each weight")
+    found = []
+    for bucket in plan.buckets:
+        found.append(
+            ops.amax_slices(
+                ops.of_bucket(starts, bucket),
+                ops.zeros(bucket.amaxes),
+                [masters[i] for i in bucket.indices],
+                whole=bucket.fmt.global_scale or "none",
+                **bucket.attributes,
+            )
+        )
+    if not found:
+        return []
+    amaxes = found[0] if len(found) == 1 else ops.joined(found)
+    if reduce_max is not None:
+        amaxes = reduce_max(amaxes)
+    results: dict[int, Parts] = {}
+    for bucket in plan.buckets:
+        made = _scales(ops, bucket, amaxes[bucket.begin : bucket.begin + bucket.amaxes])
+        lists = ([masters[i] for i in bucket.indices], [data[i] for i in bucket.indices])
+        options = {**bucket.attributes, "pieces": pieces}
+        if bucket.fmt.rounding == "stochastic":
+            words = (ops.of_bucket(starts, bucket), ops.of_bucket(seeds, bucket))
+            codes = ops.cast_slices_stochastic(*words, made.scale, *lists, **options)
+        else:
+            options["element"] = bucket.fmt.element.name
+            codes = ops.cast_slices(ops.of_bucket(starts, bucket), made.scale, *lists, **options)
+        results |= dict(zip(bucket.indices, _parts(bucket, codes, made), strict=True))
+    return [results[i] for i in range(len(plan.shapes))]
+
+
+def _scales(ops: Any, bucket: Bucket, amaxes: Array) -> Scales:
+    """The scales of all weights of a bucket; global ones once for each tensor or row."""
+    fmt, grids = bucket.fmt, amaxes[: bucket.blocks]
+    if fmt.global_scale is None:
+        return pipeline.scales(ops, fmt, grids, grids)
+    wholes = amaxes[bucket.blocks :]
+    _, global_scale_inv = ops.global_scale_nvfp4(wholes, scale_max=fmt.scale_max)
+    scale, scale_inv = ops.scale_nvfp4(grids, ops.repeated(wholes, bucket), scale_max=fmt.scale_max)
+    return Scales(scale, scale_inv, global_scale_inv)
+
+
+def _parts(bucket: Bucket, codes: Sequence[Array], made: Scales) -> list[Parts]:
+    """What each weight has of its bucket."""
+    parts = []
+    block = whole = 0
+    for k, (scale_shape, global_shape) in enumerate(zip(bucket.scale_shapes, bucket.global_shapes, strict=True)):
+        scale_inv = made.scale_inv[block : block + bucket.grids[k]].reshape(scale_shape)
+        global_scale_inv = None
+        if global_shape is not None:
+            assert made.global_scale_inv is not None
+            global_scale_inv = made.global_scale_inv[whole : whole + bucket.wholes[k]].reshape(global_shape)
+        parts.append(Parts(codes[k], scale_inv, global_scale_inv))
+        block, whole = block + bucket.grids[k], whole + bucket.wholes[k]
+    return parts
+
+
+@dataclass(frozen=True)
+class FlatShards:
+    """How one weight is cut into a flat slice for each rank.
+
+    Attributes:
+      starts, stops: of each rank's slice, in elements.
+      padded: what every rank's buffer has room for: the length of the longest slice.
+      reduces: whether ranks must max-reduce amaxes, for the whole tensor has a scale.
+    """
+
+    starts: tuple[int, ...]
+    stops: tuple[int, ...]
+    padded: int
+    reduces: bool
+
+
+def plan_shards(
+    shapes: Sequence[Shape], fmt: Format, world: int, *, usage: Usage = Usage.ROWWISE
+) -> tuple[FlatShards, ...]:
+    """Cuts of weights that cut no block and no byte, for those who may choose.
+
+    Each weight is cut into units that hold whole blocks: the blocks of a row one by one where they have one row, else
+    whole rows of blocks. Ranks in order take `ceil(units / world)` units each, so the last may have fewer, or none.
+    With such cuts `cast_master` needs no reduction, unless the whole tensor has a scale.
+
+    Args:
+      shapes: of the whole weights.
+      fmt: the format of all of them.
+      world: the number of ranks.
+      usage: of the plane that is made.
+
+    Raises:
+      ValueError: `fmt` cannot hold a shape, or `world` is not positive.
+
+    >>> from qshard.formats import MXFP8_32x32, NVFP4
+    >>> plan_shards([(96, 64)], MXFP8_32x32, 2)
+    (FlatShards(starts=(0, 4096), stops=(4096, 6144), padded=4096, reduces=False),)
+    >>> plan_shards([(3, 16)], NVFP4, 2)
+    (FlatShards(starts=(0, 32), stops=(32, 48), padded=32, reduces=True),)
+    """
+    if world < 1:
+        raise ValueError(f"plan_shards: world ({world}) is not positive; give the number of ranks")
+    shards = []
+    for shape in shapes:
+        _check(fmt, tuple(shape), usage, "plan_shards")
+        rows, cols = matrix_shape(tuple(shape))
+        size, unit = rows * cols, _UNIT
+        if (block := fmt.block_of(usage)) is not None:
+            in_row = block[0] == 1 and cols % block[1] == 0 and fmt.global_scale != "row"
+            unit = block[1] if in_row else block[0] * cols
+        padded = -(-size // max(1, unit * world)) * unit
+        starts = tuple(min(size, r * padded) for r in range(world))
+        stops = tuple(min(size, (r + 1) * padded) for r in range(world))
+        whole = fmt.block is None or fmt.global_scale == "tensor"
+        shards.append(FlatShards(starts, stops, min(padded, size), world > 1 and whole))
+    return tuple(shards)
+
+
+_UNIT = 16  # elements, where any cut is as good: codes and masters of each rank start on 16 bytes
+
+
+def piece_bytes(fmt: Format, length: int) -> int:
+    """Bytes of a buffer for the codes of a slice, wherever it starts: half a byte more if it starts amid one.
+
+    >>> from qshard.formats import FP8_E4M3, NVFP4
+    >>> piece_bytes(FP8_E4M3, 5), piece_bytes(NVFP4, 5), piece_bytes(NVFP4, 4), piece_bytes(NVFP4, 0)
+    (5, 3, 3, 0)
+    """
+    per_byte = fmt.element.codes_per_byte
+    return -(-(length + per_byte - 1) // per_byte) if length else 0
+
+
+def _check(fmt: Format, shape: Shape, usage: Usage, op: str = "cast_master") -> None:
+    if plane(fmt, shape, usage, op=op).transposed:
+        what = "gather the rowwise plane, then transpose it" if fmt.square else "use a format with square blocks"
+        raise ValueError(f"{op}: usage ({usage}) of {fmt} is not stored in the order of the weight; {what}")
+    if fmt.four_over_six is not None:
+        raise ValueError(
+            f"{op}: four_over_six ({fmt.four_over_six}) is not a matter of amaxes alone; quantize whole blocks"
+        )
+
+
+def _each(value: Any, n: int) -> tuple[Any, ...]:
+    values = tuple(value) if isinstance(value, list | tuple) else (value,) * n
+    if len(values) != n:
+        raise ValueError(f"cast_master: {len(values)} values ({value}) are not one for each of {n} weights")
+    return values

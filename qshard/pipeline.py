@@ -1,0 +1,264 @@
+"""Quantizing, dequantizing and transposing as steps over ops, written once for both front ends.
+
+Each function takes `ops`, what a front end offers of `ops.def`: every op as a function of its arrays, with its
+attributes as keywords, and `ops.transposed(array)`, a row-major copy with the last two axes swapped. Which ops make a
+plane follows from the structure of the format: one scale or blocks, vectors or squares, a global scale or none,
+options. Nothing else in the library asks for a format's structure to choose an op.
+
+`x` is a matrix `[M, K]`, or, where rows do not matter to the format, `[*lead, K]`. Shapes of planes are those of
+`layout.plane`, whose errors a front end has raised before it comes here.
+
+Blocks that shards cut are quantized in steps: `block_amax` of what each rank has, an integer maximum over ranks,
+`scales` on every rank, `cast`. The result is that of `quantize` on the whole, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from qshard.formats import E8M0, Format, Usage
+from qshard.layout import stores_transposed
+
+__all__ = [
+    "Parts",
+    "Scales",
+    "Draws",
+    "block_amax",
+    "cast",
+    "dequantize",
+    "global_amax",
+    "quantize",
+    "quantize_delayed",
+    "rotated",
+    "scales",
+    "transposed",
+]
+
+Array = Any
+Reduce = Callable[[Array], Array]
+
+
+class Parts(NamedTuple):
+    """The arrays of one plane, as they are stored."""
+
+    data: Array
+    scale_inv: Array
+    global_scale_inv: Array | None = None
+
+
+class Scales(NamedTuple):
+    """`scale` encodes (`x * scale`), `scale_inv` and `global_scale_inv` are stored."""
+
+    scale: Array
+    scale_inv: Array
+    global_scale_inv: Array | None = None
+
+
+class Draws(NamedTuple):
+    """The random numbers of stochastic rounding: a seed, and where `x` is in the whole tensor that they belong to.
+
+    Attributes:
+      seed: uint32 or int32 `[2]`, the low word first.
+      first: the index of the first element of `x` in the whole tensor, as two words.
+      row_step: how many columns the whole tensor has; those of `x` if None.
+    """
+
+    seed: Array
+    first: Array
+    row_step: int | None = None
+
+
+def quantize(
+    ops: Any,
+    x: Array,
+    fmt: Format,
+    usage: Usage,
+    *,
+    reduce_max: Reduce | None = None,
+    draws: Draws | None = None,
+) -> dict[Usage, Parts]:
+    """The planes of `x`, each from as few reads of it as its formula allows.
+
+    Args:
+      ops: of the front end.
+      x: float32, bfloat16 or float16 `[M, K]`, or `[*lead, K]` if only `ROWWISE` is asked for and a block has one row.
+      fmt: the format.
+      usage: the planes to make.
+      reduce_max: what merges the amax of `x` with those of the other shards of a tensor, where one fp32 scale, or one
+        global scale, serves all of them. Blocks are those of `x`: see `block_amax` for those that shards cut.
+      draws: of stochastic rounding; needed by it alone.
+
+    Raises:
+      ValueError: `fmt` rounds stochastically and there is no `draws`.
+    """
+    if fmt.rounding == "stochastic" and draws is None:
+        raise ValueError(f"quantize: seed (None) is not what {fmt} needs; give it one, another one each time")
+    if fmt.block is None:
+        amax = global_amax(ops, x, fmt, reduce_max)
+        return cast_per_tensor(ops, x, fmt, usage, scales(ops, fmt, None, amax))
+    if fmt.hadamard and usage is Usage.BOTH:  # Planes of different numbers.
+        rows = quantize(ops, x, fmt, Usage.ROWWISE, reduce_max=reduce_max, draws=draws)
+        return rows | quantize(ops, x, fmt, Usage.COLUMNWISE, reduce_max=reduce_max, draws=draws)
+    if fmt.hadamard and usage is Usage.COLUMNWISE:
+        x = rotated(ops, x)
+    whole = global_amax(ops, x, fmt, reduce_max)
+    if fmt.four_over_six is None and fmt.rounding == "nearest":
+        return _fused(ops, x, fmt, usage, whole)
+    if not fmt.square:
+        return {each: _in_steps(ops, x, fmt, each, whole, draws) for each in usage.planes}
+    planes = {Usage.ROWWISE: _in_steps(ops, x, fmt, Usage.ROWWISE, whole, draws)}
+    if usage & Usage.COLUMNWISE:
+        planes[Usage.COLUMNWISE] = transposed(ops, planes[Usage.ROWWISE], fmt)
+    return {each: planes[each] for each in usage.planes}
+
+
+def global_amax(ops: Any, x: Array, fmt: Format, reduce_max: Reduce | None = None) -> Array | None:
+    """What one fp32 scale of the whole tensor, or of each row, is made of; None if the format has none."""
+    if fmt.block is not None and fmt.global_scale is None:
+        return None
+    amax = ops.amax_tensor(x, lead=x.ndim - 1 if fmt.global_scale == "row" else 0)
+    return amax if reduce_max is None else reduce_max(amax)
+
+
+def block_amax(ops: Any, x: Array, block: tuple[int, int]) -> Array:
+    """The amax of each block. A divisor of a format's block gives parts of blocks, to be merged by a maximum."""
+    return ops.amax_block(x, block_rows=block[0], block_cols=block[1])
+
+
+def scales(ops: Any, fmt: Format, amax: Array | None, whole: Array | None = None) -> Scales:
+    """The scales that amaxes make, by the formula of the format: `amax` of blocks, `whole` of the tensor or its rows.
+
+    Not for four over six, whose scales depend on more than amaxes.
+    """
+    if fmt.block is None:
+        return Scales(*ops.scale_from_amax(whole, element=fmt.element.name, eps=fmt.eps, pow2=fmt.pow2))
+    if fmt.scale_dtype == "float32":
+        return Scales(*ops.scale_from_amax(amax, element=fmt.element.name, eps=fmt.eps, pow2=fmt.pow2))
+    if fmt.scale_dtype == E8M0.name:
+        return Scales(*ops.scale_e8m0(amax, element=fmt.element.name, rounding=fmt.scale_rounding))
+    _, global_scale_inv = ops.global_scale_nvfp4(whole, scale_max=fmt.scale_max)
+    scale, scale_inv = ops.scale_nvfp4(amax, whole, scale_max=fmt.scale_max)
+    return Scales(scale, scale_inv, global_scale_inv)
+
+
+def cast(ops: Any, x: Array, fmt: Format, scale: Array, block: tuple[int, int]) -> Array:
+    """The codes of `x`, with one scale for each `block` of it; in the order of `x`."""
+    return ops.cast_block(x, scale, element=fmt.element.name, block_rows=block[0], block_cols=block[1])
+
+
+def cast_per_tensor(ops: Any, x: Array, fmt: Format, usage: Usage, made: Scales) -> dict[Usage, Parts]:
+    """The planes of `x` under one scale, from one read of it."""
+    if usage is Usage.ROWWISE:
+        return {usage: Parts(ops.cast_tensor(x, made.scale, element=fmt.element.name), made.scale_inv)}
+    both = ops.cast_transpose(x, made.scale, element=fmt.element.name, batch=x.ndim - 2)
+    return {
+        each: Parts(data, made.scale_inv) for each, data in zip(Usage.BOTH.planes, both, strict=True) if each in usage
+    }
+
+
+def quantize_delayed(
+    ops: Any, x: Array, fmt: Format, usage: Usage, scale: Array, scale_inv: Array
+) -> tuple[dict[Usage, Parts], Array]:
+    """The planes of `x` under a scale of earlier steps, and the amax of `x`, from one read of it."""
+    if usage is Usage.ROWWISE:
+        data, amax = ops.cast_amax(x, scale, element=fmt.element.name, lead=0)
+        return {usage: Parts(data, scale_inv)}, amax
+    *both, amax = ops.cast_transpose_amax(x, scale, element=fmt.element.name, batch=x.ndim - 2, lead=0)
+    planes = {each: Parts(data, scale_inv) for each, data in zip(Usage.BOTH.planes, both, strict=True) if each in usage}
+    return planes, amax
+
+
+def dequantize(ops: Any, parts: Parts, fmt: Format, usage: Usage, dtype: Any) -> Array:
+    """The values of a plane, in the order in which it is stored. `dtype` is as the front end names it."""
+    if fmt.block is None:
+        return ops.dequantize(parts.data, parts.scale_inv, element=fmt.element.name, dtype=dtype)
+    rows, cols = fmt.block if stores_transposed(fmt) else fmt.block_of(usage)  # type: ignore[misc]
+    size = {"block_rows": rows, "block_cols": cols, "dtype": dtype}
+    if fmt.global_scale is not None:
+        return ops.dequantize_nvfp4(parts.data, parts.scale_inv, parts.global_scale_inv, **size)
+    return ops.dequantize_block(
+        parts.data, parts.scale_inv, element=fmt.element.name, scale_dtype=fmt.scale_dtype, **size
+    )
+
+
+def transposed(ops: Any, parts: Parts, fmt: Format) -> Parts:
+    """The columnwise plane from the rowwise one, or back, where both hold the same numbers: one scale or squares."""
+    data, packed = parts.data, fmt.element.codes_per_byte > 1
+    data_t = ops.transpose_packed(data) if packed else ops.transpose(data, batch=data.ndim - 2)
+    return parts._replace(
+        data=data_t, scale_inv=parts.scale_inv if fmt.block is None else ops.transposed(parts.scale_inv)
+    )
+
+
+def rotated(ops: Any, x: Array) -> Array:
+    """What the columnwise plane of a format with a random Hadamard transform is of; bfloat16."""
+    return ops.hadamard(x, block_rows=_ROTATION, block_cols=1)
+
+
+_ROTATION = 16  # elements that the transform mixes: a block of the only format that has it
+
+
+def _in_steps(ops: Any, x: Array, fmt: Format, usage: Usage, whole: Array | None, draws: Draws | None) -> Parts:
+    """A plane through amaxes, scales and codes: several reads of `x`."""
+    row_step, col_step = (x.shape[-1] if draws is None or draws.row_step is None else draws.row_step), 1
+    block = fmt.block_of(usage)
+    if usage is Usage.COLUMNWISE and stores_transposed(fmt):
+        x, block, row_step, col_step = ops.transposed(x), fmt.block, col_step, row_step
+    assert block is not None
+    size = {"block_rows": block[0], "block_cols": block[1]}
+    amax = block_amax(ops, x, block)
+    if fmt.four_over_six is not None:
+        _, global_scale_inv = ops.global_scale_nvfp4(whole, scale_max=fmt.scale_max)
+        scale, scale_inv = ops.scale_four_over_six(
+            x, amax, whole, error=fmt.four_over_six, scale_max=fmt.scale_max, **size
+        )
+        made = Scales(scale, scale_inv, global_scale_inv)
+    else:
+        made = scales(ops, fmt, amax, whole)
+    if draws is None or fmt.rounding == "nearest":
+        data = ops.cast_block(x, made.scale, element=fmt.element.name, **size)
+    else:
+        data = ops.cast_block_stochastic(
+            x, made.scale, draws.seed, draws.first, row_step=row_step, col_step=col_step, **size
+        )
+    return Parts(data, made.scale_inv, made.global_scale_inv)
+
+
+def _fused(ops: Any, x: Array, fmt: Format, usage: Usage, whole: Array | None) -> dict[Usage, Parts]:
+    """Planes from one read of `x`, after that for `whole`."""
+    assert fmt.block is not None
+    family, operands, global_scale_inv = "quantize_block", [x], None
+    options: dict[str, Any] = {
+        "element": fmt.element.name,
+        "eps": fmt.eps,
+        "pow2": fmt.pow2,
+        "rounding": fmt.scale_rounding,
+        "scale_dtype": fmt.scale_dtype,
+    }
+    if fmt.global_scale is not None:
+        family, operands, options = "quantize_nvfp4", [x, whole], {"scale_max": fmt.scale_max}
+        _, global_scale_inv = ops.global_scale_nvfp4(whole, scale_max=fmt.scale_max)
+
+    def run(op: str, block: tuple[int, int]) -> list[Array]:
+        made = getattr(ops, op)(*operands, block_rows=block[0], block_cols=block[1], **options)
+        return [*made]
+
+    if usage is not Usage.BOTH:
+        turned = usage is Usage.COLUMNWISE and stores_transposed(fmt)
+        block = fmt.block_of(usage)
+        assert block is not None
+        data, scale_inv = run(f"{family}_t" if turned else family, block)
+        return {usage: Parts(data, scale_inv, global_scale_inv)}
+    if fmt.square:
+        data, scale_inv, data_t = run(
+            "quantize_square_both" if fmt.global_scale is None else "quantize_nvfp4_square_both", fmt.block
+        )
+        second = [data_t, ops.transposed(scale_inv)]
+    else:
+        op = f"{family}_both_t" if fmt.global_scale is None and stores_transposed(fmt) else f"{family}_both"
+        data, scale_inv, *second = run(op, (fmt.block[1], fmt.block[1]))
+    return {
+        Usage.ROWWISE: Parts(data, scale_inv, global_scale_inv),
+        Usage.COLUMNWISE: Parts(second[0], second[1], global_scale_inv),
+    }
