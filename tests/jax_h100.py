@@ -8,6 +8,7 @@ import json
 import os
 import re
 import sys
+from functools import partial
 
 if len(sys.argv) > 1:
     sys.path.append(sys.argv[1])
@@ -25,9 +26,9 @@ from jax.sharding import PartitionSpec as P
 
 from hlo import collectives
 from qshard import _ffi
-from qshard.formats import FP8_E4M3, Usage
-from qshard.jax import compute_scales, linear, ops, quantize
-from qshard.recipes import CurrentScaling
+from qshard.formats import FP8_E4M3, MXFP8_32x32, Usage
+from qshard.jax import compute_scales, gather, init_delayed, linear, ops, quantize
+from qshard.recipes import MXFP8, NVFP4, BlockScaling, CurrentScaling, DelayedScaling
 
 # What XLA asks of a device. It only makes FP8 matmuls where it knows the versions of CUDA.
 H100 = """
@@ -58,16 +59,35 @@ def argument(mesh, shape, dtype, spec):
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
 
-def step(ws, x, **options):
+def step(ws, x, recipe=RECIPE, **options):
     """Two layers and all their gradients: five GEMMs, as x has none."""
 
     def loss(ws):
         h = x
-        for w in ws:
-            h = jax.nn.gelu(linear(h, w, RECIPE, weight_spec=P("fsdp", None), gather_axis="fsdp", **options))
+        for seed, w in enumerate(ws):
+            options_of_w = options | {"weight_spec": P("fsdp", None), "gather_axis": "fsdp", "seed": seed}
+            h = jax.nn.gelu(linear(h, w, recipe, **options_of_w))
         return jnp.mean(h.astype(jnp.float32) ** 2)
 
     return jax.value_and_grad(loss)(ws)
+
+
+def delayed_step(ws, states, x):
+    """`step` with delayed scaling, and the amaxes it brings."""
+
+    def loss(ws, states):
+        h = x
+        for w, state in zip(ws, states, strict=True):
+            own = {"weight_spec": P("fsdp", None), "gather_axis": "fsdp", "state": state}
+            h = jax.nn.gelu(linear(h, w, DelayedScaling(), **own))
+        return jnp.mean(h.astype(jnp.float32) ** 2)
+
+    return jax.value_and_grad(loss, argnums=(0, 1))(ws, states)
+
+
+def cut_blocks(w):
+    """A weight of 240 rows a device, so 7.5 blocks."""
+    return gather(quantize(w, MXFP8_32x32, spec=P("fsdp")), "fsdp", spec=P("fsdp"))
 
 
 def scanned_step(ws, x):
@@ -95,8 +115,8 @@ def scanned_step(ws, x):
     return jax.value_and_grad(loss)(ws)
 
 
-def local_step(ws, x):
-    loss, grads = step(ws, x, axis_name="fsdp")
+def local_step(ws, x, recipe=RECIPE):
+    loss, grads = step(ws, x, recipe, axis_name="fsdp")
     return jax.lax.pmean(loss, "fsdp"), grads
 
 
@@ -113,6 +133,17 @@ def programs():
     specs = (P("fsdp"), P("fsdp"))
     ws, x = [argument(auto, (2048, 2048), jnp.float32, P("fsdp"))] * 2, argument(auto, x.shape, x.dtype, P("fsdp"))
     yield "step, shard_map", jax.shard_map(local_step, mesh=auto, in_specs=specs, out_specs=(P(), P("fsdp"))), (ws, x)
+    for recipe in (BlockScaling(), MXFP8(), NVFP4()):
+        name, inside = type(recipe).__name__, partial(local_step, recipe=recipe)
+        x = argument(auto, x.shape, jnp.bfloat16, P("fsdp"))
+        yield f"step, {name}, Auto", partial(step, recipe=recipe), (ws, x)
+        inside = jax.shard_map(inside, mesh=auto, in_specs=specs, out_specs=(P(), P("fsdp")))
+        yield f"step, {name}, shard_map", inside, (ws, x)
+    states = [
+        jax.tree.map(lambda leaf: argument(auto, leaf.shape, leaf.dtype, P()), init_delayed(DelayedScaling()))
+    ] * 2
+    yield "step, delayed", delayed_step, (ws, states, x)
+    yield "cut blocks", cut_blocks, (argument(auto, (1920, 2048), jnp.float32, P("fsdp")),)
     yield "scales", lambda ws: compute_scales(ws, RECIPE), (ws,)
     stacked = argument(auto, (4, 2048, 2048), jnp.float32, P(None, "fsdp"))
     yield "step, scan and remat", scanned_step, (stacked, x)

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 
 from awkward import TAME, assert_bits_equal, awkward_values  # noqa: E402
 from qshard import reference  # noqa: E402
-from qshard.formats import FP8_E4M3, Usage  # noqa: E402
+from qshard.formats import FP8_E4M3, MXFP8_32x32, NVFP4_16x16, Usage  # noqa: E402
 from qshard.jax import compute_scales, gather, linear, quantize  # noqa: E402
 from qshard.recipes import CurrentScaling  # noqa: E402
 
@@ -37,16 +37,16 @@ def assert_shards(array, whole):
         assert_bits_equal(shard.data, np.asarray(whole)[shard.index])
 
 
-def check_law(mesh):
-    w = awkward_values((64, 512), seed=1, kinds=TAME)
-    whole = reference.quantize(w, FP8_E4M3, Usage.BOTH)
+def check_law(mesh, fmt=FP8_E4M3, rows=64):
+    w = awkward_values((rows, 512), seed=1, kinds=TAME)
+    whole = reference.quantize(w, fmt, Usage.BOTH)
     for spec in (P("fsdp"), P(None, "fsdp")):
-        q = jax.jit(lambda w: quantize(w, FP8_E4M3, usage=Usage.BOTH))(spread(mesh, w, spec))
+        q = jax.jit(lambda w, spec=spec: quantize(w, fmt, usage=Usage.BOTH, spec=spec))(spread(mesh, w, spec))
         together = jax.jit(lambda q, spec=spec: gather(q, "fsdp", spec=spec))(q)
         for planes in (q, together):
-            assert_shards(planes.rowwise.data, whole.rowwise.data)
-            assert_shards(planes.columnwise.data, whole.columnwise.data)
-            assert_shards(planes.rowwise.scale_inv, whole.rowwise.scale_inv)
+            for name in ("rowwise", "columnwise"):
+                assert_shards(getattr(planes, name).data, getattr(whole, name).data)
+                assert_shards(getattr(planes, name).scale_inv, getattr(whole, name).scale_inv)
         assert together.rowwise.data.is_fully_replicated
         assert not q.rowwise.data.is_fully_replicated
 
@@ -84,6 +84,8 @@ for kind in (AxisType.Auto, AxisType.Explicit):
     fsdp = jax.make_mesh((jax.device_count(),), ("fsdp",), axis_types=(kind,))
     with jax.set_mesh(fsdp):
         check_law(fsdp)
+        check_law(fsdp, MXFP8_32x32)  # whole blocks a device by columns; cut ones by rows
+        check_law(fsdp, NVFP4_16x16, rows=32)
         check_step(fsdp)
 jax.distributed.shutdown()
 print("done")

@@ -15,12 +15,13 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 
-from qshard import layout
+from qshard import layout, pipeline
 from qshard.formats import ELEMENTS, Format, Usage
-from qshard.jax import ops
-from qshard.jax._runs import reshape_as, split_rows
+from qshard.jax._cuts import Cut, matrix_of, shaped
+from qshard.jax._steps import STEPS
+from qshard.layout import stores_transposed
 
-__all__ = ["Plane", "QuantizedArray", "columnwise_is_transposed"]
+__all__ = ["Plane", "QuantizedArray", "plane_values"]
 
 
 @functools.partial(
@@ -31,7 +32,7 @@ class Plane:
     """The codes of a tensor and the scales that decode them, in the shapes of `qshard.layout.plane`.
 
     Attributes:
-      data: codes, in the element's own dtype.
+      data: codes, in the element's own dtype, or two 4-bit codes in a uint8.
       scale_inv: `value = data * scale_inv`.
       global_scale_inv: the second scale of formats that have one, else None.
     """
@@ -39,6 +40,11 @@ class Plane:
     data: jax.Array
     scale_inv: jax.Array
     global_scale_inv: jax.Array | None = None
+
+    @property
+    def parts(self) -> pipeline.Parts:
+        """The arrays, as `qshard.pipeline` has them."""
+        return pipeline.Parts(self.data, self.scale_inv, self.global_scale_inv)
 
 
 @functools.partial(
@@ -75,7 +81,7 @@ class QuantizedArray:
     @property
     def shape(self) -> layout.Shape:
         """Of the tensor it stands for, with the axes that `vmap` or `scan` have added in front."""
-        if self.rowwise is not None or not columnwise_is_transposed(self.format):
+        if self.rowwise is not None or not stores_transposed(self.format):
             data = self.plane(Usage.COLUMNWISE if self.rowwise is None else Usage.ROWWISE).data
             return (*data.shape[:-1], data.shape[-1] * self.format.element.codes_per_byte) if data.ndim else ()
         *added, cols, rows = self.plane(Usage.COLUMNWISE).data.shape
@@ -102,48 +108,77 @@ class QuantizedArray:
             raise ValueError(f"plane: usage ({usage}) is not among the planes of {self}; quantize with it")
         return plane
 
-    def dequantize(self, dtype: Any = None) -> jax.Array:
+    def dequantize(self, dtype: Any = None, *, usage: Usage | None = None) -> jax.Array:
         """The values `data * scale_inv`, rounded once to `dtype`.
 
         Args:
           dtype: float32, bfloat16 or float16; None: that of the tensor.
+          usage: the plane to read; None: the rowwise one if it is there, else the columnwise one.
 
         Returns:
-          The tensor, of `dtype`. Sharded as the plane is, and without communication.
+          The tensor, of `dtype`. Sharded as the plane is, and without communication. A rotated columnwise plane gives
+          the values of the rotated tensor.
 
         Raises:
           TypeError: `dtype` is not one of them.
-          ValueError: there is no plane.
+          ValueError: the plane is not there, or is a shard with scales of the whole: gather it first.
 
         >>> from qshard.formats import FP8_E4M3
         >>> from qshard.jax import quantize
         >>> quantize(jnp.array([1.0, -2.0, 0.3]), FP8_E4M3).dequantize()
         Array([ 1.       , -2.       ,  0.2857143], dtype=float32)
         """
-        values: jax.Array = _dequantize(self, jnp.dtype(self.dtype if dtype is None else dtype).name)
+        dtype = jnp.dtype(self.dtype if dtype is None else dtype).name
+        usage = usage or (Usage.COLUMNWISE if self.rowwise is None else Usage.ROWWISE)
+        values: jax.Array = _dequantize(self, dtype, usage)
         return values
 
 
-@functools.partial(jax.jit, static_argnames="dtype", inline=True)
-def _dequantize(q: QuantizedArray, dtype: str) -> jax.Array:
-    if q.rowwise is not None:
-        return _values(q.rowwise, q.format, dtype)
-    values = _values(q.plane(Usage.COLUMNWISE), q.format, dtype)
-    return jnp.swapaxes(values, -1, -2).reshape(q.shape) if columnwise_is_transposed(q.format) else values
+@functools.partial(jax.jit, static_argnames=("dtype", "usage"), inline=True)
+def _dequantize(q: QuantizedArray, dtype: str, usage: Usage) -> jax.Array:
+    plane = q.plane(usage)
+    values: jax.Array = plane_values(plane, q.format, usage, dtype, len(q.axes))
+    if usage is Usage.COLUMNWISE and stores_transposed(q.format):
+        values = jnp.swapaxes(values, -1, -2).reshape(q.shape)
+    return values
 
 
-def columnwise_is_transposed(fmt: Format) -> bool:
-    """Whether the columnwise plane is that of `x.T`; no format's answer depends on the shape."""
-    return layout.plane(fmt, (0, 0), Usage.COLUMNWISE).transposed
+def plane_values(plane: Plane, fmt: Format, usage: Usage, dtype: str, ndim: int | None = None) -> jax.Array:
+    """The values of a plane of a tensor of `ndim` axes, in the plane's order of axes. One more axis is of `vmap`."""
+    data, parts = plane.data, plane.parts
+    turned = usage is Usage.COLUMNWISE and stores_transposed(fmt)
+    if fmt.block is None:
+        values: jax.Array = pipeline.dequantize(STEPS, parts, fmt, usage, dtype)
+        return values
+    per_byte = fmt.element.codes_per_byte
+    by_rows = not turned and fmt.block_of(usage)[0] == 1  # type: ignore[index]
+    added = 0 if ndim is None or turned else data.ndim - ndim
+    if by_rows and data.ndim - added < 2:
+        parts = parts._replace(data=data[..., None, :], scale_inv=plane.scale_inv[..., None, :])
+        if fmt.global_scale == "row":
+            parts = parts._replace(global_scale_inv=plane.global_scale_inv[..., None])  # type: ignore[index]
+    elif not by_rows and not turned and data.ndim != 2:
+        parts = parts._replace(data=matrix_of(data, added))
+    values = pipeline.dequantize(STEPS, *_unbroken(parts, fmt, usage, turned), dtype)
+    return shaped(values, (*data.shape[:-1], data.shape[-1] * per_byte), added)
 
 
-def _values(plane: Plane, fmt: Format, dtype: str) -> jax.Array:
-    """The values of a plane, in the plane's order of axes."""
-    if fmt.block is not None:
-        raise NotImplementedError(f"dequantize: format ({fmt}) has blocks, which qshard.jax does not do yet")
-    runs = split_rows(plane.data)
-    values = ops.dequantize(runs.array, runs.spread(plane.scale_inv), element=fmt.element.name, dtype=dtype)
-    return reshape_as(values, plane.data)
+def _unbroken(parts: pipeline.Parts, fmt: Format, usage: Usage, turned: bool) -> tuple[pipeline.Parts, Format, Usage]:
+    """A plane whose blocks no Explicit mesh cuts: smaller blocks, with the scales of those that are cut."""
+    data = parts.data
+    block = fmt.block if turned else fmt.block_of(usage)
+    cut = Cut.of(data)
+    assert block is not None
+    shape = (data.shape[-2], data.shape[-1] * fmt.element.codes_per_byte)
+    piece = cut.pieces(shape, block) if data.ndim == 2 else block
+    if piece == block:
+        return parts, fmt, usage
+    grid = tuple(-(-size // unit) for size, unit in zip(shape, piece, strict=True))
+    scale_inv = cut.of_pieces(
+        parts.scale_inv, tuple(unit // size for unit, size in zip(block, piece, strict=True)), grid
+    )
+    finer = dataclasses.replace(fmt, block=piece, hadamard=False, global_scale=fmt.global_scale and "tensor")
+    return parts._replace(scale_inv=scale_inv), finer, Usage.ROWWISE
 
 
 def _serialize(static: Sequence[Any]) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -10,11 +11,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from qshard.jax._array import Plane, QuantizedArray, columnwise_is_transposed
+from qshard.formats import Format, Usage
+from qshard.jax._array import Plane, QuantizedArray
+from qshard.jax._cuts import Spec, mesh_of, spec_of
+from qshard.jax.ops import names_of
+from qshard.layout import stores_transposed
 
-__all__ = ["Spec", "gather", "scatter_gradient"]
-
-Spec = PartitionSpec | NamedSharding | None
+__all__ = ["gather", "scatter_gradient"]
 
 
 def gather(q: QuantizedArray, axis_name: str, *, spec: Spec = None) -> QuantizedArray:
@@ -43,49 +46,103 @@ def gather(q: QuantizedArray, axis_name: str, *, spec: Spec = None) -> Quantized
     True
     """
     planes: dict[str, Any] = {}
-    for name in ("rowwise", "columnwise"):
+    for usage in Usage.BOTH:
+        name = str(usage.name).lower()
         if (plane := getattr(q, name)) is not None:
-            transposed = name == "columnwise" and columnwise_is_transposed(q.format)
-            planes[name] = _gather_plane(
-                plane, axis_name, _transposed_spec(axis_name, spec, len(q.axes)) if transposed else spec
-            )
+            turned = usage is Usage.COLUMNWISE and stores_transposed(q.format)
+            own = _transposed_spec(axis_name, spec, len(q.axes)) if turned else spec
+            planes[name] = _gather_plane(plane, q.format, usage, axis_name, own)
     if not planes:
         raise ValueError(f"gather: {q} holds nothing to gather; quantize with a usage")
     return dataclasses.replace(q, **planes)
 
 
-def _gather_plane(plane: Plane, axis_name: str, spec: Spec) -> Plane:
+def _gather_plane(plane: Plane, fmt: Format, usage: Usage, axis_name: str, spec: Spec) -> Plane:
     """`gather` of one plane, whose data is cut by `spec`."""
-    mesh = _mesh_of(plane.data, spec)
+    mesh = mesh_of(plane.data, spec)
     if axis_name not in mesh.axis_names:
         raise ValueError(
             f"gather: axis_name ({axis_name!r}) is not an axis of the mesh {mesh.axis_names}; "
             "enter the mesh with jax.set_mesh, or give spec as a NamedSharding"
         )
-    codes = lax.bitcast_convert_type(plane.data, jnp.uint8)
-    explicit = axis_name in mesh.explicit_axes
-    cut = jax.typeof(codes).sharding.spec if explicit else _cut_spec(axis_name, spec)
-    axis, whole = _cut_axis(axis_name, cut, codes.ndim), _without_axis(cut, axis_name)
-    if axis_name in mesh.manual_axes:
-        if axis_name in jax.typeof(plane.scale_inv).manual_axis_type.varying:
-            raise ValueError(
-                f"gather: scale_inv (varying over {axis_name!r}) is not one scale for the whole tensor; "
-                f"quantize with axis_name={axis_name!r}, or give it the scales"
-            )
-        codes = lax.all_gather(codes, axis_name, axis=axis, tiled=True)
-    elif explicit:
-        codes = jax.sharding.reshard(codes, NamedSharding(mesh, whole))
+    data = plane.data
+    if axis_name in mesh.explicit_axes:
+        spec = jax.typeof(data).sharding.spec
+    cut = (*spec_of(spec, axis_name), *[None] * data.ndim)[: data.ndim]
+    axis = _cut_axis(axis_name, PartitionSpec(*cut), data.ndim)
+    scale_inv, global_scale_inv = plane.scale_inv, plane.global_scale_inv
+    if fmt.block is not None:
+        grid = plane.scale_inv
+        by_rows = grid.ndim == data.ndim
+        grid_axis = axis if by_rows else (0 if axis == 0 else grid.ndim - 1)
+        turned = usage is Usage.COLUMNWISE and stores_transposed(fmt)
+        block = fmt.block if turned else fmt.block_of(usage)
+        assert block is not None
+        unit = block[1] if axis == data.ndim - 1 else block[0]
+        size = _size_along(data, axis, fmt)
+        shards = mesh.shape[axis_name]
+        local = axis_name in mesh.manual_axes
+        mine = size if local else -(-size // math.prod(mesh.shape[name] for name in names_of(cut[axis])))
+        if mine % unit == 0 or shards == 1:
+            grid_cut = cut if by_rows else (cut[0], cut[-1])[-grid.ndim :]
+            scale_inv = _gather_array(grid, mesh, axis_name, grid_axis, PartitionSpec(*grid_cut))
+        elif local:
+            whole = -(-size * shards // unit)
+            if grid.shape[grid_axis] != whole:
+                raise ValueError(_own_scales(axis_name, f"of shape {grid.shape}"))
+            _check_shared(grid, axis_name)
     else:
-        codes = lax.with_sharding_constraint(codes, NamedSharding(mesh, cut))
-        codes = lax.with_sharding_constraint(codes, NamedSharding(mesh, whole))
-    return dataclasses.replace(plane, data=lax.bitcast_convert_type(codes, plane.data.dtype))
+        _check_shared(scale_inv, axis_name)
+    if fmt.global_scale == "row":
+        if axis != data.ndim - 1:
+            assert global_scale_inv is not None
+            row_cut = PartitionSpec(*cut[:-1])
+            global_scale_inv = _gather_array(global_scale_inv, mesh, axis_name, axis, row_cut)
+    elif global_scale_inv is not None:
+        _check_shared(global_scale_inv, axis_name)
+    codes = _gather_array(data, mesh, axis_name, axis, PartitionSpec(*cut))
+    return Plane(codes, scale_inv, global_scale_inv)
+
+
+def _size_along(data: jax.Array, axis: int, fmt: Format) -> int:
+    """How many elements of the tensor lie along an axis of a plane's data; those of leading axes are rows together."""
+    if axis == data.ndim - 1:
+        return data.shape[-1] * fmt.element.codes_per_byte
+    return math.prod(data.shape[axis:-1])
+
+
+def _gather_array(x: jax.Array, mesh: Any, axis_name: str, axis: int, cut: PartitionSpec) -> jax.Array:
+    """All of `x`, which is cut by `cut`, along one of its mesh axes: moved and pinned as integers."""
+    bits = lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
+    whole = NamedSharding(mesh, _without_axis(cut, axis_name))
+    if axis_name in mesh.manual_axes:
+        bits = lax.all_gather(bits, axis_name, axis=axis, tiled=True)
+    elif axis_name in mesh.explicit_axes:
+        bits = jax.sharding.reshard(bits, whole)
+    else:
+        bits = lax.with_sharding_constraint(bits, NamedSharding(mesh, cut))
+        bits = lax.with_sharding_constraint(bits, whole)
+    return lax.bitcast_convert_type(bits, x.dtype)
+
+
+def _check_shared(scale: jax.Array, axis_name: str) -> None:
+    """Raises unless a scale that is not gathered is the same on all devices, as far as its type tells."""
+    if axis_name in jax.typeof(scale).manual_axis_type.varying:
+        raise ValueError(_own_scales(axis_name, f"varying over {axis_name!r}"))
+
+
+def _own_scales(axis_name: str, what: str) -> str:
+    return (
+        f"gather: scale_inv ({what}) is not one scale for the whole tensor; "
+        f"quantize with axis_name={axis_name!r}, or give it the scales"
+    )
 
 
 def scatter_gradient(dw: jax.Array, axis_name: str | None, spec: Spec) -> jax.Array:
     """The gradient of a weight, summed over devices and cut as the weight is. On Explicit meshes its type says that."""
     if axis_name is None and spec is None:
         return dw
-    mesh, cut = _mesh_of(dw, spec), _cut_spec(axis_name, spec)
+    mesh, cut = mesh_of(dw, spec), spec_of(spec, axis_name)
     if axis_name is not None and axis_name in mesh.manual_axes:
         scattered: jax.Array = lax.psum_scatter(
             dw, axis_name, scatter_dimension=_cut_axis(axis_name, cut, dw.ndim), tiled=True
@@ -95,26 +152,11 @@ def scatter_gradient(dw: jax.Array, axis_name: str | None, spec: Spec) -> jax.Ar
     return constrained
 
 
-def _mesh_of(x: jax.Array, spec: Spec) -> Any:
-    """The mesh by the type of `x`, else of `spec`, else of the context."""
-    for mesh in (jax.typeof(x).sharding.mesh, getattr(spec, "mesh", None)):
-        if mesh is not None and not mesh.empty:
-            return mesh
-    return jax.sharding.get_abstract_mesh()
-
-
-def _cut_spec(axis_name: str | None, spec: Spec) -> PartitionSpec:
-    """By rows, where nothing else is said."""
-    if spec is None:
-        return PartitionSpec(axis_name)
-    return spec.spec if isinstance(spec, NamedSharding) else spec
-
-
 def _transposed_spec(axis_name: str, spec: Spec, ndim: int) -> Spec:
     """How the transposed plane of a tensor is cut: its first axis is the tensor's last, its last all the others."""
-    cut = _cut_spec(axis_name, spec)
+    cut = spec_of(spec, axis_name)
     entries = (*cut, *(None,) * ndim)[:ndim]
-    if any(axis_name in _names(entry) for entry in entries[1:-1]):
+    if any(axis_name in names_of(entry) for entry in entries[1:-1]):
         raise ValueError(
             f"gather: spec ({cut}) does not cut the first or the last axis along {axis_name!r}, so that pieces of a "
             "transposed plane do not follow one another; gather the rowwise plane"
@@ -126,7 +168,7 @@ def _transposed_spec(axis_name: str, spec: Spec, ndim: int) -> Spec:
 def _cut_axis(axis_name: str, spec: PartitionSpec, ndim: int) -> int:
     """The array axis that a mesh axis cuts."""
     for axis, entry in enumerate(spec[:ndim]):
-        if axis_name in _names(entry):
+        if axis_name in names_of(entry):
             return axis
     raise ValueError(
         f"gather: spec ({spec}) does not have axis_name ({axis_name!r}); name the axis that cuts the tensor"
@@ -134,8 +176,4 @@ def _cut_axis(axis_name: str, spec: PartitionSpec, ndim: int) -> int:
 
 
 def _without_axis(spec: PartitionSpec, axis_name: str) -> PartitionSpec:
-    return PartitionSpec(*(tuple(name for name in _names(entry) if name != axis_name) or None for entry in spec))
-
-
-def _names(entry: Any) -> tuple[str, ...]:
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+    return PartitionSpec(*(tuple(name for name in names_of(entry) if name != axis_name) or None for entry in spec))

@@ -25,6 +25,7 @@ Array([0.625, 448], dtype=float8_e4m3fn)
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -35,12 +36,13 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.extend.mlir import ir
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from qshard import _ffi
 from qshard.ops import Binding, Factor, OpSpec, table
+from qshard.patterns import Axes
 
-__all__ = ["Op", "bind", "register_handlers"]
+__all__ = ["Op", "bind", "may_be_cut", "names_of", "register_handlers"]
 
 _registered: set[str] = set()
 
@@ -68,16 +70,25 @@ register_handlers("CUDA", _ffi.handlers("cuda"))
 class Op:
     """An op of the table as a function of arrays.
 
-    Options are all static: the op's attributes; `dtype`, where the op gives any float; and the number of axes that a
-    `*name` of the pattern stands for, where shapes leave it open (`batch=1`).
+    Options are all static: the op's attributes, of which `split` is found from the shapes; `dtype`, where the op gives
+    any float; and numbers of axes that shapes leave open (`OpSpec.open_axes`).
+
+    The primitive takes and gives arrays in the logical order of their factors (`qshard.ops.Binding`), in which those
+    that XLA may cut lead, with layouts that keep the memory in the order of the op's patterns. So XLA for GPUs makes
+    nothing of the reshapes and transposes around it. Two parameters are not options: `shapes`, of the operands by
+    pattern, and `cuttable`. Where nothing can be cut, buffers go in as they are.
     """
 
-    def __init__(self, spec: OpSpec):
+    def __init__(self, spec: OpSpec, in_place: Mapping[int, int] | None = None):
+        """Makes a primitive. `in_place`: by operand, the result that may take over its memory."""
         self.spec = spec
+        self._in_place = dict(in_place or {})
         terms = [term for operand in spec.inputs for term in operand.terms]
-        self._sizes = {name for term in terms for name in ((term[1:],) if isinstance(term, str) else term)}
+        self._sizes = {name for term in terms for name in ((term[1:],) if isinstance(term, str) else term)} | {"lead"}
         first = spec.inputs[0].terms[0]
         self._leading_axes = first[1:] if isinstance(first, str) else None
+        alike = {operand.terms for operand in (*spec.inputs, *spec.outputs)} - {("...",)}
+        self._elementwise = alike == {(f"*{self._leading_axes}",)}
         jax.ffi.register_ffi_target_as_batch_partitionable(_target(spec.name))
         self._primitive = Primitive(_target(spec.name))
         self._primitive.multiple_results = True
@@ -94,32 +105,69 @@ class Op:
         """Runs the op: gives an array, or a tuple of them.
 
         Raises:
-          ValueError: shapes do not fit the pattern of the op.
+          ValueError: shapes do not fit the pattern of the op, or an Explicit mesh cuts an axis inside a block.
           TypeError: a dtype or an attribute is not what it takes.
           NotImplementedError: qshard was built without kernels for the device.
         """
         arrays = [jnp.asarray(operand) for operand in operands]
+        self.spec.check_dtypes([str(a.dtype) for a in arrays], **_dtype_choices(options))
+        cuttable = may_be_cut(arrays[0])
+        options["cuttable"] = cuttable
         binding = self._bind([a.shape for a in arrays], options)
-        results = self._primitive.bind(*_alike(arrays, binding), **options)
+        if not self._elementwise or not 0 < arrays[0].ndim == binding.shared_lead:
+            return self._patterned(arrays, options)
+        # XLA does not cut the last axis of an op that it could cut along every axis, so there is one of size 1.
+        star = self.spec.inputs[0].terms
+        wider = [a[..., None] if o.terms == star else a for a, o in zip(arrays, self.spec.inputs, strict=True)]
+        return jax.tree.map(lambda result: result[..., 0], self._patterned(wider, options))
+
+    def _patterned(self, arrays: Sequence[jax.Array], options: dict[str, Any]) -> Any:
+        """`__call__`, with the primitive's view of operands and results made around it."""
+        shapes = tuple(a.shape for a in arrays)
+        binding = self._bind(shapes, options)
+        if "split" in self.spec.attributes and options.setdefault("split", binding.split) != binding.split:
+            raise ValueError(f"{self.spec.name}: split ({options['split']}) is not the form of {shapes}; leave it out")
+        logical = [self._factored(i, array, binding) for i, array in enumerate(arrays)]
+        results = self._primitive.bind(*_alike(logical, binding), shapes=shapes, **options)
         patterned = tuple(
-            jnp.transpose(result, binding.in_operand_order(i)[1]).reshape(shape)
-            for i, (result, shape) in enumerate(zip(results, binding.output_shapes, strict=True))
+            _joined(result, axes, *binding.in_operand_order(i))
+            for i, (result, axes) in enumerate(zip(results, binding.outputs, strict=True))
         )
         return patterned if len(patterned) > 1 else patterned[0]
 
+    def _factored(self, i: int, array: jax.Array, binding: Binding) -> jax.Array:
+        """An operand with its factors as axes, in their logical order."""
+        axes, (_, order) = binding.inputs[i], binding.input_order(i)
+        if all(len(axis) == 1 for axis in axes):
+            return array if order == tuple(range(array.ndim)) else jnp.transpose(array, _inverse(order))
+        sharding = jax.typeof(array).sharding
+        entries = []
+        for size, axis, entry in zip(array.shape, axes, sharding.spec, strict=True):
+            shards = math.prod(sharding.mesh.shape[name] for name in names_of(entry))
+            if len(axis) > 1 and axis[0].size % shards:
+                raise ValueError(
+                    f"{self.spec.name}: {self.spec.inputs[i].name} {array.shape} has an axis of {size} cut into "
+                    f"{shards} shards, which are not whole blocks of {size // axis[0].size}; cut it at blocks"
+                )
+            entries.extend([entry, *[None] * (len(axis) - 1)])
+        sizes = [factor.size for axis in axes for factor in axis]
+        return jnp.transpose(_reshape(array, sizes, entries), _inverse(order))
+
     def _bind(self, shapes: Sequence[tuple[int, ...]], options: Mapping[str, Any]) -> Binding:
-        return self.spec.bind(shapes, **{name: value for name, value in options.items() if name in self._sizes})
+        static = {name: value for name, value in options.items() if name in self._sizes}
+        cuttable = options["cuttable"]
+        binding = self.spec.bind(shapes, element=options.get("element"), split=cuttable, **static)
+        return binding if cuttable else _Uncut(binding.inputs, binding.outputs)
 
     def _attributes(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        not_attributes = {"dtype"} | self._sizes - set(self.spec.attributes)
+        not_attributes = {"cuttable", "dtype", "shapes"} | self._sizes - set(self.spec.attributes)
         return {name: value for name, value in options.items() if name not in not_attributes}
 
-    def _type(self, *avals: Any, **options: Any) -> tuple[Any, ...]:
-        dtypes, element = [str(a.dtype) for a in avals], options.get("element")
+    def _type(self, *avals: Any, shapes: tuple[tuple[int, ...], ...], **options: Any) -> tuple[Any, ...]:
         self.spec.check_attributes(self._attributes(options))
-        self.spec.check_dtypes(dtypes, element=element)
-        binding = self._bind([a.shape for a in avals], options)
-        out_dtypes = self.spec.output_dtypes(dtypes, element=element, dtype=options.get("dtype"))
+        binding = self._bind(shapes, options)
+        dtypes, choices = [str(a.dtype) for a in avals], _dtype_choices(options)
+        out_dtypes = self.spec.output_dtypes(dtypes, dtype=options.get("dtype"), **choices)
         entries = _entries(avals[0], binding)
         # `update` keeps of the operand's type what a ShapeDtypeStruct lacks: the manual axes over which it varies.
         return tuple(
@@ -127,33 +175,46 @@ class Op:
                 shape=tuple(factor.size for factor in factors),
                 dtype=jnp.dtype(dtype),
                 weak_type=False,
-                sharding=_cut(avals[0], entries, [(factor,) for factor in factors]),
+                sharding=_cut(avals[0], entries, factors),
             )
             for dtype, factors in zip(out_dtypes, _result_factors(binding), strict=True)
         )
 
-    def _lower(self, ctx: Any, *operands: Any, **options: Any) -> Any:
+    def _lower(self, ctx: Any, *operands: Any, shapes: tuple[tuple[int, ...], ...], **options: Any) -> Any:
         missing = sorted(set(ctx.module_context.platforms) - _registered)
         if missing:
             raise NotImplementedError(
                 f"{self.spec.name}: this build of qshard has no kernels for {', '.join(missing)}; "
                 "build it where a CUDA compiler is found, or run on the CPU"
             )
-        binding = self._bind([a.shape for a in ctx.avals_in], options)
+        binding = self._bind(shapes, options)
         rule = jax.ffi.ffi_lowering(
             _target(self.spec.name),
             # Layouts here run from minor to major.
+            operand_layouts=[binding.input_order(i)[1][::-1] for i in range(len(ctx.avals_in))],
             result_layouts=[binding.in_operand_order(i)[1][::-1] for i in range(len(ctx.avals_out))],
+            operand_output_aliases=self._in_place,
             extra_attributes={
                 "mhlo.frontend_attributes": ir.DictAttr.get(
-                    {"num_batch_dims": ir.StringAttr.get(str(binding.shared_lead))}
+                    {
+                        "num_batch_dims": ir.StringAttr.get(
+                            str(min(binding.shared_lead, max(0, ctx.avals_in[0].ndim - 1)))
+                        )
+                    }
                 ),
                 "sdy.sharding_rule": ir.Attribute.parse(_shardy_rule(binding)),
             },
         )
         return rule(ctx, *operands, **{name: _encoded(value) for name, value in self._attributes(options).items()})
 
-    def _batch(self, operands: Sequence[Any], axes: Sequence[int | None], **options: Any) -> Any:
+    def _batch(
+        self,
+        operands: Sequence[Any],
+        axes: Sequence[int | None],
+        *,
+        shapes: tuple[tuple[int, ...], ...],
+        **options: Any,
+    ) -> Any:
         if self._leading_axes is None:
             raise NotImplementedError(f"{self.spec.name}: has no leading axes for vmap to add to; use jax.lax.map")
         size = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
@@ -161,9 +222,9 @@ class Op:
             jnp.broadcast_to(x, (size, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)
             for x, axis in zip(operands, axes, strict=True)
         ]
-        if self._leading_axes in options:
-            options[self._leading_axes] += 1
-        results = self._primitive.bind(*_alike(moved, self._bind([x.shape for x in moved], options)), **options)
+        options |= {name: options[name] + 1 for name in {self._leading_axes, "lead"} & options.keys()}
+        shapes = tuple((size, *shape) for shape in shapes)
+        results = self._primitive.bind(*_alike(moved, self._bind(shapes, options)), shapes=shapes, **options)
         return results, (0,) * len(results)
 
     def _run(self, *operands: Any, **options: Any) -> Any:
@@ -200,6 +261,34 @@ def _encoded(value: Any) -> Any:
     return np.float32(value) if isinstance(value, float) else np.int64(value)
 
 
+class _Uncut(Binding):
+    """Buffers as they are, with nothing to cut: XLA for CPUs copies where a layout says that there is nothing to do."""
+
+    @property
+    def shared(self) -> tuple[Factor, ...]:
+        return ()
+
+    def _order(self, axes: Axes) -> tuple[tuple[Factor, ...], tuple[int, ...]]:
+        return tuple(axis[0] for axis in axes), tuple(range(len(axes)))
+
+
+def may_be_cut(x: jax.Array) -> bool:
+    """Whether XLA, or an Explicit mesh, may cut `x` over devices."""
+    mesh = jax.typeof(x).sharding.mesh
+    if mesh.empty:
+        return jax.device_count() > 1
+    return mesh.size > 1 and set(mesh.axis_types) != {AxisType.Manual}
+
+
+def _dtype_choices(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: options.get(name) for name in ("element", "scale_dtype")}
+
+
+def _operand_factors(binding: Binding) -> list[tuple[Factor, ...]]:
+    """The axes of every operand as the primitive has it."""
+    return [binding.input_order(i)[0] for i in range(len(binding.inputs))]
+
+
 def _result_factors(binding: Binding) -> list[tuple[Factor, ...]]:
     """The axes of every result as the primitive has it: in the operand's order."""
     return [binding.in_operand_order(i)[0] for i in range(len(binding.outputs))]
@@ -207,12 +296,10 @@ def _result_factors(binding: Binding) -> list[tuple[Factor, ...]]:
 
 def _shardy_rule(binding: Binding) -> str:
     """The rule in Shardy's notation: a letter for each factor, in the order in which they appear, and its size."""
-    inputs = [list(axes) for axes in binding.inputs]
-    outputs = [[(factor,) for factor in factors] for factors in _result_factors(binding)]
-    every = [factor for axes in inputs + outputs for axis in axes for factor in axis]
-    letters = {factor: _letter(i) for i, factor in enumerate(dict.fromkeys(every))}
+    inputs, outputs = _operand_factors(binding), _result_factors(binding)
+    letters = {factor: _letter(i) for i, factor in enumerate(dict.fromkeys(f for fs in inputs + outputs for f in fs))}
     sides = [
-        ", ".join(f"[{', '.join(''.join(letters[factor] for factor in axis) for axis in axes)}]" for axes in side)
+        ", ".join(f"[{', '.join(letters[factor] for factor in factors)}]" for factors in side)
         for side in (inputs, outputs)
     ]
     sizes = ", ".join(f"{letter}={factor.size}" for factor, letter in letters.items())
@@ -224,14 +311,13 @@ def _letter(index: int) -> str:
 
 
 def _entries(aval: Any, binding: Binding) -> dict[Factor, Any]:
-    """Mesh axes by factor, as the first operand is cut. An axis of several factors is cut along its first."""
-    return {axis[0]: entry for axis, entry in zip(binding.inputs[0], aval.sharding.spec, strict=True) if axis}
+    """Mesh axes by factor, as the first operand is cut."""
+    return dict(zip(binding.input_order(0)[0], aval.sharding.spec, strict=True))
 
 
-def _cut(aval: Any, entries: Mapping[Factor, Any], axes: Sequence[Sequence[Factor]]) -> NamedSharding:
+def _cut(aval: Any, entries: Mapping[Factor, Any], factors: Sequence[Factor]) -> NamedSharding:
     """The sharding of an operand or result with these axes, on the mesh of `aval`."""
-    spec = PartitionSpec(*(entries.get(axis[0]) if axis else None for axis in axes))
-    return NamedSharding(aval.sharding.mesh, spec)
+    return NamedSharding(aval.sharding.mesh, PartitionSpec(*(entries.get(factor) for factor in factors)))
 
 
 def _alike(arrays: Sequence[jax.Array], binding: Binding) -> list[jax.Array]:
@@ -240,10 +326,37 @@ def _alike(arrays: Sequence[jax.Array], binding: Binding) -> list[jax.Array]:
     entries = _entries(first, binding)
     varying = frozenset().union(*(jax.typeof(a).manual_axis_type.varying for a in arrays))
     alike = []
-    for array, axes in zip(arrays, binding.inputs, strict=True):
+    for array, factors in zip(arrays, _operand_factors(binding), strict=True):
         own = jax.typeof(array)
         if missing := tuple(sorted(varying - own.manual_axis_type.varying)):
             array = lax.pcast(array, missing, to="varying")
-        cut = _cut(first, entries, axes)
+        cut = _cut(first, entries, factors)
         alike.append(array if own.sharding.spec == cut.spec else jax.sharding.reshard(array, cut))
     return alike
+
+
+def _joined(result: jax.Array, axes: Axes, factors: tuple[Factor, ...], order: tuple[int, ...]) -> jax.Array:
+    """A result by its pattern: the memory as it is, each axis the product of its factors."""
+    entries = dict(zip(factors, jax.typeof(result).sharding.spec, strict=True))
+    result = jnp.transpose(result, order)
+    sizes = [math.prod(factor.size for factor in axis) for axis in axes]
+    return _reshape(result, sizes, [entries.get(axis[0]) if axis else None for axis in axes])
+
+
+def _inverse(order: Sequence[int]) -> list[int]:
+    return [order.index(i) for i in range(len(order))]
+
+
+def _reshape(x: jax.Array, sizes: Sequence[int], entries: Sequence[Any]) -> jax.Array:
+    """`x` in another shape, and on Explicit meshes cut so."""
+    if x.shape == tuple(sizes):
+        return x
+    mesh = jax.typeof(x).sharding.mesh
+    return lax.reshape(
+        x, sizes, out_sharding=NamedSharding(mesh, PartitionSpec(*entries)) if mesh.explicit_axes else None
+    )
+
+
+def names_of(entry: Any) -> tuple[str, ...]:
+    """The mesh axes of an entry of a PartitionSpec."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)

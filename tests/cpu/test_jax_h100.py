@@ -71,6 +71,53 @@ def test_step_multiplies_in_fp8(compiled, name):
     assert program["calls"].count("qshard_transpose") == 1  # of the gathered weight
 
 
+BLOCKS = {
+    "BlockScaling": ["u8[2048,2048]", "u32[16,16]"],
+    "MXFP8": ["u8[2048,2048]", "u8[64,64]"],
+    "NVFP4": ["u8[2048,1024]", "u8[128,128]"],
+}
+
+
+@pytest.mark.parametrize("mode", ["Auto", "shard_map"])
+@pytest.mark.parametrize("recipe", BLOCKS)
+def test_step_of_blocks(compiled, recipe, mode):
+    """Codes and compact scales are gathered, packed FP4 at half a byte; values exist only as GEMMs read them.
+
+    XLA has no GEMM for Hopper that takes the scales of blocks, so these five are of bfloat16.
+    """
+    program = compiled[f"step, {recipe}, {mode}"]
+    assert moved(program, "all-gather") == sorted(BLOCKS[recipe] * 3)
+    assert moved(program, "reduce-scatter") == ["f32[256,2048]"] * 2
+    reduced = [array for array in moved(program, "all-reduce") if array != "f32[]"]
+    assert all(array.startswith("s32[") for array in reduced)  # global amaxes
+    assert bool(reduced) == (recipe == "NVFP4")
+    assert {call for call in program["calls"] if "cublas" in call} == {"__cublas$lt$matmul"}
+    assert program["calls"].count("__cublas$lt$matmul") == 5
+    # Stochastic rounding reads a transposed copy of the gradient; nothing else is copied into place.
+    assert program["ops"] == (["transpose"] if recipe == "NVFP4" else [])
+    assert sum("dequantize" in call for call in program["calls"]) == 10
+
+
+def test_delayed_step(compiled):
+    """FP8 GEMMs; each tensor is read once; amaxes are reduced as integers, and nothing waits for them."""
+    program = compiled["step, delayed"]
+    assert moved(program, "all-gather") == ["u8[2048,2048]"] * 3
+    assert moved(program, "reduce-scatter") == ["f32[256,2048]"] * 2
+    assert program["calls"].count("__cublas$lt$matmul$f8") == 5
+    assert "qshard_amax_tensor" not in program["calls"]
+    assert program["ops"] == []
+
+
+def test_cut_blocks(compiled):
+    """Of blocks that devices share, amaxes of their parts travel, then codes; scales are made everywhere."""
+    program = compiled["cut blocks"]
+    gathered = moved(program, "all-gather")
+    assert "u8[1920,2048]" in gathered
+    gathered.remove("u8[1920,2048]")
+    assert gathered in (["f32[120,64]"], ["s32[120,64]"])  # amaxes of 16 x 32
+    assert program["ops"] == []
+
+
 def test_scan_and_remat(compiled):
     """In a loop, one layer's codes at a time: gathered forward, and when recomputing, where backward finds them."""
     program = compiled["step, scan and remat"]

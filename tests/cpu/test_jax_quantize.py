@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import qshard.jax as qj
-from awkward import BFLOAT16, DTYPES, KINDS, SHAPES, TAME, assert_bits_equal, awkward_values
+from awkward import BFLOAT16, DTYPES, KINDS, SHAPES, TAME, assert_bits_equal, awkward_values, fits, shapes_of
 from qshard import formats, reference
-from qshard.formats import FP8_E4M3, FP8_E5M2, Usage
+from qshard.formats import FP8_E4M3, FP8_E5M2, NVFP4, NVFP4_16x16, Usage
 from qshard.jax import ops
+from qshard.jax._steps import words_plus, words_times
 
 VARIANTS = [
     FP8_E4M3,
@@ -22,6 +23,21 @@ VARIANTS = [
     FP8_E5M2.with_options(pow2=True),
     FP8_E4M3.with_options(eps=0.5),
 ]
+
+STOCHASTIC, ROWS = (NVFP4.with_options(**options) for options in ({"rounding": "stochastic"}, {"global_scale": "row"}))
+BLOCKS = [
+    *(fmt for fmt in formats.FORMATS.values() if fmt.block is not None),
+    formats.FP8_1x128.with_options(pow2=False, eps=0.5),
+    formats.MXFP8_E4M3.with_options(scale_rounding="floor"),
+    NVFP4.with_options(scale_max=256.0, four_over_six="mae"),
+    NVFP4.with_options(hadamard=True),
+    NVFP4.with_options(hadamard=True, rounding="stochastic"),
+    NVFP4_16x16.with_options(four_over_six="mse"),
+    NVFP4_16x16.with_options(rounding="stochastic"),
+    STOCHASTIC,
+    ROWS,
+]
+SEED = 0x0123456789ABCDEF
 
 
 def assert_quantized(actual, expected):
@@ -32,9 +48,13 @@ def assert_quantized(actual, expected):
         plane, oracle = getattr(actual, name), getattr(expected, name)
         assert (plane is None) == (oracle is None), name
         if plane is not None:
-            assert plane.data.dtype == actual.format.element.name
+            assert plane.data.dtype == actual.format.data_dtype
+            assert plane.scale_inv.dtype == actual.format.scale_dtype
             assert_bits_equal(plane.data, oracle.data, f"{name}.data")
             assert_bits_equal(plane.scale_inv, oracle.scale_inv, f"{name}.scale_inv")
+            assert (plane.global_scale_inv is None) == (oracle.global_scale_inv is None)
+            if plane.global_scale_inv is not None:
+                assert_bits_equal(plane.global_scale_inv, oracle.global_scale_inv, f"{name}.global_scale_inv")
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, (0,), (16384,)], ids=str)
@@ -69,6 +89,62 @@ def test_formats(fmt, dtype):
     for out in DTYPES:
         assert_bits_equal(actual.dequantize(out), expected.dequantize(out), "rowwise")
         assert_bits_equal(columnwise.dequantize(out), expected.dequantize(out, usage=Usage.COLUMNWISE), "columnwise")
+
+
+def usages_of(fmt):
+    return [usage for usage in (*Usage.BOTH, Usage.BOTH) if fits(fmt, (128, 128), usage)]
+
+
+@pytest.mark.parametrize("cuttable", [True, False], ids=["8 devices", "1 device"])
+@pytest.mark.parametrize("fmt", BLOCKS, ids=str)
+def test_blocks(fmt, cuttable, monkeypatch):
+    """Every format in blocks, usage, dtype, kind of value and shape; decoding from each plane.
+
+    Shapes, dtypes and kinds take turns. Where only one device is, ops see memory as it is, and not in factors.
+    """
+    if not cuttable:
+        monkeypatch.setattr(jax, "device_count", lambda: 1)
+    start, step = BLOCKS.index(fmt), 4 if cuttable else 6
+    for j, usage in enumerate(usages_of(fmt)):
+        shapes = [*shapes_of(fmt, usage), *([(2, 3, 64)] if fits(fmt, (2, 3, 64), usage) else [])]
+        shapes = shapes[(start + j) % step :: step]
+        # The cache of jit knows nothing of devices: shapes of one device differ in an axis of length 1.
+        for i, shape in enumerate(shapes if cuttable else [(1, *shape) for shape in shapes]):
+            dtype, kinds = DTYPES[(i + j) % 3], TAME if i % 2 else KINDS
+            x = awkward_values(shape, seed=i, dtype=dtype, kinds=kinds)
+            actual = qj.quantize(x, fmt, usage=usage, seed=SEED)
+            expected = reference.quantize(x, fmt, usage, seed=SEED)
+            assert_quantized(actual, expected)
+            for each in usage:
+                values = actual.dequantize(DTYPES[i % 3], usage=each).reshape(shape)
+                assert_bits_equal(values, expected.dequantize(DTYPES[i % 3], usage=each), f"values, {each}")
+
+
+@pytest.mark.parametrize("fmt", [*BLOCKS[:6], *BLOCKS[-5:]], ids=str)
+def test_blocks_under_vmap(fmt):
+    """Each slice is a tensor of its own, twice over; `dequantize` of what comes out of vmap is that of each."""
+    x = awkward_values((2, 2, 64, 32), seed=4, kinds=TAME)
+    usage = usages_of(fmt)[-1]
+    q = jax.vmap(jax.vmap(lambda x: qj.quantize(x, fmt, usage=usage, seed=SEED)))(x)
+    assert q.shape == x.shape
+    for each in usage:
+        values = q.dequantize(usage=each)
+        for i in np.ndindex(2, 2):
+            whole = reference.quantize(x[i], fmt, usage, seed=SEED)
+            assert_quantized(jax.tree.map(lambda leaf, i=i: leaf[i], q), whole)
+            assert_bits_equal(values[i], whole.dequantize(usage=each))
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**64 - 1, 0x89ABCDEF << 32])
+def test_seeds_and_large_indices(seed):
+    """All 64 bits of a seed count, and of an index too: a shard far into the whole, in words of 32 bits."""
+    x = awkward_values((16, 64), kinds=("normal",))
+    assert_quantized(qj.quantize(x, STOCHASTIC, seed=seed), reference.quantize(x, STOCHASTIC, seed=seed))
+    for number in (3, 0x12345, 0xFFFFFFFF, 2**32, 0x123456789AB):
+        a = np.array([0, 1, 0xFFFF, 0x10000, 0xFFFFFFFF], np.uint32)
+        low, high = words_plus(words_times(jnp.asarray(a), number), (np.uint32(0xFFFFFFFF), np.uint32(1)))
+        want = [(int(i) * number + 0x1FFFFFFFF) % 2**64 for i in a]
+        assert [int(high_) << 32 | int(low_) for low_, high_ in zip(low, high, strict=True)] == want
 
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from([0x7FFFFFFF, 0x3FFFFFFF, 0x7F7FFFFF]))
@@ -145,7 +221,13 @@ X = np.ones((4, 32), np.float32)
         (lambda: qj.quantize(X, "FP8_E4M3"), TypeError, r"quantize: fmt \('FP8_E4M3'\) is not a qshard.formats.Format"),
         (lambda: qj.quantize(X, FP8_E4M3, usage="rowwise"), TypeError, r"quantize: usage \('rowwise'\)"),
         (lambda: qj.quantize(X, FP8_E4M3, usage=Usage(0)), TypeError, r"quantize: usage"),
-        (lambda: qj.quantize(X, formats.MXFP8_E4M3), NotImplementedError, r"fmt \(MXFP8_E4M3\) has blocks"),
+        (
+            lambda: qj.quantize(X, STOCHASTIC),
+            ValueError,
+            r"quantize: seed \(None\) is not what NVFP4\[rounding=stochastic\]",
+        ),
+        (lambda: qj.quantize(X, STOCHASTIC, seed=0.5), TypeError, r"quantize: seed \(0.5\) is not an integer, uint32"),
+        (lambda: qj.quantize(X, ROWS, usage=Usage.BOTH), ValueError, r"is not what NVFP4\[global_scale=row\] holds"),
         (lambda: qj.quantize(X[:, :31], formats.MXFP8_E4M3), ValueError, r"pad the columns to 32"),
         (lambda: qj.quantize(X, FP8_E4M3).dequantize(int), TypeError, r"dequantize: dtype \(int.*\) is not float32"),
         (lambda: qj.quantize(X, FP8_E4M3).plane(Usage.COLUMNWISE), ValueError, r"plane: usage \(Usage.COLUMNWISE\)"),

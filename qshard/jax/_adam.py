@@ -1,0 +1,267 @@
+"""Adam and AdamW as an optax `GradientTransformation`, on the kernel that `qshard.torch_bridge.Adam` has."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from qshard.jax import ops
+from qshard.jax._runs import reshape_as, split_rows
+from qshard.ops import OpSpec
+
+__all__ = ["AdamState", "ScaledState", "Transformation", "adam"]
+
+BLOCK = 128  # kAdamBlock of core/adam.h: elements of a row that share a scale.
+_SCALED = ("float16", "float8_e4m3fn", "float8_e5m2")
+_STATES = ("float32", "bfloat16", *_SCALED)
+_FLOATS_16 = ("bfloat16", "float16")
+
+
+class Transformation(NamedTuple):
+    """What optax calls a `GradientTransformation`: any pair of these two functions is one."""
+
+    init: Callable[[Any], Any]
+    update: Callable[..., tuple[Any, Any]]
+
+
+class ScaledState(NamedTuple):
+    """A moment in few bits: `data` as codes, of which every 128 of a row have one of `scale_inv` `[*lead, blocks]`."""
+
+    data: jax.Array
+    scale_inv: jax.Array
+
+
+class AdamState(NamedTuple):
+    """The state of `adam`: trees like the parameters, of arrays, `ScaledState`s, and None where there is no master."""
+
+    count: jax.Array  # type: ignore[assignment]  # Its name in optax, and that of a method of tuples.
+    mu: Any
+    nu: Any
+    master: Any
+
+
+def adam(
+    learning_rate: Any,
+    b1: Any = 0.9,
+    b2: Any = 0.999,
+    eps: Any = 1e-8,
+    weight_decay: Any = 0.0,
+    *,
+    decoupled: bool = True,
+    mu_dtype: Any = "float32",
+    nu_dtype: Any = "float32",
+    masters: bool = False,
+) -> Transformation:
+    """Adam, or AdamW, with states of few bits and float32 masters of 16-bit parameters.
+
+        m = b1 m + (1 - b1) g;   v = b2 v + (1 - b2) g g
+        u = m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps);   the update is -lr u
+        weight decay: g = g + decay p before, or, decoupled, u = u + decay p after
+
+    All arithmetic is float32, in the order that NUMERICS.md states, so the results are the same bits on every device,
+    and those of `qshard.torch_bridge.Adam`. Updates are float32. A state in float16 or FP8 has one float32 scale for
+    every 128 elements of the last axis, a power of two. A state of zeros stays zeros, and a second moment that is not 0
+    never becomes 0. Parameters with less than two axes keep float32 states in their place.
+
+    With masters, the update takes a parameter to its master, rounded: `optax.apply_updates` then gives the rounded
+    master exactly, unless that is less than 2^-15 of the parameter before. What is missing then comes with the next
+    update, since masters alone are carried on.
+
+    Args:
+      learning_rate: a number, an array of one, or a function of the number of steps before this one.
+      b1, b2, eps, weight_decay: numbers, or arrays of one, as `optax.inject_hyperparams` makes of them.
+      decoupled: whether weight decay is that of AdamW.
+      mu_dtype, nu_dtype: float32, bfloat16, float16, float8_e4m3fn or float8_e5m2.
+      masters: whether to keep the float32 values of 16-bit parameters.
+
+    Returns:
+      A pair `(init, update)`, for optax or for use as it is. optax need not be installed.
+
+    Raises:
+      TypeError: a dtype is not one of these.
+
+    Works under `jit` with arrays cut along any axes, without communication, if what is cut of the last axis is whole
+    blocks of 128, and in `shard_map`. Each array takes one kernel; donated states are updated in place.
+
+    >>> weights = {"w": jnp.ones((2, 256), jnp.bfloat16)}
+    >>> optimizer = adam(0.25, mu_dtype=jnp.float8_e4m3fn, masters=True)
+    >>> state = optimizer.init(weights)
+    >>> updates, state = optimizer.update(weights, state, weights)
+    >>> float(updates["w"][0, 0]), state.mu["w"].scale_inv.shape
+    (-0.25, (2, 2))
+
+    Sources: Kingma and Ba, arXiv:1412.6980; Loshchilov and Hutter, arXiv:1711.05101; optax, `adamw`.
+    """
+    dtypes = (_state_dtype("mu_dtype", mu_dtype), _state_dtype("nu_dtype", nu_dtype))
+    decay = "decoupled" if decoupled else "coupled"
+    if isinstance(weight_decay, int | float) and weight_decay == 0:
+        decay = "none"
+
+    def init(params: Any) -> AdamState:
+        tree: Any
+        leaves, tree = jax.tree.flatten(params)
+        mu, nu = ([_zeros(p, dtype) for p in leaves] for dtype in dtypes)
+        master = [p.astype(jnp.float32) if masters and str(p.dtype) in _FLOATS_16 else None for p in leaves]
+        return AdamState(jnp.zeros((), jnp.int32), *(tree.unflatten(part) for part in (mu, nu, master)))
+
+    def update(updates: Any, state: AdamState, params: Any = None) -> tuple[Any, AdamState]:
+        count = jnp.where(state.count < jnp.iinfo(jnp.int32).max, state.count + 1, state.count)
+        rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
+        numbers = [rate, *_as_two_floats(b1), *_as_two_floats(b2), eps, weight_decay, 1.0]
+        hyper = jnp.stack([jnp.asarray(number, jnp.float32).reshape(()) for number in numbers])
+        constants = ops.adam_constants(count.astype(jnp.float32), hyper)
+        tree: Any
+        leaves, tree = jax.tree.flatten(updates)
+        trees = [tree.flatten_up_to(part) for part in (state.mu, state.nu, state.master)]
+        old = [None] * len(leaves) if params is None else tree.flatten_up_to(params)
+        steps = [_step(constants, decay, *parts) for parts in zip(leaves, old, *trees, strict=True)]
+        made = [tree.unflatten([step[i] for step in steps]) for i in range(4)]
+        return made[0], AdamState(count, *made[1:])
+
+    return Transformation(init, update)
+
+
+def _state_dtype(name: str, dtype: Any) -> str:
+    found = str(jnp.dtype(dtype))
+    if found not in _STATES:
+        raise TypeError(f"adam: {name} ({found}) is not one of {', '.join(_STATES)}; name one")
+    return found
+
+
+def _zeros(p: jax.Array, dtype: str) -> Any:
+    if dtype not in _SCALED:
+        return jnp.zeros_like(p, dtype=dtype)
+    if p.ndim < 2:
+        return jnp.zeros_like(p, dtype=jnp.float32)
+    # A slice, for the scales to be where the parameter is.
+    return ScaledState(jnp.zeros_like(p, dtype=dtype), jnp.ones_like(p[..., ::BLOCK], dtype=jnp.float32))
+
+
+def _as_two_floats(value: Any) -> tuple[Any, Any]:
+    if not isinstance(value, int | float):
+        return value, 0.0
+    nearest = float(np.float32(value))
+    return nearest, value - nearest
+
+
+def _step(
+    constants: jax.Array, decay: str, grad: Any, param: Any, mu: Any, nu: Any, master: Any
+) -> tuple[jax.Array, Any, Any, Any]:
+    """Update, mu, nu and master of one parameter."""
+    low = "none" if master is None else "master"
+    if param is None and (decay != "none" or low != "none"):
+        raise ValueError("adam: params (None) are not there to decay, or to compare with masters; pass them to update")
+    if grad.size == 0:
+        return jnp.zeros_like(grad, dtype=jnp.float32), mu, nu, master
+    given = {"grad": grad, "param": param, "low": master}
+    for name, moment in (("exp_avg", mu), ("exp_avg_sq", nu)):
+        given[name] = moment.data if isinstance(moment, ScaledState) else moment
+        given[f"{name}_scale_inv"] = moment.scale_inv if isinstance(moment, ScaledState) else None
+    if decay == "none" and low == "none":
+        given["param"] = None
+    given = _cut_alike({name: array for name, array in given.items() if array is not None})
+    dtypes = tuple((name, str(array.dtype)) for name, array in given.items())
+    views, spread = _views(given, constants)
+    op = _op(dtypes)
+    results = op(spread, *views.values(), **_attributes(dict(dtypes), decay, low), batch=spread.ndim - 1)
+    made = dict(zip(_results(name for name, _ in dtypes), results, strict=True))
+    shaped = {name: _reshape_as(y, given["grad" if name == "update" else name]) for name, y in made.items()}
+
+    def joined(name: str) -> Any:
+        scale_inv = shaped.get(f"{name}_scale_inv")
+        return shaped[name] if scale_inv is None else ScaledState(shaped[name], scale_inv)
+
+    return shaped["update"], joined("exp_avg"), joined("exp_avg_sq"), shaped.get("low")
+
+
+def _attributes(dtypes: dict[str, str], decay: str, low: str) -> dict[str, Any]:
+    return {
+        "decay": decay,
+        "exp_avg_dtype": dtypes["exp_avg"],
+        "exp_avg_sq_dtype": dtypes["exp_avg_sq"],
+        "low": low,
+        "update": True,
+    }
+
+
+def _results(operands: Any) -> tuple[str, ...]:
+    return ("update", *(name for name in operands if name not in ("grad", "param")))
+
+
+@functools.cache
+def _op(dtypes: tuple[tuple[str, str], ...]) -> ops.Op:
+    """The op `adam` on one tensor as XLA can cut it: constants and scales for every element of the leading axes."""
+
+    def pattern(name: str) -> str:
+        return "*batch *blocks" if name.endswith("scale_inv") else "*batch *run"
+
+    names = [name for name, _ in dtypes]
+    kinds = {**dict(dtypes), "update": "float32"}
+    results = _results(names)
+    spec = OpSpec.parse(
+        "adam",
+        f"{', '.join(['constants', *names])} -> {', '.join(results)}",
+        f"{', '.join(['*batch 10', *map(pattern, names)])} -> {', '.join(map(pattern, results))}",
+        f"{', '.join(['float32', *(kinds[name] for name in names)])} -> {', '.join(kinds[name] for name in results)}",
+        "decay exp_avg_dtype exp_avg_sq_dtype low update",
+    )
+    in_place = {names.index(name) + 1: i for i, name in enumerate(results) if name in names}
+    return ops.Op(spec, in_place)
+
+
+def _cut_alike(given: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """On an Explicit mesh, every array cut as the state is."""
+    sharding = jax.typeof(given["exp_avg"]).sharding
+    if not sharding.mesh.explicit_axes:
+        return given
+    return {
+        name: array if name.endswith("scale_inv") else jax.sharding.reshard(array, sharding)
+        for name, array in given.items()
+    }
+
+
+def _views(given: dict[str, jax.Array], constants: jax.Array) -> tuple[dict[str, jax.Array], jax.Array]:
+    """Operands with the axes that XLA may cut in front, and the constants for every element of these."""
+    grad = given["grad"]
+    scaled = [name for name in given if name.endswith("scale_inv")]
+    if not ops.may_be_cut(grad):
+        return given, constants
+    if not scaled:
+        runs = {name: split_rows(array) for name, array in given.items()}
+        views, lead = {name: run.array for name, run in runs.items()}, runs["grad"].lead
+    elif grad.shape[-1] % BLOCK:
+        views, lead = given, grad.ndim - 1
+    else:
+        views, lead = {name: array if name in scaled else _blocks(array) for name, array in given.items()}, grad.ndim
+    sharding = jax.typeof(views["grad"]).sharding
+    cut = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:lead], None))
+    shape = (*views["grad"].shape[:lead], constants.shape[-1])
+    return views, lax.broadcast_in_dim(
+        constants, shape, (lead,), out_sharding=cut if sharding.mesh.explicit_axes else None
+    )
+
+
+def _blocks(x: jax.Array) -> jax.Array:
+    """`[..., K]` as `[..., K / 128, 128]`."""
+    sharding = jax.typeof(x).sharding
+    cut = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec, None))
+    shards = math.prod(sharding.mesh.shape[name] for name in ops.names_of(sharding.spec[-1]))
+    if x.shape[-1] // BLOCK % shards:
+        raise ValueError(
+            f"adam: parameter {x.shape} (last axis cut into {shards}) is not cut at blocks of {BLOCK}, which states in "
+            "few bits have scales for; cut another axis, or keep states in bfloat16"
+        )
+    shape = (*x.shape[:-1], x.shape[-1] // BLOCK, BLOCK)
+    return lax.reshape(x, shape, out_sharding=cut if sharding.mesh.explicit_axes else None)
+
+
+def _reshape_as(y: jax.Array, x: jax.Array) -> jax.Array:
+    return y if y.shape == x.shape else reshape_as(y, x)

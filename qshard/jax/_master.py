@@ -1,0 +1,215 @@
+"""`cast_master`: flat slices of master weights to quantized weights, with one max-reduction for all of them.
+
+The steps are `qshard.master`. All of it runs on what each device holds, inside `shard_map`: where the slice of a device
+starts is an operand, as one program serves all devices.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from qshard import master
+from qshard.formats import Format, Usage
+from qshard.jax import _multi
+from qshard.jax._array import Plane, QuantizedArray
+from qshard.jax._quantize import AxisName, Seed, axes_of, seed_of
+from qshard.jax._steps import STEPS as OPS
+from qshard.jax._steps import as_bits, as_float, word_pair
+from qshard.layout import Shape, plane
+from qshard.master import Bucket, MasterPlan, piece_bytes
+
+__all__ = ["cast_master", "join_pieces"]
+
+Start = int | jax.Array
+
+
+def cast_master(
+    weights: Sequence[QuantizedArray] | None,
+    masters: Sequence[jax.Array],
+    starts: Sequence[Start] | jax.Array,
+    axis_name: AxisName = None,
+    *,
+    plan: MasterPlan,
+    seeds: Sequence[Seed] | None = None,
+) -> list[Any]:
+    """The codes of slices of master weights, and the scales of the whole weights.
+
+    The codes are those of `quantize(master)` of the whole master, or of the master rounded to a dtype first, as `plan`
+    says: gathered, slices are its bits.
+
+    Args:
+      weights: whole weights, of whose codes those of the slice change; None: make pieces.
+      masters: for each weight this device's slice, flat, of the dtype of the plan; maybe empty.
+      starts: index of the first element of each slice in its weight: ints, traced integers, or, for weights of 2**31
+        elements and more, uint32 `[n, 2]`, low words first. What is past the end of a weight is padding, so slices of
+        one length serve all devices.
+      axis_name: the mesh axes over which the slices are cut, inside `shard_map`. None: there are no others, or they
+        share no block and no scale (`qshard.master.plan_shards`).
+      plan: `qshard.master.plan_master` of the weights; static.
+      seeds: of stochastic rounding, one for each weight, as `quantize` takes them; others each step.
+
+    Returns:
+      With weights, those weights as they are now: a `QuantizedArray` each, of the plane that the plan makes. With None,
+      a `Plane` each: `data` is uint8 `[piece_bytes(format, length)]`, the codes from the byte of the first element on,
+      where the half of a byte that belongs to another device is 0; scales are of the whole.
+
+    Raises:
+      ValueError: lists are not of one length, or seeds are missing.
+
+    Inside `shard_map`: codes vary over `axis_name`, scales do not. One all-reduce of int32, whatever the number of
+    weights; one custom call for each format and step.
+
+    >>> from qshard.formats import FP8_E4M3
+    >>> from qshard.master import plan_master
+    >>> plan = plan_master([(2, 2)], FP8_E4M3)
+    >>> (piece,) = cast_master(None, [jnp.array([2.0, 3.0, 4.0])], [1], plan=plan)
+    >>> piece.data, piece.scale_inv
+    (Array([118, 122, 126], dtype=uint8), Array(0.00892857, dtype=float32))
+
+    Sources: TransformerEngine `quantize_master_weights`.
+    """
+    n = len(plan.shapes)
+    if len(masters) != n or (weights is not None and len(weights) != n):
+        raise ValueError(f"cast_master: {len(masters)} masters are not one for each of {n} weights; give empty ones")
+    flat = [jnp.reshape(m, -1) for m in masters]
+    for i, (m, usage) in enumerate(zip(flat, plan.usages, strict=True)):
+        if str(m.dtype) != plan.dtype:
+            raise TypeError(f"cast_master: masters[{i}] ({m.dtype}) is not {plan.dtype}, as the plan has it; cast it")
+        if weights is not None and (weights[i].format != plan.formats[i] or weights[i].shape != plan.shapes[i]):
+            raise ValueError(f"cast_master: weights[{i}] ({weights[i]}) is not what the plan has; plan with its shape")
+        if weights is not None:
+            weights[i].plane(usage)
+    if weights is None:
+        data = [jnp.zeros(piece_bytes(fmt, m.size), jnp.uint8) for fmt, m in zip(plan.formats, flat, strict=True)]
+    else:
+        data = [_bytes(w.plane(usage).data) for w, usage in zip(weights, plan.usages, strict=True)]
+    names = axes_of(axis_name)
+    made = master.cast_master(
+        STEPS,
+        data,
+        flat,
+        _words(starts, n),
+        (lambda amax: as_float(lax.pmax(as_bits(amax), names))) if names else None,
+        plan=plan,
+        pieces=weights is None,
+        seeds=None if seeds is None else jnp.stack([seed_of(seed) for seed in seeds]),
+    )
+    if weights is None:
+        return [Plane(*parts) for parts in made]
+    return [_with_plane(*each) for each in zip(weights, plan.usages, made, strict=True)]
+
+
+def join_pieces(
+    pieces: jax.Array, starts: Sequence[Start] | jax.Array, fmt: Format, shape: Shape, usage: Usage = Usage.ROWWISE
+) -> jax.Array:
+    """The codes of a weight from those of its slices. The two halves of a byte that slices share meet by OR.
+
+    Args:
+      pieces: uint8 `[slices, bytes]`, what `jax.lax.all_gather` makes of the `data` of pieces of one length.
+      starts: of the slices, in elements: as for `cast_master`.
+      fmt, shape, usage: of the whole weight and its plane.
+
+    Returns:
+      `data` of the plane, in the shape of `layout.plane`.
+    """
+    count, room = pieces.shape
+    data_shape = plane(fmt, shape, usage, op="join_pieces").data_shape
+    size = int(np.prod(data_shape))
+    words = _words(starts, count)
+    per_byte = fmt.element.codes_per_byte
+    # Less than 2**32 bytes; a piece past the end goes to the room there.
+    first = words[:, 0] if per_byte == 1 else words[:, 0] >> 1 | words[:, 1] << 31
+    past = (words[:, 1] >= per_byte) | (first > size)
+    first = jnp.where(past, np.uint32(size), first)
+    whole, pieces, first = _multi.varying_alike([jnp.zeros(size + room, jnp.uint8), pieces, first])
+
+    def join(i: Any, joined: jax.Array) -> jax.Array:
+        there = lax.dynamic_slice(joined, (first[i],), (room,))
+        return lax.dynamic_update_slice(joined, there | pieces[i], (first[i],))
+
+    codes = lax.fori_loop(0, count, join, whole)[:size].reshape(data_shape)
+    return codes if fmt.data_dtype == "uint8" else lax.bitcast_convert_type(codes, jnp.dtype(fmt.data_dtype))
+
+
+class _Steps:
+    """The ops of `qshard.master` on local arrays."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(OPS, name)
+
+    def amax_slices(self, *operands: Any, **attributes: Any) -> jax.Array:
+        changed: jax.Array = _multi.bind("amax_slices")(*operands, **attributes)
+        return changed
+
+    def cast_slices(self, *operands: Any, **attributes: Any) -> list[jax.Array]:
+        changed: list[jax.Array] = _multi.bind("cast_slices")(*operands, **attributes)
+        return changed
+
+    def cast_slices_stochastic(self, *operands: Any, **attributes: Any) -> list[jax.Array]:
+        changed: list[jax.Array] = _multi.bind("cast_slices_stochastic")(*operands, **attributes)
+        return changed
+
+    @staticmethod
+    def zeros(count: int) -> jax.Array:
+        return jnp.zeros(count, jnp.float32)
+
+    @staticmethod
+    def joined(arrays: Sequence[jax.Array]) -> jax.Array:
+        return jnp.concatenate(_multi.varying_alike(arrays))
+
+    @staticmethod
+    def of_bucket(pairs: jax.Array, bucket: Bucket) -> jax.Array:
+        return pairs if bucket.indices == tuple(range(pairs.shape[0])) else pairs[np.array(bucket.indices)]
+
+    @staticmethod
+    def repeated(values: jax.Array, bucket: Bucket) -> jax.Array:
+        parts, at = [], 0
+        for count, each in bucket.repeats:
+            parts.append(jnp.broadcast_to(values[at : at + count, None], (count, each)).reshape(-1))
+            at += count
+        return jnp.concatenate(parts)
+
+
+STEPS = _Steps()
+
+
+def _words(numbers: Sequence[Start] | jax.Array, n: int) -> jax.Array:
+    """Numbers of 64 bits as uint32 `[n, 2]`, low words first."""
+    if isinstance(numbers, jax.Array | np.ndarray) and numbers.ndim == 2:
+        words = jnp.asarray(numbers).astype(jnp.uint32)
+    else:
+        pairs = [_pair(number) for number in numbers]
+        words = jnp.stack(_multi.varying_alike(pairs)) if pairs else jnp.zeros((0, 2), jnp.uint32)
+    if words.shape != (n, 2):
+        raise ValueError(f"cast_master: starts {words.shape} is not one number for each of {n} weights; give (n,)")
+    return words
+
+
+def _pair(number: Start) -> jax.Array:
+    if isinstance(number, int | np.integer):
+        return jnp.asarray(word_pair(int(number)))
+    number = jnp.asarray(number)
+    wide = number.dtype.itemsize == 8
+    high = (number >> 32).astype(jnp.uint32) if wide else jnp.zeros_like(number, jnp.uint32)
+    return jnp.stack([(number & 0xFFFFFFFF if wide else number).astype(jnp.uint32), high])
+
+
+def _bytes(data: jax.Array) -> jax.Array:
+    return data if data.dtype == jnp.uint8 else lax.bitcast_convert_type(data, jnp.uint8)
+
+
+def _with_plane(weight: QuantizedArray, usage: Usage, parts: Any) -> QuantizedArray:
+    """The weight with one new plane. Its other plane would be of other numbers."""
+    dtype = weight.plane(usage).data.dtype
+    data = parts.data if dtype == jnp.uint8 else lax.bitcast_convert_type(parts.data, dtype)
+    new = Plane(data, parts.scale_inv, parts.global_scale_inv)
+    if usage is Usage.ROWWISE:
+        return dataclasses.replace(weight, rowwise=new, columnwise=None)
+    return dataclasses.replace(weight, rowwise=None, columnwise=new)

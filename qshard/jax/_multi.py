@@ -1,0 +1,79 @@
+"""Ops on lists of arrays: one custom call for all weights of a model.
+
+Such an op changes operands in place: those that `ffi/ops.def` names as its results. XLA copies an operand that is
+needed elsewhere, and reuses the memory of one that is not, as of a donated argument.
+
+They run on what each device has: eagerly, under `jit` on one device, and inside `shard_map`, where results vary over
+the mesh axes that any operand varies over. XLA cannot cut them; under `jit` alone it would gather sharded operands.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from qshard.jax.ops import _encoded, _target
+from qshard.ops import multi_table
+
+__all__ = ["bind", "varying_alike"]
+
+
+@functools.cache
+def bind(name: str) -> Callable[..., Any]:
+    """The function of an op: takes its operands, arrays or lists of arrays, and by keyword its attributes.
+
+    It returns what the op has changed: an array or a list for each result, a tuple if there are several.
+
+    Args:
+      name: in `qshard.ops.multi_table()`.
+    """
+    spec = multi_table()[name]
+
+    def run(*operands: Any, **attributes: Any) -> Any:
+        spec.check_attributes(attributes)
+        lists = [
+            [jnp.asarray(x) for x in operand] if o.many else [jnp.asarray(operand)]
+            for o, operand in zip(spec.inputs, operands, strict=True)
+        ]
+        flat = varying_alike([x for arrays in lists for x in arrays])
+        begins = np.cumsum([0, *map(len, lists)])
+        written = [next(i for i, o in enumerate(spec.inputs) if o.name == out.name) for out in spec.outputs]
+        positions = [p for i in written for p in range(begins[i], begins[i + 1])]
+        call = jax.ffi.ffi_call(
+            _target(name),
+            [_result(flat[p]) for p in positions],
+            input_output_aliases={p: r for r, p in enumerate(positions)},
+        )
+        results = iter(call(*flat, **{key: _attribute(value) for key, value in attributes.items()}))
+        changed = [[next(results) for _ in lists[i]] for i in written]
+        made = [arrays if out.many else arrays[0] for out, arrays in zip(spec.outputs, changed, strict=True)]
+        return made[0] if len(made) == 1 else tuple(made)
+
+    run.__name__ = name
+    return run
+
+
+def varying_alike(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """The arrays, all varying over the manual mesh axes that any of them varies over."""
+    varying = frozenset[Any]().union(*(jax.typeof(a).manual_axis_type.varying for a in arrays))
+    alike = []
+    for array in arrays:
+        missing = tuple(sorted(varying - jax.typeof(array).manual_axis_type.varying))
+        alike.append(lax.pcast(array, missing, to="varying") if missing else array)
+    return alike
+
+
+def _result(array: jax.Array) -> Any:
+    """The type of an operand, with the axes it varies over, as a result."""
+    aval = jax.typeof(array)
+    return aval.update(weak_type=False)
+
+
+def _attribute(value: Any) -> Any:
+    return np.asarray(value, np.int64) if isinstance(value, tuple | list) else _encoded(value)

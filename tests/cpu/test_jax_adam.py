@@ -1,0 +1,200 @@
+"""`qshard.jax.adam`: the bits of the torch optimizer, in every mode of JAX; optax's own Adam in float32."""
+
+import functools
+import operator
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax")
+torch = pytest.importorskip("torch")
+optax = pytest.importorskip("optax")
+import jax.numpy as jnp  # noqa: E402
+from jax.sharding import AxisType, NamedSharding  # noqa: E402
+from jax.sharding import PartitionSpec as P  # noqa: E402
+
+from awkward import assert_bits_equal  # noqa: E402
+from qshard.jax import adam  # noqa: E402
+from qshard.torch_bridge import Adam  # noqa: E402
+
+SHAPES = {"w": (16, 384), "odd": (4, 100), "b": (24,), "s": ()}
+STEPS = 4
+SETTINGS = {
+    "float32": {},
+    "bfloat16 float16": {"mu_dtype": "bfloat16", "nu_dtype": "float16", "masters": True},
+    "float8": {"mu_dtype": jnp.float8_e4m3fn, "nu_dtype": jnp.float8_e5m2, "masters": True},
+    "coupled": {"decoupled": False, "nu_dtype": "float8_e4m3fn"},
+}
+every_setting = pytest.mark.parametrize("settings", list(SETTINGS.values()), ids=list(SETTINGS))
+
+
+def draw(seed, dtype=np.float32):
+    rng = np.random.default_rng(seed)
+    return {name: rng.standard_normal(shape).astype(dtype) for name, shape in SHAPES.items()}
+
+
+def dtype_of(settings):
+    return ml_dtypes.bfloat16 if settings.get("masters") else np.float32
+
+
+def train(transformation, params, dtype=np.float32):
+    state = transformation.init(params)
+
+    @jax.jit
+    def step(grads, state, params):
+        updates, state = transformation.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    for seed in range(STEPS):
+        params, state = step(draw(seed, dtype), state, params)
+    return params, state
+
+
+def assert_trees_equal(a, b):
+    for (path, x), y in zip(jax.tree.leaves_with_path(a), jax.tree.leaves(b), strict=True):
+        assert_bits_equal(np.asarray(x), np.asarray(y), jax.tree_util.keystr(path))
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_float32_is_optax_adamw(weight_decay):
+    """Over four steps of 1e-2, whose updates have sizes of about 1e-2: within 1e-4 of that, as roundings differ."""
+    ours, _ = train(adam(1e-2, weight_decay=weight_decay), draw(9))
+    theirs, _ = train(optax.adamw(1e-2, weight_decay=weight_decay), draw(9))
+    for name in SHAPES:
+        np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-6, atol=1e-6)
+
+
+@every_setting
+def test_bits_are_those_of_torch(settings):
+    dtype = dtype_of(settings)
+    params, state = train(adam(1e-2, weight_decay=0.1, **settings), draw(9, dtype), dtype)
+
+    def tensor(x):
+        return torch.from_numpy(np.array(x, np.float32)).to(torch.bfloat16 if dtype != np.float32 else torch.float32)
+
+    weights = {name: torch.nn.Parameter(tensor(x)) for name, x in draw(9, dtype).items()}
+    optimizer = Adam(
+        weights.values(),
+        lr=1e-2,
+        weight_decay=0.1,
+        decoupled_weight_decay=settings.get("decoupled", True),
+        exp_avg_dtype=getattr(torch, str(jnp.dtype(settings.get("mu_dtype", "float32")))),
+        exp_avg_sq_dtype=getattr(torch, str(jnp.dtype(settings.get("nu_dtype", "float32")))),
+        master_weights="float32" if settings.get("masters") else None,
+    )
+    for seed in range(STEPS):
+        for name, grad in draw(seed, dtype).items():
+            weights[name].grad = tensor(grad)
+        optimizer.step()
+
+    def same(x, y):
+        y = y.detach()
+        y = y.view(torch.uint8) if y.dtype.itemsize == 1 else y
+        y = y.view(torch.int16).numpy().view(ml_dtypes.bfloat16) if y.dtype == torch.bfloat16 else y.numpy()
+        assert_bits_equal(np.asarray(x), y)
+
+    for name, weight in weights.items():
+        same(params[name], weight)
+        of_torch = optimizer.state[weight]
+        for moment, key in ((state.mu[name], "exp_avg"), (state.nu[name], "exp_avg_sq")):
+            same(getattr(moment, "data", moment) if isinstance(moment, tuple) else moment, of_torch[key])
+            if isinstance(moment, tuple):
+                same(moment.scale_inv, of_torch[f"{key}_scale_inv"])
+        if state.master[name] is not None:
+            same(state.master[name], of_torch["master"])
+
+
+def mesh_of(kind):
+    return jax.make_mesh((4, 2), ("a", "b"), axis_types=(kind, kind))
+
+
+@every_setting
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_sharded_arrays_give_the_same_bits(settings, kind):
+    dtype = dtype_of(settings)
+    transformation = adam(lambda count: 1e-2 / (1 + count), weight_decay=0.1, **settings)
+    expected = train(transformation, draw(9, dtype), dtype)
+    cuts = {"w": P("a", None), "odd": P("a", "b"), "b": P("b"), "s": P()}
+    if kind is AxisType.Explicit:
+        cuts["odd"] = P("a", None)
+    mesh = mesh_of(kind)
+    with jax.sharding.set_mesh(mesh):
+        params = {name: jax.device_put(x, NamedSharding(mesh, cuts[name])) for name, x in draw(9, dtype).items()}
+        made = train(transformation, params, dtype)
+        assert_trees_equal(made, expected)
+        assert made[0]["w"].sharding.is_equivalent_to(params["w"].sharding, 2)
+
+
+@every_setting
+def test_whole_blocks_are_updated_where_they_are(settings):
+    """No collective, with rows and blocks of columns cut."""
+    mesh = mesh_of(AxisType.Auto)
+    w = jax.device_put(np.ones((16, 512), dtype_of(settings)), NamedSharding(mesh, P("a", "b")))
+    transformation = adam(1e-2, weight_decay=0.1, **settings)
+    state = transformation.init({"w": w})
+    program = jax.jit(transformation.update).lower({"w": w}, state, {"w": w}).compile().as_text()
+    for collective in ("all-gather", "all-reduce", "all-to-all", "collective-permute"):
+        assert collective not in program
+
+
+@every_setting
+def test_shard_map_updates_in_place(settings):
+    mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,))
+    params = {"w": jnp.asarray(draw(1)["w"], dtype_of(settings)), "b": jnp.asarray(draw(1)["b"], dtype_of(settings))}
+    transformation = adam(1e-2, weight_decay=0.1, **settings)
+    state = transformation.init(params)
+    expected = transformation.update(params, state, params)
+    specs = jax.tree.map(lambda x: P("a") if x.ndim else P(), state)
+    local = jax.jit(
+        jax.shard_map(transformation.update, mesh=mesh, in_specs=(P("a"), specs, P("a")), out_specs=(P("a"), specs)),
+        donate_argnums=1,
+    )
+    assert "output_to_operand_aliasing" in local.lower(params, state, params).compile().as_text()
+    assert_trees_equal(local(params, state, params), expected)
+
+
+def test_vmap_is_a_stack():
+    transformation = adam(1e-2, weight_decay=0.1, mu_dtype="float8_e4m3fn", nu_dtype="float16")
+    stack = jnp.asarray(np.stack([draw(1)["w"], draw(2)["w"]]))
+    state = jax.vmap(transformation.init)(stack)
+    updates, after = jax.vmap(transformation.update)(stack, state, stack)
+    for i in range(2):
+        one = functools.partial(jax.tree.map, operator.itemgetter(i))
+        assert_trees_equal(one((updates, after)), transformation.update(*one((stack, state, stack))))
+
+
+def test_it_is_an_optax_transformation():
+    chain = optax.chain(optax.clip_by_global_norm(1.0), adam(1e-2))
+    train(chain, draw(9))
+    injected = optax.inject_hyperparams(adam)(learning_rate=1e-2, b2=0.99)
+    ours, state = train(injected, draw(9))
+    assert float(state.hyperparams["learning_rate"]) == np.float32(1e-2)
+    theirs, _ = train(optax.adam(1e-2, b2=0.99), draw(9))
+    np.testing.assert_allclose(ours["w"], theirs["w"], rtol=1e-5, atol=1e-5)
+    masked = optax.masked(adam(1e-2), {"w": True, "odd": False, "b": False, "s": True})
+    train(masked, draw(9))
+
+
+def test_masters_heal_what_a_parameter_could_not_take():
+    """An update is a difference. What rounding lost of it comes with the next, since only the master goes on."""
+    transformation = adam(1.0, b1=0.0, b2=0.0, eps=0.0, masters=True)
+    params = {"w": jnp.asarray([[1.0, 1.0]], jnp.bfloat16)}
+    state = transformation.init(params)
+    state = state._replace(master={"w": jnp.asarray([[1.0 + 1e-6, 1.0 + 2.0**-9]], jnp.float32)})
+    grads = {"w": jnp.ones((1, 2), jnp.bfloat16)}
+    updates, state = transformation.update(grads, state, params)
+    params = optax.apply_updates(params, updates)
+    np.testing.assert_allclose(state.master["w"], [[1e-6, 2.0**-9]], rtol=0.1)
+    updates, state = transformation.update({"w": jnp.zeros((1, 2), jnp.bfloat16)}, state, params)
+
+
+def test_errors():
+    with pytest.raises(TypeError, match=r"mu_dtype \(int8\) is not one of float32"):
+        adam(1e-2, mu_dtype="int8")
+    transformation = adam(1e-2, weight_decay=0.1)
+    grads = {"w": jnp.ones((2, 2))}
+    with pytest.raises(ValueError, match=r"params \(None\) are not there to decay"):
+        transformation.update(grads, transformation.init(grads))
+    plain = adam(1e-2)
+    plain.update(grads, plain.init(grads))

@@ -1,0 +1,305 @@
+"""Delayed scaling in JAX: casts under scales of earlier steps, amaxes that gradients bring, one update for a model."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from awkward import assert_bits_equal
+from hlo import collectives
+from qshard import reference
+from qshard.jax import init_delayed, linear, merge_observed, spread_states, update_delayed
+from qshard.recipes import CurrentScaling, DelayedScaling, Role
+
+RECIPE = DelayedScaling(history=3, margin=1)
+ROLES = [role.value for role in Role]
+
+
+def values(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+X, W, DY = values(16, 64), values(32, 64, seed=1), values(16, 32, seed=2)
+
+
+def state_with(**scales):
+    """A state with these scales."""
+    fresh = init_delayed(RECIPE)
+    return type(fresh)(
+        **{role: dataclasses.replace(getattr(fresh, role), scale=jnp.float32(scale)) for role, scale in scales.items()}
+    )
+
+
+STATE = state_with(weight=3.0, activation=7.3, gradient=0.77)
+
+
+def step(x, w, state, dy, recipe=RECIPE, **options):
+    """y, and the gradients of sum(y * dy) by x, w and the state."""
+    y, vjp = jax.vjp(lambda x, w, state: linear(x, w, recipe, state=state, **options), x, w, state)
+    return y, *vjp(dy)
+
+
+def assert_amaxes(observed, x=X, w=W, dy=DY):
+    for role, tensor in zip(ROLES, (w, x, dy), strict=True):
+        assert_bits_equal(getattr(observed, role).scale, reference.amax(tensor), role)
+
+
+def assert_states_equal(actual, expected):
+    for got, want in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert_bits_equal(got, np.asarray(want))
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_step(jitted):
+    """Operands are the oracle's under the given scales, products are those of float64, and amaxes are exact."""
+    run = jax.jit(step) if jitted else step
+    y, dx, dw, observed = run(X, W, STATE, DY)
+    xq, wq, dyq = (
+        reference.quantize(a, RECIPE.format(role), scale=getattr(STATE, role.value).scale)
+        .dequantize(np.float32)
+        .astype(np.float64)
+        for a, role in ((X, Role.ACTIVATION), (W, Role.WEIGHT), (DY, Role.GRADIENT))
+    )
+    for got, want in ((y, xq @ wq.T), (dx, dyq @ wq), (dw, dyq.T @ xq)):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
+    assert_amaxes(observed)
+    np.testing.assert_array_equal(linear(X, W, RECIPE, state=STATE), y)
+
+
+@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
+def test_update(algorithm):
+    """The oracle's, for all tensors, stacked layers among them, over steps with amaxes of 0, infinity and NaN."""
+    recipe = DelayedScaling(history=3, margin=1, algorithm=algorithm)
+    states = {"a": init_delayed(recipe), "b": [init_delayed(recipe, shape=(2,))]}
+    want = jax.tree.map(np.asarray, states)
+    eagerly = functools.partial(update_delayed, recipe=recipe)
+    update = jax.jit(eagerly)
+    for i, factor in enumerate([1.0, 0.0, 100.0, np.inf, 0.5, np.nan, 3.0, 2.0]):
+        layers = [(X * np.float32(factor), W, DY), (X, W * np.float32(factor), DY), (X, W, DY)]
+        own = [states["a"], *(jax.tree.map(lambda leaf, j=j: leaf[j], states["b"][0]) for j in range(2))]
+        seen = [step(x, w, state, dy, recipe)[-1] for (x, w, dy), state in zip(layers, own, strict=True)]
+        amaxes = {"a": seen[0], "b": [jax.tree.map(lambda *leaves: jnp.stack(leaves), *seen[1:])]}
+        states = (update if i % 2 else eagerly)(states, amaxes)
+        for role in ROLES:
+            for pick in (lambda tree: tree["a"], lambda tree: tree["b"][0]):
+                old, new, amax = (getattr(pick(tree), role) for tree in (want, states, amaxes))
+                scale, history = reference.delayed_scale_update(
+                    old.scale,
+                    old.amax_history,
+                    amax.scale,
+                    recipe.format(Role(role)).element,
+                    margin=1,
+                    algorithm=algorithm,
+                )
+                assert_bits_equal(new.scale, scale)
+                assert_bits_equal(new.amax_history, history)
+        want = jax.tree.map(np.asarray, states)
+
+
+def test_one_update_for_a_model():
+    """As many kernels as element formats, and no more reads of states than that."""
+    states = [init_delayed(RECIPE, shape=(4,)) for _ in range(5)]
+    text = jax.jit(functools.partial(update_delayed, recipe=RECIPE)).lower(states, states).as_text()
+    assert text.count("@qshard_update_delayed_scale") == 2
+
+
+def scanned(states, ws, x, remat):
+    def layer(h, layer):
+        w, state = layer
+        return jnp.tanh(linear(h, w, RECIPE, state=state)), None
+
+    layer = jax.checkpoint(layer) if remat else layer
+    return jnp.sum(jax.lax.scan(layer, x, (ws, states))[0] ** 2)
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_scan_and_remat(remat):
+    """Layers in a loop bring the amaxes of layers one after the other."""
+    ws = values(3, 64, 64, seed=4) / 8
+    states = init_delayed(RECIPE, shape=(3,))
+
+    def unrolled(states):
+        h = X
+        for i in range(3):
+            h = jnp.tanh(linear(h, ws[i], RECIPE, state=jax.tree.map(lambda leaf, i=i: leaf[i], states)))
+        return jnp.sum(h**2)
+
+    got = jax.jit(jax.grad(lambda states: scanned(states, ws, X, remat)))(states)
+    want = jax.jit(jax.grad(unrolled))(states)
+    assert_states_equal(update_delayed(states, got, RECIPE), update_delayed(states, want, RECIPE))
+
+
+def loss(state, x, w=W):
+    return jnp.sum(jnp.sin(linear(x, w, RECIPE, state=state)))
+
+
+BATCHES = np.stack([X, 5 * X, X / 3])
+
+
+def largest():
+    return reference.amax(BATCHES)
+
+
+def test_microbatches():
+    """Merged in a Python loop and in a scan, from zeros on: the maximum, however many there are."""
+    zeros = jax.tree.map(jnp.zeros_like, STATE)
+    merged = zeros
+    for x in BATCHES:
+        merged = merge_observed(merged, jax.grad(loss)(STATE, x))
+    assert_bits_equal(merged.activation.scale, largest())
+
+    def accumulate(amaxes, x):
+        return merge_observed(amaxes, jax.grad(loss)(STATE, x)), None
+
+    scanned, _ = jax.jit(lambda batches: jax.lax.scan(accumulate, zeros, batches))(BATCHES)
+    assert_states_equal(scanned, merged)
+    assert_bits_equal(update_delayed(STATE, scanned, RECIPE).activation.amax_history[-1], largest())
+
+
+def test_shared_state():
+    """Calls that share a state, in a loop inside of what is differentiated: each has a copy."""
+
+    def total(state):
+        copies = spread_states(state, len(BATCHES))
+        return jax.lax.scan(lambda sum_, each: (sum_ + loss(*each), None), 0.0, (copies, BATCHES))[0]
+
+    amaxes = jax.jit(jax.grad(total))(STATE)
+    assert_bits_equal(amaxes.activation.scale, largest())
+    assert_bits_equal(amaxes.weight.scale, reference.amax(W))
+    update_delayed(STATE, amaxes, RECIPE)
+
+
+def summed_by_jax(state):
+    return sum(loss(state, x) for x in BATCHES)
+
+
+MISUSES = {
+    "summed by JAX": lambda: jax.grad(summed_by_jax)(STATE),
+    "summed": lambda: jax.tree.map(jnp.add, jax.grad(loss)(STATE, X), jax.grad(loss)(STATE, 5 * X)),
+    "mean": lambda: jax.tree.map(lambda a, b: (a + b) / 2, *(jax.grad(loss)(STATE, x) for x in BATCHES[:2])),
+    "scaled": lambda: jax.tree.map(lambda leaf: leaf * 0.5, jax.grad(loss)(STATE, X)),
+    "rounded": lambda: jax.tree.map(lambda leaf: leaf.astype("bfloat16").astype("float32"), jax.grad(loss)(STATE, X)),
+    "summed, then merged": lambda: merge_observed(jax.grad(summed_by_jax)(STATE), jax.grad(loss)(STATE, X)),
+}
+
+
+@pytest.mark.parametrize("name", MISUSES)
+def test_no_misuse_is_silent(name):
+    """An error, or, where it cannot be known in time, a scale that is NaN."""
+    amaxes = MISUSES[name]()
+    with pytest.raises(ValueError, match=r"update_delayed: amaxes are not as linear gave them, but summed, averaged"):
+        update_delayed(STATE, amaxes, RECIPE)
+    new = jax.jit(functools.partial(update_delayed, recipe=RECIPE))(STATE, amaxes)
+    assert np.isnan(new.activation.scale)
+
+
+def test_unused_states_stay():
+    """A layer that a step has not used brings zeros, which change nothing."""
+    zeros = jax.grad(lambda state: 0.0 * state.weight.scale)(STATE)
+    assert_states_equal(update_delayed(STATE, zeros, RECIPE), STATE)
+
+
+KINDS = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
+EXPECTED = jax.tree.map(np.asarray, jax.jit(step)(X, W, STATE, DY))
+
+
+def assert_step(actual):
+    for got, want in zip(actual[:3], EXPECTED[:3], strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
+    assert_states_equal(actual[3], EXPECTED[3])
+
+
+@KINDS
+def test_fsdp(kind):
+    """The step of one device: amaxes of all shards, as integers; codes gathered."""
+    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(kind,))
+    rows = NamedSharding(mesh, P("fsdp"))
+    program = jax.jit(functools.partial(step, weight_spec=P("fsdp", None), gather_axis="fsdp"))
+    with jax.set_mesh(mesh):
+        x, w, dy = jax.device_put((X, W, DY), (rows, rows, rows))
+        state = jax.device_put(STATE, NamedSharding(mesh, P()))
+        compiled = program.lower(x, w, state, dy).compile()
+        assert_step(compiled(x, w, state, dy))
+    gathers = [results for kind, results in collectives(compiled) if kind == "all-gather"]
+    assert gathers == [("u8[32,64]",)] * 2
+    reduced = [array for kind, arrays in collectives(compiled) if kind == "all-reduce" for array in arrays]
+    assert sorted(array for array in reduced if array.startswith("s32")) == ["s32[]"] * 3
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_fsdp_in_shard_map(check_vma):
+    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
+    local = functools.partial(step, gather_axis="fsdp", axis_name="fsdp")
+    cut = P("fsdp")
+    program = jax.shard_map(
+        local, mesh=mesh, in_specs=(cut, cut, P(), cut), out_specs=(cut, cut, cut, P()), check_vma=check_vma
+    )
+    assert_step(jax.jit(program)(X, W, STATE, DY))
+
+
+def test_reduction_of_all_amaxes_at_once():
+    """States that vary over the mesh bring the amaxes of each device, and the update reduces all in one."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+
+    def local(x, w, state, dy):
+        mine = jax.tree.map(lambda leaf: jax.lax.pcast(leaf, "data", to="varying"), state)
+        amaxes = jax.grad(lambda state: jnp.sum(linear(x, w, RECIPE, state=state) * dy))(mine)
+        return update_delayed(state, amaxes, RECIPE, axis_name="data")
+
+    program = jax.shard_map(local, mesh=mesh, in_specs=(P("data"), P(), P(), P("data")), out_specs=P())
+    compiled = jax.jit(program).lower(X, W, STATE, DY).compile()
+    assert_states_equal(compiled(X, W, STATE, DY), update_delayed(STATE, EXPECTED[3], RECIPE))
+    assert sum(len(arrays) for _, arrays in collectives(compiled)) == 2  # one of each element format
+
+
+def test_it_trains():
+    """A linear map is fitted as well as with current scaling, from the second step on."""
+    target, recipe = values(64, 64, seed=7) / 8, DelayedScaling()
+
+    @jax.jit
+    def train(w, state, x):
+        def loss(w, state):
+            return jnp.mean((linear(x, w, recipe, state=state) - x @ target.T) ** 2)
+
+        value, (dw, amaxes) = jax.value_and_grad(loss, argnums=(0, 1))(w, state)
+        return w - 8 * dw, update_delayed(state, amaxes, recipe), value
+
+    w, state, losses = values(64, 64, seed=8) / 100, init_delayed(recipe), []
+    for i in range(30):
+        w, state, value = train(w, state, values(256, 64, seed=i))
+        losses.append(value)
+    assert losses[-1] < 0.05 * losses[0]
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (
+            lambda: linear(X, W, RECIPE),
+            ValueError,
+            r"linear: state \(None\) is not what DelayedScaling",
+        ),
+        (
+            lambda: linear(X, W, CurrentScaling(), state=STATE),
+            ValueError,
+            r"state \(one\) is not what CurrentScaling",
+        ),
+        (
+            lambda: linear(X, W, RECIPE, state=init_delayed(RECIPE, (2,))),
+            ValueError,
+            r"is not of shapes .* one layer",
+        ),
+        (lambda: linear(X, W, DelayedScaling(), state=STATE), ValueError, r"is not of shapes .*16.*; give that of one"),
+        (lambda: update_delayed(STATE, STATE, CurrentScaling()), TypeError, r"is not a DelayedScaling"),
+        (lambda: update_delayed(STATE, [STATE], RECIPE), ValueError, r"do not have the structure of states"),
+        (lambda: update_delayed([STATE, 1.0], [STATE, 1.0], RECIPE), ValueError, r"more than LinearStates"),
+    ],
+)
+def test_errors(call, error, text):
+    with pytest.raises(error, match=text):
+        call()

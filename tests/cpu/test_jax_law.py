@@ -1,0 +1,186 @@
+"""gather(quantize(shards)) == quantize(whole) for every format, in every mode of JAX, also where shards cut blocks.
+
+Eight host devices (conftest.py). What moves between them is read off the compiled HLO: codes and scales as integers.
+"""
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from awkward import TAME, assert_bits_equal, awkward_values
+from hlo import collectives
+from qshard import formats, reference
+from qshard.formats import MXFP8_E4M3, NVFP4, FP8_1x128, FP8_128x128, MXFP8_32x32, NVFP4_16x16, Usage
+from qshard.jax import compute_scales, gather, quantize
+from qshard.recipes import Recipe
+
+SEED = 0x0123456789ABCDEF
+STOCHASTIC = NVFP4.with_options(rounding="stochastic")
+FORMATS = [
+    *formats.FORMATS.values(),
+    NVFP4.with_options(global_scale="row"),
+    NVFP4.with_options(hadamard=True, rounding="stochastic"),
+    NVFP4_16x16.with_options(four_over_six="mse"),
+]
+CUT = [MXFP8_32x32, FP8_128x128, NVFP4_16x16, MXFP8_E4M3, FP8_1x128, STOCHASTIC]
+KINDS = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
+
+
+def mesh_of(kind, shards=8):
+    return jax.make_mesh((shards,), ("fsdp",), axis_types=(kind,), devices=jax.devices()[:shards])
+
+
+def usage_of(fmt):
+    return Usage.ROWWISE if fmt.global_scale == "row" else Usage.BOTH
+
+
+def assert_planes(q, whole, index=()):
+    for name in ("rowwise", "columnwise"):
+        for part in ("data", "scale_inv", "global_scale_inv"):
+            got, want = (getattr(getattr(planes, name), part, None) for planes in (q, whole))
+            assert (got is None) == (want is None), f"{name}.{part}"
+            if got is not None:
+                assert_bits_equal(np.asarray(got)[index], want, f"{name}.{part}")
+
+
+def assert_integers_travel(compiled, limit=0):
+    """What is gathered is integers, but for amaxes of pieces of blocks: up to `limit` elements."""
+    for kind, arrays in collectives(compiled):
+        for array in arrays if kind == "all-gather" else ():
+            size = np.prod([int(n) for n in array[array.index("[") + 1 : -1].split(",")])
+            assert array.startswith(("u8[", "u32[")) or (array.startswith(("f32[", "s32[")) and size <= limit), array
+
+
+@KINDS
+@pytest.mark.parametrize("spec", [P("fsdp"), P(None, "fsdp")], ids=["rows", "columns"])
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_whole_blocks(fmt, spec, kind):
+    """Shards of whole blocks: nothing is reduced but what one scale serves, and nothing moves before the gather."""
+    size = 8 * max(128 if spec != P("fsdp") else 16, *(fmt.block or (16, 16)))
+    shape = (size, 128) if spec == P("fsdp") else (128, size)
+    w = awkward_values(shape, seed=1, kinds=TAME)
+    mesh, usage = mesh_of(kind), usage_of(fmt)
+    with jax.set_mesh(mesh):
+        sharded = jax.device_put(w, NamedSharding(mesh, spec))
+        cast = jax.jit(lambda w: quantize(w, fmt, usage=usage, seed=SEED)).lower(sharded).compile()
+        q = cast(sharded)
+        together = jax.jit(lambda q: gather(q, "fsdp", spec=spec)).lower(q).compile()
+        whole = reference.quantize(w, fmt, usage, seed=SEED)
+        assert_planes(q, whole)
+        gathered = together(q)
+        assert_planes(gathered, whole)
+        for part in jax.tree.leaves(gathered):
+            assert part.sharding.is_fully_replicated
+        for plane in (q.rowwise, q.columnwise):
+            if plane is not None:
+                assert not plane.data.sharding.is_fully_replicated
+    assert {kind for kind, _ in collectives(cast)} <= {"all-reduce"}, collectives(cast)
+    for _, arrays in collectives(cast):
+        assert set(arrays) == {f"s32[{shape[0]}]" if fmt.global_scale == "row" else "s32[]"}
+    assert {kind for kind, _ in collectives(together)} == {"all-gather"}
+    assert_integers_travel(together)
+
+
+@KINDS
+@pytest.mark.parametrize("fmt", CUT, ids=str)
+def test_cut_blocks(fmt, kind):
+    """8 shards of less than a block, or of one and a piece: what moves before the gather is amaxes of pieces."""
+    mesh, usage = mesh_of(kind), usage_of(fmt)
+    for shape, spec in (((8 * 24, 128), P("fsdp")), ((64, 8 * 24), P(None, "fsdp")), ((64, 256), P("fsdp"))):
+        if any(size % unit for size, unit in zip(shape, (32, 32), strict=True)):
+            continue
+        if kind is AxisType.Auto and spec != P("fsdp"):
+            usage = Usage.ROWWISE  # Auto meshes do not tell how the other is cut, and XLA gathers first.
+        w = awkward_values(shape, seed=1, kinds=TAME)
+        with jax.set_mesh(mesh):
+            sharded = jax.device_put(w, NamedSharding(mesh, spec))
+            program = jax.jit(
+                lambda w, spec=spec, usage=usage: gather(
+                    quantize(w, fmt, usage=usage, spec=spec, seed=SEED), "fsdp", spec=spec
+                )
+            )
+            compiled = program.lower(sharded).compile()
+            assert_planes(compiled(sharded), reference.quantize(w, fmt, usage, seed=SEED))
+        assert_integers_travel(compiled, w.size // 8)
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3, 8])
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_in_shard_map(fmt, shards):
+    """Rows of a shard are what they are, in whole blocks or not."""
+    mesh, usage = mesh_of(AxisType.Auto, shards), usage_of(fmt)
+    rows = [48] if not (fmt.four_over_six or fmt.hadamard) else []
+    if fmt.block is not None and 48 * shards % max(fmt.block) and not fmt.cuts_blocks:
+        rows = []
+    for mine in [*rows, 128]:
+        w = awkward_values((mine * shards, 128), seed=2, kinds=TAME)
+
+        def local(w):
+            q = quantize(w, fmt, usage=usage, axis_name="fsdp", seed=SEED)
+            return jax.tree.map(lambda leaf: leaf[None], gather(q, "fsdp"))
+
+        program = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P("fsdp"), out_specs=P("fsdp"), check_vma=False))
+        compiled = program.lower(w).compile()
+        q, whole = compiled(w), reference.quantize(w, fmt, usage, seed=SEED)
+        for device in range(shards):
+            assert_planes(q, whole, device)
+        if shards > 1:
+            assert_integers_travel(compiled)
+
+
+@pytest.mark.parametrize("fmt", [MXFP8_32x32, NVFP4_16x16, FP8_128x128], ids=str)
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_one_reduction_for_all_weights(fmt, check_vma):
+    """Block and tensor amaxes of all weights in one all-reduce, also where shards cut blocks."""
+    mesh, shards = mesh_of(AxisType.Auto), 8
+    weights = {
+        "a": awkward_values((shards * 24, 128), seed=1, kinds=TAME),
+        "b": awkward_values((128, 64), seed=2, kinds=TAME),
+    }
+    weights["a"] = weights["a"] if fmt.cuts_blocks or 24 * shards % 32 == 0 else weights["a"][:128]
+    recipe = Recipe(weight=fmt, activation=fmt, gradient=fmt)
+
+    def local(weights):
+        scales = compute_scales(weights, recipe, axis_name="fsdp")
+        return {
+            name: jax.tree.map(
+                lambda leaf: leaf[None],
+                gather(quantize(w, fmt, axis_name="fsdp", scales=scales[name]), "fsdp"),
+            )
+            for name, w in weights.items()
+        }
+
+    program = jax.shard_map(local, mesh=mesh, in_specs=P("fsdp"), out_specs=P("fsdp"), check_vma=check_vma)
+    compiled = jax.jit(program).lower(weights).compile()
+    for name, q in compiled(weights).items():
+        assert_planes(q, reference.quantize(weights[name], fmt), 5)
+    assert len([kind for kind, _ in collectives(compiled) if kind == "all-reduce"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("fmt", "rows", "text"),
+    [
+        (NVFP4_16x16.with_options(four_over_six="mae"), 24, r"does not have whole 16x16 blocks in each, which NVFP4"),
+        (NVFP4.with_options(hadamard=True), 24, r"as hadamard looks at all of a block; cut it at blocks"),
+        (
+            MXFP8_32x32,
+            4,
+            r"quantize: x \(4, 64\) is not a whole number of 32x32 blocks of MXFP8_32x32; pad the rows to 32",
+        ),
+    ],
+    ids=str,
+)
+def test_cuts_that_a_format_cannot_take(fmt, rows, text):
+    """One error, when tracing, so on all devices. What must be whole is the whole tensor, unless blocks must be."""
+    shards = 1 if rows < 8 else 2
+    mesh = mesh_of(AxisType.Auto, shards)
+    w = np.ones((rows * shards, 64), np.float32)
+    with pytest.raises(ValueError, match=text):
+        jax.shard_map(
+            lambda w: quantize(w, fmt, usage=Usage.BOTH, axis_name="fsdp").dequantize(),
+            mesh=mesh,
+            in_specs=P("fsdp"),
+            out_specs=P("fsdp"),
+        )(w)
