@@ -8,9 +8,9 @@ from typing import cast
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from qshard.recipes import Recipe, Role
-from qshard.torch_bridge import _pipeline
-from qshard.torch_bridge._linear import Linear
+from qshard.recipes import Recipe
+from qshard.torch_bridge._layer import Linear
+from qshard.torch_bridge._linear import check_recipe, check_shape
 from qshard.torch_bridge._scales import ScaleState
 from qshard.torch_bridge._weight import ShardedWeight, plain
 
@@ -21,7 +21,8 @@ def convert(model: nn.Module, recipe: Recipe, filter: Callable[[nn.Linear, str],
     """Turns every `nn.Linear` in `model` into a `Linear`, in place: same module objects, hooks, names and values.
 
     Weights that layers share stay shared. A `Linear` takes the new recipe; other subclasses of `nn.Linear` are left
-    as they are.
+    as they are. `fully_shard` takes weights of square blocks, or of one scale a tensor; it refuses those of vectors,
+    whose two planes are different numbers.
 
     Args:
       model: on any device, also meta. Before `fully_shard` and before the optimizer is made, as both hold on to
@@ -33,9 +34,8 @@ def convert(model: nn.Module, recipe: Recipe, filter: Callable[[nn.Linear, str],
       `model`.
 
     Raises:
-      ValueError: there is nothing to convert; or a weight is sharded already, or also belongs to another kind of
-        module.
-      NotImplementedError: PyTorch has no ops for a format of the recipe yet.
+      ValueError: there is nothing to convert; or a weight is sharded already, also belongs to another kind of module,
+        or is not whole blocks of the formats of the recipe.
 
     >>> from qshard.recipes import CurrentScaling
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -46,7 +46,6 @@ def convert(model: nn.Module, recipe: Recipe, filter: Callable[[nn.Linear, str],
       (2): Linear(in_features=8, out_features=2, bias=True)
     )
     """
-    _pipeline.require_supported("convert", *(recipe.format(role) for role in Role))
     layers = {
         name: module
         for name, module in model.named_modules()
@@ -62,18 +61,22 @@ def convert(model: nn.Module, recipe: Recipe, filter: Callable[[nn.Linear, str],
         raise ValueError(
             f"convert: model ({type(model).__name__}) has no nn.Linear that filter= keeps; pass one that has"
         )
+    check_recipe("convert", recipe)
+    for name, module in chosen.items():
+        try:
+            check_shape(f"convert: {name}", recipe, tuple(module.weight.shape))
+        except ValueError as error:
+            raise ValueError(f"{error}, or leave the layer out with filter=") from None
     _check(model, chosen)
     weights: dict[int, nn.Parameter] = {}
     for name, module in chosen.items():
         old = module.weight
         if id(old) not in weights:
-            state = ScaleState(recipe.format(Role.WEIGHT), f"{name}.weight" if name else "weight", model)
+            state = ScaleState(recipe, f"{name}.weight" if name else "weight", model, old.device)
             wrapped = ShardedWeight(plain(old), state)
             weights[id(old)] = nn.Parameter(wrapped, requires_grad=old.requires_grad)
         module.__class__ = Linear
-        layer = cast(Linear, module)
-        layer.recipe = recipe
-        layer.weight = weights[id(old)]
+        cast(Linear, module).begin(recipe, weights[id(old)])
     return model
 
 

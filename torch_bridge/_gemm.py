@@ -1,30 +1,58 @@
 """The one matrix product that a linear layer is made of, three times: `a @ b.T` of two planes.
 
-On NVIDIA GPUs from compute capability 8.9 on it runs on the FP8 tensor cores (`torch._scaled_mm`), which need both
-dimensions of both matrices to be multiples of 16, and not two E5M2 operands. In all other cases, so always on the
-CPU, the operands are dequantized and multiplied in float32. Both sum in float32, in an order of their own: results
-agree to rounding, not in bits.
+On NVIDIA GPUs from compute capability 8.9 on, per-tensor FP8 runs on the FP8 tensor cores (`torch._scaled_mm`), which
+need both dimensions of both matrices to be multiples of 16, and not two E5M2 operands. On Hopper, with PyTorch built
+for CUDA 12.9 or later, so do E4M3 operands in blocks of 1x128, one of which may be of 128x128, if K is a multiple of
+512: for others cuBLASLt wants padded scales, which PyTorch did not always check. In all other cases, so always on the
+CPU, the operands are dequantized and multiplied: in float32 for per-tensor formats and on the CPU, in bfloat16 on GPUs
+if blocks are involved. All sum in float32, in an order of their own: results agree to rounding, not in bits.
 
-Sources: cuBLAS documentation, "8-bit Floating Point Data Types Usage" (the operands that it takes).
+What bfloat16 costs: nothing where scales are powers of two (MXFP8, and FP8 blocks by default), as it holds every code
+times such a scale exactly; one rounding of 2^-9 for each element of NVFP4, whose own steps are 2^-2.
+
+Sources: cuBLAS documentation, "8-bit Floating Point Data Types Usage" (the operands that it takes) and "Scaling Factors
+Layouts"; pytorch/pytorch#158037 and #166752 (blocks of 128).
 """
 
 from __future__ import annotations
 
 import functools
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from qshard.formats import E5M2, Format
-from qshard.torch_bridge import _pipeline
+from qshard import pipeline
+from qshard.formats import E4M3, E5M2, Format, Usage
+from qshard.layout import stores_transposed
+from qshard.pipeline import Parts
+from qshard.torch_bridge._ops import ops
 
 __all__ = ["Operand", "matmul"]
 
-Operand = tuple[Format, Tensor, Tensor]  # format, codes [rows, K] as uint8, scale_inv
+
+class Operand(NamedTuple):
+    """A plane of a matrix `[rows, K]` for `ROWWISE`, or `[K, rows]` for `COLUMNWISE`, K being contracted."""
+
+    format: Format
+    parts: Parts
+    usage: Usage = Usage.ROWWISE
+
+    def values(self, dtype: torch.dtype) -> Tensor:
+        """`[rows, K]`, rounded to `dtype`."""
+        result: Any = dtype  # To the pipeline a dtype is whatever the ops take.
+        values: Tensor = pipeline.dequantize(ops, self.parts, self.format, self.usage, result)
+        in_order = self.usage is Usage.COLUMNWISE and not stores_transposed(self.format)
+        return values.t() if in_order else values
+
+    def codes(self) -> Tensor:
+        """`[rows, K]`, for planes that are stored so."""
+        codes: Tensor = self.parts.data.view(getattr(torch, self.format.data_dtype))
+        return codes
 
 
 def matmul(a: Operand, b: Operand, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
-    """`a @ b.T`, with the contracted axis the last of both.
+    """`a @ b.T`, contracted over the axis that blocks run along.
 
     Args:
       a: `[M, K]`.
@@ -36,33 +64,69 @@ def matmul(a: Operand, b: Operand, dtype: torch.dtype, *, fast: bool = False) ->
     Returns:
       `[M, N]`.
     """
-    (a_format, a_codes, a_scale), (b_format, b_codes, b_scale) = a, b
     if _runs_on_tensor_cores(a, b):
         return torch._scaled_mm(
-            _pipeline.as_element(a_codes, a_format),
-            _pipeline.as_element(b_codes, b_format).t(),
-            scale_a=a_scale,
-            scale_b=b_scale,
+            a.codes(),
+            b.codes().t(),
+            scale_a=a.parts.scale_inv,
+            scale_b=b.parts.scale_inv,
             out_dtype=dtype,
             use_fast_accum=fast,
         )
-    a_values = _pipeline.dequantize(a_format, a_codes, a_scale, torch.float32)
-    b_values = _pipeline.dequantize(b_format, b_codes, b_scale, torch.float32)
-    with torch.autocast(a_codes.device.type, enabled=False):  # It would round the operands once more.
-        return torch.mm(a_values, b_values.t()).to(dtype)
+    if _blocks_run_on_tensor_cores(a, b):
+        scale_a, scale_b = _scale_of_blocks(a), _scale_of_blocks(b)
+        return torch._scaled_mm(a.codes(), b.codes().t(), scale_a=scale_a, scale_b=scale_b.t(), out_dtype=dtype)
+    on_gpu = a.parts.data.device.type == "cuda"
+    with torch.autocast(a.parts.data.device.type, enabled=False):  # It would round the operands once more.
+        if not on_gpu or (a.format.block is None and b.format.block is None):
+            return torch.mm(a.values(torch.float32), b.values(torch.float32).t()).to(dtype)
+        x, y = a.values(torch.bfloat16), b.values(torch.bfloat16).t()
+        if dtype == torch.float32 and x.numel() and y.numel():
+            return torch.mm(x, y, out_dtype=dtype)
+        return torch.mm(x, y).to(dtype)
 
 
 def _runs_on_tensor_cores(a: Operand, b: Operand) -> bool:
-    (a_format, a_codes, _), (b_format, b_codes, _) = a, b
-    if a_codes.device.type != "cuda" or (a_format.element == E5M2 and b_format.element == E5M2):
+    data = a.parts.data
+    if data.device.type != "cuda" or a.format.block is not None or b.format.block is not None:
         return False
-    sizes = (*a_codes.shape, *b_codes.shape)
-    return all(size > 0 and size % 16 == 0 for size in sizes) and _has_fp8(a_codes.device.index)
+    if a.format.element == E5M2 and b.format.element == E5M2:
+        return False
+    sizes = (*data.shape, *b.parts.data.shape)
+    return all(size > 0 and size % 16 == 0 for size in sizes) and _has_fp8(data.device.index)
+
+
+def _blocks_run_on_tensor_cores(a: Operand, b: Operand) -> bool:
+    if a.parts.data.device.type != "cuda" or {a.format.block, b.format.block} not in _BLOCKS_OF_128:
+        return False
+    if not a.format.element == b.format.element == E4M3 or a.format.scale_dtype != "float32":
+        return False
+    (m, k), (n, _) = a.parts.data.shape, b.parts.data.shape
+    if 0 in (m, n, k) or k % 512 or m % 16 or n % 16 or (_IS_UNKNOWN_TO_DYNAMO and torch.compiler.is_compiling()):
+        return False
+    square = m if a.format.square else n if b.format.square else 128
+    return square % 128 == 0 and _has_blocks_of_128(a.parts.data.device.index)
+
+
+_IS_UNKNOWN_TO_DYNAMO = torch.__version__ < "2.13"  # Compares versions, not strings.
+_BLOCKS_OF_128 = ({(1, 128)}, {(1, 128), (128, 128)})
+
+
+def _scale_of_blocks(operand: Operand) -> Tensor:
+    """`[rows, K / 128]` with rows next to each other in memory, or `[rows / 128, K / 128]` as it is."""
+    scale_inv: Tensor = operand.parts.scale_inv
+    return scale_inv if operand.format.square else scale_inv.t().contiguous().t()
 
 
 @torch.compiler.assume_constant_result
 def _has_fp8(device: int) -> bool:
     return _capability(device) >= (8, 9)
+
+
+@torch.compiler.assume_constant_result
+def _has_blocks_of_128(device: int) -> bool:
+    version = tuple(int(number) for number in (torch.version.cuda or "0").split(".")[:2])
+    return _capability(device) == (9, 0) and version >= (12, 9)
 
 
 @functools.cache

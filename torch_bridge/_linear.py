@@ -1,26 +1,43 @@
-"""A linear layer whose three matrix products take quantized operands."""
+"""`linear`: three matrix products with quantized operands."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
-from qshard.recipes import Recipe, Role
-from qshard.torch_bridge import _pipeline
-from qshard.torch_bridge._gemm import matmul
-from qshard.torch_bridge._scales import ScaleState
+from qshard import pipeline
+from qshard.formats import Format, Usage
+from qshard.layout import plane
+from qshard.pipeline import Draws, Parts
+from qshard.recipes import DelayedScaling, Recipe, Role
+from qshard.torch_bridge._delayed import DelayedScale
+from qshard.torch_bridge._gemm import Operand, matmul
+from qshard.torch_bridge._ops import ops
+from qshard.torch_bridge._quantize import words
 from qshard.torch_bridge._tensor import QuantizedTensor
-from qshard.torch_bridge._weight import ShardedWeight, plain, wrap
+from qshard.torch_bridge._weight import ShardedWeight
 
-__all__ = ["Linear", "linear"]
+__all__ = ["check_recipe", "check_shape", "linear"]
 
-ops, aten = torch.ops.qshard, torch.ops.aten
+aten = torch.ops.aten
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
+# Dynamo of torch 2.11 cannot iterate over an enum, on Python 3.12.
+ROLES = tuple(Role)
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    recipe: Recipe,
+    *,
+    seed: Tensor | None = None,
+    delayed: Mapping[Role, DelayedScale] | None = None,
+) -> Tensor:
     """`y = x @ weight.T + bias`, with x, weight and the gradient of y quantized.
 
     | product | operands |
@@ -33,10 +50,18 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Te
       x: float32, bfloat16 or float16, `[..., K]`.
       weight: `[N, K]`, float32, bfloat16 or float16; or a `QuantizedTensor` with a rowwise plane.
       bias: `[N]` or None.
-      recipe: the format of each role. The scale of x, and of the gradient of y, is that of this rank's tensor.
+      recipe: the format of each role. The scales of x, and of the gradient of y, are those of this rank's tensor.
+      seed: int32 `[2]`, low word first, for formats that round stochastically: another one for each call.
+      delayed: the state of each tensor under `DelayedScaling`. Its scales are used, and amaxes noted: those of x and
+        weight now, that of the gradient in the backward pass.
 
     Returns:
       `[..., N]`, in the dtype of x. Gradients have the dtypes of what they are gradients of.
+
+    Raises:
+      ValueError: an axis that is contracted is not whole blocks of its format; only one of two operands of a product is
+        rotated; or there is no seed. The number of rows of x may be anything: where blocks run along it, operands get
+        rows of zeros to make them whole, which add nothing to the product.
 
     >>> from qshard.recipes import CurrentScaling
     >>> x, w = torch.eye(2, requires_grad=True), torch.tensor([[1.0, 2.0], [4.0, 8.0]], requires_grad=True)
@@ -49,145 +74,198 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Te
 
     Sources: arXiv:2209.05433.
     """
-    y: Tensor = _Linear.apply(x, weight, recipe)
-    return y if bias is None else y + bias.to(y.dtype)
+    check_recipe("linear", recipe)
+    stochastic = any(recipe.format(role).rounding == "stochastic" for role in ROLES)
+    if stochastic and seed is None:
+        raise ValueError(
+            "linear: seed (None) is not what stochastic rounding needs; give it one, another one each time"
+        )
+    states: list[Tensor] = []
+    if isinstance(recipe, DelayedScaling):
+        if delayed is None:
+            raise ValueError("linear: delayed (None) is not what DelayedScaling needs; use Linear, which keeps state")
+        states = [part for role in ROLES for part in (delayed[role].scale, delayed[role].scale_inv)]
+        states.append(delayed[Role.GRADIENT].amax)
+    y, *amaxes = _Linear.apply(x, weight, recipe, seed if stochastic else None, *states)
+    if delayed is not None:
+        for role, amax in zip((Role.WEIGHT, Role.ACTIVATION), amaxes, strict=True):
+            if amax is not None:
+                delayed[role].observe(amax)
+    result: Tensor = y
+    return result if bias is None else result + bias.to(result.dtype)
+
+
+def check_recipe(op: str, recipe: Recipe) -> None:
+    """Raises ValueError unless random Hadamard transforms cancel in each product."""
+    weight, activation, gradient = (fmt.hadamard for fmt in (recipe.weight, recipe.activation, recipe.gradient))
+    if weight or activation != gradient:
+        raise ValueError(
+            f"{op}: recipe (hadamard of weight: {weight}, activation: {activation}, gradient: {gradient}) is not one "
+            "whose rotations cancel; rotate activations and gradients both, or none"
+        )
+
+
+def check_shape(op: str, recipe: Recipe, shape: tuple[int, ...]) -> None:
+    """Raises ValueError unless a weight `[N, K]`, and what is multiplied with it, are whole blocks of their formats."""
+    rows, columns = shape
+    for role, matrix, usage in [
+        (Role.WEIGHT, (rows, columns), Usage.BOTH),
+        (Role.ACTIVATION, (_WHOLE, columns), Usage.ROWWISE),
+        (Role.GRADIENT, (_WHOLE, rows), Usage.ROWWISE),
+    ]:
+        for one in usage.planes:
+            plane(recipe.format(role), matrix, one, op=f"{op}: {role.value}")
+
+
+_WHOLE = 128  # rows that are whole blocks of every format
 
 
 class _Linear(torch.autograd.Function):
-    """`linear` without bias. What it keeps for the backward pass are codes: of x, transposed, and of the weight."""
+    """`linear` without bias. What it keeps for the backward pass are codes: of x, columnwise, and of the weight."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, recipe: Recipe) -> Tensor:
-        x_format, w_format = recipe.format(Role.ACTIVATION), recipe.format(Role.WEIGHT)
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, recipe: Recipe, seed: Tensor | None, *states: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        """`states`: for each role the scale and its inverse, then where the amax of the gradient is noted."""
         grad_x, grad_w = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
         ctx.x_shape, dtype = x.shape, x.dtype
+        x_format, w_format = recipe.format(Role.ACTIVATION), recipe.format(Role.WEIGHT)
         x = x.reshape(-1, x.shape[-1]).contiguous()
+        given = _by_role(states)
+        x_usage = Usage.BOTH if grad_w else Usage.ROWWISE
+        x_planes, x_amax = _planes(x, recipe, x_usage, Role.ACTIVATION, seed, given)
 
-        x_scales = _pipeline.scales_of(x_format, _pipeline.amax_of(x_format, x))
-        x_t = None
-        if grad_w:
-            x_codes, x_t = _pipeline.cast_both(x_format, x, x_scales)
-        else:
-            x_codes = _pipeline.cast(x_format, x, x_scales)
-
-        w_t = None
         if isinstance(weight, QuantizedTensor):  # Gathered by FSDP2, for example.
-            w_format, w_codes, w_scale_inv = weight.format, weight._rowwise_data, weight._scale_inv
-            if w_codes is None or w_scale_inv is None:
+            w_format, rowwise = weight.format, weight.parts(Usage.ROWWISE)
+            if rowwise is None:
                 raise ValueError("linear: weight (columnwise) has no rowwise plane; quantize it with one")
+            w_planes, w_amax = {Usage.ROWWISE: rowwise}, None  # Which the hook before the gather has noted.
+            columnwise = weight.parts(Usage.COLUMNWISE)
+            if grad_x and columnwise is not None:
+                w_planes[Usage.COLUMNWISE] = columnwise
+            elif grad_x and not w_format.square:
+                raise ValueError(
+                    f"linear: weight ({w_format}, rowwise) has no columnwise plane, which its rowwise one does not "
+                    "give; quantize it with usage=Usage.BOTH"
+                )
         else:
             w = weight.shard if isinstance(weight, ShardedWeight) else weight
-            w_scales = _pipeline.scales_of(w_format, _pipeline.amax_of(w_format, w))
-            w_scale_inv = w_scales.scale_inv
-            if grad_x:
-                w_codes, w_t = _pipeline.cast_both(w_format, w, w_scales)
-            else:
-                w_codes = _pipeline.cast(w_format, w, w_scales)
+            w_usage = Usage.BOTH if grad_x else Usage.ROWWISE
+            w_planes, w_amax = _planes(w, recipe, w_usage, Role.WEIGHT, seed, given)
 
         # A gathered weight is kept as it is: FSDP2 frees its memory, and fills it with the same codes before backward.
-        kept_w = w_t if w_t is not None else w_codes
-        ctx.save_for_backward(x_t, x_scales.scale_inv, kept_w, w_scale_inv)
-        ctx.w_is_transposed = w_t is not None
+        ctx.w_usage = Usage.COLUMNWISE if Usage.COLUMNWISE in w_planes else Usage.ROWWISE
+        no_plane = (None,) * len(Parts._fields)
+        ctx.save_for_backward(*x_planes.get(Usage.COLUMNWISE, no_plane), *w_planes[ctx.w_usage], seed)
         ctx.recipe, ctx.w_format, ctx.dtype, ctx.w_dtype = recipe, w_format, dtype, weight.dtype
-        y: Tensor = matmul((x_format, x_codes, x_scales.scale_inv), (w_format, w_codes, w_scale_inv), dtype, fast=True)
+        ctx.states = states  # Not saved: autograd would object to the notes that they take.
+        x_operand, w_operand = Operand(x_format, x_planes[Usage.ROWWISE]), Operand(w_format, w_planes[Usage.ROWWISE])
+        y: Tensor = matmul(x_operand, w_operand, dtype, fast=True)
         # Not a view, to which FSDP2 could not attach its hooks.
         y = aten._unsafe_view.default(y, (*ctx.x_shape[:-1], y.shape[1]))
-        return y
+        ctx.mark_non_differentiable(*(amax for amax in (w_amax, x_amax) if amax is not None))
+        return y, w_amax, x_amax
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        x_format, w_format = ctx.recipe.format(Role.ACTIVATION), ctx.w_format
-        grad_format = ctx.recipe.format(Role.GRADIENT)
-        x_t, x_scale_inv, w, w_scale_inv = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        *saved, seed = ctx.saved_tensors
+        half = len(Parts._fields)
+        x_parts, w_parts = Parts(*saved[:half]), Parts(*saved[half:])
+        x_format, grad_format, w_format = (
+            ctx.recipe.format(Role.ACTIVATION),
+            ctx.recipe.format(Role.GRADIENT),
+            ctx.w_format,
+        )
+        need_x, need_w = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
+        usage = Usage.BOTH if need_x and need_w else Usage.ROWWISE if need_x else Usage.COLUMNWISE
         grad = grad.reshape(-1, grad.shape[-1]).contiguous()
-        scales = _pipeline.scales_of(grad_format, _pipeline.amax_of(grad_format, grad))
-        grad_t = None
-        if ctx.needs_input_grad[1]:
-            codes, grad_t = _pipeline.cast_both(grad_format, grad, scales)
-        else:
-            codes = _pipeline.cast(grad_format, grad, scales)
+        planes, amax = _planes(grad, ctx.recipe, usage, Role.GRADIENT, seed, _by_role(ctx.states))
+        if amax is not None:
+            ctx.states[-1].copy_(torch.maximum(ctx.states[-1], amax))
 
         grad_x = grad_w = None
-        if ctx.needs_input_grad[0]:
-            w_t = w if ctx.w_is_transposed else ops.transpose(w, batch=0)
-            grad_x = matmul((grad_format, codes, scales.scale_inv), (w_format, w_t, w_scale_inv), ctx.dtype)
-            grad_x = grad_x.view(ctx.x_shape)
-        if grad_t is not None:
-            grad_w = matmul((grad_format, grad_t, scales.scale_inv), (x_format, x_t, x_scale_inv), ctx.w_dtype)
-        return grad_x, grad_w, None
+        if need_x:
+            if ctx.w_usage is Usage.ROWWISE:
+                w_parts = pipeline.transposed(ops, w_parts, w_format)
+            w = Operand(w_format, w_parts, Usage.COLUMNWISE)
+            grad_x = matmul(Operand(grad_format, planes[Usage.ROWWISE]), w, ctx.dtype).view(ctx.x_shape)
+        if need_w:
+            dy = Operand(grad_format, planes[Usage.COLUMNWISE], Usage.COLUMNWISE)
+            grad_w = matmul(dy, Operand(x_format, x_parts, Usage.COLUMNWISE), ctx.w_dtype)
+        return grad_x, grad_w, None, None, *(None for _ in ctx.states)
 
 
-class Linear(nn.Linear):
-    """`nn.Linear` with quantized matrix products, whose weight FSDP2 gathers as codes.
+def _by_role(states: tuple[Tensor, ...]) -> dict[Role, tuple[Tensor, Tensor]]:
+    return {role: (states[2 * i], states[2 * i + 1]) for i, role in enumerate(ROLES)} if states else {}
 
-    The weight stays what it was: a parameter in high precision, for any optimizer, saved as a plain tensor. Each
-    forward quantizes it; under `fully_shard` each rank quantizes its shard, and codes are gathered.
 
-    Args:
-      in_features, out_features, bias, device, dtype: as for `nn.Linear`.
-      recipe: the format of each role, for example `CurrentScaling()`.
+def _planes(
+    x: Tensor,
+    recipe: Recipe,
+    usage: Usage,
+    role: Role,
+    seed: Tensor | None,
+    delayed: dict[Role, tuple[Tensor, Tensor]],
+) -> tuple[dict[Usage, Parts], Tensor | None]:
+    """The planes of a matrix `[M, K]`, and its amax if its scale does not come from it.
 
-    >>> from qshard.recipes import CurrentScaling
-    >>> layer = Linear(8, 4, bias=False, recipe=CurrentScaling())
-    >>> layer(torch.ones(2, 8)).shape, layer.state_dict()["weight"].__class__.__name__
-    (torch.Size([2, 4]), 'Tensor')
+    Blocks of MXFP8 and NVFP4 that run along M are whole: x gets rows of zeros for that. They change no amax, and what
+    they add to a product over M is 0. In the rowwise plane there is no sign of them.
     """
+    fmt = recipe.format(role)
+    if delayed:
+        return pipeline.quantize_delayed(ops, x, fmt, usage, *delayed[role])
+    if _NUMBERS_ARE_SYMBOLS and torch.compiler.is_compiling():
+        fmt = cast(Format, _Constant(fmt))
+    rows, padding = x.shape[0], 0
+    if role is not Role.WEIGHT and (Usage.COLUMNWISE in usage or fmt.square):
+        unit = max(_rows_of_blocks(recipe.format(one)) for one in (Role.ACTIVATION, Role.GRADIENT))
+        padding = -rows % unit if unit > 1 else 0
+    if padding:
+        x = torch.nn.functional.pad(x, (0, 0, 0, padding))
+    for one in usage.planes:
+        plane(fmt, tuple(x.shape), one, op=f"linear: {role.value}")
+    draws = None
+    if fmt.rounding == "stochastic" and seed is not None:
+        draws = Draws(seed, words("first", _FIRST[role], x.device))
+    planes = pipeline.quantize(ops, x, fmt, usage, draws=draws)
+    if padding and Usage.ROWWISE in usage:
+        data, scale_inv, global_scale_inv = planes[Usage.ROWWISE]
+        if not fmt.square:
+            scale_inv = scale_inv[:rows]
+        if fmt.global_scale == "row":
+            assert global_scale_inv is not None
+            global_scale_inv = global_scale_inv[:rows]
+        planes[Usage.ROWWISE] = Parts(data[:rows], scale_inv, global_scale_inv)
+    return planes, None
 
-    recipe: Recipe
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        recipe: Recipe | None = None,
-        *,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-    ):
-        if recipe is None:
-            raise TypeError("Linear: recipe (None) is not a recipe; pass one of qshard.recipes")
-        _pipeline.require_supported("Linear", *(recipe.format(role) for role in Role))
-        super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
-        self.recipe = recipe
-        self._wrap_weight(ScaleState(recipe.format(Role.WEIGHT), "weight", self))
+def _rows_of_blocks(fmt: Format) -> int:
+    """What a number of rows must be a multiple of."""
+    return 1 if fmt.block is None or fmt.cuts_blocks else max(fmt.block)
 
-    def _wrap_weight(self, state: ScaleState) -> None:
-        weight = ShardedWeight(self.weight.detach(), state)
-        self.weight = nn.Parameter(weight, requires_grad=self.weight.requires_grad)
 
-    def _state(self) -> ScaleState | None:
-        local = self.weight._local_tensor if isinstance(self.weight, DTensor) else self.weight
-        return local.scale_state if isinstance(local, ShardedWeight) else None
+# Under `torch.compile(dynamic=True)` floats of an object become symbols. Dynamo of torch 2.13 fails on one in an
+# autograd.Function, unless it is told that it is a constant; that of 2.11 cannot be told, and does not fail.
+_NUMBERS_ARE_SYMBOLS = torch.__version__ >= "2.13"  # Compares versions, not strings.
 
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        """A checkpoint holds plain tensors: it loads without qshard, and under any other recipe."""
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if not keep_vars:
-            destination[prefix + "weight"] = plain(destination[prefix + "weight"])
 
-    def _load_from_state_dict(
-        self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any, **kwargs: Any
-    ) -> None:
-        state, key = self._state(), prefix + "weight"
-        if state is not None:
-            if local_metadata.get("assign_to_params_buffers", False) and key in state_dict:
-                state_dict = {**state_dict, key: wrap(state_dict[key], state)}
-            state.current = False
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
+class _Constant:
+    """A format whose floats are constants to a compiler."""
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Linear:
-        super()._apply(fn, recurse)
-        state = self._state()
-        if state is not None:
-            state.current = False
-        return self
+    def __init__(self, fmt: Format):
+        self._format = fmt
+        self.eps, self.scale_max = _numbers(fmt)
 
-    def forward(self, input: Tensor) -> Tensor:
-        if torch.is_autocast_enabled(input.device.type):
-            input = input.to(torch.get_autocast_dtype(input.device.type))
-        return linear(input, self.weight, self.bias, self.recipe)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._format, name)
 
-    def extra_repr(self) -> str:
-        roles = ", ".join(f"{role.value}={self.recipe.format(role)}" for role in Role)
-        return f"{super().extra_repr()}, {roles}"
+
+@torch.compiler.assume_constant_result
+def _numbers(fmt: Format) -> tuple[float, float]:
+    return fmt.eps, fmt.scale_max
+
+
+# Where the elements of each role are among those that a seed has random bits for.
+_FIRST = {Role.GRADIENT: 0, Role.ACTIVATION: 1 << 62, Role.WEIGHT: 2 << 62}

@@ -3,14 +3,16 @@
 A torch op allocates its results; the XLA FFI handler, the one that JAX calls too, fills them. `call_into` is the same
 without the allocation: for code that owns its buffers, as the hooks of a sharded weight do.
 
-Codes are uint8 at this edge, since neither Inductor nor gloo knows every eight-bit float; `Plane.data` shows them as
-what they are. No op has a derivative: gradients pass through `Linear`.
+Codes, and scales of one byte, are uint8 at this edge, since neither Inductor nor gloo knows every eight-bit float;
+`Plane` shows them as what they are. Ops on blocks take matrices as they are: the attribute `split`, which is for XLA,
+is always False here. No op has a derivative: gradients pass through `Linear`.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -18,14 +20,13 @@ from torch import Tensor
 
 from qshard import _ffi
 from qshard.formats import ELEMENTS
-from qshard.ops import OpSpec, table
+from qshard.ops import ATTRIBUTE_TYPES, OpSpec, table
 
-__all__ = ["bind", "call_into", "dtype_name"]
+__all__ = ["bind", "call_into", "dtype_name", "into", "ops"]
 
-# Schema types of attributes; all others are sizes and numbers of axes.
-_ATTRIBUTE_TYPES = {"element": "str", "eps": "float", "pow2": "bool"}
 _CPU, _CUDA = _ffi.handlers("cpu"), _ffi.handlers("cuda")
 _LIBRARY = torch.library.Library("qshard", "DEF")
+_SPLIT = frozenset(spec.name for spec in table().values() if "split" in spec.attributes)
 
 
 def call_into(op: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], attributes: Mapping[str, Any]) -> None:
@@ -36,7 +37,7 @@ def call_into(op: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], attr
       inputs: plain, contiguous tensors on one device.
       outputs: likewise, of the shapes and dtypes that `torch.ops.qshard.<op>` returns; codes as uint8 or their
         own dtype.
-      attributes: exactly those of the op.
+      attributes: exactly those of the op, but for `split`.
 
     Raises:
       ValueError, TypeError: the handler does not take these tensors; nothing was written.
@@ -51,7 +52,28 @@ def call_into(op: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], attr
     handlers = _CUDA if outputs[0].is_cuda else _CPU
     if not handlers:
         raise _no_kernels(op, outputs[0].device)
-    _ffi.call(handlers[op], inputs, outputs, attributes)
+    _ffi.call(handlers[op], inputs, outputs, {**attributes, "split": False} if op in _SPLIT else attributes)
+
+
+class into:
+    """Ops that write into given tensors, to be passed for `ops` to a step of `qshard.pipeline`.
+
+    >>> codes = torch.empty(3, dtype=torch.uint8)
+    >>> into(codes).cast_tensor(torch.ones(3), torch.tensor(2.0), element="float8_e4m3fn") is codes
+    True
+    """
+
+    def __init__(self, *outputs: Tensor):
+        self._outputs = outputs
+
+    def __getattr__(self, op: str) -> Callable[..., Any]:
+        def run(*inputs: Tensor, **attributes: Any) -> Any:
+            if "lead" in attributes and "lead" not in table()[op].attributes:
+                del attributes["lead"]  # Which the output's shape says.
+            call_into(op, inputs, self._outputs, attributes)
+            return self._outputs[0] if len(self._outputs) == 1 else self._outputs
+
+        return run
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -122,25 +144,26 @@ def bind(spec: OpSpec) -> Callable[..., Any]:
 
 
 def _planner(spec: OpSpec) -> Callable[..., _Plan]:
-    open_axes = _open_axes(spec)
-
     def plan(
         shapes: tuple[tuple[int, ...], ...], dtypes: tuple[torch.dtype, ...], keywords: tuple[tuple[str, Any], ...]
     ) -> _Plan:
-        given = dict.fromkeys(open_axes, 0) | dict(keywords)
+        given = {**dict.fromkeys(spec.open_axes, 0), **dict(keywords)}
         dtype = given.pop("dtype", None)
-        attributes = {name: given[name] for name in spec.attributes if name in given}
-        spec.check_attributes(attributes)
-        element = attributes.get("element")
-        if element is not None and element not in ELEMENTS:
-            raise ValueError(f"{spec.name}: element ({element}) is not one of {', '.join(ELEMENTS)}; name one")
+        attributes = {name: given[name] for name in _attributes(spec) if name in given}
+        spec.check_attributes({**attributes, "split": False} if spec.name in _SPLIT else attributes)
+        for name in ("element", "scale_dtype"):
+            if (value := attributes.get(name)) is not None and value not in (*ELEMENTS, *_MORE_DTYPES[name]):
+                legal = ", ".join((*_MORE_DTYPES[name], *ELEMENTS))
+                raise ValueError(f"{spec.name}: {name} ({value}) is not one of {legal}; name one")
+        element, scale_dtype = attributes.get("element"), attributes.get("scale_dtype")
         names = [dtype_name(d) for d in dtypes]
-        spec.check_dtypes(names, element=element)
-        static = {name: value for name, value in given.items() if name in open_axes or name not in _ATTRIBUTE_TYPES}
-        made = spec.bind([tuple(shape) for shape in shapes], **static).output_shapes
-        results = spec.output_dtypes(names, element=element, dtype=None if dtype is None else dtype_name(dtype))
+        spec.check_dtypes(names, element=element, scale_dtype=scale_dtype)
+        static = {name: value for name, value in given.items() if name not in ATTRIBUTE_TYPES}
+        made = spec.bind([tuple(shape) for shape in shapes], element=element, **static).output_shapes
+        chosen = None if dtype is None else dtype_name(dtype)
+        results = spec.output_dtypes(names, element=element, scale_dtype=scale_dtype, dtype=chosen)
         kinds = (
-            torch.uint8 if operand.dtype == "code" else getattr(torch, name)
+            torch.uint8 if operand.dtype != "same" and name in ELEMENTS else getattr(torch, name)
             for operand, name in zip(spec.outputs, results, strict=True)
         )
         return _Plan(tuple(zip(made, kinds, strict=True)), attributes)
@@ -148,23 +171,19 @@ def _planner(spec: OpSpec) -> Callable[..., _Plan]:
     return plan
 
 
-def _open_axes(spec: OpSpec) -> tuple[str, ...]:
-    """Names of `*name` terms whose number of axes shapes leave open: all but the last new one of each operand."""
-    known: set[str] = set()
-    found: list[str] = []
-    for operand in spec.inputs:
-        stars = [term[1:] for term in operand.terms if isinstance(term, str) and term.startswith("*")]
-        new = [star for star in stars if star not in known]
-        found.extend(new[:-1])
-        known.update(new)
-    return tuple(found)
+_MORE_DTYPES: dict[str, tuple[str, ...]] = {"element": (), "scale_dtype": ("float32",)}
+
+
+def _attributes(spec: OpSpec) -> list[str]:
+    return [name for name in spec.attributes if name != "split"]
 
 
 def _schema(spec: OpSpec) -> str:
     operands = ", ".join(f"Tensor {operand.name}" for operand in spec.inputs)
-    keywords = [f"{_ATTRIBUTE_TYPES.get(a, 'int')} {a}" for a in spec.attributes if a not in _open_axes(spec)]
+    named = [name for name in _attributes(spec) if name not in spec.open_axes]
+    keywords = [f"{ATTRIBUTE_TYPES.get(name, int).__name__} {name}" for name in named]
     keywords += ["ScalarType dtype"] * any(operand.dtype == "float" for operand in spec.outputs)
-    keywords += [f"int {name}=0" for name in _open_axes(spec)]
+    keywords += [f"int {name}=0" for name in spec.open_axes]
     results = "Tensor" if len(spec.outputs) == 1 else "(" + ", ".join("Tensor" for _ in spec.outputs) + ")"
     return f"{spec.name}({operands}{', *, ' if keywords else ''}{', '.join(keywords)}) -> {results}"
 
@@ -199,5 +218,12 @@ def _no_kernels(op: str, device: torch.device) -> NotImplementedError:
     )
 
 
-for _spec in table().values():
-    bind(_spec)
+def _transposed(x: Tensor) -> Tensor:
+    return x.transpose(-1, -2).contiguous()
+
+
+# What `qshard.pipeline` asks of a front end: every op, and a copy with the last two axes swapped.
+ops = SimpleNamespace(
+    **{_spec.name: bind(_spec).default for _spec in table().values()},  # type: ignore[attr-defined]
+    transposed=_transposed,
+)

@@ -2,74 +2,118 @@
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from qshard import layout
+from qshard import pipeline
 from qshard.formats import Format, Usage
-from qshard.torch_bridge import _pipeline
-from qshard.torch_bridge._tensor import QuantizedTensor
+from qshard.layout import matrix_shape, plane
+from qshard.pipeline import Draws
+from qshard.torch_bridge._ops import ops
+from qshard.torch_bridge._tensor import QuantizedTensor, as_stored
 
-__all__ = ["quantize"]
+__all__ = ["max_over_ranks", "quantize", "words"]
 
 
 def quantize(
-    x: Tensor, fmt: Format, *, usage: Usage = Usage.ROWWISE, group: dist.ProcessGroup | None = None
+    x: Tensor,
+    fmt: Format,
+    *,
+    usage: Usage = Usage.ROWWISE,
+    group: dist.ProcessGroup | None = None,
+    seed: int | Tensor | None = None,
+    first: int | Tensor = 0,
+    row_step: int | None = None,
 ) -> QuantizedTensor:
     """Casts `x` to `fmt`.
 
-    `x ~= code * scale_inv`, with `code = encode(fl(x * scale))`, `scale = fl(max / amax)` and
-    `scale_inv = fl(1 / scale)`, for formats with one scale a tensor.
+    `x ~= code * scale_inv`, with `code = encode(fl(x * scale))`. Each block, or the tensor, has one scale, which takes
+    its largest element to the largest code; NUMERICS.md has the formula of every format.
 
     Args:
       x: float32, bfloat16 or float16, contiguous, `[..., K]`; leading axes count as rows.
-      fmt: `FP8_E4M3`, `FP8_E5M2`, or one of them with other options.
-      usage: the planes to make: `ROWWISE`, `COLUMNWISE` (for matrix seen as `[M, K]`, codes `[K, M]`) or `BOTH`.
-      group: `x` is what this rank holds of a tensor cut over these ranks: the amax is of all of it. Collective.
+      fmt: one of `qshard.formats`, or one of them with other options.
+      usage: the planes to make: `ROWWISE`, `COLUMNWISE` or `BOTH`.
+      group: `x` is what this rank holds of a tensor cut over these ranks: the scale of the whole tensor, if the format
+        has one, is of all of it. Collective then. Blocks are those of `x`, so all shards are to hold whole ones: a
+        rank whose shard does not raises alone.
+      seed: of stochastic rounding, 64 bits: an int, or int32 or uint32 `[2]` on the device of `x`, the low word first.
+      first: index of the first element of `x` in the whole tensor, likewise: random bits belong to it.
+      row_step: how many columns the whole tensor has, if they are not those of `x`.
 
     Returns:
-      A `QuantizedTensor` of the shape and dtype of `x`.
+      A `QuantizedTensor` of the shape and dtype of `x`. `layout.plane` has the shapes of its planes.
 
     Raises:
-      ValueError: `x` is strided.
+      ValueError: `fmt` cannot hold the shape of `x`; `x` is strided; or there is no seed for stochastic rounding.
       TypeError: `x` is a DTensor or has another dtype.
-      NotImplementedError: PyTorch has no ops for `fmt` yet.
 
     With `group`, the codes that ranks get are the rows of the codes of the whole: gathered, they are its bits. Not
     differentiable: the result holds the values of `x` as they are now. Gradients pass through `Linear`.
 
-    >>> import torch
-    >>> from qshard.formats import FP8_E4M3
+    >>> from qshard.formats import FP8_E4M3, MXFP8_E4M3
     >>> q = quantize(torch.tensor([[1.0, -448.0], [0.0, 3.0]]), FP8_E4M3)
     >>> q.rowwise.data.view(torch.uint8), q.rowwise.scale_inv
     (tensor([[ 56, 254],
             [  0,  68]], dtype=torch.uint8), tensor(1.))
+    >>> quantize(torch.ones(2, 64), MXFP8_E4M3).rowwise.scale_inv.float()
+    tensor([[0.0039, 0.0039],
+            [0.0039, 0.0039]])
 
-    Sources: arXiv:2209.05433 (per-tensor FP8).
+    Sources: arXiv:2209.05433 (per-tensor FP8); arXiv:2412.19437 (blocks of 128); OCP Microscaling Formats v1.0 and
+    arXiv:2506.08027 (MXFP8); arXiv:2509.25149 (NVFP4).
     """
     if isinstance(x, DTensor):
         raise TypeError(
             "quantize: x (DTensor) is not a plain tensor; pass x.to_local(), with group= the ranks that its amax spans"
         )
-    _pipeline.require_supported("quantize", fmt)
-    shape, x = x.shape, x.detach()
-    if fmt.block is not None:  # One scale for the whole tensor fits any shape.
-        for one in Usage:
-            if usage & one:
-                layout.plane(fmt, tuple(shape), one)
-    amax = _pipeline.amax_of(fmt, x)
-    _pipeline.max_over_ranks(amax, group)
-    scales = _pipeline.scales_of(fmt, amax)
-    if usage is Usage.ROWWISE:
-        codes = _pipeline.cast(fmt, x, scales)
-        return QuantizedTensor(fmt, shape, x.dtype, rowwise_data=codes, scale_inv=scales.scale_inv)
-    rows, columns = _pipeline.cast_both(fmt, x.view(layout.matrix_shape(tuple(shape))), scales)
-    return QuantizedTensor(
+    shape, x = tuple(x.shape), x.detach()
+    for one in usage.planes:
+        plane(fmt, shape, one)
+    if not x.is_contiguous():
+        raise ValueError(f"quantize: x (strides {tuple(x.stride())}) is not contiguous; call .contiguous() on it")
+    draws = None
+    if fmt.rounding == "stochastic" and seed is not None:
+        draws = Draws(words("seed", seed, x.device), words("first", first, x.device), row_step)
+    made = pipeline.quantize(
+        ops,
+        x.view(matrix_shape(shape)),
         fmt,
-        shape,
-        x.dtype,
-        rowwise_data=rows.view(shape) if usage is Usage.BOTH else None,
-        columnwise_data=columns,
-        scale_inv=scales.scale_inv,
+        usage,
+        reduce_max=None if group is None else lambda amax: max_over_ranks(amax, group),
+        draws=draws,
     )
+    stored = {one: as_stored(parts, fmt, shape, one) for one, parts in made.items()}
+    return QuantizedTensor(
+        fmt, shape, x.dtype, rowwise=stored.get(Usage.ROWWISE), columnwise=stored.get(Usage.COLUMNWISE)
+    )
+
+
+def max_over_ranks(amax: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Replaces fp32 amaxes by their maximum over the ranks of `group`, in place.
+
+    Positive floats order as their bits do, and NaN above all of them, so an integer maximum is exact and keeps NaN,
+    which a floating-point collective may drop.
+    """
+    if group is not None and dist.get_world_size(group) > 1:
+        dist.all_reduce(amax.view(torch.int32), op=dist.ReduceOp.MAX, group=group)
+    return amax
+
+
+def words(name: str, number: int | Tensor, device: torch.device) -> Tensor:
+    """A number of 64 bits as int32 `[2]`, the low word first. An int gets there without a copy from the host."""
+    if isinstance(number, Tensor):
+        if number.dtype not in (torch.int32, torch.uint32) or number.shape != (2,):
+            raise TypeError(
+                f"quantize: {name} ({number.dtype} {tuple(number.shape)}) is not int32 or uint32 (2,), low word first; "
+                "pass that, or an int"
+            )
+        return number
+    if not 0 <= number < 2**64:
+        raise ValueError(f"quantize: {name} ({number}) is not in [0, 2**64); take it modulo that")
+    low, high = ((word ^ 2**31) - 2**31 for word in (number & 0xFFFFFFFF, number >> 32))
+    pair = torch.full((2,), low, dtype=torch.int32, device=device)
+    pair[1].fill_(high)
+    return pair

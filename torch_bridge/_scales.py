@@ -7,13 +7,15 @@ marked weights anew with one all-reduce; either way each step pays for one.
 
 A write that ranks may not have in common (`weight.copy_(...)`, a write to one rank's local tensor) must be followed
 by `update_scales`. Where it is not, the rank that wrote finds out at the next gather. It can then neither start a
-collective nor raise, or the other ranks would wait for it. It warns, and sends NaN: the codes of such a shard never
-pass for those of the weight. Not found out are writes that go through the DTensors of a state dict and are not
-followed by `load_state_dict`, and writes to shards that are offloaded to the CPU.
+collective nor raise, or the other ranks would wait for it. It warns, and sends NaN (of E2M1, which has none, the
+largest code): the codes of such a shard never pass for those of the weight. Not found out are writes that go through
+the DTensors of a state dict and are not followed by `load_state_dict`, and writes to shards that are offloaded to the
+CPU.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 import weakref
 from collections.abc import Iterable
@@ -22,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import (
     Optimizer,
@@ -29,10 +32,12 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from qshard import layout
-from qshard.formats import Format, Usage
-from qshard.torch_bridge import _pipeline
-from qshard.torch_bridge._pipeline import Scales
+from qshard.pipeline import Scales
+from qshard.recipes import DelayedScaling, Recipe, Role
+from qshard.sharding import shard_rows
+from qshard.torch_bridge._delayed import DelayedScale, update_delayed
+from qshard.torch_bridge._quantize import max_over_ranks
+from qshard.torch_bridge._shards import Cut, amax_into, grid_shape, scales_of
 
 __all__ = ["ScaleState", "ShardOf", "refresh", "shard_of", "stale_weights_of", "update_scales"]
 
@@ -48,12 +53,15 @@ class ScaleState:
       name: of the weight, for messages.
       scales: of the whole weight; None before the first use.
       current: whether `scales` are of the weight as it is now, as far as all ranks know.
+      delayed: holds the scales instead, if the recipe is `DelayedScaling`: they are of earlier steps.
     """
 
-    def __init__(self, fmt: Format, name: str, root: nn.Module | None = None):
+    def __init__(self, recipe: Recipe, name: str, root: nn.Module | None = None, device: Any = None):
         _watch_optimizers()
-        self.fmt = fmt
+        self.fmt = recipe.format(Role.WEIGHT)
         self.name = name
+        self.delayed = DelayedScale(recipe, Role.WEIGHT, device) if isinstance(recipe, DelayedScaling) else None
+        self._recipe = recipe
         self.scales: Scales | None = None
         self.current = False
         self._root = _reference(root)
@@ -72,7 +80,9 @@ class ScaleState:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ScaleState:
         """A copied weight goes its own way. Its state belongs to the copied model, if that is what is being copied."""
-        return ScaleState(self.fmt, self.name, memo.get(id(self.root)))
+        copied = ScaleState(self._recipe, self.name, memo.get(id(self.root)))
+        copied.delayed = copy.deepcopy(self.delayed, memo)
+        return copied
 
     def set(self, scales: Scales, shard: Tensor) -> None:
         """Takes new scales, made of the weight of which this rank holds `shard` now."""
@@ -105,29 +115,33 @@ class ShardOf(NamedTuple):
       state: of the weight.
       shard: what this rank holds, in high precision; maybe no row at all.
       shape: of the whole weight.
+      cut: where the shard is in it.
     """
 
     state: ScaleState
     shard: Tensor
     shape: tuple[int, ...]
+    cut: Cut
 
 
 def update_scales(model: nn.Module) -> None:
     """Makes the scales of all converted, sharded weights of `model` anew, with one all-reduce for each group of ranks.
 
-    `scale = fl(max / amax)`, with the amax of the whole weight; the amaxes of all weights travel as one vector, for
-    per-tensor formats 16 bytes a weight.
+    They follow from amaxes of the whole weights, which travel as one vector: 16 bytes a weight for per-tensor formats,
+    4 bytes a block for the others.
 
     Args:
-      model: after `convert` and `fully_shard`. Without sharded weights in it there is nothing to do.
+      model: after `convert` and `fully_shard`. Without sharded weights or delayed scales there is nothing to do.
 
     Collective: call it on all ranks, after `optimizer.step()`. Where it is left out the next forward does the same,
-    before its first gather. After any other write to a weight it is needed: see the top of this file.
+    before its first gather. After any other write to a weight it is needed: see the top of this file. With
+    `DelayedScaling` in the model it is needed once a step, as nothing else calls `update_delayed`.
 
     >>> from qshard.recipes import CurrentScaling
     >>> from qshard.torch_bridge import convert
     >>> update_scales(convert(nn.Sequential(nn.Linear(4, 4)), CurrentScaling()))  # one process: no scales to agree on
     """
+    update_delayed(model)
     groups: dict[str, tuple[dist.ProcessGroup, str, list[ShardOf]]] = {}
     for parameter in model.parameters():
         found = shard_of(parameter)
@@ -141,25 +155,44 @@ def update_scales(model: nn.Module) -> None:
 
 def shard_of(parameter: Tensor | None) -> ShardOf | None:
     """The sharded weight behind a parameter, if it is one of ours, is sharded now, and has memory."""
+    state = _state_of(parameter)
+    if state is None:
+        return None
+    assert isinstance(parameter, DTensor)
+    local: Any = parameter._local_tensor
+    shape, mesh_dim = tuple(parameter.shape), _shard_dim(parameter)
+    return ShardOf(state, local.shard, shape, cut_of(local.shape, shape, parameter.device_mesh, mesh_dim))
+
+
+def _state_of(parameter: Tensor | None) -> ScaleState | None:
+    """What a compiled optimizer asks for too, so no question to a mesh is in it."""
     if not isinstance(parameter, DTensor):
         return None
     local: Any = parameter._local_tensor
     state: ScaleState | None = getattr(local, "scale_state", None)
-    if state is None or local.is_meta:
-        return None
-    return ShardOf(state, local.shard, tuple(parameter.shape))
+    return None if state is None or state.delayed is not None or local.is_meta else state
+
+
+def cut_of(local: tuple[int, ...], shape: tuple[int, ...], mesh: DeviceMesh, mesh_dim: int = 0) -> Cut:
+    """Where the shard of this rank is, of a weight of which FSDP2 has cut rows, or columns into even parts."""
+    axis = 0 if tuple(local[1:]) == tuple(shape[1:]) else 1
+    return Cut(axis, shard_rows(shape[axis], mesh.size(mesh_dim), mesh.get_local_rank(mesh_dim)).start)
 
 
 def shard_group(parameter: Tensor) -> dist.ProcessGroup:
     """The ranks that hold the pieces of a sharded parameter, without its replicas."""
     assert isinstance(parameter, DTensor)
+    return parameter.device_mesh.get_group(_shard_dim(parameter))
+
+
+def _shard_dim(parameter: DTensor) -> int:
     dims = [i for i, placement in enumerate(parameter.placements) if placement.is_shard()]
     if len(dims) != 1:
         raise NotImplementedError(
             f"update_scales: weight (cut over {len(dims)} axes of its mesh) is not cut over one; "
             "leave layers under tensor parallelism out with convert(filter=)"
         )
-    return parameter.device_mesh.get_group(dims[0])
+    return dims[0]
 
 
 def stale_weights_of(root: nn.Module | None, group: dist.ProcessGroup) -> Iterable[ShardOf]:
@@ -180,7 +213,7 @@ def refresh(weights: list[ShardOf], group: dist.ProcessGroup, device_type: str) 
     weights = [
         weight for fmt in dict.fromkeys(w.state.fmt for w in weights) for weight in weights if weight.state.fmt == fmt
     ]
-    shapes = [layout.plane(w.state.fmt, w.shape, Usage.ROWWISE).scale_shape for w in weights]
+    shapes = [grid_shape(w.state.fmt, w.shape) for w in weights]
     # The scales of each weight begin on 16 bytes, as cuBLASLt wants of what it reads; the rest of a slot stays 0.
     sizes = [-(-math.prod(shape) // _SLOT) * _SLOT for shape in shapes]
     # An offloaded shard is on the CPU, unless FSDP2 has moved it for the gather that asks. Its amax is made where it
@@ -189,20 +222,28 @@ def refresh(weights: list[ShardOf], group: dist.ProcessGroup, device_type: str) 
     amax = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
     for weight, shape, slot in zip(weights, shapes, amax.split(sizes), strict=True):
         there = slot if slot.device == weight.shard.device else torch.zeros_like(slot, device=weight.shard.device)
-        _pipeline.amax_into(weight.state.fmt, weight.shard, _in_slot(there, shape))
+        amax_into(weight.state.fmt, weight.shard, weight.cut, _in_slot(there, shape))
         if there is not slot:
             slot.copy_(there)
-    _pipeline.max_over_ranks(amax, group)
+    max_over_ranks(amax, group)
     start = 0
     for fmt in dict.fromkeys(w.state.fmt for w in weights):
         of_format = [i for i, weight in enumerate(weights) if weight.state.fmt == fmt]
-        size = sum(sizes[i] for i in of_format)
-        made = _pipeline.scales_of(fmt, amax[start : start + size])
-        parts = zip(*(tensor.split([sizes[i] for i in of_format]) for tensor in made), strict=True)
-        for i, (scale, scale_inv) in zip(of_format, parts, strict=True):
-            scales = Scales(_in_slot(scale, shapes[i]), _in_slot(scale_inv, shapes[i]))
+        slots = [sizes[i] for i in of_format]
+        grids = amax[start : start + sum(slots)]
+        start += sum(slots)
+        if fmt.global_scale is None:
+            made = scales_of(fmt, grids)
+            parts = zip(made.scale.split(slots), made.scale_inv.split(slots), strict=True)
+            found = [
+                Scales(*(_in_slot(part, shapes[i]) for part in pair)) for i, pair in zip(of_format, parts, strict=True)
+            ]
+        else:
+            found = [
+                scales_of(fmt, _in_slot(slot, shapes[i])) for i, slot in zip(of_format, grids.split(slots), strict=True)
+            ]
+        for i, scales in zip(of_format, found, strict=True):
             weights[i].state.set(scales, weights[i].shard)
-        start += size
 
 
 _SLOT = 4  # fp32 values in 16 bytes
@@ -241,6 +282,6 @@ def _watch_optimizers() -> None:
 def _mark(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            found = shard_of(parameter)
-            if found is not None:
-                found.state.current = False
+            state = _state_of(parameter)
+            if state is not None:
+                state.current = False

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from qshard.formats import Format
-from qshard.torch_bridge import _pipeline
+from qshard import pipeline
+from qshard.formats import ELEMENTS, Format, Usage
+from qshard.layout import matrix_shape, plane
+from qshard.pipeline import Parts
+from qshard.torch_bridge._ops import ops
 
-__all__ = ["Plane", "QuantizedTensor"]
+__all__ = ["Plane", "QuantizedTensor", "as_matrix", "as_stored", "show"]
 
 aten = torch.ops.aten
 
@@ -19,12 +22,41 @@ class Plane(NamedTuple):
     """What one GEMM reads of a quantized tensor; `qshard.layout` has the shapes.
 
     Attributes:
-      data: the codes, in their own dtype.
-      scale_inv: value = code * scale_inv.
+      data: the codes, in their own dtype; codes of 4 bits are packed, two a uint8.
+      scale_inv: value = code * scale_inv, in its own dtype: float32, float8_e8m0fnu or float8_e4m3fn.
+      global_scale_inv: float32, a second factor of formats that have one: of the tensor, or of each row.
     """
 
     data: Tensor
     scale_inv: Tensor
+    global_scale_inv: Tensor | None = None
+
+
+def show(parts: Parts, fmt: Format) -> Plane:
+    """Bytes as what they are, the same memory."""
+    scale_inv = parts.scale_inv
+    if fmt.scale_dtype in ELEMENTS:
+        scale_inv = scale_inv.view(getattr(torch, fmt.scale_dtype))
+    return Plane(parts.data.view(getattr(torch, fmt.data_dtype)), scale_inv, parts.global_scale_inv)
+
+
+def as_stored(parts: Parts, fmt: Format, shape: tuple[int, ...], usage: Usage) -> Parts:
+    """The plane of a matrix in the shapes that it has as that of a tensor of `shape`."""
+    where = plane(fmt, shape, usage)
+    data, scale_inv, global_scale_inv = parts
+    if global_scale_inv is not None:
+        global_scale_inv = global_scale_inv.view(where.global_scale_shape)
+    return Parts(data.view(where.data_shape), scale_inv.view(where.scale_shape), global_scale_inv)
+
+
+def as_matrix(parts: Parts, fmt: Format, shape: tuple[int, ...], usage: Usage) -> Parts:
+    """The inverse of `as_stored`."""
+    data, scale_inv, global_scale_inv = parts
+    matrix = matrix_shape(shape)
+    where = plane(fmt, matrix, usage)
+    if global_scale_inv is not None and fmt.global_scale == "row":
+        global_scale_inv = global_scale_inv.view(matrix[0])
+    return Parts(data.view(where.data_shape), scale_inv.view(where.scale_shape), global_scale_inv)
 
 
 class QuantizedTensor(Tensor):
@@ -38,7 +70,8 @@ class QuantizedTensor(Tensor):
       format: how it is stored.
       rowwise: the `Plane` with blocks along the last axis; None if absent.
       columnwise: the `Plane` with blocks along the first axis; None if absent.
-      global_scale_inv: the second scale of formats that have one, else None.
+      global_scale_inv: that of the rowwise plane if there is one, else of the columnwise plane; None if the format has
+        none.
 
     Under FSDP2 it is what a sharded weight becomes between gather and reshard: its codes are the gathered bytes.
 
@@ -53,13 +86,12 @@ class QuantizedTensor(Tensor):
     """
 
     format: Format
-    _rowwise_data: Tensor | None
-    _columnwise_data: Tensor | None
-    _scale_inv: Tensor | None
-    _columnwise_scale_inv: Tensor | None
-    _global_scale_inv: Tensor | None
 
-    _PLANES = ("_rowwise_data", "_columnwise_data", "_scale_inv", "_columnwise_scale_inv", "_global_scale_inv")
+    # Each part has an attribute of its own, as `__tensor_flatten__` names them.
+    _PLANES: ClassVar = {
+        usage: tuple(f"_{usage.name.lower()}_{part}" for part in Parts._fields)  # type: ignore[union-attr]
+        for usage in Usage
+    }
 
     @staticmethod
     def __new__(
@@ -68,77 +100,89 @@ class QuantizedTensor(Tensor):
         shape: tuple[int, ...],
         dtype: torch.dtype,
         *,
-        rowwise_data: Tensor | None = None,
-        columnwise_data: Tensor | None = None,
-        scale_inv: Tensor | None = None,
-        columnwise_scale_inv: Tensor | None = None,
-        global_scale_inv: Tensor | None = None,
+        rowwise: Parts | None = None,
+        columnwise: Parts | None = None,
     ) -> QuantizedTensor:
         """Wraps planes that exist. Use `quantize` to make them.
 
         Args:
           fmt: the format.
           shape, dtype: of the tensor it stands for.
-          rowwise_data, columnwise_data: codes as uint8.
-          scale_inv: of the rowwise plane, or of both if the format has one scale for the whole tensor.
-          columnwise_scale_inv: of the columnwise plane, if the format has more.
-          global_scale_inv: of both planes.
+          rowwise, columnwise: codes and one-byte scales as uint8, in the shapes of `layout.plane`.
         """
-        data = rowwise_data if rowwise_data is not None else columnwise_data
-        assert data is not None
-        self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=data.device)
+        either = rowwise or columnwise
+        assert either is not None
+        self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=either.data.device)
         self.format = fmt
-        self._rowwise_data, self._columnwise_data = rowwise_data, columnwise_data
-        self._scale_inv, self._columnwise_scale_inv = scale_inv, columnwise_scale_inv
-        self._global_scale_inv = global_scale_inv
+        self.set(Usage.ROWWISE, rowwise)
+        self.set(Usage.COLUMNWISE, columnwise)
         return self
+
+    def set(self, usage: Usage, parts: Parts | None) -> None:
+        """Puts other memory in the place of a plane."""
+        for name, part in zip(self._PLANES[usage], parts or (None,) * len(Parts._fields), strict=True):
+            setattr(self, name, part)
+
+    def parts(self, usage: Usage) -> Parts | None:
+        """A plane as bytes; None if it is absent."""
+        data, scale_inv, global_scale_inv = (getattr(self, name) for name in self._PLANES[usage])
+        return None if data is None else Parts(data, scale_inv, global_scale_inv)
 
     @property
     def rowwise(self) -> Plane | None:
-        if self._rowwise_data is None or self._scale_inv is None:
-            return None
-        return Plane(_pipeline.as_element(self._rowwise_data, self.format), self._scale_inv)
+        parts = self.parts(Usage.ROWWISE)
+        return None if parts is None else show(parts, self.format)
 
     @property
     def columnwise(self) -> Plane | None:
-        scale_inv = self._scale_inv if self._columnwise_scale_inv is None else self._columnwise_scale_inv
-        if self._columnwise_data is None or scale_inv is None:
-            return None
-        return Plane(_pipeline.as_element(self._columnwise_data, self.format), scale_inv)
+        parts = self.parts(Usage.COLUMNWISE)
+        return None if parts is None else show(parts, self.format)
 
     @property
     def global_scale_inv(self) -> Tensor | None:
-        return self._global_scale_inv
+        either = self.parts(Usage.ROWWISE) or self.parts(Usage.COLUMNWISE)
+        return None if either is None else either.global_scale_inv
 
-    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+    def dequantize(self, dtype: torch.dtype | None = None, *, usage: Usage | None = None) -> Tensor:
         """The values, `fl(code * scale_inv)` rounded once to `dtype`.
 
         Args:
           dtype: float32, bfloat16 or float16; `self.dtype` by default.
+          usage: the plane to read; the rowwise one if it is there by default.
 
         Returns:
-          A plain tensor of `self.shape`. Both planes give the same bits.
+          A plain tensor of `self.shape`. Both planes give the same bits if blocks are square or there are none. A
+          rotated columnwise plane gives the values of the rotated tensor.
+
+        Raises:
+          ValueError: the plane is not there.
         """
-        dtype = self.dtype if dtype is None else dtype
-        if self._rowwise_data is not None and self._scale_inv is not None:
-            return _pipeline.dequantize(self.format, self._rowwise_data, self._scale_inv, dtype)
-        plane = self.columnwise
-        assert plane is not None
-        values = _pipeline.dequantize(self.format, plane.data.view(torch.uint8), plane.scale_inv, dtype)
-        return values.t().reshape(self.shape).contiguous()
+        usage = usage or (Usage.ROWWISE if self.parts(Usage.ROWWISE) else Usage.COLUMNWISE)
+        parts = self.parts(usage)
+        if parts is None:
+            raise ValueError(f"dequantize: usage ({usage}) is not a plane of this tensor; quantize with it")
+        shape, fmt = tuple(self.shape), self.format
+        result: Any = dtype or self.dtype  # To the pipeline a dtype is whatever the ops take.
+        values = pipeline.dequantize(ops, as_matrix(parts, fmt, shape, usage), fmt, usage, result)
+        if plane(fmt, shape, usage).transposed:
+            values = values.t().contiguous()
+        plain: Tensor = values.view(shape)
+        return plain
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"QuantizedTensor({self.format}, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Format, torch.dtype]]:
-        return [name for name in self._PLANES if getattr(self, name) is not None], (self.format, self.dtype)
+        names = [name for plane_names in self._PLANES.values() for name in plane_names]
+        return [name for name in names if getattr(self, name) is not None], (self.format, self.dtype)
 
-    @staticmethod
+    @classmethod
     def __tensor_unflatten__(
-        planes: dict[str, Tensor], context: tuple[Format, torch.dtype], shape: tuple[int, ...], stride: tuple[int, ...]
+        cls, inner: dict[str, Tensor], context: tuple[Format, torch.dtype], shape: tuple[int, ...], stride: Any
     ) -> QuantizedTensor:
         fmt, dtype = context
-        return QuantizedTensor(fmt, shape, dtype, **{name.removeprefix("_"): plane for name, plane in planes.items()})
+        planes = [Parts(*map(inner.get, names)) if names[0] in inner else None for names in cls._PLANES.values()]
+        return QuantizedTensor(fmt, shape, dtype, rowwise=planes[0], columnwise=planes[1])
 
     def _of_planes(self, change: Any) -> QuantizedTensor:
         names, context = self.__tensor_flatten__()

@@ -9,15 +9,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from qshard.formats import Format
+from qshard import pipeline
+from qshard.formats import Format, Usage
+from qshard.pipeline import Parts, Scales
 from qshard.sharding import shard_rows
-from qshard.torch_bridge import _pipeline
-from qshard.torch_bridge._scales import ScaleState, ShardOf, refresh, stale_weights_of
+from qshard.torch_bridge._ops import into
+from qshard.torch_bridge._scales import ScaleState, ShardOf, cut_of, refresh, stale_weights_of
+from qshard.torch_bridge._shards import cast_into, codes_width, refusal
 from qshard.torch_bridge._tensor import QuantizedTensor
 
 __all__ = ["ShardedWeight", "plain", "wrap"]
@@ -32,9 +36,10 @@ class ShardedWeight(Tensor):
     and gradients are plain. The hooks cast the shard of this rank with the scales of the whole weight and gather the
     codes: what every rank then holds are, bit for bit, the codes of the whole weight cast at once.
 
-    The wire carries one uint8 tensor in the shape of the padded shard, whatever the format: FSDP2 checks the shape of
-    gather inputs on ranks with short shards alone, and hands on only the first one where there is one rank. Scales
-    are made of reduced amaxes on every rank and never travel.
+    The wire carries one uint8 tensor for a weight, whatever the format, since FSDP2 hands on only the first one where
+    there is one rank. Scales are made of reduced amaxes on every rank and never travel. Codes of 4 bits travel two a
+    byte if all ranks hold the same number of rows. Else they travel one a byte, on all ranks alike, since FSDP2 wants
+    the shape of the padded shard from ranks with short ones; so do shards of columns.
 
     Attributes:
       shard: the high-precision tensor: the whole weight, or under FSDP2 what this rank holds of it.
@@ -97,7 +102,22 @@ class ShardedWeight(Tensor):
             return args[0] if plain_args and out is plain_args[0] else out
         return out
 
-    def fsdp_pre_all_gather(
+    @property
+    def fsdp_pre_all_gather(self) -> Callable[..., tuple[tuple[Tensor, ...], Any]]:
+        """FSDP2 asks whether there is such a hook when it shards: there and then, on every rank, is the time to refuse.
+
+        Raises:
+          NotImplementedError: weights of this format cannot be cut.
+        """
+        why = refusal(self.scale_state.fmt)
+        if why is not None:
+            raise NotImplementedError(
+                f"fully_shard: {self.scale_state.name} ({self.scale_state.fmt}) is not a format that FSDP2 can gather: "
+                f"{why}; give the recipe a weight format of square blocks, such as MXFP8_32x32, or one scale a tensor"
+            )
+        return self._cast_shard
+
+    def _cast_shard(
         self,
         mesh: DeviceMesh,
         outer_size: torch.Size,
@@ -106,42 +126,76 @@ class ShardedWeight(Tensor):
         mp_policy: MixedPrecisionPolicy,
     ) -> tuple[tuple[Tensor, ...], Any]:
         """Casts the shard. FSDP2 calls it on every rank alike, before each gather."""
-        state = self.scale_state
-        if not state.current:
+        state, rows = self.scale_state, self.shard.shape[0]
+        cut = cut_of(self.shard.shape, outer_size, mesh)
+        if state.delayed is None and not state.current:
             group = mesh.get_group()
             others = [w for w in stale_weights_of(state.root, group) if w.state is not state]
-            refresh([ShardOf(state, self.shard, tuple(outer_size)), *others], group, mesh.device_type)
-        assert state.scales is not None
-        shape = tuple(self.shard.shape)
-        if shape[1:] == tuple(outer_size[1:]):  # Cut along rows, where the last ranks may hold less or nothing.
-            shape = (shard_rows(outer_size[0], mesh.size(), 0).padded, *shape[1:])
-        codes = torch.empty(shape, dtype=torch.uint8, device=self.shard.device)
-        rows = self.shard.shape[0]
+            refresh([ShardOf(state, self.shard, tuple(outer_size), cut), *others], group, mesh.device_type)
+        per_byte = state.fmt.element.codes_per_byte
+        wide = cut.axis == 1 or outer_size[0] % mesh.size() != 0
+        padded = shard_rows(outer_size[0], mesh.size(), 0).padded if cut.axis == 0 else rows
+        if per_byte > 1 and self.shard.shape[1] % per_byte:
+            raise NotImplementedError(
+                f"fully_shard: {state.name} {tuple(outer_size)} is not cut into columns of whole bytes; cut its rows"
+            )
+        codes = torch.empty(
+            (padded, codes_width(state.fmt, self.shard.shape[1])), dtype=torch.uint8, device=self.device
+        )
+        if state.delayed is not None:
+            scales = Scales(state.delayed.scale, state.delayed.scale_inv)
+            amax = torch.empty((), dtype=torch.float32, device=self.device)
+            pipeline.quantize_delayed(into(codes[:rows], amax), self.shard, state.fmt, Usage.ROWWISE, *scales[:2])
+            state.delayed.observe(amax)
+        else:
+            assert state.scales is not None
+            scales = state.scales
+            cast_into(state.fmt, self.shard, cut, scales.scale, codes[:rows])
+        codes[rows:].zero_()
         if state.written_since(self.shard):
             _warn_written(state.name)
-            codes.fill_(state.fmt.element.nan_code)
-        else:
-            _pipeline.cast_into(state.fmt, self.shard, state.scales, codes[:rows])
-            codes[rows:].zero_()
-        return (codes,), (state.fmt, state.scales.scale_inv, outer_size)
+            codes.fill_(state.fmt.element.nan_code * (0x11 if per_byte > 1 else 1))
+        if per_byte > 1 and wide:
+            codes = _unpack(codes)
+        return (codes,), (state.fmt, scales, outer_size)
 
     def fsdp_post_all_gather(
         self,
         all_gather_outputs: tuple[Tensor, ...],
-        metadata: tuple[Format, Tensor, torch.Size],
+        metadata: tuple[Format, Scales, torch.Size],
         param_dtype: torch.dtype,
         *,
         out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """Wraps the gathered codes, without a copy. FSDP2 frees and refills their memory from then on."""
-        (gathered,), (fmt, scale_inv, shape) = all_gather_outputs, metadata
-        codes = gathered.view(-1)[: shape.numel()].view(shape)
-        if out is None:
-            return QuantizedTensor(fmt, tuple(shape), param_dtype, rowwise_data=codes, scale_inv=scale_inv), ()
+        (gathered,), (fmt, scales, shape) = all_gather_outputs, metadata
+        rows, columns = shape
+        width = codes_width(fmt, columns)
+        wide = gathered.numel() >= rows * columns > rows * width
+        codes = gathered.view(-1)[: rows * (columns if wide else width)].view(rows, columns if wide else width)
         unsharded = out._local_tensor if isinstance(out, DTensor) else out
+        own: tuple[Tensor, ...] = ()
+        if wide:  # The packed codes are memory of our own, which FSDP2 frees and allocates along with its own.
+            packed = torch.empty((rows, width), dtype=torch.uint8, device=codes.device)
+            if unsharded is not None:
+                assert isinstance(unsharded, QuantizedTensor)
+                before = unsharded.parts(Usage.ROWWISE)
+                assert before is not None
+                packed = before.data
+            with _unsafe_preserve_version_counter(packed):
+                torch.bitwise_or(codes[:, 0::2], codes[:, 1::2] << 4, out=packed)
+            codes, own = packed, (packed,)
+        parts = Parts(codes, scales.scale_inv, scales.global_scale_inv)
+        if unsharded is None:
+            return QuantizedTensor(fmt, tuple(shape), param_dtype, rowwise=parts), own
         assert isinstance(unsharded, QuantizedTensor)
-        unsharded._rowwise_data, unsharded._scale_inv = codes, scale_inv
+        unsharded.set(Usage.ROWWISE, parts)
         return None
+
+
+def _unpack(codes: Tensor) -> Tensor:
+    """One 4-bit code a byte."""
+    return torch.stack([codes & 0xF, codes >> 4], dim=-1).view(codes.shape[0], -1)
 
 
 # Ops whose result is the weight again, besides views of it: what FSDP2 pads and moves, and what `to_empty` and `.to`
@@ -195,7 +249,8 @@ def _map_local(weight: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
 def _warn_written(name: str) -> None:
     warnings.warn(
         f"ShardedWeight: {name} was written after its scales were made, by other means than an optimizer or "
-        "load_state_dict; its codes are sent as NaN. Call update_scales(model) on all ranks after such a write",
+        "load_state_dict; NaN is sent in place of its codes, or their largest if there is no NaN. "
+        "Call update_scales(model) on all ranks after such a write",
         RuntimeWarning,
         stacklevel=3,
     )

@@ -3,18 +3,17 @@
 import copy
 import io
 
-import ml_dtypes
 import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from awkward import awkward_values
 from fronts import TorchFront
+from products import DTYPES, assert_is_product, operands
 from qshard import reference
 from qshard.formats import FP8_E4M3, FP8_E5M2, Usage
-from qshard.recipes import MXFP8, CurrentScaling, Recipe
+from qshard.recipes import MXFP8, NVFP4, CurrentScaling, Recipe
 from qshard.torch_bridge import Linear, QuantizedTensor, ShardedWeight, convert, linear, quantize
 
 FRONT = TorchFront("cpu")
@@ -24,34 +23,15 @@ RECIPES = [
     CurrentScaling(weight=FP8_E4M3.with_options(pow2=True), gradient=FP8_E4M3),
     Recipe(weight=FP8_E5M2, activation=FP8_E5M2.with_options(eps=1.0), gradient=FP8_E5M2.with_options(pow2=True)),
 ]
-DTYPES = [np.float32, ml_dtypes.bfloat16, np.float16]
 # Dynamo of torch 2.13 does what torch.autograd 2.13 has deprecated.
 compiles = pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")
 every_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=["current", "pow2", "mix"])
-
-
-def operands(shape=(6, 31, 20), out=37, dtype=np.float32, seed=0):
-    """x [..., K], w [N, K] and the gradient of y [..., N], with values that quantize to all kinds of codes."""
-    # A float16 result overflows where a row of ties meets another.
-    kinds = ["normal", "zeros"] if dtype == np.float16 else ["normal", "ties", "zeros", "outlier"]
-    x = awkward_values(shape, seed, dtype, kinds=kinds)
-    w = awkward_values((out, shape[-1]), seed + 1, dtype, kinds=kinds)
-    return x, w, awkward_values((*shape[:-1], out), seed + 2, dtype, kinds=kinds)
 
 
 def values(x, fmt):
     """What quantization makes of `x`, exactly, as a matrix."""
     q = reference.quantize(x, fmt, Usage.ROWWISE).dequantize(np.float32)
     return q.astype(np.float64).reshape(-1, x.shape[-1])
-
-
-def assert_is_product(got, a, b):
-    """`got == a @ b.T`, but for the order of a sum in fp32, up to K roundings, and one rounding to the result."""
-    exact, size = a @ b.T, np.abs(a) @ np.abs(b).T
-    rounding = {np.float32: 2.0**-24, ml_dtypes.bfloat16: 2.0**-8, np.float16: 2.0**-10}[got.dtype.type]
-    bound = a.shape[1] * 2.0**-23 * size + rounding * np.abs(exact) + 2.0**-24
-    error = np.abs(got.astype(np.float64).reshape(exact.shape) - exact)
-    assert (error <= bound).all(), f"{(error / bound).max()} times the bound"
 
 
 @every_recipe
@@ -154,14 +134,14 @@ def test_compiled_forward_and_backward(backend, bias):
 
 
 @compiles
-@pytest.mark.parametrize("recipe", [RECIPE, RECIPES[2]], ids=["current", "mix"])
+@pytest.mark.parametrize("recipe", [RECIPE, RECIPES[2], MXFP8()], ids=["current", "mix", "mxfp8"])
 def test_compiled_code_serves_other_batch_sizes_and_weights(recipe):
     torch._dynamo.reset()
     count = CompileCounterWithBackend("aot_eager")
-    module = convert(model(), recipe)
+    module = convert(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)), recipe)
     compiled = torch.compile(module, fullgraph=True, backend=count, dynamic=True)
     for batch in (3, 5, 8):
-        x = torch.randn(batch, 20)
+        x = torch.randn(batch, 32)
         with torch.no_grad():
             module[0].weight.mul_(0.9)
         for got, want in zip(step(compiled, x), step(module, x), strict=True):
@@ -327,9 +307,20 @@ def tied_to_an_embedding():
             r"head.weight \(embedding.weight too\) is not of linear layers alone",
         ),
         (nn.GELU, RECIPE, ValueError, "GELU. has no nn.Linear that filter= keeps"),
-        (model, MXFP8(), NotImplementedError, "convert: format .MXFP8_32x32. is not one that PyTorch can make yet"),
+        (
+            model,
+            MXFP8(),
+            ValueError,
+            r"convert: 0: weight: x \(32, 20\) is not a whole number of 32x32 blocks .* or leave the layer out",
+        ),
+        (
+            model,
+            Recipe(weight=FP8_E4M3, activation=NVFP4().activation, gradient=FP8_E5M2),
+            ValueError,
+            "convert: recipe .hadamard of weight: False, activation: True, gradient: False. is not one whose rotations",
+        ),
     ],
-    ids=["tied", "nothing", "format"],
+    ids=["tied", "nothing", "format", "rotation"],
 )
 def test_what_convert_refuses(make, recipe, error, text):
     module = make()
@@ -341,5 +332,5 @@ def test_what_convert_refuses(make, recipe, error, text):
 def test_linear_needs_a_recipe():
     with pytest.raises(TypeError, match=r"Linear: recipe .None. is not a recipe"):
         Linear(4, 4)
-    with pytest.raises(NotImplementedError, match="Linear: format"):
+    with pytest.raises(ValueError, match=r"Linear: weight: x \(4, 4\) is not a whole number of 32x32 blocks"):
         Linear(4, 4, recipe=MXFP8())

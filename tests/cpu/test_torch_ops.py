@@ -1,5 +1,8 @@
 """`torch.ops.qshard.<op>`: every op of the table, with fake tensors, under the compiler, and with inputs to refuse."""
 
+import math
+
+import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -16,16 +19,56 @@ E4M3_CODES = {"element": "float8_e4m3fn"}
 every_op = pytest.mark.parametrize("spec", table().values(), ids=table())
 
 
+KEYWORDS = {
+    "element": E4M3.name,
+    "eps": 0.0,
+    "error": "mae",
+    "most_recent": False,
+    "pow2": False,
+    "rounding": "up",
+    "scale_dtype": "float8_e8m0fnu",
+    "scale_max": 448.0,
+    "batch": 0,
+    "block_rows": 1,
+    "block_cols": 16,
+    "rows": 2,
+    "col_step": 1,
+    "row_step": 32,
+    "margin": 0,
+    "length": 3,
+}
+# Of ops that blocks of 1x16 do not suit, or that do something else for another choice.
+OTHERS = {
+    "quantize_block": {"block_cols": 32},
+    "quantize_block_t": {"block_cols": 32},
+    "quantize_block_both": {"block_rows": 32, "block_cols": 32},
+    "quantize_block_both_t": {"block_rows": 128, "block_cols": 128, "scale_dtype": "float32"},
+    "quantize_square_both": {"block_rows": 32, "block_cols": 32},
+    "quantize_nvfp4_both": {"block_rows": 16},
+    "quantize_nvfp4_square_both": {"block_rows": 16},
+}
+
+
 def sample(spec: OpSpec, axis: int = 6) -> tuple[list[torch.Tensor], dict]:
-    """Operands that an op takes: every axis has `axis` elements, every `*name` one axis, and `...` none."""
-    dtypes = {"float": torch.float32, "float32": torch.float32, "code": torch.uint8, "byte": torch.uint8}
+    """Operands that an op takes: every axis, or its major factor, is `axis`, every `*name` one axis, `...` none."""
+    given = {**KEYWORDS, **OTHERS.get(spec.name, {})}
+    dtypes = {"float": torch.float32, "float32": torch.float32, "word": torch.int32}
     inputs = []
     for operand in spec.inputs:
-        shape = [axis for term in operand.terms if term != "..."]
-        values = torch.from_numpy(awkward_values([*shape, 1], kinds=["normal"]))[..., 0].contiguous()
-        inputs.append(values.to(dtypes[operand.dtype]))
-    keywords = {name: {"element": E4M3.name, "eps": 0.0, "pow2": False}.get(name, 1) for name in spec.attributes}
-    keywords |= {"batch": 0} if "batch" in keywords else {}
+        shape = []
+        for term in operand.terms:
+            if term != "...":
+                major, *minors = (term,) if isinstance(term, str) else term
+                run = math.prod(int(n) if n.isdigit() else given[n] for n in minors)
+                few = min(axis, 2) if spec.name in OTHERS else axis  # Their blocks are large.
+                shape.append((int(major) if major.isdigit() else given.get(major, few)) * run)
+        if operand.codes_per_byte(given["element"] if "element" in spec.attributes else None) > 1:
+            shape[-1] //= 2
+        values = torch.from_numpy(np.random.default_rng(0).standard_normal(shape, np.float32))
+        scale = dtypes["float32"] if given["scale_dtype"] == "float32" else torch.uint8
+        values = values if operand.dtype == "float" else values.abs()  # No code of NaN, which equals nothing.
+        inputs.append(values.to(scale if operand.dtype == "scale" else dtypes.get(operand.dtype, torch.uint8)))
+    keywords = {name: given[name] for name in spec.attributes if name != "split"}
     return inputs, keywords | ({"dtype": torch.bfloat16} if "float" in {o.dtype for o in spec.outputs} else {})
 
 
@@ -54,7 +97,7 @@ def test_call_into_writes_what_the_op_returns(spec):
     inputs, keywords = sample(spec)
     expected = as_tuple(getattr(ops, spec.name)(*inputs, **keywords))
     given = [torch.full_like(x, 77) for x in expected]
-    _ops.call_into(spec.name, inputs, given, {name: keywords[name] for name in spec.attributes})
+    _ops.call_into(spec.name, inputs, given, {name: keywords[name] for name in spec.attributes if name != "split"})
     assert all(torch.equal(a, b) for a, b in zip(given, expected, strict=True))
 
 

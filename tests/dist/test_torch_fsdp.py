@@ -1,7 +1,6 @@
 """Training with FSDP2: parity with one process, what travels, when scales are made, and what a stale one does."""
 
 import copy
-import itertools
 import warnings
 
 import pytest
@@ -9,90 +8,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_ranks
-from qshard import reference
 from qshard.formats import FP8_E4M3, FP8_E5M2
 from qshard.recipes import CurrentScaling
-from qshard.torch_bridge import Linear, QuantizedTensor, ShardedWeight, convert, update_scales
+from qshard.torch_bridge import QuantizedTensor, ShardedWeight, convert, update_scales
+from torch_models import SIZES, SLOT, Wire, assert_gathers_the_whole, batch, linears, losses_of, model_of, shard
 from torch_ranks import run
 
-SIZES = (20, 104, 3, 20)  # Over 3 ranks: weights of 104 rows are uneven; over 4, of 3 rows leave a rank without one.
-SLOT = 4  # What the amax of a weight takes in the vector that is reduced: 16 bytes, since cuBLAS reads scales aligned.
 every_world = pytest.mark.parametrize("world", [1, 2, 3, 4])
-
-
-class Wire(TorchDispatchMode):
-    """Records (op, dtype, elements on this rank) of every collective."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "c10d" and "barrier" not in str(func):
-            name = str(func).removeprefix("c10d.").split(".")[0].strip("_")
-            # The input: gathers and scatters have the output before it.
-            tensor = args[1] if name in ("_allgather_base", "allgather_base", "_reduce_scatter_base") else args[0]
-            tensor = tensor[0] if isinstance(tensor, (list, tuple)) else tensor
-            self.calls.append((name.strip("_").removesuffix("_base"), tensor.dtype, tensor.numel()))
-        return func(*args, **(kwargs or {}))
-
-    def of(self, op):
-        return [(dtype, count) for name, dtype, count in self.calls if name == op]
-
-
-def model_of(bias=False, dtype=torch.float32):
-    torch.manual_seed(0)
-    layers = []
-    for inputs, outputs in itertools.pairwise(SIZES):
-        layers += [nn.Linear(inputs, outputs, bias=bias, dtype=dtype), nn.GELU()]
-    return nn.Sequential(*layers[:-1]).to(torch_ranks.device)
-
-
-def shard(model, **options):
-    options.setdefault("mesh", torch_ranks.mesh())
-    for layer in model:
-        if isinstance(layer, nn.Linear):
-            fully_shard(layer, **options)
-    return fully_shard(model, **options)
-
-
-def linears(model):
-    return [layer for layer in model.modules() if isinstance(layer, Linear)]
-
-
-def batch(seed=0):
-    return torch.randn(6, SIZES[0], generator=torch.Generator().manual_seed(seed)).to(torch_ranks.device)
-
-
-def assert_gathers_the_whole(model):
-    """The law, for the weights as they are now."""
-    for layer in linears(model):
-        whole = layer.weight.full_tensor().detach().clone().cpu().numpy()
-        layer.unshard()
-        expected = reference.quantize(whole, layer.weight.format).rowwise
-        codes = layer.weight.rowwise.data.view(torch.uint8).clone().cpu()
-        assert torch.equal(codes, torch.from_numpy(expected.data))
-        assert layer.weight.rowwise.scale_inv.item() == expected.scale_inv
-        layer.reshard()
-
-
-def losses_of(model, optimizer, steps=4, update=True, micro_batches=1):
-    losses = []
-    for step in range(steps):
-        optimizer.zero_grad()
-        for micro in range(micro_batches):
-            if isinstance(model, nn.Module) and hasattr(model, "set_requires_gradient_sync"):
-                model.set_requires_gradient_sync(micro == micro_batches - 1)
-            loss = model(batch(step * micro_batches + micro)).square().mean()
-            loss.backward()
-        optimizer.step()
-        if update:
-            update_scales(model)
-        losses.append(loss.item())
-    return losses
 
 
 def trains_like_one_process(bias, reshard, micro_batches, foreach):
@@ -326,30 +250,6 @@ def writes_before_the_first_use():
 @every_world
 def test_weights_may_be_written_before_they_are_used(world):
     run(world, writes_before_the_first_use)
-
-
-def compiles_each_layer(backend):
-    torch._dynamo.reset()
-    eager, compiled = (convert(model_of(True), CurrentScaling()) for _ in range(2))
-    for i, layer in enumerate(compiled):
-        compiled[i] = torch.compile(layer, fullgraph=True, backend=backend)
-    # What dynamo of torch 2.13 does against torch 2.13's own advice.
-    warnings.filterwarnings("ignore", ".* should not be instantiated", DeprecationWarning)
-    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
-    losses = []
-    for model in (eager, compiled):
-        for layer in model:
-            if linears(layer):
-                fully_shard(layer, mesh=torch_ranks.mesh())
-        fully_shard(model, mesh=torch_ranks.mesh())
-        losses.append(losses_of(model, torch.optim.AdamW(model.parameters(), lr=1e-2)))
-    assert losses[0] == losses[1]
-    assert_gathers_the_whole(eager)
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_compiled_layers(world):
-    run(world, compiles_each_layer, backend="aot_eager")
 
 
 def compiles_the_optimizer(backend):

@@ -12,8 +12,9 @@ import torch_ranks
 from awkward import KINDS, TAME, assert_bits_equal, awkward_values
 from fronts import TorchFront
 from qshard import reference
-from qshard.formats import FP8_E4M3, FP8_E5M2, Usage
-from qshard.recipes import CurrentScaling
+from qshard.formats import FP8_E4M3, FP8_E5M2, MXFP8_E4M3, NVFP4, FP8_128x128, MXFP8_32x32, NVFP4_16x16, Usage
+from qshard.layout import plane
+from qshard.recipes import CurrentScaling, Recipe
 from qshard.sharding import shard_rows
 from qshard.torch_bridge import QuantizedTensor, convert, quantize, update_scales
 from torch_ranks import run
@@ -23,11 +24,33 @@ FRONT = TorchFront("cpu")
 ROWS = (1, 3, 8, 100, 104, 105, 128)
 COLUMNS = 20
 FORMATS = [FP8_E4M3, FP8_E5M2, FP8_E4M3.with_options(pow2=True, eps=1.0)]
+# Whole blocks, that two, three and four ranks cut: into even parts and uneven ones, or leave to some of them alone.
+BLOCK_ROWS, BLOCK_COLUMNS = (32, 64, 96, 160), 160
+BLOCK_FORMATS = [
+    MXFP8_32x32,
+    MXFP8_32x32.with_options(scale_rounding="floor"),
+    FP8_128x128,
+    FP8_128x128.with_options(pow2=False, eps=1e-3),
+    NVFP4_16x16,
+    NVFP4_16x16.with_options(scale_max=256.0),
+]
 every_world = pytest.mark.parametrize("world", [1, 2, 3, 4])
 
 
-def weights(kinds=TAME, dtype=np.float32):
-    return [awkward_values((rows, COLUMNS), seed, dtype, kinds=kinds) for seed, rows in enumerate(ROWS)]
+def weights(kinds=TAME, dtype=np.float32, rows=ROWS, columns=COLUMNS):
+    return [awkward_values((count, columns), seed, dtype, kinds=kinds) for seed, count in enumerate(rows)]
+
+
+def weights_of(fmt, kinds=TAME, dtype=np.float32):
+    """Weights that a format can hold."""
+    if fmt.block is None:
+        return weights(kinds, dtype)
+    rows = (*BLOCK_ROWS, 1, 100, 300) if fmt.cuts_blocks else BLOCK_ROWS
+    return weights(kinds, dtype, rows, BLOCK_COLUMNS)
+
+
+def recipe_of(fmt):
+    return Recipe(weight=fmt, activation=FP8_E4M3, gradient=FP8_E5M2)
 
 
 def model_of(values, device=None):
@@ -37,7 +60,7 @@ def model_of(values, device=None):
         def forward(self, x):
             return torch.cat([layer(x) for layer in self], dim=-1)
 
-    layers = Layers(*(nn.Linear(COLUMNS, w.shape[0], bias=False, dtype=FRONT.array(w).dtype) for w in values))
+    layers = Layers(*(nn.Linear(w.shape[1], w.shape[0], bias=False, dtype=FRONT.array(w).dtype) for w in values))
     with torch.no_grad():
         for layer, w in zip(layers, values, strict=True):
             layer.weight.copy_(FRONT.array(w))
@@ -57,19 +80,20 @@ def assert_gathers(model, values, fmt, dtype=None):
         gathered, expected = layer.weight, reference.quantize(w, fmt, Usage.ROWWISE).rowwise
         assert isinstance(gathered, QuantizedTensor)
         assert gathered.dtype == (dtype or FRONT.array(w).dtype)
-        data, scale_inv = (
-            t.clone() for t in gathered.rowwise
-        )  # NumPy's view would keep FSDP2 from freeing the memory.
-        assert_bits_equal(FRONT.numpy(data), expected.data, f"codes of weight {i}")
-        assert_bits_equal(FRONT.numpy(scale_inv), expected.scale_inv, f"scale of weight {i}")
+        for part in expected.__dataclass_fields__:
+            got, want = getattr(gathered.rowwise, part), getattr(expected, part)
+            assert (got is None) == (want is None)
+            if got is not None:  # NumPy's view would keep FSDP2 from freeing the memory.
+                assert_bits_equal(FRONT.numpy(got.clone()), want, f"{part} of weight {i}")
         layer.reshard()
 
 
 def gather(fmt, kinds, dtype):
-    values = weights(kinds, np.dtype(dtype))
-    model = shard(convert(model_of(values), CurrentScaling(weight=fmt)))
+    values = weights_of(fmt, kinds, np.dtype(dtype))
+    model = shard(convert(model_of(values), recipe_of(fmt)))
     assert_gathers(model, values, fmt)  # Scales are made as the first layer asks for its own.
     update_scales(model)
+    model(torch.ones(2, values[0].shape[1], dtype=model[0].weight.dtype, device=torch_ranks.device)).sum().backward()
     assert_gathers(model, values, fmt)
 
 
@@ -81,35 +105,61 @@ def test_gathered_codes_are_those_of_the_whole(world, fmt, kinds):
 
 
 @every_world
-def test_gathered_codes_of_bfloat16_weights(world):
-    run(world, gather, fmt=FP8_E4M3, kinds=TAME, dtype="bfloat16")
+@pytest.mark.parametrize("fmt", BLOCK_FORMATS, ids=str)
+def test_gathered_blocks_are_those_of_the_whole(world, fmt):
+    """Ranks cut blocks, and hold parts of one, or no row at all."""
+    run(world, gather, fmt=fmt, kinds=KINDS, dtype="float32")
 
 
-def gather_on_mesh(mesh_shape):
-    values = weights()
-    model = shard(convert(model_of(values), CurrentScaling()), mesh=torch_ranks.mesh(mesh_shape))
-    assert_gathers(model, values, FP8_E4M3)
+@every_world
+@pytest.mark.parametrize("fmt", [FP8_E4M3, MXFP8_32x32, NVFP4_16x16], ids=str)
+def test_gathered_codes_of_bfloat16_weights(world, fmt):
+    run(world, gather, fmt=fmt, kinds=TAME, dtype="bfloat16")
+
+
+VECTORS = [MXFP8_E4M3, NVFP4_16x16.with_options(four_over_six="mae"), NVFP4_16x16.with_options(rounding="stochastic")]
+
+
+def refuses_to_shard(fmt):
+    model = convert(model_of(weights_of(MXFP8_32x32)), recipe_of(fmt))
+    with pytest.raises(NotImplementedError, match=r"fully_shard: 0.weight .* is not a format that FSDP2 can gather"):
+        fully_shard(model[0], mesh=torch_ranks.mesh())
+
+
+@pytest.mark.parametrize("fmt", VECTORS, ids=str)
+def test_formats_that_cannot_be_cut_are_refused_when_the_model_is_sharded(fmt):
+    run(2, refuses_to_shard, fmt=fmt)
+
+
+def gather_on_mesh(mesh_shape, fmt):
+    values = weights_of(fmt)
+    model = shard(convert(model_of(values), recipe_of(fmt)), mesh=torch_ranks.mesh(mesh_shape))
+    assert_gathers(model, values, fmt)
     update_scales(model)
-    model(torch.ones(2, COLUMNS, device=torch_ranks.device)).sum().backward()
-    assert_gathers(model, values, FP8_E4M3)
+    model(torch.ones(2, values[0].shape[1], device=torch_ranks.device)).sum().backward()
+    assert_gathers(model, values, fmt)
 
 
 @pytest.mark.parametrize("mesh_shape", [(2, 2), (4, 1), (1, 4), (3, 1), (1, 2), (1, 1)], ids=str)
-def test_replicated_groups(mesh_shape):
+@pytest.mark.parametrize("fmt", [FP8_E4M3, NVFP4_16x16], ids=str)
+def test_replicated_groups(mesh_shape, fmt):
     """HSDP: scales are agreed on in each group of shards; replicas hold the same weights."""
-    run(mesh_shape[0] * mesh_shape[1], gather_on_mesh, mesh_shape=mesh_shape)
+    run(mesh_shape[0] * mesh_shape[1], gather_on_mesh, mesh_shape=mesh_shape, fmt=fmt)
 
 
-def gather_columns():
-    values = [w for w in weights() if w.shape[0] > 1]
-    model = convert(model_of(values), CurrentScaling())
+def gather_columns(fmt):
+    values = [w for w in weights_of(fmt, KINDS if fmt.block else TAME) if w.shape[0] > 1]
+    model = convert(model_of(values), recipe_of(fmt))
     shard(model, shard_placement_fn=lambda parameter: Shard(1))
-    assert_gathers(model, values, FP8_E4M3)
+    assert_gathers(model, values, fmt)
+    model(torch.ones(2, values[0].shape[1], device=torch_ranks.device)).sum().backward()
+    assert_gathers(model, values, fmt)
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_weights_cut_along_columns(world):
-    run(world, gather_columns)
+@pytest.mark.parametrize("fmt", [FP8_E4M3, FP8_128x128, MXFP8_32x32, NVFP4_16x16], ids=str)
+def test_weights_cut_along_columns(world, fmt):
+    run(world, gather_columns, fmt=fmt)
 
 
 def gather_mixed_precision():
@@ -129,38 +179,40 @@ def test_mixed_precision(world):
     run(world, gather_mixed_precision)
 
 
-def gather_offloaded():
-    values = weights()
-    model = shard(convert(model_of(values), CurrentScaling()), offload_policy=CPUOffloadPolicy(pin_memory=False))
-    assert_gathers(model, values, FP8_E4M3)
-    model(torch.ones(2, COLUMNS, device=torch_ranks.device)).sum().backward()
-    assert_gathers(model, values, FP8_E4M3)
+def gather_offloaded(fmt):
+    values = weights_of(fmt)
+    model = shard(convert(model_of(values), recipe_of(fmt)), offload_policy=CPUOffloadPolicy(pin_memory=False))
+    assert_gathers(model, values, fmt)
+    model(torch.ones(2, values[0].shape[1], device=torch_ranks.device)).sum().backward()
+    assert_gathers(model, values, fmt)
 
 
-def test_offloaded_shards():
-    run(3, gather_offloaded)
+@pytest.mark.parametrize("fmt", [FP8_E4M3, MXFP8_32x32, NVFP4_16x16], ids=str)
+def test_offloaded_shards(fmt):
+    run(3, gather_offloaded, fmt=fmt)
 
 
-def gather_from_meta():
-    values = weights()
+def gather_from_meta(fmt):
+    values = weights_of(fmt)
     with torch.device("meta"):
         model = model_of(values, device="meta")
-    shard(convert(model, CurrentScaling())).to_empty(device=torch_ranks.device)
+    shard(convert(model, recipe_of(fmt))).to_empty(device=torch_ranks.device)
     with torch.no_grad():
         for layer, w in zip(model, values, strict=True):
             local = shard_rows(w.shape[0], dist.get_world_size(), dist.get_rank())
             layer.weight.to_local().copy_(FRONT.array(w[local.start : local.stop]))
-    assert_gathers(model, values, FP8_E4M3)
+    assert_gathers(model, values, fmt)
     with torch.no_grad():
         for layer in model:
             layer.weight.mul_(-3)
     update_scales(model)
-    assert_gathers(model, [FRONT.numpy(layer.weight.full_tensor().clone()) for layer in model], FP8_E4M3)
+    assert_gathers(model, [FRONT.numpy(layer.weight.full_tensor().clone()) for layer in model], fmt)
 
 
 @every_world
-def test_models_made_without_memory(world):
-    run(world, gather_from_meta)
+@pytest.mark.parametrize("fmt", [FP8_E4M3, NVFP4_16x16], ids=str)
+def test_models_made_without_memory(world, fmt):
+    run(world, gather_from_meta, fmt=fmt)
 
 
 def quantize_in_group(kinds):
@@ -178,6 +230,43 @@ def quantize_in_group(kinds):
 def test_quantize_over_a_group(world, kinds):
     """Also where only one rank has the NaN, or no row at all."""
     run(world, quantize_in_group, kinds=kinds)
+
+
+def quantize_blocks_in_group(fmt, usage):
+    """Each rank holds whole blocks; the global scale, and the places of random bits, are of the whole."""
+    rows = 32 * dist.get_world_size()
+    part = slice(32 * dist.get_rank(), 32 * dist.get_rank() + 32)
+    x = awkward_values((rows, 64), 3, kinds=TAME)
+    random = {"seed": 5} if fmt.rounding == "stochastic" else {}
+    mine = FRONT.array(x[part]).to(torch_ranks.device)
+    q = quantize(mine, fmt, usage=usage, group=dist.group.WORLD, **random, first=part.start * 64)
+    whole = reference.quantize(x, fmt, usage, **random)
+    for one in usage:
+        got, want = (getattr(q, one.name.lower()), getattr(whole, one.name.lower()))
+        transposed = plane(fmt, x.shape, one).transposed
+        for name in ("data", "scale_inv"):
+            of_whole = getattr(want, name)
+            axis = 1 if transposed else 0
+            expected = np.split(of_whole, dist.get_world_size(), axis=axis)[dist.get_rank()]
+            assert_bits_equal(FRONT.numpy(getattr(got, name)), np.ascontiguousarray(expected), f"{one} {name}")
+        if want.global_scale_inv is not None:
+            assert_bits_equal(FRONT.numpy(got.global_scale_inv), want.global_scale_inv)
+
+
+GROUPED = [
+    MXFP8_E4M3,
+    MXFP8_32x32,
+    NVFP4,
+    NVFP4_16x16,
+    NVFP4.with_options(four_over_six="mse"),
+    NVFP4.with_options(hadamard=True, rounding="stochastic"),
+]
+
+
+@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("fmt", GROUPED, ids=str)
+def test_quantize_blocks_over_a_group(world, fmt):
+    run(world, quantize_blocks_in_group, fmt=fmt, usage=Usage.BOTH)
 
 
 def quantize_dtensor():

@@ -1,5 +1,7 @@
 """PyTorch on a GPU: streams, CUDA graphs, FP8 matrix products and their fallback, the compiler, FSDP2 over NCCL."""
 
+import copy
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -8,11 +10,20 @@ import numpy as np  # noqa: E402
 
 from awkward import KINDS, TAME, assert_bits_equal, awkward_values  # noqa: E402
 from fronts import TorchFront  # noqa: E402
-from qshard import reference  # noqa: E402
-from qshard.formats import FP8_E4M3, FP8_E5M2, Usage  # noqa: E402
-from qshard.recipes import CurrentScaling  # noqa: E402
-from qshard.torch_bridge import Linear, _ops, linear, quantize  # noqa: E402
-from qshard.torch_bridge._gemm import matmul  # noqa: E402
+from qshard import recipes, reference  # noqa: E402
+from qshard.formats import (  # noqa: E402
+    FORMATS,
+    FP8_E4M3,
+    FP8_E5M2,
+    FP8_1x128,
+    FP8_128x128,
+    MXFP8_32x32,
+    NVFP4_16x16,
+    Usage,
+)
+from qshard.recipes import MXFP8, CurrentScaling  # noqa: E402
+from qshard.torch_bridge import Linear, _ops, linear, quantize, update_delayed  # noqa: E402
+from qshard.torch_bridge._gemm import Operand, matmul  # noqa: E402
 from torch_ranks import run  # noqa: E402
 
 FRONT = TorchFront("cuda")
@@ -90,14 +101,21 @@ def test_training_replays_from_a_cuda_graph():
             assert torch.equal(got, want)
 
 
-def operand(rows, k, fmt, seed):
-    q = quantize(FRONT.array(awkward_values((rows, k), seed, kinds=["normal", "zeros", "ties"])), fmt)
-    return fmt, q.rowwise.data.view(torch.uint8), q.rowwise.scale_inv
+def operand(rows, k, fmt, seed, usage=Usage.ROWWISE):
+    """A plane whose contracted axis has length k."""
+    shape = (rows, k) if usage is Usage.ROWWISE else (k, rows)
+    q = quantize(FRONT.array(awkward_values(shape, seed, kinds=["normal", "zeros", "ties"])), fmt, usage=usage)
+    return Operand(fmt, q.parts(usage), usage)
 
 
 def exact(operand):
-    fmt, codes, scale_inv = operand
-    return reference.decode(codes.cpu().numpy(), fmt.element).astype(np.float64) * scale_inv.item()
+    """Its values, `[rows, k]`, by the reference's table of codes."""
+    fmt, parts, _ = operand
+    values = operand.values(torch.float32).double().cpu().numpy()  # Tested against the reference elsewhere.
+    if fmt.block is None:
+        codes = reference.decode(parts.data.cpu().numpy(), fmt.element).astype(np.float64)
+        values = codes * parts.scale_inv.item()
+    return values
 
 
 @pytest.mark.parametrize("fast", [True, False])
@@ -124,6 +142,77 @@ def calls_of_scaled_mm(function):
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as trace:
         function()
     return sum(event.count for event in trace.key_averages() if event.key == "aten::_scaled_mm")
+
+
+ROW, COLUMN = Usage.ROWWISE, Usage.COLUMNWISE
+THREE_PRODUCTS = {
+    "y": ((FP8_1x128, ROW), (FP8_128x128, ROW)),
+    "grad_x": ((FP8_1x128, ROW), (FP8_128x128, COLUMN)),
+    "grad_w": ((FP8_1x128, COLUMN), (FP8_1x128, COLUMN)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", THREE_PRODUCTS)
+@pytest.mark.parametrize("shape", [(128, 256, 512), (16, 128, 1024), (384, 128, 512), (128, 128, 640)], ids=str)
+def test_tensor_cores_compute_the_product_in_blocks(shape, name, dtype):
+    """Hopper's FP8 tensor cores sum the products of a block in 14 bits; blocks are scaled and summed in fp32.
+
+    Where it cannot (K = 640 is not a multiple of 512), or on another GPU, operands go through bfloat16, which holds
+    codes times powers of two exactly. Both have this bound.
+    """
+    m, n, k = shape
+    (a_format, a_usage), (b_format, b_usage) = THREE_PRODUCTS[name]
+    a, b = operand(m, k, a_format, 0, a_usage), operand(n, k, b_format, 1, b_usage)
+    on_tensor_cores = torch.cuda.get_device_capability() == (9, 0) and k % 512 == 0
+    assert calls_of_scaled_mm(lambda: matmul(a, b, dtype)) == on_tensor_cores
+    got = matmul(a, b, dtype).double().cpu().numpy()
+    assert got.shape == (m, n)
+    product, size = exact(a) @ exact(b).T, np.abs(exact(a)) @ np.abs(exact(b)).T
+    largest = np.abs(exact(a)[:, None] * exact(b)).max(axis=-1)
+    lost = 2.0**-13 * (k * largest + 4 * size) + k * 2.0**-23 * size
+    rounding = 2.0**-8 if dtype == torch.bfloat16 else 2.0**-23
+    assert (np.abs(got - product) <= lost + rounding * np.abs(product)).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", ["MXFP8_E4M3", "MXFP8_32x32", "NVFP4", "NVFP4_16x16", "FP8_1x128"])
+def test_what_has_no_tensor_cores_goes_through_bfloat16(name, dtype):
+    """Also planes in the order of the tensor, that are contracted over its first axis."""
+    fmt, (m, n, k) = FORMATS[name], (32, 64, 96)
+    for usage in Usage:
+        a, b = operand(m, k, fmt, 0, usage), operand(n, k, fmt, 1, usage)
+        assert calls_of_scaled_mm(lambda: matmul(a, b, dtype)) == 0  # noqa: B023
+        got = matmul(a, b, dtype).double().cpu().numpy()
+        product, size = exact(a) @ exact(b).T, np.abs(exact(a)) @ np.abs(exact(b)).T
+        operands = 2 * 2.0**-8 if fmt.global_scale else 0
+        rounding = 2.0**-8 if dtype == torch.bfloat16 else 0
+        assert (np.abs(got - product) <= (k * 2.0**-22 + operands) * size + rounding * np.abs(product)).all()
+
+
+@pytest.mark.parametrize("name", ["MXFP8", "NVFP4", "BlockScaling", "DelayedScaling"])
+def test_training_by_recipe_replays_from_a_cuda_graph(name):
+    """Seeds and delayed scales go on from replay to replay, with no word from the host."""
+    torch.manual_seed(0)
+    graphed = Linear(512, 512, recipe=getattr(recipes, name)(), device="cuda", dtype=torch.bfloat16)
+    eager = copy.deepcopy(graphed)
+    x = torch.randn(128, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+
+    def step(layer):
+        y = layer(x)
+        gradients = torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])
+        update_delayed(layer)
+        return (y.detach(), *gradients)
+
+    graph, replayed = captured(lambda: step(graphed))
+    for _ in range(2):
+        step(eager)  # As `captured` did before.
+    for _ in range(3):
+        with torch.no_grad():
+            x.copy_(torch.randn(128, 512))
+        graph.replay()
+        for got, want in zip(replayed, step(eager), strict=True):
+            assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +256,7 @@ def test_compiled_forward_and_backward(dtype):
 
 
 def test_operands_on_two_devices_are_refused():
-    with pytest.raises(ValueError, match=r"cast_tensor: operands .x on cuda:0, scale on cpu. are not on one device"):
+    with pytest.raises(ValueError, match=r"cast_tensor: operands .x on cuda:\d, scale on cpu. are not on one device"):
         torch.ops.qshard.cast_tensor(torch.ones(4, device="cuda"), torch.ones(()), element="float8_e4m3fn")
 
 
@@ -175,8 +264,14 @@ NCCL_CASES = {
     "law": ("dist/test_torch_law.py::gather", {"fmt": FP8_E4M3, "kinds": TAME, "dtype": "float32"}, 1),
     "law-all": ("dist/test_torch_law.py::gather", {"fmt": FP8_E5M2, "kinds": KINDS, "dtype": "bfloat16"}, 1),
     "mixed": ("dist/test_torch_law.py::gather_mixed_precision", {}, 1),
-    "meta": ("dist/test_torch_law.py::gather_from_meta", {}, 1),
-    "offload": ("dist/test_torch_law.py::gather_offloaded", {}, 1),
+    "meta": ("dist/test_torch_law.py::gather_from_meta", {"fmt": FP8_E4M3}, 1),
+    "blocks": ("dist/test_torch_law.py::gather", {"fmt": MXFP8_32x32, "kinds": KINDS, "dtype": "float32"}, 1),
+    "nvfp4": ("dist/test_torch_law.py::gather", {"fmt": NVFP4_16x16, "kinds": KINDS, "dtype": "bfloat16"}, 1),
+    "blocks-128": ("dist/test_torch_law.py::gather", {"fmt": FP8_128x128, "kinds": TAME, "dtype": "float32"}, 1),
+    "columns": ("dist/test_torch_law.py::gather_columns", {"fmt": NVFP4_16x16}, 1),
+    "delayed": ("dist/test_torch_delayed.py::trains", {}, 1),
+    "wire-blocks": ("dist/test_torch_fsdp_blocks.py::counts_blocks", {"recipe": MXFP8()}, 2),
+    "offload": ("dist/test_torch_law.py::gather_offloaded", {"fmt": NVFP4_16x16}, 1),
     "group": ("dist/test_torch_law.py::quantize_in_group", {"kinds": KINDS}, 1),
     "parity": (
         "dist/test_torch_fsdp.py::trains_like_one_process",
@@ -187,7 +282,11 @@ NCCL_CASES = {
     "wire": ("dist/test_torch_fsdp.py::counts_what_travels", {"bias": False}, 2),
     "unasked": ("dist/test_torch_fsdp.py::refreshes_by_itself", {}, 1),
     "stale": ("dist/test_torch_fsdp.py::writes_alone", {"how": "one"}, 2),
-    "compiled": ("dist/test_torch_fsdp.py::compiles_each_layer", {"backend": "aot_eager"}, 1),
+    "compiled": (
+        "dist/test_torch_fsdp_blocks.py::compiles_each_layer",
+        {"backend": "aot_eager", "recipe": CurrentScaling()},
+        1,
+    ),
 }
 
 

@@ -1,0 +1,216 @@
+"""`qshard.torch_bridge.cast_master`: what is written, how often, and what a plan and the ops refuse."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from awkward import TAME, assert_bits_equal, awkward_values
+from fronts import TorchFront
+from qshard import formats, reference
+from qshard.formats import Usage
+from qshard.torch_bridge import CastPlan, QuantizedSlice, cast_master, join_pieces, quantize, update_columnwise
+
+FRONT = TorchFront("cpu")
+SQUARES = [formats.FP8_E4M3, formats.FP8_128x128, formats.MXFP8_32x32, formats.NVFP4_16x16]
+
+
+def assert_plane(plane, expected):
+    assert_bits_equal(FRONT.numpy(plane.data), expected.data, "codes")
+    assert_bits_equal(FRONT.numpy(plane.scale_inv), expected.scale_inv, "scales")
+    if expected.global_scale_inv is not None:
+        assert_bits_equal(FRONT.numpy(plane.global_scale_inv), expected.global_scale_inv, "global scale")
+
+
+@pytest.mark.parametrize("parity", ["master", "model"])
+def test_whole_weights_in_place(parity):
+    """One rank that has it all. Addresses stay, so a captured graph would replay."""
+    values = [awkward_values((32, 96), i, kinds=TAME) for i in range(len(SQUARES))]
+    weights = [
+        quantize(torch.zeros(32, 96, dtype=torch.bfloat16), fmt, usage=usage)
+        for fmt, usage in zip(SQUARES, [Usage.BOTH, Usage.ROWWISE, Usage.BOTH, Usage.BOTH], strict=True)
+    ]
+    both = quantize(torch.zeros(32, 96, dtype=torch.bfloat16), formats.MXFP8_E4M3, usage=Usage.BOTH)
+    weights, values = [*weights, both], [*values, values[0]]
+    addresses = [[t.data_ptr() for t in w.parts(Usage.ROWWISE) if t is not None] for w in weights]
+    columns = [p.data.data_ptr() if (p := w.parts(Usage.COLUMNWISE)) else None for w in weights]
+    plan = CastPlan(weights, parity=parity)
+    for _ in range(2):
+        cast_master(weights, [FRONT.array(v) for v in values], [0] * 5, parity=parity, plan=plan)
+        assert [w.columnwise is None for w in weights] == [True] * 4 + [False], "stale planes are gone"
+        update_columnwise(weights[:4])
+        for w, v in zip(weights, values, strict=True):
+            source = v if parity == "master" else v.astype("bfloat16")
+            expected = reference.quantize(source, w.format, Usage.BOTH)
+            assert_plane(w.rowwise, expected.rowwise)
+            assert_plane(w.columnwise, expected.columnwise)
+    assert addresses == [[t.data_ptr() for t in w.parts(Usage.ROWWISE) if t is not None] for w in weights]
+    assert all(
+        a is None or a == w.parts(Usage.COLUMNWISE).data.data_ptr() for a, w in zip(columns, weights, strict=True)
+    )
+
+
+@pytest.mark.parametrize("fmt", [formats.FP8_E4M3, formats.NVFP4_16x16, formats.MXFP8_32x32], ids=str)
+def test_join_pieces(fmt):
+    w = awkward_values((32, 32), 2, kinds=TAME)
+    whole = reference.quantize(w, fmt).rowwise.data
+    per_byte = fmt.element.codes_per_byte
+    codes = whole.reshape(-1) if per_byte == 1 else np.stack([whole & 15, whole >> 4], -1).reshape(-1)
+    starts = [0, 7, 7, 101, 1024]
+    pieces = []
+    for start, stop in zip(starts, [*starts[1:], 1024], strict=True):
+        own = np.zeros(1024, np.uint8)
+        own[start:stop] = codes[start:stop]
+        packed = own if per_byte == 1 else own[0::2] | own[1::2] << 4
+        pieces.append(torch.from_numpy(packed[start // per_byte : -(-stop // per_byte)].copy()))
+    assert_bits_equal(join_pieces(pieces, starts, fmt, whole.shape).numpy(), whole)
+
+
+class Calls(TorchDispatchMode):
+    """The names of all ops that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_calls_do_not_grow_with_the_number_of_weights():
+    counts = []
+    for n in (3, 30):
+        weights = [quantize(torch.zeros(16, 32), formats.NVFP4_16x16) for _ in range(n)]
+        weights += [quantize(torch.zeros(4, 32), formats.FP8_E4M3) for _ in range(n)]
+        masters = [torch.ones(w.numel()) for w in weights]
+        plan = CastPlan(weights, parity="master")
+        starts = torch.zeros(len(weights), dtype=torch.int64)
+        with Calls() as calls:
+            cast_master(weights, masters, starts, parity="master", plan=plan)
+        kernels = [name for name in calls.names if name.startswith(("qshard", "aten._foreach"))]
+        counts.append(kernels)
+        assert sum("amax_slices" in name for name in kernels) == 2
+        assert sum("cast_slices" in name for name in kernels) == 2
+    assert counts[0] == counts[1]
+
+
+def test_ops_in_a_compiled_program():
+    """The schema says what is written, so a functionalized graph has it too."""
+
+    def step(x, amax, starts):
+        torch.ops.qshard.amax_slices(
+            starts, amax, [x * 2], block_cols=2, block_rows=1, rounded_to="float32", shapes=[2, 4], whole="none"
+        )
+        return amax + 1
+
+    x, starts = torch.tensor([1.0, -3.0, 2.0]), torch.tensor([[3, 0]], dtype=torch.int32)
+    expected = torch.tensor([1.0, 3.0, 7.0, 1.0])
+    assert torch.equal(step(x, torch.zeros(4), starts), expected)
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    amax = torch.zeros(4)
+    assert torch.equal(compiled(x, amax, starts), expected)
+    assert torch.equal(amax, expected - 1)
+
+
+@pytest.mark.parametrize("op", ["amax_slices", "cast_slices", "cast_slices_stochastic", "transpose_each"])
+def test_ops_keep_torch_rules(op):
+    words, x, data = torch.tensor([[3, 0]], dtype=torch.int32), [torch.randn(20)], [torch.zeros(16, dtype=torch.uint8)]
+    shared = {"block_cols": 16, "block_rows": 1, "rounded_to": "bfloat16", "shapes": [2, 16]}
+    operands, attributes = {
+        "amax_slices": ((words, torch.zeros(3), x), {**shared, "whole": "tensor"}),
+        "cast_slices": ((words, torch.ones(2), x, data), {**shared, "pieces": False, "element": "float4_e2m1fn"}),
+        "cast_slices_stochastic": ((words, words, torch.ones(2), x, data), {**shared, "pieces": True}),
+        "transpose_each": (([torch.ones(4, 2)], [torch.ones(2, 4)]), {"bits": 32}),
+    }[op]
+    torch.library.opcheck(getattr(torch.ops.qshard, op).default, operands, attributes)
+
+
+def test_writes_count_in_versions():
+    amax = torch.zeros(1)
+    before = amax._version
+    torch.ops.qshard.amax_slices(
+        torch.zeros(1, 2, dtype=torch.int32),
+        amax,
+        [torch.ones(4)],
+        block_cols=0,
+        block_rows=0,
+        rounded_to="float32",
+        shapes=[2, 2],
+        whole="none",
+    )
+    assert amax._version > before
+
+
+def cast(data, x, **changes):
+    options = {
+        "block_cols": 16,
+        "block_rows": 1,
+        "element": "float4_e2m1fn",
+        "pieces": False,
+        "rounded_to": "float32",
+        "shapes": [2, 16],
+    } | changes
+    starts = options.pop("starts", torch.zeros(1, 2, dtype=torch.int32))
+    torch.ops.qshard.cast_slices(starts, options.pop("scale", torch.ones(2)), x, data, **options)
+
+
+@pytest.mark.parametrize(
+    ("data", "changes", "error", "message"),
+    [
+        (15, {}, ValueError, r"cast_slices: data\[0\] \(15\) is not the codes of a weight of 2 x 16, two a byte"),
+        (16, {"element": "float8_e4m3fn"}, ValueError, r"data\[0\] \(16\) is not the codes of a weight of 2 x 16$"),
+        (3, {"pieces": True}, ValueError, r"data\[0\] \(3\) has no room for the codes of 7 elements; give it 4 bytes"),
+        (16, {"scale": torch.ones(3)}, ValueError, r"scale \(3\) is not one number for each of 2 blocks"),
+        (16, {"shapes": [2]}, ValueError, r"shapes \(1 numbers\) are not the rows and columns of 1 weights"),
+        (15, {"shapes": [2, 15]}, ValueError, r"odd number of columns, and two codes share a byte"),
+        (16, {"element": "int4"}, ValueError, r"cast_slices: element \(int4\) is not a format this op knows"),
+        (16, {"starts": torch.zeros(2, 2, dtype=torch.int32)}, ValueError, r"starts \(2, 2\) is not one pair"),
+        (16, {"starts": torch.zeros(1, dtype=torch.int64)}, ValueError, r"starts .* is not uint32 or int32 of shape"),
+    ],
+)
+def test_bad_operands(data, changes, error, message):
+    codes = torch.full((data,), 7, dtype=torch.uint8)
+    with pytest.raises(error, match=message):
+        cast([codes], [torch.ones(7)], **changes)
+    assert (codes == 7).all(), "nothing is written"
+
+
+def test_lists_must_fit():
+    codes = torch.zeros(16, dtype=torch.uint8)
+    with pytest.raises(ValueError, match=r"cast_slices: lists \(3 tensors in all\) are not 2 of equal length"):
+        cast([codes], [torch.ones(7)] * 2)
+    with pytest.raises(ValueError, match=r"x\[1\] \(BF16\) is not F32 as x\[0\] is; call once for each dtype"):
+        cast(
+            [codes] * 2,
+            [torch.ones(7), torch.ones(7, dtype=torch.bfloat16)],
+            shapes=[2, 16, 2, 16],
+            starts=torch.zeros(2, 2, dtype=torch.int32),
+            scale=torch.ones(4),
+        )
+    with pytest.raises(ValueError, match=r"cast_slices: x\[0\] \(strides \(2,\)\) is not contiguous"):
+        cast([codes], [torch.ones(14)[::2]])
+    with pytest.raises(ValueError, match=r"cast_slices: x \(requires grad\) is not data alone"):
+        cast([codes], [torch.ones(7, requires_grad=True)])
+
+
+def test_bad_calls():
+    q = quantize(torch.zeros(4, 4), formats.FP8_E4M3)
+    piece = QuantizedSlice.empty(formats.FP8_E4M3, (4, 4), 4)
+    x = torch.ones(16)
+    with pytest.raises(ValueError, match=r"cast_master: parity \('bf16'\) is not 'master' or 'model'"):
+        cast_master([q], [x], [0], parity="bf16")
+    with pytest.raises(ValueError, match=r"weights \(mixed\) are not all whole or all slices"):
+        cast_master([q, piece], [x, x], [0, 0], parity="master")
+    with pytest.raises(ValueError, match=r"cast_master: 2 masters and a plan of 1 are not one for each of 1 weights"):
+        cast_master([q], [x, x], [0], parity="master")
+    with pytest.raises(TypeError, match=r"masters\[0\] \(torch.bfloat16\) is not torch.float32; pass dtype="):
+        cast_master([q], [x.bfloat16()], [0], parity="master")
+    with pytest.raises(ValueError, match=r"starts .* is not one number for each of 1 weights"):
+        cast_master([q], [x], [0, 1], parity="master")
+    with pytest.raises(ValueError, match=r"masters\[0\] .* is not contiguous"):
+        cast_master([q], [torch.ones(32)[::2]], [0], parity="master")
+    with pytest.raises(ValueError, match=r"update_columnwise: MXFP8_E4M3 is not one with a transpose"):
+        update_columnwise([quantize(torch.zeros(32, 32), formats.MXFP8_E4M3)])

@@ -1,0 +1,116 @@
+"""Flat slices of master weights on GPUs: the bits of the CPU, over NCCL and in CUDA graphs, in as few launches."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import master_steps  # noqa: E402
+from awkward import TAME, assert_bits_equal, awkward_values  # noqa: E402
+from fronts import TorchFront  # noqa: E402
+from qshard import formats, reference  # noqa: E402
+from qshard.formats import Usage  # noqa: E402
+from qshard.torch_bridge import CastPlan, cast_master, quantize, update_columnwise  # noqa: E402
+from torch_ranks import run  # noqa: E402
+
+
+def _load(name):
+    """A test module of another folder; they are no packages."""
+    path = Path(__file__).parents[1] / "cpu" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"cpu_{name}", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+cpu = _load("test_master")
+FRONT = TorchFront("cuda")
+
+
+def steps_of(front):
+    pytest.importorskip(front)
+    steps = {"torch": master_steps.TorchSteps, "jax": master_steps.JaxSteps}[front]("cuda")
+    if not steps.front.device_exists():
+        pytest.skip(f"{front} finds no cuda device")
+    return steps
+
+
+@pytest.mark.parametrize("where", cpu.PLANES, ids=lambda where: f"{where[0]}-{where[1].name}")
+def test_every_format(where):
+    cpu.test_every_format(steps_of("torch"), where)
+
+
+def test_long_slices():
+    cpu.test_long_slices(steps_of("torch"))
+
+
+@pytest.mark.parametrize("dtype", cpu.DTYPES, ids=str)
+@pytest.mark.parametrize("rounded_to", [None, "bfloat16", "float16"])
+def test_parities(dtype, rounded_to):
+    cpu.test_parities(steps_of("torch"), dtype, rounded_to)
+
+
+@pytest.mark.parametrize("name", ["torch", "jax"])
+def test_weights_of_many_formats(name):
+    cpu.test_weights_of_many_formats(steps_of(name))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("case", ["cast_pieces", "cast_whole_weights"])
+def test_ranks_over_nccl(world, case):
+    if torch.cuda.device_count() < world:
+        pytest.skip(f"fewer than {world} GPUs")
+    arguments = {"parity": "model", "kinds": TAME} if case == "cast_pieces" else {}
+    run(world, f"dist/test_torch_master.py::{case}", on="cuda", **arguments)
+
+
+def test_a_graph_replays_what_masters_are_then():
+    fmts = [formats.NVFP4_16x16, formats.FP8_128x128, formats.FP8_E4M3]
+    weights = [quantize(torch.zeros(64, 96, device="cuda"), fmt, usage=Usage.BOTH) for fmt in fmts]
+    masters = [torch.zeros(64 * 96, device="cuda") for _ in fmts]
+    starts = torch.zeros(3, dtype=torch.int64, device="cuda")
+    plan = CastPlan(weights, parity="master")
+
+    def step():
+        cast_master(weights, masters, starts, parity="master", plan=plan)
+        update_columnwise(weights)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    values = [awkward_values((64, 96), i, kinds=TAME) for i in range(3)]
+    for m, v in zip(masters, values, strict=True):
+        m.copy_(FRONT.array(v).view(-1))
+    graph.replay()
+    for w, v, fmt in zip(weights, values, fmts, strict=True):
+        expected = reference.quantize(v, fmt, Usage.BOTH)
+        for usage in Usage:
+            got, want = getattr(w, usage.name.lower()), getattr(expected, usage.name.lower())
+            assert_bits_equal(FRONT.numpy(got.data), want.data, f"{usage} codes of {fmt}")
+            assert_bits_equal(FRONT.numpy(got.scale_inv), want.scale_inv, f"{usage} scales of {fmt}")
+
+
+def test_launches_do_not_grow_with_the_number_of_weights():
+    from torch.profiler import ProfilerActivity, profile
+
+    counts = []
+    for n in (4, 200):
+        weights = [quantize(torch.zeros(32, 32, device="cuda"), formats.NVFP4_16x16) for _ in range(n)]
+        masters = [torch.ones(1024, device="cuda") for _ in range(n)]
+        starts = torch.zeros(n, dtype=torch.int64, device="cuda")
+        plan = CastPlan(weights, parity="master")
+        cast_master(weights, masters, starts, parity="master", plan=plan)
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
+            cast_master(weights, masters, starts, parity="master", plan=plan)
+            torch.cuda.synchronize()
+        names = [e.name for e in profiler.events() if "Slices" in e.name]
+        counts.append(len(names))
+    assert counts == [2, 2], "one for amaxes, one for codes"

@@ -1,0 +1,139 @@
+"""What `Adam` keeps for a parameter, and which parameters and settings it takes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from qshard.torch_bridge._ops import dtype_name
+from qshard.torch_bridge._tensor import QuantizedTensor
+from qshard.torch_bridge._weight import ShardedWeight
+
+__all__ = ["SCALED", "check_group", "initialize", "memory_of"]
+
+BLOCK = 128  # kAdamBlock of core/adam.h: elements of a row that share a scale.
+SCALED = (torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
+STATES = (torch.float32, torch.bfloat16, *SCALED)
+_MASTERS = (None, "remainder", "float32")
+
+
+def initialize(state: dict[str, Any], parameter: Tensor, group: dict[str, Any]) -> None:
+    """Adds what a state lacks."""
+    memory = memory_of(parameter)
+    if "step" not in state:
+        state["step"] = torch.zeros((), dtype=torch.float32, device=memory.device)
+    for name in ("exp_avg", "exp_avg_sq"):
+        if name in state:
+            if state[name].dtype in SCALED and f"{name}_scale_inv" not in state:
+                raise ValueError(
+                    f"Adam: state {name} ({state[name].dtype}) has no {name}_scale_inv; load it as float32"
+                )
+            continue
+        dtype = group[f"{name}_dtype"]
+        if dtype in SCALED and parameter.ndim < 2:
+            dtype = torch.float32
+        state[name] = _like(parameter, torch.zeros(memory.shape, dtype=dtype, device=memory.device))
+        if dtype in SCALED:
+            state[f"{name}_scale_inv"] = _ones_of_blocks(parameter, memory)
+    if memory.dtype != torch.float32 and not {"master", "remainder"} & state.keys():
+        if group["master_weights"] == "float32":
+            state["master"] = _like(parameter, memory.float())
+        elif group["master_weights"] == "remainder":
+            state["remainder"] = _like(parameter, torch.zeros(memory.shape, dtype=torch.int16, device=memory.device))
+
+
+def memory_of(tensor: Tensor) -> Tensor:
+    """The plain tensor of this rank."""
+    local: Tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    local = local.shard if isinstance(local, ShardedWeight) else local
+    return local.detach() if local.requires_grad else local
+
+
+def _like(parameter: Tensor, local: Tensor) -> Tensor:
+    """`local` as what it is of a parameter."""
+    if not isinstance(parameter, DTensor):
+        return local
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def _ones_of_blocks(parameter: Tensor, memory: Tensor) -> Tensor:
+    """A scale for every block of a local tensor; of a DTensor, its part of those of the whole."""
+
+    def blocks(shape: Sequence[int]) -> tuple[int, int]:
+        return shape[0], -(-math.prod(shape[1:]) // BLOCK)
+
+    ones = torch.ones(blocks(memory.shape), dtype=torch.float32, device=memory.device)
+    if not isinstance(parameter, DTensor):
+        return ones
+    whole = blocks(parameter.shape)
+    return DTensor.from_local(
+        ones,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=torch.Size(whole),
+        stride=(whole[1], 1),
+    )
+
+
+def check_group(group: dict[str, Any]) -> None:
+    lr = group["lr"]
+    if not isinstance(lr, Tensor) and not lr >= 0:
+        raise ValueError(f"Adam: lr ({lr}) is not a number from 0 up")
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ValueError(f"Adam: lr {tuple(lr.shape)} is not one number")
+    if not all(0 <= beta < 1 for beta in group["betas"]):
+        raise ValueError(f"Adam: betas {tuple(group['betas'])} are not from 0 to below 1")
+    for name in ("eps", "weight_decay"):
+        if not group[name] >= 0:
+            raise ValueError(f"Adam: {name} ({group[name]}) is not a number from 0 up")
+    for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
+        if group[name] not in STATES:
+            raise TypeError(f"Adam: {name} ({group[name]}) is not one of {_list_of(STATES)}")
+    if group["master_weights"] not in _MASTERS:
+        raise ValueError(f"Adam: master_weights ({group['master_weights']}) is not None, 'remainder' or 'float32'")
+    for parameter in group["params"]:
+        _check_parameter(parameter, group)
+
+
+def _check_parameter(parameter: Tensor, group: dict[str, Any]) -> None:
+    """Raises for what all ranks see alike: nothing here depends on the part of a rank."""
+    local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+    shape = tuple(parameter.shape)
+    if isinstance(local, QuantizedTensor):
+        raise TypeError(f"Adam: parameter {shape} (QuantizedTensor) is not of floats; give the optimizer its master")
+    if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise TypeError(f"Adam: parameter {shape} ({parameter.dtype}) is not float32, bfloat16 or float16; cast it")
+    if group["master_weights"] == "remainder" and parameter.dtype == torch.float16:
+        raise TypeError(
+            f"Adam: parameter {shape} (float16) is not bfloat16, which alone takes a remainder; "
+            "give master_weights='float32'"
+        )
+    if not memory_of(parameter).is_contiguous():
+        raise ValueError(f"Adam: parameter {shape} (strides {parameter.stride()}) is not contiguous; make it so")
+    scaled = {group["exp_avg_dtype"], group["exp_avg_sq_dtype"]} & set(SCALED)
+    if scaled and parameter.ndim >= 2 and isinstance(parameter, DTensor):
+        for i, placement in enumerate(parameter.placements):
+            axis = getattr(placement, "dim", 0)
+            row, shards = math.prod(parameter.shape[1:]), parameter.device_mesh.size(i)
+            if axis > 1 or (axis == 1 and (parameter.shape[1] % shards or row // shards % BLOCK)):
+                raise ValueError(
+                    f"Adam: parameter {shape} (cut into {shards} along axis {axis}) is not cut at blocks of {BLOCK}, "
+                    f"which states in {_list_of(scaled)} have scales for; cut axis 0, or keep states in bfloat16"
+                )
+
+
+def _list_of(dtypes: Iterable[torch.dtype]) -> str:
+    return ", ".join(dtype_name(dtype) for dtype in dtypes)

@@ -1,0 +1,169 @@
+"""`Linear`: the layer whose three matrix products take quantized operands."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from qshard.recipes import DelayedScaling, Recipe, Role
+from qshard.torch_bridge._delayed import DelayedScale
+from qshard.torch_bridge._linear import ROLES, check_recipe, check_shape, linear
+from qshard.torch_bridge._scales import ScaleState
+from qshard.torch_bridge._weight import ShardedWeight, plain, wrap
+
+__all__ = ["Linear"]
+
+
+@torch.library.custom_op("qshard::take_seed", mutates_args=("seed",))
+def _take_seed(seed: Tensor, rank: int) -> Tensor:
+    """What `seed` is, for this rank; `seed` becomes the next one.
+
+    One op, since compilers of torch 2.13 move a copy that only the backward pass needs into it, where it reads the
+    next seed.
+    """
+    taken = seed.clone()
+    taken[1].add_(rank)
+    seed[0].add_(1)
+    return taken
+
+
+@_take_seed.register_fake
+def _(seed: Tensor, rank: int) -> Tensor:
+    return torch.empty_like(seed)
+
+
+class Linear(nn.Linear):
+    """`nn.Linear` with quantized matrix products, whose weight FSDP2 gathers as codes.
+
+    The weight stays what it was: a parameter in high precision, for any optimizer, saved as a plain tensor. Each
+    forward quantizes it; under `fully_shard` each rank quantizes its shard, and codes are gathered.
+
+    Args:
+      in_features, out_features, bias, device, dtype: as for `nn.Linear`.
+      recipe: the format of each role, for example `CurrentScaling()`.
+
+    Attributes:
+      seed: of stochastic rounding, if the recipe has any: a buffer, int32 `[2]`. Each forward takes one and leaves the
+        next, on the device alone. Ranks add their number to the high word as they take it, so that equal buffers, or
+        one that a checkpoint of one rank has put everywhere, draw other bits on each rank. It begins at random, by
+        `torch.manual_seed`.
+      delayed: under `DelayedScaling`, the `DelayedScale` of each role, which `update_scales` brings up to date.
+
+    >>> from qshard.recipes import CurrentScaling
+    >>> layer = Linear(8, 4, bias=False, recipe=CurrentScaling())
+    >>> layer(torch.ones(2, 8)).shape, layer.state_dict()["weight"].__class__.__name__
+    (torch.Size([2, 4]), 'Tensor')
+    """
+
+    recipe: Recipe
+    seed: Tensor | None
+    delayed: nn.ModuleDict
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        recipe: Recipe | None = None,
+        *,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ):
+        if recipe is None:
+            raise TypeError("Linear: recipe (None) is not a recipe; pass one of qshard.recipes")
+        check_recipe("Linear", recipe)
+        check_shape("Linear", recipe, (out_features, in_features))
+        super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
+        state = ScaleState(recipe, "weight", self, self.weight.device)
+        weight = nn.Parameter(ShardedWeight(self.weight.detach(), state), requires_grad=self.weight.requires_grad)
+        self.begin(recipe, weight)
+
+    def begin(self, recipe: Recipe, weight: nn.Parameter) -> None:
+        """Takes a recipe, and a weight that is wrapped for it."""
+        self.recipe, self.weight = recipe, weight
+        state = self._state()
+        assert state is not None
+        self._modules.pop("delayed", None)
+        if isinstance(recipe, DelayedScaling):
+            own = {role.value: DelayedScale(recipe, role, weight.device) for role in Role if role is not Role.WEIGHT}
+            assert state.delayed is not None
+            self.delayed = nn.ModuleDict({Role.WEIGHT.value: state.delayed, **own})
+        stochastic = any(recipe.format(role).rounding == "stochastic" for role in Role)
+        self.register_buffer("seed", torch.empty(2, dtype=torch.int32, device=weight.device) if stochastic else None)
+        self._reset_state()
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        self._reset_state()
+
+    def _reset_state(self) -> None:
+        seed: Tensor | None = self._buffers.get("seed")
+        if seed is not None:
+            seed.random_(-(2**31), 2**31)
+        for module in self.children():
+            for state in module.children():
+                cast(DelayedScale, state).reset()
+
+    def _next_seed(self) -> Tensor | None:
+        if self.seed is None:
+            return None
+        taken: Tensor = _take_seed(self.seed, dist.get_rank() if dist.is_initialized() else 0)
+        return taken
+
+    def _state(self) -> ScaleState | None:
+        local = self.weight._local_tensor if isinstance(self.weight, DTensor) else self.weight
+        return local.scale_state if isinstance(local, ShardedWeight) else None
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """A checkpoint holds plain tensors: it loads without qshard, and under any other recipe."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if not keep_vars:
+            destination[prefix + "weight"] = plain(destination[prefix + "weight"])
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """State of another recipe is left out, and that of this one kept where there is none."""
+        state, key, seed = self._state(), prefix + "weight", prefix + "seed"
+        if state is not None:
+            if local_metadata.get("assign_to_params_buffers", False) and key in state_dict:
+                state_dict = {**state_dict, key: wrap(state_dict[key], state)}
+            state.current = False
+        others = [prefix + "delayed."] * ("delayed" not in self._modules) + [seed] * (self.seed is None)
+        state_dict = {name: value for name, value in state_dict.items() if not name.startswith(tuple(others))}
+        missing: list[str] = []
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected_keys, error_msgs)
+        missing_keys += [name for name in missing if name != seed]
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Linear:
+        was_meta = self.weight.is_meta
+        super()._apply(fn, recurse)
+        if self.seed is not None and was_meta and not self.weight.is_meta:
+            self.seed.random_(-(2**31), 2**31)
+        state = self._state()
+        if state is not None:
+            state.current = False
+        return self
+
+    def forward(self, input: Tensor) -> Tensor:
+        if torch.is_autocast_enabled(input.device.type):
+            input = input.to(torch.get_autocast_dtype(input.device.type))
+        delayed = None
+        if "delayed" in self._modules:
+            delayed = {role: cast(DelayedScale, self.delayed[role.value]) for role in ROLES}
+        return linear(input, self.weight, self.bias, self.recipe, seed=self._next_seed(), delayed=delayed)
+
+    def extra_repr(self) -> str:
+        roles = ", ".join(f"{role.value}={self.recipe.format(role)}" for role in Role)
+        return f"{super().extra_repr()}, {roles}"
