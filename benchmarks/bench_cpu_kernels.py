@@ -5,6 +5,9 @@ GB/s with a float32 copy of as many elements in the same run. The process keeps 
 contender runs once a round, as often as fills a few milliseconds; the median over rounds counts. On one core time is
 CPU time, so that other processes of the machine do not count; on several it is the clock on the wall.
 
+Rows named by a format are whole quantizations of bfloat16: amax, scales, codes (packed for NVFP4, whose global amax is
+given), of one plane or both. `quantize_rivals.py` has the formulas of the others.
+
 qshard and the copy write to arrays that are there already. torch eager and jnp allocate their results: at sizes in DRAM
 much of their time is page faults, so the ratios to look at are those in cache.
 
@@ -21,6 +24,7 @@ import warnings
 from collections.abc import Callable
 
 import rows
+from quantize_rivals import jnp_quantize, qshard_quantize, torch_quantize
 
 IN_CACHE, DRAM = 1024, 8192  # rows and columns: 1 M and 64 M elements
 SLICE = 5e-3  # seconds that a contender runs for in a round
@@ -57,6 +61,8 @@ def qshard_and_torch(size: int) -> Contenders:
 
     blocks = (size, size // 128, 128)
     return {
+        **qshard_quantize(x16),
+        **torch_quantize(x16),
         "copy": (8, lambda: np.copyto(out_array, x_array)),
         "amax_tensor float32 qshard": (4, run("amax_tensor", (x,), (amax,))),
         "amax_tensor float32 torch": (4, lambda: x.abs().amax()),
@@ -105,6 +111,7 @@ def jitted_jnp(size: int) -> Contenders:
         return q, jax.lax.optimization_barrier(q).T
 
     return {
+        **jnp_quantize(x16, wait),
         "amax_tensor float32 jnp": (4, wait(lambda x: jnp.max(jnp.abs(x)), x)),
         "cast_tensor float32 jnp": (5, wait(cast, x, scale)),
         "cast_tensor bfloat16 jnp": (3, wait(cast, x16, scale)),

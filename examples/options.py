@@ -12,11 +12,18 @@ from typing import NoReturn
 
 from corpus import text_file
 from gpt import Schedule
-from qshard.recipes import CurrentScaling
+from qshard.recipes import MXFP8, NVFP4, BlockScaling, CurrentScaling, DelayedScaling, Recipe
 
 # A recipe says which format weights, activations and gradients are cast to. None is the baseline: bfloat16 weights are
 # gathered and nothing is quantized.
-RECIPES = {"bf16": None, "fp8": CurrentScaling()}
+RECIPES: dict[str, Recipe | None] = {
+    "bf16": None,
+    "fp8": CurrentScaling(),
+    "delayed": DelayedScaling(),
+    "block": BlockScaling(),
+    "mxfp8": MXFP8(),
+    "nvfp4": NVFP4(),
+}
 
 
 def _excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -52,7 +59,7 @@ def positive(value: str) -> int:
 
 def formats(value: str) -> list[str]:
     """Parse a list of recipe names such as `bf16,fp8`."""
-    names = list(dict.fromkeys(value.split(",")))
+    names = list(RECIPES) if value == "all" else list(dict.fromkeys(value.split(",")))
     unknown = [name for name in names if name not in RECIPES]
     if unknown:
         raise argparse.ArgumentTypeError(f"{unknown[0]!r} is not one of {', '.join(RECIPES)}")
@@ -73,7 +80,7 @@ def parse(description: str, rank: str, devices: int) -> tuple[Parser, argparse.N
     """Parse the command line. `rank` says what a rank is in this framework, `devices` how many there could be."""
     parser = Parser(description=description)
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--formats", type=formats, metavar="A,B", help=f"train these, of {', '.join(RECIPES)}")
+    which.add_argument("--formats", type=formats, metavar="A,B", help=f"train these, of {', '.join(RECIPES)}; or all")
     which.add_argument("--recipe", choices=RECIPES, default="fp8", help="train bf16 and this one (default: fp8)")
     number = partial(parser.add_argument, type=positive, metavar="N")
     number("--steps", default=Schedule.steps, help="steps of each training (default: %(default)s)")

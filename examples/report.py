@@ -53,7 +53,7 @@ class Run:
 def digest(gathered: Mapping[str, Sequence[np.ndarray]]) -> str:
     """Return the SHA-256 of weights as they were gathered, in the order of their names.
 
-    A bfloat16 weight is its bits; a quantized one is the codes of its rowwise plane and then its float32 `scale_inv`.
+    A bfloat16 weight is its bits; a quantized one is its rowwise plane: codes, `scale_inv`, `global_scale_inv` if any.
     """
     sha = hashlib.sha256()
     for name in sorted(gathered):

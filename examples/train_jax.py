@@ -1,8 +1,8 @@
 """Train the byte-level GPT with JAX, weights sharded over all devices: first gathered as bfloat16, then quantized.
 
-    python examples/train_jax.py [--formats bf16,fp8] [--steps N] [--text FILE]
+    python examples/train_jax.py [--recipe fp8 | --formats bf16,fp8,mxfp8] [--steps N] [--text FILE]
 
-Runs on the GPUs present, or on eight host devices of the CPU. What FP8 changes is marked (1), (2), (3).
+Runs on the GPUs present, or on eight host devices of the CPU. What a recipe changes is marked (1), (2), (3).
 """
 
 import options  # isort: skip (first: it makes Ctrl-C quiet during the imports below)
@@ -25,13 +25,13 @@ import report
 from corpus import Batch, Corpus, load
 from gpt import GPTConfig, Schedule, initial_weights, is_quantized
 from progress import TrainingProgress
-from qshard.recipes import Recipe, Role
+from qshard.recipes import DelayedScaling, Recipe, Role
 
 CONFIG = GPTConfig()
 CPU_DEVICES = 8
 SHARDED, REPLICATED = PartitionSpec("fsdp"), PartitionSpec()  # everything is cut along its first axis, or not at all
 Weights = dict[str, jax.Array]
-Scales = dict[str, tuple[jax.Array, jax.Array]]
+States = dict[str, qshard.LinearState]  # of delayed scaling; other recipes have none
 
 
 @jax.custom_vjp
@@ -67,7 +67,9 @@ def bf16_linear_backward(kept: tuple[jax.Array, jax.Array], dy: jax.Array) -> tu
 bf16_linear.defvjp(lambda x, shard: (bf16_linear(x, shard), (x, shard)), bf16_linear_backward)
 
 
-def logits_of(weights: Weights, scales: Scales, tokens: jax.Array, recipe: Recipe | None) -> jax.Array:
+def logits_of(
+    weights: Weights, states: States, scales: dict[str, Any], tokens: jax.Array, key: jax.Array, recipe: Recipe | None
+) -> jax.Array:
     """Map tokens [batch, context] to float32 logits [batch, context, vocabulary]. `weights` are one device's shards."""
     # A GPU computes in bfloat16, like the weights it gathers; most CPUs are slow in it.
     compute_dtype = jnp.bfloat16 if jax.default_backend() == "gpu" else jnp.float32
@@ -82,11 +84,19 @@ def logits_of(weights: Weights, scales: Scales, tokens: jax.Array, recipe: Recip
         return x.astype(compute_dtype) * whole(name)
 
     def linear(x: jax.Array, name: str) -> jax.Array:
-        if recipe is None:
-            return bf16_linear(x, weights[f"{name}.weight"])
-        # (1) quantize the shard, gather its codes, multiply in FP8
         weight = f"{name}.weight"
-        return qshard.linear(x, weights[weight], recipe, gather_axis="fsdp", weight_scales=scales[weight])
+        if recipe is None:
+            return bf16_linear(x, weights[weight])
+        # (1) quantize the shard, gather its codes, multiply what the recipe makes of x and of the weight
+        return qshard.linear(
+            x,
+            weights[weight],
+            recipe,
+            gather_axis="fsdp",
+            weight_scales=scales.get(weight),
+            state=states.get(weight),
+            seed=jax.random.fold_in(key, list(weights).index(weight)),  # each layer rounds by numbers of its own
+        )
 
     def block(x: jax.Array, name: str) -> jax.Array:
         qkv = linear(norm(x, f"{name}.attention_norm"), f"{name}.qkv")
@@ -103,10 +113,15 @@ def logits_of(weights: Weights, scales: Scales, tokens: jax.Array, recipe: Recip
 
 
 def loss_of(
-    weights: Weights, scales: Scales, tokens: jax.Array, targets: jax.Array, recipe: Recipe | None
+    weights: Weights, states: States, tokens: jax.Array, targets: jax.Array, key: jax.Array, recipe: Recipe | None
 ) -> jax.Array:
     """Return the mean loss over the whole batch; `weights`, `tokens` and `targets` are one device's part."""
-    logits = logits_of(weights, scales, tokens, recipe)
+    scales = {}
+    if recipe is not None and not states:  # (2) one all-reduce finds what the scales of all weights follow from
+        quantized = {name: jax.lax.stop_gradient(weight) for name, weight in weights.items() if is_quantized(name)}
+        scales = qshard.compute_scales(quantized, recipe, axis_name="fsdp")
+    key = jax.random.fold_in(key, jax.lax.axis_index("fsdp"))
+    logits = logits_of(weights, states, scales, tokens, key, recipe)
     loss = optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
     return jax.lax.pmean(loss, "fsdp")
 
@@ -133,9 +148,11 @@ def gathered_weights(weights: Weights, recipe: Recipe | None) -> dict[str, list[
             if recipe is None or not is_quantized(name):
                 gathered[name] = [gather(shard)]
             else:
-                codes = qshard.quantize(shard, recipe.format(Role.WEIGHT), axis_name="fsdp")
+                one = jnp.ones(())
+                scales = (one, one) if isinstance(recipe, DelayedScaling) else None
+                codes = qshard.quantize(shard, recipe.format(Role.WEIGHT), axis_name="fsdp", scales=scales)
                 plane: Any = qshard.gather(codes, "fsdp").rowwise
-                gathered[name] = [plane.data, plane.scale_inv]
+                gathered[name] = [part for part in jax.tree.leaves(plane) if part is not None]
         return gathered
 
     on_every_device = jax.shard_map(whole, in_specs=SHARDED, out_specs=REPLICATED, check_vma=False)
@@ -167,47 +184,50 @@ def train(name: str, corpus: Corpus, schedule: Schedule, progress: TrainingProgr
     )
     state = optimizer.init(weights)  # cut like the weights
 
-    def over_devices(function: Callable[..., Any], out_specs: Any) -> Callable[..., Any]:
-        """Run `function(weights, scales, tokens, targets)` on every device's part of the arguments."""
-
-        def call(weights: Weights, tokens: jax.Array, targets: jax.Array) -> Any:
-            scales = {}
-            if recipe is not None:  # (2) one all-reduce finds the scales of all weights
-                quantized = {name: weight for name, weight in weights.items() if is_quantized(name)}
-                scales = qshard.compute_scales(quantized, recipe)
-            in_specs = (SHARDED, REPLICATED, SHARDED, SHARDED)
-            return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs)(weights, scales, tokens, targets)
-
-        return call
-
+    states: States = {}
+    if isinstance(recipe, DelayedScaling):
+        states = {name: qshard.init_delayed(recipe) for name in weights if is_quantized(name)}
+        states = jax.device_put(states, NamedSharding(mesh, REPLICATED))
     loss = partial(loss_of, recipe=recipe)
-    evaluate = jax.jit(over_devices(loss, REPLICATED))
-    loss_and_gradients = over_devices(jax.value_and_grad(loss), (REPLICATED, SHARDED))
+    in_specs = (SHARDED, REPLICATED, SHARDED, SHARDED, REPLICATED)
 
-    @partial(jax.jit, donate_argnums=(0, 1))
-    def step(weights: Weights, state: Any, tokens: jax.Array, targets: jax.Array) -> tuple[Weights, Any, jax.Array]:
-        loss, gradients = loss_and_gradients(weights, tokens, targets)
+    def over_devices(function: Callable[..., Any], out_specs: Any) -> Callable[..., Any]:
+        """Run `function(weights, states, tokens, targets, key)` on every device's part of the arguments."""
+        return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs)
+
+    evaluate = jax.jit(over_devices(loss, REPLICATED))
+    differentiate = over_devices(jax.value_and_grad(loss, argnums=(0, 1)), (REPLICATED, (SHARDED, REPLICATED)))
+
+    @partial(jax.jit, donate_argnums=(0, 1, 2))
+    def step(
+        weights: Weights, states: States, state: Any, tokens: jax.Array, targets: jax.Array, key: jax.Array
+    ) -> tuple[Weights, States, Any, jax.Array]:
+        loss, (gradients, amaxes) = differentiate(weights, states, tokens, targets, key)
         updates, state = optimizer.update(gradients, state, weights)
-        return optax.apply_updates(weights, updates), state, loss
+        if states:  # (3) the scales of the next step, from the amaxes of this one and of those before
+            states = qshard.update_delayed(states, amaxes, recipe)
+        return optax.apply_updates(weights, updates), states, state, loss
 
     def put(batch: Batch) -> list[jax.Array]:
         return [jax.device_put(half, cut) for half in batch]
 
     run.gathered_sha256 = report.digest(gathered_weights(weights, recipe))
-    run.resident_bytes = resident_bytes(weights, state)
+    run.resident_bytes = resident_bytes(weights, states, state)
     held_out = [put(batch) for batch in corpus.validation(schedule.batch, CONFIG.context)]
-    program = step.lower(weights, state, *held_out[0]).compile()
+    keys = jax.device_put(jax.random.split(jax.random.key(0), schedule.steps), NamedSharding(mesh, REPLICATED))
+    program = step.lower(weights, states, state, *held_out[0], keys[0]).compile()
     run.gathered_bytes = gathered_bytes(program)
     for index in range(schedule.steps):
         batch = put(corpus.batch(index, schedule.batch, CONFIG.context))
         start = time.perf_counter()
-        weights, state, loss_now = program(weights, state, *batch)
+        weights, states, state, loss_now = program(weights, states, state, *batch, keys[index])
         # Each step is waited for: host devices share few threads, and queued steps could take all of them.
         run.losses.append(float(jax.block_until_ready((loss_now, weights))[0]))
         run.seconds.append(time.perf_counter() - start)
         progress.step(run.losses[-1])
         if schedule.validates_after(index):
-            run.validation.append((index + 1, float(np.mean([evaluate(weights, *batch) for batch in held_out]))))
+            losses = [evaluate(weights, states, *batch, keys[0]) for batch in held_out]
+            run.validation.append((index + 1, float(np.mean(losses))))
             progress.validation(*run.validation[-1])
     return run
 

@@ -1,8 +1,8 @@
 """Train the byte-level GPT with PyTorch FSDP2, first with bfloat16 weights on the wire, then with quantized ones.
 
-    python examples/train_torch.py [--formats bf16,fp8] [--steps N] [--text FILE]
+    python examples/train_torch.py [--recipe fp8 | --formats bf16,fp8,mxfp8] [--steps N] [--text FILE]
 
-Runs on the GPUs present through NCCL, or on the CPU with two gloo ranks. What FP8 changes is marked (1) and (2).
+Runs on the GPUs present through NCCL, or on the CPU with two gloo ranks. What a recipe changes is marked (1) and (2).
 """
 
 import options  # isort: skip (first: it makes Ctrl-C quiet during the imports below)
@@ -128,8 +128,10 @@ def record_gathered(model: GPT) -> dict[str, list[np.ndarray]]:
 
     def copy(layer: nn.Module, inputs: object, name: str) -> None:
         weight: Any = layer.weight
-        parts = (weight.rowwise.data, weight.rowwise.scale_inv) if hasattr(weight, "rowwise") else (weight,)
-        gathered[name] = [part.detach().clone().flatten().view(torch.uint8).cpu().numpy() for part in parts]
+        parts = [part for part in weight.rowwise if part is not None] if hasattr(weight, "rowwise") else [weight]
+        gathered[name] = [
+            part.detach().clone().contiguous().flatten().view(torch.uint8).cpu().numpy() for part in parts
+        ]
         hooks.pop(name).remove()
 
     for layer_name, layer in model.named_modules():
@@ -178,7 +180,7 @@ def train(name: str, corpus: Corpus, schedule: Schedule, device: torch.device, e
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        if recipe is not None:  # (2) one all-reduce finds the new scales of all weights
+        if recipe is not None:  # (2) one all-reduce finds the scales of all weights (delayed: of all tensors)
             qshard.update_scales(model)
         return mean_over_ranks(loss)
 

@@ -1,0 +1,202 @@
+"""Whole quantizations in blocks for `bench_cpu_kernels.py`: with the fused ops of qshard, torch eager and jitted jnp.
+
+The rivals compute the formulas of NUMERICS.md with what their framework has, for finite values alone, which is less
+work. E2M1 is rounded by way of its unit in the last place, and packed with shifts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from qshard.formats import FORMATS, Format, Usage
+
+Contenders = dict[str, tuple[float, Callable[[], object]]]
+
+NAMES = ("FP8_1x128", "FP8_128x128", "MXFP8_E4M3", "MXFP8_32x32", "NVFP4", "NVFP4_16x16")
+USAGES = {"rowwise": Usage.ROWWISE, "columnwise": Usage.COLUMNWISE, "both": Usage.BOTH}
+GLOBAL_AMAX = 5.0
+
+
+def cases() -> list[tuple[str, Format, str, float]]:
+    """(name of the row, format, usage, bytes an element: x and each plane with its scales, once)."""
+    found = []
+    for name in NAMES:
+        fmt = FORMATS[name]
+        assert fmt.block is not None
+        scale = (4 if fmt.scale_dtype == "float32" else 1) / (fmt.block[0] * fmt.block[1])
+        plane = 1 / fmt.element.codes_per_byte + scale
+        for usage in USAGES:
+            planes = 2 * plane - (scale if fmt.square else 0) if usage == "both" else plane
+            found.append((f"quantize {name} {usage}", fmt, usage, 2 + planes))
+    return found
+
+
+def qshard_quantize(x: Any) -> Contenders:
+    import torch
+
+    from qshard import _ffi
+    from qshard.formats import E2M1, E8M0
+    from qshard.ops import table
+
+    whole = torch.tensor(GLOBAL_AMAX)
+    calls: Contenders = {}
+    for name, fmt, usage, count in cases():
+        rows, cols = fmt.block if usage != "columnwise" else fmt.block[::-1]
+        turned = fmt.square or fmt.scale_dtype != E8M0.name
+        both = "square_both" if fmt.square else "both" if fmt.element is E2M1 or not turned else "both_t"
+        kind = {"rowwise": "", "columnwise": "t" if turned else "", "both": both}[usage]
+        if usage == "both" and not fmt.square:
+            rows = cols
+        stem = (
+            "quantize_nvfp4"
+            if fmt.element is E2M1
+            else "quantize"
+            if both == kind == "square_both"
+            else "quantize_block"
+        )
+        op = table()[f"{stem}_{kind}" if kind else stem]
+        options = {
+            "block_rows": rows,
+            "block_cols": cols,
+            "element": fmt.element.name,
+            "eps": 0.0,
+            "pow2": fmt.pow2,
+            "rounding": "up",
+            "scale_dtype": fmt.scale_dtype,
+            "scale_max": fmt.scale_max,
+            "split": False,
+        }
+        inputs = (x, whole) if fmt.element is E2M1 else (x,)
+        shapes = op.bind([tuple(i.shape) for i in inputs], block_rows=rows, block_cols=cols, element=fmt.element.name)
+        outputs = tuple(
+            torch.empty(
+                shape,
+                dtype=torch.float32 if operand.dtypes(scale_dtype=fmt.scale_dtype) == ("float32",) else torch.uint8,
+            )
+            for shape, operand in zip(shapes.output_shapes, op.outputs, strict=True)
+        )
+        attributes = {key: options[key] for key in op.attributes}
+        handler = _ffi.handlers("cpu")[op.name]
+        calls[f"{name} qshard"] = (
+            count,
+            lambda h=handler, i=inputs, o=outputs, a=attributes: _ffi.call(h, i, o, a),
+        )
+    return calls
+
+
+def torch_quantize(x: Any) -> Contenders:
+    import torch
+
+    def codes(blocks: Any, fmt: Format, scale: Any) -> Any:
+        y = blocks.float() * scale
+        if fmt.element.bits == 8:
+            return y.clamp_(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+        return e2m1(y)
+
+    def e2m1(y: Any) -> Any:
+        a = y.abs().clamp_(max=6)
+        # The unit in the last place of E2M1; adding 1.5 * 2**23 units rounds to a whole number of them.
+        unit = torch.where(a < 2, 0.5, torch.where(a < 4, 1.0, 2.0))
+        magic = unit * 12582912.0
+        a = (a + magic) - magic
+        code = torch.where(a < 2, a * 2, torch.where(a < 4, a + 2, a / 2 + 4)).to(torch.uint8)
+        return code | (y.signbit().to(torch.uint8) << 3)
+
+    def scales(amax: Any, fmt: Format) -> tuple[Any, Any]:
+        if fmt.scale_dtype == "float32":
+            scale = torch.where(amax > 0, 448 / amax, 1.0)
+            scale = (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
+            return scale, 1 / scale
+        if fmt.element.bits == 8:
+            v = (amax * (1 / 448)).view(torch.int32)
+            e = (v >> 23) + ((v & 0x7FFFFF) != 0)
+            return ((254 - e) << 23).view(torch.float32), e.to(torch.uint8)
+        s = 2688 / GLOBAL_AMAX
+        d = (amax * (s / 6)).clamp_(max=448).to(torch.float8_e4m3fn)
+        return (1 / (d.float() * (1 / s))).clamp_(max=3.4028234e38), d.view(torch.uint8)
+
+    def plane(x: Any, fmt: Format, block: tuple[int, int]) -> tuple[Any, Any]:
+        (rows, cols), (m, k) = block, x.shape
+        blocks = x.view(m // rows, rows, k // cols, cols)
+        scale, scale_inv = scales(blocks.abs().amax((1, 3), keepdim=True).float(), fmt)
+        return codes(blocks, fmt, scale).view(m, k), scale_inv.view(m // rows, k // cols)
+
+    def packed(data: Any, fmt: Format) -> Any:
+        return data[:, ::2] | (data[:, 1::2] << 4) if fmt.element.bits == 4 else data
+
+    def quantize(x: Any, fmt: Format, usage: str) -> list[Any]:
+        results = []
+        if usage != "columnwise" or fmt.square:
+            data, scale_inv = plane(x, fmt, fmt.block)
+            if usage != "columnwise":
+                results += [packed(data, fmt), scale_inv]
+        if usage != "rowwise":
+            if not fmt.square:
+                data, scale_inv = plane(x, fmt, fmt.block[::-1])
+            if fmt.square or fmt.scale_dtype != "float8_e8m0fnu":
+                data, scale_inv = data.t().contiguous(), scale_inv.t().contiguous()
+            results += [packed(data, fmt), scale_inv]
+        return results
+
+    return {f"{name} torch": (count, lambda f=fmt, u=usage: quantize(x, f, u)) for name, fmt, usage, count in cases()}
+
+
+def jnp_quantize(x: Any, wait: Callable[..., Callable[[], object]]) -> Contenders:
+    import jax
+    import jax.numpy as jnp
+
+    def bits(v: Any) -> Any:
+        return jax.lax.bitcast_convert_type(v, jnp.int32)
+
+    def power(v: Any) -> Any:
+        return jax.lax.bitcast_convert_type(v, jnp.float32)
+
+    def codes(y: Any, fmt: Format) -> Any:
+        if fmt.element.bits == 8:
+            return jnp.clip(y, -448, 448).astype(jnp.float8_e4m3fn)
+        a = jnp.minimum(jnp.abs(y), 6)
+        unit = jnp.where(a < 2, 0.5, jnp.where(a < 4, 1.0, 2.0))
+        a = jnp.round(a / unit) * unit
+        code = jnp.where(a < 2, a * 2, jnp.where(a < 4, a + 2, a / 2 + 4)).astype(jnp.uint8)
+        return code | (jnp.signbit(y).astype(jnp.uint8) << 3)
+
+    def scales(amax: Any, fmt: Format) -> tuple[Any, Any]:
+        if fmt.scale_dtype == "float32":
+            scale = power(bits(jnp.where(amax > 0, 448 / amax, 1.0)) & 0x7F800000)
+            return scale, 1 / scale
+        if fmt.element.bits == 8:
+            v = bits(amax * jnp.float32(1 / 448))
+            e = (v >> 23) + ((v & 0x7FFFFF) != 0)
+            return power((254 - e) << 23), e.astype(jnp.uint8)
+        s = jnp.float32(2688 / GLOBAL_AMAX)
+        d = jnp.minimum(amax * (s / 6), 448).astype(jnp.float8_e4m3fn)
+        return jnp.minimum(1 / (d.astype(jnp.float32) * (1 / s)), 3.4028234e38), d
+
+    def plane(x: Any, fmt: Format, block: tuple[int, int]) -> tuple[Any, Any]:
+        (rows, cols), (m, k) = block, x.shape
+        blocks = x.reshape(m // rows, rows, k // cols, cols).astype(jnp.float32)
+        scale, scale_inv = scales(jnp.max(jnp.abs(blocks), (1, 3), keepdims=True), fmt)
+        return codes(blocks * scale, fmt).reshape(m, k), scale_inv.reshape(m // rows, k // cols)
+
+    def packed(data: Any, fmt: Format) -> Any:
+        return data[:, ::2] | (data[:, 1::2] << 4) if fmt.element.bits == 4 else data
+
+    def quantize(x: Any, fmt: Format, usage: str) -> list[Any]:
+        results = []
+        if usage != "columnwise" or fmt.square:
+            data, scale_inv = plane(x, fmt, fmt.block)
+            if usage != "columnwise":
+                results += [packed(data, fmt), scale_inv]
+        if usage != "rowwise":
+            if not fmt.square:
+                data, scale_inv = plane(x, fmt, fmt.block[::-1])
+            if fmt.square or fmt.scale_dtype != "float8_e8m0fnu":
+                data, scale_inv = jax.lax.optimization_barrier(data).T, scale_inv.T
+            results += [packed(data, fmt), scale_inv]
+        return results
+
+    return {
+        f"{name} jnp": (count, wait(lambda x, f=fmt, u=usage: quantize(x, f, u), x))
+        for name, fmt, usage, count in cases()
+    }
