@@ -1,5 +1,5 @@
 # Everything a person or CI runs. `make train` and `make test` set themselves up on a fresh machine, which needs
-# Python >= 3.11, a C++17 compiler and make: they fill .venv and build the extension, with CUDA where nvcc is found.
+# Python >= 3.11, a C++17 compiler and make: they fill .venv and build the extension, with CUDA where there are nvcc and a GPU.
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
@@ -10,7 +10,9 @@ PIP_FLAGS := -q --no-input --disable-pip-version-check
 INSTALL   := $(PY) -m pip install $(PIP_FLAGS) --no-compile
 unexport PYTHONDONTWRITEBYTECODE
 
-# The build reads QSHARD_CUDA and QSHARD_XLA_FFI_INCLUDE from the environment (pyproject.toml says what they mean).
+# The build reads QSHARD_CUDA and QSHARD_XLA_FFI_INCLUDE from the environment (pyproject.toml says what they mean). CUDA
+# kernels take minutes to compile: .venv gets them only where there is a GPU, a wheel wherever there is nvcc.
+VENV_CUDA       := $(or $(QSHARD_CUDA),$(if $(wildcard /dev/nvidiactl),AUTO,OFF))
 FETCHED_HEADERS := $(CURDIR)/build/xla_ffi/jaxlib/include
 CPP_SOURCES     := $(shell find ffi)
 CPP_STYLED      := $(shell find ffi -path ffi/third_party -prune -o -type f \
@@ -99,7 +101,7 @@ $(STAMP)package: $(STAMP)build
 
 $(STAMP)package: pyproject.toml $(CPP_SOURCES)
 	$(if $(QSHARD_XLA_FFI_INCLUDE),,$(PY) ffi/third_party/fetch_xla_ffi_headers.py build/xla_ffi)
-	QSHARD_XLA_FFI_INCLUDE=$(or $(QSHARD_XLA_FFI_INCLUDE),$(FETCHED_HEADERS)) \
+	QSHARD_XLA_FFI_INCLUDE=$(or $(QSHARD_XLA_FFI_INCLUDE),$(FETCHED_HEADERS)) QSHARD_CUDA=$(VENV_CUDA) \
 	    $(INSTALL) --no-build-isolation --no-deps --editable .
 	touch $@
 

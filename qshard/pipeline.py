@@ -108,7 +108,7 @@ def quantize(
     if not fmt.square:
         return {each: _in_steps(ops, x, fmt, each, whole, draws) for each in usage.planes}
     planes = {Usage.ROWWISE: _in_steps(ops, x, fmt, Usage.ROWWISE, whole, draws)}
-    if usage & Usage.COLUMNWISE:
+    if Usage.COLUMNWISE in usage.planes:
         planes[Usage.COLUMNWISE] = transposed(ops, planes[Usage.ROWWISE], fmt)
     return {each: planes[each] for each in usage.planes}
 
@@ -153,7 +153,9 @@ def cast_per_tensor(ops: Any, x: Array, fmt: Format, usage: Usage, made: Scales)
         return {usage: Parts(ops.cast_tensor(x, made.scale, element=fmt.element.name), made.scale_inv)}
     both = ops.cast_transpose(x, made.scale, element=fmt.element.name, batch=x.ndim - 2)
     return {
-        each: Parts(data, made.scale_inv) for each, data in zip(Usage.BOTH.planes, both, strict=True) if each in usage
+        each: Parts(data, made.scale_inv)
+        for each, data in zip(Usage.BOTH.planes, both, strict=True)
+        if each in usage.planes
     }
 
 
@@ -165,7 +167,8 @@ def quantize_delayed(
         data, amax = ops.cast_amax(x, scale, element=fmt.element.name, lead=0)
         return {usage: Parts(data, scale_inv)}, amax
     *both, amax = ops.cast_transpose_amax(x, scale, element=fmt.element.name, batch=x.ndim - 2, lead=0)
-    planes = {each: Parts(data, scale_inv) for each, data in zip(Usage.BOTH.planes, both, strict=True) if each in usage}
+    codes = zip(Usage.BOTH.planes, both, strict=True)
+    planes = {each: Parts(data, scale_inv) for each, data in codes if each in usage.planes}
     return planes, amax
 
 

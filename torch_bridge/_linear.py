@@ -219,7 +219,7 @@ def _planes(
     if _NUMBERS_ARE_SYMBOLS and torch.compiler.is_compiling():
         fmt = cast(Format, _Constant(fmt))
     rows, padding = x.shape[0], 0
-    if role is not Role.WEIGHT and (Usage.COLUMNWISE in usage or fmt.square):
+    if role is not Role.WEIGHT and (Usage.COLUMNWISE in usage.planes or fmt.square):
         unit = max(_rows_of_blocks(recipe.format(one)) for one in (Role.ACTIVATION, Role.GRADIENT))
         padding = -rows % unit if unit > 1 else 0
     if padding:
@@ -230,7 +230,7 @@ def _planes(
     if fmt.rounding == "stochastic" and seed is not None:
         draws = Draws(seed, words("first", _FIRST[role], x.device))
     planes = pipeline.quantize(ops, x, fmt, usage, draws=draws)
-    if padding and Usage.ROWWISE in usage:
+    if padding and Usage.ROWWISE in usage.planes:
         data, scale_inv, global_scale_inv = planes[Usage.ROWWISE]
         if not fmt.square:
             scale_inv = scale_inv[:rows]

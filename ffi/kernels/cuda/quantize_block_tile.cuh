@@ -74,8 +74,8 @@ struct TileTuning {
   static constexpr int Blocks() {
     // As many as the registers of a patch allow. The compiler widens all of a float16 one at once.
     if (sizeof(In) == 4 || (std::is_same_v<In, float16> && kNvfp4)) return 2;
-    if (kWork == Work::kBoth) return kNvfp4 ? 3 : 2;
-    if (kWork == Work::kSquareBoth) return 4;
+    if (kWork == Work::kBoth) return kNvfp4 || kE8M0 ? 2 : 3;
+    if (kWork == Work::kSquareBoth || kWork == Work::kColumns) return kE8M0 && kWork == Work::kColumns ? 3 : 4;
     return kNvfp4 ? 4 : 3;
   }
   static constexpr int kBlocksPerSm = Blocks();
