@@ -5,6 +5,7 @@ starts is put into the environment here, unless the caller has set it.
 """
 
 import os
+import sys
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -69,6 +70,14 @@ def absent(config: pytest.Config, what: str) -> None:
     if config.getoption("--gpu"):
         pytest.fail(what, pytrace=False)
     pytest.skip(what)
+
+
+@pytest.fixture(autouse=True)
+def first_gpu(request: pytest.FixtureRequest) -> None:
+    """JAX leaves a GPU current on which it worked last, but torch captures graphs on that of its first capture."""
+    torch = sys.modules.get("torch")
+    if request.node.get_closest_marker("gpu") and torch is not None:
+        torch.cuda.set_device(0)
 
 
 @pytest.fixture

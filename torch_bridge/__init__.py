@@ -31,6 +31,7 @@ from qshard.torch_bridge._quantize import quantize
 from qshard.torch_bridge._scales import update_scales
 from qshard.torch_bridge._tensor import Plane, QuantizedTensor
 from qshard.torch_bridge._weight import ShardedWeight
+from qshard.torch_bridge.zero import ZeroOptimizer
 
 __all__ = [
     "Adam",
@@ -41,6 +42,7 @@ __all__ = [
     "QuantizedSlice",
     "QuantizedTensor",
     "ShardedWeight",
+    "ZeroOptimizer",
     "cast_master",
     "convert",
     "gather_slices",

@@ -253,7 +253,7 @@ class Flat:
 
     def clear_gradient(self) -> None:
         self._gradient = self._reduced = None
-        self._arrived = [False] * len(self.weights)
+        self._arrived, self.in_backward = [False] * len(self.weights), False
         for weight in self.weights:
             weight.parameter.grad = None
 

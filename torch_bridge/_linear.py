@@ -88,9 +88,9 @@ def linear(
         states.append(delayed[Role.GRADIENT].amax)
     y, *amaxes = _Linear.apply(x, weight, recipe, seed if stochastic else None, *states)
     if delayed is not None:
-        for role, amax in zip((Role.WEIGHT, Role.ACTIVATION), amaxes, strict=True):
-            if amax is not None:
-                delayed[role].observe(amax)
+        # The amax of a gathered weight is not among them: the hook before the gather has noted it.
+        for role, amax in zip((Role.ACTIVATION, Role.WEIGHT), amaxes, strict=False):
+            delayed[role].observe(amax)
     result: Tensor = y
     return result if bias is None else result + bias.to(result.dtype)
 
@@ -126,8 +126,11 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, recipe: Recipe, seed: Tensor | None, *states: Tensor
-    ) -> tuple[Tensor | None, ...]:
-        """`states`: for each role the scale and its inverse, then where the amax of the gradient is noted."""
+    ) -> tuple[Tensor, ...]:
+        """`states`: for each role the scale and its inverse, then where the amax of the gradient is noted.
+
+        Returns y and what amaxes there are, of x and of the weight. (Dynamo of torch 2.11 takes no None among results.)
+        """
         grad_x, grad_w = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
         ctx.x_shape, dtype = x.shape, x.dtype
         x_format, w_format = recipe.format(Role.ACTIVATION), recipe.format(Role.WEIGHT)
@@ -140,7 +143,7 @@ class _Linear(torch.autograd.Function):
             w_format, rowwise = weight.format, weight.parts(Usage.ROWWISE)
             if rowwise is None:
                 raise ValueError("linear: weight (columnwise) has no rowwise plane; quantize it with one")
-            w_planes, w_amax = {Usage.ROWWISE: rowwise}, None  # Which the hook before the gather has noted.
+            w_planes, w_amax = {Usage.ROWWISE: rowwise}, None
             columnwise = weight.parts(Usage.COLUMNWISE)
             if grad_x and columnwise is not None:
                 w_planes[Usage.COLUMNWISE] = columnwise
@@ -164,8 +167,9 @@ class _Linear(torch.autograd.Function):
         y: Tensor = matmul(x_operand, w_operand, dtype, fast=True)
         # Not a view, to which FSDP2 could not attach its hooks.
         y = aten._unsafe_view.default(y, (*ctx.x_shape[:-1], y.shape[1]))
-        ctx.mark_non_differentiable(*(amax for amax in (w_amax, x_amax) if amax is not None))
-        return y, w_amax, x_amax
+        amaxes = [amax for amax in (x_amax, w_amax) if amax is not None]
+        ctx.mark_non_differentiable(*amaxes)
+        return (y, *amaxes)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:

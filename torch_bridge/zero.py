@@ -10,8 +10,8 @@ Stage 1: each rank has all weights, quantized once a step, not once a forward, a
     gradients summed and scattered -> Adam on the own slice -> ONE max-reduction -> codes of the own slice -> ONE gather
 
 Fully sharded, `shard_weights=True`: each rank has a part of the codes too. Those of a unit, one or more layers, are
-gathered before its forward and before its backward pass and freed after; its gradients are scattered as soon as they are
-all there.
+gathered before its forward and before its backward pass and freed after; its gradients are scattered as soon as they
+are all there.
 
 The bits do not depend on the stage or on how weights are cut, and those of W ranks are those of one process that runs
 the W batches one after the other and adds their gradients: gradients are added in float32, in the order of ranks, then
@@ -24,21 +24,19 @@ Sources: ZeRO, arXiv:1910.02054; PyTorch FSDP, arXiv:2304.11277; TransformerEngi
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from qshard.recipes import Role
 from qshard.torch_bridge._adam import Adam
-from qshard.torch_bridge._delayed import DelayedScale, update_delayed
-from qshard.torch_bridge._flat import Flat, Ranks, Slice, Weight
-from qshard.torch_bridge._layer import Linear
+from qshard.torch_bridge._delayed import update_delayed
+from qshard.torch_bridge._flat import Flat, Ranks, Slice
 from qshard.torch_bridge._master import CastPlan, cast_master
+from qshard.torch_bridge._units import by_setting, units_of, weights_of
 from qshard.torch_bridge._weight import plain
 
 __all__ = ["ZeroOptimizer"]
@@ -52,8 +50,8 @@ class ZeroOptimizer(Adam):
     `four_over_six`: layers quantize these. Frozen parameters stay as they are.
 
     Args:
-      model: on its device, the same layers on all ranks; values, and buffers, are taken from the first rank. Do not wrap
-        it in DistributedDataParallel. Its parameters are objects that change: make schedules and hooks afterwards.
+      model: on its device, the same layers on all ranks; values, and buffers, are taken from the first rank. Do not
+        wrap it in DistributedDataParallel. Its parameters become other objects: hold on to those afterwards.
       lr: a number or a tensor of one.
       group: the ranks; all of them by default. One process needs none.
       shard_weights: whether weights are sharded too.
@@ -70,9 +68,9 @@ class ZeroOptimizer(Adam):
     another program needs. That of `model` has what layers see.
 
     Collectives of a step, whatever the number of weights, also on a rank whose slices are empty: one all-to-all of
-    float32 gradients, one max all-reduce of amaxes, one all-gather of bytes; with sharded weights the first and the last
-    once for each unit, and the last again in backward. `DelayedScaling` takes an all-reduce of its own and needs no
-    other. All ranks must run the same units in the same order.
+    float32 gradients, one max all-reduce of amaxes, one all-gather of bytes; with sharded weights the first and the
+    last once for each unit, and the last again in backward. `DelayedScaling` takes an all-reduce of its own and needs
+    no other. All ranks must run the same units in the same order.
 
     Raises:
       ValueError: the model, or an option, cannot be taken: on all ranks, also if one rank alone sees why.
@@ -104,16 +102,18 @@ class ZeroOptimizer(Adam):
         self._ranks, self._model = Ranks.of(group), model
         problem, chosen = None, []
         try:
-            weights = _weights_of(model)
-            chosen = _units_of(model, weights, units) if shard_weights else [(model, weights)]
+            weights = weights_of(model)
+            chosen = units_of(model, weights, units) if shard_weights else [(model, weights)]
             if parity not in ("model", "master"):
-                raise ValueError(f"ZeroOptimizer: parity ({parity!r}) is not 'model' or 'master'; choose what codes equal")
+                raise ValueError(
+                    f"ZeroOptimizer: parity ({parity!r}) is not 'model' or 'master'; choose what codes equal"
+                )
             of_weights = [(settings(w.name, w.parameter) if settings else {}) for w in weights]
-            by_setting = _by_setting(weights, of_weights)
-            trial = [nn.Parameter(torch.empty(0)) for _ in by_setting]  # What Adam would refuse, before any collective.
-            Adam([{"params": [p], **given} for p, (given, _) in zip(trial, by_setting, strict=True)], lr, **options)
+            groups_of = by_setting(weights, of_weights)
+            trial = [nn.Parameter(torch.empty(0)) for _ in groups_of]  # What Adam would refuse, before any collective.
+            Adam([{"params": [p], **given} for p, (given, _) in zip(trial, groups_of, strict=True)], lr, **options)
         except (ValueError, TypeError) as error:
-            problem, by_setting = error, []
+            problem, groups_of = error, []
         kinds = [(w.name, w.shape, str(w.dtype), str(w.fmt)) for _, of_unit in chosen for w in of_unit]
         self._layout = hashlib.sha256(repr((self._ranks.size, shard_weights, parity, kinds)).encode()).hexdigest()
         self._agree(problem, "has another model or other options; make them alike")
@@ -122,7 +122,7 @@ class ZeroOptimizer(Adam):
         self._slices = [piece for flat in self._flats for piece in flat.slices]
         of_weight = {id(piece.weight): piece for piece in self._slices}
         groups = []
-        for given, members in by_setting:
+        for given, members in groups_of:
             pieces = [of_weight[id(weight)].master for weight in members]
             groups.append({"params": [piece for piece in pieces if piece.numel()], **given})
         super().__init__(groups, lr, **options)
@@ -164,6 +164,7 @@ class ZeroOptimizer(Adam):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets all gradients. There is nothing to set to zeros."""
+        self._queued = False  # A backward pass that raised has not seen to it.
         for flat in self._flats:
             flat.clear_gradient()
 
@@ -331,86 +332,3 @@ class _Cast:
             )
             for i, amax in zip(bucket.indices, amaxes, strict=True):
                 self._states[i].observe(amax)
-
-
-def _weights_of(model: nn.Module) -> list[Weight]:
-    """The parameters to train, each once, in the order of the model."""
-    found: dict[int, Weight] = {}
-    for prefix, module in model.named_modules():
-        for name, parameter in module._parameters.items():
-            if parameter is None or not parameter.requires_grad:
-                continue
-            full = f"{prefix}.{name}" if prefix else name
-            weight = found.setdefault(id(parameter), Weight(full, parameter, []))
-            weight.owners.append((module, name))
-    for weight in found.values():
-        parameter, what = weight.parameter, f"ZeroOptimizer: {weight.name} {weight.shape}"
-        if isinstance(parameter, DTensor):
-            raise ValueError(f"{what} (DTensor) is not a plain tensor; give a model that is not sharded yet")
-        if parameter.is_meta or not parameter.is_contiguous():
-            raise ValueError(f"{what} ({parameter.device}, strides {parameter.stride()}) is not contiguous memory")
-        if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise TypeError(f"{what} ({parameter.dtype}) is not float32, bfloat16 or float16; cast or freeze it")
-        _choose_format(weight)
-    weights = list(found.values())
-    devices = {weight.parameter.device for weight in weights}
-    if len(devices) != 1:
-        raise ValueError(f"ZeroOptimizer: model (on {devices or 'no parameters to train'}) is not on one device")
-    return weights
-
-
-def _choose_format(weight: Weight) -> None:
-    """A weight of quantized layers alone travels as codes, if its rowwise plane gives the other."""
-    formats = {m.recipe.format(Role.WEIGHT) if isinstance(m, Linear) and n == "weight" else None for m, n in weight.owners}
-    fmt = formats.pop()
-    if formats or fmt is None or not fmt.square or fmt.four_over_six is not None or fmt.rounding == "stochastic":
-        return
-    layer = weight.owners[0][0]
-    assert isinstance(layer, Linear)
-    weight.fmt = fmt
-    if "delayed" in layer._modules:
-        state = layer.delayed[Role.WEIGHT.value]
-        assert isinstance(state, DelayedScale)
-        weight.delayed = state
-
-
-def _units_of(
-    model: nn.Module, weights: Sequence[Weight], units: Sequence[nn.Module] | None
-) -> list[tuple[nn.Module, list[Weight]]]:
-    """Modules, and the weights that each gathers, in the order of the model."""
-    modules = list(model.modules())
-    if units is None:
-        asked = {id(module) for weight in weights for module, _ in weight.owners}
-    else:
-        asked = {id(module) for module in (*units, model)}
-        if strays := [type(unit).__name__ for unit in units if not any(unit is module for module in modules)]:
-            raise ValueError(f"ZeroOptimizer: units ({strays[0]}) is not a module of the model; give some that are")
-    chosen = [module for module in modules if id(module) in asked]
-    innermost: dict[int, nn.Module] = {}
-    for unit in chosen:  # Outer modules come first, so inner ones have the last word.
-        innermost.update({id(module): unit for module in unit.modules()})
-    of_unit: dict[int, list[Weight]] = {id(unit): [] for unit in chosen}
-    for weight in weights:
-        homes = {id(innermost[id(module)]) for module, _ in weight.owners}
-        if len(homes) > 1:
-            raise ValueError(
-                f"ZeroOptimizer: {weight.name} (shared) is not in one unit; give units= with a module that has all of "
-                "its owners"
-            )
-        of_unit[homes.pop()].append(weight)
-    return [(unit, of_unit[id(unit)]) for unit in chosen if of_unit[id(unit)]]
-
-
-def _by_setting(
-    weights: Iterable[Weight], settings: Iterable[dict[str, Any]]
-) -> list[tuple[dict[str, Any], list[Weight]]]:
-    """Weights with the same settings together, in order of appearance: the same groups on every rank."""
-    groups: list[tuple[dict[str, Any], list[Weight]]] = []
-    for weight, given in zip(weights, settings, strict=True):
-        for known, members in groups:
-            if known == given:
-                members.append(weight)
-                break
-        else:
-            groups.append((given, [weight]))
-    return groups

@@ -8,6 +8,7 @@ from qshard.jax._gather import gather
 from qshard.jax._linear import linear
 from qshard.jax._master import cast_master, join_pieces
 from qshard.jax._quantize import compute_scales, quantize
+from qshard.jax._zero import ZeroPlan, ZeroWeight, plan_zero, zero_linear
 
 __all__ = [
     "update_delayed",
@@ -26,4 +27,8 @@ __all__ = [
     "linear",
     "ops",
     "quantize",
+    "ZeroPlan",
+    "ZeroWeight",
+    "plan_zero",
+    "zero_linear",
 ]

@@ -1,0 +1,340 @@
+"""ZeRO in `shard_map`: masters and optimizer states in flat slices, and weights that are gathered as codes.
+
+    codes of the own slices, ONE max-reduction -> codes gathered -> forward, backward -> gradients summed and scattered
+    -> any elementwise optimizer on the own slices
+
+It is `qshard.torch_bridge.zero` as functions. Bits do not depend on the number of devices but through their batches:
+gradients are added in float32, in the order of devices, and then divided by their number.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from qshard.formats import Format, Usage
+from qshard.jax._array import Plane, QuantizedArray
+from qshard.jax._cuts import vary_alike
+from qshard.jax._linear import (
+    _check_recipe,
+    _Config,
+    _Given,
+    _Kept,
+    _kept_plane,
+    _linear_bwd,
+    _not_before,
+    _only,
+    _product,
+    _quantized,
+    linear,
+)
+from qshard.jax._master import cast_master
+from qshard.jax._quantize import Seed, seed_of
+from qshard.layout import Shape, plane
+from qshard.master import MasterPlan, plan_master, plan_shards
+from qshard.recipes import Recipe, Role
+
+__all__ = ["ZeroPlan", "ZeroWeight", "plan_zero", "zero_linear"]
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    """A weight as all devices know it: each has `length` elements of it, the last ones maybe padding."""
+
+    shape: Shape
+    dtype: str
+    fmt: Format | None
+    length: int
+    world: int
+    axis_name: str
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["piece", "whole", "master"], meta_fields=["leaf"])
+@dataclass(frozen=True, eq=False)
+class ZeroWeight:
+    """A quantized weight inside `ZeroPlan.value_and_grad`, for `zero_linear`.
+
+    Attributes:
+      piece: the codes of this device's slice, and the scales of the whole weight.
+      whole: all codes, or None if each use gathers them.
+      master: this device's slice, which the gradient goes to.
+      leaf: what all devices know alike.
+    """
+
+    piece: Plane
+    whole: jax.Array | None
+    master: jax.Array
+    leaf: _Leaf
+
+
+@dataclass(frozen=True)
+class ZeroPlan:
+    """Made by `plan_zero`; static.
+
+    Attributes:
+      structure: of the tree of parameters.
+      leaves: of each.
+      master: of those that are quantized.
+      shard_weights: whether each use gathers the codes of a weight.
+    """
+
+    structure: Any
+    leaves: tuple[_Leaf, ...]
+    master: MasterPlan
+    shard_weights: bool
+
+    def cut(self, params: Any) -> Any:
+        """Whole parameters as float32 masters `[world * length]`, flat and padded: put them on a mesh by `P(axis)`."""
+        leaves = self.structure.flatten_up_to(params)
+        return self.structure.unflatten(
+            [
+                jnp.pad(jnp.ravel(p).astype(jnp.float32), (0, leaf.world * leaf.length - leaf.size))
+                for p, leaf in zip(leaves, self.leaves, strict=True)
+            ]
+        )
+
+    def join(self, masters: Any) -> Any:
+        """The inverse of `cut`, in float32. Outside of `shard_map`."""
+        return self.structure.unflatten(
+            [
+                m[: leaf.size].reshape(leaf.shape)
+                for m, leaf in zip(self.structure.flatten_up_to(masters), self.leaves, strict=True)
+            ]
+        )
+
+    def value_and_grad(
+        self, loss: Callable[..., jax.Array], masters: Any, *args: Any, states: Any = None
+    ) -> tuple[jax.Array, Any]:
+        """The loss of this device, and this device's slices of the mean over devices of the gradient.
+
+        Args:
+          loss: of a tree of weights, and `args`: `ZeroWeight`s where the plan has a format, for `zero_linear`, else
+            arrays in the dtype of the parameter.
+          masters: this device's slices, `[length]`.
+          args: for example the batch of this device.
+          states: of delayed scaling: `loss` takes them after the weights, and the result is `(value, (gradient,
+            amaxes))`, with the amaxes of this device, for `update_delayed(..., axis_name=)`.
+
+        Inside `shard_map`, on all devices of the axis. An all-reduce of int32 amaxes, an all-gather of bytes, of codes
+        and of all else, and an all-to-all of float32 for each gradient. With `shard_weights`, that all-gather leaves
+        out codes; these are gathered where `zero_linear` uses them, once more in backward, and freed in between.
+        """
+        flat = self.structure.flatten_up_to(masters)
+        weights = self._weights(flat)
+
+        def of_masters(flat: Sequence[jax.Array], states: Any) -> jax.Array:
+            bound = [
+                ZeroWeight(weight.piece, weight.whole, m, weight.leaf)
+                if isinstance(weight, ZeroWeight)
+                else _with_gradient(leaf, weight, m)
+                for leaf, weight, m in zip(self.leaves, weights, flat, strict=True)
+            ]
+            return loss(self.structure.unflatten(bound), *(() if states is None else (states,)), *args)
+
+        if states is not None:  # Varying, or JAX would add up the amaxes of devices.
+            states = jax.tree.map(lambda leaf: lax.pcast(leaf, self.leaves[0].axis_name, to="varying"), states)
+        value, (grads, amaxes) = jax.value_and_grad(of_masters, (0, 1))(flat, states)
+        gradient = self.structure.unflatten(grads)
+        return value, gradient if states is None else (gradient, amaxes)
+
+    def _weights(self, masters: Sequence[jax.Array]) -> list[Any]:
+        """What layers see of the masters."""
+        chosen = [i for i, leaf in enumerate(self.leaves) if leaf.fmt is not None]
+        axis = self.leaves[0].axis_name
+        here = lax.axis_index(axis)
+        made = cast_master(
+            None,
+            [masters[i] for i in chosen],
+            [here * self.leaves[i].length for i in chosen],
+            axis,
+            plan=self.master,
+        )
+        pieces = dict(zip(chosen, made, strict=True))
+        sent: list[jax.Array | None] = []
+        for i, (leaf, m) in enumerate(zip(self.leaves, masters, strict=True)):
+            if leaf.fmt is None:
+                sent.append(lax.bitcast_convert_type(m.astype(leaf.dtype), jnp.uint8).reshape(-1))
+            else:
+                data = pieces[i].data[: leaf.length // leaf.fmt.element.codes_per_byte]
+                pieces[i] = Plane(data, pieces[i].scale_inv, pieces[i].global_scale_inv)
+                sent.append(None if self.shard_weights else data)
+        there = [part for part in sent if part is not None]
+        received = iter([])  # type: ignore[var-annotated]
+        if there:
+            together = lax.all_gather(jnp.concatenate(there), axis)
+            ends = np.cumsum([part.size for part in there])[:-1]
+            received = iter(jnp.split(together, ends, axis=1))
+        weights: list[Any] = []
+        for i, (leaf, part) in enumerate(zip(self.leaves, sent, strict=True)):
+            whole = None if part is None else next(received).reshape(-1)
+            if leaf.fmt is not None:
+                weights.append(ZeroWeight(pieces[i], whole, masters[i], leaf))
+            else:
+                assert whole is not None
+                dtype = jnp.dtype(leaf.dtype)
+                values = lax.bitcast_convert_type(whole.reshape(-1, dtype.itemsize), dtype)
+                weights.append(values[: leaf.size].reshape(leaf.shape))
+        return weights
+
+
+def plan_zero(
+    params: Any,
+    formats: Callable[[str, Any], Format | None],
+    world: int,
+    axis_name: str,
+    *,
+    shard_weights: bool = False,
+) -> ZeroPlan:
+    """Plans ZeRO for some parameters.
+
+    Args:
+      params: a tree of arrays, or of what has their shapes and dtypes.
+      formats: called with the path of a parameter, such as "['up']['w']", and the parameter: the format of its codes,
+        for weights of `zero_linear`; None for all others, which are gathered as they are. So are weights under
+        `DelayedScaling`, and of formats with vectors as blocks, whose two planes are different numbers: give those to
+        `linear`.
+      world: how many devices `axis_name` has.
+      axis_name: the mesh axis over which all of it is cut.
+      shard_weights: False: codes are gathered once a step (stage 1). True: by each use.
+
+    Raises:
+      ValueError: a format cannot hold a shape, has no square blocks, or depends on more than amaxes.
+
+    >>> from qshard.formats import FP8_E4M3
+    >>> params = {"w": jnp.ones((4, 8)), "b": jnp.ones(3)}
+    >>> plan = plan_zero(params, lambda path, p: FP8_E4M3 if p.ndim == 2 else None, 2, "data")
+    >>> {name: m.shape for name, m in plan.cut(params).items()}
+    {'b': (4,), 'w': (32,)}
+
+    Sources: ZeRO, arXiv:1910.02054.
+    """
+    paths, structure = jax.tree_util.tree_flatten_with_path(params)
+    leaves = []
+    for path, p in paths:
+        fmt = formats(jax.tree_util.keystr(path), p)
+        shape, size = tuple(p.shape), math.prod(p.shape)
+        length = -(-size // world)
+        if fmt is not None:
+            if not fmt.square or fmt.rounding == "stochastic":
+                raise ValueError(
+                    f"plan_zero: formats ({fmt}) is not one whose codes serve both directions; give None for "
+                    f"{jax.tree_util.keystr(path)}, and the weight to linear"
+                )
+            length = plan_shards([shape], fmt, world)[0].padded
+        leaves.append(_Leaf(shape, str(jnp.dtype(p.dtype)), fmt, length, world, axis_name))
+    quantized = [(leaf, leaf.fmt) for leaf in leaves if leaf.fmt is not None]
+    master = plan_master(
+        [leaf.shape for leaf, _ in quantized],
+        [fmt for _, fmt in quantized],
+        rounded_to=[leaf.dtype for leaf, _ in quantized],
+    )
+    return ZeroPlan(structure, tuple(leaves), master, shard_weights)
+
+
+def zero_linear(x: jax.Array, w: ZeroWeight | jax.Array, recipe: Recipe, *, seed: Seed = None) -> jax.Array:
+    """`linear`, of a weight that `ZeroPlan.value_and_grad` has made, or of an array.
+
+    Args:
+      x, recipe, seed: as for `linear`.
+      w: `[N, K]`, of the format that the recipe has for weights.
+
+    Returns:
+      `[*lead, N]`. The gradient of `w` goes to the master slices: the mean over devices of this device's elements.
+
+    Raises:
+      ValueError: the format of `w` is another one, or as `linear` raises.
+    """
+    if not isinstance(w, ZeroWeight):
+        return linear(x, w, recipe, seed=seed)
+    if w.leaf.fmt != recipe.format(Role.WEIGHT):
+        raise ValueError(f"zero_linear: w ({w.leaf.fmt}) is not {recipe.format(Role.WEIGHT)}; plan with that format")
+    given = _Given(None, seed_of(seed), None)
+    _check_recipe(recipe, given)
+    config = _Config(recipe, None, None, False, (), None)
+    x, master = vary_alike(x, w.master)
+    y: jax.Array = _of_codes(config, w.leaf, x, w.piece, w.whole, master, given)
+    return y
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _of_codes(
+    config: _Config, leaf: _Leaf, x: jax.Array, piece: Plane, whole: jax.Array | None, master: jax.Array, given: _Given
+) -> jax.Array:
+    return _of_codes_fwd(config, leaf, x, piece, whole, master, given)[0]
+
+
+def _of_codes_fwd(
+    config: _Config, leaf: _Leaf, x: jax.Array, piece: Plane, whole: jax.Array | None, master: jax.Array, given: _Given
+) -> tuple[jax.Array, Any]:
+    kept = _kept_plane(config.recipe, Role.ACTIVATION)
+    xq, _ = _quantized(config, x, given, Role.ACTIVATION, Usage.ROWWISE | kept)
+    w = _gathered(leaf, piece, whole)
+    type_of_x = jax.typeof(x).sharding
+    codes: Any = None if whole is None else w  # What is gathered in forward is not kept for backward.
+    return _product(config, xq, w), (_Kept(_only(xq, kept), codes, given, (None, None), type_of_x, type_of_x), piece)
+
+
+def _of_codes_bwd(config: _Config, leaf: _Leaf, kept: Any, dy: jax.Array) -> tuple[Any, ...]:
+    of_linear, piece = kept
+    if of_linear.w is None:
+        # Else XLA sees one gather where two are written, and keeps its result from forward to backward.
+        late: Any = piece
+        late, dy = _not_before(late, dy)
+        of_linear = dataclasses.replace(of_linear, w=_gathered(leaf, late, None))
+    dx, dw, _ = _linear_bwd(config, of_linear, dy)
+    return dx, None, None, _own_mean(leaf, dw), None
+
+
+_of_codes.defvjp(_of_codes_fwd, _of_codes_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _with_gradient(leaf: _Leaf, values: jax.Array, master: jax.Array) -> jax.Array:
+    """`values`, whose gradient goes to the master slices."""
+    return values
+
+
+_with_gradient.defvjp(
+    lambda leaf, values, master: (values, None),
+    lambda leaf, _, grad: (None, _own_mean(leaf, grad)),
+)
+
+
+def _own_mean(leaf: _Leaf, grad: jax.Array) -> jax.Array:
+    """The elements of this device of the mean over devices: added in their order, whatever the hardware."""
+    flat = jnp.pad(jnp.ravel(grad).astype(jnp.float32), (0, leaf.world * leaf.length - leaf.size))
+    parts = lax.all_to_all(flat.reshape(leaf.world, leaf.length), leaf.axis_name, 0, 0, tiled=True)
+    total = parts[0]
+    for device in range(1, leaf.world):
+        total = total + parts[device]
+    mean: jax.Array = total / leaf.world
+    return mean
+
+
+def _gathered(leaf: _Leaf, piece: Plane, whole: jax.Array | None) -> QuantizedArray:
+    assert leaf.fmt is not None
+    where = plane(leaf.fmt, leaf.shape, Usage.ROWWISE)
+    if whole is None:
+        whole = lax.all_gather(piece.data, leaf.axis_name, tiled=True)
+    codes = whole[: math.prod(where.data_shape)].reshape(where.data_shape)
+    if leaf.fmt.data_dtype != "uint8":
+        codes = lax.bitcast_convert_type(codes, jnp.dtype(leaf.fmt.data_dtype))
+    return QuantizedArray(
+        format=leaf.fmt,
+        dtype=jnp.dtype(leaf.dtype),
+        axes=(None,) * len(leaf.shape),
+        rowwise=Plane(codes, piece.scale_inv, piece.global_scale_inv),
+    )

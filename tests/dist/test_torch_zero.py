@@ -1,0 +1,316 @@
+"""ZeRO on real ranks, each with batches of its own: the bits of one process that has everything, for both stages."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import torch_ranks
+from qshard import formats
+from qshard.recipes import MXFP8, NVFP4, BlockScaling, CurrentScaling, DelayedScaling, Recipe
+from qshard.torch_bridge import Adam, QuantizedTensor, convert, update_scales
+from qshard.torch_bridge._weight import plain
+from qshard.torch_bridge.zero import ZeroOptimizer
+from torch_models import Wire, linears
+from torch_ranks import run
+
+RECIPES = {
+    "current": CurrentScaling(),
+    "delayed": DelayedScaling(history=3),
+    "blocks": BlockScaling(),
+    "mxfp8": MXFP8(),
+    "nvfp4": NVFP4(),
+    # Weights whose two planes are different numbers: gathered as values.
+    "vectors": Recipe(weight=formats.MXFP8_E4M3, activation=formats.MXFP8_E4M3, gradient=formats.MXFP8_E5M2),
+}
+OPTIONS = {"lr": 0.02, "weight_decay": 0.01, "decoupled_weight_decay": True}
+STAGES = [False, True]
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width, bias=False)
+
+    def forward(self, x):
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+def model_of(recipe, dtype=torch.float32, width=32, layers=2, seed=0):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Embedding(7, width), *(Block(width) for _ in range(layers)), nn.Linear(width, 5))
+    model = model.to(torch_ranks.device, dtype)
+    return convert(model, recipe, filter=lambda layer, name: layer.out_features != 5)
+
+
+def loss_of(model, step, rank):
+    tokens = torch.randint(7, (6, 2), generator=torch.Generator().manual_seed(1000 * step + rank))
+    tokens = tokens.to(torch_ranks.device)
+    logits = model(tokens[:, 0]).float()
+    return nn.functional.cross_entropy(logits, tokens[:, 1] % 5)
+
+
+def in_one_process(recipe, steps, dtype):
+    """All ranks' batches one after the other, plain weights, float32 masters: no code of ZeRO."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    model = model_of(recipe, dtype)
+    seeds = [layer.seed.clone() for layer in linears(model) if layer.seed is not None]
+    masters = [nn.Parameter(plain(p).float().clone()) for p in model.parameters()]
+    optimizer = Adam(masters, **OPTIONS)
+    losses = [[] for _ in range(world)]
+    for step in range(steps):
+        total = [None] * len(masters)
+        for r in range(world):
+            for layer, seed in zip((one for one in linears(model) if one.seed is not None), seeds, strict=True):
+                # Each rank draws its own random numbers, by its number, and layers add that of this process.
+                layer.seed.copy_(seed + torch.tensor([step, r - rank], dtype=torch.int32, device=seed.device))
+            loss = loss_of(model, step, r)
+            loss.backward()
+            losses[r].append(loss.item())
+            for i, p in enumerate(model.parameters()):
+                total[i] = p.grad.float() if total[i] is None else total[i] + p.grad.float()
+                p.grad = None
+        with torch.no_grad():
+            for master, grad in zip(masters, total, strict=True):
+                master.grad = grad / torch.tensor(float(world), device=grad.device)
+            optimizer.step()
+            for master, p in zip(masters, model.parameters(), strict=True):
+                plain(p).copy_(master)
+        update_scales(model)
+    names = [name for name, _ in model.named_parameters()]
+    return losses[rank], dict(zip(names, masters, strict=True))
+
+
+def with_zero(recipe, steps, dtype, **options):
+    model = model_of(recipe, dtype)
+    optimizer = ZeroOptimizer(model, **OPTIONS, **options)
+    return train(model, optimizer, range(steps)), optimizer.full_weights()
+
+
+def train(model, optimizer, steps):
+    losses = []
+    for step in steps:
+        optimizer.zero_grad()
+        loss = loss_of(model, step, dist.get_rank())
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def same_bits(name, steps=3, dtype="float32"):
+    recipe, dtype = RECIPES[name], getattr(torch, dtype)
+    losses, weights = in_one_process(recipe, steps, dtype)
+    assert len(set(losses)) > 1
+    for stage in STAGES:
+        own_losses, own_weights = with_zero(recipe, steps, dtype, shard_weights=stage)
+        assert own_losses == losses, stage
+        assert own_weights.keys() == weights.keys()
+        for key, weight in weights.items():
+            assert torch.equal(own_weights[key].view(torch.int32), weight.detach().view(torch.int32)), (stage, key)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("name", RECIPES)
+def test_bits_of_one_process(world, name):
+    """Losses and masters, unsharded, with sharded states, and fully sharded."""
+    run(world, same_bits, name=name)
+
+
+@pytest.mark.parametrize("name", ["delayed", "nvfp4"])
+def test_bits_of_one_process_in_bfloat16(name):
+    run(2, same_bits, name=name, dtype="bfloat16")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RECIPES)
+def test_bits_over_many_steps(name):
+    run(2, same_bits, name=name, steps=500 if name == "nvfp4" else 100)
+
+
+def count_collectives(name, stage):
+    model = model_of(RECIPES[name])
+    # Units: the embedding, two blocks, the last layer.
+    optimizer = ZeroOptimizer(model, **OPTIONS, shard_weights=stage, units=list(model))
+    for step in range(2):
+        with Wire() as forward:
+            loss = loss_of(model, step, dist.get_rank())
+        with Wire() as backward:
+            loss.backward()
+        with Wire() as update:
+            optimizer.step()
+        optimizer.zero_grad()
+        names = [[call for call, _, _ in wire.calls] for wire in (forward, backward, update)]
+        reduces = ["allreduce"]
+        if not stage:
+            assert names == [[], [], ["alltoall", *reduces, "allgather"]]
+            continue
+        assert names[0] == ["allgather"] * 4
+        assert names[1] == ["allgather", "alltoall"] * 4
+        assert names[2] == reduces
+        sent = sum(elements for _, dtype, elements in forward.calls if dtype == torch.uint8)
+        assert sent == sum(flat.part for flat in optimizer._flats), "bytes, those of this rank alone"
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("name", ["blocks", "delayed"])
+def test_collectives(name, stage):
+    run(2, count_collectives, name=name, stage=stage)
+
+
+def with_empty_ranks(stage):
+    model = convert(nn.Linear(2, 2, bias=False).to(torch_ranks.device), CurrentScaling())
+    optimizer = ZeroOptimizer(model, lr=0.25, shard_weights=stage)
+    assert [flat.lengths for flat in optimizer._flats] == [[4, 0, 0]]
+    before = optimizer.full_weights()["weight"]
+    for _ in range(2):
+        model(torch.ones(1, 2, device=torch_ranks.device)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert torch.allclose(optimizer.full_weights()["weight"], before - 0.5)
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    optimizer.step()  # Without any gradient: momentum alone.
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("stage", STAGES)
+def test_ranks_without_elements_take_part(stage):
+    run(3, with_empty_ranks, stage=stage)
+
+
+def save_and_load(stage):
+    recipe = RECIPES["delayed"]
+    model = model_of(recipe)
+    optimizer = ZeroOptimizer(model, **OPTIONS, shard_weights=stage)
+    train(model, optimizer, range(2))
+    state = copy.deepcopy(optimizer.state_dict())
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    losses = train(model, optimizer, range(2, 5))
+    other = model_of(recipe, seed=1)
+    resumed = ZeroOptimizer(other, **OPTIONS, shard_weights=stage)
+    for name, buffer in other.named_buffers():
+        buffer.copy_(buffers[name])
+    resumed.load_state_dict(state)
+    assert train(other, resumed, range(2, 5)) == losses
+    if dist.get_rank() == 1:
+        state["zero"]["rank"] = 0
+    with pytest.raises(ValueError, match=r"rank 0\) is not of layout|cannot load its state"):
+        resumed.load_state_dict(state)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_state_is_exact(stage):
+    run(2, save_and_load, stage=stage)
+
+
+def sharded_in_many_ways():
+    """Units of one layer, of several, of all; recomputed activations; a weight that two layers share."""
+    recipe = RECIPES["mxfp8"]
+    losses = with_zero(recipe, 3, torch.float32)[0]
+    model = model_of(recipe)
+    optimizer = ZeroOptimizer(model, **OPTIONS, shard_weights=True, units=[*model[1:3], model[1].up])
+    assert len(optimizer._flats) == 4
+    quantized = model[1].up.weight
+    assert isinstance(quantized, QuantizedTensor)
+    codes = quantized.rowwise.data.untyped_storage()
+    assert codes.size() == 0, "nothing of the whole is kept"
+    assert train(model, optimizer, range(3)) == losses
+    assert codes.size() == 0
+    with torch.no_grad():
+        loss_of(model, 0, 0)
+    assert codes.size() == 0
+    for module in (model, *model):
+        model = model_of(recipe)
+        for i in (1, 2):
+            block, forward = model[i], model[i].forward
+            block.forward = lambda x, forward=forward: checkpoint(forward, x, use_reentrant=False)
+        optimizer = ZeroOptimizer(model, **OPTIONS, shard_weights=True, units=None if module is model else list(model))
+        assert train(model, optimizer, range(3)) == losses
+    shared = []
+    for stage, units in [(False, None), (True, [])]:
+        model = model_of(recipe)
+        model[2].up.weight = model[1].up.weight
+        optimizer = ZeroOptimizer(model, **OPTIONS, shard_weights=stage, units=units)
+        assert model[2].up.weight is model[1].up.weight
+        shared.append(train(model, optimizer, range(3)))
+    assert shared[0] == shared[1]
+    model[2].up.weight = model[1].up.weight = nn.Parameter(torch.zeros(64, 32, device=torch_ranks.device))
+    with pytest.raises(ValueError, match=r"1.up.weight \(shared\) is not in one unit"):
+        ZeroOptimizer(model, shard_weights=True)
+
+
+def test_units():
+    run(2, sharded_in_many_ways)
+
+
+def settings_and_schedule(stage):
+    """Groups are the same on all ranks, so that schedules act on all alike."""
+    model = model_of(RECIPES["current"])
+    optimizer = ZeroOptimizer(
+        model, 0.5, shard_weights=stage, settings=lambda name, p: {"lr": 0.0} if p.ndim < 2 else {}, weight_decay=0.1
+    )
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    before = optimizer.full_weights()
+    train(model, optimizer, range(1))
+    schedule.step()
+    assert [group["lr"] for group in optimizer.param_groups] == [0.05, 0.0]
+    for name, weight in optimizer.full_weights().items():
+        assert torch.equal(weight, before[name]) == (weight.ndim < 2), name
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_settings(stage):
+    run(2, settings_and_schedule, stage=stage)
+
+
+def refused_on_all_ranks():
+    rank = dist.get_rank()
+    width = 64 if rank == 1 else 32
+    with pytest.raises(ValueError, match=r"rank [01] is not like rank [01]: it has another model or other options"):
+        ZeroOptimizer(model_of(RECIPES["current"], width=width))
+    recipe, options = RECIPES["current"], {"parity": "weight"} if rank == 1 else {}
+    with pytest.raises(ValueError, match=r"parity \('weight'\) is not|rank 1 is not like rank 0"):
+        ZeroOptimizer(model_of(recipe), **options)
+    with pytest.raises(ValueError, match=r"lr \(-1\) is not a number|rank 1 is not like rank 0"):
+        ZeroOptimizer(model_of(recipe), lr=-1 if rank == 1 else 1)
+    for bad, error, message in [
+        ({"units": [nn.Linear(1, 1)], "shard_weights": True}, ValueError, r"units \(Linear\) is not a module"),
+        ({"betas": (1.0, 0.9)}, ValueError, r"betas \(1.0, 0.9\) are not"),
+        ({"exp_avg_dtype": torch.int8}, TypeError, r"exp_avg_dtype"),
+    ]:
+        with pytest.raises(error, match=message):
+            ZeroOptimizer(model_of(recipe), **bad)
+    frozen = model_of(recipe).requires_grad_(False)
+    with pytest.raises(ValueError, match="no parameters to train"):
+        ZeroOptimizer(frozen)
+
+
+@pytest.mark.timeout(60)
+def test_refusals():
+    run(2, refused_on_all_ranks)
+
+
+def backward_twice(stage):
+    """Gradients of two backward passes are added, and a layer without one does not stop a step."""
+    model = model_of(RECIPES["blocks"])
+    optimizer = ZeroOptimizer(model, **OPTIONS, shard_weights=stage)
+    for step in range(2):
+        optimizer.zero_grad()
+        for micro in range(2):
+            loss_of(model, 2 * step + micro, dist.get_rank()).backward()
+        model[1].up(torch.ones(2, 32, device=torch_ranks.device)).sum().backward()
+        optimizer.step()
+    assert all(w.isfinite().all() for w in optimizer.full_weights().values())
+    assert all(parameter.grad is None for parameter in itertools.chain(model.parameters()))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_several_backward_passes(stage):
+    run(2, backward_twice, stage=stage)

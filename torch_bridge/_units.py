@@ -1,0 +1,102 @@
+"""Which parameters ZeRO trains, as what each is gathered, and which are gathered together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from qshard.recipes import Role
+from qshard.torch_bridge._delayed import DelayedScale
+from qshard.torch_bridge._flat import Weight
+from qshard.torch_bridge._layer import Linear
+
+__all__ = ["by_setting", "units_of", "weights_of"]
+
+
+def weights_of(model: nn.Module) -> list[Weight]:
+    """The parameters to train, each once, in the order of the model."""
+    found: dict[int, Weight] = {}
+    for prefix, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None or not parameter.requires_grad:
+                continue
+            full = f"{prefix}.{name}" if prefix else name
+            weight = found.setdefault(id(parameter), Weight(full, parameter, []))
+            weight.owners.append((module, name))
+    for weight in found.values():
+        parameter, what = weight.parameter, f"ZeroOptimizer: {weight.name} {weight.shape}"
+        if isinstance(parameter, DTensor):
+            raise ValueError(f"{what} (DTensor) is not a plain tensor; give a model that is not sharded yet")
+        if parameter.is_meta or not parameter.is_contiguous():
+            raise ValueError(f"{what} ({parameter.device}, strides {parameter.stride()}) is not contiguous memory")
+        if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise TypeError(f"{what} ({parameter.dtype}) is not float32, bfloat16 or float16; cast or freeze it")
+        _choose_format(weight)
+    weights = list(found.values())
+    devices = {weight.parameter.device for weight in weights}
+    if len(devices) != 1:
+        raise ValueError(f"ZeroOptimizer: model (on {devices or 'no parameters to train'}) is not on one device")
+    return weights
+
+
+def _choose_format(weight: Weight) -> None:
+    """A weight of quantized layers alone travels as codes, if its rowwise plane gives the other."""
+    formats = {
+        m.recipe.format(Role.WEIGHT) if isinstance(m, Linear) and n == "weight" else None for m, n in weight.owners
+    }
+    fmt = formats.pop()
+    if formats or fmt is None or not fmt.square or fmt.four_over_six is not None or fmt.rounding == "stochastic":
+        return
+    layer = weight.owners[0][0]
+    assert isinstance(layer, Linear)
+    weight.fmt = fmt
+    if "delayed" in layer._modules:
+        state = layer.delayed[Role.WEIGHT.value]
+        assert isinstance(state, DelayedScale)
+        weight.delayed = state
+
+
+def units_of(
+    model: nn.Module, weights: Sequence[Weight], units: Sequence[nn.Module] | None
+) -> list[tuple[nn.Module, list[Weight]]]:
+    """Modules, and the weights that each gathers, in the order of the model."""
+    modules = list(model.modules())
+    if units is None:
+        asked = {id(module) for weight in weights for module, _ in weight.owners}
+    else:
+        asked = {id(module) for module in (*units, model)}
+        if strays := [type(unit).__name__ for unit in units if not any(unit is module for module in modules)]:
+            raise ValueError(f"ZeroOptimizer: units ({strays[0]}) is not a module of the model; give some that are")
+    chosen = [module for module in modules if id(module) in asked]
+    innermost: dict[int, nn.Module] = {}
+    for unit in chosen:  # Outer modules come first, so inner ones have the last word.
+        innermost.update({id(module): unit for module in unit.modules()})
+    of_unit: dict[int, list[Weight]] = {id(unit): [] for unit in chosen}
+    for weight in weights:
+        homes = {id(innermost[id(module)]) for module, _ in weight.owners}
+        if len(homes) > 1:
+            raise ValueError(
+                f"ZeroOptimizer: {weight.name} (shared) is not in one unit; give units= with a module that has all of "
+                "its owners"
+            )
+        of_unit[homes.pop()].append(weight)
+    return [(unit, of_unit[id(unit)]) for unit in chosen if of_unit[id(unit)]]
+
+
+def by_setting(
+    weights: Iterable[Weight], settings: Iterable[dict[str, Any]]
+) -> list[tuple[dict[str, Any], list[Weight]]]:
+    """Weights with the same settings together, in order of appearance: the same groups on every rank."""
+    groups: list[tuple[dict[str, Any], list[Weight]]] = []
+    for weight, given in zip(weights, settings, strict=True):
+        for known, members in groups:
+            if known == given:
+                members.append(weight)
+                break
+        else:
+            groups.append((given, [weight]))
+    return groups
