@@ -21,7 +21,7 @@ CPP_STYLED      := $(shell find ffi -path ffi/third_party -prune -o -type f \
 # One stamp per requirements file that is installed, and one for the package.
 STAMP := $(VENV)/stamp-
 
-.PHONY: help train test h100 notebooks gpu bench lint format tree wheel bare clean
+.PHONY: help train test slow h100 notebooks gpu bench lint format tree wheel bare clean
 .DELETE_ON_ERROR:
 # Two pips must not write one environment at a time; the compiler runs in parallel all the same.
 .NOTPARALLEL:
@@ -34,7 +34,10 @@ train: $(STAMP)run $(STAMP)package  ## train the JAX and the PyTorch example; ST
 	$(PY) examples/train_torch.py $(if $(STEPS),--steps $(STEPS))
 
 test: $(STAMP)test $(STAMP)package  ## run the tests; ARGS="tests/cpu -k cast" for some of them
-	$(BIN)/pytest -n 2 --dist worksteal $(or $(ARGS),tests)
+	$(BIN)/pytest -n 2 --dist worksteal -m "not slow" $(or $(ARGS),tests)
+
+slow: $(STAMP)test $(STAMP)package  ## run the tests that take minutes, which `make test` leaves out
+	$(BIN)/pytest -n 2 --dist worksteal -m slow $(or $(ARGS),tests)
 
 # JAX's CUDA plugin compiles for GPUs that are not there. It need not be installed, only found.
 h100: $(STAMP)test $(STAMP)package build/jax_cuda  ## compile JAX programs for H100s, without any; fetches 0.5 GB

@@ -75,8 +75,8 @@ struct TileTuning {
     // As many as the registers of a patch allow. The compiler widens all of a float16 one at once.
     if (sizeof(In) == 4 || (std::is_same_v<In, float16> && kNvfp4)) return 2;
     if (kWork == Work::kBoth) return kNvfp4 || kE8M0 ? 2 : 3;
-    if (kWork == Work::kSquareBoth || kWork == Work::kColumns) return kE8M0 && kWork == Work::kColumns ? 3 : 4;
-    return kNvfp4 ? 4 : 3;
+    if (kE8M0) return kWork == Work::kSquareBoth ? 4 : 3;
+    return kNvfp4 || kWork == Work::kSquareBoth || kWork == Work::kColumns ? 4 : 3;
   }
   static constexpr int kBlocksPerSm = Blocks();
   static constexpr bool kBackward = kNvfp4;
