@@ -65,8 +65,10 @@ def test_what_travels_for_blocks(world, recipe):
 def compiles_each_layer(backend, recipe):
     torch._dynamo.reset()
     eager, compiled = (convert(model_of(True, sizes=BLOCK_SIZES), recipe) for _ in range(2))
+    # Layers of other shapes make sizes symbols, and dynamo of torch 2.11 fails on those in an autograd.Function.
+    dynamic = None if torch.__version__ >= "2.13" else False  # Compares versions, not strings.
     for i, layer in enumerate(compiled):
-        compiled[i] = torch.compile(layer, fullgraph=True, backend=backend)
+        compiled[i] = torch.compile(layer, fullgraph=True, backend=backend, dynamic=dynamic)
     # What dynamo of torch 2.13 does against torch 2.13's own advice.
     warnings.filterwarnings("ignore", ".* should not be instantiated", DeprecationWarning)
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
