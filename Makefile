@@ -21,7 +21,13 @@ CPP_STYLED      := $(shell find ffi -path ffi/third_party -prune -o -type f \
 # One stamp per requirements file that is installed, and one for the package.
 STAMP := $(VENV)/stamp-
 
-.PHONY: help train test slow h100 notebooks gpu bench lint format tree wheel bare clean
+# The package as it is installed, for tools that read sources: links, with torch_bridge in its place.
+define LINK_TREE
+rm -rf $(1) && mkdir -p $(1)/qshard
+ln -s $(CURDIR)/qshard/* $(CURDIR)/torch_bridge $(1)/qshard/
+endef
+
+.PHONY: help train test slow sanitize h100 notebooks gpu bench report lint format tree wheel bare clean
 .DELETE_ON_ERROR:
 # Two pips must not write one environment at a time; the compiler runs in parallel all the same.
 .NOTPARALLEL:
@@ -29,15 +35,35 @@ STAMP := $(VENV)/stamp-
 help:  ## print this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-train: $(STAMP)run $(STAMP)package  ## train the JAX and the PyTorch example; STEPS=n
-	$(PY) examples/train_jax.py $(if $(STEPS),--steps $(STEPS))
-	$(PY) examples/train_torch.py $(if $(STEPS),--steps $(STEPS))
+TRAIN_FLAGS = $(if $(STEPS),--steps $(STEPS)) $(if $(FORMATS),--formats $(FORMATS))
+train: $(STAMP)run $(STAMP)package  ## train the JAX and the PyTorch example; STEPS=n FORMATS=all
+	$(PY) examples/train_jax.py $(TRAIN_FLAGS)
+	$(PY) examples/train_torch.py $(TRAIN_FLAGS)
 
 test: $(STAMP)test $(STAMP)package  ## run the tests; ARGS="tests/cpu -k cast" for some of them
 	$(BIN)/pytest -n 2 --dist worksteal -m "not slow" $(or $(ARGS),tests)
 
 slow: $(STAMP)test $(STAMP)package  ## run the tests that take minutes, which `make test` leaves out
 	$(BIN)/pytest -n 2 --dist worksteal -m slow $(or $(ARGS),tests)
+
+# A build of its own, in an environment of its own: the hook of the editable install would find the plain extension.
+# Python is not built so, so the runtime of the sanitizers has to be there first, and the leaks that it counts are Python's.
+SANITIZED       := build/sanitize
+SANITIZED_TESTS := $(addprefix tests/cpu/test_,kernels_simd.py adam.py fused_ops.py block_ops.py \
+                     rotated_and_random_ops.py master.py master_torch.py torch_ops.py)
+sanitize: $(STAMP)test $(STAMP)package  ## run the tests of the CPU kernels under AddressSanitizer and UBSan
+	$(BIN)/cmake -S ffi -B $(SANITIZED)/cmake -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG=-g1 -DQSHARD_CUDA=OFF \
+	    -DQSHARD_SANITIZE=address,undefined,float-cast-overflow -DPython_EXECUTABLE=$(abspath $(PY)) \
+	    -DQSHARD_XLA_FFI_INCLUDE=$(or $(QSHARD_XLA_FFI_INCLUDE),$(FETCHED_HEADERS))
+	$(BIN)/cmake --build $(SANITIZED)/cmake --parallel 2
+	$(call LINK_TREE,$(SANITIZED)/tree)
+	cp $(SANITIZED)/cmake/_ffi.*.so $(SANITIZED)/tree/qshard/
+	$(PY) -m venv --without-pip $(SANITIZED)/venv
+	{ echo $(CURDIR)/$(SANITIZED)/tree; $(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; } > \
+	    $$($(SANITIZED)/venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/qshard.pth
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
+	    ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
+	    $(SANITIZED)/venv/bin/python -P -m pytest -n 2 --dist worksteal -m "not slow" $(or $(ARGS),$(SANITIZED_TESTS))
 
 # JAX's CUDA plugin compiles for GPUs that are not there. It need not be installed, only found.
 h100: $(STAMP)test $(STAMP)package build/jax_cuda  ## compile JAX programs for H100s, without any; fetches 0.5 GB
@@ -56,8 +82,12 @@ gpu:  ## on a machine with CUDA: build into the CURRENT environment, run what ne
 	$(MAKE) bench PY=$(PYTHON) BENCH_NEEDS=
 
 BENCH_NEEDS := $(STAMP)run $(STAMP)package
-bench: $(BENCH_NEEDS)  ## run every benchmarks/bench_*.py
+bench: $(BENCH_NEEDS)  ## run every benchmarks/bench_*.py, then make report
 	set -e; for script in $(sort $(wildcard benchmarks/bench_*.py)); do $(PY) $$script; done
+	$(PY) benchmarks/report.py
+
+report:  ## write RESULTS.md, and the numbers in README.md, from the rows in benchmarks/results
+	$(PYTHON) benchmarks/report.py
 
 # The import checker runs under -S: the editable install's hook would show it ./qshard, which lacks torch_bridge.
 lint: $(STAMP)test $(STAMP)lint tree  ## check style, types and the import rule
@@ -73,10 +103,8 @@ format: $(STAMP)lint  ## rewrite sources in the project's style
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CPP_STYLED)
 
-# The package as it is installed, for tools that read sources: links, with torch_bridge in its place.
 tree:
-	rm -rf build/tree && mkdir -p build/tree/qshard
-	ln -s $(CURDIR)/qshard/* $(CURDIR)/torch_bridge build/tree/qshard/
+	$(call LINK_TREE,build/tree)
 
 wheel: $(STAMP)package  ## build a wheel into build/dist
 	rm -rf build/dist

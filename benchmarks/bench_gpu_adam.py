@@ -1,28 +1,28 @@
 """A step of Adam on one GPU: 64 parameters of 2^20 elements, beside a copy of the same run and torch's fused AdamW.
 
 Bytes are the fewest the step must move: parameter, gradient and states read once, all but the gradient written once.
-The tensors together are many times what L2 holds.
+The tensors together are many times what L2 holds, so there is one copy of them. `gpu_timing.py` says how steps are
+timed.
 
-    python benchmarks/bench_gpu_adam.py [--tensors 64] [--rounds 40]
+    python benchmarks/bench_gpu_adam.py [--tensors 64] [--rounds 20]
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from bench_gpu_ops import time_torch
+import rows
+from gpu_timing import Contenders, microseconds, rows_of
 from qshard.torch_bridge import Adam
-from rows import write
 
 SHAPE = (1024, 1024)
 FP8 = {"exp_avg_dtype": torch.float8_e4m3fn, "exp_avg_sq_dtype": torch.float8_e5m2}
 BF16 = {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16}
 SCALES = 2 * 2 * 4 / 128  # bytes an element: of two states, read and written
-CONTENDERS: dict[str, tuple[float, torch.dtype, dict[str, Any]]] = {
+SETTINGS: dict[str, tuple[float, torch.dtype, dict[str, Any]]] = {
     "adam float32": (28, torch.float32, {}),
     "adam float32, states bfloat16": (20, torch.float32, BF16),
     "adam float32, states FP8": (16 + SCALES, torch.float32, FP8),
@@ -30,14 +30,6 @@ CONTENDERS: dict[str, tuple[float, torch.dtype, dict[str, Any]]] = {
     "adam bfloat16 + remainder, states bfloat16": (18, torch.bfloat16, {**BF16, "master_weights": "remainder"}),
     "adam bfloat16 + remainder, states FP8": (14 + SCALES, torch.bfloat16, {**FP8, "master_weights": "remainder"}),
 }
-
-
-def step_of(optimizer: torch.optim.Optimizer) -> Callable[[int], object]:
-    optimizer.step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        optimizer.step()
-    return lambda _, alive=optimizer: graph.replay()
 
 
 def parameters(count: int, dtype: torch.dtype) -> list[torch.nn.Parameter]:
@@ -50,41 +42,27 @@ def parameters(count: int, dtype: torch.dtype) -> list[torch.nn.Parameter]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tensors", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=20)
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.exit(message="bench_gpu_adam: no CUDA device, nothing to measure\n")
     elements = options.tensors * SHAPE[0] * SHAPE[1]
     source = torch.randn(elements, device="cuda")
     target = torch.empty_like(source)
-    calls: dict[str, Callable[[int], object]] = {"copy": lambda _: target.copy_(source)}
-    per_element: dict[str, float] = {"copy": 8}
-    for name, (size, dtype, settings) in CONTENDERS.items():
+    contenders: Contenders = {"copy": (8, lambda _: target.copy_(source))}
+    for name, (size, dtype, settings) in SETTINGS.items():
         lr = torch.tensor(1e-3, device="cuda")
-        optimizer = Adam(
+        adam = Adam(
             parameters(options.tensors, dtype), lr=lr, weight_decay=0.1, decoupled_weight_decay=True, **settings
         )
-        calls[name], per_element[name] = step_of(optimizer), size
-    calls["adam float32, torch fused"] = step_of(
-        torch.optim.AdamW(
-            parameters(options.tensors, torch.float32), lr=1e-3, weight_decay=0.1, fused=True, capturable=True
-        )
+        contenders[name] = (size, lambda _, adam=adam: adam.step())
+    fused = torch.optim.AdamW(
+        parameters(options.tensors, torch.float32), lr=1e-3, weight_decay=0.1, fused=True, capturable=True
     )
-    per_element["adam float32, torch fused"] = 28
-    times = time_torch(calls, options.rounds)
-    rate = {name: per_element[name] * elements / us / 1e3 for name, us in times.items()}
-    rows: list[dict[str, object]] = [
-        {
-            "operation": name,
-            "shape": f"{options.tensors} x {SHAPE[0]}x{SHAPE[1]}",
-            "bytes_per_element": round(per_element[name], 3),
-            "us": round(us, 1),
-            "GB_per_s": round(rate[name]),
-            "percent_of_copy": round(100 * rate[name] / rate["copy"], 1),
-        }
-        for name, us in times.items()
-    ]
-    write("gpu_adam", torch.cuda.get_device_name(), rows)
+    contenders["adam float32, torch fused"] = (28, lambda _: fused.step())
+    us = microseconds(contenders, options.rounds)
+    shape = f"{options.tensors} x {SHAPE[0]}x{SHAPE[1]}"
+    rows.write("gpu_adam", torch.cuda.get_device_name(), rows_of(contenders, us, elements, shape, "copy"))
 
 
 if __name__ == "__main__":

@@ -1,134 +1,122 @@
-"""Whole quantizations in blocks on one GPU: every format and plane, beside a copy of the same run and torch.compile.
+"""Whole quantizations on one GPU: every format and plane, beside a copy of the same run and torch.compile.
 
-Each contender is a CUDA graph of what `quantize`, `dequantize` or a transposition launches, so that the time of the
-host does not count; inputs are larger than L2. Bytes are the fewest that must move; for NVFP4, whose scales follow from
-the amax of the whole tensor, that is a second read of x. `percent_of_copy` compares GB/s with a device copy of x in the
-same run. Every contender runs once a round; the median over rounds counts. Rivals have the formulas of
-`quantize_rivals.py`, for the rowwise plane alone, as they take seconds to compile.
+Each contender is what `quantize`, `dequantize` or a transposition launches; `gpu_timing.py` says how it is timed. Bytes
+are the fewest that must move. Where a scale follows from the amax of the whole tensor that is a second read of x:
+current scaling and NVFP4 have rows for both steps together, and for each alone ("amax given"). "two separate passes"
+are an amax and a cast of different tensors, of which nothing is in L2: what current scaling has to beat.
+`percent_of_copy` compares GB/s with a device copy of x in the same run. Rivals have the formulas of
+`quantize_rivals.py`, for the rowwise plane alone, as they take seconds to compile; those for NVFP4 are given the amax.
 
-    python benchmarks/bench_gpu_formats.py [--size 8192] [--rounds 40] [--no-rivals]
+    python benchmarks/bench_gpu_formats.py [--size 8192] [--rounds 20] [--no-rivals]
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
-from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
 
 import torch
 
 import rows
+from gpu_timing import COPIES, Contenders, microseconds, rows_of
 from qshard import pipeline
-from qshard.formats import NVFP4, Usage
+from qshard.formats import FP8_E4M3, NVFP4, Usage
 from qshard.torch_bridge._ops import ops
 from quantize_rivals import USAGES, cases, torch_quantize
 
-Contenders = dict[str, tuple[float, Callable[[], object]]]
 
-
-def ours(x: torch.Tensor) -> Contenders:
-    """What qshard launches, with the bytes an element that it must move."""
+def blocks(x: list[torch.Tensor]) -> Contenders:
+    """Formats in blocks, with the bytes an element that must move."""
     found: Contenders = {}
+    amax = torch.full((), 5.0, device="cuda")
+    whole_scale = ops.global_scale_nvfp4(amax, scale_max=NVFP4.scale_max)
+    known = {"amax_tensor": lambda *_, **__: amax, "global_scale_nvfp4": lambda *_, **__: whole_scale}
+    given = SimpleNamespace(**{**vars(ops), **known})
     for name, fmt, usage, count in cases():
-        amax = 2 if fmt.global_scale else 0
         found[f"{name} qshard"] = (
-            count + amax,
-            lambda fmt=fmt, usage=usage: pipeline.quantize(ops, x, fmt, USAGES[usage]),
+            count + (2 if fmt.global_scale else 0),
+            lambda i, fmt=fmt, usage=usage: pipeline.quantize(ops, x[i], fmt, USAGES[usage]),
         )
+        if fmt.global_scale:
+            found[f"{name}, amax given, qshard"] = (
+                count,
+                lambda i, fmt=fmt, usage=usage: pipeline.quantize(given, x[i], fmt, USAGES[usage]),
+            )
         if usage == "both":
             continue
-        ((each, parts),) = pipeline.quantize(ops, x, fmt, USAGES[usage]).items()
+        each = USAGES[usage]
+        parts = [pipeline.quantize(ops, t, fmt, each)[each] for t in x]
         found[f"de{name} qshard"] = (
             count,
-            lambda parts=parts, fmt=fmt, each=each: pipeline.dequantize(ops, parts, fmt, each, torch.bfloat16),
+            lambda i, parts=parts, fmt=fmt, each=each: pipeline.dequantize(ops, parts[i], fmt, each, torch.bfloat16),
         )
         if fmt.square and each is Usage.ROWWISE:
-            plane = count - 2
             found[f"transpose {fmt} qshard"] = (
-                2 * plane,
-                lambda parts=parts, fmt=fmt: pipeline.transposed(ops, parts, fmt),
+                2 * (count - 2),
+                lambda i, parts=parts, fmt=fmt: pipeline.transposed(ops, parts[i], fmt),
             )
-    scale = torch.ones((), device="cuda")
     pair = torch.tensor([1, 0], dtype=torch.int32, device="cuda")
     random = NVFP4.with_options(rounding="stochastic")
     draws = pipeline.Draws(pair, torch.zeros_like(pair))
-    found["hadamard qshard"] = (4, lambda: pipeline.rotated(ops, x))
+    found["hadamard qshard"] = (4, lambda i: pipeline.rotated(ops, x[i]))
     found["quantize NVFP4 rowwise, stochastic, qshard"] = (
         2 + 2 + 2 + 0.5 + 1 / 16,  # three reads: amaxes of the whole and of blocks, codes
-        lambda: pipeline.quantize(ops, x, random, Usage.ROWWISE, draws=draws),
+        lambda i: pipeline.quantize(ops, x[i], random, Usage.ROWWISE, draws=draws),
     )
-    e4m3 = {"element": "float8_e4m3fn"}
-    found["cast_amax qshard"] = (3, lambda: ops.cast_amax(x, scale, lead=0, **e4m3))
-    found["cast_transpose_amax qshard"] = (4, lambda: ops.cast_transpose_amax(x, scale, batch=0, lead=0, **e4m3))
     return found
 
 
-def rivals(x: torch.Tensor) -> Contenders:
+def one_scale(x: list[torch.Tensor]) -> Contenders:
+    """Per-tensor FP8."""
+    scale = torch.full((), 64.0, device="cuda")
+    e4m3 = {"element": "float8_e4m3fn"}
+
+    def separate(i: int) -> object:
+        return ops.amax_tensor(x[i], lead=0), ops.cast_tensor(x[(i + 1) % COPIES], scale, **e4m3)
+
+    return {
+        "current scaling qshard": (5, lambda i: pipeline.quantize(ops, x[i], FP8_E4M3, Usage.ROWWISE)),
+        "current scaling both qshard": (6, lambda i: pipeline.quantize(ops, x[i], FP8_E4M3, Usage.BOTH)),
+        "two separate passes qshard": (5, separate),
+        "amax_tensor qshard": (2, lambda i: ops.amax_tensor(x[i], lead=0)),
+        "cast_amax qshard": (3, lambda i: ops.cast_amax(x[i], scale, lead=0, **e4m3)),
+        "cast_transpose_amax qshard": (4, lambda i: ops.cast_transpose_amax(x[i], scale, batch=0, lead=0, **e4m3)),
+    }
+
+
+def rivals(x: list[torch.Tensor]) -> Contenders:
     """The same formulas, as torch.compile makes them."""
-    every = torch_quantize(x)
-    wanted = {f"{name} torch": count for name, _, usage, count in cases() if usage == "rowwise"}
-    return {name + ".compile": (count, torch.compile(every[name][1])) for name, count in wanted.items()}
 
+    def current(t: torch.Tensor) -> torch.Tensor:
+        scale = 448.0 / t.abs().amax().float()
+        return (t.float() * scale).clamp(-448, 448).to(torch.float8_e4m3fn)
 
-def graph_of(call: Callable[[], object]) -> tuple[torch.cuda.CUDAGraph, Any]:
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        kept = call()
-    return graph, kept
-
-
-def measure(contenders: Contenders, rounds: int) -> dict[str, float]:
-    """Median microseconds of each."""
-    graphs = {name: graph_of(call) for name, (_, call) in contenders.items()}
-    times: dict[str, list[float]] = {name: [] for name in graphs}
-    for r in range(rounds + 2):
-        for name, (graph, _) in graphs.items():
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(50_000)  # The host queues the replay before the device is free to run it.
-            start.record()
-            graph.replay()
-            stop.record()
-            stop.synchronize()
-            if r >= 2:
-                times[name].append(start.elapsed_time(stop) * 1e3)
-    return {name: statistics.median(t) for name, t in times.items()}
+    compiled = torch.compile(current, dynamic=False)
+    found: Contenders = {"current scaling torch.compile": (5, lambda i: compiled(x[i]))}
+    every = [torch_quantize(t) for t in x]
+    for name, _, usage, count in cases():
+        if usage == "rowwise":
+            calls = [torch.compile(of_copy[f"{name} torch"][1], fullgraph=True, dynamic=False) for of_copy in every]
+            found[f"{name} torch.compile"] = (count, lambda i, calls=calls: calls[i]())
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", type=int, default=8192)
-    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--no-rivals", action="store_true")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.exit(message="bench_gpu_formats: no CUDA device, nothing to measure\n")
-    x = torch.randn(options.size, options.size, device="cuda", dtype=torch.bfloat16)
-    out = torch.empty_like(x)
-    contenders: Contenders = {"copy": (4, lambda: out.copy_(x))} | ours(x)
+    x = [torch.randn(options.size, options.size, device="cuda", dtype=torch.bfloat16) for _ in range(COPIES)]
+    out = [torch.empty_like(t) for t in x]
+    contenders: Contenders = {"copy": (4, lambda i: out[i].copy_(x[i])), **one_scale(x), **blocks(x)}
     if not options.no_rivals:
         contenders |= rivals(x)
-    times = measure(contenders, options.rounds)
-    rate = {name: count * options.size**2 / times[name] / 1e3 for name, (count, _) in contenders.items()}
-    rows.write(
-        "gpu_formats",
-        torch.cuda.get_device_name(),
-        [
-            {
-                "operation": name,
-                "shape": f"{options.size}x{options.size}",
-                "bytes_per_element": round(contenders[name][0], 4),
-                "us": round(times[name], 1),
-                "GB_per_s": round(rate[name]),
-                "percent_of_copy": round(100 * rate[name] / rate["copy"], 1),
-            }
-            for name in contenders
-        ],
-    )
+    us = microseconds(contenders, options.rounds)
+    shape = f"{options.size}x{options.size}"
+    rows.write("gpu_formats", torch.cuda.get_device_name(), rows_of(contenders, us, options.size**2, shape, "copy"))
 
 
 if __name__ == "__main__":

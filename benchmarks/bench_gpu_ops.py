@@ -1,10 +1,10 @@
 """Each op on one GPU, beside a copy of the same run, torch.compile and jitted jnp.
 
 Bytes are the fewest the operation must move: each input read once, each output written once. `percent_of_copy` compares
-GB/s with a device copy of the same tensor in the same run. Every contender runs once a round, over inputs that rotate
-through more memory than L2 holds; the median over rounds counts.
+GB/s with a device copy of the same tensor in the same run. `gpu_timing.py` says how contenders are timed. JAX has no
+graph to replay from outside: its rows, "jax copy" among them, are the clock on the wall for a queue of 100 calls.
 
-    python benchmarks/bench_gpu_ops.py [--size 8192] [--rounds 40]
+    python benchmarks/bench_gpu_ops.py [--size 8192] [--rounds 20]
 """
 
 from __future__ import annotations
@@ -19,56 +19,26 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import torch
 
+import rows
+from gpu_timing import COPIES, Contenders, microseconds, rows_of
 from qshard import _ffi
-from rows import write
 
 E4M3 = {"element": "float8_e4m3fn"}
-COPIES = 3  # of each input, each larger than L2
+JAX_CALLS = 100  # in a queue, so that its dispatch and its end count for little
 
 
-def time_torch(contenders: dict[str, Callable[[int], object]], rounds: int) -> dict[str, float]:
-    """Median microseconds of one call of each contender, called with a number to choose its buffers by."""
-    for call in contenders.values():
-        for i in range(COPIES):
-            call(i)
-    torch.cuda.synchronize()
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    for r in range(rounds):
-        for name, call in contenders.items():
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(100_000)  # The host queues the call before the device is free to run it.
-            start.record()
-            call(r % COPIES)
-            stop.record()
-            stop.synchronize()
-            times[name].append(start.elapsed_time(stop) * 1e3)
-    return {name: statistics.median(t) for name, t in times.items()}
-
-
-def torch_rows(size: int, rounds: int) -> tuple[dict[str, float], dict[str, float]]:
-    """(microseconds, bytes an element) of every torch contender."""
+def torch_contenders(size: int) -> Contenders:
     handlers = _ffi.handlers("cuda")
     x = [torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(COPIES)]
     x32 = [t.float() for t in x]
-    out16 = torch.empty_like(x[0])
-    code = torch.empty(size, size, device="cuda", dtype=torch.uint8)
-    code_t = torch.empty_like(code)
+    out16 = [torch.empty_like(t) for t in x]
     codes = [torch.randint(0, 120, (size, size), device="cuda", dtype=torch.uint8) for _ in range(COPIES)]
+    data, data_t = ([torch.empty_like(t) for t in codes] for _ in range(2))
     amax = torch.zeros((), device="cuda")
     scale, scale_inv = torch.full((), 64.0, device="cuda"), torch.full((), 1 / 64, device="cuda")
-    scale_rule = {**E4M3, "eps": 0.0, "pow2": False}
 
     def run(op: str, inputs: tuple, outputs: tuple, attributes: dict) -> None:
         _ffi.call(handlers[op], inputs, outputs, attributes)
-
-    def current(i: int) -> None:
-        run("amax_tensor", (x[i],), (amax,), {})
-        run("scale_from_amax", (amax,), (scale, scale_inv), scale_rule)
-        run("cast_tensor", (x[i], scale), (code,), E4M3)
-
-    def two_reads(i: int) -> None:
-        run("amax_tensor", (x[i],), (amax,), {})
-        run("cast_tensor", (x[(i + 1) % COPIES], scale), (code,), E4M3)
 
     @torch.compile
     def compiled_cast(t: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
@@ -80,38 +50,29 @@ def torch_rows(size: int, rounds: int) -> tuple[dict[str, float], dict[str, floa
         return q, q.t().contiguous()
 
     @torch.compile
-    def compiled_current(t: torch.Tensor) -> torch.Tensor:
-        s = 448.0 / t.abs().amax().float()
-        return (t.float() * s).clamp(-448, 448).to(torch.float8_e4m3fn)
-
-    @torch.compile
     def compiled_dequantize(q: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
         return (q.view(torch.float8_e4m3fn).float() * s).bfloat16()
 
-    contenders = {
-        "copy": (4, lambda i: out16.copy_(x[i])),
+    return {
+        "copy": (4, lambda i: out16[i].copy_(x[i])),
         "amax_tensor qshard": (2, lambda i: run("amax_tensor", (x[i],), (amax,), {})),
-        "cast_tensor qshard": (3, lambda i: run("cast_tensor", (x[i], scale), (code,), E4M3)),
+        "cast_tensor qshard": (3, lambda i: run("cast_tensor", (x[i], scale), (data[i],), E4M3)),
         "cast_tensor torch.compile": (3, lambda i: compiled_cast(x[i], scale)),
-        "cast_tensor float32 qshard": (5, lambda i: run("cast_tensor", (x32[i], scale), (code,), E4M3)),
+        "cast_tensor float32 qshard": (5, lambda i: run("cast_tensor", (x32[i], scale), (data[i],), E4M3)),
         "cast_transpose qshard": (
             4,
-            lambda i: run("cast_transpose", (x[i], scale), (code, code_t), {"batch": 0, **E4M3}),
+            lambda i: run("cast_transpose", (x[i], scale), (data[i], data_t[i]), {"batch": 0, **E4M3}),
         ),
         "cast_transpose torch.compile": (4, lambda i: compiled_cast_transpose(x[i], scale)),
-        "transpose qshard": (2, lambda i: run("transpose", (codes[i],), (code_t,), {"batch": 0})),
-        "transpose torch": (2, lambda i: code_t.copy_(codes[i].t())),
-        "dequantize qshard": (3, lambda i: run("dequantize", (codes[i], scale_inv), (out16,), E4M3)),
+        "transpose qshard": (2, lambda i: run("transpose", (codes[i],), (data_t[i],), {"batch": 0})),
+        "transpose torch": (2, lambda i: data_t[i].copy_(codes[i].t())),
+        "dequantize qshard": (3, lambda i: run("dequantize", (codes[i], scale_inv), (out16[i],), E4M3)),
         "dequantize torch.compile": (3, lambda i: compiled_dequantize(codes[i], scale_inv)),
-        "current scaling qshard": (5, current),
-        "current scaling torch.compile": (5, lambda i: compiled_current(x[i])),
-        "two full reads qshard": (5, two_reads),
     }
-    times = time_torch({name: call for name, (_, call) in contenders.items()}, rounds)
-    return times, {name: per_element for name, (per_element, _) in contenders.items()}
 
 
-def jax_rows(size: int, rounds: int) -> tuple[dict[str, float], dict[str, float]]:
+def jax_contenders(size: int) -> tuple[dict[str, tuple[float, Callable]], list]:
+    """The contenders, each a function of one copy, and the copies."""
     import jax
     import jax.numpy as jnp
 
@@ -134,28 +95,29 @@ def jax_rows(size: int, rounds: int) -> tuple[dict[str, float], dict[str, float]
         q = cast(t, s)
         return q, jax.lax.optimization_barrier(q.T)
 
-    contenders = {
+    return {
         "jax copy": (4, jax.jit(lambda t: t + jnp.bfloat16(1))),
         "cast_tensor jitted jnp": (3, lambda t: cast(t, scale)),
         "cast_transpose jitted jnp": (4, lambda t: cast_transpose(t, scale)),
         "current scaling jitted jnp": (5, current),
         "current scaling qshard.jax": (5, jax.jit(lambda t: qshard.jax.quantize(t, FP8_E4M3))),
-        "current scaling + transpose qshard.jax": (
-            6,
-            jax.jit(lambda t: qshard.jax.quantize(t, FP8_E4M3, usage=Usage.BOTH)),
-        ),
-    }
-    calls = 10  # One call is shorter than its dispatch: time a queue of them.
+        "current scaling both qshard.jax": (6, jax.jit(lambda t: qshard.jax.quantize(t, FP8_E4M3, usage=Usage.BOTH))),
+    }, x
+
+
+def jax_microseconds(contenders: dict[str, tuple[float, Callable]], x: list, rounds: int) -> dict[str, float]:
+    import jax
+
     times: dict[str, list[float]] = {name: [] for name in contenders}
-    for r in range(rounds // 4 + 2):
+    for r in range(rounds + 1):
         for name, (_, call) in contenders.items():
             start = time.perf_counter()
-            for i in range(calls):
+            for i in range(JAX_CALLS):
                 out = call(x[i % COPIES])
             jax.block_until_ready(out)
-            if r >= 2:
-                times[name].append((time.perf_counter() - start) / calls * 1e6)
-    return {n: statistics.median(t) for n, t in times.items()}, {n: b for n, (b, _) in contenders.items()}
+            if r:  # The first round compiles.
+                times[name].append((time.perf_counter() - start) / JAX_CALLS * 1e6)
+    return {name: statistics.median(t) for name, t in times.items()}
 
 
 def host_rows() -> dict[str, float]:
@@ -185,39 +147,18 @@ def host_rows() -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", type=int, default=8192)
-    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=20)
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.exit(message="bench_gpu_ops: no CUDA device, nothing to measure\n")
-    rows: list[dict[str, object]] = []
-    for copy, (times, per_element) in {
-        "copy": torch_rows(options.size, options.rounds),
-        "jax copy": jax_rows(options.size, options.rounds),
-    }.items():
-        rate = {name: per_element[name] * options.size**2 / us / 1e3 for name, us in times.items()}
-        rows += [
-            {
-                "operation": name,
-                "shape": f"{options.size}x{options.size}",
-                "bytes_per_element": per_element[name],
-                "us": round(us, 1),
-                "GB_per_s": round(rate[name]),
-                "percent_of_copy": round(100 * rate[name] / rate[copy], 1),
-            }
-            for name, us in times.items()
-        ]
-    rows += [
-        {
-            "operation": name,
-            "shape": "64x64",
-            "bytes_per_element": "",
-            "us": round(us, 2),
-            "GB_per_s": "",
-            "percent_of_copy": "",
-        }
-        for name, us in host_rows().items()
-    ]
-    write("gpu_ops", torch.cuda.get_device_name(), rows)
+    size, shape = options.size, f"{options.size}x{options.size}"
+    of_torch = torch_contenders(size)
+    table = rows_of(of_torch, microseconds(of_torch, options.rounds), size**2, shape, "copy")
+    of_jax, x = jax_contenders(size)
+    table += rows_of(of_jax, jax_microseconds(of_jax, x, options.rounds), size**2, shape, "jax copy")
+    empty = dict.fromkeys(table[0], "")
+    table += [{**empty, "operation": name, "shape": "64x64", "us": round(us, 2)} for name, us in host_rows().items()]
+    rows.write("gpu_ops", torch.cuda.get_device_name(), table)
 
 
 if __name__ == "__main__":

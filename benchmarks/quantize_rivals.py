@@ -7,6 +7,7 @@ work. E2M1 is rounded by way of its unit in the last place, and packed with shif
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from qshard.formats import FORMATS, Format, Usage
@@ -32,57 +33,61 @@ def cases() -> list[tuple[str, Format, str, float]]:
     return found
 
 
+class Recorder:
+    """The ops of PyTorch, for `qshard.pipeline`, that keep each call: what it read, what it wrote, how to do it again.
+
+    Done again, it writes into the tensors that the first call has made.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[tuple[Any, ...], tuple[Any, ...], Callable[[], object]]] = []
+
+    def __getattr__(self, op: str) -> Callable[..., Any]:
+        from qshard.ops import table
+        from qshard.torch_bridge._ops import call_into, ops
+
+        def run(*inputs: Any, **options: Any) -> Any:
+            made = getattr(ops, op)(*inputs, **options)
+            outputs = made if isinstance(made, tuple | list) else (made,)
+            if op in table():
+                attributes = {name: options[name] for name in table()[op].attributes if name != "split"}
+                again = partial(call_into, op, inputs, outputs, attributes)
+            else:  # A copy with the last two axes swapped.
+                again = partial(outputs[0].copy_, inputs[0].mT)
+            self.calls.append((inputs, outputs, again))
+            return made
+
+        return run
+
+    def needed(self, results: list[Any]) -> list[Callable[[], object]]:
+        """The calls that results depend on, in order."""
+        wanted, calls = {id(result) for result in results}, []
+        for inputs, outputs, again in reversed(self.calls):
+            if any(id(output) in wanted for output in outputs):
+                wanted.update(map(id, inputs))
+                calls.append(again)
+        return calls[::-1]
+
+
 def qshard_quantize(x: Any) -> Contenders:
+    """What `pipeline.quantize` calls, but for the amax of the whole tensor, which is given."""
     import torch
 
-    from qshard import _ffi
-    from qshard.formats import E2M1, E8M0
-    from qshard.ops import table
+    from qshard import pipeline
 
     whole = torch.tensor(GLOBAL_AMAX)
-    calls: Contenders = {}
+    contenders: Contenders = {}
     for name, fmt, usage, count in cases():
-        rows, cols = fmt.block if usage != "columnwise" else fmt.block[::-1]
-        turned = fmt.square or fmt.scale_dtype != E8M0.name
-        both = "square_both" if fmt.square else "both" if fmt.element is E2M1 or not turned else "both_t"
-        kind = {"rowwise": "", "columnwise": "t" if turned else "", "both": both}[usage]
-        if usage == "both" and not fmt.square:
-            rows = cols
-        stem = (
-            "quantize_nvfp4"
-            if fmt.element is E2M1
-            else "quantize"
-            if both == kind == "square_both"
-            else "quantize_block"
-        )
-        op = table()[f"{stem}_{kind}" if kind else stem]
-        options = {
-            "block_rows": rows,
-            "block_cols": cols,
-            "element": fmt.element.name,
-            "eps": 0.0,
-            "pow2": fmt.pow2,
-            "rounding": "up",
-            "scale_dtype": fmt.scale_dtype,
-            "scale_max": fmt.scale_max,
-            "split": False,
-        }
-        inputs = (x, whole) if fmt.element is E2M1 else (x,)
-        shapes = op.bind([tuple(i.shape) for i in inputs], block_rows=rows, block_cols=cols, element=fmt.element.name)
-        outputs = tuple(
-            torch.empty(
-                shape,
-                dtype=torch.float32 if operand.dtypes(scale_dtype=fmt.scale_dtype) == ("float32",) else torch.uint8,
-            )
-            for shape, operand in zip(shapes.output_shapes, op.outputs, strict=True)
-        )
-        attributes = {key: options[key] for key in op.attributes}
-        handler = _ffi.handlers("cpu")[op.name]
-        calls[f"{name} qshard"] = (
-            count,
-            lambda h=handler, i=inputs, o=outputs, a=attributes: _ffi.call(h, i, o, a),
-        )
-    return calls
+        recorder = Recorder()
+        planes = pipeline.quantize(recorder, x, fmt, USAGES[usage], reduce_max=lambda _: whole)
+        calls = recorder.needed([part for parts in planes.values() for part in parts if part is not None])
+
+        def run(calls: list[Callable[[], object]] = calls) -> None:
+            for call in calls:
+                call()
+
+        contenders[f"{name} qshard"] = (count, run)
+    return contenders
 
 
 def torch_quantize(x: Any) -> Contenders:

@@ -1,5 +1,6 @@
-"""What a training measured, kept as JSON, and the table, plot and checks made from it."""
+"""What a training measured, kept as JSON and as rows of CSV, and the table, plot and checks made from it."""
 
+import csv
 import hashlib
 import json
 import statistics
@@ -25,6 +26,7 @@ class Run:
       resident_bytes: of weights and optimizer state that one rank keeps between steps.
       gathered_sha256: of what the first step gathered; see `digest`.
       validation: (steps trained, loss on the held-out text).
+      device: the name of what a rank runs on.
     """
 
     framework: str
@@ -38,6 +40,7 @@ class Run:
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     validation: list[tuple[int, float]] = field(default_factory=list)
+    device: str = "CPU"
 
     @property
     def milliseconds_a_step(self) -> float:
@@ -68,6 +71,29 @@ def save(runs: list[Run], directory: Path) -> None:
     path.write_text(json.dumps([asdict(run) for run in runs]) + "\n")
 
 
+def save_rows(runs: list[Run], directory: Path) -> None:
+    """Write the runs of one framework to `directory/training_FRAMEWORK.csv`, without their curves."""
+    rows = [
+        {
+            "recipe": run.format,
+            "framework": run.framework,
+            "device": run.device,
+            "ranks": run.ranks,
+            "steps": run.steps,
+            "validation_loss": f"{run.final_loss:.4f}",
+            "percent_to_bf16": f"{100 * (run.final_loss / base.final_loss - 1):.2f}" if base.format == "bf16" else "",
+            "gathered_bytes_a_step": run.gathered_bytes,
+            "ms_a_step": f"{run.milliseconds_a_step:.1f}",
+            "gathered_sha256": run.gathered_sha256,
+        }
+        for run, base in ((run, baseline(run, runs)) for run in runs)
+    ]
+    with (directory / f"training_{runs[0].framework}.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
 def load(directory: Path) -> list[Run]:
     """Read the runs of every framework that has left some in `directory`."""
     paths = [directory / f"{framework}.json" for framework in FRAMEWORKS]
@@ -81,6 +107,7 @@ def present(runs: list[Run], directory: Path) -> None:
       SystemExit: JAX and PyTorch did not gather the same bytes.
     """
     save(runs, directory)
+    save_rows(runs, directory)
     console = Console(soft_wrap=True)
     if not console.is_terminal:
         console.width = 120  # a log has no width of its own
@@ -97,6 +124,11 @@ def present(runs: list[Run], directory: Path) -> None:
         sys.exit(1)
 
 
+def baseline(run: Run, runs: list[Run]) -> Run:
+    """Return the bf16 run of the same framework, or `run` itself where there is none."""
+    return next((other for other in runs if (other.framework, other.format) == (run.framework, "bf16")), run)
+
+
 def table(runs: list[Run]) -> Table:
     """One row for each run, with what changed against the bf16 run of the same framework."""
     result = Table(
@@ -108,7 +140,7 @@ def table(runs: list[Run]) -> Table:
     for heading in ("validation loss", "gathered a step", "resident a rank", "ms a step"):
         result.add_column(heading, justify="right")
     for index, run in enumerate(runs):
-        base = next((other for other in runs if (other.framework, other.format) == (run.framework, "bf16")), run)
+        base = baseline(run, runs)
 
         def against(value: float, base_value: float, compared: bool = base is not run) -> str:
             return f" ({value / base_value - 1:+.1%})" if compared and base_value else ""

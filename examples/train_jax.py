@@ -167,8 +167,10 @@ def resident_bytes(*trees: object) -> int:
 def train(name: str, corpus: Corpus, schedule: Schedule, progress: TrainingProgress) -> report.Run:
     """Train with one format."""
     mesh = jax.sharding.get_mesh()
-    where = "GPUs" if jax.default_backend() == "gpu" else "CPU devices"
-    run = report.Run("jax", name, f"{mesh.size} {where}", corpus.name, schedule.steps)
+    on_gpus = jax.default_backend() == "gpu"
+    ranks = f"{mesh.size} {'GPUs' if on_gpus else 'CPU devices'}"
+    device = jax.devices()[0].device_kind if on_gpus else "CPU"
+    run = report.Run("jax", name, ranks, corpus.name, schedule.steps, device=device)
     progress.start(f"jax {name}")
 
     recipe = options.RECIPES[name]

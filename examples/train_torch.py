@@ -151,8 +151,10 @@ def resident_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
 def train(name: str, corpus: Corpus, schedule: Schedule, device: torch.device, events: mp.Queue) -> None:
     """Train with one format. Rank 0 reports its progress, and at the end the run, to `events`."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    where = "CPU ranks" if device.type == "cpu" else "GPUs"
-    run = report.Run("torch", name, f"{ranks} {where}", corpus.name, schedule.steps)
+    on_gpus = device.type == "cuda"
+    where = f"{ranks} {'GPUs' if on_gpus else 'CPU ranks'}"
+    kind = torch.cuda.get_device_name() if on_gpus else "CPU"
+    run = report.Run("torch", name, where, corpus.name, schedule.steps, device=kind)
     report_event = events.put if rank == 0 else lambda event: None
     report_event(("start", f"torch {name}"))
 

@@ -1,0 +1,100 @@
+"""The steps of `cast_master` on one GPU: 64 slices of 2^21 float32 masters, beside a copy of them and loops in torch.
+
+Each slice is an eighth of a weight of 4096 x 4096, cut amid a row and amid blocks: between words of 16 bytes, as ZeRO
+cuts, or, in rows named so, from an odd element on, where masters are read one by one. "amaxes" makes zeros and takes
+the maxima of the blocks that a slice cuts, in a grid of the whole weight; "codes" casts a slice into a piece, with
+given scales; "cast_master" is the whole step of a rank, without ranks to reduce with: amaxes, scales of the whole
+weights, codes. The masters together are many times what L2 holds, so there is one copy of them. `gpu_timing.py` says
+how calls are timed. The copy that rows compare with is of half of the masters: one of all of them is slower.
+
+Bytes are the fewest that must move for an element of a slice: the master once in each of amaxes and codes; amaxes and
+scales of the whole weight written once, where a slice needs them read once; codes written once.
+
+    python benchmarks/bench_gpu_master.py [--rounds 20]
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+
+import rows
+from gpu_timing import Contenders, microseconds, rows_of
+from qshard.formats import FORMATS, Format
+from qshard.master import plan_master
+from qshard.torch_bridge import CastPlan, QuantizedSlice, cast_master
+
+SHAPE, SLICES, RANKS = (4096, 4096), 64, 8
+LENGTH = SHAPE[0] * SHAPE[1] // RANKS
+START, ODD_START = 3 * LENGTH + 12336, 3 * LENGTH + 12345
+NAMES = ("FP8_E4M3", "FP8_1x128", "FP8_128x128", "MXFP8_E4M3", "MXFP8_32x32", "NVFP4", "NVFP4_16x16")
+
+
+def steps(name: str, fmt: Format, masters: list[torch.Tensor], start: int = START) -> Contenders:
+    device = masters[0].device
+    name = name if start == START else f"{name}, odd start,"
+    starts = torch.full((SLICES,), start, dtype=torch.int64, device=device)
+    pairs = starts.view(torch.int32).view(SLICES, 2)
+    (bucket,) = plan_master([SHAPE] * SLICES, fmt).buckets
+    slices = [QuantizedSlice.empty(fmt, SHAPE, LENGTH, device=device) for _ in masters]
+    plan = CastPlan(slices, parity="master")
+    scale = torch.ones(bucket.blocks, device=device)
+    shared = {**bucket.attributes, "element": fmt.element.name, "pieces": True}
+
+    def amaxes(_: int) -> torch.Tensor:
+        amax = torch.zeros(bucket.amaxes, device=device)
+        torch.ops.qshard.amax_slices(pairs, amax, masters, whole=fmt.global_scale or "none", **bucket.attributes)
+        return amax
+
+    def codes(_: int) -> None:
+        torch.ops.qshard.cast_slices(pairs, scale, masters, [s.data for s in slices], **shared)
+
+    def whole(_: int) -> None:
+        cast_master(slices, masters, starts, parity="master", plan=plan)
+
+    blocks = bucket.blocks / (SLICES * LENGTH)  # of the whole weights, an element of the slices
+    code, scale_inv = 1 / fmt.element.codes_per_byte, 4 if fmt.scale_dtype == "float32" else 1
+    return {
+        f"amaxes {name} qshard": (4 + 4 * blocks, amaxes),
+        f"codes {name} qshard": (4 + 4 * blocks / RANKS + code, codes),
+        f"cast_master {name} qshard": (4 + 4 + code + scale_inv * blocks, whole),
+    }
+
+
+def rivals(masters: list[torch.Tensor]) -> Contenders:
+    """What torch has for one scale a tensor: a loop of ops over weights."""
+    scale = torch.full((), 64.0, device=masters[0].device)
+    return {
+        "amaxes FP8_E4M3 torch._foreach_norm": (4, lambda _: torch._foreach_norm(masters, torch.inf)),
+        "codes FP8_E4M3 torch": (5, lambda _: [(m * scale).clamp_(-448, 448).to(torch.float8_e4m3fn) for m in masters]),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=20)
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.exit(message="bench_gpu_master: no CUDA device, nothing to measure\n")
+    masters = list(torch.randn(SLICES, LENGTH, device="cuda"))
+    source = torch.randn(SLICES * LENGTH, device="cuda")
+    target = torch.empty_like(source)
+    targets = list(target.view(SLICES, LENGTH))
+    half = source.numel() // 2
+    contenders: Contenders = {
+        "copy": (4, lambda _: target[:half].copy_(source[:half])),
+        "copy of 64": (8, lambda _: torch._foreach_copy_(targets, masters)),
+        "copy of all": (8, lambda _: target.copy_(source)),
+    }
+    for name in NAMES:
+        contenders |= steps(name, FORMATS[name], masters)
+    contenders |= steps("NVFP4_16x16", FORMATS["NVFP4_16x16"], masters, ODD_START)
+    contenders |= rivals(masters)
+    us = microseconds(contenders, options.rounds)
+    table = rows_of(contenders, us, SLICES * LENGTH, f"{SLICES} x 2^{LENGTH.bit_length() - 1}", "copy")
+    rows.write("gpu_master", torch.cuda.get_device_name(), table)
+
+
+if __name__ == "__main__":
+    main()

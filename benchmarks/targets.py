@@ -1,0 +1,118 @@
+"""What the rows are to reach: goals set before the first was measured, each with what it compares with."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+Row = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A bound for a column of every row of a file whose operation fits `operation`, a regular expression.
+
+    Attributes:
+      name: what is to be reached, in words.
+      bound: at least so much of `percent_of_copy`; at most so much of other columns.
+      beside: what it compares with, on an H200.
+      of: another operation of the file: the bound is for the ratio of microseconds.
+    """
+
+    rows: str
+    operation: str
+    name: str
+    bound: float
+    beside: str
+    column: str = "percent_of_copy"
+    of: str = ""
+
+    def value(self, row: Row, rows: Sequence[Row]) -> float | None:
+        """What the bound is for, or None: the target is not about this row, or has nothing to compare it with."""
+        if not re.fullmatch(self.operation, row["operation"]):
+            return None
+        if not self.of:
+            return float(row[self.column])
+        other = [float(r["us"]) for r in rows if r["operation"] == self.of]
+        return float(row["us"]) / other[0] if other else None
+
+    @property
+    def at_most(self) -> bool:
+        return bool(self.of) or self.column != "percent_of_copy"
+
+    def met(self, value: float) -> bool:
+        return value <= self.bound if self.at_most else value >= self.bound
+
+    def text(self, value: float) -> str:
+        return f"{value:.2f}" if self.of else f"{value:.1f}" if self.column == "percent_of_copy" else f"{value:g}"
+
+    @property
+    def unit(self) -> str:
+        return f" of {self.of}" if self.of else " %" if self.column == "percent_of_copy" else f" {self.column}"
+
+
+_FP8 = r"(FP8|MXFP8)_\w+"
+TARGETS = (
+    Target("gpu_ops", "cast_tensor qshard", "a cast, 95 % of a copy", 95, "TransformerEngine's has 95 %"),
+    Target("gpu_ops", "cast_transpose qshard", "cast and transpose, 90 %", 90, "TransformerEngine's has 86 %"),
+    Target("gpu_ops", "transpose qshard", "a transpose, 85 %", 85, "TransformerEngine's cast and transpose has 86 %"),
+    Target("gpu_formats", "transpose .*", "a transpose, 85 %", 85, "TransformerEngine's cast and transpose has 86 %"),
+    Target("gpu_ops", "dequantize qshard", "dequantize, 85 %", 85, "as a transpose, which moves as few bytes"),
+    Target("gpu_formats", "dequantize .*", "dequantize, 85 %", 85, "as a transpose, which moves as few bytes"),
+    Target(
+        "gpu_ops",
+        "host: cast_tensor into given outputs",
+        "host time of a call into given outputs, 4 us",
+        4,
+        "`torch.add` into a given output takes 5 to 6 us",
+        column="us",
+    ),
+    Target(
+        "gpu_formats",
+        "current scaling qshard",
+        "current scaling, 0.9 of the time of two separate passes",
+        0.9,
+        "up to 60 of the 134 MB of x are still in L2 when the cast begins",
+        of="two separate passes qshard",
+    ),
+    Target(
+        "gpu_formats",
+        rf"quantize ({_FP8} (row|column)wise|NVFP4\w* (row|column)wise, amax given,) qshard",
+        "one plane of blocks, 90 %",
+        90,
+        "TransformerEngine's has 77 to 91 %, in blocks of 128",
+    ),
+    Target(
+        "gpu_formats",
+        rf"quantize ({_FP8} both|NVFP4\w* both, amax given,) qshard",
+        "both planes of blocks, 85 %",
+        85,
+        "TransformerEngine's have 66 to 90 %, in blocks of 128",
+    ),
+    Target(
+        "gpu_formats",
+        r"quantize NVFP4\w* (rowwise|columnwise|both) qshard",
+        "NVFP4 with its amax, 85 %",
+        85,
+        "two passes, of which the second finds a part of x in L2",
+    ),
+    Target("gpu_adam", r"adam .*(?<!torch fused)", "Adam, 85 %", 85, "torch's fused AdamW has 83 %"),
+    Target(
+        "gpu_master",
+        r"amaxes .* qshard",
+        "amaxes of 64 slices of 2 M masters, 170 us",
+        170,
+        "to read them at 4 TB/s takes 134 us",
+        column="us",
+    ),
+    Target("gpu_master", r"codes NVFP4\w* qshard", "codes of NVFP4 slices, 80 %", 80, "one pass, but bytes are shared"),
+)
+
+# Of whole quantizations and casts that fit in cache, against the faster of torch eager and jitted jnp.
+CPU_TIMES_FASTER = 2.0
+
+
+def training_bound(recipe: str) -> float:
+    """How much more validation loss than bf16 a recipe may end with, in percent."""
+    return 3.0 if recipe == "nvfp4" else 1.0
