@@ -22,6 +22,7 @@ __all__ = [
     "E5M2",
     "E8M0",
     "ELEMENTS",
+    "FLOAT16_MAX",
     "FORMATS",
     "FP8_128x128",
     "FP8_1x128",
@@ -96,6 +97,9 @@ E8M0 = ElementFormat(
     name="float8_e8m0fnu", bits=8, exponent_bits=8, mantissa_bits=0, bias=127, max=2.0**127, nan_code=0xFF
 )
 ELEMENTS = {element.name: element for element in (E4M3, E5M2, E2M1, E8M0)}
+
+FLOAT16_MAX = 65504.0
+"""The largest finite float16: states of an optimizer in float16 are scaled to it."""
 
 
 class Usage(enum.Flag):

@@ -6,11 +6,11 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from qshard.adam import settings
 from qshard.torch_bridge._adam_state import SCALED, check_group, initialize, memory_of
 from qshard.torch_bridge._multi import call_in_place
 from qshard.torch_bridge._ops import dtype_name
@@ -195,9 +195,9 @@ class Adam(Optimizer):
     def _hyper(self, key: Any, group: dict[str, Any], inv_grad_scale: Tensor | float | None) -> Tensor:
         """The settings as `adam_constants` takes them, in memory that stays. Written where they have changed."""
         device: torch.device = key[1]
-        (beta1, rest1), (beta2, rest2) = (_as_two_floats(beta) for beta in group["betas"])
         scale = 1.0 if inv_grad_scale is None else inv_grad_scale
-        values = [group["lr"], beta1, rest1, beta2, rest2, group["eps"], group["weight_decay"], scale]
+        beta1, beta2 = group["betas"]
+        values = settings(group["lr"], beta1, beta2, group["eps"], group["weight_decay"], scale)
         numbers = [math.nan if isinstance(value, Tensor) else float(value) for value in values]
         if key not in self._hypers:
             self._hypers[key] = (torch.tensor(numbers, dtype=torch.float32, device=device), list(numbers))
@@ -269,8 +269,3 @@ def _run(kind: _Kind, constants: Tensor, tensors: Sequence[_Tensors], decay: str
 
 def _as_bytes(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
-
-
-def _as_two_floats(value: float) -> tuple[float, float]:
-    nearest = float(np.float32(value))
-    return nearest, float(np.float32(value - nearest))

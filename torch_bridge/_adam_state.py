@@ -10,15 +10,16 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from qshard import adam
+from qshard.adam import BLOCK
 from qshard.torch_bridge._ops import dtype_name
 from qshard.torch_bridge._tensor import QuantizedTensor
 from qshard.torch_bridge._weight import ShardedWeight
 
 __all__ = ["SCALED", "check_group", "initialize", "memory_of"]
 
-BLOCK = 128  # kAdamBlock of core/adam.h: elements of a row that share a scale.
-SCALED = (torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
-STATES = (torch.float32, torch.bfloat16, *SCALED)
+SCALED = tuple(getattr(torch, name) for name in adam.SCALED)
+STATES = tuple(getattr(torch, name) for name in adam.STATES)
 _MASTERS = (None, "remainder", "float32")
 
 

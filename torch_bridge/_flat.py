@@ -1,11 +1,13 @@
 """The flat buffers of ZeRO: the weights of some layers as one run of bytes, of which each rank owns an even part.
 
     | weight 0 | weight 1 | ... | padding |        as they are gathered: codes, or values in the dtype of the model
-    |   rank 0   |   rank 1   |   rank 2   |       cut wherever that falls, at multiples of 16 bytes
+    |   rank 0   |   rank 1   |   rank 2   |       cut wherever that falls, at multiples of `alignment`
 
 Bytes are cut, not elements, so that one all-gather of equal parts puts everything in its place, whatever the dtypes. A
 rank has the float32 master and the gradient of the elements whose bytes it owns: of some weights all, of one or two a
 part, of the others nothing. As 16 bytes hold whole elements of every kind, no cut is amid a byte of two codes.
+Optimizer states with a scale for every `BLOCK` elements ask for cuts between such blocks: then the scales are those of
+the whole.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
+from qshard.adam import BLOCK
 from qshard.formats import Format, Usage
 from qshard.layout import plane
 from qshard.master import piece_bytes
@@ -29,7 +32,8 @@ from qshard.torch_bridge._weight import plain
 
 __all__ = ["Flat", "Ranks", "Weight"]
 
-_ALIGNMENT = 16  # bytes: whole elements of every dtype, and what vector loads want
+ALIGNMENT = 16  # bytes: whole elements of every dtype, and what vector loads want
+BLOCK_ALIGNMENT = BLOCK * torch.float32.itemsize  # bytes: whole blocks of elements of every dtype
 
 
 @dataclass(frozen=True)
@@ -101,7 +105,8 @@ class Slice:
 
     Attributes:
       start: its first element in the weight.
-      master: float32, a view of the flat one.
+      master: float32, a view of the flat one: `[1, n]`, a row that states have scales along, or `[n]` of a weight with
+        less than two axes.
       quantized: where its codes and the scales of the whole weight go; None for one that is gathered as values,
       values: which then go here.
     """
@@ -120,18 +125,19 @@ class Flat:
       weights: on one device, whole, the same on all ranks.
       ranks: that share them.
       sharded: whether the whole is freed between uses, so that a rank keeps its part alone.
+      alignment: bytes that weights and parts are whole multiples of.
 
     Making it puts views of the buffer in the place of the parameters.
     """
 
-    def __init__(self, weights: Sequence[Weight], ranks: Ranks, sharded: bool):
+    def __init__(self, weights: Sequence[Weight], ranks: Ranks, sharded: bool, alignment: int = ALIGNMENT):
         self.weights, self.ranks, self.sharded = list(weights), ranks, sharded
         self.device = weights[0].parameter.device
         size = 0
         for weight in self.weights:
             weight.first = size
-            size += -(-weight.bytes // _ALIGNMENT) * _ALIGNMENT
-        self.part = -(-size // (_ALIGNMENT * ranks.size)) * _ALIGNMENT
+            size += -(-weight.bytes // alignment) * alignment
+        self.part = -(-size // (alignment * ranks.size)) * alignment
         # A piece of 4-bit codes has room for the half of a byte that a cut may leave; ours leave none, but take it.
         self._memory = torch.zeros(ranks.size * self.part + 1, dtype=torch.uint8, device=self.device)
         self.buffer = self._memory[: ranks.size * self.part]
@@ -159,10 +165,10 @@ class Flat:
 
     def _slice(self, weight: Weight, start: int, master: Tensor, lo: int) -> Slice:
         first = weight.first + weight._bytes_of(start) - lo if master.numel() else 0
-        parameter = nn.Parameter(master)
+        parameter = nn.Parameter(master.view(1, -1) if len(weight.shape) > 1 else master)
         if weight.fmt is None:
             there = self.shard[first : first + master.numel() * weight.dtype.itemsize]
-            return Slice(weight, start, parameter, None, there.view(weight.dtype))
+            return Slice(weight, start, parameter, None, there.view(weight.dtype).view(parameter.shape))
         quantized = QuantizedSlice.empty(weight.fmt, weight.shape, 0, dtype=weight.dtype, device=self.device)
         quantized.data = self.shard[first : first + piece_bytes(weight.fmt, master.numel())]
         return Slice(weight, start, parameter, quantized, None)

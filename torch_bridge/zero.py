@@ -33,8 +33,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from qshard.torch_bridge._adam import Adam
+from qshard.torch_bridge._adam_state import SCALED
 from qshard.torch_bridge._delayed import update_delayed
-from qshard.torch_bridge._flat import Flat, Ranks, Slice
+from qshard.torch_bridge._flat import ALIGNMENT, BLOCK_ALIGNMENT, Flat, Ranks, Slice
 from qshard.torch_bridge._master import CastPlan, cast_master
 from qshard.torch_bridge._units import by_setting, units_of, weights_of
 from qshard.torch_bridge._weight import plain
@@ -59,8 +60,7 @@ class ZeroOptimizer(Adam):
         that has parameters of its own. A parameter of two modules needs a unit that holds both.
       settings: called with the name and the parameter, gives options of `Adam` for it: `{"weight_decay": 0.0}`.
       parity: "model": codes are those of the master rounded to the dtype of the parameter; "master": of the master.
-      options: of `Adam`, for all. States of few bits need two axes, which flat slices lack: they stay float32, or
-        bfloat16.
+      options: of `Adam`, for all. States with scales have one for every 128 elements of the flattened weight.
 
     `step` clears no gradients, `zero_grad` does. They are gone from `.grad` as soon as they are made: added to a flat
     float32 buffer. A parameter without one counts as zeros. `DelayedScaling` is taken care of: call neither
@@ -100,7 +100,7 @@ class ZeroOptimizer(Adam):
         **options: Any,
     ):
         self._ranks, self._model = Ranks.of(group), model
-        problem, chosen = None, []
+        problem, chosen, alignment = None, [], ALIGNMENT
         try:
             weights = weights_of(model)
             chosen = units_of(model, weights, units) if shard_weights else [(model, weights)]
@@ -111,14 +111,20 @@ class ZeroOptimizer(Adam):
             of_weights = [(settings(w.name, w.parameter) if settings else {}) for w in weights]
             groups_of = by_setting(weights, of_weights)
             trial = [nn.Parameter(torch.empty(0)) for _ in groups_of]  # What Adam would refuse, before any collective.
-            Adam([{"params": [p], **given} for p, (given, _) in zip(trial, groups_of, strict=True)], lr, **options)
+            adam = Adam(
+                [{"params": [p], **given} for p, (given, _) in zip(trial, groups_of, strict=True)], lr, **options
+            )
+            if any({group["exp_avg_dtype"], group["exp_avg_sq_dtype"]} & set(SCALED) for group in adam.param_groups):
+                alignment = BLOCK_ALIGNMENT
         except (ValueError, TypeError) as error:
             problem, groups_of = error, []
         kinds = [(w.name, w.shape, str(w.dtype), str(w.fmt)) for _, of_unit in chosen for w in of_unit]
-        self._layout = hashlib.sha256(repr((self._ranks.size, shard_weights, parity, kinds)).encode()).hexdigest()
+        self._layout = hashlib.sha256(
+            repr((self._ranks.size, shard_weights, parity, alignment, kinds)).encode()
+        ).hexdigest()
         self._agree(problem, "has another model or other options; make them alike")
         self._take_from_first_rank()
-        self._flats = [Flat(of_unit, self._ranks, shard_weights) for _, of_unit in chosen]
+        self._flats = [Flat(of_unit, self._ranks, shard_weights, alignment) for _, of_unit in chosen]
         self._slices = [piece for flat in self._flats for piece in flat.slices]
         of_weight = {id(piece.weight): piece for piece in self._slices}
         groups = []
@@ -153,7 +159,7 @@ class ZeroOptimizer(Adam):
         for flat in self._flats:
             mean = flat.mean_gradient()
             for piece, grad in zip(flat.slices, mean.split([p.master.numel() for p in flat.slices]), strict=True):
-                piece.master.grad = grad
+                piece.master.grad = grad.view(piece.master.shape)
         super().step(inv_grad_scale=inv_grad_scale)
         for piece in self._slices:
             piece.master.grad = None
@@ -287,7 +293,7 @@ class _Cast:
     def __init__(self, slices: Sequence[Slice], parity: Literal["model", "master"]):
         self.slices = list(slices)
         self._pieces = [piece.quantized for piece in self.slices if piece.quantized is not None]
-        self._masters = [piece.master.detach() for piece in self.slices]
+        self._masters = [piece.master.detach().view(-1) for piece in self.slices]
         self._states = [piece.weight.delayed for piece in self.slices if piece.weight.delayed is not None]
         self._parity: Literal["model", "master"] = parity
         if self.slices:

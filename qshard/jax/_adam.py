@@ -9,19 +9,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from qshard.adam import BLOCK, SCALED, STATES, settings
 from qshard.jax import ops
 from qshard.jax._runs import reshape_as, split_rows
 from qshard.ops import OpSpec
 
 __all__ = ["AdamState", "ScaledState", "Transformation", "adam"]
 
-BLOCK = 128  # kAdamBlock of core/adam.h: elements of a row that share a scale.
-_SCALED = ("float16", "float8_e4m3fn", "float8_e5m2")
-_STATES = ("float32", "bfloat16", *_SCALED)
 _FLOATS_16 = ("bfloat16", "float16")
 
 
@@ -115,7 +112,7 @@ def adam(
     def update(updates: Any, state: AdamState, params: Any = None) -> tuple[Any, AdamState]:
         count = jnp.where(state.count < jnp.iinfo(jnp.int32).max, state.count + 1, state.count)
         rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
-        numbers = [rate, *_as_two_floats(b1), *_as_two_floats(b2), eps, weight_decay, 1.0]
+        numbers = settings(rate, b1, b2, eps, weight_decay)
         hyper = jnp.stack([jnp.asarray(number, jnp.float32).reshape(()) for number in numbers])
         constants = ops.adam_constants(count.astype(jnp.float32), hyper)
         tree: Any
@@ -131,25 +128,18 @@ def adam(
 
 def _state_dtype(name: str, dtype: Any) -> str:
     found = str(jnp.dtype(dtype))
-    if found not in _STATES:
-        raise TypeError(f"adam: {name} ({found}) is not one of {', '.join(_STATES)}; name one")
+    if found not in STATES:
+        raise TypeError(f"adam: {name} ({found}) is not one of {', '.join(STATES)}; name one")
     return found
 
 
 def _zeros(p: jax.Array, dtype: str) -> Any:
-    if dtype not in _SCALED:
+    if dtype not in SCALED:
         return jnp.zeros_like(p, dtype=dtype)
     if p.ndim < 2:
         return jnp.zeros_like(p, dtype=jnp.float32)
     # A slice, for the scales to be where the parameter is.
     return ScaledState(jnp.zeros_like(p, dtype=dtype), jnp.ones_like(p[..., ::BLOCK], dtype=jnp.float32))
-
-
-def _as_two_floats(value: Any) -> tuple[Any, Any]:
-    if not isinstance(value, int | float):
-        return value, 0.0
-    nearest = float(np.float32(value))
-    return nearest, value - nearest
 
 
 def _step(

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from qshard.adam import BLOCK
 from qshard.formats import Format, Usage
 from qshard.jax._array import Plane, QuantizedArray
 from qshard.jax._cuts import vary_alike
@@ -48,7 +49,11 @@ __all__ = ["ZeroPlan", "ZeroWeight", "plan_zero", "zero_linear"]
 
 @dataclass(frozen=True)
 class _Leaf:
-    """A weight as all devices know it: each has `length` elements of it, the last ones maybe padding."""
+    """A weight as all devices know it: each has `length` elements of it, the last ones maybe padding.
+
+    Of a weight with two axes or more they are a row, as optimizer states in few bits have scales along rows: of whole
+    blocks of these, so that blocks are those of the whole weight.
+    """
 
     shape: Shape
     dtype: str
@@ -60,6 +65,10 @@ class _Leaf:
     @property
     def size(self) -> int:
         return math.prod(self.shape)
+
+    def slices(self, count: int) -> Shape:
+        """The shape of `count` slices of its master."""
+        return (count, self.length) if len(self.shape) > 1 else (count * self.length,)
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["piece", "whole", "master"], meta_fields=["leaf"])
@@ -97,11 +106,16 @@ class ZeroPlan:
     shard_weights: bool
 
     def cut(self, params: Any) -> Any:
-        """Whole parameters as float32 masters `[world * length]`, flat and padded: put them on a mesh by `P(axis)`."""
+        """Whole parameters as float32 masters, padded: put them on a mesh by `P(axis)`.
+
+        They are `[world, length]`, a row for each device; of parameters with less than two axes, `[world * length]`.
+        """
         leaves = self.structure.flatten_up_to(params)
         return self.structure.unflatten(
             [
-                jnp.pad(jnp.ravel(p).astype(jnp.float32), (0, leaf.world * leaf.length - leaf.size))
+                jnp.pad(jnp.ravel(p).astype(jnp.float32), (0, leaf.world * leaf.length - leaf.size)).reshape(
+                    leaf.slices(leaf.world)
+                )
                 for p, leaf in zip(leaves, self.leaves, strict=True)
             ]
         )
@@ -110,7 +124,7 @@ class ZeroPlan:
         """The inverse of `cut`, in float32. Outside of `shard_map`."""
         return self.structure.unflatten(
             [
-                m[: leaf.size].reshape(leaf.shape)
+                m.reshape(-1)[: leaf.size].reshape(leaf.shape)
                 for m, leaf in zip(self.structure.flatten_up_to(masters), self.leaves, strict=True)
             ]
         )
@@ -123,7 +137,7 @@ class ZeroPlan:
         Args:
           loss: of a tree of weights, and `args`: `ZeroWeight`s where the plan has a format, for `zero_linear`, else
             arrays in the dtype of the parameter.
-          masters: this device's slices, `[length]`.
+          masters: this device's slices, `[1, length]` or `[length]`.
           args: for example the batch of this device.
           states: of delayed scaling: `loss` takes them after the weights, and the result is `(value, (gradient,
             amaxes))`, with the amaxes of this device, for `update_delayed(..., axis_name=)`.
@@ -157,7 +171,7 @@ class ZeroPlan:
         here = lax.axis_index(axis)
         made = cast_master(
             None,
-            [masters[i] for i in chosen],
+            [masters[i].reshape(-1) for i in chosen],
             [here * self.leaves[i].length for i in chosen],
             axis,
             plan=self.master,
@@ -166,7 +180,7 @@ class ZeroPlan:
         sent: list[jax.Array | None] = []
         for i, (leaf, m) in enumerate(zip(self.leaves, masters, strict=True)):
             if leaf.fmt is None:
-                sent.append(lax.bitcast_convert_type(m.astype(leaf.dtype), jnp.uint8).reshape(-1))
+                sent.append(lax.bitcast_convert_type(m.reshape(-1).astype(leaf.dtype), jnp.uint8).reshape(-1))
             else:
                 data = pieces[i].data[: leaf.length // leaf.fmt.element.codes_per_byte]
                 pieces[i] = Plane(data, pieces[i].scale_inv, pieces[i].global_scale_inv)
@@ -214,10 +228,10 @@ def plan_zero(
       ValueError: a format cannot hold a shape, has no square blocks, or depends on more than amaxes.
 
     >>> from qshard.formats import FP8_E4M3
-    >>> params = {"w": jnp.ones((4, 8)), "b": jnp.ones(3)}
+    >>> params = {"w": jnp.ones((64, 8)), "b": jnp.ones(3)}
     >>> plan = plan_zero(params, lambda path, p: FP8_E4M3 if p.ndim == 2 else None, 2, "data")
     >>> {name: m.shape for name, m in plan.cut(params).items()}
-    {'b': (4,), 'w': (32,)}
+    {'b': (4,), 'w': (2, 256)}
 
     Sources: ZeRO, arXiv:1910.02054.
     """
@@ -234,6 +248,8 @@ def plan_zero(
                     f"{jax.tree_util.keystr(path)}, and the weight to linear"
                 )
             length = plan_shards([shape], fmt, world)[0].padded
+        if len(shape) > 1:
+            length = -(-length // BLOCK) * BLOCK
         leaves.append(_Leaf(shape, str(jnp.dtype(p.dtype)), fmt, length, world, axis_name))
     quantized = [(leaf, leaf.fmt) for leaf in leaves if leaf.fmt is not None]
     master = plan_master(
@@ -284,7 +300,8 @@ def _of_codes_fwd(
     w = _gathered(leaf, piece, whole)
     type_of_x = jax.typeof(x).sharding
     codes: Any = None if whole is None else w  # What is gathered in forward is not kept for backward.
-    return _product(config, xq, w), (_Kept(_only(xq, kept), codes, given, (None, None), type_of_x, type_of_x), piece)
+    y = _product(config, xq, w, x.shape[:-1])
+    return y, (_Kept(_only(xq, kept), codes, given, (None, None), type_of_x, type_of_x), piece)
 
 
 def _of_codes_bwd(config: _Config, leaf: _Leaf, kept: Any, dy: jax.Array) -> tuple[Any, ...]:
@@ -320,7 +337,7 @@ def _own_mean(leaf: _Leaf, grad: jax.Array) -> jax.Array:
     total = parts[0]
     for device in range(1, leaf.world):
         total = total + parts[device]
-    mean: jax.Array = total / leaf.world
+    mean: jax.Array = (total / leaf.world).reshape(leaf.slices(1))
     return mean
 
 

@@ -8,12 +8,12 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from qshard.formats import ELEMENTS
+from qshard.adam import BLOCK
+from qshard.formats import ELEMENTS, FLOAT16_MAX
 from qshard.reference.elements import Float32, decode, encode
 from qshard.reference.scales import FLOAT_MAX
 
 __all__ = [
-    "ADAM_BLOCK",
     "AdamConstants",
     "Decay",
     "adam_constants",
@@ -25,9 +25,6 @@ __all__ = [
     "narrow",
     "split_float32",
 ]
-
-ADAM_BLOCK = 128
-"""Elements of a row that share a scale in a state of float16 or FP8."""
 
 Float64 = NDArray[np.float64]
 Decay = str
@@ -142,8 +139,8 @@ def encode_state(x: Float32, dtype: str, *, positive: bool = False) -> tuple[NDA
     """
     if dtype in ("float32", "bfloat16"):
         return narrow(x, dtype), None
-    largest = 65504.0 if dtype == "float16" else ELEMENTS[dtype].max
-    blocks = [x[..., i : i + ADAM_BLOCK] for i in range(0, x.shape[-1], ADAM_BLOCK)]
+    largest = FLOAT16_MAX if dtype == "float16" else ELEMENTS[dtype].max
+    blocks = [x[..., i : i + BLOCK] for i in range(0, x.shape[-1], BLOCK)]
     codes, scale_inv = [], []
     for block in blocks:
         magnitudes = np.abs(block).view(np.int32).max(axis=-1, keepdims=True, initial=0).view(np.float32)
@@ -171,7 +168,7 @@ def decode_state(data: NDArray[np.generic], dtype: str, scale_inv: Float32 | Non
     if scale_inv is None:
         return data.astype(np.float32)
     values = data.astype(np.float32) if dtype == "float16" else decode(data, ELEMENTS[dtype])
-    return values * np.repeat(scale_inv, ADAM_BLOCK, axis=-1)[..., : values.shape[-1]]
+    return values * np.repeat(scale_inv, BLOCK, axis=-1)[..., : values.shape[-1]]
 
 
 def split_float32(x: Float32) -> tuple[NDArray[np.generic], NDArray[np.int16]]:

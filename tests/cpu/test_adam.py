@@ -11,6 +11,7 @@ import pytest
 _ffi = pytest.importorskip("qshard._ffi")
 torch = pytest.importorskip("torch")
 
+from qshard.adam import BLOCK  # noqa: E402
 from qshard.formats import ELEMENTS  # noqa: E402
 from qshard.reference import adam as reference  # noqa: E402
 from qshard.torch_bridge._multi import call_in_place  # noqa: E402
@@ -82,7 +83,7 @@ def test_states_round_once(dtype, positive):
         mantissa, tiny = {"float32": (23, 0.0), "bfloat16": (7, 0.0), "float16": (10, 2.0**-14)}[dtype]
     if dtype in SCALED:
         _, scale_inv = reference.encode_state(x, dtype)
-        tiny = tiny * np.repeat(scale_inv, reference.ADAM_BLOCK, axis=1)[:, :1000]
+        tiny = tiny * np.repeat(scale_inv, BLOCK, axis=1)[:, :1000]
     unit = 2.0 ** (np.floor(np.log2(np.maximum(np.abs(x), tiny + 1e-300))) - mantissa)
     bound = unit if positive else unit / 2  # What would round to 0 becomes the smallest value instead.
     assert (np.abs(value.astype(np.float64) - x) <= bound).all()

@@ -67,15 +67,16 @@ def states_of(recipe):
     return (init_delayed(recipe), init_delayed(recipe)) if delayed else (None, None)
 
 
-def on_one_device(recipe, world, steps, dtype):
-    """Plain `linear`, whole masters; the batches of all devices one after the other."""
-    optimizer = adam(0.01, weight_decay=0.01)
-    masters = jax.tree.map(lambda p: p.astype(jnp.float32), params_of(dtype))
+def on_one_device(recipe, world, steps, dtype, **options):
+    """Plain `linear`, whole masters, each one row; the batches of all devices one after the other."""
+    optimizer = adam(0.01, weight_decay=0.01, **options)
+    params = params_of(dtype)
+    masters = jax.tree.map(lambda p: p.astype(jnp.float32).reshape((1, -1) if p.ndim > 1 else p.shape), params)
     state, states = optimizer.init(masters), states_of(recipe)
 
     @jax.jit
     def gradient(masters, states, x, step, device):
-        weights = jax.tree.map(lambda m: m.astype(dtype), masters)
+        weights = jax.tree.map(lambda m, p: m.astype(dtype).reshape(p.shape), masters, params)
         loss = functools.partial(loss_of, product, recipe)
         return jax.value_and_grad(lambda w, s: loss(w, s, x, (step, device)), (0, 1))(weights, states)
 
@@ -84,7 +85,8 @@ def on_one_device(recipe, world, steps, dtype):
         total = jax.tree.map(lambda g: g.astype(jnp.float32), grads[0])
         for other in grads[1:]:
             total = jax.tree.map(lambda t, g: t + g.astype(jnp.float32), total, other)
-        updates, state = optimizer.update(jax.tree.map(lambda t: t / world, total), state, masters)
+        mean = jax.tree.map(lambda t, m: (t / world).reshape(m.shape), total, masters)
+        updates, state = optimizer.update(mean, state, masters)
         return jax.tree.map(jnp.add, masters, updates), state
 
     losses = []
@@ -95,7 +97,7 @@ def on_one_device(recipe, world, steps, dtype):
             seen = [amaxes for _, (_, amaxes) in each]
             states = update_delayed(states, functools.reduce(merge_observed, seen), recipe)
         losses.append([float(loss) for loss, _ in each])
-    return losses, masters
+    return losses, jax.tree.map(lambda m, p: m.reshape(p.shape), masters, params)
 
 
 def step_of(recipe, plan, optimizer):
@@ -117,11 +119,11 @@ def step_of(recipe, plan, optimizer):
     return step
 
 
-def program(recipe, world, shard_weights, dtype="float32"):
+def program(recipe, world, shard_weights, dtype="float32", **options):
     mesh = jax.make_mesh((world,), (AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:world])
     params = params_of(dtype)
     plan = plan_zero(params, formats_of(recipe), world, AXIS, shard_weights=shard_weights)
-    optimizer = adam(0.01, weight_decay=0.01)
+    optimizer = adam(0.01, weight_decay=0.01, **options)
     masters = plan.cut(params)
     state = optimizer.init(masters)
     cut = jax.tree.map(lambda leaf: P(AXIS) if leaf.ndim else P(), state)
@@ -134,12 +136,12 @@ def program(recipe, world, shard_weights, dtype="float32"):
     return plan, jax.jit(step), masters, state
 
 
-def assert_same_bits(name, world, steps=3, dtype="float32"):
+def assert_same_bits(name, world, steps=3, dtype="float32", **options):
     recipe = RECIPES[name]
-    losses, whole = on_one_device(recipe, world, steps, dtype)
+    losses, whole = on_one_device(recipe, world, steps, dtype, **options)
     assert losses[0] != losses[-1]
     for shard_weights in (False, True):
-        plan, step, masters, state = program(recipe, world, shard_weights, dtype)
+        plan, step, masters, state = program(recipe, world, shard_weights, dtype, **options)
         states = states_of(recipe)
         for number in range(steps):
             x = jnp.concatenate([batch_of(number, r) for r in range(world)])
@@ -158,6 +160,11 @@ def test_bits_of_one_device(name, world):
 
 def test_bits_of_one_device_in_bfloat16():
     assert_same_bits("nvfp4", 2, dtype="bfloat16")
+
+
+def test_bits_of_one_device_with_states_of_few_bits():
+    """Their blocks are those of the whole, whatever the cut."""
+    assert_same_bits("current", 3, mu_dtype="float8_e4m3fn", nu_dtype="float8_e5m2")
 
 
 @pytest.mark.slow

@@ -30,6 +30,7 @@ RECIPES = {
     "vectors": Recipe(weight=formats.MXFP8_E4M3, activation=formats.MXFP8_E4M3, gradient=formats.MXFP8_E5M2),
 }
 OPTIONS = {"lr": 0.02, "weight_decay": 0.01, "decoupled_weight_decay": True}
+FEW_BITS = {"exp_avg_dtype": torch.float8_e4m3fn, "exp_avg_sq_dtype": torch.float8_e5m2}
 STAGES = [False, True]
 
 
@@ -57,13 +58,15 @@ def loss_of(model, step, rank):
     return nn.functional.cross_entropy(logits, tokens[:, 1] % 5)
 
 
-def in_one_process(recipe, steps, dtype):
+def in_one_process(recipe, steps, dtype, **options):
     """All ranks' batches one after the other, plain weights, float32 masters: no code of ZeRO."""
     world, rank = dist.get_world_size(), dist.get_rank()
     model = model_of(recipe, dtype)
     seeds = [layer.seed.clone() for layer in linears(model) if layer.seed is not None]
-    masters = [nn.Parameter(plain(p).float().clone()) for p in model.parameters()]
-    optimizer = Adam(masters, **OPTIONS)
+    # A weight is one row, for states to have scales along.
+    flat = [p.float().clone().view(1, -1) if p.ndim > 1 else p.float().clone() for p in map(plain, model.parameters())]
+    masters = [nn.Parameter(values) for values in flat]
+    optimizer = Adam(masters, **OPTIONS, **options)
     losses = [[] for _ in range(world)]
     for step in range(steps):
         total = [None] * len(masters)
@@ -79,13 +82,15 @@ def in_one_process(recipe, steps, dtype):
                 p.grad = None
         with torch.no_grad():
             for master, grad in zip(masters, total, strict=True):
-                master.grad = grad / torch.tensor(float(world), device=grad.device)
+                master.grad = (grad / torch.tensor(float(world), device=grad.device)).view(master.shape)
             optimizer.step()
             for master, p in zip(masters, model.parameters(), strict=True):
-                plain(p).copy_(master)
+                plain(p).copy_(master.view(p.shape))
         update_scales(model)
-    names = [name for name, _ in model.named_parameters()]
-    return losses[rank], dict(zip(names, masters, strict=True))
+    weights = [
+        (name, master.view(p.shape)) for (name, p), master in zip(model.named_parameters(), masters, strict=True)
+    ]
+    return losses[rank], dict(weights)
 
 
 def with_zero(recipe, steps, dtype, **options):
@@ -105,12 +110,12 @@ def train(model, optimizer, steps):
     return losses
 
 
-def same_bits(name, steps=3, dtype="float32"):
+def same_bits(name, steps=3, dtype="float32", **options):
     recipe, dtype = RECIPES[name], getattr(torch, dtype)
-    losses, weights = in_one_process(recipe, steps, dtype)
+    losses, weights = in_one_process(recipe, steps, dtype, **options)
     assert len(set(losses)) > 1
     for stage in STAGES:
-        own_losses, own_weights = with_zero(recipe, steps, dtype, shard_weights=stage)
+        own_losses, own_weights = with_zero(recipe, steps, dtype, shard_weights=stage, **options)
         assert own_losses == losses, stage
         assert own_weights.keys() == weights.keys()
         for key, weight in weights.items():
@@ -127,6 +132,38 @@ def test_bits_of_one_process(world, name):
 @pytest.mark.parametrize("name", ["delayed", "nvfp4"])
 def test_bits_of_one_process_in_bfloat16(name):
     run(2, same_bits, name=name, dtype="bfloat16")
+
+
+@pytest.mark.parametrize("name", ["current", "nvfp4"])
+def test_bits_of_one_process_with_states_of_few_bits(name):
+    run(2, same_bits, name=name, **FEW_BITS)
+
+
+def scales_of_whole_blocks(stage):
+    """Gradients so wide that a block of a state that a cut had split would round otherwise."""
+    torch.manual_seed(0)
+    plain_model = convert(nn.Linear(41, 24, bias=False).to(torch_ranks.device), CurrentScaling())
+    model = copy.deepcopy(plain_model)
+    master = nn.Parameter(plain_model.weight.detach().clone().view(1, -1))
+    alone = Adam([master], **OPTIONS, **FEW_BITS)
+    optimizer = ZeroOptimizer(model, **OPTIONS, **FEW_BITS, shard_weights=stage)
+    for step in range(3):
+        x = torch.logspace(-4 + step, 1, 41, device=torch_ranks.device).repeat(2, 1)
+        dy = torch.logspace(-1, 1, 24, device=torch_ranks.device).repeat(2, 1)
+        for layer in (plain_model, model):
+            layer(x).backward(dy)
+        grad = plain_model.weight.grad
+        three = torch.tensor(3.0, device=grad.device)
+        master.grad, plain_model.weight.grad = ((grad + grad + grad) / three).view(1, -1), None
+        alone.step()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert torch.equal(optimizer.full_weights()["weight"].view(1, -1), master), step
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_blocks_of_states_are_not_cut(stage):
+    run(3, scales_of_whole_blocks, stage=stage)
 
 
 @pytest.mark.slow
