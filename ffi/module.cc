@@ -64,6 +64,7 @@ void AddElement(nb::dict& formats) {
   traits["bias"] = F::kBias;
   traits["max"] = F::kMax;
   traits["nan_code"] = F::kNan;
+  traits["infinity"] = F::kInfinity;
   formats[F::kName] = traits;
 }
 
@@ -72,6 +73,13 @@ nb::dict Formats() {
   AddElement<qshard::E4M3>(formats);
   AddElement<qshard::E5M2>(formats);
   AddElement<qshard::E2M1>(formats);
+  AddElement<qshard::E8M0>(formats);
+  nb::dict float16, nvfp4;
+  float16["max"] = qshard::float16::kMax;
+  formats["float16"] = float16;
+  nvfp4["block"] = qshard::kNvfp4Block;
+  nvfp4["small_scale_max"] = qshard::kNvfp4SmallScaleMax;
+  formats["NVFP4"] = nvfp4;
   return formats;
 }
 
@@ -90,7 +98,7 @@ NB_MODULE(_ffi, m) {
   m.def("ops", Ops, "[(name, axis pattern, dtypes, reduction)], as ops.def has them.");
   m.def("handlers", Handlers, nb::arg("platform"),
         "{op name: capsule} for \"cpu\" or \"cuda\"; empty for a platform this build lacks.");
-  m.def("formats", Formats, "{element dtype name: traits}, as core/format.h has them.");
+  m.def("formats", Formats, "{name: traits}, as core/format.h has them.");
   m.def("call", qshard::host::Call, nb::arg("handler"), nb::arg("inputs"), nb::arg("outputs"),
         nb::arg("attributes"), "Runs a handler on DLPack tensors, writing the outputs in place.");
   m.def(

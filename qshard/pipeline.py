@@ -1,7 +1,8 @@
 """Quantizing, dequantizing and transposing as steps over ops, written once for both front ends.
 
 Each function takes `ops`, what a front end offers of `ops.def`: every op as a function of its arrays, with its
-attributes as keywords, and `ops.transposed(array)`, a row-major copy with the last two axes swapped. Which ops make a
+attributes as keywords; `ops.transposed(array)`, a row-major copy with the last two axes swapped; and
+`ops.transposed_squares(data, scale_inv, packed=)`, such copies of the codes and the scales of a plane. Which ops make a
 plane follows from the structure of the format: one scale or blocks, vectors or squares, a global scale or none,
 options. Nothing else in the library asks for a format's structure to choose an op.
 
@@ -26,6 +27,7 @@ __all__ = [
     "Draws",
     "block_amax",
     "cast",
+    "cast_per_tensor",
     "dequantize",
     "global_amax",
     "quantize",
@@ -61,12 +63,18 @@ class Draws(NamedTuple):
     Attributes:
       seed: uint32 or int32 `[2]`, the low word first.
       first: the index of the first element of `x` in the whole tensor, as two words.
-      row_step: how many columns the whole tensor has; those of `x` if None.
+      row_step: how far apart rows are in it, so how many columns it has; as many as `x` if None.
+      col_step: how far apart columns are in it.
     """
 
     seed: Array
     first: Array
     row_step: int | None = None
+    col_step: int = 1
+
+    def transposed(self, columns: int) -> Draws:
+        """Those of the transpose of `x`, which has so many columns."""
+        return self._replace(row_step=self.col_step, col_step=columns if self.row_step is None else self.row_step)
 
 
 def quantize(
@@ -92,8 +100,7 @@ def quantize(
     Raises:
       ValueError: `fmt` rounds stochastically and there is no `draws`.
     """
-    if fmt.rounding == "stochastic" and draws is None:
-        raise ValueError(f"quantize: seed (None) is not what {fmt} needs; give it one, another one each time")
+    _check_draws(fmt, draws)
     if fmt.block is None:
         amax = global_amax(ops, x, fmt, reduce_max)
         return cast_per_tensor(ops, x, fmt, usage, scales(ops, fmt, None, amax))
@@ -142,9 +149,21 @@ def scales(ops: Any, fmt: Format, amax: Array | None, whole: Array | None = None
     return Scales(scale, scale_inv, global_scale_inv)
 
 
-def cast(ops: Any, x: Array, fmt: Format, scale: Array, block: tuple[int, int]) -> Array:
-    """The codes of `x`, with one scale for each `block` of it; in the order of `x`."""
-    return ops.cast_block(x, scale, element=fmt.element.name, block_rows=block[0], block_cols=block[1])
+def cast(ops: Any, x: Array, fmt: Format, scale: Array, block: tuple[int, int], draws: Draws | None = None) -> Array:
+    """The codes of `x`, with one scale for each `block` of it; in the order of `x`.
+
+    Raises:
+      ValueError: `fmt` rounds stochastically and there is no `draws`.
+    """
+    _check_draws(fmt, draws)
+    size = {"block_rows": block[0], "block_cols": block[1]}
+    if fmt.rounding == "nearest":
+        return ops.cast_block(x, scale, element=fmt.element.name, **size)
+    assert draws is not None
+    row_step = x.shape[-1] if draws.row_step is None else draws.row_step
+    return ops.cast_block_stochastic(
+        x, scale, draws.seed, draws.first, row_step=row_step, col_step=draws.col_step, **size
+    )
 
 
 def cast_per_tensor(ops: Any, x: Array, fmt: Format, usage: Usage, made: Scales) -> dict[Usage, Parts]:
@@ -176,8 +195,9 @@ def dequantize(ops: Any, parts: Parts, fmt: Format, usage: Usage, dtype: Any) ->
     """The values of a plane, in the order in which it is stored. `dtype` is as the front end names it."""
     if fmt.block is None:
         return ops.dequantize(parts.data, parts.scale_inv, element=fmt.element.name, dtype=dtype)
-    rows, cols = fmt.block if stores_transposed(fmt) else fmt.block_of(usage)  # type: ignore[misc]
-    size = {"block_rows": rows, "block_cols": cols, "dtype": dtype}
+    block = fmt.block if stores_transposed(fmt) else fmt.block_of(usage)
+    assert block is not None
+    size = {"block_rows": block[0], "block_cols": block[1], "dtype": dtype}
     if fmt.global_scale is not None:
         return ops.dequantize_nvfp4(parts.data, parts.scale_inv, parts.global_scale_inv, **size)
     return ops.dequantize_block(
@@ -187,11 +207,11 @@ def dequantize(ops: Any, parts: Parts, fmt: Format, usage: Usage, dtype: Any) ->
 
 def transposed(ops: Any, parts: Parts, fmt: Format) -> Parts:
     """The columnwise plane from the rowwise one, or back, where both hold the same numbers: one scale or squares."""
-    data, packed = parts.data, fmt.element.codes_per_byte > 1
-    data_t = ops.transpose_packed(data) if packed else ops.transpose(data, batch=data.ndim - 2)
-    return parts._replace(
-        data=data_t, scale_inv=parts.scale_inv if fmt.block is None else ops.transposed(parts.scale_inv)
-    )
+    if fmt.block is None:
+        return parts._replace(data=ops.transpose(parts.data, batch=parts.data.ndim - 2))
+    packed = fmt.element.codes_per_byte > 1
+    data_t, scale_inv_t = ops.transposed_squares(parts.data, parts.scale_inv, packed=packed)
+    return parts._replace(data=data_t, scale_inv=scale_inv_t)
 
 
 def rotated(ops: Any, x: Array) -> Array:
@@ -199,33 +219,37 @@ def rotated(ops: Any, x: Array) -> Array:
     return ops.hadamard(x, block_rows=_ROTATION, block_cols=1)
 
 
+def _check_draws(fmt: Format, draws: Draws | None) -> None:
+    if fmt.rounding == "stochastic" and draws is None:
+        raise ValueError(f"quantize: seed (None) is not what {fmt} needs; give it one, another one each time")
+
+
 _ROTATION = 16  # elements that the transform mixes: a block of the only format that has it
 
 
 def _in_steps(ops: Any, x: Array, fmt: Format, usage: Usage, whole: Array | None, draws: Draws | None) -> Parts:
     """A plane through amaxes, scales and codes: several reads of `x`."""
-    row_step, col_step = (x.shape[-1] if draws is None or draws.row_step is None else draws.row_step), 1
     block = fmt.block_of(usage)
     if usage is Usage.COLUMNWISE and stores_transposed(fmt):
-        x, block, row_step, col_step = ops.transposed(x), fmt.block, col_step, row_step
+        draws = None if draws is None else draws.transposed(x.shape[-1])
+        x, block = ops.transposed(x), fmt.block
     assert block is not None
-    size = {"block_rows": block[0], "block_cols": block[1]}
     amax = block_amax(ops, x, block)
     if fmt.four_over_six is not None:
         _, global_scale_inv = ops.global_scale_nvfp4(whole, scale_max=fmt.scale_max)
         scale, scale_inv = ops.scale_four_over_six(
-            x, amax, whole, error=fmt.four_over_six, scale_max=fmt.scale_max, **size
+            x,
+            amax,
+            whole,
+            error=fmt.four_over_six,
+            scale_max=fmt.scale_max,
+            block_rows=block[0],
+            block_cols=block[1],
         )
         made = Scales(scale, scale_inv, global_scale_inv)
     else:
         made = scales(ops, fmt, amax, whole)
-    if draws is None or fmt.rounding == "nearest":
-        data = ops.cast_block(x, made.scale, element=fmt.element.name, **size)
-    else:
-        data = ops.cast_block_stochastic(
-            x, made.scale, draws.seed, draws.first, row_step=row_step, col_step=col_step, **size
-        )
-    return Parts(data, made.scale_inv, made.global_scale_inv)
+    return Parts(cast(ops, x, fmt, made.scale, block, draws), made.scale_inv, made.global_scale_inv)
 
 
 def _fused(ops: Any, x: Array, fmt: Format, usage: Usage, whole: Array | None) -> dict[Usage, Parts]:
@@ -254,10 +278,8 @@ def _fused(ops: Any, x: Array, fmt: Format, usage: Usage, whole: Array | None) -
         data, scale_inv = run(f"{family}_t" if turned else family, block)
         return {usage: Parts(data, scale_inv, global_scale_inv)}
     if fmt.square:
-        data, scale_inv, data_t = run(
-            "quantize_square_both" if fmt.global_scale is None else "quantize_nvfp4_square_both", fmt.block
-        )
-        second = [data_t, ops.transposed(scale_inv)]
+        op = "quantize_square_both" if fmt.global_scale is None else "quantize_nvfp4_square_both"
+        data, scale_inv, *second = run(op, fmt.block)
     else:
         op = f"{family}_both_t" if fmt.global_scale is None and stores_transposed(fmt) else f"{family}_both"
         data, scale_inv, *second = run(op, (fmt.block[1], fmt.block[1]))

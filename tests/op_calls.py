@@ -126,3 +126,7 @@ class NumpyOps:
     def transposed(array: np.ndarray) -> np.ndarray:
         """A row-major copy with the last two axes swapped."""
         return np.ascontiguousarray(np.swapaxes(array, -1, -2))
+
+    def transposed_squares(self, data: np.ndarray, scale_inv: np.ndarray, *, packed: bool) -> tuple[np.ndarray, ...]:
+        data_t = self.transpose_packed(data) if packed else self.transpose(data, batch=data.ndim - 2)
+        return data_t, self.transposed(scale_inv)

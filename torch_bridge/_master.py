@@ -229,11 +229,12 @@ def update_columnwise(weights: Sequence[QuantizedTensor]) -> None:
     Raises:
       ValueError: the columnwise plane of a format is no transpose of the rowwise one.
 
-    One launch for the codes of all weights, and one for all scales. `cast_master` takes the plane away, so that nothing
+    One launch for the codes and the scales of all weights. `cast_master` takes the plane away, so that nothing
     computes with a stale one; this gives it back, in the same memory.
     """
-    calls: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
     made: list[Parts] = []
+    matrices: list[Tensor] = []
+    transposes: list[Tensor] = []
     for weight in weights:
         fmt, rows = weight.format, weight.parts(Usage.ROWWISE)
         if not fmt.square or rows is None:
@@ -247,17 +248,14 @@ def update_columnwise(weights: Sequence[QuantizedTensor]) -> None:
             )
         spare = Parts(spare.data, rows.scale_inv if fmt.block is None else spare.scale_inv, rows.global_scale_inv)
         m, k = matrix_shape(tuple(weight.shape))
-        per_byte = fmt.element.codes_per_byte
-        data, data_t = calls.setdefault(fmt.element.bits, ([], []))
-        data.append(rows.data.view(m, k // per_byte))
-        data_t.append(spare.data)
+        matrices.append(rows.data.view(m, k // fmt.element.codes_per_byte))
+        transposes.append(spare.data)
         if fmt.block is not None:
-            scale, scale_t = calls.setdefault(8 * rows.scale_inv.element_size(), ([], []))
-            scale.append(rows.scale_inv)
-            scale_t.append(spare.scale_inv)
+            matrices.append(rows.scale_inv)
+            transposes.append(spare.scale_inv)
         made.append(spare)
-    for bits, (matrices, transposes) in calls.items():
-        torch.ops.qshard.transpose_each(matrices, transposes, bits=bits)
+    if matrices:
+        torch.ops.qshard.transpose_each(matrices, transposes)
     for weight, parts in zip(weights, made, strict=True):
         weight.set(Usage.COLUMNWISE, parts)
 
@@ -324,7 +322,7 @@ class _Steps:
         self._repeats = {
             b.indices[0]: self._tensor([each for count, each in b.repeats for _ in range(count)])
             for b in plan.buckets
-            if b.fmt.global_scale is not None
+            if b.fmt.global_scale == "row"
         }
         self._owners: Tensor | None = None
 
@@ -348,7 +346,11 @@ class _Steps:
         return pairs.view(torch.int32)[self._owners].view(pairs.dtype)
 
     def repeated(self, values: Tensor, bucket: Bucket) -> Tensor:
-        return torch.repeat_interleave(values, self._repeats[bucket.indices[0]], output_size=bucket.blocks)
+        if (repeats := self._repeats.get(bucket.indices[0])) is not None:
+            return torch.repeat_interleave(values, repeats, output_size=bucket.blocks)
+        # repeat_interleave has one warp for each value, which is slow where values are few and blocks many.
+        each = zip(values.split(1), bucket.grids, strict=True)
+        return torch.cat([value.expand(blocks) for value, blocks in each])
 
     def amax_slices(self, starts: Tensor, amax: Tensor, x: Sequence[Tensor], **attributes: Any) -> Tensor:
         _multi.ops["amax_slices"](starts, amax, x, **attributes)

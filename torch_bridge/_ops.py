@@ -41,6 +41,7 @@ def call_into(op: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], attr
 
     Raises:
       ValueError, TypeError: the handler does not take these tensors; nothing was written.
+      RuntimeError: nor does PyTorch share them, as on meta.
 
     No autograd, no tracing. About 1 us on the host, of which the handler's own checks are a tenth.
 
@@ -222,8 +223,18 @@ def _transposed(x: Tensor) -> Tensor:
     return x.transpose(-1, -2).contiguous()
 
 
-# What `qshard.pipeline` asks of a front end: every op, and a copy with the last two axes swapped.
+def _transposed_squares(data: Tensor, scale_inv: Tensor, *, packed: bool) -> tuple[Tensor, Tensor]:
+    """Codes and scales in one launch: scales are few, and a launch of their own takes longer than they do."""
+    per_byte = 2 if packed else 1
+    data_t = data.new_empty((*data.shape[:-2], data.shape[-1] * per_byte, data.shape[-2] // per_byte))
+    scale_inv_t = scale_inv.new_empty((*scale_inv.shape[:-2], scale_inv.shape[-1], scale_inv.shape[-2]))
+    torch.ops.qshard.transpose_each([data, scale_inv], [data_t, scale_inv_t])
+    return data_t, scale_inv_t
+
+
+# What `qshard.pipeline` asks of a front end: every op, and copies with the last two axes swapped.
 ops = SimpleNamespace(
     **{_spec.name: bind(_spec).default for _spec in table().values()},  # type: ignore[attr-defined]
     transposed=_transposed,
+    transposed_squares=_transposed_squares,
 )

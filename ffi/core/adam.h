@@ -48,7 +48,7 @@ QSHARD_INLINE double Power(double b, int64_t t) {
 QSHARD_INLINE AdamConstants MakeAdamConstants(const float* hyper, float step) {
   const double beta1 = static_cast<double>(hyper[kHyperBeta1]) + hyper[kHyperBeta1Rest];
   const double beta2 = static_cast<double>(hyper[kHyperBeta2]) + hyper[kHyperBeta2Rest];
-  const int64_t t = step < 9e18f ? static_cast<int64_t>(step) : 0;
+  const int64_t t = step > 0.0f && step < 9e18f ? static_cast<int64_t>(step) : 0;
   AdamConstants c;
   c.lr = hyper[kHyperLr];
   c.eps = hyper[kHyperEps];
@@ -106,19 +106,19 @@ constexpr int kAdamBlock = 128;
 // ScaleFromAmax(amax, max, 0, true), whose quotient of floats with 24 bits never rounds up to a
 // power of two, without a division.
 QSHARD_INLINE float AdamScale(float amax, float max) {
-  constexpr int32_t kMantissa = 0x7FFFFF, kOne = 127 << 23;
+  constexpr int32_t kOne = 127 << 23;
   const int32_t a = FloatBits(amax), m = FloatBits(max);
   const int32_t exponent =
-      (m >> 23) - (a >> 23) + 127 - static_cast<int32_t>((a & kMantissa) > (m & kMantissa));
+      (m >> 23) - (a >> 23) + 127 -
+      static_cast<int32_t>((a & kFloatMantissaMask) > (m & kFloatMantissaMask));
   const int32_t bits = Select(exponent < 254, exponent, 254) << 23;
   return FloatFromBits(Select(a == 0 || a >= kFloatInfinityBits, kOne, bits));
 }
 
 // 1 / scale, exactly.
 QSHARD_INLINE float AdamScaleInverse(float scale) {
-  constexpr int32_t kTwoToMinus127 = 0x400000;
   const int32_t bits = (254 << 23) - FloatBits(scale);
-  return FloatFromBits(Select(bits == 0, kTwoToMinus127, bits));
+  return FloatFromBits(Select(bits == 0, kTwoToMinus127Bits, bits));
 }
 
 // The code of a second moment that is not 0 is not 0 either. It would make the next update as large

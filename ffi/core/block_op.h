@@ -106,9 +106,31 @@ inline Error WordPairsOf(const char* op, const char* argument, const AnyBuffer& 
 }
 
 inline Error CheckScaleMaxNvfp4(const char* op, float scale_max) {
-  QSHARD_REQUIRE(scale_max == E4M3::kMax || scale_max == 256.0f, op, ": scale_max (", scale_max,
-                 ") is not ", E4M3::kMax, " or 256");
+  QSHARD_REQUIRE(scale_max == E4M3::kMax || scale_max == kNvfp4SmallScaleMax, op, ": scale_max (",
+                 scale_max, ") is not ", E4M3::kMax, " or ", kNvfp4SmallScaleMax);
   return Error::Success();
+}
+
+// What an op that makes NVFP4 scales of amaxes reads and writes, checked. global_amax has the first
+// axes of amax: one element for each `run` blocks.
+struct Nvfp4ScaleBuffers {
+  float *amax, *global_amax, *scale;
+  uint8_t* scale_inv;
+  int64_t run;
+};
+
+inline Error Nvfp4ScaleBuffersOf(const char* op, float scale_max, const AnyBuffer& amax,
+                                 const AnyBuffer& global_amax, const AnyBuffer& scale,
+                                 const AnyBuffer& scale_inv, Nvfp4ScaleBuffers* of) {
+  QSHARD_RETURN_IF_ERROR(CheckScaleMaxNvfp4(op, scale_max));
+  QSHARD_RETURN_IF_ERROR(CheckSameShape(op, "scale", scale, "amax", amax));
+  QSHARD_RETURN_IF_ERROR(CheckSameShape(op, "scale_inv", scale_inv, "amax", amax));
+  QSHARD_RETURN_IF_ERROR(
+      RunOf(op, "global_amax", global_amax, global_amax.dimensions(), amax, &of->run));
+  QSHARD_RETURN_IF_ERROR(FloatsOf(op, "amax", amax, &of->amax));
+  QSHARD_RETURN_IF_ERROR(FloatsOf(op, "global_amax", global_amax, &of->global_amax));
+  QSHARD_RETURN_IF_ERROR(FloatsOf(op, "scale", scale, &of->scale));
+  return CodesOf<E4M3>(op, "scale_inv", scale_inv, &of->scale_inv);
 }
 
 // The attributes that every op on blocks has, in the order of their names.

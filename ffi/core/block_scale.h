@@ -50,7 +50,7 @@ QSHARD_INLINE uint8_t E8M0FromAmax(float amax, float max, PowerRounding rounding
 // 2^(127 - code), exact: what elements are multiplied by. NaN for code 255.
 QSHARD_INLINE float MultiplierE8M0(uint8_t code) {
   const int32_t power =
-      Select(code == E8M0::kMaxCode, 0x400000, (E8M0::kMaxCode - code) * (1 << 23));
+      Select(code == E8M0::kMaxCode, kTwoToMinus127Bits, (E8M0::kMaxCode - code) * (1 << 23));
   return FloatFromBits(Select(code == E8M0::kNan, kNanBits, power));
 }
 

@@ -1,5 +1,5 @@
-// The element formats. This file, and its Python mirror qshard/formats.py, are the only places that
-// may spell a format's numbers; a test holds both against ml_dtypes.
+// The formats. This file, and its Python mirror qshard/formats.py, are the only places that may
+// spell a format's numbers; tests hold both against each other and ml_dtypes.
 //
 // Traits of a format F:
 //   kBits          storage bits of one code
@@ -43,8 +43,10 @@ struct E2M1 {
 struct E8M0 {
   static constexpr const char* kName = "float8_e8m0fnu";
   static constexpr int kBits = 8, kExponentBits = 8, kMantissaBits = 0, kBias = 127;
-  static constexpr uint8_t kMaxCode = 0xFE;  // 2^127
+  static constexpr float kMax = 0x1p127f;
+  static constexpr uint8_t kMaxCode = 0xFE;
   static constexpr uint8_t kNan = 0xFF;
+  static constexpr bool kInfinity = false;
 };
 
 // Inputs that are not float32. Plain structs: arithmetic happens in fp32, after an exact widening.
@@ -52,8 +54,14 @@ struct bfloat16 {
   uint16_t bits;
 };
 struct float16 {
+  static constexpr float kMax = 65504.0f;
   uint16_t bits;
 };
+
+// NVFP4: E2M1 in blocks of 1 x 16 or 16 x 16. The largest block of a tensor, or row, gets the scale
+// E4M3::kMax, or this one, which leaves room for the 1.5 times it that four over six tries.
+constexpr int kNvfp4Block = 16;
+constexpr float kNvfp4SmallScaleMax = 256.0f;
 
 }  // namespace qshard
 

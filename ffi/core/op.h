@@ -72,6 +72,51 @@ inline bool IsPrefix(Dims prefix, Dims dims) {
   return prefix.size() <= dims.size() && std::equal(prefix.begin(), prefix.end(), dims.begin());
 }
 
+// True if `out` has the shape of the transpose [*batch, *k, m] of `dims` = [*batch, m, *k], or
+// `dims` itself: XLA keeps the logical shape and gives the transposed memory a layout, which a
+// handler does not see.
+inline bool IsTransposeOf(Dims out, Dims dims, int64_t batch_axes) {
+  if (SameShape(out, dims)) return true;
+  if (out.size() != dims.size()) return false;
+  const size_t m = batch_axes, last = dims.size() - 1;
+  for (size_t i = 0; i < m; ++i)
+    if (out[i] != dims[i]) return false;
+  for (size_t i = m; i < last; ++i)
+    if (out[i] != dims[i + 1]) return false;
+  return out[last] == dims[m];
+}
+
+// --- checks of shapes ---
+
+inline Error CheckSameShape(const char* op, const char* argument, const AnyBuffer& buffer,
+                            const char* like_argument, const AnyBuffer& like) {
+  QSHARD_REQUIRE(SameShape(buffer.dimensions(), like.dimensions()), op, ": ", argument, " ",
+                 Shape(buffer), " does not have the shape of ", like_argument, " ", Shape(like));
+  return Error::Success();
+}
+
+inline Error CheckPrefix(const char* op, const char* argument, const AnyBuffer& prefix,
+                         const char* whole_argument, const AnyBuffer& whole) {
+  QSHARD_REQUIRE(IsPrefix(prefix.dimensions(), whole.dimensions()), op, ": ", argument, " ",
+                 Shape(prefix), " is not the first axes of ", whole_argument, " ", Shape(whole),
+                 "; give it one element for each run of ", whole_argument);
+  return Error::Success();
+}
+
+// Checks that `transpose` is that of `buffer` [*batch, m, *k].
+inline Error CheckTranspose(const char* op, const char* transpose_argument,
+                            const AnyBuffer& transpose, const char* argument,
+                            const AnyBuffer& buffer, int64_t batch) {
+  const Dims dims = buffer.dimensions();
+  QSHARD_REQUIRE(batch >= 0 && batch < static_cast<int64_t>(dims.size()), op, ": batch (", batch,
+                 ") is not less than the number of axes of ", argument, " ", Shape(buffer));
+  QSHARD_REQUIRE(IsTransposeOf(transpose.dimensions(), dims, batch), op, ": ", transpose_argument,
+                 " ", Shape(transpose), " is not the transpose of ", argument, " ", Shape(buffer));
+  return Error::Success();
+}
+
+// --- buffers as kernels see them ---
+
 // A row-major buffer seen as `runs` runs of `length` elements, one per element of its prefix.
 struct Runs {
   Runs(Dims prefix, Dims dims)
@@ -87,20 +132,6 @@ struct Matrices {
         cols(Product(dims, batch_axes + 1, dims.size())) {}
   int64_t batch, rows, cols;
 };
-
-// True if `out` has the shape of the transpose [*batch, *k, m] of `dims` = [*batch, m, *k], or
-// `dims` itself: XLA keeps the logical shape and gives the transposed memory a layout, which a
-// handler does not see.
-inline bool IsTransposeOf(Dims out, Dims dims, int64_t batch_axes) {
-  if (SameShape(out, dims)) return true;
-  if (out.size() != dims.size()) return false;
-  const size_t m = batch_axes, last = dims.size() - 1;
-  for (size_t i = 0; i < m; ++i)
-    if (out[i] != dims[i]) return false;
-  for (size_t i = m; i < last; ++i)
-    if (out[i] != dims[i + 1]) return false;
-  return out[last] == dims[m];
-}
 
 // --- dtypes ---
 

@@ -25,7 +25,9 @@ namespace qshard {
 
 constexpr int32_t kFloatInfinityBits = 0x7F800000;
 constexpr int32_t kFloatMagnitudeMask = 0x7FFFFFFF;
-constexpr int32_t kNanBits = 0x7FC00000;  // what every result that is NaN looks like
+constexpr int32_t kFloatMantissaMask = 0x7FFFFF;
+constexpr int32_t kTwoToMinus127Bits = 0x400000;  // a subnormal; E8M0 code 0
+constexpr int32_t kNanBits = 0x7FC00000;          // what every result that is NaN looks like
 constexpr float kFloatMax = 3.402823466e+38f;
 
 QSHARD_INLINE int32_t FloatBits(float v) {
@@ -186,11 +188,11 @@ template <PowerRounding kRounding>
 QSHARD_INLINE uint8_t EncodeE8M0(float v) {
   const int32_t w = FloatBits(v) & kFloatMagnitudeMask;
   const int32_t exponent = w >> 23;
-  const int32_t mantissa = w & 0x7FFFFF;
+  const int32_t mantissa = w & kFloatMantissaMask;
   int32_t e = exponent;
   if (kRounding == PowerRounding::kUp) {
-    // A subnormal up to 2^-127 (mantissa 0x400000) is what byte 0 stands for.
-    const int32_t up = Select(exponent == 0, mantissa > 0x400000, mantissa != 0);
+    // A subnormal up to 2^-127 is what byte 0 stands for.
+    const int32_t up = Select(exponent == 0, mantissa > kTwoToMinus127Bits, mantissa != 0);
     e += Select(exponent < E8M0::kMaxCode, up, 0);
   }
   e = Select(w >= kFloatInfinityBits, static_cast<int32_t>(E8M0::kMaxCode), e);
@@ -198,7 +200,7 @@ QSHARD_INLINE uint8_t EncodeE8M0(float v) {
 }
 
 QSHARD_INLINE float DecodeE8M0(uint8_t code) {
-  const int32_t w = Select(code == 0, 0x400000, static_cast<int32_t>(code) << 23);
+  const int32_t w = Select(code == 0, kTwoToMinus127Bits, static_cast<int32_t>(code) << 23);
   return FloatFromBits(Select(code == E8M0::kNan, kNanBits, w));
 }
 

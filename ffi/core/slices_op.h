@@ -68,6 +68,14 @@ inline Error SlicesOf(const char* op, Span<const int64_t> shapes, std::string_vi
   return Error::Success();
 }
 
+// Reads the operand of casts: the scales of all weights' blocks.
+inline Error SliceScalesOf(const char* op, const AnyBuffer& scale, const Slices& slices,
+                           float** floats) {
+  QSHARD_REQUIRE(static_cast<int64_t>(scale.element_count()) == slices.blocks, op, ": scale ",
+                 Shape(scale), " is not one number for each of ", slices.blocks, " blocks");
+  return FloatsOf(op, "scale", scale, floats);
+}
+
 // Takes the codes of each weight: all of them, or a piece that has room for the slice.
 template <class F>
 Error SetData(const char* op, const BufferList& data, Slices* slices) {

@@ -39,17 +39,17 @@ Status CastSlicesStochastic(const Exec<Cuda>& exec, const Slice* slices, int64_t
                             const uint32_t* starts, const uint32_t* seeds, const SliceRule& rule,
                             const float* scale);
 
-// A matrix [rows, cols], and its transpose.
+// Matrices [batch, rows, cols] of elements of `bits`, and their transposes. Bits are 4, two
+// elements a byte along rows before and after; 8; or 32.
 struct TransposePair {
   const uint8_t* data;
   uint8_t* data_t;
-  int64_t rows, cols;
+  int64_t batch, rows, cols, bits;
 };
 
-// data_t[j, i] = data[i, j] for n matrices of elements of `bits`: 4, two a byte along rows before
-// and after; 8; or 32.
-Status TransposeEach(const Exec<Cpu>& exec, const TransposePair* pairs, int64_t n, int64_t bits);
-Status TransposeEach(const Exec<Cuda>& exec, const TransposePair* pairs, int64_t n, int64_t bits);
+// data_t[b, j, i] = data[b, i, j] for n pairs.
+Status TransposeEach(const Exec<Cpu>& exec, const TransposePair* pairs, int64_t n);
+Status TransposeEach(const Exec<Cuda>& exec, const TransposePair* pairs, int64_t n);
 
 }  // namespace qshard::kernels
 

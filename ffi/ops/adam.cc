@@ -96,12 +96,6 @@ class Lists {
   size_t arg_ = 0, ret_ = 0;
 };
 
-Error CheckLike(const char* argument, const AnyBuffer& buffer, const AnyBuffer& grad) {
-  QSHARD_REQUIRE(SameShape(buffer.dimensions(), grad.dimensions()), kOp, ": ", argument, " ",
-                 Shape(buffer), " does not have the shape of grad ", Shape(grad));
-  return Error::Success();
-}
-
 // Checks the two forms of a state of tensor i, and gives the memory of its data and its scales.
 struct StateLists {
   const char* name;
@@ -113,7 +107,7 @@ struct StateLists {
     const AnyBuffer& x = (*data)[i];
     QSHARD_REQUIRE(Holds(x.element_type(), type), kOp, ": ", name, " (", x.element_type(),
                    ") is not ", kTypes[type].name, ", as attribute ", name, "_dtype says");
-    QSHARD_RETURN_IF_ERROR(CheckLike(name, x, grad));
+    QSHARD_RETURN_IF_ERROR(CheckSameShape(kOp, name, x, "grad", grad));
     *memory = x.untyped_data();
     if (scale_inv == nullptr) return Error::Success();
     const AnyBuffer& scale = (*scale_inv)[i];
@@ -218,12 +212,12 @@ Error AdamStep(Exec<Platform> exec, std::string_view decay, std::string_view exp
       QSHARD_REQUIRE(Holds(p.element_type(), kinds.param), kOp, ": param (", p.element_type(),
                      ") is not ", kTypes[kinds.param].name,
                      " as the first is; group tensors by dtype");
-      QSHARD_RETURN_IF_ERROR(CheckLike("param", p, g));
+      QSHARD_RETURN_IF_ERROR(CheckSameShape(kOp, "param", p, "grad", g));
       t.param = p.untyped_data();
     }
     QSHARD_REQUIRE(Holds(new_param[i].element_type(), out_type), kOp, ": new param (",
                    new_param[i].element_type(), ") is not ", kTypes[out_type].name);
-    QSHARD_RETURN_IF_ERROR(CheckLike("new param", new_param[i], g));
+    QSHARD_RETURN_IF_ERROR(CheckSameShape(kOp, "new param", new_param[i], "grad", g));
     t.new_param = new_param[i].untyped_data();
     for (const BufferList* list : {lows, new_lows}) {
       if (list == nullptr) continue;
@@ -234,7 +228,7 @@ Error AdamStep(Exec<Platform> exec, std::string_view decay, std::string_view exp
                             : type == DataType::S16 || type == DataType::U16;
       QSHARD_REQUIRE(fits, kOp, ": low (", type, ") is not ",
                      kinds.low == AdamLow::kMaster ? "float32" : "int16", ", which a ", low, " is");
-      QSHARD_RETURN_IF_ERROR(CheckLike("low", x, g));
+      QSHARD_RETURN_IF_ERROR(CheckSameShape(kOp, "low", x, "grad", g));
       (list == lows ? const_cast<void*&>(t.low) : t.new_low) = x.untyped_data();
     }
     Dims blocks;

@@ -10,15 +10,14 @@ namespace {
 
 template <class Platform>
 Error AmaxTensor(Exec<Platform> exec, AnyBuffer x, Result<AnyBuffer> amax) {
-  QSHARD_REQUIRE(IsPrefix(amax->dimensions(), x.dimensions()), "amax_tensor: amax ", Shape(*amax),
-                 " is not the first axes of x ", Shape(x),
-                 "; give it one element for each run of x");
+  constexpr char kOp[] = "amax_tensor";
+  QSHARD_RETURN_IF_ERROR(CheckPrefix(kOp, "amax", *amax, "x", x));
   float* out = nullptr;
-  QSHARD_RETURN_IF_ERROR(FloatsOf("amax_tensor", "amax", *amax, &out));
+  QSHARD_RETURN_IF_ERROR(FloatsOf(kOp, "amax", *amax, &out));
   const Runs r(amax->dimensions(), x.dimensions());
-  return DispatchFloat("amax_tensor", "x", x.element_type(), [&](auto in) {
+  return DispatchFloat(kOp, "x", x.element_type(), [&](auto in) {
     using In = typename decltype(in)::type;
-    return ToError("amax_tensor", kernels::Amax(exec, Data<In>(x), r.runs, r.length, out));
+    return ToError(kOp, kernels::Amax(exec, Data<In>(x), r.runs, r.length, out));
   });
 }
 

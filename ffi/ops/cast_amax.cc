@@ -13,14 +13,9 @@ Error CastAmax(Exec<Platform> exec, std::string_view element, AnyBuffer x, AnyBu
                Result<AnyBuffer> data, Result<AnyBuffer> amax) {
   constexpr char kOp[] = "cast_amax";
   const Dims dims = x.dimensions();
-  QSHARD_REQUIRE(IsPrefix(scale.dimensions(), dims), kOp, ": scale ", Shape(scale),
-                 " is not the first axes of x ", Shape(x),
-                 "; give it one element for each run of x");
-  QSHARD_REQUIRE(IsPrefix(amax->dimensions(), dims), kOp, ": amax ", Shape(*amax),
-                 " is not the first axes of x ", Shape(x),
-                 "; give it one element for each run of x");
-  QSHARD_REQUIRE(SameShape(data->dimensions(), dims), kOp, ": data ", Shape(*data),
-                 " does not have the shape of x ", Shape(x));
+  QSHARD_RETURN_IF_ERROR(CheckPrefix(kOp, "scale", scale, "x", x));
+  QSHARD_RETURN_IF_ERROR(CheckPrefix(kOp, "amax", *amax, "x", x));
+  QSHARD_RETURN_IF_ERROR(CheckSameShape(kOp, "data", *data, "x", x));
   float *s = nullptr, *a = nullptr;
   QSHARD_RETURN_IF_ERROR(FloatsOf(kOp, "scale", scale, &s));
   QSHARD_RETURN_IF_ERROR(FloatsOf(kOp, "amax", *amax, &a));

@@ -25,9 +25,7 @@ Error CastSlices(Exec<Platform> exec, int64_t block_cols, int64_t block_rows,
                {block_rows, block_cols, WholeAmax::kNone, RoundedTo::kFloat32, pieces}, &slices));
   QSHARD_RETURN_IF_ERROR(CheckInPlace(kOp, "data", of[1], results));
   float* s = nullptr;
-  QSHARD_RETURN_IF_ERROR(FloatsOf(kOp, "scale", scale, &s));
-  QSHARD_REQUIRE(static_cast<int64_t>(scale.element_count()) == slices.blocks, kOp, ": scale ",
-                 Shape(scale), " is not one number for each of ", slices.blocks, " blocks");
+  QSHARD_RETURN_IF_ERROR(SliceScalesOf(kOp, scale, slices, &s));
   return DispatchElement<E4M3, E5M2, E2M1>(kOp, element, [&](auto f) {
     using Code = typename decltype(f)::type;
     QSHARD_RETURN_IF_ERROR(SetData<Code>(kOp, of[1], &slices));

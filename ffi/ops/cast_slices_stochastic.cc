@@ -22,9 +22,7 @@ Error CastSlicesStochastic(Exec<Platform> exec, int64_t block_cols, int64_t bloc
   QSHARD_RETURN_IF_ERROR(CheckInPlace(kOp, "data", of[1], results));
   float* s = nullptr;
   const uint32_t* draws = nullptr;
-  QSHARD_RETURN_IF_ERROR(FloatsOf(kOp, "scale", scale, &s));
-  QSHARD_REQUIRE(static_cast<int64_t>(scale.element_count()) == slices.blocks, kOp, ": scale ",
-                 Shape(scale), " is not one number for each of ", slices.blocks, " blocks");
+  QSHARD_RETURN_IF_ERROR(SliceScalesOf(kOp, scale, slices, &s));
   QSHARD_RETURN_IF_ERROR(WordPairsOfEach(kOp, "seeds", seeds, of[0].size(), &draws));
   QSHARD_RETURN_IF_ERROR(SetData<E2M1>(kOp, of[1], &slices));
   return DispatchFloat(kOp, "x", slices.type, [&](auto in) {

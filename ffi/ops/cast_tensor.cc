@@ -9,22 +9,19 @@ namespace {
 template <class Platform>
 Error CastTensor(Exec<Platform> exec, std::string_view element, AnyBuffer x, AnyBuffer scale,
                  Result<AnyBuffer> data) {
-  QSHARD_REQUIRE(IsPrefix(scale.dimensions(), x.dimensions()), "cast_tensor: scale ", Shape(scale),
-                 " is not the first axes of x ", Shape(x),
-                 "; give it one element for each run of x");
-  QSHARD_REQUIRE(SameShape(data->dimensions(), x.dimensions()), "cast_tensor: data ", Shape(*data),
-                 " does not have the shape of x ", Shape(x));
+  constexpr char kOp[] = "cast_tensor";
+  QSHARD_RETURN_IF_ERROR(CheckPrefix(kOp, "scale", scale, "x", x));
+  QSHARD_RETURN_IF_ERROR(CheckSameShape(kOp, "data", *data, "x", x));
   float* s = nullptr;
-  QSHARD_RETURN_IF_ERROR(FloatsOf("cast_tensor", "scale", scale, &s));
+  QSHARD_RETURN_IF_ERROR(FloatsOf(kOp, "scale", scale, &s));
   const Runs r(scale.dimensions(), x.dimensions());
-  return DispatchElement<E4M3, E5M2>("cast_tensor", element, [&](auto code) -> Error {
+  return DispatchElement<E4M3, E5M2>(kOp, element, [&](auto code) -> Error {
     using Code = typename decltype(code)::type;
     uint8_t* out = nullptr;
-    QSHARD_RETURN_IF_ERROR(CodesOf<Code>("cast_tensor", "data", *data, &out));
-    return DispatchFloat("cast_tensor", "x", x.element_type(), [&](auto in) {
+    QSHARD_RETURN_IF_ERROR(CodesOf<Code>(kOp, "data", *data, &out));
+    return DispatchFloat(kOp, "x", x.element_type(), [&](auto in) {
       using In = typename decltype(in)::type;
-      return ToError("cast_tensor",
-                     kernels::Cast<In, Code>(exec, Data<In>(x), s, r.runs, r.length, out));
+      return ToError(kOp, kernels::Cast<In, Code>(exec, Data<In>(x), s, r.runs, r.length, out));
     });
   });
 }

@@ -12,18 +12,10 @@ Error CastTransposeAmax(Exec<Platform> exec, int64_t batch, std::string_view ele
                         Result<AnyBuffer> amax) {
   constexpr char kOp[] = "cast_transpose_amax";
   const Dims dims = x.dimensions();
-  QSHARD_REQUIRE(batch >= 0 && batch < static_cast<int64_t>(dims.size()), kOp, ": batch (", batch,
-                 ") is not less than the number of axes of x ", Shape(x));
-  QSHARD_REQUIRE(IsPrefix(scale.dimensions(), dims), kOp, ": scale ", Shape(scale),
-                 " is not the first axes of x ", Shape(x),
-                 "; give it one element for each run of x");
-  QSHARD_REQUIRE(IsPrefix(amax->dimensions(), dims), kOp, ": amax ", Shape(*amax),
-                 " is not the first axes of x ", Shape(x),
-                 "; give it one element for each run of x");
-  QSHARD_REQUIRE(SameShape(data->dimensions(), dims), kOp, ": data ", Shape(*data),
-                 " does not have the shape of x ", Shape(x));
-  QSHARD_REQUIRE(IsTransposeOf(data_t->dimensions(), dims, batch), kOp, ": data_t ", Shape(*data_t),
-                 " is not the transpose of x ", Shape(x));
+  QSHARD_RETURN_IF_ERROR(CheckPrefix(kOp, "scale", scale, "x", x));
+  QSHARD_RETURN_IF_ERROR(CheckPrefix(kOp, "amax", *amax, "x", x));
+  QSHARD_RETURN_IF_ERROR(CheckSameShape(kOp, "data", *data, "x", x));
+  QSHARD_RETURN_IF_ERROR(CheckTranspose(kOp, "data_t", *data_t, "x", x, batch));
   float *s = nullptr, *a = nullptr;
   QSHARD_RETURN_IF_ERROR(FloatsOf(kOp, "scale", scale, &s));
   QSHARD_RETURN_IF_ERROR(FloatsOf(kOp, "amax", *amax, &a));

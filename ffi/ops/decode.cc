@@ -9,16 +9,16 @@ namespace {
 template <class Platform>
 Error DecodeOp(Exec<Platform> exec, std::string_view element, AnyBuffer codes,
                Result<AnyBuffer> x) {
-  QSHARD_REQUIRE(SameShape(codes.dimensions(), x->dimensions()), "decode: x ", Shape(*x),
-                 " does not have the shape of codes ", Shape(codes));
-  QSHARD_REQUIRE(IsByte(codes.element_type()), "decode: codes (", codes.element_type(),
+  constexpr char kOp[] = "decode";
+  QSHARD_RETURN_IF_ERROR(CheckSameShape(kOp, "x", *x, "codes", codes));
+  QSHARD_REQUIRE(IsByte(codes.element_type()), kOp, ": codes (", codes.element_type(),
                  ") is not of a one-byte dtype; view it as uint8");
   float* out = nullptr;
-  QSHARD_RETURN_IF_ERROR(FloatsOf("decode", "x", *x, &out));
+  QSHARD_RETURN_IF_ERROR(FloatsOf(kOp, "x", *x, &out));
   const int64_t n = static_cast<int64_t>(codes.element_count());
-  return DispatchElement<E4M3, E5M2, E2M1, E8M0>("decode", element, [&](auto code) {
+  return DispatchElement<E4M3, E5M2, E2M1, E8M0>(kOp, element, [&](auto code) {
     using Code = typename decltype(code)::type;
-    return ToError("decode", kernels::DecodeElements<Code>(exec, Data<uint8_t>(codes), n, out));
+    return ToError(kOp, kernels::DecodeElements<Code>(exec, Data<uint8_t>(codes), n, out));
   });
 }
 

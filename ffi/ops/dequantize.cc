@@ -9,21 +9,19 @@ namespace {
 template <class Platform>
 Error Dequantize(Exec<Platform> exec, std::string_view element, AnyBuffer data, AnyBuffer scale_inv,
                  Result<AnyBuffer> x) {
-  QSHARD_REQUIRE(IsPrefix(scale_inv.dimensions(), data.dimensions()), "dequantize: scale_inv ",
-                 Shape(scale_inv), " is not the first axes of data ", Shape(data),
-                 "; give it one element for each run of data");
-  QSHARD_REQUIRE(SameShape(x->dimensions(), data.dimensions()), "dequantize: x ", Shape(*x),
-                 " does not have the shape of data ", Shape(data));
+  constexpr char kOp[] = "dequantize";
+  QSHARD_RETURN_IF_ERROR(CheckPrefix(kOp, "scale_inv", scale_inv, "data", data));
+  QSHARD_RETURN_IF_ERROR(CheckSameShape(kOp, "x", *x, "data", data));
   float* s = nullptr;
-  QSHARD_RETURN_IF_ERROR(FloatsOf("dequantize", "scale_inv", scale_inv, &s));
+  QSHARD_RETURN_IF_ERROR(FloatsOf(kOp, "scale_inv", scale_inv, &s));
   const Runs r(scale_inv.dimensions(), data.dimensions());
-  return DispatchElement<E4M3, E5M2>("dequantize", element, [&](auto code) -> Error {
+  return DispatchElement<E4M3, E5M2>(kOp, element, [&](auto code) -> Error {
     using Code = typename decltype(code)::type;
     uint8_t* in = nullptr;
-    QSHARD_RETURN_IF_ERROR(CodesOf<Code>("dequantize", "data", data, &in));
-    return DispatchFloat("dequantize", "x", x->element_type(), [&](auto out) {
+    QSHARD_RETURN_IF_ERROR(CodesOf<Code>(kOp, "data", data, &in));
+    return DispatchFloat(kOp, "x", x->element_type(), [&](auto out) {
       using Out = typename decltype(out)::type;
-      return ToError("dequantize",
+      return ToError(kOp,
                      kernels::Dequantize<Code, Out>(exec, in, s, r.runs, r.length, Data<Out>(x)));
     });
   });

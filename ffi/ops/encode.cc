@@ -10,16 +10,16 @@ namespace {
 template <class Platform>
 Error EncodeOp(Exec<Platform> exec, std::string_view element, AnyBuffer x,
                Result<AnyBuffer> codes) {
-  QSHARD_REQUIRE(SameShape(codes->dimensions(), x.dimensions()), "encode: codes ", Shape(*codes),
-                 " does not have the shape of x ", Shape(x));
-  QSHARD_REQUIRE(codes->element_type() == DataType::U8, "encode: codes (", codes->element_type(),
+  constexpr char kOp[] = "encode";
+  QSHARD_RETURN_IF_ERROR(CheckSameShape(kOp, "codes", *codes, "x", x));
+  QSHARD_REQUIRE(codes->element_type() == DataType::U8, kOp, ": codes (", codes->element_type(),
                  ") is not uint8");
   const int64_t n = static_cast<int64_t>(x.element_count());
-  return DispatchElement<E4M3, E5M2, E2M1, E8M0>("encode", element, [&](auto code) -> Error {
+  return DispatchElement<E4M3, E5M2, E2M1, E8M0>(kOp, element, [&](auto code) -> Error {
     using Code = typename decltype(code)::type;
-    return DispatchFloat("encode", "x", x.element_type(), [&](auto in) {
+    return DispatchFloat(kOp, "x", x.element_type(), [&](auto in) {
       using In = typename decltype(in)::type;
-      return ToError("encode",
+      return ToError(kOp,
                      kernels::EncodeElements<In, Code>(exec, Data<In>(x), n, Data<uint8_t>(codes)));
     });
   });

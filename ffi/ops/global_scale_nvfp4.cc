@@ -10,11 +10,10 @@ template <class Platform>
 Error GlobalScaleNvfp4Op(Exec<Platform> exec, float scale_max, AnyBuffer global_amax,
                          Result<AnyBuffer> global_scale, Result<AnyBuffer> global_scale_inv) {
   constexpr char kOp[] = "global_scale_nvfp4";
-  QSHARD_REQUIRE(SameShape(global_scale->dimensions(), global_amax.dimensions()) &&
-                     SameShape(global_scale_inv->dimensions(), global_amax.dimensions()),
-                 kOp, ": global_scale ", Shape(*global_scale), " and global_scale_inv ",
-                 Shape(*global_scale_inv), " do not have the shape of global_amax ",
-                 Shape(global_amax));
+  QSHARD_RETURN_IF_ERROR(
+      CheckSameShape(kOp, "global_scale", *global_scale, "global_amax", global_amax));
+  QSHARD_RETURN_IF_ERROR(
+      CheckSameShape(kOp, "global_scale_inv", *global_scale_inv, "global_amax", global_amax));
   QSHARD_RETURN_IF_ERROR(CheckScaleMaxNvfp4(kOp, scale_max));
   float *in = nullptr, *out = nullptr, *out_inv = nullptr;
   QSHARD_RETURN_IF_ERROR(FloatsOf(kOp, "global_amax", global_amax, &in));

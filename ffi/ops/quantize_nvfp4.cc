@@ -1,13 +1,11 @@
 // quantize_nvfp4, quantize_nvfp4_t, quantize_nvfp4_square_both: NVFP4 of x with one read of it,
 // once its global amax is known: packed E2M1 codes and E4M3 scales. `_t` stores both transposed;
-// square_both gives the codes in both orders. The bits are those of amax_block, scale_nvfp4 and
+// square_both gives both orders. The bits are those of amax_block, scale_nvfp4 and
 // cast_block. global_amax has the first axes of the grid of blocks.
 #include "core/quantize_op.h"
 
 namespace qshard {
 namespace {
-
-constexpr int64_t kBlock = 16;
 
 template <class Platform>
 Error Quantize(const char* op, Exec<Platform> exec, BlockShape block, float scale_max, AnyBuffer x,
@@ -18,8 +16,8 @@ Error Quantize(const char* op, Exec<Platform> exec, BlockShape block, float scal
   kernels::BlockPlane<uint8_t> out;
   size_t axes;
   QSHARD_RETURN_IF_ERROR(BlocksOf(op, "x", x, block, 1, &blocks));
-  const bool square = block.rows == kBlock && block.cols == kBlock;
-  const bool legal = square || (!(data && data_t) && block.rows * block.cols == kBlock &&
+  const bool square = block.rows == kNvfp4Block && block.cols == kNvfp4Block;
+  const bool legal = square || (!(data && data_t) && block.rows * block.cols == kNvfp4Block &&
                                 (block.rows == 1 || block.cols == 1));
   QSHARD_RETURN_IF_ERROR(CheckBlocksNvfp4(op, x, blocks, block, legal,
                                           data && data_t ? "16x16" : "1x16, 16x1 or 16x16"));
@@ -69,9 +67,9 @@ template <class Platform>
 Error QuantizeNvfp4SquareBoth(Exec<Platform> exec, int64_t block_cols, int64_t block_rows,
                               float scale_max, bool split, AnyBuffer x, AnyBuffer global_amax,
                               Result<AnyBuffer> data, Result<AnyBuffer> scale_inv,
-                              Result<AnyBuffer> data_t) {
+                              Result<AnyBuffer> data_t, Result<AnyBuffer> scale_inv_t) {
   return Quantize("quantize_nvfp4_square_both", exec, {block_rows, block_cols, split}, scale_max, x,
-                  global_amax, &*data, &*scale_inv, &*data_t, nullptr);
+                  global_amax, &*data, &*scale_inv, &*data_t, &*scale_inv_t);
 }
 
 }  // namespace
@@ -95,6 +93,8 @@ QSHARD_DEFINE_OP(quantize_nvfp4_t, QuantizeNvfp4T,
 QSHARD_DEFINE_OP(quantize_nvfp4_square_both, QuantizeNvfp4SquareBoth,
                  QSHARD_NVFP4_OPERANDS
                      .Ret<AnyBuffer>() /* data */
-                     .Ret<AnyBuffer>() /* scale_inv */.Ret<AnyBuffer>() /* data_t */)
+                     .Ret<AnyBuffer>() /* scale_inv */
+                     .Ret<AnyBuffer>() /* data_t */
+                     .Ret<AnyBuffer>() /* scale_inv_t */)
 
 }  // namespace qshard

@@ -9,8 +9,6 @@
 namespace qshard {
 namespace {
 
-constexpr int64_t kBlock = 16;
-
 template <class Platform>
 Error QuantizeNvfp4Both(Exec<Platform> exec, int64_t block_cols, int64_t block_rows,
                         float scale_max, bool split, AnyBuffer x, AnyBuffer global_amax,
@@ -24,8 +22,8 @@ Error QuantizeNvfp4Both(Exec<Platform> exec, int64_t block_cols, int64_t block_r
   out.second_transposed = true;
   size_t axes;
   QSHARD_RETURN_IF_ERROR(BlocksOf(kOp, "x", x, block, 1, &blocks));
-  QSHARD_RETURN_IF_ERROR(CheckBlocksNvfp4(kOp, x, blocks, block,
-                                          block_rows == kBlock && block_cols == kBlock, "16x16"));
+  QSHARD_RETURN_IF_ERROR(CheckBlocksNvfp4(
+      kOp, x, blocks, block, block_rows == kNvfp4Block && block_cols == kNvfp4Block, "16x16"));
   QSHARD_RETURN_IF_ERROR(
       GlobalAmaxOf(kOp, global_amax, x, block, blocks, scale_max, &axes, &scales));
   QSHARD_RETURN_IF_ERROR(
@@ -42,11 +40,12 @@ Error QuantizeNvfp4Both(Exec<Platform> exec, int64_t block_cols, int64_t block_r
   QSHARD_RETURN_IF_ERROR(CodesOf<E4M3>(kOp, "scale_inv_t", *scale_inv_t, &out.second_scale_inv));
   return DispatchFloat(kOp, "x", x.element_type(), [&](auto in) -> Error {
     using In = typename decltype(in)::type;
-    const int64_t elements = blocks.rows * blocks.cols, scale_codes = elements / kBlock;
+    const int64_t elements = blocks.rows * blocks.cols, scale_codes = elements / kNvfp4Block;
     const size_t batch_axes = BatchAxes(x, block);
     if (axes <= batch_axes || blocks.batch == 1) {
       // Of whole matrices: as many blocks of 1 x 16 as of 16 x 1.
-      scales.run = axes <= batch_axes ? scales.run * kBlock : std::max<int64_t>(1, scale_codes);
+      scales.run =
+          axes <= batch_axes ? scales.run * kNvfp4Block : std::max<int64_t>(1, scale_codes);
       return ToError(kOp,
                      kernels::QuantizeBlockBoth<In, E2M1>(exec, Data<In>(x), scales, blocks, out));
     }

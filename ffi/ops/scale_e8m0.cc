@@ -12,10 +12,8 @@ template <class Platform>
 Error ScaleE8M0(Exec<Platform> exec, std::string_view element, std::string_view rounding,
                 AnyBuffer amax, Result<AnyBuffer> scale, Result<AnyBuffer> scale_inv) {
   constexpr char kOp[] = "scale_e8m0";
-  QSHARD_REQUIRE(SameShape(scale->dimensions(), amax.dimensions()) &&
-                     SameShape(scale_inv->dimensions(), amax.dimensions()),
-                 kOp, ": scale ", Shape(*scale), " and scale_inv ", Shape(*scale_inv),
-                 " do not have the shape of amax ", Shape(amax));
+  QSHARD_RETURN_IF_ERROR(CheckSameShape(kOp, "scale", *scale, "amax", amax));
+  QSHARD_RETURN_IF_ERROR(CheckSameShape(kOp, "scale_inv", *scale_inv, "amax", amax));
   QSHARD_REQUIRE(rounding == "up" || rounding == "floor", kOp, ": rounding (", rounding,
                  ") is not up or floor");
   float *in = nullptr, *out = nullptr;

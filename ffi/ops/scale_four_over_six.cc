@@ -18,30 +18,20 @@ Error ScaleFourOverSix(Exec<Platform> exec, int64_t block_cols, int64_t block_ro
   const BlockShape block{block_rows, block_cols, split};
   Blocks blocks;
   QSHARD_RETURN_IF_ERROR(BlocksOf(kOp, "x", x, block, 1, &blocks));
-  QSHARD_REQUIRE((block_rows == 1 || block_rows == 16) && block_cols == 16 && blocks.Whole(), kOp,
-                 ": x ", Shape(x), " is not a whole number of 1x16 or 16x16 blocks (", block,
-                 "); pad or shard it to one");
+  QSHARD_REQUIRE(
+      (block_rows == 1 || block_rows == kNvfp4Block) && block_cols == kNvfp4Block && blocks.Whole(),
+      kOp, ": x ", Shape(x), " is not a whole number of 1x16 or 16x16 blocks (", block,
+      "); pad or shard it to one");
   QSHARD_RETURN_IF_ERROR(CheckGrid(kOp, "amax", amax, x, block, blocks));
-  QSHARD_REQUIRE(SameShape(scale->dimensions(), amax.dimensions()) &&
-                     SameShape(scale_inv->dimensions(), amax.dimensions()),
-                 kOp, ": scale ", Shape(*scale), " and scale_inv ", Shape(*scale_inv),
-                 " do not have the shape of amax ", Shape(amax));
   QSHARD_REQUIRE(error == "mae" || error == "mse", kOp, ": error (", error, ") is not mae or mse");
-  QSHARD_RETURN_IF_ERROR(CheckScaleMaxNvfp4(kOp, scale_max));
-  int64_t run = 0;
+  Nvfp4ScaleBuffers of;
   QSHARD_RETURN_IF_ERROR(
-      RunOf(kOp, "global_amax", global_amax, global_amax.dimensions(), amax, &run));
-  float *in = nullptr, *global = nullptr, *out = nullptr;
-  uint8_t* out_inv = nullptr;
-  QSHARD_RETURN_IF_ERROR(FloatsOf(kOp, "amax", amax, &in));
-  QSHARD_RETURN_IF_ERROR(FloatsOf(kOp, "global_amax", global_amax, &global));
-  QSHARD_RETURN_IF_ERROR(FloatsOf(kOp, "scale", *scale, &out));
-  QSHARD_RETURN_IF_ERROR(CodesOf<E4M3>(kOp, "scale_inv", *scale_inv, &out_inv));
+      Nvfp4ScaleBuffersOf(kOp, scale_max, amax, global_amax, *scale, *scale_inv, &of));
   const kernels::FourOverSixRule rule{scale_max, error == "mse"};
   return DispatchFloat(kOp, "x", x.element_type(), [&](auto type) {
     using In = typename decltype(type)::type;
-    return ToError(kOp, kernels::ScaleFourOverSix(exec, Data<In>(x), in, global, run, rule, blocks,
-                                                  out, out_inv));
+    return ToError(kOp, kernels::ScaleFourOverSix(exec, Data<In>(x), of.amax, of.global_amax,
+                                                  of.run, rule, blocks, of.scale, of.scale_inv));
   });
 }
 

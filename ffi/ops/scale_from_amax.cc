@@ -11,19 +11,18 @@ namespace {
 template <class Platform>
 Error ScaleFromAmaxOp(Exec<Platform> exec, std::string_view element, float eps, bool pow2,
                       AnyBuffer amax, Result<AnyBuffer> scale, Result<AnyBuffer> scale_inv) {
-  QSHARD_REQUIRE(SameShape(scale->dimensions(), amax.dimensions()) &&
-                     SameShape(scale_inv->dimensions(), amax.dimensions()),
-                 "scale_from_amax: scale ", Shape(*scale), " and scale_inv ", Shape(*scale_inv),
-                 " do not have the shape of amax ", Shape(amax));
-  QSHARD_REQUIRE(eps >= 0.0f, "scale_from_amax: eps (", eps, ") is not zero or positive");
+  constexpr char kOp[] = "scale_from_amax";
+  QSHARD_RETURN_IF_ERROR(CheckSameShape(kOp, "scale", *scale, "amax", amax));
+  QSHARD_RETURN_IF_ERROR(CheckSameShape(kOp, "scale_inv", *scale_inv, "amax", amax));
+  QSHARD_REQUIRE(eps >= 0.0f, kOp, ": eps (", eps, ") is not zero or positive");
   float *in = nullptr, *out = nullptr, *out_inv = nullptr;
-  QSHARD_RETURN_IF_ERROR(FloatsOf("scale_from_amax", "amax", amax, &in));
-  QSHARD_RETURN_IF_ERROR(FloatsOf("scale_from_amax", "scale", *scale, &out));
-  QSHARD_RETURN_IF_ERROR(FloatsOf("scale_from_amax", "scale_inv", *scale_inv, &out_inv));
+  QSHARD_RETURN_IF_ERROR(FloatsOf(kOp, "amax", amax, &in));
+  QSHARD_RETURN_IF_ERROR(FloatsOf(kOp, "scale", *scale, &out));
+  QSHARD_RETURN_IF_ERROR(FloatsOf(kOp, "scale_inv", *scale_inv, &out_inv));
   const int64_t n = static_cast<int64_t>(amax.element_count());
-  return DispatchElement<E4M3, E5M2>("scale_from_amax", element, [&](auto code) {
+  return DispatchElement<E4M3, E5M2>(kOp, element, [&](auto code) {
     const kernels::ScaleRule rule{decltype(code)::type::kMax, eps, pow2};
-    return ToError("scale_from_amax", kernels::ScaleFromAmax(exec, in, n, rule, out, out_inv));
+    return ToError(kOp, kernels::ScaleFromAmax(exec, in, n, rule, out, out_inv));
   });
 }
 

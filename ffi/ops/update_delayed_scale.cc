@@ -21,13 +21,10 @@ Error UpdateDelayedScale(Exec<Platform> exec, std::string_view element, int64_t 
   const Dims n = amax.dimensions(), window = history.dimensions();
   QSHARD_REQUIRE(window.size() == n.size() + 1 && IsPrefix(n, window) && window[n.size()] > 0, kOp,
                  ": history ", Shape(history), " is not a window for each amax ", Shape(amax));
-  QSHARD_REQUIRE(SameShape(scale.dimensions(), n) && SameShape(new_scale->dimensions(), n) &&
-                     SameShape(scale_inv->dimensions(), n),
-                 kOp, ": scale ", Shape(scale), ", new_scale ", Shape(*new_scale),
-                 " and scale_inv ", Shape(*scale_inv), " do not have the shape of amax ",
-                 Shape(amax));
-  QSHARD_REQUIRE(SameShape(new_history->dimensions(), window), kOp, ": new_history ",
-                 Shape(*new_history), " does not have the shape of history ", Shape(history));
+  QSHARD_RETURN_IF_ERROR(CheckSameShape(kOp, "scale", scale, "amax", amax));
+  QSHARD_RETURN_IF_ERROR(CheckSameShape(kOp, "new_scale", *new_scale, "amax", amax));
+  QSHARD_RETURN_IF_ERROR(CheckSameShape(kOp, "scale_inv", *scale_inv, "amax", amax));
+  QSHARD_RETURN_IF_ERROR(CheckSameShape(kOp, "new_history", *new_history, "history", history));
   QSHARD_REQUIRE(-64 <= margin && margin <= 64, kOp, ": margin (", margin,
                  ") is not from -64 to 64; give powers of two of headroom");
   float *a = nullptr, *h = nullptr, *s = nullptr, *new_h = nullptr, *new_s = nullptr,

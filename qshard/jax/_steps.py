@@ -34,6 +34,11 @@ class _Steps:
     def transposed(a: jax.Array) -> jax.Array:
         return jnp.swapaxes(a, -1, -2)
 
+    def transposed_squares(self, data: jax.Array, scale_inv: jax.Array, *, packed: bool) -> tuple[jax.Array, jax.Array]:
+        """Two calls: shards may cut the blocks, and then codes and scales have no leading axis in common."""
+        data_t = self.transpose_packed(data) if packed else self.transpose(data, batch=data.ndim - 2)
+        return data_t, self.transposed(scale_inv)
+
     @staticmethod
     def amax_tensor(x: jax.Array, *, lead: int) -> jax.Array:
         runs = split_rows(x)

@@ -123,9 +123,40 @@ def test_ops_keep_torch_rules(op):
         "amax_slices": ((words, torch.zeros(3), x), {**shared, "whole": "tensor"}),
         "cast_slices": ((words, torch.ones(2), x, data), {**shared, "pieces": False, "element": "float4_e2m1fn"}),
         "cast_slices_stochastic": ((words, words, torch.ones(2), x, data), {**shared, "pieces": True}),
-        "transpose_each": (([torch.ones(4, 2)], [torch.ones(2, 4)]), {"bits": 32}),
+        "transpose_each": (([torch.ones(4, 2)], [torch.ones(2, 4)]), {}),
     }[op]
     torch.library.opcheck(getattr(torch.ops.qshard, op).default, operands, attributes)
+
+
+def test_transposes_of_every_kind_in_one_call():
+    """Bytes, nibbles and words, one matrix or a batch; shapes and dtypes say which."""
+    codes = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (3, 6, 8), dtype=np.uint8))
+    packed, scale = torch.from_numpy(reference.pack(codes[0] % 16)), torch.randn(2, 3, 5)
+    made = [codes.new_zeros(3, 8, 6), codes.new_zeros(8, 3), scale.new_zeros(2, 5, 3), codes.new_zeros(0, 4)]
+    torch.ops.qshard.transpose_each([codes, packed, scale, codes.new_zeros(4, 0)], made)
+    assert torch.equal(made[0], codes.mT)
+    assert torch.equal(made[1], torch.from_numpy(reference.pack(codes[0].T % 16)))
+    assert torch.equal(made[2], scale.mT)
+
+
+@pytest.mark.parametrize(
+    ("data", "data_t", "message"),
+    [
+        ((4, 6), (4, 6), r"data_t\[1\] \(4, 6\) is not the transpose of data \(4, 6\), with one code a byte or two"),
+        ((4, 6), (6, 2), r"is not the transpose"),
+        ((5, 6), (12, 2), r"is not the transpose"),
+        ((2, 4, 6), (3, 6, 4), r"is not the transpose"),
+        ((4,), (4,), r"is not the transpose"),
+    ],
+)
+def test_shapes_that_are_no_transposes(data, data_t, message):
+    good = torch.zeros(2, 2)
+    with pytest.raises(ValueError, match=message):
+        torch.ops.qshard.transpose_each(
+            [good, torch.zeros(data, dtype=torch.uint8)], [good.clone(), torch.zeros(data_t, dtype=torch.uint8)]
+        )
+    with pytest.raises(ValueError, match=r"data\[0\] .* are not both of one byte, or float32"):
+        torch.ops.qshard.transpose_each([good.half()], [good.half()])
 
 
 def test_writes_count_in_versions():

@@ -16,12 +16,12 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_state_dict,
 )
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import torch_ranks
 from qshard.recipes import CurrentScaling
 from qshard.torch_bridge import Linear, ShardedWeight, convert, update_scales
+from torch_models import shard
 from torch_ranks import run
 
 ROWS = 105  # Uneven for 2 and 4 ranks, even for 3.
@@ -30,14 +30,6 @@ ROWS = 105  # Uneven for 2 and 4 ranks, even for 3.
 def model_of(seed=0):
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(20, ROWS), nn.GELU(), nn.Linear(ROWS, 3), nn.Linear(3, 20, bias=False))
-
-
-def shard(model, **options):
-    options.setdefault("mesh", torch_ranks.mesh())
-    for layer in model:
-        if isinstance(layer, nn.Linear):
-            fully_shard(layer, **options)
-    return fully_shard(model, **options)
 
 
 def trained(model, steps=2):

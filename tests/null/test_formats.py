@@ -3,10 +3,11 @@
 import math
 
 import ml_dtypes
+import numpy as np
 import pytest
 
 from qshard import formats
-from qshard.formats import E2M1, E4M3, E5M2, E8M0, ELEMENTS, FORMATS, Format, Usage
+from qshard.formats import E2M1, E4M3, E5M2, E8M0, ELEMENTS, FLOAT16_MAX, FORMATS, NVFP4, Format, Usage
 
 
 @pytest.mark.parametrize("element", ELEMENTS.values(), ids=str)
@@ -26,6 +27,24 @@ def test_nan_and_infinity_codes():
     assert [element.inf_code for element in (E4M3, E5M2, E2M1, E8M0)] == [None, 0x7C, None, None]
 
 
+def test_float16_is_that_of_numpy():
+    assert float(np.finfo(np.float16).max) == FLOAT16_MAX
+
+
+def test_kernels_have_the_same_numbers():
+    """core/format.h is a mirror of qshard/formats.py."""
+    built = pytest.importorskip("qshard._ffi").formats()
+    for name, element in ELEMENTS.items():
+        traits = built.pop(name)
+        assert traits.pop("infinity") == (element.inf_code is not None), name
+        assert traits == {trait: getattr(element, trait) for trait in traits}, name
+    assert built.pop("float16") == {"max": FLOAT16_MAX}
+    nvfp4 = built.pop("NVFP4")
+    assert NVFP4.block == (1, nvfp4["block"])
+    assert NVFP4.with_options(scale_max=nvfp4["small_scale_max"]).scale_max != NVFP4.scale_max
+    assert not built
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_format_has_its_name_and_works_as_a_key(name):
     fmt = FORMATS[name]
@@ -35,9 +54,9 @@ def test_format_has_its_name_and_works_as_a_key(name):
 
 
 def test_changed_options_show():
-    fmt = formats.NVFP4.with_options(four_over_six="mse", scale_max=256.0)
+    fmt = NVFP4.with_options(four_over_six="mse", scale_max=256.0)
     assert str(fmt) == "NVFP4[scale_max=256.0, four_over_six=mse]"
-    assert fmt != formats.NVFP4
+    assert fmt != NVFP4
     assert str(fmt.with_options(four_over_six=None, scale_max=448.0)) == "NVFP4"
 
 
@@ -48,7 +67,7 @@ def test_changed_options_show():
         (formats.FP8_1x128, "float8_e4m3fn", False, True, (1, 128), (128, 1)),
         (formats.FP8_128x128, "float8_e4m3fn", True, True, (128, 128), (128, 128)),
         (formats.MXFP8_E5M2, "float8_e5m2", False, False, (1, 32), (32, 1)),
-        (formats.NVFP4, "uint8", False, False, (1, 16), (16, 1)),
+        (NVFP4, "uint8", False, False, (1, 16), (16, 1)),
     ],
     ids=str,
 )
@@ -62,7 +81,7 @@ def test_properties(fmt, data, square, cuts, rowwise, columnwise):
     [
         (formats.MXFP8_E4M3, {"scale_dtype": "bfloat16"}),
         (formats.MXFP8_E4M3, {"element": E2M1}),
-        (formats.NVFP4, {"element": E4M3}),
+        (NVFP4, {"element": E4M3}),
         (formats.MXFP8_E4M3, {"block": None}),
         (formats.MXFP8_E4M3, {"pow2": True}),
         (formats.MXFP8_E4M3, {"eps": 0.5}),
@@ -71,16 +90,16 @@ def test_properties(fmt, data, square, cuts, rowwise, columnwise):
         (formats.FP8_E4M3, {"scale_rounding": "floor"}),
         (formats.MXFP8_E4M3, {"scale_rounding": "nearest"}),
         (formats.FP8_E4M3, {"global_scale": "tensor"}),
-        (formats.NVFP4, {"global_scale": None}),
+        (NVFP4, {"global_scale": None}),
         (formats.NVFP4_16x16, {"global_scale": "row"}),
-        (formats.NVFP4, {"scale_max": 128.0}),
+        (NVFP4, {"scale_max": 128.0}),
         (formats.FP8_E4M3, {"scale_max": 256.0}),
         (formats.MXFP8_E4M3, {"four_over_six": "mae"}),
-        (formats.NVFP4, {"four_over_six": "max"}),
+        (NVFP4, {"four_over_six": "max"}),
         (formats.NVFP4_16x16, {"hadamard": True}),
         (formats.FP8_E4M3, {"rounding": "stochastic"}),
-        (formats.NVFP4, {"four_over_six": "mae", "rounding": "stochastic"}),
-        (formats.NVFP4, {"four_over_six": "mae", "hadamard": True}),
+        (NVFP4, {"four_over_six": "mae", "rounding": "stochastic"}),
+        (NVFP4, {"four_over_six": "mae", "hadamard": True}),
     ],
     ids=lambda value: str(value),
 )

@@ -219,18 +219,20 @@ Status CastSlicesStochastic(const Exec<Cpu>& exec, const Slice* slices, int64_t 
   return {};
 }
 
-Status TransposeEach(const Exec<Cpu>& exec, const TransposePair* pairs, int64_t n, int64_t bits) {
+Status TransposeEach(const Exec<Cpu>& exec, const TransposePair* pairs, int64_t n) {
   for (int64_t i = 0; i < n; ++i) {
     const TransposePair& p = pairs[i];
-    if (bits == 32) {  // grids of scales, small
+    if (p.bits == 32) {  // grids of scales, small
       const auto* in = reinterpret_cast<const uint32_t*>(p.data);
       auto* out = reinterpret_cast<uint32_t*>(p.data_t);
-      for (int64_t r = 0; r < p.rows; ++r)
-        for (int64_t c = 0; c < p.cols; ++c) out[c * p.rows + r] = in[r * p.cols + c];
+      for (int64_t b = 0; b < p.batch; ++b, in += p.rows * p.cols, out += p.rows * p.cols)
+        for (int64_t r = 0; r < p.rows; ++r)
+          for (int64_t c = 0; c < p.cols; ++c) out[c * p.rows + r] = in[r * p.cols + c];
       continue;
     }
-    const Status status = bits == 4 ? TransposePacked(exec, p.data, 1, p.rows, p.cols, p.data_t)
-                                    : Transpose(exec, p.data, 1, p.rows, p.cols, p.data_t);
+    const Status status = p.bits == 4
+                              ? TransposePacked(exec, p.data, p.batch, p.rows, p.cols, p.data_t)
+                              : Transpose(exec, p.data, p.batch, p.rows, p.cols, p.data_t);
     if (status.error != nullptr) return status;
   }
   return {};

@@ -88,13 +88,14 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t block = min(t / rows, blocks - 1);  // all lanes of a warp add errors up
   const int row = static_cast<int>(t % rows);
   const int64_t strip = block / grid_cols;
-  const In* from = x + ((strip * rows + row) * grid_cols + (block - strip * grid_cols)) * 16;
-  float v[16];
+  const In* from =
+      x + ((strip * rows + row) * grid_cols + (block - strip * grid_cols)) * kNvfp4Block;
+  float v[kNvfp4Block];
   if (vectors) {
-    WidenWords<In>(Load<16 * sizeof(In)>(from), v);
+    WidenWords<In>(Load<kNvfp4Block * sizeof(In)>(from), v);
   } else {
 #pragma unroll
-    for (int i = 0; i < 16; ++i) v[i] = Widen(from[i]);
+    for (int i = 0; i < kNvfp4Block; ++i) v[i] = Widen(from[i]);
   }
   const float global = __ldg(global_amax + (run >= blocks ? 0 : block / run));
   const float global_scale = qshard::GlobalScaleNvfp4(global, rule.scale_max);
@@ -104,7 +105,7 @@ __global__ void __launch_bounds__(kThreads)
     const float d = Decode<E4M3>(candidate.scale_inv);
     float sum = 0.0f;
 #pragma unroll
-    for (int i = 0; i < 16; ++i) {
+    for (int i = 0; i < kNvfp4Block; ++i) {
       const float difference = Difference(v[i], candidate, d, global, max);
       const float term = rule.squared ? __fmul_rn(difference, difference) : fabsf(difference);
       sum = i == 0 ? term : __fadd_rn(sum, term);

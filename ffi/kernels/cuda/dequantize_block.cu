@@ -14,7 +14,7 @@
 namespace qshard::kernels {
 namespace {
 
-// Values of blocks from stored scales.
+// Values of blocks from stored scales: of a block below kMaxDivided, or of any.
 template <class Scale>
 struct StoredValues {
   using Type = typename StoredScale<Scale>::Type;
@@ -22,6 +22,7 @@ struct StoredValues {
   __device__ __forceinline__ float Get(int64_t block) const {
     return StoredScale<Scale>::Value(__ldg(scale_inv + block));
   }
+  __device__ __forceinline__ float GetAny(int64_t block) const { return Get(block); }
   // Those of kCount blocks in a row of the grid, the first at a multiple of kCount.
   template <int kCount>
   __device__ __forceinline__ void GetRow(int64_t block, float (&v)[kCount]) const {
@@ -41,32 +42,38 @@ struct StoredValues {
   const Type* scale_inv;
 };
 
+// Loads come without a branch, so that those of all rows of a thread are under way together.
 struct ValuesNvfp4 {
   __device__ __forceinline__ float Get(int64_t block) const {
-    return ScaleInverseNvfp4(__ldg(scale_inv + block), GlobalOf(block));
+    return Value(__ldg(scale_inv + block), GlobalOf(block));
+  }
+  __device__ __forceinline__ float GetAny(int64_t block) const {
+    return ScaleInverseNvfp4(__ldg(scale_inv + block), __ldg(global_scale_inv + block / length));
   }
   template <int kCount>
   __device__ __forceinline__ void GetRow(int64_t block, float (&v)[kCount]) const {
     const auto stored = Load<kCount, Read::kCached>(scale_inv + block);
     const float global = GlobalOf(block);
 #pragma unroll
-    for (int i = 0; i < kCount; ++i)
-      v[i] = ScaleInverseNvfp4(static_cast<uint8_t>(stored.w[i / 4] >> (i % 4 * 8)), global);
+    for (int i = 0; i < kCount; ++i) v[i] = Value(stored.w[i / 4] >> (i % 4 * 8) & 0xFF, global);
   }
   bool HasRows(int64_t grid_cols) const {
     return IsAligned(scale_inv, 8) && (one_global || length % grid_cols == 0);
   }
   __device__ __forceinline__ float GlobalOf(int64_t block) const {
-    if (one_global) return __ldg(global_scale_inv);
-    return __ldg(global_scale_inv + (block < kMaxDivided && length < kMaxDivided
-                                         ? run.Divide(static_cast<uint32_t>(block))
-                                         : block / length));
+    return __ldg(global_scale_inv + run.Divide(static_cast<uint32_t>(block)));
+  }
+  // ScaleInverseNvfp4, but for the bits of a NaN.
+  static __device__ __forceinline__ float Value(uint32_t code, float global) {
+    float d, zero;
+    DecodePair<E4M3>(static_cast<uint16_t>(code), d, zero);
+    return __fmul_rn(d, global);
   }
 
   const uint8_t* scale_inv;
   const float* global_scale_inv;
-  int64_t length;
-  Divider run;
+  int64_t length;  // of a run
+  Divider run;     // all of the grid is one run if it is so long
   bool one_global;
 };
 
@@ -114,7 +121,7 @@ struct DequantizeBlockOp {
   __device__ __forceinline__ Out Element(int64_t i, const BlockPlace& place) const {
     uint8_t code = __ldg(data + (Code::kBits == 4 ? i / 2 : i));
     if (Code::kBits == 4) code = i % 2 == 0 ? code & 0xF : code >> 4;
-    return Narrow<Out>(__fmul_rn(Decode<Code>(code), values.Get(place.block)));
+    return Narrow<Out>(__fmul_rn(Decode<Code>(code), values.GetAny(place.block)));
   }
 
   const uint8_t* data;

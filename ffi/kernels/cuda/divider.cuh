@@ -9,7 +9,7 @@ namespace qshard::kernels {
 // n / divisor for 0 <= n < 2^31 by a multiplication (Granlund and Montgomery, 1994).
 class Divider {
  public:
-  explicit Divider(int64_t n) : divisor_(static_cast<uint32_t>(n)) {
+  explicit Divider(int64_t n = 1) : divisor_(static_cast<uint32_t>(n)) {
     while ((uint64_t{1} << shift_) < divisor_) ++shift_;
     magic_ = static_cast<uint32_t>(
         (uint64_t{1} << 32) * ((uint64_t{1} << shift_) - divisor_) / divisor_ + 1);

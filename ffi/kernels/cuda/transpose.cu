@@ -1,11 +1,13 @@
 // transpose: data_t[b, j, i] = data[b, i, j], bytes.
 //
-// Reads and writes each byte once: 2 bytes an element. Work is mapped to threads as
-// transpose_tile.cuh says. Any shape and alignment will do; whole lines move if rows are multiples
-// of 8 bytes on the way in and of 16 on the way out, and start so aligned.
+// Reads and writes each byte once: 2 bytes an element. Vectors of 16 bytes on both sides move as
+// transpose_each.cu says. Else work is mapped to threads as transpose_tile.cuh says: any shape and
+// alignment will do, and vectors of 8 bytes come in if rows are multiples of 8 and start so
+// aligned.
 #include "kernels/cast.h"
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/transpose_tile.cuh"
+#include "kernels/slices.h"
 
 namespace qshard::kernels {
 namespace {
@@ -57,6 +59,10 @@ Status Transpose(const Exec<Cuda>& exec, const uint8_t* data, int64_t batch, int
   if (n == 0) return {};
   if (rows == 1 || cols == 1)
     return ToStatus(cudaMemcpyAsync(data_t, data, n, cudaMemcpyDeviceToDevice, exec.stream));
+  if (rows % 16 == 0 && cols % 16 == 0 && IsAligned(data, 16) && IsAligned(data_t, 16)) {
+    const TransposePair pair{data, data_t, batch, rows, cols, 8};
+    return TransposeEach(exec, &pair, 1);
+  }
   if (cols % kPatch == 0 && IsAligned(data, kPatch))
     return LaunchPatches<BytesTuning>(exec.stream, BytePatches<BytesTuning>{data}, batch, rows,
                                       cols, data_t);

@@ -1,10 +1,16 @@
-// transpose_each: transposes of many matrices, of bytes, nibbles or 32-bit words, in one launch.
+// transpose_each: transposes of matrices of bytes, nibbles or 32-bit words, all of them in one
+// launch. Where vectors will do, transpose and transpose_packed are this with one matrix.
 //
-// Reads and writes each byte once. A block of threads takes a tile of 64 rows of 64 bytes: rows
-// come in, 16 bytes a thread, and columns go out, 16 bytes a thread, through shared memory whose
-// rows are 68 bytes apart. Any shape and alignment will do; vectors move where rows are multiples
-// of 16 bytes and start so aligned, else bytes do. What the host knows travels as kernel
-// parameters, 600 matrices a launch.
+// Reads and writes each byte once. A tile has 256 rows of 128 bytes: whole lines move on both
+// sides. A block of threads walks over tiles, the copies of the next two into shared memory under
+// way while it writes one. ldmatrix transposes pairs of bytes as it reads shared memory; a thread
+// gets 16 bytes of a column, and permutes. Any shape and alignment will do. Vectors move where the
+// rows of both sides are multiples of 16 bytes and start so aligned; else, and for words, which are
+// small grids of scales, elements move one by one. What the host knows travels as kernel
+// parameters, 448 matrices a launch.
+#include <type_traits>
+
+#include "kernels/cuda/divider.cuh"
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/vector.cuh"
 #include "kernels/slices.h"
@@ -12,140 +18,277 @@
 namespace qshard::kernels {
 namespace {
 
-constexpr int kSide = 64, kPitch = kSide + 4, kThreads = 256, kVector = 16;
-constexpr int kTableMatrices = 600;
+constexpr int kThreads = 256, kBlocksPerSm = 2, kStages = 3;
+constexpr int kRows = 256, kBytes = 128, kTileBytes = kRows * kBytes;
+constexpr int kChunk = 16, kChunks = kBytes / kChunk;  // bytes of a chunk, chunks of a row
+constexpr int kFewMatrices = 4, kManyMatrices = 448;
 
+struct Matrix {  // or a batch of them, one after the other
+  const uint8_t* data;
+  uint8_t* data_t;
+  int64_t width, width_t;        // bytes of a row
+  Divider tiles_of_one, across;  // tiles of one matrix, and of a row of tiles
+  int first;                     // tile
+  uint8_t bits;
+  bool vectors;
+};
+
+template <int kMatrices>
 struct MatrixTable {
   int count;
-  struct Matrix {
-    const uint8_t* data;
-    uint8_t* data_t;
-    int64_t rows, cols;  // codes
-    uint32_t first;      // block of threads
-  } matrices[kTableMatrices];
+  int tiles;
+  Matrix matrices[kMatrices];
 };
-static_assert(sizeof(MatrixTable) < 32000, "kernel parameters end at 32764 bytes");
+static_assert(sizeof(MatrixTable<kManyMatrices>) < 32000, "kernel parameters end at 32764 bytes");
 
-// Up to kVector bytes between registers and a row of `width` bytes, from byte `at` on.
-__device__ __forceinline__ Words<kVector> LoadPart(const uint8_t* row, int64_t at, int64_t width,
-                                                   bool vectors) {
-  if (vectors && at + kVector <= width) return Load<kVector>(row + at);
-  Words<kVector> w = {};
-#pragma unroll
-  for (int i = 0; i < kVector; ++i)
-    if (at + i < width) w.w[i / 4] |= static_cast<uint32_t>(row[at + i]) << (i % 4 * 8);
-  return w;
-}
+// A matrix in registers: a block of threads mostly stays in one, and waits for nothing then.
+struct Cursor {
+  Matrix m;
+  int end;  // the first tile after it
+};
 
-__device__ __forceinline__ void StorePart(uint8_t* row, int64_t at, int64_t width, bool vectors,
-                                          const Words<kVector>& w) {
-  if (vectors && at + kVector <= width) {
-    Store<Write::kStream>(row + at, w);
-    return;
-  }
-#pragma unroll
-  for (int i = 0; i < kVector; ++i)
-    if (at + i < width) row[at + i] = static_cast<uint8_t>(w.w[i / 4] >> (i % 4 * 8));
-}
-
-// The last matrix whose first block is not after this one.
-__device__ __forceinline__ const MatrixTable::Matrix& MatrixOfBlock(const MatrixTable& table) {
-  int low = 0, high = table.count - 1;
+template <int kMatrices>
+__device__ __forceinline__ Cursor CursorAt(const MatrixTable<kMatrices>& table, int index) {
+  int low = 0, high = table.count - 1;  // the last matrix whose first tile is not after this one
   while (low < high) {
     const int middle = (low + high + 1) / 2;
-    if (table.matrices[middle].first <= blockIdx.x)
+    if (table.matrices[middle].first <= index)
       low = middle;
     else
       high = middle - 1;
   }
-  return table.matrices[low];
+  return {table.matrices[low], low + 1 < table.count ? table.matrices[low + 1].first : table.tiles};
 }
 
-constexpr int kWordSide = 32;
+struct Tile {
+  const uint8_t* data;  // its first element
+  uint8_t* data_t;
+  int64_t width, width_t;
+  int rows, bytes;  // that there are
+};
 
-__global__ void __launch_bounds__(kThreads)
-    TransposeWordsKernel(const __grid_constant__ MatrixTable table) {
-  __shared__ uint32_t tile[kWordSide][kWordSide + 1];
-  const MatrixTable::Matrix& m = MatrixOfBlock(table);
-  const auto* in = reinterpret_cast<const uint32_t*>(m.data);
-  auto* out = reinterpret_cast<uint32_t*>(m.data_t);
-  const uint32_t across = static_cast<uint32_t>((m.cols + kWordSide - 1) / kWordSide);
-  const uint32_t index = blockIdx.x - m.first;
-  const int64_t row = int64_t{index / across} * kWordSide;
-  const int64_t col = int64_t{index % across} * kWordSide;
-  const int x = threadIdx.x % kWordSide, y = threadIdx.x / kWordSide;
-#pragma unroll
-  for (int i = y; i < kWordSide; i += kThreads / kWordSide)
-    if (row + i < m.rows && col + x < m.cols) tile[i][x] = in[(row + i) * m.cols + col + x];
-  __syncthreads();
-#pragma unroll
-  for (int i = y; i < kWordSide; i += kThreads / kWordSide)
-    if (row + x < m.rows && col + i < m.cols) out[(col + i) * m.rows + row + x] = tile[x][i];
+__device__ __forceinline__ Tile TileAt(const Matrix& m, int index) {
+  uint32_t in_one = static_cast<uint32_t>(index - m.first);
+  const uint32_t one = m.tiles_of_one.Divide(in_one);
+  in_one -= one * m.tiles_of_one.divisor();
+  const uint32_t down = m.across.Divide(in_one);
+  const int64_t row = int64_t{down} * kRows;
+  const int64_t byte = int64_t{in_one - down * m.across.divisor()} * kBytes;
+  const auto elements = [&](int64_t bytes) { return bytes * 8 >> (__ffs(m.bits) - 1); };
+  const auto bytes = [&](int64_t elements) { return elements * m.bits >> 3; };
+  const int64_t rows = elements(m.width_t), others = one * m.width * rows;
+  return {m.data + others + row * m.width + byte,
+          m.data_t + others + elements(byte) * m.width_t + bytes(row),
+          m.width,
+          m.width_t,
+          static_cast<int>(min(int64_t{kRows}, rows - row)),
+          static_cast<int>(min(int64_t{kBytes}, m.width - byte))};
 }
 
-template <bool kPacked>
-__global__ void __launch_bounds__(kThreads)
-    TransposeEachKernel(const __grid_constant__ MatrixTable table) {
-  constexpr int kPerByte = kPacked ? 2 : 1;
-  __shared__ uint32_t words[kSide * kPitch / 4];
-  const auto* tile = reinterpret_cast<const uint8_t*>(words);
-  const MatrixTable::Matrix& m = MatrixOfBlock(table);
-  const int64_t width = m.cols / kPerByte, width_t = m.rows / kPerByte;  // bytes of a row
-  const uint32_t across = static_cast<uint32_t>((width + kSide - 1) / kSide);
-  const uint32_t index = blockIdx.x - m.first;
-  const int64_t row = int64_t{index / across} * kSide, byte = int64_t{index % across} * kSide;
+// --- shared memory ---
 
-  const int r = threadIdx.x / 4, part = threadIdx.x % 4 * kVector;
-  if (row + r < m.rows) {
-    const bool vectors = width % kVector == 0 && reinterpret_cast<uintptr_t>(m.data) % kVector == 0;
-    const Words<kVector> w = LoadPart(m.data + (row + r) * width, byte + part, width, vectors);
+__device__ __forceinline__ uint32_t SharedAddress(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+
+__device__ __forceinline__ void CopyAsync(uint32_t to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+__device__ __forceinline__ void EndCopies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Until all but the last kLeft groups of copies have arrived.
+template <int kLeft>
+__device__ __forceinline__ void WaitForCopies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
+}
+
+// Four matrices of 8 rows of 8 pairs of bytes; lane l gives the address of row l % 8 of matrix
+// l / 8, and gets of each column l / 4 its pairs in rows l % 4 * 2, low, and l % 4 * 2 + 1, high.
+__device__ __forceinline__ void LoadColumns(uint32_t at, uint32_t (&r)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(at)
+               : "memory");
+}
+
+// A thread gets kRun rows that follow one another, 16 bytes of a column of the transpose; so rows 0
+// and 1, kRun and kRun + 1 and so on make a matrix of ldmatrix. They lie in 8 different places.
+template <int kBits>
+constexpr int kRun = 16 * 8 / kBits;
+
+// Where chunk `chunk` of row `row` of a tile is.
+template <int kBits>
+__device__ __forceinline__ int ChunkOffset(int row, int chunk) {
+  return row * kBytes + (chunk ^ (row / kRun<kBits> % 4 * 2 + row % 2)) * kChunk;
+}
+
+// --- device memory to shared memory ---
+
+template <int kBits>
+__device__ __forceinline__ void Fetch(const Tile& t, uint32_t tile) {
+  const int chunk = threadIdx.x % kChunks, first = threadIdx.x / kChunks;
+  if (chunk * kChunk >= t.bytes) return;
+  const uint8_t* from = t.data + first * t.width + chunk * kChunk;
+  constexpr int kStep = kThreads / kChunks;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) words[(r * kPitch + part) / 4 + i] = w.w[i];
+  for (int i = 0; i < kRows; i += kStep, from += kStep * t.width)
+    if (first + i < t.rows) CopyAsync(tile + ChunkOffset<kBits>(first + i, chunk), from);
+}
+
+// --- shared memory to device memory ---
+
+// Words i of 16 bytes of 2 columns of bytes, or of 4 of nibbles, from 4 or 8 rows of them, two a
+// word.
+__device__ __forceinline__ void Turn(const uint32_t (&r)[8], int i, Words<kChunk> (&out)[2]) {
+  out[0].w[i] = __byte_perm(r[2 * i], r[2 * i + 1], 0x6420);
+  out[1].w[i] = __byte_perm(r[2 * i], r[2 * i + 1], 0x7531);
+}
+__device__ __forceinline__ void Turn(const uint32_t (&r)[16], int i, Words<kChunk> (&out)[4]) {
+#pragma unroll
+  for (int k = 0; k < 2; ++k) {
+    // Bytes k of even rows, then of odd rows; then those of all even rows, and of all odd rows.
+    const uint32_t select = k == 0 ? 0x6240 : 0x7351;
+    const uint32_t upper = __byte_perm(r[4 * i], r[4 * i + 1], select);
+    const uint32_t lower = __byte_perm(r[4 * i + 2], r[4 * i + 3], select);
+    const uint32_t even = __byte_perm(upper, lower, 0x5410);
+    const uint32_t odd = __byte_perm(upper, lower, 0x7632);
+    out[2 * k].w[i] = (even & 0x0F0F0F0Fu) | (odd << 4 & 0xF0F0F0F0u);
+    out[2 * k + 1].w[i] = (even >> 4 & 0x0F0F0F0Fu) | (odd & 0xF0F0F0F0u);
   }
-  __syncthreads();
+}
 
-  // Columns of codes: 64 of 64 bytes, or 128 of 32.
-  constexpr int kParts = kSide / kPerByte / kVector;
-  const int c = threadIdx.x / kParts, top = threadIdx.x % kParts * kVector * kPerByte;
-  if (byte * kPerByte + c >= m.cols) return;
-  Words<kVector> w = {};
+template <int kBits>
+__device__ __forceinline__ void WriteTile(const Tile& t, uint32_t tile) {
+  constexpr int kPerByte = 8 / kBits, kColumns = 2 * kPerByte;  // of a pair of bytes
+  constexpr int kUnitRows = 4 * kRun<kBits>, kUnits = kRows / kUnitRows;
+  const int64_t width_t = t.width_t;
+  const int lane = threadIdx.x % 32;
+  const int given = lane % 8 / 2 * kRun<kBits> + lane / 8 * 2 + lane % 2;
 #pragma unroll
-  for (int i = 0; i < kVector; ++i) {
-    const uint8_t* from = tile + (top + i * kPerByte) * kPitch + c / kPerByte;
-    uint32_t code = *from;
-    if constexpr (kPacked) {
-      const int shift = c % 2 * 4;
-      code = (code >> shift & 0xF) | (static_cast<uint32_t>(from[kPitch]) >> shift & 0xF) << 4;
+  for (int unit = threadIdx.x / 32; unit < kUnits * kChunks; unit += kThreads / 32) {
+    const int chunk = unit / kUnits, top = unit % kUnits * kUnitRows;
+    if (chunk * kChunk >= t.bytes) break;
+    uint32_t r[kRun<kBits> / 2];
+#pragma unroll
+    for (int i = 0; i < kRun<kBits>; i += 8) {
+      uint32_t part[4];
+      LoadColumns(tile + ChunkOffset<kBits>(top + given + i, chunk), part);
+#pragma unroll
+      for (int k = 0; k < 4; ++k) r[i / 2 + k] = part[k];
     }
-    w.w[i / 4] |= code << (i % 4 * 8);
+    Words<kChunk> out[kColumns];
+#pragma unroll
+    for (int i = 0; i < kChunk / 4; ++i) Turn(r, i, out);
+    const int at = top / kPerByte + lane % 4 * kChunk;
+    const int column = chunk * kChunk * kPerByte + lane / 4 * kColumns;
+    uint8_t* to = t.data_t + column * width_t + at;
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c, to += width_t)
+      if (at * kPerByte < t.rows) Store<Write::kCached>(to, out[c]);
   }
-  const bool vectors =
-      width_t % kVector == 0 && reinterpret_cast<uintptr_t>(m.data_t) % kVector == 0;
-  StorePart(m.data_t + (byte * kPerByte + c) * width_t, (row + top) / kPerByte, width_t, vectors,
-            w);
+}
+
+// --- past shared memory, in elements ---
+
+// A thread takes an element of each row of the transpose; two, if they share a byte.
+template <int kBits>
+__device__ __forceinline__ void WriteElements(const Tile& t) {
+  using T = std::conditional_t<kBits == 32, uint32_t, uint8_t>;
+  constexpr int kPerT = kBits == 4 ? 2 : 1, kSize = sizeof(T);
+  const int row = threadIdx.x * kPerT;
+  if (row >= t.rows) return;
+  const int64_t width = t.width / kSize, width_t = t.width_t / kSize;  // in T
+  const T* from = reinterpret_cast<const T*>(t.data) + row * width;
+  T* to = reinterpret_cast<T*>(t.data_t) + threadIdx.x;
+#pragma unroll 8
+  for (int i = 0; i < t.bytes / kSize; ++i, to += kPerT * width_t) {
+    const T upper = __ldg(from + i);
+    if constexpr (kBits == 4) {
+      const T lower = __ldg(from + i + width);
+      to[0] = static_cast<T>((upper & 0xF) | lower << 4);
+      to[width_t] = static_cast<T>(upper >> 4 | (lower & 0xF0));
+    } else {
+      *to = upper;
+    }
+  }
+}
+
+template <int kMatrices>
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm)
+    TransposeKernel(const __grid_constant__ MatrixTable<kMatrices> table) {
+  static_assert(kThreads == kRows);
+  extern __shared__ __align__(128) uint8_t stages[];
+  const auto stage_at = [&](int stage) { return SharedAddress(stages) + stage * kTileBytes; };
+  const int step = gridDim.x, ahead = (kStages - 1) * step;
+  Cursor fetching = CursorAt(table, blockIdx.x), writing = fetching;
+  int stage = 0, free = 0;
+  for (int index = static_cast<int>(blockIdx.x) - ahead; index < table.tiles; index += step) {
+    if (index + ahead < table.tiles) {
+      if (index + ahead >= fetching.end) fetching = CursorAt(table, index + ahead);
+      const Matrix& m = fetching.m;
+      const Tile t = TileAt(m, index + ahead);
+      if (m.vectors) m.bits == 8 ? Fetch<8>(t, stage_at(free)) : Fetch<4>(t, stage_at(free));
+    }
+    EndCopies();
+    free = free + 1 == kStages ? 0 : free + 1;
+    if (index < 0) continue;
+    WaitForCopies<kStages - 1>();
+    __syncthreads();
+    if (index >= writing.end) writing = CursorAt(table, index);
+    const Matrix& m = writing.m;
+    const Tile t = TileAt(m, index);
+    if (m.vectors)
+      m.bits == 8 ? WriteTile<8>(t, stage_at(stage)) : WriteTile<4>(t, stage_at(stage));
+    else if (m.bits == 4)
+      WriteElements<4>(t);
+    else
+      m.bits == 8 ? WriteElements<8>(t) : WriteElements<32>(t);
+    __syncthreads();
+    stage = stage + 1 == kStages ? 0 : stage + 1;
+  }
+}
+
+template <int kMatrices>
+Status Launch(const Exec<Cuda>& exec, const TransposePair* pairs, int n) {
+  MatrixTable<kMatrices> table;
+  int64_t tiles = 0;
+  table.count = 0;
+  for (int i = 0; i < n; ++i) {
+    const TransposePair& p = pairs[i];
+    if (p.batch * p.rows * p.cols == 0) continue;
+    const int64_t width = p.cols * p.bits / 8, width_t = p.rows * p.bits / 8;
+    const int64_t across = CeilDiv(width, kBytes), tiles_of_one = across * CeilDiv(p.rows, kRows);
+    const bool vectors = p.bits != 32 && width % kChunk == 0 && width_t % kChunk == 0 &&
+                         IsAligned(p.data, kChunk) && IsAligned(p.data_t, kChunk);
+    table.matrices[table.count++] = {p.data,
+                                     p.data_t,
+                                     width,
+                                     width_t,
+                                     Divider(tiles_of_one),
+                                     Divider(across),
+                                     static_cast<int>(tiles),
+                                     static_cast<uint8_t>(p.bits),
+                                     vectors};
+    tiles += p.batch * tiles_of_one;
+  }
+  if (tiles == 0) return {};
+  table.tiles = static_cast<int>(tiles);
+  constexpr auto kKernel = TransposeKernel<kMatrices>;
+  constexpr int kShared = kStages * kTileBytes;
+  const Status status =
+      ToStatus(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared));
+  if (status.error != nullptr) return status;
+  const int64_t blocks = std::min<int64_t>(tiles, int64_t{kBlocksPerSm} * Multiprocessors());
+  kKernel<<<GridSize(blocks), kThreads, kShared, exec.stream>>>(table);
+  return LaunchStatus();
 }
 
 }  // namespace
 
-Status TransposeEach(const Exec<Cuda>& exec, const TransposePair* pairs, int64_t n, int64_t bits) {
-  MatrixTable table;
-  for (int64_t begin = 0; begin < n; begin += kTableMatrices) {
-    table.count = static_cast<int>(std::min<int64_t>(kTableMatrices, n - begin));
-    int64_t blocks = 0;
-    for (int i = 0; i < table.count; ++i) {
-      const TransposePair& p = pairs[begin + i];
-      table.matrices[i] = {p.data, p.data_t, p.rows, p.cols, static_cast<uint32_t>(blocks)};
-      const int side = bits == 32 ? kWordSide : kSide;
-      blocks += CeilDiv(p.rows, side) * CeilDiv(bits == 4 ? p.cols / 2 : p.cols, side);
-    }
-    if (blocks == 0) continue;
-    if (bits == 32)
-      TransposeWordsKernel<<<GridSize(blocks), kThreads, 0, exec.stream>>>(table);
-    else if (bits == 4)
-      TransposeEachKernel<true><<<GridSize(blocks), kThreads, 0, exec.stream>>>(table);
-    else
-      TransposeEachKernel<false><<<GridSize(blocks), kThreads, 0, exec.stream>>>(table);
-    const Status status = LaunchStatus();
+Status TransposeEach(const Exec<Cuda>& exec, const TransposePair* pairs, int64_t n) {
+  for (int64_t begin = 0; begin < n; begin += kManyMatrices) {
+    const int count = static_cast<int>(std::min<int64_t>(kManyMatrices, n - begin));
+    const Status status = count <= kFewMatrices ? Launch<kFewMatrices>(exec, pairs + begin, count)
+                                                : Launch<kManyMatrices>(exec, pairs + begin, count);
     if (status.error != nullptr) return status;
   }
   return {};
