@@ -23,7 +23,15 @@ from dataclasses import dataclass
 
 from qshard.formats import E8M0, Format, Usage
 
-__all__ = ["PlaneLayout", "Shape", "matrix_shape", "plane", "stores_transposed", "swizzled_scale_shape"]
+__all__ = [
+    "PlaneLayout",
+    "Shape",
+    "matrix_shape",
+    "plane",
+    "stores_transposed",
+    "swizzled_scale_shape",
+    "whole_units",
+]
 
 Shape = tuple[int, ...]
 
@@ -62,6 +70,16 @@ def stores_transposed(fmt: Format) -> bool:
     [True, True, False]
     """
     return fmt.square or fmt.scale_dtype != E8M0.name
+
+
+def whole_units(fmt: Format, usage: Usage) -> tuple[int, int]:
+    """What the numbers of rows and columns of a matrix must be multiples of, for its plane for one usage.
+
+    >>> from qshard.formats import FP8_1x128, MXFP8_E4M3
+    >>> [whole_units(fmt, Usage.COLUMNWISE) for fmt in (FP8_1x128, MXFP8_E4M3)]
+    [(1, 1), (32, 1)]
+    """
+    return (1, 1) if fmt.cuts_blocks else fmt.block_of(usage) or (1, 1)
 
 
 def plane(fmt: Format, shape: Shape, usage: Usage, *, op: str = "quantize") -> PlaneLayout:
@@ -131,13 +149,10 @@ def swizzled_scale_shape(scale_shape: Shape, *, block_rows: int = 1) -> Shape:
 
 
 def _check_blocks(fmt: Format, shape: Shape, usage: Usage, op: str) -> None:
-    block = fmt.block_of(usage)
-    if block is None or fmt.cuts_blocks:
-        return
-    sizes = matrix_shape(shape)
+    block = whole_units(fmt, usage)
     needs = [
         f"pad the {axis} to {_ceil(size, unit) * unit}"
-        for axis, size, unit in zip(("rows", "columns"), sizes, block, strict=True)
+        for axis, size, unit in zip(("rows", "columns"), matrix_shape(shape), block, strict=True)
         if size % unit
     ]
     if needs:

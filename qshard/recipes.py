@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from qshard import formats
-from qshard.formats import E2M1, E8M0, Format
+from qshard.formats import E2M1, E8M0, Format, Usage
+from qshard.layout import whole_units
 
-__all__ = ["NVFP4", "MXFP8", "BlockScaling", "CurrentScaling", "DelayedScaling", "Recipe", "Role"]
+__all__ = ["NVFP4", "ROLE_SEEDS", "MXFP8", "BlockScaling", "CurrentScaling", "DelayedScaling", "Recipe", "Role"]
 
 
 _ROTATED = formats.NVFP4.with_options(hadamard=True)
@@ -29,14 +30,25 @@ class Role(enum.Enum):
     GRADIENT = "gradient"
 
 
+ROLE_SEEDS = {Role.GRADIENT: 0, Role.ACTIVATION: 1 << 62, Role.WEIGHT: 1 << 63}
+"""The seed of a layer XOR this is that of a tensor, so that no two of them draw the same numbers.
+
+The highest bits, out of reach for those who count steps or ranks up from a seed.
+"""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A format for each role. Any mix is legal here; the named recipes hold each format to their method of scaling.
+    """A format for each role, in any mix whose rotations cancel. Named recipes hold each to their method of scaling.
 
     Attributes:
       weight: format of `w`.
       activation: format of `x`.
       gradient: format of the gradient of `y`.
+
+    Raises:
+      ValueError: a random Hadamard transform of one operand alone would stay in a product. Only both operands of `dw`,
+        activation and gradient, may be rotated.
 
     >>> CurrentScaling().format(Role.GRADIENT).name
     'FP8_E5M2'
@@ -56,6 +68,12 @@ class Recipe:
                     f"{type(self).__name__}: {role.value} ({self.format(role)}) is not a format of this recipe; "
                     "choose another format, or use Recipe for a mix"
                 )
+        weight, activation, gradient = (fmt.hadamard for fmt in (self.weight, self.activation, self.gradient))
+        if weight or activation != gradient:
+            raise ValueError(
+                f"{type(self).__name__}: hadamard (weight: {weight}, activation: {activation}, gradient: {gradient}) "
+                "is not what cancels in every product; rotate activation and gradient both, or none"
+            )
 
     def format(self, role: Role) -> Format:
         """The format of the tensor in `role`."""
@@ -63,9 +81,33 @@ class Recipe:
         return formats_by_role[role]
 
     @property
+    def stochastic(self) -> bool:
+        """Whether a format rounds stochastically, so that a layer needs a seed."""
+        return "stochastic" in (self.weight.rounding, self.activation.rounding, self.gradient.rounding)
+
+    @property
     def state_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the fp32 state that each quantized tensor carries from step to step, by name."""
         return {}
+
+    def added_rows(self, role: Role, usage: Usage, rows: int) -> int:
+        """How many rows of zeros the matrix in `role` gets, so that blocks which run along its rows are whole.
+
+        `dw` contracts the rows of the activation and of the gradient, so both get those that either needs, in the
+        planes that it may read. Zeros change no amax, and add nothing to a product.
+
+        Args:
+          role: WEIGHT gets none: what it is multiplied with would have to grow too.
+          usage: the planes to make.
+          rows: that there are.
+
+        >>> [MXFP8().added_rows(Role.ACTIVATION, usage, 40) for usage in (Usage.ROWWISE, Usage.BOTH)]
+        [0, 24]
+        """
+        if role is Role.WEIGHT or not (self.format(role).square or Usage.COLUMNWISE in usage.planes):
+            return 0
+        unit = max(whole_units(fmt, Usage.COLUMNWISE)[0] for fmt in (self.activation, self.gradient))
+        return -rows % unit
 
     @staticmethod
     def _takes(fmt: Format) -> bool:

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from qshard.recipes import Recipe
 from qshard.torch_bridge._layer import Linear
-from qshard.torch_bridge._linear import check_recipe, check_shape
+from qshard.torch_bridge._linear import check_shape
 from qshard.torch_bridge._scales import ScaleState
 from qshard.torch_bridge._weight import ShardedWeight, plain
 
@@ -61,7 +61,6 @@ def convert(model: nn.Module, recipe: Recipe, filter: Callable[[nn.Linear, str],
         raise ValueError(
             f"convert: model ({type(model).__name__}) has no nn.Linear that filter= keeps; pass one that has"
         )
-    check_recipe("convert", recipe)
     for name, module in chosen.items():
         try:
             check_shape(f"convert: {name}", recipe, tuple(module.weight.shape))

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from qshard.recipes import DelayedScaling, Recipe, Role
 from qshard.torch_bridge._delayed import DelayedScale
-from qshard.torch_bridge._linear import ROLES, check_recipe, check_shape, linear
+from qshard.torch_bridge._linear import ROLES, check_shape, linear
 from qshard.torch_bridge._scales import ScaleState
 from qshard.torch_bridge._weight import ShardedWeight, plain, wrap
 
@@ -75,7 +75,6 @@ class Linear(nn.Linear):
     ):
         if recipe is None:
             raise TypeError("Linear: recipe (None) is not a recipe; pass one of qshard.recipes")
-        check_recipe("Linear", recipe)
         check_shape("Linear", recipe, (out_features, in_features))
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
         state = ScaleState(recipe, "weight", self, self.weight.device)
@@ -92,8 +91,8 @@ class Linear(nn.Linear):
             own = {role.value: DelayedScale(recipe, role, weight.device) for role in Role if role is not Role.WEIGHT}
             assert state.delayed is not None
             self.delayed = nn.ModuleDict({Role.WEIGHT.value: state.delayed, **own})
-        stochastic = any(recipe.format(role).rounding == "stochastic" for role in Role)
-        self.register_buffer("seed", torch.empty(2, dtype=torch.int32, device=weight.device) if stochastic else None)
+        seed = torch.empty(2, dtype=torch.int32, device=weight.device) if recipe.stochastic else None
+        self.register_buffer("seed", seed)
         self._reset_state()
 
     def reset_parameters(self) -> None:

@@ -12,7 +12,7 @@ from qshard import pipeline
 from qshard.formats import Format, Usage
 from qshard.layout import plane
 from qshard.pipeline import Draws, Parts
-from qshard.recipes import DelayedScaling, Recipe, Role
+from qshard.recipes import ROLE_SEEDS, DelayedScaling, Recipe, Role
 from qshard.torch_bridge._delayed import DelayedScale
 from qshard.torch_bridge._gemm import Operand, matmul
 from qshard.torch_bridge._ops import ops
@@ -20,7 +20,7 @@ from qshard.torch_bridge._quantize import words
 from qshard.torch_bridge._tensor import QuantizedTensor
 from qshard.torch_bridge._weight import ShardedWeight
 
-__all__ = ["check_recipe", "check_shape", "linear"]
+__all__ = ["check_shape", "linear"]
 
 aten = torch.ops.aten
 
@@ -59,9 +59,8 @@ def linear(
       `[..., N]`, in the dtype of x. Gradients have the dtypes of what they are gradients of.
 
     Raises:
-      ValueError: an axis that is contracted is not whole blocks of its format; only one of two operands of a product is
-        rotated; or there is no seed. The number of rows of x may be anything: where blocks run along it, operands get
-        rows of zeros to make them whole, which add nothing to the product.
+      ValueError: an axis that is contracted is not whole blocks of its format, or there is no seed. The number of rows
+        of x may be anything: where blocks run along it, operands get rows of zeros (`Recipe.added_rows`).
 
     >>> from qshard.recipes import CurrentScaling
     >>> x, w = torch.eye(2, requires_grad=True), torch.tensor([[1.0, 2.0], [4.0, 8.0]], requires_grad=True)
@@ -74,9 +73,7 @@ def linear(
 
     Sources: arXiv:2209.05433.
     """
-    check_recipe("linear", recipe)
-    stochastic = any(recipe.format(role).rounding == "stochastic" for role in ROLES)
-    if stochastic and seed is None:
+    if recipe.stochastic and seed is None:
         raise ValueError(
             "linear: seed (None) is not what stochastic rounding needs; give it one, another one each time"
         )
@@ -86,23 +83,13 @@ def linear(
             raise ValueError("linear: delayed (None) is not what DelayedScaling needs; use Linear, which keeps state")
         states = [part for role in ROLES for part in (delayed[role].scale, delayed[role].scale_inv)]
         states.append(delayed[Role.GRADIENT].amax)
-    y, *amaxes = _Linear.apply(x, weight, recipe, seed if stochastic else None, *states)
+    y, *amaxes = _Linear.apply(x, weight, recipe, seed if recipe.stochastic else None, *states)
     if delayed is not None:
         # The amax of a gathered weight is not among them: the hook before the gather has noted it.
         for role, amax in zip((Role.ACTIVATION, Role.WEIGHT), amaxes, strict=False):
             delayed[role].observe(amax)
     result: Tensor = y
     return result if bias is None else result + bias.to(result.dtype)
-
-
-def check_recipe(op: str, recipe: Recipe) -> None:
-    """Raises ValueError unless random Hadamard transforms cancel in each product."""
-    weight, activation, gradient = (fmt.hadamard for fmt in (recipe.weight, recipe.activation, recipe.gradient))
-    if weight or activation != gradient:
-        raise ValueError(
-            f"{op}: recipe (hadamard of weight: {weight}, activation: {activation}, gradient: {gradient}) is not one "
-            "whose rotations cancel; rotate activations and gradients both, or none"
-        )
 
 
 def check_shape(op: str, recipe: Recipe, shape: tuple[int, ...]) -> None:
@@ -214,27 +201,26 @@ def _planes(
 ) -> tuple[dict[Usage, Parts], Tensor | None]:
     """The planes of a matrix `[M, K]`, and its amax if its scale does not come from it.
 
-    Blocks of MXFP8 and NVFP4 that run along M are whole: x gets rows of zeros for that. They change no amax, and what
-    they add to a product over M is 0. In the rowwise plane there is no sign of them.
+    The rowwise plane has no sign of the rows that are added for the other.
     """
     fmt = recipe.format(role)
     if delayed:
         return pipeline.quantize_delayed(ops, x, fmt, usage, *delayed[role])
     if _NUMBERS_ARE_SYMBOLS and torch.compiler.is_compiling():
         fmt = cast(Format, _Constant(fmt))
-    rows, padding = x.shape[0], 0
-    if role is not Role.WEIGHT and (Usage.COLUMNWISE in usage.planes or fmt.square):
-        unit = max(_rows_of_blocks(recipe.format(one)) for one in (Role.ACTIVATION, Role.GRADIENT))
-        padding = -rows % unit if unit > 1 else 0
-    if padding:
-        x = torch.nn.functional.pad(x, (0, 0, 0, padding))
+    rows = x.shape[0]
+    added = recipe.added_rows(role, usage, rows)
+    if added:
+        x = torch.nn.functional.pad(x, (0, 0, 0, added))
     for one in usage.planes:
         plane(fmt, tuple(x.shape), one, op=f"linear: {role.value}")
     draws = None
     if fmt.rounding == "stochastic" and seed is not None:
-        draws = Draws(seed, words("first", _FIRST[role], x.device))
+        if ROLE_SEEDS[role]:
+            seed = seed ^ words("seed", ROLE_SEEDS[role], x.device)
+        draws = Draws(seed, words("first", 0, x.device))
     planes = pipeline.quantize(ops, x, fmt, usage, draws=draws)
-    if padding and Usage.ROWWISE in usage.planes:
+    if added and Usage.ROWWISE in usage.planes:
         data, scale_inv, global_scale_inv = planes[Usage.ROWWISE]
         if not fmt.square:
             scale_inv = scale_inv[:rows]
@@ -243,11 +229,6 @@ def _planes(
             global_scale_inv = global_scale_inv[:rows]
         planes[Usage.ROWWISE] = Parts(data[:rows], scale_inv, global_scale_inv)
     return planes, None
-
-
-def _rows_of_blocks(fmt: Format) -> int:
-    """What a number of rows must be a multiple of."""
-    return 1 if fmt.block is None or fmt.cuts_blocks else max(fmt.block)
 
 
 # Under `torch.compile(dynamic=True)` floats of an object become symbols. Dynamo of torch 2.13 fails on one in an
@@ -269,7 +250,3 @@ class _Constant:
 @torch.compiler.assume_constant_result
 def _numbers(fmt: Format) -> tuple[float, float]:
     return fmt.eps, fmt.scale_max
-
-
-# Where the elements of each role are among those that a seed has random bits for.
-_FIRST = {Role.GRADIENT: 0, Role.ACTIVATION: 1 << 62, Role.WEIGHT: 2 << 62}

@@ -15,11 +15,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from qshard.jax.ops import names_of
 
-__all__ = ["Cut", "Spec", "matrix_of", "mesh_of", "shaped", "spec_of", "vary_alike"]
+__all__ = ["Cut", "Spec", "cuts_rows", "matrix_of", "mesh_of", "shaped", "spec_of", "vary_alike"]
 
 Spec = PartitionSpec | NamedSharding | None
 Size = tuple[int, ...]
@@ -183,6 +183,16 @@ def shaped(y: jax.Array, shape: tuple[int, ...], added: int = 0) -> jax.Array:
     first, last = sharding.spec[added:] if y.ndim - added == 2 else (None, None)
     cut = PartitionSpec(*sharding.spec[:added], *_ends(first, last, len(shape) - added))
     return lax.reshape(y, shape, out_sharding=NamedSharding(sharding.mesh, cut))
+
+
+def cuts_rows(x: jax.Array, spec: Spec = None) -> bool:
+    """Whether the rows of `x` `[*lead, K]`, in `shard_map` of the shard, may be cut, by its type or by `spec`."""
+    sharding = jax.typeof(x).sharding
+    if sharding.mesh.size == 1 or set(sharding.mesh.axis_types) <= {AxisType.Manual}:
+        return False
+    if sharding.mesh.auto_axes:
+        return True  # They may: what XLA cuts, no type says.
+    return any(entry is not None for cut in (sharding.spec, spec_of(spec, None)) for entry in cut[: x.ndim - 1])
 
 
 def _ends(first: Any, last: Any, ndim: int) -> tuple[Any, ...]:

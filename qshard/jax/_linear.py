@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from qshard import pipeline
 from qshard.formats import Usage
 from qshard.jax._array import Plane, QuantizedArray
-from qshard.jax._cuts import Spec, vary_alike
+from qshard.jax._cuts import Spec, cuts_rows, matrix_of, shaped, spec_of, vary_alike
 from qshard.jax._delayed import LinearState, TensorState, observed, scale_inv_of
 from qshard.jax._gather import gather, scatter_gradient
 from qshard.jax._gemm import Factor, gemm, multiplies_codes, stored_for
 from qshard.jax._quantize import AxisName, Scales, Seed, axes_of, check_float, quantize_delayed, quantize_own, seed_of
-from qshard.jax._steps import STEPS
-from qshard.recipes import DelayedScaling, Recipe, Role
+from qshard.jax._steps import STEPS, word_pair
+from qshard.layout import Shape
+from qshard.recipes import ROLE_SEEDS, DelayedScaling, Recipe, Role
 
 __all__ = ["linear"]
 
@@ -110,8 +112,9 @@ def linear(
     Raises:
       TypeError: an operand is not of a float dtype, or `recipe` is no recipe.
       ValueError: shapes do not fit each other or the formats (of MXFP8 and NVFP4, all that is contracted must be whole
-        blocks: K, and for gradients N and the product of `lead`, on each device in `shard_map`); the recipe rotates one
-        side of a product alone, or needs a seed or a state; or `gather_axis` is not in the mesh or `weight_spec`.
+        blocks: K, and for gradients N; and the product of `lead` where a mesh may cut it, outside of `shard_map`: else
+        rows of zeros make up for it); the recipe needs a seed or a state; or `gather_axis` is not in the mesh or
+        `weight_spec`.
 
     Works under `jit` on Auto and Explicit meshes, and in `shard_map`, where `w` is the shard. With `gather_axis`, codes
     of the weight are gathered in the forward and again in the backward pass, a byte or half of one an element, with the
@@ -148,12 +151,7 @@ def _checked_linear(config: _Config, x: jax.Array, w: jax.Array, given: _Given) 
 
 def _check_recipe(recipe: Recipe, given: _Given) -> None:
     """Raises for what no shape can mend."""
-    if recipe.weight.hadamard or recipe.activation.hadamard != recipe.gradient.hadamard:
-        raise ValueError(
-            f"linear: recipe (weight {recipe.weight}, activation {recipe.activation}, gradient {recipe.gradient}) does "
-            "not rotate both sides of the one product that it may; set hadamard of activation and gradient, or of none"
-        )
-    if given.seed is None and any(recipe.format(role).rounding == "stochastic" for role in Role):
+    if given.seed is None and recipe.stochastic:
         raise ValueError(
             f"linear: seed (None) is not what {type(recipe).__name__} needs, as it rounds stochastically; give each "
             "call and step a seed of its own, such as jax.random.fold_in(key, layer)"
@@ -173,7 +171,7 @@ def _check_recipe(recipe: Recipe, given: _Given) -> None:
 def _linear(config: _Config, x: jax.Array, w: jax.Array, given: _Given) -> jax.Array:
     xq, _ = _quantized(config, x, given, Role.ACTIVATION, Usage.ROWWISE)
     wq, _ = _quantized(config, w, given, Role.WEIGHT, Usage.ROWWISE)
-    return _product(config, xq, _whole(config, wq, Usage.ROWWISE))
+    return _product(config, xq, _whole(config, wq, Usage.ROWWISE), x.shape[:-1])
 
 
 def _linear_fwd(config: _Config, x: jax.Array, w: jax.Array, given: _Given) -> tuple[jax.Array, _Kept]:
@@ -186,7 +184,8 @@ def _linear_fwd(config: _Config, x: jax.Array, w: jax.Array, given: _Given) -> t
         kept_w = whole if w_kept is Usage.ROWWISE else _whole(config, wq, w_kept)
     given = given._replace(scales=None)
     types = jax.typeof(x).sharding, jax.typeof(w).sharding
-    return _product(config, xq, whole), _Kept(_only(xq, x_kept), _only(kept_w, w_kept), given, (x_amax, w_amax), *types)
+    y = _product(config, xq, whole, x.shape[:-1])
+    return y, _Kept(_only(xq, x_kept), _only(kept_w, w_kept), given, (x_amax, w_amax), *types)
 
 
 def _linear_bwd(config: _Config, kept: _Kept, dy: jax.Array) -> tuple[jax.Array, jax.Array, _Given]:
@@ -205,7 +204,7 @@ def _linear_bwd(config: _Config, kept: _Kept, dy: jax.Array) -> tuple[jax.Array,
     explicit = bool(kept.w_type.mesh.explicit_axes)
     x_type, w_type = (kept.x_type, kept.w_type) if explicit else (None, None)
     rows, columns = Usage.ROWWISE, Usage.COLUMNWISE
-    dx = gemm(Factor(dyq, rows), Factor(wq, columns), xq.dtype, precise=True, out_sharding=x_type)
+    dx = _of_rows(Factor(dyq, rows), Factor(wq, columns), dy.shape[:-1], xq.dtype, precise=True, out_sharding=x_type)
     dw = gemm(Factor(dyq, columns), Factor(xq, columns), wq.dtype, precise=True, out_sharding=w_type)
     if not explicit:
         dw = scatter_gradient(dw, config.gather_axis, config.weight_spec)
@@ -248,15 +247,24 @@ def _only(q: QuantizedArray, usage: Usage) -> QuantizedArray:
 def _quantized(
     config: _Config, x: jax.Array, given: _Given, role: Role, usage: Usage
 ) -> tuple[QuantizedArray, jax.Array | None]:
-    """x, dy or the shard of w, and, of delayed scaling, the amax as each device knows it."""
+    """x, dy or the shard of w, and, of delayed scaling, the amax as each device knows it.
+
+    A matrix in place of x or dy, with more rows, where the recipe adds some and no mesh may cut them.
+    """
     fmt = config.recipe.format(role)
     if given.state is not None:
         of_role: TensorState = getattr(given.state, role.value)
         return quantize_delayed(x, fmt, usage, of_role.scale, scale_inv_of(of_role))
-    seed = _seed_of_role(given.seed, role)
+    seed = given.seed
+    if seed is not None and ROLE_SEEDS[role]:
+        seed = seed ^ word_pair(ROLE_SEEDS[role]).view(seed.dtype)
     if role is not Role.WEIGHT:
+        rows = math.prod(x.shape[:-1])
+        added = config.recipe.added_rows(role, usage, rows)
+        if added and not cuts_rows(x, config.out_sharding):
+            x = jnp.pad(matrix_of(x), ((0, added), (0, 0)))
         # Blocks are those of a shard: what it multiplies is its own.
-        return quantize_own(x, fmt, usage, None, seed, config.axes, None, own_blocks=True), None
+        return quantize_own(x, fmt, usage, None, seed, config.axes, None, own_rows=rows), None
     axis, spec = config.gather_axis, config.weight_spec
     manual = axis in jax.typeof(x).sharding.mesh.manual_axes
     if axis and not manual and spec is None:
@@ -277,18 +285,23 @@ def _observed(config: _Config, kept: _Kept, dy_amax: jax.Array | None) -> Linear
     )
 
 
-def _seed_of_role(seed: jax.Array | None, role: Role) -> jax.Array | None:
-    """Gradients have the seed itself; a recipe that rounds others stochastically must not draw the same for them."""
-    if seed is None or role is Role.GRADIENT:
-        return seed
-    return seed ^ np.array([0, 1 + (role is Role.WEIGHT)], seed.dtype)
-
-
 def _whole(config: _Config, wq: QuantizedArray, usage: Usage) -> QuantizedArray:
     """One plane of w, gathered."""
     return gather(_only(wq, usage), config.gather_axis, spec=config.weight_spec) if config.gather_axis else wq
 
 
-def _product(config: _Config, xq: QuantizedArray, wq: QuantizedArray) -> jax.Array:
+def _product(config: _Config, xq: QuantizedArray, wq: QuantizedArray, lead: Shape) -> jax.Array:
     x, w = (Factor(q, Usage.ROWWISE) for q in (xq, wq))
-    return gemm(x, w, xq.dtype, precise=False, out_sharding=config.out_sharding)
+    return _of_rows(x, w, lead, xq.dtype, precise=False, out_sharding=config.out_sharding)
+
+
+def _of_rows(a: Factor, b: Factor, lead: Shape, dtype: Any, *, precise: bool, out_sharding: Spec) -> jax.Array:
+    """The product of the rows `lead` of `a`, without those that `_quantized` has added, which no mesh cuts."""
+    if a.tensor.shape[:-1] == lead:
+        return gemm(a, b, dtype, precise=precise, out_sharding=out_sharding)
+    if out_sharding is not None:
+        last = (*spec_of(out_sharding, None), *[None] * len(lead))[len(lead)]
+        cut = PartitionSpec(None, last)
+        out_sharding = NamedSharding(out_sharding.mesh, cut) if isinstance(out_sharding, NamedSharding) else cut
+    product = gemm(a, b, dtype, precise=precise, out_sharding=out_sharding)
+    return shaped(product[: math.prod(lead)], (*lead, product.shape[-1]))

@@ -102,7 +102,7 @@ def quantize(
 
     Sources: arXiv:2209.05433, OCP Microscaling Formats v1.0, arXiv:2509.25149; the others in NUMERICS.md.
     """
-    return quantize_own(x, fmt, usage, scales, seed_of(seed), axes_of(axis_name), spec, own_blocks=False)
+    return quantize_own(x, fmt, usage, scales, seed_of(seed), axes_of(axis_name), spec)
 
 
 def quantize_own(
@@ -114,10 +114,13 @@ def quantize_own(
     axis_names: tuple[str, ...],
     spec: Spec,
     *,
-    own_blocks: bool = False,
+    own_rows: int | None = None,
 ) -> QuantizedArray:
-    """`quantize`. With `own_blocks`, blocks end where a shard ends, though it is a part of a tensor in all else."""
-    q: QuantizedArray = _quantize(x, scales, seed, fmt, usage, axis_names, spec, own_blocks)
+    """`quantize`. With `own_rows`, blocks end where a shard ends, though it is a part of a tensor in all else.
+
+    Of so many rows, that is: those that `x` has beyond are no part of the tensor, and make the last blocks whole.
+    """
+    q: QuantizedArray = _quantize(x, scales, seed, fmt, usage, axis_names, spec, own_rows)
     return q
 
 
@@ -131,7 +134,7 @@ def _quantize(
     usage: Usage,
     axis_names: tuple[str, ...],
     spec: Spec,
-    own_blocks: bool,
+    own_rows: int | None,
 ) -> QuantizedArray:
     if not isinstance(fmt, Format):
         raise TypeError(f"quantize: fmt ({fmt!r}) is not a qshard.formats.Format; take one from there")
@@ -139,11 +142,14 @@ def _quantize(
         raise TypeError(f"quantize: usage ({usage!r}) is not Usage.ROWWISE, COLUMNWISE or BOTH; ask for one of them")
     check_float("quantize", "x", x)
     cut = Cut.of(x, axis_names, spec)
-    whole_shape = cut.whole(x.shape)
-    own_blocks = own_blocks and cut.local
+    own_blocks = own_rows is not None and cut.local
     for each in usage:
-        layout.plane(fmt, x.shape if own_blocks else whole_shape, each)
-    return _array_of(x, fmt, _planes(x, scales, seed, fmt, usage, cut, own_blocks))
+        layout.plane(fmt, x.shape if own_blocks else cut.whole(x.shape), each)
+    draws = None
+    if fmt.rounding == "stochastic" and seed is not None:
+        rows, columns = layout.matrix_shape(x.shape)
+        draws = _draws(seed, cut, (rows if own_rows is None else own_rows, columns))
+    return _array_of(x, fmt, _planes(x, scales, draws, fmt, usage, cut, own_blocks))
 
 
 def quantize_delayed(
@@ -162,7 +168,13 @@ def _array_of(x: jax.Array, fmt: Format, planes: dict[Usage, pipeline.Parts]) ->
 
 
 def _planes(
-    x: jax.Array, scales: Scales | None, seed: jax.Array | None, fmt: Format, usage: Usage, cut: Cut, own_blocks: bool
+    x: jax.Array,
+    scales: Scales | None,
+    draws: pipeline.Draws | None,
+    fmt: Format,
+    usage: Usage,
+    cut: Cut,
+    own_blocks: bool,
 ) -> dict[Usage, pipeline.Parts]:
     flat = usage is not Usage.ROWWISE or (fmt.block is not None and (fmt.block[0] > 1 or x.ndim < 2))
     matrix = matrix_of(x) if flat else x
@@ -171,7 +183,6 @@ def _planes(
         planes = pipeline.cast_per_tensor(STEPS, matrix, fmt, usage, pipeline.Scales(*scales))
     else:
         reduce_max = _reduction(cut, fmt, None if given is None else given.whole)
-        draws = _draws(x, seed, cut) if fmt.rounding == "stochastic" and seed is not None else None
         broken = (
             ()
             if own_blocks
@@ -217,12 +228,12 @@ def _reduction(cut: Cut, fmt: Format, given: jax.Array | None) -> pipeline.Reduc
     return lambda amax: as_float(lax.pmax(as_bits(amax), axes))
 
 
-def _draws(x: jax.Array, seed: jax.Array, cut: Cut) -> pipeline.Draws:
-    rows, cols = layout.matrix_shape(x.shape)
-    row_step = cols * (cut.cols if cut.local else 1)
+def _draws(seed: jax.Array, cut: Cut, shape: tuple[int, int]) -> pipeline.Draws:
+    """Those of a matrix, in `shard_map` of a shard of this shape."""
+    row_step = shape[1] * (cut.cols if cut.local else 1)
     if not cut.local:
         return pipeline.Draws(seed, jnp.asarray(word_pair(0)), row_step)
-    row, col = (jnp.asarray(start, jnp.uint32) for start in cut.start((rows, cols)))
+    row, col = (jnp.asarray(start, jnp.uint32) for start in cut.start(shape))
     first = words_plus(words_times(row, row_step), (col, jnp.zeros_like(col)))
     return pipeline.Draws(seed, jnp.stack(vary_alike(*first)), row_step)
 
@@ -252,10 +263,10 @@ def _from_pieces(
                 f"{block[0]}x{block[1]} blocks in each, which {fmt} needs, as {option} looks at all of a block; "
                 "cut it at blocks"
             )
-    row_step, col_step, turned = (draws.row_step if draws else None) or 0, 1, False
-    if usage is Usage.COLUMNWISE and stores_transposed(fmt):
-        x, block, cut, turned = STEPS.transposed(x), block[::-1], cut.swapped, True
-        row_step, col_step = col_step, row_step
+    turned = usage is Usage.COLUMNWISE and stores_transposed(fmt)
+    if turned:
+        draws = None if draws is None else draws.transposed(x.shape[-1])
+        x, block, cut = STEPS.transposed(x), block[::-1], cut.swapped
     piece = cut.pieces(x.shape, block)
     parts = (block[0] // piece[0], block[1] // piece[1])
     if given is not None and given.block is not None:
@@ -268,12 +279,7 @@ def _from_pieces(
     made = made._replace(scale=cut.everywhere(made.scale), scale_inv=cut.everywhere(made.scale_inv))
     grid = tuple(-(-size // unit) for size, unit in zip(x.shape, piece, strict=True))
     scale = cut.of_pieces(made.scale, parts, grid)
-    if draws is None:
-        data = pipeline.cast(STEPS, x, fmt, scale, piece)
-    else:
-        size = {"block_rows": piece[0], "block_cols": piece[1], "row_step": row_step, "col_step": col_step}
-        data = STEPS.cast_block_stochastic(x, scale, draws.seed, draws.first, **size)
-    return pipeline.Parts(data, made.scale_inv, made.global_scale_inv)
+    return pipeline.Parts(pipeline.cast(STEPS, x, fmt, scale, piece, draws), made.scale_inv, made.global_scale_inv)
 
 
 def compute_scales(weights: Any, recipe: Recipe, *, axis_name: AxisName = None, spec: Spec = None) -> Any:

@@ -169,6 +169,7 @@ def test_one_reduction_for_all_weights(fmt, check_vma):
             4,
             r"quantize: x \(4, 64\) is not a whole number of 32x32 blocks of MXFP8_32x32; pad the rows to 32",
         ),
+        (NVFP4_16x16.with_options(rounding="stochastic"), 24, r"quantize: seed \(None\) is not what NVFP4_16x16"),
     ],
     ids=str,
 )

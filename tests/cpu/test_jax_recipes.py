@@ -187,35 +187,31 @@ def test_a_gradient_step_descends():
         assert gradient(w, jax.random.key(0))[0] < 0.1 * first, str(recipe)
 
 
-ROTATED = formats.NVFP4.with_options(hadamard=True)
-
-
 @pytest.mark.parametrize(
     ("recipe", "shape", "text"),
     [
         (recipes.NVFP4(), (64, 64), r"linear: seed \(None\) is not what NVFP4 needs, as it rounds stochastically"),
         (
-            Recipe(weight=formats.NVFP4, activation=ROTATED, gradient=formats.NVFP4),
-            (64, 64),
-            r"linear: recipe \(weight NVFP4, activation NVFP4\[hadamard=True\], gradient NVFP4\) does not rotate both",
-        ),
-        (Recipe(weight=ROTATED, activation=ROTATED, gradient=ROTATED), (64, 64), r"does not rotate both sides"),
-        (
             recipes.MXFP8(),
             (64, 48),
             r"x \(64, 48\) is not a whole number of 1x32 blocks of MXFP8_E4M3; pad the columns",
         ),
-        (
-            recipes.MXFP8(),
-            (40, 64),
-            r"x \(40, 64\) is not a whole number of 32x1 blocks of MXFP8_E4M3; pad the rows to 64",
-        ),
     ],
 )
 def test_errors(recipe, shape, text):
-    """When tracing. Rows matter to gradients alone."""
+    """When tracing."""
     x, w = values(*shape), values(32, shape[1])
     with pytest.raises(ValueError, match=text):
         jax.grad(lambda w: jnp.sum(linear(x, w, recipe)))(w)
-    if shape[0] == 40:
-        assert linear(x, w, recipe).shape == (40, 32)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
+def test_rows_that_a_mesh_cuts_are_whole_blocks(kind):
+    """To gradients alone does it matter. Rows of zeros at their end would have to come from other devices."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
+    text = r"x \(40, 64\) is not a whole number of 32x1 blocks of MXFP8_E4M3; pad the rows to 64"
+    x, w = jax.device_put(values(40, 64), NamedSharding(mesh, P("data"))), values(32, 64)
+    with jax.set_mesh(mesh):
+        with pytest.raises(ValueError, match=text):
+            jax.grad(lambda w: jnp.sum(linear(x, w, recipes.MXFP8())))(w)
+        assert linear(x, w, recipes.MXFP8()).shape == (40, 32)

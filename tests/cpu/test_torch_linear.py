@@ -13,7 +13,7 @@ from fronts import TorchFront
 from products import DTYPES, assert_is_product, operands
 from qshard import reference
 from qshard.formats import FP8_E4M3, FP8_E5M2, Usage
-from qshard.recipes import MXFP8, NVFP4, CurrentScaling, Recipe
+from qshard.recipes import MXFP8, CurrentScaling, Recipe
 from qshard.torch_bridge import Linear, QuantizedTensor, ShardedWeight, convert, linear, quantize
 
 FRONT = TorchFront("cpu")
@@ -313,14 +313,8 @@ def tied_to_an_embedding():
             ValueError,
             r"convert: 0: weight: x \(32, 20\) is not a whole number of 32x32 blocks .* or leave the layer out",
         ),
-        (
-            model,
-            Recipe(weight=FP8_E4M3, activation=NVFP4().activation, gradient=FP8_E5M2),
-            ValueError,
-            "convert: recipe .hadamard of weight: False, activation: True, gradient: False. is not one whose rotations",
-        ),
     ],
-    ids=["tied", "nothing", "format", "rotation"],
+    ids=["tied", "nothing", "format"],
 )
 def test_what_convert_refuses(make, recipe, error, text):
     module = make()

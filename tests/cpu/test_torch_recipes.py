@@ -12,7 +12,7 @@ from products import DTYPES, assert_is_product, operands
 from qshard import reference
 from qshard.formats import FP8_E4M3, MXFP8_E4M3, MXFP8_E5M2, FP8_1x128, MXFP8_32x32, NVFP4_16x16, Usage
 from qshard.formats import NVFP4 as NVFP4_1x16
-from qshard.recipes import MXFP8, NVFP4, BlockScaling, CurrentScaling, DelayedScaling, Recipe
+from qshard.recipes import MXFP8, NVFP4, ROLE_SEEDS, BlockScaling, CurrentScaling, DelayedScaling, Recipe, Role
 from qshard.torch_bridge import Linear, convert, linear, quantize, update_scales
 
 FRONT = TorchFront("cpu")
@@ -27,12 +27,12 @@ BLOCK_RECIPES = {
 SEED = 0x123456789ABCDEF
 
 
-def plane_values(x, fmt, usage, rows=None, start=0):
+def plane_values(x, fmt, usage, rows=None, role=Role.GRADIENT):
     """What a plane holds, as the matrix `x`, to which rows of zeros are added until there are `rows`."""
     x = x.reshape(-1, x.shape[-1])
     if rows is not None:
         x = np.concatenate([x, np.zeros((rows - x.shape[0], x.shape[1]), x.dtype)])
-    q = reference.quantize(x, fmt, usage, **({"seed": SEED, "start": start} if fmt.rounding == "stochastic" else {}))
+    q = reference.quantize(x, fmt, usage, seed=SEED ^ ROLE_SEEDS[role])
     return q.dequantize(np.float32, usage=usage).astype(np.float64)
 
 
@@ -48,7 +48,7 @@ def test_the_three_products_in_blocks(name, dtype, shape):
     y.backward(FRONT.array(dy))
     rows = -(-int(np.prod(shape[:-1])) // 32) * 32
     row, col = Usage.ROWWISE, Usage.COLUMNWISE
-    x_row, x_col = (plane_values(x, recipe.activation, usage, rows, 1 << 62) for usage in (row, col))
+    x_row, x_col = (plane_values(x, recipe.activation, usage, rows, Role.ACTIVATION) for usage in (row, col))
     w_row, w_col = (plane_values(w, recipe.weight, usage) for usage in (row, col))
     dy_row, dy_col = (plane_values(dy, recipe.gradient, usage, rows) for usage in (row, col))
     count = int(np.prod(shape[:-1]))

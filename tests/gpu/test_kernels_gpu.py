@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 
 torch = pytest.importorskip("torch")
-from qshard import _ffi  # noqa: E402
+from qshard import _ffi, pipeline  # noqa: E402
+from qshard.formats import FORMATS, Usage  # noqa: E402
+from qshard.torch_bridge import quantize  # noqa: E402
+from qshard.torch_bridge._ops import ops  # noqa: E402
 
 E4M3 = {"element": "float8_e4m3fn"}
 
@@ -100,3 +103,31 @@ def test_more_elements_than_32_bits_count():
     assert codes[-1].view(torch.float8_e4m3fn).item() == -7.0
     assert bool((codes[:-1] == codes[0]).all())
     assert codes[0].view(torch.float8_e4m3fn).item() == 1.5
+
+
+BLOCKS = [fmt for fmt in FORMATS.values() if fmt.block is not None]
+
+
+@pytest.mark.parametrize("fmt", BLOCKS, ids=str)
+def test_blocks_of_more_elements_than_32_bits_count(fmt):
+    """A matrix of equal bands: the codes, scales and values of the last are those of one alone, in both planes."""
+    torch.manual_seed(0)
+    band = torch.randn(256, 2**16, device="cuda", dtype=torch.bfloat16)
+    bands = 2**8 + 1
+    alone, q = quantize(band, fmt, usage=Usage.BOTH), quantize(band.repeat(bands, 1), fmt, usage=Usage.BOTH)
+    assert q.shape[0] * q.shape[1] > 2**32
+    planes = [(q.parts(usage), alone.parts(usage)) for usage in Usage.BOTH.planes]
+    if fmt.square:  # As after a gather: the other plane of the first.
+        planes.append((pipeline.transposed(ops, planes[0][0], fmt), planes[1][1]))
+    for many, one in planes:
+        for got, want in ((many.data, one.data), (many.scale_inv, one.scale_inv)):
+            axis = 0 if got.shape[1] == want.shape[1] else 1
+            for at in (0, bands - 1):
+                size = want.shape[axis]
+                assert torch.equal(got.narrow(axis, at * size, size), want), (axis, at)
+    for usage in Usage.BOTH.planes:
+        values = pipeline.dequantize(ops, q.parts(usage), fmt, usage, torch.bfloat16)
+        last = pipeline.dequantize(ops, alone.parts(usage), fmt, usage, torch.bfloat16)
+        axis = 0 if values.shape[1] == last.shape[1] else 1
+        size = last.shape[axis]
+        assert torch.equal(values.narrow(axis, (bands - 1) * size, size), last)

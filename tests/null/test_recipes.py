@@ -3,6 +3,7 @@
 import pytest
 
 from qshard import formats, recipes
+from qshard.formats import Usage
 from qshard.recipes import Role
 
 NAMED = [
@@ -48,6 +49,51 @@ def test_recipes_are_keys(recipe):
 def test_format_of_another_method(recipe, fmt, role):
     with pytest.raises(ValueError, match=rf"{recipe.__name__}: {role.value} \({fmt}\) is not"):
         recipe(**{role.value: fmt})
+
+
+@pytest.mark.parametrize(
+    "rotated",
+    [("activation",), ("gradient",), ("weight",), ("weight", "activation", "gradient")],
+    ids="+".join,
+)
+def test_rotations_that_do_not_cancel(rotated):
+    with pytest.raises(ValueError, match=r"Recipe: hadamard .weight: .*is not what cancels in every product; rotate"):
+        recipes.Recipe(**{role.value: formats.NVFP4.with_options(hadamard=role.value in rotated) for role in Role})
+    with pytest.raises(ValueError, match=r"NVFP4: hadamard .weight: False, activation: True, gradient: False."):
+        recipes.NVFP4(gradient=formats.NVFP4)
+
+
+def test_stochastic():
+    random = formats.NVFP4.with_options(rounding="stochastic")
+    for role in Role:
+        chosen = {each.value: random if each is role else formats.NVFP4 for each in Role}
+        assert recipes.Recipe(**chosen).stochastic
+    assert recipes.NVFP4().stochastic
+    assert not recipes.MXFP8().stochastic
+
+
+def test_seeds_of_roles_differ_in_bits_that_nobody_counts():
+    assert len(set(recipes.ROLE_SEEDS.values())) == len(Role) == len(recipes.ROLE_SEEDS)
+    assert all(number % 2**62 == 0 and number < 2**64 for number in recipes.ROLE_SEEDS.values())
+
+
+@pytest.mark.parametrize(
+    ("activation", "gradient", "usage", "added"),
+    [
+        (formats.MXFP8_E4M3, formats.NVFP4, Usage.ROWWISE, 0),  # Blocks along a row need no others.
+        (formats.MXFP8_E4M3, formats.NVFP4, Usage.COLUMNWISE, 24),
+        (formats.NVFP4, formats.MXFP8_E4M3, Usage.BOTH, 24),  # Those of the other tensor, which it is multiplied with.
+        (formats.NVFP4, formats.NVFP4, Usage.BOTH, 8),
+        (formats.FP8_1x128, formats.FP8_1x128, Usage.BOTH, 0),
+        (formats.FP8_E4M3, formats.MXFP8_32x32, Usage.ROWWISE, 24),  # One plane serves both directions.
+    ],
+    ids=str,
+)
+def test_added_rows(activation, gradient, usage, added):
+    recipe = recipes.Recipe(weight=formats.MXFP8_32x32, activation=activation, gradient=gradient)
+    assert recipe.added_rows(Role.ACTIVATION, usage, 40) == added
+    assert recipe.added_rows(Role.ACTIVATION, usage, 64) == 0
+    assert recipe.added_rows(Role.WEIGHT, usage, 40) == 0
 
 
 def test_delayed_scaling_state():
