@@ -139,6 +139,7 @@ void LaunchCastAmax(CUstream_st* stream, const CastAmaxArguments<In>& a) {
 template <class In, bool kOneScale>
 struct CastTransposeAmaxTuning : TransposeTuning {
   static constexpr bool kBackward = true;
+  static constexpr Read kRead = Read::kOnce;
   static constexpr int kBlocksPerSm = sizeof(In) == 4 ? 2 : 3;
 };
 

@@ -28,7 +28,9 @@ using EightOf = Words<kEight * sizeof(In)>;
 template <class Code>
 using EightCodes = Words<Code::kBits>;
 
-// Element i, a constant. Equals Widen, but for the payload of a float16 NaN.
+// Element i, a constant. Equals Widen, but for the payload of a float16 NaN. WidenWords has other
+// instructions for it: of the same ones the compiler would keep the results, all of them, in
+// registers from one plane to the other.
 template <class In>
 __device__ __forceinline__ float ElementOf(const EightOf<In>& x, int i) {
   if constexpr (std::is_same_v<In, float>) {
@@ -36,9 +38,7 @@ __device__ __forceinline__ float ElementOf(const EightOf<In>& x, int i) {
   } else {
     const uint32_t w = x.w[i / 2];
     if constexpr (std::is_same_v<In, bfloat16>)
-      return __uint_as_float(i % 2 == 0 ? w << 16 : w & 0xFFFF0000u);
-    // Not WidenWords, whose results the compiler would keep in registers from one plane to the
-    // other.
+      return __uint_as_float(__byte_perm(w, 0, i % 2 == 0 ? 0x1044 : 0x3244));
     float v;
     if (i % 2 == 0)
       asm("{ .reg .b16 lo, hi; mov.b32 {lo, hi}, %1; cvt.f32.f16 %0, lo; }" : "=f"(v) : "r"(w));
@@ -60,6 +60,18 @@ struct Magnitudes {
   }
   static __device__ __forceinline__ uint32_t Max(uint32_t a, uint32_t b) {
     return kPerWord == 2 ? __vmaxu2(a, b) : max(a, b);
+  }
+  // The larger magnitude, with any sign; a NaN wins. One instruction, and no magnitudes of single
+  // words, which the compiler would keep from columns to rows.
+  static __device__ __forceinline__ uint32_t MaxAbs(uint32_t a, uint32_t b) {
+    uint32_t m;
+    if constexpr (std::is_same_v<In, bfloat16>)
+      asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(m) : "r"(a), "r"(b));
+    else if constexpr (std::is_same_v<In, float16>)
+      asm("max.NaN.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(m) : "r"(a), "r"(b));
+    else
+      asm("max.NaN.xorsign.abs.f32 %0, %1, %2;" : "=r"(m) : "r"(a), "r"(b));
+    return m;
   }
   // The largest of a in the low half, that of b in the high half.
   static __device__ __forceinline__ uint32_t Fold(uint32_t a, uint32_t b) {

@@ -9,6 +9,7 @@
 #include "kernels/cuda/quantize_block_any.cuh"
 #include "kernels/cuda/quantize_block_rows.cuh"
 #include "kernels/cuda/quantize_block_square.cuh"
+#include "kernels/cuda/quantize_block_strips.cuh"
 #include "kernels/cuda/quantize_block_tile.cuh"
 #include "kernels/quantize_block.h"
 
@@ -41,6 +42,7 @@ template <class In, class Scales>
 TileArguments<In, Scales> ArgumentsOfTiles(const In* x, const Scales& scales, const Blocks& b,
                                            const uint8_t* data_t) {
   TileArguments<In, Scales> a{x, scales, TileGrid(b.batch, b.rows, b.cols),
+                              Divider(b.batch * CeilDiv(b.rows, kTile)),
                               MatricesOfGlobal(scales, b)};
   a.wide = WideColumns(b.rows, data_t);
   return a;
@@ -54,10 +56,20 @@ Status LaunchQuantizeTiles(CUstream_st* stream, const TileArguments<In, Scales>&
   return LaunchStatus();
 }
 
-template <class In, class Code, class Scales, bool kTransposed,
-          class Tuning = TileTuning<In, Scales, kTransposed ? Work::kSquareBoth : Work::kSquare>>
+// Both planes of a strip of float16, which the compiler widens but once, do not fit in registers.
+template <class In, class Scales, bool kRows>
+constexpr bool kTakesStrips = std::is_same_v<Scales, Nvfp4Scales> && sizeof(In) == 2 &&
+                              !(kRows && std::is_same_v<In, float16>);
+
+template <class In, bool kRows, class Tuning = StripTuning>
+Status LaunchQuantizeStrips(CUstream_st* stream, const TileArguments<In, Nvfp4Scales>& a) {
+  QuantizeStrips<In, kRows, Tuning><<<TileBlocks(a.grid), kStripThreads, 0, stream>>>(a);
+  return LaunchStatus();
+}
+
+template <class In, class Code, class Scales, Work kWork>
 Status LaunchQuantizeSquareTiles(CUstream_st* stream, const TileArguments<In, Scales>& a) {
-  QuantizeSquareTiles<In, Code, Scales, kTransposed, Tuning>
+  QuantizeSquareTiles<In, Code, Scales, kWork != Work::kSquare, TileTuning<In, Scales, kWork>>
       <<<TileBlocks(a.grid), kTileThreads, 0, stream>>>(a);
   return LaunchStatus();
 }
@@ -85,9 +97,12 @@ Status QuantizeBlock(const Exec<Cuda>& exec, const In* x, const Scales& scales,
     a.second_data = out.data_t;
     a.second_scale_inv = out.scale_inv_t;
     if (tall && wide && out.data_t == nullptr && out.data != nullptr)
-      return LaunchQuantizeSquareTiles<In, Code, Scales, false>(exec.stream, a);
+      return LaunchQuantizeSquareTiles<In, Code, Scales, Work::kSquare>(exec.stream, a);
     if (tall && wide && out.data_t != nullptr && TilesTranspose<Code>(blocks, out.data_t))
-      return LaunchQuantizeSquareTiles<In, Code, Scales, true>(exec.stream, a);
+      return out.data == nullptr
+                 ? LaunchQuantizeSquareTiles<In, Code, Scales, Work::kSquareTransposed>(exec.stream,
+                                                                                        a)
+                 : LaunchQuantizeSquareTiles<In, Code, Scales, Work::kSquareBoth>(exec.stream, a);
     if constexpr (kFloat) {
       if (row && wide && in_order)  // cut
         return LaunchQuantizeTiles<In, Code, Scales, true, Columns::kNone>(exec.stream, a);
@@ -99,8 +114,12 @@ Status QuantizeBlock(const Exec<Cuda>& exec, const In* x, const Scales& scales,
         return LaunchQuantizeTiles<In, Code, Scales, false, Columns::kInOrder>(exec.stream, a);
       }
     } else {
-      if (tall && column && transposed && TilesTranspose<Code>(blocks, out.data_t))
-        return LaunchQuantizeTiles<In, Code, Scales, false, Columns::kTransposed>(exec.stream, a);
+      if (tall && column && transposed && TilesTranspose<Code>(blocks, out.data_t)) {
+        if constexpr (kTakesStrips<In, Scales, false>)
+          return LaunchQuantizeStrips<In, false>(exec.stream, a);
+        else
+          return LaunchQuantizeTiles<In, Code, Scales, false, Columns::kTransposed>(exec.stream, a);
+      }
     }
   }
   return LaunchQuantizeUnits<In, Code>(exec.stream, x, scales, blocks, out);
@@ -127,9 +146,12 @@ Status QuantizeBlockBoth(const Exec<Cuda>& exec, const In* x, const Scales& scal
     a.scale_inv = out.scale_inv;
     a.second_data = out.second_data;
     a.second_scale_inv = out.second_scale_inv;
-    return LaunchQuantizeTiles<In, Code, Scales, true,
-                               kTransposed ? Columns::kTransposed : Columns::kInOrder>(exec.stream,
-                                                                                       a);
+    if constexpr (kTakesStrips<In, Scales, true>)
+      return LaunchQuantizeStrips<In, true>(exec.stream, a);
+    else
+      return LaunchQuantizeTiles<In, Code, Scales, true,
+                                 kTransposed ? Columns::kTransposed : Columns::kInOrder>(
+          exec.stream, a);
   }
   const Status status =
       QuantizeBlock<In, Code, Scales>(exec, x, scales, along_rows, {out.data, out.scale_inv});

@@ -24,7 +24,7 @@ struct QuantizeRowsTuning {
   static constexpr int kBlocksPerSm = sizeof(In) == 4 ? 4 : kSmall ? 8 : 5;
   // NVFP4 follows a kernel that read x forwards for its amax, and left the end in L2.
   static constexpr bool kBackward = std::is_same_v<Scales, Nvfp4Scales>;
-  static constexpr Read kRead = Read::kOnce;
+  static constexpr Read kRead = Read::kCached;
   static constexpr Write kWrite = Write::kStream;
 };
 
@@ -86,9 +86,10 @@ __global__ void __launch_bounds__(Tuning::kThreads, Tuning::kBlocksPerSm)
     uint32_t m[kRuns];
 #pragma unroll
     for (int u = 0; u < kRuns; ++u) {
-      m[u] = Abs::Abs(v[g][u].w[0]);
+      m[u] = v[g][u].w[0];
 #pragma unroll
-      for (int i = 1; i < EightOf<In>::kCount; ++i) m[u] = Abs::Max(m[u], Abs::Abs(v[g][u].w[i]));
+      for (int i = 1; i < EightOf<In>::kCount; ++i) m[u] = Abs::MaxAbs(m[u], v[g][u].w[i]);
+      m[u] = Abs::Abs(m[u]);
     }
     constexpr int kWords = kRuns / Abs::kPerWord;
     uint32_t folded[kWords];

@@ -26,10 +26,10 @@ __global__ void __launch_bounds__(kTileThreads, Tuning::kBlocksPerSm)
   const PatchPlace p;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   for (int64_t index = blockIdx.x; index < a.grid.tiles; index += gridDim.x) {
-    const Tile t = TileAt<Tuning>(a.grid, index);
+    const Tile t = TileOf<Tuning>(a, index);
     const int height = t.PatchHeight(p.down * kPatch, p.across * kPatch);
     EightOf<In> rows[kPatch];
-    LoadPatch(a.x, a.grid, t, p, height, rows);
+    LoadPatch<Tuning>(a.x, a.grid, t, p, height, rows);
     if constexpr (kGlobal) {
       if (warp == 0) {
         const auto g = GlobalAt(a.scales, t.matrix / a.matrices);
@@ -41,8 +41,9 @@ __global__ void __launch_bounds__(kTileThreads, Tuning::kBlocksPerSm)
 #pragma unroll
     for (int k = 0; k < kPatch; ++k) {
 #pragma unroll
-      for (int i = 0; i < EightOf<In>::kCount; ++i) m = Abs::Max(m, Abs::Abs(rows[k].w[i]));
+      for (int i = 0; i < EightOf<In>::kCount; ++i) m = Abs::MaxAbs(m, rows[k].w[i]);
     }
+    m = Abs::Abs(m);
     if constexpr (Abs::kPerWord == 2) m = max(m & 0xFFFFu, m >> 16);
     // Over the patches of the block in this warp, which has two rows of patches.
 #pragma unroll

@@ -24,8 +24,9 @@ struct TileArguments {
   const In* x;
   Scales scales;
   TileGrid grid;
-  int64_t matrices;  // that share a global scale
-  bool wide;         // WideColumns of the transposed codes
+  Divider tile_rows;  // of all matrices
+  int64_t matrices;   // that share a global scale
+  bool wide;          // WideColumns of the transposed codes
   // Null for what is not wanted, but for data_t and second_data, which `kTransposed` speaks of.
   uint8_t* data;
   typename Scales::Stored* scale_inv;
@@ -40,12 +41,23 @@ struct PatchPlace {
   int down, across;
 };
 
-template <class In>
+// Tile `index` in the order of the tuning. kDownFirst: the next one is below, so that it writes
+// what comes next in the transposed plane. No memory holds 2^31 tiles.
+template <class Tuning, class In, class Scales>
+__device__ __forceinline__ Tile TileOf(const TileArguments<In, Scales>& a, int64_t index) {
+  if constexpr (Tuning::kDownFirst) {
+    const uint32_t n = static_cast<uint32_t>(index), across = a.tile_rows.Divide(n);
+    index = int64_t{n - across * a.tile_rows.divisor()} * a.grid.across.divisor() + across;
+  }
+  return TileAt<Tuning>(a.grid, index);
+}
+
+template <class Tuning, class In>
 __device__ __forceinline__ void LoadPatch(const In* x, const TileGrid& grid, const Tile& t,
                                           const PatchPlace& p, int height,
                                           EightOf<In> (&rows)[kPatch]) {
-  LoadRows<Read::kOnce>(x + grid.Offset(t, p.down * kPatch, p.across * kPatch), grid.cols, height,
-                        rows);
+  LoadRows<Tuning::kRead>(x + grid.Offset(t, p.down * kPatch, p.across * kPatch), grid.cols, height,
+                          rows);
 }
 
 // The codes of a patch's rows, as far as there are any; `kWhole`: there are all. A row at a time,
@@ -64,25 +76,48 @@ __device__ __forceinline__ void StoreRows(uint8_t* data, const TileGrid& grid, c
 }
 
 // What kernels on tiles are for.
-enum class Work { kRows, kColumns, kBoth, kSquare, kSquareBoth };
+enum class Work { kRows, kColumns, kBoth, kSquare, kSquareTransposed, kSquareBoth };
 
 // As measured on an H200.
 template <class In, class Scales, Work kWork>
 struct TileTuning {
   static constexpr bool kNvfp4 = std::is_same_v<Scales, Nvfp4Scales>;
   static constexpr bool kE8M0 = std::is_same_v<Scales, E8M0Scales>;
+  static constexpr bool kFloat = std::is_same_v<Scales, FloatScales>;
   static constexpr int Blocks() {
     // As many as the registers of a patch allow. The compiler widens all of a float16 one at once.
     if (sizeof(In) == 4 || (std::is_same_v<In, float16> && kNvfp4)) return 2;
-    if (kWork == Work::kBoth) return kNvfp4 || kE8M0 ? 2 : 3;
-    if (kE8M0) return kWork == Work::kSquareBoth ? 4 : 3;
-    return kNvfp4 || kWork == Work::kSquareBoth || kWork == Work::kColumns ? 4 : 3;
+    if (kWork == Work::kBoth) return kE8M0 ? 2 : 3;
+    if (kWork == Work::kSquareTransposed || kWork == Work::kSquareBoth) return 4;
+    if (kE8M0) return 3;
+    return kNvfp4 || kWork == Work::kColumns ? 4 : 3;
   }
   static constexpr int kBlocksPerSm = Blocks();
   static constexpr bool kBackward = kNvfp4;
+  static constexpr bool kDownFirst =
+      !kNvfp4 && (kWork == Work::kSquareTransposed || (kFloat && kWork == Work::kColumns));
+  static constexpr Read kRead = !kNvfp4 && kWork == Work::kSquareBoth ? Read::kOnce : Read::kCached;
   static constexpr Write kWrite =
       kE8M0 && kWork == Work::kColumns ? Write::kCached : Write::kStream;
 };
+
+// The scales of a tile are parts of sectors, of which other tiles write the rest. That goes faster
+// if no sector leaves L2 before it is whole.
+template <class Stored>
+__device__ __forceinline__ void StoreScale(Stored* to, Stored scale_inv) {
+  uint64_t last_to_leave;
+  asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(last_to_leave));
+  if constexpr (std::is_same_v<Stored, float>)
+    asm volatile("st.global.L2::cache_hint.f32 [%0], %1, %2;"
+                 :
+                 : "l"(to), "f"(scale_inv), "l"(last_to_leave)
+                 : "memory");
+  else
+    asm volatile("st.global.L2::cache_hint.u8 [%0], %1, %2;"
+                 :
+                 : "l"(to), "r"(uint32_t{scale_inv}), "l"(last_to_leave)
+                 : "memory");
+}
 
 // --- blocks along rows (kRows), and along columns ---
 
@@ -148,10 +183,10 @@ __global__ void __launch_bounds__(kTileThreads, Tuning::kBlocksPerSm)
   const PatchPlace p;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   for (int64_t index = blockIdx.x; index < a.grid.tiles; index += gridDim.x) {
-    const Tile t = TileAt<Tuning>(a.grid, index);
+    const Tile t = TileOf<Tuning>(a, index);
     const int height = t.PatchHeight(p.down * kPatch, p.across * kPatch);
     EightOf<In> rows[kPatch];
-    LoadPatch(a.x, a.grid, t, p, height, rows);
+    LoadPatch<Tuning>(a.x, a.grid, t, p, height, rows);
     if constexpr (kNvfp4) {
       if (threadIdx.x < kScaleCodes) {
         const auto g = GlobalAt(a.scales, t.matrix / a.matrices);
@@ -166,11 +201,14 @@ __global__ void __launch_bounds__(kTileThreads, Tuning::kBlocksPerSm)
     for (int k = 0; k < kPatch; ++k) {
 #pragma unroll
       for (int i = 0; i < kWords; ++i) {
-        const uint32_t bits = Abs::Abs(rows[k].w[i]);
-        row_max[k] = i == 0 ? bits : Abs::Max(row_max[k], bits);
-        column_max[i] = k == 0 ? bits : Abs::Max(column_max[i], bits);
+        const uint32_t w = rows[k].w[i];
+        row_max[k] = i == 0 ? w : Abs::MaxAbs(row_max[k], w);
+        column_max[i] = k == 0 ? w : Abs::MaxAbs(column_max[i], w);
       }
+      row_max[k] = Abs::Abs(row_max[k]);
     }
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) column_max[i] = Abs::Abs(column_max[i]);
     if constexpr (kRows) {
       constexpr int kCount = kPatch / Abs::kPerWord, kFrom = kBlock / kPatch / 2;
       uint32_t m[kCount];
@@ -241,8 +279,9 @@ __global__ void __launch_bounds__(kTileThreads, Tuning::kBlocksPerSm)
             ScaleOf<Code>(a.scales, global, Abs::Value(row_amax[b * kBitsStride + row]));
         row_scale[b * kScaleStride + row] = scale.scale;
         if (row < t.height && b * kBlock < t.width && a.scale_inv != nullptr)
-          a.scale_inv[(t.matrix * a.grid.rows + t.row + row) * grid_cols + t.col / kBlock + b] =
-              scale.scale_inv;
+          StoreScale(
+              a.scale_inv + (t.matrix * a.grid.rows + t.row + row) * grid_cols + t.col / kBlock + b,
+              scale.scale_inv);
       }
     }
     if constexpr (kAlongColumns && !kNvfp4) {
@@ -266,9 +305,10 @@ __global__ void __launch_bounds__(kTileThreads, Tuning::kBlocksPerSm)
         column_scale[b * kScaleStride + col] = scale.scale;
         const int64_t grid_row = t.row / kBlock + b, x_col = t.col + col;
         if (b * kBlock < t.height && col < t.width && a.second_scale_inv != nullptr)
-          a.second_scale_inv[kTransposed ? (t.matrix * a.grid.cols + x_col) * grid_rows + grid_row
-                                         : (t.matrix * grid_rows + grid_row) * a.grid.cols +
-                                               x_col] = scale.scale_inv;
+          StoreScale(a.second_scale_inv +
+                         (kTransposed ? (t.matrix * a.grid.cols + x_col) * grid_rows + grid_row
+                                      : (t.matrix * grid_rows + grid_row) * a.grid.cols + x_col),
+                     scale.scale_inv);
       }
     }
     // The common case has code of its own: the tile is whole and, NVFP4, all its elements plain.

@@ -181,7 +181,7 @@ __device__ __forceinline__ void WriteTile(const uint8_t* tile, const Tile& t, in
 
 struct TransposeTuning {
   static constexpr bool kBackward = false;  // the last tile first
-  static constexpr Read kRead = Read::kOnce;
+  static constexpr Read kRead = Read::kCached;
   static constexpr Write kWrite = Write::kStream;
   static constexpr int kBlocksPerSm = 4;  // resident
 };
