@@ -19,16 +19,10 @@ from qshard.torch_bridge._convert import convert
 from qshard.torch_bridge._delayed import DelayedScale, update_delayed
 from qshard.torch_bridge._layer import Linear
 from qshard.torch_bridge._linear import linear
-from qshard.torch_bridge._master import (
-    CastPlan,
-    QuantizedSlice,
-    cast_master,
-    gather_slices,
-    join_pieces,
-    update_columnwise,
-)
+from qshard.torch_bridge._master import CastPlan, cast_master, update_columnwise
 from qshard.torch_bridge._quantize import quantize
 from qshard.torch_bridge._scales import update_scales
+from qshard.torch_bridge._slices import QuantizedSlice, gather_slices, join_pieces
 from qshard.torch_bridge._tensor import Plane, QuantizedTensor
 from qshard.torch_bridge._weight import ShardedWeight
 from qshard.torch_bridge.zero import ZeroOptimizer

@@ -26,7 +26,7 @@ from qshard.formats import Format, Usage
 from qshard.layout import plane
 from qshard.master import piece_bytes
 from qshard.torch_bridge._delayed import DelayedScale
-from qshard.torch_bridge._master import QuantizedSlice
+from qshard.torch_bridge._slices import QuantizedSlice
 from qshard.torch_bridge._tensor import QuantizedTensor
 from qshard.torch_bridge._weight import plain
 

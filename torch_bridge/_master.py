@@ -1,12 +1,11 @@
 """`cast_master`: flat slices of master weights to quantized weights, with one max-reduction for all of them.
 
-The steps are `qshard.master`; here are the tensors that they write to, and the gather of pieces.
+The steps are `qshard.master`; here is what they need of torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -14,72 +13,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from qshard import master
-from qshard.formats import ELEMENTS, Format, Usage
+from qshard.formats import Usage
 from qshard.layout import matrix_shape, plane
-from qshard.master import Bucket, FlatShards, MasterPlan, piece_bytes
+from qshard.master import Bucket, MasterPlan
 from qshard.pipeline import Parts
 from qshard.torch_bridge import _multi, _ops
 from qshard.torch_bridge._quantize import max_over_ranks
+from qshard.torch_bridge._slices import QuantizedSlice
 from qshard.torch_bridge._tensor import QuantizedTensor
 
-__all__ = ["CastPlan", "QuantizedSlice", "cast_master", "gather_slices", "join_pieces", "update_columnwise"]
+__all__ = ["CastPlan", "cast_master", "update_columnwise"]
 
 Parity = Literal["master", "model"]
-
-
-@dataclass(eq=False)
-class QuantizedSlice:
-    """What a rank holds of a quantized weight: the codes of its flat slice, and the scales of the whole weight.
-
-    Attributes:
-      format: how it is stored.
-      shape, dtype: of the whole weight.
-      data: uint8, the codes from the byte of the first element of the slice on; `qshard.master.piece_bytes` long. The
-        half of a byte that belongs to another rank is 0.
-      scale_inv, global_scale_inv: of the whole weight, in the shapes of `layout.plane`; bytes where a scale is one.
-      usage: the plane: `ROWWISE`, or `COLUMNWISE` of MXFP8 vectors.
-    """
-
-    format: Format
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    data: Tensor
-    scale_inv: Tensor
-    global_scale_inv: Tensor | None = None
-    usage: Usage = Usage.ROWWISE
-
-    @classmethod
-    def empty(
-        cls,
-        fmt: Format,
-        shape: tuple[int, ...],
-        length: int,
-        *,
-        dtype: torch.dtype = torch.bfloat16,
-        usage: Usage = Usage.ROWWISE,
-        device: torch.device | str | None = None,
-    ) -> QuantizedSlice:
-        """Room for a slice of `length` elements, of zeros, which `cast_master` fills.
-
-        Raises:
-          ValueError: `fmt` cannot hold `shape`.
-        """
-        where = plane(fmt, shape, usage, op="QuantizedSlice.empty")
-        scale_dtype = torch.uint8 if fmt.scale_dtype in ELEMENTS else torch.float32
-        whole = where.global_scale_shape
-        return cls(
-            fmt,
-            shape,
-            dtype,
-            torch.zeros(piece_bytes(fmt, length), dtype=torch.uint8, device=device),
-            torch.zeros(where.scale_shape, dtype=scale_dtype, device=device),
-            None if whole is None else torch.zeros(whole, device=device),
-            usage,
-        )
-
-    @property
-    def parts(self) -> Parts:
-        return Parts(self.data, self.scale_inv, self.global_scale_inv)
 
 
 class CastPlan:
@@ -258,57 +203,6 @@ def update_columnwise(weights: Sequence[QuantizedTensor]) -> None:
         torch.ops.qshard.transpose_each(matrices, transposes)
     for weight, parts in zip(weights, made, strict=True):
         weight.set(Usage.COLUMNWISE, parts)
-
-
-def gather_slices(
-    slices: Sequence[QuantizedSlice], cuts: Sequence[FlatShards], group: dist.ProcessGroup
-) -> list[QuantizedTensor]:
-    """The whole weights of which each rank holds a slice, with one all-gather of bytes for all of them.
-
-    Args:
-      slices: of each weight, this rank's.
-      cuts: of each weight, of all ranks: `starts` and `stops`, of `plan_shards` or any others.
-      group: the ranks.
-
-    Returns:
-      The weights, bit for bit those of `quantize` of the whole. Collective: a rank without elements sends padding.
-    """
-    world, rank = dist.get_world_size(group), dist.get_rank(group)
-    sizes = [
-        [piece_bytes(s.format, cut.stops[r] - cut.starts[r]) for s, cut in zip(slices, cuts, strict=True)]
-        for r in range(world)
-    ]
-    room = max(map(sum, sizes), default=0)
-    send = torch.cat([s.data[:size] for s, size in zip(slices, sizes[rank], strict=True)])
-    send = torch.nn.functional.pad(send, (0, room - send.numel()))
-    received = send.new_empty(world * room)
-    dist.all_gather_into_tensor(received, send, group=group)
-    pieces = [list(received[r * room : r * room + sum(sizes[r])].split(sizes[r])) for r in range(world)]
-    weights = []
-    for i, s in enumerate(slices):
-        where = plane(s.format, s.shape, s.usage)
-        data = join_pieces([pieces[r][i] for r in range(world)], cuts[i].starts, s.format, where.data_shape)
-        parts = s.parts._replace(data=data)
-        weights.append(QuantizedTensor(s.format, s.shape, s.dtype, **{str(s.usage.name).lower(): parts}))
-    return weights
-
-
-def join_pieces(pieces: Sequence[Tensor], starts: Sequence[int], fmt: Format, data_shape: tuple[int, ...]) -> Tensor:
-    """The codes of a weight from those of its slices. The two halves of a byte that slices share meet by OR.
-
-    Args:
-      pieces: uint8, as in `QuantizedSlice.data`, of any length from `piece_bytes` of the slice on.
-      starts: of the slices, in elements.
-      fmt: the format.
-      data_shape: of the codes of the whole.
-    """
-    data = pieces[0].new_zeros(data_shape)
-    flat = data.view(-1)
-    for piece, start in zip(pieces, starts, strict=True):
-        first = start // fmt.element.codes_per_byte
-        there = flat[first : first + piece.numel()]
-        there |= piece[: there.numel()]
-    return data
 
 
 class _Steps:
