@@ -11,19 +11,20 @@
 // some hundred and fifty kernels; the usual combinations have kernels of their own. Pointers travel
 // as kernel parameters, kTensors tensors a launch, which a captured graph keeps. Equals core/adam.h
 // bit for bit.
+#include <type_traits>
+
 #include "core/adam.h"
 #include "kernels/adam.h"
-#include "kernels/cuda/convert.cuh"
+#include "kernels/cuda/adam_four.cuh"
 #include "kernels/cuda/launch.cuh"
 
 namespace qshard::kernels {
 namespace {
 
-constexpr int kWarp = 32;
 constexpr int kWarps = 8;
-constexpr int kBlocks = 8 * kWarps;  // of elements that a block of threads takes
+constexpr int kPerWarp = 8;  // blocks of elements that a warp takes
+constexpr int kBlocks = kPerWarp * kWarps;
 constexpr int kTensors = 240;
-constexpr int kFour = kAdamBlock / kWarp;
 
 struct Table {
   AdamTensor tensors[kTensors];
@@ -35,167 +36,29 @@ struct Table {
 };
 static_assert(sizeof(Table) <= 32764, "more than a launch may have in parameters");
 
-// --- four elements of a lane: their bits, side by side from w[0] on ---
-
-struct Four {
-  uint32_t w[4];
-};
-
-// Where a block is: of its `length` elements a lane has 4 * lane .. + 3 if kWhole, else lane, lane
-// + 32, ...
-struct Place {
-  int64_t begin;  // elements before it in the tensor
-  int64_t block;  // and scales
-  int length;
-};
-
-__device__ __forceinline__ int Lane() { return threadIdx.x % kWarp; }
-
-template <class Word>
-__device__ __forceinline__ const Word* WordsAt(const void* data, int64_t begin, int64_t i) {
-  return reinterpret_cast<const Word*>(static_cast<const char*>(data) + begin) + i;
-}
-
-// Streaming: nothing here is read twice.
-template <bool kWhole>
-__device__ __forceinline__ Four LoadFour(const void* data, AdamType type, const Place& at) {
-  Four x = {};
-  const int lane = Lane(), size = SizeOf(type);
-  const int64_t begin = at.begin * size;
-  if constexpr (kWhole) {
-    if (size == 4) {
-      const uint4 u = __ldcs(WordsAt<uint4>(data, begin, lane));
-      x.w[0] = u.x, x.w[1] = u.y, x.w[2] = u.z, x.w[3] = u.w;
-    } else if (size == 2) {
-      const uint2 u = __ldcs(WordsAt<uint2>(data, begin, lane));
-      x.w[0] = u.x, x.w[1] = u.y;
-    } else {
-      x.w[0] = __ldcs(WordsAt<uint32_t>(data, begin, lane));
-    }
-  } else {
-#pragma unroll
-    for (int j = 0; j < kFour; ++j) {
-      const int i = lane + kWarp * j;
-      if (i >= at.length) continue;
-      if (size == 4)
-        x.w[j] = *WordsAt<uint32_t>(data, begin, i);
-      else if (size == 2)
-        x.w[j / 2] |= uint32_t{*WordsAt<uint16_t>(data, begin, i)} << 16 * (j % 2);
-      else
-        x.w[0] |= uint32_t{*WordsAt<uint8_t>(data, begin, i)} << 8 * j;
-    }
-  }
-  return x;
-}
-
-template <bool kWhole>
-__device__ __forceinline__ void StoreFour(void* data, AdamType type, const Place& at,
-                                          const Four& x) {
-  const int lane = Lane(), size = SizeOf(type);
-  char* to = static_cast<char*>(data) + at.begin * size;
-  if constexpr (kWhole) {
-    if (size == 4)
-      reinterpret_cast<uint4*>(to)[lane] = {x.w[0], x.w[1], x.w[2], x.w[3]};
-    else if (size == 2)
-      reinterpret_cast<uint2*>(to)[lane] = {x.w[0], x.w[1]};
-    else
-      reinterpret_cast<uint32_t*>(to)[lane] = x.w[0];
-  } else {
-#pragma unroll
-    for (int j = 0; j < kFour; ++j) {
-      const int i = lane + kWarp * j;
-      if (i >= at.length) continue;
-      if (size == 4)
-        reinterpret_cast<uint32_t*>(to)[i] = x.w[j];
-      else if (size == 2)
-        reinterpret_cast<uint16_t*>(to)[i] = static_cast<uint16_t>(x.w[j / 2] >> 16 * (j % 2));
-      else
-        reinterpret_cast<uint8_t*>(to)[i] = static_cast<uint8_t>(x.w[0] >> 8 * j);
-    }
-  }
-}
-
-// --- values of four elements ---
-
-__device__ __forceinline__ void WidenFour(const Four& x, AdamType type, float (&v)[kFour]) {
-  if (type == kAdamFloat32) {
-    WidenWords<float>(Words<16>{{x.w[0], x.w[1], x.w[2], x.w[3]}}, v);
-  } else if (type == kAdamBFloat16) {
-    WidenWords<bfloat16>(Words<8>{{x.w[0], x.w[1]}}, v);
-  } else if (type == kAdamFloat16) {
-    WidenWords<float16>(Words<8>{{x.w[0], x.w[1]}}, v);
-  } else if (type == kAdamE4M3) {
-    DecodeWords<E4M3>(Words<4>{{x.w[0]}}, v);
-  } else {
-    DecodeWords<E5M2>(Words<4>{{x.w[0]}}, v);
-  }
-}
-
-__device__ __forceinline__ bool AnyNan(const float (&v)[kFour]) {
-  return isnan(v[0]) || isnan(v[1]) || isnan(v[2]) || isnan(v[3]);
-}
-
-template <class Out>
-__device__ __forceinline__ Four Narrow16(const float (&v)[kFour]) {
-  Words<8> w = NarrowWords<Out>(v);
-  if (AnyNan(v)) {  // whose bits NarrowWords leaves open
-    w.w[0] = Narrow<Out>(v[0]).bits | uint32_t{Narrow<Out>(v[1]).bits} << 16;
-    w.w[1] = Narrow<Out>(v[2]).bits | uint32_t{Narrow<Out>(v[3]).bits} << 16;
-  }
-  return {{w.w[0], w.w[1]}};
-}
-
-__device__ __forceinline__ Four NarrowFour(const float (&v)[kFour], AdamType type) {
-  if (type == kAdamBFloat16) return Narrow16<bfloat16>(v);
-  if (type == kAdamFloat16) return Narrow16<float16>(v);
-  Four x;
-#pragma unroll
-  for (int j = 0; j < kFour; ++j) x.w[j] = static_cast<uint32_t>(FloatBits(Narrow<float>(v[j])));
-  if (type == kAdamE4M3) return {{EncodeWords<E4M3>(v).w[0]}};
-  if (type == kAdamE5M2) return {{EncodeWords<E5M2>(v).w[0]}};
-  return x;
-}
-
-// Adds to the codes of second moments what KeepPositive does.
-__device__ __forceinline__ void KeepPositiveFour(const float (&v)[kFour], AdamType type, Four& x) {
-  const int bits = 8 * SizeOf(type);
-#pragma unroll
-  for (int j = 0; j < kFour; ++j) {
-    uint32_t& w = bits == 16 ? x.w[j / 2] : x.w[0];
-    const int shift = bits == 16 ? 16 * (j % 2) : 8 * j;
-    if (v[j] > 0.0f && (w >> shift & ((1u << bits) - 1)) == 0) w |= 1u << shift;
-  }
-}
-
-__device__ __forceinline__ float MaxOf(AdamType type) {
-  return type == kAdamE4M3 ? E4M3::kMax : type == kAdamE5M2 ? E5M2::kMax : 65504.0f;
-}
-
-// v as the codes of a state, and the scale of the block. Every lane of the warp calls this.
-__device__ __forceinline__ Four EncodeState(float (&v)[kFour], AdamType type, bool positive,
-                                            const Place& at, float* scale_inv) {
-  if (!IsScaled(type)) return NarrowFour(v, type);
-  unsigned amax = 0;
-#pragma unroll
-  for (int j = 0; j < kFour; ++j)
-    amax = max(amax, static_cast<unsigned>(FloatBits(v[j]) & kFloatMagnitudeMask));
-  amax = __reduce_max_sync(0xFFFFFFFFu, amax);
-  const float scale = AdamScale(FloatFromBits(static_cast<int32_t>(amax)), MaxOf(type));
-  if (Lane() == 0) scale_inv[at.block] = AdamScaleInverse(scale);
-  float scaled[kFour];
-#pragma unroll
-  for (int j = 0; j < kFour; ++j) scaled[j] = v[j] * scale;
-  Four x = NarrowFour(scaled, type);
-  if (positive) KeepPositiveFour(v, type, x);
-  return x;
-}
-
 // --- a block ---
 
 struct Loaded {
   Four param, low, grad, exp_avg, exp_avg_sq;
-  float exp_avg_scale_inv, exp_avg_sq_scale_inv;
 };
+
+struct Scales {
+  float exp_avg, exp_avg_sq;
+};
+
+__device__ __forceinline__ Scales LoadScales(const AdamTensor& t, const AdamKinds& kinds,
+                                             int64_t block) {
+  Scales s = {};
+  if (IsScaled(kinds.exp_avg)) s.exp_avg = t.exp_avg.scale_inv[block];
+  if (IsScaled(kinds.exp_avg_sq)) s.exp_avg_sq = t.exp_avg_sq.scale_inv[block];
+  return s;
+}
+
+__device__ __forceinline__ void StoreScales(const AdamTensor& t, const AdamKinds& kinds,
+                                            int64_t block, const Scales& s) {
+  if (IsScaled(kinds.exp_avg)) t.new_exp_avg.scale_inv[block] = s.exp_avg;
+  if (IsScaled(kinds.exp_avg_sq)) t.new_exp_avg_sq.scale_inv[block] = s.exp_avg_sq;
+}
 
 __host__ __device__ __forceinline__ AdamType LowType(const AdamKinds& kinds) {
   return kinds.low == AdamLow::kMaster ? kAdamFloat32 : kAdamBFloat16;
@@ -215,37 +78,27 @@ __device__ __forceinline__ Loaded LoadBlock(const AdamTensor& t, const AdamKinds
   x.grad = LoadFour<kWhole>(t.grad, kinds.grad, at);
   x.exp_avg = LoadFour<kWhole>(t.exp_avg.data, kinds.exp_avg, at);
   x.exp_avg_sq = LoadFour<kWhole>(t.exp_avg_sq.data, kinds.exp_avg_sq, at);
-  if (IsScaled(kinds.exp_avg)) x.exp_avg_scale_inv = t.exp_avg.scale_inv[at.block];
-  if (IsScaled(kinds.exp_avg_sq)) x.exp_avg_sq_scale_inv = t.exp_avg_sq.scale_inv[at.block];
   return x;
 }
 
 template <bool kWhole>
-__device__ __forceinline__ void StepBlock(const AdamTensor& t, const AdamKinds& kinds,
-                                          const AdamConstants& c, const Place& at,
-                                          const Loaded& x) {
+__device__ __forceinline__ Scales StepBlock(const AdamTensor& t, const AdamKinds& kinds,
+                                            const AdamConstants& c, const Place& at,
+                                            const Loaded& x, const Scales& scales) {
   float p[kFour], g[kFour], m[kFour], v[kFour], u[kFour];
-  if (kinds.low == AdamLow::kMaster) {
+  if (kinds.low == AdamLow::kMaster)
     WidenFour(x.low, kAdamFloat32, p);
-  } else {
+  else if (kinds.low == AdamLow::kRemainder)
+    JoinFour(x.param, x.low, p);
+  else
     WidenFour(x.param, kinds.param, p);
-    if (kinds.low == AdamLow::kRemainder) {
-#pragma unroll
-      for (int j = 0; j < kFour; ++j) {
-        const auto half = [&](const Four& f) {
-          return static_cast<uint16_t>(f.w[j / 2] >> 16 * (j % 2));
-        };
-        p[j] = JoinHalves({half(x.param)}, half(x.low));
-      }
-    }
-  }
   WidenFour(x.grad, kinds.grad, g);
   WidenFour(x.exp_avg, kinds.exp_avg, m);
   WidenFour(x.exp_avg_sq, kinds.exp_avg_sq, v);
 #pragma unroll
   for (int j = 0; j < kFour; ++j) {
-    if (IsScaled(kinds.exp_avg)) m[j] = m[j] * x.exp_avg_scale_inv;
-    if (IsScaled(kinds.exp_avg_sq)) v[j] = v[j] * x.exp_avg_sq_scale_inv;
+    if (IsScaled(kinds.exp_avg)) m[j] = m[j] * scales.exp_avg;
+    if (IsScaled(kinds.exp_avg_sq)) v[j] = v[j] * scales.exp_avg_sq;
     if (kinds.decay == Decay::kDecoupled)
       u[j] = AdamUpdate<Decay::kDecoupled>(c, p[j], g[j], m[j], v[j]);
     else if (kinds.decay == Decay::kCoupled)
@@ -254,35 +107,26 @@ __device__ __forceinline__ void StepBlock(const AdamTensor& t, const AdamKinds& 
       u[j] = AdamUpdate<Decay::kNone>(c, p[j], g[j], m[j], v[j]);
     p[j] = p[j] - u[j];
     u[j] = -u[j];
+    // What lies past the end of a block that is cut must not count for its amax.
+    if (!kWhole && Lane() + kWarp * j >= at.length) m[j] = v[j] = 0.0f;
   }
-  // What lies past the end of a block that is cut must not count for its amax.
-  if constexpr (!kWhole) {
-#pragma unroll
-    for (int j = 0; j < kFour; ++j)
-      if (Lane() + kWarp * j >= at.length) m[j] = v[j] = 0.0f;
-  }
+  Scales made = {};
   StoreFour<kWhole>(t.new_exp_avg.data, kinds.exp_avg, at,
-                    EncodeState(m, kinds.exp_avg, /*positive=*/false, at, t.new_exp_avg.scale_inv));
-  StoreFour<kWhole>(
-      t.new_exp_avg_sq.data, kinds.exp_avg_sq, at,
-      EncodeState(v, kinds.exp_avg_sq, /*positive=*/true, at, t.new_exp_avg_sq.scale_inv));
+                    EncodeState(m, kinds.exp_avg, /*positive=*/false, made.exp_avg));
+  StoreFour<kWhole>(t.new_exp_avg_sq.data, kinds.exp_avg_sq, at,
+                    EncodeState(v, kinds.exp_avg_sq, /*positive=*/true, made.exp_avg_sq));
   if (kinds.low == AdamLow::kRemainder) {
-    Four upper = {}, lower = {};
-#pragma unroll
-    for (int j = 0; j < kFour; ++j) {
-      const float whole = CanonicalNan(p[j]);
-      upper.w[j / 2] |= uint32_t{UpperHalf(whole).bits} << 16 * (j % 2);
-      lower.w[j / 2] |= uint32_t{LowerHalf(whole)} << 16 * (j % 2);
-    }
+    Four upper, lower;
+    SplitFour(p, upper, lower);
     StoreFour<kWhole>(t.new_param, kAdamBFloat16, at, upper);
     StoreFour<kWhole>(t.new_low, kAdamBFloat16, at, lower);
-    return;
+    return made;
   }
   if (kinds.low == AdamLow::kMaster)
     StoreFour<kWhole>(t.new_low, kAdamFloat32, at, NarrowFour(p, kAdamFloat32));
   if (!kinds.update) {
     StoreFour<kWhole>(t.new_param, kinds.param, at, NarrowFour(p, kinds.param));
-    return;
+    return made;
   }
   if (kinds.low == AdamLow::kMaster) {
     float old[kFour];
@@ -292,6 +136,7 @@ __device__ __forceinline__ void StepBlock(const AdamTensor& t, const AdamKinds& 
     for (int j = 0; j < kFour; ++j) u[j] = u[j] - old[j];
   }
   StoreFour<kWhole>(t.new_param, kAdamFloat32, at, NarrowFour(u, kAdamFloat32));
+  return made;
 }
 
 // --- all tensors ---
@@ -310,12 +155,15 @@ bool MovesFour(const AdamTensor& t, const AdamKinds& kinds) {
          aligned(t.exp_avg_sq.data, t.new_exp_avg_sq.data, kinds.exp_avg_sq);
 }
 
-// Kinds that a kernel is told, and those that one is made for.
+// Kinds that a kernel is told, and those that one is made for; and of how many blocks of elements a
+// warp has the loads under way at once.
 struct AnyKinds {
+  static constexpr int kAtOnce = 1;
   static __device__ __forceinline__ AdamKinds Of(const AdamKinds& kinds) { return kinds; }
 };
 template <AdamType kParam, AdamLow kLow, AdamType kGrad, AdamType kExpAvg, AdamType kExpAvgSq>
 struct Only {
+  static constexpr int kAtOnce = 2;
   static __device__ __forceinline__ AdamKinds Of(const AdamKinds&) {
     return {kParam, kGrad, kExpAvg, kExpAvgSq, kLow, Decay::kDecoupled, /*update=*/false};
   }
@@ -344,16 +192,47 @@ __global__ void __launch_bounds__(kWarps* kWarp, 4)
   const int64_t in_row = CeilDiv(t.cols, kAdamBlock), blocks = t.rows * in_row;
   const int64_t begin = int64_t{blockIdx.x - table.first[tensor]} * kBlocks;
   const int64_t end = min(blocks, begin + kBlocks);
-  for (int64_t block = begin + threadIdx.x / kWarp; block < end; block += kWarps) {
-    const int64_t row = t.rows == 1 ? 0 : block / in_row;
-    const int64_t col = (block - row * in_row) * kAdamBlock;
-    const int length = static_cast<int>(min(int64_t{kAdamBlock}, t.cols - col));
-    const Place at = {row * t.cols + col, block, length};
-    if (four && length == kAdamBlock)
-      StepBlock<true>(t, kinds, c, at, LoadBlock<true>(t, kinds, at));
-    else
-      StepBlock<false>(t, kinds, c, at, LoadBlock<false>(t, kinds, at));
+  const int64_t first = begin + threadIdx.x / kWarp * kPerWarp;
+  const int count = static_cast<int>(min(int64_t{kPerWarp}, end - first)), lane = Lane();
+  // A lane has the scales of one block, so that they are loaded and stored once, side by side. One
+  // by one, among other warps' loads of the same line, they took a third of the time of a step.
+  Scales old = {}, made = {};
+  if (lane < count) old = LoadScales(t, kinds, first + lane);
+  const auto step = [&](auto whole, int i, const Place& at, const Loaded& x) {
+    Scales s = {};
+    if (IsScaled(kinds.exp_avg)) s.exp_avg = __shfl_sync(kAllLanes, old.exp_avg, i);
+    if (IsScaled(kinds.exp_avg_sq)) s.exp_avg_sq = __shfl_sync(kAllLanes, old.exp_avg_sq, i);
+    s = StepBlock<decltype(whole)::value>(t, kinds, c, at, x, s);
+    if (lane == i) made = s;
+  };
+  if (Kinds::kAtOnce > 1 && four && t.rows == 1 && (first + kPerWarp) * kAdamBlock <= t.cols) {
+    constexpr int kAtOnce = Kinds::kAtOnce;
+#pragma unroll 1
+    for (int i = 0; i < kPerWarp; i += kAtOnce) {
+      Place at[kAtOnce];
+      Loaded x[kAtOnce];
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) {
+        at[k] = {(first + i + k) * kAdamBlock, kAdamBlock};
+        x[k] = LoadBlock<true>(t, kinds, at[k]);
+      }
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) step(std::true_type(), i + k, at[k], x[k]);
+    }
+  } else {
+#pragma unroll 1
+    for (int i = 0; i < count; ++i) {
+      const int64_t row = t.rows == 1 ? 0 : (first + i) / in_row;
+      const int64_t col = (first + i - row * in_row) * kAdamBlock;
+      const int length = static_cast<int>(min(int64_t{kAdamBlock}, t.cols - col));
+      const Place at = {row * t.cols + col, length};
+      if (four && length == kAdamBlock)
+        step(std::true_type(), i, at, LoadBlock<true>(t, kinds, at));
+      else
+        step(std::false_type(), i, at, LoadBlock<false>(t, kinds, at));
+    }
   }
+  if (lane < count) StoreScales(t, kinds, first + lane, made);
 }
 
 using Kernel = void (*)(Table);
@@ -405,7 +284,8 @@ Status Adam(const Exec<Cuda>& exec, const AdamTensor* tensors, int64_t count,
     table.constants = constants + begin * kAdamConstants;
     table.first[0] = 0;
     for (int i = 0; i < table.count; ++i) {
-      const AdamTensor& t = table.tensors[i] = tensors[begin + i];
+      AdamTensor& t = table.tensors[i] = tensors[begin + i];
+      if (t.cols % kAdamBlock == 0) t.cols *= t.rows, t.rows = 1;  // the same blocks
       const int64_t blocks = t.rows * CeilDiv(t.cols, kAdamBlock);
       table.first[i + 1] = table.first[i] + GridSize(CeilDiv(blocks, kBlocks));
       table.four[i] = MovesFour(t, kinds);
