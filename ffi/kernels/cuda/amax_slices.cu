@@ -3,9 +3,9 @@
 // Reads each slice once, 2 or 4 bytes an element. A warp takes tiles of 16 x 128 elements
 // (slices.cuh) and keeps, for each row of blocks in it, the largest pattern of a lane's four
 // columns, or of each of them where blocks are narrower. Lanes of one block meet through shuffles,
-// and what they find in amax through an integer atomicMax, which does not depend on the order they
-// come in. Nothing is stored for a block that the slice has no part in. Equals the loop over
-// core/slices.h.
+// of several rows at a time where blocks have one row, and then raise neighbouring amaxes together;
+// by an integer atomicMax, which does not depend on the order they come in. Nothing is stored for a
+// block that the slice has no part in. Equals the loop over core/slices.h.
 #include "kernels/cuda/magnitude.cuh"
 #include "kernels/cuda/slices.cuh"
 #include "kernels/slices.h"
@@ -41,7 +41,7 @@ struct TileBlocks {
 // kColumns: blocks are not of whole lanes, and each column is on its own.
 template <class In, bool kColumns, TileKind kKind>
 __device__ __forceinline__ void ScanTile(const SliceTable& table, const SliceTile& tile,
-                                         float* amax) {
+                                         float* amax, uint32_t& largest) {
   const SliceEntry& slice = table.slices[tile.index];
   TileBlocks blocks(table, tile);
   const int lane = threadIdx.x % 32;
@@ -51,63 +51,80 @@ __device__ __forceinline__ void ScanTile(const SliceTable& table, const SliceTil
   float* whole = amax + table.wholes + slice.whole;
   const bool crowded = table.block_rows > kSliceRows;  // many tiles raise one amax
   uint32_t found[kColumns ? kSliceLane : 1] = {};
-  uint32_t largest = 0;
-  ForEachTileRow<In, kKind>(
-      tile, static_cast<const In*>(slice.x), table.rounded_to,
-      [&](int r, const float (&v)[kSliceLane]) {
-        uint32_t row = 0;
+  // What lanes of blocks found, to row `grid_row` of the grid and those after it.
+  const auto give = [&](auto& bits, int64_t grid_row) {
+    for (int offset = lanes / 2; offset > 0; offset /= 2) {
 #pragma unroll
-        for (int j = 0; j < kSliceLane; ++j) {
-          row = max(row, Pattern(v[j]));
-          if constexpr (kColumns) found[j] = max(found[j], Pattern(v[j]));
-        }
-        if constexpr (!kColumns) found[0] = max(found[0], row);
-        if (table.whole == WholeAmax::kTensor) largest = max(largest, row);
-        if (table.whole == WholeAmax::kRow) {
-          const uint32_t of_row = __reduce_max_sync(0xFFFFFFFFu, row);
-          if (lane == 0 && of_row > 0) RaiseAmax(whole + tile.row + r, Canonical(of_row));
-        }
-        if ((blocks.ends >> r & 1) == 0) return;
-        float* at = out + blocks.grid_row * blocks.width;
-        if constexpr (kColumns) {
+      for (uint32_t& b : bits) b = max(b, __shfl_xor_sync(0xFFFFFFFFu, b, offset));
+    }
+    // Lane l of a block stores what was found in every so many-th row from l on.
+    constexpr int kRows = sizeof(bits) / sizeof(bits[0]);
+    const int mine = lane & (lanes - 1);
+    for (int k = mine; k - mine < kRows; k += lanes) {
+      uint32_t b = 0;
 #pragma unroll
-          for (int j = 0; j < kSliceLane; ++j)
-            if (found[j] > 0)
-              atomicMax(reinterpret_cast<int32_t*>(at + (tile.col + j) / table.block_cols),
-                        Canonical(found[j]));
-        } else {
-          uint32_t bits = found[0];
-          for (int offset = lanes / 2; offset > 0; offset /= 2)
-            bits = max(bits, __shfl_xor_sync(0xFFFFFFFFu, bits, offset));
-          if (lane % lanes == 0 && bits > 0) {
-            if (crowded)
-              RaiseAmax(at, Canonical(bits));
-            else
-              atomicMax(reinterpret_cast<int32_t*>(at), Canonical(bits));
+      for (int i = 0; i < kRows; ++i) b = i == k ? bits[i] : b;
+      float* at = out + (grid_row + k) * blocks.width;
+      if (b > 0 && crowded)
+        RaiseAmax(at, Canonical(b));
+      else if (b > 0)
+        atomicMax(reinterpret_cast<int32_t*>(at), Canonical(b));
+    }
+  };
+  ForEachTileRows<In, kKind>(
+      tile, static_cast<const In*>(slice.x), table.rounded_to, Nothing{},
+      [&](int r, const auto& v, const auto&) {
+        constexpr int kBatch = sizeof(v) / sizeof(v[0]);
+        uint32_t rows[kBatch] = {};
+#pragma unroll
+        for (int k = 0; k < kBatch; ++k) {
+#pragma unroll
+          for (int j = 0; j < kSliceLane; ++j) rows[k] = max(rows[k], Pattern(v[k][j]));
+          if (table.whole == WholeAmax::kTensor) largest = max(largest, rows[k]);
+          if (table.whole == WholeAmax::kRow) {
+            const uint32_t of_row = __reduce_max_sync(0xFFFFFFFFu, rows[k]);
+            if (lane == 0 && of_row > 0) RaiseAmax(whole + tile.row + r + k, Canonical(of_row));
           }
         }
+        if (!kColumns && table.block_rows == 1) return give(rows, tile.row + r);
 #pragma unroll
-        for (uint32_t& bits : found) bits = 0;
-        ++blocks.grid_row;  // The last row of the tile ends the loop, if not a block.
+        for (int k = 0; k < kBatch; ++k) {
+          if constexpr (kColumns) {
+#pragma unroll
+            for (int j = 0; j < kSliceLane; ++j) found[j] = max(found[j], Pattern(v[k][j]));
+          } else {
+            found[0] = max(found[0], rows[k]);
+          }
+          if ((blocks.ends >> (r + k) & 1) == 0) continue;
+          if constexpr (kColumns) {
+            float* at = out + blocks.grid_row * blocks.width;
+#pragma unroll
+            for (int j = 0; j < kSliceLane; ++j)
+              if (found[j] > 0)
+                atomicMax(reinterpret_cast<int32_t*>(at + (tile.col + j) / table.block_cols),
+                          Canonical(found[j]));
+          } else {
+            give(found, blocks.grid_row);
+          }
+#pragma unroll
+          for (uint32_t& bits : found) bits = 0;
+          ++blocks.grid_row;  // The last row of the tile ends the loop, if not a block.
+        }
       });
-  if (table.whole == WholeAmax::kTensor) {
-    largest = __reduce_max_sync(0xFFFFFFFFu, largest);
-    if (lane == 0 && largest > 0) RaiseAmax(whole, Canonical(largest));
-  }
 }
 
 template <class In, bool kColumns>
-__global__ void __launch_bounds__(kSliceThreads)
+__global__ void __launch_bounds__(kSliceThreads, kColumns ? 3 : 4)
     AmaxSlicesKernel(const __grid_constant__ SliceTable table, float* amax) {
-  const SliceTile tile(table);
-  if (tile.Empty()) return;
-  switch (KindOf(tile, static_cast<const In*>(table.slices[tile.index].x))) {
-    case TileKind::kVectors:
-      return ScanTile<In, kColumns, TileKind::kVectors>(table, tile, amax);
-    case TileKind::kScalars:
-      return ScanTile<In, kColumns, TileKind::kScalars>(table, tile, amax);
-    case TileKind::kPartial:
-      return ScanTile<In, kColumns, TileKind::kPartial>(table, tile, amax);
+  SliceTile tile(table);
+  const SliceEntry& slice = table.slices[tile.index];
+  uint32_t largest = 0;
+  ForEachTile<In>(table, tile, TileKind::kVectors,
+                  [&](auto kind) { ScanTile<In, kColumns, kind>(table, tile, amax, largest); });
+  if (table.whole == WholeAmax::kTensor) {
+    largest = __reduce_max_sync(0xFFFFFFFFu, largest);
+    if (threadIdx.x % 32 == 0 && largest > 0)
+      RaiseAmax(amax + table.wholes + slice.whole, Canonical(largest));
   }
 }
 

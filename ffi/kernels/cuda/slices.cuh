@@ -2,7 +2,7 @@
 // tiles in which a warp walks over it.
 //
 // A weight [rows, cols] is seen in tiles of 16 rows and 128 columns from its first element on,
-// wherever the slice starts. A warp takes a tile, a lane four neighbouring columns of it: whole
+// wherever the slice starts. A warp takes tiles, a lane four neighbouring columns of each: whole
 // blocks of 1x16 to 16x128 elements lie in one tile, and whole bytes of codes belong to one lane.
 // Where the slice starts is read from device memory, so the host launches as many tiles as it could
 // touch.
@@ -13,6 +13,7 @@
 #define QSHARD_KERNELS_CUDA_SLICES_CUH_
 
 #include <cstdint>
+#include <type_traits>
 
 #include "core/slices.h"
 #include "kernels/cuda/convert.cuh"
@@ -42,26 +43,30 @@ struct SliceTable {
   WholeAmax whole;
   RoundedTo rounded_to;
   bool pieces;
+  int tiles;  // that a warp takes, one after the other
   int count;
   SliceEntry slices[kTableSlices];
 };
 static_assert(sizeof(SliceTable) < 32000, "kernel parameters end at 32764 bytes");
 
-// A weight that is one block is seen as rows of a tile's width: it has no other structure.
-inline SliceEntry EntryOf(const Slice& slice, bool one_block) {
-  const int64_t size = slice.rows * slice.cols;
-  return {
-      slice.x,     slice.data, slice.length, size, one_block ? kSliceCols : slice.cols, slice.grid,
-      slice.whole, 0};
+// A weight without other structure is seen as rows of a tile's width, so that tiles are contiguous,
+// and their blocks too: one that is one block, or whose blocks are of one row and cut such rows.
+inline SliceEntry EntryOf(const Slice& slice, const SliceRule& rule) {
+  const bool flat =
+      rule.block_rows == 0 || (rule.block_rows == 1 && kSliceCols % rule.block_cols == 0 &&
+                               slice.cols % kSliceCols == 0 && rule.whole != WholeAmax::kRow);
+  const int64_t cols = flat ? kSliceCols : slice.cols;
+  return {slice.x, slice.data, slice.length, slice.rows * slice.cols,
+          cols,    slice.grid, slice.whole,  0};
 }
 
 // Blocks of threads that a slice needs, wherever it starts.
-inline int64_t BlocksFor(const SliceEntry& slice) {
+inline int64_t BlocksFor(const SliceEntry& slice, int tiles) {
   if (slice.length == 0 || slice.size == 0) return 0;
   const int64_t strip = slice.cols * kSliceRows;
   const int64_t strips =
       std::min(CeilDiv(slice.size, strip), (slice.length + strip - 2) / strip + 1);
-  return CeilDiv(strips * CeilDiv(slice.cols, kSliceCols), kSliceWarps);
+  return CeilDiv(strips * CeilDiv(slice.cols, kSliceCols), kSliceWarps * tiles);
 }
 
 // Calls launch(table, begin, blocks) for all slices: once, or once for every kTableSlices of them,
@@ -77,14 +82,17 @@ Status ForEachTable(const Slice* slices, int64_t n, const uint32_t* starts, cons
   table.whole = rule.whole;
   table.rounded_to = rule.rounded_to;
   table.pieces = rule.pieces;
+  // Fewer warps then look at the amax of the tensor, which each does behind what it stored of
+  // blocks.
+  table.tiles = rule.block_rows == 1 && rule.whole == WholeAmax::kTensor ? 8 : 1;
   for (int64_t begin = 0; begin < n; begin += kTableSlices) {
     table.count = static_cast<int>(std::min<int64_t>(kTableSlices, n - begin));
     table.starts = starts + 2 * begin;
     int64_t blocks = 0;
     for (int i = 0; i < table.count; ++i) {
-      table.slices[i] = EntryOf(slices[begin + i], one_block);
+      table.slices[i] = EntryOf(slices[begin + i], rule);
       table.slices[i].first = static_cast<uint32_t>(blocks);
-      blocks += BlocksFor(table.slices[i]);
+      blocks += BlocksFor(table.slices[i], table.tiles);
     }
     if (blocks == 0) continue;
     launch(table, begin, GridSize(blocks));
@@ -94,7 +102,7 @@ Status ForEachTable(const Slice* slices, int64_t n, const uint32_t* starts, cons
   return {};
 }
 
-// The tile of a warp, and the columns of a lane.
+// A tile of a warp, and the columns of a lane.
 struct SliceTile {
   __device__ __forceinline__ SliceTile(const SliceTable& table) {
     int low = 0, high = table.count - 1;  // the last slice whose first block is not after this one
@@ -111,10 +119,16 @@ struct SliceTile {
     const uint64_t at = FromWords(table.starts + 2 * index);
     begin = at < static_cast<uint64_t>(slice.size) ? static_cast<int64_t>(at) : slice.size;
     end = min(begin + slice.length, slice.size);
-    const uint32_t across = static_cast<uint32_t>((cols + kSliceCols - 1) / kSliceCols);
-    const uint32_t tile = (blockIdx.x - slice.first) * kSliceWarps + threadIdx.x / 32;
-    row = (begin / (cols * kSliceRows) + tile / across) * kSliceRows;
-    const int64_t left = static_cast<int64_t>(tile % across) * kSliceCols;
+    across = static_cast<uint32_t>((cols + kSliceCols - 1) / kSliceCols);
+    tile = (blockIdx.x - slice.first) * kSliceWarps * table.tiles + threadIdx.x / 32;
+    top = begin / (cols * kSliceRows);
+  }
+
+  // Goes to the i-th tile of the warp.
+  __device__ __forceinline__ void Take(int i) {
+    const uint32_t number = tile + i * kSliceWarps, down = number / across;
+    row = (top + down) * kSliceRows;
+    const int64_t left = static_cast<int64_t>(number - down * across) * kSliceCols;
     col = left + threadIdx.x % 32 * kSliceLane;
     first = row * cols + left;
     all_cols = left + kSliceCols <= cols;
@@ -123,89 +137,122 @@ struct SliceTile {
 
   // Whether the slice has none of the tile, or all of a whole one.
   __device__ __forceinline__ bool Empty() const { return first >= end || last < begin; }
-  __device__ __forceinline__ bool Whole() const { return first >= begin && last < end && all_cols; }
-
-  __device__ __forceinline__ int64_t Index(int r) const { return (row + r) * cols + col; }
-  __device__ __forceinline__ bool Has(int r, int j) const {
-    const int64_t i = Index(r) + j;
-    return col + j < cols && i >= begin && i < end;
+  __device__ __forceinline__ bool Whole() const {
+    return first >= begin && last < end && all_cols && cols < kMaxCols;
   }
 
-  int index;  // of the slice in the table
-  int64_t cols, begin, end;
-  int64_t row, col;     // of the lane's first element
-  int64_t first, last;  // elements of the tile, counted in the weight
-  bool all_cols;        // the weight has all columns of the tile
+  __device__ __forceinline__ int64_t Index(int r) const { return (row + r) * cols + col; }
+  // Which of the lane's elements in a row are in the slice: those from `first` up to `last`.
+  struct Part {
+    int first, last;
+    __device__ __forceinline__ bool Has(int j) const { return j >= first && j < last; }
+  };
+  template <bool kWhole>
+  __device__ __forceinline__ Part PartOf(int r) const {
+    if (kWhole) return {0, kSliceLane};
+    const int64_t i = Index(r), last = min(end - i, cols - col);
+    return {static_cast<int>(max(min(begin - i, int64_t{kSliceLane}), int64_t{0})),
+            static_cast<int>(max(min(last, int64_t{kSliceLane}), int64_t{0}))};
+  }
+
+  static constexpr int64_t kMaxCols = 1 << 30;  // rows of whole tiles are 32 bits of bytes apart
+  int index;                                    // of the slice in the table
+  int64_t cols, begin, end, top;
+  uint32_t across, tile;  // tiles in a row of them; the first of the warp
+  int64_t row, col;       // of the lane's first element
+  int64_t first, last;    // elements of the tile, counted in the weight
+  bool all_cols;          // the weight has all columns of the tile
 };
 
-// Four elements, each rounded as asked.
+// Four elements, each rounded as asked: to bfloat16, or else to float16.
 __device__ __forceinline__ void RoundFour(RoundedTo to, float (&v)[kSliceLane]) {
-  if (to == RoundedTo::kFloat32) return;
 #pragma unroll
   for (int j = 0; j < kSliceLane; ++j)
     v[j] =
         to == RoundedTo::kBFloat16 ? Widen(Narrow<bfloat16>(v[j])) : Widen(Narrow<float16>(v[j]));
 }
 
-// What a slice has of a tile: all of it, which vectors can read; all of it; or a part.
+// What a slice has of a tile: all of it, which vectors can move; all of it; or a part.
 enum class TileKind { kVectors, kScalars, kPartial };
 
-template <class In>
-__device__ __forceinline__ TileKind KindOf(const SliceTile& tile, const In* x) {
-  if (!tile.Whole()) return TileKind::kPartial;
-  const bool vectors = tile.cols % kSliceLane == 0 &&
-                       reinterpret_cast<uintptr_t>(x - tile.begin) % (kSliceLane * sizeof(In)) == 0;
-  return vectors ? TileKind::kVectors : TileKind::kScalars;
+// Whether what a lane has in a row is aligned, `p` being where the weight begins.
+__device__ __forceinline__ bool LanesAligned(const SliceTile& tile, const void* p, int bytes) {
+  return tile.cols % kSliceLane == 0 && reinterpret_cast<uintptr_t>(p) % bytes == 0;
 }
 
-// Calls use(r, v) for the lane's elements in each row r of the tile, zeros where the slice has
-// none. Rows of whole tiles are loaded 8 or 4 at a time.
-template <class In, TileKind kKind, class Use>
-__device__ __forceinline__ void ForEachTileRow(const SliceTile& tile, const In* x, RoundedTo to,
-                                               const Use& use) {
-  const In* origin = x - tile.begin;
-  if constexpr (kKind == TileKind::kPartial) {
+// Calls use(kind) for the tiles of the warp that the slice has a part of. `kind` is the TileKind as
+// a constant, `least` or a later one.
+template <class In, class Use>
+__device__ __forceinline__ void ForEachTile(const SliceTable& table, SliceTile& tile,
+                                            TileKind least, const Use& use) {
+  const In* origin = static_cast<const In*>(table.slices[tile.index].x) - tile.begin;
+  if (!LanesAligned(tile, origin, kSliceLane * sizeof(In)))
+    least = least == TileKind::kVectors ? TileKind::kScalars : least;
 #pragma unroll 1
-    for (int r = 0; r < kSliceRows; ++r) {
-      float v[kSliceLane];
+  for (int i = 0; i < table.tiles; ++i) {
+    tile.Take(i);
+    if (tile.Empty()) continue;
+    const TileKind kind = tile.Whole() ? least : TileKind::kPartial;
+    if (kind == TileKind::kVectors)
+      use(std::integral_constant<TileKind, TileKind::kVectors>{});
+    else if (kind == TileKind::kScalars)
+      use(std::integral_constant<TileKind, TileKind::kScalars>{});
+    else
+      use(std::integral_constant<TileKind, TileKind::kPartial>{});
+  }
+}
+
+// Loaded ahead of the elements of a row, by those who need nothing.
+struct Nothing {
+  __device__ __forceinline__ Nothing operator()(int) const { return {}; }
+};
+
+// Calls use(r, v, fetched) for the rows of the tile from its first on, some at a time: v[k] are the
+// lane's elements in row r + k, zeros where the slice has none, and fetched[k] is fetch(r + k),
+// which is for what else must be loaded: all loads of these rows are in flight together.
+template <class In, TileKind kKind, class Fetch, class Use>
+__device__ __forceinline__ void ForEachTileRows(const SliceTile& tile, const In* x, RoundedTo to,
+                                                const Fetch& fetch, const Use& use) {
+  constexpr bool kVectors = kKind == TileKind::kVectors, kWhole = kKind != TileKind::kPartial;
+  constexpr int kBatch = kVectors ? 8 : kWhole ? 4 : 2, kLoads = kVectors ? 1 : kSliceLane;
+  constexpr int kBytes = kSliceLane / kLoads * sizeof(In);
+  const In* from = x - tile.begin + tile.Index(0);
+  const std::conditional_t<kWhole, uint32_t, int64_t> step = tile.cols;
+#pragma unroll 1
+  for (int r = 0; r < kSliceRows; r += kBatch, from += kBatch * tile.cols) {
+    decltype(fetch(0)) fetched[kBatch];
+    Words<kBytes> w[kBatch][kLoads];
 #pragma unroll
-      for (int j = 0; j < kSliceLane; ++j)
-        v[j] = tile.Has(r, j) ? Widen(origin[tile.Index(r) + j]) : 0.0f;
-      RoundFour(to, v);
-      use(r, v);
-    }
-  } else {
-    constexpr bool kVectors = kKind == TileKind::kVectors;
-    constexpr int kBatch = kVectors ? 8 : 4, kLoads = kVectors ? 1 : kSliceLane;
-    constexpr int kWidth = kSliceLane / kLoads;
-    const In* from = origin + tile.Index(0);
+    for (int k = 0; k < kBatch; ++k) {
+      fetched[k] = fetch(r + k);
+      const SliceTile::Part part = tile.PartOf<kWhole>(r + k);
 #pragma unroll
-    for (int r = 0; r < kSliceRows; r += kBatch) {
-      Words<kWidth * sizeof(In)> w[kBatch][kLoads];
-#pragma unroll
-      for (int k = 0; k < kBatch; ++k) {
-#pragma unroll
-        for (int l = 0; l < kLoads; ++l)  // The four of a lane share lines: they must stay in L1.
-          w[k][l] = Load<kWidth * sizeof(In), kVectors ? Read::kOnce : Read::kCached>(
-              from + (r + k) * tile.cols + l);
+      for (int l = 0; l < kLoads; ++l) {
+        w[k][l] = {};
+        if (part.Has(l))  // The four of a lane share lines: they stay in L1.
+          w[k][l] =
+              Load<kBytes, kVectors ? Read::kOnce : Read::kCached>(from + int64_t{k} * step + l);
       }
+    }
+    float v[kBatch][kSliceLane];
 #pragma unroll
-      for (int k = 0; k < kBatch; ++k) {
-        float v[kSliceLane];
-        if constexpr (kVectors) {
-          WidenWords<In>(w[k][0], v);
-        } else {
+    for (int k = 0; k < kBatch; ++k) {
+      if constexpr (kVectors) {
+        WidenWords<In>(w[k][0], v[k]);
+      } else {
 #pragma unroll
-          for (int l = 0; l < kLoads; ++l) {
-            float one[1];
-            WidenWords<In>(w[k][l], one);
-            v[l] = one[0];
-          }
+        for (int l = 0; l < kLoads; ++l) {
+          float one[1];
+          WidenWords<In>(w[k][l], one);
+          v[k][l] = one[0];
         }
-        RoundFour(to, v);
-        use(r + k, v);
       }
     }
+    if (to != RoundedTo::kFloat32) {
+#pragma unroll
+      for (int k = 0; k < kBatch; ++k) RoundFour(to, v[k]);
+    }
+    use(r, v, fetched);
   }
 }
 
