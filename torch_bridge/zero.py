@@ -70,7 +70,7 @@ class ZeroOptimizer(Adam):
     Collectives of a step, whatever the number of weights, also on a rank whose slices are empty: one all-to-all of
     float32 gradients, one max all-reduce of amaxes, one all-gather of bytes; with sharded weights the first and the
     last once for each unit, and the last again in backward. `DelayedScaling` takes an all-reduce of its own and needs
-    no other. All ranks must run the same units in the same order.
+    no other. All ranks must run the same units in the same order. A gather begins when its unit is run, not before.
 
     Raises:
       ValueError: the model, or an option, cannot be taken: on all ranks, also if one rank alone sees why.
