@@ -106,7 +106,7 @@ TARGETS = (
         "to read them at 4 TB/s takes 134 us",
         column="us",
     ),
-    Target("gpu_master", r"codes NVFP4\w* qshard", "codes of NVFP4 slices, 80 %", 80, "one pass, but bytes are shared"),
+    Target("gpu_master", r"codes NVFP4.* qshard", "codes of NVFP4 slices, 80 %", 80, "one pass, but bytes are shared"),
 )
 
 # Of whole quantizations and casts that fit in cache, against the faster of torch eager and jitted jnp.

@@ -8,7 +8,7 @@
 // - Long runs: many blocks share a run, each taking every so many pieces of it. Their maxima meet
 //   in an integer atomicMax on the bits of an amax of 0; a maximum is exact, so the order they come
 //   in does not show. A kernel of one warp makes the zeros while the blocks start: a memset would
-//   take 2 us of its own.
+//   take time of its own.
 //
 // Loads are of 16 bytes; the elements of a run before the first 16-byte boundary and after the last
 // whole load go one by one, so x needs only its natural alignment. 16-bit inputs are compared as

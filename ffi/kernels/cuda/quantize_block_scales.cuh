@@ -50,16 +50,17 @@ template <class Code>
 __device__ __forceinline__ BlockScale<float> ScaleOf(const FloatScales& scales, NoGlobal,
                                                      float amax) {
   if (!scales.pow2) return scales.Of<Code>(amax);
-  constexpr int32_t kMantissa = 0x7FFFFF, kMaxQ = 0x600000;
+  constexpr int32_t kMaxQ = 0x600000;
   constexpr int kMaxJ = std::is_same_v<Code, E4M3> ? 8 : 15;
   static_assert(Code::kMax == 1.75f * (1 << kMaxJ));
   const float a = amax <= scales.eps ? scales.eps : amax;  // keeps NaN
   const int32_t bits = __float_as_int(a);
   // 127 more than the exponent of the scale.
-  const int32_t e = min(127 + 127 + kMaxJ - (bits >> 23) - ((bits & kMantissa) > kMaxQ), 254);
+  const int32_t e =
+      min(127 + 127 + kMaxJ - (bits >> 23) - ((bits & kFloatMantissaMask) > kMaxQ), 254);
   const bool plain = bits != 0 && static_cast<uint32_t>(bits) < 0x7F800000u;
   const int32_t scale = plain ? e << 23 : 127 << 23;
-  const int32_t inverse = e == 254 ? 0x400000 : (254 - e) << 23;
+  const int32_t inverse = e == 254 ? kTwoToMinus127Bits : (254 - e) << 23;
   return {__int_as_float(scale), __int_as_float(plain ? inverse : 127 << 23)};
 }
 
@@ -70,9 +71,9 @@ __device__ __forceinline__ BlockScale<uint8_t> ScaleOf(const E8M0Scales& scales,
   if (scales.rounding == PowerRounding::kUp) {
     constexpr float kInverseMax = 1.0f / Code::kMax;
     // Rounded up to a power of two, but subnormals up to 2^-127 have code 0.
-    const uint32_t bits = __float_as_uint(__fmul_rn(amax, kInverseMax)) & 0x7FFFFFFFu;
-    e = min((bits + 0x7FFFFFu) >> 23, uint32_t{E8M0::kMaxCode});
-    if (bits <= 0x400000u) e = 0;
+    const uint32_t bits = __float_as_uint(__fmul_rn(amax, kInverseMax)) & kFloatMagnitudeMask;
+    e = min((bits + kFloatMantissaMask) >> 23, uint32_t{E8M0::kMaxCode});
+    if (bits <= uint32_t{kTwoToMinus127Bits}) e = 0;
     if (isnan(amax)) e = E8M0::kNan;
   } else {
     e = E8M0FromAmax(amax, Code::kMax, PowerRounding::kFloor);
