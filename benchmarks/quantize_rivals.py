@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from qshard.formats import FORMATS, Format, Usage
+from qshard.layout import stores_transposed
 
 Contenders = dict[str, tuple[float, Callable[[], object]]]
 
@@ -90,6 +91,26 @@ def qshard_quantize(x: Any) -> Contenders:
     return contenders
 
 
+def _planes(x: Any, fmt: Format, usage: str, plane: Callable[..., Any], turned: Callable[..., Any]) -> list[Any]:
+    """What both rivals make: codes and scales of one plane or both, as qshard stores them."""
+
+    def packed(data: Any) -> Any:
+        return data[:, ::2] | (data[:, 1::2] << 4) if fmt.element.bits == 4 else data
+
+    results = []
+    if usage != "columnwise" or fmt.square:
+        data, scale_inv = plane(x, fmt, fmt.block)
+        if usage != "columnwise":
+            results += [packed(data), scale_inv]
+    if usage != "rowwise":
+        if not fmt.square:
+            data, scale_inv = plane(x, fmt, fmt.block[::-1])
+        if stores_transposed(fmt):
+            data, scale_inv = turned(data, scale_inv)
+        results += [packed(data), scale_inv]
+    return results
+
+
 def torch_quantize(x: Any) -> Contenders:
     import torch
 
@@ -127,24 +148,13 @@ def torch_quantize(x: Any) -> Contenders:
         scale, scale_inv = scales(blocks.abs().amax((1, 3), keepdim=True).float(), fmt)
         return codes(blocks, fmt, scale).view(m, k), scale_inv.view(m // rows, k // cols)
 
-    def packed(data: Any, fmt: Format) -> Any:
-        return data[:, ::2] | (data[:, 1::2] << 4) if fmt.element.bits == 4 else data
+    def turned(data: Any, scale_inv: Any) -> tuple[Any, Any]:
+        return data.t().contiguous(), scale_inv.t().contiguous()
 
-    def quantize(x: Any, fmt: Format, usage: str) -> list[Any]:
-        results = []
-        if usage != "columnwise" or fmt.square:
-            data, scale_inv = plane(x, fmt, fmt.block)
-            if usage != "columnwise":
-                results += [packed(data, fmt), scale_inv]
-        if usage != "rowwise":
-            if not fmt.square:
-                data, scale_inv = plane(x, fmt, fmt.block[::-1])
-            if fmt.square or fmt.scale_dtype != "float8_e8m0fnu":
-                data, scale_inv = data.t().contiguous(), scale_inv.t().contiguous()
-            results += [packed(data, fmt), scale_inv]
-        return results
-
-    return {f"{name} torch": (count, lambda f=fmt, u=usage: quantize(x, f, u)) for name, fmt, usage, count in cases()}
+    return {
+        f"{name} torch": (count, lambda f=fmt, u=usage: _planes(x, f, u, plane, turned))
+        for name, fmt, usage, count in cases()
+    }
 
 
 def jnp_quantize(x: Any, wait: Callable[..., Callable[[], object]]) -> Contenders:
@@ -184,24 +194,10 @@ def jnp_quantize(x: Any, wait: Callable[..., Callable[[], object]]) -> Contender
         scale, scale_inv = scales(jnp.max(jnp.abs(blocks), (1, 3), keepdims=True), fmt)
         return codes(blocks * scale, fmt).reshape(m, k), scale_inv.reshape(m // rows, k // cols)
 
-    def packed(data: Any, fmt: Format) -> Any:
-        return data[:, ::2] | (data[:, 1::2] << 4) if fmt.element.bits == 4 else data
-
-    def quantize(x: Any, fmt: Format, usage: str) -> list[Any]:
-        results = []
-        if usage != "columnwise" or fmt.square:
-            data, scale_inv = plane(x, fmt, fmt.block)
-            if usage != "columnwise":
-                results += [packed(data, fmt), scale_inv]
-        if usage != "rowwise":
-            if not fmt.square:
-                data, scale_inv = plane(x, fmt, fmt.block[::-1])
-            if fmt.square or fmt.scale_dtype != "float8_e8m0fnu":
-                data, scale_inv = jax.lax.optimization_barrier(data).T, scale_inv.T
-            results += [packed(data, fmt), scale_inv]
-        return results
+    def turned(data: Any, scale_inv: Any) -> tuple[Any, Any]:
+        return jax.lax.optimization_barrier(data).T, scale_inv.T
 
     return {
-        f"{name} jnp": (count, wait(lambda x, f=fmt, u=usage: quantize(x, f, u), x))
+        f"{name} jnp": (count, wait(lambda x, f=fmt, u=usage: _planes(x, f, u, plane, turned), x))
         for name, fmt, usage, count in cases()
     }
