@@ -48,7 +48,7 @@ class TorchSteps:
     def run(self, call, plan, data, masters, starts, reduce_max, seeds):
         import torch
 
-        from qshard.torch_bridge._master import _Steps
+        from qshard.torch_bridge.optim.master import _Steps
 
         front = self.front
 
@@ -76,7 +76,7 @@ class JaxSteps:
         return f"jax-{self.front.device}"
 
     def run(self, call, plan, data, masters, starts, reduce_max, seeds):
-        from qshard.jax._master import STEPS as ops
+        from qshard.jax.optim.master import STEPS as ops
 
         front = self.front
         made = call(

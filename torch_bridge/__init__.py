@@ -14,17 +14,17 @@ Importing it makes `torch.ops.qshard.<op>`, the same kernels as operators.
 if __name__ != "qshard.torch_bridge":
     raise ImportError(f"{__name__} is not the name of this package; write `import qshard.torch_bridge`")
 
-from qshard.torch_bridge._adam import Adam
-from qshard.torch_bridge._convert import convert
-from qshard.torch_bridge._delayed import DelayedScale, update_delayed
-from qshard.torch_bridge._layer import Linear
-from qshard.torch_bridge._linear import linear
-from qshard.torch_bridge._master import CastPlan, cast_master, update_columnwise
-from qshard.torch_bridge._quantize import quantize
-from qshard.torch_bridge._scales import update_scales
-from qshard.torch_bridge._slices import QuantizedSlice, gather_slices, join_pieces
-from qshard.torch_bridge._tensor import Plane, QuantizedTensor
-from qshard.torch_bridge._weight import ShardedWeight
+from qshard.torch_bridge.convert import convert
+from qshard.torch_bridge.delayed import DelayedScale, update_delayed
+from qshard.torch_bridge.fsdp.scales import update_scales
+from qshard.torch_bridge.fsdp.weight import ShardedWeight
+from qshard.torch_bridge.linear import linear
+from qshard.torch_bridge.nn import Linear
+from qshard.torch_bridge.optim.adam import Adam
+from qshard.torch_bridge.optim.master import CastPlan, cast_master, update_columnwise
+from qshard.torch_bridge.optim.slices import QuantizedSlice, gather_slices, join_pieces
+from qshard.torch_bridge.quantize import quantize
+from qshard.torch_bridge.tensor import Plane, QuantizedTensor
 from qshard.torch_bridge.zero import ZeroOptimizer
 
 __all__ = [

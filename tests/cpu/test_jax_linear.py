@@ -1,7 +1,7 @@
 """`qshard.jax.linear` against a GEMM in float64 of the oracle's operands, in every mode and with every gradient.
 
 Operands are the oracle's to the bit (test_jax_quantize.py), so what may differ is the sum of each product: fp32, in any
-order, then one rounding to the dtype of the result, or two for bfloat16 (`qshard.jax._gemm`).
+order, then one rounding to the dtype of the result, or two for bfloat16 (`qshard.jax.gemm`).
 """
 
 import functools

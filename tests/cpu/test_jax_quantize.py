@@ -14,7 +14,7 @@ from awkward import BFLOAT16, DTYPES, KINDS, SHAPES, TAME, assert_bits_equal, aw
 from qshard import formats, reference
 from qshard.formats import FP8_E4M3, FP8_E5M2, NVFP4, NVFP4_16x16, Usage
 from qshard.jax import ops
-from qshard.jax._steps import words_plus, words_times
+from qshard.jax.steps import words_plus, words_times
 
 VARIANTS = [
     FP8_E4M3,

@@ -15,8 +15,8 @@ import torch_ranks
 from qshard import formats
 from qshard.recipes import MXFP8, NVFP4, BlockScaling, CurrentScaling, DelayedScaling, Recipe
 from qshard.torch_bridge import Adam, QuantizedTensor, convert, update_scales
-from qshard.torch_bridge._weight import plain
-from qshard.torch_bridge.zero import ZeroOptimizer
+from qshard.torch_bridge.fsdp.weight import plain
+from qshard.torch_bridge.zero.optimizer import ZeroOptimizer
 from torch_models import Wire, linears
 from torch_ranks import run
 

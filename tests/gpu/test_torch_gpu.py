@@ -23,7 +23,7 @@ from qshard.formats import (  # noqa: E402
 )
 from qshard.recipes import MXFP8, CurrentScaling  # noqa: E402
 from qshard.torch_bridge import Linear, _ops, linear, quantize, update_delayed  # noqa: E402
-from qshard.torch_bridge._gemm import Operand, matmul  # noqa: E402
+from qshard.torch_bridge.gemm import Operand, matmul  # noqa: E402
 from torch_ranks import run  # noqa: E402
 
 FRONT = TorchFront("cuda")

@@ -15,9 +15,9 @@ from jax import lax
 from qshard import layout, pipeline
 from qshard.formats import Format, Usage
 from qshard.jax import ops
-from qshard.jax._array import Plane, QuantizedArray
-from qshard.jax._cuts import Cut, Spec, matrix_of, shaped, vary_alike
-from qshard.jax._steps import STEPS, as_bits, as_float, integer_max, word_pair, words_plus, words_times
+from qshard.jax.array import Plane, QuantizedArray
+from qshard.jax.cuts import Cut, Spec, matrix_of, shaped, vary_alike
+from qshard.jax.steps import STEPS, as_bits, as_float, integer_max, word_pair, words_plus, words_times
 from qshard.layout import stores_transposed
 from qshard.ops import table
 from qshard.recipes import Recipe, Role

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from qshard.formats import Format, Usage
-from qshard.jax._array import QuantizedArray, plane_values
-from qshard.jax._cuts import matrix_of
+from qshard.jax.array import QuantizedArray, plane_values
+from qshard.jax.cuts import matrix_of
 from qshard.layout import stores_transposed
 
 __all__ = ["Factor", "gemm", "multiplies_codes", "stored_for"]

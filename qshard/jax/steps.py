@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from qshard.jax import ops
-from qshard.jax._runs import reshape_as, split_rows
+from qshard.jax.runs import reshape_as, split_rows
 
 __all__ = ["STEPS", "Words", "as_bits", "as_float", "integer_max", "word_pair", "words_plus", "words_times"]
 

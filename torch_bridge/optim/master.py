@@ -18,9 +18,9 @@ from qshard.layout import matrix_shape, plane
 from qshard.master import Bucket, MasterPlan
 from qshard.pipeline import Parts
 from qshard.torch_bridge import _multi, _ops
-from qshard.torch_bridge._quantize import max_over_ranks
-from qshard.torch_bridge._slices import QuantizedSlice
-from qshard.torch_bridge._tensor import QuantizedTensor
+from qshard.torch_bridge.optim.slices import QuantizedSlice
+from qshard.torch_bridge.quantize import max_over_ranks
+from qshard.torch_bridge.tensor import QuantizedTensor
 
 __all__ = ["CastPlan", "cast_master", "update_columnwise"]
 

@@ -18,10 +18,10 @@ from jax import lax
 from qshard import master
 from qshard.formats import Format, Usage
 from qshard.jax import _multi
-from qshard.jax._array import Plane, QuantizedArray
-from qshard.jax._quantize import AxisName, Seed, axes_of, seed_of
-from qshard.jax._steps import STEPS as OPS
-from qshard.jax._steps import as_bits, as_float, word_pair
+from qshard.jax.array import Plane, QuantizedArray
+from qshard.jax.quantize import AxisName, Seed, axes_of, seed_of
+from qshard.jax.steps import STEPS as OPS
+from qshard.jax.steps import as_bits, as_float, word_pair
 from qshard.layout import Shape, plane
 from qshard.master import Bucket, MasterPlan, piece_bytes
 

@@ -13,12 +13,12 @@ from qshard.formats import Format, Usage
 from qshard.layout import plane
 from qshard.pipeline import Draws, Parts
 from qshard.recipes import ROLE_SEEDS, DelayedScaling, Recipe, Role
-from qshard.torch_bridge._delayed import DelayedScale
-from qshard.torch_bridge._gemm import Operand, matmul
 from qshard.torch_bridge._ops import ops
-from qshard.torch_bridge._quantize import words
-from qshard.torch_bridge._tensor import QuantizedTensor
-from qshard.torch_bridge._weight import ShardedWeight
+from qshard.torch_bridge.delayed import DelayedScale
+from qshard.torch_bridge.fsdp.weight import ShardedWeight
+from qshard.torch_bridge.gemm import Operand, matmul
+from qshard.torch_bridge.quantize import words
+from qshard.torch_bridge.tensor import QuantizedTensor
 
 __all__ = ["check_shape", "linear"]
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from qshard.recipes import DelayedScaling, Role
 from qshard.torch_bridge._ops import ops
-from qshard.torch_bridge._quantize import max_over_ranks
+from qshard.torch_bridge.quantize import max_over_ranks
 
 __all__ = ["DelayedScale", "update_delayed"]
 

@@ -22,8 +22,8 @@ from jax import lax
 
 from qshard.formats import E4M3
 from qshard.jax import ops
-from qshard.jax._cuts import vary_alike
-from qshard.jax._steps import as_bits, as_float
+from qshard.jax.cuts import vary_alike
+from qshard.jax.steps import as_bits, as_float
 from qshard.recipes import DelayedScaling, Role
 
 __all__ = [

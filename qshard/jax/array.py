@@ -17,8 +17,8 @@ import numpy as np
 
 from qshard import layout, pipeline
 from qshard.formats import ELEMENTS, Format, Usage
-from qshard.jax._cuts import Cut, matrix_of, shaped
-from qshard.jax._steps import STEPS
+from qshard.jax.cuts import Cut, matrix_of, shaped
+from qshard.jax.steps import STEPS
 from qshard.layout import stores_transposed
 
 __all__ = ["Plane", "QuantizedArray", "plane_values"]

@@ -13,7 +13,7 @@ from qshard.formats import ELEMENTS, Format, Usage
 from qshard.layout import plane
 from qshard.master import FlatShards, piece_bytes
 from qshard.pipeline import Parts
-from qshard.torch_bridge._tensor import QuantizedTensor
+from qshard.torch_bridge.tensor import QuantizedTensor
 
 __all__ = ["QuantizedSlice", "gather_slices", "join_pieces"]
 

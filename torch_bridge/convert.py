@@ -9,10 +9,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from qshard.recipes import Recipe
-from qshard.torch_bridge._layer import Linear
-from qshard.torch_bridge._linear import check_shape
-from qshard.torch_bridge._scales import ScaleState
-from qshard.torch_bridge._weight import ShardedWeight, plain
+from qshard.torch_bridge.fsdp.scales import ScaleState
+from qshard.torch_bridge.fsdp.weight import ShardedWeight, plain
+from qshard.torch_bridge.linear import check_shape
+from qshard.torch_bridge.nn import Linear
 
 __all__ = ["convert"]
 

@@ -32,13 +32,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from qshard.torch_bridge._adam import Adam
-from qshard.torch_bridge._adam_state import SCALED
-from qshard.torch_bridge._delayed import update_delayed
-from qshard.torch_bridge._flat import ALIGNMENT, BLOCK_ALIGNMENT, Flat, Ranks, Slice
-from qshard.torch_bridge._master import CastPlan, cast_master
-from qshard.torch_bridge._units import by_setting, units_of, weights_of
-from qshard.torch_bridge._weight import plain
+from qshard.torch_bridge.delayed import update_delayed
+from qshard.torch_bridge.fsdp.weight import plain
+from qshard.torch_bridge.optim.adam import Adam
+from qshard.torch_bridge.optim.adam_state import SCALED
+from qshard.torch_bridge.optim.master import CastPlan, cast_master
+from qshard.torch_bridge.zero.flat import ALIGNMENT, BLOCK_ALIGNMENT, Flat, Ranks, Slice
+from qshard.torch_bridge.zero.units import by_setting, units_of, weights_of
 
 __all__ = ["ZeroOptimizer"]
 

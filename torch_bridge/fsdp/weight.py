@@ -20,9 +20,9 @@ from qshard.formats import Format, Usage
 from qshard.pipeline import Parts, Scales
 from qshard.sharding import shard_rows
 from qshard.torch_bridge._ops import into
-from qshard.torch_bridge._scales import ScaleState, ShardOf, cut_of, refresh, stale_weights_of
-from qshard.torch_bridge._shards import cast_into, codes_width, refusal
-from qshard.torch_bridge._tensor import QuantizedTensor
+from qshard.torch_bridge.fsdp.scales import ScaleState, ShardOf, cut_of, refresh, stale_weights_of
+from qshard.torch_bridge.fsdp.shards import cast_into, codes_width, refusal
+from qshard.torch_bridge.tensor import QuantizedTensor
 
 __all__ = ["ShardedWeight", "plain", "wrap"]
 
@@ -43,7 +43,7 @@ class ShardedWeight(Tensor):
 
     Attributes:
       shard: the high-precision tensor: the whole weight, or under FSDP2 what this rank holds of it.
-      scale_state: see `qshard.torch_bridge._scales`.
+      scale_state: see `qshard.torch_bridge.fsdp.scales`.
     """
 
     shard: Tensor

@@ -25,10 +25,10 @@ from qshard.adam import BLOCK
 from qshard.formats import Format, Usage
 from qshard.layout import plane
 from qshard.master import piece_bytes
-from qshard.torch_bridge._delayed import DelayedScale
-from qshard.torch_bridge._slices import QuantizedSlice
-from qshard.torch_bridge._tensor import QuantizedTensor
-from qshard.torch_bridge._weight import plain
+from qshard.torch_bridge.delayed import DelayedScale
+from qshard.torch_bridge.fsdp.weight import plain
+from qshard.torch_bridge.optim.slices import QuantizedSlice
+from qshard.torch_bridge.tensor import QuantizedTensor
 
 __all__ = ["Flat", "Ranks", "Weight"]
 

@@ -35,9 +35,9 @@ from torch.optim.optimizer import (
 from qshard.pipeline import Scales
 from qshard.recipes import DelayedScaling, Recipe, Role
 from qshard.sharding import shard_rows
-from qshard.torch_bridge._delayed import DelayedScale, update_delayed
-from qshard.torch_bridge._quantize import max_over_ranks
-from qshard.torch_bridge._shards import Cut, amax_into, grid_shape, scales_of
+from qshard.torch_bridge.delayed import DelayedScale, update_delayed
+from qshard.torch_bridge.fsdp.shards import Cut, amax_into, grid_shape, scales_of
+from qshard.torch_bridge.quantize import max_over_ranks
 
 __all__ = ["ScaleState", "ShardOf", "refresh", "shard_of", "stale_weights_of", "update_scales"]
 

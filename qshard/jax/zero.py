@@ -23,9 +23,9 @@ from jax import lax
 
 from qshard.adam import BLOCK
 from qshard.formats import Format, Usage
-from qshard.jax._array import Plane, QuantizedArray
-from qshard.jax._cuts import vary_alike
-from qshard.jax._linear import (
+from qshard.jax.array import Plane, QuantizedArray
+from qshard.jax.cuts import vary_alike
+from qshard.jax.linear import (
     _check_recipe,
     _Config,
     _Given,
@@ -38,8 +38,8 @@ from qshard.jax._linear import (
     _quantized,
     linear,
 )
-from qshard.jax._master import cast_master
-from qshard.jax._quantize import Seed, seed_of
+from qshard.jax.optim.master import cast_master
+from qshard.jax.quantize import Seed, seed_of
 from qshard.layout import Shape, plane
 from qshard.master import MasterPlan, plan_master, plan_shards
 from qshard.recipes import Recipe, Role

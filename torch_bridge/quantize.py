@@ -12,7 +12,7 @@ from qshard.formats import Format, Usage
 from qshard.layout import matrix_shape, plane
 from qshard.pipeline import Draws
 from qshard.torch_bridge._ops import ops
-from qshard.torch_bridge._tensor import QuantizedTensor, as_stored
+from qshard.torch_bridge.tensor import QuantizedTensor, as_stored
 
 __all__ = ["max_over_ranks", "quantize", "words"]
 

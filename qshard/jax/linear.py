@@ -15,13 +15,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from qshard import pipeline
 from qshard.formats import Usage
-from qshard.jax._array import Plane, QuantizedArray
-from qshard.jax._cuts import Spec, cuts_rows, matrix_of, shaped, spec_of, vary_alike
-from qshard.jax._delayed import LinearState, TensorState, observed, scale_inv_of
-from qshard.jax._gather import gather, scatter_gradient
-from qshard.jax._gemm import Factor, gemm, multiplies_codes, stored_for
-from qshard.jax._quantize import AxisName, Scales, Seed, axes_of, check_float, quantize_delayed, quantize_own, seed_of
-from qshard.jax._steps import STEPS, word_pair
+from qshard.jax.array import Plane, QuantizedArray
+from qshard.jax.cuts import Spec, cuts_rows, matrix_of, shaped, spec_of, vary_alike
+from qshard.jax.delayed import LinearState, TensorState, observed, scale_inv_of
+from qshard.jax.gather import gather, scatter_gradient
+from qshard.jax.gemm import Factor, gemm, multiplies_codes, stored_for
+from qshard.jax.quantize import AxisName, Scales, Seed, axes_of, check_float, quantize_delayed, quantize_own, seed_of
+from qshard.jax.steps import STEPS, word_pair
 from qshard.layout import Shape
 from qshard.recipes import ROLE_SEEDS, DelayedScaling, Recipe, Role
 

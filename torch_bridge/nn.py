@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from qshard.recipes import DelayedScaling, Recipe, Role
-from qshard.torch_bridge._delayed import DelayedScale
-from qshard.torch_bridge._linear import ROLES, check_shape, linear
-from qshard.torch_bridge._scales import ScaleState
-from qshard.torch_bridge._weight import ShardedWeight, plain, wrap
+from qshard.torch_bridge.delayed import DelayedScale
+from qshard.torch_bridge.fsdp.scales import ScaleState
+from qshard.torch_bridge.fsdp.weight import ShardedWeight, plain, wrap
+from qshard.torch_bridge.linear import ROLES, check_shape, linear
 
 __all__ = ["Linear"]
 

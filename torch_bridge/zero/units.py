@@ -10,9 +10,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from qshard.recipes import Role
-from qshard.torch_bridge._delayed import DelayedScale
-from qshard.torch_bridge._flat import Weight
-from qshard.torch_bridge._layer import Linear
+from qshard.torch_bridge.delayed import DelayedScale
+from qshard.torch_bridge.nn import Linear
+from qshard.torch_bridge.zero.flat import Weight
 
 __all__ = ["by_setting", "units_of", "weights_of"]
 

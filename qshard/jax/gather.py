@@ -12,8 +12,8 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from qshard.formats import Format, Usage
-from qshard.jax._array import Plane, QuantizedArray
-from qshard.jax._cuts import Spec, mesh_of, spec_of
+from qshard.jax.array import Plane, QuantizedArray
+from qshard.jax.cuts import Spec, mesh_of, spec_of
 from qshard.jax.ops import names_of
 from qshard.layout import stores_transposed
 
