@@ -58,7 +58,7 @@ def blocks(x: list[torch.Tensor]) -> Contenders:
     pair = torch.tensor([1, 0], dtype=torch.int32, device="cuda")
     random = NVFP4.with_options(rounding="stochastic")
     draws = pipeline.Draws(pair, torch.zeros_like(pair))
-    found["hadamard qshard"] = (4, lambda i: pipeline.rotated(ops, x[i]))
+    found["hadamard qshard"] = (4, lambda i: pipeline.rotated(ops, x[i], NVFP4))
     found["quantize NVFP4 rowwise, stochastic, qshard"] = (
         2 + 2 + 2 + 0.5 + 1 / 16,  # three reads: amaxes of the whole and of blocks, codes
         lambda i: pipeline.quantize(ops, x[i], random, Usage.ROWWISE, draws=draws),

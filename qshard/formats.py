@@ -13,8 +13,9 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 __all__ = [
     "E2M1",
@@ -34,7 +35,11 @@ __all__ = [
     "NVFP4",
     "NVFP4_16x16",
     "ElementFormat",
+    "FloatScaling",
     "Format",
+    "PowerScaling",
+    "Scaling",
+    "TwoLevelScaling",
     "Usage",
 ]
 
@@ -74,7 +79,8 @@ class ElementFormat:
 
     @property
     def codes_per_byte(self) -> int:
-        return 8 // self.bits
+        """How many codes are stored in a byte: two of 4 bits, one of any other width."""
+        return 2 if self.bits == 4 else 1
 
     @property
     def max_exponent(self) -> int:
@@ -122,23 +128,145 @@ class Usage(enum.Flag):
         return tuple(one for one in (Usage.ROWWISE, Usage.COLUMNWISE) if one in self)
 
 
+class Scaling:
+    """How the elements of a block, or of a tensor, come to share a scale: what all three methods answer.
+
+    A method is a subclass; its fields are the options that change its bits. Options of other methods have the value
+    that changes nothing, so that ops which serve several methods can be given all of them.
+
+    Attributes:
+      dtype: dtype string of `scale_inv`: "float32", or the name of an `ElementFormat`.
+      elements: the formats of `data` that may be scaled so.
+      whole_blocks: the last block of a row or column may not be cut short.
+      turns_columns: the columnwise plane of vectors is stored as the rowwise plane of `x.T`.
+      quantize_op, dequantize_op: the ops that make a plane of blocks, and its values. Names of the others that make
+        planes from one read begin with `quantize_op`.
+    """
+
+    dtype: ClassVar[str]
+    elements: ClassVar[tuple[ElementFormat, ...]]
+    whole_blocks: ClassVar[bool] = True
+    turns_columns: ClassVar[bool] = True
+    quantize_op: ClassVar[str] = "quantize_block"
+    dequantize_op: ClassVar[str] = "dequantize_block"
+
+    # Fields of a subclass take the place of these.
+    pow2: bool = False
+    eps: float = 0.0
+    scale_rounding: Literal["up", "floor"] = "up"
+    global_scale: Literal["tensor", "row"] | None = None
+    scale_max: float = E4M3.max
+    four_over_six: Literal["mae", "mse"] | None = None
+
+    @classmethod
+    def options(cls) -> tuple[str, ...]:
+        """The names of its options."""
+        return tuple(field.name for field in dataclasses.fields(cls))  # type: ignore[arg-type]
+
+    def refusal(self, block: tuple[int, int] | None) -> tuple[str, object, str] | None:
+        """The option, its value and what it should be, if the method has no such blocks or options; else None."""
+        raise NotImplementedError
+
+    def _illegal_option(self, **legal: tuple[object, ...]) -> tuple[str, object, str] | None:
+        for option, values in legal.items():
+            if (value := getattr(self, option)) not in values:
+                return option, value, f"one of {values}"
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class FloatScaling(Scaling):
+    """One fp32 scale for the tensor or for each block, `element.max / amax`.
+
+    Attributes:
+      pow2: round the scale down to a power of two.
+      eps: the least amax that a scale is made of.
+    """
+
+    dtype: ClassVar[str] = "float32"
+    elements: ClassVar[tuple[ElementFormat, ...]] = (E4M3, E5M2)
+    whole_blocks: ClassVar[bool] = False
+
+    pow2: bool = False
+    eps: float = 0.0
+
+    def refusal(self, block: tuple[int, int] | None) -> tuple[str, object, str] | None:
+        if block is not None and min(block) < 1:
+            return "block", block, "None, or a pair of positive numbers"
+        if not 0 <= self.eps < math.inf:
+            return "eps", self.eps, "0, or positive and finite"
+        return self._illegal_option(pow2=(False, True))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PowerScaling(Scaling):
+    """A power of two for each block of 32, stored as E8M0.
+
+    Attributes:
+      scale_rounding: "up", so that nothing saturates, or OCP's "floor".
+    """
+
+    dtype: ClassVar[str] = E8M0.name
+    elements: ClassVar[tuple[ElementFormat, ...]] = (E4M3, E5M2)
+    turns_columns: ClassVar[bool] = False
+
+    scale_rounding: Literal["up", "floor"] = "up"
+
+    def refusal(self, block: tuple[int, int] | None) -> tuple[str, object, str] | None:
+        if block not in ((1, 32), (32, 32)):
+            return "block", block, "(1, 32) or (32, 32)"
+        return self._illegal_option(scale_rounding=("up", "floor"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TwoLevelScaling(Scaling):
+    """An E4M3 scale for each block of 16, under an fp32 scale for the tensor or for each row.
+
+    Attributes:
+      global_scale: what shares the fp32 scale: the "tensor" or each "row".
+      scale_max: the block scale that the largest block gets, 448 or 256.
+      four_over_six: scale a block to 4 instead of 6 if that makes the "mae" or "mse" of the block smaller.
+    """
+
+    dtype: ClassVar[str] = E4M3.name
+    elements: ClassVar[tuple[ElementFormat, ...]] = (E2M1,)
+    quantize_op: ClassVar[str] = "quantize_nvfp4"
+    dequantize_op: ClassVar[str] = "dequantize_nvfp4"
+
+    global_scale: Literal["tensor", "row"] = "tensor"
+    scale_max: float = E4M3.max
+    four_over_six: Literal["mae", "mse"] | None = None
+
+    def refusal(self, block: tuple[int, int] | None) -> tuple[str, object, str] | None:
+        if block not in ((1, 16), (16, 16)):
+            return "block", block, "(1, 16) or (16, 16)"
+        if self.global_scale == "row" and block != (1, 16):
+            return "global_scale", self.global_scale, "'tensor', as blocks span rows"
+        return self._illegal_option(
+            global_scale=("tensor", "row"),
+            scale_max=(E4M3.max, SMALL_SCALE_MAX),
+            four_over_six=(None, "mae", "mse"),
+        )
+
+
+SMALL_SCALE_MAX = 256.0
+"""The smaller `scale_max` of NVFP4. It leaves room for the 1.5 times it that four over six tries."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """How a tensor is stored: elements, and the scales they share. Options hold the values that change its bits.
+    """How a tensor is stored: elements, the blocks that share a scale, and the method that scales them.
+
+    Illegal combinations are refused when a format is made. Other modules do not look at the structure of a format: they
+    ask it what follows from that (`per_tensor`, `transposes`, `gather_refusal`, ...), and `layout.plane` for shapes.
 
     Attributes:
       name: what `str` prints; options changed from those of `FORMATS[name]` follow in brackets.
       element: the format of `data`.
-      scale_dtype: dtype string of `scale_inv`: "float32", or the name of an `ElementFormat`.
+      scaling: the method, with its options.
       block: (rows, cols) that share a scale in the rowwise plane; None: the whole tensor does.
-      pow2: fp32 scales only: round the scale down to a power of two.
-      eps: fp32 scales only: the least amax that a scale is made of.
-      scale_rounding: E8M0 scales only: "up", so that nothing saturates, or OCP's "floor".
-      global_scale: E4M3 scales only: what shares the second, fp32 scale: the "tensor" or each "row".
-      scale_max: E4M3 scales only: the block scale that the largest block gets, 448 or 256.
-      four_over_six: scale a block to 4 instead of 6 if that makes the "mae" or "mse" of the block smaller.
-      hadamard: rotate the columnwise plane by a random Hadamard transform first.
-      rounding: of elements: "nearest" or "stochastic".
+      hadamard: NVFP4 vectors only: rotate the columnwise plane by a random Hadamard transform first.
+      rounding: of elements: "nearest", or NVFP4's "stochastic".
 
     >>> print(MXFP8_E4M3, MXFP8_E4M3.with_options(scale_rounding="floor"))
     MXFP8_E4M3 MXFP8_E4M3[scale_rounding=floor]
@@ -148,66 +276,127 @@ class Format:
 
     name: str
     element: ElementFormat
-    scale_dtype: str = "float32"
+    scaling: Scaling = FloatScaling()
     block: tuple[int, int] | None = None
-    pow2: bool = False
-    eps: float = 0.0
-    scale_rounding: Literal["up", "floor"] = "up"
-    global_scale: Literal["tensor", "row"] | None = None
-    scale_max: float = E4M3.max
-    four_over_six: Literal["mae", "mse"] | None = None
     hadamard: bool = False
     rounding: Literal["nearest", "stochastic"] = "nearest"
 
     def __post_init__(self) -> None:
-        fp32, e4m3 = self.scale_dtype == "float32", self.scale_dtype == E4M3.name
+        two_level = isinstance(self.scaling, TwoLevelScaling)
         plain = not self.hadamard and self.rounding == "nearest"
         for option, legal, need in [
-            ("scale_dtype", self.scale_dtype in ("float32", E8M0.name, E4M3.name), f"float32, {E8M0} or {E4M3}"),
-            ("element", self.element in ((E2M1,) if e4m3 else (E4M3, E5M2)), f"FP8, or {E2M1} with {E4M3} scales"),
-            ("block", fp32 or self.block is not None, "a pair, as only an fp32 scale may serve a whole tensor"),
-            ("eps", self.eps == 0 or (fp32 and 0 < self.eps < math.inf), "0, or finite and positive with fp32 scales"),
-            ("hadamard", not self.hadamard or self.block == (1, 16), "False, as blocks are not 1x16"),
-            ("global_scale", (self.global_scale is not None) == e4m3, f"there with {E4M3} scales alone"),
-            ("global_scale", self.global_scale != "row" or self.block == (1, 16), "'tensor', as blocks span rows"),
-            ("four_over_six", self.four_over_six is None or plain, "None, as it needs nearest rounding of x itself"),
+            ("element", self.element in self.scaling.elements, " or ".join(map(str, self.scaling.elements))),
+            ("rounding", self.rounding in ("nearest", "stochastic"), "'nearest' or 'stochastic'"),
+            ("rounding", self.rounding == "nearest" or two_level, "'nearest', as only NVFP4 is rounded stochastically"),
+            ("hadamard", not self.hadamard or (two_level and self.block == (1, 16)), "False, as blocks are not 1x16"),
         ]:
-            self._require(option, legal, need)
-        for option, (scale_dtype, values) in _OPTION_VALUES.items():
-            legal_values = values if scale_dtype == self.scale_dtype else values[:1]
-            self._require(option, getattr(self, option) in legal_values, f"one of {legal_values}")
+            if not legal:
+                raise self._error(option, getattr(self, option), need)
+        if (refused := self.scaling.refusal(self.block)) is not None:
+            raise self._error(*refused)
+        if self.scaling.four_over_six is not None and not plain:
+            raise self._error("four_over_six", self.scaling.four_over_six, "None, as x is rotated or rounded randomly")
 
-    def _require(self, option: str, legal: bool, need: str) -> None:
-        if not legal:
-            raise ValueError(f"Format {self.name}: {option} ({getattr(self, option)!r}) is not {need}; change it")
+    def _error(self, option: str, value: object, need: str) -> ValueError:
+        return ValueError(f"Format {self.name}: {option} ({value!r}) must be {need}")
 
     def __str__(self) -> str:
-        default = FORMATS.get(self.name, self)
-        changed = [
-            f"{field.name}={getattr(self, field.name)}"
-            for field in dataclasses.fields(self)
-            if getattr(self, field.name) != getattr(default, field.name)
-        ]
+        default = FORMATS.get(self.name, self).options
+        changed = [f"{name}={value}" for name, value in self.options.items() if value != default.get(name)]
         return f"{self.name}[{', '.join(changed)}]" if changed else self.name
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """What `with_options` can change, by name: the options of the method, and those of the format."""
+        own = {name: getattr(self.scaling, name) for name in self.scaling.options()}
+        return {"element": self.element, "block": self.block} | own | {n: getattr(self, n) for n in _FORMAT_OPTIONS}
+
     def with_options(self, **options: Any) -> Format:
-        """This format with other options, checked again."""
-        return dataclasses.replace(self, **options)
+        """This format with other options, checked again.
+
+        >>> NVFP4.with_options(global_scale="row").scaling
+        TwoLevelScaling(global_scale='row', scale_max=448.0, four_over_six=None)
+        >>> FP8_E4M3.with_options(global_scale="row")
+        Traceback (most recent call last):
+        ValueError: Format FP8_E4M3 has no option global_scale; it has element, block, pow2, eps, hadamard, rounding
+        """
+        if unknown := sorted(set(options) - set(self.options)):
+            raise ValueError(f"Format {self.name} has no option {unknown[0]}; it has {', '.join(self.options)}")
+        own = {name: getattr(self.scaling, name) for name in self.scaling.options()}
+        own |= {name: options.pop(name) for name in own if name in options}
+        return dataclasses.replace(self, scaling=type(self.scaling)(**own), **options)
 
     @property
-    def data_dtype(self) -> str:
-        """Dtype string of `data` at rest: codes of less than a byte are packed into uint8."""
-        return "uint8" if self.element.codes_per_byte > 1 else self.element.name
+    def description(self) -> dict[str, Any]:
+        """The format in terms of JSON, for files and saved programs.
+
+        >>> str(Format.of(NVFP4.with_options(global_scale="row").description))
+        'NVFP4[global_scale=row]'
+        """
+        text = {"name": self.name, "scale_dtype": self.scale_dtype, "element": self.element.name}
+        return self.options | text
+
+    @classmethod
+    def of(cls, description: Mapping[str, Any]) -> Format:
+        """The inverse of `description`. Options that it lacks, as one of an older version may, have their defaults."""
+        given = dict(description)
+        method = {kind.dtype: kind for kind in _METHODS}[given.pop("scale_dtype")]
+        own = {name: given.pop(name) for name in method.options() if name in given}
+        block = given.pop("block")
+        return cls(
+            element=ELEMENTS[given.pop("element")],
+            block=None if block is None else tuple(block),
+            scaling=method(**own),
+            **given,
+        )
+
+    # --- what others ask ---
 
     @property
-    def square(self) -> bool:
-        """Whether rowwise and columnwise blocks are the same, so that one plane is the transpose of the other."""
+    def per_tensor(self) -> bool:
+        """Whether one scale serves the whole tensor, so that a product of codes is the product up to a factor."""
+        return self.block is None
+
+    @property
+    def transposes(self) -> bool:
+        """Whether both planes hold the same numbers, so that the columnwise one is the transpose of the rowwise one."""
         return self.block is None or self.block[0] == self.block[1]
 
     @property
-    def cuts_blocks(self) -> bool:
-        """Whether the last block of a row or column may be cut short. OCP and NVFP4 blocks are always whole."""
-        return self.scale_dtype == "float32"
+    def stochastic(self) -> bool:
+        """Whether quantizing takes a seed."""
+        return self.rounding == "stochastic"
+
+    @property
+    def slice_refusal(self) -> str | None:
+        """Why slices of a weight cannot be cast apart; None if they can: if codes depend on amaxes and the element."""
+        if self.scaling.four_over_six is None:
+            return None
+        return f"its scales depend on more than amaxes (four_over_six={self.scaling.four_over_six})"
+
+    @property
+    def gather_refusal(self) -> str | None:
+        """Why a weight cannot be gathered as codes for forward and backward; None if it can."""
+        if not self.transposes:
+            return "its planes are different numbers, and a gather brings one of them"
+        if self.stochastic:
+            return "it rounds stochastically, and every gather would draw other codes"
+        return self.slice_refusal
+
+    @property
+    def scale_dtype(self) -> str:
+        """Dtype string of `scale_inv`."""
+        return self.scaling.dtype
+
+    @property
+    def stored_scale_dtype(self) -> str:
+        """Dtype string of `scale_inv` where one-byte floats are bytes."""
+        return "uint8" if self.scale_dtype in ELEMENTS else self.scale_dtype
+
+    @property
+    def data_dtype(self) -> str:
+        """Dtype string of `data` at rest: uint8 holds codes that are not of 8 bits."""
+        return self.element.name if self.element.bits == 8 else "uint8"
 
     def block_of(self, usage: Usage) -> tuple[int, int] | None:
         """(rows, cols) of `x` that share a scale in the plane for `usage`; None: the whole tensor does."""
@@ -215,27 +404,54 @@ class Format:
             return self.block
         return self.block[::-1]
 
+    # --- options of the method, read flat ---
 
-# The values of each option of a format with scales of this dtype. Formats with other scales have the first.
-_OPTION_VALUES: dict[str, tuple[str, tuple[object, ...]]] = {
-    "pow2": ("float32", (False, True)),
-    "scale_rounding": (E8M0.name, ("up", "floor")),
-    "global_scale": (E4M3.name, (None, "tensor", "row")),
-    "scale_max": (E4M3.name, (E4M3.max, 256.0)),
-    "four_over_six": (E4M3.name, (None, "mae", "mse")),
-    "hadamard": (E4M3.name, (False, True)),
-    "rounding": (E4M3.name, ("nearest", "stochastic")),
-}
+    @property
+    def pow2(self) -> bool:
+        return self.scaling.pow2
+
+    @property
+    def eps(self) -> float:
+        return self.scaling.eps
+
+    @property
+    def scale_rounding(self) -> Literal["up", "floor"]:
+        return self.scaling.scale_rounding
+
+    @property
+    def global_scale(self) -> str | None:
+        return self.scaling.global_scale
+
+    @property
+    def scale_max(self) -> float:
+        return self.scaling.scale_max
+
+    @property
+    def four_over_six(self) -> str | None:
+        return self.scaling.four_over_six
+
+    @property
+    def square(self) -> bool:
+        return self.transposes
+
+    @property
+    def cuts_blocks(self) -> bool:
+        """Whether the last block of a row or column may be cut short. OCP and NVFP4 blocks are always whole."""
+        return not self.scaling.whole_blocks
+
+
+_FORMAT_OPTIONS = ("hadamard", "rounding")
+_METHODS: tuple[type[Scaling], ...] = (FloatScaling, PowerScaling, TwoLevelScaling)
 
 FP8_E4M3 = Format(name="FP8_E4M3", element=E4M3)
 FP8_E5M2 = Format(name="FP8_E5M2", element=E5M2)
-FP8_1x128 = Format(name="FP8_1x128", element=E4M3, block=(1, 128), pow2=True)
-FP8_128x128 = Format(name="FP8_128x128", element=E4M3, block=(128, 128), pow2=True)
-MXFP8_E4M3 = Format(name="MXFP8_E4M3", element=E4M3, block=(1, 32), scale_dtype=E8M0.name)
-MXFP8_E5M2 = Format(name="MXFP8_E5M2", element=E5M2, block=(1, 32), scale_dtype=E8M0.name)
-MXFP8_32x32 = Format(name="MXFP8_32x32", element=E4M3, block=(32, 32), scale_dtype=E8M0.name)
-NVFP4 = Format(name="NVFP4", element=E2M1, block=(1, 16), scale_dtype=E4M3.name, global_scale="tensor")
-NVFP4_16x16 = Format(name="NVFP4_16x16", element=E2M1, block=(16, 16), scale_dtype=E4M3.name, global_scale="tensor")
+FP8_1x128 = Format(name="FP8_1x128", element=E4M3, block=(1, 128), scaling=FloatScaling(pow2=True))
+FP8_128x128 = Format(name="FP8_128x128", element=E4M3, block=(128, 128), scaling=FloatScaling(pow2=True))
+MXFP8_E4M3 = Format(name="MXFP8_E4M3", element=E4M3, block=(1, 32), scaling=PowerScaling())
+MXFP8_E5M2 = Format(name="MXFP8_E5M2", element=E5M2, block=(1, 32), scaling=PowerScaling())
+MXFP8_32x32 = Format(name="MXFP8_32x32", element=E4M3, block=(32, 32), scaling=PowerScaling())
+NVFP4 = Format(name="NVFP4", element=E2M1, block=(1, 16), scaling=TwoLevelScaling())
+NVFP4_16x16 = Format(name="NVFP4_16x16", element=E2M1, block=(16, 16), scaling=TwoLevelScaling())
 FORMATS = {
     fmt.name: fmt
     for fmt in (

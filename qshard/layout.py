@@ -19,13 +19,15 @@ Sources: OCP Microscaling Formats v1.0, section 5; cuBLAS documentation, "1D Blo
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from qshard.formats import E8M0, Format, Usage
+from qshard.formats import Format, Usage
 
 __all__ = [
     "PlaneLayout",
     "Shape",
+    "code_columns",
+    "data_columns",
     "matrix_shape",
     "plane",
     "stores_transposed",
@@ -38,19 +40,54 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class PlaneLayout:
-    """Shapes of one plane.
+    """What one plane of a tensor looks like. Nobody derives any of it again.
 
     Attributes:
       data_shape: of `data`, after packing.
       scale_shape: of `scale_inv`.
       global_scale_shape: of `global_scale_inv`; None if the format has none.
       transposed: `data` and `scale_inv` are those of `x.T`.
+      block: (rows, cols) of the matrix that is stored, `x` or `x.T`, that share a scale; None: all of it does.
+      codes_per_byte: how many codes the last axis of `data` holds in a byte.
+      format, shape, usage: what it is the layout of.
     """
 
     data_shape: Shape
     scale_shape: Shape
     global_scale_shape: Shape | None
     transposed: bool
+    block: tuple[int, int] | None = field(repr=False)
+    codes_per_byte: int = field(repr=False)
+    format: Format = field(repr=False)
+    shape: Shape = field(repr=False)
+    usage: Usage = field(repr=False)
+
+    @property
+    def matrix(self) -> PlaneLayout:
+        """The layout of this plane of `x` seen as a matrix."""
+        return plane(self.format, matrix_shape(self.shape), self.usage)
+
+    @property
+    def rows_apart(self) -> bool:
+        """Whether each row of the stored matrix has scales of its own. Then `scale_inv` keeps the leading axes."""
+        return self.block is not None and self.block[0] == 1
+
+    def scale_axis(self, axis: int) -> tuple[int, int] | None:
+        """Where an axis of `data` shows in `scale_inv`: there, and the elements along it that share a scale; or None.
+
+        >>> from qshard.formats import MXFP8_32x32, NVFP4
+        >>> plane(MXFP8_32x32, (2, 32, 64), Usage.ROWWISE).scale_axis(2)
+        (1, 32)
+        >>> plane(NVFP4, (2, 32, 64), Usage.ROWWISE).scale_axis(1)
+        (1, 1)
+        """
+        if self.block is None:
+            return None
+        last = len(self.data_shape) - 1
+        unit = self.block[1] if axis == last else self.block[0]
+        if len(self.scale_shape) == len(self.data_shape):
+            return axis, unit
+        return (0 if axis == 0 else len(self.scale_shape) - 1), unit
 
 
 def matrix_shape(shape: Shape) -> tuple[int, int]:
@@ -69,7 +106,7 @@ def stores_transposed(fmt: Format) -> bool:
     >>> [stores_transposed(fmt) for fmt in (FP8_1x128, MXFP8_32x32, MXFP8_E4M3)]
     [True, True, False]
     """
-    return fmt.square or fmt.scale_dtype != E8M0.name
+    return fmt.transposes or fmt.scaling.turns_columns
 
 
 def whole_units(fmt: Format, usage: Usage) -> tuple[int, int]:
@@ -79,7 +116,7 @@ def whole_units(fmt: Format, usage: Usage) -> tuple[int, int]:
     >>> [whole_units(fmt, Usage.COLUMNWISE) for fmt in (FP8_1x128, MXFP8_E4M3)]
     [(1, 1), (32, 1)]
     """
-    return (1, 1) if fmt.cuts_blocks else fmt.block_of(usage) or (1, 1)
+    return (fmt.block_of(usage) if fmt.scaling.whole_blocks else None) or (1, 1)
 
 
 def plane(fmt: Format, shape: Shape, usage: Usage, *, op: str = "quantize") -> PlaneLayout:
@@ -110,26 +147,47 @@ def plane(fmt: Format, shape: Shape, usage: Usage, *, op: str = "quantize") -> P
     """
     if usage not in (Usage.ROWWISE, Usage.COLUMNWISE):
         raise ValueError(f"{op}: usage ({usage}) is not one plane; ask for ROWWISE or COLUMNWISE")
-    if usage is Usage.COLUMNWISE and fmt.global_scale == "row":
-        raise ValueError(f"{op}: usage ({usage}) is not what {fmt} holds, one scale a row; ask for ROWWISE")
+    if usage is Usage.COLUMNWISE and fmt.scaling.global_scale == "row":
+        raise ValueError(f"{op}: {fmt} has one scale a row and so no columnwise plane; ask for ROWWISE")
 
     _check_blocks(fmt, shape, usage, op)
     transposed = usage is Usage.COLUMNWISE and stores_transposed(fmt)
     block = fmt.block_of(usage)
+    if block is not None and transposed:
+        block = block[::-1]
     matrix = matrix_shape(shape)
-    grid: Shape = () if block is None else tuple(map(_ceil, matrix, block))
-    data: Shape = matrix[::-1] if transposed else shape
     if transposed:
-        grid = grid[::-1]
-    elif block is not None and block[0] == 1:  # Each row of `x` has its own scales: keep the leading axes.
+        matrix = matrix[::-1]
+    data: Shape = matrix if transposed else shape
+    grid: Shape = () if block is None else tuple(map(_ceil, matrix, block))
+    if block is not None and block[0] == 1 and not transposed:
         grid = (*shape[:-1], grid[1])
-    per_byte = fmt.element.codes_per_byte
     return PlaneLayout(
-        data_shape=(*data[:-1], data[-1] // per_byte) if per_byte > 1 else data,
+        data_shape=(*data[:-1], data_columns(fmt, data[-1])) if data else data,
         scale_shape=grid,
-        global_scale_shape={None: None, "tensor": (), "row": shape[:-1]}[fmt.global_scale],
+        global_scale_shape={None: None, "tensor": (), "row": shape[:-1]}[fmt.scaling.global_scale],
         transposed=transposed,
+        block=block,
+        codes_per_byte=fmt.element.codes_per_byte,
+        format=fmt,
+        shape=shape,
+        usage=usage,
     )
+
+
+def data_columns(fmt: Format, columns: int) -> int:
+    """How long the last axis of `data` is, for so many codes.
+
+    >>> from qshard.formats import FP8_E4M3, NVFP4
+    >>> data_columns(FP8_E4M3, 64), data_columns(NVFP4, 64)
+    (64, 32)
+    """
+    return columns // fmt.element.codes_per_byte
+
+
+def code_columns(fmt: Format, columns: int) -> int:
+    """The inverse of `data_columns`: how many codes there are."""
+    return columns * fmt.element.codes_per_byte
 
 
 def swizzled_scale_shape(scale_shape: Shape, *, block_rows: int = 1) -> Shape:

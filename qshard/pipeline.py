@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from qshard.formats import E8M0, Format, Usage
+from qshard.formats import Format, PowerScaling, Usage
 from qshard.layout import stores_transposed
 
 __all__ = [
@@ -34,7 +34,9 @@ __all__ = [
     "quantize_delayed",
     "rotated",
     "scales",
+    "scales_of_grid",
     "transposed",
+    "without_added_rows",
 ]
 
 Array = Any
@@ -108,11 +110,11 @@ def quantize(
         rows = quantize(ops, x, fmt, Usage.ROWWISE, reduce_max=reduce_max, draws=draws)
         return rows | quantize(ops, x, fmt, Usage.COLUMNWISE, reduce_max=reduce_max, draws=draws)
     if fmt.hadamard and usage is Usage.COLUMNWISE:
-        x = rotated(ops, x)
+        x = rotated(ops, x, fmt)
     whole = global_amax(ops, x, fmt, reduce_max)
-    if fmt.four_over_six is None and fmt.rounding == "nearest":
+    if fmt.four_over_six is None and not fmt.stochastic:
         return _fused(ops, x, fmt, usage, whole)
-    if not fmt.square:
+    if not fmt.transposes:
         return {each: _in_steps(ops, x, fmt, each, whole, draws) for each in usage.planes}
     planes = {Usage.ROWWISE: _in_steps(ops, x, fmt, Usage.ROWWISE, whole, draws)}
     if Usage.COLUMNWISE in usage.planes:
@@ -122,9 +124,9 @@ def quantize(
 
 def global_amax(ops: Any, x: Array, fmt: Format, reduce_max: Reduce | None = None) -> Array | None:
     """What one fp32 scale of the whole tensor, or of each row, is made of; None if the format has none."""
-    if fmt.block is not None and fmt.global_scale is None:
+    if fmt.block is not None and fmt.scaling.global_scale is None:
         return None
-    amax = ops.amax_tensor(x, lead=x.ndim - 1 if fmt.global_scale == "row" else 0)
+    amax = ops.amax_tensor(x, lead=x.ndim - 1 if fmt.scaling.global_scale == "row" else 0)
     return amax if reduce_max is None else reduce_max(amax)
 
 
@@ -138,15 +140,28 @@ def scales(ops: Any, fmt: Format, amax: Array | None, whole: Array | None = None
 
     Not for four over six, whose scales depend on more than amaxes.
     """
-    if fmt.block is None:
-        return Scales(*ops.scale_from_amax(whole, element=fmt.element.name, eps=fmt.eps, pow2=fmt.pow2))
-    if fmt.scale_dtype == "float32":
-        return Scales(*ops.scale_from_amax(amax, element=fmt.element.name, eps=fmt.eps, pow2=fmt.pow2))
-    if fmt.scale_dtype == E8M0.name:
+    if fmt.scaling.global_scale is not None:
+        _, global_scale_inv = ops.global_scale_nvfp4(whole, scale_max=fmt.scale_max)
+        scale, scale_inv = ops.scale_nvfp4(amax, whole, scale_max=fmt.scale_max)
+        return Scales(scale, scale_inv, global_scale_inv)
+    if isinstance(fmt.scaling, PowerScaling):
         return Scales(*ops.scale_e8m0(amax, element=fmt.element.name, rounding=fmt.scale_rounding))
-    _, global_scale_inv = ops.global_scale_nvfp4(whole, scale_max=fmt.scale_max)
-    scale, scale_inv = ops.scale_nvfp4(amax, whole, scale_max=fmt.scale_max)
-    return Scales(scale, scale_inv, global_scale_inv)
+    amax = whole if fmt.block is None else amax
+    return Scales(*ops.scale_from_amax(amax, element=fmt.element.name, eps=fmt.eps, pow2=fmt.pow2))
+
+
+def scales_of_grid(ops: Any, fmt: Format, grid: Array, *, largest: Reduce | None = None) -> Scales:
+    """The scales of a whole tensor from the amaxes of all its blocks; of one scale, the grid is that amax.
+
+    Args:
+      largest: the amax of amaxes, of the tensor or of its rows; by default the front end's op.
+    """
+    if fmt.block is None or fmt.scaling.global_scale is None:
+        return scales(ops, fmt, grid, grid)
+    if largest is None:
+        lead = grid.ndim - 1 if fmt.scaling.global_scale == "row" else 0
+        return scales(ops, fmt, grid, ops.amax_tensor(grid, lead=lead))
+    return scales(ops, fmt, grid, largest(grid))
 
 
 def cast(ops: Any, x: Array, fmt: Format, scale: Array, block: tuple[int, int], draws: Draws | None = None) -> Array:
@@ -157,7 +172,7 @@ def cast(ops: Any, x: Array, fmt: Format, scale: Array, block: tuple[int, int], 
     """
     _check_draws(fmt, draws)
     size = {"block_rows": block[0], "block_cols": block[1]}
-    if fmt.rounding == "nearest":
+    if not fmt.stochastic:
         return ops.cast_block(x, scale, element=fmt.element.name, **size)
     assert draws is not None
     row_step = x.shape[-1] if draws.row_step is None else draws.row_step
@@ -191,14 +206,19 @@ def quantize_delayed(
     return planes, amax
 
 
-def dequantize(ops: Any, parts: Parts, fmt: Format, usage: Usage, dtype: Any) -> Array:
-    """The values of a plane, in the order in which it is stored. `dtype` is as the front end names it."""
+def dequantize(
+    ops: Any, parts: Parts, fmt: Format, usage: Usage, dtype: Any, *, block: tuple[int, int] | None = None
+) -> Array:
+    """The values of a plane, in the order in which it is stored. `dtype` is as the front end names it.
+
+    `block` says what shares an element of `scale_inv`, if that is less than a block of the format: a part of one.
+    """
     if fmt.block is None:
         return ops.dequantize(parts.data, parts.scale_inv, element=fmt.element.name, dtype=dtype)
-    block = fmt.block if stores_transposed(fmt) else fmt.block_of(usage)
+    block = block or (fmt.block if stores_transposed(fmt) else fmt.block_of(usage))
     assert block is not None
     size = {"block_rows": block[0], "block_cols": block[1], "dtype": dtype}
-    if fmt.global_scale is not None:
+    if fmt.scaling.global_scale is not None:
         return ops.dequantize_nvfp4(parts.data, parts.scale_inv, parts.global_scale_inv, **size)
     return ops.dequantize_block(
         parts.data, parts.scale_inv, element=fmt.element.name, scale_dtype=fmt.scale_dtype, **size
@@ -214,17 +234,26 @@ def transposed(ops: Any, parts: Parts, fmt: Format) -> Parts:
     return parts._replace(data=data_t, scale_inv=scale_inv_t)
 
 
-def rotated(ops: Any, x: Array) -> Array:
+def rotated(ops: Any, x: Array, fmt: Format) -> Array:
     """What the columnwise plane of a format with a random Hadamard transform is of; bfloat16."""
-    return ops.hadamard(x, block_rows=_ROTATION, block_cols=1)
+    block = fmt.block_of(Usage.COLUMNWISE)
+    assert block is not None
+    return ops.hadamard(x, block_rows=block[0], block_cols=block[1])
+
+
+def without_added_rows(parts: Parts, fmt: Format, rows: int) -> Parts:
+    """A rowwise plane of a matrix without the rows after `rows`: zeros, which `Recipe.added_rows` asked for."""
+    data, scale_inv, global_scale_inv = parts
+    if not fmt.transposes:
+        scale_inv = scale_inv[:rows]
+    if global_scale_inv is not None and fmt.scaling.global_scale == "row":
+        global_scale_inv = global_scale_inv[:rows]
+    return Parts(data[:rows], scale_inv, global_scale_inv)
 
 
 def _check_draws(fmt: Format, draws: Draws | None) -> None:
-    if fmt.rounding == "stochastic" and draws is None:
-        raise ValueError(f"quantize: seed (None) is not what {fmt} needs; give it one, another one each time")
-
-
-_ROTATION = 16  # elements that the transform mixes: a block of the only format that has it
+    if fmt.stochastic and draws is None:
+        raise ValueError(f"quantize: {fmt} rounds stochastically and needs a seed; pass a new one each call")
 
 
 def _in_steps(ops: Any, x: Array, fmt: Format, usage: Usage, whole: Array | None, draws: Draws | None) -> Parts:
@@ -255,7 +284,7 @@ def _in_steps(ops: Any, x: Array, fmt: Format, usage: Usage, whole: Array | None
 def _fused(ops: Any, x: Array, fmt: Format, usage: Usage, whole: Array | None) -> dict[Usage, Parts]:
     """Planes from one read of `x`, after that for `whole`."""
     assert fmt.block is not None
-    family, operands, global_scale_inv = "quantize_block", [x], None
+    family, operands, global_scale_inv = fmt.scaling.quantize_op, [x], None
     options: dict[str, Any] = {
         "element": fmt.element.name,
         "eps": fmt.eps,
@@ -263,8 +292,8 @@ def _fused(ops: Any, x: Array, fmt: Format, usage: Usage, whole: Array | None) -
         "rounding": fmt.scale_rounding,
         "scale_dtype": fmt.scale_dtype,
     }
-    if fmt.global_scale is not None:
-        family, operands, options = "quantize_nvfp4", [x, whole], {"scale_max": fmt.scale_max}
+    if fmt.scaling.global_scale is not None:
+        operands, options = [x, whole], {"scale_max": fmt.scale_max}
         _, global_scale_inv = ops.global_scale_nvfp4(whole, scale_max=fmt.scale_max)
 
     def run(op: str, block: tuple[int, int]) -> list[Array]:
@@ -277,13 +306,19 @@ def _fused(ops: Any, x: Array, fmt: Format, usage: Usage, whole: Array | None) -
         assert block is not None
         data, scale_inv = run(f"{family}_t" if turned else family, block)
         return {usage: Parts(data, scale_inv, global_scale_inv)}
-    if fmt.square:
-        op = "quantize_square_both" if fmt.global_scale is None else "quantize_nvfp4_square_both"
-        data, scale_inv, *second = run(op, fmt.block)
-    else:
-        op = f"{family}_both_t" if fmt.global_scale is None and stores_transposed(fmt) else f"{family}_both"
-        data, scale_inv, *second = run(op, (fmt.block[1], fmt.block[1]))
+    form = "square_both" if fmt.transposes else "both_t" if stores_transposed(fmt) else "both"
+    data, scale_inv, *second = run(_BOTH[family, form], (fmt.block[1], fmt.block[1]))
     return {
         Usage.ROWWISE: Parts(data, scale_inv, global_scale_inv),
         Usage.COLUMNWISE: Parts(second[0], second[1], global_scale_inv),
     }
+
+
+# The ops that make both planes: of square blocks, of vectors that are stored transposed, and in the order of `x`.
+_BOTH = {
+    ("quantize_block", "square_both"): "quantize_square_both",
+    ("quantize_block", "both_t"): "quantize_block_both_t",
+    ("quantize_block", "both"): "quantize_block_both",
+    ("quantize_nvfp4", "square_both"): "quantize_nvfp4_square_both",
+    ("quantize_nvfp4", "both_t"): "quantize_nvfp4_both",
+}

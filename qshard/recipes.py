@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from qshard import formats
-from qshard.formats import E2M1, E8M0, Format, Usage
+from qshard.formats import E4M3, E5M2, FloatScaling, Format, PowerScaling, TwoLevelScaling, Usage
 from qshard.layout import whole_units
 
 __all__ = ["NVFP4", "ROLE_SEEDS", "MXFP8", "BlockScaling", "CurrentScaling", "DelayedScaling", "Recipe", "Role"]
@@ -39,7 +39,7 @@ The highest bits, out of reach for those who count steps or ranks up from a seed
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A format for each role, in any mix whose rotations cancel. Named recipes hold each to their method of scaling.
+    """A format for each role, in any mix whose rotations cancel. Named recipes accept formats of one method of scaling.
 
     Attributes:
       weight: format of `w`.
@@ -65,14 +65,14 @@ class Recipe:
         for role in Role:
             if not self._takes(self.format(role)):
                 raise ValueError(
-                    f"{type(self).__name__}: {role.value} ({self.format(role)}) is not a format of this recipe; "
-                    "choose another format, or use Recipe for a mix"
+                    f"{type(self).__name__}: {self.format(role)} as the format of {role.value} is scaled by another "
+                    "method; choose another format, or use Recipe for a mix"
                 )
         weight, activation, gradient = (fmt.hadamard for fmt in (self.weight, self.activation, self.gradient))
         if weight or activation != gradient:
             raise ValueError(
-                f"{type(self).__name__}: hadamard (weight: {weight}, activation: {activation}, gradient: {gradient}) "
-                "is not what cancels in every product; rotate activation and gradient both, or none"
+                f"{type(self).__name__}: rotations (weight: {weight}, activation: {activation}, gradient: {gradient}) "
+                "do not cancel in every product; rotate both activation and gradient, or none"
             )
 
     def format(self, role: Role) -> Format:
@@ -83,7 +83,12 @@ class Recipe:
     @property
     def stochastic(self) -> bool:
         """Whether a format rounds stochastically, so that a layer needs a seed."""
-        return "stochastic" in (self.weight.rounding, self.activation.rounding, self.gradient.rounding)
+        return any(fmt.stochastic for fmt in (self.weight, self.activation, self.gradient))
+
+    @property
+    def stateful(self) -> bool:
+        """Whether scales come from earlier steps, so that a layer keeps state and the state needs an update a step."""
+        return bool(self.state_shapes)
 
     @property
     def state_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -104,7 +109,7 @@ class Recipe:
         >>> [MXFP8().added_rows(Role.ACTIVATION, usage, 40) for usage in (Usage.ROWWISE, Usage.BOTH)]
         [0, 24]
         """
-        if role is Role.WEIGHT or not (self.format(role).square or Usage.COLUMNWISE in usage.planes):
+        if role is Role.WEIGHT or not (self.format(role).transposes or Usage.COLUMNWISE in usage.planes):
             return 0
         unit = max(whole_units(fmt, Usage.COLUMNWISE)[0] for fmt in (self.activation, self.gradient))
         return -rows % unit
@@ -124,11 +129,11 @@ class CurrentScaling(Recipe):
 
     @staticmethod
     def _takes(fmt: Format) -> bool:
-        return fmt.block is None
+        return fmt.per_tensor
 
 
 @dataclass(frozen=True, kw_only=True)
-class DelayedScaling(CurrentScaling):
+class DelayedScaling(Recipe):
     """Per-tensor FP8 whose scale comes from the amaxes of earlier steps, so that the cast reads `x` once.
 
     Attributes:
@@ -140,6 +145,9 @@ class DelayedScaling(CurrentScaling):
     {'scale': (), 'amax_history': (4,)}
     """
 
+    weight: Format = formats.FP8_E4M3
+    activation: Format = formats.FP8_E4M3
+    gradient: Format = formats.FP8_E5M2
     history: int = 16
     margin: int = 0
     algorithm: Literal["max", "most_recent"] = "max"
@@ -147,13 +155,17 @@ class DelayedScaling(CurrentScaling):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.history < 1:
-            raise ValueError(f"DelayedScaling: history ({self.history}) is not at least 1; keep at least one step")
+            raise ValueError(f"DelayedScaling: history must be at least 1, got {self.history}")
         if self.algorithm not in ("max", "most_recent"):
-            raise ValueError(f"DelayedScaling: algorithm ({self.algorithm!r}) is not 'max' or 'most_recent'; use one")
+            raise ValueError(f"DelayedScaling: algorithm must be 'max' or 'most_recent', got {self.algorithm!r}")
 
     @property
     def state_shapes(self) -> dict[str, tuple[int, ...]]:
         return {"scale": (), "amax_history": (self.history,)}
+
+    @staticmethod
+    def _takes(fmt: Format) -> bool:
+        return fmt.per_tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +178,7 @@ class BlockScaling(Recipe):
 
     @staticmethod
     def _takes(fmt: Format) -> bool:
-        return fmt.block is not None and fmt.scale_dtype == "float32"
+        return isinstance(fmt.scaling, FloatScaling) and not fmt.per_tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,7 +191,7 @@ class MXFP8(Recipe):
 
     @staticmethod
     def _takes(fmt: Format) -> bool:
-        return fmt.scale_dtype == E8M0.name
+        return isinstance(fmt.scaling, PowerScaling) and fmt.element in (E4M3, E5M2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,4 +208,4 @@ class NVFP4(Recipe):
 
     @staticmethod
     def _takes(fmt: Format) -> bool:
-        return fmt.element == E2M1
+        return isinstance(fmt.scaling, TwoLevelScaling)

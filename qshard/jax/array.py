@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import math
@@ -16,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from qshard import layout, pipeline
-from qshard.formats import ELEMENTS, Format, Usage
+from qshard.formats import Format, Usage
 from qshard.jax.cuts import Cut, matrix_of, shaped
 from qshard.jax.steps import STEPS
-from qshard.layout import stores_transposed
+from qshard.layout import code_columns, stores_transposed
 
 __all__ = ["Plane", "QuantizedArray", "plane_values"]
 
@@ -159,39 +158,36 @@ def plane_values(plane: Plane, fmt: Format, usage: Usage, dtype: str, ndim: int 
             parts = parts._replace(global_scale_inv=plane.global_scale_inv[..., None])  # type: ignore[index]
     elif not by_rows and not turned and data.ndim != 2:
         parts = parts._replace(data=matrix_of(data, added))
-    values = pipeline.dequantize(STEPS, *_unbroken(parts, fmt, usage, turned), dtype)
+    parts, block = _unbroken(parts, fmt, usage, turned)
+    values = pipeline.dequantize(STEPS, parts, fmt, usage, dtype, block=block)
     return shaped(values, (*data.shape[:-1], data.shape[-1] * per_byte), added)
 
 
-def _unbroken(parts: pipeline.Parts, fmt: Format, usage: Usage, turned: bool) -> tuple[pipeline.Parts, Format, Usage]:
+def _unbroken(parts: pipeline.Parts, fmt: Format, usage: Usage, turned: bool) -> tuple[pipeline.Parts, tuple[int, int]]:
     """A plane whose blocks no Explicit mesh cuts: smaller blocks, with the scales of those that are cut."""
     data = parts.data
     block = fmt.block if turned else fmt.block_of(usage)
     cut = Cut.of(data)
     assert block is not None
-    shape = (data.shape[-2], data.shape[-1] * fmt.element.codes_per_byte)
+    shape = (data.shape[-2], code_columns(fmt, data.shape[-1]))
     piece = cut.pieces(shape, block) if data.ndim == 2 else block
     if piece == block:
-        return parts, fmt, usage
+        return parts, block
     grid = tuple(-(-size // unit) for size, unit in zip(shape, piece, strict=True))
     scale_inv = cut.of_pieces(
         parts.scale_inv, tuple(unit // size for unit, size in zip(block, piece, strict=True)), grid
     )
-    finer = dataclasses.replace(fmt, block=piece, hadamard=False, global_scale=fmt.global_scale and "tensor")
-    return parts._replace(scale_inv=scale_inv), finer, Usage.ROWWISE
+    return parts._replace(scale_inv=scale_inv), piece
 
 
 def _serialize(static: Sequence[Any]) -> bytes:
     fmt, dtype, axes = static
-    fields = {field.name: getattr(fmt, field.name) for field in dataclasses.fields(fmt)}
-    return json.dumps([fields | {"element": fmt.element.name}, np.dtype(dtype).name, axes]).encode()
+    return json.dumps([fmt.description, np.dtype(dtype).name, axes]).encode()
 
 
 def _deserialize(text: bytes) -> tuple[Any, ...]:
-    fields, dtype, axes = json.loads(bytes(text))
-    block = None if fields["block"] is None else tuple(fields["block"])
-    fmt = Format(**fields | {"element": ELEMENTS[fields["element"]], "block": block})
-    return fmt, jnp.dtype(dtype), tuple(axes)
+    description, dtype, axes = json.loads(bytes(text))
+    return Format.of(description), jnp.dtype(dtype), tuple(axes)
 
 
 # So that a program saved by jax.export may take and give quantized arrays.

@@ -224,10 +224,10 @@ X = np.ones((4, 32), np.float32)
         (
             lambda: qj.quantize(X, STOCHASTIC),
             ValueError,
-            r"quantize: seed \(None\) is not what NVFP4\[rounding=stochastic\]",
+            r"quantize: NVFP4.* rounds stochastically and needs a seed",
         ),
         (lambda: qj.quantize(X, STOCHASTIC, seed=0.5), TypeError, r"quantize: seed \(0.5\) is not an integer, uint32"),
-        (lambda: qj.quantize(X, ROWS, usage=Usage.BOTH), ValueError, r"is not what NVFP4\[global_scale=row\] holds"),
+        (lambda: qj.quantize(X, ROWS, usage=Usage.BOTH), ValueError, r"has one scale a row and so no columnwise plane"),
         (lambda: qj.quantize(X[:, :31], formats.MXFP8_E4M3), ValueError, r"pad the columns to 32"),
         (lambda: qj.quantize(X, FP8_E4M3).dequantize(int), TypeError, r"dequantize: dtype \(int.*\) is not float32"),
         (lambda: qj.quantize(X, FP8_E4M3).plane(Usage.COLUMNWISE), ValueError, r"plane: usage \(Usage.COLUMNWISE\)"),

@@ -55,7 +55,9 @@ def test_planes_are_those_of_the_reference(fmt, usage):
 
 
 def test_random_rounding_needs_a_seed():
-    with pytest.raises(ValueError, match=r"quantize: seed .None. is not what NVFP4.rounding=stochastic. needs"):
+    with pytest.raises(
+        ValueError, match=r"quantize: NVFP4.rounding=stochastic. rounds stochastically and needs a seed"
+    ):
         pipeline.quantize(OPS, np.ones((16, 16), np.float32), OPTIONS[-2].with_options(hadamard=False), Usage.ROWWISE)
 
 

@@ -79,7 +79,9 @@ def test_properties(fmt, data, square, cuts, rowwise, columnwise):
 @pytest.mark.parametrize(
     ("fmt", "options"),
     [
-        (formats.MXFP8_E4M3, {"scale_dtype": "bfloat16"}),
+        (formats.FP8_E4M3, {"block": (0, 128)}),
+        (formats.MXFP8_E4M3, {"block": (1, 16)}),
+        (NVFP4, {"block": (1, 32)}),
         (formats.MXFP8_E4M3, {"element": E2M1}),
         (NVFP4, {"element": E4M3}),
         (formats.MXFP8_E4M3, {"block": None}),
@@ -104,9 +106,9 @@ def test_properties(fmt, data, square, cuts, rowwise, columnwise):
     ids=lambda value: str(value),
 )
 def test_impossible_format_is_an_error_that_names_the_option(fmt, options):
-    with pytest.raises(ValueError, match=r"Format .* is not .*; change it") as error:
+    with pytest.raises(ValueError, match=r"Format .* (must be|has no option)") as error:
         fmt.with_options(**options)
-    assert any(f": {option} (" in str(error.value) for option in options)
+    assert any(option in str(error.value) for option in options)
 
 
 def test_formats_are_keyword_only():
