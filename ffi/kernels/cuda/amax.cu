@@ -15,6 +15,7 @@
 // 16-bit integers, two at a time, and the result widened. Equals the maximum over
 // FloatBits(Widen(x)): NaN propagates, as kNanBits; an empty run gives 0.
 #include "kernels/amax.h"
+#include "kernels/cuda/instantiate.cuh"
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/magnitude.cuh"
 #include "kernels/cuda/vector.cuh"
@@ -23,7 +24,6 @@ namespace qshard::kernels {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kWarp = 32;
 
 // --- short runs: `loads` loads of kBytes each make a run; `lanes` is the power of two from `loads`
 // up, at most a warp ---
@@ -184,8 +184,8 @@ Status Amax(const Exec<Cuda>& exec, const In* x, int64_t runs, int64_t length, f
   return LaunchAmax<AmaxTuning>(exec, x, runs, length, amax);
 }
 
-template Status Amax(const Exec<Cuda>&, const float*, int64_t, int64_t, float*);
-template Status Amax(const Exec<Cuda>&, const bfloat16*, int64_t, int64_t, float*);
-template Status Amax(const Exec<Cuda>&, const float16*, int64_t, int64_t, float*);
+#define QSHARD_AMAX(In) \
+  template Status Amax(const Exec<Cuda>&, const In*, int64_t, int64_t, float*);
+QSHARD_FLOATS(QSHARD_AMAX)
 
 }  // namespace qshard::kernels

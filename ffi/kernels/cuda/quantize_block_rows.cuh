@@ -18,12 +18,12 @@ namespace qshard::kernels {
 
 template <class In, class Scales>
 struct QuantizeRowsTuning {
-  static constexpr bool kSmall = sizeof(In) == 2 && std::is_same_v<Scales, Nvfp4Scales>;
+  static constexpr bool kSmall = sizeof(In) == 2 && Fast<Scales>::kGlobal;
   static constexpr int kThreads = kSmall ? 128 : 256;
   static constexpr int kGroups = 1;  // of 4 runs, a warp; all loads are under way at once
   static constexpr int kBlocksPerSm = sizeof(In) == 4 ? 4 : kSmall ? 8 : 5;
   // NVFP4 follows a kernel that read x forwards for its amax, and left the end in L2.
-  static constexpr bool kBackward = std::is_same_v<Scales, Nvfp4Scales>;
+  static constexpr bool kBackward = Fast<Scales>::kGlobal;
   static constexpr Read kRead = Read::kCached;
   static constexpr Write kWrite = Write::kStream;
 };
@@ -40,11 +40,12 @@ template <class In, class Code, class Scales, class Tuning>
 __global__ void __launch_bounds__(Tuning::kThreads, Tuning::kBlocksPerSm)
     QuantizeRows(const In* x, const Scales scales, int64_t vectors, uint8_t* data,
                  typename Scales::Stored* scale_inv) {
-  constexpr int kWarp = 32, kRuns = 4, kGroups = Tuning::kGroups;
+  constexpr int kRuns = 4, kGroups = Tuning::kGroups;
   constexpr int kLanes = kFastBlock<Scales> / kEight;
   constexpr int kWarpVectors = kWarp * kRuns * kGroups;
   constexpr int kBlockVectors = Tuning::kThreads / kWarp * kWarpVectors;
-  constexpr bool kGlobal = std::is_same_v<Scales, Nvfp4Scales>;
+  constexpr bool kGlobal = Fast<Scales>::kGlobal;
+  using Global = typename Fast<Scales>::Global;
   using Abs = Magnitudes<In>;
 
   const int64_t index = Tuning::kBackward ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
@@ -69,12 +70,12 @@ __global__ void __launch_bounds__(Tuning::kThreads, Tuning::kBlocksPerSm)
     }
   }
 
-  __shared__ SharedGlobal<GlobalOf<Scales>> shared;
+  __shared__ SharedGlobal<Global> shared;
   if constexpr (kGlobal) {
     if (threadIdx.x < kWarp) {
       const int64_t last = min(begin + kBlockVectors, vectors) / kLanes - 1;
       const int64_t place = begin / kLanes / scales.run;
-      const SharedGlobal<GlobalOf<Scales>> s{GlobalAt(scales, place), last / scales.run == place};
+      const SharedGlobal<Global> s{GlobalAt(scales, place), last / scales.run == place};
       if (lane == 0) shared = s;
     }
     __syncthreads();
@@ -112,7 +113,7 @@ __global__ void __launch_bounds__(Tuning::kThreads, Tuning::kBlocksPerSm)
       const int u = own + (kOwn == 2 ? k : odd);
       const int64_t block = run_block + u * (kWarp / kLanes);
       const bool exists = (g * kRuns + u) * kWarp < left;
-      GlobalOf<Scales> global{};
+      Global global{};
       if constexpr (kGlobal) {
         global = shared.value;
         if (!shared.one && exists) global = GlobalAt(scales, block / scales.run);
@@ -128,13 +129,13 @@ __global__ void __launch_bounds__(Tuning::kThreads, Tuning::kBlocksPerSm)
       const float s = __shfl_sync(0xFFFFFFFFu, scale[kOwn == 2 ? u % 2 : 0], from_lane);
       const int i = g * kRuns + u;
       if (i * kWarp < left)
-        Store<Tuning::kWrite>(data + (first + i * kWarp + lane) * Code::kBits,
+        Store<Tuning::kWrite>(data + (first + i * kWarp + lane) * kStoredBits<Code>,
                               EncodeRow<In, Code>(v[g][u], s));
     }
   }
 }
 
-// Blocks 1 x kFastBlock, cols a multiple of that, x aligned to 16 and data to Code::kBits bytes.
+// Blocks 1 x kFastBlock, cols a multiple of that, x aligned to 16 and data to kStoredBits bytes.
 template <class In, class Code, class Scales, class Tuning = QuantizeRowsTuning<In, Scales>>
 Status LaunchQuantizeRows(CUstream_st* stream, const In* x, const Scales& scales,
                           const Blocks& blocks, uint8_t* data, typename Scales::Stored* scale_inv) {
