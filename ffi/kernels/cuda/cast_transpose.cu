@@ -39,7 +39,7 @@ Status LaunchTiles(const Exec<Cuda>& exec, const In* x, const GivenScales<kAmax>
   const TileArguments<In, Scales> a{
       x,    scales,  grid,   Divider(1), 1, WideColumns<Code>(m.rows, data_t),
       data, nullptr, data_t, nullptr};
-  QuantizeSquareTiles<In, Code, Scales, true, TileTuning<In, Scales, Work::kSquareBoth>>
+  QuantizeSquareTiles<In, Code, Scales, Work::kSquareBoth>
       <<<TileBlocks(grid), kTileThreads, 0, exec.stream>>>(a);
   return LaunchStatus();
 }

@@ -54,10 +54,9 @@ TileArguments<In, Scales> ArgumentsOfTiles(const In* x, const Scales& scales, co
   return a;
 }
 
-template <class In, class Code, class Scales, bool kRows, Columns kColumns,
-          class Tuning = TileTuning<In, Scales, WorkOf(kRows, kColumns)>>
+template <class In, class Code, class Scales, bool kRows, Columns kColumns>
 Status LaunchQuantizeTiles(CUstream_st* stream, const TileArguments<In, Scales>& a) {
-  QuantizeTiles<In, Code, Scales, kRows, kColumns, Tuning>
+  QuantizeTiles<In, Code, Scales, kRows, kColumns>
       <<<TileBlocks(a.grid), kTileThreads, 0, stream>>>(a);
   return LaunchStatus();
 }
@@ -67,16 +66,15 @@ template <class In, class Scales, bool kRows>
 constexpr bool kTakesStrips =
     Fast<Scales>::kGlobal && sizeof(In) == 2 && !(kRows && std::is_same_v<In, float16>);
 
-template <class In, bool kRows, class Tuning = StripTuning>
+template <class In, bool kRows>
 Status LaunchQuantizeStrips(CUstream_st* stream, const TileArguments<In, Nvfp4Scales>& a) {
-  QuantizeStrips<In, kRows, Tuning><<<TileBlocks(a.grid), kStripThreads, 0, stream>>>(a);
+  QuantizeStrips<In, kRows><<<TileBlocks(a.grid), kStripThreads, 0, stream>>>(a);
   return LaunchStatus();
 }
 
 template <class In, class Code, class Scales, Work kWork>
 Status LaunchQuantizeSquareTiles(CUstream_st* stream, const TileArguments<In, Scales>& a) {
-  QuantizeSquareTiles<In, Code, Scales, kWork != Work::kSquare, TileTuning<In, Scales, kWork>>
-      <<<TileBlocks(a.grid), kTileThreads, 0, stream>>>(a);
+  QuantizeSquareTiles<In, Code, Scales, kWork><<<TileBlocks(a.grid), kTileThreads, 0, stream>>>(a);
   return LaunchStatus();
 }
 

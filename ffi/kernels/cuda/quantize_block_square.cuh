@@ -16,10 +16,12 @@ __device__ __forceinline__ int64_t RunOf(int64_t matrix, int64_t matrices) {
   return matrices == 0 ? 0 : matrix / matrices;
 }
 
-template <class In, class Code, class Scales, bool kTransposed, class Tuning>
-__global__ void __launch_bounds__(kTileThreads, Tuning::kBlocksPerSm)
+template <class In, class Code, class Scales, Work kWork>
+__global__ void __launch_bounds__(kTileThreads, TileTuning<In, Scales, kWork>::kBlocksPerSm)
     QuantizeSquareTiles(const TileArguments<In, Scales> a) {
   using Abs = Magnitudes<In>;
+  using Tuning = TileTuning<In, Scales, kWork>;
+  constexpr bool kTransposed = kWork != Work::kSquare;
   constexpr int kBlock = kFastBlock<Scales>;
   constexpr int kPatchesOfBlock = kBlock / kPatch;
   constexpr int kAcross = kTile / kBlock, kWarps = kTileThreads / 32;

@@ -163,10 +163,12 @@ __device__ __forceinline__ bool PutFourScales(const typename Magnitudes<In>::Bit
   return plain;
 }
 
-template <class In, class Code, class Scales, bool kRows, Columns kColumns, class Tuning>
-__global__ void __launch_bounds__(kTileThreads, Tuning::kBlocksPerSm)
+template <class In, class Code, class Scales, bool kRows, Columns kColumns>
+__global__ void __launch_bounds__(kTileThreads,
+                                  TileTuning<In, Scales, WorkOf(kRows, kColumns)>::kBlocksPerSm)
     QuantizeTiles(const TileArguments<In, Scales> a) {
   using Abs = Magnitudes<In>;
+  using Tuning = TileTuning<In, Scales, WorkOf(kRows, kColumns)>;
   constexpr int kBlock = kFastBlock<Scales>;
   constexpr int kAcross = kTile / kBlock;  // blocks of a row of the tile
   constexpr int kWords = EightOf<In>::kCount;

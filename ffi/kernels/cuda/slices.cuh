@@ -143,12 +143,12 @@ struct SliceTile {
   bool all_cols;          // the weight has all columns of the tile
 };
 
-// Four elements, each rounded as asked: to bfloat16, or else to float16.
+// Four elements, each rounded as asked: to bfloat16, or else to float16. NaN is some NaN.
 __device__ __forceinline__ void RoundFour(RoundedTo to, float (&v)[kSliceLane]) {
-#pragma unroll
-  for (int j = 0; j < kSliceLane; ++j)
-    v[j] =
-        to == RoundedTo::kBFloat16 ? Widen(Narrow<bfloat16>(v[j])) : Widen(Narrow<float16>(v[j]));
+  if (to == RoundedTo::kBFloat16)
+    WidenWords<bfloat16>(NarrowWords<bfloat16>(v), v);
+  else
+    WidenWords<float16>(NarrowWords<float16>(v), v);
 }
 
 // What a slice has of a tile: all of it, which vectors can move; all of it; or a part.
@@ -193,7 +193,7 @@ template <class In, TileKind kKind, class Fetch, class Use>
 __device__ __forceinline__ void ForEachTileRows(const SliceTile& tile, const In* x, RoundedTo to,
                                                 const Fetch& fetch, const Use& use) {
   constexpr bool kVectors = kKind == TileKind::kVectors, kWhole = kKind != TileKind::kPartial;
-  constexpr int kBatch = kVectors ? 8 : kWhole ? 4 : 2, kLoads = kVectors ? 1 : kSliceLane;
+  constexpr int kBatch = kVectors ? 8 : kWhole ? 4 : 1, kLoads = kVectors ? 1 : kSliceLane;
   constexpr int kBytes = kSliceLane / kLoads * sizeof(In);
   const In* from = x - tile.begin + tile.Index(0);
   const std::conditional_t<kWhole, uint32_t, int64_t> step = tile.cols;
