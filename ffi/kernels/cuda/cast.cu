@@ -5,8 +5,7 @@
 // float32, plus 4 for each scale. Work is mapped to threads, and any alignment dealt with, as
 // scaled_map.cuh says. The cast walks from the END of x: after amax, which walks forwards, the end
 // of x is what L2 still holds. Needs compute capability 8.9. Equals core/round.h bit for bit: NaN,
-// from x or from the scale, gives the format's NaN, and a decoded vector with a NaN in it is
-// narrowed again by the definition, a branch that ordinary data never takes.
+// from x or from the scale, gives the format's NaN.
 #include "kernels/amax.h"
 #include "kernels/cast.h"
 #include "kernels/cuda/convert.cuh"

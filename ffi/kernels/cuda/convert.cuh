@@ -132,22 +132,23 @@ __device__ __forceinline__ Words<kCount * sizeof(Out)> NarrowWords(const float (
   return x;
 }
 
-// Equals Narrow<Out> for every input. A vector with a NaN in it, which ordinary data never has, is
-// narrowed again by the definition.
+// Equals Narrow<Out> for every input. In a vector with a NaN in it, which ordinary data never has,
+// NaNs are replaced.
 template <class Out, int kCount>
 __device__ __forceinline__ Words<kCount * sizeof(Out)> NarrowExactly(const float (&v)[kCount],
                                                                      bool any_nan) {
   Words<kCount * sizeof(Out)> x = NarrowWords<Out>(v);
   if (any_nan) {
+    const Out nan = Narrow<Out>(FloatFromBits(kNanBits));
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      const Out o = Narrow<Out>(v[i]);
+      if (!isnan(v[i])) continue;
       if constexpr (sizeof(Out) == 4)
-        x.w[i] = __float_as_uint(o);
+        x.w[i] = __float_as_uint(nan);
       else if constexpr (kCount == 1)
-        x.value = o.bits;
+        x.value = nan.bits;
       else
-        x.w[i / 2] = __byte_perm(x.w[i / 2], o.bits, i % 2 == 0 ? 0x3254 : 0x5410);
+        x.w[i / 2] = __byte_perm(x.w[i / 2], nan.bits, i % 2 == 0 ? 0x3254 : 0x5410);
     }
   }
   return x;

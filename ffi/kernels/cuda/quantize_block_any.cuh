@@ -10,6 +10,7 @@
 #include <limits>
 #include <type_traits>
 
+#include "kernels/cuda/e2m1.cuh"
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/quantize_block_scales.cuh"
 
@@ -49,11 +50,6 @@ struct AnyFloats {
 template <int kTeam, class Body>
 __device__ __forceinline__ void ForElements(int thread, int64_t rows, int64_t cols,
                                             const Body& body) {
-  if (rows == 1) {
-#pragma unroll 4
-    for (int64_t col = thread; col < cols; col += kTeam) body(int64_t{0}, col);
-    return;
-  }
   if (rows <= 0 || cols <= 0) return;
   // One division, for the first element; a step is `down` rows and `right` columns.
   int64_t row = thread, col = 0, down = kTeam, right = 0;
@@ -132,7 +128,11 @@ __global__ void __launch_bounds__(kUnitThreads)
     const auto encode = [&](int64_t row, int64_t col) {
       const bool i = row >= b.block_rows, j = col >= b.block_cols;
       const float s = i ? (j ? scale[1][1] : scale[1][0]) : (j ? scale[0][1] : scale[0][0]);
-      return Encode<Code>(__fmul_rn(x.At(from + row * b.cols + col), s));
+      const float v[1] = {__fmul_rn(x.At(from + row * b.cols + col), s)};
+      if constexpr (kPacked<Code>)
+        return EncodeE2M1(v[0]);
+      else
+        return EncodeWords<Code>(v).value;
     };
     if (out.data != nullptr) {
       ForElements<kTeam>(
