@@ -8,15 +8,14 @@
 // by one.
 //
 // Types are told at run time, alike for all threads: a handful of uniform branches a block, against
-// some hundred and fifty kernels; the usual combinations have kernels of their own. Pointers travel
-// as kernel parameters, kTensors tensors a launch, which a captured graph keeps. Equals core/adam.h
-// bit for bit.
+// some hundred and fifty kernels; the usual combinations have kernels of their own. Equals
+// core/adam.h bit for bit.
 #include <type_traits>
 
 #include "core/adam.h"
 #include "kernels/adam.h"
 #include "kernels/cuda/adam_four.cuh"
-#include "kernels/cuda/launch.cuh"
+#include "kernels/cuda/tensor_table.cuh"
 
 namespace qshard::kernels {
 namespace {
@@ -24,17 +23,18 @@ namespace {
 constexpr int kWarps = 8;
 constexpr int kPerWarp = 8;  // blocks of elements that a warp takes
 constexpr int kBlocks = kPerWarp * kWarps;
-constexpr int kTensors = 240;
 
-struct Table {
-  AdamTensor tensors[kTensors];
-  unsigned first[kTensors + 1];  // of the blocks of threads of a tensor
-  bool four[kTensors];           // whether lanes can move four neighbours at once
-  int count;
+struct Entry {
+  AdamTensor tensor;
+  unsigned first;
+  bool four;  // whether lanes can move four neighbours at once
+};
+
+// Parts are blocks of threads.
+struct Table : TensorTable<Entry, 240> {
   AdamKinds kinds;
   const float* constants;
 };
-static_assert(sizeof(Table) <= 32764, "more than a launch may have in parameters");
 
 // --- a block ---
 
@@ -177,10 +177,8 @@ struct Only {
 template <class Kinds>
 __global__ void __launch_bounds__(kWarps* kWarp, 4)
     AdamKernel(const __grid_constant__ Table table) {
-  int tensor = 0;  // the last whose first block of threads is not after this one
-  for (int step = 128; step > 0; step /= 2)
-    if (tensor + step < table.count && table.first[tensor + step] <= blockIdx.x) tensor += step;
-  const AdamTensor& t = table.tensors[tensor];
+  const int tensor = table.Find(blockIdx.x);
+  const AdamTensor& t = table.entries[tensor].tensor;
   const AdamKinds kinds = Kinds::Of(table.kinds);
 
   static_assert(kAdamConstants == 10 && sizeof(AdamConstants) == 40);
@@ -188,9 +186,9 @@ __global__ void __launch_bounds__(kWarps* kWarp, 4)
   const float2 a = from[0], b = from[1], d = from[2], e = from[3], f = from[4];
   const AdamConstants c = {a.x, a.y, b.x, b.y, d.x, d.y, e.x, e.y, f.x, f.y};
 
-  const bool four = table.four[tensor];
+  const bool four = table.entries[tensor].four;
   const int64_t in_row = CeilDiv(t.cols, kAdamBlock), blocks = t.rows * in_row;
-  const int64_t begin = int64_t{blockIdx.x - table.first[tensor]} * kBlocks;
+  const int64_t begin = int64_t{blockIdx.x - table.entries[tensor].first} * kBlocks;
   const int64_t end = min(blocks, begin + kBlocks);
   const int64_t first = begin + threadIdx.x / kWarp * kPerWarp;
   const int count = static_cast<int>(min(int64_t{kPerWarp}, end - first)), lane = Lane();
@@ -277,26 +275,18 @@ Status AdamConstantsOf(const Exec<Cuda>& exec, const float* step, int64_t n, con
 Status Adam(const Exec<Cuda>& exec, const AdamTensor* tensors, int64_t count,
             const AdamKinds& kinds, const float* constants) {
   const Kernel kernel = ChooseKernel(kinds);
-  for (int64_t begin = 0; begin < count; begin += kTensors) {
-    Table table;
-    table.count = static_cast<int>(std::min<int64_t>(kTensors, count - begin));
-    table.kinds = kinds;
+  Table table;
+  table.kinds = kinds;
+  const auto enter = [&](int64_t i, Entry& entry) {
+    AdamTensor& t = entry.tensor = tensors[i];
+    if (t.cols % kAdamBlock == 0) t.cols *= t.rows, t.rows = 1;  // the same blocks
+    entry.four = MovesFour(t, kinds);
+    return CeilDiv(t.rows * CeilDiv(t.cols, kAdamBlock), kBlocks);
+  };
+  return ForEachTable(table, count, enter, [&](int64_t begin) {
     table.constants = constants + begin * kAdamConstants;
-    table.first[0] = 0;
-    for (int i = 0; i < table.count; ++i) {
-      AdamTensor& t = table.tensors[i] = tensors[begin + i];
-      if (t.cols % kAdamBlock == 0) t.cols *= t.rows, t.rows = 1;  // the same blocks
-      const int64_t blocks = t.rows * CeilDiv(t.cols, kAdamBlock);
-      table.first[i + 1] = table.first[i] + GridSize(CeilDiv(blocks, kBlocks));
-      table.four[i] = MovesFour(t, kinds);
-    }
-    const unsigned blocks = table.first[table.count];
-    if (blocks == 0) continue;
-    kernel<<<blocks, kWarps * kWarp, 0, exec.stream>>>(table);
-    const Status status = LaunchStatus();
-    if (status.error != nullptr) return status;
-  }
-  return {};
+    kernel<<<table.parts, kWarps * kWarp, 0, exec.stream>>>(table);
+  });
 }
 
 }  // namespace qshard::kernels

@@ -8,10 +8,10 @@
 #include "core/adam.h"
 #include "kernels/adam.h"
 #include "kernels/cuda/convert.cuh"
+#include "kernels/cuda/launch.cuh"
 
 namespace qshard::kernels {
 
-constexpr int kWarp = 32;
 constexpr int kFour = kAdamBlock / kWarp;
 constexpr unsigned kAllLanes = 0xFFFFFFFF;
 
@@ -109,17 +109,10 @@ __device__ __forceinline__ void WidenFour(const Four& x, AdamType type, float (&
   }
 }
 
-__device__ __forceinline__ bool AnyNan(const float (&v)[kFour]) {
-  return isunordered(v[0], v[1]) || isunordered(v[2], v[3]);
-}
-
 template <class Out>
 __device__ __forceinline__ Four Narrow16(const float (&v)[kFour]) {
-  Words<8> w = NarrowWords<Out>(v);
-  if (AnyNan(v)) {  // whose bits NarrowWords leaves open
-    w.w[0] = Narrow<Out>(v[0]).bits | uint32_t{Narrow<Out>(v[1]).bits} << 16;
-    w.w[1] = Narrow<Out>(v[2]).bits | uint32_t{Narrow<Out>(v[3]).bits} << 16;
-  }
+  const bool any_nan = isunordered(v[0], v[1]) || isunordered(v[2], v[3]);
+  const Words<8> w = NarrowExactly<Out>(v, any_nan);
   return {{w.w[0], w.w[1]}};
 }
 

@@ -3,7 +3,8 @@
 // Reads x once (2 or 4 bytes an element), forwards, so that its end stays in L2 for a cast that
 // walks backwards; writes 4 bytes a run. Three ways to map work to threads:
 //
-// - Short runs, of up to 32 loads: a group of 1 to 32 lanes takes a run, kUnroll runs at once.
+// - Short runs, of up to 32 loads: a group of 1 to 32 lanes takes a run, kRunsAtOnce of them at
+// once.
 // - Rows: a warp takes a run, or from 256 loads up a block does.
 // - Long runs: many blocks share a run, each taking every so many pieces of it. Their maxima meet
 //   in an integer atomicMax on the bits of an amax of 0; a maximum is exact, so the order they come
@@ -15,6 +16,7 @@
 // 16-bit integers, two at a time, and the result widened. Equals the maximum over
 // FloatBits(Widen(x)): NaN propagates, as kNanBits; an empty run gives 0.
 #include "kernels/amax.h"
+#include "kernels/cuda/instantiate.cuh"
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/magnitude.cuh"
 #include "kernels/cuda/vector.cuh"
@@ -23,28 +25,28 @@ namespace qshard::kernels {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kWarp = 32;
+constexpr int kRunsAtOnce = 4;
 
 // --- short runs: `loads` loads of kBytes each make a run; `lanes` is the power of two from `loads`
 // up, at most a warp ---
 
-template <class In, int kBytes, int kUnroll>
+template <class In, int kBytes>
 __global__ void __launch_bounds__(kThreads)
     AmaxShortRuns(const In* x, int64_t runs, int loads, int lanes, float* amax) {
   const int groups = kThreads / lanes;
   const int group = threadIdx.x / lanes, lane = threadIdx.x % lanes;
-  const int64_t first = int64_t{blockIdx.x} * groups * kUnroll;
+  const int64_t first = int64_t{blockIdx.x} * groups * kRunsAtOnce;
   const char* from = reinterpret_cast<const char*>(x) + first * loads * kBytes;
-  Words<kBytes> w[kUnroll];
+  Words<kBytes> w[kRunsAtOnce];
 #pragma unroll
-  for (int k = 0; k < kUnroll; ++k) {
+  for (int k = 0; k < kRunsAtOnce; ++k) {
     const int run = k * groups + group;
     w[k] = {};
     if (lane < loads && first + run < runs)
       w[k] = Load<kBytes>(from + (run * loads + lane) * kBytes);
   }
 #pragma unroll
-  for (int k = 0; k < kUnroll; ++k) {
+  for (int k = 0; k < kRunsAtOnce; ++k) {
     const int64_t run = first + k * groups + group;
     Magnitude<In> m;
     m.Add(w[k]);
@@ -55,27 +57,23 @@ __global__ void __launch_bounds__(kThreads)
 
 template <class In, int kBytes>
 void LaunchShortRuns(CUstream_st* stream, const In* x, int64_t runs, int loads, float* amax) {
-  constexpr int kUnroll = 4;
   int lanes = 1;
   while (lanes < loads) lanes *= 2;
-  const unsigned blocks = GridSize(CeilDiv(runs, int64_t{kThreads} / lanes * kUnroll));
-  AmaxShortRuns<In, kBytes, kUnroll><<<blocks, kThreads, 0, stream>>>(x, runs, loads, lanes, amax);
+  const unsigned blocks = GridSize(CeilDiv(runs, int64_t{kThreads} / lanes * kRunsAtOnce));
+  AmaxShortRuns<In, kBytes><<<blocks, kThreads, 0, stream>>>(x, runs, loads, lanes, amax);
 }
 
 // --- rows and long runs ---
 
-struct AmaxTuning {
-  static constexpr int kUnroll = 8;       // loads in flight a thread
-  static constexpr int kBlocksPerSm = 4;  // resident, and the blocks of a run that many share
-  static constexpr Read kRead = Read::kOnce;
-};
+constexpr int kUnroll = 8;       // loads in flight a thread
+constexpr int kBlocksPerSm = 4;  // resident, and the blocks of a run that many share
 
 // What thread `thread` of the kTeam that take piece `split`, `split` + `splits`, ... of the run
 // finds.
-template <class In, class Tuning, int kTeam>
+template <class In, int kTeam>
 __device__ __forceinline__ Magnitude<In> ScanRun(const In* run, int64_t length, int split,
                                                  int splits, int thread) {
-  constexpr int kWidth = 16 / sizeof(In), kUnroll = Tuning::kUnroll;
+  constexpr int kWidth = 16 / sizeof(In);
   constexpr int kPiece = kTeam * kUnroll;  // loads
   static_assert(kTeam >= 2 * kWidth);
   const int to_boundary = -static_cast<int>(reinterpret_cast<uintptr_t>(run)) & 15;
@@ -93,12 +91,12 @@ __device__ __forceinline__ Magnitude<In> ScanRun(const In* run, int64_t length, 
   Words<16> w[kUnroll];
   for (; piece + kPiece <= loads; piece += step, from += step * kWidth) {
 #pragma unroll
-    for (int k = 0; k < kUnroll; ++k) w[k] = Load<16, Tuning::kRead>(from + k * kTeam * kWidth);
+    for (int k = 0; k < kUnroll; ++k) w[k] = Load<16>(from + k * kTeam * kWidth);
 #pragma unroll
     for (int k = 0; k < kUnroll; ++k) m.Add(w[k]);
   }
   for (int64_t i = piece + thread; i < loads; i += kTeam, from += kTeam * kWidth)
-    m.Add(Load<16, Tuning::kRead>(from));  // the run's last piece, cut short
+    m.Add(Load<16>(from));  // the run's last piece, cut short
   return m;
 }
 
@@ -110,15 +108,14 @@ __global__ void __launch_bounds__(kWarp) ZeroAmax(float* amax, int64_t runs) {
 
 // Grid: x for runs, y for splits. With more than one split it is launched to start with ZeroAmax,
 // which itself comes after all that went before, so that x is there to be read.
-template <class In, class Tuning, int kTeam>
-__global__ void __launch_bounds__(kThreads, Tuning::kBlocksPerSm)
+template <class In, int kTeam>
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     AmaxRuns(const In* x, int64_t runs, int64_t length, float* amax) {
   constexpr int kTeams = kThreads / kTeam;
   const int thread = threadIdx.x % kTeam;
   const int64_t run = int64_t{blockIdx.x} * kTeams + threadIdx.x / kTeam;
   if (run >= runs) return;  // the whole team
-  Magnitude<In> m =
-      ScanRun<In, Tuning, kTeam>(x + run * length, length, blockIdx.y, gridDim.y, thread);
+  Magnitude<In> m = ScanRun<In, kTeam>(x + run * length, length, blockIdx.y, gridDim.y, thread);
   m.ReduceOver(kWarp);
   int32_t bits = m.AsFloatBits();
   if constexpr (kTeam > kWarp) {
@@ -138,8 +135,10 @@ __global__ void __launch_bounds__(kThreads, Tuning::kBlocksPerSm)
   }
 }
 
-template <class Tuning, class In>
-Status LaunchAmax(const Exec<Cuda>& exec, const In* x, int64_t runs, int64_t length, float* amax) {
+}  // namespace
+
+template <class In>
+Status Amax(const Exec<Cuda>& exec, const In* x, int64_t runs, int64_t length, float* amax) {
   constexpr int kWidth = 16 / sizeof(In);
   if (runs == 0) return {};
   if (length == 0) return ToStatus(cudaMemsetAsync(amax, 0, runs * sizeof(float), exec.stream));
@@ -152,15 +151,15 @@ Status LaunchAmax(const Exec<Cuda>& exec, const In* x, int64_t runs, int64_t len
     return LaunchStatus();
   }
   const int64_t loads = length / kWidth;
-  const int64_t room = int64_t{Multiprocessors()} * Tuning::kBlocksPerSm;
+  const int64_t room = int64_t{Multiprocessors()} * kBlocksPerSm;
   if (loads <= 8 * kWarp && runs >= room) {
     constexpr int kTeams = kThreads / kWarp;
-    AmaxRuns<In, Tuning, kWarp>
+    AmaxRuns<In, kWarp>
         <<<GridSize(CeilDiv(runs, kTeams)), kThreads, 0, exec.stream>>>(x, runs, length, amax);
     return LaunchStatus();
   }
   const int64_t splits =
-      std::max<int64_t>(1, std::min(CeilDiv(loads, kThreads * Tuning::kUnroll), room / runs));
+      std::max<int64_t>(1, std::min(CeilDiv(loads, kThreads * kUnroll), room / runs));
   cudaLaunchAttribute early = {};
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   early.val.programmaticStreamSerializationAllowed = 1;
@@ -173,19 +172,12 @@ Status LaunchAmax(const Exec<Cuda>& exec, const In* x, int64_t runs, int64_t len
     config.attrs = &early;
     config.numAttrs = 1;
   }
-  (void)cudaLaunchKernelEx(&config, AmaxRuns<In, Tuning, kThreads>, x, runs, length, amax);
+  (void)cudaLaunchKernelEx(&config, AmaxRuns<In, kThreads>, x, runs, length, amax);
   return LaunchStatus();
 }
 
-}  // namespace
-
-template <class In>
-Status Amax(const Exec<Cuda>& exec, const In* x, int64_t runs, int64_t length, float* amax) {
-  return LaunchAmax<AmaxTuning>(exec, x, runs, length, amax);
-}
-
-template Status Amax(const Exec<Cuda>&, const float*, int64_t, int64_t, float*);
-template Status Amax(const Exec<Cuda>&, const bfloat16*, int64_t, int64_t, float*);
-template Status Amax(const Exec<Cuda>&, const float16*, int64_t, int64_t, float*);
+#define QSHARD_AMAX(In) \
+  template Status Amax(const Exec<Cuda>&, const In*, int64_t, int64_t, float*);
+QSHARD_FLOATS(QSHARD_AMAX)
 
 }  // namespace qshard::kernels

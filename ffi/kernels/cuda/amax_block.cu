@@ -7,7 +7,7 @@
 //   of them if there are many; up to 8 warps meet in shared memory. Lanes of one block exchange
 //   their maxima; where blocks have one column, each lane keeps those of its columns apart. Needs
 //   rows and x aligned to 16 bytes, and blocks of one column, or 1 to 32 loads, a power of two.
-// - Any other: a warp takes a block, or a block of threads some rows of it, element by element.
+// - Any other: quantize_block_any.cuh.
 //
 // Equals the maximum over FloatBits(Widen(x)): NaN propagates, as kNanBits.
 #include <limits>
@@ -17,12 +17,14 @@
 #include "kernels/block_cast.h"
 #include "kernels/cuda/block_map.cuh"
 #include "kernels/cuda/convert.cuh"
+#include "kernels/cuda/instantiate.cuh"
 #include "kernels/cuda/magnitude.cuh"
+#include "kernels/cuda/quantize_block_any.cuh"
 
 namespace qshard::kernels {
 namespace {
 
-constexpr int kThreads = 256, kWarp = 32, kWarps = kThreads / kWarp;
+constexpr int kThreads = 256, kWarps = kThreads / kWarp;
 
 // --- fast blocks ---
 
@@ -147,54 +149,15 @@ void LaunchWarps(CUstream_st* stream, const In* x, const Blocks& b, float* amax)
     AmaxBlocks<In, false><<<blocks, kThreads, 0, stream>>>(x, g, amax);
 }
 
-// --- any blocks ---
+// --- any blocks: an amax is the only scale, and there are no codes ---
 
-// A team of kTeam threads takes a block, or in a grid of several rows every so many of its rows.
-template <class In, int kTeam>
-__global__ void __launch_bounds__(kThreads)
-    AmaxAnyBlocks(const In* x, const Blocks b, float* amax) {
-  const int64_t block = int64_t{blockIdx.x} * (kThreads / kTeam) + threadIdx.x / kTeam;
-  if (block >= b.GridSize()) return;  // the whole team
-  const int64_t grid_rows = b.GridRows(), grid_cols = b.GridCols();
-  const int64_t strip = block / grid_cols, matrix = strip / grid_rows;
-  const int64_t row = (strip - matrix * grid_rows) * b.block_rows;
-  const int64_t col = (block - strip * grid_cols) * b.block_cols;
-  const int64_t height = min(b.block_rows, b.rows - row), width = min(b.block_cols, b.cols - col);
-  const In* corner = x + (matrix * b.rows + row) * b.cols + col;
-  // Threads of a row of the block: as many as it has elements, about.
-  int lanes = 1;
-  while (lanes < kTeam && lanes < width) lanes *= 2;
-  const int thread = threadIdx.x % kTeam;
-  Magnitude<In> m;
-  for (int64_t r = thread / lanes + int64_t{blockIdx.y} * (kTeam / lanes); r < height;
-       r += int64_t{gridDim.y} * (kTeam / lanes))
-    for (int64_t c = thread % lanes; c < width; c += lanes)
-      m.Add(Load<sizeof(In)>(corner + r * b.cols + c));
-  m.ReduceOver(kWarp);
-  if (threadIdx.x % kWarp != 0) return;
-  if (kTeam == kWarp && gridDim.y == 1)
-    amax[block] = FloatFromBits(m.AsFloatBits());
-  else
-    RaiseAmax(amax + block, m.AsFloatBits());
-}
-
-template <class In>
-Status LaunchAny(CUstream_st* stream, const In* x, const Blocks& b, float* amax) {
-  const int64_t blocks = b.GridSize();
-  constexpr int64_t kLarge = 4096;  // elements
-  if (b.block_rows * b.block_cols < kLarge) {
-    AmaxAnyBlocks<In, kWarp>
-        <<<GridSize(CeilDiv(blocks, kWarps)), kThreads, 0, stream>>>(x, b, amax);
-    return LaunchStatus();
+struct AmaxAsScale {
+  using Stored = float;
+  template <class Code>
+  QSHARD_INLINE BlockScale<float> Of(float amax) const {
+    return {0.0f, CanonicalNan(amax)};
   }
-  const cudaError_t error = cudaMemsetAsync(amax, 0, blocks * sizeof(float), stream);
-  if (error != cudaSuccess) return ToStatus(error);
-  const int64_t room = CeilDiv(int64_t{Multiprocessors()} * 8, blocks);
-  const int64_t splits = std::min(std::min(room, int64_t{65535}), b.block_rows);
-  AmaxAnyBlocks<In, kThreads>
-      <<<dim3(GridSize(blocks), GridSize(splits)), kThreads, 0, stream>>>(x, b, amax);
-  return LaunchStatus();
-}
+};
 
 }  // namespace
 
@@ -207,13 +170,14 @@ Status AmaxBlock(const Exec<Cuda>& exec, const In* x, const Blocks& blocks, floa
     if (b.rows % b.block_rows == 0)
       return Amax(exec, x, b.GridSize(), b.block_rows * b.block_cols, amax);
   }
-  if (!TakesWarps(x, b)) return LaunchAny(exec.stream, x, b, amax);
+  if (!TakesWarps(x, b))
+    return LaunchQuantizeUnits<In, E4M3>(exec.stream, x, AmaxAsScale{}, b, {nullptr, amax});
   LaunchWarps(exec.stream, x, b, amax);
   return LaunchStatus();
 }
 
-template Status AmaxBlock(const Exec<Cuda>&, const float*, const Blocks&, float*);
-template Status AmaxBlock(const Exec<Cuda>&, const bfloat16*, const Blocks&, float*);
-template Status AmaxBlock(const Exec<Cuda>&, const float16*, const Blocks&, float*);
+#define QSHARD_AMAX_BLOCK(In) \
+  template Status AmaxBlock(const Exec<Cuda>&, const In*, const Blocks&, float*);
+QSHARD_FLOATS(QSHARD_AMAX_BLOCK)
 
 }  // namespace qshard::kernels

@@ -6,6 +6,7 @@
 // of several rows at a time where blocks have one row, and then raise neighbouring amaxes together;
 // by an integer atomicMax, which does not depend on the order they come in. Nothing is stored for a
 // block that the slice has no part in. Equals the loop over core/slices.h.
+#include "kernels/cuda/instantiate.cuh"
 #include "kernels/cuda/magnitude.cuh"
 #include "kernels/cuda/slices.cuh"
 #include "kernels/slices.h"
@@ -42,7 +43,7 @@ struct TileBlocks {
 template <class In, bool kColumns, TileKind kKind>
 __device__ __forceinline__ void ScanTile(const SliceTable& table, const SliceTile& tile,
                                          float* amax, uint32_t& largest) {
-  const SliceEntry& slice = table.slices[tile.index];
+  const SliceEntry& slice = table.entries[tile.index];
   TileBlocks blocks(table, tile);
   const int lane = threadIdx.x % 32;
   const int64_t lanes_wanted = table.block_cols / kSliceLane;
@@ -117,7 +118,7 @@ template <class In, bool kColumns>
 __global__ void __launch_bounds__(kSliceThreads, kColumns ? 3 : 4)
     AmaxSlicesKernel(const __grid_constant__ SliceTable table, float* amax) {
   SliceTile tile(table);
-  const SliceEntry& slice = table.slices[tile.index];
+  const SliceEntry& slice = table.entries[tile.index];
   uint32_t largest = 0;
   ForEachTile<In>(table, tile, TileKind::kVectors,
                   [&](auto kind) { ScanTile<In, kColumns, kind>(table, tile, amax, largest); });
@@ -143,21 +144,16 @@ Status AmaxSlices(const Exec<Cuda>& exec, const Slice* slices, int64_t n, const 
   const int64_t cols = rule.block_cols;
   const bool lanes = rule.block_rows == 0 || cols % kSliceCols == 0 ||
                      (kSliceCols % cols == 0 && cols % kSliceLane == 0);
-  return ForEachTable(
-      slices, n, starts, rule, wholes, [&](const SliceTable& table, int64_t, unsigned blocks) {
-        if (lanes)
-          AmaxSlicesKernel<In, false><<<blocks, kSliceThreads, 0, exec.stream>>>(table, amax);
-        else
-          AmaxSlicesKernel<In, true><<<blocks, kSliceThreads, 0, exec.stream>>>(table, amax);
-      });
+  return ForEachSliceTable(slices, n, starts, rule, wholes, [&](const SliceTable& table, int64_t) {
+    (lanes
+         ? AmaxSlicesKernel<In, false>
+         : AmaxSlicesKernel<In, true>)<<<table.parts, kSliceThreads, 0, exec.stream>>>(table, amax);
+  });
 }
 
-#define QSHARD_INSTANTIATE(In)                                                              \
+#define QSHARD_AMAX_SLICES(In)                                                              \
   template Status AmaxSlices<In>(const Exec<Cuda>&, const Slice*, int64_t, const uint32_t*, \
                                  const SliceRule&, float*);
-QSHARD_INSTANTIATE(float)
-QSHARD_INSTANTIATE(bfloat16)
-QSHARD_INSTANTIATE(float16)
-#undef QSHARD_INSTANTIATE
+QSHARD_FLOATS(QSHARD_AMAX_SLICES)
 
 }  // namespace qshard::kernels

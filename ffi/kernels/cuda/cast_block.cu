@@ -10,6 +10,7 @@
 #include "kernels/cuda/block_map.cuh"
 #include "kernels/cuda/convert.cuh"
 #include "kernels/cuda/e2m1.cuh"
+#include "kernels/cuda/instantiate.cuh"
 
 namespace qshard::kernels {
 namespace {
@@ -18,7 +19,7 @@ template <class In, class Code, bool kBlockColumns>
 struct CastBlockOp {
   static constexpr bool kBackward = true, kColumns = kBlockColumns;
   static constexpr int kWidth = kColumns ? 8 : 32 / sizeof(In), kRows = kColumns ? 8 : 4;
-  static constexpr int kPair = 8 / Code::kBits;
+  static constexpr int kPair = 8 / kStoredBits<Code>;
   static constexpr int kInBytes = kWidth * sizeof(In), kOutBytes = kWidth / kPair;
   using Output = uint8_t;
   struct Value {
@@ -40,15 +41,15 @@ struct CastBlockOp {
     WidenWords<In>(x, v);
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) v[i] = __fmul_rn(v[i], value.scale[kColumns ? i : 0]);
-    if constexpr (kPair == 2)
-      return PackE2M1<kWidth>([&](int i) { return EncodeE2M1(v[i]); });
+    if constexpr (kPacked<Code>)
+      return EncodeWordsE2M1(v);
     else
       return EncodeWords<Code>(v);
   }
 
   __device__ __forceinline__ uint32_t Element(int64_t i, const BlockPlace& place) const {
     const float v[1] = {__fmul_rn(Widen(x[i]), __ldg(scale + place.block))};
-    if constexpr (kPair == 2)
+    if constexpr (kPacked<Code>)
       return EncodeE2M1(v[0]);
     else
       return EncodeWords<Code>(v).value;
@@ -74,17 +75,9 @@ Status CastBlock(const Exec<Cuda>& exec, const In* x, const float* scale, const 
   return LaunchBlockElements(exec.stream, Rows{x, scale}, data, b);
 }
 
-#define QSHARD_INSTANTIATE_CODE(In, Code)                                                        \
+#define QSHARD_CAST_BLOCK(In, Code)                                                              \
   template Status CastBlock<In, Code>(const Exec<Cuda>&, const In*, const float*, const Blocks&, \
                                       uint8_t*);
-#define QSHARD_INSTANTIATE(In)      \
-  QSHARD_INSTANTIATE_CODE(In, E4M3) \
-  QSHARD_INSTANTIATE_CODE(In, E5M2) \
-  QSHARD_INSTANTIATE_CODE(In, E2M1)
-QSHARD_INSTANTIATE(float)
-QSHARD_INSTANTIATE(bfloat16)
-QSHARD_INSTANTIATE(float16)
-#undef QSHARD_INSTANTIATE
-#undef QSHARD_INSTANTIATE_CODE
+QSHARD_FLOATS_ELEMENTS(QSHARD_CAST_BLOCK)
 
 }  // namespace qshard::kernels

@@ -8,18 +8,16 @@
 // Anything else takes a call an element. Equals core/stochastic.h bit for bit.
 #include <limits>
 
+#include "core/slices.h"
 #include "core/stochastic.h"
 #include "kernels/block_cast.h"
 #include "kernels/cuda/block_map.cuh"
 #include "kernels/cuda/convert.cuh"
 #include "kernels/cuda/e2m1.cuh"
+#include "kernels/cuda/instantiate.cuh"
 
 namespace qshard::kernels {
 namespace {
-
-__device__ __forceinline__ uint64_t Pair(const uint32_t* words) {
-  return __ldg(words) | static_cast<uint64_t>(__ldg(words + 1)) << 32;
-}
 
 // The random bytes of the elements index .. index + 15, the first in the lowest byte.
 __device__ __forceinline__ Words<16> RandomBytes(uint64_t index, uint64_t seed) {
@@ -72,10 +70,10 @@ struct Regions {
     }
     const int64_t first_row = matrix * rows + (down - matrix * grid_rows) * block_rows;
     const int64_t first_col = (region * places.run - down * grid_cols) * block_cols;
-    const uint64_t index = Pair(places.first + 2 * region) +
+    const uint64_t index = FromWords(places.first + 2 * region) +
                            static_cast<uint64_t>(p.row - first_row) * places.steps.row +
                            static_cast<uint64_t>(p.col - first_col) * places.steps.col;
-    return {index, Pair(places.seed + 2 * region)};
+    return {index, FromWords(places.seed + 2 * region)};
   }
 };
 
@@ -121,7 +119,11 @@ struct CastStochasticOp {
     for (int i = 0; i < kWidth; ++i)
       v[i] = __fmul_rn(v[i], kScaleColumns ? __ldg(value.scales + i) : value.scale);
     const Words<16> random = RandomBytes(value.draw.index, value.draw.seed);
-    return PackE2M1<kWidth>([&](int i) { return EncodeStochasticE2M1(v[i], ByteOf(random, i)); });
+    Words<kOutBytes> codes = {};
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i)
+      codes.w[i / 8] |= EncodeStochasticE2M1(v[i], ByteOf(random, i)) << (i % 8 * 4);
+    return codes;
   }
 
   __device__ __forceinline__ uint32_t Element(int64_t i, const BlockPlace& place) const {
@@ -163,8 +165,8 @@ __global__ void __launch_bounds__(kBlockMapThreads)
     if (k < height) w[k] = Load<kStripCols * sizeof(In)>(from);
   }
   Words<16> random[kStripCols];
-  const uint64_t seed = Pair(places.seed);
-  uint64_t index = Pair(places.first) + static_cast<uint64_t>(row_in_all) +
+  const uint64_t seed = FromWords(places.seed);
+  uint64_t index = FromWords(places.first) + static_cast<uint64_t>(row_in_all) +
                    static_cast<uint64_t>(col) * places.steps.col;
 #pragma unroll
   for (int j = 0; j < kStripCols; ++j, index += places.steps.col)
@@ -231,12 +233,9 @@ Status CastBlockStochastic(const Exec<Cuda>& exec, const In* x, const float* sca
   return LaunchBlockElements(exec.stream, rows, data, b);
 }
 
-#define QSHARD_INSTANTIATE(In)                                                                   \
+#define QSHARD_CAST_BLOCK_STOCHASTIC(In)                                                         \
   template Status CastBlockStochastic(const Exec<Cuda>&, const In*, const float*, const Places&, \
                                       const Blocks&, uint8_t*);
-QSHARD_INSTANTIATE(float)
-QSHARD_INSTANTIATE(bfloat16)
-QSHARD_INSTANTIATE(float16)
-#undef QSHARD_INSTANTIATE
+QSHARD_FLOATS(QSHARD_CAST_BLOCK_STOCHASTIC)
 
 }  // namespace qshard::kernels

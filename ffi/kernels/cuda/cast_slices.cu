@@ -10,6 +10,7 @@
 
 #include "core/stochastic.h"
 #include "kernels/cuda/e2m1.cuh"
+#include "kernels/cuda/instantiate.cuh"
 #include "kernels/cuda/slices.cuh"
 #include "kernels/slices.h"
 
@@ -21,11 +22,11 @@ namespace {
 template <class Code>
 struct Nearest {
   using Format = Code;
-  static constexpr int kResident = Code::kBits == 4 ? 4 : 3;
+  static constexpr int kResident = kPacked<Code> ? 4 : 3;
 
   __device__ __forceinline__ void Begin(int) {}
   __device__ __forceinline__ uint32_t operator()(const float (&v)[kSliceLane], int64_t) const {
-    if constexpr (std::is_same_v<Code, E2M1>) {
+    if constexpr (kPacked<Code>) {
       uint32_t codes = 0;
 #pragma unroll
       for (int j = 0; j < kSliceLane; ++j) codes |= EncodeE2M1(v[j]) << (4 * j);
@@ -70,9 +71,9 @@ template <class In, TileKind kKind, class Encoder>
 __device__ __forceinline__ void CastTile(const SliceTable& table, const SliceTile& tile,
                                          const Encoder& encode, const float* scale, uint8_t* data) {
   using Code = typename Encoder::Format;
-  constexpr int kPerByte = 8 / Code::kBits;
+  constexpr int kPerByte = 8 / kStoredBits<Code>;
   constexpr bool kWhole = kKind != TileKind::kPartial;
-  const SliceEntry& slice = table.slices[tile.index];
+  const SliceEntry& slice = table.entries[tile.index];
   const int64_t width = (tile.cols + table.block_cols - 1) / table.block_cols;
   const bool in_rows = InRows(table), in_columns = InColumns(table);
   const bool vectors =
@@ -121,7 +122,7 @@ __device__ __forceinline__ void CastTile(const SliceTable& table, const SliceTil
           } else {
 #pragma unroll
             for (int j = 0; j < kSliceLane; j += kPerByte) {
-              const uint32_t byte = codes >> (j * Code::kBits) & 0xFF;
+              const uint32_t byte = codes >> (j * kStoredBits<Code>)&0xFF;
               if constexpr (kPerByte == 1) {
                 if (part.Has(j)) out[j] = static_cast<uint8_t>(byte);
               } else if (part.Has(j) && part.Has(j + 1)) {
@@ -140,8 +141,8 @@ template <class In, class Encoder>
 __global__ void __launch_bounds__(kSliceThreads, Encoder::kResident)
     CastSlicesKernel(const __grid_constant__ SliceTable table, Encoder encode, const float* scale) {
   SliceTile tile(table);
-  const SliceEntry& slice = table.slices[tile.index];
-  constexpr int kPerByte = 8 / Encoder::Format::kBits;
+  const SliceEntry& slice = table.entries[tile.index];
+  constexpr int kPerByte = 8 / kStoredBits<typename Encoder::Format>;
   uint8_t* data = slice.data - (table.pieces ? tile.begin / kPerByte : 0);
   encode.Begin(tile.index);
   const TileKind least = !InRows(table) && !InColumns(table)               ? TileKind::kPartial
@@ -156,38 +157,30 @@ __global__ void __launch_bounds__(kSliceThreads, Encoder::kResident)
 template <class In, class Code>
 Status CastSlices(const Exec<Cuda>& exec, const Slice* slices, int64_t n, const uint32_t* starts,
                   const SliceRule& rule, const float* scale) {
-  return ForEachTable(
-      slices, n, starts, rule, 0, [&](const SliceTable& table, int64_t, unsigned blocks) {
-        CastSlicesKernel<In>
-            <<<blocks, kSliceThreads, 0, exec.stream>>>(table, Nearest<Code>{}, scale);
-      });
+  return ForEachSliceTable(slices, n, starts, rule, 0, [&](const SliceTable& table, int64_t) {
+    CastSlicesKernel<In>
+        <<<table.parts, kSliceThreads, 0, exec.stream>>>(table, Nearest<Code>{}, scale);
+  });
 }
 
 template <class In>
 Status CastSlicesStochastic(const Exec<Cuda>& exec, const Slice* slices, int64_t n,
                             const uint32_t* starts, const uint32_t* seeds, const SliceRule& rule,
                             const float* scale) {
-  return ForEachTable(slices, n, starts, rule, 0,
-                      [&](const SliceTable& table, int64_t begin, unsigned blocks) {
-                        CastSlicesKernel<In><<<blocks, kSliceThreads, 0, exec.stream>>>(
-                            table, Stochastic{seeds + 2 * begin, 0}, scale);
-                      });
+  return ForEachSliceTable(slices, n, starts, rule, 0, [&](const SliceTable& table, int64_t begin) {
+    CastSlicesKernel<In><<<table.parts, kSliceThreads, 0, exec.stream>>>(
+        table, Stochastic{seeds + 2 * begin, 0}, scale);
+  });
 }
 
-#define QSHARD_INSTANTIATE_CODE(In, Code)                                                         \
+#define QSHARD_CAST_SLICES(In, Code)                                                              \
   template Status CastSlices<In, Code>(const Exec<Cuda>&, const Slice*, int64_t, const uint32_t*, \
                                        const SliceRule&, const float*);
-#define QSHARD_INSTANTIATE(In)                                                                 \
+#define QSHARD_CAST_SLICES_STOCHASTIC(In)                                                      \
   template Status CastSlicesStochastic<In>(const Exec<Cuda>&, const Slice*, int64_t,           \
                                            const uint32_t*, const uint32_t*, const SliceRule&, \
-                                           const float*);                                      \
-  QSHARD_INSTANTIATE_CODE(In, E4M3)                                                            \
-  QSHARD_INSTANTIATE_CODE(In, E5M2)                                                            \
-  QSHARD_INSTANTIATE_CODE(In, E2M1)
-QSHARD_INSTANTIATE(float)
-QSHARD_INSTANTIATE(bfloat16)
-QSHARD_INSTANTIATE(float16)
-#undef QSHARD_INSTANTIATE
-#undef QSHARD_INSTANTIATE_CODE
+                                           const float*);
+QSHARD_FLOATS_ELEMENTS(QSHARD_CAST_SLICES)
+QSHARD_FLOATS(QSHARD_CAST_SLICES_STOCHASTIC)
 
 }  // namespace qshard::kernels

@@ -1,6 +1,6 @@
-// core/round.h at the speed of the hardware: two elements an instruction. Bit for bit the same
-// results; where the hardware differs (the bits of a NaN) the contract says so, and the caller
-// falls back on core/round.h.
+// core/round.h at the speed of the hardware, where it has the conversion: two elements an
+// instruction. Bit for bit the same results; where the hardware differs (the bits of a NaN) the
+// contract says so, and the caller falls back on core/round.h.
 //
 // Needs compute capability 8.9 for the FP8 conversions.
 #ifndef QSHARD_KERNELS_CUDA_CONVERT_CUH_
@@ -39,16 +39,24 @@ __device__ __forceinline__ void WidenWords(const Words<kBytes>& x,
   }
 }
 
+// --- how codes are stored: two a byte, or one ---
+
+template <class F>
+constexpr bool kPacked = F::kBits == 4;
+template <class F>
+constexpr int kStoredBits = kPacked<F> ? 4 : 8;
+
 // --- encode: the codes of `lo` and `hi` as two bytes. Equals Encode<F> for every input ---
 
 template <class F>
 __device__ __forceinline__ uint16_t EncodePair(float lo, float hi) {
-  static_assert(std::is_same_v<F, E4M3> || std::is_same_v<F, E5M2>);
   uint16_t codes;
   if constexpr (std::is_same_v<F, E4M3>)
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(hi), "f"(lo));
-  else
+  else if constexpr (std::is_same_v<F, E5M2>)
     asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(hi), "f"(lo));
+  else
+    codes = static_cast<uint16_t>(Encode<F>(lo) | Encode<F>(hi) << 8);
   return codes;
 }
 
@@ -73,15 +81,18 @@ __device__ __forceinline__ Words<kCount> EncodeWords(const float (&v)[kCount]) {
 
 template <class F>
 __device__ __forceinline__ void DecodePair(uint16_t codes, float& lo, float& hi) {
-  static_assert(std::is_same_v<F, E4M3> || std::is_same_v<F, E5M2>);
-  uint32_t halves;  // every FP8 value is a half
-  if constexpr (std::is_same_v<F, E4M3>)
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(codes));
-  else
-    asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(halves) : "h"(codes));
-  asm("{ .reg .b16 lo, hi; mov.b32 {lo, hi}, %2; cvt.f32.f16 %0, lo; cvt.f32.f16 %1, hi; }"
-      : "=f"(lo), "=f"(hi)
-      : "r"(halves));
+  if constexpr (std::is_same_v<F, E4M3> || std::is_same_v<F, E5M2>) {
+    uint32_t halves;  // every FP8 value is a half
+    if constexpr (std::is_same_v<F, E4M3>)
+      asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(codes));
+    else
+      asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(halves) : "h"(codes));
+    float v[2];
+    WidenWords<float16>(Words<4>{{halves}}, v);
+    lo = v[0], hi = v[1];
+  } else {
+    lo = Decode<F>(static_cast<uint8_t>(codes)), hi = Decode<F>(static_cast<uint8_t>(codes >> 8));
+  }
 }
 
 template <class F, int kCount>
@@ -121,22 +132,23 @@ __device__ __forceinline__ Words<kCount * sizeof(Out)> NarrowWords(const float (
   return x;
 }
 
-// Equals Narrow<Out> for every input. A vector with a NaN in it, which ordinary data never has, is
-// narrowed again by the definition.
+// Equals Narrow<Out> for every input. In a vector with a NaN in it, which ordinary data never has,
+// NaNs are replaced.
 template <class Out, int kCount>
 __device__ __forceinline__ Words<kCount * sizeof(Out)> NarrowExactly(const float (&v)[kCount],
                                                                      bool any_nan) {
   Words<kCount * sizeof(Out)> x = NarrowWords<Out>(v);
   if (any_nan) {
+    const Out nan = Narrow<Out>(FloatFromBits(kNanBits));
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      const Out o = Narrow<Out>(v[i]);
+      if (!isnan(v[i])) continue;
       if constexpr (sizeof(Out) == 4)
-        x.w[i] = __float_as_uint(o);
+        x.w[i] = __float_as_uint(nan);
       else if constexpr (kCount == 1)
-        x.value = o.bits;
+        x.value = nan.bits;
       else
-        x.w[i / 2] = __byte_perm(x.w[i / 2], o.bits, i % 2 == 0 ? 0x3254 : 0x5410);
+        x.w[i / 2] = __byte_perm(x.w[i / 2], nan.bits, i % 2 == 0 ? 0x3254 : 0x5410);
     }
   }
   return x;

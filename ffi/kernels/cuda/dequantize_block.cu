@@ -10,6 +10,7 @@
 #include "kernels/cuda/block_map.cuh"
 #include "kernels/cuda/convert.cuh"
 #include "kernels/cuda/e2m1.cuh"
+#include "kernels/cuda/instantiate.cuh"
 
 namespace qshard::kernels {
 namespace {
@@ -80,9 +81,9 @@ struct ValuesNvfp4 {
 template <class Code, class Values, class Out, bool kBlockColumns>
 struct DequantizeBlockOp {
   static constexpr bool kBackward = false, kColumns = kBlockColumns;
-  static constexpr int kWidth = Code::kBits == 4 || kColumns ? 8 : 16 / sizeof(Out);
+  static constexpr int kWidth = kPacked<Code> || kColumns ? 8 : 16 / sizeof(Out);
   static constexpr int kRows = 8;
-  static constexpr int kInBytes = kWidth * Code::kBits / 8, kOutBytes = kWidth * sizeof(Out);
+  static constexpr int kInBytes = kWidth * kStoredBits<Code> / 8, kOutBytes = kWidth * sizeof(Out);
   static constexpr int kPair = 1;
   using Output = Out;
   struct Value {
@@ -102,7 +103,7 @@ struct DequantizeBlockOp {
                                                     const Value& value) const {
     float v[kWidth];
     bool any_nan = false;
-    if constexpr (Code::kBits == 4) {
+    if constexpr (kPacked<Code>) {
       UnpackE2M1(codes, v);
       // Only a scale can make a NaN.
 #pragma unroll
@@ -113,14 +114,14 @@ struct DequantizeBlockOp {
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
       v[i] = __fmul_rn(v[i], value.scale_inv[kColumns ? i : 0]);
-      if (Code::kBits == 8) any_nan |= isnan(v[i]);
+      if (!kPacked<Code>) any_nan |= isnan(v[i]);
     }
     return NarrowExactly<Out>(v, any_nan);
   }
 
   __device__ __forceinline__ Out Element(int64_t i, const BlockPlace& place) const {
-    uint8_t code = __ldg(data + (Code::kBits == 4 ? i / 2 : i));
-    if (Code::kBits == 4) code = i % 2 == 0 ? code & 0xF : code >> 4;
+    uint8_t code = __ldg(data + (kPacked<Code> ? i / 2 : i));
+    if (kPacked<Code>) code = i % 2 == 0 ? code & 0xF : code >> 4;
     return Narrow<Out>(__fmul_rn(Decode<Code>(code), values.GetAny(place.block)));
   }
 
@@ -160,20 +161,16 @@ Status DequantizeNvfp4(const Exec<Cuda>& exec, const uint8_t* data, const uint8_
   return Launch<E2M1>(exec, data, values, Simplified(blocks), x);
 }
 
-#define QSHARD_INSTANTIATE_CODE(Out, Code)                                              \
-  template Status DequantizeBlock<Code, float, Out>(const Exec<Cuda>&, const uint8_t*,  \
-                                                    const float*, const Blocks&, Out*); \
-  template Status DequantizeBlock<Code, E8M0, Out>(const Exec<Cuda>&, const uint8_t*,   \
-                                                   const uint8_t*, const Blocks&, Out*);
-#define QSHARD_INSTANTIATE(Out)                                                                    \
-  QSHARD_INSTANTIATE_CODE(Out, E4M3)                                                               \
-  QSHARD_INSTANTIATE_CODE(Out, E5M2)                                                               \
+#define QSHARD_DEQUANTIZE_BLOCK(Out, Code, Scale)    \
+  template Status DequantizeBlock<Code, Scale, Out>( \
+      const Exec<Cuda>&, const uint8_t*, const StoredScale<Scale>::Type*, const Blocks&, Out*);
+#define QSHARD_DEQUANTIZE_BLOCK_FLOAT(Out, Code) QSHARD_DEQUANTIZE_BLOCK(Out, Code, float)
+#define QSHARD_DEQUANTIZE_BLOCK_E8M0(Out, Code) QSHARD_DEQUANTIZE_BLOCK(Out, Code, E8M0)
+#define QSHARD_DEQUANTIZE_NVFP4(Out)                                                               \
   template Status DequantizeNvfp4(const Exec<Cuda>&, const uint8_t*, const uint8_t*, const float*, \
                                   int64_t, const Blocks&, Out*);
-QSHARD_INSTANTIATE(float)
-QSHARD_INSTANTIATE(bfloat16)
-QSHARD_INSTANTIATE(float16)
-#undef QSHARD_INSTANTIATE
-#undef QSHARD_INSTANTIATE_CODE
+QSHARD_FLOATS_FP8(QSHARD_DEQUANTIZE_BLOCK_FLOAT)
+QSHARD_FLOATS_FP8(QSHARD_DEQUANTIZE_BLOCK_E8M0)
+QSHARD_FLOATS(QSHARD_DEQUANTIZE_NVFP4)
 
 }  // namespace qshard::kernels

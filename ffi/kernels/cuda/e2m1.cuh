@@ -1,9 +1,10 @@
 // E2M1 in a few instructions an element, for hardware without FP4 conversions. Bit for bit the
 // results of core/round.h and core/stochastic.h.
 //
-// How: where the values of E2M1 are `step` apart (0.5 below 2, 1 below 4, else 2), adding 2^23
-// steps to a magnitude makes the fp32 adder itself round it to a whole number of steps, in the low
-// bits of the sum. The exponent of max(magnitude, 1) says which steps.
+// How: on magnitudes u, codes are the nearest whole numbers to a curve of straight lines: 2u up to
+// 2, then u + 2 up to 4, then u / 2 + 4. It is concave, so the least of the lines; rounding keeps
+// order, and what is added is even, so that ties go the same way. Beside 2^23, one addition rounds
+// each.
 #ifndef QSHARD_KERNELS_CUDA_E2M1_CUH_
 #define QSHARD_KERNELS_CUDA_E2M1_CUH_
 
@@ -16,6 +17,21 @@ namespace qshard::kernels {
 
 namespace e2m1 {
 
+constexpr float kOne = 8388608.0f;  // 2^23, whose last bit is 1
+
+// The code of a magnitude below 7, in the bits of a float after those of 2^23. Of any magnitude, or
+// NaN, more than the largest code if it is above.
+__device__ __forceinline__ int32_t Nearest(float u) {
+  return min(min(__float_as_int(__fmaf_rn(u, 2.0f, kOne)), __float_as_int(__fadd_rn(u, kOne + 2))),
+             __float_as_int(__fmaf_rn(u, 0.5f, kOne + 4)));
+}
+
+// The same of a magnitude below 8, rounded down.
+__device__ __forceinline__ int32_t Down(float u) {
+  return min(min(__float_as_int(__fmaf_rz(u, 2.0f, kOne)), __float_as_int(__fadd_rz(u, kOne + 2))),
+             __float_as_int(__fmaf_rz(u, 0.5f, kOne + 4)));
+}
+
 // v within +-6. NaN becomes 6, whose code is what NaN has: minimum and maximum drop NaNs.
 __device__ __forceinline__ float Clamp(float v) { return fmaxf(fminf(v, E2M1::kMax), -E2M1::kMax); }
 
@@ -24,32 +40,22 @@ __device__ __forceinline__ int32_t StepPower(float magnitude) {
   return __float_as_int(fmaxf(magnitude, 1.0f)) & 0x7F800000;
 }
 
-// What is added to round to steps: 2^22, 2^23 or 2^24, whose last bit is a step, and 2 steps more,
-// which round alike and make `Code` simpler.
-__device__ __forceinline__ float Anchor(int32_t power) {
-  return __int_as_float(power + (22 << 23) + 2);
-}
-
-// The code of a sum with the anchor. It holds the number of steps, plus 2; codes count from 0, 2 or
-// 4 less, for an exponent of 127, 128 or 129: modulo 8 that is twice the exponent, plus 2.
-__device__ __forceinline__ uint32_t Code(float sum, int32_t power, float v) {
-  const uint32_t magnitude = __float_as_uint(sum) + (static_cast<uint32_t>(power) >> 22);
-  return (magnitude & 7) | (__float_as_uint(v) >> 28 & 8);
+__device__ __forceinline__ uint32_t Signed(int32_t code, float v) {
+  return (static_cast<uint32_t>(code) & 7) | (__float_as_uint(v) >> 28 & 8);
 }
 
 }  // namespace e2m1
 
 // Encode<E2M1>(v).
 __device__ __forceinline__ uint32_t EncodeE2M1(float v) {
-  const float c = e2m1::Clamp(v), m = fabsf(c);
-  const int32_t power = e2m1::StepPower(m);
-  return e2m1::Code(__fadd_rn(m, e2m1::Anchor(power)), power, c);
+  const float c = e2m1::Clamp(v);
+  return e2m1::Signed(e2m1::Nearest(fabsf(c)), c);
 }
 
-// Decode<E2M1>(Encode<E2M1>(v)).
+// Decode<E2M1>(Encode<E2M1>(v)): the fp32 adder rounds to a whole number of steps.
 __device__ __forceinline__ float RoundE2M1(float v) {
   const float c = e2m1::Clamp(v), m = fabsf(c);
-  const float anchor = e2m1::Anchor(e2m1::StepPower(m));
+  const float anchor = __int_as_float(e2m1::StepPower(m) + (22 << 23));  // whose last bit is a step
   return copysignf(__fadd_rn(__fadd_rn(m, anchor), -anchor), c);
 }
 
@@ -58,28 +64,44 @@ __device__ __forceinline__ uint32_t EncodeStochasticE2M1(float v, uint32_t rando
   const float c = e2m1::Clamp(v), m = fabsf(c);
   const float unit = __int_as_float(e2m1::StepPower(m) - (9 << 23));  // step / 256
   // random as a float: the last bits of 2^23 + random. unit * random is exact: one rounding.
-  const float r = __fadd_rn(__uint_as_float(0x4B000000u | random), -8388608.0f);
-  const float t = __fmaf_rn(unit, r, m);  // below 8
-  const int32_t power = e2m1::StepPower(t);
-  return e2m1::Code(__fadd_rz(t, e2m1::Anchor(power)), power, c);
+  const float r = __fadd_rn(__uint_as_float(0x4B000000u | random), -e2m1::kOne);
+  return e2m1::Signed(e2m1::Down(__fmaf_rn(unit, r, m)), c);
 }
 
-// The codes of v, packed.
-template <int kCount, class Encode>
-__device__ __forceinline__ Words<kCount / 2> PackE2M1(const Encode& encode) {
-  Words<kCount / 2> packed;
-  if constexpr (kCount == 2) {
-    packed.value = static_cast<uint8_t>(encode(0) | encode(1) << 4);
-  } else {
+// --- eight codes a word ---
+
+// Signs of eight elements, each in the highest bit of its nibble.
+// From the highest bytes of elements 0, 2, 4, 6 and of elements 1, 3, 5, 7.
+__device__ __forceinline__ uint32_t SignNibbles(uint32_t even, uint32_t odd) {
+  return (even >> 4 & 0x08080808u) | (odd & 0x80808080u);
+}
+__device__ __forceinline__ uint32_t WordTops(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  return __byte_perm(__byte_perm(a, b, 0x0073), __byte_perm(c, d, 0x0073), 0x5410);
+}
+
+// code(i) for 0 <= i < 8, as Nearest gives them.
+template <class Code>
+__device__ __forceinline__ uint32_t PackMagnitudes(const Code& code) {
+  uint32_t word = 0;
 #pragma unroll
-    for (int i = 0; i < kCount / 8; ++i) {
-      uint32_t word = encode(8 * i);
+  for (int i = 7; i >= 0; --i) word = word * 16 + static_cast<uint32_t>(code(i));
+  return word - 0xFB000000u;  // what the 2^23s have summed up to, modulo 2^32
+}
+
+// Encode<E2M1>(v), packed.
+template <int kCount>
+__device__ __forceinline__ Words<kCount / 2> EncodeWordsE2M1(const float (&v)[kCount]) {
+  Words<kCount / 2> codes;
 #pragma unroll
-      for (int j = 1; j < 8; ++j) word |= encode(8 * i + j) << (4 * j);
-      packed.w[i] = word;
-    }
+  for (int i = 0; i < kCount / 8; ++i) {
+    uint32_t c[8];
+#pragma unroll
+    for (int j = 0; j < 8; ++j) c[j] = __float_as_uint(e2m1::Clamp(v[8 * i + j]));
+    codes.w[i] =
+        PackMagnitudes([&](int j) { return e2m1::Nearest(fabsf(__uint_as_float(c[j]))); }) |
+        SignNibbles(WordTops(c[0], c[2], c[4], c[6]), WordTops(c[1], c[3], c[5], c[7]));
   }
-  return packed;
+  return codes;
 }
 
 // Decode<E2M1> of packed codes. As halves: the bits of a code, moved to the top of the significand

@@ -8,6 +8,7 @@
 
 #include "core/round.h"
 #include "kernels/cuda/convert.cuh"
+#include "kernels/cuda/instantiate.cuh"
 #include "kernels/cuda/launch.cuh"
 #include "kernels/element.h"
 
@@ -16,9 +17,6 @@ namespace {
 
 constexpr int kThreads = 256;
 
-template <class F>
-constexpr bool kInHardware = std::is_same_v<F, E4M3> || std::is_same_v<F, E5M2>;
-
 template <class In, class Code>
 __global__ void __launch_bounds__(kThreads) EncodeKernel(const In* x, int64_t n, uint8_t* codes) {
   const int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x;
@@ -26,10 +24,8 @@ __global__ void __launch_bounds__(kThreads) EncodeKernel(const In* x, int64_t n,
   const float v = Widen(x[i]);
   if constexpr (std::is_same_v<Code, E8M0>)
     codes[i] = EncodeE8M0<PowerRounding::kUp>(v);
-  else if constexpr (kInHardware<Code>)
-    codes[i] = EncodeWords<Code>({v}).value;
   else
-    codes[i] = Encode<Code>(v);
+    codes[i] = EncodeWords<Code>({v}).value;
 }
 
 template <class Code>
@@ -39,12 +35,10 @@ __global__ void __launch_bounds__(kThreads)
   if (i >= n) return;
   if constexpr (std::is_same_v<Code, E8M0>) {
     x[i] = DecodeE8M0(codes[i]);
-  } else if constexpr (kInHardware<Code>) {
+  } else {
     float v[1];
     DecodeWords<Code>(Words<1>{codes[i]}, v);
     x[i] = isnan(v[0]) ? Decode<Code>(codes[i]) : v[0];
-  } else {
-    x[i] = Decode<Code>(codes[i]);
   }
 }
 
@@ -64,17 +58,11 @@ Status DecodeElements(const Exec<Cuda>& exec, const uint8_t* codes, int64_t n, f
   return LaunchStatus();
 }
 
-#define QSHARD_INSTANTIATE(Code)                                                                   \
-  template Status EncodeElements<float, Code>(const Exec<Cuda>&, const float*, int64_t, uint8_t*); \
-  template Status EncodeElements<bfloat16, Code>(const Exec<Cuda>&, const bfloat16*, int64_t,      \
-                                                 uint8_t*);                                        \
-  template Status EncodeElements<float16, Code>(const Exec<Cuda>&, const float16*, int64_t,        \
-                                                uint8_t*);                                         \
+#define QSHARD_ENCODE(In, Code) \
+  template Status EncodeElements<In, Code>(const Exec<Cuda>&, const In*, int64_t, uint8_t*);
+#define QSHARD_DECODE(Code) \
   template Status DecodeElements<Code>(const Exec<Cuda>&, const uint8_t*, int64_t, float*);
-QSHARD_INSTANTIATE(E4M3)
-QSHARD_INSTANTIATE(E5M2)
-QSHARD_INSTANTIATE(E2M1)
-QSHARD_INSTANTIATE(E8M0)
-#undef QSHARD_INSTANTIATE
+QSHARD_FLOATS_CODES(QSHARD_ENCODE)
+QSHARD_CODES(QSHARD_DECODE)
 
 }  // namespace qshard::kernels

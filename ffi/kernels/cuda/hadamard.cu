@@ -17,6 +17,7 @@
 #include "kernels/block_layout.h"
 #include "kernels/cuda/block_map.cuh"
 #include "kernels/cuda/convert.cuh"
+#include "kernels/cuda/instantiate.cuh"
 
 namespace qshard::kernels {
 namespace {
@@ -199,8 +200,8 @@ Status Hadamard(const Exec<Cuda>& exec, const In* x, const Blocks& blocks, bfloa
   return LaunchStatus();
 }
 
-template Status Hadamard(const Exec<Cuda>&, const float*, const Blocks&, bfloat16*);
-template Status Hadamard(const Exec<Cuda>&, const bfloat16*, const Blocks&, bfloat16*);
-template Status Hadamard(const Exec<Cuda>&, const float16*, const Blocks&, bfloat16*);
+#define QSHARD_HADAMARD(In) \
+  template Status Hadamard(const Exec<Cuda>&, const In*, const Blocks&, bfloat16*);
+QSHARD_FLOATS(QSHARD_HADAMARD)
 
 }  // namespace qshard::kernels

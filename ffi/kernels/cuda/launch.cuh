@@ -1,5 +1,4 @@
-// What every launcher needs on the host side: sizes of grids, alignment, and the outcome of a
-// launch.
+// What every launcher needs: sizes of grids, alignment, and the outcome of a launch.
 #ifndef QSHARD_KERNELS_CUDA_LAUNCH_CUH_
 #define QSHARD_KERNELS_CUDA_LAUNCH_CUH_
 
@@ -11,6 +10,8 @@
 #include "core/exec.h"
 
 namespace qshard::kernels {
+
+constexpr int kWarp = 32;
 
 constexpr int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "core/round.h"
+#include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/vector.cuh"
 
 namespace qshard::kernels {
@@ -62,6 +63,19 @@ class Magnitude {
 __device__ __forceinline__ void RaiseAmax(float* amax, int32_t bits) {
   auto* target = reinterpret_cast<int32_t*>(amax);
   if (bits > *static_cast<volatile int32_t*>(target)) atomicMax(target, bits);
+}
+
+// Raises *amax by the maxima of all threads of a block. Every thread calls this.
+template <int kThreads, class In>
+__device__ __forceinline__ void RaiseByBlock(Magnitude<In> m, float* amax) {
+  __shared__ int32_t warps[kThreads / kWarp];
+  m.ReduceOver(kWarp);
+  if (threadIdx.x % kWarp == 0) warps[threadIdx.x / kWarp] = m.AsFloatBits();
+  __syncthreads();
+  if (threadIdx.x >= kWarp) return;
+  int32_t bits = threadIdx.x < kThreads / kWarp ? warps[threadIdx.x] : 0;
+  bits = __reduce_max_sync(0xFFFFFFFFu, bits);
+  if (threadIdx.x == 0) RaiseAmax(amax, bits);
 }
 
 }  // namespace qshard::kernels

@@ -10,8 +10,9 @@
 #include <limits>
 #include <type_traits>
 
+#include "kernels/cuda/e2m1.cuh"
 #include "kernels/cuda/launch.cuh"
-#include "kernels/quantize_block.h"
+#include "kernels/cuda/quantize_block_scales.cuh"
 
 namespace qshard::kernels {
 
@@ -30,15 +31,25 @@ struct Units {
   int64_t down, across, count;
 };
 
+// Floats whose type is told at run time, so that there is one kernel for all.
+struct AnyFloats {
+  template <class In>
+  explicit AnyFloats(const In* x)
+      : data(x), wide(sizeof(In) == 4), brain(std::is_same_v<In, bfloat16>) {}
+  __device__ __forceinline__ float At(int64_t i) const {
+    if (wide) return static_cast<const float*>(data)[i];
+    const uint16_t bits = static_cast<const uint16_t*>(data)[i];
+    return brain ? Widen(bfloat16{bits}) : Widen(float16{bits});
+  }
+
+  const void* data;
+  bool wide, brain;
+};
+
 // Calls body(row, col) for this thread's of the elements of [rows, cols].
 template <int kTeam, class Body>
 __device__ __forceinline__ void ForElements(int thread, int64_t rows, int64_t cols,
                                             const Body& body) {
-  if (rows == 1) {
-#pragma unroll 4
-    for (int64_t col = thread; col < cols; col += kTeam) body(int64_t{0}, col);
-    return;
-  }
   if (rows <= 0 || cols <= 0) return;
   // One division, for the first element; a step is `down` rows and `right` columns.
   int64_t row = thread, col = 0, down = kTeam, right = 0;
@@ -70,12 +81,11 @@ __device__ __forceinline__ int32_t TeamMax(int32_t bits, int32_t* warps) {
   return bits;
 }
 
-template <class In, class Code, class Scales, int kTeam>
+template <class Code, class Scales, int kTeam>
 __global__ void __launch_bounds__(kUnitThreads)
-    QuantizeUnits(const In* x, const Scales scales, const Blocks b, const Units units,
+    QuantizeUnits(const AnyFloats x, const Scales scales, const Blocks b, const Units units,
                   const BlockPlane<typename Scales::Stored> out) {
   constexpr int kTeams = kUnitThreads / kTeam;
-  constexpr bool kPacked = Code::kBits == 4;
   __shared__ int32_t warps[kUnitThreads / 32];
   const int thread = threadIdx.x % kTeam;
   const int64_t grid_rows = b.GridRows(), grid_cols = b.GridCols();
@@ -87,22 +97,22 @@ __global__ void __launch_bounds__(kUnitThreads)
     const int64_t row0 = i0 * b.block_rows, col0 = j0 * b.block_cols;
     const int64_t height = min(b.rows - row0, units.rows * b.block_rows);
     const int64_t width = min(b.cols - col0, units.cols * b.block_cols);
-    const In* from = x + (matrix * b.rows + row0) * b.cols + col0;
+    const int64_t from = (matrix * b.rows + row0) * b.cols + col0;
 
     float scale[2][2];
     for (int i = 0; i < units.rows && i0 + i < grid_rows; ++i) {
       for (int j = 0; j < units.cols && j0 + j < grid_cols; ++j) {
-        const In* block = from + i * b.block_rows * b.cols + j * b.block_cols;
+        const int64_t block = from + i * b.block_rows * b.cols + j * b.block_cols;
         int32_t bits = 0;
         ForElements<kTeam>(
             thread, min(height - i * b.block_rows, b.block_rows),
             min(width - j * b.block_cols, b.block_cols), [&](int64_t row, int64_t col) {
-              bits = max(bits, FloatBits(Widen(block[row * b.cols + col])) & kFloatMagnitudeMask);
+              bits = max(bits, FloatBits(x.At(block + row * b.cols + col)) & kFloatMagnitudeMask);
             });
         const float amax = FloatFromBits(TeamMax<kTeam>(bits, warps));
         const int64_t place = (matrix * grid_rows + i0 + i) * grid_cols + j0 + j;
         BlockScale<typename Scales::Stored> s;
-        if constexpr (kPacked)
+        if constexpr (Fast<Scales>::kGlobal)
           s = Scales::Of(amax, scales.GlobalScale(place));
         else
           s = scales.template Of<Code>(amax);
@@ -118,27 +128,32 @@ __global__ void __launch_bounds__(kUnitThreads)
     const auto encode = [&](int64_t row, int64_t col) {
       const bool i = row >= b.block_rows, j = col >= b.block_cols;
       const float s = i ? (j ? scale[1][1] : scale[1][0]) : (j ? scale[0][1] : scale[0][0]);
-      return Encode<Code>(__fmul_rn(Widen(from[row * b.cols + col]), s));
+      const float v[1] = {__fmul_rn(x.At(from + row * b.cols + col), s)};
+      if constexpr (kPacked<Code>)
+        return EncodeE2M1(v[0]);
+      else
+        return EncodeWords<Code>(v).value;
     };
     if (out.data != nullptr) {
-      const int64_t at = (matrix * b.rows + row0) * b.cols + col0;
-      ForElements<kTeam>(thread, height, width / (kPacked ? 2 : 1), [&](int64_t row, int64_t c) {
-        if constexpr (kPacked)
-          out.data[(at + row * b.cols) / 2 + c] =
-              static_cast<uint8_t>(encode(row, 2 * c) | encode(row, 2 * c + 1) << 4);
-        else
-          out.data[at + row * b.cols + c] = encode(row, c);
-      });
+      ForElements<kTeam>(
+          thread, height, width / (kPacked<Code> ? 2 : 1), [&](int64_t row, int64_t c) {
+            if constexpr (kPacked<Code>)
+              out.data[(from + row * b.cols) / 2 + c] =
+                  static_cast<uint8_t>(encode(row, 2 * c) | encode(row, 2 * c + 1) << 4);
+            else
+              out.data[from + row * b.cols + c] = encode(row, c);
+          });
     }
     if (out.data_t != nullptr) {
       const int64_t at = (matrix * b.cols + col0) * b.rows + row0;
-      ForElements<kTeam>(thread, width, height / (kPacked ? 2 : 1), [&](int64_t col, int64_t r) {
-        if constexpr (kPacked)
-          out.data_t[(at + col * b.rows) / 2 + r] =
-              static_cast<uint8_t>(encode(2 * r, col) | encode(2 * r + 1, col) << 4);
-        else
-          out.data_t[at + col * b.rows + r] = encode(r, col);
-      });
+      ForElements<kTeam>(
+          thread, width, height / (kPacked<Code> ? 2 : 1), [&](int64_t col, int64_t r) {
+            if constexpr (kPacked<Code>)
+              out.data_t[(at + col * b.rows) / 2 + r] =
+                  static_cast<uint8_t>(encode(2 * r, col) | encode(2 * r + 1, col) << 4);
+            else
+              out.data_t[at + col * b.rows + r] = encode(r, col);
+          });
     }
   }
 }
@@ -148,12 +163,12 @@ Status LaunchQuantizeUnits(CUstream_st* stream, const In* x, const Scales& scale
                            const BlockPlane<typename Scales::Stored>& out) {
   blocks.block_rows = std::min(blocks.block_rows, blocks.rows);
   blocks.block_cols = std::min(blocks.block_cols, blocks.cols);
-  const Units units(blocks, Code::kBits == 4);
+  const Units units(blocks, kPacked<Code>);
   const auto launch = [&](auto kTeam) {
     const int64_t wanted = CeilDiv(units.count, kUnitThreads / kTeam.value);
     const unsigned grid = GridSize(std::min<int64_t>(wanted, std::numeric_limits<int32_t>::max()));
-    QuantizeUnits<In, Code, Scales, kTeam.value>
-        <<<grid, kUnitThreads, 0, stream>>>(x, scales, blocks, units, out);
+    QuantizeUnits<Code, Scales, kTeam.value>
+        <<<grid, kUnitThreads, 0, stream>>>(AnyFloats(x), scales, blocks, units, out);
     return LaunchStatus();
   };
   if (blocks.block_rows * blocks.block_cols > 1024)

@@ -1,7 +1,7 @@
 // Eight elements of x, their magnitudes, and their codes under one scale.
 //
-// Scales here are those that blocks make of their own amax, so x * scale is NaN only where x is:
-// with NVFP4, only where the scale is, too.
+// Of 4-bit codes, scales are those that blocks make of their own amax: x * scale is NaN only where
+// the scale is.
 #ifndef QSHARD_KERNELS_CUDA_QUANTIZE_BLOCK_CODES_CUH_
 #define QSHARD_KERNELS_CUDA_QUANTIZE_BLOCK_CODES_CUH_
 
@@ -9,6 +9,7 @@
 #include <type_traits>
 
 #include "kernels/cuda/convert.cuh"
+#include "kernels/cuda/e2m1.cuh"
 #include "kernels/cuda/vector.cuh"
 
 // Conversions to FP4 are in code for a family of devices, or for one, from compute capability 10
@@ -26,7 +27,7 @@ constexpr int kEight = 8;
 template <class In>
 using EightOf = Words<kEight * sizeof(In)>;
 template <class Code>
-using EightCodes = Words<Code::kBits>;
+using EightCodes = Words<kStoredBits<Code>>;
 
 // Element i, a constant. Equals Widen, but for the payload of a float16 NaN. WidenWords has other
 // instructions for it: of the same ones the compiler would keep the results, all of them, in
@@ -122,20 +123,12 @@ constexpr int WordsLeft(int offset, int to, int count) {
   return offset < to || count == 1 ? count : WordsLeft(offset / 2, to, count / 2);
 }
 
-// --- signs of eight elements, each in the highest bit of its nibble ---
+// --- signs of eight elements ---
 
-// From the highest bytes of elements 0, 2, 4, 6 and of elements 1, 3, 5, 7.
-__device__ __forceinline__ uint32_t SignNibbles(uint32_t even, uint32_t odd) {
-  return (even >> 4 & 0x08080808u) | (odd & 0x80808080u);
-}
 // The highest bytes of both halves of a, and of both halves of b: lows first.
 __device__ __forceinline__ uint32_t HalfTops(uint32_t a, uint32_t b) {
   return __byte_perm(a, b, 0x7351);
 }
-__device__ __forceinline__ uint32_t WordTops(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
-  return __byte_perm(__byte_perm(a, b, 0x0073), __byte_perm(c, d, 0x0073), 0x5410);
-}
-
 template <class In>
 __device__ __forceinline__ uint32_t RowSigns(const EightOf<In>& x) {
   if constexpr (sizeof(In) == 4) {
@@ -171,32 +164,18 @@ __device__ __forceinline__ void ColumnSigns(const EightOf<In> (&rows)[kEight],
 
 // --- codes of eight elements under one scale ---
 
-// The code of a magnitude u, or of NaN, in the bits of a float after those of 2^23. On magnitudes,
-// codes are the nearest whole numbers to a curve of straight lines: 2u up to 2, then u + 2 up to 4,
-// then u / 2 + 4, until 7. It is concave, so the least of the lines; rounding keeps order, and what
-// is added is even, so that ties go the same way. One addition rounds each. `kPlain`: u is below 7,
-// so that its code needs no limit, and not NaN.
-template <bool kPlain>
-__device__ __forceinline__ uint32_t MagnitudeE2M1(float u) {
-  constexpr float kOne = 8388608.0f;  // 2^23, whose last bit is 1
-  const int32_t a = __float_as_int(__fmaf_rn(u, 2.0f, kOne));
-  const int32_t b = __float_as_int(__fadd_rn(u, kOne + 2.0f));
-  const int32_t c = __float_as_int(__fmaf_rn(u, 0.5f, kOne + 4.0f));
-  const int32_t code = min(min(a, b), c);
-  return static_cast<uint32_t>(kPlain ? code : min(code, FloatBits(kOne) + E2M1::kNan));
-}
-
-// Whether MagnitudeE2M1 finds all elements of a block plain.
+// Whether all elements of a block are plain: below 7, so that their codes need no limit, and no
+// NaN.
 __device__ __forceinline__ bool IsPlainE2M1(float amax, float scale) {
   return __fmul_rn(amax, scale) < 7.0f;
 }
 
 // Encode<Code>(x[i] * scale). E2M1: x[i] * scale is NaN only if `scale` is; `signs` are those of x;
-// `kPlain` is as above.
+// `kPlain`: all are.
 template <class Code, bool kPlain = false>
 __device__ __forceinline__ EightCodes<Code> EncodeEight(const float (&x)[kEight], float scale,
                                                         uint32_t signs) {
-  if constexpr (Code::kBits == 8) {
+  if constexpr (!kPacked<Code>) {
     float v[kEight];
 #pragma unroll
     for (int i = 0; i < kEight; ++i) v[i] = __fmul_rn(x[i], scale);
@@ -213,12 +192,12 @@ __device__ __forceinline__ EightCodes<Code> EncodeEight(const float (&x)[kEight]
         : "=r"(codes.w[0])
         : "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "f"(v[4]), "f"(v[5]), "f"(v[6]), "f"(v[7]));
 #else
-    uint32_t word = 0;
-#pragma unroll
-    for (int i = kEight - 1; i >= 0; --i)
-      word = word * 16 + MagnitudeE2M1<kPlain>(__fmul_rn(fabsf(x[i]), scale));
-    // Less what the 2^23s have summed up to, modulo 2^32. The code of NaN has no sign.
-    codes.w[0] = word - 0xFB000000u + (!kPlain && isnan(scale) ? 0 : signs);
+    const uint32_t magnitudes = PackMagnitudes([&](int i) {
+      const int32_t code = e2m1::Nearest(__fmul_rn(fabsf(x[i]), scale));
+      return kPlain ? code : min(code, FloatBits(e2m1::kOne) + E2M1::kNan);
+    });
+    // The code of NaN has no sign.
+    codes.w[0] = magnitudes + (!kPlain && isnan(scale) ? 0 : signs);
 #endif
     return codes;
   }
@@ -229,19 +208,21 @@ template <class In, class Code, bool kPlain = false>
 __device__ __forceinline__ EightCodes<Code> EncodeRow(const EightOf<In>& x, float scale) {
   float v[kEight];
   WidenWords<In>(x, v);
-  return EncodeEight<Code, kPlain>(v, scale, Code::kBits == 4 ? RowSigns<In>(x) : 0);
+  return EncodeEight<Code, kPlain>(v, scale, kPacked<Code> ? RowSigns<In>(x) : 0);
 }
 
 // Of a row of x under a scale for each element.
 template <class In, class Code>
 __device__ __forceinline__ EightCodes<Code> EncodeRow(const EightOf<In>& x,
                                                       const float (&scale)[kEight]) {
-  static_assert(Code::kBits == 8);
   float v[kEight];
   WidenWords<In>(x, v);
 #pragma unroll
   for (int i = 0; i < kEight; ++i) v[i] = __fmul_rn(v[i], scale[i]);
-  return EncodeWords<Code>(v);
+  if constexpr (kPacked<Code>)
+    return EncodeWordsE2M1(v);
+  else
+    return EncodeWords<Code>(v);
 }
 
 // Of the columns of eight rows, each under its scale.
@@ -250,7 +231,7 @@ __device__ __forceinline__ void EncodeColumns(const EightOf<In> (&rows)[kEight],
                                               const float (&scale)[kEight],
                                               EightCodes<Code> (&codes)[kEight]) {
   uint32_t signs[kEight] = {};
-  if constexpr (Code::kBits == 4) ColumnSigns<In>(rows, signs);
+  if constexpr (kPacked<Code>) ColumnSigns<In>(rows, signs);
 #pragma unroll
   for (int i = 0; i < kEight; ++i) {
     float v[kEight];

@@ -6,11 +6,7 @@
 
 namespace qshard::kernels {
 
-QSHARD_INSTANTIATE_QUANTIZE(float, E4M3, FloatScales)
-QSHARD_INSTANTIATE_QUANTIZE(float, E5M2, FloatScales)
-QSHARD_INSTANTIATE_QUANTIZE(bfloat16, E4M3, FloatScales)
-QSHARD_INSTANTIATE_QUANTIZE(bfloat16, E5M2, FloatScales)
-QSHARD_INSTANTIATE_QUANTIZE(float16, E4M3, FloatScales)
-QSHARD_INSTANTIATE_QUANTIZE(float16, E5M2, FloatScales)
+#define QSHARD_QUANTIZE_FLOAT(In, Code) QSHARD_QUANTIZE(In, Code, FloatScales)
+QSHARD_FLOATS_FP8(QSHARD_QUANTIZE_FLOAT)
 
 }  // namespace qshard::kernels

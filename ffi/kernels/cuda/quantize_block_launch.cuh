@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "kernels/cuda/instantiate.cuh"
 #include "kernels/cuda/quantize_block_any.cuh"
 #include "kernels/cuda/quantize_block_rows.cuh"
 #include "kernels/cuda/quantize_block_square.cuh"
@@ -18,7 +19,7 @@ namespace qshard::kernels {
 // How many matrices in a row have one global scale; 0 if a matrix has more than one.
 template <class Scales>
 int64_t MatricesOfGlobal(const Scales& scales, const Blocks& b) {
-  if constexpr (std::is_same_v<Scales, Nvfp4Scales>) {
+  if constexpr (Fast<Scales>::kGlobal) {
     const int64_t grid = b.GridRows() * b.GridCols();
     return scales.run % grid == 0 ? scales.run / grid : 0;
   } else {
@@ -29,48 +30,51 @@ int64_t MatricesOfGlobal(const Scales& scales, const Blocks& b) {
 // Whether rows are vectors of 8 elements in x and, where there are codes, in `data`.
 template <class In, class Code>
 bool RowsAreVectors(const In* x, const Blocks& b, const uint8_t* data) {
-  return b.cols % kEight == 0 && IsAligned(x, 16) && IsAligned(data, Code::kBits);
+  return b.cols % kEight == 0 && IsAligned(x, 16) && IsAligned(data, kStoredBits<Code>);
 }
 
 // Whether transposed codes can be written from tiles.
 template <class Code>
 bool TilesTranspose(const Blocks& b, const uint8_t* data_t) {
-  return Code::kBits == 8 || (b.rows % 16 == 0 && IsAligned(data_t, 8));
+  return !kPacked<Code> || WideColumns<Code>(b.rows, data_t);
 }
 
-template <class In, class Scales>
+// How fast kernels store blocks along columns. GEMMs of bytes with E8M0 scales take them in the
+// order of x, all others transposed.
+template <class Code, class Scales>
+constexpr bool kColumnsTransposed = kPacked<Code> || !std::is_same_v<Scales, E8M0Scales>;
+
+template <class Code, class In, class Scales>
 TileArguments<In, Scales> ArgumentsOfTiles(const In* x, const Scales& scales, const Blocks& b,
                                            const uint8_t* data_t) {
   TileArguments<In, Scales> a{x, scales, TileGrid(b.batch, b.rows, b.cols),
                               Divider(b.batch * CeilDiv(b.rows, kTile)),
                               MatricesOfGlobal(scales, b)};
-  a.wide = WideColumns(b.rows, data_t);
+  a.wide = WideColumns<Code>(b.rows, data_t);
   return a;
 }
 
-template <class In, class Code, class Scales, bool kRows, Columns kColumns,
-          class Tuning = TileTuning<In, Scales, WorkOf(kRows, kColumns)>>
+template <class In, class Code, class Scales, bool kRows, Columns kColumns>
 Status LaunchQuantizeTiles(CUstream_st* stream, const TileArguments<In, Scales>& a) {
-  QuantizeTiles<In, Code, Scales, kRows, kColumns, Tuning>
+  QuantizeTiles<In, Code, Scales, kRows, kColumns>
       <<<TileBlocks(a.grid), kTileThreads, 0, stream>>>(a);
   return LaunchStatus();
 }
 
 // Both planes of a strip of float16, which the compiler widens but once, do not fit in registers.
 template <class In, class Scales, bool kRows>
-constexpr bool kTakesStrips = std::is_same_v<Scales, Nvfp4Scales> && sizeof(In) == 2 &&
-                              !(kRows && std::is_same_v<In, float16>);
+constexpr bool kTakesStrips =
+    Fast<Scales>::kGlobal && sizeof(In) == 2 && !(kRows && std::is_same_v<In, float16>);
 
-template <class In, bool kRows, class Tuning = StripTuning>
+template <class In, bool kRows>
 Status LaunchQuantizeStrips(CUstream_st* stream, const TileArguments<In, Nvfp4Scales>& a) {
-  QuantizeStrips<In, kRows, Tuning><<<TileBlocks(a.grid), kStripThreads, 0, stream>>>(a);
+  QuantizeStrips<In, kRows><<<TileBlocks(a.grid), kStripThreads, 0, stream>>>(a);
   return LaunchStatus();
 }
 
 template <class In, class Code, class Scales, Work kWork>
 Status LaunchQuantizeSquareTiles(CUstream_st* stream, const TileArguments<In, Scales>& a) {
-  QuantizeSquareTiles<In, Code, Scales, kWork != Work::kSquare, TileTuning<In, Scales, kWork>>
-      <<<TileBlocks(a.grid), kTileThreads, 0, stream>>>(a);
+  QuantizeSquareTiles<In, Code, Scales, kWork><<<TileBlocks(a.grid), kTileThreads, 0, stream>>>(a);
   return LaunchStatus();
 }
 
@@ -78,8 +82,7 @@ template <class In, class Code, class Scales>
 Status QuantizeBlock(const Exec<Cuda>& exec, const In* x, const Scales& scales,
                      const Blocks& blocks, const BlockPlane<typename Scales::Stored>& out) {
   constexpr int kBlock = kFastBlock<Scales>;
-  constexpr bool kFloat = std::is_same_v<Scales, FloatScales>;
-  constexpr bool kE8M0 = std::is_same_v<Scales, E8M0Scales>;
+  constexpr bool kTransposed = kColumnsTransposed<Code, Scales>;
   if (blocks.GridSize() == 0) return {};
   const bool in_order = out.data != nullptr && out.data_t == nullptr && out.scale_inv_t == nullptr;
   const bool transposed = out.data == nullptr && out.data_t != nullptr && out.scale_inv == nullptr;
@@ -91,7 +94,7 @@ Status QuantizeBlock(const Exec<Cuda>& exec, const In* x, const Scales& scales,
   if (row && wide && in_order && vectors && blocks.cols % kBlock == 0)
     return LaunchQuantizeRows<In, Code>(exec.stream, x, scales, blocks, out.data, out.scale_inv);
   if (vectors && global) {
-    TileArguments<In, Scales> a = ArgumentsOfTiles(x, scales, blocks, out.data_t);
+    TileArguments<In, Scales> a = ArgumentsOfTiles<Code>(x, scales, blocks, out.data_t);
     a.data = out.data;
     a.scale_inv = out.scale_inv;
     a.second_data = out.data_t;
@@ -103,11 +106,11 @@ Status QuantizeBlock(const Exec<Cuda>& exec, const In* x, const Scales& scales,
                  ? LaunchQuantizeSquareTiles<In, Code, Scales, Work::kSquareTransposed>(exec.stream,
                                                                                         a)
                  : LaunchQuantizeSquareTiles<In, Code, Scales, Work::kSquareBoth>(exec.stream, a);
-    if constexpr (kFloat) {
+    if constexpr (kBlock == kTile) {
       if (row && wide && in_order)  // cut
         return LaunchQuantizeTiles<In, Code, Scales, true, Columns::kNone>(exec.stream, a);
     }
-    if constexpr (kE8M0) {
+    if constexpr (!kTransposed) {
       if (tall && column && in_order) {
         a.second_data = out.data;
         a.second_scale_inv = out.scale_inv;
@@ -129,8 +132,7 @@ template <class In, class Code, class Scales>
 Status QuantizeBlockBoth(const Exec<Cuda>& exec, const In* x, const Scales& scales,
                          const Blocks& blocks, const BothPlanes<typename Scales::Stored>& out) {
   constexpr int kBlock = kFastBlock<Scales>;
-  // Formats with E8M0 scales store the second plane in the order of x, the others transposed.
-  constexpr bool kTransposed = !std::is_same_v<Scales, E8M0Scales>;
+  constexpr bool kTransposed = kColumnsTransposed<Code, Scales>;
   if (blocks.GridSize() == 0) return {};
   Blocks along_rows = blocks, along_columns = blocks;
   along_rows.block_rows = 1;
@@ -140,8 +142,8 @@ Status QuantizeBlockBoth(const Exec<Cuda>& exec, const In* x, const Scales& scal
       out.second_transposed == kTransposed && RowsAreVectors<In, Code>(x, blocks, out.data) &&
       MatricesOfGlobal(scales, along_rows) > 0 &&
       (kTransposed ? TilesTranspose<Code>(blocks, data_t)
-                   : IsAligned(out.second_data, Code::kBits))) {
-    TileArguments<In, Scales> a = ArgumentsOfTiles(x, scales, along_rows, data_t);
+                   : IsAligned(out.second_data, kStoredBits<Code>))) {
+    TileArguments<In, Scales> a = ArgumentsOfTiles<Code>(x, scales, along_rows, data_t);
     a.data = out.data;
     a.scale_inv = out.scale_inv;
     a.second_data = out.second_data;
@@ -162,7 +164,7 @@ Status QuantizeBlockBoth(const Exec<Cuda>& exec, const In* x, const Scales& scal
   return QuantizeBlock<In, Code, Scales>(exec, x, scales, along_columns, second);
 }
 
-#define QSHARD_INSTANTIATE_QUANTIZE(In, Code, Scales)                                              \
+#define QSHARD_QUANTIZE(In, Code, Scales)                                                          \
   template Status QuantizeBlock<In, Code, Scales>(const Exec<Cuda>&, const In*, const Scales&,     \
                                                   const Blocks&,                                   \
                                                   const BlockPlane<Scales::Stored>&);              \

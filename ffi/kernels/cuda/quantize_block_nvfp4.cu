@@ -6,8 +6,7 @@
 
 namespace qshard::kernels {
 
-QSHARD_INSTANTIATE_QUANTIZE(float, E2M1, Nvfp4Scales)
-QSHARD_INSTANTIATE_QUANTIZE(bfloat16, E2M1, Nvfp4Scales)
-QSHARD_INSTANTIATE_QUANTIZE(float16, E2M1, Nvfp4Scales)
+#define QSHARD_QUANTIZE_NVFP4(In, Code) QSHARD_QUANTIZE(In, Code, Nvfp4Scales)
+QSHARD_FLOATS_FP4(QSHARD_QUANTIZE_NVFP4)
 
 }  // namespace qshard::kernels

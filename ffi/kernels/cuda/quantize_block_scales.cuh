@@ -11,33 +11,58 @@
 
 namespace qshard::kernels {
 
-// The side of blocks that have fast kernels: those of the formats with these scales.
-template <class Scales>
-constexpr int kFastBlock = 0;
-template <>
-inline constexpr int kFastBlock<FloatScales> = 128;
-template <>
-inline constexpr int kFastBlock<E8M0Scales> = 32;
-template <>
-inline constexpr int kFastBlock<Nvfp4Scales> = 16;
-
 // What blocks take from the tensor: nothing, or what follows from the global scale S of NVFP4.
 struct NoGlobal {};
 struct GlobalNvfp4 {
   float sixth, inverse;  // fl(S * fl(1/6)), fl(1/S)
 };
+
+// One scale for some whole matrices, which is not made of their amaxes. Those are raised, if asked.
+template <bool kWithAmax>
+struct GivenScales {
+  using Stored = float;
+  const float* scale;
+  int64_t scale_matrices;  // that share a scale; 0: all
+  float* amax;
+  int64_t amax_matrices;
+};
+
+// What fast kernels know of scales: the side of blocks, those of the formats with these scales;
+// what blocks take from the tensor; whether scales are given, and whether the kernel needs amaxes.
+template <bool kWithGlobal = false, bool kAreGiven = false, bool kWithAmax = true>
+struct FastScales {
+  static constexpr bool kGlobal = kWithGlobal, kGiven = kAreGiven, kAmax = kWithAmax;
+  using Global = std::conditional_t<kGlobal, GlobalNvfp4, NoGlobal>;
+};
 template <class Scales>
-using GlobalOf = std::conditional_t<std::is_same_v<Scales, Nvfp4Scales>, GlobalNvfp4, NoGlobal>;
+struct Fast : FastScales<> {};  // has no fast kernels
+template <>
+struct Fast<FloatScales> : FastScales<> {
+  static constexpr int kBlock = 128;
+};
+template <>
+struct Fast<E8M0Scales> : FastScales<> {
+  static constexpr int kBlock = 32;
+};
+template <>
+struct Fast<Nvfp4Scales> : FastScales<true> {
+  static constexpr int kBlock = kNvfp4Block;
+};
+template <bool kWithAmax>
+struct Fast<GivenScales<kWithAmax>> : FastScales<false, true, kWithAmax> {
+  static constexpr int kBlock = 128;
+};
+template <class Scales>
+constexpr int kFastBlock = Fast<Scales>::kBlock;
 
 // `place`: of global_amax.
 template <class Scales>
-__device__ __forceinline__ GlobalOf<Scales> GlobalAt(const Scales& scales, int64_t place) {
-  if constexpr (std::is_same_v<Scales, Nvfp4Scales>) {
-    const float s = GlobalScaleNvfp4(__ldg(scales.global_amax + place), scales.scale_max);
-    return {__fmul_rn(s, Divide(1.0f, E2M1::kMax)), ScaleInverse(s)};
-  } else {
-    return {};
-  }
+__device__ __forceinline__ NoGlobal GlobalAt(const Scales&, int64_t) {
+  return {};
+}
+__device__ __forceinline__ GlobalNvfp4 GlobalAt(const Nvfp4Scales& scales, int64_t place) {
+  const float s = GlobalScaleNvfp4(__ldg(scales.global_amax + place), scales.scale_max);
+  return {__fmul_rn(s, Divide(1.0f, E2M1::kMax)), ScaleInverse(s)};
 }
 
 // `amax` is a magnitude, or any NaN.
@@ -51,7 +76,7 @@ __device__ __forceinline__ BlockScale<float> ScaleOf(const FloatScales& scales, 
                                                      float amax) {
   if (!scales.pow2) return scales.Of<Code>(amax);
   constexpr int32_t kMaxQ = 0x600000;
-  constexpr int kMaxJ = std::is_same_v<Code, E4M3> ? 8 : 15;
+  constexpr int kMaxJ = (1 << (Code::kExponentBits - 1)) - (Code::kInfinity ? 1 : 0);
   static_assert(Code::kMax == 1.75f * (1 << kMaxJ));
   const float a = amax <= scales.eps ? scales.eps : amax;  // keeps NaN
   const int32_t bits = __float_as_int(a);

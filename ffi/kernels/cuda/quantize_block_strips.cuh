@@ -68,9 +68,10 @@ struct StripTuning {
   static constexpr Write kWrite = Write::kStream;
 };
 
-template <class In, bool kRows, class Tuning>
-__global__ void __launch_bounds__(kStripThreads, Tuning::kBlocksPerSm)
+template <class In, bool kRows>
+__global__ void __launch_bounds__(kStripThreads, StripTuning::kBlocksPerSm)
     QuantizeStrips(const TileArguments<In, Nvfp4Scales> a) {
+  using Tuning = StripTuning;
   static_assert(sizeof(In) == 2);
   using Abs = Magnitudes<In>;
   constexpr int kWords = EightOf<In>::kCount;

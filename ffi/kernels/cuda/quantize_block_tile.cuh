@@ -12,7 +12,6 @@
 
 #include "kernels/cuda/quantize_block_codes.cuh"
 #include "kernels/cuda/quantize_block_scales.cuh"
-#include "kernels/cuda/quantize_block_transpose.cuh"
 #include "kernels/cuda/transpose_tile.cuh"
 
 namespace qshard::kernels {
@@ -49,7 +48,7 @@ __device__ __forceinline__ Tile TileOf(const TileArguments<In, Scales>& a, int64
     const uint32_t n = static_cast<uint32_t>(index), across = a.tile_rows.Divide(n);
     index = int64_t{n - across * a.tile_rows.divisor()} * a.grid.across.divisor() + across;
   }
-  return TileAt<Tuning>(a.grid, index);
+  return a.grid.At(Tuning::kBackward ? a.grid.tiles - 1 - index : index);
 }
 
 template <class Tuning, class In>
@@ -67,8 +66,8 @@ __device__ __forceinline__ void StoreRows(uint8_t* data, const TileGrid& grid, c
                                           const PatchPlace& p, int height, const Codes& codes) {
   // Rows of x are whole vectors of eight.
   const uint64_t first = grid.Offset(t, p.down * kPatch, p.across * kPatch);
-  uint8_t* to = data + first / kEight * Code::kBits;
-  const uint64_t step = static_cast<uint64_t>(grid.cols) / kEight * Code::kBits;
+  uint8_t* to = data + first / kEight * kStoredBits<Code>;
+  const uint64_t step = static_cast<uint64_t>(grid.cols) / kEight * kStoredBits<Code>;
 #pragma unroll
   for (int k = 0; k < kPatch; ++k, to += step) {
     if (kWhole || k < height) Store<kWrite>(to, codes(k));
@@ -81,9 +80,8 @@ enum class Work { kRows, kColumns, kBoth, kSquare, kSquareTransposed, kSquareBot
 // As measured on an H200.
 template <class In, class Scales, Work kWork>
 struct TileTuning {
-  static constexpr bool kNvfp4 = std::is_same_v<Scales, Nvfp4Scales>;
-  static constexpr bool kE8M0 = std::is_same_v<Scales, E8M0Scales>;
-  static constexpr bool kFloat = std::is_same_v<Scales, FloatScales>;
+  static constexpr bool kNvfp4 = Fast<Scales>::kGlobal;
+  static constexpr bool kE8M0 = kFastBlock<Scales> == 32, kFloat = kFastBlock<Scales> == 128;
   static constexpr int Blocks() {
     // As many as the registers of a patch allow. The compiler widens all of a float16 one at once.
     if (sizeof(In) == 4 || (std::is_same_v<In, float16> && kNvfp4)) return 2;
@@ -99,6 +97,14 @@ struct TileTuning {
   static constexpr Read kRead = !kNvfp4 && kWork == Work::kSquareBoth ? Read::kOnce : Read::kCached;
   static constexpr Write kWrite =
       kE8M0 && kWork == Work::kColumns ? Write::kCached : Write::kStream;
+};
+// From the end of x, which an amax before, that walks forwards, has left in L2.
+template <class In, bool kAmax, Work kWork>
+struct TileTuning<In, GivenScales<kAmax>, kWork> {
+  static constexpr int kBlocksPerSm = sizeof(In) == 4 ? 2 : kAmax ? 3 : 4;
+  static constexpr bool kBackward = true, kDownFirst = false;
+  static constexpr Read kRead = kAmax ? Read::kOnce : Read::kCached;
+  static constexpr Write kWrite = Write::kStream;
 };
 
 // The scales of a tile are parts of sectors, of which other tiles write the rest. That goes faster
@@ -157,10 +163,12 @@ __device__ __forceinline__ bool PutFourScales(const typename Magnitudes<In>::Bit
   return plain;
 }
 
-template <class In, class Code, class Scales, bool kRows, Columns kColumns, class Tuning>
-__global__ void __launch_bounds__(kTileThreads, Tuning::kBlocksPerSm)
+template <class In, class Code, class Scales, bool kRows, Columns kColumns>
+__global__ void __launch_bounds__(kTileThreads,
+                                  TileTuning<In, Scales, WorkOf(kRows, kColumns)>::kBlocksPerSm)
     QuantizeTiles(const TileArguments<In, Scales> a) {
   using Abs = Magnitudes<In>;
+  using Tuning = TileTuning<In, Scales, WorkOf(kRows, kColumns)>;
   constexpr int kBlock = kFastBlock<Scales>;
   constexpr int kAcross = kTile / kBlock;  // blocks of a row of the tile
   constexpr int kWords = EightOf<In>::kCount;
@@ -176,8 +184,8 @@ __global__ void __launch_bounds__(kTileThreads, Tuning::kBlocksPerSm)
   __shared__ alignas(16) float column_scale[kAlongColumns ? kAcross * kScaleStride : 1];
   __shared__ alignas(16)
       uint8_t tile[kTransposed ? sizeof(typename TransposedTile<Code>::Bytes) : 16];
-  __shared__ GlobalOf<Scales> global;
-  constexpr bool kNvfp4 = std::is_same_v<Scales, Nvfp4Scales>;
+  __shared__ typename Fast<Scales>::Global global;
+  constexpr bool kNvfp4 = Fast<Scales>::kGlobal;
   __shared__ float table[kNvfp4 ? kScaleCodes : 1];
 
   const PatchPlace p;
@@ -327,11 +335,12 @@ __global__ void __launch_bounds__(kTileThreads, Tuning::kBlocksPerSm)
     };
     const auto encode = [&](auto is_common) {
       constexpr bool kCommon = decltype(is_common)::value;
+      [[maybe_unused]] constexpr bool kPlain = kCommon && kNvfp4;
       if constexpr (kRows) {
         float scale[kPatch];
         load_scales(row_scale + p.across * kPatch / kBlock * kScaleStride + p.down * kPatch, scale);
         StoreRows<Code, Tuning::kWrite, kCommon>(a.data, a.grid, t, p, height, [&](int k) {
-          return EncodeRow<In, Code, kCommon>(rows[k], scale[k]);
+          return EncodeRow<In, Code, kPlain>(rows[k], scale[k]);
         });
       }
       if constexpr (kAlongColumns) {
@@ -340,7 +349,7 @@ __global__ void __launch_bounds__(kTileThreads, Tuning::kBlocksPerSm)
                     scale);
         if constexpr (kTransposed) {
           EightCodes<Code> columns[kPatch];
-          EncodeColumns<In, Code, kCommon>(rows, scale, columns);
+          EncodeColumns<In, Code, kPlain>(rows, scale, columns);
           TransposedTile<Code>::Put(tile, p.down, p.across, columns);
         } else {
           StoreRows<Code, Tuning::kWrite, kCommon>(a.second_data, a.grid, t, p, height, [&](int k) {

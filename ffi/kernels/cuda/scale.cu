@@ -1,34 +1,231 @@
-// scale_from_amax: scale[i], scale_inv[i] from amax[i] by core/scale.h, whose divisions are
-// __fdiv_rn here.
+// Scales from amaxes, elementwise; scale_four_over_six, which also reads x; and
+// update_delayed_scale.
 //
-// One thread an element: reads 4 bytes, writes 8. Most calls have one element, or one for each
-// weight of a model.
+// One thread a scale, of which most calls have one, one for each weight of a model, or one for each
+// block; of scale_four_over_six one thread a row of a block, 16 elements, whose errors
+// 16 neighbouring lanes add up where a block has 16 rows. Not for speed but for x: the rest is a
+// sixteenth of a matrix or less. Equals core/scale.h and core/block_scale.h bit for bit.
+#include "core/block_scale.h"
 #include "core/scale.h"
+#include "kernels/block_scale.h"
+#include "kernels/cuda/convert.cuh"
+#include "kernels/cuda/e2m1.cuh"
+#include "kernels/cuda/instantiate.cuh"
 #include "kernels/cuda/launch.cuh"
+#include "kernels/cuda/magnitude.cuh"
+#include "kernels/delayed.h"
 #include "kernels/scale.h"
 
 namespace qshard::kernels {
 namespace {
 
-constexpr int kThreads = 128;
+constexpr int kThreads = 256;
 
-__global__ void __launch_bounds__(kThreads)
-    ScaleKernel(const float* amax, int64_t n, ScaleRule rule, float* scale, float* scale_inv) {
+// Calls body(i) for 0 <= i < n.
+template <class Body>
+__global__ void __launch_bounds__(kThreads) ForEachScale(int64_t n, const Body body) {
   const int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  if (i < n) body(i);
+}
+
+template <class Body>
+Status LaunchForEach(const Exec<Cuda>& exec, int64_t n, const Body& body) {
+  if (n == 0) return {};
+  ForEachScale<<<GridSize(CeilDiv(n, kThreads)), kThreads, 0, exec.stream>>>(n, body);
+  return LaunchStatus();
+}
+
+struct ScaleFromAmaxBody {
+  __device__ __forceinline__ void operator()(int64_t i) const {
+    const float s = qshard::ScaleFromAmax(amax[i], rule.max, rule.eps, rule.pow2);
+    scale[i] = s;
+    scale_inv[i] = ScaleInverse(s);
+  }
+
+  const float* amax;
+  ScaleRule rule;
+  float *scale, *scale_inv;
+};
+
+struct ScaleE8M0Body {
+  __device__ __forceinline__ void operator()(int64_t i) const {
+    const uint8_t code = E8M0FromAmax(amax[i], rule.max, rule.rounding);
+    scale_inv[i] = code;
+    scale[i] = MultiplierE8M0(code);
+  }
+
+  const float* amax;
+  PowerRule rule;
+  float* scale;
+  uint8_t* scale_inv;
+};
+
+struct GlobalScaleBody {
+  __device__ __forceinline__ void operator()(int64_t i) const {
+    const float s = qshard::GlobalScaleNvfp4(global_amax[i], scale_max);
+    global_scale[i] = s;
+    global_scale_inv[i] = ScaleInverse(s);
+  }
+
+  const float* global_amax;
+  float scale_max;
+  float *global_scale, *global_scale_inv;
+};
+
+struct ScaleNvfp4Body {
+  __device__ __forceinline__ void operator()(int64_t i) const {
+    const int64_t tensor = run >= n ? 0 : i / run;
+    const float global_scale = qshard::GlobalScaleNvfp4(global_amax[tensor], scale_max);
+    const BlockScaleNvfp4 s = qshard::ScaleNvfp4(amax[i], global_scale);
+    scale[i] = s.scale;
+    scale_inv[i] = s.scale_inv;
+  }
+
+  const float* amax;
+  int64_t n;
+  const float* global_amax;
+  int64_t run;
+  float scale_max;
+  float* scale;
+  uint8_t* scale_inv;
+};
+
+// FourOverSixDifference, with the element rounded in fewer steps.
+__device__ __forceinline__ float Difference(float x, BlockScaleNvfp4 candidate, float d,
+                                            float global_amax, float max) {
+  const float q = RoundE2M1(__fmul_rn(x, candidate.scale));
+  return __fadd_rn(Divide(__fmul_rn(__fmul_rn(q, d), global_amax), max), -x);
+}
+
+// A thread a row of a block; `rows`, 1 or 16, of a block are neighbours.
+template <class In>
+__global__ void __launch_bounds__(kThreads)
+    FourOverSixKernel(const In* x, const float* amax, const float* global_amax, int64_t run,
+                      FourOverSixRule rule, int64_t blocks, int64_t grid_cols, int rows,
+                      bool vectors, float* scale, uint8_t* scale_inv) {
+  const int64_t t = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  const int64_t block = min(t / rows, blocks - 1);  // all lanes of a warp add errors up
+  const int row = static_cast<int>(t % rows);
+  const int64_t strip = block / grid_cols;
+  const In* from =
+      x + ((strip * rows + row) * grid_cols + (block - strip * grid_cols)) * kNvfp4Block;
+  float v[kNvfp4Block];
+  if (vectors) {
+    WidenWords<In>(Load<kNvfp4Block * sizeof(In)>(from), v);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kNvfp4Block; ++i) v[i] = Widen(from[i]);
+  }
+  const float global = __ldg(global_amax + (run >= blocks ? 0 : block / run));
+  const float global_scale = qshard::GlobalScaleNvfp4(global, rule.scale_max);
+  const FourAndSix candidates = FourOverSixCandidates(__ldg(amax + block), global_scale);
+  const float max = __fmul_rn(E2M1::kMax, rule.scale_max);
+  const auto error = [&](BlockScaleNvfp4 candidate) {
+    const float d = Decode<E4M3>(candidate.scale_inv);
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kNvfp4Block; ++i) {
+      const float difference = Difference(v[i], candidate, d, global, max);
+      const float term = rule.squared ? __fmul_rn(difference, difference) : fabsf(difference);
+      sum = i == 0 ? term : __fadd_rn(sum, term);
+    }
+    for (int half = rows / 2; half > 0; half /= 2)
+      sum = __fadd_rn(sum, __shfl_down_sync(0xFFFFFFFFu, sum, half));
+    return sum;
+  };
+  const float four = error(candidates.four), six = error(candidates.six);
+  if (row != 0 || t / rows >= blocks) return;
+  const BlockScaleNvfp4 s = four < six ? candidates.four : candidates.six;
+  scale[block] = s.scale;
+  scale_inv[block] = s.scale_inv;
+}
+
+// --- update_delayed_scale ---
+
+constexpr int kUpdateThreads = 128;
+
+// A warp a tensor. Outputs may be inputs: a warp reads 32 amaxes, each one place up if the window
+// moves, before it writes any of them, and goes up.
+__global__ void __launch_bounds__(kUpdateThreads)
+    UpdateKernel(const float* amax, const float* history, const float* scale, int64_t n,
+                 int64_t length, DelayedRule rule, float* new_history, float* new_scale,
+                 float* scale_inv) {
+  const int64_t i = (int64_t{blockIdx.x} * kUpdateThreads + threadIdx.x) / kWarp;
   if (i >= n) return;
-  const float s = qshard::ScaleFromAmax(amax[i], rule.max, rule.eps, rule.pow2);
-  scale[i] = s;
-  scale_inv[i] = ScaleInverse(s);
+  const int lane = threadIdx.x % kWarp;
+  const float newest = amax[i], old_scale = scale[i];
+  const int64_t shift = newest != 0.0f;  // NaN is an amax too
+  const float* from = history + i * length;
+  float* to = new_history + i * length;
+  int32_t largest = 0;
+  for (int64_t begin = 0; begin < length; begin += kWarp) {
+    const int64_t j = begin + lane;
+    const float v = j + shift < length ? from[j + shift] : newest;
+    __syncwarp();
+    if (j < length) {
+      to[j] = v;
+      largest = max(largest, FloatBits(v));
+    }
+    __syncwarp();
+  }
+  largest = __reduce_max_sync(0xFFFFFFFFu, largest);
+  if (lane != 0) return;
+  const float a = rule.most_recent ? newest : FloatFromBits(largest);
+  const float s = DelayedScale(old_scale, a, rule.target);
+  new_scale[i] = s;
+  scale_inv[i] = CanonicalNan(ScaleInverse(s));
 }
 
 }  // namespace
 
 Status ScaleFromAmax(const Exec<Cuda>& exec, const float* amax, int64_t n, ScaleRule rule,
                      float* scale, float* scale_inv) {
+  return LaunchForEach(exec, n, ScaleFromAmaxBody{amax, rule, scale, scale_inv});
+}
+
+Status ScaleE8M0(const Exec<Cuda>& exec, const float* amax, int64_t n, PowerRule rule, float* scale,
+                 uint8_t* scale_inv) {
+  return LaunchForEach(exec, n, ScaleE8M0Body{amax, rule, scale, scale_inv});
+}
+
+Status GlobalScaleNvfp4(const Exec<Cuda>& exec, const float* global_amax, int64_t n,
+                        float scale_max, float* global_scale, float* global_scale_inv) {
+  return LaunchForEach(exec, n,
+                       GlobalScaleBody{global_amax, scale_max, global_scale, global_scale_inv});
+}
+
+Status ScaleNvfp4(const Exec<Cuda>& exec, const float* amax, int64_t n, const float* global_amax,
+                  int64_t run, float scale_max, float* scale, uint8_t* scale_inv) {
+  return LaunchForEach(exec, n,
+                       ScaleNvfp4Body{amax, n, global_amax, run, scale_max, scale, scale_inv});
+}
+
+template <class In>
+Status ScaleFourOverSix(const Exec<Cuda>& exec, const In* x, const float* amax,
+                        const float* global_amax, int64_t run, FourOverSixRule rule,
+                        const Blocks& blocks, float* scale, uint8_t* scale_inv) {
+  const int64_t n = blocks.GridSize();
   if (n == 0) return {};
-  ScaleKernel<<<GridSize(CeilDiv(n, kThreads)), kThreads, 0, exec.stream>>>(amax, n, rule, scale,
-                                                                            scale_inv);
+  const int rows = static_cast<int>(blocks.block_rows);
+  FourOverSixKernel<<<GridSize(CeilDiv(n * rows, kThreads)), kThreads, 0, exec.stream>>>(
+      x, amax, global_amax, run, rule, n, blocks.GridCols(), rows, IsAligned(x, 16), scale,
+      scale_inv);
   return LaunchStatus();
 }
+
+Status UpdateDelayedScale(const Exec<Cuda>& exec, const float* amax, const float* history,
+                          const float* scale, int64_t n, int64_t length, DelayedRule rule,
+                          float* new_history, float* new_scale, float* scale_inv) {
+  if (n == 0) return {};
+  const unsigned blocks = GridSize(CeilDiv(n * kWarp, kUpdateThreads));
+  UpdateKernel<<<blocks, kUpdateThreads, 0, exec.stream>>>(amax, history, scale, n, length, rule,
+                                                           new_history, new_scale, scale_inv);
+  return LaunchStatus();
+}
+
+#define QSHARD_SCALE_FOUR_OVER_SIX(In)                                                       \
+  template Status ScaleFourOverSix(const Exec<Cuda>&, const In*, const float*, const float*, \
+                                   int64_t, FourOverSixRule, const Blocks&, float*, uint8_t*);
+QSHARD_FLOATS(QSHARD_SCALE_FOUR_OVER_SIX)
 
 }  // namespace qshard::kernels

@@ -9,8 +9,13 @@
 // vector that two runs share go one by one, and if the two sides cannot be aligned together every
 // element does. Equals the loop over core/round.h.
 //
+// An op with kAmax also raises the largest |in| of runs of their own, amaxes, which are 0 before: a
+// thread keeps the maximum of what it loads, and a block raises the amax of its run, or its two,
+// with one integer atomicMax. A maximum is exact, so the order does not show.
+//
 // An op is a stateless class with
 // - Input, Output: element types;
+// - kAmax;
 // - kWidth: elements of a vector;
 // - Apply<kCount>(inputs, scale), kCount inputs to as many outputs, for kCount kWidth and 1.
 #ifndef QSHARD_KERNELS_CUDA_SCALED_MAP_CUH_
@@ -20,6 +25,7 @@
 #include <type_traits>
 
 #include "kernels/cuda/launch.cuh"
+#include "kernels/cuda/magnitude.cuh"
 #include "kernels/cuda/runs.cuh"
 #include "kernels/cuda/vector.cuh"
 
@@ -45,13 +51,55 @@ struct MapArguments {
   int64_t n;     // elements
   int64_t head;  // of them, before the first vector
   RunLength runs;
+  // Of kAmax. One run, or such that no block has a part in three.
+  int64_t amax_length;
+  float* amax;
 };
 
 template <class Op>
-__device__ __forceinline__ void MapElement(const MapArguments<Op>& a, int64_t i, float scale) {
+__device__ __forceinline__ auto MapElement(const MapArguments<Op>& a, int64_t i, float scale) {
   const auto x = Load<sizeof(typename Op::Input)>(a.in + i);
   Store<Write::kCached>(a.out + i, Op::template Apply<1>(x, scale));
+  return x;
 }
+
+// What a block of threads has of two runs, from element `base` on.
+template <class In, int kThreads>
+class TwoRuns {
+ public:
+  __device__ __forceinline__ TwoRuns(int64_t base, int64_t length)
+      : run_(base / length),
+        first_(static_cast<int>(min((run_ + 1) * length - base, int64_t{kMaxSpan}))) {}
+
+  __device__ __forceinline__ bool OneRun(int offset, int count) const {
+    return offset + count <= first_ || offset >= first_;
+  }
+  template <int kBytes>
+  __device__ __forceinline__ void Add(int offset, const Words<kBytes>& x) {
+    offset < first_ ? here_.Add(x) : next_.Add(x);
+  }
+  // Every thread calls this, of `count` elements.
+  __device__ __forceinline__ void Raise(float* amax, int count) const {
+    if (count > 0) RaiseByBlock<kThreads>(here_, amax + run_);
+    if (count <= first_) return;
+    __syncthreads();
+    RaiseByBlock<kThreads>(next_, amax + run_ + 1);
+  }
+
+ private:
+  Magnitude<In> here_, next_;
+  int64_t run_;
+  int first_;  // elements of the first run
+};
+
+// In the place of it.
+struct NoRuns {
+  __device__ __forceinline__ NoRuns(int64_t, int64_t) {}
+  __device__ __forceinline__ bool OneRun(int, int) const { return true; }
+  template <int kBytes>
+  __device__ __forceinline__ void Add(int, const Words<kBytes>&) {}
+  __device__ __forceinline__ void Raise(float*, int) const {}
+};
 
 template <class Op, class Walk, int kVector, bool kOneScale>
 __global__ void __launch_bounds__(Walk::kThreads) MapKernel(const MapArguments<Op> a) {
@@ -67,6 +115,7 @@ __global__ void __launch_bounds__(Walk::kThreads) MapKernel(const MapArguments<O
   const int64_t base = a.head + first * kVector;
   const In* in = a.in + base;
   auto* out = a.out + base;
+  std::conditional_t<Op::kAmax, TwoRuns<In, Walk::kThreads>, NoRuns> amaxes(base, a.amax_length);
   // The next kBatch vectors of this thread, the first of them `begin`. `whole`: all exist; else
   // those before `left` do.
   const auto run_batch = [&](auto whole, int begin, int left) {
@@ -77,31 +126,26 @@ __global__ void __launch_bounds__(Walk::kThreads) MapKernel(const MapArguments<O
       if (whole || index(k) < left)
         x[k] = Load<kVector * sizeof(In), Walk::kRead>(in + index(k) * kVector);
     }
-    const auto store = [&](int k, float scale) {
-      Store<Walk::kWrite>(out + index(k) * kVector, Op::template Apply<kVector>(x[k], scale));
+    const BlockRuns runs(a.runs, base);
+    const auto scale_of = [&](int offset) {
+      return __ldg(a.scale + (kOneScale ? 0 : runs.Run(offset)));
     };
-    if constexpr (kOneScale) {
-      const float scale = __ldg(a.scale);
+    float scale[kBatch];
 #pragma unroll
-      for (int k = 0; k < kBatch; ++k)
-        if (whole || index(k) < left) store(k, scale);
-    } else {
-      const BlockRuns runs(a.runs, base);
-      float scale[kBatch];
+    for (int k = 0; k < kBatch; ++k)
+      if (whole || index(k) < left) scale[k] = scale_of(index(k) * kVector);
 #pragma unroll
-      for (int k = 0; k < kBatch; ++k)
-        if (whole || index(k) < left) scale[k] = __ldg(a.scale + runs.Run(index(k) * kVector));
-#pragma unroll
-      for (int k = 0; k < kBatch; ++k) {
-        if (!whole && index(k) >= left) continue;
-        const int offset = index(k) * kVector;
-        if (kVector == 1 || runs.OneRun(offset, kVector)) {
-          store(k, scale[k]);
-        } else {
+    for (int k = 0; k < kBatch; ++k) {
+      if (!whole && index(k) >= left) continue;
+      const int offset = index(k) * kVector;
+      if (kVector == 1 ||
+          ((kOneScale || runs.OneRun(offset, kVector)) && amaxes.OneRun(offset, kVector))) {
+        Store<Walk::kWrite>(out + offset, Op::template Apply<kVector>(x[k], scale[k]));
+        amaxes.Add(offset, x[k]);
+      } else {
 #pragma unroll 1
-          for (int j = offset; j < offset + kVector; ++j)
-            MapElement(a, base + j, __ldg(a.scale + runs.Run(j)));
-        }
+        for (int j = offset; j < offset + kVector; ++j)
+          amaxes.Add(j, MapElement(a, base + j, scale_of(j)));
       }
     }
   };
@@ -116,12 +160,19 @@ __global__ void __launch_bounds__(Walk::kThreads) MapKernel(const MapArguments<O
       run_batch(std::false_type{}, i * Walk::kThreads + threadIdx.x, left);
   }
 
+  amaxes.Raise(a.amax, static_cast<int>(min(int64_t{kBlockVectors}, vectors - first)) * kVector);
+
   // What is left over: less than a vector at each end.
   if (kVector > 1 && blockIdx.x == 0) {
     const int64_t tail = a.head + vectors * kVector;
     if (threadIdx.x < a.head + (a.n - tail)) {
       const int64_t i = threadIdx.x < a.head ? threadIdx.x : tail + (threadIdx.x - a.head);
-      MapElement(a, i, __ldg(a.scale + (kOneScale ? 0 : i / a.runs.length)));
+      const auto x = MapElement(a, i, __ldg(a.scale + (kOneScale ? 0 : i / a.runs.length)));
+      if constexpr (Op::kAmax) {
+        Magnitude<In> m;
+        m.Add(x);
+        RaiseAmax(a.amax + i / a.amax_length, m.AsFloatBits());
+      }
     }
   }
 }
@@ -131,15 +182,16 @@ void LaunchMapVectors(CUstream_st* stream, const MapArguments<Op>& a) {
   const int64_t vectors = (a.n - a.head) / kVector;
   constexpr int kBlockVectors = Walk::kThreads * (Walk::kPerThread / kVector);
   const unsigned blocks = GridSize(std::max<int64_t>(1, CeilDiv(vectors, kBlockVectors)));
-  if (a.n <= a.runs.length)
-    MapKernel<Op, Walk, kVector, true><<<blocks, Walk::kThreads, 0, stream>>>(a);
-  else
-    MapKernel<Op, Walk, kVector, false><<<blocks, Walk::kThreads, 0, stream>>>(a);
+  if constexpr (kVector > 1)
+    if (a.n <= a.runs.length)
+      return MapKernel<Op, Walk, kVector, true><<<blocks, Walk::kThreads, 0, stream>>>(a);
+  MapKernel<Op, Walk, kVector, false><<<blocks, Walk::kThreads, 0, stream>>>(a);
 }
 
 template <class Op, class Walk>
 Status LaunchMap(const Exec<Cuda>& exec, const typename Op::Input* in, const float* scale,
-                 int64_t runs, int64_t length, typename Op::Output* out) {
+                 int64_t runs, int64_t length, typename Op::Output* out, int64_t amax_length = 1,
+                 float* amax = nullptr) {
   using In = typename Op::Input;
   using Out = typename Op::Output;
   const int64_t n = runs * length;
@@ -153,7 +205,8 @@ Status LaunchMap(const Exec<Cuda>& exec, const typename Op::Input* in, const flo
   constexpr int64_t kElement = std::max(sizeof(In), sizeof(Out));
   constexpr int64_t kBytes = std::max(kInBytes, kOutBytes);
   const int64_t to_boundary = static_cast<int64_t>((kBytes - address % kBytes) % kBytes) / kElement;
-  MapArguments<Op> a{in, scale, out, n, std::min(n, to_boundary), RunLength(length)};
+  MapArguments<Op> a{in,          scale, out, n, std::min(n, to_boundary), RunLength(length),
+                     amax_length, amax};
   if (IsAligned(in + a.head, kInBytes) && IsAligned(out + a.head, kOutBytes)) {
     LaunchMapVectors<Op, Walk, kWidth>(exec.stream, a);
   } else {

@@ -6,9 +6,6 @@
 // blocks of 1x16 to 16x128 elements lie in one tile, and whole bytes of codes belong to one lane.
 // Where the slice starts is read from device memory, so the host launches as many tiles as it could
 // touch.
-//
-// What the host knows of the slices travels as kernel parameters, 448 slices a launch: nothing is
-// allocated or copied, and a graph that captured a launch holds all it needs.
 #ifndef QSHARD_KERNELS_CUDA_SLICES_CUH_
 #define QSHARD_KERNELS_CUDA_SLICES_CUH_
 
@@ -17,7 +14,7 @@
 
 #include "core/slices.h"
 #include "kernels/cuda/convert.cuh"
-#include "kernels/cuda/launch.cuh"
+#include "kernels/cuda/tensor_table.cuh"
 #include "kernels/cuda/vector.cuh"
 
 namespace qshard::kernels {
@@ -25,7 +22,6 @@ namespace qshard::kernels {
 constexpr int kSliceRows = 16, kSliceCols = 128;  // of a tile
 constexpr int kSliceLane = 4;                     // columns of a lane
 constexpr int kSliceThreads = 256, kSliceWarps = kSliceThreads / 32;
-constexpr int kTableSlices = 448;
 
 struct SliceEntry {
   const void* x;
@@ -33,10 +29,11 @@ struct SliceEntry {
   int64_t length;  // of the slice
   int64_t size, cols;
   int64_t grid, whole;
-  uint32_t first;  // block of threads
+  unsigned first;
 };
 
-struct SliceTable {
+// Parts are blocks of threads.
+struct SliceTable : TensorTable<SliceEntry, 448> {
   const uint32_t* starts;  // of the slices here
   int64_t wholes;          // where amaxes of whole weights begin
   int64_t block_rows, block_cols;
@@ -44,10 +41,7 @@ struct SliceTable {
   RoundedTo rounded_to;
   bool pieces;
   int tiles;  // that a warp takes, one after the other
-  int count;
-  SliceEntry slices[kTableSlices];
 };
-static_assert(sizeof(SliceTable) < 32000, "kernel parameters end at 32764 bytes");
 
 // A weight without other structure is seen as rows of a tile's width, so that tiles are contiguous,
 // and their blocks too: one that is one block, or whose blocks are of one row and cut such rows.
@@ -69,11 +63,11 @@ inline int64_t BlocksFor(const SliceEntry& slice, int tiles) {
   return CeilDiv(strips * CeilDiv(slice.cols, kSliceCols), kSliceWarps * tiles);
 }
 
-// Calls launch(table, begin, blocks) for all slices: once, or once for every kTableSlices of them,
-// which are those from `begin` on.
+// Calls launch(table, begin) for all slices: once, or once for every table of them, which are those
+// from `begin` on.
 template <class Launch>
-Status ForEachTable(const Slice* slices, int64_t n, const uint32_t* starts, const SliceRule& rule,
-                    int64_t wholes, const Launch& launch) {
+Status ForEachSliceTable(const Slice* slices, int64_t n, const uint32_t* starts,
+                         const SliceRule& rule, int64_t wholes, const Launch& launch) {
   const bool one_block = rule.block_rows == 0;
   SliceTable table;
   table.wholes = wholes;
@@ -85,36 +79,21 @@ Status ForEachTable(const Slice* slices, int64_t n, const uint32_t* starts, cons
   // Fewer warps then look at the amax of the tensor, which each does behind what it stored of
   // blocks.
   table.tiles = rule.block_rows == 1 && rule.whole == WholeAmax::kTensor ? 8 : 1;
-  for (int64_t begin = 0; begin < n; begin += kTableSlices) {
-    table.count = static_cast<int>(std::min<int64_t>(kTableSlices, n - begin));
+  const auto enter = [&](int64_t i, SliceEntry& slice) {
+    slice = EntryOf(slices[i], rule);
+    return BlocksFor(slice, table.tiles);
+  };
+  return ForEachTable(table, n, enter, [&](int64_t begin) {
     table.starts = starts + 2 * begin;
-    int64_t blocks = 0;
-    for (int i = 0; i < table.count; ++i) {
-      table.slices[i] = EntryOf(slices[begin + i], rule);
-      table.slices[i].first = static_cast<uint32_t>(blocks);
-      blocks += BlocksFor(table.slices[i], table.tiles);
-    }
-    if (blocks == 0) continue;
-    launch(table, begin, GridSize(blocks));
-    const Status status = LaunchStatus();
-    if (status.error != nullptr) return status;
-  }
-  return {};
+    launch(table, begin);
+  });
 }
 
 // A tile of a warp, and the columns of a lane.
 struct SliceTile {
   __device__ __forceinline__ SliceTile(const SliceTable& table) {
-    int low = 0, high = table.count - 1;  // the last slice whose first block is not after this one
-    while (low < high) {
-      const int middle = (low + high + 1) / 2;
-      if (table.slices[middle].first <= blockIdx.x)
-        low = middle;
-      else
-        high = middle - 1;
-    }
-    index = low;
-    const SliceEntry& slice = table.slices[index];
+    index = table.Find(blockIdx.x);
+    const SliceEntry& slice = table.entries[index];
     cols = slice.cols;
     const uint64_t at = FromWords(table.starts + 2 * index);
     begin = at < static_cast<uint64_t>(slice.size) ? static_cast<int64_t>(at) : slice.size;
@@ -164,12 +143,12 @@ struct SliceTile {
   bool all_cols;          // the weight has all columns of the tile
 };
 
-// Four elements, each rounded as asked: to bfloat16, or else to float16.
+// Four elements, each rounded as asked: to bfloat16, or else to float16. NaN is some NaN.
 __device__ __forceinline__ void RoundFour(RoundedTo to, float (&v)[kSliceLane]) {
-#pragma unroll
-  for (int j = 0; j < kSliceLane; ++j)
-    v[j] =
-        to == RoundedTo::kBFloat16 ? Widen(Narrow<bfloat16>(v[j])) : Widen(Narrow<float16>(v[j]));
+  if (to == RoundedTo::kBFloat16)
+    WidenWords<bfloat16>(NarrowWords<bfloat16>(v), v);
+  else
+    WidenWords<float16>(NarrowWords<float16>(v), v);
 }
 
 // What a slice has of a tile: all of it, which vectors can move; all of it; or a part.
@@ -185,7 +164,7 @@ __device__ __forceinline__ bool LanesAligned(const SliceTile& tile, const void* 
 template <class In, class Use>
 __device__ __forceinline__ void ForEachTile(const SliceTable& table, SliceTile& tile,
                                             TileKind least, const Use& use) {
-  const In* origin = static_cast<const In*>(table.slices[tile.index].x) - tile.begin;
+  const In* origin = static_cast<const In*>(table.entries[tile.index].x) - tile.begin;
   if (!LanesAligned(tile, origin, kSliceLane * sizeof(In)))
     least = least == TileKind::kVectors ? TileKind::kScalars : least;
 #pragma unroll 1
@@ -214,7 +193,7 @@ template <class In, TileKind kKind, class Fetch, class Use>
 __device__ __forceinline__ void ForEachTileRows(const SliceTile& tile, const In* x, RoundedTo to,
                                                 const Fetch& fetch, const Use& use) {
   constexpr bool kVectors = kKind == TileKind::kVectors, kWhole = kKind != TileKind::kPartial;
-  constexpr int kBatch = kVectors ? 8 : kWhole ? 4 : 2, kLoads = kVectors ? 1 : kSliceLane;
+  constexpr int kBatch = kVectors ? 8 : kWhole ? 4 : 1, kLoads = kVectors ? 1 : kSliceLane;
   constexpr int kBytes = kSliceLane / kLoads * sizeof(In);
   const In* from = x - tile.begin + tile.Index(0);
   const std::conditional_t<kWhole, uint32_t, int64_t> step = tile.cols;

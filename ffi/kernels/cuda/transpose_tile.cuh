@@ -1,27 +1,30 @@
-// Transposing bytes through shared memory: what transpose and cast_transpose share.
+// Tiles of 128 x 128 elements, and transposing codes in them: in registers, and on their way
+// through shared memory.
 //
-// A block of 256 threads takes a tile of 128 x 128 elements. Each thread holds a patch of 8 rows x
-// 8 columns in registers, transposes it there, and puts each column of the patch, 8 bytes, into
-// shared memory, where the tile lies transposed; the block then writes whole columns, 128 bytes
-// each. So a warp reads and writes only whole lines of 128 bytes, on every side.
+// A block of 256 threads takes a tile. Each thread holds a patch of 8 rows x 8 columns in
+// registers, transposes its codes there, and puts each column of the patch into shared memory,
+// where the tile lies transposed; the block then writes whole columns. So a warp reads and writes
+// only whole lines on every side.
 //
-// Shared memory holds column c in bytes [128 c, 128 c + 128), as 16 chunks of 8 rows, chunk k at
-// place k ^ (c / 8). A warp stores chunks of 16 patches side by side: 16 columns 8 apart, so 16
-// places, so no two in one bank; it loads columns as they lie, in one order or another.
+// Shared memory holds a column as 16 chunks of the codes of 8 rows, chunk k of column c at place
+// k ^ (c / 8). A warp stores chunks of 16 patches side by side: 16 columns 8 apart, so 16 places,
+// so no two in one bank; it loads columns as they lie, in one order or another.
 #ifndef QSHARD_KERNELS_CUDA_TRANSPOSE_TILE_CUH_
 #define QSHARD_KERNELS_CUDA_TRANSPOSE_TILE_CUH_
 
 #include <cstdint>
 #include <limits>
+#include <type_traits>
 
 #include "kernels/cuda/divider.cuh"
 #include "kernels/cuda/launch.cuh"
+#include "kernels/cuda/quantize_block_codes.cuh"
 #include "kernels/cuda/vector.cuh"
 
 namespace qshard::kernels {
 
 constexpr int kTile = 128;
-constexpr int kPatch = 8;
+constexpr int kPatch = kEight;
 constexpr int kPatches = kTile / kPatch;  // in a row or a column of the tile
 constexpr int kTileThreads = kPatches * kPatches;
 
@@ -38,7 +41,7 @@ struct Tile {
   }
 };
 
-// The tiles of `batch` matrices of [rows, cols], rows and cols at least 2, numbered along rows of
+// The tiles of `batch` matrices of [rows, cols], numbered along rows of
 // tiles.
 struct TileGrid {
   TileGrid(int64_t batch, int64_t rows, int64_t cols)
@@ -94,7 +97,7 @@ __device__ __forceinline__ void LoadRows(const T* from, int64_t stride, int heig
   }
 }
 
-// --- registers to shared memory ---
+// --- transposing: in registers ---
 
 // out[i] = byte i of a, b, c, d.
 __device__ __forceinline__ void Transpose4x4(uint32_t a, uint32_t b, uint32_t c, uint32_t d,
@@ -107,162 +110,129 @@ __device__ __forceinline__ void Transpose4x4(uint32_t a, uint32_t b, uint32_t c,
   out[3] = __byte_perm(ab23, cd23, 0x7632);
 }
 
-// Where chunk `chunk` of column `col` is.
-__device__ __forceinline__ int ChunkOffset(int col, int chunk) {
-  return col * kTile + (chunk ^ (col / kPatch)) * kPatch;
-}
-
-// Puts the patch whose rows are `codes` at patch row `down`, patch column `across`.
-__device__ __forceinline__ void PutPatch(uint8_t* tile, int down, int across,
-                                         const Words<kPatch> (&codes)[kPatch]) {
+// Codes of eight rows, as columns.
+template <class Code>
+__device__ __forceinline__ void TransposeCodes(const EightCodes<Code> (&rows)[kPatch],
+                                               EightCodes<Code> (&columns)[kPatch]) {
+  if constexpr (!kPacked<Code>) {
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    uint32_t upper[4], lower[4];
-    Transpose4x4(codes[0].w[half], codes[1].w[half], codes[2].w[half], codes[3].w[half], upper);
-    Transpose4x4(codes[4].w[half], codes[5].w[half], codes[6].w[half], codes[7].w[half], lower);
+    for (int half = 0; half < 2; ++half) {
+      uint32_t upper[4], lower[4];
+      Transpose4x4(rows[0].w[half], rows[1].w[half], rows[2].w[half], rows[3].w[half], upper);
+      Transpose4x4(rows[4].w[half], rows[5].w[half], rows[6].w[half], rows[7].w[half], lower);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) columns[half * 4 + i] = {{upper[i], lower[i]}};
+    }
+  } else {
+    // Pairs of rows trade nibbles, so that bytes hold two rows of even, or of odd, columns.
+    constexpr uint32_t kLow = 0x0F0F0F0Fu;
+    uint32_t even[4], odd[4], out[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int col = across * kPatch + half * 4 + i;
-      *reinterpret_cast<uint2*>(tile + ChunkOffset(col, down)) = make_uint2(upper[i], lower[i]);
+      const uint32_t a = rows[2 * i].w[0], b = rows[2 * i + 1].w[0];
+      even[i] = (a & kLow) | (b << 4 & ~kLow);
+      odd[i] = (a >> 4 & kLow) | (b & ~kLow);
     }
-  }
-}
-
-// --- shared memory to the transposed matrix ---
-
-// Writes the tile to `out`, its place in a transpose of row length `rows`. `wide`: every column of
-// the matrix starts at a multiple of 16 bytes and is one long.
-template <Write kWrite>
-__device__ __forceinline__ void WriteTile(const uint8_t* tile, const Tile& t, int64_t rows,
-                                          bool wide, uint8_t* out) {
-  if (wide) {
-    constexpr int kLanes = kTile / 16;  // for a column
-    constexpr int kColumns = kTileThreads / kLanes;
-    const int lane = threadIdx.x % kLanes, first = threadIdx.x / kLanes;
-    const int width = lane * 16 < t.height ? t.width : 0;
-    uint8_t* to = out + first * rows + lane * 16;
-    const int64_t step = kColumns * rows;
+    Transpose4x4(even[0], even[1], even[2], even[3], out);
 #pragma unroll
-    for (int i = 0; i < kTile / kColumns; ++i, to += step) {
-      const int col = first + i * kColumns;
-      // Chunks 2 lane and 2 lane + 1 are neighbours, in this order or the other.
-      const bool swapped = col / kPatch % 2 == 1;
-      const uint4 u = *reinterpret_cast<const uint4*>(tile + (ChunkOffset(col, 2 * lane) & ~15));
-      if (col < width) {
-        Store<kWrite>(to,
-                      swapped ? Words<16>{{u.z, u.w, u.x, u.y}} : Words<16>{{u.x, u.y, u.z, u.w}});
-      }
-    }
-    return;
-  }
-  // A warp takes a column: aligned words of 4 bytes, put together from two words of the tile, and
-  // bytes at the ends.
-  constexpr int kWarps = kTileThreads / 32;
-  for (int col = threadIdx.x / 32; col < t.width; col += kWarps) {
-    uint8_t* to = out + col * rows;
-    const int skew = static_cast<int>(reinterpret_cast<uintptr_t>(to) & 3);
-    for (int row = threadIdx.x % 32 * 4 - skew; row < t.height; row += 32 * 4) {
-      if (row >= 0 && row + 4 <= t.height) {
-        const auto word = [&](int r) {
-          return *reinterpret_cast<const uint32_t*>(tile + ChunkOffset(col, r / kPatch) +
-                                                    r % kPatch / 4 * 4);
-        };
-        const uint32_t lo = word(row), hi = word(min(row + 3, kTile - 1));
-        *reinterpret_cast<uint32_t*>(to + row) = __funnelshift_r(lo, hi, row % 4 * 8);
-      } else {
-        for (int r = max(row, 0); r < min(row + 4, t.height); ++r)
-          to[r] = tile[ChunkOffset(col, r / kPatch) + r % kPatch];
-      }
-    }
+    for (int i = 0; i < 4; ++i) columns[2 * i].w[0] = out[i];
+    Transpose4x4(odd[0], odd[1], odd[2], odd[3], out);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) columns[2 * i + 1].w[0] = out[i];
   }
 }
 
-// --- kernels ---
+// --- through shared memory ---
 
-struct TransposeTuning {
-  static constexpr bool kBackward = false;  // the last tile first
-  static constexpr Read kRead = Read::kCached;
-  static constexpr Write kWrite = Write::kStream;
-  static constexpr int kBlocksPerSm = 4;  // resident
+// A tile of transposed codes in shared memory.
+template <class Code>
+struct TransposedTile {
+  static constexpr int kChunkBytes = kStoredBits<Code>;
+  static constexpr int kColumnBytes = kPatches * kChunkBytes;
+  using Bytes = uint8_t[kTile * kColumnBytes];
+
+  // Where chunk `chunk` of column `col` is.
+  static __device__ __forceinline__ int Offset(int col, int chunk) {
+    return col * kColumnBytes + (chunk ^ (col / kPatch)) * kChunkBytes;
+  }
+
+  // Puts the columns of the patch at patch row `down`, patch column `across`.
+  static __device__ __forceinline__ void Put(uint8_t* tile, int down, int across,
+                                             const EightCodes<Code> (&columns)[kPatch]) {
+#pragma unroll
+    for (int i = 0; i < kPatch; ++i) {
+      uint8_t* to = tile + Offset(across * kPatch + i, down);
+      if constexpr (kPacked<Code>)
+        *reinterpret_cast<uint32_t*>(to) = columns[i].w[0];
+      else
+        *reinterpret_cast<uint2*>(to) = make_uint2(columns[i].w[0], columns[i].w[1]);
+    }
+  }
+
+  // Writes the tile to its place in the transposed matrices. `wide`: every column of them starts at
+  // a multiple of 16 codes, aligned, and is one long; so it is if codes are packed.
+  template <Write kWrite>
+  static __device__ __forceinline__ void WriteOut(const uint8_t* tile, const Tile& t,
+                                                  const TileGrid& grid, bool wide, uint8_t* out) {
+    if (kPacked<Code> || wide) {
+      using Vector = std::conditional_t<kPacked<Code>, uint2, uint4>;  // two chunks
+      constexpr int kBytes = sizeof(Vector), kLanes = kPatches / 2;    // for a column
+      constexpr int kColumns = kTileThreads / kLanes;
+      const int lane = threadIdx.x % kLanes, first = threadIdx.x / kLanes;
+      const int width = lane * 2 * kPatch < t.height ? t.width : 0;
+      const auto bytes = [](int64_t codes) { return codes * kStoredBits<Code> / 8; };
+      uint8_t* to = out + bytes(grid.OffsetT(t, lane * 2 * kPatch, first));
+      const int64_t step = bytes(kColumns * grid.rows);
+#pragma unroll
+      for (int i = 0; i < kTile / kColumns; ++i, to += step) {
+        const int col = first + i * kColumns;
+        const Vector u =
+            *reinterpret_cast<const Vector*>(tile + (Offset(col, 2 * lane) & ~(kBytes - 1)));
+        Words<kBytes> loaded, chunks;
+        memcpy(&loaded, &u, kBytes);
+        // Chunks 2 lane and 2 lane + 1 are neighbours, in this order or the other.
+        const bool swapped = col / kPatch % 2 == 1;
+        constexpr int kWords = kBytes / 4;
+#pragma unroll
+        for (int k = 0; k < kWords; ++k)
+          chunks.w[k] = swapped ? loaded.w[(k + kWords / 2) % kWords] : loaded.w[k];
+        if (col < width) Store<kWrite>(to, chunks);
+      }
+    } else if constexpr (!kPacked<Code>) {
+      out += grid.OffsetT(t, 0, 0);
+      // A warp takes a column: aligned words of 4 bytes, put together from two words of the tile,
+      // and bytes at the ends.
+      constexpr int kWarps = kTileThreads / 32;
+      for (int col = threadIdx.x / 32; col < t.width; col += kWarps) {
+        uint8_t* to = out + col * grid.rows;
+        const int skew = static_cast<int>(reinterpret_cast<uintptr_t>(to) & 3);
+        for (int row = threadIdx.x % 32 * 4 - skew; row < t.height; row += 32 * 4) {
+          if (row >= 0 && row + 4 <= t.height) {
+            const auto word = [&](int r) {
+              return *reinterpret_cast<const uint32_t*>(tile + Offset(col, r / kPatch) +
+                                                        r % kPatch / 4 * 4);
+            };
+            const uint32_t lo = word(row), hi = word(min(row + 3, kTile - 1));
+            *reinterpret_cast<uint32_t*>(to + row) = __funnelshift_r(lo, hi, row % 4 * 8);
+          } else {
+            for (int r = max(row, 0); r < min(row + 4, t.height); ++r)
+              to[r] = tile[Offset(col, r / kPatch) + r % kPatch];
+          }
+        }
+      }
+    }
+  }
 };
 
-template <class Tuning>
-__device__ __forceinline__ Tile TileAt(const TileGrid& grid, int64_t index) {
-  return grid.At(Tuning::kBackward ? grid.tiles - 1 - index : index);
-}
-
-// `source` gives codes by patches:
-//   Patch                               registers of a patch as loaded
-//   Load(patch, grid, tile, row, col)   starts loading the patch at (row, col) of the tile
-//   Codes(patch, grid, tile, row, col, codes)   its 8 rows of 8 codes
-template <class Source, class Tuning>
-__global__ void __launch_bounds__(kTileThreads, Tuning::kBlocksPerSm)
-    TransposePatches(const Source source, const TileGrid grid, bool wide, uint8_t* out) {
-  __shared__ alignas(16) uint8_t tile[kTile * kTile];
-  const int down = threadIdx.x / kPatches, across = threadIdx.x % kPatches;
-  for (int64_t index = blockIdx.x; index < grid.tiles; index += gridDim.x) {
-    const Tile t = TileAt<Tuning>(grid, index);
-    typename Source::Patch patch;
-    source.Load(patch, grid, t, down * kPatch, across * kPatch);
-    Words<kPatch> codes[kPatch];
-    source.Codes(patch, grid, t, down * kPatch, across * kPatch, codes);
-    PutPatch(tile, down, across, codes);
-    __syncthreads();
-    WriteTile<Tuning::kWrite>(tile, t, grid.rows, wide, out + grid.OffsetT(t, 0, 0));
-    __syncthreads();
-  }
-}
-
-// `source(grid, tile, row, col)` gives one code: for what cannot be read in vectors. A thread takes
-// 8 rows of a column, so that a warp's accesses are still side by side.
-template <class Source, class Tuning>
-__global__ void __launch_bounds__(kTileThreads)
-    TransposeElements(const Source source, const TileGrid grid, bool wide, uint8_t* out) {
-  __shared__ alignas(16) uint8_t tile[kTile * kTile];
-  for (int64_t index = blockIdx.x; index < grid.tiles; index += gridDim.x) {
-    const Tile t = TileAt<Tuning>(grid, index);
-    for (int i = threadIdx.x; i < kTile * kPatches; i += kTileThreads) {
-      const int col = i % kTile, chunk = i / kTile;
-      uint32_t words[2] = {};
-#pragma unroll
-      for (int k = 0; k < kPatch; ++k) {
-        const int row = chunk * kPatch + k;
-        if (row < t.height && col < t.width)
-          words[k / 4] |= static_cast<uint32_t>(source(grid, t, row, col)) << (k % 4 * 8);
-      }
-      *reinterpret_cast<uint2*>(tile + ChunkOffset(col, chunk)) = make_uint2(words[0], words[1]);
-    }
-    __syncthreads();
-    WriteTile<Tuning::kWrite>(tile, t, grid.rows, wide, out + grid.OffsetT(t, 0, 0));
-    __syncthreads();
-  }
-}
-
-inline bool WideColumns(int64_t rows, const uint8_t* out) {
-  return rows % 16 == 0 && IsAligned(out, 16);
+// Whether WriteOut is wide.
+template <class Code>
+bool WideColumns(int64_t rows, const uint8_t* out) {
+  return rows % 16 == 0 && IsAligned(out, 2 * kStoredBits<Code>);
 }
 
 // One block a tile; the loop in the kernels is for grids of more tiles than CUDA takes blocks.
 inline unsigned TileBlocks(const TileGrid& grid) {
   return GridSize(std::min<int64_t>(grid.tiles, std::numeric_limits<int32_t>::max()));
-}
-
-template <class Tuning, class Source>
-Status LaunchPatches(CUstream_st* stream, const Source& source, int64_t batch, int64_t rows,
-                     int64_t cols, uint8_t* out) {
-  const TileGrid grid(batch, rows, cols);
-  TransposePatches<Source, Tuning>
-      <<<TileBlocks(grid), kTileThreads, 0, stream>>>(source, grid, WideColumns(rows, out), out);
-  return LaunchStatus();
-}
-
-template <class Tuning, class Source>
-Status LaunchElements(CUstream_st* stream, const Source& source, int64_t batch, int64_t rows,
-                      int64_t cols, uint8_t* out) {
-  const TileGrid grid(batch, rows, cols);
-  TransposeElements<Source, Tuning>
-      <<<TileBlocks(grid), kTileThreads, 0, stream>>>(source, grid, WideColumns(rows, out), out);
-  return LaunchStatus();
 }
 
 }  // namespace qshard::kernels
