@@ -63,6 +63,34 @@ struct float16 {
 constexpr int kNvfp4Block = 16;
 constexpr float kNvfp4SmallScaleMax = 256.0f;
 
+// --- lists: what there is of a kind, once. Each calls X with what follows X and then with an
+// entry, so that lists nest: QSHARD_FOR_EACH_INPUT(QSHARD_FOR_EACH_FP8, X, Cast) is X(Cast, float,
+// E4M3) X(Cast, float, E5M2) X(Cast, bfloat16, E4M3) and so on. ---
+
+// What is quantized, and dequantized to.
+#define QSHARD_FOR_EACH_INPUT(X, ...) \
+  X(__VA_ARGS__, float) X(__VA_ARGS__, bfloat16) X(__VA_ARGS__, float16)
+
+// Elements of 8 bits, which may have one scale for a whole tensor.
+#define QSHARD_FOR_EACH_FP8(X, ...) X(__VA_ARGS__, E4M3) X(__VA_ARGS__, E5M2)
+
+// All elements: those of blocks.
+#define QSHARD_FOR_EACH_ELEMENT(X, ...) QSHARD_FOR_EACH_FP8(X, __VA_ARGS__) X(__VA_ARGS__, E2M1)
+
+// All that can be a code of its own, without a scale.
+#define QSHARD_FOR_EACH_CODE(X, ...) QSHARD_FOR_EACH_ELEMENT(X, __VA_ARGS__) X(__VA_ARGS__, E8M0)
+
+// Elements and a scale that their blocks may have, in a word for fp32 and one for E8M0. NVFP4,
+// whose scales are not complete by themselves, is not among them.
+#define QSHARD_FOR_EACH_BLOCK_FORMAT(Float, PowerOfTwo, X, ...) \
+  QSHARD_FOR_EACH_FP8(QSHARD_WITH, Float, X, __VA_ARGS__)       \
+  QSHARD_FOR_EACH_ELEMENT(QSHARD_WITH, PowerOfTwo, X, __VA_ARGS__)
+#define QSHARD_WITH(Last, X, ...) X(__VA_ARGS__, Last)
+
+// Codes in a byte of storage.
+template <class F>
+constexpr int kPerByte = F::kBits == 4 ? 2 : 1;
+
 }  // namespace qshard
 
 #endif  // QSHARD_CORE_FORMAT_H_

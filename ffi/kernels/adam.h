@@ -2,8 +2,7 @@
 #define QSHARD_KERNELS_ADAM_H_
 
 #include "core/adam.h"
-#include "core/exec.h"
-#include "core/format.h"
+#include "kernels/launcher.h"
 
 namespace qshard::kernels {
 
@@ -53,16 +52,12 @@ struct AdamTensor {
 
 // constants[i] = those of a tensor whose step, counted from 1, is step[i], with settings
 // hyper[i / run].
-Status AdamConstantsOf(const Exec<Cpu>& exec, const float* step, int64_t n, const float* hyper,
-                       int64_t run, float* constants);
-Status AdamConstantsOf(const Exec<Cuda>& exec, const float* step, int64_t n, const float* hyper,
-                       int64_t run, float* constants);
+QSHARD_LAUNCHER(AdamConstantsOf, const float* step, int64_t n, const float* hyper, int64_t run,
+                float* constants);
 
 // A step of `count` tensors, tensor i by row i of `constants`. `tensors` is in host memory.
-Status Adam(const Exec<Cpu>& exec, const AdamTensor* tensors, int64_t count, const AdamKinds& kinds,
-            const float* constants);
-Status Adam(const Exec<Cuda>& exec, const AdamTensor* tensors, int64_t count,
-            const AdamKinds& kinds, const float* constants);
+QSHARD_LAUNCHER(Adam, const AdamTensor* tensors, int64_t count, const AdamKinds& kinds,
+                const float* constants);
 
 }  // namespace qshard::kernels
 

@@ -1,17 +1,13 @@
 #ifndef QSHARD_KERNELS_AMAX_H_
 #define QSHARD_KERNELS_AMAX_H_
 
-#include "core/exec.h"
-#include "core/format.h"
+#include "kernels/launcher.h"
 
 namespace qshard::kernels {
 
 // amax[r] = max |x| over run r of x [runs, length], as a maximum over the bit patterns of |x|: NaN
 // propagates, as kNanBits; the result does not depend on the order. An empty run has amax 0.
-template <class In>
-Status Amax(const Exec<Cpu>& exec, const In* x, int64_t runs, int64_t length, float* amax);
-template <class In>
-Status Amax(const Exec<Cuda>& exec, const In* x, int64_t runs, int64_t length, float* amax);
+QSHARD_LAUNCHER_TEMPLATE((class In), Amax, const In* x, int64_t runs, int64_t length, float* amax);
 
 }  // namespace qshard::kernels
 

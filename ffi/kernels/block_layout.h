@@ -2,34 +2,26 @@
 #define QSHARD_KERNELS_BLOCK_LAYOUT_H_
 
 #include "core/block.h"
-#include "core/exec.h"
-#include "core/format.h"
+#include "kernels/launcher.h"
 
 namespace qshard::kernels {
 
 // y = HadamardTransform (core/hadamard.h) of each block of x, rounded to bfloat16 first. `blocks`
 // are whole, 1 x 16 or 16 x 1.
-template <class In>
-Status Hadamard(const Exec<Cpu>& exec, const In* x, const Blocks& blocks, bfloat16* y);
-template <class In>
-Status Hadamard(const Exec<Cuda>& exec, const In* x, const Blocks& blocks, bfloat16* y);
+QSHARD_LAUNCHER_TEMPLATE((class In), Hadamard, const In* x, const Blocks& blocks, bfloat16* y);
 
 // Nibbles: code (j, i) of data_t [batch, cols, rows / 2] is code (i, j) of data [batch, rows, cols
 // / 2]. rows and cols count codes and are even.
-Status TransposePacked(const Exec<Cpu>& exec, const uint8_t* data, int64_t batch, int64_t rows,
-                       int64_t cols, uint8_t* data_t);
-Status TransposePacked(const Exec<Cuda>& exec, const uint8_t* data, int64_t batch, int64_t rows,
-                       int64_t cols, uint8_t* data_t);
+QSHARD_LAUNCHER(TransposePacked, const uint8_t* data, int64_t batch, int64_t rows, int64_t cols,
+                uint8_t* data_t);
 
 // Scales [batch, rows, cols] in the tiles that block-scaled GEMMs read, [batch, tile_rows,
 // tile_cols, 32, 4, 4]: row r of the repeated scales is row r / repeat, and its column c goes to
 //   ((r / 128) * tile_cols + c / 4) * 512 + (r % 32) * 16 + (r % 128) / 32 * 4 + c % 4
 // tile_rows = ceil(rows * repeat / 128), tile_cols = ceil(cols / 4). What is left is zero. `repeat`
 // divides 128.
-Status SwizzleScale(const Exec<Cpu>& exec, const uint8_t* scale_inv, int64_t batch, int64_t rows,
-                    int64_t cols, int64_t repeat, uint8_t* tiles);
-Status SwizzleScale(const Exec<Cuda>& exec, const uint8_t* scale_inv, int64_t batch, int64_t rows,
-                    int64_t cols, int64_t repeat, uint8_t* tiles);
+QSHARD_LAUNCHER(SwizzleScale, const uint8_t* scale_inv, int64_t batch, int64_t rows, int64_t cols,
+                int64_t repeat, uint8_t* tiles);
 
 }  // namespace qshard::kernels
 

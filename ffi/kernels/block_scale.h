@@ -2,9 +2,8 @@
 #define QSHARD_KERNELS_BLOCK_SCALE_H_
 
 #include "core/block.h"
-#include "core/exec.h"
-#include "core/format.h"
 #include "core/round.h"
+#include "kernels/launcher.h"
 
 // Scales from amaxes, elementwise over a grid of n blocks. The formulas are core/block_scale.h.
 namespace qshard::kernels {
@@ -15,22 +14,16 @@ struct PowerRule {
 };
 
 // scale_inv[i] = E8M0FromAmax(amax[i]), scale[i] = MultiplierE8M0(scale_inv[i]).
-Status ScaleE8M0(const Exec<Cpu>& exec, const float* amax, int64_t n, PowerRule rule, float* scale,
-                 uint8_t* scale_inv);
-Status ScaleE8M0(const Exec<Cuda>& exec, const float* amax, int64_t n, PowerRule rule, float* scale,
-                 uint8_t* scale_inv);
+QSHARD_LAUNCHER(ScaleE8M0, const float* amax, int64_t n, PowerRule rule, float* scale,
+                uint8_t* scale_inv);
 
 // global_scale[i] = GlobalScaleNvfp4(global_amax[i]), global_scale_inv[i] = its inverse.
-Status GlobalScaleNvfp4(const Exec<Cpu>& exec, const float* global_amax, int64_t n, float scale_max,
-                        float* global_scale, float* global_scale_inv);
-Status GlobalScaleNvfp4(const Exec<Cuda>& exec, const float* global_amax, int64_t n,
-                        float scale_max, float* global_scale, float* global_scale_inv);
+QSHARD_LAUNCHER(GlobalScaleNvfp4, const float* global_amax, int64_t n, float scale_max,
+                float* global_scale, float* global_scale_inv);
 
 // scale[i], scale_inv[i] = ScaleNvfp4(amax[i], S of global_amax[i / run]).
-Status ScaleNvfp4(const Exec<Cpu>& exec, const float* amax, int64_t n, const float* global_amax,
-                  int64_t run, float scale_max, float* scale, uint8_t* scale_inv);
-Status ScaleNvfp4(const Exec<Cuda>& exec, const float* amax, int64_t n, const float* global_amax,
-                  int64_t run, float scale_max, float* scale, uint8_t* scale_inv);
+QSHARD_LAUNCHER(ScaleNvfp4, const float* amax, int64_t n, const float* global_amax, int64_t run,
+                float scale_max, float* scale, uint8_t* scale_inv);
 
 struct FourOverSixRule {
   float scale_max;
@@ -40,14 +33,9 @@ struct FourOverSixRule {
 // The one of FourOverSixCandidates(amax[i], S of global_amax[i / run]) that stores block i of x
 // with the smaller error, six if they are equal or NaN. `blocks` are whole, with 1 or 16 rows and
 // 16 columns.
-template <class In>
-Status ScaleFourOverSix(const Exec<Cpu>& exec, const In* x, const float* amax,
-                        const float* global_amax, int64_t run, FourOverSixRule rule,
-                        const Blocks& blocks, float* scale, uint8_t* scale_inv);
-template <class In>
-Status ScaleFourOverSix(const Exec<Cuda>& exec, const In* x, const float* amax,
-                        const float* global_amax, int64_t run, FourOverSixRule rule,
-                        const Blocks& blocks, float* scale, uint8_t* scale_inv);
+QSHARD_LAUNCHER_TEMPLATE((class In), ScaleFourOverSix, const In* x, const float* amax,
+                         const float* global_amax, int64_t run, FourOverSixRule rule,
+                         const Blocks& blocks, float* scale, uint8_t* scale_inv);
 
 }  // namespace qshard::kernels
 

@@ -1,8 +1,7 @@
 #ifndef QSHARD_KERNELS_DELAYED_H_
 #define QSHARD_KERNELS_DELAYED_H_
 
-#include "core/exec.h"
-#include "core/format.h"
+#include "kernels/launcher.h"
 
 // Delayed scaling: the cast uses a scale that exists, and records the amax for the next.
 namespace qshard::kernels {
@@ -10,21 +9,12 @@ namespace qshard::kernels {
 // data[i] = Encode<Code>(x[i] * scale[i / scale_length]) and amax[r] = max |x| over elements
 // [r * amax_length, (r + 1) * amax_length), of n elements, from one read of x. The amax is of x
 // itself, a maximum over bit patterns with NaN canonical; 0 for an empty run. `runs` amaxes.
-template <class In, class Code>
-Status CastAmax(const Exec<Cpu>& exec, const In* x, const float* scale, int64_t scale_length,
-                int64_t n, int64_t runs, int64_t amax_length, uint8_t* data, float* amax);
-template <class In, class Code>
-Status CastAmax(const Exec<Cuda>& exec, const In* x, const float* scale, int64_t scale_length,
-                int64_t n, int64_t runs, int64_t amax_length, uint8_t* data, float* amax);
+QSHARD_LAUNCHER_TEMPLATE((class In, class Code), CastAmax, const In* x, const float* scale,
+                         int64_t scale_length, int64_t n, int64_t runs, int64_t amax_length,
+                         uint8_t* data, float* amax);
 
 // The same, and data_t[b, j, i] = data[b, i, j], for `batch` matrices of [rows, cols].
-template <class In, class Code>
-Status CastTransposeAmax(const Exec<Cpu>& exec, const In* x, const float* scale,
-                         int64_t scale_length, int64_t batch, int64_t rows, int64_t cols,
-                         int64_t runs, int64_t amax_length, uint8_t* data, uint8_t* data_t,
-                         float* amax);
-template <class In, class Code>
-Status CastTransposeAmax(const Exec<Cuda>& exec, const In* x, const float* scale,
+QSHARD_LAUNCHER_TEMPLATE((class In, class Code), CastTransposeAmax, const In* x, const float* scale,
                          int64_t scale_length, int64_t batch, int64_t rows, int64_t cols,
                          int64_t runs, int64_t amax_length, uint8_t* data, uint8_t* data_t,
                          float* amax);
@@ -37,12 +27,9 @@ struct DelayedRule {
 // One step for each of n tensors, whose windows are history [n, length], the oldest amax first. An
 // amax that is not 0 enters the window and the oldest leaves. a = max(window), or the amax itself;
 // new_scale = DelayedScale(scale, a, target), scale_inv = its inverse. Outputs may be inputs.
-Status UpdateDelayedScale(const Exec<Cpu>& exec, const float* amax, const float* history,
-                          const float* scale, int64_t n, int64_t length, DelayedRule rule,
-                          float* new_history, float* new_scale, float* scale_inv);
-Status UpdateDelayedScale(const Exec<Cuda>& exec, const float* amax, const float* history,
-                          const float* scale, int64_t n, int64_t length, DelayedRule rule,
-                          float* new_history, float* new_scale, float* scale_inv);
+QSHARD_LAUNCHER(UpdateDelayedScale, const float* amax, const float* history, const float* scale,
+                int64_t n, int64_t length, DelayedRule rule, float* new_history, float* new_scale,
+                float* scale_inv);
 
 }  // namespace qshard::kernels
 

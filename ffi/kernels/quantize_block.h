@@ -5,8 +5,7 @@
 
 #include "core/block.h"
 #include "core/block_scale.h"
-#include "core/exec.h"
-#include "core/format.h"
+#include "kernels/launcher.h"
 
 namespace qshard::kernels {
 
@@ -23,7 +22,7 @@ struct FloatScales {
   using Stored = float;
   template <class Code>
   QSHARD_INLINE BlockScale<float> Of(float amax) const {
-    const float scale = ScaleFromAmax(amax, Code::kMax, eps, pow2);
+    const float scale = qshard::ScaleFromAmax(amax, Code::kMax, eps, pow2);
     return {scale, ScaleInverse(scale)};
   }
 
@@ -48,10 +47,10 @@ struct E8M0Scales {
 struct Nvfp4Scales {
   using Stored = uint8_t;
   QSHARD_INLINE float GlobalScale(int64_t i) const {
-    return GlobalScaleNvfp4(global_amax[i / run], scale_max);
+    return qshard::GlobalScaleNvfp4(global_amax[i / run], scale_max);
   }
   static QSHARD_INLINE BlockScale<uint8_t> Of(float amax, float global_scale) {
-    const BlockScaleNvfp4 s = ScaleNvfp4(amax, global_scale);
+    const BlockScaleNvfp4 s = qshard::ScaleNvfp4(amax, global_scale);
     return {s.scale, s.scale_inv};
   }
 
@@ -75,16 +74,13 @@ struct BlockPlane {
 // Of x, which is `blocks`: scale_inv[block] = scales.Of(amax of the block).scale_inv, and
 // data[i] = Encode<Code>(x[i] * scale of the block of i).
 //
-// Code is E4M3 or E5M2 with FloatScales and E8M0Scales, and E2M1 with Nvfp4Scales. Blocks of any
-// size, cut at the edges. 4-bit codes are packed two a byte along the rows of data and of data_t,
-// the even one in the low nibble; then cols is even if there is data, and rows if there is data_t.
-// No pointer need be aligned beyond its own type.
-template <class In, class Code, class Scales>
-Status QuantizeBlock(const Exec<Cpu>& exec, const In* x, const Scales& scales, const Blocks& blocks,
-                     const BlockPlane<typename Scales::Stored>& out);
-template <class In, class Code, class Scales>
-Status QuantizeBlock(const Exec<Cuda>& exec, const In* x, const Scales& scales,
-                     const Blocks& blocks, const BlockPlane<typename Scales::Stored>& out);
+// Code is E4M3 or E5M2 with FloatScales, any element with E8M0Scales, and E2M1 with Nvfp4Scales.
+// Blocks of any size, cut at the edges. 4-bit codes are packed two a byte along the rows of data
+// and of data_t, the even one in the low nibble; then cols is even if there is data, and rows if
+// there is data_t. No pointer need be aligned beyond its own type.
+QSHARD_LAUNCHER_TEMPLATE((class In, class Code, class Scales), QuantizeBlock, const In* x,
+                         const Scales& scales, const Blocks& blocks,
+                         const BlockPlane<typename Scales::Stored>& out);
 
 // --- two sets of blocks, along rows and along columns ---
 
@@ -102,12 +98,9 @@ struct BothPlanes {
 //
 // Nvfp4Scales: `run` is some whole matrices of blocks, as many of either set; E2M1 is packed along
 // the rows of each plane as it is stored.
-template <class In, class Code, class Scales>
-Status QuantizeBlockBoth(const Exec<Cpu>& exec, const In* x, const Scales& scales,
-                         const Blocks& blocks, const BothPlanes<typename Scales::Stored>& out);
-template <class In, class Code, class Scales>
-Status QuantizeBlockBoth(const Exec<Cuda>& exec, const In* x, const Scales& scales,
-                         const Blocks& blocks, const BothPlanes<typename Scales::Stored>& out);
+QSHARD_LAUNCHER_TEMPLATE((class In, class Code, class Scales), QuantizeBlockBoth, const In* x,
+                         const Scales& scales, const Blocks& blocks,
+                         const BothPlanes<typename Scales::Stored>& out);
 
 }  // namespace qshard::kernels
 

@@ -1,8 +1,7 @@
 #ifndef QSHARD_KERNELS_SCALE_H_
 #define QSHARD_KERNELS_SCALE_H_
 
-#include "core/exec.h"
-#include "core/format.h"
+#include "kernels/launcher.h"
 
 namespace qshard::kernels {
 
@@ -13,10 +12,8 @@ struct ScaleRule {
 };
 
 // scale[i], scale_inv[i] from amax[i] by ScaleFromAmax (core/scale.h).
-Status ScaleFromAmax(const Exec<Cpu>& exec, const float* amax, int64_t n, ScaleRule rule,
-                     float* scale, float* scale_inv);
-Status ScaleFromAmax(const Exec<Cuda>& exec, const float* amax, int64_t n, ScaleRule rule,
-                     float* scale, float* scale_inv);
+QSHARD_LAUNCHER(ScaleFromAmax, const float* amax, int64_t n, ScaleRule rule, float* scale,
+                float* scale_inv);
 
 }  // namespace qshard::kernels
 

@@ -1,9 +1,8 @@
 #ifndef QSHARD_KERNELS_SLICES_H_
 #define QSHARD_KERNELS_SLICES_H_
 
-#include "core/exec.h"
-#include "core/format.h"
 #include "core/slices.h"
+#include "kernels/launcher.h"
 
 // Quantizing flat slices of n weights at once. `slices` is on the host and lives as long as the
 // call; starts [n, 2], seeds [n, 2] and everything that `slices` points to are where `exec` runs.
@@ -12,32 +11,18 @@ namespace qshard::kernels {
 // amax: the grids of all weights, one after the other, then whole-weight or row amaxes of all. Each
 // becomes the larger of itself and of what the slice has, as bit patterns; any NaN the canonical
 // one.
-template <class In>
-Status AmaxSlices(const Exec<Cpu>& exec, const Slice* slices, int64_t n, const uint32_t* starts,
-                  const SliceRule& rule, float* amax);
-template <class In>
-Status AmaxSlices(const Exec<Cuda>& exec, const Slice* slices, int64_t n, const uint32_t* starts,
-                  const SliceRule& rule, float* amax);
+QSHARD_LAUNCHER_TEMPLATE((class In), AmaxSlices, const Slice* slices, int64_t n,
+                         const uint32_t* starts, const SliceRule& rule, float* amax);
 
 // data[i] = Encode<Code>(x[i - start] * scale[block of i]) for the elements i of each slice, and
-// nothing else: of a byte that the slice has half of, the other half stays. Code is E4M3, E5M2 or
-// E2M1 (packed).
-template <class In, class Code>
-Status CastSlices(const Exec<Cpu>& exec, const Slice* slices, int64_t n, const uint32_t* starts,
-                  const SliceRule& rule, const float* scale);
-template <class In, class Code>
-Status CastSlices(const Exec<Cuda>& exec, const Slice* slices, int64_t n, const uint32_t* starts,
-                  const SliceRule& rule, const float* scale);
+// nothing else: of a byte that the slice has half of, the other half stays. Code is any element.
+QSHARD_LAUNCHER_TEMPLATE((class In, class Code), CastSlices, const Slice* slices, int64_t n,
+                         const uint32_t* starts, const SliceRule& rule, const float* scale);
 
 // The same with EncodeStochastic: element i of weight w draws with seeds[w] and index i.
-template <class In>
-Status CastSlicesStochastic(const Exec<Cpu>& exec, const Slice* slices, int64_t n,
-                            const uint32_t* starts, const uint32_t* seeds, const SliceRule& rule,
-                            const float* scale);
-template <class In>
-Status CastSlicesStochastic(const Exec<Cuda>& exec, const Slice* slices, int64_t n,
-                            const uint32_t* starts, const uint32_t* seeds, const SliceRule& rule,
-                            const float* scale);
+QSHARD_LAUNCHER_TEMPLATE((class In), CastSlicesStochastic, const Slice* slices, int64_t n,
+                         const uint32_t* starts, const uint32_t* seeds, const SliceRule& rule,
+                         const float* scale);
 
 // Matrices [batch, rows, cols] of elements of `bits`, and their transposes. Bits are 4, two
 // elements a byte along rows before and after; 8; or 32.
@@ -48,8 +33,7 @@ struct TransposePair {
 };
 
 // data_t[b, j, i] = data[b, i, j] for n pairs.
-Status TransposeEach(const Exec<Cpu>& exec, const TransposePair* pairs, int64_t n);
-Status TransposeEach(const Exec<Cuda>& exec, const TransposePair* pairs, int64_t n);
+QSHARD_LAUNCHER(TransposeEach, const TransposePair* pairs, int64_t n);
 
 }  // namespace qshard::kernels
 

@@ -5,8 +5,8 @@
 #include <cstring>
 #include <vector>
 
-#include "kernels/cpu/adam_simd.h"
 #include "kernels/cpu/parallel_for.h"
+#include "kernels/cpu/simd.h"
 
 namespace qshard::kernels {
 namespace {
@@ -20,7 +20,7 @@ Pointer At(Pointer data, int64_t i, AdamType type) {
 }
 
 // Elements [begin, begin + n) of a tensor, which have scale `block`.
-void StepBlock(const AdamSimdKernels& simd, const AdamKinds& kinds, const AdamConstants& constants,
+void StepBlock(const SimdKernels& simd, const AdamKinds& kinds, const AdamConstants& constants,
                const AdamTensor& t, int64_t begin, int64_t n, int64_t block) {
   const auto scale_of = [&](const AdamTensor::State& state, AdamType type) {
     return IsScaled(type) ? state.scale_inv[block] : 1.0f;
@@ -31,44 +31,46 @@ void StepBlock(const AdamSimdKernels& simd, const AdamKinds& kinds, const AdamCo
   const bool has_param = !kinds.update || kinds.decay != Decay::kNone;
   float p[kAdamBlock] = {}, g[kAdamBlock], m[kAdamBlock], v[kAdamBlock], update[kAdamBlock];
   if (kinds.low == AdamLow::kMaster)
-    simd.widen[kAdamFloat32](At(t.low, begin, kAdamFloat32), n, p);
+    simd.adam_decode[kAdamFloat32](At(t.low, begin, kAdamFloat32), n, 1.0f, p);
   else if (kinds.low == AdamLow::kRemainder)
-    simd.join(At(t.param, begin, kAdamBFloat16), At(t.low, begin, kAdamBFloat16), n, p);
+    simd.adam_join(At(t.param, begin, kAdamBFloat16), At(t.low, begin, kAdamBFloat16), n, p);
   else if (has_param)
-    simd.widen[kinds.param](At(t.param, begin, kinds.param), n, p);
-  simd.widen[kinds.grad](At(t.grad, begin, kinds.grad), n, g);
-  simd.decode[kinds.exp_avg](At(t.exp_avg.data, begin, kinds.exp_avg), n,
-                             scale_of(t.exp_avg, kinds.exp_avg), m);
-  simd.decode[kinds.exp_avg_sq](At(t.exp_avg_sq.data, begin, kinds.exp_avg_sq), n,
-                                scale_of(t.exp_avg_sq, kinds.exp_avg_sq), v);
+    simd.adam_decode[kinds.param](At(t.param, begin, kinds.param), n, 1.0f, p);
+  simd.adam_decode[kinds.grad](At(t.grad, begin, kinds.grad), n, 1.0f, g);
+  simd.adam_decode[kinds.exp_avg](At(t.exp_avg.data, begin, kinds.exp_avg), n,
+                                  scale_of(t.exp_avg, kinds.exp_avg), m);
+  simd.adam_decode[kinds.exp_avg_sq](At(t.exp_avg_sq.data, begin, kinds.exp_avg_sq), n,
+                                     scale_of(t.exp_avg_sq, kinds.exp_avg_sq), v);
 
-  simd.step[static_cast<int>(kinds.decay)](constants, g, n, p, m, v, update);
+  simd.adam_step[static_cast<int>(kinds.decay)](constants, g, n, p, m, v, update);
 
-  simd.encode[kinds.exp_avg](m, n, /*positive=*/false, At(t.new_exp_avg.data, begin, kinds.exp_avg),
-                             new_scale_of(t.new_exp_avg, kinds.exp_avg));
-  simd.encode[kinds.exp_avg_sq](v, n, /*positive=*/true,
-                                At(t.new_exp_avg_sq.data, begin, kinds.exp_avg_sq),
-                                new_scale_of(t.new_exp_avg_sq, kinds.exp_avg_sq));
+  simd.adam_encode[kinds.exp_avg](m, n, /*positive=*/false,
+                                  At(t.new_exp_avg.data, begin, kinds.exp_avg),
+                                  new_scale_of(t.new_exp_avg, kinds.exp_avg));
+  simd.adam_encode[kinds.exp_avg_sq](v, n, /*positive=*/true,
+                                     At(t.new_exp_avg_sq.data, begin, kinds.exp_avg_sq),
+                                     new_scale_of(t.new_exp_avg_sq, kinds.exp_avg_sq));
   if (kinds.update) {
     if (kinds.low == AdamLow::kMaster) {
       float old[kAdamBlock];
-      simd.widen[kinds.param](At(t.param, begin, kinds.param), n, old);
+      simd.adam_decode[kinds.param](At(t.param, begin, kinds.param), n, 1.0f, old);
       uint32_t rounded[kAdamBlock];
-      simd.narrow[kinds.param](p, n, rounded);
-      simd.widen[kinds.param](rounded, n, update);
+      simd.adam_narrow[kinds.param](p, n, rounded);
+      simd.adam_decode[kinds.param](rounded, n, 1.0f, update);
       for (int64_t i = 0; i < n; ++i) update[i] = update[i] - old[i];
     } else {
       for (int64_t i = 0; i < n; ++i) update[i] = -update[i];
     }
-    simd.narrow[kAdamFloat32](update, n, At(t.new_param, begin, kAdamFloat32));
+    simd.adam_narrow[kAdamFloat32](update, n, At(t.new_param, begin, kAdamFloat32));
   } else if (kinds.low == AdamLow::kRemainder) {
-    simd.halve(p, n, At(t.new_param, begin, kAdamBFloat16), At(t.new_low, begin, kAdamBFloat16));
+    simd.adam_halve(p, n, At(t.new_param, begin, kAdamBFloat16),
+                    At(t.new_low, begin, kAdamBFloat16));
     return;
   } else {
-    simd.narrow[kinds.param](p, n, At(t.new_param, begin, kinds.param));
+    simd.adam_narrow[kinds.param](p, n, At(t.new_param, begin, kinds.param));
   }
   if (kinds.low == AdamLow::kMaster)
-    simd.narrow[kAdamFloat32](p, n, At(t.new_low, begin, kAdamFloat32));
+    simd.adam_narrow[kAdamFloat32](p, n, At(t.new_low, begin, kAdamFloat32));
 }
 
 }  // namespace
@@ -87,7 +89,7 @@ Status AdamConstantsOf(const Exec<Cpu>& exec, const float* step, int64_t n, cons
 
 Status Adam(const Exec<Cpu>& exec, const AdamTensor* tensors, int64_t count, const AdamKinds& kinds,
             const float* constants) {
-  const AdamSimdKernels& simd = AdamSimd();
+  const SimdKernels& simd = Simd();
   const auto blocks_in_row = [](const AdamTensor& t) {
     return (t.cols + kAdamBlock - 1) / kAdamBlock;
   };

@@ -2,19 +2,18 @@
 // row.
 #include "kernels/block_cast.h"
 
+#include "core/slices.h"
 #include "kernels/cpu/block_pieces.h"
-#include "kernels/cpu/block_simd.h"
+#include "kernels/cpu/coded_rows.h"
 
 namespace qshard::kernels {
 
 template <class In>
 Status AmaxBlock(const Exec<Cpu>& exec, const In* x, const Blocks& blocks, float* amax) {
-  const auto amax_row = BlockSimd().amax[kInTypeOf<In>];
   ParallelPieces(exec, blocks, [&](const Piece& piece) {
     float* out = amax + piece.grid;
-    std::fill_n(out, piece.num_blocks, 0.0f);
-    ForEachRow(piece, blocks,
-               [&](int64_t i) { amax_row(x + i, piece.cols, blocks.block_cols, out); });
+    Simd().amax[kInputIndex<In>](x + piece.start, blocks.cols, piece.rows, piece.cols,
+                                 blocks.block_cols, out);
     for (int64_t b = 0; b < piece.num_blocks; ++b) out[b] = CanonicalNan(out[b]);
   });
   return {};
@@ -23,19 +22,16 @@ Status AmaxBlock(const Exec<Cpu>& exec, const In* x, const Blocks& blocks, float
 template <class In, class Code>
 Status CastBlock(const Exec<Cpu>& exec, const In* x, const float* scale, const Blocks& blocks,
                  uint8_t* data) {
-  const auto cast_row = BlockSimd().cast[kInTypeOf<In>][kBlockCodeOf<Code>];
   ParallelPieces(exec, blocks, [&](const Piece& piece) {
     ForEachRow(piece, blocks, [&](int64_t i) {
-      cast_row(x + i, piece.cols, blocks.block_cols, scale + piece.grid,
-               data + i * Code::kBits / 8);
+      CastRow<Code>(x + i, piece.cols, {scale + piece.grid, blocks.block_cols},
+                    data + i / kPerByte<Code>);
     });
   });
   return {};
 }
 
 namespace {
-
-uint64_t Pair(const uint32_t* words) { return words[0] | static_cast<uint64_t>(words[1]) << 32; }
 
 // Calls body(region, row, col, begin, end) for the columns [begin, end) of a row of a piece that
 // lie in one region, counted from the piece's first column; (row, col) is where `begin` is in the
@@ -64,22 +60,21 @@ void ForEachRegion(const Piece& piece, const Blocks& blocks, int64_t row, int64_
 template <class In>
 Status CastBlockStochastic(const Exec<Cpu>& exec, const In* x, const float* scale,
                            const Places& places, const Blocks& blocks, uint8_t* data) {
-  const auto random_row = BlockSimd().random;
-  const auto cast_row = BlockSimd().cast_stochastic[kInTypeOf<In>];
+  const auto random_row = Simd().random;
   ParallelPieces(exec, blocks, [&](const Piece& piece) {
     uint8_t random[kPieceCols];
     for (int64_t r = 0; r < piece.rows; ++r) {
       ForEachRegion(piece, blocks, r, places.run,
                     [&](int64_t region, int64_t row, int64_t col, int64_t begin, int64_t end) {
-                      const uint64_t first = Pair(places.first + 2 * region) +
+                      const uint64_t first = FromWords(places.first + 2 * region) +
                                              static_cast<uint64_t>(row) * places.steps.row +
                                              static_cast<uint64_t>(col) * places.steps.col;
-                      random_row(Pair(places.seed + 2 * region), first, places.steps.col,
+                      random_row(FromWords(places.seed + 2 * region), first, places.steps.col,
                                  end - begin, random + begin);
                     });
       const int64_t start = piece.start + r * blocks.cols;
-      cast_row(x + start, piece.cols, blocks.block_cols, scale + piece.grid, random,
-               data + start / 2);
+      CastRowStochastic<E2M1>(x + start, piece.cols, {scale + piece.grid, blocks.block_cols},
+                              random, data + start / 2);
     }
   });
   return {};
@@ -91,12 +86,12 @@ namespace {
 template <class Code, class Out, class Value>
 void Dequantize(const Exec<Cpu>& exec, const uint8_t* data, const Blocks& blocks, Out* x,
                 const Value& value) {
-  const auto dequantize_row = BlockSimd().dequantize[kBlockCodeOf<Code>][kInTypeOf<Out>];
   ParallelPieces(exec, blocks, [&](const Piece& piece) {
     float scale_inv[kPieceBlocks];
     for (int64_t b = 0; b < piece.num_blocks; ++b) scale_inv[b] = value(piece.grid + b);
     ForEachRow(piece, blocks, [&](int64_t i) {
-      dequantize_row(data + i * Code::kBits / 8, piece.cols, blocks.block_cols, scale_inv, x + i);
+      DequantizeRow<Code>(data + i / kPerByte<Code>, piece.cols, {scale_inv, blocks.block_cols},
+                          x + i);
     });
   });
 }
@@ -121,30 +116,11 @@ Status DequantizeNvfp4(const Exec<Cpu>& exec, const uint8_t* data, const uint8_t
   return {};
 }
 
-#define QSHARD_INSTANTIATE_CODE(In, Code)                                                       \
-  template Status CastBlock<In, Code>(const Exec<Cpu>&, const In*, const float*, const Blocks&, \
-                                      uint8_t*);
-#define QSHARD_INSTANTIATE_SCALE(In, Code)                                                         \
-  template Status DequantizeBlock<Code, float, In>(const Exec<Cpu>&, const uint8_t*, const float*, \
-                                                   const Blocks&, In*);                            \
-  template Status DequantizeBlock<Code, E8M0, In>(const Exec<Cpu>&, const uint8_t*,                \
-                                                  const uint8_t*, const Blocks&, In*);
-#define QSHARD_INSTANTIATE(In)                                                                    \
-  template Status AmaxBlock(const Exec<Cpu>&, const In*, const Blocks&, float*);                  \
-  template Status CastBlockStochastic(const Exec<Cpu>&, const In*, const float*, const Places&,   \
-                                      const Blocks&, uint8_t*);                                   \
-  template Status DequantizeNvfp4(const Exec<Cpu>&, const uint8_t*, const uint8_t*, const float*, \
-                                  int64_t, const Blocks&, In*);                                   \
-  QSHARD_INSTANTIATE_CODE(In, E4M3)                                                               \
-  QSHARD_INSTANTIATE_CODE(In, E5M2)                                                               \
-  QSHARD_INSTANTIATE_CODE(In, E2M1)                                                               \
-  QSHARD_INSTANTIATE_SCALE(In, E4M3)                                                              \
-  QSHARD_INSTANTIATE_SCALE(In, E5M2)
-QSHARD_INSTANTIATE(float)
-QSHARD_INSTANTIATE(bfloat16)
-QSHARD_INSTANTIATE(float16)
-#undef QSHARD_INSTANTIATE
-#undef QSHARD_INSTANTIATE_SCALE
-#undef QSHARD_INSTANTIATE_CODE
+QSHARD_FOR_EACH_INPUT(QSHARD_INSTANTIATE_FOR, Cpu, AmaxBlock)
+QSHARD_FOR_EACH_INPUT(QSHARD_FOR_EACH_ELEMENT, QSHARD_INSTANTIATE_FOR, Cpu, CastBlock)
+QSHARD_FOR_EACH_INPUT(QSHARD_INSTANTIATE_FOR, Cpu, CastBlockStochastic)
+QSHARD_FOR_EACH_BLOCK_FORMAT(float, E8M0, QSHARD_FOR_EACH_INPUT, QSHARD_INSTANTIATE_FOR, Cpu,
+                             DequantizeBlock)
+QSHARD_FOR_EACH_INPUT(QSHARD_INSTANTIATE_FOR, Cpu, DequantizeNvfp4)
 
 }  // namespace qshard::kernels

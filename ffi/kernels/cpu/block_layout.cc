@@ -4,13 +4,13 @@
 #include <cstring>
 
 #include "kernels/cpu/block_pieces.h"
-#include "kernels/cpu/block_simd.h"
+#include "kernels/cpu/simd.h"
 
 namespace qshard::kernels {
 
 template <class In>
 Status Hadamard(const Exec<Cpu>& exec, const In* x, const Blocks& blocks, bfloat16* y) {
-  const auto hadamard = BlockSimd().hadamard[kInTypeOf<In>];
+  const auto hadamard = Simd().hadamard[kInputIndex<In>];
   const int64_t element_step = blocks.block_cols == 1 ? blocks.cols : 1;
   ParallelPieces(exec, blocks, [&](const Piece& piece) {
     hadamard(x + piece.start, piece.num_blocks, element_step, blocks.block_cols, y + piece.start);
@@ -22,7 +22,7 @@ Status TransposePacked(const Exec<Cpu>& exec, const uint8_t* data, int64_t batch
                        int64_t cols, uint8_t* data_t) {
   constexpr int64_t kRows = 2 * kTile;  // their codes, of one column, are a cache line
   const auto transpose = Simd().transpose;
-  const auto split_nibbles = BlockSimd().split_nibbles;
+  const auto split_nibbles = Simd().split_nibbles;
   const int64_t width = cols / 2, width_t = rows / 2;
   const int64_t down = (rows + kRows - 1) / kRows;
   ParallelFor(exec, width == 0 ? 0 : batch * down, [&](int64_t strip) {
@@ -73,11 +73,6 @@ Status SwizzleScale(const Exec<Cpu>& exec, const uint8_t* scale_inv, int64_t bat
   return {};
 }
 
-#define QSHARD_INSTANTIATE(In) \
-  template Status Hadamard(const Exec<Cpu>&, const In*, const Blocks&, bfloat16*);
-QSHARD_INSTANTIATE(float)
-QSHARD_INSTANTIATE(bfloat16)
-QSHARD_INSTANTIATE(float16)
-#undef QSHARD_INSTANTIATE
+QSHARD_FOR_EACH_INPUT(QSHARD_INSTANTIATE_FOR, Cpu, Hadamard)
 
 }  // namespace qshard::kernels

@@ -1,22 +1,27 @@
-// Scales of blocks on the CPU.
+// Scales on the CPU, of whole tensors and of blocks.
 #include "kernels/block_scale.h"
 
-#include "core/block_scale.h"
 #include "kernels/cpu/block_pieces.h"
-#include "kernels/cpu/block_simd.h"
+#include "kernels/cpu/scales_of.h"
+#include "kernels/scale.h"
 
 namespace qshard::kernels {
 namespace {
-constexpr int64_t kGrain = 1 << 13;  // scales a task
+constexpr int64_t kGrain = 32;  // a scale is as slow as moving that many bytes
+}
+
+Status ScaleFromAmax(const Exec<Cpu>& exec, const float* amax, int64_t n, ScaleRule rule,
+                     float* scale, float* scale_inv) {
+  ParallelRanges(exec, n, kGrain, [&](int64_t begin, int64_t end) {
+    Simd().float_scales(amax + begin, end - begin, rule, scale + begin, scale_inv + begin);
+  });
+  return {};
 }
 
 Status ScaleE8M0(const Exec<Cpu>& exec, const float* amax, int64_t n, PowerRule rule, float* scale,
                  uint8_t* scale_inv) {
   ParallelRanges(exec, n, kGrain, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      scale_inv[i] = E8M0FromAmax(amax[i], rule.max, rule.rounding);
-      scale[i] = MultiplierE8M0(scale_inv[i]);
-    }
+    Simd().e8m0_scales(amax + begin, end - begin, rule, scale + begin, scale_inv + begin);
   });
   return {};
 }
@@ -34,15 +39,9 @@ Status GlobalScaleNvfp4(const Exec<Cpu>& exec, const float* global_amax, int64_t
 
 Status ScaleNvfp4(const Exec<Cpu>& exec, const float* amax, int64_t n, const float* global_amax,
                   int64_t run, float scale_max, float* scale, uint8_t* scale_inv) {
+  const Nvfp4Scales rule{global_amax, run, scale_max};
   ParallelRanges(exec, n, kGrain, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end;) {
-      const float global_scale = qshard::GlobalScaleNvfp4(global_amax[i / run], scale_max);
-      for (const int64_t stop = std::min(end, (i / run + 1) * run); i < stop; ++i) {
-        const BlockScaleNvfp4 s = qshard::ScaleNvfp4(amax[i], global_scale);
-        scale[i] = s.scale;
-        scale_inv[i] = s.scale_inv;
-      }
-    }
+    ScalesOf<E2M1>(rule, amax + begin, begin, end - begin, scale + begin, scale_inv + begin);
   });
   return {};
 }
@@ -51,7 +50,7 @@ template <class In>
 Status ScaleFourOverSix(const Exec<Cpu>& exec, const In* x, const float* amax,
                         const float* global_amax, int64_t run, FourOverSixRule rule,
                         const Blocks& blocks, float* scale, uint8_t* scale_inv) {
-  const auto takes_four = BlockSimd().takes_four[kInTypeOf<In>];
+  const auto takes_four = Simd().takes_four[kInputIndex<In>];
   FourOverSixBlock shared{};
   shared.stride = blocks.cols;
   shared.rows = blocks.block_rows;
@@ -74,12 +73,6 @@ Status ScaleFourOverSix(const Exec<Cpu>& exec, const In* x, const float* amax,
   return {};
 }
 
-#define QSHARD_INSTANTIATE(In)                                                              \
-  template Status ScaleFourOverSix(const Exec<Cpu>&, const In*, const float*, const float*, \
-                                   int64_t, FourOverSixRule, const Blocks&, float*, uint8_t*);
-QSHARD_INSTANTIATE(float)
-QSHARD_INSTANTIATE(bfloat16)
-QSHARD_INSTANTIATE(float16)
-#undef QSHARD_INSTANTIATE
+QSHARD_FOR_EACH_INPUT(QSHARD_INSTANTIATE_FOR, Cpu, ScaleFourOverSix)
 
 }  // namespace qshard::kernels

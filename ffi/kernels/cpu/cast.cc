@@ -37,9 +37,9 @@ void ParallelMap(const Exec<Cpu>& exec, int64_t n, int64_t in_bytes, Out* out, c
 template <class In, class Code>
 Status Cast(const Exec<Cpu>& exec, const In* x, const float* scale, int64_t runs, int64_t length,
             uint8_t* data) {
-  const auto cast = Simd().cast[kInTypeOf<In>][kCodeTypeOf<Code>];
+  const auto cast = Simd().cast[kInputIndex<In>][kElementIndex<Code>];
   ParallelMap(exec, runs * length, sizeof(In), data, [&](int64_t begin, int64_t end, uint8_t* to) {
-    cast(x, begin, end, {scale, length}, kAheadBytes / sizeof(In), to);
+    cast(x + begin, end - begin, {scale, length, begin}, kAheadBytes / sizeof(In), to);
   });
   return {};
 }
@@ -47,24 +47,14 @@ Status Cast(const Exec<Cpu>& exec, const In* x, const float* scale, int64_t runs
 template <class Code, class Out>
 Status Dequantize(const Exec<Cpu>& exec, const uint8_t* data, const float* scale_inv, int64_t runs,
                   int64_t length, Out* x) {
-  const auto dequantize = Simd().dequantize[kCodeTypeOf<Code>][kInTypeOf<Out>];
+  const auto dequantize = Simd().dequantize[kElementIndex<Code>][kInputIndex<Out>];
   ParallelMap(exec, runs * length, 1, x, [&](int64_t begin, int64_t end, Out* to) {
-    dequantize(data, begin, end, {scale_inv, length}, kAheadBytes, to);
+    dequantize(data + begin, end - begin, {scale_inv, length, begin}, kAheadBytes, to);
   });
   return {};
 }
 
-#define QSHARD_INSTANTIATE(In, Code)                                                            \
-  template Status Cast<In, Code>(const Exec<Cpu>&, const In*, const float*, int64_t, int64_t,   \
-                                 uint8_t*);                                                     \
-  template Status Dequantize<Code, In>(const Exec<Cpu>&, const uint8_t*, const float*, int64_t, \
-                                       int64_t, In*);
-QSHARD_INSTANTIATE(float, E4M3)
-QSHARD_INSTANTIATE(float, E5M2)
-QSHARD_INSTANTIATE(bfloat16, E4M3)
-QSHARD_INSTANTIATE(bfloat16, E5M2)
-QSHARD_INSTANTIATE(float16, E4M3)
-QSHARD_INSTANTIATE(float16, E5M2)
-#undef QSHARD_INSTANTIATE
+QSHARD_FOR_EACH_INPUT(QSHARD_FOR_EACH_FP8, QSHARD_INSTANTIATE_FOR, Cpu, Cast)
+QSHARD_FOR_EACH_FP8(QSHARD_FOR_EACH_INPUT, QSHARD_INSTANTIATE_FOR, Cpu, Dequantize)
 
 }  // namespace qshard::kernels

@@ -3,8 +3,11 @@
 // gathered in a panel and turned there, by tiles of 64 x 64.
 #include "kernels/quantize_block.h"
 
+#include <cstring>
+
 #include "kernels/cpu/block_pieces.h"
-#include "kernels/cpu/block_simd.h"
+#include "kernels/cpu/coded_rows.h"
+#include "kernels/cpu/scales_of.h"
 #include "kernels/cpu/stream.h"
 
 namespace qshard::kernels {
@@ -24,36 +27,11 @@ struct Rectangle {
   int64_t batch, row, col, rows, cols;
 };
 
-// --- scales of blocks i .. i + n of a grid ---
-
-template <class Code>
-void ScalesOf(const FloatScales& scales, const float* amax, int64_t, int64_t n, float* scale,
-              float* scale_inv) {
-  BlockSimd().float_scales(amax, n, Code::kMax, scales.eps, scales.pow2, scale, scale_inv);
-}
-
-template <class Code>
-void ScalesOf(const E8M0Scales& scales, const float* amax, int64_t, int64_t n, float* scale,
-              uint8_t* scale_inv) {
-  BlockSimd().e8m0_scales(amax, n, Code::kMax, scales.rounding, scale, scale_inv);
-}
-
-template <class Code>
-void ScalesOf(const Nvfp4Scales& scales, const float* amax, int64_t first, int64_t n, float* scale,
-              uint8_t* scale_inv) {
-  for (int64_t i = 0, stop; i < n; i = stop) {
-    stop = std::min(n, ((first + i) / scales.run + 1) * scales.run - first);
-    BlockSimd().nvfp4_scales(amax + i, stop - i, scales.GlobalScale(first + i), scale + i,
-                             scale_inv + i);
-  }
-}
-
 // --- one plane ---
 
 template <class In, class Code, class Scales>
 struct PlaneOf {
   using Stored = typename Scales::Stored;
-  static constexpr int64_t kPerByte = 8 / Code::kBits;
 
   const In* x;
   Scales scales;
@@ -97,8 +75,8 @@ struct PlaneOf {
     const int64_t n = (strip.cols + blocks.block_cols - 1) / blocks.block_cols;
     float amax[kPieceBlocks];
     Stored scale_inv[kPieceBlocks];
-    BlockSimd().amax_strip[kInTypeOf<In>](x + ElementAt(strip), blocks.cols, strip.rows, strip.cols,
-                                          blocks.block_cols, amax);
+    Simd().amax[kInputIndex<In>](x + ElementAt(strip), blocks.cols, strip.rows, strip.cols,
+                                 blocks.block_cols, amax);
     const int64_t row = strip.row / blocks.block_rows, col = strip.col / blocks.block_cols;
     const int64_t rows = blocks.GridRows(), cols = blocks.GridCols();
     const int64_t grid = (strip.batch * rows + row) * cols + col;
@@ -111,24 +89,23 @@ struct PlaneOf {
   }
 
   void Cast(const Rectangle& strip, const float* scale) const {
-    const auto cast_row = BlockSimd().cast[kInTypeOf<In>][kBlockCodeOf<Code>];
     const int64_t first = ElementAt(strip);
     for (int64_t i = first; i < first + strip.rows * blocks.cols; i += blocks.cols)
-      cast_row(x + i, strip.cols, blocks.block_cols, scale, out.data + i / kPerByte);
+      CastRow<Code>(x + i, strip.cols, {scale, blocks.block_cols}, out.data + i / kPerByte<Code>);
   }
 
   // Casts columns begin .. end of a strip, into rows of the panel from `row` on.
   void CastToPanel(const Rectangle& strip, const float* scale, int64_t row, int64_t begin,
                    int64_t end, Panel& panel) const {
-    const auto cast_row = BlockSimd().cast_codes[kInTypeOf<In>][kBlockCodeOf<Code>];
+    const auto cast = Simd().cast[kInputIndex<In>][kElementIndex<Code>];
     const int64_t first = ElementAt(strip) + begin, n = end - begin;
     for (int64_t r = 0; r < strip.rows; ++r) {
       const int64_t i = first + r * blocks.cols;
       uint8_t* codes = panel.codes[row + r];
-      cast_row(x + i, n, blocks.block_cols, scale, codes);
+      cast(x + i, n, {scale, blocks.block_cols}, /*ahead=*/0, codes);
       if (!out.data) continue;
-      if (kPerByte == 2)
-        BlockSimd().pack_pairs(codes, n / 2, out.data + i / 2);
+      if (kPerByte<Code> == 2)
+        Simd().pack_pairs(codes, n / 2, out.data + i / 2);
       else
         std::memcpy(out.data + i, codes, n);
     }
@@ -156,14 +133,14 @@ struct PlaneOf {
   void Turn(const Rectangle& part, Panel& panel) const {
     const auto transpose = Simd().transpose;
     int64_t height = part.rows;
-    if (kPerByte == 2) {
+    if (kPerByte<Code> == 2) {
       height /= 2;
       for (int64_t r = 0; r < height; ++r)
-        BlockSimd().pack_rows(panel.codes[2 * r], panel.codes[2 * r + 1], part.cols,
-                              panel.codes[r]);
+        Simd().pack_rows(panel.codes[2 * r], panel.codes[2 * r + 1], part.cols, panel.codes[r]);
     }
-    const int64_t stride = blocks.rows / kPerByte;
-    uint8_t* to = out.data_t + (part.batch * blocks.cols + part.col) * stride + part.row / kPerByte;
+    const int64_t stride = blocks.rows / kPerByte<Code>;
+    uint8_t* to =
+        out.data_t + (part.batch * blocks.cols + part.col) * stride + part.row / kPerByte<Code>;
     for (int64_t j = 0; j < part.cols; j += kTile) {
       for (int64_t i = 0; i < height; i += kTile)
         transpose(panel.codes[i] + j, sizeof(panel.codes[0]), panel.turned[0] + i, kPanelRows);
@@ -218,23 +195,12 @@ Status QuantizeBlockBoth(const Exec<Cpu>& exec, const In* x, const Scales& scale
   return {};
 }
 
-#define QSHARD_INSTANTIATE(In, Code, Scales)                                                      \
-  template Status QuantizeBlock<In, Code, Scales>(const Exec<Cpu>&, const In*, const Scales&,     \
-                                                  const Blocks&,                                  \
-                                                  const BlockPlane<Scales::Stored>&);             \
-  template Status QuantizeBlockBoth<In, Code, Scales>(const Exec<Cpu>&, const In*, const Scales&, \
-                                                      const Blocks&,                              \
-                                                      const BothPlanes<Scales::Stored>&);
-#define QSHARD_INSTANTIATE_INPUT(In)        \
-  QSHARD_INSTANTIATE(In, E4M3, FloatScales) \
-  QSHARD_INSTANTIATE(In, E5M2, FloatScales) \
-  QSHARD_INSTANTIATE(In, E4M3, E8M0Scales)  \
-  QSHARD_INSTANTIATE(In, E5M2, E8M0Scales)  \
-  QSHARD_INSTANTIATE(In, E2M1, Nvfp4Scales)
-QSHARD_INSTANTIATE_INPUT(float)
-QSHARD_INSTANTIATE_INPUT(bfloat16)
-QSHARD_INSTANTIATE_INPUT(float16)
-#undef QSHARD_INSTANTIATE_INPUT
-#undef QSHARD_INSTANTIATE
+#define QSHARD_INSTANTIATE_NVFP4(...) QSHARD_INSTANTIATE_FOR(__VA_ARGS__, E2M1, Nvfp4Scales)
+QSHARD_FOR_EACH_INPUT(QSHARD_INSTANTIATE_NVFP4, Cpu, QuantizeBlock)
+QSHARD_FOR_EACH_INPUT(QSHARD_INSTANTIATE_NVFP4, Cpu, QuantizeBlockBoth)
+QSHARD_FOR_EACH_INPUT(QSHARD_FOR_EACH_BLOCK_FORMAT, FloatScales, E8M0Scales, QSHARD_INSTANTIATE_FOR,
+                      Cpu, QuantizeBlock)
+QSHARD_FOR_EACH_INPUT(QSHARD_FOR_EACH_BLOCK_FORMAT, FloatScales, E8M0Scales, QSHARD_INSTANTIATE_FOR,
+                      Cpu, QuantizeBlockBoth)
 
 }  // namespace qshard::kernels

@@ -25,15 +25,15 @@ const SimdKernels& Choose() {
 
 const SimdKernels* const* SimdTargets() {
   struct Targets {
-    const SimdKernels* list[4] = {&kSimdScalar};
+    const SimdKernels* list[4] = {&scalar::kKernels};
     Targets() {
 #if defined(QSHARD_X86_TARGETS)
       __builtin_cpu_init();
       // A level names every feature that its flags let the compiler use, and asks the system for
       // the wider registers too.
       const SimdKernels** next = list + 1;
-      if (__builtin_cpu_supports("x86-64-v3")) *next++ = &kSimdAvx2;
-      if (__builtin_cpu_supports("x86-64-v4")) *next++ = &kSimdAvx512;
+      if (__builtin_cpu_supports("x86-64-v3")) *next++ = &avx2::kKernels;
+      if (__builtin_cpu_supports("x86-64-v4")) *next++ = &avx512::kKernels;
 #endif
     }
   };

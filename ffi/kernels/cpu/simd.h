@@ -4,64 +4,124 @@
 
 #include <cstdint>
 
-#include "core/format.h"
+#include "kernels/adam.h"
+#include "kernels/block_scale.h"
+#include "kernels/scale.h"
 
 namespace qshard::kernels {
 
-enum InType { kFloat32, kBFloat16, kFloat16, kNumInTypes };
-enum CodeType { kE4M3, kE5M2, kNumFp8Types, kE2M1 = kNumFp8Types, kE8M0, kNumCodeTypes };
+// --- places in the tables ---
 
-template <class T>
-inline constexpr InType kInTypeOf = kNumInTypes;
-template <>
-inline constexpr InType kInTypeOf<float> = kFloat32;
-template <>
-inline constexpr InType kInTypeOf<bfloat16> = kBFloat16;
-template <>
-inline constexpr InType kInTypeOf<float16> = kFloat16;
+#define QSHARD_ENUMERATOR(kind, Type) kind##Type,
+#define QSHARD_INDEX_OF(index, kind, Type) \
+  template <>                              \
+  inline constexpr auto index<Type> = kind##Type;
 
-template <class F>
-inline constexpr CodeType kCodeTypeOf = kNumCodeTypes;
-template <>
-inline constexpr CodeType kCodeTypeOf<E4M3> = kE4M3;
-template <>
-inline constexpr CodeType kCodeTypeOf<E5M2> = kE5M2;
-template <>
-inline constexpr CodeType kCodeTypeOf<E2M1> = kE2M1;
-template <>
-inline constexpr CodeType kCodeTypeOf<E8M0> = kE8M0;
+enum InputIndex { QSHARD_FOR_EACH_INPUT(QSHARD_ENUMERATOR, kInput_) kNumInputs };
+template <class In>
+inline constexpr InputIndex kInputIndex = kNumInputs;
+QSHARD_FOR_EACH_INPUT(QSHARD_INDEX_OF, kInputIndex, kInput_)
+
+enum ElementIndex { QSHARD_FOR_EACH_ELEMENT(QSHARD_ENUMERATOR, kElement_) kNumElements };
+template <class Code>
+inline constexpr ElementIndex kElementIndex = kNumElements;
+QSHARD_FOR_EACH_ELEMENT(QSHARD_INDEX_OF, kElementIndex, kElement_)
+
+#undef QSHARD_ENUMERATOR
+#undef QSHARD_INDEX_OF
+
+// --- the table ---
+
+// Scales of a row of elements: element i has scale[(begin + i) / length].
+struct RowScales {
+  const float* scale;
+  int64_t length;
+  int64_t begin = 0;
+};
+
+struct FourOverSixBlock {
+  int64_t stride, rows;                   // of x; the block has 16 columns
+  float amax, global_amax, global_scale;  // of the block, and of its tensor or row
+  float max;                              // 6 * scale_max
+  bool squared;
+};
 
 // Side of a square tile of bytes: a cache line in each direction.
 constexpr int64_t kTile = 64;
 
-// A scale for each run of `length` elements of a row-major buffer.
-struct RunScales {
-  const float* scale;
-  int64_t length;
-};
+// Elements that a buffer on the stack has room for.
+constexpr int64_t kChunk = 512;
 
+// Loops over rows of n elements. Codes are one a byte, but where they are said to be packed.
+// Outputs overlap no inputs, but where that is said.
 struct SimdKernels {
   const char* target;  // "scalar", "avx2" or "avx512"
 
-  // The largest bit pattern of |x[i]|, i < n, with x widened to fp32.
-  int32_t (*amax[kNumInTypes])(const void* x, int64_t n);
+  // amax[b] = the largest |x[r * stride + i]| of block b, i / block_cols = b, over r < rows, as a
+  // maximum of bit patterns: NaN is as it was found.
+  void (*amax[kNumInputs])(const void* x, int64_t stride, int64_t rows, int64_t n,
+                           int64_t block_cols, float* amax);
 
-  // out[i - begin] = Encode(x[i] * scale[i / length]) for begin <= i < end. `x` points at element
-  // 0, `out` at that of element `begin`; they do not overlap. Reading element i, x[i + ahead] is
-  // prefetched, which need not exist.
-  void (*cast[kNumInTypes][kNumFp8Types])(const void* x, int64_t begin, int64_t end,
-                                          RunScales scales, int64_t ahead, uint8_t* out);
+  // codes[i] = Encode(x[i] * scale of i). Reading element i, x[i + ahead] is prefetched, which need
+  // not exist; nothing is if `ahead` is 0.
+  void (*cast[kNumInputs][kNumElements])(const void* x, int64_t n, const RowScales& scales,
+                                         int64_t ahead, uint8_t* codes);
 
-  // out[i - begin] = Narrow(Decode(codes[i]) * scale[i / length]), likewise.
-  void (*dequantize[kNumFp8Types][kNumInTypes])(const uint8_t* codes, int64_t begin, int64_t end,
-                                                RunScales scales, int64_t ahead, void* out);
+  // x[i] = Narrow(Decode(codes[i]) * scale of i), likewise.
+  void (*dequantize[kNumElements][kNumInputs])(const uint8_t* codes, int64_t n,
+                                               const RowScales& scales, int64_t ahead, void* x);
 
-  // codes[i] = Encode(x[i]), x[i] = Decode(codes[i]) for i < n.
-  void (*encode[kNumInTypes][kNumCodeTypes])(const void* x, int64_t n, uint8_t* codes);
-  void (*decode[kNumCodeTypes])(const uint8_t* codes, int64_t n, float* x);
+  // codes[i] = EncodeStochastic(x[i] * scale of i, random[i]), E2M1.
+  void (*cast_stochastic[kNumInputs])(const void* x, int64_t n, const RowScales& scales,
+                                      const uint8_t* random, uint8_t* codes);
 
+  // random[i] = the random byte of the element with index first + i * step.
+  void (*random)(uint64_t seed, uint64_t first, uint64_t step, int64_t n, uint8_t* random);
+
+  // codes[i] = EncodeE8M0(x[i]), rounded up; x[i] = DecodeE8M0(codes[i]).
+  void (*encode_e8m0[kNumInputs])(const void* x, int64_t n, uint8_t* codes);
+  void (*decode_e8m0)(const uint8_t* codes, int64_t n, float* x);
+
+  // The formulas of core/scale.h and core/block_scale.h on n amaxes.
+  void (*float_scales)(const float* amax, int64_t n, ScaleRule rule, float* scale,
+                       float* scale_inv);
+  void (*e8m0_scales)(const float* amax, int64_t n, PowerRule rule, float* scale,
+                      uint8_t* scale_inv);
+  void (*nvfp4_scales)(const float* amax, int64_t n, float global_scale, float* scale,
+                       uint8_t* scale_inv);
+  // Whether four over six takes 4 for the block at x.
+  bool (*takes_four[kNumInputs])(const void* x, const FourOverSixBlock& block);
+
+  // The transform of n blocks. Element i of block b is at [i * element_step + b * block_step], in x
+  // and in y.
+  void (*hadamard[kNumInputs])(const void* x, int64_t n, int64_t element_step, int64_t block_step,
+                               bfloat16* y);
+
+  // Codes of 4 bits, two a byte: packed[i] = codes[2 * i] | codes[2 * i + 1] << 4 for i < n, and
+  // back.
+  void (*pack_pairs)(const uint8_t* codes, int64_t n, uint8_t* packed);
+  void (*unpack_pairs)(const uint8_t* packed, int64_t n, uint8_t* codes);
+  // packed[i] = even[i] | odd[i] << 4. `packed` may be one of them.
+  void (*pack_rows)(const uint8_t* even, const uint8_t* odd, int64_t n, uint8_t* packed);
+  // even[i], odd[i] = the low, and the high, nibbles of bytes 2 * i and 2 * i + 1.
+  void (*split_nibbles)(const uint8_t* bytes, int64_t n, uint8_t* even, uint8_t* odd);
   // out[j * out_stride + i] = in[i * in_stride + j], bytes, i and j < kTile.
   void (*transpose)(const uint8_t* in, int64_t in_stride, uint8_t* out, int64_t out_stride);
+
+  // --- Adam, of n <= kAdamBlock elements ---
+
+  // x[i] = the value of from[i], in the type as it is or as a code of it with this scale.
+  void (*adam_decode[kNumAdamTypes])(const void* from, int64_t n, float scale_inv, float* x);
+  void (*adam_join)(const void* upper, const void* lower, int64_t n, float* x);
+  // The reverse: of the type as it is; as codes, after making the scale of x, where `positive` says
+  // that x are second moments; and in halves.
+  void (*adam_narrow[kNumAdamFloats])(const float* x, int64_t n, void* to);
+  void (*adam_encode[kNumAdamTypes])(const float* x, int64_t n, bool positive, void* to,
+                                     float* scale_inv);
+  void (*adam_halve)(const float* x, int64_t n, void* upper, void* lower);
+  // p, m and v after a step with gradients g; `update`: lr * u, which p became less by.
+  void (*adam_step[3])(const AdamConstants& constants, const float* g, int64_t n, float* p,
+                       float* m, float* v, float* update);
 };
 
 // The best target of this machine, or the one that the environment variable QSHARD_SIMD names. Its
@@ -71,11 +131,16 @@ const SimdKernels& Simd();
 // The targets of this machine, the best one last; null-terminated.
 const SimdKernels* const* SimdTargets();
 
-extern const SimdKernels kSimdScalar;
-#if defined(QSHARD_X86_TARGETS)
-extern const SimdKernels kSimdAvx2;
-extern const SimdKernels kSimdAvx512;
-#endif
+// Each is kernels/cpu/simd/target.cc, compiled for it.
+namespace scalar {
+extern const SimdKernels kKernels;
+}
+namespace avx2 {
+extern const SimdKernels kKernels;
+}
+namespace avx512 {
+extern const SimdKernels kKernels;
+}
 
 }  // namespace qshard::kernels
 

@@ -9,7 +9,8 @@
 #include "kernels/block_layout.h"
 #include "kernels/cast.h"
 #include "kernels/cpu/block_pieces.h"
-#include "kernels/cpu/block_simd.h"
+#include "kernels/cpu/coded_rows.h"
+#include "kernels/cpu/raise_amax.h"
 
 namespace qshard::kernels {
 namespace {
@@ -77,33 +78,19 @@ void ForEachRun(const Span& span, const Grid& grid, const Body& body) {
   }
 }
 
-// Elements [0, n) of x, n <= kPieceCols, rounded as asked. What reads them takes them as `type`.
-template <class In>
-struct Rounded {
-  explicit Rounded(RoundedTo rounded_to)
-      : to(rounded_to), type(to == RoundedTo::kFloat32 ? kInTypeOf<In> : kFloat32) {}
-
-  const void* operator()(const In* x, int64_t n) {
-    if (to == RoundedTo::kFloat32) return x;
-    if (to == RoundedTo::kBFloat16)
-      for (int64_t i = 0; i < n; ++i) values[i] = Widen(Narrow<bfloat16>(Widen(x[i])));
-    else
-      for (int64_t i = 0; i < n; ++i) values[i] = Widen(Narrow<float16>(Widen(x[i])));
-    return values;
+// Calls body(values) with elements [0, n) of x, n <= kPieceCols, rounded as asked.
+template <class In, class Body>
+void Rounded(RoundedTo to, const In* x, int64_t n, const Body& body) {
+  if (to == RoundedTo::kFloat32) {
+    body(x);
+    return;
   }
-
-  const RoundedTo to;
-  const InType type;
   float values[kPieceCols];
-};
-
-void RaiseAmax(float* amax, float value) {
-  auto* target = reinterpret_cast<int32_t*>(amax);
-  const int32_t bits = FloatBits(CanonicalNan(value));
-  int32_t seen = __atomic_load_n(target, __ATOMIC_RELAXED);
-  while (seen < bits && !__atomic_compare_exchange_n(target, &seen, bits, true, __ATOMIC_RELAXED,
-                                                     __ATOMIC_RELAXED)) {
-  }
+  if (to == RoundedTo::kBFloat16)
+    for (int64_t i = 0; i < n; ++i) values[i] = Widen(Narrow<bfloat16>(Widen(x[i])));
+  else
+    for (int64_t i = 0; i < n; ++i) values[i] = Widen(Narrow<float16>(Widen(x[i])));
+  body(values);
 }
 
 }  // namespace
@@ -121,15 +108,13 @@ Status AmaxSlices(const Exec<Cpu>& exec, const Slice* slices, int64_t n, const u
     const Slice& slice = slices[span.index];
     const Grid grid(slice, rule);
     const In* x = static_cast<const In*>(slice.x) - span.start;
-    Rounded<In> rounded(rule.rounded_to);
-    const auto amax_row = BlockSimd().amax[rounded.type];
     float* whole = amax + grids + slice.whole;
     float largest = 0.0f;
     ForEachRun(span, grid, [&](int64_t i, int64_t count, int64_t row, int64_t block) {
       float found[kPieceBlocks];
       const int64_t blocks = (count + grid.block_cols - 1) / grid.block_cols;
-      std::fill_n(found, blocks, 0.0f);
-      amax_row(rounded(x + i, count), count, grid.block_cols, found);
+      Rounded(rule.rounded_to, x + i, count,
+              [&](const auto* values) { AmaxRow(values, count, grid.block_cols, found); });
       float* out = amax + slice.grid + block;
       float run = 0.0f;
       for (int64_t b = 0; b < blocks; ++b) {
@@ -146,34 +131,37 @@ Status AmaxSlices(const Exec<Cpu>& exec, const Slice* slices, int64_t n, const u
 
 namespace {
 
-// Writes codes of a slice: `cast_run(x, i, n, block_cols, scale, codes)` those of a run whose bytes
-// are all its own, `encode(v, i)` a single one.
+// Writes codes of a slice: `cast_run(x, i, n, scales, codes)` those of a run whose bytes are all
+// its own, `encode(v, i)` a single one.
 template <class In, class Code, class CastRun, class EncodeOne>
 void CastSpan(const Span& span, const Slice& slice, const SliceRule& rule, const float* scale,
-              Rounded<In>& rounded, const CastRun& cast_run, const EncodeOne& encode) {
-  constexpr int64_t kPerByte = 8 / Code::kBits;
+              const CastRun& cast_run, const EncodeOne& encode) {
+  constexpr int kBits = 8 / kPerByte<Code>;  // that a code has for itself
   const Grid grid(slice, rule);
   const In* x = static_cast<const In*>(slice.x) - span.start;
-  uint8_t* data = slice.data - (rule.pieces ? span.start / kPerByte : 0);
+  uint8_t* data = slice.data - (rule.pieces ? span.start / kPerByte<Code> : 0);
   const auto cast_one = [&](int64_t i, float s) {
     const uint8_t code = encode(RoundTo(rule.rounded_to, Widen(x[i])) * s, i);
-    uint8_t& byte = data[i / kPerByte];
-    const int shift = static_cast<int>(i % kPerByte) * Code::kBits;
-    byte = static_cast<uint8_t>((byte & ~(((1 << Code::kBits) - 1) << shift)) | code << shift);
+    uint8_t& byte = data[i / kPerByte<Code>];
+    const int shift = static_cast<int>(i % kPerByte<Code>) * kBits;
+    byte = static_cast<uint8_t>((byte & ~(((1 << kBits) - 1) << shift)) | code << shift);
   };
   ForEachRun(span, grid, [&](int64_t i, int64_t n, int64_t, int64_t block) {
     const float* s = scale + slice.grid + block;
     // A block that begins amid a byte is cut off by its first element.
-    if (n > 0 && i % kPerByte != 0) {
-      if (n > grid.block_cols || grid.block_cols % kPerByte != 0) {
+    if (n > 0 && i % kPerByte<Code> != 0) {
+      if (n > grid.block_cols || grid.block_cols % kPerByte<Code> != 0) {
         for (int64_t j = 0; j < n; ++j) cast_one(i + j, s[j / grid.block_cols]);
         return;
       }
       cast_one(i, *s);
       ++i, --n;
     }
-    const int64_t own = n - n % kPerByte;
-    if (own > 0) cast_run(rounded(x + i, own), i, own, grid.block_cols, s, data + i / kPerByte);
+    const int64_t own = n - n % kPerByte<Code>;
+    if (own > 0)
+      Rounded(rule.rounded_to, x + i, own, [&](const auto* values) {
+        cast_run(values, i, own, RowScales{s, grid.block_cols}, data + i / kPerByte<Code>);
+      });
     if (own < n) cast_one(i + own, s[own / grid.block_cols]);
   });
 }
@@ -184,12 +172,11 @@ template <class In, class Code>
 Status CastSlices(const Exec<Cpu>& exec, const Slice* slices, int64_t n, const uint32_t* starts,
                   const SliceRule& rule, const float* scale) {
   ParallelSpans(exec, slices, n, starts, [&](const Span& span) {
-    Rounded<In> rounded(rule.rounded_to);
-    const auto cast_row = BlockSimd().cast[rounded.type][kBlockCodeOf<Code>];
     CastSpan<In, Code>(
-        span, slices[span.index], rule, scale, rounded,
-        [&](const void* x, int64_t, int64_t count, int64_t block_cols, const float* s,
-            uint8_t* codes) { cast_row(x, count, block_cols, s, codes); },
+        span, slices[span.index], rule, scale,
+        [](const auto* x, int64_t, int64_t count, const RowScales& scales, uint8_t* codes) {
+          CastRow<Code>(x, count, scales, codes);
+        },
         [](float v, int64_t) { return Encode<Code>(v); });
   });
   return {};
@@ -199,18 +186,15 @@ template <class In>
 Status CastSlicesStochastic(const Exec<Cpu>& exec, const Slice* slices, int64_t n,
                             const uint32_t* starts, const uint32_t* seeds, const SliceRule& rule,
                             const float* scale) {
-  const auto random_row = BlockSimd().random;
+  const auto random_row = Simd().random;
   ParallelSpans(exec, slices, n, starts, [&](const Span& span) {
-    Rounded<In> rounded(rule.rounded_to);
-    const auto cast_row = BlockSimd().cast_stochastic[rounded.type];
     const uint64_t seed = FromWords(seeds + 2 * span.index);
     CastSpan<In, E2M1>(
-        span, slices[span.index], rule, scale, rounded,
-        [&](const void* x, int64_t i, int64_t count, int64_t block_cols, const float* s,
-            uint8_t* codes) {
+        span, slices[span.index], rule, scale,
+        [&](const auto* x, int64_t i, int64_t count, const RowScales& scales, uint8_t* codes) {
           uint8_t random[kPieceCols];
           random_row(seed, i, 1, count, random);
-          cast_row(x, count, block_cols, s, random, codes);
+          CastRowStochastic<E2M1>(x, count, scales, random, codes);
         },
         [&](float v, int64_t i) {
           return EncodeStochastic(v, RandomByte(Philox4x32(i >> 4, seed), i));
@@ -238,22 +222,8 @@ Status TransposeEach(const Exec<Cpu>& exec, const TransposePair* pairs, int64_t 
   return {};
 }
 
-#define QSHARD_INSTANTIATE_CODE(In, Code)                                                        \
-  template Status CastSlices<In, Code>(const Exec<Cpu>&, const Slice*, int64_t, const uint32_t*, \
-                                       const SliceRule&, const float*);
-#define QSHARD_INSTANTIATE(In)                                                                 \
-  template Status AmaxSlices<In>(const Exec<Cpu>&, const Slice*, int64_t, const uint32_t*,     \
-                                 const SliceRule&, float*);                                    \
-  template Status CastSlicesStochastic<In>(const Exec<Cpu>&, const Slice*, int64_t,            \
-                                           const uint32_t*, const uint32_t*, const SliceRule&, \
-                                           const float*);                                      \
-  QSHARD_INSTANTIATE_CODE(In, E4M3)                                                            \
-  QSHARD_INSTANTIATE_CODE(In, E5M2)                                                            \
-  QSHARD_INSTANTIATE_CODE(In, E2M1)
-QSHARD_INSTANTIATE(float)
-QSHARD_INSTANTIATE(bfloat16)
-QSHARD_INSTANTIATE(float16)
-#undef QSHARD_INSTANTIATE
-#undef QSHARD_INSTANTIATE_CODE
+QSHARD_FOR_EACH_INPUT(QSHARD_INSTANTIATE_FOR, Cpu, AmaxSlices)
+QSHARD_FOR_EACH_INPUT(QSHARD_FOR_EACH_ELEMENT, QSHARD_INSTANTIATE_FOR, Cpu, CastSlices)
+QSHARD_FOR_EACH_INPUT(QSHARD_INSTANTIATE_FOR, Cpu, CastSlicesStochastic)
 
 }  // namespace qshard::kernels

@@ -1,13 +1,14 @@
-// cast_transpose and transpose on the CPU. Panels of 256 rows are made in L2 and turned there by
-// tiles of 64 x 64, so x is read once and each output written once: 6 bytes an element for float32,
-// 4 for 16 bits, 2 for bytes. What is read or written is at least 256 bytes long before it goes on
-// in another row, where memory and TLB start anew.
+// cast_transpose, with an amax or without, and transpose on the CPU. Panels of 256 rows are made in
+// L2 and turned there by tiles of 64 x 64, so x is read once and each output written once: 6 bytes
+// an element for float32, 4 for 16 bits, 2 for bytes. What is read or written is at least 256 bytes
+// long before it goes on in another row, where memory and TLB start anew.
 //
 // Tasks are whole panels: threads share no cache line of an output whose rows are whole lines.
 #include "kernels/cast.h"
 #include "kernels/cpu/parallel_for.h"
-#include "kernels/cpu/simd.h"
+#include "kernels/cpu/raise_amax.h"
 #include "kernels/cpu/stream.h"
+#include "kernels/delayed.h"
 
 namespace qshard::kernels {
 namespace {
@@ -80,25 +81,35 @@ Status Transpose(const Exec<Cpu>& exec, const uint8_t* data, int64_t batch, int6
 template <class In, class Code>
 Status CastTranspose(const Exec<Cpu>& exec, const In* x, const float* scale, int64_t length,
                      int64_t batch, int64_t rows, int64_t cols, uint8_t* data, uint8_t* data_t) {
-  const auto cast = Simd().cast[kInTypeOf<In>][kCodeTypeOf<Code>];
+  const auto cast = Simd().cast[kInputIndex<In>][kElementIndex<Code>];
   const bool stream = OutgrowsCache(2 * batch * rows * cols);
   TransposePanels(exec, batch, rows, cols, sizeof(In) + 2, stream, data_t,
                   [&](int64_t start, int64_t end, uint8_t* row) {
-                    cast(x, start, end, {scale, length}, kRowsAhead * cols, row);
+                    cast(x + start, end - start, {scale, length, start}, kRowsAhead * cols, row);
                     CopyRow<kCols>(data + start, row, end - start, stream);
                   });
   return {};
 }
 
-#define QSHARD_INSTANTIATE(In, Code)                                                          \
-  template Status CastTranspose<In, Code>(const Exec<Cpu>&, const In*, const float*, int64_t, \
-                                          int64_t, int64_t, int64_t, uint8_t*, uint8_t*);
-QSHARD_INSTANTIATE(float, E4M3)
-QSHARD_INSTANTIATE(float, E5M2)
-QSHARD_INSTANTIATE(bfloat16, E4M3)
-QSHARD_INSTANTIATE(bfloat16, E5M2)
-QSHARD_INSTANTIATE(float16, E4M3)
-QSHARD_INSTANTIATE(float16, E5M2)
-#undef QSHARD_INSTANTIATE
+template <class In, class Code>
+Status CastTransposeAmax(const Exec<Cpu>& exec, const In* x, const float* scale,
+                         int64_t scale_length, int64_t batch, int64_t rows, int64_t cols,
+                         int64_t runs, int64_t amax_length, uint8_t* data, uint8_t* data_t,
+                         float* amax) {
+  const auto cast = Simd().cast[kInputIndex<In>][kElementIndex<Code>];
+  const bool stream = OutgrowsCache(2 * batch * rows * cols);
+  std::fill_n(amax, runs, 0.0f);
+  TransposePanels(exec, batch, rows, cols, sizeof(In) + 2, stream, data_t,
+                  [&](int64_t start, int64_t end, uint8_t* row) {
+                    cast(x + start, end - start, {scale, scale_length, start}, kRowsAhead * cols,
+                         row);
+                    RaiseAmaxes(x, start, end, amax_length, amax);
+                    CopyRow<kCols>(data + start, row, end - start, stream);
+                  });
+  return {};
+}
+
+QSHARD_FOR_EACH_INPUT(QSHARD_FOR_EACH_FP8, QSHARD_INSTANTIATE_FOR, Cpu, CastTranspose)
+QSHARD_FOR_EACH_INPUT(QSHARD_FOR_EACH_FP8, QSHARD_INSTANTIATE_FOR, Cpu, CastTransposeAmax)
 
 }  // namespace qshard::kernels

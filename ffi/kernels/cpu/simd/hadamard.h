@@ -1,5 +1,12 @@
-// The random Hadamard transform of rows of blocks. Included by block_simd_kernels.inc, inside its
-// namespace.
+// The random Hadamard transform of rows of blocks.
+#ifndef QSHARD_KERNELS_CPU_SIMD_HADAMARD_H_
+#define QSHARD_KERNELS_CPU_SIMD_HADAMARD_H_
+
+#include "core/hadamard.h"
+#include "kernels/cpu/simd.h"
+
+namespace qshard::kernels {
+namespace {
 
 // HadamardTransform of kTogether blocks at once: element i of all of them is x[i].
 constexpr int kTogether = 16;
@@ -78,3 +85,8 @@ void HadamardBlocks(const void* data, int64_t n, int64_t element_step, int64_t b
         y[start + i * element_step + lane * block_step] = {values[i][lane]};
   }
 }
+
+}  // namespace
+}  // namespace qshard::kernels
+
+#endif  // QSHARD_KERNELS_CPU_SIMD_HADAMARD_H_

@@ -1,21 +1,16 @@
-// One source for every SIMD target, as simd_kernels.inc:
-//   QSHARD_ADAM_SIMD_TABLE   the AdamSimdKernels to define
+// The loops of Adam: blocks of up to kAdamBlock elements go through buffers of floats.
+#ifndef QSHARD_KERNELS_CPU_SIMD_ADAM_H_
+#define QSHARD_KERNELS_CPU_SIMD_ADAM_H_
+
 #include <type_traits>
 
 #include "core/adam.h"
-#include "core/round.h"
-#include "kernels/cpu/adam_simd.h"
+#include "kernels/cpu/simd.h"
 
 namespace qshard::kernels {
 namespace {
 
 // --- values of elements ---
-
-template <class T>
-void WidenAll(const void* from, int64_t n, float* __restrict x) {
-  const T* __restrict in = static_cast<const T*>(from);
-  for (int64_t i = 0; i < n; ++i) x[i] = Widen(in[i]);
-}
 
 template <class T>
 void NarrowAll(const float* __restrict x, int64_t n, void* to) {
@@ -57,7 +52,8 @@ struct Codes<float16> {
 template <class T>
 void DecodeAll(const void* from, int64_t n, float scale_inv, float* __restrict x) {
   if constexpr (std::is_same_v<T, float> || std::is_same_v<T, bfloat16>) {
-    WidenAll<T>(from, n, x);
+    const T* __restrict in = static_cast<const T*>(from);
+    for (int64_t i = 0; i < n; ++i) x[i] = Widen(in[i]);
   } else {
     const auto* __restrict codes = static_cast<const typename Codes<T>::Type*>(from);
     for (int64_t i = 0; i < n; ++i) x[i] = Codes<T>::Value(codes[i]) * scale_inv;
@@ -103,15 +99,6 @@ void Step(const AdamConstants& constants, const float* __restrict g, int64_t n, 
 }
 
 }  // namespace
-
-const AdamSimdKernels QSHARD_ADAM_SIMD_TABLE = {
-    {WidenAll<float>, WidenAll<bfloat16>, WidenAll<float16>},
-    {DecodeAll<float>, DecodeAll<bfloat16>, DecodeAll<float16>, DecodeAll<E4M3>, DecodeAll<E5M2>},
-    Join,
-    {NarrowAll<float>, NarrowAll<bfloat16>, NarrowAll<float16>},
-    {EncodeAll<float>, EncodeAll<bfloat16>, EncodeAll<float16>, EncodeAll<E4M3>, EncodeAll<E5M2>},
-    Halve,
-    {Step<Decay::kNone>, Step<Decay::kCoupled>, Step<Decay::kDecoupled>},
-};
-
 }  // namespace qshard::kernels
+
+#endif  // QSHARD_KERNELS_CPU_SIMD_ADAM_H_

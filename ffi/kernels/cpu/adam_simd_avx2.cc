@@ -1,2 +1,0 @@
-#define QSHARD_ADAM_SIMD_TABLE kAdamSimdAvx2
-#include "kernels/cpu/adam_simd_kernels.inc"

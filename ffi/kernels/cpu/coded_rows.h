@@ -1,0 +1,67 @@
+// Rows of codes as they are stored: those of 4 bits two a byte. Such rows start with a whole byte
+// and have an even number of codes.
+#ifndef QSHARD_KERNELS_CPU_CODED_ROWS_H_
+#define QSHARD_KERNELS_CPU_CODED_ROWS_H_
+
+#include <algorithm>
+
+#include "kernels/cpu/simd.h"
+
+namespace qshard::kernels {
+
+// Stores n codes, which make(begin, count, codes) makes, one a byte.
+template <class Code, class Make>
+void StoreCodes(int64_t n, uint8_t* data, const Make& make) {
+  if constexpr (kPerByte<Code> == 1) {
+    make(0, n, data);
+  } else {
+    uint8_t codes[kChunk];
+    for (int64_t begin = 0; begin < n; begin += kChunk) {
+      const int64_t count = std::min(kChunk, n - begin);
+      make(begin, count, codes);
+      Simd().pack_pairs(codes, count / 2, data + begin / 2);
+    }
+  }
+}
+
+// The scales of a row from its element `begin` on.
+inline RowScales From(const RowScales& scales, int64_t begin) {
+  return {scales.scale, scales.length, scales.begin + begin};
+}
+
+template <class Code, class In>
+void CastRow(const In* x, int64_t n, const RowScales& scales, uint8_t* data) {
+  const auto cast = Simd().cast[kInputIndex<In>][kElementIndex<Code>];
+  StoreCodes<Code>(n, data, [&](int64_t begin, int64_t count, uint8_t* codes) {
+    cast(x + begin, count, From(scales, begin), /*ahead=*/0, codes);
+  });
+}
+
+// `random`: a byte for each element.
+template <class Code, class In>
+void CastRowStochastic(const In* x, int64_t n, const RowScales& scales, const uint8_t* random,
+                       uint8_t* data) {
+  const auto cast = Simd().cast_stochastic[kInputIndex<In>];
+  StoreCodes<Code>(n, data, [&](int64_t begin, int64_t count, uint8_t* codes) {
+    cast(x + begin, count, From(scales, begin), random + begin, codes);
+  });
+}
+
+template <class Code, class Out>
+void DequantizeRow(const uint8_t* data, int64_t n, const RowScales& scales, Out* x) {
+  const auto dequantize = Simd().dequantize[kElementIndex<Code>][kInputIndex<Out>];
+  if constexpr (kPerByte<Code> == 1) {
+    dequantize(data, n, scales, /*ahead=*/0, x);
+  } else {
+    uint8_t codes[kChunk];
+    for (int64_t begin = 0; begin < n; begin += kChunk) {
+      const int64_t count = std::min(kChunk, n - begin);
+      Simd().unpack_pairs(data + begin / 2, count / 2, codes);
+      dequantize(codes, count, From(scales, begin), /*ahead=*/0, x + begin);
+    }
+  }
+}
+
+}  // namespace qshard::kernels
+
+#endif  // QSHARD_KERNELS_CPU_CODED_ROWS_H_

@@ -1,0 +1,49 @@
+// Amaxes that several threads take the maximum into.
+#ifndef QSHARD_KERNELS_CPU_RAISE_AMAX_H_
+#define QSHARD_KERNELS_CPU_RAISE_AMAX_H_
+
+#include <algorithm>
+
+#include "core/round.h"
+#include "kernels/cpu/simd.h"
+
+namespace qshard::kernels {
+
+// Raises *amax to `value`, a magnitude or NaN: the larger bit pattern, and the canonical NaN.
+inline void RaiseAmax(float* amax, float value) {
+  typedef int32_t __attribute__((may_alias)) Bits;
+  Bits* target = reinterpret_cast<Bits*>(amax);
+  const Bits bits = FloatBits(CanonicalNan(value));
+  Bits seen = __atomic_load_n(target, __ATOMIC_RELAXED);
+  while (seen < bits && !__atomic_compare_exchange_n(target, &seen, bits, /*weak=*/true,
+                                                     __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+  }
+}
+
+// amax[i / block_cols] = max |x[i]|, i < n, as bit patterns.
+template <class In>
+void AmaxRow(const In* x, int64_t n, int64_t block_cols, float* amax) {
+  Simd().amax[kInputIndex<In>](x, /*stride=*/0, /*rows=*/1, n, block_cols, amax);
+}
+
+// max |x[i]|, i < n.
+template <class In>
+float AmaxOf(const In* x, int64_t n) {
+  float amax = 0.0f;
+  AmaxRow(x, n, std::max<int64_t>(1, n), &amax);
+  return amax;
+}
+
+// Raises the amaxes of elements [begin, end) of x, each run of `length` of which has one.
+template <class In>
+void RaiseAmaxes(const In* x, int64_t begin, int64_t end, int64_t length, float* amax) {
+  while (begin < end) {
+    const int64_t run = begin / length, stop = std::min(end, (run + 1) * length);
+    RaiseAmax(amax + run, AmaxOf(x + begin, stop - begin));
+    begin = stop;
+  }
+}
+
+}  // namespace qshard::kernels
+
+#endif  // QSHARD_KERNELS_CPU_RAISE_AMAX_H_

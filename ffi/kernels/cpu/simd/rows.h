@@ -1,0 +1,262 @@
+// Rows of elements and of codes, by blocks of the vector layer.
+#ifndef QSHARD_KERNELS_CPU_SIMD_ROWS_H_
+#define QSHARD_KERNELS_CPU_SIMD_ROWS_H_
+
+#include "core/stochastic.h"
+#include "kernels/cpu/simd/magnitude.h"
+#if QSHARD_SIMD_BYTES > 0
+#include "kernels/cpu/simd/vectors_x86.h"
+#else
+#include "kernels/cpu/simd/vectors_plain.h"
+#endif
+
+namespace qshard::kernels {
+namespace {
+
+// --- amax ---
+
+QSHARD_INLINE float Larger(float a, float b) {
+  return FloatFromBits(FloatBits(a) > FloatBits(b) ? FloatBits(a) : FloatBits(b));
+}
+
+// amax[i / block_cols] = the largest |x[i]|.
+template <class In>
+QSHARD_INLINE void AmaxRow(const In* x, int64_t n, int64_t block_cols, float* __restrict amax) {
+  int64_t begin = 0;
+  if (block_cols == 16)  // a constant: the loop over one vector becomes straight code
+    for (; begin + 16 <= n; begin += 16) *amax++ = LargestOf(x + begin, 16);
+  for (; begin < n; begin += block_cols)
+    *amax++ = LargestOf(x + begin, n - begin < block_cols ? n - begin : block_cols);
+}
+
+template <class In>
+void Amax(const void* data, int64_t stride, int64_t rows, int64_t n, int64_t block_cols,
+          float* __restrict amax) {
+  const In* x = static_cast<const In*>(data);
+  if (rows == 1 && block_cols > 1) {
+    AmaxRow(x, n, block_cols, amax);
+    return;
+  }
+  // Down the columns first. Chunks are whole blocks, or parts of one.
+  const int64_t whole = kChunk / block_cols * block_cols;
+  In down[kChunk];
+  for (int64_t begin = 0, count; begin < n; begin += count) {
+    const int64_t block = begin / block_cols, into = begin % block_cols;
+    const int64_t most = whole > 0                    ? whole
+                         : block_cols - into < kChunk ? block_cols - into
+                                                      : kChunk;
+    count = n - begin < most ? n - begin : most;
+    LargestDown(x + begin, stride, rows, count, down);
+    if (block_cols == 1)
+      for (int64_t i = 0; i < count; ++i) amax[begin + i] = Widen(down[i]);
+    else if (into == 0)
+      AmaxRow(down, count, block_cols, amax + block);
+    else
+      amax[block] = Larger(amax[block], LargestOf(down, count));
+  }
+}
+
+// --- codes with scales ---
+
+template <class InType, class Code>
+struct Casting {
+  using In = InType;
+  using Out = uint8_t;
+  using ScaledIn = In;  // scales are in the order for it
+  static QSHARD_INLINE void Block(const In* x, const BlockScales& scales, uint8_t* codes) {
+    EncodeBlock<In, Code>(x, scales, codes);
+  }
+};
+
+template <class Code, class OutType>
+struct Dequantizing {
+  using In = uint8_t;
+  using Out = OutType;
+  using ScaledIn = float;
+  static QSHARD_INLINE void Block(const uint8_t* codes, const BlockScales& scales, Out* x) {
+    DecodeBlock<Code, Out>(codes, scales, x);
+  }
+};
+
+// n < kBlock elements.
+template <class Op>
+QSHARD_INLINE void PaddedBlock(const typename Op::In* in, int64_t n, const BlockScales& scales,
+                               typename Op::Out* out) {
+  typename Op::In padded[kBlock] = {};
+  typename Op::Out results[kBlock];
+  __builtin_memcpy(padded, in, n * sizeof(*in));
+  Op::Block(padded, scales, results);
+  __builtin_memcpy(out, results, n * sizeof(*out));
+}
+
+// n elements with one scale. The last block ends with the last element: some are done twice.
+template <class Op>
+QSHARD_INLINE void OneRun(const typename Op::In* in, int64_t n, float scale, int64_t ahead,
+                          typename Op::Out* out) {
+  const BlockScales one = OneScale(scale);
+  if (n < kBlock) {
+    PaddedBlock<Op>(in, n, one, out);
+    return;
+  }
+  for (int64_t i = 0; i <= n - kBlock; i += kBlock) {
+    if (ahead != 0) Prefetch(in + i, ahead * sizeof(*in), kBlock * sizeof(*in));
+    Op::Block(in + i, one, out + i);
+  }
+  if (n % kBlock != 0) Op::Block(in + n - kBlock, one, out + n - kBlock);
+}
+
+// each[i] = the scale of element first + i * unit, for i < n. No unit is in two runs.
+QSHARD_INLINE void SpreadScales(const RowScales& scales, int64_t first, int64_t n, int64_t unit,
+                                float* each) {
+  const int64_t begin = scales.begin + first;
+  const float* scale = scales.scale + begin / scales.length;
+  int64_t left = scales.length - begin % scales.length;  // in this run
+  for (int64_t i = 0; i < n; ++i, left -= unit) {
+    if (left == 0) {
+      ++scale;
+      left = scales.length;
+    }
+    each[i] = *scale;
+  }
+}
+
+// n elements in runs shorter than a block.
+template <class Op>
+QSHARD_INLINE void ShortRuns(const typename Op::In* in, int64_t n, const RowScales& scales,
+                             typename Op::Out* out) {
+  using ScaledIn = typename Op::ScaledIn;
+  const bool sixteens = scales.length % 16 == 0 && scales.begin % 16 == 0;
+  const int64_t unit = sixteens ? 16 : 1;
+  float spread[kChunk];
+  for (int64_t first = 0, count; first < n; first += count, in += count, out += count) {
+    count = n - first < kChunk ? n - first : kChunk;
+    const float* each = spread;
+    if (scales.length == unit)
+      each = scales.scale + (scales.begin + first) / unit;
+    else
+      SpreadScales(scales, first, (count + unit - 1) / unit, unit, spread);
+    const int64_t whole = count - count % kBlock;
+    if (sixteens)
+      for (int64_t i = 0; i < whole; i += kBlock)
+        Op::Block(in + i, SixteenScales<ScaledIn>(each + i / 16), out + i);
+    else
+      for (int64_t i = 0; i < whole; i += kBlock)
+        Op::Block(in + i, EachScales<ScaledIn>(each + i), out + i);
+    if (whole == count) continue;
+    float last[kBlock] = {};
+    for (int64_t i = whole; i < count; ++i) last[i - whole] = each[i / unit];
+    PaddedBlock<Op>(in + whole, count - whole, EachScales<ScaledIn>(last), out + whole);
+  }
+}
+
+template <class Op>
+QSHARD_INLINE void AllRuns(const void* from, int64_t n, const RowScales& scales, int64_t ahead,
+                           void* to) {
+  const auto* in = static_cast<const typename Op::In*>(from);
+  auto* out = static_cast<typename Op::Out*>(to);
+  if (scales.length < kBlock) {
+    ShortRuns<Op>(in, n, scales, out);
+    return;
+  }
+  // A division costs a block.
+  const int64_t run = scales.begin < scales.length ? 0 : scales.begin / scales.length;
+  const float* scale = scales.scale + run;
+  int64_t left = (run + 1) * scales.length - scales.begin;               // in this run
+  if (ahead == 0 && (scales.length | scales.begin | n) % kBlock == 0) {  // nothing but whole blocks
+    for (int64_t i = 0; i < n; left += scales.length) {
+      const BlockScales one = OneScale(*scale++);
+      const int64_t stop = left < n ? left : n;
+      for (; i < stop; i += kBlock) Op::Block(in + i, one, out + i);
+    }
+    return;
+  }
+  for (int64_t count; n > 0; n -= count, in += count, out += count, left = scales.length) {
+    count = left < n ? left : n;
+    OneRun<Op>(in, count, *scale++, ahead, out);
+  }
+}
+
+template <class In, class Code>
+void Cast(const void* x, int64_t n, const RowScales& scales, int64_t ahead, uint8_t* codes) {
+  AllRuns<Casting<In, Code>>(x, n, scales, ahead, codes);
+}
+
+template <class Code, class Out>
+void Dequantize(const uint8_t* codes, int64_t n, const RowScales& scales, int64_t ahead, void* x) {
+  AllRuns<Dequantizing<Code, Out>>(codes, n, scales, ahead, x);
+}
+
+// --- stochastic rounding ---
+
+template <class In>
+void CastStochastic(const void* data, int64_t n, const RowScales& scales,
+                    const uint8_t* __restrict random, uint8_t* __restrict codes) {
+  const In* __restrict x = static_cast<const In*>(data);
+  float scale[kChunk];
+  for (int64_t first = 0; first < n; first += kChunk) {
+    const int64_t count = n - first < kChunk ? n - first : kChunk;
+    SpreadScales(scales, first, count, 1, scale);
+    for (int64_t i = 0; i < count; ++i)
+      codes[first + i] = EncodeStochastic(Widen(x[first + i]) * scale[i], random[first + i]);
+  }
+}
+
+// The bytes of `calls` consecutive calls of 16 elements each, from the call with this counter on.
+void RandomCalls(uint64_t seed, uint64_t counter, int64_t calls, uint32_t* __restrict words) {
+  for (int64_t c = 0; c < calls; ++c) {
+    const PhiloxWords w = Philox4x32(counter + c, seed);
+    for (int i = 0; i < 4; ++i) words[4 * c + i] = w.word[i];
+  }
+}
+
+void Random(uint64_t seed, uint64_t first, uint64_t step, int64_t n, uint8_t* __restrict random) {
+  if (step != 1) {  // Each element has its own call, nearly always.
+    for (int64_t i = 0; i < n; ++i) {
+      const uint64_t index = first + static_cast<uint64_t>(i) * step;
+      random[i] = RandomByte(Philox4x32(index >> 4, seed), index);
+    }
+    return;
+  }
+  constexpr int64_t kCalls = kChunk / 16;
+  uint32_t words[4 * kCalls];
+  for (int64_t i = 0; i < n;) {
+    const uint64_t index = first + static_cast<uint64_t>(i);
+    const int64_t skip = static_cast<int64_t>(index & 15);
+    const int64_t count = n - i < kChunk - skip ? n - i : kChunk - skip;
+    RandomCalls(seed, index >> 4, (skip + count + 15) / 16, words);
+    for (int64_t j = 0; j < count; ++j)
+      random[i + j] = static_cast<uint8_t>(words[(skip + j) >> 2] >> (8 * ((skip + j) & 3)));
+    i += count;
+  }
+}
+
+// --- codes of 4 bits ---
+
+void PackPairs(const uint8_t* __restrict codes, int64_t n, uint8_t* __restrict packed) {
+  for (int64_t i = 0; i < n; ++i)
+    packed[i] = static_cast<uint8_t>(codes[2 * i] | codes[2 * i + 1] << 4);
+}
+
+void UnpackPairs(const uint8_t* __restrict packed, int64_t n, uint8_t* __restrict codes) {
+  for (int64_t i = 0; i < n; ++i) {
+    codes[2 * i] = packed[i] & 0xF;
+    codes[2 * i + 1] = packed[i] >> 4;
+  }
+}
+
+void PackRows(const uint8_t* even, const uint8_t* odd, int64_t n, uint8_t* packed) {
+  for (int64_t i = 0; i < n; ++i) packed[i] = static_cast<uint8_t>(even[i] | odd[i] << 4);
+}
+
+void SplitNibbles(const uint8_t* __restrict bytes, int64_t n, uint8_t* __restrict even,
+                  uint8_t* __restrict odd) {
+  for (int64_t i = 0; i < n; ++i) {
+    even[i] = static_cast<uint8_t>((bytes[2 * i] & 0xF) | bytes[2 * i + 1] << 4);
+    odd[i] = static_cast<uint8_t>(bytes[2 * i] >> 4 | (bytes[2 * i + 1] & 0xF0));
+  }
+}
+
+}  // namespace
+}  // namespace qshard::kernels
+
+#endif  // QSHARD_KERNELS_CPU_SIMD_ROWS_H_

@@ -1,0 +1,413 @@
+// The vector layer for AVX2 and AVX-512, from one source, by QSHARD_SIMD_BYTES. Results equal those
+// of core/round.h, which says what they are; here is how to get them in few instructions.
+//
+// The compiler vectorizes the loops of vectors_plain.h as well, at half the speed: it does not know
+// that packing may saturate, that a minimum may let NaN through, or that a byte is half a float16.
+#ifndef QSHARD_KERNELS_CPU_SIMD_VECTORS_X86_H_
+#define QSHARD_KERNELS_CPU_SIMD_VECTORS_X86_H_
+
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // in that header: GCC bug 105593
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#include <immintrin.h>
+#pragma GCC diagnostic pop
+
+#include "core/round.h"
+#include "kernels/cpu/simd/magnitude.h"
+
+namespace qshard::kernels {
+namespace {
+
+constexpr int kVectorBytes = QSHARD_SIMD_BYTES;
+constexpr int64_t kLanes = kVectorBytes / 4;
+constexpr int64_t kBlock = 4 * kLanes;
+
+typedef float F32 __attribute__((vector_size(kVectorBytes)));
+typedef int32_t I32 __attribute__((vector_size(kVectorBytes)));
+typedef uint32_t U32 __attribute__((vector_size(kVectorBytes)));
+typedef int16_t I16 __attribute__((vector_size(kVectorBytes)));
+typedef uint16_t U16 __attribute__((vector_size(kVectorBytes)));
+typedef int8_t I8 __attribute__((vector_size(kVectorBytes)));
+typedef int64_t I64 __attribute__((vector_size(kVectorBytes)));
+typedef uint16_t HalfU16 __attribute__((vector_size(kVectorBytes / 2)));
+typedef int8_t HalfI8 __attribute__((vector_size(kVectorBytes / 2)));
+
+template <class V>
+QSHARD_INLINE V Load(const void* p) {
+  V v;
+  __builtin_memcpy(&v, p, sizeof(v));
+  return v;
+}
+
+template <class V>
+QSHARD_INLINE void Store(void* p, V v) {
+  __builtin_memcpy(p, &v, sizeof(v));
+}
+
+// `bytes` bytes, `ahead` bytes from p; that may be past the end of the buffer.
+QSHARD_INLINE void Prefetch(const void* p, int64_t ahead, int64_t bytes) {
+  const char* first = reinterpret_cast<const char*>(reinterpret_cast<uintptr_t>(p) + ahead);
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(first + i, 0, 0);
+}
+
+// --- what the vector types have no operator for. Pack, Interleave: within each 16 bytes ---
+
+#if QSHARD_SIMD_BYTES == 64
+#define QSHARD_VECTOR(instruction) _mm512_##instruction
+typedef __m512i Bits;
+typedef __m256i HalfBits;
+#else
+#define QSHARD_VECTOR(instruction) _mm256_##instruction
+typedef __m256i Bits;
+typedef __m128i HalfBits;
+#endif
+
+// min(a, b), but b if either is NaN.
+QSHARD_INLINE F32 Min(F32 a, F32 b) { return QSHARD_VECTOR(min_ps)(a, b); }
+QSHARD_INLINE I16 Pack(I32 a, I32 b) { return (I16)QSHARD_VECTOR(packs_epi32)((Bits)a, (Bits)b); }
+QSHARD_INLINE I8 Pack(I16 a, I16 b) { return (I8)QSHARD_VECTOR(packs_epi16)((Bits)a, (Bits)b); }
+QSHARD_INLINE I16 PackUnsigned(I32 a, I32 b) {
+  return (I16)QSHARD_VECTOR(packus_epi32)((Bits)a, (Bits)b);
+}
+QSHARD_INLINE I8 InterleaveLow(I8 a, I8 b) {
+  return (I8)QSHARD_VECTOR(unpacklo_epi8)((Bits)a, (Bits)b);
+}
+QSHARD_INLINE I8 InterleaveHigh(I8 a, I8 b) {
+  return (I8)QSHARD_VECTOR(unpackhi_epi8)((Bits)a, (Bits)b);
+}
+QSHARD_INLINE I16 InterleaveLow(I16 a, I16 b) {
+  return (I16)QSHARD_VECTOR(unpacklo_epi16)((Bits)a, (Bits)b);
+}
+QSHARD_INLINE I16 InterleaveHigh(I16 a, I16 b) {
+  return (I16)QSHARD_VECTOR(unpackhi_epi16)((Bits)a, (Bits)b);
+}
+QSHARD_INLINE I16 WidenBytes(HalfI8 b) { return (I16)QSHARD_VECTOR(cvtepi8_epi16)((HalfBits)b); }
+QSHARD_INLINE F32 FromHalf(HalfU16 h) { return QSHARD_VECTOR(cvtph_ps)((HalfBits)h); }
+QSHARD_INLINE HalfU16 ToHalf(F32 v) { return (HalfU16)QSHARD_VECTOR(cvtps_ph)(v, 0); }
+#undef QSHARD_VECTOR
+
+// 16 bytes from each of p, p + stride, ..
+QSHARD_INLINE I8 LoadLanes(const uint8_t* p, int64_t stride) {
+#if QSHARD_SIMD_BYTES == 64
+  __m512i v = _mm512_castsi128_si512(Load<__m128i>(p));
+  v = _mm512_inserti32x4(v, Load<__m128i>(p + stride), 1);
+  v = _mm512_inserti32x4(v, Load<__m128i>(p + 2 * stride), 2);
+  return (I8)_mm512_inserti32x4(v, Load<__m128i>(p + 3 * stride), 3);
+#else
+  const __m256i v = _mm256_castsi128_si256(Load<__m128i>(p));
+  return (I8)_mm256_inserti128_si256(v, Load<__m128i>(p + stride), 1);
+#endif
+}
+
+#if QSHARD_SIMD_BYTES == 64
+#define QSHARD_LANES 0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15
+#define QSHARD_PAIRS 0, 2, 4, 6, 1, 3, 5, 7
+#else
+#define QSHARD_LANES 0, 4, 1, 5, 2, 6, 3, 7
+#define QSHARD_PAIRS 0, 2, 1, 3
+#endif
+
+// Pack leaves the 16-byte lanes of its operands in turn: these put lanes together again, after one
+// Pack and after Pack(Pack(a, b), Pack(c, d)).
+template <class V>
+QSHARD_INLINE V LanesInOrder(V v) {
+  return (V)__builtin_shufflevector((I64)v, (I64)v, QSHARD_PAIRS);
+}
+QSHARD_INLINE I8 LanesInOrderTwice(I8 v) {
+  return (I8)__builtin_shufflevector((I32)v, (I32)v, QSHARD_LANES);
+}
+#undef QSHARD_LANES
+#undef QSHARD_PAIRS
+
+// --- scales of kBlock elements, in the order in which LoadPair has inputs In ---
+
+struct Pair {
+  F32 a, b;
+};
+struct BlockScales {
+  Pair pair[2];
+};
+
+// v in every lane, -0 too.
+QSHARD_INLINE F32 Broadcast(float v) { return v - F32{}; }
+
+// One for all.
+QSHARD_INLINE BlockScales OneScale(float scale) {
+  const Pair one = {Broadcast(scale), Broadcast(scale)};
+  return {{one, one}};
+}
+
+// 16 bytes from p, p + 32, ..
+QSHARD_INLINE F32 EveryOtherLane(const float* p) {
+  return (F32)LoadLanes(reinterpret_cast<const uint8_t*>(p), 32);
+}
+
+// One for each.
+template <class In>
+QSHARD_INLINE BlockScales EachScales(const float* scale) {
+  BlockScales each;
+  for (Pair& pair : each.pair) {
+    if constexpr (kInputIndex<In> == kInputIndex<bfloat16>)
+      pair = {EveryOtherLane(scale), EveryOtherLane(scale + 4)};
+    else
+      pair = {Load<F32>(scale), Load<F32>(scale + kLanes)};
+    scale += 2 * kLanes;
+  }
+  return each;
+}
+
+// One for each 16.
+template <class In>
+QSHARD_INLINE BlockScales SixteenScales(const float* scale) {
+  BlockScales sixteens;
+  for (Pair& pair : sixteens.pair) {
+#if QSHARD_SIMD_BYTES == 64
+    pair = {Broadcast(scale[0]), Broadcast(scale[1])};
+    if constexpr (kInputIndex<In> == kInputIndex<bfloat16>)
+      pair.a = pair.b = _mm512_shuffle_f32x4(pair.a, pair.b, 0);
+#else
+    pair.a = pair.b = Broadcast(*scale);
+#endif
+    scale += kLanes / 8;
+  }
+  return sixteens;
+}
+
+// --- codes ---
+
+// 2 kLanes elements in the order in which Pack(a, b) is in order, or leaves only lanes to reorder.
+QSHARD_INLINE Pair LoadPair(const float* x) { return {Load<F32>(x), Load<F32>(x + kLanes)}; }
+QSHARD_INLINE Pair LoadPair(const float16* x) {
+  return {FromHalf(Load<HalfU16>(x)), FromHalf(Load<HalfU16>(x + kLanes))};
+}
+QSHARD_INLINE Pair LoadPair(const bfloat16* x) {
+  const I16 h = Load<I16>(x);
+  return {(F32)InterleaveLow(I16{}, h), (F32)InterleaveHigh(I16{}, h)};
+}
+
+// The code of |v|, plus kCodeBias<F>; more than 2^15 for NaN.
+//
+// With g = 2^kShift times the power of two at or below |v|, and at least that of F's smallest
+// normal, the sum |v| + g has the unit in the last place that F has at |v|: the adder rounds as F
+// does, and leaves the significand of the result, as a whole number, in the low bits. Added to the
+// exponent it carries into it as it should. The minimum saturates but lets NaN through; g is then
+// infinite, and the difference of the bits a quiet NaN's payload.
+template <class F>
+constexpr int16_t kCodeBias = (127 - F::kBias + 1) << F::kMantissaBits;
+
+template <class F>
+QSHARD_INLINE I32 MagnitudeCode(F32 v) {
+  constexpr int kShift = 23 - F::kMantissaBits;
+  const I32 min_normal = I32{} + ((127 - F::kBias + 1) << 23);
+  const F32 a = Min(F32{} + F::kMax, (F32)((I32)v & kFloatMagnitudeMask));
+  const I32 m = (I32)a;
+  const I32 exponent = (m > min_normal ? m : min_normal) & kFloatInfinityBits;
+  const F32 g = (F32)exponent * PowerOfTwo(kShift);
+  return (I32)(a + g) - (I32)g + (exponent >> kShift);
+}
+
+// codes[i] = Encode(x[i] * scale of i), i < kBlock, one code a byte.
+//
+// Saturation does the rest: packing turns the code of NaN into 0x7F, which FP8 has for NaN and
+// nothing else becomes; and of the bits of v it keeps the sign, which NaN drops.
+template <class In, class Code>
+QSHARD_INLINE void EncodeBlock(const In* x, const BlockScales& scales, uint8_t* codes) {
+  static_assert(Code::kBits < 8 || Code::kNan == 0x7F);
+  I16 v[2], code[2];
+  for (int i = 0; i < 2; ++i) {
+    const Pair wide = LoadPair(x + i * 2 * kLanes);
+    const F32 a = wide.a * scales.pair[i].a, b = wide.b * scales.pair[i].b;
+    v[i] = Pack((I32)a, (I32)b);
+    code[i] = Pack(MagnitudeCode<Code>(a), MagnitudeCode<Code>(b)) - kCodeBias<Code>;
+  }
+  I8 magnitude = Pack(code[0], code[1]);
+  I8 sign = Pack(v[0], v[1]) & INT8_MIN & (I8)(magnitude != 0x7F);
+  if constexpr (Code::kBits < 8) {  // What is 0x7F becomes the largest code, which is that of NaN.
+    magnitude = magnitude < Code::kNan ? magnitude : I8{} + static_cast<int8_t>(Code::kNan);
+    sign = (I8)((U16)sign >> (8 - Code::kBits));
+  }
+  if constexpr (kInputIndex<In> == kInputIndex<bfloat16>)
+    Store(codes, LanesInOrder(magnitude | sign));
+  else
+    Store(codes, LanesInOrderTwice(magnitude | sign));
+}
+
+// Every value of an element is a half, after a division by the power of two between their biases.
+template <class Code>
+QSHARD_INLINE I16 HalvesOf(HalfI8 codes) {
+  const I16 c = WidenBytes(codes);
+  if constexpr (Code::kInfinity) return c << 8;
+  constexpr int16_t kMagnitude = (1 << (Code::kBits - 1)) - 1;
+  const I16 magnitude = c & kMagnitude;
+  const I16 half =
+      (magnitude << (10 - Code::kMantissaBits)) | ((c << (16 - Code::kBits)) & INT16_MIN);
+  if constexpr (Code::kBits < 8) return half;
+  return half | ((I16)(magnitude == Code::kNan) & 0x7E00);
+}
+
+template <class Code>
+QSHARD_INLINE F32 Decoded(HalfU16 halves) {
+  const F32 v = FromHalf(halves);
+  if constexpr (Code::kInfinity) return v;
+  return v * PowerOfTwo(15 - Code::kBias);
+}
+
+QSHARD_INLINE F32 CanonicalNans(F32 v) { return v == v ? v : (F32)(I32{} + kNanBits); }
+
+QSHARD_INLINE void StoreNarrow(F32 a, F32 b, float* x) {
+  Store(x, CanonicalNans(a));
+  Store(x + kLanes, CanonicalNans(b));
+}
+
+QSHARD_INLINE void StoreNarrow(F32 a, F32 b, float16* x) {
+  Store(x, ToHalf(CanonicalNans(a)));
+  Store(x + kLanes, ToHalf(CanonicalNans(b)));
+}
+
+QSHARD_INLINE I32 Bfloat16Of(F32 v) {
+  const U32 u = (U32)v;
+  const U32 rounded = u + 0x7FFF + ((u >> 16) & 1);
+  return (I32)((v == v ? rounded : (U32)(I32{} + kNanBits)) >> 16);
+}
+
+QSHARD_INLINE void StoreNarrow(F32 a, F32 b, bfloat16* x) {
+  Store(x, LanesInOrder(PackUnsigned(Bfloat16Of(a), Bfloat16Of(b))));
+}
+
+// x[i] = Narrow(Decode(codes[i]) * scale of i), i < kBlock. Scales are in the order for float.
+template <class Code, class Out>
+QSHARD_INLINE void DecodeBlock(const uint8_t* codes, const BlockScales& scales, Out* x) {
+  for (int i = 0; i < 2; ++i, codes += 2 * kLanes, x += 2 * kLanes) {
+    const I16 h = HalvesOf<Code>(Load<HalfI8>(codes));
+    HalfU16 halves[2];
+    __builtin_memcpy(halves, &h, sizeof(h));
+    StoreNarrow(Decoded<Code>(halves[0]) * scales.pair[i].a,
+                Decoded<Code>(halves[1]) * scales.pair[i].b, x);
+  }
+}
+
+// --- bytes ---
+
+// Interleaving the bytes of the first and the second half of the vectors turns the bits of a byte's
+// address, row then column, left by one place; four times four exchange the 16 rows and columns of
+// each 16-byte lane. Lane l holds rows 16 l + (0 .. 15), so a result is kVectorBytes of one column.
+void TransposeTile(const uint8_t* __restrict in, int64_t in_stride, uint8_t* __restrict out,
+                   int64_t out_stride) {
+  for (int64_t i = 0; i < kTile; i += kVectorBytes) {
+    for (int64_t j = 0; j < kTile; j += 16) {
+      I8 v[16], w[16];
+      const uint8_t* p = in + i * in_stride + j;
+#pragma GCC unroll 16
+      for (int r = 0; r < 16; ++r, p += in_stride) v[r] = LoadLanes(p, 16 * in_stride);
+#pragma GCC unroll 2
+      for (int twice = 0; twice < 2; ++twice) {
+#pragma GCC unroll 8
+        for (int r = 0; r < 8; ++r) {
+          w[2 * r] = InterleaveLow(v[r], v[r + 8]);
+          w[2 * r + 1] = InterleaveHigh(v[r], v[r + 8]);
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < 8; ++r) {
+          v[2 * r] = InterleaveLow(w[r], w[r + 8]);
+          v[2 * r + 1] = InterleaveHigh(w[r], w[r + 8]);
+        }
+      }
+#pragma GCC unroll 16
+      for (int r = 0; r < 16; ++r) Store(out + (j + r) * out_stride + i, v[r]);
+    }
+  }
+}
+
+// --- amax ---
+
+// Blocks are short: 32 bytes at a time on AVX-512 too.
+typedef int16_t I16x16 __attribute__((vector_size(32)));
+typedef int32_t I32x8 __attribute__((vector_size(32)));
+template <class In>
+struct BitsOf {
+  using Short = I16x16;
+  using Long = I16;
+};
+template <>
+struct BitsOf<float> {
+  using Short = I32x8;
+  using Long = I32;
+};
+
+QSHARD_INLINE int32_t LargestLane(I16x16 v) {
+  const __m128i h =
+      _mm_max_epi16(_mm256_castsi256_si128((__m256i)v), _mm256_extracti128_si256((__m256i)v, 1));
+  // The one horizontal instruction there is takes the least of unsigned numbers.
+  return 0xFFFF ^ _mm_extract_epi16(_mm_minpos_epu16(h ^ _mm_set1_epi16(-1)), 0);
+}
+
+QSHARD_INLINE int32_t LargestLane(I32x8 v) {
+  __m128i h =
+      _mm_max_epi32(_mm256_castsi256_si128((__m256i)v), _mm256_extracti128_si256((__m256i)v, 1));
+  h = _mm_max_epi32(h, _mm_shuffle_epi32(h, 0x4E));
+  return _mm_cvtsi128_si32(_mm_max_epi32(h, _mm_shuffle_epi32(h, 0xB1)));
+}
+
+template <class In>
+constexpr auto kMagnitudeMask =
+    static_cast<MagnitudeOf<In>>(sizeof(In) == 2 ? 0x7FFF : kFloatMagnitudeMask);
+
+// What is long is left to the compiler, which has longer vectors for it.
+template <class In>
+QSHARD_INLINE float LargestOf(const In* x, int64_t n) {
+  if (n >= kChunk) {
+    MagnitudeOf<In> largest = 0;
+    for (int64_t i = 0; i < n; ++i) largest = largest > Magnitude(x[i]) ? largest : Magnitude(x[i]);
+    In result;
+    __builtin_memcpy(&result, &largest, sizeof(result));
+    return Widen(result);
+  }
+  using V = typename BitsOf<In>::Short;
+  constexpr int64_t kWidth = 32 / sizeof(In);
+  V v{};
+  int64_t i = 0;
+  for (; i + kWidth <= n; i += kWidth) {
+    const V m = Load<V>(x + i) & kMagnitudeMask<In>;
+    v = v > m ? v : m;
+  }
+  MagnitudeOf<In> largest = LargestLane(v);
+  for (; i < n; ++i) largest = largest > Magnitude(x[i]) ? largest : Magnitude(x[i]);
+  In result;
+  __builtin_memcpy(&result, &largest, sizeof(result));
+  return Widen(result);
+}
+
+// Four rows at a time, each from left to right: memory is read in order.
+template <class In>
+QSHARD_INLINE void LargestDown(const In* x, int64_t stride, int64_t rows, int64_t n, In* down) {
+  using V = typename BitsOf<In>::Long;
+  constexpr int64_t kWidth = kVectorBytes / sizeof(In);
+  const int64_t whole = n - n % kWidth;
+  __builtin_memset(down, 0, n * sizeof(In));
+  for (int64_t r = 0; r < rows; r += 4) {
+    const In* row[4];  // The last may be taken more than once.
+    for (int64_t k = 0; k < 4; ++k) row[k] = x + (r + k < rows ? r + k : rows - 1) * stride;
+    for (int64_t i = 0; i < whole; i += kWidth) {
+      V largest = Load<V>(down + i);
+#pragma GCC unroll 4
+      for (int64_t k = 0; k < 4; ++k) {
+        const V m = Load<V>(row[k] + i) & kMagnitudeMask<In>;
+        largest = largest > m ? largest : m;
+      }
+      Store(down + i, largest);
+    }
+  }
+  for (int64_t i = whole; i < n; ++i) {
+    MagnitudeOf<In> largest = 0;
+    for (int64_t r = 0; r < rows; ++r) {
+      const MagnitudeOf<In> m = Magnitude(x[r * stride + i]);
+      largest = largest > m ? largest : m;
+    }
+    __builtin_memcpy(down + i, &largest, sizeof(In));
+  }
+}
+
+}  // namespace
+}  // namespace qshard::kernels
+
+#endif  // QSHARD_KERNELS_CPU_SIMD_VECTORS_X86_H_
