@@ -58,6 +58,17 @@ struct float16 {
   uint16_t bits;
 };
 
+// The lists from which tables and choices of types are made: X(type). A code has a byte to itself, or
+// two share one.
+#define QSHARD_FOR_UNPACKED_ELEMENTS(X) X(E4M3) X(E5M2)
+#define QSHARD_FOR_PACKED_ELEMENTS(X) X(E2M1)
+#define QSHARD_FOR_ELEMENTS(X) QSHARD_FOR_UNPACKED_ELEMENTS(X) QSHARD_FOR_PACKED_ELEMENTS(X)
+#define QSHARD_FOR_FORMATS(X) QSHARD_FOR_ELEMENTS(X) X(E8M0)
+#define QSHARD_FOR_FLOATS(X) X(float) X(bfloat16) X(float16)
+
+template <class F>
+constexpr int64_t kCodesPerByte = F::kBits <= 4 ? 2 : 1;
+
 // NVFP4: E2M1 in blocks of 1 x 16 or 16 x 16. The largest block of a tensor, or row, gets the scale
 // E4M3::kMax, or this one, which leaves room for the 1.5 times it that four over six tries.
 constexpr int kNvfp4Block = 16;
