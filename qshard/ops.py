@@ -224,11 +224,11 @@ class OpSpec:
 @functools.lru_cache(maxsize=4096)
 def _bind(row: _ffi.Row, shapes: tuple[Shape, ...], static: tuple[tuple[str, int | str], ...], split: bool) -> Binding:
     inputs, outputs, is_split = row.axes(shapes, dict(static), split)
-    sides = (
-        tuple(tuple(tuple(Factor(*factor) for factor in axis) for axis in axes) for axes in side)
-        for side in (inputs, outputs)
-    )
-    return Binding(*sides, is_split)
+    return Binding(_factors(inputs), _factors(outputs), is_split)
+
+
+def _factors(side: tuple[tuple[tuple[tuple[str, int], ...], ...], ...]) -> tuple[Axes, ...]:
+    return tuple(tuple(tuple(Factor(*factor) for factor in axis) for axis in axes) for axes in side)
 
 
 def table() -> dict[str, OpSpec]:

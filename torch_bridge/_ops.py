@@ -168,9 +168,7 @@ def _planner(spec: OpSpec) -> Callable[..., _Plan]:
         results = spec.results(sizes, names, given, None if dtype is None else dtype_name(dtype))
         made = [shape for shape, _ in results]
         if any(isinstance(size, torch.SymInt) for shape in shapes for size in shape):
-            made = [
-                tuple(_symbol(extent, shapes) for extent in extents) for extents in spec.row.extents(sizes, given)
-            ]
+            made = [tuple(_symbol(extent, shapes) for extent in extents) for extents in spec.row.extents(sizes, given)]
         kinds = (
             torch.uint8 if coded and name in ELEMENTS else getattr(torch, name)
             for coded, (_, name) in zip(codes, results, strict=True)

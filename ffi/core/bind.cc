@@ -95,8 +95,8 @@ Error Binding::ReadAttributes(const XLA_FFI_Attrs& attributes, Mode mode) {
     std::vector<std::string> given, needed;
     for (int64_t i = 0; i < attributes.size; ++i) given.emplace_back(View(*attributes.names[i]));
     for (const Attribute& a : expected) needed.push_back(a.name);
-    return TypeError(row_.name, ": attributes (", Joined(given),
-                     ") are not those it takes; give ", Joined(needed));
+    return TypeError(row_.name, ": attributes (", Joined(given), ") are not those it takes; give ",
+                     Joined(needed));
   }
   for (size_t i = 0; i < row_.symbols.size(); ++i) {
     const Symbol& s = row_.symbols[i];
@@ -114,8 +114,7 @@ Error Binding::ReadAttribute(int i, XLA_FFI_AttrType type, void* value) {
     return TypeError(row_.name, ": ", a.name, " is not ", needed, "; give one");
   };
   const auto* scalar = static_cast<const XLA_FFI_Scalar*>(value);
-  const DataType dtype =
-      type == XLA_FFI_AttrType_SCALAR ? scalar->dtype : XLA_FFI_DataType_INVALID;
+  const DataType dtype = type == XLA_FFI_AttrType_SCALAR ? scalar->dtype : XLA_FFI_DataType_INVALID;
   switch (a.kind) {
     case Attribute::kBool:
       if (dtype != XLA_FFI_DataType_PRED) return wrong("a bool");
@@ -260,8 +259,8 @@ Error Binding::CheckDtype(const Operand& operand, int64_t index, const Buffer& b
     for (int t = 0; DataTypeAt(t) != XLA_FFI_DataType_INVALID; ++t)
       if (Accepts(operand, DataTypeAt(t), first.dtype))
         legal += (legal.empty() ? "" : " or ") + std::string(NameOf(DataTypeAt(t)));
-    return TypeError(row_.name, ": ", Name{operand, index}, " (", NameOf(buffer.dtype),
-                     ") is not ", legal, "; cast or view it first");
+    return TypeError(row_.name, ": ", Name{operand, index}, " (", NameOf(buffer.dtype), ") is not ",
+                     legal, "; cast or view it first");
   }
   if (operand.many && operand.dtype == Operand::kFloat && buffer.dtype != first.dtype)
     return ValueError(row_.name, ": ", Name{operand, index}, " (", NameOf(buffer.dtype),
@@ -273,9 +272,8 @@ Error Binding::CheckDtype(const Operand& operand, int64_t index, const Buffer& b
 Error Binding::CheckBuffer(const Operand& operand, int64_t index, const Buffer& buffer,
                            bool memory) const {
   int64_t count;
-  QSHARD_REQUIRE(buffer.rank >= 0 && buffer.rank <= kMaxRank, row_.name, ": ",
-                 Name{operand, index}, " has ", buffer.rank, " axes, more than ", kMaxRank,
-                 "; reshape it");
+  QSHARD_REQUIRE(buffer.rank >= 0 && buffer.rank <= kMaxRank, row_.name, ": ", Name{operand, index},
+                 " has ", buffer.rank, " axes, more than ", kMaxRank, "; reshape it");
   QSHARD_REQUIRE(CountElements(buffer, &count), row_.name, ": ", Name{operand, index}, " ",
                  Shape(buffer), " is negative, or more than memory has");
   if (!memory || count == 0) return {};
@@ -317,9 +315,12 @@ void Binding::FindOpenAxes(Buffers rets) {
       int64_t others = 0;
       bool has = false, alone = true;
       for (const Term& t : row_.outputs[r].terms) {
-        if (t.kind == Term::kAxis) ++others;
-        else if (t.kind == Term::kStar && t.major == symbol) has = true;
-        else alone = false;
+        if (t.kind == Term::kAxis)
+          ++others;
+        else if (t.kind == Term::kStar && t.major == symbol)
+          has = true;
+        else
+          alone = false;
       }
       if (has && alone && ret_begins_[r] >= 0 && !row_.outputs[r].many)
         sizes_[symbol] = std::max<int64_t>(0, rets[ret_begins_[r]].rank - others);
@@ -334,9 +335,12 @@ Error Binding::BindBuffer(int index_of_operand, int64_t index, const Buffer& buf
   int64_t least = 0;
   const Term* open = nullptr;
   for (const Term& t : terms) {
-    if (t.kind == Term::kAxis) ++least;
-    else if (t.kind == Term::kStar && sizes_[t.major] >= 0) least += sizes_[t.major];
-    else open = &t;
+    if (t.kind == Term::kAxis)
+      ++least;
+    else if (t.kind == Term::kStar && sizes_[t.major] >= 0)
+      least += sizes_[t.major];
+    else
+      open = &t;
   }
   QSHARD_REQUIRE(buffer.rank == least || (buffer.rank > least && open != nullptr), row_.name, ": ",
                  Name{operand, index}, " ", Shape(buffer), " does not have the axes '",
@@ -353,8 +357,7 @@ Error Binding::BindBuffer(int index_of_operand, int64_t index, const Buffer& buf
       star_dims_[t.major] = dim;
     } else if (t.kind == Term::kStar) {
       QSHARD_REQUIRE(std::equal(dim, dim + count, star_dims_[t.major]), row_.name, ": ",
-                     Name{operand, index}, " ", Shape(buffer),
-                     " does not fit '", operand.pattern,
+                     Name{operand, index}, " ", Shape(buffer), " does not fit '", operand.pattern,
                      "' and the other operands; give them matching axes");
     } else {
       int64_t i = 0;
@@ -399,9 +402,8 @@ Error Binding::BindOne(const Operand& operand, int64_t index, const Buffer& buff
     const Symbol& s = row_.symbols[term.minor];
     const std::string given =
         s.fixed >= 0 ? s.name : s.name + "=" + std::to_string(std::max<int64_t>(run, 0));
-    return ValueError(row_.name, ": ", Name{operand, index}, " ", Shape(buffer),
-                      " has an axis of ", size, ", which is not a whole number of ", given,
-                      "; pad or shard it to one");
+    return ValueError(row_.name, ": ", Name{operand, index}, " ", Shape(buffer), " has an axis of ",
+                      size, ", which is not a whole number of ", given, "; pad or shard it to one");
   }
   if (major >= 0 && major != CeilDiv(size, run)) return mismatch();
   major = CeilDiv(size, run);
@@ -446,8 +448,10 @@ Error Binding::CheckResult(const Operand& output, int64_t index, const Buffer& b
   int64_t dims[kMaxRank], rank = 0, axes = 0;
   bool has_prefix = false;
   for (const Term& t : output.terms) {
-    if (t.kind == Term::kPrefix) has_prefix = true;
-    else axes += t.kind == Term::kStar ? sizes_[t.major] : 1;
+    if (t.kind == Term::kPrefix)
+      has_prefix = true;
+    else
+      axes += t.kind == Term::kStar ? sizes_[t.major] : 1;
   }
   const int64_t prefix = has_prefix ? std::max<int64_t>(0, buffer.rank - axes) : 0;
   const auto fits = [&](const std::vector<Term>& terms) {
@@ -605,8 +609,7 @@ bool Binding::splits() const {
         if (t.minor < 0) return true;
         int64_t product;
         return Multiply(sizes_[t.major], sizes_[t.minor], &product) &&
-               LengthOfProduct(t) == product &&
-               (!t.last || sizes_[t.minor] % PerByte(o) == 0);
+               LengthOfProduct(t) == product && (!t.last || sizes_[t.minor] % PerByte(o) == 0);
       });
     });
   };
@@ -660,7 +663,7 @@ Error Binding::OutputDtype(int output, Buffers args, std::string_view chosen,
 }
 
 std::vector<Extent> Binding::OutputExtents(int output) const {
-  std::array<Extent, kMaxSymbols> majors;    // of a `*name` its first axis
+  std::array<Extent, kMaxSymbols> majors;  // of a `*name` its first axis
   std::array<Extent, kMaxProducts> products;
   for (size_t o = 0; o < row_.inputs.size(); ++o) {
     int axis = 0;

@@ -55,8 +55,8 @@ struct AttributeValue {
 };
 
 // An extent of a result as it follows from one of an operand:
-// ceil(dims(operand)[axis] * times / run) * size / per_byte. Without one, `operand` is -1, and it is
-// size / per_byte.
+// ceil(dims(operand)[axis] * times / run) * size / per_byte. Without one, `operand` is -1, and it
+// is size / per_byte.
 struct Extent {
   int operand = -1, axis = 0;
   int64_t times = 1, run = 1, size = 1, per_byte = 1;
@@ -76,9 +76,9 @@ class Binding {
   // Checks a whole call, memory included.
   Error Bind(const XLA_FFI_Attrs& attributes, Buffers args, Buffers rets);
 
-  // Binds the shapes and dtypes of operands alone, by their patterns. `attributes` may lack `split`,
-  // and have the numbers of axes that shapes leave open: by name, of a result's `...` as "lead".
-  // Ops on single tensors only.
+  // Binds the shapes and dtypes of operands alone, by their patterns. `attributes` may lack
+  // `split`, and have the numbers of axes that shapes leave open: by name, of a result's `...` as
+  // "lead". Ops on single tensors only.
   Error BindShapes(const XLA_FFI_Attrs& attributes, Buffers args);
 
   // Binds shapes alone, with those of the attributes that matter to them.
@@ -114,8 +114,8 @@ class Binding {
   // The same as extents of operands, for sizes that are symbols.
   std::vector<Extent> OutputExtents(int output) const;
   // The axes of an operand or result as factors, major first. Products that are not split are one
-  // factor, or the major one where blocks have length 1; but only if no product comes before: factors
-  // that buffers share lead, and the order may not change.
+  // factor, or the major one where blocks have length 1; but only if no product comes before:
+  // factors that buffers share lead, and the order may not change.
   std::vector<std::vector<Factor>> Axes(const Operand& operand, int64_t prefix, bool split) const;
   // How many axes `...` of an operand is.
   int64_t Prefix(int operand) const { return prefixes_[operand]; }

@@ -58,8 +58,8 @@ struct float16 {
   uint16_t bits;
 };
 
-// The lists from which tables and choices of types are made: X(type). A code has a byte to itself, or
-// two share one.
+// The lists from which tables and choices of types are made: X(type). A code has a byte to itself,
+// or two share one.
 #define QSHARD_FOR_UNPACKED_ELEMENTS(X) X(E4M3) X(E5M2)
 #define QSHARD_FOR_PACKED_ELEMENTS(X) X(E2M1)
 #define QSHARD_FOR_ELEMENTS(X) QSHARD_FOR_UNPACKED_ELEMENTS(X) QSHARD_FOR_PACKED_ELEMENTS(X)

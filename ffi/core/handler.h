@@ -7,8 +7,9 @@
 //     });
 //   }
 //
-// defines the XLA FFI handlers qshard_cast_tensor_cpu and, in a CUDA build, qshard_cast_tensor_cuda.
-// They are decoded here over XLA's C API alone: its C++ headers take longer to compile than all ops.
+// defines the XLA FFI handlers qshard_cast_tensor_cpu and, in a CUDA build,
+// qshard_cast_tensor_cuda. They are decoded here over XLA's C API alone: its C++ headers take
+// longer to compile than all ops.
 #ifndef QSHARD_CORE_HANDLER_H_
 #define QSHARD_CORE_HANDLER_H_
 
@@ -63,7 +64,8 @@ struct Call {
     return {};
   }
 
-  // How many elements, or blocks, of the first operand share a number of an operand or result `...`.
+  // How many elements, or blocks, of the first operand share a number of an operand or result
+  // `...`.
   int64_t ArgRun(int operand) const {
     return binding.Run(binding.row().inputs[operand], arg(operand));
   }
@@ -144,23 +146,23 @@ extern template XLA_FFI_Error* Handle<Cpu>(XLA_FFI_CallFrame*, const Row&,
 extern template XLA_FFI_Error* Handle<Cuda>(XLA_FFI_CallFrame*, const Row&,
                                             Error (*)(const Call<Cuda>&));
 
-#define QSHARD_DEFINE_HANDLER(name, suffix, Platform)                             \
-  extern "C" XLA_FFI_Error* qshard_##name##_##suffix(XLA_FFI_CallFrame* frame) {  \
-    static const ::qshard::Row& row = *::qshard::FindRow(#name);                  \
+#define QSHARD_DEFINE_HANDLER(name, suffix, Platform)                              \
+  extern "C" XLA_FFI_Error* qshard_##name##_##suffix(XLA_FFI_CallFrame* frame) {   \
+    static const ::qshard::Row& row = *::qshard::FindRow(#name);                   \
     return ::qshard::Handle<::qshard::Platform>(frame, row, Run_##name<Platform>); \
   }
 #if defined(QSHARD_WITH_CUDA)
-#define QSHARD_DEFINE_HANDLERS(name)     \
+#define QSHARD_DEFINE_HANDLERS(name)    \
   QSHARD_DEFINE_HANDLER(name, cpu, Cpu) \
   QSHARD_DEFINE_HANDLER(name, cuda, Cuda)
 #else
 #define QSHARD_DEFINE_HANDLERS(name) QSHARD_DEFINE_HANDLER(name, cpu, Cpu)
 #endif
-#define QSHARD_DEFINE_OP(name)                                 \
-  template <class Platform>                                    \
+#define QSHARD_DEFINE_OP(name)                                   \
+  template <class Platform>                                      \
   static ::qshard::Error Run_##name(const Call<Platform>& call); \
-  QSHARD_DEFINE_HANDLERS(name)                                 \
-  template <class Platform>                                    \
+  QSHARD_DEFINE_HANDLERS(name)                                   \
+  template <class Platform>                                      \
   static ::qshard::Error Run_##name(const Call<Platform>& call)
 
 }  // namespace qshard

@@ -48,8 +48,7 @@ class Parser {
   explicit Parser(Row* row) : row_(*row) {}
 
   void Check(bool condition, std::string_view what) const {
-    if (!condition)
-      throw std::invalid_argument("ops.def: " + row_.name + ": " + std::string(what));
+    if (!condition) throw std::invalid_argument("ops.def: " + row_.name + ": " + std::string(what));
   }
 
   // --- attributes ---
@@ -201,12 +200,18 @@ class Parser {
   }
 
   void SetDtype(const std::string& name, Operand* o) const {
-    if (name == "float") o->dtype = Operand::kFloat;
-    else if (name == "byte") o->dtype = Operand::kByte;
-    else if (name == "word") o->dtype = Operand::kWord;
-    else if (name == "any") o->dtype = Operand::kAny;
-    else if (name == "same") o->dtype = Operand::kSame;
-    else if (name == "packed") o->dtype = Operand::kPacked;
+    if (name == "float")
+      o->dtype = Operand::kFloat;
+    else if (name == "byte")
+      o->dtype = Operand::kByte;
+    else if (name == "word")
+      o->dtype = Operand::kWord;
+    else if (name == "any")
+      o->dtype = Operand::kAny;
+    else if (name == "same")
+      o->dtype = Operand::kSame;
+    else if (name == "packed")
+      o->dtype = Operand::kPacked;
     else {
       o->exact = DataTypeOf(name);
       if (o->exact != XLA_FFI_DataType_INVALID) return;
@@ -313,9 +318,8 @@ class Parser {
     for (const Term& t : o->terms)
       if (t.kind == Term::kPrefix) whole.push_back(t);
     const auto is_there = [&](const Term& t) {
-      return std::any_of(whole.begin(), whole.end(), [&](const Term& w) {
-        return w.kind == t.kind && w.major == t.major;
-      });
+      return std::any_of(whole.begin(), whole.end(),
+                         [&](const Term& w) { return w.kind == t.kind && w.major == t.major; });
     };
     for (const Term& first : row_.inputs[0].terms)
       for (const Term& t : o->terms)

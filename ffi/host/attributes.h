@@ -21,7 +21,8 @@ class Attributes {
 
  public:
   explicit Attributes(nanobind::dict attributes) {
-    if (attributes.size() > kMaxAttributes) throw nanobind::value_error("call: too many attributes");
+    if (attributes.size() > kMaxAttributes)
+      throw nanobind::value_error("call: too many attributes");
     for (auto [key, value] : attributes) Add(key, value);
     std::array<size_t, kMaxAttributes> order;
     for (size_t i = 0; i < size_; ++i) order[i] = i;
@@ -102,10 +103,10 @@ class Attributes {
         entry.integers.push_back(Integer(item));
       entry.array = {XLA_FFI_DataType_S64, entry.integers.size(), entry.integers.data()};
     } else {
-      throw nanobind::type_error((std::string("call: attribute ") + std::string(View(entry.name)) + " (" +
-                            nanobind::type_name(value.type()).c_str() +
-                            ") is not bool, int, float, str or a tuple of int")
-                               .c_str());
+      throw nanobind::type_error((std::string("call: attribute ") + std::string(View(entry.name)) +
+                                  " (" + nanobind::type_name(value.type()).c_str() +
+                                  ") is not bool, int, float, str or a tuple of int")
+                                     .c_str());
     }
   }
 

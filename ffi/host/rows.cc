@@ -42,8 +42,7 @@ class Shapes {
     if (dtypes.is_none()) return;
     nb::sequence names = nb::borrow<nb::sequence>(dtypes);
     if (nb::len(names) != n) throw nb::value_error("bind: dtypes are not one for each shape");
-    for (size_t i = 0; i < n; ++i)
-      buffers_[i].dtype = DataTypeOf(nb::cast<std::string>(names[i]));
+    for (size_t i = 0; i < n; ++i) buffers_[i].dtype = DataTypeOf(nb::cast<std::string>(names[i]));
   }
   Shapes(const Shapes&) = delete;
 
@@ -188,12 +187,12 @@ nb::tuple OperandsOf(const Row& row, const std::vector<Operand>& operands) {
 
 void DefineRows(nb::module_& m) {
   nb::class_<Row>(m, "Row", "A row of ops.def, parsed, and the binder of its op.")
-      .def("__init__",
-           [](Row* row, const std::string& name, const std::string& arguments,
-              const std::string& pattern, const std::string& dtypes,
-              const std::string& attributes) {
-             new (row) Row(name, arguments, pattern, dtypes, attributes);
-           })
+      .def(
+          "__init__",
+          [](Row* row, const std::string& name, const std::string& arguments,
+             const std::string& pattern, const std::string& dtypes, const std::string& attributes) {
+            new (row) Row(name, arguments, pattern, dtypes, attributes);
+          })
       .def_ro("name", &Row::name)
       .def_ro("attribute_types", &Row::attribute_types, "The column as it is written.")
       .def_ro("many", &Row::many, "Whether the op takes lists of tensors.")

@@ -119,7 +119,8 @@ void ImportSlow(nb::handle object, const char* role, size_t index, Tensor& tenso
 }  // namespace
 
 const DLPackExchangeAPI* ExchangeApi(PyTypeObject* type) {
-  // Under the GIL. A few types are remembered, and kept alive so that no other can take their place.
+  // Under the GIL. A few types are remembered, and kept alive so that no other can take their
+  // place.
   struct Known {
     PyTypeObject* type;
     const DLPackExchangeAPI* api;
@@ -160,9 +161,10 @@ void Import(nb::handle object, const char* role, size_t index, bool writable, Te
     return;
   }
   if (writable && IsJax(object))
-    throw nb::type_error((Name(object, role, index) +
-                          " is an array of JAX, which may not be written; call the op in qshard.jax.ops")
-                             .c_str());
+    throw nb::type_error(
+        (Name(object, role, index) +
+         " is an array of JAX, which may not be written; call the op in qshard.jax.ops")
+            .c_str());
   try {
     if (writable)
       ImportSlow<>(object, role, index, tensor);

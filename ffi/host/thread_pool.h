@@ -7,7 +7,8 @@
 namespace qshard::host {
 
 // Threads a kernel may use, the caller's included. At first OMP_NUM_THREADS; without it the cores
-// that affinity and the quota of the container leave, shared by the LOCAL_WORLD_SIZE ranks of a host.
+// that affinity and the quota of the container leave, shared by the LOCAL_WORLD_SIZE ranks of a
+// host.
 int64_t NumThreads();
 
 // n > 0. Takes effect for the next call; threads already started are kept.

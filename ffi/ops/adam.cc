@@ -22,16 +22,7 @@ using kernels::AdamLow;
 using kernels::AdamTensor;
 using kernels::AdamType;
 
-enum Argument {
-  kConstants,
-  kGrad,
-  kParam,
-  kLow,
-  kExpAvg,
-  kExpAvgScale,
-  kExpAvgSq,
-  kExpAvgSqScale
-};
+enum Argument { kConstants, kGrad, kParam, kLow, kExpAvg, kExpAvgScale, kExpAvgSq, kExpAvgSqScale };
 enum Output { kNewParam, kNewLow, kNewExpAvg, kNewExpAvgScale, kNewExpAvgSq, kNewExpAvgSqScale };
 
 template <class Kind>
@@ -83,9 +74,9 @@ Error CheckLow(const char* op, AdamLow kind, const Buffer& low) {
   const bool fits = kind == AdamLow::kMaster
                         ? low.dtype == XLA_FFI_DataType_F32
                         : low.dtype == XLA_FFI_DataType_S16 || low.dtype == XLA_FFI_DataType_U16;
-  QSHARD_REQUIRE(fits, op, ": low (", NameOf(low.dtype), ") is not ",
-                 kind == AdamLow::kMaster ? "float32, which a master is"
-                                          : "int16, which a remainder is");
+  QSHARD_REQUIRE(
+      fits, op, ": low (", NameOf(low.dtype), ") is not ",
+      kind == AdamLow::kMaster ? "float32, which a master is" : "int16, which a remainder is");
   return {};
 }
 
@@ -94,8 +85,8 @@ Error CheckLow(const char* op, AdamLow kind, const Buffer& low) {
 Error SetShape(const char* op, const char* name, const Buffer& grad, const Buffer& scale,
                AdamTensor* t) {
   const int64_t lead = scale.rank - 1;
-  bool fits = scale.rank > 0 && lead < grad.rank && std::equal(scale.dims, scale.dims + lead,
-                                                               grad.dims);
+  bool fits =
+      scale.rank > 0 && lead < grad.rank && std::equal(scale.dims, scale.dims + lead, grad.dims);
   int64_t rows = 1, cols = 1;
   for (int64_t i = 0; fits && i < grad.rank; ++i) (i < lead ? rows : cols) *= grad.dims[i];
   fits = fits && scale.dims[lead] == CeilDiv(cols, kAdamBlock);
@@ -131,16 +122,16 @@ Error SetTensor(const Call<Platform>& call, const AdamKinds& kinds, int64_t i, A
     const char* name = call.binding.row().inputs[scale].name.c_str();
     return SetShape(call.op(), name, grad, call.arg(scale, i), t);
   };
-  QSHARD_RETURN_IF_ERROR(state(kExpAvg, kExpAvgScale, kNewExpAvg, kNewExpAvgScale, &t->exp_avg,
-                               &t->new_exp_avg));
+  QSHARD_RETURN_IF_ERROR(
+      state(kExpAvg, kExpAvgScale, kNewExpAvg, kNewExpAvgScale, &t->exp_avg, &t->new_exp_avg));
   return state(kExpAvgSq, kExpAvgSqScale, kNewExpAvgSq, kNewExpAvgSqScale, &t->exp_avg_sq,
                &t->new_exp_avg_sq);
 }
 
 }  // namespace
 
-// What a step needs to know of each tensor, from the settings that all share and the number of steps
-// that each has had, this one included. core/adam.h names the elements of both.
+// What a step needs to know of each tensor, from the settings that all share and the number of
+// steps that each has had, this one included. core/adam.h names the elements of both.
 QSHARD_DEFINE_OP(adam_constants) {
   return call(kernels::AdamConstantsOf(call.exec, Data<float>(call.arg(0)), Elements(call.arg(0)),
                                        Data<float>(call.arg(1)), call.ArgRun(1),
@@ -157,8 +148,8 @@ QSHARD_DEFINE_OP(adam) {
   std::vector<AdamTensor> tensors(count);
   for (int64_t i = 0; i < count; ++i)
     QSHARD_RETURN_IF_ERROR(SetTensor(call, kinds, i, &tensors[i]));
-  return call(kernels::Adam(call.exec, tensors.data(), count, kinds,
-                            Data<float>(call.arg(kConstants))));
+  return call(
+      kernels::Adam(call.exec, tensors.data(), count, kinds, Data<float>(call.arg(kConstants))));
 }
 
 }  // namespace qshard

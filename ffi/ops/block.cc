@@ -1,5 +1,5 @@
-// The steps of quantizing in blocks that share a scale, and the way back. 4-bit codes are packed two
-// a byte along the last axis.
+// The steps of quantizing in blocks that share a scale, and the way back. 4-bit codes are packed
+// two a byte along the last axis.
 #include "core/handler.h"
 #include "kernels/block_cast.h"
 
@@ -84,10 +84,9 @@ QSHARD_DEFINE_OP(dequantize_block) {
 QSHARD_DEFINE_OP(dequantize_nvfp4) {
   return DispatchFloat(call.ret(0), [&](auto out) {
     using Out = typename decltype(out)::type;
-    return call(kernels::DequantizeNvfp4(call.exec, Data<uint8_t>(call.arg(0)),
-                                         Data<uint8_t>(call.arg(1)), Data<float>(call.arg(2)),
-                                         call.ArgRun(2), BlocksOf(call.binding),
-                                         Mutable<Out>(call.ret(0))));
+    return call(kernels::DequantizeNvfp4(
+        call.exec, Data<uint8_t>(call.arg(0)), Data<uint8_t>(call.arg(1)), Data<float>(call.arg(2)),
+        call.ArgRun(2), BlocksOf(call.binding), Mutable<Out>(call.ret(0))));
   });
 }
 

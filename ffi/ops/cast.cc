@@ -67,9 +67,8 @@ QSHARD_DEFINE_OP(encode) {
     using Code = typename decltype(code)::type;
     return DispatchFloat(call.arg(0), [&](auto in) {
       using In = typename decltype(in)::type;
-      return call(kernels::EncodeElements<In, Code>(call.exec, Data<In>(call.arg(0)),
-                                                    Elements(call.arg(0)),
-                                                    Mutable<uint8_t>(call.ret(0))));
+      return call(kernels::EncodeElements<In, Code>(
+          call.exec, Data<In>(call.arg(0)), Elements(call.arg(0)), Mutable<uint8_t>(call.ret(0))));
     });
   });
 }

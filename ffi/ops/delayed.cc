@@ -36,10 +36,11 @@ QSHARD_DEFINE_OP(cast_transpose_amax) {
   });
 }
 
-// One step for all tensors of a model at once. amax [*n] is this step's, reduced over ranks; history
+// One step for all tensors of a model at once. amax [*n] is this step's, reduced over ranks;
+// history
 // [*n, length] the window, the oldest first. scale = element.max * 2^-margin / max(window), or /
-// amax with `most_recent`; it stays where that is infinite or NaN. An amax of 0 says nothing: window
-// and scale stay.
+// amax with `most_recent`; it stays where that is infinite or NaN. An amax of 0 says nothing:
+// window and scale stay.
 QSHARD_DEFINE_OP(update_delayed_scale) {
   const Buffer& history = call.arg(1);
   const int64_t length = history.dims[history.rank - 1];

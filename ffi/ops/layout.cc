@@ -22,8 +22,9 @@ QSHARD_DEFINE_OP(transpose_packed) {
                                        m.cols * 2, Mutable<uint8_t>(call.ret(0))));
 }
 
-// One-byte scales [*batch, rows, cols] in the tiles that block-scaled GEMMs read, padded with zeros.
-// Scales are kept and gathered compact and row-major; this is the only op that makes another order.
+// One-byte scales [*batch, rows, cols] in the tiles that block-scaled GEMMs read, padded with
+// zeros. Scales are kept and gathered compact and row-major; this is the only op that makes another
+// order.
 //
 // A tile has 128 rows. `rows` scales fill it, so each is repeated over 128 / rows: 128, or 8 for
 // scales of 16x16 blocks. Source: cuBLAS documentation, "1D Block Scaling Factors Layout".
@@ -76,8 +77,7 @@ QSHARD_DEFINE_OP(transpose_each) {
                      Elements(data) / (data.dims[lead] * data.dims[lead + 1]), data.dims[lead],
                      data.dims[lead + 1] * per_byte, bytes ? 8 / per_byte : 32});
   }
-  return call(
-      kernels::TransposeEach(call.exec, pairs.data(), static_cast<int64_t>(pairs.size())));
+  return call(kernels::TransposeEach(call.exec, pairs.data(), static_cast<int64_t>(pairs.size())));
 }
 
 }  // namespace qshard

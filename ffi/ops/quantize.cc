@@ -54,13 +54,14 @@ Error Quantize(const Call<Platform>& call) {
     });
   };
   if (call.text("scale_dtype") == E8M0::kName)
-    return with_scales(kernels::E8M0Scales{
-        call.text("rounding") == "up" ? PowerRounding::kUp : PowerRounding::kFloor});
+    return with_scales(kernels::E8M0Scales{call.text("rounding") == "up" ? PowerRounding::kUp
+                                                                         : PowerRounding::kFloor});
   return with_scales(kernels::FloatScales{call.number("eps"), call.flag("pow2")});
 }
 
-// Both planes of NVFP4 for each matrix of x alone. A matrix has one global amax, but an operand that
-// is cut with x has to have axes of x: all numbers of a matrix are the same, and the first is read.
+// Both planes of NVFP4 for each matrix of x alone. A matrix has one global amax, but an operand
+// that is cut with x has to have axes of x: all numbers of a matrix are the same, and the first is
+// read.
 template <class In, class Platform>
 Error QuantizeNvfp4Each(const Call<Platform>& call, kernels::Nvfp4Scales scales,
                         const Blocks& blocks, kernels::BothPlanes<uint8_t> out) {

@@ -23,9 +23,9 @@ QSHARD_DEFINE_OP(scale_from_amax) {
 // finite element saturates (arXiv:2506.08027). "floor": OCP MX v1.0, 6.3.
 QSHARD_DEFINE_OP(scale_e8m0) {
   return DispatchUnpacked(call.text("element"), [&](auto code) {
-    const kernels::PowerRule rule{
-        decltype(code)::type::kMax,
-        call.text("rounding") == "up" ? PowerRounding::kUp : PowerRounding::kFloor};
+    const kernels::PowerRule rule{decltype(code)::type::kMax, call.text("rounding") == "up"
+                                                                  ? PowerRounding::kUp
+                                                                  : PowerRounding::kFloor};
     return call(kernels::ScaleE8M0(call.exec, Data<float>(call.arg(0)), Elements(call.arg(0)), rule,
                                    Mutable<float>(call.ret(0)), Mutable<uint8_t>(call.ret(1))));
   });

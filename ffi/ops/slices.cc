@@ -75,8 +75,7 @@ Error SetData(const Call<Platform>& call, int data_index, int scale, int64_t per
                      slice.cols, per_byte == 1 ? "" : ", two a byte");
     } else {
       // Two codes a byte: a slice that starts amid one needs half a byte more.
-      const int64_t needed =
-          slice.length == 0 ? 0 : CeilDiv(slice.length + per_byte - 1, per_byte);
+      const int64_t needed = slice.length == 0 ? 0 : CeilDiv(slice.length + per_byte - 1, per_byte);
       QSHARD_REQUIRE(bytes >= needed, call.op(), ": data[", i, "] ", Shape(data),
                      " has no room for the codes of ", slice.length, " elements; give it ", needed,
                      " bytes");
@@ -88,9 +87,9 @@ Error SetData(const Call<Platform>& call, int data_index, int scale, int64_t per
 }  // namespace
 
 // amax holds the grids of all weights, then, if `whole` is "tensor" or "row", the amaxes of whole
-// weights, or of all their rows. Each becomes the larger of itself and of what the slice has in that
-// block, so zeros stay where the slice has no element, and an integer maximum over ranks gives the
-// amaxes of the whole weights.
+// weights, or of all their rows. Each becomes the larger of itself and of what the slice has in
+// that block, so zeros stay where the slice has no element, and an integer maximum over ranks gives
+// the amaxes of the whole weights.
 QSHARD_DEFINE_OP(amax_slices) {
   const std::string_view whole = call.text("whole");
   Slices slices;
@@ -116,8 +115,8 @@ QSHARD_DEFINE_OP(amax_slices) {
 
 // Element i of a weight becomes encode(x[i - start] * scale of its block). Only codes of the slice
 // are written: where a rank has half of a byte, the other half stays as it is. data[w] holds all
-// codes of weight w; or, with `pieces`, those of the slice alone, from the byte of its first element
-// on. So pieces that start as zeros meet in a byte by addition, or OR.
+// codes of weight w; or, with `pieces`, those of the slice alone, from the byte of its first
+// element on. So pieces that start as zeros meet in a byte by addition, or OR.
 QSHARD_DEFINE_OP(cast_slices) {
   Slices slices;
   QSHARD_RETURN_IF_ERROR(SlicesOf(call, 2, WholeAmax::kNone, call.flag("pieces"), &slices));

@@ -162,7 +162,10 @@ class Op:
         self, shapes: Sequence[tuple[int, ...]], operands: Sequence[Any], options: Mapping[str, Any]
     ) -> list[tuple[tuple[int, ...], str]]:
         """Shapes and dtypes of the results by their pattern; raises for what the op does not take."""
-        not_given = {"cuttable", "dtype", "shapes", "split"} | self._sizes - {*self.spec.attributes, *self.spec.open_axes}
+        not_given = {"cuttable", "dtype", "shapes", "split"} | self._sizes - {
+            *self.spec.attributes,
+            *self.spec.open_axes,
+        }
         given = {name: value for name, value in options.items() if name not in not_given}
         return self.spec.results(shapes, [str(a.dtype) for a in operands], given, options.get("dtype"))
 

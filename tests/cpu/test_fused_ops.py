@@ -246,8 +246,22 @@ REFUSED = [
     ("quantize_block", (1, 4), (4, 8), [(4, 8), (4, 2)], {**FP8, "eps": -1.0}, "eps .-1. is not at least 0"),
     ("quantize_block", (1, 4), (4, 8), [(4, 8), (4, 2)], {**FP8, "rounding": "x"}, "rounding .x. is not one of up"),
     ("quantize_block", (1, 4), (4, 8), [(4, 8), (4, 2)], {**FP8, "scale_dtype": "x"}, "scale_dtype .x. is not"),
-    ("quantize_block", (1, 4), (4, 8), [(4, 8), (4, 2)], {**FP8, "element": E2M1.name}, "element .* is not one of float8"),
-    ("quantize_block", (1, 4), (4, 8), [(4, 8), (4, 2)], {**FP8, "split": True}, "does not have the axes .* in split blocks"),
+    (
+        "quantize_block",
+        (1, 4),
+        (4, 8),
+        [(4, 8), (4, 2)],
+        {**FP8, "element": E2M1.name},
+        "element .* is not one of float8",
+    ),
+    (
+        "quantize_block",
+        (1, 4),
+        (4, 8),
+        [(4, 8), (4, 2)],
+        {**FP8, "split": True},
+        "does not have the axes .* in split blocks",
+    ),
     ("quantize_block_t", (4, 1), (4, 8), [(4, 4), (8, 1)], FP8, r"data_t \(4, 4\) .*\(8, 4\)"),
     ("quantize_block_t", (4, 1), (4, 8), [(8, 4), (2, 8)], FP8, r"scale_inv_t \(2, 8\) .*\(8, 1\)"),
     ("quantize_block_both", (4, 4), (4, 8), [(4, 8), (4, 2), (4, 8), (8, 1)], MX, "scale_inv_c .8, 1."),
@@ -302,7 +316,9 @@ def test_a_global_amax_is_of_the_first_axes_of_the_grid():
     for shape in [(3,), (4, 3), (4, 2, 1)]:
         results = results_of("quantize_nvfp4", [(4, 16), (4, 2)], FP4)
         operands = torch.ones(4, 32), torch.ones(shape)
-        refused("quantize_nvfp4", (1, 16), operands, results, FP4, "global_amax .* is not the first axes of blocks of x")
+        refused(
+            "quantize_nvfp4", (1, 16), operands, results, FP4, "global_amax .* is not the first axes of blocks of x"
+        )
 
 
 def test_shapes_are_checked_before_a_call():
