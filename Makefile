@@ -27,7 +27,7 @@ rm -rf $(1) && mkdir -p $(1)/qshard
 ln -s $(CURDIR)/qshard/* $(CURDIR)/torch_bridge $(1)/qshard/
 endef
 
-.PHONY: help train test slow sanitize h100 notebooks gpu bench report lint format tree wheel bare clean
+.PHONY: help train test slow fuzz sanitize h100 notebooks gpu bench report lint format tree wheel bare clean
 .DELETE_ON_ERROR:
 # Two pips must not write one environment at a time; the compiler runs in parallel all the same.
 .NOTPARALLEL:
@@ -46,10 +46,15 @@ test: $(STAMP)test $(STAMP)package  ## run the tests; ARGS="tests/cpu -k cast" f
 slow: $(STAMP)test $(STAMP)package  ## run the tests that take minutes, which `make test` leaves out
 	$(BIN)/pytest -n 2 --dist worksteal -m slow $(or $(ARGS),tests)
 
+FUZZ_FLAGS = $(if $(CALLS),--calls $(CALLS),--calls 100000) $(if $(SEED),--seed $(SEED))
+fuzz: $(STAMP)test $(STAMP)package  ## call every op with what it takes and what it must refuse; CALLS=n SEED=n
+	mkdir -p build
+	$(PY) -P tests/fuzz/fuzz_calls.py $(FUZZ_FLAGS) --progress build/fuzz_call
+
 # A build of its own, in an environment of its own: the hook of the editable install would find the plain extension.
 # Python is not built so, so the runtime of the sanitizers has to be there first, and the leaks that it counts are Python's.
 SANITIZED       := build/sanitize
-SANITIZED_TESTS := $(addprefix tests/cpu/test_,kernels_simd.py adam.py fused_ops.py block_ops.py \
+SANITIZED_TESTS := $(addprefix tests/cpu/test_,calls.py kernels_simd.py adam.py fused_ops.py block_ops.py \
                      rotated_and_random_ops.py master.py master_torch.py torch_ops.py)
 sanitize: $(STAMP)test $(STAMP)package  ## run the tests of the CPU kernels under AddressSanitizer and UBSan
 	$(BIN)/cmake -S ffi -B $(SANITIZED)/cmake -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG=-g1 -DQSHARD_CUDA=OFF \

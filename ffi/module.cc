@@ -7,6 +7,7 @@
 
 #include "core/format.h"
 #include "host/call.h"
+#include "host/rows.h"
 #include "host/thread_pool.h"
 #include "kernels/cpu/simd.h"
 #include "xla/ffi/api/c_api.h"
@@ -24,14 +25,6 @@ namespace nb = nanobind;
 #endif
 
 namespace {
-
-nb::list Ops() {
-  nb::list ops;
-#define QSHARD_OP(name, ...) ops.append(nb::make_tuple(#name, __VA_ARGS__));
-#include "ops.def"
-#undef QSHARD_OP
-  return ops;
-}
 
 nb::capsule Capsule(XLA_FFI_Error* (*handler)(XLA_FFI_CallFrame*)) {
   return nb::capsule(reinterpret_cast<void*>(handler), qshard::host::kHandlerCapsule);
@@ -70,10 +63,9 @@ void AddElement(nb::dict& formats) {
 
 nb::dict Formats() {
   nb::dict formats;
-  AddElement<qshard::E4M3>(formats);
-  AddElement<qshard::E5M2>(formats);
-  AddElement<qshard::E2M1>(formats);
-  AddElement<qshard::E8M0>(formats);
+#define QSHARD_ADD(to, F) AddElement<qshard::F>(to);
+  QSHARD_FOR_EACH_CODE(QSHARD_ADD, formats)
+#undef QSHARD_ADD
   nb::dict float16, nvfp4;
   float16["max"] = qshard::float16::kMax;
   formats["float16"] = float16;
@@ -95,7 +87,9 @@ nb::list SimdTargets() {
 NB_MODULE(_ffi, m) {
   qshard::kernels::Simd();  // ImportError if QSHARD_SIMD names no target of this machine
   m.doc() = "XLA FFI handlers of qshard and a host that runs them on DLPack tensors.";
-  m.def("ops", Ops, "[(name, axis pattern, dtypes, reduction)], as ops.def has them.");
+  // Rows live as long as the process, and Python at its end does not collect what holds them.
+  nb::set_leak_warnings(false);
+  qshard::host::DefineRows(m);
   m.def("handlers", Handlers, nb::arg("platform"),
         "{op name: capsule} for \"cpu\" or \"cuda\"; empty for a platform this build lacks.");
   m.def("formats", Formats, "{name: traits}, as core/format.h has them.");
@@ -105,8 +99,19 @@ NB_MODULE(_ffi, m) {
       "simd", [] { return std::string(qshard::kernels::Simd().target); },
       "The SIMD target of the CPU kernels: scalar, avx2 or avx512.");
   m.def("simd_targets", SimdTargets, "The SIMD targets of this machine, the best one last.");
+  m.def("follow_num_threads", qshard::host::FollowNumThreads, nb::arg("n"),
+        "set_num_threads, unless that was called: the number that a framework uses.");
   m.def("num_threads", qshard::host::NumThreads, "Threads a CPU kernel may use when called here.");
-  m.def("set_num_threads", qshard::host::SetNumThreads, nb::arg("n"));
+  m.def(
+      "set_num_threads",
+      [](int64_t n) {
+        if (n < 1)
+          throw nb::value_error(
+              ("set_num_threads: n (" + std::to_string(n) + ") is not positive; give 1 or more")
+                  .c_str());
+        qshard::host::SetNumThreads(n);
+      },
+      nb::arg("n"));
 #if defined(QSHARD_WITH_CUDA)
   m.attr("cuda_built") = true;
 #else

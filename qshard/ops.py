@@ -1,11 +1,11 @@
-"""Ops as data: what each takes and gives, from one axis pattern.
+"""Ops as data: what each takes and gives, from its row of `ffi/ops.def`.
 
-`ffi/ops.def` names every op with its arguments and an axis pattern in the notation of einops. From that one string come
-the shapes of the outputs, the errors for shapes that do not fit, the sharding rule of the JAX front end (which axes may
-be cut without communication) and what a cut axis must be reduced with.
+The row is parsed, and calls are held against it, in C++ (`ffi/core/bind.h`): whoever asks gets the same answer and the
+same error. From its axis pattern come the shapes of the outputs, the errors for shapes that do not fit, the sharding
+rule of the JAX front end (which axes may be cut without communication), and what a cut axis must be reduced over.
 
 Ops on many tensors take lists, `x[]`, after their single operands, and change what they write in place: each result has
-the name of an operand. So their patterns say how axes belong together, and shapes are the caller's business.
+the name of an operand. Their shapes are checked when they are called.
 
 Sources: einops (one parsed pattern, thin backends); Shardy's sharding rules (factors).
 """
@@ -17,65 +17,50 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from qshard import _ffi
 from qshard.formats import ELEMENTS
-from qshard.patterns import Axes, Factor, Pattern, Shape, Solver, Term
 
-__all__ = ["ATTRIBUTE_TYPES", "Binding", "Factor", "OpSpec", "Operand", "multi_table", "table"]
+__all__ = ["Axes", "Binding", "Factor", "OpSpec", "Operand", "Shape", "multi_table", "table"]
 
-# Types of attributes by name; those that are not here are int.
-ATTRIBUTE_TYPES: dict[str, type] = {
-    "decay": str,
-    "element": str,
-    "eps": float,
-    "error": str,
-    "exp_avg_dtype": str,
-    "exp_avg_sq_dtype": str,
-    "low": str,
-    "most_recent": bool,
-    "pieces": bool,
-    "pow2": bool,
-    "rounded_to": str,
-    "rounding": str,
-    "scale_dtype": str,
-    "scale_max": float,
-    "shapes": tuple,
-    "split": bool,
-    "update": bool,
-    "whole": str,
-}
+Shape = tuple[int, ...]
 
-_FLOATS = ("float32", "bfloat16", "float16")
-_BYTE_ELEMENTS = tuple(e.name for e in ELEMENTS.values() if e.bits == 8)
-_BYTES = ("uint8", "int8", *_BYTE_ELEMENTS)
+
+@dataclass(frozen=True)
+class Factor:
+    """A piece of an axis that is cut or kept as one: its name, unique in a binding, and its size."""
+
+    name: str
+    size: int
+
+
+Axes = tuple[tuple[Factor, ...], ...]
 
 
 @dataclass(frozen=True)
 class Operand:
-    """One operand or result of an op: its name, its dtype class as in `ops.def`, its axes; whether it is a list."""
+    """One operand or result of an op.
+
+    Attributes:
+      name: of the argument.
+      dtype: its dtype class, as in `ops.def`.
+      terms: a tuple of factor names for each plain or composite axis, `"*name"` for any number of axes, or `"..."`.
+      pattern: the same as it is written.
+      many: whether it is a list.
+      optional: whether attributes may leave the list out.
+    """
 
     name: str
     dtype: str
-    pattern: Pattern
+    terms: tuple[tuple[str, ...] | str, ...]
+    pattern: str
     many: bool = False
-
-    @property
-    def terms(self) -> tuple[Term, ...]:
-        return self.pattern.terms
+    optional: bool = False
 
     def codes_per_byte(self, element: str | None) -> int:
         """How many codes share a byte, if this holds codes of `element`; else 1."""
         if self.dtype == "packed":
             return 2
         return ELEMENTS[element].codes_per_byte if self.dtype == "code" and element is not None else 1
-
-    def dtypes(self, element: str | None = None, scale_dtype: str | None = None) -> tuple[str | None, ...]:
-        """Dtype strings that this may have. One-byte floats may also come as uint8, packed codes only so."""
-        if self.codes_per_byte(element) > 1:
-            return ("uint8",)
-        name = {"code": element, "scale": scale_dtype}.get(self.dtype, self.dtype)
-        if self.dtype == "code" or name in _BYTE_ELEMENTS:
-            return ("uint8", name)
-        return {"float": _FLOATS, "byte": _BYTES, "word": ("uint32", "int32")}.get(self.dtype, (name,))
 
 
 @dataclass(frozen=True)
@@ -144,57 +129,48 @@ class OpSpec:
     Attributes:
       name: of the op, everywhere: `ops.def`, handler, JAX target, `torch.ops.qshard`.
       inputs, outputs: the operands and results.
-      attributes: names of the handler's attributes.
-      reduction: what a factor that is missing from the outputs must be reduced with over ranks: "max", or "".
+      attributes: the handler's attributes by name, and their types in a schema: int, float, bool, str or int[].
+      open_axes: numbers of axes that shapes leave open, by name: of a `*name` before another; `lead`, of a result's
+        `...`.
+      missing: for each result, the factors of the first operand that it lacks, and that must be reduced over ranks
+        which cut them.
     """
 
     name: str
     inputs: tuple[Operand, ...]
     outputs: tuple[Operand, ...]
-    attributes: tuple[str, ...]
-    reduction: str
+    attributes: Mapping[str, str]
+    open_axes: tuple[str, ...]
+    missing: tuple[tuple[str, ...], ...]
+    row: _ffi.Row
 
     @classmethod
-    def parse(
-        cls, name: str, arguments: str, pattern: str, dtypes: str, attributes: str = "", reduction: str = ""
-    ) -> OpSpec:
+    def parse(cls, name: str, arguments: str, pattern: str, dtypes: str, attributes: str = "") -> OpSpec:
         """Reads one row of `ops.def`.
 
-        >>> spec = OpSpec.parse("rowsum", "x -> y", "m (k block) -> m k", "float -> float32", "block", "sum")
-        >>> spec.bind([(4, 64)], block=32).output_shapes
-        ((4, 2),)
-        >>> spec.bind([(4, 65)], block=32)
+        >>> spec = OpSpec.parse("rowsum", "x -> y", "m (k run) -> m k", "float -> float32", "run: int 1..")
+        >>> spec.results([(4, 64)], ["float32"], {"run": 32}), spec.missing
+        ([((4, 2), 'float32')], (('run',),))
+        >>> spec.bind([(4, 65)], run=32)
         Traceback (most recent call last):
-        ValueError: rowsum: x (4, 65) has an axis of 65, which is not a whole number of block=32; pad or shard it to one
+        ValueError: rowsum: x (4, 65) has an axis of 65, which is not a whole number of run=32; pad or shard it to one
         """
-        sides = []
-        for names, patterns, kinds in zip(*(text.split("->") for text in (arguments, pattern, dtypes)), strict=True):
-            columns = ([part.strip() for part in side.split(",")] for side in (names, patterns, kinds))
-            sides.append(
-                tuple(
-                    Operand(n.removesuffix("[]"), d, Pattern.parse(p), n.endswith("[]"))
-                    for n, p, d in zip(*columns, strict=True)
-                )
-            )
-        inputs, outputs = sides
-        return cls(name, inputs, outputs, tuple(attributes.split()), reduction)
+        return cls.of(_ffi.Row(name, arguments, pattern, dtypes, attributes))
+
+    @classmethod
+    def of(cls, row: _ffi.Row) -> OpSpec:
+        """A row as the extension has parsed it."""
+        inputs, outputs = (tuple(Operand(**o) for o in side) for side in (row.inputs, row.outputs))
+        types = {name: kind for name, (kind, *_) in row.attributes.items()}
+        return cls(row.name, inputs, outputs, types, row.open_axes, row.missing, row)
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.inputs, self.outputs))
 
     @property
     def many(self) -> bool:
         """Whether the op takes lists of tensors."""
-        return any(operand.many for operand in self.inputs)
-
-    @property
-    def open_axes(self) -> tuple[str, ...]:
-        """Numbers of axes that shapes leave open, by name: of a `*name` before another; `lead`, of a result's `...`."""
-        known: set[str] = set()
-        found: list[str] = []
-        for operand in self.inputs:
-            stars = [term[1:] for term in operand.terms if isinstance(term, str) and term.startswith("*")]
-            new = [star for star in stars if star not in known]
-            found.extend(new[:-1])
-            known.update(new)
-        return (*found, *(["lead"] if any("..." in operand.terms for operand in self.outputs) else []))
+        return self.row.many
 
     def bind(
         self, shapes: Sequence[Shape], *, element: str | None = None, split: bool = True, **static: int
@@ -220,47 +196,39 @@ class OpSpec:
         >>> cast.bind([(4, 64), (4, 4)], element="float4_e2m1fn", block_rows=1, block_cols=16).output_shapes
         ((4, 32),)
         """
-        if len(shapes) != len(self.inputs):
-            raise ValueError(f"{self.name}: {len(shapes)} operands are not the {len(self.inputs)} it takes")
-        solver = Solver(self.name, static)
-        operands = [(o.name, o.pattern, o.codes_per_byte(element)) for o in (*self.inputs, *self.outputs)]
-        for (name, pattern, per_byte), shape in zip(operands, shapes, strict=False):
-            solver.bind(name, pattern, tuple(shape), per_byte)
-        solver.split = (
-            split and "split" in self.attributes and all(solver.splits(p, per_byte) for _, p, per_byte in operands)
-        )
-        axes = tuple(solver.expand(*operand) for operand in operands)
-        return Binding(axes[: len(shapes)], axes[len(shapes) :], solver.split)
+        given = static if element is None else {**static, "element": element}
+        return _bind(self.row, tuple(map(tuple, shapes)), tuple(given.items()), split)
 
-    def check_dtypes(
-        self, dtypes: Sequence[str], *, element: str | None = None, scale_dtype: str | None = None
-    ) -> None:
-        """Raises TypeError unless the operands have dtypes that the op takes."""
-        for operand, dtype in zip(self.inputs, dtypes, strict=True):
-            legal = operand.dtypes(element, scale_dtype)
-            if dtype not in legal:
-                names = " or ".join(str(d) for d in legal)
-                raise TypeError(f"{self.name}: {operand.name} ({dtype}) is not {names}; cast or view it first")
-
-    def output_dtypes(
+    def results(
         self,
+        shapes: Sequence[Shape],
         dtypes: Sequence[str],
-        *,
-        element: str | None = None,
+        attributes: Mapping[str, object],
         dtype: str | None = None,
-        scale_dtype: str | None = None,
-    ) -> tuple[str, ...]:
-        """Dtype strings of the results; `dtype` chooses where the op can give any float. Codes come as `element`."""
-        if "float" in (o.dtype for o in self.outputs) and dtype not in _FLOATS:
-            raise TypeError(f"{self.name}: dtype ({dtype}) is not {' or '.join(_FLOATS)}; ask for one of them")
-        choice = {"float": dtype, "same": dtypes[0]}
-        return tuple(str(choice.get(o.dtype, o.dtypes(element, scale_dtype)[-1])) for o in self.outputs)
+    ) -> list[tuple[Shape, str]]:
+        """Shapes and dtypes of the results, of operands by their pattern; codes come as their element.
 
-    def check_attributes(self, attributes: Mapping[str, object]) -> None:
-        """Raises TypeError unless exactly the op's attributes are given."""
-        if set(attributes) != set(self.attributes):
-            got, needed = (", ".join(sorted(names)) or "none" for names in (attributes, self.attributes))
-            raise TypeError(f"{self.name}: attributes ({got}) are not those it takes; give {needed}")
+        Args:
+          attributes: all of the op's but `split`, and the numbers of axes of `open_axes`.
+          dtype: of the result where the op can give any float.
+
+        Raises:
+          ValueError, TypeError: the call does not fit the row.
+
+        >>> table()["cast_tensor"].results([(4, 6), ()], ["float32"] * 2, {"element": "float8_e4m3fn"})
+        [((4, 6), 'float8_e4m3fn')]
+        """
+        return self.row.bind(shapes, dtypes, attributes, dtype)
+
+
+@functools.lru_cache(maxsize=4096)
+def _bind(row: _ffi.Row, shapes: tuple[Shape, ...], static: tuple[tuple[str, int | str], ...], split: bool) -> Binding:
+    inputs, outputs, is_split = row.axes(shapes, dict(static), split)
+    return Binding(_factors(inputs), _factors(outputs), is_split)
+
+
+def _factors(side: tuple[tuple[tuple[tuple[str, int], ...], ...], ...]) -> tuple[Axes, ...]:
+    return tuple(tuple(tuple(Factor(*factor) for factor in axis) for axis in axes) for axes in side)
 
 
 def table() -> dict[str, OpSpec]:
@@ -275,7 +243,5 @@ def multi_table() -> dict[str, OpSpec]:
 
 @functools.cache
 def _rows() -> tuple[dict[str, OpSpec], dict[str, OpSpec]]:
-    from qshard import _ffi
-
-    specs = [OpSpec.parse(*row) for row in _ffi.ops()]
+    specs = [OpSpec.of(row) for row in _ffi.ops()]
     return {s.name: s for s in specs if not s.many}, {s.name: s for s in specs if s.many}

@@ -40,17 +40,15 @@ def call(
     if split is not None:
         options["split"] = split
     attributes = {name: options[name] for name in spec.attributes}
-    spec.check_attributes(attributes)
     binding = spec.bind([x.shape for x in inputs], **_static(options))
     assert binding.split or not split
-    names = spec.output_dtypes(
+    made = spec.results(
+        [x.shape for x in inputs],
         [str(x.dtype) for x in inputs],
-        element=options.get("element"),
-        scale_dtype=options.get("scale_dtype"),
-        dtype=None if dtype is None else str(np.dtype(dtype)),
+        {name: value for name, value in options.items() if name != "split"},
+        None if dtype is None else str(np.dtype(dtype)),
     )
-    kinds = [np.dtype(np.uint8 if name in ELEMENTS else name) for name in names]
-    outputs = list(zip(binding.output_shapes, kinds, strict=True))
+    outputs = [(shape, np.dtype(np.uint8 if name in ELEMENTS else name)) for shape, name in made]
     every = [_run(op, inputs, outputs, binding, attributes, way) for way in ways]
     for way, results in zip(ways, every, strict=True):
         for x, y in zip(results, every[0], strict=True):

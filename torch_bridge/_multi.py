@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from qshard import _ffi
-from qshard.ops import ATTRIBUTE_TYPES, OpSpec, multi_table
+from qshard.ops import OpSpec, multi_table
 
 __all__ = ["bind", "call_in_place", "ops"]
 
@@ -48,6 +48,8 @@ def call_in_place(op: str, operands: Sequence[Tensor | Sequence[Tensor]], attrib
     if not outputs:
         return
     handlers = _HANDLERS["CUDA" if outputs[0].is_cuda else "CPU"]
+    if not outputs[0].is_cuda:
+        _ffi.follow_num_threads(torch.get_num_threads())
     if not handlers:
         raise NotImplementedError(
             f"{op}: device ({outputs[0].device}) is not one that this build of qshard has kernels for; "
@@ -100,11 +102,7 @@ def _schema(spec: OpSpec) -> str:
     for operand in spec.inputs:
         kind = f"Tensor({next(aliases)}!)" if operand.name in written else "Tensor"
         operands.append(f"{kind}{'[]' if operand.many else ''} {operand.name}")
-    kinds = (ATTRIBUTE_TYPES.get(name, int) for name in spec.attributes)
-    keywords = [
-        f"{'int[]' if kind is tuple else kind.__name__} {name}"
-        for name, kind in zip(spec.attributes, kinds, strict=True)
-    ]
+    keywords = [f"{kind} {name}" for name, kind in spec.attributes.items()]
     return f"{spec.name}({', '.join(operands)}{', *, ' if keywords else ''}{', '.join(keywords)}) -> ()"
 
 

@@ -20,12 +20,13 @@ from torch import Tensor
 
 from qshard import _ffi
 from qshard.formats import ELEMENTS
-from qshard.ops import ATTRIBUTE_TYPES, OpSpec, table
+from qshard.ops import OpSpec, table
 
 __all__ = ["bind", "call_into", "dtype_name", "into", "ops"]
 
 _CPU, _CUDA = _ffi.handlers("cpu"), _ffi.handlers("cuda")
 _LIBRARY = torch.library.Library("qshard", "DEF")
+_is_negated = torch.Tensor.is_neg
 _SPLIT = frozenset(spec.name for spec in table().values() if "split" in spec.attributes)
 
 
@@ -50,7 +51,17 @@ def call_into(op: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], attr
     >>> codes.view(torch.float8_e4m3fn).float()
     tensor([2., 2., 2.])
     """
-    handlers = _CUDA if outputs[0].is_cuda else _CPU
+    if any(map(_is_negated, inputs)) or any(map(_is_negated, outputs)):
+        raise ValueError(f"{op}: a tensor is a negated view, whose memory has other signs; call .resolve_neg() on it")
+    _run(op, inputs, outputs, attributes)
+
+
+def _run(op: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], attributes: Mapping[str, Any]) -> None:
+    if outputs[0].is_cuda:
+        handlers = _CUDA
+    else:
+        handlers = _CPU
+        _ffi.follow_num_threads(torch.get_num_threads())
     if not handlers:
         raise _no_kernels(op, outputs[0].device)
     _ffi.call(handlers[op], inputs, outputs, {**attributes, "split": False} if op in _SPLIT else attributes)
@@ -131,7 +142,7 @@ def bind(spec: OpSpec) -> Callable[..., Any]:
         )
         made = [x.new_empty(shape, dtype=dtype) for shape, dtype in outputs]
         try:
-            call_into(spec.name, inputs, made, attributes)
+            _run(spec.name, inputs, made, attributes)
         except ValueError:
             _check_tensors(spec, inputs)  # The host names no operands. Looked at only now, to keep good calls short.
             raise
@@ -145,34 +156,46 @@ def bind(spec: OpSpec) -> Callable[..., Any]:
 
 
 def _planner(spec: OpSpec) -> Callable[..., _Plan]:
+    codes = tuple(operand.dtype != "same" for operand in spec.outputs)
+
     def plan(
         shapes: tuple[tuple[int, ...], ...], dtypes: tuple[torch.dtype, ...], keywords: tuple[tuple[str, Any], ...]
     ) -> _Plan:
         given = {**dict.fromkeys(spec.open_axes, 0), **dict(keywords)}
         dtype = given.pop("dtype", None)
-        attributes = {name: given[name] for name in _attributes(spec) if name in given}
-        spec.check_attributes({**attributes, "split": False} if spec.name in _SPLIT else attributes)
-        for name in ("element", "scale_dtype"):
-            if (value := attributes.get(name)) is not None and value not in (*ELEMENTS, *_MORE_DTYPES[name]):
-                legal = ", ".join((*_MORE_DTYPES[name], *ELEMENTS))
-                raise ValueError(f"{spec.name}: {name} ({value}) is not one of {legal}; name one")
-        element, scale_dtype = attributes.get("element"), attributes.get("scale_dtype")
+        sizes = [tuple(map(_size, shape)) for shape in shapes]
         names = [dtype_name(d) for d in dtypes]
-        spec.check_dtypes(names, element=element, scale_dtype=scale_dtype)
-        static = {name: value for name, value in given.items() if name not in ATTRIBUTE_TYPES}
-        made = spec.bind([tuple(shape) for shape in shapes], element=element, **static).output_shapes
-        chosen = None if dtype is None else dtype_name(dtype)
-        results = spec.output_dtypes(names, element=element, scale_dtype=scale_dtype, dtype=chosen)
+        results = spec.results(sizes, names, given, None if dtype is None else dtype_name(dtype))
+        made = [shape for shape, _ in results]
+        if any(isinstance(size, torch.SymInt) for shape in shapes for size in shape):
+            made = [tuple(_symbol(extent, shapes) for extent in extents) for extents in spec.row.extents(sizes, given)]
         kinds = (
-            torch.uint8 if operand.dtype != "same" and name in ELEMENTS else getattr(torch, name)
-            for operand, name in zip(spec.outputs, results, strict=True)
+            torch.uint8 if coded and name in ELEMENTS else getattr(torch, name)
+            for coded, (_, name) in zip(codes, results, strict=True)
         )
+        attributes = {name: given[name] for name in _attributes(spec)}
         return _Plan(tuple(zip(made, kinds, strict=True)), attributes)
 
     return plan
 
 
-_MORE_DTYPES: dict[str, tuple[str, ...]] = {"element": (), "scale_dtype": ("float32",)}
+def _size(size: int | torch.SymInt) -> int:
+    """An extent as a number. While shapes are symbols it is what the trace has seen; the op checks what comes later."""
+    if isinstance(size, torch.SymInt) and (hint := size.node.hint) is not None:
+        return int(hint)
+    return int(size)
+
+
+def _symbol(extent: tuple[int, ...], shapes: Sequence[Sequence[int]]) -> int:
+    """An extent of a result, from those of operands."""
+    operand, axis, times, run, size, per_byte = extent
+    if operand < 0:
+        return size // per_byte
+    given = shapes[operand][axis]
+    given = given if times == 1 else given * times
+    given = given if run == 1 else -(-given // run)
+    given = given if size == 1 else given * size
+    return given if per_byte == 1 else given // per_byte
 
 
 def _attributes(spec: OpSpec) -> list[str]:
@@ -182,7 +205,7 @@ def _attributes(spec: OpSpec) -> list[str]:
 def _schema(spec: OpSpec) -> str:
     operands = ", ".join(f"Tensor {operand.name}" for operand in spec.inputs)
     named = [name for name in _attributes(spec) if name not in spec.open_axes]
-    keywords = [f"{ATTRIBUTE_TYPES.get(name, int).__name__} {name}" for name in named]
+    keywords = [f"{spec.attributes[name]} {name}" for name in named]
     keywords += ["ScalarType dtype"] * any(operand.dtype == "float" for operand in spec.outputs)
     keywords += [f"int {name}=0" for name in spec.open_axes]
     results = "Tensor" if len(spec.outputs) == 1 else "(" + ", ".join("Tensor" for _ in spec.outputs) + ")"

@@ -58,6 +58,9 @@ struct float16 {
   uint16_t bits;
 };
 
+template <class F>
+constexpr int64_t kCodesPerByte = F::kBits <= 4 ? 2 : 1;
+
 // NVFP4: E2M1 in blocks of 1 x 16 or 16 x 16. The largest block of a tensor, or row, gets the scale
 // E4M3::kMax, or this one, which leaves room for the 1.5 times it that four over six tries.
 constexpr int kNvfp4Block = 16;
@@ -86,10 +89,6 @@ constexpr float kNvfp4SmallScaleMax = 256.0f;
   QSHARD_FOR_EACH_FP8(QSHARD_WITH, Float, X, __VA_ARGS__)       \
   QSHARD_FOR_EACH_ELEMENT(QSHARD_WITH, PowerOfTwo, X, __VA_ARGS__)
 #define QSHARD_WITH(Last, X, ...) X(__VA_ARGS__, Last)
-
-// Codes in a byte of storage.
-template <class F>
-constexpr int kPerByte = F::kBits == 4 ? 2 : 1;
 
 }  // namespace qshard
 

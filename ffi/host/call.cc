@@ -1,13 +1,12 @@
 #include "host/call.h"
 
-#include <algorithm>
 #include <array>
 #include <memory>
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include "host/api.h"
+#include "host/attributes.h"
 #include "host/tensor.h"
 
 #if defined(QSHARD_WITH_CUDA)
@@ -20,124 +19,23 @@ namespace qshard::host {
 namespace {
 
 constexpr size_t kFewBuffers = 16;  // what a call holds without allocating
-constexpr size_t kMaxAttributes = 16;
-
-// The attributes of one call in the form XLA gives them: sorted by name; bool, int64, float32,
-// string, and arrays of int64.
-class Attributes {
- public:
-  explicit Attributes(nb::dict attributes) {
-    if (attributes.size() > kMaxAttributes) throw nb::value_error("call: too many attributes");
-    for (auto [key, value] : attributes) Add(key, value);
-    std::array<size_t, kMaxAttributes> order;
-    for (size_t i = 0; i < size_; ++i) order[i] = i;
-    std::sort(order.begin(), order.begin() + size_,
-              [&](size_t a, size_t b) { return View(entries_[a].name) < View(entries_[b].name); });
-    for (size_t i = 0; i < size_; ++i) {
-      Entry& entry = entries_[order[i]];
-      types_[i] = entry.type;
-      names_[i] = &entry.name;
-      values_[i] = entry.type == XLA_FFI_AttrType_STRING  ? static_cast<void*>(&entry.string)
-                   : entry.type == XLA_FFI_AttrType_ARRAY ? static_cast<void*>(&entry.array)
-                                                          : static_cast<void*>(&entry.scalar);
-    }
-  }
-  Attributes(const Attributes&) = delete;
-
-  XLA_FFI_Attrs Get() {
-    return {XLA_FFI_Attrs_STRUCT_SIZE,
-            nullptr,
-            static_cast<int64_t>(size_),
-            types_.data(),
-            names_.data(),
-            values_.data()};
-  }
-
- private:
-  struct Entry {
-    XLA_FFI_ByteSpan name;
-    XLA_FFI_AttrType type;
-    XLA_FFI_Scalar scalar;
-    XLA_FFI_ByteSpan string;
-    XLA_FFI_Array array;
-    std::vector<int64_t> integers;
-    union {
-      bool b;
-      int64_t i;
-      float f;
-    };
-  };
-
-  static std::string_view View(const XLA_FFI_ByteSpan& span) { return {span.ptr, span.len}; }
-
-  static XLA_FFI_ByteSpan Utf8(nb::handle text) {
-    Py_ssize_t length;
-    const char* data = PyUnicode_AsUTF8AndSize(text.ptr(), &length);
-    if (data == nullptr) nb::raise_python_error();
-    return {data, static_cast<size_t>(length)};
-  }
-
-  static int64_t Integer(nb::handle value) {
-    const int64_t i = PyLong_AsLongLong(value.ptr());
-    if (i == -1 && PyErr_Occurred()) nb::raise_python_error();
-    return i;
-  }
-
-  void Add(nb::handle key, nb::handle value) {
-    Entry& entry = entries_[size_++];
-    entry.name = Utf8(key);
-    entry.type = XLA_FFI_AttrType_SCALAR;
-    if (PyBool_Check(value.ptr())) {
-      entry.b = value.ptr() == Py_True;
-      entry.scalar = {XLA_FFI_DataType_PRED, &entry.b};
-    } else if (PyLong_Check(value.ptr())) {
-      entry.i = Integer(value);
-      entry.scalar = {XLA_FFI_DataType_S64, &entry.i};
-    } else if (PyFloat_Check(value.ptr())) {
-      entry.f = static_cast<float>(PyFloat_AS_DOUBLE(value.ptr()));
-      entry.scalar = {XLA_FFI_DataType_F32, &entry.f};
-    } else if (PyUnicode_Check(value.ptr())) {
-      entry.type = XLA_FFI_AttrType_STRING;
-      entry.string = Utf8(value);
-    } else if (PyTuple_Check(value.ptr()) || PyList_Check(value.ptr())) {
-      entry.type = XLA_FFI_AttrType_ARRAY;
-      for (nb::handle item : nb::borrow<nb::sequence>(value))
-        entry.integers.push_back(Integer(item));
-      entry.array = {XLA_FFI_DataType_S64, entry.integers.size(), entry.integers.data()};
-    } else {
-      throw nb::type_error((std::string("call: attribute ") + std::string(View(entry.name)) + " (" +
-                            nb::type_name(value.type()).c_str() +
-                            ") is not bool, int, float, str or a tuple of int")
-                               .c_str());
-    }
-  }
-
-  std::array<Entry, kMaxAttributes> entries_;
-  size_t size_ = 0;
-  std::array<XLA_FFI_AttrType, kMaxAttributes> types_;
-  std::array<XLA_FFI_ByteSpan*, kMaxAttributes> names_;
-  std::array<void*, kMaxAttributes> values_;
-};
 
 // The inputs, or the outputs, of one call: a few, or as many as an op on lists of tensors takes.
 template <class Type, Type kBuffer>
 class Buffers {
  public:
+  // The tensors are held for the call, whatever another thread does to the list of them.
   Buffers(nb::sequence objects, const char* role, bool writable)
-      : objects_(objects), size_(nb::len(objects)) {
+      : objects_(nb::steal<nb::tuple>(PySequence_Tuple(objects.ptr()))), size_(nb::len(objects_)) {
     if (size_ > kFewBuffers) {
       more_tensors_.reset(new Tensor[size_]);
       more_pointers_.reset(new void*[size_]);
       more_types_.assign(size_, kBuffer);
     }
-    size_t i = 0;
-    for (nb::handle object : objects) {
-      if (i == size_) throw nb::value_error("call: a sequence of tensors grew while it was read");
-      Import(object, role, i, writable, tensors()[i]);
+    for (size_t i = 0; i < size_; ++i) {
+      Import(objects_[i], role, i, writable, tensors()[i]);
       pointers()[i] = &tensors()[i].buffer;
-      ++i;
     }
-    size_ = i;
   }
   Buffers(const Buffers&) = delete;
 
@@ -159,7 +57,7 @@ class Buffers {
  private:
   Tensor* tensors() { return more_tensors_ ? more_tensors_.get() : few_tensors_.data(); }
 
-  nb::sequence objects_;
+  nb::tuple objects_;
   size_t size_;
   std::array<Tensor, kFewBuffers> few_tensors_;
   std::array<void*, kFewBuffers> few_pointers_;

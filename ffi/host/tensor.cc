@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <memory>
 #include <string>
-#include <unordered_map>
 
 namespace nb = nanobind;
 
@@ -120,26 +119,38 @@ void ImportSlow(nb::handle object, const char* role, size_t index, Tensor& tenso
 }  // namespace
 
 const DLPackExchangeAPI* ExchangeApi(PyTypeObject* type) {
-  // Under the GIL. Types are few and never die, so the cache may hold bare pointers.
-  static auto* cache = new std::unordered_map<PyTypeObject*, const DLPackExchangeAPI*>;
-  static PyTypeObject* last_type = nullptr;
-  static const DLPackExchangeAPI* last = nullptr;
-  if (type == last_type) return last;
-  auto [entry, is_new] = cache->try_emplace(type, nullptr);
-  if (is_new) {
-    PyObject* capsule =
-        PyObject_GetAttrString(reinterpret_cast<PyObject*>(type), "__dlpack_c_exchange_api__");
-    if (capsule != nullptr) {
-      auto* api = static_cast<const DLPackExchangeAPI*>(
-          PyCapsule_GetPointer(capsule, "dlpack_exchange_api"));
-      Py_DECREF(capsule);
-      if (api != nullptr && api->header.version.major == DLPACK_MAJOR_VERSION) entry->second = api;
-    }
-    PyErr_Clear();
+  // Under the GIL. A few types are remembered, and kept alive so that no other can take their
+  // place.
+  struct Known {
+    PyTypeObject* type;
+    const DLPackExchangeAPI* api;
+  };
+  constexpr size_t kMany = 16;
+  static Known known[kMany];
+  static size_t count = 0;
+  for (size_t i = 0; i < count; ++i)
+    if (known[i].type == type) return known[i].api;
+  const DLPackExchangeAPI* api = nullptr;
+  PyObject* capsule =
+      PyObject_GetAttrString(reinterpret_cast<PyObject*>(type), "__dlpack_c_exchange_api__");
+  if (capsule != nullptr) {
+    auto* offered =
+        static_cast<const DLPackExchangeAPI*>(PyCapsule_GetPointer(capsule, "dlpack_exchange_api"));
+    Py_DECREF(capsule);
+    if (offered != nullptr && offered->header.version.major == DLPACK_MAJOR_VERSION) api = offered;
   }
-  last_type = type;
-  last = entry->second;
-  return last;
+  PyErr_Clear();
+  if (count < kMany) {
+    Py_INCREF(reinterpret_cast<PyObject*>(type));
+    known[count++] = {type, api};
+  }
+  return api;
+}
+
+// Arrays of JAX are immutable, and may share memory with others.
+bool IsJax(nb::handle object) {
+  const nb::object module = nb::getattr(object.type(), "__module__", nb::none());
+  return nb::isinstance<nb::str>(module) && nb::cast<std::string>(module).rfind("jax", 0) == 0;
 }
 
 void Import(nb::handle object, const char* role, size_t index, bool writable, Tensor& tensor) {
@@ -149,6 +160,11 @@ void Import(nb::handle object, const char* role, size_t index, bool writable, Te
     Fill(t, object, role, index, tensor);
     return;
   }
+  if (writable && IsJax(object))
+    throw nb::type_error(
+        (Name(object, role, index) +
+         " is an array of JAX, which may not be written; call the op in qshard.jax.ops")
+            .c_str());
   try {
     if (writable)
       ImportSlow<>(object, role, index, tensor);

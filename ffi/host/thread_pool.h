@@ -6,14 +6,19 @@
 
 namespace qshard::host {
 
-// Threads a kernel may use, the caller's included. At first: those this process may run on.
+// Threads a kernel may use, the caller's included. At first OMP_NUM_THREADS; without it the cores
+// that affinity and the quota of the container leave, shared by the LOCAL_WORLD_SIZE ranks of a
+// host.
 int64_t NumThreads();
 
-// Takes effect for the next call; threads already started are kept.
+// n > 0. Takes effect for the next call; threads already started are kept.
 void SetNumThreads(int64_t n);
 
-// Runs task(data) on some thread of the pool, soon. After a fork the child starts threads of its
-// own.
+// The same, unless SetNumThreads was called: the number that the framework of the tensors uses.
+void FollowNumThreads(int64_t n);
+
+// Runs task(data) on some thread of the pool, soon; where none can be started, here. After a fork
+// the child starts threads of its own.
 void Schedule(void (*task)(void*), void* data);
 
 }  // namespace qshard::host

@@ -25,8 +25,9 @@ struct DelayedRule {
 };
 
 // One step for each of n tensors, whose windows are history [n, length], the oldest amax first. An
-// amax that is not 0 enters the window and the oldest leaves. a = max(window), or the amax itself;
-// new_scale = DelayedScale(scale, a, target), scale_inv = its inverse. Outputs may be inputs.
+// amax of 0 leaves the window and the scale as they are. Another enters the window and the oldest
+// leaves; a = max(window), or the amax itself; new_scale = DelayedScale(scale, a, target).
+// scale_inv = the inverse of new_scale. Outputs may be inputs.
 QSHARD_LAUNCHER(UpdateDelayedScale, const float* amax, const float* history, const float* scale,
                 int64_t n, int64_t length, DelayedRule rule, float* new_history, float* new_scale,
                 float* scale_inv);

@@ -36,7 +36,8 @@ def bind(name: str) -> Callable[..., Any]:
     spec = multi_table()[name]
 
     def run(*operands: Any, **attributes: Any) -> Any:
-        spec.check_attributes(attributes)
+        if attributes.keys() != spec.attributes.keys():
+            raise TypeError(f"{name}: attributes ({', '.join(attributes)}) are not {', '.join(spec.attributes)}")
         lists = [
             [jnp.asarray(x) for x in operand] if o.many else [jnp.asarray(operand)]
             for o, operand in zip(spec.inputs, operands, strict=True)

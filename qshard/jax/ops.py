@@ -39,8 +39,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from qshard import _ffi
-from qshard.ops import Binding, Factor, OpSpec, table
-from qshard.patterns import Axes
+from qshard.ops import Axes, Binding, Factor, OpSpec, table
 
 __all__ = ["Op", "bind", "may_be_cut", "names_of", "register_handlers"]
 
@@ -110,7 +109,7 @@ class Op:
           NotImplementedError: qshard was built without kernels for the device.
         """
         arrays = [jnp.asarray(operand) for operand in operands]
-        self.spec.check_dtypes([str(a.dtype) for a in arrays], **_dtype_choices(options))
+        self._results([a.shape for a in arrays], arrays, options)
         cuttable = may_be_cut(arrays[0])
         options["cuttable"] = cuttable
         binding = self._bind([a.shape for a in arrays], options)
@@ -159,15 +158,24 @@ class Op:
         binding = self.spec.bind(shapes, element=options.get("element"), split=cuttable, **static)
         return binding if cuttable else _Uncut(binding.inputs, binding.outputs)
 
+    def _results(
+        self, shapes: Sequence[tuple[int, ...]], operands: Sequence[Any], options: Mapping[str, Any]
+    ) -> list[tuple[tuple[int, ...], str]]:
+        """Shapes and dtypes of the results by their pattern; raises for what the op does not take."""
+        not_given = {"cuttable", "dtype", "shapes", "split"} | self._sizes - {
+            *self.spec.attributes,
+            *self.spec.open_axes,
+        }
+        given = {name: value for name, value in options.items() if name not in not_given}
+        return self.spec.results(shapes, [str(a.dtype) for a in operands], given, options.get("dtype"))
+
     def _attributes(self, options: Mapping[str, Any]) -> dict[str, Any]:
         not_attributes = {"cuttable", "dtype", "shapes"} | self._sizes - set(self.spec.attributes)
         return {name: value for name, value in options.items() if name not in not_attributes}
 
     def _type(self, *avals: Any, shapes: tuple[tuple[int, ...], ...], **options: Any) -> tuple[Any, ...]:
-        self.spec.check_attributes(self._attributes(options))
         binding = self._bind(shapes, options)
-        dtypes, choices = [str(a.dtype) for a in avals], _dtype_choices(options)
-        out_dtypes = self.spec.output_dtypes(dtypes, dtype=options.get("dtype"), **choices)
+        out_dtypes = [dtype for _, dtype in self._results(shapes, avals, options)]
         entries = _entries(avals[0], binding)
         # `update` keeps of the operand's type what a ShapeDtypeStruct lacks: the manual axes over which it varies.
         return tuple(
@@ -278,10 +286,6 @@ def may_be_cut(x: jax.Array) -> bool:
     if mesh.empty:
         return jax.device_count() > 1
     return mesh.size > 1 and set(mesh.axis_types) != {AxisType.Manual}
-
-
-def _dtype_choices(options: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: options.get(name) for name in ("element", "scale_dtype")}
 
 
 def _operand_factors(binding: Binding) -> list[tuple[Factor, ...]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -19,7 +18,7 @@ from qshard.jax.array import Plane, QuantizedArray
 from qshard.jax.cuts import Cut, Spec, matrix_of, shaped, vary_alike
 from qshard.jax.steps import STEPS, as_bits, as_float, integer_max, word_pair, words_plus, words_times
 from qshard.layout import stores_transposed
-from qshard.ops import table
+from qshard.ops import OpSpec
 from qshard.recipes import Recipe, Role
 
 __all__ = [
@@ -376,6 +375,4 @@ def seed_of(seed: Any) -> Any:
 
 def check_float(op: str, name: str, x: Any) -> None:
     """Raises the TypeError of the ops that read high precision, in the words of a public function's caller."""
-    spec = table()["amax_tensor"]
-    operand = dataclasses.replace(spec.inputs[0], name=name)
-    dataclasses.replace(spec, name=op, inputs=(operand,)).check_dtypes([str(jnp.result_type(x))])
+    OpSpec.parse(op, f"{name} -> y", "*lead -> *lead", "float -> float32").results([()], [str(jnp.result_type(x))], {})

@@ -222,13 +222,13 @@ def wrong(message, **change):
 
 
 def test_errors_say_what_does_not_fit():
-    wrong(r"constants \(1, 9\) is not 10 numbers for each tensor", constants=torch.zeros(1, 9))
+    wrong(r"constants \(1, 9\) does not fit '\*rows 10'", constants=torch.zeros(1, 9))
     wrong(r"constants \(0, 10\) is not 10 numbers for each of 1 tensors", constants=torch.zeros(0, 10))
-    wrong(r"param \(2, 131\) does not have the shape of grad \(2, 130\)", param=[torch.zeros(2, 131)])
+    wrong(r"param\[0\] \(2, 131\) does not fit", param=[torch.zeros(2, 131)])
     wrong(r"exp_avg_scale_inv \(2, 3\) is not one for every 128", exp_avg_scale_inv=[torch.ones(2, 3)])
-    wrong(r"exp_avg_scale_inv \(260\) is not one for every 128", exp_avg_scale_inv=[torch.ones(260)])
-    wrong(r"exp_avg .* is not float8_e4m3fn", exp_avg=[torch.zeros(2, 130)])
-    wrong(r"exp_avg_sq .* is not float32", exp_avg_sq=[torch.zeros(2, 130, dtype=torch.uint8)])
+    wrong(r"exp_avg_scale_inv \(260,\) is not one for every 128", exp_avg_scale_inv=[torch.ones(260)])
+    wrong(r"exp_avg.* is not uint8 or float8_e4m3fn", exp_avg=[torch.zeros(2, 130)])
+    wrong(r"exp_avg_sq.* is not float32", exp_avg_sq=[torch.zeros(2, 130, dtype=torch.uint8)])
     wrong(r"decay \(adamw\) is not one of none, coupled, decoupled", decay="adamw")
     wrong(r"exp_avg_dtype \(int8\) is not one of float32", exp_avg_dtype="int8")
     wrong(r"lists \(6 tensors in all\) are not 5 of equal length", grad=[torch.zeros(2, 130)] * 2)

@@ -247,13 +247,13 @@ REFUSED = [
     ("cast_block", [(4, 8), (4, 3)], {"block_rows": 1, "block_cols": 4, "element": E4M3.name}, "does not fit"),
     ("cast_block", [(4, 9), (4, 1)], {"block_rows": 1, "block_cols": 16, "element": E2M1.name}, "share a byte"),
     ("hadamard", [(4, 17)], {"block_rows": 1, "block_cols": 16}, "not a whole number of block_cols=16"),
-    ("hadamard", [(4, 16)], {"block_rows": 1, "block_cols": 8}, "1x16 or 16x1 blocks"),
+    ("hadamard", [(4, 16)], {"block_rows": 1, "block_cols": 8}, "block .1x8. is not 1x16 or 16x1"),
     ("transpose_packed", [(3, 8)], {}, "not a whole number of 2"),
     ("scale_nvfp4", [(4, 8), (3,)], {"scale_max": 448.0}, "not the first axes of amax"),
-    ("scale_nvfp4", [(4, 8), ()], {"scale_max": 100.0}, "scale_max .100. is not 448 or 256"),
-    ("scale_e8m0", [(4, 8)], {"element": E2M1.name, "rounding": "up"}, "not a format this op knows"),
-    ("scale_e8m0", [(4, 8)], {"element": E4M3.name, "rounding": "down"}, "rounding .down. is not up or floor"),
-    ("swizzle_scale", [(4, 8)], {"rows": 3}, "not a divisor of the 128"),
+    ("scale_nvfp4", [(4, 8), ()], {"scale_max": 100.0}, "scale_max .100. is not one of 448, 256"),
+    ("scale_e8m0", [(4, 8)], {"element": E2M1.name, "rounding": "up"}, "element .float4_e2m1fn. is not one of float8"),
+    ("scale_e8m0", [(4, 8)], {"element": E4M3.name, "rounding": "down"}, "rounding .down. is not one of up, floor"),
+    ("swizzle_scale", [(4, 8)], {"rows": 3}, "rows .3. is not one of 1, 2, 4"),
 ]
 
 

@@ -242,12 +242,26 @@ REFUSED = [
     ("quantize_block", (1, 4), (4, 8), [(4, 8), (4, 3)], FP8, r"scale_inv \(4, 3\) .*\(4, 2\)"),
     ("quantize_block", (1, 4), (4, 8), [(4, 7), (4, 2)], FP8, r"data \(4, 7\) .*\(4, 8\)"),
     ("quantize_block", (0, 4), (4, 8), [(4, 8), (4, 2)], FP8, "block .0x4. is not of positive"),
-    ("quantize_block", (1, 4), (8,), [(8,), (2,)], FP8, "does not have the 2 axes of a matrix"),
-    ("quantize_block", (1, 4), (4, 8), [(4, 8), (4, 2)], {**FP8, "eps": -1.0}, "eps .-1. is not zero"),
-    ("quantize_block", (1, 4), (4, 8), [(4, 8), (4, 2)], {**FP8, "rounding": "x"}, "rounding .x. is not up"),
+    ("quantize_block", (1, 4), (8,), [(8,), (2,)], FP8, "does not have the axes"),
+    ("quantize_block", (1, 4), (4, 8), [(4, 8), (4, 2)], {**FP8, "eps": -1.0}, "eps .-1. is not at least 0"),
+    ("quantize_block", (1, 4), (4, 8), [(4, 8), (4, 2)], {**FP8, "rounding": "x"}, "rounding .x. is not one of up"),
     ("quantize_block", (1, 4), (4, 8), [(4, 8), (4, 2)], {**FP8, "scale_dtype": "x"}, "scale_dtype .x. is not"),
-    ("quantize_block", (1, 4), (4, 8), [(4, 8), (4, 2)], {**FP8, "element": E2M1.name}, "not a format this op"),
-    ("quantize_block", (1, 4), (4, 8), [(4, 8), (4, 2)], {**FP8, "split": True}, "4 axes of a matrix in split"),
+    (
+        "quantize_block",
+        (1, 4),
+        (4, 8),
+        [(4, 8), (4, 2)],
+        {**FP8, "element": E2M1.name},
+        "element .* is not one of float8",
+    ),
+    (
+        "quantize_block",
+        (1, 4),
+        (4, 8),
+        [(4, 8), (4, 2)],
+        {**FP8, "split": True},
+        "does not have the axes .* in split blocks",
+    ),
     ("quantize_block_t", (4, 1), (4, 8), [(4, 4), (8, 1)], FP8, r"data_t \(4, 4\) .*\(8, 4\)"),
     ("quantize_block_t", (4, 1), (4, 8), [(8, 4), (2, 8)], FP8, r"scale_inv_t \(2, 8\) .*\(8, 1\)"),
     ("quantize_block_both", (4, 4), (4, 8), [(4, 8), (4, 2), (4, 8), (8, 1)], MX, "scale_inv_c .8, 1."),
@@ -256,10 +270,10 @@ REFUSED = [
     ("quantize_square_both", (4, 4), (4, 8), [(4, 8), (1, 2), (8, 5), (2, 1)], FP8, "data_t .8, 5."),
     ("quantize_square_both", (4, 4), (4, 8), [(4, 8), (1, 2), (8, 4), (2, 2)], FP8, "scale_inv_t .2, 2."),
     ("quantize_nvfp4", (1, 32), (4, 32), [(4, 16), (4, 1)], FP4, "1x32. is not 1x16"),
-    ("quantize_nvfp4", (1, 16), (4, 40), [(4, 20), (4, 3)], FP4, "not a whole number of 1x16"),
-    ("quantize_nvfp4", (1, 16), (4, 32), [(4, 32), (4, 2)], FP4, "two codes a byte"),
+    ("quantize_nvfp4", (1, 16), (4, 40), [(4, 20), (4, 3)], FP4, "not a whole number of block_cols=16"),
+    ("quantize_nvfp4", (1, 16), (4, 32), [(4, 32), (4, 2)], FP4, r"data .4, 32. is not of shape .4, 16."),
     ("quantize_nvfp4", (1, 16), (4, 32), [(4, 16), (4, 2)], {"scale_max": 99.0}, "scale_max .99. is not"),
-    ("quantize_nvfp4_t", (16, 1), (8, 32), [(32, 4), (32, 1)], FP4, "not a whole number of 16x1"),
+    ("quantize_nvfp4_t", (16, 1), (8, 32), [(32, 4), (32, 1)], FP4, "not a whole number of block_rows=16"),
     ("quantize_nvfp4_both", (1, 16), (16, 32), [(16, 16), (16, 2), (32, 8), (32, 1)], FP4, "not 16x16"),
     ("quantize_nvfp4_square_both", (1, 16), (16, 32), [(16, 16), (16, 2), (32, 8), (2, 16)], FP4, "not 16x16"),
     ("quantize_nvfp4_square_both", (16, 16), (16, 32), [(16, 16), (1, 2), (16, 16), (2, 1)], FP4, "data_t"),
@@ -290,10 +304,10 @@ def test_bad_dtypes_are_refused_and_write_nothing():
     x, shapes = torch.ones(4, 8), [(4, 8), (4, 2)]
     data, scale_inv = results_of("quantize_block", shapes, FP8)
     for operand, results, attributes, error in [
-        (x.double(), (data, scale_inv), FP8, "x .* is not float32, bfloat16 or float16"),
-        (x, (data.float(), scale_inv), FP8, "data .* is not float8_e4m3fn or uint8"),
+        (x.double(), (data, scale_inv), FP8, "x .* is not float32 or bfloat16 or float16"),
+        (x, (data.float(), scale_inv), FP8, "data .* is not uint8 or float8_e4m3fn"),
         (x, (data, scale_inv.byte()), FP8, "scale_inv .* is not float32"),
-        (x, (data, scale_inv), MX, "scale_inv .* is not float8_e8m0fnu or uint8"),
+        (x, (data, scale_inv), MX, "scale_inv .* is not uint8 or float8_e8m0fnu"),
     ]:
         refused("quantize_block", (1, 4), (operand,), results, attributes, error)
 
@@ -302,7 +316,9 @@ def test_a_global_amax_is_of_the_first_axes_of_the_grid():
     for shape in [(3,), (4, 3), (4, 2, 1)]:
         results = results_of("quantize_nvfp4", [(4, 16), (4, 2)], FP4)
         operands = torch.ones(4, 32), torch.ones(shape)
-        refused("quantize_nvfp4", (1, 16), operands, results, FP4, "global_amax .* is not the first axes of the grid")
+        refused(
+            "quantize_nvfp4", (1, 16), operands, results, FP4, "global_amax .* is not the first axes of blocks of x"
+        )
 
 
 def test_shapes_are_checked_before_a_call():

@@ -126,9 +126,9 @@ def test_bad_input():
     [
         ({"shapes": (4,)}, r"amax_slices: shapes \(1 numbers\) are not the rows and columns of 1 weights"),
         ({"block_rows": 0}, r"amax_slices: block \(0x2\) is not of positive size, or 0x0 for the whole weight"),
-        ({"rounded_to": "float64"}, r"amax_slices: rounded_to \(float64\) is not float32, bfloat16 or float16"),
-        ({"whole": "column"}, r"amax_slices: whole \(column\) is not none, tensor or row"),
-        ({"shapes": (4, 4)}, r"amax_slices: amax \(4\) is not one number for each of 8 blocks and 0 whole"),
+        ({"rounded_to": "float64"}, r"amax_slices: rounded_to \(float64\) is not one of float32, bfloat16, float16"),
+        ({"whole": "column"}, r"amax_slices: whole \(column\) is not one of none, tensor, row"),
+        ({"shapes": (4, 4)}, r"amax_slices: amax \(4,\) is not one number for each of 8 blocks and 0 whole"),
     ],
 )
 def test_handlers_check_for_themselves(change, message):

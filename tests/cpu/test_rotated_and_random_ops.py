@@ -204,13 +204,17 @@ def test_update_delayed_scale_over_many_steps(length, most_recent, element):
         scale, history = want_scale, want_history
 
 
-def test_an_amax_of_zero_still_makes_the_scale_of_the_window():
-    """A window that came from a checkpoint: the scale follows from it, whatever it was."""
-    history, scale = np.array([[4.0, 2.0]], np.float32), np.array([7.0], np.float32)
-    new_history, new_scale, _ = step(np.zeros(1, np.float32), history, scale, E4M3, 0, False)
-    assert_bits_equal(new_history, history)
-    assert new_scale == E4M3.max / 4
-    assert step(np.zeros(1, np.float32), history, scale, E4M3, 0, True)[1] == 7
+@pytest.mark.parametrize("most_recent", [False, True])
+def test_an_amax_of_zero_leaves_window_and_scale(most_recent):
+    """Also where the scale does not follow from the window, as after a restore or a change by hand."""
+    amax, history, scale = np.zeros(1, np.float32), np.array([[1.0, 2.0]], np.float32), np.array([3.0], np.float32)
+    rule = {"algorithm": "most_recent" if most_recent else "max"}
+    new_history, new_scale, scale_inv = step(amax, history, scale, E4M3, 0, most_recent)
+    want_scale, want_history = reference.delayed_scale_update(scale, history, amax, E4M3, **rule)
+    assert_bits_equal(new_history, want_history)
+    assert_bits_equal(new_scale, want_scale)
+    assert_bits_equal(new_scale, scale)
+    assert_bits_equal(scale_inv, np.float32(1) / scale)
 
 
 def test_update_delayed_scale_in_place():

@@ -25,7 +25,7 @@ Status CastBlock(const Exec<Cpu>& exec, const In* x, const float* scale, const B
   ParallelPieces(exec, blocks, [&](const Piece& piece) {
     ForEachRow(piece, blocks, [&](int64_t i) {
       CastRow<Code>(x + i, piece.cols, {scale + piece.grid, blocks.block_cols},
-                    data + i / kPerByte<Code>);
+                    data + i / kCodesPerByte<Code>);
     });
   });
   return {};
@@ -90,7 +90,7 @@ void Dequantize(const Exec<Cpu>& exec, const uint8_t* data, const Blocks& blocks
     float scale_inv[kPieceBlocks];
     for (int64_t b = 0; b < piece.num_blocks; ++b) scale_inv[b] = value(piece.grid + b);
     ForEachRow(piece, blocks, [&](int64_t i) {
-      DequantizeRow<Code>(data + i / kPerByte<Code>, piece.cols, {scale_inv, blocks.block_cols},
+      DequantizeRow<Code>(data + i / kCodesPerByte<Code>, piece.cols, {scale_inv, blocks.block_cols},
                           x + i);
     });
   });

@@ -12,7 +12,7 @@ namespace qshard::kernels {
 // Stores n codes, which make(begin, count, codes) makes, one a byte.
 template <class Code, class Make>
 void StoreCodes(int64_t n, uint8_t* data, const Make& make) {
-  if constexpr (kPerByte<Code> == 1) {
+  if constexpr (kCodesPerByte<Code> == 1) {
     make(0, n, data);
   } else {
     uint8_t codes[kChunk];
@@ -50,7 +50,7 @@ void CastRowStochastic(const In* x, int64_t n, const RowScales& scales, const ui
 template <class Code, class Out>
 void DequantizeRow(const uint8_t* data, int64_t n, const RowScales& scales, Out* x) {
   const auto dequantize = Simd().dequantize[kElementIndex<Code>][kInputIndex<Out>];
-  if constexpr (kPerByte<Code> == 1) {
+  if constexpr (kCodesPerByte<Code> == 1) {
     dequantize(data, n, scales, /*ahead=*/0, x);
   } else {
     uint8_t codes[kChunk];

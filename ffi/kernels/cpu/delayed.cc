@@ -38,7 +38,7 @@ Status UpdateDelayedScale(const Exec<Cpu>& exec, const float* amax, const float*
         largest = std::max(largest, FloatBits(to[j]));
       }
       const float a = rule.most_recent ? amax[i] : FloatFromBits(largest);
-      new_scale[i] = DelayedScale(scale[i], a, rule.target);
+      new_scale[i] = shift ? DelayedScale(scale[i], a, rule.target) : scale[i];
       scale_inv[i] = CanonicalNan(ScaleInverse(new_scale[i]));
     }
   });

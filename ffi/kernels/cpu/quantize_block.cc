@@ -91,7 +91,7 @@ struct PlaneOf {
   void Cast(const Rectangle& strip, const float* scale) const {
     const int64_t first = ElementAt(strip);
     for (int64_t i = first; i < first + strip.rows * blocks.cols; i += blocks.cols)
-      CastRow<Code>(x + i, strip.cols, {scale, blocks.block_cols}, out.data + i / kPerByte<Code>);
+      CastRow<Code>(x + i, strip.cols, {scale, blocks.block_cols}, out.data + i / kCodesPerByte<Code>);
   }
 
   // Casts columns begin .. end of a strip, into rows of the panel from `row` on.
@@ -104,7 +104,7 @@ struct PlaneOf {
       uint8_t* codes = panel.codes[row + r];
       cast(x + i, n, {scale, blocks.block_cols}, /*ahead=*/0, codes);
       if (!out.data) continue;
-      if (kPerByte<Code> == 2)
+      if (kCodesPerByte<Code> == 2)
         Simd().pack_pairs(codes, n / 2, out.data + i / 2);
       else
         std::memcpy(out.data + i, codes, n);
@@ -133,14 +133,14 @@ struct PlaneOf {
   void Turn(const Rectangle& part, Panel& panel) const {
     const auto transpose = Simd().transpose;
     int64_t height = part.rows;
-    if (kPerByte<Code> == 2) {
+    if (kCodesPerByte<Code> == 2) {
       height /= 2;
       for (int64_t r = 0; r < height; ++r)
         Simd().pack_rows(panel.codes[2 * r], panel.codes[2 * r + 1], part.cols, panel.codes[r]);
     }
-    const int64_t stride = blocks.rows / kPerByte<Code>;
+    const int64_t stride = blocks.rows / kCodesPerByte<Code>;
     uint8_t* to =
-        out.data_t + (part.batch * blocks.cols + part.col) * stride + part.row / kPerByte<Code>;
+        out.data_t + (part.batch * blocks.cols + part.col) * stride + part.row / kCodesPerByte<Code>;
     for (int64_t j = 0; j < part.cols; j += kTile) {
       for (int64_t i = 0; i < height; i += kTile)
         transpose(panel.codes[i] + j, sizeof(panel.codes[0]), panel.turned[0] + i, kPanelRows);

@@ -136,31 +136,31 @@ namespace {
 template <class In, class Code, class CastRun, class EncodeOne>
 void CastSpan(const Span& span, const Slice& slice, const SliceRule& rule, const float* scale,
               const CastRun& cast_run, const EncodeOne& encode) {
-  constexpr int kBits = 8 / kPerByte<Code>;  // that a code has for itself
+  constexpr int kBits = 8 / kCodesPerByte<Code>;  // that a code has for itself
   const Grid grid(slice, rule);
   const In* x = static_cast<const In*>(slice.x) - span.start;
-  uint8_t* data = slice.data - (rule.pieces ? span.start / kPerByte<Code> : 0);
+  uint8_t* data = slice.data - (rule.pieces ? span.start / kCodesPerByte<Code> : 0);
   const auto cast_one = [&](int64_t i, float s) {
     const uint8_t code = encode(RoundTo(rule.rounded_to, Widen(x[i])) * s, i);
-    uint8_t& byte = data[i / kPerByte<Code>];
-    const int shift = static_cast<int>(i % kPerByte<Code>) * kBits;
+    uint8_t& byte = data[i / kCodesPerByte<Code>];
+    const int shift = static_cast<int>(i % kCodesPerByte<Code>) * kBits;
     byte = static_cast<uint8_t>((byte & ~(((1 << kBits) - 1) << shift)) | code << shift);
   };
   ForEachRun(span, grid, [&](int64_t i, int64_t n, int64_t, int64_t block) {
     const float* s = scale + slice.grid + block;
     // A block that begins amid a byte is cut off by its first element.
-    if (n > 0 && i % kPerByte<Code> != 0) {
-      if (n > grid.block_cols || grid.block_cols % kPerByte<Code> != 0) {
+    if (n > 0 && i % kCodesPerByte<Code> != 0) {
+      if (n > grid.block_cols || grid.block_cols % kCodesPerByte<Code> != 0) {
         for (int64_t j = 0; j < n; ++j) cast_one(i + j, s[j / grid.block_cols]);
         return;
       }
       cast_one(i, *s);
       ++i, --n;
     }
-    const int64_t own = n - n % kPerByte<Code>;
+    const int64_t own = n - n % kCodesPerByte<Code>;
     if (own > 0)
       Rounded(rule.rounded_to, x + i, own, [&](const auto* values) {
-        cast_run(values, i, own, RowScales{s, grid.block_cols}, data + i / kPerByte<Code>);
+        cast_run(values, i, own, RowScales{s, grid.block_cols}, data + i / kCodesPerByte<Code>);
       });
     if (own < n) cast_one(i + own, s[own / grid.block_cols]);
   });

@@ -171,7 +171,7 @@ __global__ void __launch_bounds__(kUpdateThreads)
   largest = __reduce_max_sync(0xFFFFFFFFu, largest);
   if (lane != 0) return;
   const float a = rule.most_recent ? newest : FloatFromBits(largest);
-  const float s = DelayedScale(old_scale, a, rule.target);
+  const float s = shift ? DelayedScale(old_scale, a, rule.target) : old_scale;
   new_scale[i] = s;
   scale_inv[i] = CanonicalNan(ScaleInverse(s));
 }

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from qshard.adam import BLOCK, SCALED, STATES, settings
 from qshard.jax import ops
 from qshard.jax.runs import reshape_as, split_rows
-from qshard.ops import OpSpec
+from qshard.ops import OpSpec, multi_table
 
 __all__ = ["AdamState", "ScaledState", "Transformation", "adam"]
 
@@ -201,7 +201,7 @@ def _op(dtypes: tuple[tuple[str, str], ...]) -> ops.Op:
         f"{', '.join(['constants', *names])} -> {', '.join(results)}",
         f"{', '.join(['*batch 10', *map(pattern, names)])} -> {', '.join(map(pattern, results))}",
         f"{', '.join(['float32', *(kinds[name] for name in names)])} -> {', '.join(kinds[name] for name in results)}",
-        "decay exp_avg_dtype exp_avg_sq_dtype low update",
+        multi_table()["adam"].row.attribute_types,
     )
     in_place = {names.index(name) + 1: i for i, name in enumerate(results) if name in names}
     return ops.Op(spec, in_place)

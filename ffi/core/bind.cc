@@ -1,0 +1,781 @@
+#include "core/bind.h"
+
+#include <algorithm>
+#include <cassert>
+#include <vector>
+
+namespace qshard {
+namespace {
+
+std::string_view View(const XLA_FFI_ByteSpan& span) { return {span.ptr, span.len}; }
+
+// "x", or of a list "x[3]".
+struct Name {
+  const Operand& operand;
+  int64_t index;
+  friend std::ostream& operator<<(std::ostream& out, const Name& name) {
+    out << name.operand.name;
+    return name.operand.many ? out << '[' << name.index << ']' : out;
+  }
+};
+
+std::string Joined(const std::vector<std::string>& names) {
+  std::string joined;
+  for (const std::string& name : names) joined += (joined.empty() ? "" : ", ") + name;
+  return joined.empty() ? "none" : joined;
+}
+
+// The product of the extents that are not 0, so that no part of the shape can overflow either.
+bool CountElements(const Buffer& buffer, int64_t* count) {
+  int64_t product = 1;
+  bool empty = false;
+  for (int64_t i = 0; i < buffer.rank; ++i) {
+    if (buffer.dims[i] < 0) return false;
+    empty |= buffer.dims[i] == 0;
+    if (buffer.dims[i] != 0 && !Multiply(product, buffer.dims[i], &product)) return false;
+  }
+  *count = empty ? 0 : product;
+  return Multiply(product, SizeOf(buffer.dtype), &product);
+}
+
+}  // namespace
+
+int64_t Elements(const Buffer& buffer) {
+  int64_t count = 1;
+  for (int64_t i = 0; i < buffer.rank; ++i) count *= buffer.dims[i];
+  return count;
+}
+
+std::ostream& operator<<(std::ostream& out, const Shape& shape) {
+  out << '(';
+  for (int64_t i = 0; i < shape.rank; ++i) out << (i ? ", " : "") << shape.dims[i];
+  return out << (shape.rank == 1 ? ",)" : ")");
+}
+
+// --- attributes ---
+
+const AttributeValue& Binding::attribute(std::string_view name) const {
+  const int i = row_.FindAttribute(name);
+  assert(i >= 0);
+  return values_[i];
+}
+
+Error Binding::ReadAttributes(const XLA_FFI_Attrs& attributes, Mode mode) {
+  const auto& expected = row_.attributes;
+  uint32_t seen = 0;
+  bool alien = false;
+  size_t next = 0;  // both are sorted by name
+  for (int64_t i = 0; i < attributes.size; ++i) {
+    const std::string_view name = View(*attributes.names[i]);
+    const int found = next < expected.size() && expected[next].name == name
+                          ? static_cast<int>(next)
+                          : row_.FindAttribute(name);
+    if (found >= 0) {
+      QSHARD_RETURN_IF_ERROR(ReadAttribute(found, attributes.types[i], attributes.attrs[i]));
+      seen |= 1u << found;
+      next = found + 1;
+      continue;
+    }
+    int64_t* count = nullptr;  // of axes
+    if (mode != Mode::kCall && row_.open_prefix && name == "lead") count = &lead_;
+    for (int symbol : row_.open_axes)
+      if (mode != Mode::kCall && row_.symbols[symbol].name == name) count = &sizes_[symbol];
+    const auto* scalar = static_cast<const XLA_FFI_Scalar*>(attributes.attrs[i]);
+    if (count == nullptr || attributes.types[i] != XLA_FFI_AttrType_SCALAR ||
+        scalar->dtype != XLA_FFI_DataType_S64) {
+      alien = true;
+      continue;
+    }
+    *count = *static_cast<const int64_t*>(scalar->value);
+    QSHARD_REQUIRE(*count >= 0 && *count <= kMaxRank, row_.name, ": ", name, " (", *count,
+                   ") is not a number of axes");
+  }
+  if (mode == Mode::kShapes && row_.split >= 0) seen |= 1u << row_.split;
+  if (mode != Mode::kAxes && (alien || seen != (1u << expected.size()) - 1)) {
+    std::vector<std::string> given, needed;
+    for (int64_t i = 0; i < attributes.size; ++i) given.emplace_back(View(*attributes.names[i]));
+    for (const Attribute& a : expected) needed.push_back(a.name);
+    return TypeError(row_.name, ": attributes (", Joined(given), ") are not those it takes; give ",
+                     Joined(needed));
+  }
+  for (size_t i = 0; i < row_.symbols.size(); ++i) {
+    const Symbol& s = row_.symbols[i];
+    if (s.fixed >= 0) sizes_[i] = s.fixed;
+    if (s.attribute >= 0) sizes_[i] = values_[s.attribute].integer;
+  }
+  split_ = mode == Mode::kCall && row_.split >= 0 && values_[row_.split].integer != 0;
+  return CheckBlocks();
+}
+
+Error Binding::ReadAttribute(int i, XLA_FFI_AttrType type, void* value) {
+  const Attribute& a = row_.attributes[i];
+  AttributeValue& v = values_[i];
+  const auto wrong = [&](const char* needed) {
+    return TypeError(row_.name, ": ", a.name, " is not ", needed, "; give one");
+  };
+  const auto* scalar = static_cast<const XLA_FFI_Scalar*>(value);
+  const DataType dtype = type == XLA_FFI_AttrType_SCALAR ? scalar->dtype : XLA_FFI_DataType_INVALID;
+  switch (a.kind) {
+    case Attribute::kBool:
+      if (dtype != XLA_FFI_DataType_PRED) return wrong("a bool");
+      v.integer = *static_cast<const bool*>(scalar->value);
+      return {};
+    case Attribute::kText: {
+      if (type != XLA_FFI_AttrType_STRING) return wrong("a string");
+      v.text = View(*static_cast<const XLA_FFI_ByteSpan*>(value));
+      v.format = FindFormat(v.text);
+      for (const std::string& text : a.texts)
+        if (text == v.text) return {};
+      return ValueError(row_.name, ": ", a.name, " (", v.text, ") is not ", a.legal);
+    }
+    case Attribute::kExtents: {
+      const auto* array = static_cast<const XLA_FFI_Array*>(value);
+      if (type != XLA_FFI_AttrType_ARRAY ||
+          (array->dtype != XLA_FFI_DataType_S64 && array->size != 0))
+        return wrong("an array of int64");
+      v.integer = static_cast<int64_t>(array->size);
+      v.integers = static_cast<const int64_t*>(array->data);
+      for (int64_t j = 0; j < v.integer; ++j)
+        QSHARD_REQUIRE(v.integers[j] >= 0 && v.integers[j] <= int64_t{1} << 62, row_.name, ": ",
+                       a.name, "[", j, "] (", v.integers[j], ") is not from 0 to 2^62");
+      return {};
+    }
+    case Attribute::kInt:
+      if (dtype != XLA_FFI_DataType_S64) return wrong("an int");
+      v.integer = *static_cast<const int64_t*>(scalar->value);
+      v.number = static_cast<double>(v.integer);
+      break;
+    case Attribute::kFloat:
+      if (dtype != XLA_FFI_DataType_F32) return wrong("a float");
+      v.number = *static_cast<const float*>(scalar->value);
+      break;
+  }
+  const bool legal = a.numbers.empty() ? v.number >= a.least && v.number <= a.most
+                                       : std::find(a.numbers.begin(), a.numbers.end(), v.number) !=
+                                             a.numbers.end();
+  const bool is_int = a.kind == Attribute::kInt;
+  if (legal) return {};
+  if (is_int) return ValueError(row_.name, ": ", a.name, " (", v.integer, ") is not ", a.legal);
+  return ValueError(row_.name, ": ", a.name, " (", v.number, ") is not ", a.legal);
+}
+
+Error Binding::CheckBlocks() const {
+  const BlockRule& rule = row_.blocks;
+  if (rule.kind == BlockRule::kNone) return {};
+  const int64_t rows = values_[row_.block_rows].integer, cols = values_[row_.block_cols].integer;
+  bool legal = rows > 0 && cols > 0;
+  if (rule.kind == BlockRule::kSquare) legal &= rows == cols;
+  if (rule.kind == BlockRule::kAnyOrWhole) legal |= rows == 0 && cols == 0;
+  if (rule.kind == BlockRule::kListed)
+    legal = std::find(rule.listed.begin(), rule.listed.end(), std::make_pair(rows, cols)) !=
+            rule.listed.end();
+  QSHARD_REQUIRE(legal, row_.name, ": block (", rows, "x", cols, ") is not ", rule.legal);
+  return {};
+}
+
+// --- counts ---
+
+bool Binding::IsThere(const Operand& operand) const {
+  for (const Operand::Condition& c : operand.conditions) {
+    const AttributeValue& v = values_[c.attribute];
+    const bool is_bool = row_.attributes[c.attribute].kind == Attribute::kBool;
+    const std::string_view text = is_bool ? (v.integer ? "true" : "false") : v.text;
+    if (std::find(c.texts.begin(), c.texts.end(), text) != c.texts.end()) return true;
+  }
+  return operand.conditions.empty();
+}
+
+Error Binding::CountBuffers(Buffers args, const Buffers* rets) {
+  list_length_ = -1;
+  const auto count = [&](const std::vector<Operand>& operands, int64_t size, const char* side,
+                         auto& begins) -> Error {
+    int64_t singles = 0, lists = 0;
+    for (const Operand& o : operands) (o.many ? lists : singles) += IsThere(o);
+    if (lists == 0) {
+      QSHARD_REQUIRE(size == singles, row_.name, ": ", size, " ", side, " are not the ", singles,
+                     " that it has");
+    } else if (list_length_ < 0) {
+      QSHARD_REQUIRE(size >= singles && (size - singles) % lists == 0, row_.name, ": lists (",
+                     std::max<int64_t>(0, size - singles), " tensors in all) are not ", lists,
+                     " of equal length; give each tensor its own");
+      list_length_ = (size - singles) / lists;
+    } else {
+      QSHARD_REQUIRE(size == singles + lists * list_length_, row_.name, ": ", side, " (", size,
+                     ") are not ", lists, " for each of ", list_length_, " tensors");
+    }
+    int64_t next = 0;
+    for (size_t i = 0; i < operands.size(); ++i) {
+      const bool there = IsThere(operands[i]);
+      begins[i] = there ? next : -1;
+      if (there) next += operands[i].many ? list_length_ : 1;
+    }
+    return {};
+  };
+  QSHARD_RETURN_IF_ERROR(count(row_.inputs, args.size, "operands", arg_begins_));
+  if (rets != nullptr)
+    QSHARD_RETURN_IF_ERROR(count(row_.outputs, rets->size, "results", ret_begins_));
+  if (list_length_ < 0) list_length_ = 0;
+  if (row_.list_length >= 0) sizes_[row_.list_length] = list_length_;
+  return {};
+}
+
+// --- one buffer by itself ---
+
+bool Binding::Accepts(const Operand& operand, DataType dtype, DataType same) const {
+  const auto is_byte = [](DataType t) { return SizeOf(t) == 1 && t != XLA_FFI_DataType_PRED; };
+  switch (operand.dtype) {
+    case Operand::kFloat:
+      return dtype == XLA_FFI_DataType_F32 || dtype == XLA_FFI_DataType_BF16 ||
+             dtype == XLA_FFI_DataType_F16;
+    case Operand::kByte:
+      return is_byte(dtype);
+    case Operand::kWord:
+      return dtype == XLA_FFI_DataType_U32 || dtype == XLA_FFI_DataType_S32;
+    case Operand::kAny:
+      return SizeOf(dtype) > 0;
+    case Operand::kSame:
+      return dtype == same;
+    case Operand::kPacked:
+      return dtype == XLA_FFI_DataType_U8;
+    case Operand::kNamed: {
+      const AttributeValue& v = values_[operand.dtype_attribute];
+      if (v.format == nullptr) return dtype == DataTypeOf(v.text);
+      return dtype == XLA_FFI_DataType_U8 ||
+             (v.format->codes_per_byte == 1 && dtype == v.format->dtype);
+    }
+    case Operand::kExact:
+      break;
+  }
+  // One-byte floats may come as bytes.
+  const bool byte_float = is_byte(operand.exact) && operand.exact != XLA_FFI_DataType_S8;
+  return dtype == operand.exact || (byte_float && dtype == XLA_FFI_DataType_U8);
+}
+
+// `first`: the tensor that a dtype `same` repeats, or the first of the list.
+Error Binding::CheckDtype(const Operand& operand, int64_t index, const Buffer& buffer,
+                          const Buffer& first) const {
+  if (!Accepts(operand, buffer.dtype, first.dtype)) {
+    std::string legal;
+    for (int t = 0; DataTypeAt(t) != XLA_FFI_DataType_INVALID; ++t)
+      if (Accepts(operand, DataTypeAt(t), first.dtype))
+        legal += (legal.empty() ? "" : " or ") + std::string(NameOf(DataTypeAt(t)));
+    return TypeError(row_.name, ": ", Name{operand, index}, " (", NameOf(buffer.dtype), ") is not ",
+                     legal, "; cast or view it first");
+  }
+  if (operand.many && operand.dtype == Operand::kFloat && buffer.dtype != first.dtype)
+    return ValueError(row_.name, ": ", Name{operand, index}, " (", NameOf(buffer.dtype),
+                      ") is not ", NameOf(first.dtype), " as ", operand.name,
+                      "[0] is; call once for each dtype");
+  return {};
+}
+
+Error Binding::CheckBuffer(const Operand& operand, int64_t index, const Buffer& buffer,
+                           bool memory) const {
+  int64_t count;
+  QSHARD_REQUIRE(buffer.rank >= 0 && buffer.rank <= kMaxRank, row_.name, ": ", Name{operand, index},
+                 " has ", buffer.rank, " axes, more than ", kMaxRank, "; reshape it");
+  QSHARD_REQUIRE(CountElements(buffer, &count), row_.name, ": ", Name{operand, index}, " ",
+                 Shape(buffer), " is negative, or more than memory has");
+  if (!memory || count == 0) return {};
+  const auto address = reinterpret_cast<uintptr_t>(buffer.data);
+  QSHARD_REQUIRE(address != 0, row_.name, ": ", Name{operand, index}, " has no memory");
+  QSHARD_REQUIRE(address % SizeOf(buffer.dtype) == 0, row_.name, ": ", Name{operand, index},
+                 " is not aligned to the ", SizeOf(buffer.dtype), " bytes of ",
+                 NameOf(buffer.dtype), "; copy it");
+  return {};
+}
+
+// --- shapes ---
+
+int64_t Binding::PerByte(const Operand& operand) const {
+  if (operand.dtype == Operand::kPacked) return 2;
+  if (operand.dtype != Operand::kNamed) return 1;
+  const FormatTraits* format = values_[operand.dtype_attribute].format;
+  return format == nullptr ? 1 : format->codes_per_byte;
+}
+
+template <class Fn>
+void Binding::ForMajors(Fn&& f) const {
+  for (const Term& t : row_.inputs[0].terms) {
+    if (t.kind == Term::kAxis) {
+      if (!f(sizes_[t.major])) return;
+      continue;
+    }
+    for (int64_t i = 0; i < sizes_[t.major]; ++i)
+      if (!f(star_dims_[t.major][i])) return;
+  }
+}
+
+// Numbers of axes that operands leave open are those of results.
+void Binding::FindOpenAxes(Buffers rets) {
+  for (int symbol : row_.open_axes) {
+    if (sizes_[symbol] >= 0) continue;
+    sizes_[symbol] = 0;
+    for (size_t r = 0; r < row_.outputs.size(); ++r) {
+      int64_t others = 0;
+      bool has = false, alone = true;
+      for (const Term& t : row_.outputs[r].terms) {
+        if (t.kind == Term::kAxis)
+          ++others;
+        else if (t.kind == Term::kStar && t.major == symbol)
+          has = true;
+        else
+          alone = false;
+      }
+      if (has && alone && ret_begins_[r] >= 0 && !row_.outputs[r].many)
+        sizes_[symbol] = std::max<int64_t>(0, rets[ret_begins_[r]].rank - others);
+    }
+  }
+}
+
+// Learns from one operand. Numbers of axes that nothing says are 0.
+Error Binding::BindBuffer(int index_of_operand, int64_t index, const Buffer& buffer) {
+  const Operand& operand = row_.inputs[index_of_operand];
+  const auto& terms = split_ ? operand.split_terms : operand.terms;
+  int64_t least = 0;
+  const Term* open = nullptr;
+  for (const Term& t : terms) {
+    if (t.kind == Term::kAxis)
+      ++least;
+    else if (t.kind == Term::kStar && sizes_[t.major] >= 0)
+      least += sizes_[t.major];
+    else
+      open = &t;
+  }
+  QSHARD_REQUIRE(buffer.rank == least || (buffer.rank > least && open != nullptr), row_.name, ": ",
+                 Name{operand, index}, " ", Shape(buffer), " does not have the axes '",
+                 operand.pattern, split_ ? "' in split blocks" : "'", "; reshape it");
+  const int64_t* dim = buffer.dims;
+  for (const Term& t : terms) {
+    if (t.kind == Term::kAxis) {
+      QSHARD_RETURN_IF_ERROR(BindOne(operand, index, buffer, t, *dim++));
+      continue;
+    }
+    const int64_t count = &t == open ? buffer.rank - least : sizes_[t.major];
+    if (t.kind == Term::kStar && star_dims_[t.major] == nullptr) {
+      sizes_[t.major] = count;
+      star_dims_[t.major] = dim;
+    } else if (t.kind == Term::kStar) {
+      QSHARD_REQUIRE(std::equal(dim, dim + count, star_dims_[t.major]), row_.name, ": ",
+                     Name{operand, index}, " ", Shape(buffer), " does not fit '", operand.pattern,
+                     "' and the other operands; give them matching axes");
+    } else {
+      int64_t i = 0;
+      bool fits = true;
+      ForMajors([&](int64_t size) {
+        if (i < count) fits &= dim[i] == size;
+        return ++i < count;
+      });
+      if (i < count || !fits) {
+        int64_t majors[kMaxRank], n = 0;
+        ForMajors([&](int64_t size) {
+          majors[n++] = size;
+          return n < kMaxRank;
+        });
+        const std::string of = (row_.products > 0 ? "blocks of " : "") + row_.inputs[0].name;
+        return ValueError(row_.name, ": ", Name{operand, index}, " ", Shape(buffer),
+                          " is not the first axes of ", of, " ", Shape(majors, n),
+                          "; give it one element for each run of ", of);
+      }
+      prefixes_[index_of_operand] = count;
+    }
+    dim += count;
+  }
+  return {};
+}
+
+Error Binding::BindOne(const Operand& operand, int64_t index, const Buffer& buffer,
+                       const Term& term, int64_t size) {
+  const auto mismatch = [&] {
+    return ValueError(row_.name, ": ", Name{operand, index}, " ", Shape(buffer), " does not fit '",
+                      operand.pattern, "' and the other operands; give them matching axes");
+  };
+  if (term.last && !Multiply(size, PerByte(operand), &size)) return mismatch();
+  int64_t& major = sizes_[term.major];
+  if (term.minor < 0) {
+    if (major >= 0 && major != size) return mismatch();
+    major = size;
+    return {};
+  }
+  const int64_t run = sizes_[term.minor];
+  if (run <= 0 || (size % run != 0 && !term.cut)) {
+    const Symbol& s = row_.symbols[term.minor];
+    const std::string given =
+        s.fixed >= 0 ? s.name : s.name + "=" + std::to_string(std::max<int64_t>(run, 0));
+    return ValueError(row_.name, ": ", Name{operand, index}, " ", Shape(buffer), " has an axis of ",
+                      size, ", which is not a whole number of ", given, "; pad or shard it to one");
+  }
+  if (major >= 0 && major != CeilDiv(size, run)) return mismatch();
+  major = CeilDiv(size, run);
+  int64_t& length = lengths_[term.product];
+  if (length >= 0 && length != size) return mismatch();
+  length = size;
+  return {};
+}
+
+int64_t Binding::LengthOfProduct(const Term& term) const {
+  if (!split_ && lengths_[term.product] >= 0) return lengths_[term.product];
+  int64_t length;
+  return Multiply(sizes_[term.major], sizes_[term.minor], &length) ? length : -1;
+}
+
+// False if codes do not fill their bytes, or an extent is too large.
+bool Binding::Expand(const Operand& output, const std::vector<Term>& terms, int64_t prefix,
+                     int64_t (*dims)[kMaxRank], int64_t* rank) const {
+  int64_t n = 0;
+  const auto push = [&](int64_t size) {
+    if (n < kMaxRank) (*dims)[n++] = size;
+    return n < kMaxRank;
+  };
+  for (const Term& t : terms) {
+    if (t.kind == Term::kPrefix) {
+      int64_t left = prefix;
+      if (left > 0) ForMajors([&](int64_t size) { return push(size) && --left > 0; });
+    } else if (t.kind == Term::kStar) {
+      for (int64_t i = 0; i < sizes_[t.major]; ++i) push(star_dims_[t.major][i]);
+    } else {
+      int64_t size = t.minor < 0 ? sizes_[t.major] : LengthOfProduct(t);
+      const int64_t per_byte = t.last ? PerByte(output) : 1;
+      if (size < 0 || size % per_byte != 0) return false;
+      push(size / per_byte);
+    }
+  }
+  *rank = n;
+  return true;
+}
+
+Error Binding::CheckResult(const Operand& output, int64_t index, const Buffer& buffer) const {
+  int64_t dims[kMaxRank], rank = 0, axes = 0;
+  bool has_prefix = false;
+  for (const Term& t : output.terms) {
+    if (t.kind == Term::kPrefix)
+      has_prefix = true;
+    else
+      axes += t.kind == Term::kStar ? sizes_[t.major] : 1;
+  }
+  const int64_t prefix = has_prefix ? std::max<int64_t>(0, buffer.rank - axes) : 0;
+  const auto fits = [&](const std::vector<Term>& terms) {
+    return Expand(output, terms, prefix, &dims, &rank) && rank == buffer.rank &&
+           std::equal(dims, dims + rank, buffer.dims);
+  };
+  if (fits(split_ ? output.split_terms : output.terms)) return {};
+  // XLA keeps the logical shape of what lies transposed.
+  if (!split_ && fits(output.operand_order)) return {};
+  if (!Expand(output, split_ ? output.split_terms : output.terms, prefix, &dims, &rank))
+    return ValueError(row_.name, ": ", Name{output, index}, " ", Shape(buffer),
+                      " has codes that do not fill their bytes; pad it");
+  return ValueError(row_.name, ": ", Name{output, index}, " ", Shape(buffer), " is not of shape ",
+                    Shape(dims, rank), ", as its operands have it; give it the axes '",
+                    output.pattern, split_ ? "' in split blocks" : "'");
+}
+
+// --- memory ---
+
+// A result shares no byte with another result, nor with an operand, unless it is that operand.
+Error Binding::CheckOverlaps(Buffers args, Buffers rets) const {
+  struct Range {
+    uintptr_t begin, end;
+    int operand;  // results come after operands
+    int64_t index;
+    bool is_result;
+  };
+  constexpr int64_t kFew = 24;
+  Range few[kFew];
+  std::vector<Range> many;
+  Range* ranges = few;
+  if (args.size + rets.size > kFew) {
+    many.resize(args.size + rets.size);
+    ranges = many.data();
+  }
+  int64_t n = 0;
+  const auto add = [&](const Buffer& b, int operand, int64_t index, bool is_result) {
+    const auto begin = reinterpret_cast<uintptr_t>(b.data);
+    const int64_t bytes = Elements(b) * SizeOf(b.dtype);
+    if (bytes > 0) ranges[n++] = {begin, begin + bytes, operand, index, is_result};
+  };
+  const int inputs = static_cast<int>(row_.inputs.size());
+  std::array<bool, kMaxOperands> replaced{};  // operands that a result is
+  for (size_t r = 0; r < row_.outputs.size(); ++r) {
+    const Operand& out = row_.outputs[r];
+    if (ret_begins_[r] < 0) continue;
+    const int64_t count = out.many ? list_length_ : 1;
+    const int64_t alias = out.alias < 0 ? -1 : arg_begins_[out.alias];
+    bool all = alias >= 0;
+    for (int64_t i = 0; i < count; ++i) {
+      add(rets[ret_begins_[r] + i], inputs + static_cast<int>(r), i, true);
+      all = all && args[alias + i].data == rets[ret_begins_[r] + i].data &&
+            args[alias + i].dtype == rets[ret_begins_[r] + i].dtype;
+    }
+    if (all) replaced[out.alias] = true;
+  }
+  for (int o = 0; o < inputs; ++o) {
+    if (arg_begins_[o] < 0 || replaced[o]) continue;
+    for (int64_t i = 0; i < (row_.inputs[o].many ? list_length_ : 1); ++i)
+      add(args[arg_begins_[o] + i], o, i, false);
+  }
+  std::sort(ranges, ranges + n, [](const Range& a, const Range& b) { return a.begin < b.begin; });
+  const Range *last = nullptr, *last_result = nullptr;  // the ones that reach farthest
+  for (const Range* r = ranges; r < ranges + n; ++r) {
+    const Range* other = r->is_result ? last : last_result;
+    if (other != nullptr && r->begin < other->end) {
+      const auto name = [&](const Range& x) {
+        return Name{x.is_result ? row_.outputs[x.operand - inputs] : row_.inputs[x.operand],
+                    x.index};
+      };
+      const Range& result = r->is_result ? *r : *other;
+      const Range& against = r->is_result ? *other : *r;
+      return ValueError(row_.name, ": result ", name(result), " overlaps ",
+                        against.is_result ? "result " : "operand ", name(against),
+                        "; give it memory of its own");
+    }
+    if (last == nullptr || r->end > last->end) last = r;
+    if (r->is_result && (last_result == nullptr || r->end > last_result->end)) last_result = r;
+  }
+  return {};
+}
+
+// --- calls ---
+
+Error Binding::Bind(const XLA_FFI_Attrs& attributes, Buffers args, Buffers rets) {
+  lengths_.fill(-1);
+  QSHARD_RETURN_IF_ERROR(ReadAttributes(attributes, Mode::kCall));
+  QSHARD_RETURN_IF_ERROR(CountBuffers(args, &rets));
+  const int inputs = static_cast<int>(row_.inputs.size());
+  const auto first_of = [&](const Operand& o, int64_t begin, int64_t index,
+                            Buffers side) -> const Buffer& {
+    if (o.dtype == Operand::kSame) return args[arg_begins_[0] + (row_.inputs[0].many ? index : 0)];
+    return side[begin];
+  };
+  const auto check = [&](const Operand& o, int64_t begin, int64_t index, Buffers side) -> Error {
+    const Buffer& buffer = side[begin + index];
+    QSHARD_RETURN_IF_ERROR(CheckDtype(o, index, buffer, first_of(o, begin, index, side)));
+    return CheckBuffer(o, index, buffer, true);
+  };
+  FindOpenAxes(rets);
+  const auto bind_all = [&](bool many, int64_t index) -> Error {
+    for (int o = 0; o < inputs; ++o) {
+      const Operand& operand = row_.inputs[o];
+      if (operand.many != many || arg_begins_[o] < 0) continue;
+      QSHARD_RETURN_IF_ERROR(check(operand, arg_begins_[o], index, args));
+      QSHARD_RETURN_IF_ERROR(BindBuffer(o, index, args[arg_begins_[o] + index]));
+    }
+    for (size_t r = 0; r < row_.outputs.size(); ++r) {
+      const Operand& output = row_.outputs[r];
+      if (output.many != many || ret_begins_[r] < 0) continue;
+      QSHARD_RETURN_IF_ERROR(check(output, ret_begins_[r], index, rets));
+      QSHARD_RETURN_IF_ERROR(CheckResult(output, index, rets[ret_begins_[r] + index]));
+    }
+    return {};
+  };
+  QSHARD_RETURN_IF_ERROR(bind_all(false, 0));
+  for (int64_t i = 0; row_.many && i < list_length_; ++i) {
+    for (size_t s = 0; s < row_.symbols.size(); ++s) {
+      if (!row_.symbols[s].local) continue;
+      sizes_[s] = -1;
+      star_dims_[s] = nullptr;
+    }
+    QSHARD_RETURN_IF_ERROR(bind_all(true, i));
+  }
+  return CheckOverlaps(args, rets);
+}
+
+Error Binding::BindShapes(const XLA_FFI_Attrs& attributes, Buffers args) {
+  return BindOperands(attributes, args, Mode::kShapes);
+}
+
+Error Binding::BindAxes(const XLA_FFI_Attrs& attributes, Buffers args) {
+  return BindOperands(attributes, args, Mode::kAxes);
+}
+
+Error Binding::BindOperands(const XLA_FFI_Attrs& attributes, Buffers args, Mode mode) {
+  lengths_.fill(-1);
+  QSHARD_RETURN_IF_ERROR(ReadAttributes(attributes, mode));
+  QSHARD_RETURN_IF_ERROR(CountBuffers(args, nullptr));
+  for (int symbol : row_.open_axes) sizes_[symbol] = std::max<int64_t>(0, sizes_[symbol]);
+  for (size_t o = 0; o < row_.inputs.size(); ++o) {
+    if (mode == Mode::kShapes)
+      QSHARD_RETURN_IF_ERROR(CheckDtype(row_.inputs[o], 0, args[o], args[0]));
+    QSHARD_RETURN_IF_ERROR(CheckBuffer(row_.inputs[o], 0, args[o], false));
+    QSHARD_RETURN_IF_ERROR(BindBuffer(static_cast<int>(o), 0, args[o]));
+  }
+  return {};
+}
+
+bool Binding::splits() const {
+  if (row_.split < 0) return false;
+  const auto whole = [&](const std::vector<Operand>& operands) {
+    return std::all_of(operands.begin(), operands.end(), [&](const Operand& o) {
+      return std::all_of(o.terms.begin(), o.terms.end(), [&](const Term& t) {
+        if (t.minor < 0) return true;
+        int64_t product;
+        return Multiply(sizes_[t.major], sizes_[t.minor], &product) &&
+               LengthOfProduct(t) == product && (!t.last || sizes_[t.minor] % PerByte(o) == 0);
+      });
+    });
+  };
+  return whole(row_.inputs) && whole(row_.outputs);
+}
+
+Error Binding::OutputShape(int output, int64_t (*dims)[kMaxRank], int64_t* rank) const {
+  const Operand& o = row_.outputs[output];
+  for (const Term& t : o.terms) {
+    if (t.kind != Term::kAxis) continue;
+    const int64_t size = t.minor < 0 ? sizes_[t.major] : LengthOfProduct(t);
+    QSHARD_REQUIRE(size >= 0, row_.name, ": ", o.name, " would be larger than memory is");
+    QSHARD_REQUIRE(!t.last || size % PerByte(o) == 0, row_.name, ": ", o.name,
+                   " has a last axis of ", size, ", and ", PerByte(o),
+                   " codes share a byte; pad it");
+  }
+  int64_t majors = 0;
+  for (const Term& t : row_.inputs[0].terms) majors += t.kind == Term::kStar ? sizes_[t.major] : 1;
+  QSHARD_REQUIRE(!row_.open_prefix || lead_ <= majors, row_.name, ": lead (", lead_,
+                 ") is more axes than ", row_.inputs[0].name, " has");
+  Expand(o, o.terms, lead_, dims, rank);
+  Buffer made{};
+  made.dtype = XLA_FFI_DataType_F32;
+  made.rank = *rank;
+  made.dims = *dims;
+  return CheckBuffer(o, 0, made, false);
+}
+
+Error Binding::OutputDtype(int output, Buffers args, std::string_view chosen,
+                           DataType* dtype) const {
+  const Operand& o = row_.outputs[output];
+  switch (o.dtype) {
+    case Operand::kFloat:
+      *dtype = DataTypeOf(chosen);
+      if (Accepts(o, *dtype, *dtype)) return {};
+      return TypeError(row_.name, ": dtype (", chosen.empty() ? "None" : chosen,
+                       ") is not float32 or bfloat16 or float16; ask for one of them");
+    case Operand::kSame:
+      *dtype = args[0].dtype;
+      return {};
+    case Operand::kPacked:
+      *dtype = XLA_FFI_DataType_U8;
+      return {};
+    case Operand::kNamed:
+      *dtype = PerByte(o) > 1 ? XLA_FFI_DataType_U8 : DataTypeOf(values_[o.dtype_attribute].text);
+      return {};
+    default:
+      *dtype = o.exact;
+      return {};
+  }
+}
+
+std::vector<Extent> Binding::OutputExtents(int output) const {
+  std::array<Extent, kMaxSymbols> majors;  // of a `*name` its first axis
+  std::array<Extent, kMaxProducts> products;
+  for (size_t o = 0; o < row_.inputs.size(); ++o) {
+    int axis = 0;
+    for (const Term& t : row_.inputs[o].terms) {
+      Extent e;
+      e.operand = static_cast<int>(o);
+      e.axis = axis;
+      if (t.last) e.times = PerByte(row_.inputs[o]);
+      axis += t.kind == Term::kAxis     ? 1
+              : t.kind == Term::kPrefix ? static_cast<int>(prefixes_[o])
+                                        : static_cast<int>(sizes_[t.major]);
+      if (t.kind == Term::kPrefix) continue;
+      if (t.minor >= 0) {
+        if (products[t.product].operand < 0) products[t.product] = e;
+        e.run = sizes_[t.minor];
+      }
+      if (majors[t.major].operand < 0 && row_.symbols[t.major].fixed < 0) majors[t.major] = e;
+    }
+  }
+  for (size_t i = 0; i < row_.symbols.size(); ++i)
+    if (majors[i].operand < 0) majors[i].size = sizes_[i];
+  std::vector<Extent> extents;
+  const auto push = [&](const Term& t, int64_t left) {
+    Extent e = majors[t.major];
+    const int64_t count = t.kind == Term::kStar ? std::min(left, sizes_[t.major]) : 1;
+    for (int64_t i = 0; i < count; ++i, ++e.axis) extents.push_back(e);
+    return count;
+  };
+  const Operand& o = row_.outputs[output];
+  for (const Term& t : o.terms) {
+    if (t.kind == Term::kPrefix) {
+      int64_t left = lead_;
+      for (const Term& first : row_.inputs[0].terms)
+        if (left > 0) left -= push(first, left);
+      continue;
+    }
+    push(t, kMaxRank);
+    if (t.kind == Term::kStar) continue;
+    if (t.minor >= 0 && products[t.product].operand >= 0)
+      extents.back() = products[t.product];
+    else if (t.minor >= 0)
+      extents.back().size *= sizes_[t.minor];
+    if (t.last) extents.back().per_byte = PerByte(o);
+  }
+  return extents;
+}
+
+std::vector<std::vector<Factor>> Binding::Axes(const Operand& operand, int64_t prefix,
+                                               bool split) const {
+  std::vector<std::vector<Factor>> axes;
+  const auto major = [&](const Term& t, int64_t left) {
+    const std::string& name = row_.symbols[t.major].name;
+    if (t.kind == Term::kAxis) axes.push_back({{name, sizes_[t.major]}});
+    if (t.kind == Term::kAxis) return int64_t{1};
+    const int64_t count = std::min(left, sizes_[t.major]);
+    for (int64_t i = 0; i < count; ++i)
+      axes.push_back({{name + std::to_string(i), star_dims_[t.major][i]}});
+    return count;
+  };
+  bool joined = false;  // whether a product before is one factor
+  for (const Term& t : operand.terms) {
+    if (t.kind == Term::kPrefix) {
+      for (const Term& first : row_.inputs[0].terms)
+        if (prefix > 0) prefix -= major(first, prefix);
+      continue;
+    }
+    // A number is a size, not a name: two of them are no common factor.
+    const auto name = [&](int symbol) {
+      return row_.symbols[symbol].fixed < 0 ? row_.symbols[symbol].name
+                                            : operand.name + "." + std::to_string(axes.size());
+    };
+    if (t.kind == Term::kStar) {
+      major(t, kMaxRank);
+    } else if (t.minor < 0) {
+      axes.push_back({{name(t.major), sizes_[t.major]}});
+    } else if (split) {
+      const std::string minor = name(t.minor);
+      axes.push_back({{name(t.major), sizes_[t.major]}, {minor, sizes_[t.minor]}});
+    } else if (sizes_[t.minor] == 1 && !joined) {
+      axes.push_back({{name(t.major), sizes_[t.major]}});
+    } else {
+      const std::string both = name(t.major) + " " + name(t.minor);
+      axes.push_back({{both, LengthOfProduct(t)}});
+      joined = true;
+    }
+    const int64_t per_byte = t.last ? PerByte(operand) : 1;
+    if (per_byte > 1) {
+      Factor& last = axes.back().back();
+      last = {last.name + "/" + std::to_string(per_byte), last.size / per_byte};
+    }
+  }
+  return axes;
+}
+
+// --- what kernels need ---
+
+int64_t Binding::Length(int term) const {
+  const Term& t = row_.inputs[0].terms[term];
+  if (t.kind == Term::kAxis) return t.minor < 0 ? sizes_[t.major] : LengthOfProduct(t);
+  int64_t product = 1;
+  for (int64_t i = 0; i < sizes_[t.major]; ++i) product *= star_dims_[t.major][i];
+  return product;
+}
+
+int64_t Binding::Run(const Operand& operand, const Buffer& buffer) const {
+  int64_t skip = buffer.rank, run = 1;
+  for (const Term& t : operand.terms) skip -= t.kind == Term::kAxis;
+  ForMajors([&](int64_t size) {
+    if (--skip < 0) run *= size;
+    return true;
+  });
+  return run;
+}
+
+}  // namespace qshard

@@ -1,0 +1,55 @@
+// The dtypes of buffers: their names, as ml_dtypes has them, and their sizes.
+#ifndef QSHARD_CORE_DTYPE_H_
+#define QSHARD_CORE_DTYPE_H_
+
+#include <cstdint>
+#include <string_view>
+
+#include "core/format.h"
+#include "xla/ffi/api/c_api.h"
+
+namespace qshard {
+
+using DataType = XLA_FFI_DataType;
+
+// For errors: says so of what no op takes.
+std::string_view NameOf(DataType dtype);
+
+// The dtypes that ops take, in the order in which errors list them; INVALID past the last.
+DataType DataTypeAt(int i);
+
+// INVALID for a name of none.
+DataType DataTypeOf(std::string_view name);
+
+// Bytes of one number, also its alignment. 0 for what no op takes.
+int64_t SizeOf(DataType dtype);
+
+// A format's own dtype. INVALID for packed codes, which travel as bytes.
+template <class F>
+constexpr DataType kDataTypeOf = XLA_FFI_DataType_INVALID;
+template <>
+inline constexpr DataType kDataTypeOf<float> = XLA_FFI_DataType_F32;
+template <>
+inline constexpr DataType kDataTypeOf<bfloat16> = XLA_FFI_DataType_BF16;
+template <>
+inline constexpr DataType kDataTypeOf<float16> = XLA_FFI_DataType_F16;
+template <>
+inline constexpr DataType kDataTypeOf<E4M3> = XLA_FFI_DataType_F8E4M3FN;
+template <>
+inline constexpr DataType kDataTypeOf<E5M2> = XLA_FFI_DataType_F8E5M2;
+template <>
+inline constexpr DataType kDataTypeOf<E8M0> = XLA_FFI_DataType_F8E8M0FNU;
+
+// A format as data: what the binder needs to know of it.
+struct FormatTraits {
+  std::string_view name;
+  DataType dtype;
+  int64_t codes_per_byte;
+};
+
+// Null for a name of none.
+const FormatTraits* FindFormat(std::string_view name);
+
+}  // namespace qshard
+
+#endif  // QSHARD_CORE_DTYPE_H_

@@ -1,0 +1,151 @@
+#include "core/handler.h"
+
+#include <exception>
+#include <string>
+
+namespace qshard {
+namespace {
+
+XLA_FFI_Error* ToXla(const XLA_FFI_Api* api, XLA_FFI_Error_Code code, const std::string& message) {
+  XLA_FFI_Error_Create_Args args{};
+  args.struct_size = XLA_FFI_Error_Create_Args_STRUCT_SIZE;
+  args.message = message.c_str();
+  args.errc = code;
+  return api->XLA_FFI_Error_Create(&args);
+}
+
+XLA_FFI_Error* ToXla(const XLA_FFI_Api* api, const Error& error) {
+  if (!error) return nullptr;
+  return ToXla(api,
+               error.kind() == ErrorKind::kInternal ? XLA_FFI_Error_Code_INTERNAL
+                                                    : XLA_FFI_Error_Code_INVALID_ARGUMENT,
+               error.text());
+}
+
+void Destroy(const XLA_FFI_Api* api, XLA_FFI_Error* error) {
+  XLA_FFI_Error_Destroy_Args args{};
+  args.struct_size = XLA_FFI_Error_Destroy_Args_STRUCT_SIZE;
+  args.error = error;
+  api->XLA_FFI_Error_Destroy(&args);
+}
+
+XLA_FFI_Error* CheckSize(const XLA_FFI_Api* api, const char* what, bool fits) {
+  if (fits) return nullptr;
+  return ToXla(api, XLA_FFI_Error_Code_INVALID_ARGUMENT,
+               std::string("qshard: ") + what +
+                   " is not of the size it was built for; check the versions of jax and qshard");
+}
+
+template <class Platform>
+constexpr XLA_FFI_Handler_Traits kTraits = 0;
+// Every handler only enqueues the same launches for the same shapes: XLA may record it into a
+// command buffer.
+template <>
+constexpr XLA_FFI_Handler_Traits kTraits<Cuda> = XLA_FFI_HANDLER_TRAITS_COMMAND_BUFFER_COMPATIBLE;
+
+template <class Platform>
+XLA_FFI_Error* AnswerMetadata(const XLA_FFI_Api* api, XLA_FFI_Metadata_Extension* extension) {
+  XLA_FFI_Metadata* metadata = extension->metadata;
+  if (XLA_FFI_Error* error = CheckSize(
+          api, "XLA_FFI_Metadata",
+          extension->extension_base.struct_size >= XLA_FFI_Metadata_Extension_STRUCT_SIZE &&
+              metadata->struct_size >= XLA_FFI_Metadata_STRUCT_SIZE))
+    return error;
+  metadata->api_version = {XLA_FFI_Api_Version_STRUCT_SIZE, nullptr, XLA_FFI_API_MAJOR,
+                           XLA_FFI_API_MINOR};
+  metadata->traits = kTraits<Platform>;
+  metadata->state_type_id = XLA_FFI_UNKNOWN_TYPE_ID;
+  return nullptr;
+}
+
+// --- contexts ---
+
+XLA_FFI_Error* GetExec(const XLA_FFI_CallFrame& frame, Exec<Cpu>* exec) {
+  exec->api = frame.api;
+  exec->context = frame.ctx;
+  exec->schedule = [](const Exec<Cpu>& e, void (*task)(void*), void* data) {
+    auto* api = static_cast<const XLA_FFI_Api*>(e.api);
+    XLA_FFI_ThreadPool_Schedule_Args args{};
+    args.struct_size = XLA_FFI_ThreadPool_Schedule_Args_STRUCT_SIZE;
+    args.ctx = static_cast<XLA_FFI_ExecutionContext*>(e.context);
+    args.task = task;
+    args.data = data;
+    if (XLA_FFI_Error* error = api->XLA_FFI_ThreadPool_Schedule(&args)) {
+      Destroy(api, error);
+      task(data);
+    }
+  };
+  XLA_FFI_ThreadPool_NumThreads_Args args{};
+  args.struct_size = XLA_FFI_ThreadPool_NumThreads_Args_STRUCT_SIZE;
+  args.ctx = frame.ctx;
+  args.num_threads = &exec->num_threads;
+  if (XLA_FFI_Error* error = frame.api->XLA_FFI_ThreadPool_NumThreads(&args)) {
+    Destroy(frame.api, error);
+    exec->num_threads = 1;
+  }
+  return nullptr;
+}
+
+XLA_FFI_Error* GetExec(const XLA_FFI_CallFrame& frame, Exec<Cuda>* exec) {
+  XLA_FFI_Stream_Get_Args args{};
+  args.struct_size = XLA_FFI_Stream_Get_Args_STRUCT_SIZE;
+  args.ctx = frame.ctx;
+  XLA_FFI_Error* error = frame.api->XLA_FFI_Stream_Get(&args);
+  exec->stream = static_cast<CUstream_st*>(args.stream);
+  return error;
+}
+
+bool AllEmpty(Buffers rets) {
+  for (int64_t i = 0; i < rets.size; ++i)
+    if (Elements(rets[i]) > 0) return false;
+  return true;
+}
+
+template <class Platform>
+XLA_FFI_Error* Decode(XLA_FFI_CallFrame* frame, const Row& row,
+                      Error (*run)(const Call<Platform>& call)) {
+  if (frame->stage != XLA_FFI_ExecutionStage_EXECUTE)
+    return ToXla(frame->api, XLA_FFI_Error_Code_INVALID_ARGUMENT,
+                 row.name + ": is called at a stage that is not execution");
+  const auto buffers = [](void** data, int64_t size) {
+    return Buffers{reinterpret_cast<Buffer* const*>(data), size};
+  };
+  for (int64_t i = 0; i < frame->args.size; ++i)
+    if (frame->args.types[i] != XLA_FFI_ArgType_BUFFER)
+      return ToXla(frame->api, ValueError(row.name, ": operand ", i, " is not a buffer"));
+  for (int64_t i = 0; i < frame->rets.size; ++i)
+    if (frame->rets.types[i] != XLA_FFI_RetType_BUFFER)
+      return ToXla(frame->api, ValueError(row.name, ": result ", i, " is not a buffer"));
+  const Buffers args = buffers(frame->args.args, frame->args.size);
+  const Buffers rets = buffers(frame->rets.rets, frame->rets.size);
+  Binding binding(row);
+  if (Error error = binding.Bind(frame->attrs, args, rets)) return ToXla(frame->api, error);
+  if (AllEmpty(rets)) return nullptr;
+  Exec<Platform> exec;
+  if (XLA_FFI_Error* error = GetExec(*frame, &exec)) return error;
+  return ToXla(frame->api, run(Call<Platform>{exec, binding, args, rets}));
+}
+
+}  // namespace
+
+template <class Platform>
+XLA_FFI_Error* Handle(XLA_FFI_CallFrame* frame, const Row& row,
+                      Error (*run)(const Call<Platform>& call)) {
+  if (XLA_FFI_Error* error = CheckSize(frame->api, "XLA_FFI_CallFrame",
+                                       frame->struct_size == XLA_FFI_CallFrame_STRUCT_SIZE))
+    return error;
+  if (frame->extension_start != nullptr &&
+      frame->extension_start->type == XLA_FFI_Extension_Metadata)
+    return AnswerMetadata<Platform>(
+        frame->api, reinterpret_cast<XLA_FFI_Metadata_Extension*>(frame->extension_start));
+  try {
+    return Decode(frame, row, run);
+  } catch (const std::exception& e) {
+    return ToXla(frame->api, XLA_FFI_Error_Code_INTERNAL, row.name + ": " + e.what());
+  }
+}
+
+template XLA_FFI_Error* Handle<Cpu>(XLA_FFI_CallFrame*, const Row&, Error (*)(const Call<Cpu>&));
+template XLA_FFI_Error* Handle<Cuda>(XLA_FFI_CallFrame*, const Row&, Error (*)(const Call<Cuda>&));
+
+}  // namespace qshard

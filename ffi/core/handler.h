@@ -1,0 +1,169 @@
+// What an op in ops/*.cc is made of. It names its op, picks types and launches; what it is given
+// was checked against the op's row (core/bind.h):
+//
+//   QSHARD_DEFINE_OP(cast_tensor) {
+//     return DispatchFloat(call.arg(0), [&](auto in) {
+//       ...
+//     });
+//   }
+//
+// defines the XLA FFI handlers qshard_cast_tensor_cpu and, in a CUDA build,
+// qshard_cast_tensor_cuda. They are decoded here over XLA's C API alone: its C++ headers take
+// longer to compile than all ops.
+#ifndef QSHARD_CORE_HANDLER_H_
+#define QSHARD_CORE_HANDLER_H_
+
+#include <algorithm>
+#include <string_view>
+#include <vector>
+
+#include "core/bind.h"
+#include "core/block.h"
+#include "core/exec.h"
+#include "core/format.h"
+#include "xla/ffi/api/c_api.h"
+
+namespace qshard {
+
+// A checked call of an op.
+template <class Platform>
+struct Call {
+  const Exec<Platform>& exec;
+  const Binding& binding;
+  Buffers args, rets;
+
+  // Operand and result i. Lists come last: index i of one that is there.
+  const Buffer& arg(int operand, int64_t i = 0) const {
+    return args[binding.ArgBegin(operand) + i];
+  }
+  const Buffer& ret(int output, int64_t i = 0) const { return rets[binding.RetBegin(output) + i]; }
+  bool has_arg(int operand) const { return binding.ArgBegin(operand) >= 0; }
+  bool has_ret(int output) const { return binding.RetBegin(output) >= 0; }
+
+  const char* op() const { return binding.row().name.c_str(); }
+  int64_t integer(std::string_view name) const { return binding.attribute(name).integer; }
+  bool flag(std::string_view name) const { return binding.attribute(name).integer != 0; }
+  float number(std::string_view name) const {
+    return static_cast<float>(binding.attribute(name).number);
+  }
+  std::string_view text(std::string_view name) const { return binding.attribute(name).text; }
+
+  // What a launcher returns, as an error.
+  Error operator()(Status status) const {
+    if (status.error == nullptr) return {};
+    return MakeError(ErrorKind::kInternal, op(), ": ", status.error);
+  }
+
+  // Checks that a result is its operand, of which it changes a part.
+  Error InPlace(int output) const {
+    const Operand& out = binding.row().outputs[output];
+    for (int64_t i = 0; i < (out.many ? binding.list_length() : 1); ++i)
+      QSHARD_REQUIRE(ret(output, i).data == arg(out.alias, i).data || Elements(ret(output, i)) == 0,
+                     op(), ": ", out.name, " ", Shape(ret(output, i)),
+                     " is not the memory of its operand; alias the two");
+    return {};
+  }
+
+  // How many elements, or blocks, of the first operand share a number of an operand or result
+  // `...`.
+  int64_t ArgRun(int operand) const {
+    return binding.Run(binding.row().inputs[operand], arg(operand));
+  }
+  int64_t RetRun(int output) const {
+    return binding.Run(binding.row().outputs[output], ret(output));
+  }
+};
+
+template <class T>
+const T* Data(const Buffer& buffer) {
+  return static_cast<const T*>(buffer.data);
+}
+template <class T>
+T* Mutable(const Buffer& buffer) {
+  return static_cast<T*>(buffer.data);
+}
+
+// A first operand `*batch m *k`, and the like, as matrices of rows x cols.
+struct Matrices {
+  explicit Matrices(const Binding& binding)
+      : batch(binding.Length(0)), rows(binding.Length(1)), cols(binding.Length(2)) {}
+  int64_t batch, rows, cols;
+};
+
+// A first operand `*batch (m block_rows) (k block_cols)`.
+inline Blocks BlocksOf(const Binding& binding) {
+  const Matrices m(binding);
+  return {m.batch, m.rows, m.cols, binding.Minor(1), binding.Minor(2)};
+}
+
+// --- types ---
+
+template <class T>
+struct Type {
+  using type = T;
+};
+
+// Calls f(Type<T>{}) with the type of a buffer of floats.
+template <class Fn>
+Error DispatchFloat(const Buffer& buffer, Fn&& f) {
+#define QSHARD_TRY(dtype, T) \
+  if (dtype == kDataTypeOf<T>) return f(Type<T>{});
+  QSHARD_FOR_EACH_INPUT(QSHARD_TRY, buffer.dtype)
+#undef QSHARD_TRY
+  return MakeError(ErrorKind::kInternal, NameOf(buffer.dtype), " is not dispatched");
+}
+
+// Calls f(Type<F>{}) with the element that `name` is: one of 8 bits, of all, or of all codes.
+#define QSHARD_TRY(name, F) \
+  if (name == F::kName) return f(Type<F>{});
+template <class Fn>
+Error DispatchFp8(std::string_view name, Fn&& f) {
+  QSHARD_FOR_EACH_FP8(QSHARD_TRY, name)
+  return MakeError(ErrorKind::kInternal, name, " is not dispatched");
+}
+template <class Fn>
+Error DispatchElement(std::string_view name, Fn&& f) {
+  QSHARD_FOR_EACH_ELEMENT(QSHARD_TRY, name)
+  return MakeError(ErrorKind::kInternal, name, " is not dispatched");
+}
+template <class Fn>
+Error DispatchCode(std::string_view name, Fn&& f) {
+  QSHARD_FOR_EACH_CODE(QSHARD_TRY, name)
+  return MakeError(ErrorKind::kInternal, name, " is not dispatched");
+}
+#undef QSHARD_TRY
+
+// --- definition ---
+
+// Answers XLA's question for what the handler can do, or decodes, checks and runs a call. Never
+// throws.
+template <class Platform>
+XLA_FFI_Error* Handle(XLA_FFI_CallFrame* frame, const Row& row,
+                      Error (*run)(const Call<Platform>& call));
+extern template XLA_FFI_Error* Handle<Cpu>(XLA_FFI_CallFrame*, const Row&,
+                                           Error (*)(const Call<Cpu>&));
+extern template XLA_FFI_Error* Handle<Cuda>(XLA_FFI_CallFrame*, const Row&,
+                                            Error (*)(const Call<Cuda>&));
+
+#define QSHARD_DEFINE_HANDLER(name, suffix, Platform)                              \
+  extern "C" XLA_FFI_Error* qshard_##name##_##suffix(XLA_FFI_CallFrame* frame) {   \
+    static const ::qshard::Row& row = *::qshard::FindRow(#name);                   \
+    return ::qshard::Handle<::qshard::Platform>(frame, row, Run_##name<Platform>); \
+  }
+#if defined(QSHARD_WITH_CUDA)
+#define QSHARD_DEFINE_HANDLERS(name)    \
+  QSHARD_DEFINE_HANDLER(name, cpu, Cpu) \
+  QSHARD_DEFINE_HANDLER(name, cuda, Cuda)
+#else
+#define QSHARD_DEFINE_HANDLERS(name) QSHARD_DEFINE_HANDLER(name, cpu, Cpu)
+#endif
+#define QSHARD_DEFINE_OP(name)                                   \
+  template <class Platform>                                      \
+  static ::qshard::Error Run_##name(const Call<Platform>& call); \
+  QSHARD_DEFINE_HANDLERS(name)                                   \
+  template <class Platform>                                      \
+  static ::qshard::Error Run_##name(const Call<Platform>& call)
+
+}  // namespace qshard
+
+#endif  // QSHARD_CORE_HANDLER_H_

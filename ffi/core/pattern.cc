@@ -1,0 +1,396 @@
+#include "core/pattern.h"
+
+#include <algorithm>
+#include <cctype>
+#include <cstdlib>
+#include <stdexcept>
+
+namespace qshard {
+namespace {
+
+using Texts = std::vector<std::string>;
+
+std::string_view Stripped(std::string_view text) {
+  while (!text.empty() && text.front() == ' ') text.remove_prefix(1);
+  while (!text.empty() && text.back() == ' ') text.remove_suffix(1);
+  return text;
+}
+
+Texts Split(std::string_view text, std::string_view separator) {
+  Texts parts;
+  if (Stripped(text).empty()) return parts;
+  for (;;) {
+    const size_t end = text.find(separator);
+    parts.emplace_back(Stripped(text.substr(0, end)));
+    if (end == text.npos) return parts;
+    text.remove_prefix(end + separator.size());
+  }
+}
+
+bool EndsWith(std::string_view text, std::string_view end) {
+  return text.size() >= end.size() && text.substr(text.size() - end.size()) == end;
+}
+
+bool IsNumber(std::string_view text) {
+  return !text.empty() && std::all_of(text.begin(), text.end(),
+                                      [](unsigned char c) { return std::isdigit(c) != 0; });
+}
+
+std::string Joined(const Texts& texts, const char* between) {
+  std::string joined;
+  for (const std::string& text : texts) joined += (joined.empty() ? "" : between) + text;
+  return joined;
+}
+
+// The parser of one row.
+class Parser {
+ public:
+  explicit Parser(Row* row) : row_(*row) {}
+
+  void Check(bool condition, std::string_view what) const {
+    if (!condition) throw std::invalid_argument("ops.def: " + row_.name + ": " + std::string(what));
+  }
+
+  // --- attributes ---
+
+  void AddAttributes(std::string_view text) {
+    for (const std::string& part : Split(text, ",")) {
+      const size_t colon = part.find(':');
+      Check(colon != part.npos, part + " has no type");
+      const std::string name(Stripped(part.substr(0, colon)));
+      const std::string type(Stripped(part.substr(colon + 1)));
+      if (name == "block")
+        AddBlocks(type);
+      else
+        row_.attributes.push_back(ParseAttribute(name, type));
+    }
+    auto& all = row_.attributes;
+    std::sort(all.begin(), all.end(), [](auto& a, auto& b) { return a.name < b.name; });
+    Check(all.size() <= kMaxAttributes, "too many attributes");
+    row_.split = row_.FindAttribute("split");
+    row_.block_rows = row_.FindAttribute("block_rows");
+    row_.block_cols = row_.FindAttribute("block_cols");
+  }
+
+  void AddBlocks(const std::string& type) {
+    BlockRule& rule = row_.blocks;
+    rule.legal = "of positive size";
+    if (type == "any") {
+      rule.kind = BlockRule::kAny;
+    } else if (type == "square") {
+      rule.kind = BlockRule::kSquare;
+      rule.legal = "square, and of positive size";
+    } else if (type == "any or whole") {
+      rule.kind = BlockRule::kAnyOrWhole;
+      rule.legal = "of positive size, or 0x0 for the whole weight";
+    } else {
+      rule.kind = BlockRule::kListed;
+      const Texts listed = Split(type, "|");
+      rule.legal = Joined(listed, " or ");
+      for (const std::string& block : listed) {
+        const size_t x = block.find('x');
+        Check(x != block.npos, block + " is not a block");
+        rule.listed.emplace_back(std::atoll(block.c_str()), std::atoll(block.c_str() + x + 1));
+      }
+    }
+    for (const char* name : {"block_cols", "block_rows"})  // so that their product fits
+      row_.attributes.push_back(ParseAttribute(name, "int ..2147483647"));
+  }
+
+  Attribute ParseAttribute(const std::string& name, const std::string& type) const {
+    Attribute a;
+    a.name = name;
+    const size_t space = type.find(' ');
+    const std::string kind = type.substr(0, space);
+    const std::string rest(space == type.npos ? "" : Stripped(type.substr(space)));
+    if (kind == "axis") {  // a number of axes
+      a.least = 0;
+      a.most = 64;  // more than any buffer has
+      a.legal = "a number of axes";
+    } else if (kind == "int" || kind == "float") {
+      a.kind = kind == "int" ? Attribute::kInt : Attribute::kFloat;
+      SetNumbers(rest, &a);
+    } else if (kind == "bool") {
+      a.kind = Attribute::kBool;
+    } else if (kind == "extents") {
+      a.kind = Attribute::kExtents;
+    } else {
+      a.kind = Attribute::kText;
+#define QSHARD_NAME(member, F) F::member,
+      if (type == "fp8")
+        a.texts = {QSHARD_FOR_EACH_FP8(QSHARD_NAME, kName)};
+      else if (type == "element")
+        a.texts = {QSHARD_FOR_EACH_ELEMENT(QSHARD_NAME, kName)};
+      else if (type == "code")
+        a.texts = {QSHARD_FOR_EACH_CODE(QSHARD_NAME, kName)};
+      else
+        a.texts = Split(type, "|");
+#undef QSHARD_NAME
+      a.legal = "one of " + Joined(a.texts, ", ");
+    }
+    return a;
+  }
+
+  void SetNumbers(const std::string& range, Attribute* a) const {
+    const size_t dots = range.find("..");
+    if (range.empty()) {
+      a->legal = "a number";
+    } else if (dots == range.npos) {
+      const Texts numbers = Split(range, "|");
+      for (const std::string& number : numbers) a->numbers.push_back(std::atof(number.c_str()));
+      a->legal = (numbers.size() > 1 ? "one of " : "") + Joined(numbers, ", ");
+    } else {
+      const std::string least = range.substr(0, dots), most = range.substr(dots + 2);
+      if (!least.empty()) a->least = std::atof(least.c_str());
+      if (!most.empty()) a->most = std::atof(most.c_str());
+      a->legal = most.empty()    ? "at least " + least
+                 : least.empty() ? "at most " + most
+                                 : "from " + least + " to " + most;
+    }
+  }
+
+  // --- operands ---
+
+  void AddOperands(std::string_view arguments, std::string_view pattern, std::string_view dtypes) {
+    const Texts names = Split(arguments, "->"), patterns = Split(pattern, "->"),
+                kinds = Split(dtypes, "->");
+    Check(names.size() == 2 && patterns.size() == 2 && kinds.size() == 2,
+          "a column has not two sides");
+    for (int side = 0; side < 2; ++side) {
+      const Texts n = Split(names[side], ","), p = Split(patterns[side], ","),
+                  k = Split(kinds[side], ",");
+      Check(n.size() == p.size() && n.size() == k.size(), "columns are not of one length");
+      auto& operands = side == 0 ? row_.inputs : row_.outputs;
+      for (size_t i = 0; i < n.size(); ++i) {
+        operands.push_back(ParseOperand(n[i], p[i], k[i]));
+        Check(operands.back().many || i == 0 || !operands[i - 1].many, "lists do not come last");
+        row_.many |= operands.back().many;
+      }
+    }
+    Check(!row_.inputs.empty() && row_.inputs.size() + row_.outputs.size() <= kMaxOperands,
+          "too many operands, or none");
+    Check(row_.symbols.size() <= kMaxSymbols && row_.products <= kMaxProducts, "too many factors");
+    for (Operand& out : row_.outputs)
+      for (size_t i = 0; i < row_.inputs.size(); ++i)
+        if (row_.inputs[i].name == out.name) out.alias = static_cast<int>(i);
+  }
+
+  Operand ParseOperand(const std::string& name, const std::string& pattern,
+                       const std::string& dtype) {
+    Operand o;
+    const size_t condition = name.find(" if ");
+    o.name = Stripped(name.substr(0, condition));
+    if (EndsWith(o.name, "[]")) {
+      o.many = true;
+      o.name.resize(o.name.size() - 2);
+    }
+    if (condition != name.npos) {
+      for (const std::string& clause : Split(name.substr(condition + 4), " or ")) {
+        const size_t equal = clause.find('=');
+        const int attribute = row_.FindAttribute(clause.substr(0, equal));
+        Check(attribute >= 0, clause + " names no attribute");
+        o.conditions.push_back({attribute, Split(clause.substr(equal + 1), "|")});
+      }
+    }
+    o.pattern = pattern;
+    ParseTerms(pattern, &o);
+    o.dtype_name = dtype;
+    SetDtype(dtype, &o);
+    return o;
+  }
+
+  void SetDtype(const std::string& name, Operand* o) const {
+    if (name == "float")
+      o->dtype = Operand::kFloat;
+    else if (name == "byte")
+      o->dtype = Operand::kByte;
+    else if (name == "word")
+      o->dtype = Operand::kWord;
+    else if (name == "any")
+      o->dtype = Operand::kAny;
+    else if (name == "same")
+      o->dtype = Operand::kSame;
+    else if (name == "packed")
+      o->dtype = Operand::kPacked;
+    else {
+      o->exact = DataTypeOf(name);
+      if (o->exact != XLA_FFI_DataType_INVALID) return;
+      o->dtype = Operand::kNamed;
+      o->dtype_attribute = row_.FindAttribute(name == "code"    ? "element"
+                                              : name == "scale" ? "scale_dtype"
+                                                                : name);
+      Check(o->dtype_attribute >= 0, name + " is no dtype");
+    }
+  }
+
+  void ParseTerms(std::string_view text, Operand* o) {
+    while (!(text = Stripped(text)).empty()) {
+      Term term;
+      const size_t end = text.front() == '(' ? text.find(')') + 1 : text.find(' ');
+      std::string_view token = text.substr(0, end);
+      text.remove_prefix(token.size());
+      if (token == "...") {
+        term.kind = Term::kPrefix;
+      } else if (token.front() == '*') {
+        term.kind = Term::kStar;
+        term.major = SymbolOf(token.substr(1), true);
+      } else if (token.front() == '(') {
+        const Texts factors = Split(token.substr(1, token.size() - 2), " ");
+        Check(factors.size() == 2, "a product is not of two factors");
+        std::string_view minor = factors[1];
+        term.cut = EndsWith(minor, "?");
+        if (term.cut) minor.remove_suffix(1);
+        term.major = SymbolOf(factors[0], false);
+        term.minor = SymbolOf(minor, false);
+        term.product = ProductOf(term.major, term.minor);
+      } else {
+        term.major = SymbolOf(token, false);
+      }
+      o->terms.push_back(term);
+    }
+    if (!o->terms.empty() && o->terms.back().kind == Term::kAxis) o->terms.back().last = true;
+  }
+
+  // A number is a size, not a name: two of them are no common factor.
+  int SymbolOf(std::string_view name, bool star) {
+    auto& symbols = row_.symbols;
+    const bool number = IsNumber(name);
+    for (size_t i = 0; !number && i < symbols.size(); ++i)
+      if (symbols[i].name == name && symbols[i].star == star) return static_cast<int>(i);
+    Symbol s;
+    s.name = name;
+    s.star = star;
+    if (number) s.fixed = std::atoll(s.name.c_str());
+    s.attribute = number ? -1 : row_.FindAttribute(name);
+    symbols.push_back(s);
+    return static_cast<int>(symbols.size()) - 1;
+  }
+
+  int ProductOf(int major, int minor) {
+    for (size_t i = 0; i < products_.size(); ++i)
+      if (products_[i] == std::make_pair(major, minor)) return static_cast<int>(i);
+    products_.emplace_back(major, minor);
+    return row_.products++;
+  }
+
+  // --- what follows ---
+
+  void Finish() {
+    FindLocals();
+    FindOpenAxes();
+    for (auto* operands : {&row_.inputs, &row_.outputs})
+      for (Operand& o : *operands) SetOrders(&o);
+  }
+
+  void FindLocals() {
+    for (size_t i = 0; i < row_.symbols.size(); ++i) {
+      Symbol& s = row_.symbols[i];
+      s.local = row_.many && s.fixed < 0 && s.attribute < 0;
+      for (const Operand& o : row_.inputs)
+        for (const Term& t : o.terms)
+          if (!o.many && (t.major == static_cast<int>(i) || t.minor == static_cast<int>(i)))
+            s.local = false;
+      if (row_.many && s.name == "n" && !s.star) row_.list_length = static_cast<int>(i);
+    }
+  }
+
+  void FindOpenAxes() {
+    std::vector<int> known;
+    for (const Operand& o : row_.inputs) {
+      std::vector<int> unknown;
+      for (const Term& t : o.terms)
+        if (t.kind == Term::kStar && std::find(known.begin(), known.end(), t.major) == known.end())
+          unknown.push_back(t.major);
+      known.insert(known.end(), unknown.begin(), unknown.end());
+      if (!o.many && unknown.size() > 1)
+        row_.open_axes.insert(row_.open_axes.end(), unknown.begin(), unknown.end() - 1);
+    }
+    for (const Operand& o : row_.outputs)
+      for (const Term& t : o.terms) row_.open_prefix |= t.kind == Term::kPrefix;
+  }
+
+  // XLA partitions an op over leading axes that all its buffers share. So a matrix that it may cut
+  // is split: the major factors come first, in the order of the first operand; then others; then
+  // the minor ones, which are blocks. A layout, which a handler does not see, leaves the memory as
+  // it is.
+  void SetOrders(Operand* o) const {
+    std::vector<Term> whole;
+    for (const Term& t : o->terms)
+      if (t.kind == Term::kPrefix) whole.push_back(t);
+    const auto is_there = [&](const Term& t) {
+      return std::any_of(whole.begin(), whole.end(),
+                         [&](const Term& w) { return w.kind == t.kind && w.major == t.major; });
+    };
+    for (const Term& first : row_.inputs[0].terms)
+      for (const Term& t : o->terms)
+        if (t.kind != Term::kPrefix && t.kind == first.kind && t.major == first.major)
+          whole.push_back(t);
+    for (const Term& t : o->terms)
+      if (!is_there(t)) whole.push_back(t);
+    o->operand_order = whole;
+    for (Term t : whole) {
+      if (t.minor >= 0) t.last = false;
+      t.minor = t.product = -1;
+      o->split_terms.push_back(t);
+    }
+    for (const Term& t : o->terms) {
+      if (t.minor < 0) continue;
+      Term minor;
+      minor.major = t.minor;
+      minor.last = t.last;
+      o->split_terms.push_back(minor);
+    }
+  }
+
+ private:
+  Row& row_;
+  std::vector<std::pair<int, int>> products_;
+};
+
+}  // namespace
+
+Row::Row(std::string op, std::string_view arguments, std::string_view pattern,
+         std::string_view dtypes, std::string_view attribute_column)
+    : name(std::move(op)), attribute_types(attribute_column) {
+  Parser parser(this);
+  parser.AddAttributes(attribute_types);
+  parser.AddOperands(arguments, pattern, dtypes);
+  parser.Finish();
+}
+
+int Row::FindAttribute(std::string_view attribute) const {
+  for (size_t i = 0; i < attributes.size(); ++i)
+    if (attributes[i].name == attribute) return static_cast<int>(i);
+  return -1;
+}
+
+std::vector<int> Row::Missing(const Operand& output) const {
+  std::vector<int> missing;
+  for (const Term& t : inputs[0].terms) {
+    for (int symbol : {t.major, t.minor}) {
+      if (symbol < 0 || symbols[symbol].fixed >= 0) continue;
+      const bool kept = std::any_of(output.terms.begin(), output.terms.end(), [&](const Term& u) {
+        return u.major == symbol || u.minor == symbol;
+      });
+      if (!kept) missing.push_back(symbol);
+    }
+  }
+  return missing;
+}
+
+const std::vector<Row>& Rows() {
+  static const auto* rows = new std::vector<Row>{
+#define QSHARD_OP(name, ...) Row(#name, __VA_ARGS__),
+#include "ops.def"
+#undef QSHARD_OP
+  };
+  return *rows;
+}
+
+const Row* FindRow(std::string_view name) {
+  for (const Row& row : Rows())
+    if (row.name == name) return &row;
+  return nullptr;
+}
+
+}  // namespace qshard

@@ -1,0 +1,109 @@
+// A row of ops.def, parsed: what an op takes and gives. ops.def says how rows are written.
+#ifndef QSHARD_CORE_PATTERN_H_
+#define QSHARD_CORE_PATTERN_H_
+
+#include <cstdint>
+#include <limits>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "core/dtype.h"
+
+namespace qshard {
+
+// What a row may have, so that binding one needs no heap.
+constexpr int kMaxSymbols = 24, kMaxProducts = 6, kMaxOperands = 16, kMaxAttributes = 16;
+
+// A factor of an axis, or a `*name`, by its index in a row.
+struct Symbol {
+  std::string name;
+  bool star = false;
+  bool local = false;  // of lists alone: it is another one for each tensor
+  int64_t fixed = -1;  // the size, if it is a number
+  int attribute = -1;  // that gives the size, or the number of axes
+};
+
+// One axis of a pattern, or several.
+struct Term {
+  enum Kind { kAxis, kStar, kPrefix };
+  Kind kind = kAxis;
+  int major = -1;     // of an axis; the `*name` itself
+  int minor = -1;     // of an axis that is a product
+  int product = -1;   // which one it is, of those of the row
+  bool cut = false;   // whether its last run may be cut short
+  bool last = false;  // whether codes that share a byte lie along it
+};
+
+struct Attribute {
+  enum Kind { kInt, kFloat, kBool, kText, kExtents };
+  std::string name;
+  Kind kind = kInt;
+  double least = -std::numeric_limits<double>::infinity();  // of a number
+  double most = std::numeric_limits<double>::infinity();
+  std::vector<double> numbers;     // the only ones that are legal, if there are any
+  std::vector<std::string> texts;  // likewise
+  std::string legal;               // in words
+};
+
+// Which blocks an op takes.
+struct BlockRule {
+  enum Kind { kNone, kAny, kSquare, kListed, kAnyOrWhole };
+  Kind kind = kNone;
+  std::vector<std::pair<int64_t, int64_t>> listed;
+  std::string legal;
+};
+
+// One operand or result, or a list of them.
+struct Operand {
+  enum Dtype { kFloat, kByte, kWord, kAny, kSame, kPacked, kNamed, kExact };
+  // It is there if one of these attributes has one of the values; or always, if there is none.
+  struct Condition {
+    int attribute;
+    std::vector<std::string> texts;  // a bool is "true" or "false"
+  };
+  std::string name, pattern, dtype_name;
+  bool many = false;
+  std::vector<Condition> conditions;
+  Dtype dtype = kExact;
+  DataType exact = XLA_FFI_DataType_INVALID;
+  int dtype_attribute = -1;  // that names the dtype
+  int alias = -1;            // of a result: the operand that it may be
+
+  // The axes as they lie in memory; of a matrix that is split; and of a result in the order of the
+  // first operand, which is how XLA sees one that lies transposed.
+  std::vector<Term> terms, split_terms, operand_order;
+};
+
+struct Row {
+  // Throws std::invalid_argument, for a row that is not well written.
+  Row(std::string name, std::string_view arguments, std::string_view pattern,
+      std::string_view dtypes, std::string_view attributes);
+
+  int FindAttribute(std::string_view attribute) const;  // -1 for none
+
+  // The symbols of the operands that `output` lacks: a shard that cuts one of them has a part of
+  // the result, to be reduced over ranks.
+  std::vector<int> Missing(const Operand& output) const;
+
+  std::string name, attribute_types;
+  std::vector<Operand> inputs, outputs;  // lists come last
+  std::vector<Attribute> attributes;     // by name
+  std::vector<Symbol> symbols;
+  std::vector<int> open_axes;  // `*name`s whose number of axes the shapes of operands leave open
+  bool open_prefix = false;    // whether that of a result's `...` is
+  bool many = false;           // whether there are lists
+  int list_length = -1;        // the symbol `n` of an op on lists
+  int products = 0;
+  int split = -1;  // the attribute of this name
+  int block_rows = -1, block_cols = -1;
+  BlockRule blocks;
+};
+
+// Every row of ops.def, in its order; and that of a name, null for none.
+const std::vector<Row>& Rows();
+const Row* FindRow(std::string_view name);
+
+}  // namespace qshard
+
+#endif  // QSHARD_CORE_PATTERN_H_

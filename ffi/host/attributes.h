@@ -1,0 +1,122 @@
+// A dict of attributes as an XLA FFI handler takes them.
+#ifndef QSHARD_HOST_ATTRIBUTES_H_
+#define QSHARD_HOST_ATTRIBUTES_H_
+
+#include <nanobind/nanobind.h>
+
+#include <algorithm>
+#include <array>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "xla/ffi/api/c_api.h"
+
+namespace qshard::host {
+
+// The attributes of one call in the form in which XLA gives them: sorted by name; bool, int64,
+// float32, string, and arrays of int64.
+class Attributes {
+  static constexpr size_t kMaxAttributes = 16;
+
+ public:
+  explicit Attributes(nanobind::dict attributes) {
+    if (attributes.size() > kMaxAttributes)
+      throw nanobind::value_error("call: too many attributes");
+    for (auto [key, value] : attributes) Add(key, value);
+    std::array<size_t, kMaxAttributes> order;
+    for (size_t i = 0; i < size_; ++i) order[i] = i;
+    std::sort(order.begin(), order.begin() + size_,
+              [&](size_t a, size_t b) { return View(entries_[a].name) < View(entries_[b].name); });
+    for (size_t i = 0; i < size_; ++i) {
+      Entry& entry = entries_[order[i]];
+      types_[i] = entry.type;
+      names_[i] = &entry.name;
+      values_[i] = entry.type == XLA_FFI_AttrType_STRING  ? static_cast<void*>(&entry.string)
+                   : entry.type == XLA_FFI_AttrType_ARRAY ? static_cast<void*>(&entry.array)
+                                                          : static_cast<void*>(&entry.scalar);
+    }
+  }
+  Attributes(const Attributes&) = delete;
+
+  XLA_FFI_Attrs Get() {
+    return {XLA_FFI_Attrs_STRUCT_SIZE,
+            nullptr,
+            static_cast<int64_t>(size_),
+            types_.data(),
+            names_.data(),
+            values_.data()};
+  }
+
+ private:
+  struct Entry {
+    nanobind::object key, given;  // held for the call: their text is not copied
+    XLA_FFI_ByteSpan name;
+    XLA_FFI_AttrType type;
+    XLA_FFI_Scalar scalar;
+    XLA_FFI_ByteSpan string;
+    XLA_FFI_Array array;
+    std::vector<int64_t> integers;
+    union {
+      bool b;
+      int64_t i;
+      float f;
+    };
+  };
+
+  static std::string_view View(const XLA_FFI_ByteSpan& span) { return {span.ptr, span.len}; }
+
+  static XLA_FFI_ByteSpan Utf8(nanobind::handle text) {
+    Py_ssize_t length;
+    const char* data = PyUnicode_AsUTF8AndSize(text.ptr(), &length);
+    if (data == nullptr) nanobind::raise_python_error();
+    return {data, static_cast<size_t>(length)};
+  }
+
+  static int64_t Integer(nanobind::handle value) {
+    const int64_t i = PyLong_AsLongLong(value.ptr());
+    if (i == -1 && PyErr_Occurred()) nanobind::raise_python_error();
+    return i;
+  }
+
+  void Add(nanobind::handle key, nanobind::handle value) {
+    Entry& entry = entries_[size_++];
+    entry.key = nanobind::borrow(key);
+    entry.given = nanobind::borrow(value);
+    entry.name = Utf8(key);
+    entry.type = XLA_FFI_AttrType_SCALAR;
+    if (PyBool_Check(value.ptr())) {
+      entry.b = value.ptr() == Py_True;
+      entry.scalar = {XLA_FFI_DataType_PRED, &entry.b};
+    } else if (PyLong_Check(value.ptr())) {
+      entry.i = Integer(value);
+      entry.scalar = {XLA_FFI_DataType_S64, &entry.i};
+    } else if (PyFloat_Check(value.ptr())) {
+      entry.f = static_cast<float>(PyFloat_AS_DOUBLE(value.ptr()));
+      entry.scalar = {XLA_FFI_DataType_F32, &entry.f};
+    } else if (PyUnicode_Check(value.ptr())) {
+      entry.type = XLA_FFI_AttrType_STRING;
+      entry.string = Utf8(value);
+    } else if (PyTuple_Check(value.ptr()) || PyList_Check(value.ptr())) {
+      entry.type = XLA_FFI_AttrType_ARRAY;
+      for (nanobind::handle item : nanobind::borrow<nanobind::sequence>(value))
+        entry.integers.push_back(Integer(item));
+      entry.array = {XLA_FFI_DataType_S64, entry.integers.size(), entry.integers.data()};
+    } else {
+      throw nanobind::type_error((std::string("call: attribute ") + std::string(View(entry.name)) +
+                                  " (" + nanobind::type_name(value.type()).c_str() +
+                                  ") is not bool, int, float, str or a tuple of int")
+                                     .c_str());
+    }
+  }
+
+  std::array<Entry, kMaxAttributes> entries_;
+  size_t size_ = 0;
+  std::array<XLA_FFI_AttrType, kMaxAttributes> types_;
+  std::array<XLA_FFI_ByteSpan*, kMaxAttributes> names_;
+  std::array<void*, kMaxAttributes> values_;
+};
+
+}  // namespace qshard::host
+
+#endif  // QSHARD_HOST_ATTRIBUTES_H_

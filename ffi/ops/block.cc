@@ -1,0 +1,93 @@
+// The steps of quantizing in blocks that share a scale, and the way back. 4-bit codes are packed
+// two a byte along the last axis.
+#include "core/handler.h"
+#include "kernels/block_cast.h"
+
+namespace qshard {
+
+// amax[m, k] = max |x| over one block_rows x block_cols block of x, fp32. A maximum over bit
+// patterns: exact, so blocks that shards cut may be reduced in parts, an integer max-reduce of the
+// grids giving the same bits. Any NaN gives the canonical one.
+QSHARD_DEFINE_OP(amax_block) {
+  return DispatchFloat(call.arg(0), [&](auto in) {
+    using In = typename decltype(in)::type;
+    return call(kernels::AmaxBlock(call.exec, Data<In>(call.arg(0)), BlocksOf(call.binding),
+                                   Mutable<float>(call.ret(0))));
+  });
+}
+
+// data = encode(x * scale): the last step, once the amaxes of cut blocks are reduced.
+QSHARD_DEFINE_OP(cast_block) {
+  return DispatchElement(call.text("element"), [&](auto code) {
+    using Code = typename decltype(code)::type;
+    return DispatchFloat(call.arg(0), [&](auto in) {
+      using In = typename decltype(in)::type;
+      return call(kernels::CastBlock<In, Code>(call.exec, Data<In>(call.arg(0)),
+                                               Data<float>(call.arg(1)), BlocksOf(call.binding),
+                                               Mutable<uint8_t>(call.ret(0))));
+    });
+  });
+}
+
+// data = encode(x * scale) in E2M1, rounded up or down at random.
+//
+// The random bits of an element are a function of a seed and of its index in the whole tensor
+// (core/stochastic.h), so a shard gives the bytes of the whole. Where the shard is, is an operand,
+// as SPMD runs one program on all: `first` has the index of the first element of x, or of each of
+// its rows of blocks, or of each block; `seed` goes with it. From there the index grows by row_step
+// a row and by col_step a column: by (columns of the whole tensor, 1), or (1, columns) where x is a
+// transpose.
+QSHARD_DEFINE_OP(cast_block_stochastic) {
+  const Blocks blocks = BlocksOf(call.binding);
+  const Buffer &seed = call.arg(2), &first = call.arg(3);
+  QSHARD_REQUIRE(seed.rank == first.rank, call.op(), ": seed ", Shape(seed),
+                 " does not have the shape of first ", Shape(first), "; broadcast it");
+  QSHARD_REQUIRE(blocks.block_cols <= kernels::kMaxStochasticBlockCols, call.op(), ": block_cols (",
+                 blocks.block_cols, ") is more than ", kernels::kMaxStochasticBlockCols,
+                 "; take smaller blocks");
+  const IndexSteps steps{call.integer("row_step"), call.integer("col_step")};
+  int64_t down, right;
+  QSHARD_REQUIRE(Multiply(blocks.batch * blocks.rows, steps.row, &down) &&
+                     Multiply(blocks.cols, steps.col, &right) &&
+                     !__builtin_add_overflow(down, right, &down),
+                 call.op(), ": steps (", steps.row, ", ", steps.col,
+                 ") lead to an index that 64 bits do not hold; give those of the whole tensor");
+  const kernels::Places places{Data<uint32_t>(seed), Data<uint32_t>(first), call.ArgRun(3), steps};
+  return DispatchFloat(call.arg(0), [&](auto in) {
+    using In = typename decltype(in)::type;
+    return call(kernels::CastBlockStochastic(call.exec, Data<In>(call.arg(0)),
+                                             Data<float>(call.arg(1)), places, blocks,
+                                             Mutable<uint8_t>(call.ret(0))));
+  });
+}
+
+// x = decode(data) * scale_inv, fp32 or E8M0, rounded once to the dtype of x.
+QSHARD_DEFINE_OP(dequantize_block) {
+  const auto with_scale = [&](auto scale) {
+    using Scale = typename decltype(scale)::type;
+    return DispatchFp8(call.text("element"), [&](auto code) {
+      using Code = typename decltype(code)::type;
+      return DispatchFloat(call.ret(0), [&](auto out) {
+        using Out = typename decltype(out)::type;
+        return call(kernels::DequantizeBlock<Code, Scale, Out>(
+            call.exec, Data<uint8_t>(call.arg(0)),
+            Data<typename StoredScale<Scale>::Type>(call.arg(1)), BlocksOf(call.binding),
+            Mutable<Out>(call.ret(0))));
+      });
+    });
+  };
+  return call.text("scale_dtype") == E8M0::kName ? with_scale(Type<E8M0>{})
+                                                 : with_scale(Type<float>{});
+}
+
+// x = decode(data) * (scale_inv * global_scale_inv), rounded once to the dtype of x.
+QSHARD_DEFINE_OP(dequantize_nvfp4) {
+  return DispatchFloat(call.ret(0), [&](auto out) {
+    using Out = typename decltype(out)::type;
+    return call(kernels::DequantizeNvfp4(
+        call.exec, Data<uint8_t>(call.arg(0)), Data<uint8_t>(call.arg(1)), Data<float>(call.arg(2)),
+        call.ArgRun(2), BlocksOf(call.binding), Mutable<Out>(call.ret(0))));
+  });
+}
+
+}  // namespace qshard

@@ -1,0 +1,151 @@
+// Ops on flat slices of weights, for all weights at once.
+//
+// x[i] is [start, start + length) of weight i, of shape (rows, cols); `starts` has pairs of words,
+// the low one first, and what lies past the end of the weight is padding. x is rounded to
+// `rounded_to` first: a model that sees its master weights in bfloat16 has those amaxes and codes.
+// Blocks of 0x0: the weight. Grids of all weights follow one another.
+#include "core/slices.h"
+
+#include "core/handler.h"
+#include "kernels/slices.h"
+
+namespace qshard {
+namespace {
+
+struct Slices {
+  std::vector<Slice> weights;
+  SliceRule rule;
+  int64_t blocks = 0, wholes = 0;
+
+  int64_t size() const { return static_cast<int64_t>(weights.size()); }
+};
+
+RoundedTo RoundedToOf(std::string_view name) {
+  return name == "bfloat16"  ? RoundedTo::kBFloat16
+         : name == "float16" ? RoundedTo::kFloat16
+                             : RoundedTo::kFloat32;
+}
+
+// Reads shapes, which no buffer has: sizes that buffers must hold follow from them.
+template <class Platform>
+Error SlicesOf(const Call<Platform>& call, int x, WholeAmax whole, bool pieces, Slices* slices) {
+  const AttributeValue& shapes = call.binding.attribute("shapes");
+  const int64_t n = call.binding.list_length();
+  SliceRule& rule = slices->rule;
+  rule = {call.integer("block_rows"), call.integer("block_cols"), whole,
+          RoundedToOf(call.text("rounded_to")), pieces};
+  QSHARD_REQUIRE(shapes.integer == 2 * n, call.op(), ": shapes (", shapes.integer,
+                 " numbers) are not the rows and columns of ", n, " weights");
+  slices->weights.reserve(n);
+  for (int64_t i = 0; i < n; ++i) {
+    const int64_t rows = shapes.integers[2 * i], cols = shapes.integers[2 * i + 1];
+    int64_t blocks = 1, elements;
+    bool fits = Multiply(rows, cols, &elements);
+    if (rule.block_rows > 0)
+      fits &= Multiply(CeilDiv(rows, rule.block_rows), CeilDiv(cols, rule.block_cols), &blocks);
+    const int64_t wholes = whole == WholeAmax::kNone ? 0 : whole == WholeAmax::kRow ? rows : 1;
+    slices->weights.push_back({call.arg(x, i).data, nullptr, Elements(call.arg(x, i)), rows, cols,
+                               slices->blocks, slices->wholes});
+    fits = fits && !__builtin_add_overflow(slices->blocks, blocks, &slices->blocks) &&
+           !__builtin_add_overflow(slices->wholes, wholes, &slices->wholes);
+    QSHARD_REQUIRE(fits, call.op(), ": shapes (", rows, ", ", cols, ") of weight ", i,
+                   " are more than memory has");
+  }
+  return {};
+}
+
+// Reads the codes of each weight: all of them, or a piece that has room for the slice.
+template <class Platform>
+Error SetData(const Call<Platform>& call, int data_index, int scale, int64_t per_byte,
+              Slices* slices) {
+  QSHARD_REQUIRE(Elements(call.arg(scale)) == slices->blocks, call.op(), ": scale ",
+                 Shape(call.arg(scale)), " is not one number for each of ", slices->blocks,
+                 " blocks");
+  for (int64_t i = 0; i < slices->size(); ++i) {
+    Slice& slice = slices->weights[i];
+    const Buffer& data = call.arg(data_index, i);
+    const int64_t bytes = Elements(data);
+    slice.data = Mutable<uint8_t>(data);
+    QSHARD_REQUIRE(slice.cols % per_byte == 0, call.op(), ": shapes (", slice.rows, ", ",
+                   slice.cols, ") of weight ", i, " have an odd number of columns, and two codes ",
+                   "share a byte; pad it");
+    if (!slices->rule.pieces) {
+      QSHARD_REQUIRE(bytes == slice.rows * slice.cols / per_byte, call.op(), ": data[", i, "] ",
+                     Shape(data), " is not the codes of a weight of ", slice.rows, " x ",
+                     slice.cols, per_byte == 1 ? "" : ", two a byte");
+    } else {
+      // Two codes a byte: a slice that starts amid one needs half a byte more.
+      const int64_t needed = slice.length == 0 ? 0 : CeilDiv(slice.length + per_byte - 1, per_byte);
+      QSHARD_REQUIRE(bytes >= needed, call.op(), ": data[", i, "] ", Shape(data),
+                     " has no room for the codes of ", slice.length, " elements; give it ", needed,
+                     " bytes");
+    }
+  }
+  return {};
+}
+
+}  // namespace
+
+// amax holds the grids of all weights, then, if `whole` is "tensor" or "row", the amaxes of whole
+// weights, or of all their rows. Each becomes the larger of itself and of what the slice has in
+// that block, so zeros stay where the slice has no element, and an integer maximum over ranks gives
+// the amaxes of the whole weights.
+QSHARD_DEFINE_OP(amax_slices) {
+  const std::string_view whole = call.text("whole");
+  Slices slices;
+  QSHARD_RETURN_IF_ERROR(SlicesOf(call, 2,
+                                  whole == "tensor" ? WholeAmax::kTensor
+                                  : whole == "row"  ? WholeAmax::kRow
+                                                    : WholeAmax::kNone,
+                                  false, &slices));
+  QSHARD_RETURN_IF_ERROR(call.InPlace(0));
+  int64_t amaxes;
+  QSHARD_REQUIRE(!__builtin_add_overflow(slices.blocks, slices.wholes, &amaxes) &&
+                     Elements(call.arg(1)) == amaxes,
+                 call.op(), ": amax ", Shape(call.arg(1)), " is not one number for each of ",
+                 slices.blocks, " blocks and ", slices.wholes, " whole weights or rows");
+  if (slices.size() == 0) return {};
+  return DispatchFloat(call.arg(2), [&](auto in) {
+    using In = typename decltype(in)::type;
+    return call(kernels::AmaxSlices<In>(call.exec, slices.weights.data(), slices.size(),
+                                        Data<uint32_t>(call.arg(0)), slices.rule,
+                                        Mutable<float>(call.ret(0))));
+  });
+}
+
+// Element i of a weight becomes encode(x[i - start] * scale of its block). Only codes of the slice
+// are written: where a rank has half of a byte, the other half stays as it is. data[w] holds all
+// codes of weight w; or, with `pieces`, those of the slice alone, from the byte of its first
+// element on. So pieces that start as zeros meet in a byte by addition, or OR.
+QSHARD_DEFINE_OP(cast_slices) {
+  Slices slices;
+  QSHARD_RETURN_IF_ERROR(SlicesOf(call, 2, WholeAmax::kNone, call.flag("pieces"), &slices));
+  QSHARD_RETURN_IF_ERROR(call.InPlace(0));
+  return DispatchElement(call.text("element"), [&](auto code) {
+    using Code = typename decltype(code)::type;
+    QSHARD_RETURN_IF_ERROR(SetData(call, 3, 1, kCodesPerByte<Code>, &slices));
+    return DispatchFloat(call.arg(2), [&](auto in) {
+      using In = typename decltype(in)::type;
+      return call(kernels::CastSlices<In, Code>(call.exec, slices.weights.data(), slices.size(),
+                                                Data<uint32_t>(call.arg(0)), slices.rule,
+                                                Data<float>(call.arg(1))));
+    });
+  });
+}
+
+// cast_slices to E2M1, rounded up or down at random. Element i of weight w draws with seeds[w] and
+// its index i in the weight (core/stochastic.h), so slices draw what the whole weight would.
+QSHARD_DEFINE_OP(cast_slices_stochastic) {
+  Slices slices;
+  QSHARD_RETURN_IF_ERROR(SlicesOf(call, 3, WholeAmax::kNone, call.flag("pieces"), &slices));
+  QSHARD_RETURN_IF_ERROR(call.InPlace(0));
+  QSHARD_RETURN_IF_ERROR(SetData(call, 4, 2, kCodesPerByte<E2M1>, &slices));
+  return DispatchFloat(call.arg(3), [&](auto in) {
+    using In = typename decltype(in)::type;
+    return call(kernels::CastSlicesStochastic<In>(
+        call.exec, slices.weights.data(), slices.size(), Data<uint32_t>(call.arg(0)),
+        Data<uint32_t>(call.arg(1)), slices.rule, Data<float>(call.arg(2))));
+  });
+}
+
+}  // namespace qshard

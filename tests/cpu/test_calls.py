@@ -1,0 +1,152 @@
+"""Calls that a handler must survive: those that once crashed it, and what the host promises of memory."""
+
+import contextlib
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import qshard
+from qshard import _ffi
+from qshard.formats import E4M3
+from qshard.torch_bridge import _ops
+
+OPS = torch.ops.qshard
+HANDLERS = _ffi.handlers("cpu")
+CAST = {"element": E4M3.name}
+FUZZ = Path(__file__).parents[1] / "fuzz" / "fuzz_calls.py"
+
+
+def test_drawn_calls_do_no_harm(tmp_path):
+    """Valid, nearly valid and hostile calls of every op. A crash is that of the child, which says which call it was."""
+    progress = tmp_path / "progress"
+    command = [sys.executable, "-P", str(FUZZ), "--calls", "2000", "--progress", str(progress)]
+    run = subprocess.run(command, text=True, capture_output=True, check=False)
+    assert run.returncode == 0, f"call {progress.read_text()}: {run.stdout}{run.stderr}"
+
+
+def amax_slices(amax, starts, x, shapes, block=(0, 0), whole="none"):
+    OPS.amax_slices(
+        starts, amax, x, block_rows=block[0], block_cols=block[1], rounded_to="float32", shapes=shapes, whole=whole
+    )
+
+
+WORDS = torch.zeros(4, 2, dtype=torch.int32)
+HUGE = {
+    "wholes": (lambda: amax_slices(torch.zeros(4), WORDS, [torch.ones(64)] * 4, [2**62, 1] * 4, whole="row")),
+    "blocks": (lambda: amax_slices(torch.zeros(0), WORDS, [torch.ones(64)] * 4, [2**63 - 1, 1] * 4, (1, 2))),
+    "elements": (lambda: amax_slices(torch.zeros(2), WORDS[:2], [torch.ones(64)] * 2, [2**62, 2] * 2)),
+    "negative": (lambda: amax_slices(torch.zeros(1), WORDS[:1], [torch.ones(64)], [-1, 2])),
+}
+
+
+@pytest.mark.parametrize("case", HUGE)
+def test_sizes_from_attributes_are_multiplied_with_care(case):
+    with pytest.raises(ValueError, match=r"amax_slices: (amax|shapes)"):
+        HUGE[case]()
+
+
+FP8 = {"eps": 0.0, "pow2": False, "rounding": "up", "scale_dtype": "float32", **CAST}
+BLOCK_OPS = {
+    "amax_block": {},
+    "quantize_block": FP8,
+    "quantize_block_t": FP8,
+    "quantize_block_both": FP8,
+    "quantize_block_both_t": FP8,
+    "quantize_square_both": FP8,
+    "quantize_nvfp4": {"scale_max": 448.0},
+}
+
+
+@pytest.mark.parametrize("block", [(32, 2**62), (2**62, 32), (2**63 - 1, 2**63 - 1), (-1, 4), (0, 0), (2**31, 2**31)])
+@pytest.mark.parametrize("op", BLOCK_OPS)
+def test_blocks_have_a_range(op, block):
+    operands = (torch.ones(64, 64), torch.ones(()))[: 1 + ("nvfp4" in op)]
+    with pytest.raises(ValueError, match=f"{op}: block"):
+        getattr(OPS, op)(*operands, block_rows=block[0], block_cols=block[1], **BLOCK_OPS[op])
+
+
+def test_the_largest_block_is_the_matrix():
+    largest = {"block_rows": 2**31 - 1, "block_cols": 2**31 - 1}
+    x = torch.arange(64.0).reshape(8, 8)
+    assert OPS.amax_block(x, **largest) == 63
+    for op in ("quantize_block", "quantize_block_t", "quantize_square_both"):
+        results = getattr(OPS, op)(x, **largest, **FP8)
+        codes = OPS.cast_tensor(x, 1 / results[1].reshape(()), **CAST)
+        assert torch.equal(results[0], codes.T if op.endswith("_t") else codes)
+
+
+@pytest.mark.parametrize("eps", [-1.0, float("nan")])
+def test_a_nan_is_in_no_range(eps):
+    with pytest.raises(ValueError, match=r"scale_from_amax: eps \((-1|nan)\) is not at least 0"):
+        OPS.scale_from_amax(torch.ones(()), eps=eps, pow2=False, **CAST)
+
+
+def test_results_share_no_memory():
+    memory = torch.zeros(128, dtype=torch.uint8)
+    x, scale = memory.view(torch.float32)[:16], torch.ones(())
+    with pytest.raises(ValueError, match="cast_tensor: result data overlaps operand x; give it memory of its own"):
+        _ffi.call(HANDLERS["cast_tensor"], (x, scale), (memory[8:24],), CAST)
+    with pytest.raises(ValueError, match=r"scale_from_amax: result scale(_inv)? overlaps result scale"):
+        _ffi.call(HANDLERS["scale_from_amax"], (scale,), (scale.clone(),) * 2, {**CAST, "eps": 0.0, "pow2": False})
+
+
+def test_memory_is_aligned_to_its_dtype():
+    x = torch.frombuffer(bytearray(17), dtype=torch.float32, count=4, offset=1)
+    with pytest.raises(ValueError, match="cast_tensor: x is not aligned to the 4 bytes of float32; copy it"):
+        _ffi.call(HANDLERS["cast_tensor"], (x, torch.ones(())), (torch.zeros(4, dtype=torch.uint8),), CAST)
+
+
+def test_tensors_are_held_for_the_call():
+    """A list that another thread clears while the kernel runs."""
+    attributes = {"batch": 0, **CAST}
+    for _ in range(20):
+        x, scale = torch.ones(1024, 512), torch.ones(())
+        codes = [torch.zeros(1024, 512, dtype=torch.uint8), torch.zeros(512, 1024, dtype=torch.uint8)]
+        inputs = [x, scale]
+        del x, scale
+        threads = [threading.Thread(target=inputs.clear), threading.Thread(target=codes.clear)]
+        for thread in threads:
+            thread.start()
+        with contextlib.suppress(ValueError):  # Cleared before the call began.
+            _ffi.call(HANDLERS["cast_transpose"], inputs, codes, attributes)
+        for thread in threads:
+            thread.join()
+
+
+def test_arrays_of_jax_are_not_written():
+    jnp = pytest.importorskip("jax.numpy")
+    result = jnp.zeros(4, jnp.uint8)
+    with pytest.raises(TypeError, match=r"output 0 .* is an array of JAX, which may not be written"):
+        _ffi.call(HANDLERS["cast_tensor"], (np.ones(4, np.float32), np.float32(1).reshape(())), (result,), CAST)
+    assert not result.any()
+
+
+def test_negated_views_are_not_read_as_they_lie():
+    x = torch._neg_view(torch.ones(4))
+    assert torch.equal(OPS.cast_tensor(x, torch.ones(()), **CAST).view(torch.float8_e4m3fn).float(), -torch.ones(4))
+    with pytest.raises(ValueError, match=r"cast_tensor: a tensor is a negated view.* call .resolve_neg"):
+        _ops.call_into("cast_tensor", (x, torch.ones(())), (torch.zeros(4, dtype=torch.uint8),), CAST)
+
+
+def test_threads(monkeypatch):
+    """What the environment asks for, then what torch uses, then what was set."""
+    code = (
+        "import sys, torch, qshard; from qshard.torch_bridge import _ops; first = qshard.num_threads()\n"
+        "call = lambda: torch.ops.qshard.amax_tensor(torch.ones(4))\n"
+        "torch.set_num_threads(3); call(); second = qshard.num_threads()\n"
+        "qshard.set_num_threads(5); call(); print(first, second, qshard.num_threads())"
+    )
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    run = subprocess.run([sys.executable, "-P", "-c", code], text=True, capture_output=True, check=True)
+    assert run.stdout.split() == ["2", "3", "5"]
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1000000")
+    run = subprocess.run([sys.executable, "-P", "-c", code], text=True, capture_output=True, check=True)
+    assert run.stdout.split() == ["1", "3", "5"]
+    with pytest.raises(ValueError, match=r"set_num_threads: n \(0\) is not positive"):
+        qshard.set_num_threads(0)
