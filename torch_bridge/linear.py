@@ -17,8 +17,8 @@ from qshard.torch_bridge._ops import ops
 from qshard.torch_bridge.delayed import DelayedScale
 from qshard.torch_bridge.fsdp.weight import ShardedWeight
 from qshard.torch_bridge.gemm import Operand, matmul
-from qshard.torch_bridge.quantize import words
 from qshard.torch_bridge.tensor import QuantizedTensor
+from qshard.torch_bridge.words import words
 
 __all__ = ["check_shape", "linear"]
 
@@ -217,8 +217,8 @@ def _planes(
     draws = None
     if fmt.rounding == "stochastic" and seed is not None:
         if ROLE_SEEDS[role]:
-            seed = seed ^ words("seed", ROLE_SEEDS[role], x.device)
-        draws = Draws(seed, words("first", 0, x.device))
+            seed = seed ^ words("linear", "seed", ROLE_SEEDS[role], x.device)
+        draws = Draws(seed, words("linear", "first", 0, x.device))
     planes = pipeline.quantize(ops, x, fmt, usage, draws=draws)
     if added and Usage.ROWWISE in usage.planes:
         data, scale_inv, global_scale_inv = planes[Usage.ROWWISE]

@@ -86,6 +86,8 @@ def gather_slices(
     Returns:
       The weights, bit for bit those of `quantize` of the whole. Collective: a rank without elements sends padding.
     """
+    if not slices:
+        return []
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     sizes = [
         [piece_bytes(s.format, cut.stops[r] - cut.starts[r]) for s, cut in zip(slices, cuts, strict=True)]
