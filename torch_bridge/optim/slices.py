@@ -104,7 +104,9 @@ def gather_slices(
         where = plane(s.format, s.shape, s.usage)
         data = join_pieces([pieces[r][i] for r in range(world)], cuts[i].starts, s.format, where.data_shape)
         parts = s.parts._replace(data=data)
-        weights.append(QuantizedTensor(s.format, s.shape, s.dtype, **{str(s.usage.name).lower(): parts}))
+        planes = {s.usage: parts}
+        rowwise, columnwise = planes.get(Usage.ROWWISE), planes.get(Usage.COLUMNWISE)
+        weights.append(QuantizedTensor(s.format, s.shape, s.dtype, rowwise=rowwise, columnwise=columnwise))
     return weights
 
 
