@@ -238,7 +238,7 @@ def cast_master(
 
     Collective, also where all slices of a rank are empty: there, amaxes are zeros.
     """
-    if seeds is None and any(fmt.rounding == "stochastic" for fmt in plan.formats):
+    if seeds is None and any(fmt.stochastic for fmt in plan.formats):
         raise ValueError("cast_master: stochastic rounding needs seeds; pass new ones, one for each weight, each call")
     if not plan.buckets:
         return []
@@ -260,7 +260,7 @@ def amaxes(ops: Any, plan: MasterPlan, masters: Sequence[Array], starts: Array) 
             ops.of_bucket(starts, bucket),
             ops.zeros(bucket.amaxes),
             [masters[i] for i in bucket.indices],
-            whole=bucket.fmt.global_scale or "none",
+            whole=bucket.fmt.scaling.global_scale or "none",
             **bucket.attributes,
         )
         for bucket in plan.buckets
@@ -283,7 +283,14 @@ def scales(ops: Any, plan: MasterPlan, found: Array) -> list[Scales]:
 
     `Bucket.split` has those of each weight.
     """
-    return [_scales(ops, bucket, found[bucket.begin : bucket.begin + bucket.amaxes]) for bucket in plan.buckets]
+    made = []
+    for bucket in plan.buckets:
+        grids = found[bucket.begin : bucket.begin + bucket.blocks]
+        # Those of tensors or rows follow; formats without such have their one scale of the grid, which is one number.
+        wholes = found[bucket.begin + bucket.blocks : bucket.begin + bucket.amaxes] if sum(bucket.wholes) else grids
+        repeated = functools.partial(ops.repeated, bucket=bucket)
+        made.append(pipeline.scales(ops, bucket.fmt, grids, wholes, repeated=repeated))
+    return made
 
 
 def cast(
@@ -307,7 +314,7 @@ def cast(
     for bucket, of in zip(plan.buckets, made, strict=True):
         lists = ([masters[i] for i in bucket.indices], [data[i] for i in bucket.indices])
         options = {**bucket.attributes, "pieces": pieces}
-        if bucket.fmt.rounding == "stochastic":
+        if bucket.fmt.stochastic:
             words = (ops.of_bucket(starts, bucket), ops.of_bucket(seeds, bucket))
             codes.append(ops.cast_slices_stochastic(*words, of.scale, *lists, **options))
         else:
@@ -327,17 +334,6 @@ def _by_weight(plan: MasterPlan, of_buckets: Sequence[Sequence[Any]]) -> list[An
 def _split(array: Array, sizes: Sequence[int]) -> list[Array]:
     stops = list(itertools.accumulate(sizes))
     return [array[stop - size : stop] for size, stop in zip(sizes, stops, strict=True)]
-
-
-def _scales(ops: Any, bucket: Bucket, amaxes: Array) -> Scales:
-    """The scales of all weights of a bucket; global ones once for each tensor or row."""
-    fmt, grids = bucket.fmt, amaxes[: bucket.blocks]
-    if fmt.global_scale is None:
-        return pipeline.scales(ops, fmt, grids, grids)
-    wholes = amaxes[bucket.blocks :]
-    _, global_scale_inv = ops.global_scale_nvfp4(wholes, scale_max=fmt.scale_max)
-    scale, scale_inv = ops.scale_nvfp4(grids, ops.repeated(wholes, bucket), scale_max=fmt.scale_max)
-    return Scales(scale, scale_inv, global_scale_inv)
 
 
 @dataclass(frozen=True)
@@ -388,12 +384,12 @@ def plan_shards(
         rows, cols = matrix_shape(tuple(shape))
         size, unit = rows * cols, _UNIT
         if (block := fmt.block_of(usage)) is not None:
-            in_row = block[0] == 1 and cols % block[1] == 0 and fmt.global_scale != "row"
+            in_row = block[0] == 1 and cols % block[1] == 0 and fmt.scaling.global_scale != "row"
             unit = block[1] if in_row else block[0] * cols
         padded = -(-size // max(1, unit * world)) * unit
         starts = tuple(min(size, r * padded) for r in range(world))
         stops = tuple(min(size, (r + 1) * padded) for r in range(world))
-        whole = fmt.block is None or fmt.global_scale == "tensor"
+        whole = fmt.per_tensor or fmt.scaling.global_scale == "tensor"
         shards.append(FlatShards(starts, stops, min(padded, size), world > 1 and whole))
     return tuple(shards)
 
@@ -414,12 +410,10 @@ def piece_bytes(fmt: Format, length: int) -> int:
 
 def _check(fmt: Format, shape: Shape, usage: Usage, op: str = "cast_master") -> None:
     if plane(fmt, shape, usage, op=op).transposed:
-        what = "gather the rowwise plane, then transpose it" if fmt.square else "use a format with square blocks"
+        what = "gather the rowwise plane, then transpose it" if fmt.transposes else "use a format with square blocks"
         raise ValueError(f"{op}: usage ({usage}) of {fmt} is not stored in the order of the weight; {what}")
-    if fmt.four_over_six is not None:
-        raise ValueError(
-            f"{op}: four_over_six ({fmt.four_over_six}) is not a matter of amaxes alone; quantize whole blocks"
-        )
+    if fmt.slice_refusal is not None:
+        raise ValueError(f"{op}: slices of {fmt} cannot be cast: {fmt.slice_refusal}; quantize whole blocks")
 
 
 def _each(value: Any, n: int) -> tuple[Any, ...]:

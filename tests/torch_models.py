@@ -10,6 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_ranks
+from fronts import TorchFront
 from qshard import reference
 from qshard.torch_bridge import Linear, update_scales
 
@@ -63,7 +64,7 @@ def batch(seed=0, columns=SIZES[0]):
 def assert_gathers_the_whole(model):
     """The law, for the weights as they are now."""
     for layer in linears(model):
-        whole = layer.weight.full_tensor().detach().clone().cpu().numpy()
+        whole = TorchFront("cpu").numpy(layer.weight.full_tensor().detach().clone())
         layer.unshard()
         expected = reference.quantize(whole, layer.weight.format).rowwise
         codes, scale_inv, _ = (None if t is None else t.clone().cpu() for t in layer.weight.rowwise)

@@ -12,7 +12,7 @@ from qshard import pipeline
 from qshard.formats import Format, Usage
 from qshard.layout import plane
 from qshard.pipeline import Draws, Parts
-from qshard.recipes import ROLE_SEEDS, DelayedScaling, Recipe, Role
+from qshard.recipes import ROLE_SEEDS, Recipe, Role
 from qshard.torch_bridge._ops import ops
 from qshard.torch_bridge.delayed import DelayedScale
 from qshard.torch_bridge.fsdp.weight import ShardedWeight
@@ -76,7 +76,7 @@ def linear(
     if recipe.stochastic and seed is None:
         raise ValueError("linear: stochastic rounding needs a seed; pass a new one each call")
     given: Sequence[Tensor] = ()
-    if isinstance(recipe, DelayedScaling):
+    if recipe.stateful:
         if delayed is None:
             raise ValueError("linear: DelayedScaling needs the state of each tensor; pass delayed=, or use Linear")
         given = _Delayed.of(delayed)
@@ -163,7 +163,7 @@ class _Linear(torch.autograd.Function):
             columnwise = weight.parts(Usage.COLUMNWISE)
             if grad_x and columnwise is not None:
                 w_planes[Usage.COLUMNWISE] = columnwise
-            elif grad_x and not w_format.square:
+            elif grad_x and not w_format.transposes:
                 raise ValueError(
                     f"linear: weight ({w_format}, rowwise) has no columnwise plane, which its rowwise one does not "
                     "give; quantize it with usage=Usage.BOTH"
@@ -241,19 +241,13 @@ def _planes(
     for one in usage.planes:
         plane(fmt, tuple(x.shape), one, op=f"linear: {role.value}")
     draws = None
-    if fmt.rounding == "stochastic" and seed is not None:
+    if fmt.stochastic and seed is not None:
         if ROLE_SEEDS[role]:
             seed = seed ^ words("linear", "seed", ROLE_SEEDS[role], x.device)
         draws = Draws(seed, words("linear", "first", 0, x.device))
     planes = pipeline.quantize(ops, x, fmt, usage, draws=draws)
     if added and Usage.ROWWISE in usage.planes:
-        data, scale_inv, global_scale_inv = planes[Usage.ROWWISE]
-        if not fmt.square:
-            scale_inv = scale_inv[:rows]
-        if fmt.global_scale == "row":
-            assert global_scale_inv is not None
-            global_scale_inv = global_scale_inv[:rows]
-        planes[Usage.ROWWISE] = Parts(data[:rows], scale_inv, global_scale_inv)
+        planes[Usage.ROWWISE] = pipeline.without_added_rows(planes[Usage.ROWWISE], fmt, rows)
     return planes, None
 
 

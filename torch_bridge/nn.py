@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from qshard.recipes import DelayedScaling, Recipe, Role
+from qshard.recipes import Recipe, Role
 from qshard.torch_bridge.delayed import DelayedScale
 from qshard.torch_bridge.dtensor import local_of
 from qshard.torch_bridge.fsdp.scales import ScaleState
@@ -87,7 +87,7 @@ class Linear(nn.Linear):
         state = self._state()
         assert state is not None
         self._modules.pop("delayed", None)
-        if isinstance(recipe, DelayedScaling):
+        if recipe.stateful:
             own = {role.value: DelayedScale(recipe, role, weight.device) for role in Role if role is not Role.WEIGHT}
             assert state.delayed is not None
             self.delayed = nn.ModuleDict({Role.WEIGHT.value: state.delayed, **own})

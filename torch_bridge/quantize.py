@@ -76,10 +76,10 @@ def quantize(
     if not x.is_contiguous():
         raise ValueError(f"quantize: x (strides {tuple(x.stride())}) is not contiguous; call .contiguous() on it")
     draws = None
-    if fmt.rounding == "stochastic" and seed is not None:
+    if fmt.stochastic and seed is not None:
         draws = Draws(words("quantize", "seed", seed, x.device), words("quantize", "first", first, x.device), row_step)
     # A row's scale is of its own elements, all of which are here.
-    over_ranks = group is not None and fmt.global_scale != "row"
+    over_ranks = group is not None and fmt.scaling.global_scale != "row"
     made = pipeline.quantize(
         ops,
         x.view(matrix_shape(shape)),

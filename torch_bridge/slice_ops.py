@@ -25,7 +25,7 @@ class SliceOps:
         self._repeats = {
             b.indices[0]: self._tensor([each for count, each in b.repeats for _ in range(count)])
             for b in plan.buckets
-            if b.fmt.global_scale == "row"
+            if any(count > 1 for count, _ in b.repeats)
         }
 
     def _tensor(self, numbers: Sequence[int]) -> Tensor:

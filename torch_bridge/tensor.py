@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from qshard import pipeline
-from qshard.formats import ELEMENTS, Format, Usage
+from qshard.formats import Format, Usage
 from qshard.layout import matrix_shape, plane
 from qshard.pipeline import Parts
 from qshard.torch_bridge._ops import ops
@@ -34,9 +34,7 @@ class Plane(NamedTuple):
 
 def show(parts: Parts, fmt: Format) -> Plane:
     """Bytes as what they are, the same memory."""
-    scale_inv = parts.scale_inv
-    if fmt.scale_dtype in ELEMENTS:
-        scale_inv = scale_inv.view(getattr(torch, fmt.scale_dtype))
+    scale_inv = parts.scale_inv.view(getattr(torch, fmt.scale_dtype))
     return Plane(parts.data.view(getattr(torch, fmt.data_dtype)), scale_inv, parts.global_scale_inv)
 
 
@@ -51,12 +49,7 @@ def as_stored(parts: Parts, fmt: Format, shape: tuple[int, ...], usage: Usage) -
 
 def as_matrix(parts: Parts, fmt: Format, shape: tuple[int, ...], usage: Usage) -> Parts:
     """The inverse of `as_stored`."""
-    data, scale_inv, global_scale_inv = parts
-    matrix = matrix_shape(shape)
-    where = plane(fmt, matrix, usage)
-    if global_scale_inv is not None and fmt.global_scale == "row":
-        global_scale_inv = global_scale_inv.view(matrix[0])
-    return Parts(data.view(where.data_shape), scale_inv.view(where.scale_shape), global_scale_inv)
+    return as_stored(parts, fmt, matrix_shape(shape), usage)
 
 
 class QuantizedTensor(Tensor):

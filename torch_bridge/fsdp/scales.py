@@ -60,10 +60,10 @@ from torch.optim.optimizer import (
 from qshard import master
 from qshard.master import MasterPlan
 from qshard.pipeline import Scales
-from qshard.recipes import DelayedScaling, Recipe, Role
+from qshard.recipes import Recipe, Role
 from qshard.torch_bridge.delayed import DelayedScale, update_delayed
 from qshard.torch_bridge.dtensor import local_of
-from qshard.torch_bridge.fsdp.shards import ShardPlan, plan_shard, refusal
+from qshard.torch_bridge.fsdp.shards import ShardPlan, plan_shard
 from qshard.torch_bridge.quantize import max_over_ranks
 from qshard.torch_bridge.slice_ops import SliceOps
 from qshard.torch_bridge.words import words
@@ -110,10 +110,10 @@ class ScaleState:
         _watch_optimizers()
         self.fmt = recipe.format(Role.WEIGHT)
         self.name = name
-        self.refusal = refusal(self.fmt)
+        self.refusal = self.fmt.gather_refusal
         self.status = Status.MARKED
         self.scales: Scales | None = None
-        self.delayed = DelayedScale(recipe, Role.WEIGHT, device) if isinstance(recipe, DelayedScaling) else None
+        self.delayed = DelayedScale(recipe, Role.WEIGHT, device) if recipe.stateful else None
         self._recipe = recipe
         self._source: _Source | None = None
         self._plans: dict[Any, ShardPlan] = {}
@@ -278,10 +278,11 @@ def _refresh(weights: Sequence[ShardOf], group: dist.ProcessGroup, device_type: 
     gather that asks: its amaxes are made where it is, and needed where ranks compute.
     """
     device = torch.device(device_type, torch.cuda.current_device()) if device_type == "cuda" else torch.device("cpu")
-    devices = list(dict.fromkeys(weight.shard.device for weight in weights))
-    bits = [_amaxes_on(there, weights).to(device).view(torch.int32) for there in devices]
+    plans = tuple(weight.plan for weight in weights)
+    devices = dict.fromkeys(weight.shard.device for weight in weights)
+    bits = [_amaxes_on(there, weights, plans).to(device).view(torch.int32) for there in devices]
     amaxes = functools.reduce(torch.maximum, bits).view(torch.float32)
-    plan, ops, _ = _prepared(tuple(weight.plan for weight in weights), device)
+    plan, ops, _ = _prepared(plans, device)
     made = master.scales(ops, plan, max_over_ranks(amaxes, group))
     for bucket, of_bucket in zip(plan.buckets, made, strict=True):
         each = bucket.split(of_bucket)
@@ -290,9 +291,9 @@ def _refresh(weights: Sequence[ShardOf], group: dist.ProcessGroup, device_type: 
             weights[i].state.take(scales._replace(scale_inv=scale_inv), weights[i].shard)
 
 
-def _amaxes_on(device: torch.device, weights: Sequence[ShardOf]) -> Tensor:
+def _amaxes_on(device: torch.device, weights: Sequence[ShardOf], plans: tuple[ShardPlan, ...]) -> Tensor:
     """What the shards on one device know of the amaxes of all weights."""
-    plan, ops, starts = _prepared(tuple(weight.plan for weight in weights), device)
+    plan, ops, starts = _prepared(plans, device)
     slices = [
         weight.plan.slice_of(weight.shard)
         if weight.shard.device == device
@@ -300,7 +301,7 @@ def _amaxes_on(device: torch.device, weights: Sequence[ShardOf]) -> Tensor:
         for weight in weights
     ]
     amaxes: Tensor = master.amaxes(ops, plan, slices, starts)
-    if any(weight.plan.columns for weight in weights):
+    if any(of_weight.columns for of_weight in plans):
         for weight, (grid, whole) in zip(weights, master.amaxes_by_weight(plan, amaxes), strict=True):
             if weight.shard.device == device:
                 weight.plan.note_amaxes_of_columns(weight.shard, grid, whole)

@@ -28,16 +28,7 @@ from qshard.torch_bridge._ops import dtype_name, into, ops
 from qshard.torch_bridge.tensor import QuantizedTensor
 from qshard.torch_bridge.words import words
 
-__all__ = ["ShardPlan", "plan_shard", "refusal"]
-
-
-def refusal(fmt: Format) -> str | None:
-    """Why weights of a format cannot be quantized before they are gathered; None if they can."""
-    if not fmt.square:
-        return "its planes are different numbers, and FSDP2 does not tell which of them it gathers for"
-    if fmt.four_over_six is not None or fmt.rounding != "nearest":
-        return f"its codes depend on more than amaxes (four_over_six={fmt.four_over_six}, rounding={fmt.rounding})"
-    return None
+__all__ = ["ShardPlan", "plan_shard"]
 
 
 class Columns(NamedTuple):
@@ -156,15 +147,15 @@ def plan_shard(name: str, fmt: Format, shape: tuple[int, ...], shard: Tensor, ra
         )
     dtype = dtype_name(shard.dtype)
     (bucket,) = plan_master([(rows, columns)], fmt, dtype=dtype).buckets
-    (grid,) = bucket.scale_shapes
-    parts = _parts_of(bucket.fmt.block, cut.start, shard.shape[1]) if axis == 1 and len(grid) else None
+    where = plane(fmt, shape, Usage.ROWWISE, op="fully_shard")
+    parts = None if axis == 0 or where.block is None else _parts_of(where.block, cut.start, shard.shape[1])
     start = cut.start * columns if axis == 0 else 0
     padded_shape = (cut.padded if axis == 0 else rows, shard.shape[1] // per_byte)
     return ShardPlan(
         fmt=fmt,
         dtype=dtype,
         shape=(rows, columns),
-        data_shape=plane(fmt, shape, Usage.ROWWISE, op="fully_shard").data_shape,
+        data_shape=where.data_shape,
         padded_shape=padded_shape,
         room=math.prod(padded_shape) + per_byte - 1,
         wide=per_byte > 1 and (axis == 1 or rows % ranks != 0),
@@ -175,8 +166,7 @@ def plan_shard(name: str, fmt: Format, shape: tuple[int, ...], shard: Tensor, ra
     )
 
 
-def _parts_of(block: tuple[int, int] | None, start: int, columns: int) -> Columns:
-    assert block is not None
+def _parts_of(block: tuple[int, int], start: int, columns: int) -> Columns:
     width = math.gcd(start, block[1])
     blocks = slice(start // block[1], -(-(start + columns) // block[1]))
     return Columns((block[0], width), block[1] // width, start % block[1] // width, blocks)

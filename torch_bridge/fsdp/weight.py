@@ -107,7 +107,7 @@ class ShardedWeight(Tensor):
           NotImplementedError: weights of this format cannot be cut.
         """
         state = self.scale_state
-        if state.refusal is not None:
+        if state.refusal is not None:  # Looked up, as FSDP2 asks for the hook three times a gather.
             raise NotImplementedError(
                 f"fully_shard: {state.name} ({state.fmt}) is not a format that FSDP2 can gather: {state.refusal}; "
                 "choose a weight format of square blocks, such as MXFP8_32x32, or of one scale a tensor"

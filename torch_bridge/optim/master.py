@@ -14,7 +14,7 @@ from torch import Tensor
 
 from qshard import master
 from qshard.formats import Usage
-from qshard.layout import matrix_shape, plane
+from qshard.layout import plane
 from qshard.master import MasterPlan
 from qshard.pipeline import Parts
 from qshard.torch_bridge import _ops
@@ -154,7 +154,7 @@ def cast_master(
         if there := [(old, new) for old, new in pairs if old is not None and new is not None]:
             torch._foreach_copy_([old for old, _ in there], [new for _, new in there])
     for weight in weights:
-        if isinstance(weight, QuantizedTensor) and weight.format.square:
+        if isinstance(weight, QuantizedTensor) and weight.format.transposes:
             weight.columnwise_is_stale = True
 
 
@@ -175,23 +175,19 @@ def update_columnwise(weights: Sequence[QuantizedTensor]) -> None:
     transposes: list[Tensor] = []
     for weight in weights:
         fmt, rows = weight.format, weight.parts(Usage.ROWWISE)
-        if not fmt.square or rows is None:
+        if not fmt.transposes or rows is None:
             raise ValueError(f"update_columnwise: {fmt} is not one with a transpose for a plane; gather both planes")
-        where = plane(fmt, tuple(weight.shape), Usage.COLUMNWISE)
-        spare = weight.parts(Usage.COLUMNWISE, stale=True)
-        if spare is None:
-            spare = Parts(
-                rows.data.new_empty(where.data_shape),
-                rows.scale_inv if fmt.block is None else rows.scale_inv.new_empty(where.scale_shape),
-            )
-        spare = Parts(spare.data, rows.scale_inv if fmt.block is None else spare.scale_inv, rows.global_scale_inv)
-        m, k = matrix_shape(tuple(weight.shape))
-        matrices.append(rows.data.view(m, k // fmt.element.codes_per_byte))
-        transposes.append(spare.data)
-        if fmt.block is not None:
+        shape, columns = tuple(weight.shape), weight.parts(Usage.COLUMNWISE, stale=True)
+        where = plane(fmt, shape, Usage.COLUMNWISE)
+        data = rows.data.new_empty(where.data_shape) if columns is None else columns.data
+        matrices.append(rows.data.view(plane(fmt, shape, Usage.ROWWISE).matrix.data_shape))
+        transposes.append(data)
+        scale_inv = rows.scale_inv
+        if not fmt.per_tensor:
+            scale_inv = scale_inv.new_empty(where.scale_shape) if columns is None else columns.scale_inv
             matrices.append(rows.scale_inv)
-            transposes.append(spare.scale_inv)
-        made.append(spare)
+            transposes.append(scale_inv)
+        made.append(Parts(data, scale_inv, rows.global_scale_inv))
     if matrices:
         torch.ops.qshard.transpose_each(matrices, transposes)
     for weight, parts in zip(weights, made, strict=True):
@@ -203,7 +199,7 @@ def _usages(weight: QuantizedTensor | QuantizedSlice) -> list[Usage]:
     if isinstance(weight, QuantizedSlice):
         return [weight.usage]
     there = [usage for usage in Usage if weight.parts(usage) is not None]
-    return [Usage.ROWWISE] if weight.format.square and Usage.ROWWISE in there else there
+    return [Usage.ROWWISE] if weight.format.transposes and Usage.ROWWISE in there else there
 
 
 def _parts(weight: QuantizedTensor | QuantizedSlice, usage: Usage) -> Parts:

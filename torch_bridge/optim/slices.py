@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from qshard.formats import ELEMENTS, Format, Usage
-from qshard.layout import plane
+from qshard.formats import Format, Usage
+from qshard.layout import data_columns, plane
 from qshard.master import FlatShards, piece_bytes
 from qshard.pipeline import Parts
 from qshard.torch_bridge.tensor import QuantizedTensor
@@ -56,7 +56,7 @@ class QuantizedSlice:
           ValueError: `fmt` cannot hold `shape`.
         """
         where = plane(fmt, shape, usage, op="QuantizedSlice.empty")
-        scale_dtype = torch.uint8 if fmt.scale_dtype in ELEMENTS else torch.float32
+        scale_dtype = getattr(torch, fmt.stored_scale_dtype)
         whole = where.global_scale_shape
         return cls(
             fmt,
@@ -122,7 +122,7 @@ def join_pieces(pieces: Sequence[Tensor], starts: Sequence[int], fmt: Format, da
     data = pieces[0].new_zeros(data_shape)
     flat = data.view(-1)
     for piece, start in zip(pieces, starts, strict=True):
-        first = start // fmt.element.codes_per_byte
+        first = data_columns(fmt, start)
         there = flat[first : first + piece.numel()]
         there |= piece[: there.numel()]
     return data
