@@ -38,7 +38,6 @@ __all__ = [
     "FlatShards",
     "MasterPlan",
     "amaxes",
-    "amaxes_by_weight",
     "cast",
     "cast_master",
     "piece_bytes",
@@ -101,20 +100,24 @@ class Bucket:
         """For each weight: how many amaxes of the tensor or of rows it has, and how many blocks each of them serves."""
         return [(w, g // w if w else 0) for w, g in zip(self.wholes, self.grids, strict=True)]
 
-    def split(self, made: Scales) -> list[Scales]:
-        """The scales of each weight, in the shapes in which they are stored."""
-        wholes: Sequence[Array | None] = [None] * len(self.indices)
-        if made.global_scale_inv is not None:
-            wholes = _split(made.global_scale_inv, self.wholes)
-        scale, scale_inv = _split(made.scale, self.grids), _split(made.scale_inv, self.grids)
-        return [
-            Scales(
-                scale[k].reshape(shape),
-                scale_inv[k].reshape(shape),
-                None if (whole := wholes[k]) is None else whole.reshape(self.global_shapes[k]),
-            )
-            for k, shape in enumerate(self.scale_shapes)
-        ]
+    def split(self, of_blocks: Array, of_wholes: Array | None) -> list[tuple[Array, Array | None]]:
+        """What each weight has of numbers for all blocks, and of those for tensors or rows, in the shapes of scales."""
+        grids = _split(of_blocks, self.grids, self.scale_shapes)
+        if of_wholes is None:
+            return [(grid, None) for grid in grids]
+        return list(zip(grids, _split(of_wholes, self.wholes, self.global_shapes), strict=True))
+
+    def split_amaxes(self, found: Array) -> list[tuple[Array, Array | None]]:
+        """The amaxes of each weight, of blocks and of the tensor or its rows, among those of the whole plan."""
+        stop = self.begin + self.blocks
+        wholes = found[stop : self.begin + self.amaxes] if any(self.wholes) else None
+        return self.split(found[self.begin : stop], wholes)
+
+    def split_scales(self, made: Scales) -> list[Scales]:
+        """The scales of each weight."""
+        encoding = _split(made.scale, self.grids, self.scale_shapes)
+        stored = self.split(made.scale_inv, made.global_scale_inv)
+        return [Scales(scale, *each) for scale, each in zip(encoding, stored, strict=True)]
 
     @functools.cached_property
     def attributes(self) -> dict[str, Any]:
@@ -245,8 +248,11 @@ def cast_master(
     found = amaxes(ops, plan, masters, starts)
     made = scales(ops, plan, found if reduce_max is None else reduce_max(found))
     codes = cast(ops, plan, data, masters, starts, made, pieces=pieces, seeds=seeds)
-    of_weights = _by_weight(plan, [bucket.split(of) for bucket, of in zip(plan.buckets, made, strict=True)])
-    return [Parts(c, of.scale_inv, of.global_scale_inv) for c, of in zip(codes, of_weights, strict=True)]
+    results: dict[int, Parts] = {}
+    for bucket, of_bucket, changed in zip(plan.buckets, made, codes, strict=True):
+        for i, each, of in zip(bucket.indices, changed, bucket.split_scales(of_bucket), strict=True):
+            results[i] = Parts(each, of.scale_inv, of.global_scale_inv)
+    return [results[i] for i in range(len(plan.shapes))]
 
 
 def amaxes(ops: Any, plan: MasterPlan, masters: Sequence[Array], starts: Array) -> Array:
@@ -268,20 +274,10 @@ def amaxes(ops: Any, plan: MasterPlan, masters: Sequence[Array], starts: Array) 
     return found[0] if len(found) == 1 else ops.joined(found)
 
 
-def amaxes_by_weight(plan: MasterPlan, found: Array) -> list[tuple[Array, Array]]:
-    """Where each weight has its amaxes among those of all: those of blocks in their grid, those of tensor or rows."""
-    parts = []
-    for bucket in plan.buckets:
-        grids = _split(found[bucket.begin : bucket.begin + bucket.blocks], bucket.grids)
-        wholes = _split(found[bucket.begin + bucket.blocks : bucket.begin + bucket.amaxes], bucket.wholes)
-        parts.append([(g.reshape(shape), w) for g, shape, w in zip(grids, bucket.scale_shapes, wholes, strict=True)])
-    return _by_weight(plan, parts)
-
-
 def scales(ops: Any, plan: MasterPlan, found: Array) -> list[Scales]:
     """The scales of all weights of each bucket, one after the other, from their reduced amaxes.
 
-    `Bucket.split` has those of each weight.
+    `Bucket.split_scales` has those of each weight.
     """
     made = []
     for bucket in plan.buckets:
@@ -303,8 +299,8 @@ def cast(
     *,
     pieces: bool = False,
     seeds: Array | None = None,
-) -> list[Array]:
-    """The codes of the slices, written into `data`.
+) -> list[Sequence[Array]]:
+    """The codes of the slices of each bucket, written into `data`.
 
     Args:
       made: the scales of each bucket; of them only `scale` is read.
@@ -320,20 +316,12 @@ def cast(
         else:
             options["element"] = bucket.fmt.element.name
             codes.append(ops.cast_slices(ops.of_bucket(starts, bucket), of.scale, *lists, **options))
-    return _by_weight(plan, codes)
+    return codes
 
 
-def _by_weight(plan: MasterPlan, of_buckets: Sequence[Sequence[Any]]) -> list[Any]:
-    """What buckets have of their weights, in the order of the plan."""
-    found: dict[int, Any] = {}
-    for bucket, values in zip(plan.buckets, of_buckets, strict=True):
-        found |= dict(zip(bucket.indices, values, strict=True))
-    return [found[i] for i in range(len(plan.shapes))]
-
-
-def _split(array: Array, sizes: Sequence[int]) -> list[Array]:
+def _split(array: Array, sizes: Sequence[int], shapes: Sequence[Shape | None]) -> list[Array]:
     stops = list(itertools.accumulate(sizes))
-    return [array[stop - size : stop] for size, stop in zip(sizes, stops, strict=True)]
+    return [array[stop - size : stop].reshape(shape) for size, stop, shape in zip(sizes, stops, shapes, strict=True)]
 
 
 @dataclass(frozen=True)

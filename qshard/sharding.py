@@ -22,10 +22,6 @@ class ShardSlice:
     stop: int
     padded: int
 
-    @property
-    def rows(self) -> int:
-        return self.stop - self.start
-
 
 def shard_rows(rows: int, world_size: int, rank: int) -> ShardSlice:
     """The rows of one rank when ranks in order take `ceil(rows / world_size)` each, as FSDP2 and `torch.chunk` cut.

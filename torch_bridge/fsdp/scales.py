@@ -165,16 +165,14 @@ class ScaleState:
         key = (mesh, mesh_dim, shape, shard.shape, shard.dtype, shard.device)
         plan = self._plans.get(key)
         if plan is None:
-            ranks, rank = mesh.size(mesh_dim), mesh.get_local_rank(mesh_dim)
-            plan = self._plans[key] = plan_shard(self.name, self.fmt, shape, shard, ranks, rank)
+            plan = self._plans[key] = plan_shard(self.name, self.fmt, shape, shard, mesh, mesh_dim)
         return plan
 
-    def current_scales(self, shard: Tensor, plan: ShardPlan, mesh: DeviceMesh) -> Scales:
+    def current_scales(self, shard: Tensor, plan: ShardPlan) -> Scales:
         """The scales for a gather. If they are marked, a refresh of all marked weights of the model comes first."""
         if self.status is Status.MARKED:
-            group = mesh.get_group()
-            others = [other for other in _marked_weights(self.root, group) if other.state is not self]
-            _refresh([ShardOf(self, shard, plan), *others], group, mesh.device_type)
+            others = [other for other in _marked_weights(self.root, plan.group) if other.state is not self]
+            _refresh([ShardOf(self, shard, plan), *others])
         assert self.scales is not None
         return self.scales
 
@@ -206,22 +204,21 @@ def update_scales(model: nn.Module) -> None:
     `DelayedScaling` in the model it is needed once a step, as nothing else calls `update_delayed`.
 
     Launches do not grow with the number of weights that are cut along rows: for each format and dtype, one for amaxes,
-    one or two for scales and one that puts them in their places.
+    some for scales and one that puts them in their places; on a GPU, one for each few hundred weights.
 
     >>> from qshard.recipes import CurrentScaling
     >>> from qshard.torch_bridge import convert
     >>> update_scales(convert(nn.Sequential(nn.Linear(4, 4)), CurrentScaling()))  # one process: no scales to agree on
     """
     update_delayed(model)
-    groups: dict[str, tuple[dist.ProcessGroup, str, list[ShardOf]]] = {}
+    groups: dict[str, list[ShardOf]] = {}
     for parameter in model.parameters():
         found = _shard_of(parameter)
-        if found is not None and isinstance(parameter, DTensor):
+        if found is not None:
             found.state.join(model)
-            group = _shard_group(parameter)
-            groups.setdefault(group.group_name, (group, parameter.device_mesh.device_type, []))[2].append(found)
-    for group, device_type, weights in groups.values():
-        _refresh(weights, group, device_type)
+            groups.setdefault(found.plan.group.group_name, []).append(found)
+    for weights in groups.values():
+        _refresh(weights)
 
 
 def _shard_of(parameter: Tensor) -> ShardOf | None:
@@ -243,11 +240,6 @@ def _state_of(parameter: Tensor) -> ScaleState | None:
     return None if state is None or state.delayed is not None or local.is_meta else state
 
 
-def _shard_group(parameter: DTensor) -> dist.ProcessGroup:
-    """The ranks that hold the shards of a parameter, without its replicas."""
-    return parameter.device_mesh.get_group(_shard_dim(parameter))
-
-
 def _shard_dim(parameter: DTensor) -> int:
     dims = [i for i, placement in enumerate(parameter.placements) if placement.is_shard()]
     if len(dims) != 1:
@@ -261,23 +253,21 @@ def _shard_dim(parameter: DTensor) -> int:
 def _marked_weights(root: nn.Module | None, group: dist.ProcessGroup) -> Iterable[ShardOf]:
     """The marked weights of `root` that are cut over `group`, in the order of the model: on all ranks the same."""
     for parameter in () if root is None else root.parameters():
-        state = _state_of(parameter)
-        if state is None or state.status is not Status.MARKED:
-            continue
-        assert isinstance(parameter, DTensor)
         found = _shard_of(parameter)
-        if found is not None and _shard_group(parameter).group_name == group.group_name:
+        if found is None or found.state.status is not Status.MARKED:
+            continue
+        if found.plan.group.group_name == group.group_name:
             yield found
 
 
 @torch.no_grad()
-def _refresh(weights: Sequence[ShardOf], group: dist.ProcessGroup, device_type: str) -> None:
-    """Makes the scales of `weights` with one max-reduction over `group`. The same list, in order, on every rank.
+def _refresh(weights: Sequence[ShardOf]) -> None:
+    """Makes the scales of weights that are cut over one group, with one max-reduction. All ranks give the same list.
 
     An empty shard takes part with amaxes of 0. An offloaded shard is on the CPU, unless FSDP2 has moved it for the
     gather that asks: its amaxes are made where it is, and needed where ranks compute.
     """
-    device = torch.device(device_type, torch.cuda.current_device()) if device_type == "cuda" else torch.device("cpu")
+    group, device = weights[0].plan.group, weights[0].plan.device
     plans = tuple(weight.plan for weight in weights)
     devices = dict.fromkeys(weight.shard.device for weight in weights)
     bits = [_amaxes_on(there, weights, plans).to(device).view(torch.int32) for there in devices]
@@ -285,7 +275,7 @@ def _refresh(weights: Sequence[ShardOf], group: dist.ProcessGroup, device_type: 
     plan, ops, _ = _prepared(plans, device)
     made = master.scales(ops, plan, max_over_ranks(amaxes, group))
     for bucket, of_bucket in zip(plan.buckets, made, strict=True):
-        each = bucket.split(of_bucket)
+        each = bucket.split_scales(of_bucket)
         stored = _aligned([scales.scale_inv for scales in each])
         for i, scales, scale_inv in zip(bucket.indices, each, stored, strict=True):
             weights[i].state.take(scales._replace(scale_inv=scale_inv), weights[i].shard)
@@ -302,9 +292,10 @@ def _amaxes_on(device: torch.device, weights: Sequence[ShardOf], plans: tuple[Sh
     ]
     amaxes: Tensor = master.amaxes(ops, plan, slices, starts)
     if any(of_weight.columns for of_weight in plans):
-        for weight, (grid, whole) in zip(weights, master.amaxes_by_weight(plan, amaxes), strict=True):
-            if weight.shard.device == device:
-                weight.plan.note_amaxes_of_columns(weight.shard, grid, whole)
+        for bucket in plan.buckets:
+            for i, (grid, whole) in zip(bucket.indices, bucket.split_amaxes(amaxes), strict=True):
+                if weights[i].shard.device == device:
+                    plans[i].note_amaxes_of_columns(weights[i].shard, grid, whole)
     return amaxes
 
 

@@ -15,8 +15,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.distributed.device_mesh import DeviceMesh
 
 from qshard import pipeline
 from qshard.formats import Format, Usage
@@ -52,6 +54,7 @@ class ShardPlan:
     """How one weight is cut, and which part of it the shard of this rank is. Made once, then looked up.
 
     Attributes:
+      mesh, mesh_dim: the ranks that it is cut over are one axis of it.
       fmt, dtype, shape: of the weight; what it is gathered as, and its dtype and shape in high precision.
       data_shape: of the codes of the weight.
       padded_shape: of the padded codes.
@@ -63,6 +66,8 @@ class ShardPlan:
       cast_attributes: of the op that casts the slice.
     """
 
+    mesh: DeviceMesh
+    mesh_dim: int
     fmt: Format
     dtype: str
     shape: tuple[int, int]
@@ -76,6 +81,16 @@ class ShardPlan:
     cast_attributes: dict[str, Any]
 
     @property
+    def group(self) -> dist.ProcessGroup:
+        return self.mesh.get_group(self.mesh_dim)
+
+    @property
+    def device(self) -> torch.device:
+        """Where ranks compute; an offloaded shard is elsewhere."""
+        kind = self.mesh.device_type
+        return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+
+    @property
     def nan_byte(self) -> int:
         """What a shard sends in place of codes that would not be those of the weight."""
         element = self.fmt.element
@@ -85,7 +100,7 @@ class ShardPlan:
         """The shard as a slice. Columns of blocks have none: there, it is empty."""
         return shard.view(-1) if self.columns is None else shard.new_empty(0)
 
-    def note_amaxes_of_columns(self, shard: Tensor, grid: Tensor, whole: Tensor) -> None:
+    def note_amaxes_of_columns(self, shard: Tensor, grid: Tensor, whole: Tensor | None) -> None:
         """Writes what columns of blocks know of the amaxes of the weight, those of its blocks and its own."""
         if self.columns is None or not shard.numel():
             return
@@ -95,7 +110,7 @@ class ShardPlan:
             after = -(before + found.shape[1]) % ratio
             found = pipeline.block_amax(ops, torch.nn.functional.pad(found, (before, after)), (1, ratio))
         grid[:, blocks] = found
-        if whole.numel():
+        if whole is not None:
             whole.copy_(ops.amax_tensor(found))
 
     def padded_in(self, room: Tensor) -> Tensor:
@@ -130,7 +145,9 @@ class ShardPlan:
             return torch.bitwise_or(wide[:, 0::2], wide[:, 1::2] << 4, out=codes)
 
 
-def plan_shard(name: str, fmt: Format, shape: tuple[int, ...], shard: Tensor, ranks: int, rank: int) -> ShardPlan:
+def plan_shard(
+    name: str, fmt: Format, shape: tuple[int, ...], shard: Tensor, mesh: DeviceMesh, mesh_dim: int
+) -> ShardPlan:
     """The plan of a weight of which FSDP2 has cut the rows, or columns into even parts.
 
     Raises:
@@ -138,7 +155,8 @@ def plan_shard(name: str, fmt: Format, shape: tuple[int, ...], shard: Tensor, ra
     """
     rows, columns = shape
     axis = 0 if shard.shape[1] == columns else 1
-    cut = shard_rows(shape[axis], ranks, rank)
+    ranks = mesh.size(mesh_dim)
+    cut = shard_rows(shape[axis], ranks, mesh.get_local_rank(mesh_dim))
     per_byte = fmt.element.codes_per_byte
     if shard.shape[1] % per_byte:
         raise NotImplementedError(
@@ -152,6 +170,8 @@ def plan_shard(name: str, fmt: Format, shape: tuple[int, ...], shard: Tensor, ra
     start = cut.start * columns if axis == 0 else 0
     padded_shape = (cut.padded if axis == 0 else rows, shard.shape[1] // per_byte)
     return ShardPlan(
+        mesh=mesh,
+        mesh_dim=mesh_dim,
         fmt=fmt,
         dtype=dtype,
         shape=(rows, columns),

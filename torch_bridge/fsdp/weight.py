@@ -134,7 +134,7 @@ class ShardedWeight(Tensor):
             pipeline.quantize_delayed(into(padded[:rows], amax), shard, state.fmt, Usage.ROWWISE, *scales[:2])
             state.delayed.observe(amax)
         else:
-            scales = state.current_scales(shard, plan, mesh)
+            scales = state.current_scales(shard, plan)
             plan.cast(shard, scales.scale, room)
             if state.is_written(shard):
                 _warn_written(state.name)
