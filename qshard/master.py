@@ -7,8 +7,9 @@ rank makes all scales of the same amaxes, so scales are never gathered, and code
 alone. A slice is `[start, start + length)` of the row-major weight: it may cut rows, blocks and bytes, be empty or
 absent, or reach past the end of the weight, where it holds padding.
 
-Weights share calls: a plan sorts them by format and parity into buckets, and each bucket costs one amax op, one or two
-for its scales and one cast, whatever the number of weights in it.
+Weights share calls: a plan sorts them by format, dtype and parity into buckets, and each bucket costs one amax op, one
+or two for its scales and one cast, whatever the number of weights in it. `cast_master` takes all steps at once; who has
+other things to do in between, as FSDP2 has gathers, takes them one by one: `amaxes`, `scales`, `cast`.
 
 Codes that two ranks share. Two E2M1 codes are a byte, so the byte where one slice ends and the next begins may be of
 two ranks. A rank writes its own half and leaves the other as it was. In a piece (`piece_bytes`), the buffer of the
@@ -21,6 +22,7 @@ Sources: TransformerEngine `quantize_master_weights` (partial amax, reduce, part
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -31,7 +33,18 @@ from qshard.formats import Format, Usage
 from qshard.layout import Shape, matrix_shape, plane
 from qshard.pipeline import Parts, Scales
 
-__all__ = ["Bucket", "FlatShards", "MasterPlan", "cast_master", "piece_bytes", "plan_master", "plan_shards"]
+__all__ = [
+    "Bucket",
+    "FlatShards",
+    "MasterPlan",
+    "amaxes",
+    "cast",
+    "cast_master",
+    "piece_bytes",
+    "plan_master",
+    "plan_shards",
+    "scales",
+]
 
 Array = Any
 _FLOATS = ("float32", "bfloat16", "float16")
@@ -39,13 +52,14 @@ _FLOATS = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class Bucket:
-    """Weights of one format and parity: what one call serves.
+    """Weights of one format, dtype and parity: what one call serves.
 
     Their amaxes lie one after the other in a buffer: the grids of all of them, then, if the format has a global scale,
     the amaxes of all tensors, or of all rows.
 
     Attributes:
       fmt, usage: of the planes.
+      dtype: of the masters.
       rounded_to: the dtype that masters are rounded to first.
       indices: of the weights in the plan.
       shapes: rows and columns of each as a matrix.
@@ -55,6 +69,7 @@ class Bucket:
 
     fmt: Format
     usage: Usage
+    dtype: str
     rounded_to: str
     indices: tuple[int, ...]
     shapes: tuple[Shape, ...]
@@ -85,6 +100,25 @@ class Bucket:
         """For each weight: how many amaxes of the tensor or of rows it has, and how many blocks each of them serves."""
         return [(w, g // w if w else 0) for w, g in zip(self.wholes, self.grids, strict=True)]
 
+    def split(self, of_blocks: Array, of_wholes: Array | None) -> list[tuple[Array, Array | None]]:
+        """What each weight has of numbers for all blocks, and of those for tensors or rows, in the shapes of scales."""
+        grids = _split(of_blocks, self.grids, self.scale_shapes)
+        if of_wholes is None:
+            return [(grid, None) for grid in grids]
+        return list(zip(grids, _split(of_wholes, self.wholes, self.global_shapes), strict=True))
+
+    def split_amaxes(self, found: Array) -> list[tuple[Array, Array | None]]:
+        """The amaxes of each weight, of blocks and of the tensor or its rows, among those of the whole plan."""
+        stop = self.begin + self.blocks
+        wholes = found[stop : self.begin + self.amaxes] if any(self.wholes) else None
+        return self.split(found[self.begin : stop], wholes)
+
+    def split_scales(self, made: Scales) -> list[Scales]:
+        """The scales of each weight."""
+        encoding = _split(made.scale, self.grids, self.scale_shapes)
+        stored = self.split(made.scale_inv, made.global_scale_inv)
+        return [Scales(scale, *each) for scale, each in zip(encoding, stored, strict=True)]
+
     @functools.cached_property
     def attributes(self) -> dict[str, Any]:
         """Those that all ops on slices have."""
@@ -103,14 +137,14 @@ class MasterPlan:
 
     Attributes:
       shapes, formats, usages: of each weight and its plane.
-      dtype: of all masters.
+      dtypes: of each master.
       buckets: weights that share calls, in the order in which each rank makes them.
     """
 
     shapes: tuple[Shape, ...]
     formats: tuple[Format, ...]
     usages: tuple[Usage, ...]
-    dtype: str
+    dtypes: tuple[str, ...]
     buckets: tuple[Bucket, ...]
 
     @property
@@ -124,7 +158,7 @@ def plan_master(
     formats: Format | Sequence[Format],
     *,
     usages: Usage | Sequence[Usage] = Usage.ROWWISE,
-    dtype: str = "float32",
+    dtype: str | Sequence[str] = "float32",
     rounded_to: str | Sequence[str | None] | None = None,
 ) -> MasterPlan:
     """Prepares `cast_master` for some weights.
@@ -135,7 +169,8 @@ def plan_master(
       usages: the plane to make, one that is stored in the order of the weight: `ROWWISE`, or `COLUMNWISE` of MXFP8
         vectors. To have both of those, list a weight twice. The columnwise plane of square blocks, or of one scale, is
         the transpose of the rowwise one: make it after the gather.
-      dtype: of the masters: float32, bfloat16 or float16. One for all, so that ranks without a slice agree.
+      dtype: of the masters, for each or for all: float32, bfloat16 or float16. Given, not found, so that ranks without
+        a slice agree.
       rounded_to: the parity. None: the codes of `quantize(master)`. A dtype: those of `quantize(master.astype(dtype))`,
         what a model that keeps its weights in that dtype would quantize.
 
@@ -150,15 +185,15 @@ def plan_master(
     """
     n = len(shapes)
     all_shapes = tuple(tuple(shape) for shape in shapes)
-    all_formats, all_usages, parities = (_each(v, n) for v in (formats, usages, rounded_to))
-    for name in (dtype, *(parity or dtype for parity in parities)):
+    all_formats, all_usages, dtypes, parities = (_each(v, n) for v in (formats, usages, dtype, rounded_to))
+    for name in (*dtypes, *(parity for parity in parities if parity)):
         if name not in _FLOATS:
             raise ValueError(f"cast_master: dtype ({name}) is not {' or '.join(_FLOATS)}; cast the masters first")
     for shape, fmt, usage in zip(all_shapes, all_formats, all_usages, strict=True):
         _check(fmt, shape, usage)
     # Nothing is rounded to float32, nor to the dtype that it has.
-    rounded = ["float32" if p in (None, dtype) else p for p in parities]
-    keys = list(zip(all_formats, all_usages, rounded, strict=True))
+    rounded = ["float32" if p in (None, d) else p for p, d in zip(parities, dtypes, strict=True)]
+    keys = list(zip(all_formats, all_usages, dtypes, rounded, strict=True))
     buckets: list[Bucket] = []
     begin = 0
     for key in dict.fromkeys(keys):
@@ -169,7 +204,7 @@ def plan_master(
         global_shapes = tuple(p.global_scale_shape for p in planes)
         buckets.append(Bucket(*key, indices, matrices, scale_shapes, global_shapes, begin))
         begin += buckets[-1].amaxes
-    return MasterPlan(all_shapes, all_formats, all_usages, dtype, tuple(buckets))
+    return MasterPlan(all_shapes, all_formats, all_usages, dtypes, tuple(buckets))
 
 
 def cast_master(
@@ -206,63 +241,87 @@ def cast_master(
 
     Collective, also where all slices of a rank are empty: there, amaxes are zeros.
     """
-    if seeds is None and any(fmt.rounding == "stochastic" for fmt in plan.formats):
-        raise ValueError("cast_master: seeds (None) is not what stochastic rounding needs; give one for each weight")
-    found = []
-    for bucket in plan.buckets:
-        found.append(
-            ops.amax_slices(
-                ops.of_bucket(starts, bucket),
-                ops.zeros(bucket.amaxes),
-                [masters[i] for i in bucket.indices],
-                whole=bucket.fmt.global_scale or "none",
-                **bucket.attributes,
-            )
-        )
-    if not found:
+    if seeds is None and any(fmt.stochastic for fmt in plan.formats):
+        raise ValueError("cast_master: stochastic rounding needs seeds; pass new ones, one for each weight, each call")
+    if not plan.buckets:
         return []
-    amaxes = found[0] if len(found) == 1 else ops.joined(found)
-    if reduce_max is not None:
-        amaxes = reduce_max(amaxes)
+    found = amaxes(ops, plan, masters, starts)
+    made = scales(ops, plan, found if reduce_max is None else reduce_max(found))
+    codes = cast(ops, plan, data, masters, starts, made, pieces=pieces, seeds=seeds)
     results: dict[int, Parts] = {}
-    for bucket in plan.buckets:
-        made = _scales(ops, bucket, amaxes[bucket.begin : bucket.begin + bucket.amaxes])
-        lists = ([masters[i] for i in bucket.indices], [data[i] for i in bucket.indices])
-        options = {**bucket.attributes, "pieces": pieces}
-        if bucket.fmt.rounding == "stochastic":
-            words = (ops.of_bucket(starts, bucket), ops.of_bucket(seeds, bucket))
-            codes = ops.cast_slices_stochastic(*words, made.scale, *lists, **options)
-        else:
-            options["element"] = bucket.fmt.element.name
-            codes = ops.cast_slices(ops.of_bucket(starts, bucket), made.scale, *lists, **options)
-        results |= dict(zip(bucket.indices, _parts(bucket, codes, made), strict=True))
+    for bucket, of_bucket, changed in zip(plan.buckets, made, codes, strict=True):
+        for i, each, of in zip(bucket.indices, changed, bucket.split_scales(of_bucket), strict=True):
+            results[i] = Parts(each, of.scale_inv, of.global_scale_inv)
     return [results[i] for i in range(len(plan.shapes))]
 
 
-def _scales(ops: Any, bucket: Bucket, amaxes: Array) -> Scales:
-    """The scales of all weights of a bucket; global ones once for each tensor or row."""
-    fmt, grids = bucket.fmt, amaxes[: bucket.blocks]
-    if fmt.global_scale is None:
-        return pipeline.scales(ops, fmt, grids, grids)
-    wholes = amaxes[bucket.blocks :]
-    _, global_scale_inv = ops.global_scale_nvfp4(wholes, scale_max=fmt.scale_max)
-    scale, scale_inv = ops.scale_nvfp4(grids, ops.repeated(wholes, bucket), scale_max=fmt.scale_max)
-    return Scales(scale, scale_inv, global_scale_inv)
+def amaxes(ops: Any, plan: MasterPlan, masters: Sequence[Array], starts: Array) -> Array:
+    """What a rank knows of the amaxes of all weights, to be max-reduced over ranks: `plan.amaxes` of them, fp32.
+
+    Args:
+      ops, plan, masters, starts: as for `cast_master`; there is a weight.
+    """
+    found = [
+        ops.amax_slices(
+            ops.of_bucket(starts, bucket),
+            ops.zeros(bucket.amaxes),
+            [masters[i] for i in bucket.indices],
+            whole=bucket.fmt.scaling.global_scale or "none",
+            **bucket.attributes,
+        )
+        for bucket in plan.buckets
+    ]
+    return found[0] if len(found) == 1 else ops.joined(found)
 
 
-def _parts(bucket: Bucket, codes: Sequence[Array], made: Scales) -> list[Parts]:
-    """What each weight has of its bucket."""
-    parts = []
-    block = whole = 0
-    for k, (scale_shape, global_shape) in enumerate(zip(bucket.scale_shapes, bucket.global_shapes, strict=True)):
-        scale_inv = made.scale_inv[block : block + bucket.grids[k]].reshape(scale_shape)
-        global_scale_inv = None
-        if global_shape is not None:
-            assert made.global_scale_inv is not None
-            global_scale_inv = made.global_scale_inv[whole : whole + bucket.wholes[k]].reshape(global_shape)
-        parts.append(Parts(codes[k], scale_inv, global_scale_inv))
-        block, whole = block + bucket.grids[k], whole + bucket.wholes[k]
-    return parts
+def scales(ops: Any, plan: MasterPlan, found: Array) -> list[Scales]:
+    """The scales of all weights of each bucket, one after the other, from their reduced amaxes.
+
+    `Bucket.split_scales` has those of each weight.
+    """
+    made = []
+    for bucket in plan.buckets:
+        grids = found[bucket.begin : bucket.begin + bucket.blocks]
+        # Those of tensors or rows follow; formats without such have their one scale of the grid, which is one number.
+        wholes = found[bucket.begin + bucket.blocks : bucket.begin + bucket.amaxes] if sum(bucket.wholes) else grids
+        repeated = functools.partial(ops.repeated, bucket=bucket)
+        made.append(pipeline.scales(ops, bucket.fmt, grids, wholes, repeated=repeated))
+    return made
+
+
+def cast(
+    ops: Any,
+    plan: MasterPlan,
+    data: Sequence[Array],
+    masters: Sequence[Array],
+    starts: Array,
+    made: Sequence[Scales],
+    *,
+    pieces: bool = False,
+    seeds: Array | None = None,
+) -> list[Sequence[Array]]:
+    """The codes of the slices of each bucket, written into `data`.
+
+    Args:
+      made: the scales of each bucket; of them only `scale` is read.
+      ops, plan, data, masters, starts, pieces, seeds: as for `cast_master`.
+    """
+    codes = []
+    for bucket, of in zip(plan.buckets, made, strict=True):
+        lists = ([masters[i] for i in bucket.indices], [data[i] for i in bucket.indices])
+        options = {**bucket.attributes, "pieces": pieces}
+        if bucket.fmt.stochastic:
+            words = (ops.of_bucket(starts, bucket), ops.of_bucket(seeds, bucket))
+            codes.append(ops.cast_slices_stochastic(*words, of.scale, *lists, **options))
+        else:
+            options["element"] = bucket.fmt.element.name
+            codes.append(ops.cast_slices(ops.of_bucket(starts, bucket), of.scale, *lists, **options))
+    return codes
+
+
+def _split(array: Array, sizes: Sequence[int], shapes: Sequence[Shape | None]) -> list[Array]:
+    stops = list(itertools.accumulate(sizes))
+    return [array[stop - size : stop].reshape(shape) for size, stop, shape in zip(sizes, stops, shapes, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -313,12 +372,12 @@ def plan_shards(
         rows, cols = matrix_shape(tuple(shape))
         size, unit = rows * cols, _UNIT
         if (block := fmt.block_of(usage)) is not None:
-            in_row = block[0] == 1 and cols % block[1] == 0 and fmt.global_scale != "row"
+            in_row = block[0] == 1 and cols % block[1] == 0 and fmt.scaling.global_scale != "row"
             unit = block[1] if in_row else block[0] * cols
         padded = -(-size // max(1, unit * world)) * unit
         starts = tuple(min(size, r * padded) for r in range(world))
         stops = tuple(min(size, (r + 1) * padded) for r in range(world))
-        whole = fmt.block is None or fmt.global_scale == "tensor"
+        whole = fmt.per_tensor or fmt.scaling.global_scale == "tensor"
         shards.append(FlatShards(starts, stops, min(padded, size), world > 1 and whole))
     return tuple(shards)
 
@@ -339,12 +398,10 @@ def piece_bytes(fmt: Format, length: int) -> int:
 
 def _check(fmt: Format, shape: Shape, usage: Usage, op: str = "cast_master") -> None:
     if plane(fmt, shape, usage, op=op).transposed:
-        what = "gather the rowwise plane, then transpose it" if fmt.square else "use a format with square blocks"
+        what = "gather the rowwise plane, then transpose it" if fmt.transposes else "use a format with square blocks"
         raise ValueError(f"{op}: usage ({usage}) of {fmt} is not stored in the order of the weight; {what}")
-    if fmt.four_over_six is not None:
-        raise ValueError(
-            f"{op}: four_over_six ({fmt.four_over_six}) is not a matter of amaxes alone; quantize whole blocks"
-        )
+    if fmt.slice_refusal is not None:
+        raise ValueError(f"{op}: slices of {fmt} cannot be cast: {fmt.slice_refusal}; quantize whole blocks")
 
 
 def _each(value: Any, n: int) -> tuple[Any, ...]:

@@ -135,14 +135,18 @@ def block_amax(ops: Any, x: Array, block: tuple[int, int]) -> Array:
     return ops.amax_block(x, block_rows=block[0], block_cols=block[1])
 
 
-def scales(ops: Any, fmt: Format, amax: Array | None, whole: Array | None = None) -> Scales:
+def scales(
+    ops: Any, fmt: Format, amax: Array | None, whole: Array | None = None, *, repeated: Reduce | None = None
+) -> Scales:
     """The scales that amaxes make, by the formula of the format: `amax` of blocks, `whole` of the tensor or its rows.
 
+    `repeated` gives each of several `whole` to all the blocks that it serves, where there are those of many tensors.
     Not for four over six, whose scales depend on more than amaxes.
     """
     if fmt.scaling.global_scale is not None:
         _, global_scale_inv = ops.global_scale_nvfp4(whole, scale_max=fmt.scale_max)
-        scale, scale_inv = ops.scale_nvfp4(amax, whole, scale_max=fmt.scale_max)
+        wholes = whole if repeated is None else repeated(whole)
+        scale, scale_inv = ops.scale_nvfp4(amax, wholes, scale_max=fmt.scale_max)
         return Scales(scale, scale_inv, global_scale_inv)
     if isinstance(fmt.scaling, PowerScaling):
         return Scales(*ops.scale_e8m0(amax, element=fmt.element.name, rounding=fmt.scale_rounding))

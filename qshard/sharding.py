@@ -1,27 +1,14 @@
-"""Which rows of a weight a rank holds, and what must travel so that every rank can hold the whole quantized weight.
+"""Which rows of a weight a rank holds, where a weight `[N, K]` is cut along its first axis.
 
-A weight `[N, K]` is cut along its first axis. Whether a rank can quantize its rows alone depends on the blocks that
-share a scale: whole ones are its own business, cut ones need the largest amax of all their pieces first.
-
-| scales of the format | reduced first | gathered | replicated by then |
-| --- | --- | --- | --- |
-| one for the tensor | amax | data | scale_inv |
-| blocks inside the rank's rows | - | data, scale_inv | - |
-| blocks cut by ranks | amax of each block | data | scale_inv |
-| blocks under a global scale | global amax, and as above | as above | global_scale_inv, and as above |
-
-The law that makes this worth stating: `gather(quantize(shards)) == quantize(whole)`, bit for bit.
+What ranks that cut blocks must agree on, and what travels so that every rank can hold the whole quantized weight, is in
+`qshard.master`. The law of it all: `gather(quantize(shards)) == quantize(whole)`, bit for bit.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-from qshard.formats import ELEMENTS, Format, Usage
-from qshard.layout import Shape, plane
-
-__all__ = ["GatherPlan", "ShardSlice", "plan_gather", "shard_rows"]
+__all__ = ["ShardSlice", "shard_rows"]
 
 
 @dataclass(frozen=True)
@@ -34,10 +21,6 @@ class ShardSlice:
     start: int
     stop: int
     padded: int
-
-    @property
-    def rows(self) -> int:
-        return self.stop - self.start
 
 
 def shard_rows(rows: int, world_size: int, rank: int) -> ShardSlice:
@@ -53,49 +36,3 @@ def shard_rows(rows: int, world_size: int, rank: int) -> ShardSlice:
         raise ValueError(f"shard_rows: rank ({rank}) is not in [0, {world_size}); give the rank in its own group")
     padded = -(-rows // world_size)
     return ShardSlice(min(rows, rank * padded), min(rows, (rank + 1) * padded), padded)
-
-
-@dataclass(frozen=True)
-class GatherPlan:
-    """What one weight costs to gather: the parts that travel, the amaxes to max-reduce first, what every rank then has.
-
-    Attributes:
-      gathered: parts of the plane that are gathered: "data", and "scale_inv" where ranks make their own.
-      reduced: shape of the amaxes that are max-reduced before the cast; None if there are none to reduce.
-      replicated: parts that every rank works out from the reduced amaxes.
-      bytes: of the gathered parts of the whole weight.
-    """
-
-    gathered: tuple[str, ...]
-    reduced: Shape | None
-    replicated: tuple[str, ...]
-    bytes: int
-
-
-def plan_gather(fmt: Format, shape: Shape, usage: Usage, world_size: int) -> GatherPlan:
-    """What must travel to gather the plane of a weight `[N, K]`, cut by `shard_rows` over `world_size` ranks.
-
-    Raises:
-      ValueError: the format cannot hold `shape`.
-
-    The same on every rank: it depends on the shape of the whole weight alone.
-
-    >>> from qshard.formats import FP8_E4M3, MXFP8_E4M3, MXFP8_32x32
-    >>> plan_gather(FP8_E4M3, (128, 64), Usage.ROWWISE, 4)
-    GatherPlan(gathered=('data',), reduced=(), replicated=('scale_inv',), bytes=8192)
-    >>> plan_gather(MXFP8_E4M3, (128, 64), Usage.ROWWISE, 4)
-    GatherPlan(gathered=('data', 'scale_inv'), reduced=None, replicated=(), bytes=8448)
-    >>> plan_gather(MXFP8_32x32, (128, 64), Usage.ROWWISE, 8)  # 16 rows a rank cut the 32x32 blocks
-    GatherPlan(gathered=('data',), reduced=(4, 2), replicated=('scale_inv',), bytes=8192)
-    """
-    layout = plane(fmt, shape, usage, op="plan_gather")
-    block = fmt.block_of(usage)
-    data_bytes = math.prod(layout.data_shape)
-    scale = ELEMENTS.get(fmt.scale_dtype)
-    scale_bytes = math.prod(layout.scale_shape) * (scale.bits // 8 if scale else 4)
-    padded = shard_rows(shape[0], world_size, 0).padded
-    global_part = () if fmt.global_scale is None else ("global_scale_inv",)
-    if block is not None and (block[0] == 1 or padded % block[0] == 0 or world_size == 1):
-        reduced = () if fmt.global_scale == "tensor" else None
-        return GatherPlan(("data", "scale_inv"), reduced, global_part, data_bytes + scale_bytes)
-    return GatherPlan(("data",), layout.scale_shape, ("scale_inv", *global_part), data_bytes)

@@ -48,7 +48,7 @@ class TorchSteps:
     def run(self, call, plan, data, masters, starts, reduce_max, seeds):
         import torch
 
-        from qshard.torch_bridge.optim.master import _Steps
+        from qshard.torch_bridge.slice_ops import SliceOps
 
         front = self.front
 
@@ -56,7 +56,7 @@ class TorchSteps:
             return front.array(reduce_max(front.numpy(amax).copy()))
 
         made = call(
-            _Steps(plan, torch.device(front.device)),
+            SliceOps(plan, torch.device(front.device)),
             [front.array(d.copy()) for d in data],
             [front.array(m.copy()) for m in masters],
             front.array(words(starts)),

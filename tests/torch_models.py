@@ -10,11 +10,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_ranks
+from fronts import TorchFront
 from qshard import reference
 from qshard.torch_bridge import Linear, update_scales
 
 SIZES = (20, 104, 3, 20)  # Over 3 ranks: weights of 104 rows are uneven; over 4, of 3 rows leave a rank without one.
-SLOT = 4  # What the amax of a weight takes in the vector that is reduced: 16 bytes, since cuBLAS reads scales aligned.
 
 
 class Wire(TorchDispatchMode):
@@ -64,7 +64,7 @@ def batch(seed=0, columns=SIZES[0]):
 def assert_gathers_the_whole(model):
     """The law, for the weights as they are now."""
     for layer in linears(model):
-        whole = layer.weight.full_tensor().detach().clone().cpu().numpy()
+        whole = TorchFront("cpu").numpy(layer.weight.full_tensor().detach().clone())
         layer.unshard()
         expected = reference.quantize(whole, layer.weight.format).rowwise
         codes, scale_inv, _ = (None if t is None else t.clone().cpu() for t in layer.weight.rowwise)

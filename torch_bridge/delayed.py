@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from qshard.recipes import DelayedScaling, Role
+from qshard.recipes import DelayedScaling, Recipe, Role
 from qshard.torch_bridge._ops import ops
 from qshard.torch_bridge.quantize import max_over_ranks
 
@@ -30,8 +30,9 @@ class DelayedScale(nn.Module):
     amax: Tensor
     amax_history: Tensor
 
-    def __init__(self, recipe: DelayedScaling, role: Role, device: Any = None):
+    def __init__(self, recipe: Recipe, role: Role, device: Any = None):
         super().__init__()
+        assert isinstance(recipe, DelayedScaling), "the one stateful method"
         self.options = {
             "element": recipe.format(role).element.name,
             "margin": recipe.margin,

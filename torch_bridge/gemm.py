@@ -78,7 +78,7 @@ def matmul(a: Operand, b: Operand, dtype: torch.dtype, *, fast: bool = False) ->
         return torch._scaled_mm(a.codes(), b.codes().t(), scale_a=scale_a, scale_b=scale_b.t(), out_dtype=dtype)
     on_gpu = a.parts.data.device.type == "cuda"
     with torch.autocast(a.parts.data.device.type, enabled=False):  # It would round the operands once more.
-        if not on_gpu or (a.format.block is None and b.format.block is None):
+        if not on_gpu or (a.format.per_tensor and b.format.per_tensor):
             return torch.mm(a.values(torch.float32), b.values(torch.float32).t()).to(dtype)
         x, y = a.values(torch.bfloat16), b.values(torch.bfloat16).t()
         if dtype == torch.float32 and x.numel() and y.numel():
@@ -88,7 +88,7 @@ def matmul(a: Operand, b: Operand, dtype: torch.dtype, *, fast: bool = False) ->
 
 def _runs_on_tensor_cores(a: Operand, b: Operand) -> bool:
     data = a.parts.data
-    if data.device.type != "cuda" or a.format.block is not None or b.format.block is not None:
+    if data.device.type != "cuda" or not (a.format.per_tensor and b.format.per_tensor):
         return False
     if a.format.element == E5M2 and b.format.element == E5M2:
         return False
@@ -97,14 +97,15 @@ def _runs_on_tensor_cores(a: Operand, b: Operand) -> bool:
 
 
 def _blocks_run_on_tensor_cores(a: Operand, b: Operand) -> bool:
+    # What cuBLASLt takes is said in blocks and dtypes.
     if a.parts.data.device.type != "cuda" or {a.format.block, b.format.block} not in _BLOCKS_OF_128:
         return False
-    if not a.format.element == b.format.element == E4M3 or a.format.scale_dtype != "float32":
+    if not a.format.element == b.format.element == E4M3 or a.format.stored_scale_dtype != "float32":
         return False
     (m, k), (n, _) = a.parts.data.shape, b.parts.data.shape
     if 0 in (m, n, k) or k % 512 or m % 16 or n % 16 or (_IS_UNKNOWN_TO_DYNAMO and torch.compiler.is_compiling()):
         return False
-    square = m if a.format.square else n if b.format.square else 128
+    square = m if a.format.transposes else n if b.format.transposes else 128
     return square % 128 == 0 and _has_blocks_of_128(a.parts.data.device.index)
 
 
@@ -115,7 +116,7 @@ _BLOCKS_OF_128 = ({(1, 128)}, {(1, 128), (128, 128)})
 def _scale_of_blocks(operand: Operand) -> Tensor:
     """`[rows, K / 128]` with rows next to each other in memory, or `[rows / 128, K / 128]` as it is."""
     scale_inv: Tensor = operand.parts.scale_inv
-    return scale_inv if operand.format.square else scale_inv.t().contiguous().t()
+    return scale_inv if operand.format.transposes else scale_inv.t().contiguous().t()
 
 
 @torch.compiler.assume_constant_result

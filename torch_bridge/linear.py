@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, cast
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -12,13 +12,13 @@ from qshard import pipeline
 from qshard.formats import Format, Usage
 from qshard.layout import plane
 from qshard.pipeline import Draws, Parts
-from qshard.recipes import ROLE_SEEDS, DelayedScaling, Recipe, Role
+from qshard.recipes import ROLE_SEEDS, Recipe, Role
 from qshard.torch_bridge._ops import ops
 from qshard.torch_bridge.delayed import DelayedScale
 from qshard.torch_bridge.fsdp.weight import ShardedWeight
 from qshard.torch_bridge.gemm import Operand, matmul
-from qshard.torch_bridge.quantize import words
 from qshard.torch_bridge.tensor import QuantizedTensor
+from qshard.torch_bridge.words import words
 
 __all__ = ["check_shape", "linear"]
 
@@ -74,16 +74,13 @@ def linear(
     Sources: arXiv:2209.05433.
     """
     if recipe.stochastic and seed is None:
-        raise ValueError(
-            "linear: seed (None) is not what stochastic rounding needs; give it one, another one each time"
-        )
-    states: list[Tensor] = []
-    if isinstance(recipe, DelayedScaling):
+        raise ValueError("linear: stochastic rounding needs a seed; pass a new one each call")
+    given: Sequence[Tensor] = ()
+    if recipe.stateful:
         if delayed is None:
-            raise ValueError("linear: delayed (None) is not what DelayedScaling needs; use Linear, which keeps state")
-        states = [part for role in ROLES for part in (delayed[role].scale, delayed[role].scale_inv)]
-        states.append(delayed[Role.GRADIENT].amax)
-    y, *amaxes = _Linear.apply(x, weight, recipe, seed if recipe.stochastic else None, *states)
+            raise ValueError("linear: DelayedScaling needs the state of each tensor; pass delayed=, or use Linear")
+        given = _Delayed.of(delayed)
+    y, *amaxes = _Linear.apply(x, weight, recipe, seed if recipe.stochastic else None, *given)
     if delayed is not None:
         # The amax of a gathered weight is not among them: the hook before the gather has noted it.
         for role, amax in zip((Role.ACTIVATION, Role.WEIGHT), amaxes, strict=False):
@@ -107,34 +104,66 @@ def check_shape(op: str, recipe: Recipe, shape: tuple[int, ...]) -> None:
 _WHOLE = 128  # rows that are whole blocks of every format
 
 
+class _Delayed(NamedTuple):
+    """Delayed scales of each tensor, and where the amax of the gradient is noted: flat, as autograd takes tensors."""
+
+    weight_scale: Tensor
+    weight_scale_inv: Tensor
+    activation_scale: Tensor
+    activation_scale_inv: Tensor
+    gradient_scale: Tensor
+    gradient_scale_inv: Tensor
+    gradient_amax: Tensor
+
+    @classmethod
+    def of(cls, states: Mapping[Role, DelayedScale]) -> _Delayed:
+        weight, activation, gradient = (states[role] for role in (Role.WEIGHT, Role.ACTIVATION, Role.GRADIENT))
+        return cls(
+            weight_scale=weight.scale,
+            weight_scale_inv=weight.scale_inv,
+            activation_scale=activation.scale,
+            activation_scale_inv=activation.scale_inv,
+            gradient_scale=gradient.scale,
+            gradient_scale_inv=gradient.scale_inv,
+            gradient_amax=gradient.amax,
+        )
+
+    def scales(self, role: Role) -> tuple[Tensor, Tensor]:
+        if role is Role.WEIGHT:
+            return self.weight_scale, self.weight_scale_inv
+        if role is Role.ACTIVATION:
+            return self.activation_scale, self.activation_scale_inv
+        return self.gradient_scale, self.gradient_scale_inv
+
+
 class _Linear(torch.autograd.Function):
     """`linear` without bias. What it keeps for the backward pass are codes: of x, columnwise, and of the weight."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, recipe: Recipe, seed: Tensor | None, *states: Tensor
+        ctx: Any, x: Tensor, weight: Tensor, recipe: Recipe, seed: Tensor | None, *given: Tensor
     ) -> tuple[Tensor, ...]:
-        """`states`: for each role the scale and its inverse, then where the amax of the gradient is noted.
+        """`given`: the fields of `_Delayed`, or nothing.
 
         Returns y and what amaxes there are, of x and of the weight. (Dynamo of torch 2.11 takes no None among results.)
         """
+        delayed = _Delayed(*given) if given else None
         grad_x, grad_w = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
         ctx.x_shape, dtype = x.shape, x.dtype
         x_format, w_format = recipe.format(Role.ACTIVATION), recipe.format(Role.WEIGHT)
         x = x.reshape(-1, x.shape[-1]).contiguous()
-        given = _by_role(states)
         x_usage = Usage.BOTH if grad_w else Usage.ROWWISE
-        x_planes, x_amax = _planes(x, recipe, x_usage, Role.ACTIVATION, seed, given)
+        x_planes, x_amax = _planes(x, recipe, x_usage, Role.ACTIVATION, seed, delayed)
 
         if isinstance(weight, QuantizedTensor):  # Gathered by FSDP2, for example.
             w_format, rowwise = weight.format, weight.parts(Usage.ROWWISE)
             if rowwise is None:
-                raise ValueError("linear: weight (columnwise) has no rowwise plane; quantize it with one")
+                raise ValueError("linear: weight (columnwise) has no rowwise plane; quantize it with usage=Usage.BOTH")
             w_planes, w_amax = {Usage.ROWWISE: rowwise}, None
             columnwise = weight.parts(Usage.COLUMNWISE)
             if grad_x and columnwise is not None:
                 w_planes[Usage.COLUMNWISE] = columnwise
-            elif grad_x and not w_format.square:
+            elif grad_x and not w_format.transposes:
                 raise ValueError(
                     f"linear: weight ({w_format}, rowwise) has no columnwise plane, which its rowwise one does not "
                     "give; quantize it with usage=Usage.BOTH"
@@ -142,14 +171,14 @@ class _Linear(torch.autograd.Function):
         else:
             w = weight.shard if isinstance(weight, ShardedWeight) else weight
             w_usage = Usage.BOTH if grad_x else Usage.ROWWISE
-            w_planes, w_amax = _planes(w, recipe, w_usage, Role.WEIGHT, seed, given)
+            w_planes, w_amax = _planes(w, recipe, w_usage, Role.WEIGHT, seed, delayed)
 
         # A gathered weight is kept as it is: FSDP2 frees its memory, and fills it with the same codes before backward.
         ctx.w_usage = Usage.COLUMNWISE if Usage.COLUMNWISE in w_planes else Usage.ROWWISE
         no_plane = (None,) * len(Parts._fields)
         ctx.save_for_backward(*x_planes.get(Usage.COLUMNWISE, no_plane), *w_planes[ctx.w_usage], seed)
         ctx.recipe, ctx.w_format, ctx.dtype, ctx.w_dtype = recipe, w_format, dtype, weight.dtype
-        ctx.states = states  # Not saved: autograd would object to the notes that they take.
+        ctx.delayed = delayed  # Not saved: autograd would object to the amax that is noted in it.
         x_operand, w_operand = Operand(x_format, x_planes[Usage.ROWWISE]), Operand(w_format, w_planes[Usage.ROWWISE])
         y: Tensor = matmul(x_operand, w_operand, dtype, fast=True)
         # Not a view, to which FSDP2 could not attach its hooks.
@@ -171,9 +200,10 @@ class _Linear(torch.autograd.Function):
         need_x, need_w = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
         usage = Usage.BOTH if need_x and need_w else Usage.ROWWISE if need_x else Usage.COLUMNWISE
         grad = grad.reshape(-1, grad.shape[-1]).contiguous()
-        planes, amax = _planes(grad, ctx.recipe, usage, Role.GRADIENT, seed, _by_role(ctx.states))
+        planes, amax = _planes(grad, ctx.recipe, usage, Role.GRADIENT, seed, ctx.delayed)
         if amax is not None:
-            ctx.states[-1].copy_(torch.maximum(ctx.states[-1], amax))
+            noted = ctx.delayed.gradient_amax
+            noted.copy_(torch.maximum(noted, amax))
 
         grad_x = grad_w = None
         if need_x:
@@ -184,11 +214,7 @@ class _Linear(torch.autograd.Function):
         if need_w:
             dy = Operand(grad_format, planes[Usage.COLUMNWISE], Usage.COLUMNWISE)
             grad_w = matmul(dy, Operand(x_format, x_parts, Usage.COLUMNWISE), ctx.w_dtype)
-        return grad_x, grad_w, None, None, *(None for _ in ctx.states)
-
-
-def _by_role(states: tuple[Tensor, ...]) -> dict[Role, tuple[Tensor, Tensor]]:
-    return {role: (states[2 * i], states[2 * i + 1]) for i, role in enumerate(ROLES)} if states else {}
+        return grad_x, grad_w, None, None, *(None for _ in ctx.delayed or ())
 
 
 def _planes(
@@ -197,15 +223,15 @@ def _planes(
     usage: Usage,
     role: Role,
     seed: Tensor | None,
-    delayed: dict[Role, tuple[Tensor, Tensor]],
+    delayed: _Delayed | None,
 ) -> tuple[dict[Usage, Parts], Tensor | None]:
     """The planes of a matrix `[M, K]`, and its amax if its scale does not come from it.
 
-    The rowwise plane has no sign of the rows that are added for the other.
+    The rowwise plane is without the rows that are added for the columnwise one.
     """
     fmt = recipe.format(role)
-    if delayed:
-        return pipeline.quantize_delayed(ops, x, fmt, usage, *delayed[role])
+    if delayed is not None:
+        return pipeline.quantize_delayed(ops, x, fmt, usage, *delayed.scales(role))
     if _NUMBERS_ARE_SYMBOLS and torch.compiler.is_compiling():
         fmt = cast(Format, _Constant(fmt))
     rows = x.shape[0]
@@ -215,19 +241,13 @@ def _planes(
     for one in usage.planes:
         plane(fmt, tuple(x.shape), one, op=f"linear: {role.value}")
     draws = None
-    if fmt.rounding == "stochastic" and seed is not None:
+    if fmt.stochastic and seed is not None:
         if ROLE_SEEDS[role]:
-            seed = seed ^ words("seed", ROLE_SEEDS[role], x.device)
-        draws = Draws(seed, words("first", 0, x.device))
+            seed = seed ^ words("linear", "seed", ROLE_SEEDS[role], x.device)
+        draws = Draws(seed, words("linear", "first", 0, x.device))
     planes = pipeline.quantize(ops, x, fmt, usage, draws=draws)
     if added and Usage.ROWWISE in usage.planes:
-        data, scale_inv, global_scale_inv = planes[Usage.ROWWISE]
-        if not fmt.square:
-            scale_inv = scale_inv[:rows]
-        if fmt.global_scale == "row":
-            assert global_scale_inv is not None
-            global_scale_inv = global_scale_inv[:rows]
-        planes[Usage.ROWWISE] = Parts(data[:rows], scale_inv, global_scale_inv)
+        planes[Usage.ROWWISE] = pipeline.without_added_rows(planes[Usage.ROWWISE], fmt, rows)
     return planes, None
 
 

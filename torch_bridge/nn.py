@@ -7,10 +7,10 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from qshard.recipes import DelayedScaling, Recipe, Role
+from qshard.recipes import Recipe, Role
 from qshard.torch_bridge.delayed import DelayedScale
+from qshard.torch_bridge.dtensor import local_of
 from qshard.torch_bridge.fsdp.scales import ScaleState
 from qshard.torch_bridge.fsdp.weight import ShardedWeight, plain, wrap
 from qshard.torch_bridge.linear import ROLES, check_shape, linear
@@ -87,7 +87,7 @@ class Linear(nn.Linear):
         state = self._state()
         assert state is not None
         self._modules.pop("delayed", None)
-        if isinstance(recipe, DelayedScaling):
+        if recipe.stateful:
             own = {role.value: DelayedScale(recipe, role, weight.device) for role in Role if role is not Role.WEIGHT}
             assert state.delayed is not None
             self.delayed = nn.ModuleDict({Role.WEIGHT.value: state.delayed, **own})
@@ -114,7 +114,7 @@ class Linear(nn.Linear):
         return taken
 
     def _state(self) -> ScaleState | None:
-        local = self.weight._local_tensor if isinstance(self.weight, DTensor) else self.weight
+        local = local_of(self.weight)
         return local.scale_state if isinstance(local, ShardedWeight) else None
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -138,7 +138,7 @@ class Linear(nn.Linear):
         if state is not None:
             if local_metadata.get("assign_to_params_buffers", False) and key in state_dict:
                 state_dict = {**state_dict, key: wrap(state_dict[key], state)}
-            state.current = False
+            state.mark()
         others = [prefix + "delayed."] * ("delayed" not in self._modules) + [seed] * (self.seed is None)
         state_dict = {name: value for name, value in state_dict.items() if not name.startswith(tuple(others))}
         missing: list[str] = []
@@ -152,7 +152,7 @@ class Linear(nn.Linear):
             self.seed.random_(-(2**31), 2**31)
         state = self._state()
         if state is not None:
-            state.current = False
+            state.mark()
         return self
 
     def forward(self, input: Tensor) -> Tensor:

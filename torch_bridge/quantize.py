@@ -13,8 +13,9 @@ from qshard.layout import matrix_shape, plane
 from qshard.pipeline import Draws
 from qshard.torch_bridge._ops import ops
 from qshard.torch_bridge.tensor import QuantizedTensor, as_stored
+from qshard.torch_bridge.words import words
 
-__all__ = ["max_over_ranks", "quantize", "words"]
+__all__ = ["max_over_ranks", "quantize"]
 
 
 def quantize(
@@ -36,9 +37,9 @@ def quantize(
       x: float32, bfloat16 or float16, contiguous, `[..., K]`; leading axes count as rows.
       fmt: one of `qshard.formats`, or one of them with other options.
       usage: the planes to make: `ROWWISE`, `COLUMNWISE` or `BOTH`.
-      group: `x` is what this rank holds of a tensor cut over these ranks: the scale of the whole tensor, if the format
-        has one, is of all of it. Collective then. Blocks are those of `x`, so all shards are to hold whole ones: a
-        rank whose shard does not raises alone.
+      group: `x` holds the rows of this rank, of a tensor whose rows are cut over these ranks: the scale of the whole
+        tensor, if the format has one, is of all of it, and the call is collective. Scales of rows and blocks are of `x`
+        alone, so every rank must hold whole blocks; one that does not raises alone.
       seed: of stochastic rounding, 64 bits: an int, or int32 or uint32 `[2]` on the device of `x`, the low word first.
       first: index of the first element of `x` in the whole tensor, likewise: random bits belong to it.
       row_step: how many columns the whole tensor has, if they are not those of `x`.
@@ -75,14 +76,16 @@ def quantize(
     if not x.is_contiguous():
         raise ValueError(f"quantize: x (strides {tuple(x.stride())}) is not contiguous; call .contiguous() on it")
     draws = None
-    if fmt.rounding == "stochastic" and seed is not None:
-        draws = Draws(words("seed", seed, x.device), words("first", first, x.device), row_step)
+    if fmt.stochastic and seed is not None:
+        draws = Draws(words("quantize", "seed", seed, x.device), words("quantize", "first", first, x.device), row_step)
+    # A row's scale is of its own elements, all of which are here.
+    over_ranks = group is not None and fmt.scaling.global_scale != "row"
     made = pipeline.quantize(
         ops,
         x.view(matrix_shape(shape)),
         fmt,
         usage,
-        reduce_max=None if group is None else lambda amax: max_over_ranks(amax, group),
+        reduce_max=(lambda amax: max_over_ranks(amax, group)) if over_ranks else None,
         draws=draws,
     )
     stored = {one: as_stored(parts, fmt, shape, one) for one, parts in made.items()}
@@ -100,20 +103,3 @@ def max_over_ranks(amax: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     if group is not None and dist.get_world_size(group) > 1:
         dist.all_reduce(amax.view(torch.int32), op=dist.ReduceOp.MAX, group=group)
     return amax
-
-
-def words(name: str, number: int | Tensor, device: torch.device) -> Tensor:
-    """A number of 64 bits as int32 `[2]`, the low word first. An int gets there without a copy from the host."""
-    if isinstance(number, Tensor):
-        if number.dtype not in (torch.int32, torch.uint32) or number.shape != (2,):
-            raise TypeError(
-                f"quantize: {name} ({number.dtype} {tuple(number.shape)}) is not int32 or uint32 (2,), low word first; "
-                "pass that, or an int"
-            )
-        return number
-    if not 0 <= number < 2**64:
-        raise ValueError(f"quantize: {name} ({number}) is not in [0, 2**64); take it modulo that")
-    low, high = ((word ^ 2**31) - 2**31 for word in (number & 0xFFFFFFFF, number >> 32))
-    pair = torch.full((2,), low, dtype=torch.int32, device=device)
-    pair[1].fill_(high)
-    return pair

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from qshard import pipeline
-from qshard.formats import ELEMENTS, Format, Usage
+from qshard.formats import Format, Usage
 from qshard.layout import matrix_shape, plane
 from qshard.pipeline import Parts
 from qshard.torch_bridge._ops import ops
@@ -34,9 +34,7 @@ class Plane(NamedTuple):
 
 def show(parts: Parts, fmt: Format) -> Plane:
     """Bytes as what they are, the same memory."""
-    scale_inv = parts.scale_inv
-    if fmt.scale_dtype in ELEMENTS:
-        scale_inv = scale_inv.view(getattr(torch, fmt.scale_dtype))
+    scale_inv = parts.scale_inv.view(getattr(torch, fmt.scale_dtype))
     return Plane(parts.data.view(getattr(torch, fmt.data_dtype)), scale_inv, parts.global_scale_inv)
 
 
@@ -51,12 +49,7 @@ def as_stored(parts: Parts, fmt: Format, shape: tuple[int, ...], usage: Usage) -
 
 def as_matrix(parts: Parts, fmt: Format, shape: tuple[int, ...], usage: Usage) -> Parts:
     """The inverse of `as_stored`."""
-    data, scale_inv, global_scale_inv = parts
-    matrix = matrix_shape(shape)
-    where = plane(fmt, matrix, usage)
-    if global_scale_inv is not None and fmt.global_scale == "row":
-        global_scale_inv = global_scale_inv.view(matrix[0])
-    return Parts(data.view(where.data_shape), scale_inv.view(where.scale_shape), global_scale_inv)
+    return as_stored(parts, fmt, matrix_shape(shape), usage)
 
 
 class QuantizedTensor(Tensor):
@@ -72,6 +65,8 @@ class QuantizedTensor(Tensor):
       columnwise: the `Plane` with blocks along the first axis; None if absent.
       global_scale_inv: that of the rowwise plane if there is one, else of the columnwise plane; None if the format has
         none.
+      columnwise_is_stale: the columnwise plane is of older codes than the rowwise one: it counts as absent, and only
+        its memory is kept, for `update_columnwise`.
 
     Under FSDP2 it is what a sharded weight becomes between gather and reshard: its codes are the gathered bytes.
 
@@ -86,6 +81,7 @@ class QuantizedTensor(Tensor):
     """
 
     format: Format
+    columnwise_is_stale: bool
 
     # Each part has an attribute of its own, as `__tensor_flatten__` names them.
     _PLANES: ClassVar = {
@@ -102,6 +98,7 @@ class QuantizedTensor(Tensor):
         *,
         rowwise: Parts | None = None,
         columnwise: Parts | None = None,
+        columnwise_is_stale: bool = False,
     ) -> QuantizedTensor:
         """Wraps planes that exist. Use `quantize` to make them.
 
@@ -109,6 +106,7 @@ class QuantizedTensor(Tensor):
           fmt: the format.
           shape, dtype: of the tensor it stands for.
           rowwise, columnwise: codes and one-byte scales as uint8, in the shapes of `layout.plane`.
+          columnwise_is_stale: see above.
         """
         either = rowwise or columnwise
         assert either is not None
@@ -116,15 +114,20 @@ class QuantizedTensor(Tensor):
         self.format = fmt
         self.set(Usage.ROWWISE, rowwise)
         self.set(Usage.COLUMNWISE, columnwise)
+        self.columnwise_is_stale = columnwise_is_stale
         return self
 
     def set(self, usage: Usage, parts: Parts | None) -> None:
-        """Puts other memory in the place of a plane."""
+        """Puts other memory in the place of a plane, which is current then."""
         for name, part in zip(self._PLANES[usage], parts or (None,) * len(Parts._fields), strict=True):
             setattr(self, name, part)
+        if usage is Usage.COLUMNWISE:
+            self.columnwise_is_stale = False
 
-    def parts(self, usage: Usage) -> Parts | None:
-        """A plane as bytes; None if it is absent."""
+    def parts(self, usage: Usage, *, stale: bool = False) -> Parts | None:
+        """A plane as bytes; None if it is absent, or if it is stale and `stale` does not ask for it all the same."""
+        if usage is Usage.COLUMNWISE and self.columnwise_is_stale and not stale:
+            return None
         data, scale_inv, global_scale_inv = (getattr(self, name) for name in self._PLANES[usage])
         return None if data is None else Parts(data, scale_inv, global_scale_inv)
 
@@ -172,17 +175,18 @@ class QuantizedTensor(Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"QuantizedTensor({self.format}, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[Format, torch.dtype]]:
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Format, torch.dtype, bool]]:
         names = [name for plane_names in self._PLANES.values() for name in plane_names]
-        return [name for name in names if getattr(self, name) is not None], (self.format, self.dtype)
+        context = (self.format, self.dtype, self.columnwise_is_stale)
+        return [name for name in names if getattr(self, name) is not None], context
 
     @classmethod
     def __tensor_unflatten__(
-        cls, inner: dict[str, Tensor], context: tuple[Format, torch.dtype], shape: tuple[int, ...], stride: Any
+        cls, inner: dict[str, Tensor], context: tuple[Format, torch.dtype, bool], shape: tuple[int, ...], stride: Any
     ) -> QuantizedTensor:
-        fmt, dtype = context
+        fmt, dtype, stale = context
         planes = [Parts(*map(inner.get, names)) if names[0] in inner else None for names in cls._PLANES.values()]
-        return QuantizedTensor(fmt, shape, dtype, rowwise=planes[0], columnwise=planes[1])
+        return QuantizedTensor(fmt, shape, dtype, rowwise=planes[0], columnwise=planes[1], columnwise_is_stale=stale)
 
     def _of_planes(self, change: Any) -> QuantizedTensor:
         names, context = self.__tensor_flatten__()

@@ -267,7 +267,9 @@ def test_planned_cuts_need_no_reduction(where, world):
 
 def test_bad_plans():
     four = formats.NVFP4.with_options(four_over_six="mae")
-    with pytest.raises(ValueError, match=r"cast_master: four_over_six \(mae\) is not a matter of amaxes alone"):
+    with pytest.raises(
+        ValueError, match=r"cast_master: slices of NVFP4.* cannot be cast: its scales depend on more than amaxes"
+    ):
         plan_master([(16, 32)], four)
     with pytest.raises(
         ValueError, match=r"COLUMNWISE.* of FP8_128x128 is not stored in the order of the weight; gather"
@@ -288,5 +290,5 @@ def test_bad_plans():
 @every_step
 def test_stochastic_rounding_needs_seeds(steps):
     plan = plan_master([(1, 16)], RANDOM)
-    with pytest.raises(ValueError, match=r"cast_master: seeds \(None\) is not what stochastic rounding needs"):
+    with pytest.raises(ValueError, match=r"cast_master: stochastic rounding needs seeds"):
         simulate(steps, plan, [np.ones((1, 16), np.float32)], [[0, 16]])

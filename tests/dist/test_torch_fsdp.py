@@ -13,7 +13,7 @@ import torch_ranks
 from qshard.formats import FP8_E4M3, FP8_E5M2
 from qshard.recipes import CurrentScaling
 from qshard.torch_bridge import QuantizedTensor, ShardedWeight, convert, update_scales
-from torch_models import SIZES, SLOT, Wire, assert_gathers_the_whole, batch, linears, losses_of, model_of, shard
+from torch_models import SIZES, Wire, assert_gathers_the_whole, batch, linears, losses_of, model_of, shard
 from torch_ranks import run
 
 every_world = pytest.mark.parametrize("world", [1, 2, 3, 4])
@@ -103,7 +103,7 @@ def counts_what_travels(bias):
     gathers = [(torch.uint8, size) for size in sizes]
     # One byte an element of a weight, in the forward pass and again in the backward pass. Biases travel as they are.
     assert wire.of("allgather") == [*gathers, *reversed(gathers)]
-    assert wire.of("allreduce") == [(torch.int32, SLOT * len(layers))]
+    assert wire.of("allreduce") == [(torch.int32, len(layers))]
     assert [dtype for dtype, _ in wire.of("reduce_scatter")] == [torch.float32] * len(layers)
     assert len(wire.calls) == 2 * len(layers) + 1 + len(layers)
 
@@ -135,7 +135,7 @@ def refreshes_by_itself():
     """Whatever all ranks do alike to weights is noticed: no `update_scales` in here, and the law holds all along."""
     model = shard(convert(model_of(), CurrentScaling()))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    one = [(torch.int32, SLOT * len(linears(model)))] if dist.get_world_size() > 1 else []
+    one = [(torch.int32, len(linears(model)))] if dist.get_world_size() > 1 else []
     for _ in range(3):
         assert reductions_in(lambda: losses_of(model, optimizer, steps=1, update=False)) == one
     assert reductions_in(lambda: assert_gathers_the_whole(model)) == one
@@ -174,7 +174,7 @@ def refreshes_when_told():
     optimizer.register_step_post_hook(lambda *_: update_scales(model))
     losses_of(model, optimizer, steps=2, update=False)
     assert reductions_in(lambda: model(batch()).sum().backward()) == []
-    assert reductions_in(optimizer.step) == [(torch.int32, 3 * SLOT)]
+    assert reductions_in(optimizer.step) == [(torch.int32, 3)]
     assert_gathers_the_whole(model)
 
 
@@ -190,12 +190,12 @@ def refreshes_what_changed():
     shard(model)
     first = torch.optim.SGD(model[0].parameters(), lr=0.5)
     second = torch.optim.SGD([*model[2].parameters(), *model[4].parameters()], lr=0.5)
-    assert reductions_in(lambda: model(batch()).sum().backward()) == [(torch.int32, 3 * SLOT)]
+    assert reductions_in(lambda: model(batch()).sum().backward()) == [(torch.int32, 3)]
     first.step()
-    assert reductions_in(lambda: model(batch()).sum().backward()) == [(torch.int32, 1 * SLOT)]
+    assert reductions_in(lambda: model(batch()).sum().backward()) == [(torch.int32, 1)]
     first.step()
     second.step()
-    assert reductions_in(lambda: model(batch()).sum().backward()) == [(torch.int32, 3 * SLOT)]
+    assert reductions_in(lambda: model(batch()).sum().backward()) == [(torch.int32, 3)]
     assert [layer.weight.to_local().scale_state.fmt for layer in linears(model)] == [FP8_E4M3, FP8_E5M2, FP8_E4M3]
     assert_gathers_the_whole(model)
 
@@ -264,7 +264,7 @@ def compiles_the_optimizer(backend):
         model(batch(seed)).square().mean().backward()
         step()
         optimizer.zero_grad()
-    assert reductions_in(lambda: assert_gathers_the_whole(model)) == [(torch.int32, 3 * SLOT)]
+    assert reductions_in(lambda: assert_gathers_the_whole(model)) == [(torch.int32, 3)]
 
 
 def test_compiled_optimizers():
@@ -279,7 +279,7 @@ def shares_weights():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses_of(model, optimizer, steps=2)
     assert model[-1].weight is model[0].weight
-    assert reductions_in(lambda: update_scales(model)) == [(torch.int32, 3 * SLOT)]
+    assert reductions_in(lambda: update_scales(model)) == [(torch.int32, 3)]
     model.unshard()
     assert isinstance(model[-1].weight, QuantizedTensor)
 

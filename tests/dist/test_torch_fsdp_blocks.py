@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 import torch_ranks
 from qshard.recipes import MXFP8, NVFP4, BlockScaling, CurrentScaling
 from qshard.torch_bridge import convert
-from torch_models import SLOT, Wire, assert_gathers_the_whole, linears, losses_of, model_of, shard
+from torch_models import Wire, assert_gathers_the_whole, linears, losses_of, model_of, shard
 from torch_ranks import run
 
 BLOCK_SIZES = (32, 96, 64, 32)  # Over 3 ranks, which cut blocks all the same, the first weight is even, the others not.
@@ -51,7 +51,7 @@ def counts_blocks(recipe):
         packed = 2 if recipe.weight.element.bits == 4 and rows % world == 0 else 1
         gathers.append((torch.uint8, -(-rows // world) * columns // packed))
         blocks = [-(-size // unit) for size, unit in zip((rows, columns), recipe.weight.block, strict=True)]
-        amaxes += -(-math.prod(blocks) // SLOT) * SLOT
+        amaxes += math.prod(blocks) + (recipe.weight.global_scale is not None)
     assert wire.of("allgather") == [*gathers, *reversed(gathers)]
     assert wire.of("allreduce") == [(torch.int32, amaxes)]
 

@@ -9,19 +9,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from qshard import pipeline
-from qshard.formats import Format, Usage
+from qshard.formats import Usage
 from qshard.pipeline import Parts, Scales
-from qshard.sharding import shard_rows
 from qshard.torch_bridge._ops import into
-from qshard.torch_bridge.fsdp.scales import ScaleState, ShardOf, cut_of, refresh, stale_weights_of
-from qshard.torch_bridge.fsdp.shards import cast_into, codes_width, refusal
+from qshard.torch_bridge.dtensor import local_of, wrapped_like
+from qshard.torch_bridge.fsdp.scales import ScaleState
+from qshard.torch_bridge.fsdp.shards import ShardPlan
 from qshard.torch_bridge.tensor import QuantizedTensor
 
 __all__ = ["ShardedWeight", "plain", "wrap"]
@@ -33,17 +31,16 @@ class ShardedWeight(Tensor):
     """A parameter in float32 or bfloat16, with hooks by which FSDP2 gathers it as codes of `scale_state.fmt`.
 
     To optimizers, gradient clipping and `load_state_dict` it is the high-precision tensor inside; so optimizer states
-    and gradients are plain. The hooks cast the shard of this rank with the scales of the whole weight and gather the
-    codes: what every rank then holds are, bit for bit, the codes of the whole weight cast at once.
+    and gradients are plain. The hooks cast the shard with the scales of the weight and gather the codes: what every
+    rank then holds are, bit for bit, the codes of the whole weight cast at once. `scales.py` has a glossary.
 
     The wire carries one uint8 tensor for a weight, whatever the format, since FSDP2 hands on only the first one where
-    there is one rank. Scales are made of reduced amaxes on every rank and never travel. Codes of 4 bits travel two a
-    byte if all ranks hold the same number of rows. Else they travel one a byte, on all ranks alike, since FSDP2 wants
-    the shape of the padded shard from ranks with short ones; so do shards of columns.
+    there is one rank. 4-bit codes are wide where shards differ in length, on all ranks alike, since FSDP2 wants
+    the shape of the padded shard from ranks with short ones.
 
     Attributes:
       shard: the high-precision tensor: the whole weight, or under FSDP2 what this rank holds of it.
-      scale_state: see `qshard.torch_bridge.fsdp.scales`.
+      scale_state: of the weight, which says what is current.
     """
 
     shard: Tensor
@@ -109,11 +106,11 @@ class ShardedWeight(Tensor):
         Raises:
           NotImplementedError: weights of this format cannot be cut.
         """
-        why = refusal(self.scale_state.fmt)
-        if why is not None:
+        state = self.scale_state
+        if state.refusal is not None:  # Looked up, as FSDP2 asks for the hook three times a gather.
             raise NotImplementedError(
-                f"fully_shard: {self.scale_state.name} ({self.scale_state.fmt}) is not a format that FSDP2 can gather: "
-                f"{why}; give the recipe a weight format of square blocks, such as MXFP8_32x32, or one scale a tensor"
+                f"fully_shard: {state.name} ({state.fmt}) is not a format that FSDP2 can gather: {state.refusal}; "
+                "choose a weight format of square blocks, such as MXFP8_32x32, or of one scale a tensor"
             )
         return self._cast_shard
 
@@ -124,77 +121,51 @@ class ShardedWeight(Tensor):
         outer_stride: tuple[int, ...],
         module: nn.Module,
         mp_policy: MixedPrecisionPolicy,
-    ) -> tuple[tuple[Tensor, ...], Any]:
-        """Casts the shard. FSDP2 calls it on every rank alike, before each gather."""
-        state, rows = self.scale_state, self.shard.shape[0]
-        cut = cut_of(self.shard.shape, outer_size, mesh)
-        if state.delayed is None and not state.current:
-            group = mesh.get_group()
-            others = [w for w in stale_weights_of(state.root, group) if w.state is not state]
-            refresh([ShardOf(state, self.shard, tuple(outer_size), cut), *others], group, mesh.device_type)
-        per_byte = state.fmt.element.codes_per_byte
-        wide = cut.axis == 1 or outer_size[0] % mesh.size() != 0
-        padded = shard_rows(outer_size[0], mesh.size(), 0).padded if cut.axis == 0 else rows
-        if per_byte > 1 and self.shard.shape[1] % per_byte:
-            raise NotImplementedError(
-                f"fully_shard: {state.name} {tuple(outer_size)} is not cut into columns of whole bytes; cut its rows"
-            )
-        codes = torch.empty(
-            (padded, codes_width(state.fmt, self.shard.shape[1])), dtype=torch.uint8, device=self.device
-        )
+    ) -> tuple[tuple[Tensor, ...], tuple[ShardPlan, Scales]]:
+        """Casts the shard to padded codes. FSDP2 calls it on every rank alike, before each gather."""
+        state, shard = self.scale_state, self.shard
+        plan = state.plan_of(shard, outer_size, mesh)
+        room = torch.empty(plan.room, dtype=torch.uint8, device=shard.device)
+        padded, rows = plan.padded_in(room), shard.shape[0]
+        padded[rows:].zero_()
         if state.delayed is not None:
             scales = Scales(state.delayed.scale, state.delayed.scale_inv)
-            amax = torch.empty((), dtype=torch.float32, device=self.device)
-            pipeline.quantize_delayed(into(codes[:rows], amax), self.shard, state.fmt, Usage.ROWWISE, *scales[:2])
+            amax = torch.empty((), dtype=torch.float32, device=shard.device)
+            pipeline.quantize_delayed(into(padded[:rows], amax), shard, state.fmt, Usage.ROWWISE, *scales[:2])
             state.delayed.observe(amax)
         else:
-            assert state.scales is not None
-            scales = state.scales
-            cast_into(state.fmt, self.shard, cut, scales.scale, codes[:rows])
-        codes[rows:].zero_()
-        if state.written_since(self.shard):
-            _warn_written(state.name)
-            codes.fill_(state.fmt.element.nan_code * (0x11 if per_byte > 1 else 1))
-        if per_byte > 1 and wide:
-            codes = _unpack(codes)
-        return (codes,), (state.fmt, scales, outer_size)
+            scales = state.current_scales(shard, plan)
+            plan.cast(shard, scales.scale, room)
+            if state.is_written(shard):
+                _warn_written(state.name)
+                padded[:rows].fill_(plan.nan_byte)
+        return (_widened(padded) if plan.wide else padded,), (plan, scales)
 
     def fsdp_post_all_gather(
         self,
         all_gather_outputs: tuple[Tensor, ...],
-        metadata: tuple[Format, Scales, torch.Size],
+        metadata: tuple[ShardPlan, Scales],
         param_dtype: torch.dtype,
         *,
         out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """Wraps the gathered codes, without a copy. FSDP2 frees and refills their memory from then on."""
-        (gathered,), (fmt, scales, shape) = all_gather_outputs, metadata
-        rows, columns = shape
-        width = codes_width(fmt, columns)
-        wide = gathered.numel() >= rows * columns > rows * width
-        codes = gathered.view(-1)[: rows * (columns if wide else width)].view(rows, columns if wide else width)
-        unsharded = out._local_tensor if isinstance(out, DTensor) else out
-        own: tuple[Tensor, ...] = ()
-        if wide:  # The packed codes are memory of our own, which FSDP2 frees and allocates along with its own.
-            packed = torch.empty((rows, width), dtype=torch.uint8, device=codes.device)
-            if unsharded is not None:
-                assert isinstance(unsharded, QuantizedTensor)
-                before = unsharded.parts(Usage.ROWWISE)
-                assert before is not None
-                packed = before.data
-            with _unsafe_preserve_version_counter(packed):
-                torch.bitwise_or(codes[:, 0::2], codes[:, 1::2] << 4, out=packed)
-            codes, own = packed, (packed,)
+        """Wraps the gathered codes, without a copy. FSDP2 frees and refills their memory from then on.
+
+        Wide codes are packed into memory of our own, which FSDP2 frees and allocates along with its own.
+        """
+        (gathered,), (plan, scales) = all_gather_outputs, metadata
+        unsharded = None if out is None else local_of(out)
+        assert unsharded is None or isinstance(unsharded, QuantizedTensor)
+        codes = plan.packed(gathered, unsharded) if plan.wide else plan.codes_in(gathered)
         parts = Parts(codes, scales.scale_inv, scales.global_scale_inv)
         if unsharded is None:
-            return QuantizedTensor(fmt, tuple(shape), param_dtype, rowwise=parts), own
-        assert isinstance(unsharded, QuantizedTensor)
+            return QuantizedTensor(plan.fmt, plan.shape, param_dtype, rowwise=parts), (codes,) if plan.wide else ()
         unsharded.set(Usage.ROWWISE, parts)
         return None
 
 
-def _unpack(codes: Tensor) -> Tensor:
-    """One 4-bit code a byte."""
+def _widened(codes: Tensor) -> Tensor:
+    """Packed codes as wide ones."""
     return torch.stack([codes & 0xF, codes >> 4], dim=-1).view(codes.shape[0], -1)
 
 
@@ -224,26 +195,15 @@ def _is_view(func: Any) -> bool:
 
 def plain(weight: Tensor) -> Tensor:
     """The high-precision tensor, or DTensor, inside a parameter; the same memory."""
-    return _map_local(weight, lambda local: local.shard if isinstance(local, ShardedWeight) else local)
+    weight = weight.detach()
+    local = local_of(weight)
+    return wrapped_like(weight, local.shard if isinstance(local, ShardedWeight) else local)
 
 
 def wrap(weight: Tensor, state: ScaleState) -> Tensor:
     """The inverse of `plain`."""
-    return _map_local(weight, lambda local: ShardedWeight(local, state))
-
-
-def _map_local(weight: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
     weight = weight.detach()
-    if not isinstance(weight, DTensor):
-        return change(weight)
-    return DTensor.from_local(
-        change(weight._local_tensor),
-        weight.device_mesh,
-        weight.placements,
-        run_check=False,
-        shape=weight.shape,
-        stride=weight.stride(),
-    )
+    return wrapped_like(weight, ShardedWeight(local_of(weight), state))
 
 
 def _warn_written(name: str) -> None:

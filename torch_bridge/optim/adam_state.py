@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from qshard import adam
 from qshard.adam import BLOCK
 from qshard.torch_bridge._ops import dtype_name
+from qshard.torch_bridge.dtensor import local_of, wrapped_like
 from qshard.torch_bridge.fsdp.weight import ShardedWeight
 from qshard.torch_bridge.tensor import QuantizedTensor
 
@@ -38,35 +39,22 @@ def initialize(state: dict[str, Any], parameter: Tensor, group: dict[str, Any]) 
         dtype = group[f"{name}_dtype"]
         if dtype in SCALED and parameter.ndim < 2:
             dtype = torch.float32
-        state[name] = _like(parameter, torch.zeros(memory.shape, dtype=dtype, device=memory.device))
+        state[name] = wrapped_like(parameter, torch.zeros(memory.shape, dtype=dtype, device=memory.device))
         if dtype in SCALED:
             state[f"{name}_scale_inv"] = _ones_of_blocks(parameter, memory)
     if memory.dtype != torch.float32 and not {"master", "remainder"} & state.keys():
         if group["master_weights"] == "float32":
-            state["master"] = _like(parameter, memory.float())
+            state["master"] = wrapped_like(parameter, memory.float())
         elif group["master_weights"] == "remainder":
-            state["remainder"] = _like(parameter, torch.zeros(memory.shape, dtype=torch.int16, device=memory.device))
+            zeros = torch.zeros(memory.shape, dtype=torch.int16, device=memory.device)
+            state["remainder"] = wrapped_like(parameter, zeros)
 
 
 def memory_of(tensor: Tensor) -> Tensor:
     """The plain tensor of this rank."""
-    local: Tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    local = local_of(tensor)
     local = local.shard if isinstance(local, ShardedWeight) else local
     return local.detach() if local.requires_grad else local
-
-
-def _like(parameter: Tensor, local: Tensor) -> Tensor:
-    """`local` as what it is of a parameter."""
-    if not isinstance(parameter, DTensor):
-        return local
-    return DTensor.from_local(
-        local,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
 
 
 def _ones_of_blocks(parameter: Tensor, memory: Tensor) -> Tensor:
@@ -76,17 +64,7 @@ def _ones_of_blocks(parameter: Tensor, memory: Tensor) -> Tensor:
         return shape[0], -(-math.prod(shape[1:]) // BLOCK)
 
     ones = torch.ones(blocks(memory.shape), dtype=torch.float32, device=memory.device)
-    if not isinstance(parameter, DTensor):
-        return ones
-    whole = blocks(parameter.shape)
-    return DTensor.from_local(
-        ones,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=torch.Size(whole),
-        stride=(whole[1], 1),
-    )
+    return wrapped_like(parameter, ones, blocks(parameter.shape))
 
 
 def check_group(group: dict[str, Any]) -> None:
@@ -111,7 +89,7 @@ def check_group(group: dict[str, Any]) -> None:
 
 def _check_parameter(parameter: Tensor, group: dict[str, Any]) -> None:
     """Raises for what all ranks see alike: nothing here depends on the part of a rank."""
-    local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+    local = local_of(parameter)
     shape = tuple(parameter.shape)
     if isinstance(local, QuantizedTensor):
         raise TypeError(f"Adam: parameter {shape} (QuantizedTensor) is not of floats; give the optimizer its master")

@@ -14,13 +14,15 @@ from torch import Tensor
 
 from qshard import master
 from qshard.formats import Usage
-from qshard.layout import matrix_shape, plane
-from qshard.master import Bucket, MasterPlan
+from qshard.layout import plane
+from qshard.master import MasterPlan
 from qshard.pipeline import Parts
-from qshard.torch_bridge import _multi, _ops
+from qshard.torch_bridge import _ops
 from qshard.torch_bridge.optim.slices import QuantizedSlice
 from qshard.torch_bridge.quantize import max_over_ranks
+from qshard.torch_bridge.slice_ops import SliceOps
 from qshard.torch_bridge.tensor import QuantizedTensor
+from qshard.torch_bridge.words import words
 
 __all__ = ["CastPlan", "cast_master", "update_columnwise"]
 
@@ -68,28 +70,19 @@ class CastPlan:
         )
         self.dtype, self.weights = dtype, len(weights)
         self.device = _parts(weights[0], usages[0]).data.device if weights else torch.device("cpu")
-        self._ops = _Steps(self.plan, self.device)
+        self._ops = SliceOps(self.plan, self.device)
+        planes = torch.tensor(self.owners, dtype=torch.int64)
+        self._owners = None if len(self.owners) == self.weights else planes.to(self.device)
 
     def words(self, name: str, numbers: Sequence[int] | Tensor) -> Tensor:
-        """Numbers of 64 bits, one for each weight, as int32 `[planes, 2]`, the low words first.
+        """Numbers of 64 bits, one for each weight, as int32 `[planes, 2]`, the low word first.
 
         A tensor may be int64 `[n]`, or int32 or uint32 `[n, 2]`: on the device, it makes a call that a CUDA graph can
         capture.
         """
-        if not isinstance(numbers, Tensor):
-            signed = [((number + 2**63) % 2**64) - 2**63 for number in numbers]
-            numbers = torch.tensor(signed, dtype=torch.int64).to(self.device)
-        if numbers.dtype == torch.int64:
-            numbers = numbers.contiguous().view(torch.int32).view(-1, 2)
-        elif numbers.dtype == torch.uint32:
-            numbers = numbers.view(torch.int32)  # which can be indexed
-        n = self.weights
-        if tuple(numbers.shape) != (n, 2) or numbers.dtype != torch.int32:
-            raise ValueError(
-                f"cast_master: {name} ({numbers.dtype} {tuple(numbers.shape)}) is not one number for each of {n} "
-                "weights; give ints, int64 (n,), or int32 (n, 2), low word first"
-            )
-        return numbers if len(self.owners) == n else self._ops.of_owners(numbers, self.owners)
+        pairs = words("cast_master", name, numbers, self.device, self.weights)
+        # Indexed as int32: CUDA does not index uint32.
+        return pairs if self._owners is None else pairs.view(torch.int32)[self._owners]
 
 
 def cast_master(
@@ -121,7 +114,8 @@ def cast_master(
       plan: made of such weights, with parity and dtype; None: it is made here.
 
     Raises:
-      ValueError: a format or a shape cannot be cast in slices; seeds are missing; tensors do not fit.
+      ValueError: a format or a shape cannot be cast in slices; seeds are missing; a start is negative; tensors do not
+        fit.
       TypeError: a master is not of the dtype of the plan.
 
     Collective: one all-reduce of int32 amaxes for all weights, whatever a rank holds. Launches do not grow with the
@@ -160,9 +154,8 @@ def cast_master(
         if there := [(old, new) for old, new in pairs if old is not None and new is not None]:
             torch._foreach_copy_([old for old, _ in there], [new for _, new in there])
     for weight in weights:
-        if isinstance(weight, QuantizedTensor) and weight.format.square and weight.parts(Usage.COLUMNWISE):
-            weight._spare_columnwise = weight.parts(Usage.COLUMNWISE)  # type: ignore[attr-defined]
-            weight.set(Usage.COLUMNWISE, None)
+        if isinstance(weight, QuantizedTensor) and weight.format.transposes:
+            weight.columnwise_is_stale = True
 
 
 def update_columnwise(weights: Sequence[QuantizedTensor]) -> None:
@@ -182,91 +175,23 @@ def update_columnwise(weights: Sequence[QuantizedTensor]) -> None:
     transposes: list[Tensor] = []
     for weight in weights:
         fmt, rows = weight.format, weight.parts(Usage.ROWWISE)
-        if not fmt.square or rows is None:
+        if not fmt.transposes or rows is None:
             raise ValueError(f"update_columnwise: {fmt} is not one with a transpose for a plane; gather both planes")
-        where = plane(fmt, tuple(weight.shape), Usage.COLUMNWISE)
-        spare: Parts | None = weight.parts(Usage.COLUMNWISE) or getattr(weight, "_spare_columnwise", None)
-        if spare is None:
-            spare = Parts(
-                rows.data.new_empty(where.data_shape),
-                rows.scale_inv if fmt.block is None else rows.scale_inv.new_empty(where.scale_shape),
-            )
-        spare = Parts(spare.data, rows.scale_inv if fmt.block is None else spare.scale_inv, rows.global_scale_inv)
-        m, k = matrix_shape(tuple(weight.shape))
-        matrices.append(rows.data.view(m, k // fmt.element.codes_per_byte))
-        transposes.append(spare.data)
-        if fmt.block is not None:
+        shape, columns = tuple(weight.shape), weight.parts(Usage.COLUMNWISE, stale=True)
+        where = plane(fmt, shape, Usage.COLUMNWISE)
+        data = rows.data.new_empty(where.data_shape) if columns is None else columns.data
+        matrices.append(rows.data.view(plane(fmt, shape, Usage.ROWWISE).matrix.data_shape))
+        transposes.append(data)
+        scale_inv = rows.scale_inv
+        if not fmt.per_tensor:
+            scale_inv = scale_inv.new_empty(where.scale_shape) if columns is None else columns.scale_inv
             matrices.append(rows.scale_inv)
-            transposes.append(spare.scale_inv)
-        made.append(spare)
+            transposes.append(scale_inv)
+        made.append(Parts(data, scale_inv, rows.global_scale_inv))
     if matrices:
         torch.ops.qshard.transpose_each(matrices, transposes)
     for weight, parts in zip(weights, made, strict=True):
         weight.set(Usage.COLUMNWISE, parts)
-
-
-class _Steps:
-    """The ops of `qshard.master`, with what a plan needs on its device."""
-
-    def __init__(self, plan: MasterPlan, device: torch.device):
-        self.__dict__.update(vars(_ops.ops))
-        self._device = device
-        # By the first weight, which is of one bucket.
-        self._rows = {b.indices[0]: self._tensor(b.indices) for b in plan.buckets if len(plan.buckets) > 1}
-        self._repeats = {
-            b.indices[0]: self._tensor([each for count, each in b.repeats for _ in range(count)])
-            for b in plan.buckets
-            if b.fmt.global_scale == "row"
-        }
-        self._owners: Tensor | None = None
-
-    def _tensor(self, numbers: Sequence[int]) -> Tensor:
-        return torch.tensor(numbers, dtype=torch.int64).to(self._device)
-
-    def zeros(self, count: int) -> Tensor:
-        return torch.zeros(count, device=self._device)
-
-    def joined(self, arrays: Sequence[Tensor]) -> Tensor:
-        return torch.cat([*arrays])
-
-    # Indexed as int32: CUDA does not index uint32.
-
-    def of_bucket(self, pairs: Tensor, bucket: Bucket) -> Tensor:
-        rows = self._rows.get(bucket.indices[0])
-        return pairs if rows is None else pairs.view(torch.int32)[rows].view(pairs.dtype)
-
-    def of_owners(self, pairs: Tensor, owners: Sequence[int]) -> Tensor:
-        self._owners = self._tensor(owners) if self._owners is None else self._owners
-        return pairs.view(torch.int32)[self._owners].view(pairs.dtype)
-
-    def repeated(self, values: Tensor, bucket: Bucket) -> Tensor:
-        if (repeats := self._repeats.get(bucket.indices[0])) is not None:
-            return torch.repeat_interleave(values, repeats, output_size=bucket.blocks)
-        # repeat_interleave has one warp for each value, which is slow where values are few and blocks many.
-        each = zip(values.split(1), bucket.grids, strict=True)
-        return torch.cat([value.expand(blocks) for value, blocks in each])
-
-    def amax_slices(self, starts: Tensor, amax: Tensor, x: Sequence[Tensor], **attributes: Any) -> Tensor:
-        _multi.ops["amax_slices"](starts, amax, x, **attributes)
-        return amax
-
-    def cast_slices(
-        self, starts: Tensor, scale: Tensor, x: Sequence[Tensor], data: Sequence[Tensor], **attributes: Any
-    ) -> Sequence[Tensor]:
-        _multi.ops["cast_slices"](starts, scale, x, data, **attributes)
-        return data
-
-    def cast_slices_stochastic(
-        self,
-        starts: Tensor,
-        seeds: Tensor,
-        scale: Tensor,
-        x: Sequence[Tensor],
-        data: Sequence[Tensor],
-        **attributes: Any,
-    ) -> Sequence[Tensor]:
-        _multi.ops["cast_slices_stochastic"](starts, seeds, scale, x, data, **attributes)
-        return data
 
 
 def _usages(weight: QuantizedTensor | QuantizedSlice) -> list[Usage]:
@@ -274,7 +199,7 @@ def _usages(weight: QuantizedTensor | QuantizedSlice) -> list[Usage]:
     if isinstance(weight, QuantizedSlice):
         return [weight.usage]
     there = [usage for usage in Usage if weight.parts(usage) is not None]
-    return [Usage.ROWWISE] if weight.format.square and Usage.ROWWISE in there else there
+    return [Usage.ROWWISE] if weight.format.transposes and Usage.ROWWISE in there else there
 
 
 def _parts(weight: QuantizedTensor | QuantizedSlice, usage: Usage) -> Parts:

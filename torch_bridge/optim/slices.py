@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from qshard.formats import ELEMENTS, Format, Usage
-from qshard.layout import plane
+from qshard.formats import Format, Usage
+from qshard.layout import data_columns, plane
 from qshard.master import FlatShards, piece_bytes
 from qshard.pipeline import Parts
 from qshard.torch_bridge.tensor import QuantizedTensor
@@ -56,7 +56,7 @@ class QuantizedSlice:
           ValueError: `fmt` cannot hold `shape`.
         """
         where = plane(fmt, shape, usage, op="QuantizedSlice.empty")
-        scale_dtype = torch.uint8 if fmt.scale_dtype in ELEMENTS else torch.float32
+        scale_dtype = getattr(torch, fmt.stored_scale_dtype)
         whole = where.global_scale_shape
         return cls(
             fmt,
@@ -86,6 +86,8 @@ def gather_slices(
     Returns:
       The weights, bit for bit those of `quantize` of the whole. Collective: a rank without elements sends padding.
     """
+    if not slices:
+        return []
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     sizes = [
         [piece_bytes(s.format, cut.stops[r] - cut.starts[r]) for s, cut in zip(slices, cuts, strict=True)]
@@ -102,7 +104,9 @@ def gather_slices(
         where = plane(s.format, s.shape, s.usage)
         data = join_pieces([pieces[r][i] for r in range(world)], cuts[i].starts, s.format, where.data_shape)
         parts = s.parts._replace(data=data)
-        weights.append(QuantizedTensor(s.format, s.shape, s.dtype, **{str(s.usage.name).lower(): parts}))
+        planes = {s.usage: parts}
+        rowwise, columnwise = planes.get(Usage.ROWWISE), planes.get(Usage.COLUMNWISE)
+        weights.append(QuantizedTensor(s.format, s.shape, s.dtype, rowwise=rowwise, columnwise=columnwise))
     return weights
 
 
@@ -118,7 +122,7 @@ def join_pieces(pieces: Sequence[Tensor], starts: Sequence[int], fmt: Format, da
     data = pieces[0].new_zeros(data_shape)
     flat = data.view(-1)
     for piece, start in zip(pieces, starts, strict=True):
-        first = start // fmt.element.codes_per_byte
+        first = data_columns(fmt, start)
         there = flat[first : first + piece.numel()]
         there |= piece[: there.numel()]
     return data

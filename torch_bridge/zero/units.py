@@ -49,7 +49,7 @@ def _choose_format(weight: Weight) -> None:
         m.recipe.format(Role.WEIGHT) if isinstance(m, Linear) and n == "weight" else None for m, n in weight.owners
     }
     fmt = formats.pop()
-    if formats or fmt is None or not fmt.square or fmt.four_over_six is not None or fmt.rounding == "stochastic":
+    if formats or fmt is None or fmt.gather_refusal is not None:
         return
     layer = weight.owners[0][0]
     assert isinstance(layer, Linear)

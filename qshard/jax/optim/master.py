@@ -80,8 +80,10 @@ def cast_master(
         raise ValueError(f"cast_master: {len(masters)} masters are not one for each of {n} weights; give empty ones")
     flat = [jnp.reshape(m, -1) for m in masters]
     for i, (m, usage) in enumerate(zip(flat, plan.usages, strict=True)):
-        if str(m.dtype) != plan.dtype:
-            raise TypeError(f"cast_master: masters[{i}] ({m.dtype}) is not {plan.dtype}, as the plan has it; cast it")
+        if str(m.dtype) != plan.dtypes[i]:
+            raise TypeError(
+                f"cast_master: masters[{i}] ({m.dtype}) is not {plan.dtypes[i]}, as the plan has it; cast it"
+            )
         if weights is not None and (weights[i].format != plan.formats[i] or weights[i].shape != plan.shapes[i]):
             raise ValueError(f"cast_master: weights[{i}] ({weights[i]}) is not what the plan has; plan with its shape")
         if weights is not None:

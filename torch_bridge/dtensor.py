@@ -1,0 +1,32 @@
+"""What this rank holds of a tensor that may be a DTensor, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+__all__ = ["local_of", "wrapped_like"]
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """The tensor of this rank: the very object, to which attributes may belong."""
+    local: Tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return local
+
+
+def wrapped_like(tensor: Tensor, local: Tensor, shape: Sequence[int] | None = None) -> Tensor:
+    """`local` as what this rank holds of a tensor that is cut as `tensor` is; `local` itself if that is no DTensor.
+
+    Args:
+      shape: of the whole, row-major. None: `tensor` has its shape and strides.
+    """
+    if not isinstance(tensor, DTensor):
+        return local
+    size, stride = tensor.shape, tensor.stride()
+    if shape is not None:
+        size = torch.Size(shape)
+        stride = torch.empty(size, device="meta").stride()
+    return DTensor.from_local(local, tensor.device_mesh, tensor.placements, run_check=False, shape=size, stride=stride)

@@ -1,0 +1,69 @@
+"""Numbers of 64 bits as ops take them: pairs of int32 words, the low one first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["words"]
+
+
+def words(
+    op: str, name: str, numbers: int | Sequence[int] | Tensor, device: torch.device, count: int | None = None
+) -> Tensor:
+    """One number as `[2]`, or with `count` so many as `[count, 2]`.
+
+    A CUDA graph can capture it for one int, which gets to the device without a copy from the host, and for tensors on
+    the device.
+
+    Args:
+      op, name: of what asks for the numbers, and of its argument, for errors.
+      numbers: ints from 0 up; or a tensor of words, int32 or uint32; with `count` also int64 `[count]`.
+      device: where ints go.
+
+    Raises:
+      ValueError: a number is not in [0, 2**64), or there are not `count` of them.
+      TypeError: a tensor is of another dtype.
+
+    >>> words("quantize", "seed", 2**32 + 5, torch.device("cpu"))
+    tensor([5, 1], dtype=torch.int32)
+    >>> words("cast_master", "starts", [-1], torch.device("cpu"), 1)
+    Traceback (most recent call last):
+    ValueError: cast_master: starts (-1) is not in [0, 2**64); pass a number in that range
+    """
+    what = f"{op}: {name}"
+    if isinstance(numbers, Tensor):
+        return _of_tensor(what, numbers, count)
+    if isinstance(numbers, int):
+        low, high = _pair(what, numbers)
+        pair = torch.full((2,), low, dtype=torch.int32, device=device)
+        pair[1].fill_(high)
+        return pair
+    if len(numbers) != count:
+        raise ValueError(f"{what} ({len(numbers)} numbers) is not one number for each of {count} weights")
+    pairs = torch.tensor([_pair(what, number) for number in numbers], dtype=torch.int32)
+    return pairs.view(-1, 2).to(device)
+
+
+def _of_tensor(what: str, numbers: Tensor, count: int | None) -> Tensor:
+    shape = (2,) if count is None else (count, 2)
+    given = f"{what} ({numbers.dtype} {tuple(numbers.shape)})"
+    if count is not None and numbers.dtype == torch.int64 and numbers.ndim == 1:
+        if numbers.device.type == "cpu" and (numbers < 0).any():  # On a GPU, to look would be to wait for it.
+            raise ValueError(f"{what} ({numbers.min().item()}) is not in [0, 2**64); pass a number in that range")
+        numbers = numbers.contiguous().view(torch.int32).view(-1, 2)
+    if numbers.dtype not in (torch.int32, torch.uint32):
+        raise TypeError(f"{given} is not int32 or uint32 {shape}, low word first; pass that, or an int for each number")
+    if tuple(numbers.shape) != shape:
+        of = "one number" if count is None else f"one number for each of {count} weights"
+        raise ValueError(f"{given} is not {of}; pass int32 or uint32 {shape}, low word first")
+    return numbers
+
+
+def _pair(what: str, number: int) -> tuple[int, int]:
+    if not 0 <= number < 2**64:
+        raise ValueError(f"{what} ({number}) is not in [0, 2**64); pass a number in that range")
+    low, high = ((word ^ 2**31) - 2**31 for word in (number & 0xFFFFFFFF, number >> 32))
+    return low, high
