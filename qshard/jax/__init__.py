@@ -5,7 +5,7 @@ from qshard.jax.array import Plane, QuantizedArray
 from qshard.jax.delayed import LinearState, TensorState, init_delayed, merge_observed, spread_states, update_delayed
 from qshard.jax.gather import gather
 from qshard.jax.linear import linear
-from qshard.jax.optim.adam import adam
+from qshard.jax.optim.adam import adam, adamw
 from qshard.jax.optim.master import cast_master, join_pieces
 from qshard.jax.quantize import compute_scales, quantize
 from qshard.jax.zero import ZeroPlan, ZeroWeight, plan_zero, zero_linear
@@ -20,6 +20,7 @@ __all__ = [
     "Plane",
     "QuantizedArray",
     "adam",
+    "adamw",
     "cast_master",
     "compute_scales",
     "gather",

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import hlo
 from awkward import assert_bits_equal
 from qshard import formats
-from qshard.jax import adam, init_delayed, linear, merge_observed, plan_zero, update_delayed, zero_linear
+from qshard.jax import adamw, init_delayed, linear, merge_observed, plan_zero, update_delayed, zero_linear
 from qshard.recipes import MXFP8, NVFP4, BlockScaling, CurrentScaling, DelayedScaling, Recipe
 
 RECIPES = {
@@ -69,7 +69,7 @@ def states_of(recipe):
 
 def on_one_device(recipe, world, steps, dtype, **options):
     """Plain `linear`, whole masters, each one row; the batches of all devices one after the other."""
-    optimizer = adam(0.01, weight_decay=0.01, **options)
+    optimizer = adamw(0.01, weight_decay=0.01, **options)
     params = params_of(dtype)
     masters = jax.tree.map(lambda p: p.astype(jnp.float32).reshape((1, -1) if p.ndim > 1 else p.shape), params)
     state, states = optimizer.init(masters), states_of(recipe)
@@ -123,7 +123,7 @@ def program(recipe, world, shard_weights, dtype="float32", **options):
     mesh = jax.make_mesh((world,), (AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:world])
     params = params_of(dtype)
     plan = plan_zero(params, formats_of(recipe), world, AXIS, shard_weights=shard_weights)
-    optimizer = adam(0.01, weight_decay=0.01, **options)
+    optimizer = adamw(0.01, weight_decay=0.01, **options)
     masters = plan.cut(params)
     state = optimizer.init(masters)
     cut = jax.tree.map(lambda leaf: P(AXIS) if leaf.ndim else P(), state)
