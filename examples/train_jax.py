@@ -25,7 +25,7 @@ import report
 from corpus import Batch, Corpus, load
 from gpt import GPTConfig, Schedule, initial_weights, is_quantized
 from progress import TrainingProgress
-from qshard.recipes import DelayedScaling, Recipe, Role
+from qshard.recipes import DelayedScaling, Recipe
 
 CONFIG = GPTConfig()
 CPU_DEVICES = 8
@@ -68,14 +68,26 @@ bf16_linear.defvjp(lambda x, shard: (bf16_linear(x, shard), (x, shard)), bf16_li
 
 
 def logits_of(
-    weights: Weights, states: States, scales: dict[str, Any], tokens: jax.Array, key: jax.Array, recipe: Recipe | None
+    weights: Weights,
+    states: States,
+    scales: dict[str, Any],
+    tokens: jax.Array,
+    key: jax.Array,
+    recipe: Recipe | None,
+    gathered: dict[str, Any] | None,
 ) -> jax.Array:
-    """Map tokens [batch, context] to float32 logits [batch, context, vocabulary]. `weights` are one device's shards."""
+    """Map tokens [batch, context] to float32 logits [batch, context, vocabulary]. `weights` are one device's shards.
+
+    Every weight is put into `gathered`, if that is given, as its layer gathers it.
+    """
     # A GPU computes in bfloat16, like the weights it gathers; most CPUs are slow in it.
     compute_dtype = jnp.bfloat16 if jax.default_backend() == "gpu" else jnp.float32
 
     def whole(name: str) -> jax.Array:
-        return gather(weights[f"{name}.weight"]).astype(compute_dtype)
+        weight = gather(weights[f"{name}.weight"])
+        if gathered is not None:
+            gathered[f"{name}.weight"] = weight
+        return weight.astype(compute_dtype)
 
     def norm(x: jax.Array, name: str) -> jax.Array:
         x = x.astype(jnp.float32)
@@ -85,18 +97,21 @@ def logits_of(
 
     def linear(x: jax.Array, name: str) -> jax.Array:
         weight = f"{name}.weight"
+        shard = weights[weight]
         if recipe is None:
-            return bf16_linear(x, weights[weight])
+            if gathered is not None:
+                gathered[weight] = gather(shard)
+            return bf16_linear(x, shard)
         # (1) quantize the shard, gather its codes, multiply what the recipe makes of x and of the weight
-        return qshard.linear(
-            x,
-            weights[weight],
-            recipe,
-            gather_axis="fsdp",
-            weight_scales=scales.get(weight),
-            state=states.get(weight),
-            seed=jax.random.fold_in(key, list(weights).index(weight)),  # each layer rounds by numbers of its own
-        )
+        given: dict[str, Any] = {
+            "gather_axis": "fsdp",
+            "weight_scales": scales.get(weight),
+            "state": states.get(weight),
+            "seed": jax.random.fold_in(key, list(weights).index(weight)),  # each layer rounds by numbers of its own
+        }
+        if gathered is not None:
+            gathered[weight] = qshard.gathered_weight(shard, recipe, **given)
+        return qshard.linear(x, shard, recipe, **given)
 
     def block(x: jax.Array, name: str) -> jax.Array:
         qkv = linear(norm(x, f"{name}.attention_norm"), f"{name}.qkv")
@@ -113,17 +128,27 @@ def logits_of(
 
 
 def loss_of(
-    weights: Weights, states: States, tokens: jax.Array, targets: jax.Array, key: jax.Array, recipe: Recipe | None
-) -> jax.Array:
-    """Return the mean loss over the whole batch; `weights`, `tokens` and `targets` are one device's part."""
+    weights: Weights,
+    states: States,
+    tokens: jax.Array,
+    targets: jax.Array,
+    key: jax.Array,
+    recipe: Recipe | None,
+    record: bool,
+) -> tuple[jax.Array, dict[str, Any]]:
+    """Return the mean loss over the whole batch and, to `record` them, the weights that the layers gathered.
+
+    `weights`, `tokens` and `targets` are one device's part. Recorded weights get a first axis of one, for devices.
+    """
     scales = {}
     if recipe is not None and not states:  # (2) one all-reduce finds what the scales of all weights follow from
         quantized = {name: jax.lax.stop_gradient(weight) for name, weight in weights.items() if is_quantized(name)}
         scales = qshard.compute_scales(quantized, recipe, axis_name="fsdp")
     key = jax.random.fold_in(key, jax.lax.axis_index("fsdp"))
-    logits = logits_of(weights, states, scales, tokens, key, recipe)
+    gathered: dict[str, Any] | None = {} if record else None
+    logits = logits_of(weights, states, scales, tokens, key, recipe, gathered)
     loss = optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
-    return jax.lax.pmean(loss, "fsdp")
+    return jax.lax.pmean(loss, "fsdp"), jax.tree.map(lambda part: part[None], gathered or {})
 
 
 def gathered_bytes(program: jax.stages.Compiled) -> int:
@@ -139,24 +164,13 @@ def gathered_bytes(program: jax.stages.Compiled) -> int:
     return total
 
 
-def gathered_weights(weights: Weights, recipe: Recipe | None) -> dict[str, list[np.ndarray]]:
-    """Return each weight as the model gathers it, for `report.digest`."""
+def parts_of(gathered: dict[str, Any]) -> dict[str, list[np.ndarray]]:
+    """Return the arrays of weights as one device has gathered them, for `report.digest`."""
 
-    def whole(weights: Weights) -> dict[str, list[jax.Array]]:
-        gathered = {}
-        for name, shard in weights.items():
-            if recipe is None or not is_quantized(name):
-                gathered[name] = [gather(shard)]
-            else:
-                one = jnp.ones(())
-                scales = (one, one) if isinstance(recipe, DelayedScaling) else None
-                codes = qshard.quantize(shard, recipe.format(Role.WEIGHT), axis_name="fsdp", scales=scales)
-                plane: Any = qshard.gather(codes, "fsdp").rowwise
-                gathered[name] = [part for part in jax.tree.leaves(plane) if part is not None]
-        return gathered
+    def on_one_device(part: jax.Array) -> np.ndarray:
+        return np.asarray(part.addressable_shards[0].data)[0]
 
-    on_every_device = jax.shard_map(whole, in_specs=SHARDED, out_specs=REPLICATED, check_vma=False)
-    return jax.tree.map(np.asarray, jax.jit(on_every_device)(weights))
+    return {name: [on_one_device(part) for part in jax.tree.leaves(whole)] for name, whole in gathered.items()}
 
 
 def resident_bytes(*trees: object) -> int:
@@ -190,30 +204,35 @@ def train(name: str, corpus: Corpus, schedule: Schedule, progress: TrainingProgr
     if isinstance(recipe, DelayedScaling):
         states = {name: qshard.init_delayed(recipe) for name in weights if is_quantized(name)}
         states = jax.device_put(states, NamedSharding(mesh, REPLICATED))
-    loss = partial(loss_of, recipe=recipe)
     in_specs = (SHARDED, REPLICATED, SHARDED, SHARDED, REPLICATED)
 
     def over_devices(function: Callable[..., Any], out_specs: Any) -> Callable[..., Any]:
         """Run `function(weights, states, tokens, targets, key)` on every device's part of the arguments."""
         return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs)
 
-    evaluate = jax.jit(over_devices(loss, REPLICATED))
-    differentiate = over_devices(jax.value_and_grad(loss, argnums=(0, 1)), (REPLICATED, (SHARDED, REPLICATED)))
+    evaluate = jax.jit(over_devices(lambda *arguments: loss_of(*arguments, recipe, record=False)[0], REPLICATED))
 
-    @partial(jax.jit, donate_argnums=(0, 1, 2))
+    @partial(jax.jit, donate_argnums=(0, 1, 2), static_argnames="record")
     def step(
-        weights: Weights, states: States, state: Any, tokens: jax.Array, targets: jax.Array, key: jax.Array
-    ) -> tuple[Weights, States, Any, jax.Array]:
-        loss, (gradients, amaxes) = differentiate(weights, states, tokens, targets, key)
+        weights: Weights,
+        states: States,
+        state: Any,
+        tokens: jax.Array,
+        targets: jax.Array,
+        key: jax.Array,
+        record: bool = False,
+    ) -> tuple[Weights, States, Any, jax.Array, dict[str, Any]]:
+        loss = jax.value_and_grad(partial(loss_of, recipe=recipe, record=record), argnums=(0, 1), has_aux=True)
+        differentiate = over_devices(loss, ((REPLICATED, SHARDED), (SHARDED, REPLICATED)))
+        (loss_now, gathered), (gradients, amaxes) = differentiate(weights, states, tokens, targets, key)
         updates, state = optimizer.update(gradients, state, weights)
         if states:  # (3) the scales of the next step, from the amaxes of this one and of those before
             states = qshard.update_delayed(states, amaxes, recipe)
-        return optax.apply_updates(weights, updates), states, state, loss
+        return optax.apply_updates(weights, updates), states, state, loss_now, gathered
 
     def put(batch: Batch) -> list[jax.Array]:
         return [jax.device_put(half, cut) for half in batch]
 
-    run.gathered_sha256 = report.digest(gathered_weights(weights, recipe))
     run.resident_bytes = resident_bytes(weights, states, state)
     held_out = [put(batch) for batch in corpus.validation(schedule.batch, CONFIG.context)]
     keys = jax.device_put(jax.random.split(jax.random.key(0), schedule.steps), NamedSharding(mesh, REPLICATED))
@@ -222,7 +241,12 @@ def train(name: str, corpus: Corpus, schedule: Schedule, progress: TrainingProgr
     for index in range(schedule.steps):
         batch = put(corpus.batch(index, schedule.batch, CONFIG.context))
         start = time.perf_counter()
-        weights, states, state, loss_now = program(weights, states, state, *batch, keys[index])
+        if index == 0:  # the same step, in a program that also returns what its layers gathered
+            made = step(weights, states, state, *batch, keys[index], record=True)
+            run.gathered_sha256 = report.digest(parts_of(made[-1]))
+        else:
+            made = program(weights, states, state, *batch, keys[index])
+        weights, states, state, loss_now, _ = made
         # Each step is waited for: host devices share few threads, and queued steps could take all of them.
         run.losses.append(float(jax.block_until_ready((loss_now, weights))[0]))
         run.seconds.append(time.perf_counter() - start)

@@ -30,6 +30,7 @@ __all__ = [
     "data_columns",
     "matrix_shape",
     "plane",
+    "stored_block",
     "stores_transposed",
     "swizzled_scale_shape",
     "whole_units",
@@ -109,6 +110,16 @@ def stores_transposed(fmt: Format) -> bool:
     return fmt.transposes or fmt.scaling.turns_columns
 
 
+def stored_block(fmt: Format, usage: Usage) -> tuple[int, int] | None:
+    """(rows, cols) of the matrix that the plane for `usage` stores, `x` or `x.T`, that share a scale; None: all of it.
+
+    >>> from qshard.formats import FP8_1x128, MXFP8_E4M3
+    >>> [stored_block(fmt, Usage.COLUMNWISE) for fmt in (FP8_1x128, MXFP8_E4M3)]
+    [(1, 128), (32, 1)]
+    """
+    return fmt.block if stores_transposed(fmt) else fmt.block_of(usage)
+
+
 def whole_units(fmt: Format, usage: Usage) -> tuple[int, int]:
     """What the numbers of rows and columns of a matrix must be multiples of, for its plane for one usage.
 
@@ -119,14 +130,14 @@ def whole_units(fmt: Format, usage: Usage) -> tuple[int, int]:
     return (fmt.block_of(usage) if fmt.scaling.whole_blocks else None) or (1, 1)
 
 
-def plane(fmt: Format, shape: Shape, usage: Usage, *, op: str = "quantize") -> PlaneLayout:
+def plane(fmt: Format, shape: Shape, usage: Usage, *, op: str = "quantize", name: str = "x") -> PlaneLayout:
     """Shapes of the plane of `x` for one usage.
 
     Args:
       fmt: the format.
       shape: of `x`.
       usage: `ROWWISE` or `COLUMNWISE`.
-      op: what to call the operation in an error.
+      op, name: what to call the operation and `x` in an error.
 
     Returns:
       The layout.
@@ -150,7 +161,7 @@ def plane(fmt: Format, shape: Shape, usage: Usage, *, op: str = "quantize") -> P
     if usage is Usage.COLUMNWISE and fmt.scaling.global_scale == "row":
         raise ValueError(f"{op}: {fmt} has one scale a row and so no columnwise plane; ask for ROWWISE")
 
-    _check_blocks(fmt, shape, usage, op)
+    _check_blocks(fmt, shape, usage, f"{op}: {name}")
     transposed = usage is Usage.COLUMNWISE and stores_transposed(fmt)
     block = fmt.block_of(usage)
     if block is not None and transposed:
@@ -206,7 +217,7 @@ def swizzled_scale_shape(scale_shape: Shape, *, block_rows: int = 1) -> Shape:
     return (_ceil(rows * block_rows, 128), _ceil(blocks, 4), 32, 4, 4)
 
 
-def _check_blocks(fmt: Format, shape: Shape, usage: Usage, op: str) -> None:
+def _check_blocks(fmt: Format, shape: Shape, usage: Usage, what: str) -> None:
     block = whole_units(fmt, usage)
     needs = [
         f"pad the {axis} to {_ceil(size, unit) * unit}"
@@ -215,7 +226,7 @@ def _check_blocks(fmt: Format, shape: Shape, usage: Usage, op: str) -> None:
     ]
     if needs:
         raise ValueError(
-            f"{op}: x {shape} is not a whole number of {block[0]}x{block[1]} blocks of {fmt}; {' and '.join(needs)}"
+            f"{what} {shape} is not a whole number of {block[0]}x{block[1]} blocks of {fmt}; {' and '.join(needs)}"
         )
 
 

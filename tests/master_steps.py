@@ -76,7 +76,7 @@ class JaxSteps:
         return f"jax-{self.front.device}"
 
     def run(self, call, plan, data, masters, starts, reduce_max, seeds):
-        from qshard.jax.optim.master import STEPS as ops
+        from qshard.jax import steps as ops
 
         front = self.front
         made = call(

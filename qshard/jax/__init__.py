@@ -2,33 +2,46 @@
 
 from qshard.jax import ops
 from qshard.jax.array import Plane, QuantizedArray
-from qshard.jax.delayed import LinearState, TensorState, init_delayed, merge_observed, spread_states, update_delayed
+from qshard.jax.delayed import (
+    LinearState,
+    Observed,
+    TensorState,
+    init_delayed,
+    merge_observed,
+    spread_states,
+    update_delayed,
+)
 from qshard.jax.gather import gather
-from qshard.jax.linear import linear
-from qshard.jax.optim.adam import adam
+from qshard.jax.linear import gathered_weight, linear
+from qshard.jax.optim.adam import adam, adamw
 from qshard.jax.optim.master import cast_master, join_pieces
-from qshard.jax.quantize import compute_scales, quantize
-from qshard.jax.zero import ZeroPlan, ZeroWeight, plan_zero, zero_linear
+from qshard.jax.quantize import WeightScales, compute_scales, quantize
+from qshard.jax.weight import CodedWeight, Shards
+from qshard.jax.zero import ZeroPlan, plan_zero
 
 __all__ = [
-    "update_delayed",
-    "spread_states",
-    "merge_observed",
-    "init_delayed",
-    "TensorState",
+    "CodedWeight",
     "LinearState",
+    "Observed",
     "Plane",
     "QuantizedArray",
+    "Shards",
+    "TensorState",
+    "WeightScales",
+    "ZeroPlan",
     "adam",
+    "adamw",
     "cast_master",
     "compute_scales",
     "gather",
+    "gathered_weight",
+    "init_delayed",
     "join_pieces",
     "linear",
+    "merge_observed",
     "ops",
-    "quantize",
-    "ZeroPlan",
-    "ZeroWeight",
     "plan_zero",
-    "zero_linear",
+    "quantize",
+    "spread_states",
+    "update_delayed",
 ]

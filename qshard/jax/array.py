@@ -16,18 +16,14 @@ import numpy as np
 
 from qshard import layout, pipeline
 from qshard.formats import Format, Usage
+from qshard.jax import steps
 from qshard.jax.cuts import Cut, matrix_of, shaped
-from qshard.jax.steps import STEPS
-from qshard.layout import code_columns, stores_transposed
+from qshard.layout import code_columns, stored_block, stores_transposed
 
 __all__ = ["Plane", "QuantizedArray", "plane_values"]
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["data", "scale_inv", "global_scale_inv"], meta_fields=[]
-)
-@dataclass(frozen=True, eq=False)
-class Plane:
+class Plane(pipeline.Parts):
     """The codes of a tensor and the scales that decode them, in the shapes of `qshard.layout.plane`.
 
     Attributes:
@@ -36,14 +32,7 @@ class Plane:
       global_scale_inv: the second scale of formats that have one, else None.
     """
 
-    data: jax.Array
-    scale_inv: jax.Array
-    global_scale_inv: jax.Array | None = None
-
-    @property
-    def parts(self) -> pipeline.Parts:
-        """The arrays, as `qshard.pipeline` has them."""
-        return pipeline.Parts(self.data, self.scale_inv, self.global_scale_inv)
+    __slots__ = ()
 
 
 @functools.partial(
@@ -144,40 +133,32 @@ def _dequantize(q: QuantizedArray, dtype: str, usage: Usage) -> jax.Array:
 
 def plane_values(plane: Plane, fmt: Format, usage: Usage, dtype: str, ndim: int | None = None) -> jax.Array:
     """The values of a plane of a tensor of `ndim` axes, in the plane's order of axes. One more axis is of `vmap`."""
-    data, parts = plane.data, plane.parts
-    turned = usage is Usage.COLUMNWISE and stores_transposed(fmt)
-    if fmt.block is None:
-        values: jax.Array = pipeline.dequantize(STEPS, parts, fmt, usage, dtype)
+    data, block = plane.data, stored_block(fmt, usage)
+    if block is None:
+        values: jax.Array = pipeline.dequantize(steps, plane, fmt, usage, dtype)
         return values
-    per_byte = fmt.element.codes_per_byte
-    by_rows = not turned and fmt.block_of(usage)[0] == 1  # type: ignore[index]
+    turned = usage is Usage.COLUMNWISE and stores_transposed(fmt)
     added = 0 if ndim is None or turned else data.ndim - ndim
-    if by_rows and data.ndim - added < 2:
-        parts = parts._replace(data=data[..., None, :], scale_inv=plane.scale_inv[..., None, :])
-        if fmt.global_scale == "row":
-            parts = parts._replace(global_scale_inv=plane.global_scale_inv[..., None])  # type: ignore[index]
-    elif not by_rows and not turned and data.ndim != 2:
-        parts = parts._replace(data=matrix_of(data, added))
-    parts, block = _unbroken(parts, fmt, usage, turned)
-    values = pipeline.dequantize(STEPS, parts, fmt, usage, dtype, block=block)
-    return shaped(values, (*data.shape[:-1], data.shape[-1] * per_byte), added)
+    if block[0] == 1 and data.ndim - added < 2:
+        plane = plane._replace(data=data[..., None, :], scale_inv=plane.scale_inv[..., None, :])
+    elif block[0] > 1 and not turned and data.ndim != 2:
+        plane = plane._replace(data=matrix_of(data, added))
+    if plane.data.ndim == 2:
+        plane, block = _unbroken(plane, fmt, block)
+    values = pipeline.dequantize(steps, plane, fmt, usage, dtype, block=block)
+    return shaped(values, (*data.shape[:-1], code_columns(fmt, data.shape[-1])), added)
 
 
-def _unbroken(parts: pipeline.Parts, fmt: Format, usage: Usage, turned: bool) -> tuple[pipeline.Parts, tuple[int, int]]:
+def _unbroken(plane: Plane, fmt: Format, block: tuple[int, int]) -> tuple[Plane, tuple[int, int]]:
     """A plane whose blocks no Explicit mesh cuts: smaller blocks, with the scales of those that are cut."""
-    data = parts.data
-    block = fmt.block if turned else fmt.block_of(usage)
-    cut = Cut.of(data)
-    assert block is not None
-    shape = (data.shape[-2], code_columns(fmt, data.shape[-1]))
-    piece = cut.pieces(shape, block) if data.ndim == 2 else block
+    cut = Cut.of(plane.data)
+    shape = (plane.data.shape[0], code_columns(fmt, plane.data.shape[1]))
+    piece = cut.pieces(shape, block)
     if piece == block:
-        return parts, block
+        return plane, block
     grid = tuple(-(-size // unit) for size, unit in zip(shape, piece, strict=True))
-    scale_inv = cut.of_pieces(
-        parts.scale_inv, tuple(unit // size for unit, size in zip(block, piece, strict=True)), grid
-    )
-    return parts._replace(scale_inv=scale_inv), piece
+    parts = tuple(unit // size for unit, size in zip(block, piece, strict=True))
+    return plane._replace(scale_inv=cut.of_pieces(plane.scale_inv, parts, grid)), piece
 
 
 def _serialize(static: Sequence[Any]) -> bytes:
@@ -197,9 +178,4 @@ jax.export.register_pytree_node_serialization(
     serialize_auxdata=_serialize,
     deserialize_auxdata=_deserialize,
 )
-jax.export.register_pytree_node_serialization(
-    Plane,
-    serialized_name="qshard.Plane",
-    serialize_auxdata=lambda _: b"",
-    deserialize_auxdata=lambda _: (),
-)
+jax.export.register_namedtuple_serialization(Plane, serialized_name="qshard.Plane")

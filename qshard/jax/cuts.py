@@ -1,14 +1,19 @@
-"""How a tensor is cut over devices, and the blocks that its cuts run through.
+"""Where an array is of a whole: how a tensor is cut over devices, and the blocks that its cuts run through.
+
+A `Cut` is made once, where a public function is called, and handed on from there.
 
 A block is quantized by whoever holds all of it. Where shards cut blocks, the unit is a *piece*: the largest divisor of
 a block that is not cut. Amaxes of pieces are merged into those of blocks, on every device, and each piece is cast with
-the scale of its block.
+the scale of its block. Pieces are the only way of cutting blocks in JAX: they serve cuts of rows and of columns, in
+`shard_map` and where XLA cuts whole arrays. A flat slice, which is how ZeRO cuts masters, can be cut by neither
+columns nor XLA.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,84 +22,136 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from qshard.jax.amax import as_bits, as_float, max_over
 from qshard.jax.ops import names_of
 
-__all__ = ["Cut", "Spec", "cuts_rows", "matrix_of", "mesh_of", "shaped", "spec_of", "vary_alike"]
+__all__ = ["AxisName", "Cut", "Spec", "axes_of", "cuts_rows", "matrix_of", "mesh_of", "shaped", "spec_of", "vary_alike"]
 
+AxisName = str | Sequence[str] | None
 Spec = PartitionSpec | NamedSharding | None
+Block = tuple[int, int]
 Size = tuple[int, ...]
-_UNCUT: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How a matrix `[M, K]` is cut.
+    """How a tensor `[*lead, K]` is cut over devices, so which part of it an array in hand is.
 
     Attributes:
-      rows, cols: how many shards there are along each axis.
-      row_axes, col_axes: the mesh axes that make them.
-      local: whether arrays are shards, as in `shard_map`, or whole.
-      mesh: of whole arrays that are cut, else None.
+      entries: the mesh axes that cut each axis of the tensor; empty if nothing says how it is cut.
+      counts: how many shards they make along each axis.
+      mesh: the mesh that has these axes.
+      local: arrays in hand are shards, as in `shard_map`; else they are whole.
+      own_blocks: blocks end where a shard ends, in `shard_map`; else they are those of the whole.
     """
 
-    rows: int = 1
-    cols: int = 1
-    row_axes: tuple[str, ...] = _UNCUT
-    col_axes: tuple[str, ...] = _UNCUT
-    local: bool = False
+    entries: tuple[tuple[str, ...], ...] = ()
+    counts: tuple[int, ...] = ()
     mesh: Any = None
+    local: bool = False
+    own_blocks: bool = False
 
     @classmethod
-    def of(cls, x: jax.Array, axis_names: tuple[str, ...] = (), spec: Spec = None) -> Cut:
+    def of(
+        cls,
+        x: jax.Array,
+        axis_names: tuple[str, ...] = (),
+        spec: Spec = None,
+        *,
+        ndim: int | None = None,
+        own_blocks: bool = False,
+    ) -> Cut:
         """The cut of `x` `[*lead, K]`: by its type, by `spec`, or in `shard_map` over `axis_names`.
 
         There, it is by rows unless `spec` says else. Only cuts of the first and the last axis keep a shard's rows
-        together. Other leading axes count as whole here, and XLA gathers what it must.
+        together. Other leading axes count as whole here, and XLA gathers what it must. `ndim` says how many axes the
+        tensor has, if `x` has others.
         """
-        own, mesh = jax.typeof(x).sharding.spec, mesh_of(x, spec)
-        local = bool(axis_names)
-        if mesh.explicit_axes and not local:
-            cut = own
+        mesh, local, ndim = mesh_of(x, spec), bool(axis_names), x.ndim if ndim is None else ndim
+        named = {name for entry in (() if spec is None else spec_of(spec, None)) for name in names_of(entry)}
+        if mesh.explicit_axes and not local and named.isdisjoint(mesh.auto_axes):
+            cut = jax.typeof(x).sharding.spec
         elif local or spec is not None:
             cut = spec_of(spec, axis_names)
         else:
             return cls()
-        entries = [names_of(entry) for entry in (*cut, *[None] * x.ndim)[: x.ndim]]
+        entries = [names_of(entry) for entry in (*cut, *[None] * ndim)[:ndim]]
         if local:
             entries = [tuple(name for name in names if name in axis_names) for names in entries]
-        last = entries.pop() if entries else ()
-        first = entries[0] if entries else ()
-        rows, cols = (math.prod(_size(mesh, name) for name in names) for names in (first, last))
-        return cls(rows, cols, first, last, local, None if local else mesh)
+        counts = [math.prod(int(mesh.shape.get(name, 1)) for name in names) for names in entries]
+        return cls(tuple(entries), tuple(counts), mesh, local, own_blocks and local)
+
+    @classmethod
+    def along(
+        cls, x: jax.Array, axis_name: str, spec: Spec, *, op: str, name: str, transposed_of: int | None = None
+    ) -> Cut:
+        """The cut of `x` that is gathered along a mesh axis: by its type, by `spec`, or by rows along that axis.
+
+        With `transposed_of`, `x` is the transpose of a tensor of so many axes, and `spec` and the cut are of that.
+
+        Raises:
+          TypeError, ValueError: what `op` calls `name` is no axis of the mesh.
+        """
+        mesh = mesh_of(x, spec)
+        if not isinstance(axis_name, str):
+            raise TypeError(f"{op}: {name} ({axis_name!r}) is not the name of one mesh axis; gather over one at a time")
+        if axis_name not in mesh.axis_names:
+            raise ValueError(
+                f"{op}: {name} ({axis_name!r}) is not an axis of the mesh {mesh.axis_names}; "
+                "enter the mesh with jax.set_mesh, or give spec as a NamedSharding"
+            )
+        if transposed_of is not None and axis_name in mesh.explicit_axes:
+            return cls.of(x).transposed
+        local = (axis_name,) if axis_name in mesh.manual_axes else ()
+        return cls.of(x, local, PartitionSpec(axis_name) if spec is None else spec, ndim=transposed_of)
 
     @property
-    def swapped(self) -> Cut:
-        """That of the transpose."""
-        return dataclasses.replace(self, rows=self.cols, cols=self.rows, row_axes=self.col_axes, col_axes=self.row_axes)
+    def row_axes(self) -> tuple[str, ...]:
+        """The mesh axes that cut the rows of the tensor as a matrix `[M, K]`."""
+        return self.entries[0] if len(self.entries) > 1 else ()
 
-    def whole(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the whole of `x` `[*lead, K]`."""
-        if not self.local or not shape:
+    @property
+    def col_axes(self) -> tuple[str, ...]:
+        return self.entries[-1] if self.entries else ()
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh axes over which shards of the matrix differ."""
+        return self.row_axes + self.col_axes
+
+    @property
+    def shards(self) -> tuple[int, int]:
+        """How many shards the matrix has along each axis."""
+        return self.counts[0] if len(self.counts) > 1 else 1, self.counts[-1] if self.counts else 1
+
+    @property
+    def spec(self) -> PartitionSpec:
+        return PartitionSpec(*(names or None for names in self.entries))
+
+    @property
+    def transposed(self) -> Cut:
+        """That of the transpose of the matrix."""
+        return dataclasses.replace(self, entries=(self.col_axes, self.row_axes), counts=self.shards[::-1])
+
+    def whole(self, shape: Size) -> Size:
+        """The shape of the tensor whose blocks `x` `[*lead, K]` has: of the whole, unless shards have their own."""
+        if not self.local or self.own_blocks or not shape:
             return shape
-        *lead, cols = shape
-        return (*(size * (self.rows if i == 0 else 1) for i, size in enumerate(lead)), cols * self.cols)
+        (rows, cols), last = self.shards, len(shape) - 1
+        return tuple(size * (cols if i == last else rows if i == 0 else 1) for i, size in enumerate(shape))
 
-    def shard(self, rows: int, cols: int) -> tuple[int, int]:
-        """The rows and columns of one shard of a matrix of this shape, or of the matrix if that is a shard."""
-        return (rows, cols) if self.local else (-(-rows // self.rows), -(-cols // self.cols))
-
-    def pieces(self, shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, int]:
+    def pieces(self, shape: Size, block: Block) -> Block:
         """The largest divisors of a block that no shard of a matrix cuts; `block` itself, if none is cut.
 
         An op on whole arrays is cut only if all its blocks are whole, so blocks at an edge count as cut too.
         """
-        mine = self.shard(*shape)
-        if self.rows * self.cols == 1:
+        if self.own_blocks or self.shards == (1, 1):
             return block
         if self.local:
-            shards = (self.rows, self.cols)
-            broken = [n > 1 and size % unit > 0 for n, size, unit in zip(shards, mine, block, strict=True)]
+            mine = shape
+            broken = [n > 1 and size % unit > 0 for n, size, unit in zip(self.shards, mine, block, strict=True)]
         else:
+            mine = tuple(-(-size // n) for size, n in zip(shape, self.shards, strict=True))
             broken = [max(size % unit, all_ % unit) > 0 for size, all_, unit in zip(mine, shape, block, strict=True)]
         gcds = (math.gcd(size, all_, unit) for size, all_, unit in zip(mine, shape, block, strict=True))
         rows, cols = (gcd if cut else unit for gcd, cut, unit in zip(gcds, broken, block, strict=True))
@@ -109,31 +166,30 @@ class Cut:
             for axes, size in zip((self.row_axes, self.col_axes), shape, strict=True)
         )
 
-    def merged(self, bits: jax.Array, parts: Size, *, reduce: bool = True) -> jax.Array:
-        """The integer maximum over the pieces of each block of the whole, `parts` of them along each axis.
+    def merged(self, amax: jax.Array, parts: Size, *, reduce: bool = True) -> jax.Array:
+        """The amaxes of the blocks of the whole from those of pieces, `parts` of them along each axis.
 
         On every device the same; in `shard_map` without `reduce`, what each shard has to say of it.
         """
+        bits = as_bits(amax)
         if self.local:
-            whole = jnp.zeros((bits.shape[0] * self.rows, bits.shape[1] * self.cols), bits.dtype)
-            whole, bits = vary_alike(whole, bits)
+            shape = tuple(size * n for size, n in zip(bits.shape, self.shards, strict=True))
+            whole, bits = vary_alike(jnp.zeros(shape, bits.dtype), bits)
             bits = lax.dynamic_update_slice(whole, bits, self.start(bits.shape))
         else:
             bits = self.everywhere(bits)
         padding = [(0, -size % part) for size, part in zip(bits.shape, parts, strict=True)]
         padded = jnp.pad(bits, padding)
         rows, cols = (size // part for size, part in zip(padded.shape, parts, strict=True))
-        merged = jnp.max(padded.reshape(rows, parts[0], cols, parts[1]), axis=(1, 3), initial=0)
-        axes = self.row_axes + self.col_axes
-        return lax.pmax(merged, axes) if self.local and axes and reduce else merged
+        merged = as_float(jnp.max(padded.reshape(rows, parts[0], cols, parts[1]), axis=(1, 3), initial=0))
+        return max_over(self.axes)(merged) if self.local and reduce else merged
 
-    def everywhere(self, x: jax.Array) -> jax.Array:
-        """An array of small size, whole on every device and held there. In `shard_map`, it is as it is."""
+    def everywhere(self, x: Any) -> Any:
+        """Arrays of small size, whole on every device and held there. In `shard_map`, they are as they are."""
         if self.local or self.mesh is None or self.mesh.empty:
             return x
         pin = jax.sharding.reshard if self.mesh.explicit_axes else lax.with_sharding_constraint
-        whole: jax.Array = pin(x, NamedSharding(self.mesh, PartitionSpec()))
-        return whole
+        return jax.tree.map(lambda array: pin(array, NamedSharding(self.mesh, PartitionSpec())), x)
 
     def of_pieces(self, grid: jax.Array, parts: Size, shape: Size) -> jax.Array:
         """The value of its block for each piece of this shard, or of the whole: the inverse of `merged`."""
@@ -141,11 +197,15 @@ class Cut:
         if self.local:
             start = self.start(shape)
             fine = jnp.pad(
-                fine,
-                [(0, max(0, n * s - f)) for n, s, f in zip((self.rows, self.cols), shape, fine.shape, strict=True)],
+                fine, [(0, max(0, n * s - f)) for n, s, f in zip(self.shards, shape, fine.shape, strict=True)]
             )
             return lax.dynamic_slice(fine, start, shape)
         return fine[: shape[0], : shape[1]]
+
+
+def axes_of(axis_name: AxisName) -> tuple[str, ...]:
+    """Mesh axes as a static argument."""
+    return () if axis_name is None else (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
 
 
 def vary_alike(*arrays: jax.Array) -> tuple[jax.Array, ...]:
@@ -213,7 +273,3 @@ def spec_of(spec: Spec, axis_names: str | tuple[str, ...] | None) -> PartitionSp
     if spec is None:
         return PartitionSpec(axis_names)
     return spec.spec if isinstance(spec, NamedSharding) else spec
-
-
-def _size(mesh: Any, name: str) -> int:
-    return int(mesh.shape.get(name, 1))

@@ -1,11 +1,11 @@
 """Delayed scaling: state that `linear` reads, amaxes that its gradient brings, and one update for all of a model.
 
-Amaxes leave a differentiated function as the cotangent of the state: with respect to a `LinearState`, the gradient of
-anything is no derivative, but what was observed of each tensor, in the same structure. Cotangents are summed, by JAX
-where one state serves two calls, by users over microbatches, and a sum of amaxes is no amax. So each one carries a
-*seal*, a hash of its bits, in the first place of the history. Nothing linear takes a sum, a mean or a multiple of
-sealed amaxes to a sealed one, but for what changes nothing, such as adding a zero. `update_delayed` refuses what is not
-sealed. Where amaxes must be merged, `merge_observed` and `spread_states` do it, by a maximum.
+Amaxes leave a differentiated function in the cotangent of the state. It has the state's structure, so a state has a
+place for them, `observed`, which is zeros in the state itself; in the cotangent all else is zeros. Cotangents are
+summed, by JAX where one state serves two calls, by users over microbatches, and a sum of amaxes is no amax. So each one
+carries a *seal*, a hash of its bits. Nothing linear takes a sum, a mean or a multiple of sealed amaxes to a sealed one,
+but for what changes nothing, such as adding a zero. `update_delayed` refuses what is not sealed. Where amaxes must be
+merged, `merge_observed` and `spread_states` do it, by a maximum.
 """
 
 from __future__ import annotations
@@ -22,34 +22,59 @@ from jax import lax
 
 from qshard.formats import E4M3
 from qshard.jax import ops
+from qshard.jax.amax import as_bits, as_float, max_over
 from qshard.jax.cuts import vary_alike
-from qshard.jax.steps import as_bits, as_float
 from qshard.recipes import DelayedScaling, Role
 
 __all__ = [
     "LinearState",
+    "Observed",
     "TensorState",
     "init_delayed",
     "merge_observed",
-    "observed",
+    "observe",
     "scale_inv_of",
     "spread_states",
     "update_delayed",
 ]
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["scale", "amax_history"], meta_fields=[])
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["amax", "seal"], meta_fields=[])
+@dataclass(frozen=True, eq=False)
+class Observed:
+    """What a step has seen of one tensor, in a gradient with respect to the state; zeros in the state itself.
+
+    Attributes:
+      amax: float32 `[]`.
+      seal: float32 `[]`: a hash of the bits of `amax`; of 0, 0.
+    """
+
+    amax: jax.Array
+    seal: jax.Array
+
+    @classmethod
+    def of(cls, amax: jax.Array) -> Observed:
+        return cls(amax, _hash(amax))
+
+    @property
+    def is_sealed(self) -> jax.Array:
+        return self.seal == _hash(self.amax)
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["scale", "amax_history", "observed"], meta_fields=[])
 @dataclass(frozen=True, eq=False)
 class TensorState:
-    """What one tensor carries from step to step, or its cotangent: `scale` then is the amax of this step.
+    """What one tensor carries from step to step.
 
     Attributes:
       scale: float32 `[]`.
       amax_history: float32 `[recipe.history]`, the oldest first.
+      observed: zeros; in a gradient with respect to the state, what this step has seen, and all else is zeros.
     """
 
     scale: jax.Array
     amax_history: jax.Array
+    observed: Observed
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["weight", "activation", "gradient"], meta_fields=[])
@@ -72,11 +97,11 @@ def init_delayed(recipe: DelayedScaling, shape: Sequence[int] = ()) -> LinearSta
     >>> init_delayed(DelayedScaling(history=4), shape=(12,)).weight.amax_history.shape
     (12, 4)
     """
-    shapes = recipe.state_shapes
 
     def tensor() -> TensorState:
-        made = {name: jnp.zeros((*shape, *own), jnp.float32) for name, own in shapes.items()}
-        return TensorState(**made | {"scale": jnp.ones((*shape, *shapes["scale"]), jnp.float32)})
+        made = {name: jnp.zeros((*shape, *own), jnp.float32) for name, own in recipe.state_shapes.items()}
+        seen = Observed(jnp.zeros(tuple(shape), jnp.float32), jnp.zeros(tuple(shape), jnp.float32))
+        return TensorState(jnp.ones_like(made["scale"]), made["amax_history"], seen)
 
     return LinearState(tensor(), tensor(), tensor())
 
@@ -89,7 +114,7 @@ def scale_inv_of(state: TensorState) -> jax.Array:
     return jnp.reshape(scale_inv, ())
 
 
-def observed(state: TensorState, amax: jax.Array, axes: tuple[str, ...]) -> TensorState:
+def observe(state: TensorState, amax: jax.Array, axes: tuple[str, ...]) -> TensorState:
     """The cotangent of a state that brings this amax, reduced over all devices that share the state.
 
     Types tell which: mesh axes over which the amax varies, and the state does not. With `check_vma=False` types tell
@@ -99,10 +124,8 @@ def observed(state: TensorState, amax: jax.Array, axes: tuple[str, ...]) -> Tens
     own, shared = (jax.typeof(a).manual_axis_type.varying for a in (amax, state.scale))
     manual = kind.sharding.mesh.manual_axes
     reduced = tuple(sorted(own - shared)) if own else tuple(axis for axis in axes if axis in manual)
-    if reduced:
-        amax = as_float(lax.pmax(as_bits(amax), reduced))
-    history = jnp.zeros_like(state.amax_history).at[..., 0].set(_seal(amax))
-    return TensorState(amax, history)
+    seen = Observed.of(max_over(reduced)(amax))
+    return TensorState(jnp.zeros_like(state.scale), jnp.zeros_like(state.amax_history), seen)
 
 
 def update_delayed(states: Any, amaxes: Any, recipe: DelayedScaling, *, axis_name: str | Sequence[str] = ()) -> Any:
@@ -138,7 +161,7 @@ def update_delayed(states: Any, amaxes: Any, recipe: DelayedScaling, *, axis_nam
 
     Sources: arXiv:2209.05433; TransformerEngine (`DelayedScaling`).
     """
-    if not isinstance(recipe, DelayedScaling):
+    if not getattr(recipe, "stateful", False):
         raise TypeError(f"update_delayed: recipe ({recipe!r}) is not a DelayedScaling; give that of the linear layers")
     structures: list[Any] = [jax.tree.structure(tree) for tree in (states, amaxes)]
     if structures[0] != structures[1]:
@@ -154,7 +177,8 @@ def update_delayed(states: Any, amaxes: Any, recipe: DelayedScaling, *, axis_nam
     new: dict[Role, list[TensorState]] = {}
     for element, roles in by_element.items():
         of_roles = [
-            [(getattr(s, r.value), getattr(a, r.value)) for s, a in zip(linears, seen, strict=True)] for r in roles
+            [(getattr(s, r.value), getattr(a, r.value).observed) for s, a in zip(linears, seen, strict=True)]
+            for r in roles
         ]
         updated = _update([pair for pairs in of_roles for pair in pairs], element, recipe, axes)
         new |= {role: updated[i * len(linears) : (i + 1) * len(linears)] for i, role in enumerate(roles)}
@@ -175,10 +199,10 @@ def merge_observed(a: Any, b: Any) -> Any:
     >>> recipe = DelayedScaling(history=2)
     >>> states = init_delayed(recipe)
     >>> zeros = jax.tree.map(jnp.zeros_like, states)
-    >>> merge_observed(zeros, zeros).weight.scale
+    >>> merge_observed(zeros, zeros).weight.observed.amax
     Array(0., dtype=float32)
     """
-    return jax.tree.map(_larger, a, b, is_leaf=lambda node: isinstance(node, TensorState))
+    return jax.tree.map(_larger, a, b, is_leaf=lambda node: isinstance(node, Observed))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -211,7 +235,7 @@ def _is_linear(node: Any) -> bool:
     return isinstance(node, LinearState)
 
 
-def _seal(amax: jax.Array) -> jax.Array:
+def _hash(amax: jax.Array) -> jax.Array:
     """23 bits of a hash of an amax as fp32, which holds them exactly; 0 of 0, so that a zero cotangent is sealed."""
     bits = lax.bitcast_convert_type(amax, jnp.uint32)
     mixed = bits * np.uint32(0x9E3779B1)
@@ -219,35 +243,32 @@ def _seal(amax: jax.Array) -> jax.Array:
     return jnp.where(bits == 0, 0, 1 + (mixed >> 9)).astype(jnp.float32)
 
 
-def _is_sealed(amax: TensorState) -> jax.Array:
-    return amax.amax_history[..., 0] == _seal(amax.scale)
-
-
-def _larger(a: TensorState, b: TensorState) -> TensorState:
-    first = as_bits(a.scale) >= as_bits(b.scale)
-    sealed = _is_sealed(a) & _is_sealed(b)
-    amax = jnp.where(first, a.scale, b.scale)
-    history = jnp.where(first[..., None], a.amax_history, b.amax_history)
+def _larger(a: Any, b: Any) -> Any:
+    if not isinstance(a, Observed):
+        return a  # Zeros.
+    first = as_bits(a.amax) >= as_bits(b.amax)
+    larger = Observed(jnp.where(first, a.amax, b.amax), jnp.where(first, a.seal, b.seal))
     # What is broken stays broken.
-    return TensorState(jnp.where(sealed, amax, jnp.nan), jnp.where(sealed[..., None], history, -1.0))
+    sealed = a.is_sealed & b.is_sealed
+    return Observed(jnp.where(sealed, larger.amax, jnp.nan), jnp.where(sealed, larger.seal, -1.0))
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3), inline=True)
 def _updated(
-    pairs: list[tuple[TensorState, TensorState]], element: str, recipe: DelayedScaling, axes: tuple[str, ...]
+    pairs: list[tuple[TensorState, Observed]], element: str, recipe: DelayedScaling, axes: tuple[str, ...]
 ) -> tuple[list[TensorState], jax.Array]:
     """The new states, and whether each amax was sealed."""
     length = recipe.history
     scale = jnp.concatenate(vary_alike(*(state.scale.reshape(-1) for state, _ in pairs)))
     history = jnp.concatenate(vary_alike(*(state.amax_history.reshape(-1, length) for state, _ in pairs)))
-    amax = jnp.concatenate(vary_alike(*(amax.scale.reshape(-1) for _, amax in pairs)))
-    sealed = jnp.concatenate(vary_alike(*(_is_sealed(amax).reshape(-1) for _, amax in pairs)))
+    amax = jnp.concatenate(vary_alike(*(seen.amax.reshape(-1) for _, seen in pairs)))
+    sealed = jnp.concatenate(vary_alike(*(seen.is_sealed.reshape(-1) for _, seen in pairs)))
     # A mark that no amax has, and that an integer maximum keeps.
-    marked = jnp.where(sealed, as_bits(amax), np.int32(0x7FFFFFFF))
-    marked = lax.pmax(marked, axes) if axes else marked
-    sealed = marked != np.int32(0x7FFFFFFF)
+    broken = np.int32(0x7FFFFFFF)
+    amax = max_over(axes)(as_float(jnp.where(sealed, as_bits(amax), broken)))
+    sealed = as_bits(amax) != broken
     history, scale, _ = ops.update_delayed_scale(
-        as_float(marked),
+        amax,
         history,
         scale,
         element=element,
@@ -258,14 +279,14 @@ def _updated(
     sizes = np.cumsum([state.scale.size for state, _ in pairs])[:-1]
     parts = zip(jnp.split(scale, sizes), jnp.split(history, sizes), strict=True)
     states = [
-        TensorState(s.reshape(state.scale.shape), h.reshape(state.amax_history.shape))
+        TensorState(s.reshape(state.scale.shape), h.reshape(state.amax_history.shape), state.observed)
         for (state, _), (s, h) in zip(pairs, parts, strict=True)
     ]
     return states, jnp.all(sealed)
 
 
 def _update(
-    pairs: list[tuple[TensorState, TensorState]], element: str, recipe: DelayedScaling, axes: tuple[str, ...]
+    pairs: list[tuple[TensorState, Observed]], element: str, recipe: DelayedScaling, axes: tuple[str, ...]
 ) -> list[TensorState]:
     if not pairs:
         return []

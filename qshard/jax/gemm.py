@@ -14,21 +14,21 @@ from qshard.jax.array import QuantizedArray, plane_values
 from qshard.jax.cuts import matrix_of
 from qshard.layout import stores_transposed
 
-__all__ = ["Factor", "gemm", "multiplies_codes", "stored_for"]
+__all__ = ["Side", "gemm", "multiplies_codes", "stored_for"]
 
 
 def multiplies_codes(a: Format, b: Format) -> bool:
     """Whether XLA has a GEMM of the codes of two formats: on Hopper, of those with one scale. Else of values."""
-    return a.block is None and b.block is None
+    return a.per_tensor and b.per_tensor
 
 
 def stored_for(fmt: Format, other: Format, contracted: Usage) -> Usage:
     """The plane that a GEMM with `other` reads. One that multiplies values may contract any axis of square blocks."""
-    return Usage.ROWWISE if fmt.square and not multiplies_codes(fmt, other) else contracted
+    return Usage.ROWWISE if fmt.transposes and not multiplies_codes(fmt, other) else contracted
 
 
 @dataclass(frozen=True)
-class Factor:
+class Side:
     """One side of a GEMM: a tensor, and which of its axes are contracted: the last (`ROWWISE`), or all others."""
 
     tensor: QuantizedArray
@@ -47,7 +47,7 @@ class Factor:
         return values, tuple(range(values.ndim - 1))
 
 
-def gemm(a: Factor, b: Factor, dtype: Any, *, precise: bool, out_sharding: Any = None) -> jax.Array:
+def gemm(a: Side, b: Side, dtype: Any, *, precise: bool, out_sharding: Any = None) -> jax.Array:
     """The product of two tensors over their contracted axes, fp32 sums of it: what is left of `a`, then of `b`.
 
     Of formats with one scale, a dot of codes, then the scales. XLA makes it a cuBLASLt FP8 matmul where the hardware

@@ -1,4 +1,4 @@
-"""`linear`: three quantized GEMMs, with a weight that FSDP may have cut."""
+"""`linear`: three quantized GEMMs, with a weight that FSDP or ZeRO may have cut."""
 
 from __future__ import annotations
 
@@ -14,67 +14,78 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from qshard import pipeline
-from qshard.formats import Usage
+from qshard.formats import Format, Usage
+from qshard.jax import steps
 from qshard.jax.array import Plane, QuantizedArray
-from qshard.jax.cuts import Spec, cuts_rows, matrix_of, shaped, spec_of, vary_alike
-from qshard.jax.delayed import LinearState, TensorState, observed, scale_inv_of
-from qshard.jax.gather import gather, scatter_gradient
-from qshard.jax.gemm import Factor, gemm, multiplies_codes, stored_for
-from qshard.jax.quantize import AxisName, Scales, Seed, axes_of, check_float, quantize_delayed, quantize_own, seed_of
-from qshard.jax.steps import STEPS, word_pair
+from qshard.jax.cuts import AxisName, Cut, Spec, axes_of, cuts_rows, matrix_of, shaped, spec_of, vary_alike
+from qshard.jax.delayed import LinearState, TensorState, observe, scale_inv_of
+from qshard.jax.gather import cut_of
+from qshard.jax.gemm import Side, gemm, multiplies_codes, stored_for
+from qshard.jax.quantize import WeightScales, check_float, draws_of, quantized, quantized_delayed
+from qshard.jax.weight import CodedWeight, CutWeight, Shards
+from qshard.jax.words import Seed, seed_words, words_of
 from qshard.layout import Shape
-from qshard.recipes import ROLE_SEEDS, DelayedScaling, Recipe, Role
+from qshard.recipes import ROLE_SEEDS, Recipe, Role
 
-__all__ = ["linear"]
+__all__ = ["gathered_weight", "linear"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Config:
-    """The static arguments of `linear`."""
+    """What is static in a call of `linear`.
+
+    Attributes:
+      cut: how a weight that is not codes yet is cut.
+      shards: of the weight.
+      gathers: whether what one device has of its codes must be gathered.
+      learns: whether it has a gradient.
+      axes: in `shard_map`, the mesh axes along which the first axis of x is cut.
+      x_type, w_type: of the gradients, on Explicit meshes.
+    """
 
     recipe: Recipe
-    weight_spec: Spec
-    gather_axis: str | None
-    reshard_after_forward: bool
-    axes: tuple[str, ...]
-    out_sharding: Spec
+    cut: Cut
+    shards: Shards
+    gathers: bool
+    learns: bool
+    w_type: NamedSharding | None
+    x_type: NamedSharding | None = None
+    axes: tuple[str, ...] = ()
+    reshard_after_forward: bool = True
+    out_sharding: Spec = None
 
 
 class _Given(NamedTuple):
     """What a call may be given beside its operands."""
 
-    scales: Scales | None
+    scales: WeightScales | None
     seed: jax.Array | None
     state: LinearState | None
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["x", "w", "given", "amaxes"], meta_fields=["x_type", "w_type"]
-)
-@dataclass(frozen=True)
-class _Kept:
-    """What backward needs of forward: planes of x and w that its GEMMs read, or the shard of w; how both were cut.
+class _Kept(NamedTuple):
+    """What backward needs of forward.
 
-    And of delayed scaling the amaxes of x and w, for the cotangent of the state.
+    Attributes:
+      x, w: planes that its GEMMs read, or what the codes of the whole w are gathered from.
+      amaxes: of x and w, in delayed scaling, for the cotangent of the state.
     """
 
     x: QuantizedArray
-    w: QuantizedArray
+    w: Any
     given: _Given
     amaxes: tuple[jax.Array | None, jax.Array | None]
-    x_type: NamedSharding
-    w_type: NamedSharding
 
 
 def linear(
     x: jax.Array,
-    w: jax.Array,
+    w: jax.Array | QuantizedArray | CodedWeight,
     recipe: Recipe,
     *,
     weight_spec: Spec = None,
     gather_axis: str | None = None,
     reshard_after_forward: bool = True,
-    weight_scales: Scales | None = None,
+    weight_scales: WeightScales | None = None,
     axis_name: AxisName = None,
     out_sharding: Spec = None,
     seed: Seed = None,
@@ -88,7 +99,8 @@ def linear(
 
     Args:
       x: float32, bfloat16 or float16, `[*lead, K]`.
-      w: of such a dtype, `[N, K]`; fp32 master weights may go in as they are.
+      w: of such a dtype, `[N, K]`; fp32 master weights may go in as they are. Or codes of the recipe's format for
+        weights: a `QuantizedArray`, which has no gradient, or a `CodedWeight`, which says where its gradient goes.
       recipe: the format of each role.
       weight_spec: how `w` is cut, and its gradient is to be. Types of Explicit meshes say it.
       gather_axis: the mesh axis along which FSDP has cut `w`: shards are quantized, then their codes gathered.
@@ -110,7 +122,7 @@ def linear(
       `[*lead, N]`, of the dtype of `x`.
 
     Raises:
-      TypeError: an operand is not of a float dtype, or `recipe` is no recipe.
+      TypeError: an operand is not of a float dtype, or another argument not of its type.
       ValueError: shapes do not fit each other or the formats (of MXFP8 and NVFP4, all that is contracted must be whole
         blocks: K, and for gradients N; and the product of `lead` where a mesh may cut it, outside of `shard_map`: else
         rows of zeros make up for it); the recipe needs a seed or a state; or `gather_axis` is not in the mesh or
@@ -129,34 +141,125 @@ def linear(
 
     Sources: arXiv:2209.05433 (formats by role); arXiv:2509.25149 (NVFP4); PyTorch FSDP2 (`reshard_after_forward`).
     """
-    config = _Config(recipe, weight_spec, gather_axis, reshard_after_forward, axes_of(axis_name), out_sharding)
-    y: jax.Array = _checked_linear(config, x, w, _Given(weight_scales, seed_of(seed), state))
+    y: jax.Array = _checked_linear(
+        x,
+        w,
+        _Given(weight_scales, seed_words("linear", seed), state),
+        recipe=recipe,
+        weight_spec=weight_spec,
+        gather_axis=gather_axis,
+        axes=axes_of(axis_name),
+        reshard_after_forward=reshard_after_forward,
+        out_sharding=out_sharding,
+    )
     return y
 
 
+def gathered_weight(
+    w: jax.Array | QuantizedArray | CodedWeight,
+    recipe: Recipe,
+    *,
+    weight_spec: Spec = None,
+    gather_axis: str | None = None,
+    weight_scales: WeightScales | None = None,
+    seed: Seed = None,
+    state: LinearState | None = None,
+) -> QuantizedArray:
+    """The whole weight that `linear` multiplies with in its forward pass, given the same arguments.
+
+    Args:
+      w, recipe, weight_spec, gather_axis, weight_scales, seed, state: as for `linear`.
+
+    Returns:
+      Its rowwise plane, on every device.
+
+    Raises:
+      TypeError, ValueError: as `linear` does.
+
+    It is what `linear` itself calls. Where one program calls both, XLA may make one gather of the two. It has no
+    gradient.
+
+    >>> from qshard.recipes import CurrentScaling
+    >>> gathered_weight(jnp.full((3, 16), 0.875), CurrentScaling()).rowwise.data.shape
+    (3, 16)
+    """
+    w, given = lax.stop_gradient((w, _Given(weight_scales, seed_words("linear", seed), state)))
+    whole: QuantizedArray = _checked_weight(w, given, recipe=recipe, weight_spec=weight_spec, gather_axis=gather_axis)
+    return whole
+
+
 # Jitted for eager callers, gradients included: one dispatch, and all checks done once for a shape.
-@functools.partial(jax.jit, static_argnums=0, inline=True)
-def _checked_linear(config: _Config, x: jax.Array, w: jax.Array, given: _Given) -> jax.Array:
-    if not isinstance(config.recipe, Recipe):
-        raise TypeError(f"linear: recipe ({config.recipe!r}) is not a qshard.recipes.Recipe; take one from there")
-    _check_recipe(config.recipe, given)
+@functools.partial(
+    jax.jit,
+    static_argnames=("recipe", "weight_spec", "gather_axis", "axes", "reshard_after_forward", "out_sharding"),
+    inline=True,
+)
+def _checked_linear(
+    x: jax.Array, w: Any, given: _Given, *, recipe: Recipe, weight_spec: Spec, gather_axis: str | None, **options: Any
+) -> jax.Array:
     check_float("linear", "x", x)
-    check_float("linear", "w", w)
-    if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[1]:
-        raise ValueError(f"linear: w {w.shape} does not fit x {x.shape}; give w as [N, K] and x as [*lead, K]")
+    config, sink, codes = _configured(w, given, recipe, weight_spec, gather_axis)
+    config = dataclasses.replace(config, x_type=_explicit_type(x), **options)
     # In shard_map, an operand that varies over fewer axes is cast to vary out here, where JAX sums its gradient.
-    x, w = vary_alike(x, w)
-    return _linear(config, x, w, given)
+    x, *sinks = vary_alike(x, *(() if sink is None else (sink,)))
+    return _linear(config, x, sinks[0] if sinks else None, codes, given)
 
 
-def _check_recipe(recipe: Recipe, given: _Given) -> None:
-    """Raises for what no shape can mend."""
+@functools.partial(jax.jit, static_argnames=("recipe", "weight_spec", "gather_axis"), inline=True)
+def _checked_weight(
+    w: Any, given: _Given, *, recipe: Recipe, weight_spec: Spec, gather_axis: str | None
+) -> QuantizedArray:
+    config, w, codes = _configured(w, given, recipe, weight_spec, gather_axis)
+    return _whole(config, _codes_of(config, w, codes, given, Usage.ROWWISE)[0], Usage.ROWWISE)
+
+
+def _configured(
+    w: Any, given: _Given, recipe: Recipe, weight_spec: Spec, gather_axis: str | None
+) -> tuple[_Config, jax.Array | None, Any]:
+    """Decides where the weight is of a whole. With the array its gradient goes to, and its codes if it is some."""
+    _check_given(recipe, given)
+    if isinstance(w, CodedWeight):
+        gathers = not isinstance(w.codes, QuantizedArray)
+        config = _Config(
+            recipe=recipe, cut=Cut(), shards=w.shards, gathers=gathers, learns=w.sink is not None, w_type=None
+        )
+        return config, w.sink, w.codes
+    coded = isinstance(w, QuantizedArray)
+    if not coded:
+        check_float("linear", "w", w)
+        if w.ndim != 2:
+            raise ValueError(f"linear: w {w.shape} does not fit: it needs two axes; give w as [N, K]")
+    if gather_axis is not None:
+        along = cut_of if coded else Cut.along
+        cut = along(w, gather_axis, weight_spec, op="linear", name="gather_axis")
+    else:
+        cut = Cut() if coded else Cut.of(w, (), weight_spec)
+    config = _Config(
+        recipe=recipe,
+        cut=cut,
+        shards=CutWeight(cut, gather_axis),
+        gathers=gather_axis is not None,
+        learns=not coded,
+        w_type=None if coded else _explicit_type(w),
+    )
+    return config, None if coded else w, w if coded else None
+
+
+def _explicit_type(x: jax.Array) -> NamedSharding | None:
+    sharding = jax.typeof(x).sharding
+    return sharding if sharding.mesh.explicit_axes else None
+
+
+def _check_given(recipe: Recipe, given: _Given) -> None:
+    """Checks that do not depend on shapes of operands."""
+    if not isinstance(recipe, Recipe):
+        raise TypeError(f"linear: recipe ({recipe!r}) is not a qshard.recipes.Recipe; take one from there")
     if given.seed is None and recipe.stochastic:
         raise ValueError(
-            f"linear: seed (None) is not what {type(recipe).__name__} needs, as it rounds stochastically; give each "
-            "call and step a seed of its own, such as jax.random.fold_in(key, layer)"
+            f"linear: {type(recipe).__name__} rounds stochastically and needs a seed; pass a new one each call, such "
+            "as jax.random.fold_in(key, layer)"
         )
-    if isinstance(recipe, DelayedScaling) != (given.state is not None) or (given.state and given.scales is not None):
+    if recipe.stateful != (given.state is not None) or (given.state and given.scales is not None):
         raise ValueError(
             f"linear: state ({'one' if given.state else None}) is not what {type(recipe).__name__} takes; give "
             "DelayedScaling a state from init_delayed and no weight_scales, and other recipes none"
@@ -168,55 +271,58 @@ def _check_recipe(recipe: Recipe, given: _Given) -> None:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _linear(config: _Config, x: jax.Array, w: jax.Array, given: _Given) -> jax.Array:
+def _linear(config: _Config, x: jax.Array, w: jax.Array | None, codes: Any, given: _Given) -> jax.Array:
+    """`w` is the weight, or, of a weight that is `codes` already, what its gradient goes to."""
     xq, _ = _quantized(config, x, given, Role.ACTIVATION, Usage.ROWWISE)
-    wq, _ = _quantized(config, w, given, Role.WEIGHT, Usage.ROWWISE)
-    return _product(config, xq, _whole(config, wq, Usage.ROWWISE), x.shape[:-1])
+    wq, _ = _codes_of(config, w, codes, given, Usage.ROWWISE)
+    return _product(config, xq, _whole(config, wq, Usage.ROWWISE), x.shape)
 
 
-def _linear_fwd(config: _Config, x: jax.Array, w: jax.Array, given: _Given) -> tuple[jax.Array, _Kept]:
+def _linear_fwd(
+    config: _Config, x: jax.Array, w: jax.Array | None, codes: Any, given: _Given
+) -> tuple[jax.Array, _Kept]:
     x_kept, w_kept = (_kept_plane(config.recipe, role) for role in (Role.ACTIVATION, Role.WEIGHT))
+    x_kept = x_kept if config.learns else Usage(0)
     xq, x_amax = _quantized(config, x, given, Role.ACTIVATION, Usage.ROWWISE | x_kept)
-    wq, w_amax = _quantized(config, w, given, Role.WEIGHT, Usage.ROWWISE | w_kept)
+    wq, w_amax = _codes_of(config, w, codes, given, Usage.ROWWISE | w_kept)
     whole = _whole(config, wq, Usage.ROWWISE)
     kept_w = wq  # To keep the whole weights of all layers until backward would undo FSDP.
-    if config.gather_axis and not config.reshard_after_forward:
+    if config.gathers and not config.reshard_after_forward:
         kept_w = whole if w_kept is Usage.ROWWISE else _whole(config, wq, w_kept)
+    y = _product(config, xq, whole, x.shape)
     given = given._replace(scales=None)
-    types = jax.typeof(x).sharding, jax.typeof(w).sharding
-    y = _product(config, xq, whole, x.shape[:-1])
-    return y, _Kept(_only(xq, x_kept), _only(kept_w, w_kept), given, (x_amax, w_amax), *types)
+    return y, _Kept(_only(xq, x_kept), _only(kept_w, w_kept), given, (x_amax, w_amax))
 
 
-def _linear_bwd(config: _Config, kept: _Kept, dy: jax.Array) -> tuple[jax.Array, jax.Array, _Given]:
-    xq, wq = kept.x, kept.w
-    if config.gather_axis and config.reshard_after_forward:
+def _linear_bwd(config: _Config, kept: _Kept, dy: jax.Array) -> tuple[jax.Array, jax.Array | None, None, _Given]:
+    recipe, xq, wq = config.recipe, kept.x, kept.w
+    if config.gathers and config.reshard_after_forward:
         # Without the barrier XLA sees one gather where two are written, and keeps its result from forward to backward.
         wq, dy = _not_before(wq, dy)
-        wq = _whole(config, wq, _kept_plane(config.recipe, Role.WEIGHT))
-    if multiplies_codes(wq.format, config.recipe.gradient) and wq.columnwise is None:
-        parts = pipeline.transposed(STEPS, wq.plane(Usage.ROWWISE).parts, wq.format)
+        wq = _whole(config, wq, _kept_plane(recipe, Role.WEIGHT))
+    if multiplies_codes(wq.format, recipe.gradient) and wq.columnwise is None:
+        parts = pipeline.transposed(steps, wq.plane(Usage.ROWWISE), wq.format)
         wq = dataclasses.replace(wq, columnwise=Plane(*parts))
-    for_dx, for_dw = (
-        stored_for(config.recipe.gradient, q.format, each) for q, each in zip((wq, xq), Usage, strict=True)
-    )
-    dyq, dy_amax = _quantized(config, dy, kept.given, Role.GRADIENT, for_dx | for_dw)
-    explicit = bool(kept.w_type.mesh.explicit_axes)
-    x_type, w_type = (kept.x_type, kept.w_type) if explicit else (None, None)
     rows, columns = Usage.ROWWISE, Usage.COLUMNWISE
-    dx = _of_rows(Factor(dyq, rows), Factor(wq, columns), dy.shape[:-1], xq.dtype, precise=True, out_sharding=x_type)
-    dw = gemm(Factor(dyq, columns), Factor(xq, columns), wq.dtype, precise=True, out_sharding=w_type)
-    if not explicit:
-        dw = scatter_gradient(dw, config.gather_axis, config.weight_spec)
-    return dx, dw, _Given(None, None, _observed(config, kept, dy_amax))
+    read = stored_for(recipe.gradient, recipe.weight, rows)
+    if config.learns:
+        read |= stored_for(recipe.gradient, recipe.activation, columns)
+    dyq, dy_amax = _quantized(config, dy, kept.given, Role.GRADIENT, read)
+    lead = dy.shape[:-1]
+    dx = _of_rows(Side(dyq, rows), Side(wq, columns), lead, xq.dtype, precise=True, out_sharding=config.x_type)
+    dw = None
+    if config.learns:
+        dw = gemm(Side(dyq, columns), Side(xq, columns), wq.dtype, precise=True, out_sharding=config.w_type)
+        dw = config.shards.scatter(dw)
+    return dx, dw, None, _Given(None, None, _observed(config, kept, dy_amax))
 
 
 _linear.defvjp(_linear_fwd, _linear_bwd)
 
 
-def _not_before(wq: QuantizedArray, dy: jax.Array) -> tuple[QuantizedArray, jax.Array]:
-    """Both as they are, but what is gathered of `wq` exists only once `dy` does."""
-    leaves, structure = jax.tree.flatten(wq)
+def _not_before(codes: Any, dy: jax.Array) -> tuple[Any, jax.Array]:
+    """Both as they are, but what is gathered of the codes exists only once `dy` does."""
+    leaves, structure = jax.tree.flatten(codes)
     # A barrier makes all of its operands vary alike, and scales that shards have in common do not vary.
     varying = [jax.typeof(leaf).manual_axis_type.varying for leaf in leaves]
     late = [i for i, axes in enumerate(varying) if axes == varying[0]]
@@ -233,69 +339,97 @@ def _kept_plane(recipe: Recipe, role: Role) -> Usage:
     once more. A transpose reads and writes each byte once instead, on every device.
     """
     fmt = recipe.format(role)
-    if role is Role.WEIGHT and fmt.square:
+    if role is Role.WEIGHT and fmt.transposes:
         return Usage.ROWWISE
     return stored_for(fmt, recipe.gradient, Usage.COLUMNWISE)
 
 
-def _only(q: QuantizedArray, usage: Usage) -> QuantizedArray:
-    if usage is Usage.ROWWISE:
-        return dataclasses.replace(q, columnwise=None)
-    return dataclasses.replace(q, rowwise=None)
+def _only(codes: Any, usage: Usage) -> Any:
+    """The planes of a tensor that are in `usage`. What is no tensor yet stays as it is."""
+    if not isinstance(codes, QuantizedArray):
+        return codes
+    dropped: dict[str, Any] = {str(each.name).lower(): None for each in Usage.BOTH.planes if each not in usage}
+    return dataclasses.replace(codes, **dropped)
+
+
+def _draws(given: _Given, role: Role, fmt: Format, cut: Cut, shape: Shape) -> pipeline.Draws | None:
+    seed = given.seed
+    if seed is None or not fmt.stochastic:
+        return None
+    return draws_of(seed ^ words_of(ROLE_SEEDS[role]).view(seed.dtype), fmt, cut, shape)
 
 
 def _quantized(
     config: _Config, x: jax.Array, given: _Given, role: Role, usage: Usage
 ) -> tuple[QuantizedArray, jax.Array | None]:
-    """x, dy or the shard of w, and, of delayed scaling, the amax as each device knows it.
+    """x or dy, and, of delayed scaling, the amax as each device knows it.
 
     A matrix in place of x or dy, with more rows, where the recipe adds some and no mesh may cut them.
     """
     fmt = config.recipe.format(role)
     if given.state is not None:
-        of_role: TensorState = getattr(given.state, role.value)
-        return quantize_delayed(x, fmt, usage, of_role.scale, scale_inv_of(of_role))
-    seed = given.seed
-    if seed is not None and ROLE_SEEDS[role]:
-        seed = seed ^ word_pair(ROLE_SEEDS[role]).view(seed.dtype)
-    if role is not Role.WEIGHT:
-        rows = math.prod(x.shape[:-1])
-        added = config.recipe.added_rows(role, usage, rows)
-        if added and not cuts_rows(x, config.out_sharding):
-            x = jnp.pad(matrix_of(x), ((0, added), (0, 0)))
-        # Blocks are those of a shard: what it multiplies is its own.
-        return quantize_own(x, fmt, usage, None, seed, config.axes, None, own_rows=rows), None
-    axis, spec = config.gather_axis, config.weight_spec
-    manual = axis in jax.typeof(x).sharding.mesh.manual_axes
-    if axis and not manual and spec is None:
-        spec = PartitionSpec(axis)  # Where the mesh is not Manual, and nothing says how w is cut, it is by rows.
-    return quantize_own(x, fmt, usage, given.scales, seed, (axis,) if axis and manual else (), spec), None
+        return _quantized_delayed(x, fmt, usage, getattr(given.state, role.value))
+    # Blocks are those of a shard: what it multiplies is its own.
+    cut = Cut.of(x, config.axes, own_blocks=True)
+    draws = _draws(given, role, fmt, cut, x.shape)
+    added = config.recipe.added_rows(role, usage, math.prod(x.shape[:-1]))
+    if added and not cuts_rows(x, config.out_sharding):
+        x = jnp.pad(matrix_of(x), ((0, added), (0, 0)))
+    name = "x" if role is Role.ACTIVATION else "dy"
+    return quantized(x, fmt, usage, cut, draws=draws, op="linear", name=name), None
+
+
+def _codes_of(
+    config: _Config, w: jax.Array | None, codes: Any, given: _Given, usage: Usage
+) -> tuple[Any, jax.Array | None]:
+    """The codes that are there, or those of the shard of w and, of delayed scaling, its amax."""
+    if codes is not None:
+        return codes, None
+    assert w is not None
+    fmt = config.recipe.format(Role.WEIGHT)
+    if given.state is not None:
+        return _quantized_delayed(w, fmt, usage, given.state.weight)
+    draws = _draws(given, Role.WEIGHT, fmt, config.cut, w.shape)
+    return quantized(w, fmt, usage, config.cut, given.scales, draws, op="linear", name="w"), None
+
+
+def _quantized_delayed(x: jax.Array, fmt: Format, usage: Usage, state: TensorState) -> tuple[QuantizedArray, jax.Array]:
+    return quantized_delayed(x, fmt, usage, state.scale, scale_inv_of(state))
 
 
 def _observed(config: _Config, kept: _Kept, dy_amax: jax.Array | None) -> LinearState | None:
     """The cotangent of the state: amaxes, reduced over the shards of each tensor."""
     state, (x_amax, w_amax) = kept.given.state, kept.amaxes
-    if state is None or x_amax is None or w_amax is None or dy_amax is None:
+    if state is None or x_amax is None or dy_amax is None:
         return None
-    gathered = () if config.gather_axis is None else (config.gather_axis,)
+    if w_amax is None:  # Of codes that came as such.
+        w_amax = jnp.zeros_like(state.weight.observed.amax)
     return LinearState(
-        weight=observed(state.weight, w_amax, gathered),
-        activation=observed(state.activation, x_amax, config.axes),
-        gradient=observed(state.gradient, dy_amax, config.axes),
+        weight=observe(state.weight, w_amax, config.cut.axes if config.cut.local else ()),
+        activation=observe(state.activation, x_amax, config.axes),
+        gradient=observe(state.gradient, dy_amax, config.axes),
     )
 
 
-def _whole(config: _Config, wq: QuantizedArray, usage: Usage) -> QuantizedArray:
-    """One plane of w, gathered."""
-    return gather(_only(wq, usage), config.gather_axis, spec=config.weight_spec) if config.gather_axis else wq
+def _whole(config: _Config, codes: Any, usage: Usage) -> QuantizedArray:
+    """One plane of the whole w, from the codes that one device has."""
+    whole: QuantizedArray = config.shards.gather(_only(codes, usage)) if config.gathers else codes
+    if whole.format != config.recipe.weight:
+        raise ValueError(
+            f"linear: w ({whole.format}) is not of the format that the recipe has for weights, "
+            f"{config.recipe.weight}; quantize it to that"
+        )
+    return whole
 
 
-def _product(config: _Config, xq: QuantizedArray, wq: QuantizedArray, lead: Shape) -> jax.Array:
-    x, w = (Factor(q, Usage.ROWWISE) for q in (xq, wq))
-    return _of_rows(x, w, lead, xq.dtype, precise=False, out_sharding=config.out_sharding)
+def _product(config: _Config, xq: QuantizedArray, wq: QuantizedArray, shape: Shape) -> jax.Array:
+    if not shape or len(wq.axes) != 2 or shape[-1] != wq.shape[1]:
+        raise ValueError(f"linear: w {wq.shape} does not fit x {shape}; give w as [N, K] and x as [*lead, K]")
+    x, w = Side(xq, Usage.ROWWISE), Side(wq, Usage.ROWWISE)
+    return _of_rows(x, w, shape[:-1], xq.dtype, precise=False, out_sharding=config.out_sharding)
 
 
-def _of_rows(a: Factor, b: Factor, lead: Shape, dtype: Any, *, precise: bool, out_sharding: Spec) -> jax.Array:
+def _of_rows(a: Side, b: Side, lead: Shape, dtype: Any, *, precise: bool, out_sharding: Spec) -> jax.Array:
     """The product of the rows `lead` of `a`, without those that `_quantized` has added, which no mesh cuts."""
     if a.tensor.shape[:-1] == lead:
         return gemm(a, b, dtype, precise=precise, out_sharding=out_sharding)

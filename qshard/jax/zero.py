@@ -24,27 +24,12 @@ from jax import lax
 from qshard.adam import BLOCK
 from qshard.formats import Format, Usage
 from qshard.jax.array import Plane, QuantizedArray
-from qshard.jax.cuts import vary_alike
-from qshard.jax.linear import (
-    _check_recipe,
-    _Config,
-    _Given,
-    _Kept,
-    _kept_plane,
-    _linear_bwd,
-    _not_before,
-    _only,
-    _product,
-    _quantized,
-    linear,
-)
 from qshard.jax.optim.master import cast_master
-from qshard.jax.quantize import Seed, seed_of
-from qshard.layout import Shape, plane
+from qshard.jax.weight import CodedWeight
+from qshard.layout import Shape, data_columns, plane
 from qshard.master import MasterPlan, plan_master, plan_shards
-from qshard.recipes import Recipe, Role
 
-__all__ = ["ZeroPlan", "ZeroWeight", "plan_zero", "zero_linear"]
+__all__ = ["ZeroPlan", "plan_zero"]
 
 
 @dataclass(frozen=True)
@@ -70,23 +55,33 @@ class _Leaf:
         """The shape of `count` slices of its master."""
         return (count, self.length) if len(self.shape) > 1 else (count * self.length,)
 
+    def gather(self, piece: Plane) -> QuantizedArray:
+        """The whole weight, of the codes of each device's slice."""
+        return self.join(piece, lax.all_gather(piece.data, self.axis_name, tiled=True))
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["piece", "whole", "master"], meta_fields=["leaf"])
-@dataclass(frozen=True, eq=False)
-class ZeroWeight:
-    """A quantized weight inside `ZeroPlan.value_and_grad`, for `zero_linear`.
+    def join(self, piece: Plane, codes: jax.Array) -> QuantizedArray:
+        """The whole weight, of all its codes as bytes, and of the scales of any piece."""
+        assert self.fmt is not None
+        where = plane(self.fmt, self.shape, Usage.ROWWISE)
+        codes = codes[: math.prod(where.data_shape)].reshape(where.data_shape)
+        if self.fmt.data_dtype != "uint8":
+            codes = lax.bitcast_convert_type(codes, jnp.dtype(self.fmt.data_dtype))
+        return QuantizedArray(
+            format=self.fmt,
+            dtype=jnp.dtype(self.dtype),
+            axes=(None,) * len(self.shape),
+            rowwise=piece._replace(data=codes),
+        )
 
-    Attributes:
-      piece: the codes of this device's slice, and the scales of the whole weight.
-      whole: all codes, or None if each use gathers them.
-      master: this device's slice, which the gradient goes to.
-      leaf: what all devices know alike.
-    """
-
-    piece: Plane
-    whole: jax.Array | None
-    master: jax.Array
-    leaf: _Leaf
+    def scatter(self, gradient: jax.Array) -> jax.Array:
+        """The elements of this device of the mean over devices: added in their order, whatever the hardware."""
+        flat = jnp.pad(jnp.ravel(gradient).astype(jnp.float32), (0, self.world * self.length - self.size))
+        parts = lax.all_to_all(flat.reshape(self.world, self.length), self.axis_name, 0, 0, tiled=True)
+        total = parts[0]
+        for device in range(1, self.world):
+            total = total + parts[device]
+        mean: jax.Array = (total / self.world).reshape(self.slices(1))
+        return mean
 
 
 @dataclass(frozen=True)
@@ -135,8 +130,8 @@ class ZeroPlan:
         """The loss of this device, and this device's slices of the mean over devices of the gradient.
 
         Args:
-          loss: of a tree of weights, and `args`: `ZeroWeight`s where the plan has a format, for `zero_linear`, else
-            arrays in the dtype of the parameter.
+          loss: of a tree of weights, and `args`. Weights are `CodedWeight`s for `linear` where the plan has a format,
+            else arrays in the dtype of the parameter.
           masters: this device's slices, `[1, length]` or `[length]`.
           args: for example the batch of this device.
           states: of delayed scaling: `loss` takes them after the weights, and the result is `(value, (gradient,
@@ -144,15 +139,15 @@ class ZeroPlan:
 
         Inside `shard_map`, on all devices of the axis. An all-reduce of int32 amaxes, an all-gather of bytes, of codes
         and of all else, and an all-to-all of float32 for each gradient. With `shard_weights`, that all-gather leaves
-        out codes; these are gathered where `zero_linear` uses them, once more in backward, and freed in between.
+        out codes; these are gathered where `linear` uses them, once more in backward, and freed in between.
         """
         flat = self.structure.flatten_up_to(masters)
         weights = self._weights(flat)
 
         def of_masters(flat: Sequence[jax.Array], states: Any) -> jax.Array:
             bound = [
-                ZeroWeight(weight.piece, weight.whole, m, weight.leaf)
-                if isinstance(weight, ZeroWeight)
+                dataclasses.replace(weight, sink=m)
+                if isinstance(weight, CodedWeight)
                 else _with_gradient(leaf, weight, m)
                 for leaf, weight, m in zip(self.leaves, weights, flat, strict=True)
             ]
@@ -182,8 +177,8 @@ class ZeroPlan:
             if leaf.fmt is None:
                 sent.append(lax.bitcast_convert_type(m.reshape(-1).astype(leaf.dtype), jnp.uint8).reshape(-1))
             else:
-                data = pieces[i].data[: leaf.length // leaf.fmt.element.codes_per_byte]
-                pieces[i] = Plane(data, pieces[i].scale_inv, pieces[i].global_scale_inv)
+                data = pieces[i].data[: data_columns(leaf.fmt, leaf.length)]
+                pieces[i] = pieces[i]._replace(data=data)
                 sent.append(None if self.shard_weights else data)
         there = [part for part in sent if part is not None]
         received = iter([])  # type: ignore[var-annotated]
@@ -195,7 +190,8 @@ class ZeroPlan:
         for i, (leaf, part) in enumerate(zip(self.leaves, sent, strict=True)):
             whole = None if part is None else next(received).reshape(-1)
             if leaf.fmt is not None:
-                weights.append(ZeroWeight(pieces[i], whole, masters[i], leaf))
+                codes = pieces[i] if whole is None else leaf.join(pieces[i], whole)
+                weights.append(CodedWeight(codes, masters[i], leaf))
             else:
                 assert whole is not None
                 dtype = jnp.dtype(leaf.dtype)
@@ -217,9 +213,8 @@ def plan_zero(
     Args:
       params: a tree of arrays, or of what has their shapes and dtypes.
       formats: called with the path of a parameter, such as "['up']['w']", and the parameter: the format of its codes,
-        for weights of `zero_linear`; None for all others, which are gathered as they are. So are weights under
-        `DelayedScaling`, and of formats with vectors as blocks, whose two planes are different numbers: give those to
-        `linear`.
+        for weights of `linear`; None for all others, which are gathered as they are. So must be weights
+        under `DelayedScaling`, and of formats with vectors as blocks, whose two planes are different numbers.
       world: how many devices `axis_name` has.
       axis_name: the mesh axis over which all of it is cut.
       shard_weights: False: codes are gathered once a step (stage 1). True: by each use.
@@ -242,10 +237,10 @@ def plan_zero(
         shape, size = tuple(p.shape), math.prod(p.shape)
         length = -(-size // world)
         if fmt is not None:
-            if not fmt.square or fmt.rounding == "stochastic":
+            if fmt.gather_refusal is not None:
                 raise ValueError(
-                    f"plan_zero: formats ({fmt}) is not one whose codes serve both directions; give None for "
-                    f"{jax.tree_util.keystr(path)}, and the weight to linear"
+                    f"plan_zero: {jax.tree_util.keystr(path)} cannot travel as codes of {fmt}: {fmt.gather_refusal}; "
+                    "let formats give None for it, and give the weight to linear"
                 )
             length = plan_shards([shape], fmt, world)[0].padded
         if len(shape) > 1:
@@ -260,64 +255,6 @@ def plan_zero(
     return ZeroPlan(structure, tuple(leaves), master, shard_weights)
 
 
-def zero_linear(x: jax.Array, w: ZeroWeight | jax.Array, recipe: Recipe, *, seed: Seed = None) -> jax.Array:
-    """`linear`, of a weight that `ZeroPlan.value_and_grad` has made, or of an array.
-
-    Args:
-      x, recipe, seed: as for `linear`.
-      w: `[N, K]`, of the format that the recipe has for weights.
-
-    Returns:
-      `[*lead, N]`. The gradient of `w` goes to the master slices: the mean over devices of this device's elements.
-
-    Raises:
-      ValueError: the format of `w` is another one, or as `linear` raises.
-    """
-    if not isinstance(w, ZeroWeight):
-        return linear(x, w, recipe, seed=seed)
-    if w.leaf.fmt != recipe.format(Role.WEIGHT):
-        raise ValueError(f"zero_linear: w ({w.leaf.fmt}) is not {recipe.format(Role.WEIGHT)}; plan with that format")
-    given = _Given(None, seed_of(seed), None)
-    _check_recipe(recipe, given)
-    config = _Config(recipe, None, None, False, (), None)
-    x, master = vary_alike(x, w.master)
-    y: jax.Array = _of_codes(config, w.leaf, x, w.piece, w.whole, master, given)
-    return y
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _of_codes(
-    config: _Config, leaf: _Leaf, x: jax.Array, piece: Plane, whole: jax.Array | None, master: jax.Array, given: _Given
-) -> jax.Array:
-    return _of_codes_fwd(config, leaf, x, piece, whole, master, given)[0]
-
-
-def _of_codes_fwd(
-    config: _Config, leaf: _Leaf, x: jax.Array, piece: Plane, whole: jax.Array | None, master: jax.Array, given: _Given
-) -> tuple[jax.Array, Any]:
-    kept = _kept_plane(config.recipe, Role.ACTIVATION)
-    xq, _ = _quantized(config, x, given, Role.ACTIVATION, Usage.ROWWISE | kept)
-    w = _gathered(leaf, piece, whole)
-    type_of_x = jax.typeof(x).sharding
-    codes: Any = None if whole is None else w  # What is gathered in forward is not kept for backward.
-    y = _product(config, xq, w, x.shape[:-1])
-    return y, (_Kept(_only(xq, kept), codes, given, (None, None), type_of_x, type_of_x), piece)
-
-
-def _of_codes_bwd(config: _Config, leaf: _Leaf, kept: Any, dy: jax.Array) -> tuple[Any, ...]:
-    of_linear, piece = kept
-    if of_linear.w is None:
-        # Else XLA sees one gather where two are written, and keeps its result from forward to backward.
-        late: Any = piece
-        late, dy = _not_before(late, dy)
-        of_linear = dataclasses.replace(of_linear, w=_gathered(leaf, late, None))
-    dx, dw, _ = _linear_bwd(config, of_linear, dy)
-    return dx, None, None, _own_mean(leaf, dw), None
-
-
-_of_codes.defvjp(_of_codes_fwd, _of_codes_bwd)
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _with_gradient(leaf: _Leaf, values: jax.Array, master: jax.Array) -> jax.Array:
     """`values`, whose gradient goes to the master slices."""
@@ -326,32 +263,5 @@ def _with_gradient(leaf: _Leaf, values: jax.Array, master: jax.Array) -> jax.Arr
 
 _with_gradient.defvjp(
     lambda leaf, values, master: (values, None),
-    lambda leaf, _, grad: (None, _own_mean(leaf, grad)),
+    lambda leaf, _, grad: (None, leaf.scatter(grad)),
 )
-
-
-def _own_mean(leaf: _Leaf, grad: jax.Array) -> jax.Array:
-    """The elements of this device of the mean over devices: added in their order, whatever the hardware."""
-    flat = jnp.pad(jnp.ravel(grad).astype(jnp.float32), (0, leaf.world * leaf.length - leaf.size))
-    parts = lax.all_to_all(flat.reshape(leaf.world, leaf.length), leaf.axis_name, 0, 0, tiled=True)
-    total = parts[0]
-    for device in range(1, leaf.world):
-        total = total + parts[device]
-    mean: jax.Array = (total / leaf.world).reshape(leaf.slices(1))
-    return mean
-
-
-def _gathered(leaf: _Leaf, piece: Plane, whole: jax.Array | None) -> QuantizedArray:
-    assert leaf.fmt is not None
-    where = plane(leaf.fmt, leaf.shape, Usage.ROWWISE)
-    if whole is None:
-        whole = lax.all_gather(piece.data, leaf.axis_name, tiled=True)
-    codes = whole[: math.prod(where.data_shape)].reshape(where.data_shape)
-    if leaf.fmt.data_dtype != "uint8":
-        codes = lax.bitcast_convert_type(codes, jnp.dtype(leaf.fmt.data_dtype))
-    return QuantizedArray(
-        format=leaf.fmt,
-        dtype=jnp.dtype(leaf.dtype),
-        axes=(None,) * len(leaf.shape),
-        rowwise=Plane(codes, piece.scale_inv, piece.global_scale_inv),
-    )

@@ -46,7 +46,7 @@ def step(x, w, state, dy, recipe=RECIPE, **options):
 
 def assert_amaxes(observed, x=X, w=W, dy=DY):
     for role, tensor in zip(ROLES, (w, x, dy), strict=True):
-        assert_bits_equal(getattr(observed, role).scale, reference.amax(tensor), role)
+        assert_bits_equal(getattr(observed, role).observed.amax, reference.amax(tensor), role)
 
 
 def assert_states_equal(actual, expected):
@@ -91,7 +91,7 @@ def test_update(algorithm):
                 scale, history = reference.delayed_scale_update(
                     old.scale,
                     old.amax_history,
-                    amax.scale,
+                    amax.observed.amax,
                     recipe.format(Role(role)).element,
                     margin=1,
                     algorithm=algorithm,
@@ -151,7 +151,7 @@ def test_microbatches():
     merged = zeros
     for x in BATCHES:
         merged = merge_observed(merged, jax.grad(loss)(STATE, x))
-    assert_bits_equal(merged.activation.scale, largest())
+    assert_bits_equal(merged.activation.observed.amax, largest())
 
     def accumulate(amaxes, x):
         return merge_observed(amaxes, jax.grad(loss)(STATE, x)), None
@@ -169,8 +169,8 @@ def test_shared_state():
         return jax.lax.scan(lambda sum_, each: (sum_ + loss(*each), None), 0.0, (copies, BATCHES))[0]
 
     amaxes = jax.jit(jax.grad(total))(STATE)
-    assert_bits_equal(amaxes.activation.scale, largest())
-    assert_bits_equal(amaxes.weight.scale, reference.amax(W))
+    assert_bits_equal(amaxes.activation.observed.amax, largest())
+    assert_bits_equal(amaxes.weight.observed.amax, reference.amax(W))
     update_delayed(STATE, amaxes, RECIPE)
 
 

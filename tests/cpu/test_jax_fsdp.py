@@ -206,8 +206,8 @@ def test_one_reduction_for_all_weights():
     sharded = {k: jax.device_put(w, NamedSharding(mesh, specs[k])) for k, w in weights.items()}
     compiled = jax.jit(lambda w: compute_scales(w, RECIPE)).lower(sharded).compile()
     assert len(collectives(compiled)) == 1
-    for name, (_, scale_inv) in compiled(sharded).items():
-        assert scale_inv == reference.quantize(weights[name], FP8_E4M3).rowwise.scale_inv
+    for name, scales in compiled(sharded).items():
+        assert scales.scale_inv == reference.quantize(weights[name], FP8_E4M3).rowwise.scale_inv
 
 
 def test_spec_may_name_the_mesh():

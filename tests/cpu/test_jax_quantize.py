@@ -14,7 +14,7 @@ from awkward import BFLOAT16, DTYPES, KINDS, SHAPES, TAME, assert_bits_equal, aw
 from qshard import formats, reference
 from qshard.formats import FP8_E4M3, FP8_E5M2, NVFP4, NVFP4_16x16, Usage
 from qshard.jax import ops
-from qshard.jax.steps import words_plus, words_times
+from qshard.jax.words import words_plus, words_times
 
 VARIANTS = [
     FP8_E4M3,
@@ -179,7 +179,7 @@ def test_given_scales(usage):
     """`scales` are used as they are; saturation is then possible."""
     x = awkward_values((16, 64), kinds=TAME)
     scale = np.float32(7.3)
-    actual = qj.quantize(x, FP8_E4M3, usage=usage, scales=(scale, 1 / scale))
+    actual = qj.quantize(x, FP8_E4M3, usage=usage, scales=qj.WeightScales(scale, 1 / scale))
     assert_quantized(actual, reference.quantize(x, FP8_E4M3, usage, scale=scale))
 
 
@@ -189,7 +189,7 @@ def test_law(cuts):
     x = awkward_values((31, 96), seed=5, dtype=BFLOAT16, kinds=TAME)
     parts = np.split(x, cuts)
     amax = np.max([np.asarray(ops.amax_tensor(part, lead=0)).view(np.int32) for part in parts]).view(np.float32)
-    scales = ops.scale_from_amax(amax, element=FP8_E4M3.element.name, eps=0.0, pow2=False)
+    scales = qj.WeightScales(*ops.scale_from_amax(amax, element=FP8_E4M3.element.name, eps=0.0, pow2=False))
     shards = [qj.quantize(part, FP8_E4M3, usage=Usage.BOTH, scales=scales) for part in parts]
     whole = reference.quantize(x, FP8_E4M3, Usage.BOTH)
     assert_bits_equal(np.concatenate([q.rowwise.data for q in shards]), whole.rowwise.data)

@@ -190,7 +190,7 @@ def test_a_gradient_step_descends():
 @pytest.mark.parametrize(
     ("recipe", "shape", "text"),
     [
-        (recipes.NVFP4(), (64, 64), r"linear: seed \(None\) is not what NVFP4 needs, as it rounds stochastically"),
+        (recipes.NVFP4(), (64, 64), r"linear: NVFP4 rounds stochastically and needs a seed; pass a new one each call"),
         (
             recipes.MXFP8(),
             (64, 48),

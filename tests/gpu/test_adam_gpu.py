@@ -120,11 +120,11 @@ def test_jax_has_the_same_bits():
         jax.devices("cuda")
     except RuntimeError:
         pytest.skip("jax finds no cuda device")
-    from qshard.jax import adam
+    from qshard.jax import adamw
 
     rng = np.random.default_rng(0)
     params = {"w": rng.standard_normal((64, 1000)).astype(np.float32), "b": rng.standard_normal(77).astype(np.float32)}
-    transformation = adam(1e-2, weight_decay=0.1, mu_dtype="float8_e4m3fn", nu_dtype="float16")
+    transformation = adamw(1e-2, weight_decay=0.1, mu_dtype="float8_e4m3fn", nu_dtype="float16")
     made = []
     for platform in ("cpu", "cuda"):
         device = jax.devices(platform)[0]

@@ -17,7 +17,7 @@ from qshard.jax import ops
 from qshard.jax.runs import reshape_as, split_rows
 from qshard.ops import OpSpec, multi_table
 
-__all__ = ["AdamState", "ScaledState", "Transformation", "adam"]
+__all__ = ["AdamState", "ScaledState", "Transformation", "adam", "adamw"]
 
 _FLOATS_16 = ("bfloat16", "float16")
 
@@ -50,18 +50,15 @@ def adam(
     b1: Any = 0.9,
     b2: Any = 0.999,
     eps: Any = 1e-8,
-    weight_decay: Any = 0.0,
     *,
-    decoupled: bool = True,
     mu_dtype: Any = "float32",
     nu_dtype: Any = "float32",
     masters: bool = False,
 ) -> Transformation:
-    """Adam, or AdamW, with states of few bits and float32 masters of 16-bit parameters.
+    """Adam, with states of few bits and float32 masters of 16-bit parameters; `optax.adam` otherwise.
 
         m = b1 m + (1 - b1) g;   v = b2 v + (1 - b2) g g
-        u = m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps);   the update is -lr u
-        weight decay: g = g + decay p before, or, decoupled, u = u + decay p after
+        the update is -lr m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps)
 
     All arithmetic is float32, in the order that NUMERICS.md states, so the results are the same bits on every device,
     and those of `qshard.torch_bridge.Adam`. Updates are float32. A state in float16 or FP8 has one float32 scale for
@@ -74,8 +71,7 @@ def adam(
 
     Args:
       learning_rate: a number, an array of one, or a function of the number of steps before this one.
-      b1, b2, eps, weight_decay: numbers, or arrays of one, as `optax.inject_hyperparams` makes of them.
-      decoupled: whether weight decay is that of AdamW.
+      b1, b2, eps: numbers, or arrays of one, as `optax.inject_hyperparams` makes of them.
       mu_dtype, nu_dtype: float32, bfloat16, float16, float8_e4m3fn or float8_e5m2.
       masters: whether to keep the float32 values of 16-bit parameters.
 
@@ -95,12 +91,51 @@ def adam(
     >>> float(updates["w"][0, 0]), state.mu["w"].scale_inv.shape
     (-0.25, (2, 2))
 
-    Sources: Kingma and Ba, arXiv:1412.6980; Loshchilov and Hutter, arXiv:1711.05101; optax, `adamw`.
+    Sources: Kingma and Ba, arXiv:1412.6980; optax, `adam`.
+    """
+    return adamw(learning_rate, b1, b2, eps, 0.0, mu_dtype=mu_dtype, nu_dtype=nu_dtype, masters=masters)
+
+
+def adamw(
+    learning_rate: Any,
+    b1: Any = 0.9,
+    b2: Any = 0.999,
+    eps: Any = 1e-8,
+    weight_decay: Any = 1e-4,
+    *,
+    mu_dtype: Any = "float32",
+    nu_dtype: Any = "float32",
+    masters: bool = False,
+) -> Transformation:
+    """`adam` with decoupled weight decay; `optax.adamw` otherwise, whose defaults it has.
+
+        the update is -lr (u + weight_decay p), where -lr u is that of `adam`
+
+    Weight decay that is added to gradients, as `torch.optim.Adam` has it, is a transformation of its own in optax:
+    `optax.chain(optax.add_decayed_weights(decay), adam(...))`.
+
+    Args:
+      weight_decay: a number, or an array of one.
+      learning_rate, b1, b2, eps, mu_dtype, nu_dtype, masters: as for `adam`.
+
+    Returns:
+      A pair `(init, update)`; `update` needs the parameters.
+
+    Raises:
+      TypeError: a dtype is not one of those that `adam` names.
+
+    On sharded arrays it behaves as `adam` does.
+
+    >>> optimizer = adamw(0.5, weight_decay=0.25)
+    >>> weights = jnp.ones(4)
+    >>> updates, _ = optimizer.update(jnp.zeros(4), optimizer.init(weights), weights)
+    >>> updates
+    Array([-0.125, -0.125, -0.125, -0.125], dtype=float32)
+
+    Sources: Loshchilov and Hutter, arXiv:1711.05101; optax, `adamw`.
     """
     dtypes = (_state_dtype("mu_dtype", mu_dtype), _state_dtype("nu_dtype", nu_dtype))
-    decay = "decoupled" if decoupled else "coupled"
-    if isinstance(weight_decay, int | float) and weight_decay == 0:
-        decay = "none"
+    decay = "none" if isinstance(weight_decay, int | float) and weight_decay == 0 else "decoupled"
 
     def init(params: Any) -> AdamState:
         tree: Any

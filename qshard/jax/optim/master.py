@@ -17,13 +17,13 @@ from jax import lax
 
 from qshard import master
 from qshard.formats import Format, Usage
-from qshard.jax import _multi
+from qshard.jax import steps
+from qshard.jax.amax import max_over
 from qshard.jax.array import Plane, QuantizedArray
-from qshard.jax.quantize import AxisName, Seed, axes_of, seed_of
-from qshard.jax.steps import STEPS as OPS
-from qshard.jax.steps import as_bits, as_float, word_pair
+from qshard.jax.cuts import AxisName, axes_of, vary_alike
+from qshard.jax.words import Seed, seed_words, words_of
 from qshard.layout import Shape, plane
-from qshard.master import Bucket, MasterPlan, piece_bytes
+from qshard.master import MasterPlan, piece_bytes
 
 __all__ = ["cast_master", "join_pieces"]
 
@@ -92,16 +92,15 @@ def cast_master(
         data = [jnp.zeros(piece_bytes(fmt, m.size), jnp.uint8) for fmt, m in zip(plan.formats, flat, strict=True)]
     else:
         data = [_bytes(w.plane(usage).data) for w, usage in zip(weights, plan.usages, strict=True)]
-    names = axes_of(axis_name)
     made = master.cast_master(
-        STEPS,
+        steps,
         data,
         flat,
         _words(starts, n),
-        (lambda amax: as_float(lax.pmax(as_bits(amax), names))) if names else None,
+        max_over(axes_of(axis_name)),
         plan=plan,
         pieces=weights is None,
-        seeds=None if seeds is None else jnp.stack([seed_of(seed) for seed in seeds]),
+        seeds=None if seeds is None else jnp.stack([seed_words("cast_master", seed) for seed in seeds]),
     )
     if weights is None:
         return [Plane(*parts) for parts in made]
@@ -130,7 +129,7 @@ def join_pieces(
     first = words[:, 0] if per_byte == 1 else words[:, 0] >> 1 | words[:, 1] << 31
     past = (words[:, 1] >= per_byte) | (first > size)
     first = jnp.where(past, np.uint32(size), first)
-    whole, pieces, first = _multi.varying_alike([jnp.zeros(size + room, jnp.uint8), pieces, first])
+    whole, pieces, first = vary_alike(jnp.zeros(size + room, jnp.uint8), pieces, first)
 
     def join(i: Any, joined: jax.Array) -> jax.Array:
         there = lax.dynamic_slice(joined, (first[i],), (room,))
@@ -140,67 +139,16 @@ def join_pieces(
     return codes if fmt.data_dtype == "uint8" else lax.bitcast_convert_type(codes, jnp.dtype(fmt.data_dtype))
 
 
-class _Steps:
-    """The ops of `qshard.master` on local arrays."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(OPS, name)
-
-    def amax_slices(self, *operands: Any, **attributes: Any) -> jax.Array:
-        changed: jax.Array = _multi.bind("amax_slices")(*operands, **attributes)
-        return changed
-
-    def cast_slices(self, *operands: Any, **attributes: Any) -> list[jax.Array]:
-        changed: list[jax.Array] = _multi.bind("cast_slices")(*operands, **attributes)
-        return changed
-
-    def cast_slices_stochastic(self, *operands: Any, **attributes: Any) -> list[jax.Array]:
-        changed: list[jax.Array] = _multi.bind("cast_slices_stochastic")(*operands, **attributes)
-        return changed
-
-    @staticmethod
-    def zeros(count: int) -> jax.Array:
-        return jnp.zeros(count, jnp.float32)
-
-    @staticmethod
-    def joined(arrays: Sequence[jax.Array]) -> jax.Array:
-        return jnp.concatenate(_multi.varying_alike(arrays))
-
-    @staticmethod
-    def of_bucket(pairs: jax.Array, bucket: Bucket) -> jax.Array:
-        return pairs if bucket.indices == tuple(range(pairs.shape[0])) else pairs[np.array(bucket.indices)]
-
-    @staticmethod
-    def repeated(values: jax.Array, bucket: Bucket) -> jax.Array:
-        parts, at = [], 0
-        for count, each in bucket.repeats:
-            parts.append(jnp.broadcast_to(values[at : at + count, None], (count, each)).reshape(-1))
-            at += count
-        return jnp.concatenate(parts)
-
-
-STEPS = _Steps()
-
-
 def _words(numbers: Sequence[Start] | jax.Array, n: int) -> jax.Array:
     """Numbers of 64 bits as uint32 `[n, 2]`, low words first."""
     if isinstance(numbers, jax.Array | np.ndarray) and numbers.ndim == 2:
         words = jnp.asarray(numbers).astype(jnp.uint32)
     else:
-        pairs = [_pair(number) for number in numbers]
-        words = jnp.stack(_multi.varying_alike(pairs)) if pairs else jnp.zeros((0, 2), jnp.uint32)
+        pairs = [jnp.asarray(words_of(number)) for number in numbers]
+        words = jnp.stack(vary_alike(*pairs)) if pairs else jnp.zeros((0, 2), jnp.uint32)
     if words.shape != (n, 2):
         raise ValueError(f"cast_master: starts {words.shape} is not one number for each of {n} weights; give (n,)")
     return words
-
-
-def _pair(number: Start) -> jax.Array:
-    if isinstance(number, int | np.integer):
-        return jnp.asarray(word_pair(int(number)))
-    number = jnp.asarray(number)
-    wide = number.dtype.itemsize == 8
-    high = (number >> 32).astype(jnp.uint32) if wide else jnp.zeros_like(number, jnp.uint32)
-    return jnp.stack([(number & 0xFFFFFFFF if wide else number).astype(jnp.uint32), high])
 
 
 def _bytes(data: jax.Array) -> jax.Array:
