@@ -21,7 +21,7 @@ import rows
 from gpu_timing import COPIES, Contenders, microseconds, rows_of
 from qshard import pipeline
 from qshard.formats import FP8_E4M3, NVFP4, Usage
-from qshard.torch_bridge._ops import ops
+from qshard.torch_bridge.ops import ops
 from quantize_rivals import USAGES, cases, torch_quantize
 
 

@@ -122,7 +122,7 @@ def jax_microseconds(contenders: dict[str, tuple[float, Callable]], x: list, rou
 
 def host_rows() -> dict[str, float]:
     """Microseconds of host time a call takes, small enough that the device keeps up with the queue."""
-    from qshard.torch_bridge._ops import call_into
+    from qshard.torch_bridge.ops import call_into
 
     x, scale = torch.randn(64, 64, device="cuda"), torch.tensor(2.0, device="cuda")
     code = torch.empty(64, 64, device="cuda", dtype=torch.uint8)

@@ -45,7 +45,7 @@ class Recorder:
 
     def __getattr__(self, op: str) -> Callable[..., Any]:
         from qshard.ops import table
-        from qshard.torch_bridge._ops import call_into, ops
+        from qshard.torch_bridge.ops import call_into, ops
 
         def run(*inputs: Any, **options: Any) -> Any:
             made = getattr(ops, op)(*inputs, **options)

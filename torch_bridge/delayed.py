@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from qshard.recipes import DelayedScaling, Recipe, Role
-from qshard.torch_bridge._ops import ops
+from qshard.torch_bridge.ops import ops
 from qshard.torch_bridge.quantize import max_over_ranks
 
 __all__ = ["DelayedScale", "update_delayed"]

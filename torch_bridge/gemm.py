@@ -26,7 +26,7 @@ from qshard import pipeline
 from qshard.formats import E4M3, E5M2, Format, Usage
 from qshard.layout import stores_transposed
 from qshard.pipeline import Parts
-from qshard.torch_bridge._ops import ops
+from qshard.torch_bridge.ops import ops
 
 __all__ = ["Operand", "matmul"]
 

@@ -13,10 +13,10 @@ from qshard.formats import Format, Usage
 from qshard.layout import plane
 from qshard.pipeline import Draws, Parts
 from qshard.recipes import ROLE_SEEDS, Recipe, Role
-from qshard.torch_bridge._ops import ops
 from qshard.torch_bridge.delayed import DelayedScale
 from qshard.torch_bridge.fsdp.weight import ShardedWeight
 from qshard.torch_bridge.gemm import Operand, matmul
+from qshard.torch_bridge.ops import ops
 from qshard.torch_bridge.tensor import QuantizedTensor
 from qshard.torch_bridge.words import words
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from qshard.master import Bucket, MasterPlan
-from qshard.torch_bridge import _multi, _ops
+from qshard.torch_bridge.ops import ops
 
 __all__ = ["SliceOps"]
 
@@ -18,7 +18,7 @@ class SliceOps:
     """What the steps of `qshard.master` take for `ops`, for one plan on one device. Make it once a plan."""
 
     def __init__(self, plan: MasterPlan, device: torch.device):
-        self.__dict__.update(vars(_ops.ops))
+        self.__dict__.update(vars(ops))
         self._device = device
         # By the first weight, which is of one bucket.
         self._rows = {b.indices[0]: self._tensor(b.indices) for b in plan.buckets if len(plan.buckets) > 1}
@@ -50,13 +50,13 @@ class SliceOps:
         return torch.cat([value.expand(blocks) for value, blocks in each])
 
     def amax_slices(self, starts: Tensor, amax: Tensor, x: Sequence[Tensor], **attributes: Any) -> Tensor:
-        _multi.ops["amax_slices"](starts, amax, x, **attributes)
+        torch.ops.qshard.amax_slices(starts, amax, x, **attributes)
         return amax
 
     def cast_slices(
         self, starts: Tensor, scale: Tensor, x: Sequence[Tensor], data: Sequence[Tensor], **attributes: Any
     ) -> Sequence[Tensor]:
-        _multi.ops["cast_slices"](starts, scale, x, data, **attributes)
+        torch.ops.qshard.cast_slices(starts, scale, x, data, **attributes)
         return data
 
     def cast_slices_stochastic(
@@ -68,5 +68,5 @@ class SliceOps:
         data: Sequence[Tensor],
         **attributes: Any,
     ) -> Sequence[Tensor]:
-        _multi.ops["cast_slices_stochastic"](starts, seeds, scale, x, data, **attributes)
+        torch.ops.qshard.cast_slices_stochastic(starts, seeds, scale, x, data, **attributes)
         return data

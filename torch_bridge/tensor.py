@@ -11,7 +11,7 @@ from qshard import pipeline
 from qshard.formats import Format, Usage
 from qshard.layout import matrix_shape, plane
 from qshard.pipeline import Parts
-from qshard.torch_bridge._ops import ops
+from qshard.torch_bridge.ops import ops
 
 __all__ = ["Plane", "QuantizedTensor", "as_matrix", "as_stored", "show"]
 

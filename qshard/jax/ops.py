@@ -7,7 +7,7 @@ under `vmap`, remat and export, because XLA itself can cut it:
   its buffers have in common, and gathers what is cut along later axes;
 - a Shardy rule, made from the op's axis pattern, carries shardings through it.
 
-So a caller views its operands such that what may be cut is a leading axis of all of them (`_runs.py`). A plain
+So a caller views its operands such that what may be cut is a leading axis of all of them (`runs.py`). A plain
 `jax.ffi.ffi_call` would gather a sharded operand, silently.
 
 A transposed result has no leading axis in common with its operand. The primitive gives it the operand's logical axes,
@@ -41,7 +41,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from qshard import _ffi
 from qshard.ops import Axes, Binding, Factor, OpSpec, table
 
-__all__ = ["Op", "bind", "may_be_cut", "names_of", "register_handlers"]
+__all__ = ["Op", "bind", "encoded", "may_be_cut", "names_of", "register_handlers", "target_of"]
 
 _registered: set[str] = set()
 
@@ -53,12 +53,13 @@ def register_handlers(platform: str, handlers: Mapping[str, Any]) -> None:
     the targets must exist, and are not run: register those of the CPU as "CUDA".
     """
     for name, handler in handlers.items():
-        jax.ffi.register_ffi_target(_target(name), handler, platform=platform)
+        jax.ffi.register_ffi_target(target_of(name), handler, platform=platform)
     if handlers:
         _registered.add(platform.lower())
 
 
-def _target(name: str) -> str:
+def target_of(name: str) -> str:
+    """The name of an op among XLA's targets."""
     return f"qshard_{name}"
 
 
@@ -88,8 +89,8 @@ class Op:
         self._leading_axes = first[1:] if isinstance(first, str) else None
         alike = {operand.terms for operand in (*spec.inputs, *spec.outputs)} - {("...",)}
         self._elementwise = alike == {(f"*{self._leading_axes}",)}
-        jax.ffi.register_ffi_target_as_batch_partitionable(_target(spec.name))
-        self._primitive = Primitive(_target(spec.name))
+        jax.ffi.register_ffi_target_as_batch_partitionable(target_of(spec.name))
+        self._primitive = Primitive(target_of(spec.name))
         self._primitive.multiple_results = True
         self._primitive.def_impl(self._run)
         self._primitive.def_abstract_eval(self._type)
@@ -197,7 +198,7 @@ class Op:
             )
         binding = self._bind(shapes, options)
         rule = jax.ffi.ffi_lowering(
-            _target(self.spec.name),
+            target_of(self.spec.name),
             # Layouts here run from minor to major.
             operand_layouts=[binding.input_order(i)[1][::-1] for i in range(len(ctx.avals_in))],
             result_layouts=[binding.in_operand_order(i)[1][::-1] for i in range(len(ctx.avals_out))],
@@ -213,7 +214,7 @@ class Op:
                 "sdy.sharding_rule": ir.Attribute.parse(_shardy_rule(binding)),
             },
         )
-        return rule(ctx, *operands, **{name: _encoded(value) for name, value in self._attributes(options).items()})
+        return rule(ctx, *operands, **{name: encoded(value) for name, value in self._attributes(options).items()})
 
     def _batch(
         self,
@@ -262,8 +263,8 @@ def _jitted(primitive: Primitive, options: tuple[tuple[str, Any], ...]) -> Calla
     return jax.jit(functools.partial(primitive.bind, **dict(options)))
 
 
-def _encoded(value: Any) -> Any:
-    """NumPy scalars have the width that handlers decode; a Python float is 64 bits wide under x64."""
+def encoded(value: Any) -> Any:
+    """An attribute for XLA. NumPy scalars have the width that handlers decode; Python floats are 64 bits wide under x64."""
     if isinstance(value, bool | str):
         return value
     return np.float32(value) if isinstance(value, float) else np.int64(value)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from qshard.jax import _multi, ops
+from qshard.jax import list_ops, ops
 from qshard.jax.amax import integer_max
 from qshard.jax.cuts import vary_alike
 from qshard.jax.runs import reshape_as, split_rows
@@ -27,7 +27,7 @@ from qshard.ops import multi_table
 
 
 def __getattr__(name: str) -> Any:
-    return _multi.bind(name) if name in multi_table() else getattr(ops, name)
+    return list_ops.bind(name) if name in multi_table() else getattr(ops, name)
 
 
 def transposed(a: jax.Array) -> jax.Array:

@@ -13,7 +13,7 @@ import torch
 import qshard
 from qshard import _ffi
 from qshard.formats import E4M3
-from qshard.torch_bridge import _ops
+from qshard.torch_bridge.ops import call_into
 
 OPS = torch.ops.qshard
 HANDLERS = _ffi.handlers("cpu")
@@ -130,13 +130,13 @@ def test_negated_views_are_not_read_as_they_lie():
     x = torch._neg_view(torch.ones(4))
     assert torch.equal(OPS.cast_tensor(x, torch.ones(()), **CAST).view(torch.float8_e4m3fn).float(), -torch.ones(4))
     with pytest.raises(ValueError, match=r"cast_tensor: a tensor is a negated view.* call .resolve_neg"):
-        _ops.call_into("cast_tensor", (x, torch.ones(())), (torch.zeros(4, dtype=torch.uint8),), CAST)
+        call_into("cast_tensor", (x, torch.ones(())), (torch.zeros(4, dtype=torch.uint8),), CAST)
 
 
 def test_threads(monkeypatch):
     """What the environment asks for, then what torch uses, then what was set."""
     code = (
-        "import sys, torch, qshard; from qshard.torch_bridge import _ops; first = qshard.num_threads()\n"
+        "import sys, torch, qshard; from qshard.torch_bridge import ops; first = qshard.num_threads()\n"
         "call = lambda: torch.ops.qshard.amax_tensor(torch.ones(4))\n"
         "torch.set_num_threads(3); call(); second = qshard.num_threads()\n"
         "qshard.set_num_threads(5); call(); print(first, second, qshard.num_threads())"

@@ -15,7 +15,7 @@ import hlo
 from awkward import TAME, assert_bits_equal, awkward_values
 from qshard import formats, reference
 from qshard.formats import Usage
-from qshard.jax import _multi, cast_master, join_pieces, quantize
+from qshard.jax import cast_master, join_pieces, list_ops, quantize
 from qshard.master import plan_master
 
 P = PartitionSpec
@@ -134,4 +134,4 @@ def test_bad_input():
 def test_handlers_check_for_themselves(change, message):
     options = {"block_cols": 2, "block_rows": 1, "rounded_to": "float32", "shapes": (2, 4), "whole": "none"} | change
     with pytest.raises(Exception, match=message):
-        _multi.bind("amax_slices")(np.zeros((1, 2), np.uint32), jnp.zeros(4), [jnp.ones(3)], **options)
+        list_ops.bind("amax_slices")(np.zeros((1, 2), np.uint32), jnp.zeros(4), [jnp.ones(3)], **options)

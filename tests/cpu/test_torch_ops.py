@@ -12,7 +12,7 @@ from awkward import awkward_values
 from qshard import _ffi
 from qshard.formats import E4M3
 from qshard.ops import OpSpec, table
-from qshard.torch_bridge import _ops
+from qshard.torch_bridge.ops import _no_kernels, call_into
 
 ops = torch.ops.qshard
 E4M3_CODES = {"element": "float8_e4m3fn"}
@@ -97,7 +97,7 @@ def test_call_into_writes_what_the_op_returns(spec):
     inputs, keywords = sample(spec)
     expected = as_tuple(getattr(ops, spec.name)(*inputs, **keywords))
     given = [torch.full_like(x, 77) for x in expected]
-    _ops.call_into(spec.name, inputs, given, {name: keywords[name] for name in spec.attributes if name != "split"})
+    call_into(spec.name, inputs, given, {name: keywords[name] for name in spec.attributes if name != "split"})
     assert all(torch.equal(a, b) for a, b in zip(given, expected, strict=True))
 
 
@@ -211,14 +211,14 @@ def test_gradients_are_no_concern_under_no_grad():
 )
 def test_call_into_refuses_tensors_without_memory(x, error, text):
     with pytest.raises(error, match=text):
-        _ops.call_into("amax_tensor", (x,), (torch.empty(()),), {})
+        call_into("amax_tensor", (x,), (torch.empty(()),), {})
 
 
 def test_a_device_without_kernels_is_named():
     if _ffi.cuda_built:
         pytest.skip("this build has kernels for every device")
     with pytest.raises(NotImplementedError, match=r"amax_tensor: device .cuda:0. is not one that this build"):
-        raise _ops._no_kernels("amax_tensor", torch.device("cuda:0"))
+        raise _no_kernels("amax_tensor", torch.device("cuda:0"))
 
 
 def test_a_dtensor_is_refused_with_the_name_of_the_op(tmp_path):

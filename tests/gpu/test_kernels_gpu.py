@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 from qshard import _ffi, pipeline  # noqa: E402
 from qshard.formats import FORMATS, Usage  # noqa: E402
 from qshard.torch_bridge import quantize  # noqa: E402
-from qshard.torch_bridge._ops import ops  # noqa: E402
+from qshard.torch_bridge.ops import ops  # noqa: E402
 
 E4M3 = {"element": "float8_e4m3fn"}
 

@@ -22,8 +22,9 @@ from qshard.formats import (  # noqa: E402
     Usage,
 )
 from qshard.recipes import MXFP8, CurrentScaling  # noqa: E402
-from qshard.torch_bridge import Linear, _ops, linear, quantize, update_delayed  # noqa: E402
+from qshard.torch_bridge import Linear, linear, quantize, update_delayed  # noqa: E402
 from qshard.torch_bridge.gemm import Operand, matmul  # noqa: E402
+from qshard.torch_bridge.ops import call_into  # noqa: E402
 from torch_ranks import run  # noqa: E402
 
 FRONT = TorchFront("cuda")
@@ -50,7 +51,7 @@ def test_work_goes_to_the_current_stream():
         x.copy_(new)
         q = quantize(x, FP8_E4M3, usage=Usage.BOTH)
         scale = torch.ones((), device="cuda")
-        _ops.call_into("cast_tensor", (x, scale), (given,), {"element": "float8_e4m3fn"})
+        call_into("cast_tensor", (x, scale), (given,), {"element": "float8_e4m3fn"})
     side.synchronize()
     assert_is_the_reference(q, values, FP8_E4M3)
     assert_bits_equal(FRONT.numpy(given), reference.encode(values, FP8_E4M3.element))

@@ -25,8 +25,7 @@ from qshard.formats import Format, Usage
 from qshard.layout import plane
 from qshard.master import plan_master
 from qshard.sharding import shard_rows
-from qshard.torch_bridge._multi import call_in_place
-from qshard.torch_bridge._ops import dtype_name, into, ops
+from qshard.torch_bridge.ops import call_in_place, dtype_name, into, ops
 from qshard.torch_bridge.tensor import QuantizedTensor
 from qshard.torch_bridge.words import words
 

@@ -16,10 +16,10 @@ from torch.utils import _pytree as pytree
 from qshard import pipeline
 from qshard.formats import Usage
 from qshard.pipeline import Parts, Scales
-from qshard.torch_bridge._ops import into
 from qshard.torch_bridge.dtensor import local_of, wrapped_like
 from qshard.torch_bridge.fsdp.scales import ScaleState
 from qshard.torch_bridge.fsdp.shards import ShardPlan
+from qshard.torch_bridge.ops import into
 from qshard.torch_bridge.tensor import QuantizedTensor
 
 __all__ = ["ShardedWeight", "plain", "wrap"]

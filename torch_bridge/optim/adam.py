@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from qshard.adam import settings
-from qshard.torch_bridge._multi import call_in_place
-from qshard.torch_bridge._ops import dtype_name
+from qshard.torch_bridge.ops import call_in_place, dtype_name
 from qshard.torch_bridge.optim.adam_state import SCALED, check_group, initialize, memory_of
 
 __all__ = ["Adam"]

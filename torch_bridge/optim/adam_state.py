@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor
 
 from qshard import adam
 from qshard.adam import BLOCK
-from qshard.torch_bridge._ops import dtype_name
 from qshard.torch_bridge.dtensor import local_of, wrapped_like
 from qshard.torch_bridge.fsdp.weight import ShardedWeight
+from qshard.torch_bridge.ops import dtype_name
 from qshard.torch_bridge.tensor import QuantizedTensor
 
 __all__ = ["SCALED", "check_group", "initialize", "memory_of"]

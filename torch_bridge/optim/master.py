@@ -17,7 +17,7 @@ from qshard.formats import Usage
 from qshard.layout import plane
 from qshard.master import MasterPlan
 from qshard.pipeline import Parts
-from qshard.torch_bridge import _ops
+from qshard.torch_bridge.ops import dtype_name
 from qshard.torch_bridge.optim.slices import QuantizedSlice
 from qshard.torch_bridge.quantize import max_over_ranks
 from qshard.torch_bridge.slice_ops import SliceOps
@@ -65,8 +65,8 @@ class CastPlan:
             [tuple(weight.shape) for weight in of_planes],
             [weight.format for weight in of_planes],
             usages=usages,
-            dtype=_ops.dtype_name(dtype),
-            rounded_to=[None if parity == "master" else _ops.dtype_name(weight.dtype) for weight in of_planes],
+            dtype=dtype_name(dtype),
+            rounded_to=[None if parity == "master" else dtype_name(weight.dtype) for weight in of_planes],
         )
         self.dtype, self.weights = dtype, len(weights)
         self.device = _parts(weights[0], usages[0]).data.device if weights else torch.device("cpu")

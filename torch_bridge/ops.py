@@ -1,7 +1,13 @@
-"""Every op of the library as `torch.ops.qshard.<op>`, bound by one function from the table in `ops.def`.
+"""Every op of the library as `torch.ops.qshard.<op>`, bound from the table in `ops.def`.
 
-A torch op allocates its results; the XLA FFI handler, the one that JAX calls too, fills them. `call_into` is the same
-without the allocation: for code that owns its buffers, as the hooks of a sharded weight do.
+`bind` makes those on single tensors: a torch op allocates its results; the XLA FFI handler, the one that JAX calls too,
+fills them. `call_into` is the same without the allocation: for code that owns its buffers, as the hooks of a sharded
+weight do.
+
+`bind_list` makes those on lists of tensors: one call, and a constant number of launches, for a model. Such an op
+returns nothing. It changes operands in place, those that `ops.def` names as its results, and its schema says which:
+`torch.compile` and graph capture see what is written. Optional lists may be empty, as the op's attributes say; all
+others have one length. `call_in_place` is the same without torch's dispatcher.
 
 Codes, and scales of one byte, are uint8 at this edge, since neither Inductor nor gloo knows every eight-bit float;
 `Plane` shows them as what they are. Ops on blocks take matrices as they are: the attribute `split`, which is for XLA,
@@ -11,6 +17,7 @@ is always False here. No op has a derivative: gradients pass through `Linear`.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -20,11 +27,11 @@ from torch import Tensor
 
 from qshard import _ffi
 from qshard.formats import ELEMENTS
-from qshard.ops import OpSpec, table
+from qshard.ops import OpSpec, multi_table, table
 
-__all__ = ["bind", "call_into", "dtype_name", "into", "ops"]
+__all__ = ["bind", "bind_list", "call_in_place", "call_into", "dtype_name", "into", "ops"]
 
-_CPU, _CUDA = _ffi.handlers("cpu"), _ffi.handlers("cuda")
+_HANDLERS = {"CPU": _ffi.handlers("cpu"), "CUDA": _ffi.handlers("cuda")}
 _LIBRARY = torch.library.Library("qshard", "DEF")
 _is_negated = torch.Tensor.is_neg
 _SPLIT = frozenset(spec.name for spec in table().values() if "split" in spec.attributes)
@@ -57,14 +64,53 @@ def call_into(op: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], attr
 
 
 def _run(op: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], attributes: Mapping[str, Any]) -> None:
-    if outputs[0].is_cuda:
-        handlers = _CUDA
+    if op in _SPLIT:
+        attributes = {**attributes, "split": False}
+    _ffi.call(_handler(op, outputs[0]), inputs, outputs, attributes)
+
+
+def call_in_place(op: str, operands: Sequence[Tensor | Sequence[Tensor]], attributes: Mapping[str, Any]) -> None:
+    """Runs an op on lists of tensors, on the current stream.
+
+    Args:
+      op: a name in `qshard.ops.multi_table()`.
+      operands: a tensor, or a list of them, for each operand; plain and contiguous, on one device.
+      attributes: exactly those of the op.
+
+    Raises:
+      ValueError, TypeError: the handler does not take these tensors; nothing was written.
+
+    No autograd, no tracing.
+    """
+    spec = multi_table()[op]
+    written = {operand.name for operand in spec.outputs}
+    inputs: list[Tensor] = []
+    outputs: list[Tensor] = []
+    for operand, tensors in zip(spec.inputs, operands, strict=True):
+        several = tensors if operand.many else (tensors,)
+        inputs.extend(several)  # type: ignore[arg-type]
+        if operand.name in written:
+            outputs.extend(several)  # type: ignore[arg-type]
+    if not outputs:
+        return
+    try:
+        _ffi.call(_handler(op, outputs[0]), inputs, outputs, attributes)
+    except ValueError:
+        _check_lists(spec, operands)  # As in `bind`.
+        raise
+    torch.autograd.graph.increment_version([t for t in outputs if not t.is_inference()])
+
+
+def _handler(op: str, tensor: Tensor) -> Any:
+    """The handler for the device of a tensor. Those of CPUs use as many threads as torch does."""
+    if tensor.is_cuda:
+        handlers = _HANDLERS["CUDA"]
     else:
-        handlers = _CPU
+        handlers = _HANDLERS["CPU"]
         _ffi.follow_num_threads(torch.get_num_threads())
     if not handlers:
-        raise _no_kernels(op, outputs[0].device)
-    _ffi.call(handlers[op], inputs, outputs, {**attributes, "split": False} if op in _SPLIT else attributes)
+        raise _no_kernels(op, tensor.device)
+    return handlers[op]
 
 
 class into:
@@ -149,7 +195,40 @@ def bind(spec: OpSpec) -> Callable[..., Any]:
         return made[0] if single else tuple(made)
 
     _LIBRARY.define(_schema(spec), tags=[torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag])
-    for device in ("CPU", "CUDA"):
+    for device in _HANDLERS:
+        _LIBRARY.impl(spec.name, run, device)
+    torch.library.register_fake(f"qshard::{spec.name}", fake, lib=_LIBRARY)
+    return getattr(torch.ops.qshard, spec.name)  # type: ignore[no-any-return]
+
+
+def bind_list(spec: OpSpec) -> Callable[..., None]:
+    """Makes the torch op of `spec`: a mutating schema, a fake implementation that does nothing, and the handler.
+
+    Arguments are the operands, then by keyword the attributes.
+
+    Args:
+      spec: a row of `qshard.ops.multi_table()`.
+
+    Returns:
+      `torch.ops.qshard.<name>`, which returns None.
+    """
+    names = sorted(spec.attributes)
+
+    def run(*operands: Any, **attributes: Any) -> None:
+        for operand, tensors in zip(spec.inputs, operands, strict=True):
+            for t in tensors if operand.many else (tensors,):
+                if t.requires_grad and torch.is_grad_enabled():
+                    raise ValueError(
+                        f"{spec.name}: {operand.name} (requires grad) is not data alone, and the op has no derivative; "
+                        "pass .detach(), or call it under torch.no_grad()"
+                    )
+        call_in_place(spec.name, operands, {name: attributes[name] for name in names})
+
+    def fake(*operands: Any, **attributes: Any) -> None:
+        pass
+
+    _LIBRARY.define(_list_schema(spec), tags=[torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag])
+    for device in _HANDLERS:
         _LIBRARY.impl(spec.name, run, device)
     torch.library.register_fake(f"qshard::{spec.name}", fake, lib=_LIBRARY)
     return getattr(torch.ops.qshard, spec.name)  # type: ignore[no-any-return]
@@ -212,6 +291,17 @@ def _schema(spec: OpSpec) -> str:
     return f"{spec.name}({operands}{', *, ' if keywords else ''}{', '.join(keywords)}) -> {results}"
 
 
+def _list_schema(spec: OpSpec) -> str:
+    written = {operand.name for operand in spec.outputs}
+    aliases = iter("abcdefgh")
+    operands = []
+    for operand in spec.inputs:
+        kind = f"Tensor({next(aliases)}!)" if operand.name in written else "Tensor"
+        operands.append(f"{kind}{'[]' if operand.many else ''} {operand.name}")
+    keywords = [f"{kind} {name}" for name, kind in spec.attributes.items()]
+    return f"{spec.name}({', '.join(operands)}{', *, ' if keywords else ''}{', '.join(keywords)}) -> ()"
+
+
 def _check_no_grad(spec: OpSpec, inputs: Sequence[Tensor]) -> None:
     for x, operand in zip(inputs, spec.inputs, strict=True):
         if x.requires_grad:
@@ -233,6 +323,22 @@ def _check_tensors(spec: OpSpec, inputs: Sequence[Tensor]) -> None:
             raise ValueError(
                 f"{spec.name}: {operand.name} (strides {strides}) is not contiguous; call .contiguous() on it"
             )
+
+
+def _check_lists(spec: OpSpec, operands: Sequence[Any]) -> None:
+    """The host counts operands in a row; this says which one does not fit."""
+    flat = itertools.chain.from_iterable(
+        [(f"{o.name}[{i}]", t) for i, t in enumerate(tensors)] if o.many else [(o.name, tensors)]
+        for o, tensors in zip(spec.inputs, operands, strict=True)
+    )
+    first: Tensor | None = None
+    for name, t in flat:
+        first = t if first is None else first
+        if not t.is_contiguous():
+            strides = tuple(t.stride())
+            raise ValueError(f"{spec.name}: {name} (strides {strides}) is not contiguous; call .contiguous() on it")
+        if t.device != first.device:
+            raise ValueError(f"{spec.name}: {name} ({t.device}) is not on {first.device}; move them to one device")
 
 
 def _no_kernels(op: str, device: torch.device) -> NotImplementedError:
@@ -261,3 +367,6 @@ ops = SimpleNamespace(
     transposed=_transposed,
     transposed_squares=_transposed_squares,
 )
+
+for _spec in multi_table().values():
+    bind_list(_spec)

@@ -10,18 +10,18 @@ the mesh axes that any operand varies over. XLA cannot cut them; under `jit` alo
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
-from qshard.jax.ops import _encoded, _target
+from qshard.jax.cuts import vary_alike
+from qshard.jax.ops import encoded, target_of
 from qshard.ops import multi_table
 
-__all__ = ["bind", "varying_alike"]
+__all__ = ["bind"]
 
 
 @functools.cache
@@ -42,12 +42,12 @@ def bind(name: str) -> Callable[..., Any]:
             [jnp.asarray(x) for x in operand] if o.many else [jnp.asarray(operand)]
             for o, operand in zip(spec.inputs, operands, strict=True)
         ]
-        flat = varying_alike([x for arrays in lists for x in arrays])
+        flat = vary_alike(*(x for arrays in lists for x in arrays))
         begins = np.cumsum([0, *map(len, lists)])
         written = [next(i for i, o in enumerate(spec.inputs) if o.name == out.name) for out in spec.outputs]
         positions = [p for i in written for p in range(begins[i], begins[i + 1])]
         call = jax.ffi.ffi_call(
-            _target(name),
+            target_of(name),
             [_result(flat[p]) for p in positions],
             input_output_aliases={p: r for r, p in enumerate(positions)},
         )
@@ -60,16 +60,6 @@ def bind(name: str) -> Callable[..., Any]:
     return run
 
 
-def varying_alike(arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    """The arrays, all varying over the manual mesh axes that any of them varies over."""
-    varying = frozenset[Any]().union(*(jax.typeof(a).manual_axis_type.varying for a in arrays))
-    alike = []
-    for array in arrays:
-        missing = tuple(sorted(varying - jax.typeof(array).manual_axis_type.varying))
-        alike.append(lax.pcast(array, missing, to="varying") if missing else array)
-    return alike
-
-
 def _result(array: jax.Array) -> Any:
     """The type of an operand, with the axes it varies over, as a result."""
     aval = jax.typeof(array)
@@ -77,4 +67,4 @@ def _result(array: jax.Array) -> Any:
 
 
 def _attribute(value: Any) -> Any:
-    return np.asarray(value, np.int64) if isinstance(value, tuple | list) else _encoded(value)
+    return np.asarray(value, np.int64) if isinstance(value, tuple | list) else encoded(value)
