@@ -264,7 +264,7 @@ def _jitted(primitive: Primitive, options: tuple[tuple[str, Any], ...]) -> Calla
 
 
 def encoded(value: Any) -> Any:
-    """An attribute for XLA. NumPy scalars have the width that handlers decode; Python floats are 64 bits wide under x64."""
+    """An attribute as handlers decode it: in the width of NumPy, as a Python float has 64 bits under x64."""
     if isinstance(value, bool | str):
         return value
     return np.float32(value) if isinstance(value, float) else np.int64(value)
