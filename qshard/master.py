@@ -247,7 +247,8 @@ def cast_master(
         return []
     found = amaxes(ops, plan, masters, starts)
     made = scales(ops, plan, found if reduce_max is None else reduce_max(found))
-    codes = cast(ops, plan, data, masters, starts, made, pieces=pieces, seeds=seeds)
+    encoding = [of_bucket.scale for of_bucket in made]
+    codes = cast(ops, plan, data, masters, starts, encoding, pieces=pieces, seeds=seeds)
     results: dict[int, Parts] = {}
     for bucket, of_bucket, changed in zip(plan.buckets, made, codes, strict=True):
         for i, each, of in zip(bucket.indices, changed, bucket.split_scales(of_bucket), strict=True):
@@ -295,7 +296,7 @@ def cast(
     data: Sequence[Array],
     masters: Sequence[Array],
     starts: Array,
-    made: Sequence[Scales],
+    scales: Sequence[Array],
     *,
     pieces: bool = False,
     seeds: Array | None = None,
@@ -303,19 +304,19 @@ def cast(
     """The codes of the slices of each bucket, written into `data`.
 
     Args:
-      made: the scales of each bucket; of them only `scale` is read.
+      scales: of each bucket, what encodes its blocks, one after the other: `Scales.scale`.
       ops, plan, data, masters, starts, pieces, seeds: as for `cast_master`.
     """
     codes = []
-    for bucket, of in zip(plan.buckets, made, strict=True):
+    for bucket, scale in zip(plan.buckets, scales, strict=True):
         lists = ([masters[i] for i in bucket.indices], [data[i] for i in bucket.indices])
         options = {**bucket.attributes, "pieces": pieces}
         if bucket.fmt.stochastic:
             words = (ops.of_bucket(starts, bucket), ops.of_bucket(seeds, bucket))
-            codes.append(ops.cast_slices_stochastic(*words, of.scale, *lists, **options))
+            codes.append(ops.cast_slices_stochastic(*words, scale, *lists, **options))
         else:
             options["element"] = bucket.fmt.element.name
-            codes.append(ops.cast_slices(ops.of_bucket(starts, bucket), of.scale, *lists, **options))
+            codes.append(ops.cast_slices(ops.of_bucket(starts, bucket), scale, *lists, **options))
     return codes
 
 

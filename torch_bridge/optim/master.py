@@ -16,7 +16,7 @@ from qshard import master
 from qshard.formats import Usage
 from qshard.layout import plane
 from qshard.master import MasterPlan
-from qshard.pipeline import Parts
+from qshard.pipeline import Parts, Scales
 from qshard.torch_bridge.ops import dtype_name
 from qshard.torch_bridge.optim.slices import QuantizedSlice
 from qshard.torch_bridge.quantize import max_over_ranks
@@ -36,6 +36,11 @@ class CastPlan:
       weights: those that will be cast: all `QuantizedTensor`, whole, or all `QuantizedSlice`.
       dtype: of the masters, of all of them: a rank without a slice must know it too.
       parity: "master": quantize masters as they are; "model": round them to the dtype of the weight first.
+
+    Attributes:
+      plan, ops: what the steps of `qshard.master` take.
+      owners: for each plane of the plan, which weight it is of.
+      pieces: whether weights are `QuantizedSlice`s.
 
     Raises:
       ValueError: as `qshard.master.plan_master`.
@@ -70,7 +75,7 @@ class CastPlan:
         )
         self.dtype, self.weights = dtype, len(weights)
         self.device = _parts(weights[0], usages[0]).data.device if weights else torch.device("cpu")
-        self._ops = SliceOps(self.plan, self.device)
+        self.ops = SliceOps(self.plan, self.device)
         planes = torch.tensor(self.owners, dtype=torch.int64)
         self._owners = None if len(self.owners) == self.weights else planes.to(self.device)
 
@@ -83,6 +88,49 @@ class CastPlan:
         pairs = words("cast_master", name, numbers, self.device, self.weights)
         # Indexed as int32: CUDA does not index uint32.
         return pairs if self._owners is None else pairs.view(torch.int32)[self._owners]
+
+    def amaxes(self, masters: Sequence[Tensor], starts: Tensor) -> list[Tensor]:
+        """What this rank's slices know of the amaxes of each plane's blocks, in the shape of its scales.
+
+        Delayed scaling keeps them for the next scale. No communication: the amax of a block is the maximum over ranks.
+
+        Args:
+          masters: a slice for each plane, flat, maybe empty.
+          starts: `words` of them.
+        """
+        found = master.amaxes(self.ops, self.plan, masters, starts)
+        of_planes: dict[int, Tensor] = {}
+        for bucket in self.plan.buckets:
+            of_blocks = [grid for grid, _ in bucket.split_amaxes(found)]
+            of_planes.update(zip(bucket.indices, of_blocks, strict=True))
+        return [of_planes[i] for i in range(len(self.owners))]
+
+    def cast(
+        self,
+        weights: Sequence[QuantizedTensor | QuantizedSlice],
+        masters: Sequence[Tensor],
+        starts: Tensor,
+        scales: Sequence[Scales],
+    ) -> None:
+        """Writes the codes of slices under scales that are known, as in delayed scaling, and those scales, in place.
+
+        Args:
+          weights: of the plan.
+          masters, starts: as for `amaxes`.
+          scales: of each plane, the same on all ranks. Nothing is rounded stochastically.
+
+        No communication.
+        """
+        targets = self.targets(weights)
+        encoding = [torch.cat([scales[i].scale.view(-1) for i in bucket.indices]) for bucket in self.plan.buckets]
+        data = [target.data for target in targets]
+        master.cast(self.ops, self.plan, data, masters, starts, encoding, pieces=self.pieces)
+        made = [Parts(codes, each.scale_inv, each.global_scale_inv) for codes, each in zip(data, scales, strict=True)]
+        _write_scales(weights, targets, made)
+
+    def targets(self, weights: Sequence[QuantizedTensor | QuantizedSlice]) -> list[Parts]:
+        """The planes of weights that are written to, in the order of the plan."""
+        return [_parts(weights[i], usage) for i, usage in zip(self.owners, self.plan.usages, strict=True)]
 
 
 def cast_master(
@@ -138,9 +186,9 @@ def cast_master(
     slices = [
         torch.empty(0, dtype=plan.dtype, device=plan.device) if m is None else m.detach().view(-1) for m in masters
     ]
-    targets = [_parts(weights[i], usage) for i, usage in zip(plan.owners, plan.plan.usages, strict=True)]
+    targets = plan.targets(weights)
     made = master.cast_master(
-        plan._ops,
+        plan.ops,
         [target.data for target in targets],
         [slices[i] for i in plan.owners],
         plan.words("starts", starts),
@@ -149,13 +197,7 @@ def cast_master(
         pieces=plan.pieces,
         seeds=None if seeds is None else plan.words("seeds", seeds),
     )
-    for part in (1, 2):  # scale_inv, global_scale_inv
-        pairs = [(old[part], new[part]) for old, new in zip(targets, made, strict=True)]
-        if there := [(old, new) for old, new in pairs if old is not None and new is not None]:
-            torch._foreach_copy_([old for old, _ in there], [new for _, new in there])
-    for weight in weights:
-        if isinstance(weight, QuantizedTensor) and weight.format.transposes:
-            weight.columnwise_is_stale = True
+    _write_scales(weights, targets, made)
 
 
 def update_columnwise(weights: Sequence[QuantizedTensor]) -> None:
@@ -206,6 +248,17 @@ def _parts(weight: QuantizedTensor | QuantizedSlice, usage: Usage) -> Parts:
     parts = weight.parts if isinstance(weight, QuantizedSlice) else weight.parts(usage)
     assert parts is not None
     return parts
+
+
+def _write_scales(weights: Sequence[Any], targets: Sequence[Parts], made: Sequence[Parts]) -> None:
+    """Copies new scales to where weights have theirs, once their codes are written."""
+    for part in (1, 2):  # scale_inv, global_scale_inv
+        pairs = [(old[part], new[part]) for old, new in zip(targets, made, strict=True)]
+        if there := [(old, new) for old, new in pairs if old is not None and new is not None]:
+            torch._foreach_copy_([old for old, _ in there], [new for _, new in there])
+    for weight in weights:
+        if isinstance(weight, QuantizedTensor) and weight.format.transposes:
+            weight.columnwise_is_stale = True
 
 
 def _check(plan: CastPlan, weights: Sequence[Any], masters: Sequence[Tensor | None]) -> None:

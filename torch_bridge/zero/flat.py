@@ -23,7 +23,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from qshard.adam import BLOCK
 from qshard.formats import Format, Usage
-from qshard.layout import plane
+from qshard.layout import code_columns, data_columns, plane
 from qshard.master import piece_bytes
 from qshard.torch_bridge.delayed import DelayedScale
 from qshard.torch_bridge.fsdp.weight import plain
@@ -83,19 +83,16 @@ class Weight:
 
     @property
     def bytes(self) -> int:
-        return self._bytes_of(self.size)
+        return self.bytes_of(self.size)
 
-    def _bytes_of(self, elements: int) -> int:
-        if self.fmt is None:
-            return elements * self.dtype.itemsize
-        return -(-elements // self.fmt.element.codes_per_byte)
+    def bytes_of(self, elements: int) -> int:
+        """How long its first elements are in the buffer. No cut is amid a byte."""
+        return elements * self.dtype.itemsize if self.fmt is None else data_columns(self.fmt, elements)
 
     def elements(self, lo: int, hi: int) -> tuple[int, int]:
         """Which of its elements are in bytes [lo, hi) of the buffer."""
-        per_byte = 1 if self.fmt is None else self.fmt.element.codes_per_byte
-        per_element = self.dtype.itemsize if self.fmt is None else 1
-        ends = (min(max(end - self.first, 0), self.bytes) * per_byte // per_element for end in (lo, hi))
-        start, stop = (min(end, self.size) for end in ends)
+        ends = (min(max(end - self.first, 0), self.bytes) for end in (lo, hi))
+        start, stop = (end // self.dtype.itemsize if self.fmt is None else code_columns(self.fmt, end) for end in ends)
         return start, stop
 
 
@@ -164,7 +161,7 @@ class Flat:
         self.free()
 
     def _slice(self, weight: Weight, start: int, master: Tensor, lo: int) -> Slice:
-        first = weight.first + weight._bytes_of(start) - lo if master.numel() else 0
+        first = weight.first + weight.bytes_of(start) - lo if master.numel() else 0
         parameter = nn.Parameter(master.view(1, -1) if len(weight.shape) > 1 else master)
         if weight.fmt is None:
             there = self.shard[first : first + master.numel() * weight.dtype.itemsize]
@@ -189,7 +186,7 @@ class Flat:
             new = nn.Parameter(QuantizedTensor(weight.fmt, weight.shape, weight.dtype, rowwise=parts))
         weight.parameter = new
         for module, name in weight.owners:
-            module._parameters[name] = new
+            module.register_parameter(name, new)
 
     @property
     def own(self) -> int:

@@ -32,6 +32,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from qshard.pipeline import Scales
 from qshard.torch_bridge.delayed import update_delayed
 from qshard.torch_bridge.fsdp.weight import plain
 from qshard.torch_bridge.optim.adam import Adam
@@ -296,11 +297,8 @@ class _Cast:
         self._masters = [piece.master.detach().view(-1) for piece in self.slices]
         self._states = [piece.weight.delayed for piece in self.slices if piece.weight.delayed is not None]
         self._parity: Literal["model", "master"] = parity
-        if self.slices:
-            self._plan = CastPlan(self._pieces, parity=parity)
-            starts = torch.tensor([piece.start for piece in self.slices], dtype=torch.int64)
-            self._starts = starts.to(self._plan.device)
-            self._words = self._plan.words("starts", self._starts)
+        self._plan = CastPlan(self._pieces, parity=parity)
+        self._starts = self._plan.words("starts", [piece.start for piece in self.slices])
 
     def current(self, ranks: Ranks) -> None:
         """Codes and scales. One all-reduce."""
@@ -310,31 +308,13 @@ class _Cast:
 
     def delayed(self) -> None:
         """Codes with the scales that are known."""
-        for bucket in self._plan.plan.buckets if self.slices else ():
-            states = [self._states[i] for i in bucket.indices]
-            self._plan._ops.cast_slices(
-                self._plan._ops.of_bucket(self._words, bucket),
-                torch.stack([state.scale for state in states]),
-                [self._masters[i] for i in bucket.indices],
-                [self._pieces[i].data for i in bucket.indices],
-                element=bucket.fmt.element.name,
-                pieces=True,
-                **bucket.attributes,
-            )
-            torch._foreach_copy_(
-                [self._pieces[i].scale_inv for i in bucket.indices], [state.scale_inv for state in states]
-            )
+        scales = [Scales(state.scale, state.scale_inv) for state in self._states]
+        self._plan.cast(self._pieces, self._masters, self._starts, scales)
 
     @torch.no_grad()
     def observe(self) -> None:
         """Notes the amaxes of the slices; `update_delayed` makes those of whole weights of them."""
-        for bucket in self._plan.plan.buckets if self.slices else ():
-            amaxes = self._plan._ops.amax_slices(
-                self._plan._ops.of_bucket(self._words, bucket),
-                self._plan._ops.zeros(bucket.amaxes),
-                [self._masters[i] for i in bucket.indices],
-                whole="none",
-                **bucket.attributes,
-            )
-            for i, amax in zip(bucket.indices, amaxes, strict=True):
-                self._states[i].observe(amax)
+        if self.slices:
+            amaxes = self._plan.amaxes(self._masters, self._starts)
+            for state, amax in zip(self._states, amaxes, strict=True):
+                state.observe(amax)

@@ -21,8 +21,8 @@ def weights_of(model: nn.Module) -> list[Weight]:
     """The parameters to train, each once, in the order of the model."""
     found: dict[int, Weight] = {}
     for prefix, module in model.named_modules():
-        for name, parameter in module._parameters.items():
-            if parameter is None or not parameter.requires_grad:
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if not parameter.requires_grad:
                 continue
             full = f"{prefix}.{name}" if prefix else name
             weight = found.setdefault(id(parameter), Weight(full, parameter, []))
@@ -54,7 +54,7 @@ def _choose_format(weight: Weight) -> None:
     layer = weight.owners[0][0]
     assert isinstance(layer, Linear)
     weight.fmt = fmt
-    if "delayed" in layer._modules:
+    if layer.recipe.stateful:
         state = layer.delayed[Role.WEIGHT.value]
         assert isinstance(state, DelayedScale)
         weight.delayed = state
