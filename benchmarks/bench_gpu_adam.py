@@ -16,7 +16,7 @@ import torch
 
 import rows
 from gpu_timing import Contenders, microseconds, rows_of
-from qshard.torch_bridge import Adam
+from qshard.torch_bridge import AdamW
 
 SHAPE = (1024, 1024)
 FP8 = {"exp_avg_dtype": torch.float8_e4m3fn, "exp_avg_sq_dtype": torch.float8_e5m2}
@@ -52,9 +52,7 @@ def main() -> None:
     contenders: Contenders = {"copy": (8, lambda _: target.copy_(source))}
     for name, (size, dtype, settings) in SETTINGS.items():
         lr = torch.tensor(1e-3, device="cuda")
-        adam = Adam(
-            parameters(options.tensors, dtype), lr=lr, weight_decay=0.1, decoupled_weight_decay=True, **settings
-        )
+        adam = AdamW(parameters(options.tensors, dtype), lr=lr, weight_decay=0.1, **settings)
         contenders[name] = (size, lambda _, adam=adam: adam.step())
     fused = torch.optim.AdamW(
         parameters(options.tensors, torch.float32), lr=1e-3, weight_decay=0.1, fused=True, capturable=True

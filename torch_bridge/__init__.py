@@ -20,7 +20,7 @@ from qshard.torch_bridge.fsdp.scales import update_scales
 from qshard.torch_bridge.fsdp.weight import ShardedWeight
 from qshard.torch_bridge.linear import linear
 from qshard.torch_bridge.nn import Linear
-from qshard.torch_bridge.optim.adam import Adam
+from qshard.torch_bridge.optim.adam import Adam, AdamW
 from qshard.torch_bridge.optim.master import CastPlan, cast_master, update_columnwise
 from qshard.torch_bridge.optim.slices import QuantizedSlice, gather_slices, join_pieces
 from qshard.torch_bridge.quantize import quantize
@@ -29,6 +29,7 @@ from qshard.torch_bridge.zero import ZeroOptimizer
 
 __all__ = [
     "Adam",
+    "AdamW",
     "CastPlan",
     "DelayedScale",
     "Linear",

@@ -14,20 +14,22 @@ from qshard.adam import settings
 from qshard.torch_bridge.ops import call_in_place, dtype_name
 from qshard.torch_bridge.optim.adam_state import SCALED, check_group, initialize, memory_of
 
-__all__ = ["Adam"]
+__all__ = ["Adam", "AdamW"]
 
 
 class Adam(Optimizer):
-    """Adam, or AdamW, on float32 or 16-bit parameters, with states of few bits if asked for.
+    """`torch.optim.Adam` on float32 or 16-bit parameters, with states of few bits if asked for.
 
         m = beta1 m + (1 - beta1) g;   v = beta2 v + (1 - beta2) g g
         u = m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps);   p = p - lr u
         weight decay: g = g + decay p before, or, decoupled, u = u + decay p after
 
+    Names, order and defaults of the first five arguments are torch's. `AdamW` decouples weight decay.
+
     All arithmetic is float32, in the order that NUMERICS.md states, so the results are the same bits on every device,
-    and those of `qshard.jax.adam`. A step is one launch for the settings and one for up to 240 tensors of the same
-    dtypes. Nothing waits for the device, so a step can be captured in a CUDA graph, after one that was not; then give
-    `lr` as a tensor on the device, or it is fixed.
+    and those of `qshard.jax.adam` and `qshard.jax.adamw`. A step is one launch for the settings and one for up to 240
+    tensors of the same dtypes. Nothing waits for the device, so a step can be captured in a CUDA graph, after one that
+    was not; then give `lr` as a tensor on the device, or it is fixed.
 
     States in float16 or FP8 have one float32 scale for every 128 elements of a row (a row is what follows the first
     axis), a power of two. A state of zeros stays zeros, and a second moment that is not 0 never becomes 0, which would
@@ -38,7 +40,7 @@ class Adam(Optimizer):
       params: tensors, DTensors, sharded weights (`ShardedWeight`), or groups of them.
       lr: a number or a tensor of one.
       betas, eps, weight_decay: numbers.
-      decoupled_weight_decay: whether this is AdamW.
+      decoupled_weight_decay: whether this is AdamW: `torch.optim.Adam` has the argument too.
       exp_avg_dtype, exp_avg_sq_dtype: float32, bfloat16, float16, float8_e4m3fn or float8_e5m2.
       master_weights: what a 16-bit parameter lacks of its float32 value. "float32" keeps that value in the state;
         "remainder", for bfloat16, the 16 bits that the parameter lacks, which together are that value exactly (the
@@ -46,7 +48,7 @@ class Adam(Optimizer):
 
     State of a parameter: `step` (float32, on its device), `exp_avg`, `exp_avg_sq`, of which those with scales have
     `exp_avg_scale_inv`, `exp_avg_sq_scale_inv`; and `master` or `remainder`. Of a DTensor, all but `step` are DTensors.
-    A state dict holds them as they are and loads them bit for bit; one of `torch.optim.AdamW` loads too.
+    A state dict holds them as they are and loads them bit for bit; one of torch's Adam or AdamW loads too.
 
     Raises:
       ValueError, TypeError: a setting is not one of these.
@@ -58,7 +60,7 @@ class Adam(Optimizer):
     >>> weight[0, 0].item(), optimizer.state[weight]["exp_avg_scale_inv"].shape
     (0.75, torch.Size([2, 2]))
 
-    Sources: Kingma and Ba, arXiv:1412.6980; Loshchilov and Hutter, arXiv:1711.05101.
+    Sources: Kingma and Ba, arXiv:1412.6980.
     """
 
     def __init__(
@@ -208,6 +210,53 @@ class Adam(Optimizer):
                 hyper[i].fill_(numbers[i])
         written[:] = numbers
         return hyper
+
+
+class AdamW(Adam):
+    """`Adam` with decoupled weight decay, 0.01 by default as in `torch.optim.AdamW`.
+
+    Other frameworks have other defaults: optax's `adamw`, and so `qshard.jax.adamw`, has 0.0001. The op is the same.
+
+    Args:
+      params, lr, betas, eps, weight_decay, exp_avg_dtype, exp_avg_sq_dtype, master_weights: as for `Adam`.
+
+    >>> weight = torch.nn.Parameter(torch.ones(4))
+    >>> weight.grad = torch.zeros(4)
+    >>> AdamW([weight], lr=0.5, weight_decay=0.25).step()
+    >>> weight.detach()
+    tensor([0.8750, 0.8750, 0.8750, 0.8750])
+
+    Sources: Loshchilov and Hutter, arXiv:1711.05101.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        exp_avg_dtype: torch.dtype = torch.float32,
+        exp_avg_sq_dtype: torch.dtype = torch.float32,
+        master_weights: str | None = None,
+    ):
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            decoupled_weight_decay=True,
+            exp_avg_dtype=exp_avg_dtype,
+            exp_avg_sq_dtype=exp_avg_sq_dtype,
+            master_weights=master_weights,
+        )
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:  # As in torch: that of an Adam would not decouple.
+            group["decoupled_weight_decay"] = True
 
 
 class _AsItIs:

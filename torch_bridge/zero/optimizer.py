@@ -45,7 +45,7 @@ __all__ = ["ZeroOptimizer"]
 
 
 class ZeroOptimizer(Adam):
-    """Adam over slices of float32 masters, which makes the weights that layers compute with.
+    """`Adam`, or AdamW, over slices of float32 masters, which makes the weights that layers compute with.
 
     Weights of `Linear` become `QuantizedTensor`s of the recipe's format, all others are gathered in the dtype that they
     have; so are weights of formats with vectors as blocks, whose two planes are different numbers, and of
@@ -61,7 +61,8 @@ class ZeroOptimizer(Adam):
         that has parameters of its own. A parameter of two modules needs a unit that holds both.
       settings: called with the name and the parameter, gives options of `Adam` for it: `{"weight_decay": 0.0}`.
       parity: "model": codes are those of the master rounded to the dtype of the parameter; "master": of the master.
-      options: of `Adam`, for all. States with scales have one for every 128 elements of the flattened weight.
+      options: of `Adam`, for all: `decoupled_weight_decay=True` is `AdamW`, whose default of 0.01 is then to be given
+        as `weight_decay`. States with scales have one for every 128 elements of the flattened weight.
 
     `step` clears no gradients, `zero_grad` does. They are gone from `.grad` as soon as they are made: added to a flat
     float32 buffer. A parameter without one counts as zeros. `DelayedScaling` is taken care of: call neither

@@ -1,4 +1,4 @@
-"""Adam and AdamW as an optax `GradientTransformation`, on the kernel that `qshard.torch_bridge.Adam` has."""
+"""Adam and AdamW as an optax `GradientTransformation`, on the kernel of `qshard.torch_bridge.Adam` and `AdamW`."""
 
 from __future__ import annotations
 
@@ -110,6 +110,8 @@ def adamw(
     """`adam` with decoupled weight decay; `optax.adamw` otherwise, whose defaults it has.
 
         the update is -lr (u + weight_decay p), where -lr u is that of `adam`
+
+    `torch.optim.AdamW`, and so `qshard.torch_bridge.AdamW`, has another default, 0.01. The op is the same.
 
     Weight decay that is added to gradients, as `torch.optim.Adam` has it, is a transformation of its own in optax:
     `optax.chain(optax.add_decayed_weights(decay), adam(...))`.
