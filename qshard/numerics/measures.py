@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -12,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qshard import reference
-from qshard.formats import ELEMENTS, FORMATS, ElementFormat, Format, Usage
-from qshard.layout import Shape, matrix_shape, plane
+from qshard.formats import FORMATS, Format, Usage
+from qshard.layout import Shape, plane
 
 __all__ = ["Stats", "as_float", "compare", "refusal_of", "stats"]
 
@@ -89,14 +88,11 @@ def stats(x: Any, fmt: Format, usage: Usage = Usage.ROWWISE, *, seed: int = 0) -
     quantized = reference.quantize(array, fmt, usage, seed=seed)
     stored = quantized.rowwise if usage is Usage.ROWWISE else quantized.columnwise
     assert stored is not None
-    given = array.astype(np.float64)
-    if fmt.hadamard and usage is Usage.COLUMNWISE:
-        matrix = array.reshape(matrix_shape(array.shape))
-        given = reference.hadamard_transform(matrix.T).T.reshape(array.shape).astype(np.float64)
-
-    value = _dequantize(quantized, stored)
-    element = np.abs(_dequantize(quantized, _without_scales(stored, fmt)))
-    scale = _dequantize(quantized, _without_data(stored, fmt))
+    given = reference.what_is_stored(array, fmt, usage).astype(np.float64)
+    value = quantized.dequantize(np.float32, usage=usage).astype(np.float64)
+    element = np.abs(quantized.elements(usage).astype(np.float64))
+    scale = quantized.scales(usage).astype(np.float64)
+    of_blocks = quantized.block_scales(usage)
     size, top = np.abs(given), fmt.element.max
     step = 2.0 ** (fmt.element.max_exponent - fmt.element.mantissa_bits)
     finite = np.isfinite(given) & np.isfinite(value)
@@ -105,7 +101,7 @@ def stats(x: Any, fmt: Format, usage: Usage = Usage.ROWWISE, *, seed: int = 0) -
     noise = float(np.sum(error[finite] ** 2))
     bits = sum(8 * part.nbytes for part in (stored.data, stored.scale_inv, stored.global_scale_inv) if part is not None)
     exponents, errors, counts = _group(_exponent(size[counted]), relative)
-    scale_exponents, _, scale_counts = _group(_scale_exponents(stored, fmt))
+    scale_exponents, _, scale_counts = _group(_exponent(of_blocks[np.isfinite(of_blocks) & (of_blocks > 0)]))
     return Stats(
         format=fmt,
         usage=usage,
@@ -157,45 +153,6 @@ def as_float(x: Any, op: str) -> NDArray[Any]:
         return array
     with np.errstate(over="ignore"):
         return array.astype(np.float32)
-
-
-def _dequantize(quantized: reference.Quantized, stored: reference.Plane) -> NDArray[np.float64]:
-    """The fp32 values of a plane of this shape and layout, in the order of `x`."""
-    if quantized.rowwise is not None:
-        other = dataclasses.replace(quantized, rowwise=stored)
-    else:
-        other = dataclasses.replace(quantized, columnwise=stored)
-    return other.dequantize(np.float32).astype(np.float64)
-
-
-def _without_scales(stored: reference.Plane, fmt: Format) -> reference.Plane:
-    """The plane with scales of 1, which dequantizes to its elements."""
-    one = 1 if fmt.scale_dtype == "float32" else _code_of_one(ELEMENTS[fmt.scale_dtype])
-    whole = stored.global_scale_inv
-    return dataclasses.replace(
-        stored,
-        scale_inv=np.full_like(stored.scale_inv, one),
-        global_scale_inv=None if whole is None else np.ones_like(whole),
-    )
-
-
-def _without_data(stored: reference.Plane, fmt: Format) -> reference.Plane:
-    """The plane with elements of 1, which dequantizes to the scale of each."""
-    one = _code_of_one(fmt.element)
-    return dataclasses.replace(stored, data=np.full_like(stored.data, one | one << 4 if fmt.element.bits == 4 else one))
-
-
-def _code_of_one(element: ElementFormat) -> int:
-    return int(reference.encode(1.0, element))
-
-
-def _scale_exponents(stored: reference.Plane, fmt: Format) -> NDArray[Any]:
-    scale = stored.scale_inv
-    if fmt.scale_dtype != "float32":
-        scale = reference.decode(scale, ELEMENTS[fmt.scale_dtype])
-    if stored.global_scale_inv is not None:
-        scale = scale * stored.global_scale_inv[..., None]
-    return _exponent(scale[np.isfinite(scale) & (scale > 0)])
 
 
 def _exponent(x: NDArray[Any]) -> NDArray[Any]:

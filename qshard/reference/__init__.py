@@ -20,7 +20,7 @@ from qshard.reference.scales import (
 )
 from qshard.reference.slices import cast_slice, slice_amax
 from qshard.reference.swizzle import swizzle_scale
-from qshard.reference.tensor import Plane, Quantized, quantize
+from qshard.reference.tensor import Plane, Quantized, quantize, what_is_stored
 
 __all__ = [
     "Amax",
@@ -46,4 +46,5 @@ __all__ = [
     "slice_amax",
     "swizzle_scale",
     "unpack",
+    "what_is_stored",
 ]

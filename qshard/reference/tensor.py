@@ -14,13 +14,13 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from qshard.formats import ELEMENTS, Format, Usage
-from qshard.layout import Shape, matrix_shape, plane
+from qshard.layout import PlaneLayout, Shape, matrix_shape, plane
 from qshard.reference.elements import Codes, Float32, decode, pack, unpack
 from qshard.reference.hadamard import hadamard_transform
 from qshard.reference.planes import cast, plane_amax, plane_scales
 from qshard.reference.scales import Scales, per_element
 
-__all__ = ["Plane", "Quantized", "quantize"]
+__all__ = ["Plane", "Quantized", "quantize", "what_is_stored"]
 
 INPUT_DTYPES = tuple(map(np.dtype, (np.float32, ml_dtypes.bfloat16, np.float16)))
 
@@ -73,23 +73,53 @@ class Quantized:
           ValueError: the plane is not there.
         """
         usage = usage or (Usage.ROWWISE if self.rowwise else Usage.COLUMNWISE)
+        value = self.elements(usage) * self.scales(usage)
+        return value.astype(self.dtype if dtype is None else dtype)
+
+    def elements(self, usage: Usage) -> Float32:
+        """What the codes of a plane stand for before they are scaled, `[*shape]`.
+
+        Raises:
+          ValueError: the plane is not there.
+        """
+        stored, where = self._plane(usage)
+        codes = unpack(stored.data) if where.codes_per_byte > 1 else stored.data
+        return self._in_order(decode(codes, self.format.element), where)
+
+    def scales(self, usage: Usage) -> Float32:
+        """What each element of a plane is multiplied by, `[*shape]`. Raises as `elements` does."""
+        where = self._plane(usage)[1]
+        matrix = matrix_shape(self.shape)[::-1] if where.transposed else matrix_shape(self.shape)
+        return self._in_order(per_element(self.block_scales(usage), where.block, matrix), where)
+
+    @np.errstate(all="ignore")
+    def block_scales(self, usage: Usage) -> Float32:
+        """What the elements of each block of a plane are multiplied by: a matrix of all blocks, or one number.
+
+        Raises:
+          ValueError: the plane is not there.
+        """
+        stored, where = self._plane(usage)
+        scale = stored.scale_inv
+        if self.format.scale_dtype in ELEMENTS:
+            scale = decode(scale, ELEMENTS[self.format.scale_dtype])
+        if where.block is not None:
+            scale = scale.reshape(matrix_shape(where.scale_shape))
+        if stored.global_scale_inv is not None:
+            scale = scale * stored.global_scale_inv.reshape(-1, 1)
+        return scale
+
+    def _plane(self, usage: Usage) -> tuple[Plane, PlaneLayout]:
         stored = self.rowwise if usage is Usage.ROWWISE else self.columnwise
         if stored is None:
             raise ValueError(f"dequantize: usage ({usage}) is not a plane of this tensor; quantize with it")
-        fmt, where = self.format, plane(self.format, self.shape, usage, op="dequantize")
-        matrix = matrix_shape(self.shape)[::-1] if where.transposed else matrix_shape(self.shape)
-        block = fmt.block if where.transposed else fmt.block_of(usage)
-        codes = unpack(stored.data) if fmt.element.codes_per_byte > 1 else stored.data
-        scale = stored.scale_inv
-        if fmt.scale_dtype != "float32":
-            scale = decode(scale, ELEMENTS[fmt.scale_dtype])
-        if block is not None:
-            scale = scale.reshape(*(-(-size // unit) for size, unit in zip(matrix, block, strict=True)))
-        if stored.global_scale_inv is not None:
-            scale = scale * stored.global_scale_inv.reshape(-1, 1)
-        value = decode(codes, fmt.element).reshape(matrix) * per_element(scale, block, matrix)
-        value = value.astype(self.dtype if dtype is None else dtype)
-        return np.asarray(value.T if where.transposed else value).reshape(self.shape)
+        return stored, plane(self.format, self.shape, usage, op="dequantize")
+
+    def _in_order(self, stored: Float32, where: PlaneLayout) -> Float32:
+        """A matrix as it is stored, in the order and shape of the tensor."""
+        if where.transposed:
+            stored = stored.reshape(matrix_shape(self.shape)[::-1]).T
+        return np.asarray(stored).reshape(self.shape)
 
 
 @np.errstate(all="ignore")
@@ -138,7 +168,7 @@ def quantize(
         raise TypeError(f"quantize: x ({x.dtype}) is not float32, bfloat16 or float16; cast it first")
     if scale is not None and fmt.block is not None:
         raise ValueError(f"quantize: scale is not what {fmt} takes, one scale a block; leave it out")
-    if amax is not None and fmt.block is not None and fmt.global_scale is None:
+    if amax is not None and fmt.block is not None and fmt.scaling.global_scale is None:
         raise ValueError(f"quantize: amax is not what {fmt} takes, blocks alone; leave it out")
     if amax is not None and fmt.hadamard and usage is Usage.BOTH:
         raise ValueError(f"quantize: amax is not that of both planes of {fmt}; ask for one plane at a time")
@@ -148,18 +178,16 @@ def quantize(
     planes = {}
     for each in usage:
         where = plane(fmt, x.shape, each)
-        matrix, place = x.astype(np.float32).reshape(rows, cols), index
-        turned = each is Usage.COLUMNWISE and not fmt.square
+        matrix, place = what_is_stored(x, fmt, each).astype(np.float32).reshape(rows, cols), index
+        turned = each is Usage.COLUMNWISE and not fmt.transposes
         if turned:
             matrix, place = matrix.T, index.T
-            if fmt.hadamard:
-                matrix = hadamard_transform(matrix)
         scales = _scales(matrix, fmt, amax, scale)
         codes, scale_inv = cast(matrix, fmt, scales.multiplier, seed=seed, index=place), scales.scale_inv
         if where.transposed != turned:
             codes, scale_inv = codes.T, scale_inv.T
         planes[each] = Plane(
-            data=_stored(pack(codes) if fmt.element.codes_per_byte > 1 else codes, where.data_shape),
+            data=_stored(pack(codes) if where.codes_per_byte > 1 else codes, where.data_shape),
             scale_inv=_stored(scale_inv, where.scale_shape),
             global_scale_inv=_stored(scales.global_scale_inv, where.global_scale_shape),
         )
@@ -170,6 +198,13 @@ def quantize(
         rowwise=planes.get(Usage.ROWWISE),
         columnwise=planes.get(Usage.COLUMNWISE),
     )
+
+
+def what_is_stored(x: NDArray[Any], fmt: Format, usage: Usage) -> NDArray[Any]:
+    """What a plane of `x` is of: `x` itself, or `x` rotated along its columns."""
+    if fmt.hadamard and usage is Usage.COLUMNWISE:
+        return hadamard_transform(x.reshape(matrix_shape(x.shape)).T).T.reshape(x.shape)
+    return x
 
 
 def _scales(x: Float32, fmt: Format, amax: ArrayLike | None, scale: ArrayLike | None) -> Scales:
