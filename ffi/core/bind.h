@@ -47,11 +47,16 @@ struct Buffers {
 };
 
 struct AttributeValue {
-  int64_t integer = 0;  // of an array, how many; of a bool, 0 or 1
-  double number = 0;
-  std::string_view text;
-  const int64_t* integers = nullptr;
-  const FormatTraits* format = nullptr;  // that `text` names, or null
+  int64_t integer;  // of an array, how many; of a bool, 0 or 1
+  union {
+    double number;
+    const int64_t* integers;
+    const FormatTraits* format;  // that `text` names, or null
+  };
+  const char* text_begin;
+  size_t text_size;
+
+  std::string_view text() const { return {text_begin, text_size}; }
 };
 
 // An extent of a result as it follows from one of an operand:

@@ -33,7 +33,7 @@ class Buffers {
       more_types_.assign(size_, kBuffer);
     }
     for (size_t i = 0; i < size_; ++i) {
-      Import(objects_[i], role, i, writable, tensors()[i]);
+      Import(PyTuple_GET_ITEM(objects_.ptr(), i), role, i, writable, tensors()[i]);
       pointers()[i] = &tensors()[i].buffer;
     }
   }
