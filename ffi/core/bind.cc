@@ -540,7 +540,6 @@ Error Binding::CheckOverlaps(Buffers args, Buffers rets) const {
 // --- calls ---
 
 Error Binding::Bind(const XLA_FFI_Attrs& attributes, Buffers args, Buffers rets) {
-  lengths_.fill(-1);
   QSHARD_RETURN_IF_ERROR(ReadAttributes(attributes, Mode::kCall));
   QSHARD_RETURN_IF_ERROR(CountBuffers(args, &rets));
   const int inputs = static_cast<int>(row_.inputs.size());
@@ -591,7 +590,6 @@ Error Binding::BindAxes(const XLA_FFI_Attrs& attributes, Buffers args) {
 }
 
 Error Binding::BindOperands(const XLA_FFI_Attrs& attributes, Buffers args, Mode mode) {
-  lengths_.fill(-1);
   QSHARD_RETURN_IF_ERROR(ReadAttributes(attributes, mode));
   QSHARD_RETURN_IF_ERROR(CountBuffers(args, nullptr));
   for (int symbol : row_.open_axes) sizes_[symbol] = std::max<int64_t>(0, sizes_[symbol]);

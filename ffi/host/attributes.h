@@ -56,7 +56,7 @@ class Attributes {
   }
 
  private:
-  Attributes() = default;
+  Attributes() {}  // `= default` would fill all of it with zeros first
 
   struct Entry {
     PyObject *key, *given;  // held for the call: their text is not copied
