@@ -282,7 +282,7 @@ Error Binding::CheckBuffer(const Operand& operand, int64_t index, const Buffer& 
   if (!memory || count == 0) return {};
   const auto address = reinterpret_cast<uintptr_t>(buffer.data);
   QSHARD_REQUIRE(address != 0, row_.name, ": ", Name{operand, index}, " has no memory");
-  QSHARD_REQUIRE(address % SizeOf(buffer.dtype) == 0, row_.name, ": ", Name{operand, index},
+  QSHARD_REQUIRE((address & (SizeOf(buffer.dtype) - 1)) == 0, row_.name, ": ", Name{operand, index},
                  " is not aligned to the ", SizeOf(buffer.dtype), " bytes of ",
                  NameOf(buffer.dtype), "; copy it");
   return {};
