@@ -10,11 +10,11 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from awkward import assert_bits_equal
-from hlo import collectives
 from qshard import reference
 from qshard.jax import init_delayed, linear, merge_observed, spread_states, update_delayed
 from qshard.recipes import CurrentScaling, DelayedScaling, Role
+from support.awkward import assert_bits_equal
+from support.hlo import collectives
 
 RECIPE = DelayedScaling(history=3, margin=1)
 ROLES = [role.value for role in Role]

@@ -9,12 +9,12 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from awkward import TAME, assert_bits_equal, awkward_values
-from hlo import collectives
 from qshard import formats, reference
 from qshard.formats import MXFP8_E4M3, NVFP4, FP8_1x128, FP8_128x128, MXFP8_32x32, NVFP4_16x16, Usage
 from qshard.jax import compute_scales, gather, quantize
 from qshard.recipes import Recipe
+from support.awkward import TAME, assert_bits_equal, awkward_values
+from support.hlo import collectives
 
 SEED = 0x0123456789ABCDEF
 STOCHASTIC = NVFP4.with_options(rounding="stochastic")

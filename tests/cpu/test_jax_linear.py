@@ -13,11 +13,11 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from awkward import BFLOAT16
 from qshard import formats, recipes, reference
 from qshard.formats import Usage
 from qshard.jax import compute_scales, linear, quantize
 from qshard.recipes import CurrentScaling, Role
+from support.awkward import BFLOAT16
 
 RECIPE = CurrentScaling()
 POW2 = CurrentScaling(

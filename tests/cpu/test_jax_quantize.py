@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import qshard.jax as qj
-from awkward import BFLOAT16, DTYPES, KINDS, SHAPES, TAME, assert_bits_equal, awkward_values, fits, shapes_of
 from qshard import formats, reference
 from qshard.formats import FP8_E4M3, FP8_E5M2, NVFP4, NVFP4_16x16, Usage
 from qshard.jax import ops
 from qshard.jax.steps import words_plus, words_times
+from support.awkward import BFLOAT16, DTYPES, KINDS, SHAPES, TAME, assert_bits_equal, awkward_values, fits, shapes_of
 
 VARIANTS = [
     FP8_E4M3,

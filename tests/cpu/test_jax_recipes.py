@@ -13,11 +13,11 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from hlo import collectives
 from qshard import formats, recipes, reference
 from qshard.formats import Usage
 from qshard.jax import compute_scales, linear
 from qshard.recipes import Recipe, Role
+from support.hlo import collectives
 
 SEED = 0x0123456789ABCDEF
 MIX = Recipe(weight=formats.FP8_E4M3, activation=formats.MXFP8_E4M3, gradient=formats.FP8_E5M2)

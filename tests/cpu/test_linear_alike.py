@@ -9,11 +9,11 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import qshard.jax
-from awkward import assert_bits_equal
-from fronts import TorchFront
 from qshard import formats, recipes, reference, torch_bridge
 from qshard.formats import NVFP4, Usage
 from qshard.recipes import ROLE_SEEDS, Recipe, Role
+from support.awkward import assert_bits_equal
+from support.fronts import TorchFront
 
 SEED = 0x0123456789ABCDEF
 TORCH = TorchFront("cpu")

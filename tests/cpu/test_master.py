@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import master_steps
-from awkward import DTYPES, KINDS, TAME, assert_bits_equal, awkward_values
 from qshard import formats, reference
 from qshard.formats import FORMATS, Usage
 from qshard.layout import plane
 from qshard.master import MasterPlan, cast_master, piece_bytes, plan_master, plan_shards
+from support import master_steps
+from support.awkward import DTYPES, KINDS, TAME, assert_bits_equal, awkward_values
 
 ROW_SCALED = formats.NVFP4.with_options(global_scale="row")
 RANDOM = formats.NVFP4.with_options(rounding="stochastic")

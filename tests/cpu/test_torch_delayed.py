@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from fronts import TorchFront
 from qshard import reference
 from qshard.recipes import MXFP8, CurrentScaling, DelayedScaling, Role
 from qshard.torch_bridge import DelayedScale, Linear, convert, linear, update_delayed, update_scales
+from support.fronts import TorchFront
 
 FRONT = TorchFront("cpu")
 RECIPE = DelayedScaling(history=3)

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from fronts import TorchFront
-from products import DTYPES, assert_is_product, operands
 from qshard import reference
 from qshard.formats import FP8_E4M3, FP8_E5M2, Usage
 from qshard.recipes import MXFP8, CurrentScaling, Recipe
 from qshard.torch_bridge import Linear, QuantizedTensor, ShardedWeight, convert, linear, quantize
+from support.fronts import TorchFront
+from support.products import DTYPES, assert_is_product, operands
 
 FRONT = TorchFront("cpu")
 RECIPE = CurrentScaling()

@@ -7,8 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from awkward import DTYPES, KINDS, TAME, assert_bits_equal, awkward_values, fits, shapes_of
-from fronts import TorchFront
 from qshard import reference
 from qshard.formats import (
     FP8_E4M3,
@@ -23,6 +21,8 @@ from qshard.formats import (
     Usage,
 )
 from qshard.torch_bridge import QuantizedTensor, quantize
+from support.awkward import DTYPES, KINDS, TAME, assert_bits_equal, awkward_values, fits, shapes_of
+from support.fronts import TorchFront
 
 FRONT = TorchFront("cpu")
 PER_TENSOR = [

@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import nn
 
-from fronts import TorchFront
-from products import DTYPES, assert_is_product, operands
 from qshard import reference
 from qshard.formats import FP8_E4M3, MXFP8_E4M3, MXFP8_E5M2, FP8_1x128, MXFP8_32x32, NVFP4_16x16, Usage
 from qshard.formats import NVFP4 as NVFP4_1x16
 from qshard.recipes import MXFP8, NVFP4, ROLE_SEEDS, BlockScaling, CurrentScaling, DelayedScaling, Recipe, Role
 from qshard.torch_bridge import Linear, convert, linear, quantize, update_scales
+from support.fronts import TorchFront
+from support.products import DTYPES, assert_is_product, operands
 
 FRONT = TorchFront("cpu")
 BLOCK_RECIPES = {

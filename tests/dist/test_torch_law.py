@@ -8,16 +8,16 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
-import torch_ranks
-from awkward import KINDS, TAME, assert_bits_equal, awkward_values
-from fronts import TorchFront
+from support import torch_ranks
+from support.awkward import KINDS, TAME, assert_bits_equal, awkward_values
+from support.fronts import TorchFront
 from qshard import reference
 from qshard.formats import FP8_E4M3, FP8_E5M2, MXFP8_E4M3, NVFP4, FP8_128x128, MXFP8_32x32, NVFP4_16x16, Usage
 from qshard.layout import plane
 from qshard.recipes import CurrentScaling, Recipe
 from qshard.sharding import shard_rows
 from qshard.torch_bridge import QuantizedTensor, convert, quantize, update_scales
-from torch_ranks import run
+from support.torch_ranks import run
 
 FRONT = TorchFront("cpu")
 # For 1 to 4 ranks: rows that are even, uneven, fewer than ranks, and so few that the last ranks have none.

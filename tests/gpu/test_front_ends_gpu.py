@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from awkward import DTYPES, TAME, assert_bits_equal, awkward_values
 from qshard import reference
 from qshard.formats import FP8_E4M3, FP8_E5M2, Usage
 from qshard.recipes import CurrentScaling
+from support.awkward import DTYPES, TAME, assert_bits_equal, awkward_values
 
 SHAPES = [(1, 1), (3, 5), (17, 48), (64, 64), (129, 257), (256, 512)]
 

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from awkward import DTYPES, KINDS, SHAPES, TAME, assert_bits_equal, awkward_values, fits, shapes_of
 from qshard import formats, reference
 from qshard.formats import E5M2, E8M0, ELEMENTS, FORMATS, Usage
 from qshard.layout import plane
+from support.awkward import DTYPES, KINDS, SHAPES, TAME, assert_bits_equal, awkward_values, fits, shapes_of
 
 NVFP4_OPTIONS = [
     {"four_over_six": "mae"},

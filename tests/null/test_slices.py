@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from awkward import KINDS, TAME, assert_bits_equal, awkward_values
 from qshard import formats, reference
 from qshard.formats import FORMATS, Usage
+from support.awkward import KINDS, TAME, assert_bits_equal, awkward_values
 
 SLICED = [
     *FORMATS.values(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 
-from awkward import awkward_values
+from support.awkward import awkward_values
 
 DTYPES = [np.float32, ml_dtypes.bfloat16, np.float16]
 
