@@ -10,6 +10,7 @@ from torch.distributed.tensor import Shard
 
 from support import torch_ranks
 from support.awkward import KINDS, TAME, assert_bits_equal, awkward_values
+from support.formats import SCALINGS, SQUARES
 from support.fronts import TorchFront
 from qshard import reference
 from qshard.formats import FP8_E4M3, FP8_E5M2, MXFP8_E4M3, NVFP4, FP8_128x128, MXFP8_32x32, NVFP4_16x16, Usage
@@ -23,17 +24,8 @@ FRONT = TorchFront("cpu")
 # For 1 to 4 ranks: rows that are even, uneven, fewer than ranks, and so few that the last ranks have none.
 ROWS = (1, 3, 8, 100, 104, 105, 128)
 COLUMNS = 20
-FORMATS = [FP8_E4M3, FP8_E5M2, FP8_E4M3.with_options(pow2=True, eps=1.0)]
 # Whole blocks, that two, three and four ranks cut: into even parts and uneven ones, or leave to some of them alone.
 BLOCK_ROWS, BLOCK_COLUMNS = (32, 64, 96, 160), 160
-BLOCK_FORMATS = [
-    MXFP8_32x32,
-    MXFP8_32x32.with_options(scale_rounding="floor"),
-    FP8_128x128,
-    FP8_128x128.with_options(pow2=False, eps=1e-3),
-    NVFP4_16x16,
-    NVFP4_16x16.with_options(scale_max=256.0),
-]
 every_world = pytest.mark.parametrize("world", [1, 2, 3, 4])
 
 
@@ -89,7 +81,10 @@ def assert_gathers(model, values, fmt, dtype=None):
 
 
 def gather(fmt, kinds, dtype):
-    values = weights_of(fmt, kinds, np.dtype(dtype))
+    gather_values(fmt, weights_of(fmt, kinds, np.dtype(dtype)))
+
+
+def gather_values(fmt, values):
     model = shard(convert(model_of(values), recipe_of(fmt)))
     assert_gathers(model, values, fmt)  # Scales are made as the first layer asks for its own.
     update_scales(model)
@@ -97,27 +92,12 @@ def gather(fmt, kinds, dtype):
     assert_gathers(model, values, fmt)
 
 
-@every_world
-@pytest.mark.parametrize("fmt", FORMATS, ids=str)
-@pytest.mark.parametrize("kinds", [TAME, KINDS], ids=["tame", "all"])
-def test_gathered_codes_are_those_of_the_whole(world, fmt, kinds):
-    run(world, gather, fmt=fmt, kinds=kinds, dtype="float32")
 
 
-@every_world
-@pytest.mark.parametrize("fmt", BLOCK_FORMATS, ids=str)
-def test_gathered_blocks_are_those_of_the_whole(world, fmt):
-    """Ranks cut blocks, and hold parts of one, or no row at all."""
-    run(world, gather, fmt=fmt, kinds=KINDS, dtype="float32")
 
 
-@every_world
-@pytest.mark.parametrize("fmt", [FP8_E4M3, MXFP8_32x32, NVFP4_16x16], ids=str)
-def test_gathered_codes_of_bfloat16_weights(world, fmt):
-    run(world, gather, fmt=fmt, kinds=TAME, dtype="bfloat16")
 
 
-VECTORS = [MXFP8_E4M3, NVFP4_16x16.with_options(four_over_six="mae"), NVFP4_16x16.with_options(rounding="stochastic")]
 
 
 def refuses_to_shard(fmt):
@@ -126,9 +106,6 @@ def refuses_to_shard(fmt):
         fully_shard(model[0], mesh=torch_ranks.mesh())
 
 
-@pytest.mark.parametrize("fmt", VECTORS, ids=str)
-def test_formats_that_cannot_be_cut_are_refused_when_the_model_is_sharded(fmt):
-    run(2, refuses_to_shard, fmt=fmt)
 
 
 def gather_on_mesh(mesh_shape, fmt):
@@ -141,7 +118,7 @@ def gather_on_mesh(mesh_shape, fmt):
 
 
 @pytest.mark.parametrize("mesh_shape", [(2, 2), (4, 1), (1, 4), (3, 1), (1, 2), (1, 1)], ids=str)
-@pytest.mark.parametrize("fmt", [FP8_E4M3, NVFP4_16x16], ids=str)
+@pytest.mark.parametrize("fmt", SCALINGS[::2], ids=str)
 def test_replicated_groups(mesh_shape, fmt):
     """HSDP: scales are agreed on in each group of shards; replicas hold the same weights."""
     run(mesh_shape[0] * mesh_shape[1], gather_on_mesh, mesh_shape=mesh_shape, fmt=fmt)
@@ -157,7 +134,7 @@ def gather_columns(fmt):
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.parametrize("fmt", [FP8_E4M3, FP8_128x128, MXFP8_32x32, NVFP4_16x16], ids=str)
+@pytest.mark.parametrize("fmt", SQUARES, ids=str)
 def test_weights_cut_along_columns(world, fmt):
     run(world, gather_columns, fmt=fmt)
 
@@ -187,7 +164,7 @@ def gather_offloaded(fmt):
     assert_gathers(model, values, fmt)
 
 
-@pytest.mark.parametrize("fmt", [FP8_E4M3, MXFP8_32x32, NVFP4_16x16], ids=str)
+@pytest.mark.parametrize("fmt", SCALINGS, ids=str)
 def test_offloaded_shards(fmt):
     run(3, gather_offloaded, fmt=fmt)
 
@@ -210,7 +187,7 @@ def gather_from_meta(fmt):
 
 
 @every_world
-@pytest.mark.parametrize("fmt", [FP8_E4M3, NVFP4_16x16], ids=str)
+@pytest.mark.parametrize("fmt", SCALINGS[::2], ids=str)
 def test_models_made_without_memory(world, fmt):
     run(world, gather_from_meta, fmt=fmt)
 

@@ -6,10 +6,29 @@ since bits are what tests compare. Frameworks are imported when an adapter is ma
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+import dataclasses
+import functools
+import random
+from collections.abc import Sequence
+from typing import Any, Protocol, TypeVar
 
 import ml_dtypes
 import numpy as np
+
+from qshard import reference
+from qshard.formats import Format
+from qshard.recipes import Recipe, Role
+from support import torch_ranks
+from support.awkward import assert_bits_equal
+from support.formats import stochastic, usages_of
+
+T = TypeVar("T")
+Products = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""y, dx and dw of a linear layer."""
+States = dict[Role, tuple[Any, Any]]
+"""(scale, amax_history) of each tensor of a layer."""
+PLANES = ("rowwise", "columnwise")
+PARTS = ("data", "scale_inv", "global_scale_inv")
 
 
 class Front(Protocol):
@@ -19,11 +38,15 @@ class Front(Protocol):
       name: "jax" or "torch".
       device: "cpu" or "cuda", where arrays are put.
       qshard: the front end's module, `qshard.jax` or `qshard.torch_bridge`.
+      examples: how many cases of a product a test looks at: a call in JAX is compiled for each shape.
+      result_roundings: how often a sum is rounded to the dtype of a product.
     """
 
     name: str
     device: str
     qshard: Any
+    examples: int
+    result_roundings: int
 
     def __init__(self, device: str) -> None: ...
 
@@ -38,17 +61,69 @@ class Front(Protocol):
     def quantize(self, x: np.ndarray, fmt: Any, **options: Any) -> Any:
         """The front end's quantized object of `x`; `options` such as `usage` are passed on."""
 
-    def dequantize(self, quantized: Any, dtype: Any = None) -> np.ndarray:
-        """The values of a quantized object; `dtype` is a NumPy dtype."""
+    def dequantize(self, quantized: Any, dtype: Any = None, **options: Any) -> np.ndarray:
+        """The values of a quantized object in a NumPy dtype; `options` such as `usage` are passed on."""
+
+    def linear(self, x: np.ndarray, w: np.ndarray, dy: np.ndarray, recipe: Recipe, *, seed: int = 0) -> Products:
+        """y, and the gradients of x and w where that of y is `dy`."""
+
+    def operand_rounding(self, recipe: Recipe) -> float:
+        """What a product may lose of the sum of its terms' magnitudes because operands are rounded."""
+
+    def delayed_step(
+        self, batches: Sequence[Products], recipe: Recipe, states: States
+    ) -> tuple[list[Products], dict[Role, np.ndarray], States]:
+        """A step of one layer over microbatches (x, w, dy): their products, the merged amaxes, and the states after."""
+
+
+def some(front: Front, cases: Sequence[T], key: str) -> Sequence[T]:
+    """As many of `cases` as the front end is to look at: the same in every run, and others for another key."""
+    return random.Random(key).sample(cases, min(front.examples, len(cases)))
+
+
+def assert_quantized(front: Front, actual: Any, expected: Any) -> None:
+    """Both planes, which of them there are, their dtypes and every bit are those of `expected`, of the reference."""
+    fmt = actual.format
+    assert (fmt, dtype_name(actual)) == (expected.format, str(expected.dtype))
+    # A columnwise plane without elements does not tell how the rows were shaped.
+    assert tuple(actual.shape) == expected.shape or (actual.rowwise is None and 0 in expected.shape)
+    for name in PLANES:
+        plane = getattr(actual, name)
+        assert_plane(front, plane, getattr(expected, name), name)
+        if plane is not None:
+            assert (dtype_name(plane.data), dtype_name(plane.scale_inv)) == (fmt.data_dtype, fmt.scale_dtype)
+
+
+def assert_plane(front: Front, actual: Any, expected: Any, name: str = "plane") -> None:
+    """Codes and scales have the bits of the reference's, or there are none in both."""
+    assert (actual is None) == (expected is None), name
+    for part in PARTS:
+        got, want = getattr(actual, part, None), getattr(expected, part, None)
+        assert (got is None) == (want is None), f"{name}.{part}"
+        if got is not None:
+            assert_bits_equal(front.numpy(got), want, f"{name}.{part}")
+
+
+def dtype_name(array: Any) -> str:
+    """The dtype's name, the same in every framework."""
+    return str(array.dtype).removeprefix("torch.")
 
 
 def codes(x: np.ndarray) -> np.ndarray:
     """`x`, with a one-byte dtype viewed as uint8."""
     return x.view(np.uint8) if x.dtype.itemsize == 1 else x
 
+    def shapes_to_cut(self, fmt: Format, shards: int) -> list[tuple[int, int]]:
+        """Weights whose rows ranks can cut, into uneven shards and parts of blocks too; none if `fmt` is refused."""
+
+    def assert_law(self, weights: Sequence[np.ndarray], fmt: Format, shards: int) -> None:
+        """Every one of `shards` ranks gathers the bits of each whole weight, or learns at once that it cannot."""
+
 
 class JaxFront:
     name = "jax"
+    examples = 2
+    result_roundings = 2  # A GEMM of codes gives bfloat16, which is then scaled.
 
     def __init__(self, device: str) -> None:
         import jax
@@ -72,12 +147,84 @@ class JaxFront:
     def quantize(self, x: np.ndarray, fmt: Any, **options: Any) -> Any:
         return self.qshard.quantize(self.array(x), fmt, **options)
 
-    def dequantize(self, quantized: Any, dtype: Any = None) -> np.ndarray:
-        return self.numpy(quantized.dequantize(dtype))
+    def dequantize(self, quantized: Any, dtype: Any = None, **options: Any) -> np.ndarray:
+        return self.numpy(quantized.dequantize(dtype, **options))
+
+    def linear(self, x: np.ndarray, w: np.ndarray, dy: np.ndarray, recipe: Recipe, *, seed: int = 0) -> Products:
+        def step(x: Any, w: Any, dy: Any) -> Any:
+            y, vjp = self.jax.vjp(lambda x, w: self.qshard.linear(x, w, recipe, seed=seed), x, w)
+            return y, *vjp(dy)
+
+        y, dx, dw = map(self.numpy, self.jax.jit(step)(*map(self.array, (x, w, dy))))
+        return y, dx, dw
+
+    def operand_rounding(self, recipe: Recipe) -> float:
+        formats = [recipe.format(role) for role in Role]
+        codes = all(fmt.block is None for fmt in formats)
+        # bfloat16 holds a code times a power of two as it is. Else both operands are rounded, each by 2^-8 at most.
+        return (
+            0.0
+            if codes or all(fmt.pow2 or fmt.scale_dtype == "float8_e8m0fnu" for fmt in formats)
+            else 2.0**-7 + 2.0**-16
+        )
+
+    def delayed_step(
+        self, batches: Sequence[Products], recipe: Recipe, states: States
+    ) -> tuple[list[Products], dict[Role, np.ndarray], States]:
+        fresh = self.qshard.init_delayed(recipe)
+
+        def tensor(role: Role) -> Any:
+            scale, history = (self.array(np.asarray(part, np.float32)) for part in states[role])
+            return dataclasses.replace(getattr(fresh, role.value), scale=scale, amax_history=history)
+
+        @self.jax.jit
+        def step(x: Any, w: Any, dy: Any, state: Any) -> Any:
+            linear = lambda x, w, state: self.qshard.linear(x, w, recipe, state=state)  # noqa: E731
+            y, vjp = self.jax.vjp(linear, x, w, state)
+            return y, *vjp(dy)
+
+        state = type(fresh)(**{role.value: tensor(role) for role in Role})
+        made = [step(*map(self.array, batch), state) for batch in batches]
+        observed = functools.reduce(self.qshard.merge_observed, [seen for *_, seen in made])
+        after = self.qshard.update_delayed(state, observed, recipe)
+        return (
+            [tuple(map(self.numpy, products)) for *products, _ in made],
+            {role: self.numpy(getattr(observed, role.value).scale) for role in Role},
+            {
+                role: (self.numpy(each.scale), self.numpy(each.amax_history))
+                for role in Role
+                for each in [getattr(after, role.value)]
+            },
+        )
+
+    def shapes_to_cut(self, fmt: Format, shards: int) -> list[tuple[int, int]]:
+        whole = fmt.four_over_six or fmt.hadamard or (not fmt.cuts_blocks and 48 * shards % max(fmt.block))
+        return [(rows * shards, 128) for rows in ([128] if whole else [48, 128])]
+
+    def assert_law(self, weights: Sequence[np.ndarray], fmt: Format, shards: int) -> None:
+        jax, usage = self.jax, usages_of(fmt)[-1]
+        devices, kinds = jax.devices(self.device)[:shards], (jax.sharding.AxisType.Auto,)
+        mesh = jax.make_mesh((shards,), ("fsdp",), axis_types=kinds, devices=devices)
+
+        def local(w: Any) -> Any:
+            q = self.qshard.gather(self.qshard.quantize(w, fmt, usage=usage, axis_name="fsdp", seed=1), "fsdp")
+            return jax.tree.map(lambda leaf: leaf[None], q)
+
+        cut = jax.P("fsdp")
+        run = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=cut, out_specs=cut, check_vma=False))
+        for w in weights:
+            stacked, whole = jax.tree.map(self.numpy, run(w)), reference.quantize(w, fmt, usage, seed=1)
+            for rank in range(shards):
+                for name in PLANES:
+                    assert_plane(
+                        self, jax.tree.map(lambda a, i=rank: a[i], getattr(stacked, name)), getattr(whole, name)
+                    )
 
 
 class TorchFront:
     name = "torch"
+    examples = 24
+    result_roundings = 1
 
     def __init__(self, device: str) -> None:
         import torch
@@ -112,8 +259,52 @@ class TorchFront:
     def quantize(self, x: np.ndarray, fmt: Any, **options: Any) -> Any:
         return self.qshard.quantize(self.array(x), fmt, **options)
 
-    def dequantize(self, quantized: Any, dtype: Any = None) -> np.ndarray:
-        return self.numpy(quantized.dequantize(None if dtype is None else self.dtype(dtype)))
+    def dequantize(self, quantized: Any, dtype: Any = None, **options: Any) -> np.ndarray:
+        return self.numpy(quantized.dequantize(None if dtype is None else self.dtype(dtype), **options))
+
+    def linear(
+        self, x: np.ndarray, w: np.ndarray, dy: np.ndarray, recipe: Recipe, *, seed: int = 0, delayed: Any = None
+    ) -> Products:
+        leaves = [self.array(x).requires_grad_(), self.array(w).requires_grad_()]
+        words = self.array(np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint32).view(np.int32))
+        y = self.qshard.linear(*leaves, None, recipe, seed=words, delayed=delayed)
+        y.backward(self.array(dy))
+        y, dx, dw = map(self.numpy, (y, *(leaf.grad for leaf in leaves)))
+        return y, dx, dw
+
+    def operand_rounding(self, recipe: Recipe) -> float:
+        return 0.0
+
+    def delayed_step(
+        self, batches: Sequence[Products], recipe: Recipe, states: States
+    ) -> tuple[list[Products], dict[Role, np.ndarray], States]:
+        kept = {role: self.qshard.DelayedScale(recipe, role, self.device) for role in Role}
+        for role, (scale, history) in states.items():
+            kept[role].scale.fill_(float(scale))
+            kept[role].scale_inv.fill_(float(np.float32(1) / np.float32(scale)))
+            kept[role].amax_history.copy_(self.array(np.asarray(history, np.float32)))
+        products = [self.linear(*batch, recipe, delayed=kept) for batch in batches]
+        amaxes = {role: self.numpy(state.amax.clone()) for role, state in kept.items()}
+        self.qshard.update_delayed(self.torch.nn.ModuleList(kept.values()))
+        after = {role: (self.numpy(state.scale), self.numpy(state.amax_history)) for role, state in kept.items()}
+        return products, amaxes, after
+
+    def shapes_to_cut(self, fmt: Format, shards: int) -> list[tuple[int, int]]:
+        if not fmt.square or fmt.four_over_six or stochastic(fmt):
+            return []  # FSDP2 keeps one plane, and casts a shard under scales that follow from amaxes alone.
+        if fmt.block is None:
+            return [(rows, 20) for rows in (1, 3, 8, 100, 104, 105, 128)]
+        return [(rows, 160) for rows in ((32, 64, 96, 160, 1, 100, 300) if fmt.cuts_blocks else (32, 64, 96, 160))]
+
+    def assert_law(self, weights: Sequence[np.ndarray], fmt: Format, shards: int) -> None:
+        case = "gather_values" if weights else "refuses_to_shard"
+        torch_ranks.run(
+            shards,
+            f"dist/test_torch_law.py::{case}",
+            on=self.device,
+            fmt=fmt,
+            **({"values": weights} if weights else {}),
+        )
 
     def dtype(self, numpy_dtype: Any) -> Any:
         """The torch dtype of the same name."""
