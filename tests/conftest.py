@@ -86,6 +86,6 @@ def front(request: pytest.FixtureRequest) -> Front:
     name, device = request.param
     pytest.importorskip(name)
     front = FRONTS[name](device)
-    if not front.device_exists():
+    if not front.devices():
         absent(request.config, f"{name} finds no {device} device")
     return front

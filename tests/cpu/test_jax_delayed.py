@@ -44,44 +44,21 @@ def step(x, w, state, dy, recipe=RECIPE, **options):
     return y, *vjp(dy)
 
 
-def assert_amaxes(observed, x=X, w=W, dy=DY):
-    for role, tensor in zip(ROLES, (w, x, dy), strict=True):
-        assert_bits_equal(getattr(observed, role).scale, reference.amax(tensor), role)
-
-
 def assert_states_equal(actual, expected):
     for got, want in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         assert_bits_equal(got, np.asarray(want))
 
 
-@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
-def test_update(algorithm):
-    """The oracle's, for all tensors, stacked layers among them, over steps with amaxes of 0, infinity and NaN."""
-    recipe = DelayedScaling(history=3, margin=1, algorithm=algorithm)
-    states = {"a": init_delayed(recipe), "b": [init_delayed(recipe, shape=(2,))]}
-    want = jax.tree.map(np.asarray, states)
-    eagerly = functools.partial(update_delayed, recipe=recipe)
-    update = jax.jit(eagerly)
-    for i, factor in enumerate([1.0, 0.0, 100.0, np.inf, 0.5, np.nan, 3.0, 2.0]):
-        layers = [(X * np.float32(factor), W, DY), (X, W * np.float32(factor), DY), (X, W, DY)]
-        own = [states["a"], *(jax.tree.map(lambda leaf, j=j: leaf[j], states["b"][0]) for j in range(2))]
-        seen = [step(x, w, state, dy, recipe)[-1] for (x, w, dy), state in zip(layers, own, strict=True)]
-        amaxes = {"a": seen[0], "b": [jax.tree.map(lambda *leaves: jnp.stack(leaves), *seen[1:])]}
-        states = (update if i % 2 else eagerly)(states, amaxes)
-        for role in ROLES:
-            for pick in (lambda tree: tree["a"], lambda tree: tree["b"][0]):
-                old, new, amax = (getattr(pick(tree), role) for tree in (want, states, amaxes))
-                scale, history = reference.delayed_scale_update(
-                    old.scale,
-                    old.amax_history,
-                    amax.scale,
-                    recipe.format(Role(role)).element,
-                    margin=1,
-                    algorithm=algorithm,
-                )
-                assert_bits_equal(new.scale, scale)
-                assert_bits_equal(new.amax_history, history)
-        want = jax.tree.map(np.asarray, states)
+def test_stacked_layers_are_updated_as_each_alone():
+    """In a tree of states, eagerly and under jit."""
+    alone = [step(factor * X, W, STATE, DY)[-1] for factor in (1, np.inf, 0)]
+    stack = lambda trees: jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)  # noqa: E731
+    states, amaxes = {"a": STATE, "b": [stack([STATE] * 2)]}, {"a": alone[0], "b": [stack(alone[1:])]}
+    for update in (update_delayed, jax.jit(update_delayed, static_argnums=2)):
+        new = update(states, amaxes, RECIPE)
+        made = [new["a"], *(jax.tree.map(lambda leaf, i=i: leaf[i], new["b"][0]) for i in range(2))]
+        for got, amax in zip(made, alone, strict=True):
+            assert_states_equal(got, update_delayed(STATE, amax, RECIPE))
 
 
 def test_one_update_for_a_model():

@@ -21,24 +21,12 @@ from qshard.torch_bridge import QuantizedTensor, convert, quantize, update_scale
 from support.torch_ranks import run
 
 FRONT = TorchFront("cpu")
-# For 1 to 4 ranks: rows that are even, uneven, fewer than ranks, and so few that the last ranks have none.
-ROWS = (1, 3, 8, 100, 104, 105, 128)
-COLUMNS = 20
-# Whole blocks, that two, three and four ranks cut: into even parts and uneven ones, or leave to some of them alone.
-BLOCK_ROWS, BLOCK_COLUMNS = (32, 64, 96, 160), 160
 every_world = pytest.mark.parametrize("world", [1, 2, 3, 4])
 
 
-def weights(kinds=TAME, dtype=np.float32, rows=ROWS, columns=COLUMNS):
-    return [awkward_values((count, columns), seed, dtype, kinds=kinds) for seed, count in enumerate(rows)]
-
-
 def weights_of(fmt, kinds=TAME, dtype=np.float32):
-    """Weights that a format can hold."""
-    if fmt.block is None:
-        return weights(kinds, dtype)
-    rows = (*BLOCK_ROWS, 1, 100, 300) if fmt.cuts_blocks else BLOCK_ROWS
-    return weights(kinds, dtype, rows, BLOCK_COLUMNS)
+    shapes = FRONT.shapes_to_cut(fmt, 4)
+    return [awkward_values(shape, seed, dtype, kinds=kinds) for seed, shape in enumerate(shapes)]
 
 
 def recipe_of(fmt):
@@ -141,10 +129,10 @@ def test_weights_cut_along_columns(world, fmt):
 
 def gather_mixed_precision():
     """The fp32 shard is what is quantized; `param_dtype` is what activations and gradients have."""
-    values = weights()
+    values = weights_of(FP8_E4M3)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = shard(convert(model_of(values), CurrentScaling()), mp_policy=policy)
-    y = model(torch.ones(2, COLUMNS, device=torch_ranks.device))
+    y = model(torch.ones(2, values[0].shape[1], device=torch_ranks.device))
     y.float().sum().backward()
     assert y.dtype == torch.bfloat16
     assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
@@ -193,7 +181,7 @@ def test_models_made_without_memory(world, fmt):
 
 
 def quantize_in_group(kinds):
-    for w in weights(kinds):
+    for w in weights_of(FP8_E4M3, kinds):
         part = shard_rows(w.shape[0], dist.get_world_size(), dist.get_rank())
         rows = slice(part.start, part.stop)
         q = quantize(FRONT.array(w[rows]).to(torch_ranks.device), FP8_E4M3, group=dist.group.WORLD)

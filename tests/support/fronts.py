@@ -28,6 +28,8 @@ Products = tuple[np.ndarray, np.ndarray, np.ndarray]
 States = dict[Role, tuple[Any, Any]]
 """(scale, amax_history) of each tensor of a layer."""
 PLANES = ("rowwise", "columnwise")
+ROUNDED_TO_BFLOAT16 = 2.0**-7 + 2.0**-16
+"""Of both operands. On GPUs also what FP8 GEMMs lose, whose sums keep 14 bits (arXiv:2412.19437)."""
 PARTS = ("data", "scale_inv", "global_scale_inv")
 
 
@@ -50,7 +52,8 @@ class Front(Protocol):
 
     def __init__(self, device: str) -> None: ...
 
-    def device_exists(self) -> bool: ...
+    def devices(self) -> int:
+        """How many devices, or ranks, there are."""
 
     def array(self, x: np.ndarray) -> Any:
         """The framework's array of `x`, on the device, with the same dtype and bits."""
@@ -132,11 +135,11 @@ class JaxFront:
 
         self.device, self.jax, self.qshard = device, jax, qshard.jax
 
-    def device_exists(self) -> bool:
+    def devices(self) -> int:
         try:
-            return bool(self.jax.devices(self.device))
+            return len(self.jax.devices(self.device))
         except RuntimeError:  # JAX's answer for a platform that it cannot start.
-            return False
+            return 0
 
     def array(self, x: np.ndarray) -> Any:
         return self.jax.device_put(x, self.jax.devices(self.device)[0])
@@ -160,13 +163,10 @@ class JaxFront:
 
     def operand_rounding(self, recipe: Recipe) -> float:
         formats = [recipe.format(role) for role in Role]
-        codes = all(fmt.block is None for fmt in formats)
+        codes = all(fmt.block is None for fmt in formats) and self.device == "cpu"
         # bfloat16 holds a code times a power of two as it is. Else both operands are rounded, each by 2^-8 at most.
-        return (
-            0.0
-            if codes or all(fmt.pow2 or fmt.scale_dtype == "float8_e8m0fnu" for fmt in formats)
-            else 2.0**-7 + 2.0**-16
-        )
+        exact = codes or all(fmt.pow2 or fmt.scale_dtype == "float8_e8m0fnu" for fmt in formats)
+        return 0.0 if exact else ROUNDED_TO_BFLOAT16
 
     def delayed_step(
         self, batches: Sequence[Products], recipe: Recipe, states: States
@@ -224,20 +224,20 @@ class JaxFront:
 class TorchFront:
     name = "torch"
     examples = 24
-    result_roundings = 1
 
     def __init__(self, device: str) -> None:
         import torch
 
         import qshard.torch_bridge
 
+        self.result_roundings = 1 if device == "cpu" else 2
         self.device, self.torch, self.qshard = device, torch, qshard.torch_bridge
         # NumPy has no native twin of these: (ml_dtypes dtype, torch dtype, integer dtype that both can be viewed as).
         names = ("bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu")
         self.foreign = [(np.dtype(getattr(ml_dtypes, name)), getattr(torch, name)) for name in names]
 
-    def device_exists(self) -> bool:
-        return self.device == "cpu" or self.torch.cuda.is_available()
+    def devices(self) -> int:
+        return torch_ranks.RANKS if self.device == "cpu" else int(self.torch.cuda.device_count())
 
     def array(self, x: np.ndarray) -> Any:
         x = np.ascontiguousarray(x).reshape(x.shape)  # ascontiguousarray makes a 0-d array 1-d.
@@ -273,7 +273,7 @@ class TorchFront:
         return y, dx, dw
 
     def operand_rounding(self, recipe: Recipe) -> float:
-        return 0.0
+        return 0.0 if self.device == "cpu" else ROUNDED_TO_BFLOAT16
 
     def delayed_step(
         self, batches: Sequence[Products], recipe: Recipe, states: States
@@ -292,6 +292,7 @@ class TorchFront:
     def shapes_to_cut(self, fmt: Format, shards: int) -> list[tuple[int, int]]:
         if not fmt.square or fmt.four_over_six or stochastic(fmt):
             return []  # FSDP2 keeps one plane, and casts a shard under scales that follow from amaxes alone.
+        # Rows that are even, uneven, fewer than ranks; whole blocks that ranks cut, or leave to some of them alone.
         if fmt.block is None:
             return [(rows, 20) for rows in (1, 3, 8, 100, 104, 105, 128)]
         return [(rows, 160) for rows in ((32, 64, 96, 160, 1, 100, 300) if fmt.cuts_blocks else (32, 64, 96, 160))]
