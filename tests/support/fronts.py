@@ -154,12 +154,22 @@ class JaxFront:
         return self.numpy(quantized.dequantize(dtype, **options))
 
     def linear(self, x: np.ndarray, w: np.ndarray, dy: np.ndarray, recipe: Recipe, *, seed: int = 0) -> Products:
-        def step(x: Any, w: Any, dy: Any) -> Any:
-            y, vjp = self.jax.vjp(lambda x, w: self.qshard.linear(x, w, recipe, seed=seed), x, w)
+        words = np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint32)
+        made = self.step(recipe)(*map(self.array, (x, w, dy)), {"seed": words}, {})
+        y, dx, dw = map(self.numpy, made[:3])
+        return y, dx, dw
+
+    @functools.cache  # noqa: B019 - an adapter lives as long as a test.
+    def step(self, recipe: Recipe) -> Any:
+        """Compiled once for each recipe and shape: y, dx, dw and what the gradient of `states` brings."""
+
+        @self.jax.jit
+        def step(x: Any, w: Any, dy: Any, options: Any, states: Any) -> Any:
+            linear = lambda x, w, states: self.qshard.linear(x, w, recipe, **options, **states)  # noqa: E731
+            y, vjp = self.jax.vjp(linear, x, w, states)
             return y, *vjp(dy)
 
-        y, dx, dw = map(self.numpy, self.jax.jit(step)(*map(self.array, (x, w, dy))))
-        return y, dx, dw
+        return step
 
     def operand_rounding(self, recipe: Recipe) -> float:
         formats = [recipe.format(role) for role in Role]
@@ -177,15 +187,9 @@ class JaxFront:
             scale, history = (self.array(np.asarray(part, np.float32)) for part in states[role])
             return dataclasses.replace(getattr(fresh, role.value), scale=scale, amax_history=history)
 
-        @self.jax.jit
-        def step(x: Any, w: Any, dy: Any, state: Any) -> Any:
-            linear = lambda x, w, state: self.qshard.linear(x, w, recipe, state=state)  # noqa: E731
-            y, vjp = self.jax.vjp(linear, x, w, state)
-            return y, *vjp(dy)
-
         state = type(fresh)(**{role.value: tensor(role) for role in Role})
-        made = [step(*map(self.array, batch), state) for batch in batches]
-        observed = functools.reduce(self.qshard.merge_observed, [seen for *_, seen in made])
+        made = [self.step(recipe)(*map(self.array, batch), {}, {"state": state}) for batch in batches]
+        observed = functools.reduce(self.qshard.merge_observed, [seen["state"] for *_, seen in made])
         after = self.qshard.update_delayed(state, observed, recipe)
         return (
             [tuple(map(self.numpy, products)) for *products, _ in made],
