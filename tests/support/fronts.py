@@ -88,6 +88,7 @@ def assert_quantized(front: Front, actual: Any, expected: Any) -> None:
     """Both planes, which of them there are, their dtypes and every bit are those of `expected`, of the reference."""
     fmt = actual.format
     assert (fmt, dtype_name(actual)) == (expected.format, str(expected.dtype))
+    assert (actual.global_scale_inv is None) == (expected.global_scale_inv is None)
     # A columnwise plane without elements does not tell how the rows were shaped.
     assert tuple(actual.shape) == expected.shape or (actual.rowwise is None and 0 in expected.shape)
     for name in PLANES:
