@@ -8,9 +8,9 @@ import test_block_ops as steps
 import test_fused_ops as fused
 import test_rotated_and_random_ops as rotated
 
-import op_calls
-from awkward import BFLOAT16, DTYPES
 from qshard.formats import E2M1, E4M3, E5M2
+from support import op_calls
+from support.awkward import BFLOAT16, DTYPES
 
 FLOAT32, _, FLOAT16 = DTYPES
 DTYPE_IN_TURN = itertools.cycle(DTYPES)
