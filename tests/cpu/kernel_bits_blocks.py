@@ -82,4 +82,5 @@ def check_delayed() -> None:
         rotated.test_cast_and_amax_of_one_read(element, dtype)
     for length, most_recent in itertools.product((1, 16), (False, True)):
         rotated.test_update_delayed_scale_over_many_steps(length, most_recent, E4M3)
-    rotated.test_an_amax_of_zero_still_makes_the_scale_of_the_window()
+    for most_recent in (False, True):
+        rotated.test_an_amax_of_zero_leaves_window_and_scale(most_recent)

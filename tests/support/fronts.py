@@ -20,7 +20,7 @@ from qshard.formats import Format
 from qshard.recipes import Recipe, Role
 from support import torch_ranks
 from support.awkward import assert_bits_equal
-from support.formats import stochastic, usages_of
+from support.formats import usages_of
 
 T = TypeVar("T")
 Products = tuple[np.ndarray, np.ndarray, np.ndarray]
@@ -194,7 +194,7 @@ class JaxFront:
         after = self.qshard.update_delayed(state, observed, recipe)
         return (
             [tuple(map(self.numpy, products)) for *products, _ in made],
-            {role: self.numpy(getattr(observed, role.value).scale) for role in Role},
+            {role: self.numpy(getattr(observed, role.value).observed.amax) for role in Role},
             {
                 role: (self.numpy(each.scale), self.numpy(each.amax_history))
                 for role in Role
@@ -295,8 +295,8 @@ class TorchFront:
         return products, amaxes, after
 
     def shapes_to_cut(self, fmt: Format, shards: int) -> list[tuple[int, int]]:
-        if not fmt.square or fmt.four_over_six or stochastic(fmt):
-            return []  # FSDP2 keeps one plane, and casts a shard under scales that follow from amaxes alone.
+        if fmt.gather_refusal is not None:
+            return []
         # Rows that are even, uneven, fewer than ranks; whole blocks that ranks cut, or leave to some of them alone.
         if fmt.block is None:
             return [(rows, 20) for rows in (1, 3, 8, 100, 104, 105, 128)]

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from qshard import reference
 from qshard.torch_bridge import Linear, update_scales
 from support import torch_ranks
+from support.fronts import TorchFront
 
 SIZES = (20, 104, 3, 20)  # Over 3 ranks: weights of 104 rows are uneven; over 4, of 3 rows leave a rank without one.
 
