@@ -33,7 +33,7 @@ __all__ = ["bind", "bind_list", "call_in_place", "call_into", "dtype_name", "int
 
 _HANDLERS = {"CPU": _ffi.handlers("cpu"), "CUDA": _ffi.handlers("cuda")}
 _LIBRARY = torch.library.Library("qshard", "DEF")
-_is_negated = torch.Tensor.is_neg
+_MANY = 16384  # Elements that more than one thread may share; fewer are done before another wakes.
 _SPLIT = frozenset(spec.name for spec in table().values() if "split" in spec.attributes)
 
 
@@ -58,15 +58,18 @@ def call_into(op: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], attr
     >>> codes.view(torch.float8_e4m3fn).float()
     tensor([2., 2., 2.])
     """
-    if any(map(_is_negated, inputs)) or any(map(_is_negated, outputs)):
-        raise ValueError(f"{op}: a tensor is a negated view, whose memory has other signs; call .resolve_neg() on it")
+    for t in (*inputs, *outputs):
+        if t.is_neg():
+            raise ValueError(
+                f"{op}: a tensor is a negated view, whose memory has other signs; call .resolve_neg() on it"
+            )
     _run(op, inputs, outputs, attributes)
 
 
 def _run(op: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], attributes: Mapping[str, Any]) -> None:
     if op in _SPLIT:
         attributes = {**attributes, "split": False}
-    _ffi.call(_handler(op, outputs[0]), inputs, outputs, attributes)
+    _ffi.call(_handler(op, outputs[0], inputs[0]), inputs, outputs, attributes)
 
 
 def call_in_place(op: str, operands: Sequence[Tensor | Sequence[Tensor]], attributes: Mapping[str, Any]) -> None:
@@ -101,15 +104,19 @@ def call_in_place(op: str, operands: Sequence[Tensor | Sequence[Tensor]], attrib
     torch.autograd.graph.increment_version([t for t in outputs if not t.is_inference()])
 
 
-def _handler(op: str, tensor: Tensor) -> Any:
-    """The handler for the device of a tensor. Those of CPUs use as many threads as torch does."""
-    if tensor.is_cuda:
+def _handler(op: str, output: Tensor, first: Tensor | None = None) -> Any:
+    """The handler for the device of a result. Those of CPUs use as many threads as torch does.
+
+    `first` is the operand whose size says how much work there is, if one alone does.
+    """
+    if output.is_cuda:
         handlers = _HANDLERS["CUDA"]
     else:
         handlers = _HANDLERS["CPU"]
-        _ffi.follow_num_threads(torch.get_num_threads())
+        if first is None or first.numel() > _MANY:
+            _ffi.follow_num_threads(torch.get_num_threads())
     if not handlers:
-        raise _no_kernels(op, tensor.device)
+        raise _no_kernels(op, output.device)
     return handlers[op]
 
 
