@@ -50,7 +50,7 @@ def blocks(x: list[torch.Tensor]) -> Contenders:
             count,
             lambda i, parts=parts, fmt=fmt, each=each: pipeline.dequantize(ops, parts[i], fmt, each, torch.bfloat16),
         )
-        if fmt.square and each is Usage.ROWWISE:
+        if fmt.transposes and each is Usage.ROWWISE:
             found[f"transpose {fmt} qshard"] = (
                 2 * (count - 2),
                 lambda i, parts=parts, fmt=fmt: pipeline.transposed(ops, parts[i], fmt),

@@ -29,7 +29,7 @@ def cases() -> list[tuple[str, Format, str, float]]:
         scale = (4 if fmt.scale_dtype == "float32" else 1) / (fmt.block[0] * fmt.block[1])
         plane = 1 / fmt.element.codes_per_byte + scale
         for usage in USAGES:
-            planes = 2 * plane - (scale if fmt.square else 0) if usage == "both" else plane
+            planes = 2 * plane - (scale if fmt.transposes else 0) if usage == "both" else plane
             found.append((f"quantize {name} {usage}", fmt, usage, 2 + planes))
     return found
 
@@ -98,12 +98,12 @@ def _planes(x: Any, fmt: Format, usage: str, plane: Callable[..., Any], turned: 
         return data[:, ::2] | (data[:, 1::2] << 4) if fmt.element.bits == 4 else data
 
     results = []
-    if usage != "columnwise" or fmt.square:
+    if usage != "columnwise" or fmt.transposes:
         data, scale_inv = plane(x, fmt, fmt.block)
         if usage != "columnwise":
             results += [packed(data), scale_inv]
     if usage != "rowwise":
-        if not fmt.square:
+        if not fmt.transposes:
             data, scale_inv = plane(x, fmt, fmt.block[::-1])
         if stores_transposed(fmt):
             data, scale_inv = turned(data, scale_inv)

@@ -430,15 +430,6 @@ class Format:
     def four_over_six(self) -> str | None:
         return self.scaling.four_over_six
 
-    @property
-    def square(self) -> bool:
-        return self.transposes
-
-    @property
-    def cuts_blocks(self) -> bool:
-        """Whether the last block of a row or column may be cut short. OCP and NVFP4 blocks are always whole."""
-        return not self.scaling.whole_blocks
-
 
 _FORMAT_OPTIONS = ("hadamard", "rounding")
 _METHODS: tuple[type[Scaling], ...] = (FloatScaling, PowerScaling, TwoLevelScaling)

@@ -57,7 +57,7 @@ def quantize(x, fmt, usage, seed=0, start=0, row_stride=None, whole=None):
     A transposed plane is the rowwise plane of the transpose of `x`; `whole` is the global amax.
     """
     row_step, col_step = x.shape[1] if row_stride is None else row_stride, 1
-    turned = usage is Usage.COLUMNWISE and fmt.scale_dtype != E8M0.name and not fmt.square
+    turned = usage is Usage.COLUMNWISE and fmt.scale_dtype != E8M0.name and not fmt.transposes
     if turned:
         x, row_step, col_step = np.ascontiguousarray(x.T), col_step, row_step
     block = fmt.block if turned else fmt.block_of(usage)
@@ -84,7 +84,7 @@ def quantize(x, fmt, usage, seed=0, start=0, row_stride=None, whole=None):
         data = call("cast_block_stochastic", x, scale, words(seed), words(start), **steps, **where)
     else:
         data = call("cast_block", x, scale, element=fmt.element.name, **where)
-    if usage is Usage.COLUMNWISE and fmt.square:
+    if usage is Usage.COLUMNWISE and fmt.transposes:
         packed = fmt.element is E2M1
         data = call("transpose_packed", data) if packed else call("transpose", data, batch=0)
         scale_inv = np.ascontiguousarray(scale_inv.T)

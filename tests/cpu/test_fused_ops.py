@@ -54,13 +54,13 @@ def op_of(fmt: Format, usage: Usage) -> tuple[str, dict[str, object]]:
     """The op that makes these planes, and its attributes."""
     packed = fmt.element is E2M1
     rows, cols = fmt.block if usage is not Usage.COLUMNWISE else fmt.block[::-1]
-    if usage is Usage.BOTH and not fmt.square:
+    if usage is Usage.BOTH and not fmt.transposes:
         rows = cols
-    turned = fmt.square or fmt.scale_dtype != E8M0.name
+    turned = fmt.transposes or fmt.scale_dtype != E8M0.name
     name = {Usage.ROWWISE: "", Usage.COLUMNWISE: "_t" if turned else "", Usage.BOTH: "_both"}[usage]
-    if usage is Usage.BOTH and turned and not packed and not fmt.square:
+    if usage is Usage.BOTH and turned and not packed and not fmt.transposes:
         name = "_both_t"
-    if usage is Usage.BOTH and fmt.square:
+    if usage is Usage.BOTH and fmt.transposes:
         name = "_square_both"
     where = {"block_rows": rows, "block_cols": cols}
     if packed:

@@ -114,7 +114,7 @@ def test_one_reduction_for_all_weights(fmt, check_vma):
         "a": awkward_values((shards * 24, 128), seed=1, kinds=TAME),
         "b": awkward_values((128, 64), seed=2, kinds=TAME),
     }
-    weights["a"] = weights["a"] if fmt.cuts_blocks or 24 * shards % 32 == 0 else weights["a"][:128]
+    weights["a"] = weights["a"] if not fmt.scaling.whole_blocks or 24 * shards % 32 == 0 else weights["a"][:128]
     recipe = Recipe(weight=fmt, activation=fmt, gradient=fmt)
 
     def local(weights):

@@ -40,7 +40,7 @@ def params_of(dtype="float32"):
 
 
 def formats_of(recipe):
-    fits = recipe.weight.square and not isinstance(recipe, DelayedScaling)
+    fits = recipe.weight.transposes and not isinstance(recipe, DelayedScaling)
     return lambda path, p: recipe.weight if fits and "'w'" in path else None
 
 

@@ -40,7 +40,7 @@ fast_step = pytest.mark.parametrize("steps", [s for s in master_steps.STEPS if s
 
 
 def shapes_of(fmt, usage):
-    return [shape for shape in (*WHOLE_BLOCKS, *ANY) if fmt.cuts_blocks or shape in WHOLE_BLOCKS]
+    return [shape for shape in (*WHOLE_BLOCKS, *ANY) if not fmt.scaling.whole_blocks or shape in WHOLE_BLOCKS]
 
 
 def simulate(

@@ -42,7 +42,7 @@ def test_shapes_dtypes_and_values(front, fmt, usage):
 def test_a_tensor_of_one_value(front, value):
     """Of one shape for each unit of blocks, so that JAX compiles each format once."""
     for fmt in NAMED if front.name == "jax" else VARIANTS:
-        x = np.full((3, 5) if fmt.cuts_blocks else (32, 32), value, np.float32)
+        x = np.full((3, 5) if not fmt.scaling.whole_blocks else (32, 32), value, np.float32)
         assert_both_ways(front, x, fmt, usages_of(fmt)[-1])
 
 
@@ -69,7 +69,8 @@ def test_any_shape_of_any_format(front, factor):
         fmt = data.draw(st.sampled_from(COMBINED))
         usage = data.draw(st.sampled_from(usages_of(fmt)))
         units = [
-            1 if fmt.cuts_blocks else max(whole_units(fmt, each)[axis] for each in usage.planes) for axis in (0, 1)
+            1 if not fmt.scaling.whole_blocks else max(whole_units(fmt, each)[axis] for each in usage.planes)
+            for axis in (0, 1)
         ]
         rows, columns = (unit * data.draw(st.integers(0, 3 if unit > 1 else 40)) for unit in units)
         lead = data.draw(st.sampled_from([(), (1,), (3,), (2, 2)])) if rows else ()

@@ -73,7 +73,7 @@ def test_changed_options_show():
     ids=str,
 )
 def test_properties(fmt, data, square, cuts, rowwise, columnwise):
-    assert (fmt.data_dtype, fmt.square, fmt.cuts_blocks) == (data, square, cuts)
+    assert (fmt.data_dtype, fmt.transposes, not fmt.scaling.whole_blocks) == (data, square, cuts)
     assert (fmt.block_of(Usage.ROWWISE), fmt.block_of(Usage.COLUMNWISE)) == (rowwise, columnwise)
 
 

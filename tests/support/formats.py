@@ -77,7 +77,7 @@ COMBINED = _distinct(
 )
 """Every format with every legal combination of options, to draw from."""
 
-SQUARES = [fmt for fmt in NAMED if fmt.square]
+SQUARES = [fmt for fmt in NAMED if fmt.transposes]
 """Formats whose planes hold the same numbers: one serves both passes, and shards may cut its blocks."""
 SCALINGS = list({fmt.scale_dtype: fmt for fmt in reversed(SQUARES)}.values())
 """One of SQUARES for each way to scale."""

@@ -203,7 +203,7 @@ class JaxFront:
         )
 
     def shapes_to_cut(self, fmt: Format, shards: int) -> list[tuple[int, int]]:
-        whole = fmt.four_over_six or fmt.hadamard or (not fmt.cuts_blocks and 48 * shards % max(fmt.block))
+        whole = fmt.four_over_six or fmt.hadamard or (fmt.scaling.whole_blocks and 48 * shards % max(fmt.block))
         return [(rows * shards, 128) for rows in ([128] if whole else [48, 128])]
 
     def assert_law(self, weights: Sequence[np.ndarray], fmt: Format, shards: int) -> None:
@@ -300,7 +300,10 @@ class TorchFront:
         # Rows that are even, uneven, fewer than ranks; whole blocks that ranks cut, or leave to some of them alone.
         if fmt.block is None:
             return [(rows, 20) for rows in (1, 3, 8, 100, 104, 105, 128)]
-        return [(rows, 160) for rows in ((32, 64, 96, 160, 1, 100, 300) if fmt.cuts_blocks else (32, 64, 96, 160))]
+        return [
+            (rows, 160)
+            for rows in ((32, 64, 96, 160, 1, 100, 300) if not fmt.scaling.whole_blocks else (32, 64, 96, 160))
+        ]
 
     def assert_law(self, weights: Sequence[np.ndarray], fmt: Format, shards: int) -> None:
         case = "gather_values" if weights else "refuses_to_shard"
