@@ -44,6 +44,7 @@ __all__ = [
     "plan_master",
     "plan_shards",
     "scales",
+    "word_pair",
 ]
 
 Array = Any
@@ -395,6 +396,24 @@ def piece_bytes(fmt: Format, length: int) -> int:
     """
     per_byte = fmt.element.codes_per_byte
     return -(-(length + per_byte - 1) // per_byte) if length else 0
+
+
+def word_pair(what: str, number: int) -> tuple[int, int]:
+    """A start or a seed, which has 64 bits, as ops take it: the words of 32 bits, the low one first.
+
+    Args:
+      what: names the number in an error.
+      number: not of an array: to look at one on a device would be to wait for it.
+
+    Raises:
+      ValueError: it is not in [0, 2**64).
+
+    >>> word_pair("quantize: seed", 2**32 + 5)
+    (5, 1)
+    """
+    if not 0 <= number < 2**64:
+        raise ValueError(f"{what} ({number}) is not in [0, 2**64); pass a number in that range")
+    return number & 0xFFFFFFFF, number >> 32
 
 
 def _check(fmt: Format, shape: Shape, usage: Usage, op: str = "cast_master") -> None:

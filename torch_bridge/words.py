@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from qshard.master import word_pair
+
 __all__ = ["words"]
 
 
@@ -51,8 +53,8 @@ def _of_tensor(what: str, numbers: Tensor, count: int | None) -> Tensor:
     shape = (2,) if count is None else (count, 2)
     given = f"{what} ({numbers.dtype} {tuple(numbers.shape)})"
     if count is not None and numbers.dtype == torch.int64 and numbers.ndim == 1:
-        if numbers.device.type == "cpu" and (numbers < 0).any():  # On a GPU, to look would be to wait for it.
-            raise ValueError(f"{what} ({numbers.min().item()}) is not in [0, 2**64); pass a number in that range")
+        if numbers.device.type == "cpu" and numbers.numel():  # On a GPU, to look would be to wait for it.
+            word_pair(what, int(numbers.min()))
         numbers = numbers.contiguous().view(torch.int32).view(-1, 2)
     if numbers.dtype not in (torch.int32, torch.uint32):
         raise TypeError(f"{given} is not int32 or uint32 {shape}, low word first; pass that, or an int for each number")
@@ -63,7 +65,6 @@ def _of_tensor(what: str, numbers: Tensor, count: int | None) -> Tensor:
 
 
 def _pair(what: str, number: int) -> tuple[int, int]:
-    if not 0 <= number < 2**64:
-        raise ValueError(f"{what} ({number}) is not in [0, 2**64); pass a number in that range")
-    low, high = ((word ^ 2**31) - 2**31 for word in (number & 0xFFFFFFFF, number >> 32))
+    """As int32, which has the bits of the words."""
+    low, high = ((word ^ 2**31) - 2**31 for word in word_pair(what, number))
     return low, high

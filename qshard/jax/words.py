@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from qshard.master import word_pair
+
 __all__ = ["Seed", "Words", "seed_words", "words_of", "words_plus", "words_times"]
 
 Seed = jax.Array | int | None
@@ -15,10 +17,13 @@ Words = tuple[jax.Array, jax.Array]
 """Arrays of low words and of high words."""
 
 
-def words_of(number: Any) -> Any:
-    """A number as uint32 `[2]`, modulo 2**64: a NumPy array of an int, a JAX array of a traced or a JAX integer."""
+def words_of(number: Any, what: str = "number") -> Any:
+    """A number as uint32 `[2]`: a NumPy array of an int, a JAX array of a traced or a JAX integer.
+
+    `what` names it in the error that an int outside of [0, 2**64) is; one on a device is taken modulo 2**64.
+    """
     if isinstance(number, int | np.integer):
-        return np.array([int(number) & 0xFFFFFFFF, int(number) >> 32 & 0xFFFFFFFF], np.uint32)
+        return np.array(word_pair(what, int(number)), np.uint32)
     number = jnp.asarray(number)
     if number.dtype.itemsize == 8:
         return jnp.stack([(number & 0xFFFFFFFF).astype(jnp.uint32), (number >> 32).astype(jnp.uint32)])
@@ -46,6 +51,7 @@ def seed_words(op: str, seed: Any) -> Any:
 
     Raises:
       TypeError: it is not an integer, two words or a key.
+      ValueError: an int is not in [0, 2**64).
     """
     if seed is None:
         return None
@@ -55,5 +61,5 @@ def seed_words(op: str, seed: Any) -> Any:
     if shape == (2,) and dtype in (jnp.uint32, jnp.int32):
         return jnp.asarray(seed)
     if isinstance(seed, int) or (dtype is not None and jnp.issubdtype(dtype, jnp.integer) and shape == ()):
-        return jnp.asarray(words_of(seed))
+        return jnp.asarray(words_of(seed, f"{op}: seed"))
     raise TypeError(f"{op}: seed ({seed!r}) is not an integer, uint32 of shape (2,) or a jax.random key; give one")

@@ -61,7 +61,7 @@ def cast_master(
       where the half of a byte that belongs to another device is 0; scales are of the whole.
 
     Raises:
-      ValueError: lists are not of one length, or seeds are missing.
+      ValueError: lists are not of one length, seeds are missing, or a start is negative.
 
     Inside `shard_map`: codes vary over `axis_name`, scales do not. One all-reduce of int32, whatever the number of
     weights; one custom call for each format and step.
@@ -144,7 +144,7 @@ def _words(numbers: Sequence[Start] | jax.Array, n: int) -> jax.Array:
     if isinstance(numbers, jax.Array | np.ndarray) and numbers.ndim == 2:
         words = jnp.asarray(numbers).astype(jnp.uint32)
     else:
-        pairs = [jnp.asarray(words_of(number)) for number in numbers]
+        pairs = [jnp.asarray(words_of(number, "cast_master: starts")) for number in numbers]
         words = jnp.stack(vary_alike(*pairs)) if pairs else jnp.zeros((0, 2), jnp.uint32)
     if words.shape != (n, 2):
         raise ValueError(f"cast_master: starts {words.shape} is not one number for each of {n} weights; give (n,)")
