@@ -139,8 +139,7 @@ class Scaling:
       elements: the formats of `data` that may be scaled so.
       whole_blocks: the last block of a row or column may not be cut short.
       turns_columns: the columnwise plane of vectors is stored as the rowwise plane of `x.T`.
-      quantize_op, dequantize_op: the ops that make a plane of blocks, and its values. Names of the others that make
-        planes from one read begin with `quantize_op`.
+      quantize_op: the op that makes a plane of blocks. Others that make planes from one read have names that begin so.
     """
 
     dtype: ClassVar[str]
@@ -148,7 +147,6 @@ class Scaling:
     whole_blocks: ClassVar[bool] = True
     turns_columns: ClassVar[bool] = True
     quantize_op: ClassVar[str] = "quantize_block"
-    dequantize_op: ClassVar[str] = "dequantize_block"
 
     # Fields of a subclass take the place of these.
     pow2: bool = False
@@ -231,7 +229,6 @@ class TwoLevelScaling(Scaling):
     dtype: ClassVar[str] = E4M3.name
     elements: ClassVar[tuple[ElementFormat, ...]] = (E2M1,)
     quantize_op: ClassVar[str] = "quantize_nvfp4"
-    dequantize_op: ClassVar[str] = "dequantize_nvfp4"
 
     global_scale: Literal["tensor", "row"] = "tensor"
     scale_max: float = E4M3.max

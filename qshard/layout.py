@@ -73,23 +73,6 @@ class PlaneLayout:
         """Whether each row of the stored matrix has scales of its own. Then `scale_inv` keeps the leading axes."""
         return self.block is not None and self.block[0] == 1
 
-    def scale_axis(self, axis: int) -> tuple[int, int] | None:
-        """Where an axis of `data` shows in `scale_inv`: there, and the elements along it that share a scale; or None.
-
-        >>> from qshard.formats import MXFP8_32x32, NVFP4
-        >>> plane(MXFP8_32x32, (2, 32, 64), Usage.ROWWISE).scale_axis(2)
-        (1, 32)
-        >>> plane(NVFP4, (2, 32, 64), Usage.ROWWISE).scale_axis(1)
-        (1, 1)
-        """
-        if self.block is None:
-            return None
-        last = len(self.data_shape) - 1
-        unit = self.block[1] if axis == last else self.block[0]
-        if len(self.scale_shape) == len(self.data_shape):
-            return axis, unit
-        return (0 if axis == 0 else len(self.scale_shape) - 1), unit
-
 
 def matrix_shape(shape: Shape) -> tuple[int, int]:
     """The matrix `[M, K]` as which `x` is quantized: leading axes folded into rows.

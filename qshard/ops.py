@@ -132,8 +132,6 @@ class OpSpec:
       attributes: the handler's attributes by name, and their types in a schema: int, float, bool, str or int[].
       open_axes: numbers of axes that shapes leave open, by name: of a `*name` before another; `lead`, of a result's
         `...`.
-      missing: for each result, the factors of the first operand that it lacks, and that must be reduced over ranks
-        which cut them.
     """
 
     name: str
@@ -141,7 +139,6 @@ class OpSpec:
     outputs: tuple[Operand, ...]
     attributes: Mapping[str, str]
     open_axes: tuple[str, ...]
-    missing: tuple[tuple[str, ...], ...]
     row: _ffi.Row
 
     @classmethod
@@ -149,8 +146,8 @@ class OpSpec:
         """Reads one row of `ops.def`.
 
         >>> spec = OpSpec.parse("rowsum", "x -> y", "m (k run) -> m k", "float -> float32", "run: int 1..")
-        >>> spec.results([(4, 64)], ["float32"], {"run": 32}), spec.missing
-        ([((4, 2), 'float32')], (('run',),))
+        >>> spec.results([(4, 64)], ["float32"], {"run": 32})
+        [((4, 2), 'float32')]
         >>> spec.bind([(4, 65)], run=32)
         Traceback (most recent call last):
         ValueError: rowsum: x (4, 65) has an axis of 65, which is not a whole number of run=32; pad or shard it to one
@@ -162,7 +159,7 @@ class OpSpec:
         """A row as the extension has parsed it."""
         inputs, outputs = (tuple(Operand(**o) for o in side) for side in (row.inputs, row.outputs))
         types = {name: kind for name, (kind, *_) in row.attributes.items()}
-        return cls(row.name, inputs, outputs, types, row.open_axes, row.missing, row)
+        return cls(row.name, inputs, outputs, types, row.open_axes, row)
 
     def __hash__(self) -> int:
         return hash((self.name, self.inputs, self.outputs))

@@ -206,13 +206,6 @@ void DefineRows(nb::module_& m) {
                      if (row.open_prefix) names.append("lead");
                      return nb::tuple(names);
                    })
-      .def_prop_ro("missing",
-                   [](const Row& row) {
-                     nb::list missing;
-                     for (const Operand& o : row.outputs)
-                       missing.append(Names(row, row.Missing(o)));
-                     return nb::tuple(missing);
-                   })
       .def("bind", Bind, nb::arg("shapes"), nb::arg("dtypes"), nb::arg("attributes"),
            nb::arg("dtype") = nb::none(), "[(shape, dtype)] of the results.")
       .def("axes", Axes, nb::arg("shapes"), nb::arg("attributes"), nb::arg("split"),

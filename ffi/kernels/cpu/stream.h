@@ -31,10 +31,6 @@ inline void StreamLines(void* to, const void* from, int64_t bytes) {
 #endif
 }
 
-inline bool IsLineAligned(const void* p) {
-  return reinterpret_cast<uintptr_t>(p) % kLineBytes == 0;
-}
-
 // memcpy of any bytes, around the caches where whole lines are written.
 inline void StreamCopy(void* to, const void* from, int64_t bytes) {
   auto* out = static_cast<uint8_t*>(to);
