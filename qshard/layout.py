@@ -28,6 +28,7 @@ __all__ = [
     "Shape",
     "code_columns",
     "data_columns",
+    "is_transposed",
     "matrix_shape",
     "plane",
     "stored_block",
@@ -73,6 +74,21 @@ class PlaneLayout:
         """Whether each row of the stored matrix has scales of its own. Then `scale_inv` keeps the leading axes."""
         return self.block is not None and self.block[0] == 1
 
+    @property
+    def rotated(self) -> bool:
+        """Whether the plane is of `x` rotated along its columns."""
+        return self.format.hadamard and self.usage is Usage.COLUMNWISE
+
+    @property
+    def row_scaled(self) -> bool:
+        """Whether each row has an fp32 scale: a matter of its own elements, so rows are never cut."""
+        return self.format.scaling.global_scale == "row"
+
+    @property
+    def tensor_scaled(self) -> bool:
+        """Whether a scale serves the whole tensor, so that its shards must agree on an amax."""
+        return self.block is None or self.format.scaling.global_scale == "tensor"
+
 
 def matrix_shape(shape: Shape) -> tuple[int, int]:
     """The matrix `[M, K]` as which `x` is quantized: leading axes folded into rows.
@@ -101,6 +117,11 @@ def stored_block(fmt: Format, usage: Usage) -> tuple[int, int] | None:
     [(1, 128), (32, 1)]
     """
     return fmt.block if stores_transposed(fmt) else fmt.block_of(usage)
+
+
+def is_transposed(fmt: Format, usage: Usage) -> bool:
+    """Whether the plane for one usage is stored as the rowwise plane of `x.T`."""
+    return usage is Usage.COLUMNWISE and stores_transposed(fmt)
 
 
 def whole_units(fmt: Format, usage: Usage) -> tuple[int, int]:
@@ -145,7 +166,7 @@ def plane(fmt: Format, shape: Shape, usage: Usage, *, op: str = "quantize", name
         raise ValueError(f"{op}: {fmt} has one scale a row and so no columnwise plane; ask for ROWWISE")
 
     _check_blocks(fmt, shape, usage, f"{op}: {name}")
-    transposed = usage is Usage.COLUMNWISE and stores_transposed(fmt)
+    transposed = is_transposed(fmt, usage)
     block = fmt.block_of(usage)
     if block is not None and transposed:
         block = block[::-1]

@@ -30,7 +30,7 @@ from typing import Any
 
 from qshard import pipeline
 from qshard.formats import Format, Usage
-from qshard.layout import Shape, matrix_shape, plane
+from qshard.layout import PlaneLayout, Shape, matrix_shape, plane
 from qshard.pipeline import Parts, Scales
 
 __all__ = [
@@ -370,17 +370,16 @@ def plan_shards(
         raise ValueError(f"plan_shards: world ({world}) is not positive; give the number of ranks")
     shards = []
     for shape in shapes:
-        _check(fmt, tuple(shape), usage, "plan_shards")
+        where = _check(fmt, tuple(shape), usage, "plan_shards")
         rows, cols = matrix_shape(tuple(shape))
         size, unit = rows * cols, _UNIT
-        if (block := fmt.block_of(usage)) is not None:
-            in_row = block[0] == 1 and cols % block[1] == 0 and fmt.scaling.global_scale != "row"
-            unit = block[1] if in_row else block[0] * cols
+        if where.block is not None:
+            in_row = where.rows_apart and cols % where.block[1] == 0 and not where.row_scaled
+            unit = where.block[1] if in_row else where.block[0] * cols
         padded = -(-size // max(1, unit * world)) * unit
         starts = tuple(min(size, r * padded) for r in range(world))
         stops = tuple(min(size, (r + 1) * padded) for r in range(world))
-        whole = fmt.per_tensor or fmt.scaling.global_scale == "tensor"
-        shards.append(FlatShards(starts, stops, min(padded, size), world > 1 and whole))
+        shards.append(FlatShards(starts, stops, min(padded, size), world > 1 and where.tensor_scaled))
     return tuple(shards)
 
 
@@ -416,12 +415,14 @@ def word_pair(what: str, number: int) -> tuple[int, int]:
     return number & 0xFFFFFFFF, number >> 32
 
 
-def _check(fmt: Format, shape: Shape, usage: Usage, op: str = "cast_master") -> None:
-    if plane(fmt, shape, usage, op=op).transposed:
+def _check(fmt: Format, shape: Shape, usage: Usage, op: str = "cast_master") -> PlaneLayout:
+    where = plane(fmt, shape, usage, op=op)
+    if where.transposed:
         what = "gather the rowwise plane, then transpose it" if fmt.transposes else "use a format with square blocks"
         raise ValueError(f"{op}: usage ({usage}) of {fmt} is not stored in the order of the weight; {what}")
     if fmt.slice_refusal is not None:
         raise ValueError(f"{op}: slices of {fmt} cannot be cast: {fmt.slice_refusal}; quantize whole blocks")
+    return where
 
 
 def _each(value: Any, n: int) -> tuple[Any, ...]:

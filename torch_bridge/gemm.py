@@ -24,7 +24,7 @@ from torch import Tensor
 
 from qshard import pipeline
 from qshard.formats import E4M3, E5M2, Format, Usage
-from qshard.layout import stores_transposed
+from qshard.layout import is_transposed
 from qshard.pipeline import Parts
 from qshard.torch_bridge.ops import ops
 
@@ -42,8 +42,8 @@ class Operand(NamedTuple):
         """`[rows, K]`, rounded to `dtype`."""
         result: Any = dtype  # To the pipeline a dtype is whatever the ops take.
         values: Tensor = pipeline.dequantize(ops, self.parts, self.format, self.usage, result)
-        in_order = self.usage is Usage.COLUMNWISE and not stores_transposed(self.format)
-        return values.t() if in_order else values
+        in_order = self.usage is Usage.ROWWISE or is_transposed(self.format, self.usage)
+        return values if in_order else values.t()
 
     def codes(self) -> Tensor:
         """`[rows, K]`, for planes that are stored so."""

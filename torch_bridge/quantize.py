@@ -71,15 +71,14 @@ def quantize(
             "quantize: x (DTensor) is not a plain tensor; pass x.to_local(), with group= the ranks that its amax spans"
         )
     shape, x = tuple(x.shape), x.detach()
-    for one in usage.planes:
-        plane(fmt, shape, one)
+    layouts = [plane(fmt, shape, one) for one in usage.planes]
     if not x.is_contiguous():
         raise ValueError(f"quantize: x (strides {tuple(x.stride())}) is not contiguous; call .contiguous() on it")
     draws = None
     if fmt.stochastic and seed is not None:
         draws = Draws(words("quantize", "seed", seed, x.device), words("quantize", "first", first, x.device), row_step)
     # A row's scale is of its own elements, all of which are here.
-    over_ranks = group is not None and fmt.scaling.global_scale != "row"
+    over_ranks = group is not None and not any(where.row_scaled for where in layouts)
     made = pipeline.quantize(
         ops,
         x.view(matrix_shape(shape)),

@@ -18,7 +18,7 @@ from qshard import layout, pipeline
 from qshard.formats import Format, Usage
 from qshard.jax import steps
 from qshard.jax.cuts import Cut, matrix_of, shaped
-from qshard.layout import code_columns, stored_block, stores_transposed
+from qshard.layout import code_columns, is_transposed, stored_block
 
 __all__ = ["Plane", "QuantizedArray", "plane_values"]
 
@@ -69,7 +69,7 @@ class QuantizedArray:
     @property
     def shape(self) -> layout.Shape:
         """Of the tensor it stands for, with the axes that `vmap` or `scan` have added in front."""
-        if self.rowwise is not None or not stores_transposed(self.format):
+        if self.rowwise is not None or not is_transposed(self.format, Usage.COLUMNWISE):
             data = self.plane(Usage.COLUMNWISE if self.rowwise is None else Usage.ROWWISE).data
             return (*data.shape[:-1], data.shape[-1] * self.format.element.codes_per_byte) if data.ndim else ()
         *added, cols, rows = self.plane(Usage.COLUMNWISE).data.shape
@@ -126,7 +126,7 @@ class QuantizedArray:
 def _dequantize(q: QuantizedArray, dtype: str, usage: Usage) -> jax.Array:
     plane = q.plane(usage)
     values: jax.Array = plane_values(plane, q.format, usage, dtype, len(q.axes))
-    if usage is Usage.COLUMNWISE and stores_transposed(q.format):
+    if is_transposed(q.format, usage):
         values = jnp.swapaxes(values, -1, -2).reshape(q.shape)
     return values
 
@@ -137,7 +137,7 @@ def plane_values(plane: Plane, fmt: Format, usage: Usage, dtype: str, ndim: int 
     if block is None:
         values: jax.Array = pipeline.dequantize(steps, plane, fmt, usage, dtype)
         return values
-    turned = usage is Usage.COLUMNWISE and stores_transposed(fmt)
+    turned = is_transposed(fmt, usage)
     added = 0 if ndim is None or turned else data.ndim - ndim
     if block[0] == 1 and data.ndim - added < 2:
         plane = plane._replace(data=data[..., None, :], scale_inv=plane.scale_inv[..., None, :])

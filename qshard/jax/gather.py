@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from qshard.formats import Format, Usage
 from qshard.jax.array import Plane, QuantizedArray
 from qshard.jax.cuts import Cut, Spec
-from qshard.layout import code_columns, stored_block, stores_transposed
+from qshard.layout import code_columns, is_transposed, stored_block
 
 __all__ = ["cut_of", "gather", "gather_cut", "scatter_gradient"]
 
@@ -55,7 +55,7 @@ def gather_cut(q: QuantizedArray, axis_name: str, cut: Cut) -> QuantizedArray:
     for usage in Usage.BOTH.planes:
         name = str(usage.name).lower()
         if (plane := getattr(q, name)) is not None:
-            turned = usage is Usage.COLUMNWISE and stores_transposed(q.format)
+            turned = is_transposed(q.format, usage)
             own = _transposed(cut, axis_name) if turned else cut
             planes[name] = _gather_plane(plane, q.format, usage, axis_name, own)
     return dataclasses.replace(q, **planes)
@@ -64,7 +64,7 @@ def gather_cut(q: QuantizedArray, axis_name: str, cut: Cut) -> QuantizedArray:
 def cut_of(q: QuantizedArray, axis_name: str, spec: Spec, *, op: str, name: str) -> Cut:
     """`Cut.along`, of the tensor that `q` stands for."""
     usage = Usage.COLUMNWISE if q.rowwise is None else Usage.ROWWISE
-    turned = usage is Usage.COLUMNWISE and stores_transposed(q.format)
+    turned = is_transposed(q.format, usage)
     data = q.plane(usage).data
     return Cut.along(data, axis_name, spec, op=op, name=name, transposed_of=len(q.axes) if turned else None)
 

@@ -12,7 +12,7 @@ from jax import lax
 from qshard.formats import Format, Usage
 from qshard.jax.array import QuantizedArray, plane_values
 from qshard.jax.cuts import matrix_of
-from qshard.layout import stores_transposed
+from qshard.layout import is_transposed
 
 __all__ = ["Side", "gemm", "multiplies_codes", "stored_for"]
 
@@ -41,7 +41,7 @@ class Side:
         """Values as bfloat16, and their axes to contract."""
         q, stored = self.tensor, self.stored(other)
         values = plane_values(q.plane(stored), q.format, stored, "bfloat16", len(q.axes))
-        transposed = stored is Usage.COLUMNWISE and stores_transposed(q.format)
+        transposed = is_transposed(q.format, stored)
         if transposed or self.contracted is Usage.ROWWISE:
             return values, (values.ndim - 1,)
         return values, tuple(range(values.ndim - 1))

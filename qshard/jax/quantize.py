@@ -259,8 +259,8 @@ def _from_pieces(
 
 def _check_pieces(x: jax.Array, where: layout.PlaneLayout, cut: Cut) -> None:
     """Raises where codes depend on more of a block than its amax."""
-    fmt, rotated = where.format, where.usage is Usage.COLUMNWISE and where.format.hadamard
-    if (refusal := "the rotation mixes all of a block" if rotated else fmt.slice_refusal) is not None:
+    fmt = where.format
+    if (refusal := "the rotation mixes all of a block" if where.rotated else fmt.slice_refusal) is not None:
         rows, cols = cut.shards
         raise ValueError(
             f"quantize: x {x.shape}, cut into {rows} x {cols} shards, cuts blocks of {fmt}, and {refusal}; cut it at "

@@ -225,7 +225,7 @@ def update_columnwise(weights: Sequence[QuantizedTensor]) -> None:
         matrices.append(rows.data.view(plane(fmt, shape, Usage.ROWWISE).matrix.data_shape))
         transposes.append(data)
         scale_inv = rows.scale_inv
-        if not fmt.per_tensor:
+        if where.block is not None:
             scale_inv = scale_inv.new_empty(where.scale_shape) if columns is None else columns.scale_inv
             matrices.append(rows.scale_inv)
             transposes.append(scale_inv)
