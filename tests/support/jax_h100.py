@@ -155,7 +155,8 @@ def describe(compiled):
     return {
         "collectives": collectives(compiled),
         "calls": re.findall(r'custom_call_target="([^"]+)"', text),
-        "ops": sorted(set(re.findall(r"\d\]\S* (dot|transpose|copy|convolution)\(", text))),
+        # Of matrices: the zeros that are the gradient of a history, one of 16 numbers, are copied for each result.
+        "ops": sorted(set(re.findall(r"\d,\d+\]\S* (dot|transpose|copy|convolution)\(", text))),
     }
 
 
