@@ -83,7 +83,7 @@ def bind(spec: OpSpec) -> Callable[..., None]:
                         f"{spec.name}: {operand.name} (requires grad) is not data alone, and the op has no derivative; "
                         "pass .detach(), or call it under torch.no_grad()"
                     )
-        call_in_place(spec.name, operands, {name: attributes[name] for name in names})
+        call_in_place(spec.name, operands, {name: attributes[name] for name in names if name in attributes})
 
     def fake(*operands: Any, **attributes: Any) -> None:
         pass
@@ -102,7 +102,8 @@ def _schema(spec: OpSpec) -> str:
     for operand in spec.inputs:
         kind = f"Tensor({next(aliases)}!)" if operand.name in written else "Tensor"
         operands.append(f"{kind}{'[]' if operand.many else ''} {operand.name}")
-    keywords = [f"{kind} {name}" for name, kind in spec.attributes.items()]
+    defaults = {name: f'="{value}"' for name, value in spec.row.optional_attributes.items()}
+    keywords = [f"{kind} {name}{defaults.get(name, '')}" for name, kind in spec.attributes.items()]
     return f"{spec.name}({', '.join(operands)}{', *, ' if keywords else ''}{', '.join(keywords)}) -> ()"
 
 

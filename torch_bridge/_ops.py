@@ -173,7 +173,7 @@ def _planner(spec: OpSpec) -> Callable[..., _Plan]:
             torch.uint8 if coded and name in ELEMENTS else getattr(torch, name)
             for coded, (_, name) in zip(codes, results, strict=True)
         )
-        attributes = {name: given[name] for name in _attributes(spec)}
+        attributes = {name: given[name] for name in _attributes(spec) if name in given}
         return _Plan(tuple(zip(made, kinds, strict=True)), attributes)
 
     return plan
@@ -205,7 +205,8 @@ def _attributes(spec: OpSpec) -> list[str]:
 def _schema(spec: OpSpec) -> str:
     operands = ", ".join(f"Tensor {operand.name}" for operand in spec.inputs)
     named = [name for name in _attributes(spec) if name not in spec.open_axes]
-    keywords = [f"{spec.attributes[name]} {name}" for name in named]
+    defaults = {name: f'="{value}"' for name, value in spec.row.optional_attributes.items()}
+    keywords = [f"{spec.attributes[name]} {name}{defaults.get(name, '')}" for name in named]
     keywords += ["ScalarType dtype"] * any(operand.dtype == "float" for operand in spec.outputs)
     keywords += [f"int {name}=0" for name in spec.open_axes]
     results = "Tensor" if len(spec.outputs) == 1 else "(" + ", ".join("Tensor" for _ in spec.outputs) + ")"

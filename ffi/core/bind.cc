@@ -90,6 +90,11 @@ Error Binding::ReadAttributes(const XLA_FFI_Attrs& attributes, Mode mode) {
     QSHARD_REQUIRE(*count >= 0 && *count <= kMaxRank, row_.name, ": ", name, " (", *count,
                    ") is not a number of axes");
   }
+  for (size_t i = 0; i < expected.size(); ++i) {
+    if (!expected[i].optional || (seen >> i & 1) != 0) continue;
+    values_[i].text = expected[i].texts[0];
+    seen |= 1u << i;
+  }
   if (mode == Mode::kShapes && row_.split >= 0) seen |= 1u << row_.split;
   if (mode != Mode::kAxes && (alien || seen != (1u << expected.size()) - 1)) {
     std::vector<std::string> given, needed;

@@ -318,6 +318,7 @@ class _Cast:
                 [self._masters[i] for i in bucket.indices],
                 [self._pieces[i].data for i in bucket.indices],
                 element=bucket.fmt.element.name,
+                nonfinite=bucket.fmt.nonfinite,
                 pieces=True,
                 **bucket.attributes,
             )
