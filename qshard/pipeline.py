@@ -252,8 +252,8 @@ def rotated(ops: Any, x: Array, fmt: Format) -> Array:
 def without_added_rows(parts: Parts, fmt: Format, rows: int) -> Parts:
     """A rowwise plane of a matrix without the rows after `rows`: zeros, which `Recipe.added_rows` asked for."""
     data, scale_inv, global_scale_inv = parts
-    if not fmt.transposes:
-        scale_inv = scale_inv[:rows]
+    if fmt.block is not None:
+        scale_inv = scale_inv[: -(-rows // fmt.block[0])]
     if global_scale_inv is not None and fmt.scaling.global_scale == "row":
         global_scale_inv = global_scale_inv[:rows]
     return Parts(data[:rows], scale_inv, global_scale_inv)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from fronts import FRONTS, Front
+from support.fronts import FRONTS, Front
 
 GPU_TESTS = Path(__file__).parent / "gpu"
 HIDDEN = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
@@ -82,10 +82,10 @@ def first_gpu(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture
 def front(request: pytest.FixtureRequest) -> Front:
-    """A front end (see fronts.py), bound to a device."""
+    """A front end (see support/fronts.py), bound to a device."""
     name, device = request.param
     pytest.importorskip(name)
     front = FRONTS[name](device)
-    if not front.device_exists():
+    if not front.devices():
         absent(request.config, f"{name} finds no {device} device")
     return front

@@ -26,7 +26,7 @@ __all__ = ["bind", "call_into", "dtype_name", "into", "ops"]
 
 _CPU, _CUDA = _ffi.handlers("cpu"), _ffi.handlers("cuda")
 _LIBRARY = torch.library.Library("qshard", "DEF")
-_is_negated = torch.Tensor.is_neg
+_MANY = 16384  # Elements that more than one thread may share; fewer are done before another wakes.
 _SPLIT = frozenset(spec.name for spec in table().values() if "split" in spec.attributes)
 
 
@@ -51,8 +51,11 @@ def call_into(op: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], attr
     >>> codes.view(torch.float8_e4m3fn).float()
     tensor([2., 2., 2.])
     """
-    if any(map(_is_negated, inputs)) or any(map(_is_negated, outputs)):
-        raise ValueError(f"{op}: a tensor is a negated view, whose memory has other signs; call .resolve_neg() on it")
+    for t in (*inputs, *outputs):
+        if t.is_neg():
+            raise ValueError(
+                f"{op}: a tensor is a negated view, whose memory has other signs; call .resolve_neg() on it"
+            )
     _run(op, inputs, outputs, attributes)
 
 
@@ -61,7 +64,8 @@ def _run(op: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], attribute
         handlers = _CUDA
     else:
         handlers = _CPU
-        _ffi.follow_num_threads(torch.get_num_threads())
+        if inputs[0].numel() > _MANY:
+            _ffi.follow_num_threads(torch.get_num_threads())
     if not handlers:
         raise _no_kernels(op, outputs[0].device)
     _ffi.call(handlers[op], inputs, outputs, {**attributes, "split": False} if op in _SPLIT else attributes)

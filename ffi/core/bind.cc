@@ -62,6 +62,7 @@ const AttributeValue& Binding::attribute(std::string_view name) const {
 
 Error Binding::ReadAttributes(const XLA_FFI_Attrs& attributes, Mode mode) {
   const auto& expected = row_.attributes;
+  for (size_t i = 0; i < expected.size(); ++i) values_[i] = {};
   uint32_t seen = 0;
   bool alien = false;
   size_t next = 0;  // both are sorted by name
@@ -127,11 +128,13 @@ Error Binding::ReadAttribute(int i, XLA_FFI_AttrType type, void* value) {
       return {};
     case Attribute::kText: {
       if (type != XLA_FFI_AttrType_STRING) return wrong("a string");
-      v.text = View(*static_cast<const XLA_FFI_ByteSpan*>(value));
-      v.format = FindFormat(v.text);
+      const auto* span = static_cast<const XLA_FFI_ByteSpan*>(value);
+      v.text_begin = span->ptr;
+      v.text_size = span->len;
+      v.format = FindFormat(v.text());
       for (const std::string& text : a.texts)
-        if (text == v.text) return {};
-      return ValueError(row_.name, ": ", a.name, " (", v.text, ") is not ", a.legal);
+        if (text == v.text()) return {};
+      return ValueError(row_.name, ": ", a.name, " (", v.text(), ") is not ", a.legal);
     }
     case Attribute::kExtents: {
       const auto* array = static_cast<const XLA_FFI_Array*>(value);
@@ -184,7 +187,7 @@ bool Binding::IsThere(const Operand& operand) const {
   for (const Operand::Condition& c : operand.conditions) {
     const AttributeValue& v = values_[c.attribute];
     const bool is_bool = row_.attributes[c.attribute].kind == Attribute::kBool;
-    const std::string_view text = is_bool ? (v.integer ? "true" : "false") : v.text;
+    const std::string_view text = is_bool ? (v.integer ? "true" : "false") : v.text();
     if (std::find(c.texts.begin(), c.texts.end(), text) != c.texts.end()) return true;
   }
   return operand.conditions.empty();
@@ -244,7 +247,7 @@ bool Binding::Accepts(const Operand& operand, DataType dtype, DataType same) con
       return dtype == XLA_FFI_DataType_U8;
     case Operand::kNamed: {
       const AttributeValue& v = values_[operand.dtype_attribute];
-      if (v.format == nullptr) return dtype == DataTypeOf(v.text);
+      if (v.format == nullptr) return dtype == DataTypeOf(v.text());
       return dtype == XLA_FFI_DataType_U8 ||
              (v.format->codes_per_byte == 1 && dtype == v.format->dtype);
     }
@@ -284,7 +287,7 @@ Error Binding::CheckBuffer(const Operand& operand, int64_t index, const Buffer& 
   if (!memory || count == 0) return {};
   const auto address = reinterpret_cast<uintptr_t>(buffer.data);
   QSHARD_REQUIRE(address != 0, row_.name, ": ", Name{operand, index}, " has no memory");
-  QSHARD_REQUIRE(address % SizeOf(buffer.dtype) == 0, row_.name, ": ", Name{operand, index},
+  QSHARD_REQUIRE((address & (SizeOf(buffer.dtype) - 1)) == 0, row_.name, ": ", Name{operand, index},
                  " is not aligned to the ", SizeOf(buffer.dtype), " bytes of ",
                  NameOf(buffer.dtype), "; copy it");
   return {};
@@ -542,7 +545,6 @@ Error Binding::CheckOverlaps(Buffers args, Buffers rets) const {
 // --- calls ---
 
 Error Binding::Bind(const XLA_FFI_Attrs& attributes, Buffers args, Buffers rets) {
-  lengths_.fill(-1);
   QSHARD_RETURN_IF_ERROR(ReadAttributes(attributes, Mode::kCall));
   QSHARD_RETURN_IF_ERROR(CountBuffers(args, &rets));
   const int inputs = static_cast<int>(row_.inputs.size());
@@ -593,7 +595,6 @@ Error Binding::BindAxes(const XLA_FFI_Attrs& attributes, Buffers args) {
 }
 
 Error Binding::BindOperands(const XLA_FFI_Attrs& attributes, Buffers args, Mode mode) {
-  lengths_.fill(-1);
   QSHARD_RETURN_IF_ERROR(ReadAttributes(attributes, mode));
   QSHARD_RETURN_IF_ERROR(CountBuffers(args, nullptr));
   for (int symbol : row_.open_axes) sizes_[symbol] = std::max<int64_t>(0, sizes_[symbol]);
@@ -659,7 +660,7 @@ Error Binding::OutputDtype(int output, Buffers args, std::string_view chosen,
       *dtype = XLA_FFI_DataType_U8;
       return {};
     case Operand::kNamed:
-      *dtype = PerByte(o) > 1 ? XLA_FFI_DataType_U8 : DataTypeOf(values_[o.dtype_attribute].text);
+      *dtype = PerByte(o) > 1 ? XLA_FFI_DataType_U8 : DataTypeOf(values_[o.dtype_attribute].text());
       return {};
     default:
       *dtype = o.exact;

@@ -6,6 +6,7 @@
 #ifndef QSHARD_CORE_BIND_H_
 #define QSHARD_CORE_BIND_H_
 
+#include <algorithm>
 #include <array>
 #include <ostream>
 #include <string>
@@ -47,11 +48,16 @@ struct Buffers {
 };
 
 struct AttributeValue {
-  int64_t integer = 0;  // of an array, how many; of a bool, 0 or 1
-  double number = 0;
-  std::string_view text;
-  const int64_t* integers = nullptr;
-  const FormatTraits* format = nullptr;  // that `text` names, or null
+  int64_t integer;  // of an array, how many; of a bool, 0 or 1
+  union {
+    double number;
+    const int64_t* integers;
+    const FormatTraits* format;  // that `text` names, or null
+  };
+  const char* text_begin;
+  size_t text_size;
+
+  std::string_view text() const { return {text_begin, text_size}; }
 };
 
 // An extent of a result as it follows from one of an operand:
@@ -70,7 +76,13 @@ struct Factor {
 
 class Binding {
  public:
-  explicit Binding(const Row& row) : row_(row) { sizes_.fill(-1); }
+  explicit Binding(const Row& row)
+      : row_(row) {  // Fills no more than the row needs: it is on every call's way.
+    std::fill_n(sizes_.begin(), row.symbols.size(), -1);
+    std::fill_n(star_dims_.begin(), row.symbols.size(), nullptr);
+    std::fill_n(lengths_.begin(), row.products, -1);
+    std::fill_n(prefixes_.begin(), row.inputs.size(), 0);
+  }
   Binding(const Binding&) = delete;
 
   // Checks a whole call, memory included.
@@ -151,9 +163,9 @@ class Binding {
   const Row& row_;
   std::array<AttributeValue, kMaxAttributes> values_;
   std::array<int64_t, kMaxSymbols> sizes_;  // of a `*name` how many axes; -1 while unknown
-  std::array<const int64_t*, kMaxSymbols> star_dims_{};
+  std::array<const int64_t*, kMaxSymbols> star_dims_;
   std::array<int64_t, kMaxProducts> lengths_;  // of products; -1 while unknown
-  std::array<int64_t, kMaxOperands> prefixes_{};
+  std::array<int64_t, kMaxOperands> prefixes_;
   std::array<int64_t, kMaxOperands> arg_begins_, ret_begins_;  // -1 for a list that is not there
   int64_t list_length_ = 0, lead_ = 0;
   bool split_ = false;

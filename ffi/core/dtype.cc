@@ -1,5 +1,6 @@
 #include "core/dtype.h"
 
+#include <array>
 #include <iterator>
 
 namespace qshard {
@@ -56,9 +57,13 @@ DataType DataTypeOf(std::string_view name) {
   return XLA_FFI_DataType_INVALID;
 }
 
-int64_t SizeOf(DataType dtype) {
-  const Entry* e = Find(dtype);
-  return e == nullptr ? 0 : e->size;
+int64_t SizeOf(DataType dtype) {  // several times a call, so not by search
+  static const auto sizes = [] {
+    std::array<int8_t, 64> by_dtype{};
+    for (const Entry& e : kTypes) by_dtype[e.dtype] = static_cast<int8_t>(e.size);
+    return by_dtype;
+  }();
+  return dtype >= 0 && dtype < 64 ? sizes[dtype] : 0;
 }
 
 const FormatTraits* FindFormat(std::string_view name) {

@@ -50,7 +50,7 @@ struct Call {
   float number(std::string_view name) const {
     return static_cast<float>(binding.attribute(name).number);
   }
-  std::string_view text(std::string_view name) const { return binding.attribute(name).text; }
+  std::string_view text(std::string_view name) const { return binding.attribute(name).text(); }
 
   // What a launcher returns, as an error.
   Error operator()(Status status) const {

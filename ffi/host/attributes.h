@@ -20,7 +20,8 @@ class Attributes {
   static constexpr size_t kMaxAttributes = 16;
 
  public:
-  explicit Attributes(nanobind::dict attributes) {
+  // Delegates, so that what is held is let go of where this throws.
+  explicit Attributes(nanobind::dict attributes) : Attributes() {
     if (attributes.size() > kMaxAttributes)
       throw nanobind::value_error("call: too many attributes");
     for (auto [key, value] : attributes) Add(key, value);
@@ -38,6 +39,12 @@ class Attributes {
     }
   }
   Attributes(const Attributes&) = delete;
+  ~Attributes() {
+    for (size_t i = 0; i < size_; ++i) {
+      Py_DECREF(entries_[i].key);
+      Py_DECREF(entries_[i].given);
+    }
+  }
 
   XLA_FFI_Attrs Get() {
     return {XLA_FFI_Attrs_STRUCT_SIZE,
@@ -49,8 +56,10 @@ class Attributes {
   }
 
  private:
+  Attributes() {}  // `= default` would fill all of it with zeros first
+
   struct Entry {
-    nanobind::object key, given;  // held for the call: their text is not copied
+    PyObject *key, *given;  // held for the call: their text is not copied
     XLA_FFI_ByteSpan name;
     XLA_FFI_AttrType type;
     XLA_FFI_Scalar scalar;
@@ -81,8 +90,8 @@ class Attributes {
 
   void Add(nanobind::handle key, nanobind::handle value) {
     Entry& entry = entries_[size_++];
-    entry.key = nanobind::borrow(key);
-    entry.given = nanobind::borrow(value);
+    entry.key = key.inc_ref().ptr();
+    entry.given = value.inc_ref().ptr();
     entry.name = Utf8(key);
     entry.type = XLA_FFI_AttrType_SCALAR;
     if (PyBool_Check(value.ptr())) {

@@ -33,7 +33,7 @@ class Buffers {
       more_types_.assign(size_, kBuffer);
     }
     for (size_t i = 0; i < size_; ++i) {
-      Import(objects_[i], role, i, writable, tensors()[i]);
+      Import(PyTuple_GET_ITEM(objects_.ptr(), i), role, i, writable, tensors()[i]);
       pointers()[i] = &tensors()[i].buffer;
     }
   }
@@ -141,7 +141,9 @@ void Call(nb::capsule handler, nb::sequence inputs, nb::sequence outputs, nb::di
       nb::raise_python_error();
   }
 
-  XLA_FFI_CallFrame frame{};
+  XLA_FFI_CallFrame frame;
+  frame.extension_start = nullptr;
+  frame.future = nullptr;
   frame.struct_size = XLA_FFI_CallFrame_STRUCT_SIZE;
   frame.api = Api();
   frame.ctx = &context;

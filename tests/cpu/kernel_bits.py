@@ -26,9 +26,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 sys.path.insert(0, str(Path(__file__).parent))
 import kernel_bits_blocks
 
-from awkward import BFLOAT16, DTYPES, assert_bits_equal, awkward_values, ties_and_neighbours
 from qshard import _ffi, reference
 from qshard.formats import E2M1, E4M3, E5M2, E8M0, ElementFormat
+from support.awkward import BFLOAT16, DTYPES, assert_bits_equal, awkward_values, ties_and_neighbours
 
 FP8 = (E4M3, E5M2)
 DEVICE = sys.argv[1] if len(sys.argv) > 1 else "cpu"

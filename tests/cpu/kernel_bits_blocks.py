@@ -8,9 +8,9 @@ import test_block_ops as steps
 import test_fused_ops as fused
 import test_rotated_and_random_ops as rotated
 
-import op_calls
-from awkward import BFLOAT16, DTYPES
 from qshard.formats import E2M1, E4M3, E5M2
+from support import op_calls
+from support.awkward import BFLOAT16, DTYPES
 
 FLOAT32, _, FLOAT16 = DTYPES
 DTYPE_IN_TURN = itertools.cycle(DTYPES)
@@ -82,4 +82,5 @@ def check_delayed() -> None:
         rotated.test_cast_and_amax_of_one_read(element, dtype)
     for length, most_recent in itertools.product((1, 16), (False, True)):
         rotated.test_update_delayed_scale_over_many_steps(length, most_recent, E4M3)
-    rotated.test_an_amax_of_zero_still_makes_the_scale_of_the_window()
+    for most_recent in (False, True):
+        rotated.test_an_amax_of_zero_leaves_window_and_scale(most_recent)

@@ -5,10 +5,10 @@ import itertools
 import numpy as np
 import pytest
 
-from awkward import DTYPES, assert_bits_equal, awkward_values, fits
-from op_calls import call
 from qshard import formats, layout, reference
 from qshard.formats import E2M1, E4M3, E5M2, E8M0, Format, Usage
+from support.awkward import DTYPES, assert_bits_equal, awkward_values, fits
+from support.op_calls import call
 
 BLOCKS = [
     (1, 16),

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from awkward import BFLOAT16, DTYPES, assert_bits_equal, awkward_values, fits
-from op_calls import call
 from qshard import _ffi, formats, reference
 from qshard.formats import E2M1, E4M3, E5M2, E8M0, Format, Usage
 from qshard.ops import table
+from support.awkward import BFLOAT16, DTYPES, assert_bits_equal, awkward_values, fits
+from support.op_calls import call
 
 USAGES = (Usage.ROWWISE, Usage.COLUMNWISE, Usage.BOTH)
 OPTIONS = [

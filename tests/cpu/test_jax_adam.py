@@ -14,9 +14,9 @@ import jax.numpy as jnp  # noqa: E402
 from jax.sharding import AxisType, NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
-from awkward import assert_bits_equal  # noqa: E402
 from qshard.jax import adam, adamw  # noqa: E402
 from qshard.torch_bridge import Adam  # noqa: E402
+from support.awkward import assert_bits_equal  # noqa: E402
 
 SHAPES = {"w": (16, 384), "odd": (4, 100), "b": (24,), "s": ()}
 STEPS = 4

@@ -6,10 +6,10 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from awkward import BFLOAT16, TAME, assert_bits_equal, awkward_values
-from hlo import collectives
-from op_calls import call
 from qshard.jax import ops
+from support.awkward import BFLOAT16, TAME, assert_bits_equal, awkward_values
+from support.hlo import collectives
+from support.op_calls import call
 
 X = awkward_values((256, 512), seed=1, kinds=TAME)
 SQUARE, ROW = {"block_rows": 32, "block_cols": 32}, {"block_rows": 1, "block_cols": 16}

@@ -11,8 +11,6 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from awkward import assert_bits_equal
-from hlo import collectives
 from qshard import recipes, reference
 from qshard.jax import (
     CodedWeight,
@@ -27,6 +25,8 @@ from qshard.jax import (
     quantize,
 )
 from qshard.recipes import CurrentScaling, DelayedScaling, Role
+from support.awkward import assert_bits_equal
+from support.hlo import collectives
 
 RECIPES = [recipes.CurrentScaling(), recipes.BlockScaling(), recipes.MXFP8()]
 every_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: type(recipe).__name__)

@@ -8,12 +8,12 @@ import jax
 import numpy as np
 import pytest
 
-from awkward import TAME, assert_bits_equal, awkward_values
 from qshard.formats import FP8_E4M3, Usage
 from qshard.jax import QuantizedArray, linear, quantize
 from qshard.recipes import CurrentScaling
+from support.awkward import TAME, assert_bits_equal, awkward_values
 
-PROGRAM = Path(__file__).parents[1] / "jax_saved_program.py"
+PROGRAM = Path(__file__).parents[1] / "support" / "jax_saved_program.py"
 
 
 @pytest.fixture(scope="module")

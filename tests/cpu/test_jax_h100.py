@@ -1,4 +1,4 @@
-"""What XLA makes of FSDP programs for eight H100s, compiled without a GPU (jax_h100.py): bytes and FP8 GEMMs.
+"""What XLA makes of FSDP programs for eight H100s, compiled without a GPU (support/jax_h100.py): bytes and FP8 GEMMs.
 
 XLA for CPUs proves neither: it has no FP8 and widens what it gathers. This needs JAX's CUDA plugin, half a gigabyte,
 which need not be installed beside JAX: `make h100` puts it into build/jax_cuda.
@@ -25,8 +25,9 @@ def compiled():
     if not installed and not PLUGIN.is_dir():
         pytest.skip(f"no CUDA plugin of JAX, neither installed nor in {PLUGIN.relative_to(REPOSITORY)}: make h100")
     result = subprocess.run(
-        [sys.executable, str(REPOSITORY / "tests" / "jax_h100.py"), *([] if installed else [str(PLUGIN)])],
+        [sys.executable, "-m", "support.jax_h100", *([] if installed else [str(PLUGIN)])],
         env={**os.environ, "PYTHONPATH": ""},
+        cwd=REPOSITORY / "tests",
         capture_output=True,
         text=True,
         check=False,

@@ -9,22 +9,21 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from awkward import TAME, assert_bits_equal, awkward_values
-from hlo import collectives
-from qshard import formats, reference
-from qshard.formats import MXFP8_E4M3, NVFP4, FP8_1x128, FP8_128x128, MXFP8_32x32, NVFP4_16x16, Usage
+from qshard import reference
+from qshard.formats import NVFP4, MXFP8_32x32, NVFP4_16x16, Usage
 from qshard.jax import compute_scales, gather, quantize
 from qshard.recipes import Recipe
+from support.awkward import TAME, assert_bits_equal, awkward_values
+from support.formats import NAMED, SQUARES, VARIANTS
+from support.hlo import collectives
 
 SEED = 0x0123456789ABCDEF
-STOCHASTIC = NVFP4.with_options(rounding="stochastic")
-FORMATS = [
-    *formats.FORMATS.values(),
-    NVFP4.with_options(global_scale="row"),
-    NVFP4.with_options(hadamard=True, rounding="stochastic"),
-    NVFP4_16x16.with_options(four_over_six="mse"),
+CUT = [*(fmt for fmt in NAMED if fmt.block), NVFP4.with_options(rounding="stochastic")]
+# Of the options those that change what is reduced or which numbers are drawn.
+WHOLE = [
+    *NAMED,
+    *(fmt for fmt in VARIANTS if fmt.global_scale == "row" or fmt.four_over_six == "mse" or fmt.hadamard),
 ]
-CUT = [MXFP8_32x32, FP8_128x128, NVFP4_16x16, MXFP8_E4M3, FP8_1x128, STOCHASTIC]
 KINDS = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
 
 
@@ -55,7 +54,7 @@ def assert_integers_travel(compiled, limit=0):
 
 @KINDS
 @pytest.mark.parametrize("spec", [P("fsdp"), P(None, "fsdp")], ids=["rows", "columns"])
-@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+@pytest.mark.parametrize("fmt", WHOLE, ids=str)
 def test_whole_blocks(fmt, spec, kind):
     """Shards of whole blocks: nothing is reduced but what one scale serves, and nothing moves before the gather."""
     size = 8 * max(128 if spec != P("fsdp") else 16, *(fmt.block or (16, 16)))
@@ -106,31 +105,7 @@ def test_cut_blocks(fmt, kind):
         assert_integers_travel(compiled, w.size // 8)
 
 
-@pytest.mark.parametrize("shards", [1, 2, 3, 8])
-@pytest.mark.parametrize("fmt", FORMATS, ids=str)
-def test_in_shard_map(fmt, shards):
-    """Rows of a shard are what they are, in whole blocks or not."""
-    mesh, usage = mesh_of(AxisType.Auto, shards), usage_of(fmt)
-    rows = [48] if not (fmt.four_over_six or fmt.hadamard) else []
-    if fmt.block is not None and 48 * shards % max(fmt.block) and not fmt.cuts_blocks:
-        rows = []
-    for mine in [*rows, 128]:
-        w = awkward_values((mine * shards, 128), seed=2, kinds=TAME)
-
-        def local(w):
-            q = quantize(w, fmt, usage=usage, axis_name="fsdp", seed=SEED)
-            return jax.tree.map(lambda leaf: leaf[None], gather(q, "fsdp"))
-
-        program = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P("fsdp"), out_specs=P("fsdp"), check_vma=False))
-        compiled = program.lower(w).compile()
-        q, whole = compiled(w), reference.quantize(w, fmt, usage, seed=SEED)
-        for device in range(shards):
-            assert_planes(q, whole, device)
-        if shards > 1:
-            assert_integers_travel(compiled)
-
-
-@pytest.mark.parametrize("fmt", [MXFP8_32x32, NVFP4_16x16, FP8_128x128], ids=str)
+@pytest.mark.parametrize("fmt", [fmt for fmt in SQUARES if fmt.block], ids=str)
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_one_reduction_for_all_weights(fmt, check_vma):
     """Block and tensor amaxes of all weights in one all-reduce, also where shards cut blocks."""

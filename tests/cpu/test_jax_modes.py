@@ -13,11 +13,11 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from awkward import TAME, assert_bits_equal, awkward_values
-from hlo import collectives
 from qshard import reference
 from qshard.formats import FP8_E4M3, Usage
 from qshard.jax import Plane, QuantizedArray, ops, quantize
+from support.awkward import TAME, assert_bits_equal, awkward_values
+from support.hlo import collectives
 
 SHAPE = (64, 1024)  # 8 shards of a row are whole runs of 128.
 X = awkward_values(SHAPE, seed=1, kinds=TAME)

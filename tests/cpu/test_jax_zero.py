@@ -11,11 +11,11 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-import hlo
-from awkward import assert_bits_equal
 from qshard import formats
 from qshard.jax import adamw, init_delayed, linear, merge_observed, plan_zero, update_delayed
 from qshard.recipes import MXFP8, NVFP4, BlockScaling, CurrentScaling, DelayedScaling, Recipe
+from support import hlo
+from support.awkward import assert_bits_equal
 
 RECIPES = {
     "current": CurrentScaling(),

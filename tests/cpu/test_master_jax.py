@@ -11,12 +11,12 @@ import pytest
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-import hlo
-from awkward import TAME, assert_bits_equal, awkward_values
 from qshard import formats, reference
 from qshard.formats import Usage
 from qshard.jax import _multi, cast_master, join_pieces, quantize
 from qshard.master import plan_master
+from support import hlo
+from support.awkward import TAME, assert_bits_equal, awkward_values
 
 P = PartitionSpec
 RANDOM = formats.NVFP4.with_options(rounding="stochastic")

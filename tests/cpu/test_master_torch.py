@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from awkward import TAME, assert_bits_equal, awkward_values
-from fronts import TorchFront
 from qshard import formats, reference
 from qshard.formats import Usage
 from qshard.torch_bridge import CastPlan, QuantizedSlice, cast_master, join_pieces, quantize, update_columnwise
+from support.awkward import TAME, assert_bits_equal, awkward_values
+from support.fronts import TorchFront
 
 FRONT = TorchFront("cpu")
 SQUARES = [formats.FP8_E4M3, formats.FP8_128x128, formats.MXFP8_32x32, formats.NVFP4_16x16]

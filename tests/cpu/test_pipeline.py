@@ -5,11 +5,11 @@ import math
 import numpy as np
 import pytest
 
-from awkward import assert_bits_equal, awkward_values
-from op_calls import NumpyOps
 from qshard import layout, pipeline, reference
 from qshard.formats import FORMATS, FP8_E4M3, MXFP8_E4M3, NVFP4, Usage
 from qshard.formats import NVFP4_16x16 as SQUARE4
+from support.awkward import assert_bits_equal, awkward_values
+from support.op_calls import NumpyOps
 
 OPS = NumpyOps()
 OPTIONS = [

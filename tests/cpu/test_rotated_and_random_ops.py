@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from awkward import BFLOAT16, DTYPES, assert_bits_equal, awkward_values
-from op_calls import call
 from qshard import _ffi, reference
 from qshard.formats import E2M1, E4M3, E5M2
+from support.awkward import BFLOAT16, DTYPES, assert_bits_equal, awkward_values
+from support.op_calls import call
 
 ROWWISE = {"block_rows": 1, "block_cols": 16}
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)

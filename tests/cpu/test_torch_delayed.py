@@ -1,16 +1,14 @@
-"""Delayed scaling in PyTorch: state in buffers, noted in forward and backward, and one update for a whole model."""
+"""Delayed scaling in PyTorch: state in buffers, checkpoints and copies. Casts and updates are in test_delayed.py."""
 
 import copy
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from fronts import TorchFront
-from qshard import reference
-from qshard.recipes import MXFP8, CurrentScaling, DelayedScaling, Role
-from qshard.torch_bridge import DelayedScale, Linear, convert, linear, update_delayed, update_scales
+from qshard.recipes import MXFP8, CurrentScaling, DelayedScaling
+from qshard.torch_bridge import DelayedScale, convert, linear, update_scales
+from support.fronts import TorchFront
 
 FRONT = TorchFront("cpu")
 RECIPE = DelayedScaling(history=3)
@@ -26,55 +24,6 @@ def states(module):
     return [m for m in module.modules() if isinstance(m, DelayedScale)]
 
 
-def test_the_update_is_the_reference():
-    """Of all tensors at once, in two formats; one without an amax, with a NaN, an infinity, or the least of numbers."""
-    recipe = DelayedScaling(history=3, margin=1)
-    module = nn.ModuleList([DelayedScale(recipe, role) for role in Role for _ in range(4)])
-    roles = [role for role in Role for _ in range(4)]
-    expected = [(np.float32(1), np.zeros(3, np.float32)) for _ in module]
-    rng = np.random.default_rng(0)
-    for step in range(6):
-        amaxes = rng.choice(np.array([0, 0.5, 3, 1e-45, 3e38, np.inf, np.nan, 7], np.float32), len(module))
-        for state, amax in zip(module, amaxes, strict=True):
-            state.observe(torch.tensor(amax))
-        update_delayed(module)
-        for i, (state, role) in enumerate(zip(module, roles, strict=True)):
-            expected[i] = reference.delayed_scale_update(*expected[i], amaxes[i], recipe.format(role).element, margin=1)
-            got = [FRONT.numpy(state.scale), FRONT.numpy(state.amax_history)]
-            for a, b in zip(got, expected[i], strict=True):
-                assert a.tobytes() == np.asarray(b).tobytes(), f"step {step}, tensor {i}"
-            assert state.scale_inv == 1 / state.scale
-            assert state.amax == 0
-
-
-def test_linear_uses_the_scales_it_has_and_notes_amaxes():
-    """Those of microbatches are merged by a maximum, whatever their order."""
-    layer = Linear(16, 48, False, RECIPE)
-    values = {Role.WEIGHT: 500.0, Role.ACTIVATION: 32.0, Role.GRADIENT: 0.5}
-    for role, value in values.items():
-        layer.delayed[role.value].scale.fill_(value)
-        layer.delayed[role.value].scale_inv.fill_(1 / value)
-    for micro, factor in enumerate((1.0, 4.0, 2.0)):
-        x, dy = torch.randn(5, 16) * factor, torch.randn(5, 48)
-        tx = x.clone().requires_grad_()
-        layer.zero_grad()
-        y = layer(tx)
-        y.backward(dy)
-        tensors = {Role.WEIGHT: layer.weight.shard.detach(), Role.ACTIVATION: x, Role.GRADIENT: dy}
-        q = {
-            role: reference.quantize(t.numpy(), RECIPE.format(role), scale=np.float32(values[role])).dequantize()
-            for role, t in tensors.items()
-        }
-        x_q, w_q, dy_q = q[Role.ACTIVATION], q[Role.WEIGHT], q[Role.GRADIENT]
-        for got, want in ((y, x_q @ w_q.T), (tx.grad, dy_q @ w_q), (layer.weight.grad, dy_q.T @ x_q)):
-            np.testing.assert_allclose(got.detach().numpy(), want, rtol=1e-5, atol=1e-5)
-        if micro == 0:
-            largest = dict.fromkeys(Role, torch.zeros(()))
-        largest = {role: torch.maximum(largest[role], t.abs().max()) for role, t in tensors.items()}
-    for role in Role:
-        assert layer.delayed[role.value].amax == largest[role]
-
-
 def step(module, optimizer, seed):
     optimizer.zero_grad()
     x = torch.randn(8, 32, generator=torch.Generator().manual_seed(seed))
@@ -83,14 +32,6 @@ def step(module, optimizer, seed):
     optimizer.step()
     update_scales(module)
     return loss.item()
-
-
-@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
-def test_it_learns(algorithm):
-    module = model(DelayedScaling(history=2, algorithm=algorithm))
-    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
-    losses = [step(module, optimizer, 0) for _ in range(12)]
-    assert losses[-1] < 0.5 * losses[0]
 
 
 def test_a_checkpoint_resumes_with_the_same_bits():

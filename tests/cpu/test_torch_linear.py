@@ -1,61 +1,25 @@
-"""`Linear` and `convert`: three products of quantized operands, and a module that is otherwise `nn.Linear`."""
+"""`Linear` and `convert`: a module that is otherwise `nn.Linear`. Its products are in test_linear.py."""
 
 import copy
 import io
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from fronts import TorchFront
-from products import DTYPES, assert_is_product, operands
-from qshard import reference
 from qshard.formats import FP8_E4M3, FP8_E5M2, Usage
 from qshard.recipes import MXFP8, CurrentScaling, Recipe
 from qshard.torch_bridge import Linear, QuantizedTensor, ShardedWeight, convert, linear, quantize
+from support.fronts import TorchFront
+from support.products import operands
 
 FRONT = TorchFront("cpu")
 RECIPE = CurrentScaling()
-RECIPES = [
-    RECIPE,
-    CurrentScaling(weight=FP8_E4M3.with_options(pow2=True), gradient=FP8_E4M3),
-    Recipe(weight=FP8_E5M2, activation=FP8_E5M2.with_options(eps=1.0), gradient=FP8_E5M2.with_options(pow2=True)),
-]
+OTHER = CurrentScaling(weight=FP8_E4M3.with_options(pow2=True), gradient=FP8_E4M3)
+MIX = Recipe(weight=FP8_E5M2, activation=FP8_E5M2.with_options(eps=1.0), gradient=FP8_E5M2.with_options(pow2=True))
 # Dynamo of torch 2.13 does what torch.autograd 2.13 has deprecated.
 compiles = pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")
-every_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=["current", "pow2", "mix"])
-
-
-def values(x, fmt):
-    """What quantization makes of `x`, exactly, as a matrix."""
-    q = reference.quantize(x, fmt, Usage.ROWWISE).dequantize(np.float32)
-    return q.astype(np.float64).reshape(-1, x.shape[-1])
-
-
-@every_recipe
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: np.dtype(d).name)
-@pytest.mark.parametrize("shape", [(5, 16), (1, 1), (2, 3, 7)], ids=str)
-def test_the_three_products(recipe, dtype, shape):
-    x, w, dy = operands(shape, dtype=dtype)
-    tx, tw = FRONT.array(x).requires_grad_(), FRONT.array(w).requires_grad_()
-    y = linear(tx, tw, None, recipe)
-    y.backward(FRONT.array(dy))
-    assert (y.dtype, tx.grad.dtype, tw.grad.dtype) == (tx.dtype, tx.dtype, tw.dtype)
-    assert (y.shape, tx.grad.shape, tw.grad.shape) == (dy.shape, x.shape, w.shape)
-    xq, wq, dyq = (values(a, f) for a, f in ((x, recipe.activation), (w, recipe.weight), (dy, recipe.gradient)))
-    assert_is_product(FRONT.numpy(y), xq, wq)
-    assert_is_product(FRONT.numpy(tx.grad), dyq, wq.T)
-    assert_is_product(FRONT.numpy(tw.grad), dyq.T, xq.T)
-
-
-def test_dtypes_may_differ():
-    """The result has the dtype of x, each gradient that of its tensor."""
-    x, w = torch.randn(4, 8, dtype=torch.bfloat16, requires_grad=True), torch.randn(3, 8, requires_grad=True)
-    y = linear(x, w, torch.zeros(3), RECIPE)
-    y.sum().backward()
-    assert (y.dtype, x.grad.dtype, w.grad.dtype) == (torch.bfloat16, torch.bfloat16, torch.float32)
 
 
 @pytest.mark.parametrize(("grad_x", "grad_w"), [(True, False), (False, True), (False, False)])
@@ -134,7 +98,7 @@ def test_compiled_forward_and_backward(backend, bias):
 
 
 @compiles
-@pytest.mark.parametrize("recipe", [RECIPE, RECIPES[2], MXFP8()], ids=["current", "mix", "mxfp8"])
+@pytest.mark.parametrize("recipe", [RECIPE, MIX, MXFP8()], ids=["current", "mix", "mxfp8"])
 def test_compiled_code_serves_other_batch_sizes_and_weights(recipe):
     torch._dynamo.reset()
     count = CompileCounterWithBackend("aot_eager")
@@ -272,9 +236,9 @@ def test_convert_changes_linear_layers_in_place():
 def test_convert_with_a_filter_and_again_with_another_recipe():
     module = convert(model(), RECIPE, filter=lambda layer, name: name == "0" and layer.in_features == 20)
     assert [type(m) for m in module] == [Linear, nn.GELU, nn.Linear]
-    convert(module, RECIPES[1])
-    assert [m.recipe for m in (module[0], module[2])] == [RECIPES[1]] * 2
-    assert module[0].weight.scale_state.fmt == RECIPES[1].weight
+    convert(module, OTHER)
+    assert [m.recipe for m in (module[0], module[2])] == [OTHER] * 2
+    assert module[0].weight.scale_state.fmt == OTHER.weight
     assert type(module[0].weight.shard) is torch.Tensor
 
 

@@ -8,11 +8,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor, init_device_mesh
 
-from awkward import awkward_values
 from qshard import _ffi
 from qshard.formats import E4M3
 from qshard.ops import OpSpec, table
 from qshard.torch_bridge import _ops
+from support.awkward import awkward_values
 
 ops = torch.ops.qshard
 E4M3_CODES = {"element": "float8_e4m3fn"}

@@ -1,4 +1,7 @@
-"""`quantize` and `QuantizedTensor`: the reference's bits, and a container that never turns into something else."""
+"""`quantize` of shards and in compiled code, and `QuantizedTensor`: a container that never turns into something else.
+
+The bits of every format and shape are in test_quantize.py.
+"""
 
 import copy
 import io
@@ -7,112 +10,19 @@ import numpy as np
 import pytest
 import torch
 
-from awkward import DTYPES, KINDS, TAME, assert_bits_equal, awkward_values, fits, shapes_of
-from fronts import TorchFront
 from qshard import reference
-from qshard.formats import (
-    FP8_E4M3,
-    FP8_E5M2,
-    MXFP8_E4M3,
-    MXFP8_E5M2,
-    NVFP4,
-    FP8_1x128,
-    FP8_128x128,
-    MXFP8_32x32,
-    NVFP4_16x16,
-    Usage,
-)
+from qshard.formats import FP8_E4M3, FP8_E5M2, MXFP8_E4M3, NVFP4, FP8_1x128, Usage
 from qshard.torch_bridge import QuantizedTensor, quantize
+from support.awkward import TAME, awkward_values
+from support.formats import VARIANTS, stochastic
+from support.fronts import TorchFront, assert_quantized
 
 FRONT = TorchFront("cpu")
-PER_TENSOR = [
-    FP8_E4M3,
-    FP8_E5M2,
-    FP8_E4M3.with_options(pow2=True),
-    FP8_E4M3.with_options(eps=1.0),
-    FP8_E5M2.with_options(pow2=True, eps=1e-3),
-]
-IN_BLOCKS = [
-    FP8_1x128,
-    FP8_1x128.with_options(pow2=False, eps=1e-2),
-    FP8_128x128,
-    MXFP8_E4M3,
-    MXFP8_E5M2.with_options(scale_rounding="floor"),
-    MXFP8_32x32,
-    NVFP4,
-    NVFP4_16x16,
-    NVFP4.with_options(global_scale="row"),
-    NVFP4.with_options(four_over_six="mae"),
-    NVFP4_16x16.with_options(four_over_six="mse", scale_max=256.0),
-    NVFP4.with_options(hadamard=True),
-    NVFP4.with_options(rounding="stochastic"),
-    NVFP4.with_options(rounding="stochastic", hadamard=True),
-    NVFP4_16x16.with_options(rounding="stochastic"),
-]
-MADE = PER_TENSOR + IN_BLOCKS
 SEED = 0xFEDCBA9876543210
-every_format = pytest.mark.parametrize("fmt", MADE, ids=str)
 every_usage = pytest.mark.parametrize("usage", [*Usage, Usage.BOTH], ids=lambda usage: usage.name)
 
 
-def random_of(fmt, seed=SEED):
-    return {"seed": seed} if fmt.rounding == "stochastic" else {}
-
-
-def assert_is_the_reference(q, x, fmt, usage, **place):
-    expected = reference.quantize(x, fmt, usage, **random_of(fmt), **place)
-    for name in ("rowwise", "columnwise"):
-        got, want = getattr(q, name), getattr(expected, name)
-        assert (got is None) == (want is None)
-        if got is not None:
-            assert got.data.dtype == getattr(torch, fmt.data_dtype)
-            assert got.scale_inv.dtype == getattr(torch, fmt.scale_dtype)
-            for part in ("data", "scale_inv", "global_scale_inv"):
-                mine, theirs = getattr(got, part), getattr(want, part)
-                assert (mine is None) == (theirs is None)
-                if mine is not None:
-                    assert_bits_equal(FRONT.numpy(mine), theirs, f"{name}.{part}")
-    assert (q.global_scale_inv is None) == (fmt.global_scale is None)
-    assert (q.format, tuple(q.shape), q.dtype) == (fmt, x.shape, FRONT.array(x).dtype)
-
-
-@every_format
-@every_usage
-@pytest.mark.parametrize("kinds", [TAME, KINDS], ids=["tame", "all"])
-def test_quantize_is_the_reference(fmt, usage, kinds):
-    shapes = [shape for shape in shapes_of(fmt, usage) if not fmt.hadamard or np.prod(shape) <= 4000]
-    for seed, shape in enumerate(shapes):
-        for dtype in DTYPES if seed < 8 else DTYPES[:1]:
-            x = awkward_values(shape, seed, dtype, kinds=kinds)
-            assert_is_the_reference(FRONT.quantize(x, fmt, usage=usage, **random_of(fmt)), x, fmt, usage)
-
-
-@every_format
-@every_usage
-def test_dequantize_is_the_reference(fmt, usage):
-    """Rounding to the result's dtype happens once."""
-    shapes = [shape for shape in [(2, 31, 37), (2, 16, 64), (32,), (64, 32)] if fits(fmt, shape, usage)]
-    assert shapes or fmt.global_scale == "row"
-    for seed, shape in enumerate(shapes):
-        x = awkward_values(shape, seed)
-        q = FRONT.quantize(x, fmt, usage=usage, **random_of(fmt))
-        expected = reference.quantize(x, fmt, usage, **random_of(fmt))
-        for dtype in (None, *DTYPES):
-            for one in usage:
-                values = q.dequantize(None if dtype is None else FRONT.dtype(dtype), usage=one)
-                assert_bits_equal(FRONT.numpy(values), expected.dequantize(dtype, usage=one))
-        assert_bits_equal(FRONT.dequantize(q), expected.dequantize())
-
-
-def test_a_plane_that_is_not_there_cannot_be_read():
-    q = quantize(torch.ones(4, 6), FP8_E4M3)
-    with pytest.raises(ValueError, match=r"dequantize: usage .* is not a plane of this tensor; quantize with it"):
-        q.dequantize(usage=Usage.COLUMNWISE)
-
-
-@pytest.mark.parametrize(
-    "fmt", [NVFP4.with_options(rounding="stochastic"), NVFP4_16x16.with_options(rounding="stochastic")], ids=str
-)
+@pytest.mark.parametrize("fmt", [fmt for fmt in VARIANTS if stochastic(fmt) and not fmt.hadamard], ids=str)
 @every_usage
 def test_shards_draw_the_bits_of_the_whole(fmt, usage):
     """Random bits belong to the place in the whole tensor; seed and place may be tensors."""
@@ -124,18 +34,10 @@ def test_shards_draw_the_bits_of_the_whole(fmt, usage):
         place = torch.tensor([first, 0], dtype=torch.int32)
         for options in ({"seed": SEED, "first": first}, {"seed": words, "first": place}):
             q = FRONT.quantize(x[rows], fmt, usage=usage, **options)
-            assert_is_the_reference(q, x[rows], fmt, usage, start=first)
+            assert_quantized(FRONT, q, reference.quantize(x[rows], fmt, usage, seed=SEED, start=first))
     columns = np.ascontiguousarray(x[:, 32:64])
     q = FRONT.quantize(columns, fmt, usage=usage, seed=SEED, first=32, row_step=96)
-    assert_is_the_reference(q, columns, fmt, usage, start=32, row_stride=96)
-
-
-@pytest.mark.parametrize("value", [0.0, -0.0, np.inf, -np.inf, np.nan, 1e-45, 3.4e38])
-def test_a_tensor_of_one_value(value):
-    for fmt in MADE:
-        x = np.full((3, 5) if fmt.cuts_blocks else (32, 32), value, np.float32)
-        usage = Usage.ROWWISE if fmt.global_scale == "row" else Usage.BOTH
-        assert_is_the_reference(FRONT.quantize(x, fmt, usage=usage, **random_of(fmt)), x, fmt, usage)
+    assert_quantized(FRONT, q, reference.quantize(columns, fmt, usage, seed=SEED, start=32, row_stride=96))
 
 
 @pytest.mark.parametrize(
@@ -160,18 +62,6 @@ STOCHASTIC = NVFP4.with_options(rounding="stochastic")
 @pytest.mark.parametrize(
     ("shape", "fmt", "options", "error", "text"),
     [
-        ((4, 33), MXFP8_E4M3, {}, ValueError, r"x \(4, 33\) is not a whole number of 1x32 blocks of MXFP8_E4M3; pad"),
-        (
-            (33, 32),
-            MXFP8_32x32,
-            {},
-            ValueError,
-            r"not a whole number of 32x32 blocks of MXFP8_32x32; pad the rows to 64",
-        ),
-        ((8, 32), MXFP8_E4M3, {"usage": Usage.BOTH}, ValueError, "32x1 blocks of MXFP8_E4M3; pad the rows to 32"),
-        ((16, 24), NVFP4, {}, ValueError, "pad the columns to 32"),
-        ((16, 16), NVFP4.with_options(global_scale="row"), {"usage": Usage.BOTH}, ValueError, "one scale a row"),
-        ((16, 16), STOCHASTIC, {}, ValueError, r"quantize: NVFP4.* rounds stochastically and needs a seed"),
         ((16, 16), STOCHASTIC, {"seed": -1}, ValueError, r"seed .-1. is not in .0, 2\*\*64."),
         (
             (16, 16),

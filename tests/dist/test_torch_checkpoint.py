@@ -18,11 +18,11 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
-import torch_ranks
+from support import torch_ranks
 from qshard.recipes import CurrentScaling
 from qshard.torch_bridge import Linear, ShardedWeight, convert, update_scales
-from torch_models import shard
-from torch_ranks import run
+from support.torch_models import shard
+from support.torch_ranks import run
 
 ROWS = 105  # Uneven for 2 and 4 ranks, even for 3.
 

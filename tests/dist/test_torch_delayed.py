@@ -8,13 +8,13 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import fully_shard
 
-import torch_ranks
-from awkward import awkward_values
-from fronts import TorchFront
+from support import torch_ranks
+from support.awkward import awkward_values
+from support.fronts import TorchFront
 from qshard import reference
 from qshard.recipes import NVFP4, DelayedScaling
 from qshard.torch_bridge import DelayedScale, convert, update_scales
-from torch_ranks import run
+from support.torch_ranks import run
 
 FRONT = TorchFront("cpu")
 RECIPE = DelayedScaling(history=2)

@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
-import torch_ranks
+from support import torch_ranks
 from qshard.recipes import MXFP8, NVFP4, BlockScaling, CurrentScaling
 from qshard.torch_bridge import convert
-from torch_models import Wire, assert_gathers_the_whole, linears, losses_of, model_of, shard
-from torch_ranks import run
+from support.torch_models import Wire, assert_gathers_the_whole, linears, losses_of, model_of, shard
+from support.torch_ranks import run
 
 BLOCK_SIZES = (32, 96, 64, 32)  # Over 3 ranks, which cut blocks all the same, the first weight is even, the others not.
 # One seed a forward would be another on each rank, and in each model: here gradients are rounded to nearest.

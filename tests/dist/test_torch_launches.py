@@ -6,11 +6,11 @@ from torch import nn
 from torch.distributed.tensor import Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import torch_ranks
+from support import torch_ranks
 from qshard.recipes import MXFP8, NVFP4, BlockScaling, CurrentScaling
 from qshard.torch_bridge import convert, update_scales
-from torch_models import assert_gathers_the_whole, shard
-from torch_ranks import run
+from support.torch_models import assert_gathers_the_whole, shard
+from support.torch_ranks import run
 
 RECIPES = [CurrentScaling(), BlockScaling(), MXFP8(), NVFP4()]
 

@@ -8,45 +8,25 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
-import torch_ranks
-from awkward import KINDS, TAME, assert_bits_equal, awkward_values
-from fronts import TorchFront
+from support import torch_ranks
+from support.awkward import KINDS, TAME, assert_bits_equal, awkward_values
+from support.formats import SCALINGS, SQUARES
+from support.fronts import TorchFront
 from qshard import reference
 from qshard.formats import FP8_E4M3, FP8_E5M2, MXFP8_E4M3, NVFP4, FP8_128x128, MXFP8_32x32, NVFP4_16x16, Usage
 from qshard.layout import plane
 from qshard.recipes import CurrentScaling, Recipe
 from qshard.sharding import shard_rows
 from qshard.torch_bridge import QuantizedTensor, convert, quantize, update_scales
-from torch_ranks import run
+from support.torch_ranks import run
 
 FRONT = TorchFront("cpu")
-# For 1 to 4 ranks: rows that are even, uneven, fewer than ranks, and so few that the last ranks have none.
-ROWS = (1, 3, 8, 100, 104, 105, 128)
-COLUMNS = 20
-FORMATS = [FP8_E4M3, FP8_E5M2, FP8_E4M3.with_options(pow2=True, eps=1.0)]
-# Whole blocks, that two, three and four ranks cut: into even parts and uneven ones, or leave to some of them alone.
-BLOCK_ROWS, BLOCK_COLUMNS = (32, 64, 96, 160), 160
-BLOCK_FORMATS = [
-    MXFP8_32x32,
-    MXFP8_32x32.with_options(scale_rounding="floor"),
-    FP8_128x128,
-    FP8_128x128.with_options(pow2=False, eps=1e-3),
-    NVFP4_16x16,
-    NVFP4_16x16.with_options(scale_max=256.0),
-]
 every_world = pytest.mark.parametrize("world", [1, 2, 3, 4])
 
 
-def weights(kinds=TAME, dtype=np.float32, rows=ROWS, columns=COLUMNS):
-    return [awkward_values((count, columns), seed, dtype, kinds=kinds) for seed, count in enumerate(rows)]
-
-
 def weights_of(fmt, kinds=TAME, dtype=np.float32):
-    """Weights that a format can hold."""
-    if fmt.block is None:
-        return weights(kinds, dtype)
-    rows = (*BLOCK_ROWS, 1, 100, 300) if fmt.cuts_blocks else BLOCK_ROWS
-    return weights(kinds, dtype, rows, BLOCK_COLUMNS)
+    shapes = FRONT.shapes_to_cut(fmt, 4)
+    return [awkward_values(shape, seed, dtype, kinds=kinds) for seed, shape in enumerate(shapes)]
 
 
 def recipe_of(fmt):
@@ -89,7 +69,10 @@ def assert_gathers(model, values, fmt, dtype=None):
 
 
 def gather(fmt, kinds, dtype):
-    values = weights_of(fmt, kinds, np.dtype(dtype))
+    gather_values(fmt, weights_of(fmt, kinds, np.dtype(dtype)))
+
+
+def gather_values(fmt, values):
     model = shard(convert(model_of(values), recipe_of(fmt)))
     assert_gathers(model, values, fmt)  # Scales are made as the first layer asks for its own.
     update_scales(model)
@@ -97,27 +80,12 @@ def gather(fmt, kinds, dtype):
     assert_gathers(model, values, fmt)
 
 
-@every_world
-@pytest.mark.parametrize("fmt", FORMATS, ids=str)
-@pytest.mark.parametrize("kinds", [TAME, KINDS], ids=["tame", "all"])
-def test_gathered_codes_are_those_of_the_whole(world, fmt, kinds):
-    run(world, gather, fmt=fmt, kinds=kinds, dtype="float32")
 
 
-@every_world
-@pytest.mark.parametrize("fmt", BLOCK_FORMATS, ids=str)
-def test_gathered_blocks_are_those_of_the_whole(world, fmt):
-    """Ranks cut blocks, and hold parts of one, or no row at all."""
-    run(world, gather, fmt=fmt, kinds=KINDS, dtype="float32")
 
 
-@every_world
-@pytest.mark.parametrize("fmt", [FP8_E4M3, MXFP8_32x32, NVFP4_16x16], ids=str)
-def test_gathered_codes_of_bfloat16_weights(world, fmt):
-    run(world, gather, fmt=fmt, kinds=TAME, dtype="bfloat16")
 
 
-VECTORS = [MXFP8_E4M3, NVFP4_16x16.with_options(four_over_six="mae"), NVFP4_16x16.with_options(rounding="stochastic")]
 
 
 def refuses_to_shard(fmt):
@@ -126,9 +94,6 @@ def refuses_to_shard(fmt):
         fully_shard(model[0], mesh=torch_ranks.mesh())
 
 
-@pytest.mark.parametrize("fmt", VECTORS, ids=str)
-def test_formats_that_cannot_be_cut_are_refused_when_the_model_is_sharded(fmt):
-    run(2, refuses_to_shard, fmt=fmt)
 
 
 def gather_on_mesh(mesh_shape, fmt):
@@ -141,7 +106,7 @@ def gather_on_mesh(mesh_shape, fmt):
 
 
 @pytest.mark.parametrize("mesh_shape", [(2, 2), (4, 1), (1, 4), (3, 1), (1, 2), (1, 1)], ids=str)
-@pytest.mark.parametrize("fmt", [FP8_E4M3, NVFP4_16x16], ids=str)
+@pytest.mark.parametrize("fmt", SCALINGS[::2], ids=str)
 def test_replicated_groups(mesh_shape, fmt):
     """HSDP: scales are agreed on in each group of shards; replicas hold the same weights."""
     run(mesh_shape[0] * mesh_shape[1], gather_on_mesh, mesh_shape=mesh_shape, fmt=fmt)
@@ -157,17 +122,17 @@ def gather_columns(fmt):
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.parametrize("fmt", [FP8_E4M3, FP8_128x128, MXFP8_32x32, NVFP4_16x16], ids=str)
+@pytest.mark.parametrize("fmt", SQUARES, ids=str)
 def test_weights_cut_along_columns(world, fmt):
     run(world, gather_columns, fmt=fmt)
 
 
 def gather_mixed_precision():
     """The fp32 shard is what is quantized; `param_dtype` is what activations and gradients have."""
-    values = weights()
+    values = weights_of(FP8_E4M3)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = shard(convert(model_of(values), CurrentScaling()), mp_policy=policy)
-    y = model(torch.ones(2, COLUMNS, device=torch_ranks.device))
+    y = model(torch.ones(2, values[0].shape[1], device=torch_ranks.device))
     y.float().sum().backward()
     assert y.dtype == torch.bfloat16
     assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
@@ -187,7 +152,7 @@ def gather_offloaded(fmt):
     assert_gathers(model, values, fmt)
 
 
-@pytest.mark.parametrize("fmt", [FP8_E4M3, MXFP8_32x32, NVFP4_16x16], ids=str)
+@pytest.mark.parametrize("fmt", SCALINGS, ids=str)
 def test_offloaded_shards(fmt):
     run(3, gather_offloaded, fmt=fmt)
 
@@ -210,13 +175,13 @@ def gather_from_meta(fmt):
 
 
 @every_world
-@pytest.mark.parametrize("fmt", [FP8_E4M3, NVFP4_16x16], ids=str)
+@pytest.mark.parametrize("fmt", SCALINGS[::2], ids=str)
 def test_models_made_without_memory(world, fmt):
     run(world, gather_from_meta, fmt=fmt)
 
 
 def quantize_in_group(kinds):
-    for w in weights(kinds):
+    for w in weights_of(FP8_E4M3, kinds):
         part = shard_rows(w.shape[0], dist.get_world_size(), dist.get_rank())
         rows = slice(part.start, part.stop)
         q = quantize(FRONT.array(w[rows]).to(torch_ranks.device), FP8_E4M3, group=dist.group.WORLD)

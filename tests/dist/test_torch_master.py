@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor.debug import CommDebugMode
 
-import torch_ranks
-from awkward import KINDS, TAME, assert_bits_equal, awkward_values
-from fronts import TorchFront
+from support import torch_ranks
+from support.awkward import KINDS, TAME, assert_bits_equal, awkward_values
+from support.fronts import TorchFront
 from qshard import formats, reference
 from qshard.formats import Usage
 from qshard.master import FlatShards, plan_shards
@@ -22,7 +22,7 @@ from qshard.torch_bridge import (
     quantize,
     update_columnwise,
 )
-from torch_ranks import run
+from support.torch_ranks import run
 
 FRONT = TorchFront("cpu")
 RANDOM = formats.NVFP4.with_options(rounding="stochastic")

@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-import torch_ranks
-from awkward import TAME, assert_bits_equal, awkward_values
-from fronts import TorchFront
+from support import torch_ranks
+from support.awkward import TAME, assert_bits_equal, awkward_values
+from support.fronts import TorchFront
 from qshard import reference
 from qshard.formats import NVFP4, Usage
 from qshard.sharding import shard_rows
 from qshard.torch_bridge import gather_slices, quantize
-from torch_ranks import run
+from support.torch_ranks import run
 
 FRONT = TorchFront("cpu")
 BY_ROW = [NVFP4.with_options(global_scale="row"), NVFP4.with_options(global_scale="row", four_over_six="mae")]

@@ -11,14 +11,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import torch_ranks
+from support import torch_ranks
 from qshard import formats
 from qshard.recipes import MXFP8, NVFP4, BlockScaling, CurrentScaling, DelayedScaling, Recipe
 from qshard.torch_bridge import Adam, QuantizedTensor, convert, update_scales
 from qshard.torch_bridge.fsdp.weight import plain
 from qshard.torch_bridge.zero.optimizer import ZeroOptimizer
-from torch_models import Wire, linears
-from torch_ranks import run
+from support.torch_models import Wire, linears
+from support.torch_ranks import run
 
 RECIPES = {
     "current": CurrentScaling(),

@@ -285,7 +285,7 @@ class Draw:
             tensors[i] = self.tensor(
                 tuple(rng.choice([0, 1, 2, 7, 16]) for _ in range(rng.randrange(5))), "float32", True
             )
-        elif way == 2 and t.dim():
+        elif way == 2 and t.dim() and t.numel():
             tensors[i] = t.transpose(0, -1) if rng.random() < 0.5 else t[::2]
         elif way == 3:  # Huge, and empty.
             tensors[i] = torch.empty(rng.choice([(2**62, 0), (0, 2**62), (2**31, 2**31, 0), (0,)]), dtype=t.dtype)

@@ -11,8 +11,8 @@ import pytest
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
-from awkward import assert_bits_equal  # noqa: E402
 from qshard.torch_bridge import Adam  # noqa: E402
+from support.awkward import assert_bits_equal  # noqa: E402
 
 SETTINGS = {
     "exp_avg_dtype": torch.float8_e4m3fn,

@@ -9,12 +9,12 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from awkward import TAME, assert_bits_equal, awkward_values
-from hlo import collectives
 from qshard import reference
 from qshard.formats import FP8_E4M3, Usage
 from qshard.jax import compute_scales, gather, linear, quantize
 from qshard.recipes import CurrentScaling
+from support.awkward import TAME, assert_bits_equal, awkward_values
+from support.hlo import collectives
 
 RECIPE = CurrentScaling()
 

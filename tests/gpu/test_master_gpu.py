@@ -7,13 +7,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import master_steps  # noqa: E402
-from awkward import TAME, assert_bits_equal, awkward_values  # noqa: E402
-from fronts import TorchFront  # noqa: E402
 from qshard import formats, reference  # noqa: E402
 from qshard.formats import Usage  # noqa: E402
 from qshard.torch_bridge import CastPlan, cast_master, quantize, update_columnwise  # noqa: E402
-from torch_ranks import run  # noqa: E402
+from support import master_steps  # noqa: E402
+from support.awkward import TAME, assert_bits_equal, awkward_values  # noqa: E402
+from support.fronts import TorchFront  # noqa: E402
+from support.torch_ranks import run  # noqa: E402
 
 
 def _load(name):
@@ -32,7 +32,7 @@ FRONT = TorchFront("cuda")
 def steps_of(front):
     pytest.importorskip(front)
     steps = {"torch": master_steps.TorchSteps, "jax": master_steps.JaxSteps}[front]("cuda")
-    if not steps.front.device_exists():
+    if not steps.front.devices():
         pytest.skip(f"{front} finds no cuda device")
     return steps
 

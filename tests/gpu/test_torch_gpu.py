@@ -8,8 +8,6 @@ torch = pytest.importorskip("torch")
 
 import numpy as np  # noqa: E402
 
-from awkward import KINDS, TAME, assert_bits_equal, awkward_values  # noqa: E402
-from fronts import TorchFront  # noqa: E402
 from qshard import recipes, reference  # noqa: E402
 from qshard.formats import (  # noqa: E402
     FORMATS,
@@ -24,7 +22,9 @@ from qshard.formats import (  # noqa: E402
 from qshard.recipes import MXFP8, CurrentScaling  # noqa: E402
 from qshard.torch_bridge import Linear, _ops, linear, quantize, update_delayed  # noqa: E402
 from qshard.torch_bridge.gemm import Operand, matmul  # noqa: E402
-from torch_ranks import run  # noqa: E402
+from support.awkward import KINDS, TAME, assert_bits_equal, awkward_values  # noqa: E402
+from support.fronts import TorchFront  # noqa: E402
+from support.torch_ranks import run  # noqa: E402
 
 FRONT = TorchFront("cuda")
 RECIPE = CurrentScaling()

@@ -4,7 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch_ranks import run  # noqa: E402
+from support.torch_ranks import run  # noqa: E402
 
 CASES = [
     ("same_bits", {"name": "nvfp4"}),

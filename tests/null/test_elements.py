@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from awkward import assert_bits_equal, ties_and_neighbours
 from qshard import reference
 from qshard.formats import E2M1, E4M3, E5M2, ELEMENTS
+from support.awkward import assert_bits_equal, ties_and_neighbours
 
 FLOAT_ELEMENTS = [E4M3, E5M2, E2M1]
 

@@ -8,6 +8,7 @@ import pytest
 
 from qshard import formats
 from qshard.formats import E2M1, E4M3, E5M2, E8M0, ELEMENTS, FLOAT16_MAX, FORMATS, NVFP4, Format, Usage
+from support.formats import NAMED, OPTIONS, option_names
 
 
 @pytest.mark.parametrize("element", ELEMENTS.values(), ids=str)
@@ -114,3 +115,9 @@ def test_impossible_format_is_an_error_that_names_the_option(fmt, options):
 def test_formats_are_keyword_only():
     with pytest.raises(TypeError):
         Format("FP8", E4M3)
+
+
+@pytest.mark.parametrize("fmt", NAMED, ids=str)
+def test_tests_know_every_option(fmt):
+    """support/formats.py lists values of each, so that no option goes without tests."""
+    assert set(option_names(fmt)) <= OPTIONS.keys()

@@ -4,9 +4,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from awkward import KINDS, TAME, assert_bits_equal, awkward_values
 from qshard import formats, reference
 from qshard.reference.planes import block_error
+from support.awkward import KINDS, TAME, assert_bits_equal, awkward_values
 
 F = np.float32
 FLOAT_MAX = np.finfo(F).max

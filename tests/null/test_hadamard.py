@@ -6,9 +6,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from awkward import BFLOAT16, TAME, assert_bits_equal, awkward_values
 from qshard import formats, reference
 from qshard.formats import Usage
+from support.awkward import BFLOAT16, TAME, assert_bits_equal, awkward_values
 
 ROTATED = formats.NVFP4.with_options(hadamard=True)
 

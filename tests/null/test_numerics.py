@@ -8,10 +8,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from awkward import awkward_values, shapes_of
 from qshard import formats, reference
 from qshard.formats import FORMATS, Usage
 from qshard.numerics import compare, report, stats
+from support.awkward import awkward_values, shapes_of
 
 PLANES = [Usage.ROWWISE, Usage.COLUMNWISE]
 OPTIONS = [

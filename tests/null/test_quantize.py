@@ -6,25 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from awkward import DTYPES, KINDS, SHAPES, TAME, assert_bits_equal, awkward_values, fits, shapes_of
 from qshard import formats, reference
-from qshard.formats import E5M2, E8M0, ELEMENTS, FORMATS, Usage
+from qshard.formats import E8M0, ELEMENTS, Usage
 from qshard.layout import plane
+from support.awkward import DTYPES, KINDS, SHAPES, TAME, assert_bits_equal, awkward_values, fits, shapes_of
+from support.formats import COMBINED, VARIANTS, stochastic
 
-NVFP4_OPTIONS = [
-    {"four_over_six": "mae"},
-    {"four_over_six": "mse", "scale_max": 256.0},
-]
-ALL = [
-    *FORMATS.values(),
-    formats.FP8_E4M3.with_options(pow2=True, eps=1e-3),
-    formats.FP8_1x128.with_options(element=E5M2, pow2=False),
-    formats.MXFP8_E4M3.with_options(scale_rounding="floor"),
-    formats.MXFP8_32x32.with_options(element=E5M2, scale_rounding="floor"),
-    *(fmt.with_options(**options) for fmt in (formats.NVFP4, formats.NVFP4_16x16) for options in NVFP4_OPTIONS),
-    formats.NVFP4.with_options(global_scale="row"),
-    formats.NVFP4.with_options(global_scale="row", four_over_six="mae"),
-]
+# Rotations and random rounding have tests of their own: test_hadamard.py, test_stochastic.py.
+ALL = [fmt for fmt in VARIANTS if not fmt.hadamard and not stochastic(fmt)]
 every_format = pytest.mark.parametrize("fmt", ALL, ids=str)
 every_plane = pytest.mark.parametrize(
     ("fmt", "usage"), [(fmt, usage) for fmt in ALL for usage in Usage if fits(fmt, (96, 96), usage)], ids=str
@@ -87,7 +76,7 @@ def test_square_planes_hold_one_set_of_numbers(fmt, kinds):
 
 @given(
     seed=st.integers(0, 2**32),
-    fmt=st.sampled_from(ALL),
+    fmt=st.sampled_from([fmt for fmt in COMBINED if not fmt.hadamard and not stochastic(fmt)]),
     cuts=st.lists(st.integers(0, 4), max_size=3),
     tame=st.booleans(),
 )
@@ -197,14 +186,7 @@ def test_zeros_keep_their_sign(fmt):
 
 @pytest.mark.parametrize(
     "fmt",
-    [
-        formats.FP8_E4M3.with_options(pow2=True),
-        formats.FP8_1x128,
-        formats.FP8_128x128,
-        formats.MXFP8_E4M3,
-        formats.MXFP8_E5M2,
-        formats.MXFP8_32x32,
-    ],
+    [fmt for fmt in ALL if (fmt.pow2 or fmt.scale_dtype == E8M0.name) and fmt.scale_rounding == "up"],
     ids=str,
 )
 @pytest.mark.parametrize("seed", range(3))

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from awkward import assert_bits_equal
 from qshard import formats, reference
 from qshard.formats import E4M3, E5M2, E8M0
+from support.awkward import assert_bits_equal
 
 FLOAT_MAX = np.finfo(np.float32).max
 TINY = np.finfo(np.float32).smallest_subnormal

@@ -5,16 +5,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from awkward import KINDS, TAME, assert_bits_equal, awkward_values
 from qshard import formats, reference
-from qshard.formats import FORMATS, Usage
+from qshard.formats import Usage
+from support.awkward import KINDS, TAME, assert_bits_equal, awkward_values
+from support.formats import SLICED
 
-SLICED = [
-    *FORMATS.values(),
-    formats.NVFP4.with_options(rounding="stochastic"),
-    formats.NVFP4.with_options(global_scale="row"),
-    formats.MXFP8_E4M3.with_options(scale_rounding="floor"),
-]
 MX_VECTORS = [formats.MXFP8_E4M3, formats.MXFP8_E5M2]
 PLANES = [*((fmt, Usage.ROWWISE) for fmt in SLICED), *((fmt, Usage.COLUMNWISE) for fmt in MX_VECTORS)]
 

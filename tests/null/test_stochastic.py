@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from awkward import assert_bits_equal, awkward_values
 from qshard import formats, reference
 from qshard.formats import E2M1, Usage
+from support.awkward import assert_bits_equal, awkward_values
 
 STOCHASTIC = formats.NVFP4.with_options(rounding="stochastic")
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from awkward import assert_bits_equal
 from qshard import reference
+from support.awkward import assert_bits_equal
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (128, 4), (130, 9), (33, 3), (0, 4)])

@@ -47,7 +47,7 @@ def run(world: int, case: Callable[..., None] | str, *, on: str = "cpu", **argum
         _pool = _Pool()
     if isinstance(case, str):
         path, _, name = case.partition("::")
-        file = str(Path(__file__).parent / path)
+        file = str(Path(__file__).parents[1] / path)
     else:
         file, name = str(sys.modules[case.__module__].__file__), case.__name__
     try:

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from fronts import JaxFront, TorchFront
 from qshard.master import MasterPlan
+from support.fronts import JaxFront, TorchFront
 
 Call = Callable[..., list[Any]]
 

@@ -24,11 +24,11 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from hlo import collectives
 from qshard import _ffi
 from qshard.formats import FP8_E4M3, MXFP8_32x32, Usage
 from qshard.jax import compute_scales, gather, init_delayed, linear, ops, quantize
 from qshard.recipes import MXFP8, NVFP4, BlockScaling, CurrentScaling, DelayedScaling
+from support.hlo import collectives
 
 # What XLA asks of a device. It only makes FP8 matmuls where it knows the versions of CUDA.
 H100 = """

@@ -9,10 +9,10 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import torch_ranks
-from fronts import TorchFront
 from qshard import reference
 from qshard.torch_bridge import Linear, update_scales
+from support import torch_ranks
+from support.fronts import TorchFront
 
 SIZES = (20, 104, 3, 20)  # Over 3 ranks: weights of 104 rows are uneven; over 4, of 3 rows leave a rank without one.
 

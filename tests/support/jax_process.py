@@ -1,4 +1,4 @@
-"""One of several JAX processes, each with two host devices: `python jax_process.py ADDRESS COUNT INDEX`.
+"""One of several JAX processes, each with two host devices: `python -m support.jax_process ADDRESS COUNT INDEX`.
 
 Run by tests/dist/test_jax_processes.py. Any assertion that fails ends the process with an error.
 """
@@ -16,11 +16,11 @@ import numpy as np  # noqa: E402
 from jax.sharding import AxisType, NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
-from awkward import TAME, assert_bits_equal, awkward_values  # noqa: E402
 from qshard import reference  # noqa: E402
 from qshard.formats import FP8_E4M3, MXFP8_32x32, NVFP4_16x16, Usage  # noqa: E402
 from qshard.jax import compute_scales, gather, linear, quantize  # noqa: E402
 from qshard.recipes import CurrentScaling  # noqa: E402
+from support.awkward import TAME, assert_bits_equal, awkward_values  # noqa: E402
 
 RECIPE = CurrentScaling()
 
