@@ -33,9 +33,9 @@ struct FourOverSixRule {
   Nonfinite nonfinite;
 };
 
-// The one of FourOverSixCandidates(ShownAmax(amax[i]), S of global_amax[i / run]) that stores block i of x
-// with the smaller error, six if they are equal or NaN. `blocks` are whole, with 1 or 16 rows and
-// 16 columns.
+// The one of FourOverSixCandidates(ShownAmax(amax[i]), S of global_amax[i / run]) that stores block
+// i of x with the smaller error, six if they are equal or NaN. `blocks` are whole, with 1 or 16
+// rows and 16 columns.
 QSHARD_LAUNCHER_TEMPLATE((class In), ScaleFourOverSix, const In* x, const float* amax,
                          const float* global_amax, int64_t run, FourOverSixRule rule,
                          const Blocks& blocks, float* scale, uint8_t* scale_inv);

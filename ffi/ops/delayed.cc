@@ -30,8 +30,9 @@ QSHARD_DEFINE_OP(cast_transpose_amax) {
       using In = typename decltype(in)::type;
       return call(kernels::CastTransposeAmax<In, Code>(
           call.exec, Data<In>(call.arg(0)), Data<float>(call.arg(1)), call.ArgRun(1),
-          call.nonfinite(), m.batch, m.rows, m.cols, Elements(call.ret(2)), call.RetRun(2), Mutable<uint8_t>(call.ret(0)),
-          Mutable<uint8_t>(call.ret(1)), Mutable<float>(call.ret(2))));
+          call.nonfinite(), m.batch, m.rows, m.cols, Elements(call.ret(2)), call.RetRun(2),
+          Mutable<uint8_t>(call.ret(0)), Mutable<uint8_t>(call.ret(1)),
+          Mutable<float>(call.ret(2))));
     });
   });
 }

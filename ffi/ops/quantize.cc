@@ -54,11 +54,10 @@ Error Quantize(const Call<Platform>& call) {
     });
   };
   if (call.text("scale_dtype") == E8M0::kName)
-    return with_scales(kernels::E8M0Scales{call.text("rounding") == "up" ? PowerRounding::kUp
-                                                                         : PowerRounding::kFloor,
-                                           call.nonfinite()});
-  return with_scales(
-      kernels::FloatScales{call.number("eps"), call.flag("pow2"), call.nonfinite()});
+    return with_scales(kernels::E8M0Scales{
+        call.text("rounding") == "up" ? PowerRounding::kUp : PowerRounding::kFloor,
+        call.nonfinite()});
+  return with_scales(kernels::FloatScales{call.number("eps"), call.flag("pow2"), call.nonfinite()});
 }
 
 // Both planes of NVFP4 for each matrix of x alone. A matrix has one global amax, but an operand

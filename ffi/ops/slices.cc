@@ -32,8 +32,12 @@ Error SlicesOf(const Call<Platform>& call, int x, WholeAmax whole, bool pieces, 
   const AttributeValue& shapes = call.binding.attribute("shapes");
   const int64_t n = call.binding.list_length();
   SliceRule& rule = slices->rule;
-  rule = {call.integer("block_rows"), call.integer("block_cols"), whole,
-          RoundedToOf(call.text("rounded_to")), pieces, Nonfinite::kSaturate};
+  rule = {call.integer("block_rows"),
+          call.integer("block_cols"),
+          whole,
+          RoundedToOf(call.text("rounded_to")),
+          pieces,
+          Nonfinite::kSaturate};
   QSHARD_REQUIRE(shapes.integer == 2 * n, call.op(), ": shapes (", shapes.integer,
                  " numbers) are not the rows and columns of ", n, " weights");
   slices->weights.reserve(n);

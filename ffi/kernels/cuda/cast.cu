@@ -92,13 +92,13 @@ Status CastAmax(const Exec<Cuda>& exec, const In* x, const float* scale, int64_t
                                     amax_length, amax, Op{nonfinite});
 }
 
-#define QSHARD_CAST(T, Code)                                                                     \
-  template Status Cast<T, Code>(const Exec<Cuda>&, const T*, const float*, int64_t, int64_t,     \
-                                uint8_t*);                                                       \
-  template Status Dequantize<Code, T>(const Exec<Cuda>&, const uint8_t*, const float*, int64_t,  \
-                                      int64_t, T*);                                              \
-  template Status CastAmax<T, Code>(const Exec<Cuda>&, const T*, const float*, int64_t,          \
-                                    Nonfinite, int64_t, int64_t, int64_t, uint8_t*, float*);
+#define QSHARD_CAST(T, Code)                                                                       \
+  template Status Cast<T, Code>(const Exec<Cuda>&, const T*, const float*, int64_t, int64_t,       \
+                                uint8_t*);                                                         \
+  template Status Dequantize<Code, T>(const Exec<Cuda>&, const uint8_t*, const float*, int64_t,    \
+                                      int64_t, T*);                                                \
+  template Status CastAmax<T, Code>(const Exec<Cuda>&, const T*, const float*, int64_t, Nonfinite, \
+                                    int64_t, int64_t, int64_t, uint8_t*, float*);
 QSHARD_FLOATS_FP8(QSHARD_CAST)
 
 }  // namespace qshard::kernels

@@ -49,8 +49,7 @@ struct ScaleFromAmaxBody {
 
 struct ScaleE8M0Body {
   __device__ __forceinline__ void operator()(int64_t i) const {
-    const uint8_t code =
-        E8M0FromAmax(ShownAmax(amax[i], rule.nonfinite), rule.max, rule.rounding);
+    const uint8_t code = E8M0FromAmax(ShownAmax(amax[i], rule.nonfinite), rule.max, rule.rounding);
     scale_inv[i] = code;
     scale[i] = MultiplierE8M0(code);
   }
@@ -201,8 +200,7 @@ Status ScaleNvfp4(const Exec<Cuda>& exec, const float* amax, int64_t n, const fl
                   int64_t run, float scale_max, Nonfinite nonfinite, float* scale,
                   uint8_t* scale_inv) {
   return LaunchForEach(
-      exec, n,
-      ScaleNvfp4Body{amax, n, global_amax, run, scale_max, nonfinite, scale, scale_inv});
+      exec, n, ScaleNvfp4Body{amax, n, global_amax, run, scale_max, nonfinite, scale, scale_inv});
 }
 
 template <class In>
