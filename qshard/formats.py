@@ -264,6 +264,10 @@ class Format:
       block: (rows, cols) that share a scale in the rowwise plane; None: the whole tensor does.
       hadamard: NVFP4 vectors only: rotate the columnwise plane by a random Hadamard transform first.
       rounding: of elements: "nearest", or NVFP4's "stochastic".
+      nonfinite: what shows of an infinite element. "saturate", the default of `FORMATS`: nothing, as it becomes the
+        largest code, which is what the standards and TransformerEngine define. "nan": it and what shares a scale with
+        it become NaN, so that an overflow reaches the loss or a gradient, where loss scaling looks for it. Recipes for
+        training choose "nan". Finite numbers have the same bits either way.
 
     >>> print(MXFP8_E4M3, MXFP8_E4M3.with_options(scale_rounding="floor"))
     MXFP8_E4M3 MXFP8_E4M3[scale_rounding=floor]
@@ -277,6 +281,7 @@ class Format:
     block: tuple[int, int] | None = None
     hadamard: bool = False
     rounding: Literal["nearest", "stochastic"] = "nearest"
+    nonfinite: Literal["saturate", "nan"] = "saturate"
 
     def __post_init__(self) -> None:
         two_level = isinstance(self.scaling, TwoLevelScaling)
@@ -285,6 +290,7 @@ class Format:
             ("element", self.element in self.scaling.elements, " or ".join(map(str, self.scaling.elements))),
             ("rounding", self.rounding in ("nearest", "stochastic"), "'nearest' or 'stochastic'"),
             ("rounding", self.rounding == "nearest" or two_level, "'nearest', as only NVFP4 is rounded stochastically"),
+            ("nonfinite", self.nonfinite in ("saturate", "nan"), "'saturate' or 'nan'"),
             ("hadamard", not self.hadamard or (two_level and self.block == (1, 16)), "False, as blocks are not 1x16"),
         ]:
             if not legal:
@@ -315,7 +321,8 @@ class Format:
         TwoLevelScaling(global_scale='row', scale_max=448.0, four_over_six=None)
         >>> FP8_E4M3.with_options(global_scale="row")
         Traceback (most recent call last):
-        ValueError: Format FP8_E4M3 has no option global_scale; it has element, block, pow2, eps, hadamard, rounding
+        ValueError: Format FP8_E4M3 has no option global_scale; it has element, block, pow2, eps, hadamard, rounding, \
+nonfinite
         """
         if unknown := sorted(set(options) - set(self.options)):
             raise ValueError(f"Format {self.name} has no option {unknown[0]}; it has {', '.join(self.options)}")
@@ -428,7 +435,7 @@ class Format:
         return self.scaling.four_over_six
 
 
-_FORMAT_OPTIONS = ("hadamard", "rounding")
+_FORMAT_OPTIONS = ("hadamard", "rounding", "nonfinite")
 _METHODS: tuple[type[Scaling], ...] = (FloatScaling, PowerScaling, TwoLevelScaling)
 
 FP8_E4M3 = Format(name="FP8_E4M3", element=E4M3)

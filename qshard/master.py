@@ -316,7 +316,7 @@ def cast(
             words = (ops.of_bucket(starts, bucket), ops.of_bucket(seeds, bucket))
             codes.append(ops.cast_slices_stochastic(*words, scale, *lists, **options))
         else:
-            options["element"] = bucket.fmt.element.name
+            options |= {"element": bucket.fmt.element.name, "nonfinite": bucket.fmt.nonfinite}
             codes.append(ops.cast_slices(ops.of_bucket(starts, bucket), scale, *lists, **options))
     return codes
 

@@ -146,12 +146,14 @@ def scales(
     if fmt.scaling.global_scale is not None:
         _, global_scale_inv = ops.global_scale_nvfp4(whole, scale_max=fmt.scale_max)
         wholes = whole if repeated is None else repeated(whole)
-        scale, scale_inv = ops.scale_nvfp4(amax, wholes, scale_max=fmt.scale_max)
+        scale, scale_inv = ops.scale_nvfp4(amax, wholes, scale_max=fmt.scale_max, nonfinite=fmt.nonfinite)
         return Scales(scale, scale_inv, global_scale_inv)
     if isinstance(fmt.scaling, PowerScaling):
-        return Scales(*ops.scale_e8m0(amax, element=fmt.element.name, rounding=fmt.scale_rounding))
+        options = {"rounding": fmt.scale_rounding, "nonfinite": fmt.nonfinite}
+        return Scales(*ops.scale_e8m0(amax, element=fmt.element.name, **options))
     amax = whole if fmt.block is None else amax
-    return Scales(*ops.scale_from_amax(amax, element=fmt.element.name, eps=fmt.eps, pow2=fmt.pow2))
+    options = {"eps": fmt.eps, "pow2": fmt.pow2, "nonfinite": fmt.nonfinite}
+    return Scales(*ops.scale_from_amax(amax, element=fmt.element.name, **options))
 
 
 def scales_of_grid(ops: Any, fmt: Format, grid: Array, *, largest: Reduce | None = None) -> Scales:
@@ -202,9 +204,11 @@ def quantize_delayed(
 ) -> tuple[dict[Usage, Parts], Array]:
     """The planes of `x` under a scale of earlier steps, and the amax of `x`, from one read of it."""
     if usage is Usage.ROWWISE:
-        data, amax = ops.cast_amax(x, scale, element=fmt.element.name, lead=0)
+        data, amax = ops.cast_amax(x, scale, element=fmt.element.name, nonfinite=fmt.nonfinite, lead=0)
         return {usage: Parts(data, scale_inv)}, amax
-    *both, amax = ops.cast_transpose_amax(x, scale, element=fmt.element.name, batch=x.ndim - 2, lead=0)
+    *both, amax = ops.cast_transpose_amax(
+        x, scale, element=fmt.element.name, nonfinite=fmt.nonfinite, batch=x.ndim - 2, lead=0
+    )
     codes = zip(Usage.BOTH.planes, both, strict=True)
     planes = {each: Parts(data, scale_inv) for each, data in codes if each in usage.planes}
     return planes, amax
@@ -276,6 +280,7 @@ def _in_steps(ops: Any, x: Array, fmt: Format, usage: Usage, whole: Array | None
             whole,
             error=fmt.four_over_six,
             scale_max=fmt.scale_max,
+            nonfinite=fmt.nonfinite,
             block_rows=block[0],
             block_cols=block[1],
         )
@@ -295,9 +300,10 @@ def _fused(ops: Any, x: Array, fmt: Format, usage: Usage, whole: Array | None) -
         "pow2": fmt.pow2,
         "rounding": fmt.scale_rounding,
         "scale_dtype": fmt.scale_dtype,
+        "nonfinite": fmt.nonfinite,
     }
     if fmt.scaling.global_scale is not None:
-        operands, options = [x, whole], {"scale_max": fmt.scale_max}
+        operands, options = [x, whole], {"scale_max": fmt.scale_max, "nonfinite": fmt.nonfinite}
         _, global_scale_inv = ops.global_scale_nvfp4(whole, scale_max=fmt.scale_max)
 
     def run(op: str, block: tuple[int, int]) -> list[Array]:

@@ -18,7 +18,11 @@ from qshard.layout import whole_units
 __all__ = ["NVFP4", "ROLE_SEEDS", "MXFP8", "BlockScaling", "CurrentScaling", "DelayedScaling", "Recipe", "Role"]
 
 
-_ROTATED = formats.NVFP4.with_options(hadamard=True)
+def _showing(fmt: Format) -> Format:
+    return fmt.with_options(nonfinite="nan")
+
+
+_ROTATED = _showing(formats.NVFP4.with_options(hadamard=True))
 _ROTATED_STOCHASTIC = _ROTATED.with_options(rounding="stochastic")
 
 
@@ -40,6 +44,10 @@ The highest bits, out of reach for those who count steps or ranks up from a seed
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """A format for each role, in any mix whose rotations cancel. Named recipes accept formats of one method of scaling.
+
+    The formats that named recipes choose have `nonfinite="nan"`: one infinity or NaN in `x`, `w` or `dy` makes the
+    results that depend on it NaN, so that loss scaling, `optax.apply_if_finite` and the loss itself show it. A format
+    that you pass is taken as it is, and those of `qshard.formats` saturate.
 
     Attributes:
       weight: format of `w`.
@@ -123,9 +131,9 @@ class Recipe:
 class CurrentScaling(Recipe):
     """Per-tensor FP8 whose scale comes from the amax of the tensor itself."""
 
-    weight: Format = formats.FP8_E4M3
-    activation: Format = formats.FP8_E4M3
-    gradient: Format = formats.FP8_E5M2
+    weight: Format = _showing(formats.FP8_E4M3)
+    activation: Format = _showing(formats.FP8_E4M3)
+    gradient: Format = _showing(formats.FP8_E5M2)
 
     @staticmethod
     def _takes(fmt: Format) -> bool:
@@ -145,9 +153,9 @@ class DelayedScaling(Recipe):
     {'scale': (), 'amax_history': (4,)}
     """
 
-    weight: Format = formats.FP8_E4M3
-    activation: Format = formats.FP8_E4M3
-    gradient: Format = formats.FP8_E5M2
+    weight: Format = _showing(formats.FP8_E4M3)
+    activation: Format = _showing(formats.FP8_E4M3)
+    gradient: Format = _showing(formats.FP8_E5M2)
     history: int = 16
     margin: int = 0
     algorithm: Literal["max", "most_recent"] = "max"
@@ -172,9 +180,9 @@ class DelayedScaling(Recipe):
 class BlockScaling(Recipe):
     """FP8 in blocks of 128 with fp32 scales: square blocks for weights, vectors for the rest."""
 
-    weight: Format = formats.FP8_128x128
-    activation: Format = formats.FP8_1x128
-    gradient: Format = formats.FP8_1x128
+    weight: Format = _showing(formats.FP8_128x128)
+    activation: Format = _showing(formats.FP8_1x128)
+    gradient: Format = _showing(formats.FP8_1x128)
 
     @staticmethod
     def _takes(fmt: Format) -> bool:
@@ -185,9 +193,9 @@ class BlockScaling(Recipe):
 class MXFP8(Recipe):
     """FP8 in blocks of 32 with power-of-two scales. Square weight blocks let one plane serve forward and backward."""
 
-    weight: Format = formats.MXFP8_32x32
-    activation: Format = formats.MXFP8_E4M3
-    gradient: Format = formats.MXFP8_E4M3
+    weight: Format = _showing(formats.MXFP8_32x32)
+    activation: Format = _showing(formats.MXFP8_E4M3)
+    gradient: Format = _showing(formats.MXFP8_E4M3)
 
     @staticmethod
     def _takes(fmt: Format) -> bool:
@@ -199,10 +207,10 @@ class NVFP4(Recipe):
     """FP4 in blocks of 16 with E4M3 scales and one fp32 scale a tensor.
 
     >>> print(NVFP4().gradient)
-    NVFP4[hadamard=True, rounding=stochastic]
+    NVFP4[hadamard=True, rounding=stochastic, nonfinite=nan]
     """
 
-    weight: Format = formats.NVFP4_16x16
+    weight: Format = _showing(formats.NVFP4_16x16)
     activation: Format = _ROTATED
     gradient: Format = _ROTATED_STOCHASTIC
 

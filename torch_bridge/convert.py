@@ -41,7 +41,8 @@ def convert(model: nn.Module, recipe: Recipe, filter: Callable[[nn.Linear, str],
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> convert(model, CurrentScaling(), filter=lambda layer, name: name != "2")
     Sequential(
-      (0): Linear(in_features=4, out_features=8, bias=True, weight=FP8_E4M3, activation=FP8_E4M3, gradient=FP8_E5M2)
+      (0): Linear(in_features=4, out_features=8, bias=True, weight=FP8_E4M3[nonfinite=nan], \
+activation=FP8_E4M3[nonfinite=nan], gradient=FP8_E5M2[nonfinite=nan])
       (1): ReLU()
       (2): Linear(in_features=8, out_features=2, bias=True)
     )

@@ -229,7 +229,7 @@ def bind_list(spec: OpSpec) -> Callable[..., None]:
                         f"{spec.name}: {operand.name} (requires grad) is not data alone, and the op has no derivative; "
                         "pass .detach(), or call it under torch.no_grad()"
                     )
-        call_in_place(spec.name, operands, {name: attributes[name] for name in names})
+        call_in_place(spec.name, operands, {name: attributes[name] for name in names if name in attributes})
 
     def fake(*operands: Any, **attributes: Any) -> None:
         pass
@@ -259,7 +259,7 @@ def _planner(spec: OpSpec) -> Callable[..., _Plan]:
             torch.uint8 if coded and name in ELEMENTS else getattr(torch, name)
             for coded, (_, name) in zip(codes, results, strict=True)
         )
-        attributes = {name: given[name] for name in _attributes(spec)}
+        attributes = {name: given[name] for name in _attributes(spec) if name in given}
         return _Plan(tuple(zip(made, kinds, strict=True)), attributes)
 
     return plan
@@ -291,7 +291,8 @@ def _attributes(spec: OpSpec) -> list[str]:
 def _schema(spec: OpSpec) -> str:
     operands = ", ".join(f"Tensor {operand.name}" for operand in spec.inputs)
     named = [name for name in _attributes(spec) if name not in spec.open_axes]
-    keywords = [f"{spec.attributes[name]} {name}" for name in named]
+    defaults = {name: f'="{value}"' for name, value in spec.row.optional_attributes.items()}
+    keywords = [f"{spec.attributes[name]} {name}{defaults.get(name, '')}" for name in named]
     keywords += ["ScalarType dtype"] * any(operand.dtype == "float" for operand in spec.outputs)
     keywords += [f"int {name}=0" for name in spec.open_axes]
     results = "Tensor" if len(spec.outputs) == 1 else "(" + ", ".join("Tensor" for _ in spec.outputs) + ")"
@@ -305,7 +306,8 @@ def _list_schema(spec: OpSpec) -> str:
     for operand in spec.inputs:
         kind = f"Tensor({next(aliases)}!)" if operand.name in written else "Tensor"
         operands.append(f"{kind}{'[]' if operand.many else ''} {operand.name}")
-    keywords = [f"{kind} {name}" for name, kind in spec.attributes.items()]
+    defaults = {name: f'="{value}"' for name, value in spec.row.optional_attributes.items()}
+    keywords = [f"{kind} {name}{defaults.get(name, '')}" for name, kind in spec.attributes.items()]
     return f"{spec.name}({', '.join(operands)}{', *, ' if keywords else ''}{', '.join(keywords)}) -> ()"
 
 

@@ -91,8 +91,15 @@ Error Binding::ReadAttributes(const XLA_FFI_Attrs& attributes, Mode mode) {
     QSHARD_REQUIRE(*count >= 0 && *count <= kMaxRank, row_.name, ": ", name, " (", *count,
                    ") is not a number of axes");
   }
+  const uint32_t all = (1u << expected.size()) - 1;
+  for (size_t i = 0; seen != all && i < expected.size(); ++i) {
+    if (!expected[i].optional || (seen >> i & 1) != 0) continue;
+    values_[i].text_begin = expected[i].texts[0].data();
+    values_[i].text_size = expected[i].texts[0].size();
+    seen |= 1u << i;
+  }
   if (mode == Mode::kShapes && row_.split >= 0) seen |= 1u << row_.split;
-  if (mode != Mode::kAxes && (alien || seen != (1u << expected.size()) - 1)) {
+  if (mode != Mode::kAxes && (alien || seen != all)) {
     std::vector<std::string> given, needed;
     for (int64_t i = 0; i < attributes.size; ++i) given.emplace_back(View(*attributes.names[i]));
     for (const Attribute& a : expected) needed.push_back(a.name);

@@ -1,4 +1,5 @@
 // Scales of blocks: E8M0, and NVFP4's E4M3 under a global fp32 scale. The same on host and device.
+// `amax` of a block is ShownAmax: that of NaN is NaN.
 //
 // Each formula is one fp32 operation at a time: no contraction, no approximate division. Scales
 // that are NaN are the canonical one.

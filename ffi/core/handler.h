@@ -21,6 +21,7 @@
 #include "core/block.h"
 #include "core/exec.h"
 #include "core/format.h"
+#include "core/scale.h"
 #include "xla/ffi/api/c_api.h"
 
 namespace qshard {
@@ -42,6 +43,9 @@ struct Call {
 
   const char* op() const { return binding.row().name.c_str(); }
   int64_t integer(std::string_view name) const { return binding.attribute(name).integer; }
+  Nonfinite nonfinite() const {
+    return text("nonfinite") == "nan" ? Nonfinite::kNan : Nonfinite::kSaturate;
+  }
   bool flag(std::string_view name) const { return binding.attribute(name).integer != 0; }
   float number(std::string_view name) const {
     return static_cast<float>(binding.attribute(name).number);

@@ -123,6 +123,8 @@ class Parser {
         a.texts = {QSHARD_FOR_EACH_ELEMENT(QSHARD_NAME, kName)};
       else if (type == "code")
         a.texts = {QSHARD_FOR_EACH_CODE(QSHARD_NAME, kName)};
+      else if (a.optional = type.back() == '?'; a.optional)
+        a.texts = Split(type.substr(0, type.size() - 1), "|");
       else
         a.texts = Split(type, "|");
 #undef QSHARD_NAME

@@ -44,6 +44,7 @@ struct Attribute {
   std::vector<double> numbers;     // the only ones that are legal, if there are any
   std::vector<std::string> texts;  // likewise
   std::string legal;               // in words
+  bool optional = false;           // of texts: left out, it is the first
 };
 
 // Which blocks an op takes.

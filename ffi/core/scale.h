@@ -15,20 +15,42 @@ QSHARD_INLINE float Divide(float a, float b) {
 #endif
 }
 
-// max / amax, so that amax encodes to max. 1 where that says nothing: amax 0, infinite or NaN.
-// `pow2` clears the mantissa: rounds the scale down, so nothing saturates.
-QSHARD_INLINE float ScaleFromAmax(float amax, float max, float eps, bool pow2) {
+// What an infinite element becomes. kSaturate: the largest code. kNan: NaN, and all that shares a
+// scale with it, as a scale that was made of an amax which is not finite is NaN.
+enum class Nonfinite { kSaturate, kNan };
+
+// What the scale of a block is made of: `amax`, but NaN if it is infinite and that is to show.
+QSHARD_INLINE float ShownAmax(float amax, Nonfinite nonfinite) {
+  const bool hidden = nonfinite == Nonfinite::kSaturate || FloatBits(amax) != kFloatInfinityBits;
+  return FloatFromBits(Select(hidden, FloatBits(amax), kNanBits));
+}
+
+// fl(x * scale), but NaN for an infinite x: what to encode under a given scale where infinities are
+// to show. Of a finite x, x * 0 is a zero with the sign of the product, and adds nothing to it.
+QSHARD_INLINE float ShownProduct(float x, float scale) {
+#if defined(__CUDA_ARCH__)
+  return __fmaf_rn(x, 0.0f, __fmul_rn(x, scale));
+#else
+  return x * scale + x * 0.0f;
+#endif
+}
+
+// max / amax, so that amax encodes to max. 1 where amax is 0, and where it is infinite or NaN
+// unless that is to show. `pow2` clears the mantissa: rounds the scale down, so nothing saturates.
+QSHARD_INLINE float ScaleFromAmax(float amax, float max, float eps, bool pow2,
+                                  Nonfinite nonfinite = Nonfinite::kSaturate) {
   const bool nan = (FloatBits(amax) & kFloatMagnitudeMask) > kFloatInfinityBits;
   const float a = FloatFromBits(Select(nan | (amax > eps), FloatBits(amax), FloatBits(eps)));
   const int32_t bits = FloatBits(a) & kFloatMagnitudeMask;
   int32_t s = FloatBits(Divide(max, a));
   s = Select(s == kFloatInfinityBits, FloatBits(kFloatMax), s);
   s = Select(pow2, s & kFloatInfinityBits, s);
-  const bool says_nothing = (bits == 0) | (bits >= kFloatInfinityBits);
-  return FloatFromBits(Select(says_nothing, FloatBits(1.0f), s));
+  const bool not_finite = bits >= kFloatInfinityBits;
+  s = Select((bits == 0) | not_finite, FloatBits(1.0f), s);
+  return FloatFromBits(Select(not_finite & (nonfinite == Nonfinite::kNan), kNanBits, s));
 }
 
-QSHARD_INLINE float ScaleInverse(float scale) { return Divide(1.0f, scale); }
+QSHARD_INLINE float ScaleInverse(float scale) { return CanonicalNan(Divide(1.0f, scale)); }
 
 }  // namespace qshard
 

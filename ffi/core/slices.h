@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "core/round.h"
+#include "core/scale.h"
 
 namespace qshard {
 
@@ -32,6 +33,7 @@ struct SliceRule {
   WholeAmax whole;                 // which amaxes follow those of blocks
   RoundedTo rounded_to;
   bool pieces;  // data begins with the byte of the slice's first element, not with the weight's
+  Nonfinite nonfinite;  // what infinite elements become where no scale shows them
 };
 
 QSHARD_INLINE float RoundTo(RoundedTo to, float v) {

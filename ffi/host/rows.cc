@@ -162,6 +162,13 @@ nb::dict AttributesOf(const Row& row) {
   return attributes;
 }
 
+nb::dict OptionalAttributesOf(const Row& row) {
+  nb::dict values;
+  for (const Attribute& a : row.attributes)
+    if (a.optional) values[a.name.c_str()] = a.texts[0];
+  return values;
+}
+
 nb::tuple BlocksOf(const Row& row) {
   nb::list listed;
   for (auto [rows, cols] : row.blocks.listed) listed.append(nb::make_tuple(rows, cols));
@@ -199,6 +206,7 @@ void DefineRows(nb::module_& m) {
       .def_prop_ro("inputs", [](const Row& row) { return OperandsOf(row, row.inputs); })
       .def_prop_ro("outputs", [](const Row& row) { return OperandsOf(row, row.outputs); })
       .def_prop_ro("attributes", AttributesOf, "{name: (type, legal values or (), least, most)}.")
+      .def_prop_ro("optional_attributes", OptionalAttributesOf, "{name: what it is if left out}.")
       .def_prop_ro("blocks", BlocksOf, "The legal (block_rows, block_cols), or () for a range.")
       .def_prop_ro("open_axes",
                    [](const Row& row) {

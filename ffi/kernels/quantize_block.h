@@ -22,12 +22,13 @@ struct FloatScales {
   using Stored = float;
   template <class Code>
   QSHARD_INLINE BlockScale<float> Of(float amax) const {
-    const float scale = qshard::ScaleFromAmax(amax, Code::kMax, eps, pow2);
+    const float scale = qshard::ScaleFromAmax(amax, Code::kMax, eps, pow2, nonfinite);
     return {scale, ScaleInverse(scale)};
   }
 
   float eps;
   bool pow2;
+  Nonfinite nonfinite;
 };
 
 // E8M0 (core/block_scale.h).
@@ -35,11 +36,12 @@ struct E8M0Scales {
   using Stored = uint8_t;
   template <class Code>
   QSHARD_INLINE BlockScale<uint8_t> Of(float amax) const {
-    const uint8_t code = E8M0FromAmax(amax, Code::kMax, rounding);
+    const uint8_t code = E8M0FromAmax(ShownAmax(amax, nonfinite), Code::kMax, rounding);
     return {MultiplierE8M0(code), code};
   }
 
   PowerRounding rounding;
+  Nonfinite nonfinite;
 };
 
 // E4M3 under global fp32 scales (core/block_scale.h): block i of a grid, row-major, has the global
@@ -49,14 +51,15 @@ struct Nvfp4Scales {
   QSHARD_INLINE float GlobalScale(int64_t i) const {
     return qshard::GlobalScaleNvfp4(global_amax[i / run], scale_max);
   }
-  static QSHARD_INLINE BlockScale<uint8_t> Of(float amax, float global_scale) {
-    const BlockScaleNvfp4 s = qshard::ScaleNvfp4(amax, global_scale);
+  QSHARD_INLINE BlockScale<uint8_t> Of(float amax, float global_scale) const {
+    const BlockScaleNvfp4 s = qshard::ScaleNvfp4(ShownAmax(amax, nonfinite), global_scale);
     return {s.scale, s.scale_inv};
   }
 
   const float* global_amax;
   int64_t run;
   float scale_max;
+  Nonfinite nonfinite;
 };
 
 // --- one set of blocks ---

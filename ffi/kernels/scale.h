@@ -1,6 +1,7 @@
 #ifndef QSHARD_KERNELS_SCALE_H_
 #define QSHARD_KERNELS_SCALE_H_
 
+#include "core/scale.h"
 #include "kernels/launcher.h"
 
 namespace qshard::kernels {
@@ -9,6 +10,7 @@ struct ScaleRule {
   float max;  // of the element format
   float eps;
   bool pow2;
+  Nonfinite nonfinite;
 };
 
 // scale[i], scale_inv[i] from amax[i] by ScaleFromAmax (core/scale.h).

@@ -14,8 +14,9 @@ namespace qshard::kernels {
 QSHARD_LAUNCHER_TEMPLATE((class In), AmaxSlices, const Slice* slices, int64_t n,
                          const uint32_t* starts, const SliceRule& rule, float* amax);
 
-// data[i] = Encode<Code>(x[i - start] * scale[block of i]) for the elements i of each slice, and
-// nothing else: of a byte that the slice has half of, the other half stays. Code is any element.
+// data[i] = Encode<Code>(x[i - start] * scale[block of i]), of ShownProduct if infinities are to
+// show, for the elements i of each slice, and nothing else: of a byte that the slice has half of,
+// the other half stays. Code is any element.
 QSHARD_LAUNCHER_TEMPLATE((class In, class Code), CastSlices, const Slice* slices, int64_t n,
                          const uint32_t* starts, const SliceRule& rule, const float* scale);
 

@@ -15,7 +15,7 @@ QSHARD_DEFINE_OP(cast_amax) {
       using In = typename decltype(in)::type;
       return call(kernels::CastAmax<In, Code>(
           call.exec, Data<In>(call.arg(0)), Data<float>(call.arg(1)), call.ArgRun(1),
-          Elements(call.arg(0)), Elements(call.ret(1)), call.RetRun(1),
+          call.nonfinite(), Elements(call.arg(0)), Elements(call.ret(1)), call.RetRun(1),
           Mutable<uint8_t>(call.ret(0)), Mutable<float>(call.ret(1))));
     });
   });
@@ -29,9 +29,10 @@ QSHARD_DEFINE_OP(cast_transpose_amax) {
     return DispatchFloat(call.arg(0), [&](auto in) {
       using In = typename decltype(in)::type;
       return call(kernels::CastTransposeAmax<In, Code>(
-          call.exec, Data<In>(call.arg(0)), Data<float>(call.arg(1)), call.ArgRun(1), m.batch,
-          m.rows, m.cols, Elements(call.ret(2)), call.RetRun(2), Mutable<uint8_t>(call.ret(0)),
-          Mutable<uint8_t>(call.ret(1)), Mutable<float>(call.ret(2))));
+          call.exec, Data<In>(call.arg(0)), Data<float>(call.arg(1)), call.ArgRun(1),
+          call.nonfinite(), m.batch, m.rows, m.cols, Elements(call.ret(2)), call.RetRun(2),
+          Mutable<uint8_t>(call.ret(0)), Mutable<uint8_t>(call.ret(1)),
+          Mutable<float>(call.ret(2))));
     });
   });
 }

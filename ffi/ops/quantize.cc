@@ -54,9 +54,10 @@ Error Quantize(const Call<Platform>& call) {
     });
   };
   if (call.text("scale_dtype") == E8M0::kName)
-    return with_scales(kernels::E8M0Scales{call.text("rounding") == "up" ? PowerRounding::kUp
-                                                                         : PowerRounding::kFloor});
-  return with_scales(kernels::FloatScales{call.number("eps"), call.flag("pow2")});
+    return with_scales(kernels::E8M0Scales{
+        call.text("rounding") == "up" ? PowerRounding::kUp : PowerRounding::kFloor,
+        call.nonfinite()});
+  return with_scales(kernels::FloatScales{call.number("eps"), call.flag("pow2"), call.nonfinite()});
 }
 
 // Both planes of NVFP4 for each matrix of x alone. A matrix has one global amax, but an operand
@@ -87,7 +88,8 @@ Error QuantizeNvfp4Each(const Call<Platform>& call, kernels::Nvfp4Scales scales,
 template <Planes kPlanes, class Platform>
 Error QuantizeNvfp4(const Call<Platform>& call) {
   const Blocks blocks = BlocksOf(call.binding);
-  kernels::Nvfp4Scales scales{Data<float>(call.arg(1)), call.ArgRun(1), call.number("scale_max")};
+  kernels::Nvfp4Scales scales{Data<float>(call.arg(1)), call.ArgRun(1), call.number("scale_max"),
+                              call.nonfinite()};
   return DispatchFloat(call.arg(0), [&](auto in) -> Error {
     using In = typename decltype(in)::type;
     const auto planes = PlanesOf<kPlanes, uint8_t>(call);

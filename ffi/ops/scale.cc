@@ -11,8 +11,8 @@ namespace qshard {
 // scale = max / amax and scale_inv = 1 / scale.
 QSHARD_DEFINE_OP(scale_from_amax) {
   return DispatchFp8(call.text("element"), [&](auto code) {
-    const kernels::ScaleRule rule{decltype(code)::type::kMax, call.number("eps"),
-                                  call.flag("pow2")};
+    const kernels::ScaleRule rule{decltype(code)::type::kMax, call.number("eps"), call.flag("pow2"),
+                                  call.nonfinite()};
     return call(kernels::ScaleFromAmax(call.exec, Data<float>(call.arg(0)), Elements(call.arg(0)),
                                        rule, Mutable<float>(call.ret(0)),
                                        Mutable<float>(call.ret(1))));
@@ -23,9 +23,10 @@ QSHARD_DEFINE_OP(scale_from_amax) {
 // finite element saturates (arXiv:2506.08027). "floor": OCP MX v1.0, 6.3.
 QSHARD_DEFINE_OP(scale_e8m0) {
   return DispatchFp8(call.text("element"), [&](auto code) {
-    const kernels::PowerRule rule{decltype(code)::type::kMax, call.text("rounding") == "up"
-                                                                  ? PowerRounding::kUp
-                                                                  : PowerRounding::kFloor};
+    const kernels::PowerRule rule{
+        decltype(code)::type::kMax,
+        call.text("rounding") == "up" ? PowerRounding::kUp : PowerRounding::kFloor,
+        call.nonfinite()};
     return call(kernels::ScaleE8M0(call.exec, Data<float>(call.arg(0)), Elements(call.arg(0)), rule,
                                    Mutable<float>(call.ret(0)), Mutable<uint8_t>(call.ret(1))));
   });
@@ -44,15 +45,16 @@ QSHARD_DEFINE_OP(global_scale_nvfp4) {
 QSHARD_DEFINE_OP(scale_nvfp4) {
   return call(kernels::ScaleNvfp4(call.exec, Data<float>(call.arg(0)), Elements(call.arg(0)),
                                   Data<float>(call.arg(1)), call.ArgRun(1),
-                                  call.number("scale_max"), Mutable<float>(call.ret(0)),
-                                  Mutable<uint8_t>(call.ret(1))));
+                                  call.number("scale_max"), call.nonfinite(),
+                                  Mutable<float>(call.ret(0)), Mutable<uint8_t>(call.ret(1))));
 }
 
 // As scale_nvfp4, but each block may take its amax to 4 instead of 6, where that makes its error
 // smaller: E2M1 has no 5, so a block with values near its amax may prefer 4. error "mae" sums
 // absolute differences, "mse" their squares. Source: arXiv:2512.02010.
 QSHARD_DEFINE_OP(scale_four_over_six) {
-  const kernels::FourOverSixRule rule{call.number("scale_max"), call.text("error") == "mse"};
+  const kernels::FourOverSixRule rule{call.number("scale_max"), call.text("error") == "mse",
+                                      call.nonfinite()};
   return DispatchFloat(call.arg(0), [&](auto in) {
     using In = typename decltype(in)::type;
     return call(kernels::ScaleFourOverSix(

@@ -32,8 +32,12 @@ Error SlicesOf(const Call<Platform>& call, int x, WholeAmax whole, bool pieces, 
   const AttributeValue& shapes = call.binding.attribute("shapes");
   const int64_t n = call.binding.list_length();
   SliceRule& rule = slices->rule;
-  rule = {call.integer("block_rows"), call.integer("block_cols"), whole,
-          RoundedToOf(call.text("rounded_to")), pieces};
+  rule = {call.integer("block_rows"),
+          call.integer("block_cols"),
+          whole,
+          RoundedToOf(call.text("rounded_to")),
+          pieces,
+          Nonfinite::kSaturate};
   QSHARD_REQUIRE(shapes.integer == 2 * n, call.op(), ": shapes (", shapes.integer,
                  " numbers) are not the rows and columns of ", n, " weights");
   slices->weights.reserve(n);
@@ -121,6 +125,7 @@ QSHARD_DEFINE_OP(cast_slices) {
   Slices slices;
   QSHARD_RETURN_IF_ERROR(SlicesOf(call, 2, WholeAmax::kNone, call.flag("pieces"), &slices));
   QSHARD_RETURN_IF_ERROR(call.InPlace(0));
+  slices.rule.nonfinite = call.nonfinite();
   return DispatchElement(call.text("element"), [&](auto code) {
     using Code = typename decltype(code)::type;
     QSHARD_RETURN_IF_ERROR(SetData(call, 3, 1, kCodesPerByte<Code>, &slices));

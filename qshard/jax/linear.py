@@ -414,7 +414,8 @@ def _observed(config: _Config, kept: _Kept, dy_amax: jax.Array | None) -> Linear
 def _whole(config: _Config, codes: Any, usage: Usage) -> QuantizedArray:
     """One plane of the whole w, from the codes that one device has."""
     whole: QuantizedArray = config.shards.gather(_only(codes, usage)) if config.gathers else codes
-    if whole.format != config.recipe.weight:
+    wanted = config.recipe.weight
+    if whole.format.with_options(nonfinite=wanted.nonfinite) != wanted:  # Which matters to casts, not to codes.
         raise ValueError(
             f"linear: w ({whole.format}) is not of the format that the recipe has for weights, "
             f"{config.recipe.weight}; quantize it to that"

@@ -36,7 +36,7 @@ def bind(name: str) -> Callable[..., Any]:
     spec = multi_table()[name]
 
     def run(*operands: Any, **attributes: Any) -> Any:
-        if attributes.keys() != spec.attributes.keys():
+        if (spec.row.optional_attributes | attributes).keys() != spec.attributes.keys():
             raise TypeError(f"{name}: attributes ({', '.join(attributes)}) are not {', '.join(spec.attributes)}")
         lists = [
             [jnp.asarray(x) for x in operand] if o.many else [jnp.asarray(operand)]

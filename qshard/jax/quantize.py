@@ -33,7 +33,8 @@ __all__ = [
 class WeightScales(NamedTuple):
     """What the shards of a tensor have in common, from `compute_scales`; None where a format has no such thing.
 
-    All float32. `WeightScales(scale, 1 / scale)` casts a per-tensor format under a scale of your own.
+    All float32. `WeightScales(scale, 1 / scale)` casts a per-tensor format under a scale of your own; infinite elements
+    saturate under it.
 
     Attributes:
       scale: `[]`: the scale of a per-tensor format, which encodes: `x * scale`.

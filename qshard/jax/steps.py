@@ -58,18 +58,18 @@ def cast_transpose(x: jax.Array, scale: jax.Array, *, element: str, batch: int) 
     return reshape_as(data, x), data_t.reshape(_swapped(x))
 
 
-def cast_amax(x: jax.Array, scale: jax.Array, *, element: str, lead: int) -> tuple[jax.Array, jax.Array]:
+def cast_amax(x: jax.Array, scale: jax.Array, *, lead: int, **options: Any) -> tuple[jax.Array, jax.Array]:
     runs = split_rows(x)
-    data, amax = ops.cast_amax(runs.array, runs.spread(scale), element=element, lead=max(lead, runs.lead))
+    data, amax = ops.cast_amax(runs.array, runs.spread(scale), lead=max(lead, runs.lead), **options)
     return reshape_as(data, x), integer_max(amax, lead)
 
 
 def cast_transpose_amax(
-    x: jax.Array, scale: jax.Array, *, element: str, batch: int, lead: int
+    x: jax.Array, scale: jax.Array, *, batch: int, lead: int, **options: Any
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     runs = split_rows(x)
     data, data_t, amax = ops.cast_transpose_amax(
-        runs.array, runs.spread(scale), element=element, batch=batch, lead=max(lead, runs.lead)
+        runs.array, runs.spread(scale), batch=batch, lead=max(lead, runs.lead), **options
     )
     return reshape_as(data, x), data_t.reshape(_swapped(x)), integer_max(amax, lead)
 
@@ -84,8 +84,8 @@ def dequantize(data: jax.Array, scale_inv: jax.Array, *, element: str, dtype: st
     return reshape_as(values, data)
 
 
-def scale_nvfp4(amax: jax.Array, global_amax: jax.Array, *, scale_max: float) -> Any:
-    return ops.scale_nvfp4(amax, _spread(global_amax, amax, amax.shape), scale_max=scale_max)
+def scale_nvfp4(amax: jax.Array, global_amax: jax.Array, **options: Any) -> Any:
+    return ops.scale_nvfp4(amax, _spread(global_amax, amax, amax.shape), **options)
 
 
 def scale_four_over_six(x: jax.Array, amax: jax.Array, global_amax: jax.Array, **options: Any) -> Any:

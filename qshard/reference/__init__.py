@@ -17,6 +17,7 @@ from qshard.reference.scales import (
     nvfp4_global_scale,
     scale_from_amax,
     scales_from_amax,
+    shown_amax,
 )
 from qshard.reference.slices import cast_slice, slice_amax
 from qshard.reference.swizzle import swizzle_scale
@@ -43,6 +44,7 @@ __all__ = [
     "random_bytes",
     "scale_from_amax",
     "scales_from_amax",
+    "shown_amax",
     "slice_amax",
     "swizzle_scale",
     "unpack",

@@ -17,6 +17,7 @@ from qshard.reference.scales import (
     nvfp4_global_scale,
     per_element,
     scales_from_amax,
+    shown_amax,
 )
 
 __all__ = ["block_error", "cast", "plane_amax", "plane_scales"]
@@ -41,6 +42,8 @@ def plane_scales(x: Float32, fmt: Format, amax: Amax) -> Scales:
 def cast(x: Float32, fmt: Format, multiplier: Float32, *, seed: int, index: ArrayLike) -> Codes:
     """Codes of `fl(x * multiplier)`, one a uint8. `index` is the place of each element in the whole tensor."""
     scaled = x * per_element(multiplier, fmt.block, x.shape)
+    if fmt.nonfinite == "nan":  # Where no scale shows them, as in delayed scaling.
+        scaled = np.where(np.isinf(x), np.float32(np.nan), scaled)
     if fmt.rounding == "stochastic":
         return encode_stochastic(scaled, random_bytes(seed, index))
     return encode(scaled, fmt.element)
@@ -55,7 +58,7 @@ def _four_over_six(x: Float32, fmt: Format, amax: Amax) -> Scales:
     assert amax.whole is not None
     assert amax.block is not None
     global_scale = nvfp4_global_scale(amax.whole, fmt)
-    base = amax.block / np.float32(E2M1.max) * global_scale[..., None]
+    base = shown_amax(amax.block, fmt.nonfinite) / np.float32(E2M1.max) * global_scale[..., None]
     multiplier4, d4 = nvfp4_block_scales(base * np.float32(1.5), global_scale)
     multiplier6, d6 = nvfp4_block_scales(base, global_scale)
     error4 = block_error(x, fmt, multiplier4, d4, amax.whole)

@@ -22,6 +22,7 @@ __all__ = [
     "per_element",
     "scale_from_amax",
     "scales_from_amax",
+    "shown_amax",
 ]
 
 FLOAT_MAX = np.finfo(np.float32).max
@@ -90,14 +91,21 @@ def per_element(blocks: NDArray[Any], block: tuple[int, int] | None, shape: tupl
     return np.repeat(np.repeat(blocks, block[0], axis=0), block[1], axis=1)[: shape[0], : shape[1]]
 
 
+def shown_amax(amax: ArrayLike, nonfinite: str) -> Float32:
+    """What the scale of a block is made of: `amax`, but NaN if it is infinite and `nonfinite` is "nan"."""
+    amax = np.asarray(amax, np.float32)
+    return np.where(np.isinf(amax) & (nonfinite == "nan"), np.float32(np.nan), amax)
+
+
 @np.errstate(all="ignore")
 def scale_from_amax(
-    amax: ArrayLike, element: ElementFormat, *, pow2: bool = False, eps: float = 0.0
+    amax: ArrayLike, element: ElementFormat, *, pow2: bool = False, eps: float = 0.0, nonfinite: str = "saturate"
 ) -> tuple[Float32, Float32]:
     """The fp32 scale that takes amax to the largest element, and its inverse.
 
         a = max(amax, eps);   scale = 1 if a is 0, inf or NaN, else min(fl(element.max / a), FLT_MAX)
         pow2: the mantissa of scale is cleared;   scale_inv = fl(1 / scale)
+        nonfinite "nan": scale and scale_inv are NaN if a is inf or NaN
 
     >>> scale_from_amax([0.0, 1.0, 896.0], E4M3)[0]
     array([  1. , 448. ,   0.5], dtype=float32)
@@ -109,6 +117,8 @@ def scale_from_amax(
     scale = np.where(np.isfinite(a) & (a > 0), scale, ONE)
     if pow2:
         scale = (scale.view(np.uint32) & np.uint32(0xFF800000)).view(np.float32)
+    if nonfinite == "nan":
+        scale = np.where(np.isfinite(a), scale, np.float32(np.nan))
     return np.asarray(scale), np.asarray(ONE / scale)
 
 
@@ -162,19 +172,21 @@ def scales_from_amax(amax: Amax, fmt: Format) -> Scales:
 
     Not for `fmt.four_over_six`, whose scales depend on the elements too.
     """
+    options: dict[str, Any] = {"pow2": fmt.pow2, "eps": fmt.eps, "nonfinite": fmt.nonfinite}
     if fmt.block is None:
         assert amax.whole is not None
-        return Scales(*scale_from_amax(amax.whole, fmt.element, pow2=fmt.pow2, eps=fmt.eps))
+        return Scales(*scale_from_amax(amax.whole, fmt.element, **options))
     assert amax.block is not None
     if fmt.scale_dtype == "float32":
-        return Scales(*scale_from_amax(amax.block, fmt.element, pow2=fmt.pow2, eps=fmt.eps))
+        return Scales(*scale_from_amax(amax.block, fmt.element, **options))
+    block = shown_amax(amax.block, fmt.nonfinite)
     if fmt.scale_dtype == E8M0.name:
-        code = e8m0_from_amax(amax.block, fmt.element, rounding=fmt.scale_rounding)
+        code = e8m0_from_amax(block, fmt.element, rounding=fmt.scale_rounding)
         return Scales(ONE / decode(code, E8M0), code)  # The inverse of a power of two is exact.
     assert amax.whole is not None
     global_scale = nvfp4_global_scale(amax.whole, fmt)
     sixth = global_scale * (ONE / np.float32(E2M1.max))
-    block_scale = amax.block * sixth[..., None]
+    block_scale = block * sixth[..., None]
     return Scales(*nvfp4_block_scales(block_scale, global_scale), ONE / global_scale)
 
 

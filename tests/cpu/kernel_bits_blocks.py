@@ -6,6 +6,7 @@ import itertools
 
 import test_block_ops as steps
 import test_fused_ops as fused
+import test_nonfinite_ops as nonfinite
 import test_rotated_and_random_ops as rotated
 
 from qshard.formats import E2M1, E4M3, E5M2
@@ -84,3 +85,11 @@ def check_delayed() -> None:
         rotated.test_update_delayed_scale_over_many_steps(length, most_recent, E4M3)
     for most_recent in (False, True):
         rotated.test_an_amax_of_zero_leaves_window_and_scale(most_recent)
+
+
+def check_nonfinite() -> None:
+    for option in nonfinite.OPTIONS:
+        nonfinite.test_scales_of_amaxes(option)
+        nonfinite.test_casts_under_a_scale_of_earlier_steps(option, next(DTYPE_IN_TURN))
+        nonfinite.test_slices_under_a_scale_of_earlier_steps(option, E2M1)
+        nonfinite.test_slices_under_a_scale_of_earlier_steps(option, E4M3)

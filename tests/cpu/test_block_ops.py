@@ -65,20 +65,20 @@ def quantize(x, fmt, usage, seed=0, start=0, row_stride=None, whole=None):
     if turned and fmt.hadamard:
         x = call("hadamard", x, **where)
     amax = call("amax_block", x, **where)
-    global_scale_inv = None
+    global_scale_inv, shown = None, {"nonfinite": fmt.nonfinite}
     if fmt.scale_dtype == "float32":
-        scale, scale_inv = call("scale_from_amax", amax, element=fmt.element.name, eps=fmt.eps, pow2=fmt.pow2)
+        scale, scale_inv = call("scale_from_amax", amax, element=fmt.element.name, eps=fmt.eps, pow2=fmt.pow2, **shown)
     elif fmt.scale_dtype == E8M0.name:
-        scale, scale_inv = call("scale_e8m0", amax, element=fmt.element.name, rounding=fmt.scale_rounding)
+        scale, scale_inv = call("scale_e8m0", amax, element=fmt.element.name, rounding=fmt.scale_rounding, **shown)
     else:
         if whole is None:
             whole = reference.amax(amax, axis=1 if fmt.global_scale == "row" else None)
         _, global_scale_inv = call("global_scale_nvfp4", whole, scale_max=fmt.scale_max)
         if fmt.four_over_six:
             error = {"error": fmt.four_over_six, "scale_max": fmt.scale_max}
-            scale, scale_inv = call("scale_four_over_six", x, amax, whole, **error, **where)
+            scale, scale_inv = call("scale_four_over_six", x, amax, whole, **error, **where, **shown)
         else:
-            scale, scale_inv = call("scale_nvfp4", amax, whole, scale_max=fmt.scale_max)
+            scale, scale_inv = call("scale_nvfp4", amax, whole, scale_max=fmt.scale_max, **shown)
     if fmt.rounding == "stochastic":
         steps = {"row_step": row_step, "col_step": col_step}
         data = call("cast_block_stochastic", x, scale, words(seed), words(start), **steps, **where)

@@ -62,7 +62,7 @@ def op_of(fmt: Format, usage: Usage) -> tuple[str, dict[str, object]]:
         name = "_both_t"
     if usage is Usage.BOTH and fmt.transposes:
         name = "_square_both"
-    where = {"block_rows": rows, "block_cols": cols}
+    where = {"block_rows": rows, "block_cols": cols, "nonfinite": fmt.nonfinite}
     if packed:
         return f"quantize_nvfp4{name}", {"scale_max": fmt.scale_max, **where}
     name = "quantize_square_both" if name == "_square_both" else f"quantize_block{name}"

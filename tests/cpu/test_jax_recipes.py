@@ -123,7 +123,7 @@ def test_a_seed_is_an_integer_two_words_or_a_key():
         (
             recipes.MXFP8(),
             (64, 48),
-            r"x \(64, 48\) is not a whole number of 1x32 blocks of MXFP8_E4M3; pad the columns",
+            r"x \(64, 48\) is not a whole number of 1x32 blocks of MXFP8_E4M3.nonfinite=nan.; pad the columns",
         ),
     ],
 )
@@ -138,7 +138,7 @@ def test_errors(recipe, shape, text):
 def test_rows_that_a_mesh_cuts_are_whole_blocks(kind):
     """To gradients alone does it matter. Rows of zeros at their end would have to come from other devices."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
-    text = r"x \(40, 64\) is not a whole number of 32x1 blocks of MXFP8_E4M3; pad the rows to 64"
+    text = r"x \(40, 64\) is not a whole number of 32x1 blocks of MXFP8_E4M3.nonfinite=nan.; pad the rows to 64"
     x, w = jax.device_put(values(40, 64), NamedSharding(mesh, P("data"))), values(32, 64)
     with jax.set_mesh(mesh):
         with pytest.raises(ValueError, match=text):

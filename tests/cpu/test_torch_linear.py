@@ -9,7 +9,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from qshard.formats import FP8_E4M3, FP8_E5M2, Usage
-from qshard.recipes import MXFP8, CurrentScaling, Recipe
+from qshard.recipes import MXFP8, CurrentScaling, Recipe, Role
 from qshard.torch_bridge import Linear, QuantizedTensor, ShardedWeight, convert, linear, quantize
 from support.fronts import TorchFront
 from support.products import operands
@@ -130,7 +130,7 @@ def test_linear_module_is_what_convert_makes():
     assert torch.equal(made.bias.new_zeros(1) + made(x).shape[-1], made.bias.new_zeros(1) + converted(x).shape[-1])
     made.load_state_dict(converted.state_dict())
     assert torch.equal(made(x), converted(x))
-    assert "weight=FP8_E4M3, activation=FP8_E4M3, gradient=FP8_E5M2" in repr(made)
+    assert all(f"{role.value}={RECIPE.format(role)}" in repr(made) for role in Role)
 
 
 @pytest.mark.parametrize("foreach", [True, False])

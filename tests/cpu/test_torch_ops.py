@@ -24,6 +24,7 @@ KEYWORDS = {
     "eps": 0.0,
     "error": "mae",
     "most_recent": False,
+    "nonfinite": "nan",
     "pow2": False,
     "rounding": "up",
     "scale_dtype": "float8_e8m0fnu",

@@ -26,7 +26,9 @@ NAMED = [
     ],
 )
 def test_defaults(recipe, names):
-    assert [str(recipe().format(role)) for role in (Role.WEIGHT, Role.ACTIVATION, Role.GRADIENT)] == names
+    chosen = [recipe().format(role) for role in (Role.WEIGHT, Role.ACTIVATION, Role.GRADIENT)]
+    assert [str(fmt.with_options(nonfinite="saturate")) for fmt in chosen] == names
+    assert {fmt.nonfinite for fmt in chosen} == {"nan"}
 
 
 @pytest.mark.parametrize("recipe", NAMED)

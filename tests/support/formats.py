@@ -27,6 +27,7 @@ OPTIONS: Mapping[str, tuple[Any, ...]] = {
     "four_over_six": (None, "mae", "mse"),
     "hadamard": (False, True),
     "rounding": ("nearest", "stochastic"),
+    "nonfinite": ("saturate", "nan"),
 }
 """Values of every option of any format. tests/null/test_formats.py fails where one is missing."""
 

@@ -39,7 +39,9 @@ def call(
         return results[0]
     if split is not None:
         options["split"] = split
-    attributes = {name: options[name] for name in spec.attributes}
+    attributes = {
+        name: options[name] for name in spec.attributes if name in options or name not in spec.row.optional_attributes
+    }
     binding = spec.bind([x.shape for x in inputs], **_static(options))
     assert binding.split or not split
     made = spec.results(

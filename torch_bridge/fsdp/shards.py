@@ -181,7 +181,12 @@ def plan_shard(
         start=start,
         starts=words("fully_shard", "start", [start], shard.device, 1),
         columns=parts,
-        cast_attributes={**bucket.attributes, "element": fmt.element.name, "pieces": True},
+        cast_attributes={
+            **bucket.attributes,
+            "element": fmt.element.name,
+            "nonfinite": fmt.nonfinite,
+            "pieces": True,
+        },
     )
 
 

@@ -38,8 +38,9 @@ Status GlobalScaleNvfp4(const Exec<Cpu>& exec, const float* global_amax, int64_t
 }
 
 Status ScaleNvfp4(const Exec<Cpu>& exec, const float* amax, int64_t n, const float* global_amax,
-                  int64_t run, float scale_max, float* scale, uint8_t* scale_inv) {
-  const Nvfp4Scales rule{global_amax, run, scale_max};
+                  int64_t run, float scale_max, Nonfinite nonfinite, float* scale,
+                  uint8_t* scale_inv) {
+  const Nvfp4Scales rule{global_amax, run, scale_max, nonfinite};
   ParallelRanges(exec, n, kGrain, [&](int64_t begin, int64_t end) {
     ScalesOf<E2M1>(rule, amax + begin, begin, end - begin, scale + begin, scale_inv + begin);
   });
@@ -60,7 +61,7 @@ Status ScaleFourOverSix(const Exec<Cpu>& exec, const In* x, const float* amax,
     for (int64_t b = 0; b < piece.num_blocks; ++b) {
       const int64_t i = piece.grid + b;
       FourOverSixBlock block = shared;
-      block.amax = amax[i];
+      block.amax = ShownAmax(amax[i], rule.nonfinite);
       block.global_amax = global_amax[i / run];
       block.global_scale = qshard::GlobalScaleNvfp4(block.global_amax, rule.scale_max);
       const FourAndSix candidates = FourOverSixCandidates(block.amax, block.global_scale);

@@ -34,14 +34,27 @@ float AmaxOf(const In* x, int64_t n) {
   return amax;
 }
 
-// Raises the amaxes of elements [begin, end) of x, each run of `length` of which has one.
+// Raises the amaxes of elements [begin, end) of x, each run of `length` of which has one. Returns
+// whether all elements are finite.
 template <class In>
-void RaiseAmaxes(const In* x, int64_t begin, int64_t end, int64_t length, float* amax) {
+bool RaiseAmaxes(const In* x, int64_t begin, int64_t end, int64_t length, float* amax) {
+  bool finite = true;
   while (begin < end) {
     const int64_t run = begin / length, stop = std::min(end, (run + 1) * length);
-    RaiseAmax(amax + run, AmaxOf(x + begin, stop - begin));
+    const float largest = AmaxOf(x + begin, stop - begin);
+    finite &= FloatBits(largest) < kFloatInfinityBits;
+    RaiseAmax(amax + run, largest);
     begin = stop;
   }
+  return finite;
+}
+
+// The codes of infinite elements become NaN.
+template <class Code, class In>
+void ShowInfinite(const In* x, int64_t n, uint8_t* codes) {
+  for (int64_t i = 0; i < n; ++i)
+    if ((FloatBits(Widen(x[i])) & kFloatMagnitudeMask) == kFloatInfinityBits)
+      codes[i] = Encode<Code>(FloatFromBits(kNanBits));
 }
 
 }  // namespace qshard::kernels

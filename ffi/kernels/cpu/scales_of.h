@@ -13,13 +13,13 @@ namespace qshard::kernels {
 template <class Code>
 void ScalesOf(const FloatScales& rule, const float* amax, int64_t, int64_t n, float* scale,
               float* scale_inv) {
-  Simd().float_scales(amax, n, {Code::kMax, rule.eps, rule.pow2}, scale, scale_inv);
+  Simd().float_scales(amax, n, {Code::kMax, rule.eps, rule.pow2, rule.nonfinite}, scale, scale_inv);
 }
 
 template <class Code>
 void ScalesOf(const E8M0Scales& rule, const float* amax, int64_t, int64_t n, float* scale,
               uint8_t* scale_inv) {
-  Simd().e8m0_scales(amax, n, {Code::kMax, rule.rounding}, scale, scale_inv);
+  Simd().e8m0_scales(amax, n, {Code::kMax, rule.rounding, rule.nonfinite}, scale, scale_inv);
 }
 
 template <class Code>
@@ -27,7 +27,8 @@ void ScalesOf(const Nvfp4Scales& rule, const float* amax, int64_t first, int64_t
               uint8_t* scale_inv) {
   for (int64_t i = 0, stop; i < n; i = stop) {
     stop = std::min(n, ((first + i) / rule.run + 1) * rule.run - first);
-    Simd().nvfp4_scales(amax + i, stop - i, rule.GlobalScale(first + i), scale + i, scale_inv + i);
+    Simd().nvfp4_scales(amax + i, stop - i, rule.GlobalScale(first + i), rule.nonfinite, scale + i,
+                        scale_inv + i);
   }
 }
 

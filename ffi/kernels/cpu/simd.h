@@ -41,7 +41,7 @@ struct RowScales {
 
 struct FourOverSixBlock {
   int64_t stride, rows;                   // of x; the block has 16 columns
-  float amax, global_amax, global_scale;  // of the block, and of its tensor or row
+  float amax, global_amax, global_scale;  // of the block (ShownAmax), and of its tensor or row
   float max;                              // 6 * scale_max
   bool squared;
 };
@@ -87,8 +87,8 @@ struct SimdKernels {
                        float* scale_inv);
   void (*e8m0_scales)(const float* amax, int64_t n, PowerRule rule, float* scale,
                       uint8_t* scale_inv);
-  void (*nvfp4_scales)(const float* amax, int64_t n, float global_scale, float* scale,
-                       uint8_t* scale_inv);
+  void (*nvfp4_scales)(const float* amax, int64_t n, float global_scale, Nonfinite nonfinite,
+                       float* scale, uint8_t* scale_inv);
   // Whether four over six takes 4 for the block at x.
   bool (*takes_four[kNumInputs])(const void* x, const FourOverSixBlock& block);
 

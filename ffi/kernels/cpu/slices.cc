@@ -141,7 +141,9 @@ void CastSpan(const Span& span, const Slice& slice, const SliceRule& rule, const
   const In* x = static_cast<const In*>(slice.x) - span.start;
   uint8_t* data = slice.data - (rule.pieces ? span.start / kCodesPerByte<Code> : 0);
   const auto cast_one = [&](int64_t i, float s) {
-    const uint8_t code = encode(RoundTo(rule.rounded_to, Widen(x[i])) * s, i);
+    const float v = RoundTo(rule.rounded_to, Widen(x[i]));
+    const bool shows = rule.nonfinite == Nonfinite::kNan;
+    const uint8_t code = encode(shows ? ShownProduct(v, s) : v * s, i);
     uint8_t& byte = data[i / kCodesPerByte<Code>];
     const int shift = static_cast<int>(i % kCodesPerByte<Code>) * kBits;
     byte = static_cast<uint8_t>((byte & ~(((1 << kBits) - 1) << shift)) | code << shift);
@@ -171,11 +173,18 @@ void CastSpan(const Span& span, const Slice& slice, const SliceRule& rule, const
 template <class In, class Code>
 Status CastSlices(const Exec<Cpu>& exec, const Slice* slices, int64_t n, const uint32_t* starts,
                   const SliceRule& rule, const float* scale) {
+  const bool shows = rule.nonfinite == Nonfinite::kNan;
   ParallelSpans(exec, slices, n, starts, [&](const Span& span) {
     CastSpan<In, Code>(
         span, slices[span.index], rule, scale,
-        [](const auto* x, int64_t, int64_t count, const RowScales& scales, uint8_t* codes) {
-          CastRow<Code>(x, count, scales, codes);
+        [&](const auto* x, int64_t, int64_t count, const RowScales& scales, uint8_t* codes) {
+          if (!shows || FloatBits(AmaxOf(x, count)) < kFloatInfinityBits) {
+            CastRow<Code>(x, count, scales, codes);
+            return;
+          }
+          float shown[kPieceCols];
+          for (int64_t i = 0; i < count; ++i) shown[i] = ShownProduct(Widen(x[i]), 1.0f);
+          CastRow<Code>(shown, count, scales, codes);
         },
         [](float v, int64_t) { return Encode<Code>(v); });
   });

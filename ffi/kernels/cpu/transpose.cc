@@ -93,9 +93,9 @@ Status CastTranspose(const Exec<Cpu>& exec, const In* x, const float* scale, int
 
 template <class In, class Code>
 Status CastTransposeAmax(const Exec<Cpu>& exec, const In* x, const float* scale,
-                         int64_t scale_length, int64_t batch, int64_t rows, int64_t cols,
-                         int64_t runs, int64_t amax_length, uint8_t* data, uint8_t* data_t,
-                         float* amax) {
+                         int64_t scale_length, Nonfinite nonfinite, int64_t batch, int64_t rows,
+                         int64_t cols, int64_t runs, int64_t amax_length, uint8_t* data,
+                         uint8_t* data_t, float* amax) {
   const auto cast = Simd().cast[kInputIndex<In>][kElementIndex<Code>];
   const bool stream = OutgrowsCache(2 * batch * rows * cols);
   std::fill_n(amax, runs, 0.0f);
@@ -103,7 +103,9 @@ Status CastTransposeAmax(const Exec<Cpu>& exec, const In* x, const float* scale,
                   [&](int64_t start, int64_t end, uint8_t* row) {
                     cast(x + start, end - start, {scale, scale_length, start}, kRowsAhead * cols,
                          row);
-                    RaiseAmaxes(x, start, end, amax_length, amax);
+                    const bool finite = RaiseAmaxes(x, start, end, amax_length, amax);
+                    if (!finite && nonfinite == Nonfinite::kNan)
+                      ShowInfinite<Code>(x + start, end - start, row);
                     CopyRow<kCols>(data + start, row, end - start, stream);
                   });
   return {};

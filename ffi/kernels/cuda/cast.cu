@@ -24,14 +24,17 @@ struct CastOp {
   static constexpr bool kAmax = kWithAmax;
 
   template <int kCount>
-  static __device__ __forceinline__ Words<kCount> Apply(const Words<kCount * sizeof(In)>& x,
-                                                        float scale) {
+  __device__ __forceinline__ Words<kCount> Apply(const Words<kCount * sizeof(In)>& x,
+                                                 float scale) const {
     float v[kCount];
     WidenWords<In>(x, v);
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) v[i] = __fmul_rn(v[i], scale);
+    for (int i = 0; i < kCount; ++i)
+      v[i] = nonfinite == Nonfinite::kNan ? ShownProduct(v[i], scale) : __fmul_rn(v[i], scale);
     return EncodeWords<Code>(v);
   }
+
+  Nonfinite nonfinite = Nonfinite::kSaturate;
 };
 
 template <class Code, class Out>
@@ -72,27 +75,30 @@ Status Dequantize(const Exec<Cuda>& exec, const uint8_t* data, const float* scal
 
 template <class In, class Code>
 Status CastAmax(const Exec<Cuda>& exec, const In* x, const float* scale, int64_t scale_length,
-                int64_t n, int64_t runs, int64_t amax_length, uint8_t* data, float* amax) {
+                Nonfinite nonfinite, int64_t n, int64_t runs, int64_t amax_length, uint8_t* data,
+                float* amax) {
   if (n == 0) return Amax(exec, x, runs, 0, amax);
   constexpr int kSpan = MapBackward::kThreads * MapBackward::kPerThread;
   if (amax_length < kSpan && runs > 1) {  // blocks would have a part in many: two passes
     const Status status = Amax(exec, x, runs, amax_length, amax);
     if (status.error != nullptr) return status;
-    return Cast<In, Code>(exec, x, scale, n / scale_length, scale_length, data);
+    return LaunchMap<CastOp<In, Code>, MapBackward>(exec, x, scale, n / scale_length, scale_length,
+                                                    data, 1, nullptr, CastOp<In, Code>{nonfinite});
   }
   const cudaError_t error = cudaMemsetAsync(amax, 0, runs * sizeof(float), exec.stream);
   if (error != cudaSuccess) return ToStatus(error);
-  return LaunchMap<CastOp<In, Code, true>, MapBackward>(exec, x, scale, n / scale_length,
-                                                        scale_length, data, amax_length, amax);
+  using Op = CastOp<In, Code, true>;
+  return LaunchMap<Op, MapBackward>(exec, x, scale, n / scale_length, scale_length, data,
+                                    amax_length, amax, Op{nonfinite});
 }
 
-#define QSHARD_CAST(T, Code)                                                                     \
-  template Status Cast<T, Code>(const Exec<Cuda>&, const T*, const float*, int64_t, int64_t,     \
-                                uint8_t*);                                                       \
-  template Status Dequantize<Code, T>(const Exec<Cuda>&, const uint8_t*, const float*, int64_t,  \
-                                      int64_t, T*);                                              \
-  template Status CastAmax<T, Code>(const Exec<Cuda>&, const T*, const float*, int64_t, int64_t, \
-                                    int64_t, int64_t, uint8_t*, float*);
+#define QSHARD_CAST(T, Code)                                                                       \
+  template Status Cast<T, Code>(const Exec<Cuda>&, const T*, const float*, int64_t, int64_t,       \
+                                uint8_t*);                                                         \
+  template Status Dequantize<Code, T>(const Exec<Cuda>&, const uint8_t*, const float*, int64_t,    \
+                                      int64_t, T*);                                                \
+  template Status CastAmax<T, Code>(const Exec<Cuda>&, const T*, const float*, int64_t, Nonfinite, \
+                                    int64_t, int64_t, int64_t, uint8_t*, float*);
 QSHARD_FLOATS_FP8(QSHARD_CAST)
 
 }  // namespace qshard::kernels

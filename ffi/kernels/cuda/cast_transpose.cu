@@ -62,19 +62,19 @@ Status CastTranspose(const Exec<Cuda>& exec, const In* x, const float* scale, in
 
 template <class In, class Code>
 Status CastTransposeAmax(const Exec<Cuda>& exec, const In* x, const float* scale,
-                         int64_t scale_length, int64_t batch, int64_t rows, int64_t cols,
-                         int64_t runs, int64_t amax_length, uint8_t* data, uint8_t* data_t,
-                         float* amax) {
+                         int64_t scale_length, Nonfinite nonfinite, int64_t batch, int64_t rows,
+                         int64_t cols, int64_t runs, int64_t amax_length, uint8_t* data,
+                         uint8_t* data_t, float* amax) {
   const Matrices m{batch, rows, cols};
-  GivenScales<true> scales{scale, 0, amax};
+  GivenScales<true> scales{scale, 0, amax, 0, nonfinite};
   if (TakesTiles(m, x, data) && m.Fill(scale_length, &scales.scale_matrices) &&
       m.Fill(amax_length, &scales.amax_matrices)) {
     const cudaError_t error = cudaMemsetAsync(amax, 0, runs * sizeof(float), exec.stream);
     if (error != cudaSuccess) return ToStatus(error);
     return LaunchTiles<Code>(exec, x, scales, m, data, data_t);
   }
-  const Status status = CastAmax<In, Code>(exec, x, scale, scale_length, batch * rows * cols, runs,
-                                           amax_length, data, amax);
+  const Status status = CastAmax<In, Code>(exec, x, scale, scale_length, nonfinite,
+                                           batch * rows * cols, runs, amax_length, data, amax);
   if (status.error != nullptr) return status;
   return Transpose(exec, data, batch, rows, cols, data_t);
 }
@@ -83,8 +83,8 @@ Status CastTransposeAmax(const Exec<Cuda>& exec, const In* x, const float* scale
   template Status CastTranspose<In, Code>(const Exec<Cuda>&, const In*, const float*, int64_t,     \
                                           int64_t, int64_t, int64_t, uint8_t*, uint8_t*);          \
   template Status CastTransposeAmax<In, Code>(const Exec<Cuda>&, const In*, const float*, int64_t, \
-                                              int64_t, int64_t, int64_t, int64_t, int64_t,         \
-                                              uint8_t*, uint8_t*, float*);
+                                              Nonfinite, int64_t, int64_t, int64_t, int64_t,       \
+                                              int64_t, uint8_t*, uint8_t*, float*);
 QSHARD_FLOATS_FP8(QSHARD_CAST_TRANSPOSE)
 
 }  // namespace qshard::kernels

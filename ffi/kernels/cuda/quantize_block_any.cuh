@@ -113,7 +113,7 @@ __global__ void __launch_bounds__(kUnitThreads)
         const int64_t place = (matrix * grid_rows + i0 + i) * grid_cols + j0 + j;
         BlockScale<typename Scales::Stored> s;
         if constexpr (Fast<Scales>::kGlobal)
-          s = Scales::Of(amax, scales.GlobalScale(place));
+          s = scales.Of(amax, scales.GlobalScale(place));
         else
           s = scales.template Of<Code>(amax);
         scale[i][j] = s.scale;

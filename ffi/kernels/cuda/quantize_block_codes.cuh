@@ -55,6 +55,9 @@ template <class In>
 struct Magnitudes {
   static constexpr int kPerWord = 4 / sizeof(In);
   using Bits = std::conditional_t<kPerWord == 2, uint16_t, uint32_t>;
+  static constexpr uint32_t kInfinity = kPerWord == 1                  ? 0x7F800000u
+                                        : std::is_same_v<In, bfloat16> ? 0x7F80u
+                                                                       : 0x7C00u;
 
   static __device__ __forceinline__ uint32_t Abs(uint32_t w) {
     return w & (kPerWord == 2 ? 0x7FFF7FFFu : 0x7FFFFFFFu);

@@ -15,7 +15,13 @@ namespace qshard::kernels {
 struct NoGlobal {};
 struct GlobalNvfp4 {
   float sixth, inverse;  // fl(S * fl(1/6)), fl(1/S)
+  float largest;         // amaxes above make NaN
 };
+
+// The largest amax that does not show: FLT_MAX, or infinity.
+__device__ __forceinline__ float LargestAmax(Nonfinite nonfinite) {
+  return nonfinite == Nonfinite::kNan ? kFloatMax : FloatFromBits(kFloatInfinityBits);
+}
 
 // One scale for some whole matrices, which is not made of their amaxes. Those are raised, if asked.
 template <bool kWithAmax>
@@ -25,6 +31,7 @@ struct GivenScales {
   int64_t scale_matrices;  // that share a scale; 0: all
   float* amax;
   int64_t amax_matrices;
+  Nonfinite nonfinite;  // if kWithAmax
 };
 
 // What fast kernels know of scales: the side of blocks, those of the formats with these scales;
@@ -62,7 +69,7 @@ __device__ __forceinline__ NoGlobal GlobalAt(const Scales&, int64_t) {
 }
 __device__ __forceinline__ GlobalNvfp4 GlobalAt(const Nvfp4Scales& scales, int64_t place) {
   const float s = GlobalScaleNvfp4(__ldg(scales.global_amax + place), scales.scale_max);
-  return {__fmul_rn(s, Divide(1.0f, E2M1::kMax)), ScaleInverse(s)};
+  return {__fmul_rn(s, Divide(1.0f, E2M1::kMax)), ScaleInverse(s), LargestAmax(scales.nonfinite)};
 }
 
 // `amax` is a magnitude, or any NaN.
@@ -84,9 +91,11 @@ __device__ __forceinline__ BlockScale<float> ScaleOf(const FloatScales& scales, 
   const int32_t e =
       min(127 + 127 + kMaxJ - (bits >> 23) - ((bits & kFloatMantissaMask) > kMaxQ), 254);
   const bool plain = bits != 0 && static_cast<uint32_t>(bits) < 0x7F800000u;
-  const int32_t scale = plain ? e << 23 : 127 << 23;
+  const int32_t other =
+      scales.nonfinite == Nonfinite::kNan && bits != 0 ? kNanBits : 127 << 23;  // 1
+  const int32_t scale = plain ? e << 23 : other;
   const int32_t inverse = e == 254 ? kTwoToMinus127Bits : (254 - e) << 23;
-  return {__int_as_float(scale), __int_as_float(plain ? inverse : 127 << 23)};
+  return {__int_as_float(scale), __int_as_float(plain ? inverse : other)};
 }
 
 template <class Code>
@@ -99,17 +108,22 @@ __device__ __forceinline__ BlockScale<uint8_t> ScaleOf(const E8M0Scales& scales,
     const uint32_t bits = __float_as_uint(__fmul_rn(amax, kInverseMax)) & kFloatMagnitudeMask;
     e = min((bits + kFloatMantissaMask) >> 23, uint32_t{E8M0::kMaxCode});
     if (bits <= uint32_t{kTwoToMinus127Bits}) e = 0;
-    if (isnan(amax)) e = E8M0::kNan;
+    if (!(amax <= LargestAmax(scales.nonfinite))) e = E8M0::kNan;
   } else {
-    e = E8M0FromAmax(amax, Code::kMax, PowerRounding::kFloor);
+    e = E8M0FromAmax(ShownAmax(amax, scales.nonfinite), Code::kMax, PowerRounding::kFloor);
   }
   return {MultiplierE8M0(static_cast<uint8_t>(e)), static_cast<uint8_t>(e)};
+}
+
+// fl(amax * sixth), NaN for an amax that is to show.
+__device__ __forceinline__ float UnderSixth(float amax, GlobalNvfp4 global) {
+  return __fmul_rn(amax <= global.largest ? amax : FloatFromBits(kNanBits), global.sixth);
 }
 
 template <class Code>
 __device__ __forceinline__ BlockScale<uint8_t> ScaleOf(const Nvfp4Scales&, GlobalNvfp4 global,
                                                        float amax) {
-  const uint16_t code = EncodePair<E4M3>(__fmul_rn(amax, global.sixth), 0.0f);
+  const uint16_t code = EncodePair<E4M3>(UnderSixth(amax, global), 0.0f);
   float d, zero;
   DecodePair<E4M3>(code, d, zero);
   const float inverse = __frcp_rn(__fmul_rn(d, global.inverse));
@@ -132,10 +146,8 @@ __device__ __forceinline__ void FillMultipliers(GlobalNvfp4 global, float (&tabl
 
 // The codes of four blocks' scales.
 __device__ __forceinline__ uint32_t FourScalesNvfp4(const float (&amax)[4], GlobalNvfp4 global) {
-  const uint32_t lo =
-      EncodePair<E4M3>(__fmul_rn(amax[0], global.sixth), __fmul_rn(amax[1], global.sixth));
-  const uint32_t hi =
-      EncodePair<E4M3>(__fmul_rn(amax[2], global.sixth), __fmul_rn(amax[3], global.sixth));
+  const uint32_t lo = EncodePair<E4M3>(UnderSixth(amax[0], global), UnderSixth(amax[1], global));
+  const uint32_t hi = EncodePair<E4M3>(UnderSixth(amax[2], global), UnderSixth(amax[3], global));
   return lo | hi << 16;
 }
 

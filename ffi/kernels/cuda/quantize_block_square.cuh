@@ -16,6 +16,24 @@ __device__ __forceinline__ int64_t RunOf(int64_t matrix, int64_t matrices) {
   return matrices == 0 ? 0 : matrix / matrices;
 }
 
+// Infinite elements become NaN.
+template <class In>
+__device__ __forceinline__ void ShowInfinite(EightOf<In> (&rows)[kPatch]) {
+  using Abs = Magnitudes<In>;
+#pragma unroll
+  for (int k = 0; k < kPatch; ++k) {
+#pragma unroll
+    for (int i = 0; i < EightOf<In>::kCount; ++i) {
+#pragma unroll
+      for (int shift = 0; shift < 32; shift += 32 / Abs::kPerWord) {
+        const uint32_t mask = Abs::kPerWord == 2 ? 0x7FFFu << shift : 0x7FFFFFFFu;
+        // Any mantissa makes a NaN.
+        if ((rows[k].w[i] & mask) == Abs::kInfinity << shift) rows[k].w[i] |= 1u << shift;
+      }
+    }
+  }
+}
+
 template <class In, class Code, class Scales, Work kWork>
 __global__ void __launch_bounds__(kTileThreads, TileTuning<In, Scales, kWork>::kBlocksPerSm)
     QuantizeSquareTiles(const TileArguments<In, Scales> a) {
@@ -94,6 +112,11 @@ __global__ void __launch_bounds__(kTileThreads, TileTuning<In, Scales, kWork>::k
         if (a.second_scale_inv != nullptr)
           a.second_scale_inv[(t.matrix * grid_cols + j) * grid_rows + i] = s.scale_inv;
       }
+    }
+
+    if constexpr (kGiven && kAmax) {
+      if (a.scales.nonfinite == Nonfinite::kNan && !(Abs::Value(m) <= kFloatMax))
+        ShowInfinite<In>(rows);
     }
 
     EightCodes<Code> codes[kPatch];

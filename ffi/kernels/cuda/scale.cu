@@ -37,7 +37,7 @@ Status LaunchForEach(const Exec<Cuda>& exec, int64_t n, const Body& body) {
 
 struct ScaleFromAmaxBody {
   __device__ __forceinline__ void operator()(int64_t i) const {
-    const float s = qshard::ScaleFromAmax(amax[i], rule.max, rule.eps, rule.pow2);
+    const float s = qshard::ScaleFromAmax(amax[i], rule.max, rule.eps, rule.pow2, rule.nonfinite);
     scale[i] = s;
     scale_inv[i] = ScaleInverse(s);
   }
@@ -49,7 +49,7 @@ struct ScaleFromAmaxBody {
 
 struct ScaleE8M0Body {
   __device__ __forceinline__ void operator()(int64_t i) const {
-    const uint8_t code = E8M0FromAmax(amax[i], rule.max, rule.rounding);
+    const uint8_t code = E8M0FromAmax(ShownAmax(amax[i], rule.nonfinite), rule.max, rule.rounding);
     scale_inv[i] = code;
     scale[i] = MultiplierE8M0(code);
   }
@@ -76,7 +76,7 @@ struct ScaleNvfp4Body {
   __device__ __forceinline__ void operator()(int64_t i) const {
     const int64_t tensor = run >= n ? 0 : i / run;
     const float global_scale = qshard::GlobalScaleNvfp4(global_amax[tensor], scale_max);
-    const BlockScaleNvfp4 s = qshard::ScaleNvfp4(amax[i], global_scale);
+    const BlockScaleNvfp4 s = qshard::ScaleNvfp4(ShownAmax(amax[i], nonfinite), global_scale);
     scale[i] = s.scale;
     scale_inv[i] = s.scale_inv;
   }
@@ -86,6 +86,7 @@ struct ScaleNvfp4Body {
   const float* global_amax;
   int64_t run;
   float scale_max;
+  Nonfinite nonfinite;
   float* scale;
   uint8_t* scale_inv;
 };
@@ -118,7 +119,8 @@ __global__ void __launch_bounds__(kThreads)
   }
   const float global = __ldg(global_amax + (run >= blocks ? 0 : block / run));
   const float global_scale = qshard::GlobalScaleNvfp4(global, rule.scale_max);
-  const FourAndSix candidates = FourOverSixCandidates(__ldg(amax + block), global_scale);
+  const FourAndSix candidates =
+      FourOverSixCandidates(ShownAmax(__ldg(amax + block), rule.nonfinite), global_scale);
   const float max = __fmul_rn(E2M1::kMax, rule.scale_max);
   const auto error = [&](BlockScaleNvfp4 candidate) {
     const float d = Decode<E4M3>(candidate.scale_inv);
@@ -195,9 +197,10 @@ Status GlobalScaleNvfp4(const Exec<Cuda>& exec, const float* global_amax, int64_
 }
 
 Status ScaleNvfp4(const Exec<Cuda>& exec, const float* amax, int64_t n, const float* global_amax,
-                  int64_t run, float scale_max, float* scale, uint8_t* scale_inv) {
-  return LaunchForEach(exec, n,
-                       ScaleNvfp4Body{amax, n, global_amax, run, scale_max, scale, scale_inv});
+                  int64_t run, float scale_max, Nonfinite nonfinite, float* scale,
+                  uint8_t* scale_inv) {
+  return LaunchForEach(
+      exec, n, ScaleNvfp4Body{amax, n, global_amax, run, scale_max, nonfinite, scale, scale_inv});
 }
 
 template <class In>

@@ -13,7 +13,7 @@
 // thread keeps the maximum of what it loads, and a block raises the amax of its run, or its two,
 // with one integer atomicMax. A maximum is exact, so the order does not show.
 //
-// An op is a stateless class with
+// An op is a small class, passed by value, with
 // - Input, Output: element types;
 // - kAmax;
 // - kWidth: elements of a vector;
@@ -54,12 +54,13 @@ struct MapArguments {
   // Of kAmax. One run, or such that no block has a part in three.
   int64_t amax_length;
   float* amax;
+  Op op;
 };
 
 template <class Op>
 __device__ __forceinline__ auto MapElement(const MapArguments<Op>& a, int64_t i, float scale) {
   const auto x = Load<sizeof(typename Op::Input)>(a.in + i);
-  Store<Write::kCached>(a.out + i, Op::template Apply<1>(x, scale));
+  Store<Write::kCached>(a.out + i, a.op.template Apply<1>(x, scale));
   return x;
 }
 
@@ -140,7 +141,7 @@ __global__ void __launch_bounds__(Walk::kThreads) MapKernel(const MapArguments<O
       const int offset = index(k) * kVector;
       if (kVector == 1 ||
           ((kOneScale || runs.OneRun(offset, kVector)) && amaxes.OneRun(offset, kVector))) {
-        Store<Walk::kWrite>(out + offset, Op::template Apply<kVector>(x[k], scale[k]));
+        Store<Walk::kWrite>(out + offset, a.op.template Apply<kVector>(x[k], scale[k]));
         amaxes.Add(offset, x[k]);
       } else {
 #pragma unroll 1
@@ -191,7 +192,7 @@ void LaunchMapVectors(CUstream_st* stream, const MapArguments<Op>& a) {
 template <class Op, class Walk>
 Status LaunchMap(const Exec<Cuda>& exec, const typename Op::Input* in, const float* scale,
                  int64_t runs, int64_t length, typename Op::Output* out, int64_t amax_length = 1,
-                 float* amax = nullptr) {
+                 float* amax = nullptr, const Op& op = {}) {
   using In = typename Op::Input;
   using Out = typename Op::Output;
   const int64_t n = runs * length;
@@ -206,7 +207,7 @@ Status LaunchMap(const Exec<Cuda>& exec, const typename Op::Input* in, const flo
   constexpr int64_t kBytes = std::max(kInBytes, kOutBytes);
   const int64_t to_boundary = static_cast<int64_t>((kBytes - address % kBytes) % kBytes) / kElement;
   MapArguments<Op> a{in,          scale, out, n, std::min(n, to_boundary), RunLength(length),
-                     amax_length, amax};
+                     amax_length, amax,  op};
   if (IsAligned(in + a.head, kInBytes) && IsAligned(out + a.head, kOutBytes)) {
     LaunchMapVectors<Op, Walk, kWidth>(exec.stream, a);
   } else {

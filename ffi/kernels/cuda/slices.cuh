@@ -40,6 +40,7 @@ struct SliceTable : TensorTable<SliceEntry, 448> {
   WholeAmax whole;
   RoundedTo rounded_to;
   bool pieces;
+  Nonfinite nonfinite;
   int tiles;  // that a warp takes, one after the other
 };
 
@@ -76,6 +77,7 @@ Status ForEachSliceTable(const Slice* slices, int64_t n, const uint32_t* starts,
   table.whole = rule.whole;
   table.rounded_to = rule.rounded_to;
   table.pieces = rule.pieces;
+  table.nonfinite = rule.nonfinite;
   // Fewer warps then look at the amax of the tensor, which each does behind what it stored of
   // blocks.
   table.tiles = rule.block_rows == 1 && rule.whole == WholeAmax::kTensor ? 8 : 1;

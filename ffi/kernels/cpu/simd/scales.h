@@ -22,17 +22,17 @@ void DecodeAllE8M0(const uint8_t* __restrict codes, int64_t n, float* __restrict
 void FloatScalesOf(const float* __restrict amax, int64_t n, ScaleRule rule, float* __restrict scale,
                    float* __restrict scale_inv) {
   for (int64_t i = 0; i < n; ++i) {
-    const float s = qshard::ScaleFromAmax(amax[i], rule.max, rule.eps, rule.pow2);
+    const float s = qshard::ScaleFromAmax(amax[i], rule.max, rule.eps, rule.pow2, rule.nonfinite);
     scale[i] = s;
     scale_inv[i] = ScaleInverse(s);
   }
 }
 
 template <PowerRounding kRounding>
-QSHARD_INLINE void E8M0ScalesRounded(const float* __restrict amax, int64_t n, float max,
+QSHARD_INLINE void E8M0ScalesRounded(const float* __restrict amax, int64_t n, PowerRule rule,
                                      float* __restrict scale, uint8_t* __restrict scale_inv) {
   for (int64_t i = 0; i < n; ++i) {
-    const uint8_t code = E8M0FromAmax(amax[i], max, kRounding);
+    const uint8_t code = E8M0FromAmax(ShownAmax(amax[i], rule.nonfinite), rule.max, kRounding);
     scale[i] = MultiplierE8M0(code);
     scale_inv[i] = code;
   }
@@ -40,15 +40,15 @@ QSHARD_INLINE void E8M0ScalesRounded(const float* __restrict amax, int64_t n, fl
 
 void E8M0ScalesOf(const float* amax, int64_t n, PowerRule rule, float* scale, uint8_t* scale_inv) {
   if (rule.rounding == PowerRounding::kUp)
-    E8M0ScalesRounded<PowerRounding::kUp>(amax, n, rule.max, scale, scale_inv);
+    E8M0ScalesRounded<PowerRounding::kUp>(amax, n, rule, scale, scale_inv);
   else
-    E8M0ScalesRounded<PowerRounding::kFloor>(amax, n, rule.max, scale, scale_inv);
+    E8M0ScalesRounded<PowerRounding::kFloor>(amax, n, rule, scale, scale_inv);
 }
 
-void Nvfp4ScalesOf(const float* __restrict amax, int64_t n, float global_scale,
+void Nvfp4ScalesOf(const float* __restrict amax, int64_t n, float global_scale, Nonfinite nonfinite,
                    float* __restrict scale, uint8_t* __restrict scale_inv) {
   for (int64_t i = 0; i < n; ++i) {
-    const BlockScaleNvfp4 s = qshard::ScaleNvfp4(amax[i], global_scale);
+    const BlockScaleNvfp4 s = qshard::ScaleNvfp4(ShownAmax(amax[i], nonfinite), global_scale);
     scale[i] = s.scale;
     scale_inv[i] = s.scale_inv;
   }
