@@ -126,9 +126,11 @@ Error Binding::ReadAttribute(int i, XLA_FFI_AttrType type, void* value) {
       const auto* span = static_cast<const XLA_FFI_ByteSpan*>(value);
       v.text_begin = span->ptr;
       v.text_size = span->len;
-      v.format = FindFormat(v.text());
-      for (const std::string& text : a.texts)
-        if (text == v.text()) return {};
+      for (size_t j = 0; j < a.texts.size(); ++j) {
+        if (a.texts[j] != v.text()) continue;
+        v.format = a.formats[j];
+        return {};
+      }
       return ValueError(row_.name, ": ", a.name, " (", v.text(), ") is not ", a.legal);
     }
     case Attribute::kExtents: {
@@ -178,20 +180,24 @@ Error Binding::CheckBlocks() const {
 
 // --- counts ---
 
-bool Binding::IsThere(const Operand& operand) const {
+bool Binding::MeetsCondition(const Operand& operand) const {
   for (const Operand::Condition& c : operand.conditions) {
     const AttributeValue& v = values_[c.attribute];
     const bool is_bool = row_.attributes[c.attribute].kind == Attribute::kBool;
     const std::string_view text = is_bool ? (v.integer ? "true" : "false") : v.text();
     if (std::find(c.texts.begin(), c.texts.end(), text) != c.texts.end()) return true;
   }
-  return operand.conditions.empty();
+  return false;
 }
 
 Error Binding::CountBuffers(Buffers args, const Buffers* rets) {
   list_length_ = -1;
   const auto count = [&](const std::vector<Operand>& operands, int64_t size, const char* side,
                          auto& begins) -> Error {
+    if (!row_.many && size == static_cast<int64_t>(operands.size())) {
+      for (int64_t i = 0; i < size; ++i) begins[i] = i;
+      return {};
+    }
     int64_t singles = 0, lists = 0;
     for (const Operand& o : operands) (o.many ? lists : singles) += IsThere(o);
     if (lists == 0) {

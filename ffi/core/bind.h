@@ -141,7 +141,10 @@ class Binding {
   Error BindOperands(const XLA_FFI_Attrs& attributes, Buffers args, Mode mode);
   int64_t PerByte(const Operand& operand) const;
   int64_t LengthOfProduct(const Term& term) const;
-  bool IsThere(const Operand& operand) const;
+  bool IsThere(const Operand& operand) const {
+    return operand.conditions.empty() || MeetsCondition(operand);
+  }
+  bool MeetsCondition(const Operand& operand) const;
   Error CountBuffers(Buffers args, const Buffers* rets);
   Error CheckBuffer(const Operand& operand, int64_t index, const Buffer& buffer, bool memory) const;
   Error CheckDtype(const Operand& operand, int64_t index, const Buffer& buffer,

@@ -41,9 +41,10 @@ struct Attribute {
   Kind kind = kInt;
   double least = -std::numeric_limits<double>::infinity();  // of a number
   double most = std::numeric_limits<double>::infinity();
-  std::vector<double> numbers;     // the only ones that are legal, if there are any
-  std::vector<std::string> texts;  // likewise
-  std::string legal;               // in words
+  std::vector<double> numbers;               // the only ones that are legal, if there are any
+  std::vector<std::string> texts;            // likewise
+  std::vector<const FormatTraits*> formats;  // that they name, or null
+  std::string legal;                         // in words
 };
 
 // Which blocks an op takes.
