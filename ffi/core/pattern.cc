@@ -366,20 +366,6 @@ int Row::FindAttribute(std::string_view attribute) const {
   return -1;
 }
 
-std::vector<int> Row::Missing(const Operand& output) const {
-  std::vector<int> missing;
-  for (const Term& t : inputs[0].terms) {
-    for (int symbol : {t.major, t.minor}) {
-      if (symbol < 0 || symbols[symbol].fixed >= 0) continue;
-      const bool kept = std::any_of(output.terms.begin(), output.terms.end(), [&](const Term& u) {
-        return u.major == symbol || u.minor == symbol;
-      });
-      if (!kept) missing.push_back(symbol);
-    }
-  }
-  return missing;
-}
-
 const std::vector<Row>& Rows() {
   static const auto* rows = new std::vector<Row>{
 #define QSHARD_OP(name, ...) Row(#name, __VA_ARGS__),

@@ -83,10 +83,6 @@ struct Row {
 
   int FindAttribute(std::string_view attribute) const;  // -1 for none
 
-  // The symbols of the operands that `output` lacks: a shard that cuts one of them has a part of
-  // the result, to be reduced over ranks.
-  std::vector<int> Missing(const Operand& output) const;
-
   std::string name, attribute_types;
   std::vector<Operand> inputs, outputs;  // lists come last
   std::vector<Attribute> attributes;     // by name
