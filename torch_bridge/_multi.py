@@ -16,6 +16,7 @@ from torch import Tensor
 
 from qshard import _ffi
 from qshard.ops import OpSpec, multi_table
+from qshard.torch_bridge._ops import dtype_name, seen_size
 
 __all__ = ["bind", "call_in_place", "ops"]
 
@@ -37,14 +38,7 @@ def call_in_place(op: str, operands: Sequence[Tensor | Sequence[Tensor]], attrib
     No autograd, no tracing.
     """
     spec = multi_table()[op]
-    written = {operand.name for operand in spec.outputs}
-    inputs: list[Tensor] = []
-    outputs: list[Tensor] = []
-    for operand, tensors in zip(spec.inputs, operands, strict=True):
-        several = tensors if operand.many else (tensors,)
-        inputs.extend(several)  # type: ignore[arg-type]
-        if operand.name in written:
-            outputs.extend(several)  # type: ignore[arg-type]
+    inputs, outputs = _flat(spec, operands)
     if not outputs:
         return
     handlers = _HANDLERS["CUDA" if outputs[0].is_cuda else "CPU"]
@@ -62,8 +56,18 @@ def call_in_place(op: str, operands: Sequence[Tensor | Sequence[Tensor]], attrib
     torch.autograd.graph.increment_version([t for t in outputs if not t.is_inference()])
 
 
+def _flat(spec: OpSpec, operands: Sequence[Any]) -> tuple[list[Tensor], list[Tensor]]:
+    """All tensors in order, and those that are written."""
+    written = {operand.name for operand in spec.outputs}
+    lists = [
+        (operand.name in written, tensors if operand.many else (tensors,))
+        for operand, tensors in zip(spec.inputs, operands, strict=True)
+    ]
+    return [t for _, tensors in lists for t in tensors], [t for is_written, ts in lists if is_written for t in ts]
+
+
 def bind(spec: OpSpec) -> Callable[..., None]:
-    """Makes the torch op of `spec`: a mutating schema, a fake implementation that does nothing, and the handler.
+    """Makes the torch op of `spec`: a mutating schema, a fake implementation that checks operands, and the handler.
 
     Arguments are the operands, then by keyword the attributes.
 
@@ -86,7 +90,11 @@ def bind(spec: OpSpec) -> Callable[..., None]:
         call_in_place(spec.name, operands, {name: attributes[name] for name in names})
 
     def fake(*operands: Any, **attributes: Any) -> None:
-        pass
+        inputs, outputs = _flat(spec, operands)
+        if outputs:
+            spec.results(
+                [tuple(map(seen_size, t.shape)) for t in inputs], [dtype_name(t.dtype) for t in inputs], attributes
+            )
 
     _LIBRARY.define(_schema(spec), tags=[torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag])
     for device in _HANDLERS:

@@ -22,7 +22,7 @@ from qshard import _ffi
 from qshard.formats import ELEMENTS
 from qshard.ops import OpSpec, table
 
-__all__ = ["bind", "call_into", "dtype_name", "into", "ops"]
+__all__ = ["bind", "call_into", "dtype_name", "into", "ops", "seen_size"]
 
 _CPU, _CUDA = _ffi.handlers("cpu"), _ffi.handlers("cuda")
 _LIBRARY = torch.library.Library("qshard", "DEF")
@@ -158,7 +158,7 @@ def _planner(spec: OpSpec) -> Callable[..., _Plan]:
     ) -> _Plan:
         given = {**dict.fromkeys(spec.open_axes, 0), **dict(keywords)}
         dtype = given.pop("dtype", None)
-        sizes = [tuple(map(_size, shape)) for shape in shapes]
+        sizes = [tuple(map(seen_size, shape)) for shape in shapes]
         names = [dtype_name(d) for d in dtypes]
         results = spec.results(sizes, names, given, None if dtype is None else dtype_name(dtype))
         made = [shape for shape, _ in results]
@@ -174,7 +174,7 @@ def _planner(spec: OpSpec) -> Callable[..., _Plan]:
     return plan
 
 
-def _size(size: int | torch.SymInt) -> int:
+def seen_size(size: int | torch.SymInt) -> int:
     """An extent as a number. While shapes are symbols it is what the trace has seen; the op checks what comes later."""
     if isinstance(size, torch.SymInt) and (hint := size.node.hint) is not None:
         return int(hint)
