@@ -56,7 +56,9 @@ fuzz: $(STAMP)test $(STAMP)package  ## call every op with what it takes and what
 SANITIZED       := build/sanitize
 SANITIZED_TESTS := $(addprefix tests/cpu/test_,calls.py kernels_simd.py adam.py fused_ops.py block_ops.py \
                      rotated_and_random_ops.py master.py master_torch.py torch_ops.py)
-sanitize: $(STAMP)test $(STAMP)package  ## run the tests of the CPU kernels under AddressSanitizer and UBSan
+SANITIZED_PYTHON = LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
+    ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 $(SANITIZED)/venv/bin/python -P
+sanitize: $(STAMP)test $(STAMP)package  ## run fuzz and the tests of the CPU kernels under AddressSanitizer and UBSan
 	$(BIN)/cmake -S ffi -B $(SANITIZED)/cmake -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG=-g1 -DQSHARD_CUDA=OFF \
 	    -DQSHARD_SANITIZE=address,undefined,float-cast-overflow -DPython_EXECUTABLE=$(abspath $(PY)) \
 	    -DQSHARD_XLA_FFI_INCLUDE=$(or $(QSHARD_XLA_FFI_INCLUDE),$(FETCHED_HEADERS))
@@ -66,9 +68,8 @@ sanitize: $(STAMP)test $(STAMP)package  ## run the tests of the CPU kernels unde
 	$(PY) -m venv --without-pip $(SANITIZED)/venv
 	{ echo $(CURDIR)/$(SANITIZED)/tree; $(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; } > \
 	    $$($(SANITIZED)/venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/qshard.pth
-	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
-	    ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
-	    $(SANITIZED)/venv/bin/python -P -m pytest -n 2 --dist worksteal -m "not slow" $(or $(ARGS),$(SANITIZED_TESTS))
+	$(SANITIZED_PYTHON) tests/fuzz/fuzz_calls.py --calls 20000 --progress $(SANITIZED)/fuzz_call
+	$(SANITIZED_PYTHON) -m pytest -n 2 --dist worksteal -m "not slow" $(or $(ARGS),$(SANITIZED_TESTS))
 
 # JAX's CUDA plugin compiles for GPUs that are not there. It need not be installed, only found.
 h100: $(STAMP)test $(STAMP)package build/jax_cuda  ## compile JAX programs for H100s, without any; fetches 0.5 GB

@@ -94,7 +94,8 @@ NB_MODULE(_ffi, m) {
         "{op name: capsule} for \"cpu\" or \"cuda\"; empty for a platform this build lacks.");
   m.def("formats", Formats, "{name: traits}, as core/format.h has them.");
   m.def("call", qshard::host::Call, nb::arg("handler"), nb::arg("inputs"), nb::arg("outputs"),
-        nb::arg("attributes"), "Runs a handler on DLPack tensors, writing the outputs in place.");
+        nb::arg("attributes"), nb::arg("refuse_negated") = false,
+        "Runs a handler on DLPack tensors, writing the outputs in place.");
   m.def(
       "simd", [] { return std::string(qshard::kernels::Simd().target); },
       "The SIMD target of the CPU kernels: scalar, avx2 or avx512.");

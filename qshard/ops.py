@@ -34,6 +34,7 @@ class Factor:
 
 
 Axes = tuple[tuple[Factor, ...], ...]
+Order = tuple[tuple[Factor, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,7 @@ class Binding:
       split: whether composite axes are split into their factors: the attribute `split` of the handler. If one of them
         is cut, or the handler has no such attribute, each is one factor as a whole, or its major one if blocks have
         length 1.
+      cuttable: whether anything may be cut. If not, every logical order is that of the memory, and no factor leads.
 
     >>> amax = table()["amax_block"].bind([(64, 96)], block_rows=32, block_cols=32)
     >>> factors, memory = amax.input_order(0)
@@ -87,14 +89,17 @@ class Binding:
     inputs: tuple[Axes, ...]
     outputs: tuple[Axes, ...]
     split: bool = False
+    cuttable: bool = True
 
     @property
     def output_shapes(self) -> tuple[Shape, ...]:
         return tuple(tuple(math.prod(f.size for f in axis) for axis in axes) for axes in self.outputs)
 
-    @property
+    @functools.cached_property
     def shared(self) -> tuple[Factor, ...]:
         """The factors that lead the logical order of every operand and result."""
+        if not self.cuttable:
+            return ()
         others = [[axis[0] for axis in axes] for axes in (*self.inputs[1:], *self.outputs)]
         return tuple(axis[0] for axis in self.inputs[0] if all(axis[0] in majors for majors in others))
 
@@ -103,18 +108,38 @@ class Binding:
         """How many leading factors all operands and results share, in their logical orders."""
         return len(self.shared)
 
-    def input_order(self, operand: int) -> tuple[tuple[Factor, ...], tuple[int, ...]]:
-        """The factors of an operand in logical order, and its memory order as positions in that."""
-        return self._order(self.inputs[operand])
+    @functools.cached_property
+    def reduced(self) -> tuple[Factor, ...]:
+        """The factors of the first operand that a result lacks.
 
-    def in_operand_order(self, output: int) -> tuple[tuple[Factor, ...], tuple[int, ...]]:
+        Of a shard that cuts one of them the result is a part: amaxes are to be max-reduced over the shards, and what is
+        made of an amax cannot be had from them. No other result of the op depends on the cut.
+
+        >>> [factor.name for factor in table()["amax_tensor"].bind([(4, 64)], lead=1).reduced]
+        ['run0']
+        """
+        kept = [{factor for axis in axes for factor in axis} for axes in self.outputs]
+        first = (factor for axis in self.inputs[0] for factor in axis)
+        return tuple(factor for factor in first if not all(factor in factors for factors in kept))
+
+    def input_order(self, operand: int) -> Order:
+        """The factors of an operand in logical order, and its memory order as positions in that."""
+        return self._orders[0][operand]
+
+    def in_operand_order(self, output: int) -> Order:
         """The factors of a result in logical order, and its memory order as positions in that.
 
         A transposed result has the logical order of the operand, and so the leading axes that they share.
         """
-        return self._order(self.outputs[output])
+        return self._orders[1][output]
 
-    def _order(self, axes: Axes) -> tuple[tuple[Factor, ...], tuple[int, ...]]:
+    @functools.cached_property
+    def _orders(self) -> tuple[tuple[Order, ...], tuple[Order, ...]]:
+        return tuple(map(self._order, self.inputs)), tuple(map(self._order, self.outputs))
+
+    def _order(self, axes: Axes) -> Order:
+        if not self.cuttable:
+            return tuple(axis[0] for axis in axes), tuple(range(len(axes)))
         majors = [axis[0] for axis in axes]
         ordered = [f for f in (*self.shared, *(axis[0] for axis in self.inputs[0])) if f in majors]
         minors = [factor for axis in axes for factor in axis[1:]]
@@ -170,14 +195,14 @@ class OpSpec:
         return self.row.many
 
     def bind(
-        self, shapes: Sequence[Shape], *, element: str | None = None, split: bool = True, **static: int
+        self, shapes: Sequence[Shape], *, element: str | None = None, cuttable: bool = True, **static: int
     ) -> Binding:
         """Applies the pattern.
 
         Args:
           shapes: of the inputs, in order.
           element: of the codes that the op takes or gives: two codes of 4 bits share a byte.
-          split: whether composite axes may be split; False where nothing is cut, and memory order is all that matters.
+          cuttable: False where nothing is cut: no composite axis is split, and buffers go in as they are.
           static: the numbers of axes of `open_axes`, and the sizes of factors of a composite axis.
 
         Raises:
@@ -194,7 +219,7 @@ class OpSpec:
         ((4, 32),)
         """
         given = static if element is None else {**static, "element": element}
-        return _bind(self.row, tuple(map(tuple, shapes)), tuple(given.items()), split)
+        return _bind(self.row, tuple(map(tuple, shapes)), tuple(given.items()), cuttable)
 
     def results(
         self,
@@ -219,9 +244,11 @@ class OpSpec:
 
 
 @functools.lru_cache(maxsize=4096)
-def _bind(row: _ffi.Row, shapes: tuple[Shape, ...], static: tuple[tuple[str, int | str], ...], split: bool) -> Binding:
-    inputs, outputs, is_split = row.axes(shapes, dict(static), split)
-    return Binding(_factors(inputs), _factors(outputs), is_split)
+def _bind(
+    row: _ffi.Row, shapes: tuple[Shape, ...], static: tuple[tuple[str, int | str], ...], cuttable: bool
+) -> Binding:
+    inputs, outputs, is_split = row.axes(shapes, dict(static), cuttable)
+    return Binding(_factors(inputs), _factors(outputs), is_split, cuttable)
 
 
 def _factors(side: tuple[tuple[tuple[tuple[str, int], ...], ...], ...]) -> tuple[Axes, ...]:

@@ -29,7 +29,7 @@ from qshard import _ffi
 from qshard.formats import ELEMENTS
 from qshard.ops import OpSpec, multi_table, table
 
-__all__ = ["bind", "bind_list", "call_in_place", "call_into", "dtype_name", "into", "ops"]
+__all__ = ["bind", "bind_list", "call_in_place", "call_into", "dtype_name", "into", "ops", "seen_size"]
 
 _HANDLERS = {"CPU": _ffi.handlers("cpu"), "CUDA": _ffi.handlers("cuda")}
 _LIBRARY = torch.library.Library("qshard", "DEF")
@@ -51,25 +51,16 @@ def call_into(op: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], attr
       ValueError, TypeError: the handler does not take these tensors; nothing was written.
       RuntimeError: nor does PyTorch share them, as on meta.
 
-    No autograd, no tracing. About 1 us on the host, of which the handler's own checks are a tenth.
+    No autograd, no tracing. About 1 us on the host.
 
     >>> codes = torch.empty(3, dtype=torch.uint8)
     >>> call_into("cast_tensor", (torch.ones(3), torch.tensor(2.0)), (codes,), {"element": "float8_e4m3fn"})
     >>> codes.view(torch.float8_e4m3fn).float()
     tensor([2., 2., 2.])
     """
-    for t in (*inputs, *outputs):
-        if t.is_neg():
-            raise ValueError(
-                f"{op}: a tensor is a negated view, whose memory has other signs; call .resolve_neg() on it"
-            )
-    _run(op, inputs, outputs, attributes)
-
-
-def _run(op: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], attributes: Mapping[str, Any]) -> None:
     if op in _SPLIT:
         attributes = {**attributes, "split": False}
-    _ffi.call(_handler(op, outputs[0], inputs[0]), inputs, outputs, attributes)
+    _ffi.call(_handler(op, outputs[0], inputs[0]), inputs, outputs, attributes, True)
 
 
 def call_in_place(op: str, operands: Sequence[Tensor | Sequence[Tensor]], attributes: Mapping[str, Any]) -> None:
@@ -86,14 +77,7 @@ def call_in_place(op: str, operands: Sequence[Tensor | Sequence[Tensor]], attrib
     No autograd, no tracing.
     """
     spec = multi_table()[op]
-    written = {operand.name for operand in spec.outputs}
-    inputs: list[Tensor] = []
-    outputs: list[Tensor] = []
-    for operand, tensors in zip(spec.inputs, operands, strict=True):
-        several = tensors if operand.many else (tensors,)
-        inputs.extend(several)  # type: ignore[arg-type]
-        if operand.name in written:
-            outputs.extend(several)  # type: ignore[arg-type]
+    inputs, outputs = _flat(spec, operands)
     if not outputs:
         return
     try:
@@ -102,6 +86,16 @@ def call_in_place(op: str, operands: Sequence[Tensor | Sequence[Tensor]], attrib
         _check_lists(spec, operands)  # As in `bind`.
         raise
     torch.autograd.graph.increment_version([t for t in outputs if not t.is_inference()])
+
+
+def _flat(spec: OpSpec, operands: Sequence[Any]) -> tuple[list[Tensor], list[Tensor]]:
+    """All tensors in order, and those that are written."""
+    written = {operand.name for operand in spec.outputs}
+    lists = [
+        (operand.name in written, tensors if operand.many else (tensors,))
+        for operand, tensors in zip(spec.inputs, operands, strict=True)
+    ]
+    return [t for _, tensors in lists for t in tensors], [t for is_written, ts in lists if is_written for t in ts]
 
 
 def _handler(op: str, output: Tensor, first: Tensor | None = None) -> Any:
@@ -195,7 +189,7 @@ def bind(spec: OpSpec) -> Callable[..., Any]:
         )
         made = [x.new_empty(shape, dtype=dtype) for shape, dtype in outputs]
         try:
-            _run(spec.name, inputs, made, attributes)
+            call_into(spec.name, inputs, made, attributes)
         except ValueError:
             _check_tensors(spec, inputs)  # The host names no operands. Looked at only now, to keep good calls short.
             raise
@@ -209,7 +203,7 @@ def bind(spec: OpSpec) -> Callable[..., Any]:
 
 
 def bind_list(spec: OpSpec) -> Callable[..., None]:
-    """Makes the torch op of `spec`: a mutating schema, a fake implementation that does nothing, and the handler.
+    """Makes the torch op of `spec`: a mutating schema, a fake implementation that checks operands, and the handler.
 
     Arguments are the operands, then by keyword the attributes.
 
@@ -232,7 +226,11 @@ def bind_list(spec: OpSpec) -> Callable[..., None]:
         call_in_place(spec.name, operands, {name: attributes[name] for name in names if name in attributes})
 
     def fake(*operands: Any, **attributes: Any) -> None:
-        pass
+        inputs, outputs = _flat(spec, operands)
+        if outputs:
+            spec.results(
+                [tuple(map(seen_size, t.shape)) for t in inputs], [dtype_name(t.dtype) for t in inputs], attributes
+            )
 
     _LIBRARY.define(_list_schema(spec), tags=[torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag])
     for device in _HANDLERS:
@@ -249,7 +247,7 @@ def _planner(spec: OpSpec) -> Callable[..., _Plan]:
     ) -> _Plan:
         given = {**dict.fromkeys(spec.open_axes, 0), **dict(keywords)}
         dtype = given.pop("dtype", None)
-        sizes = [tuple(map(_size, shape)) for shape in shapes]
+        sizes = [tuple(map(seen_size, shape)) for shape in shapes]
         names = [dtype_name(d) for d in dtypes]
         results = spec.results(sizes, names, given, None if dtype is None else dtype_name(dtype))
         made = [shape for shape, _ in results]
@@ -265,7 +263,7 @@ def _planner(spec: OpSpec) -> Callable[..., _Plan]:
     return plan
 
 
-def _size(size: int | torch.SymInt) -> int:
+def seen_size(size: int | torch.SymInt) -> int:
     """An extent as a number. While shapes are symbols it is what the trace has seen; the op checks what comes later."""
     if isinstance(size, torch.SymInt) and (hint := size.node.hint) is not None:
         return int(hint)

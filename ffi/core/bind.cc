@@ -9,16 +9,6 @@ namespace {
 
 std::string_view View(const XLA_FFI_ByteSpan& span) { return {span.ptr, span.len}; }
 
-// "x", or of a list "x[3]".
-struct Name {
-  const Operand& operand;
-  int64_t index;
-  friend std::ostream& operator<<(std::ostream& out, const Name& name) {
-    out << name.operand.name;
-    return name.operand.many ? out << '[' << name.index << ']' : out;
-  }
-};
-
 std::string Joined(const std::vector<std::string>& names) {
   std::string joined;
   for (const std::string& name : names) joined += (joined.empty() ? "" : ", ") + name;
@@ -133,9 +123,11 @@ Error Binding::ReadAttribute(int i, XLA_FFI_AttrType type, void* value) {
       const auto* span = static_cast<const XLA_FFI_ByteSpan*>(value);
       v.text_begin = span->ptr;
       v.text_size = span->len;
-      v.format = FindFormat(v.text());
-      for (const std::string& text : a.texts)
-        if (text == v.text()) return {};
+      for (size_t j = 0; j < a.texts.size(); ++j) {
+        if (a.texts[j] != v.text()) continue;
+        v.format = a.formats[j];
+        return {};
+      }
       return ValueError(row_.name, ": ", a.name, " (", v.text(), ") is not ", a.legal);
     }
     case Attribute::kExtents: {
@@ -185,20 +177,24 @@ Error Binding::CheckBlocks() const {
 
 // --- counts ---
 
-bool Binding::IsThere(const Operand& operand) const {
+bool Binding::MeetsCondition(const Operand& operand) const {
   for (const Operand::Condition& c : operand.conditions) {
     const AttributeValue& v = values_[c.attribute];
     const bool is_bool = row_.attributes[c.attribute].kind == Attribute::kBool;
     const std::string_view text = is_bool ? (v.integer ? "true" : "false") : v.text();
     if (std::find(c.texts.begin(), c.texts.end(), text) != c.texts.end()) return true;
   }
-  return operand.conditions.empty();
+  return false;
 }
 
 Error Binding::CountBuffers(Buffers args, const Buffers* rets) {
   list_length_ = -1;
   const auto count = [&](const std::vector<Operand>& operands, int64_t size, const char* side,
                          auto& begins) -> Error {
+    if (!row_.many && size == static_cast<int64_t>(operands.size())) {
+      for (int64_t i = 0; i < size; ++i) begins[i] = i;
+      return {};
+    }
     int64_t singles = 0, lists = 0;
     for (const Operand& o : operands) (o.many ? lists : singles) += IsThere(o);
     if (lists == 0) {
@@ -295,190 +291,6 @@ Error Binding::CheckBuffer(const Operand& operand, int64_t index, const Buffer& 
   return {};
 }
 
-// --- shapes ---
-
-int64_t Binding::PerByte(const Operand& operand) const {
-  if (operand.dtype == Operand::kPacked) return 2;
-  if (operand.dtype != Operand::kNamed) return 1;
-  const FormatTraits* format = values_[operand.dtype_attribute].format;
-  return format == nullptr ? 1 : format->codes_per_byte;
-}
-
-template <class Fn>
-void Binding::ForMajors(Fn&& f) const {
-  for (const Term& t : row_.inputs[0].terms) {
-    if (t.kind == Term::kAxis) {
-      if (!f(sizes_[t.major])) return;
-      continue;
-    }
-    for (int64_t i = 0; i < sizes_[t.major]; ++i)
-      if (!f(star_dims_[t.major][i])) return;
-  }
-}
-
-// Numbers of axes that operands leave open are those of results.
-void Binding::FindOpenAxes(Buffers rets) {
-  for (int symbol : row_.open_axes) {
-    if (sizes_[symbol] >= 0) continue;
-    sizes_[symbol] = 0;
-    for (size_t r = 0; r < row_.outputs.size(); ++r) {
-      int64_t others = 0;
-      bool has = false, alone = true;
-      for (const Term& t : row_.outputs[r].terms) {
-        if (t.kind == Term::kAxis)
-          ++others;
-        else if (t.kind == Term::kStar && t.major == symbol)
-          has = true;
-        else
-          alone = false;
-      }
-      if (has && alone && ret_begins_[r] >= 0 && !row_.outputs[r].many)
-        sizes_[symbol] = std::max<int64_t>(0, rets[ret_begins_[r]].rank - others);
-    }
-  }
-}
-
-// Learns from one operand. Numbers of axes that nothing says are 0.
-Error Binding::BindBuffer(int index_of_operand, int64_t index, const Buffer& buffer) {
-  const Operand& operand = row_.inputs[index_of_operand];
-  const auto& terms = split_ ? operand.split_terms : operand.terms;
-  int64_t least = 0;
-  const Term* open = nullptr;
-  for (const Term& t : terms) {
-    if (t.kind == Term::kAxis)
-      ++least;
-    else if (t.kind == Term::kStar && sizes_[t.major] >= 0)
-      least += sizes_[t.major];
-    else
-      open = &t;
-  }
-  QSHARD_REQUIRE(buffer.rank == least || (buffer.rank > least && open != nullptr), row_.name, ": ",
-                 Name{operand, index}, " ", Shape(buffer), " does not have the axes '",
-                 operand.pattern, split_ ? "' in split blocks" : "'", "; reshape it");
-  const int64_t* dim = buffer.dims;
-  for (const Term& t : terms) {
-    if (t.kind == Term::kAxis) {
-      QSHARD_RETURN_IF_ERROR(BindOne(operand, index, buffer, t, *dim++));
-      continue;
-    }
-    const int64_t count = &t == open ? buffer.rank - least : sizes_[t.major];
-    if (t.kind == Term::kStar && star_dims_[t.major] == nullptr) {
-      sizes_[t.major] = count;
-      star_dims_[t.major] = dim;
-    } else if (t.kind == Term::kStar) {
-      QSHARD_REQUIRE(std::equal(dim, dim + count, star_dims_[t.major]), row_.name, ": ",
-                     Name{operand, index}, " ", Shape(buffer), " does not fit '", operand.pattern,
-                     "' and the other operands; give them matching axes");
-    } else {
-      int64_t i = 0;
-      bool fits = true;
-      ForMajors([&](int64_t size) {
-        if (i < count) fits &= dim[i] == size;
-        return ++i < count;
-      });
-      if (i < count || !fits) {
-        int64_t majors[kMaxRank], n = 0;
-        ForMajors([&](int64_t size) {
-          majors[n++] = size;
-          return n < kMaxRank;
-        });
-        const std::string of = (row_.products > 0 ? "blocks of " : "") + row_.inputs[0].name;
-        return ValueError(row_.name, ": ", Name{operand, index}, " ", Shape(buffer),
-                          " is not the first axes of ", of, " ", Shape(majors, n),
-                          "; give it one element for each run of ", of);
-      }
-      prefixes_[index_of_operand] = count;
-    }
-    dim += count;
-  }
-  return {};
-}
-
-Error Binding::BindOne(const Operand& operand, int64_t index, const Buffer& buffer,
-                       const Term& term, int64_t size) {
-  const auto mismatch = [&] {
-    return ValueError(row_.name, ": ", Name{operand, index}, " ", Shape(buffer), " does not fit '",
-                      operand.pattern, "' and the other operands; give them matching axes");
-  };
-  if (term.last && !Multiply(size, PerByte(operand), &size)) return mismatch();
-  int64_t& major = sizes_[term.major];
-  if (term.minor < 0) {
-    if (major >= 0 && major != size) return mismatch();
-    major = size;
-    return {};
-  }
-  const int64_t run = sizes_[term.minor];
-  if (run <= 0 || (size % run != 0 && !term.cut)) {
-    const Symbol& s = row_.symbols[term.minor];
-    const std::string given =
-        s.fixed >= 0 ? s.name : s.name + "=" + std::to_string(std::max<int64_t>(run, 0));
-    return ValueError(row_.name, ": ", Name{operand, index}, " ", Shape(buffer), " has an axis of ",
-                      size, ", which is not a whole number of ", given, "; pad or shard it to one");
-  }
-  if (major >= 0 && major != CeilDiv(size, run)) return mismatch();
-  major = CeilDiv(size, run);
-  int64_t& length = lengths_[term.product];
-  if (length >= 0 && length != size) return mismatch();
-  length = size;
-  return {};
-}
-
-int64_t Binding::LengthOfProduct(const Term& term) const {
-  if (!split_ && lengths_[term.product] >= 0) return lengths_[term.product];
-  int64_t length;
-  return Multiply(sizes_[term.major], sizes_[term.minor], &length) ? length : -1;
-}
-
-// False if codes do not fill their bytes, or an extent is too large.
-bool Binding::Expand(const Operand& output, const std::vector<Term>& terms, int64_t prefix,
-                     int64_t (*dims)[kMaxRank], int64_t* rank) const {
-  int64_t n = 0;
-  const auto push = [&](int64_t size) {
-    if (n < kMaxRank) (*dims)[n++] = size;
-    return n < kMaxRank;
-  };
-  for (const Term& t : terms) {
-    if (t.kind == Term::kPrefix) {
-      int64_t left = prefix;
-      if (left > 0) ForMajors([&](int64_t size) { return push(size) && --left > 0; });
-    } else if (t.kind == Term::kStar) {
-      for (int64_t i = 0; i < sizes_[t.major]; ++i) push(star_dims_[t.major][i]);
-    } else {
-      int64_t size = t.minor < 0 ? sizes_[t.major] : LengthOfProduct(t);
-      const int64_t per_byte = t.last ? PerByte(output) : 1;
-      if (size < 0 || size % per_byte != 0) return false;
-      push(size / per_byte);
-    }
-  }
-  *rank = n;
-  return true;
-}
-
-Error Binding::CheckResult(const Operand& output, int64_t index, const Buffer& buffer) const {
-  int64_t dims[kMaxRank], rank = 0, axes = 0;
-  bool has_prefix = false;
-  for (const Term& t : output.terms) {
-    if (t.kind == Term::kPrefix)
-      has_prefix = true;
-    else
-      axes += t.kind == Term::kStar ? sizes_[t.major] : 1;
-  }
-  const int64_t prefix = has_prefix ? std::max<int64_t>(0, buffer.rank - axes) : 0;
-  const auto fits = [&](const std::vector<Term>& terms) {
-    return Expand(output, terms, prefix, &dims, &rank) && rank == buffer.rank &&
-           std::equal(dims, dims + rank, buffer.dims);
-  };
-  if (fits(split_ ? output.split_terms : output.terms)) return {};
-  // XLA keeps the logical shape of what lies transposed.
-  if (!split_ && fits(output.operand_order)) return {};
-  if (!Expand(output, split_ ? output.split_terms : output.terms, prefix, &dims, &rank))
-    return ValueError(row_.name, ": ", Name{output, index}, " ", Shape(buffer),
-                      " has codes that do not fill their bytes; pad it");
-  return ValueError(row_.name, ": ", Name{output, index}, " ", Shape(buffer), " is not of shape ",
-                    Shape(dims, rank), ", as its operands have it; give it the axes '",
-                    output.pattern, split_ ? "' in split blocks" : "'");
-}
-
 // --- memory ---
 
 // A result shares no byte with another result, nor with an operand, unless it is that operand.
@@ -549,30 +361,33 @@ Error Binding::CheckOverlaps(Buffers args, Buffers rets) const {
 Error Binding::Bind(const XLA_FFI_Attrs& attributes, Buffers args, Buffers rets) {
   QSHARD_RETURN_IF_ERROR(ReadAttributes(attributes, Mode::kCall));
   QSHARD_RETURN_IF_ERROR(CountBuffers(args, &rets));
-  const int inputs = static_cast<int>(row_.inputs.size());
-  const auto first_of = [&](const Operand& o, int64_t begin, int64_t index,
-                            Buffers side) -> const Buffer& {
-    if (o.dtype == Operand::kSame) return args[arg_begins_[0] + (row_.inputs[0].many ? index : 0)];
-    return side[begin];
-  };
+  FindOpenAxes(rets);
+  QSHARD_RETURN_IF_ERROR(BindBuffers(args, &rets, Mode::kCall));
+  return CheckOverlaps(args, rets);
+}
+
+// Single operands first, then lists: all first tensors, all second ones, and so on. Without `rets`,
+// operands alone.
+Error Binding::BindBuffers(Buffers args, const Buffers* rets, Mode mode) {
   const auto check = [&](const Operand& o, int64_t begin, int64_t index, Buffers side) -> Error {
     const Buffer& buffer = side[begin + index];
-    QSHARD_RETURN_IF_ERROR(CheckDtype(o, index, buffer, first_of(o, begin, index, side)));
-    return CheckBuffer(o, index, buffer, true);
+    const Buffer& first =
+        o.dtype == Operand::kSame ? args[row_.inputs[0].many ? index : 0] : side[begin];
+    if (mode != Mode::kAxes) QSHARD_RETURN_IF_ERROR(CheckDtype(o, index, buffer, first));
+    return CheckBuffer(o, index, buffer, mode == Mode::kCall);
   };
-  FindOpenAxes(rets);
   const auto bind_all = [&](bool many, int64_t index) -> Error {
-    for (int o = 0; o < inputs; ++o) {
+    for (size_t o = 0; o < row_.inputs.size(); ++o) {
       const Operand& operand = row_.inputs[o];
       if (operand.many != many || arg_begins_[o] < 0) continue;
       QSHARD_RETURN_IF_ERROR(check(operand, arg_begins_[o], index, args));
-      QSHARD_RETURN_IF_ERROR(BindBuffer(o, index, args[arg_begins_[o] + index]));
+      QSHARD_RETURN_IF_ERROR(BindBuffer(static_cast<int>(o), index, args[arg_begins_[o] + index]));
     }
-    for (size_t r = 0; r < row_.outputs.size(); ++r) {
+    for (size_t r = 0; rets != nullptr && r < row_.outputs.size(); ++r) {
       const Operand& output = row_.outputs[r];
       if (output.many != many || ret_begins_[r] < 0) continue;
-      QSHARD_RETURN_IF_ERROR(check(output, ret_begins_[r], index, rets));
-      QSHARD_RETURN_IF_ERROR(CheckResult(output, index, rets[ret_begins_[r] + index]));
+      QSHARD_RETURN_IF_ERROR(check(output, ret_begins_[r], index, *rets));
+      QSHARD_RETURN_IF_ERROR(CheckResult(output, index, (*rets)[ret_begins_[r] + index]));
     }
     return {};
   };
@@ -585,7 +400,7 @@ Error Binding::Bind(const XLA_FFI_Attrs& attributes, Buffers args, Buffers rets)
     }
     QSHARD_RETURN_IF_ERROR(bind_all(true, i));
   }
-  return CheckOverlaps(args, rets);
+  return {};
 }
 
 Error Binding::BindShapes(const XLA_FFI_Attrs& attributes, Buffers args) {
@@ -600,190 +415,7 @@ Error Binding::BindOperands(const XLA_FFI_Attrs& attributes, Buffers args, Mode 
   QSHARD_RETURN_IF_ERROR(ReadAttributes(attributes, mode));
   QSHARD_RETURN_IF_ERROR(CountBuffers(args, nullptr));
   for (int symbol : row_.open_axes) sizes_[symbol] = std::max<int64_t>(0, sizes_[symbol]);
-  for (size_t o = 0; o < row_.inputs.size(); ++o) {
-    if (mode == Mode::kShapes)
-      QSHARD_RETURN_IF_ERROR(CheckDtype(row_.inputs[o], 0, args[o], args[0]));
-    QSHARD_RETURN_IF_ERROR(CheckBuffer(row_.inputs[o], 0, args[o], false));
-    QSHARD_RETURN_IF_ERROR(BindBuffer(static_cast<int>(o), 0, args[o]));
-  }
-  return {};
-}
-
-bool Binding::splits() const {
-  if (row_.split < 0) return false;
-  const auto whole = [&](const std::vector<Operand>& operands) {
-    return std::all_of(operands.begin(), operands.end(), [&](const Operand& o) {
-      return std::all_of(o.terms.begin(), o.terms.end(), [&](const Term& t) {
-        if (t.minor < 0) return true;
-        int64_t product;
-        return Multiply(sizes_[t.major], sizes_[t.minor], &product) &&
-               LengthOfProduct(t) == product && (!t.last || sizes_[t.minor] % PerByte(o) == 0);
-      });
-    });
-  };
-  return whole(row_.inputs) && whole(row_.outputs);
-}
-
-Error Binding::OutputShape(int output, int64_t (*dims)[kMaxRank], int64_t* rank) const {
-  const Operand& o = row_.outputs[output];
-  for (const Term& t : o.terms) {
-    if (t.kind != Term::kAxis) continue;
-    const int64_t size = t.minor < 0 ? sizes_[t.major] : LengthOfProduct(t);
-    QSHARD_REQUIRE(size >= 0, row_.name, ": ", o.name, " would be larger than memory is");
-    QSHARD_REQUIRE(!t.last || size % PerByte(o) == 0, row_.name, ": ", o.name,
-                   " has a last axis of ", size, ", and ", PerByte(o),
-                   " codes share a byte; pad it");
-  }
-  int64_t majors = 0;
-  for (const Term& t : row_.inputs[0].terms) majors += t.kind == Term::kStar ? sizes_[t.major] : 1;
-  QSHARD_REQUIRE(!row_.open_prefix || lead_ <= majors, row_.name, ": lead (", lead_,
-                 ") is more axes than ", row_.inputs[0].name, " has");
-  Expand(o, o.terms, lead_, dims, rank);
-  Buffer made{};
-  made.dtype = XLA_FFI_DataType_F32;
-  made.rank = *rank;
-  made.dims = *dims;
-  return CheckBuffer(o, 0, made, false);
-}
-
-Error Binding::OutputDtype(int output, Buffers args, std::string_view chosen,
-                           DataType* dtype) const {
-  const Operand& o = row_.outputs[output];
-  switch (o.dtype) {
-    case Operand::kFloat:
-      *dtype = DataTypeOf(chosen);
-      if (Accepts(o, *dtype, *dtype)) return {};
-      return TypeError(row_.name, ": dtype (", chosen.empty() ? "None" : chosen,
-                       ") is not float32 or bfloat16 or float16; ask for one of them");
-    case Operand::kSame:
-      *dtype = args[0].dtype;
-      return {};
-    case Operand::kPacked:
-      *dtype = XLA_FFI_DataType_U8;
-      return {};
-    case Operand::kNamed:
-      *dtype = PerByte(o) > 1 ? XLA_FFI_DataType_U8 : DataTypeOf(values_[o.dtype_attribute].text());
-      return {};
-    default:
-      *dtype = o.exact;
-      return {};
-  }
-}
-
-std::vector<Extent> Binding::OutputExtents(int output) const {
-  std::array<Extent, kMaxSymbols> majors;  // of a `*name` its first axis
-  std::array<Extent, kMaxProducts> products;
-  for (size_t o = 0; o < row_.inputs.size(); ++o) {
-    int axis = 0;
-    for (const Term& t : row_.inputs[o].terms) {
-      Extent e;
-      e.operand = static_cast<int>(o);
-      e.axis = axis;
-      if (t.last) e.times = PerByte(row_.inputs[o]);
-      axis += t.kind == Term::kAxis     ? 1
-              : t.kind == Term::kPrefix ? static_cast<int>(prefixes_[o])
-                                        : static_cast<int>(sizes_[t.major]);
-      if (t.kind == Term::kPrefix) continue;
-      if (t.minor >= 0) {
-        if (products[t.product].operand < 0) products[t.product] = e;
-        e.run = sizes_[t.minor];
-      }
-      if (majors[t.major].operand < 0 && row_.symbols[t.major].fixed < 0) majors[t.major] = e;
-    }
-  }
-  for (size_t i = 0; i < row_.symbols.size(); ++i)
-    if (majors[i].operand < 0) majors[i].size = sizes_[i];
-  std::vector<Extent> extents;
-  const auto push = [&](const Term& t, int64_t left) {
-    Extent e = majors[t.major];
-    const int64_t count = t.kind == Term::kStar ? std::min(left, sizes_[t.major]) : 1;
-    for (int64_t i = 0; i < count; ++i, ++e.axis) extents.push_back(e);
-    return count;
-  };
-  const Operand& o = row_.outputs[output];
-  for (const Term& t : o.terms) {
-    if (t.kind == Term::kPrefix) {
-      int64_t left = lead_;
-      for (const Term& first : row_.inputs[0].terms)
-        if (left > 0) left -= push(first, left);
-      continue;
-    }
-    push(t, kMaxRank);
-    if (t.kind == Term::kStar) continue;
-    if (t.minor >= 0 && products[t.product].operand >= 0)
-      extents.back() = products[t.product];
-    else if (t.minor >= 0)
-      extents.back().size *= sizes_[t.minor];
-    if (t.last) extents.back().per_byte = PerByte(o);
-  }
-  return extents;
-}
-
-std::vector<std::vector<Factor>> Binding::Axes(const Operand& operand, int64_t prefix,
-                                               bool split) const {
-  std::vector<std::vector<Factor>> axes;
-  const auto major = [&](const Term& t, int64_t left) {
-    const std::string& name = row_.symbols[t.major].name;
-    if (t.kind == Term::kAxis) axes.push_back({{name, sizes_[t.major]}});
-    if (t.kind == Term::kAxis) return int64_t{1};
-    const int64_t count = std::min(left, sizes_[t.major]);
-    for (int64_t i = 0; i < count; ++i)
-      axes.push_back({{name + std::to_string(i), star_dims_[t.major][i]}});
-    return count;
-  };
-  bool joined = false;  // whether a product before is one factor
-  for (const Term& t : operand.terms) {
-    if (t.kind == Term::kPrefix) {
-      for (const Term& first : row_.inputs[0].terms)
-        if (prefix > 0) prefix -= major(first, prefix);
-      continue;
-    }
-    // A number is a size, not a name: two of them are no common factor.
-    const auto name = [&](int symbol) {
-      return row_.symbols[symbol].fixed < 0 ? row_.symbols[symbol].name
-                                            : operand.name + "." + std::to_string(axes.size());
-    };
-    if (t.kind == Term::kStar) {
-      major(t, kMaxRank);
-    } else if (t.minor < 0) {
-      axes.push_back({{name(t.major), sizes_[t.major]}});
-    } else if (split) {
-      const std::string minor = name(t.minor);
-      axes.push_back({{name(t.major), sizes_[t.major]}, {minor, sizes_[t.minor]}});
-    } else if (sizes_[t.minor] == 1 && !joined) {
-      axes.push_back({{name(t.major), sizes_[t.major]}});
-    } else {
-      const std::string both = name(t.major) + " " + name(t.minor);
-      axes.push_back({{both, LengthOfProduct(t)}});
-      joined = true;
-    }
-    const int64_t per_byte = t.last ? PerByte(operand) : 1;
-    if (per_byte > 1) {
-      Factor& last = axes.back().back();
-      last = {last.name + "/" + std::to_string(per_byte), last.size / per_byte};
-    }
-  }
-  return axes;
-}
-
-// --- what kernels need ---
-
-int64_t Binding::Length(int term) const {
-  const Term& t = row_.inputs[0].terms[term];
-  if (t.kind == Term::kAxis) return t.minor < 0 ? sizes_[t.major] : LengthOfProduct(t);
-  int64_t product = 1;
-  for (int64_t i = 0; i < sizes_[t.major]; ++i) product *= star_dims_[t.major][i];
-  return product;
-}
-
-int64_t Binding::Run(const Operand& operand, const Buffer& buffer) const {
-  int64_t skip = buffer.rank, run = 1;
-  for (const Term& t : operand.terms) skip -= t.kind == Term::kAxis;
-  ForMajors([&](int64_t size) {
-    if (--skip < 0) run *= size;
-    return true;
-  });
-  return run;
+  return BindBuffers(args, nullptr, mode);
 }
 
 }  // namespace qshard

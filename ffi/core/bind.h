@@ -40,6 +40,16 @@ struct Shape {
   int64_t rank;
 };
 
+// "x", or of a list "x[3]".
+struct Name {
+  const Operand& operand;
+  int64_t index;
+  friend std::ostream& operator<<(std::ostream& out, const Name& name) {
+    out << name.operand.name;
+    return name.operand.many ? out << '[' << name.index << ']' : out;
+  }
+};
+
 // The buffers of one side of a call, in order: single ones, then lists one after the other.
 struct Buffers {
   Buffer* const* data = nullptr;
@@ -90,7 +100,7 @@ class Binding {
 
   // Binds the shapes and dtypes of operands alone, by their patterns. `attributes` may lack
   // `split`, and have the numbers of axes that shapes leave open: by name, of a result's `...` as
-  // "lead". Ops on single tensors only.
+  // "lead".
   Error BindShapes(const XLA_FFI_Attrs& attributes, Buffers args);
 
   // Binds shapes alone, with those of the attributes that matter to them.
@@ -114,7 +124,7 @@ class Binding {
   // How many elements, or blocks, of the first operand share a number of what `buffer`, `...`, has.
   int64_t Run(const Operand& operand, const Buffer& buffer) const;
 
-  // --- after BindShapes ---
+  // --- after BindShapes, of an op on single tensors ---
 
   // Whether products can be split into their factors.
   bool splits() const;
@@ -138,10 +148,14 @@ class Binding {
   Error ReadAttributes(const XLA_FFI_Attrs& attributes, Mode mode);
   Error ReadAttribute(int i, XLA_FFI_AttrType type, void* value);
   Error CheckBlocks() const;
+  Error BindBuffers(Buffers args, const Buffers* rets, Mode mode);
   Error BindOperands(const XLA_FFI_Attrs& attributes, Buffers args, Mode mode);
   int64_t PerByte(const Operand& operand) const;
   int64_t LengthOfProduct(const Term& term) const;
-  bool IsThere(const Operand& operand) const;
+  bool IsThere(const Operand& operand) const {
+    return operand.conditions.empty() || MeetsCondition(operand);
+  }
+  bool MeetsCondition(const Operand& operand) const;
   Error CountBuffers(Buffers args, const Buffers* rets);
   Error CheckBuffer(const Operand& operand, int64_t index, const Buffer& buffer, bool memory) const;
   Error CheckDtype(const Operand& operand, int64_t index, const Buffer& buffer,

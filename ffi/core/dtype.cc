@@ -1,6 +1,5 @@
 #include "core/dtype.h"
 
-#include <array>
 #include <iterator>
 
 namespace qshard {
@@ -9,25 +8,24 @@ namespace {
 struct Entry {
   DataType dtype;
   std::string_view name;
-  int64_t size;
 };
 constexpr Entry kTypes[] = {
-    {XLA_FFI_DataType_F32, "float32", 4},
-    {XLA_FFI_DataType_U8, "uint8", 1},
-    {XLA_FFI_DataType_BF16, "bfloat16", 2},
-    {XLA_FFI_DataType_F16, "float16", 2},
-    {XLA_FFI_DataType_F8E4M3FN, "float8_e4m3fn", 1},
-    {XLA_FFI_DataType_F8E5M2, "float8_e5m2", 1},
-    {XLA_FFI_DataType_F8E8M0FNU, "float8_e8m0fnu", 1},
-    {XLA_FFI_DataType_S32, "int32", 4},
-    {XLA_FFI_DataType_U32, "uint32", 4},
-    {XLA_FFI_DataType_S8, "int8", 1},
-    {XLA_FFI_DataType_S16, "int16", 2},
-    {XLA_FFI_DataType_U16, "uint16", 2},
-    {XLA_FFI_DataType_F64, "float64", 8},
-    {XLA_FFI_DataType_S64, "int64", 8},
-    {XLA_FFI_DataType_U64, "uint64", 8},
-    {XLA_FFI_DataType_PRED, "bool", 1},
+    {XLA_FFI_DataType_F32, "float32"},
+    {XLA_FFI_DataType_U8, "uint8"},
+    {XLA_FFI_DataType_BF16, "bfloat16"},
+    {XLA_FFI_DataType_F16, "float16"},
+    {XLA_FFI_DataType_F8E4M3FN, "float8_e4m3fn"},
+    {XLA_FFI_DataType_F8E5M2, "float8_e5m2"},
+    {XLA_FFI_DataType_F8E8M0FNU, "float8_e8m0fnu"},
+    {XLA_FFI_DataType_S32, "int32"},
+    {XLA_FFI_DataType_U32, "uint32"},
+    {XLA_FFI_DataType_S8, "int8"},
+    {XLA_FFI_DataType_S16, "int16"},
+    {XLA_FFI_DataType_U16, "uint16"},
+    {XLA_FFI_DataType_F64, "float64"},
+    {XLA_FFI_DataType_S64, "int64"},
+    {XLA_FFI_DataType_U64, "uint64"},
+    {XLA_FFI_DataType_PRED, "bool"},
 };
 
 #define QSHARD_TRAITS(per_byte, F) {F::kName, kDataTypeOf<F>, per_byte<F>},
@@ -55,15 +53,6 @@ DataType DataTypeOf(std::string_view name) {
   for (const Entry& e : kTypes)
     if (e.name == name) return e.dtype;
   return XLA_FFI_DataType_INVALID;
-}
-
-int64_t SizeOf(DataType dtype) {  // several times a call, so not by search
-  static const auto sizes = [] {
-    std::array<int8_t, 64> by_dtype{};
-    for (const Entry& e : kTypes) by_dtype[e.dtype] = static_cast<int8_t>(e.size);
-    return by_dtype;
-  }();
-  return dtype >= 0 && dtype < 64 ? sizes[dtype] : 0;
 }
 
 const FormatTraits* FindFormat(std::string_view name) {

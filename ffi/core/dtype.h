@@ -22,7 +22,32 @@ DataType DataTypeAt(int i);
 DataType DataTypeOf(std::string_view name);
 
 // Bytes of one number, also its alignment. 0 for what no op takes.
-int64_t SizeOf(DataType dtype);
+constexpr int64_t SizeOf(DataType dtype) {
+  switch (dtype) {
+    case XLA_FFI_DataType_PRED:
+    case XLA_FFI_DataType_S8:
+    case XLA_FFI_DataType_U8:
+    case XLA_FFI_DataType_F8E4M3FN:
+    case XLA_FFI_DataType_F8E5M2:
+    case XLA_FFI_DataType_F8E8M0FNU:
+      return 1;
+    case XLA_FFI_DataType_S16:
+    case XLA_FFI_DataType_U16:
+    case XLA_FFI_DataType_F16:
+    case XLA_FFI_DataType_BF16:
+      return 2;
+    case XLA_FFI_DataType_S32:
+    case XLA_FFI_DataType_U32:
+    case XLA_FFI_DataType_F32:
+      return 4;
+    case XLA_FFI_DataType_S64:
+    case XLA_FFI_DataType_U64:
+    case XLA_FFI_DataType_F64:
+      return 8;
+    default:
+      return 0;
+  }
+}
 
 // A format's own dtype. INVALID for packed codes, which travel as bytes.
 template <class F>

@@ -128,6 +128,7 @@ class Parser {
       else
         a.texts = Split(type, "|");
 #undef QSHARD_NAME
+      for (const std::string& text : a.texts) a.formats.push_back(FindFormat(text));
       a.legal = "one of " + Joined(a.texts, ", ");
     }
     return a;
@@ -187,6 +188,7 @@ class Parser {
       o.name.resize(o.name.size() - 2);
     }
     if (condition != name.npos) {
+      Check(o.many, "a condition is for lists");
       for (const std::string& clause : Split(name.substr(condition + 4), " or ")) {
         const size_t equal = clause.find('=');
         const int attribute = row_.FindAttribute(clause.substr(0, equal));

@@ -41,10 +41,11 @@ struct Attribute {
   Kind kind = kInt;
   double least = -std::numeric_limits<double>::infinity();  // of a number
   double most = std::numeric_limits<double>::infinity();
-  std::vector<double> numbers;     // the only ones that are legal, if there are any
-  std::vector<std::string> texts;  // likewise
-  std::string legal;               // in words
-  bool optional = false;           // of texts: left out, it is the first
+  std::vector<double> numbers;               // the only ones that are legal, if there are any
+  std::vector<std::string> texts;            // likewise
+  std::vector<const FormatTraits*> formats;  // that they name, or null
+  std::string legal;                         // in words
+  bool optional = false;                     // of texts: left out, it is the first
 };
 
 // Which blocks an op takes.

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <array>
+#include <forward_list>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -65,7 +66,6 @@ class Attributes {
     XLA_FFI_Scalar scalar;
     XLA_FFI_ByteSpan string;
     XLA_FFI_Array array;
-    std::vector<int64_t> integers;
     union {
       bool b;
       int64_t i;
@@ -108,9 +108,10 @@ class Attributes {
       entry.string = Utf8(value);
     } else if (PyTuple_Check(value.ptr()) || PyList_Check(value.ptr())) {
       entry.type = XLA_FFI_AttrType_ARRAY;
+      auto& integers = arrays_.emplace_front();
       for (nanobind::handle item : nanobind::borrow<nanobind::sequence>(value))
-        entry.integers.push_back(Integer(item));
-      entry.array = {XLA_FFI_DataType_S64, entry.integers.size(), entry.integers.data()};
+        integers.push_back(Integer(item));
+      entry.array = {XLA_FFI_DataType_S64, integers.size(), integers.data()};
     } else {
       throw nanobind::type_error((std::string("call: attribute ") + std::string(View(entry.name)) +
                                   " (" + nanobind::type_name(value.type()).c_str() +
@@ -120,6 +121,7 @@ class Attributes {
   }
 
   std::array<Entry, kMaxAttributes> entries_;
+  std::forward_list<std::vector<int64_t>> arrays_;
   size_t size_ = 0;
   std::array<XLA_FFI_AttrType, kMaxAttributes> types_;
   std::array<XLA_FFI_ByteSpan*, kMaxAttributes> names_;

@@ -25,7 +25,7 @@ template <class Type, Type kBuffer>
 class Buffers {
  public:
   // The tensors are held for the call, whatever another thread does to the list of them.
-  Buffers(nb::sequence objects, const char* role, bool writable)
+  Buffers(nb::sequence objects, const Use& use)
       : objects_(nb::steal<nb::tuple>(PySequence_Tuple(objects.ptr()))), size_(nb::len(objects_)) {
     if (size_ > kFewBuffers) {
       more_tensors_.reset(new Tensor[size_]);
@@ -33,7 +33,8 @@ class Buffers {
       more_types_.assign(size_, kBuffer);
     }
     for (size_t i = 0; i < size_; ++i) {
-      Import(PyTuple_GET_ITEM(objects_.ptr(), i), role, i, writable, tensors()[i]);
+      nb::object made = Import(PyTuple_GET_ITEM(objects_.ptr(), i), use, i, tensors()[i]);
+      if (made.is_valid()) made_.push_back(std::move(made));
       pointers()[i] = &tensors()[i].buffer;
     }
   }
@@ -44,6 +45,17 @@ class Buffers {
     return more_tensors_ ? more_tensors_[i] : few_tensors_[i];
   }
   nb::object object(size_t i) const { return objects_[i]; }
+  // Whether handling these is the work of microseconds.
+  bool AreFew() const {
+    double numbers = 0;
+    for (size_t i = 0; i < size_; ++i) {
+      const XLA_FFI_Buffer& buffer = (*this)[i].buffer;
+      double count = 1;
+      for (int64_t axis = 0; axis < buffer.rank; ++axis) count *= buffer.dims[axis];
+      numbers += count;
+    }
+    return numbers < 1024;
+  }
   void** pointers() { return more_pointers_ ? more_pointers_.get() : few_pointers_.data(); }
   Type* types() {
     static constexpr auto kFew = [] {
@@ -58,6 +70,7 @@ class Buffers {
   Tensor* tensors() { return more_tensors_ ? more_tensors_.get() : few_tensors_.data(); }
 
   nb::tuple objects_;
+  std::vector<nb::object> made_;  // held likewise
   size_t size_;
   std::array<Tensor, kFewBuffers> few_tensors_;
   std::array<void*, kFewBuffers> few_pointers_;
@@ -125,16 +138,17 @@ class ScopedDevice {
 
 }  // namespace
 
-void Call(nb::capsule handler, nb::sequence inputs, nb::sequence outputs, nb::dict attributes) {
-  Arguments args(inputs, "input", /*writable=*/false);
-  Returns rets(outputs, "output", /*writable=*/true);
+void Call(nb::capsule handler, nb::sequence inputs, nb::sequence outputs, nb::dict attributes,
+          bool refuse_negated) {
+  Arguments args(inputs, {"input", /*writable=*/false, refuse_negated});
+  Returns rets(outputs, {"output", /*writable=*/true, refuse_negated});
   Attributes attrs(attributes);
   const DLDevice device = CommonDevice(args, rets);
 
   XLA_FFI_ExecutionContext context;
   context.device_ordinal = device.device_id;
   if (device.device_type == kDLCUDA) {
-    const DLPackExchangeAPI* api = ExchangeApi(Py_TYPE(rets.object(0).ptr()));
+    const DLPackExchangeAPI* api = FrameworkOf(Py_TYPE(rets.object(0).ptr())).api;
     if (api == nullptr || api->current_work_stream == nullptr)
       throw nb::type_error("call: CUDA tensors of this framework do not tell their stream");
     if (api->current_work_stream(device.device_type, device.device_id, &context.stream) != 0)
@@ -156,7 +170,9 @@ void Call(nb::capsule handler, nb::sequence inputs, nb::sequence outputs, nb::di
 
   auto* run = reinterpret_cast<XLA_FFI_Handler*>(handler.data(kHandlerCapsule));
   XLA_FFI_Error* error;
-  {
+  if (device.device_type == kDLCPU && args.AreFew() && rets.AreFew()) {
+    error = run(&frame);  // To let go of the lock would take longer than the call.
+  } else {
     nb::gil_scoped_release unlocked;
     const ScopedDevice current(device);
     error = run(&frame);

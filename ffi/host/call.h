@@ -10,10 +10,11 @@ namespace qshard::host {
 // or a tuple of int). A tensor that an op changes in place is in both.
 //
 // Tensors must be C-contiguous, on one device, and hold memory: fake, meta and subclass tensors are
-// refused. On CUDA the work is enqueued on the framework's current stream. Raises TypeError,
-// ValueError, NotImplementedError or RuntimeError.
+// refused, and with `refuse_negated` views that torch has only marked as negated. On CUDA the work
+// is enqueued on the framework's current stream. Raises TypeError, ValueError, NotImplementedError
+// or RuntimeError.
 void Call(nanobind::capsule handler, nanobind::sequence inputs, nanobind::sequence outputs,
-          nanobind::dict attributes);
+          nanobind::dict attributes, bool refuse_negated);
 
 inline constexpr char kHandlerCapsule[] = "xla._CUSTOM_CALL_TARGET";  // the name jax.ffi expects
 

@@ -66,13 +66,13 @@ nb::tuple TupleOf(const int64_t* values, int64_t count) {
 
 nb::list Bind(const Row& row, nb::sequence shapes, nb::sequence dtypes, nb::dict attributes,
               nb::handle dtype) {
-  RequireSingles(row);
   const Shapes operands(shapes, dtypes);
   Attributes attrs(attributes);
   Binding binding(row);
   if (Error error = binding.BindShapes(attrs.Get(), operands.Get())) Raise(error);
   const std::string chosen = dtype.is_none() ? "" : nb::cast<std::string>(dtype);
   nb::list results;
+  if (row.many) return results;  // they are operands
   for (size_t i = 0; i < row.outputs.size(); ++i) {
     int64_t dims[kMaxRank], rank;
     DataType type;
@@ -126,12 +126,6 @@ nb::tuple Axes(const Row& row, nb::sequence shapes, nb::dict attributes, bool sp
     return nb::tuple(list);
   };
   return nb::make_tuple(side(row.inputs, false), side(row.outputs, true), split);
-}
-
-nb::tuple Names(const Row& row, const std::vector<int>& symbols) {
-  nb::list names;
-  for (int symbol : symbols) names.append(row.symbols[symbol].name);
-  return nb::tuple(names);
 }
 
 // A plain or composite axis is a tuple of factors; the others are as they are written.
@@ -210,7 +204,8 @@ void DefineRows(nb::module_& m) {
       .def_prop_ro("blocks", BlocksOf, "The legal (block_rows, block_cols), or () for a range.")
       .def_prop_ro("open_axes",
                    [](const Row& row) {
-                     nb::list names(Names(row, row.open_axes));
+                     nb::list names;
+                     for (int symbol : row.open_axes) names.append(row.symbols[symbol].name);
                      if (row.open_prefix) names.append("lead");
                      return nb::tuple(names);
                    })

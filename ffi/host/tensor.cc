@@ -55,8 +55,8 @@ XLA_FFI_DataType ToXla(DLDataType t) {
   }
 }
 
-std::string Name(nb::handle object, const char* role, size_t index) {
-  return std::string("call: ") + role + " " + std::to_string(index) + " (" +
+std::string Name(nb::handle object, const Use& use, size_t index) {
+  return std::string("call: ") + use.role + " " + std::to_string(index) + " (" +
          nb::type_name(object.type()).c_str() + ")";
 }
 
@@ -72,20 +72,20 @@ bool IsContiguous(const DLTensor& t) {
   return true;
 }
 
-void Fill(const DLTensor& t, nb::handle object, const char* role, size_t index, Tensor& tensor) {
+void Fill(const DLTensor& t, nb::handle object, const Use& use, size_t index, Tensor& tensor) {
   const XLA_FFI_DataType dtype = ToXla(t.dtype);
   if (dtype == XLA_FFI_DataType_INVALID)
-    throw nb::type_error((Name(object, role, index) +
+    throw nb::type_error((Name(object, use, index) +
                           " has a dtype that no kernel takes; view packed or 4-bit data as uint8")
                              .c_str());
   if (!IsContiguous(t))
     throw nb::value_error(
-        (Name(object, role, index) + " is strided; call .contiguous() on it").c_str());
+        (Name(object, use, index) + " is strided; call .contiguous() on it").c_str());
   bool empty = false;
   for (int i = 0; i < t.ndim; ++i) empty |= t.shape[i] == 0;
   if (t.data == nullptr && !empty)
     throw nb::value_error(
-        (Name(object, role, index) +
+        (Name(object, use, index) +
          " has no memory (fake, meta or wrapper tensor); pass the plain tensor inside it")
             .c_str());
   tensor.buffer = {XLA_FFI_Buffer_STRUCT_SIZE,
@@ -100,7 +100,7 @@ void Fill(const DLTensor& t, nb::handle object, const char* role, size_t index, 
 // Through nanobind: numpy arrays and any object with __dlpack__. The ndarray must live as long as
 // the buffer.
 template <class... Access>
-void ImportSlow(nb::handle object, const char* role, size_t index, Tensor& tensor) {
+nb::object ImportSlow(nb::handle object, const Use& use, size_t index, Tensor& tensor) {
   using Array = nb::ndarray<Access...>;
   auto owner = std::make_unique<Array>(nb::cast<Array>(object, /*convert=*/false));
   Array& array = *owner;
@@ -111,40 +111,27 @@ void ImportSlow(nb::handle object, const char* role, size_t index, Tensor& tenso
                    const_cast<int64_t*>(array.shape_ptr()),
                    const_cast<int64_t*>(array.stride_ptr()),
                    /*byte_offset=*/0};
-  Fill(t, object, role, index, tensor);
-  tensor.keep =
-      nb::capsule(owner.release(), [](void* p) noexcept { delete static_cast<Array*>(p); });
+  Fill(t, object, use, index, tensor);
+  return nb::capsule(owner.release(), [](void* p) noexcept { delete static_cast<Array*>(p); });
 }
 
-}  // namespace
+// A method of `type` without arguments, as the function in C that it is.
+PyCFunction MethodOf(PyTypeObject* type, const char* name) {
+  const nb::object method =
+      nb::getattr(nb::handle(reinterpret_cast<PyObject*>(type)), name, nb::none());
+  if (!PyObject_TypeCheck(method.ptr(), &PyMethodDescr_Type)) return nullptr;
+  const PyMethodDef* def = reinterpret_cast<PyMethodDescrObject*>(method.ptr())->d_method;
+  return def->ml_flags == METH_NOARGS ? def->ml_meth : nullptr;
+}
 
-const DLPackExchangeAPI* ExchangeApi(PyTypeObject* type) {
-  // Under the GIL. A few types are remembered, and kept alive so that no other can take their
-  // place.
-  struct Known {
-    PyTypeObject* type;
-    const DLPackExchangeAPI* api;
-  };
-  constexpr size_t kMany = 16;
-  static Known known[kMany];
-  static size_t count = 0;
-  for (size_t i = 0; i < count; ++i)
-    if (known[i].type == type) return known[i].api;
-  const DLPackExchangeAPI* api = nullptr;
-  PyObject* capsule =
-      PyObject_GetAttrString(reinterpret_cast<PyObject*>(type), "__dlpack_c_exchange_api__");
-  if (capsule != nullptr) {
-    auto* offered =
-        static_cast<const DLPackExchangeAPI*>(PyCapsule_GetPointer(capsule, "dlpack_exchange_api"));
-    Py_DECREF(capsule);
-    if (offered != nullptr && offered->header.version.major == DLPACK_MAJOR_VERSION) api = offered;
-  }
-  PyErr_Clear();
-  if (count < kMany) {
-    Py_INCREF(reinterpret_cast<PyObject*>(type));
-    known[count++] = {type, api};
-  }
-  return api;
+void CheckNotNegated(PyCFunction is_neg, nb::handle object, const Use& use, size_t index) {
+  const nb::object negated = nb::steal(is_neg(object.ptr(), nullptr));
+  if (!negated.is_valid()) nb::raise_python_error();
+  if (negated.ptr() == Py_True)
+    throw nb::value_error(
+        (Name(object, use, index) +
+         " is a negated view, whose memory has other signs; call .resolve_neg() on it")
+            .c_str());
 }
 
 // Arrays of JAX are immutable, and may share memory with others.
@@ -153,26 +140,60 @@ bool IsJax(nb::handle object) {
   return nb::isinstance<nb::str>(module) && nb::cast<std::string>(module).rfind("jax", 0) == 0;
 }
 
-void Import(nb::handle object, const char* role, size_t index, bool writable, Tensor& tensor) {
-  if (const DLPackExchangeAPI* api = ExchangeApi(Py_TYPE(object.ptr()))) {
-    DLTensor t;
-    if (api->dltensor_from_py_object_no_sync(object.ptr(), &t) != 0) nb::raise_python_error();
-    Fill(t, object, role, index, tensor);
-    return;
+}  // namespace
+
+Framework FrameworkOf(PyTypeObject* type) {
+  // Under the GIL. A few types are remembered, and kept alive so that no other can take their
+  // place.
+  struct Known {
+    PyTypeObject* type;
+    Framework framework;
+  };
+  constexpr size_t kMany = 16;
+  static Known known[kMany];
+  static size_t count = 0;
+  for (size_t i = 0; i < count; ++i)
+    if (known[i].type == type) return known[i].framework;
+  Framework framework{nullptr, MethodOf(type, "is_neg")};
+  PyObject* capsule =
+      PyObject_GetAttrString(reinterpret_cast<PyObject*>(type), "__dlpack_c_exchange_api__");
+  if (capsule != nullptr) {
+    auto* offered =
+        static_cast<const DLPackExchangeAPI*>(PyCapsule_GetPointer(capsule, "dlpack_exchange_api"));
+    Py_DECREF(capsule);
+    if (offered != nullptr && offered->header.version.major == DLPACK_MAJOR_VERSION)
+      framework.api = offered;
   }
-  if (writable && IsJax(object))
+  PyErr_Clear();
+  if (count < kMany) {
+    Py_INCREF(reinterpret_cast<PyObject*>(type));
+    known[count++] = {type, framework};
+  }
+  return framework;
+}
+
+nb::object Import(nb::handle object, const Use& use, size_t index, Tensor& tensor) {
+  const Framework framework = FrameworkOf(Py_TYPE(object.ptr()));
+  if (framework.api != nullptr) {
+    DLTensor t;
+    if (framework.api->dltensor_from_py_object_no_sync(object.ptr(), &t) != 0)
+      nb::raise_python_error();
+    Fill(t, object, use, index, tensor);
+    if (use.refuse_negated && t.dtype.code == kDLFloat && framework.is_neg != nullptr)
+      CheckNotNegated(framework.is_neg, object, use, index);
+    return {};
+  }
+  if (use.writable && IsJax(object))
     throw nb::type_error(
-        (Name(object, role, index) +
+        (Name(object, use, index) +
          " is an array of JAX, which may not be written; call the op in qshard.jax.ops")
             .c_str());
   try {
-    if (writable)
-      ImportSlow<>(object, role, index, tensor);
-    else
-      ImportSlow<nb::ro>(object, role, index, tensor);
+    return use.writable ? ImportSlow<>(object, use, index, tensor)
+                        : ImportSlow<nb::ro>(object, use, index, tensor);
   } catch (const nb::cast_error&) {
     throw nb::type_error(
-        (Name(object, role, index) + " is not an array that DLPack can share").c_str());
+        (Name(object, use, index) + " is not an array that DLPack can share").c_str());
   }
 }
 

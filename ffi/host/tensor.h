@@ -9,18 +9,29 @@
 
 namespace qshard::host {
 
-// The framework's table of C functions for tensors of this type, or null if it offers none.
-const DLPackExchangeAPI* ExchangeApi(PyTypeObject* type);
+// What the framework of a type of tensors offers in C; null for what it lacks.
+struct Framework {
+  const DLPackExchangeAPI* api;
+  PyCFunction is_neg;  // torch's: whether the memory has other signs than the tensor
+};
+Framework FrameworkOf(PyTypeObject* type);
 
-// A tensor borrowed for one call. `keep` holds what the fall-back path allocated.
+// A tensor borrowed for one call.
 struct Tensor {
   XLA_FFI_Buffer buffer;
   DLDevice device;
-  nanobind::object keep;
 };
 
-// Fills `tensor` from a Python object. `role` names it in errors ("input 0").
-void Import(nanobind::handle object, const char* role, size_t index, bool writable, Tensor& tensor);
+// What a call does with its tensors.
+struct Use {
+  const char* role;  // names them in errors ("input")
+  bool writable;
+  bool refuse_negated;  // floats alone: torch negates no others
+};
+
+// Fills `tensor` from a Python object, number `index` of its role. Returns what the memory needs to
+// be held, if the fall-back path made it.
+nanobind::object Import(nanobind::handle object, const Use& use, size_t index, Tensor& tensor);
 
 }  // namespace qshard::host
 

@@ -27,6 +27,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -84,7 +85,8 @@ class Op:
         self.spec = spec
         self._in_place = dict(in_place or {})
         terms = [term for operand in spec.inputs for term in operand.terms]
-        self._sizes = {name for term in terms for name in ((term[1:],) if isinstance(term, str) else term)} | {"lead"}
+        sizes = {name for term in terms for name in ((term[1:],) if isinstance(term, str) else term)} | {"lead"}
+        self._idle = sizes - {*spec.attributes, *spec.open_axes}  # Options that shapes make redundant.
         first = spec.inputs[0].terms[0]
         self._leading_axes = first[1:] if isinstance(first, str) else None
         alike = {operand.terms for operand in (*spec.inputs, *spec.outputs)} - {("...",)}
@@ -110,11 +112,10 @@ class Op:
           NotImplementedError: qshard was built without kernels for the device.
         """
         arrays = [jnp.asarray(operand) for operand in operands]
-        self._results([a.shape for a in arrays], arrays, options)
-        cuttable = may_be_cut(arrays[0])
-        options["cuttable"] = cuttable
-        binding = self._bind([a.shape for a in arrays], options)
-        if not self._elementwise or not 0 < arrays[0].ndim == binding.shared_lead:
+        options = {name: value for name, value in options.items() if name not in self._idle}
+        options["cuttable"] = may_be_cut(arrays[0])
+        call = self._bound(arrays, options)
+        if not self._elementwise or not 0 < arrays[0].ndim == call.binding.shared_lead:
             return self._patterned(arrays, options)
         # XLA does not cut the last axis of an op that it could cut along every axis, so there is one of size 1.
         star = self.spec.inputs[0].terms
@@ -124,11 +125,11 @@ class Op:
     def _patterned(self, arrays: Sequence[jax.Array], options: dict[str, Any]) -> Any:
         """`__call__`, with the primitive's view of operands and results made around it."""
         shapes = tuple(a.shape for a in arrays)
-        binding = self._bind(shapes, options)
+        binding = self._bound(arrays, options).binding
         if "split" in self.spec.attributes and options.setdefault("split", binding.split) != binding.split:
             raise ValueError(f"{self.spec.name}: split ({options['split']}) is not the form of {shapes}; leave it out")
         logical = [self._factored(i, array, binding) for i, array in enumerate(arrays)]
-        results = self._primitive.bind(*_alike(logical, binding), shapes=shapes, **options)
+        results = self._primitive.bind(*_alike(logical, self._bound(arrays, options)), shapes=shapes, **options)
         patterned = tuple(
             _joined(result, axes, *binding.in_operand_order(i))
             for i, (result, axes) in enumerate(zip(results, binding.outputs, strict=True))
@@ -153,30 +154,19 @@ class Op:
         sizes = [factor.size for axis in axes for factor in axis]
         return jnp.transpose(_reshape(array, sizes, entries), _inverse(order))
 
-    def _bind(self, shapes: Sequence[tuple[int, ...]], options: Mapping[str, Any]) -> Binding:
-        static = {name: value for name, value in options.items() if name in self._sizes}
-        cuttable = options["cuttable"]
-        binding = self.spec.bind(shapes, element=options.get("element"), split=cuttable, **static)
-        return binding if cuttable else _Uncut(binding.inputs, binding.outputs)
-
-    def _results(
-        self, shapes: Sequence[tuple[int, ...]], operands: Sequence[Any], options: Mapping[str, Any]
-    ) -> list[tuple[tuple[int, ...], str]]:
-        """Shapes and dtypes of the results by their pattern; raises for what the op does not take."""
-        not_given = {"cuttable", "dtype", "shapes", "split"} | self._sizes - {
-            *self.spec.attributes,
-            *self.spec.open_axes,
-        }
-        given = {name: value for name, value in options.items() if name not in not_given}
-        return self.spec.results(shapes, [str(a.dtype) for a in operands], given, options.get("dtype"))
-
-    def _attributes(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        not_attributes = {"cuttable", "dtype", "shapes"} | self._sizes - set(self.spec.attributes)
-        return {name: value for name, value in options.items() if name not in not_attributes}
+    def _bound(
+        self,
+        arrays: Sequence[Any],
+        options: Mapping[str, Any],
+        shapes: Sequence[tuple[int, ...]] | None = None,
+    ) -> _Bound:
+        """What follows from operands and options. `shapes`: by pattern, if `arrays` are the primitive's view."""
+        shapes = [a.shape for a in arrays] if shapes is None else shapes
+        return _bound(self.spec, tuple(shapes), tuple(str(a.dtype) for a in arrays), tuple(options.items()))
 
     def _type(self, *avals: Any, shapes: tuple[tuple[int, ...], ...], **options: Any) -> tuple[Any, ...]:
-        binding = self._bind(shapes, options)
-        out_dtypes = [dtype for _, dtype in self._results(shapes, avals, options)]
+        call = self._bound(avals, options, shapes)
+        binding = call.binding
         entries = _entries(avals[0], binding)
         # `update` keeps of the operand's type what a ShapeDtypeStruct lacks: the manual axes over which it varies.
         return tuple(
@@ -186,7 +176,7 @@ class Op:
                 weak_type=False,
                 sharding=_cut(avals[0], entries, factors),
             )
-            for dtype, factors in zip(out_dtypes, _result_factors(binding), strict=True)
+            for dtype, factors in zip(call.dtypes, call.result_factors, strict=True)
         )
 
     def _lower(self, ctx: Any, *operands: Any, shapes: tuple[tuple[int, ...], ...], **options: Any) -> Any:
@@ -196,7 +186,8 @@ class Op:
                 f"{self.spec.name}: this build of qshard has no kernels for {', '.join(missing)}; "
                 "build it where a CUDA compiler is found, or run on the CPU"
             )
-        binding = self._bind(shapes, options)
+        call = self._bound(ctx.avals_in, options, shapes)
+        binding = call.binding
         rule = jax.ffi.ffi_lowering(
             target_of(self.spec.name),
             # Layouts here run from minor to major.
@@ -211,10 +202,12 @@ class Op:
                         )
                     }
                 ),
-                "sdy.sharding_rule": ir.Attribute.parse(_shardy_rule(binding)),
+                "sdy.sharding_rule": ir.Attribute.parse(call.shardy_rule),
             },
         )
-        return rule(ctx, *operands, **{name: encoded(value) for name, value in self._attributes(options).items()})
+        return rule(
+            ctx, *operands, **{name: encoded(value) for name, value in options.items() if name in self.spec.attributes}
+        )
 
     def _batch(
         self,
@@ -233,7 +226,7 @@ class Op:
         ]
         options |= {name: options[name] + 1 for name in {self._leading_axes, "lead"} & options.keys()}
         shapes = tuple((size, *shape) for shape in shapes)
-        results = self._primitive.bind(*_alike(moved, self._bind(shapes, options)), shapes=shapes, **options)
+        results = self._primitive.bind(*_alike(moved, self._bound(moved, options, shapes)), shapes=shapes, **options)
         return results, (0,) * len(results)
 
     def _run(self, *operands: Any, **options: Any) -> Any:
@@ -270,17 +263,6 @@ def encoded(value: Any) -> Any:
     return np.float32(value) if isinstance(value, float) else np.int64(value)
 
 
-class _Uncut(Binding):
-    """Buffers as they are, with nothing to cut: XLA for CPUs copies where a layout says that there is nothing to do."""
-
-    @property
-    def shared(self) -> tuple[Factor, ...]:
-        return ()
-
-    def _order(self, axes: Axes) -> tuple[tuple[Factor, ...], tuple[int, ...]]:
-        return tuple(axis[0] for axis in axes), tuple(range(len(axes)))
-
-
 def may_be_cut(x: jax.Array) -> bool:
     """Whether XLA, or an Explicit mesh, may cut `x` over devices."""
     mesh = jax.typeof(x).sharding.mesh
@@ -289,26 +271,51 @@ def may_be_cut(x: jax.Array) -> bool:
     return mesh.size > 1 and set(mesh.axis_types) != {AxisType.Manual}
 
 
-def _operand_factors(binding: Binding) -> list[tuple[Factor, ...]]:
-    """The axes of every operand as the primitive has it."""
-    return [binding.input_order(i)[0] for i in range(len(binding.inputs))]
+@dataclass(frozen=True)
+class _Bound:
+    """A call, bound once: all that is asked of it follows from its shapes, dtypes and options."""
+
+    binding: Binding
+    dtypes: tuple[str, ...]
+
+    @functools.cached_property
+    def operand_factors(self) -> tuple[tuple[Factor, ...], ...]:
+        """The axes of every operand as the primitive has it."""
+        return tuple(self.binding.input_order(i)[0] for i in range(len(self.binding.inputs)))
+
+    @functools.cached_property
+    def result_factors(self) -> tuple[tuple[Factor, ...], ...]:
+        """The axes of every result as the primitive has it: in the operand's order."""
+        return tuple(self.binding.in_operand_order(i)[0] for i in range(len(self.binding.outputs)))
+
+    @functools.cached_property
+    def shardy_rule(self) -> str:
+        """The rule in Shardy's notation: a letter for each factor, in the order in which they appear, and its size.
+
+        What a result lacks is never cut: a front end that has it in shards reduces their amaxes itself.
+        """
+        inputs, outputs = self.operand_factors, self.result_factors
+        factors = dict.fromkeys(factor for fs in inputs + outputs for factor in fs)
+        letters = {factor: _letter(i) for i, factor in enumerate(factors)}
+        sides = [
+            ", ".join(f"[{', '.join(letters[factor] for factor in factors)}]" for factors in side)
+            for side in (inputs, outputs)
+        ]
+        sizes = ", ".join(f"{letter}={factor.size}" for factor, letter in letters.items())
+        whole = ", ".join(letters[factor] for factor in factors if factor in self.binding.reduced)
+        whole = f" need_replication={{{whole}}}" if whole else ""
+        return f"#sdy.op_sharding_rule<({sides[0]})->({sides[1]}) {{{sizes}}}{whole}, custom>"
 
 
-def _result_factors(binding: Binding) -> list[tuple[Factor, ...]]:
-    """The axes of every result as the primitive has it: in the operand's order."""
-    return [binding.in_operand_order(i)[0] for i in range(len(binding.outputs))]
-
-
-def _shardy_rule(binding: Binding) -> str:
-    """The rule in Shardy's notation: a letter for each factor, in the order in which they appear, and its size."""
-    inputs, outputs = _operand_factors(binding), _result_factors(binding)
-    letters = {factor: _letter(i) for i, factor in enumerate(dict.fromkeys(f for fs in inputs + outputs for f in fs))}
-    sides = [
-        ", ".join(f"[{', '.join(letters[factor] for factor in factors)}]" for factors in side)
-        for side in (inputs, outputs)
-    ]
-    sizes = ", ".join(f"{letter}={factor.size}" for factor, letter in letters.items())
-    return f"#sdy.op_sharding_rule<({sides[0]})->({sides[1]}) {{{sizes}}}, custom>"
+@functools.lru_cache(maxsize=4096)
+def _bound(
+    spec: OpSpec, shapes: tuple[tuple[int, ...], ...], dtypes: tuple[str, ...], options: tuple[tuple[str, Any], ...]
+) -> _Bound:
+    """Raises for what the op does not take."""
+    given = {name: value for name, value in options if name not in ("cuttable", "dtype", "split")}
+    results = spec.results(shapes, dtypes, given, dict(options).get("dtype"))
+    binding = spec.bind(shapes, cuttable=dict(options)["cuttable"], **given)
+    return _Bound(binding, tuple(dtype for _, dtype in results))
 
 
 def _letter(index: int) -> str:
@@ -325,13 +332,13 @@ def _cut(aval: Any, entries: Mapping[Factor, Any], factors: Sequence[Factor]) ->
     return NamedSharding(aval.sharding.mesh, PartitionSpec(*(entries.get(factor) for factor in factors)))
 
 
-def _alike(arrays: Sequence[jax.Array], binding: Binding) -> list[jax.Array]:
+def _alike(arrays: Sequence[jax.Array], call: _Bound) -> list[jax.Array]:
     """The operands, all varying over the same manual axes, and on Explicit meshes cut as the first one is."""
     first = jax.typeof(arrays[0])
-    entries = _entries(first, binding)
+    entries = _entries(first, call.binding)
     varying = frozenset().union(*(jax.typeof(a).manual_axis_type.varying for a in arrays))
     alike = []
-    for array, factors in zip(arrays, _operand_factors(binding), strict=True):
+    for array, factors in zip(arrays, call.operand_factors, strict=True):
         own = jax.typeof(array)
         if missing := tuple(sorted(varying - own.manual_axis_type.varying)):
             array = lax.pcast(array, missing, to="varying")
