@@ -15,7 +15,7 @@ from qshard.layout import stores_transposed
 
 Contenders = dict[str, tuple[float, Callable[[], object]]]
 
-NAMES = ("FP8_1x128", "FP8_128x128", "MXFP8_E4M3", "MXFP8_32x32", "NVFP4", "NVFP4_16x16")
+NAMES = ("FP8_1x128", "FP8_128x128", "MXFP8_E4M3", "MXFP8_32x32", "MXFP4", "MXFP4_32x32", "NVFP4", "NVFP4_16x16")
 USAGES = {"rowwise": Usage.ROWWISE, "columnwise": Usage.COLUMNWISE, "both": Usage.BOTH}
 GLOBAL_AMAX = 5.0
 
@@ -134,8 +134,8 @@ def torch_quantize(x: Any) -> Contenders:
             scale = torch.where(amax > 0, 448 / amax, 1.0)
             scale = (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
             return scale, 1 / scale
-        if fmt.element.bits == 8:
-            v = (amax * (1 / 448)).view(torch.int32)
+        if fmt.global_scale is None:
+            v = (amax * (1 / fmt.element.max)).view(torch.int32)
             e = (v >> 23) + ((v & 0x7FFFFF) != 0)
             return ((254 - e) << 23).view(torch.float32), e.to(torch.uint8)
         s = 2688 / GLOBAL_AMAX
@@ -180,8 +180,8 @@ def jnp_quantize(x: Any, wait: Callable[..., Callable[[], object]]) -> Contender
         if fmt.scale_dtype == "float32":
             scale = power(bits(jnp.where(amax > 0, 448 / amax, 1.0)) & 0x7F800000)
             return scale, 1 / scale
-        if fmt.element.bits == 8:
-            v = bits(amax * jnp.float32(1 / 448))
+        if fmt.global_scale is None:
+            v = bits(amax * jnp.float32(1 / fmt.element.max))
             e = (v >> 23) + ((v & 0x7FFFFF) != 0)
             return power((254 - e) << 23), e.astype(jnp.uint8)
         s = jnp.float32(2688 / GLOBAL_AMAX)

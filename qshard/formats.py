@@ -29,6 +29,8 @@ __all__ = [
     "FP8_1x128",
     "FP8_E4M3",
     "FP8_E5M2",
+    "MXFP4",
+    "MXFP4_32x32",
     "MXFP8_32x32",
     "MXFP8_E4M3",
     "MXFP8_E5M2",
@@ -138,7 +140,8 @@ class Scaling:
       dtype: dtype string of `scale_inv`: "float32", or the name of an `ElementFormat`.
       elements: the formats of `data` that may be scaled so.
       whole_blocks: the last block of a row or column may not be cut short.
-      turns_columns: the columnwise plane of vectors is stored as the rowwise plane of `x.T`.
+      turns_columns: the columnwise plane of vectors is stored as the rowwise plane of `x.T`. So is any whose codes
+        share bytes (`Format.turns_columns`).
       quantize_op, dequantize_op: the ops that make a plane of blocks, and its values. Names of the others that make
         planes from one read begin with `quantize_op`.
     """
@@ -207,7 +210,7 @@ class PowerScaling(Scaling):
     """
 
     dtype: ClassVar[str] = E8M0.name
-    elements: ClassVar[tuple[ElementFormat, ...]] = (E4M3, E5M2)
+    elements: ClassVar[tuple[ElementFormat, ...]] = (E4M3, E5M2, E2M1)
     turns_columns: ClassVar[bool] = False
 
     scale_rounding: Literal["up", "floor"] = "up"
@@ -363,6 +366,13 @@ class Format:
         return self.block is None or self.block[0] == self.block[1]
 
     @property
+    def turns_columns(self) -> bool:
+        """Whether the columnwise plane is stored as the rowwise plane of `x.T`. Codes of 4 bits are packed along the
+        axis that blocks run along, the one that a GEMM contracts, so theirs always is.
+        """
+        return self.transposes or self.scaling.turns_columns or self.element.codes_per_byte > 1
+
+    @property
     def stochastic(self) -> bool:
         """Whether quantizing takes a seed."""
         return self.rounding == "stochastic"
@@ -450,6 +460,8 @@ FP8_128x128 = Format(name="FP8_128x128", element=E4M3, block=(128, 128), scaling
 MXFP8_E4M3 = Format(name="MXFP8_E4M3", element=E4M3, block=(1, 32), scaling=PowerScaling())
 MXFP8_E5M2 = Format(name="MXFP8_E5M2", element=E5M2, block=(1, 32), scaling=PowerScaling())
 MXFP8_32x32 = Format(name="MXFP8_32x32", element=E4M3, block=(32, 32), scaling=PowerScaling())
+MXFP4 = Format(name="MXFP4", element=E2M1, block=(1, 32), scaling=PowerScaling())
+MXFP4_32x32 = Format(name="MXFP4_32x32", element=E2M1, block=(32, 32), scaling=PowerScaling())
 NVFP4 = Format(name="NVFP4", element=E2M1, block=(1, 16), scaling=TwoLevelScaling())
 NVFP4_16x16 = Format(name="NVFP4_16x16", element=E2M1, block=(16, 16), scaling=TwoLevelScaling())
 FORMATS = {
@@ -462,6 +474,8 @@ FORMATS = {
         MXFP8_E4M3,
         MXFP8_E5M2,
         MXFP8_32x32,
+        MXFP4,
+        MXFP4_32x32,
         NVFP4,
         NVFP4_16x16,
     )

@@ -103,11 +103,11 @@ def matrix_shape(shape: Shape) -> tuple[int, int]:
 def stores_transposed(fmt: Format) -> bool:
     """Whether the columnwise plane is stored as the rowwise plane of `x.T`: all but that of MXFP8 vectors.
 
-    >>> from qshard.formats import FP8_1x128, MXFP8_32x32, MXFP8_E4M3
-    >>> [stores_transposed(fmt) for fmt in (FP8_1x128, MXFP8_32x32, MXFP8_E4M3)]
-    [True, True, False]
+    >>> from qshard.formats import FP8_1x128, MXFP4, MXFP8_32x32, MXFP8_E4M3
+    >>> [stores_transposed(fmt) for fmt in (FP8_1x128, MXFP8_32x32, MXFP8_E4M3, MXFP4)]
+    [True, True, False, True]
     """
-    return fmt.transposes or fmt.scaling.turns_columns
+    return fmt.turns_columns
 
 
 def stored_block(fmt: Format, usage: Usage) -> tuple[int, int] | None:

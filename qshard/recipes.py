@@ -1,8 +1,8 @@
 """Recipes: which format each tensor of a linear layer takes. Frozen data; nothing reads the environment.
 
 Sources: arXiv:2209.05433 (E4M3 forward, E5M2 for gradients); arXiv:2412.19437 (128x128 weights, 1x128 the rest);
-arXiv:2506.08027 (E4M3 for every tensor in MXFP8); arXiv:2509.25149 (NVFP4: 16x16 weights, Hadamard transform of
-activations and gradients, stochastic rounding of gradients).
+arXiv:2506.08027 (E4M3 for every tensor in MXFP8); OCP Microscaling Formats v1.0 (MXFP4); arXiv:2509.25149 (NVFP4:
+16x16 weights, Hadamard transform of activations and gradients, stochastic rounding of gradients).
 """
 
 from __future__ import annotations
@@ -12,10 +12,20 @@ from dataclasses import dataclass
 from typing import Literal
 
 from qshard import formats
-from qshard.formats import E4M3, E5M2, FloatScaling, Format, PowerScaling, TwoLevelScaling, Usage
+from qshard.formats import E2M1, E4M3, E5M2, FloatScaling, Format, PowerScaling, TwoLevelScaling, Usage
 from qshard.layout import whole_units
 
-__all__ = ["NVFP4", "ROLE_SEEDS", "MXFP8", "BlockScaling", "CurrentScaling", "DelayedScaling", "Recipe", "Role"]
+__all__ = [
+    "MXFP4",
+    "NVFP4",
+    "ROLE_SEEDS",
+    "MXFP8",
+    "BlockScaling",
+    "CurrentScaling",
+    "DelayedScaling",
+    "Recipe",
+    "Role",
+]
 
 
 _ROTATED = formats.NVFP4.with_options(hadamard=True)
@@ -192,6 +202,22 @@ class MXFP8(Recipe):
     @staticmethod
     def _takes(fmt: Format) -> bool:
         return isinstance(fmt.scaling, PowerScaling) and fmt.element in (E4M3, E5M2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MXFP4(Recipe):
+    """FP4 in blocks of 32 with power-of-two scales. Square weight blocks let one plane serve forward and backward.
+
+    The coarsest of all recipes: elements have 3 bits of magnitude, and a scale may be up to twice what a block needs.
+    """
+
+    weight: Format = formats.MXFP4_32x32
+    activation: Format = formats.MXFP4
+    gradient: Format = formats.MXFP4
+
+    @staticmethod
+    def _takes(fmt: Format) -> bool:
+        return isinstance(fmt.scaling, PowerScaling) and fmt.element == E2M1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -82,7 +82,7 @@ def test_properties(fmt, data, square, cuts, rowwise, columnwise):
         (formats.FP8_E4M3, {"block": (0, 128)}),
         (formats.MXFP8_E4M3, {"block": (1, 16)}),
         (NVFP4, {"block": (1, 32)}),
-        (formats.MXFP8_E4M3, {"element": E2M1}),
+        (formats.FP8_1x128, {"element": E2M1}),
         (NVFP4, {"element": E4M3}),
         (formats.MXFP8_E4M3, {"block": None}),
         (formats.MXFP8_E4M3, {"pow2": True}),
