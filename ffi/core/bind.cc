@@ -243,8 +243,7 @@ bool Binding::Accepts(const Operand& operand, DataType dtype, DataType same) con
     case Operand::kNamed: {
       const AttributeValue& v = values_[operand.dtype_attribute];
       if (v.format == nullptr) return dtype == DataTypeOf(v.text());
-      return dtype == XLA_FFI_DataType_U8 ||
-             (v.format->codes_per_byte == 1 && dtype == v.format->dtype);
+      return dtype == XLA_FFI_DataType_U8 || dtype == v.format->dtype;
     }
     case Operand::kExact:
       break;
@@ -654,9 +653,11 @@ Error Binding::OutputDtype(int output, Buffers args, std::string_view chosen,
     case Operand::kPacked:
       *dtype = XLA_FFI_DataType_U8;
       return {};
-    case Operand::kNamed:
-      *dtype = PerByte(o) > 1 ? XLA_FFI_DataType_U8 : DataTypeOf(values_[o.dtype_attribute].text());
+    case Operand::kNamed: {
+      const AttributeValue& v = values_[o.dtype_attribute];
+      *dtype = v.format == nullptr ? DataTypeOf(v.text()) : v.format->dtype;
       return {};
+    }
     default:
       *dtype = o.exact;
       return {};

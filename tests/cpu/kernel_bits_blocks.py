@@ -10,7 +10,7 @@ import test_rotated_and_random_ops as rotated
 
 import op_calls
 from awkward import BFLOAT16, DTYPES
-from qshard.formats import E2M1, E4M3, E5M2
+from qshard.formats import E4M3, E5M2, PowerScaling
 
 FLOAT32, _, FLOAT16 = DTYPES
 DTYPE_IN_TURN = itertools.cycle(DTYPES)
@@ -34,7 +34,7 @@ def check_amax_and_casts_in_any_blocks() -> None:
 
 
 def check_every_16_bit_input() -> None:
-    for element, dtype in itertools.product((E4M3, E5M2, E2M1), DTYPES):
+    for element, dtype in itertools.product(PowerScaling.elements, DTYPES):
         steps.test_every_16_bit_input(element, dtype)
     steps.test_every_code_is_decoded_under_every_kind_of_scale()
 

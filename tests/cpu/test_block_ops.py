@@ -8,7 +8,7 @@ import pytest
 from awkward import DTYPES, assert_bits_equal, awkward_values, fits
 from op_calls import call
 from qshard import formats, layout, reference
-from qshard.formats import E2M1, E4M3, E5M2, E8M0, Format, Usage
+from qshard.formats import E2M1, E4M3, E5M2, E8M0, Format, PowerScaling, Usage
 
 BLOCKS = [
     (1, 16),
@@ -133,7 +133,7 @@ def test_amax_block(block, dtype):
 @dtypes
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
 def test_casts_with_any_scales_in_any_blocks(block, dtype):
-    for shape, element in itertools.product(SHAPES, (E4M3, E5M2, E2M1)):
+    for shape, element in itertools.product(SHAPES, PowerScaling.elements):
         if element is E2M1 and shape[1] % 2:
             continue
         x = awkward_values(shape, 2, dtype)
@@ -155,7 +155,7 @@ def test_casts_with_any_scales_in_any_blocks(block, dtype):
 
 
 @dtypes
-@pytest.mark.parametrize("element", [E4M3, E5M2, E2M1], ids=str)
+@pytest.mark.parametrize("element", PowerScaling.elements, ids=str)
 def test_every_16_bit_input(element, dtype):
     """As elements, and as amaxes of blocks. Of fp32: every exponent, around ties."""
     bits = np.arange(2**16, dtype=np.uint32)

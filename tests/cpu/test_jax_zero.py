@@ -15,12 +15,13 @@ import hlo
 from awkward import assert_bits_equal
 from qshard import formats
 from qshard.jax import adamw, init_delayed, linear, merge_observed, plan_zero, update_delayed
-from qshard.recipes import MXFP4, MXFP8, NVFP4, BlockScaling, CurrentScaling, DelayedScaling, Recipe
+from qshard.recipes import MXFP4, MXFP6, MXFP8, NVFP4, BlockScaling, CurrentScaling, DelayedScaling, Recipe
 
 RECIPES = {
     "current": CurrentScaling(),
     "blocks": BlockScaling(),
     "mxfp8": MXFP8(),
+    "mxfp6": MXFP6(),
     "mxfp4": MXFP4(),
     "nvfp4": NVFP4(),
     "delayed": DelayedScaling(history=2),

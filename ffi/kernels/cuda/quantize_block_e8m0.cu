@@ -7,6 +7,6 @@
 namespace qshard::kernels {
 
 #define QSHARD_QUANTIZE_E8M0(In, Code) QSHARD_QUANTIZE(In, Code, E8M0Scales)
-QSHARD_FLOATS_FP8(QSHARD_QUANTIZE_E8M0)
+QSHARD_FLOATS_BYTE_ELEMENTS(QSHARD_QUANTIZE_E8M0)
 
 }  // namespace qshard::kernels
