@@ -28,7 +28,7 @@ from qshard.torch_bridge import CastPlan, QuantizedSlice, cast_master
 SHAPE, SLICES, RANKS = (4096, 4096), 64, 8
 LENGTH = SHAPE[0] * SHAPE[1] // RANKS
 START, ODD_START = 3 * LENGTH + 12336, 3 * LENGTH + 12345
-NAMES = ("FP8_E4M3", "FP8_1x128", "FP8_128x128", "MXFP8_E4M3", "MXFP8_32x32", "NVFP4", "NVFP4_16x16")
+NAMES = ("FP8_E4M3", "FP8_1x128", "FP8_128x128", "MXFP8_E4M3", "MXFP8_32x32", "MXFP4_32x32", "NVFP4", "NVFP4_16x16")
 
 
 def steps(name: str, fmt: Format, masters: list[torch.Tensor], start: int = START) -> Contenders:

@@ -1,7 +1,7 @@
 """Whole quantizations in blocks for `bench_cpu_kernels.py`: with the fused ops of qshard, torch eager and jitted jnp.
 
 The rivals compute the formulas of NUMERICS.md with what their framework has, for finite values alone, which is less
-work. E2M1 is rounded by way of its unit in the last place, and packed with shifts.
+work. Elements of less than 8 bits are rounded by way of their unit in the last place, and E2M1 is packed with shifts.
 """
 
 from __future__ import annotations
@@ -10,12 +10,23 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from qshard.formats import FORMATS, Format, Usage
+from qshard.formats import FORMATS, ElementFormat, Format, Usage
 from qshard.layout import stores_transposed
 
 Contenders = dict[str, tuple[float, Callable[[], object]]]
 
-NAMES = ("FP8_1x128", "FP8_128x128", "MXFP8_E4M3", "MXFP8_32x32", "NVFP4", "NVFP4_16x16")
+NAMES = (
+    "FP8_1x128",
+    "FP8_128x128",
+    "MXFP8_E4M3",
+    "MXFP8_32x32",
+    "MXFP6_E2M3",
+    "MXFP6_E2M3_32x32",
+    "MXFP4",
+    "MXFP4_32x32",
+    "NVFP4",
+    "NVFP4_16x16",
+)
 USAGES = {"rowwise": Usage.ROWWISE, "columnwise": Usage.COLUMNWISE, "both": Usage.BOTH}
 GLOBAL_AMAX = 5.0
 
@@ -118,24 +129,22 @@ def torch_quantize(x: Any) -> Contenders:
         y = blocks.float() * scale
         if fmt.element.bits == 8:
             return y.clamp_(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
-        return e2m1(y)
+        return few_bits(y, fmt.element)
 
-    def e2m1(y: Any) -> Any:
-        a = y.abs().clamp_(max=6)
-        # The unit in the last place of E2M1; adding 1.5 * 2**23 units rounds to a whole number of them.
-        unit = torch.where(a < 2, 0.5, torch.where(a < 4, 1.0, 2.0))
-        magic = unit * 12582912.0
-        a = (a + magic) - magic
-        code = torch.where(a < 2, a * 2, torch.where(a < 4, a + 2, a / 2 + 4)).to(torch.uint8)
-        return code | (y.signbit().to(torch.uint8) << 3)
+    def few_bits(y: Any, element: ElementFormat) -> Any:
+        a, least, mantissa = y.abs().clamp_(max=element.max), 1 - element.bias, element.mantissa_bits
+        exponent = (a.view(torch.int32) >> 23).clamp_(min=least + 127)
+        units = a * ((254 + mantissa - exponent) << 23).view(torch.float32)  # in the last place
+        code = torch.round(units).to(torch.int32) + ((exponent - (least + 127)) << mantissa)
+        return (code | (y.signbit() << (element.bits - 1))).to(torch.uint8)
 
     def scales(amax: Any, fmt: Format) -> tuple[Any, Any]:
         if fmt.scale_dtype == "float32":
             scale = torch.where(amax > 0, 448 / amax, 1.0)
             scale = (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
             return scale, 1 / scale
-        if fmt.element.bits == 8:
-            v = (amax * (1 / 448)).view(torch.int32)
+        if fmt.global_scale is None:
+            v = (amax * (1 / fmt.element.max)).view(torch.int32)
             e = (v >> 23) + ((v & 0x7FFFFF) != 0)
             return ((254 - e) << 23).view(torch.float32), e.to(torch.uint8)
         s = 2688 / GLOBAL_AMAX
@@ -170,18 +179,19 @@ def jnp_quantize(x: Any, wait: Callable[..., Callable[[], object]]) -> Contender
     def codes(y: Any, fmt: Format) -> Any:
         if fmt.element.bits == 8:
             return jnp.clip(y, -448, 448).astype(jnp.float8_e4m3fn)
-        a = jnp.minimum(jnp.abs(y), 6)
-        unit = jnp.where(a < 2, 0.5, jnp.where(a < 4, 1.0, 2.0))
-        a = jnp.round(a / unit) * unit
-        code = jnp.where(a < 2, a * 2, jnp.where(a < 4, a + 2, a / 2 + 4)).astype(jnp.uint8)
-        return code | (jnp.signbit(y).astype(jnp.uint8) << 3)
+        element, least, mantissa = fmt.element, 1 - fmt.element.bias, fmt.element.mantissa_bits
+        a = jnp.minimum(jnp.abs(y), element.max)
+        exponent = jnp.maximum(bits(a) >> 23, least + 127)
+        units = a * power((254 + mantissa - exponent) << 23)  # in the last place
+        code = jnp.round(units).astype(jnp.int32) + ((exponent - (least + 127)) << mantissa)
+        return (code | (jnp.signbit(y) << (element.bits - 1))).astype(jnp.uint8)
 
     def scales(amax: Any, fmt: Format) -> tuple[Any, Any]:
         if fmt.scale_dtype == "float32":
             scale = power(bits(jnp.where(amax > 0, 448 / amax, 1.0)) & 0x7F800000)
             return scale, 1 / scale
-        if fmt.element.bits == 8:
-            v = bits(amax * jnp.float32(1 / 448))
+        if fmt.global_scale is None:
+            v = bits(amax * jnp.float32(1 / fmt.element.max))
             e = (v >> 23) + ((v & 0x7FFFFF) != 0)
             return power((254 - e) << 23), e.astype(jnp.uint8)
         s = jnp.float32(2688 / GLOBAL_AMAX)

@@ -52,7 +52,7 @@ class Target:
         return f" of {self.of}" if self.of else " %" if self.column == "percent_of_copy" else f" {self.column}"
 
 
-_FP8 = r"(FP8|MXFP8)_\w+"
+_ONE_READ = r"(FP8_|MXFP)\w+"
 TARGETS = (
     Target("gpu_ops", "cast_tensor qshard", "a cast, 95 % of a copy", 95, "TransformerEngine's has 95 %"),
     Target("gpu_ops", "cast_transpose qshard", "cast and transpose, 90 %", 90, "TransformerEngine's has 86 %"),
@@ -78,14 +78,14 @@ TARGETS = (
     ),
     Target(
         "gpu_formats",
-        rf"quantize ({_FP8} (row|column)wise|NVFP4\w* (row|column)wise, amax given,) qshard",
+        rf"quantize ({_ONE_READ} (row|column)wise|NVFP4\w* (row|column)wise, amax given,) qshard",
         "one plane of blocks, 90 %",
         90,
         "TransformerEngine's has 77 to 91 %, in blocks of 128",
     ),
     Target(
         "gpu_formats",
-        rf"quantize ({_FP8} both|NVFP4\w* both, amax given,) qshard",
+        rf"quantize ({_ONE_READ} both|NVFP4\w* both, amax given,) qshard",
         "both planes of blocks, 85 %",
         85,
         "TransformerEngine's have 66 to 90 %, in blocks of 128",

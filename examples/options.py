@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from corpus import text_file
 from gpt import Schedule
-from qshard.recipes import MXFP8, NVFP4, BlockScaling, CurrentScaling, DelayedScaling, Recipe
+from qshard.recipes import MXFP4, MXFP6, MXFP8, NVFP4, BlockScaling, CurrentScaling, DelayedScaling, Recipe
 
 # A recipe says which format weights, activations and gradients are cast to. None is the baseline: bfloat16 weights are
 # gathered and nothing is quantized.
@@ -22,6 +22,8 @@ RECIPES: dict[str, Recipe | None] = {
     "delayed": DelayedScaling(),
     "block": BlockScaling(),
     "mxfp8": MXFP8(),
+    "mxfp6": MXFP6(),
+    "mxfp4": MXFP4(),
     "nvfp4": NVFP4(),
 }
 

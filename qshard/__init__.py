@@ -1,7 +1,8 @@
-"""qshard: sharded weights in FP8, MXFP8 and NVFP4, the same bits in JAX, PyTorch and NumPy.
+"""qshard: sharded weights in FP8, MXFP8, MXFP6, MXFP4 and NVFP4, the same bits in JAX, PyTorch and NumPy.
 
-`qshard.formats` names how numbers are stored, `qshard.recipes` which format each role takes. Both hold an `NVFP4`
-(a format, a recipe), so use them through their modules. Importing `qshard` imports neither jax nor torch.
+`qshard.formats` names how numbers are stored, `qshard.recipes` which format each role takes. Some names,
+`NVFP4` for one, are those of a format and of a recipe, so use them through their modules. Importing `qshard` imports
+neither jax nor torch.
 """
 
 from qshard import formats, recipes

@@ -19,6 +19,8 @@ from typing import Any, ClassVar, Literal
 
 __all__ = [
     "E2M1",
+    "E2M3",
+    "E3M2",
     "E4M3",
     "E5M2",
     "E8M0",
@@ -29,6 +31,12 @@ __all__ = [
     "FP8_1x128",
     "FP8_E4M3",
     "FP8_E5M2",
+    "MXFP4",
+    "MXFP4_32x32",
+    "MXFP6_E2M3",
+    "MXFP6_E2M3_32x32",
+    "MXFP6_E3M2",
+    "MXFP6_E3M2_32x32",
     "MXFP8_32x32",
     "MXFP8_E4M3",
     "MXFP8_E5M2",
@@ -53,7 +61,7 @@ class ElementFormat:
       bits: width of a code; codes of 4 bits are stored two a byte, the even element in the low nibble.
       bias: exponent field `e` and mantissa field `m` stand for `2**(e - bias) * (1 + m / 2**mantissa_bits)`.
       max: largest finite value; encoding saturates to it.
-      nan_code: what encoding makes of NaN. E2M1 has no NaN and takes its largest code.
+      nan_code: what encoding makes of NaN. Those of fewer than 8 bits have no NaN, and take their largest code.
       inf_code: the code of infinity, if there is one. It is decoded, never produced.
 
     >>> E4M3.max, hex(E4M3.max_code), E4M3.max_exponent
@@ -98,11 +106,13 @@ E4M3 = ElementFormat(name="float8_e4m3fn", bits=8, exponent_bits=4, mantissa_bit
 E5M2 = ElementFormat(
     name="float8_e5m2", bits=8, exponent_bits=5, mantissa_bits=2, bias=15, max=57344.0, nan_code=0x7F, inf_code=0x7C
 )
+E2M3 = ElementFormat(name="float6_e2m3fn", bits=6, exponent_bits=2, mantissa_bits=3, bias=1, max=7.5, nan_code=0x1F)
+E3M2 = ElementFormat(name="float6_e3m2fn", bits=6, exponent_bits=3, mantissa_bits=2, bias=3, max=28.0, nan_code=0x1F)
 E2M1 = ElementFormat(name="float4_e2m1fn", bits=4, exponent_bits=2, mantissa_bits=1, bias=1, max=6.0, nan_code=0x7)
 E8M0 = ElementFormat(
     name="float8_e8m0fnu", bits=8, exponent_bits=8, mantissa_bits=0, bias=127, max=2.0**127, nan_code=0xFF
 )
-ELEMENTS = {element.name: element for element in (E4M3, E5M2, E2M1, E8M0)}
+ELEMENTS = {element.name: element for element in (E4M3, E5M2, E2M3, E3M2, E2M1, E8M0)}
 
 FLOAT16_MAX = 65504.0
 """The largest finite float16: states of an optimizer in float16 are scaled to it."""
@@ -138,7 +148,8 @@ class Scaling:
       dtype: dtype string of `scale_inv`: "float32", or the name of an `ElementFormat`.
       elements: the formats of `data` that may be scaled so.
       whole_blocks: the last block of a row or column may not be cut short.
-      turns_columns: the columnwise plane of vectors is stored as the rowwise plane of `x.T`.
+      turns_columns: the columnwise plane of vectors is stored as the rowwise plane of `x.T`. So is any whose codes
+        share bytes (`Format.turns_columns`).
       quantize_op: the op that makes a plane of blocks. Others that make planes from one read have names that begin so.
     """
 
@@ -205,7 +216,7 @@ class PowerScaling(Scaling):
     """
 
     dtype: ClassVar[str] = E8M0.name
-    elements: ClassVar[tuple[ElementFormat, ...]] = (E4M3, E5M2)
+    elements: ClassVar[tuple[ElementFormat, ...]] = (E4M3, E5M2, E2M3, E3M2, E2M1)
     turns_columns: ClassVar[bool] = False
 
     scale_rounding: Literal["up", "floor"] = "up"
@@ -367,6 +378,13 @@ nonfinite
         return self.block is None or self.block[0] == self.block[1]
 
     @property
+    def turns_columns(self) -> bool:
+        """Whether the columnwise plane is stored as the rowwise plane of `x.T`. Codes of 4 bits are packed along the
+        axis that blocks run along, the one that a GEMM contracts, so theirs always is.
+        """
+        return self.transposes or self.scaling.turns_columns or self.element.codes_per_byte > 1
+
+    @property
     def stochastic(self) -> bool:
         """Whether quantizing takes a seed."""
         return self.rounding == "stochastic"
@@ -445,6 +463,12 @@ FP8_128x128 = Format(name="FP8_128x128", element=E4M3, block=(128, 128), scaling
 MXFP8_E4M3 = Format(name="MXFP8_E4M3", element=E4M3, block=(1, 32), scaling=PowerScaling())
 MXFP8_E5M2 = Format(name="MXFP8_E5M2", element=E5M2, block=(1, 32), scaling=PowerScaling())
 MXFP8_32x32 = Format(name="MXFP8_32x32", element=E4M3, block=(32, 32), scaling=PowerScaling())
+MXFP6_E2M3 = Format(name="MXFP6_E2M3", element=E2M3, block=(1, 32), scaling=PowerScaling())
+MXFP6_E2M3_32x32 = Format(name="MXFP6_E2M3_32x32", element=E2M3, block=(32, 32), scaling=PowerScaling())
+MXFP6_E3M2 = Format(name="MXFP6_E3M2", element=E3M2, block=(1, 32), scaling=PowerScaling())
+MXFP6_E3M2_32x32 = Format(name="MXFP6_E3M2_32x32", element=E3M2, block=(32, 32), scaling=PowerScaling())
+MXFP4 = Format(name="MXFP4", element=E2M1, block=(1, 32), scaling=PowerScaling())
+MXFP4_32x32 = Format(name="MXFP4_32x32", element=E2M1, block=(32, 32), scaling=PowerScaling())
 NVFP4 = Format(name="NVFP4", element=E2M1, block=(1, 16), scaling=TwoLevelScaling())
 NVFP4_16x16 = Format(name="NVFP4_16x16", element=E2M1, block=(16, 16), scaling=TwoLevelScaling())
 FORMATS = {
@@ -457,6 +481,12 @@ FORMATS = {
         MXFP8_E4M3,
         MXFP8_E5M2,
         MXFP8_32x32,
+        MXFP6_E2M3,
+        MXFP6_E2M3_32x32,
+        MXFP6_E3M2,
+        MXFP6_E3M2_32x32,
+        MXFP4,
+        MXFP4_32x32,
         NVFP4,
         NVFP4_16x16,
     )

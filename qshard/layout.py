@@ -7,7 +7,7 @@
 | rowwise, one scale | `[*lead, K]` | `[]` |
 | rowwise, blocks (1, b) | `[*lead, K]` | `[*lead, ceil(K / b)]` |
 | rowwise, blocks (b, b) | `[*lead, K]` | `[ceil(M / b), ceil(K / b)]` |
-| columnwise, MXFP8 blocks (32, 1) | `[*lead, K]` | `[M / 32, K]` |
+| columnwise, MXFP8 and MXFP6 (32, 1) | `[*lead, K]` | `[M / 32, K]` |
 | columnwise, all others | `[K, M]`: the rowwise plane of `x.T` | the rowwise scales of `x.T` |
 
 Codes of 4 bits are packed along the last axis of `data`, which is then half as long. Scales are row-major and unpadded;
@@ -100,13 +100,14 @@ def matrix_shape(shape: Shape) -> tuple[int, int]:
 
 
 def stores_transposed(fmt: Format) -> bool:
-    """Whether the columnwise plane is stored as the rowwise plane of `x.T`: all but that of MXFP8 vectors.
+    """Whether the columnwise plane is stored as the rowwise plane of `x.T`: all but that of vectors of
+    MXFP8 and MXFP6.
 
-    >>> from qshard.formats import FP8_1x128, MXFP8_32x32, MXFP8_E4M3
-    >>> [stores_transposed(fmt) for fmt in (FP8_1x128, MXFP8_32x32, MXFP8_E4M3)]
-    [True, True, False]
+    >>> from qshard.formats import FP8_1x128, MXFP4, MXFP8_32x32, MXFP8_E4M3
+    >>> [stores_transposed(fmt) for fmt in (FP8_1x128, MXFP8_32x32, MXFP8_E4M3, MXFP4)]
+    [True, True, False, True]
     """
-    return fmt.transposes or fmt.scaling.turns_columns
+    return fmt.turns_columns
 
 
 def stored_block(fmt: Format, usage: Usage) -> tuple[int, int] | None:

@@ -1,8 +1,8 @@
 """Recipes: which format each tensor of a linear layer takes. Frozen data; nothing reads the environment.
 
 Sources: arXiv:2209.05433 (E4M3 forward, E5M2 for gradients); arXiv:2412.19437 (128x128 weights, 1x128 the rest);
-arXiv:2506.08027 (E4M3 for every tensor in MXFP8); arXiv:2509.25149 (NVFP4: 16x16 weights, Hadamard transform of
-activations and gradients, stochastic rounding of gradients).
+arXiv:2506.08027 (E4M3 for every tensor in MXFP8); OCP Microscaling Formats v1.0 (MXFP6, MXFP4); arXiv:2509.25149
+(NVFP4: 16x16 weights, Hadamard transform of activations and gradients, stochastic rounding of gradients).
 """
 
 from __future__ import annotations
@@ -12,10 +12,21 @@ from dataclasses import dataclass
 from typing import Literal
 
 from qshard import formats
-from qshard.formats import E4M3, E5M2, FloatScaling, Format, PowerScaling, TwoLevelScaling, Usage
+from qshard.formats import E2M1, E2M3, E3M2, E4M3, E5M2, FloatScaling, Format, PowerScaling, TwoLevelScaling, Usage
 from qshard.layout import whole_units
 
-__all__ = ["NVFP4", "ROLE_SEEDS", "MXFP8", "BlockScaling", "CurrentScaling", "DelayedScaling", "Recipe", "Role"]
+__all__ = [
+    "MXFP4",
+    "MXFP6",
+    "NVFP4",
+    "ROLE_SEEDS",
+    "MXFP8",
+    "BlockScaling",
+    "CurrentScaling",
+    "DelayedScaling",
+    "Recipe",
+    "Role",
+]
 
 
 def _showing(fmt: Format) -> Format:
@@ -43,7 +54,7 @@ The highest bits, out of reach for those who count steps or ranks up from a seed
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A format for each role, in any mix whose rotations cancel. Named recipes accept formats of one method of scaling.
+    """A format for each role, in any mix whose rotations cancel. Named recipes accept formats of one kind.
 
     The formats that named recipes choose have `nonfinite="nan"`: one infinity or NaN in `x`, `w` or `dy` makes the
     results that depend on it NaN, so that loss scaling, `optax.apply_if_finite` and the loss itself show it. A format
@@ -74,7 +85,7 @@ class Recipe:
             if not self._takes(self.format(role)):
                 raise ValueError(
                     f"{type(self).__name__}: {self.format(role)} as the format of {role.value} is scaled by another "
-                    "method; choose another format, or use Recipe for a mix"
+                    "method or has other elements; choose another format, or use Recipe for a mix"
                 )
         weight, activation, gradient = (fmt.hadamard for fmt in (self.weight, self.activation, self.gradient))
         if weight or activation != gradient:
@@ -200,6 +211,41 @@ class MXFP8(Recipe):
     @staticmethod
     def _takes(fmt: Format) -> bool:
         return isinstance(fmt.scaling, PowerScaling) and fmt.element in (E4M3, E5M2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MXFP6(Recipe):
+    """FP6 in blocks of 32 with power-of-two scales. Square weight blocks let one plane serve forward and backward.
+
+    E2M3 for every tensor: with a scale for each 32 elements a third bit of mantissa is worth more than a third bit of
+    exponent. Of numbers from a normal distribution it keeps 31 dB, E3M2 26 (MXFP8 32); from Student's t with 3 degrees
+    of freedom 29 and 26. `formats.MXFP6_E3M2` is for gradients that are spread more than that within 32 elements. Codes
+    are stored in a byte each, so they take the room and the time that those of MXFP8 do.
+    """
+
+    weight: Format = formats.MXFP6_E2M3_32x32
+    activation: Format = formats.MXFP6_E2M3
+    gradient: Format = formats.MXFP6_E2M3
+
+    @staticmethod
+    def _takes(fmt: Format) -> bool:
+        return isinstance(fmt.scaling, PowerScaling) and fmt.element in (E2M3, E3M2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MXFP4(Recipe):
+    """FP4 in blocks of 32 with power-of-two scales. Square weight blocks let one plane serve forward and backward.
+
+    The coarsest of all recipes: elements have 3 bits of magnitude, and a scale may be up to twice what a block needs.
+    """
+
+    weight: Format = formats.MXFP4_32x32
+    activation: Format = formats.MXFP4
+    gradient: Format = formats.MXFP4
+
+    @staticmethod
+    def _takes(fmt: Format) -> bool:
+        return isinstance(fmt.scaling, PowerScaling) and fmt.element == E2M1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -246,8 +246,7 @@ bool Binding::Accepts(const Operand& operand, DataType dtype, DataType same) con
     case Operand::kNamed: {
       const AttributeValue& v = values_[operand.dtype_attribute];
       if (v.format == nullptr) return dtype == DataTypeOf(v.text());
-      return dtype == XLA_FFI_DataType_U8 ||
-             (v.format->codes_per_byte == 1 && dtype == v.format->dtype);
+      return dtype == XLA_FFI_DataType_U8 || dtype == v.format->dtype;
     }
     case Operand::kExact:
       break;

@@ -57,9 +57,11 @@ Error Binding::OutputDtype(int output, Buffers args, std::string_view chosen,
     case Operand::kPacked:
       *dtype = XLA_FFI_DataType_U8;
       return {};
-    case Operand::kNamed:
-      *dtype = PerByte(o) > 1 ? XLA_FFI_DataType_U8 : DataTypeOf(values_[o.dtype_attribute].text());
+    case Operand::kNamed: {
+      const AttributeValue& v = values_[o.dtype_attribute];
+      *dtype = v.format == nullptr ? DataTypeOf(v.text()) : v.format->dtype;
       return {};
+    }
     default:
       *dtype = o.exact;
       return {};

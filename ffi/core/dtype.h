@@ -49,9 +49,9 @@ constexpr int64_t SizeOf(DataType dtype) {
   }
 }
 
-// A format's own dtype. INVALID for packed codes, which travel as bytes.
+// What holds numbers of a format: its own dtype, or bytes where the codes are not of 8 bits.
 template <class F>
-constexpr DataType kDataTypeOf = XLA_FFI_DataType_INVALID;
+constexpr DataType kDataTypeOf = XLA_FFI_DataType_U8;
 template <>
 inline constexpr DataType kDataTypeOf<float> = XLA_FFI_DataType_F32;
 template <>

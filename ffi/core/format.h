@@ -5,7 +5,7 @@
 //   kBits          storage bits of one code
 //   kExponentBits, kMantissaBits, kBias
 //   kMax           largest finite value; what encoding saturates to
-//   kNan           code of NaN as encoded (E2M1 has no NaN: +max stands in)
+//   kNan           code of NaN as encoded (below 8 bits there is no NaN: +max stands in)
 //   kInfinity      true if codes with a full exponent field decode as inf and NaN
 //   kName          the ml_dtypes name, as attributes and Python spell it
 // E8M0 is a scale, not an element: its value is 2^(byte - 127), it has no sign and no zero.
@@ -30,6 +30,22 @@ struct E5M2 {
   static constexpr float kMax = 57344.0f;
   static constexpr uint8_t kNan = 0x7F;
   static constexpr bool kInfinity = true;
+};
+
+struct E2M3 {
+  static constexpr const char* kName = "float6_e2m3fn";
+  static constexpr int kBits = 6, kExponentBits = 2, kMantissaBits = 3, kBias = 1;
+  static constexpr float kMax = 7.5f;
+  static constexpr uint8_t kNan = 0x1F;
+  static constexpr bool kInfinity = false;
+};
+
+struct E3M2 {
+  static constexpr const char* kName = "float6_e3m2fn";
+  static constexpr int kBits = 6, kExponentBits = 3, kMantissaBits = 2, kBias = 3;
+  static constexpr float kMax = 28.0f;
+  static constexpr uint8_t kNan = 0x1F;
+  static constexpr bool kInfinity = false;
 };
 
 struct E2M1 {
@@ -77,8 +93,13 @@ constexpr float kNvfp4SmallScaleMax = 256.0f;
 // Elements of 8 bits, which may have one scale for a whole tensor.
 #define QSHARD_FOR_EACH_FP8(X, ...) X(__VA_ARGS__, E4M3) X(__VA_ARGS__, E5M2)
 
+// Elements that are stored in a byte each, of blocks at least.
+#define QSHARD_FOR_EACH_BYTE_ELEMENT(X, ...) \
+  QSHARD_FOR_EACH_FP8(X, __VA_ARGS__) X(__VA_ARGS__, E2M3) X(__VA_ARGS__, E3M2)
+
 // All elements: those of blocks.
-#define QSHARD_FOR_EACH_ELEMENT(X, ...) QSHARD_FOR_EACH_FP8(X, __VA_ARGS__) X(__VA_ARGS__, E2M1)
+#define QSHARD_FOR_EACH_ELEMENT(X, ...) \
+  QSHARD_FOR_EACH_BYTE_ELEMENT(X, __VA_ARGS__) X(__VA_ARGS__, E2M1)
 
 // All that can be a code of its own, without a scale.
 #define QSHARD_FOR_EACH_CODE(X, ...) QSHARD_FOR_EACH_ELEMENT(X, __VA_ARGS__) X(__VA_ARGS__, E8M0)

@@ -14,7 +14,9 @@
 #define QSHARD_CORE_HANDLER_H_
 
 #include <algorithm>
+#include <iterator>
 #include <string_view>
+#include <type_traits>
 #include <vector>
 
 #include "core/bind.h"
@@ -120,6 +122,7 @@ Error DispatchFloat(const Buffer& buffer, Fn&& f) {
 // Calls f(Type<F>{}) with the element that `name` is: one of 8 bits, of all, or of all codes.
 #define QSHARD_TRY(name, F) \
   if (name == F::kName) return f(Type<F>{});
+#define QSHARD_NAME_OF(member, F) F::member,
 template <class Fn>
 Error DispatchFp8(std::string_view name, Fn&& f) {
   QSHARD_FOR_EACH_FP8(QSHARD_TRY, name)
@@ -136,6 +139,23 @@ Error DispatchCode(std::string_view name, Fn&& f) {
   return MakeError(ErrorKind::kInternal, name, " is not dispatched");
 }
 #undef QSHARD_TRY
+
+// Calls f(Type<F>{}) with the attribute `element` of a call whose blocks have scales stored as
+// Scale: any element under E8M0, those of 8 bits under fp32.
+template <class Scale, class Platform, class Fn>
+Error DispatchScaledElement(const Call<Platform>& call, Fn&& f) {
+  if constexpr (std::is_same_v<Scale, E8M0>) {
+    return DispatchElement(call.text("element"), f);
+  } else {
+    constexpr std::string_view kFp8[] = {QSHARD_FOR_EACH_FP8(QSHARD_NAME_OF, kName)};
+    const std::string_view element = call.text("element");
+    QSHARD_REQUIRE(std::find(std::begin(kFp8), std::end(kFp8), element) != std::end(kFp8),
+                   call.op(), ": element (", element,
+                   ") has no float32 scales; give scale_dtype=", E8M0::kName);
+    return DispatchFp8(element, f);
+  }
+}
+#undef QSHARD_NAME_OF
 
 // --- definition ---
 

@@ -77,10 +77,12 @@ struct BlockPlane {
 // Of x, which is `blocks`: scale_inv[block] = scales.Of(amax of the block).scale_inv, and
 // data[i] = Encode<Code>(x[i] * scale of the block of i).
 //
-// Code is E4M3 or E5M2 with FloatScales, any element with E8M0Scales, and E2M1 with Nvfp4Scales.
+// Code is of 8 bits with FloatScales, any element with E8M0Scales, and E2M1 with Nvfp4Scales.
 // Blocks of any size, cut at the edges. 4-bit codes are packed two a byte along the rows of data
-// and of data_t, the even one in the low nibble; then cols is even if there is data, and rows if
-// there is data_t. No pointer need be aligned beyond its own type.
+// and of data_t, the even one in the low nibble; then cols is even if there is data, rows if there
+// is data_t, and a side of a block is 1, or even and at most kMaxPackedSide. No pointer need be
+// aligned beyond its own type.
+constexpr int64_t kMaxPackedSide = 256;
 QSHARD_LAUNCHER_TEMPLATE((class In, class Code, class Scales), QuantizeBlock, const In* x,
                          const Scales& scales, const Blocks& blocks,
                          const BlockPlane<typename Scales::Stored>& out);

@@ -65,7 +65,7 @@ QSHARD_DEFINE_OP(cast_block_stochastic) {
 QSHARD_DEFINE_OP(dequantize_block) {
   const auto with_scale = [&](auto scale) {
     using Scale = typename decltype(scale)::type;
-    return DispatchFp8(call.text("element"), [&](auto code) {
+    return DispatchScaledElement<Scale>(call, [&](auto code) {
       using Code = typename decltype(code)::type;
       return DispatchFloat(call.ret(0), [&](auto out) {
         using Out = typename decltype(out)::type;

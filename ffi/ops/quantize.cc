@@ -39,25 +39,33 @@ Status Launch(const Exec<Platform>& exec, const In* x, const Scales& scales, con
   return kernels::QuantizeBlockBoth<In, Code>(exec, x, scales, blocks, out);
 }
 
-// Codes of a byte, with fp32 or E8M0 scales.
+// Any codes with E8M0 scales, those of a byte with fp32 scales.
 template <Planes kPlanes, class Platform>
 Error Quantize(const Call<Platform>& call) {
-  const auto with_scales = [&](auto scales) {
-    return DispatchFp8(call.text("element"), [&](auto code) {
+  const Blocks blocks = BlocksOf(call.binding);
+  const auto with_scales = [&](auto scale, auto scales) {
+    return DispatchScaledElement<typename decltype(scale)::type>(call, [&](auto code) -> Error {
       using Code = typename decltype(code)::type;
+      if constexpr (kCodesPerByte<Code> > 1)
+        for (int64_t side : {blocks.block_rows, blocks.block_cols})
+          QSHARD_REQUIRE(side == 1 || (side % 2 == 0 && side <= kernels::kMaxPackedSide), call.op(),
+                         ": block (", blocks.block_rows, "x", blocks.block_cols, ") of ",
+                         Code::kName, " must have sides of 1, or even ones up to ",
+                         kernels::kMaxPackedSide, "; two codes share a byte");
       return DispatchFloat(call.arg(0), [&](auto in) {
         using In = typename decltype(in)::type;
-        return call(Launch<In, Code>(call.exec, Data<In>(call.arg(0)), scales,
-                                     BlocksOf(call.binding),
+        return call(Launch<In, Code>(call.exec, Data<In>(call.arg(0)), scales, blocks,
                                      PlanesOf<kPlanes, typename decltype(scales)::Stored>(call)));
       });
     });
   };
   if (call.text("scale_dtype") == E8M0::kName)
-    return with_scales(kernels::E8M0Scales{
-        call.text("rounding") == "up" ? PowerRounding::kUp : PowerRounding::kFloor,
-        call.nonfinite()});
-  return with_scales(kernels::FloatScales{call.number("eps"), call.flag("pow2"), call.nonfinite()});
+    return with_scales(Type<E8M0>{},
+                       kernels::E8M0Scales{call.text("rounding") == "up" ? PowerRounding::kUp
+                                                                         : PowerRounding::kFloor,
+                                           call.nonfinite()});
+  return with_scales(Type<float>{}, kernels::FloatScales{call.number("eps"), call.flag("pow2"),
+                                                         call.nonfinite()});
 }
 
 // Both planes of NVFP4 for each matrix of x alone. A matrix has one global amax, but an operand

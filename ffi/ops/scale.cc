@@ -19,10 +19,10 @@ QSHARD_DEFINE_OP(scale_from_amax) {
   });
 }
 
-// The power of two that a block of MXFP8 is scaled by, and its inverse as E8M0. rounding "up": no
-// finite element saturates (arXiv:2506.08027). "floor": OCP MX v1.0, 6.3.
+// The power of two that a block of an MX format is scaled by, and its inverse as E8M0. rounding
+// "up": no finite element saturates (arXiv:2506.08027). "floor": OCP MX v1.0, 6.3.
 QSHARD_DEFINE_OP(scale_e8m0) {
-  return DispatchFp8(call.text("element"), [&](auto code) {
+  return DispatchElement(call.text("element"), [&](auto code) {
     const kernels::PowerRule rule{
         decltype(code)::type::kMax,
         call.text("rounding") == "up" ? PowerRounding::kUp : PowerRounding::kFloor,

@@ -123,7 +123,7 @@ def linear(
 
     Raises:
       TypeError: an operand is not of a float dtype, or another argument not of its type.
-      ValueError: shapes do not fit each other or the formats (of MXFP8 and NVFP4, all that is contracted must be whole
+      ValueError: shapes do not fit each other or the formats (of MX and NVFP4, all that is contracted must be whole
         blocks: K, and for gradients N; and the product of `lead` where a mesh may cut it, outside of `shard_map`: else
         rows of zeros make up for it); the recipe needs a seed or a state; or `gather_axis` is not in the mesh or
         `weight_spec`.

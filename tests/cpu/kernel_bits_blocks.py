@@ -9,7 +9,7 @@ import test_fused_ops as fused
 import test_nonfinite_ops as nonfinite
 import test_rotated_and_random_ops as rotated
 
-from qshard.formats import E2M1, E4M3, E5M2
+from qshard.formats import E4M3, E5M2, PowerScaling
 from support import op_calls
 from support.awkward import BFLOAT16, DTYPES
 
@@ -35,7 +35,7 @@ def check_amax_and_casts_in_any_blocks() -> None:
 
 
 def check_every_16_bit_input() -> None:
-    for element, dtype in itertools.product((E4M3, E5M2, E2M1), DTYPES):
+    for element, dtype in itertools.product(PowerScaling.elements, DTYPES):
         steps.test_every_16_bit_input(element, dtype)
     steps.test_every_code_is_decoded_under_every_kind_of_scale()
 

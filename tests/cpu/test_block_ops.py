@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from qshard import formats, layout, reference
-from qshard.formats import E2M1, E4M3, E5M2, E8M0, Format, Usage
+from qshard.formats import E2M1, E4M3, E5M2, E8M0, Format, PowerScaling, Usage
 from support.awkward import DTYPES, assert_bits_equal, awkward_values, fits
 from support.op_calls import call
 
@@ -57,7 +57,7 @@ def quantize(x, fmt, usage, seed=0, start=0, row_stride=None, whole=None):
     A transposed plane is the rowwise plane of the transpose of `x`; `whole` is the global amax.
     """
     row_step, col_step = x.shape[1] if row_stride is None else row_stride, 1
-    turned = usage is Usage.COLUMNWISE and fmt.scale_dtype != E8M0.name and not fmt.transposes
+    turned = layout.is_transposed(fmt, usage) and not fmt.transposes
     if turned:
         x, row_step, col_step = np.ascontiguousarray(x.T), col_step, row_step
     block = fmt.block if turned else fmt.block_of(usage)
@@ -133,7 +133,7 @@ def test_amax_block(block, dtype):
 @dtypes
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
 def test_casts_with_any_scales_in_any_blocks(block, dtype):
-    for shape, element in itertools.product(SHAPES, (E4M3, E5M2, E2M1)):
+    for shape, element in itertools.product(SHAPES, PowerScaling.elements):
         if element is E2M1 and shape[1] % 2:
             continue
         x = awkward_values(shape, 2, dtype)
@@ -155,7 +155,7 @@ def test_casts_with_any_scales_in_any_blocks(block, dtype):
 
 
 @dtypes
-@pytest.mark.parametrize("element", [E4M3, E5M2, E2M1], ids=str)
+@pytest.mark.parametrize("element", PowerScaling.elements, ids=str)
 def test_every_16_bit_input(element, dtype):
     """As elements, and as amaxes of blocks. Of fp32: every exponent, around ties."""
     bits = np.arange(2**16, dtype=np.uint32)
@@ -251,7 +251,7 @@ REFUSED = [
     ("transpose_packed", [(3, 8)], {}, "not a whole number of 2"),
     ("scale_nvfp4", [(4, 8), (3,)], {"scale_max": 448.0}, "not the first axes of amax"),
     ("scale_nvfp4", [(4, 8), ()], {"scale_max": 100.0}, "scale_max .100. is not one of 448, 256"),
-    ("scale_e8m0", [(4, 8)], {"element": E2M1.name, "rounding": "up"}, "element .float4_e2m1fn. is not one of float8"),
+    ("scale_e8m0", [(4, 8)], {"element": E8M0.name, "rounding": "up"}, "element .float8_e8m0fnu. is not one of float8"),
     ("scale_e8m0", [(4, 8)], {"element": E4M3.name, "rounding": "down"}, "rounding .down. is not one of up, floor"),
     ("swizzle_scale", [(4, 8)], {"rows": 3}, "rows .3. is not one of 1, 2, 4"),
 ]

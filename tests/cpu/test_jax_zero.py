@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from qshard import formats
 from qshard.jax import adamw, init_delayed, linear, merge_observed, plan_zero, update_delayed
-from qshard.recipes import MXFP8, NVFP4, BlockScaling, CurrentScaling, DelayedScaling, Recipe
+from qshard.recipes import MXFP4, MXFP6, MXFP8, NVFP4, BlockScaling, CurrentScaling, DelayedScaling, Recipe
 from support import hlo
 from support.awkward import assert_bits_equal
 
@@ -21,6 +21,8 @@ RECIPES = {
     "current": CurrentScaling(),
     "blocks": BlockScaling(),
     "mxfp8": MXFP8(),
+    "mxfp6": MXFP6(),
+    "mxfp4": MXFP4(),
     "nvfp4": NVFP4(),
     "delayed": DelayedScaling(history=2),
     # Weights whose two planes are different numbers: gathered as values.

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from support import torch_ranks
 from qshard import formats
-from qshard.recipes import MXFP8, NVFP4, BlockScaling, CurrentScaling, DelayedScaling, Recipe
+from qshard.recipes import MXFP4, MXFP6, MXFP8, NVFP4, BlockScaling, CurrentScaling, DelayedScaling, Recipe
 from qshard.torch_bridge import Adam, QuantizedTensor, convert, update_scales
 from qshard.torch_bridge.fsdp.weight import plain
 from qshard.torch_bridge.zero.optimizer import ZeroOptimizer
@@ -25,6 +25,8 @@ RECIPES = {
     "delayed": DelayedScaling(history=3),
     "blocks": BlockScaling(),
     "mxfp8": MXFP8(),
+    "mxfp6": MXFP6(),
+    "mxfp4": MXFP4(),
     "nvfp4": NVFP4(),
     # Weights whose two planes are different numbers: gathered as values.
     "vectors": Recipe(weight=formats.MXFP8_E4M3, activation=formats.MXFP8_E4M3, gradient=formats.MXFP8_E5M2),

@@ -11,6 +11,8 @@ NAMED = [
     recipes.DelayedScaling,
     recipes.BlockScaling,
     recipes.MXFP8,
+    recipes.MXFP6,
+    recipes.MXFP4,
     recipes.NVFP4,
 ]
 
@@ -22,6 +24,8 @@ NAMED = [
         (recipes.DelayedScaling, ["FP8_E4M3", "FP8_E4M3", "FP8_E5M2"]),
         (recipes.BlockScaling, ["FP8_128x128", "FP8_1x128", "FP8_1x128"]),
         (recipes.MXFP8, ["MXFP8_32x32", "MXFP8_E4M3", "MXFP8_E4M3"]),
+        (recipes.MXFP6, ["MXFP6_E2M3_32x32", "MXFP6_E2M3", "MXFP6_E2M3"]),
+        (recipes.MXFP4, ["MXFP4_32x32", "MXFP4", "MXFP4"]),
         (recipes.NVFP4, ["NVFP4_16x16", "NVFP4[hadamard=True]", "NVFP4[hadamard=True, rounding=stochastic]"]),
     ],
 )
@@ -44,6 +48,9 @@ def test_recipes_are_keys(recipe):
         (recipes.BlockScaling, formats.FP8_E4M3),
         (recipes.BlockScaling, formats.MXFP8_E4M3),
         (recipes.MXFP8, formats.NVFP4),
+        (recipes.MXFP8, formats.MXFP6_E2M3),
+        (recipes.MXFP6, formats.MXFP4),
+        (recipes.MXFP4, formats.NVFP4),
         (recipes.NVFP4, formats.MXFP8_E4M3),
     ],
 )

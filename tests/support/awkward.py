@@ -11,6 +11,7 @@ from qshard.formats import ELEMENTS, Format, Usage
 from qshard.layout import plane
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+FLOAT_ELEMENTS = [element.name for element in ELEMENTS.values() if element.signed]
 DTYPES = (np.dtype(np.float32), BFLOAT16, np.dtype(np.float16))
 
 # Empty, one element, primes, one block of every format, whole blocks, blocks that are cut, leading axes, one axis.
@@ -68,7 +69,7 @@ def _row(kind: str, cols: int, dtype: np.dtype, rng: np.random.Generator) -> np.
     if kind == "zeros":
         return 0.0 * sign
     if kind == "ties":
-        ties = ties_and_neighbours(list(ELEMENTS.values())[rng.integers(3)].name).astype(np.float64)
+        ties = ties_and_neighbours(FLOAT_ELEMENTS[rng.integers(len(FLOAT_ELEMENTS))]).astype(np.float64)
         return sign * rng.choice(ties, cols)
     if kind == "subnormal":
         return sign * float(info.smallest_subnormal) * rng.integers(0, 2 ** min(info.nmant + 2, 12), cols)
@@ -83,9 +84,9 @@ def _row(kind: str, cols: int, dtype: np.dtype, rng: np.random.Generator) -> np.
 
 
 def ties_and_neighbours(element: str) -> np.ndarray:
-    """Non-negative fp32: every value of an 8 or 4 bit ml_dtypes format, every midpoint, and the fp32 next to each."""
+    """Non-negative fp32: every value of an ml_dtypes format of a byte, every midpoint, and the fp32 next to each."""
     dtype = getattr(ml_dtypes, element)
-    codes = np.arange(2 ** (4 if element == "float4_e2m1fn" else 8), dtype=np.uint8)
+    codes = np.arange(2 ** ELEMENTS[element].bits, dtype=np.uint8)
     values = codes.view(dtype).astype(np.float64)
     values = np.unique(np.abs(values[np.isfinite(values)]))
     points = np.concatenate([values, (values[:-1] + values[1:]) / 2]).astype(np.float32)

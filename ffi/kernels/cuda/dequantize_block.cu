@@ -170,7 +170,7 @@ Status DequantizeNvfp4(const Exec<Cuda>& exec, const uint8_t* data, const uint8_
   template Status DequantizeNvfp4(const Exec<Cuda>&, const uint8_t*, const uint8_t*, const float*, \
                                   int64_t, const Blocks&, Out*);
 QSHARD_FLOATS_FP8(QSHARD_DEQUANTIZE_BLOCK_FLOAT)
-QSHARD_FLOATS_FP8(QSHARD_DEQUANTIZE_BLOCK_E8M0)
+QSHARD_FLOATS_ELEMENTS(QSHARD_DEQUANTIZE_BLOCK_E8M0)
 QSHARD_FLOATS(QSHARD_DEQUANTIZE_NVFP4)
 
 }  // namespace qshard::kernels

@@ -13,8 +13,10 @@
 // M(Code): elements, and with scales.
 #define QSHARD_CODES(M) QSHARD_FOR_EACH_CODE(QSHARD_CALL, M)
 
-// M(T, Code): elements of a byte; those of half a byte; all; and with scales.
+// M(T, Code): elements of 8 bits; of a byte each; of half a byte; all; and with scales.
 #define QSHARD_FLOATS_FP8(M) QSHARD_FOR_EACH_INPUT(QSHARD_FOR_EACH_FP8, QSHARD_CALL, M)
+#define QSHARD_FLOATS_BYTE_ELEMENTS(M) \
+  QSHARD_FOR_EACH_INPUT(QSHARD_FOR_EACH_BYTE_ELEMENT, QSHARD_CALL, M)
 #define QSHARD_FLOATS_FP4(M) M(float, E2M1) M(bfloat16, E2M1) M(float16, E2M1)
 #define QSHARD_FLOATS_ELEMENTS(M) QSHARD_FOR_EACH_INPUT(QSHARD_FOR_EACH_ELEMENT, QSHARD_CALL, M)
 #define QSHARD_FLOATS_CODES(M) QSHARD_FOR_EACH_INPUT(QSHARD_FOR_EACH_CODE, QSHARD_CALL, M)
