@@ -223,9 +223,9 @@ class MXFP6(Recipe):
     are stored in a byte each, so they take the room and the time that those of MXFP8 do.
     """
 
-    weight: Format = formats.MXFP6_E2M3_32x32
-    activation: Format = formats.MXFP6_E2M3
-    gradient: Format = formats.MXFP6_E2M3
+    weight: Format = _showing(formats.MXFP6_E2M3_32x32)
+    activation: Format = _showing(formats.MXFP6_E2M3)
+    gradient: Format = _showing(formats.MXFP6_E2M3)
 
     @staticmethod
     def _takes(fmt: Format) -> bool:
@@ -239,9 +239,9 @@ class MXFP4(Recipe):
     The coarsest of all recipes: elements have 3 bits of magnitude, and a scale may be up to twice what a block needs.
     """
 
-    weight: Format = formats.MXFP4_32x32
-    activation: Format = formats.MXFP4
-    gradient: Format = formats.MXFP4
+    weight: Format = _showing(formats.MXFP4_32x32)
+    activation: Format = _showing(formats.MXFP4)
+    gradient: Format = _showing(formats.MXFP4)
 
     @staticmethod
     def _takes(fmt: Format) -> bool:

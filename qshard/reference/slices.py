@@ -83,7 +83,7 @@ def cast_slice(
     index = _matrix(np.arange(whole.size), shape, usage)
     codes = cast(whole, fmt, scales_from_amax(amax, fmt).multiplier, seed=seed, index=index)
     in_order = (codes.T if usage is Usage.COLUMNWISE else codes).reshape(-1)
-    bits = fmt.element.bits
+    bits = 8 // fmt.element.codes_per_byte  # of the byte that a code has, or shares
     for i in range(start, start + length):
         byte, shift = divmod(i * bits, 8)
         mask = (1 << bits) - 1 << shift

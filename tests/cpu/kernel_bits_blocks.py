@@ -9,7 +9,7 @@ import test_fused_ops as fused
 import test_nonfinite_ops as nonfinite
 import test_rotated_and_random_ops as rotated
 
-from qshard.formats import E4M3, E5M2, PowerScaling
+from qshard.formats import E2M1, E4M3, E5M2, PowerScaling
 from support import op_calls
 from support.awkward import BFLOAT16, DTYPES
 
