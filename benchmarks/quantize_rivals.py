@@ -136,7 +136,7 @@ def torch_quantize(x: Any) -> Contenders:
         exponent = (a.view(torch.int32) >> 23).clamp_(min=least + 127)
         units = a * ((254 + mantissa - exponent) << 23).view(torch.float32)  # in the last place
         code = torch.round(units).to(torch.int32) + ((exponent - (least + 127)) << mantissa)
-        return (code | (y.signbit() << (element.bits - 1))).to(torch.uint8)
+        return (code | (y.signbit().to(torch.int32) << (element.bits - 1))).to(torch.uint8)
 
     def scales(amax: Any, fmt: Format) -> tuple[Any, Any]:
         if fmt.scale_dtype == "float32":

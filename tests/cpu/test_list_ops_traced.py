@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from qshard.torch_bridge._multi import ops
+import qshard.torch_bridge  # noqa: F401 - makes torch.ops.qshard
 
 BLOCKS = {"block_rows": 1, "block_cols": 16, "rounded_to": "float32", "shapes": [2, 16], "whole": "none"}
 
@@ -18,11 +18,11 @@ def slices(**other):
         **other,
     }
     operands = [given.pop(name) for name in ("starts", "amax", "x")]
-    return ops["amax_slices"], operands, given
+    return torch.ops.qshard.amax_slices, operands, given
 
 
 def transposes(data, data_t):
-    return ops["transpose_each"], [data, data_t], {}
+    return torch.ops.qshard.transpose_each, [data, data_t], {}
 
 
 BYTES = torch.zeros(4, 2, dtype=torch.uint8)
