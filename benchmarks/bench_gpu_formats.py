@@ -93,6 +93,7 @@ def rivals(x: list[torch.Tensor]) -> Contenders:
 
     compiled = torch.compile(current, dynamic=False)
     found: Contenders = {"current scaling torch.compile": (5, lambda i: compiled(x[i]))}
+    torch._dynamo.config.recompile_limit = 100  # Rivals of all formats are one function.
     every = [torch_quantize(t) for t in x]
     for name, _, usage, count in cases():
         if usage == "rowwise":

@@ -1,4 +1,4 @@
-"""gather(quantize(shards)) == quantize(whole), bit for bit: every format, in both front ends, over every number of ranks.
+"""gather(quantize(shards)) == quantize(whole), bit for bit: every format, both front ends, any number of ranks.
 
 How a front end shards, FSDP2 or shard_map, is in support/fronts.py; what else it does with shards has tests of its own.
 """

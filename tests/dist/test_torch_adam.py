@@ -9,13 +9,13 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from support import torch_ranks
-from support.awkward import assert_bits_equal
 from qshard import reference
 from qshard.formats import FP8_E4M3, Usage
 from qshard.recipes import CurrentScaling
 from qshard.sharding import shard_rows
 from qshard.torch_bridge import Adam, convert
+from support import torch_ranks
+from support.awkward import assert_bits_equal
 from support.torch_ranks import run
 
 COLUMNS = 200  # A block of 128, and a cut one.

@@ -18,9 +18,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
-from support import torch_ranks
 from qshard.recipes import CurrentScaling
 from qshard.torch_bridge import Linear, ShardedWeight, convert, update_scales
+from support import torch_ranks
 from support.torch_models import shard
 from support.torch_ranks import run
 

@@ -8,12 +8,12 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import fully_shard
 
-from support import torch_ranks
-from support.awkward import awkward_values
-from support.fronts import TorchFront
 from qshard import reference
 from qshard.recipes import NVFP4, DelayedScaling
 from qshard.torch_bridge import DelayedScale, convert, update_scales
+from support import torch_ranks
+from support.awkward import awkward_values
+from support.fronts import TorchFront
 from support.torch_ranks import run
 
 FRONT = TorchFront("cpu")

@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from support import torch_ranks
 from qshard.formats import FP8_E4M3, FP8_E5M2
 from qshard.recipes import CurrentScaling
 from qshard.torch_bridge import QuantizedTensor, ShardedWeight, convert, update_scales
+from support import torch_ranks
 from support.torch_models import SIZES, Wire, assert_gathers_the_whole, batch, linears, losses_of, model_of, shard
 from support.torch_ranks import run
 

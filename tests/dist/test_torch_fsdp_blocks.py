@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
-from support import torch_ranks
 from qshard.recipes import MXFP8, NVFP4, BlockScaling, CurrentScaling
 from qshard.torch_bridge import convert
+from support import torch_ranks
 from support.torch_models import Wire, assert_gathers_the_whole, linears, losses_of, model_of, shard
 from support.torch_ranks import run
 

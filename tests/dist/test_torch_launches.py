@@ -6,9 +6,9 @@ from torch import nn
 from torch.distributed.tensor import Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from support import torch_ranks
 from qshard.recipes import MXFP8, NVFP4, BlockScaling, CurrentScaling
 from qshard.torch_bridge import convert, update_scales
+from support import torch_ranks
 from support.torch_models import assert_gathers_the_whole, shard
 from support.torch_ranks import run
 
@@ -31,9 +31,9 @@ class Launches(TorchDispatchMode):
 
 def launches_of(recipe, layers, dtypes):
     torch.manual_seed(0)
-    model = nn.Sequential(
-        *(nn.Linear(64, 96, bias=False, dtype=dtypes[i % len(dtypes)]) for i in range(layers))
-    ).to(torch_ranks.device)
+    model = nn.Sequential(*(nn.Linear(64, 96, bias=False, dtype=dtypes[i % len(dtypes)]) for i in range(layers))).to(
+        torch_ranks.device
+    )
     shard(convert(model, recipe))
     update_scales(model)  # Plans are made.
     with Launches() as launches, torch.no_grad():

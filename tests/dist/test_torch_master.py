@@ -8,9 +8,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor.debug import CommDebugMode
 
-from support import torch_ranks
-from support.awkward import KINDS, TAME, assert_bits_equal, awkward_values
-from support.fronts import TorchFront
 from qshard import formats, reference
 from qshard.formats import Usage
 from qshard.master import FlatShards, plan_shards
@@ -22,6 +19,9 @@ from qshard.torch_bridge import (
     quantize,
     update_columnwise,
 )
+from support import torch_ranks
+from support.awkward import KINDS, TAME, assert_bits_equal, awkward_values
+from support.fronts import TorchFront
 from support.torch_ranks import run
 
 FRONT = TorchFront("cpu")

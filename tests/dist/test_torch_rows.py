@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from support import torch_ranks
-from support.awkward import TAME, assert_bits_equal, awkward_values
-from support.fronts import TorchFront
 from qshard import reference
 from qshard.formats import NVFP4, Usage
 from qshard.sharding import shard_rows
 from qshard.torch_bridge import gather_slices, quantize
+from support import torch_ranks
+from support.awkward import TAME, assert_bits_equal, awkward_values
+from support.fronts import TorchFront
 from support.torch_ranks import run
 
 FRONT = TorchFront("cpu")

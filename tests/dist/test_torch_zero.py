@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from support import torch_ranks
 from qshard import formats
 from qshard.recipes import MXFP4, MXFP6, MXFP8, NVFP4, BlockScaling, CurrentScaling, DelayedScaling, Recipe
 from qshard.torch_bridge import Adam, QuantizedTensor, convert, update_scales
 from qshard.torch_bridge.fsdp.weight import plain
 from qshard.torch_bridge.zero.optimizer import ZeroOptimizer
+from support import torch_ranks
 from support.torch_models import Wire, linears
 from support.torch_ranks import run
 
