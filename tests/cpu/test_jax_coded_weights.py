@@ -179,7 +179,7 @@ def test_delayed_scaling_gathers_under_its_own_scale():
     assert_bits_equal(np.asarray(whole.rowwise.data), want.rowwise.data)
 
 
-@pytest.mark.parametrize("number", [0, 7, -1, 2**31 - 1, -(2**31)])
+@pytest.mark.parametrize("number", [0, 7, 2**31 - 1])
 def test_a_traced_seed_draws_what_the_number_draws(number):
     fmt = recipes.NVFP4().format(Role.GRADIENT).with_options(hadamard=False)
     want = quantize(X, fmt, seed=number)

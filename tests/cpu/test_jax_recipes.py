@@ -78,7 +78,7 @@ def test_fsdp(recipe, turn, kind, request):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * np.abs(b).max())
     assert got[2].sharding.is_equivalent_to(rows, 2)
     gathered = [array for kind, arrays in collectives(compiled) if kind == "all-gather" for array in arrays]
-    bits = recipe.weight.element.bits
+    bits = 8 // recipe.weight.element.codes_per_byte
     codes = [array for array in gathered if array in (f"u8[{N},{K * bits // 8}]", f"u8[{K},{N * bits // 8}]")]
     assert codes
     for array in set(gathered) - set(codes):  # scales, and amaxes of parts of blocks

@@ -139,7 +139,7 @@ class Draw:
         named = {"code": "element", "scale": "scale_dtype"}.get(kind, kind)
         if named in self.attributes:
             name = self.attributes[named]
-            return "uint8" if name in ELEMENTS and (ELEMENTS[name].codes_per_byte > 1 or rng.random() < 0.7) else name
+            return "uint8" if name in ELEMENTS and (ELEMENTS[name].bits != 8 or rng.random() < 0.7) else name
         return {
             "float": lambda: rng.choice(["float32", "bfloat16", "float16"]),
             "word": lambda: rng.choice(["uint32", "int32"]),
@@ -220,11 +220,8 @@ class Draw:
                 if name == "data_t":
                     self.sizes["*axes_t"] = self.sizes["*axes"][:-2] + self.sizes["*axes"][:-3:-1]
                 elif name == "data" and "shapes" in self.attributes:
-                    per_byte = (
-                        1
-                        if ELEMENTS.get(self.attributes.get("element", ""), ELEMENTS["float4_e2m1fn"]).bits == 8
-                        else 2
-                    )
+                    element = ELEMENTS.get(self.attributes.get("element", ""), ELEMENTS["float4_e2m1fn"])
+                    per_byte = element.codes_per_byte
                     self.sizes["*codes"] = [math.prod(sizes[i]) // per_byte]
                 elif name.endswith("scale_inv"):
                     self.sizes["*blocks"] = [-(-math.prod(self.sizes["*axes"]) // 128)]
