@@ -149,10 +149,10 @@ def scales(
         scale, scale_inv = ops.scale_nvfp4(amax, wholes, scale_max=fmt.scale_max, nonfinite=fmt.nonfinite)
         return Scales(scale, scale_inv, global_scale_inv)
     if isinstance(fmt.scaling, PowerScaling):
-        options = {"rounding": fmt.scale_rounding, "nonfinite": fmt.nonfinite}
-        return Scales(*ops.scale_e8m0(amax, element=fmt.element.name, **options))
+        rule = {"rounding": fmt.scale_rounding, "nonfinite": fmt.nonfinite}
+        return Scales(*ops.scale_e8m0(amax, element=fmt.element.name, **rule))
     amax = whole if fmt.block is None else amax
-    options = {"eps": fmt.eps, "pow2": fmt.pow2, "nonfinite": fmt.nonfinite}
+    options: dict[str, Any] = {"eps": fmt.eps, "pow2": fmt.pow2, "nonfinite": fmt.nonfinite}
     return Scales(*ops.scale_from_amax(amax, element=fmt.element.name, **options))
 
 

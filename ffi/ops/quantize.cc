@@ -64,8 +64,8 @@ Error Quantize(const Call<Platform>& call) {
                        kernels::E8M0Scales{call.text("rounding") == "up" ? PowerRounding::kUp
                                                                          : PowerRounding::kFloor,
                                            call.nonfinite()});
-  return with_scales(Type<float>{}, kernels::FloatScales{call.number("eps"), call.flag("pow2"),
-                                                         call.nonfinite()});
+  return with_scales(Type<float>{},
+                     kernels::FloatScales{call.number("eps"), call.flag("pow2"), call.nonfinite()});
 }
 
 // Both planes of NVFP4 for each matrix of x alone. A matrix has one global amax, but an operand

@@ -90,8 +90,8 @@ void Dequantize(const Exec<Cpu>& exec, const uint8_t* data, const Blocks& blocks
     float scale_inv[kPieceBlocks];
     for (int64_t b = 0; b < piece.num_blocks; ++b) scale_inv[b] = value(piece.grid + b);
     ForEachRow(piece, blocks, [&](int64_t i) {
-      DequantizeRow<Code>(data + i / kCodesPerByte<Code>, piece.cols, {scale_inv, blocks.block_cols},
-                          x + i);
+      DequantizeRow<Code>(data + i / kCodesPerByte<Code>, piece.cols,
+                          {scale_inv, blocks.block_cols}, x + i);
     });
   });
 }

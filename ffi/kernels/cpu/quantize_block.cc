@@ -91,7 +91,8 @@ struct PlaneOf {
   void Cast(const Rectangle& strip, const float* scale) const {
     const int64_t first = ElementAt(strip);
     for (int64_t i = first; i < first + strip.rows * blocks.cols; i += blocks.cols)
-      CastRow<Code>(x + i, strip.cols, {scale, blocks.block_cols}, out.data + i / kCodesPerByte<Code>);
+      CastRow<Code>(x + i, strip.cols, {scale, blocks.block_cols},
+                    out.data + i / kCodesPerByte<Code>);
   }
 
   // Casts columns begin .. end of a strip, into rows of the panel from `row` on.
@@ -139,8 +140,8 @@ struct PlaneOf {
         Simd().pack_rows(panel.codes[2 * r], panel.codes[2 * r + 1], part.cols, panel.codes[r]);
     }
     const int64_t stride = blocks.rows / kCodesPerByte<Code>;
-    uint8_t* to =
-        out.data_t + (part.batch * blocks.cols + part.col) * stride + part.row / kCodesPerByte<Code>;
+    uint8_t* to = out.data_t + (part.batch * blocks.cols + part.col) * stride +
+                  part.row / kCodesPerByte<Code>;
     for (int64_t j = 0; j < part.cols; j += kTile) {
       for (int64_t i = 0; i < height; i += kTile)
         transpose(panel.codes[i] + j, sizeof(panel.codes[0]), panel.turned[0] + i, kPanelRows);
