@@ -41,7 +41,6 @@ struct Call {
   }
   const Buffer& ret(int output, int64_t i = 0) const { return rets[binding.RetBegin(output) + i]; }
   bool has_arg(int operand) const { return binding.ArgBegin(operand) >= 0; }
-  bool has_ret(int output) const { return binding.RetBegin(output) >= 0; }
 
   const char* op() const { return binding.row().name.c_str(); }
   int64_t integer(std::string_view name) const { return binding.attribute(name).integer; }
