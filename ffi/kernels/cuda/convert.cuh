@@ -46,26 +46,59 @@ constexpr bool kPacked = F::kBits == 4;
 template <class F>
 constexpr int kStoredBits = kPacked<F> ? 4 : 8;
 
-// --- encode: the codes of `lo` and `hi` as two bytes. Equals Encode<F> for every input ---
+// --- elements of 6 bits, by way of FP8 ---
+
+// The hardware converts to FP8 alone. An element of 6 bits with as many bits of mantissa, times a
+// power of two, has the same codes up to its largest: exponents are fewer from the top, and what is
+// subnormal in one is so in the other, in the same steps.
+template <class F>
+using AsFp8 = std::conditional_t<F::kMantissaBits == E4M3::kMantissaBits, E4M3, E5M2>;
+template <class F>
+constexpr bool kHasFp8 = F::kMantissaBits >= E5M2::kMantissaBits;
+template <class F>
+constexpr float kToFp8 = PowerOfTwo(F::kBias - AsFp8<F>::kBias);
+
+// Codes one a byte, of 6 bits from 8: the sign moves, what is above the largest becomes that, and
+// so does NaN, which the hardware gives no sign.
+__device__ __forceinline__ uint32_t SixBits(uint32_t codes) {
+  const uint32_t above = (codes >> 5 | codes >> 6) & 0x01010101u;
+  return (codes & 0x1F1F1F1Fu) | above * 0x1F | (codes >> 2 & 0x20202020u);
+}
+__device__ __forceinline__ uint32_t EightBits(uint32_t codes) {
+  return (codes & 0x1F1F1F1Fu) | (codes & 0x20202020u) << 2;
+}
+
+// --- encode: codes as bytes, the first the lowest. Equals Encode<F> for every input ---
 
 template <class F>
 __device__ __forceinline__ uint16_t EncodePair(float lo, float hi) {
-  uint16_t codes;
-  if constexpr (std::is_same_v<F, E4M3>)
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(hi), "f"(lo));
-  else if constexpr (std::is_same_v<F, E5M2>)
-    asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(hi), "f"(lo));
-  else
-    codes = static_cast<uint16_t>(Encode<F>(lo) | Encode<F>(hi) << 8);
-  return codes;
+  if constexpr (!kHasFp8<F>) {
+    return static_cast<uint16_t>(Encode<F>(lo) | Encode<F>(hi) << 8);
+  } else if constexpr (F::kBits == 6) {
+    return static_cast<uint16_t>(
+        SixBits(EncodePair<AsFp8<F>>(__fmul_rn(lo, kToFp8<F>), __fmul_rn(hi, kToFp8<F>))));
+  } else {
+    uint16_t codes;
+    if constexpr (std::is_same_v<F, E4M3>)
+      asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(hi), "f"(lo));
+    else
+      asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(hi), "f"(lo));
+    return codes;
+  }
 }
 
-// v as codes, the first in the lowest byte.
 template <class F, int kCount>
 __device__ __forceinline__ Words<kCount> EncodeWords(const float (&v)[kCount]) {
   Words<kCount> codes;
   if constexpr (kCount == 1) {
     codes.value = static_cast<uint8_t>(EncodePair<F>(v[0], 0.0f));
+  } else if constexpr (kHasFp8<F> && F::kBits == 6) {
+    float down[kCount];
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) down[i] = __fmul_rn(v[i], kToFp8<F>);
+    codes = EncodeWords<AsFp8<F>>(down);
+#pragma unroll
+    for (int i = 0; i < kCount / 4; ++i) codes.w[i] = SixBits(codes.w[i]);
   } else {
 #pragma unroll
     for (int i = 0; i < kCount / 4; ++i) {
@@ -81,7 +114,12 @@ __device__ __forceinline__ Words<kCount> EncodeWords(const float (&v)[kCount]) {
 
 template <class F>
 __device__ __forceinline__ void DecodePair(uint16_t codes, float& lo, float& hi) {
-  if constexpr (std::is_same_v<F, E4M3> || std::is_same_v<F, E5M2>) {
+  if constexpr (!kHasFp8<F>) {
+    lo = Decode<F>(static_cast<uint8_t>(codes)), hi = Decode<F>(static_cast<uint8_t>(codes >> 8));
+  } else if constexpr (F::kBits == 6) {
+    DecodePair<AsFp8<F>>(static_cast<uint16_t>(EightBits(codes)), lo, hi);
+    lo = __fmul_rn(lo, 1.0f / kToFp8<F>), hi = __fmul_rn(hi, 1.0f / kToFp8<F>);
+  } else {
     uint32_t halves;  // every FP8 value is a half
     if constexpr (std::is_same_v<F, E4M3>)
       asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(codes));
@@ -90,8 +128,6 @@ __device__ __forceinline__ void DecodePair(uint16_t codes, float& lo, float& hi)
     float v[2];
     WidenWords<float16>(Words<4>{{halves}}, v);
     lo = v[0], hi = v[1];
-  } else {
-    lo = Decode<F>(static_cast<uint8_t>(codes)), hi = Decode<F>(static_cast<uint8_t>(codes >> 8));
   }
 }
 
