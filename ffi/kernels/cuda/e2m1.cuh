@@ -13,9 +13,23 @@
 #include "core/round.h"
 #include "kernels/cuda/vector.cuh"
 
+// Conversions to FP4 are in code for a family of devices, or for one, from compute capability 10
+// on.
+#if defined(__CUDA_ARCH_FAMILY_SPECIFIC__) || defined(__CUDA_ARCH_SPECIFIC__)
+#if __CUDA_ARCH__ >= 1000
+#define QSHARD_CUDA_FP4
+#endif
+#endif
+
 namespace qshard::kernels {
 
 namespace e2m1 {
+
+#if defined(QSHARD_CUDA_FP4)
+constexpr bool kIsInHardware = true;
+#else
+constexpr bool kIsInHardware = false;
+#endif
 
 constexpr float kOne = 8388608.0f;  // 2^23, whose last bit is 1
 
@@ -24,6 +38,27 @@ constexpr float kOne = 8388608.0f;  // 2^23, whose last bit is 1
 __device__ __forceinline__ int32_t Nearest(float u) {
   return min(min(__float_as_int(__fmaf_rn(u, 2.0f, kOne)), __float_as_int(__fadd_rn(u, kOne + 2))),
              __float_as_int(__fmaf_rn(u, 0.5f, kOne + 4)));
+}
+
+// Two at a time, of bfloat16 elements under powers of two: such a product has 8 bits like its
+// factors, so beside 2^7 one addition rounds each line, as above. The bits are those of 2^7 plus
+// the code of the magnitude, with the largest for all above it and for NaN.
+constexpr uint32_t kOneOfTwo = 0x43004300;
+
+__device__ __forceinline__ uint32_t FmaOfTwo(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t d;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
+__device__ __forceinline__ uint32_t PowersOfTwo(float lo, float hi) {
+  return __byte_perm(__float_as_uint(lo), __float_as_uint(hi), 0x7632);
+}
+__device__ __forceinline__ uint32_t NearestOfTwo(uint32_t x, uint32_t scales) {
+  const uint32_t u = FmaOfTwo(x & 0x7FFF7FFFu, scales, 0);
+  const uint32_t twice = FmaOfTwo(u, 0x40004000u, kOneOfTwo);
+  const uint32_t once = FmaOfTwo(u, 0x3F803F80u, kOneOfTwo + 0x00020002u);
+  const uint32_t half = FmaOfTwo(u, 0x3F003F00u, kOneOfTwo + 0x00040004u);
+  return __vminu2(__vminu2(twice, once), __vminu2(half, kOneOfTwo + E2M1::kNan * 0x00010001u));
 }
 
 // The same of a magnitude below 8, rounded down.

@@ -12,14 +12,6 @@
 #include "kernels/cuda/e2m1.cuh"
 #include "kernels/cuda/vector.cuh"
 
-// Conversions to FP4 are in code for a family of devices, or for one, from compute capability 10
-// on.
-#if defined(__CUDA_ARCH_FAMILY_SPECIFIC__) || defined(__CUDA_ARCH_SPECIFIC__)
-#if __CUDA_ARCH__ >= 1000
-#define QSHARD_CUDA_FP4
-#endif
-#endif
-
 namespace qshard::kernels {
 
 constexpr int kEight = 8;
@@ -167,15 +159,19 @@ __device__ __forceinline__ void ColumnSigns(const EightOf<In> (&rows)[kEight],
 
 // --- codes of eight elements under one scale ---
 
-// Whether all elements of a block are plain: below 7, so that their codes need no limit, and no
-// NaN.
+// What is known of elements and their scale, beyond that only the scale makes a product NaN.
+enum class Known {
+  kNothing,
+  kPlain,      // products are below 7, so that codes of E2M1 need no limit, and no NaN
+  kPowerOfTwo  // the scale is one, or NaN
+};
+
 __device__ __forceinline__ bool IsPlainE2M1(float amax, float scale) {
   return __fmul_rn(amax, scale) < 7.0f;
 }
 
-// Encode<Code>(x[i] * scale). E2M1: x[i] * scale is NaN only if `scale` is; `signs` are those of x;
-// `kPlain`: all are.
-template <class Code, bool kPlain = false>
+// Encode<Code>(x[i] * scale). E2M1: `signs` are those of x.
+template <class Code, Known kKnown>
 __device__ __forceinline__ EightCodes<Code> EncodeEight(const float (&x)[kEight], float scale,
                                                         uint32_t signs) {
   if constexpr (!kPacked<Code>) {
@@ -197,21 +193,36 @@ __device__ __forceinline__ EightCodes<Code> EncodeEight(const float (&x)[kEight]
 #else
     const uint32_t magnitudes = PackMagnitudes([&](int i) {
       const int32_t code = e2m1::Nearest(__fmul_rn(fabsf(x[i]), scale));
-      return kPlain ? code : min(code, FloatBits(e2m1::kOne) + E2M1::kNan);
+      return kKnown == Known::kPlain ? code : min(code, FloatBits(e2m1::kOne) + E2M1::kNan);
     });
     // The code of NaN has no sign.
-    codes.w[0] = magnitudes + (!kPlain && isnan(scale) ? 0 : signs);
+    codes.w[0] = magnitudes + (kKnown != Known::kPlain && isnan(scale) ? 0 : signs);
 #endif
     return codes;
   }
 }
 
+// Whether elements go two at a time.
+template <class In, class Code, Known kKnown>
+constexpr bool kPairs = kPacked<Code> && std::is_same_v<In, bfloat16> &&
+                        kKnown == Known::kPowerOfTwo && !e2m1::kIsInHardware;
+
 // Of a row of x.
-template <class In, class Code, bool kPlain = false>
+template <class In, class Code, Known kKnown = Known::kNothing>
 __device__ __forceinline__ EightCodes<Code> EncodeRow(const EightOf<In>& x, float scale) {
-  float v[kEight];
-  WidenWords<In>(x, v);
-  return EncodeEight<Code, kPlain>(v, scale, kPacked<Code> ? RowSigns<In>(x) : 0);
+  if constexpr (kPairs<In, Code, kKnown>) {
+    const uint32_t scales = e2m1::PowersOfTwo(scale, scale);
+    uint32_t c[kEight / 2];
+#pragma unroll
+    for (int i = 0; i < kEight / 2; ++i) c[i] = e2m1::NearestOfTwo(x.w[i], scales);
+    const uint32_t lo = __byte_perm(c[0], c[1], 0x6420), hi = __byte_perm(c[2], c[3], 0x6420);
+    const uint32_t codes = __byte_perm(lo | lo >> 4, hi | hi >> 4, 0x6420);
+    return {{codes | (isnan(scale) ? 0 : RowSigns<In>(x))}};
+  } else {
+    float v[kEight];
+    WidenWords<In>(x, v);
+    return EncodeEight<Code, kKnown>(v, scale, kPacked<Code> ? RowSigns<In>(x) : 0);
+  }
 }
 
 // Of a row of x under a scale for each element.
@@ -229,18 +240,35 @@ __device__ __forceinline__ EightCodes<Code> EncodeRow(const EightOf<In>& x,
 }
 
 // Of the columns of eight rows, each under its scale.
-template <class In, class Code, bool kPlain = false>
+template <class In, class Code, Known kKnown = Known::kNothing>
 __device__ __forceinline__ void EncodeColumns(const EightOf<In> (&rows)[kEight],
                                               const float (&scale)[kEight],
                                               EightCodes<Code> (&codes)[kEight]) {
   uint32_t signs[kEight] = {};
   if constexpr (kPacked<Code>) ColumnSigns<In>(rows, signs);
+  if constexpr (kPairs<In, Code, kKnown>) {
 #pragma unroll
-  for (int i = 0; i < kEight; ++i) {
-    float v[kEight];
+    for (int i = 0; i < kEight; i += 2) {
+      const uint32_t scales = e2m1::PowersOfTwo(scale[i], scale[i + 1]);
+      const auto four = [&](int first) {
+        uint32_t c = e2m1::NearestOfTwo(rows[first + 3].w[i / 2], scales);
 #pragma unroll
-    for (int k = 0; k < kEight; ++k) v[k] = ElementOf<In>(rows[k], i);
-    codes[i] = EncodeEight<Code, kPlain>(v, scale[i], signs[i]);
+        for (int k = 2; k >= 0; --k)
+          c = c * 16 + e2m1::NearestOfTwo(rows[first + k].w[i / 2], scales);
+        return c - e2m1::kOneOfTwo * 0x1111;
+      };
+      const uint32_t lo = four(0), hi = four(4);
+      codes[i].w[0] = __byte_perm(lo, hi, 0x5410) | (isnan(scale[i]) ? 0 : signs[i]);
+      codes[i + 1].w[0] = __byte_perm(lo, hi, 0x7632) | (isnan(scale[i + 1]) ? 0 : signs[i + 1]);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kEight; ++i) {
+      float v[kEight];
+#pragma unroll
+      for (int k = 0; k < kEight; ++k) v[k] = ElementOf<In>(rows[k], i);
+      codes[i] = EncodeEight<Code, kKnown>(v, scale[i], signs[i]);
+    }
   }
 }
 

@@ -7,6 +7,7 @@
 #include <type_traits>
 
 #include "kernels/cuda/convert.cuh"
+#include "kernels/cuda/quantize_block_codes.cuh"
 #include "kernels/quantize_block.h"
 
 namespace qshard::kernels {
@@ -61,6 +62,13 @@ struct Fast<GivenScales<kWithAmax>> : FastScales<false, true, kWithAmax> {
 };
 template <class Scales>
 constexpr int kFastBlock = Fast<Scales>::kBlock;
+
+// What is known of a block. `common`: the case that has code of its own.
+template <class Scales>
+constexpr Known KnownOf(bool common) {
+  if (std::is_same_v<Scales, E8M0Scales>) return Known::kPowerOfTwo;
+  return Fast<Scales>::kGlobal && common ? Known::kPlain : Known::kNothing;
+}
 
 // `place`: of global_amax.
 template <class Scales>

@@ -121,9 +121,10 @@ __global__ void __launch_bounds__(kTileThreads, TileTuning<In, Scales, kWork>::k
 
     EightCodes<Code> codes[kPatch];
     const auto encode = [&](auto is_common) {
-      constexpr bool kCommon = decltype(is_common)::value, kPlain = kCommon && kGlobal;
+      constexpr bool kCommon = decltype(is_common)::value;
 #pragma unroll
-      for (int k = 0; k < kPatch; ++k) codes[k] = EncodeRow<In, Code, kPlain>(rows[k], scale);
+      for (int k = 0; k < kPatch; ++k)
+        codes[k] = EncodeRow<In, Code, KnownOf<Scales>(kCommon)>(rows[k], scale);
       if (!kTransposed || a.data != nullptr)
         StoreRows<Code, Tuning::kWrite, kCommon>(a.data, a.grid, t, p, height,
                                                  [&](int k) { return codes[k]; });

@@ -24,7 +24,7 @@ constexpr int kLineBlocks = kTile / kStripRows;
 using LineCodes = uint8_t[kTile][kLineBlocks];
 
 // Multipliers and codes of eight blocks, of lines that follow each other, from their magnitudes,
-// two a word. Returns whether all elements are plain (MagnitudeE2M1).
+// two a word. Returns whether all elements are plain (IsPlainE2M1).
 template <class In>
 __device__ __forceinline__ bool EightScales(const uint32_t (&amax)[kPatch / 2], GlobalNvfp4 global,
                                             const float (&table)[kScaleCodes],
@@ -133,7 +133,8 @@ __global__ void __launch_bounds__(kStripThreads, StripTuning::kBlocksPerSm)
             float v[kEight];
 #pragma unroll
             for (int k = 0; k < kEight; ++k) v[k] = ElementOf<In>(rows[h][k], i);
-            codes.w[h] = EncodeEight<E2M1, kCommon>(v, scale[i], signs[h][i]).w[0];
+            codes.w[h] =
+                EncodeEight<E2M1, KnownOf<Nvfp4Scales>(kCommon)>(v, scale[i], signs[h][i]).w[0];
           }
           if (kCommon || height > 0) Store<Tuning::kWrite>(to, codes);
         }
@@ -170,8 +171,8 @@ __global__ void __launch_bounds__(kStripThreads, StripTuning::kBlocksPerSm)
 #pragma unroll
         for (int k = 0; k < kStripRows; ++k, to += a.grid.cols / 2) {
           if (kCommon || k < height)
-            Store<Tuning::kWrite>(
-                to, EncodeRow<In, E2M1, kCommon>(rows[k / kPatch][k % kPatch], scale[k]));
+            Store<Tuning::kWrite>(to, EncodeRow<In, E2M1, KnownOf<Nvfp4Scales>(kCommon)>(
+                                          rows[k / kPatch][k % kPatch], scale[k]));
         }
       });
     }

@@ -135,7 +135,7 @@ constexpr Work WorkOf(bool rows, Columns columns) {
 
 // NVFP4's scales of four blocks that have their magnitudes at amax[i * amax_stride]: multipliers to
 // scale[i * scale_stride], codes side by side to `to`, of which `left` exist. Returns whether all
-// elements are plain (MagnitudeE2M1).
+// elements are plain (IsPlainE2M1).
 template <class In>
 __device__ __forceinline__ bool PutFourScales(const typename Magnitudes<In>::Bits* amax,
                                               int amax_stride, GlobalNvfp4 global,
@@ -335,12 +335,12 @@ __global__ void __launch_bounds__(kTileThreads,
     };
     const auto encode = [&](auto is_common) {
       constexpr bool kCommon = decltype(is_common)::value;
-      [[maybe_unused]] constexpr bool kPlain = kCommon && kNvfp4;
+      [[maybe_unused]] constexpr Known kKnown = KnownOf<Scales>(kCommon);
       if constexpr (kRows) {
         float scale[kPatch];
         load_scales(row_scale + p.across * kPatch / kBlock * kScaleStride + p.down * kPatch, scale);
         StoreRows<Code, Tuning::kWrite, kCommon>(a.data, a.grid, t, p, height, [&](int k) {
-          return EncodeRow<In, Code, kPlain>(rows[k], scale[k]);
+          return EncodeRow<In, Code, kKnown>(rows[k], scale[k]);
         });
       }
       if constexpr (kAlongColumns) {
@@ -349,7 +349,7 @@ __global__ void __launch_bounds__(kTileThreads,
                     scale);
         if constexpr (kTransposed) {
           EightCodes<Code> columns[kPatch];
-          EncodeColumns<In, Code, kPlain>(rows, scale, columns);
+          EncodeColumns<In, Code, kKnown>(rows, scale, columns);
           TransposedTile<Code>::Put(tile, p.down, p.across, columns);
         } else {
           StoreRows<Code, Tuning::kWrite, kCommon>(a.second_data, a.grid, t, p, height, [&](int k) {
