@@ -22,7 +22,7 @@ from qshard.torch_bridge.fsdp.shards import ShardPlan
 from qshard.torch_bridge.ops import into
 from qshard.torch_bridge.tensor import QuantizedTensor
 
-__all__ = ["ShardedWeight", "plain", "wrap"]
+__all__ = ["ShardedWeight", "memory_of", "plain", "wrap"]
 
 aten = torch.ops.aten
 
@@ -193,17 +193,21 @@ def _is_view(func: Any) -> bool:
     return any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
 
 
+def memory_of(tensor: Tensor) -> Tensor:
+    """The plain, high-precision tensor of this rank."""
+    local = local_of(tensor)
+    local = local.shard if isinstance(local, ShardedWeight) else local
+    return local.detach() if local.requires_grad else local
+
+
 def plain(weight: Tensor) -> Tensor:
     """The high-precision tensor, or DTensor, inside a parameter; the same memory."""
-    weight = weight.detach()
-    local = local_of(weight)
-    return wrapped_like(weight, local.shard if isinstance(local, ShardedWeight) else local)
+    return wrapped_like(weight, memory_of(weight))
 
 
 def wrap(weight: Tensor, state: ScaleState) -> Tensor:
     """The inverse of `plain`."""
-    weight = weight.detach()
-    return wrapped_like(weight, ShardedWeight(local_of(weight), state))
+    return wrapped_like(weight, ShardedWeight(local_of(weight.detach()), state))
 
 
 def _warn_written(name: str) -> None:

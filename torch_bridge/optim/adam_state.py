@@ -13,11 +13,11 @@ from torch.distributed.tensor import DTensor
 from qshard import adam
 from qshard.adam import BLOCK
 from qshard.torch_bridge.dtensor import local_of, wrapped_like
-from qshard.torch_bridge.fsdp.weight import ShardedWeight
+from qshard.torch_bridge.fsdp.weight import memory_of
 from qshard.torch_bridge.ops import dtype_name
 from qshard.torch_bridge.tensor import QuantizedTensor
 
-__all__ = ["SCALED", "check_group", "initialize", "memory_of"]
+__all__ = ["SCALED", "check_group", "initialize"]
 
 SCALED = tuple(getattr(torch, name) for name in adam.SCALED)
 STATES = tuple(getattr(torch, name) for name in adam.STATES)
@@ -41,7 +41,8 @@ def initialize(state: dict[str, Any], parameter: Tensor, group: dict[str, Any]) 
             dtype = torch.float32
         state[name] = wrapped_like(parameter, torch.zeros(memory.shape, dtype=dtype, device=memory.device))
         if dtype in SCALED:
-            state[f"{name}_scale_inv"] = _ones_of_blocks(parameter, memory)
+            ones = torch.ones(_blocks(memory.shape), dtype=torch.float32, device=memory.device)
+            state[f"{name}_scale_inv"] = wrapped_like(parameter, ones, _blocks(parameter.shape))
     if memory.dtype != torch.float32 and not {"master", "remainder"} & state.keys():
         if group["master_weights"] == "float32":
             state["master"] = wrapped_like(parameter, memory.float())
@@ -50,34 +51,20 @@ def initialize(state: dict[str, Any], parameter: Tensor, group: dict[str, Any]) 
             state["remainder"] = wrapped_like(parameter, zeros)
 
 
-def memory_of(tensor: Tensor) -> Tensor:
-    """The plain tensor of this rank."""
-    local = local_of(tensor)
-    local = local.shard if isinstance(local, ShardedWeight) else local
-    return local.detach() if local.requires_grad else local
-
-
-def _ones_of_blocks(parameter: Tensor, memory: Tensor) -> Tensor:
-    """A scale for every block of a local tensor; of a DTensor, its part of those of the whole."""
-
-    def blocks(shape: Sequence[int]) -> tuple[int, int]:
-        return shape[0], -(-math.prod(shape[1:]) // BLOCK)
-
-    ones = torch.ones(blocks(memory.shape), dtype=torch.float32, device=memory.device)
-    return wrapped_like(parameter, ones, blocks(parameter.shape))
+def _blocks(shape: Sequence[int]) -> tuple[int, int]:
+    """The shape of the scales of a state: one for every block of a row."""
+    return shape[0], -(-math.prod(shape[1:]) // BLOCK)
 
 
 def check_group(group: dict[str, Any]) -> None:
-    lr = group["lr"]
-    if not isinstance(lr, Tensor) and not lr >= 0:
-        raise ValueError(f"Adam: lr ({lr}) is not a number from 0 up")
-    if isinstance(lr, Tensor) and lr.numel() != 1:
-        raise ValueError(f"Adam: lr {tuple(lr.shape)} is not one number")
+    for name in ("lr", "eps", "weight_decay"):
+        value = group[name]
+        if isinstance(value, Tensor) and value.numel() != 1:
+            raise ValueError(f"Adam: {name} {tuple(value.shape)} is not one number")
+        if not isinstance(value, Tensor) and not value >= 0:  # To look into a tensor would be to wait for a device.
+            raise ValueError(f"Adam: {name} ({value}) is not a number from 0 up")
     if not all(0 <= beta < 1 for beta in group["betas"]):
         raise ValueError(f"Adam: betas {tuple(group['betas'])} are not from 0 to below 1")
-    for name in ("eps", "weight_decay"):
-        if not group[name] >= 0:
-            raise ValueError(f"Adam: {name} ({group[name]}) is not a number from 0 up")
     for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
         if group[name] not in STATES:
             raise TypeError(f"Adam: {name} ({group[name]}) is not one of {_list_of(STATES)}")
