@@ -53,17 +53,17 @@ activation=FP8_E4M3[nonfinite=nan], gradient=FP8_E5M2[nonfinite=nan])
             raise ValueError(
                 f"convert: {name}.weight (DTensor) is not a plain tensor; convert before sharding the model"
             )
-        if type(module) in (nn.Linear, Linear):
-            chosen[name] = module
-    if not chosen:
-        raise ValueError(
-            f"convert: model ({type(model).__name__}) has no nn.Linear that filter= keeps; pass one that has"
-        )
-    for name, module in chosen.items():
+        if type(module) not in (nn.Linear, Linear):
+            continue
         try:
             check_shape(f"convert: {name}", recipe, tuple(module.weight.shape))
         except ValueError as error:
             raise ValueError(f"{error}, or leave the layer out with filter=") from None
+        chosen[name] = module
+    if not chosen:
+        raise ValueError(
+            f"convert: model ({type(model).__name__}) has no nn.Linear that filter= keeps; pass one that has"
+        )
     _check(model, chosen)
     weights: dict[Tensor, nn.Parameter] = {}
     for name, module in chosen.items():

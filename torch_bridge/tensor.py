@@ -88,13 +88,9 @@ class QuantizedTensor(Tensor):
         columnwise: Parts | None = None,
         columnwise_is_stale: bool = False,
     ) -> QuantizedTensor:
-        """Wraps planes that exist. Use `quantize` to make them.
+        """Wraps planes that exist: codes and one-byte scales as uint8, in the shapes of `layout.plane`.
 
-        Args:
-          fmt: the format.
-          shape, dtype: of the tensor it stands for.
-          rowwise, columnwise: codes and one-byte scales as uint8, in the shapes of `layout.plane`.
-          columnwise_is_stale: see above.
+        Use `quantize` to make them.
         """
         either = rowwise or columnwise
         assert either is not None
@@ -193,7 +189,7 @@ class QuantizedTensor(Tensor):
         kwargs = kwargs or {}
         self = args[0] if args else None
         if isinstance(self, QuantizedTensor):
-            if func in _SAME or (func in _RESHAPES and _keeps_shape(self, func, args)):
+            if func in _SAME or (func in _RESHAPES and _keeps_shape(*args)):
                 return self._of_planes(lambda plane: plane.detach())
             if func is aten.clone.default:
                 return self._of_planes(lambda plane: plane.clone())
@@ -221,8 +217,6 @@ _MAKES_PLAIN = {
 }
 
 
-def _keeps_shape(self: QuantizedTensor, func: Any, args: Any) -> bool:
+def _keeps_shape(self: QuantizedTensor, shape: Any, stride: Any = None, *offset: Any) -> bool:
     """Whether a view is of all elements as they are. FSDP2 asks for such an `as_strided` of what it has gathered."""
-    if tuple(args[1]) != tuple(self.shape):
-        return False
-    return func is aten.view.default or (tuple(args[2]) == self.stride() and not any(args[3:]))
+    return tuple(shape) == self.shape and (stride is None or tuple(stride) == self.stride()) and not any(offset)

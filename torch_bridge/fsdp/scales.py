@@ -179,13 +179,7 @@ class ScaleState:
 
 
 class ShardOf(NamedTuple):
-    """A sharded weight, as a refresh takes it.
-
-    Attributes:
-      state: of the weight.
-      shard: what this rank holds, in high precision; maybe no row at all.
-      plan: which part of the weight it is.
-    """
+    """A sharded weight, as a refresh takes it: its state, what this rank holds of it, and which part that is."""
 
     state: ScaleState
     shard: Tensor

@@ -12,7 +12,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from qshard import adam
-from qshard.adam import BLOCK, settings
 from qshard.ops import multi_table
 from qshard.torch_bridge.dtensor import local_of, wrapped_like
 from qshard.torch_bridge.fsdp.weight import memory_of
@@ -23,7 +22,6 @@ __all__ = ["SCALED", "Adam", "AdamW"]
 
 SCALED = tuple(getattr(torch, name) for name in adam.SCALED)
 STATES = tuple(getattr(torch, name) for name in adam.STATES)
-_MASTERS = (None, "remainder", "float32")
 
 _LISTS = [operand.name for operand in multi_table()["adam"].inputs if operand.many]
 
@@ -201,7 +199,7 @@ class Adam(Optimizer):
         """The settings as `adam_constants` takes them, in memory that stays. Written where they have changed."""
         scale = 1.0 if inv_grad_scale is None else inv_grad_scale
         beta1, beta2 = group["betas"]
-        values = settings(group["lr"], beta1, beta2, group["eps"], group["weight_decay"], scale)
+        values = adam.settings(group["lr"], beta1, beta2, group["eps"], group["weight_decay"], scale)
         numbers = [math.nan if isinstance(value, Tensor) else float(value) for value in values]
         if key not in self._hypers:
             self._hypers[key] = (torch.tensor(numbers, dtype=torch.float32, device=key[1]), list(numbers))
@@ -269,6 +267,10 @@ def _as_bytes(tensor: Tensor) -> Tensor:
 def _initialize(state: dict[str, Any], parameter: Tensor, group: dict[str, Any]) -> None:
     """Adds what a state lacks."""
     memory = memory_of(parameter)
+
+    def zeros(dtype: torch.dtype) -> Tensor:
+        return wrapped_like(parameter, torch.zeros(memory.shape, dtype=dtype, device=memory.device))
+
     if "step" not in state:
         state["step"] = torch.zeros((), dtype=torch.float32, device=memory.device)
     for name in ("exp_avg", "exp_avg_sq"):
@@ -281,36 +283,36 @@ def _initialize(state: dict[str, Any], parameter: Tensor, group: dict[str, Any])
         dtype = group[f"{name}_dtype"]
         if dtype in SCALED and parameter.ndim < 2:
             dtype = torch.float32
-        state[name] = wrapped_like(parameter, torch.zeros(memory.shape, dtype=dtype, device=memory.device))
+        state[name] = zeros(dtype)
         if dtype in SCALED:
-            ones = torch.ones(_blocks(memory.shape), dtype=torch.float32, device=memory.device)
-            state[f"{name}_scale_inv"] = wrapped_like(parameter, ones, _blocks(parameter.shape))
+            scales = torch.ones(_blocks(memory.shape), dtype=torch.float32, device=memory.device)
+            state[f"{name}_scale_inv"] = wrapped_like(parameter, scales, _blocks(parameter.shape))
     if memory.dtype != torch.float32 and not {"master", "remainder"} & state.keys():
         if group["master_weights"] == "float32":
             state["master"] = wrapped_like(parameter, memory.float())
         elif group["master_weights"] == "remainder":
-            zeros = torch.zeros(memory.shape, dtype=torch.int16, device=memory.device)
-            state["remainder"] = wrapped_like(parameter, zeros)
+            state["remainder"] = zeros(torch.int16)
 
 
 def _blocks(shape: Sequence[int]) -> tuple[int, int]:
     """The shape of the scales of a state: one for every block of a row."""
-    return shape[0], -(-math.prod(shape[1:]) // BLOCK)
+    return shape[0], -(-math.prod(shape[1:]) // adam.BLOCK)
 
 
 def _check_group(group: dict[str, Any]) -> None:
     for name in ("lr", "eps", "weight_decay"):
         value = group[name]
-        if isinstance(value, Tensor) and value.numel() != 1:
-            raise ValueError(f"Adam: {name} {tuple(value.shape)} is not one number")
-        if not isinstance(value, Tensor) and not value >= 0:  # To look into a tensor would be to wait for a device.
+        if name == "lr" and isinstance(value, Tensor):  # To look at the number would be to wait for a device.
+            if value.numel() != 1:
+                raise ValueError(f"Adam: lr {tuple(value.shape)} is not one number")
+        elif not value >= 0:
             raise ValueError(f"Adam: {name} ({value}) is not a number from 0 up")
     if not all(0 <= beta < 1 for beta in group["betas"]):
         raise ValueError(f"Adam: betas {tuple(group['betas'])} are not from 0 to below 1")
     for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
         if group[name] not in STATES:
             raise TypeError(f"Adam: {name} ({group[name]}) is not one of {_list_of(STATES)}")
-    if group["master_weights"] not in _MASTERS:
+    if group["master_weights"] not in (None, "remainder", "float32"):
         raise ValueError(f"Adam: master_weights ({group['master_weights']}) is not None, 'remainder' or 'float32'")
     for parameter in group["params"]:
         _check_parameter(parameter, group)
@@ -336,10 +338,11 @@ def _check_parameter(parameter: Tensor, group: dict[str, Any]) -> None:
         for i, placement in enumerate(parameter.placements):
             axis = getattr(placement, "dim", 0)
             row, shards = math.prod(parameter.shape[1:]), parameter.device_mesh.size(i)
-            if axis > 1 or (axis == 1 and (parameter.shape[1] % shards or row // shards % BLOCK)):
+            if axis > 1 or (axis == 1 and (parameter.shape[1] % shards or row // shards % adam.BLOCK)):
                 raise ValueError(
-                    f"Adam: parameter {shape} (cut into {shards} along axis {axis}) is not cut at blocks of {BLOCK}, "
-                    f"which states in {_list_of(scaled)} have scales for; cut axis 0, or keep states in bfloat16"
+                    f"Adam: parameter {shape} (cut into {shards} along axis {axis}) is not cut at blocks of "
+                    f"{adam.BLOCK}, which states in {_list_of(scaled)} have scales for; cut axis 0, or keep states in "
+                    "bfloat16"
                 )
 
 

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,7 +36,7 @@ from qshard.pipeline import Scales
 from qshard.torch_bridge.delayed import update_delayed
 from qshard.torch_bridge.fsdp.weight import memory_of
 from qshard.torch_bridge.optim.adam import SCALED, Adam
-from qshard.torch_bridge.optim.master import CastPlan, cast_master
+from qshard.torch_bridge.optim.master import CastPlan, Parity, cast_master
 from qshard.torch_bridge.zero.flat import ALIGNMENT, BLOCK_ALIGNMENT, Flat, Ranks, Weight
 from qshard.torch_bridge.zero.units import by_setting, units_of, weights_of
 
@@ -97,7 +97,7 @@ class ZeroOptimizer(Adam):
         shard_weights: bool = False,
         units: Sequence[nn.Module] | None = None,
         settings: Callable[[str, nn.Parameter], dict[str, Any]] | None = None,
-        parity: Literal["model", "master"] = "model",
+        parity: Parity = "model",
         **options: Any,
     ):
         self._ranks, self._model = Ranks.of(group), model
@@ -260,11 +260,11 @@ class ZeroOptimizer(Adam):
 class _Cast:
     """Slices that are cast together: all with scales of their amaxes, or all with delayed ones."""
 
-    def __init__(self, weights: Sequence[Weight], parity: Literal["model", "master"]):
+    def __init__(self, weights: Sequence[Weight], parity: Parity):
         self._pieces = [weight.quantized for weight in weights if weight.quantized is not None]
         self._masters = [weight.master.detach().view(-1) for weight in weights]
         self.delayed = [weight.delayed for weight in weights if weight.delayed is not None]
-        self._parity: Literal["model", "master"] = parity
+        self._parity = parity
         self._plan = CastPlan(self._pieces, parity=parity)
         self._starts = self._plan.words("starts", [weight.start for weight in weights])
 

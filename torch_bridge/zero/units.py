@@ -35,23 +35,18 @@ def weights_of(model: nn.Module) -> list[Weight]:
             raise ValueError(f"{what} ({parameter.device}, strides {parameter.stride()}) is not contiguous memory")
         if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise TypeError(f"{what} ({parameter.dtype}) is not float32, bfloat16 or float16; cast or freeze it")
-        _choose_format(weight)
+        # A weight of quantized layers alone travels as codes, if its rowwise plane gives the other.
+        formats = {
+            m.recipe.format(Role.WEIGHT) if isinstance(m, Linear) and n == "weight" else None for m, n in weight.owners
+        }
+        state = parameter.scale_state if isinstance(parameter, ShardedWeight) else None
+        if state is not None and formats == {state.fmt} and state.refusal is None:
+            weight.fmt, weight.delayed = state.fmt, state.delayed
     weights = list(found.values())
     devices = {weight.parameter.device for weight in weights}
     if len(devices) != 1:
         raise ValueError(f"ZeroOptimizer: model (on {devices or 'no parameters to train'}) is not on one device")
     return weights
-
-
-def _choose_format(weight: Weight) -> None:
-    """A weight of quantized layers alone travels as codes, if its rowwise plane gives the other."""
-    formats = {
-        m.recipe.format(Role.WEIGHT) if isinstance(m, Linear) and n == "weight" else None for m, n in weight.owners
-    }
-    if isinstance(weight.parameter, ShardedWeight):
-        state = weight.parameter.scale_state
-        if formats == {state.fmt} and state.refusal is None:
-            weight.fmt, weight.delayed = state.fmt, state.delayed
 
 
 def units_of(
