@@ -25,7 +25,7 @@ from qshard.torch_bridge.optim.master import CastPlan, cast_master, update_colum
 from qshard.torch_bridge.optim.slices import QuantizedSlice, gather_slices, join_pieces
 from qshard.torch_bridge.quantize import quantize
 from qshard.torch_bridge.tensor import Plane, QuantizedTensor
-from qshard.torch_bridge.zero import ZeroOptimizer
+from qshard.torch_bridge.zero.optimizer import ZeroOptimizer
 
 __all__ = [
     "Adam",

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import cast
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from qshard.recipes import Recipe
-from qshard.torch_bridge.fsdp.scales import ScaleState
-from qshard.torch_bridge.fsdp.weight import ShardedWeight, plain
 from qshard.torch_bridge.linear import check_shape
-from qshard.torch_bridge.nn import Linear
+from qshard.torch_bridge.nn import Linear, coded
 
 __all__ = ["convert"]
 
@@ -47,36 +45,33 @@ activation=FP8_E4M3[nonfinite=nan], gradient=FP8_E5M2[nonfinite=nan])
       (2): Linear(in_features=8, out_features=2, bias=True)
     )
     """
-    layers = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and (filter is None or filter(module, name))
-    }
-    for name, module in layers.items():
+    chosen: dict[str, nn.Linear] = {}
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Linear) or not (filter is None or filter(module, name)):
+            continue
         if isinstance(module.weight, DTensor):
             raise ValueError(
                 f"convert: {name}.weight (DTensor) is not a plain tensor; convert before sharding the model"
             )
-    chosen = {name: module for name, module in layers.items() if type(module) in (nn.Linear, Linear)}
-    if not chosen:
-        raise ValueError(
-            f"convert: model ({type(model).__name__}) has no nn.Linear that filter= keeps; pass one that has"
-        )
-    for name, module in chosen.items():
+        if type(module) not in (nn.Linear, Linear):
+            continue
         try:
             check_shape(f"convert: {name}", recipe, tuple(module.weight.shape))
         except ValueError as error:
             raise ValueError(f"{error}, or leave the layer out with filter=") from None
+        chosen[name] = module
+    if not chosen:
+        raise ValueError(
+            f"convert: model ({type(model).__name__}) has no nn.Linear that filter= keeps; pass one that has"
+        )
     _check(model, chosen)
-    weights: dict[int, nn.Parameter] = {}
+    weights: dict[Tensor, nn.Parameter] = {}
     for name, module in chosen.items():
         old = module.weight
-        if id(old) not in weights:
-            state = ScaleState(recipe, f"{name}.weight" if name else "weight", model, old.device)
-            wrapped = ShardedWeight(plain(old), state)
-            weights[id(old)] = nn.Parameter(wrapped, requires_grad=old.requires_grad)
+        if old not in weights:
+            weights[old] = coded(old, recipe, f"{name}.weight" if name else "weight", model)
         module.__class__ = Linear
-        cast(Linear, module).begin(recipe, weights[id(old)])
+        cast(Linear, module).begin(recipe, weights[old])
     return model
 
 

@@ -97,12 +97,13 @@ def update_delayed(model: nn.Module, group: dist.ProcessGroup | None = None) -> 
         max_over_ranks(amax, dist.group.WORLD if group is None else group)
     old: list[Tensor] = []
     new: list[Tensor] = []
-    kinds = [(*state.options.values(), state.amax_history.shape) for state in states]
-    for kind in dict.fromkeys(kinds):
-        chosen = [i for i, other in enumerate(kinds) if other == kind]
+    kinds: dict[Any, list[int]] = {}
+    for i, state in enumerate(states):
+        kinds.setdefault((*state.options.values(), state.amax_history.shape), []).append(i)
+    for chosen in kinds.values():
         alike = [states[i] for i in chosen]
         histories, scales, inverses = ops.update_delayed_scale(
-            amax if len(alike) == len(states) else torch.stack([amax[i] for i in chosen]),
+            amax if len(kinds) == 1 else torch.stack([amax[i] for i in chosen]),
             torch.stack([state.amax_history for state in alike]),
             torch.stack([state.scale for state in alike]),
             **alike[0].options,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -79,7 +79,8 @@ def linear(
     if recipe.stateful:
         if delayed is None:
             raise ValueError("linear: DelayedScaling needs the state of each tensor; pass delayed=, or use Linear")
-        given = _Delayed.of(delayed)
+        given = [t for role in ROLES for t in (delayed[role].scale, delayed[role].scale_inv)]
+        given += [delayed[Role.GRADIENT].amax]
     y, *amaxes = _Linear.apply(x, weight, recipe, seed if recipe.stochastic else None, *given)
     if delayed is not None:
         # The amax of a gathered weight is not among them: the hook before the gather has noted it.
@@ -104,38 +105,6 @@ def check_shape(op: str, recipe: Recipe, shape: tuple[int, ...]) -> None:
 _WHOLE = 128  # rows that are whole blocks of every format
 
 
-class _Delayed(NamedTuple):
-    """Delayed scales of each tensor, and where the amax of the gradient is noted: flat, as autograd takes tensors."""
-
-    weight_scale: Tensor
-    weight_scale_inv: Tensor
-    activation_scale: Tensor
-    activation_scale_inv: Tensor
-    gradient_scale: Tensor
-    gradient_scale_inv: Tensor
-    gradient_amax: Tensor
-
-    @classmethod
-    def of(cls, states: Mapping[Role, DelayedScale]) -> _Delayed:
-        weight, activation, gradient = (states[role] for role in (Role.WEIGHT, Role.ACTIVATION, Role.GRADIENT))
-        return cls(
-            weight_scale=weight.scale,
-            weight_scale_inv=weight.scale_inv,
-            activation_scale=activation.scale,
-            activation_scale_inv=activation.scale_inv,
-            gradient_scale=gradient.scale,
-            gradient_scale_inv=gradient.scale_inv,
-            gradient_amax=gradient.amax,
-        )
-
-    def scales(self, role: Role) -> tuple[Tensor, Tensor]:
-        if role is Role.WEIGHT:
-            return self.weight_scale, self.weight_scale_inv
-        if role is Role.ACTIVATION:
-            return self.activation_scale, self.activation_scale_inv
-        return self.gradient_scale, self.gradient_scale_inv
-
-
 class _Linear(torch.autograd.Function):
     """`linear` without bias. What it keeps for the backward pass are codes: of x, columnwise, and of the weight."""
 
@@ -143,47 +112,31 @@ class _Linear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, recipe: Recipe, seed: Tensor | None, *given: Tensor
     ) -> tuple[Tensor, ...]:
-        """`given`: the fields of `_Delayed`, or nothing.
+        """`given`: of delayed scaling, scale and scale_inv of each role and the amax of the gradient; else nothing.
 
         Returns y and what amaxes there are, of x and of the weight. (Dynamo of torch 2.11 takes no None among results.)
         """
-        delayed = _Delayed(*given) if given else None
         grad_x, grad_w = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
         ctx.x_shape, dtype = x.shape, x.dtype
-        x_format, w_format = recipe.format(Role.ACTIVATION), recipe.format(Role.WEIGHT)
         x = x.reshape(-1, x.shape[-1]).contiguous()
-        x_usage = Usage.BOTH if grad_w else Usage.ROWWISE
-        x_planes, x_amax = _planes(x, recipe, x_usage, Role.ACTIVATION, seed, delayed)
-
+        xs, amaxes = _planes(x, recipe, Usage.BOTH if grad_w else Usage.ROWWISE, Role.ACTIVATION, seed, given)
         if isinstance(weight, QuantizedTensor):  # Gathered by FSDP2, for example.
-            w_format, rowwise = weight.format, weight.parts(Usage.ROWWISE)
-            if rowwise is None:
-                raise ValueError("linear: weight (columnwise) has no rowwise plane; quantize it with usage=Usage.BOTH")
-            w_planes, w_amax = {Usage.ROWWISE: rowwise}, None
-            columnwise = weight.parts(Usage.COLUMNWISE)
-            if grad_x and columnwise is not None:
-                w_planes[Usage.COLUMNWISE] = columnwise
-            elif grad_x and not w_format.transposes:
-                raise ValueError(
-                    f"linear: weight ({w_format}, rowwise) has no columnwise plane, which its rowwise one does not "
-                    "give; quantize it with usage=Usage.BOTH"
-                )
+            ws = _planes_of(weight, grad_x)
         else:
             w = weight.shard if isinstance(weight, ShardedWeight) else weight
-            w_usage = Usage.BOTH if grad_x else Usage.ROWWISE
-            w_planes, w_amax = _planes(w, recipe, w_usage, Role.WEIGHT, seed, delayed)
-
+            ws, amax = _planes(w, recipe, Usage.BOTH if grad_x else Usage.ROWWISE, Role.WEIGHT, seed, given)
+            amaxes = amaxes + amax
         # A gathered weight is kept as it is: FSDP2 frees its memory, and fills it with the same codes before backward.
-        ctx.w_usage = Usage.COLUMNWISE if Usage.COLUMNWISE in w_planes else Usage.ROWWISE
+        kept = ws.get(Usage.COLUMNWISE, ws[Usage.ROWWISE])
         no_plane = (None,) * len(Parts._fields)
-        ctx.save_for_backward(*x_planes.get(Usage.COLUMNWISE, no_plane), *w_planes[ctx.w_usage], seed)
-        ctx.recipe, ctx.w_format, ctx.dtype, ctx.w_dtype = recipe, w_format, dtype, weight.dtype
-        ctx.delayed = delayed  # Not saved: autograd would object to the amax that is noted in it.
-        x_operand, w_operand = Operand(x_format, x_planes[Usage.ROWWISE]), Operand(w_format, w_planes[Usage.ROWWISE])
-        y: Tensor = matmul(x_operand, w_operand, dtype, fast=True)
+        x_parts = xs[Usage.COLUMNWISE].parts if grad_w else no_plane
+        ctx.save_for_backward(*x_parts, *kept.parts, seed)
+        ctx.recipe, ctx.w_format, ctx.w_usage = recipe, kept.format, kept.usage
+        ctx.dtype, ctx.w_dtype = dtype, weight.dtype
+        ctx.given = given  # Not saved: autograd would object to the amax that is noted in it.
+        y: Tensor = matmul(xs[Usage.ROWWISE], ws[Usage.ROWWISE], dtype, fast=True)
         # Not a view, to which FSDP2 could not attach its hooks.
         y = aten._unsafe_view.default(y, (*ctx.x_shape[:-1], y.shape[1]))
-        amaxes = [amax for amax in (x_amax, w_amax) if amax is not None]
         ctx.mark_non_differentiable(*amaxes)
         return (y, *amaxes)
 
@@ -191,50 +144,61 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         *saved, seed = ctx.saved_tensors
         half = len(Parts._fields)
-        x_parts, w_parts = Parts(*saved[:half]), Parts(*saved[half:])
-        x_format, grad_format, w_format = (
-            ctx.recipe.format(Role.ACTIVATION),
-            ctx.recipe.format(Role.GRADIENT),
-            ctx.w_format,
-        )
         need_x, need_w = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
         usage = Usage.BOTH if need_x and need_w else Usage.ROWWISE if need_x else Usage.COLUMNWISE
         grad = grad.reshape(-1, grad.shape[-1]).contiguous()
-        planes, amax = _planes(grad, ctx.recipe, usage, Role.GRADIENT, seed, ctx.delayed)
-        if amax is not None:
-            noted = ctx.delayed.gradient_amax
+        dys, amaxes = _planes(grad, ctx.recipe, usage, Role.GRADIENT, seed, ctx.given)
+        for amax in amaxes:
+            noted = ctx.given[-1]
             noted.copy_(torch.maximum(noted, amax))
-
         grad_x = grad_w = None
         if need_x:
+            w = Parts(*saved[half:])
             if ctx.w_usage is Usage.ROWWISE:
-                w_parts = pipeline.transposed(ops, w_parts, w_format)
-            w = Operand(w_format, w_parts, Usage.COLUMNWISE)
-            grad_x = matmul(Operand(grad_format, planes[Usage.ROWWISE]), w, ctx.dtype).view(ctx.x_shape)
+                w = pipeline.transposed(ops, w, ctx.w_format)
+            grad_x = matmul(dys[Usage.ROWWISE], Operand(ctx.w_format, w, Usage.COLUMNWISE), ctx.dtype)
+            grad_x = grad_x.view(ctx.x_shape)
         if need_w:
-            dy = Operand(grad_format, planes[Usage.COLUMNWISE], Usage.COLUMNWISE)
-            grad_w = matmul(dy, Operand(x_format, x_parts, Usage.COLUMNWISE), ctx.w_dtype)
-        return grad_x, grad_w, None, None, *(None for _ in ctx.delayed or ())
+            x = Operand(ctx.recipe.format(Role.ACTIVATION), Parts(*saved[:half]), Usage.COLUMNWISE)
+            grad_w = matmul(dys[Usage.COLUMNWISE], x, ctx.w_dtype)
+        return grad_x, grad_w, None, None, *(None for _ in ctx.given)
+
+
+def _planes_of(weight: QuantizedTensor, columnwise: bool) -> dict[Usage, Operand]:
+    """The planes that a weight has, of which products need the rowwise one and what gives the `columnwise` one."""
+    fmt = weight.format
+    planes = {u: Operand(fmt, parts, u) for u in Usage.BOTH.planes if (parts := weight.parts(u)) is not None}
+    if Usage.ROWWISE not in planes:
+        raise ValueError("linear: weight (columnwise) has no rowwise plane; quantize it with usage=Usage.BOTH")
+    if columnwise and Usage.COLUMNWISE not in planes and not fmt.transposes:
+        raise ValueError(
+            f"linear: weight ({fmt}, rowwise) has no columnwise plane, which its rowwise one does not give; "
+            "quantize it with usage=Usage.BOTH"
+        )
+    return planes
 
 
 def _planes(
-    x: Tensor,
-    recipe: Recipe,
-    usage: Usage,
-    role: Role,
-    seed: Tensor | None,
-    delayed: _Delayed | None,
-) -> tuple[dict[Usage, Parts], Tensor | None]:
+    x: Tensor, recipe: Recipe, usage: Usage, role: Role, seed: Tensor | None, given: Sequence[Tensor]
+) -> tuple[dict[Usage, Operand], list[Tensor]]:
     """The planes of a matrix `[M, K]`, and its amax if its scale does not come from it.
 
     The rowwise plane is without the rows that are added for the columnwise one.
     """
-    fmt = recipe.format(role)
-    if delayed is not None:
-        return pipeline.quantize_delayed(ops, x, fmt, usage, *delayed.scales(role))
+    fmt, amaxes = recipe.format(role), []
+    if given:
+        at = 2 * ROLES.index(role)
+        planes, amax = pipeline.quantize_delayed(ops, x, fmt, usage, given[at], given[at + 1])
+        amaxes = [amax]
+    else:
+        planes = _quantized(x, recipe, usage, role, seed)
+    return {one: Operand(fmt, parts, one) for one, parts in planes.items()}, amaxes
+
+
+def _quantized(x: Tensor, recipe: Recipe, usage: Usage, role: Role, seed: Tensor | None) -> dict[Usage, Parts]:
+    fmt, rows = recipe.format(role), x.shape[0]
     if _NUMBERS_ARE_SYMBOLS and torch.compiler.is_compiling():
         fmt = cast(Format, _Constant(fmt))
-    rows = x.shape[0]
     added = recipe.added_rows(role, usage, rows)
     if added:
         x = torch.nn.functional.pad(x, (0, 0, 0, added))
@@ -248,7 +212,7 @@ def _planes(
     planes = pipeline.quantize(ops, x, fmt, usage, draws=draws)
     if added and Usage.ROWWISE in usage.planes:
         planes[Usage.ROWWISE] = pipeline.without_added_rows(planes[Usage.ROWWISE], fmt, rows)
-    return planes, None
+    return planes
 
 
 # Under `torch.compile(dynamic=True)` floats of an object become symbols. Dynamo of torch 2.13 fails on one in an

@@ -15,7 +15,7 @@ from qshard.torch_bridge.fsdp.scales import ScaleState
 from qshard.torch_bridge.fsdp.weight import ShardedWeight, plain, wrap
 from qshard.torch_bridge.linear import ROLES, check_shape, linear
 
-__all__ = ["Linear"]
+__all__ = ["Linear", "coded"]
 
 
 @torch.library.custom_op("qshard::take_seed", mutates_args=("seed",))
@@ -34,6 +34,12 @@ def _take_seed(seed: Tensor, rank: int) -> Tensor:
 @_take_seed.register_fake
 def _(seed: Tensor, rank: int) -> Tensor:
     return torch.empty_like(seed)
+
+
+def coded(weight: Tensor, recipe: Recipe, name: str, root: nn.Module) -> nn.Parameter:
+    """A weight with the hooks by which FSDP2 gathers it as codes; the same memory."""
+    state = ScaleState(recipe, name, root, weight.device)
+    return nn.Parameter(ShardedWeight(plain(weight), state), requires_grad=weight.requires_grad)
 
 
 class Linear(nn.Linear):
@@ -77,9 +83,7 @@ class Linear(nn.Linear):
             raise TypeError("Linear: recipe (None) is not a recipe; pass one of qshard.recipes")
         check_shape("Linear", recipe, (out_features, in_features))
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
-        state = ScaleState(recipe, "weight", self, self.weight.device)
-        weight = nn.Parameter(ShardedWeight(self.weight.detach(), state), requires_grad=self.weight.requires_grad)
-        self.begin(recipe, weight)
+        self.begin(recipe, coded(self.weight, recipe, "weight", self))
 
     def begin(self, recipe: Recipe, weight: nn.Parameter) -> None:
         """Takes a recipe, and a weight that is wrapped for it."""
@@ -107,12 +111,6 @@ class Linear(nn.Linear):
             for state in module.children():
                 cast(DelayedScale, state).reset()
 
-    def _next_seed(self) -> Tensor | None:
-        if self.seed is None:
-            return None
-        taken: Tensor = _take_seed(self.seed, dist.get_rank() if dist.is_initialized() else 0)
-        return taken
-
     def _state(self) -> ScaleState | None:
         local = local_of(self.weight)
         return local.scale_state if isinstance(local, ShardedWeight) else None
@@ -124,32 +122,25 @@ class Linear(nn.Linear):
             destination[prefix + "weight"] = plain(destination[prefix + "weight"])
 
     def _load_from_state_dict(
-        self,
-        state_dict: Any,
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
+        self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing_keys: list[str], *others: Any
     ) -> None:
         """State of another recipe is left out, and that of this one kept where there is none."""
         state, key, seed = self._state(), prefix + "weight", prefix + "seed"
         if state is not None:
-            if local_metadata.get("assign_to_params_buffers", False) and key in state_dict:
+            if metadata.get("assign_to_params_buffers", False) and key in state_dict:
                 state_dict = {**state_dict, key: wrap(state_dict[key], state)}
             state.mark()
-        others = [prefix + "delayed."] * ("delayed" not in self._modules) + [seed] * (self.seed is None)
-        state_dict = {name: value for name, value in state_dict.items() if not name.startswith(tuple(others))}
+        foreign = [prefix + "delayed."] * ("delayed" not in self._modules) + [seed] * (self.seed is None)
+        state_dict = {name: value for name, value in state_dict.items() if not name.startswith(tuple(foreign))}
         missing: list[str] = []
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected_keys, error_msgs)
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *others)
         missing_keys += [name for name in missing if name != seed]
 
     def _apply(self, fn: Any, recurse: bool = True) -> Linear:
         was_meta = self.weight.is_meta
         super()._apply(fn, recurse)
-        if self.seed is not None and was_meta and not self.weight.is_meta:
-            self.seed.random_(-(2**31), 2**31)
+        if was_meta and not self.weight.is_meta:
+            self._reset_state()
         state = self._state()
         if state is not None:
             state.mark()
@@ -158,10 +149,12 @@ class Linear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         if torch.is_autocast_enabled(input.device.type):
             input = input.to(torch.get_autocast_dtype(input.device.type))
-        delayed = None
+        seed = delayed = None
+        if self.seed is not None:
+            seed = _take_seed(self.seed, dist.get_rank() if dist.is_initialized() else 0)
         if "delayed" in self._modules:
             delayed = {role: cast(DelayedScale, self.delayed[role.value]) for role in ROLES}
-        return linear(input, self.weight, self.bias, self.recipe, seed=self._next_seed(), delayed=delayed)
+        return linear(input, self.weight, self.bias, self.recipe, seed=seed, delayed=delayed)
 
     def extra_repr(self) -> str:
         roles = ", ".join(f"{role.value}={self.recipe.format(role)}" for role in Role)

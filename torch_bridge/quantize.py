@@ -12,7 +12,7 @@ from qshard.formats import Format, Usage
 from qshard.layout import matrix_shape, plane
 from qshard.pipeline import Draws
 from qshard.torch_bridge.ops import ops
-from qshard.torch_bridge.tensor import QuantizedTensor, as_stored
+from qshard.torch_bridge.tensor import QuantizedTensor, viewed
 from qshard.torch_bridge.words import words
 
 __all__ = ["max_over_ranks", "quantize"]
@@ -71,14 +71,14 @@ def quantize(
             "quantize: x (DTensor) is not a plain tensor; pass x.to_local(), with group= the ranks that its amax spans"
         )
     shape, x = tuple(x.shape), x.detach()
-    layouts = [plane(fmt, shape, one) for one in usage.planes]
+    layouts = {one: plane(fmt, shape, one) for one in usage.planes}
     if not x.is_contiguous():
         raise ValueError(f"quantize: x (strides {tuple(x.stride())}) is not contiguous; call .contiguous() on it")
     draws = None
     if fmt.stochastic and seed is not None:
         draws = Draws(words("quantize", "seed", seed, x.device), words("quantize", "first", first, x.device), row_step)
     # A row's scale is of its own elements, all of which are here.
-    over_ranks = group is not None and not any(where.row_scaled for where in layouts)
+    over_ranks = group is not None and not any(where.row_scaled for where in layouts.values())
     made = pipeline.quantize(
         ops,
         x.view(matrix_shape(shape)),
@@ -87,10 +87,9 @@ def quantize(
         reduce_max=(lambda amax: max_over_ranks(amax, group)) if over_ranks else None,
         draws=draws,
     )
-    stored = {one: as_stored(parts, fmt, shape, one) for one, parts in made.items()}
-    return QuantizedTensor(
-        fmt, shape, x.dtype, rowwise=stored.get(Usage.ROWWISE), columnwise=stored.get(Usage.COLUMNWISE)
-    )
+    planes = {one: viewed(parts, layouts[one]) for one, parts in made.items()}
+    rowwise, columnwise = planes.get(Usage.ROWWISE), planes.get(Usage.COLUMNWISE)
+    return QuantizedTensor(fmt, shape, x.dtype, rowwise=rowwise, columnwise=columnwise)
 
 
 def max_over_ranks(amax: Tensor, group: dist.ProcessGroup | None) -> Tensor:

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from qshard import pipeline
 from qshard.formats import Format, Usage
-from qshard.layout import matrix_shape, plane
+from qshard.layout import PlaneLayout, plane
 from qshard.pipeline import Parts
 from qshard.torch_bridge.ops import ops
 
-__all__ = ["Plane", "QuantizedTensor", "as_matrix", "as_stored", "show"]
+__all__ = ["Plane", "QuantizedTensor", "viewed"]
 
 aten = torch.ops.aten
 
@@ -32,24 +32,12 @@ class Plane(NamedTuple):
     global_scale_inv: Tensor | None = None
 
 
-def show(parts: Parts, fmt: Format) -> Plane:
-    """Bytes as what they are, the same memory."""
-    scale_inv = parts.scale_inv.view(getattr(torch, fmt.scale_dtype))
-    return Plane(parts.data.view(getattr(torch, fmt.data_dtype)), scale_inv, parts.global_scale_inv)
-
-
-def as_stored(parts: Parts, fmt: Format, shape: tuple[int, ...], usage: Usage) -> Parts:
-    """The plane of a matrix in the shapes that it has as that of a tensor of `shape`."""
-    where = plane(fmt, shape, usage)
+def viewed(parts: Parts, where: PlaneLayout) -> Parts:
+    """A plane in the shapes of a layout of as many elements: those of a tensor, or of it as a matrix."""
     data, scale_inv, global_scale_inv = parts
     if global_scale_inv is not None:
         global_scale_inv = global_scale_inv.view(where.global_scale_shape)
     return Parts(data.view(where.data_shape), scale_inv.view(where.scale_shape), global_scale_inv)
-
-
-def as_matrix(parts: Parts, fmt: Format, shape: tuple[int, ...], usage: Usage) -> Parts:
-    """The inverse of `as_stored`."""
-    return as_stored(parts, fmt, matrix_shape(shape), usage)
 
 
 class QuantizedTensor(Tensor):
@@ -100,13 +88,9 @@ class QuantizedTensor(Tensor):
         columnwise: Parts | None = None,
         columnwise_is_stale: bool = False,
     ) -> QuantizedTensor:
-        """Wraps planes that exist. Use `quantize` to make them.
+        """Wraps planes that exist: codes and one-byte scales as uint8, in the shapes of `layout.plane`.
 
-        Args:
-          fmt: the format.
-          shape, dtype: of the tensor it stands for.
-          rowwise, columnwise: codes and one-byte scales as uint8, in the shapes of `layout.plane`.
-          columnwise_is_stale: see above.
+        Use `quantize` to make them.
         """
         either = rowwise or columnwise
         assert either is not None
@@ -131,15 +115,21 @@ class QuantizedTensor(Tensor):
         data, scale_inv, global_scale_inv = (getattr(self, name) for name in self._PLANES[usage])
         return None if data is None else Parts(data, scale_inv, global_scale_inv)
 
+    def _shown(self, usage: Usage) -> Plane | None:
+        parts = self.parts(usage)
+        if parts is None:
+            return None
+        data = parts.data.view(getattr(torch, self.format.data_dtype))
+        scale_inv = parts.scale_inv.view(getattr(torch, self.format.scale_dtype))
+        return Plane(data, scale_inv, parts.global_scale_inv)
+
     @property
     def rowwise(self) -> Plane | None:
-        parts = self.parts(Usage.ROWWISE)
-        return None if parts is None else show(parts, self.format)
+        return self._shown(Usage.ROWWISE)
 
     @property
     def columnwise(self) -> Plane | None:
-        parts = self.parts(Usage.COLUMNWISE)
-        return None if parts is None else show(parts, self.format)
+        return self._shown(Usage.COLUMNWISE)
 
     @property
     def global_scale_inv(self) -> Tensor | None:
@@ -164,13 +154,12 @@ class QuantizedTensor(Tensor):
         parts = self.parts(usage)
         if parts is None:
             raise ValueError(f"dequantize: usage ({usage}) is not a plane of this tensor; quantize with it")
-        shape, fmt = tuple(self.shape), self.format
+        where = plane(self.format, tuple(self.shape), usage)
         result: Any = dtype or self.dtype  # To the pipeline a dtype is whatever the ops take.
-        values = pipeline.dequantize(ops, as_matrix(parts, fmt, shape, usage), fmt, usage, result)
-        if plane(fmt, shape, usage).transposed:
+        values: Tensor = pipeline.dequantize(ops, viewed(parts, where.matrix), self.format, usage, result)
+        if where.transposed:
             values = values.t().contiguous()
-        plain: Tensor = values.view(shape)
-        return plain
+        return values.view(self.shape)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"QuantizedTensor({self.format}, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
@@ -200,7 +189,7 @@ class QuantizedTensor(Tensor):
         kwargs = kwargs or {}
         self = args[0] if args else None
         if isinstance(self, QuantizedTensor):
-            if func in _SAME or (func in _RESHAPES and _keeps_shape(self, func, args)):
+            if func in _SAME or (func in _RESHAPES and _keeps_shape(*args)):
                 return self._of_planes(lambda plane: plane.detach())
             if func is aten.clone.default:
                 return self._of_planes(lambda plane: plane.clone())
@@ -208,9 +197,8 @@ class QuantizedTensor(Tensor):
                 keep = {name: value for name, value in kwargs.items() if name in ("device", "non_blocking")}
                 return self._of_planes(lambda plane: aten._to_copy.default(plane, **keep))
             if func in _MAKES_PLAIN:
-                like = torch.empty((0,), dtype=self.dtype, device=self.device)
-                options = {"dtype": like.dtype, "device": like.device, **_given(kwargs)}
-                return _MAKES_PLAIN[func](self.shape, *args[1:], **options)
+                plain = torch.empty((), dtype=self.dtype, device=self.device).expand(self.shape)
+                return func(plain, *args[1:], **kwargs)
         raise NotImplementedError(
             f"QuantizedTensor: {func} is not an op on codes; call .dequantize() and use its result"
         )
@@ -219,22 +207,16 @@ class QuantizedTensor(Tensor):
 _SAME = {aten.detach.default, aten.alias.default}
 _RESHAPES = {aten.as_strided.default, aten.view.default}
 # What gradients and optimizer states are made with: plain tensors of the dtype that the codes stand for.
-_MAKES_PLAIN: dict[Any, Any] = {
-    aten.zeros_like.default: torch.zeros,
-    aten.ones_like.default: torch.ones,
-    aten.empty_like.default: torch.empty,
-    aten.full_like.default: torch.full,
-    aten.new_zeros.default: lambda _, shape, **options: torch.zeros(shape, **options),
-    aten.new_empty.default: lambda _, shape, **options: torch.empty(shape, **options),
+_MAKES_PLAIN = {
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.empty_like.default,
+    aten.full_like.default,
+    aten.new_zeros.default,
+    aten.new_empty.default,
 }
 
 
-def _given(kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {name: kwargs[name] for name in ("dtype", "device") if kwargs.get(name) is not None}
-
-
-def _keeps_shape(self: QuantizedTensor, func: Any, args: Any) -> bool:
+def _keeps_shape(self: QuantizedTensor, shape: Any, stride: Any = None, *offset: Any) -> bool:
     """Whether a view is of all elements as they are. FSDP2 asks for such an `as_strided` of what it has gathered."""
-    if tuple(args[1]) != tuple(self.shape):
-        return False
-    return func is aten.view.default or (tuple(args[2]) == self.stride() and not any(args[3:]))
+    return tuple(shape) == self.shape and (stride is None or tuple(stride) == self.stride()) and not any(offset)

@@ -35,27 +35,21 @@ def words(
     Traceback (most recent call last):
     ValueError: cast_master: starts (-1) is not in [0, 2**64); pass a number in that range
     """
-    what = f"{op}: {name}"
-    if isinstance(numbers, Tensor):
-        return _of_tensor(what, numbers, count)
+    what, shape = f"{op}: {name}", (2,) if count is None else (count, 2)
     if isinstance(numbers, int):
         low, high = _pair(what, numbers)
         pair = torch.full((2,), low, dtype=torch.int32, device=device)
         pair[1].fill_(high)
         return pair
-    if len(numbers) != count:
-        raise ValueError(f"{what} ({len(numbers)} numbers) is not one number for each of {count} weights")
-    pairs = torch.tensor([_pair(what, number) for number in numbers], dtype=torch.int32)
-    return pairs.view(-1, 2).to(device)
-
-
-def _of_tensor(what: str, numbers: Tensor, count: int | None) -> Tensor:
-    shape = (2,) if count is None else (count, 2)
-    given = f"{what} ({numbers.dtype} {tuple(numbers.shape)})"
-    if count is not None and numbers.dtype == torch.int64 and numbers.ndim == 1:
-        if numbers.device.type == "cpu" and numbers.numel():  # On a GPU, to look would be to wait for it.
-            word_pair(what, int(numbers.min()))
-        numbers = numbers.contiguous().view(torch.int32).view(-1, 2)
+    if not isinstance(numbers, Tensor):
+        given = f"{what} ({len(numbers)} numbers)"
+        numbers = torch.tensor([_pair(what, number) for number in numbers], dtype=torch.int32).view(-1, 2).to(device)
+    else:
+        given = f"{what} ({numbers.dtype} {tuple(numbers.shape)})"
+        if count is not None and numbers.dtype == torch.int64 and numbers.ndim == 1:
+            if numbers.device.type == "cpu" and numbers.numel():  # On a GPU, to look would be to wait for it.
+                word_pair(what, int(numbers.min()))
+            numbers = numbers.contiguous().view(torch.int32).view(-1, 2)
     if numbers.dtype not in (torch.int32, torch.uint32):
         raise TypeError(f"{given} is not int32 or uint32 {shape}, low word first; pass that, or an int for each number")
     if tuple(numbers.shape) != shape:

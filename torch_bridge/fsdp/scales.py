@@ -47,7 +47,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -63,7 +62,7 @@ from qshard.pipeline import Scales
 from qshard.recipes import Recipe, Role
 from qshard.torch_bridge.delayed import DelayedScale, update_delayed
 from qshard.torch_bridge.dtensor import local_of
-from qshard.torch_bridge.fsdp.shards import ShardPlan, plan_shard
+from qshard.torch_bridge.fsdp.shards import ShardPlan
 from qshard.torch_bridge.quantize import max_over_ranks
 from qshard.torch_bridge.slice_ops import SliceOps
 from qshard.torch_bridge.words import words
@@ -85,10 +84,6 @@ class _Source(NamedTuple):
     shard: weakref.ref[Tensor]
     memory: int
     version: int
-
-    @classmethod
-    def of(cls, shard: Tensor) -> _Source:
-        return cls(weakref.ref(shard), shard.untyped_storage().data_ptr(), _version_of(shard))
 
 
 class ScaleState:
@@ -138,7 +133,8 @@ class ScaleState:
 
     def take(self, scales: Scales, shard: Tensor) -> None:
         """Takes new scales, made of the weight of which this rank holds `shard` now."""
-        self.scales, self.status, self._source = scales, Status.FRESH, _Source.of(shard)
+        self.scales, self.status = scales, Status.FRESH
+        self._source = _Source(weakref.ref(shard), shard.untyped_storage().data_ptr(), _version_of(shard))
 
     def note_write(self, memory: Tensor) -> None:
         """Called for every op that writes to a tensor that stands for the weight: to the shard or to other memory."""
@@ -165,26 +161,25 @@ class ScaleState:
         key = (mesh, mesh_dim, shape, shard.shape, shard.dtype, shard.device)
         plan = self._plans.get(key)
         if plan is None:
-            plan = self._plans[key] = plan_shard(self.name, self.fmt, shape, shard, mesh, mesh_dim)
+            plan = self._plans[key] = ShardPlan(self.name, self.fmt, shape, shard, mesh, mesh_dim)
         return plan
 
     def current_scales(self, shard: Tensor, plan: ShardPlan) -> Scales:
         """The scales for a gather. If they are marked, a refresh of all marked weights of the model comes first."""
         if self.status is Status.MARKED:
-            others = [other for other in _marked_weights(self.root, plan.group) if other.state is not self]
+            others = [
+                other
+                for other in _sharded_weights(self.root)
+                if (other.state.status, other.plan.group.group_name) == (Status.MARKED, plan.group.group_name)
+                and other.state is not self
+            ]
             _refresh([ShardOf(self, shard, plan), *others])
         assert self.scales is not None
         return self.scales
 
 
 class ShardOf(NamedTuple):
-    """A sharded weight, as a refresh takes it.
-
-    Attributes:
-      state: of the weight.
-      shard: what this rank holds, in high precision; maybe no row at all.
-      plan: which part of the weight it is.
-    """
+    """A sharded weight, as a refresh takes it: its state, what this rank holds of it, and which part that is."""
 
     state: ScaleState
     shard: Tensor
@@ -212,23 +207,28 @@ def update_scales(model: nn.Module) -> None:
     """
     update_delayed(model)
     groups: dict[str, list[ShardOf]] = {}
-    for parameter in model.parameters():
-        found = _shard_of(parameter)
-        if found is not None:
-            found.state.join(model)
-            groups.setdefault(found.plan.group.group_name, []).append(found)
+    for found in _sharded_weights(model):
+        found.state.join(model)
+        groups.setdefault(found.plan.group.group_name, []).append(found)
     for weights in groups.values():
         _refresh(weights)
 
 
-def _shard_of(parameter: Tensor) -> ShardOf | None:
-    """The sharded weight behind a parameter, if it is one of ours, is sharded now, and has memory."""
-    state = _state_of(parameter)
-    if state is None:
-        return None
-    assert isinstance(parameter, DTensor)
-    shard: Tensor = local_of(parameter).shard  # type: ignore[attr-defined]
-    return ShardOf(state, shard, state.plan_of(shard, parameter.shape, parameter.device_mesh, _shard_dim(parameter)))
+def _sharded_weights(root: nn.Module | None) -> Iterable[ShardOf]:
+    """Those of our weights that are sharded now and have memory, in the order of the model: on all ranks the same."""
+    for parameter in () if root is None else root.parameters():
+        state = _state_of(parameter)
+        if state is None:
+            continue
+        assert isinstance(parameter, DTensor)
+        dims = [i for i, placement in enumerate(parameter.placements) if placement.is_shard()]
+        if len(dims) != 1:
+            raise NotImplementedError(
+                f"update_scales: {state.name} {tuple(parameter.shape)} is cut over {len(dims)} axes of its mesh, and "
+                "must be over one; leave layers under tensor parallelism out with convert(filter=)"
+            )
+        shard: Tensor = local_of(parameter).shard  # type: ignore[attr-defined]
+        yield ShardOf(state, shard, state.plan_of(shard, parameter.shape, parameter.device_mesh, dims[0]))
 
 
 def _state_of(parameter: Tensor) -> ScaleState | None:
@@ -238,26 +238,6 @@ def _state_of(parameter: Tensor) -> ScaleState | None:
     local = local_of(parameter)
     state: ScaleState | None = getattr(local, "scale_state", None)
     return None if state is None or state.delayed is not None or local.is_meta else state
-
-
-def _shard_dim(parameter: DTensor) -> int:
-    dims = [i for i, placement in enumerate(parameter.placements) if placement.is_shard()]
-    if len(dims) != 1:
-        raise NotImplementedError(
-            f"update_scales: a weight {tuple(parameter.shape)} is cut over {len(dims)} axes of its mesh, and must be "
-            "over one; leave layers under tensor parallelism out with convert(filter=)"
-        )
-    return dims[0]
-
-
-def _marked_weights(root: nn.Module | None, group: dist.ProcessGroup) -> Iterable[ShardOf]:
-    """The marked weights of `root` that are cut over `group`, in the order of the model: on all ranks the same."""
-    for parameter in () if root is None else root.parameters():
-        found = _shard_of(parameter)
-        if found is None or found.state.status is not Status.MARKED:
-            continue
-        if found.plan.group.group_name == group.group_name:
-            yield found
 
 
 @torch.no_grad()
@@ -284,11 +264,9 @@ def _refresh(weights: Sequence[ShardOf]) -> None:
 def _amaxes_on(device: torch.device, weights: Sequence[ShardOf], plans: tuple[ShardPlan, ...]) -> Tensor:
     """What the shards on one device know of the amaxes of all weights."""
     plan, ops, starts = _prepared(plans, device)
-    slices = [
-        weight.plan.slice_of(weight.shard)
-        if weight.shard.device == device
-        else weight.shard.new_empty(0, device=device)
-        for weight in weights
+    slices = [  # Of shards on other devices, and of columns of blocks, empty ones.
+        shard.view(-1) if shard.device == device and of_weight.columns is None else shard.new_empty(0, device=device)
+        for _, shard, of_weight in weights
     ]
     amaxes: Tensor = master.amaxes(ops, plan, slices, starts)
     if any(of_weight.columns for of_weight in plans):

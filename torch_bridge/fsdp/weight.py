@@ -22,7 +22,7 @@ from qshard.torch_bridge.fsdp.shards import ShardPlan
 from qshard.torch_bridge.ops import into
 from qshard.torch_bridge.tensor import QuantizedTensor
 
-__all__ = ["ShardedWeight", "plain", "wrap"]
+__all__ = ["ShardedWeight", "memory_of", "plain", "wrap"]
 
 aten = torch.ops.aten
 
@@ -34,8 +34,8 @@ class ShardedWeight(Tensor):
     and gradients are plain. The hooks cast the shard with the scales of the weight and gather the codes: what every
     rank then holds are, bit for bit, the codes of the whole weight cast at once. `scales.py` has a glossary.
 
-    The wire carries one uint8 tensor for a weight, whatever the format, since FSDP2 hands on only the first one where
-    there is one rank. 4-bit codes are wide where shards differ in length, on all ranks alike, since FSDP2 wants
+    What is gathered is one uint8 tensor for a weight, whatever the format, since FSDP2 hands on only the first one
+    where there is one rank. 4-bit codes are wide where shards differ in length, on all ranks alike, since FSDP2 wants
     the shape of the padded shard from ranks with short ones.
 
     Attributes:
@@ -137,9 +137,15 @@ class ShardedWeight(Tensor):
             scales = state.current_scales(shard, plan)
             plan.cast(shard, scales.scale, room)
             if state.is_written(shard):
-                _warn_written(state.name)
+                warnings.warn(
+                    f"ShardedWeight: {state.name} was written after its scales were made, by other means than an "
+                    "optimizer or load_state_dict; NaN is sent in place of its codes, or their largest if there is no "
+                    "NaN. Call update_scales(model) on all ranks after such a write",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
                 padded[:rows].fill_(plan.nan_byte)
-        return (_widened(padded) if plan.wide else padded,), (plan, scales)
+        return (plan.travelling(padded),), (plan, scales)
 
     def fsdp_post_all_gather(
         self,
@@ -156,17 +162,12 @@ class ShardedWeight(Tensor):
         (gathered,), (plan, scales) = all_gather_outputs, metadata
         unsharded = None if out is None else local_of(out)
         assert unsharded is None or isinstance(unsharded, QuantizedTensor)
-        codes = plan.packed(gathered, unsharded) if plan.wide else plan.codes_in(gathered)
+        codes = plan.codes(gathered, unsharded)
         parts = Parts(codes, scales.scale_inv, scales.global_scale_inv)
         if unsharded is None:
             return QuantizedTensor(plan.fmt, plan.shape, param_dtype, rowwise=parts), (codes,) if plan.wide else ()
         unsharded.set(Usage.ROWWISE, parts)
         return None
-
-
-def _widened(codes: Tensor) -> Tensor:
-    """Packed codes as wide ones."""
-    return torch.stack([codes & 0xF, codes >> 4], dim=-1).view(codes.shape[0], -1)
 
 
 # Ops whose result is the weight again, besides views of it: what FSDP2 pads and moves, and what `to_empty` and `.to`
@@ -193,24 +194,18 @@ def _is_view(func: Any) -> bool:
     return any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
 
 
+def memory_of(tensor: Tensor) -> Tensor:
+    """The plain, high-precision tensor of this rank."""
+    local = local_of(tensor)
+    local = local.shard if isinstance(local, ShardedWeight) else local
+    return local.detach() if local.requires_grad else local
+
+
 def plain(weight: Tensor) -> Tensor:
     """The high-precision tensor, or DTensor, inside a parameter; the same memory."""
-    weight = weight.detach()
-    local = local_of(weight)
-    return wrapped_like(weight, local.shard if isinstance(local, ShardedWeight) else local)
+    return wrapped_like(weight, memory_of(weight))
 
 
 def wrap(weight: Tensor, state: ScaleState) -> Tensor:
     """The inverse of `plain`."""
-    weight = weight.detach()
-    return wrapped_like(weight, ShardedWeight(local_of(weight), state))
-
-
-def _warn_written(name: str) -> None:
-    warnings.warn(
-        f"ShardedWeight: {name} was written after its scales were made, by other means than an optimizer or "
-        "load_state_dict; NaN is sent in place of its codes, or their largest if there is no NaN. "
-        "Call update_scales(model) on all ranks after such a write",
-        RuntimeWarning,
-        stacklevel=3,
-    )
+    return wrapped_like(weight, ShardedWeight(local_of(weight.detach()), state))

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
-from qshard.adam import settings
+from qshard import adam
+from qshard.ops import multi_table
+from qshard.torch_bridge.dtensor import local_of, wrapped_like
+from qshard.torch_bridge.fsdp.weight import memory_of
 from qshard.torch_bridge.ops import call_in_place, dtype_name
-from qshard.torch_bridge.optim.adam_state import SCALED, check_group, initialize, memory_of
+from qshard.torch_bridge.tensor import QuantizedTensor
 
-__all__ = ["Adam", "AdamW"]
+__all__ = ["SCALED", "Adam", "AdamW"]
+
+SCALED = tuple(getattr(torch, name) for name in adam.SCALED)
+STATES = tuple(getattr(torch, name) for name in adam.STATES)
+
+_LISTS = [operand.name for operand in multi_table()["adam"].inputs if operand.many]
 
 
 class Adam(Optimizer):
@@ -87,7 +96,7 @@ class Adam(Optimizer):
             "exp_avg_dtype": exp_avg_dtype,
             "exp_avg_sq_dtype": exp_avg_sq_dtype,
             "master_weights": master_weights,
-            "capturable": True,  # Makes load_state_dict put `step` on the device of the parameter.
+            "capturable": True,  # `step` is on the device of the parameter.
         }
         super().__init__(params, defaults)
 
@@ -99,7 +108,7 @@ class Adam(Optimizer):
         """
         super().add_param_group(param_group)
         try:
-            check_group(self.param_groups[-1])
+            _check_group(self.param_groups[-1])
         except BaseException:
             self.param_groups.pop()
             raise
@@ -109,26 +118,22 @@ class Adam(Optimizer):
         self._hypers, self._steps = {}, {}
         for group in self.param_groups:  # One of torch.optim.AdamW lacks some settings.
             group.update({**self.defaults, **group, "capturable": True})
-        for of_parameter in self.state.values():
+        for parameter, of_parameter in self.state.items():
             for name, value in of_parameter.items():
                 if isinstance(value, _AsItIs):
-                    of_parameter[name] = value.tensor
+                    dtype = torch.float32 if name == "step" else value.tensor.dtype
+                    of_parameter[name] = value.tensor.to(device=parameter.device, dtype=dtype)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes over a state, bit for bit: tensors move to the device of their parameter and keep their dtype.
 
         torch's own would cast them to the dtype of the parameter.
         """
-        keyed = {
-            key: {n: _AsItIs(v) if isinstance(v, Tensor) and n != "step" else v for n, v in values.items()}
+        kept = {
+            key: {name: _AsItIs(value) if isinstance(value, Tensor) else value for name, value in values.items()}
             for key, values in state_dict["state"].items()
         }
-        super().load_state_dict({**state_dict, "state": keyed})
-        for parameter, of_parameter in self.state.items():
-            for name, value in of_parameter.items():
-                if isinstance(value, Tensor):
-                    dtype = torch.float32 if name == "step" else value.dtype
-                    of_parameter[name] = value.to(device=parameter.device, dtype=dtype)
+        super().load_state_dict({**state_dict, "state": kept})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, inv_grad_scale: Tensor | float | None = None) -> Any:
@@ -147,61 +152,57 @@ class Adam(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for index, group in enumerate(self.param_groups):
-            for kind, tensors in self._tensors_by_kind(group).items():
-                key = (index, kind)
-                constants = torch.ops.qshard.adam_constants(
-                    self._advance(key, [t.state for t in tensors]),
-                    self._hyper((index, kind.device), group, inv_grad_scale),
-                )
-                decay = "decoupled" if group["decoupled_weight_decay"] else "coupled"
-                _run(kind, constants, tensors, decay if group["weight_decay"] else "none")
+        self._update(inv_grad_scale)
         return loss
 
-    def _tensors_by_kind(self, group: dict[str, Any]) -> dict[_Kind, list[_Tensors]]:
-        """What to update: lists of tensors that one call can take, initialized."""
-        found: dict[_Kind, list[_Tensors]] = {}
+    def _update(self, inv_grad_scale: Tensor | float | None) -> None:
+        for index, group in enumerate(self.param_groups):
+            decay = ("decoupled" if group["decoupled_weight_decay"] else "coupled") if group["weight_decay"] else "none"
+            for kind, members in self._by_kind(group).items():
+                constants = torch.ops.qshard.adam_constants(
+                    self._advance((index, kind), [state for state, _ in members]),
+                    self._hyper((index, kind[0]), group, inv_grad_scale),
+                )
+                _run(constants, [tensors for _, tensors in members], decay)
+
+    def _by_kind(self, group: dict[str, Any]) -> dict[Any, list[tuple[dict[str, Any], dict[str, Tensor]]]]:
+        """The states and the plain, local tensors of parameters to update, by device and dtypes: what calls share."""
+        found: dict[Any, list[tuple[dict[str, Any], dict[str, Tensor]]]] = {}
         for parameter in group["params"]:
             if parameter.grad is None:
                 continue
             if parameter.grad.is_sparse:
                 raise NotImplementedError("Adam: grad (sparse) is not dense; make it so with .to_dense()")
             state = self.state[parameter]
-            initialize(state, parameter, group)
-            memory, grad = memory_of(parameter), memory_of(parameter.grad).contiguous()
-            low = "remainder" if "remainder" in state else "master" if "master" in state else "none"
-            parts = {name: memory_of(value) for name, value in state.items() if name != "step"}
-            kind = _Kind(
-                memory.device, memory.dtype, grad.dtype, low, parts["exp_avg"].dtype, parts["exp_avg_sq"].dtype
-            )
-            found.setdefault(kind, []).append(_Tensors(memory, grad, parts, state))
+            _initialize(state, parameter, group)
+            low = state.get("remainder", state.get("master"))
+            given = {"grad": parameter.grad, "param": parameter, "low": low, **state}
+            tensors = {name: memory_of(t) for name in _LISTS if (t := given.get(name)) is not None}
+            tensors["grad"] = tensors["grad"].contiguous()
+            kind = (tensors["param"].device, *((name, t.dtype) for name, t in tensors.items()))
+            found.setdefault(kind, []).append((state, tensors))
         return found
 
     def _advance(self, key: Any, states: Sequence[dict[str, Any]]) -> Tensor:
         """Adds one to the steps of some parameters, and gives them as one tensor, of which their states have views."""
         given = [state["step"] for state in states]
-        known = self._steps.get(key)
-        if (
-            known is None
-            or len(known[1]) != len(given)
-            or any(a is not b for a, b in zip(known[1], given, strict=True))
-        ):
+        together, views = self._steps.get(key, (None, []))
+        if together is None or list(map(id, views)) != list(map(id, given)):
             together = torch.stack(given)
-            known = self._steps[key] = (together, list(together.unbind()))
-            for state, view in zip(states, known[1], strict=True):
+            views = list(together.unbind())
+            self._steps[key] = (together, views)
+            for state, view in zip(states, views, strict=True):
                 state["step"] = view
-        known[0].add_(1)
-        return known[0]
+        return together.add_(1)
 
     def _hyper(self, key: Any, group: dict[str, Any], inv_grad_scale: Tensor | float | None) -> Tensor:
         """The settings as `adam_constants` takes them, in memory that stays. Written where they have changed."""
-        device: torch.device = key[1]
         scale = 1.0 if inv_grad_scale is None else inv_grad_scale
         beta1, beta2 = group["betas"]
-        values = settings(group["lr"], beta1, beta2, group["eps"], group["weight_decay"], scale)
+        values = adam.settings(group["lr"], beta1, beta2, group["eps"], group["weight_decay"], scale)
         numbers = [math.nan if isinstance(value, Tensor) else float(value) for value in values]
         if key not in self._hypers:
-            self._hypers[key] = (torch.tensor(numbers, dtype=torch.float32, device=device), list(numbers))
+            self._hypers[key] = (torch.tensor(numbers, dtype=torch.float32, device=key[1]), list(numbers))
         hyper, written = self._hypers[key]
         for i, value in enumerate(values):
             if isinstance(value, Tensor):
@@ -213,12 +214,10 @@ class Adam(Optimizer):
 
 
 class AdamW(Adam):
-    """`Adam` with decoupled weight decay, 0.01 by default as in `torch.optim.AdamW`.
-
-    Other frameworks have other defaults: optax's `adamw`, and so `qshard.jax.adamw`, has 0.0001. The op is the same.
+    """`Adam` with decoupled weight decay, 0.01 by default as in `torch.optim.AdamW`. (`qshard.jax.adamw` has 0.0001.)
 
     Args:
-      params, lr, betas, eps, weight_decay, exp_avg_dtype, exp_avg_sq_dtype, master_weights: as for `Adam`.
+      params, lr, betas, eps, weight_decay, options: as for `Adam`.
 
     >>> weight = torch.nn.Parameter(torch.ones(4))
     >>> weight.grad = torch.zeros(4)
@@ -236,22 +235,9 @@ class AdamW(Adam):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
-        *,
-        exp_avg_dtype: torch.dtype = torch.float32,
-        exp_avg_sq_dtype: torch.dtype = torch.float32,
-        master_weights: str | None = None,
+        **options: Any,
     ):
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            decoupled_weight_decay=True,
-            exp_avg_dtype=exp_avg_dtype,
-            exp_avg_sq_dtype=exp_avg_sq_dtype,
-            master_weights=master_weights,
-        )
+        super().__init__(params, lr, betas, eps, weight_decay, decoupled_weight_decay=True, **options)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -266,54 +252,99 @@ class _AsItIs:
         self.tensor = tensor
 
 
-class _Kind(NamedTuple):
-    """What the tensors of a call have in common."""
-
-    device: torch.device
-    param: torch.dtype
-    grad: torch.dtype
-    low: str
-    exp_avg: torch.dtype
-    exp_avg_sq: torch.dtype
-
-
-class _Tensors(NamedTuple):
-    """A parameter as the kernel sees it: local, plain tensors."""
-
-    param: Tensor
-    grad: Tensor
-    parts: dict[str, Tensor]  # of the state
-    state: dict[str, Any]
-
-
-def _run(kind: _Kind, constants: Tensor, tensors: Sequence[_Tensors], decay: str) -> None:
-    def part(name: str) -> list[Tensor]:
-        return [_as_bytes(t.parts[name]) for t in tensors]
-
-    def scales(name: str, dtype: torch.dtype) -> list[Tensor]:
-        return part(f"{name}_scale_inv") if dtype in SCALED else []
-
-    call_in_place(
-        "adam",
-        [
-            constants,
-            [t.grad for t in tensors],
-            [t.param for t in tensors],
-            [] if kind.low == "none" else part(kind.low),
-            part("exp_avg"),
-            scales("exp_avg", kind.exp_avg),
-            part("exp_avg_sq"),
-            scales("exp_avg_sq", kind.exp_avg_sq),
-        ],
-        {
-            "decay": decay,
-            "exp_avg_dtype": dtype_name(kind.exp_avg),
-            "exp_avg_sq_dtype": dtype_name(kind.exp_avg_sq),
-            "low": kind.low,
-            "update": False,
-        },
-    )
+def _run(constants: Tensor, members: Sequence[dict[str, Tensor]], decay: str) -> None:
+    first = members[0]
+    low = "none" if "low" not in first else "remainder" if first["low"].dtype == torch.int16 else "master"
+    lists = [[_as_bytes(tensors[name]) for tensors in members if name in tensors] for name in _LISTS]
+    dtypes = {f"{name}_dtype": dtype_name(first[name].dtype) for name in ("exp_avg", "exp_avg_sq")}
+    call_in_place("adam", [constants, *lists], {"decay": decay, **dtypes, "low": low, "update": False})
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+
+
+def _initialize(state: dict[str, Any], parameter: Tensor, group: dict[str, Any]) -> None:
+    """Adds what a state lacks."""
+    memory = memory_of(parameter)
+
+    def zeros(dtype: torch.dtype) -> Tensor:
+        return wrapped_like(parameter, torch.zeros(memory.shape, dtype=dtype, device=memory.device))
+
+    if "step" not in state:
+        state["step"] = torch.zeros((), dtype=torch.float32, device=memory.device)
+    for name in ("exp_avg", "exp_avg_sq"):
+        if name in state:
+            if state[name].dtype in SCALED and f"{name}_scale_inv" not in state:
+                raise ValueError(
+                    f"Adam: state {name} ({state[name].dtype}) has no {name}_scale_inv; load it as float32"
+                )
+            continue
+        dtype = group[f"{name}_dtype"]
+        if dtype in SCALED and parameter.ndim < 2:
+            dtype = torch.float32
+        state[name] = zeros(dtype)
+        if dtype in SCALED:
+            scales = torch.ones(_blocks(memory.shape), dtype=torch.float32, device=memory.device)
+            state[f"{name}_scale_inv"] = wrapped_like(parameter, scales, _blocks(parameter.shape))
+    if memory.dtype != torch.float32 and not {"master", "remainder"} & state.keys():
+        if group["master_weights"] == "float32":
+            state["master"] = wrapped_like(parameter, memory.float())
+        elif group["master_weights"] == "remainder":
+            state["remainder"] = zeros(torch.int16)
+
+
+def _blocks(shape: Sequence[int]) -> tuple[int, int]:
+    """The shape of the scales of a state: one for every block of a row."""
+    return shape[0], -(-math.prod(shape[1:]) // adam.BLOCK)
+
+
+def _check_group(group: dict[str, Any]) -> None:
+    for name in ("lr", "eps", "weight_decay"):
+        value = group[name]
+        if name == "lr" and isinstance(value, Tensor):  # To look at the number would be to wait for a device.
+            if value.numel() != 1:
+                raise ValueError(f"Adam: lr {tuple(value.shape)} is not one number")
+        elif not value >= 0:
+            raise ValueError(f"Adam: {name} ({value}) is not a number from 0 up")
+    if not all(0 <= beta < 1 for beta in group["betas"]):
+        raise ValueError(f"Adam: betas {tuple(group['betas'])} are not from 0 to below 1")
+    for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
+        if group[name] not in STATES:
+            raise TypeError(f"Adam: {name} ({group[name]}) is not one of {_list_of(STATES)}")
+    if group["master_weights"] not in (None, "remainder", "float32"):
+        raise ValueError(f"Adam: master_weights ({group['master_weights']}) is not None, 'remainder' or 'float32'")
+    for parameter in group["params"]:
+        _check_parameter(parameter, group)
+
+
+def _check_parameter(parameter: Tensor, group: dict[str, Any]) -> None:
+    """Raises for what all ranks see alike: nothing here depends on the part of a rank."""
+    local = local_of(parameter)
+    shape = tuple(parameter.shape)
+    if isinstance(local, QuantizedTensor):
+        raise TypeError(f"Adam: parameter {shape} (QuantizedTensor) is not of floats; give the optimizer its master")
+    if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise TypeError(f"Adam: parameter {shape} ({parameter.dtype}) is not float32, bfloat16 or float16; cast it")
+    if group["master_weights"] == "remainder" and parameter.dtype == torch.float16:
+        raise TypeError(
+            f"Adam: parameter {shape} (float16) is not bfloat16, which alone takes a remainder; "
+            "give master_weights='float32'"
+        )
+    if not memory_of(parameter).is_contiguous():
+        raise ValueError(f"Adam: parameter {shape} (strides {parameter.stride()}) is not contiguous; make it so")
+    scaled = {group["exp_avg_dtype"], group["exp_avg_sq_dtype"]} & set(SCALED)
+    if scaled and parameter.ndim >= 2 and isinstance(parameter, DTensor):
+        for i, placement in enumerate(parameter.placements):
+            axis = getattr(placement, "dim", 0)
+            row, shards = math.prod(parameter.shape[1:]), parameter.device_mesh.size(i)
+            if axis > 1 or (axis == 1 and (parameter.shape[1] % shards or row // shards % adam.BLOCK)):
+                raise ValueError(
+                    f"Adam: parameter {shape} (cut into {shards} along axis {axis}) is not cut at blocks of "
+                    f"{adam.BLOCK}, which states in {_list_of(scaled)} have scales for; cut axis 0, or keep states in "
+                    "bfloat16"
+                )
+
+
+def _list_of(dtypes: Iterable[torch.dtype]) -> str:
+    return ", ".join(dtype_name(dtype) for dtype in dtypes)

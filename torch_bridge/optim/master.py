@@ -59,25 +59,21 @@ class CastPlan:
         if self.pieces and not all(isinstance(weight, QuantizedSlice) for weight in weights):
             raise ValueError("cast_master: weights (mixed) are not all whole or all slices; cast them in two calls")
         # A weight with two planes of different numbers is cast twice; `owners` says of which weight a plane is.
-        self.owners: list[int] = []
-        usages: list[Usage] = []
-        for i, weight in enumerate(weights):
-            for usage in _usages(weight):
-                self.owners.append(i)
-                usages.append(usage)
+        planes = [(i, *of_weight) for i, weight in enumerate(weights) for of_weight in _planes(weight)]
+        self.owners = [i for i, _, _ in planes]
         of_planes = [weights[i] for i in self.owners]
         self.plan: MasterPlan = master.plan_master(
             [tuple(weight.shape) for weight in of_planes],
             [weight.format for weight in of_planes],
-            usages=usages,
+            usages=[usage for _, usage, _ in planes],
             dtype=dtype_name(dtype),
             rounded_to=[None if parity == "master" else dtype_name(weight.dtype) for weight in of_planes],
         )
         self.dtype, self.weights = dtype, len(weights)
-        self.device = _parts(weights[0], usages[0]).data.device if weights else torch.device("cpu")
+        self.device = planes[0][2].data.device if planes else torch.device("cpu")
         self.ops = SliceOps(self.plan, self.device)
-        planes = torch.tensor(self.owners, dtype=torch.int64)
-        self._owners = None if len(self.owners) == self.weights else planes.to(self.device)
+        twice = len(planes) > len(weights)
+        self._owners = torch.tensor(self.owners).to(self.device) if twice else None
 
     def words(self, name: str, numbers: Sequence[int] | Tensor) -> Tensor:
         """Numbers of 64 bits, one for each weight, as int32 `[planes, 2]`, the low word first.
@@ -93,16 +89,12 @@ class CastPlan:
         """What this rank's slices know of the amaxes of each plane's blocks, in the shape of its scales.
 
         Delayed scaling keeps them for the next scale. No communication: the amax of a block is the maximum over ranks.
-
-        Args:
-          masters: a slice for each plane, flat, maybe empty.
-          starts: `words` of them.
+        `masters` has a flat slice for each plane, maybe empty; `starts` are the `words` of them.
         """
         found = master.amaxes(self.ops, self.plan, masters, starts)
         of_planes: dict[int, Tensor] = {}
         for bucket in self.plan.buckets:
-            of_blocks = [grid for grid, _ in bucket.split_amaxes(found)]
-            of_planes.update(zip(bucket.indices, of_blocks, strict=True))
+            of_planes.update(zip(bucket.indices, (grid for grid, _ in bucket.split_amaxes(found)), strict=True))
         return [of_planes[i] for i in range(len(self.owners))]
 
     def cast(
@@ -114,12 +106,7 @@ class CastPlan:
     ) -> None:
         """Writes the codes of slices under scales that are known, as in delayed scaling, and those scales, in place.
 
-        Args:
-          weights: of the plan.
-          masters, starts: as for `amaxes`.
-          scales: of each plane, the same on all ranks. Nothing is rounded stochastically.
-
-        No communication.
+        `scales` are those of each plane, the same on all ranks; the rest is as for `amaxes`. No communication.
         """
         targets = self.targets(weights)
         encoding = [torch.cat([scales[i].scale.view(-1) for i in bucket.indices]) for bucket in self.plan.buckets]
@@ -130,7 +117,7 @@ class CastPlan:
 
     def targets(self, weights: Sequence[QuantizedTensor | QuantizedSlice]) -> list[Parts]:
         """The planes of weights that are written to, in the order of the plan."""
-        return [_parts(weights[i], usage) for i, usage in zip(self.owners, self.plan.usages, strict=True)]
+        return [parts for weight in weights for _, parts in _planes(weight)]
 
 
 def cast_master(
@@ -236,18 +223,12 @@ def update_columnwise(weights: Sequence[QuantizedTensor]) -> None:
         weight.set(Usage.COLUMNWISE, parts)
 
 
-def _usages(weight: QuantizedTensor | QuantizedSlice) -> list[Usage]:
+def _planes(weight: QuantizedTensor | QuantizedSlice) -> list[tuple[Usage, Parts]]:
     """The planes to cast: of square blocks the rowwise one, of which the other is a transpose."""
     if isinstance(weight, QuantizedSlice):
-        return [weight.usage]
-    there = [usage for usage in Usage if weight.parts(usage) is not None]
-    return [Usage.ROWWISE] if weight.format.transposes and Usage.ROWWISE in there else there
-
-
-def _parts(weight: QuantizedTensor | QuantizedSlice, usage: Usage) -> Parts:
-    parts = weight.parts if isinstance(weight, QuantizedSlice) else weight.parts(usage)
-    assert parts is not None
-    return parts
+        return [(weight.usage, weight.parts)]
+    there = [(usage, parts) for usage in Usage if (parts := weight.parts(usage)) is not None]
+    return there[:1] if weight.format.transposes else there
 
 
 def _write_scales(weights: Sequence[Any], targets: Sequence[Parts], made: Sequence[Parts]) -> None:

@@ -93,21 +93,25 @@ def gather_slices(
         [piece_bytes(s.format, cut.stops[r] - cut.starts[r]) for s, cut in zip(slices, cuts, strict=True)]
         for r in range(world)
     ]
-    room = max(map(sum, sizes), default=0)
-    send = torch.cat([s.data[:size] for s, size in zip(slices, sizes[rank], strict=True)])
-    send = torch.nn.functional.pad(send, (0, room - send.numel()))
-    received = send.new_empty(world * room)
-    dist.all_gather_into_tensor(received, send, group=group)
-    pieces = [list(received[r * room : r * room + sum(sizes[r])].split(sizes[r])) for r in range(world)]
+    own = torch.cat([s.data[:size] for s, size in zip(slices, sizes[rank], strict=True)])
+    parts = gather_parts(own, [sum(of_rank) for of_rank in sizes], group)
+    pieces = [part.split(of_rank) for part, of_rank in zip(parts, sizes, strict=True)]
     weights = []
     for i, s in enumerate(slices):
         where = plane(s.format, s.shape, s.usage)
         data = join_pieces([pieces[r][i] for r in range(world)], cuts[i].starts, s.format, where.data_shape)
-        parts = s.parts._replace(data=data)
-        planes = {s.usage: parts}
+        planes = {s.usage: s.parts._replace(data=data)}
         rowwise, columnwise = planes.get(Usage.ROWWISE), planes.get(Usage.COLUMNWISE)
         weights.append(QuantizedTensor(s.format, s.shape, s.dtype, rowwise=rowwise, columnwise=columnwise))
     return weights
+
+
+def gather_parts(own: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> list[Tensor]:
+    """What each rank has, flat and of any length, with one all-gather of the longest. Collective."""
+    room = max(lengths)
+    received = own.new_empty(len(lengths) * room)
+    dist.all_gather_into_tensor(received, torch.nn.functional.pad(own, (0, room - own.numel())), group=group)
+    return [received[r * room : r * room + length] for r, length in enumerate(lengths)]
 
 
 def join_pieces(pieces: Sequence[Tensor], starts: Sequence[int], fmt: Format, data_shape: tuple[int, ...]) -> Tensor:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,8 +27,8 @@ from qshard.formats import Format, Usage
 from qshard.layout import code_columns, data_columns, plane
 from qshard.master import piece_bytes
 from qshard.torch_bridge.delayed import DelayedScale
-from qshard.torch_bridge.fsdp.weight import plain
-from qshard.torch_bridge.optim.slices import QuantizedSlice
+from qshard.torch_bridge.fsdp.weight import memory_of
+from qshard.torch_bridge.optim.slices import QuantizedSlice, gather_parts
 from qshard.torch_bridge.tensor import QuantizedTensor
 
 __all__ = ["Flat", "Ranks", "Weight"]
@@ -36,8 +37,7 @@ ALIGNMENT = 16  # bytes: whole elements of every dtype, and what vector loads wa
 BLOCK_ALIGNMENT = BLOCK * torch.float32.itemsize  # bytes: whole blocks of elements of every dtype
 
 
-@dataclass(frozen=True)
-class Ranks:
+class Ranks(NamedTuple):
     """A process group, or one process without any."""
 
     group: dist.ProcessGroup | None
@@ -54,7 +54,7 @@ class Ranks:
 
 @dataclass(eq=False)
 class Weight:
-    """A parameter of the model.
+    """A parameter of the model, and the slice of it that this rank owns.
 
     Attributes:
       name: of its first owner.
@@ -63,6 +63,11 @@ class Weight:
       fmt: what it is gathered as; None: values of its dtype.
       delayed: has its scale, if the recipe is `DelayedScaling`.
       first: its first byte in the buffer.
+      start: the first element of the slice.
+      master: of the slice, float32, a view of the flat one: `[1, n]`, a row that states have scales along, or `[n]` of
+        a weight with less than two axes.
+      quantized: where the codes of the slice and the scales of the whole go; None if it is gathered as values,
+      values: which then go here.
     """
 
     name: str
@@ -71,11 +76,18 @@ class Weight:
     fmt: Format | None = None
     delayed: DelayedScale | None = None
     first: int = 0
-    shape: tuple[int, ...] = field(init=False)
-    dtype: torch.dtype = field(init=False)
+    start: int = 0
+    master: nn.Parameter = field(init=False)
+    quantized: QuantizedSlice | None = None
+    values: Tensor | None = None
 
-    def __post_init__(self) -> None:
-        self.shape, self.dtype = tuple(self.parameter.shape), self.parameter.dtype
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.parameter.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.parameter.dtype
 
     @property
     def size(self) -> int:
@@ -94,25 +106,6 @@ class Weight:
         ends = (min(max(end - self.first, 0), self.bytes) for end in (lo, hi))
         start, stop = (end // self.dtype.itemsize if self.fmt is None else code_columns(self.fmt, end) for end in ends)
         return start, stop
-
-
-@dataclass(eq=False)
-class Slice:
-    """What this rank owns of a weight.
-
-    Attributes:
-      start: its first element in the weight.
-      master: float32, a view of the flat one: `[1, n]`, a row that states have scales along, or `[n]` of a weight with
-        less than two axes.
-      quantized: where its codes and the scales of the whole weight go; None for one that is gathered as values,
-      values: which then go here.
-    """
-
-    weight: Weight
-    start: int
-    master: nn.Parameter
-    quantized: QuantizedSlice | None
-    values: Tensor | None
 
 
 class Flat:
@@ -144,64 +137,49 @@ class Flat:
         bounds = [[w.elements(r * self.part, (r + 1) * self.part) for w in self.weights] for r in range(ranks.size)]
         self.lengths = [sum(stop - start for start, stop in of_rank) for of_rank in bounds]
         self.masters = torch.empty(self.lengths[ranks.rank], device=self.device)
-        self.slices: list[Slice] = []
-        at = 0
+        own_bounds = bounds[ranks.rank]
+        of_weights = self.masters.split([stop - start for start, stop in own_bounds])
         with torch.no_grad():
-            for weight, (start, stop) in zip(self.weights, bounds[ranks.rank], strict=True):
-                master = self.masters[at : at + stop - start]
-                master.copy_(plain(weight.parameter).reshape(-1)[start:stop])
-                at += stop - start
-                self.slices.append(self._slice(weight, start, master, lo))
-            for weight, piece in zip(self.weights, self.slices, strict=True):
-                self._replace(weight, piece.quantized)
-        self._arrived = [False] * len(self.weights)
+            for weight, (start, stop), master in zip(self.weights, own_bounds, of_weights, strict=True):
+                master.copy_(memory_of(weight.parameter).view(-1)[start:stop])
+                self._place(weight, start, master, lo)
+        self._arrived: set[int] = set()
         self._gradient: Tensor | None = None  # float32, of all elements in order; a cut of bytes is one of elements.
         self._reduced: Tensor | None = None  # Of sharded weights: of this rank's elements, summed over ranks.
-        self.whole, self.in_backward = True, False
+        self.in_backward = False
         self.free()
 
-    def _slice(self, weight: Weight, start: int, master: Tensor, lo: int) -> Slice:
-        first = weight.first + weight.bytes_of(start) - lo if master.numel() else 0
-        parameter = nn.Parameter(master.view(1, -1) if len(weight.shape) > 1 else master)
+    def _place(self, weight: Weight, start: int, master: Tensor, lo: int) -> None:
+        """What this rank, whose part begins at byte `lo`, owns of a weight, and what layers see, is in the buffer."""
+        weight.start = start
+        weight.master = nn.Parameter(master.view(1, -1) if len(weight.shape) > 1 else master)
+        own = self.shard[weight.first + weight.bytes_of(start) - lo if master.numel() else 0 :]
+        whole = self.buffer[weight.first : weight.first + weight.bytes]
         if weight.fmt is None:
-            there = self.shard[first : first + master.numel() * weight.dtype.itemsize]
-            return Slice(weight, start, parameter, None, there.view(weight.dtype).view(parameter.shape))
-        quantized = QuantizedSlice.empty(weight.fmt, weight.shape, 0, dtype=weight.dtype, device=self.device)
-        quantized.data = self.shard[first : first + piece_bytes(weight.fmt, master.numel())]
-        return Slice(weight, start, parameter, quantized, None)
-
-    def _replace(self, weight: Weight, quantized: QuantizedSlice | None) -> None:
-        """What layers see from now on is memory of the buffer."""
-        there = self.buffer[weight.first : weight.first + weight.bytes]
-        if quantized is None:
-            values = there.view(weight.dtype).view(weight.shape)
+            weight.values = own[: weight.bytes_of(master.numel())].view(weight.dtype).view(weight.master.shape)
+            values = whole.view(weight.dtype).view(weight.shape)
             if type(weight.parameter) is nn.Parameter:
                 weight.parameter.data = values
                 return
             new = nn.Parameter(values)
         else:
-            assert weight.fmt is not None
-            where = plane(weight.fmt, weight.shape, Usage.ROWWISE)
-            parts = quantized.parts._replace(data=there.view(where.data_shape))
-            new = nn.Parameter(QuantizedTensor(weight.fmt, weight.shape, weight.dtype, rowwise=parts))
+            fmt, shape, dtype = weight.fmt, weight.shape, weight.dtype
+            weight.quantized = QuantizedSlice.empty(fmt, shape, 0, dtype=dtype, device=self.device)
+            weight.quantized.data = own[: piece_bytes(fmt, master.numel())]
+            parts = weight.quantized.parts._replace(data=whole.view(plane(fmt, shape, Usage.ROWWISE).data_shape))
+            new = nn.Parameter(QuantizedTensor(fmt, shape, dtype, rowwise=parts))
         weight.parameter = new
         for module, name in weight.owners:
             module.register_parameter(name, new)
 
-    @property
-    def own(self) -> int:
-        """How many elements this rank owns."""
-        return self.lengths[self.ranks.rank]
-
     def gather(self) -> None:
         """Puts all parts in the buffer, with one all-gather of bytes, if they are not there."""
-        if self.whole:
+        if self._memory.untyped_storage().size():
             return
         self._memory.untyped_storage().resize_(self._memory.numel())
         # The same bytes come back to what autograd has saved: it is to see no write.
         with _unsafe_preserve_version_counter(self._memory):
             self.publish()
-        self.whole = True
 
     def publish(self) -> None:
         """Sends the part of this rank to the buffers of all."""
@@ -213,35 +191,37 @@ class Flat:
 
     def free(self) -> None:
         """Gives back the memory of the whole, if it is sharded. What has views of it keeps them."""
-        if self.sharded and self.whole:
+        if self.sharded:
             self._memory.untyped_storage().resize_(0)
-            self.whole = False
 
     def take_gradient(self, index: int) -> bool:
-        """Adds the gradient that a parameter has to the flat one, in float32.
-
-        Returns:
-          Whether those of all parameters have arrived.
-        """
+        """Adds the gradient that a parameter has to the flat one, in float32. Returns whether all have arrived."""
         parameter = self.weights[index].parameter
         assert parameter.grad is not None
         if self._gradient is None:
             self._gradient = torch.zeros(sum(self.lengths), device=self.device)
         at = sum(weight.size for weight in self.weights[:index])
         there = self._gradient[at : at + parameter.numel()].view(parameter.shape)
-        if self._arrived[index]:
+        if index in self._arrived:
             there += parameter.grad
         else:
             there.copy_(parameter.grad)
-        parameter.grad, self._arrived[index] = None, True
-        return all(self._arrived)
+        parameter.grad = None
+        self._arrived.add(index)
+        return len(self._arrived) == len(self.weights)
 
     def reduce_gradient(self) -> None:
         """Of sharded weights: adds up what ranks have, keeps this rank's part and lets the whole go."""
         if self._gradient is not None:
             part = self._sum_over_ranks(self._gradient)
             self._reduced = part if self._reduced is None else self._reduced.add_(part)
-            self._gradient, self._arrived = None, [False] * len(self.weights)
+            self._gradient, self._arrived = None, set()
+
+    def end_backward(self) -> None:
+        """Of sharded weights: nothing of the whole is kept."""
+        self.reduce_gradient()
+        self.in_backward = False
+        self.free()
 
     def mean_gradient(self) -> Tensor:
         """The mean over ranks of the gradients of this rank's elements; zeros where there are none."""
@@ -256,7 +236,7 @@ class Flat:
 
     def clear_gradient(self) -> None:
         self._gradient = self._reduced = None
-        self._arrived, self.in_backward = [False] * len(self.weights), False
+        self._arrived, self.in_backward = set(), False
         for weight in self.weights:
             weight.parameter.grad = None
 
@@ -267,22 +247,17 @@ class Flat:
         """
         if self.ranks.size == 1:
             return mine.clone()
-        received = mine.new_empty(self.ranks.size * self.own)
-        dist.all_to_all_single(received, mine, [self.own] * self.ranks.size, self.lengths, group=self.ranks.group)
-        total, *others = received.split(self.own) if self.own else [received]
+        own = self.masters.numel()
+        received = mine.new_empty(self.ranks.size * own)
+        dist.all_to_all_single(received, mine, [own] * self.ranks.size, self.lengths, group=self.ranks.group)
+        total, *others = received.split(own) if own else [received]
         for other in others:
             total += other
         return total
 
     def gather_masters(self) -> dict[str, Tensor]:
         """The masters of whole weights, on every rank. Collective."""
-        whole = self.masters
-        if self.ranks.size > 1:
-            room = max(self.lengths)
-            send = torch.nn.functional.pad(self.masters, (0, room - self.own))
-            received = send.new_empty(self.ranks.size * room)
-            dist.all_gather_into_tensor(received, send, group=self.ranks.group)
-            parts = received.split(room)
-            whole = torch.cat([part[:length] for part, length in zip(parts, self.lengths, strict=True)])
+        group = self.ranks.group
+        whole = self.masters if group is None else torch.cat(gather_parts(self.masters, self.lengths, group))
         sizes = [weight.size for weight in self.weights]
         return {w.name: v.view(w.shape).clone() for w, v in zip(self.weights, whole.split(sizes), strict=True)}

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,11 +34,10 @@ from torch.utils import _pytree as pytree
 
 from qshard.pipeline import Scales
 from qshard.torch_bridge.delayed import update_delayed
-from qshard.torch_bridge.fsdp.weight import plain
-from qshard.torch_bridge.optim.adam import Adam
-from qshard.torch_bridge.optim.adam_state import SCALED
-from qshard.torch_bridge.optim.master import CastPlan, cast_master
-from qshard.torch_bridge.zero.flat import ALIGNMENT, BLOCK_ALIGNMENT, Flat, Ranks, Slice
+from qshard.torch_bridge.fsdp.weight import memory_of
+from qshard.torch_bridge.optim.adam import SCALED, Adam
+from qshard.torch_bridge.optim.master import CastPlan, Parity, cast_master
+from qshard.torch_bridge.zero.flat import ALIGNMENT, BLOCK_ALIGNMENT, Flat, Ranks, Weight
 from qshard.torch_bridge.zero.units import by_setting, units_of, weights_of
 
 __all__ = ["ZeroOptimizer"]
@@ -64,15 +63,15 @@ class ZeroOptimizer(Adam):
       options: of `Adam`, for all: `decoupled_weight_decay=True` is `AdamW`, whose default of 0.01 is then to be given
         as `weight_decay`. States with scales have one for every 128 elements of the flattened weight.
 
-    `step` clears no gradients, `zero_grad` does. They are gone from `.grad` as soon as they are made: added to a flat
-    float32 buffer. A parameter without one counts as zeros. `DelayedScaling` is taken care of: call neither
-    `update_scales` nor `update_delayed`. Checkpoints: `state_dict` has this rank's slices, exactly; `full_weights` what
-    another program needs. That of `model` has what layers see.
+    Gradients leave `.grad` as soon as they are made, for a flat float32 buffer that `zero_grad` clears and `step` does
+    not. A parameter without one counts as zeros. `DelayedScaling` is taken care of: call neither `update_scales` nor
+    `update_delayed`. Checkpoints: `state_dict` has this rank's slices, exactly; `full_weights` what another program
+    needs. That of `model` has what layers see.
 
-    Collectives of a step, whatever the number of weights, also on a rank whose slices are empty: one all-to-all of
-    float32 gradients, one max all-reduce of amaxes, one all-gather of bytes; with sharded weights the first and the
-    last once for each unit, and the last again in backward. `DelayedScaling` takes an all-reduce of its own and needs
-    no other. All ranks must run the same units in the same order. A gather begins when its unit is run, not before.
+    `step` is collective, also on a rank whose slices are empty. Whatever the number of weights, it takes one all-to-all
+    of float32 gradients, one max all-reduce of amaxes and one all-gather of bytes; with sharded weights the first and
+    the last once for each unit, and the last again in backward. `DelayedScaling` takes an all-reduce of its own and
+    needs no other. All ranks must run the same units in the same order; a gather begins when its unit is run.
 
     Raises:
       ValueError: the model, or an option, cannot be taken: on all ranks, also if one rank alone sees why.
@@ -98,7 +97,7 @@ class ZeroOptimizer(Adam):
         shard_weights: bool = False,
         units: Sequence[nn.Module] | None = None,
         settings: Callable[[str, nn.Parameter], dict[str, Any]] | None = None,
-        parity: Literal["model", "master"] = "model",
+        parity: Parity = "model",
         **options: Any,
     ):
         self._ranks, self._model = Ranks.of(group), model
@@ -106,16 +105,11 @@ class ZeroOptimizer(Adam):
         try:
             weights = weights_of(model)
             chosen = units_of(model, weights, units) if shard_weights else [(model, weights)]
-            if parity not in ("model", "master"):
-                raise ValueError(
-                    f"ZeroOptimizer: parity ({parity!r}) is not 'model' or 'master'; choose what codes equal"
-                )
-            of_weights = [(settings(w.name, w.parameter) if settings else {}) for w in weights]
-            groups_of = by_setting(weights, of_weights)
-            trial = [nn.Parameter(torch.empty(0)) for _ in groups_of]  # What Adam would refuse, before any collective.
-            adam = Adam(
-                [{"params": [p], **given} for p, (given, _) in zip(trial, groups_of, strict=True)], lr, **options
-            )
+            groups_of = by_setting(weights, settings)
+            # What these would refuse, before any collective.
+            CastPlan([], parity=parity)
+            trial = [{"params": [nn.Parameter(torch.empty(0))], **given} for given, _ in groups_of]
+            adam = Adam(trial, lr, **options)
             if any({group["exp_avg_dtype"], group["exp_avg_sq_dtype"]} & set(SCALED) for group in adam.param_groups):
                 alignment = BLOCK_ALIGNMENT
         except (ValueError, TypeError) as error:
@@ -125,50 +119,35 @@ class ZeroOptimizer(Adam):
             repr((self._ranks.size, shard_weights, parity, alignment, kinds)).encode()
         ).hexdigest()
         self._agree(problem, "has another model or other options; make them alike")
-        self._take_from_first_rank()
+        if self._ranks.size > 1:
+            for tensor in (*model.parameters(), *model.buffers()):
+                dist.broadcast(memory_of(tensor), group=self._ranks.group, group_src=0)
         self._flats = [Flat(of_unit, self._ranks, shard_weights, alignment) for _, of_unit in chosen]
-        self._slices = [piece for flat in self._flats for piece in flat.slices]
-        of_weight = {id(piece.weight): piece for piece in self._slices}
-        groups = []
-        for given, members in groups_of:
-            pieces = [of_weight[id(weight)].master for weight in members]
-            groups.append({"params": [piece for piece in pieces if piece.numel()], **given})
+        self._weights = [weight for flat in self._flats for weight in flat.weights]
+        groups = [
+            {"params": [w.master for w in of_group if w.master.numel()], **given} for given, of_group in groups_of
+        ]
         super().__init__(groups, lr, **options)
-        quantized = [piece for piece in self._slices if piece.quantized is not None]
-        self._cast = _Cast([piece for piece in quantized if piece.weight.delayed is None], parity)
-        self._delayed = _Cast([piece for piece in quantized if piece.weight.delayed is not None], parity)
+        self._current = _Cast([w for w in self._weights if w.quantized and not w.delayed], parity)
+        self._delayed = _Cast([w for w in self._weights if w.quantized and w.delayed], parity)
         self._queued = False
         for (module, _), flat in zip(chosen, self._flats, strict=True):
             self._watch(module, flat)
         self._publish()
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None, *, inv_grad_scale: Tensor | float | None = None) -> Any:
-        """Updates the own slices with the mean of all ranks' gradients, and the weights that layers see. Collective.
-
-        Args:
-          closure: makes the gradients, and returns a loss.
-          inv_grad_scale: a number that gradients are multiplied by first, as when the loss was scaled up.
-
-        Returns:
-          What `closure` returns.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def _update(self, inv_grad_scale: Tensor | float | None) -> None:
+        """Updates the own slices with the mean of all ranks' gradients, and the weights that layers see. Collective."""
         self._delayed.observe()  # Of the weights that this step's forward has used.
         for flat in self._flats:
             mean = flat.mean_gradient()
-            for piece, grad in zip(flat.slices, mean.split([p.master.numel() for p in flat.slices]), strict=True):
-                piece.master.grad = grad.view(piece.master.shape)
-        super().step(inv_grad_scale=inv_grad_scale)
-        for piece in self._slices:
-            piece.master.grad = None
-        if self._delayed.slices:
+            for weight, grad in zip(flat.weights, mean.split([w.master.numel() for w in flat.weights]), strict=True):
+                weight.master.grad = grad.view(weight.master.shape)
+        super()._update(inv_grad_scale)
+        for weight in self._weights:
+            weight.master.grad = None
+        if self._delayed.delayed:
             update_delayed(self._model, self._ranks.group)
         self._publish()
-        return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets all gradients. There is nothing to set to zeros."""
@@ -199,7 +178,6 @@ class ZeroOptimizer(Adam):
         super().load_state_dict(state_dict)
         for flat, masters in zip(self._flats, own["masters"], strict=True):
             flat.masters.copy_(masters)
-            flat.free()
         self._publish()
 
     def full_weights(self) -> dict[str, Tensor]:
@@ -209,9 +187,9 @@ class ZeroOptimizer(Adam):
     @torch.no_grad()
     def _publish(self) -> None:
         """Makes the own part of the weights of the masters and, unless it is sharded, sends it to all."""
-        self._cast.current(self._ranks)
-        self._delayed.delayed()
-        plain_ones = [(p.values, p.master) for p in self._slices if p.values is not None and p.values.numel()]
+        self._current.cast(self._ranks.group)
+        self._delayed.cast(self._ranks.group)
+        plain_ones = [(w.values, w.master) for w in self._weights if w.values is not None and w.values.numel()]
         if plain_ones:
             torch._foreach_copy_([values for values, _ in plain_ones], [master for _, master in plain_ones])
         for flat in self._flats:
@@ -255,17 +233,13 @@ class ZeroOptimizer(Adam):
 
     def _arrived(self, flat: Flat, index: int) -> None:
         if flat.take_gradient(index) and flat.sharded:
-            flat.reduce_gradient()
-            flat.in_backward = False
-            flat.free()
+            flat.end_backward()
 
     def _end_backward(self) -> None:
         """Units of which some parameter had no gradient."""
         self._queued = False
         for flat in self._flats:
-            flat.reduce_gradient()
-            flat.in_backward = False
-            flat.free()
+            flat.end_backward()
 
     def _agree(self, problem: Exception | None, otherwise: str) -> None:
         """Raises on all ranks if one has a problem, or if layouts differ. Collective."""
@@ -282,40 +256,29 @@ class ZeroOptimizer(Adam):
         if others:
             raise ValueError(f"ZeroOptimizer: rank {others[0]} is not like rank {self._ranks.rank}: it {otherwise}")
 
-    @torch.no_grad()
-    def _take_from_first_rank(self) -> None:
-        if self._ranks.size > 1:
-            for tensor in (*self._model.parameters(), *self._model.buffers()):
-                dist.broadcast(plain(tensor), group=self._ranks.group, group_src=0)
-
 
 class _Cast:
-    """Slices that are cast together."""
+    """Slices that are cast together: all with scales of their amaxes, or all with delayed ones."""
 
-    def __init__(self, slices: Sequence[Slice], parity: Literal["model", "master"]):
-        self.slices = list(slices)
-        self._pieces = [piece.quantized for piece in self.slices if piece.quantized is not None]
-        self._masters = [piece.master.detach().view(-1) for piece in self.slices]
-        self._states = [piece.weight.delayed for piece in self.slices if piece.weight.delayed is not None]
-        self._parity: Literal["model", "master"] = parity
+    def __init__(self, weights: Sequence[Weight], parity: Parity):
+        self._pieces = [weight.quantized for weight in weights if weight.quantized is not None]
+        self._masters = [weight.master.detach().view(-1) for weight in weights]
+        self.delayed = [weight.delayed for weight in weights if weight.delayed is not None]
+        self._parity = parity
         self._plan = CastPlan(self._pieces, parity=parity)
-        self._starts = self._plan.words("starts", [piece.start for piece in self.slices])
+        self._starts = self._plan.words("starts", [weight.start for weight in weights])
 
-    def current(self, ranks: Ranks) -> None:
-        """Codes and scales. One all-reduce."""
-        if self.slices:
-            group = ranks.group if ranks.size > 1 else None
+    def cast(self, group: dist.ProcessGroup | None) -> None:
+        """One all-reduce, if scales are made."""
+        if self.delayed:
+            scales = [Scales(state.scale, state.scale_inv) for state in self.delayed]
+            self._plan.cast(self._pieces, self._masters, self._starts, scales)
+        elif self._pieces:
             cast_master(self._pieces, self._masters, self._starts, group, parity=self._parity, plan=self._plan)
 
-    def delayed(self) -> None:
-        """Codes with the scales that are known."""
-        scales = [Scales(state.scale, state.scale_inv) for state in self._states]
-        self._plan.cast(self._pieces, self._masters, self._starts, scales)
-
-    @torch.no_grad()
     def observe(self) -> None:
         """Notes the amaxes of the slices; `update_delayed` makes those of whole weights of them."""
-        if self.slices:
+        if self.delayed:
             amaxes = self._plan.amaxes(self._masters, self._starts)
-            for state, amax in zip(self._states, amaxes, strict=True):
+            for state, amax in zip(self.delayed, amaxes, strict=True):
                 state.observe(amax)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from qshard.recipes import Role
-from qshard.torch_bridge.delayed import DelayedScale
+from qshard.torch_bridge.fsdp.weight import ShardedWeight
 from qshard.torch_bridge.nn import Linear
 from qshard.torch_bridge.zero.flat import Weight
 
@@ -35,29 +35,18 @@ def weights_of(model: nn.Module) -> list[Weight]:
             raise ValueError(f"{what} ({parameter.device}, strides {parameter.stride()}) is not contiguous memory")
         if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise TypeError(f"{what} ({parameter.dtype}) is not float32, bfloat16 or float16; cast or freeze it")
-        _choose_format(weight)
+        # A weight of quantized layers alone travels as codes, if its rowwise plane gives the other.
+        formats = {
+            m.recipe.format(Role.WEIGHT) if isinstance(m, Linear) and n == "weight" else None for m, n in weight.owners
+        }
+        state = parameter.scale_state if isinstance(parameter, ShardedWeight) else None
+        if state is not None and formats == {state.fmt} and state.refusal is None:
+            weight.fmt, weight.delayed = state.fmt, state.delayed
     weights = list(found.values())
     devices = {weight.parameter.device for weight in weights}
     if len(devices) != 1:
         raise ValueError(f"ZeroOptimizer: model (on {devices or 'no parameters to train'}) is not on one device")
     return weights
-
-
-def _choose_format(weight: Weight) -> None:
-    """A weight of quantized layers alone travels as codes, if its rowwise plane gives the other."""
-    formats = {
-        m.recipe.format(Role.WEIGHT) if isinstance(m, Linear) and n == "weight" else None for m, n in weight.owners
-    }
-    fmt = formats.pop()
-    if formats or fmt is None or fmt.gather_refusal is not None:
-        return
-    layer = weight.owners[0][0]
-    assert isinstance(layer, Linear)
-    weight.fmt = fmt
-    if layer.recipe.stateful:
-        state = layer.delayed[Role.WEIGHT.value]
-        assert isinstance(state, DelayedScale)
-        weight.delayed = state
 
 
 def units_of(
@@ -88,15 +77,14 @@ def units_of(
 
 
 def by_setting(
-    weights: Iterable[Weight], settings: Iterable[dict[str, Any]]
+    weights: Sequence[Weight], settings: Callable[[str, nn.Parameter], dict[str, Any]] | None
 ) -> list[tuple[dict[str, Any], list[Weight]]]:
     """Weights with the same settings together, in order of appearance: the same groups on every rank."""
     groups: list[tuple[dict[str, Any], list[Weight]]] = []
-    for weight, given in zip(weights, settings, strict=True):
-        for known, members in groups:
-            if known == given:
-                members.append(weight)
-                break
-        else:
-            groups.append((given, [weight]))
+    for weight in weights:
+        given = settings(weight.name, weight.parameter) if settings else {}
+        members = next((members for known, members in groups if known == given), None)
+        if members is None:
+            groups.append((given, members := []))
+        members.append(weight)
     return groups
