@@ -253,23 +253,14 @@ Kernel ChooseKernel(const AdamKinds& kinds) {
                    Only<bf16, remainder, bf16, e4m3, e4m3>, AnyKinds>(kinds);
 }
 
-__global__ void ConstantsKernel(const float* step, int64_t n, const float* hyper, int64_t run,
-                                float* constants) {
-  const int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
-  if (i >= n) return;
-  const AdamConstants c = MakeAdamConstants(hyper + i / run * kHyperSize, step[i]);
-  memcpy(constants + i * kAdamConstants, &c, sizeof(c));
-}
-
 }  // namespace
 
 Status AdamConstantsOf(const Exec<Cuda>& exec, const float* step, int64_t n, const float* hyper,
                        int64_t run, float* constants) {
-  constexpr int kThreads = 64;
-  if (n == 0) return {};
-  ConstantsKernel<<<GridSize(CeilDiv(n, kThreads)), kThreads, 0, exec.stream>>>(step, n, hyper, run,
-                                                                                constants);
-  return LaunchStatus();
+  return ForEach(exec, n, [=] __device__(int64_t i) {
+    const AdamConstants c = MakeAdamConstants(hyper + i / run * kHyperSize, step[i]);
+    memcpy(constants + i * kAdamConstants, &c, sizeof(c));
+  });
 }
 
 Status Adam(const Exec<Cuda>& exec, const AdamTensor* tensors, int64_t count,
@@ -285,7 +276,7 @@ Status Adam(const Exec<Cuda>& exec, const AdamTensor* tensors, int64_t count,
   };
   return ForEachTable(table, count, enter, [&](int64_t begin) {
     table.constants = constants + begin * kAdamConstants;
-    kernel<<<table.parts, kWarps * kWarp, 0, exec.stream>>>(table);
+    return Launch(exec, kernel, table.parts, kWarps * kWarp, table);
   });
 }
 

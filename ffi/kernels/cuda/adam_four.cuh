@@ -13,7 +13,6 @@
 namespace qshard::kernels {
 
 constexpr int kFour = kAdamBlock / kWarp;
-constexpr unsigned kAllLanes = 0xFFFFFFFF;
 
 // Their bits, side by side from w[0] on.
 struct Four {

@@ -16,7 +16,6 @@
 // 16-bit integers, two at a time, and the result widened. Equals the maximum over
 // FloatBits(Widen(x)): NaN propagates, as kNanBits; an empty run gives 0.
 #include "kernels/amax.h"
-#include "kernels/cuda/instantiate.cuh"
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/magnitude.cuh"
 #include "kernels/cuda/vector.cuh"
@@ -56,11 +55,11 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <class In, int kBytes>
-void LaunchShortRuns(CUstream_st* stream, const In* x, int64_t runs, int loads, float* amax) {
+Status LaunchShortRuns(const Exec<Cuda>& exec, const In* x, int64_t runs, int loads, float* amax) {
   int lanes = 1;
   while (lanes < loads) lanes *= 2;
-  const unsigned blocks = GridSize(CeilDiv(runs, int64_t{kThreads} / lanes * kRunsAtOnce));
-  AmaxShortRuns<In, kBytes><<<blocks, kThreads, 0, stream>>>(x, runs, loads, lanes, amax);
+  const int64_t blocks = CeilDiv(runs, int64_t{kThreads} / lanes * kRunsAtOnce);
+  return Launch(exec, AmaxShortRuns<In, kBytes>, blocks, kThreads, x, runs, loads, lanes, amax);
 }
 
 // --- rows and long runs ---
@@ -115,17 +114,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   const int thread = threadIdx.x % kTeam;
   const int64_t run = int64_t{blockIdx.x} * kTeams + threadIdx.x / kTeam;
   if (run >= runs) return;  // the whole team
-  Magnitude<In> m = ScanRun<In, kTeam>(x + run * length, length, blockIdx.y, gridDim.y, thread);
-  m.ReduceOver(kWarp);
-  int32_t bits = m.AsFloatBits();
-  if constexpr (kTeam > kWarp) {
-    static_assert(kTeam == kThreads);
-    __shared__ int32_t warps[kThreads / kWarp];
-    if (threadIdx.x % kWarp == 0) warps[threadIdx.x / kWarp] = bits;
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < kThreads / kWarp; ++i) bits = max(bits, warps[i]);
-  }
+  const Magnitude<In> m =
+      ScanRun<In, kTeam>(x + run * length, length, blockIdx.y, gridDim.y, thread);
+  const int32_t bits = TeamMax<kTeam>(m.AsFloatBits());
   if (thread != 0) return;
   if (gridDim.y == 1) {
     amax[run] = FloatFromBits(bits);
@@ -142,29 +133,22 @@ Status Amax(const Exec<Cuda>& exec, const In* x, int64_t runs, int64_t length, f
   constexpr int kWidth = 16 / sizeof(In);
   if (runs == 0) return {};
   if (length == 0) return ToStatus(cudaMemsetAsync(amax, 0, runs * sizeof(float), exec.stream));
-  if (length % kWidth == 0 && length / kWidth <= kWarp && IsAligned(x, 16)) {
-    LaunchShortRuns<In, 16>(exec.stream, x, runs, static_cast<int>(length / kWidth), amax);
-    return LaunchStatus();
-  }
-  if (length <= kWarp) {
-    LaunchShortRuns<In, sizeof(In)>(exec.stream, x, runs, static_cast<int>(length), amax);
-    return LaunchStatus();
-  }
+  if (length % kWidth == 0 && length / kWidth <= kWarp && IsAligned(x, 16))
+    return LaunchShortRuns<In, 16>(exec, x, runs, static_cast<int>(length / kWidth), amax);
+  if (length <= kWarp)
+    return LaunchShortRuns<In, sizeof(In)>(exec, x, runs, static_cast<int>(length), amax);
   const int64_t loads = length / kWidth;
   const int64_t room = int64_t{Multiprocessors()} * kBlocksPerSm;
-  if (loads <= 8 * kWarp && runs >= room) {
-    constexpr int kTeams = kThreads / kWarp;
-    AmaxRuns<In, kWarp>
-        <<<GridSize(CeilDiv(runs, kTeams)), kThreads, 0, exec.stream>>>(x, runs, length, amax);
-    return LaunchStatus();
-  }
+  if (loads <= 8 * kWarp && runs >= room)
+    return Launch(exec, AmaxRuns<In, kWarp>, CeilDiv(runs, kThreads / kWarp), kThreads, x, runs,
+                  length, amax);
   const int64_t splits =
       std::max<int64_t>(1, std::min(CeilDiv(loads, kThreads * kUnroll), room / runs));
   cudaLaunchAttribute early = {};
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   early.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(GridSize(runs), GridSize(splits));
+  config.gridDim = dim3(static_cast<unsigned>(runs), static_cast<unsigned>(splits));
   config.blockDim = dim3(kThreads);
   config.stream = exec.stream;
   if (splits > 1) {
@@ -176,8 +160,6 @@ Status Amax(const Exec<Cuda>& exec, const In* x, int64_t runs, int64_t length, f
   return LaunchStatus();
 }
 
-#define QSHARD_AMAX(In) \
-  template Status Amax(const Exec<Cuda>&, const In*, int64_t, int64_t, float*);
-QSHARD_FLOATS(QSHARD_AMAX)
+QSHARD_FOR_EACH_INPUT(QSHARD_INSTANTIATE_FOR, Cuda, Amax)
 
 }  // namespace qshard::kernels

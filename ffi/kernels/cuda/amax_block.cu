@@ -17,7 +17,6 @@
 #include "kernels/block_cast.h"
 #include "kernels/cuda/block_map.cuh"
 #include "kernels/cuda/convert.cuh"
-#include "kernels/cuda/instantiate.cuh"
 #include "kernels/cuda/magnitude.cuh"
 #include "kernels/cuda/quantize_block_any.cuh"
 
@@ -35,30 +34,19 @@ struct WarpTiles {
   int splits;                       // warps that share the rows of a block, a power of two
 };
 
-// The maxima of a thread: of each column of its loads, or of all of them.
-template <class In, bool kColumns>
-struct Maxima {
-  static constexpr int kWidth = 16 / sizeof(In);
-  static constexpr int kCount = kColumns ? 4 : 1;
-  // Columns: word i of a load has the maxima of its one or two columns.
-  Magnitude<In> of[kCount];
-
-  __device__ __forceinline__ void Add(const Words<16>& x) {
-    if constexpr (kColumns) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) of[i].Add(Words<4>{{x.w[i]}});
-    } else {
-      of[0].Add(x);
-    }
-  }
-};
-
 template <class In, bool kColumns>
 __global__ void __launch_bounds__(kThreads)
     AmaxBlocks(const In* x, const WarpTiles g, float* amax) {
-  using M = Maxima<In, kColumns>;
-  constexpr int kUnroll = 8;
-  __shared__ uint32_t shared[kWarps][kColumns ? 4 : 1][kWarp];
+  constexpr int kUnroll = 8, kWidth = 16 / sizeof(In);
+  // The maxima of a thread: of all its loads or, for columns, of word i of each, which has one
+  // column or two.
+  constexpr int kMaxima = kColumns ? 4 : 1;
+  Magnitude<In> m[kMaxima];
+  const auto add = [&](const Words<16>& x) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) m[kColumns ? i : 0].Add(Words<4>{{x.w[i]}});
+  };
+  __shared__ uint32_t shared[kWarps][kMaxima][kWarp];
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   const int split = warp & (g.splits - 1);
   const int per_block = kWarps / g.splits;
@@ -66,10 +54,9 @@ __global__ void __launch_bounds__(kThreads)
   const uint32_t piece = (blockIdx.x - strip * g.across.divisor()) * per_block + warp / g.splits;
   const uint32_t matrix = g.down.Divide(strip);
   const int64_t top = int64_t{strip - matrix * g.down.divisor()} * g.block_rows;
-  const int64_t col = (int64_t{piece} * kWarp + lane) * M::kWidth;
+  const int64_t col = (int64_t{piece} * kWarp + lane) * kWidth;
   const bool inside = col < g.cols;
   const int height = static_cast<int>(min(int64_t{g.block_rows}, g.rows - top));
-  M m;
   if (inside) {
     const In* from = x + (matrix * g.rows + top + split) * g.cols + col;
     const int64_t step = g.splits * g.cols;
@@ -79,41 +66,36 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
       for (int k = 0; k < kUnroll; ++k, from += step) w[k] = Load<16>(from);
 #pragma unroll
-      for (int k = 0; k < kUnroll; ++k) m.Add(w[k]);
+      for (int k = 0; k < kUnroll; ++k) add(w[k]);
     }
-    for (; row < height; row += g.splits, from += step) m.Add(Load<16>(from));
+    for (; row < height; row += g.splits, from += step) add(Load<16>(from));
   }
   if (g.splits > 1) {
 #pragma unroll
-    for (int i = 0; i < M::kCount; ++i) shared[warp][i][lane] = m.of[i].Bits();
+    for (int i = 0; i < kMaxima; ++i) shared[warp][i][lane] = m[i].Bits();
     __syncthreads();
     if (split != 0) return;
     for (int other = 1; other < g.splits; ++other) {
 #pragma unroll
-      for (int i = 0; i < M::kCount; ++i) m.of[i].AddBits(shared[warp + other][i][lane]);
+      for (int i = 0; i < kMaxima; ++i) m[i].AddBits(shared[warp + other][i][lane]);
     }
   }
   float* to = amax + int64_t{strip} * g.grid_cols;
   if constexpr (kColumns) {
     if (!inside) return;
-    if constexpr (sizeof(In) == 4) {
+    constexpr int kPerWord = kWidth / 4;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) to[col + i] = FloatFromBits(m.of[i].AsFloatBits());
-    } else {
+    for (int i = 0; i < 4; ++i) {
+      float v[kPerWord];
+      WidenWords<In>(Words<4>{{m[i].Bits()}}, v);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const Words<4> pair{{m.of[i].Bits()}};
-        float v[2];
-        WidenWords<In>(pair, v);
-        to[col + 2 * i] = CanonicalNan(v[0]);
-        to[col + 2 * i + 1] = CanonicalNan(v[1]);
-      }
+      for (int k = 0; k < kPerWord; ++k) to[col + kPerWord * i + k] = CanonicalNan(v[k]);
     }
   } else {
-    const int lanes = (1 << g.block_cols_log2) / M::kWidth;
-    m.of[0].ReduceOver(lanes);
+    const int lanes = (1 << g.block_cols_log2) / kWidth;
+    m[0].ReduceOver(lanes);
     if (inside && lane % lanes == 0)
-      to[col >> g.block_cols_log2] = FloatFromBits(m.of[0].AsFloatBits());
+      to[col >> g.block_cols_log2] = FloatFromBits(m[0].AsFloatBits());
   }
 }
 
@@ -127,7 +109,7 @@ bool TakesWarps(const In* x, const Blocks& b) {
 }
 
 template <class In>
-void LaunchWarps(CUstream_st* stream, const In* x, const Blocks& b, float* amax) {
+Status LaunchWarps(const Exec<Cuda>& exec, const In* x, const Blocks& b, float* amax) {
   constexpr int kRowsOfWarp = 16;
   constexpr int64_t kCols = kWarp * (16 / sizeof(In));
   WarpTiles g{b.rows,
@@ -142,11 +124,8 @@ void LaunchWarps(CUstream_st* stream, const In* x, const Blocks& b, float* amax)
   while ((int64_t{1} << g.block_cols_log2) < b.block_cols) ++g.block_cols_log2;
   while (g.splits < kWarps && g.splits * kRowsOfWarp < b.block_rows) g.splits *= 2;
   g.across = Divider(CeilDiv(CeilDiv(b.cols, kCols), kWarps / g.splits));
-  const unsigned blocks = GridSize(b.batch * b.GridRows() * g.across.divisor());
-  if (b.block_cols == 1)
-    AmaxBlocks<In, true><<<blocks, kThreads, 0, stream>>>(x, g, amax);
-  else
-    AmaxBlocks<In, false><<<blocks, kThreads, 0, stream>>>(x, g, amax);
+  return Launch(exec, b.block_cols == 1 ? AmaxBlocks<In, true> : AmaxBlocks<In, false>,
+                b.batch * b.GridRows() * g.across.divisor(), kThreads, x, g, amax);
 }
 
 // --- any blocks: an amax is the only scale, and there are no codes ---
@@ -166,18 +145,13 @@ Status AmaxBlock(const Exec<Cuda>& exec, const In* x, const Blocks& blocks, floa
   if (blocks.GridSize() == 0) return {};
   const Blocks b = Simplified(blocks);
   // Runs: blocks of one row, or of whole rows.
-  if (b.batch == 1 && b.cols % b.block_cols == 0 && (b.block_rows == 1 || b.block_cols == b.cols)) {
-    if (b.rows % b.block_rows == 0)
-      return Amax(exec, x, b.GridSize(), b.block_rows * b.block_cols, amax);
-  }
-  if (!TakesWarps(x, b))
-    return LaunchQuantizeUnits<In, E4M3>(exec.stream, x, AmaxAsScale{}, b, {nullptr, amax});
-  LaunchWarps(exec.stream, x, b, amax);
-  return LaunchStatus();
+  if (b.batch == 1 && b.cols % b.block_cols == 0 && b.rows % b.block_rows == 0 &&
+      (b.block_rows == 1 || b.block_cols == b.cols))
+    return Amax(exec, x, b.GridSize(), b.block_rows * b.block_cols, amax);
+  if (TakesWarps(x, b)) return LaunchWarps(exec, x, b, amax);
+  return LaunchQuantizeUnits<In, E4M3>(exec, x, AmaxAsScale{}, b, {nullptr, amax});
 }
 
-#define QSHARD_AMAX_BLOCK(In) \
-  template Status AmaxBlock(const Exec<Cuda>&, const In*, const Blocks&, float*);
-QSHARD_FLOATS(QSHARD_AMAX_BLOCK)
+QSHARD_FOR_EACH_INPUT(QSHARD_INSTANTIATE_FOR, Cuda, AmaxBlock)
 
 }  // namespace qshard::kernels

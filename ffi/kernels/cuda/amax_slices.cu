@@ -6,7 +6,6 @@
 // of several rows at a time where blocks have one row, and then raise neighbouring amaxes together;
 // by an integer atomicMax, which does not depend on the order they come in. Nothing is stored for a
 // block that the slice has no part in. Equals the loop over core/slices.h.
-#include "kernels/cuda/instantiate.cuh"
 #include "kernels/cuda/magnitude.cuh"
 #include "kernels/cuda/slices.cuh"
 #include "kernels/slices.h"
@@ -23,17 +22,12 @@ __device__ __forceinline__ int32_t Canonical(uint32_t bits) {
 // Where blocks are in tiles.
 struct TileBlocks {
   __device__ __forceinline__ TileBlocks(const SliceTable& table, const SliceTile& tile)
-      : width((tile.cols + table.block_cols - 1) / table.block_cols),
-        grid_row(tile.row / table.block_rows) {
-    if (table.block_rows == 1) {
-      ends = 0xFFFFu;
-    } else if (table.block_rows % kSliceRows == 0 || table.block_rows > INT32_MAX) {
-      ends = 1u << (kSliceRows - 1);
-    } else {
-      ends = 1u << (kSliceRows - 1);
-      const int64_t left = (grid_row + 1) * table.block_rows - tile.row;  // rows of the first block
-      for (int64_t r = left - 1; r < kSliceRows; r += table.block_rows) ends |= 1u << r;
-    }
+      : width((tile.cols + table.rule.block_cols - 1) / table.rule.block_cols),
+        grid_row(tile.row / table.rule.block_rows) {
+    ends = table.rule.block_rows == 1 ? 0xFFFFu : 1u << (kSliceRows - 1);
+    if (table.rule.block_rows == 1) return;
+    const int64_t left = (grid_row + 1) * table.rule.block_rows - tile.row;  // of the first block
+    for (int64_t r = left - 1; r < kSliceRows; r += table.rule.block_rows) ends |= 1u << r;
   }
   int64_t width, grid_row;
   uint32_t ends;  // bit r: after row r of the tile, what was found is given away
@@ -46,11 +40,11 @@ __device__ __forceinline__ void ScanTile(const SliceTable& table, const SliceTil
   const SliceEntry& slice = table.entries[tile.index];
   TileBlocks blocks(table, tile);
   const int lane = threadIdx.x % 32;
-  const int64_t lanes_wanted = table.block_cols / kSliceLane;
+  const int64_t lanes_wanted = table.rule.block_cols / kSliceLane;
   const int lanes = lanes_wanted < 32 ? static_cast<int>(lanes_wanted) : 32;  // a power of two
-  float* out = amax + slice.grid + (kColumns ? 0 : tile.col / table.block_cols);
+  float* out = amax + slice.grid + (kColumns ? 0 : tile.col / table.rule.block_cols);
   float* whole = amax + table.wholes + slice.whole;
-  const bool crowded = table.block_rows > kSliceRows;  // many tiles raise one amax
+  const bool crowded = table.rule.block_rows > kSliceRows;  // many tiles raise one amax
   uint32_t found[kColumns ? kSliceLane : 1] = {};
   // What lanes of blocks found, to row `grid_row` of the grid and those after it.
   const auto give = [&](auto& bits, int64_t grid_row) {
@@ -73,7 +67,7 @@ __device__ __forceinline__ void ScanTile(const SliceTable& table, const SliceTil
     }
   };
   ForEachTileRows<In, kKind>(
-      tile, static_cast<const In*>(slice.x), table.rounded_to, Nothing{},
+      tile, static_cast<const In*>(slice.x), table.rule.rounded_to, [](int) { return 0; },
       [&](int r, const auto& v, const auto&) {
         constexpr int kBatch = sizeof(v) / sizeof(v[0]);
         uint32_t rows[kBatch] = {};
@@ -81,13 +75,13 @@ __device__ __forceinline__ void ScanTile(const SliceTable& table, const SliceTil
         for (int k = 0; k < kBatch; ++k) {
 #pragma unroll
           for (int j = 0; j < kSliceLane; ++j) rows[k] = max(rows[k], Pattern(v[k][j]));
-          if (table.whole == WholeAmax::kTensor) largest = max(largest, rows[k]);
-          if (table.whole == WholeAmax::kRow) {
+          if (table.rule.whole == WholeAmax::kTensor) largest = max(largest, rows[k]);
+          if (table.rule.whole == WholeAmax::kRow) {
             const uint32_t of_row = __reduce_max_sync(0xFFFFFFFFu, rows[k]);
             if (lane == 0 && of_row > 0) RaiseAmax(whole + tile.row + r + k, Canonical(of_row));
           }
         }
-        if (!kColumns && table.block_rows == 1) return give(rows, tile.row + r);
+        if (!kColumns && table.rule.block_rows == 1) return give(rows, tile.row + r);
 #pragma unroll
         for (int k = 0; k < kBatch; ++k) {
           if constexpr (kColumns) {
@@ -102,7 +96,7 @@ __device__ __forceinline__ void ScanTile(const SliceTable& table, const SliceTil
 #pragma unroll
             for (int j = 0; j < kSliceLane; ++j)
               if (found[j] > 0)
-                atomicMax(reinterpret_cast<int32_t*>(at + (tile.col + j) / table.block_cols),
+                atomicMax(reinterpret_cast<int32_t*>(at + (tile.col + j) / table.rule.block_cols),
                           Canonical(found[j]));
           } else {
             give(found, blocks.grid_row);
@@ -122,7 +116,7 @@ __global__ void __launch_bounds__(kSliceThreads, kColumns ? 3 : 4)
   uint32_t largest = 0;
   ForEachTile<In>(table, tile, TileKind::kVectors,
                   [&](auto kind) { ScanTile<In, kColumns, kind>(table, tile, amax, largest); });
-  if (table.whole == WholeAmax::kTensor) {
+  if (table.rule.whole == WholeAmax::kTensor) {
     largest = __reduce_max_sync(0xFFFFFFFFu, largest);
     if (threadIdx.x % 32 == 0 && largest > 0)
       RaiseAmax(amax + table.wholes + slice.whole, Canonical(largest));
@@ -145,15 +139,11 @@ Status AmaxSlices(const Exec<Cuda>& exec, const Slice* slices, int64_t n, const 
   const bool lanes = rule.block_rows == 0 || cols % kSliceCols == 0 ||
                      (kSliceCols % cols == 0 && cols % kSliceLane == 0);
   return ForEachSliceTable(slices, n, starts, rule, wholes, [&](const SliceTable& table, int64_t) {
-    (lanes
-         ? AmaxSlicesKernel<In, false>
-         : AmaxSlicesKernel<In, true>)<<<table.parts, kSliceThreads, 0, exec.stream>>>(table, amax);
+    return Launch(exec, lanes ? AmaxSlicesKernel<In, false> : AmaxSlicesKernel<In, true>,
+                  table.parts, kSliceThreads, table, amax);
   });
 }
 
-#define QSHARD_AMAX_SLICES(In)                                                              \
-  template Status AmaxSlices<In>(const Exec<Cuda>&, const Slice*, int64_t, const uint32_t*, \
-                                 const SliceRule&, float*);
-QSHARD_FLOATS(QSHARD_AMAX_SLICES)
+QSHARD_FOR_EACH_INPUT(QSHARD_INSTANTIATE_FOR, Cuda, AmaxSlices)
 
 }  // namespace qshard::kernels

@@ -32,7 +32,6 @@
 namespace qshard::kernels {
 
 constexpr int kBlockMapThreads = 256;
-constexpr int64_t kMaxDivided = int64_t{1} << 31;  // what Divider divides is below
 
 // Where an element is, and its block.
 struct BlockPlace {
@@ -52,6 +51,21 @@ inline Blocks Simplified(Blocks b) {
 inline bool HasSmallIndices(const Blocks& b) {
   return b.rows < kMaxDivided && b.cols < kMaxDivided && b.GridSize() < kMaxDivided;
 }
+
+// The rows of a thread: kRows of them, as far as there are, from `place` on.
+struct ThreadRows {
+  __device__ __forceinline__ void Next() {
+    ++place.row;
+    if (--left == 0) place.block += grid_cols, left = block_rows;
+  }
+
+  BlockPlace place;
+  int64_t first;   // element
+  int height;      // rows that there are, if any
+  int left;        // rows until the next block
+  int block_rows;  // of which more than kRows do not matter
+  int64_t grid_cols;
+};
 
 struct BlockTiles {
   BlockTiles(const Blocks& b, int width, int rows_per_thread)
@@ -73,6 +87,29 @@ struct BlockTiles {
     tiles = b.batch * down.divisor() * across.divisor();
   }
 
+  template <int kWidth, int kRows>
+  __device__ __forceinline__ ThreadRows At(uint32_t tile) const {
+    const uint32_t strip = across.Divide(tile), matrix = down.Divide(strip);
+    const uint32_t lane = threadIdx.x & ((1u << lanes_log2) - 1);
+    const uint32_t vector = ((tile - strip * across.divisor()) << lanes_log2) + lane;
+    const int64_t col = int64_t{vector} * kWidth;
+    const int64_t row =
+        (int64_t{strip - matrix * down.divisor()} * (kBlockMapThreads >> lanes_log2) +
+         (threadIdx.x >> lanes_log2)) *
+        kRows;
+    const int64_t row_in_all = matrix * rows + row;
+    const uint32_t block_row = block_rows.Divide(static_cast<uint32_t>(row));
+    const int64_t next = int64_t{block_row + 1} * block_rows.divisor();
+    return {{(matrix * grid_rows + block_row) * grid_cols +
+                 block_cols.Divide(static_cast<uint32_t>(col)),
+             row_in_all, col},
+            row_in_all * cols + col,
+            col < cols ? static_cast<int>(min(int64_t{kRows}, rows - row)) : 0,
+            static_cast<int>(min(next - row, int64_t{kRows})),
+            static_cast<int>(min(int64_t{block_rows.divisor()}, int64_t{kRows})),
+            grid_cols};
+  }
+
   int64_t rows, cols, grid_rows, grid_cols;
   Divider block_rows, block_cols;
   Divider across{1}, down{1};  // tiles of a row and of a column of tiles, of a matrix
@@ -85,78 +122,34 @@ __global__ void __launch_bounds__(kBlockMapThreads)
     BlockMapKernel(const Op op, const void* in, void* out, const BlockTiles g) {
   constexpr int kRows = Op::kRows;
   const uint32_t tile = Op::kBackward ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
-  const uint32_t strip = g.across.Divide(tile);
-  const uint32_t matrix = g.down.Divide(strip);
-  const uint32_t lane = threadIdx.x & ((1u << g.lanes_log2) - 1);
-  const uint32_t vector = ((tile - strip * g.across.divisor()) << g.lanes_log2) + lane;
-  const int64_t col = int64_t{vector} * Op::kWidth;
-  const int64_t row =
-      (int64_t{strip - matrix * g.down.divisor()} * (kBlockMapThreads >> g.lanes_log2) +
-       (threadIdx.x >> g.lanes_log2)) *
-      kRows;
-  if (col >= g.cols || row >= g.rows) return;
-  const int height = static_cast<int>(min(int64_t{kRows}, g.rows - row));
-
-  const int64_t row_in_all = matrix * g.rows + row;
-  const int64_t first = row_in_all * g.cols + col;
-  const char* from = static_cast<const char*>(in) + first / Op::kWidth * Op::kInBytes;
-  char* to = static_cast<char*>(out) + first / Op::kWidth * Op::kOutBytes;
+  ThreadRows at = g.At<Op::kWidth, kRows>(tile);
+  if (at.height <= 0) return;
+  const char* from = static_cast<const char*>(in) + at.first / Op::kWidth * Op::kInBytes;
+  char* to = static_cast<char*>(out) + at.first / Op::kWidth * Op::kOutBytes;
   const int64_t in_step = g.cols / Op::kWidth * Op::kInBytes;
   const int64_t out_step = g.cols / Op::kWidth * Op::kOutBytes;
-
-  const uint32_t block_row = g.block_rows.Divide(static_cast<uint32_t>(row));
-  BlockPlace place{(matrix * g.grid_rows + block_row) * g.grid_cols +
-                       g.block_cols.Divide(static_cast<uint32_t>(col)),
-                   row_in_all, col};
-  // Rows until the next block; beyond this thread's it does not matter how many.
-  const int64_t block_rows = g.block_rows.divisor();
-  const int again = static_cast<int>(min(block_rows, int64_t{kRows}));
-  int left = static_cast<int>(min((block_row + 1) * block_rows - row, int64_t{kRows}));
-
   const auto run = [&](auto whole) {
     Words<Op::kInBytes> x[kRows];
     typename Op::Value value[Op::kColumns ? 1 : kRows];
 #pragma unroll
     for (int k = 0; k < kRows; ++k, from += in_step)
-      if (whole.value || k < height) x[k] = Load<Op::kInBytes>(from);
+      if (whole.value || k < at.height) x[k] = Load<Op::kInBytes>(from);
     if constexpr (Op::kColumns) {
-      value[0] = op.Get(place);
+      value[0] = op.Get(at.place);
     } else {
 #pragma unroll
-      for (int k = 0; k < kRows; ++k, ++place.row) {
-        if (whole.value || k < height) value[k] = op.Get(place);
-        if (--left == 0) place.block += g.grid_cols, left = again;
-      }
+      for (int k = 0; k < kRows; ++k, at.Next())
+        if (whole.value || k < at.height) value[k] = op.Get(at.place);
     }
 #pragma unroll
     for (int k = 0; k < kRows; ++k, to += out_step)
-      if (whole.value || k < height)
+      if (whole.value || k < at.height)
         Store<Write::kStream>(to, op.Apply(x[k], value[Op::kColumns ? 0 : k]));
   };
-  if (height == kRows)
+  if (at.height == kRows)
     run(std::true_type{});
   else
     run(std::false_type{});
-}
-
-// `bytes` of elements that share a byte, or one element.
-template <class Op>
-__global__ void __launch_bounds__(kBlockMapThreads)
-    BlockMapElements(const Op op, typename Op::Output* out, const Blocks b, int64_t n) {
-  const int64_t t = int64_t{blockIdx.x} * kBlockMapThreads + threadIdx.x;
-  if (t >= n) return;
-  const int64_t grid_rows = b.GridRows(), grid_cols = b.GridCols();
-  const int64_t row = t * Op::kPair / b.cols, col = t * Op::kPair - row * b.cols;
-  const int64_t matrix = row / b.rows;
-  const int64_t block_row = matrix * grid_rows + (row - matrix * b.rows) / b.block_rows;
-  const auto element = [&](int k) {
-    return op.Element(t * Op::kPair + k,
-                      {block_row * grid_cols + (col + k) / b.block_cols, row, col + k});
-  };
-  if constexpr (Op::kPair == 2)
-    out[t] = static_cast<uint8_t>(element(0) | element(1) << 4);
-  else
-    out[t] = element(0);
 }
 
 // `b` is simplified.
@@ -169,21 +162,29 @@ bool TakesVectors(const Blocks& b, const void* in, const void* out) {
 }
 
 template <class Op>
-Status LaunchBlockMap(CUstream_st* stream, const Op& op, const void* in, void* out,
+Status LaunchBlockMap(const Exec<Cuda>& exec, const Op& op, const void* in, void* out,
                       const Blocks& b) {
   static_assert(Op::kPair <= 2);
   const BlockTiles tiles(b, Op::kWidth, Op::kRows);
-  BlockMapKernel<<<GridSize(tiles.tiles), kBlockMapThreads, 0, stream>>>(op, in, out, tiles);
-  return LaunchStatus();
+  return Launch(exec, BlockMapKernel<Op>, tiles.tiles, kBlockMapThreads, op, in, out, tiles);
 }
 
+// A thread takes an element, or the two that share a byte.
 template <class Op>
-Status LaunchBlockElements(CUstream_st* stream, const Op& op, typename Op::Output* out,
+Status LaunchBlockElements(const Exec<Cuda>& exec, const Op& op, typename Op::Output* out,
                            const Blocks& b) {
-  const int64_t n = b.batch * b.rows * b.cols / Op::kPair;
-  BlockMapElements<<<GridSize(CeilDiv(n, kBlockMapThreads)), kBlockMapThreads, 0, stream>>>(op, out,
-                                                                                            b, n);
-  return LaunchStatus();
+  return ForEach(exec, b.batch * b.rows * b.cols / Op::kPair, [=] __device__(int64_t t) {
+    const int64_t row = t * Op::kPair / b.cols, col = t * Op::kPair - row * b.cols;
+    const int64_t matrix = row / b.rows;
+    const int64_t block_row = matrix * b.GridRows() + (row - matrix * b.rows) / b.block_rows;
+    const auto element = [&](int k) {
+      return op.Element(t * Op::kPair + k,
+                        {block_row * b.GridCols() + (col + k) / b.block_cols, row, col + k});
+    };
+    auto& to = out[t];
+    to = element(0);
+    if constexpr (Op::kPair == 2) to |= static_cast<uint8_t>(element(1) << 4);
+  });
 }
 
 }  // namespace qshard::kernels

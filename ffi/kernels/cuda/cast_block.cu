@@ -9,8 +9,6 @@
 #include "kernels/block_cast.h"
 #include "kernels/cuda/block_map.cuh"
 #include "kernels/cuda/convert.cuh"
-#include "kernels/cuda/e2m1.cuh"
-#include "kernels/cuda/instantiate.cuh"
 
 namespace qshard::kernels {
 namespace {
@@ -41,18 +39,11 @@ struct CastBlockOp {
     WidenWords<In>(x, v);
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) v[i] = __fmul_rn(v[i], value.scale[kColumns ? i : 0]);
-    if constexpr (kPacked<Code>)
-      return EncodeWordsE2M1(v);
-    else
-      return EncodeWords<Code>(v);
+    return EncodeWords<Code>(v);
   }
 
   __device__ __forceinline__ uint32_t Element(int64_t i, const BlockPlace& place) const {
-    const float v[1] = {__fmul_rn(Widen(x[i]), __ldg(scale + place.block))};
-    if constexpr (kPacked<Code>)
-      return EncodeE2M1(v[0]);
-    else
-      return EncodeWords<Code>(v).value;
+    return EncodeOne<Code>(__fmul_rn(Widen(x[i]), __ldg(scale + place.block)));
   }
 
   const In* x;
@@ -68,16 +59,12 @@ Status CastBlock(const Exec<Cuda>& exec, const In* x, const float* scale, const 
   const Blocks b = Simplified(blocks);
   using Rows = CastBlockOp<In, Code, false>;
   using Columns = CastBlockOp<In, Code, true>;
-  if (TakesVectors<Rows>(b, x, data))
-    return LaunchBlockMap(exec.stream, Rows{x, scale}, x, data, b);
+  if (TakesVectors<Rows>(b, x, data)) return LaunchBlockMap(exec, Rows{x, scale}, x, data, b);
   if (TakesVectors<Columns>(b, x, data) && IsAligned(scale, 16))
-    return LaunchBlockMap(exec.stream, Columns{x, scale}, x, data, b);
-  return LaunchBlockElements(exec.stream, Rows{x, scale}, data, b);
+    return LaunchBlockMap(exec, Columns{x, scale}, x, data, b);
+  return LaunchBlockElements(exec, Rows{x, scale}, data, b);
 }
 
-#define QSHARD_CAST_BLOCK(In, Code)                                                              \
-  template Status CastBlock<In, Code>(const Exec<Cuda>&, const In*, const float*, const Blocks&, \
-                                      uint8_t*);
-QSHARD_FLOATS_ELEMENTS(QSHARD_CAST_BLOCK)
+QSHARD_FOR_EACH_INPUT(QSHARD_FOR_EACH_ELEMENT, QSHARD_INSTANTIATE_FOR, Cuda, CastBlock)
 
 }  // namespace qshard::kernels

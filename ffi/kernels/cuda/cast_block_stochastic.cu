@@ -13,8 +13,6 @@
 #include "kernels/block_cast.h"
 #include "kernels/cuda/block_map.cuh"
 #include "kernels/cuda/convert.cuh"
-#include "kernels/cuda/e2m1.cuh"
-#include "kernels/cuda/instantiate.cuh"
 
 namespace qshard::kernels {
 namespace {
@@ -58,16 +56,12 @@ struct Regions {
   // `kSmall`: the grid is one for Divider.
   template <bool kSmall>
   __device__ __forceinline__ Draw Of(const BlockPlace& p) const {
-    int64_t region, down, matrix;
-    if constexpr (kSmall) {
-      region = run.Divide(static_cast<uint32_t>(p.block));
-      down = blocks_across.Divide(static_cast<uint32_t>(region * places.run));
-      matrix = blocks_down.Divide(static_cast<uint32_t>(down));
-    } else {
-      region = p.block / places.run;
-      down = region * places.run / grid_cols;
-      matrix = down / grid_rows;
-    }
+    const auto divide = [](int64_t n, const Divider& by, int64_t number) {
+      return kSmall ? by.Divide(static_cast<uint32_t>(n)) : n / number;
+    };
+    const int64_t region = divide(p.block, run, places.run);
+    const int64_t down = divide(region * places.run, blocks_across, grid_cols);
+    const int64_t matrix = divide(down, blocks_down, grid_rows);
     const int64_t first_row = matrix * rows + (down - matrix * grid_rows) * block_rows;
     const int64_t first_col = (region * places.run - down * grid_cols) * block_cols;
     const uint64_t index = FromWords(places.first + 2 * region) +
@@ -145,54 +139,35 @@ template <class In>
 __global__ void __launch_bounds__(kBlockMapThreads)
     CastStochasticStrips(const In* x, const float* scale, const Places places, const BlockTiles g,
                          uint8_t* data) {
-  const uint32_t strip = g.across.Divide(blockIdx.x);
-  const uint32_t matrix = g.down.Divide(strip);
-  const uint32_t lane = threadIdx.x & ((1u << g.lanes_log2) - 1);
-  const uint32_t vector = ((blockIdx.x - strip * g.across.divisor()) << g.lanes_log2) + lane;
-  const int64_t col = int64_t{vector} * kStripCols;
-  const int64_t row =
-      (int64_t{strip - matrix * g.down.divisor()} * (kBlockMapThreads >> g.lanes_log2) +
-       (threadIdx.x >> g.lanes_log2)) *
-      kStripRows;
-  if (col >= g.cols || row >= g.rows) return;
-  const int height = static_cast<int>(min(int64_t{kStripRows}, g.rows - row));
-  const int64_t row_in_all = matrix * g.rows + row;
-  const In* from = x + row_in_all * g.cols + col;
+  ThreadRows at = g.At<kStripCols, kStripRows>(blockIdx.x);
+  if (at.height <= 0) return;
+  const In* from = x + at.first;
   Words<kStripCols * sizeof(In)> w[kStripRows];
 #pragma unroll
   for (int k = 0; k < kStripRows; ++k, from += g.cols) {
     w[k] = {};
-    if (k < height) w[k] = Load<kStripCols * sizeof(In)>(from);
+    if (k < at.height) w[k] = Load<kStripCols * sizeof(In)>(from);
   }
   Words<16> random[kStripCols];
   const uint64_t seed = FromWords(places.seed);
-  uint64_t index = FromWords(places.first) + static_cast<uint64_t>(row_in_all) +
-                   static_cast<uint64_t>(col) * places.steps.col;
+  uint64_t index = FromWords(places.first) + static_cast<uint64_t>(at.place.row) +
+                   static_cast<uint64_t>(at.place.col) * places.steps.col;
 #pragma unroll
   for (int j = 0; j < kStripCols; ++j, index += places.steps.col)
     random[j] = RandomBytes(index, seed);
 
-  const uint32_t block_row = g.block_rows.Divide(static_cast<uint32_t>(row));
-  const float* s = scale + (matrix * g.grid_rows + block_row) * g.grid_cols +
-                   g.block_cols.Divide(static_cast<uint32_t>(col));
-  const int64_t block_rows = g.block_rows.divisor();
-  const int again = static_cast<int>(min(block_rows, int64_t{kStripRows}));
-  int left = static_cast<int>(min((block_row + 1) * block_rows - row, int64_t{kStripRows}));
-  uint8_t* to = data + (row_in_all * g.cols + col) / 2;
+  uint8_t* to = data + at.first / 2;
 #pragma unroll
-  for (int k = 0; k < kStripRows; ++k, to += g.cols / 2) {
-    if (k < height) {
-      float v[kStripCols];
-      WidenWords<In>(w[k], v);
-      const float block_scale = __ldg(s);
-      uint32_t code[kStripCols];
+  for (int k = 0; k < kStripRows; ++k, at.Next(), to += g.cols / 2) {
+    if (k >= at.height) break;
+    float v[kStripCols];
+    WidenWords<In>(w[k], v);
+    const float block_scale = __ldg(scale + at.place.block);
+    uint32_t codes = 0;
 #pragma unroll
-      for (int j = 0; j < kStripCols; ++j)
-        code[j] = EncodeStochasticE2M1(__fmul_rn(v[j], block_scale), ByteOf(random[j], k));
-      Store<Write::kCached>(to, Words<2>{static_cast<uint16_t>(code[0] | code[1] << 4 |
-                                                               code[2] << 8 | code[3] << 12)});
-    }
-    if (--left == 0) s += g.grid_cols, left = again;
+    for (int j = 0; j < kStripCols; ++j)
+      codes |= EncodeStochasticE2M1(__fmul_rn(v[j], block_scale), ByteOf(random[j], k)) << 4 * j;
+    Store<Write::kCached>(to, Words<2>{static_cast<uint16_t>(codes)});
   }
 }
 
@@ -215,27 +190,23 @@ Status CastBlockStochastic(const Exec<Cuda>& exec, const In* x, const float* sca
   const Regions regions = RegionsOf(places, b);
   const Rows rows{x, scale, regions};
   if (places.steps.col == 1 && TakesVectors<Rows>(b, x, data))
-    return LaunchBlockMap(exec.stream, rows, x, data, b);
+    return LaunchBlockMap(exec, rows, x, data, b);
   // One block a column, but one region a vector.
   const bool whole_rows = places.run >= b.GridSize() || places.run % b.GridCols() == 0;
   if (places.steps.col == 1 && b.block_cols == 1 && whole_rows) {
     Blocks wide = b;  // as far as vectors go
     wide.block_cols = b.cols;
     if (HasSmallIndices(b) && TakesVectors<Columns>(wide, x, data))
-      return LaunchBlockMap(exec.stream, Columns{x, scale, regions}, x, data, b);
+      return LaunchBlockMap(exec, Columns{x, scale, regions}, x, data, b);
   }
   if (TakesStrips(x, places, b, data)) {
     const BlockTiles tiles(b, kStripCols, kStripRows);
-    CastStochasticStrips<<<GridSize(tiles.tiles), kBlockMapThreads, 0, exec.stream>>>(
-        x, scale, places, tiles, data);
-    return LaunchStatus();
+    return Launch(exec, CastStochasticStrips<In>, tiles.tiles, kBlockMapThreads, x, scale, places,
+                  tiles, data);
   }
-  return LaunchBlockElements(exec.stream, rows, data, b);
+  return LaunchBlockElements(exec, rows, data, b);
 }
 
-#define QSHARD_CAST_BLOCK_STOCHASTIC(In)                                                         \
-  template Status CastBlockStochastic(const Exec<Cuda>&, const In*, const float*, const Places&, \
-                                      const Blocks&, uint8_t*);
-QSHARD_FLOATS(QSHARD_CAST_BLOCK_STOCHASTIC)
+QSHARD_FOR_EACH_INPUT(QSHARD_INSTANTIATE_FOR, Cuda, CastBlockStochastic)
 
 }  // namespace qshard::kernels

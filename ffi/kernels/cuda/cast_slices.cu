@@ -9,8 +9,6 @@
 #include <type_traits>
 
 #include "core/stochastic.h"
-#include "kernels/cuda/e2m1.cuh"
-#include "kernels/cuda/instantiate.cuh"
 #include "kernels/cuda/slices.cuh"
 #include "kernels/slices.h"
 
@@ -61,10 +59,10 @@ struct Stochastic {
 // Where blocks are in tiles: a lane's elements in a row are all of one block of one row; or those
 // in a column are all of one block; or neither, and tiles are kPartial.
 __device__ __forceinline__ bool InRows(const SliceTable& table) {
-  return table.block_rows == 1 && table.block_cols % kSliceLane == 0;
+  return table.rule.block_rows == 1 && table.rule.block_cols % kSliceLane == 0;
 }
 __device__ __forceinline__ bool InColumns(const SliceTable& table) {
-  return table.block_rows % kSliceRows == 0 || table.block_rows > INT32_MAX;
+  return table.rule.block_rows % kSliceRows == 0 || table.rule.block_rows > INT32_MAX;
 }
 
 template <class In, TileKind kKind, class Encoder>
@@ -74,26 +72,26 @@ __device__ __forceinline__ void CastTile(const SliceTable& table, const SliceTil
   constexpr int kPerByte = 8 / kStoredBits<Code>;
   constexpr bool kWhole = kKind != TileKind::kPartial;
   const SliceEntry& slice = table.entries[tile.index];
-  const int64_t width = (tile.cols + table.block_cols - 1) / table.block_cols;
+  const int64_t width = (tile.cols + table.rule.block_cols - 1) / table.rule.block_cols;
   const bool in_rows = InRows(table), in_columns = InColumns(table);
   const bool vectors =
       kKind == TileKind::kVectors || LanesAligned(tile, data, kSliceLane / kPerByte);
   // The scale of element j of the lane in row r. Rows after the slice may be none of the weight's.
   const auto scale_of = [&](int r, int j) {
     if (!kWhole && (tile.col + j >= tile.cols || tile.Index(r) >= tile.end)) return 0.0f;
-    return __ldg(scale + slice.grid + (tile.row + r) / table.block_rows * width +
-                 (tile.col + j) / table.block_cols);
+    return __ldg(scale + slice.grid + (tile.row + r) / table.rule.block_rows * width +
+                 (tile.col + j) / table.rule.block_cols);
   };
   float of_tile[kSliceLane];
 #pragma unroll
   for (int j = 0; j < kSliceLane; ++j)
-    of_tile[j] = !in_columns                                   ? 0.0f
-                 : j > 0 && table.block_cols % kSliceLane == 0 ? of_tile[0]
-                                                               : scale_of(0, j);
-  const float* of_row = scale + slice.grid + tile.row * width + tile.col / table.block_cols;
+    of_tile[j] = !in_columns                                        ? 0.0f
+                 : j > 0 && table.rule.block_cols % kSliceLane == 0 ? of_tile[0]
+                                                                    : scale_of(0, j);
+  const float* of_row = scale + slice.grid + tile.row * width + tile.col / table.rule.block_cols;
   uint8_t* codes_at = data + tile.Index(0) / kPerByte;
   ForEachTileRows<In, kKind>(
-      tile, static_cast<const In*>(slice.x), table.rounded_to,
+      tile, static_cast<const In*>(slice.x), table.rule.rounded_to,
       [&](int r) {
         const bool has = kWhole || (tile.col < tile.cols && tile.Index(r) < tile.end);
         return in_rows && has ? __ldg(of_row + r * width) : 0.0f;
@@ -110,7 +108,8 @@ __device__ __forceinline__ void CastTile(const SliceTable& table, const SliceTil
           for (int j = 0; j < kSliceLane; ++j) {
             float s = in_rows ? fetched[k] : of_tile[j];
             if (!kWhole && !in_rows && !in_columns && part.Has(j)) s = scale_of(r, j);
-            v[j] = table.nonfinite == Nonfinite::kNan ? ShownProduct(v[j], s) : __fmul_rn(v[j], s);
+            v[j] = table.rule.nonfinite == Nonfinite::kNan ? ShownProduct(v[j], s)
+                                                           : __fmul_rn(v[j], s);
           }
           const uint32_t codes = encode(v, i);
           uint8_t* out = codes_at + r * (tile.cols / kPerByte);
@@ -143,7 +142,7 @@ __global__ void __launch_bounds__(kSliceThreads, Encoder::kResident)
   SliceTile tile(table);
   const SliceEntry& slice = table.entries[tile.index];
   constexpr int kPerByte = 8 / kStoredBits<typename Encoder::Format>;
-  uint8_t* data = slice.data - (table.pieces ? tile.begin / kPerByte : 0);
+  uint8_t* data = slice.data - (table.rule.pieces ? tile.begin / kPerByte : 0);
   encode.Begin(tile.index);
   const TileKind least = !InRows(table) && !InColumns(table)               ? TileKind::kPartial
                          : LanesAligned(tile, data, kSliceLane / kPerByte) ? TileKind::kVectors
@@ -158,8 +157,8 @@ template <class In, class Code>
 Status CastSlices(const Exec<Cuda>& exec, const Slice* slices, int64_t n, const uint32_t* starts,
                   const SliceRule& rule, const float* scale) {
   return ForEachSliceTable(slices, n, starts, rule, 0, [&](const SliceTable& table, int64_t) {
-    CastSlicesKernel<In>
-        <<<table.parts, kSliceThreads, 0, exec.stream>>>(table, Nearest<Code>{}, scale);
+    return Launch(exec, CastSlicesKernel<In, Nearest<Code>>, table.parts, kSliceThreads, table,
+                  Nearest<Code>{}, scale);
   });
 }
 
@@ -168,19 +167,12 @@ Status CastSlicesStochastic(const Exec<Cuda>& exec, const Slice* slices, int64_t
                             const uint32_t* starts, const uint32_t* seeds, const SliceRule& rule,
                             const float* scale) {
   return ForEachSliceTable(slices, n, starts, rule, 0, [&](const SliceTable& table, int64_t begin) {
-    CastSlicesKernel<In><<<table.parts, kSliceThreads, 0, exec.stream>>>(
-        table, Stochastic{seeds + 2 * begin, 0}, scale);
+    return Launch(exec, CastSlicesKernel<In, Stochastic>, table.parts, kSliceThreads, table,
+                  Stochastic{seeds + 2 * begin, 0}, scale);
   });
 }
 
-#define QSHARD_CAST_SLICES(In, Code)                                                              \
-  template Status CastSlices<In, Code>(const Exec<Cuda>&, const Slice*, int64_t, const uint32_t*, \
-                                       const SliceRule&, const float*);
-#define QSHARD_CAST_SLICES_STOCHASTIC(In)                                                      \
-  template Status CastSlicesStochastic<In>(const Exec<Cuda>&, const Slice*, int64_t,           \
-                                           const uint32_t*, const uint32_t*, const SliceRule&, \
-                                           const float*);
-QSHARD_FLOATS_ELEMENTS(QSHARD_CAST_SLICES)
-QSHARD_FLOATS(QSHARD_CAST_SLICES_STOCHASTIC)
+QSHARD_FOR_EACH_INPUT(QSHARD_FOR_EACH_ELEMENT, QSHARD_INSTANTIATE_FOR, Cuda, CastSlices)
+QSHARD_FOR_EACH_INPUT(QSHARD_INSTANTIATE_FOR, Cuda, CastSlicesStochastic)
 
 }  // namespace qshard::kernels

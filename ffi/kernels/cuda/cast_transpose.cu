@@ -6,42 +6,20 @@
 // for a 16-bit x, 6 for float32. Rows of a multiple of 8 elements will do, aligned to vectors.
 // Anything else is a cast and a transpose. Needs compute capability 8.9. Equals core/round.h bit
 // for bit.
+#include "kernels/amax.h"
 #include "kernels/cast.h"
-#include "kernels/cuda/instantiate.cuh"
-#include "kernels/cuda/quantize_block_square.cuh"
+#include "kernels/cuda/quantize_block_launch.cuh"
 #include "kernels/delayed.h"
 
 namespace qshard::kernels {
 namespace {
 
-struct Matrices {
-  // Whether runs of `length` elements are whole matrices: `each` of them, 0 for all.
-  bool Fill(int64_t length, int64_t* each) const {
-    const bool all = batch * rows * cols <= length;
-    *each = all ? 0 : length / (rows * cols);
-    return all || length % (rows * cols) == 0;
-  }
-
-  int64_t batch, rows, cols;
-};
-
-template <class In>
-bool TakesTiles(const Matrices& m, const In* x, const uint8_t* data) {
-  return m.batch > 0 && m.rows > 1 && m.cols > 0 && m.cols % kPatch == 0 && IsAligned(x, 16) &&
-         IsAligned(data, kPatch);
-}
-
-template <class Code, class In, bool kAmax>
-Status LaunchTiles(const Exec<Cuda>& exec, const In* x, const GivenScales<kAmax>& scales,
-                   const Matrices& m, uint8_t* data, uint8_t* data_t) {
-  using Scales = GivenScales<kAmax>;
-  const TileGrid grid(m.batch, m.rows, m.cols);
-  const TileArguments<In, Scales> a{
-      x,    scales,  grid,   Divider(1), 1, WideColumns<Code>(m.rows, data_t),
-      data, nullptr, data_t, nullptr};
-  QuantizeSquareTiles<In, Code, Scales, Work::kSquareBoth>
-      <<<TileBlocks(grid), kTileThreads, 0, exec.stream>>>(a);
-  return LaunchStatus();
+// Whether runs of `length` elements are whole matrices: `each` of them, 0 for all.
+bool AreMatrices(const Blocks& m, int64_t length, int64_t* each) {
+  const int64_t matrix = m.rows * m.cols;
+  const bool all = m.batch * matrix <= length;
+  *each = all ? 0 : length / matrix;
+  return all || length % matrix == 0;
 }
 
 }  // namespace
@@ -49,13 +27,14 @@ Status LaunchTiles(const Exec<Cuda>& exec, const In* x, const GivenScales<kAmax>
 template <class In, class Code>
 Status CastTranspose(const Exec<Cuda>& exec, const In* x, const float* scale, int64_t length,
                      int64_t batch, int64_t rows, int64_t cols, uint8_t* data, uint8_t* data_t) {
-  const Matrices m{batch, rows, cols};
+  const Blocks m{batch, rows, cols, 1, 1};
+  if (m.GridSize() == 0) return {};
   GivenScales<false> scales{scale};
-  if (TakesTiles(m, x, data) && m.Fill(length, &scales.scale_matrices))
-    return LaunchTiles<Code>(exec, x, scales, m, data, data_t);
-  const int64_t n = batch * rows * cols;
-  if (n == 0) return {};
-  const Status status = Cast<In, Code>(exec, x, scale, n / length, length, data);
+  const bool fill = AreMatrices(m, length, &scales.scale_matrices);
+  const auto a = ArgumentsOfTiles<Code>(x, scales, m, data, nullptr, data_t, nullptr);
+  if (fill && rows > 1 && TakesTiles<Code>(a))
+    return LaunchTiles<In, Code, GivenScales<false>, Work::kSquareBoth>(exec, a);
+  const Status status = Cast<In, Code>(exec, x, scale, m.GridSize() / length, length, data);
   if (status.error != nullptr) return status;
   return Transpose(exec, data, batch, rows, cols, data_t);
 }
@@ -65,26 +44,24 @@ Status CastTransposeAmax(const Exec<Cuda>& exec, const In* x, const float* scale
                          int64_t scale_length, Nonfinite nonfinite, int64_t batch, int64_t rows,
                          int64_t cols, int64_t runs, int64_t amax_length, uint8_t* data,
                          uint8_t* data_t, float* amax) {
-  const Matrices m{batch, rows, cols};
+  const Blocks m{batch, rows, cols, 1, 1};
+  if (m.GridSize() == 0) return Amax(exec, x, runs, 0, amax);
   GivenScales<true> scales{scale, 0, amax, 0, nonfinite};
-  if (TakesTiles(m, x, data) && m.Fill(scale_length, &scales.scale_matrices) &&
-      m.Fill(amax_length, &scales.amax_matrices)) {
+  const bool fill = AreMatrices(m, scale_length, &scales.scale_matrices) &&
+                    AreMatrices(m, amax_length, &scales.amax_matrices);
+  const auto a = ArgumentsOfTiles<Code>(x, scales, m, data, nullptr, data_t, nullptr);
+  if (fill && rows > 1 && TakesTiles<Code>(a)) {
     const cudaError_t error = cudaMemsetAsync(amax, 0, runs * sizeof(float), exec.stream);
     if (error != cudaSuccess) return ToStatus(error);
-    return LaunchTiles<Code>(exec, x, scales, m, data, data_t);
+    return LaunchTiles<In, Code, GivenScales<true>, Work::kSquareBoth>(exec, a);
   }
-  const Status status = CastAmax<In, Code>(exec, x, scale, scale_length, nonfinite,
-                                           batch * rows * cols, runs, amax_length, data, amax);
+  const Status status = CastAmax<In, Code>(exec, x, scale, scale_length, nonfinite, m.GridSize(),
+                                           runs, amax_length, data, amax);
   if (status.error != nullptr) return status;
   return Transpose(exec, data, batch, rows, cols, data_t);
 }
 
-#define QSHARD_CAST_TRANSPOSE(In, Code)                                                            \
-  template Status CastTranspose<In, Code>(const Exec<Cuda>&, const In*, const float*, int64_t,     \
-                                          int64_t, int64_t, int64_t, uint8_t*, uint8_t*);          \
-  template Status CastTransposeAmax<In, Code>(const Exec<Cuda>&, const In*, const float*, int64_t, \
-                                              Nonfinite, int64_t, int64_t, int64_t, int64_t,       \
-                                              int64_t, uint8_t*, uint8_t*, float*);
-QSHARD_FLOATS_FP8(QSHARD_CAST_TRANSPOSE)
+QSHARD_FOR_EACH_INPUT(QSHARD_FOR_EACH_FP8, QSHARD_INSTANTIATE_FOR, Cuda, CastTranspose)
+QSHARD_FOR_EACH_INPUT(QSHARD_FOR_EACH_FP8, QSHARD_INSTANTIATE_FOR, Cuda, CastTransposeAmax)
 
 }  // namespace qshard::kernels

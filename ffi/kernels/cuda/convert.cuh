@@ -10,6 +10,7 @@
 #include <type_traits>
 
 #include "core/round.h"
+#include "kernels/cuda/e2m1.cuh"
 #include "kernels/cuda/vector.cuh"
 
 namespace qshard::kernels {
@@ -87,12 +88,24 @@ __device__ __forceinline__ uint16_t EncodePair(float lo, float hi) {
   }
 }
 
+// Encode<F>(v).
+template <class F>
+__device__ __forceinline__ uint32_t EncodeOne(float v) {
+  if constexpr (kPacked<F>) return EncodeE2M1(v);
+  return EncodePair<F>(v, 0.0f) & 0xFF;
+}
+
+// v as codes as they are stored, the first in the lowest bits.
 template <class F, int kCount>
-__device__ __forceinline__ Words<kCount> EncodeWords(const float (&v)[kCount]) {
-  Words<kCount> codes;
+__device__ __forceinline__ Words<kCount * kStoredBits<F> / 8> EncodeWords(
+    const float (&v)[kCount]) {
+  Words<kCount * kStoredBits<F> / 8> codes;
   if constexpr (kCount == 1) {
-    codes.value = static_cast<uint8_t>(EncodePair<F>(v[0], 0.0f));
-  } else if constexpr (kHasFp8<F> && F::kBits == 6) {
+    codes.value = static_cast<uint8_t>(EncodeOne<F>(v[0]));
+  } else if constexpr (kPacked<F>) {
+#pragma unroll
+    for (int i = 0; i < kCount / 8; ++i) codes.w[i] = PackE2M1(v + 8 * i);
+  } else if constexpr (F::kBits == 6) {
     float down[kCount];
 #pragma unroll
     for (int i = 0; i < kCount; ++i) down[i] = __fmul_rn(v[i], kToFp8<F>);
@@ -131,11 +144,16 @@ __device__ __forceinline__ void DecodePair(uint16_t codes, float& lo, float& hi)
   }
 }
 
+// The codes of a vector, as they are stored.
 template <class F, int kCount>
-__device__ __forceinline__ void DecodeWords(const Words<kCount>& codes, float (&v)[kCount]) {
+__device__ __forceinline__ void DecodeWords(const Words<kCount * kStoredBits<F> / 8>& codes,
+                                            float (&v)[kCount]) {
   if constexpr (kCount == 1) {
     float zero;
     DecodePair<F>(codes.value, v[0], zero);
+  } else if constexpr (kPacked<F>) {
+#pragma unroll
+    for (int i = 0; i < kCount / 8; ++i) UnpackE2M1(codes.w[i], v + 8 * i);
   } else {
 #pragma unroll
     for (int i = 0; i < kCount / 4; ++i) {

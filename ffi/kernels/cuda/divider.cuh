@@ -6,7 +6,9 @@
 
 namespace qshard::kernels {
 
-// n / divisor for 0 <= n < 2^31 by a multiplication (Granlund and Montgomery, 1994).
+constexpr int64_t kMaxDivided = int64_t{1} << 31;
+
+// n / divisor for 0 <= n < kMaxDivided by a multiplication (Granlund and Montgomery, 1994).
 class Divider {
  public:
   explicit Divider(int64_t n = 1) : divisor_(static_cast<uint32_t>(n)) {

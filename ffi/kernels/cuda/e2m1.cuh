@@ -11,7 +11,6 @@
 #include <cstdint>
 
 #include "core/round.h"
-#include "kernels/cuda/vector.cuh"
 
 // Conversions to FP4 are in code for a family of devices, or for one, from compute capability 10
 // on.
@@ -123,39 +122,27 @@ __device__ __forceinline__ uint32_t PackMagnitudes(const Code& code) {
   return word - 0xFB000000u;  // what the 2^23s have summed up to, modulo 2^32
 }
 
-// Encode<E2M1>(v), packed.
-template <int kCount>
-__device__ __forceinline__ Words<kCount / 2> EncodeWordsE2M1(const float (&v)[kCount]) {
-  Words<kCount / 2> codes;
+// Encode<E2M1> of eight elements, packed.
+__device__ __forceinline__ uint32_t PackE2M1(const float* v) {
+  uint32_t c[8];
 #pragma unroll
-  for (int i = 0; i < kCount / 8; ++i) {
-    uint32_t c[8];
-#pragma unroll
-    for (int j = 0; j < 8; ++j) c[j] = __float_as_uint(e2m1::Clamp(v[8 * i + j]));
-    codes.w[i] =
-        PackMagnitudes([&](int j) { return e2m1::Nearest(fabsf(__uint_as_float(c[j]))); }) |
-        SignNibbles(WordTops(c[0], c[2], c[4], c[6]), WordTops(c[1], c[3], c[5], c[7]));
-  }
-  return codes;
+  for (int j = 0; j < 8; ++j) c[j] = __float_as_uint(e2m1::Clamp(v[j]));
+  return PackMagnitudes([&](int j) { return e2m1::Nearest(fabsf(__uint_as_float(c[j]))); }) |
+         SignNibbles(WordTops(c[0], c[2], c[4], c[6]), WordTops(c[1], c[3], c[5], c[7]));
 }
 
-// Decode<E2M1> of packed codes. As halves: the bits of a code, moved to the top of the significand
-// and the bottom of the exponent, are the half of its value * 2^-14.
-template <int kCount>
-__device__ __forceinline__ void UnpackE2M1(const Words<kCount / 2>& packed, float (&v)[kCount]) {
+// Decode<E2M1> of a word. As halves: the bits of a code, moved to the top of the significand and
+// the bottom of the exponent, are the half of its value * 2^-14.
+__device__ __forceinline__ void UnpackE2M1(uint32_t w, float* v) {
 #pragma unroll
-  for (int i = 0; i < kCount / 8; ++i) {
-    const uint32_t w = packed.w[i];
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {  // codes j and j + 4
-      const uint32_t magnitude = (j < 3 ? w << (9 - 4 * j) : w >> 3) & 0x0E000E00u;
-      const uint32_t sign = w << (12 - 4 * j) & 0x80008000u;
-      uint32_t halves;
-      asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(halves) : "r"(magnitude | sign), "r"(0x74007400u));
-      asm("{ .reg .b16 lo, hi; mov.b32 {lo, hi}, %2; cvt.f32.f16 %0, lo; cvt.f32.f16 %1, hi; }"
-          : "=f"(v[8 * i + j]), "=f"(v[8 * i + j + 4])
-          : "r"(halves));
-    }
+  for (int j = 0; j < 4; ++j) {  // codes j and j + 4
+    const uint32_t magnitude = (j < 3 ? w << (9 - 4 * j) : w >> 3) & 0x0E000E00u;
+    const uint32_t sign = w << (12 - 4 * j) & 0x80008000u;
+    uint32_t halves;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(halves) : "r"(magnitude | sign), "r"(0x74007400u));
+    asm("{ .reg .b16 lo, hi; mov.b32 {lo, hi}, %2; cvt.f32.f16 %0, lo; cvt.f32.f16 %1, hi; }"
+        : "=f"(v[j]), "=f"(v[j + 4])
+        : "r"(halves));
   }
 }
 

@@ -8,61 +8,39 @@
 
 #include "core/round.h"
 #include "kernels/cuda/convert.cuh"
-#include "kernels/cuda/instantiate.cuh"
 #include "kernels/cuda/launch.cuh"
 #include "kernels/element.h"
 
 namespace qshard::kernels {
-namespace {
-
-constexpr int kThreads = 256;
-
-template <class In, class Code>
-__global__ void __launch_bounds__(kThreads) EncodeKernel(const In* x, int64_t n, uint8_t* codes) {
-  const int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  if (i >= n) return;
-  const float v = Widen(x[i]);
-  if constexpr (std::is_same_v<Code, E8M0>)
-    codes[i] = EncodeE8M0<PowerRounding::kUp>(v);
-  else
-    codes[i] = EncodeWords<Code>({v}).value;
-}
-
-template <class Code>
-__global__ void __launch_bounds__(kThreads)
-    DecodeKernel(const uint8_t* codes, int64_t n, float* x) {
-  const int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  if (i >= n) return;
-  if constexpr (std::is_same_v<Code, E8M0>) {
-    x[i] = DecodeE8M0(codes[i]);
-  } else {
-    float v[1];
-    DecodeWords<Code>(Words<1>{codes[i]}, v);
-    x[i] = isnan(v[0]) ? Decode<Code>(codes[i]) : v[0];
-  }
-}
-
-}  // namespace
 
 template <class In, class Code>
 Status EncodeElements(const Exec<Cuda>& exec, const In* x, int64_t n, uint8_t* codes) {
-  if (n == 0) return {};
-  EncodeKernel<In, Code><<<GridSize(CeilDiv(n, kThreads)), kThreads, 0, exec.stream>>>(x, n, codes);
-  return LaunchStatus();
+  return ForEach(exec, n, [=] __device__(int64_t i) {
+    const float v = Widen(x[i]);
+    uint8_t& code = codes[i];
+    if constexpr (std::is_same_v<Code, E8M0>)
+      code = EncodeE8M0<PowerRounding::kUp>(v);
+    else
+      code = static_cast<uint8_t>(EncodeOne<Code>(v));
+  });
 }
 
 template <class Code>
 Status DecodeElements(const Exec<Cuda>& exec, const uint8_t* codes, int64_t n, float* x) {
-  if (n == 0) return {};
-  DecodeKernel<Code><<<GridSize(CeilDiv(n, kThreads)), kThreads, 0, exec.stream>>>(codes, n, x);
-  return LaunchStatus();
+  return ForEach(exec, n, [=] __device__(int64_t i) {
+    const uint8_t code = codes[i];
+    float& to = x[i];
+    if constexpr (std::is_same_v<Code, E8M0>) {
+      to = DecodeE8M0(code);
+    } else {
+      float v, zero;
+      DecodePair<Code>(code, v, zero);
+      to = isnan(v) ? Decode<Code>(code) : v;
+    }
+  });
 }
 
-#define QSHARD_ENCODE(In, Code) \
-  template Status EncodeElements<In, Code>(const Exec<Cuda>&, const In*, int64_t, uint8_t*);
-#define QSHARD_DECODE(Code) \
-  template Status DecodeElements<Code>(const Exec<Cuda>&, const uint8_t*, int64_t, float*);
-QSHARD_FLOATS_CODES(QSHARD_ENCODE)
-QSHARD_CODES(QSHARD_DECODE)
+QSHARD_FOR_EACH_INPUT(QSHARD_FOR_EACH_CODE, QSHARD_INSTANTIATE_FOR, Cuda, EncodeElements)
+QSHARD_FOR_EACH_CODE(QSHARD_INSTANTIATE_FOR, Cuda, DecodeElements)
 
 }  // namespace qshard::kernels

@@ -17,7 +17,6 @@
 #include "kernels/block_layout.h"
 #include "kernels/cuda/block_map.cuh"
 #include "kernels/cuda/convert.cuh"
-#include "kernels/cuda/instantiate.cuh"
 
 namespace qshard::kernels {
 namespace {
@@ -162,46 +161,34 @@ __global__ void __launch_bounds__(kThreads, 3)
         Words<4>{{__byte_perm(left.w[i / 2], right.w[i / 2], i % 2 == 0 ? 0x5410 : 0x7632)}});
 }
 
-// Any alignment: block t has 16 elements `step` apart, the first of them at this place.
-template <class In>
-__global__ void __launch_bounds__(kThreads, 3)
-    HadamardElements(const In* x, int64_t n, int64_t cols, bool rows, bfloat16* y) {
-  const int64_t t = int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  if (t >= n) return;
-  const int64_t start = rows ? t * kSize : t / cols * kSize * cols + t % cols;
-  const int64_t step = rows ? 1 : cols;
-  Words<32> w;
-#pragma unroll
-  for (int i = 0; i < kSize / 2; ++i)
-    w.w[i] = Narrow<bfloat16>(Widen(x[start + 2 * i * step])).bits |
-             static_cast<uint32_t>(Narrow<bfloat16>(Widen(x[start + (2 * i + 1) * step])).bits)
-                 << 16;
-  w = Transform(w);
-#pragma unroll
-  for (int i = 0; i < kSize; ++i)
-    y[start + i * step] = {static_cast<uint16_t>(w.w[i / 2] >> (i % 2 * 16))};
-}
-
 }  // namespace
 
 template <class In>
 Status Hadamard(const Exec<Cuda>& exec, const In* x, const Blocks& blocks, bfloat16* y) {
   const int64_t n = blocks.GridSize();
-  if (n == 0) return {};
+  const int64_t cols = blocks.cols;
   const bool rows = blocks.block_rows == 1;
-  const auto grid = [](int64_t threads) { return GridSize(CeilDiv(threads, kThreads)); };
-  if (rows && IsAligned(x, 16) && IsAligned(y, 16)) {
-    HadamardRows<<<grid(sizeof(In) == 4 ? n : CeilDiv(n, 2)), kThreads, 0, exec.stream>>>(x, n, y);
-  } else if (!rows && blocks.cols % 2 == 0 && IsAligned(x, 2 * sizeof(In)) && IsAligned(y, 4)) {
-    HadamardColumns<<<grid(n / 2), kThreads, 0, exec.stream>>>(x, n / 2, blocks.cols / 2, y);
-  } else {
-    HadamardElements<<<grid(n), kThreads, 0, exec.stream>>>(x, n, blocks.cols, rows, y);
-  }
-  return LaunchStatus();
+  if (rows && IsAligned(x, 16) && IsAligned(y, 16))
+    return Launch(exec, HadamardRows<In>, CeilDiv(n, sizeof(In) == 4 ? kThreads : 2 * kThreads),
+                  kThreads, x, n, y);
+  if (!rows && cols % 2 == 0 && IsAligned(x, 2 * sizeof(In)) && IsAligned(y, 4))
+    return Launch(exec, HadamardColumns<In>, CeilDiv(n / 2, kThreads), kThreads, x, n / 2, cols / 2,
+                  y);
+  // Any alignment: block t has 16 elements `step` apart, the first of them at `start`.
+  return ForEach(exec, n, [=] __device__(int64_t t) {
+    const int64_t start = rows ? t * kSize : t / cols * kSize * cols + t % cols;
+    const int64_t step = rows ? 1 : cols;
+    Words<32> w = {};
+#pragma unroll
+    for (int i = 0; i < kSize; ++i)
+      w.w[i / 2] |= uint32_t{Narrow<bfloat16>(Widen(x[start + i * step])).bits} << i % 2 * 16;
+    w = Transform(w);
+#pragma unroll
+    for (int i = 0; i < kSize; ++i)
+      y[start + i * step] = {static_cast<uint16_t>(w.w[i / 2] >> (i % 2 * 16))};
+  });
 }
 
-#define QSHARD_HADAMARD(In) \
-  template Status Hadamard(const Exec<Cuda>&, const In*, const Blocks&, bfloat16*);
-QSHARD_FLOATS(QSHARD_HADAMARD)
+QSHARD_FOR_EACH_INPUT(QSHARD_INSTANTIATE_FOR, Cuda, Hadamard)
 
 }  // namespace qshard::kernels

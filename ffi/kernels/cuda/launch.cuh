@@ -1,4 +1,4 @@
-// What every launcher needs: sizes of grids, alignment, and the outcome of a launch.
+// What every launcher needs: alignment, launches and their outcome.
 #ifndef QSHARD_KERNELS_CUDA_LAUNCH_CUH_
 #define QSHARD_KERNELS_CUDA_LAUNCH_CUH_
 
@@ -12,12 +12,9 @@
 namespace qshard::kernels {
 
 constexpr int kWarp = 32;
+constexpr unsigned kAllLanes = 0xFFFFFFFF;
 
 constexpr int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-// gridDim.x goes to 2^31 - 1; a block takes enough elements that no buffer which fits in memory
-// needs more.
-inline unsigned GridSize(int64_t blocks) { return static_cast<unsigned>(blocks); }
 
 inline bool IsAligned(const void* p, int64_t bytes) {
   return reinterpret_cast<uintptr_t>(p) % bytes == 0;
@@ -39,6 +36,30 @@ inline Status ToStatus(cudaError_t error) {
 
 // Of the launch just made. Clears the error, so that it is not blamed on whoever calls CUDA next.
 inline Status LaunchStatus() { return ToStatus(cudaGetLastError()); }
+
+// Launches `blocks` blocks of `threads` threads, if any. gridDim.x goes to 2^31 - 1; a block takes
+// enough elements that no buffer which fits in memory needs more.
+template <class... Params, class... Args>
+Status Launch(const Exec<Cuda>& exec, void (*kernel)(Params...), int64_t blocks, int threads,
+              const Args&... args) {
+  if (blocks == 0) return {};
+  kernel<<<static_cast<unsigned>(blocks), threads, 0, exec.stream>>>(args...);
+  return LaunchStatus();
+}
+
+constexpr int kForEachThreads = 256;
+
+template <class Body>
+__global__ void __launch_bounds__(kForEachThreads) ForEachKernel(int64_t n, const Body body) {
+  const int64_t i = int64_t{blockIdx.x} * kForEachThreads + threadIdx.x;
+  if (i < n) body(i);
+}
+
+// Calls body(i) for 0 <= i < n, each in a thread of its own.
+template <class Body>
+Status ForEach(const Exec<Cuda>& exec, int64_t n, const Body& body) {
+  return Launch(exec, ForEachKernel<Body>, CeilDiv(n, kForEachThreads), kForEachThreads, n, body);
+}
 
 }  // namespace qshard::kernels
 

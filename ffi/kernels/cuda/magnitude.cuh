@@ -3,25 +3,69 @@
 #define QSHARD_KERNELS_CUDA_MAGNITUDE_CUH_
 
 #include <cstdint>
+#include <type_traits>
 
-#include "core/round.h"
+#include "kernels/cuda/convert.cuh"
 #include "kernels/cuda/launch.cuh"
-#include "kernels/cuda/vector.cuh"
 
 namespace qshard::kernels {
 
-// The largest |x| of what a thread has seen: one fp32 pattern, or two 16-bit ones for the two
-// halves of each word.
+// |x| as integers, which a word holds one or two of.
+template <class In>
+struct Magnitudes {
+  static constexpr int kPerWord = 4 / sizeof(In);
+  using Bits = std::conditional_t<kPerWord == 2, uint16_t, uint32_t>;
+  static constexpr uint32_t kInfinity = kPerWord == 1                  ? 0x7F800000u
+                                        : std::is_same_v<In, bfloat16> ? 0x7F80u
+                                                                       : 0x7C00u;
+
+  static __device__ __forceinline__ uint32_t Abs(uint32_t w) {
+    return w & (kPerWord == 2 ? 0x7FFF7FFFu : 0x7FFFFFFFu);
+  }
+  static __device__ __forceinline__ uint32_t Max(uint32_t a, uint32_t b) {
+    return kPerWord == 2 ? __vmaxu2(a, b) : max(a, b);
+  }
+  // The larger magnitude, with any sign; a NaN wins. One instruction, and no magnitudes of single
+  // words, which the compiler would keep from columns to rows.
+  static __device__ __forceinline__ uint32_t MaxAbs(uint32_t a, uint32_t b) {
+    uint32_t m;
+    if constexpr (std::is_same_v<In, bfloat16>)
+      asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(m) : "r"(a), "r"(b));
+    else if constexpr (std::is_same_v<In, float16>)
+      asm("max.NaN.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(m) : "r"(a), "r"(b));
+    else
+      asm("max.NaN.xorsign.abs.f32 %0, %1, %2;" : "=r"(m) : "r"(a), "r"(b));
+    return m;
+  }
+  // The largest of a in the low half, that of b in the high half.
+  static __device__ __forceinline__ uint32_t Fold(uint32_t a, uint32_t b) {
+    return Max(__byte_perm(a, b, 0x5410), __byte_perm(a, b, 0x7632));
+  }
+  // As FloatBits(Widen(|x|)), but for the payload of NaN.
+  static __device__ __forceinline__ float Value(uint32_t bits) {
+    if constexpr (kPerWord == 1) {
+      return __uint_as_float(bits);
+    } else {
+      float v[2];
+      WidenWords<In, 4>(Words<4>{{bits}}, v);
+      return v[0];
+    }
+  }
+};
+
+// The largest |x| of what a thread has seen.
 template <class In>
 class Magnitude {
  public:
+  using Abs = Magnitudes<In>;
+
   template <int kBytes>
   __device__ __forceinline__ void Add(const Words<kBytes>& x) {
     if constexpr (kBytes < 4) {
-      bits_ = __vmaxu2(bits_, x.value & 0x7FFFu);
+      AddBits(Abs::Abs(x.value));
     } else {
 #pragma unroll
-      for (int i = 0; i < kBytes / 4; ++i) Merge(x.w[i] & kMask);
+      for (int i = 0; i < kBytes / 4; ++i) AddBits(Abs::Abs(x.w[i]));
     }
   }
 
@@ -29,53 +73,42 @@ class Magnitude {
   // calls this.
   __device__ __forceinline__ void ReduceOver(int lanes) {
     for (int offset = lanes / 2; offset > 0; offset /= 2)
-      Merge(__shfl_xor_sync(0xFFFFFFFFu, bits_, offset));
+      AddBits(__shfl_xor_sync(kAllLanes, bits_, offset));
   }
 
   // What it has seen, for AddBits of another.
   __device__ __forceinline__ uint32_t Bits() const { return bits_; }
-  __device__ __forceinline__ void AddBits(uint32_t bits) { Merge(bits); }
+  __device__ __forceinline__ void AddBits(uint32_t bits) { bits_ = Abs::Max(bits_, bits); }
 
   __device__ __forceinline__ int32_t AsFloatBits() const {
-    uint32_t bits = bits_;
-    if constexpr (sizeof(In) == 2) bits = max(bits_ & 0xFFFFu, bits_ >> 16);
-    return FloatBits(CanonicalNan(Widen(FromBits(bits))));
+    const uint32_t bits = Abs::kPerWord == 2 ? max(bits_ & 0xFFFFu, bits_ >> 16) : bits_;
+    return FloatBits(CanonicalNan(Abs::Value(bits)));
   }
 
  private:
-  static constexpr uint32_t kMask = sizeof(In) == 4 ? 0x7FFFFFFFu : 0x7FFF7FFFu;
-
-  __device__ __forceinline__ void Merge(uint32_t bits) {
-    bits_ = sizeof(In) == 4 ? max(bits_, bits) : __vmaxu2(bits_, bits);
-  }
-  static __device__ __forceinline__ In FromBits(uint32_t bits) {
-    if constexpr (sizeof(In) == 4)
-      return __uint_as_float(bits);
-    else
-      return {static_cast<uint16_t>(bits)};
-  }
-
   uint32_t bits_ = 0;
 };
+
+// The maximum over a warp, or over the kTeam threads of a block; all of them call this, and wait
+// for each other before they call it again.
+template <int kTeam>
+__device__ __forceinline__ int32_t TeamMax(int32_t bits) {
+  bits = __reduce_max_sync(kAllLanes, bits);
+  if constexpr (kTeam > kWarp) {
+    __shared__ int32_t warps[kTeam / kWarp];
+    if (threadIdx.x % kWarp == 0) warps[threadIdx.x / kWarp] = bits;
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kTeam / kWarp; ++i) bits = max(bits, warps[i]);
+  }
+  return bits;
+}
 
 // Raises *amax, which other blocks raise too and which holds no NaN but the canonical one. Looks
 // first: most blocks find it high enough, and one word takes few atomics a microsecond.
 __device__ __forceinline__ void RaiseAmax(float* amax, int32_t bits) {
   auto* target = reinterpret_cast<int32_t*>(amax);
   if (bits > *static_cast<volatile int32_t*>(target)) atomicMax(target, bits);
-}
-
-// Raises *amax by the maxima of all threads of a block. Every thread calls this.
-template <int kThreads, class In>
-__device__ __forceinline__ void RaiseByBlock(Magnitude<In> m, float* amax) {
-  __shared__ int32_t warps[kThreads / kWarp];
-  m.ReduceOver(kWarp);
-  if (threadIdx.x % kWarp == 0) warps[threadIdx.x / kWarp] = m.AsFloatBits();
-  __syncthreads();
-  if (threadIdx.x >= kWarp) return;
-  int32_t bits = threadIdx.x < kThreads / kWarp ? warps[threadIdx.x] : 0;
-  bits = __reduce_max_sync(0xFFFFFFFFu, bits);
-  if (threadIdx.x == 0) RaiseAmax(amax, bits);
 }
 
 }  // namespace qshard::kernels

@@ -10,8 +10,8 @@
 #include <limits>
 #include <type_traits>
 
-#include "kernels/cuda/e2m1.cuh"
 #include "kernels/cuda/launch.cuh"
+#include "kernels/cuda/magnitude.cuh"
 #include "kernels/cuda/quantize_block_scales.cuh"
 
 namespace qshard::kernels {
@@ -67,26 +67,11 @@ __device__ __forceinline__ void ForElements(int thread, int64_t rows, int64_t co
   }
 }
 
-template <int kTeam>
-__device__ __forceinline__ int32_t TeamMax(int32_t bits, int32_t* warps) {
-#pragma unroll
-  for (int offset = 16; offset > 0; offset /= 2)
-    bits = max(bits, static_cast<int32_t>(__shfl_xor_sync(0xFFFFFFFFu, bits, offset)));
-  if constexpr (kTeam > 32) {
-    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = bits;
-    __syncthreads();
-    for (int i = 0; i < kTeam / 32; ++i) bits = max(bits, warps[i]);
-    __syncthreads();
-  }
-  return bits;
-}
-
 template <class Code, class Scales, int kTeam>
 __global__ void __launch_bounds__(kUnitThreads)
     QuantizeUnits(const AnyFloats x, const Scales scales, const Blocks b, const Units units,
                   const BlockPlane<typename Scales::Stored> out) {
   constexpr int kTeams = kUnitThreads / kTeam;
-  __shared__ int32_t warps[kUnitThreads / 32];
   const int thread = threadIdx.x % kTeam;
   const int64_t grid_rows = b.GridRows(), grid_cols = b.GridCols();
   for (int64_t unit = int64_t{blockIdx.x} * kTeams + threadIdx.x / kTeam; unit < units.count;
@@ -109,7 +94,8 @@ __global__ void __launch_bounds__(kUnitThreads)
             min(width - j * b.block_cols, b.block_cols), [&](int64_t row, int64_t col) {
               bits = max(bits, FloatBits(x.At(block + row * b.cols + col)) & kFloatMagnitudeMask);
             });
-        const float amax = FloatFromBits(TeamMax<kTeam>(bits, warps));
+        const float amax = FloatFromBits(TeamMax<kTeam>(bits));
+        if constexpr (kTeam > kWarp) __syncthreads();
         const int64_t place = (matrix * grid_rows + i0 + i) * grid_cols + j0 + j;
         BlockScale<typename Scales::Stored> s;
         if constexpr (Fast<Scales>::kGlobal)
@@ -128,52 +114,36 @@ __global__ void __launch_bounds__(kUnitThreads)
     const auto encode = [&](int64_t row, int64_t col) {
       const bool i = row >= b.block_rows, j = col >= b.block_cols;
       const float s = i ? (j ? scale[1][1] : scale[1][0]) : (j ? scale[0][1] : scale[0][0]);
-      const float v[1] = {__fmul_rn(x.At(from + row * b.cols + col), s)};
-      if constexpr (kPacked<Code>)
-        return EncodeE2M1(v[0]);
-      else
-        return EncodeWords<Code>(v).value;
+      return EncodeOne<Code>(__fmul_rn(x.At(from + row * b.cols + col), s));
     };
-    if (out.data != nullptr) {
-      ForElements<kTeam>(
-          thread, height, width / (kPacked<Code> ? 2 : 1), [&](int64_t row, int64_t c) {
-            if constexpr (kPacked<Code>)
-              out.data[(from + row * b.cols) / 2 + c] =
-                  static_cast<uint8_t>(encode(row, 2 * c) | encode(row, 2 * c + 1) << 4);
-            else
-              out.data[from + row * b.cols + c] = encode(row, c);
-          });
-    }
-    if (out.data_t != nullptr) {
-      const int64_t at = (matrix * b.cols + col0) * b.rows + row0;
-      ForElements<kTeam>(
-          thread, width, height / (kPacked<Code> ? 2 : 1), [&](int64_t col, int64_t r) {
-            if constexpr (kPacked<Code>)
-              out.data_t[(at + col * b.rows) / 2 + r] =
-                  static_cast<uint8_t>(encode(2 * r, col) | encode(2 * r + 1, col) << 4);
-            else
-              out.data_t[at + col * b.rows + r] = encode(r, col);
-          });
-    }
+    const auto write = [&](uint8_t* to, int64_t at, int64_t rows, int64_t cols, int64_t step,
+                           const auto& code) {
+      constexpr int kPerByte = 8 / kStoredBits<Code>;
+      ForElements<kTeam>(thread, rows, cols / kPerByte, [&](int64_t row, int64_t c) {
+        uint32_t byte = code(row, kPerByte * c);
+        if constexpr (kPacked<Code>) byte |= code(row, 2 * c + 1) << 4;
+        to[(at + row * step) / kPerByte + c] = static_cast<uint8_t>(byte);
+      });
+    };
+    if (out.data != nullptr) write(out.data, from, height, width, b.cols, encode);
+    if (out.data_t != nullptr)
+      write(out.data_t, (matrix * b.cols + col0) * b.rows + row0, width, height, b.rows,
+            [&](int64_t col, int64_t row) { return encode(row, col); });
   }
 }
 
 template <class In, class Code, class Scales>
-Status LaunchQuantizeUnits(CUstream_st* stream, const In* x, const Scales& scales, Blocks blocks,
+Status LaunchQuantizeUnits(const Exec<Cuda>& exec, const In* x, const Scales& scales, Blocks blocks,
                            const BlockPlane<typename Scales::Stored>& out) {
   blocks.block_rows = std::min(blocks.block_rows, blocks.rows);
   blocks.block_cols = std::min(blocks.block_cols, blocks.cols);
   const Units units(blocks, kPacked<Code>);
-  const auto launch = [&](auto kTeam) {
-    const int64_t wanted = CeilDiv(units.count, kUnitThreads / kTeam.value);
-    const unsigned grid = GridSize(std::min<int64_t>(wanted, std::numeric_limits<int32_t>::max()));
-    QuantizeUnits<Code, Scales, kTeam.value>
-        <<<grid, kUnitThreads, 0, stream>>>(AnyFloats(x), scales, blocks, units, out);
-    return LaunchStatus();
-  };
-  if (blocks.block_rows * blocks.block_cols > 1024)
-    return launch(std::integral_constant<int, kUnitThreads>{});
-  return launch(std::integral_constant<int, 32>{});
+  const bool large = blocks.block_rows * blocks.block_cols > 1024;
+  const int64_t wanted = CeilDiv(units.count, large ? 1 : kUnitThreads / kWarp);
+  return Launch(
+      exec, large ? QuantizeUnits<Code, Scales, kUnitThreads> : QuantizeUnits<Code, Scales, kWarp>,
+      std::min<int64_t>(wanted, std::numeric_limits<int32_t>::max()), kUnitThreads, AnyFloats(x),
+      scales, blocks, units, out);
 }
 
 }  // namespace qshard::kernels

@@ -9,7 +9,7 @@
 #include <type_traits>
 
 #include "kernels/cuda/convert.cuh"
-#include "kernels/cuda/e2m1.cuh"
+#include "kernels/cuda/magnitude.cuh"
 #include "kernels/cuda/vector.cuh"
 
 namespace qshard::kernels {
@@ -41,49 +41,7 @@ __device__ __forceinline__ float ElementOf(const EightOf<In>& x, int i) {
   }
 }
 
-// --- magnitudes: |x| as integers, which a word holds one or two of ---
-
-template <class In>
-struct Magnitudes {
-  static constexpr int kPerWord = 4 / sizeof(In);
-  using Bits = std::conditional_t<kPerWord == 2, uint16_t, uint32_t>;
-  static constexpr uint32_t kInfinity = kPerWord == 1                  ? 0x7F800000u
-                                        : std::is_same_v<In, bfloat16> ? 0x7F80u
-                                                                       : 0x7C00u;
-
-  static __device__ __forceinline__ uint32_t Abs(uint32_t w) {
-    return w & (kPerWord == 2 ? 0x7FFF7FFFu : 0x7FFFFFFFu);
-  }
-  static __device__ __forceinline__ uint32_t Max(uint32_t a, uint32_t b) {
-    return kPerWord == 2 ? __vmaxu2(a, b) : max(a, b);
-  }
-  // The larger magnitude, with any sign; a NaN wins. One instruction, and no magnitudes of single
-  // words, which the compiler would keep from columns to rows.
-  static __device__ __forceinline__ uint32_t MaxAbs(uint32_t a, uint32_t b) {
-    uint32_t m;
-    if constexpr (std::is_same_v<In, bfloat16>)
-      asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(m) : "r"(a), "r"(b));
-    else if constexpr (std::is_same_v<In, float16>)
-      asm("max.NaN.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(m) : "r"(a), "r"(b));
-    else
-      asm("max.NaN.xorsign.abs.f32 %0, %1, %2;" : "=r"(m) : "r"(a), "r"(b));
-    return m;
-  }
-  // The largest of a in the low half, that of b in the high half.
-  static __device__ __forceinline__ uint32_t Fold(uint32_t a, uint32_t b) {
-    return Max(__byte_perm(a, b, 0x5410), __byte_perm(a, b, 0x7632));
-  }
-  // As FloatBits(Widen(|x|)), but for the payload of NaN.
-  static __device__ __forceinline__ float Value(uint32_t bits) {
-    if constexpr (kPerWord == 1) {
-      return __uint_as_float(bits);
-    } else {
-      float v[2];
-      WidenWords<In, 4>(Words<4>{{bits}}, v);
-      return v[0];
-    }
-  }
-};
+// --- maxima over lanes ---
 
 // A step of a maximum over lanes: of `kCount` words, and the lanes whose numbers differ in the bits
 // from kOffset down to kTo. A lane gives half of its words away and goes on with the other half,
@@ -233,10 +191,7 @@ __device__ __forceinline__ EightCodes<Code> EncodeRow(const EightOf<In>& x,
   WidenWords<In>(x, v);
 #pragma unroll
   for (int i = 0; i < kEight; ++i) v[i] = __fmul_rn(v[i], scale[i]);
-  if constexpr (kPacked<Code>)
-    return EncodeWordsE2M1(v);
-  else
-    return EncodeWords<Code>(v);
+  return EncodeWords<Code>(v);
 }
 
 // Of the columns of eight rows, each under its scale.

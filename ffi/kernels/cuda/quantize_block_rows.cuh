@@ -25,8 +25,6 @@ struct QuantizeRowsTuning {
   static constexpr int kBlocksPerSm = sizeof(In) == 4 ? 4 : kSmall ? 8 : 5;
   // NVFP4 follows a kernel that read x forwards for its amax, and left the end in L2.
   static constexpr bool kBackward = Fast<Scales>::kGlobal;
-  static constexpr Read kRead = Read::kCached;
-  static constexpr Write kWrite = Write::kStream;
 };
 
 // The blocks of a block of threads may have one global scale.
@@ -36,7 +34,7 @@ struct SharedGlobal {
   bool one;
 };
 
-// `vectors` of 8 elements.
+// `vectors` of 8 elements. x is aligned to 16 bytes, data to kStoredBits.
 template <class In, class Code, class Scales>
 __global__ void __launch_bounds__(QuantizeRowsTuning<In, Scales>::kThreads,
                                   QuantizeRowsTuning<In, Scales>::kBlocksPerSm)
@@ -60,12 +58,12 @@ __global__ void __launch_bounds__(QuantizeRowsTuning<In, Scales>::kThreads,
   constexpr int kBytes = kEight * sizeof(In);
   if (vectors - begin >= kBlockVectors) {
 #pragma unroll
-    for (int u = 0; u < kRuns; ++u) v[u] = Load<kBytes, Tuning::kRead>(from + u * kWarp * kEight);
+    for (int u = 0; u < kRuns; ++u) v[u] = Load<kBytes, Read::kCached>(from + u * kWarp * kEight);
   } else {
 #pragma unroll
     for (int u = 0; u < kRuns; ++u) {
       v[u] = {};
-      if (u * kWarp < left) v[u] = Load<kBytes, Tuning::kRead>(from + u * kWarp * kEight);
+      if (u * kWarp < left) v[u] = Load<kBytes, Read::kCached>(from + u * kWarp * kEight);
     }
   }
 
@@ -125,21 +123,9 @@ __global__ void __launch_bounds__(QuantizeRowsTuning<In, Scales>::kThreads,
     const int from_lane = (lane & ~(kLanes - 1)) + u / 2 * kHigh + u % 2 * kLow;
     const float s = __shfl_sync(0xFFFFFFFFu, scale[kOwn == 2 ? u % 2 : 0], from_lane);
     if (u * kWarp < left)
-      Store<Tuning::kWrite>(data + (first + u * kWarp + lane) * kStoredBits<Code>,
+      Store<Write::kStream>(data + (first + u * kWarp + lane) * kStoredBits<Code>,
                             EncodeRow<In, Code, KnownOf<Scales>(false)>(v[u], s));
   }
-}
-
-// Blocks 1 x kFastBlock, cols a multiple of that, x aligned to 16 and data to kStoredBits bytes.
-template <class In, class Code, class Scales>
-Status LaunchQuantizeRows(CUstream_st* stream, const In* x, const Scales& scales,
-                          const Blocks& blocks, uint8_t* data, typename Scales::Stored* scale_inv) {
-  const int64_t vectors = blocks.batch * blocks.rows * blocks.cols / kEight;
-  constexpr int kThreads = QuantizeRowsTuning<In, Scales>::kThreads;
-  QuantizeRows<In, Code, Scales>
-      <<<GridSize(CeilDiv(vectors, kThreads * kRuns)), kThreads, 0, stream>>>(x, scales, vectors,
-                                                                              data, scale_inv);
-  return LaunchStatus();
 }
 
 }  // namespace qshard::kernels

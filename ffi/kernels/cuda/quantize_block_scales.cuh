@@ -37,29 +37,22 @@ struct GivenScales {
 
 // What fast kernels know of scales: the side of blocks, those of the formats with these scales;
 // what blocks take from the tensor; whether scales are given, and whether the kernel needs amaxes.
-template <bool kWithGlobal = false, bool kAreGiven = false, bool kWithAmax = true>
+template <int kSide, bool kWithGlobal = false, bool kAreGiven = false, bool kWithAmax = true>
 struct FastScales {
+  static constexpr int kBlock = kSide;
   static constexpr bool kGlobal = kWithGlobal, kGiven = kAreGiven, kAmax = kWithAmax;
   using Global = std::conditional_t<kGlobal, GlobalNvfp4, NoGlobal>;
 };
 template <class Scales>
-struct Fast : FastScales<> {};  // has no fast kernels
+struct Fast : FastScales<0> {};  // has no fast kernels
 template <>
-struct Fast<FloatScales> : FastScales<> {
-  static constexpr int kBlock = 128;
-};
+struct Fast<FloatScales> : FastScales<128> {};
 template <>
-struct Fast<E8M0Scales> : FastScales<> {
-  static constexpr int kBlock = 32;
-};
+struct Fast<E8M0Scales> : FastScales<32> {};
 template <>
-struct Fast<Nvfp4Scales> : FastScales<true> {
-  static constexpr int kBlock = kNvfp4Block;
-};
+struct Fast<Nvfp4Scales> : FastScales<kNvfp4Block, true> {};
 template <bool kWithAmax>
-struct Fast<GivenScales<kWithAmax>> : FastScales<false, true, kWithAmax> {
-  static constexpr int kBlock = 128;
-};
+struct Fast<GivenScales<kWithAmax>> : FastScales<128, false, true, kWithAmax> {};
 template <class Scales>
 constexpr int kFastBlock = Fast<Scales>::kBlock;
 
@@ -128,15 +121,19 @@ __device__ __forceinline__ float UnderSixth(float amax, GlobalNvfp4 global) {
   return __fmul_rn(amax <= global.largest ? amax : FloatFromBits(kNanBits), global.sixth);
 }
 
+// What elements of a block with this E4M3 scale are multiplied by.
+__device__ __forceinline__ float MultiplierOf(uint16_t code, GlobalNvfp4 global) {
+  float d, zero;
+  DecodePair<E4M3>(code, d, zero);
+  const float inverse = __frcp_rn(__fmul_rn(d, global.inverse));
+  return __float_as_int(inverse) == kFloatInfinityBits ? kFloatMax : inverse;
+}
+
 template <class Code>
 __device__ __forceinline__ BlockScale<uint8_t> ScaleOf(const Nvfp4Scales&, GlobalNvfp4 global,
                                                        float amax) {
   const uint16_t code = EncodePair<E4M3>(UnderSixth(amax, global), 0.0f);
-  float d, zero;
-  DecodePair<E4M3>(code, d, zero);
-  const float inverse = __frcp_rn(__fmul_rn(d, global.inverse));
-  const bool infinite = __float_as_int(inverse) == kFloatInfinityBits;
-  return {infinite ? kFloatMax : inverse, static_cast<uint8_t>(code)};
+  return {MultiplierOf(code, global), static_cast<uint8_t>(code)};
 }
 
 // What the E4M3 codes of NVFP4's scales, without NaN's sign, multiply elements by: a tile has far
@@ -145,11 +142,8 @@ constexpr int kScaleCodes = 128;
 
 // By the first threads of the block.
 __device__ __forceinline__ void FillMultipliers(GlobalNvfp4 global, float (&table)[kScaleCodes]) {
-  if (threadIdx.x >= kScaleCodes) return;
-  float d, zero;
-  DecodePair<E4M3>(static_cast<uint16_t>(threadIdx.x), d, zero);
-  const float inverse = __frcp_rn(__fmul_rn(d, global.inverse));
-  table[threadIdx.x] = __float_as_int(inverse) == kFloatInfinityBits ? kFloatMax : inverse;
+  if (threadIdx.x < kScaleCodes)
+    table[threadIdx.x] = MultiplierOf(static_cast<uint16_t>(threadIdx.x), global);
 }
 
 // The codes of four blocks' scales.

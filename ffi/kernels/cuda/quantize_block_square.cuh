@@ -52,98 +52,94 @@ __global__ void __launch_bounds__(kTileThreads, TileTuning<In, Scales, kWork>::k
 
   const PatchPlace p;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  for (int64_t index = blockIdx.x; index < a.grid.tiles; index += gridDim.x) {
-    const Tile t = TileOf<Tuning>(a, index);
-    const int height = t.PatchHeight(p.down * kPatch, p.across * kPatch);
-    EightOf<In> rows[kPatch];
-    LoadPatch<Tuning>(a.x, a.grid, t, p, height, rows);
-    float scale = 0.0f;
-    if constexpr (kGiven) {
-      scale = __ldg(a.scales.scale + RunOf(t.matrix, a.scales.scale_matrices));
-    } else if constexpr (kGlobal) {
-      if (warp == 0) {
-        const auto g = GlobalAt(a.scales, t.matrix / a.matrices);
-        if (lane == 0) global = g;
-      }
+  const Tile t = TileOf<Tuning>(a);
+  const int height = t.PatchHeight(p.down * kPatch, p.across * kPatch);
+  EightOf<In> rows[kPatch];
+  LoadPatch<Tuning>(a.x, a.grid, t, p, height, rows);
+  float scale = 0.0f;
+  if constexpr (kGiven) {
+    scale = __ldg(a.scales.scale + RunOf(t.matrix, a.scales.scale_matrices));
+  } else if constexpr (kGlobal) {
+    if (warp == 0) {
+      const auto g = GlobalAt(a.scales, t.matrix / a.matrices);
+      if (lane == 0) global = g;
     }
+  }
 
-    uint32_t m = 0;
-    if constexpr (kAmax) {
+  uint32_t m = 0;
+  if constexpr (kAmax) {
 #pragma unroll
-      for (int k = 0; k < kPatch; ++k) {
+    for (int k = 0; k < kPatch; ++k) {
 #pragma unroll
-        for (int i = 0; i < EightOf<In>::kCount; ++i) m = Abs::MaxAbs(m, rows[k].w[i]);
-      }
-      m = Abs::Abs(m);
-      if constexpr (Abs::kPerWord == 2) m = max(m & 0xFFFFu, m >> 16);
-      // Over the patches of the block in this warp, which has two rows of patches.
-#pragma unroll
-      for (int offset = 1; offset < kPatchesOfBlock; offset *= 2)
-        m = max(m, __shfl_xor_sync(0xFFFFFFFFu, m, offset));
-      m = max(m, __shfl_xor_sync(0xFFFFFFFFu, m, kPatches));
-      if constexpr (kPatchesOfBlock > 2) {
-        const int b = p.across / kPatchesOfBlock;
-        if (lane < kPatches && lane % kPatchesOfBlock == 0) warp_amax[warp * kAcross + b] = m;
-        __syncthreads();
-        constexpr int kWarpsOfBlock = kPatchesOfBlock / 2;
-        const int first = warp / kWarpsOfBlock * kWarpsOfBlock;
-        m = warp_amax[first * kAcross + b];
-#pragma unroll
-        for (int i = 1; i < kWarpsOfBlock; ++i) m = max(m, warp_amax[(first + i) * kAcross + b]);
-      } else if constexpr (kGlobal) {
-        __syncthreads();
-      }
+      for (int i = 0; i < EightOf<In>::kCount; ++i) m = Abs::MaxAbs(m, rows[k].w[i]);
     }
-
-    if constexpr (kGiven) {
-      if (kAmax && threadIdx.x == 0)
-        RaiseAmax(a.scales.amax + RunOf(t.matrix, a.scales.amax_matrices),
-                  FloatBits(CanonicalNan(Abs::Value(m))));
-    } else {
-      const auto s = ScaleOf<Code>(a.scales, global, Abs::Value(m));
-      scale = s.scale;
-      if (p.down % kPatchesOfBlock == 0 && p.across % kPatchesOfBlock == 0 && height > 0) {
-        const int64_t grid_rows = CeilDiv(a.grid.rows, int64_t{kBlock});
-        const int64_t grid_cols = CeilDiv(a.grid.cols, int64_t{kBlock});
-        const int64_t i = t.row / kBlock + p.down / kPatchesOfBlock;
-        const int64_t j = t.col / kBlock + p.across / kPatchesOfBlock;
-        if (a.scale_inv != nullptr)
-          a.scale_inv[(t.matrix * grid_rows + i) * grid_cols + j] = s.scale_inv;
-        if (a.second_scale_inv != nullptr)
-          a.second_scale_inv[(t.matrix * grid_cols + j) * grid_rows + i] = s.scale_inv;
-      }
-    }
-
-    if constexpr (kGiven && kAmax) {
-      if (a.scales.nonfinite == Nonfinite::kNan && !(Abs::Value(m) <= kFloatMax))
-        ShowInfinite<In>(rows);
-    }
-
-    EightCodes<Code> codes[kPatch];
-    const auto encode = [&](auto is_common) {
-      constexpr bool kCommon = decltype(is_common)::value;
+    m = Abs::Abs(m);
+    if constexpr (Abs::kPerWord == 2) m = max(m & 0xFFFFu, m >> 16);
+    // Over the patches of the block in this warp, which has two rows of patches.
 #pragma unroll
-      for (int k = 0; k < kPatch; ++k)
-        codes[k] = EncodeRow<In, Code, KnownOf<Scales>(kCommon)>(rows[k], scale);
-      if (!kTransposed || a.data != nullptr)
-        StoreRows<Code, Tuning::kWrite, kCommon>(a.data, a.grid, t, p, height,
-                                                 [&](int k) { return codes[k]; });
-    };
-    bool common = height >= kPatch;
-    if constexpr (kGlobal) common = common && IsPlainE2M1(Abs::Value(m), scale);
-    if (__all_sync(0xFFFFFFFFu, common))
-      encode(std::true_type{});
-    else
-      encode(std::false_type{});
-    if constexpr (kTransposed) {
-      EightCodes<Code> columns[kPatch];
-      TransposeCodes<Code>(codes, columns);
-      TransposedTile<Code>::Put(tile, p.down, p.across, columns);
+    for (int offset = 1; offset < kPatchesOfBlock; offset *= 2)
+      m = max(m, __shfl_xor_sync(0xFFFFFFFFu, m, offset));
+    m = max(m, __shfl_xor_sync(0xFFFFFFFFu, m, kPatches));
+    if constexpr (kPatchesOfBlock > 2) {
+      const int b = p.across / kPatchesOfBlock;
+      if (lane < kPatches && lane % kPatchesOfBlock == 0) warp_amax[warp * kAcross + b] = m;
       __syncthreads();
-      TransposedTile<Code>::template WriteOut<Tuning::kWrite>(tile, t, a.grid, a.wide,
-                                                              a.second_data);
+      constexpr int kWarpsOfBlock = kPatchesOfBlock / 2;
+      const int first = warp / kWarpsOfBlock * kWarpsOfBlock;
+      m = warp_amax[first * kAcross + b];
+#pragma unroll
+      for (int i = 1; i < kWarpsOfBlock; ++i) m = max(m, warp_amax[(first + i) * kAcross + b]);
+    } else if constexpr (kGlobal) {
+      __syncthreads();
     }
-    if (index + gridDim.x < a.grid.tiles) __syncthreads();
+  }
+
+  if constexpr (kGiven) {
+    if (kAmax && threadIdx.x == 0)
+      RaiseAmax(a.scales.amax + RunOf(t.matrix, a.scales.amax_matrices),
+                FloatBits(CanonicalNan(Abs::Value(m))));
+  } else {
+    const auto s = ScaleOf<Code>(a.scales, global, Abs::Value(m));
+    scale = s.scale;
+    if (p.down % kPatchesOfBlock == 0 && p.across % kPatchesOfBlock == 0 && height > 0) {
+      const int64_t grid_rows = CeilDiv(a.grid.rows, int64_t{kBlock});
+      const int64_t grid_cols = CeilDiv(a.grid.cols, int64_t{kBlock});
+      const int64_t i = t.row / kBlock + p.down / kPatchesOfBlock;
+      const int64_t j = t.col / kBlock + p.across / kPatchesOfBlock;
+      if (a.scale_inv != nullptr)
+        a.scale_inv[(t.matrix * grid_rows + i) * grid_cols + j] = s.scale_inv;
+      if (a.second_scale_inv != nullptr)
+        a.second_scale_inv[(t.matrix * grid_cols + j) * grid_rows + i] = s.scale_inv;
+    }
+  }
+
+  if constexpr (kGiven && kAmax) {
+    if (a.scales.nonfinite == Nonfinite::kNan && !(Abs::Value(m) <= kFloatMax))
+      ShowInfinite<In>(rows);
+  }
+
+  EightCodes<Code> codes[kPatch];
+  const auto encode = [&](auto is_common) {
+    constexpr bool kCommon = decltype(is_common)::value;
+#pragma unroll
+    for (int k = 0; k < kPatch; ++k)
+      codes[k] = EncodeRow<In, Code, KnownOf<Scales>(kCommon)>(rows[k], scale);
+    if (!kTransposed || a.data != nullptr)
+      StoreRows<Code, Tuning::kWrite, kCommon>(a.data, a.grid, t, p, height,
+                                               [&](int k) { return codes[k]; });
+  };
+  bool common = height >= kPatch;
+  if constexpr (kGlobal) common = common && IsPlainE2M1(Abs::Value(m), scale);
+  if (__all_sync(0xFFFFFFFFu, common))
+    encode(std::true_type{});
+  else
+    encode(std::false_type{});
+  if constexpr (kTransposed) {
+    EightCodes<Code> columns[kPatch];
+    TransposeCodes<Code>(codes, columns);
+    TransposedTile<Code>::Put(tile, p.down, p.across, columns);
+    __syncthreads();
+    TransposedTile<Code>::template WriteOut<Tuning::kWrite>(tile, t, a.grid, a.wide, a.second_data);
   }
 }
 

@@ -59,23 +59,14 @@ __device__ __forceinline__ void StoreLineCodes(const uint8_t (&codes)[kLineBlock
   }
 }
 
-// As measured on an H200.
-struct StripTuning {
-  static constexpr int kAcross = 8;  // lanes side by side
-  static constexpr int kBlocksPerSm = 4;
-  static constexpr bool kBackward = true, kDownFirst = false;
-  static constexpr Read kRead = Read::kCached;
-  static constexpr Write kWrite = Write::kStream;
-};
-
 template <class In, bool kRows>
-__global__ void __launch_bounds__(kStripThreads, StripTuning::kBlocksPerSm)
+__global__ void __launch_bounds__(kStripThreads, 4)
     QuantizeStrips(const TileArguments<In, Nvfp4Scales> a) {
-  using Tuning = StripTuning;
+  using Tuning = TileTuning<In, Nvfp4Scales, kRows ? Work::kBoth : Work::kColumns>;
   static_assert(sizeof(In) == 2);
   using Abs = Magnitudes<In>;
   constexpr int kWords = EightOf<In>::kCount;
-  constexpr int kAcross = Tuning::kAcross, kDown = 32 / kAcross;
+  constexpr int kAcross = 8, kDown = kWarp / kAcross;  // lanes side by side, as an H200 is fastest
   constexpr int kWarpsAcross = kPatches / kAcross;
   __shared__ float table[kScaleCodes];
   __shared__ alignas(8) LineCodes row_codes;
@@ -85,115 +76,112 @@ __global__ void __launch_bounds__(kStripThreads, StripTuning::kBlocksPerSm)
   const int down = warp / kWarpsAcross * kDown + lane / kAcross;
   const int row0 = down * kStripRows;
   const int col0 = (warp % kWarpsAcross * kAcross + lane % kAcross) * kPatch;
-  for (int64_t index = blockIdx.x; index < a.grid.tiles; index += gridDim.x) {
-    const Tile t = TileOf<Tuning>(a, index);
-    const int height = t.PatchHeight(row0, col0);
-    EightOf<In> rows[2][kPatch];
-    const In* from = a.x + a.grid.Offset(t, row0, col0);
-    LoadRows<Tuning::kRead>(from, a.grid.cols, height, rows[0]);
-    LoadRows<Tuning::kRead>(from + kPatch * a.grid.cols, a.grid.cols, height - kPatch, rows[1]);
-    const GlobalNvfp4 global = GlobalAt(a.scales, t.matrix / a.matrices);
-    FillMultipliers(global, table);
-    __syncthreads();
+  const Tile t = TileOf<Tuning>(a);
+  const int height = t.PatchHeight(row0, col0);
+  EightOf<In> rows[2][kPatch];
+  const In* from = a.x + a.grid.Offset(t, row0, col0);
+  LoadRows<Tuning::kRead>(from, a.grid.cols, height, rows[0]);
+  LoadRows<Tuning::kRead>(from + kPatch * a.grid.cols, a.grid.cols, height - kPatch, rows[1]);
+  const GlobalNvfp4 global = GlobalAt(a.scales, t.matrix / a.matrices);
+  FillMultipliers(global, table);
+  __syncthreads();
 
-    // The common case has code of its own: the warp's strips are whole and all elements plain.
-    const bool whole = height >= kStripRows;
-    const auto in_case = [&](bool plain, const auto& encode) {
-      if (__all_sync(0xFFFFFFFFu, plain && whole))
-        encode(std::true_type{});
-      else
-        encode(std::false_type{});
-    };
+  // The common case has code of its own: the warp's strips are whole and all elements plain.
+  const bool whole = height >= kStripRows;
+  const auto in_case = [&](bool plain, const auto& encode) {
+    if (__all_sync(0xFFFFFFFFu, plain && whole))
+      encode(std::true_type{});
+    else
+      encode(std::false_type{});
+  };
 
-    {
-      uint32_t amax[kWords];
+  {
+    uint32_t amax[kWords];
 #pragma unroll
-      for (int k = 0; k < kStripRows; ++k) {
+    for (int k = 0; k < kStripRows; ++k) {
 #pragma unroll
-        for (int i = 0; i < kWords; ++i) {
-          const uint32_t w = rows[k / kPatch][k % kPatch].w[i];
-          amax[i] = k == 0 ? w : Abs::MaxAbs(amax[i], w);
-        }
+      for (int i = 0; i < kWords; ++i) {
+        const uint32_t w = rows[k / kPatch][k % kPatch].w[i];
+        amax[i] = k == 0 ? w : Abs::MaxAbs(amax[i], w);
       }
-#pragma unroll
-      for (int i = 0; i < kWords; ++i) amax[i] = Abs::Abs(amax[i]);
-      float scale[kPatch];
-      const bool plain = EightScales<In>(amax, global, table, scale, &column_codes[col0][down]);
-      in_case(plain, [&](auto is_common) {
-        constexpr bool kCommon = decltype(is_common)::value;
-        uint8_t* to = a.second_data + a.grid.OffsetT(t, row0, col0) / 2;
-        uint32_t signs[2][kPatch];
-        ColumnSigns<In>(rows[0], signs[0]);
-        ColumnSigns<In>(rows[1], signs[1]);
-#pragma unroll
-        for (int i = 0; i < kPatch; ++i, to += a.grid.rows / 2) {
-          Words<kStripRows / 2> codes;
-#pragma unroll
-          for (int h = 0; h < 2; ++h) {
-            float v[kEight];
-#pragma unroll
-            for (int k = 0; k < kEight; ++k) v[k] = ElementOf<In>(rows[h][k], i);
-            codes.w[h] =
-                EncodeEight<E2M1, KnownOf<Nvfp4Scales>(kCommon)>(v, scale[i], signs[h][i]).w[0];
-          }
-          if (kCommon || height > 0) Store<Tuning::kWrite>(to, codes);
-        }
-      });
     }
-    if constexpr (kRows) {
-      uint32_t amax[kPatch];  // of rows, two a word
 #pragma unroll
-      for (int k = 0; k < kStripRows; k += 2) {
-        uint32_t two[2];
+    for (int i = 0; i < kWords; ++i) amax[i] = Abs::Abs(amax[i]);
+    float scale[kPatch];
+    const bool plain = EightScales<In>(amax, global, table, scale, &column_codes[col0][down]);
+    in_case(plain, [&](auto is_common) {
+      constexpr bool kCommon = decltype(is_common)::value;
+      uint8_t* to = a.second_data + a.grid.OffsetT(t, row0, col0) / 2;
+      uint32_t signs[2][kPatch];
+      ColumnSigns<In>(rows[0], signs[0]);
+      ColumnSigns<In>(rows[1], signs[1]);
 #pragma unroll
-        for (int i = 0; i < 2 * kWords; ++i) {
-          const uint32_t w = rows[k / kPatch][k % kPatch + i / kWords].w[i % kWords];
-          two[i / kWords] = i % kWords == 0 ? w : Abs::MaxAbs(two[i / kWords], w);
+      for (int i = 0; i < kPatch; ++i, to += a.grid.rows / 2) {
+        Words<kStripRows / 2> codes;
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          float v[kEight];
+#pragma unroll
+          for (int k = 0; k < kEight; ++k) v[k] = ElementOf<In>(rows[h][k], i);
+          codes.w[h] =
+              EncodeEight<E2M1, KnownOf<Nvfp4Scales>(kCommon)>(v, scale[i], signs[h][i]).w[0];
         }
-        amax[k / 2] = Abs::Fold(Abs::Abs(two[0]), Abs::Abs(two[1]));
+        if (kCommon || height > 0) Store<Tuning::kWrite>(to, codes);
       }
-      // Of two lanes that share blocks, each works out the scales of eight rows.
-      ReduceScatter<In, 1, 1, kPatch>(amax, lane);
-      const bool odd = lane % 2 == 1;
-      const uint32_t own[kPatch / 2] = {amax[0], amax[1], amax[2], amax[3]};
-      float half[kPatch], scale[kStripRows];
-      const bool plain = EightScales<In>(own, global, table, half,
-                                         &row_codes[row0 + (odd ? kPatch : 0)][col0 / kStripRows]);
+    });
+  }
+  if constexpr (kRows) {
+    uint32_t amax[kPatch];  // of rows, two a word
 #pragma unroll
-      for (int i = 0; i < kPatch; ++i) {
-        const float other = __shfl_xor_sync(0xFFFFFFFFu, half[i], 1);
-        scale[i] = odd ? other : half[i];
-        scale[kPatch + i] = odd ? half[i] : other;
+    for (int k = 0; k < kStripRows; k += 2) {
+      uint32_t two[2];
+#pragma unroll
+      for (int i = 0; i < 2 * kWords; ++i) {
+        const uint32_t w = rows[k / kPatch][k % kPatch + i / kWords].w[i % kWords];
+        two[i / kWords] = i % kWords == 0 ? w : Abs::MaxAbs(two[i / kWords], w);
       }
-      in_case(plain, [&](auto is_common) {
-        constexpr bool kCommon = decltype(is_common)::value;
-        uint8_t* to = a.data + a.grid.Offset(t, row0, col0) / 2;
-#pragma unroll
-        for (int k = 0; k < kStripRows; ++k, to += a.grid.cols / 2) {
-          if (kCommon || k < height)
-            Store<Tuning::kWrite>(to, EncodeRow<In, E2M1, KnownOf<Nvfp4Scales>(kCommon)>(
-                                          rows[k / kPatch][k % kPatch], scale[k]));
-        }
-      });
+      amax[k / 2] = Abs::Fold(Abs::Abs(two[0]), Abs::Abs(two[1]));
     }
+    // Of two lanes that share blocks, each works out the scales of eight rows.
+    ReduceScatter<In, 1, 1, kPatch>(amax, lane);
+    const bool odd = lane % 2 == 1;
+    const uint32_t own[kPatch / 2] = {amax[0], amax[1], amax[2], amax[3]};
+    float half[kPatch], scale[kStripRows];
+    const bool plain = EightScales<In>(own, global, table, half,
+                                       &row_codes[row0 + (odd ? kPatch : 0)][col0 / kStripRows]);
+#pragma unroll
+    for (int i = 0; i < kPatch; ++i) {
+      const float other = __shfl_xor_sync(0xFFFFFFFFu, half[i], 1);
+      scale[i] = odd ? other : half[i];
+      scale[kPatch + i] = odd ? half[i] : other;
+    }
+    in_case(plain, [&](auto is_common) {
+      constexpr bool kCommon = decltype(is_common)::value;
+      uint8_t* to = a.data + a.grid.Offset(t, row0, col0) / 2;
+#pragma unroll
+      for (int k = 0; k < kStripRows; ++k, to += a.grid.cols / 2) {
+        if (kCommon || k < height)
+          Store<Tuning::kWrite>(to, EncodeRow<In, E2M1, KnownOf<Nvfp4Scales>(kCommon)>(
+                                        rows[k / kPatch][k % kPatch], scale[k]));
+      }
+    });
+  }
 
-    __syncthreads();
-    const int line = threadIdx.x;
-    if (line < t.width && a.second_scale_inv != nullptr) {
-      const int64_t count = CeilDiv(a.grid.rows, int64_t{kStripRows});
-      StoreLineCodes(
-          column_codes[line],
-          a.second_scale_inv + (t.matrix * a.grid.cols + t.col + line) * count + t.row / kStripRows,
-          CeilDiv(t.height, kStripRows));
-    }
-    if (kRows && line < t.height && a.scale_inv != nullptr) {
-      const int64_t count = CeilDiv(a.grid.cols, int64_t{kStripRows});
-      StoreLineCodes(
-          row_codes[line],
-          a.scale_inv + (t.matrix * a.grid.rows + t.row + line) * count + t.col / kStripRows,
-          CeilDiv(t.width, kStripRows));
-    }
-    if (index + gridDim.x < a.grid.tiles) __syncthreads();
+  __syncthreads();
+  const int line = threadIdx.x;
+  if (line < t.width && a.second_scale_inv != nullptr) {
+    const int64_t count = CeilDiv(a.grid.rows, int64_t{kStripRows});
+    StoreLineCodes(
+        column_codes[line],
+        a.second_scale_inv + (t.matrix * a.grid.cols + t.col + line) * count + t.row / kStripRows,
+        CeilDiv(t.height, kStripRows));
+  }
+  if (kRows && line < t.height && a.scale_inv != nullptr) {
+    const int64_t count = CeilDiv(a.grid.cols, int64_t{kStripRows});
+    StoreLineCodes(
+        row_codes[line],
+        a.scale_inv + (t.matrix * a.grid.rows + t.row + line) * count + t.col / kStripRows,
+        CeilDiv(t.width, kStripRows));
   }
 }
 

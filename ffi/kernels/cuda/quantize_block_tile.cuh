@@ -26,7 +26,7 @@ struct TileArguments {
   Divider tile_rows;  // of all matrices
   int64_t matrices;   // that share a global scale
   bool wide;          // WideColumns of the transposed codes
-  // Null for what is not wanted, but for data_t and second_data, which `kTransposed` speaks of.
+  // Null for what is not wanted.
   uint8_t* data;
   typename Scales::Stored* scale_inv;
   uint8_t* second_data;
@@ -40,15 +40,16 @@ struct PatchPlace {
   int down, across;
 };
 
-// Tile `index` in the order of the tuning. kDownFirst: the next one is below, so that it writes
-// what comes next in the transposed plane. No memory holds 2^31 tiles.
+// The tile of this block, in the order of the tuning. kDownFirst: the next one is below, so that it
+// writes what comes next in the transposed plane.
 template <class Tuning, class In, class Scales>
-__device__ __forceinline__ Tile TileOf(const TileArguments<In, Scales>& a, int64_t index) {
+__device__ __forceinline__ Tile TileOf(const TileArguments<In, Scales>& a) {
+  uint32_t index = blockIdx.x;
   if constexpr (Tuning::kDownFirst) {
-    const uint32_t n = static_cast<uint32_t>(index), across = a.tile_rows.Divide(n);
-    index = int64_t{n - across * a.tile_rows.divisor()} * a.grid.across.divisor() + across;
+    const uint32_t across = a.tile_rows.Divide(index);
+    index = (index - across * a.tile_rows.divisor()) * a.grid.across.divisor() + across;
   }
-  return a.grid.At(Tuning::kBackward ? a.grid.tiles - 1 - index : index);
+  return a.grid.At(Tuning::kBackward ? gridDim.x - 1 - index : index);
 }
 
 template <class Tuning, class In>
@@ -127,35 +128,36 @@ __device__ __forceinline__ void StoreScale(Stored* to, Stored scale_inv) {
 
 // --- blocks along rows (kRows), and along columns ---
 
-enum class Columns { kNone, kInOrder, kTransposed };
+// How fast kernels store blocks along columns. GEMMs of bytes with E8M0 scales take them in the
+// order of x, all others transposed.
+template <class Code, class Scales>
+constexpr bool kColumnsTransposed = kPacked<Code> || !std::is_same_v<Scales, E8M0Scales>;
 
-constexpr Work WorkOf(bool rows, Columns columns) {
-  return columns == Columns::kNone ? Work::kRows : rows ? Work::kBoth : Work::kColumns;
-}
+// Rows of these in shared memory are 16 bytes longer than their banks are wide, for accesses down
+// columns.
+template <class In>
+constexpr int kBitsStride = kTile + 16 / sizeof(typename Magnitudes<In>::Bits);
+constexpr int kScaleStride = kTile + 4;
 
-// NVFP4's scales of four blocks that have their magnitudes at amax[i * amax_stride]: multipliers to
-// scale[i * scale_stride], codes side by side to `to`, of which `left` exist. Returns whether all
-// elements are plain (IsPlainE2M1).
+// NVFP4's scales of four blocks of a line, from their magnitudes: multipliers to `scale`, codes to
+// `to`, as far as `left` of them exist. Returns whether all elements are plain (IsPlainE2M1).
 template <class In>
 __device__ __forceinline__ bool PutFourScales(const typename Magnitudes<In>::Bits* amax,
-                                              int amax_stride, GlobalNvfp4 global,
-                                              const float (&table)[kScaleCodes], float* scale,
-                                              int scale_stride, uint8_t* to, bool word, int left) {
+                                              GlobalNvfp4 global, const float (&table)[kScaleCodes],
+                                              float* scale, uint8_t* to, int left) {
   float v[4];
 #pragma unroll
-  for (int i = 0; i < 4; ++i) v[i] = Magnitudes<In>::Value(amax[i * amax_stride]);
+  for (int i = 0; i < 4; ++i) v[i] = Magnitudes<In>::Value(amax[i * kBitsStride<In>]);
   const uint32_t codes = FourScalesNvfp4(v, global);
-  float s[4];
   bool plain = true;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) s[i] = table[codes >> (8 * i) & (kScaleCodes - 1)];
-#pragma unroll
   for (int i = 0; i < 4; ++i) {
-    scale[i * scale_stride] = s[i];
-    plain &= IsPlainE2M1(v[i], s[i]);
+    const float s = table[codes >> (8 * i) & (kScaleCodes - 1)];
+    scale[i * kScaleStride] = s;
+    plain &= IsPlainE2M1(v[i], s);
   }
-  if (word) {
-    if (left > 0) *reinterpret_cast<uint32_t*>(to) = codes;
+  if (left >= 4 && (reinterpret_cast<uintptr_t>(to) & 3) == 0) {
+    *reinterpret_cast<uint32_t*>(to) = codes;
   } else {
 #pragma unroll 1
     for (int i = 0; i < min(left, 4); ++i) to[i] = static_cast<uint8_t>(codes >> (8 * i));
@@ -163,23 +165,20 @@ __device__ __forceinline__ bool PutFourScales(const typename Magnitudes<In>::Bit
   return plain;
 }
 
-template <class In, class Code, class Scales, bool kRows, Columns kColumns>
-__global__ void __launch_bounds__(kTileThreads,
-                                  TileTuning<In, Scales, WorkOf(kRows, kColumns)>::kBlocksPerSm)
+template <class In, class Code, class Scales, Work kWork>
+__global__ void __launch_bounds__(kTileThreads, TileTuning<In, Scales, kWork>::kBlocksPerSm)
     QuantizeTiles(const TileArguments<In, Scales> a) {
   using Abs = Magnitudes<In>;
-  using Tuning = TileTuning<In, Scales, WorkOf(kRows, kColumns)>;
+  using Tuning = TileTuning<In, Scales, kWork>;
+  constexpr bool kRows = kWork != Work::kColumns, kAlongColumns = kWork != Work::kRows;
+  constexpr bool kTransposed = kAlongColumns && kColumnsTransposed<Code, Scales>;
   constexpr int kBlock = kFastBlock<Scales>;
   constexpr int kAcross = kTile / kBlock;  // blocks of a row of the tile
   constexpr int kWords = EightOf<In>::kCount;
   constexpr int kWarpRows = 2 * kPatch, kWarps = kTileThreads / 32;
-  constexpr bool kAlongColumns = kColumns != Columns::kNone;
-  constexpr bool kTransposed = kColumns == Columns::kTransposed;
-  // Rows of these arrays are 16 bytes longer than their banks are wide, for accesses down columns.
-  constexpr int kBitsStride = kTile + 16 / sizeof(typename Abs::Bits), kScaleStride = kTile + 4;
   using BitsOf = typename Abs::Bits;
-  __shared__ alignas(16) BitsOf row_amax[kRows ? kAcross * kBitsStride : 1];
-  __shared__ alignas(16) BitsOf column_amax[kAlongColumns ? kWarps * kBitsStride : 1];
+  __shared__ alignas(16) BitsOf row_amax[kRows ? kAcross * kBitsStride<In> : 1];
+  __shared__ alignas(16) BitsOf column_amax[kAlongColumns ? kWarps * kBitsStride<In> : 1];
   __shared__ alignas(16) float row_scale[kRows ? kAcross * kScaleStride : 1];
   __shared__ alignas(16) float column_scale[kAlongColumns ? kAcross * kScaleStride : 1];
   __shared__ alignas(16)
@@ -190,183 +189,173 @@ __global__ void __launch_bounds__(kTileThreads,
 
   const PatchPlace p;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  for (int64_t index = blockIdx.x; index < a.grid.tiles; index += gridDim.x) {
-    const Tile t = TileOf<Tuning>(a, index);
-    const int height = t.PatchHeight(p.down * kPatch, p.across * kPatch);
-    EightOf<In> rows[kPatch];
-    LoadPatch<Tuning>(a.x, a.grid, t, p, height, rows);
-    if constexpr (kNvfp4) {
-      if (threadIdx.x < kScaleCodes) {
-        const auto g = GlobalAt(a.scales, t.matrix / a.matrices);
-        if (threadIdx.x == 0) global = g;
-        FillMultipliers(g, table);
-      }
+  const Tile t = TileOf<Tuning>(a);
+  const int height = t.PatchHeight(p.down * kPatch, p.across * kPatch);
+  EightOf<In> rows[kPatch];
+  LoadPatch<Tuning>(a.x, a.grid, t, p, height, rows);
+  if constexpr (kNvfp4) {
+    if (threadIdx.x < kScaleCodes) {
+      const auto g = GlobalAt(a.scales, t.matrix / a.matrices);
+      if (threadIdx.x == 0) global = g;
+      FillMultipliers(g, table);
     }
+  }
 
-    // The largest magnitudes of rows and columns, as far as warps go.
-    uint32_t row_max[kPatch], column_max[kWords];
+  // The largest magnitudes of rows and columns, as far as warps go.
+  uint32_t row_max[kPatch], column_max[kWords];
 #pragma unroll
-    for (int k = 0; k < kPatch; ++k) {
+  for (int k = 0; k < kPatch; ++k) {
 #pragma unroll
-      for (int i = 0; i < kWords; ++i) {
-        const uint32_t w = rows[k].w[i];
-        row_max[k] = i == 0 ? w : Abs::MaxAbs(row_max[k], w);
-        column_max[i] = k == 0 ? w : Abs::MaxAbs(column_max[i], w);
-      }
-      row_max[k] = Abs::Abs(row_max[k]);
+    for (int i = 0; i < kWords; ++i) {
+      const uint32_t w = rows[k].w[i];
+      row_max[k] = i == 0 ? w : Abs::MaxAbs(row_max[k], w);
+      column_max[i] = k == 0 ? w : Abs::MaxAbs(column_max[i], w);
     }
+    row_max[k] = Abs::Abs(row_max[k]);
+  }
 #pragma unroll
-    for (int i = 0; i < kWords; ++i) column_max[i] = Abs::Abs(column_max[i]);
+  for (int i = 0; i < kWords; ++i) column_max[i] = Abs::Abs(column_max[i]);
+  if constexpr (kRows) {
+    constexpr int kCount = kPatch / Abs::kPerWord, kFrom = kBlock / kPatch / 2;
+    uint32_t m[kCount];
+#pragma unroll
+    for (int i = 0; i < kCount; ++i)
+      m[i] = Abs::kPerWord == 2 ? Abs::Fold(row_max[2 * i % kPatch], row_max[2 * i % kPatch + 1])
+                                : row_max[i];
+    ReduceScatter<In, kFrom, 1, kCount>(m, lane);
+    constexpr int kLeft = WordsLeft(kFrom, 1, kCount);
+    // Lanes that went on after the last split hold the same.
+    constexpr int kSame = kBlock / kPatch * kLeft / kCount;
+    auto* to = reinterpret_cast<uint32_t*>(row_amax + p.across * kPatch / kBlock * kBitsStride<In> +
+                                           p.down * kPatch) +
+               FirstWord<kFrom, 1, kCount>(lane);
+    if (lane % kSame == 0) {
+#pragma unroll
+      for (int i = 0; i < kLeft; ++i) to[i] = m[i];
+    }
+  }
+  if constexpr (kAlongColumns) {
+    ReduceScatter<In, 16, 16, kWords>(column_max, lane);
+    auto* to =
+        reinterpret_cast<uint32_t*>(column_amax + warp * kBitsStride<In> + p.across * kPatch) +
+        FirstWord<16, 16, kWords>(lane);
+#pragma unroll
+    for (int i = 0; i < kWords / 2; ++i) to[i] = column_max[i];
+  }
+  __syncthreads();
+
+  // The scales.
+  constexpr int kScales = kTile * kAcross;
+  bool plain = true;  // NVFP4
+  if constexpr (kNvfp4) {
+    static_assert(kScales == 4 * kTileThreads && kBlock == kWarpRows);
+    const int line = threadIdx.x / 2, first = threadIdx.x % 2 * 4;
+    const int amax_at = first * kBitsStride<In> + line, scale_at = first * kScaleStride + line;
     if constexpr (kRows) {
-      constexpr int kCount = kPatch / Abs::kPerWord, kFrom = kBlock / kPatch / 2;
-      uint32_t m[kCount];
-#pragma unroll
-      for (int i = 0; i < kCount; ++i)
-        m[i] = Abs::kPerWord == 2 ? Abs::Fold(row_max[2 * i % kPatch], row_max[2 * i % kPatch + 1])
-                                  : row_max[i];
-      ReduceScatter<In, kFrom, 1, kCount>(m, lane);
-      constexpr int kLeft = WordsLeft(kFrom, 1, kCount);
-      // Lanes that went on after the last split hold the same.
-      constexpr int kSame = kBlock / kPatch * kLeft / kCount;
-      auto* to = reinterpret_cast<uint32_t*>(row_amax + p.across * kPatch / kBlock * kBitsStride +
-                                             p.down * kPatch) +
-                 FirstWord<kFrom, 1, kCount>(lane);
-      if (lane % kSame == 0) {
-#pragma unroll
-        for (int i = 0; i < kLeft; ++i) to[i] = m[i];
-      }
+      const int64_t count = CeilDiv(a.grid.cols, int64_t{kBlock});
+      const int64_t at = (t.matrix * a.grid.rows + t.row + line) * count + t.col / kBlock + first;
+      const bool exists = line < t.height && a.scale_inv != nullptr;
+      plain = PutFourScales<In>(row_amax + amax_at, global, table, row_scale + scale_at,
+                                a.scale_inv + at, exists ? CeilDiv(t.width, kBlock) - first : 0);
     }
     if constexpr (kAlongColumns) {
-      ReduceScatter<In, 16, 16, kWords>(column_max, lane);
-      auto* to = reinterpret_cast<uint32_t*>(column_amax + warp * kBitsStride + p.across * kPatch) +
-                 FirstWord<16, 16, kWords>(lane);
-#pragma unroll
-      for (int i = 0; i < kWords / 2; ++i) to[i] = column_max[i];
+      static_assert(kTransposed);
+      const int64_t count = CeilDiv(a.grid.rows, int64_t{kBlock});
+      const int64_t at = (t.matrix * a.grid.cols + t.col + line) * count + t.row / kBlock + first;
+      const bool exists = line < t.width && a.second_scale_inv != nullptr;
+      plain &= PutFourScales<In>(column_amax + amax_at, global, table, column_scale + scale_at,
+                                 a.second_scale_inv + at,
+                                 exists ? CeilDiv(t.height, kBlock) - first : 0);
     }
+  }
+  if constexpr (kRows && !kNvfp4) {
+    const int64_t grid_cols = CeilDiv(a.grid.cols, int64_t{kBlock});
+#pragma unroll
+    for (int i = 0; i < CeilDiv(kScales, kTileThreads); ++i) {
+      const int s = i * kTileThreads + threadIdx.x, b = s % kAcross, row = s / kAcross;
+      if (kScales % kTileThreads != 0 && row >= kTile) break;
+      const auto scale =
+          ScaleOf<Code>(a.scales, global, Abs::Value(row_amax[b * kBitsStride<In> + row]));
+      row_scale[b * kScaleStride + row] = scale.scale;
+      if (row < t.height && b * kBlock < t.width && a.scale_inv != nullptr)
+        StoreScale(
+            a.scale_inv + (t.matrix * a.grid.rows + t.row + row) * grid_cols + t.col / kBlock + b,
+            scale.scale_inv);
+    }
+  }
+  if constexpr (kAlongColumns && !kNvfp4) {
+    const int64_t grid_rows = CeilDiv(a.grid.rows, int64_t{kBlock});
+#pragma unroll
+    for (int i = 0; i < CeilDiv(kScales, kTileThreads); ++i) {
+      // In the order that they are stored in. If they are few, the second half of the threads, as
+      // the first has worked on rows.
+      const int s =
+          i * kTileThreads + (kScales < kTileThreads ? static_cast<int>(threadIdx.x) - kScales
+                                                     : static_cast<int>(threadIdx.x));
+      if (kScales < kTileThreads && s < 0) break;
+      const int b = kTransposed ? s % kAcross : s / kTile;
+      const int col = kTransposed ? s / kAcross : s % kTile;
+      const BitsOf* from = column_amax + b * (kBlock / kWarpRows) * kBitsStride<In> + col;
+      uint32_t bits = from[0];
+#pragma unroll
+      for (int j = 1; j < kBlock / kWarpRows; ++j)
+        bits = max(bits, uint32_t{from[j * kBitsStride<In>]});
+      const auto scale = ScaleOf<Code>(a.scales, global, Abs::Value(bits));
+      column_scale[b * kScaleStride + col] = scale.scale;
+      const int64_t grid_row = t.row / kBlock + b, x_col = t.col + col;
+      if (b * kBlock < t.height && col < t.width && a.second_scale_inv != nullptr)
+        StoreScale(a.second_scale_inv +
+                       (kTransposed ? (t.matrix * a.grid.cols + x_col) * grid_rows + grid_row
+                                    : (t.matrix * grid_rows + grid_row) * a.grid.cols + x_col),
+                   scale.scale_inv);
+    }
+  }
+  // The common case has code of its own: the tile is whole and, NVFP4, all its elements plain.
+  bool common = t.height == kTile && t.width == kTile;
+  if constexpr (kNvfp4)
+    common = __syncthreads_and(plain && common) != 0;
+  else
     __syncthreads();
 
-    // The scales.
-    constexpr int kScales = kTile * kAcross;
-    bool plain = true;  // NVFP4
-    if constexpr (kNvfp4) {
-      static_assert(kScales == 4 * kTileThreads && kBlock == kWarpRows);
-      const int line = threadIdx.x / 2, first = threadIdx.x % 2 * 4;
-      if constexpr (kRows) {
-        const int64_t count = CeilDiv(a.grid.cols, int64_t{kBlock});
-        uint8_t* to =
-            a.scale_inv + (t.matrix * a.grid.rows + t.row + line) * count + t.col / kBlock + first;
-        const int left =
-            line < t.height && a.scale_inv != nullptr ? CeilDiv(t.width, kBlock) - first : 0;
-        const bool word = count % 4 == 0 && (reinterpret_cast<uintptr_t>(a.scale_inv) & 3) == 0;
-        plain = PutFourScales<In>(row_amax + first * kBitsStride + line, kBitsStride, global, table,
-                                  row_scale + first * kScaleStride + line, kScaleStride, to, word,
-                                  left);
-      }
-      if constexpr (kAlongColumns) {
-        static_assert(kTransposed);
-        const int64_t count = CeilDiv(a.grid.rows, int64_t{kBlock});
-        uint8_t* to = a.second_scale_inv + (t.matrix * a.grid.cols + t.col + line) * count +
-                      t.row / kBlock + first;
-        const int left =
-            line < t.width && a.second_scale_inv != nullptr ? CeilDiv(t.height, kBlock) - first : 0;
-        const bool word =
-            count % 4 == 0 && (reinterpret_cast<uintptr_t>(a.second_scale_inv) & 3) == 0;
-        plain = PutFourScales<In>(column_amax + first * kBitsStride + line, kBitsStride, global,
-                                  table, column_scale + first * kScaleStride + line, kScaleStride,
-                                  to, word, left) &&
-                plain;
-      }
+  // The codes.
+  const auto load_scales = [](const float* from, float (&scale)[kPatch]) {
+    const auto* four = reinterpret_cast<const float4*>(from);
+    const float4 lo = four[0], hi = four[1];
+    scale[0] = lo.x, scale[1] = lo.y, scale[2] = lo.z, scale[3] = lo.w;
+    scale[4] = hi.x, scale[5] = hi.y, scale[6] = hi.z, scale[7] = hi.w;
+  };
+  const auto encode = [&](auto is_common) {
+    constexpr bool kCommon = decltype(is_common)::value;
+    [[maybe_unused]] constexpr Known kKnown = KnownOf<Scales>(kCommon);
+    if constexpr (kRows) {
+      float scale[kPatch];
+      load_scales(row_scale + p.across * kPatch / kBlock * kScaleStride + p.down * kPatch, scale);
+      StoreRows<Code, Tuning::kWrite, kCommon>(a.data, a.grid, t, p, height, [&](int k) {
+        return EncodeRow<In, Code, kKnown>(rows[k], scale[k]);
+      });
     }
-    if constexpr (kRows && !kNvfp4) {
-      const int64_t grid_cols = CeilDiv(a.grid.cols, int64_t{kBlock});
-#pragma unroll
-      for (int i = 0; i < CeilDiv(kScales, kTileThreads); ++i) {
-        const int s = i * kTileThreads + threadIdx.x, b = s % kAcross, row = s / kAcross;
-        if (kScales % kTileThreads != 0 && row >= kTile) break;
-        const auto scale =
-            ScaleOf<Code>(a.scales, global, Abs::Value(row_amax[b * kBitsStride + row]));
-        row_scale[b * kScaleStride + row] = scale.scale;
-        if (row < t.height && b * kBlock < t.width && a.scale_inv != nullptr)
-          StoreScale(
-              a.scale_inv + (t.matrix * a.grid.rows + t.row + row) * grid_cols + t.col / kBlock + b,
-              scale.scale_inv);
-      }
-    }
-    if constexpr (kAlongColumns && !kNvfp4) {
-      const int64_t grid_rows = CeilDiv(a.grid.rows, int64_t{kBlock});
-#pragma unroll
-      for (int i = 0; i < CeilDiv(kScales, kTileThreads); ++i) {
-        // In the order that they are stored in. If they are few, the second half of the threads, as
-        // the first has worked on rows.
-        const int s =
-            i * kTileThreads + (kScales < kTileThreads ? static_cast<int>(threadIdx.x) - kScales
-                                                       : static_cast<int>(threadIdx.x));
-        if (kScales < kTileThreads && s < 0) break;
-        const int b = kTransposed ? s % kAcross : s / kTile;
-        const int col = kTransposed ? s / kAcross : s % kTile;
-        const BitsOf* from = column_amax + b * (kBlock / kWarpRows) * kBitsStride + col;
-        uint32_t bits = from[0];
-#pragma unroll
-        for (int j = 1; j < kBlock / kWarpRows; ++j)
-          bits = max(bits, uint32_t{from[j * kBitsStride]});
-        const auto scale = ScaleOf<Code>(a.scales, global, Abs::Value(bits));
-        column_scale[b * kScaleStride + col] = scale.scale;
-        const int64_t grid_row = t.row / kBlock + b, x_col = t.col + col;
-        if (b * kBlock < t.height && col < t.width && a.second_scale_inv != nullptr)
-          StoreScale(a.second_scale_inv +
-                         (kTransposed ? (t.matrix * a.grid.cols + x_col) * grid_rows + grid_row
-                                      : (t.matrix * grid_rows + grid_row) * a.grid.cols + x_col),
-                     scale.scale_inv);
-      }
-    }
-    // The common case has code of its own: the tile is whole and, NVFP4, all its elements plain.
-    bool common = t.height == kTile && t.width == kTile;
-    if constexpr (kNvfp4)
-      common = __syncthreads_and(plain && common) != 0;
-    else
-      __syncthreads();
-
-    // The codes.
-    const auto load_scales = [](const float* from, float (&scale)[kPatch]) {
-      const auto* four = reinterpret_cast<const float4*>(from);
-      const float4 lo = four[0], hi = four[1];
-      scale[0] = lo.x, scale[1] = lo.y, scale[2] = lo.z, scale[3] = lo.w;
-      scale[4] = hi.x, scale[5] = hi.y, scale[6] = hi.z, scale[7] = hi.w;
-    };
-    const auto encode = [&](auto is_common) {
-      constexpr bool kCommon = decltype(is_common)::value;
-      [[maybe_unused]] constexpr Known kKnown = KnownOf<Scales>(kCommon);
-      if constexpr (kRows) {
-        float scale[kPatch];
-        load_scales(row_scale + p.across * kPatch / kBlock * kScaleStride + p.down * kPatch, scale);
-        StoreRows<Code, Tuning::kWrite, kCommon>(a.data, a.grid, t, p, height, [&](int k) {
-          return EncodeRow<In, Code, kKnown>(rows[k], scale[k]);
+    if constexpr (kAlongColumns) {
+      float scale[kPatch];
+      load_scales(column_scale + p.down * kPatch / kBlock * kScaleStride + p.across * kPatch,
+                  scale);
+      if constexpr (kTransposed) {
+        EightCodes<Code> columns[kPatch];
+        EncodeColumns<In, Code, kKnown>(rows, scale, columns);
+        TransposedTile<Code>::Put(tile, p.down, p.across, columns);
+      } else {
+        StoreRows<Code, Tuning::kWrite, kCommon>(a.second_data, a.grid, t, p, height, [&](int k) {
+          return EncodeRow<In, Code>(rows[k], scale);
         });
       }
-      if constexpr (kAlongColumns) {
-        float scale[kPatch];
-        load_scales(column_scale + p.down * kPatch / kBlock * kScaleStride + p.across * kPatch,
-                    scale);
-        if constexpr (kTransposed) {
-          EightCodes<Code> columns[kPatch];
-          EncodeColumns<In, Code, kKnown>(rows, scale, columns);
-          TransposedTile<Code>::Put(tile, p.down, p.across, columns);
-        } else {
-          StoreRows<Code, Tuning::kWrite, kCommon>(a.second_data, a.grid, t, p, height, [&](int k) {
-            return EncodeRow<In, Code>(rows[k], scale);
-          });
-        }
-      }
-    };
-    if (common)
-      encode(std::true_type{});
-    else
-      encode(std::false_type{});
-    if constexpr (kTransposed) {
-      __syncthreads();
-      TransposedTile<Code>::template WriteOut<Tuning::kWrite>(tile, t, a.grid, a.wide,
-                                                              a.second_data);
     }
+  };
+  if (common)
+    encode(std::true_type{});
+  else
+    encode(std::false_type{});
+  if constexpr (kTransposed) {
+    __syncthreads();
+    TransposedTile<Code>::template WriteOut<Tuning::kWrite>(tile, t, a.grid, a.wide, a.second_data);
   }
 }
 

@@ -10,7 +10,6 @@
 #include "kernels/block_scale.h"
 #include "kernels/cuda/convert.cuh"
 #include "kernels/cuda/e2m1.cuh"
-#include "kernels/cuda/instantiate.cuh"
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/magnitude.cuh"
 #include "kernels/delayed.h"
@@ -20,76 +19,6 @@ namespace qshard::kernels {
 namespace {
 
 constexpr int kThreads = 256;
-
-// Calls body(i) for 0 <= i < n.
-template <class Body>
-__global__ void __launch_bounds__(kThreads) ForEachScale(int64_t n, const Body body) {
-  const int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  if (i < n) body(i);
-}
-
-template <class Body>
-Status LaunchForEach(const Exec<Cuda>& exec, int64_t n, const Body& body) {
-  if (n == 0) return {};
-  ForEachScale<<<GridSize(CeilDiv(n, kThreads)), kThreads, 0, exec.stream>>>(n, body);
-  return LaunchStatus();
-}
-
-struct ScaleFromAmaxBody {
-  __device__ __forceinline__ void operator()(int64_t i) const {
-    const float s = qshard::ScaleFromAmax(amax[i], rule.max, rule.eps, rule.pow2, rule.nonfinite);
-    scale[i] = s;
-    scale_inv[i] = ScaleInverse(s);
-  }
-
-  const float* amax;
-  ScaleRule rule;
-  float *scale, *scale_inv;
-};
-
-struct ScaleE8M0Body {
-  __device__ __forceinline__ void operator()(int64_t i) const {
-    const uint8_t code = E8M0FromAmax(ShownAmax(amax[i], rule.nonfinite), rule.max, rule.rounding);
-    scale_inv[i] = code;
-    scale[i] = MultiplierE8M0(code);
-  }
-
-  const float* amax;
-  PowerRule rule;
-  float* scale;
-  uint8_t* scale_inv;
-};
-
-struct GlobalScaleBody {
-  __device__ __forceinline__ void operator()(int64_t i) const {
-    const float s = qshard::GlobalScaleNvfp4(global_amax[i], scale_max);
-    global_scale[i] = s;
-    global_scale_inv[i] = ScaleInverse(s);
-  }
-
-  const float* global_amax;
-  float scale_max;
-  float *global_scale, *global_scale_inv;
-};
-
-struct ScaleNvfp4Body {
-  __device__ __forceinline__ void operator()(int64_t i) const {
-    const int64_t tensor = run >= n ? 0 : i / run;
-    const float global_scale = qshard::GlobalScaleNvfp4(global_amax[tensor], scale_max);
-    const BlockScaleNvfp4 s = qshard::ScaleNvfp4(ShownAmax(amax[i], nonfinite), global_scale);
-    scale[i] = s.scale;
-    scale_inv[i] = s.scale_inv;
-  }
-
-  const float* amax;
-  int64_t n;
-  const float* global_amax;
-  int64_t run;
-  float scale_max;
-  Nonfinite nonfinite;
-  float* scale;
-  uint8_t* scale_inv;
-};
 
 // FourOverSixDifference, with the element rounded in fewer steps.
 __device__ __forceinline__ float Difference(float x, BlockScaleNvfp4 candidate, float d,
@@ -182,25 +111,41 @@ __global__ void __launch_bounds__(kUpdateThreads)
 
 Status ScaleFromAmax(const Exec<Cuda>& exec, const float* amax, int64_t n, ScaleRule rule,
                      float* scale, float* scale_inv) {
-  return LaunchForEach(exec, n, ScaleFromAmaxBody{amax, rule, scale, scale_inv});
+  return ForEach(exec, n, [=] __device__(int64_t i) {
+    const float s = qshard::ScaleFromAmax(amax[i], rule.max, rule.eps, rule.pow2, rule.nonfinite);
+    scale[i] = s;
+    scale_inv[i] = ScaleInverse(s);
+  });
 }
 
 Status ScaleE8M0(const Exec<Cuda>& exec, const float* amax, int64_t n, PowerRule rule, float* scale,
                  uint8_t* scale_inv) {
-  return LaunchForEach(exec, n, ScaleE8M0Body{amax, rule, scale, scale_inv});
+  return ForEach(exec, n, [=] __device__(int64_t i) {
+    const uint8_t code = E8M0FromAmax(ShownAmax(amax[i], rule.nonfinite), rule.max, rule.rounding);
+    scale_inv[i] = code;
+    scale[i] = MultiplierE8M0(code);
+  });
 }
 
 Status GlobalScaleNvfp4(const Exec<Cuda>& exec, const float* global_amax, int64_t n,
                         float scale_max, float* global_scale, float* global_scale_inv) {
-  return LaunchForEach(exec, n,
-                       GlobalScaleBody{global_amax, scale_max, global_scale, global_scale_inv});
+  return ForEach(exec, n, [=] __device__(int64_t i) {
+    const float s = qshard::GlobalScaleNvfp4(global_amax[i], scale_max);
+    global_scale[i] = s;
+    global_scale_inv[i] = ScaleInverse(s);
+  });
 }
 
 Status ScaleNvfp4(const Exec<Cuda>& exec, const float* amax, int64_t n, const float* global_amax,
                   int64_t run, float scale_max, Nonfinite nonfinite, float* scale,
                   uint8_t* scale_inv) {
-  return LaunchForEach(
-      exec, n, ScaleNvfp4Body{amax, n, global_amax, run, scale_max, nonfinite, scale, scale_inv});
+  return ForEach(exec, n, [=] __device__(int64_t i) {
+    const float global = global_amax[run >= n ? 0 : i / run];
+    const BlockScaleNvfp4 s = qshard::ScaleNvfp4(ShownAmax(amax[i], nonfinite),
+                                                 qshard::GlobalScaleNvfp4(global, scale_max));
+    scale[i] = s.scale;
+    scale_inv[i] = s.scale_inv;
+  });
 }
 
 template <class In>
@@ -208,27 +153,19 @@ Status ScaleFourOverSix(const Exec<Cuda>& exec, const In* x, const float* amax,
                         const float* global_amax, int64_t run, FourOverSixRule rule,
                         const Blocks& blocks, float* scale, uint8_t* scale_inv) {
   const int64_t n = blocks.GridSize();
-  if (n == 0) return {};
   const int rows = static_cast<int>(blocks.block_rows);
-  FourOverSixKernel<<<GridSize(CeilDiv(n * rows, kThreads)), kThreads, 0, exec.stream>>>(
-      x, amax, global_amax, run, rule, n, blocks.GridCols(), rows, IsAligned(x, 16), scale,
-      scale_inv);
-  return LaunchStatus();
+  return Launch(exec, FourOverSixKernel<In>, CeilDiv(n * rows, kThreads), kThreads, x, amax,
+                global_amax, run, rule, n, blocks.GridCols(), rows, IsAligned(x, 16), scale,
+                scale_inv);
 }
 
 Status UpdateDelayedScale(const Exec<Cuda>& exec, const float* amax, const float* history,
                           const float* scale, int64_t n, int64_t length, DelayedRule rule,
                           float* new_history, float* new_scale, float* scale_inv) {
-  if (n == 0) return {};
-  const unsigned blocks = GridSize(CeilDiv(n * kWarp, kUpdateThreads));
-  UpdateKernel<<<blocks, kUpdateThreads, 0, exec.stream>>>(amax, history, scale, n, length, rule,
-                                                           new_history, new_scale, scale_inv);
-  return LaunchStatus();
+  return Launch(exec, UpdateKernel, CeilDiv(n * kWarp, kUpdateThreads), kUpdateThreads, amax,
+                history, scale, n, length, rule, new_history, new_scale, scale_inv);
 }
 
-#define QSHARD_SCALE_FOUR_OVER_SIX(In)                                                       \
-  template Status ScaleFourOverSix(const Exec<Cuda>&, const In*, const float*, const float*, \
-                                   int64_t, FourOverSixRule, const Blocks&, float*, uint8_t*);
-QSHARD_FLOATS(QSHARD_SCALE_FOUR_OVER_SIX)
+QSHARD_FOR_EACH_INPUT(QSHARD_INSTANTIATE_FOR, Cuda, ScaleFourOverSix)
 
 }  // namespace qshard::kernels

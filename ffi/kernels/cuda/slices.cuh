@@ -36,12 +36,8 @@ struct SliceEntry {
 struct SliceTable : TensorTable<SliceEntry, 448> {
   const uint32_t* starts;  // of the slices here
   int64_t wholes;          // where amaxes of whole weights begin
-  int64_t block_rows, block_cols;
-  WholeAmax whole;
-  RoundedTo rounded_to;
-  bool pieces;
-  Nonfinite nonfinite;
-  int tiles;  // that a warp takes, one after the other
+  SliceRule rule;          // one block is many rows of kSliceCols
+  int tiles;               // that a warp takes, one after the other
 };
 
 // A weight without other structure is seen as rows of a tile's width, so that tiles are contiguous,
@@ -69,15 +65,10 @@ inline int64_t BlocksFor(const SliceEntry& slice, int tiles) {
 template <class Launch>
 Status ForEachSliceTable(const Slice* slices, int64_t n, const uint32_t* starts,
                          const SliceRule& rule, int64_t wholes, const Launch& launch) {
-  const bool one_block = rule.block_rows == 0;
   SliceTable table;
   table.wholes = wholes;
-  table.block_rows = one_block ? INT64_MAX : rule.block_rows;
-  table.block_cols = one_block ? kSliceCols : rule.block_cols;
-  table.whole = rule.whole;
-  table.rounded_to = rule.rounded_to;
-  table.pieces = rule.pieces;
-  table.nonfinite = rule.nonfinite;
+  table.rule = rule;
+  if (rule.block_rows == 0) table.rule.block_rows = INT64_MAX, table.rule.block_cols = kSliceCols;
   // Fewer warps then look at the amax of the tensor, which each does behind what it stored of
   // blocks.
   table.tiles = rule.block_rows == 1 && rule.whole == WholeAmax::kTensor ? 8 : 1;
@@ -87,7 +78,7 @@ Status ForEachSliceTable(const Slice* slices, int64_t n, const uint32_t* starts,
   };
   return ForEachTable(table, n, enter, [&](int64_t begin) {
     table.starts = starts + 2 * begin;
-    launch(table, begin);
+    return launch(table, begin);
   });
 }
 
@@ -182,11 +173,6 @@ __device__ __forceinline__ void ForEachTile(const SliceTable& table, SliceTile& 
       use(std::integral_constant<TileKind, TileKind::kPartial>{});
   }
 }
-
-// Loaded ahead of the elements of a row, by those who need nothing.
-struct Nothing {
-  __device__ __forceinline__ Nothing operator()(int) const { return {}; }
-};
 
 // Calls use(r, v, fetched) for the rows of the tile from its first on, some at a time: v[k] are the
 // lane's elements in row r + k, zeros where the slice has none, and fetched[k] is fetch(r + k),

@@ -50,9 +50,7 @@ Status ForEachTable(Table& table, int64_t n, const Enter& enter, const Launch& l
       parts += more;
     }
     table.parts = static_cast<unsigned>(parts);
-    if (parts == 0) continue;
-    launch(begin);
-    const Status status = LaunchStatus();
+    const Status status = launch(begin);
     if (status.error != nullptr) return status;
   }
   return {};

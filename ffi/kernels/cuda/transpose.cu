@@ -251,7 +251,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
 }
 
 template <int kMatrices>
-Status Launch(const Exec<Cuda>& exec, const TransposePair* pairs, int64_t n) {
+Status TransposeTables(const Exec<Cuda>& exec, const TransposePair* pairs, int64_t n) {
   constexpr auto kKernel = TransposeKernel<kMatrices>;
   constexpr int kShared = kStages * kTileBytes;
   const Status status =
@@ -278,15 +278,17 @@ Status Launch(const Exec<Cuda>& exec, const TransposePair* pairs, int64_t n) {
   };
   return ForEachTable(table, n, enter, [&](int64_t) {
     const int64_t blocks = std::min<int64_t>(table.parts, kBlocksPerSm * Multiprocessors());
-    kKernel<<<GridSize(blocks), kThreads, kShared, exec.stream>>>(table);
+    if (blocks > 0)
+      kKernel<<<static_cast<unsigned>(blocks), kThreads, kShared, exec.stream>>>(table);
+    return LaunchStatus();
   });
 }
 
 }  // namespace
 
 Status TransposeEach(const Exec<Cuda>& exec, const TransposePair* pairs, int64_t n) {
-  return n <= kFewMatrices ? Launch<kFewMatrices>(exec, pairs, n)
-                           : Launch<kManyMatrices>(exec, pairs, n);
+  return n <= kFewMatrices ? TransposeTables<kFewMatrices>(exec, pairs, n)
+                           : TransposeTables<kManyMatrices>(exec, pairs, n);
 }
 
 Status Transpose(const Exec<Cuda>& exec, const uint8_t* data, int64_t batch, int64_t rows,

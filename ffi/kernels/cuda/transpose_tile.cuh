@@ -13,7 +13,6 @@
 #define QSHARD_KERNELS_CUDA_TRANSPOSE_TILE_CUH_
 
 #include <cstdint>
-#include <limits>
 #include <type_traits>
 
 #include "kernels/cuda/divider.cuh"
@@ -41,8 +40,7 @@ struct Tile {
   }
 };
 
-// The tiles of `batch` matrices of [rows, cols], numbered along rows of
-// tiles.
+// The tiles of `batch` matrices of [rows, cols], numbered along rows of tiles. Less than 2^31.
 struct TileGrid {
   TileGrid(int64_t batch, int64_t rows, int64_t cols)
       : rows(rows),
@@ -51,11 +49,10 @@ struct TileGrid {
         matrix(CeilDiv(rows, kTile) * CeilDiv(cols, kTile)),
         tiles(batch * matrix.divisor()) {}
 
-  __device__ __forceinline__ Tile At(int64_t index) const {
+  __device__ __forceinline__ Tile At(uint32_t index) const {
     Tile t;
-    t.matrix =
-        index >> 31 == 0 ? matrix.Divide(static_cast<uint32_t>(index)) : index / matrix.divisor();
-    const uint32_t in_matrix = static_cast<uint32_t>(index - t.matrix * matrix.divisor());
+    t.matrix = matrix.Divide(index);
+    const uint32_t in_matrix = index - static_cast<uint32_t>(t.matrix) * matrix.divisor();
     const uint32_t down = across.Divide(in_matrix);
     t.row = static_cast<int64_t>(down) * kTile;
     t.col = static_cast<int64_t>(in_matrix - down * across.divisor()) * kTile;
@@ -228,11 +225,6 @@ struct TransposedTile {
 template <class Code>
 bool WideColumns(int64_t rows, const uint8_t* out) {
   return rows % 16 == 0 && IsAligned(out, 2 * kStoredBits<Code>);
-}
-
-// One block a tile; the loop in the kernels is for grids of more tiles than CUDA takes blocks.
-inline unsigned TileBlocks(const TileGrid& grid) {
-  return GridSize(std::min<int64_t>(grid.tiles, std::numeric_limits<int32_t>::max()));
 }
 
 }  // namespace qshard::kernels

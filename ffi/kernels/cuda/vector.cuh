@@ -3,6 +3,8 @@
 #define QSHARD_KERNELS_CUDA_VECTOR_CUH_
 
 #include <cstdint>
+#include <cstring>
+#include <type_traits>
 
 namespace qshard::kernels {
 
@@ -29,74 +31,65 @@ struct Words<2> {
 enum class Read { kCached, kOnce, kStream };
 enum class Write { kCached, kStream };
 
+// What instructions move 4, 8 and 16 bytes as.
+template <int kBytes>
+using MovedAs =
+    std::conditional_t<kBytes == 16, uint4, std::conditional_t<kBytes == 8, uint2, uint32_t>>;
+
 // `p` is aligned to kBytes, or to 16 if that is less, and nothing writes there while the kernel
 // runs. `volatile` keeps loads in the order they are written in, all ahead of the first use: that
 // is how many are in flight.
 template <int kBytes, Read kRead = Read::kOnce>
 __device__ __forceinline__ Words<kBytes> Load(const void* p) {
   Words<kBytes> v;
-  if constexpr (kBytes == 1) {
-    v.value = __ldg(static_cast<const uint8_t*>(p));
-  } else if constexpr (kBytes == 2) {
-    v.value = __ldg(static_cast<const uint16_t*>(p));
-  } else if constexpr (kBytes == 4) {
-    const auto* from = static_cast<const uint32_t*>(p);
-    if constexpr (kRead == Read::kOnce)
-      asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(v.w[0]) : "l"(from));
-    else
-      v.w[0] = kRead == Read::kStream ? __ldcs(from) : __ldg(from);
-  } else if constexpr (kBytes == 8) {
-    const auto* from = static_cast<const uint2*>(p);
-    uint2 u;
-    if constexpr (kRead == Read::kOnce)
-      asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];"
-                   : "=r"(u.x), "=r"(u.y)
-                   : "l"(from));
-    else
-      u = kRead == Read::kStream ? __ldcs(from) : __ldg(from);
-    v.w[0] = u.x, v.w[1] = u.y;
-  } else if constexpr (kBytes == 16) {
-    const auto* from = static_cast<const uint4*>(p);
-    uint4 u;
-    if constexpr (kRead == Read::kOnce)
-      asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(u.x), "=r"(u.y), "=r"(u.z), "=r"(u.w)
-                   : "l"(from));
-    else
-      u = kRead == Read::kStream ? __ldcs(from) : __ldg(from);
-    v.w[0] = u.x, v.w[1] = u.y, v.w[2] = u.z, v.w[3] = u.w;
-  } else {
+  if constexpr (kBytes <= 2) {
+    v.value = __ldg(static_cast<const decltype(v.value)*>(p));
+  } else if constexpr (kBytes > 16) {
     // Halves of a sector, or parts of a line: the second must find in L1 what the first brought.
-    static_assert(kBytes == 32 || kBytes == 64);
     constexpr int kHalf = kBytes / 2;
     constexpr Read kHow = kRead == Read::kOnce ? Read::kCached : kRead;
     const Words<kHalf> a = Load<kHalf, kHow>(p);
     const Words<kHalf> b = Load<kHalf, kHow>(static_cast<const char*>(p) + kHalf);
 #pragma unroll
     for (int i = 0; i < kHalf / 4; ++i) v.w[i] = a.w[i], v.w[kHalf / 4 + i] = b.w[i];
+  } else if constexpr (kRead != Read::kOnce) {
+    const auto* from = static_cast<const MovedAs<kBytes>*>(p);
+    const MovedAs<kBytes> u = kRead == Read::kStream ? __ldcs(from) : __ldg(from);
+    memcpy(&v, &u, kBytes);
+  } else if constexpr (kBytes == 4) {
+    asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(v.w[0]) : "l"(p));
+  } else if constexpr (kBytes == 8) {
+    asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];"
+                 : "=r"(v.w[0]), "=r"(v.w[1])
+                 : "l"(p));
+  } else {
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.w[0]), "=r"(v.w[1]), "=r"(v.w[2]), "=r"(v.w[3])
+                 : "l"(p));
   }
   return v;
+}
+
+template <Write kWrite, class T>
+__device__ __forceinline__ void Put(void* p, T value) {
+  auto* to = static_cast<T*>(p);
+  if constexpr (kWrite == Write::kStream)
+    __stcs(to, value);
+  else
+    *to = value;
 }
 
 // `p` is aligned to kBytes, or to 16 if that is less.
 template <Write kWrite, int kBytes>
 __device__ __forceinline__ void Store(void* p, const Words<kBytes>& v) {
-  constexpr bool kStream = kWrite == Write::kStream;
-  if constexpr (kBytes == 1) {
-    *static_cast<uint8_t*>(p) = v.value;
-  } else if constexpr (kBytes == 2) {
-    *static_cast<uint16_t*>(p) = v.value;
+  if constexpr (kBytes <= 2) {
+    Put<Write::kCached>(p, v.value);
   } else if constexpr (kBytes == 4) {
-    auto* to = static_cast<uint32_t*>(p);
-    kStream ? __stcs(to, v.w[0]) : static_cast<void>(*to = v.w[0]);
+    Put<kWrite>(p, v.w[0]);
   } else if constexpr (kBytes == 8) {
-    auto* to = static_cast<uint2*>(p);
-    const uint2 u{v.w[0], v.w[1]};
-    kStream ? __stcs(to, u) : static_cast<void>(*to = u);
+    Put<kWrite>(p, uint2{v.w[0], v.w[1]});
   } else if constexpr (kBytes == 16) {
-    auto* to = static_cast<uint4*>(p);
-    const uint4 u{v.w[0], v.w[1], v.w[2], v.w[3]};
-    kStream ? __stcs(to, u) : static_cast<void>(*to = u);
+    Put<kWrite>(p, uint4{v.w[0], v.w[1], v.w[2], v.w[3]});
   } else {
     static_assert(kBytes == 32);
     Store<kWrite>(p, Words<16>{{v.w[0], v.w[1], v.w[2], v.w[3]}});
