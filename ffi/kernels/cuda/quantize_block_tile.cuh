@@ -86,7 +86,7 @@ struct TileTuning {
   static constexpr int Blocks() {
     // As many as the registers of a patch allow. The compiler widens all of a float16 one at once.
     if (sizeof(In) == 4 || (std::is_same_v<In, float16> && kNvfp4)) return 2;
-    if (kWork == Work::kBoth) return kE8M0 ? 2 : 3;
+    if (kWork == Work::kBoth) return 3;
     if (kWork == Work::kSquareTransposed || kWork == Work::kSquareBoth) return 4;
     if (kE8M0) return 3;
     return kNvfp4 || kWork == Work::kColumns ? 4 : 3;
