@@ -22,8 +22,7 @@ from jax import lax
 
 from qshard.formats import E4M3
 from qshard.jax import ops
-from qshard.jax.amax import as_bits, as_float, max_over
-from qshard.jax.cuts import vary_alike
+from qshard.jax.cuts import as_bits, as_float, max_over, vary_alike
 from qshard.recipes import DelayedScaling, Role
 
 __all__ = [

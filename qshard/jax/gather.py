@@ -82,7 +82,7 @@ def _gather_plane(plane: Plane, fmt: Format, usage: Usage, axis_name: str, cut: 
         unit = block[1] if axis == data.ndim - 1 else block[0]
         size = _size_along(data, axis, fmt)
         shards = cut.mesh.shape[axis_name]
-        mine = size if cut.local else -(-size // cut.counts[axis])
+        mine = size if cut.local else -(-size // cut.count(cut.entries[axis]))
         if mine % unit == 0 or shards == 1:
             ends = dataclasses.replace(cut, entries=(cut.entries[0], cut.entries[-1])[-grid.ndim :])
             scale_inv = _gather_array(grid, axis_name, grid_axis, cut if by_rows else ends)

@@ -12,9 +12,8 @@ import numpy as np
 from qshard import layout, pipeline
 from qshard.formats import Format, Usage
 from qshard.jax import ops, steps
-from qshard.jax.amax import integer_max, max_over
 from qshard.jax.array import Plane, QuantizedArray
-from qshard.jax.cuts import AxisName, Cut, Spec, axes_of, matrix_of, shaped, vary_alike
+from qshard.jax.cuts import AxisName, Cut, Spec, axes_of, matrix_of, max_over, shaped, vary_alike
 from qshard.jax.words import Seed, seed_words, words_of, words_plus, words_times
 from qshard.ops import OpSpec
 from qshard.recipes import Recipe, Role
@@ -250,7 +249,7 @@ def _from_pieces(
     if amax is None:
         amax = cut.merged(pipeline.block_amax(steps, x, piece), each)
     made = pipeline.scales_of_grid(
-        steps, fmt, amax, largest=lambda grid: integer_max(grid, 1 if where.global_scale_shape else 0)
+        steps, fmt, amax, largest=lambda grid: steps.integer_max(grid, 1 if where.global_scale_shape else 0)
     )
     made = cut.everywhere(made)
     grid = tuple(-(-size // unit) for size, unit in zip(x.shape, piece, strict=True))

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from qshard.adam import BLOCK, SCALED, STATES, settings
 from qshard.jax import ops
-from qshard.jax.runs import reshape_as, split_rows
+from qshard.jax.steps import reshape_as, split_rows
 from qshard.ops import OpSpec, multi_table
 
 __all__ = ["AdamState", "ScaledState", "Transformation", "adam", "adamw"]

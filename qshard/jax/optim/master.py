@@ -18,9 +18,8 @@ from jax import lax
 from qshard import master
 from qshard.formats import Format, Usage
 from qshard.jax import steps
-from qshard.jax.amax import max_over
 from qshard.jax.array import Plane, QuantizedArray
-from qshard.jax.cuts import AxisName, axes_of, vary_alike
+from qshard.jax.cuts import AxisName, axes_of, max_over, vary_alike
 from qshard.jax.words import Seed, seed_words, words_of
 from qshard.layout import Shape, plane
 from qshard.master import MasterPlan, piece_bytes
