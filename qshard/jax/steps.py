@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -21,7 +20,7 @@ from jax import lax
 from jax.sharding import AxisType
 
 from qshard.jax import list_ops, ops
-from qshard.jax.cuts import as_bits, as_float, vary_alike
+from qshard.jax.cuts import vary_alike
 from qshard.jax.words import words_plus, words_times
 from qshard.master import Bucket
 from qshard.ops import multi_table, table
@@ -31,30 +30,20 @@ def __getattr__(name: str) -> Any:
     if name in multi_table():
         return list_ops.bind(name)
     operands = [operand.name for operand in table()[name].inputs] if name in table() else []
-    if name in _BY_RUNS:
-        return functools.partial(_by_runs, name)
     if operands[1:] and operands[-1] in ("global_amax", "global_scale_inv"):
         return functools.partial(_under_global, name)
     return getattr(ops, name)
 
 
-# Ops on elements, under one scale for all of them.
-_BY_RUNS = (
-    "amax_tensor",
-    "cast_amax",
-    "cast_tensor",
-    "cast_transpose",
-    "cast_transpose_amax",
-    "dequantize",
-    "transpose",
-)
-
-
 def _by_runs(op: str, x: jax.Array, *scale: jax.Array, **options: Any) -> Any:
+    """An op on elements, under one scale for all of them."""
     runs, lead = split_rows(x), options.get("lead", 0)
+    axes = 0 if runs is x else x.ndim  # Each element of so many leading axes is a run.
     if "lead" in options:
-        options["lead"] = max(lead, runs.lead)
-    made = getattr(ops, op)(runs.array, *map(runs.spread, scale), **options)
+        options["lead"] = max(lead, axes)
+    # One for all runs, or for each element of the first axes (`vmap`).
+    spread = [lax.broadcast_in_dim(s, runs.shape[: max(axes, s.ndim)], tuple(range(s.ndim))) for s in scale]
+    made = getattr(ops, op)(runs, *spread, **options)
     arrays = made if isinstance(made, tuple) else (made,)
     results = []
     for out, y in zip(table()[op].outputs, arrays, strict=True):
@@ -65,6 +54,15 @@ def _by_runs(op: str, x: jax.Array, *scale: jax.Array, **options: Any) -> Any:
         else:
             results.append(reshape_as(y, x))
     return tuple(results) if len(results) > 1 else results[0]
+
+
+amax_tensor = functools.partial(_by_runs, "amax_tensor")
+cast_amax = functools.partial(_by_runs, "cast_amax")
+cast_tensor = functools.partial(_by_runs, "cast_tensor")
+cast_transpose = functools.partial(_by_runs, "cast_transpose")
+cast_transpose_amax = functools.partial(_by_runs, "cast_transpose_amax")
+dequantize = functools.partial(_by_runs, "dequantize")
+transpose = functools.partial(_by_runs, "transpose")
 
 
 def _under_global(op: str, *operands: jax.Array, **options: Any) -> Any:
@@ -79,21 +77,8 @@ def _under_global(op: str, *operands: jax.Array, **options: Any) -> Any:
     return getattr(ops, op)(*arrays, value, **options)
 
 
-@dataclass(frozen=True)
-class Runs:
-    """A view of an array: each element of the `lead` leading axes is one contiguous run of elements."""
-
-    array: jax.Array
-    lead: int
-
-    def spread(self, scale: jax.Array) -> jax.Array:
-        """The scale of every run, from one for all of them, or from one for each element of the first axes (`vmap`)."""
-        shape = self.array.shape[: max(self.lead, scale.ndim)]
-        return lax.broadcast_in_dim(scale, shape, tuple(range(scale.ndim)))
-
-
-def split_rows(x: jax.Array) -> Runs:
-    """Sees `x` `[..., K]` as runs that no shard boundary cuts.
+def split_rows(x: jax.Array) -> jax.Array:
+    """`x` `[..., K]` as runs `[..., K / run, run]` that no shard boundary cuts, or as it is.
 
     In `shard_map`, and where there is one device, all is local: one run is everything. On Explicit meshes the type
     tells how K is cut: a run is a shard's part of a row. Else XLA decides after tracing: a run is then `gcd(K, 128)`,
@@ -104,13 +89,12 @@ def split_rows(x: jax.Array) -> Runs:
     mesh, spec = jax.typeof(x).sharding.mesh, jax.typeof(x).sharding.spec
     kinds = set(mesh.axis_types)
     if x.ndim == 0 or kinds == {AxisType.Manual} or (mesh.empty and jax.device_count() == 1):
-        return Runs(x, 0)
+        return x
     row = x.shape[-1] // math.prod(mesh.shape[name] for name in ops.names_of(spec[-1]))
     run = math.gcd(row, 128)
     if run < 32 or (kinds and AxisType.Auto not in kinds):
         run = row
-    view = x.reshape(*x.shape[:-1], x.shape[-1] // run, run) if run else x[..., None]
-    return Runs(view, x.ndim)
+    return x.reshape(*x.shape[:-1], x.shape[-1] // run, run) if run else x[..., None]
 
 
 def reshape_as(y: jax.Array, x: jax.Array) -> jax.Array:
@@ -120,7 +104,8 @@ def reshape_as(y: jax.Array, x: jax.Array) -> jax.Array:
 
 def integer_max(amax: jax.Array, lead: int) -> jax.Array:
     """The maximum over all but the `lead` first axes, of bits as integers: exact in any order, and NaN wins."""
-    return as_float(jnp.max(as_bits(amax), axis=tuple(range(lead, amax.ndim)), initial=0))
+    bits = lax.bitcast_convert_type(amax, jnp.int32)
+    return lax.bitcast_convert_type(jnp.max(bits, axis=tuple(range(lead, amax.ndim)), initial=0), jnp.float32)
 
 
 def transposed(a: jax.Array) -> jax.Array:
@@ -129,7 +114,7 @@ def transposed(a: jax.Array) -> jax.Array:
 
 def transposed_squares(data: jax.Array, scale_inv: jax.Array, *, packed: bool) -> tuple[jax.Array, jax.Array]:
     """Two calls: shards may cut the blocks, and then codes and scales have no leading axis in common."""
-    data_t = ops.transpose_packed(data) if packed else _by_runs("transpose", data, batch=data.ndim - 2)
+    data_t = ops.transpose_packed(data) if packed else transpose(data, batch=data.ndim - 2)
     return data_t, transposed(scale_inv)
 
 
