@@ -20,6 +20,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from qshard.jax.ops import names_of, reshaped
+from qshard.layout import Shape
 
 __all__ = [
     "AxisName",
@@ -38,8 +39,6 @@ __all__ = [
 
 AxisName = str | Sequence[str] | None
 Spec = PartitionSpec | NamedSharding | None
-Block = tuple[int, int]
-Size = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -143,14 +142,14 @@ class Cut:
         """That of the transpose of the matrix."""
         return dataclasses.replace(self, entries=(self.col_axes, self.row_axes))
 
-    def whole(self, shape: Size) -> Size:
+    def whole(self, shape: Shape) -> Shape:
         """The shape of the tensor whose blocks `x` `[*lead, K]` has: of the whole, unless shards have their own."""
         if not self.local or self.own_blocks or not shape:
             return shape
         (rows, cols), last = self.shards, len(shape) - 1
         return tuple(size * (cols if i == last else rows if i == 0 else 1) for i, size in enumerate(shape))
 
-    def pieces(self, shape: Size, block: Block) -> Block:
+    def pieces(self, shape: Shape, block: tuple[int, int]) -> tuple[int, int]:
         """The largest divisors of a block that no shard of a matrix cuts; `block` itself, if none is cut.
 
         An op on whole arrays is cut only if all its blocks are whole, so blocks at an edge count as cut too.
@@ -164,16 +163,14 @@ class Cut:
         )
         return rows, cols
 
-    def start(self, shape: Size) -> tuple[Any, Any]:
-        """Where a shard of this shape begins in the whole, in `shard_map`; else (0, 0)."""
-        if not self.local:
-            return 0, 0
+    def start(self, shape: Shape) -> tuple[Any, Any]:
+        """Where a shard of this shape begins in the whole, in `shard_map`."""
         return tuple(  # type: ignore[return-value]
             lax.axis_index(axes) * size if axes else 0
             for axes, size in zip((self.row_axes, self.col_axes), shape, strict=True)
         )
 
-    def merged(self, amax: jax.Array, parts: Size, *, reduce: bool = True) -> jax.Array:
+    def merged(self, amax: jax.Array, parts: Shape, *, reduce: bool = True) -> jax.Array:
         """The amaxes of the blocks of the whole from those of pieces, `parts` of them along each axis.
 
         On every device the same; in `shard_map` without `reduce`, what each shard has to say of it.
@@ -192,12 +189,12 @@ class Cut:
 
     def everywhere(self, x: Any) -> Any:
         """Arrays of small size, whole on every device and held there. In `shard_map`, they are as they are."""
-        if self.local or self.mesh is None or self.mesh.empty:
+        if self.local:
             return x
         pin = jax.sharding.reshard if self.mesh.explicit_axes else lax.with_sharding_constraint
         return jax.tree.map(lambda array: pin(array, NamedSharding(self.mesh, PartitionSpec())), x)
 
-    def of_pieces(self, grid: jax.Array, parts: Size, shape: Size) -> jax.Array:
+    def of_pieces(self, grid: jax.Array, parts: Shape, shape: Shape) -> jax.Array:
         """The value of its block for each piece of this shard, or of the whole: the inverse of `merged`."""
         fine = jnp.repeat(jnp.repeat(grid, parts[0], axis=0), parts[1], axis=1)
         if self.local:

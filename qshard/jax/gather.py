@@ -129,10 +129,8 @@ def _gather_plane(plane: Plane, fmt: Format, usage: Usage, axis_name: str, cut: 
             grid_cut = cut if grid.ndim == data.ndim else dataclasses.replace(cut, entries=ends)
             grid = _gather_array(grid, axis_name, grid_cut)
         elif cut.local:
-            along = -1 if in_rows else axis
-            if grid.shape[along] != -(-size * shards // unit):
-                raise ValueError(_own_scales(axis_name, f"of shape {grid.shape}"))
-            _check_shared(grid, axis_name)
+            fits = grid.shape[-1 if in_rows else axis] == -(-size * shards // unit)
+            _check_shared(grid, axis_name, fits)
     if global_scale_inv is not None and fmt.scaling.global_scale == "row" and not in_rows:
         by_row = dataclasses.replace(cut, entries=cut.entries[:-1])
         global_scale_inv = _gather_array(global_scale_inv, axis_name, by_row)
@@ -157,17 +155,14 @@ def _gather_array(x: jax.Array, axis_name: str, cut: Cut) -> jax.Array:
     return lax.bitcast_convert_type(bits, x.dtype)
 
 
-def _check_shared(scale: jax.Array, axis_name: str) -> None:
-    """Raises unless a scale that is not gathered is the same on all devices, as far as its type tells."""
-    if axis_name in jax.typeof(scale).manual_axis_type.varying:
-        raise ValueError(_own_scales(axis_name, f"varying over {axis_name!r}"))
-
-
-def _own_scales(axis_name: str, what: str) -> str:
-    return (
-        f"gather: scale_inv ({what}) is not one scale for the whole tensor; "
-        f"quantize with axis_name={axis_name!r}, or give it the scales"
-    )
+def _check_shared(scale: jax.Array, axis_name: str, fits: bool = True) -> None:
+    """Raises unless a scale that is not gathered fits and is the same on all devices, as far as its type tells."""
+    if not fits or axis_name in jax.typeof(scale).manual_axis_type.varying:
+        what = f"varying over {axis_name!r}" if fits else f"of shape {scale.shape}"
+        raise ValueError(
+            f"gather: scale_inv ({what}) is not one scale for the whole tensor; "
+            f"quantize with axis_name={axis_name!r}, or give it the scales"
+        )
 
 
 def _transposed(cut: Cut, axis_name: str) -> Cut:

@@ -77,7 +77,7 @@ def gemm(
         preferred_element_type=narrow,
         out_sharding=out_sharding,
     )
-    if not (a.format.pow2 and b.format.pow2):
+    if not (a.format.scaling.pow2 and b.format.scaling.pow2):
         product = product.astype(jnp.float32)
     scaled: jax.Array = product * (a_plane.scale_inv * b_plane.scale_inv).astype(product.dtype)
     return scaled.astype(dtype)

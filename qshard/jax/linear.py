@@ -20,7 +20,7 @@ from qshard.jax.cuts import AxisName, Cut, Spec, axes_of, cuts_rows, shaped, spe
 from qshard.jax.delayed import LinearState, TensorState, observe, scale_inv_of
 from qshard.jax.gather import CodedWeight, CutWeight, Shards, cut_of
 from qshard.jax.gemm import gemm, multiplies_codes, stored_for
-from qshard.jax.quantize import WeightScales, quantized, quantized_delayed
+from qshard.jax.quantize import WeightScales, quantized
 from qshard.jax.words import Seed, seed_words, words_of
 from qshard.layout import Shape
 from qshard.recipes import ROLE_SEEDS, Recipe, Role
@@ -196,8 +196,8 @@ def _checked_linear(
 ) -> jax.Array:
     config, weight = _configured(w, given, recipe, weight_spec, gather_axis, x_type=_explicit_type(x), **options)
     # In shard_map, an operand that varies over fewer axes is cast to vary out here, where JAX sums its gradient.
-    x, *sinks = vary_alike(x, *(() if weight.sink is None else (weight.sink,)))
-    return _linear(config, x, sinks[0] if sinks else None, weight.codes, given)
+    x, *sink = vary_alike(x, *jax.tree.leaves(weight.sink))
+    return _linear(config, x, CodedWeight(weight.codes, sink[0] if sink else None, weight.shards), given)
 
 
 @functools.partial(jax.jit, static_argnames=("recipe", "weight_spec", "gather_axis"), inline=True)
@@ -205,8 +205,7 @@ def _checked_weight(
     w: Any, given: _Given, *, recipe: Recipe, weight_spec: Spec, gather_axis: str | None
 ) -> QuantizedArray:
     config, weight = _configured(w, given, recipe, weight_spec, gather_axis)
-    codes, _ = _codes_of(config, weight.sink, weight.codes, given, Usage.ROWWISE)
-    return _whole(config, codes, Usage.ROWWISE)
+    return _whole(config, _codes_of(config, weight, given, Usage.ROWWISE)[0], Usage.ROWWISE)
 
 
 def _configured(
@@ -260,18 +259,17 @@ def _check_given(recipe: Recipe, given: _Given) -> None:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _linear(config: _Config, x: jax.Array, w: jax.Array | None, codes: Any, given: _Given) -> jax.Array:
-    """`w` is the weight, or, of a weight that is `codes` already, what its gradient goes to."""
-    return _forward(config, x, w, codes, given, Usage(0), Usage(0))[0]
+def _linear(config: _Config, x: jax.Array, w: CodedWeight, given: _Given) -> jax.Array:
+    return _forward(config, x, w, given, Usage(0), Usage(0))[0]
 
 
 def _forward(
-    config: _Config, x: jax.Array, w: jax.Array | None, codes: Any, given: _Given, x_kept: Usage, w_kept: Usage
+    config: _Config, x: jax.Array, w: CodedWeight, given: _Given, x_kept: Usage, w_kept: Usage
 ) -> tuple[jax.Array, _Kept]:
     """The product, and the planes to keep."""
     rows = Usage.ROWWISE
     xq, x_amax = _quantized(config, x, given, Role.ACTIVATION, rows | x_kept)
-    wq, w_amax = _codes_of(config, w, codes, given, rows | w_kept)
+    wq, w_amax = _codes_of(config, w, given, rows | w_kept)
     whole = _whole(config, wq, rows)
     if not x.shape or len(whole.axes) != 2 or x.shape[-1] != whole.shape[1]:
         raise ValueError(f"linear: w {whole.shape} does not fit x {x.shape}; give w as [N, K] and x as [*lead, K]")
@@ -283,14 +281,12 @@ def _forward(
     return y, _Kept(_only(xq, x_kept), _only(kept_w, w_kept), given, (x_amax, w_amax))
 
 
-def _linear_fwd(
-    config: _Config, x: jax.Array, w: jax.Array | None, codes: Any, given: _Given
-) -> tuple[jax.Array, _Kept]:
+def _linear_fwd(config: _Config, x: jax.Array, w: CodedWeight, given: _Given) -> tuple[jax.Array, _Kept]:
     x_kept, w_kept = (_kept_plane(config.recipe, role) for role in (Role.ACTIVATION, Role.WEIGHT))
-    return _forward(config, x, w, codes, given, x_kept if config.learns else Usage(0), w_kept)
+    return _forward(config, x, w, given, x_kept if config.learns else Usage(0), w_kept)
 
 
-def _linear_bwd(config: _Config, kept: _Kept, dy: jax.Array) -> tuple[jax.Array, jax.Array | None, None, _Given]:
+def _linear_bwd(config: _Config, kept: _Kept, dy: jax.Array) -> tuple[jax.Array, CodedWeight, _Given]:
     recipe, xq, wq = config.recipe, kept.x, kept.w
     rows, columns = Usage.ROWWISE, Usage.COLUMNWISE
     if config.gathers and config.reshard_after_forward:
@@ -309,7 +305,7 @@ def _linear_bwd(config: _Config, kept: _Kept, dy: jax.Array) -> tuple[jax.Array,
     if config.learns:
         dw = gemm(dyq, columns, xq, columns, wq.dtype, precise=True, out_sharding=config.w_type)
         dw = config.shards.scatter(dw)
-    return dx, dw, None, _Given(None, None, _observed(config, kept, dy_amax))
+    return dx, CodedWeight(None, dw, config.shards), _Given(None, None, _observed(config, kept, dy_amax))
 
 
 _linear.defvjp(_linear_fwd, _linear_bwd)
@@ -354,10 +350,10 @@ def _quantized(
     Those of a matrix with more rows, where the recipe adds some and no mesh may cut them.
     """
     fmt, seed, weight = config.recipe.format(role), given.seed, role is Role.WEIGHT
-    names = {"op": "linear", "name": {Role.WEIGHT: "w", Role.ACTIVATION: "x", Role.GRADIENT: "dy"}[role]}
-    if given.state is not None:
+    scales, delayed = given.scales if weight else None, given.state is not None
+    if delayed:
         state: TensorState = getattr(given.state, role.value)
-        return quantized_delayed(x, fmt, usage, state.scale, scale_inv_of(state), **names)
+        scales = WeightScales(state.scale, scale_inv_of(state))
     # Blocks of x and dy are those of a shard: what it multiplies is its own.
     cut = config.cut if weight else Cut.of(x, config.axes, own_blocks=True)
     if seed is not None and fmt.stochastic:
@@ -365,17 +361,13 @@ def _quantized(
     added = config.recipe.added_rows(role, usage, math.prod(x.shape[:-1]))
     if added and cuts_rows(x, config.out_sharding):
         added = 0
-    scales = given.scales if weight else None
-    return quantized(x, fmt, usage, cut, scales, seed, added_rows=added, **names), None
+    name = {Role.WEIGHT: "w", Role.ACTIVATION: "x", Role.GRADIENT: "dy"}[role]
+    return quantized(x, fmt, usage, cut, scales, seed, delayed=delayed, added_rows=added, op="linear", name=name)
 
 
-def _codes_of(
-    config: _Config, w: jax.Array | None, codes: Any, given: _Given, usage: Usage
-) -> tuple[Any, jax.Array | None]:
-    """The codes that are there, or those of w."""
-    if codes is not None or w is None:
-        return codes, None
-    return _quantized(config, w, given, Role.WEIGHT, usage)
+def _codes_of(config: _Config, w: CodedWeight, given: _Given, usage: Usage) -> tuple[Any, jax.Array | None]:
+    """The codes that are there, or those of the array that is to be the weight."""
+    return (w.codes, None) if w.codes is not None else _quantized(config, w.sink, given, Role.WEIGHT, usage)
 
 
 def _observed(config: _Config, kept: _Kept, dy_amax: jax.Array | None) -> LinearState | None:

@@ -7,7 +7,7 @@ under `vmap`, remat and export, because XLA itself can cut it:
   its buffers have in common, and gathers what is cut along later axes;
 - a Shardy rule, made from the op's axis pattern, carries shardings through it.
 
-So a caller views its operands such that what may be cut is a leading axis of all of them (`runs.py`). A plain
+So a caller views its operands such that what may be cut is a leading axis of all of them (`steps.py`). A plain
 `jax.ffi.ffi_call` would gather a sharded operand, silently.
 
 A transposed result has no leading axis in common with its operand. The primitive gives it the operand's logical axes,

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from jax.flatten_util import ravel_pytree
 
 from qshard import layout, pipeline
 from qshard.formats import Format, Usage
@@ -23,7 +23,6 @@ __all__ = [
     "compute_scales",
     "quantize",
     "quantized",
-    "quantized_delayed",
 ]
 
 
@@ -116,7 +115,7 @@ def _quantize(
         raise TypeError(f"quantize: fmt ({fmt!r}) is not a qshard.formats.Format; take one from there")
     if not isinstance(usage, Usage) or not usage:
         raise TypeError(f"quantize: usage ({usage!r}) is not Usage.ROWWISE, COLUMNWISE or BOTH; ask for one of them")
-    return quantized(x, fmt, usage, Cut.of(x, axis_names, spec), scales, seed)
+    return quantized(x, fmt, usage, Cut.of(x, axis_names, spec), scales, seed)[0]
 
 
 def quantized(
@@ -127,11 +126,15 @@ def quantized(
     scales: WeightScales | None = None,
     seed: jax.Array | None = None,
     *,
+    delayed: bool = False,
     added_rows: int = 0,
     op: str = "quantize",
     name: str = "x",
-) -> QuantizedArray:
-    """`quantize`, of what `cut` says `x` is a part of; with rows of zeros added, of the matrix that `x` is."""
+) -> tuple[QuantizedArray, jax.Array | None]:
+    """`quantize`, of what `cut` says `x` is a part of; with rows of zeros added, of the matrix that `x` is.
+
+    If `scales` are `delayed`, those of earlier steps, also the amax of `x`, in `shard_map` that of the shard.
+    """
     _check_float(op, name, x)
     draws = _draws(seed, fmt, cut, x.shape)
     if added_rows:
@@ -140,9 +143,12 @@ def quantized(
     scales = WeightScales(*(scales or ()))
     rows_apart = fmt.per_tensor or (x.ndim > 1 and all(where.rows_apart for where in places.values()))
     matrix = x if x.ndim == 2 or (usage is Usage.ROWWISE and rows_apart) else matrix_of(x)
+    if delayed:
+        planes, amax = pipeline.quantize_delayed(steps, matrix, fmt, usage, scales.scale, scales.scale_inv)
+        return _array_of(x, places, planes), amax
     if fmt.per_tensor and scales.scale is not None:
         made = pipeline.Scales(scales.scale, scales.scale_inv)
-        return _array_of(x, places, pipeline.cast_per_tensor(steps, matrix, fmt, usage, made))
+        return _array_of(x, places, pipeline.cast_per_tensor(steps, matrix, fmt, usage, made)), None
     broken = [each for each, where in places.items() if _piece(where, cut, x.shape) != where.block]
     planes = {each: _from_pieces(matrix_of(matrix), places[each], cut, scales, draws) for each in broken}
     whole = [each for each in places if each not in broken]
@@ -151,22 +157,17 @@ def quantized(
     if len(whole) > 1 and not (short and ops.may_be_cut(matrix)):
         whole = [usage]
     # The amax of a tensor, or of its rows, is merged with those of its other shards.
-    reduce_max = max_over((cut.col_axes if fmt.scaling.global_scale == "row" else cut.axes) if cut.local else ())
-    if (given := scales.amax) is not None:
-        reduce_max = lambda _: given  # noqa: E731
+    merged = max_over((cut.col_axes if fmt.scaling.global_scale == "row" else cut.axes) if cut.local else ())
     for some in whole:
-        planes |= pipeline.quantize(steps, matrix, fmt, some, reduce_max=reduce_max, draws=draws)
-    return _array_of(x, places, planes)
-
-
-def quantized_delayed(
-    x: jax.Array, fmt: Format, usage: Usage, scale: jax.Array, scale_inv: jax.Array, *, op: str, name: str
-) -> tuple[QuantizedArray, jax.Array]:
-    """`quantize` under a scale of earlier steps, and the amax of `x`, in `shard_map` that of the shard."""
-    _check_float(op, name, x)
-    matrix = x if usage is Usage.ROWWISE else matrix_of(x)
-    planes, amax = pipeline.quantize_delayed(steps, matrix, fmt, usage, scale, scale_inv)
-    return _array_of(x, {each: layout.plane(fmt, x.shape, each) for each in usage.planes}, planes), amax
+        planes |= pipeline.quantize(
+            steps,
+            matrix,
+            fmt,
+            some,
+            reduce_max=lambda amax: merged(amax) if scales.amax is None else scales.amax,
+            draws=draws,
+        )
+    return _array_of(x, places, planes), None
 
 
 def _draws(seed: jax.Array | None, fmt: Format, cut: Cut, shape: layout.Shape) -> pipeline.Draws | None:
@@ -286,18 +287,16 @@ def _stacked_scales(
     cuts = [Cut.of(weight, axis_names, spec) for weight in weights]
     # Not reduced over shards, which is done for all of them at once.
     own = [_own_amaxes(weight, fmt, cut) for weight, cut in zip(weights, cuts, strict=True)]
-    flat: list[jax.Array]
-    flat, structure = jax.tree.flatten(own)
-    if not flat:
+    leaves, structure = jax.tree.flatten(own)
+    if not leaves:
         return own
     axes = tuple(dict.fromkeys(axis for cut in cuts if cut.local for axis in cut.axes))
-    stacked = max_over(axes)(jnp.concatenate(vary_alike(*(amax.reshape(-1) for amax in flat))))
+    flat, unravel = ravel_pytree(jax.tree.unflatten(structure, vary_alike(*leaves)))
+    amaxes = max_over(axes)(flat)
     if fmt.per_tensor:
-        scale, scale_inv = pipeline.scales(steps, fmt, None, stacked)[:2]
+        scale, scale_inv = pipeline.scales(steps, fmt, None, amaxes)[:2]
         return [WeightScales(scale[i], scale_inv[i]) for i in range(len(weights))]
-    parts = jnp.split(stacked, np.cumsum([amax.size for amax in flat])[:-1])
-    made = [part.reshape(amax.shape) for part, amax in zip(parts, flat, strict=True)]
-    scales: list[WeightScales] = jax.tree.unflatten(structure, made)
+    scales: list[WeightScales] = unravel(amaxes)
     return scales
 
 
@@ -306,12 +305,11 @@ def _own_amaxes(x: jax.Array, fmt: Format, cut: Cut) -> WeightScales:
     where = layout.plane(fmt, cut.whole(x.shape), Usage.ROWWISE, op="compute_scales")
     if where.global_scale_shape:
         raise ValueError(f"compute_scales: {fmt} has a scale for each row, and shards cut by rows share none")
-    amax = pipeline.global_amax(steps, x, fmt)
-    piece = _piece(where, cut, x.shape)
-    if where.block is None or piece is None or piece == where.block:
-        return WeightScales(amax=amax)
-    each = (where.block[0] // piece[0], where.block[1] // piece[1])
-    block_amax = cut.merged(pipeline.block_amax(steps, matrix_of(x), piece), each, reduce=False)
+    amax, block_amax = pipeline.global_amax(steps, x, fmt), None
+    block, piece = where.block, _piece(where, cut, x.shape)
+    if block is not None and piece is not None and piece != block:
+        parts = (block[0] // piece[0], block[1] // piece[1])
+        block_amax = cut.merged(pipeline.block_amax(steps, matrix_of(x), piece), parts, reduce=False)
     return WeightScales(amax=amax, block_amax=block_amax)
 
 

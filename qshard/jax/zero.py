@@ -9,7 +9,6 @@ gradients are added in float32, in the order of devices, and then divided by the
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -137,9 +136,7 @@ class ZeroPlan:
 
         def of_masters(flat: Sequence[jax.Array], states: Any) -> jax.Array:
             bound = [
-                dataclasses.replace(weight, sink=m)
-                if isinstance(weight, CodedWeight)
-                else _with_gradient(leaf, weight, m)
+                _with_gradient(leaf, weight, m) if leaf.fmt is None else CodedWeight(weight, m, leaf)
                 for leaf, weight, m in zip(self.leaves, weights, flat, strict=True)
             ]
             return loss(self.structure.unflatten(bound), *(() if states is None else (states,)), *args)
@@ -151,7 +148,7 @@ class ZeroPlan:
         return value, gradient if states is None else (gradient, amaxes)
 
     def _weights(self, masters: Sequence[jax.Array]) -> list[Any]:
-        """What layers see of the masters."""
+        """Of the masters: codes of what the plan has a format for, else the whole parameters."""
         axis = self.leaves[0].axis_name
         chosen = [(leaf, m) for leaf, m in zip(self.leaves, masters, strict=True) if leaf.fmt is not None]
         here = lax.axis_index(axis)
@@ -172,10 +169,9 @@ class ZeroPlan:
             together = lax.all_gather(jnp.concatenate(sent), axis)
             received = iter(jnp.split(together, np.cumsum([part.size for part in sent])[:-1], axis=1))
         weights: list[Any] = []
-        for leaf, part, m in zip(self.leaves, own, masters, strict=True):
+        for leaf, part in zip(self.leaves, own, strict=True):
             if isinstance(part, Plane):
-                codes = part if self.shard_weights else leaf.join(part, next(received).reshape(-1))
-                weights.append(CodedWeight(codes, m, leaf))
+                weights.append(part if self.shard_weights else leaf.join(part, next(received).reshape(-1)))
             else:
                 dtype = jnp.dtype(leaf.dtype)
                 values = lax.bitcast_convert_type(next(received).reshape(-1, dtype.itemsize), dtype)
