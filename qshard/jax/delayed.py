@@ -50,10 +50,6 @@ class Observed:
     amax: jax.Array
     seal: jax.Array
 
-    @classmethod
-    def of(cls, amax: jax.Array) -> Observed:
-        return cls(amax, _hash(amax))
-
     @property
     def is_sealed(self) -> jax.Array:
         return self.seal == _hash(self.amax)
@@ -122,7 +118,8 @@ def observe(state: TensorState, amax: jax.Array, axes: tuple[str, ...]) -> Tenso
     own, shared = (jax.typeof(a).manual_axis_type.varying for a in (amax, state.scale))
     manual = kind.sharding.mesh.manual_axes
     reduced = tuple(sorted(own - shared)) if own else tuple(axis for axis in axes if axis in manual)
-    seen = Observed.of(max_over(reduced)(amax))
+    amax = max_over(reduced)(amax)
+    seen = Observed(amax, _hash(amax))
     return TensorState(jnp.zeros_like(state.scale), jnp.zeros_like(state.amax_history), seen)
 
 

@@ -221,6 +221,8 @@ def _configured(
             cut = cut_of(w, gather_axis, weight_spec, op="linear", name="gather_axis")
         weight = CodedWeight(w, None, CutWeight(cut, gather_axis))
     else:
+        if jnp.ndim(w) != 2:
+            raise ValueError(f"linear: w {w.shape} does not fit: it needs two axes; give w as [N, K]")
         if gather_axis is not None:
             cut = Cut.along(w, gather_axis, weight_spec, op="linear", name="gather_axis")
         else:
@@ -367,7 +369,9 @@ def _quantized(
 
 def _codes_of(config: _Config, w: CodedWeight, given: _Given, usage: Usage) -> tuple[Any, jax.Array | None]:
     """The codes that are there, or those of the array that is to be the weight."""
-    return (w.codes, None) if w.codes is not None else _quantized(config, w.sink, given, Role.WEIGHT, usage)
+    if w.codes is not None or w.sink is None:
+        return w.codes, None
+    return _quantized(config, w.sink, given, Role.WEIGHT, usage)
 
 
 def _observed(config: _Config, kept: _Kept, dy_amax: jax.Array | None) -> LinearState | None:

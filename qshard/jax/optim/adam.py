@@ -140,11 +140,11 @@ def adamw(
     decay = "none" if isinstance(weight_decay, int | float) and weight_decay == 0 else "decoupled"
 
     def init(params: Any) -> AdamState:
-        tree: Any
-        leaves, tree = jax.tree.flatten(params)
-        mu, nu = ([_zeros(p, dtype) for p in leaves] for dtype in dtypes)
-        master = [p.astype(jnp.float32) if masters and str(p.dtype) in _FLOATS_16 else None for p in leaves]
-        return AdamState(jnp.zeros((), jnp.int32), *(tree.unflatten(part) for part in (mu, nu, master)))
+        def master(p: jax.Array) -> jax.Array | None:
+            return p.astype(jnp.float32) if masters and str(p.dtype) in _FLOATS_16 else None
+
+        mu, nu = (jax.tree.map(functools.partial(_zeros, dtype=dtype), params) for dtype in dtypes)
+        return AdamState(jnp.zeros((), jnp.int32), mu, nu, jax.tree.map(master, params))
 
     def update(updates: Any, state: AdamState, params: Any = None) -> tuple[Any, AdamState]:
         count = jnp.where(state.count < jnp.iinfo(jnp.int32).max, state.count + 1, state.count)

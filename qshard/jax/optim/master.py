@@ -136,7 +136,8 @@ def join_pieces(
         there = lax.dynamic_slice(joined, (first[i],), (room,))
         return lax.dynamic_update_slice(joined, there | pieces[i], (first[i],))
 
-    return lax.fori_loop(0, count, join, whole)[:size].reshape(data_shape).view(fmt.data_dtype)
+    codes: jax.Array = lax.fori_loop(0, count, join, whole)[:size].reshape(data_shape)
+    return codes.view(fmt.data_dtype)
 
 
 def _words(numbers: Sequence[Start] | jax.Array, n: int) -> jax.Array:
