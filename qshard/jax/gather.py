@@ -18,7 +18,7 @@ from qshard.jax.array import Plane, QuantizedArray
 from qshard.jax.cuts import Cut, Spec
 from qshard.layout import code_columns, is_transposed, stored_block
 
-__all__ = ["CodedWeight", "CutWeight", "Shards", "cut_of", "gather"]
+__all__ = ["CodedWeight", "CutWeight", "Shards", "cut_of", "gather", "not_before"]
 
 
 def gather(q: QuantizedArray, axis_name: str, *, spec: Spec = None) -> QuantizedArray:
@@ -111,6 +111,18 @@ def cut_of(q: QuantizedArray, axis_name: str, spec: Spec, *, op: str, name: str)
     turned = is_transposed(q.format, usage)
     data = q.plane(usage).data
     return Cut.along(data, axis_name, spec, op=op, name=name, transposed_of=len(q.axes) if turned else None)
+
+
+def not_before(codes: Any, dy: jax.Array) -> tuple[Any, jax.Array]:
+    """Both as they are, but what is gathered of the codes exists only once `dy` does."""
+    leaves, structure = jax.tree.flatten(codes)
+    # A barrier makes all of its operands vary alike, and scales that shards have in common do not vary.
+    varying = [jax.typeof(leaf).manual_axis_type.varying for leaf in leaves]
+    late = [i for i, axes in enumerate(varying) if axes == varying[0]]
+    *shards, dy = lax.optimization_barrier((*(leaves[i] for i in late), dy))
+    for i, shard in zip(late, shards, strict=True):
+        leaves[i] = shard
+    return jax.tree.unflatten(structure, leaves), dy
 
 
 def _gather_plane(plane: Plane, fmt: Format, usage: Usage, axis_name: str, cut: Cut) -> Plane:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from qshard.formats import Format, Usage
 from qshard.jax.array import QuantizedArray, plane_values
-from qshard.jax.cuts import matrix_of
-from qshard.layout import is_transposed
+from qshard.jax.cuts import Spec, matrix_of, shaped, spec_of
+from qshard.layout import Shape, is_transposed
 
-__all__ = ["gemm", "multiplies_codes", "stored_for"]
+__all__ = ["gemm", "multiplies_codes", "row_product", "stored_for"]
 
 
 def multiplies_codes(a: Format, b: Format) -> bool:
@@ -81,6 +83,19 @@ def gemm(
         product = product.astype(jnp.float32)
     scaled: jax.Array = product * (a_plane.scale_inv * b_plane.scale_inv).astype(product.dtype)
     return scaled.astype(dtype)
+
+
+def row_product(
+    a: QuantizedArray, w: QuantizedArray, contracted: Usage, lead: Shape, *, precise: bool, out_sharding: Spec
+) -> jax.Array:
+    """The product of the rows `lead` of `a` and of w, without rows that a recipe has added, which no mesh cuts."""
+    padded = a.shape[:-1] != lead
+    if padded and out_sharding is not None:
+        last = (*spec_of(out_sharding, None), *[None] * len(lead))[len(lead)]
+        cut = PartitionSpec(None, last)
+        out_sharding = NamedSharding(out_sharding.mesh, cut) if isinstance(out_sharding, NamedSharding) else cut
+    product = gemm(a, Usage.ROWWISE, w, contracted, a.dtype, precise=precise, out_sharding=out_sharding)
+    return shaped(product[: math.prod(lead)], (*lead, product.shape[-1])) if padded else product
 
 
 def _values(q: QuantizedArray, stored: Usage, contracted: Usage) -> tuple[jax.Array, tuple[int, ...]]:

@@ -10,19 +10,18 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from qshard import pipeline
 from qshard.formats import Usage
 from qshard.jax import steps
 from qshard.jax.array import Plane, QuantizedArray
-from qshard.jax.cuts import AxisName, Cut, Spec, axes_of, cuts_rows, shaped, spec_of, vary_alike
+from qshard.jax.cuts import AxisName, Cut, Spec, axes_of, cuts_rows, vary_alike
 from qshard.jax.delayed import LinearState, TensorState, observe, scale_inv_of
-from qshard.jax.gather import CodedWeight, CutWeight, Shards, cut_of
-from qshard.jax.gemm import gemm, multiplies_codes, stored_for
+from qshard.jax.gather import CodedWeight, CutWeight, Shards, cut_of, not_before
+from qshard.jax.gemm import gemm, multiplies_codes, row_product, stored_for
 from qshard.jax.quantize import WeightScales, quantized
 from qshard.jax.words import Seed, seed_words, words_of
-from qshard.layout import Shape
 from qshard.recipes import ROLE_SEEDS, Recipe, Role
 
 __all__ = ["gathered_weight", "linear"]
@@ -278,7 +277,7 @@ def _forward(
     kept_w = wq  # To keep the whole weights of all layers until backward would undo FSDP.
     if w_kept and config.gathers and not config.reshard_after_forward:
         kept_w = whole if w_kept is rows else _whole(config, wq, w_kept)
-    y = _product(xq, whole, rows, x.shape[:-1], xq.dtype, precise=False, out_sharding=config.out_sharding)
+    y = row_product(xq, whole, rows, x.shape[:-1], precise=False, out_sharding=config.out_sharding)
     given = given._replace(scales=None)
     return y, _Kept(_only(xq, x_kept), _only(kept_w, w_kept), given, (x_amax, w_amax))
 
@@ -293,7 +292,7 @@ def _linear_bwd(config: _Config, kept: _Kept, dy: jax.Array) -> tuple[jax.Array,
     rows, columns = Usage.ROWWISE, Usage.COLUMNWISE
     if config.gathers and config.reshard_after_forward:
         # Without the barrier XLA sees one gather where two are written, and keeps its result from forward to backward.
-        wq, dy = _not_before(wq, dy)
+        wq, dy = not_before(wq, dy)
         wq = _whole(config, wq, _kept_plane(recipe, Role.WEIGHT))
     if multiplies_codes(wq.format, recipe.gradient) and wq.columnwise is None:
         turned = Plane(*pipeline.transposed(steps, wq.plane(rows), wq.format))
@@ -302,7 +301,7 @@ def _linear_bwd(config: _Config, kept: _Kept, dy: jax.Array) -> tuple[jax.Array,
     if config.learns:
         read |= stored_for(recipe.gradient, recipe.activation, columns)
     dyq, dy_amax = _quantized(config, dy, kept.given, Role.GRADIENT, read)
-    dx = _product(dyq, wq, columns, dy.shape[:-1], xq.dtype, precise=True, out_sharding=config.x_type)
+    dx = row_product(dyq, wq, columns, dy.shape[:-1], precise=True, out_sharding=config.x_type)
     dw = None
     if config.learns:
         dw = gemm(dyq, columns, xq, columns, wq.dtype, precise=True, out_sharding=config.w_type)
@@ -311,18 +310,6 @@ def _linear_bwd(config: _Config, kept: _Kept, dy: jax.Array) -> tuple[jax.Array,
 
 
 _linear.defvjp(_linear_fwd, _linear_bwd)
-
-
-def _not_before(codes: Any, dy: jax.Array) -> tuple[Any, jax.Array]:
-    """Both as they are, but what is gathered of the codes exists only once `dy` does."""
-    leaves, structure = jax.tree.flatten(codes)
-    # A barrier makes all of its operands vary alike, and scales that shards have in common do not vary.
-    varying = [jax.typeof(leaf).manual_axis_type.varying for leaf in leaves]
-    late = [i for i, axes in enumerate(varying) if axes == varying[0]]
-    *shards, dy = lax.optimization_barrier((*(leaves[i] for i in late), dy))
-    for i, shard in zip(late, shards, strict=True):
-        leaves[i] = shard
-    return jax.tree.unflatten(structure, leaves), dy
 
 
 def _kept_plane(recipe: Recipe, role: Role) -> Usage:
@@ -381,9 +368,8 @@ def _observed(config: _Config, kept: _Kept, dy_amax: jax.Array | None) -> Linear
         return None
     if w_amax is None:  # Of codes that came as such.
         w_amax = jnp.zeros_like(state.weight.observed.amax)
-    w_axes = config.cut.axes if config.cut.local else ()
     return LinearState(
-        weight=observe(state.weight, w_amax, w_axes),
+        weight=observe(state.weight, w_amax, config.cut.axes if config.cut.local else ()),
         activation=observe(state.activation, x_amax, config.axes),
         gradient=observe(state.gradient, dy_amax, config.axes),
     )
@@ -399,23 +385,3 @@ def _whole(config: _Config, codes: Any, usage: Usage) -> QuantizedArray:
             f"{config.recipe.weight}; quantize it to that"
         )
     return whole
-
-
-def _product(
-    a: QuantizedArray,
-    w: QuantizedArray,
-    contracted: Usage,
-    lead: Shape,
-    dtype: Any,
-    *,
-    precise: bool,
-    out_sharding: Spec,
-) -> jax.Array:
-    """The product of the rows `lead` of `a` and of w, without the rows that `_quantized` added, which no mesh cuts."""
-    padded = a.shape[:-1] != lead
-    if padded and out_sharding is not None:
-        last = (*spec_of(out_sharding, None), *[None] * len(lead))[len(lead)]
-        cut = PartitionSpec(None, last)
-        out_sharding = NamedSharding(out_sharding.mesh, cut) if isinstance(out_sharding, NamedSharding) else cut
-    product = gemm(a, Usage.ROWWISE, w, contracted, dtype, precise=precise, out_sharding=out_sharding)
-    return shaped(product[: math.prod(lead)], (*lead, product.shape[-1])) if padded else product
