@@ -11,12 +11,11 @@ from qshard.jax.delayed import (
     spread_states,
     update_delayed,
 )
-from qshard.jax.gather import gather
+from qshard.jax.gather import CodedWeight, Shards, gather
 from qshard.jax.linear import gathered_weight, linear
 from qshard.jax.optim.adam import adam, adamw
 from qshard.jax.optim.master import cast_master, join_pieces
 from qshard.jax.quantize import WeightScales, compute_scales, quantize
-from qshard.jax.weight import CodedWeight, Shards
 from qshard.jax.zero import ZeroPlan, plan_zero
 
 __all__ = [

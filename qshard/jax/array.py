@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,8 +64,19 @@ class QuantizedArray:
     columnwise: Plane | None = None
 
     def __str__(self) -> str:
-        planes = " and ".join(name for name in ("rowwise", "columnwise") if getattr(self, name) is not None)
+        planes = " and ".join(str(usage.name).lower() for usage in self.planes)
         return f"QuantizedArray({self.format}, {self.dtype}, {planes or 'no plane'})"
+
+    @property
+    def planes(self) -> dict[Usage, Plane]:
+        """The planes that it has."""
+        planes = {Usage.ROWWISE: self.rowwise, Usage.COLUMNWISE: self.columnwise}
+        return {usage: plane for usage, plane in planes.items() if plane is not None}
+
+    def with_planes(self, planes: Mapping[Usage, Plane]) -> QuantizedArray:
+        """The tensor with these planes alone."""
+        rowwise, columnwise = map(planes.get, Usage.BOTH.planes)
+        return dataclasses.replace(self, rowwise=rowwise, columnwise=columnwise)
 
     @property
     def shape(self) -> layout.Shape:
@@ -82,8 +94,7 @@ class QuantizedArray:
     @property
     def global_scale_inv(self) -> jax.Array | None:
         """That of the rowwise plane if there is one, else of the columnwise plane."""
-        either = self.rowwise or self.columnwise
-        return None if either is None else either.global_scale_inv
+        return next((plane.global_scale_inv for plane in self.planes.values()), None)
 
     def plane(self, usage: Usage) -> Plane:
         """The plane for one usage.
@@ -91,10 +102,9 @@ class QuantizedArray:
         Raises:
           ValueError: it is not there.
         """
-        plane = self.rowwise if usage is Usage.ROWWISE else self.columnwise
-        if plane is None:
+        if usage not in self.planes:
             raise ValueError(f"plane: usage ({usage}) is not among the planes of {self}; quantize with it")
-        return plane
+        return self.planes[usage]
 
     def dequantize(self, dtype: Any = None, *, usage: Usage | None = None) -> jax.Array:
         """The values `data * scale_inv`, rounded once to `dtype`.

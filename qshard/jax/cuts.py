@@ -1,19 +1,16 @@
 """Where an array is of a whole: how a tensor is cut over devices, and the blocks that its cuts run through.
 
-A `Cut` is made once, where a public function is called, and handed on from there.
-
 A block is quantized by whoever holds all of it. Where shards cut blocks, the unit is a *piece*: the largest divisor of
 a block that is not cut. Amaxes of pieces are merged into those of blocks, on every device, and each piece is cast with
-the scale of its block. Pieces are the only way of cutting blocks in JAX: they serve cuts of rows and of columns, in
-`shard_map` and where XLA cuts whole arrays. A flat slice, which is how ZeRO cuts masters, can be cut by neither
-columns nor XLA.
+the scale of its block. Pieces serve cuts of rows and of columns, in `shard_map` and where XLA cuts whole arrays; flat
+slices, which are how ZeRO cuts masters, serve neither columns nor XLA.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,15 +19,26 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from qshard.jax.amax import as_bits, as_float, max_over
-from qshard.jax.ops import names_of
+from qshard.jax.ops import names_of, reshaped
+from qshard.layout import Shape
 
-__all__ = ["AxisName", "Cut", "Spec", "axes_of", "cuts_rows", "matrix_of", "mesh_of", "shaped", "spec_of", "vary_alike"]
+__all__ = [
+    "AxisName",
+    "Cut",
+    "Spec",
+    "as_bits",
+    "as_float",
+    "axes_of",
+    "cuts_rows",
+    "matrix_of",
+    "max_over",
+    "shaped",
+    "spec_of",
+    "vary_alike",
+]
 
 AxisName = str | Sequence[str] | None
 Spec = PartitionSpec | NamedSharding | None
-Block = tuple[int, int]
-Size = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -39,14 +47,12 @@ class Cut:
 
     Attributes:
       entries: the mesh axes that cut each axis of the tensor; empty if nothing says how it is cut.
-      counts: how many shards they make along each axis.
       mesh: the mesh that has these axes.
       local: arrays in hand are shards, as in `shard_map`; else they are whole.
       own_blocks: blocks end where a shard ends, in `shard_map`; else they are those of the whole.
     """
 
     entries: tuple[tuple[str, ...], ...] = ()
-    counts: tuple[int, ...] = ()
     mesh: Any = None
     local: bool = False
     own_blocks: bool = False
@@ -68,7 +74,7 @@ class Cut:
         tensor has, if `x` has others.
         """
         mesh, local, ndim = mesh_of(x, spec), bool(axis_names), x.ndim if ndim is None else ndim
-        named = {name for entry in (() if spec is None else spec_of(spec, None)) for name in names_of(entry)}
+        named = {name for entry in spec_of(spec, None) for name in names_of(entry)}
         if mesh.explicit_axes and not local and named.isdisjoint(mesh.auto_axes):
             cut = jax.typeof(x).sharding.spec
         elif local or spec is not None:
@@ -78,8 +84,7 @@ class Cut:
         entries = [names_of(entry) for entry in (*cut, *[None] * ndim)[:ndim]]
         if local:
             entries = [tuple(name for name in names if name in axis_names) for names in entries]
-        counts = [math.prod(int(mesh.shape.get(name, 1)) for name in names) for names in entries]
-        return cls(tuple(entries), tuple(counts), mesh, local, own_blocks and local)
+        return cls(tuple(entries), mesh, local, own_blocks and local)
 
     @classmethod
     def along(
@@ -122,7 +127,11 @@ class Cut:
     @property
     def shards(self) -> tuple[int, int]:
         """How many shards the matrix has along each axis."""
-        return self.counts[0] if len(self.counts) > 1 else 1, self.counts[-1] if self.counts else 1
+        return self.count(self.row_axes), self.count(self.col_axes)
+
+    def count(self, axes: tuple[str, ...]) -> int:
+        """How many shards some mesh axes make."""
+        return math.prod(int(self.mesh.shape.get(name, 1)) for name in axes)
 
     @property
     def spec(self) -> PartitionSpec:
@@ -131,42 +140,37 @@ class Cut:
     @property
     def transposed(self) -> Cut:
         """That of the transpose of the matrix."""
-        return dataclasses.replace(self, entries=(self.col_axes, self.row_axes), counts=self.shards[::-1])
+        return dataclasses.replace(self, entries=(self.col_axes, self.row_axes))
 
-    def whole(self, shape: Size) -> Size:
+    def whole(self, shape: Shape) -> Shape:
         """The shape of the tensor whose blocks `x` `[*lead, K]` has: of the whole, unless shards have their own."""
         if not self.local or self.own_blocks or not shape:
             return shape
         (rows, cols), last = self.shards, len(shape) - 1
         return tuple(size * (cols if i == last else rows if i == 0 else 1) for i, size in enumerate(shape))
 
-    def pieces(self, shape: Size, block: Block) -> Block:
+    def pieces(self, shape: Shape, block: tuple[int, int]) -> tuple[int, int]:
         """The largest divisors of a block that no shard of a matrix cuts; `block` itself, if none is cut.
 
         An op on whole arrays is cut only if all its blocks are whole, so blocks at an edge count as cut too.
         """
         if self.own_blocks or self.shards == (1, 1):
             return block
-        if self.local:
-            mine = shape
-            broken = [n > 1 and size % unit > 0 for n, size, unit in zip(self.shards, mine, block, strict=True)]
-        else:
-            mine = tuple(-(-size // n) for size, n in zip(shape, self.shards, strict=True))
-            broken = [max(size % unit, all_ % unit) > 0 for size, all_, unit in zip(mine, shape, block, strict=True)]
-        gcds = (math.gcd(size, all_, unit) for size, all_, unit in zip(mine, shape, block, strict=True))
-        rows, cols = (gcd if cut else unit for gcd, cut, unit in zip(gcds, broken, block, strict=True))
+        parts = shape if self.local else tuple(-(-size // n) for size, n in zip(shape, self.shards, strict=True))
+        rows, cols = (
+            unit if self.local and n == 1 else math.gcd(part, size, unit)
+            for part, size, unit, n in zip(parts, shape, block, self.shards, strict=True)
+        )
         return rows, cols
 
-    def start(self, shape: Size) -> tuple[Any, Any]:
-        """Where a shard of this shape begins in the whole, in `shard_map`; else (0, 0)."""
-        if not self.local:
-            return 0, 0
+    def start(self, shape: Shape) -> tuple[Any, Any]:
+        """Where a shard of this shape begins in the whole, in `shard_map`."""
         return tuple(  # type: ignore[return-value]
             lax.axis_index(axes) * size if axes else 0
             for axes, size in zip((self.row_axes, self.col_axes), shape, strict=True)
         )
 
-    def merged(self, amax: jax.Array, parts: Size, *, reduce: bool = True) -> jax.Array:
+    def merged(self, amax: jax.Array, parts: Shape, *, reduce: bool = True) -> jax.Array:
         """The amaxes of the blocks of the whole from those of pieces, `parts` of them along each axis.
 
         On every device the same; in `shard_map` without `reduce`, what each shard has to say of it.
@@ -178,34 +182,44 @@ class Cut:
             bits = lax.dynamic_update_slice(whole, bits, self.start(bits.shape))
         else:
             bits = self.everywhere(bits)
-        padding = [(0, -size % part) for size, part in zip(bits.shape, parts, strict=True)]
-        padded = jnp.pad(bits, padding)
+        padded = jnp.pad(bits, [(0, -size % part) for size, part in zip(bits.shape, parts, strict=True)])
         rows, cols = (size // part for size, part in zip(padded.shape, parts, strict=True))
         merged = as_float(jnp.max(padded.reshape(rows, parts[0], cols, parts[1]), axis=(1, 3), initial=0))
         return max_over(self.axes)(merged) if self.local and reduce else merged
 
     def everywhere(self, x: Any) -> Any:
         """Arrays of small size, whole on every device and held there. In `shard_map`, they are as they are."""
-        if self.local or self.mesh is None or self.mesh.empty:
+        if self.local:
             return x
         pin = jax.sharding.reshard if self.mesh.explicit_axes else lax.with_sharding_constraint
         return jax.tree.map(lambda array: pin(array, NamedSharding(self.mesh, PartitionSpec())), x)
 
-    def of_pieces(self, grid: jax.Array, parts: Size, shape: Size) -> jax.Array:
+    def of_pieces(self, grid: jax.Array, parts: Shape, shape: Shape) -> jax.Array:
         """The value of its block for each piece of this shard, or of the whole: the inverse of `merged`."""
         fine = jnp.repeat(jnp.repeat(grid, parts[0], axis=0), parts[1], axis=1)
         if self.local:
             start = self.start(shape)
-            fine = jnp.pad(
-                fine, [(0, max(0, n * s - f)) for n, s, f in zip(self.shards, shape, fine.shape, strict=True)]
-            )
-            return lax.dynamic_slice(fine, start, shape)
+            missing = [(0, max(0, n * s - f)) for n, s, f in zip(self.shards, shape, fine.shape, strict=True)]
+            return lax.dynamic_slice(jnp.pad(fine, missing), start, shape)
         return fine[: shape[0], : shape[1]]
 
 
 def axes_of(axis_name: AxisName) -> tuple[str, ...]:
     """Mesh axes as a static argument."""
     return () if axis_name is None else (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+
+
+def max_over(axes: tuple[str, ...]) -> Callable[[jax.Array], jax.Array]:
+    """The maximum of fp32 amaxes over manual mesh axes, of their bits as integers: so it is exact, and NaN wins."""
+    return lambda amax: as_float(lax.pmax(as_bits(amax), axes)) if axes else amax
+
+
+def as_bits(amax: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(amax, jnp.int32)
+
+
+def as_float(bits: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def vary_alike(*arrays: jax.Array) -> tuple[jax.Array, ...]:
@@ -219,30 +233,20 @@ def matrix_of(x: jax.Array, added: int = 0) -> jax.Array:
     """`x` `[*lead, K]` as a matrix `[M, K]`, after `added` axes. On Explicit meshes, only its ends stay cut."""
     if x.ndim - added == 2:
         return x
-    front, own = x.shape[:added], x.shape[added:]
-    shape = (*front, math.prod(own[:-1]), own[-1] if own else 1)
-    sharding = jax.typeof(x).sharding
-    if not sharding.mesh.explicit_axes:
-        return x.reshape(shape)
-    entries = sharding.spec[added:]
-    first, last = (entries[0] if len(own) > 1 else None), (entries[-1] if own else None)
-    kept = (*sharding.spec[:added], *_ends(first, last, len(own)))
-    if PartitionSpec(*kept) != sharding.spec:
-        x = jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*kept)))
-    cut = PartitionSpec(*sharding.spec[:added], first, last)
-    return lax.reshape(x, shape, out_sharding=NamedSharding(sharding.mesh, cut))
+    front, own, sharding = x.shape[:added], x.shape[added:], jax.typeof(x).sharding
+    entries = sharding.spec
+    first, last = (entries[added] if len(own) > 1 else None), (entries[-1] if own else None)
+    kept = PartitionSpec(*entries[:added], *_ends(first, last, len(own)))
+    if kept != entries:
+        x = jax.sharding.reshard(x, NamedSharding(sharding.mesh, kept))
+    return reshaped(x, (*front, math.prod(own[:-1]), own[-1] if own else 1), (*entries[:added], first, last))
 
 
 def shaped(y: jax.Array, shape: tuple[int, ...], added: int = 0) -> jax.Array:
     """A matrix, or what has one value a block of it, in the shape of a tensor: the inverse of `matrix_of`."""
-    if y.shape == shape:
-        return y
-    sharding = jax.typeof(y).sharding
-    if not sharding.mesh.explicit_axes:
-        return y.reshape(shape)
-    first, last = sharding.spec[added:] if y.ndim - added == 2 else (None, None)
-    cut = PartitionSpec(*sharding.spec[:added], *_ends(first, last, len(shape) - added))
-    return lax.reshape(y, shape, out_sharding=NamedSharding(sharding.mesh, cut))
+    entries = jax.typeof(y).sharding.spec
+    first, last = entries[added:] if y.ndim - added == 2 else (None, None)
+    return reshaped(y, shape, (*entries[:added], *_ends(first, last, len(shape) - added)))
 
 
 def cuts_rows(x: jax.Array, spec: Spec = None) -> bool:

@@ -1,17 +1,16 @@
 """Delayed scaling: state that `linear` reads, amaxes that its gradient brings, and one update for all of a model.
 
-Amaxes leave a differentiated function in the cotangent of the state. It has the state's structure, so a state has a
-place for them, `observed`, which is zeros in the state itself; in the cotangent all else is zeros. Cotangents are
-summed, by JAX where one state serves two calls, by users over microbatches, and a sum of amaxes is no amax. So each one
-carries a *seal*, a hash of its bits. Nothing linear takes a sum, a mean or a multiple of sealed amaxes to a sealed one,
-but for what changes nothing, such as adding a zero. `update_delayed` refuses what is not sealed. Where amaxes must be
-merged, `merge_observed` and `spread_states` do it, by a maximum.
+Amaxes leave a differentiated function in the cotangent of the state, whose field `observed` is zeros in the state
+itself; in the cotangent all else is zeros. Cotangents are summed, by JAX where one state serves two calls, by users
+over microbatches, and a sum of amaxes is no amax. So each carries a *seal*, a hash of its bits: no sum, mean or
+multiple of sealed amaxes is sealed, but for what changes nothing, such as adding a zero. `update_delayed` refuses what
+is not sealed; `merge_observed` and `spread_states` take the maximum.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +20,8 @@ import numpy as np
 from jax import lax
 
 from qshard.formats import E4M3
-from qshard.jax import ops
-from qshard.jax.amax import as_bits, as_float, max_over
-from qshard.jax.cuts import vary_alike
+from qshard.jax import ops, steps
+from qshard.jax.cuts import AxisName, as_bits, as_float, axes_of, max_over
 from qshard.recipes import DelayedScaling, Role
 
 __all__ = [
@@ -51,10 +49,6 @@ class Observed:
 
     amax: jax.Array
     seal: jax.Array
-
-    @classmethod
-    def of(cls, amax: jax.Array) -> Observed:
-        return cls(amax, _hash(amax))
 
     @property
     def is_sealed(self) -> jax.Array:
@@ -97,11 +91,11 @@ def init_delayed(recipe: DelayedScaling, shape: Sequence[int] = ()) -> LinearSta
     >>> init_delayed(DelayedScaling(history=4), shape=(12,)).weight.amax_history.shape
     (12, 4)
     """
+    shapes = {name: (*shape, *own) for name, own in recipe.state_shapes.items()}
 
     def tensor() -> TensorState:
-        made = {name: jnp.zeros((*shape, *own), jnp.float32) for name, own in recipe.state_shapes.items()}
-        seen = Observed(jnp.zeros(tuple(shape), jnp.float32), jnp.zeros(tuple(shape), jnp.float32))
-        return TensorState(jnp.ones_like(made["scale"]), made["amax_history"], seen)
+        scale, history = jnp.ones(shapes["scale"], jnp.float32), jnp.zeros(shapes["amax_history"], jnp.float32)
+        return TensorState(scale, history, Observed(jnp.zeros_like(scale), jnp.zeros_like(scale)))
 
     return LinearState(tensor(), tensor(), tensor())
 
@@ -124,11 +118,12 @@ def observe(state: TensorState, amax: jax.Array, axes: tuple[str, ...]) -> Tenso
     own, shared = (jax.typeof(a).manual_axis_type.varying for a in (amax, state.scale))
     manual = kind.sharding.mesh.manual_axes
     reduced = tuple(sorted(own - shared)) if own else tuple(axis for axis in axes if axis in manual)
-    seen = Observed.of(max_over(reduced)(amax))
+    amax = max_over(reduced)(amax)
+    seen = Observed(amax, _hash(amax))
     return TensorState(jnp.zeros_like(state.scale), jnp.zeros_like(state.amax_history), seen)
 
 
-def update_delayed(states: Any, amaxes: Any, recipe: DelayedScaling, *, axis_name: str | Sequence[str] = ()) -> Any:
+def update_delayed(states: Any, amaxes: Any, recipe: DelayedScaling, *, axis_name: AxisName = ()) -> Any:
     """One step of delayed scaling for all tensors of a model, in one call of a kernel for each element format.
 
     A step whose amax is 0 changes nothing. Else the amax enters the history, the oldest leaves it, and `scale =
@@ -166,24 +161,24 @@ def update_delayed(states: Any, amaxes: Any, recipe: DelayedScaling, *, axis_nam
     structures: list[Any] = [jax.tree.structure(tree) for tree in (states, amaxes)]
     if structures[0] != structures[1]:
         raise ValueError("update_delayed: amaxes do not have the structure of states; give the gradient by states")
-    linears, structure = jax.tree.flatten(states, is_leaf=_is_linear)
-    if not all(map(_is_linear, linears)):
+    if not all(isinstance(leaf, LinearState) for leaf in jax.tree.leaves(states, is_leaf=_is(LinearState))):
         raise ValueError("update_delayed: states hold more than LinearStates; give those alone")
-    seen = jax.tree.leaves(amaxes, is_leaf=_is_linear)
-    axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
-    by_element: dict[str, list[Role]] = {}
-    for role in Role:
-        by_element.setdefault(recipe.format(role).element.name, []).append(role)
-    new: dict[Role, list[TensorState]] = {}
-    for element, roles in by_element.items():
-        of_roles = [
-            [(getattr(s, r.value), getattr(a, r.value).observed) for s, a in zip(linears, seen, strict=True)]
-            for r in roles
-        ]
-        updated = _update([pair for pairs in of_roles for pair in pairs], element, recipe, axes)
-        new |= {role: updated[i * len(linears) : (i + 1) * len(linears)] for i, role in enumerate(roles)}
-    merged = [LinearState(**{role.value: new[role][i] for role in Role}) for i in range(len(linears))]
-    return jax.tree.unflatten(structure, merged)
+    tensors, structure = jax.tree.flatten(states, is_leaf=_is(TensorState))
+    seen = [tensor.observed for tensor in jax.tree.leaves(amaxes, is_leaf=_is(TensorState))]
+    # The tensors of a LinearState are in the order of `Role`.
+    elements = [recipe.format(role).element.name for role in Role] * (len(tensors) // len(Role))
+    new: dict[int, TensorState] = {}
+    for element in dict.fromkeys(elements):
+        chosen = [i for i, each in enumerate(elements) if each == element]
+        pairs = [(tensors[i], seen[i]) for i in chosen]
+        states, sealed = _updated(pairs, element, recipe, axes_of(axis_name))
+        if not isinstance(sealed, jax.core.Tracer) and not sealed:
+            raise ValueError(
+                "update_delayed: amaxes are not as linear gave them, but summed, averaged, scaled or rounded; merge "
+                "those of microbatches with merge_observed, and give calls that share a state copies by spread_states"
+            )
+        new |= zip(chosen, states, strict=True)
+    return jax.tree.unflatten(structure, [new[i] for i in range(len(tensors))])
 
 
 def merge_observed(a: Any, b: Any) -> Any:
@@ -202,7 +197,7 @@ def merge_observed(a: Any, b: Any) -> Any:
     >>> merge_observed(zeros, zeros).weight.observed.amax
     Array(0., dtype=float32)
     """
-    return jax.tree.map(_larger, a, b, is_leaf=lambda node: isinstance(node, Observed))
+    return jax.tree.map(_larger, a, b, is_leaf=_is(Observed))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -231,8 +226,8 @@ def _merged_copies(copies: int, _: None, amaxes: Any) -> tuple[Any]:
 spread_states.defvjp(lambda states, copies: (spread_states(states, copies), None), _merged_copies)
 
 
-def _is_linear(node: Any) -> bool:
-    return isinstance(node, LinearState)
+def _is(kind: type) -> Callable[[Any], bool]:
+    return lambda node: isinstance(node, kind)
 
 
 def _hash(amax: jax.Array) -> jax.Array:
@@ -258,22 +253,21 @@ def _updated(
     pairs: list[tuple[TensorState, Observed]], element: str, recipe: DelayedScaling, axes: tuple[str, ...]
 ) -> tuple[list[TensorState], jax.Array]:
     """The new states, and whether each amax was sealed."""
-    length = recipe.history
-    scale = jnp.concatenate(vary_alike(*(state.scale.reshape(-1) for state, _ in pairs)))
-    history = jnp.concatenate(vary_alike(*(state.amax_history.reshape(-1, length) for state, _ in pairs)))
-    amax = jnp.concatenate(vary_alike(*(seen.amax.reshape(-1) for _, seen in pairs)))
-    sealed = jnp.concatenate(vary_alike(*(seen.is_sealed.reshape(-1) for _, seen in pairs)))
+
+    def joined(arrays: Iterable[jax.Array], *axes: int) -> jax.Array:
+        return steps.joined([array.reshape(-1, *axes) for array in arrays])
+
+    scale = joined(state.scale for state, _ in pairs)
+    history = joined((state.amax_history for state, _ in pairs), recipe.history)
+    amax = joined(seen.amax for _, seen in pairs)
+    sealed = joined(seen.is_sealed for _, seen in pairs)
     # A mark that no amax has, and that an integer maximum keeps.
     broken = np.int32(0x7FFFFFFF)
     amax = max_over(axes)(as_float(jnp.where(sealed, as_bits(amax), broken)))
     sealed = as_bits(amax) != broken
+    most_recent = recipe.algorithm == "most_recent"
     history, scale, _ = ops.update_delayed_scale(
-        amax,
-        history,
-        scale,
-        element=element,
-        margin=recipe.margin,
-        most_recent=recipe.algorithm == "most_recent",
+        amax, history, scale, element=element, margin=recipe.margin, most_recent=most_recent
     )
     scale = jnp.where(sealed, scale, jnp.nan)
     sizes = np.cumsum([state.scale.size for state, _ in pairs])[:-1]
@@ -283,18 +277,3 @@ def _updated(
         for (state, _), (s, h) in zip(pairs, parts, strict=True)
     ]
     return states, jnp.all(sealed)
-
-
-def _update(
-    pairs: list[tuple[TensorState, Observed]], element: str, recipe: DelayedScaling, axes: tuple[str, ...]
-) -> list[TensorState]:
-    if not pairs:
-        return []
-    states: list[TensorState]
-    states, sealed = _updated(pairs, element, recipe, axes)
-    if not isinstance(sealed, jax.core.Tracer) and not sealed:
-        raise ValueError(
-            "update_delayed: amaxes are not as linear gave them, but summed, averaged, scaled or rounded; "
-            "merge those of microbatches with merge_observed, and give calls that share a state copies by spread_states"
-        )
-    return states

@@ -1,10 +1,12 @@
-"""`gather`: the whole of a weight that FSDP has cut, by moving its codes."""
+"""`gather`: the whole of a weight that FSDP has cut, by moving its codes; and weights as `linear` takes them."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +18,7 @@ from qshard.jax.array import Plane, QuantizedArray
 from qshard.jax.cuts import Cut, Spec
 from qshard.layout import code_columns, is_transposed, stored_block
 
-__all__ = ["cut_of", "gather", "gather_cut", "scatter_gradient"]
+__all__ = ["CodedWeight", "CutWeight", "Shards", "cut_of", "gather", "not_before"]
 
 
 def gather(q: QuantizedArray, axis_name: str, *, spec: Spec = None) -> QuantizedArray:
@@ -44,21 +46,63 @@ def gather(q: QuantizedArray, axis_name: str, *, spec: Spec = None) -> Quantized
     >>> gather(quantize(w, FP8_E4M3), "fsdp").rowwise.data.sharding.is_fully_replicated
     True
     """
-    if q.rowwise is None and q.columnwise is None:
+    if not q.planes:
         raise ValueError(f"gather: {q} holds nothing to gather; quantize with a usage")
-    return gather_cut(q, axis_name, cut_of(q, axis_name, spec, op="gather", name="axis_name"))
+    return CutWeight(cut_of(q, axis_name, spec, op="gather", name="axis_name"), axis_name).gather(q)
 
 
-def gather_cut(q: QuantizedArray, axis_name: str, cut: Cut) -> QuantizedArray:
-    """`gather` of a tensor that is cut so."""
-    planes: dict[str, Any] = {}
-    for usage in Usage.BOTH.planes:
-        name = str(usage.name).lower()
-        if (plane := getattr(q, name)) is not None:
-            turned = is_transposed(q.format, usage)
-            own = _transposed(cut, axis_name) if turned else cut
-            planes[name] = _gather_plane(plane, q.format, usage, axis_name, own)
-    return dataclasses.replace(q, **planes)
+class Shards(Protocol):
+    """How a weight lies over devices; hashable, as it is static."""
+
+    def gather(self, codes: Any) -> QuantizedArray:
+        """The whole weight, of what one device has of it."""
+
+    def scatter(self, gradient: jax.Array) -> jax.Array:
+        """What one device keeps of the gradient of the whole weight."""
+
+
+@dataclass(frozen=True)
+class CutWeight:
+    """`Shards` of a weight that FSDP has cut along a mesh axis, or that is whole (None)."""
+
+    cut: Cut
+    axis: str | None
+
+    def gather(self, codes: QuantizedArray) -> QuantizedArray:
+        if self.axis is None:
+            return codes
+        planes = {}
+        for usage, plane in codes.planes.items():
+            cut = _transposed(self.cut, self.axis) if is_transposed(codes.format, usage) else self.cut
+            planes[usage] = _gather_plane(plane, codes.format, usage, self.axis, cut)
+        return codes.with_planes(planes)
+
+    def scatter(self, gradient: jax.Array) -> jax.Array:
+        """Summed over devices and cut as the weight is. On Explicit meshes its type says that."""
+        cut, made = self.cut, gradient
+        if cut.local and self.axis is not None and not cut.mesh.explicit_axes:
+            made = lax.psum_scatter(made, self.axis, scatter_dimension=_cut_axis(self.axis, cut), tiled=True)
+        elif cut.entries and not cut.mesh.explicit_axes:
+            made = lax.with_sharding_constraint(made, NamedSharding(cut.mesh, cut.spec))
+        return made
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["codes", "sink"], meta_fields=["shards"])
+@dataclass(frozen=True, eq=False)
+class CodedWeight:
+    """A weight `[N, K]` for `linear` that is codes already, and where its gradient goes.
+
+    Attributes:
+      codes: a `QuantizedArray` of the whole weight; or a pytree that `shards.gather` makes one of, which `linear` then
+        calls in the forward and again in the backward pass.
+      sink: an array. The gradient with respect to it is `shards.scatter` of that of the whole weight; the values of it
+        are not used. None: the weight has no gradient.
+      shards: static.
+    """
+
+    codes: Any
+    sink: jax.Array | None
+    shards: Shards
 
 
 def cut_of(q: QuantizedArray, axis_name: str, spec: Spec, *, op: str, name: str) -> Cut:
@@ -69,51 +113,50 @@ def cut_of(q: QuantizedArray, axis_name: str, spec: Spec, *, op: str, name: str)
     return Cut.along(data, axis_name, spec, op=op, name=name, transposed_of=len(q.axes) if turned else None)
 
 
+def not_before(codes: Any, dy: jax.Array) -> tuple[Any, jax.Array]:
+    """Both as they are, but what is gathered of the codes exists only once `dy` does."""
+    leaves, structure = jax.tree.flatten(codes)
+    # A barrier makes all of its operands vary alike, and scales that shards have in common do not vary.
+    varying = [jax.typeof(leaf).manual_axis_type.varying for leaf in leaves]
+    late = [i for i, axes in enumerate(varying) if axes == varying[0]]
+    *shards, dy = lax.optimization_barrier((*(leaves[i] for i in late), dy))
+    for i, shard in zip(late, shards, strict=True):
+        leaves[i] = shard
+    return jax.tree.unflatten(structure, leaves), dy
+
+
 def _gather_plane(plane: Plane, fmt: Format, usage: Usage, axis_name: str, cut: Cut) -> Plane:
     """`gather` of one plane, whose data is cut so."""
-    data = plane.data
+    (data, grid, global_scale_inv), block = plane, stored_block(fmt, usage)
     axis = _cut_axis(axis_name, cut)
-    scale_inv, global_scale_inv = plane.scale_inv, plane.global_scale_inv
-    block = stored_block(fmt, usage)
-    if block is not None:
-        grid = plane.scale_inv
-        by_rows = grid.ndim == data.ndim
-        grid_axis = axis if by_rows else (0 if axis == 0 else grid.ndim - 1)
-        unit = block[1] if axis == data.ndim - 1 else block[0]
-        size = _size_along(data, axis, fmt)
-        shards = cut.mesh.shape[axis_name]
-        mine = size if cut.local else -(-size // cut.counts[axis])
-        if mine % unit == 0 or shards == 1:
-            ends = dataclasses.replace(cut, entries=(cut.entries[0], cut.entries[-1])[-grid.ndim :])
-            scale_inv = _gather_array(grid, axis_name, grid_axis, cut if by_rows else ends)
-        elif cut.local:
-            whole = -(-size * shards // unit)
-            if grid.shape[grid_axis] != whole:
-                raise ValueError(_own_scales(axis_name, f"of shape {grid.shape}"))
-            _check_shared(grid, axis_name)
+    in_rows = axis == data.ndim - 1
+    if block is None:
+        _check_shared(grid, axis_name)
     else:
-        _check_shared(scale_inv, axis_name)
-    if global_scale_inv is not None and global_scale_inv.ndim == data.ndim - 1 > 0:  # One a row.
-        if axis != data.ndim - 1:
-            by_row = dataclasses.replace(cut, entries=cut.entries[:-1])
-            global_scale_inv = _gather_array(global_scale_inv, axis_name, axis, by_row)
+        size = code_columns(fmt, data.shape[-1]) if in_rows else math.prod(data.shape[axis:-1])
+        mine = size if cut.local else -(-size // cut.count(cut.entries[axis]))
+        unit, shards = block[1] if in_rows else block[0], cut.mesh.shape[axis_name]
+        if mine % unit == 0 or shards == 1:
+            ends = (cut.entries[0], cut.entries[-1])[-grid.ndim :]
+            grid_cut = cut if grid.ndim == data.ndim else dataclasses.replace(cut, entries=ends)
+            grid = _gather_array(grid, axis_name, grid_cut)
+        elif cut.local:
+            fits = grid.shape[-1 if in_rows else axis] == -(-size * shards // unit)
+            _check_shared(grid, axis_name, fits)
+    if global_scale_inv is not None and fmt.scaling.global_scale == "row" and not in_rows:
+        by_row = dataclasses.replace(cut, entries=cut.entries[:-1])
+        global_scale_inv = _gather_array(global_scale_inv, axis_name, by_row)
     elif global_scale_inv is not None:
         _check_shared(global_scale_inv, axis_name)
-    return Plane(_gather_array(data, axis_name, axis, cut), scale_inv, global_scale_inv)
+    return Plane(_gather_array(data, axis_name, cut), grid, global_scale_inv)
 
 
-def _size_along(data: jax.Array, axis: int, fmt: Format) -> int:
-    """How many elements of the tensor lie along an axis of a plane's data; those of leading axes are rows together."""
-    if axis == data.ndim - 1:
-        return code_columns(fmt, data.shape[-1])
-    return math.prod(data.shape[axis:-1])
-
-
-def _gather_array(x: jax.Array, axis_name: str, axis: int, cut: Cut) -> jax.Array:
+def _gather_array(x: jax.Array, axis_name: str, cut: Cut) -> jax.Array:
     """All of `x` along one of the mesh axes that cut it: moved and pinned as integers."""
     bits = lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
     if cut.local:
-        return lax.bitcast_convert_type(lax.all_gather(bits, axis_name, axis=axis, tiled=True), x.dtype)
+        bits = lax.all_gather(bits, axis_name, axis=_cut_axis(axis_name, cut), tiled=True)
+        return lax.bitcast_convert_type(bits, x.dtype)
     entries = tuple(tuple(name for name in names if name != axis_name) for names in cut.entries)
     whole = NamedSharding(cut.mesh, dataclasses.replace(cut, entries=entries).spec)
     if axis_name in cut.mesh.explicit_axes:
@@ -124,29 +167,14 @@ def _gather_array(x: jax.Array, axis_name: str, axis: int, cut: Cut) -> jax.Arra
     return lax.bitcast_convert_type(bits, x.dtype)
 
 
-def _check_shared(scale: jax.Array, axis_name: str) -> None:
-    """Raises unless a scale that is not gathered is the same on all devices, as far as its type tells."""
-    if axis_name in jax.typeof(scale).manual_axis_type.varying:
-        raise ValueError(_own_scales(axis_name, f"varying over {axis_name!r}"))
-
-
-def _own_scales(axis_name: str, what: str) -> str:
-    return (
-        f"gather: scale_inv ({what}) is not one scale for the whole tensor; "
-        f"quantize with axis_name={axis_name!r}, or give it the scales"
-    )
-
-
-def scatter_gradient(dw: jax.Array, axis_name: str | None, cut: Cut) -> jax.Array:
-    """The gradient of a weight, summed over devices and cut as the weight is. On Explicit meshes its type says that."""
-    if not cut.entries or cut.mesh.explicit_axes:
-        return dw
-    if cut.local and axis_name is not None:
-        axis = _cut_axis(axis_name, cut)
-        scattered: jax.Array = lax.psum_scatter(dw, axis_name, scatter_dimension=axis, tiled=True)
-        return scattered
-    constrained: jax.Array = lax.with_sharding_constraint(dw, NamedSharding(cut.mesh, cut.spec))
-    return constrained
+def _check_shared(scale: jax.Array, axis_name: str, fits: bool = True) -> None:
+    """Raises unless a scale that is not gathered fits and is the same on all devices, as far as its type tells."""
+    if not fits or axis_name in jax.typeof(scale).manual_axis_type.varying:
+        what = f"varying over {axis_name!r}" if fits else f"of shape {scale.shape}"
+        raise ValueError(
+            f"gather: scale_inv ({what}) is not one scale for the whole tensor; "
+            f"quantize with axis_name={axis_name!r}, or give it the scales"
+        )
 
 
 def _transposed(cut: Cut, axis_name: str) -> Cut:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from dataclasses import dataclass
@@ -11,20 +10,18 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from qshard import pipeline
-from qshard.formats import Format, Usage
+from qshard.formats import Usage
 from qshard.jax import steps
 from qshard.jax.array import Plane, QuantizedArray
-from qshard.jax.cuts import AxisName, Cut, Spec, axes_of, cuts_rows, matrix_of, shaped, spec_of, vary_alike
+from qshard.jax.cuts import AxisName, Cut, Spec, axes_of, cuts_rows, vary_alike
 from qshard.jax.delayed import LinearState, TensorState, observe, scale_inv_of
-from qshard.jax.gather import cut_of
-from qshard.jax.gemm import Side, gemm, multiplies_codes, stored_for
-from qshard.jax.quantize import WeightScales, check_float, draws_of, quantized, quantized_delayed
-from qshard.jax.weight import CodedWeight, CutWeight, Shards
+from qshard.jax.gather import CodedWeight, CutWeight, Shards, cut_of, not_before
+from qshard.jax.gemm import gemm, multiplies_codes, row_product, stored_for
+from qshard.jax.quantize import WeightScales, quantized
 from qshard.jax.words import Seed, seed_words, words_of
-from qshard.layout import Shape
 from qshard.recipes import ROLE_SEEDS, Recipe, Role
 
 __all__ = ["gathered_weight", "linear"]
@@ -35,17 +32,16 @@ class _Config:
     """What is static in a call of `linear`.
 
     Attributes:
-      cut: how a weight that is not codes yet is cut.
-      shards: of the weight.
+      cut: how the weight is cut, if it is not codes yet.
       gathers: whether what one device has of its codes must be gathered.
       learns: whether it has a gradient.
-      axes: in `shard_map`, the mesh axes along which the first axis of x is cut.
       x_type, w_type: of the gradients, on Explicit meshes.
+      axes: in `shard_map`, the mesh axes along which the first axis of x is cut.
     """
 
     recipe: Recipe
-    cut: Cut
     shards: Shards
+    cut: Cut
     gathers: bool
     learns: bool
     w_type: NamedSharding | None
@@ -197,52 +193,45 @@ def gathered_weight(
 def _checked_linear(
     x: jax.Array, w: Any, given: _Given, *, recipe: Recipe, weight_spec: Spec, gather_axis: str | None, **options: Any
 ) -> jax.Array:
-    check_float("linear", "x", x)
-    config, sink, codes = _configured(w, given, recipe, weight_spec, gather_axis)
-    config = dataclasses.replace(config, x_type=_explicit_type(x), **options)
+    config, weight = _configured(w, given, recipe, weight_spec, gather_axis, x_type=_explicit_type(x), **options)
     # In shard_map, an operand that varies over fewer axes is cast to vary out here, where JAX sums its gradient.
-    x, *sinks = vary_alike(x, *(() if sink is None else (sink,)))
-    return _linear(config, x, sinks[0] if sinks else None, codes, given)
+    x, *sink = vary_alike(x, *jax.tree.leaves(weight.sink))
+    return _linear(config, x, CodedWeight(weight.codes, sink[0] if sink else None, weight.shards), given)
 
 
 @functools.partial(jax.jit, static_argnames=("recipe", "weight_spec", "gather_axis"), inline=True)
 def _checked_weight(
     w: Any, given: _Given, *, recipe: Recipe, weight_spec: Spec, gather_axis: str | None
 ) -> QuantizedArray:
-    config, w, codes = _configured(w, given, recipe, weight_spec, gather_axis)
-    return _whole(config, _codes_of(config, w, codes, given, Usage.ROWWISE)[0], Usage.ROWWISE)
+    config, weight = _configured(w, given, recipe, weight_spec, gather_axis)
+    return _whole(config, _codes_of(config, weight, given, Usage.ROWWISE)[0], Usage.ROWWISE)
 
 
 def _configured(
-    w: Any, given: _Given, recipe: Recipe, weight_spec: Spec, gather_axis: str | None
-) -> tuple[_Config, jax.Array | None, Any]:
-    """Decides where the weight is of a whole. With the array its gradient goes to, and its codes if it is some."""
+    w: Any, given: _Given, recipe: Recipe, weight_spec: Spec, gather_axis: str | None, **options: Any
+) -> tuple[_Config, CodedWeight]:
+    """Decides where the weight is of a whole. An array becomes a weight without codes yet, and its own sink."""
     _check_given(recipe, given)
+    w_type, gathers, cut = None, gather_axis is not None, Cut()
     if isinstance(w, CodedWeight):
-        gathers = not isinstance(w.codes, QuantizedArray)
-        config = _Config(
-            recipe=recipe, cut=Cut(), shards=w.shards, gathers=gathers, learns=w.sink is not None, w_type=None
-        )
-        return config, w.sink, w.codes
-    coded = isinstance(w, QuantizedArray)
-    if not coded:
-        check_float("linear", "w", w)
-        if w.ndim != 2:
-            raise ValueError(f"linear: w {w.shape} does not fit: it needs two axes; give w as [N, K]")
-    if gather_axis is not None:
-        along = cut_of if coded else Cut.along
-        cut = along(w, gather_axis, weight_spec, op="linear", name="gather_axis")
+        weight, gathers = w, not isinstance(w.codes, QuantizedArray)
+    elif isinstance(w, QuantizedArray):
+        if gather_axis is not None:
+            cut = cut_of(w, gather_axis, weight_spec, op="linear", name="gather_axis")
+        weight = CodedWeight(w, None, CutWeight(cut, gather_axis))
     else:
-        cut = Cut() if coded else Cut.of(w, (), weight_spec)
+        if jnp.ndim(w) != 2:
+            raise ValueError(f"linear: w {w.shape} does not fit: it needs two axes; give w as [N, K]")
+        if gather_axis is not None:
+            cut = Cut.along(w, gather_axis, weight_spec, op="linear", name="gather_axis")
+        else:
+            cut = Cut.of(w, (), weight_spec)
+        weight, w_type = CodedWeight(None, w, CutWeight(cut, gather_axis)), _explicit_type(w)
+    learns = weight.sink is not None
     config = _Config(
-        recipe=recipe,
-        cut=cut,
-        shards=CutWeight(cut, gather_axis),
-        gathers=gather_axis is not None,
-        learns=not coded,
-        w_type=None if coded else _explicit_type(w),
+        recipe=recipe, shards=weight.shards, cut=cut, gathers=gathers, learns=learns, w_type=w_type, **options
     )
-    return config, None if coded else w, w if coded else None
+    return config, weight
 
 
 def _explicit_type(x: jax.Array) -> NamedSharding | None:
@@ -271,65 +260,56 @@ def _check_given(recipe: Recipe, given: _Given) -> None:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _linear(config: _Config, x: jax.Array, w: jax.Array | None, codes: Any, given: _Given) -> jax.Array:
-    """`w` is the weight, or, of a weight that is `codes` already, what its gradient goes to."""
-    xq, _ = _quantized(config, x, given, Role.ACTIVATION, Usage.ROWWISE)
-    wq, _ = _codes_of(config, w, codes, given, Usage.ROWWISE)
-    return _product(config, xq, _whole(config, wq, Usage.ROWWISE), x.shape)
+def _linear(config: _Config, x: jax.Array, w: CodedWeight, given: _Given) -> jax.Array:
+    return _forward(config, x, w, given, Usage(0), Usage(0))[0]
 
 
-def _linear_fwd(
-    config: _Config, x: jax.Array, w: jax.Array | None, codes: Any, given: _Given
+def _forward(
+    config: _Config, x: jax.Array, w: CodedWeight, given: _Given, x_kept: Usage, w_kept: Usage
 ) -> tuple[jax.Array, _Kept]:
-    x_kept, w_kept = (_kept_plane(config.recipe, role) for role in (Role.ACTIVATION, Role.WEIGHT))
-    x_kept = x_kept if config.learns else Usage(0)
-    xq, x_amax = _quantized(config, x, given, Role.ACTIVATION, Usage.ROWWISE | x_kept)
-    wq, w_amax = _codes_of(config, w, codes, given, Usage.ROWWISE | w_kept)
-    whole = _whole(config, wq, Usage.ROWWISE)
+    """The product, and the planes to keep."""
+    rows = Usage.ROWWISE
+    xq, x_amax = _quantized(config, x, given, Role.ACTIVATION, rows | x_kept)
+    wq, w_amax = _codes_of(config, w, given, rows | w_kept)
+    whole = _whole(config, wq, rows)
+    if not x.shape or len(whole.axes) != 2 or x.shape[-1] != whole.shape[1]:
+        raise ValueError(f"linear: w {whole.shape} does not fit x {x.shape}; give w as [N, K] and x as [*lead, K]")
     kept_w = wq  # To keep the whole weights of all layers until backward would undo FSDP.
-    if config.gathers and not config.reshard_after_forward:
-        kept_w = whole if w_kept is Usage.ROWWISE else _whole(config, wq, w_kept)
-    y = _product(config, xq, whole, x.shape)
+    if w_kept and config.gathers and not config.reshard_after_forward:
+        kept_w = whole if w_kept is rows else _whole(config, wq, w_kept)
+    y = row_product(xq, whole, rows, x.shape[:-1], precise=False, out_sharding=config.out_sharding)
     given = given._replace(scales=None)
     return y, _Kept(_only(xq, x_kept), _only(kept_w, w_kept), given, (x_amax, w_amax))
 
 
-def _linear_bwd(config: _Config, kept: _Kept, dy: jax.Array) -> tuple[jax.Array, jax.Array | None, None, _Given]:
+def _linear_fwd(config: _Config, x: jax.Array, w: CodedWeight, given: _Given) -> tuple[jax.Array, _Kept]:
+    x_kept, w_kept = (_kept_plane(config.recipe, role) for role in (Role.ACTIVATION, Role.WEIGHT))
+    return _forward(config, x, w, given, x_kept if config.learns else Usage(0), w_kept)
+
+
+def _linear_bwd(config: _Config, kept: _Kept, dy: jax.Array) -> tuple[jax.Array, CodedWeight, _Given]:
     recipe, xq, wq = config.recipe, kept.x, kept.w
+    rows, columns = Usage.ROWWISE, Usage.COLUMNWISE
     if config.gathers and config.reshard_after_forward:
         # Without the barrier XLA sees one gather where two are written, and keeps its result from forward to backward.
-        wq, dy = _not_before(wq, dy)
+        wq, dy = not_before(wq, dy)
         wq = _whole(config, wq, _kept_plane(recipe, Role.WEIGHT))
     if multiplies_codes(wq.format, recipe.gradient) and wq.columnwise is None:
-        parts = pipeline.transposed(steps, wq.plane(Usage.ROWWISE), wq.format)
-        wq = dataclasses.replace(wq, columnwise=Plane(*parts))
-    rows, columns = Usage.ROWWISE, Usage.COLUMNWISE
+        turned = Plane(*pipeline.transposed(steps, wq.plane(rows), wq.format))
+        wq = wq.with_planes({columns: turned})
     read = stored_for(recipe.gradient, recipe.weight, rows)
     if config.learns:
         read |= stored_for(recipe.gradient, recipe.activation, columns)
     dyq, dy_amax = _quantized(config, dy, kept.given, Role.GRADIENT, read)
-    lead = dy.shape[:-1]
-    dx = _of_rows(Side(dyq, rows), Side(wq, columns), lead, xq.dtype, precise=True, out_sharding=config.x_type)
+    dx = row_product(dyq, wq, columns, dy.shape[:-1], precise=True, out_sharding=config.x_type)
     dw = None
     if config.learns:
-        dw = gemm(Side(dyq, columns), Side(xq, columns), wq.dtype, precise=True, out_sharding=config.w_type)
+        dw = gemm(dyq, columns, xq, columns, wq.dtype, precise=True, out_sharding=config.w_type)
         dw = config.shards.scatter(dw)
-    return dx, dw, None, _Given(None, None, _observed(config, kept, dy_amax))
+    return dx, CodedWeight(None, dw, config.shards), _Given(None, None, _observed(config, kept, dy_amax))
 
 
 _linear.defvjp(_linear_fwd, _linear_bwd)
-
-
-def _not_before(codes: Any, dy: jax.Array) -> tuple[Any, jax.Array]:
-    """Both as they are, but what is gathered of the codes exists only once `dy` does."""
-    leaves, structure = jax.tree.flatten(codes)
-    # A barrier makes all of its operands vary alike, and scales that shards have in common do not vary.
-    varying = [jax.typeof(leaf).manual_axis_type.varying for leaf in leaves]
-    late = [i for i, axes in enumerate(varying) if axes == varying[0]]
-    *shards, dy = lax.optimization_barrier((*(leaves[i] for i in late), dy))
-    for i, shard in zip(late, shards, strict=True):
-        leaves[i] = shard
-    return jax.tree.unflatten(structure, leaves), dy
 
 
 def _kept_plane(recipe: Recipe, role: Role) -> Usage:
@@ -348,53 +328,37 @@ def _only(codes: Any, usage: Usage) -> Any:
     """The planes of a tensor that are in `usage`. What is no tensor yet stays as it is."""
     if not isinstance(codes, QuantizedArray):
         return codes
-    dropped: dict[str, Any] = {str(each.name).lower(): None for each in Usage.BOTH.planes if each not in usage}
-    return dataclasses.replace(codes, **dropped)
-
-
-def _draws(given: _Given, role: Role, fmt: Format, cut: Cut, shape: Shape) -> pipeline.Draws | None:
-    seed = given.seed
-    if seed is None or not fmt.stochastic:
-        return None
-    return draws_of(seed ^ words_of(ROLE_SEEDS[role]).view(seed.dtype), fmt, cut, shape)
+    return codes.with_planes({each: plane for each, plane in codes.planes.items() if each in usage})
 
 
 def _quantized(
     config: _Config, x: jax.Array, given: _Given, role: Role, usage: Usage
 ) -> tuple[QuantizedArray, jax.Array | None]:
-    """x or dy, and, of delayed scaling, the amax as each device knows it.
+    """The codes of x, w or dy, and, of delayed scaling, the amax as each device knows it.
 
-    A matrix in place of x or dy, with more rows, where the recipe adds some and no mesh may cut them.
+    Those of a matrix with more rows, where the recipe adds some and no mesh may cut them.
     """
-    fmt = config.recipe.format(role)
-    if given.state is not None:
-        return _quantized_delayed(x, fmt, usage, getattr(given.state, role.value))
-    # Blocks are those of a shard: what it multiplies is its own.
-    cut = Cut.of(x, config.axes, own_blocks=True)
-    draws = _draws(given, role, fmt, cut, x.shape)
+    fmt, seed, weight = config.recipe.format(role), given.seed, role is Role.WEIGHT
+    scales, delayed = given.scales if weight else None, given.state is not None
+    if delayed:
+        state: TensorState = getattr(given.state, role.value)
+        scales = WeightScales(state.scale, scale_inv_of(state))
+    # Blocks of x and dy are those of a shard: what it multiplies is its own.
+    cut = config.cut if weight else Cut.of(x, config.axes, own_blocks=True)
+    if seed is not None and fmt.stochastic:
+        seed = seed ^ words_of(ROLE_SEEDS[role]).view(seed.dtype)
     added = config.recipe.added_rows(role, usage, math.prod(x.shape[:-1]))
-    if added and not cuts_rows(x, config.out_sharding):
-        x = jnp.pad(matrix_of(x), ((0, added), (0, 0)))
-    name = "x" if role is Role.ACTIVATION else "dy"
-    return quantized(x, fmt, usage, cut, draws=draws, op="linear", name=name), None
+    if added and cuts_rows(x, config.out_sharding):
+        added = 0
+    name = {Role.WEIGHT: "w", Role.ACTIVATION: "x", Role.GRADIENT: "dy"}[role]
+    return quantized(x, fmt, usage, cut, scales, seed, delayed=delayed, added_rows=added, op="linear", name=name)
 
 
-def _codes_of(
-    config: _Config, w: jax.Array | None, codes: Any, given: _Given, usage: Usage
-) -> tuple[Any, jax.Array | None]:
-    """The codes that are there, or those of the shard of w and, of delayed scaling, its amax."""
-    if codes is not None:
-        return codes, None
-    assert w is not None
-    fmt = config.recipe.format(Role.WEIGHT)
-    if given.state is not None:
-        return _quantized_delayed(w, fmt, usage, given.state.weight)
-    draws = _draws(given, Role.WEIGHT, fmt, config.cut, w.shape)
-    return quantized(w, fmt, usage, config.cut, given.scales, draws, op="linear", name="w"), None
-
-
-def _quantized_delayed(x: jax.Array, fmt: Format, usage: Usage, state: TensorState) -> tuple[QuantizedArray, jax.Array]:
-    return quantized_delayed(x, fmt, usage, state.scale, scale_inv_of(state))
+def _codes_of(config: _Config, w: CodedWeight, given: _Given, usage: Usage) -> tuple[Any, jax.Array | None]:
+    """The codes that are there, or those of the array that is to be the weight."""
+    if w.codes is not None or w.sink is None:
+        return w.codes, None
+    return _quantized(config, w.sink, given, Role.WEIGHT, usage)
 
 
 def _observed(config: _Config, kept: _Kept, dy_amax: jax.Array | None) -> LinearState | None:
@@ -421,22 +385,3 @@ def _whole(config: _Config, codes: Any, usage: Usage) -> QuantizedArray:
             f"{config.recipe.weight}; quantize it to that"
         )
     return whole
-
-
-def _product(config: _Config, xq: QuantizedArray, wq: QuantizedArray, shape: Shape) -> jax.Array:
-    if not shape or len(wq.axes) != 2 or shape[-1] != wq.shape[1]:
-        raise ValueError(f"linear: w {wq.shape} does not fit x {shape}; give w as [N, K] and x as [*lead, K]")
-    x, w = Side(xq, Usage.ROWWISE), Side(wq, Usage.ROWWISE)
-    return _of_rows(x, w, shape[:-1], xq.dtype, precise=False, out_sharding=config.out_sharding)
-
-
-def _of_rows(a: Side, b: Side, lead: Shape, dtype: Any, *, precise: bool, out_sharding: Spec) -> jax.Array:
-    """The product of the rows `lead` of `a`, without those that `_quantized` has added, which no mesh cuts."""
-    if a.tensor.shape[:-1] == lead:
-        return gemm(a, b, dtype, precise=precise, out_sharding=out_sharding)
-    if out_sharding is not None:
-        last = (*spec_of(out_sharding, None), *[None] * len(lead))[len(lead)]
-        cut = PartitionSpec(None, last)
-        out_sharding = NamedSharding(out_sharding.mesh, cut) if isinstance(out_sharding, NamedSharding) else cut
-    product = gemm(a, b, dtype, precise=precise, out_sharding=out_sharding)
-    return shaped(product[: math.prod(lead)], (*lead, product.shape[-1]))

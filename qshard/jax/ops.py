@@ -7,7 +7,7 @@ under `vmap`, remat and export, because XLA itself can cut it:
   its buffers have in common, and gathers what is cut along later axes;
 - a Shardy rule, made from the op's axis pattern, carries shardings through it.
 
-So a caller views its operands such that what may be cut is a leading axis of all of them (`runs.py`). A plain
+So a caller views its operands such that what may be cut is a leading axis of all of them (`steps.py`). A plain
 `jax.ffi.ffi_call` would gather a sharded operand, silently.
 
 A transposed result has no leading axis in common with its operand. The primitive gives it the operand's logical axes,
@@ -42,7 +42,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from qshard import _ffi
 from qshard.ops import Axes, Binding, Factor, OpSpec, table
 
-__all__ = ["Op", "bind", "encoded", "may_be_cut", "names_of", "register_handlers", "target_of"]
+__all__ = ["Op", "bind", "encoded", "may_be_cut", "names_of", "register_handlers", "reshaped", "target_of"]
 
 _registered: set[str] = set()
 
@@ -152,7 +152,7 @@ class Op:
                 )
             entries.extend([entry, *[None] * (len(axis) - 1)])
         sizes = [factor.size for axis in axes for factor in axis]
-        return jnp.transpose(_reshape(array, sizes, entries), _inverse(order))
+        return jnp.transpose(reshaped(array, sizes, entries), _inverse(order))
 
     def _bound(
         self,
@@ -352,14 +352,14 @@ def _joined(result: jax.Array, axes: Axes, factors: tuple[Factor, ...], order: t
     entries = dict(zip(factors, jax.typeof(result).sharding.spec, strict=True))
     result = jnp.transpose(result, order)
     sizes = [math.prod(factor.size for factor in axis) for axis in axes]
-    return _reshape(result, sizes, [entries.get(axis[0]) if axis else None for axis in axes])
+    return reshaped(result, sizes, [entries.get(axis[0]) if axis else None for axis in axes])
 
 
 def _inverse(order: Sequence[int]) -> list[int]:
     return [order.index(i) for i in range(len(order))]
 
 
-def _reshape(x: jax.Array, sizes: Sequence[int], entries: Sequence[Any]) -> jax.Array:
+def reshaped(x: jax.Array, sizes: Sequence[int], entries: Sequence[Any]) -> jax.Array:
     """`x` in another shape, and on Explicit meshes cut so."""
     if x.shape == tuple(sizes):
         return x

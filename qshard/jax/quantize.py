@@ -7,26 +7,22 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from jax.flatten_util import ravel_pytree
 
 from qshard import layout, pipeline
 from qshard.formats import Format, Usage
 from qshard.jax import ops, steps
-from qshard.jax.amax import integer_max, max_over
 from qshard.jax.array import Plane, QuantizedArray
-from qshard.jax.cuts import AxisName, Cut, Spec, axes_of, matrix_of, shaped, vary_alike
+from qshard.jax.cuts import AxisName, Cut, Spec, axes_of, matrix_of, max_over, shaped, vary_alike
 from qshard.jax.words import Seed, seed_words, words_of, words_plus, words_times
 from qshard.ops import OpSpec
 from qshard.recipes import Recipe, Role
 
 __all__ = [
     "WeightScales",
-    "check_float",
     "compute_scales",
-    "draws_of",
     "quantize",
     "quantized",
-    "quantized_delayed",
 ]
 
 
@@ -119,12 +115,62 @@ def _quantize(
         raise TypeError(f"quantize: fmt ({fmt!r}) is not a qshard.formats.Format; take one from there")
     if not isinstance(usage, Usage) or not usage:
         raise TypeError(f"quantize: usage ({usage!r}) is not Usage.ROWWISE, COLUMNWISE or BOTH; ask for one of them")
-    check_float("quantize", "x", x)
-    cut = Cut.of(x, axis_names, spec)
-    return quantized(x, fmt, usage, cut, scales, draws_of(seed, fmt, cut, x.shape))
+    return quantized(x, fmt, usage, Cut.of(x, axis_names, spec), scales, seed)[0]
 
 
-def draws_of(seed: jax.Array | None, fmt: Format, cut: Cut, shape: layout.Shape) -> pipeline.Draws | None:
+def quantized(
+    x: jax.Array,
+    fmt: Format,
+    usage: Usage,
+    cut: Cut,
+    scales: WeightScales | None = None,
+    seed: jax.Array | None = None,
+    *,
+    delayed: bool = False,
+    added_rows: int = 0,
+    op: str = "quantize",
+    name: str = "x",
+) -> tuple[QuantizedArray, jax.Array | None]:
+    """`quantize`, of what `cut` says `x` is a part of; with rows of zeros added, of the matrix that `x` is.
+
+    If `scales` are `delayed`, those of earlier steps, also the amax of `x`, in `shard_map` that of the shard.
+    """
+    _check_float(op, name, x)
+    draws = _draws(seed, fmt, cut, x.shape)
+    if added_rows:
+        x = jnp.pad(matrix_of(x), ((0, added_rows), (0, 0)))
+    places = {each: layout.plane(fmt, cut.whole(x.shape), each, op=op, name=name) for each in usage.planes}
+    scales = WeightScales(*(scales or ()))
+    rows_apart = fmt.per_tensor or (x.ndim > 1 and all(where.rows_apart for where in places.values()))
+    matrix = x if x.ndim == 2 or (usage is Usage.ROWWISE and rows_apart) else matrix_of(x)
+    if delayed:
+        planes, amax = pipeline.quantize_delayed(steps, matrix, fmt, usage, scales.scale, scales.scale_inv)
+        return _array_of(x, places, planes), amax
+    if fmt.per_tensor and scales.scale is not None:
+        made = pipeline.Scales(scales.scale, scales.scale_inv)
+        return _array_of(x, places, pipeline.cast_per_tensor(steps, matrix, fmt, usage, made)), None
+    broken = [each for each, where in places.items() if _piece(where, cut, x.shape) != where.block]
+    planes = {each: _from_pieces(matrix_of(matrix), places[each], cut, scales, draws) for each in broken}
+    whole = [each for each in places if each not in broken]
+    # XLA cannot cut an op that makes both planes where blocks are cut short at an edge.
+    short = any(size % unit for size in matrix.shape[-2:] for unit in fmt.block or ())
+    if len(whole) > 1 and not (short and ops.may_be_cut(matrix)):
+        whole = [usage]
+    # The amax of a tensor, or of its rows, is merged with those of its other shards.
+    merged = max_over((cut.col_axes if fmt.scaling.global_scale == "row" else cut.axes) if cut.local else ())
+    for some in whole:
+        planes |= pipeline.quantize(
+            steps,
+            matrix,
+            fmt,
+            some,
+            reduce_max=lambda amax: merged(amax) if scales.amax is None else scales.amax,
+            draws=draws,
+        )
+    return _array_of(x, places, planes), None
+
+
+def _draws(seed: jax.Array | None, fmt: Format, cut: Cut, shape: layout.Shape) -> pipeline.Draws | None:
     """The random numbers of a tensor, in `shard_map` of a shard of this shape; None if it takes none."""
     if seed is None or not fmt.stochastic:
         return None
@@ -137,58 +183,15 @@ def draws_of(seed: jax.Array | None, fmt: Format, cut: Cut, shape: layout.Shape)
     return pipeline.Draws(seed, jnp.stack(vary_alike(*first)), row_step)
 
 
-def quantized(
-    x: jax.Array,
-    fmt: Format,
-    usage: Usage,
-    cut: Cut,
-    scales: WeightScales | None = None,
-    draws: pipeline.Draws | None = None,
-    *,
-    op: str = "quantize",
-    name: str = "x",
-) -> QuantizedArray:
-    """`quantize`, of what `cut` says `x` is a part of. `x` may be the matrix of that, with rows of zeros added."""
-    places = {each: layout.plane(fmt, cut.whole(x.shape), each, op=op, name=name) for each in usage.planes}
-    scales = WeightScales(*(scales or ()))
-    rows_apart = fmt.per_tensor or (x.ndim > 1 and all(where.rows_apart for where in places.values()))
-    matrix = x if x.ndim == 2 or (usage is Usage.ROWWISE and rows_apart) else matrix_of(x)
-    if fmt.per_tensor and scales.scale is not None:
-        made = pipeline.Scales(scales.scale, scales.scale_inv)
-        return _array_of(x, places, pipeline.cast_per_tensor(steps, matrix, fmt, usage, made))
-    pieces = {each: _piece(where, cut, x.shape) for each, where in places.items()}
-    planes = {
-        each: _from_pieces(matrix if matrix.ndim == 2 else matrix_of(x), where, pieces[each], cut, scales, draws)
-        for each, where in places.items()
-        if pieces[each] != where.block
-    }
-    whole = [each for each in places if each not in planes]
-    if len(whole) > 1 and not _has_edges(matrix, fmt):
-        whole = [usage]
-    for some in whole:
-        reduce_max = _reduction(places[some.planes[0]], cut, scales)
-        planes |= pipeline.quantize(steps, matrix, fmt, some, reduce_max=reduce_max, draws=draws)
-    return _array_of(x, places, planes)
-
-
-def quantized_delayed(
-    x: jax.Array, fmt: Format, usage: Usage, scale: jax.Array, scale_inv: jax.Array
-) -> tuple[QuantizedArray, jax.Array]:
-    """`quantize` under a scale of earlier steps, and the amax of `x`, in `shard_map` that of the shard."""
-    matrix = x if usage is Usage.ROWWISE else matrix_of(x)
-    planes, amax = pipeline.quantize_delayed(steps, matrix, fmt, usage, scale, scale_inv)
-    return _array_of(x, {each: layout.plane(fmt, x.shape, each) for each in usage.planes}, planes), amax
-
-
 def _array_of(
     x: jax.Array, places: dict[Usage, layout.PlaneLayout], planes: dict[Usage, pipeline.Parts]
 ) -> QuantizedArray:
     """Planes of the matrix that `x` is, in the shapes of `layout.plane`."""
     lead = x.shape[:-1]
-    made: dict[Usage, Plane | None] = {}
+    made = {}
     for each, where in places.items():
         data, scale_inv, global_scale_inv = planes[each]
-        if not where.transposed:
+        if x.ndim != 2 and not where.transposed:
             data = shaped(data, (*lead, *data.shape[-1:]) if x.ndim else ())
             scale_inv = shaped(scale_inv, (*lead, scale_inv.shape[-1])) if where.rows_apart else scale_inv
         if global_scale_inv is not None and global_scale_inv.ndim:  # One a row.
@@ -203,19 +206,6 @@ def _array_of(
     )
 
 
-def _has_edges(matrix: jax.Array, fmt: Format) -> bool:
-    """Whether XLA may cut a matrix with blocks cut short at an edge: an op that makes both planes is then not cut."""
-    return ops.may_be_cut(matrix) and any(size % unit for size in matrix.shape[-2:] for unit in fmt.block or ())
-
-
-def _reduction(where: layout.PlaneLayout, cut: Cut, scales: WeightScales) -> pipeline.Reduce:
-    """How the amax of a tensor, or of its rows, is merged with those of its other shards."""
-    if (amax := scales.amax) is not None:
-        return lambda _: amax
-    axes = cut.col_axes if where.global_scale_shape else cut.axes
-    return max_over(axes if cut.local else ())
-
-
 def _piece(where: layout.PlaneLayout, cut: Cut, shape: layout.Shape) -> tuple[int, int] | None:
     """The largest part of the stored blocks of a plane that shards of `x` do not cut; None if it has no blocks."""
     if where.block is None:
@@ -225,48 +215,34 @@ def _piece(where: layout.PlaneLayout, cut: Cut, shape: layout.Shape) -> tuple[in
 
 
 def _from_pieces(
-    x: jax.Array,
-    where: layout.PlaneLayout,
-    piece: tuple[int, int] | None,
-    cut: Cut,
-    scales: WeightScales,
-    draws: pipeline.Draws | None,
+    x: jax.Array, where: layout.PlaneLayout, cut: Cut, scales: WeightScales, draws: pipeline.Draws | None
 ) -> pipeline.Parts:
     """A plane of a matrix whose blocks shards cut. The scales are those of the whole, on every device."""
-    fmt = where.format
+    fmt, block, piece = where.format, where.block, _piece(where, cut, x.shape)
     if where.usage is Usage.COLUMNWISE and fmt.transposes:
         rowwise = layout.plane(fmt, where.shape, Usage.ROWWISE)
-        parts = _from_pieces(x, rowwise, _piece(rowwise, cut, x.shape), cut, scales, draws)
-        return pipeline.transposed(steps, parts, fmt)
-    assert where.block is not None
+        return pipeline.transposed(steps, _from_pieces(x, rowwise, cut, scales, draws), fmt)
+    assert block is not None
     assert piece is not None
-    _check_pieces(x, where, cut)
+    if (refusal := "the rotation mixes all of a block" if where.rotated else fmt.slice_refusal) is not None:
+        raise ValueError(
+            f"quantize: x {x.shape}, cut into {' x '.join(map(str, cut.shards))} shards, cuts blocks of {fmt}, and "
+            f"{refusal}; cut it at blocks"
+        )
     amax = scales.block_amax
     if where.transposed:
         draws = None if draws is None else draws.transposed(x.shape[-1])
         amax = None if amax is None else amax.T
         x, cut = steps.transposed(x), cut.transposed
-    each = (where.block[0] // piece[0], where.block[1] // piece[1])
+    parts = (block[0] // piece[0], block[1] // piece[1])
     if amax is None:
-        amax = cut.merged(pipeline.block_amax(steps, x, piece), each)
-    made = pipeline.scales_of_grid(
-        steps, fmt, amax, largest=lambda grid: integer_max(grid, 1 if where.global_scale_shape else 0)
-    )
+        amax = cut.merged(pipeline.block_amax(steps, x, piece), parts)
+    lead = 1 if where.global_scale_shape else 0
+    made = pipeline.scales_of_grid(steps, fmt, amax, largest=lambda grid: steps.integer_max(grid, lead))
     made = cut.everywhere(made)
     grid = tuple(-(-size // unit) for size, unit in zip(x.shape, piece, strict=True))
-    scale = cut.of_pieces(made.scale, each, grid)
+    scale = cut.of_pieces(made.scale, parts, grid)
     return pipeline.Parts(pipeline.cast(steps, x, fmt, scale, piece, draws), made.scale_inv, made.global_scale_inv)
-
-
-def _check_pieces(x: jax.Array, where: layout.PlaneLayout, cut: Cut) -> None:
-    """Raises where codes depend on more of a block than its amax."""
-    fmt = where.format
-    if (refusal := "the rotation mixes all of a block" if where.rotated else fmt.slice_refusal) is not None:
-        rows, cols = cut.shards
-        raise ValueError(
-            f"quantize: x {x.shape}, cut into {rows} x {cols} shards, cuts blocks of {fmt}, and {refusal}; cut it at "
-            "blocks"
-        )
 
 
 def compute_scales(weights: Any, recipe: Recipe, *, axis_name: AxisName = None, spec: Spec = None) -> Any:
@@ -307,22 +283,20 @@ def _stacked_scales(
     weights: list[jax.Array], fmt: Format, axis_names: tuple[str, ...], spec: Spec
 ) -> list[WeightScales]:
     for weight in weights:
-        check_float("compute_scales", "weight", weight)
+        _check_float("compute_scales", "weight", weight)
     cuts = [Cut.of(weight, axis_names, spec) for weight in weights]
     # Not reduced over shards, which is done for all of them at once.
     own = [_own_amaxes(weight, fmt, cut) for weight, cut in zip(weights, cuts, strict=True)]
-    flat: list[jax.Array]
-    flat, structure = jax.tree.flatten(own)
-    if not flat:
+    leaves, structure = jax.tree.flatten(own)
+    if not leaves:
         return own
     axes = tuple(dict.fromkeys(axis for cut in cuts if cut.local for axis in cut.axes))
-    stacked = max_over(axes)(jnp.concatenate(vary_alike(*(amax.reshape(-1) for amax in flat))))
+    flat, unravel = ravel_pytree(jax.tree.unflatten(structure, vary_alike(*leaves)))
+    amaxes = max_over(axes)(flat)
     if fmt.per_tensor:
-        scale, scale_inv = pipeline.scales(steps, fmt, None, stacked)[:2]
+        scale, scale_inv = pipeline.scales(steps, fmt, None, amaxes)[:2]
         return [WeightScales(scale[i], scale_inv[i]) for i in range(len(weights))]
-    parts = jnp.split(stacked, np.cumsum([amax.size for amax in flat])[:-1])
-    made = [part.reshape(amax.shape) for part, amax in zip(parts, flat, strict=True)]
-    scales: list[WeightScales] = jax.tree.unflatten(structure, made)
+    scales: list[WeightScales] = unravel(amaxes)
     return scales
 
 
@@ -331,15 +305,14 @@ def _own_amaxes(x: jax.Array, fmt: Format, cut: Cut) -> WeightScales:
     where = layout.plane(fmt, cut.whole(x.shape), Usage.ROWWISE, op="compute_scales")
     if where.global_scale_shape:
         raise ValueError(f"compute_scales: {fmt} has a scale for each row, and shards cut by rows share none")
-    amax = pipeline.global_amax(steps, x, fmt)
-    piece = _piece(where, cut, x.shape)
-    if where.block is None or piece is None or piece == where.block:
-        return WeightScales(amax=amax)
-    each = (where.block[0] // piece[0], where.block[1] // piece[1])
-    block_amax = cut.merged(pipeline.block_amax(steps, matrix_of(x), piece), each, reduce=False)
+    amax, block_amax = pipeline.global_amax(steps, x, fmt), None
+    block, piece = where.block, _piece(where, cut, x.shape)
+    if block is not None and piece is not None and piece != block:
+        parts = (block[0] // piece[0], block[1] // piece[1])
+        block_amax = cut.merged(pipeline.block_amax(steps, matrix_of(x), piece), parts, reduce=False)
     return WeightScales(amax=amax, block_amax=block_amax)
 
 
-def check_float(op: str, name: str, x: Any) -> None:
+def _check_float(op: str, name: str, x: Any) -> None:
     """Raises the TypeError of the ops that read high precision, in the words of a public function's caller."""
     OpSpec.parse(op, f"{name} -> y", "*lead -> *lead", "float -> float32").results([()], [str(jnp.result_type(x))], {})

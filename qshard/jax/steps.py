@@ -1,13 +1,14 @@
 """The ops as `qshard.pipeline` and `qshard.master` call them: this module is their argument `ops`.
 
-Every op of the tables by name. Those below have a form of their own: on views that XLA can cut, with one value where
-the pipeline asks for one. XLA runs an op on shards of the axes that all its operands share (`ops.py`). So a scale of a
-whole tensor is repeated for every run (`runs.py`) or block of it, and an amax is taken of runs, then of those. Where
-nothing can be cut, nothing is repeated. Ops on lists of slices run on what a device has, and need none of this.
+Every op of the tables by name, on views that XLA can cut: it runs an op on shards of the leading axes that all operands
+share, and gathers what is cut along any other axis (`ops.py`). So `[..., K]` is seen as runs `[..., K / run, run]`, a
+scale of the whole tensor is repeated for every run or block, and an amax is taken of runs, then of those. Where nothing
+can be cut, nothing is repeated. Ops on lists of slices run on what a device has, and need none of this.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -16,18 +17,95 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import AxisType
 
 from qshard.jax import list_ops, ops
-from qshard.jax.amax import integer_max
 from qshard.jax.cuts import vary_alike
-from qshard.jax.runs import reshape_as, split_rows
 from qshard.jax.words import words_plus, words_times
 from qshard.master import Bucket
-from qshard.ops import multi_table
+from qshard.ops import multi_table, table
 
 
 def __getattr__(name: str) -> Any:
-    return list_ops.bind(name) if name in multi_table() else getattr(ops, name)
+    if name in multi_table():
+        return list_ops.bind(name)
+    operands = [operand.name for operand in table()[name].inputs] if name in table() else []
+    if operands[1:] and operands[-1] in ("global_amax", "global_scale_inv"):
+        return functools.partial(_under_global, name)
+    return getattr(ops, name)
+
+
+def _by_runs(op: str, x: jax.Array, *scale: jax.Array, **options: Any) -> Any:
+    """An op on elements, under one scale for all of them."""
+    runs, lead = split_rows(x), options.get("lead", 0)
+    axes = 0 if runs is x else x.ndim  # Each element of so many leading axes is a run.
+    if "lead" in options:
+        options["lead"] = max(lead, axes)
+    # One for all runs, or for each element of the first axes (`vmap`).
+    spread = [lax.broadcast_in_dim(s, runs.shape[: max(axes, s.ndim)], tuple(range(s.ndim))) for s in scale]
+    made = getattr(ops, op)(runs, *spread, **options)
+    arrays = made if isinstance(made, tuple) else (made,)
+    results = []
+    for out, y in zip(table()[op].outputs, arrays, strict=True):
+        if out.name == "amax":
+            results.append(integer_max(y, lead))
+        elif out.name == "data_t":
+            results.append(y.reshape(*x.shape[:-2], x.shape[-1], x.shape[-2]))
+        else:
+            results.append(reshape_as(y, x))
+    return tuple(results) if len(results) > 1 else results[0]
+
+
+amax_tensor = functools.partial(_by_runs, "amax_tensor")
+cast_amax = functools.partial(_by_runs, "cast_amax")
+cast_tensor = functools.partial(_by_runs, "cast_tensor")
+cast_transpose = functools.partial(_by_runs, "cast_transpose")
+cast_transpose_amax = functools.partial(_by_runs, "cast_transpose_amax")
+dequantize = functools.partial(_by_runs, "dequantize")
+transpose = functools.partial(_by_runs, "transpose")
+
+
+def _under_global(op: str, *operands: jax.Array, **options: Any) -> Any:
+    """An op on blocks whose last operand serves the whole tensor: it is repeated for each block."""
+    *arrays, value = operands
+    if ops.may_be_cut(arrays[0]):
+        grid = arrays[-1].shape  # Of scales or amaxes.
+        if len(arrays) == 1 and "block_rows" in options:
+            *lead, rows, cols = grid
+            grid = (*lead, rows // options["block_rows"], cols // options["block_cols"])
+        value = lax.broadcast_in_dim(value, grid, tuple(range(value.ndim)))
+    return getattr(ops, op)(*arrays, value, **options)
+
+
+def split_rows(x: jax.Array) -> jax.Array:
+    """`x` `[..., K]` as runs `[..., K / run, run]` that no shard boundary cuts, or as it is.
+
+    In `shard_map`, and where there is one device, all is local: one run is everything. On Explicit meshes the type
+    tells how K is cut: a run is a shard's part of a row. Else XLA decides after tracing: a run is then `gcd(K, 128)`,
+    so that K may be cut into shards of any multiple of it. That costs 4 bytes a run for the scale, and on an H200 14 of
+    the 112 us of quantizing 8192 x 8192 bfloat16. Where it would make runs shorter than 32, a run is the row: such a K
+    is rarely cut. A run that is cut after all costs a gather, and gives the same bits.
+    """
+    mesh, spec = jax.typeof(x).sharding.mesh, jax.typeof(x).sharding.spec
+    kinds = set(mesh.axis_types)
+    if x.ndim == 0 or kinds == {AxisType.Manual} or (mesh.empty and jax.device_count() == 1):
+        return x
+    row = x.shape[-1] // math.prod(mesh.shape[name] for name in ops.names_of(spec[-1]))
+    run = math.gcd(row, 128)
+    if run < 32 or (kinds and AxisType.Auto not in kinds):
+        run = row
+    return x.reshape(*x.shape[:-1], x.shape[-1] // run, run) if run else x[..., None]
+
+
+def reshape_as(y: jax.Array, x: jax.Array) -> jax.Array:
+    """`y` in the shape of `x`, and on Explicit meshes cut as `x` is, which JAX infers for few reshapes."""
+    return ops.reshaped(y, x.shape, jax.typeof(x).sharding.spec)
+
+
+def integer_max(amax: jax.Array, lead: int) -> jax.Array:
+    """The maximum over all but the `lead` first axes, of bits as integers: exact in any order, and NaN wins."""
+    bits = lax.bitcast_convert_type(amax, jnp.int32)
+    return lax.bitcast_convert_type(jnp.max(bits, axis=tuple(range(lead, amax.ndim)), initial=0), jnp.float32)
 
 
 def transposed(a: jax.Array) -> jax.Array:
@@ -40,114 +118,18 @@ def transposed_squares(data: jax.Array, scale_inv: jax.Array, *, packed: bool) -
     return data_t, transposed(scale_inv)
 
 
-def amax_tensor(x: jax.Array, *, lead: int) -> jax.Array:
-    runs = split_rows(x)
-    amax = ops.amax_tensor(runs.array, lead=max(lead, runs.lead))
-    return integer_max(amax, lead)
-
-
-def cast_tensor(x: jax.Array, scale: jax.Array, *, element: str) -> jax.Array:
-    runs = split_rows(x)
-    data: jax.Array = ops.cast_tensor(runs.array, runs.spread(scale), element=element)
-    return reshape_as(data, x)
-
-
-def cast_transpose(x: jax.Array, scale: jax.Array, *, element: str, batch: int) -> tuple[jax.Array, jax.Array]:
-    runs = split_rows(x)
-    data, data_t = ops.cast_transpose(runs.array, runs.spread(scale), batch=batch, element=element)
-    return reshape_as(data, x), data_t.reshape(_swapped(x))
-
-
-def cast_amax(x: jax.Array, scale: jax.Array, *, lead: int, **options: Any) -> tuple[jax.Array, jax.Array]:
-    runs = split_rows(x)
-    data, amax = ops.cast_amax(runs.array, runs.spread(scale), lead=max(lead, runs.lead), **options)
-    return reshape_as(data, x), integer_max(amax, lead)
-
-
-def cast_transpose_amax(
-    x: jax.Array, scale: jax.Array, *, batch: int, lead: int, **options: Any
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    runs = split_rows(x)
-    data, data_t, amax = ops.cast_transpose_amax(
-        runs.array, runs.spread(scale), batch=batch, lead=max(lead, runs.lead), **options
-    )
-    return reshape_as(data, x), data_t.reshape(_swapped(x)), integer_max(amax, lead)
-
-
-def transpose(data: jax.Array, *, batch: int) -> Any:
-    return ops.transpose(split_rows(data).array, batch=batch).reshape(_swapped(data))
-
-
-def dequantize(data: jax.Array, scale_inv: jax.Array, *, element: str, dtype: str) -> jax.Array:
-    runs = split_rows(data)
-    values = ops.dequantize(runs.array, runs.spread(scale_inv), element=element, dtype=dtype)
-    return reshape_as(values, data)
-
-
-def scale_nvfp4(amax: jax.Array, global_amax: jax.Array, **options: Any) -> Any:
-    return ops.scale_nvfp4(amax, _spread(global_amax, amax, amax.shape), **options)
-
-
-def scale_four_over_six(x: jax.Array, amax: jax.Array, global_amax: jax.Array, **options: Any) -> Any:
-    return ops.scale_four_over_six(x, amax, _spread(global_amax, x, amax.shape), **options)
-
-
-def dequantize_nvfp4(data: jax.Array, scale_inv: jax.Array, global_scale_inv: jax.Array, **options: Any) -> Any:
-    return ops.dequantize_nvfp4(data, scale_inv, _spread(global_scale_inv, data, scale_inv.shape), **options)
-
-
-def quantize_nvfp4(x: jax.Array, global_amax: jax.Array, **options: Any) -> Any:
-    return _quantize_nvfp4("quantize_nvfp4", x, global_amax, **options)
-
-
-def quantize_nvfp4_t(x: jax.Array, global_amax: jax.Array, **options: Any) -> Any:
-    return _quantize_nvfp4("quantize_nvfp4_t", x, global_amax, **options)
-
-
-def quantize_nvfp4_both(x: jax.Array, global_amax: jax.Array, **options: Any) -> Any:
-    return _quantize_nvfp4("quantize_nvfp4_both", x, global_amax, **options)
-
-
-def quantize_nvfp4_square_both(x: jax.Array, global_amax: jax.Array, **options: Any) -> Any:
-    return _quantize_nvfp4("quantize_nvfp4_square_both", x, global_amax, **options)
-
-
-def _quantize_nvfp4(
-    op: str, x: jax.Array, global_amax: jax.Array, *, block_rows: int, block_cols: int, **options: Any
-) -> Any:
-    grid = (*x.shape[:-2], x.shape[-2] // block_rows, x.shape[-1] // block_cols)
-    return getattr(ops, op)(x, _spread(global_amax, x, grid), block_rows=block_rows, block_cols=block_cols, **options)
-
-
 def cast_block_stochastic(
-    x: jax.Array,
-    scale: jax.Array,
-    seed: jax.Array,
-    first: jax.Array,
-    *,
-    row_step: int,
-    col_step: int,
-    block_rows: int,
-    block_cols: int,
+    x: jax.Array, scale: jax.Array, seed: jax.Array, first: jax.Array, *, row_step: int, col_step: int, **block: int
 ) -> Any:
     if ops.may_be_cut(x):
         # Each block is told where it begins. Axes before the last two are rows too.
         rows, cols = math.prod(scale.shape[:-1]), scale.shape[-1]
-        row = words_times(lax.iota(jnp.uint32, rows)[:, None], block_rows * row_step)
-        col = words_times(lax.iota(jnp.uint32, cols), block_cols * col_step)
+        row = words_times(lax.iota(jnp.uint32, rows)[:, None], block["block_rows"] * row_step)
+        col = words_times(lax.iota(jnp.uint32, cols), block["block_cols"] * col_step)
         first = jnp.stack(words_plus(words_plus(row, col), (first[..., 0], first[..., 1])), axis=-1)
         first = first.reshape(*scale.shape, 2)
         seed = jnp.broadcast_to(seed, first.shape)
-    return ops.cast_block_stochastic(
-        x,
-        scale,
-        seed,
-        first,
-        row_step=row_step,
-        col_step=col_step,
-        block_rows=block_rows,
-        block_cols=block_cols,
-    )
+    return ops.cast_block_stochastic(x, scale, seed, first, row_step=row_step, col_step=col_step, **block)
 
 
 def zeros(count: int) -> jax.Array:
@@ -168,14 +150,3 @@ def repeated(values: jax.Array, bucket: Bucket) -> jax.Array:
         parts.append(jnp.broadcast_to(values[at : at + count, None], (count, each)).reshape(-1))
         at += count
     return jnp.concatenate(parts)
-
-
-def _spread(value: jax.Array, x: jax.Array, grid: tuple[int, ...]) -> jax.Array:
-    """One value for each block of `x`, from one for all of them or for each element of the grid's first axes."""
-    if not ops.may_be_cut(x):
-        return value
-    return lax.broadcast_in_dim(value, grid, tuple(range(value.ndim)))
-
-
-def _swapped(x: jax.Array) -> tuple[int, ...]:
-    return (*x.shape[:-2], x.shape[-1], x.shape[-2])

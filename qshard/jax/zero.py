@@ -9,7 +9,6 @@ gradients are added in float32, in the order of devices, and then divided by the
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -24,8 +23,8 @@ from jax import lax
 from qshard.adam import BLOCK
 from qshard.formats import Format, Usage
 from qshard.jax.array import Plane, QuantizedArray
+from qshard.jax.gather import CodedWeight
 from qshard.jax.optim.master import cast_master
-from qshard.jax.weight import CodedWeight
 from qshard.layout import Shape, data_columns, plane
 from qshard.master import MasterPlan, plan_master, plan_shards
 
@@ -55,6 +54,11 @@ class _Leaf:
         """The shape of `count` slices of its master."""
         return (count, self.length) if len(self.shape) > 1 else (count * self.length,)
 
+    def cut(self, whole: jax.Array) -> jax.Array:
+        """All of its elements in float32, then padding: those of each device."""
+        padding = self.world * self.length - self.size
+        return jnp.pad(jnp.ravel(whole).astype(jnp.float32), (0, padding)).reshape(self.world, self.length)
+
     def gather(self, piece: Plane) -> QuantizedArray:
         """The whole weight, of the codes of each device's slice."""
         return self.join(piece, lax.all_gather(piece.data, self.axis_name, tiled=True))
@@ -63,9 +67,7 @@ class _Leaf:
         """The whole weight, of all its codes as bytes, and of the scales of any piece."""
         assert self.fmt is not None
         where = plane(self.fmt, self.shape, Usage.ROWWISE)
-        codes = codes[: math.prod(where.data_shape)].reshape(where.data_shape)
-        if self.fmt.data_dtype != "uint8":
-            codes = lax.bitcast_convert_type(codes, jnp.dtype(self.fmt.data_dtype))
+        codes = codes[: math.prod(where.data_shape)].reshape(where.data_shape).view(self.fmt.data_dtype)
         return QuantizedArray(
             format=self.fmt,
             dtype=jnp.dtype(self.dtype),
@@ -75,8 +77,7 @@ class _Leaf:
 
     def scatter(self, gradient: jax.Array) -> jax.Array:
         """The elements of this device of the mean over devices: added in their order, whatever the hardware."""
-        flat = jnp.pad(jnp.ravel(gradient).astype(jnp.float32), (0, self.world * self.length - self.size))
-        parts = lax.all_to_all(flat.reshape(self.world, self.length), self.axis_name, 0, 0, tiled=True)
+        parts = lax.all_to_all(self.cut(gradient), self.axis_name, 0, 0, tiled=True)
         total = parts[0]
         for device in range(1, self.world):
             total = total + parts[device]
@@ -105,24 +106,13 @@ class ZeroPlan:
 
         They are `[world, length]`, a row for each device; of parameters with less than two axes, `[world * length]`.
         """
-        leaves = self.structure.flatten_up_to(params)
-        return self.structure.unflatten(
-            [
-                jnp.pad(jnp.ravel(p).astype(jnp.float32), (0, leaf.world * leaf.length - leaf.size)).reshape(
-                    leaf.slices(leaf.world)
-                )
-                for p, leaf in zip(leaves, self.leaves, strict=True)
-            ]
-        )
+        wholes = zip(self.structure.flatten_up_to(params), self.leaves, strict=True)
+        return self.structure.unflatten([leaf.cut(p).reshape(leaf.slices(leaf.world)) for p, leaf in wholes])
 
     def join(self, masters: Any) -> Any:
         """The inverse of `cut`, in float32. Outside of `shard_map`."""
-        return self.structure.unflatten(
-            [
-                m.reshape(-1)[: leaf.size].reshape(leaf.shape)
-                for m, leaf in zip(self.structure.flatten_up_to(masters), self.leaves, strict=True)
-            ]
-        )
+        slices = zip(self.structure.flatten_up_to(masters), self.leaves, strict=True)
+        return self.structure.unflatten([m.reshape(-1)[: leaf.size].reshape(leaf.shape) for m, leaf in slices])
 
     def value_and_grad(
         self, loss: Callable[..., jax.Array], masters: Any, *args: Any, states: Any = None
@@ -146,9 +136,7 @@ class ZeroPlan:
 
         def of_masters(flat: Sequence[jax.Array], states: Any) -> jax.Array:
             bound = [
-                dataclasses.replace(weight, sink=m)
-                if isinstance(weight, CodedWeight)
-                else _with_gradient(leaf, weight, m)
+                _with_gradient(leaf, weight, m) if leaf.fmt is None else CodedWeight(weight, m, leaf)
                 for leaf, weight, m in zip(self.leaves, weights, flat, strict=True)
             ]
             return loss(self.structure.unflatten(bound), *(() if states is None else (states,)), *args)
@@ -160,42 +148,33 @@ class ZeroPlan:
         return value, gradient if states is None else (gradient, amaxes)
 
     def _weights(self, masters: Sequence[jax.Array]) -> list[Any]:
-        """What layers see of the masters."""
-        chosen = [i for i, leaf in enumerate(self.leaves) if leaf.fmt is not None]
+        """Of the masters: codes of what the plan has a format for, else the whole parameters."""
         axis = self.leaves[0].axis_name
+        chosen = [(leaf, m) for leaf, m in zip(self.leaves, masters, strict=True) if leaf.fmt is not None]
         here = lax.axis_index(axis)
-        made = cast_master(
-            None,
-            [masters[i].reshape(-1) for i in chosen],
-            [here * self.leaves[i].length for i in chosen],
-            axis,
-            plan=self.master,
-        )
-        pieces = dict(zip(chosen, made, strict=True))
-        sent: list[jax.Array | None] = []
-        for i, (leaf, m) in enumerate(zip(self.leaves, masters, strict=True)):
+        starts = [here * leaf.length for leaf, _ in chosen]
+        pieces = iter(cast_master(None, [m.reshape(-1) for _, m in chosen], starts, axis, plan=self.master))
+        own: list[Any] = []  # Of each weight: its piece, with no codes of padding, or its elements as bytes.
+        for leaf, m in zip(self.leaves, masters, strict=True):
             if leaf.fmt is None:
-                sent.append(lax.bitcast_convert_type(m.reshape(-1).astype(leaf.dtype), jnp.uint8).reshape(-1))
+                own.append(lax.bitcast_convert_type(m.reshape(-1).astype(leaf.dtype), jnp.uint8).reshape(-1))
             else:
-                data = pieces[i].data[: data_columns(leaf.fmt, leaf.length)]
-                pieces[i] = pieces[i]._replace(data=data)
-                sent.append(None if self.shard_weights else data)
-        there = [part for part in sent if part is not None]
+                piece = next(pieces)
+                own.append(piece._replace(data=piece.data[: data_columns(leaf.fmt, leaf.length)]))
+        sent = [part.data if isinstance(part, Plane) else part for part in own]
+        if self.shard_weights:
+            sent = [part for part in own if not isinstance(part, Plane)]
         received = iter([])  # type: ignore[var-annotated]
-        if there:
-            together = lax.all_gather(jnp.concatenate(there), axis)
-            ends = np.cumsum([part.size for part in there])[:-1]
-            received = iter(jnp.split(together, ends, axis=1))
+        if sent:
+            together = lax.all_gather(jnp.concatenate(sent), axis)
+            received = iter(jnp.split(together, np.cumsum([part.size for part in sent])[:-1], axis=1))
         weights: list[Any] = []
-        for i, (leaf, part) in enumerate(zip(self.leaves, sent, strict=True)):
-            whole = None if part is None else next(received).reshape(-1)
-            if leaf.fmt is not None:
-                codes = pieces[i] if whole is None else leaf.join(pieces[i], whole)
-                weights.append(CodedWeight(codes, masters[i], leaf))
+        for leaf, part in zip(self.leaves, own, strict=True):
+            if isinstance(part, Plane):
+                weights.append(part if self.shard_weights else leaf.join(part, next(received).reshape(-1)))
             else:
-                assert whole is not None
                 dtype = jnp.dtype(leaf.dtype)
-                values = lax.bitcast_convert_type(whole.reshape(-1, dtype.itemsize), dtype)
+                values = lax.bitcast_convert_type(next(received).reshape(-1, dtype.itemsize), dtype)
                 weights.append(values[: leaf.size].reshape(leaf.shape))
         return weights
 
@@ -246,12 +225,9 @@ def plan_zero(
         if len(shape) > 1:
             length = -(-length // BLOCK) * BLOCK
         leaves.append(_Leaf(shape, str(jnp.dtype(p.dtype)), fmt, length, world, axis_name))
-    quantized = [(leaf, leaf.fmt) for leaf in leaves if leaf.fmt is not None]
-    master = plan_master(
-        [leaf.shape for leaf, _ in quantized],
-        [fmt for _, fmt in quantized],
-        rounded_to=[leaf.dtype for leaf, _ in quantized],
-    )
+    quantized = [(leaf.shape, leaf.fmt, leaf.dtype) for leaf in leaves if leaf.fmt is not None]
+    shapes, fmts, dtypes = zip(*quantized, strict=True) if quantized else ((), (), ())
+    master = plan_master(shapes, fmts, rounded_to=dtypes)
     return ZeroPlan(structure, tuple(leaves), master, shard_weights)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from qshard.adam import BLOCK, SCALED, STATES, settings
 from qshard.jax import ops
-from qshard.jax.runs import reshape_as, split_rows
+from qshard.jax.steps import reshape_as, split_rows
 from qshard.ops import OpSpec, multi_table
 
 __all__ = ["AdamState", "ScaledState", "Transformation", "adam", "adamw"]
@@ -140,11 +140,11 @@ def adamw(
     decay = "none" if isinstance(weight_decay, int | float) and weight_decay == 0 else "decoupled"
 
     def init(params: Any) -> AdamState:
-        tree: Any
-        leaves, tree = jax.tree.flatten(params)
-        mu, nu = ([_zeros(p, dtype) for p in leaves] for dtype in dtypes)
-        master = [p.astype(jnp.float32) if masters and str(p.dtype) in _FLOATS_16 else None for p in leaves]
-        return AdamState(jnp.zeros((), jnp.int32), *(tree.unflatten(part) for part in (mu, nu, master)))
+        def master(p: jax.Array) -> jax.Array | None:
+            return p.astype(jnp.float32) if masters and str(p.dtype) in _FLOATS_16 else None
+
+        mu, nu = (jax.tree.map(functools.partial(_zeros, dtype=dtype), params) for dtype in dtypes)
+        return AdamState(jnp.zeros((), jnp.int32), mu, nu, jax.tree.map(master, params))
 
     def update(updates: Any, state: AdamState, params: Any = None) -> tuple[Any, AdamState]:
         count = jnp.where(state.count < jnp.iinfo(jnp.int32).max, state.count + 1, state.count)
@@ -188,19 +188,25 @@ def _step(
         raise ValueError("adam: params (None) are not there to decay, or to compare with masters; pass them to update")
     if grad.size == 0:
         return jnp.zeros_like(grad, dtype=jnp.float32), mu, nu, master
-    given = {"grad": grad, "param": param, "low": master}
+    plain = decay == "none" and low == "none"
+    given = {"grad": grad, "param": None if plain else param, "low": master}
     for name, moment in (("exp_avg", mu), ("exp_avg_sq", nu)):
-        given[name] = moment.data if isinstance(moment, ScaledState) else moment
-        given[f"{name}_scale_inv"] = moment.scale_inv if isinstance(moment, ScaledState) else None
-    if decay == "none" and low == "none":
-        given["param"] = None
+        given[name], given[f"{name}_scale_inv"] = moment if isinstance(moment, ScaledState) else (moment, None)
     given = _cut_alike({name: array for name, array in given.items() if array is not None})
-    dtypes = tuple((name, str(array.dtype)) for name, array in given.items())
+    dtypes = {name: str(array.dtype) for name, array in given.items()}
     views, spread = _views(given, constants)
-    op = _op(dtypes)
-    results = op(spread, *views.values(), **_attributes(dict(dtypes), decay, low), batch=spread.ndim - 1)
-    made = dict(zip(_results(name for name, _ in dtypes), results, strict=True))
-    shaped = {name: _reshape_as(y, given["grad" if name == "update" else name]) for name, y in made.items()}
+    results = _op(tuple(dtypes.items()))(
+        spread,
+        *views.values(),
+        decay=decay,
+        exp_avg_dtype=dtypes["exp_avg"],
+        exp_avg_sq_dtype=dtypes["exp_avg_sq"],
+        low=low,
+        update=True,
+        batch=spread.ndim - 1,
+    )
+    made = dict(zip(_results(dtypes), results, strict=True))
+    shaped = {name: reshape_as(y, given["grad" if name == "update" else name]) for name, y in made.items()}
 
     def joined(name: str) -> Any:
         scale_inv = shaped.get(f"{name}_scale_inv")
@@ -209,17 +215,7 @@ def _step(
     return shaped["update"], joined("exp_avg"), joined("exp_avg_sq"), shaped.get("low")
 
 
-def _attributes(dtypes: dict[str, str], decay: str, low: str) -> dict[str, Any]:
-    return {
-        "decay": decay,
-        "exp_avg_dtype": dtypes["exp_avg"],
-        "exp_avg_sq_dtype": dtypes["exp_avg_sq"],
-        "low": low,
-        "update": True,
-    }
-
-
-def _results(operands: Any) -> tuple[str, ...]:
+def _results(operands: Iterable[str]) -> tuple[str, ...]:
     return ("update", *(name for name in operands if name not in ("grad", "param")))
 
 
@@ -257,38 +253,30 @@ def _cut_alike(given: dict[str, jax.Array]) -> dict[str, jax.Array]:
 
 def _views(given: dict[str, jax.Array], constants: jax.Array) -> tuple[dict[str, jax.Array], jax.Array]:
     """Operands with the axes that XLA may cut in front, and the constants for every element of these."""
-    grad = given["grad"]
-    scaled = [name for name in given if name.endswith("scale_inv")]
-    if not ops.may_be_cut(grad):
+    if not ops.may_be_cut(given["grad"]):
         return given, constants
-    if not scaled:
-        runs = {name: split_rows(array) for name, array in given.items()}
-        views, lead = {name: run.array for name, run in runs.items()}, runs["grad"].lead
-    elif grad.shape[-1] % BLOCK:
-        views, lead = given, grad.ndim - 1
-    else:
-        views, lead = {name: array if name in scaled else _blocks(array) for name, array in given.items()}, grad.ndim
-    sharding = jax.typeof(views["grad"]).sharding
+    scaled = any(name.endswith("scale_inv") for name in given)
+
+    def view(name: str, x: jax.Array) -> jax.Array:
+        if not scaled:
+            return split_rows(x)
+        return x if name.endswith("scale_inv") or given["grad"].shape[-1] % BLOCK else _blocks(x)
+
+    views = {name: view(name, array) for name, array in given.items()}
+    sharding, lead = jax.typeof(views["grad"]).sharding, max(0, views["grad"].ndim - 1)
     cut = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:lead], None))
     shape = (*views["grad"].shape[:lead], constants.shape[-1])
-    return views, lax.broadcast_in_dim(
-        constants, shape, (lead,), out_sharding=cut if sharding.mesh.explicit_axes else None
-    )
+    explicit = cut if sharding.mesh.explicit_axes else None
+    return views, lax.broadcast_in_dim(constants, shape, (lead,), out_sharding=explicit)
 
 
 def _blocks(x: jax.Array) -> jax.Array:
     """`[..., K]` as `[..., K / 128, 128]`."""
     sharding = jax.typeof(x).sharding
-    cut = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec, None))
     shards = math.prod(sharding.mesh.shape[name] for name in ops.names_of(sharding.spec[-1]))
     if x.shape[-1] // BLOCK % shards:
         raise ValueError(
             f"adam: parameter {x.shape} (last axis cut into {shards}) is not cut at blocks of {BLOCK}, which states in "
             "few bits have scales for; cut another axis, or keep states in bfloat16"
         )
-    shape = (*x.shape[:-1], x.shape[-1] // BLOCK, BLOCK)
-    return lax.reshape(x, shape, out_sharding=cut if sharding.mesh.explicit_axes else None)
-
-
-def _reshape_as(y: jax.Array, x: jax.Array) -> jax.Array:
-    return y if y.shape == x.shape else reshape_as(y, x)
+    return ops.reshaped(x, (*x.shape[:-1], x.shape[-1] // BLOCK, BLOCK), (*sharding.spec, None))

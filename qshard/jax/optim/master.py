@@ -6,7 +6,7 @@ starts is an operand, as one program serves all devices.
 
 from __future__ import annotations
 
-import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,14 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from qshard import master
+from qshard import layout, master
 from qshard.formats import Format, Usage
 from qshard.jax import steps
-from qshard.jax.amax import max_over
 from qshard.jax.array import Plane, QuantizedArray
-from qshard.jax.cuts import AxisName, axes_of, vary_alike
+from qshard.jax.cuts import AxisName, axes_of, max_over, vary_alike
 from qshard.jax.words import Seed, seed_words, words_of
-from qshard.layout import Shape, plane
+from qshard.layout import Shape
 from qshard.master import MasterPlan, piece_bytes
 
 __all__ = ["cast_master", "join_pieces"]
@@ -79,19 +78,17 @@ def cast_master(
     if len(masters) != n or (weights is not None and len(weights) != n):
         raise ValueError(f"cast_master: {len(masters)} masters are not one for each of {n} weights; give empty ones")
     flat = [jnp.reshape(m, -1) for m in masters]
-    for i, (m, usage) in enumerate(zip(flat, plan.usages, strict=True)):
+    for i, m in enumerate(flat):
         if str(m.dtype) != plan.dtypes[i]:
             raise TypeError(
                 f"cast_master: masters[{i}] ({m.dtype}) is not {plan.dtypes[i]}, as the plan has it; cast it"
             )
         if weights is not None and (weights[i].format != plan.formats[i] or weights[i].shape != plan.shapes[i]):
             raise ValueError(f"cast_master: weights[{i}] ({weights[i]}) is not what the plan has; plan with its shape")
-        if weights is not None:
-            weights[i].plane(usage)
     if weights is None:
         data = [jnp.zeros(piece_bytes(fmt, m.size), jnp.uint8) for fmt, m in zip(plan.formats, flat, strict=True)]
     else:
-        data = [_bytes(w.plane(usage).data) for w, usage in zip(weights, plan.usages, strict=True)]
+        data = [w.plane(usage).data.view(jnp.uint8) for w, usage in zip(weights, plan.usages, strict=True)]
     made = master.cast_master(
         steps,
         data,
@@ -104,7 +101,11 @@ def cast_master(
     )
     if weights is None:
         return [Plane(*parts) for parts in made]
-    return [_with_plane(*each) for each in zip(weights, plan.usages, made, strict=True)]
+    changed = []
+    for weight, usage, parts in zip(weights, plan.usages, made, strict=True):
+        plane = Plane(*parts)._replace(data=parts.data.view(weight.format.data_dtype))
+        changed.append(weight.with_planes({usage: plane}))  # Its other plane would be of other numbers.
+    return changed
 
 
 def join_pieces(
@@ -121,8 +122,8 @@ def join_pieces(
       `data` of the plane, in the shape of `layout.plane`.
     """
     count, room = pieces.shape
-    data_shape = plane(fmt, shape, usage, op="join_pieces").data_shape
-    size = int(np.prod(data_shape))
+    data_shape = layout.plane(fmt, shape, usage, op="join_pieces").data_shape
+    size = math.prod(data_shape)
     words = _words(starts, count)
     per_byte = fmt.element.codes_per_byte
     # Less than 2**32 bytes; a piece past the end goes to the room there.
@@ -135,8 +136,8 @@ def join_pieces(
         there = lax.dynamic_slice(joined, (first[i],), (room,))
         return lax.dynamic_update_slice(joined, there | pieces[i], (first[i],))
 
-    codes = lax.fori_loop(0, count, join, whole)[:size].reshape(data_shape)
-    return codes if fmt.data_dtype == "uint8" else lax.bitcast_convert_type(codes, jnp.dtype(fmt.data_dtype))
+    codes: jax.Array = lax.fori_loop(0, count, join, whole)[:size].reshape(data_shape)
+    return codes.view(fmt.data_dtype)
 
 
 def _words(numbers: Sequence[Start] | jax.Array, n: int) -> jax.Array:
@@ -149,17 +150,3 @@ def _words(numbers: Sequence[Start] | jax.Array, n: int) -> jax.Array:
     if words.shape != (n, 2):
         raise ValueError(f"cast_master: starts {words.shape} is not one number for each of {n} weights; give (n,)")
     return words
-
-
-def _bytes(data: jax.Array) -> jax.Array:
-    return data if data.dtype == jnp.uint8 else lax.bitcast_convert_type(data, jnp.uint8)
-
-
-def _with_plane(weight: QuantizedArray, usage: Usage, parts: Any) -> QuantizedArray:
-    """The weight with one new plane. Its other plane would be of other numbers."""
-    dtype = weight.plane(usage).data.dtype
-    data = parts.data if dtype == jnp.uint8 else lax.bitcast_convert_type(parts.data, dtype)
-    new = Plane(data, parts.scale_inv, parts.global_scale_inv)
-    if usage is Usage.ROWWISE:
-        return dataclasses.replace(weight, rowwise=new, columnwise=None)
-    return dataclasses.replace(weight, rowwise=None, columnwise=new)
