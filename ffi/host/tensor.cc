@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <memory>
 #include <string>
+#include <string_view>
 
 namespace nb = nanobind;
 
@@ -137,7 +138,8 @@ void CheckNotNegated(PyCFunction is_neg, nb::handle object, const Use& use, size
 // Arrays of JAX are immutable, and may share memory with others.
 bool IsJax(nb::handle object) {
   const nb::object module = nb::getattr(object.type(), "__module__", nb::none());
-  return nb::isinstance<nb::str>(module) && nb::cast<std::string>(module).rfind("jax", 0) == 0;
+  return nb::isinstance<nb::str>(module) &&
+         std::string_view(nb::borrow<nb::str>(module).c_str()).rfind("jax", 0) == 0;
 }
 
 }  // namespace

@@ -198,7 +198,7 @@ def _step(
     dtypes = tuple((name, str(array.dtype)) for name, array in given.items())
     views, spread = _views(given, constants)
     op = _op(dtypes)
-    results = op(spread, *views.values(), **_attributes(dict(dtypes), decay, low), batch=spread.ndim - 1)
+    results = op(spread, *views.values(), **_attributes(dict(dtypes), decay, low))
     made = dict(zip(_results(name for name, _ in dtypes), results, strict=True))
     shaped = {name: _reshape_as(y, given["grad" if name == "update" else name]) for name, y in made.items()}
 
