@@ -28,7 +28,6 @@ JAX_CALLS = 100  # in a queue, so that its dispatch and its end count for little
 
 
 def torch_contenders(size: int) -> Contenders:
-    handlers = _ffi.handlers("cuda")
     x = [torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(COPIES)]
     x32 = [t.float() for t in x]
     out16 = [torch.empty_like(t) for t in x]
@@ -38,7 +37,7 @@ def torch_contenders(size: int) -> Contenders:
     scale, scale_inv = torch.full((), 64.0, device="cuda"), torch.full((), 1 / 64, device="cuda")
 
     def run(op: str, inputs: tuple, outputs: tuple, attributes: dict) -> None:
-        _ffi.call(handlers[op], inputs, outputs, attributes)
+        _ffi.call(op, inputs, outputs, attributes)
 
     @torch.compile
     def compiled_cast(t: torch.Tensor, s: torch.Tensor) -> torch.Tensor:

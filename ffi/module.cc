@@ -14,39 +14,7 @@
 
 namespace nb = nanobind;
 
-#define QSHARD_OP(name, ...) extern "C" XLA_FFI_Error* qshard_##name##_cpu(XLA_FFI_CallFrame*);
-#include "ops.def"
-#undef QSHARD_OP
-
-#if defined(QSHARD_WITH_CUDA)
-#define QSHARD_OP(name, ...) extern "C" XLA_FFI_Error* qshard_##name##_cuda(XLA_FFI_CallFrame*);
-#include "ops.def"
-#undef QSHARD_OP
-#endif
-
 namespace {
-
-nb::capsule Capsule(XLA_FFI_Error* (*handler)(XLA_FFI_CallFrame*)) {
-  return nb::capsule(reinterpret_cast<void*>(handler), qshard::host::kHandlerCapsule);
-}
-
-nb::dict Handlers(const std::string& platform) {
-  nb::dict handlers;
-  if (platform == "cpu") {
-#define QSHARD_OP(name, ...) handlers[#name] = Capsule(qshard_##name##_cpu);
-#include "ops.def"
-#undef QSHARD_OP
-  } else if (platform == "cuda") {
-#if defined(QSHARD_WITH_CUDA)
-#define QSHARD_OP(name, ...) handlers[#name] = Capsule(qshard_##name##_cuda);
-#include "ops.def"
-#undef QSHARD_OP
-#endif
-  } else {
-    throw nb::value_error("handlers: platform is not cpu or cuda");
-  }
-  return handlers;
-}
 
 template <class F>
 void AddElement(nb::dict& formats) {
@@ -90,18 +58,18 @@ NB_MODULE(_ffi, m) {
   // Rows live as long as the process, and Python at its end does not collect what holds them.
   nb::set_leak_warnings(false);
   qshard::host::DefineRows(m);
-  m.def("handlers", Handlers, nb::arg("platform"),
+  m.def("handlers", qshard::host::Handlers, nb::arg("platform"),
         "{op name: capsule} for \"cpu\" or \"cuda\"; empty for a platform this build lacks.");
   m.def("formats", Formats, "{name: traits}, as core/format.h has them.");
-  m.def("call", qshard::host::Call, nb::arg("handler"), nb::arg("inputs"), nb::arg("outputs"),
+  m.def("call", qshard::host::Call, nb::arg("op"), nb::arg("inputs"), nb::arg("outputs"),
         nb::arg("attributes"), nb::arg("refuse_negated") = false,
-        "Runs a handler on DLPack tensors, writing the outputs in place.");
+        "Runs an op on DLPack tensors, writing the outputs in place.");
   m.def(
       "simd", [] { return std::string(qshard::kernels::Simd().target); },
       "The SIMD target of the CPU kernels: scalar, avx2 or avx512.");
   m.def("simd_targets", SimdTargets, "The SIMD targets of this machine, the best one last.");
-  m.def("follow_num_threads", qshard::host::FollowNumThreads, nb::arg("n"),
-        "set_num_threads, unless that was called: the number that a framework uses.");
+  m.def("follow_num_threads", qshard::host::FollowThreadsOf, nb::arg("get_num_threads"),
+        "Asks a framework for its number of threads, unless set_num_threads was called.");
   m.def("num_threads", qshard::host::NumThreads, "Threads a CPU kernel may use when called here.");
   m.def(
       "set_num_threads",

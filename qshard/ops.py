@@ -13,20 +13,19 @@ Sources: einops (one parsed pattern, thin backends); Shardy's sharding rules (fa
 from __future__ import annotations
 
 import functools
-import math
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from qshard import _ffi
-from qshard.formats import ELEMENTS
 
-__all__ = ["Axes", "Binding", "Factor", "OpSpec", "Operand", "Shape", "multi_table", "table"]
+__all__ = ["Axes", "Binding", "Factor", "OpSpec", "Operand", "Shape", "View", "multi_table", "table"]
 
 Shape = tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Factor:
+class Factor(NamedTuple):
     """A piece of an axis that is cut or kept as one: its name, unique in a binding, and its size."""
 
     name: str
@@ -34,7 +33,6 @@ class Factor:
 
 
 Axes = tuple[tuple[Factor, ...], ...]
-Order = tuple[tuple[Factor, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -42,71 +40,60 @@ class Operand:
     """One operand or result of an op.
 
     Attributes:
-      name: of the argument.
       dtype: its dtype class, as in `ops.def`.
       terms: a tuple of factor names for each plain or composite axis, `"*name"` for any number of axes, or `"..."`.
-      pattern: the same as it is written.
-      many: whether it is a list.
-      optional: whether attributes may leave the list out.
+      many: whether it is a list; `optional`: one that attributes may leave out.
     """
 
     name: str
     dtype: str
     terms: tuple[tuple[str, ...] | str, ...]
-    pattern: str
     many: bool = False
     optional: bool = False
 
-    def codes_per_byte(self, element: str | None) -> int:
-        """How many codes share a byte, if this holds codes of `element`; else 1."""
-        if self.dtype == "packed":
-            return 2
-        return ELEMENTS[element].codes_per_byte if self.dtype == "code" and element is not None else 1
+
+class View(NamedTuple):
+    """An operand or result in two orders: that of its memory, and the logical one, in which XLA may cut it.
+
+    Attributes:
+      axes: as the pattern has them, each as its factors, major first.
+      factors: in logical order: majors in the order of the first operand, then other majors, then minors.
+      order: the order of the memory, as positions in `factors`.
+    """
+
+    axes: Axes
+    factors: tuple[Factor, ...]
+    order: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Binding:
-    """A pattern applied to shapes: every axis of every operand and result as its factors, major first.
+    """A pattern applied to a call.
 
-    XLA partitions an op over leading axes that all its buffers share. So each buffer has, beside the order of its
-    memory, a logical order: the factors that all buffers share, in the order of the first operand; then other major
-    factors; then the minor factors of composite axes, which are blocks, and never cut. A layout keeps the memory as it
-    is. Without composite axes, the logical order of an operand is that of its memory.
+    XLA partitions an op over leading axes that all its buffers share. So each buffer has a logical order of its
+    factors, in which those lead and the minor factors of composite axes, which are blocks and never cut, come last. A
+    layout keeps the memory as it is. A transposed result has the logical order of the operand.
 
     Attributes:
-      inputs, outputs: for each operand and result, its axes.
+      results: the shape and dtype of each result by pattern; of codes, the element's own dtype, if it has one.
+      inputs, outputs: the view of each operand and result.
+      lead: how many leading factors all of them share.
       split: whether composite axes are split into their factors: the attribute `split` of the handler. If one of them
-        is cut, or the handler has no such attribute, each is one factor as a whole, or its major one if blocks have
-        length 1.
-      cuttable: whether anything may be cut. If not, every logical order is that of the memory, and no factor leads.
+        is cut short, or the op cannot split, each is one factor as a whole, or its major one if blocks have length 1.
 
-    >>> amax = table()["amax_block"].bind([(64, 96)], block_rows=32, block_cols=32)
-    >>> factors, memory = amax.input_order(0)
-    >>> [factor.name for factor in factors], memory, amax.shared_lead
-    (['m', 'k', 'block_rows', 'block_cols'], (0, 2, 1, 3), 2)
+    >>> options = {"block_rows": 32, "block_cols": 32}
+    >>> amax = table()["amax_block"].bind([(64, 96)], ["float32"], options, cuttable=True)
+    >>> amax.results, amax.lead
+    ((((2, 3), 'float32'),), 2)
+    >>> [factor.name for factor in amax.inputs[0].factors], amax.inputs[0].order
+    (['m', 'k', 'block_rows', 'block_cols'], (0, 2, 1, 3))
     """
 
-    inputs: tuple[Axes, ...]
-    outputs: tuple[Axes, ...]
-    split: bool = False
-    cuttable: bool = True
-
-    @property
-    def output_shapes(self) -> tuple[Shape, ...]:
-        return tuple(tuple(math.prod(f.size for f in axis) for axis in axes) for axes in self.outputs)
-
-    @functools.cached_property
-    def shared(self) -> tuple[Factor, ...]:
-        """The factors that lead the logical order of every operand and result."""
-        if not self.cuttable:
-            return ()
-        others = [[axis[0] for axis in axes] for axes in (*self.inputs[1:], *self.outputs)]
-        return tuple(axis[0] for axis in self.inputs[0] if all(axis[0] in majors for majors in others))
-
-    @property
-    def shared_lead(self) -> int:
-        """How many leading factors all operands and results share, in their logical orders."""
-        return len(self.shared)
+    results: tuple[tuple[Shape, str], ...]
+    inputs: tuple[View, ...]
+    outputs: tuple[View, ...]
+    lead: int
+    split: bool
 
     @functools.cached_property
     def reduced(self) -> tuple[Factor, ...]:
@@ -115,36 +102,12 @@ class Binding:
         Of a shard that cuts one of them the result is a part: amaxes are to be max-reduced over the shards, and what is
         made of an amax cannot be had from them. No other result of the op depends on the cut.
 
-        >>> [factor.name for factor in table()["amax_tensor"].bind([(4, 64)], lead=1).reduced]
+        >>> amax = table()["amax_tensor"].bind([(4, 64)], ["float32"], {"lead": 1}, cuttable=True)
+        >>> [factor.name for factor in amax.reduced]
         ['run0']
         """
-        kept = [{factor for axis in axes for factor in axis} for axes in self.outputs]
-        first = (factor for axis in self.inputs[0] for factor in axis)
-        return tuple(factor for factor in first if not all(factor in factors for factors in kept))
-
-    def input_order(self, operand: int) -> Order:
-        """The factors of an operand in logical order, and its memory order as positions in that."""
-        return self._orders[0][operand]
-
-    def in_operand_order(self, output: int) -> Order:
-        """The factors of a result in logical order, and its memory order as positions in that.
-
-        A transposed result has the logical order of the operand, and so the leading axes that they share.
-        """
-        return self._orders[1][output]
-
-    @functools.cached_property
-    def _orders(self) -> tuple[tuple[Order, ...], tuple[Order, ...]]:
-        return tuple(map(self._order, self.inputs)), tuple(map(self._order, self.outputs))
-
-    def _order(self, axes: Axes) -> Order:
-        if not self.cuttable:
-            return tuple(axis[0] for axis in axes), tuple(range(len(axes)))
-        majors = [axis[0] for axis in axes]
-        ordered = [f for f in (*self.shared, *(axis[0] for axis in self.inputs[0])) if f in majors]
-        minors = [factor for axis in axes for factor in axis[1:]]
-        logical = tuple(dict.fromkeys((*ordered, *majors, *minors)))
-        return logical, tuple(logical.index(factor) for axis in axes for factor in axis)
+        first = itertools.chain.from_iterable(self.inputs[0].axes)
+        return tuple(factor for factor in first if not all(factor in view.factors for view in self.outputs))
 
 
 @dataclass(frozen=True)
@@ -153,17 +116,14 @@ class OpSpec:
 
     Attributes:
       name: of the op, everywhere: `ops.def`, handler, JAX target, `torch.ops.qshard`.
-      inputs, outputs: the operands and results.
-      attributes: the handler's attributes by name, and their types in a schema: int, float, bool, str or int[].
-      open_axes: numbers of axes that shapes leave open, by name: of a `*name` before another; `lead`, of a result's
-        `...`.
+      attributes: the types of the op's attributes in a schema, by name: int, float, bool, str or int[].
+      row: the row as the extension has parsed it.
     """
 
     name: str
     inputs: tuple[Operand, ...]
     outputs: tuple[Operand, ...]
     attributes: Mapping[str, str]
-    open_axes: tuple[str, ...]
     row: _ffi.Row
 
     @classmethod
@@ -172,8 +132,8 @@ class OpSpec:
 
         >>> spec = OpSpec.parse("rowsum", "x -> y", "m (k run) -> m k", "float -> float32", "run: int 1..")
         >>> spec.results([(4, 64)], ["float32"], {"run": 32})
-        [((4, 2), 'float32')]
-        >>> spec.bind([(4, 65)], run=32)
+        (((4, 2), 'float32'),)
+        >>> spec.results([(4, 65)], ["float32"], {"run": 32})
         Traceback (most recent call last):
         ValueError: rowsum: x (4, 65) has an axis of 65, which is not a whole number of run=32; pad or shard it to one
         """
@@ -181,78 +141,88 @@ class OpSpec:
 
     @classmethod
     def of(cls, row: _ffi.Row) -> OpSpec:
-        """A row as the extension has parsed it."""
         inputs, outputs = (tuple(Operand(**o) for o in side) for side in (row.inputs, row.outputs))
-        types = {name: kind for name, (kind, *_) in row.attributes.items()}
-        return cls(row.name, inputs, outputs, types, row.open_axes, row)
+        return cls(row.name, inputs, outputs, {name: kind for name, (kind, *_) in row.attributes.items()}, row)
 
     def __hash__(self) -> int:
         return hash((self.name, self.inputs, self.outputs))
 
-    @property
-    def many(self) -> bool:
-        """Whether the op takes lists of tensors."""
-        return self.row.many
-
-    def bind(
-        self, shapes: Sequence[Shape], *, element: str | None = None, cuttable: bool = True, **static: int
-    ) -> Binding:
-        """Applies the pattern.
-
-        Args:
-          shapes: of the inputs, in order.
-          element: of the codes that the op takes or gives: two codes of 4 bits share a byte.
-          cuttable: False where nothing is cut: no composite axis is split, and buffers go in as they are.
-          static: the numbers of axes of `open_axes`, and the sizes of factors of a composite axis.
-
-        Raises:
-          ValueError: the shapes do not fit the pattern or each other.
-
-        >>> table()["cast_tensor"].bind([(4, 64), (4,)]).output_shapes
-        ((4, 64),)
-        >>> table()["cast_transpose"].bind([(2, 4, 64), ()], batch=1).output_shapes
-        ((2, 4, 64), (2, 64, 4))
-        >>> table()["amax_block"].bind([(200, 300)], block_rows=128, block_cols=128).output_shapes
-        ((2, 3),)
-        >>> cast = table()["cast_block"]
-        >>> cast.bind([(4, 64), (4, 4)], element="float4_e2m1fn", block_rows=1, block_cols=16).output_shapes
-        ((4, 32),)
-        """
-        given = static if element is None else {**static, "element": element}
-        return _bind(self.row, tuple(map(tuple, shapes)), tuple(given.items()), cuttable)
-
     def results(
-        self,
-        shapes: Sequence[Shape],
-        dtypes: Sequence[str],
-        attributes: Mapping[str, object],
-        dtype: str | None = None,
-    ) -> list[tuple[Shape, str]]:
-        """Shapes and dtypes of the results, of operands by their pattern; codes come as their element.
+        self, shapes: Sequence[Shape], dtypes: Sequence[str], attributes: Mapping[str, Any], dtype: str | None = None
+    ) -> tuple[tuple[Shape, str], ...]:
+        """Shapes and dtypes of the results: `Binding.results`. Of an op on lists, whose results are operands, none.
 
         Args:
-          attributes: all of the op's but `split`, and the numbers of axes of `open_axes`.
+          shapes, dtypes: of the operands, in order.
+          attributes: the op's.
           dtype: of the result where the op can give any float.
 
         Raises:
           ValueError, TypeError: the call does not fit the row.
 
         >>> table()["cast_tensor"].results([(4, 6), ()], ["float32"] * 2, {"element": "float8_e4m3fn"})
-        [((4, 6), 'float8_e4m3fn')]
+        (((4, 6), 'float8_e4m3fn'),)
         """
-        return self.row.bind(shapes, dtypes, attributes, dtype)
+        return tuple(self.row.bind(shapes, dtypes, attributes, dtype)[0])
+
+    def bind(
+        self,
+        shapes: Sequence[Shape],
+        dtypes: Sequence[str],
+        attributes: Mapping[str, Any],
+        dtype: str | None = None,
+        *,
+        cuttable: bool,
+    ) -> Binding:
+        """Binds a call of an op on single tensors, as `results` does.
+
+        Where nothing is `cuttable`, no composite axis is split, and buffers go in as they are.
+        """
+        return _bind(self.row, tuple(map(tuple, shapes)), tuple(dtypes), tuple(attributes.items()), dtype, cuttable)
 
 
 @functools.lru_cache(maxsize=4096)
 def _bind(
-    row: _ffi.Row, shapes: tuple[Shape, ...], static: tuple[tuple[str, int | str], ...], cuttable: bool
+    row: _ffi.Row,
+    shapes: tuple[Shape, ...],
+    dtypes: tuple[str, ...],
+    attributes: tuple[tuple[str, Any], ...],
+    dtype: str | None,
+    cuttable: bool,
 ) -> Binding:
-    inputs, outputs, is_split = row.axes(shapes, dict(static), cuttable)
-    return Binding(_factors(inputs), _factors(outputs), is_split, cuttable)
+    results, buffers, whole = row.bind(shapes, dtypes, dict(attributes), dtype)
+    split = cuttable and whole
+    sizes = [*shapes, *(shape for shape, _ in results)]
+    every = [_axes(raw, shape, split) for raw, shape in zip(buffers, sizes, strict=True)]
+    majors = [{axis[0] for axis in axes} for axes in every]
+    first = [axis[0] for axis in every[0]] if cuttable else []
+    views = tuple(_view(axes, first) for axes in every)
+    shared = itertools.takewhile(lambda factor: all(factor in others for others in majors), first)
+    return Binding(tuple(results), views[: len(shapes)], views[len(shapes) :], len(list(shared)), split)
 
 
-def _factors(side: tuple[tuple[tuple[tuple[str, int], ...], ...], ...]) -> tuple[Axes, ...]:
-    return tuple(tuple(tuple(Factor(*factor) for factor in axis) for axis in axes) for axes in side)
+def _axes(raw: Sequence[Sequence[tuple[str, int, int]]], shape: Shape, split: bool) -> Axes:
+    """Axes as factors, in bytes.
+
+    A product that is not split is one factor, or the major one where blocks have length 1, but only if no product comes
+    before: factors that buffers share lead, and the order may not change.
+    """
+    axes, joined = [], False
+    for axis, size in zip(raw, shape, strict=True):
+        factors = [Factor(f"{name}/{per}" if per > 1 else name, count // per) for name, count, per in axis]
+        if len(factors) > 1 and not split:
+            by_rows = factors[1].size == 1 and not joined
+            joined |= not by_rows
+            factors = factors[:1] if by_rows else [Factor(" ".join(factor.name for factor in factors), size)]
+        axes.append(tuple(factors))
+    return tuple(axes)
+
+
+def _view(axes: Axes, first: Sequence[Factor]) -> View:
+    """`first`: the major factors of the first operand."""
+    majors, minors = [axis[0] for axis in axes], [factor for axis in axes for factor in axis[1:]]
+    logical = tuple(dict.fromkeys((*(factor for factor in first if factor in majors), *majors, *minors)))
+    return View(axes, logical, tuple(logical.index(factor) for axis in axes for factor in axis))
 
 
 def table() -> dict[str, OpSpec]:
@@ -268,4 +238,4 @@ def multi_table() -> dict[str, OpSpec]:
 @functools.cache
 def _rows() -> tuple[dict[str, OpSpec], dict[str, OpSpec]]:
     specs = [OpSpec.of(row) for row in _ffi.ops()]
-    return {s.name: s for s in specs if not s.many}, {s.name: s for s in specs if s.many}
+    return {s.name: s for s in specs if not s.row.many}, {s.name: s for s in specs if s.row.many}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,25 +47,3 @@ class SliceOps:
         # repeat_interleave has one warp for each value, which is slow where values are few and blocks many.
         each = zip(values.split(1), bucket.grids, strict=True)
         return torch.cat([value.expand(blocks) for value, blocks in each])
-
-    def amax_slices(self, starts: Tensor, amax: Tensor, x: Sequence[Tensor], **attributes: Any) -> Tensor:
-        torch.ops.qshard.amax_slices(starts, amax, x, **attributes)
-        return amax
-
-    def cast_slices(
-        self, starts: Tensor, scale: Tensor, x: Sequence[Tensor], data: Sequence[Tensor], **attributes: Any
-    ) -> Sequence[Tensor]:
-        torch.ops.qshard.cast_slices(starts, scale, x, data, **attributes)
-        return data
-
-    def cast_slices_stochastic(
-        self,
-        starts: Tensor,
-        seeds: Tensor,
-        scale: Tensor,
-        x: Sequence[Tensor],
-        data: Sequence[Tensor],
-        **attributes: Any,
-    ) -> Sequence[Tensor]:
-        torch.ops.qshard.cast_slices_stochastic(starts, seeds, scale, x, data, **attributes)
-        return data

@@ -50,12 +50,12 @@ const AttributeValue& Binding::attribute(std::string_view name) const {
   return values_[i];
 }
 
-Error Binding::ReadAttributes(const XLA_FFI_Attrs& attributes, Mode mode) {
+Error Binding::ReadAttributes(const XLA_FFI_Attrs& attributes) {
   const auto& expected = row_.attributes;
   for (size_t i = 0; i < expected.size(); ++i) values_[i] = {};
   uint32_t seen = 0;
   bool alien = false;
-  size_t next = 0;  // both are sorted by name
+  size_t next = 0;  // Both are sorted by name, mostly.
   for (int64_t i = 0; i < attributes.size; ++i) {
     const std::string_view name = View(*attributes.names[i]);
     const int found = next < expected.size() && expected[next].name == name
@@ -65,31 +65,23 @@ Error Binding::ReadAttributes(const XLA_FFI_Attrs& attributes, Mode mode) {
       QSHARD_RETURN_IF_ERROR(ReadAttribute(found, attributes.types[i], attributes.attrs[i]));
       seen |= 1u << found;
       next = found + 1;
-      continue;
-    }
-    int64_t* count = nullptr;  // of axes
-    if (mode != Mode::kCall && row_.open_prefix && name == "lead") count = &lead_;
-    for (int symbol : row_.open_axes)
-      if (mode != Mode::kCall && row_.symbols[symbol].name == name) count = &sizes_[symbol];
-    const auto* scalar = static_cast<const XLA_FFI_Scalar*>(attributes.attrs[i]);
-    if (count == nullptr || attributes.types[i] != XLA_FFI_AttrType_SCALAR ||
-        scalar->dtype != XLA_FFI_DataType_S64) {
+    } else if (row_.splits && name == "split") {
+      const auto* scalar = static_cast<const XLA_FFI_Scalar*>(attributes.attrs[i]);
+      if (attributes.types[i] != XLA_FFI_AttrType_SCALAR || scalar->dtype != XLA_FFI_DataType_PRED)
+        return TypeError(row_.name, ": split is not a bool; give one");
+      split_ = *static_cast<const bool*>(scalar->value);
+    } else {
       alien = true;
-      continue;
     }
-    *count = *static_cast<const int64_t*>(scalar->value);
-    QSHARD_REQUIRE(*count >= 0 && *count <= kMaxRank, row_.name, ": ", name, " (", *count,
-                   ") is not a number of axes");
   }
-  const uint32_t all = (1u << expected.size()) - 1;
-  for (size_t i = 0; seen != all && i < expected.size(); ++i) {
-    if (!expected[i].optional || (seen >> i & 1) != 0) continue;
+  for (size_t i = 0; i < expected.size(); ++i) {
+    if ((seen >> i & 1) != 0) continue;
+    alien |= !expected[i].optional;
+    if (!expected[i].optional || expected[i].texts.empty()) continue;
     values_[i].text_begin = expected[i].texts[0].data();
     values_[i].text_size = expected[i].texts[0].size();
-    seen |= 1u << i;
   }
-  if (mode == Mode::kShapes && row_.split >= 0) seen |= 1u << row_.split;
-  if (mode != Mode::kAxes && (alien || seen != all)) {
+  if (alien) {
     std::vector<std::string> given, needed;
     for (int64_t i = 0; i < attributes.size; ++i) given.emplace_back(View(*attributes.names[i]));
     for (const Attribute& a : expected) needed.push_back(a.name);
@@ -101,11 +93,10 @@ Error Binding::ReadAttributes(const XLA_FFI_Attrs& attributes, Mode mode) {
     if (s.fixed >= 0) sizes_[i] = s.fixed;
     if (s.attribute >= 0) sizes_[i] = values_[s.attribute].integer;
   }
-  split_ = mode == Mode::kCall && row_.split >= 0 && values_[row_.split].integer != 0;
   return CheckBlocks();
 }
 
-Error Binding::ReadAttribute(int i, XLA_FFI_AttrType type, void* value) {
+Error Binding::ReadAttribute(int i, XLA_FFI_AttrType type, const void* value) {
   const Attribute& a = row_.attributes[i];
   AttributeValue& v = values_[i];
   const auto wrong = [&](const char* needed) {
@@ -296,9 +287,7 @@ Error Binding::CheckBuffer(const Operand& operand, int64_t index, const Buffer& 
 Error Binding::CheckOverlaps(Buffers args, Buffers rets) const {
   struct Range {
     uintptr_t begin, end;
-    int operand;  // results come after operands
-    int64_t index;
-    bool is_result;
+    int64_t at;  // among operands, then results
   };
   constexpr int64_t kFew = 24;
   Range few[kFew];
@@ -309,112 +298,87 @@ Error Binding::CheckOverlaps(Buffers args, Buffers rets) const {
     ranges = many.data();
   }
   int64_t n = 0;
-  const auto add = [&](const Buffer& b, int operand, int64_t index, bool is_result) {
+  const auto add = [&](const Buffer& b, int64_t at) {
     const auto begin = reinterpret_cast<uintptr_t>(b.data);
     const int64_t bytes = Elements(b) * SizeOf(b.dtype);
-    if (bytes > 0) ranges[n++] = {begin, begin + bytes, operand, index, is_result};
+    if (bytes > 0) ranges[n++] = {begin, begin + bytes, at};
   };
-  const int inputs = static_cast<int>(row_.inputs.size());
-  std::array<bool, kMaxOperands> replaced{};  // operands that a result is
-  for (size_t r = 0; r < row_.outputs.size(); ++r) {
-    const Operand& out = row_.outputs[r];
-    if (ret_begins_[r] < 0) continue;
-    const int64_t count = out.many ? list_length_ : 1;
-    const int64_t alias = out.alias < 0 ? -1 : arg_begins_[out.alias];
-    bool all = alias >= 0;
-    for (int64_t i = 0; i < count; ++i) {
-      add(rets[ret_begins_[r] + i], inputs + static_cast<int>(r), i, true);
-      all = all && args[alias + i].data == rets[ret_begins_[r] + i].data &&
-            args[alias + i].dtype == rets[ret_begins_[r] + i].dtype;
+  for (int64_t i = 0; i < rets.size; ++i) add(rets[i], args.size + i);
+  for (size_t o = 0; o < row_.inputs.size(); ++o) {
+    const int64_t begin = arg_begins_[o], alias = row_.inputs[o].alias;
+    const int64_t result = alias < 0 ? -1 : ret_begins_[alias];
+    for (int64_t i = 0; begin >= 0 && i < (row_.inputs[o].many ? list_length_ : 1); ++i) {
+      const Buffer& arg = args[begin + i];
+      if (result < 0 || arg.data != rets[result + i].data || arg.dtype != rets[result + i].dtype)
+        add(arg, begin + i);
     }
-    if (all) replaced[out.alias] = true;
-  }
-  for (int o = 0; o < inputs; ++o) {
-    if (arg_begins_[o] < 0 || replaced[o]) continue;
-    for (int64_t i = 0; i < (row_.inputs[o].many ? list_length_ : 1); ++i)
-      add(args[arg_begins_[o] + i], o, i, false);
   }
   std::sort(ranges, ranges + n, [](const Range& a, const Range& b) { return a.begin < b.begin; });
+  const auto name = [&](int64_t at) {
+    const bool is_result = at >= args.size;
+    const auto& begins = is_result ? ret_begins_ : arg_begins_;
+    const auto& operands = is_result ? row_.outputs : row_.inputs;
+    if (is_result) at -= args.size;
+    size_t last = 0;
+    for (size_t o = 0; o < operands.size(); ++o)
+      if (begins[o] >= 0 && begins[o] <= at) last = o;
+    return Name{operands[last], at - begins[last]};
+  };
   const Range *last = nullptr, *last_result = nullptr;  // the ones that reach farthest
   for (const Range* r = ranges; r < ranges + n; ++r) {
-    const Range* other = r->is_result ? last : last_result;
+    const bool is_result = r->at >= args.size;
+    const Range* other = is_result ? last : last_result;
     if (other != nullptr && r->begin < other->end) {
-      const auto name = [&](const Range& x) {
-        return Name{x.is_result ? row_.outputs[x.operand - inputs] : row_.inputs[x.operand],
-                    x.index};
-      };
-      const Range& result = r->is_result ? *r : *other;
-      const Range& against = r->is_result ? *other : *r;
+      const int64_t result = std::max(r->at, other->at), against = std::min(r->at, other->at);
       return ValueError(row_.name, ": result ", name(result), " overlaps ",
-                        against.is_result ? "result " : "operand ", name(against),
+                        against < args.size ? "operand " : "result ", name(against),
                         "; give it memory of its own");
     }
     if (last == nullptr || r->end > last->end) last = r;
-    if (r->is_result && (last_result == nullptr || r->end > last_result->end)) last_result = r;
+    if (is_result && (last_result == nullptr || r->end > last_result->end)) last_result = r;
   }
   return {};
 }
 
 // --- calls ---
 
-Error Binding::Bind(const XLA_FFI_Attrs& attributes, Buffers args, Buffers rets) {
-  QSHARD_RETURN_IF_ERROR(ReadAttributes(attributes, Mode::kCall));
-  QSHARD_RETURN_IF_ERROR(CountBuffers(args, &rets));
-  FindOpenAxes(rets);
-  QSHARD_RETURN_IF_ERROR(BindBuffers(args, &rets, Mode::kCall));
-  return CheckOverlaps(args, rets);
-}
-
-// Single operands first, then lists: all first tensors, all second ones, and so on. Without `rets`,
-// operands alone.
-Error Binding::BindBuffers(Buffers args, const Buffers* rets, Mode mode) {
-  const auto check = [&](const Operand& o, int64_t begin, int64_t index, Buffers side) -> Error {
-    const Buffer& buffer = side[begin + index];
-    const Buffer& first =
-        o.dtype == Operand::kSame ? args[row_.inputs[0].many ? index : 0] : side[begin];
-    if (mode != Mode::kAxes) QSHARD_RETURN_IF_ERROR(CheckDtype(o, index, buffer, first));
-    return CheckBuffer(o, index, buffer, mode == Mode::kCall);
-  };
-  const auto bind_all = [&](bool many, int64_t index) -> Error {
-    for (size_t o = 0; o < row_.inputs.size(); ++o) {
-      const Operand& operand = row_.inputs[o];
-      if (operand.many != many || arg_begins_[o] < 0) continue;
-      QSHARD_RETURN_IF_ERROR(check(operand, arg_begins_[o], index, args));
-      QSHARD_RETURN_IF_ERROR(BindBuffer(static_cast<int>(o), index, args[arg_begins_[o] + index]));
-    }
-    for (size_t r = 0; rets != nullptr && r < row_.outputs.size(); ++r) {
-      const Operand& output = row_.outputs[r];
-      if (output.many != many || ret_begins_[r] < 0) continue;
-      QSHARD_RETURN_IF_ERROR(check(output, ret_begins_[r], index, *rets));
-      QSHARD_RETURN_IF_ERROR(CheckResult(output, index, (*rets)[ret_begins_[r] + index]));
-    }
-    return {};
-  };
-  QSHARD_RETURN_IF_ERROR(bind_all(false, 0));
+// Single operands first, then lists: all first tensors, all second ones, and so on.
+Error Binding::Bind(const XLA_FFI_Attrs& attributes, Buffers args, const Buffers* rets) {
+  QSHARD_RETURN_IF_ERROR(ReadAttributes(attributes));
+  QSHARD_RETURN_IF_ERROR(CountBuffers(args, rets));
+  QSHARD_RETURN_IF_ERROR(BindBuffers(false, 0, args, rets));
   for (int64_t i = 0; row_.many && i < list_length_; ++i) {
     for (size_t s = 0; s < row_.symbols.size(); ++s) {
       if (!row_.symbols[s].local) continue;
       sizes_[s] = -1;
       star_dims_[s] = nullptr;
     }
-    QSHARD_RETURN_IF_ERROR(bind_all(true, i));
+    QSHARD_RETURN_IF_ERROR(BindBuffers(true, i, args, rets));
+  }
+  return rets == nullptr ? Error() : CheckOverlaps(args, *rets);
+}
+
+Error Binding::BindBuffers(bool many, int64_t index, Buffers args, const Buffers* rets) {
+  const auto check = [&](const Operand& o, int64_t begin, Buffers side) -> Error {
+    const Buffer& buffer = side[begin + index];
+    const Buffer& first =
+        o.dtype == Operand::kSame ? args[row_.inputs[0].many ? index : 0] : side[begin];
+    QSHARD_RETURN_IF_ERROR(CheckDtype(o, index, buffer, first));
+    return CheckBuffer(o, index, buffer, rets != nullptr);
+  };
+  for (size_t o = 0; o < row_.inputs.size(); ++o) {
+    const Operand& operand = row_.inputs[o];
+    if (operand.many != many || arg_begins_[o] < 0) continue;
+    QSHARD_RETURN_IF_ERROR(check(operand, arg_begins_[o], args));
+    QSHARD_RETURN_IF_ERROR(BindBuffer(static_cast<int>(o), index, args[arg_begins_[o] + index]));
+  }
+  for (size_t r = 0; rets != nullptr && r < row_.outputs.size(); ++r) {
+    const Operand& output = row_.outputs[r];
+    if (output.many != many || ret_begins_[r] < 0) continue;
+    QSHARD_RETURN_IF_ERROR(check(output, ret_begins_[r], *rets));
+    QSHARD_RETURN_IF_ERROR(CheckResult(output, index, (*rets)[ret_begins_[r] + index]));
   }
   return {};
-}
-
-Error Binding::BindShapes(const XLA_FFI_Attrs& attributes, Buffers args) {
-  return BindOperands(attributes, args, Mode::kShapes);
-}
-
-Error Binding::BindAxes(const XLA_FFI_Attrs& attributes, Buffers args) {
-  return BindOperands(attributes, args, Mode::kAxes);
-}
-
-Error Binding::BindOperands(const XLA_FFI_Attrs& attributes, Buffers args, Mode mode) {
-  QSHARD_RETURN_IF_ERROR(ReadAttributes(attributes, mode));
-  QSHARD_RETURN_IF_ERROR(CountBuffers(args, nullptr));
-  for (int symbol : row_.open_axes) sizes_[symbol] = std::max<int64_t>(0, sizes_[symbol]);
-  return BindBuffers(args, nullptr, mode);
 }
 
 }  // namespace qshard

@@ -1,8 +1,8 @@
 // The binder: holds a call, or the shapes of one, against the row of its op. It is the only place
 // that checks shapes, dtypes and attributes, whoever asks: a handler, torch, or JAX while tracing.
 //
-// A handler's matrices come in one of two forms, told by the attribute `split`: by their pattern,
-// or as factors with the major ones in front (core/pattern.cc says why). The memory is the same.
+// A handler's matrices come in one of two forms: by their pattern; or, with the attribute `split`,
+// as factors with the major ones in front (core/pattern.cc says why). The memory is the same.
 #ifndef QSHARD_CORE_BIND_H_
 #define QSHARD_CORE_BIND_H_
 
@@ -10,6 +10,7 @@
 #include <array>
 #include <ostream>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "core/error.h"
@@ -70,19 +71,14 @@ struct AttributeValue {
   std::string_view text() const { return {text_begin, text_size}; }
 };
 
-// An extent of a result as it follows from one of an operand:
-// ceil(dims(operand)[axis] * times / run) * size / per_byte. Without one, `operand` is -1, and it
-// is size / per_byte.
-struct Extent {
-  int operand = -1, axis = 0;
-  int64_t times = 1, run = 1, size = 1, per_byte = 1;
+// The sizes of the axes of a buffer.
+struct Dims {
+  int64_t sizes[kMaxRank], rank = 0;
 };
 
-// A piece of an axis that is cut or kept as one. Names are unique in a binding.
-struct Factor {
-  std::string name;
-  int64_t size;
-};
+// A piece of an axis that is cut or kept as one: its name, unique in a binding, its size, and how
+// many of it share a byte.
+using Factor = std::tuple<std::string, int64_t, int64_t>;
 
 class Binding {
  public:
@@ -95,25 +91,17 @@ class Binding {
   }
   Binding(const Binding&) = delete;
 
-  // Checks a whole call, memory included.
-  Error Bind(const XLA_FFI_Attrs& attributes, Buffers args, Buffers rets);
-
-  // Binds the shapes and dtypes of operands alone, by their patterns. `attributes` may lack
-  // `split`, and have the numbers of axes that shapes leave open: by name, of a result's `...` as
-  // "lead".
-  Error BindShapes(const XLA_FFI_Attrs& attributes, Buffers args);
-
-  // Binds shapes alone, with those of the attributes that matter to them.
-  Error BindAxes(const XLA_FFI_Attrs& attributes, Buffers args);
+  // Checks a whole call, memory included; without `rets` the shapes and dtypes of its operands.
+  Error Bind(const XLA_FFI_Attrs& attributes, Buffers args, const Buffers* rets = nullptr);
 
   const Row& row() const { return row_; }
 
-  // --- after Bind: what a kernel needs to know ---
+  // --- of a whole call: what a kernel needs to know ---
 
   const AttributeValue& attribute(std::string_view name) const;
   // Of an op on lists: the length of each.
   int64_t list_length() const { return list_length_; }
-  // Whether the list that is operand or result `operand` is there, and where in its side it begins.
+  // Where in its side operand or result `operand` begins; -1 for a list that is not there.
   int64_t ArgBegin(int operand) const { return arg_begins_[operand]; }
   int64_t RetBegin(int output) const { return ret_begins_[output]; }
 
@@ -124,64 +112,53 @@ class Binding {
   // How many elements, or blocks, of the first operand share a number of what `buffer`, `...`, has.
   int64_t Run(const Operand& operand, const Buffer& buffer) const;
 
-  // --- after BindShapes, of an op on single tensors ---
+  // --- of an op on single tensors ---
 
-  // Whether products can be split into their factors.
-  bool splits() const;
-  // The sizes of the axes of a result.
-  Error OutputShape(int output, int64_t (*dims)[kMaxRank], int64_t* rank) const;
+  // The shape of a result, by its pattern.
+  Error OutputShape(int output, Dims* dims) const;
   // Of codes, the element's own, if it has one. `chosen`: where the op can give any float.
   Error OutputDtype(int output, Buffers args, std::string_view chosen, DataType* dtype) const;
-
-  // The same as extents of operands, for sizes that are symbols.
-  std::vector<Extent> OutputExtents(int output) const;
-  // The axes of an operand or result as factors, major first. Products that are not split are one
-  // factor, or the major one where blocks have length 1; but only if no product comes before:
-  // factors that buffers share lead, and the order may not change.
-  std::vector<std::vector<Factor>> Axes(const Operand& operand, int64_t prefix, bool split) const;
-  // How many axes `...` of an operand is.
-  int64_t Prefix(int operand) const { return prefixes_[operand]; }
-  int64_t lead() const { return lead_; }
+  // The axes of operands, then of results: of each its factors, major first. Gives whether all
+  // products are whole, so that matrices may be split.
+  bool Axes(std::vector<std::vector<std::vector<Factor>>>* buffers) const;
 
  private:
-  enum class Mode { kCall, kShapes, kAxes };
-  Error ReadAttributes(const XLA_FFI_Attrs& attributes, Mode mode);
-  Error ReadAttribute(int i, XLA_FFI_AttrType type, void* value);
+  Error ReadAttributes(const XLA_FFI_Attrs& attributes);
+  Error ReadAttribute(int i, XLA_FFI_AttrType type, const void* value);
   Error CheckBlocks() const;
-  Error BindBuffers(Buffers args, const Buffers* rets, Mode mode);
-  Error BindOperands(const XLA_FFI_Attrs& attributes, Buffers args, Mode mode);
-  int64_t PerByte(const Operand& operand) const;
-  int64_t LengthOfProduct(const Term& term) const;
+  Error CountBuffers(Buffers args, const Buffers* rets);
   bool IsThere(const Operand& operand) const {
     return operand.conditions.empty() || MeetsCondition(operand);
   }
   bool MeetsCondition(const Operand& operand) const;
-  Error CountBuffers(Buffers args, const Buffers* rets);
-  Error CheckBuffer(const Operand& operand, int64_t index, const Buffer& buffer, bool memory) const;
+  Error BindBuffers(bool many, int64_t index, Buffers args, const Buffers* rets);
+  bool Accepts(const Operand& operand, DataType dtype, DataType same) const;
   Error CheckDtype(const Operand& operand, int64_t index, const Buffer& buffer,
                    const Buffer& first) const;
-  bool Accepts(const Operand& operand, DataType dtype, DataType same) const;
-  void FindOpenAxes(Buffers rets);
+  Error CheckBuffer(const Operand& operand, int64_t index, const Buffer& buffer, bool memory) const;
+  Error CheckOverlaps(Buffers args, Buffers rets) const;
   Error BindBuffer(int operand, int64_t index, const Buffer& buffer);
   Error BindOne(const Operand& operand, int64_t index, const Buffer& buffer, const Term& term,
                 int64_t size);
   Error CheckResult(const Operand& output, int64_t index, const Buffer& buffer) const;
-  bool Expand(const Operand& output, const std::vector<Term>& terms, int64_t prefix,
-              int64_t (*dims)[kMaxRank], int64_t* rank) const;
-  Error CheckOverlaps(Buffers args, Buffers rets) const;
+  Error ShapeOf(const Operand& output, const std::vector<Term>& terms, Dims* dims) const;
 
-  // The major factors of the first operand's axes: calls f(size) of each, until it is false.
+  int64_t Lead() const { return row_.lead < 0 ? 0 : values_[row_.lead].integer; }
+  int64_t PerByte(const Operand& operand) const;
+  int64_t LengthOfProduct(const Term& term) const;
+  // Calls f(symbol, axis of a `*name`, size) for the major factors of the first operand, up to
+  // `count` of them, and says how many there were.
   template <class Fn>
-  void ForMajors(Fn&& f) const;
+  int64_t ForMajors(int64_t count, Fn&& f) const;
 
   const Row& row_;
   std::array<AttributeValue, kMaxAttributes> values_;
   std::array<int64_t, kMaxSymbols> sizes_;  // of a `*name` how many axes; -1 while unknown
   std::array<const int64_t*, kMaxSymbols> star_dims_;
-  std::array<int64_t, kMaxProducts> lengths_;  // of products; -1 while unknown
-  std::array<int64_t, kMaxOperands> prefixes_;
-  std::array<int64_t, kMaxOperands> arg_begins_, ret_begins_;  // -1 for a list that is not there
-  int64_t list_length_ = 0, lead_ = 0;
+  std::array<int64_t, kMaxProducts> lengths_;   // of products; -1 while unknown
+  std::array<int64_t, kMaxOperands> prefixes_;  // how many axes `...` of an operand is
+  std::array<int64_t, kMaxOperands> arg_begins_, ret_begins_;
+  int64_t list_length_ = 0;
   bool split_ = false;
 };
 

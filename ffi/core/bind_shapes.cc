@@ -1,4 +1,4 @@
-// Binding: what shapes say of the factors of a pattern, and the factors of shapes.
+// Binding: what shapes say of the factors of a pattern, and the shapes that follow from factors.
 #include <algorithm>
 
 #include "core/bind.h"
@@ -13,37 +13,14 @@ int64_t Binding::PerByte(const Operand& operand) const {
 }
 
 template <class Fn>
-void Binding::ForMajors(Fn&& f) const {
+int64_t Binding::ForMajors(int64_t count, Fn&& f) const {
+  int64_t n = 0;
   for (const Term& t : row_.inputs[0].terms) {
-    if (t.kind == Term::kAxis) {
-      if (!f(sizes_[t.major])) return;
-      continue;
-    }
-    for (int64_t i = 0; i < sizes_[t.major]; ++i)
-      if (!f(star_dims_[t.major][i])) return;
+    const int64_t axes = t.kind == Term::kAxis ? 1 : sizes_[t.major];
+    for (int64_t i = 0; i < axes && n < count; ++i, ++n)
+      f(t.major, i, t.kind == Term::kAxis ? sizes_[t.major] : star_dims_[t.major][i]);
   }
-}
-
-// Numbers of axes that operands leave open are those of results.
-void Binding::FindOpenAxes(Buffers rets) {
-  for (int symbol : row_.open_axes) {
-    if (sizes_[symbol] >= 0) continue;
-    sizes_[symbol] = 0;
-    for (size_t r = 0; r < row_.outputs.size(); ++r) {
-      int64_t others = 0;
-      bool has = false, alone = true;
-      for (const Term& t : row_.outputs[r].terms) {
-        if (t.kind == Term::kAxis)
-          ++others;
-        else if (t.kind == Term::kStar && t.major == symbol)
-          has = true;
-        else
-          alone = false;
-      }
-      if (has && alone && ret_begins_[r] >= 0 && !row_.outputs[r].many)
-        sizes_[symbol] = std::max<int64_t>(0, rets[ret_begins_[r]].rank - others);
-    }
-  }
+  return n;
 }
 
 // Learns from one operand. Numbers of axes that nothing says are 0.
@@ -78,21 +55,17 @@ Error Binding::BindBuffer(int index_of_operand, int64_t index, const Buffer& buf
                      Name{operand, index}, " ", Shape(buffer), " does not fit '", operand.pattern,
                      "' and the other operands; give them matching axes");
     } else {
-      int64_t i = 0;
+      const int64_t* next = dim;
       bool fits = true;
-      ForMajors([&](int64_t size) {
-        if (i < count) fits &= dim[i] == size;
-        return ++i < count;
-      });
-      if (i < count || !fits) {
-        int64_t majors[kMaxRank], n = 0;
-        ForMajors([&](int64_t size) {
-          majors[n++] = size;
-          return n < kMaxRank;
-        });
+      const int64_t n =
+          ForMajors(count, [&](int, int64_t, int64_t size) { fits &= *next++ == size; });
+      if (n < count || !fits) {
+        Dims majors;
+        ForMajors(kMaxRank,
+                  [&](int, int64_t, int64_t size) { majors.sizes[majors.rank++] = size; });
         const std::string of = (row_.products > 0 ? "blocks of " : "") + row_.inputs[0].name;
         return ValueError(row_.name, ": ", Name{operand, index}, " ", Shape(buffer),
-                          " is not the first axes of ", of, " ", Shape(majors, n),
+                          " is not the first axes of ", of, " ", Shape(majors.sizes, majors.rank),
                           "; give it one element for each run of ", of);
       }
       prefixes_[index_of_operand] = count;
@@ -137,53 +110,45 @@ int64_t Binding::LengthOfProduct(const Term& term) const {
   return Multiply(sizes_[term.major], sizes_[term.minor], &length) ? length : -1;
 }
 
-// False if codes do not fill their bytes, or an extent is too large.
-bool Binding::Expand(const Operand& output, const std::vector<Term>& terms, int64_t prefix,
-                     int64_t (*dims)[kMaxRank], int64_t* rank) const {
-  int64_t n = 0;
-  const auto push = [&](int64_t size) {
-    if (n < kMaxRank) (*dims)[n++] = size;
-    return n < kMaxRank;
+Error Binding::ShapeOf(const Operand& output, const std::vector<Term>& terms, Dims* dims) const {
+  const auto push = [&](int, int64_t, int64_t size) {
+    if (dims->rank < kMaxRank) dims->sizes[dims->rank] = size;
+    ++dims->rank;
   };
+  dims->rank = 0;
   for (const Term& t : terms) {
     if (t.kind == Term::kPrefix) {
-      int64_t left = prefix;
-      if (left > 0) ForMajors([&](int64_t size) { return push(size) && --left > 0; });
+      QSHARD_REQUIRE(ForMajors(Lead(), push) == Lead(), row_.name, ": lead (", Lead(),
+                     ") is more axes than ", row_.inputs[0].name, " has");
     } else if (t.kind == Term::kStar) {
-      for (int64_t i = 0; i < sizes_[t.major]; ++i) push(star_dims_[t.major][i]);
+      for (int64_t i = 0; i < sizes_[t.major]; ++i) push(0, i, star_dims_[t.major][i]);
     } else {
-      int64_t size = t.minor < 0 ? sizes_[t.major] : LengthOfProduct(t);
+      const int64_t size = t.minor < 0 ? sizes_[t.major] : LengthOfProduct(t);
       const int64_t per_byte = t.last ? PerByte(output) : 1;
-      if (size < 0 || size % per_byte != 0) return false;
-      push(size / per_byte);
+      QSHARD_REQUIRE(size >= 0, row_.name, ": ", output.name, " would be larger than memory is");
+      QSHARD_REQUIRE(size % per_byte == 0, row_.name, ": ", output.name, " has a last axis of ",
+                     size, ", and ", per_byte, " codes share a byte; pad it");
+      push(0, 0, size / per_byte);
     }
   }
-  *rank = n;
-  return true;
+  QSHARD_REQUIRE(dims->rank <= kMaxRank, row_.name, ": ", output.name, " would have ", dims->rank,
+                 " axes, more than ", kMaxRank, "; reshape its operands");
+  return {};
 }
 
 Error Binding::CheckResult(const Operand& output, int64_t index, const Buffer& buffer) const {
-  int64_t dims[kMaxRank], rank = 0, axes = 0;
-  bool has_prefix = false;
-  for (const Term& t : output.terms) {
-    if (t.kind == Term::kPrefix)
-      has_prefix = true;
-    else
-      axes += t.kind == Term::kStar ? sizes_[t.major] : 1;
-  }
-  const int64_t prefix = has_prefix ? std::max<int64_t>(0, buffer.rank - axes) : 0;
-  const auto fits = [&](const std::vector<Term>& terms) {
-    return Expand(output, terms, prefix, &dims, &rank) && rank == buffer.rank &&
-           std::equal(dims, dims + rank, buffer.dims);
+  const auto is = [&](const Dims& dims) {
+    return dims.rank == buffer.rank && std::equal(dims.sizes, dims.sizes + dims.rank, buffer.dims);
   };
-  if (fits(split_ ? output.split_terms : output.terms)) return {};
-  // XLA keeps the logical shape of what lies transposed.
-  if (!split_ && fits(output.operand_order)) return {};
-  if (!Expand(output, split_ ? output.split_terms : output.terms, prefix, &dims, &rank))
-    return ValueError(row_.name, ": ", Name{output, index}, " ", Shape(buffer),
-                      " has codes that do not fill their bytes; pad it");
+  Dims dims, logical;
+  QSHARD_RETURN_IF_ERROR(ShapeOf(output, split_ ? output.split_terms : output.terms, &dims));
+  if (is(dims)) return {};
+  if (!split_) {  // XLA keeps the logical shape of what lies transposed.
+    QSHARD_RETURN_IF_ERROR(ShapeOf(output, output.operand_order, &logical));
+    if (is(logical)) return {};
+  }
   return ValueError(row_.name, ": ", Name{output, index}, " ", Shape(buffer), " is not of shape ",
-                    Shape(dims, rank), ", as its operands have it; give it the axes '",
+                    Shape(dims.sizes, dims.rank), ", as its operands have it; give it the axes '",
                     output.pattern, split_ ? "' in split blocks" : "'");
 }
 
@@ -198,11 +163,79 @@ int64_t Binding::Length(int term) const {
 int64_t Binding::Run(const Operand& operand, const Buffer& buffer) const {
   int64_t skip = buffer.rank, run = 1;
   for (const Term& t : operand.terms) skip -= t.kind == Term::kAxis;
-  ForMajors([&](int64_t size) {
+  ForMajors(kMaxRank, [&](int, int64_t, int64_t size) {
     if (--skip < 0) run *= size;
-    return true;
   });
   return run;
+}
+
+// --- what front ends ask for ---
+
+Error Binding::OutputShape(int output, Dims* dims) const {
+  const Operand& o = row_.outputs[output];
+  QSHARD_RETURN_IF_ERROR(ShapeOf(o, o.terms, dims));
+  Buffer made{};
+  made.dtype = XLA_FFI_DataType_F32;
+  made.rank = dims->rank;
+  made.dims = dims->sizes;
+  return CheckBuffer(o, 0, made, false);
+}
+
+Error Binding::OutputDtype(int output, Buffers args, std::string_view chosen,
+                           DataType* dtype) const {
+  const Operand& o = row_.outputs[output];
+  *dtype = o.exact;
+  if (o.dtype == Operand::kSame) *dtype = args[0].dtype;
+  if (o.dtype == Operand::kPacked) *dtype = XLA_FFI_DataType_U8;
+  if (o.dtype == Operand::kNamed) {
+    const AttributeValue& v = values_[o.dtype_attribute];
+    *dtype = v.format == nullptr ? DataTypeOf(v.text()) : v.format->dtype;
+  }
+  if (o.dtype != Operand::kFloat) return {};
+  *dtype = DataTypeOf(chosen);
+  if (Accepts(o, *dtype, *dtype)) return {};
+  return TypeError(row_.name, ": dtype (", chosen.empty() ? "None" : chosen,
+                   ") is not float32 or bfloat16 or float16; ask for one of them");
+}
+
+bool Binding::Axes(std::vector<std::vector<std::vector<Factor>>>* buffers) const {
+  bool whole = true;
+  const auto axes_of = [&](const Operand& operand, int64_t prefix) {
+    std::vector<std::vector<Factor>> axes;
+    const auto add = [&](int symbol, int64_t i, int64_t size) {
+      const Symbol& s = row_.symbols[symbol];
+      axes.push_back({{s.star ? s.name + std::to_string(i) : s.name, size, 1}});
+    };
+    // A number is a size, not a name: two of them are no common factor.
+    const auto factor = [&](int symbol, int64_t per_byte) {
+      const Symbol& s = row_.symbols[symbol];
+      return Factor(s.fixed < 0 ? s.name : operand.name + "." + std::to_string(axes.size()),
+                    sizes_[symbol], per_byte);
+    };
+    for (const Term& t : operand.terms) {
+      if (t.kind == Term::kPrefix) {
+        ForMajors(prefix, add);
+        continue;
+      }
+      if (t.kind == Term::kStar) {
+        for (int64_t i = 0; i < sizes_[t.major]; ++i) add(t.major, i, star_dims_[t.major][i]);
+        continue;
+      }
+      const int64_t per_byte = t.last ? PerByte(operand) : 1;
+      if (t.minor < 0) {
+        axes.push_back({factor(t.major, per_byte)});
+        continue;
+      }
+      axes.push_back({factor(t.major, 1), factor(t.minor, per_byte)});
+      int64_t product;
+      whole &= Multiply(sizes_[t.major], sizes_[t.minor], &product) &&
+               product == LengthOfProduct(t) && sizes_[t.minor] % per_byte == 0;
+    }
+    buffers->push_back(std::move(axes));
+  };
+  for (size_t o = 0; o < row_.inputs.size(); ++o) axes_of(row_.inputs[o], prefixes_[o]);
+  for (const Operand& output : row_.outputs) axes_of(output, Lead());
+  return whole && row_.splits;
 }
 
 }  // namespace qshard

@@ -119,7 +119,7 @@ XLA_FFI_Error* Decode(XLA_FFI_CallFrame* frame, const Row& row,
   const Buffers args = buffers(frame->args.args, frame->args.size);
   const Buffers rets = buffers(frame->rets.rets, frame->rets.size);
   Binding binding(row);
-  if (Error error = binding.Bind(frame->attrs, args, rets)) return ToXla(frame->api, error);
+  if (Error error = binding.Bind(frame->attrs, args, &rets)) return ToXla(frame->api, error);
   if (AllEmpty(rets)) return nullptr;
   Exec<Platform> exec;
   if (XLA_FFI_Error* error = GetExec(*frame, &exec)) return error;

@@ -118,25 +118,28 @@ Error DispatchFloat(const Buffer& buffer, Fn&& f) {
   return MakeError(ErrorKind::kInternal, NameOf(buffer.dtype), " is not dispatched");
 }
 
-// Calls f(Type<F>{}) with the element that `name` is: one of 8 bits, of all, or of all codes.
+// Calls f(Type<F>{}) with the attribute `element` of a call: one of 8 bits, of all, or of all
+// codes. With a buffer of floats, f(Type<F>{}, Type<T>{}).
 #define QSHARD_TRY(name, F) \
   if (name == F::kName) return f(Type<F>{});
 #define QSHARD_NAME_OF(member, F) F::member,
-template <class Fn>
-Error DispatchFp8(std::string_view name, Fn&& f) {
-  QSHARD_FOR_EACH_FP8(QSHARD_TRY, name)
-  return MakeError(ErrorKind::kInternal, name, " is not dispatched");
-}
-template <class Fn>
-Error DispatchElement(std::string_view name, Fn&& f) {
-  QSHARD_FOR_EACH_ELEMENT(QSHARD_TRY, name)
-  return MakeError(ErrorKind::kInternal, name, " is not dispatched");
-}
-template <class Fn>
-Error DispatchCode(std::string_view name, Fn&& f) {
-  QSHARD_FOR_EACH_CODE(QSHARD_TRY, name)
-  return MakeError(ErrorKind::kInternal, name, " is not dispatched");
-}
+#define QSHARD_DISPATCH(Name, FOR_EACH)                                    \
+  template <class Platform, class Fn>                                      \
+  Error Name(const Call<Platform>& call, Fn&& f) {                         \
+    const std::string_view element = call.text("element");                 \
+    FOR_EACH(QSHARD_TRY, element)                                          \
+    return MakeError(ErrorKind::kInternal, element, " is not dispatched"); \
+  }                                                                        \
+  template <class Platform, class Fn>                                      \
+  Error Name(const Call<Platform>& call, const Buffer& floats, Fn&& f) {   \
+    return Name(call, [&](auto code) {                                     \
+      return DispatchFloat(floats, [&](auto in) { return f(code, in); });  \
+    });                                                                    \
+  }
+QSHARD_DISPATCH(DispatchFp8, QSHARD_FOR_EACH_FP8)
+QSHARD_DISPATCH(DispatchElement, QSHARD_FOR_EACH_ELEMENT)
+QSHARD_DISPATCH(DispatchCode, QSHARD_FOR_EACH_CODE)
+#undef QSHARD_DISPATCH
 #undef QSHARD_TRY
 
 // Calls f(Type<F>{}) with the attribute `element` of a call whose blocks have scales stored as
@@ -144,14 +147,14 @@ Error DispatchCode(std::string_view name, Fn&& f) {
 template <class Scale, class Platform, class Fn>
 Error DispatchScaledElement(const Call<Platform>& call, Fn&& f) {
   if constexpr (std::is_same_v<Scale, E8M0>) {
-    return DispatchElement(call.text("element"), f);
+    return DispatchElement(call, f);
   } else {
     constexpr std::string_view kFp8[] = {QSHARD_FOR_EACH_FP8(QSHARD_NAME_OF, kName)};
     const std::string_view element = call.text("element");
     QSHARD_REQUIRE(std::find(std::begin(kFp8), std::end(kFp8), element) != std::end(kFp8),
                    call.op(), ": element (", element,
                    ") has no float32 scales; give scale_dtype=", E8M0::kName);
-    return DispatchFp8(element, f);
+    return DispatchFp8(call, f);
   }
 }
 #undef QSHARD_NAME_OF

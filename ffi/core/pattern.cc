@@ -55,6 +55,8 @@ class Parser {
 
   void AddAttributes(std::string_view text) {
     for (const std::string& part : Split(text, ",")) {
+      row_.splits |= part == "split";
+      if (part == "split") continue;
       const size_t colon = part.find(':');
       Check(colon != part.npos, part + " has no type");
       const std::string name(Stripped(part.substr(0, colon)));
@@ -67,7 +69,7 @@ class Parser {
     auto& all = row_.attributes;
     std::sort(all.begin(), all.end(), [](auto& a, auto& b) { return a.name < b.name; });
     Check(all.size() <= kMaxAttributes, "too many attributes");
-    row_.split = row_.FindAttribute("split");
+    row_.lead = row_.FindAttribute("lead");
     row_.block_rows = row_.FindAttribute("block_rows");
     row_.block_cols = row_.FindAttribute("block_cols");
   }
@@ -103,7 +105,8 @@ class Parser {
     const size_t space = type.find(' ');
     const std::string kind = type.substr(0, space);
     const std::string rest(space == type.npos ? "" : Stripped(type.substr(space)));
-    if (kind == "axis") {  // a number of axes
+    if (kind == "axis") {
+      a.optional = true;
       a.least = 0;
       a.most = 64;  // more than any buffer has
       a.legal = "a number of axes";
@@ -173,9 +176,12 @@ class Parser {
     Check(!row_.inputs.empty() && row_.inputs.size() + row_.outputs.size() <= kMaxOperands,
           "too many operands, or none");
     Check(row_.symbols.size() <= kMaxSymbols && row_.products <= kMaxProducts, "too many factors");
-    for (Operand& out : row_.outputs)
-      for (size_t i = 0; i < row_.inputs.size(); ++i)
-        if (row_.inputs[i].name == out.name) out.alias = static_cast<int>(i);
+    for (size_t r = 0; r < row_.outputs.size(); ++r)
+      for (size_t i = 0; i < row_.inputs.size(); ++i) {
+        if (row_.inputs[i].name != row_.outputs[r].name) continue;
+        row_.outputs[r].alias = static_cast<int>(i);
+        row_.inputs[i].alias = static_cast<int>(r);
+      }
   }
 
   Operand ParseOperand(const std::string& name, const std::string& pattern,
@@ -204,27 +210,16 @@ class Parser {
   }
 
   void SetDtype(const std::string& name, Operand* o) const {
-    if (name == "float")
-      o->dtype = Operand::kFloat;
-    else if (name == "byte")
-      o->dtype = Operand::kByte;
-    else if (name == "word")
-      o->dtype = Operand::kWord;
-    else if (name == "any")
-      o->dtype = Operand::kAny;
-    else if (name == "same")
-      o->dtype = Operand::kSame;
-    else if (name == "packed")
-      o->dtype = Operand::kPacked;
-    else {
-      o->exact = DataTypeOf(name);
-      if (o->exact != XLA_FFI_DataType_INVALID) return;
-      o->dtype = Operand::kNamed;
-      o->dtype_attribute = row_.FindAttribute(name == "code"    ? "element"
-                                              : name == "scale" ? "scale_dtype"
-                                                                : name);
-      Check(o->dtype_attribute >= 0, name + " is no dtype");
-    }
+    constexpr const char* kClasses[] = {"float", "byte", "word", "any", "same", "packed"};
+    for (int i = Operand::kFloat; i <= Operand::kPacked; ++i)
+      if (name == kClasses[i]) o->dtype = static_cast<Operand::Dtype>(i);
+    o->exact = DataTypeOf(name);
+    if (o->dtype != Operand::kExact || o->exact != XLA_FFI_DataType_INVALID) return;
+    o->dtype = Operand::kNamed;
+    o->dtype_attribute = row_.FindAttribute(name == "code"    ? "element"
+                                            : name == "scale" ? "scale_dtype"
+                                                              : name);
+    Check(o->dtype_attribute >= 0, name + " is no dtype");
   }
 
   void ParseTerms(std::string_view text, Operand* o) {
@@ -281,9 +276,11 @@ class Parser {
 
   void Finish() {
     FindLocals();
-    FindOpenAxes();
     for (auto* operands : {&row_.inputs, &row_.outputs})
       for (Operand& o : *operands) SetOrders(&o);
+    for (const Operand& o : row_.outputs)
+      for (const Term& t : o.terms)
+        Check(t.kind != Term::kPrefix || row_.lead >= 0, "'...' of a result needs `lead: axis`");
   }
 
   void FindLocals() {
@@ -298,41 +295,22 @@ class Parser {
     }
   }
 
-  void FindOpenAxes() {
-    std::vector<int> known;
-    for (const Operand& o : row_.inputs) {
-      std::vector<int> unknown;
-      for (const Term& t : o.terms)
-        if (t.kind == Term::kStar && std::find(known.begin(), known.end(), t.major) == known.end())
-          unknown.push_back(t.major);
-      known.insert(known.end(), unknown.begin(), unknown.end());
-      if (!o.many && unknown.size() > 1)
-        row_.open_axes.insert(row_.open_axes.end(), unknown.begin(), unknown.end() - 1);
-    }
-    for (const Operand& o : row_.outputs)
-      for (const Term& t : o.terms) row_.open_prefix |= t.kind == Term::kPrefix;
-  }
-
   // XLA partitions an op over leading axes that all its buffers share. So a matrix that it may cut
   // is split: the major factors come first, in the order of the first operand; then others; then
   // the minor ones, which are blocks. A layout, which a handler does not see, leaves the memory as
   // it is.
   void SetOrders(Operand* o) const {
-    std::vector<Term> whole;
-    for (const Term& t : o->terms)
-      if (t.kind == Term::kPrefix) whole.push_back(t);
-    const auto is_there = [&](const Term& t) {
-      return std::any_of(whole.begin(), whole.end(),
-                         [&](const Term& w) { return w.kind == t.kind && w.major == t.major; });
+    const auto place = [&](const Term& t) {
+      const auto& first = row_.inputs[0].terms;
+      if (t.kind == Term::kPrefix) return -1;
+      for (size_t i = 0; i < first.size(); ++i)
+        if (t.kind == first[i].kind && t.major == first[i].major) return static_cast<int>(i);
+      return kMaxSymbols;
     };
-    for (const Term& first : row_.inputs[0].terms)
-      for (const Term& t : o->terms)
-        if (t.kind != Term::kPrefix && t.kind == first.kind && t.major == first.major)
-          whole.push_back(t);
-    for (const Term& t : o->terms)
-      if (!is_there(t)) whole.push_back(t);
-    o->operand_order = whole;
-    for (Term t : whole) {
+    o->operand_order = o->terms;
+    std::stable_sort(o->operand_order.begin(), o->operand_order.end(),
+                     [&](const Term& a, const Term& b) { return place(a) < place(b); });
+    for (Term t : o->operand_order) {
       if (t.minor >= 0) t.last = false;
       t.minor = t.product = -1;
       o->split_terms.push_back(t);

@@ -45,7 +45,7 @@ struct Attribute {
   std::vector<std::string> texts;            // likewise
   std::vector<const FormatTraits*> formats;  // that they name, or null
   std::string legal;                         // in words
-  bool optional = false;                     // of texts: left out, it is the first
+  bool optional = false;                     // left out, it is the first text, or 0
 };
 
 // Which blocks an op takes.
@@ -70,7 +70,7 @@ struct Operand {
   Dtype dtype = kExact;
   DataType exact = XLA_FFI_DataType_INVALID;
   int dtype_attribute = -1;  // that names the dtype
-  int alias = -1;            // of a result: the operand that it may be
+  int alias = -1;            // the result that may be this operand, and the other way round
 
   // The axes as they lie in memory; of a matrix that is split; and of a result in the order of the
   // first operand, which is how XLA sees one that lies transposed.
@@ -88,13 +88,11 @@ struct Row {
   std::vector<Operand> inputs, outputs;  // lists come last
   std::vector<Attribute> attributes;     // by name
   std::vector<Symbol> symbols;
-  std::vector<int> open_axes;  // `*name`s whose number of axes the shapes of operands leave open
-  bool open_prefix = false;    // whether that of a result's `...` is
-  bool many = false;           // whether there are lists
-  int list_length = -1;        // the symbol `n` of an op on lists
+  bool many = false;     // whether there are lists
+  bool splits = false;   // whether a call may have the attribute `split`
+  int list_length = -1;  // the symbol `n` of an op on lists
   int products = 0;
-  int split = -1;  // the attribute of this name
-  int block_rows = -1, block_cols = -1;
+  int lead = -1, block_rows = -1, block_cols = -1;  // the attributes of these names
   BlockRule blocks;
 };
 

@@ -8,17 +8,10 @@ namespace {
 XLA_FFI_Error* CreateError(XLA_FFI_Error_Create_Args* args) {
   return new XLA_FFI_Error{args->errc, args->message};
 }
-void GetErrorMessage(XLA_FFI_Error_GetMessage_Args* args) {
-  args->message = args->error->message.c_str();
-}
 void DestroyError(XLA_FFI_Error_Destroy_Args* args) { delete args->error; }
 
 XLA_FFI_Error* GetStream(XLA_FFI_Stream_Get_Args* args) {
   args->stream = args->ctx->stream;
-  return nullptr;
-}
-XLA_FFI_Error* GetDeviceOrdinal(XLA_FFI_DeviceOrdinal_Get_Args* args) {
-  args->device_ordinal = args->ctx->device_ordinal;
   return nullptr;
 }
 XLA_FFI_Error* ScheduleTask(XLA_FFI_ThreadPool_Schedule_Args* args) {
@@ -30,12 +23,6 @@ XLA_FFI_Error* GetNumThreads(XLA_FFI_ThreadPool_NumThreads_Args* args) {
   return nullptr;
 }
 
-template <class Args>
-XLA_FFI_Error* Unimplemented(Args*) {
-  return new XLA_FFI_Error{XLA_FFI_Error_Code_UNIMPLEMENTED,
-                           "this host runs stateless handlers that allocate nothing"};
-}
-
 }  // namespace
 
 const XLA_FFI_Api* Api() {
@@ -45,23 +32,10 @@ const XLA_FFI_Api* Api() {
     a.api_version = {XLA_FFI_Api_Version_STRUCT_SIZE, nullptr, XLA_FFI_API_MAJOR,
                      XLA_FFI_API_MINOR};
     a.XLA_FFI_Error_Create = CreateError;
-    a.XLA_FFI_Error_GetMessage = GetErrorMessage;
     a.XLA_FFI_Error_Destroy = DestroyError;
     a.XLA_FFI_Stream_Get = GetStream;
-    a.XLA_FFI_DeviceOrdinal_Get = GetDeviceOrdinal;
     a.XLA_FFI_ThreadPool_Schedule = ScheduleTask;
     a.XLA_FFI_ThreadPool_NumThreads = GetNumThreads;
-    a.XLA_FFI_Handler_Register = Unimplemented;
-    a.XLA_FFI_TypeId_Register = Unimplemented;
-    a.XLA_FFI_ExecutionContext_Get = Unimplemented;
-    a.XLA_FFI_State_Set = Unimplemented;
-    a.XLA_FFI_State_Get = Unimplemented;
-    a.XLA_FFI_DeviceMemory_Allocate = Unimplemented;
-    a.XLA_FFI_DeviceMemory_Free = Unimplemented;
-    a.XLA_FFI_Future_Create = Unimplemented;
-    a.XLA_FFI_Future_SetAvailable = Unimplemented;
-    a.XLA_FFI_Future_SetError = Unimplemented;
-    a.XLA_FFI_RunId_Get = Unimplemented;
     return a;
   }();
   return &api;

@@ -17,13 +17,11 @@ struct XLA_FFI_Error {
 
 struct XLA_FFI_ExecutionContext {
   void* stream = nullptr;  // the framework's current CUDA stream
-  int32_t device_ordinal = 0;
 };
 
 namespace qshard::host {
 
-// Handlers here are stateless, synchronous and allocate nothing: what they cannot need answers
-// UNIMPLEMENTED.
+// Has what handlers of ours call, and nothing else.
 const XLA_FFI_Api* Api();
 
 }  // namespace qshard::host

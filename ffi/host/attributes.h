@@ -4,7 +4,6 @@
 
 #include <nanobind/nanobind.h>
 
-#include <algorithm>
 #include <array>
 #include <forward_list>
 #include <string>
@@ -15,8 +14,8 @@
 
 namespace qshard::host {
 
-// The attributes of one call in the form in which XLA gives them: sorted by name; bool, int64,
-// float32, string, and arrays of int64.
+// The attributes of one call in the form in which XLA gives them, though not sorted by name: bool,
+// int64, float32, string, and arrays of int64.
 class Attributes {
   static constexpr size_t kMaxAttributes = 16;
 
@@ -26,12 +25,8 @@ class Attributes {
     if (attributes.size() > kMaxAttributes)
       throw nanobind::value_error("call: too many attributes");
     for (auto [key, value] : attributes) Add(key, value);
-    std::array<size_t, kMaxAttributes> order;
-    for (size_t i = 0; i < size_; ++i) order[i] = i;
-    std::sort(order.begin(), order.begin() + size_,
-              [&](size_t a, size_t b) { return View(entries_[a].name) < View(entries_[b].name); });
     for (size_t i = 0; i < size_; ++i) {
-      Entry& entry = entries_[order[i]];
+      Entry& entry = entries_[i];
       types_[i] = entry.type;
       names_[i] = &entry.name;
       values_[i] = entry.type == XLA_FFI_AttrType_STRING  ? static_cast<void*>(&entry.string)

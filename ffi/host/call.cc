@@ -8,6 +8,7 @@
 #include "host/api.h"
 #include "host/attributes.h"
 #include "host/tensor.h"
+#include "host/thread_pool.h"
 
 #if defined(QSHARD_WITH_CUDA)
 #include <cuda_runtime_api.h>
@@ -18,87 +19,64 @@ namespace nb = nanobind;
 namespace qshard::host {
 namespace {
 
-constexpr size_t kFewBuffers = 16;  // what a call holds without allocating
-
-// The inputs, or the outputs, of one call: a few, or as many as an op on lists of tensors takes.
-template <class Type, Type kBuffer>
-class Buffers {
+// An array that does not allocate while it is short.
+template <class T>
+class Short {
  public:
-  // The tensors are held for the call, whatever another thread does to the list of them.
-  Buffers(nb::sequence objects, const Use& use)
-      : objects_(nb::steal<nb::tuple>(PySequence_Tuple(objects.ptr()))), size_(nb::len(objects_)) {
-    if (size_ > kFewBuffers) {
-      more_tensors_.reset(new Tensor[size_]);
-      more_pointers_.reset(new void*[size_]);
-      more_types_.assign(size_, kBuffer);
-    }
-    for (size_t i = 0; i < size_; ++i) {
-      nb::object made = Import(PyTuple_GET_ITEM(objects_.ptr(), i), use, i, tensors()[i]);
-      if (made.is_valid()) made_.push_back(std::move(made));
-      pointers()[i] = &tensors()[i].buffer;
-    }
-  }
-  Buffers(const Buffers&) = delete;
-
-  size_t size() const { return size_; }
-  const Tensor& operator[](size_t i) const {
-    return more_tensors_ ? more_tensors_[i] : few_tensors_[i];
-  }
-  nb::object object(size_t i) const { return objects_[i]; }
-  // Whether handling these is the work of microseconds.
-  bool AreFew() const {
-    double numbers = 0;
-    for (size_t i = 0; i < size_; ++i) {
-      const XLA_FFI_Buffer& buffer = (*this)[i].buffer;
-      double count = 1;
-      for (int64_t axis = 0; axis < buffer.rank; ++axis) count *= buffer.dims[axis];
-      numbers += count;
-    }
-    return numbers < 1024;
-  }
-  void** pointers() { return more_pointers_ ? more_pointers_.get() : few_pointers_.data(); }
-  Type* types() {
-    static constexpr auto kFew = [] {
-      std::array<Type, kFewBuffers> types{};
-      for (auto& t : types) t = kBuffer;
-      return types;
-    }();
-    return more_types_.empty() ? const_cast<Type*>(kFew.data()) : more_types_.data();
-  }
+  explicit Short(size_t size) : more_(size > kShort ? new T[size] : nullptr) {}
+  T* data() { return more_ ? more_.get() : few_.data(); }
+  T& operator[](size_t i) { return data()[i]; }
 
  private:
-  Tensor* tensors() { return more_tensors_ ? more_tensors_.get() : few_tensors_.data(); }
-
-  nb::tuple objects_;
-  std::vector<nb::object> made_;  // held likewise
-  size_t size_;
-  std::array<Tensor, kFewBuffers> few_tensors_;
-  std::array<void*, kFewBuffers> few_pointers_;
-  std::unique_ptr<Tensor[]> more_tensors_;
-  std::unique_ptr<void*[]> more_pointers_;
-  std::vector<Type> more_types_;
+  static constexpr size_t kShort = 16;
+  std::array<T, kShort> few_;
+  std::unique_ptr<T[]> more_;
 };
 
-using Arguments = Buffers<XLA_FFI_ArgType, XLA_FFI_ArgType_BUFFER>;
-using Returns = Buffers<XLA_FFI_RetType, XLA_FFI_RetType_BUFFER>;
+// What the tensors of a call have in common.
+struct Common {
+  DLDevice device{kDLCPU, 0};
+  nb::handle any;      // one of them
+  double numbers = 0;  // in all
+};
 
-bool SameDevice(DLDevice a, DLDevice b) {
-  return a.device_type == b.device_type && a.device_id == b.device_id;
-}
-
-// Raises if the tensors are not all on one device; returns that device.
-DLDevice CommonDevice(const Arguments& inputs, const Returns& outputs) {
-  if (outputs.size() == 0) throw nb::value_error("call: no output to write to");
-  const DLDevice device = outputs[0].device;
-  const auto check = [&](const auto& buffers) {
-    for (size_t i = 0; i < buffers.size(); ++i)
-      if (!SameDevice(buffers[i].device, device))
+// The inputs, or the outputs, of one call. `Type` is the C API's enum that says that they are
+// buffers.
+template <class Type>
+struct Side {
+  // The tensors are held for the call, whatever another thread does to the list of them.
+  Side(nb::sequence given, const Use& use, Type buffer, Common* common)
+      : objects(nb::steal<nb::tuple>(PySequence_Tuple(given.ptr()))),
+        size(nb::len(objects)),
+        tensors(size),
+        pointers(size),
+        types(size) {
+    for (size_t i = 0; i < size; ++i) {
+      const nb::handle object = PyTuple_GET_ITEM(objects.ptr(), i);
+      Tensor& t = tensors[i];
+      nb::object owner = Import(object, use, i, t);
+      if (owner.is_valid()) owners.push_back(std::move(owner));
+      if (!common->any.is_valid()) common->device = t.device;
+      common->any = object;
+      if (t.device.device_type != common->device.device_type ||
+          t.device.device_id != common->device.device_id)
         throw nb::value_error("call: the tensors are on different devices; move them to one");
-  };
-  check(inputs);
-  check(outputs);
-  return device;
-}
+      double numbers = 1;
+      for (int64_t axis = 0; axis < t.buffer.rank; ++axis) numbers *= t.buffer.dims[axis];
+      common->numbers += numbers;
+      pointers[i] = &t.buffer;
+      types[i] = buffer;
+    }
+  }
+  Side(const Side&) = delete;
+
+  nb::tuple objects;
+  std::vector<nb::object> owners;  // held likewise
+  size_t size;
+  Short<Tensor> tensors;
+  Short<void*> pointers;
+  Short<Type> types;
+};
 
 // Makes the device of the tensors the current one, as XLA does before it calls a handler.
 class ScopedDevice {
@@ -122,37 +100,85 @@ class ScopedDevice {
 };
 
 [[noreturn]] void Raise(XLA_FFI_Error* error) {
-  const std::string message = std::move(error->message);
-  const XLA_FFI_Error_Code code = error->code;
-  delete error;
-  switch (code) {
-    case XLA_FFI_Error_Code_INVALID_ARGUMENT:
-      throw nb::value_error(message.c_str());
-    case XLA_FFI_Error_Code_UNIMPLEMENTED:
-      PyErr_SetString(PyExc_NotImplementedError, message.c_str());
-      nb::raise_python_error();
-    default:
-      throw std::runtime_error(message);
-  }
+  const std::unique_ptr<XLA_FFI_Error> owned(error);
+  if (error->code == XLA_FFI_Error_Code_INVALID_ARGUMENT)
+    throw nb::value_error(error->message.c_str());
+  throw std::runtime_error(error->message);
 }
+
+XLA_FFI_Handler* HandlerOf(nb::str op, const DLDevice& device) {
+  static const nb::dict& cpu = *new nb::dict(Handlers("cpu"));
+  static const nb::dict& cuda = *new nb::dict(Handlers("cuda"));
+  const nb::dict& handlers = device.device_type == kDLCUDA ? cuda : cpu;
+  PyObject* handler = PyDict_GetItemWithError(handlers.ptr(), op.ptr());
+  if (handler != nullptr)
+    return reinterpret_cast<XLA_FFI_Handler*>(PyCapsule_GetPointer(handler, kHandlerCapsule));
+  if (PyErr_Occurred()) nb::raise_python_error();
+  if (handlers.size() > 0)
+    throw nb::value_error(("call: no op " + std::string(op.c_str())).c_str());
+  PyErr_Format(PyExc_NotImplementedError,
+               "%U: device (cuda:%d) is not one that this build of qshard has kernels for; "
+               "build it where nvcc is found, or move the tensors to the CPU",
+               op.ptr(), device.device_id);
+  nb::raise_python_error();
+}
+
+constexpr double kSmall = 1024;    // numbers whose handling is the work of microseconds
+constexpr double kShared = 16384;  // what more than one thread may share
+PyObject* get_num_threads = nullptr;
 
 }  // namespace
 
-void Call(nb::capsule handler, nb::sequence inputs, nb::sequence outputs, nb::dict attributes,
+#define QSHARD_OP(name, ...) extern "C" XLA_FFI_Handler qshard_##name##_cpu, qshard_##name##_cuda;
+#include "ops.def"
+#undef QSHARD_OP
+
+nb::dict Handlers(const std::string& platform) {
+  nb::dict handlers;
+  const auto add = [&](const char* name, XLA_FFI_Handler* handler) {
+    handlers[name] = nb::capsule(reinterpret_cast<void*>(handler), kHandlerCapsule);
+  };
+  if (platform == "cpu") {
+#define QSHARD_OP(name, ...) add(#name, qshard_##name##_cpu);
+#include "ops.def"
+#undef QSHARD_OP
+  } else if (platform == "cuda") {
+#if defined(QSHARD_WITH_CUDA)
+#define QSHARD_OP(name, ...) add(#name, qshard_##name##_cuda);
+#include "ops.def"
+#undef QSHARD_OP
+#endif
+  } else {
+    throw nb::value_error("handlers: platform is not cpu or cuda");
+  }
+  return handlers;
+}
+
+void FollowThreadsOf(nb::callable framework) {
+  Py_XDECREF(get_num_threads);
+  get_num_threads = framework.release().ptr();
+}
+
+void Call(nb::str op, nb::sequence inputs, nb::sequence outputs, nb::dict attributes,
           bool refuse_negated) {
-  Arguments args(inputs, {"input", /*writable=*/false, refuse_negated});
-  Returns rets(outputs, {"output", /*writable=*/true, refuse_negated});
+  Common common;
+  Side<XLA_FFI_ArgType> args(inputs, {"input", /*writable=*/false, refuse_negated},
+                             XLA_FFI_ArgType_BUFFER, &common);
+  Side<XLA_FFI_RetType> rets(outputs, {"output", /*writable=*/true, refuse_negated},
+                             XLA_FFI_RetType_BUFFER, &common);
   Attributes attrs(attributes);
-  const DLDevice device = CommonDevice(args, rets);
+  const DLDevice device = common.device;
+  auto* run = HandlerOf(op, device);
 
   XLA_FFI_ExecutionContext context;
-  context.device_ordinal = device.device_id;
   if (device.device_type == kDLCUDA) {
-    const DLPackExchangeAPI* api = FrameworkOf(Py_TYPE(rets.object(0).ptr())).api;
+    const DLPackExchangeAPI* api = FrameworkOf(Py_TYPE(common.any.ptr())).api;
     if (api == nullptr || api->current_work_stream == nullptr)
       throw nb::type_error("call: CUDA tensors of this framework do not tell their stream");
     if (api->current_work_stream(device.device_type, device.device_id, &context.stream) != 0)
       nb::raise_python_error();
+  } else if (common.numbers > kShared && get_num_threads != nullptr) {
+    FollowNumThreads(nb::cast<int64_t>(nb::handle(get_num_threads)()));
   }
 
   XLA_FFI_CallFrame frame;
@@ -162,15 +188,14 @@ void Call(nb::capsule handler, nb::sequence inputs, nb::sequence outputs, nb::di
   frame.api = Api();
   frame.ctx = &context;
   frame.stage = XLA_FFI_ExecutionStage_EXECUTE;
-  frame.args = {XLA_FFI_Args_STRUCT_SIZE, nullptr, static_cast<int64_t>(args.size()), args.types(),
-                args.pointers()};
-  frame.rets = {XLA_FFI_Rets_STRUCT_SIZE, nullptr, static_cast<int64_t>(rets.size()), rets.types(),
-                rets.pointers()};
+  frame.args = {XLA_FFI_Args_STRUCT_SIZE, nullptr, static_cast<int64_t>(args.size),
+                args.types.data(), args.pointers.data()};
+  frame.rets = {XLA_FFI_Rets_STRUCT_SIZE, nullptr, static_cast<int64_t>(rets.size),
+                rets.types.data(), rets.pointers.data()};
   frame.attrs = attrs.Get();
 
-  auto* run = reinterpret_cast<XLA_FFI_Handler*>(handler.data(kHandlerCapsule));
   XLA_FFI_Error* error;
-  if (device.device_type == kDLCPU && args.AreFew() && rets.AreFew()) {
+  if (device.device_type == kDLCPU && common.numbers < kSmall) {
     error = run(&frame);  // To let go of the lock would take longer than the call.
   } else {
     nb::gil_scoped_release unlocked;

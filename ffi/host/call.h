@@ -1,20 +1,28 @@
-// Calls an XLA FFI handler on tensors of any framework that speaks DLPack.
+// Calls an op on tensors of any framework that speaks DLPack.
 #ifndef QSHARD_HOST_CALL_H_
 #define QSHARD_HOST_CALL_H_
 
 #include <nanobind/nanobind.h>
 
+#include <string>
+
 namespace qshard::host {
 
-// Runs `handler` on `inputs`, writing `outputs` in place, with `attributes` (bool, int, float, str
-// or a tuple of int). A tensor that an op changes in place is in both.
+// Runs `op` on `inputs`, writing `outputs` in place, with `attributes` (bool, int, float, str or a
+// tuple of int). A tensor that an op changes in place is in both.
 //
 // Tensors must be C-contiguous, on one device, and hold memory: fake, meta and subclass tensors are
 // refused, and with `refuse_negated` views that torch has only marked as negated. On CUDA the work
 // is enqueued on the framework's current stream. Raises TypeError, ValueError, NotImplementedError
 // or RuntimeError.
-void Call(nanobind::capsule handler, nanobind::sequence inputs, nanobind::sequence outputs,
+void Call(nanobind::str op, nanobind::sequence inputs, nanobind::sequence outputs,
           nanobind::dict attributes, bool refuse_negated);
+
+// {op name: capsule} for "cpu" or "cuda".
+nanobind::dict Handlers(const std::string& platform);
+
+// Before a large call, FollowNumThreads of what `framework` returns.
+void FollowThreadsOf(nanobind::callable framework);
 
 inline constexpr char kHandlerCapsule[] = "xla._CUSTOM_CALL_TARGET";  // the name jax.ffi expects
 

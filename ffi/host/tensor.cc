@@ -5,54 +5,43 @@
 #include <algorithm>
 #include <memory>
 #include <string>
+#include <string_view>
 
 namespace nb = nanobind;
 
 namespace qshard::host {
 namespace {
 
+struct Entry {
+  uint8_t code, bits;
+  XLA_FFI_DataType dtype;
+};
+// What ops take most often comes first.
+constexpr Entry kDtypes[] = {
+    {kDLFloat, 32, XLA_FFI_DataType_F32},
+    {kDLUInt, 8, XLA_FFI_DataType_U8},
+    {kDLBfloat, 16, XLA_FFI_DataType_BF16},
+    {kDLFloat, 16, XLA_FFI_DataType_F16},
+    {kDLInt, 32, XLA_FFI_DataType_S32},
+    {kDLUInt, 32, XLA_FFI_DataType_U32},
+    {kDLFloat8_e4m3fn, 8, XLA_FFI_DataType_F8E4M3FN},
+    {kDLFloat8_e5m2, 8, XLA_FFI_DataType_F8E5M2},
+    {kDLFloat8_e8m0fnu, 8, XLA_FFI_DataType_F8E8M0FNU},
+    {kDLInt, 8, XLA_FFI_DataType_S8},
+    {kDLInt, 16, XLA_FFI_DataType_S16},
+    {kDLUInt, 16, XLA_FFI_DataType_U16},
+    {kDLInt, 64, XLA_FFI_DataType_S64},
+    {kDLUInt, 64, XLA_FFI_DataType_U64},
+    {kDLFloat, 64, XLA_FFI_DataType_F64},
+    {kDLBool, 8, XLA_FFI_DataType_PRED},
+};
+
 XLA_FFI_DataType ToXla(DLDataType t) {
   // torch's float4_e2m1fn_x2 is a byte that holds two codes.
   if (t.code == kDLFloat4_e2m1fn && t.lanes == 2) return XLA_FFI_DataType_U8;
-  if (t.lanes != 1) return XLA_FFI_DataType_INVALID;
-  const auto by_width = [&](XLA_FFI_DataType w8, XLA_FFI_DataType w16, XLA_FFI_DataType w32,
-                            XLA_FFI_DataType w64) {
-    switch (t.bits) {
-      case 8:
-        return w8;
-      case 16:
-        return w16;
-      case 32:
-        return w32;
-      case 64:
-        return w64;
-      default:
-        return XLA_FFI_DataType_INVALID;
-    }
-  };
-  switch (t.code) {
-    case kDLFloat:
-      return by_width(XLA_FFI_DataType_INVALID, XLA_FFI_DataType_F16, XLA_FFI_DataType_F32,
-                      XLA_FFI_DataType_F64);
-    case kDLUInt:
-      return by_width(XLA_FFI_DataType_U8, XLA_FFI_DataType_U16, XLA_FFI_DataType_U32,
-                      XLA_FFI_DataType_U64);
-    case kDLInt:
-      return by_width(XLA_FFI_DataType_S8, XLA_FFI_DataType_S16, XLA_FFI_DataType_S32,
-                      XLA_FFI_DataType_S64);
-    case kDLBfloat:
-      return XLA_FFI_DataType_BF16;
-    case kDLBool:
-      return XLA_FFI_DataType_PRED;
-    case kDLFloat8_e4m3fn:
-      return XLA_FFI_DataType_F8E4M3FN;
-    case kDLFloat8_e5m2:
-      return XLA_FFI_DataType_F8E5M2;
-    case kDLFloat8_e8m0fnu:
-      return XLA_FFI_DataType_F8E8M0FNU;
-    default:
-      return XLA_FFI_DataType_INVALID;
-  }
+  for (const Entry& e : kDtypes)
+    if (e.code == t.code && e.bits == t.bits && t.lanes == 1) return e.dtype;
+  return XLA_FFI_DataType_INVALID;
 }
 
 std::string Name(nb::handle object, const Use& use, size_t index) {
@@ -137,7 +126,8 @@ void CheckNotNegated(PyCFunction is_neg, nb::handle object, const Use& use, size
 // Arrays of JAX are immutable, and may share memory with others.
 bool IsJax(nb::handle object) {
   const nb::object module = nb::getattr(object.type(), "__module__", nb::none());
-  return nb::isinstance<nb::str>(module) && nb::cast<std::string>(module).rfind("jax", 0) == 0;
+  return nb::isinstance<nb::str>(module) &&
+         std::string_view(nb::borrow<nb::str>(module).c_str()).rfind("jax", 0) == 0;
 }
 
 }  // namespace

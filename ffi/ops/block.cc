@@ -18,14 +18,12 @@ QSHARD_DEFINE_OP(amax_block) {
 
 // data = encode(x * scale): the last step, once the amaxes of cut blocks are reduced.
 QSHARD_DEFINE_OP(cast_block) {
-  return DispatchElement(call.text("element"), [&](auto code) {
+  return DispatchElement(call, call.arg(0), [&](auto code, auto in) {
     using Code = typename decltype(code)::type;
-    return DispatchFloat(call.arg(0), [&](auto in) {
-      using In = typename decltype(in)::type;
-      return call(kernels::CastBlock<In, Code>(call.exec, Data<In>(call.arg(0)),
-                                               Data<float>(call.arg(1)), BlocksOf(call.binding),
-                                               Mutable<uint8_t>(call.ret(0))));
-    });
+    using In = typename decltype(in)::type;
+    return call(kernels::CastBlock<In, Code>(call.exec, Data<In>(call.arg(0)),
+                                             Data<float>(call.arg(1)), BlocksOf(call.binding),
+                                             Mutable<uint8_t>(call.ret(0))));
   });
 }
 

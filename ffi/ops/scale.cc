@@ -10,7 +10,7 @@ namespace qshard {
 
 // scale = max / amax and scale_inv = 1 / scale.
 QSHARD_DEFINE_OP(scale_from_amax) {
-  return DispatchFp8(call.text("element"), [&](auto code) {
+  return DispatchFp8(call, [&](auto code) {
     const kernels::ScaleRule rule{decltype(code)::type::kMax, call.number("eps"), call.flag("pow2"),
                                   call.nonfinite()};
     return call(kernels::ScaleFromAmax(call.exec, Data<float>(call.arg(0)), Elements(call.arg(0)),
@@ -22,7 +22,7 @@ QSHARD_DEFINE_OP(scale_from_amax) {
 // The power of two that a block of an MX format is scaled by, and its inverse as E8M0. rounding
 // "up": no finite element saturates (arXiv:2506.08027). "floor": OCP MX v1.0, 6.3.
 QSHARD_DEFINE_OP(scale_e8m0) {
-  return DispatchElement(call.text("element"), [&](auto code) {
+  return DispatchElement(call, [&](auto code) {
     const kernels::PowerRule rule{
         decltype(code)::type::kMax,
         call.text("rounding") == "up" ? PowerRounding::kUp : PowerRounding::kFloor,

@@ -126,7 +126,7 @@ QSHARD_DEFINE_OP(cast_slices) {
   QSHARD_RETURN_IF_ERROR(SlicesOf(call, 2, WholeAmax::kNone, call.flag("pieces"), &slices));
   QSHARD_RETURN_IF_ERROR(call.InPlace(0));
   slices.rule.nonfinite = call.nonfinite();
-  return DispatchElement(call.text("element"), [&](auto code) {
+  return DispatchElement(call, [&](auto code) {
     using Code = typename decltype(code)::type;
     QSHARD_RETURN_IF_ERROR(SetData(call, 3, 1, kCodesPerByte<Code>, &slices));
     return DispatchFloat(call.arg(2), [&](auto in) {

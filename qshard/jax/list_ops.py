@@ -36,19 +36,18 @@ def bind(name: str) -> Callable[..., Any]:
     spec = multi_table()[name]
 
     def run(*operands: Any, **attributes: Any) -> Any:
-        if (spec.row.optional_attributes | attributes).keys() != spec.attributes.keys():
-            raise TypeError(f"{name}: attributes ({', '.join(attributes)}) are not {', '.join(spec.attributes)}")
         lists = [
             [jnp.asarray(x) for x in operand] if o.many else [jnp.asarray(operand)]
             for o, operand in zip(spec.inputs, operands, strict=True)
         ]
         flat = vary_alike(*(x for arrays in lists for x in arrays))
+        spec.results([x.shape for x in flat], [str(x.dtype) for x in flat], attributes)  # Raises what the op would.
         begins = np.cumsum([0, *map(len, lists)])
         written = [next(i for i, o in enumerate(spec.inputs) if o.name == out.name) for out in spec.outputs]
         positions = [p for i in written for p in range(begins[i], begins[i + 1])]
         call = jax.ffi.ffi_call(
             target_of(name),
-            [_result(flat[p]) for p in positions],
+            [jax.typeof(flat[p]).update(weak_type=False) for p in positions],
             input_output_aliases={p: r for r, p in enumerate(positions)},
         )
         results = iter(call(*flat, **{key: _attribute(value) for key, value in attributes.items()}))
@@ -58,12 +57,6 @@ def bind(name: str) -> Callable[..., Any]:
 
     run.__name__ = name
     return run
-
-
-def _result(array: jax.Array) -> Any:
-    """The type of an operand, with the axes it varies over, as a result."""
-    aval = jax.typeof(array)
-    return aval.update(weak_type=False)
 
 
 def _attribute(value: Any) -> Any:

@@ -27,7 +27,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -40,7 +39,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from qshard import _ffi
-from qshard.ops import Axes, Binding, Factor, OpSpec, table
+from qshard.ops import Binding, Factor, Operand, OpSpec, View, table
 
 __all__ = ["Op", "bind", "encoded", "may_be_cut", "names_of", "register_handlers", "reshaped", "target_of"]
 
@@ -71,8 +70,8 @@ register_handlers("CUDA", _ffi.handlers("cuda"))
 class Op:
     """An op of the table as a function of arrays.
 
-    Options are all static: the op's attributes, of which `split` is found from the shapes; `dtype`, where the op gives
-    any float; and numbers of axes that shapes leave open (`OpSpec.open_axes`).
+    Options are all static: the op's attributes; `dtype`, where the op gives any float; and `split`, which is found from
+    the shapes.
 
     The primitive takes and gives arrays in the logical order of their factors (`qshard.ops.Binding`), in which those
     that XLA may cut lead, with layouts that keep the memory in the order of the op's patterns. So XLA for GPUs makes
@@ -84,13 +83,10 @@ class Op:
         """Makes a primitive. `in_place`: by operand, the result that may take over its memory."""
         self.spec = spec
         self._in_place = dict(in_place or {})
-        terms = [term for operand in spec.inputs for term in operand.terms]
-        sizes = {name for term in terms for name in ((term[1:],) if isinstance(term, str) else term)} | {"lead"}
-        self._idle = sizes - {*spec.attributes, *spec.open_axes}  # Options that shapes make redundant.
-        first = spec.inputs[0].terms[0]
-        self._leading_axes = first[1:] if isinstance(first, str) else None
+        first = spec.inputs[0].terms
+        self._has_leading_axes = isinstance(first[0], str)
         alike = {operand.terms for operand in (*spec.inputs, *spec.outputs)} - {("...",)}
-        self._elementwise = alike == {(f"*{self._leading_axes}",)}
+        self._elementwise = alike == {first[:1]} and self._has_leading_axes
         jax.ffi.register_ffi_target_as_batch_partitionable(target_of(spec.name))
         self._primitive = Primitive(target_of(spec.name))
         self._primitive.multiple_results = True
@@ -112,10 +108,8 @@ class Op:
           NotImplementedError: qshard was built without kernels for the device.
         """
         arrays = [jnp.asarray(operand) for operand in operands]
-        options = {name: value for name, value in options.items() if name not in self._idle}
         options["cuttable"] = may_be_cut(arrays[0])
-        call = self._bound(arrays, options)
-        if not self._elementwise or not 0 < arrays[0].ndim == call.binding.shared_lead:
+        if not self._elementwise or not 0 < arrays[0].ndim == self._bound(arrays, options).lead:
             return self._patterned(arrays, options)
         # XLA does not cut the last axis of an op that it could cut along every axis, so there is one of size 1.
         star = self.spec.inputs[0].terms
@@ -125,58 +119,52 @@ class Op:
     def _patterned(self, arrays: Sequence[jax.Array], options: dict[str, Any]) -> Any:
         """`__call__`, with the primitive's view of operands and results made around it."""
         shapes = tuple(a.shape for a in arrays)
-        binding = self._bound(arrays, options).binding
-        if "split" in self.spec.attributes and options.setdefault("split", binding.split) != binding.split:
+        binding = self._bound(arrays, options)
+        if self.spec.row.splits and options.setdefault("split", binding.split) != binding.split:
             raise ValueError(f"{self.spec.name}: split ({options['split']}) is not the form of {shapes}; leave it out")
-        logical = [self._factored(i, array, binding) for i, array in enumerate(arrays)]
-        results = self._primitive.bind(*_alike(logical, self._bound(arrays, options)), shapes=shapes, **options)
-        patterned = tuple(
-            _joined(result, axes, *binding.in_operand_order(i))
-            for i, (result, axes) in enumerate(zip(results, binding.outputs, strict=True))
-        )
+        logical = list(map(self._factored, self.spec.inputs, arrays, binding.inputs))
+        results = self._primitive.bind(*_alike(logical, binding), shapes=shapes, **options)
+        patterned = tuple(map(_joined, results, binding.outputs))
         return patterned if len(patterned) > 1 else patterned[0]
 
-    def _factored(self, i: int, array: jax.Array, binding: Binding) -> jax.Array:
+    def _factored(self, operand: Operand, array: jax.Array, view: View) -> jax.Array:
         """An operand with its factors as axes, in their logical order."""
-        axes, (_, order) = binding.inputs[i], binding.input_order(i)
-        if all(len(axis) == 1 for axis in axes):
-            return array if order == tuple(range(array.ndim)) else jnp.transpose(array, _inverse(order))
+        if all(len(axis) == 1 for axis in view.axes):
+            return array if view.order == tuple(range(array.ndim)) else jnp.transpose(array, _inverse(view.order))
         sharding = jax.typeof(array).sharding
         entries = []
-        for size, axis, entry in zip(array.shape, axes, sharding.spec, strict=True):
+        for size, axis, entry in zip(array.shape, view.axes, sharding.spec, strict=True):
             shards = math.prod(sharding.mesh.shape[name] for name in names_of(entry))
             if len(axis) > 1 and axis[0].size % shards:
                 raise ValueError(
-                    f"{self.spec.name}: {self.spec.inputs[i].name} {array.shape} has an axis of {size} cut into "
+                    f"{self.spec.name}: {operand.name} {array.shape} has an axis of {size} cut into "
                     f"{shards} shards, which are not whole blocks of {size // axis[0].size}; cut it at blocks"
                 )
             entries.extend([entry, *[None] * (len(axis) - 1)])
-        sizes = [factor.size for axis in axes for factor in axis]
-        return jnp.transpose(reshaped(array, sizes, entries), _inverse(order))
+        sizes = [factor.size for axis in view.axes for factor in axis]
+        return jnp.transpose(reshaped(array, sizes, entries), _inverse(view.order))
 
     def _bound(
-        self,
-        arrays: Sequence[Any],
-        options: Mapping[str, Any],
-        shapes: Sequence[tuple[int, ...]] | None = None,
-    ) -> _Bound:
+        self, arrays: Sequence[Any], options: Mapping[str, Any], shapes: Sequence[tuple[int, ...]] | None = None
+    ) -> Binding:
         """What follows from operands and options. `shapes`: by pattern, if `arrays` are the primitive's view."""
         shapes = [a.shape for a in arrays] if shapes is None else shapes
-        return _bound(self.spec, tuple(shapes), tuple(str(a.dtype) for a in arrays), tuple(options.items()))
+        given = {name: value for name, value in options.items() if name not in ("cuttable", "dtype", "split")}
+        dtypes = [str(a.dtype) for a in arrays]
+        return self.spec.bind(shapes, dtypes, given, options.get("dtype"), cuttable=options["cuttable"])
 
     def _type(self, *avals: Any, shapes: tuple[tuple[int, ...], ...], **options: Any) -> tuple[Any, ...]:
-        call = self._bound(avals, options, shapes)
-        binding = call.binding
+        binding = self._bound(avals, options, shapes)
         entries = _entries(avals[0], binding)
         # `update` keeps of the operand's type what a ShapeDtypeStruct lacks: the manual axes over which it varies.
         return tuple(
             avals[0].update(
-                shape=tuple(factor.size for factor in factors),
+                shape=tuple(factor.size for factor in view.factors),
                 dtype=jnp.dtype(dtype),
                 weak_type=False,
-                sharding=_cut(avals[0], entries, factors),
+                sharding=_cut(avals[0], entries, view),
             )
-            for dtype, factors in zip(call.dtypes, call.result_factors, strict=True)
+            for (_, dtype), view in zip(binding.results, binding.outputs, strict=True)
         )
 
     def _lower(self, ctx: Any, *operands: Any, shapes: tuple[tuple[int, ...], ...], **options: Any) -> Any:
@@ -186,28 +174,21 @@ class Op:
                 f"{self.spec.name}: this build of qshard has no kernels for {', '.join(missing)}; "
                 "build it where a CUDA compiler is found, or run on the CPU"
             )
-        call = self._bound(ctx.avals_in, options, shapes)
-        binding = call.binding
+        binding = self._bound(ctx.avals_in, options, shapes)
+        batch_dims = ir.StringAttr.get(str(min(binding.lead, max(0, ctx.avals_in[0].ndim - 1))))
         rule = jax.ffi.ffi_lowering(
             target_of(self.spec.name),
             # Layouts here run from minor to major.
-            operand_layouts=[binding.input_order(i)[1][::-1] for i in range(len(ctx.avals_in))],
-            result_layouts=[binding.in_operand_order(i)[1][::-1] for i in range(len(ctx.avals_out))],
+            operand_layouts=[view.order[::-1] for view in binding.inputs],
+            result_layouts=[view.order[::-1] for view in binding.outputs],
             operand_output_aliases=self._in_place,
             extra_attributes={
-                "mhlo.frontend_attributes": ir.DictAttr.get(
-                    {
-                        "num_batch_dims": ir.StringAttr.get(
-                            str(min(binding.shared_lead, max(0, ctx.avals_in[0].ndim - 1)))
-                        )
-                    }
-                ),
-                "sdy.sharding_rule": ir.Attribute.parse(call.shardy_rule),
+                "mhlo.frontend_attributes": ir.DictAttr.get({"num_batch_dims": batch_dims}),
+                "sdy.sharding_rule": ir.Attribute.parse(shardy_rule(binding)),
             },
         )
-        return rule(
-            ctx, *operands, **{name: encoded(value) for name, value in options.items() if name in self.spec.attributes}
-        )
+        attributes = {name: encoded(v) for name, v in options.items() if name not in ("cuttable", "dtype")}
+        return rule(ctx, *operands, **attributes)
 
     def _batch(
         self,
@@ -217,14 +198,14 @@ class Op:
         shapes: tuple[tuple[int, ...], ...],
         **options: Any,
     ) -> Any:
-        if self._leading_axes is None:
+        if not self._has_leading_axes:
             raise NotImplementedError(f"{self.spec.name}: has no leading axes for vmap to add to; use jax.lax.map")
         size = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
         moved = [
             jnp.broadcast_to(x, (size, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)
             for x, axis in zip(operands, axes, strict=True)
         ]
-        options |= {name: options[name] + 1 for name in {self._leading_axes, "lead"} & options.keys()}
+        options |= {name: options.get(name, 0) + 1 for name in ("batch", "lead") if name in self.spec.attributes}
         shapes = tuple((size, *shape) for shape in shapes)
         results = self._primitive.bind(*_alike(moved, self._bound(moved, options, shapes)), shapes=shapes, **options)
         return results, (0,) * len(results)
@@ -271,51 +252,21 @@ def may_be_cut(x: jax.Array) -> bool:
     return mesh.size > 1 and set(mesh.axis_types) != {AxisType.Manual}
 
 
-@dataclass(frozen=True)
-class _Bound:
-    """A call, bound once: all that is asked of it follows from its shapes, dtypes and options."""
+def shardy_rule(binding: Binding) -> str:
+    """The rule in Shardy's notation: a letter for each factor, in the order in which they appear, and its size.
 
-    binding: Binding
-    dtypes: tuple[str, ...]
-
-    @functools.cached_property
-    def operand_factors(self) -> tuple[tuple[Factor, ...], ...]:
-        """The axes of every operand as the primitive has it."""
-        return tuple(self.binding.input_order(i)[0] for i in range(len(self.binding.inputs)))
-
-    @functools.cached_property
-    def result_factors(self) -> tuple[tuple[Factor, ...], ...]:
-        """The axes of every result as the primitive has it: in the operand's order."""
-        return tuple(self.binding.in_operand_order(i)[0] for i in range(len(self.binding.outputs)))
-
-    @functools.cached_property
-    def shardy_rule(self) -> str:
-        """The rule in Shardy's notation: a letter for each factor, in the order in which they appear, and its size.
-
-        What a result lacks is never cut: a front end that has it in shards reduces their amaxes itself.
-        """
-        inputs, outputs = self.operand_factors, self.result_factors
-        factors = dict.fromkeys(factor for fs in inputs + outputs for factor in fs)
-        letters = {factor: _letter(i) for i, factor in enumerate(factors)}
-        sides = [
-            ", ".join(f"[{', '.join(letters[factor] for factor in factors)}]" for factors in side)
-            for side in (inputs, outputs)
-        ]
-        sizes = ", ".join(f"{letter}={factor.size}" for factor, letter in letters.items())
-        whole = ", ".join(letters[factor] for factor in factors if factor in self.binding.reduced)
-        whole = f" need_replication={{{whole}}}" if whole else ""
-        return f"#sdy.op_sharding_rule<({sides[0]})->({sides[1]}) {{{sizes}}}{whole}, custom>"
-
-
-@functools.lru_cache(maxsize=4096)
-def _bound(
-    spec: OpSpec, shapes: tuple[tuple[int, ...], ...], dtypes: tuple[str, ...], options: tuple[tuple[str, Any], ...]
-) -> _Bound:
-    """Raises for what the op does not take."""
-    given = {name: value for name, value in options if name not in ("cuttable", "dtype", "split")}
-    results = spec.results(shapes, dtypes, given, dict(options).get("dtype"))
-    binding = spec.bind(shapes, cuttable=dict(options)["cuttable"], **given)
-    return _Bound(binding, tuple(dtype for _, dtype in results))
+    What a result lacks is never cut: a front end that has it in shards reduces their amaxes itself.
+    """
+    views = (*binding.inputs, *binding.outputs)
+    letters = {factor: _letter(i) for i, factor in enumerate(dict.fromkeys(f for view in views for f in view.factors))}
+    sides = [
+        ", ".join(f"[{', '.join(letters[factor] for factor in view.factors)}]" for view in side)
+        for side in (binding.inputs, binding.outputs)
+    ]
+    sizes = ", ".join(f"{letter}={factor.size}" for factor, letter in letters.items())
+    whole = ", ".join(letter for factor, letter in letters.items() if factor in binding.reduced)
+    whole = f" need_replication={{{whole}}}" if whole else ""
+    return f"#sdy.op_sharding_rule<({sides[0]})->({sides[1]}) {{{sizes}}}{whole}, custom>"
 
 
 def _letter(index: int) -> str:
@@ -324,35 +275,34 @@ def _letter(index: int) -> str:
 
 def _entries(aval: Any, binding: Binding) -> dict[Factor, Any]:
     """Mesh axes by factor, as the first operand is cut."""
-    return dict(zip(binding.input_order(0)[0], aval.sharding.spec, strict=True))
+    return dict(zip(binding.inputs[0].factors, aval.sharding.spec, strict=True))
 
 
-def _cut(aval: Any, entries: Mapping[Factor, Any], factors: Sequence[Factor]) -> NamedSharding:
-    """The sharding of an operand or result with these axes, on the mesh of `aval`."""
-    return NamedSharding(aval.sharding.mesh, PartitionSpec(*(entries.get(factor) for factor in factors)))
+def _cut(aval: Any, entries: Mapping[Factor, Any], view: View) -> NamedSharding:
+    """The sharding of an operand or result, on the mesh of `aval`."""
+    return NamedSharding(aval.sharding.mesh, PartitionSpec(*(entries.get(factor) for factor in view.factors)))
 
 
-def _alike(arrays: Sequence[jax.Array], call: _Bound) -> list[jax.Array]:
+def _alike(arrays: Sequence[jax.Array], binding: Binding) -> list[jax.Array]:
     """The operands, all varying over the same manual axes, and on Explicit meshes cut as the first one is."""
     first = jax.typeof(arrays[0])
-    entries = _entries(first, call.binding)
+    entries = _entries(first, binding)
     varying = frozenset().union(*(jax.typeof(a).manual_axis_type.varying for a in arrays))
     alike = []
-    for array, factors in zip(arrays, call.operand_factors, strict=True):
+    for array, view in zip(arrays, binding.inputs, strict=True):
         own = jax.typeof(array)
         if missing := tuple(sorted(varying - own.manual_axis_type.varying)):
             array = lax.pcast(array, missing, to="varying")
-        cut = _cut(first, entries, factors)
+        cut = _cut(first, entries, view)
         alike.append(array if own.sharding.spec == cut.spec else jax.sharding.reshard(array, cut))
     return alike
 
 
-def _joined(result: jax.Array, axes: Axes, factors: tuple[Factor, ...], order: tuple[int, ...]) -> jax.Array:
+def _joined(result: jax.Array, view: View) -> jax.Array:
     """A result by its pattern: the memory as it is, each axis the product of its factors."""
-    entries = dict(zip(factors, jax.typeof(result).sharding.spec, strict=True))
-    result = jnp.transpose(result, order)
-    sizes = [math.prod(factor.size for factor in axis) for axis in axes]
-    return reshaped(result, sizes, [entries.get(axis[0]) if axis else None for axis in axes])
+    entries = dict(zip(view.factors, jax.typeof(result).sharding.spec, strict=True))
+    sizes = [math.prod(factor.size for factor in axis) for axis in view.axes]
+    return reshaped(jnp.transpose(result, view.order), sizes, [entries[axis[0]] for axis in view.axes])
 
 
 def _inverse(order: Sequence[int]) -> list[int]:

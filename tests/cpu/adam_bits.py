@@ -131,7 +131,7 @@ def check(
     }
     assert set(attributes) == set(multi_table()["adam"].attributes)
     _ffi.call(
-        _ffi.handlers(device)["adam"],
+        "adam",
         [to_torch(np.stack(constants), device), *itertools.chain(*operands.values())],
         list(itertools.chain(*outputs.values())),
         attributes,

@@ -32,7 +32,6 @@ from support.awkward import BFLOAT16, DTYPES, assert_bits_equal, awkward_values,
 
 FP8 = (E4M3, E5M2)
 DEVICE = sys.argv[1] if len(sys.argv) > 1 else "cpu"
-HANDLERS = _ffi.handlers(DEVICE)
 # Shorter and longer than, and next to, the blocks of 16, 32 and 64 elements that the loops work in.
 LENGTHS = (1, 2, 3, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 127, 128, 129)
 SPECIAL = np.array([1, 3, 0.37, 0, -2, 2.0**-130, 2.0**121, np.inf, np.nan], np.float32)
@@ -66,7 +65,7 @@ def call(
         operands = tuple(prepare(to_torch(np.array(x, order="C"))) for x in inputs)
         torch.set_flush_denormal(flush)  # Off before NumPy works again: it is the thread's.
         try:
-            _ffi.call(HANDLERS[op], operands, results, attributes)
+            _ffi.call(op, operands, results, attributes)
         finally:
             torch.set_flush_denormal(False)
         return [to_numpy(x) for x in results]
@@ -253,13 +252,13 @@ def check_threads_and_streaming() -> None:
             scale, data = torch.tensor(1.5, device=DEVICE), torch.empty_like(x, dtype=torch.uint8)
             both, data_t, back_t = torch.empty_like(data), data.new_empty(cols, rows), data.new_empty(cols, rows)
             attributes = {"element": E4M3.name}
-            _ffi.call(HANDLERS["cast_tensor"], (x, scale), (data,), attributes)
-            _ffi.call(HANDLERS["cast_transpose"], (x, scale), (both, data_t), {"batch": 0, **attributes})
-            _ffi.call(HANDLERS["transpose"], (data,), (back_t,), {"batch": 0})
+            _ffi.call("cast_tensor", (x, scale), (data,), attributes)
+            _ffi.call("cast_transpose", (x, scale), (both, data_t), {"batch": 0, **attributes})
+            _ffi.call("transpose", (data,), (back_t,), {"batch": 0})
             wide = torch.empty_like(x, dtype=torch.float32)
-            _ffi.call(HANDLERS["dequantize"], (data, scale), (wide,), attributes)
+            _ffi.call("dequantize", (data, scale), (wide,), attributes)
             amax = torch.empty((), device=DEVICE)
-            _ffi.call(HANDLERS["amax_tensor"], (x,), (amax,), {})
+            _ffi.call("amax_tensor", (x,), (amax,), {})
             assert torch.equal(amax, x.abs().max().float())
             assert torch.equal(both, data)
             assert torch.equal(data_t, data.T)
@@ -274,7 +273,7 @@ def check_threads_and_streaming() -> None:
                 )
             part = torch.empty_like(data)
             for i in range(0, rows, 64):
-                _ffi.call(HANDLERS["cast_tensor"], (x[i : i + 64], scale), (part[i : i + 64],), attributes)
+                _ffi.call("cast_tensor", (x[i : i + 64], scale), (part[i : i + 64],), attributes)
             assert torch.equal(part, data)
 
 

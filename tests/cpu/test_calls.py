@@ -16,7 +16,6 @@ from qshard.formats import E4M3
 from qshard.torch_bridge.ops import call_into
 
 OPS = torch.ops.qshard
-HANDLERS = _ffi.handlers("cpu")
 CAST = {"element": E4M3.name}
 FUZZ = Path(__file__).parents[1] / "fuzz" / "fuzz_calls.py"
 
@@ -90,15 +89,15 @@ def test_results_share_no_memory():
     memory = torch.zeros(128, dtype=torch.uint8)
     x, scale = memory.view(torch.float32)[:16], torch.ones(())
     with pytest.raises(ValueError, match="cast_tensor: result data overlaps operand x; give it memory of its own"):
-        _ffi.call(HANDLERS["cast_tensor"], (x, scale), (memory[8:24],), CAST)
+        _ffi.call("cast_tensor", (x, scale), (memory[8:24],), CAST)
     with pytest.raises(ValueError, match=r"scale_from_amax: result scale(_inv)? overlaps result scale"):
-        _ffi.call(HANDLERS["scale_from_amax"], (scale,), (scale.clone(),) * 2, {**CAST, "eps": 0.0, "pow2": False})
+        _ffi.call("scale_from_amax", (scale,), (scale.clone(),) * 2, {**CAST, "eps": 0.0, "pow2": False})
 
 
 def test_memory_is_aligned_to_its_dtype():
     x = torch.frombuffer(bytearray(17), dtype=torch.float32, count=4, offset=1)
     with pytest.raises(ValueError, match="cast_tensor: x is not aligned to the 4 bytes of float32; copy it"):
-        _ffi.call(HANDLERS["cast_tensor"], (x, torch.ones(())), (torch.zeros(4, dtype=torch.uint8),), CAST)
+        _ffi.call("cast_tensor", (x, torch.ones(())), (torch.zeros(4, dtype=torch.uint8),), CAST)
 
 
 def test_tensors_are_held_for_the_call():
@@ -113,7 +112,7 @@ def test_tensors_are_held_for_the_call():
         for thread in threads:
             thread.start()
         with contextlib.suppress(ValueError):  # Cleared before the call began.
-            _ffi.call(HANDLERS["cast_transpose"], inputs, codes, attributes)
+            _ffi.call("cast_transpose", inputs, codes, attributes)
         for thread in threads:
             thread.join()
 
@@ -122,7 +121,7 @@ def test_arrays_of_jax_are_not_written():
     jnp = pytest.importorskip("jax.numpy")
     result = jnp.zeros(4, jnp.uint8)
     with pytest.raises(TypeError, match=r"output 0 .* is an array of JAX, which may not be written"):
-        _ffi.call(HANDLERS["cast_tensor"], (np.ones(4, np.float32), np.float32(1).reshape(())), (result,), CAST)
+        _ffi.call("cast_tensor", (np.ones(4, np.float32), np.float32(1).reshape(())), (result,), CAST)
     assert not result.any()
 
 

@@ -225,7 +225,7 @@ def test_threads_and_odd_addresses(threads):
                 kind = torch.float32 if want.dtype == np.float32 else torch.uint8
                 rooms.append(torch.full((want.size + 130,), 90, dtype=kind))
                 views.append(rooms[-1][65:-65].view(want.shape))
-            _ffi.call(_ffi.handlers("cpu")[op], tuple(operands), tuple(views), {**attributes, "split": False})
+            _ffi.call(op, tuple(operands), tuple(views), {**attributes, "split": False})
             for space, view, want in zip(rooms, views, expected(array, fmt, usage), strict=True):
                 assert_bits_equal(view.numpy(), want, f"{op} {fmt} {threads} threads")
                 assert (space[:65] == 90).all()
@@ -283,7 +283,7 @@ REFUSED = [
 def refused(op, block, operands, results, attributes, error):
     where = {"split": False, "block_rows": block[0], "block_cols": block[1], **attributes}
     with pytest.raises(ValueError, match=f"^{op}: .*{error}"):
-        _ffi.call(_ffi.handlers("cpu")[op], operands, results, where)
+        _ffi.call(op, operands, results, where)
     assert all(bool((result == 90).all()) for result in results)
 
 

@@ -223,7 +223,7 @@ def test_lists_must_fit():
         )
     with pytest.raises(ValueError, match=r"cast_slices: x\[0\] \(strides \(2,\)\) is not contiguous"):
         cast([codes], [torch.ones(14)[::2]])
-    with pytest.raises(ValueError, match=r"cast_slices: x \(requires grad\) is not data alone"):
+    with pytest.raises(ValueError, match=r"cast_slices: x\[0\] \(requires grad\) is not data alone"):
         cast([codes], [torch.ones(7, requires_grad=True)])
 
 

@@ -8,8 +8,9 @@ import pytest
 
 from qshard import _ffi
 from qshard.formats import ELEMENTS
-from qshard.jax.ops import _bound
+from qshard.jax.ops import shardy_rule
 from qshard.ops import OpSpec, table
+from support.op_calls import codes_per_byte
 
 
 def first_attribute(name: str, kind: str, legal: tuple, least: float, most: float):
@@ -21,12 +22,12 @@ def first_attribute(name: str, kind: str, legal: tuple, least: float, most: floa
 
 def call_of(spec: OpSpec) -> tuple[list[tuple[int, ...]], list[str], dict]:
     """Shapes, dtypes and options of a small call of any op: axes and blocks that halve, `...` left out."""
-    options = {name: first_attribute(name, *what) for name, what in spec.row.attributes.items() if name != "split"}
+    options = {name: first_attribute(name, *what) for name, what in spec.row.attributes.items()}
     if "block_rows" in options:
         options |= dict(zip(("block_rows", "block_cols"), (spec.row.blocks or [(2, 4)])[-1], strict=True))
         if spec.name == "quantize_square_both":
             options["block_cols"] = options["block_rows"]
-    options |= {name: int(f"*{name}" in spec.inputs[0].terms) for name in spec.open_axes}
+    options |= {name: int(f"*{name}" in spec.inputs[0].terms) for name in ("batch", "lead") if name in options}
 
     def size(name: str) -> int:
         return int(name) if name.isdigit() else options.get(name, 4)
@@ -35,7 +36,7 @@ def call_of(spec: OpSpec) -> tuple[list[tuple[int, ...]], list[str], dict]:
     for operand in spec.inputs:
         axes = [4 if isinstance(t, str) else math.prod(map(size, t)) for t in operand.terms if t != "..."]
         if axes and not isinstance(operand.terms[-1], str):
-            axes[-1] //= operand.codes_per_byte(options.get("element"))
+            axes[-1] //= codes_per_byte(operand, options.get("element"))
         shapes.append(tuple(axes))
         classes = {"float": "float32", "byte": "uint8", "word": "uint32", "packed": "uint8", "code": "uint8"}
         dtypes.append(options["scale_dtype"] if operand.dtype == "scale" else classes.get(operand.dtype, operand.dtype))
@@ -48,8 +49,7 @@ def run(spec: OpSpec, operands: list[np.ndarray], options: dict) -> dict[str, np
     given = {name: value for name, value in options.items() if name != "dtype"}
     results = spec.results([x.shape for x in operands], [str(x.dtype) for x in operands], given, options.get("dtype"))
     made = [np.zeros(shape, "uint8" if dtype in ELEMENTS else dtype) for shape, dtype in results]
-    attributes = {name: options.get(name, False) for name in spec.attributes}
-    _ffi.call(_ffi.handlers("cpu")[spec.name], operands, made, attributes)
+    _ffi.call(spec.name, operands, made, given)
     return dict(zip((operand.name for operand in spec.outputs), made, strict=True))
 
 
@@ -57,13 +57,12 @@ def run(spec: OpSpec, operands: list[np.ndarray], options: dict) -> dict[str, np
 def test_shardy_keeps_them_whole(name):
     """XLA never runs a kernel on a part of such a factor: the rule of every op has just these replicated."""
     shapes, dtypes, options = call_of(table()[name])
-    call = _bound(table()[name], tuple(shapes), tuple(dtypes), tuple({**options, "cuttable": True}.items()))
+    rule = shardy_rule(table()[name].bind(shapes, dtypes, options, options.pop("dtype", None), cuttable=True))
     operands, results = (
-        [set(re.findall(r"\w+", buffer)) for buffer in re.findall(r"\[(.*?)\]", side)]
-        for side in call.shardy_rule.split("->")
+        [set(re.findall(r"\w+", buffer)) for buffer in re.findall(r"\[(.*?)\]", side)] for side in rule.split("->")
     )
     kept = set.intersection(*results)
-    marked = re.search(r"need_replication={(.*?)}", call.shardy_rule)
+    marked = re.search(r"need_replication={(.*?)}", rule)
     assert set(marked[1].split(", ") if marked else []) == operands[0] - kept
 
 
@@ -80,15 +79,14 @@ def test_amaxes_of_parts_merge_to_that_of_the_whole(name):
     x = rng.standard_normal(shapes[0]).astype(dtypes[0])
     others = [np.ones(shape, dtype) for shape, dtype in zip(shapes[1:], dtypes[1:], strict=True)]
     whole = run(spec, [x, *others], options)["amax"]
-    static = {name: value for name, value in options.items() if name != "dtype"}
-    binding = spec.bind(shapes, **static)
-    factors = [factor for axis in binding.inputs[0] for factor in axis]
+    binding = spec.bind(shapes, dtypes, options, cuttable=True)
+    factors = [factor for axis in binding.inputs[0].axes for factor in axis]
     assert binding.reduced
     for cut in binding.reduced:
         amaxes = []
         for part in np.split(x.reshape([factor.size for factor in factors]), 2, axis=factors.index(cut)):
             sizes = {factor: factor.size // 2 if factor == cut else factor.size for factor in factors}
-            shape = [math.prod(sizes[factor] for factor in axis) for axis in binding.inputs[0]]
+            shape = [math.prod(sizes[factor] for factor in axis) for axis in binding.inputs[0].axes]
             smaller = {cut.name: cut.size // 2} if cut.name in options else {}
             amaxes.append(run(spec, [np.ascontiguousarray(part).reshape(shape), *others], options | smaller)["amax"])
         assert not np.array_equal(amaxes[0], amaxes[1])

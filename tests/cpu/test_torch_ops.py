@@ -1,5 +1,6 @@
 """`torch.ops.qshard.<op>`: every op of the table, with fake tensors, under the compiler, and with inputs to refuse."""
 
+import ctypes
 import math
 
 import numpy as np
@@ -11,8 +12,9 @@ from torch.distributed.tensor import DTensor, init_device_mesh
 from qshard import _ffi
 from qshard.formats import E4M3
 from qshard.ops import OpSpec, table
-from qshard.torch_bridge.ops import _no_kernels, call_into
+from qshard.torch_bridge.ops import call_into
 from support.awkward import awkward_values
+from support.op_calls import codes_per_byte
 
 ops = torch.ops.qshard
 E4M3_CODES = {"element": "float8_e4m3fn"}
@@ -30,6 +32,7 @@ KEYWORDS = {
     "scale_dtype": "float8_e8m0fnu",
     "scale_max": 448.0,
     "batch": 0,
+    "lead": 0,
     "block_rows": 1,
     "block_cols": 16,
     "rows": 2,
@@ -63,13 +66,13 @@ def sample(spec: OpSpec, axis: int = 6) -> tuple[list[torch.Tensor], dict]:
                 run = math.prod(int(n) if n.isdigit() else given[n] for n in minors)
                 few = min(axis, 2) if spec.name in OTHERS else axis  # Their blocks are large.
                 shape.append((int(major) if major.isdigit() else given.get(major, few)) * run)
-        if operand.codes_per_byte(given["element"] if "element" in spec.attributes else None) > 1:
+        if codes_per_byte(operand, given["element"] if "element" in spec.attributes else None) > 1:
             shape[-1] //= 2
         values = torch.from_numpy(np.random.default_rng(0).standard_normal(shape, np.float32))
         scale = dtypes["float32"] if given["scale_dtype"] == "float32" else torch.uint8
         values = values if operand.dtype == "float" else values.abs()  # No code of NaN, which equals nothing.
         inputs.append(values.to(scale if operand.dtype == "scale" else dtypes.get(operand.dtype, torch.uint8)))
-    keywords = {name: given[name] for name in spec.attributes if name != "split"}
+    keywords = {name: given[name] for name in spec.attributes}
     return inputs, keywords | ({"dtype": torch.bfloat16} if "float" in {o.dtype for o in spec.outputs} else {})
 
 
@@ -98,7 +101,7 @@ def test_call_into_writes_what_the_op_returns(spec):
     inputs, keywords = sample(spec)
     expected = as_tuple(getattr(ops, spec.name)(*inputs, **keywords))
     given = [torch.full_like(x, 77) for x in expected]
-    call_into(spec.name, inputs, given, {name: keywords[name] for name in spec.attributes if name != "split"})
+    call_into(spec.name, inputs, given, {name: keywords[name] for name in spec.attributes})
     assert all(torch.equal(a, b) for a, b in zip(given, expected, strict=True))
 
 
@@ -215,11 +218,30 @@ def test_call_into_refuses_tensors_without_memory(x, error, text):
         call_into("amax_tensor", (x,), (torch.empty(()),), {})
 
 
+class OnCuda:
+    """What DLPack says of a tensor on a GPU, and its memory is that of an array."""
+
+    def __init__(self, array: np.ndarray):
+        self.array = array
+
+    def __dlpack__(self, **_: object) -> object:
+        capsule = self.array.__dlpack__()
+        ctypes.pythonapi.PyCapsule_GetPointer.restype = ctypes.c_void_p
+        ctypes.pythonapi.PyCapsule_GetPointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
+        tensor = ctypes.pythonapi.PyCapsule_GetPointer(capsule, b"dltensor")
+        ctypes.c_int32.from_address(tensor + 8).value = 2  # The type of its device.
+        return capsule
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 2, 0
+
+
 def test_a_device_without_kernels_is_named():
     if _ffi.cuda_built:
         pytest.skip("this build has kernels for every device")
+    x, amax = (OnCuda(np.ones(shape, np.float32)) for shape in (4, ()))
     with pytest.raises(NotImplementedError, match=r"amax_tensor: device .cuda:0. is not one that this build"):
-        raise _no_kernels("amax_tensor", torch.device("cuda:0"))
+        _ffi.call("amax_tensor", (x,), (amax,), {})
 
 
 def test_a_dtensor_is_refused_with_the_name_of_the_op(tmp_path):

@@ -92,8 +92,8 @@ class Draw:
             self.attributes |= {"block_rows": rows, "block_cols": rows if square else rng.choice([1, 2, 16, 32])}
             if row.many and rng.random() < 0.3:
                 self.attributes |= {"block_rows": 0, "block_cols": 0}
-        if "split" in self.attributes:
-            self.attributes["split"] = rng.random() < 0.3
+        if row.splits and rng.random() < 0.6:
+            self.attributes["split"] = rng.random() < 0.5
         self.sizes: dict[str, Any] = {}
         self.count = rng.choice([0, 1, 2, 3]) if row.many else 0
         self.results: list[torch.Tensor] = []
@@ -168,14 +168,13 @@ class Draw:
             per_byte = 2 if operand["dtype"] == "packed" else 1
             shapes.append(self.shape(operand, per_byte))
             dtypes.append(self.dtype(operand, dtypes[0] if dtypes else "float32"))
-        lead = {name: self.rng.choice([0, 0, 1]) for name in row.open_axes if name not in self.attributes}
-        given = {k: v for k, v in self.attributes.items() if k != "split"} | lead
+        given = {k: v for k, v in self.attributes.items() if k != "split"}
         try:
-            made = row.bind(shapes, dtypes, given, self.rng.choice(["float32", "bfloat16", "float16"]))
+            made, axes, whole = row.bind(shapes, dtypes, given, self.rng.choice(["float32", "bfloat16", "float16"]))
             if self.attributes.get("split"):
-                inputs, outputs, self.attributes["split"] = row.axes(shapes, given, True)
-                if self.attributes["split"]:
-                    shapes, made = self.split(inputs, outputs, made)
+                self.attributes["split"] = whole
+                if whole:
+                    shapes, made = self.split(axes[: len(shapes)], axes[len(shapes) :], made)
         except (ValueError, TypeError):
             made = [((self.rng.choice([1, 4, 16]),), "float32") for _ in row.outputs]
         self.operands = [self.tensor(s, d, True) for s, d in zip(shapes, dtypes, strict=True)]
@@ -188,7 +187,8 @@ class Draw:
 
         def order(axes: Any) -> tuple[int, ...]:
             first = sorted(axes, key=lambda axis: majors.index(axis[0][0]) if axis[0][0] in majors else 99)
-            return tuple(axis[0][1] for axis in first) + tuple(size for axis in axes for _, size in axis[1:])
+            factors = [*(axis[0] for axis in first), *(factor for axis in axes for factor in axis[1:])]
+            return tuple(size // per_byte for _, size, per_byte in factors)
 
         return [order(axes) for axes in inputs], [(order(a), d) for a, (_, d) in zip(outputs, made, strict=True)]
 
@@ -316,7 +316,7 @@ class Draw:
             (t, bytes_of(t)) for t in self.operands if t.numel() and t.is_contiguous() and t.data_ptr() not in written
         ]
         try:
-            _ffi.call(_ffi.handlers("cpu")[self.row.name], self.operands, self.results, self.attributes)
+            _ffi.call(self.row.name, self.operands, self.results, self.attributes)
             taken = True
         except (ValueError, TypeError, RuntimeError, OverflowError):
             taken = False

@@ -29,7 +29,7 @@ def operands():
 
 
 def cast(x, scale, codes):
-    _ffi.call(_ffi.handlers("cuda")["cast_tensor"], (x, scale), (codes,), E4M3)
+    _ffi.call("cast_tensor", (x, scale), (codes,), E4M3)
 
 
 def test_work_is_enqueued_on_the_current_stream(operands):
@@ -50,16 +50,15 @@ def test_work_is_enqueued_on_the_current_stream(operands):
 
 def test_a_captured_graph_replays_every_op(operands):
     x, scale, codes = operands
-    handlers = _ffi.handlers("cuda")
     amax, scale_inv = torch.empty((), device="cuda"), torch.empty((), device="cuda")
     codes_t, back = torch.empty(768, 512, device="cuda", dtype=torch.uint8), torch.empty_like(x)
 
     def step():
-        _ffi.call(handlers["amax_tensor"], (x,), (amax,), {})
-        _ffi.call(handlers["scale_from_amax"], (amax,), (scale, scale_inv), {**E4M3, "eps": 0.0, "pow2": False})
-        _ffi.call(handlers["cast_transpose"], (x, scale), (codes, codes_t), {**E4M3, "batch": 0})
-        _ffi.call(handlers["transpose"], (codes_t,), (codes,), {"batch": 0})
-        _ffi.call(handlers["dequantize"], (codes, scale_inv), (back,), E4M3)
+        _ffi.call("amax_tensor", (x,), (amax,), {})
+        _ffi.call("scale_from_amax", (amax,), (scale, scale_inv), {**E4M3, "eps": 0.0, "pow2": False})
+        _ffi.call("cast_transpose", (x, scale), (codes, codes_t), {**E4M3, "batch": 0})
+        _ffi.call("transpose", (codes_t,), (codes,), {"batch": 0})
+        _ffi.call("dequantize", (codes, scale_inv), (back,), E4M3)
 
     graph = torch.cuda.CUDAGraph()
     stream = torch.cuda.Stream()
@@ -97,7 +96,7 @@ def test_more_elements_than_32_bits_count():
     x = torch.empty(n, device="cuda", dtype=torch.bfloat16).fill_(1.5)
     x[-1] = -7.0
     amax, codes = torch.empty((), device="cuda"), torch.empty(n, device="cuda", dtype=torch.uint8)
-    _ffi.call(_ffi.handlers("cuda")["amax_tensor"], (x,), (amax,), {})
+    _ffi.call("amax_tensor", (x,), (amax,), {})
     cast(x, torch.tensor(1.0, device="cuda"), codes)
     assert amax.item() == 7.0
     assert codes[-1].view(torch.float8_e4m3fn).item() == -7.0

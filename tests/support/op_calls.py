@@ -11,7 +11,7 @@ import torch
 
 from qshard import _ffi
 from qshard.formats import ELEMENTS
-from qshard.ops import Binding, table
+from qshard.ops import Binding, Operand, table
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 device = "cpu"
@@ -30,27 +30,18 @@ def call(
     leaves it open, and gets both compared.
     """
     spec = table()[op]
-    if split is None and "split" in spec.attributes:
-        forms = [False, *([True] if spec.bind([x.shape for x in inputs], **_static(options)).split else [])]
+    call_of = [x.shape for x in inputs], [str(x.dtype) for x in inputs]
+    binding = spec.bind(*call_of, options, None if dtype is None else str(np.dtype(dtype)), cuttable=True)
+    if split is None and spec.row.splits:
+        forms = [False, True] if binding.split else [False]
         results = [call(op, *inputs, split=form, dtype=dtype, **options) for form in forms]
         for a, b in itertools.pairwise(results):
             for x, y in zip(*(r if isinstance(r, list) else [r] for r in (a, b)), strict=True):
                 assert x.tobytes() == y.tobytes(), f"{op}: split or not makes a difference"
         return results[0]
-    if split is not None:
-        options["split"] = split
-    attributes = {
-        name: options[name] for name in spec.attributes if name in options or name not in spec.row.optional_attributes
-    }
-    binding = spec.bind([x.shape for x in inputs], **_static(options))
+    attributes = options if split is None else {**options, "split": split}
     assert binding.split or not split
-    made = spec.results(
-        [x.shape for x in inputs],
-        [str(x.dtype) for x in inputs],
-        {name: value for name, value in options.items() if name != "split"},
-        None if dtype is None else str(np.dtype(dtype)),
-    )
-    outputs = [(shape, np.dtype(np.uint8 if name in ELEMENTS else name)) for shape, name in made]
+    outputs = [(shape, np.dtype(np.uint8 if name in ELEMENTS else name)) for shape, name in binding.results]
     every = [_run(op, inputs, outputs, binding, attributes, way) for way in ways]
     for way, results in zip(ways, every, strict=True):
         for x, y in zip(results, every[0], strict=True):
@@ -77,11 +68,13 @@ def _run(
         rooms.append(_tensor(np.full(count * dtype.itemsize, 0x5A, np.uint8).view(dtype)))
         results.append(rooms[-1][beside : count - beside].view(shape))
     if attributes.get("split"):
-        operands = [x.view(_sizes(binding.input_order(i))) for i, x in enumerate(operands)]
-        results = [x.view(_sizes(binding.in_operand_order(i))) for i, x in enumerate(results)]
+        operands, results = (
+            [x.view([factor.size for factor in view.factors]) for x, view in zip(side, views, strict=True)]
+            for side, views in ((operands, binding.inputs), (results, binding.outputs))
+        )
     torch.set_flush_denormal(way == "flushed")  # Off before NumPy works again: it is the thread's.
     try:
-        _ffi.call(_ffi.handlers(device)[op], tuple(operands), tuple(results), attributes)
+        _ffi.call(op, tuple(operands), tuple(results), attributes)
     finally:
         torch.set_flush_denormal(False)
     arrays = []
@@ -93,12 +86,11 @@ def _run(
     return arrays
 
 
-def _static(options: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if type(value) is int or name == "element"}
-
-
-def _sizes(order: tuple[Any, Any]) -> tuple[int, ...]:
-    return tuple(factor.size for factor in order[0])
+def codes_per_byte(operand: Operand, element: str | None) -> int:
+    """How many codes share a byte, if the operand holds codes of `element`; else 1."""
+    if operand.dtype == "packed":
+        return 2
+    return ELEMENTS[element].codes_per_byte if operand.dtype == "code" and element is not None else 1
 
 
 def _tensor(x: np.ndarray) -> torch.Tensor:

@@ -203,7 +203,6 @@ def _step(
         exp_avg_sq_dtype=dtypes["exp_avg_sq"],
         low=low,
         update=True,
-        batch=spread.ndim - 1,
     )
     made = dict(zip(_results(dtypes), results, strict=True))
     shaped = {name: reshape_as(y, given["grad" if name == "update" else name]) for name, y in made.items()}
