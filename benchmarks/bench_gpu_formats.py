@@ -29,15 +29,15 @@ def blocks(x: list[torch.Tensor]) -> Contenders:
     """Formats in blocks, with the bytes an element that must move."""
     found: Contenders = {}
     amax = torch.full((), 5.0, device="cuda")
-    whole_scale = ops.global_scale_nvfp4(amax, scale_max=NVFP4.scale_max)
+    whole_scale = ops.global_scale_nvfp4(amax, scale_max=NVFP4.scaling.scale_max)
     known = {"amax_tensor": lambda *_, **__: amax, "global_scale_nvfp4": lambda *_, **__: whole_scale}
     given = SimpleNamespace(**{**vars(ops), **known})
     for name, fmt, usage, count in cases():
         found[f"{name} qshard"] = (
-            count + (2 if fmt.global_scale else 0),
+            count + (2 if fmt.scaling.global_scale else 0),
             lambda i, fmt=fmt, usage=usage: pipeline.quantize(ops, x[i], fmt, USAGES[usage]),
         )
-        if fmt.global_scale:
+        if fmt.scaling.global_scale:
             found[f"{name}, amax given, qshard"] = (
                 count,
                 lambda i, fmt=fmt, usage=usage: pipeline.quantize(given, x[i], fmt, USAGES[usage]),

@@ -371,19 +371,12 @@ def plan_shards(
     shards = []
     for shape in shapes:
         where = _check(fmt, tuple(shape), usage, "plan_shards")
-        rows, cols = matrix_shape(tuple(shape))
-        size, unit = rows * cols, _UNIT
-        if where.block is not None:
-            in_row = where.rows_apart and cols % where.block[1] == 0 and not where.row_scaled
-            unit = where.block[1] if in_row else where.block[0] * cols
-        padded = -(-size // max(1, unit * world)) * unit
+        size = math.prod(shape)
+        padded = -(-size // max(1, where.unit * world)) * where.unit
         starts = tuple(min(size, r * padded) for r in range(world))
         stops = tuple(min(size, (r + 1) * padded) for r in range(world))
         shards.append(FlatShards(starts, stops, min(padded, size), world > 1 and where.tensor_scaled))
     return tuple(shards)
-
-
-_UNIT = 16  # elements, where any cut is as good: codes and masters of each rank start on 16 bytes
 
 
 def piece_bytes(fmt: Format, length: int) -> int:
@@ -418,8 +411,10 @@ def word_pair(what: str, number: int) -> tuple[int, int]:
 def _check(fmt: Format, shape: Shape, usage: Usage, op: str = "cast_master") -> PlaneLayout:
     where = plane(fmt, shape, usage, op=op)
     if where.transposed:
-        what = "gather the rowwise plane, then transpose it" if fmt.transposes else "use a format with square blocks"
-        raise ValueError(f"{op}: usage ({usage}) of {fmt} is not stored in the order of the weight; {what}")
+        raise ValueError(
+            f"{op}: usage ({usage}) of {fmt} is not stored in the order of the weight; gather the rowwise "
+            "plane and transpose it, or, for vectors, use a format with square blocks"
+        )
     if fmt.slice_refusal is not None:
         raise ValueError(f"{op}: slices of {fmt} cannot be cast: {fmt.slice_refusal}; quantize whole blocks")
     return where

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from qshard import pipeline
 from qshard.formats import Format, Usage
-from qshard.layout import plane
+from qshard.layout import plane, source
 from qshard.pipeline import Draws, Parts
 from qshard.recipes import ROLE_SEEDS, Recipe, Role
 from qshard.torch_bridge.delayed import DelayedScale
@@ -163,7 +163,7 @@ class _Linear(torch.autograd.Function):
             columnwise = weight.parts(Usage.COLUMNWISE)
             if grad_x and columnwise is not None:
                 w_planes[Usage.COLUMNWISE] = columnwise
-            elif grad_x and not w_format.transposes:
+            elif grad_x and source(w_format, Usage.COLUMNWISE) not in w_planes:
                 raise ValueError(
                     f"linear: weight ({w_format}, rowwise) has no columnwise plane, which its rowwise one does not "
                     "give; quantize it with usage=Usage.BOTH"
@@ -233,7 +233,7 @@ def _planes(
     if delayed is not None:
         return pipeline.quantize_delayed(ops, x, fmt, usage, *delayed.scales(role))
     if _NUMBERS_ARE_SYMBOLS and torch.compiler.is_compiling():
-        fmt = cast(Format, _Constant(fmt))
+        fmt = _constant(fmt)
     rows = x.shape[0]
     added = recipe.added_rows(role, usage, rows)
     if added:
@@ -257,16 +257,22 @@ _NUMBERS_ARE_SYMBOLS = torch.__version__ >= "2.13"  # Compares versions, not str
 
 
 class _Constant:
-    """A format whose floats are constants to a compiler."""
+    """A format, or its scaling, some of whose attributes are constants to a compiler."""
 
-    def __init__(self, fmt: Format):
-        self._format = fmt
-        self.eps, self.scale_max = _numbers(fmt)
+    def __init__(self, real: Any, **constants: Any):
+        self._real = real
+        for name, value in constants.items():
+            setattr(self, name, value)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._format, name)
+        return getattr(self._real, name)
+
+
+def _constant(fmt: Format) -> Format:
+    eps, scale_max = _numbers(fmt)
+    return cast(Format, _Constant(fmt, scaling=_Constant(fmt.scaling, eps=eps, scale_max=scale_max)))
 
 
 @torch.compiler.assume_constant_result
 def _numbers(fmt: Format) -> tuple[float, float]:
-    return fmt.eps, fmt.scale_max
+    return fmt.scaling.eps, fmt.scaling.scale_max

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from qshard.formats import Format, Usage
 from qshard.jax.array import Plane, QuantizedArray
 from qshard.jax.cuts import Cut, Spec
-from qshard.layout import code_columns, is_transposed, stored_block
+from qshard.layout import is_transposed, stored_block
 
 __all__ = ["cut_of", "gather", "gather_cut", "scatter_gradient"]
 
@@ -105,7 +105,7 @@ def _gather_plane(plane: Plane, fmt: Format, usage: Usage, axis_name: str, cut: 
 def _size_along(data: jax.Array, axis: int, fmt: Format) -> int:
     """How many elements of the tensor lie along an axis of a plane's data; those of leading axes are rows together."""
     if axis == data.ndim - 1:
-        return code_columns(fmt, data.shape[-1])
+        return data.shape[-1] * fmt.element.codes_per_byte
     return math.prod(data.shape[axis:-1])
 
 

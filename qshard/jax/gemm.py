@@ -12,19 +12,14 @@ from jax import lax
 from qshard.formats import Format, Usage
 from qshard.jax.array import QuantizedArray, plane_values
 from qshard.jax.cuts import matrix_of
-from qshard.layout import is_transposed
+from qshard.layout import is_transposed, multiplies_codes, source
 
-__all__ = ["Side", "gemm", "multiplies_codes", "stored_for"]
-
-
-def multiplies_codes(a: Format, b: Format) -> bool:
-    """Whether XLA has a GEMM of the codes of two formats: on Hopper, of those with one scale. Else of values."""
-    return a.per_tensor and b.per_tensor
+__all__ = ["Side", "gemm", "stored_for"]
 
 
 def stored_for(fmt: Format, other: Format, contracted: Usage) -> Usage:
     """The plane that a GEMM with `other` reads. One that multiplies values may contract any axis of square blocks."""
-    return Usage.ROWWISE if fmt.transposes and not multiplies_codes(fmt, other) else contracted
+    return contracted if multiplies_codes(fmt, other) else source(fmt, contracted)
 
 
 @dataclass(frozen=True)
@@ -88,7 +83,7 @@ def gemm(a: Side, b: Side, dtype: Any, *, precise: bool, out_sharding: Any = Non
         preferred_element_type=narrow,
         out_sharding=out_sharding,
     )
-    if not (a_format.pow2 and b_format.pow2):
+    if not (a_format.scaling.pow2 and b_format.scaling.pow2):
         product = product.astype(jnp.float32)
     scaled: jax.Array = product * (a_plane.scale_inv * b_plane.scale_inv).astype(product.dtype)
     return scaled.astype(dtype)

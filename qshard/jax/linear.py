@@ -20,11 +20,11 @@ from qshard.jax.array import Plane, QuantizedArray
 from qshard.jax.cuts import AxisName, Cut, Spec, axes_of, cuts_rows, matrix_of, shaped, spec_of, vary_alike
 from qshard.jax.delayed import LinearState, TensorState, observe, scale_inv_of
 from qshard.jax.gather import cut_of
-from qshard.jax.gemm import Side, gemm, multiplies_codes, stored_for
+from qshard.jax.gemm import Side, gemm, stored_for
 from qshard.jax.quantize import WeightScales, check_float, draws_of, quantized, quantized_delayed
 from qshard.jax.weight import CodedWeight, CutWeight, Shards
 from qshard.jax.words import Seed, seed_words, words_of
-from qshard.layout import Shape
+from qshard.layout import Shape, multiplies_codes, source
 from qshard.recipes import ROLE_SEEDS, Recipe, Role
 
 __all__ = ["gathered_weight", "linear"]
@@ -339,8 +339,8 @@ def _kept_plane(recipe: Recipe, role: Role) -> Usage:
     once more. A transpose reads and writes each byte once instead, on every device.
     """
     fmt = recipe.format(role)
-    if role is Role.WEIGHT and fmt.transposes:
-        return Usage.ROWWISE
+    if role is Role.WEIGHT:
+        return source(fmt, Usage.COLUMNWISE)
     return stored_for(fmt, recipe.gradient, Usage.COLUMNWISE)
 
 

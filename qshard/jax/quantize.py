@@ -151,23 +151,20 @@ def quantized(
     """`quantize`, of what `cut` says `x` is a part of. `x` may be the matrix of that, with rows of zeros added."""
     places = {each: layout.plane(fmt, cut.whole(x.shape), each, op=op, name=name) for each in usage.planes}
     scales = WeightScales(*(scales or ()))
-    rows_apart = fmt.per_tensor or (x.ndim > 1 and all(where.rows_apart for where in places.values()))
-    matrix = x if x.ndim == 2 or (usage is Usage.ROWWISE and rows_apart) else matrix_of(x)
-    if fmt.per_tensor and scales.scale is not None:
-        made = pipeline.Scales(scales.scale, scales.scale_inv)
-        return _array_of(x, places, pipeline.cast_per_tensor(steps, matrix, fmt, usage, made))
-    pieces = {each: _piece(where, cut, x.shape) for each, where in places.items()}
+    keeps_axes = usage is Usage.ROWWISE and x.ndim > 1 and places[usage].keeps_axes
+    matrix = x if keeps_axes else matrix_of(x)
+    given = None if scales.scale is None else pipeline.Scales(scales.scale, scales.scale_inv)
     planes = {
-        each: _from_pieces(matrix if matrix.ndim == 2 else matrix_of(x), where, pieces[each], cut, scales, draws)
+        each: _from_pieces(matrix_of(x), where, cut, scales, draws)
         for each, where in places.items()
-        if pieces[each] != where.block
+        if _pieces(where, cut, x.shape) is not None
     }
     whole = [each for each in places if each not in planes]
     if len(whole) > 1 and not _has_edges(matrix, fmt):
         whole = [usage]
     for some in whole:
         reduce_max = _reduction(places[some.planes[0]], cut, scales)
-        planes |= pipeline.quantize(steps, matrix, fmt, some, reduce_max=reduce_max, draws=draws)
+        planes |= pipeline.quantize(steps, matrix, fmt, some, reduce_max=reduce_max, draws=draws, given=given)
     return _array_of(x, places, planes)
 
 
@@ -216,46 +213,51 @@ def _reduction(where: layout.PlaneLayout, cut: Cut, scales: WeightScales) -> pip
     return max_over(axes if cut.local else ())
 
 
-def _piece(where: layout.PlaneLayout, cut: Cut, shape: layout.Shape) -> tuple[int, int] | None:
-    """The largest part of the stored blocks of a plane that shards of `x` do not cut; None if it has no blocks."""
-    if where.block is None:
+class _Pieces(NamedTuple):
+    """The largest parts of the stored blocks of a plane that no shard cuts; a block has `each` along its axes."""
+
+    size: tuple[int, int]
+    each: tuple[int, int]
+
+
+def _pieces(where: layout.PlaneLayout, cut: Cut, shape: layout.Shape) -> _Pieces | None:
+    """Those of a shard of this shape; None if its blocks are whole, or it has none."""
+    if where.block is None:  # Cut.pieces takes a block.
         return None
     matrix = layout.matrix_shape(shape)
-    return cut.transposed.pieces(matrix[::-1], where.block) if where.transposed else cut.pieces(matrix, where.block)
+    size = cut.transposed.pieces(matrix[::-1], where.block) if where.transposed else cut.pieces(matrix, where.block)
+    each = (where.block[0] // size[0], where.block[1] // size[1])
+    return None if each == (1, 1) else _Pieces(size, each)
 
 
 def _from_pieces(
     x: jax.Array,
     where: layout.PlaneLayout,
-    piece: tuple[int, int] | None,
     cut: Cut,
     scales: WeightScales,
     draws: pipeline.Draws | None,
 ) -> pipeline.Parts:
     """A plane of a matrix whose blocks shards cut. The scales are those of the whole, on every device."""
     fmt = where.format
-    if where.usage is Usage.COLUMNWISE and fmt.transposes:
-        rowwise = layout.plane(fmt, where.shape, Usage.ROWWISE)
-        parts = _from_pieces(x, rowwise, _piece(rowwise, cut, x.shape), cut, scales, draws)
+    if (other := layout.source(fmt, where.usage)) is not where.usage:
+        parts = _from_pieces(x, layout.plane(fmt, where.shape, other), cut, scales, draws)
         return pipeline.transposed(steps, parts, fmt)
-    assert where.block is not None
-    assert piece is not None
+    pieces = _pieces(where, cut, x.shape)
+    assert pieces is not None
     _check_pieces(x, where, cut)
     amax = scales.block_amax
     if where.transposed:
         draws = None if draws is None else draws.transposed(x.shape[-1])
         amax = None if amax is None else amax.T
         x, cut = steps.transposed(x), cut.transposed
-    each = (where.block[0] // piece[0], where.block[1] // piece[1])
     if amax is None:
-        amax = cut.merged(pipeline.block_amax(steps, x, piece), each)
-    made = pipeline.scales_of_grid(
-        steps, fmt, amax, largest=lambda grid: integer_max(grid, 1 if where.global_scale_shape else 0)
-    )
-    made = cut.everywhere(made)
-    grid = tuple(-(-size // unit) for size, unit in zip(x.shape, piece, strict=True))
-    scale = cut.of_pieces(made.scale, each, grid)
-    return pipeline.Parts(pipeline.cast(steps, x, fmt, scale, piece, draws), made.scale_inv, made.global_scale_inv)
+        amax = cut.merged(pipeline.block_amax(steps, x, pieces.size), pieces.each)
+    whole = integer_max(amax, 1 if where.global_scale_shape else 0)
+    made = cut.everywhere(pipeline.scales(steps, fmt, amax, whole))
+    grid = tuple(-(-size // unit) for size, unit in zip(x.shape, pieces.size, strict=True))
+    scale = cut.of_pieces(made.scale, pieces.each, grid)
+    data = pipeline.cast(steps, x, fmt, scale, pieces.size, draws)
+    return pipeline.Parts(data, made.scale_inv, made.global_scale_inv)
 
 
 def _check_pieces(x: jax.Array, where: layout.PlaneLayout, cut: Cut) -> None:
@@ -317,7 +319,7 @@ def _stacked_scales(
         return own
     axes = tuple(dict.fromkeys(axis for cut in cuts if cut.local for axis in cut.axes))
     stacked = max_over(axes)(jnp.concatenate(vary_alike(*(amax.reshape(-1) for amax in flat))))
-    if fmt.per_tensor:
+    if fmt.block is None:  # One op makes the scales of all weights. Those of blocks are made with their codes.
         scale, scale_inv = pipeline.scales(steps, fmt, None, stacked)[:2]
         return [WeightScales(scale[i], scale_inv[i]) for i in range(len(weights))]
     parts = jnp.split(stacked, np.cumsum([amax.size for amax in flat])[:-1])
@@ -332,11 +334,9 @@ def _own_amaxes(x: jax.Array, fmt: Format, cut: Cut) -> WeightScales:
     if where.global_scale_shape:
         raise ValueError(f"compute_scales: {fmt} has a scale for each row, and shards cut by rows share none")
     amax = pipeline.global_amax(steps, x, fmt)
-    piece = _piece(where, cut, x.shape)
-    if where.block is None or piece is None or piece == where.block:
+    if (pieces := _pieces(where, cut, x.shape)) is None:
         return WeightScales(amax=amax)
-    each = (where.block[0] // piece[0], where.block[1] // piece[1])
-    block_amax = cut.merged(pipeline.block_amax(steps, matrix_of(x), piece), each, reduce=False)
+    block_amax = cut.merged(pipeline.block_amax(steps, matrix_of(x), pieces.size), pieces.each, reduce=False)
     return WeightScales(amax=amax, block_amax=block_amax)
 
 

@@ -26,7 +26,7 @@ from qshard.formats import Format, Usage
 from qshard.jax.array import Plane, QuantizedArray
 from qshard.jax.optim.master import cast_master
 from qshard.jax.weight import CodedWeight
-from qshard.layout import Shape, data_columns, plane
+from qshard.layout import Shape, plane
 from qshard.master import MasterPlan, plan_master, plan_shards
 
 __all__ = ["ZeroPlan", "plan_zero"]
@@ -177,7 +177,7 @@ class ZeroPlan:
             if leaf.fmt is None:
                 sent.append(lax.bitcast_convert_type(m.reshape(-1).astype(leaf.dtype), jnp.uint8).reshape(-1))
             else:
-                data = pieces[i].data[: data_columns(leaf.fmt, leaf.length)]
+                data = pieces[i].data[: leaf.length // leaf.fmt.element.codes_per_byte]
                 pieces[i] = pieces[i]._replace(data=data)
                 sent.append(None if self.shard_weights else data)
         there = [part for part in sent if part is not None]

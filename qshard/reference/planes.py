@@ -26,16 +26,16 @@ __all__ = ["block_error", "cast", "plane_amax", "plane_scales"]
 def plane_amax(x: Float32, fmt: Format) -> Amax:
     """What the scales of `x` follow from."""
     whole = None
-    if fmt.block is None or fmt.global_scale == "tensor":
+    if fmt.block is None or fmt.scaling.global_scale == "tensor":
         whole = amax(x)
-    elif fmt.global_scale == "row":
+    elif fmt.scaling.global_scale == "row":
         whole = amax(x, axis=1)
     return Amax(whole, None if fmt.block is None else block_amax(x, fmt.block))
 
 
 def plane_scales(x: Float32, fmt: Format, amax: Amax) -> Scales:
     """The scales of `x`, whose amax may be that of a larger tensor."""
-    return _four_over_six(x, fmt, amax) if fmt.four_over_six else scales_from_amax(amax, fmt)
+    return _four_over_six(x, fmt, amax) if fmt.scaling.four_over_six else scales_from_amax(amax, fmt)
 
 
 @np.errstate(all="ignore")
@@ -77,8 +77,8 @@ def block_error(x: Float32, fmt: Format, multiplier: Float32, d: Codes, whole: F
     assert fmt.block is not None
     q = decode(encode(x * per_element(multiplier, fmt.block, x.shape), E2M1), E2M1)
     stored = q * per_element(decode(d, E4M3), fmt.block, x.shape) * whole[..., None]
-    e = stored / np.float32(E2M1.max * fmt.scale_max) - x
-    terms = np.abs(e) if fmt.four_over_six == "mae" else e * e
+    e = stored / np.float32(E2M1.max * fmt.scaling.scale_max) - x
+    terms = np.abs(e) if fmt.scaling.four_over_six == "mae" else e * e
     block_rows, block_cols = fmt.block
     terms = terms.reshape(d.shape[0], block_rows, d.shape[1], block_cols)
     rows = terms[..., 0]

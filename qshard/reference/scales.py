@@ -152,7 +152,7 @@ def e8m0_from_amax(amax: ArrayLike, element: ElementFormat, *, rounding: Literal
 def nvfp4_global_scale(amax: ArrayLike, fmt: Format) -> Float32:
     """S of a tensor or row: `min(fl(6 * scale_max / amax), FLT_MAX)`; 1 if amax is 0, inf or NaN."""
     a = np.asarray(amax, np.float32)
-    scale = np.minimum(np.float32(E2M1.max * fmt.scale_max) / a, FLOAT_MAX)
+    scale = np.minimum(np.float32(E2M1.max * fmt.scaling.scale_max) / a, FLOAT_MAX)
     return np.where(np.isfinite(a) & (a > 0), scale, ONE)
 
 
@@ -170,9 +170,9 @@ def nvfp4_block_scales(scale: Float32, global_scale: Float32) -> tuple[Float32, 
 def scales_from_amax(amax: Amax, fmt: Format) -> Scales:
     """All scales of a plane, from its amax alone. Every rank makes the same scales of the merged amax.
 
-    Not for `fmt.four_over_six`, whose scales depend on the elements too.
+    Not for `fmt.scaling.four_over_six`, whose scales depend on the elements too.
     """
-    options: dict[str, Any] = {"pow2": fmt.pow2, "eps": fmt.eps, "nonfinite": fmt.nonfinite}
+    options: dict[str, Any] = {"pow2": fmt.scaling.pow2, "eps": fmt.scaling.eps, "nonfinite": fmt.nonfinite}
     if fmt.block is None:
         assert amax.whole is not None
         return Scales(*scale_from_amax(amax.whole, fmt.element, **options))
@@ -181,7 +181,7 @@ def scales_from_amax(amax: Amax, fmt: Format) -> Scales:
         return Scales(*scale_from_amax(amax.block, fmt.element, **options))
     block = shown_amax(amax.block, fmt.nonfinite)
     if fmt.scale_dtype == E8M0.name:
-        code = e8m0_from_amax(block, fmt.element, rounding=fmt.scale_rounding)
+        code = e8m0_from_amax(block, fmt.element, rounding=fmt.scaling.scale_rounding)
         return Scales(ONE / decode(code, E8M0), code)  # The inverse of a power of two is exact.
     assert amax.whole is not None
     global_scale = nvfp4_global_scale(amax.whole, fmt)

@@ -93,9 +93,9 @@ def cast_slice(
 def _check(fmt: Format, shape: Shape, usage: Usage, op: str) -> None:
     if plane(fmt, shape, usage, op=op).transposed:
         raise ValueError(f"{op}: usage ({usage}) of {fmt} is not stored in the order of x; gather, then transpose")
-    if fmt.four_over_six:
+    if fmt.scaling.four_over_six:
         raise ValueError(
-            f"{op}: four_over_six ({fmt.four_over_six}) is not a matter of amaxes alone; quantize whole blocks"
+            f"{op}: four_over_six ({fmt.scaling.four_over_six}) is not a matter of amaxes alone; quantize whole blocks"
         )
 
 

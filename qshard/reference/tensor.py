@@ -83,7 +83,7 @@ class Quantized:
           ValueError: the plane is not there.
         """
         stored, where = self._plane(usage)
-        codes = unpack(stored.data) if where.codes_per_byte > 1 else stored.data
+        codes = unpack(stored.data) if self.format.element.codes_per_byte > 1 else stored.data
         return self._in_order(decode(codes, self.format.element), where)
 
     def scales(self, usage: Usage) -> Float32:
@@ -187,7 +187,7 @@ def quantize(
         if where.transposed != turned:
             codes, scale_inv = codes.T, scale_inv.T
         planes[each] = Plane(
-            data=_stored(pack(codes) if where.codes_per_byte > 1 else codes, where.data_shape),
+            data=_stored(pack(codes) if fmt.element.codes_per_byte > 1 else codes, where.data_shape),
             scale_inv=_stored(scale_inv, where.scale_shape),
             global_scale_inv=_stored(scales.global_scale_inv, where.global_scale_shape),
         )

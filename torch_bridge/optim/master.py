@@ -14,7 +14,7 @@ from torch import Tensor
 
 from qshard import master
 from qshard.formats import Usage
-from qshard.layout import plane
+from qshard.layout import matrix_shape, plane, source
 from qshard.master import MasterPlan
 from qshard.pipeline import Parts, Scales
 from qshard.torch_bridge.ops import dtype_name
@@ -222,10 +222,10 @@ def update_columnwise(weights: Sequence[QuantizedTensor]) -> None:
         shape, columns = tuple(weight.shape), weight.parts(Usage.COLUMNWISE, stale=True)
         where = plane(fmt, shape, Usage.COLUMNWISE)
         data = rows.data.new_empty(where.data_shape) if columns is None else columns.data
-        matrices.append(rows.data.view(plane(fmt, shape, Usage.ROWWISE).matrix.data_shape))
+        matrices.append(rows.data.view(plane(fmt, matrix_shape(shape), Usage.ROWWISE).data_shape))
         transposes.append(data)
         scale_inv = rows.scale_inv
-        if where.block is not None:
+        if scale_inv.ndim:
             scale_inv = scale_inv.new_empty(where.scale_shape) if columns is None else columns.scale_inv
             matrices.append(rows.scale_inv)
             transposes.append(scale_inv)
@@ -241,7 +241,8 @@ def _usages(weight: QuantizedTensor | QuantizedSlice) -> list[Usage]:
     if isinstance(weight, QuantizedSlice):
         return [weight.usage]
     there = [usage for usage in Usage if weight.parts(usage) is not None]
-    return [Usage.ROWWISE] if weight.format.transposes and Usage.ROWWISE in there else there
+    sources = {usage: source(weight.format, usage) for usage in there}
+    return [usage for usage in there if sources[usage] is usage or sources[usage] not in there]
 
 
 def _parts(weight: QuantizedTensor | QuantizedSlice, usage: Usage) -> Parts:
@@ -257,7 +258,7 @@ def _write_scales(weights: Sequence[Any], targets: Sequence[Parts], made: Sequen
         if there := [(old, new) for old, new in pairs if old is not None and new is not None]:
             torch._foreach_copy_([old for old, _ in there], [new for _, new in there])
     for weight in weights:
-        if isinstance(weight, QuantizedTensor) and weight.format.transposes:
+        if isinstance(weight, QuantizedTensor) and Usage.COLUMNWISE not in _usages(weight):
             weight.columnwise_is_stale = True
 
 
