@@ -17,40 +17,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-__all__ = [
-    "E2M1",
-    "E2M3",
-    "E3M2",
-    "E4M3",
-    "E5M2",
-    "E8M0",
-    "ELEMENTS",
-    "FLOAT16_MAX",
-    "FORMATS",
-    "FP8_128x128",
-    "FP8_1x128",
-    "FP8_E4M3",
-    "FP8_E5M2",
-    "MXFP4",
-    "MXFP4_32x32",
-    "MXFP6_E2M3",
-    "MXFP6_E2M3_32x32",
-    "MXFP6_E3M2",
-    "MXFP6_E3M2_32x32",
-    "MXFP8_32x32",
-    "MXFP8_E4M3",
-    "MXFP8_E5M2",
-    "NVFP4",
-    "NVFP4_16x16",
-    "ElementFormat",
-    "FloatScaling",
-    "Format",
-    "PowerScaling",
-    "Scaling",
-    "TwoLevelScaling",
-    "Usage",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ElementFormat:

@@ -26,10 +26,13 @@ from qshard.formats import Format, Usage
 __all__ = [
     "PlaneLayout",
     "Shape",
+    "ShardSlice",
     "is_transposed",
     "matrix_shape",
     "multiplies_codes",
     "plane",
+    "shard_rows",
+    "slice_plane",
     "source",
     "stored_block",
     "swizzled_scale_shape",
@@ -212,6 +215,23 @@ def plane(fmt: Format, shape: Shape, usage: Usage, *, op: str = "quantize", name
     )
 
 
+def slice_plane(fmt: Format, shape: Shape, usage: Usage, *, op: str) -> PlaneLayout:
+    """`plane`, of which a rank can make what a flat slice of `x` has of it.
+
+    Raises:
+      ValueError: as `plane` does; or it is not stored in the order of `x`; or scales depend on more than amaxes.
+    """
+    where = plane(fmt, shape, usage, op=op)
+    if where.transposed:
+        raise ValueError(
+            f"{op}: usage ({usage}) of {fmt} is not stored in the order of the weight; gather the rowwise plane and "
+            "transpose it, or, for vectors, use a format with square blocks"
+        )
+    if fmt.slice_refusal is not None:
+        raise ValueError(f"{op}: slices of {fmt} cannot be cast: {fmt.slice_refusal}; quantize whole blocks")
+    return where
+
+
 def swizzled_scale_shape(scale_shape: Shape, *, block_rows: int = 1) -> Shape:
     """Shape of the scales in the tiles that a GEMM reads: `[tile_rows, tile_cols, 32, 4, 4]`, 512 bytes a tile.
 
@@ -226,6 +246,33 @@ def swizzled_scale_shape(scale_shape: Shape, *, block_rows: int = 1) -> Shape:
     """
     rows, blocks = matrix_shape(scale_shape)
     return (_ceil(rows * block_rows, 128), _ceil(blocks, 4), 32, 4, 4)
+
+
+@dataclass(frozen=True)
+class ShardSlice:
+    """The rows `[start, stop)` that one rank holds, of `padded` that every rank's buffer has room for.
+
+    Ranks past the end hold no row and still take part in every collective.
+    """
+
+    start: int
+    stop: int
+    padded: int
+
+
+def shard_rows(rows: int, world_size: int, rank: int) -> ShardSlice:
+    """The rows of one rank when ranks in order take `ceil(rows / world_size)` each, as FSDP2 and `torch.chunk` cut.
+
+    Raises:
+      ValueError: `rank` is not one of the ranks.
+
+    >>> shard_rows(5, 4, 2), shard_rows(5, 4, 3)
+    (ShardSlice(start=4, stop=5, padded=2), ShardSlice(start=5, stop=5, padded=2))
+    """
+    if not 0 <= rank < world_size:
+        raise ValueError(f"shard_rows: rank ({rank}) is not in [0, {world_size}); give the rank in its own group")
+    padded = _ceil(rows, world_size)
+    return ShardSlice(min(rows, rank * padded), min(rows, (rank + 1) * padded), padded)
 
 
 def _ceil(size: int, unit: int) -> int:

@@ -102,7 +102,7 @@ def quantize(
       ValueError: `fmt` rounds stochastically and there is no `draws`.
     """
     if fmt.block is None:
-        made = scales(ops, fmt, None, global_amax(ops, x, fmt, reduce_max)) if given is None else given
+        made = scales(ops, fmt, global_amax(ops, x, fmt, reduce_max)) if given is None else given
         if usage is Usage.ROWWISE:
             return _of_one_scale([ops.cast_tensor(x, made.scale, element=fmt.element.name)], usage, made.scale_inv)
         both = ops.cast_transpose(x, made.scale, element=fmt.element.name, batch=x.ndim - 2)
@@ -133,10 +133,10 @@ def block_amax(ops: Any, x: Array, block: tuple[int, int]) -> Array:
     return ops.amax_block(x, block_rows=block[0], block_cols=block[1])
 
 
-def scales(
-    ops: Any, fmt: Format, amax: Array | None, whole: Array | None = None, *, repeated: Reduce | None = None
-) -> Scales:
+def scales(ops: Any, fmt: Format, amax: Array, whole: Array | None = None, *, repeated: Reduce | None = None) -> Scales:
     """The scales that amaxes make, by the formula of the format: `amax` of blocks, `whole` of the tensor or its rows.
+
+    The one scale of a format without blocks is that of `amax`.
 
     `repeated` gives each of several `whole` to all the blocks that it serves, where there are those of many tensors.
     Not for four over six, whose scales depend on more than amaxes.
@@ -148,7 +148,6 @@ def scales(
     if fmt.scale_dtype == E8M0.name:
         rule = {"rounding": fmt.scaling.scale_rounding, "nonfinite": fmt.nonfinite}
         return Scales(*ops.scale_e8m0(amax, element=fmt.element.name, **rule))
-    amax = whole if fmt.block is None else amax
     options: dict[str, Any] = {"eps": fmt.scaling.eps, "pow2": fmt.scaling.pow2, "nonfinite": fmt.nonfinite}
     return Scales(*ops.scale_from_amax(amax, element=fmt.element.name, **options))
 

@@ -320,7 +320,7 @@ def _stacked_scales(
     axes = tuple(dict.fromkeys(axis for cut in cuts if cut.local for axis in cut.axes))
     stacked = max_over(axes)(jnp.concatenate(vary_alike(*(amax.reshape(-1) for amax in flat))))
     if fmt.block is None:  # One op makes the scales of all weights. Those of blocks are made with their codes.
-        scale, scale_inv = pipeline.scales(steps, fmt, None, stacked)[:2]
+        scale, scale_inv = pipeline.scales(steps, fmt, stacked)[:2]
         return [WeightScales(scale[i], scale_inv[i]) for i in range(len(weights))]
     parts = jnp.split(stacked, np.cumsum([amax.size for amax in flat])[:-1])
     made = [part.reshape(amax.shape) for part, amax in zip(parts, flat, strict=True)]

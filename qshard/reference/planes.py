@@ -16,26 +16,18 @@ from qshard.reference.scales import (
     nvfp4_block_scales,
     nvfp4_global_scale,
     per_element,
-    scales_from_amax,
     shown_amax,
 )
 
-__all__ = ["block_error", "cast", "plane_amax", "plane_scales"]
+__all__ = ["block_error", "cast", "four_over_six", "plane_amax"]
 
 
 def plane_amax(x: Float32, fmt: Format) -> Amax:
     """What the scales of `x` follow from."""
     whole = None
-    if fmt.block is None or fmt.scaling.global_scale == "tensor":
-        whole = amax(x)
-    elif fmt.scaling.global_scale == "row":
-        whole = amax(x, axis=1)
+    if fmt.block is None or fmt.scaling.global_scale is not None:
+        whole = amax(x, axis=1 if fmt.scaling.global_scale == "row" else None)
     return Amax(whole, None if fmt.block is None else block_amax(x, fmt.block))
-
-
-def plane_scales(x: Float32, fmt: Format, amax: Amax) -> Scales:
-    """The scales of `x`, whose amax may be that of a larger tensor."""
-    return _four_over_six(x, fmt, amax) if fmt.scaling.four_over_six else scales_from_amax(amax, fmt)
 
 
 @np.errstate(all="ignore")
@@ -50,7 +42,7 @@ def cast(x: Float32, fmt: Format, multiplier: Float32, *, seed: int, index: Arra
 
 
 @np.errstate(all="ignore")
-def _four_over_six(x: Float32, fmt: Format, amax: Amax) -> Scales:
+def four_over_six(x: Float32, fmt: Format, amax: Amax) -> Scales:
     """Of two scales for a block, one taking its amax to 6 and one to 4, that with the smaller error; of equals, 6.
 
     base = fl(fl(amax / 6) * S);   d6 = E4M3(min(base, 448));   d4 = E4M3(min(fl(base * 1.5), 448))

@@ -19,8 +19,10 @@ __all__ = [
     "e8m0_from_amax",
     "nvfp4_block_scales",
     "nvfp4_global_scale",
+    "largest_power",
     "per_element",
     "scale_from_amax",
+    "scale_to",
     "scales_from_amax",
     "shown_amax",
 ]
@@ -98,13 +100,25 @@ def shown_amax(amax: ArrayLike, nonfinite: str) -> Float32:
 
 
 @np.errstate(all="ignore")
+def scale_to(largest: float | np.float32, amax: ArrayLike) -> Float32:
+    """The fp32 scale that takes amax to `largest`: `min(fl(largest / amax), FLT_MAX)`; 1 if amax is 0, inf or NaN."""
+    a = np.asarray(amax, np.float32)
+    return np.where(np.isfinite(a) & (a > 0), np.minimum(np.float32(largest) / a, FLOAT_MAX), ONE)
+
+
+def largest_power(scale: Float32) -> Float32:
+    """The largest power of two that is not above: without the mantissa."""
+    return (scale.view(np.uint32) & np.uint32(0xFF800000)).view(np.float32)
+
+
+@np.errstate(all="ignore")
 def scale_from_amax(
     amax: ArrayLike, element: ElementFormat, *, pow2: bool = False, eps: float = 0.0, nonfinite: str = "saturate"
 ) -> tuple[Float32, Float32]:
     """The fp32 scale that takes amax to the largest element, and its inverse.
 
-        a = max(amax, eps);   scale = 1 if a is 0, inf or NaN, else min(fl(element.max / a), FLT_MAX)
-        pow2: the mantissa of scale is cleared;   scale_inv = fl(1 / scale)
+        a = max(amax, eps);   scale = scale_to(element.max, a), or the largest power of two below ("pow2")
+        scale_inv = fl(1 / scale)
         nonfinite "nan": scale and scale_inv are NaN if a is inf or NaN
 
     >>> scale_from_amax([0.0, 1.0, 896.0], E4M3)[0]
@@ -113,10 +127,9 @@ def scale_from_amax(
     Sources: arXiv:2209.05433; TransformerEngine, `compute_scale_from_amax`.
     """
     a = np.maximum(np.asarray(amax, np.float32), np.float32(eps))  # Keeps NaN.
-    scale = np.minimum(np.float32(element.max) / a, FLOAT_MAX)
-    scale = np.where(np.isfinite(a) & (a > 0), scale, ONE)
+    scale = scale_to(element.max, a)
     if pow2:
-        scale = (scale.view(np.uint32) & np.uint32(0xFF800000)).view(np.float32)
+        scale = largest_power(scale)
     if nonfinite == "nan":
         scale = np.where(np.isfinite(a), scale, np.float32(np.nan))
     return np.asarray(scale), np.asarray(ONE / scale)
@@ -148,12 +161,9 @@ def e8m0_from_amax(amax: ArrayLike, element: ElementFormat, *, rounding: Literal
     return np.where(np.isnan(amax), E8M0.nan_code, code).astype(np.uint8)
 
 
-@np.errstate(all="ignore")
 def nvfp4_global_scale(amax: ArrayLike, fmt: Format) -> Float32:
-    """S of a tensor or row: `min(fl(6 * scale_max / amax), FLT_MAX)`; 1 if amax is 0, inf or NaN."""
-    a = np.asarray(amax, np.float32)
-    scale = np.minimum(np.float32(E2M1.max * fmt.scaling.scale_max) / a, FLOAT_MAX)
-    return np.where(np.isfinite(a) & (a > 0), scale, ONE)
+    """S of a tensor or row."""
+    return scale_to(E2M1.max * fmt.scaling.scale_max, amax)
 
 
 @np.errstate(all="ignore")
@@ -204,7 +214,7 @@ def delayed_scale_update(
 
         a step whose amax is 0 changes nothing; else amax enters the history, and the oldest leaves
         a = max(history), or amax itself ("most_recent")
-        scale = min(fl(fl(element.max * 2**-margin) / a), FLT_MAX) if a is finite, else it stays
+        scale = scale_to(fl(element.max * 2**-margin), a) if a is finite, else it stays
 
     Args:
       scale: float32 `[...]`, of the step that ends.
@@ -222,5 +232,4 @@ def delayed_scale_update(
     history = np.where(seen[..., None], np.concatenate([history[..., 1:], amax[..., None]], axis=-1), history)
     a = np.max(history, axis=-1) if algorithm == "max" else amax  # Keeps NaN.
     target = np.float32(element.max) * np.float32(2.0**-margin)
-    update = np.minimum(target / a, FLOAT_MAX)
-    return np.where(seen & np.isfinite(a), update, scale), history
+    return np.where(seen & np.isfinite(a), scale_to(target, a), scale), history

@@ -17,8 +17,8 @@ from qshard.formats import ELEMENTS, Format, Usage
 from qshard.layout import PlaneLayout, Shape, matrix_shape, plane
 from qshard.reference.elements import Codes, Float32, decode, pack, unpack
 from qshard.reference.hadamard import hadamard_transform
-from qshard.reference.planes import cast, plane_amax, plane_scales
-from qshard.reference.scales import Scales, per_element
+from qshard.reference.planes import cast, four_over_six, plane_amax
+from qshard.reference.scales import Scales, per_element, scales_from_amax
 
 __all__ = ["Plane", "Quantized", "quantize", "what_is_stored"]
 
@@ -214,7 +214,7 @@ def _scales(x: Float32, fmt: Format, amax: ArrayLike | None, scale: ArrayLike | 
     found = plane_amax(x, fmt)
     if amax is not None and found.whole is not None:
         found = found._replace(whole=np.asarray(amax, np.float32).reshape(found.whole.shape))
-    return plane_scales(x, fmt, found)
+    return four_over_six(x, fmt, found) if fmt.scaling.four_over_six else scales_from_amax(found, fmt)
 
 
 def _stored(x: Any, shape: Shape | None) -> Any:

@@ -101,7 +101,7 @@ class CastPlan:
         found = master.amaxes(self.ops, self.plan, masters, starts)
         of_planes: dict[int, Tensor] = {}
         for bucket in self.plan.buckets:
-            of_blocks = [grid for grid, _ in bucket.split_amaxes(found)]
+            of_blocks = [grid for grid, _ in bucket.split(*bucket.found(found))]
             of_planes.update(zip(bucket.indices, of_blocks, strict=True))
         return [of_planes[i] for i in range(len(self.owners))]
 
