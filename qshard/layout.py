@@ -35,7 +35,6 @@ __all__ = [
     "slice_plane",
     "source",
     "stored_block",
-    "swizzled_scale_shape",
     "whole_units",
 ]
 
@@ -230,22 +229,6 @@ def slice_plane(fmt: Format, shape: Shape, usage: Usage, *, op: str) -> PlaneLay
     if fmt.slice_refusal is not None:
         raise ValueError(f"{op}: slices of {fmt} cannot be cast: {fmt.slice_refusal}; quantize whole blocks")
     return where
-
-
-def swizzled_scale_shape(scale_shape: Shape, *, block_rows: int = 1) -> Shape:
-    """Shape of the scales in the tiles that a GEMM reads: `[tile_rows, tile_cols, 32, 4, 4]`, 512 bytes a tile.
-
-    The scale of row `i`, block `j` is at `[i // 128, j // 4, i % 32, i % 128 // 32, j % 4]`.
-
-    Args:
-      scale_shape: `[rows / block_rows, blocks]`: of a rowwise or transposed plane; leading axes are folded into rows.
-      block_rows: rows that share a scale, each of which gets a copy.
-
-    >>> swizzled_scale_shape((130, 6)), swizzled_scale_shape((8, 6), block_rows=16)
-    ((2, 2, 32, 4, 4), (1, 2, 32, 4, 4))
-    """
-    rows, blocks = matrix_shape(scale_shape)
-    return (_ceil(rows * block_rows, 128), _ceil(blocks, 4), 32, 4, 4)
 
 
 @dataclass(frozen=True)

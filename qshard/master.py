@@ -191,9 +191,9 @@ def plan_master(
         members.setdefault(key, []).append(i)
     buckets: list[Bucket] = []
     begin = 0
-    for (fmt, usage, *key), indices in members.items():
+    for (fmt, usage, kind, rounding), indices in members.items():
         planes = tuple(slice_plane(fmt, all_shapes[i], usage, op="cast_master") for i in indices)
-        buckets.append(Bucket(fmt, usage, *key, tuple(indices), planes, begin))
+        buckets.append(Bucket(fmt, usage, kind, rounding, tuple(indices), planes, begin))
         begin += buckets[-1].amaxes
     return MasterPlan(all_shapes, all_formats, all_usages, dtypes, tuple(buckets))
 

@@ -116,8 +116,8 @@ def quantize(
     if fmt.scaling.four_over_six is None and not fmt.stochastic:
         return _fused(ops, x, fmt, usage, whole)
     sources = {source(fmt, each): None for each in usage.planes}
-    made = {each: _in_steps(ops, x, fmt, each, whole, draws) for each in sources}
-    return {each: made.get(each) or transposed(ops, made[source(fmt, each)], fmt) for each in usage.planes}
+    planes = {each: _in_steps(ops, x, fmt, each, whole, draws) for each in sources}
+    return {each: planes.get(each) or transposed(ops, planes[source(fmt, each)], fmt) for each in usage.planes}
 
 
 def global_amax(ops: Any, x: Array, fmt: Format, reduce_max: Reduce | None = None) -> Array | None:
@@ -281,7 +281,8 @@ def _fused(ops: Any, x: Array, fmt: Format, usage: Usage, whole: Array | None) -
         block = (max(block), max(block))
     made = getattr(ops, op)(*operands, block_rows=block[0], block_cols=block[1], **options)
     global_scale_inv = _global_scale_inv(ops, fmt, whole)
-    return {each: Parts(*made[2 * i : 2 * i + 2], global_scale_inv) for i, each in enumerate(usage.planes)}
+    pairs = zip(usage.planes, made[::2], made[1::2], strict=True)
+    return {each: Parts(data, scale_inv, global_scale_inv) for each, data, scale_inv in pairs}
 
 
 # The ops that make both planes: of square blocks, of vectors that are stored transposed, and in the order of `x`.

@@ -166,9 +166,8 @@ def _range(histogram: Mapping[int, int]) -> str:
 
 
 def _import(module: str, op: str) -> Any:
-    package = module.split(".")[0]
     try:
-        importlib.import_module(package)
+        return importlib.import_module(module)
     except ModuleNotFoundError as error:
+        package = module.split(".")[0]
         raise ImportError(f"{op}: {package} is not installed; pip install 'qshard[notebooks]'") from error
-    return importlib.import_module(module)

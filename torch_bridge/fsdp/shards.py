@@ -164,6 +164,7 @@ def plan_shard(
     dtype = dtype_name(shard.dtype)
     (bucket,) = plan_master([(rows, columns)], fmt, dtype=dtype).buckets
     where = plane(fmt, shape, Usage.ROWWISE, op="fully_shard")
+    # Columns cut blocks, but not the one scale of a tensor, of which a shard's amax is a part like any other.
     parts = None if axis == 0 or where.block is None else _parts_of(where.block, cut.start, shard.shape[1])
     start = cut.start * columns if axis == 0 else 0
     padded_shape = (cut.padded if axis == 0 else rows, shard.shape[1] // per_byte)

@@ -217,7 +217,7 @@ def update_columnwise(weights: Sequence[QuantizedTensor]) -> None:
     transposes: list[Tensor] = []
     for weight in weights:
         fmt, rows = weight.format, weight.parts(Usage.ROWWISE)
-        if not fmt.transposes or rows is None:
+        if not fmt.transposes or rows is None:  # What it does is a matter of structure: it can do nothing else.
             raise ValueError(f"update_columnwise: {fmt} is not one with a transpose for a plane; gather both planes")
         shape, columns = tuple(weight.shape), weight.parts(Usage.COLUMNWISE, stale=True)
         where = plane(fmt, shape, Usage.COLUMNWISE)
