@@ -106,9 +106,8 @@ def _blocks_run_on_tensor_cores(a: Operand, b: Operand) -> bool:
     if 0 in (m, n, k) or k % 512 or m % 16 or n % 16 or (_IS_UNKNOWN_TO_DYNAMO and torch.compiler.is_compiling()):
         return False
     rows = (a.format.block or (1, 1))[0], (b.format.block or (1, 1))[0]
-    if m % rows[0] or n % rows[1]:
-        return False
-    return _has_blocks_of_128(a.parts.data.device.index)
+    fits: bool = m % rows[0] == n % rows[1] == 0
+    return fits and _has_blocks_of_128(a.parts.data.device.index)
 
 
 _IS_UNKNOWN_TO_DYNAMO = torch.__version__ < "2.13"  # Compares versions, not strings.
