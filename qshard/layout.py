@@ -23,21 +23,6 @@ from dataclasses import dataclass, field
 
 from qshard.formats import Format, Usage
 
-__all__ = [
-    "PlaneLayout",
-    "Shape",
-    "ShardSlice",
-    "is_transposed",
-    "matrix_shape",
-    "multiplies_codes",
-    "plane",
-    "shard_rows",
-    "slice_plane",
-    "source",
-    "stored_block",
-    "whole_units",
-]
-
 Shape = tuple[int, ...]
 
 

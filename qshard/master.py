@@ -32,20 +32,6 @@ from qshard.formats import Format, Usage
 from qshard.layout import PlaneLayout, Shape, matrix_shape, slice_plane
 from qshard.pipeline import Parts, Scales
 
-__all__ = [
-    "Bucket",
-    "FlatShards",
-    "MasterPlan",
-    "amaxes",
-    "cast",
-    "cast_master",
-    "piece_bytes",
-    "plan_master",
-    "plan_shards",
-    "scales",
-    "word_pair",
-]
-
 Array = Any
 _FLOATS = ("float32", "bfloat16", "float16")
 

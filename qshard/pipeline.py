@@ -21,21 +21,6 @@ from typing import Any, NamedTuple
 from qshard.formats import E8M0, Format, Usage
 from qshard.layout import is_transposed, source, stored_block
 
-__all__ = [
-    "Parts",
-    "Scales",
-    "Draws",
-    "block_amax",
-    "cast",
-    "dequantize",
-    "global_amax",
-    "quantize",
-    "quantize_delayed",
-    "scales",
-    "transposed",
-    "without_added_rows",
-]
-
 Array = Any
 Reduce = Callable[[Array], Array]
 

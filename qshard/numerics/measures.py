@@ -14,8 +14,6 @@ from qshard import reference
 from qshard.formats import FORMATS, Format, Usage
 from qshard.layout import Shape, plane
 
-__all__ = ["Stats", "as_float", "compare", "fitting", "stats"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Stats:

@@ -14,18 +14,6 @@ from qshard.layout import matrix_shape
 from qshard.reference.elements import Float32, decode, encode
 from qshard.reference.scales import block_amax, largest_power, per_element, scale_to
 
-__all__ = [
-    "AdamConstants",
-    "Decay",
-    "adam_constants",
-    "adam_update",
-    "decode_state",
-    "encode_state",
-    "join_float32",
-    "narrow",
-    "split_float32",
-]
-
 Decay = str
 """What weight decay is added to: "coupled", the gradient; "decoupled", the update, as in AdamW; "none", nothing."""
 

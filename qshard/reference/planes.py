@@ -19,8 +19,6 @@ from qshard.reference.scales import (
     shown_amax,
 )
 
-__all__ = ["block_error", "cast", "four_over_six", "plane_amax"]
-
 
 def plane_amax(x: Float32, fmt: Format) -> Amax:
     """What the scales of `x` follow from."""

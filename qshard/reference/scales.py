@@ -10,23 +10,6 @@ from numpy.typing import ArrayLike, NDArray
 from qshard.formats import E2M1, E4M3, E8M0, ElementFormat, Format
 from qshard.reference.elements import Codes, Float32, decode, encode
 
-__all__ = [
-    "Amax",
-    "Scales",
-    "amax",
-    "block_amax",
-    "delayed_scale_update",
-    "e8m0_from_amax",
-    "nvfp4_block_scales",
-    "nvfp4_global_scale",
-    "largest_power",
-    "per_element",
-    "scale_from_amax",
-    "scale_to",
-    "scales_from_amax",
-    "shown_amax",
-]
-
 FLOAT_MAX = np.finfo(np.float32).max
 ONE = np.float32(1)
 

@@ -20,8 +20,6 @@ from qshard.reference.elements import Codes, Float32
 from qshard.reference.planes import cast, plane_amax
 from qshard.reference.scales import Amax, scales_from_amax
 
-__all__ = ["cast_slice", "slice_amax"]
-
 
 def slice_amax(x: ArrayLike, fmt: Format, shape: Shape, start: int, usage: Usage = Usage.ROWWISE) -> Amax:
     """The amax of each block of the whole weight, as far as a slice knows: 0 where it has no element.

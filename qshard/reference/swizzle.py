@@ -8,8 +8,6 @@ from numpy.typing import ArrayLike
 from qshard.layout import matrix_shape
 from qshard.reference.elements import Codes
 
-__all__ = ["swizzle_scale"]
-
 
 def swizzle_scale(scale_inv: ArrayLike, *, block_rows: int = 1) -> Codes:
     """Tile one-byte scales: `[rows / block_rows, blocks]` to `[tile_rows, tile_cols, 32, 4, 4]`, zero padded.

@@ -20,8 +20,6 @@ from qshard.reference.hadamard import hadamard_transform
 from qshard.reference.planes import cast, four_over_six, plane_amax
 from qshard.reference.scales import Scales, per_element, scales_from_amax
 
-__all__ = ["Plane", "Quantized", "quantize", "what_is_stored"]
-
 INPUT_DTYPES = tuple(map(np.dtype, (np.float32, ml_dtypes.bfloat16, np.float16)))
 
 
