@@ -29,15 +29,15 @@ def blocks(x: list[torch.Tensor]) -> Contenders:
     """Formats in blocks, with the bytes an element that must move."""
     found: Contenders = {}
     amax = torch.full((), 5.0, device="cuda")
-    whole_scale = ops.global_scale_nvfp4(amax, scale_max=NVFP4.scale_max)
+    whole_scale = ops.global_scale_nvfp4(amax, scale_max=NVFP4.scaling.scale_max)
     known = {"amax_tensor": lambda *_, **__: amax, "global_scale_nvfp4": lambda *_, **__: whole_scale}
     given = SimpleNamespace(**{**vars(ops), **known})
     for name, fmt, usage, count in cases():
         found[f"{name} qshard"] = (
-            count + (2 if fmt.global_scale else 0),
+            count + (2 if fmt.scaling.global_scale else 0),
             lambda i, fmt=fmt, usage=usage: pipeline.quantize(ops, x[i], fmt, USAGES[usage]),
         )
-        if fmt.global_scale:
+        if fmt.scaling.global_scale:
             found[f"{name}, amax given, qshard"] = (
                 count,
                 lambda i, fmt=fmt, usage=usage: pipeline.quantize(given, x[i], fmt, USAGES[usage]),
@@ -58,7 +58,7 @@ def blocks(x: list[torch.Tensor]) -> Contenders:
     pair = torch.tensor([1, 0], dtype=torch.int32, device="cuda")
     random = NVFP4.with_options(rounding="stochastic")
     draws = pipeline.Draws(pair, torch.zeros_like(pair))
-    found["hadamard qshard"] = (4, lambda i: pipeline.rotated(ops, x[i], NVFP4))
+    found["hadamard qshard"] = (4, lambda i: ops.hadamard(x[i], block_rows=16, block_cols=1))
     found["quantize NVFP4 rowwise, stochastic, qshard"] = (
         2 + 2 + 2 + 0.5 + 1 / 16,  # three reads: amaxes of the whole and of blocks, codes
         lambda i: pipeline.quantize(ops, x[i], random, Usage.ROWWISE, draws=draws),

@@ -44,7 +44,9 @@ def steps(name: str, fmt: Format, masters: list[torch.Tensor], start: int = STAR
 
     def amaxes(_: int) -> torch.Tensor:
         amax = torch.zeros(bucket.amaxes, device=device)
-        torch.ops.qshard.amax_slices(pairs, amax, masters, whole=fmt.global_scale or "none", **bucket.attributes)
+        torch.ops.qshard.amax_slices(
+            pairs, amax, masters, whole=fmt.scaling.global_scale or "none", **bucket.attributes
+        )
         return amax
 
     def codes(_: int) -> None:

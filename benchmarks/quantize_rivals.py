@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 from qshard.formats import FORMATS, ElementFormat, Format, Usage
-from qshard.layout import stores_transposed
 
 Contenders = dict[str, tuple[float, Callable[[], object]]]
 
@@ -116,7 +115,7 @@ def _planes(x: Any, fmt: Format, usage: str, plane: Callable[..., Any], turned: 
     if usage != "rowwise":
         if not fmt.transposes:
             data, scale_inv = plane(x, fmt, fmt.block[::-1])
-        if stores_transposed(fmt):
+        if fmt.turns_columns:
             data, scale_inv = turned(data, scale_inv)
         results += [packed(data), scale_inv]
     return results
@@ -143,7 +142,7 @@ def torch_quantize(x: Any) -> Contenders:
             scale = torch.where(amax > 0, 448 / amax, 1.0)
             scale = (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
             return scale, 1 / scale
-        if fmt.global_scale is None:
+        if fmt.scaling.global_scale is None:
             v = (amax * (1 / fmt.element.max)).view(torch.int32)
             e = (v >> 23) + ((v & 0x7FFFFF) != 0)
             return ((254 - e) << 23).view(torch.float32), e.to(torch.uint8)
@@ -190,7 +189,7 @@ def jnp_quantize(x: Any, wait: Callable[..., Callable[[], object]]) -> Contender
         if fmt.scale_dtype == "float32":
             scale = power(bits(jnp.where(amax > 0, 448 / amax, 1.0)) & 0x7F800000)
             return scale, 1 / scale
-        if fmt.global_scale is None:
+        if fmt.scaling.global_scale is None:
             v = bits(amax * jnp.float32(1 / fmt.element.max))
             e = (v >> 23) + ((v & 0x7FFFFF) != 0)
             return power((254 - e) << 23), e.astype(jnp.uint8)

@@ -6,8 +6,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["BLOCK", "SCALED", "STATES", "settings"]
-
 BLOCK = 128
 """Elements of a row that share a scale: kAdamBlock of core/adam.h."""
 

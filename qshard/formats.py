@@ -17,40 +17,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-__all__ = [
-    "E2M1",
-    "E2M3",
-    "E3M2",
-    "E4M3",
-    "E5M2",
-    "E8M0",
-    "ELEMENTS",
-    "FLOAT16_MAX",
-    "FORMATS",
-    "FP8_128x128",
-    "FP8_1x128",
-    "FP8_E4M3",
-    "FP8_E5M2",
-    "MXFP4",
-    "MXFP4_32x32",
-    "MXFP6_E2M3",
-    "MXFP6_E2M3_32x32",
-    "MXFP6_E3M2",
-    "MXFP6_E3M2_32x32",
-    "MXFP8_32x32",
-    "MXFP8_E4M3",
-    "MXFP8_E5M2",
-    "NVFP4",
-    "NVFP4_16x16",
-    "ElementFormat",
-    "FloatScaling",
-    "Format",
-    "PowerScaling",
-    "Scaling",
-    "TwoLevelScaling",
-    "Usage",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ElementFormat:
@@ -139,7 +105,7 @@ class Usage(enum.Flag):
 
 
 class Scaling:
-    """How the elements of a block, or of a tensor, come to share a scale: what all three methods answer.
+    """How the elements of a block, or of a tensor, come to share a scale.
 
     A method is a subclass; its fields are the options that change its bits. Options of other methods have the value
     that changes nothing, so that ops which serve several methods can be given all of them.
@@ -148,16 +114,13 @@ class Scaling:
       dtype: dtype string of `scale_inv`: "float32", or the name of an `ElementFormat`.
       elements: the formats of `data` that may be scaled so.
       whole_blocks: the last block of a row or column may not be cut short.
-      turns_columns: the columnwise plane of vectors is stored as the rowwise plane of `x.T`. So is any whose codes
-        share bytes (`Format.turns_columns`).
-      quantize_op: the op that makes a plane of blocks. Others that make planes from one read have names that begin so.
+      turns_columns: the columnwise plane of vectors is stored as the rowwise plane of `x.T`.
     """
 
     dtype: ClassVar[str]
     elements: ClassVar[tuple[ElementFormat, ...]]
     whole_blocks: ClassVar[bool] = True
     turns_columns: ClassVar[bool] = True
-    quantize_op: ClassVar[str] = "quantize_block"
 
     # Fields of a subclass take the place of these.
     pow2: bool = False
@@ -167,20 +130,9 @@ class Scaling:
     scale_max: float = E4M3.max
     four_over_six: Literal["mae", "mse"] | None = None
 
-    @classmethod
-    def options(cls) -> tuple[str, ...]:
-        """The names of its options."""
-        return tuple(field.name for field in dataclasses.fields(cls))  # type: ignore[arg-type]
-
-    def refusal(self, block: tuple[int, int] | None) -> tuple[str, object, str] | None:
-        """The option, its value and what it should be, if the method has no such blocks or options; else None."""
+    def rules(self, block: tuple[int, int] | None) -> list[tuple[str, bool, str]]:
+        """Of options: the name, whether it is legal, and what it should be."""
         raise NotImplementedError
-
-    def _illegal_option(self, **legal: tuple[object, ...]) -> tuple[str, object, str] | None:
-        for option, values in legal.items():
-            if (value := getattr(self, option)) not in values:
-                return option, value, f"one of {values}"
-        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,12 +151,12 @@ class FloatScaling(Scaling):
     pow2: bool = False
     eps: float = 0.0
 
-    def refusal(self, block: tuple[int, int] | None) -> tuple[str, object, str] | None:
-        if block is not None and min(block) < 1:
-            return "block", block, "None, or a pair of positive numbers"
-        if not 0 <= self.eps < math.inf:
-            return "eps", self.eps, "0, or positive and finite"
-        return self._illegal_option(pow2=(False, True))
+    def rules(self, block: tuple[int, int] | None) -> list[tuple[str, bool, str]]:
+        return [
+            ("block", block is None or min(block) > 0, "None, or a pair of positive numbers"),
+            ("eps", 0 <= self.eps < math.inf, "0, or positive and finite"),
+            ("pow2", self.pow2 in (False, True), "False or True"),
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,10 +173,11 @@ class PowerScaling(Scaling):
 
     scale_rounding: Literal["up", "floor"] = "up"
 
-    def refusal(self, block: tuple[int, int] | None) -> tuple[str, object, str] | None:
-        if block not in ((1, 32), (32, 32)):
-            return "block", block, "(1, 32) or (32, 32)"
-        return self._illegal_option(scale_rounding=("up", "floor"))
+    def rules(self, block: tuple[int, int] | None) -> list[tuple[str, bool, str]]:
+        return [
+            ("block", block in ((1, 32), (32, 32)), "(1, 32) or (32, 32)"),
+            ("scale_rounding", self.scale_rounding in ("up", "floor"), "'up' or 'floor'"),
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,32 +186,26 @@ class TwoLevelScaling(Scaling):
 
     Attributes:
       global_scale: what shares the fp32 scale: the "tensor" or each "row".
-      scale_max: the block scale that the largest block gets, 448 or 256.
+      scale_max: the block scale that the largest block gets: 448, or 256, which leaves room for the 1.5 times it that
+        four over six tries.
       four_over_six: scale a block to 4 instead of 6 if that makes the "mae" or "mse" of the block smaller.
     """
 
     dtype: ClassVar[str] = E4M3.name
     elements: ClassVar[tuple[ElementFormat, ...]] = (E2M1,)
-    quantize_op: ClassVar[str] = "quantize_nvfp4"
 
     global_scale: Literal["tensor", "row"] = "tensor"
     scale_max: float = E4M3.max
     four_over_six: Literal["mae", "mse"] | None = None
 
-    def refusal(self, block: tuple[int, int] | None) -> tuple[str, object, str] | None:
-        if block not in ((1, 16), (16, 16)):
-            return "block", block, "(1, 16) or (16, 16)"
-        if self.global_scale == "row" and block != (1, 16):
-            return "global_scale", self.global_scale, "'tensor', as blocks span rows"
-        return self._illegal_option(
-            global_scale=("tensor", "row"),
-            scale_max=(E4M3.max, SMALL_SCALE_MAX),
-            four_over_six=(None, "mae", "mse"),
-        )
-
-
-SMALL_SCALE_MAX = 256.0
-"""The smaller `scale_max` of NVFP4. It leaves room for the 1.5 times it that four over six tries."""
+    def rules(self, block: tuple[int, int] | None) -> list[tuple[str, bool, str]]:
+        return [
+            ("block", block in ((1, 16), (16, 16)), "(1, 16) or (16, 16)"),
+            ("global_scale", self.global_scale in ("tensor", "row"), "'tensor' or 'row'"),
+            ("global_scale", self.global_scale != "row" or block == (1, 16), "'tensor', as blocks span rows"),
+            ("scale_max", self.scale_max in (E4M3.max, 256.0), "448 or 256"),
+            ("four_over_six", self.four_over_six in (None, "mae", "mse"), "None, 'mae' or 'mse'"),
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,7 +213,7 @@ class Format:
     """How a tensor is stored: elements, the blocks that share a scale, and the method that scales them.
 
     Illegal combinations are refused when a format is made. Other modules do not look at the structure of a format: they
-    ask it what follows from that (`per_tensor`, `transposes`, `gather_refusal`, ...), and `layout.plane` for shapes.
+    ask it what follows from that (`transposes`, `kind`, `gather_refusal`, ...), and `layout.plane` for shapes.
 
     Attributes:
       name: what `str` prints; options changed from those of `FORMATS[name]` follow in brackets.
@@ -298,21 +245,16 @@ class Format:
         two_level = isinstance(self.scaling, TwoLevelScaling)
         plain = not self.hadamard and self.rounding == "nearest"
         for option, legal, need in [
+            *self.scaling.rules(self.block),
             ("element", self.element in self.scaling.elements, " or ".join(map(str, self.scaling.elements))),
             ("rounding", self.rounding in ("nearest", "stochastic"), "'nearest' or 'stochastic'"),
             ("rounding", self.rounding == "nearest" or two_level, "'nearest', as only NVFP4 is rounded stochastically"),
             ("nonfinite", self.nonfinite in ("saturate", "nan"), "'saturate' or 'nan'"),
             ("hadamard", not self.hadamard or (two_level and self.block == (1, 16)), "False, as blocks are not 1x16"),
+            ("four_over_six", plain or not self.scaling.four_over_six, "None, as x is rotated or rounded randomly"),
         ]:
             if not legal:
-                raise self._error(option, getattr(self, option), need)
-        if (refused := self.scaling.refusal(self.block)) is not None:
-            raise self._error(*refused)
-        if self.scaling.four_over_six is not None and not plain:
-            raise self._error("four_over_six", self.scaling.four_over_six, "None, as x is rotated or rounded randomly")
-
-    def _error(self, option: str, value: object, need: str) -> ValueError:
-        return ValueError(f"Format {self.name}: {option} ({value!r}) must be {need}")
+                raise ValueError(f"Format {self.name}: {option} ({self.options[option]!r}) must be {need}")
 
     def __str__(self) -> str:
         default = FORMATS.get(self.name, self).options
@@ -322,8 +264,8 @@ class Format:
     @property
     def options(self) -> dict[str, Any]:
         """What `with_options` can change, by name: the options of the method, and those of the format."""
-        own = {name: getattr(self.scaling, name) for name in self.scaling.options()}
-        return {"element": self.element, "block": self.block} | own | {n: getattr(self, n) for n in _FORMAT_OPTIONS}
+        own = {name: getattr(self, name) for name in ("hadamard", "rounding", "nonfinite")}
+        return {"element": self.element, "block": self.block} | vars(self.scaling) | own
 
     def with_options(self, **options: Any) -> Format:
         """This format with other options, checked again.
@@ -337,8 +279,7 @@ nonfinite
         """
         if unknown := sorted(set(options) - set(self.options)):
             raise ValueError(f"Format {self.name} has no option {unknown[0]}; it has {', '.join(self.options)}")
-        own = {name: getattr(self.scaling, name) for name in self.scaling.options()}
-        own |= {name: options.pop(name) for name in own if name in options}
+        own = {name: options.pop(name, value) for name, value in vars(self.scaling).items()}
         return dataclasses.replace(self, scaling=type(self.scaling)(**own), **options)
 
     @property
@@ -355,22 +296,21 @@ nonfinite
     def of(cls, description: Mapping[str, Any]) -> Format:
         """The inverse of `description`. Options that it lacks, as one of an older version may, have their defaults."""
         given = dict(description)
-        method = {kind.dtype: kind for kind in _METHODS}[given.pop("scale_dtype")]
-        own = {name: given.pop(name) for name in method.options() if name in given}
-        block = given.pop("block")
-        return cls(
+        methods = {method.dtype: method for method in (FloatScaling, PowerScaling, TwoLevelScaling)}
+        plain = cls(
+            name=given.pop("name"),
             element=ELEMENTS[given.pop("element")],
-            block=None if block is None else tuple(block),
-            scaling=method(**own),
-            **given,
+            block=None if given["block"] is None else tuple(given["block"]),
+            scaling=methods[given.pop("scale_dtype")](),
         )
+        return plain.with_options(**given | {"block": plain.block})
 
     # --- what others ask ---
 
     @property
-    def per_tensor(self) -> bool:
-        """Whether one scale serves the whole tensor, so that a product of codes is the product up to a factor."""
-        return self.block is None
+    def kind(self) -> tuple[object, ...]:
+        """What formats of one kind have in common: the method, whether of tensors or of blocks, the width of a code."""
+        return type(self.scaling), self.block is None, self.element.bits
 
     @property
     def transposes(self) -> bool:
@@ -379,8 +319,8 @@ nonfinite
 
     @property
     def turns_columns(self) -> bool:
-        """Whether the columnwise plane is stored as the rowwise plane of `x.T`. Codes of 4 bits are packed along the
-        axis that blocks run along, the one that a GEMM contracts, so theirs always is.
+        """Whether the columnwise plane is stored as the rowwise plane of `x.T`: all but that of vectors of MXFP8 and
+        MXFP6. Codes of 4 bits are packed along the axis that a GEMM contracts, so theirs always is.
         """
         return self.transposes or self.scaling.turns_columns or self.element.codes_per_byte > 1
 
@@ -426,35 +366,6 @@ nonfinite
             return self.block
         return self.block[::-1]
 
-    # --- options of the method, read flat ---
-
-    @property
-    def pow2(self) -> bool:
-        return self.scaling.pow2
-
-    @property
-    def eps(self) -> float:
-        return self.scaling.eps
-
-    @property
-    def scale_rounding(self) -> Literal["up", "floor"]:
-        return self.scaling.scale_rounding
-
-    @property
-    def global_scale(self) -> str | None:
-        return self.scaling.global_scale
-
-    @property
-    def scale_max(self) -> float:
-        return self.scaling.scale_max
-
-    @property
-    def four_over_six(self) -> str | None:
-        return self.scaling.four_over_six
-
-
-_FORMAT_OPTIONS = ("hadamard", "rounding", "nonfinite")
-_METHODS: tuple[type[Scaling], ...] = (FloatScaling, PowerScaling, TwoLevelScaling)
 
 FP8_E4M3 = Format(name="FP8_E4M3", element=E4M3)
 FP8_E5M2 = Format(name="FP8_E5M2", element=E5M2)
@@ -471,23 +382,5 @@ MXFP4 = Format(name="MXFP4", element=E2M1, block=(1, 32), scaling=PowerScaling()
 MXFP4_32x32 = Format(name="MXFP4_32x32", element=E2M1, block=(32, 32), scaling=PowerScaling())
 NVFP4 = Format(name="NVFP4", element=E2M1, block=(1, 16), scaling=TwoLevelScaling())
 NVFP4_16x16 = Format(name="NVFP4_16x16", element=E2M1, block=(16, 16), scaling=TwoLevelScaling())
-FORMATS = {
-    fmt.name: fmt
-    for fmt in (
-        FP8_E4M3,
-        FP8_E5M2,
-        FP8_1x128,
-        FP8_128x128,
-        MXFP8_E4M3,
-        MXFP8_E5M2,
-        MXFP8_32x32,
-        MXFP6_E2M3,
-        MXFP6_E2M3_32x32,
-        MXFP6_E3M2,
-        MXFP6_E3M2_32x32,
-        MXFP4,
-        MXFP4_32x32,
-        NVFP4,
-        NVFP4_16x16,
-    )
-}
+FORMATS = {fmt.name: fmt for fmt in list(globals().values()) if isinstance(fmt, Format)}
+"""All formats above, by name."""

@@ -23,20 +23,6 @@ from dataclasses import dataclass, field
 
 from qshard.formats import Format, Usage
 
-__all__ = [
-    "PlaneLayout",
-    "Shape",
-    "code_columns",
-    "data_columns",
-    "is_transposed",
-    "matrix_shape",
-    "plane",
-    "stored_block",
-    "stores_transposed",
-    "swizzled_scale_shape",
-    "whole_units",
-]
-
 Shape = tuple[int, ...]
 
 
@@ -50,7 +36,6 @@ class PlaneLayout:
       global_scale_shape: of `global_scale_inv`; None if the format has none.
       transposed: `data` and `scale_inv` are those of `x.T`.
       block: (rows, cols) of the matrix that is stored, `x` or `x.T`, that share a scale; None: all of it does.
-      codes_per_byte: how many codes the last axis of `data` holds in a byte.
       format, shape, usage: what it is the layout of.
     """
 
@@ -59,20 +44,19 @@ class PlaneLayout:
     global_scale_shape: Shape | None
     transposed: bool
     block: tuple[int, int] | None = field(repr=False)
-    codes_per_byte: int = field(repr=False)
     format: Format = field(repr=False)
     shape: Shape = field(repr=False)
     usage: Usage = field(repr=False)
 
     @property
-    def matrix(self) -> PlaneLayout:
-        """The layout of this plane of `x` seen as a matrix."""
-        return plane(self.format, matrix_shape(self.shape), self.usage)
-
-    @property
     def rows_apart(self) -> bool:
         """Whether each row of the stored matrix has scales of its own. Then `scale_inv` keeps the leading axes."""
         return self.block is not None and self.block[0] == 1
+
+    @property
+    def keeps_axes(self) -> bool:
+        """Whether rows do not matter, so that the rowwise plane may be made of `x` as it is, not seen as a matrix."""
+        return self.block is None or self.rows_apart
 
     @property
     def rotated(self) -> bool:
@@ -89,6 +73,15 @@ class PlaneLayout:
         """Whether a scale serves the whole tensor, so that its shards must agree on an amax."""
         return self.block is None or self.format.scaling.global_scale == "tensor"
 
+    @property
+    def unit(self) -> int:
+        """Elements of the shortest run of `x`, row-major, that cuts no block, no byte and no row with a scale."""
+        if self.block is None:
+            return 16  # Any cut is as good: codes and masters of each rank start on 16 bytes.
+        columns = matrix_shape(self.shape)[1]
+        in_row = self.rows_apart and columns % self.block[1] == 0 and not self.row_scaled
+        return self.block[1] if in_row else self.block[0] * columns
+
 
 def matrix_shape(shape: Shape) -> tuple[int, int]:
     """The matrix `[M, K]` as which `x` is quantized: leading axes folded into rows.
@@ -99,15 +92,14 @@ def matrix_shape(shape: Shape) -> tuple[int, int]:
     return math.prod(shape[:-1]), shape[-1] if shape else 1
 
 
-def stores_transposed(fmt: Format) -> bool:
-    """Whether the columnwise plane is stored as the rowwise plane of `x.T`: all but that of vectors of
-    MXFP8 and MXFP6.
+def is_transposed(fmt: Format, usage: Usage) -> bool:
+    """Whether the plane for one usage is stored as the rowwise plane of `x.T`.
 
     >>> from qshard.formats import FP8_1x128, MXFP4, MXFP8_32x32, MXFP8_E4M3
-    >>> [stores_transposed(fmt) for fmt in (FP8_1x128, MXFP8_32x32, MXFP8_E4M3, MXFP4)]
+    >>> [is_transposed(fmt, Usage.COLUMNWISE) for fmt in (FP8_1x128, MXFP8_32x32, MXFP8_E4M3, MXFP4)]
     [True, True, False, True]
     """
-    return fmt.turns_columns
+    return usage is Usage.COLUMNWISE and fmt.turns_columns
 
 
 def stored_block(fmt: Format, usage: Usage) -> tuple[int, int] | None:
@@ -117,12 +109,24 @@ def stored_block(fmt: Format, usage: Usage) -> tuple[int, int] | None:
     >>> [stored_block(fmt, Usage.COLUMNWISE) for fmt in (FP8_1x128, MXFP8_E4M3)]
     [(1, 128), (32, 1)]
     """
-    return fmt.block if stores_transposed(fmt) else fmt.block_of(usage)
+    return fmt.block if is_transposed(fmt, usage) else fmt.block_of(usage)
 
 
-def is_transposed(fmt: Format, usage: Usage) -> bool:
-    """Whether the plane for one usage is stored as the rowwise plane of `x.T`."""
-    return usage is Usage.COLUMNWISE and stores_transposed(fmt)
+def source(fmt: Format, usage: Usage) -> Usage:
+    """The plane to quantize, gather or keep where that for `usage` is wanted.
+
+    Where both planes hold the same numbers it is the rowwise one: the other is its transpose.
+
+    >>> from qshard.formats import FP8_E4M3, MXFP8_32x32, MXFP8_E4M3
+    >>> [source(fmt, Usage.COLUMNWISE).name for fmt in (FP8_E4M3, MXFP8_32x32, MXFP8_E4M3)]
+    ['ROWWISE', 'ROWWISE', 'COLUMNWISE']
+    """
+    return Usage.ROWWISE if fmt.transposes else usage
+
+
+def multiplies_codes(a: Format, b: Format) -> bool:
+    """Whether a GEMM may multiply codes: with one scale each, their product is that of the values up to a factor."""
+    return a.block is None and b.block is None
 
 
 def whole_units(fmt: Format, usage: Usage) -> tuple[int, int]:
@@ -166,73 +170,77 @@ def plane(fmt: Format, shape: Shape, usage: Usage, *, op: str = "quantize", name
     if usage is Usage.COLUMNWISE and fmt.scaling.global_scale == "row":
         raise ValueError(f"{op}: {fmt} has one scale a row and so no columnwise plane; ask for ROWWISE")
 
-    _check_blocks(fmt, shape, usage, f"{op}: {name}")
-    transposed = is_transposed(fmt, usage)
-    block = fmt.block_of(usage)
-    if block is not None and transposed:
-        block = block[::-1]
-    matrix = matrix_shape(shape)
-    if transposed:
-        matrix = matrix[::-1]
+    units = whole_units(fmt, usage)
+    needs = [
+        f"pad the {axis} to {_ceil(size, unit) * unit}"
+        for axis, size, unit in zip(("rows", "columns"), matrix_shape(shape), units, strict=True)
+        if size % unit
+    ]
+    if needs:
+        raise ValueError(
+            f"{op}: {name} {shape} is not a whole number of {units[0]}x{units[1]} blocks of {fmt}; "
+            f"{' and '.join(needs)}"
+        )
+    transposed, block = is_transposed(fmt, usage), stored_block(fmt, usage)
+    matrix = matrix_shape(shape)[::-1] if transposed else matrix_shape(shape)
     data: Shape = matrix if transposed else shape
     grid: Shape = () if block is None else tuple(map(_ceil, matrix, block))
     if block is not None and block[0] == 1 and not transposed:
         grid = (*shape[:-1], grid[1])
     return PlaneLayout(
-        data_shape=(*data[:-1], data_columns(fmt, data[-1])) if data else data,
+        data_shape=(*data[:-1], data[-1] // fmt.element.codes_per_byte) if data else data,
         scale_shape=grid,
         global_scale_shape={None: None, "tensor": (), "row": shape[:-1]}[fmt.scaling.global_scale],
         transposed=transposed,
         block=block,
-        codes_per_byte=fmt.element.codes_per_byte,
         format=fmt,
         shape=shape,
         usage=usage,
     )
 
 
-def data_columns(fmt: Format, columns: int) -> int:
-    """How long the last axis of `data` is, for so many codes.
+def slice_plane(fmt: Format, shape: Shape, usage: Usage, *, op: str) -> PlaneLayout:
+    """`plane`, of which a rank can make what a flat slice of `x` has of it.
 
-    >>> from qshard.formats import FP8_E4M3, NVFP4
-    >>> data_columns(FP8_E4M3, 64), data_columns(NVFP4, 64)
-    (64, 32)
+    Raises:
+      ValueError: as `plane` does; or it is not stored in the order of `x`; or scales depend on more than amaxes.
     """
-    return columns // fmt.element.codes_per_byte
-
-
-def code_columns(fmt: Format, columns: int) -> int:
-    """The inverse of `data_columns`: how many codes there are."""
-    return columns * fmt.element.codes_per_byte
-
-
-def swizzled_scale_shape(scale_shape: Shape, *, block_rows: int = 1) -> Shape:
-    """Shape of the scales in the tiles that a GEMM reads: `[tile_rows, tile_cols, 32, 4, 4]`, 512 bytes a tile.
-
-    The scale of row `i`, block `j` is at `[i // 128, j // 4, i % 32, i % 128 // 32, j % 4]`.
-
-    Args:
-      scale_shape: `[rows / block_rows, blocks]`: of a rowwise or transposed plane; leading axes are folded into rows.
-      block_rows: rows that share a scale, each of which gets a copy.
-
-    >>> swizzled_scale_shape((130, 6)), swizzled_scale_shape((8, 6), block_rows=16)
-    ((2, 2, 32, 4, 4), (1, 2, 32, 4, 4))
-    """
-    rows, blocks = matrix_shape(scale_shape)
-    return (_ceil(rows * block_rows, 128), _ceil(blocks, 4), 32, 4, 4)
-
-
-def _check_blocks(fmt: Format, shape: Shape, usage: Usage, what: str) -> None:
-    block = whole_units(fmt, usage)
-    needs = [
-        f"pad the {axis} to {_ceil(size, unit) * unit}"
-        for axis, size, unit in zip(("rows", "columns"), matrix_shape(shape), block, strict=True)
-        if size % unit
-    ]
-    if needs:
+    where = plane(fmt, shape, usage, op=op)
+    if where.transposed:
         raise ValueError(
-            f"{what} {shape} is not a whole number of {block[0]}x{block[1]} blocks of {fmt}; {' and '.join(needs)}"
+            f"{op}: usage ({usage}) of {fmt} is not stored in the order of the weight; gather the rowwise plane and "
+            "transpose it, or, for vectors, use a format with square blocks"
         )
+    if fmt.slice_refusal is not None:
+        raise ValueError(f"{op}: slices of {fmt} cannot be cast: {fmt.slice_refusal}; quantize whole blocks")
+    return where
+
+
+@dataclass(frozen=True)
+class ShardSlice:
+    """The rows `[start, stop)` that one rank holds, of `padded` that every rank's buffer has room for.
+
+    Ranks past the end hold no row and still take part in every collective.
+    """
+
+    start: int
+    stop: int
+    padded: int
+
+
+def shard_rows(rows: int, world_size: int, rank: int) -> ShardSlice:
+    """The rows of one rank when ranks in order take `ceil(rows / world_size)` each, as FSDP2 and `torch.chunk` cut.
+
+    Raises:
+      ValueError: `rank` is not one of the ranks.
+
+    >>> shard_rows(5, 4, 2), shard_rows(5, 4, 3)
+    (ShardSlice(start=4, stop=5, padded=2), ShardSlice(start=5, stop=5, padded=2))
+    """
+    if not 0 <= rank < world_size:
+        raise ValueError(f"shard_rows: rank ({rank}) is not in [0, {world_size}); give the rank in its own group")
+    padded = _ceil(rows, world_size)
+    return ShardSlice(min(rows, rank * padded), min(rows, (rank + 1) * padded), padded)
 
 
 def _ceil(size: int, unit: int) -> int:

@@ -7,14 +7,13 @@ rank makes all scales of the same amaxes, so scales are never gathered, and code
 alone. A slice is `[start, start + length)` of the row-major weight: it may cut rows, blocks and bytes, be empty or
 absent, or reach past the end of the weight, where it holds padding.
 
-Weights share calls: a plan sorts them by format, dtype and parity into buckets, and each bucket costs one amax op, one
-or two for its scales and one cast, whatever the number of weights in it. `cast_master` takes all steps at once; who has
-other things to do in between, as FSDP2 has gathers, takes them one by one: `amaxes`, `scales`, `cast`.
+Weights of one format, dtype and parity are a bucket, which costs one amax op, one or two for its scales and one cast,
+whatever their number. `cast_master` takes all steps at once; who has other things to do in between, as FSDP2 has
+gathers, takes them one by one: `amaxes`, `scales`, `cast`.
 
-Codes that two ranks share. Two E2M1 codes are a byte, so the byte where one slice ends and the next begins may be of
-two ranks. A rank writes its own half and leaves the other as it was. In a piece (`piece_bytes`), the buffer of the
-codes of one slice, the other half is zero from the start, so after a gather the two halves meet by OR, or by addition:
-the front ends' `join_pieces`. Cuts of `plan_shards` cut no byte.
+Two E2M1 codes are a byte, and two ranks may share one. Each writes its own half and leaves the other as it was. In a
+piece (`piece_bytes`), the buffer of the codes of one slice, the other half is zero from the start, so after a gather
+the halves meet by OR, or by addition: the front ends' `join_pieces`. Cuts of `plan_shards` cut no byte.
 
 Sources: TransformerEngine `quantize_master_weights` (partial amax, reduce, partial cast); ZeRO, arXiv:1910.02054.
 """
@@ -30,22 +29,8 @@ from typing import Any
 
 from qshard import pipeline
 from qshard.formats import Format, Usage
-from qshard.layout import PlaneLayout, Shape, matrix_shape, plane
+from qshard.layout import PlaneLayout, Shape, matrix_shape, slice_plane
 from qshard.pipeline import Parts, Scales
-
-__all__ = [
-    "Bucket",
-    "FlatShards",
-    "MasterPlan",
-    "amaxes",
-    "cast",
-    "cast_master",
-    "piece_bytes",
-    "plan_master",
-    "plan_shards",
-    "scales",
-    "word_pair",
-]
 
 Array = Any
 _FLOATS = ("float32", "bfloat16", "float16")
@@ -53,7 +38,7 @@ _FLOATS = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class Bucket:
-    """Weights of one format, dtype and parity: what one call serves.
+    """Weights that one call serves.
 
     Their amaxes lie one after the other in a buffer: the grids of all of them, then, if the format has a global scale,
     the amaxes of all tensors, or of all rows.
@@ -63,8 +48,7 @@ class Bucket:
       dtype: of the masters.
       rounded_to: the dtype that masters are rounded to first.
       indices: of the weights in the plan.
-      shapes: rows and columns of each as a matrix.
-      scale_shapes, global_shapes: of the scales of each, as they are stored.
+      planes: of the weights.
       begin: where the amaxes of this bucket begin in the buffer of all.
     """
 
@@ -73,20 +57,18 @@ class Bucket:
     dtype: str
     rounded_to: str
     indices: tuple[int, ...]
-    shapes: tuple[Shape, ...]
-    scale_shapes: tuple[Shape, ...]
-    global_shapes: tuple[Shape | None, ...]
+    planes: tuple[PlaneLayout, ...]
     begin: int
 
     @functools.cached_property
     def grids(self) -> tuple[int, ...]:
         """How many blocks each weight has."""
-        return tuple(math.prod(shape) for shape in self.scale_shapes)
+        return tuple(math.prod(where.scale_shape) for where in self.planes)
 
     @functools.cached_property
     def wholes(self) -> tuple[int, ...]:
         """How many amaxes of the tensor, or of rows, each weight has."""
-        return tuple(0 if shape is None else math.prod(shape) for shape in self.global_shapes)
+        return tuple(0 if w.global_scale_shape is None else math.prod(w.global_scale_shape) for w in self.planes)
 
     @functools.cached_property
     def blocks(self) -> int:
@@ -101,24 +83,22 @@ class Bucket:
         """For each weight: how many amaxes of the tensor or of rows it has, and how many blocks each of them serves."""
         return [(w, g // w if w else 0) for w, g in zip(self.wholes, self.grids, strict=True)]
 
+    def found(self, amaxes: Array) -> tuple[Array, Array | None]:
+        """The amaxes of blocks, and of tensors or rows, of all weights of the bucket, among those of the plan."""
+        middle, stop = self.begin + self.blocks, self.begin + self.amaxes
+        return amaxes[self.begin : middle], amaxes[middle:stop] if any(self.wholes) else None
+
     def split(self, of_blocks: Array, of_wholes: Array | None) -> list[tuple[Array, Array | None]]:
         """What each weight has of numbers for all blocks, and of those for tensors or rows, in the shapes of scales."""
-        grids = _split(of_blocks, self.grids, self.scale_shapes)
-        if of_wholes is None:
-            return [(grid, None) for grid in grids]
-        return list(zip(grids, _split(of_wholes, self.wholes, self.global_shapes), strict=True))
-
-    def split_amaxes(self, found: Array) -> list[tuple[Array, Array | None]]:
-        """The amaxes of each weight, of blocks and of the tensor or its rows, among those of the whole plan."""
-        stop = self.begin + self.blocks
-        wholes = found[stop : self.begin + self.amaxes] if any(self.wholes) else None
-        return self.split(found[self.begin : stop], wholes)
+        grids = _split(of_blocks, [where.scale_shape for where in self.planes])
+        shapes = [where.global_scale_shape or () for where in self.planes]
+        wholes = [None] * len(grids) if of_wholes is None else _split(of_wholes, shapes)
+        return list(zip(grids, wholes, strict=True))
 
     def split_scales(self, made: Scales) -> list[Scales]:
         """The scales of each weight."""
-        encoding = _split(made.scale, self.grids, self.scale_shapes)
-        stored = self.split(made.scale_inv, made.global_scale_inv)
-        return [Scales(scale, *each) for scale, each in zip(encoding, stored, strict=True)]
+        encoding, stored = self.split(made.scale, None), self.split(made.scale_inv, made.global_scale_inv)
+        return [Scales(scale, *each) for (scale, _), each in zip(encoding, stored, strict=True)]
 
     @functools.cached_property
     def attributes(self) -> dict[str, Any]:
@@ -128,7 +108,7 @@ class Bucket:
             "block_cols": cols,
             "block_rows": rows,
             "rounded_to": self.rounded_to,
-            "shapes": tuple(size for shape in self.shapes for size in shape),
+            "shapes": tuple(size for where in self.planes for size in matrix_shape(where.shape)),
         }
 
 
@@ -190,20 +170,16 @@ def plan_master(
     for name in (*dtypes, *(parity for parity in parities if parity)):
         if name not in _FLOATS:
             raise ValueError(f"cast_master: dtype ({name}) is not {' or '.join(_FLOATS)}; cast the masters first")
-    for shape, fmt, usage in zip(all_shapes, all_formats, all_usages, strict=True):
-        _check(fmt, shape, usage)
     # Nothing is rounded to float32, nor to the dtype that it has.
     rounded = ["float32" if p in (None, d) else p for p, d in zip(parities, dtypes, strict=True)]
-    keys = list(zip(all_formats, all_usages, dtypes, rounded, strict=True))
+    members: dict[Any, list[int]] = {}
+    for i, key in enumerate(zip(all_formats, all_usages, dtypes, rounded, strict=True)):
+        members.setdefault(key, []).append(i)
     buckets: list[Bucket] = []
     begin = 0
-    for key in dict.fromkeys(keys):
-        indices = tuple(i for i in range(n) if keys[i] == key)
-        matrices = tuple(matrix_shape(all_shapes[i]) for i in indices)
-        planes = [plane(key[0], all_shapes[i], key[1], op="cast_master") for i in indices]
-        scale_shapes = tuple(p.scale_shape for p in planes)
-        global_shapes = tuple(p.global_scale_shape for p in planes)
-        buckets.append(Bucket(*key, indices, matrices, scale_shapes, global_shapes, begin))
+    for (fmt, usage, kind, rounding), indices in members.items():
+        planes = tuple(slice_plane(fmt, all_shapes[i], usage, op="cast_master") for i in indices)
+        buckets.append(Bucket(fmt, usage, kind, rounding, tuple(indices), planes, begin))
         begin += buckets[-1].amaxes
     return MasterPlan(all_shapes, all_formats, all_usages, dtypes, tuple(buckets))
 
@@ -248,8 +224,7 @@ def cast_master(
         return []
     found = amaxes(ops, plan, masters, starts)
     made = scales(ops, plan, found if reduce_max is None else reduce_max(found))
-    encoding = [of_bucket.scale for of_bucket in made]
-    codes = cast(ops, plan, data, masters, starts, encoding, pieces=pieces, seeds=seeds)
+    codes = cast(ops, plan, data, masters, starts, [each.scale for each in made], pieces=pieces, seeds=seeds)
     results: dict[int, Parts] = {}
     for bucket, of_bucket, changed in zip(plan.buckets, made, codes, strict=True):
         for i, each, of in zip(bucket.indices, changed, bucket.split_scales(of_bucket), strict=True):
@@ -261,7 +236,7 @@ def amaxes(ops: Any, plan: MasterPlan, masters: Sequence[Array], starts: Array) 
     """What a rank knows of the amaxes of all weights, to be max-reduced over ranks: `plan.amaxes` of them, fp32.
 
     Args:
-      ops, plan, masters, starts: as for `cast_master`; there is a weight.
+      ops, plan, masters, starts: as for `cast_master`, of one weight at least.
     """
     found = [
         ops.amax_slices(
@@ -281,14 +256,10 @@ def scales(ops: Any, plan: MasterPlan, found: Array) -> list[Scales]:
 
     `Bucket.split_scales` has those of each weight.
     """
-    made = []
-    for bucket in plan.buckets:
-        grids = found[bucket.begin : bucket.begin + bucket.blocks]
-        # Those of tensors or rows follow; formats without such have their one scale of the grid, which is one number.
-        wholes = found[bucket.begin + bucket.blocks : bucket.begin + bucket.amaxes] if sum(bucket.wholes) else grids
-        repeated = functools.partial(ops.repeated, bucket=bucket)
-        made.append(pipeline.scales(ops, bucket.fmt, grids, wholes, repeated=repeated))
-    return made
+    return [
+        pipeline.scales(ops, b.fmt, *b.found(found), repeated=functools.partial(ops.repeated, bucket=b))
+        for b in plan.buckets
+    ]
 
 
 def cast(
@@ -321,9 +292,9 @@ def cast(
     return codes
 
 
-def _split(array: Array, sizes: Sequence[int], shapes: Sequence[Shape | None]) -> list[Array]:
-    stops = list(itertools.accumulate(sizes))
-    return [array[stop - size : stop].reshape(shape) for size, stop, shape in zip(sizes, stops, shapes, strict=True)]
+def _split(array: Array, shapes: Sequence[Shape]) -> list[Array]:
+    ends = itertools.pairwise([0, *itertools.accumulate(map(math.prod, shapes))])
+    return [array[start:stop].reshape(shape) for (start, stop), shape in zip(ends, shapes, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -347,9 +318,8 @@ def plan_shards(
 ) -> tuple[FlatShards, ...]:
     """Cuts of weights that cut no block and no byte, for those who may choose.
 
-    Each weight is cut into units that hold whole blocks: the blocks of a row one by one where they have one row, else
-    whole rows of blocks. Ranks in order take `ceil(units / world)` units each, so the last may have fewer, or none.
-    With such cuts `cast_master` needs no reduction, unless the whole tensor has a scale.
+    Ranks in order take `ceil(units / world)` units of a weight each (`PlaneLayout.unit`), so the last may have fewer,
+    or none. With such cuts `cast_master` needs no reduction, unless the whole tensor has a scale.
 
     Args:
       shapes: of the whole weights.
@@ -370,20 +340,13 @@ def plan_shards(
         raise ValueError(f"plan_shards: world ({world}) is not positive; give the number of ranks")
     shards = []
     for shape in shapes:
-        where = _check(fmt, tuple(shape), usage, "plan_shards")
-        rows, cols = matrix_shape(tuple(shape))
-        size, unit = rows * cols, _UNIT
-        if where.block is not None:
-            in_row = where.rows_apart and cols % where.block[1] == 0 and not where.row_scaled
-            unit = where.block[1] if in_row else where.block[0] * cols
-        padded = -(-size // max(1, unit * world)) * unit
+        where = slice_plane(fmt, tuple(shape), usage, op="plan_shards")
+        size = math.prod(shape)
+        padded = -(-size // max(1, where.unit * world)) * where.unit
         starts = tuple(min(size, r * padded) for r in range(world))
         stops = tuple(min(size, (r + 1) * padded) for r in range(world))
         shards.append(FlatShards(starts, stops, min(padded, size), world > 1 and where.tensor_scaled))
     return tuple(shards)
-
-
-_UNIT = 16  # elements, where any cut is as good: codes and masters of each rank start on 16 bytes
 
 
 def piece_bytes(fmt: Format, length: int) -> int:
@@ -398,7 +361,7 @@ def piece_bytes(fmt: Format, length: int) -> int:
 
 
 def word_pair(what: str, number: int) -> tuple[int, int]:
-    """A start or a seed, which has 64 bits, as ops take it: the words of 32 bits, the low one first.
+    """A start or a seed of 64 bits as ops take it: two words of 32 bits, the low one first.
 
     Args:
       what: names the number in an error.
@@ -413,16 +376,6 @@ def word_pair(what: str, number: int) -> tuple[int, int]:
     if not 0 <= number < 2**64:
         raise ValueError(f"{what} ({number}) is not in [0, 2**64); pass a number in that range")
     return number & 0xFFFFFFFF, number >> 32
-
-
-def _check(fmt: Format, shape: Shape, usage: Usage, op: str = "cast_master") -> PlaneLayout:
-    where = plane(fmt, shape, usage, op=op)
-    if where.transposed:
-        what = "gather the rowwise plane, then transpose it" if fmt.transposes else "use a format with square blocks"
-        raise ValueError(f"{op}: usage ({usage}) of {fmt} is not stored in the order of the weight; {what}")
-    if fmt.slice_refusal is not None:
-        raise ValueError(f"{op}: slices of {fmt} cannot be cast: {fmt.slice_refusal}; quantize whole blocks")
-    return where
 
 
 def _each(value: Any, n: int) -> tuple[Any, ...]:

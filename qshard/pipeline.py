@@ -15,29 +15,11 @@ Blocks that shards cut are quantized in steps: `block_amax` of what each rank ha
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from qshard.formats import Format, PowerScaling, Usage
-from qshard.layout import stores_transposed
-
-__all__ = [
-    "Parts",
-    "Scales",
-    "Draws",
-    "block_amax",
-    "cast",
-    "cast_per_tensor",
-    "dequantize",
-    "global_amax",
-    "quantize",
-    "quantize_delayed",
-    "rotated",
-    "scales",
-    "scales_of_grid",
-    "transposed",
-    "without_added_rows",
-]
+from qshard.formats import E8M0, Format, Usage
+from qshard.layout import is_transposed, source, stored_block
 
 Array = Any
 Reduce = Callable[[Array], Array]
@@ -87,6 +69,7 @@ def quantize(
     *,
     reduce_max: Reduce | None = None,
     draws: Draws | None = None,
+    given: Scales | None = None,
 ) -> dict[Usage, Parts]:
     """The planes of `x`, each from as few reads of it as its formula allows.
 
@@ -98,28 +81,28 @@ def quantize(
       reduce_max: what merges the amax of `x` with those of the other shards of a tensor, where one fp32 scale, or one
         global scale, serves all of them. Blocks are those of `x`: see `block_amax` for those that shards cut.
       draws: of stochastic rounding; needed by it alone.
+      given: where one scale serves the whole tensor: the scale to use, in place of that of its amax.
 
     Raises:
       ValueError: `fmt` rounds stochastically and there is no `draws`.
     """
-    _check_draws(fmt, draws)
     if fmt.block is None:
-        amax = global_amax(ops, x, fmt, reduce_max)
-        return cast_per_tensor(ops, x, fmt, usage, scales(ops, fmt, None, amax))
+        made = scales(ops, fmt, global_amax(ops, x, fmt, reduce_max)) if given is None else given
+        if usage is Usage.ROWWISE:
+            return _of_one_scale([ops.cast_tensor(x, made.scale, element=fmt.element.name)], usage, made.scale_inv)
+        both = ops.cast_transpose(x, made.scale, element=fmt.element.name, batch=x.ndim - 2)
+        return _of_one_scale(both, usage, made.scale_inv)
     if fmt.hadamard and usage is Usage.BOTH:  # Planes of different numbers.
         rows = quantize(ops, x, fmt, Usage.ROWWISE, reduce_max=reduce_max, draws=draws)
         return rows | quantize(ops, x, fmt, Usage.COLUMNWISE, reduce_max=reduce_max, draws=draws)
     if fmt.hadamard and usage is Usage.COLUMNWISE:
-        x = rotated(ops, x, fmt)
+        x = ops.hadamard(x, block_rows=fmt.block[1], block_cols=fmt.block[0])
     whole = global_amax(ops, x, fmt, reduce_max)
-    if fmt.four_over_six is None and not fmt.stochastic:
+    if fmt.scaling.four_over_six is None and not fmt.stochastic:
         return _fused(ops, x, fmt, usage, whole)
-    if not fmt.transposes:
-        return {each: _in_steps(ops, x, fmt, each, whole, draws) for each in usage.planes}
-    planes = {Usage.ROWWISE: _in_steps(ops, x, fmt, Usage.ROWWISE, whole, draws)}
-    if Usage.COLUMNWISE in usage.planes:
-        planes[Usage.COLUMNWISE] = transposed(ops, planes[Usage.ROWWISE], fmt)
-    return {each: planes[each] for each in usage.planes}
+    sources = {source(fmt, each): None for each in usage.planes}
+    planes = {each: _in_steps(ops, x, fmt, each, whole, draws) for each in sources}
+    return {each: planes.get(each) or transposed(ops, planes[source(fmt, each)], fmt) for each in usage.planes}
 
 
 def global_amax(ops: Any, x: Array, fmt: Format, reduce_max: Reduce | None = None) -> Array | None:
@@ -135,39 +118,23 @@ def block_amax(ops: Any, x: Array, block: tuple[int, int]) -> Array:
     return ops.amax_block(x, block_rows=block[0], block_cols=block[1])
 
 
-def scales(
-    ops: Any, fmt: Format, amax: Array | None, whole: Array | None = None, *, repeated: Reduce | None = None
-) -> Scales:
+def scales(ops: Any, fmt: Format, amax: Array, whole: Array | None = None, *, repeated: Reduce | None = None) -> Scales:
     """The scales that amaxes make, by the formula of the format: `amax` of blocks, `whole` of the tensor or its rows.
+
+    The one scale of a format without blocks is that of `amax`.
 
     `repeated` gives each of several `whole` to all the blocks that it serves, where there are those of many tensors.
     Not for four over six, whose scales depend on more than amaxes.
     """
     if fmt.scaling.global_scale is not None:
-        _, global_scale_inv = ops.global_scale_nvfp4(whole, scale_max=fmt.scale_max)
         wholes = whole if repeated is None else repeated(whole)
-        scale, scale_inv = ops.scale_nvfp4(amax, wholes, scale_max=fmt.scale_max, nonfinite=fmt.nonfinite)
-        return Scales(scale, scale_inv, global_scale_inv)
-    if isinstance(fmt.scaling, PowerScaling):
-        rule = {"rounding": fmt.scale_rounding, "nonfinite": fmt.nonfinite}
+        scale, scale_inv = ops.scale_nvfp4(amax, wholes, scale_max=fmt.scaling.scale_max, nonfinite=fmt.nonfinite)
+        return Scales(scale, scale_inv, _global_scale_inv(ops, fmt, whole))
+    if fmt.scale_dtype == E8M0.name:
+        rule = {"rounding": fmt.scaling.scale_rounding, "nonfinite": fmt.nonfinite}
         return Scales(*ops.scale_e8m0(amax, element=fmt.element.name, **rule))
-    amax = whole if fmt.block is None else amax
-    options: dict[str, Any] = {"eps": fmt.eps, "pow2": fmt.pow2, "nonfinite": fmt.nonfinite}
+    options: dict[str, Any] = {"eps": fmt.scaling.eps, "pow2": fmt.scaling.pow2, "nonfinite": fmt.nonfinite}
     return Scales(*ops.scale_from_amax(amax, element=fmt.element.name, **options))
-
-
-def scales_of_grid(ops: Any, fmt: Format, grid: Array, *, largest: Reduce | None = None) -> Scales:
-    """The scales of a whole tensor from the amaxes of all its blocks; of one scale, the grid is that amax.
-
-    Args:
-      largest: the amax of amaxes, of the tensor or of its rows; by default the front end's op.
-    """
-    if fmt.block is None or fmt.scaling.global_scale is None:
-        return scales(ops, fmt, grid, grid)
-    if largest is None:
-        lead = grid.ndim - 1 if fmt.scaling.global_scale == "row" else 0
-        return scales(ops, fmt, grid, ops.amax_tensor(grid, lead=lead))
-    return scales(ops, fmt, grid, largest(grid))
 
 
 def cast(ops: Any, x: Array, fmt: Format, scale: Array, block: tuple[int, int], draws: Draws | None = None) -> Array:
@@ -176,42 +143,27 @@ def cast(ops: Any, x: Array, fmt: Format, scale: Array, block: tuple[int, int], 
     Raises:
       ValueError: `fmt` rounds stochastically and there is no `draws`.
     """
-    _check_draws(fmt, draws)
     size = {"block_rows": block[0], "block_cols": block[1]}
     if not fmt.stochastic:
         return ops.cast_block(x, scale, element=fmt.element.name, **size)
-    assert draws is not None
+    if draws is None:
+        raise ValueError(f"quantize: {fmt} rounds stochastically and needs a seed; pass a new one each call")
     row_step = x.shape[-1] if draws.row_step is None else draws.row_step
     return ops.cast_block_stochastic(
         x, scale, draws.seed, draws.first, row_step=row_step, col_step=draws.col_step, **size
     )
 
 
-def cast_per_tensor(ops: Any, x: Array, fmt: Format, usage: Usage, made: Scales) -> dict[Usage, Parts]:
-    """The planes of `x` under one scale, from one read of it."""
-    if usage is Usage.ROWWISE:
-        return {usage: Parts(ops.cast_tensor(x, made.scale, element=fmt.element.name), made.scale_inv)}
-    both = ops.cast_transpose(x, made.scale, element=fmt.element.name, batch=x.ndim - 2)
-    return {
-        each: Parts(data, made.scale_inv)
-        for each, data in zip(Usage.BOTH.planes, both, strict=True)
-        if each in usage.planes
-    }
-
-
 def quantize_delayed(
     ops: Any, x: Array, fmt: Format, usage: Usage, scale: Array, scale_inv: Array
 ) -> tuple[dict[Usage, Parts], Array]:
     """The planes of `x` under a scale of earlier steps, and the amax of `x`, from one read of it."""
+    options: dict[str, Any] = {"element": fmt.element.name, "nonfinite": fmt.nonfinite, "lead": 0}
     if usage is Usage.ROWWISE:
-        data, amax = ops.cast_amax(x, scale, element=fmt.element.name, nonfinite=fmt.nonfinite, lead=0)
-        return {usage: Parts(data, scale_inv)}, amax
-    *both, amax = ops.cast_transpose_amax(
-        x, scale, element=fmt.element.name, nonfinite=fmt.nonfinite, batch=x.ndim - 2, lead=0
-    )
-    codes = zip(Usage.BOTH.planes, both, strict=True)
-    planes = {each: Parts(data, scale_inv) for each, data in codes if each in usage.planes}
-    return planes, amax
+        *codes, amax = ops.cast_amax(x, scale, **options)
+    else:
+        *codes, amax = ops.cast_transpose_amax(x, scale, batch=x.ndim - 2, **options)
+    return _of_one_scale(codes, usage, scale_inv), amax
 
 
 def dequantize(
@@ -223,7 +175,7 @@ def dequantize(
     """
     if fmt.block is None:
         return ops.dequantize(parts.data, parts.scale_inv, element=fmt.element.name, dtype=dtype)
-    block = block or (fmt.block if stores_transposed(fmt) else fmt.block_of(usage))
+    block = block or stored_block(fmt, usage)
     assert block is not None
     size = {"block_rows": block[0], "block_cols": block[1], "dtype": dtype}
     if fmt.scaling.global_scale is not None:
@@ -242,13 +194,6 @@ def transposed(ops: Any, parts: Parts, fmt: Format) -> Parts:
     return parts._replace(data=data_t, scale_inv=scale_inv_t)
 
 
-def rotated(ops: Any, x: Array, fmt: Format) -> Array:
-    """What the columnwise plane of a format with a random Hadamard transform is of; bfloat16."""
-    block = fmt.block_of(Usage.COLUMNWISE)
-    assert block is not None
-    return ops.hadamard(x, block_rows=block[0], block_cols=block[1])
-
-
 def without_added_rows(parts: Parts, fmt: Format, rows: int) -> Parts:
     """A rowwise plane of a matrix without the rows after `rows`: zeros, which `Recipe.added_rows` asked for."""
     data, scale_inv, global_scale_inv = parts
@@ -259,69 +204,70 @@ def without_added_rows(parts: Parts, fmt: Format, rows: int) -> Parts:
     return Parts(data[:rows], scale_inv, global_scale_inv)
 
 
-def _check_draws(fmt: Format, draws: Draws | None) -> None:
-    if fmt.stochastic and draws is None:
-        raise ValueError(f"quantize: {fmt} rounds stochastically and needs a seed; pass a new one each call")
+def _of_one_scale(codes: Sequence[Array], usage: Usage, scale_inv: Array) -> dict[Usage, Parts]:
+    """The planes asked for, of codes of the rowwise one, or of both."""
+    made = zip(Usage.BOTH.planes, codes, strict=False)
+    return {each: Parts(data, scale_inv) for each, data in made if each in usage.planes}
+
+
+def _global_scale_inv(ops: Any, fmt: Format, whole: Array | None) -> Array | None:
+    if fmt.scaling.global_scale is None:
+        return None
+    return ops.global_scale_nvfp4(whole, scale_max=fmt.scaling.scale_max)[1]
 
 
 def _in_steps(ops: Any, x: Array, fmt: Format, usage: Usage, whole: Array | None, draws: Draws | None) -> Parts:
     """A plane through amaxes, scales and codes: several reads of `x`."""
-    block = fmt.block_of(usage)
-    if usage is Usage.COLUMNWISE and stores_transposed(fmt):
-        draws = None if draws is None else draws.transposed(x.shape[-1])
-        x, block = ops.transposed(x), fmt.block
+    block = stored_block(fmt, usage)
     assert block is not None
+    if is_transposed(fmt, usage):
+        draws = None if draws is None else draws.transposed(x.shape[-1])
+        x = ops.transposed(x)
     amax = block_amax(ops, x, block)
-    if fmt.four_over_six is not None:
-        _, global_scale_inv = ops.global_scale_nvfp4(whole, scale_max=fmt.scale_max)
+    if fmt.scaling.four_over_six is None:
+        made = scales(ops, fmt, amax, whole)
+    else:
         scale, scale_inv = ops.scale_four_over_six(
             x,
             amax,
             whole,
-            error=fmt.four_over_six,
-            scale_max=fmt.scale_max,
+            error=fmt.scaling.four_over_six,
+            scale_max=fmt.scaling.scale_max,
             nonfinite=fmt.nonfinite,
             block_rows=block[0],
             block_cols=block[1],
         )
-        made = Scales(scale, scale_inv, global_scale_inv)
-    else:
-        made = scales(ops, fmt, amax, whole)
+        made = Scales(scale, scale_inv, _global_scale_inv(ops, fmt, whole))
     return Parts(cast(ops, x, fmt, made.scale, block, draws), made.scale_inv, made.global_scale_inv)
 
 
 def _fused(ops: Any, x: Array, fmt: Format, usage: Usage, whole: Array | None) -> dict[Usage, Parts]:
     """Planes from one read of `x`, after that for `whole`."""
-    assert fmt.block is not None
-    family, operands, global_scale_inv = fmt.scaling.quantize_op, [x], None
-    options: dict[str, Any] = {
-        "element": fmt.element.name,
-        "eps": fmt.eps,
-        "pow2": fmt.pow2,
-        "rounding": fmt.scale_rounding,
-        "scale_dtype": fmt.scale_dtype,
-        "nonfinite": fmt.nonfinite,
-    }
     if fmt.scaling.global_scale is not None:
-        operands, options = [x, whole], {"scale_max": fmt.scale_max, "nonfinite": fmt.nonfinite}
-        _, global_scale_inv = ops.global_scale_nvfp4(whole, scale_max=fmt.scale_max)
-
-    def run(op: str, block: tuple[int, int]) -> list[Array]:
-        made = getattr(ops, op)(*operands, block_rows=block[0], block_cols=block[1], **options)
-        return [*made]
-
+        family, operands = "quantize_nvfp4", [x, whole]
+        options: dict[str, Any] = {"scale_max": fmt.scaling.scale_max, "nonfinite": fmt.nonfinite}
+    else:
+        family, operands = "quantize_block", [x]
+        options = {
+            "element": fmt.element.name,
+            "eps": fmt.scaling.eps,
+            "pow2": fmt.scaling.pow2,
+            "rounding": fmt.scaling.scale_rounding,
+            "scale_dtype": fmt.scale_dtype,
+            "nonfinite": fmt.nonfinite,
+        }
+    block = fmt.block_of(usage)
+    assert block is not None
     if usage is not Usage.BOTH:
-        turned = usage is Usage.COLUMNWISE and stores_transposed(fmt)
-        block = fmt.block_of(usage)
-        assert block is not None
-        data, scale_inv = run(f"{family}_t" if turned else family, block)
-        return {usage: Parts(data, scale_inv, global_scale_inv)}
-    form = "square_both" if fmt.transposes else "both_t" if stores_transposed(fmt) else "both"
-    data, scale_inv, *second = run(_BOTH[family, form], (fmt.block[1], fmt.block[1]))
-    return {
-        Usage.ROWWISE: Parts(data, scale_inv, global_scale_inv),
-        Usage.COLUMNWISE: Parts(second[0], second[1], global_scale_inv),
-    }
+        op = f"{family}_t" if is_transposed(fmt, usage) else family
+    else:
+        turned = is_transposed(fmt, Usage.COLUMNWISE)
+        op = _BOTH[family, "square_both" if fmt.transposes else "both_t" if turned else "both"]
+        block = (max(block), max(block))
+    made = getattr(ops, op)(*operands, block_rows=block[0], block_cols=block[1], **options)
+    global_scale_inv = _global_scale_inv(ops, fmt, whole)
+    pairs = zip(usage.planes, made[::2], made[1::2], strict=True)
+    return {each: Parts(data, scale_inv, global_scale_inv) for each, data, scale_inv in pairs}
 
 
 # The ops that make both planes: of square blocks, of vectors that are stored transposed, and in the order of `x`.

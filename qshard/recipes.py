@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from qshard import formats
-from qshard.formats import E2M1, E2M3, E3M2, E4M3, E5M2, FloatScaling, Format, PowerScaling, TwoLevelScaling, Usage
-from qshard.layout import whole_units
+from qshard.formats import Format, Usage
+from qshard.layout import source, whole_units
 
 __all__ = [
     "MXFP4",
@@ -31,10 +31,6 @@ __all__ = [
 
 def _showing(fmt: Format) -> Format:
     return fmt.with_options(nonfinite="nan")
-
-
-_ROTATED = _showing(formats.NVFP4.with_options(hadamard=True))
-_ROTATED_STOCHASTIC = _ROTATED.with_options(rounding="stochastic")
 
 
 class Role(enum.Enum):
@@ -56,14 +52,16 @@ The highest bits, out of reach for those who count steps or ranks up from a seed
 class Recipe:
     """A format for each role, in any mix whose rotations cancel. Named recipes accept formats of one kind.
 
-    The formats that named recipes choose have `nonfinite="nan"`: one infinity or NaN in `x`, `w` or `dy` makes the
-    results that depend on it NaN, so that loss scaling, `optax.apply_if_finite` and the loss itself show it. A format
-    that you pass is taken as it is, and those of `qshard.formats` saturate.
+    By default weights are in square blocks or have one scale, so that one plane serves forward and backward, and all
+    formats have `nonfinite="nan"`: one infinity or NaN in `x`, `w` or `dy` makes the results that depend on it NaN, so
+    that loss scaling, `optax.apply_if_finite` and the loss itself show it. Formats that you pass are taken as they
+    are, and those of `qshard.formats` saturate.
 
     Attributes:
       weight: format of `w`.
       activation: format of `x`.
       gradient: format of the gradient of `y`.
+      accepts: a format of the kind that a named recipe accepts; None: any.
 
     Raises:
       ValueError: a random Hadamard transform of one operand alone would stay in a product. Only both operands of `dw`,
@@ -79,10 +77,11 @@ class Recipe:
     weight: Format
     activation: Format
     gradient: Format
+    accepts: ClassVar[Format | None] = None
 
     def __post_init__(self) -> None:
         for role in Role:
-            if not self._takes(self.format(role)):
+            if self.accepts is not None and self.format(role).kind != self.accepts.kind:
                 raise ValueError(
                     f"{type(self).__name__}: {self.format(role)} as the format of {role.value} is scaled by another "
                     "method or has other elements; choose another format, or use Recipe for a mix"
@@ -96,8 +95,8 @@ class Recipe:
 
     def format(self, role: Role) -> Format:
         """The format of the tensor in `role`."""
-        formats_by_role = {Role.WEIGHT: self.weight, Role.ACTIVATION: self.activation, Role.GRADIENT: self.gradient}
-        return formats_by_role[role]
+        fmt: Format = getattr(self, role.value)
+        return fmt
 
     @property
     def stochastic(self) -> bool:
@@ -128,27 +127,21 @@ class Recipe:
         >>> [MXFP8().added_rows(Role.ACTIVATION, usage, 40) for usage in (Usage.ROWWISE, Usage.BOTH)]
         [0, 24]
         """
-        if role is Role.WEIGHT or not (self.format(role).transposes or Usage.COLUMNWISE in usage.planes):
+        read = (Usage.COLUMNWISE, source(self.format(role), Usage.COLUMNWISE))
+        if role is Role.WEIGHT or not any(each in usage.planes for each in read):
             return 0
         unit = max(whole_units(fmt, Usage.COLUMNWISE)[0] for fmt in (self.activation, self.gradient))
         return -rows % unit
-
-    @staticmethod
-    def _takes(fmt: Format) -> bool:
-        return True
 
 
 @dataclass(frozen=True, kw_only=True)
 class CurrentScaling(Recipe):
     """Per-tensor FP8 whose scale comes from the amax of the tensor itself."""
 
+    accepts = formats.FP8_E4M3
     weight: Format = _showing(formats.FP8_E4M3)
     activation: Format = _showing(formats.FP8_E4M3)
     gradient: Format = _showing(formats.FP8_E5M2)
-
-    @staticmethod
-    def _takes(fmt: Format) -> bool:
-        return fmt.per_tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,6 +157,7 @@ class DelayedScaling(Recipe):
     {'scale': (), 'amax_history': (4,)}
     """
 
+    accepts = formats.FP8_E4M3
     weight: Format = _showing(formats.FP8_E4M3)
     activation: Format = _showing(formats.FP8_E4M3)
     gradient: Format = _showing(formats.FP8_E5M2)
@@ -182,40 +176,30 @@ class DelayedScaling(Recipe):
     def state_shapes(self) -> dict[str, tuple[int, ...]]:
         return {"scale": (), "amax_history": (self.history,)}
 
-    @staticmethod
-    def _takes(fmt: Format) -> bool:
-        return fmt.per_tensor
-
 
 @dataclass(frozen=True, kw_only=True)
 class BlockScaling(Recipe):
     """FP8 in blocks of 128 with fp32 scales: square blocks for weights, vectors for the rest."""
 
+    accepts = formats.FP8_128x128
     weight: Format = _showing(formats.FP8_128x128)
     activation: Format = _showing(formats.FP8_1x128)
     gradient: Format = _showing(formats.FP8_1x128)
 
-    @staticmethod
-    def _takes(fmt: Format) -> bool:
-        return isinstance(fmt.scaling, FloatScaling) and not fmt.per_tensor
-
 
 @dataclass(frozen=True, kw_only=True)
 class MXFP8(Recipe):
-    """FP8 in blocks of 32 with power-of-two scales. Square weight blocks let one plane serve forward and backward."""
+    """FP8 in blocks of 32 with power-of-two scales."""
 
+    accepts = formats.MXFP8_E4M3
     weight: Format = _showing(formats.MXFP8_32x32)
     activation: Format = _showing(formats.MXFP8_E4M3)
     gradient: Format = _showing(formats.MXFP8_E4M3)
 
-    @staticmethod
-    def _takes(fmt: Format) -> bool:
-        return isinstance(fmt.scaling, PowerScaling) and fmt.element in (E4M3, E5M2)
-
 
 @dataclass(frozen=True, kw_only=True)
 class MXFP6(Recipe):
-    """FP6 in blocks of 32 with power-of-two scales. Square weight blocks let one plane serve forward and backward.
+    """FP6 in blocks of 32 with power-of-two scales.
 
     E2M3 for every tensor: with a scale for each 32 elements a third bit of mantissa is worth more than a third bit of
     exponent. Of numbers from a normal distribution it keeps 31 dB, E3M2 26 (MXFP8 32); from Student's t with 3 degrees
@@ -223,29 +207,23 @@ class MXFP6(Recipe):
     are stored in a byte each, so they take the room and the time that those of MXFP8 do.
     """
 
+    accepts = formats.MXFP6_E2M3
     weight: Format = _showing(formats.MXFP6_E2M3_32x32)
     activation: Format = _showing(formats.MXFP6_E2M3)
     gradient: Format = _showing(formats.MXFP6_E2M3)
 
-    @staticmethod
-    def _takes(fmt: Format) -> bool:
-        return isinstance(fmt.scaling, PowerScaling) and fmt.element in (E2M3, E3M2)
-
 
 @dataclass(frozen=True, kw_only=True)
 class MXFP4(Recipe):
-    """FP4 in blocks of 32 with power-of-two scales. Square weight blocks let one plane serve forward and backward.
+    """FP4 in blocks of 32 with power-of-two scales.
 
     The coarsest of all recipes: elements have 3 bits of magnitude, and a scale may be up to twice what a block needs.
     """
 
+    accepts = formats.MXFP4
     weight: Format = _showing(formats.MXFP4_32x32)
     activation: Format = _showing(formats.MXFP4)
     gradient: Format = _showing(formats.MXFP4)
-
-    @staticmethod
-    def _takes(fmt: Format) -> bool:
-        return isinstance(fmt.scaling, PowerScaling) and fmt.element == E2M1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,10 +234,7 @@ class NVFP4(Recipe):
     NVFP4[hadamard=True, rounding=stochastic, nonfinite=nan]
     """
 
+    accepts = formats.NVFP4
     weight: Format = _showing(formats.NVFP4_16x16)
-    activation: Format = _ROTATED
-    gradient: Format = _ROTATED_STOCHASTIC
-
-    @staticmethod
-    def _takes(fmt: Format) -> bool:
-        return isinstance(fmt.scaling, TwoLevelScaling)
+    activation: Format = _showing(formats.NVFP4.with_options(hadamard=True))
+    gradient: Format = _showing(formats.NVFP4.with_options(hadamard=True, rounding="stochastic"))

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from qshard import pipeline
 from qshard.formats import E4M3, E5M2, Format, Usage
-from qshard.layout import is_transposed
+from qshard.layout import is_transposed, multiplies_codes
 from qshard.pipeline import Parts
 from qshard.torch_bridge.ops import ops
 
@@ -78,7 +78,7 @@ def matmul(a: Operand, b: Operand, dtype: torch.dtype, *, fast: bool = False) ->
         return torch._scaled_mm(a.codes(), b.codes().t(), scale_a=scale_a, scale_b=scale_b.t(), out_dtype=dtype)
     on_gpu = a.parts.data.device.type == "cuda"
     with torch.autocast(a.parts.data.device.type, enabled=False):  # It would round the operands once more.
-        if not on_gpu or (a.format.per_tensor and b.format.per_tensor):
+        if not on_gpu or multiplies_codes(a.format, b.format):
             return torch.mm(a.values(torch.float32), b.values(torch.float32).t()).to(dtype)
         x, y = a.values(torch.bfloat16), b.values(torch.bfloat16).t()
         if dtype == torch.float32 and x.numel() and y.numel():
@@ -88,7 +88,7 @@ def matmul(a: Operand, b: Operand, dtype: torch.dtype, *, fast: bool = False) ->
 
 def _runs_on_tensor_cores(a: Operand, b: Operand) -> bool:
     data = a.parts.data
-    if data.device.type != "cuda" or not (a.format.per_tensor and b.format.per_tensor):
+    if data.device.type != "cuda" or not multiplies_codes(a.format, b.format):
         return False
     if a.format.element == E5M2 and b.format.element == E5M2:
         return False
@@ -105,8 +105,9 @@ def _blocks_run_on_tensor_cores(a: Operand, b: Operand) -> bool:
     (m, k), (n, _) = a.parts.data.shape, b.parts.data.shape
     if 0 in (m, n, k) or k % 512 or m % 16 or n % 16 or (_IS_UNKNOWN_TO_DYNAMO and torch.compiler.is_compiling()):
         return False
-    square = m if a.format.transposes else n if b.format.transposes else 128
-    return square % 128 == 0 and _has_blocks_of_128(a.parts.data.device.index)
+    rows = (a.format.block or (1, 1))[0], (b.format.block or (1, 1))[0]
+    fits: bool = m % rows[0] == n % rows[1] == 0
+    return fits and _has_blocks_of_128(a.parts.data.device.index)
 
 
 _IS_UNKNOWN_TO_DYNAMO = torch.__version__ < "2.13"  # Compares versions, not strings.
@@ -116,6 +117,7 @@ _BLOCKS_OF_128 = ({(1, 128)}, {(1, 128), (128, 128)})
 def _scale_of_blocks(operand: Operand) -> Tensor:
     """`[rows, K / 128]` with rows next to each other in memory, or `[rows / 128, K / 128]` as it is."""
     scale_inv: Tensor = operand.parts.scale_inv
+    # cuBLASLt wants the scales of vectors by columns, those of squares by rows.
     return scale_inv if operand.format.transposes else scale_inv.t().contiguous().t()
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from qshard import pipeline
 from qshard.formats import Format, Usage
-from qshard.layout import plane
+from qshard.layout import plane, source
 from qshard.pipeline import Draws, Parts
 from qshard.recipes import ROLE_SEEDS, Recipe, Role
 from qshard.torch_bridge.delayed import DelayedScale
@@ -170,7 +170,7 @@ def _planes_of(weight: QuantizedTensor, columnwise: bool) -> dict[Usage, Operand
     planes = {u: Operand(fmt, parts, u) for u in Usage.BOTH.planes if (parts := weight.parts(u)) is not None}
     if Usage.ROWWISE not in planes:
         raise ValueError("linear: weight (columnwise) has no rowwise plane; quantize it with usage=Usage.BOTH")
-    if columnwise and Usage.COLUMNWISE not in planes and not fmt.transposes:
+    if columnwise and Usage.COLUMNWISE not in planes and source(fmt, Usage.COLUMNWISE) not in planes:
         raise ValueError(
             f"linear: weight ({fmt}, rowwise) has no columnwise plane, which its rowwise one does not give; "
             "quantize it with usage=Usage.BOTH"
@@ -198,7 +198,7 @@ def _planes(
 def _quantized(x: Tensor, recipe: Recipe, usage: Usage, role: Role, seed: Tensor | None) -> dict[Usage, Parts]:
     fmt, rows = recipe.format(role), x.shape[0]
     if _NUMBERS_ARE_SYMBOLS and torch.compiler.is_compiling():
-        fmt = cast(Format, _Constant(fmt))
+        fmt = _constant(fmt)
     added = recipe.added_rows(role, usage, rows)
     if added:
         x = torch.nn.functional.pad(x, (0, 0, 0, added))
@@ -221,16 +221,22 @@ _NUMBERS_ARE_SYMBOLS = torch.__version__ >= "2.13"  # Compares versions, not str
 
 
 class _Constant:
-    """A format whose floats are constants to a compiler."""
+    """A format, or its scaling, some of whose attributes are constants to a compiler."""
 
-    def __init__(self, fmt: Format):
-        self._format = fmt
-        self.eps, self.scale_max = _numbers(fmt)
+    def __init__(self, real: Any, **constants: Any):
+        self._real = real
+        for name, value in constants.items():
+            setattr(self, name, value)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._format, name)
+        return getattr(self._real, name)
+
+
+def _constant(fmt: Format) -> Format:
+    eps, scale_max = _numbers(fmt)
+    return cast(Format, _Constant(fmt, scaling=_Constant(fmt.scaling, eps=eps, scale_max=scale_max)))
 
 
 @torch.compiler.assume_constant_result
 def _numbers(fmt: Format) -> tuple[float, float]:
-    return fmt.eps, fmt.scale_max
+    return fmt.scaling.eps, fmt.scaling.scale_max

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from qshard import pipeline
 from qshard.formats import Format, Usage
-from qshard.layout import PlaneLayout, plane
+from qshard.layout import PlaneLayout, matrix_shape, plane
 from qshard.pipeline import Parts
 from qshard.torch_bridge.ops import ops
 
@@ -154,9 +154,9 @@ class QuantizedTensor(Tensor):
         parts = self.parts(usage)
         if parts is None:
             raise ValueError(f"dequantize: usage ({usage}) is not a plane of this tensor; quantize with it")
-        where = plane(self.format, tuple(self.shape), usage)
+        where = plane(self.format, matrix_shape(tuple(self.shape)), usage)
         result: Any = dtype or self.dtype  # To the pipeline a dtype is whatever the ops take.
-        values: Tensor = pipeline.dequantize(ops, viewed(parts, where.matrix), self.format, usage, result)
+        values: Tensor = pipeline.dequantize(ops, viewed(parts, where), self.format, usage, result)
         if where.transposed:
             values = values.t().contiguous()
         return values.view(self.shape)

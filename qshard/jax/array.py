@@ -19,7 +19,7 @@ from qshard import layout, pipeline
 from qshard.formats import Format, Usage
 from qshard.jax import steps
 from qshard.jax.cuts import Cut, matrix_of, shaped
-from qshard.layout import code_columns, is_transposed, stored_block
+from qshard.layout import is_transposed, stored_block
 
 __all__ = ["Plane", "QuantizedArray", "plane_values"]
 
@@ -156,13 +156,13 @@ def plane_values(plane: Plane, fmt: Format, usage: Usage, dtype: str, ndim: int 
     if plane.data.ndim == 2:
         plane, block = _unbroken(plane, fmt, block)
     values = pipeline.dequantize(steps, plane, fmt, usage, dtype, block=block)
-    return shaped(values, (*data.shape[:-1], code_columns(fmt, data.shape[-1])), added)
+    return shaped(values, (*data.shape[:-1], data.shape[-1] * fmt.element.codes_per_byte), added)
 
 
 def _unbroken(plane: Plane, fmt: Format, block: tuple[int, int]) -> tuple[Plane, tuple[int, int]]:
     """A plane whose blocks no Explicit mesh cuts: smaller blocks, with the scales of those that are cut."""
     cut = Cut.of(plane.data)
-    shape = (plane.data.shape[0], code_columns(fmt, plane.data.shape[1]))
+    shape = (plane.data.shape[0], plane.data.shape[1] * fmt.element.codes_per_byte)
     piece = cut.pieces(shape, block)
     if piece == block:
         return plane, block

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from qshard.formats import Format, Usage
 from qshard.jax.array import Plane, QuantizedArray
 from qshard.jax.cuts import Cut, Spec
-from qshard.layout import code_columns, is_transposed, stored_block
+from qshard.layout import is_transposed, stored_block
 
 __all__ = ["CodedWeight", "CutWeight", "Shards", "cut_of", "gather", "not_before"]
 
@@ -133,7 +133,7 @@ def _gather_plane(plane: Plane, fmt: Format, usage: Usage, axis_name: str, cut: 
     if block is None:
         _check_shared(grid, axis_name)
     else:
-        size = code_columns(fmt, data.shape[-1]) if in_rows else math.prod(data.shape[axis:-1])
+        size = data.shape[-1] * fmt.element.codes_per_byte if in_rows else math.prod(data.shape[axis:-1])
         mine = size if cut.local else -(-size // cut.count(cut.entries[axis]))
         unit, shards = block[1] if in_rows else block[0], cut.mesh.shape[axis_name]
         if mine % unit == 0 or shards == 1:

@@ -13,19 +13,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 from qshard.formats import Format, Usage
 from qshard.jax.array import QuantizedArray, plane_values
 from qshard.jax.cuts import Spec, matrix_of, shaped, spec_of
-from qshard.layout import Shape, is_transposed
+from qshard.layout import Shape, is_transposed, multiplies_codes, source
 
-__all__ = ["gemm", "multiplies_codes", "row_product", "stored_for"]
-
-
-def multiplies_codes(a: Format, b: Format) -> bool:
-    """Whether XLA has a GEMM of the codes of two formats: on Hopper, of those with one scale. Else of values."""
-    return a.per_tensor and b.per_tensor
+__all__ = ["gemm", "row_product", "stored_for"]
 
 
 def stored_for(fmt: Format, other: Format, contracted: Usage) -> Usage:
     """The plane that a GEMM with `other` reads. One that multiplies values may contract any axis of square blocks."""
-    return Usage.ROWWISE if fmt.transposes and not multiplies_codes(fmt, other) else contracted
+    return contracted if multiplies_codes(fmt, other) else source(fmt, contracted)
 
 
 def gemm(

@@ -19,9 +19,10 @@ from qshard.jax.array import Plane, QuantizedArray
 from qshard.jax.cuts import AxisName, Cut, Spec, axes_of, cuts_rows, vary_alike
 from qshard.jax.delayed import LinearState, TensorState, observe, scale_inv_of
 from qshard.jax.gather import CodedWeight, CutWeight, Shards, cut_of, not_before
-from qshard.jax.gemm import gemm, multiplies_codes, row_product, stored_for
+from qshard.jax.gemm import gemm, row_product, stored_for
 from qshard.jax.quantize import WeightScales, quantized
 from qshard.jax.words import Seed, seed_words, words_of
+from qshard.layout import multiplies_codes, source
 from qshard.recipes import ROLE_SEEDS, Recipe, Role
 
 __all__ = ["gathered_weight", "linear"]
@@ -319,8 +320,8 @@ def _kept_plane(recipe: Recipe, role: Role) -> Usage:
     once more. A transpose reads and writes each byte once instead, on every device.
     """
     fmt = recipe.format(role)
-    if role is Role.WEIGHT and fmt.transposes:
-        return Usage.ROWWISE
+    if role is Role.WEIGHT:
+        return source(fmt, Usage.COLUMNWISE)
     return stored_for(fmt, recipe.gradient, Usage.COLUMNWISE)
 
 

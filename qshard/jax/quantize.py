@@ -141,15 +141,12 @@ def quantized(
         x = jnp.pad(matrix_of(x), ((0, added_rows), (0, 0)))
     places = {each: layout.plane(fmt, cut.whole(x.shape), each, op=op, name=name) for each in usage.planes}
     scales = WeightScales(*(scales or ()))
-    rows_apart = fmt.per_tensor or (x.ndim > 1 and all(where.rows_apart for where in places.values()))
-    matrix = x if x.ndim == 2 or (usage is Usage.ROWWISE and rows_apart) else matrix_of(x)
+    matrix = x if usage is Usage.ROWWISE and x.ndim > 1 and places[usage].keeps_axes else matrix_of(x)
     if delayed:
         planes, amax = pipeline.quantize_delayed(steps, matrix, fmt, usage, scales.scale, scales.scale_inv)
         return _array_of(x, places, planes), amax
-    if fmt.per_tensor and scales.scale is not None:
-        made = pipeline.Scales(scales.scale, scales.scale_inv)
-        return _array_of(x, places, pipeline.cast_per_tensor(steps, matrix, fmt, usage, made)), None
-    broken = [each for each, where in places.items() if _piece(where, cut, x.shape) != where.block]
+    given = None if scales.scale is None else pipeline.Scales(scales.scale, scales.scale_inv)
+    broken = [each for each, where in places.items() if _pieces(where, cut, x.shape) is not None]
     planes = {each: _from_pieces(matrix_of(matrix), places[each], cut, scales, draws) for each in broken}
     whole = [each for each in places if each not in broken]
     # XLA cannot cut an op that makes both planes where blocks are cut short at an edge.
@@ -166,6 +163,7 @@ def quantized(
             some,
             reduce_max=lambda amax: merged(amax) if scales.amax is None else scales.amax,
             draws=draws,
+            given=given,
         )
     return _array_of(x, places, planes), None
 
@@ -206,24 +204,33 @@ def _array_of(
     )
 
 
-def _piece(where: layout.PlaneLayout, cut: Cut, shape: layout.Shape) -> tuple[int, int] | None:
-    """The largest part of the stored blocks of a plane that shards of `x` do not cut; None if it has no blocks."""
-    if where.block is None:
+class _Pieces(NamedTuple):
+    """The largest parts of the stored blocks of a plane that no shard cuts; a block has `each` along its axes."""
+
+    size: tuple[int, int]
+    each: tuple[int, int]
+
+
+def _pieces(where: layout.PlaneLayout, cut: Cut, shape: layout.Shape) -> _Pieces | None:
+    """Those of a shard of this shape; None if its blocks are whole, or it has none."""
+    if where.block is None:  # Cut.pieces takes a block.
         return None
     matrix = layout.matrix_shape(shape)
-    return cut.transposed.pieces(matrix[::-1], where.block) if where.transposed else cut.pieces(matrix, where.block)
+    size = cut.transposed.pieces(matrix[::-1], where.block) if where.transposed else cut.pieces(matrix, where.block)
+    each = (where.block[0] // size[0], where.block[1] // size[1])
+    return None if each == (1, 1) else _Pieces(size, each)
 
 
 def _from_pieces(
     x: jax.Array, where: layout.PlaneLayout, cut: Cut, scales: WeightScales, draws: pipeline.Draws | None
 ) -> pipeline.Parts:
     """A plane of a matrix whose blocks shards cut. The scales are those of the whole, on every device."""
-    fmt, block, piece = where.format, where.block, _piece(where, cut, x.shape)
-    if where.usage is Usage.COLUMNWISE and fmt.transposes:
-        rowwise = layout.plane(fmt, where.shape, Usage.ROWWISE)
+    fmt = where.format
+    if (other := layout.source(fmt, where.usage)) is not where.usage:
+        rowwise = layout.plane(fmt, where.shape, other)
         return pipeline.transposed(steps, _from_pieces(x, rowwise, cut, scales, draws), fmt)
-    assert block is not None
-    assert piece is not None
+    pieces = _pieces(where, cut, x.shape)
+    assert pieces is not None
     if (refusal := "the rotation mixes all of a block" if where.rotated else fmt.slice_refusal) is not None:
         raise ValueError(
             f"quantize: x {x.shape}, cut into {' x '.join(map(str, cut.shards))} shards, cuts blocks of {fmt}, and "
@@ -234,15 +241,14 @@ def _from_pieces(
         draws = None if draws is None else draws.transposed(x.shape[-1])
         amax = None if amax is None else amax.T
         x, cut = steps.transposed(x), cut.transposed
-    parts = (block[0] // piece[0], block[1] // piece[1])
     if amax is None:
-        amax = cut.merged(pipeline.block_amax(steps, x, piece), parts)
-    lead = 1 if where.global_scale_shape else 0
-    made = pipeline.scales_of_grid(steps, fmt, amax, largest=lambda grid: steps.integer_max(grid, lead))
-    made = cut.everywhere(made)
-    grid = tuple(-(-size // unit) for size, unit in zip(x.shape, piece, strict=True))
-    scale = cut.of_pieces(made.scale, parts, grid)
-    return pipeline.Parts(pipeline.cast(steps, x, fmt, scale, piece, draws), made.scale_inv, made.global_scale_inv)
+        amax = cut.merged(pipeline.block_amax(steps, x, pieces.size), pieces.each)
+    whole = steps.integer_max(amax, 1 if where.global_scale_shape else 0)
+    made = cut.everywhere(pipeline.scales(steps, fmt, amax, whole))
+    grid = tuple(-(-size // unit) for size, unit in zip(x.shape, pieces.size, strict=True))
+    scale = cut.of_pieces(made.scale, pieces.each, grid)
+    data = pipeline.cast(steps, x, fmt, scale, pieces.size, draws)
+    return pipeline.Parts(data, made.scale_inv, made.global_scale_inv)
 
 
 def compute_scales(weights: Any, recipe: Recipe, *, axis_name: AxisName = None, spec: Spec = None) -> Any:
@@ -293,8 +299,8 @@ def _stacked_scales(
     axes = tuple(dict.fromkeys(axis for cut in cuts if cut.local for axis in cut.axes))
     flat, unravel = ravel_pytree(jax.tree.unflatten(structure, vary_alike(*leaves)))
     amaxes = max_over(axes)(flat)
-    if fmt.per_tensor:
-        scale, scale_inv = pipeline.scales(steps, fmt, None, amaxes)[:2]
+    if fmt.block is None:  # One op makes the scales of all weights. Those of blocks are made with their codes.
+        scale, scale_inv = pipeline.scales(steps, fmt, amaxes)[:2]
         return [WeightScales(scale[i], scale_inv[i]) for i in range(len(weights))]
     scales: list[WeightScales] = unravel(amaxes)
     return scales
@@ -306,10 +312,8 @@ def _own_amaxes(x: jax.Array, fmt: Format, cut: Cut) -> WeightScales:
     if where.global_scale_shape:
         raise ValueError(f"compute_scales: {fmt} has a scale for each row, and shards cut by rows share none")
     amax, block_amax = pipeline.global_amax(steps, x, fmt), None
-    block, piece = where.block, _piece(where, cut, x.shape)
-    if block is not None and piece is not None and piece != block:
-        parts = (block[0] // piece[0], block[1] // piece[1])
-        block_amax = cut.merged(pipeline.block_amax(steps, matrix_of(x), piece), parts, reduce=False)
+    if (pieces := _pieces(where, cut, x.shape)) is not None:
+        block_amax = cut.merged(pipeline.block_amax(steps, matrix_of(x), pieces.size), pieces.each, reduce=False)
     return WeightScales(amax=amax, block_amax=block_amax)
 
 

@@ -25,7 +25,7 @@ from qshard.formats import Format, Usage
 from qshard.jax.array import Plane, QuantizedArray
 from qshard.jax.gather import CodedWeight
 from qshard.jax.optim.master import cast_master
-from qshard.layout import Shape, data_columns, plane
+from qshard.layout import Shape, plane
 from qshard.master import MasterPlan, plan_master, plan_shards
 
 __all__ = ["ZeroPlan", "plan_zero"]
@@ -160,7 +160,7 @@ class ZeroPlan:
                 own.append(lax.bitcast_convert_type(m.reshape(-1).astype(leaf.dtype), jnp.uint8).reshape(-1))
             else:
                 piece = next(pieces)
-                own.append(piece._replace(data=piece.data[: data_columns(leaf.fmt, leaf.length)]))
+                own.append(piece._replace(data=piece.data[: leaf.length // leaf.fmt.element.codes_per_byte]))
         sent = [part.data if isinstance(part, Plane) else part for part in own]
         if self.shard_weights:
             sent = [part for part in own if not isinstance(part, Plane)]

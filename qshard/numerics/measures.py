@@ -14,8 +14,6 @@ from qshard import reference
 from qshard.formats import FORMATS, Format, Usage
 from qshard.layout import Shape, plane
 
-__all__ = ["Stats", "as_float", "compare", "refusal_of", "stats"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Stats:
@@ -138,8 +136,20 @@ def compare(
     """
     array = as_float(x, "compare")
     if formats is None:
-        formats = [fmt for fmt in FORMATS.values() if not refusal_of(fmt, array.shape, usage)]
+        formats, _ = fitting(array.shape, usage)
     return [stats(array, fmt, usage, seed=seed) for fmt in formats]
+
+
+def fitting(shape: Shape, usage: Usage) -> tuple[list[Format], dict[str, str]]:
+    """The formats that can hold this plane, and by name why the others cannot."""
+    plane(FORMATS["FP8_E4M3"], shape, usage)  # It holds any shape, so this raises if `usage` is not one plane.
+    left_out = {}
+    for name, fmt in FORMATS.items():
+        try:
+            plane(fmt, shape, usage, op=name)
+        except ValueError as error:
+            left_out[name] = str(error)
+    return [fmt for name, fmt in FORMATS.items() if name not in left_out], left_out
 
 
 def as_float(x: Any, op: str) -> NDArray[Any]:
@@ -173,14 +183,3 @@ def _group(keys: NDArray[Any], values: NDArray[Any] | None = None) -> tuple[list
 
 def _share(mask: NDArray[Any]) -> float:
     return float(np.mean(mask)) if mask.size else 0.0
-
-
-def refusal_of(fmt: Format, shape: Shape, usage: Usage) -> str:
-    """Why `fmt` cannot hold this plane; nothing if it can."""
-    if usage not in (Usage.ROWWISE, Usage.COLUMNWISE):
-        return ""  # No format can: let `stats` say so.
-    try:
-        plane(fmt, shape, usage, op=fmt.name)
-    except ValueError as error:
-        return str(error)
-    return ""

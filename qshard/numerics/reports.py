@@ -10,15 +10,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from qshard.formats import FORMATS, Format, Usage
-from qshard.numerics.measures import Stats, as_float, compare, refusal_of
+from qshard.formats import Format, Usage
+from qshard.numerics.measures import Stats, as_float, compare, fitting
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from rich.table import Table
-
-__all__ = ["Report", "report"]
 
 
 def report(
@@ -44,15 +41,15 @@ def report(
 
     Sharded arrays: as for `stats`.
 
-    >>> print(report([[0.1, 0.2, 0.3]], [FORMATS["FP8_E4M3"]], title="three numbers").stats[0].format)
+    >>> from qshard.formats import FP8_E4M3
+    >>> print(report([[0.1, 0.2, 0.3]], [FP8_E4M3], title="three numbers").stats[0].format)
     FP8_E4M3
     """
     _import("rich", "report")
     array = as_float(x, "report")
-    left_out = {}
+    left_out: dict[str, str] = {}
     if formats is None:
-        refusals = {name: refusal_of(fmt, array.shape, usage) for name, fmt in FORMATS.items()}
-        left_out = {name: refusal for name, refusal in refusals.items() if refusal}
+        formats, left_out = fitting(array.shape, usage)
     shape = " x ".join(map(str, array.shape)) or "one number"
     return Report(
         title=f"{shape}, {getattr(x, 'dtype', array.dtype)}" if title is None else title,
@@ -106,23 +103,24 @@ class Report:
 
     def __repr__(self) -> str:
         """The table as text, as wide as it needs."""
-        console_module = _import("rich.console", "report")
-        # Jupyter is told apart so that rich prints into the file, not into the notebook.
-        console = console_module.Console(file=io.StringIO(), width=160, force_jupyter=False, color_system=None)
-        console.print(self)
-        lines = console.file.getvalue().splitlines()
+        lines = self._printed(color_system=None).file.getvalue().splitlines()
         return "\n".join(line.rstrip() for line in lines)
 
     def _repr_html_(self) -> str:
-        console_module = _import("rich.console", "report")
-        console = console_module.Console(file=io.StringIO(), width=160, force_jupyter=False, record=True)
-        console.print(self)
         page = '<pre style="white-space:pre;overflow-x:auto;line-height:normal">{code}</pre>'
-        table = console.export_html(inline_styles=True, code_format=page)
+        table = self._printed(record=True).export_html(inline_styles=True, code_format=page)
         png = io.BytesIO()
         self.figure().savefig(png, format="png", dpi=100)
         image = base64.b64encode(png.getvalue()).decode()
         return f'{table}<img alt="SQNR, errors and scales" src="data:image/png;base64,{image}">'
+
+    def _printed(self, **options: Any) -> Any:
+        # Jupyter is told apart so that rich prints into the file, not into the notebook.
+        console = _import("rich.console", "report").Console(
+            file=io.StringIO(), width=160, force_jupyter=False, **options
+        )
+        console.print(self)
+        return console
 
     def figure(self) -> Figure:
         """Three plots: SQNR, relative error by size of element, histogram of scales.
@@ -134,7 +132,14 @@ class Report:
         figure: Figure = _import("matplotlib.figure", "report").Figure(figsize=(15, 4), layout="constrained")
         bars, errors, scales = figure.subplots(1, 3)
         colors = [f"C{i % 10}" for i in range(len(self.stats))]
-        self._draw_sqnr(bars, colors)
+        decibels, names = [row.sqnr_db for row in self.stats], [str(row.format) for row in self.stats]
+        drawn = bars.barh(range(len(names)), [db if math.isfinite(db) else 0 for db in decibels], color=colors)
+        bars.bar_label(drawn, [f" {db:.1f}" for db in decibels])
+        bars.set_yticks(range(len(names)), names)
+        bars.invert_yaxis()
+        bars.margins(x=0.15)
+        bars.set_axisbelow(True)
+        bars.set(title="SQNR, dB")
         for row, color in zip(self.stats, colors, strict=True):
             style: dict[str, Any] = {"color": color, "marker": ".", "linewidth": 1, "label": str(row.format)}
             errors.plot(list(row.error_by_exponent), list(row.error_by_exponent.values()), **style)
@@ -145,18 +150,6 @@ class Report:
         errors.set(title="mean relative error by size", xlabel="floor(log2 |x|)", yscale="log")
         scales.set(title="scales", xlabel="floor(log2 scale)", ylabel="share of blocks", ylim=(0, None))
         return figure
-
-    def _draw_sqnr(self, axes: Axes, colors: list[str]) -> None:
-        decibels = [row.sqnr_db for row in self.stats]
-        names = [str(row.format) for row in self.stats]
-        places = range(len(names))
-        bars = axes.barh(places, [db if math.isfinite(db) else 0 for db in decibels], color=colors)
-        axes.bar_label(bars, [f" {db:.1f}" for db in decibels])
-        axes.set_yticks(places, names)
-        axes.invert_yaxis()
-        axes.margins(x=0.15)
-        axes.set_axisbelow(True)
-        axes.set(title="SQNR, dB")
 
 
 def _percent(share: float) -> str:
@@ -171,9 +164,8 @@ def _range(histogram: Mapping[int, int]) -> str:
 
 
 def _import(module: str, op: str) -> Any:
-    package = module.split(".")[0]
     try:
-        importlib.import_module(package)
+        return importlib.import_module(module)
     except ModuleNotFoundError as error:
+        package = module.split(".")[0]
         raise ImportError(f"{op}: {package} is not installed; pip install 'qshard[notebooks]'") from error
-    return importlib.import_module(module)

@@ -1,4 +1,4 @@
-"""Adam: the step that the kernels take, bit for bit, and the same in fp64 to measure it by."""
+"""Adam: the step that the kernels take, bit for bit."""
 
 from __future__ import annotations
 
@@ -10,23 +10,10 @@ from numpy.typing import NDArray
 
 from qshard.adam import BLOCK
 from qshard.formats import ELEMENTS, FLOAT16_MAX
+from qshard.layout import matrix_shape
 from qshard.reference.elements import Float32, decode, encode
-from qshard.reference.scales import FLOAT_MAX
+from qshard.reference.scales import block_amax, largest_power, per_element, scale_to
 
-__all__ = [
-    "AdamConstants",
-    "Decay",
-    "adam_constants",
-    "adam_in_float64",
-    "adam_update",
-    "decode_state",
-    "encode_state",
-    "join_float32",
-    "narrow",
-    "split_float32",
-]
-
-Float64 = NDArray[np.float64]
 Decay = str
 """What weight decay is added to: "coupled", the gradient; "decoupled", the update, as in AdamW; "none", nothing."""
 
@@ -90,30 +77,6 @@ def adam_update(
     return c.lr * u, m, v
 
 
-def adam_in_float64(
-    step: int,
-    p: Float64,
-    g: Float64,
-    m: Float64,
-    v: Float64,
-    *,
-    lr: float,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
-    decay: Decay = "none",
-) -> tuple[Float64, Float64, Float64]:
-    """The same by the formulas as they are in papers, in fp64."""
-    if decay == "coupled":
-        g = g + weight_decay * p
-    m = betas[0] * m + (1 - betas[0]) * g
-    v = betas[1] * v + (1 - betas[1]) * g * g
-    u = m / (1 - betas[0] ** step) / (np.sqrt(v / (1 - betas[1] ** step)) + eps)
-    if decay == "decoupled":
-        u = u + weight_decay * p
-    return lr * u, m, v
-
-
 @np.errstate(all="ignore")
 def narrow(x: Float32, dtype: str) -> NDArray[np.generic]:
     """`x` in "float32", "bfloat16" or "float16", nearest even, NaN canonical."""
@@ -139,27 +102,15 @@ def encode_state(x: Float32, dtype: str, *, positive: bool = False) -> tuple[NDA
     """
     if dtype in ("float32", "bfloat16"):
         return narrow(x, dtype), None
+    matrix = x.reshape(matrix_shape(x.shape))
     largest = FLOAT16_MAX if dtype == "float16" else ELEMENTS[dtype].max
-    blocks = [x[..., i : i + BLOCK] for i in range(0, x.shape[-1], BLOCK)]
-    codes, scale_inv = [], []
-    for block in blocks:
-        magnitudes = np.abs(block).view(np.int32).max(axis=-1, keepdims=True, initial=0).view(np.float32)
-        scale = _scale(magnitudes, largest)
-        scaled = block * scale
-        bits = narrow(scaled, dtype).view(np.uint16) if dtype == "float16" else encode(scaled, ELEMENTS[dtype])
-        if positive:
-            bits = np.where((bits == 0) & (block > 0), np.array(1, bits.dtype), bits)
-        codes.append(bits.view(np.float16) if dtype == "float16" else bits)
-        scale_inv.append(np.float32(1) / scale)
-    if not blocks:
-        return np.zeros(x.shape, np.float16 if dtype == "float16" else np.uint8), np.zeros(x.shape, np.float32)
-    return np.concatenate(codes, axis=-1), np.concatenate(scale_inv, axis=-1)
-
-
-def _scale(amax: Float32, largest: float) -> Float32:
-    scale = np.minimum(np.float32(largest) / amax, FLOAT_MAX)
-    exponent = (scale.view(np.uint32) & np.uint32(0xFF800000)).view(np.float32)  # Without the mantissa: a power of two.
-    return np.where(np.isfinite(amax) & (amax > 0), exponent, np.float32(1))
+    scale = largest_power(scale_to(largest, block_amax(matrix, (1, BLOCK))))
+    scaled = matrix * per_element(scale, (1, BLOCK), matrix.shape)
+    bits = narrow(scaled, dtype).view(np.uint16) if dtype == "float16" else encode(scaled, ELEMENTS[dtype])
+    if positive:
+        bits = np.where((bits == 0) & (matrix > 0), np.array(1, bits.dtype), bits)
+    data = bits.view(np.float16) if dtype == "float16" else bits
+    return data.reshape(x.shape), (np.float32(1) / scale).reshape(*x.shape[:-1], scale.shape[1])
 
 
 @np.errstate(all="ignore")

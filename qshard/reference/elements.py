@@ -10,8 +10,6 @@ from numpy.typing import ArrayLike, NDArray
 
 from qshard.formats import E2M1, ElementFormat
 
-__all__ = ["Codes", "Float32", "code_values", "decode", "encode", "encode_stochastic", "pack", "unpack"]
-
 Float32 = NDArray[np.float32]
 Codes = NDArray[np.uint8]
 

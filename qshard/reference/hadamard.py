@@ -11,8 +11,6 @@ from numpy.typing import ArrayLike, NDArray
 
 from qshard.reference.elements import Float32
 
-__all__ = ["hadamard_transform"]
-
 _SIZE = 16
 _SIGN_MASK = 0xD7E8
 

@@ -16,26 +16,16 @@ from qshard.reference.scales import (
     nvfp4_block_scales,
     nvfp4_global_scale,
     per_element,
-    scales_from_amax,
     shown_amax,
 )
-
-__all__ = ["block_error", "cast", "plane_amax", "plane_scales"]
 
 
 def plane_amax(x: Float32, fmt: Format) -> Amax:
     """What the scales of `x` follow from."""
     whole = None
-    if fmt.block is None or fmt.global_scale == "tensor":
-        whole = amax(x)
-    elif fmt.global_scale == "row":
-        whole = amax(x, axis=1)
+    if fmt.block is None or fmt.scaling.global_scale is not None:
+        whole = amax(x, axis=1 if fmt.scaling.global_scale == "row" else None)
     return Amax(whole, None if fmt.block is None else block_amax(x, fmt.block))
-
-
-def plane_scales(x: Float32, fmt: Format, amax: Amax) -> Scales:
-    """The scales of `x`, whose amax may be that of a larger tensor."""
-    return _four_over_six(x, fmt, amax) if fmt.four_over_six else scales_from_amax(amax, fmt)
 
 
 @np.errstate(all="ignore")
@@ -50,7 +40,7 @@ def cast(x: Float32, fmt: Format, multiplier: Float32, *, seed: int, index: Arra
 
 
 @np.errstate(all="ignore")
-def _four_over_six(x: Float32, fmt: Format, amax: Amax) -> Scales:
+def four_over_six(x: Float32, fmt: Format, amax: Amax) -> Scales:
     """Of two scales for a block, one taking its amax to 6 and one to 4, that with the smaller error; of equals, 6.
 
     base = fl(fl(amax / 6) * S);   d6 = E4M3(min(base, 448));   d4 = E4M3(min(fl(base * 1.5), 448))
@@ -77,8 +67,8 @@ def block_error(x: Float32, fmt: Format, multiplier: Float32, d: Codes, whole: F
     assert fmt.block is not None
     q = decode(encode(x * per_element(multiplier, fmt.block, x.shape), E2M1), E2M1)
     stored = q * per_element(decode(d, E4M3), fmt.block, x.shape) * whole[..., None]
-    e = stored / np.float32(E2M1.max * fmt.scale_max) - x
-    terms = np.abs(e) if fmt.four_over_six == "mae" else e * e
+    e = stored / np.float32(E2M1.max * fmt.scaling.scale_max) - x
+    terms = np.abs(e) if fmt.scaling.four_over_six == "mae" else e * e
     block_rows, block_cols = fmt.block
     terms = terms.reshape(d.shape[0], block_rows, d.shape[1], block_cols)
     rows = terms[..., 0]

@@ -10,21 +10,6 @@ from numpy.typing import ArrayLike, NDArray
 from qshard.formats import E2M1, E4M3, E8M0, ElementFormat, Format
 from qshard.reference.elements import Codes, Float32, decode, encode
 
-__all__ = [
-    "Amax",
-    "Scales",
-    "amax",
-    "block_amax",
-    "delayed_scale_update",
-    "e8m0_from_amax",
-    "nvfp4_block_scales",
-    "nvfp4_global_scale",
-    "per_element",
-    "scale_from_amax",
-    "scales_from_amax",
-    "shown_amax",
-]
-
 FLOAT_MAX = np.finfo(np.float32).max
 ONE = np.float32(1)
 
@@ -98,13 +83,25 @@ def shown_amax(amax: ArrayLike, nonfinite: str) -> Float32:
 
 
 @np.errstate(all="ignore")
+def scale_to(largest: float | np.float32, amax: ArrayLike) -> Float32:
+    """The fp32 scale that takes amax to `largest`: `min(fl(largest / amax), FLT_MAX)`; 1 if amax is 0, inf or NaN."""
+    a = np.asarray(amax, np.float32)
+    return np.where(np.isfinite(a) & (a > 0), np.minimum(np.float32(largest) / a, FLOAT_MAX), ONE)
+
+
+def largest_power(scale: Float32) -> Float32:
+    """The largest power of two that is not above: without the mantissa."""
+    return (scale.view(np.uint32) & np.uint32(0xFF800000)).view(np.float32)
+
+
+@np.errstate(all="ignore")
 def scale_from_amax(
     amax: ArrayLike, element: ElementFormat, *, pow2: bool = False, eps: float = 0.0, nonfinite: str = "saturate"
 ) -> tuple[Float32, Float32]:
     """The fp32 scale that takes amax to the largest element, and its inverse.
 
-        a = max(amax, eps);   scale = 1 if a is 0, inf or NaN, else min(fl(element.max / a), FLT_MAX)
-        pow2: the mantissa of scale is cleared;   scale_inv = fl(1 / scale)
+        a = max(amax, eps);   scale = scale_to(element.max, a), or the largest power of two below ("pow2")
+        scale_inv = fl(1 / scale)
         nonfinite "nan": scale and scale_inv are NaN if a is inf or NaN
 
     >>> scale_from_amax([0.0, 1.0, 896.0], E4M3)[0]
@@ -113,10 +110,9 @@ def scale_from_amax(
     Sources: arXiv:2209.05433; TransformerEngine, `compute_scale_from_amax`.
     """
     a = np.maximum(np.asarray(amax, np.float32), np.float32(eps))  # Keeps NaN.
-    scale = np.minimum(np.float32(element.max) / a, FLOAT_MAX)
-    scale = np.where(np.isfinite(a) & (a > 0), scale, ONE)
+    scale = scale_to(element.max, a)
     if pow2:
-        scale = (scale.view(np.uint32) & np.uint32(0xFF800000)).view(np.float32)
+        scale = largest_power(scale)
     if nonfinite == "nan":
         scale = np.where(np.isfinite(a), scale, np.float32(np.nan))
     return np.asarray(scale), np.asarray(ONE / scale)
@@ -148,12 +144,9 @@ def e8m0_from_amax(amax: ArrayLike, element: ElementFormat, *, rounding: Literal
     return np.where(np.isnan(amax), E8M0.nan_code, code).astype(np.uint8)
 
 
-@np.errstate(all="ignore")
 def nvfp4_global_scale(amax: ArrayLike, fmt: Format) -> Float32:
-    """S of a tensor or row: `min(fl(6 * scale_max / amax), FLT_MAX)`; 1 if amax is 0, inf or NaN."""
-    a = np.asarray(amax, np.float32)
-    scale = np.minimum(np.float32(E2M1.max * fmt.scale_max) / a, FLOAT_MAX)
-    return np.where(np.isfinite(a) & (a > 0), scale, ONE)
+    """S of a tensor or row."""
+    return scale_to(E2M1.max * fmt.scaling.scale_max, amax)
 
 
 @np.errstate(all="ignore")
@@ -170,9 +163,9 @@ def nvfp4_block_scales(scale: Float32, global_scale: Float32) -> tuple[Float32, 
 def scales_from_amax(amax: Amax, fmt: Format) -> Scales:
     """All scales of a plane, from its amax alone. Every rank makes the same scales of the merged amax.
 
-    Not for `fmt.four_over_six`, whose scales depend on the elements too.
+    Not for `fmt.scaling.four_over_six`, whose scales depend on the elements too.
     """
-    options: dict[str, Any] = {"pow2": fmt.pow2, "eps": fmt.eps, "nonfinite": fmt.nonfinite}
+    options: dict[str, Any] = {"pow2": fmt.scaling.pow2, "eps": fmt.scaling.eps, "nonfinite": fmt.nonfinite}
     if fmt.block is None:
         assert amax.whole is not None
         return Scales(*scale_from_amax(amax.whole, fmt.element, **options))
@@ -181,7 +174,7 @@ def scales_from_amax(amax: Amax, fmt: Format) -> Scales:
         return Scales(*scale_from_amax(amax.block, fmt.element, **options))
     block = shown_amax(amax.block, fmt.nonfinite)
     if fmt.scale_dtype == E8M0.name:
-        code = e8m0_from_amax(block, fmt.element, rounding=fmt.scale_rounding)
+        code = e8m0_from_amax(block, fmt.element, rounding=fmt.scaling.scale_rounding)
         return Scales(ONE / decode(code, E8M0), code)  # The inverse of a power of two is exact.
     assert amax.whole is not None
     global_scale = nvfp4_global_scale(amax.whole, fmt)
@@ -204,7 +197,7 @@ def delayed_scale_update(
 
         a step whose amax is 0 changes nothing; else amax enters the history, and the oldest leaves
         a = max(history), or amax itself ("most_recent")
-        scale = min(fl(fl(element.max * 2**-margin) / a), FLT_MAX) if a is finite, else it stays
+        scale = scale_to(fl(element.max * 2**-margin), a) if a is finite, else it stays
 
     Args:
       scale: float32 `[...]`, of the step that ends.
@@ -222,5 +215,4 @@ def delayed_scale_update(
     history = np.where(seen[..., None], np.concatenate([history[..., 1:], amax[..., None]], axis=-1), history)
     a = np.max(history, axis=-1) if algorithm == "max" else amax  # Keeps NaN.
     target = np.float32(element.max) * np.float32(2.0**-margin)
-    update = np.minimum(target / a, FLOAT_MAX)
-    return np.where(seen & np.isfinite(a), update, scale), history
+    return np.where(seen & np.isfinite(a), scale_to(target, a), scale), history

@@ -8,18 +8,17 @@ obviously right: a zero changes no amax.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from qshard.formats import Format, Usage
-from qshard.layout import Shape, matrix_shape, plane
+from qshard.layout import Shape, matrix_shape, slice_plane
 from qshard.reference.elements import Codes, Float32
 from qshard.reference.planes import cast, plane_amax
 from qshard.reference.scales import Amax, scales_from_amax
-
-__all__ = ["cast_slice", "slice_amax"]
 
 
 def slice_amax(x: ArrayLike, fmt: Format, shape: Shape, start: int, usage: Usage = Usage.ROWWISE) -> Amax:
@@ -44,8 +43,8 @@ def slice_amax(x: ArrayLike, fmt: Format, shape: Shape, start: int, usage: Usage
     array([[3.],
            [4.]], dtype=float32)
     """
-    _check(fmt, shape, usage, "slice_amax")
-    return plane_amax(_matrix(_in_whole(x, shape, start), shape, usage), fmt)
+    slice_plane(fmt, shape, usage, op="slice_amax")
+    return plane_amax(_in_whole(x, shape, start, usage), fmt)
 
 
 def cast_slice(
@@ -77,33 +76,23 @@ def cast_slice(
     array([[  0, 118],
            [126,   0]], dtype=uint8)
     """
-    _check(fmt, shape, usage, "cast_slice")
-    length = np.size(x)
-    whole = _matrix(_in_whole(x, shape, start), shape, usage)
+    slice_plane(fmt, shape, usage, op="cast_slice")
+    whole = _in_whole(x, shape, start, usage)
     index = _matrix(np.arange(whole.size), shape, usage)
     codes = cast(whole, fmt, scales_from_amax(amax, fmt).multiplier, seed=seed, index=index)
     in_order = (codes.T if usage is Usage.COLUMNWISE else codes).reshape(-1)
     bits = 8 // fmt.element.codes_per_byte  # of the byte that a code has, or shares
-    for i in range(start, start + length):
+    for i in range(start, start + np.size(x)):
         byte, shift = divmod(i * bits, 8)
         mask = (1 << bits) - 1 << shift
         out.flat[byte] = (int(out.flat[byte]) & ~mask) | (int(in_order[i]) << shift)
 
 
-def _check(fmt: Format, shape: Shape, usage: Usage, op: str) -> None:
-    if plane(fmt, shape, usage, op=op).transposed:
-        raise ValueError(f"{op}: usage ({usage}) of {fmt} is not stored in the order of x; gather, then transpose")
-    if fmt.four_over_six:
-        raise ValueError(
-            f"{op}: four_over_six ({fmt.four_over_six}) is not a matter of amaxes alone; quantize whole blocks"
-        )
-
-
-def _in_whole(x: ArrayLike, shape: Shape, start: int) -> Float32:
+def _in_whole(x: ArrayLike, shape: Shape, start: int, usage: Usage) -> Float32:
     part = np.asarray(x, np.float32)
-    whole = np.zeros(matrix_shape(shape), np.float32).reshape(-1)
+    whole = np.zeros(math.prod(shape), np.float32)
     whole[start : start + part.size] = part
-    return whole
+    return _matrix(whole, shape, usage)
 
 
 def _matrix(flat: NDArray[Any], shape: Shape, usage: Usage) -> NDArray[Any]:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike
 
-from qshard.layout import matrix_shape, swizzled_scale_shape
+from qshard.layout import matrix_shape
 from qshard.reference.elements import Codes
-
-__all__ = ["swizzle_scale"]
 
 
 def swizzle_scale(scale_inv: ArrayLike, *, block_rows: int = 1) -> Codes:
@@ -30,8 +28,8 @@ def swizzle_scale(scale_inv: ArrayLike, *, block_rows: int = 1) -> Codes:
     Sources: cuBLAS documentation, "1D Block Scaling Factors Layout".
     """
     scales = np.asarray(scale_inv, np.uint8)
-    tile_rows, tile_cols, *_ = swizzled_scale_shape(scales.shape, block_rows=block_rows)
     rows = np.repeat(scales.reshape(matrix_shape(scales.shape)), block_rows, axis=0)
+    tile_rows, tile_cols = -(-rows.shape[0] // 128), -(-rows.shape[1] // 4)
     padded = np.zeros((tile_rows * 128, tile_cols * 4), np.uint8)
     padded[: rows.shape[0], : rows.shape[1]] = rows
     return np.ascontiguousarray(padded.reshape(tile_rows, 4, 32, tile_cols, 4).transpose(0, 3, 2, 1, 4))

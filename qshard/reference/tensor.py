@@ -17,10 +17,8 @@ from qshard.formats import ELEMENTS, Format, Usage
 from qshard.layout import PlaneLayout, Shape, matrix_shape, plane
 from qshard.reference.elements import Codes, Float32, decode, pack, unpack
 from qshard.reference.hadamard import hadamard_transform
-from qshard.reference.planes import cast, plane_amax, plane_scales
-from qshard.reference.scales import Scales, per_element
-
-__all__ = ["Plane", "Quantized", "quantize", "what_is_stored"]
+from qshard.reference.planes import cast, four_over_six, plane_amax
+from qshard.reference.scales import Scales, per_element, scales_from_amax
 
 INPUT_DTYPES = tuple(map(np.dtype, (np.float32, ml_dtypes.bfloat16, np.float16)))
 
@@ -83,7 +81,7 @@ class Quantized:
           ValueError: the plane is not there.
         """
         stored, where = self._plane(usage)
-        codes = unpack(stored.data) if where.codes_per_byte > 1 else stored.data
+        codes = unpack(stored.data) if self.format.element.codes_per_byte > 1 else stored.data
         return self._in_order(decode(codes, self.format.element), where)
 
     def scales(self, usage: Usage) -> Float32:
@@ -187,7 +185,7 @@ def quantize(
         if where.transposed != turned:
             codes, scale_inv = codes.T, scale_inv.T
         planes[each] = Plane(
-            data=_stored(pack(codes) if where.codes_per_byte > 1 else codes, where.data_shape),
+            data=_stored(pack(codes) if fmt.element.codes_per_byte > 1 else codes, where.data_shape),
             scale_inv=_stored(scale_inv, where.scale_shape),
             global_scale_inv=_stored(scales.global_scale_inv, where.global_scale_shape),
         )
@@ -214,7 +212,7 @@ def _scales(x: Float32, fmt: Format, amax: ArrayLike | None, scale: ArrayLike | 
     found = plane_amax(x, fmt)
     if amax is not None and found.whole is not None:
         found = found._replace(whole=np.asarray(amax, np.float32).reshape(found.whole.shape))
-    return plane_scales(x, fmt, found)
+    return four_over_six(x, fmt, found) if fmt.scaling.four_over_six else scales_from_amax(found, fmt)
 
 
 def _stored(x: Any, shape: Shape | None) -> Any:

@@ -45,6 +45,14 @@ def draw(seed, n=4000):
     return tuple(x.astype(np.float32) for x in (p, g, m, v * v))
 
 
+def adam_in_float64(step, p, g, m, v, *, lr, betas, weight_decay, decay, eps=1e-8):
+    """The step by the formulas as they are in papers."""
+    m = betas[0] * m + (1 - betas[0]) * g
+    v = betas[1] * v + (1 - betas[1]) * g * g
+    u = m / (1 - betas[0] ** step) / (np.sqrt(v / (1 - betas[1] ** step)) + eps)
+    return lr * (u + weight_decay * p if decay == "decoupled" else u), m, v
+
+
 @pytest.mark.parametrize("decay", ["none", "decoupled"])
 @pytest.mark.parametrize("betas", [(0.9, 0.999), (0.9, 0.95), (0.0, 0.99), (0.99, 0.9999)])
 @pytest.mark.parametrize("step", [1, 2, 10, 1000, 10**7])
@@ -55,8 +63,8 @@ def test_fp32_is_within_ulps_of_fp64(step, betas, decay):
     u1, m1, v1 = reference.adam_update(c, p, g, m, v, decay)
     settings = {"lr": 3e-4, "betas": betas, "weight_decay": 0.1, "decay": decay}
     p, g, m, v = (x.astype(np.float64) for x in (p, g, m, v))
-    u2, m2, v2 = reference.adam_in_float64(step, p, g, m, v, **settings)
-    largest, *_ = reference.adam_in_float64(step, np.abs(p), np.abs(g), np.abs(m), v, **settings)
+    u2, m2, v2 = adam_in_float64(step, p, g, m, v, **settings)
+    largest, *_ = adam_in_float64(step, np.abs(p), np.abs(g), np.abs(m), v, **settings)
     assert (np.abs(m1 - m2) / ulp(betas[0] * np.abs(m) + (1 - betas[0]) * np.abs(g))).max() <= 3
     assert (np.abs(v1 - v2) / ulp(v2)).max() <= 3
     assert (np.abs(u1 - u2) / ulp(largest)).max() <= 5

@@ -67,18 +67,22 @@ def quantize(x, fmt, usage, seed=0, start=0, row_stride=None, whole=None):
     amax = call("amax_block", x, **where)
     global_scale_inv, shown = None, {"nonfinite": fmt.nonfinite}
     if fmt.scale_dtype == "float32":
-        scale, scale_inv = call("scale_from_amax", amax, element=fmt.element.name, eps=fmt.eps, pow2=fmt.pow2, **shown)
+        scale, scale_inv = call(
+            "scale_from_amax", amax, element=fmt.element.name, eps=fmt.scaling.eps, pow2=fmt.scaling.pow2, **shown
+        )
     elif fmt.scale_dtype == E8M0.name:
-        scale, scale_inv = call("scale_e8m0", amax, element=fmt.element.name, rounding=fmt.scale_rounding, **shown)
+        scale, scale_inv = call(
+            "scale_e8m0", amax, element=fmt.element.name, rounding=fmt.scaling.scale_rounding, **shown
+        )
     else:
         if whole is None:
-            whole = reference.amax(amax, axis=1 if fmt.global_scale == "row" else None)
-        _, global_scale_inv = call("global_scale_nvfp4", whole, scale_max=fmt.scale_max)
-        if fmt.four_over_six:
-            error = {"error": fmt.four_over_six, "scale_max": fmt.scale_max}
+            whole = reference.amax(amax, axis=1 if fmt.scaling.global_scale == "row" else None)
+        _, global_scale_inv = call("global_scale_nvfp4", whole, scale_max=fmt.scaling.scale_max)
+        if fmt.scaling.four_over_six:
+            error = {"error": fmt.scaling.four_over_six, "scale_max": fmt.scaling.scale_max}
             scale, scale_inv = call("scale_four_over_six", x, amax, whole, **error, **where, **shown)
         else:
-            scale, scale_inv = call("scale_nvfp4", amax, whole, scale_max=fmt.scale_max, **shown)
+            scale, scale_inv = call("scale_nvfp4", amax, whole, scale_max=fmt.scaling.scale_max, **shown)
     if fmt.rounding == "stochastic":
         steps = {"row_step": row_step, "col_step": col_step}
         data = call("cast_block_stochastic", x, scale, words(seed), words(start), **steps, **where)
@@ -112,7 +116,7 @@ def test_ops_in_order_are_quantize(fmt, dtype):
             plane = want.rowwise or want.columnwise
             assert_bits_equal(data, plane.data, f"{usage} {shape} data")
             assert_bits_equal(scale_inv, plane.scale_inv, f"{usage} {shape} scale_inv")
-            if fmt.global_scale:
+            if fmt.scaling.global_scale:
                 assert_bits_equal(global_scale_inv, plane.global_scale_inv, f"{usage} {shape} global_scale_inv")
             turned = layout.plane(fmt, shape, usage).transposed
             for out in DTYPES:
@@ -228,7 +232,7 @@ def test_cast_of_shards_is_shard_of_cast(fmt: Format):
         block = fmt.block_of(usage)
         rotated = fmt.hadamard and usage is Usage.COLUMNWISE
         y = call("hadamard", np.ascontiguousarray(x.T), block_rows=1, block_cols=16) if rotated else x
-        whole = reference.amax(y) if fmt.global_scale == "tensor" else None
+        whole = reference.amax(y) if fmt.scaling.global_scale == "tensor" else None
         want = quantize(x, fmt, usage, seed=9)
         for pieces in (2, 256 // max(block[0], 16)):
             parts = [

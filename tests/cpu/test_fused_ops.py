@@ -52,7 +52,7 @@ formats_ = pytest.mark.parametrize("fmt", OPTIONS, ids=str)
 
 def op_of(fmt: Format, usage: Usage) -> tuple[str, dict[str, object]]:
     """The op that makes these planes, and its attributes."""
-    nvfp4 = fmt.global_scale is not None
+    nvfp4 = fmt.scaling.global_scale is not None
     rows, cols = fmt.block if usage is not Usage.COLUMNWISE else fmt.block[::-1]
     if usage is Usage.BOTH and not fmt.transposes:
         rows = cols
@@ -64,17 +64,22 @@ def op_of(fmt: Format, usage: Usage) -> tuple[str, dict[str, object]]:
         name = "_square_both"
     where = {"block_rows": rows, "block_cols": cols, "nonfinite": fmt.nonfinite}
     if nvfp4:
-        return f"quantize_nvfp4{name}", {"scale_max": fmt.scale_max, **where}
+        return f"quantize_nvfp4{name}", {"scale_max": fmt.scaling.scale_max, **where}
     name = "quantize_square_both" if name == "_square_both" else f"quantize_block{name}"
-    scales = {"eps": fmt.eps, "pow2": fmt.pow2, "rounding": fmt.scale_rounding, "scale_dtype": fmt.scale_dtype}
+    scales = {
+        "eps": fmt.scaling.eps,
+        "pow2": fmt.scaling.pow2,
+        "rounding": fmt.scaling.scale_rounding,
+        "scale_dtype": fmt.scale_dtype,
+    }
     return name, {"element": fmt.element.name, **scales, **where}
 
 
 def global_amax(x: np.ndarray, fmt: Format) -> list[np.ndarray]:
     """The operand that NVFP4 ops have besides a matrix."""
-    if fmt.global_scale is None:
+    if fmt.scaling.global_scale is None:
         return []
-    return [np.asarray(reference.amax(x, axis=-1 if fmt.global_scale == "row" else None))]
+    return [np.asarray(reference.amax(x, axis=-1 if fmt.scaling.global_scale == "row" else None))]
 
 
 def expected(x: np.ndarray, fmt: Format, usage: Usage, whole: np.ndarray | None = None) -> list[np.ndarray]:
@@ -93,7 +98,7 @@ def check(x: np.ndarray, fmt: Format, usage: Usage, what: str = "") -> None:
 
 
 def cases(fmt: Format, usage: Usage, shapes: list[tuple[int, int]] = SHAPES) -> list[tuple[int, int]]:
-    legal = usage is Usage.ROWWISE or fmt.global_scale != "row"
+    legal = usage is Usage.ROWWISE or fmt.scaling.global_scale != "row"
     return [shape for shape in shapes if legal and fits(fmt, shape, usage)]
 
 
@@ -136,7 +141,9 @@ def test_every_16_bit_value(fmt, dtype):
 
 def batches(fmt: Format, usage: Usage) -> list[tuple[int, ...]]:
     shapes = [(2, 96, 160), (3, 256, 128), (2, 3, 32, 32), (3, 0, 32), (0, 32, 32)]
-    return [s for s in shapes if fits(fmt, s[-2:], usage) and (usage is Usage.ROWWISE or fmt.global_scale != "row")]
+    return [
+        s for s in shapes if fits(fmt, s[-2:], usage) and (usage is Usage.ROWWISE or fmt.scaling.global_scale != "row")
+    ]
 
 
 @formats_
@@ -147,10 +154,10 @@ def test_batch_axes(fmt):
         for shape in batches(fmt, usage):
             x = awkward_values(shape, 5, BFLOAT16)
             matrices = [x[i] for i in np.ndindex(shape[:-2])]
-            if fmt.global_scale == "row":
+            if fmt.scaling.global_scale == "row":
                 operands = [[reference.amax(x, axis=-1)]]
                 each = [reference.amax(m, axis=-1) for m in matrices]
-            elif fmt.global_scale:
+            elif fmt.scaling.global_scale:
                 each = [np.float32(i + 1) for i in range(len(matrices))]
                 grid = (shape[-2] // attributes["block_rows"], shape[-1] // attributes["block_cols"])
                 whole = np.array(each, np.float32).reshape(shape[:-2])

@@ -22,7 +22,11 @@ CUT = [*(fmt for fmt in NAMED if fmt.block), NVFP4.with_options(rounding="stocha
 # Of the options those that change what is reduced or which numbers are drawn.
 WHOLE = [
     *NAMED,
-    *(fmt for fmt in VARIANTS if fmt.global_scale == "row" or fmt.four_over_six == "mse" or fmt.hadamard),
+    *(
+        fmt
+        for fmt in VARIANTS
+        if fmt.scaling.global_scale == "row" or fmt.scaling.four_over_six == "mse" or fmt.hadamard
+    ),
 ]
 KINDS = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
 
@@ -32,7 +36,7 @@ def mesh_of(kind, shards=8):
 
 
 def usage_of(fmt):
-    return Usage.ROWWISE if fmt.global_scale == "row" else Usage.BOTH
+    return Usage.ROWWISE if fmt.scaling.global_scale == "row" else Usage.BOTH
 
 
 def assert_planes(q, whole, index=()):
@@ -77,7 +81,7 @@ def test_whole_blocks(fmt, spec, kind):
                 assert not plane.data.sharding.is_fully_replicated
     assert {kind for kind, _ in collectives(cast)} <= {"all-reduce"}, collectives(cast)
     for _, arrays in collectives(cast):
-        assert set(arrays) == {f"s32[{shape[0]}]" if fmt.global_scale == "row" else "s32[]"}
+        assert set(arrays) == {f"s32[{shape[0]}]" if fmt.scaling.global_scale == "row" else "s32[]"}
     assert {kind for kind, _ in collectives(together)} == {"all-gather"}
     assert_integers_travel(together)
 

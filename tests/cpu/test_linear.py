@@ -91,7 +91,7 @@ def test_seeds_of_roles(front):
         return reference.quantize(x, fmt, seed=SEED ^ ROLE_SEEDS[role]).dequantize(np.float32)
 
     one = np.eye(32, dtype=np.float32)
-    for fmt in (fmt.with_options(rounding="stochastic") for fmt in NAMED if fmt.global_scale):
+    for fmt in (fmt.with_options(rounding="stochastic") for fmt in NAMED if fmt.scaling.global_scale):
         x, dy = exact(0), exact(1)
         recipe = Recipe(weight=UNIT, activation=fmt, gradient=fmt)
         y, dx, _ = front.linear(x, one, dy, recipe, seed=SEED)

@@ -240,7 +240,7 @@ def test_planned_cuts_need_no_reduction(where, world):
         assert shards.stops[:-1] == shards.starts[1:]
         assert max(b - a for a, b in zip(shards.starts, shards.stops, strict=True)) == shards.padded
         assert all(start % fmt.element.codes_per_byte == 0 for start in shards.starts)
-        assert shards.reduces == (world > 1 and (fmt.block is None or fmt.global_scale == "tensor"))
+        assert shards.reduces == (world > 1 and (fmt.block is None or fmt.scaling.global_scale == "tensor"))
         w = awkward_values(shape, 3, kinds=TAME)
         plan = plan_master([shape], fmt, usages=usage)
         whole = getattr(reference.quantize(w, fmt, usage, seed=1), usage.name.lower())

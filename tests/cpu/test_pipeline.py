@@ -40,7 +40,7 @@ def assert_is_the_reference(planes, want, fmt):
 @pytest.mark.parametrize("usage", [Usage.ROWWISE, Usage.COLUMNWISE, Usage.BOTH], ids=str)
 @pytest.mark.parametrize("fmt", [*FORMATS.values(), *OPTIONS], ids=str)
 def test_planes_are_those_of_the_reference(fmt, usage):
-    if fmt.global_scale == "row" and usage & Usage.COLUMNWISE:
+    if fmt.scaling.global_scale == "row" and usage & Usage.COLUMNWISE:
         pytest.skip("rowwise only")
     for shape in [(32, 64), (96, 160), *([(37, 53), (1, 129), (130, 1)] if not fmt.scaling.whole_blocks else [])]:
         x = awkward_values(shape, 3, "bfloat16")

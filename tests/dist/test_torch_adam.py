@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from qshard import reference
 from qshard.formats import FP8_E4M3, Usage
+from qshard.layout import shard_rows
 from qshard.recipes import CurrentScaling
-from qshard.sharding import shard_rows
 from qshard.torch_bridge import Adam, convert
 from support import torch_ranks
 from support.awkward import assert_bits_equal

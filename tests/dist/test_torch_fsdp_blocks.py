@@ -51,7 +51,7 @@ def counts_blocks(recipe):
         packed = 2 if recipe.weight.element.bits == 4 and rows % world == 0 else 1
         gathers.append((torch.uint8, -(-rows // world) * columns // packed))
         blocks = [-(-size // unit) for size, unit in zip((rows, columns), recipe.weight.block, strict=True)]
-        amaxes += math.prod(blocks) + (recipe.weight.global_scale is not None)
+        amaxes += math.prod(blocks) + (recipe.weight.scaling.global_scale is not None)
     assert wire.of("allgather") == [*gathers, *reversed(gathers)]
     assert wire.of("allreduce") == [(torch.int32, amaxes)]
 

@@ -10,9 +10,8 @@ from torch.distributed.tensor import Shard
 
 from qshard import reference
 from qshard.formats import FP8_E4M3, FP8_E5M2, MXFP8_E4M3, NVFP4, MXFP8_32x32, NVFP4_16x16, Usage
-from qshard.layout import plane
+from qshard.layout import plane, shard_rows
 from qshard.recipes import CurrentScaling, Recipe
-from qshard.sharding import shard_rows
 from qshard.torch_bridge import QuantizedTensor, convert, quantize, update_scales
 from support import torch_ranks
 from support.awkward import KINDS, TAME, assert_bits_equal, awkward_values

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from qshard import reference
 from qshard.formats import NVFP4, Usage
-from qshard.sharding import shard_rows
+from qshard.layout import shard_rows
 from qshard.torch_bridge import gather_slices, quantize
 from support import torch_ranks
 from support.awkward import TAME, assert_bits_equal, awkward_values

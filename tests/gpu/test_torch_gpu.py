@@ -186,7 +186,7 @@ def test_what_has_no_tensor_cores_goes_through_bfloat16(name, dtype):
         assert calls_of_scaled_mm(lambda: matmul(a, b, dtype)) == 0  # noqa: B023
         got = matmul(a, b, dtype).double().cpu().numpy()
         product, size = exact(a) @ exact(b).T, np.abs(exact(a)) @ np.abs(exact(b)).T
-        operands = 2 * 2.0**-8 if fmt.global_scale else 0
+        operands = 2 * 2.0**-8 if fmt.scaling.global_scale else 0
         rounding = 2.0**-8 if dtype == torch.bfloat16 else 0
         assert (np.abs(got - product) <= (k * 2.0**-22 + operands) * size + rounding * np.abs(product)).all()
 

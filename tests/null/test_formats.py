@@ -42,7 +42,7 @@ def test_kernels_have_the_same_numbers():
     assert built.pop("float16") == {"max": FLOAT16_MAX}
     nvfp4 = built.pop("NVFP4")
     assert NVFP4.block == (1, nvfp4["block"])
-    assert NVFP4.with_options(scale_max=nvfp4["small_scale_max"]).scale_max != NVFP4.scale_max
+    assert NVFP4.with_options(scale_max=nvfp4["small_scale_max"]).scaling.scale_max != NVFP4.scaling.scale_max
     assert not built
 
 

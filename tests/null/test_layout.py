@@ -1,10 +1,11 @@
 """Shapes of planes, written out, and the errors for shapes without whole blocks."""
 
+import numpy as np
 import pytest
 
-from qshard import formats
+from qshard import formats, reference
 from qshard.formats import Usage
-from qshard.layout import plane, swizzled_scale_shape
+from qshard.layout import plane
 
 ROW, COL = Usage.ROWWISE, Usage.COLUMNWISE
 ROW_SCALED = formats.NVFP4.with_options(global_scale="row")
@@ -87,5 +88,6 @@ def test_illegal_shapes(fmt, shape, usage, error):
     ("scale_shape", "block_rows", "tiles"),
     [((128, 4), 1, (1, 1)), ((129, 5), 1, (2, 2)), ((0, 4), 1, (0, 1)), ((5, 3), 32, (2, 1)), ((2, 65, 4), 1, (2, 1))],
 )
-def test_swizzled_scale_shape(scale_shape, block_rows, tiles):
-    assert swizzled_scale_shape(scale_shape, block_rows=block_rows) == (*tiles, 32, 4, 4)
+def test_shape_of_swizzled_scales(scale_shape, block_rows, tiles):
+    swizzled = reference.swizzle_scale(np.zeros(scale_shape, np.uint8), block_rows=block_rows)
+    assert swizzled.shape == (*tiles, 32, 4, 4)

@@ -22,7 +22,7 @@ every_kind = pytest.mark.parametrize("kinds", [TAME, KINDS], ids=["tame", "all"]
 
 
 def both_or_rowwise(fmt):
-    return Usage.ROWWISE if fmt.global_scale == "row" else Usage.BOTH
+    return Usage.ROWWISE if fmt.scaling.global_scale == "row" else Usage.BOTH
 
 
 def planes(q):
@@ -51,7 +51,9 @@ def test_every_shape_has_the_layout_of_its_planes(fmt):
 # Not where there is no columnwise plane, nor where a square block sums its errors by rows: its transpose may choose
 # another scale.
 @pytest.mark.parametrize(
-    "fmt", [fmt for fmt in ALL if fmt.global_scale != "row" and not (fmt.four_over_six and fmt.transposes)], ids=str
+    "fmt",
+    [fmt for fmt in ALL if fmt.scaling.global_scale != "row" and not (fmt.scaling.four_over_six and fmt.transposes)],
+    ids=str,
 )
 @every_kind
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -87,7 +89,7 @@ def test_cast_of_shards_is_shards_of_the_cast(seed, fmt, cuts, tame):
     usage = both_or_rowwise(fmt)
     whole = reference.quantize(x, fmt, usage)
     shards = np.split(x, [unit * cut for cut in sorted(cuts)])
-    amax = reference.amax(x) if fmt.block is None or fmt.global_scale == "tensor" else None
+    amax = reference.amax(x) if fmt.block is None or fmt.scaling.global_scale == "tensor" else None
     parts = [reference.quantize(shard, fmt, usage, amax=amax) for shard in shards]
     for each in usage:
         transposed = plane(fmt, x.shape, each).transposed
@@ -143,7 +145,7 @@ def test_values_are_near(fmt, usage):
     smallest = float(ml_dtypes.finfo(getattr(ml_dtypes, fmt.element.name)).smallest_subnormal)
     # A block's scale lies within a factor 2 of amax / max. OCP's floor and NVFP4's E4M3 scales may saturate elements.
     step = 2 * largest / fmt.element.max * smallest / 2
-    saturation = {"floor": 0.25, "up": 0.0}[fmt.scale_rounding] if fmt.element.bits == 8 else 0.0625 + 0.25
+    saturation = {"floor": 0.25, "up": 0.0}[fmt.scaling.scale_rounding] if fmt.element.bits == 8 else 0.0625 + 0.25
     assert (np.abs(got - x) <= np.maximum(half_ulp * np.abs(x) * 1.001, step) + saturation * np.abs(x)).all()
 
 
@@ -162,7 +164,7 @@ def test_nan_spoils_its_block_alone(fmt):
         hit = np.isnan(x) if one else grid == grid[5, 7]
         assert_bits_equal(np.isnan(got), hit)
         assert_bits_equal(got[hit], np.full(hit.sum(), np.nan, np.float32))
-    if fmt.global_scale is not None:
+    if fmt.scaling.global_scale is not None:
         assert_bits_equal(reference.quantize(x, fmt).global_scale_inv.reshape(-1)[:6][-1], np.float32(1))
 
 
@@ -189,13 +191,15 @@ def test_zeros_keep_their_sign(fmt):
     q = reference.quantize(x, fmt, both_or_rowwise(fmt))
     assert_bits_equal(q.dequantize(), x)
     for stored in planes(q):
-        assert (stored.scale_inv == (1 if fmt.scale_dtype == "float32" and not fmt.eps else stored.scale_inv)).all()
+        assert (
+            stored.scale_inv == (1 if fmt.scale_dtype == "float32" and not fmt.scaling.eps else stored.scale_inv)
+        ).all()
         assert fmt.scale_dtype == "float32" or not stored.scale_inv.any()
 
 
 @pytest.mark.parametrize(
     "fmt",
-    [fmt for fmt in ALL if (fmt.pow2 or fmt.scale_dtype == E8M0.name) and fmt.scale_rounding == "up"],
+    [fmt for fmt in ALL if (fmt.scaling.pow2 or fmt.scale_dtype == E8M0.name) and fmt.scaling.scale_rounding == "up"],
     ids=str,
 )
 @pytest.mark.parametrize("seed", range(3))

@@ -83,7 +83,7 @@ SQUARES = [fmt for fmt in NAMED if fmt.transposes]
 SCALINGS = list({fmt.scale_dtype: fmt for fmt in reversed(SQUARES)}.values())
 """One of SQUARES for each way to scale."""
 
-SLICED = [fmt for fmt in VARIANTS if not fmt.four_over_six and not fmt.hadamard]
+SLICED = [fmt for fmt in VARIANTS if not fmt.scaling.four_over_six and not fmt.hadamard]
 """Formats whose scales follow from amaxes alone, so that any part of a weight can be cast."""
 
 RECIPES: dict[str, Recipe] = {

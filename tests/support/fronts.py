@@ -176,7 +176,7 @@ class JaxFront:
         formats = [recipe.format(role) for role in Role]
         codes = all(fmt.block is None for fmt in formats) and self.device == "cpu"
         # bfloat16 holds a code times a power of two as it is. Else both operands are rounded, each by 2^-8 at most.
-        exact = codes or all(fmt.pow2 or fmt.scale_dtype == "float8_e8m0fnu" for fmt in formats)
+        exact = codes or all(fmt.scaling.pow2 or fmt.scale_dtype == "float8_e8m0fnu" for fmt in formats)
         return 0.0 if exact else ROUNDED_TO_BFLOAT16
 
     def delayed_step(
@@ -203,7 +203,7 @@ class JaxFront:
         )
 
     def shapes_to_cut(self, fmt: Format, shards: int) -> list[tuple[int, int]]:
-        whole = fmt.four_over_six or fmt.hadamard or (fmt.scaling.whole_blocks and 48 * shards % max(fmt.block))
+        whole = fmt.scaling.four_over_six or fmt.hadamard or (fmt.scaling.whole_blocks and 48 * shards % max(fmt.block))
         return [(rows * shards, 128) for rows in ([128] if whole else [48, 128])]
 
     def assert_law(self, weights: Sequence[np.ndarray], fmt: Format, shards: int) -> None:

@@ -271,7 +271,7 @@ def _amaxes_on(device: torch.device, weights: Sequence[ShardOf], plans: tuple[Sh
     amaxes: Tensor = master.amaxes(ops, plan, slices, starts)
     if any(of_weight.columns for of_weight in plans):
         for bucket in plan.buckets:
-            for i, (grid, whole) in zip(bucket.indices, bucket.split_amaxes(amaxes), strict=True):
+            for i, (grid, whole) in zip(bucket.indices, bucket.split(*bucket.found(amaxes)), strict=True):
                 if weights[i].shard.device == device:
                     plans[i].note_amaxes_of_columns(weights[i].shard, grid, whole)
     return amaxes

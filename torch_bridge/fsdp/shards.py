@@ -19,9 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from qshard import pipeline
 from qshard.formats import Format, Usage
-from qshard.layout import plane
+from qshard.layout import plane, shard_rows
 from qshard.master import plan_master
-from qshard.sharding import shard_rows
 from qshard.torch_bridge.ops import call_in_place, dtype_name, into, ops
 from qshard.torch_bridge.tensor import QuantizedTensor
 from qshard.torch_bridge.words import words

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from qshard import master
 from qshard.formats import Usage
-from qshard.layout import plane
+from qshard.layout import matrix_shape, plane, source
 from qshard.master import MasterPlan
 from qshard.pipeline import Parts, Scales
 from qshard.torch_bridge.ops import dtype_name
@@ -94,7 +94,7 @@ class CastPlan:
         found = master.amaxes(self.ops, self.plan, masters, starts)
         of_planes: dict[int, Tensor] = {}
         for bucket in self.plan.buckets:
-            of_planes.update(zip(bucket.indices, (grid for grid, _ in bucket.split_amaxes(found)), strict=True))
+            of_planes.update(zip(bucket.indices, (grid for grid, _ in bucket.split(*bucket.found(found))), strict=True))
         return [of_planes[i] for i in range(len(self.owners))]
 
     def cast(
@@ -204,15 +204,15 @@ def update_columnwise(weights: Sequence[QuantizedTensor]) -> None:
     transposes: list[Tensor] = []
     for weight in weights:
         fmt, rows = weight.format, weight.parts(Usage.ROWWISE)
-        if not fmt.transposes or rows is None:
+        if not fmt.transposes or rows is None:  # There is no transpose to make of vectors.
             raise ValueError(f"update_columnwise: {fmt} is not one with a transpose for a plane; gather both planes")
         shape, columns = tuple(weight.shape), weight.parts(Usage.COLUMNWISE, stale=True)
         where = plane(fmt, shape, Usage.COLUMNWISE)
         data = rows.data.new_empty(where.data_shape) if columns is None else columns.data
-        matrices.append(rows.data.view(plane(fmt, shape, Usage.ROWWISE).matrix.data_shape))
+        matrices.append(rows.data.view(plane(fmt, matrix_shape(shape), Usage.ROWWISE).data_shape))
         transposes.append(data)
         scale_inv = rows.scale_inv
-        if where.block is not None:
+        if scale_inv.ndim:
             scale_inv = scale_inv.new_empty(where.scale_shape) if columns is None else columns.scale_inv
             matrices.append(rows.scale_inv)
             transposes.append(scale_inv)
@@ -228,7 +228,8 @@ def _planes(weight: QuantizedTensor | QuantizedSlice) -> list[tuple[Usage, Parts
     if isinstance(weight, QuantizedSlice):
         return [(weight.usage, weight.parts)]
     there = [(usage, parts) for usage in Usage if (parts := weight.parts(usage)) is not None]
-    return there[:1] if weight.format.transposes else there
+    sources = {usage: source(weight.format, usage) for usage, _ in there}
+    return [(usage, parts) for usage, parts in there if sources[usage] is usage or sources[usage] not in sources]
 
 
 def _write_scales(weights: Sequence[Any], targets: Sequence[Parts], made: Sequence[Parts]) -> None:
@@ -238,7 +239,7 @@ def _write_scales(weights: Sequence[Any], targets: Sequence[Parts], made: Sequen
         if there := [(old, new) for old, new in pairs if old is not None and new is not None]:
             torch._foreach_copy_([old for old, _ in there], [new for _, new in there])
     for weight in weights:
-        if isinstance(weight, QuantizedTensor) and weight.format.transposes:
+        if isinstance(weight, QuantizedTensor) and Usage.COLUMNWISE not in dict(_planes(weight)):
             weight.columnwise_is_stale = True
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from qshard.formats import Format, Usage
-from qshard.layout import data_columns, plane
+from qshard.layout import plane
 from qshard.master import FlatShards, piece_bytes
 from qshard.pipeline import Parts
 from qshard.torch_bridge.tensor import QuantizedTensor
@@ -126,7 +126,7 @@ def join_pieces(pieces: Sequence[Tensor], starts: Sequence[int], fmt: Format, da
     data = pieces[0].new_zeros(data_shape)
     flat = data.view(-1)
     for piece, start in zip(pieces, starts, strict=True):
-        first = data_columns(fmt, start)
+        first = start // fmt.element.codes_per_byte
         there = flat[first : first + piece.numel()]
         there |= piece[: there.numel()]
     return data

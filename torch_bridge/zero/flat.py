@@ -24,7 +24,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from qshard.adam import BLOCK
 from qshard.formats import Format, Usage
-from qshard.layout import code_columns, data_columns, plane
+from qshard.layout import plane
 from qshard.master import piece_bytes
 from qshard.torch_bridge.delayed import DelayedScale
 from qshard.torch_bridge.fsdp.weight import memory_of
@@ -99,12 +99,15 @@ class Weight:
 
     def bytes_of(self, elements: int) -> int:
         """How long its first elements are in the buffer. No cut is amid a byte."""
-        return elements * self.dtype.itemsize if self.fmt is None else data_columns(self.fmt, elements)
+        return elements * self.dtype.itemsize if self.fmt is None else elements // self.fmt.element.codes_per_byte
 
     def elements(self, lo: int, hi: int) -> tuple[int, int]:
         """Which of its elements are in bytes [lo, hi) of the buffer."""
         ends = (min(max(end - self.first, 0), self.bytes) for end in (lo, hi))
-        start, stop = (end // self.dtype.itemsize if self.fmt is None else code_columns(self.fmt, end) for end in ends)
+        if self.fmt is None:
+            start, stop = (end // self.dtype.itemsize for end in ends)
+        else:
+            start, stop = (end * self.fmt.element.codes_per_byte for end in ends)
         return start, stop
 
 
