@@ -103,8 +103,8 @@ struct SimdKernels {
   void (*unpack_pairs)(const uint8_t* packed, int64_t n, uint8_t* codes);
   // packed[i] = even[i] | odd[i] << 4. `packed` may be one of them.
   void (*pack_rows)(const uint8_t* even, const uint8_t* odd, int64_t n, uint8_t* packed);
-  // even[i], odd[i] = the low, and the high, nibbles of bytes 2 * i and 2 * i + 1.
-  void (*split_nibbles)(const uint8_t* bytes, int64_t n, uint8_t* even, uint8_t* odd);
+  // turned[2 * i], turned[2 * i + 1] = the low, and the high, nibbles of even[i] and odd[i].
+  void (*turn_pairs)(const uint8_t* even, const uint8_t* odd, int64_t n, uint8_t* turned);
   // out[j * out_stride + i] = in[i * in_stride + j], bytes, i and j < kTile.
   void (*transpose)(const uint8_t* in, int64_t in_stride, uint8_t* out, int64_t out_stride);
 

@@ -7,6 +7,7 @@
 // linker for an older one.
 #include "kernels/cpu/simd.h"
 #include "kernels/cpu/simd/adam.h"
+#include "kernels/cpu/simd/amax.h"
 #include "kernels/cpu/simd/hadamard.h"
 #include "kernels/cpu/simd/rows.h"
 #include "kernels/cpu/simd/scales.h"
@@ -34,7 +35,7 @@ const SimdKernels kKernels = {
     PackPairs,
     UnpackPairs,
     PackRows,
-    SplitNibbles,
+    TurnPairs,
     TransposeTile,
     {QSHARD_FOR_EACH_INPUT(QSHARD_ENTRY, DecodeAll) QSHARD_FOR_EACH_FP8(QSHARD_ENTRY, DecodeAll)},
     Join,
