@@ -169,12 +169,7 @@ Status QuantizeBlockBoth(const Exec<Cpu>& exec, const In* x, const Scales& scale
   return {};
 }
 
-#define QSHARD_INSTANTIATE_NVFP4(...) QSHARD_INSTANTIATE_FOR(__VA_ARGS__, E2M1, Nvfp4Scales)
-QSHARD_FOR_EACH_INPUT(QSHARD_INSTANTIATE_NVFP4, Cpu, QuantizeBlock)
-QSHARD_FOR_EACH_INPUT(QSHARD_INSTANTIATE_NVFP4, Cpu, QuantizeBlockBoth)
-QSHARD_FOR_EACH_INPUT(QSHARD_FOR_EACH_BLOCK_FORMAT, FloatScales, E8M0Scales, QSHARD_INSTANTIATE_FOR,
-                      Cpu, QuantizeBlock)
-QSHARD_FOR_EACH_INPUT(QSHARD_FOR_EACH_BLOCK_FORMAT, FloatScales, E8M0Scales, QSHARD_INSTANTIATE_FOR,
-                      Cpu, QuantizeBlockBoth)
+QSHARD_FOR_EACH_INPUT(QSHARD_FOR_EACH_SCALED_CODE, QSHARD_INSTANTIATE_FOR, Cpu, QuantizeBlock)
+QSHARD_FOR_EACH_INPUT(QSHARD_FOR_EACH_SCALED_CODE, QSHARD_INSTANTIATE_FOR, Cpu, QuantizeBlockBoth)
 
 }  // namespace qshard::kernels

@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(kThreads) EncodeKernel(const In* x, int64_t n,
   if (i >= n) return;
   const float v = Widen(x[i]);
   if constexpr (std::is_same_v<Code, E8M0>)
-    codes[i] = EncodeE8M0<PowerRounding::kUp>(v);
+    codes[i] = Encode<E8M0>(v);
   else
     codes[i] = EncodeWords<Code>({v}).value;
 }
@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   if (i >= n) return;
   if constexpr (std::is_same_v<Code, E8M0>) {
-    x[i] = DecodeE8M0(codes[i]);
+    x[i] = Decode<E8M0>(codes[i]);
   } else {
     float v[1];
     DecodeWords<Code>(Words<1>{codes[i]}, v);

@@ -14,7 +14,6 @@
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/magnitude.cuh"
 #include "kernels/delayed.h"
-#include "kernels/scale.h"
 
 namespace qshard::kernels {
 namespace {
@@ -35,29 +34,18 @@ Status LaunchForEach(const Exec<Cuda>& exec, int64_t n, const Body& body) {
   return LaunchStatus();
 }
 
-struct ScaleFromAmaxBody {
+template <class Code, class Scales>
+struct BlockScalesBody {
   __device__ __forceinline__ void operator()(int64_t i) const {
-    const float s = qshard::ScaleFromAmax(amax[i], rule.max, rule.eps, rule.pow2, rule.nonfinite);
-    scale[i] = s;
-    scale_inv[i] = ScaleInverse(s);
+    const auto s = scales.Of(amax[i], scales.template Shared<Code>(i));
+    scale[i] = s.scale;
+    scale_inv[i] = s.scale_inv;
   }
 
   const float* amax;
-  ScaleRule rule;
-  float *scale, *scale_inv;
-};
-
-struct ScaleE8M0Body {
-  __device__ __forceinline__ void operator()(int64_t i) const {
-    const uint8_t code = E8M0FromAmax(ShownAmax(amax[i], rule.nonfinite), rule.max, rule.rounding);
-    scale_inv[i] = code;
-    scale[i] = MultiplierE8M0(code);
-  }
-
-  const float* amax;
-  PowerRule rule;
+  Scales scales;
   float* scale;
-  uint8_t* scale_inv;
+  typename Scales::Stored* scale_inv;
 };
 
 struct GlobalScaleBody {
@@ -72,27 +60,8 @@ struct GlobalScaleBody {
   float *global_scale, *global_scale_inv;
 };
 
-struct ScaleNvfp4Body {
-  __device__ __forceinline__ void operator()(int64_t i) const {
-    const int64_t tensor = run >= n ? 0 : i / run;
-    const float global_scale = qshard::GlobalScaleNvfp4(global_amax[tensor], scale_max);
-    const BlockScaleNvfp4 s = qshard::ScaleNvfp4(ShownAmax(amax[i], nonfinite), global_scale);
-    scale[i] = s.scale;
-    scale_inv[i] = s.scale_inv;
-  }
-
-  const float* amax;
-  int64_t n;
-  const float* global_amax;
-  int64_t run;
-  float scale_max;
-  Nonfinite nonfinite;
-  float* scale;
-  uint8_t* scale_inv;
-};
-
 // FourOverSixDifference, with the element rounded in fewer steps.
-__device__ __forceinline__ float Difference(float x, BlockScaleNvfp4 candidate, float d,
+__device__ __forceinline__ float Difference(float x, BlockScale<uint8_t> candidate, float d,
                                             float global_amax, float max) {
   const float q = RoundE2M1(__fmul_rn(x, candidate.scale));
   return __fadd_rn(Divide(__fmul_rn(__fmul_rn(q, d), global_amax), max), -x);
@@ -122,7 +91,7 @@ __global__ void __launch_bounds__(kThreads)
   const FourAndSix candidates =
       FourOverSixCandidates(ShownAmax(__ldg(amax + block), rule.nonfinite), global_scale);
   const float max = __fmul_rn(E2M1::kMax, rule.scale_max);
-  const auto error = [&](BlockScaleNvfp4 candidate) {
+  const auto error = [&](BlockScale<uint8_t> candidate) {
     const float d = Decode<E4M3>(candidate.scale_inv);
     float sum = 0.0f;
 #pragma unroll
@@ -137,7 +106,7 @@ __global__ void __launch_bounds__(kThreads)
   };
   const float four = error(candidates.four), six = error(candidates.six);
   if (row != 0 || t / rows >= blocks) return;
-  const BlockScaleNvfp4 s = four < six ? candidates.four : candidates.six;
+  const BlockScale<uint8_t> s = four < six ? candidates.four : candidates.six;
   scale[block] = s.scale;
   scale_inv[block] = s.scale_inv;
 }
@@ -180,27 +149,16 @@ __global__ void __launch_bounds__(kUpdateThreads)
 
 }  // namespace
 
-Status ScaleFromAmax(const Exec<Cuda>& exec, const float* amax, int64_t n, ScaleRule rule,
-                     float* scale, float* scale_inv) {
-  return LaunchForEach(exec, n, ScaleFromAmaxBody{amax, rule, scale, scale_inv});
-}
-
-Status ScaleE8M0(const Exec<Cuda>& exec, const float* amax, int64_t n, PowerRule rule, float* scale,
-                 uint8_t* scale_inv) {
-  return LaunchForEach(exec, n, ScaleE8M0Body{amax, rule, scale, scale_inv});
+template <class Code, class Scales>
+Status BlockScales(const Exec<Cuda>& exec, const float* amax, int64_t n, const Scales& scales,
+                   float* scale, typename Scales::Stored* scale_inv) {
+  return LaunchForEach(exec, n, BlockScalesBody<Code, Scales>{amax, scales, scale, scale_inv});
 }
 
 Status GlobalScaleNvfp4(const Exec<Cuda>& exec, const float* global_amax, int64_t n,
                         float scale_max, float* global_scale, float* global_scale_inv) {
   return LaunchForEach(exec, n,
                        GlobalScaleBody{global_amax, scale_max, global_scale, global_scale_inv});
-}
-
-Status ScaleNvfp4(const Exec<Cuda>& exec, const float* amax, int64_t n, const float* global_amax,
-                  int64_t run, float scale_max, Nonfinite nonfinite, float* scale,
-                  uint8_t* scale_inv) {
-  return LaunchForEach(
-      exec, n, ScaleNvfp4Body{amax, n, global_amax, run, scale_max, nonfinite, scale, scale_inv});
 }
 
 template <class In>
@@ -225,6 +183,8 @@ Status UpdateDelayedScale(const Exec<Cuda>& exec, const float* amax, const float
                                                            new_history, new_scale, scale_inv);
   return LaunchStatus();
 }
+
+QSHARD_FOR_EACH_SCALED_CODE(QSHARD_INSTANTIATE_FOR, Cuda, BlockScales)
 
 #define QSHARD_SCALE_FOUR_OVER_SIX(In)                                                       \
   template Status ScaleFourOverSix(const Exec<Cuda>&, const In*, const float*, const float*, \

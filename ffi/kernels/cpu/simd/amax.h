@@ -45,7 +45,7 @@ QSHARD_INLINE float LargestOf(const In* x, int64_t n) {
   constexpr int64_t kWidth = kShortBytes / sizeof(In);
   V largest{};
   int64_t i = 0;
-  if (n >= kChunk) {  // Four chains, as each maximum waits for the one before.
+  if (n >= 4 * kWidth) {  // Four chains, as each maximum waits for the one before.
     V four[4] = {};
     for (; i + 4 * kWidth <= n; i += 4 * kWidth)
 #pragma GCC unroll 4
