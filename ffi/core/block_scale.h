@@ -16,17 +16,19 @@ QSHARD_INLINE float FiniteInverse(float v) {
   return FloatBits(inverse) == kFloatInfinityBits ? kFloatMax : CanonicalNan(inverse);
 }
 
+// The scale of a block, and its inverse as it is stored.
+template <class Stored>
+struct BlockScale {
+  float scale;
+  Stored scale_inv;
+};
+
 // --- stored scales: what scale_inv holds, and the value it stands for ---
 
 template <class Scale>
 struct StoredScale {  // a code of format Scale
   using Type = uint8_t;
   static QSHARD_INLINE float Value(uint8_t code) { return Decode<Scale>(code); }
-};
-template <>
-struct StoredScale<E8M0> {
-  using Type = uint8_t;
-  static QSHARD_INLINE float Value(uint8_t code) { return DecodeE8M0(code); }
 };
 template <>
 struct StoredScale<float> {
@@ -36,12 +38,13 @@ struct StoredScale<float> {
 
 // --- E8M0 ---
 
+enum class PowerRounding { kUp, kFloor };
+
 // The E8M0 code of scale_inv. kUp: the least power of two that is not below fl(amax * fl(1 / max)),
 // so that nothing saturates. kFloor, OCP's rule: amax's own exponent less that of `max`. `max` is
 // the largest element.
 QSHARD_INLINE uint8_t E8M0FromAmax(float amax, float max, PowerRounding rounding) {
-  if (rounding == PowerRounding::kUp)
-    return EncodeE8M0<PowerRounding::kUp>(amax * Divide(1.0f, max));
+  if (rounding == PowerRounding::kUp) return Encode<E8M0>(amax * Divide(1.0f, max));
   const int32_t bits = FloatBits(amax) & kFloatMagnitudeMask;
   if (bits >= kFloatInfinityBits) return bits > kFloatInfinityBits ? E8M0::kNan : E8M0::kMaxCode;
   const int32_t e = (bits >> 23) - ((FloatBits(max) >> 23) - E8M0::kBias);
@@ -63,26 +66,21 @@ QSHARD_INLINE float GlobalScaleNvfp4(float amax, float scale_max) {
   return ScaleFromAmax(amax, E2M1::kMax * scale_max, 0.0f, false);
 }
 
-struct BlockScaleNvfp4 {
-  float scale;        // what elements are multiplied by
-  uint8_t scale_inv;  // E4M3
-};
-
 // The stored code of a block scale, d = E4M3(min(v, 448)), and the multiplier of d as it was
 // rounded. The encoder's saturation is the minimum.
-QSHARD_INLINE BlockScaleNvfp4 StoreScaleNvfp4(float v, float global_scale) {
+QSHARD_INLINE BlockScale<uint8_t> StoreScaleNvfp4(float v, float global_scale) {
   const uint8_t code = Encode<E4M3>(v);
   return {FiniteInverse(Decode<E4M3>(code) * ScaleInverse(global_scale)), code};
 }
 
-QSHARD_INLINE BlockScaleNvfp4 ScaleNvfp4(float amax, float global_scale) {
+QSHARD_INLINE BlockScale<uint8_t> ScaleNvfp4(float amax, float global_scale) {
   return StoreScaleNvfp4(amax * (global_scale * Divide(1.0f, E2M1::kMax)), global_scale);
 }
 
 // Four over six: the two candidates, which take the amax of the block to 4 and to 6. The order of
 // operations is not that of ScaleNvfp4.
 struct FourAndSix {
-  BlockScaleNvfp4 four, six;
+  BlockScale<uint8_t> four, six;
 };
 
 QSHARD_INLINE FourAndSix FourOverSixCandidates(float amax, float global_scale) {
@@ -94,7 +92,7 @@ QSHARD_INLINE FourAndSix FourOverSixCandidates(float amax, float global_scale) {
 // fl(fl(fl(q * d) * global_amax) / max) - x, where q is x as the candidate stores it and `max` is
 // 6 * scale_max. Errors of a row of the block are summed in the order of elements; rows are summed
 // as a binary tree, row i with row i + 8, then + 4, + 2, + 1.
-QSHARD_INLINE float FourOverSixDifference(float x, BlockScaleNvfp4 candidate, float global_amax,
+QSHARD_INLINE float FourOverSixDifference(float x, BlockScale<uint8_t> candidate, float global_amax,
                                           float max) {
   const float q = Decode<E2M1>(Encode<E2M1>(x * candidate.scale));
   return Divide(q * Decode<E4M3>(candidate.scale_inv) * global_amax, max) - x;

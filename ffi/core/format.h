@@ -16,44 +16,39 @@
 
 namespace qshard {
 
-struct E4M3 {
-  static constexpr const char* kName = "float8_e4m3fn";
-  static constexpr int kBits = 8, kExponentBits = 4, kMantissaBits = 3, kBias = 7;
-  static constexpr float kMax = 448.0f;
-  static constexpr uint8_t kNan = 0x7F;
+template <int kExponent, int kMantissa>
+struct Element {
+  static constexpr int kBits = 1 + kExponent + kMantissa;
+  static constexpr int kExponentBits = kExponent, kMantissaBits = kMantissa;
+  static constexpr int kBias = (1 << (kExponent - 1)) - 1;
+  static constexpr uint8_t kNan = (1 << (kBits - 1)) - 1;
   static constexpr bool kInfinity = false;
 };
 
-struct E5M2 {
+struct E4M3 : Element<4, 3> {
+  static constexpr const char* kName = "float8_e4m3fn";
+  static constexpr float kMax = 448.0f;
+};
+
+struct E5M2 : Element<5, 2> {
   static constexpr const char* kName = "float8_e5m2";
-  static constexpr int kBits = 8, kExponentBits = 5, kMantissaBits = 2, kBias = 15;
   static constexpr float kMax = 57344.0f;
-  static constexpr uint8_t kNan = 0x7F;
   static constexpr bool kInfinity = true;
 };
 
-struct E2M3 {
+struct E2M3 : Element<2, 3> {
   static constexpr const char* kName = "float6_e2m3fn";
-  static constexpr int kBits = 6, kExponentBits = 2, kMantissaBits = 3, kBias = 1;
   static constexpr float kMax = 7.5f;
-  static constexpr uint8_t kNan = 0x1F;
-  static constexpr bool kInfinity = false;
 };
 
-struct E3M2 {
+struct E3M2 : Element<3, 2> {
   static constexpr const char* kName = "float6_e3m2fn";
-  static constexpr int kBits = 6, kExponentBits = 3, kMantissaBits = 2, kBias = 3;
   static constexpr float kMax = 28.0f;
-  static constexpr uint8_t kNan = 0x1F;
-  static constexpr bool kInfinity = false;
 };
 
-struct E2M1 {
+struct E2M1 : Element<2, 1> {
   static constexpr const char* kName = "float4_e2m1fn";
-  static constexpr int kBits = 4, kExponentBits = 2, kMantissaBits = 1, kBias = 1;
   static constexpr float kMax = 6.0f;
-  static constexpr uint8_t kNan = 0x7;
-  static constexpr bool kInfinity = false;
 };
 
 struct E8M0 {

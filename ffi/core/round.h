@@ -2,7 +2,7 @@
 // code.
 //
 // All fp32 arithmetic assumes round-to-nearest-even and no flushing of subnormals (the CPU side
-// enforces both, see cpu/float_environment.h; nvcc's default is both). Every function is forced
+// enforces both, see cpu/parallel_for.h; nvcc's default is both). Every function is forced
 // inline: each SIMD target compiles its own copy, and an out-of-line copy shared between targets
 // would be an ODR trap.
 #ifndef QSHARD_CORE_ROUND_H_
@@ -179,27 +179,22 @@ QSHARD_INLINE float Decode(uint8_t code) {
   return FloatFromBits(w);
 }
 
-// E8M0 encodes a non-negative scale, rounded up to a power of two (arXiv:2506.08027), or down (OCP
-// MX v1.0). NaN gives 255, inf and everything above 2^127 give 254; 0 gives 0 (2^-127, the smallest
-// there is).
-enum class PowerRounding { kUp, kFloor };
-
-template <PowerRounding kRounding>
-QSHARD_INLINE uint8_t EncodeE8M0(float v) {
+// E8M0 encodes a non-negative scale, rounded up to a power of two (arXiv:2506.08027). NaN gives
+// 255, inf and everything above 2^127 give 254; 0 gives 0 (2^-127, the smallest there is).
+template <>
+QSHARD_INLINE uint8_t Encode<E8M0>(float v) {
   const int32_t w = FloatBits(v) & kFloatMagnitudeMask;
   const int32_t exponent = w >> 23;
   const int32_t mantissa = w & kFloatMantissaMask;
-  int32_t e = exponent;
-  if (kRounding == PowerRounding::kUp) {
-    // A subnormal up to 2^-127 is what byte 0 stands for.
-    const int32_t up = Select(exponent == 0, mantissa > kTwoToMinus127Bits, mantissa != 0);
-    e += Select(exponent < E8M0::kMaxCode, up, 0);
-  }
+  // A subnormal up to 2^-127 is what byte 0 stands for.
+  const int32_t up = Select(exponent == 0, mantissa > kTwoToMinus127Bits, mantissa != 0);
+  int32_t e = exponent + Select(exponent < E8M0::kMaxCode, up, 0);
   e = Select(w >= kFloatInfinityBits, static_cast<int32_t>(E8M0::kMaxCode), e);
   return static_cast<uint8_t>(Select(w > kFloatInfinityBits, static_cast<int32_t>(E8M0::kNan), e));
 }
 
-QSHARD_INLINE float DecodeE8M0(uint8_t code) {
+template <>
+QSHARD_INLINE float Decode<E8M0>(uint8_t code) {
   const int32_t w = Select(code == 0, kTwoToMinus127Bits, static_cast<int32_t>(code) << 23);
   return FloatFromBits(Select(code == E8M0::kNan, kNanBits, w));
 }

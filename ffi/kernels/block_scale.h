@@ -1,31 +1,81 @@
 #ifndef QSHARD_KERNELS_BLOCK_SCALE_H_
 #define QSHARD_KERNELS_BLOCK_SCALE_H_
 
+#include <cstdint>
+
 #include "core/block.h"
-#include "core/round.h"
-#include "core/scale.h"
+#include "core/block_scale.h"
 #include "kernels/launcher.h"
 
-// Scales from amaxes, elementwise over a grid of n blocks. The formulas are core/block_scale.h.
+// Scales from amaxes, elementwise. The formulas are core/scale.h and core/block_scale.h.
 namespace qshard::kernels {
 
-struct PowerRule {
-  float max;  // of the element format
+// --- how scales of a grid come from amaxes: scales.Of(amax, scales.Shared<Code>(i)) for block i.
+// Runs of `run` blocks share the second. ---
+
+// fp32.
+struct FloatScales {
+  using Stored = float;
+  static constexpr int64_t run = INT64_MAX;
+  template <class Code>
+  QSHARD_INLINE float Shared(int64_t) const {
+    return Code::kMax;
+  }
+  QSHARD_INLINE BlockScale<float> Of(float amax, float max) const {
+    const float scale = ScaleFromAmax(amax, max, eps, pow2, nonfinite);
+    return {scale, ScaleInverse(scale)};
+  }
+
+  float eps;
+  bool pow2;
+  Nonfinite nonfinite;
+};
+
+// E8M0.
+struct E8M0Scales {
+  using Stored = uint8_t;
+  static constexpr int64_t run = INT64_MAX;
+  template <class Code>
+  QSHARD_INLINE float Shared(int64_t) const {
+    return Code::kMax;
+  }
+  QSHARD_INLINE BlockScale<uint8_t> Of(float amax, float max) const {
+    const uint8_t code = E8M0FromAmax(ShownAmax(amax, nonfinite), max, rounding);
+    return {MultiplierE8M0(code), code};
+  }
+
   PowerRounding rounding;
   Nonfinite nonfinite;
 };
 
-// scale_inv[i] = E8M0FromAmax(ShownAmax(amax[i])), scale[i] = MultiplierE8M0(scale_inv[i]).
-QSHARD_LAUNCHER(ScaleE8M0, const float* amax, int64_t n, PowerRule rule, float* scale,
-                uint8_t* scale_inv);
+// E4M3 under global fp32 scales: block i has that of global_amax[i / run].
+struct Nvfp4Scales {
+  using Stored = uint8_t;
+  template <class Code>
+  QSHARD_INLINE float Shared(int64_t i) const {
+    return qshard::GlobalScaleNvfp4(global_amax[i < run ? 0 : i / run], scale_max);
+  }
+  QSHARD_INLINE BlockScale<uint8_t> Of(float amax, float global_scale) const {
+    return ScaleNvfp4(ShownAmax(amax, nonfinite), global_scale);
+  }
+
+  const float* global_amax;
+  int64_t run;
+  float scale_max;
+  Nonfinite nonfinite;
+};
+
+// scale[i], scale_inv[i] of n amaxes. Code is of 8 bits with FloatScales, any element with
+// E8M0Scales, and E2M1 with Nvfp4Scales.
+QSHARD_LAUNCHER_TEMPLATE((class Code, class Scales), BlockScales, const float* amax, int64_t n,
+                         const Scales& scales, float* scale, typename Scales::Stored* scale_inv);
+#define QSHARD_FOR_EACH_SCALED_CODE(X, ...)                             \
+  QSHARD_FOR_EACH_BLOCK_FORMAT(FloatScales, E8M0Scales, X, __VA_ARGS__) \
+  X(__VA_ARGS__, E2M1, Nvfp4Scales)
 
 // global_scale[i] = GlobalScaleNvfp4(global_amax[i]), global_scale_inv[i] = its inverse.
 QSHARD_LAUNCHER(GlobalScaleNvfp4, const float* global_amax, int64_t n, float scale_max,
                 float* global_scale, float* global_scale_inv);
-
-// scale[i], scale_inv[i] = ScaleNvfp4(ShownAmax(amax[i]), S of global_amax[i / run]).
-QSHARD_LAUNCHER(ScaleNvfp4, const float* amax, int64_t n, const float* global_amax, int64_t run,
-                float scale_max, Nonfinite nonfinite, float* scale, uint8_t* scale_inv);
 
 struct FourOverSixRule {
   float scale_max;

@@ -1,66 +1,11 @@
 // Quantizing in blocks with one read of x: amax of a block, scale, codes. The bits are those of the
-// steps one by one (block_cast.h, block_scale.h, scale.h).
+// steps one by one (block_cast.h, block_scale.h).
 #ifndef QSHARD_KERNELS_QUANTIZE_BLOCK_H_
 #define QSHARD_KERNELS_QUANTIZE_BLOCK_H_
 
-#include "core/block.h"
-#include "core/block_scale.h"
-#include "kernels/launcher.h"
+#include "kernels/block_scale.h"
 
 namespace qshard::kernels {
-
-// --- how the scale of a block comes from its amax ---
-
-template <class StoredType>
-struct BlockScale {
-  float scale;           // what elements are multiplied by
-  StoredType scale_inv;  // what is stored
-};
-
-// fp32 (core/scale.h).
-struct FloatScales {
-  using Stored = float;
-  template <class Code>
-  QSHARD_INLINE BlockScale<float> Of(float amax) const {
-    const float scale = qshard::ScaleFromAmax(amax, Code::kMax, eps, pow2, nonfinite);
-    return {scale, ScaleInverse(scale)};
-  }
-
-  float eps;
-  bool pow2;
-  Nonfinite nonfinite;
-};
-
-// E8M0 (core/block_scale.h).
-struct E8M0Scales {
-  using Stored = uint8_t;
-  template <class Code>
-  QSHARD_INLINE BlockScale<uint8_t> Of(float amax) const {
-    const uint8_t code = E8M0FromAmax(ShownAmax(amax, nonfinite), Code::kMax, rounding);
-    return {MultiplierE8M0(code), code};
-  }
-
-  PowerRounding rounding;
-  Nonfinite nonfinite;
-};
-
-// E4M3 under global fp32 scales (core/block_scale.h): block i of a grid, row-major, has the global
-// scale of global_amax[i / run].
-struct Nvfp4Scales {
-  using Stored = uint8_t;
-  QSHARD_INLINE float GlobalScale(int64_t i) const {
-    return qshard::GlobalScaleNvfp4(global_amax[i / run], scale_max);
-  }
-  QSHARD_INLINE BlockScale<uint8_t> Of(float amax, float global_scale) const {
-    const BlockScaleNvfp4 s = qshard::ScaleNvfp4(ShownAmax(amax, nonfinite), global_scale);
-    return {s.scale, s.scale_inv};
-  }
-
-  const float* global_amax;
-  int64_t run;
-  float scale_max;
-  Nonfinite nonfinite;
-};
 
 // --- one set of blocks ---
 
@@ -74,8 +19,8 @@ struct BlockPlane {
   StoredType* scale_inv_t = nullptr;
 };
 
-// Of x, which is `blocks`: scale_inv[block] = scales.Of(amax of the block).scale_inv, and
-// data[i] = Encode<Code>(x[i] * scale of the block of i).
+// Of x, which is `blocks`: scale_inv[block] is that of the amax of the block, and data[i] =
+// Encode<Code>(x[i] * scale of the block of i).
 //
 // Code is of 8 bits with FloatScales, any element with E8M0Scales, and E2M1 with Nvfp4Scales.
 // Blocks of any size, cut at the edges. 4-bit codes are packed two a byte along the rows of data

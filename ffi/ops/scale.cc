@@ -1,21 +1,27 @@
 // Scales from amaxes, elementwise. The formulas are core/scale.h and core/block_scale.h.
 //
 // Ops, never framework arithmetic, so that eager, jitted and compiled code cannot drift apart.
-#include "kernels/scale.h"
-
 #include "core/handler.h"
 #include "kernels/block_scale.h"
 
 namespace qshard {
 
+namespace {
+
+template <class Code, class Platform, class Scales>
+Error BlockScales(const Call<Platform>& call, const Scales& scales) {
+  return call(kernels::BlockScales<Code>(call.exec, Data<float>(call.arg(0)), Elements(call.arg(0)),
+                                         scales, Mutable<float>(call.ret(0)),
+                                         Mutable<typename Scales::Stored>(call.ret(1))));
+}
+
+}  // namespace
+
 // scale = max / amax and scale_inv = 1 / scale.
 QSHARD_DEFINE_OP(scale_from_amax) {
   return DispatchFp8(call, [&](auto code) {
-    const kernels::ScaleRule rule{decltype(code)::type::kMax, call.number("eps"), call.flag("pow2"),
-                                  call.nonfinite()};
-    return call(kernels::ScaleFromAmax(call.exec, Data<float>(call.arg(0)), Elements(call.arg(0)),
-                                       rule, Mutable<float>(call.ret(0)),
-                                       Mutable<float>(call.ret(1))));
+    return BlockScales<typename decltype(code)::type>(
+        call, kernels::FloatScales{call.number("eps"), call.flag("pow2"), call.nonfinite()});
   });
 }
 
@@ -23,12 +29,10 @@ QSHARD_DEFINE_OP(scale_from_amax) {
 // "up": no finite element saturates (arXiv:2506.08027). "floor": OCP MX v1.0, 6.3.
 QSHARD_DEFINE_OP(scale_e8m0) {
   return DispatchElement(call, [&](auto code) {
-    const kernels::PowerRule rule{
-        decltype(code)::type::kMax,
-        call.text("rounding") == "up" ? PowerRounding::kUp : PowerRounding::kFloor,
-        call.nonfinite()};
-    return call(kernels::ScaleE8M0(call.exec, Data<float>(call.arg(0)), Elements(call.arg(0)), rule,
-                                   Mutable<float>(call.ret(0)), Mutable<uint8_t>(call.ret(1))));
+    return BlockScales<typename decltype(code)::type>(
+        call, kernels::E8M0Scales{
+                  call.text("rounding") == "up" ? PowerRounding::kUp : PowerRounding::kFloor,
+                  call.nonfinite()});
   });
 }
 
@@ -43,10 +47,8 @@ QSHARD_DEFINE_OP(global_scale_nvfp4) {
 // The scale of each block of NVFP4 under the global scale of its tensor, or row, and its inverse as
 // E4M3.
 QSHARD_DEFINE_OP(scale_nvfp4) {
-  return call(kernels::ScaleNvfp4(call.exec, Data<float>(call.arg(0)), Elements(call.arg(0)),
-                                  Data<float>(call.arg(1)), call.ArgRun(1),
-                                  call.number("scale_max"), call.nonfinite(),
-                                  Mutable<float>(call.ret(0)), Mutable<uint8_t>(call.ret(1))));
+  return BlockScales<E2M1>(call, kernels::Nvfp4Scales{Data<float>(call.arg(1)), call.ArgRun(1),
+                                                      call.number("scale_max"), call.nonfinite()});
 }
 
 // As scale_nvfp4, but each block may take its amax to 4 instead of 6, where that makes its error

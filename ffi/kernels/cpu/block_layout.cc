@@ -1,4 +1,4 @@
-// hadamard, transpose_packed and swizzle_scale on the CPU.
+// hadamard and swizzle_scale on the CPU.
 #include "kernels/block_layout.h"
 
 #include <cstring>
@@ -14,41 +14,6 @@ Status Hadamard(const Exec<Cpu>& exec, const In* x, const Blocks& blocks, bfloat
   const int64_t element_step = blocks.block_cols == 1 ? blocks.cols : 1;
   ParallelPieces(exec, blocks, [&](const Piece& piece) {
     hadamard(x + piece.start, piece.num_blocks, element_step, blocks.block_cols, y + piece.start);
-  });
-  return {};
-}
-
-Status TransposePacked(const Exec<Cpu>& exec, const uint8_t* data, int64_t batch, int64_t rows,
-                       int64_t cols, uint8_t* data_t) {
-  constexpr int64_t kRows = 2 * kTile;  // their codes, of one column, are a cache line
-  const auto transpose = Simd().transpose;
-  const auto split_nibbles = Simd().split_nibbles;
-  const int64_t width = cols / 2, width_t = rows / 2;
-  const int64_t down = (rows + kRows - 1) / kRows;
-  ParallelFor(exec, width == 0 ? 0 : batch * down, [&](int64_t strip) {
-    const int64_t b = strip / down, row = strip % down * kRows;
-    const int64_t height = std::min(kRows, rows - row);
-    const uint8_t* in = data + (b * rows + row) * width;
-    uint8_t* out = data_t + b * cols * width_t + row / 2;
-    // Bytes, and bytes transposed: a row of those has the codes of two columns.
-    uint8_t tile[kTile][kTile], tile_t[kTile][kTile];
-    for (int64_t j = 0; j < width; j += kTile) {
-      const int64_t bytes = std::min(kTile, width - j);
-      for (int64_t i = 0; i < height; i += kTile) {
-        const int64_t codes = std::min(kTile, height - i);
-        const uint8_t* corner = in + i * width + j;
-        if (codes == kTile && bytes == kTile) {
-          transpose(corner, width, tile_t[0], kTile);
-        } else {
-          for (int64_t r = 0; r < codes; ++r) std::memcpy(tile[r], corner + r * width, bytes);
-          transpose(tile[0], kTile, tile_t[0], kTile);
-        }
-        for (int64_t c = 0; c < bytes; ++c) {
-          uint8_t* even = out + i / 2 + 2 * (j + c) * width_t;
-          split_nibbles(tile_t[c], codes / 2, even, even + width_t);
-        }
-      }
-    }
   });
   return {};
 }

@@ -3,25 +3,17 @@
 
 #include "kernels/cpu/block_pieces.h"
 #include "kernels/cpu/scales_of.h"
-#include "kernels/scale.h"
 
 namespace qshard::kernels {
 namespace {
 constexpr int64_t kGrain = 32;  // a scale is as slow as moving that many bytes
 }
 
-Status ScaleFromAmax(const Exec<Cpu>& exec, const float* amax, int64_t n, ScaleRule rule,
-                     float* scale, float* scale_inv) {
+template <class Code, class Scales>
+Status BlockScales(const Exec<Cpu>& exec, const float* amax, int64_t n, const Scales& scales,
+                   float* scale, typename Scales::Stored* scale_inv) {
   ParallelRanges(exec, n, kGrain, [&](int64_t begin, int64_t end) {
-    Simd().float_scales(amax + begin, end - begin, rule, scale + begin, scale_inv + begin);
-  });
-  return {};
-}
-
-Status ScaleE8M0(const Exec<Cpu>& exec, const float* amax, int64_t n, PowerRule rule, float* scale,
-                 uint8_t* scale_inv) {
-  ParallelRanges(exec, n, kGrain, [&](int64_t begin, int64_t end) {
-    Simd().e8m0_scales(amax + begin, end - begin, rule, scale + begin, scale_inv + begin);
+    ScalesOf<Code>(scales, amax + begin, begin, end - begin, scale + begin, scale_inv + begin);
   });
   return {};
 }
@@ -33,16 +25,6 @@ Status GlobalScaleNvfp4(const Exec<Cpu>& exec, const float* global_amax, int64_t
       global_scale[i] = qshard::GlobalScaleNvfp4(global_amax[i], scale_max);
       global_scale_inv[i] = ScaleInverse(global_scale[i]);
     }
-  });
-  return {};
-}
-
-Status ScaleNvfp4(const Exec<Cpu>& exec, const float* amax, int64_t n, const float* global_amax,
-                  int64_t run, float scale_max, Nonfinite nonfinite, float* scale,
-                  uint8_t* scale_inv) {
-  const Nvfp4Scales rule{global_amax, run, scale_max, nonfinite};
-  ParallelRanges(exec, n, kGrain, [&](int64_t begin, int64_t end) {
-    ScalesOf<E2M1>(rule, amax + begin, begin, end - begin, scale + begin, scale_inv + begin);
   });
   return {};
 }
@@ -66,7 +48,7 @@ Status ScaleFourOverSix(const Exec<Cpu>& exec, const In* x, const float* amax,
       block.global_scale = qshard::GlobalScaleNvfp4(block.global_amax, rule.scale_max);
       const FourAndSix candidates = FourOverSixCandidates(block.amax, block.global_scale);
       const bool four = takes_four(x + piece.start + b * blocks.block_cols, block);
-      const BlockScaleNvfp4 s = four ? candidates.four : candidates.six;
+      const BlockScale<uint8_t> s = four ? candidates.four : candidates.six;
       scale[i] = s.scale;
       scale_inv[i] = s.scale_inv;
     }
@@ -74,6 +56,7 @@ Status ScaleFourOverSix(const Exec<Cpu>& exec, const In* x, const float* amax,
   return {};
 }
 
+QSHARD_FOR_EACH_SCALED_CODE(QSHARD_INSTANTIATE_FOR, Cpu, BlockScales)
 QSHARD_FOR_EACH_INPUT(QSHARD_INSTANTIATE_FOR, Cpu, ScaleFourOverSix)
 
 }  // namespace qshard::kernels

@@ -1,9 +1,11 @@
-// cast and dequantize on the CPU: x and data are read and written once, in order, by ranges.
+// cast and dequantize on the CPU, and encode and decode, which are these with scale 1: x and data
+// are read and written once, in order, by ranges.
 #include "kernels/cast.h"
 
 #include "kernels/cpu/parallel_for.h"
 #include "kernels/cpu/simd.h"
 #include "kernels/cpu/stream.h"
+#include "kernels/element.h"
 
 namespace qshard::kernels {
 namespace {
@@ -54,6 +56,30 @@ Status Dequantize(const Exec<Cpu>& exec, const uint8_t* data, const float* scale
   return {};
 }
 
+namespace {
+constexpr float kOne = 1.0f;
+}
+
+template <class In, class Code>
+Status EncodeElements(const Exec<Cpu>& exec, const In* x, int64_t n, uint8_t* codes) {
+  if constexpr (!std::is_same_v<Code, E8M0>) return Cast<In, Code>(exec, x, &kOne, 1, n, codes);
+  ParallelMap(exec, n, sizeof(In), codes, [&](int64_t begin, int64_t end, uint8_t* to) {
+    Simd().encode_e8m0[kInputIndex<In>](x + begin, end - begin, to);
+  });
+  return {};
+}
+
+template <class Code>
+Status DecodeElements(const Exec<Cpu>& exec, const uint8_t* codes, int64_t n, float* x) {
+  if constexpr (!std::is_same_v<Code, E8M0>) return Dequantize<Code>(exec, codes, &kOne, 1, n, x);
+  ParallelMap(exec, n, 1, x, [&](int64_t begin, int64_t end, float* to) {
+    Simd().decode_e8m0(codes + begin, end - begin, to);
+  });
+  return {};
+}
+
+QSHARD_FOR_EACH_INPUT(QSHARD_FOR_EACH_CODE, QSHARD_INSTANTIATE_FOR, Cpu, EncodeElements)
+QSHARD_FOR_EACH_CODE(QSHARD_INSTANTIATE_FOR, Cpu, DecodeElements)
 QSHARD_FOR_EACH_INPUT(QSHARD_FOR_EACH_FP8, QSHARD_INSTANTIATE_FOR, Cpu, Cast)
 QSHARD_FOR_EACH_FP8(QSHARD_FOR_EACH_INPUT, QSHARD_INSTANTIATE_FOR, Cpu, Dequantize)
 

@@ -47,6 +47,24 @@ void CastRowStochastic(const In* x, int64_t n, const RowScales& scales, const ui
   });
 }
 
+// Stores one code; what shares its byte stays.
+template <class Code>
+void StoreCode(uint8_t* data, int64_t i, uint8_t code) {
+  constexpr int kBits = 8 / kCodesPerByte<Code>;  // that a code has for itself
+  uint8_t& byte = data[i / kCodesPerByte<Code>];
+  const int shift = static_cast<int>(i % kCodesPerByte<Code>) * kBits;
+  byte = static_cast<uint8_t>((byte & ~(((1 << kBits) - 1) << shift)) | code << shift);
+}
+
+// If infinities are to show, the codes of infinite elements become NaN.
+template <class Code, class In>
+void ShowInfinite(Nonfinite nonfinite, const In* x, int64_t n, uint8_t* data) {
+  if (nonfinite == Nonfinite::kSaturate) return;
+  for (int64_t i = 0; i < n; ++i)
+    if ((FloatBits(Widen(x[i])) & kFloatMagnitudeMask) == kFloatInfinityBits)
+      StoreCode<Code>(data, i, Code::kNan);
+}
+
 template <class Code, class Out>
 void DequantizeRow(const uint8_t* data, int64_t n, const RowScales& scales, Out* x) {
   const auto dequantize = Simd().dequantize[kElementIndex<Code>][kInputIndex<Out>];

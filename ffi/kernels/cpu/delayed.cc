@@ -3,24 +3,25 @@
 #include "kernels/delayed.h"
 
 #include "core/block_scale.h"
+#include "kernels/cpu/coded_rows.h"
 #include "kernels/cpu/parallel_for.h"
 #include "kernels/cpu/raise_amax.h"
 
 namespace qshard::kernels {
+
 template <class In, class Code>
 Status CastAmax(const Exec<Cpu>& exec, const In* x, const float* scale, int64_t scale_length,
                 Nonfinite nonfinite, int64_t n, int64_t runs, int64_t amax_length, uint8_t* data,
                 float* amax) {
-  constexpr int64_t kPiece = 1 << 12, kPieces = 4;
+  constexpr int64_t kPiece = 1 << 12;
   const auto cast = Simd().cast[kInputIndex<In>][kElementIndex<Code>];
   std::fill_n(amax, runs, 0.0f);
-  ParallelRanges(exec, n, kPieces * kPiece, [&](int64_t begin, int64_t end) {
-    for (; begin < end; begin += kPiece) {
-      const int64_t stop = std::min(end, begin + kPiece);
+  ParallelRanges(exec, n, sizeof(In) + 1, [&](int64_t begin, int64_t end) {
+    for (int64_t stop; begin < end; begin = stop) {
+      stop = std::min(end, begin + kPiece);
       const bool finite = RaiseAmaxes(x, begin, stop, amax_length, amax);
       cast(x + begin, stop - begin, {scale, scale_length, begin}, /*ahead=*/0, data + begin);
-      if (!finite && nonfinite == Nonfinite::kNan)
-        ShowInfinite<Code>(x + begin, stop - begin, data + begin);
+      if (!finite) ShowInfinite<Code>(nonfinite, x + begin, stop - begin, data + begin);
     }
   });
   return {};

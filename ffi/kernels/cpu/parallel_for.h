@@ -8,11 +8,42 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
 
 #include "core/exec.h"
-#include "kernels/cpu/float_environment.h"
 
 namespace qshard::kernels {
+
+// XLA and torch may run us with subnormals flushed to zero; the formulas assume IEEE arithmetic.
+// Round to nearest even, no flushing, exceptions masked; the old state comes back at the end of the
+// scope.
+class ScopedFloatEnvironment {
+ public:
+  ScopedFloatEnvironment(const ScopedFloatEnvironment&) = delete;
+  ScopedFloatEnvironment& operator=(const ScopedFloatEnvironment&) = delete;
+
+#if defined(__x86_64__)
+  ScopedFloatEnvironment() : saved_(_mm_getcsr()) { _mm_setcsr(kDefaultMxcsr); }
+  ~ScopedFloatEnvironment() { _mm_setcsr(saved_); }
+
+ private:
+  static constexpr unsigned kDefaultMxcsr = 0x1F80;
+  unsigned saved_;
+#elif defined(__aarch64__)
+  ScopedFloatEnvironment() {
+    asm volatile("mrs %0, fpcr" : "=r"(saved_));
+    asm volatile("msr fpcr, %0" : : "r"(uint64_t{0}));
+  }
+  ~ScopedFloatEnvironment() { asm volatile("msr fpcr, %0" : : "r"(saved_)); }
+
+ private:
+  uint64_t saved_;
+#else
+  ScopedFloatEnvironment() {}
+#endif
+};
 
 // Calls body(i) for every i in [0, blocks), each once, in any order, and returns when all are done.
 // At most exec.num_threads threads work, the caller's among them, and no more than there are

@@ -1,26 +1,16 @@
 // Quantizing in blocks on the CPU. A task takes a piece of x that stays in L2, and does all that is
-// wanted of it: amaxes, scales, codes of one plane or of both. Codes that are stored transposed are
-// gathered in a panel and turned there, by tiles of 64 x 64.
+// wanted of it: amaxes, scales, codes of one plane or of both.
 #include "kernels/quantize_block.h"
 
 #include <cstring>
 
 #include "kernels/cpu/block_pieces.h"
 #include "kernels/cpu/coded_rows.h"
+#include "kernels/cpu/panel.h"
 #include "kernels/cpu/scales_of.h"
-#include "kernels/cpu/stream.h"
 
 namespace qshard::kernels {
 namespace {
-
-constexpr int64_t kPanelRows = 256, kPanelCols = 256;
-
-// Codes on their way to a transposed plane.
-struct Panel {
-  // The odd line keeps rows apart in the sets of a cache.
-  alignas(kLineBytes) uint8_t codes[kPanelRows][kPanelCols + kLineBytes];
-  alignas(kLineBytes) uint8_t turned[kTile][kPanelRows];
-};
 
 // Part of the matrices, whole blocks but for the edges.
 struct Rectangle {
@@ -54,12 +44,12 @@ struct PlaneOf {
         strip.rows = std::min(blocks.block_rows, part.rows - row);
         float scale[kPieceBlocks];
         MakeScales(strip, scale);
-        if (in_panel)
-          CastToPanel(strip, scale, row, 0, strip.cols, *panel);
-        else if (out.data_t)
-          CastByTiles(strip, scale, *panel);
-        else
+        if (!out.data_t)
           Cast(strip, scale);
+        else if (in_panel)
+          CastToPanel(strip, {scale, blocks.block_cols}, row, *panel);
+        else
+          CastByPanels(strip, scale, *panel);
       }
       if (in_panel) Turn(part, *panel);
     }
@@ -95,59 +85,42 @@ struct PlaneOf {
                     out.data + i / kCodesPerByte<Code>);
   }
 
-  // Casts columns begin .. end of a strip, into rows of the panel from `row` on.
-  void CastToPanel(const Rectangle& strip, const float* scale, int64_t row, int64_t begin,
-                   int64_t end, Panel& panel) const {
+  // Casts a rectangle into rows of the panel from `row` on, and into data if that is wanted too.
+  void CastToPanel(const Rectangle& part, const RowScales& scales, int64_t row,
+                   Panel& panel) const {
     const auto cast = Simd().cast[kInputIndex<In>][kElementIndex<Code>];
-    const int64_t first = ElementAt(strip) + begin, n = end - begin;
-    for (int64_t r = 0; r < strip.rows; ++r) {
-      const int64_t i = first + r * blocks.cols;
+    for (int64_t r = 0; r < part.rows; ++r) {
+      const int64_t i = ElementAt(part) + r * blocks.cols;
       uint8_t* codes = panel.codes[row + r];
-      cast(x + i, n, {scale, blocks.block_cols}, /*ahead=*/0, codes);
+      cast(x + i, part.cols, scales, /*ahead=*/0, codes);
       if (!out.data) continue;
       if (kCodesPerByte<Code> == 2)
-        Simd().pack_pairs(codes, n / 2, out.data + i / 2);
+        Simd().pack_pairs(codes, part.cols / 2, out.data + i / 2);
       else
-        std::memcpy(out.data + i, codes, n);
+        std::memcpy(out.data + i, codes, part.cols);
     }
   }
 
   // A row of blocks that are larger than a panel.
-  void CastByTiles(const Rectangle& strip, const float* scale, Panel& panel) const {
+  void CastByPanels(const Rectangle& strip, const float* scale, Panel& panel) const {
     for (int64_t row = 0; row < strip.rows; row += kPanelRows) {
-      Rectangle tile = strip;
-      tile.row = strip.row + row;
-      tile.rows = std::min(kPanelRows, strip.rows - row);
-      const int64_t block_end = strip.col + strip.cols;
-      for (int64_t col = strip.col; col < block_end; col += tile.cols) {
-        const int64_t block = (col - strip.col) / blocks.block_cols;
-        const int64_t left = strip.col + (block + 1) * blocks.block_cols - col;
-        tile.col = col;
-        tile.cols = std::min({kPanelCols, left, block_end - col});
-        CastToPanel(tile, scale + block, 0, 0, tile.cols, panel);
-        Turn(tile, panel);
+      for (int64_t col = 0; col < strip.cols; col += kPanelCols) {
+        const Rectangle part{strip.batch, strip.row + row, strip.col + col,
+                             std::min(kPanelRows, strip.rows - row),
+                             std::min(kPanelCols, strip.cols - col)};
+        CastToPanel(part, {scale, blocks.block_cols, col}, 0, panel);
+        Turn(part, panel);
       }
     }
   }
 
-  // Turns the codes of a rectangle from a panel into data_t.
   void Turn(const Rectangle& part, Panel& panel) const {
-    const auto transpose = Simd().transpose;
-    int64_t height = part.rows;
-    if (kCodesPerByte<Code> == 2) {
-      height /= 2;
-      for (int64_t r = 0; r < height; ++r)
-        Simd().pack_rows(panel.codes[2 * r], panel.codes[2 * r + 1], part.cols, panel.codes[r]);
-    }
-    const int64_t stride = blocks.rows / kCodesPerByte<Code>;
-    uint8_t* to = out.data_t + (part.batch * blocks.cols + part.col) * stride +
-                  part.row / kCodesPerByte<Code>;
-    for (int64_t j = 0; j < part.cols; j += kTile) {
-      for (int64_t i = 0; i < height; i += kTile)
-        transpose(panel.codes[i] + j, sizeof(panel.codes[0]), panel.turned[0] + i, kPanelRows);
-      for (int64_t k = 0; k < std::min(kTile, part.cols - j); ++k)
-        std::memcpy(to + (j + k) * stride, panel.turned[k], height);
-    }
+    constexpr int64_t kPerByte = kCodesPerByte<Code>;
+    const int64_t height = part.rows / kPerByte, stride = blocks.rows / kPerByte;
+    for (int64_t r = 0; kPerByte == 2 && r < height; ++r)
+      Simd().pack_rows(panel.codes[2 * r], panel.codes[2 * r + 1], part.cols, panel.codes[r]);
+    uint8_t* to = out.data_t + (part.batch * blocks.cols + part.col) * stride;
+    panel.Turn(height, part.cols, to + part.row / kPerByte, stride, /*stream=*/false);
   }
 };
 
@@ -196,12 +169,7 @@ Status QuantizeBlockBoth(const Exec<Cpu>& exec, const In* x, const Scales& scale
   return {};
 }
 
-#define QSHARD_INSTANTIATE_NVFP4(...) QSHARD_INSTANTIATE_FOR(__VA_ARGS__, E2M1, Nvfp4Scales)
-QSHARD_FOR_EACH_INPUT(QSHARD_INSTANTIATE_NVFP4, Cpu, QuantizeBlock)
-QSHARD_FOR_EACH_INPUT(QSHARD_INSTANTIATE_NVFP4, Cpu, QuantizeBlockBoth)
-QSHARD_FOR_EACH_INPUT(QSHARD_FOR_EACH_BLOCK_FORMAT, FloatScales, E8M0Scales, QSHARD_INSTANTIATE_FOR,
-                      Cpu, QuantizeBlock)
-QSHARD_FOR_EACH_INPUT(QSHARD_FOR_EACH_BLOCK_FORMAT, FloatScales, E8M0Scales, QSHARD_INSTANTIATE_FOR,
-                      Cpu, QuantizeBlockBoth)
+QSHARD_FOR_EACH_INPUT(QSHARD_FOR_EACH_SCALED_CODE, QSHARD_INSTANTIATE_FOR, Cpu, QuantizeBlock)
+QSHARD_FOR_EACH_INPUT(QSHARD_FOR_EACH_SCALED_CODE, QSHARD_INSTANTIATE_FOR, Cpu, QuantizeBlockBoth)
 
 }  // namespace qshard::kernels

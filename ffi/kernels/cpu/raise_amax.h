@@ -49,14 +49,6 @@ bool RaiseAmaxes(const In* x, int64_t begin, int64_t end, int64_t length, float*
   return finite;
 }
 
-// The codes of infinite elements become NaN.
-template <class Code, class In>
-void ShowInfinite(const In* x, int64_t n, uint8_t* codes) {
-  for (int64_t i = 0; i < n; ++i)
-    if ((FloatBits(Widen(x[i])) & kFloatMagnitudeMask) == kFloatInfinityBits)
-      codes[i] = Encode<Code>(FloatFromBits(kNanBits));
-}
-
 }  // namespace qshard::kernels
 
 #endif  // QSHARD_KERNELS_CPU_RAISE_AMAX_H_

@@ -5,30 +5,21 @@
 #include <algorithm>
 
 #include "kernels/cpu/simd.h"
-#include "kernels/quantize_block.h"
 
 namespace qshard::kernels {
 
+inline auto ScalesEntry(const FloatScales&) { return Simd().float_scales; }
+inline auto ScalesEntry(const E8M0Scales&) { return Simd().e8m0_scales; }
+inline auto ScalesEntry(const Nvfp4Scales&) { return Simd().nvfp4_scales; }
+
 // scale[i], scale_inv[i] of blocks first .. first + n of a grid; all pointers are to the first.
-template <class Code>
-void ScalesOf(const FloatScales& rule, const float* amax, int64_t, int64_t n, float* scale,
-              float* scale_inv) {
-  Simd().float_scales(amax, n, {Code::kMax, rule.eps, rule.pow2, rule.nonfinite}, scale, scale_inv);
-}
-
-template <class Code>
-void ScalesOf(const E8M0Scales& rule, const float* amax, int64_t, int64_t n, float* scale,
-              uint8_t* scale_inv) {
-  Simd().e8m0_scales(amax, n, {Code::kMax, rule.rounding, rule.nonfinite}, scale, scale_inv);
-}
-
-template <class Code>
-void ScalesOf(const Nvfp4Scales& rule, const float* amax, int64_t first, int64_t n, float* scale,
-              uint8_t* scale_inv) {
+template <class Code, class Scales>
+void ScalesOf(const Scales& scales, const float* amax, int64_t first, int64_t n, float* scale,
+              typename Scales::Stored* scale_inv) {
   for (int64_t i = 0, stop; i < n; i = stop) {
-    stop = std::min(n, ((first + i) / rule.run + 1) * rule.run - first);
-    Simd().nvfp4_scales(amax + i, stop - i, rule.GlobalScale(first + i), rule.nonfinite, scale + i,
-                        scale_inv + i);
+    stop = std::min(n, ((first + i) / scales.run + 1) * scales.run - first);
+    ScalesEntry(scales)(amax + i, stop - i, scales, scales.template Shared<Code>(first + i),
+                        scale + i, scale_inv + i);
   }
 }
 

@@ -6,7 +6,6 @@
 
 #include "kernels/adam.h"
 #include "kernels/block_scale.h"
-#include "kernels/scale.h"
 
 namespace qshard::kernels {
 
@@ -78,17 +77,17 @@ struct SimdKernels {
   // random[i] = the random byte of the element with index first + i * step.
   void (*random)(uint64_t seed, uint64_t first, uint64_t step, int64_t n, uint8_t* random);
 
-  // codes[i] = EncodeE8M0(x[i]), rounded up; x[i] = DecodeE8M0(codes[i]).
+  // codes[i] = Encode<E8M0>(x[i]), x[i] = Decode<E8M0>(codes[i]).
   void (*encode_e8m0[kNumInputs])(const void* x, int64_t n, uint8_t* codes);
   void (*decode_e8m0)(const uint8_t* codes, int64_t n, float* x);
 
-  // The formulas of core/scale.h and core/block_scale.h on n amaxes.
-  void (*float_scales)(const float* amax, int64_t n, ScaleRule rule, float* scale,
-                       float* scale_inv);
-  void (*e8m0_scales)(const float* amax, int64_t n, PowerRule rule, float* scale,
-                      uint8_t* scale_inv);
-  void (*nvfp4_scales)(const float* amax, int64_t n, float global_scale, Nonfinite nonfinite,
-                       float* scale, uint8_t* scale_inv);
+  // scale[i], scale_inv[i] = scales.Of(amax[i], shared).
+  template <class T>
+  using ScalesFunction = void(const float* amax, int64_t n, const T& scales, float shared,
+                              float* scale, typename T::Stored* scale_inv);
+  ScalesFunction<FloatScales>* float_scales;
+  ScalesFunction<E8M0Scales>* e8m0_scales;
+  ScalesFunction<Nvfp4Scales>* nvfp4_scales;
   // Whether four over six takes 4 for the block at x.
   bool (*takes_four[kNumInputs])(const void* x, const FourOverSixBlock& block);
 
@@ -103,8 +102,8 @@ struct SimdKernels {
   void (*unpack_pairs)(const uint8_t* packed, int64_t n, uint8_t* codes);
   // packed[i] = even[i] | odd[i] << 4. `packed` may be one of them.
   void (*pack_rows)(const uint8_t* even, const uint8_t* odd, int64_t n, uint8_t* packed);
-  // even[i], odd[i] = the low, and the high, nibbles of bytes 2 * i and 2 * i + 1.
-  void (*split_nibbles)(const uint8_t* bytes, int64_t n, uint8_t* even, uint8_t* odd);
+  // turned[2 * i], turned[2 * i + 1] = the low, and the high, nibbles of even[i] and odd[i].
+  void (*turn_pairs)(const uint8_t* even, const uint8_t* odd, int64_t n, uint8_t* turned);
   // out[j * out_stride + i] = in[i * in_stride + j], bytes, i and j < kTile.
   void (*transpose)(const uint8_t* in, int64_t in_stride, uint8_t* out, int64_t out_stride);
 

@@ -86,10 +86,7 @@ void Rounded(RoundedTo to, const In* x, int64_t n, const Body& body) {
     return;
   }
   float values[kPieceCols];
-  if (to == RoundedTo::kBFloat16)
-    for (int64_t i = 0; i < n; ++i) values[i] = Widen(Narrow<bfloat16>(Widen(x[i])));
-  else
-    for (int64_t i = 0; i < n; ++i) values[i] = Widen(Narrow<float16>(Widen(x[i])));
+  for (int64_t i = 0; i < n; ++i) values[i] = RoundTo(to, Widen(x[i]));
   body(values);
 }
 
@@ -136,17 +133,13 @@ namespace {
 template <class In, class Code, class CastRun, class EncodeOne>
 void CastSpan(const Span& span, const Slice& slice, const SliceRule& rule, const float* scale,
               const CastRun& cast_run, const EncodeOne& encode) {
-  constexpr int kBits = 8 / kCodesPerByte<Code>;  // that a code has for itself
   const Grid grid(slice, rule);
   const In* x = static_cast<const In*>(slice.x) - span.start;
   uint8_t* data = slice.data - (rule.pieces ? span.start / kCodesPerByte<Code> : 0);
   const auto cast_one = [&](int64_t i, float s) {
     const float v = RoundTo(rule.rounded_to, Widen(x[i]));
     const bool shows = rule.nonfinite == Nonfinite::kNan;
-    const uint8_t code = encode(shows ? ShownProduct(v, s) : v * s, i);
-    uint8_t& byte = data[i / kCodesPerByte<Code>];
-    const int shift = static_cast<int>(i % kCodesPerByte<Code>) * kBits;
-    byte = static_cast<uint8_t>((byte & ~(((1 << kBits) - 1) << shift)) | code << shift);
+    StoreCode<Code>(data, i, encode(shows ? ShownProduct(v, s) : v * s, i));
   };
   ForEachRun(span, grid, [&](int64_t i, int64_t n, int64_t, int64_t block) {
     const float* s = scale + slice.grid + block;
@@ -178,13 +171,9 @@ Status CastSlices(const Exec<Cpu>& exec, const Slice* slices, int64_t n, const u
     CastSpan<In, Code>(
         span, slices[span.index], rule, scale,
         [&](const auto* x, int64_t, int64_t count, const RowScales& scales, uint8_t* codes) {
-          if (!shows || FloatBits(AmaxOf(x, count)) < kFloatInfinityBits) {
-            CastRow<Code>(x, count, scales, codes);
-            return;
-          }
-          float shown[kPieceCols];
-          for (int64_t i = 0; i < count; ++i) shown[i] = ShownProduct(Widen(x[i]), 1.0f);
-          CastRow<Code>(shown, count, scales, codes);
+          CastRow<Code>(x, count, scales, codes);
+          if (shows && FloatBits(AmaxOf(x, count)) >= kFloatInfinityBits)
+            ShowInfinite<Code>(rule.nonfinite, x, count, codes);
         },
         [](float v, int64_t) { return Encode<Code>(v); });
   });

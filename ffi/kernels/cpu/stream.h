@@ -3,6 +3,8 @@
 #ifndef QSHARD_KERNELS_CPU_STREAM_H_
 #define QSHARD_KERNELS_CPU_STREAM_H_
 
+#include <unistd.h>
+
 #include <cstdint>
 #include <cstring>
 #if defined(__x86_64__)
@@ -16,7 +18,14 @@ constexpr int64_t kLineBytes = 64;
 // True for outputs larger than the last-level cache. A plain store first reads the line it writes
 // to, and makes room by evicting another; neither helps an output whose beginning is gone before
 // its end is written.
-bool OutgrowsCache(int64_t bytes);
+inline bool OutgrowsCache(int64_t bytes) {
+#if defined(_SC_LEVEL3_CACHE_SIZE)
+  static const int64_t cache = sysconf(_SC_LEVEL3_CACHE_SIZE);
+#else
+  static const int64_t cache = 0;
+#endif
+  return bytes > (cache > 0 ? cache : int64_t{32} << 20);
+}
 
 // memcpy of whole cache lines that leaves `to` out of the caches; `to` is aligned to kLineBytes.
 // Stores of different threads are ordered by StreamFence alone.
@@ -46,6 +55,17 @@ inline void StreamCopy(void* to, const void* from, int64_t bytes) {
   std::memcpy(out, in, head);
   StreamLines(out + head, in + head, lines);
   std::memcpy(out + done, in + done, bytes - done);
+}
+
+// memcpy, which is a call unless its size is known, of a row that is often as long as it may be.
+template <int64_t kMost>
+void CopyRow(void* to, const void* from, int64_t bytes, bool stream = false) {
+  if (stream)
+    StreamCopy(to, from, bytes);
+  else if (bytes == kMost)
+    std::memcpy(to, from, kMost);
+  else
+    std::memcpy(to, from, bytes);
 }
 
 // Makes streamed stores visible before anything stored later. Each thread that streams calls it.

@@ -1,66 +1,55 @@
-// cast_transpose, with an amax or without, and transpose on the CPU. Panels of 256 rows are made in
-// L2 and turned there by tiles of 64 x 64, so x is read once and each output written once: 6 bytes
-// an element for float32, 4 for 16 bits, 2 for bytes. What is read or written is at least 256 bytes
-// long before it goes on in another row, where memory and TLB start anew.
+// transpose, of bytes and of packed codes, and cast_transpose, with an amax or without, on the CPU.
+// x is read once and each output written once, by panels: 6 bytes an element for float32, 4 for 16
+// bits, 2 for bytes. What is read or written is at least 256 codes long before it goes on in
+// another row, where memory and TLB start anew.
 //
 // Tasks are whole panels: threads share no cache line of an output whose rows are whole lines.
+#include "kernels/block_layout.h"
 #include "kernels/cast.h"
+#include "kernels/cpu/coded_rows.h"
+#include "kernels/cpu/panel.h"
 #include "kernels/cpu/parallel_for.h"
 #include "kernels/cpu/raise_amax.h"
-#include "kernels/cpu/stream.h"
 #include "kernels/delayed.h"
 
 namespace qshard::kernels {
 namespace {
 
-constexpr int64_t kRows = 256, kCols = 256;  // of a panel
-constexpr int64_t kRowsAhead = 2;            // what to prefetch while a row is read
-
-// memcpy, which is a call unless its size is known, of a row that is often as long as it may be.
-template <int64_t kMost>
-void CopyRow(void* to, const void* from, int64_t bytes, bool stream) {
-  if (stream)
-    StreamCopy(to, from, bytes);
-  else if (bytes == kMost)
-    std::memcpy(to, from, kMost);
-  else
-    std::memcpy(to, from, bytes);
-}
+constexpr int64_t kRowsAhead = 2;  // what to prefetch while a row is read
 
 // Makes data_t the transpose, matrix by matrix, of what fill(start, end, row) writes: the bytes of
-// elements start .. end, which lie in one row, to `row`. `bytes`: read and written for each
-// element.
-template <class Fill>
+// elements start .. end, which lie in one row, to `row`. Where data_t has two elements a byte, it
+// is called for each other row, and writes what columns have of that row and the next. `bytes`:
+// read and written for each element.
+template <int64_t kPerByte = 1, class Fill>
 void TransposePanels(const Exec<Cpu>& exec, int64_t batch, int64_t rows, int64_t cols,
                      int64_t bytes, bool stream, uint8_t* data_t, const Fill& fill) {
-  const int64_t down = (rows + kRows - 1) / kRows, across = (cols + kCols - 1) / kCols;
-  const auto transpose = Simd().transpose;
-  const auto turn_panel = [&](int64_t panel) {
-    const int64_t base = panel / (down * across) * rows * cols;
-    const int64_t row = panel / across % down * kRows, col = panel % across * kCols;
-    const int64_t height = std::min(kRows, rows - row), width = std::min(kCols, cols - col);
-    // The odd line keeps rows apart in the sets of a cache.
-    alignas(kLineBytes) uint8_t codes[kRows][kCols + kLineBytes];
-    alignas(kLineBytes) uint8_t turned[kTile][kRows];
-    for (int64_t i = 0; i < height; ++i) {
-      const int64_t start = base + (row + i) * cols + col;
-      fill(start, start + width, codes[i]);
-    }
-    for (int64_t j = 0; j < width; j += kTile) {
-      uint8_t* out = data_t + base + (col + j) * rows + row;
-      const bool direct = !stream && j + kTile <= width && height == kRows;
-      for (int64_t i = 0; i < height; i += kTile)
-        transpose(codes[i] + j, sizeof(codes[0]), direct ? out + i : turned[0] + i,
-                  direct ? rows : kRows);
-      for (int64_t k = 0; k < std::min(kTile, width - j) && !direct; ++k)
-        CopyRow<kRows>(out + k * rows, turned[k], height, stream);
-    }
-  };
-  const int64_t panel_bytes = std::min(kRows, rows) * std::min(kCols, cols) * bytes;
+  const int64_t down = (rows + kPanelRows - 1) / kPanelRows;
+  const int64_t across = (cols + kPanelCols - 1) / kPanelCols;
+  const int64_t panel_bytes = std::min(kPanelRows, rows) * std::min(kPanelCols, cols) * bytes;
   ParallelRanges(exec, batch * down * across, panel_bytes, [&](int64_t begin, int64_t end) {
-    for (int64_t panel = begin; panel < end; ++panel) turn_panel(panel);
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t base = i / (down * across) * rows * cols;
+      const int64_t row = i / across % down * kPanelRows, col = i % across * kPanelCols;
+      const int64_t height = std::min(kPanelRows, rows - row);
+      const int64_t width = std::min(kPanelCols, cols - col);
+      Panel panel;
+      for (int64_t r = 0; r < height; r += kPerByte) {
+        const int64_t start = base + (row + r) * cols + col;
+        fill(start, start + width, panel.codes[r / kPerByte]);
+      }
+      panel.Turn(height / kPerByte, width, data_t + (base + col * rows + row) / kPerByte,
+                 rows / kPerByte, stream);
+    }
     StreamFence();
   });
+}
+
+// Prefetches a row that is read kRowsAhead from now.
+void PrefetchRow(const uint8_t* row, int64_t stride, int64_t bytes) {
+  const auto ahead = reinterpret_cast<uintptr_t>(row) + kRowsAhead * stride;
+  for (int64_t i = 0; i < bytes; i += kLineBytes)
+    __builtin_prefetch(reinterpret_cast<const void*>(ahead + i));
 }
 
 }  // namespace
@@ -68,27 +57,30 @@ void TransposePanels(const Exec<Cpu>& exec, int64_t batch, int64_t rows, int64_t
 Status Transpose(const Exec<Cpu>& exec, const uint8_t* data, int64_t batch, int64_t rows,
                  int64_t cols, uint8_t* data_t) {
   const bool stream = OutgrowsCache(batch * rows * cols);
-  TransposePanels(
-      exec, batch, rows, cols, 2, stream, data_t, [&](int64_t start, int64_t end, uint8_t* row) {
-        const auto ahead = reinterpret_cast<uintptr_t>(data) + start + kRowsAhead * cols;
-        for (int64_t i = 0; i < end - start; i += kLineBytes)
-          __builtin_prefetch(reinterpret_cast<const void*>(ahead + i));
-        CopyRow<kCols>(row, data + start, end - start, false);
-      });
+  TransposePanels(exec, batch, rows, cols, 2, stream, data_t,
+                  [&](int64_t start, int64_t end, uint8_t* row) {
+                    PrefetchRow(data + start, cols, end - start);
+                    CopyRow<kPanelCols>(row, data + start, end - start);
+                  });
+  return {};
+}
+
+Status TransposePacked(const Exec<Cpu>& exec, const uint8_t* data, int64_t batch, int64_t rows,
+                       int64_t cols, uint8_t* data_t) {
+  const bool stream = OutgrowsCache(batch * rows * cols / 2);
+  TransposePanels<2>(exec, batch, rows, cols, 1, stream, data_t,
+                     [&](int64_t start, int64_t end, uint8_t* row) {
+                       const uint8_t* even = data + start / 2;
+                       Simd().turn_pairs(even, even + cols / 2, (end - start) / 2, row);
+                     });
   return {};
 }
 
 template <class In, class Code>
 Status CastTranspose(const Exec<Cpu>& exec, const In* x, const float* scale, int64_t length,
                      int64_t batch, int64_t rows, int64_t cols, uint8_t* data, uint8_t* data_t) {
-  const auto cast = Simd().cast[kInputIndex<In>][kElementIndex<Code>];
-  const bool stream = OutgrowsCache(2 * batch * rows * cols);
-  TransposePanels(exec, batch, rows, cols, sizeof(In) + 2, stream, data_t,
-                  [&](int64_t start, int64_t end, uint8_t* row) {
-                    cast(x + start, end - start, {scale, length, start}, kRowsAhead * cols, row);
-                    CopyRow<kCols>(data + start, row, end - start, stream);
-                  });
-  return {};
+  return CastTransposeAmax<In, Code>(exec, x, scale, length, Nonfinite::kSaturate, batch, rows,
+                                     cols, 0, 0, data, data_t, nullptr);
 }
 
 template <class In, class Code>
@@ -103,10 +95,9 @@ Status CastTransposeAmax(const Exec<Cpu>& exec, const In* x, const float* scale,
                   [&](int64_t start, int64_t end, uint8_t* row) {
                     cast(x + start, end - start, {scale, scale_length, start}, kRowsAhead * cols,
                          row);
-                    const bool finite = RaiseAmaxes(x, start, end, amax_length, amax);
-                    if (!finite && nonfinite == Nonfinite::kNan)
-                      ShowInfinite<Code>(x + start, end - start, row);
-                    CopyRow<kCols>(data + start, row, end - start, stream);
+                    if (amax != nullptr && !RaiseAmaxes(x, start, end, amax_length, amax))
+                      ShowInfinite<Code>(nonfinite, x + start, end - start, row);
+                    CopyRow<kPanelCols>(data + start, row, end - start, stream);
                   });
   return {};
 }

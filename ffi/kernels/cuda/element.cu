@@ -16,27 +16,16 @@ namespace qshard::kernels {
 template <class In, class Code>
 Status EncodeElements(const Exec<Cuda>& exec, const In* x, int64_t n, uint8_t* codes) {
   return ForEach(exec, n, [=] __device__(int64_t i) {
-    const float v = Widen(x[i]);
-    uint8_t& code = codes[i];
-    if constexpr (std::is_same_v<Code, E8M0>)
-      code = EncodeE8M0<PowerRounding::kUp>(v);
-    else
-      code = static_cast<uint8_t>(EncodeOne<Code>(v));
+    codes[i] = static_cast<uint8_t>(EncodeOne<Code>(Widen(x[i])));
   });
 }
 
 template <class Code>
 Status DecodeElements(const Exec<Cuda>& exec, const uint8_t* codes, int64_t n, float* x) {
   return ForEach(exec, n, [=] __device__(int64_t i) {
-    const uint8_t code = codes[i];
-    float& to = x[i];
-    if constexpr (std::is_same_v<Code, E8M0>) {
-      to = DecodeE8M0(code);
-    } else {
-      float v, zero;
-      DecodePair<Code>(code, v, zero);
-      to = isnan(v) ? Decode<Code>(code) : v;
-    }
+    float v, zero;
+    DecodePair<Code>(codes[i], v, zero);
+    x[i] = isnan(v) ? Decode<Code>(codes[i]) : v;
   });
 }
 

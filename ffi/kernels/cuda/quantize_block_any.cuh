@@ -97,11 +97,7 @@ __global__ void __launch_bounds__(kUnitThreads)
         const float amax = FloatFromBits(TeamMax<kTeam>(bits));
         if constexpr (kTeam > kWarp) __syncthreads();
         const int64_t place = (matrix * grid_rows + i0 + i) * grid_cols + j0 + j;
-        BlockScale<typename Scales::Stored> s;
-        if constexpr (Fast<Scales>::kGlobal)
-          s = scales.Of(amax, scales.GlobalScale(place));
-        else
-          s = scales.template Of<Code>(amax);
+        const auto s = scales.Of(amax, scales.template Shared<Code>(place));
         scale[i][j] = s.scale;
         if (thread == 0) {
           if (out.scale_inv != nullptr) out.scale_inv[place] = s.scale_inv;

@@ -69,7 +69,7 @@ __device__ __forceinline__ NoGlobal GlobalAt(const Scales&, int64_t) {
   return {};
 }
 __device__ __forceinline__ GlobalNvfp4 GlobalAt(const Nvfp4Scales& scales, int64_t place) {
-  const float s = GlobalScaleNvfp4(__ldg(scales.global_amax + place), scales.scale_max);
+  const float s = qshard::GlobalScaleNvfp4(__ldg(scales.global_amax + place), scales.scale_max);
   return {__fmul_rn(s, Divide(1.0f, E2M1::kMax)), ScaleInverse(s), LargestAmax(scales.nonfinite)};
 }
 
@@ -82,7 +82,7 @@ __device__ __forceinline__ GlobalNvfp4 GlobalAt(const Nvfp4Scales& scales, int64
 template <class Code>
 __device__ __forceinline__ BlockScale<float> ScaleOf(const FloatScales& scales, NoGlobal,
                                                      float amax) {
-  if (!scales.pow2) return scales.Of<Code>(amax);
+  if (!scales.pow2) return scales.Of(amax, Code::kMax);
   constexpr int32_t kMaxQ = 0x600000;
   constexpr int kMaxJ = (1 << (Code::kExponentBits - 1)) - (Code::kInfinity ? 1 : 0);
   static_assert(Code::kMax == 1.75f * (1 << kMaxJ));

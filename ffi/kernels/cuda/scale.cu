@@ -13,7 +13,6 @@
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/magnitude.cuh"
 #include "kernels/delayed.h"
-#include "kernels/scale.h"
 
 namespace qshard::kernels {
 namespace {
@@ -21,7 +20,7 @@ namespace {
 constexpr int kThreads = 256;
 
 // FourOverSixDifference, with the element rounded in fewer steps.
-__device__ __forceinline__ float Difference(float x, BlockScaleNvfp4 candidate, float d,
+__device__ __forceinline__ float Difference(float x, BlockScale<uint8_t> candidate, float d,
                                             float global_amax, float max) {
   const float q = RoundE2M1(__fmul_rn(x, candidate.scale));
   return __fadd_rn(Divide(__fmul_rn(__fmul_rn(q, d), global_amax), max), -x);
@@ -51,7 +50,7 @@ __global__ void __launch_bounds__(kThreads)
   const FourAndSix candidates =
       FourOverSixCandidates(ShownAmax(__ldg(amax + block), rule.nonfinite), global_scale);
   const float max = __fmul_rn(E2M1::kMax, rule.scale_max);
-  const auto error = [&](BlockScaleNvfp4 candidate) {
+  const auto error = [&](BlockScale<uint8_t> candidate) {
     const float d = Decode<E4M3>(candidate.scale_inv);
     float sum = 0.0f;
 #pragma unroll
@@ -66,7 +65,7 @@ __global__ void __launch_bounds__(kThreads)
   };
   const float four = error(candidates.four), six = error(candidates.six);
   if (row != 0 || t / rows >= blocks) return;
-  const BlockScaleNvfp4 s = four < six ? candidates.four : candidates.six;
+  const BlockScale<uint8_t> s = four < six ? candidates.four : candidates.six;
   scale[block] = s.scale;
   scale_inv[block] = s.scale_inv;
 }
@@ -109,21 +108,13 @@ __global__ void __launch_bounds__(kUpdateThreads)
 
 }  // namespace
 
-Status ScaleFromAmax(const Exec<Cuda>& exec, const float* amax, int64_t n, ScaleRule rule,
-                     float* scale, float* scale_inv) {
+template <class Code, class Scales>
+Status BlockScales(const Exec<Cuda>& exec, const float* amax, int64_t n, const Scales& scales,
+                   float* scale, typename Scales::Stored* scale_inv) {
   return ForEach(exec, n, [=] __device__(int64_t i) {
-    const float s = qshard::ScaleFromAmax(amax[i], rule.max, rule.eps, rule.pow2, rule.nonfinite);
-    scale[i] = s;
-    scale_inv[i] = ScaleInverse(s);
-  });
-}
-
-Status ScaleE8M0(const Exec<Cuda>& exec, const float* amax, int64_t n, PowerRule rule, float* scale,
-                 uint8_t* scale_inv) {
-  return ForEach(exec, n, [=] __device__(int64_t i) {
-    const uint8_t code = E8M0FromAmax(ShownAmax(amax[i], rule.nonfinite), rule.max, rule.rounding);
-    scale_inv[i] = code;
-    scale[i] = MultiplierE8M0(code);
+    const auto s = scales.Of(amax[i], scales.template Shared<Code>(i));
+    scale[i] = s.scale;
+    scale_inv[i] = s.scale_inv;
   });
 }
 
@@ -133,18 +124,6 @@ Status GlobalScaleNvfp4(const Exec<Cuda>& exec, const float* global_amax, int64_
     const float s = qshard::GlobalScaleNvfp4(global_amax[i], scale_max);
     global_scale[i] = s;
     global_scale_inv[i] = ScaleInverse(s);
-  });
-}
-
-Status ScaleNvfp4(const Exec<Cuda>& exec, const float* amax, int64_t n, const float* global_amax,
-                  int64_t run, float scale_max, Nonfinite nonfinite, float* scale,
-                  uint8_t* scale_inv) {
-  return ForEach(exec, n, [=] __device__(int64_t i) {
-    const float global = global_amax[run >= n ? 0 : i / run];
-    const BlockScaleNvfp4 s = qshard::ScaleNvfp4(ShownAmax(amax[i], nonfinite),
-                                                 qshard::GlobalScaleNvfp4(global, scale_max));
-    scale[i] = s.scale;
-    scale_inv[i] = s.scale_inv;
   });
 }
 
@@ -166,6 +145,7 @@ Status UpdateDelayedScale(const Exec<Cuda>& exec, const float* amax, const float
                 history, scale, n, length, rule, new_history, new_scale, scale_inv);
 }
 
+QSHARD_FOR_EACH_SCALED_CODE(QSHARD_INSTANTIATE_FOR, Cuda, BlockScales)
 QSHARD_FOR_EACH_INPUT(QSHARD_INSTANTIATE_FOR, Cuda, ScaleFourOverSix)
 
 }  // namespace qshard::kernels

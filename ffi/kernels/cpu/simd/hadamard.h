@@ -8,6 +8,34 @@
 namespace qshard::kernels {
 namespace {
 
+// All 16 numbers are whole multiples of the unit of the smallest. If their exponents span at most
+// kSpan, as nearly always, the multiples and their sums fit in 32 bits.
+constexpr int32_t kSpan = 18;  // 8 bits of significand + 18 + 4 of summing 16 numbers = 30
+
+// Whether HadamardTransform is needed, for numbers whose exponents, but for zeros, are low..high.
+// (255, 0) where all are zeros.
+QSHARD_INLINE bool IsWide(int32_t low, int32_t high) { return high == 255 || high - low > kSpan; }
+
+// x[i] * s[i] in units of 2^(low - 134). No overflow, also where IsWide makes it meaningless.
+QSHARD_INLINE int32_t Multiple(bfloat16 x, int i, int32_t low) {
+  const int32_t significand = hadamard::Significand(x);
+  const int32_t shift = Select(significand == 0, 0, hadamard::Exponent(x) - low);
+  const int32_t multiple = significand << Select(shift < kSpan, shift, kSpan);
+  return Select(((x.bits >> 15) ^ (kHadamardSigns >> i)) & 1, -multiple, multiple);
+}
+
+// sum * 2^(exponent - 136), rounded once: the 136 is the unit's 134 and the division by 4.
+QSHARD_INLINE bfloat16 RoundSum(int32_t sum, int32_t exponent) {
+  const int32_t sign = sum >> 31;
+  const int32_t magnitude = (sum ^ sign) - sign;
+  // To 24 bits for fp32, the last of them set if any bit below is: rounding that is rounding the
+  // sum.
+  const int32_t odd = (magnitude & ~0x3F) | (static_cast<int32_t>((magnitude & 0x3F) != 0) << 6);
+  const float exact = static_cast<float>(Select(magnitude >= (1 << 24), odd, magnitude));
+  const float value = exact * PowerOfTwo(-9) * FloatFromBits(exponent << 23);  // 2^(exponent - 127)
+  return {static_cast<uint16_t>(Narrow<bfloat16>(value).bits | (sign & 0x8000))};
+}
+
 // HadamardTransform of kTogether blocks at once: element i of all of them is x[i].
 constexpr int kTogether = 16;
 using Lanes = uint16_t[kHadamardSize][kTogether];
@@ -25,14 +53,14 @@ QSHARD_INLINE void HadamardLanes(Lanes x) {
   }
   int32_t wide[kTogether], any_wide = 0;
   for (int lane = 0; lane < kTogether; ++lane) {
-    wide[lane] = hadamard::IsWide(low[lane], high[lane]);
+    wide[lane] = IsWide(low[lane], high[lane]);
     any_wide |= wide[lane];
     low[lane] = Select(high[lane] == 0, 1, low[lane]);
   }
   Lanes y;
   for (int i = 0; i < kHadamardSize; ++i)
     for (int lane = 0; lane < kTogether; ++lane)
-      sum[i][lane] = hadamard::Multiple({x[i][lane]}, i, low[lane]);
+      sum[i][lane] = Multiple({x[i][lane]}, i, low[lane]);
   for (int half = 1; half < kHadamardSize; half *= 2) {
     for (int i = 0; i < kHadamardSize; ++i) {
       if (i & half) continue;
@@ -45,12 +73,12 @@ QSHARD_INLINE void HadamardLanes(Lanes x) {
   }
   for (int i = 0; i < kHadamardSize; ++i)
     for (int lane = 0; lane < kTogether; ++lane)
-      y[i][lane] = hadamard::RoundSum(sum[i][lane], low[lane]).bits;
+      y[i][lane] = RoundSum(sum[i][lane], low[lane]).bits;
   for (int lane = 0; any_wide && lane < kTogether; ++lane) {
     if (!wide[lane]) continue;
     bfloat16 block[kHadamardSize], rotated[kHadamardSize];
     for (int i = 0; i < kHadamardSize; ++i) block[i] = {x[i][lane]};
-    hadamard::TransformWide(block, rotated);
+    HadamardTransform(block, rotated);
     for (int i = 0; i < kHadamardSize; ++i) y[i][lane] = rotated[i].bits;
   }
   __builtin_memcpy(x, y, sizeof(y));

@@ -3,58 +3,10 @@
 #define QSHARD_KERNELS_CPU_SIMD_ROWS_H_
 
 #include "core/stochastic.h"
-#include "kernels/cpu/simd/magnitude.h"
-#if QSHARD_SIMD_BYTES > 0
-#include "kernels/cpu/simd/vectors_x86.h"
-#else
-#include "kernels/cpu/simd/vectors_plain.h"
-#endif
+#include "kernels/cpu/simd/vectors.h"
 
 namespace qshard::kernels {
 namespace {
-
-// --- amax ---
-
-QSHARD_INLINE float Larger(float a, float b) {
-  return FloatFromBits(FloatBits(a) > FloatBits(b) ? FloatBits(a) : FloatBits(b));
-}
-
-// amax[i / block_cols] = the largest |x[i]|.
-template <class In>
-QSHARD_INLINE void AmaxRow(const In* x, int64_t n, int64_t block_cols, float* __restrict amax) {
-  int64_t begin = 0;
-  if (block_cols == 16)  // a constant: the loop over one vector becomes straight code
-    for (; begin + 16 <= n; begin += 16) *amax++ = LargestOf(x + begin, 16);
-  for (; begin < n; begin += block_cols)
-    *amax++ = LargestOf(x + begin, n - begin < block_cols ? n - begin : block_cols);
-}
-
-template <class In>
-void Amax(const void* data, int64_t stride, int64_t rows, int64_t n, int64_t block_cols,
-          float* __restrict amax) {
-  const In* x = static_cast<const In*>(data);
-  if (rows == 1 && block_cols > 1) {
-    AmaxRow(x, n, block_cols, amax);
-    return;
-  }
-  // Down the columns first. Chunks are whole blocks, or parts of one.
-  const int64_t whole = kChunk / block_cols * block_cols;
-  In down[kChunk];
-  for (int64_t begin = 0, count; begin < n; begin += count) {
-    const int64_t block = begin / block_cols, into = begin % block_cols;
-    const int64_t most = whole > 0                    ? whole
-                         : block_cols - into < kChunk ? block_cols - into
-                                                      : kChunk;
-    count = n - begin < most ? n - begin : most;
-    LargestDown(x + begin, stride, rows, count, down);
-    if (block_cols == 1)
-      for (int64_t i = 0; i < count; ++i) amax[begin + i] = Widen(down[i]);
-    else if (into == 0)
-      AmaxRow(down, count, block_cols, amax + block);
-    else
-      amax[block] = Larger(amax[block], LargestOf(down, count));
-  }
-}
 
 // --- codes with scales ---
 
@@ -248,11 +200,11 @@ void PackRows(const uint8_t* even, const uint8_t* odd, int64_t n, uint8_t* packe
   for (int64_t i = 0; i < n; ++i) packed[i] = static_cast<uint8_t>(even[i] | odd[i] << 4);
 }
 
-void SplitNibbles(const uint8_t* __restrict bytes, int64_t n, uint8_t* __restrict even,
-                  uint8_t* __restrict odd) {
+void TurnPairs(const uint8_t* __restrict even, const uint8_t* __restrict odd, int64_t n,
+               uint8_t* __restrict turned) {
   for (int64_t i = 0; i < n; ++i) {
-    even[i] = static_cast<uint8_t>((bytes[2 * i] & 0xF) | bytes[2 * i + 1] << 4);
-    odd[i] = static_cast<uint8_t>(bytes[2 * i] >> 4 | (bytes[2 * i + 1] & 0xF0));
+    turned[2 * i] = static_cast<uint8_t>((even[i] & 0xF) | odd[i] << 4);
+    turned[2 * i + 1] = static_cast<uint8_t>(even[i] >> 4 | (odd[i] & 0xF0));
   }
 }
 

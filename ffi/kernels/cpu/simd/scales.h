@@ -12,51 +12,45 @@ namespace {
 template <class In>
 void EncodeAllE8M0(const void* data, int64_t n, uint8_t* __restrict codes) {
   const In* __restrict x = static_cast<const In*>(data);
-  for (int64_t i = 0; i < n; ++i) codes[i] = EncodeE8M0<PowerRounding::kUp>(Widen(x[i]));
+  for (int64_t i = 0; i < n; ++i) codes[i] = Encode<E8M0>(Widen(x[i]));
 }
 
 void DecodeAllE8M0(const uint8_t* __restrict codes, int64_t n, float* __restrict x) {
-  for (int64_t i = 0; i < n; ++i) x[i] = DecodeE8M0(codes[i]);
+  for (int64_t i = 0; i < n; ++i) x[i] = Decode<E8M0>(codes[i]);
 }
 
-void FloatScalesOf(const float* __restrict amax, int64_t n, ScaleRule rule, float* __restrict scale,
-                   float* __restrict scale_inv) {
+// Scales are a copy: that they stay what they are while results are stored lets this vectorize.
+template <class Scales>
+QSHARD_INLINE void EachScale(const float* __restrict amax, int64_t n, const Scales scales,
+                             float shared, float* __restrict scale,
+                             typename Scales::Stored* __restrict scale_inv) {
   for (int64_t i = 0; i < n; ++i) {
-    const float s = qshard::ScaleFromAmax(amax[i], rule.max, rule.eps, rule.pow2, rule.nonfinite);
-    scale[i] = s;
-    scale_inv[i] = ScaleInverse(s);
-  }
-}
-
-template <PowerRounding kRounding>
-QSHARD_INLINE void E8M0ScalesRounded(const float* __restrict amax, int64_t n, PowerRule rule,
-                                     float* __restrict scale, uint8_t* __restrict scale_inv) {
-  for (int64_t i = 0; i < n; ++i) {
-    const uint8_t code = E8M0FromAmax(ShownAmax(amax[i], rule.nonfinite), rule.max, kRounding);
-    scale[i] = MultiplierE8M0(code);
-    scale_inv[i] = code;
-  }
-}
-
-void E8M0ScalesOf(const float* amax, int64_t n, PowerRule rule, float* scale, uint8_t* scale_inv) {
-  if (rule.rounding == PowerRounding::kUp)
-    E8M0ScalesRounded<PowerRounding::kUp>(amax, n, rule, scale, scale_inv);
-  else
-    E8M0ScalesRounded<PowerRounding::kFloor>(amax, n, rule, scale, scale_inv);
-}
-
-void Nvfp4ScalesOf(const float* __restrict amax, int64_t n, float global_scale, Nonfinite nonfinite,
-                   float* __restrict scale, uint8_t* __restrict scale_inv) {
-  for (int64_t i = 0; i < n; ++i) {
-    const BlockScaleNvfp4 s = qshard::ScaleNvfp4(ShownAmax(amax[i], nonfinite), global_scale);
+    const auto s = scales.Of(amax[i], shared);
     scale[i] = s.scale;
     scale_inv[i] = s.scale_inv;
   }
 }
 
+template <class Scales>
+void ScalesFrom(const float* amax, int64_t n, const Scales& scales, float shared, float* scale,
+                typename Scales::Stored* scale_inv) {
+  EachScale(amax, n, scales, shared, scale, scale_inv);
+}
+
+template <>
+void ScalesFrom(const float* amax, int64_t n, const E8M0Scales& scales, float max, float* scale,
+                uint8_t* scale_inv) {
+  const E8M0Scales up{PowerRounding::kUp, scales.nonfinite};
+  const E8M0Scales floor{PowerRounding::kFloor, scales.nonfinite};
+  if (scales.rounding == PowerRounding::kUp)
+    EachScale(amax, n, up, max, scale, scale_inv);
+  else
+    EachScale(amax, n, floor, max, scale, scale_inv);
+}
+
 // The error of a candidate: sums of a row in the order of elements, rows as a binary tree.
 template <class In>
-float CandidateError(const In* x, const FourOverSixBlock& block, BlockScaleNvfp4 candidate) {
+float CandidateError(const In* x, const FourOverSixBlock& block, BlockScale<uint8_t> candidate) {
   float sums[kNvfp4Block];
   for (int64_t r = 0; r < block.rows; ++r) {
     float terms[kNvfp4Block];

@@ -7,6 +7,7 @@
 // linker for an older one.
 #include "kernels/cpu/simd.h"
 #include "kernels/cpu/simd/adam.h"
+#include "kernels/cpu/simd/amax.h"
 #include "kernels/cpu/simd/hadamard.h"
 #include "kernels/cpu/simd/rows.h"
 #include "kernels/cpu/simd/scales.h"
@@ -26,15 +27,15 @@ const SimdKernels kKernels = {
     Random,
     {QSHARD_FOR_EACH_INPUT(QSHARD_ENTRY, EncodeAllE8M0)},
     DecodeAllE8M0,
-    FloatScalesOf,
-    E8M0ScalesOf,
-    Nvfp4ScalesOf,
+    ScalesFrom<FloatScales>,
+    ScalesFrom<E8M0Scales>,
+    ScalesFrom<Nvfp4Scales>,
     {QSHARD_FOR_EACH_INPUT(QSHARD_ENTRY, TakesFour)},
     {QSHARD_FOR_EACH_INPUT(QSHARD_ENTRY, HadamardBlocks)},
     PackPairs,
     UnpackPairs,
     PackRows,
-    SplitNibbles,
+    TurnPairs,
     TransposeTile,
     {QSHARD_FOR_EACH_INPUT(QSHARD_ENTRY, DecodeAll) QSHARD_FOR_EACH_FP8(QSHARD_ENTRY, DecodeAll)},
     Join,

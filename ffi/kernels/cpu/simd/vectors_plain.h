@@ -3,8 +3,7 @@
 #ifndef QSHARD_KERNELS_CPU_SIMD_VECTORS_PLAIN_H_
 #define QSHARD_KERNELS_CPU_SIMD_VECTORS_PLAIN_H_
 
-#include "core/round.h"
-#include "kernels/cpu/simd/magnitude.h"
+#include "kernels/cpu/simd/vectors.h"
 
 namespace qshard::kernels {
 namespace {
@@ -63,42 +62,13 @@ void TransposeTile(const uint8_t* __restrict in, int64_t in_stride, uint8_t* __r
 
 // --- amax ---
 
-// The largest |x[i]|, i < n; 0 if there is none. NaN is larger than all. Widening keeps the order
-// of bits, so x's own are compared.
-template <class In>
-QSHARD_INLINE float LargestOf(const In* x, int64_t n) {
-  using Bits = MagnitudeOf<In>;
-  constexpr int kWidth = 16;
-  Bits lanes[kWidth] = {};
-  int64_t i = 0;
-  for (; i + kWidth <= n; i += kWidth) {
-    for (int j = 0; j < kWidth; ++j) {
-      const Bits m = Magnitude(x[i + j]);
-      lanes[j] = lanes[j] > m ? lanes[j] : m;
-    }
-  }
-  for (int half = kWidth / 2; half > 0; half /= 2)
-    for (int j = 0; j < half; ++j)
-      lanes[j] = lanes[j] > lanes[j + half] ? lanes[j] : lanes[j + half];
-  Bits largest = lanes[0];
-  for (; i < n; ++i) largest = largest > Magnitude(x[i]) ? largest : Magnitude(x[i]);
-  In v;
-  __builtin_memcpy(&v, &largest, sizeof(v));
-  return Widen(v);
-}
+constexpr int kVectorBytes = 16, kShortBytes = 16;
 
-// down[i] = the largest |x[r * stride + i]|, r < rows; i < n <= kChunk.
-template <class In>
-QSHARD_INLINE void LargestDown(const In* __restrict x, int64_t stride, int64_t rows, int64_t n,
-                               In* __restrict down) {
-  MagnitudeOf<In> largest[kChunk] = {};
-  for (int64_t r = 0; r < rows; ++r) {
-    for (int64_t i = 0; i < n; ++i) {
-      const auto m = Magnitude(x[r * stride + i]);
-      largest[i] = largest[i] > m ? largest[i] : m;
-    }
-  }
-  __builtin_memcpy(down, largest, n * sizeof(In));
+template <class V>
+QSHARD_INLINE int32_t LargestLane(V v) {
+  int32_t largest = 0;
+  for (size_t i = 0; i < sizeof(v) / sizeof(v[0]); ++i) largest = largest > v[i] ? largest : v[i];
+  return largest;
 }
 
 }  // namespace

@@ -12,8 +12,7 @@
 #include <immintrin.h>
 #pragma GCC diagnostic pop
 
-#include "core/round.h"
-#include "kernels/cpu/simd/magnitude.h"
+#include "kernels/cpu/simd/vectors.h"
 
 namespace qshard::kernels {
 namespace {
@@ -31,18 +30,6 @@ typedef int8_t I8 __attribute__((vector_size(kVectorBytes)));
 typedef int64_t I64 __attribute__((vector_size(kVectorBytes)));
 typedef uint16_t HalfU16 __attribute__((vector_size(kVectorBytes / 2)));
 typedef int8_t HalfI8 __attribute__((vector_size(kVectorBytes / 2)));
-
-template <class V>
-QSHARD_INLINE V Load(const void* p) {
-  V v;
-  __builtin_memcpy(&v, p, sizeof(v));
-  return v;
-}
-
-template <class V>
-QSHARD_INLINE void Store(void* p, V v) {
-  __builtin_memcpy(p, &v, sizeof(v));
-}
 
 // `bytes` bytes, `ahead` bytes from p; that may be past the end of the buffer.
 QSHARD_INLINE void Prefetch(const void* p, int64_t ahead, int64_t bytes) {
@@ -321,18 +308,9 @@ void TransposeTile(const uint8_t* __restrict in, int64_t in_stride, uint8_t* __r
 // --- amax ---
 
 // Blocks are short: 32 bytes at a time on AVX-512 too.
-typedef int16_t I16x16 __attribute__((vector_size(32)));
-typedef int32_t I32x8 __attribute__((vector_size(32)));
-template <class In>
-struct BitsOf {
-  using Short = I16x16;
-  using Long = I16;
-};
-template <>
-struct BitsOf<float> {
-  using Short = I32x8;
-  using Long = I32;
-};
+constexpr int kShortBytes = 32;
+typedef int16_t I16x16 __attribute__((vector_size(kShortBytes)));
+typedef int32_t I32x8 __attribute__((vector_size(kShortBytes)));
 
 QSHARD_INLINE int32_t LargestLane(I16x16 v) {
   const __m128i h =
@@ -346,65 +324,6 @@ QSHARD_INLINE int32_t LargestLane(I32x8 v) {
       _mm_max_epi32(_mm256_castsi256_si128((__m256i)v), _mm256_extracti128_si256((__m256i)v, 1));
   h = _mm_max_epi32(h, _mm_shuffle_epi32(h, 0x4E));
   return _mm_cvtsi128_si32(_mm_max_epi32(h, _mm_shuffle_epi32(h, 0xB1)));
-}
-
-template <class In>
-constexpr auto kMagnitudeMask =
-    static_cast<MagnitudeOf<In>>(sizeof(In) == 2 ? 0x7FFF : kFloatMagnitudeMask);
-
-// What is long is left to the compiler, which has longer vectors for it.
-template <class In>
-QSHARD_INLINE float LargestOf(const In* x, int64_t n) {
-  if (n >= kChunk) {
-    MagnitudeOf<In> largest = 0;
-    for (int64_t i = 0; i < n; ++i) largest = largest > Magnitude(x[i]) ? largest : Magnitude(x[i]);
-    In result;
-    __builtin_memcpy(&result, &largest, sizeof(result));
-    return Widen(result);
-  }
-  using V = typename BitsOf<In>::Short;
-  constexpr int64_t kWidth = 32 / sizeof(In);
-  V v{};
-  int64_t i = 0;
-  for (; i + kWidth <= n; i += kWidth) {
-    const V m = Load<V>(x + i) & kMagnitudeMask<In>;
-    v = v > m ? v : m;
-  }
-  MagnitudeOf<In> largest = LargestLane(v);
-  for (; i < n; ++i) largest = largest > Magnitude(x[i]) ? largest : Magnitude(x[i]);
-  In result;
-  __builtin_memcpy(&result, &largest, sizeof(result));
-  return Widen(result);
-}
-
-// Four rows at a time, each from left to right: memory is read in order.
-template <class In>
-QSHARD_INLINE void LargestDown(const In* x, int64_t stride, int64_t rows, int64_t n, In* down) {
-  using V = typename BitsOf<In>::Long;
-  constexpr int64_t kWidth = kVectorBytes / sizeof(In);
-  const int64_t whole = n - n % kWidth;
-  __builtin_memset(down, 0, n * sizeof(In));
-  for (int64_t r = 0; r < rows; r += 4) {
-    const In* row[4];  // The last may be taken more than once.
-    for (int64_t k = 0; k < 4; ++k) row[k] = x + (r + k < rows ? r + k : rows - 1) * stride;
-    for (int64_t i = 0; i < whole; i += kWidth) {
-      V largest = Load<V>(down + i);
-#pragma GCC unroll 4
-      for (int64_t k = 0; k < 4; ++k) {
-        const V m = Load<V>(row[k] + i) & kMagnitudeMask<In>;
-        largest = largest > m ? largest : m;
-      }
-      Store(down + i, largest);
-    }
-  }
-  for (int64_t i = whole; i < n; ++i) {
-    MagnitudeOf<In> largest = 0;
-    for (int64_t r = 0; r < rows; ++r) {
-      const MagnitudeOf<In> m = Magnitude(x[r * stride + i]);
-      largest = largest > m ? largest : m;
-    }
-    __builtin_memcpy(down + i, &largest, sizeof(In));
-  }
 }
 
 }  // namespace

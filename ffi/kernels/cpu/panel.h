@@ -1,0 +1,38 @@
+// Codes on their way to a matrix that is stored transposed: panels that stay in L2, turned there by
+// tiles of 64 x 64.
+#ifndef QSHARD_KERNELS_CPU_PANEL_H_
+#define QSHARD_KERNELS_CPU_PANEL_H_
+
+#include <algorithm>
+
+#include "kernels/cpu/simd.h"
+#include "kernels/cpu/stream.h"
+
+namespace qshard::kernels {
+
+constexpr int64_t kPanelRows = 256, kPanelCols = 256;
+
+struct Panel {
+  // Writes the first `height` bytes of each of the first `cols` columns to out, out + stride, ..;
+  // around the caches if `stream`.
+  void Turn(int64_t height, int64_t cols, uint8_t* out, int64_t stride, bool stream) {
+    const auto transpose = Simd().transpose;
+    for (int64_t j = 0; j < cols; j += kTile) {
+      uint8_t* to = out + j * stride;
+      const bool direct = !stream && j + kTile <= cols && height == kPanelRows;
+      for (int64_t i = 0; i < height; i += kTile)
+        transpose(codes[i] + j, sizeof(codes[0]), direct ? to + i : turned[0] + i,
+                  direct ? stride : kPanelRows);
+      for (int64_t k = 0; k < std::min(kTile, cols - j) && !direct; ++k)
+        CopyRow<kPanelRows>(to + k * stride, turned[k], height, stream);
+    }
+  }
+
+  // The odd line keeps rows apart in the sets of a cache.
+  alignas(kLineBytes) uint8_t codes[kPanelRows][kPanelCols + kLineBytes];
+  alignas(kLineBytes) uint8_t turned[kTile][kPanelRows];
+};
+
+}  // namespace qshard::kernels
+
+#endif  // QSHARD_KERNELS_CPU_PANEL_H_
