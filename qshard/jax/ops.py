@@ -89,7 +89,7 @@ class Op:
         self._idle = sizes - {*spec.attributes, *spec.open_axes}  # Options that shapes make redundant.
         first = spec.inputs[0].terms[0]
         self._leading_axes = first[1:] if isinstance(first, str) else None
-        alike = {operand.terms for operand in (*spec.inputs, *spec.outputs)} - {("...",)}
+        alike = {operand.terms for operand in spec.inputs} - {("...",)} | {operand.terms for operand in spec.outputs}
         self._elementwise = alike == {(f"*{self._leading_axes}",)}
         jax.ffi.register_ffi_target_as_batch_partitionable(target_of(spec.name))
         self._primitive = Primitive(target_of(spec.name))
