@@ -23,7 +23,7 @@ from qshard.formats import E4M3
 from qshard.ops import OpSpec
 from support import op_calls
 from support.awkward import assert_bits_equal, awkward_values
-from support.draws import SPECS, choices, draw, filled
+from support.draws import SPECS, WIDE, choices, draw, filled
 from support.op_calls import call
 from support.oracle import cast_tensor, dequantize
 
@@ -31,12 +31,14 @@ LEAST, MOST = 40, 108
 
 
 def check_op(spec: OpSpec) -> None:
-    """Each choice of attributes and dtypes, on one to three threads; then every number of 16 bits, and every code."""
+    """Each choice of attributes and dtypes, on one to three threads; long rows; every number of 16 bits, every code."""
     count = len(choices(spec))
     for number in range(min(max(count, LEAST), MOST)):
         _ffi.set_num_threads(1 + number % 3)
         op_calls.check(filled(draw(spec, number), number))
     if not spec.many:
+        for number in range(24):
+            op_calls.check(filled(draw(spec, number, lengths=WIDE), number), ("plain", "odd"))
         for number in range(min(count, 9)):
             op_calls.check(filled(draw(spec, number, lengths=(256,)), number), ("plain",))
 

@@ -25,6 +25,8 @@ SPECS = {**table(), **multi_table()}
 FLOATS = tuple(map(str, DTYPES))
 # Next to vectors and tiles of kernels, and more than one panel of them.
 LENGTHS = (0, 1, 2, 3, 7, 15, 16, 17, 31, 32, 33, 63, 64, 65, 80, 127, 128, 129, 160, 257, 300, 1030)
+WIDE = (1, 2, 32, 4128, 4130)
+"""More columns than a task of the CPU's kernels takes."""
 FEW = (0, 1, 2, 3, 4, 6)
 _OF_FORMATS = {fmt.block_of(usage) for fmt in FORMATS.values() if fmt.block for usage in Usage}
 # Those of formats, those that divide nothing, and those larger than a piece or a panel.
@@ -190,9 +192,9 @@ class _Draw:
         if isinstance(major, int):
             return major * run
         if major not in self.sizes:
-            length = run * self.rng.choice([0, 1, 1, 2, 3, 5])
-            if run == 1 or self.only or (may_be_cut and self.rng.random() < 0.5):
-                length = self._length()
+            length = self._length()
+            if not may_be_cut or self.rng.random() < 0.5:
+                length = -(-length // run) * run
             self.sizes[major] = -(-length // run)
             return length
         return self.sizes[major] * run
@@ -340,7 +342,7 @@ def _far_apart(shape: Shape, rng: np.random.Generator) -> np.ndarray:
 
 def _words(call: Call, name: str, shape: Shape, rng: np.random.Generator) -> np.ndarray:
     """64-bit numbers as pairs of words, the low one first."""
-    numbers = rng.integers(0, 2**64, shape[:-1], np.uint64)
+    numbers = rng.choice(rng.integers(0, 2**64, 3, np.uint64), shape[:-1])
     if name == "starts":
         sizes = np.prod(np.reshape(call.options["shapes"], (-1, 2)), axis=1, dtype=np.int64)
         lengths = np.array([shape[0] for shape, _ in call.tensors[[o.name for o in call.spec.inputs].index("x")]])

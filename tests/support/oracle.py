@@ -172,9 +172,10 @@ def cast_block_stochastic(x, scale, seed, first, *, row_step, col_step, block_ro
     values = (wide(x) * over(scale, block_rows, block_cols, x.shape)).reshape(rows.shape)
     numbers = [np.ascontiguousarray(words).view(np.uint64).reshape(-1) for words in (seed, first)]
     codes = np.zeros(rows.shape, np.uint8)
-    for region, (own_seed, own_first) in enumerate(zip(*numbers, strict=True)):
-        here = block // max(run, 1) == region
-        random = reference.random_bytes(int(own_seed), own_first + down[here] + right[here])
+    seeds, firsts = (each[block // max(run, 1)] if codes.size else codes for each in numbers)
+    for own in np.unique(seeds):
+        here = seeds == own
+        random = reference.random_bytes(int(own), firsts[here] + down[here] + right[here])
         codes[here] = reference.encode_stochastic(values[here], random)
     return reference.pack(codes.reshape(x.shape))
 
