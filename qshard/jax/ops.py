@@ -85,7 +85,7 @@ class Op:
         self._in_place = dict(in_place or {})
         first = spec.inputs[0].terms
         self._has_leading_axes = isinstance(first[0], str)
-        alike = {operand.terms for operand in (*spec.inputs, *spec.outputs)} - {("...",)}
+        alike = {operand.terms for operand in spec.inputs} - {("...",)} | {operand.terms for operand in spec.outputs}
         self._elementwise = alike == {first[:1]} and self._has_leading_axes
         jax.ffi.register_ffi_target_as_batch_partitionable(target_of(spec.name))
         self._primitive = Primitive(target_of(spec.name))

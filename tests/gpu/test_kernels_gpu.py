@@ -8,9 +8,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 from qshard import _ffi, pipeline  # noqa: E402
-from qshard.formats import FORMATS, Usage  # noqa: E402
+from qshard.formats import Usage  # noqa: E402
 from qshard.torch_bridge import quantize  # noqa: E402
 from qshard.torch_bridge.ops import ops  # noqa: E402
+from support.formats import NAMED  # noqa: E402
 
 E4M3 = {"element": "float8_e4m3fn"}
 
@@ -104,7 +105,7 @@ def test_more_elements_than_32_bits_count():
     assert codes[0].view(torch.float8_e4m3fn).item() == 1.5
 
 
-BLOCKS = [fmt for fmt in FORMATS.values() if fmt.block is not None]
+BLOCKS = [fmt for fmt in NAMED if fmt.block is not None]
 
 
 @pytest.mark.parametrize("fmt", BLOCKS, ids=str)

@@ -12,6 +12,7 @@ from qshard.formats import Usage  # noqa: E402
 from qshard.torch_bridge import CastPlan, cast_master, quantize, update_columnwise  # noqa: E402
 from support import master_steps  # noqa: E402
 from support.awkward import TAME, assert_bits_equal, awkward_values  # noqa: E402
+from support.formats import SQUARES  # noqa: E402
 from support.fronts import TorchFront  # noqa: E402
 from support.torch_ranks import run  # noqa: E402
 
@@ -67,10 +68,10 @@ def test_ranks_over_nccl(world, case):
 
 
 def test_a_graph_replays_what_masters_are_then():
-    fmts = [formats.NVFP4_16x16, formats.FP8_128x128, formats.FP8_E4M3]
+    fmts = SQUARES
     weights = [quantize(torch.zeros(64, 96, device="cuda"), fmt, usage=Usage.BOTH) for fmt in fmts]
     masters = [torch.zeros(64 * 96, device="cuda") for _ in fmts]
-    starts = torch.zeros(3, dtype=torch.int64, device="cuda")
+    starts = torch.zeros(len(fmts), dtype=torch.int64, device="cuda")
     plan = CastPlan(weights, parity="master")
 
     def step():
@@ -85,7 +86,7 @@ def test_a_graph_replays_what_masters_are_then():
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
-    values = [awkward_values((64, 96), i, kinds=TAME) for i in range(3)]
+    values = [awkward_values((64, 96), i, kinds=TAME) for i in range(len(fmts))]
     for m, v in zip(masters, values, strict=True):
         m.copy_(FRONT.array(v).view(-1))
     graph.replay()

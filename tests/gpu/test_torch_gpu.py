@@ -8,9 +8,8 @@ torch = pytest.importorskip("torch")
 
 import numpy as np  # noqa: E402
 
-from qshard import recipes, reference  # noqa: E402
+from qshard import reference  # noqa: E402
 from qshard.formats import (  # noqa: E402
-    FORMATS,
     FP8_E4M3,
     FP8_E5M2,
     FP8_1x128,
@@ -24,6 +23,7 @@ from qshard.torch_bridge import Linear, linear, quantize, update_delayed  # noqa
 from qshard.torch_bridge.gemm import Operand, matmul  # noqa: E402
 from qshard.torch_bridge.ops import call_into  # noqa: E402
 from support.awkward import KINDS, TAME, assert_bits_equal, awkward_values  # noqa: E402
+from support.formats import NAMED, RECIPES  # noqa: E402
 from support.fronts import TorchFront  # noqa: E402
 from support.torch_ranks import run  # noqa: E402
 
@@ -71,7 +71,7 @@ def captured(function):
     return graph, result
 
 
-@pytest.mark.parametrize("fmt", [FP8_E4M3, FP8_E5M2], ids=str)
+@pytest.mark.parametrize("fmt", [fmt for fmt in NAMED if fmt.block is None], ids=str)
 def test_quantize_replays_from_a_cuda_graph(fmt):
     x = torch.ones(96, 80, device="cuda")
     graph, q = captured(lambda: quantize(x, fmt, usage=Usage.BOTH))
@@ -177,10 +177,10 @@ def test_tensor_cores_compute_the_product_in_blocks(shape, name, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("name", ["MXFP8_E4M3", "MXFP8_32x32", "NVFP4", "NVFP4_16x16", "FP8_1x128"])
-def test_what_has_no_tensor_cores_goes_through_bfloat16(name, dtype):
+@pytest.mark.parametrize("fmt", [fmt for fmt in NAMED if fmt.block is not None], ids=str)
+def test_what_has_no_tensor_cores_goes_through_bfloat16(fmt, dtype):
     """Also planes in the order of the tensor, that are contracted over its first axis."""
-    fmt, (m, n, k) = FORMATS[name], (32, 64, 96)
+    m, n, k = 32, 64, 96
     for usage in Usage:
         a, b = operand(m, k, fmt, 0, usage), operand(n, k, fmt, 1, usage)
         assert calls_of_scaled_mm(lambda: matmul(a, b, dtype)) == 0  # noqa: B023
@@ -191,11 +191,11 @@ def test_what_has_no_tensor_cores_goes_through_bfloat16(name, dtype):
         assert (np.abs(got - product) <= (k * 2.0**-22 + operands) * size + rounding * np.abs(product)).all()
 
 
-@pytest.mark.parametrize("name", ["MXFP8", "NVFP4", "BlockScaling", "DelayedScaling"])
-def test_training_by_recipe_replays_from_a_cuda_graph(name):
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_training_by_recipe_replays_from_a_cuda_graph(recipe):
     """Seeds and delayed scales go on from replay to replay, with no word from the host."""
     torch.manual_seed(0)
-    graphed = Linear(512, 512, recipe=getattr(recipes, name)(), device="cuda", dtype=torch.bfloat16)
+    graphed = Linear(512, 512, recipe=recipe, device="cuda", dtype=torch.bfloat16)
     eager = copy.deepcopy(graphed)
     x = torch.randn(128, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
 

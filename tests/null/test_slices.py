@@ -8,10 +8,7 @@ from hypothesis import strategies as st
 from qshard import formats, reference
 from qshard.formats import Usage
 from support.awkward import KINDS, TAME, assert_bits_equal, awkward_values
-from support.formats import SLICED
-
-MX_VECTORS = [formats.MXFP8_E4M3, formats.MXFP8_E5M2]
-PLANES = [*((fmt, Usage.ROWWISE) for fmt in SLICED), *((fmt, Usage.COLUMNWISE) for fmt in MX_VECTORS)]
+from support.formats import PLANES
 
 
 @given(

@@ -34,6 +34,14 @@ def test_map_of_bits_to_elements(seed, index):
     assert reference.random_bytes(seed, index) == byte
 
 
+def test_random_bits_are_uniform():
+    """The top bits of four elements in a row, against chance."""
+    bits = reference.random_bytes(11, np.arange(1 << 18)).reshape(-1, 4) >= 128
+    counts = np.bincount(bits @ [1, 2, 4, 8], minlength=16)
+    want = counts.sum() / 16
+    assert ((counts - want) ** 2 / want).sum() < 44.3  # 99.99 % of chi-square with 15 degrees of freedom.
+
+
 def test_rounding_is_unbiased():
     """Over all 256 bytes the mean is the input itself, if that is a multiple of a 256th of the step."""
     bytes_ = np.arange(256, dtype=np.uint8)

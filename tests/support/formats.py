@@ -14,6 +14,7 @@ import pytest
 
 from qshard import recipes
 from qshard.formats import ELEMENTS, FORMATS, ElementFormat, Format, Usage
+from qshard.layout import plane
 from qshard.recipes import Recipe, Role
 from support.awkward import fits
 
@@ -85,6 +86,14 @@ SCALINGS = list({fmt.scale_dtype: fmt for fmt in reversed(SQUARES)}.values())
 
 SLICED = [fmt for fmt in VARIANTS if not fmt.scaling.four_over_six and not fmt.hadamard]
 """Formats whose scales follow from amaxes alone, so that any part of a weight can be cast."""
+
+PLANES = [
+    (fmt, usage)
+    for fmt in SLICED
+    for usage in Usage.BOTH
+    if fits(fmt, (64, 96), usage) and not plane(fmt, (64, 96), usage).transposed
+]
+"""What slices of a weight are cast to: planes of those formats that are stored in the order of the weight."""
 
 RECIPES: dict[str, Recipe] = {
     name: getattr(recipes, name)()

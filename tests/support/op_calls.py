@@ -3,122 +3,137 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import torch
 
 from qshard import _ffi
 from qshard.formats import ELEMENTS
-from qshard.ops import Binding, Operand, table
+from qshard.ops import Binding
+from support.awkward import BFLOAT16, assert_bits_equal
+from support.draws import SPECS, Call
+from support.oracle import oracle
 
-BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 device = "cpu"
 """Whose kernels to call. `tests/cpu/kernel_bits.py` sets it."""
-ways: tuple[str, ...] = ("plain",)
-"""How: "plain"; "flushed", with subnormals flushed to zero in this thread; "odd", from and to the middle of a cache
-line, and nothing beside the results may be written. Results of the ways must be the same."""
+WAYS = ("plain", "flushed", "odd", "in place")
+"""How: "flushed", with subnormals flushed to zero in this thread; "odd", from and to the middle of a cache line, and
+nothing beside the results may be written; "in place", with each result that has the name of an operand in its memory.
+"""
 
 
-def call(
-    op: str, *inputs: np.ndarray, split: bool | None = None, dtype: np.typing.DTypeLike = None, **options: Any
-) -> Any:
-    """The results of `op` (one, or a list), from its table row alone: shapes, dtypes, attributes.
-
-    `split` chooses the form in which ops on blocks see a matrix. Memory and results are the same in both, so a test
-    leaves it open, and gets both compared.
-    """
-    spec = table()[op]
-    call_of = [x.shape for x in inputs], [str(x.dtype) for x in inputs]
-    binding = spec.bind(*call_of, options, None if dtype is None else str(np.dtype(dtype)), cuttable=True)
-    if split is None and spec.row.splits:
-        forms = [False, True] if binding.split else [False]
-        results = [call(op, *inputs, split=form, dtype=dtype, **options) for form in forms]
-        for a, b in itertools.pairwise(results):
-            for x, y in zip(*(r if isinstance(r, list) else [r] for r in (a, b)), strict=True):
-                assert x.tobytes() == y.tobytes(), f"{op}: split or not makes a difference"
-        return results[0]
-    attributes = options if split is None else {**options, "split": split}
-    assert binding.split or not split
-    outputs = [(shape, np.dtype(np.uint8 if name in ELEMENTS else name)) for shape, name in binding.results]
-    every = [_run(op, inputs, outputs, binding, attributes, way) for way in ways]
-    for way, results in zip(ways, every, strict=True):
-        for x, y in zip(results, every[0], strict=True):
-            assert x.tobytes() == y.tobytes(), f"{op}: {way} differs from {ways[0]}"
-    return every[0][0] if len(every[0]) == 1 else every[0]
+def check(made: Call, ways: tuple[str, ...] = WAYS) -> None:
+    """Every way to make a call, and both forms of a matrix in blocks, give the bits of the reference."""
+    want = oracle(made)
+    splits = [False]
+    if made.spec.row.splits and bind(made).split:
+        splits.append(True)
+    for way, split in itertools.product(ways, splits):
+        got = run(made, way, split=split)
+        assert len(got) == len(want), str(made)
+        for i, (a, b) in enumerate(zip(got, want, strict=True)):
+            assert_bits_equal(a, b, f"result {i}, {way}, split {split}, of {made}")
 
 
-def _run(
-    op: str,
-    inputs: tuple[np.ndarray, ...],
-    outputs: list[tuple[tuple[int, ...], np.dtype]],
-    binding: Binding,
-    attributes: dict[str, Any],
-    way: str,
-) -> list[np.ndarray]:
+def call(op: str, *operands: Any, **options: Any) -> Any:
+    """The results of an op (one, or a list), from its row alone: shapes, dtypes, attributes."""
+    spec = SPECS[op]
+    if "dtype" in options:
+        options["dtype"] = str(np.dtype(options["dtype"]))
+    lists = [operand if isinstance(operand, list) else [operand] for operand in operands]
+    tensors = [[(x.shape, str(x.dtype)) for x in each] for each in lists]
+    results = run(Call(spec, options, tensors, list(operands)))
+    return results[0] if len(results) == 1 else results
+
+
+def run(made: Call, way: str = "plain", *, split: bool = False) -> list[np.ndarray]:
+    """The results of a call. Those of lists are in the memory of the operands that have their names."""
     beside = 61 if way == "odd" else 0
-    operands, results, rooms = [], [], []
-    for x in inputs:
-        room = np.concatenate([np.zeros(beside, x.dtype), np.ravel(x)])
-        operands.append(_tensor(room)[beside:].view(x.shape))
-    for shape, dtype in outputs:
-        # Not zeros, so that an element that nobody writes is seen.
-        count = int(np.prod(shape)) + 2 * beside
-        rooms.append(_tensor(np.full(count * dtype.itemsize, 0x5A, np.uint8).view(dtype)))
-        results.append(rooms[-1][beside : count - beside].view(shape))
-    if attributes.get("split"):
-        operands, results = (
-            [x.view([factor.size for factor in view.factors]) for x, view in zip(side, views, strict=True)]
-            for side, views in ((operands, binding.inputs), (results, binding.outputs))
-        )
+    inputs, outputs = placed(made, beside, split=split, in_place=way == "in place")
     torch.set_flush_denormal(way == "flushed")  # Off before NumPy works again: it is the thread's.
     try:
-        _ffi.call(op, tuple(operands), tuple(results), attributes)
+        results = [result for result, _ in outputs]
+        _ffi.call(made.spec.name, inputs, results, attributes_of(made, split=split))
     finally:
         torch.set_flush_denormal(False)
     arrays = []
-    for room, (shape, dtype) in zip(rooms, outputs, strict=True):
-        whole = (room.view(torch.int16) if room.dtype == torch.bfloat16 else room).cpu().numpy().view(dtype)
-        for edge in (whole[:beside], whole[len(whole) - beside :]):
-            assert (edge.view(np.uint8) == 0x5A).all(), f"{op}: wrote beside a result"
-        arrays.append(whole[beside : len(whole) - beside].reshape(shape))
+    for _, (room, view) in outputs:
+        whole = to_numpy(room).view(np.uint8)
+        edge = beside * room.element_size()
+        for side in (whole[:edge], whole[len(whole) - edge :]):
+            assert (side == 0x5A).all(), f"wrote beside a result of {made}"
+        arrays.append(to_numpy(view))
     return arrays
 
 
-def codes_per_byte(operand: Operand, element: str | None) -> int:
-    """How many codes share a byte, if the operand holds codes of `element`; else 1."""
-    if operand.dtype == "packed":
-        return 2
-    return ELEMENTS[element].codes_per_byte if operand.dtype == "code" and element is not None else 1
+Placed = tuple[torch.Tensor, torch.Tensor]
+"""Memory, and a tensor in it with some room on both sides."""
 
 
-def _tensor(x: np.ndarray) -> torch.Tensor:
-    """torch has bfloat16, NumPy has not."""
+def placed(
+    made: Call, beside: int = 0, *, split: bool = False, in_place: bool = False
+) -> tuple[list[torch.Tensor], list[tuple[torch.Tensor, Placed]]]:
+    """The operands as a handler takes them, and its results, each also by its pattern and with its memory."""
+    spec = made.spec
+    operands = [[_placed(x, beside) for x in (o if isinstance(o, list) else [o])] for o in made.operands]
+    given = {operand.name: tensors for operand, tensors in zip(spec.inputs, operands, strict=True)}
+    if spec.row.many:
+        outputs = [given[output.name] for output in spec.outputs]
+        if made.options.get("update"):  # Of Adam: a result of its own.
+            outputs[0] = [_room(shape, "float32", beside) for shape, _ in made.tensors[1]]
+    else:
+        outputs = [
+            (in_place and given.get(output.name)) or [_room(shape, "uint8" if d in ELEMENTS else d, beside)]
+            for output, (shape, d) in zip(spec.outputs, made.results(), strict=True)
+        ]
+    inputs = [view for each in operands for _, view in each]
+    rooms = list(itertools.chain(*outputs))
+    results = [view for _, view in rooms]
+    if split:
+        binding = bind(made)
+        inputs, results = (
+            [x.view([factor.size for factor in view.factors]) for x, view in zip(side, views, strict=True)]
+            for side, views in ((inputs, binding.inputs), (results, binding.outputs))
+        )
+    return inputs, list(zip(results, rooms, strict=True))
+
+
+def attributes_of(made: Call, *, split: bool = False) -> dict[str, Any]:
+    """All attributes of the handler, and the form of the call, if it has two."""
+    given = {name: value for name, value in made.options.items() if name != "dtype"}
+    return {**given, "split": True} if split else given
+
+
+def bind(made: Call) -> Binding:
+    """Of an op on single tensors."""
+    shapes, dtypes = zip(*(one for (one,) in made.tensors), strict=True)
+    return made.spec.bind(shapes, dtypes, attributes_of(made), made.options.get("dtype"), cuttable=True)
+
+
+def _placed(x: np.ndarray, beside: int) -> Placed:
+    room, view = _room(np.asarray(x).shape, str(x.dtype), beside)
+    view.copy_(to_torch(np.asarray(x)))
+    return room, view
+
+
+def _room(shape: tuple[int, ...], dtype: str, beside: int) -> Placed:
+    """Not zeros, so that an element that nobody writes is seen."""
+    count = math.prod(shape)
+    kind = getattr(torch, dtype)
+    room = torch.full(((count + 2 * beside) * kind.itemsize,), 0x5A, dtype=torch.uint8, device=device).view(kind)
+    return room, room[beside : beside + count].view(shape)
+
+
+def to_torch(x: np.ndarray) -> torch.Tensor:
+    """On the device. torch has bfloat16, NumPy has not."""
     x = np.asarray(x, order="C")
     if x.dtype == BFLOAT16:
         return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16).to(device)
     return torch.from_numpy(x).to(device)
 
 
-class NumpyOps:
-    """The CPU ops as functions of NumPy arrays: what `qshard.pipeline` asks of a front end."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in table():
-            raise AttributeError(name)
-
-        def run(*arrays: Any, **options: Any) -> Any:
-            results = call(name, *(np.asarray(a) for a in arrays), **options)
-            return tuple(results) if isinstance(results, list) else results
-
-        return run
-
-    @staticmethod
-    def transposed(array: np.ndarray) -> np.ndarray:
-        """A row-major copy with the last two axes swapped."""
-        return np.ascontiguousarray(np.swapaxes(array, -1, -2))
-
-    def transposed_squares(self, data: np.ndarray, scale_inv: np.ndarray, *, packed: bool) -> tuple[np.ndarray, ...]:
-        data_t = self.transpose_packed(data) if packed else self.transpose(data, batch=data.ndim - 2)
-        return data_t, self.transposed(scale_inv)
+def to_numpy(x: torch.Tensor) -> np.ndarray:
+    x = x.cpu()
+    return x.view(torch.int16).numpy().view(BFLOAT16) if x.dtype == torch.bfloat16 else x.numpy()

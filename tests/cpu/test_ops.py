@@ -1,0 +1,223 @@
+"""Every op of `ffi/ops.def` through each front end: the reference's bits, and calls that are refused alike everywhere.
+
+Calls are drawn from the rows (support/draws.py), so a new op is under all of these tests. `kernel_bits.py` calls the
+kernels themselves, with all choices of attributes and dtypes and on every SIMD target.
+"""
+
+import copy
+import itertools
+import math
+
+import jax
+import numpy as np
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from qshard import _ffi
+from qshard.jax import list_ops
+from qshard.jax import ops as jax_ops
+from qshard.ops import table
+from qshard.torch_bridge.ops import call_into
+from support.awkward import assert_bits_equal
+from support.draws import FEW, SPECS, draw, filled
+from support.op_calls import attributes_of, placed, to_numpy, to_torch
+from support.oracle import oracle
+
+every_op = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+every_single_op = pytest.mark.parametrize("spec", table().values(), ids=table())
+
+
+def torch_call(made, move=lambda x: x):
+    """`torch.ops.qshard.<op>`, its operands, and its keywords."""
+    keywords = dict(made.options)
+    if "dtype" in keywords:
+        keywords["dtype"] = getattr(torch, keywords["dtype"])
+    operands = [[move(to_torch(x)) for x in o] if isinstance(o, list) else move(to_torch(o)) for o in made.operands]
+    return getattr(torch.ops.qshard, made.spec.name).default, operands, keywords
+
+
+def results(made, returned, operands):
+    """What an op of PyTorch returned, or changed in place."""
+    if made.spec.row.many:
+        names = [operand.name for operand in made.spec.inputs]
+        changed = [operands[names.index(output.name)] for output in made.spec.outputs]
+        return [x for each in changed for x in (each if isinstance(each, list) else [each])]
+    return [returned] if isinstance(returned, torch.Tensor) else list(returned)
+
+
+def draws(spec, count, **options):
+    """Calls with operands. PyTorch and JAX have no update of Adam that is apart from the parameter."""
+    numbers = (n for n in itertools.count() if spec.name != "adam" or not draw(spec, n).options["update"])
+    return [filled(draw(spec, n, **options), n) for n in itertools.islice(numbers, count)]
+
+
+@every_op
+def test_torch(spec):
+    """Eager results, those that `call_into` writes, and the shapes, strides and dtypes of traced ones."""
+    for made in draws(spec, 8):
+        op, operands, keywords = torch_call(made)
+        want = oracle(made)
+        for move in (lambda x: x.to("meta"), FakeTensorMode().from_tensor):
+            _, fakes, _ = torch_call(made, move)
+            fake = results(made, op(*fakes, **keywords), fakes)
+            assert [(x.shape, x.is_contiguous()) for x in fake] == [(x.shape, True) for x in want]
+        returned = results(made, op(*operands, **keywords), operands)
+        assert [x.dtype for x in fake] == [x.dtype for x in returned]
+        for got, expected in zip(returned, want, strict=True):
+            assert_bits_equal(to_numpy(got), expected, str(made))
+        if not spec.row.many:
+            given = [torch.full_like(x, 77) for x in returned]
+            call_into(spec.name, operands, given, attributes_of(made))
+            for got, expected in zip(given, want, strict=True):
+                assert_bits_equal(to_numpy(got), expected, str(made))
+
+
+@every_op
+def test_torch_finds_nothing_wrong_with_the_op(spec):
+    if spec.name == "adam":
+        pytest.skip("an operand and an attribute are called `low`, which torch's check of schemas does not take")
+    for made in draws(spec, 2, lengths=FEW):
+        op, operands, keywords = torch_call(made)
+        # NaN equals nothing, and codes of NaN become it.
+        with torch.no_grad():
+            for x in (x for o in operands for x in (o if isinstance(o, list) else [o])):
+                x.copy_(x.nan_to_num(1.0, 1.0, 1.0).abs() if x.is_floating_point() else x & 0x33)
+        torch.library.opcheck(op, operands, keywords)
+
+
+def jax_call(made):
+    if made.spec.row.many:
+        return lambda *operands: list_ops.bind(made.spec.name)(*operands, **made.options)
+    return lambda *operands: getattr(jax_ops, made.spec.name)(*operands, **made.options)
+
+
+@every_op
+def test_jax(spec):
+    """In `jit`, and under `vmap`, which adds a leading axis to ops on single tensors."""
+    # Where blocks are cut, XLA would have `scale_inv_c` in another order than the handler; only MX formats, which have
+    # whole blocks, use this op.
+    options = {"lengths": (64,)} if spec.name == "quantize_block_both" else {}
+    for made in draws(spec, 2, **options):
+        got = jax.tree.leaves(jax.jit(jax_call(made))(*made.operands))
+        for a, b in zip(got, oracle(made), strict=True):
+            assert_bits_equal(np.asarray(a), b, str(made))
+    if spec.row.many or not isinstance(spec.inputs[0].terms[0], str):
+        return
+    stacked = [np.stack([x, x]) for x in made.operands]
+    for a, b in zip(jax.tree.leaves(jax.vmap(jax_call(made))(*stacked)), oracle(made), strict=True):
+        assert_bits_equal(np.asarray(a)[1], b, str(made))
+
+
+# --- refusals ---
+
+WRONG = {"str": ("no such",), "int": (-3, -(2**62), 2**62), "float": (-1.0, math.nan), "int[]": ((-1, 2),)}
+
+
+def wrong_attributes(made):
+    """(name, call) with one attribute that its row excludes."""
+    for name, (kind, given, least, most) in made.spec.row.attributes.items():
+        for value in WRONG.get(kind, ()):
+            if name == "shapes":
+                value = (*value, *made.options["shapes"][2:])
+            if kind == "int" and not given and not name.startswith("block") and least <= value <= most:
+                continue  # Blocks have a range of their own.
+            other = copy.copy(made)
+            other.options = {**made.options, name: value}
+            yield name.removesuffix("_rows").removesuffix("_cols"), other
+
+
+def wrong_operands(made):
+    """(name, call) with one operand of a dtype that is no operand's, of another rank, or too long."""
+    for i, operand in enumerate(made.spec.inputs):
+        old = made.operands[i]
+        first = old[0] if isinstance(old, list) and old else old
+        if isinstance(first, list):
+            continue
+        wrong = [] if operand.dtype == "any" else [np.zeros(first.shape)]
+        if i and "..." not in operand.terms and not all(isinstance(term, str) for term in operand.terms):
+            wrong.append(first[None])
+            if ("n",) in operand.terms or not made.spec.row.many:  # Other sizes follow from attributes: bodies look.
+                wrong.append(np.concatenate([first, first, first[:1]]))
+        for x in wrong:
+            other = copy.copy(made)
+            other.operands = list(made.operands)
+            other.operands[i] = [x, *old[1:]] if isinstance(old, list) else x
+            yield operand.name, other
+        if isinstance(old, list):
+            other = copy.copy(made)
+            other.operands = [*made.operands[:i], [*old, old[0]], *made.operands[i + 1 :]]
+            yield "", other
+
+
+def refusal(function, *arguments, **keywords):
+    with pytest.raises((ValueError, TypeError)) as caught:
+        function(*arguments, **keywords)
+    return str(caught.value).splitlines()[0]
+
+
+@every_op
+def test_what_no_row_takes_is_refused_alike(spec):
+    """By the handler, in PyTorch eagerly and traced, and by JAX: by the same words, which name what is wrong."""
+    (made,) = draws(spec, 1, lengths=(64,))
+    for name, wrong in itertools.chain(wrong_attributes(made), wrong_operands(made)):
+        op, operands, keywords = torch_call(wrong)
+        said = refusal(op, *operands, **keywords)
+        assert said.startswith(f"{spec.name}: "), said
+        assert name in said, said
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            _, fakes, _ = torch_call(wrong, mode.from_tensor)
+            assert refusal(op, *fakes, **keywords) == said
+        if not spec.row.many and not any(x.dtype == np.float64 for x in wrong.operands):
+            assert refusal(jax_call(wrong), *wrong.operands).startswith(f"{spec.name}: ")
+
+
+@every_op
+def test_handlers_refuse_other_results_and_write_nothing(spec):
+    (made,) = draws(spec, 1)
+    inputs, placed_outputs = placed(made)
+    outputs = [output for output, _ in placed_outputs]
+    for i, good in enumerate(outputs):
+        wrong = [good.double(), good[None], torch.cat([good.reshape(-1)] * 2)[1:]]
+        for other in wrong:
+            before = [to_numpy(x).tobytes() for x in outputs]
+            given = [*outputs[:i], other, *outputs[i + 1 :]]
+            said = refusal(_ffi.call, spec.name, inputs, given, attributes_of(made))
+            assert said.startswith(f"{spec.name}: "), said
+            assert before == [to_numpy(x).tobytes() for x in outputs]
+
+
+E4M3, E2M1 = "float8_e4m3fn", "float4_e2m1fn"
+FP8 = {"element": E4M3, "eps": 0.0, "pow2": True, "rounding": "up", "scale_dtype": "float32"}
+FP4 = {"element": E2M1, "eps": 0.0, "pow2": False, "rounding": "up", "scale_dtype": "float8_e8m0fnu"}
+# The words for each kind of mistake: op, shapes of operands, block, attributes.
+WORDS = [
+    ("cast_block", [(4, 8), (4, 3)], (1, 4), {"element": E4M3}, r"scale \(4, 3\) does not fit"),
+    ("cast_block", [(4, 9), (4, 1)], (1, 16), {"element": E2M1}, "2 codes share a byte"),
+    ("amax_block", [(8,)], (1, 4), {}, "does not have the axes"),
+    ("amax_block", [(4, 8)], (0, 4), {}, "block .0x4. is not of positive size"),
+    ("quantize_block", [(4, 8)], (1, 4), {**FP8, "rounding": "x"}, "rounding .x. is not one of up, floor"),
+    ("quantize_block", [(4, 8)], (1, 4), {**FP8, "eps": -1.0}, "eps .-1. is not at least 0"),
+    ("quantize_block", [(4, 8)], (1, 4), {**FP8, "element": E2M1}, "element .* has no float32 scales"),
+    ("quantize_block", [(12, 12)], (3, 4), FP4, r"block \(3x4\) of .* sides of 1, or even ones up to 256"),
+    ("quantize_block", [(2, 516)], (1, 258), FP4, r"block \(1x258\) of .* sides of 1, or even ones up to 256"),
+    ("quantize_square_both", [(4, 8)], (1, 4), FP8, "1x4. is not square"),
+    ("quantize_nvfp4", [(4, 32), ()], (1, 32), {"scale_max": 448.0}, "1x32. is not 1x16"),
+    ("quantize_nvfp4", [(4, 40), ()], (1, 16), {"scale_max": 448.0}, "not a whole number of block_cols=16"),
+    ("quantize_nvfp4", [(4, 32), ()], (1, 16), {"scale_max": 99.0}, "scale_max .99. is not one of 448, 256"),
+    (
+        "quantize_nvfp4",
+        [(4, 32), (3,)],
+        (1, 16),
+        {"scale_max": 448.0},
+        "not the first axes of blocks of x",
+    ),
+    ("update_delayed_scale", [(), (0,), ()], None, {"element": E4M3, "margin": 0, "most_recent": True}, "has no amax"),
+]
+
+
+@pytest.mark.parametrize(("op", "shapes", "block", "attributes", "words"), WORDS)
+def test_words_of_refusals(op, shapes, block, attributes, words):
+    where = {} if block is None else {"block_rows": block[0], "block_cols": block[1]}
+    with pytest.raises(ValueError, match=f"^{op}: .*{words}"):
+        getattr(torch.ops.qshard, op)(*(torch.ones(shape) for shape in shapes), **attributes, **where)
