@@ -86,7 +86,10 @@ void Rounded(RoundedTo to, const In* x, int64_t n, const Body& body) {
     return;
   }
   float values[kPieceCols];
-  for (int64_t i = 0; i < n; ++i) values[i] = RoundTo(to, Widen(x[i]));
+  if (to == RoundedTo::kBFloat16)
+    for (int64_t i = 0; i < n; ++i) values[i] = Widen(Narrow<bfloat16>(Widen(x[i])));
+  else
+    for (int64_t i = 0; i < n; ++i) values[i] = Widen(Narrow<float16>(Widen(x[i])));
   body(values);
 }
 
