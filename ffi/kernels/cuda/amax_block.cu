@@ -133,9 +133,10 @@ Status LaunchWarps(const Exec<Cuda>& exec, const In* x, const Blocks& b, float* 
 struct AmaxAsScale {
   using Stored = float;
   template <class Code>
-  QSHARD_INLINE BlockScale<float> Of(float amax) const {
-    return {0.0f, CanonicalNan(amax)};
+  QSHARD_INLINE float Shared(int64_t) const {
+    return 0.0f;
   }
+  QSHARD_INLINE BlockScale<float> Of(float amax, float) const { return {0.0f, CanonicalNan(amax)}; }
 };
 
 }  // namespace
