@@ -32,6 +32,8 @@ Products = tuple[np.ndarray, np.ndarray, np.ndarray]
 States = dict[Role, tuple[Any, Any]]
 """(scale, amax_history) of each tensor of a layer."""
 Arrays = Mapping[str, np.ndarray]
+Trained = tuple[np.ndarray, list[tuple[np.ndarray, np.ndarray | None]], np.ndarray | None]
+"""A parameter, the codes and scales of each moment, and the master, if there is one."""
 PLANES = ("rowwise", "columnwise")
 ROUNDED_TO_BFLOAT16 = 2.0**-7 + 2.0**-16
 """Of both operands. On GPUs also what FP8 GEMMs lose, whose sums keep 14 bits (arXiv:2412.19437)."""
@@ -91,8 +93,8 @@ class Front(Protocol):
 
     def adam(
         self, params: Arrays, grads: Sequence[Arrays], moments: tuple[str, str], masters: bool, **options: float
-    ) -> dict[str, tuple[np.ndarray, list[tuple[np.ndarray, np.ndarray | None]], np.ndarray | None]]:
-        """After a step of AdamW for each of `grads`: parameter, (codes, scales) of moments of these dtypes, master."""
+    ) -> dict[str, Trained]:
+        """Parameters after a step of AdamW for each of `grads`, with moments of these dtypes."""
 
     def cast_slices(
         self,
@@ -271,7 +273,7 @@ class JaxFront:
 
     def adam(
         self, params: Arrays, grads: Sequence[Arrays], moments: tuple[str, str], masters: bool, **options: float
-    ) -> dict[str, tuple[np.ndarray, list[tuple[np.ndarray, np.ndarray | None]], np.ndarray | None]]:
+    ) -> dict[str, Trained]:
         jax = self.jax
         optimizer = self.qshard.adamw(mu_dtype=moments[0], nu_dtype=moments[1], masters=masters, **options)
 
@@ -444,7 +446,7 @@ class TorchFront:
 
     def adam(
         self, params: Arrays, grads: Sequence[Arrays], moments: tuple[str, str], masters: bool, **options: float
-    ) -> dict[str, tuple[np.ndarray, list[tuple[np.ndarray, np.ndarray | None]], np.ndarray | None]]:
+    ) -> dict[str, Trained]:
         weights = {name: self.torch.nn.Parameter(self.array(x)) for name, x in params.items()}
         names = ("exp_avg", "exp_avg_sq")
         optimizer = self.qshard.AdamW(
