@@ -1,4 +1,4 @@
-"""`qshard.jax.adam`: the bits of the torch optimizer, in every mode of JAX; optax's own Adam in float32."""
+"""`qshard.jax.adam` in every mode of JAX; optax's own Adam in float32. Bits of a step: test_adam_steps.py."""
 
 import functools
 import operator
@@ -8,14 +8,12 @@ import numpy as np
 import pytest
 
 jax = pytest.importorskip("jax")
-torch = pytest.importorskip("torch")
 optax = pytest.importorskip("optax")
 import jax.numpy as jnp  # noqa: E402
 from jax.sharding import AxisType, NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
 from qshard.jax import adam, adamw  # noqa: E402
-from qshard.torch_bridge import Adam  # noqa: E402
 from support.awkward import assert_bits_equal  # noqa: E402
 
 SHAPES = {"w": (16, 384), "odd": (4, 100), "b": (24,), "s": ()}
@@ -63,46 +61,6 @@ def test_float32_is_optax_adamw(weight_decay):
     theirs, _ = train(optax.adamw(1e-2, weight_decay=weight_decay), draw(9))
     for name in SHAPES:
         np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-6, atol=1e-6)
-
-
-@every_setting
-def test_bits_are_those_of_torch(settings):
-    dtype = dtype_of(settings)
-    params, state = train(adamw(1e-2, weight_decay=0.1, **settings), draw(9, dtype), dtype)
-
-    def tensor(x):
-        return torch.from_numpy(np.array(x, np.float32)).to(torch.bfloat16 if dtype != np.float32 else torch.float32)
-
-    weights = {name: torch.nn.Parameter(tensor(x)) for name, x in draw(9, dtype).items()}
-    optimizer = Adam(
-        weights.values(),
-        lr=1e-2,
-        weight_decay=0.1,
-        decoupled_weight_decay=True,
-        exp_avg_dtype=getattr(torch, str(jnp.dtype(settings.get("mu_dtype", "float32")))),
-        exp_avg_sq_dtype=getattr(torch, str(jnp.dtype(settings.get("nu_dtype", "float32")))),
-        master_weights="float32" if settings.get("masters") else None,
-    )
-    for seed in range(STEPS):
-        for name, grad in draw(seed, dtype).items():
-            weights[name].grad = tensor(grad)
-        optimizer.step()
-
-    def same(x, y):
-        y = y.detach()
-        y = y.view(torch.uint8) if y.dtype.itemsize == 1 else y
-        y = y.view(torch.int16).numpy().view(ml_dtypes.bfloat16) if y.dtype == torch.bfloat16 else y.numpy()
-        assert_bits_equal(np.asarray(x), y)
-
-    for name, weight in weights.items():
-        same(params[name], weight)
-        of_torch = optimizer.state[weight]
-        for moment, key in ((state.mu[name], "exp_avg"), (state.nu[name], "exp_avg_sq")):
-            same(getattr(moment, "data", moment) if isinstance(moment, tuple) else moment, of_torch[key])
-            if isinstance(moment, tuple):
-                same(moment.scale_inv, of_torch[f"{key}_scale_inv"])
-        if state.master[name] is not None:
-            same(state.master[name], of_torch["master"])
 
 
 def mesh_of(kind):

@@ -1,13 +1,15 @@
-"""FSDP: fp32 shards, quantized before the gather; codes gathered; gradients cut as the weights are.
+"""FSDP with every recipe: fp32 shards, quantized before the gather; codes gathered; gradients cut as the weights are.
 
-On a CPU, XLA makes a reduce-scatter an all-reduce and a slice, and may merge the gathers of forward and backward;
-test_jax_h100.py has the collectives of a GPU.
+A step over devices is that of one device, which test_linear.py and test_delayed.py hold to the reference: operands to
+the bit, so products up to the order of fp32 sums. On a CPU, XLA makes a reduce-scatter an all-reduce and a slice, and
+may merge the gathers of forward and backward; test_jax_h100.py has the collectives of a GPU.
 """
 
 import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
@@ -15,174 +17,210 @@ from jax.sharding import PartitionSpec as P
 
 from qshard import reference
 from qshard.formats import FP8_E4M3, Usage
-from qshard.jax import compute_scales, gather, linear, quantize
-from qshard.recipes import CurrentScaling
-from support.awkward import BFLOAT16, TAME, assert_bits_equal, awkward_values
+from qshard.jax import compute_scales, gather, init_delayed, linear, quantize, update_delayed
+from qshard.recipes import CurrentScaling, Role
+from support.awkward import TAME, assert_bits_equal, awkward_values
+from support.formats import STATEFUL, STATELESS, every_recipe
 from support.hlo import collectives
 
+SEED = 0x0123456789ABCDEF
 RECIPE = CurrentScaling()
-N, K = 64, 128
-W = awkward_values((N, K), seed=1, kinds=TAME)
-WHOLE = reference.quantize(W, FP8_E4M3, Usage.BOTH)
+# Of two things that have two values each, a recipe meets each value, and recipes take turns in which come together.
+TURNS = {name: (recipe, i % 2) for i, (name, recipe) in enumerate((STATELESS | STATEFUL).items())}
+in_turn = pytest.mark.parametrize(("recipe", "turn"), TURNS.values(), ids=TURNS.keys())
 KINDS = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
+N, K, ROWS = 64, 128, 1024  # Rows: whole blocks on each of eight devices.
 
 
 def mesh_of(kind, **sizes):
-    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(kind,) * len(sizes))
+    devices = jax.devices()[: np.prod(list(sizes.values()))]
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(kind,) * len(sizes), devices=devices)
 
 
 def values(*shape, seed=0):
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
-def step(x, w, dy, **options):
-    """y and the gradients of sum(y * dy): dy is given, since rounding makes jumps of what differs in the last bit."""
-    y, vjp = jax.vjp(lambda x, w: linear(x, w, RECIPE, **options), x, w)
+X, W, DY = values(ROWS, K), awkward_values((N, K), seed=1, kinds=TAME), values(ROWS, N, seed=2)
+WHOLE = reference.quantize(W, FP8_E4M3, Usage.BOTH)
+
+
+def states_of(recipe, shape=()):
+    """The argument `state` of `linear`, if there is one, with a scale for each role."""
+    if not recipe.stateful:
+        return {}
+    fresh, scales = init_delayed(recipe, shape), zip(Role, (3.0, 7.3, 0.77), strict=True)
+    scaled = {
+        role.value: dataclasses.replace(getattr(fresh, role.value), scale=jnp.full(shape, scale, jnp.float32))
+        for role, scale in scales
+    }
+    return {"state": dataclasses.replace(fresh, **scaled)}
+
+
+def step(x, w, dy, states, recipe=RECIPE, **options):
+    """y, gradients of sum(y * dy), and what states bring: dy is given, since rounding makes jumps of last bits."""
+    y, vjp = jax.vjp(lambda x, w, states: linear(x, w, recipe, seed=SEED, **options, **states), x, w, states)
     return y, *vjp(dy)
 
 
-X, DY = values(32, K), values(32, N, seed=2)
-EXPECTED = jax.tree.map(np.asarray, jax.jit(step)(X, W, DY))
+@functools.cache
+def expected(recipe=RECIPE):
+    """Of one device, with the states after."""
+    made = jax.jit(functools.partial(step, recipe=recipe))(X, W, DY, states_of(recipe))
+    return jax.tree.map(np.asarray, made)
 
 
-def assert_step(actual, w_sharding=None, x_sharding=None):
-    """The step on one device: its operands to the bit, so its products up to the order of fp32 sums."""
-    for got, want in zip(actual, EXPECTED, strict=True):
+def assert_step(actual, recipe=RECIPE, w_sharding=None, x_sharding=None):
+    for got, want in zip(actual[:3], expected(recipe)[:3], strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
+    for got, want in zip(*(jax.tree.leaves(made[3:]) for made in (actual, expected(recipe))), strict=True):
+        assert_bits_equal(got, want)
     if w_sharding is not None:
         assert actual[2].sharding.is_equivalent_to(w_sharding, 2)
         assert actual[1].sharding.is_equivalent_to(x_sharding, X.ndim)
 
 
-@KINDS
-@pytest.mark.parametrize("shards", [1, 2, 8])
-@pytest.mark.parametrize("spec", [P("fsdp"), P(None, "fsdp")], ids=["rows", "columns"])
-def test_law(kind, shards, spec):
-    """gather(quantize(shards)) == quantize(whole): codes of both planes and scales; bytes travel and nothing else."""
-    w = awkward_values((N, 8 * K), seed=1, kinds=TAME)
-    mesh = mesh_of(kind, fsdp=shards)
-    with jax.set_mesh(mesh):
-        sharded = jax.device_put(w, NamedSharding(mesh, spec))
-        program = jax.jit(lambda w: gather(quantize(w, FP8_E4M3, usage=Usage.BOTH), "fsdp", spec=spec))
-        compiled = program.lower(sharded).compile()
-        q = compiled(sharded)
-    whole = reference.quantize(w, FP8_E4M3, Usage.BOTH)
-    for plane, oracle in ((q.rowwise, whole.rowwise), (q.columnwise, whole.columnwise)):
-        assert plane.data.sharding.is_fully_replicated
-        assert_bits_equal(plane.data, oracle.data)
-        assert_bits_equal(plane.scale_inv, oracle.scale_inv)
-    if shards > 1:
-        kinds = [kind for kind, _ in collectives(compiled)]
-        gathered = [result for kind, results in collectives(compiled) if kind == "all-gather" for result in results]
-        assert kinds == sorted(["all-reduce", *["all-gather"] * (len(kinds) - 1)])
-        assert len(gathered) == 2
-        assert all(result.startswith("u8[") for result in gathered)
+def moved(compiled, kind):
+    return sorted(array for each, arrays in collectives(compiled) if each == kind for array in arrays)
 
 
-@pytest.mark.parametrize("shards", [3, 5])
-def test_law_on_any_number_of_devices(shards):
-    """With shard_map, the rows of a shard are what they are."""
-    mesh = jax.make_mesh((shards,), ("fsdp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:shards])
-    w = awkward_values((7 * shards, 33), seed=2, dtype=BFLOAT16, kinds=TAME)
-
-    def local(w):
-        q = gather(quantize(w, FP8_E4M3, usage=Usage.BOTH, axis_name="fsdp"), "fsdp")
-        return q.rowwise.data[None], q.columnwise.data[None], q.dequantize()[None]
-
-    gathered = jax.shard_map(local, mesh=mesh, in_specs=P("fsdp"), out_specs=P("fsdp"))(w)
-    # XLA takes an element of an axis that is cut by summing over devices, which would make +0 of -0.
-    rowwise, columnwise, decoded = map(np.asarray, gathered)
-    whole = reference.quantize(w, FP8_E4M3, Usage.BOTH)
-    for device in range(shards):
-        assert_bits_equal(rowwise[device], whole.rowwise.data)
-        assert_bits_equal(columnwise[device], whole.columnwise.data)
-        assert_bits_equal(decoded[device], whole.dequantize())
+def assert_codes_travel(compiled, recipe):
+    """Codes are gathered, and little else: scales, and amaxes of parts of blocks."""
+    gathered = moved(compiled, "all-gather")
+    bits = 8 // recipe.weight.element.codes_per_byte
+    codes = [array for array in gathered if array in (f"u8[{N},{K * bits // 8}]", f"u8[{K},{N * bits // 8}]")]
+    assert codes
+    for array in set(gathered) - set(codes):
+        size = np.prod([int(n) for n in array[array.index("[") + 1 : -1].split(",")])
+        assert size <= N * K // 8, array
+    if all(recipe.format(role).block is None for role in Role):
+        assert set(gathered) == {f"u8[{N},{K}]"}
+    if recipe.stateful:
+        reduced = moved(compiled, "all-reduce")
+        assert [array for array in reduced if array.startswith("s32")] == ["s32[]"] * 3
 
 
 @KINDS
-@pytest.mark.parametrize("given", [False, True], ids=["own scales", "compute_scales"])
-def test_step(kind, given):
-    """Forward and backward as on one device. Only codes are gathered, and the gradient comes back cut."""
-    mesh = mesh_of(kind, fsdp=8)
+@in_turn
+def test_step(recipe, turn, kind, request):
+    """With 8 shards, 8 rows each, which cut all square blocks. With scales that `compute_scales` made, or its own."""
+    if recipe.gradient.block == (128, 128) and kind is AxisType.Auto:
+        reason = "XLA gathers the codes of a gradient in square blocks of more columns than it has; bits are right"
+        request.applymarker(pytest.mark.xfail(raises=AssertionError, strict=True, reason=reason))
+    mesh = mesh_of(kind, fsdp=8 if turn == (kind is AxisType.Auto) else 2)
     rows = NamedSharding(mesh, P("fsdp"))
 
-    def program(x, w, dy):
-        scales = compute_scales([w], RECIPE)[0] if given else None
-        return step(x, w, dy, weight_spec=P("fsdp", None), gather_axis="fsdp", weight_scales=scales)
+    def program(x, w, dy, states):
+        given = {"weight_scales": compute_scales([w], recipe)[0]} if turn and recipe.weight.block is None else {}
+        given = {} if recipe.stateful else given
+        return step(x, w, dy, states, recipe, weight_spec=P("fsdp", None), gather_axis="fsdp", **given)
 
     with jax.set_mesh(mesh):
-        args = jax.device_put((X, W, DY), (rows, rows, rows))
+        states = jax.device_put(states_of(recipe), NamedSharding(mesh, P()))
+        args = (*jax.device_put((X, W, DY), (rows, rows, rows)), states)
         compiled = jax.jit(program).lower(*args).compile()
-        assert_step(compiled(*args), rows, rows)
-    assert {kind for kind, _ in collectives(compiled)} == {"all-gather", "all-reduce"}
-    gathers = [results for kind, results in collectives(compiled) if kind == "all-gather"]
-    assert gathers == [(f"u8[{N},{K}]",)] * 2
+        assert_step(compiled(*args), recipe, rows, rows)
+    assert_codes_travel(compiled, recipe)
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_step_in_shard_map(check_vma):
-    mesh = mesh_of(AxisType.Auto, fsdp=8)
-    rows = NamedSharding(mesh, P("fsdp"))
+@in_turn
+def test_step_in_shard_map(recipe, turn, check_vma):
+    mesh, cut = mesh_of(AxisType.Auto, fsdp=8), P("fsdp")
 
-    def local(x, w, dy):
-        scales = compute_scales([w], RECIPE, axis_name="fsdp")[0]
-        return step(x, w, dy, gather_axis="fsdp", weight_scales=scales, axis_name="fsdp")
+    def local(x, w, dy, states):
+        given = turn == check_vma and not recipe.stateful
+        scales = compute_scales([w], recipe, axis_name="fsdp")[0] if given else None
+        return step(x, w, dy, states, recipe, gather_axis="fsdp", weight_scales=scales, axis_name="fsdp")
 
-    program = jax.shard_map(local, mesh=mesh, in_specs=P("fsdp"), out_specs=P("fsdp"), check_vma=check_vma)
-    program = jax.jit(program)
-    compiled = program.lower(X, W, DY).compile()
-    assert_step(compiled(X, W, DY), rows, rows)
-    moved = collectives(compiled)
-    assert ("reduce-scatter", (f"f32[{N // 8},{K}]",)) in moved
-    assert {results for kind, results in moved if kind == "all-gather"} == {(f"u8[{N},{K}]",)}
+    program = jax.shard_map(
+        local, mesh=mesh, in_specs=(cut, cut, cut, P()), out_specs=(cut, cut, cut, P()), check_vma=check_vma
+    )
+    compiled = jax.jit(program).lower(X, W, DY, states_of(recipe)).compile()
+    assert_step(compiled(X, W, DY, states_of(recipe)), recipe)
+    assert f"f32[{N // 8},{K}]" in moved(compiled, "reduce-scatter")
+    if not recipe.stateful:
+        assert_codes_travel(compiled, recipe)
+
+
+@every_recipe
+def test_scan_and_remat(recipe):
+    """Stacked layers, with scales or states from outside the loop, give what the layers one after the other give."""
+    x, ws, options = values(128, 64), values(2, 64, 64, seed=1) / 8, states_of(recipe, (2,))
+    if recipe.weight.block is None and not recipe.stateful:
+        options = {"weight_scales": jax.vmap(lambda w: compute_scales(w, recipe))(ws)}
+
+    def layer(h, layer):
+        w, options = layer
+        return jnp.tanh(linear(h, w, recipe, seed=SEED, **options)), None
+
+    def scanned(ws, options):
+        return jnp.sum(jax.lax.scan(jax.checkpoint(layer), x, (ws, options))[0] ** 2)
+
+    def unrolled(ws, options):
+        h = x
+        for i in range(2):
+            h, _ = layer(h, jax.tree.map(lambda leaf, i=i: leaf[i], (ws, options)))
+        return jnp.sum(h**2)
+
+    argnums = (0, 1) if recipe.stateful else (0,)
+    made = []
+    for f in (scanned, unrolled):
+        loss, (dw, *seen) = jax.jit(jax.value_and_grad(f, argnums))(ws, options)
+        states = [update_delayed(options["state"], each["state"], recipe) for each in seen]
+        made.append(jax.tree.leaves((loss, dw, states)))
+    for got, want in zip(*made, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_vmap():
+    """Layers side by side, each with a scale of its own."""
+    x, w, dy = values(3, 8, 64), values(3, 48, 64, seed=1), values(3, 8, 48, seed=2)
+    for i, made in enumerate(zip(*jax.jit(jax.vmap(lambda *a: step(*a, {})[:3]))(x, w, dy), strict=True)):
+        for got, want in zip(made, step(x[i], w[i], dy[i], {})[:3], strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
 
 
 @KINDS
 @pytest.mark.parametrize(
-    "options", [{"gather_axis": "fsdp", "reshard_after_forward": False}, {}], ids=["kept", "by XLA"]
+    ("sizes", "x", "w", "dy", "options"),
+    [
+        # Gathered codes kept until backward; no gather asked for, so that XLA multiplies as it likes.
+        ({"fsdp": 8}, P("fsdp"), P("fsdp"), P("fsdp"), {"gather_axis": "fsdp", "reshard_after_forward": False}),
+        ({"fsdp": 8}, P(), P("fsdp"), P(None, "fsdp"), {}),
+        # Weights on every device.
+        ({"data": 8}, P("data"), P(), P("data"), {}),
+        # Tensor parallelism by columns of w: a partial sum on each device.
+        ({"tp": 4}, P(None, "tp"), P(None, "tp"), P(), {"out_sharding": P(None, None)}),
+        # Weights cut along one mesh axis and copied along the other; the batch cut along both.
+        ({"replica": 2, "fsdp": 4}, P(("replica", "fsdp")), P("fsdp"), P(("replica", "fsdp")), {"gather_axis": "fsdp"}),
+    ],
+    ids=["kept", "by XLA", "replicated", "contracted", "hybrid"],
 )
-def test_step_with_other_gathers(kind, options):
-    """Gathered codes kept until backward; and no gather asked for, so that XLA multiplies as it likes."""
-    mesh = mesh_of(kind, fsdp=8)
-    rows = NamedSharding(mesh, P("fsdp"))
-    batch, out = (rows, rows) if options else (NamedSharding(mesh, P()), NamedSharding(mesh, P(None, "fsdp")))
+def test_step_with_other_cuts(kind, sizes, x, w, dy, options):
+    mesh = mesh_of(kind, **sizes)
+    if kind is AxisType.Auto:
+        options = {name: option for name, option in options.items() if name != "out_sharding"}
+    cuts = [NamedSharding(mesh, spec) for spec in (x, w, dy)]
     with jax.set_mesh(mesh):
-        args = jax.device_put((X, W, DY), (batch, rows, out))
-        program = jax.jit(functools.partial(step, weight_spec=P("fsdp", None), **options))
-        assert_step(program(*args), rows, batch)
+        args = jax.device_put((X, W, DY), tuple(cuts))
+        program = jax.jit(functools.partial(step, states={}, weight_spec=P(*(*w, None, None)[:2]), **options))
+        assert_step(program(*args), RECIPE, cuts[1], cuts[0])
 
 
-@KINDS
-def test_contracted_axis_is_cut(kind):
-    """Tensor parallelism by columns of w: a partial sum on each device."""
-    mesh = mesh_of(kind, tp=4)
-    columns = NamedSharding(mesh, P(None, "tp"))
-    with jax.set_mesh(mesh):
-        args = jax.device_put((X, W, DY), (columns, columns, NamedSharding(mesh, P())))
-        out = P(None, None) if kind is AxisType.Explicit else None
-        program = jax.jit(functools.partial(step, weight_spec=P(None, "tp"), out_sharding=out))
-        assert_step(program(*args), columns, columns)
-
-
-@KINDS
-def test_hybrid_sharding(kind):
-    """Weights cut along one mesh axis and copied along the other; the batch cut along both."""
-    mesh = mesh_of(kind, replica=2, fsdp=4)
-    x_cut, w_cut = NamedSharding(mesh, P(("replica", "fsdp"))), NamedSharding(mesh, P("fsdp"))
-    with jax.set_mesh(mesh):
-        args = jax.device_put((X, W, DY), (x_cut, w_cut, x_cut))
-        program = jax.jit(functools.partial(step, weight_spec=P("fsdp", None), gather_axis="fsdp"))
-        assert_step(program(*args), w_cut, x_cut)
-
-
-def test_hybrid_sharding_in_shard_map():
-    mesh = mesh_of(AxisType.Auto, replica=2, fsdp=4)
-    batch = ("replica", "fsdp")
-    local = functools.partial(step, gather_axis="fsdp", axis_name=batch)
+@pytest.mark.parametrize(
+    ("batch", "weight", "axes"), [(("replica", "fsdp"), P("fsdp"), {"gather_axis": "fsdp"}), ("fsdp", P(), {})]
+)
+def test_other_cuts_in_shard_map(batch, weight, axes):
+    """Hybrid; and weights on every device. Types say over which axes w does not vary: there its gradient is summed."""
+    local = functools.partial(step, states={}, axis_name=batch, **axes)
     program = jax.shard_map(
-        local, mesh=mesh, in_specs=(P(batch), P("fsdp"), P(batch)), out_specs=(P(batch), P(batch), P("fsdp"))
+        lambda *args: local(*args)[:3],
+        mesh=mesh_of(AxisType.Auto, replica=2, fsdp=4),
+        in_specs=(P(batch), weight, P(batch)),
+        out_specs=(P(batch), P(batch), weight),
     )
-    assert_step(jax.jit(program)(X, W, DY))
+    assert_step((*jax.jit(program)(X, W, DY), {}))
 
 
 @KINDS
@@ -212,11 +250,10 @@ def test_one_reduction_for_all_weights():
 
 def test_spec_may_name_the_mesh():
     """A NamedSharding says what an array without a mesh does not."""
-    mesh = mesh_of(AxisType.Auto, fsdp=8)
-    cut = NamedSharding(mesh, P("fsdp"))
+    cut = NamedSharding(mesh_of(AxisType.Auto, fsdp=8), P("fsdp"))
     w = jax.jit(lambda w: gather(quantize(w, FP8_E4M3), "fsdp", spec=cut))(W)
     assert_bits_equal(w.rowwise.data, WHOLE.rowwise.data)
-    result = jax.jit(functools.partial(step, weight_spec=cut, gather_axis="fsdp"))(X, W, DY)
+    result = jax.jit(functools.partial(step, states={}, weight_spec=cut, gather_axis="fsdp"))(X, W, DY)
     assert_step(result)
     assert result[2].sharding.is_equivalent_to(cut, 2)
 

@@ -1,10 +1,7 @@
-"""`qshard.jax.linear` in every mode, against a GEMM in float64 of the oracle's operands.
+"""`qshard.jax.linear` where JAX differs: given scales, seeds, rows that devices hold, and errors when tracing.
 
-Operands are the oracle's to the bit (test_quantize.py), so what may differ is the sum of each product: fp32, in any
-order, then one rounding to the dtype of the result, or two for bfloat16 (`qshard.jax.gemm`).
+Its products are in test_linear.py, what devices share of them in test_jax_fsdp.py.
 """
-
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -16,45 +13,15 @@ from jax.sharding import PartitionSpec as P
 from qshard import formats, recipes, reference
 from qshard.formats import Usage
 from qshard.jax import WeightScales, compute_scales, linear, quantize
-from qshard.recipes import CurrentScaling, Role
+from qshard.recipes import CurrentScaling, Recipe
 from support.awkward import BFLOAT16
 
 RECIPE = CurrentScaling()
+SEED = 0x0123456789ABCDEF
 
 
 def values(*shape, seed=0, dtype=np.float32):
     return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
-
-
-def oracle(x, w, dy, recipe=RECIPE):
-    """y, dx, dw in float64 of quantized operands."""
-    q = {
-        role: reference.quantize(a, recipe.format(role)).dequantize(np.float32).astype(np.float64)
-        for role, a in ((Role.ACTIVATION, x), (Role.WEIGHT, w), (Role.GRADIENT, dy))
-    }
-    xq, wq, dq = q[Role.ACTIVATION], q[Role.WEIGHT], q[Role.GRADIENT]
-    dw = np.tensordot(dq, xq, (range(dq.ndim - 1), range(xq.ndim - 1)))
-    return xq @ wq.T, dq @ wq, dw
-
-
-def value_and_grads(x, w, dy, recipe=RECIPE, **options):
-    """y, dx, dw: the gradients of sum(y * dy), so that dy is what reaches the linear."""
-
-    def loss(x, w):
-        y = linear(x, w, recipe, **options)
-        return jnp.sum(y.astype(jnp.float32) * dy.astype(jnp.float32)), y
-
-    (dx, dw), y = jax.grad(loss, argnums=(0, 1), has_aux=True)(x, w)
-    return y, dx, dw
-
-
-def assert_close(actual, expected, dtype, roundings=1):
-    for got, want, kind in zip(actual, expected, dtype, strict=True):
-        assert (got.shape, got.dtype) == (want.shape, kind)
-        # Each term of a sum has an fp32 error of the largest partial sum; each rounding half a unit of the dtype.
-        error = np.abs(np.asarray(got, np.float64) - want)
-        limit = 1e-5 * np.abs(want).max(initial=0) + roundings * jnp.finfo(kind).eps / 2 * np.abs(want)
-        assert (error <= limit).all(), (error / limit).max()
 
 
 def test_given_scales():
@@ -81,67 +48,74 @@ def test_compute_scales():
     assert compute_scales({}, RECIPE) == {}
 
 
-def test_jit_remat_and_vmap():
-    x, w, dy = values(3, 8, 64), values(3, 48, 64, seed=1), values(3, 8, 48, seed=2)
-    expected = [oracle(*each) for each in zip(x, w, dy, strict=True)]
-    expected = [np.stack(each) for each in zip(*expected, strict=True)]
-    assert_close(jax.jit(jax.vmap(value_and_grads))(x, w, dy), expected, [np.float32] * 3)
-
-    @jax.checkpoint
-    def product(x, w):
-        return linear(x, w, RECIPE)
-
-    _, vjp = jax.vjp(product, x[0], w[0])
-    assert_close(vjp(dy[0]), [each[0] for each in expected[1:]], [np.float32] * 2)
-
-
-def test_layers_in_a_scan():
-    """Stacked weights with scales from outside the loop give what the layers one after the other give."""
-    x, ws = values(8, 64), values(3, 64, 64, seed=1)
-    scales = jax.vmap(lambda w: compute_scales(w, RECIPE))(ws)
-
-    def scanned(ws):
-        layer = lambda h, layer: (jnp.tanh(linear(h, layer[0], RECIPE, weight_scales=layer[1])), None)  # noqa: E731
-        return jnp.sum(jax.lax.scan(layer, x, (ws, scales))[0] ** 2)
-
-    def unrolled(ws):
-        return jnp.sum(functools.reduce(lambda h, w: jnp.tanh(linear(h, w, RECIPE)), ws, x) ** 2)
-
-    for got, want in zip(jax.value_and_grad(scanned)(ws), jax.value_and_grad(unrolled)(ws), strict=True):
-        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
-def test_sharded_batch(kind):
-    """Weights on every device, the batch cut: the scales are those of the whole batch."""
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
-    x, w, dy = values(8, 2, 64), values(48, 64, seed=1), values(8, 2, 48, seed=2)
-    cut, whole = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
-    with jax.set_mesh(mesh):
-        args = jax.device_put((x, w, dy), (cut, whole, cut))
-        y, dx, dw = jax.jit(value_and_grads)(*args)
-    assert_close((y, dx, dw), oracle(x, w, dy), [np.float32] * 3)
-    assert dx.sharding.is_equivalent_to(cut, 3)
-    assert dw.sharding.is_fully_replicated
-
-
-def test_shard_map_sums_gradients_of_replicated_weights():
-    """JAX types say over which axes x varies and w does not: there the gradient of w is summed."""
-    mesh = jax.make_mesh((4, 2), ("data", "other"), axis_types=(AxisType.Auto,) * 2)
-    x, w, dy = values(8, 64), values(48, 64, seed=1), values(8, 48, seed=2)
-    local = jax.shard_map(
-        functools.partial(value_and_grads, axis_name="data"),
-        mesh=mesh,
-        in_specs=(P("data"), P(), P("data")),
-        out_specs=(P("data"), P("data"), P()),
-    )
-    assert_close(jax.jit(local)(x, w, dy), oracle(x, w, dy), [np.float32] * 3)
-
-
 def test_forward_alone_makes_no_columnwise_plane():
     text = jax.jit(lambda x, w: linear(x, w, RECIPE)).lower(values(8, 64), values(48, 64)).as_text()
     assert "qshard_cast_tensor" in text
     assert "transpose" not in text
+
+
+def test_a_seed_is_an_integer_two_words_or_a_key():
+    x, w, dy = exact(64, 128), exact(64, 128, seed=1), exact(64, 64, seed=2)
+    words = jnp.asarray([SEED & 0xFFFFFFFF, SEED >> 32], jnp.uint32)
+    number, pair, key = (
+        jax.vjp(lambda w, seed=seed: linear(x, w, recipes.NVFP4(), seed=seed), w)[1](dy)[0]
+        for seed in (SEED, words, jax.random.key(0))
+    )
+    np.testing.assert_array_equal(number, pair)
+    assert (number != key).any()
+
+
+def exact(*shape, seed=0):
+    """Numbers whose largest is 2688: the global scale of NVFP4 is 1, and bfloat16 holds all values of it."""
+    x = 400 * values(*shape, seed=seed)
+    x.flat[0] = 2688
+    return x
+
+
+def step(x, w, dy, recipe, **options):
+    y, vjp = jax.vjp(lambda x, w: linear(x, w, recipe, seed=SEED, **options), x, w)
+    return y, *vjp(dy)
+
+
+def test_shards_with_rows_of_zeros_draw_what_the_whole_draws():
+    """Eight shards of 5 rows, each made 16 for its own dw, are 40 rows all the same."""
+    x, dy, one = exact(40, 32), exact(40, 32, seed=1), np.eye(32, dtype=np.float32)
+    unit = formats.FP8_E4M3.with_options(pow2=True)  # Holds an identity matrix as it is.
+    recipe = Recipe(weight=unit, activation=formats.NVFP4, gradient=formats.NVFP4.with_options(rounding="stochastic"))
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+
+    def local(x, dy):
+        return step(x, one, dy, recipe, axis_name="data")[:2]
+
+    program = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P("data"), out_specs=P("data")))
+    for got, want in zip(program(x, dy), step(x, one, dy, recipe), strict=False):
+        np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("out", [None, P(None, None, "model")], ids=str)
+def test_rows_that_an_explicit_mesh_does_not_cut(out):
+    """The type says so: zeros need nothing of other devices, whatever cuts K and N."""
+    x, w, dy = exact(3, 7, 64), exact(32, 64, seed=1), exact(3, 7, 32, seed=2)
+    want = step(x, w, dy, recipes.MXFP8())
+    mesh = jax.make_mesh((2,), ("model",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
+    with jax.set_mesh(mesh):
+        cut = P("model" if out else None, None)
+        args = [jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in ((x, P()), (w, cut), (dy, out or P()))]
+        got = jax.jit(lambda *args: step(*args, recipes.MXFP8(), out_sharding=out))(*args)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * float(jnp.abs(b).max()))  # The order of fp32 sums.
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
+def test_rows_that_a_mesh_cuts_are_whole_blocks(kind):
+    """To gradients alone does it matter. Rows of zeros at their end would have to come from other devices."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
+    text = r"x \(40, 64\) is not a whole number of 32x1 blocks of MXFP8_E4M3.nonfinite=nan.; pad the rows to 64"
+    x, w = jax.device_put(values(40, 64), NamedSharding(mesh, P("data"))), values(32, 64)
+    with jax.set_mesh(mesh):
+        with pytest.raises(ValueError, match=text):
+            jax.grad(lambda w: jnp.sum(linear(x, w, recipes.MXFP8())))(w)
+        assert linear(x, w, recipes.MXFP8()).shape == (40, 32)
 
 
 @pytest.mark.parametrize(
@@ -153,14 +127,18 @@ def test_forward_alone_makes_no_columnwise_plane():
         (lambda x, w: linear(x, w.astype(int), RECIPE), TypeError, r"linear: w \(int.*\) is not float32"),
         (lambda x, w: linear(x, w, "current"), TypeError, r"linear: recipe \('current'\) is not"),
         (lambda x, w: linear(x, w, recipes.MXFP8()), ValueError, r"linear: w \(48, 64\) is not a whole number of"),
-        (lambda x, w: linear(x, w, RECIPE, seed="0"), TypeError, r"seed \('0'\) is not an integer"),
+        (lambda x, w: linear(x, w[:32], recipes.NVFP4()), ValueError, r"linear: NVFP4 rounds .* needs a seed; pass a"),
+        (lambda x, w: linear(x, w, RECIPE, seed="0"), TypeError, r"linear: seed \('0'\) is not an integer"),
+        (lambda x, w: linear(x, w, RECIPE, seed=0.5), TypeError, r"linear: seed \(0.5\) is not an integer"),
         (lambda x, w: compute_scales([w, w.astype(int)], RECIPE), TypeError, r"compute_scales: weight \(int"),
         (lambda x, w: linear(x, w, RECIPE, gather_axis="fsdp"), ValueError, r"'fsdp'\) is not an axis of the mesh"),
+        (lambda x, w: linear(x, w, RECIPE, gather_axis=("a", "b")), TypeError, r"is not the name of one mesh axis"),
     ],
 )
 def test_errors(call, error, match):
+    """When tracing."""
     with pytest.raises(error, match=match):
-        call(values(8, 64), values(48, 64))
+        jax.grad(lambda x: jnp.sum(call(x, values(48, 64))))(values(8, 64))
 
 
 def test_quantize_has_no_derivative_but_linear_has():

@@ -42,10 +42,6 @@ def assert_whole(q, whole=WHOLE):
         assert_bits_equal(getattr(q, name).scale_inv, getattr(whole, name).scale_inv, name)
 
 
-def test_jit():
-    assert_whole(jax.jit(both)(X))
-
-
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_auto_mesh(spec):
     """Shardings follow the input; 4 bytes are reduced; the cast, given scales, moves nothing."""

@@ -82,20 +82,6 @@ def test_given_scales(usage):
     assert_quantized(actual, reference.quantize(x, FP8_E4M3, usage, scale=scale))
 
 
-@pytest.mark.parametrize("cuts", [[], [24], [3, 4, 4, 17]], ids=["1 part", "2 parts", "5 uneven parts, one empty"])
-def test_law(cuts):
-    """gather(quantize(shards)) == quantize(whole), for cuts that no JAX sharding has."""
-    x = awkward_values((31, 96), seed=5, dtype=BFLOAT16, kinds=TAME)
-    parts = np.split(x, cuts)
-    amax = np.max([np.asarray(ops.amax_tensor(part, lead=0)).view(np.int32) for part in parts]).view(np.float32)
-    scales = qj.WeightScales(*ops.scale_from_amax(amax, element=FP8_E4M3.element.name, eps=0.0, pow2=False))
-    shards = [qj.quantize(part, FP8_E4M3, usage=Usage.BOTH, scales=scales) for part in parts]
-    whole = reference.quantize(x, FP8_E4M3, Usage.BOTH)
-    assert_bits_equal(np.concatenate([q.rowwise.data for q in shards]), whole.rowwise.data)
-    assert_bits_equal(np.concatenate([q.columnwise.data for q in shards], axis=1), whole.columnwise.data)
-    assert_bits_equal(shards[0].rowwise.scale_inv, whole.rowwise.scale_inv)
-
-
 def test_is_a_pytree():
     """Leaves may be anything: specs, None, new leading axes. The structure carries what is static."""
     q = qj.quantize(np.ones((4, 32), np.float32), FP8_E4M3, usage=Usage.BOTH)

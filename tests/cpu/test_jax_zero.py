@@ -13,21 +13,11 @@ from jax.sharding import PartitionSpec as P
 
 from qshard import formats
 from qshard.jax import adamw, init_delayed, linear, merge_observed, plan_zero, update_delayed
-from qshard.recipes import MXFP4, MXFP6, MXFP8, NVFP4, BlockScaling, CurrentScaling, DelayedScaling, Recipe
+from qshard.recipes import DelayedScaling
 from support import hlo
 from support.awkward import assert_bits_equal
+from support.formats import ZEROED as RECIPES
 
-RECIPES = {
-    "current": CurrentScaling(),
-    "blocks": BlockScaling(),
-    "mxfp8": MXFP8(),
-    "mxfp6": MXFP6(),
-    "mxfp4": MXFP4(),
-    "nvfp4": NVFP4(),
-    "delayed": DelayedScaling(history=2),
-    # Weights whose two planes are different numbers: gathered as values.
-    "vectors": Recipe(weight=formats.MXFP8_E4M3, activation=formats.MXFP8_E4M3, gradient=formats.MXFP8_E5M2),
-}
 AXIS = "data"
 ROWS = 32
 
@@ -153,20 +143,16 @@ def assert_same_bits(name, world, steps=3, dtype="float32", **options):
 
 
 @pytest.mark.parametrize(
-    ("name", "world"), [("current", 1), ("blocks", 2), ("delayed", 2), ("vectors", 2), ("mxfp8", 3), ("nvfp4", 3)]
+    ("name", "world"), [(name, 1 + i % 3) for i, name in enumerate(RECIPES) if name not in ("MXFP4", "MXFP6")]
 )
 def test_bits_of_one_device(name, world):
     """Losses and masters, unsharded, with sharded states, and fully sharded."""
     assert_same_bits(name, world)
 
 
-def test_bits_of_one_device_in_bfloat16():
-    assert_same_bits("nvfp4", 2, dtype="bfloat16")
-
-
-def test_bits_of_one_device_with_states_of_few_bits():
-    """Their blocks are those of the whole, whatever the cut."""
-    assert_same_bits("current", 3, mu_dtype="float8_e4m3fn", nu_dtype="float8_e5m2")
+def test_bits_of_one_device_in_few_bits():
+    """Of weights, and of states, whose blocks are those of the whole, whatever the cut."""
+    assert_same_bits("NVFP4", 3, dtype="bfloat16", mu_dtype="float8_e4m3fn", nu_dtype="float8_e5m2")
 
 
 @pytest.mark.slow
@@ -179,13 +165,13 @@ def test_bits_of_one_device_for_all(name, world):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
 def test_bits_over_many_steps(name):
-    assert_same_bits(name, 2, steps=500 if name == "nvfp4" else 100)
+    assert_same_bits(name, 2, steps=500 if name == "NVFP4" else 100)
 
 
 @pytest.mark.parametrize("shard_weights", [False, True])
 def test_collectives(shard_weights):
     """One of amaxes for all weights; codes once a step, or once forward and once backward, and never values."""
-    recipe = RECIPES["blocks"]
+    recipe = RECIPES["BlockScaling"]
     plan, step, masters, state = program(recipe, 2, shard_weights)
     x = jnp.concatenate([batch_of(0, r) for r in range(2)])
     lowered = step.lower(masters, state, states_of(recipe), x, 0)
@@ -204,11 +190,11 @@ def test_bad_input():
         ValueError, match=r"plan_zero: .* cannot travel as codes of MXFP8_E4M3: its planes are different numbers"
     ):
         plan_zero(params, lambda path, p: formats.MXFP8_E4M3 if "w" in path else None, 2, AXIS)
-    plan, _, masters, _ = program(RECIPES["mxfp8"], 1, False)
+    plan, _, masters, _ = program(RECIPES["MXFP8"], 1, False)
     mesh = jax.make_mesh((1,), (AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:1])
 
     def other(masters):
-        loss = lambda w: jnp.sum(linear(jnp.ones((32, 32)), w["up"]["w"], RECIPES["current"]))  # noqa: E731
+        loss = lambda w: jnp.sum(linear(jnp.ones((32, 32)), w["up"]["w"], RECIPES["CurrentScaling"]))  # noqa: E731
         return plan.value_and_grad(loss, masters)[1]
 
     with pytest.raises(ValueError, match=r"linear: w \(MXFP8_32x32.*\) is not of the format .* FP8_E4M3"):

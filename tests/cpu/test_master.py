@@ -1,12 +1,11 @@
-"""Slices of master weights, cut anywhere: cast of every split == split of the cast, bit for bit, in both frameworks.
+"""Slices of master weights, cut anywhere: the bits of the reference's slices, and gathered, of the whole.
 
-Ranks are simulated: what each has is cast in turn, and their amaxes meet in one maximum, as in a collective.
+That the reference's slices give the whole is in tests/null/test_slices.py.
 """
 
 from __future__ import annotations
 
-import functools
-from typing import Any
+import itertools
 
 import numpy as np
 import pytest
@@ -16,250 +15,169 @@ from hypothesis import strategies as st
 from qshard import formats, reference
 from qshard.formats import Usage
 from qshard.layout import plane
-from qshard.master import MasterPlan, cast_master, piece_bytes, plan_master, plan_shards
-from support import master_steps
+from qshard.master import plan_master, plan_shards
 from support.awkward import DTYPES, KINDS, TAME, assert_bits_equal, awkward_values
-from support.formats import PLANES
+from support.formats import SLICED
+from support.fronts import TorchFront, some
 
-RANDOM = formats.NVFP4.with_options(rounding="stochastic")
+FORMATS = [
+    *SLICED,
+    formats.FP8_E5M2.with_options(pow2=True, eps=0.25),
+    formats.FP8_1x128.with_options(pow2=False, block=(3, 5)),
+    formats.FP8_1x128.with_options(block=(40, 24), eps=1e-3),
+]
 PLANES = [
-    *PLANES,
-    *(
-        (fmt, Usage.ROWWISE)
-        for fmt in (
-            formats.FP8_E5M2.with_options(pow2=True, eps=0.25),
-            formats.FP8_1x128.with_options(pow2=False, block=(3, 5)),
-            formats.FP8_1x128.with_options(block=(40, 24), eps=1e-3),
-        )
-    ),
+    *((fmt, Usage.ROWWISE) for fmt in FORMATS),
+    *((fmt, Usage.COLUMNWISE) for fmt in (formats.MXFP8_E4M3, formats.MXFP8_E5M2)),
 ]
 # Whole blocks for those who need them; for the others also odd sizes, and blocks that are cut.
 WHOLE_BLOCKS = [(32, 96), (64, 32), (2, 32, 64)]
 ANY = [(3, 7), (130, 9), (1, 1), (40, 260)]
-every_step = pytest.mark.parametrize("steps", master_steps.STEPS, ids=str)
-fast_step = pytest.mark.parametrize("steps", [s for s in master_steps.STEPS if s.fast], ids=str)
+# All of n elements, from and to the middle of a byte, past the end, nothing but padding, nothing at all.
+SLICES = [
+    lambda n: (0, n),
+    lambda n: (n // 3 | 1, n // 2 + 18 | 1),
+    lambda n: (n // 2 | 1, n + 7),
+    lambda n: (n, n + 3),
+    lambda n: (2**40 + n, 2**40 + n + 5),
+    lambda n: (n // 3, n // 3),
+]
 
 
-def shapes_of(fmt, usage):
-    return [shape for shape in (*WHOLE_BLOCKS, *ANY) if not fmt.scaling.whole_blocks or shape in WHOLE_BLOCKS]
+def shapes_of(fmt):
+    return WHOLE_BLOCKS if fmt.scaling.whole_blocks else [*WHOLE_BLOCKS, *ANY]
 
 
-def simulate(
-    steps: master_steps.Steps,
-    plan: MasterPlan,
-    weights: list[np.ndarray],
-    cuts: list[list[int]],
-    *,
-    pieces: bool = False,
-    seeds: list[int] | None = None,
-    fill: int = 0,
-) -> list[list[Any]]:
-    """The results of all ranks, a list of (data, scale_inv, global_scale_inv) for each, as NumPy arrays.
-
-    cuts: for each weight, where the slices of ranks begin and the last one ends.
-    """
-    world = len(cuts[0]) - 1
-    amaxes: list[np.ndarray] = []
-
-    def run(rank: int, reduce_max: Any) -> list[Any]:
-        slices = [w.reshape(-1)[cut[rank] : cut[rank + 1]] for w, cut in zip(weights, cuts, strict=True)]
-        data = [
-            np.full(piece_bytes(fmt, s.size) if pieces else plane(fmt, shape, usage).data_shape, fill, np.uint8)
-            for fmt, shape, usage, s in zip(plan.formats, plan.shapes, plan.usages, slices, strict=True)
-        ]
-        return steps.run(
-            functools.partial(cast_master, plan=plan, pieces=pieces),
-            plan,
-            data,
-            slices,
-            [cut[rank] for cut in cuts],
-            reduce_max,
-            seeds,
-        )
-
-    def record(amax: np.ndarray) -> np.ndarray:
-        amaxes.append(amax)
-        return amax
-
-    for rank in range(world):
-        run(rank, record)
-    assert len(amaxes) == world, "one reduction a step"
-    merged = functools.reduce(np.maximum, [amax.view(np.int32) for amax in amaxes]).view(np.float32)
-    return [run(rank, lambda amax: merged) for rank in range(world)]
+def weights_of(planes, kinds=TAME, dtype=np.float32):
+    return [awkward_values(shape, i, dtype, kinds=kinds) for i, (*_, shape) in enumerate(planes)]
 
 
-def assert_law(steps, plan, weights, cuts, *, pieces=False, seeds=None, expected=None, fill=0):
-    ranks = simulate(steps, plan, weights, cuts, pieces=pieces, seeds=seeds, fill=fill)
-    for i, (fmt, usage, w) in enumerate(zip(plan.formats, plan.usages, weights, strict=True)):
-        seed = 0 if seeds is None else seeds[i]
-        source = w if expected is None else expected[i]
-        whole = getattr(reference.quantize(source, fmt, usage, seed=seed), usage.name.lower())
-        per_byte = fmt.element.codes_per_byte
-        joined = np.zeros(whole.data.size, np.uint8)
-        for rank, parts in enumerate(ranks):
-            data, scale_inv, global_scale_inv = parts[i]
-            assert_bits_equal(scale_inv, whole.scale_inv, f"scales of weight {i} on rank {rank}")
-            if whole.global_scale_inv is not None:
-                assert_bits_equal(global_scale_inv, whole.global_scale_inv, f"global scale of {i} on rank {rank}")
-            start, stop = cuts[i][rank], cuts[i][rank + 1]
-            if pieces:
-                first = start // per_byte
-                room = joined[first : first + data.size]
-                room |= data[: room.size]
-                assert not data[room.size :].any()
-                continue
-            flat = data.reshape(-1)
-            own = codes_of(flat, per_byte)
-            right = codes_of(whole.data.reshape(-1), per_byte)
-            assert (own[start:stop] == right[start:stop]).all(), f"codes of weight {i} on rank {rank}"
-            outside = np.r_[own[:start], own[stop:]]
-            assert (outside == (fill & (0xFF if per_byte == 1 else 0xF))).all(), "bytes outside were touched"
-        if pieces:
-            assert_bits_equal(joined, whole.data.reshape(-1), f"joined pieces of weight {i}")
+def assert_slices(front, planes, weights, bounds, rounded_to=None):
+    """Codes and scales of slices as if they were all there is, with NaN for what they have past the end."""
+    flat = [w.reshape(-1) for w in weights]
+    own = [w[min(a, w.size) : min(b, w.size)] for w, (a, b) in zip(flat, bounds, strict=True)]
+    nan = [np.full(b - a - x.size, np.nan, x.dtype) for x, (a, b) in zip(own, bounds, strict=True)]
+    masters = [np.concatenate(pair) for pair in zip(own, nan, strict=True)]
+    seeds = [i << 33 | i for i in range(len(weights))]
+    made = front.cast_slices(planes, masters, [a for a, _ in bounds], seeds, rounded_to)
+    for (data, scale_inv, global_scale_inv), (fmt, usage, shape), x, (start, _), seed in zip(
+        made, planes, own, bounds, seeds, strict=True
+    ):
+        with np.errstate(over="ignore"):
+            x = x if rounded_to is None else x.astype(rounded_to)
+        layout, start = plane(fmt, shape, usage), min(start, int(np.prod(shape)))
+        amax = reference.slice_amax(x, fmt, shape, start, usage)
+        scales = reference.scales_from_amax(amax, fmt)
+        want = scales.scale_inv.T if usage is Usage.COLUMNWISE else scales.scale_inv
+        assert_bits_equal(scale_inv, want.reshape(scale_inv.shape), f"scales of {fmt}")
+        if scales.global_scale_inv is not None:
+            want = scales.global_scale_inv.reshape(global_scale_inv.shape)
+            assert_bits_equal(global_scale_inv, want, f"global scale of {fmt}")
+        whole = np.zeros(layout.data_shape, np.uint8)
+        reference.cast_slice(x, whole, fmt, shape, start, amax, usage, seed=seed)
+        there = whole.reshape(-1)[start // fmt.element.codes_per_byte :][: data.size]
+        assert_bits_equal(data[: there.size], there, f"codes of {fmt} {shape} from {start}")
+        assert not data[there.size :].any()
 
 
-def codes_of(data: np.ndarray, per_byte: int) -> np.ndarray:
-    return data if per_byte == 1 else np.stack([data & 0xF, data >> 4], -1).reshape(-1)
+@pytest.mark.parametrize("kinds", [TAME, KINDS], ids=["tame", "all"])
+def test_slices_are_those_of_the_reference(front, kinds):
+    """Odd starts, cut rows, blocks and bytes, in the order of the weights, whatever calls they share."""
+    if front.name == "jax":  # It compiles every call: each plane once, with each kind of slice in turn.
+        planes = [(fmt, usage, shapes_of(fmt)[i % 3]) for i, (fmt, usage) in enumerate(PLANES)]
+        weights = weights_of(planes, kinds)
+        turns = [SLICES[i % 5](w.size) for i, w in enumerate(weights)]
+        assert_slices(front, planes, weights, turns)
+        return
+    planes = [(fmt, usage, shape) for fmt, usage in PLANES for shape in shapes_of(fmt)]
+    weights = weights_of(planes, kinds)
+    for bounds in SLICES:
+        assert_slices(front, planes, weights, [bounds(w.size) for w in weights])
 
 
-@fast_step
-@settings(max_examples=60)
-@given(
-    where=st.lists(st.sampled_from(PLANES), min_size=1, max_size=4),
-    world=st.sampled_from([1, 2, 3, 4, 8]),
-    pieces=st.booleans(),
-    seed=st.integers(0, 2**16),
-    draw=st.data(),
-)
-def test_cast_of_every_split_is_the_split_of_the_cast(steps, where, world, pieces, seed, draw):
-    """Odd starts, cut rows, blocks and bytes, empty slices; several formats in one call."""
-    shapes = [draw.draw(st.sampled_from(shapes_of(*each))) for each in where]
-    kinds = TAME if seed % 2 else KINDS
-    weights = [awkward_values(shape, seed + i, kinds=kinds) for i, shape in enumerate(shapes)]
-    cuts = [
-        [0, *sorted(draw.draw(st.lists(st.integers(0, w.size), min_size=world - 1, max_size=world - 1))), w.size]
-        for w in weights
-    ]
-    plan = plan_master(shapes, [fmt for fmt, _ in where], usages=[usage for _, usage in where])
-    seeds = [seed * 2**33 + i for i in range(len(where))]
-    assert_law(steps, plan, weights, cuts, pieces=pieces, seeds=seeds, fill=0 if pieces else 0x55)
-
-
-@fast_step
-@pytest.mark.parametrize("where", PLANES, ids=lambda where: f"{where[0]}-{where[1].name}")
-def test_every_format(steps, where):
-    """Each shape, in uneven slices with cuts at odd places, one of them empty; with halves of bytes."""
-    fmt, usage = where
-    for shape in shapes_of(fmt, usage):
-        w = awkward_values(shape, 7, kinds=TAME)
-        n = w.size
-        cuts = [0, n // 3 | 1, n // 3 | 1, min(n, n // 2 + 18 | 1), n] if n > 3 else [0, 0, n]
-        plan = plan_master([shape], fmt, usages=usage)
-        for pieces in (False, True):
-            assert_law(steps, plan, [w], [cuts], pieces=pieces, seeds=[3], fill=0 if pieces else 0x55)
-
-
-@fast_step
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rounded_to", [None, "float32", "bfloat16", "float16"])
-def test_parities(steps, dtype, rounded_to):
+def test_parities(front):
     """Codes of the master as it is, or rounded to the dtype of the model first."""
-    shapes = [(32, 64), (64, 96), (33, 35)]
-    fmts = [formats.NVFP4_16x16, formats.MXFP8_E4M3, formats.FP8_E4M3]
-    weights = [awkward_values(shape, i, dtype, kinds=TAME) for i, shape in enumerate(shapes)]
-    plan = plan_master(shapes, fmts, dtype=str(dtype), rounded_to=rounded_to)
-    with np.errstate(over="ignore"):
-        expected = [w if rounded_to in (None, "float32") else w.astype(rounded_to) for w in weights]
-    assert_law(steps, plan, weights, [[0, 1001, w.size] for w in weights], expected=expected)
+    shapes, fmts = [(32, 64), (64, 96), (33, 35)], [formats.NVFP4_16x16, formats.MXFP8_E4M3, formats.FP8_E4M3]
+    planes = [(fmt, Usage.ROWWISE, shape) for fmt, shape in zip(fmts, shapes, strict=True)]
+    cases = list(itertools.product(DTYPES, [None, "float32", "bfloat16", "float16"]))
+    for dtype, rounded_to in some(front, cases, "parities"):
+        weights = weights_of(planes, dtype=dtype)
+        assert_slices(front, planes, weights, [(1001, w.size) for w in weights], rounded_to)
 
 
-@every_step
-def test_weights_of_many_formats(steps):
-    """In the order of the weights, whatever calls they share."""
-    shapes = [WHOLE_BLOCKS[i % 3] for i in range(len(PLANES))] + [(3, 7)]
-    fmts = [*(fmt for fmt, _ in PLANES), formats.FP8_E4M3]
-    plan = plan_master(shapes, fmts, usages=[*(usage for _, usage in PLANES), Usage.ROWWISE])
-    weights = [awkward_values(shape, i) for i, shape in enumerate(shapes)]
-    cuts = [[0, w.size // 5 | 1, w.size // 2 | 1, w.size] for w in weights]
-    assert_law(steps, plan, weights, cuts, seeds=list(range(len(shapes))), fill=0x55)
-
-
-@every_step
-def test_long_slices(steps):
+def test_long_slices(front):
     """More than a task, or a window, of a kernel, and rows longer than the buffers of one."""
-    shapes, fmts = [(16, 12_304), (9, 20_001), (32, 8192)], [formats.NVFP4, formats.FP8_E5M2, formats.MXFP8_32x32]
-    weights = [awkward_values(shape, i, kinds=TAME) for i, shape in enumerate(shapes)]
-    plan = plan_master(shapes, fmts, rounded_to="bfloat16")
-    expected = [w.astype("bfloat16") for w in weights]
-    assert_law(steps, plan, weights, [[0, 70_001, w.size] for w in weights], expected=expected)
+    planes = [
+        (fmt, Usage.ROWWISE, shape)
+        for fmt, shape in (
+            (formats.NVFP4, (16, 12_304)),
+            (formats.FP8_E5M2, (9, 20_001)),
+            (formats.MXFP8_32x32, (32, 8192)),
+        )
+    ]
+    weights = weights_of(planes)
+    for bounds in SLICES[: front.examples]:
+        assert_slices(front, planes, weights, [bounds(w.size) for w in weights], "bfloat16")
 
 
-@every_step
-@pytest.mark.parametrize("past", [0, 1, 77, 2**40])
-def test_what_is_past_the_end_is_padding(steps, past):
-    """Slices of one length on all ranks, as in SPMD programs: the last ones reach past the end, or start there."""
-    w = awkward_values((16, 32), 1, kinds=TAME)
-    for fmt in (formats.NVFP4_16x16, formats.FP8_E4M3):
-        plan = plan_master([w.shape], fmt)
-        start = 403 if past < 2**40 else w.size + past
-        padded = np.concatenate([w.reshape(-1)[start:], np.full(1 + past % 100, np.nan, np.float32)])
-        for pieces in (False, True):
-            shape = piece_bytes(fmt, padded.size) if pieces else plane(fmt, w.shape, Usage.ROWWISE).data_shape
-            fill = 0 if pieces else 0x77
-            (made,) = steps.run(
-                functools.partial(cast_master, plan=plan, pieces=pieces),
-                plan,
-                [np.full(shape, fill, np.uint8)],
-                [padded],
-                [start],
-                lambda amax: amax,
-                None,
-            )
-            amax = reference.slice_amax(w.reshape(-1)[start:], fmt, w.shape, min(start, w.size))
-            assert_bits_equal(made[1], reference.scales_from_amax(amax, fmt).scale_inv)
-            whole = np.full(plane(fmt, w.shape, Usage.ROWWISE).data_shape, fill, np.uint8)
-            reference.cast_slice(w.reshape(-1)[start:], whole, fmt, w.shape, min(start, w.size), amax)
-            if pieces:
-                first = min(start, w.size) // fmt.element.codes_per_byte
-                tail = whole.reshape(-1)[first:]
-                assert_bits_equal(made[0][: tail.size], tail)
-                assert not made[0][tail.size :].any()
-            else:
-                assert_bits_equal(made[0], whole)
+def uneven(size, world, seed):
+    """Cuts at odd places. One rank has nothing of any weight, if there are several."""
+    inner = sorted(np.random.default_rng(seed).integers(0, size + 1, max(0, world - 2)).tolist())
+    return [0, *sorted([*inner, *([inner[0] if inner else size] if world > 1 else [])]), size]
+
+
+@pytest.mark.parametrize(("world", "rounded_to"), [(1, None), (2, "bfloat16"), (3, None), (4, "bfloat16"), (8, None)])
+def test_gathered_slices_are_the_whole(front, world, rounded_to):
+    """One reduction for all weights; what spoils a scale may be with one rank alone."""
+    if world > front.devices():
+        pytest.skip(f"{front.devices()} {front.device} devices")
+    few = front.name == "jax" and world != 3
+    planes = [(fmt, usage, shapes_of(fmt)[i % 3]) for i, (fmt, usage) in enumerate(PLANES[:: 7 if few else 1])]
+    weights = weights_of(planes, KINDS if world % 2 else TAME)
+    front.assert_cut_masters(planes, weights, [uneven(w.size, world, i) for i, w in enumerate(weights)], rounded_to)
+
+
+def test_any_split(front):
+    """Any planes, any cuts."""
+
+    @settings(max_examples=2 if front.name == "jax" else 40)
+    @given(
+        where=st.lists(st.sampled_from(PLANES), min_size=1, max_size=4),
+        world=st.integers(1, min(4, front.devices())),
+        dtype=st.sampled_from(DTYPES),
+        kinds=st.sampled_from([TAME, KINDS]),
+        draw=st.data(),
+    )
+    def check(where, world, dtype, kinds, draw):
+        planes = [(fmt, usage, draw.draw(st.sampled_from(shapes_of(fmt)))) for fmt, usage in where]
+        sizes = [int(np.prod(shape)) for *_, shape in planes]
+        inner = [draw.draw(st.lists(st.integers(0, n), min_size=world - 1, max_size=world - 1)) for n in sizes]
+        cuts = [[0, *sorted(starts), n] for starts, n in zip(inner, sizes, strict=True)]
+        front.assert_cut_masters(planes, weights_of(planes, kinds, dtype), cuts)
+
+    check()
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("where", PLANES, ids=lambda where: f"{where[0]}-{where[1].name}")
 def test_planned_cuts_need_no_reduction(where, world):
+    """Where shards say so, slices have the scales of the whole for all of their elements."""
     fmt, usage = where
-    shapes = shapes_of(fmt, usage)
-    steps = master_steps.STEPS[0]
+    shapes, front = shapes_of(fmt), TorchFront("cpu")
     for shape, shards in zip(shapes, plan_shards(shapes, fmt, world, usage=usage), strict=True):
-        size = int(np.prod(shape))
-        assert shards.starts[0] == 0
-        assert shards.stops[-1] == size
+        w, per_byte = awkward_values(shape, 3, kinds=TAME), fmt.element.codes_per_byte
+        assert (shards.starts[0], shards.stops[-1]) == (0, w.size)
         assert shards.stops[:-1] == shards.starts[1:]
         assert max(b - a for a, b in zip(shards.starts, shards.stops, strict=True)) == shards.padded
-        assert all(start % fmt.element.codes_per_byte == 0 for start in shards.starts)
+        assert all(start % per_byte == 0 for start in shards.starts)
         assert shards.reduces == (world > 1 and (fmt.block is None or fmt.scaling.global_scale == "tensor"))
-        w = awkward_values(shape, 3, kinds=TAME)
-        plan = plan_master([shape], fmt, usages=usage)
-        whole = getattr(reference.quantize(w, fmt, usage, seed=1), usage.name.lower())
-        codes = codes_of(whole.data.reshape(-1), fmt.element.codes_per_byte)
         if shards.reduces:
             continue
+        whole = getattr(reference.quantize(w, fmt, usage, seed=1), usage.name.lower()).data.reshape(-1)
         for start, stop in zip(shards.starts, shards.stops, strict=True):
-            (made,) = steps.run(
-                functools.partial(cast_master, plan=plan),
-                plan,
-                [np.zeros(whole.data.shape, np.uint8)],
-                [w.reshape(-1)[start:stop]],
-                [start],
-                None,
-                [1],
-            )
-            own = codes_of(made[0].reshape(-1), fmt.element.codes_per_byte)
-            assert (own[start:stop] == codes[start:stop]).all()
+            ((data, *_),) = front.cast_slices([(fmt, usage, shape)], [w.reshape(-1)[start:stop]], [start], [1])
+            end = -(-stop // per_byte)
+            assert_bits_equal(data[: end - start // per_byte], whole[start // per_byte : end])
 
 
 def test_bad_plans():
@@ -282,10 +200,3 @@ def test_bad_plans():
         plan_master([(16, 32), (1, 1)], [formats.FP8_E4M3])
     with pytest.raises(ValueError, match=r"plan_shards: world \(0\) is not positive"):
         plan_shards([(16, 32)], formats.FP8_E4M3, 0)
-
-
-@every_step
-def test_stochastic_rounding_needs_seeds(steps):
-    plan = plan_master([(1, 16)], RANDOM)
-    with pytest.raises(ValueError, match=r"cast_master: stochastic rounding needs seeds"):
-        simulate(steps, plan, [np.ones((1, 16), np.float32)], [[0, 16]])

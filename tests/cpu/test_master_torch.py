@@ -5,23 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from qshard import formats, reference
 from qshard.formats import Usage
-from qshard.torch_bridge import CastPlan, QuantizedSlice, cast_master, join_pieces, quantize, update_columnwise
+from qshard.torch_bridge import CastPlan, QuantizedSlice, cast_master, quantize, update_columnwise
 from support.awkward import TAME, assert_bits_equal, awkward_values
-from support.fronts import TorchFront
+from support.fronts import TorchFront, assert_plane
+from support.torch_models import Wire
 
 FRONT = TorchFront("cpu")
 SQUARES = [formats.FP8_E4M3, formats.FP8_128x128, formats.MXFP8_32x32, formats.NVFP4_16x16]
-
-
-def assert_plane(plane, expected):
-    assert_bits_equal(FRONT.numpy(plane.data), expected.data, "codes")
-    assert_bits_equal(FRONT.numpy(plane.scale_inv), expected.scale_inv, "scales")
-    if expected.global_scale_inv is not None:
-        assert_bits_equal(FRONT.numpy(plane.global_scale_inv), expected.global_scale_inv, "global scale")
 
 
 @pytest.mark.parametrize("parity", ["master", "model"])
@@ -44,40 +37,27 @@ def test_whole_weights_in_place(parity):
         for w, v in zip(weights, values, strict=True):
             source = v if parity == "master" else v.astype("bfloat16")
             expected = reference.quantize(source, w.format, Usage.BOTH)
-            assert_plane(w.rowwise, expected.rowwise)
-            assert_plane(w.columnwise, expected.columnwise)
+            assert_plane(FRONT, w.rowwise, expected.rowwise)
+            assert_plane(FRONT, w.columnwise, expected.columnwise)
     assert addresses == [[t.data_ptr() for t in w.parts(Usage.ROWWISE) if t is not None] for w in weights]
     assert all(
         a is None or a == w.parts(Usage.COLUMNWISE).data.data_ptr() for a, w in zip(columns, weights, strict=True)
     )
 
 
-@pytest.mark.parametrize("fmt", [formats.FP8_E4M3, formats.NVFP4_16x16, formats.MXFP8_32x32], ids=str)
-def test_join_pieces(fmt):
-    w = awkward_values((32, 32), 2, kinds=TAME)
-    whole = reference.quantize(w, fmt).rowwise.data
-    per_byte = fmt.element.codes_per_byte
-    codes = whole.reshape(-1) if per_byte == 1 else np.stack([whole & 15, whole >> 4], -1).reshape(-1)
-    starts = [0, 7, 7, 101, 1024]
-    pieces = []
-    for start, stop in zip(starts, [*starts[1:], 1024], strict=True):
-        own = np.zeros(1024, np.uint8)
-        own[start:stop] = codes[start:stop]
-        packed = own if per_byte == 1 else own[0::2] | own[1::2] << 4
-        pieces.append(torch.from_numpy(packed[start // per_byte : -(-stop // per_byte)].copy()))
-    assert_bits_equal(join_pieces(pieces, starts, fmt, whole.shape).numpy(), whole)
-
-
-class Calls(TorchDispatchMode):
-    """The names of all ops that run."""
-
-    def __init__(self):
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
+@pytest.mark.parametrize("start", [0, 403, 512, 512 + 2**40])
+@pytest.mark.parametrize("fmt", [formats.NVFP4_16x16, formats.FP8_E4M3], ids=str)
+def test_nothing_else_of_a_whole_weight_is_written(fmt, start):
+    """Not the other half of a byte, nor for what a slice has past the end."""
+    w = awkward_values((16, 32), 1, kinds=TAME)
+    q = quantize(FRONT.array(-2 * w), fmt)
+    expected, own, first = FRONT.numpy(q.rowwise.data).copy(), w.reshape(-1)[start : start + 109], min(start, w.size)
+    amax = reference.slice_amax(own, fmt, w.shape, first)
+    reference.cast_slice(own, expected, fmt, w.shape, first, amax)
+    padding = np.full(7 * (start > 400), np.nan, np.float32)
+    cast_master([q], [FRONT.array(np.concatenate([own, padding]))], [start], parity="master")
+    assert_bits_equal(FRONT.numpy(q.rowwise.data), expected)
+    assert_bits_equal(FRONT.numpy(q.rowwise.scale_inv), reference.scales_from_amax(amax, fmt).scale_inv)
 
 
 def test_calls_do_not_grow_with_the_number_of_weights():
@@ -88,9 +68,9 @@ def test_calls_do_not_grow_with_the_number_of_weights():
         masters = [torch.ones(w.numel()) for w in weights]
         plan = CastPlan(weights, parity="master")
         starts = torch.zeros(len(weights), dtype=torch.int64)
-        with Calls() as calls:
+        with Wire() as wire:
             cast_master(weights, masters, starts, parity="master", plan=plan)
-        kernels = [name for name in calls.names if name.startswith(("qshard", "aten._foreach"))]
+        kernels = [name for name in wire.launches if name.startswith(("qshard", "aten._foreach"))]
         counts.append(kernels)
         assert sum("amax_slices" in name for name in kernels) == 2
         assert sum("cast_slices" in name for name in kernels) == 2
@@ -243,5 +223,8 @@ def test_bad_calls():
         cast_master([q], [x], [0, 1], parity="master")
     with pytest.raises(ValueError, match=r"masters\[0\] .* is not contiguous"):
         cast_master([q], [torch.ones(32)[::2]], [0], parity="master")
+    random = quantize(torch.zeros(1, 16), formats.NVFP4.with_options(rounding="stochastic"), seed=0)
+    with pytest.raises(ValueError, match=r"cast_master: stochastic rounding needs seeds"):
+        cast_master([random], [x], [0], parity="master")
     with pytest.raises(ValueError, match=r"update_columnwise: MXFP8_E4M3 is not one with a transpose"):
         update_columnwise([quantize(torch.zeros(32, 32), formats.MXFP8_E4M3)])

@@ -8,9 +8,19 @@ import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from qshard.formats import FP8_E4M3, FP8_E5M2, Usage
-from qshard.recipes import MXFP8, CurrentScaling, Recipe, Role
-from qshard.torch_bridge import Linear, QuantizedTensor, ShardedWeight, convert, linear, quantize
+from qshard.formats import FP8_E4M3, FP8_E5M2, MXFP8_E4M3, Usage
+from qshard.recipes import MXFP8, NVFP4, CurrentScaling, DelayedScaling, Recipe, Role
+from qshard.torch_bridge import (
+    DelayedScale,
+    Linear,
+    QuantizedTensor,
+    ShardedWeight,
+    convert,
+    linear,
+    quantize,
+    update_scales,
+)
+from support.formats import RECIPES
 from support.fronts import TorchFront
 from support.products import operands
 
@@ -18,8 +28,33 @@ FRONT = TorchFront("cpu")
 RECIPE = CurrentScaling()
 OTHER = CurrentScaling(weight=FP8_E4M3.with_options(pow2=True), gradient=FP8_E4M3)
 MIX = Recipe(weight=FP8_E5M2, activation=FP8_E5M2.with_options(eps=1.0), gradient=FP8_E5M2.with_options(pow2=True))
-# Dynamo of torch 2.13 does what torch.autograd 2.13 has deprecated.
-compiles = pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")
+every_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
+
+
+def model(recipe=None, bias=True, seed=0):
+    torch.manual_seed(seed)
+    module = nn.Sequential(nn.Linear(32, 64, bias=bias), nn.GELU(), nn.Linear(64, 32, bias=bias))
+    return module if recipe is None else convert(module, recipe)
+
+
+def states(module):
+    return [m for m in module.modules() if isinstance(m, DelayedScale)]
+
+
+def train(module, steps, optimizer=None):
+    """The losses of learning the identity."""
+    optimizer = optimizer or torch.optim.SGD(module.parameters(), lr=0.1)
+    losses = []
+    for step in steps:
+        optimizer.zero_grad()
+        x = torch.randn(16, 32, generator=torch.Generator().manual_seed(step))
+        loss = (module(x) - x).square().mean()
+        loss.backward()
+        nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        optimizer.step()
+        update_scales(module)
+        losses.append(loss.item())
+    return losses
 
 
 @pytest.mark.parametrize(("grad_x", "grad_w"), [(True, False), (False, True), (False, False)])
@@ -47,74 +82,82 @@ def test_what_is_kept_for_backward_is_codes():
     ]
 
 
-def test_an_empty_batch():
-    x, w = torch.empty(0, 8, requires_grad=True), torch.randn(3, 8, requires_grad=True)
-    linear(x, w, None, RECIPE).sum().backward()
-    assert x.grad.shape == (0, 8)
-    assert not w.grad.any()
-
-
-def test_a_weight_that_is_codes_already():
-    """As FSDP2 hands it over: rowwise, with the gradient going to the parameter that it stands for."""
-    x, w, dy = (FRONT.array(a) for a in operands((5, 16)))
-    whole, codes = w.clone().requires_grad_(), nn.Parameter(quantize(w, RECIPE.weight))
+@pytest.mark.parametrize("recipe", [RECIPE, MXFP8(weight=MXFP8_E4M3)], ids=["transposes", "two planes"])
+def test_a_weight_that_is_codes_already(recipe):
+    """As FSDP2 hands it over, with the gradient going to the parameter that it stands for."""
+    x, w, dy = (FRONT.array(a) for a in operands((32, 64), 32))
+    rowwise, both = (quantize(w, recipe.weight, usage=usage) for usage in (Usage.ROWWISE, Usage.BOTH))
+    whole, codes = w.clone().requires_grad_(), nn.Parameter(rowwise if recipe.weight.transposes else both)
     xs = [x.clone().requires_grad_() for _ in range(2)]
     for a, b in zip(xs, (whole, codes), strict=True):
-        linear(a, b, None, RECIPE).backward(dy)
+        linear(a, b, None, recipe).backward(dy)
     assert torch.equal(xs[0].grad, xs[1].grad)
     assert torch.equal(whole.grad, codes.grad)
     assert type(codes.grad) is torch.Tensor
     with pytest.raises(ValueError, match=r"weight .columnwise. has no rowwise plane"):
-        linear(x, quantize(w, RECIPE.weight, usage=Usage.COLUMNWISE), None, RECIPE)
+        linear(x, quantize(w, recipe.weight, usage=Usage.COLUMNWISE), None, recipe)
+    if not recipe.weight.transposes:
+        with pytest.raises(ValueError, match=r"linear: weight .MXFP8_E4M3, rowwise. has no columnwise plane"):
+            linear(xs[0], rowwise, None, recipe)
 
 
-def model(bias=True):
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(20, 32, bias=bias), nn.GELU(), nn.Linear(32, 20, bias=bias))
-
-
-def step(module, x):
-    """Output, gradient of x and gradients of parameters of one forward and backward."""
-    module.zero_grad()
-    x = x.detach().clone().requires_grad_()
-    y = module(x)
-    y.square().mean().backward()
-    return [y, x.grad, *(p.grad for p in module.parameters())]
-
-
-@compiles
+# Dynamo of torch 2.13 does what torch.autograd 2.13 has deprecated.
+@pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("bias", [True, False])
-def test_compiled_forward_and_backward(backend, bias):
-    """In one graph. Inductor may reassociate what is around the products, such as the mean: that is the tolerance."""
+@pytest.mark.parametrize("recipe", [*RECIPES.values(), MIX], ids=[*RECIPES, "mix"])
+def test_compiled_steps_give_the_same_bits(recipe, backend):
+    """In one graph for any batch. Seeds and scales advance in it, and two microbatches have those of each."""
     torch._dynamo.reset()
-    module, x = convert(model(bias), RECIPE), torch.randn(3, 5, 20)
-    expected = step(module, x)
-    for got, want in zip(step(torch.compile(module, fullgraph=True, backend=backend), x), expected, strict=True):
-        if backend == "aot_eager":
-            assert torch.equal(got, want)
-        else:
-            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-7)
-
-
-@compiles
-@pytest.mark.parametrize("recipe", [RECIPE, MIX, MXFP8()], ids=["current", "mix", "mxfp8"])
-def test_compiled_code_serves_other_batch_sizes_and_weights(recipe):
-    torch._dynamo.reset()
-    count = CompileCounterWithBackend("aot_eager")
-    module = convert(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)), recipe)
-    compiled = torch.compile(module, fullgraph=True, backend=count, dynamic=True)
-    for batch in (3, 5, 8):
-        x = torch.randn(batch, 32)
-        with torch.no_grad():
-            module[0].weight.mul_(0.9)
-        for got, want in zip(step(compiled, x), step(module, x), strict=True):
+    count = CompileCounterWithBackend(backend)
+    # Inductor adds up the gradients of biases in another order, and has another GELU.
+    eager = model(recipe) if backend == "aot_eager" else model(recipe, bias=False)[::2]
+    compiled = copy.deepcopy(eager)
+    run = torch.compile(compiled, fullgraph=True, backend=count, dynamic=True)
+    for rows in (32, 5, 8):
+        xs, dy = torch.randn(2, rows, 32), torch.randn(rows, 32)
+        made = []
+        for module, call in ((eager, eager), (compiled, run)):
+            module.zero_grad()
+            inputs = [x.clone().requires_grad_() for x in xs]
+            ys = [call(x) for x in inputs]
+            for y in ys:
+                y.backward(dy)
+            made.append(
+                [*ys, *(t.grad for t in (*inputs, *module.parameters())), *(b.clone() for b in module.buffers())]
+            )
+            with torch.no_grad():
+                module[0].weight.mul_(0.9)
+            update_scales(module)
+        for got, want in zip(*made, strict=True):
             assert torch.equal(got, want)
     assert count.frame_count <= 2  # Torch 2.11 traces the second time without the constants of the first.
 
 
+def test_seeds_of_stochastic_rounding():
+    """Each forward takes the next one; the same run again gives the same bits."""
+    torch.manual_seed(0)
+    layer, x, dy = Linear(32, 32, recipe=NVFP4()), torch.randn(16, 32), torch.randn(16, 32)
+    saved, seed = copy.deepcopy(layer.state_dict()), layer.seed.clone()
+
+    def gradient():
+        layer.zero_grad()
+        layer(x).backward(dy)
+        return layer.weight.grad.clone()
+
+    first, second = gradient(), gradient()
+    assert not torch.equal(first, second)
+    assert torch.equal(layer.seed, seed + torch.tensor([2, 0], dtype=torch.int32))
+    layer.load_state_dict(saved)
+    assert torch.equal(gradient(), first)
+    torch.manual_seed(0)
+    assert torch.equal(Linear(32, 32, recipe=NVFP4()).seed, seed)
+    torch.library.opcheck(torch.ops.qshard.take_seed.default, (seed.clone(), 3))
+    with pytest.raises(ValueError, match=r"linear: stochastic rounding needs a seed"):
+        linear(x, layer.weight, None, NVFP4())
+
+
 def test_autocast_casts_the_input():
-    layer, x = convert(model(), RECIPE)[0], torch.randn(4, 20)
+    layer, x = model(RECIPE)[0], torch.randn(4, 32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y = layer(x)
     assert torch.equal(y, layer(x.bfloat16()))
@@ -122,67 +165,73 @@ def test_autocast_casts_the_input():
 
 
 def test_linear_module_is_what_convert_makes():
-    torch.manual_seed(0)
-    made = Linear(20, 32, True, RECIPE)
-    converted = convert(model()[0], RECIPE)
-    x = torch.randn(4, 20)
+    made, converted, x = Linear(32, 64, True, RECIPE), model(RECIPE)[0], torch.randn(4, 32)
     assert type(made) is type(converted)
-    assert torch.equal(made.bias.new_zeros(1) + made(x).shape[-1], made.bias.new_zeros(1) + converted(x).shape[-1])
     made.load_state_dict(converted.state_dict())
     assert torch.equal(made(x), converted(x))
     assert all(f"{role.value}={RECIPE.format(role)}" in repr(made) for role in Role)
 
 
-@pytest.mark.parametrize("foreach", [True, False])
-@pytest.mark.parametrize(
-    "make", [torch.optim.AdamW, lambda p, foreach: torch.optim.SGD(p, 0.1, momentum=0.9, foreach=foreach)]
-)
-def test_optimizers_keep_plain_states_and_learn(make, foreach):
-    module = convert(model(), RECIPE)
-    optimizer = make(module.parameters(), foreach=foreach)
-    x = torch.randn(16, 20)
-    losses = []
-    for _ in range(20):
-        optimizer.zero_grad()
-        loss = (module(x) - x).square().mean()
-        loss.backward()
-        nn.utils.clip_grad_norm_(module.parameters(), 1.0)
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0]
-    states = [value for state in optimizer.state.values() for value in state.values()]
-    assert {type(value) for value in states if isinstance(value, torch.Tensor)} == {torch.Tensor}
+OPTIMIZERS = [
+    *((torch.optim.AdamW, {"lr": 1e-2, name: True}) for name in ("foreach", "fused")),
+    (torch.optim.AdamW, {"lr": 1e-2, "foreach": False}),
+    *((torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "foreach": foreach}) for foreach in (True, False)),
+]
 
 
-def test_fused_adamw():
-    module = convert(model(), RECIPE)
-    optimizer = torch.optim.AdamW(module.parameters(), fused=True)
-    before = module[0].weight.shard.clone()
-    step(module, torch.randn(4, 20))
-    optimizer.step()
-    assert not torch.equal(module[0].weight.shard, before)
+@pytest.mark.parametrize(("kind", "options"), OPTIMIZERS, ids=str)
+def test_optimizers_keep_plain_states_and_learn(kind, options):
+    for recipe in RECIPES.values():
+        module = model(recipe)
+        optimizer = kind(module.parameters(), **options)
+        losses = train(module, range(12), optimizer)
+        assert losses[-1] < 0.95 * losses[0]
+        held = [value for state in optimizer.state.values() for value in state.values()]
+        assert {type(value) for value in held if isinstance(value, torch.Tensor)} == {torch.Tensor}
 
 
-def test_checkpoints_hold_plain_tensors_and_load_anywhere():
-    module, plain = convert(model(), RECIPE), model()
-    with torch.no_grad():
-        module[0].weight.mul_(2)
+@every_recipe
+def test_checkpoints_hold_plain_tensors_and_load_anywhere(recipe):
+    """Into `nn.Linear`, and under any recipe, where states that the saver did not have are as new."""
+    module, plain = model(recipe), model(seed=1)
+    train(module, range(2))
     file = io.BytesIO()
     torch.save(module.state_dict(), file)
     file.seek(0)
-    plain.load_state_dict(torch.load(file, weights_only=True))
+    saved = torch.load(file, weights_only=True)
+    plain.load_state_dict({name: saved[name] for name in plain.state_dict()})
     assert torch.equal(plain[0].weight, module[0].weight.shard)
-    for assign in (False, True):
-        other = convert(model(), RECIPE)
-        other.load_state_dict(plain.state_dict(), assign=assign)
-        assert isinstance(other[0].weight, ShardedWeight)
-        assert isinstance(other[0].weight, nn.Parameter)
-        assert torch.equal(other[0].weight.shard, plain[0].weight)
     assert isinstance(module.state_dict(keep_vars=True)["0.weight"], nn.Parameter)
+    for other in RECIPES.values():
+        for source, assign in ((saved, False), (plain.state_dict(), False), (plain.state_dict(), True)):
+            made = model(other, seed=1)
+            made.load_state_dict(source, assign=assign)
+            assert isinstance(made[0].weight, ShardedWeight)
+            assert isinstance(made[0].weight, nn.Parameter)
+            assert torch.equal(made[0].weight.shard, module[0].weight.shard)
+            assert all(state.scale == 1 for state in states(made)) or (source is saved and recipe.stateful)
 
 
-def test_a_copied_model_goes_its_own_way():
-    module = convert(model(), RECIPE)
+@every_recipe
+def test_a_checkpoint_resumes_with_the_same_bits(recipe):
+    """Scales, amaxes and seeds are in it."""
+    module = model(recipe)
+    train(module, range(4))
+    saved = copy.deepcopy(module.state_dict())
+    other = model(recipe, seed=1)
+    other.load_state_dict(saved)
+    for name, tensor in other.state_dict().items():
+        assert torch.equal(tensor, saved[name]), name
+    assert train(module, (5, 6)) == train(other, (5, 6))
+
+
+@every_recipe
+def test_a_copied_model_goes_its_own_way(recipe):
+    """With what its layers share shared among its own."""
+    module = model()
+    module.add_module("again", nn.Linear(64, 32))
+    module.again.weight = module[2].weight
+    convert(module, recipe)
     other = copy.deepcopy(module)
     state, copied = module[0].weight.scale_state, other[0].weight.scale_state
     assert copied is not state
@@ -190,35 +239,53 @@ def test_a_copied_model_goes_its_own_way():
     assert isinstance(other[0].weight, ShardedWeight)
     with torch.no_grad():
         other[0].weight.zero_()
+        for buffer in other.buffers():
+            buffer.fill_(3)
     assert module[0].weight.shard.any()
+    assert not any((buffer == 3).any() for buffer in module.buffers())
+    if recipe.stateful:
+        assert len(states(module)) == 8
+        for each in (module, other):
+            assert each.again.delayed["weight"] is each[2].delayed["weight"] is each[2].weight.scale_state.delayed
+    convert(module, RECIPE)
+    assert not states(module)
 
 
-def test_moving_a_model():
-    module = convert(model(), RECIPE).to(torch.bfloat16)
+@every_recipe
+def test_moving_a_model(recipe):
+    """Of its state all stays as it was, in fp32 too."""
+    module = model(recipe)
+    train(module, range(1))
+    before = [buffer.clone() for buffer in module.buffers()]
+    module.to(torch.bfloat16)
     assert isinstance(module[0].weight, ShardedWeight)
     assert module[0].weight.dtype == module[0].weight.shard.dtype == torch.bfloat16
+    for a, b in zip(before, module.buffers(), strict=True):
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b)
     meta = module.to("meta")
     assert meta[0].weight.is_meta
     empty = meta.to_empty(device="cpu")
     assert isinstance(empty[0].weight, ShardedWeight)
+    assert all(state.scale == 1 and not state.amax_history.any() for state in states(empty))
     empty[0].reset_parameters()
     assert empty[0].weight.shard.isfinite().all()
 
 
 def test_everything_else_on_the_weight_is_in_high_precision():
-    weight = convert(model(), RECIPE)[0].weight
+    weight = model(RECIPE)[0].weight
     for result in (weight + 1, weight.sum(), weight.clone(), torch.zeros_like(weight), weight @ weight.t()):
         assert type(result) is torch.Tensor
     for view in (weight.t(), weight[0], weight[:3], weight.detach(), weight.view(-1), weight.unsqueeze(0)):
         assert isinstance(view, ShardedWeight)  # A write to it is a write to the weight.
         assert view.shard.untyped_storage().data_ptr() == weight.shard.untyped_storage().data_ptr()
-    assert torch.equal(nn.functional.linear(torch.eye(20), weight), weight.shard.t())
+    assert torch.equal(nn.functional.linear(torch.eye(32), weight), weight.shard.t())
     assert not isinstance(weight.detach(), QuantizedTensor)
 
 
 def test_convert_changes_linear_layers_in_place():
     module = model()
-    module.add_module("again", nn.Linear(32, 20))
+    module.add_module("again", nn.Linear(64, 32))
     module.again.weight = module[2].weight  # Tied.
     kept, values = list(module), [p.detach().clone() for p in module.parameters()]
     called = []
@@ -228,13 +295,13 @@ def test_convert_changes_linear_layers_in_place():
     assert [type(m) for m in module] == [Linear, nn.GELU, Linear, Linear]
     assert module.again.weight is module[2].weight
     assert all(torch.equal(a.detach() + 0, b) for a, b in zip(module.parameters(), values, strict=True))
-    module[0](torch.randn(2, 20))
+    module[0](torch.randn(2, 32))
     assert called
     assert module[2].weight.scale_state.name == "2.weight"
 
 
 def test_convert_with_a_filter_and_again_with_another_recipe():
-    module = convert(model(), RECIPE, filter=lambda layer, name: name == "0" and layer.in_features == 20)
+    module = convert(model(), RECIPE, filter=lambda layer, name: name == "0" and layer.in_features == 32)
     assert [type(m) for m in module] == [Linear, nn.GELU, nn.Linear]
     convert(module, OTHER)
     assert [m.recipe for m in (module[0], module[2])] == [OTHER] * 2
@@ -272,7 +339,7 @@ def tied_to_an_embedding():
         ),
         (nn.GELU, RECIPE, ValueError, "GELU. has no nn.Linear that filter= keeps"),
         (
-            model,
+            lambda: nn.Sequential(nn.Linear(20, 32)),
             MXFP8(),
             ValueError,
             r"convert: 0: weight: x \(32, 20\) is not a whole number of 32x32 blocks .* or leave the layer out",
@@ -292,3 +359,5 @@ def test_linear_needs_a_recipe():
         Linear(4, 4)
     with pytest.raises(ValueError, match=r"Linear: weight: x \(4, 4\) is not a whole number of 32x32 blocks"):
         Linear(4, 4, recipe=MXFP8())
+    with pytest.raises(ValueError, match=r"linear: DelayedScaling needs the state of each tensor"):
+        linear(torch.ones(2, 4), torch.ones(3, 4), None, DelayedScaling())

@@ -40,20 +40,13 @@ def test_shards_draw_the_bits_of_the_whole(fmt, usage):
     assert_quantized(FRONT, q, reference.quantize(columns, fmt, usage, seed=SEED, start=32, row_stride=96))
 
 
-@pytest.mark.parametrize(
-    ("x", "error", "text"),
-    [
-        (torch.ones(4, 6).t(), ValueError, "x .* is not contiguous; call .contiguous"),
-        (torch.ones(4, 6, dtype=torch.float64), TypeError, "x .float64. is not float32 or bfloat16 or float16"),
-        (torch.ones(4, 6, dtype=torch.int32), TypeError, "x .int32. is not float32"),
-    ],
-    ids=["strided", "float64", "int32"],
-)
 @every_usage
-def test_what_quantize_refuses(x, error, text, usage):
+def test_what_quantize_refuses(usage):
     for fmt in (FP8_E4M3, FP8_1x128):
-        with pytest.raises(error, match=text):
-            quantize(x, fmt, usage=usage)
+        with pytest.raises(ValueError, match=r"x .* is not contiguous; call .contiguous"):
+            quantize(torch.ones(4, 6).t(), fmt, usage=usage)
+        with pytest.raises(TypeError, match=r"x .float64. is not float32 or bfloat16 or float16"):
+            quantize(torch.ones(4, 6, dtype=torch.float64), fmt, usage=usage)
 
 
 STOCHASTIC = NVFP4.with_options(rounding="stochastic")

@@ -1,8 +1,10 @@
 """Training with FSDP2: parity with one process, what travels, when scales are made, and what a stale one does."""
 
 import copy
+import math
 import warnings
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,52 +12,96 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from qshard.formats import FP8_E4M3, FP8_E5M2
-from qshard.recipes import CurrentScaling
+from qshard.recipes import CurrentScaling, DelayedScaling
 from qshard.torch_bridge import QuantizedTensor, ShardedWeight, convert, update_scales
 from support import torch_ranks
-from support.torch_models import SIZES, Wire, assert_gathers_the_whole, batch, linears, losses_of, model_of, shard
-from support.torch_ranks import run
-
-every_world = pytest.mark.parametrize("world", [1, 2, 3, 4])
-
-
-def trains_like_one_process(bias, reshard, micro_batches, foreach):
-    """Every rank has the same batch. An average over 1, 2 or 4 equal gradients is exact, so all bits are the same."""
-    alone = convert(model_of(bias), CurrentScaling())
-    cut = shard(convert(model_of(bias), CurrentScaling()), reshard_after_forward=reshard)
-    losses = [
-        losses_of(m, torch.optim.AdamW(m.parameters(), lr=1e-2, foreach=foreach), micro_batches=micro_batches)
-        for m in (alone, cut)
-    ]
-    assert losses[0] == losses[1]
-    for mine, other in zip(alone.parameters(), cut.parameters(), strict=True):
-        assert torch.equal(mine.detach().clone(), other.full_tensor().clone())
-    assert_gathers_the_whole(cut)
-
-
-@pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.parametrize(
-    ("bias", "reshard", "micro_batches", "foreach"),
-    [(False, True, 1, True), (True, True, 2, False), (True, False, 1, True), (False, False, 2, True)],
+from support.awkward import awkward_values
+from support.formats import GATHERED, every_gathered_recipe, nearest
+from support.torch_models import (
+    FRONT,
+    SIZES,
+    Wire,
+    assert_gathers_the_whole,
+    batch,
+    linears,
+    losses_of,
+    model_of,
+    shard,
+    side_by_side,
+    sizes_for,
+    whole,
 )
-def test_training_is_that_of_one_process(world, bias, reshard, micro_batches, foreach):
-    run(world, trains_like_one_process, bias=bias, reshard=reshard, micro_batches=micro_batches, foreach=foreach)
+from support.torch_ranks import on_ranks
+
+# bias, reshard_after_forward, micro-batches, foreach
+WAYS = [(False, True, 1, True), (True, True, 2, False), (True, False, 1, True), (False, False, 2, True)]
+TRAINED = [
+    *(("CurrentScaling", way) for way in WAYS),
+    *((name, WAYS[1 + i % 3]) for i, name in enumerate(GATHERED) if name != "CurrentScaling"),
+]
 
 
-def trains_on_mesh(mesh_shape):
-    alone = convert(model_of(), CurrentScaling())
-    cut = shard(convert(model_of(), CurrentScaling()), mesh=torch_ranks.mesh(mesh_shape))
-    losses = [losses_of(m, torch.optim.AdamW(m.parameters(), lr=1e-2)) for m in (alone, cut)]
-    assert losses[0] == losses[1]
-    assert_gathers_the_whole(cut)
+def current(bias=False, **options):
+    return shard(convert(model_of(bias), CurrentScaling()), **options)
 
 
-@pytest.mark.parametrize("mesh_shape", [(2, 2), (4, 1), (1, 4), (2, 1)], ids=str)
-def test_hybrid_sharding_trains_like_one_process(mesh_shape):
-    run(mesh_shape[0] * mesh_shape[1], trains_on_mesh, mesh_shape=mesh_shape)
+def reductions_in(wire_of):
+    with Wire() as wire:
+        wire_of()
+    return wire.of("allreduce")
 
 
-def trains_with(clip, fused, dtype):
+def assert_parity(models, exact=True, **options):
+    """Every rank has the same batch. An average over 1, 2 or 4 equal gradients is exact, so all bits are the same."""
+    foreach = options.pop("foreach", None)
+    losses = [losses_of(m, torch.optim.AdamW(m.parameters(), lr=1e-2, foreach=foreach), **options) for m in models]
+    if exact:
+        assert losses[0] == losses[1]
+        for mine, other in zip(*(whole(model).values() for model in models), strict=True):
+            assert torch.equal(mine, other)
+
+
+@on_ranks(1, 2, 3, 4, (2, 2), (4, 1))
+@pytest.mark.parametrize(("name", "way"), TRAINED, ids=str)
+def test_training_is_that_of_one_process(name, way):
+    """Over 3 ranks, whose average of equal gradients is not exact, it is the law alone."""
+    bias, reshard, micro_batches, foreach = way
+    recipe = nearest(GATHERED[name])  # One seed a forward would be another on each rank, and in each model.
+    models = [convert(model_of(bias, sizes=sizes_for(recipe)), recipe) for _ in range(2)]
+    shard(models[1], reshard_after_forward=reshard)
+    assert_parity(models, dist.get_world_size() != 3, micro_batches=micro_batches, foreach=foreach)
+    if not recipe.stateful:
+        assert_gathers_the_whole(models[1])
+
+
+def compiles_each_layer(recipe, backend="aot_eager"):
+    torch._dynamo.reset()
+    models = [convert(model_of(True, sizes=sizes_for(recipe)), recipe) for _ in range(2)]
+    # Layers of other shapes make sizes symbols, and dynamo of torch 2.11 fails on those in an autograd.Function.
+    dynamic = None if torch.__version__ >= "2.13" else False  # Compares versions, not strings.
+    for i, layer in enumerate(models[1]):
+        models[1][i] = torch.compile(layer, fullgraph=True, backend=backend, dynamic=dynamic)
+    # What dynamo of torch 2.13 does against torch 2.13's own advice.
+    warnings.filterwarnings("ignore", ".* should not be instantiated", DeprecationWarning)
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
+    assert_parity([shard(model) for model in models])
+    assert_gathers_the_whole(models[0])
+
+
+@pytest.mark.parametrize(
+    ("world", "name"), [(1, "CurrentScaling"), (2, "CurrentScaling"), (3, "MXFP8"), (3, "NVFP4")], ids=str
+)
+def test_compiled_layers(world, name):
+    torch_ranks.run(world, compiles_each_layer, recipe=nearest(GATHERED[name]))
+
+
+@on_ranks(2, 3, 4)
+@pytest.mark.parametrize(
+    ("clip", "fused", "dtype"),
+    [(True, False, torch.float32), (True, True, torch.float32), (False, False, torch.bfloat16)],
+    ids=["clip", "fused", "bfloat16"],
+)
+def test_optimizers_and_clipping(clip, fused, dtype):
     """No parity here: a norm over ranks has another order of sums, and three ranks do not divide evenly."""
     model = shard(convert(model_of(True, dtype), CurrentScaling()))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
@@ -71,69 +117,68 @@ def trains_with(clip, fused, dtype):
         update_scales(model)
         losses.append(loss.item())
     assert losses[-1] < losses[0]
-    assert_states_are_plain(optimizer)
-    if dtype == torch.float32:
-        assert_gathers_the_whole(model)
-
-
-def assert_states_are_plain(optimizer):
     states = [value for state in optimizer.state.values() for value in state.values()]
     assert {type(getattr(value, "_local_tensor", value)) for value in states} == {torch.Tensor}
+    assert_gathers_the_whole(model)
 
 
-@pytest.mark.parametrize(
-    ("world", "clip", "fused", "dtype"),
-    [(3, True, False, torch.float32), (4, True, True, torch.float32), (2, False, False, torch.bfloat16)],
-    ids=["clip-3", "fused-4", "bfloat16-2"],
-)
-def test_optimizers_and_clipping(world, clip, fused, dtype):
-    run(world, trains_with, clip=clip, fused=fused, dtype=dtype)
+@on_ranks(1, 2, 3, 4)
+@every_gathered_recipe
+def test_what_travels_in_a_step(recipe):
+    """Codes in forward and again in backward, one vector of amaxes, gradients. Biases travel as they are.
 
-
-def counts_what_travels(bias):
+    Codes of 4 bits take half a byte where all ranks hold the same number of rows, else one, on all alike.
+    """
     world = dist.get_world_size()
-    model = shard(convert(model_of(bias), CurrentScaling()))
+    bias = world % 2 == 1
+    model = shard(convert(model_of(bias, sizes=sizes_for(recipe)), recipe))
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
     losses_of(model, optimizer, steps=1)
     with Wire() as wire:
         losses_of(model, optimizer, steps=1)
-    layers = linears(model)
-    rows = [-(-layer.out_features // world) for layer in layers]
-    sizes = [r * layer.in_features + 4 * bias * r for r, layer in zip(rows, layers, strict=True)]
-    gathers = [(torch.uint8, size) for size in sizes]
-    # One byte an element of a weight, in the forward pass and again in the backward pass. Biases travel as they are.
+    if world == 1:
+        assert wire.calls == []
+        return
+    gathers, amaxes = [], 0
+    for layer in linears(model):
+        rows, columns = layer.out_features, layer.in_features
+        most = -(-rows // world)
+        packed = 2 if recipe.weight.element.bits == 4 and rows % world == 0 else 1
+        gathers.append((torch.uint8, most * columns // packed + 4 * bias * most))
+        unit_rows, unit_columns = recipe.weight.block or (rows, columns)
+        blocks = math.ceil(rows / unit_rows) * math.ceil(columns / unit_columns)
+        amaxes += 3 if recipe.stateful else blocks + (recipe.weight.scaling.global_scale is not None)
     assert wire.of("allgather") == [*gathers, *reversed(gathers)]
-    assert wire.of("allreduce") == [(torch.int32, len(layers))]
-    assert [dtype for dtype, _ in wire.of("reduce_scatter")] == [torch.float32] * len(layers)
-    assert len(wire.calls) == 2 * len(layers) + 1 + len(layers)
+    assert wire.of("allreduce") == [(torch.int32, amaxes)]
+    assert [dtype for dtype, _ in wire.of("reduce_scatter")] == [torch.float32] * len(gathers)
+    assert len(wire.calls) == 3 * len(gathers) + 1
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_a_step_gathers_bytes_and_reduces_one_vector(world, bias):
-    run(world, counts_what_travels, bias=bias)
+@on_ranks(1, 2, 3, 4)
+def test_delayed_scales_are_those_of_all_ranks():
+    """Uneven weights; of 5 rows some ranks hold one or none."""
+    recipe, rank, world = DelayedScaling(history=2), dist.get_rank(), dist.get_world_size()
+    values = [awkward_values((rows, 20), i, kinds=["normal", "zeros", "outlier"]) for i, rows in enumerate((64, 5, 33))]
+    model = shard(convert(side_by_side(values), recipe))
+    for step in range(3):
+        xs = [torch.randn(6, 20, generator=torch.Generator().manual_seed(100 * step + r)) for r in range(4)]
+        model(xs[rank].to(torch_ranks.device)).sum().backward()
+        for layer, w in zip(model, values, strict=True):
+            weight, activation, gradient = (state.amax for state in layer.delayed.children())
+            assert (activation, gradient) == (xs[rank].abs().max(), 1)
+            assert weight <= np.abs(w).max()  # Of this rank's rows.
+        update_scales(model)
+        largest = torch.stack(xs[:world]).abs().max()
+        for layer, w in zip(model, values, strict=True):
+            assert layer.delayed["weight"].amax_history[-1] == np.abs(w).max()
+            assert layer.delayed["activation"].amax_history[-1] == largest
+        assert_gathers_the_whole(model, values, [FRONT.numpy(layer.delayed["weight"].scale) for layer in model])
 
 
-def counts_nothing_on_one_rank():
-    model = shard(convert(model_of(), CurrentScaling()))
-    with Wire() as wire:
-        losses_of(model, torch.optim.AdamW(model.parameters()), steps=2)
-    assert wire.calls == []
-
-
-def test_one_rank_needs_no_collective():
-    run(1, counts_nothing_on_one_rank)
-
-
-def reductions_in(wire_of):
-    with Wire() as wire:
-        wire_of()
-    return wire.of("allreduce")
-
-
-def refreshes_by_itself():
+@on_ranks(1, 2, 3, 4)
+def test_scales_follow_the_weights_unasked():
     """Whatever all ranks do alike to weights is noticed: no `update_scales` in here, and the law holds all along."""
-    model = shard(convert(model_of(), CurrentScaling()))
+    model = current()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     one = [(torch.int32, len(linears(model)))] if dist.get_world_size() > 1 else []
     for _ in range(3):
@@ -162,14 +207,10 @@ def refreshes_by_itself():
     assert reductions_in(lambda: model(batch())) == one
 
 
-@every_world
-def test_scales_follow_the_weights_unasked(world):
-    run(world, refreshes_by_itself)
-
-
-def refreshes_when_told():
+@on_ranks(3)
+def test_scales_are_made_when_update_scales_says():
     """In an optimizer hook, for example: nothing is left for the forward pass to do."""
-    model = shard(convert(model_of(), CurrentScaling()))
+    model = current()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     optimizer.register_step_post_hook(lambda *_: update_scales(model))
     losses_of(model, optimizer, steps=2, update=False)
@@ -178,11 +219,8 @@ def refreshes_when_told():
     assert_gathers_the_whole(model)
 
 
-def test_scales_are_made_when_update_scales_says():
-    run(3, refreshes_when_told)
-
-
-def refreshes_what_changed():
+@on_ranks(2)
+def test_only_weights_that_changed_are_reduced():
     """Two optimizers, one frozen weight, formats of two kinds."""
     model = convert(model_of(), CurrentScaling(), filter=lambda _, name: name != "2")
     convert(model, CurrentScaling(weight=FP8_E5M2), filter=lambda _, name: name == "2")
@@ -201,13 +239,11 @@ def refreshes_what_changed():
     assert_gathers_the_whole(model)
 
 
-def test_only_weights_that_changed_are_reduced():
-    run(2, refreshes_what_changed)
-
-
-def writes_alone(how):
+@on_ranks(3)
+@pytest.mark.parametrize("how", ["one", "all"])
+def test_a_write_without_update_scales_sends_nan(how):
     """One rank writes to its shard behind everybody's back. Nobody hangs, or takes its codes for the weight's."""
-    model = shard(convert(model_of(), CurrentScaling()))
+    model = current()
     model(batch())
     weight, rank = model[0].weight, dist.get_rank()
     with torch.no_grad():
@@ -219,9 +255,8 @@ def writes_alone(how):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model[0].unshard()
-    assert [("0.weight was written" in str(w.message)) for w in caught if w.category is RuntimeWarning] == [
-        True
-    ] * wrote
+    told = [("0.weight was written" in str(w.message)) for w in caught if w.category is RuntimeWarning]
+    assert told == [True] * wrote
     rows = model[0].weight.dequantize().isnan().all(dim=1)
     expected = torch.zeros(SIZES[1], dtype=torch.bool)
     padded = -(-SIZES[1] // dist.get_world_size())
@@ -232,13 +267,9 @@ def writes_alone(how):
     assert_gathers_the_whole(model)
 
 
-@pytest.mark.parametrize("how", ["one", "all"])
-def test_a_write_without_update_scales_sends_nan(how):
-    run(3, writes_alone, how=how)
-
-
-def writes_before_the_first_use():
-    model = shard(convert(model_of(), CurrentScaling()))
+@on_ranks(1, 2, 3, 4)
+def test_weights_may_be_written_before_they_are_used():
+    model = current()
     with torch.no_grad():
         if dist.get_rank() == 0:
             model[0].weight.to_local().mul_(2)
@@ -248,19 +279,15 @@ def writes_before_the_first_use():
     assert_gathers_the_whole(model)
 
 
-@every_world
-def test_weights_may_be_written_before_they_are_used(world):
-    run(world, writes_before_the_first_use)
-
-
-def compiles_the_optimizer(backend):
-    """Its hooks are traced with it, so the scales still follow the weights unasked."""
+@on_ranks(2)
+def test_compiled_optimizers():
+    """Their hooks are traced with them, so the scales still follow the weights unasked."""
     warnings.filterwarnings("ignore", ".* should not be instantiated", DeprecationWarning)
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
     torch._dynamo.reset()
-    model = shard(convert(model_of(), CurrentScaling()))
+    model = current()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    step = torch.compile(optimizer.step, backend=backend)
+    step = torch.compile(optimizer.step, backend="aot_eager")
     for seed in range(3):
         model(batch(seed)).square().mean().backward()
         step()
@@ -268,11 +295,8 @@ def compiles_the_optimizer(backend):
     assert reductions_in(lambda: assert_gathers_the_whole(model)) == [(torch.int32, 3)]
 
 
-def test_compiled_optimizers():
-    run(2, compiles_the_optimizer, backend="aot_eager")
-
-
-def shares_weights():
+@on_ranks(2)
+def test_tied_weights_are_one_weight():
     model = model_of()
     model.append(nn.Linear(SIZES[0], SIZES[1], bias=False))
     model[-1].weight = model[0].weight
@@ -285,18 +309,10 @@ def shares_weights():
     assert isinstance(model[-1].weight, QuantizedTensor)
 
 
-def test_tied_weights_are_one_weight():
-    run(2, shares_weights)
-
-
-def refuses_to_convert_what_is_sharded():
+@on_ranks(2)
+def test_convert_comes_before_sharding():
     model = shard(model_of())
     with pytest.raises(ValueError, match=r"convert: 0.weight .DTensor. is not a plain tensor; convert before sharding"):
         convert(model, CurrentScaling())
     assert not linears(model)
-    sharded = shard(convert(model_of(), CurrentScaling()))
-    assert isinstance(sharded[0].weight.to_local(), ShardedWeight)
-
-
-def test_convert_comes_before_sharding():
-    run(2, refuses_to_convert_what_is_sharded)
+    assert isinstance(current()[0].weight.to_local(), ShardedWeight)

@@ -11,29 +11,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from qshard import formats
-from qshard.recipes import MXFP4, MXFP6, MXFP8, NVFP4, BlockScaling, CurrentScaling, DelayedScaling, Recipe
-from qshard.torch_bridge import Adam, QuantizedTensor, convert, update_scales
+from qshard.recipes import CurrentScaling
+from qshard.torch_bridge import Adam, QuantizedTensor, ZeroOptimizer, convert, update_scales
 from qshard.torch_bridge.fsdp.weight import plain
-from qshard.torch_bridge.zero.optimizer import ZeroOptimizer
 from support import torch_ranks
+from support.formats import ZEROED as RECIPES
 from support.torch_models import Wire, linears
-from support.torch_ranks import run
+from support.torch_ranks import on_ranks
 
-RECIPES = {
-    "current": CurrentScaling(),
-    "delayed": DelayedScaling(history=3),
-    "blocks": BlockScaling(),
-    "mxfp8": MXFP8(),
-    "mxfp6": MXFP6(),
-    "mxfp4": MXFP4(),
-    "nvfp4": NVFP4(),
-    # Weights whose two planes are different numbers: gathered as values.
-    "vectors": Recipe(weight=formats.MXFP8_E4M3, activation=formats.MXFP8_E4M3, gradient=formats.MXFP8_E5M2),
-}
 OPTIONS = {"lr": 0.02, "weight_decay": 0.01, "decoupled_weight_decay": True}
 FEW_BITS = {"exp_avg_dtype": torch.float8_e4m3fn, "exp_avg_sq_dtype": torch.float8_e5m2}
-STAGES = [False, True]
+STAGES = (False, True)
+every_stage = pytest.mark.parametrize("stage", STAGES)
 
 
 class Block(nn.Module):
@@ -124,24 +113,30 @@ def same_bits(name, steps=3, dtype="float32", **options):
             assert torch.equal(own_weights[key].view(torch.int32), weight.detach().view(torch.int32)), (stage, key)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@on_ranks(1, 2, 3)
 @pytest.mark.parametrize("name", RECIPES)
-def test_bits_of_one_process(world, name):
+def test_bits_of_one_process(name):
     """Losses and masters, unsharded, with sharded states, and fully sharded."""
-    run(world, same_bits, name=name)
+    same_bits(name)
 
 
-@pytest.mark.parametrize("name", ["delayed", "nvfp4"])
-def test_bits_of_one_process_in_bfloat16(name):
-    run(2, same_bits, name=name, dtype="bfloat16")
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["CurrentScaling", "DelayedScaling", "NVFP4"])
+def test_bits_of_one_process_in_few_bits(name):
+    """Of weights, and of states."""
+    same_bits(name, dtype="bfloat16", **FEW_BITS)
 
 
-@pytest.mark.parametrize("name", ["current", "nvfp4"])
-def test_bits_of_one_process_with_states_of_few_bits(name):
-    run(2, same_bits, name=name, **FEW_BITS)
+@pytest.mark.slow
+@on_ranks(2)
+@pytest.mark.parametrize("name", RECIPES)
+def test_bits_over_many_steps(name):
+    same_bits(name, steps=500 if name == "NVFP4" else 100)
 
 
-def scales_of_whole_blocks(stage):
+@on_ranks(3)
+@every_stage
+def test_blocks_of_states_are_not_cut(stage):
     """Gradients so wide that a block of a state that a cut had split would round otherwise."""
     torch.manual_seed(0)
     plain_model = convert(nn.Linear(41, 24, bias=False).to(torch_ranks.device), CurrentScaling())
@@ -163,18 +158,10 @@ def scales_of_whole_blocks(stage):
         assert torch.equal(optimizer.full_weights()["weight"].view(1, -1), master), step
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_blocks_of_states_are_not_cut(stage):
-    run(3, scales_of_whole_blocks, stage=stage)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", RECIPES)
-def test_bits_over_many_steps(name):
-    run(2, same_bits, name=name, steps=500 if name == "nvfp4" else 100)
-
-
-def count_collectives(name, stage):
+@on_ranks(2)
+@every_stage
+@pytest.mark.parametrize("name", ["BlockScaling", "DelayedScaling"])
+def test_collectives(name, stage):
     model = model_of(RECIPES[name])
     # Units: the embedding, two blocks, the last layer.
     optimizer = ZeroOptimizer(model, **OPTIONS, shard_weights=stage, units=list(model))
@@ -198,13 +185,10 @@ def count_collectives(name, stage):
         assert sent == sum(flat.part for flat in optimizer._flats), "bytes, those of this rank alone"
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("name", ["blocks", "delayed"])
-def test_collectives(name, stage):
-    run(2, count_collectives, name=name, stage=stage)
-
-
-def with_empty_ranks(stage):
+@pytest.mark.timeout(60)
+@on_ranks(3)
+@every_stage
+def test_ranks_without_elements_take_part(stage):
     model = convert(nn.Linear(2, 2, bias=False).to(torch_ranks.device), CurrentScaling())
     optimizer = ZeroOptimizer(model, lr=0.25, shard_weights=stage)
     assert [flat.lengths for flat in optimizer._flats] == [[4, 0, 0]]
@@ -218,14 +202,10 @@ def with_empty_ranks(stage):
     optimizer.step()  # Without any gradient: momentum alone.
 
 
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize("stage", STAGES)
-def test_ranks_without_elements_take_part(stage):
-    run(3, with_empty_ranks, stage=stage)
-
-
-def save_and_load(stage):
-    recipe = RECIPES["delayed"]
+@on_ranks(2)
+@every_stage
+def test_state_is_exact(stage):
+    recipe = RECIPES["DelayedScaling"]
     model = model_of(recipe)
     optimizer = ZeroOptimizer(model, **OPTIONS, shard_weights=stage)
     train(model, optimizer, range(2))
@@ -244,14 +224,10 @@ def save_and_load(stage):
         resumed.load_state_dict(state)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_state_is_exact(stage):
-    run(2, save_and_load, stage=stage)
-
-
-def sharded_in_many_ways():
+@on_ranks(2)
+def test_units():
     """Units of one layer, of several, of all; recomputed activations; a weight that two layers share."""
-    recipe = RECIPES["mxfp8"]
+    recipe = RECIPES["MXFP8"]
     losses = with_zero(recipe, 3, torch.float32)[0]
     model = model_of(recipe)
     optimizer = ZeroOptimizer(model, **OPTIONS, shard_weights=True, units=[*model[1:3], model[1].up])
@@ -285,13 +261,11 @@ def sharded_in_many_ways():
         ZeroOptimizer(model, shard_weights=True)
 
 
-def test_units():
-    run(2, sharded_in_many_ways)
-
-
-def settings_and_schedule(stage):
+@on_ranks(2)
+@every_stage
+def test_settings(stage):
     """Groups are the same on all ranks, so that schedules act on all alike."""
-    model = model_of(RECIPES["current"])
+    model = model_of(RECIPES["CurrentScaling"])
     optimizer = ZeroOptimizer(
         model, 0.5, shard_weights=stage, settings=lambda name, p: {"lr": 0.0} if p.ndim < 2 else {}, weight_decay=0.1
     )
@@ -304,17 +278,14 @@ def settings_and_schedule(stage):
         assert torch.equal(weight, before[name]) == (weight.ndim < 2), name
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_settings(stage):
-    run(2, settings_and_schedule, stage=stage)
-
-
-def refused_on_all_ranks():
+@pytest.mark.timeout(60)
+@on_ranks(2)
+def test_refusals():
     rank = dist.get_rank()
     width = 64 if rank == 1 else 32
     with pytest.raises(ValueError, match=r"rank [01] is not like rank [01]: it has another model or other options"):
-        ZeroOptimizer(model_of(RECIPES["current"], width=width))
-    recipe, options = RECIPES["current"], {"parity": "weight"} if rank == 1 else {}
+        ZeroOptimizer(model_of(RECIPES["CurrentScaling"], width=width))
+    recipe, options = RECIPES["CurrentScaling"], {"parity": "weight"} if rank == 1 else {}
     with pytest.raises(ValueError, match=r"parity \('weight'\) is not|rank 1 is not like rank 0"):
         ZeroOptimizer(model_of(recipe), **options)
     with pytest.raises(ValueError, match=r"lr \(-1\) is not a number|rank 1 is not like rank 0"):
@@ -331,14 +302,11 @@ def refused_on_all_ranks():
         ZeroOptimizer(frozen)
 
 
-@pytest.mark.timeout(60)
-def test_refusals():
-    run(2, refused_on_all_ranks)
-
-
-def backward_twice(stage):
+@on_ranks(2)
+@every_stage
+def test_several_backward_passes(stage):
     """Gradients of two backward passes are added, and a layer without one does not stop a step."""
-    model = model_of(RECIPES["blocks"])
+    model = model_of(RECIPES["BlockScaling"])
     optimizer = ZeroOptimizer(model, **OPTIONS, shard_weights=stage)
     for step in range(2):
         optimizer.zero_grad()
@@ -348,8 +316,3 @@ def backward_twice(stage):
         optimizer.step()
     assert all(w.isfinite().all() for w in optimizer.full_weights().values())
     assert all(parameter.grad is None for parameter in itertools.chain(model.parameters()))
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_several_backward_passes(stage):
-    run(2, backward_twice, stage=stage)

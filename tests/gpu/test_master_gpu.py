@@ -1,7 +1,4 @@
-"""Flat slices of master weights on GPUs: the bits of the CPU, over NCCL and in CUDA graphs, in as few launches."""
-
-import importlib.util
-from pathlib import Path
+"""Flat slices of master weights over NCCL and in CUDA graphs, in as few launches. Bits are in test_master.py."""
 
 import pytest
 
@@ -10,61 +7,19 @@ torch = pytest.importorskip("torch")
 from qshard import formats, reference  # noqa: E402
 from qshard.formats import Usage  # noqa: E402
 from qshard.torch_bridge import CastPlan, cast_master, quantize, update_columnwise  # noqa: E402
-from support import master_steps  # noqa: E402
 from support.awkward import TAME, assert_bits_equal, awkward_values  # noqa: E402
 from support.formats import SQUARES  # noqa: E402
 from support.fronts import TorchFront  # noqa: E402
 from support.torch_ranks import run  # noqa: E402
 
-
-def _load(name):
-    """A test module of another folder; they are no packages."""
-    path = Path(__file__).parents[1] / "cpu" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(f"cpu_{name}", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-cpu = _load("test_master")
 FRONT = TorchFront("cuda")
 
 
-def steps_of(front):
-    pytest.importorskip(front)
-    steps = {"torch": master_steps.TorchSteps, "jax": master_steps.JaxSteps}[front]("cuda")
-    if not steps.front.devices():
-        pytest.skip(f"{front} finds no cuda device")
-    return steps
-
-
-@pytest.mark.parametrize("where", cpu.PLANES, ids=lambda where: f"{where[0]}-{where[1].name}")
-def test_every_format(where):
-    cpu.test_every_format(steps_of("torch"), where)
-
-
-def test_long_slices():
-    cpu.test_long_slices(steps_of("torch"))
-
-
-@pytest.mark.parametrize("dtype", cpu.DTYPES, ids=str)
-@pytest.mark.parametrize("rounded_to", [None, "bfloat16", "float16"])
-def test_parities(dtype, rounded_to):
-    cpu.test_parities(steps_of("torch"), dtype, rounded_to)
-
-
-@pytest.mark.parametrize("name", ["torch", "jax"])
-def test_weights_of_many_formats(name):
-    cpu.test_weights_of_many_formats(steps_of(name))
-
-
 @pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("case", ["cast_pieces", "cast_whole_weights"])
-def test_ranks_over_nccl(world, case):
+def test_ranks_over_nccl(world):
     if torch.cuda.device_count() < world:
         pytest.skip(f"fewer than {world} GPUs")
-    arguments = {"parity": "model", "kinds": TAME} if case == "cast_pieces" else {}
-    run(world, f"dist/test_torch_master.py::{case}", on="cuda", **arguments)
+    run(world, "dist/test_torch_master.py::test_whole_weights", on="cuda")
 
 
 def test_a_graph_replays_what_masters_are_then():

@@ -7,10 +7,10 @@ torch = pytest.importorskip("torch")
 from support.torch_ranks import run  # noqa: E402
 
 CASES = [
-    ("same_bits", {"name": "nvfp4"}),
-    ("same_bits", {"name": "delayed", "dtype": "bfloat16"}),
-    ("same_bits", {"name": "blocks"}),
-    ("sharded_in_many_ways", {}),
+    ("same_bits", {"name": "NVFP4"}),
+    ("same_bits", {"name": "DelayedScaling", "dtype": "bfloat16"}),
+    ("same_bits", {"name": "BlockScaling"}),
+    ("test_units", {}),
 ]
 
 

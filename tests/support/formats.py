@@ -111,6 +111,22 @@ MIXES = {
 """Recipes in which every format has every role, and activations are rounded stochastically where they can be."""
 STATELESS = {name: recipe for name, recipe in {**RECIPES, **MIXES}.items() if not recipe.state_shapes}
 STATEFUL = {name: recipe for name, recipe in RECIPES.items() if recipe.state_shapes}
+GATHERED = {name: recipe for name, recipe in RECIPES.items() if recipe.weight.gather_refusal is None}
+"""Recipes whose weights FSDP2 gathers as codes."""
+_VECTORS = {
+    f"vectors of {fmt}": Recipe(weight=fmt, activation=fmt, gradient=fmt)
+    for fmt in [next(fmt for fmt in NAMED if fmt.block and not fmt.transposes and fmt.scaling.whole_blocks)]
+}
+ZEROED = {**GATHERED, **_VECTORS}
+"""Recipes under ZeRO. Weights whose two planes are different numbers are gathered as values."""
+
+
+def nearest(recipe: Recipe) -> Recipe:
+    """The recipe without random numbers."""
+    formats = {role.value: recipe.format(role) for role in Role}
+    return dataclasses.replace(
+        recipe, **{name: fmt.with_options(rounding="nearest") for name, fmt in formats.items() if fmt.stochastic}
+    )
 
 
 def usages_of(fmt: Format, shape: tuple[int, ...] = (128, 128)) -> list[Usage]:
@@ -129,4 +145,5 @@ every_plane = pytest.mark.parametrize(
     ("fmt", "usage"), [(fmt, usage) for fmt in VARIANTS for usage in usages_of(fmt)], ids=str
 )
 every_stateless_recipe = pytest.mark.parametrize("recipe", STATELESS.values(), ids=STATELESS.keys())
+every_gathered_recipe = pytest.mark.parametrize("recipe", GATHERED.values(), ids=GATHERED.keys())
 every_recipe = pytest.mark.parametrize("recipe", [*RECIPES.values(), *MIXES.values()], ids=[*RECIPES, *MIXES])

@@ -9,24 +9,31 @@ from __future__ import annotations
 import dataclasses
 import functools
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import ml_dtypes
 import numpy as np
 
 from qshard import reference
-from qshard.formats import Format
+from qshard.formats import Format, Usage
+from qshard.master import MasterPlan, plan_master
 from qshard.recipes import Recipe, Role
 from support import torch_ranks
 from support.awkward import assert_bits_equal
 from support.formats import usages_of
+from support.hlo import collectives
 
 T = TypeVar("T")
+SlicedPlane = tuple[Format, Usage, tuple[int, ...]]
+"""Of a master weight: its format, which plane is cast, its shape."""
 Products = tuple[np.ndarray, np.ndarray, np.ndarray]
 """y, dx and dw of a linear layer."""
 States = dict[Role, tuple[Any, Any]]
 """(scale, amax_history) of each tensor of a layer."""
+Arrays = Mapping[str, np.ndarray]
+Trained = tuple[np.ndarray, list[tuple[np.ndarray, np.ndarray | None]], np.ndarray | None]
+"""A parameter, the codes and scales of each moment, and the master, if there is one."""
 PLANES = ("rowwise", "columnwise")
 ROUNDED_TO_BFLOAT16 = 2.0**-7 + 2.0**-16
 """Of both operands. On GPUs also what FP8 GEMMs lose, whose sums keep 14 bits (arXiv:2412.19437)."""
@@ -78,6 +85,36 @@ class Front(Protocol):
     ) -> tuple[list[Products], dict[Role, np.ndarray], States]:
         """A step of one layer over microbatches (x, w, dy): their products, the merged amaxes, and the states after."""
 
+    def shapes_to_cut(self, fmt: Format, shards: int) -> list[tuple[int, int]]:
+        """Weights whose rows ranks can cut, into uneven shards and parts of blocks too; none if `fmt` is refused."""
+
+    def assert_law(self, weights: Sequence[np.ndarray], fmt: Format, shards: int) -> None:
+        """Every one of `shards` ranks gathers the bits of each whole weight, or learns at once that it cannot."""
+
+    def adam(
+        self, params: Arrays, grads: Sequence[Arrays], moments: tuple[str, str], masters: bool, **options: float
+    ) -> dict[str, Trained]:
+        """Parameters after a step of AdamW for each of `grads`, with moments of these dtypes."""
+
+    def cast_slices(
+        self,
+        planes: Sequence[SlicedPlane],
+        masters: Sequence[np.ndarray],
+        starts: Sequence[int],
+        seeds: Sequence[int],
+        rounded_to: str | None = None,
+    ) -> list[list[np.ndarray | None]]:
+        """The codes and scales of a slice of each master weight, on one device that knows of no other."""
+
+    def assert_cut_masters(
+        self,
+        planes: Sequence[SlicedPlane],
+        weights: Sequence[np.ndarray],
+        cuts: Sequence[Sequence[int]],
+        rounded_to: str | None = None,
+    ) -> None:
+        """Slices that ranks cast, `cuts[i][rank]` to `cuts[i][rank + 1]`, are gathered as whole weights."""
+
 
 def some(front: Front, cases: Sequence[T], key: str) -> Sequence[T]:
     """As many of `cases` as the front end is to look at: the same in every run, and others for another key."""
@@ -113,15 +150,24 @@ def dtype_name(array: Any) -> str:
     return str(array.dtype).removeprefix("torch.")
 
 
+def words(numbers: Sequence[int]) -> np.ndarray:
+    """`[n, 2]` uint32, the low words first."""
+    return np.array([[n & 0xFFFFFFFF, n >> 32] for n in numbers], np.uint32).reshape(-1, 2)
+
+
 def codes(x: np.ndarray) -> np.ndarray:
     """`x`, with a one-byte dtype viewed as uint8."""
     return x.view(np.uint8) if x.dtype.itemsize == 1 else x
 
-    def shapes_to_cut(self, fmt: Format, shards: int) -> list[tuple[int, int]]:
-        """Weights whose rows ranks can cut, into uneven shards and parts of blocks too; none if `fmt` is refused."""
 
-    def assert_law(self, weights: Sequence[np.ndarray], fmt: Format, shards: int) -> None:
-        """Every one of `shards` ranks gathers the bits of each whole weight, or learns at once that it cannot."""
+def sliced(planes: Sequence[SlicedPlane], weights: Sequence[np.ndarray], rounded_to: str | None) -> list[Any]:
+    """The planes of whole weights that slices are to be gathered as, seeded by their places."""
+    with np.errstate(over="ignore"):
+        rounded = [w if rounded_to is None else w.astype(rounded_to) for w in weights]
+    return [
+        getattr(reference.quantize(w, fmt, usage, seed=seed), usage.name.lower())
+        for seed, (w, (fmt, usage, _)) in enumerate(zip(rounded, planes, strict=True))
+    ]
 
 
 class JaxFront:
@@ -155,8 +201,7 @@ class JaxFront:
         return self.numpy(quantized.dequantize(dtype, **options))
 
     def linear(self, x: np.ndarray, w: np.ndarray, dy: np.ndarray, recipe: Recipe, *, seed: int = 0) -> Products:
-        words = np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint32)
-        made = self.step(recipe)(*map(self.array, (x, w, dy)), {"seed": words}, {})
+        made = self.step(recipe)(*map(self.array, (x, w, dy)), {"seed": words([seed])[0]}, {})
         y, dx, dw = map(self.numpy, made[:3])
         return y, dx, dw
 
@@ -204,7 +249,8 @@ class JaxFront:
 
     def shapes_to_cut(self, fmt: Format, shards: int) -> list[tuple[int, int]]:
         whole = fmt.scaling.four_over_six or fmt.hadamard or (fmt.scaling.whole_blocks and 48 * shards % max(fmt.block))
-        return [(rows * shards, 128) for rows in ([128] if whole else [48, 128])]
+        odd = [(7 * shards, 33)] if fmt.block is None else []
+        return [*odd, *((rows * shards, 128) for rows in ([128] if whole else [48, 128]))]
 
     def assert_law(self, weights: Sequence[np.ndarray], fmt: Format, shards: int) -> None:
         jax, usage = self.jax, usages_of(fmt)[-1]
@@ -224,6 +270,90 @@ class JaxFront:
                     assert_plane(
                         self, jax.tree.map(lambda a, i=rank: a[i], getattr(stacked, name)), getattr(whole, name)
                     )
+
+    def adam(
+        self, params: Arrays, grads: Sequence[Arrays], moments: tuple[str, str], masters: bool, **options: float
+    ) -> dict[str, Trained]:
+        jax = self.jax
+        optimizer = self.qshard.adamw(mu_dtype=moments[0], nu_dtype=moments[1], masters=masters, **options)
+
+        @jax.jit
+        def step(grads: Any, state: Any, params: Any) -> Any:
+            updates, state = optimizer.update(grads, state, params)
+            return jax.tree.map(lambda p, u: (p + u).astype(p.dtype), params, updates), state
+
+        now = jax.tree.map(self.array, dict(params))
+        state = optimizer.init(now)
+        for grad in grads:
+            now, state = step(jax.tree.map(self.array, dict(grad)), state, now)
+
+        def parts(moment: Any) -> tuple[np.ndarray, np.ndarray | None]:
+            data, scale_inv = moment if isinstance(moment, tuple) else (moment, None)
+            return self.numpy(data), None if scale_inv is None else self.numpy(scale_inv)
+
+        return {
+            name: (
+                self.numpy(now[name]),
+                [parts(state.mu[name]), parts(state.nu[name])],
+                self.numpy(state.master[name]) if masters else None,
+            )
+            for name in params
+        }
+
+    def plan(self, planes: Sequence[SlicedPlane], masters: Sequence[np.ndarray], rounded_to: str | None) -> MasterPlan:
+        fmts, usages, shapes = (list(each) for each in zip(*planes, strict=True))
+        return plan_master(shapes, fmts, usages=usages, dtype=str(masters[0].dtype), rounded_to=rounded_to)
+
+    def cast_slices(
+        self,
+        planes: Sequence[SlicedPlane],
+        masters: Sequence[np.ndarray],
+        starts: Sequence[int],
+        seeds: Sequence[int],
+        rounded_to: str | None = None,
+    ) -> list[list[np.ndarray | None]]:
+        plan = self.plan(planes, masters, rounded_to)
+        cast = self.jax.jit(lambda m, starts, seeds: self.qshard.cast_master(None, m, starts, plan=plan, seeds=seeds))
+        made = cast([self.array(m) for m in masters], words(starts), list(words(seeds)))
+        return [[None if part is None else self.numpy(part) for part in parts] for parts in made]
+
+    def assert_cut_masters(
+        self,
+        planes: Sequence[SlicedPlane],
+        weights: Sequence[np.ndarray],
+        cuts: Sequence[Sequence[int]],
+        rounded_to: str | None = None,
+    ) -> None:
+        jax, world, plan = self.jax, len(cuts[0]) - 1, self.plan(planes, weights, rounded_to)
+        mesh = jax.sharding.Mesh(np.array(jax.devices(self.device)[:world]), ("d",))
+        starts = np.stack([words([cut[rank] for cut in cuts]) for rank in range(world)])
+        # Of one length on all devices, as in SPMD programs: beyond a slice is what follows, and NaN past the end.
+        lengths = [max(1, *np.diff(cut)) for cut in cuts]
+        masters = []
+        for w, cut, length in zip(weights, cuts, lengths, strict=True):
+            padded = np.concatenate([w.reshape(-1), np.full(length, np.nan, w.dtype)])
+            masters.append(np.stack([padded[start : start + length] for start in cut[:-1]]))
+
+        def local(masters: Any, starts: Any) -> Any:
+            flat = [m[0] for m in masters]
+            made = self.qshard.cast_master(None, flat, starts[0], "d", plan=plan, seeds=range(len(planes)))
+            return [piece.data[None] for piece in made], [piece[1:] for piece in made]
+
+        specs = {"in_specs": jax.P("d"), "out_specs": (jax.P("d"), jax.P())}
+        cast = jax.jit(jax.shard_map(local, mesh=mesh, **specs)).lower(masters, starts).compile()
+        one = [("all-reduce", (f"s32[{plan.amaxes}]",))]
+        assert world == 1 or collectives(cast) == one, "one for all weights"
+        pieces, scales = cast(masters, starts)
+        joined = jax.jit(
+            lambda pieces: [
+                self.qshard.join_pieces(piece, list(cut[:-1]), fmt, shape, usage)
+                for piece, cut, (fmt, usage, shape) in zip(pieces, cuts, planes, strict=True)
+            ]
+        )(pieces)
+        for codes, scale, want, (fmt, usage, _) in zip(
+            joined, scales, sliced(planes, weights, rounded_to), planes, strict=True
+        ):
+            assert_plane(self, self.qshard.Plane(codes, *scale), want, f"{fmt} {usage}")
 
 
 class TorchFront:
@@ -271,8 +401,7 @@ class TorchFront:
         self, x: np.ndarray, w: np.ndarray, dy: np.ndarray, recipe: Recipe, *, seed: int = 0, delayed: Any = None
     ) -> Products:
         leaves = [self.array(x).requires_grad_(), self.array(w).requires_grad_()]
-        words = self.array(np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint32).view(np.int32))
-        y = self.qshard.linear(*leaves, None, recipe, seed=words, delayed=delayed)
+        y = self.qshard.linear(*leaves, None, recipe, seed=self.array(words([seed])[0].view(np.int32)), delayed=delayed)
         y.backward(self.array(dy))
         y, dx, dw = map(self.numpy, (y, *(leaf.grad for leaf in leaves)))
         return y, dx, dw
@@ -314,6 +443,70 @@ class TorchFront:
             fmt=fmt,
             **({"values": weights} if weights else {}),
         )
+
+    def adam(
+        self, params: Arrays, grads: Sequence[Arrays], moments: tuple[str, str], masters: bool, **options: float
+    ) -> dict[str, Trained]:
+        weights = {name: self.torch.nn.Parameter(self.array(x)) for name, x in params.items()}
+        names = ("exp_avg", "exp_avg_sq")
+        optimizer = self.qshard.AdamW(
+            weights.values(),
+            options["learning_rate"],
+            weight_decay=options["weight_decay"],
+            master_weights="float32" if masters else None,
+            **{f"{name}_dtype": getattr(self.torch, dtype) for name, dtype in zip(names, moments, strict=True)},
+        )
+        for grad in grads:
+            for name, weight in weights.items():
+                weight.grad = self.array(grad[name])
+            optimizer.step()
+
+        def part(weight: Any, key: str) -> np.ndarray | None:
+            return self.numpy(optimizer.state[weight][key]) if key in optimizer.state[weight] else None
+
+        return {
+            name: (
+                self.numpy(weight),
+                [(part(weight, key), part(weight, f"{key}_scale_inv")) for key in names],
+                part(weight, "master"),
+            )
+            for name, weight in weights.items()
+        }
+
+    def slices(
+        self, planes: Sequence[SlicedPlane], masters: Sequence[np.ndarray], rounded_to: str | None
+    ) -> tuple[list[Any], list[Any], dict[str, Any]]:
+        """Empty slices, masters, and the options of `cast_master`. A rank that has nothing of a weight gives none."""
+        model = self.dtype(rounded_to or "float32")
+        made = [
+            self.qshard.QuantizedSlice.empty(fmt, shape, m.size, dtype=model, usage=usage, device=self.device)
+            for (fmt, usage, shape), m in zip(planes, masters, strict=True)
+        ]
+        options = {"parity": "model" if rounded_to else "master", "dtype": self.dtype(masters[0].dtype)}
+        return made, [self.array(m) if m.size else None for m in masters], options
+
+    def cast_slices(
+        self,
+        planes: Sequence[SlicedPlane],
+        masters: Sequence[np.ndarray],
+        starts: Sequence[int],
+        seeds: Sequence[int],
+        rounded_to: str | None = None,
+    ) -> list[list[np.ndarray | None]]:
+        slices, arrays, options = self.slices(planes, masters, rounded_to)
+        self.qshard.cast_master(slices, arrays, starts, seeds=seeds, **options)
+        parts = [(s.data, s.scale_inv, s.global_scale_inv) for s in slices]
+        return [[None if part is None else self.numpy(part) for part in each] for each in parts]
+
+    def assert_cut_masters(
+        self,
+        planes: Sequence[SlicedPlane],
+        weights: Sequence[np.ndarray],
+        cuts: Sequence[Sequence[int]],
+        rounded_to: str | None = None,
+    ) -> None:
+        arguments = {"planes": planes, "weights": weights, "cuts": cuts, "rounded_to": rounded_to}
+        torch_ranks.run(len(cuts[0]) - 1, "dist/test_torch_master.py::cuts_masters", on=self.device, **arguments)
 
     def dtype(self, numpy_dtype: Any) -> Any:
         """The torch dtype of the same name."""

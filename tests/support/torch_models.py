@@ -7,48 +7,73 @@ import itertools
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from qshard import reference
-from qshard.torch_bridge import Linear, update_scales
+from qshard.torch_bridge import Linear, QuantizedTensor, update_scales
 from support import torch_ranks
-from support.fronts import TorchFront
+from support.fronts import TorchFront, assert_plane
 
+FRONT = TorchFront("cpu")
 SIZES = (20, 104, 3, 20)  # Over 3 ranks: weights of 104 rows are uneven; over 4, of 3 rows leave a rank without one.
+BLOCK_SIZES = (32, 96, 64, 32)  # Whole blocks. Over 3 ranks, which cut them, the first weight is even, others are not.
 
 
 class Wire(TorchDispatchMode):
-    """Records (op, dtype, elements on this rank) of every collective."""
+    """Records (op, dtype, elements on this rank) of every collective, and the names of ops that compute."""
 
     def __init__(self):
         super().__init__()
-        self.calls = []
+        self.calls, self.launches = [], []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "c10d" and "barrier" not in str(func):
             name = str(func).removeprefix("c10d.").split(".")[0].strip("_")
-            # The input: gathers and scatters have the output before it.
-            tensor = args[1] if name in ("_allgather_base", "allgather_base", "_reduce_scatter_base") else args[0]
+            tensor = args[name.endswith("_base")]  # The input: these have the output before it.
             tensor = tensor[0] if isinstance(tensor, (list, tuple)) else tensor
-            self.calls.append((name.strip("_").removesuffix("_base"), tensor.dtype, tensor.numel()))
+            self.calls.append((name.removesuffix("_base"), tensor.dtype, tensor.numel()))
+        is_view = any(result.alias_info is not None for result in func._schema.returns) and not func._schema.is_mutable
+        if not is_view and func.namespace in ("aten", "qshard") and "empty" not in str(func):
+            self.launches.append(str(func))
         return func(*args, **(kwargs or {}))
 
     def of(self, op):
         return [(dtype, count) for name, dtype, count in self.calls if name == op]
 
 
-def model_of(bias=False, dtype=torch.float32, sizes=SIZES):
-    torch.manual_seed(0)
+class SideBySide(nn.Sequential):
+    """All layers take the same input, so that weights of any shapes have a forward together."""
+
+    def forward(self, x):
+        return torch.cat([layer(x) for layer in self], dim=-1)
+
+
+def side_by_side(values, bias=False):
+    """A layer for each of these weights."""
+    layers = SideBySide(*(nn.Linear(*w.shape[::-1], bias=bias, dtype=FRONT.array(w).dtype) for w in values))
+    with torch.no_grad():
+        for layer, w in zip(layers, values, strict=True):
+            layer.weight.copy_(FRONT.array(w))
+    return layers.to(torch_ranks.device)
+
+
+def model_of(bias=False, dtype=torch.float32, sizes=SIZES, seed=0):
+    torch.manual_seed(seed)
     layers = []
     for inputs, outputs in itertools.pairwise(sizes):
         layers += [nn.Linear(inputs, outputs, bias=bias, dtype=dtype), nn.GELU()]
     return nn.Sequential(*layers[:-1]).to(torch_ranks.device)
 
 
+def sizes_for(recipe):
+    return BLOCK_SIZES if recipe.weight.scaling.whole_blocks else SIZES
+
+
 def shard(model, **options):
     options.setdefault("mesh", torch_ranks.mesh())
     for layer in model:
-        if isinstance(layer, nn.Linear):
+        if any(isinstance(module, nn.Linear) for module in layer.modules()):  # It may be a compiled one.
             fully_shard(layer, **options)
     return fully_shard(model, **options)
 
@@ -61,17 +86,33 @@ def batch(seed=0, columns=SIZES[0]):
     return torch.randn(6, columns, generator=torch.Generator().manual_seed(seed)).to(torch_ranks.device)
 
 
-def assert_gathers_the_whole(model):
-    """The law, for the weights as they are now."""
+def whole(model):
+    """All parameters, gathered, as copies."""
+    return {
+        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
+        for name, p in model.named_parameters()
+    }
+
+
+def planes(model):
+    """What is gathered of each weight, as copies: a view would keep FSDP2 from freeing the memory."""
+    made = []
     for layer in linears(model):
-        whole = TorchFront("cpu").numpy(layer.weight.full_tensor().detach().clone())
         layer.unshard()
-        expected = reference.quantize(whole, layer.weight.format).rowwise
-        codes, scale_inv, _ = (None if t is None else t.clone().cpu() for t in layer.weight.rowwise)
-        assert torch.equal(codes.view(torch.uint8), torch.from_numpy(expected.data))
-        scale_inv = scale_inv if scale_inv.dtype == torch.float32 else scale_inv.view(torch.uint8)
-        assert torch.equal(scale_inv, torch.from_numpy(expected.scale_inv))
+        assert isinstance(layer.weight, QuantizedTensor)
+        plane = layer.weight.rowwise
+        made.append(plane._make(None if part is None else part.clone() for part in plane))
         layer.reshard()
+    return made
+
+
+def assert_gathers_the_whole(model, values=None, scales=None):
+    """The law, for these weights, or those of now, under these scales, or their own."""
+    layers = linears(model)
+    formats = [layer.recipe.weight for layer in layers]
+    values = values or [FRONT.numpy(layer.weight.full_tensor().detach().clone()) for layer in layers]
+    for plane, w, fmt, scale in zip(planes(model), values, formats, scales or [None] * len(layers), strict=True):
+        assert_plane(FRONT, plane, reference.quantize(w, fmt, scale=scale).rowwise, f"weight of {fmt}")
 
 
 def losses_of(model, optimizer, steps=4, update=True, micro_batches=1):

@@ -1,21 +1,24 @@
 """Ranks for distributed torch tests: processes that stay, and form a new process group for every case.
 
-`run(world, case, **arguments)` calls `case(**arguments)` on `world` ranks with the group up, and fails with the
-tracebacks of the ranks that failed. A case is a function at the top level of a test module; ranks load that file
-themselves. Four processes import torch once and serve all cases of a test session, over gloo or, on GPUs, NCCL.
+    @on_ranks(1, 3, (2, 2))
+    def test_it(fmt): ...  # The body runs on every rank of each world; (2, 2): two replicas of two shards.
 
-A case that hangs shows where each rank stood, and takes only its own test with it: the next case gets new processes.
+Four processes import torch once and serve all cases of a test session, over gloo or, on GPUs, NCCL. They load the file
+of a test themselves. A case that hangs shows where each rank stood, and takes only its own test with it: the next case
+gets new processes.
 """
 
 from __future__ import annotations
 
 import atexit
 import faulthandler
+import functools
 import importlib.util
+import inspect
+import math
 import multiprocessing
 import os
 import signal
-import sys
 import tempfile
 import time
 import traceback
@@ -25,45 +28,62 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
+
 RANKS = 4
 TIMEOUT = 150.0  # Of a case, in seconds; a few times what the slowest takes on a busy machine.
 GRACE = 10.0  # How long the others may take once one rank has failed.
 
 
-device = "cpu"  # On a rank: where the case that runs is to put its tensors.
+Shape = int | tuple[int, ...]
+"""How many ranks, or the shape of their mesh: replicas of groups of shards."""
+# On a rank: where the case that runs is to put its tensors, and the shape of its mesh.
+device = "cpu"
+shape: tuple[int, ...] = ()
 
 
-def run(world: int, case: Callable[..., None] | str, *, on: str = "cpu", **arguments: Any) -> None:
-    """Runs a case on ranks 0 .. world - 1.
+def on_ranks(*worlds: Shape) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A decorator: the function is a test whose body runs on every rank, once for each of `worlds`."""
+
+    def make(case: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(case)
+        def test(world: Shape, **arguments: Any) -> None:
+            run(world, case, **arguments)
+
+        world = inspect.Parameter("world", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        test.__signature__ = inspect.Signature([world, *inspect.signature(case).parameters.values()])  # type: ignore
+        return pytest.mark.parametrize("world", worlds, ids=str)(test)
+
+    return make
+
+
+def run(world: Shape, case: Callable[..., None] | str, *, on: str = "cpu", **arguments: Any) -> None:
+    """Runs a case on the ranks of a world, at most `RANKS`, and fails with the tracebacks of those that failed.
 
     Args:
-      world: number of ranks, at most `RANKS`.
+      world: number of ranks, or the shape of their mesh.
       case: a function of a test module; "folder/file.py::name" for one of a module that is not imported.
       on: "cpu", or "cuda" with a GPU for each rank.
       arguments: what pickles.
     """
     global _pool
-    if _pool is None:
-        _pool = _Pool()
-    if isinstance(case, str):
-        path, _, name = case.partition("::")
-        file = str(Path(__file__).parents[1] / path)
-    else:
-        file, name = str(sys.modules[case.__module__].__file__), case.__name__
+    if not isinstance(case, str):
+        case = f"{case.__code__.co_filename}::{case.__name__}"
+    path, _, name = case.partition("::")
+    _pool = _pool or _Pool()
     try:
-        _pool.run(world, _Case(file, name, arguments, world, on))
+        file = str(Path(__file__).parents[1] / path)
+        _pool.run(_Case(file, name, arguments, world if isinstance(world, tuple) else (world,), on))
     except _Broken as broken:
         _pool.stop()
         _pool = None
         raise AssertionError(str(broken)) from None
 
 
-def mesh(shape: tuple[int, ...] | None = None) -> Any:
-    """On a rank: a mesh of all ranks, one group of shards or replicas of such groups. FSDP2's own would be of GPUs."""
-    import torch.distributed as dist
+def mesh() -> Any:
+    """On a rank: the mesh of all ranks. FSDP2's own would be of GPUs."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    shape = shape or (dist.get_world_size(),)
     return init_device_mesh(device, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
 
 
@@ -71,7 +91,7 @@ class _Case(NamedTuple):
     file: str
     name: str
     arguments: dict[str, Any]
-    world: int
+    shape: tuple[int, ...]
     on: str
     store: str = ""
 
@@ -93,8 +113,9 @@ class _Pool:
             theirs.close()
             self.ranks.append((process, ours))
 
-    def run(self, world: int, case: _Case) -> None:
+    def run(self, case: _Case) -> None:
         self.cases += 1
+        world = math.prod(case.shape)
         case = case._replace(store=f"file://{self.folder.name}/store{self.cases}")
         for _, connection in self.ranks[:world]:
             connection.send(case)
@@ -168,7 +189,7 @@ def _serve(rank: int, connection: Connection, folder: str) -> None:
                 assert spec.loader is not None
                 modules[case.file] = importlib.util.module_from_spec(spec)
                 spec.loader.exec_module(modules[case.file])
-            _run_case(case, getattr(modules[case.file], case.name), rank)
+            _run_case(case, inspect.unwrap(getattr(modules[case.file], case.name)), rank)
             connection.send(None)
         except BaseException:
             connection.send(traceback.format_exc())
@@ -180,8 +201,8 @@ def _run_case(case: _Case, function: Callable[..., None], rank: int) -> None:
     import torch
     import torch.distributed as dist
 
-    global device
-    device = case.on
+    global device, shape
+    device, shape = case.on, case.shape
     if device == "cuda":
         torch.cuda.set_device(rank)
     torch.manual_seed(0)
@@ -189,7 +210,7 @@ def _run_case(case: _Case, function: Callable[..., None], rank: int) -> None:
         {"cpu": "gloo", "cuda": "nccl"}[device],
         init_method=case.store,
         rank=rank,
-        world_size=case.world,
+        world_size=math.prod(case.shape),
         timeout=timedelta(seconds=TIMEOUT),
         device_id=torch.device(device, rank) if device == "cuda" else None,
     )
