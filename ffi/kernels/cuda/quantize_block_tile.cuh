@@ -139,32 +139,6 @@ template <class In>
 constexpr int kBitsStride = kTile + 16 / sizeof(typename Magnitudes<In>::Bits);
 constexpr int kScaleStride = kTile + 4;
 
-// NVFP4's scales of four blocks of a line, from their magnitudes: multipliers to `scale`, codes to
-// `to`, as far as `left` of them exist. Returns whether all elements are plain (IsPlainE2M1).
-template <class In>
-__device__ __forceinline__ bool PutFourScales(const typename Magnitudes<In>::Bits* amax,
-                                              GlobalNvfp4 global, const float (&table)[kScaleCodes],
-                                              float* scale, uint8_t* to, int left) {
-  float v[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) v[i] = Magnitudes<In>::Value(amax[i * kBitsStride<In>]);
-  const uint32_t codes = FourScalesNvfp4(v, global);
-  bool plain = true;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float s = table[codes >> (8 * i) & (kScaleCodes - 1)];
-    scale[i * kScaleStride] = s;
-    plain &= IsPlainE2M1(v[i], s);
-  }
-  if (left >= 4 && (reinterpret_cast<uintptr_t>(to) & 3) == 0) {
-    *reinterpret_cast<uint32_t*>(to) = codes;
-  } else {
-#pragma unroll 1
-    for (int i = 0; i < min(left, 4); ++i) to[i] = static_cast<uint8_t>(codes >> (8 * i));
-  }
-  return plain;
-}
-
 template <class In, class Code, class Scales, Work kWork>
 __global__ void __launch_bounds__(kTileThreads, TileTuning<In, Scales, kWork>::kBlocksPerSm)
     QuantizeTiles(const TileArguments<In, Scales> a) {
@@ -184,8 +158,6 @@ __global__ void __launch_bounds__(kTileThreads, TileTuning<In, Scales, kWork>::k
   __shared__ alignas(16)
       uint8_t tile[kTransposed ? sizeof(typename TransposedTile<Code>::Bytes) : 16];
   __shared__ typename Fast<Scales>::Global global;
-  constexpr bool kNvfp4 = Fast<Scales>::kGlobal;
-  __shared__ float table[kNvfp4 ? kScaleCodes : 1];
 
   const PatchPlace p;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -193,12 +165,8 @@ __global__ void __launch_bounds__(kTileThreads, TileTuning<In, Scales, kWork>::k
   const int height = t.PatchHeight(p.down * kPatch, p.across * kPatch);
   EightOf<In> rows[kPatch];
   LoadPatch<Tuning>(a.x, a.grid, t, p, height, rows);
-  if constexpr (kNvfp4) {
-    if (threadIdx.x < kScaleCodes) {
-      const auto g = GlobalAt(a.scales, t.matrix / a.matrices);
-      if (threadIdx.x == 0) global = g;
-      FillMultipliers(g, table);
-    }
+  if constexpr (Fast<Scales>::kGlobal) {
+    if (threadIdx.x == 0) global = GlobalAt(a.scales, t.matrix / a.matrices);
   }
 
   // The largest magnitudes of rows and columns, as far as warps go.
@@ -246,29 +214,7 @@ __global__ void __launch_bounds__(kTileThreads, TileTuning<In, Scales, kWork>::k
 
   // The scales.
   constexpr int kScales = kTile * kAcross;
-  bool plain = true;  // NVFP4
-  if constexpr (kNvfp4) {
-    static_assert(kScales == 4 * kTileThreads && kBlock == kWarpRows);
-    const int line = threadIdx.x / 2, first = threadIdx.x % 2 * 4;
-    const int amax_at = first * kBitsStride<In> + line, scale_at = first * kScaleStride + line;
-    if constexpr (kRows) {
-      const int64_t count = CeilDiv(a.grid.cols, int64_t{kBlock});
-      const int64_t at = (t.matrix * a.grid.rows + t.row + line) * count + t.col / kBlock + first;
-      const bool exists = line < t.height && a.scale_inv != nullptr;
-      plain = PutFourScales<In>(row_amax + amax_at, global, table, row_scale + scale_at,
-                                a.scale_inv + at, exists ? CeilDiv(t.width, kBlock) - first : 0);
-    }
-    if constexpr (kAlongColumns) {
-      static_assert(kTransposed);
-      const int64_t count = CeilDiv(a.grid.rows, int64_t{kBlock});
-      const int64_t at = (t.matrix * a.grid.cols + t.col + line) * count + t.row / kBlock + first;
-      const bool exists = line < t.width && a.second_scale_inv != nullptr;
-      plain &= PutFourScales<In>(column_amax + amax_at, global, table, column_scale + scale_at,
-                                 a.second_scale_inv + at,
-                                 exists ? CeilDiv(t.height, kBlock) - first : 0);
-    }
-  }
-  if constexpr (kRows && !kNvfp4) {
+  if constexpr (kRows) {
     const int64_t grid_cols = CeilDiv(a.grid.cols, int64_t{kBlock});
 #pragma unroll
     for (int i = 0; i < CeilDiv(kScales, kTileThreads); ++i) {
@@ -283,7 +229,7 @@ __global__ void __launch_bounds__(kTileThreads, TileTuning<In, Scales, kWork>::k
             scale.scale_inv);
     }
   }
-  if constexpr (kAlongColumns && !kNvfp4) {
+  if constexpr (kAlongColumns) {
     const int64_t grid_rows = CeilDiv(a.grid.rows, int64_t{kBlock});
 #pragma unroll
     for (int i = 0; i < CeilDiv(kScales, kTileThreads); ++i) {
@@ -310,12 +256,7 @@ __global__ void __launch_bounds__(kTileThreads, TileTuning<In, Scales, kWork>::k
                    scale.scale_inv);
     }
   }
-  // The common case has code of its own: the tile is whole and, NVFP4, all its elements plain.
-  bool common = t.height == kTile && t.width == kTile;
-  if constexpr (kNvfp4)
-    common = __syncthreads_and(plain && common) != 0;
-  else
-    __syncthreads();
+  __syncthreads();
 
   // The codes.
   const auto load_scales = [](const float* from, float (&scale)[kPatch]) {
@@ -326,7 +267,7 @@ __global__ void __launch_bounds__(kTileThreads, TileTuning<In, Scales, kWork>::k
   };
   const auto encode = [&](auto is_common) {
     constexpr bool kCommon = decltype(is_common)::value;
-    [[maybe_unused]] constexpr Known kKnown = KnownOf<Scales>(kCommon);
+    [[maybe_unused]] constexpr Known kKnown = KnownOf<Scales>(false);
     if constexpr (kRows) {
       float scale[kPatch];
       load_scales(row_scale + p.across * kPatch / kBlock * kScaleStride + p.down * kPatch, scale);
@@ -349,7 +290,7 @@ __global__ void __launch_bounds__(kTileThreads, TileTuning<In, Scales, kWork>::k
       }
     }
   };
-  if (common)
+  if (t.height == kTile && t.width == kTile)  // the common case has code of its own
     encode(std::true_type{});
   else
     encode(std::false_type{});
