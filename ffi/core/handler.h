@@ -103,25 +103,20 @@ inline Blocks BlocksOf(const Binding& binding) {
 
 // --- types ---
 
-template <class T>
-struct Type {
-  using type = T;
-};
-
-// Calls f(Type<T>{}) with the type of a buffer of floats.
+// Calls f(T{}) with the type of a buffer of floats.
 template <class Fn>
 Error DispatchFloat(const Buffer& buffer, Fn&& f) {
 #define QSHARD_TRY(dtype, T) \
-  if (dtype == kDataTypeOf<T>) return f(Type<T>{});
+  if (dtype == kDataTypeOf<T>) return f(T{});
   QSHARD_FOR_EACH_INPUT(QSHARD_TRY, buffer.dtype)
 #undef QSHARD_TRY
   return MakeError(ErrorKind::kInternal, NameOf(buffer.dtype), " is not dispatched");
 }
 
-// Calls f(Type<F>{}) with the attribute `element` of a call: one of 8 bits, of all, or of all
-// codes. With a buffer of floats, f(Type<F>{}, Type<T>{}).
+// Calls f(F{}) with the attribute `element` of a call: one of 8 bits, of all, or of all codes. With
+// a buffer of floats, f(F{}, T{}).
 #define QSHARD_TRY(name, F) \
-  if (name == F::kName) return f(Type<F>{});
+  if (name == F::kName) return f(F{});
 #define QSHARD_NAME_OF(member, F) F::member,
 #define QSHARD_DISPATCH(Name, FOR_EACH)                                    \
   template <class Platform, class Fn>                                      \
@@ -142,7 +137,7 @@ QSHARD_DISPATCH(DispatchCode, QSHARD_FOR_EACH_CODE)
 #undef QSHARD_DISPATCH
 #undef QSHARD_TRY
 
-// Calls f(Type<F>{}) with the attribute `element` of a call whose blocks have scales stored as
+// Calls f(F{}) with the attribute `element` of a call whose blocks have scales stored as
 // Scale: any element under E8M0, those of 8 bits under fp32.
 template <class Scale, class Platform, class Fn>
 Error DispatchScaledElement(const Call<Platform>& call, Fn&& f) {

@@ -10,10 +10,16 @@ namespace qshard::kernels {
 // are whole, 1 x 16 or 16 x 1.
 QSHARD_LAUNCHER_TEMPLATE((class In), Hadamard, const In* x, const Blocks& blocks, bfloat16* y);
 
-// Nibbles: code (j, i) of data_t [batch, cols, rows / 2] is code (i, j) of data [batch, rows, cols
-// / 2]. rows and cols count codes and are even.
-QSHARD_LAUNCHER(TransposePacked, const uint8_t* data, int64_t batch, int64_t rows, int64_t cols,
-                uint8_t* data_t);
+// Matrices [batch, rows, cols] of elements of `bits`, and their transposes. Bits are 4, two
+// elements a byte along rows before and after; 8; or 32.
+struct TransposePair {
+  const uint8_t* data;
+  uint8_t* data_t;
+  int64_t batch, rows, cols, bits;
+};
+
+// data_t[b, j, i] = data[b, i, j] for n pairs, which are on the host.
+QSHARD_LAUNCHER(TransposeEach, const TransposePair* pairs, int64_t n);
 
 // Scales [batch, rows, cols] in the tiles that block-scaled GEMMs read, [batch, tile_rows,
 // tile_cols, 32, 4, 4]: row r of the repeated scales is row r / repeat, and its column c goes to

@@ -48,19 +48,19 @@ struct E8M0Scales {
   Nonfinite nonfinite;
 };
 
-// E4M3 under global fp32 scales: block i has that of global_amax[i / run].
+// E4M3 under global fp32 scales: block i has that of global_amax[i / run * step].
 struct Nvfp4Scales {
   using Stored = uint8_t;
   template <class Code>
   QSHARD_INLINE float Shared(int64_t i) const {
-    return qshard::GlobalScaleNvfp4(global_amax[i < run ? 0 : i / run], scale_max);
+    return qshard::GlobalScaleNvfp4(global_amax[i < run ? 0 : i / run * step], scale_max);
   }
   QSHARD_INLINE BlockScale<uint8_t> Of(float amax, float global_scale) const {
     return ScaleNvfp4(ShownAmax(amax, nonfinite), global_scale);
   }
 
   const float* global_amax;
-  int64_t run;
+  int64_t run, step;
   float scale_max;
   Nonfinite nonfinite;
 };
@@ -76,6 +76,19 @@ QSHARD_LAUNCHER_TEMPLATE((class Code, class Scales), BlockScales, const float* a
 // global_scale[i] = GlobalScaleNvfp4(global_amax[i]), global_scale_inv[i] = its inverse.
 QSHARD_LAUNCHER(GlobalScaleNvfp4, const float* global_amax, int64_t n, float scale_max,
                 float* global_scale, float* global_scale_inv);
+
+struct DelayedRule {
+  float target;      // fl(max * 2^-margin)
+  bool most_recent;  // the scale follows from the last amax alone
+};
+
+// One step for each of n tensors, whose windows are history [n, length], the oldest amax first. An
+// amax of 0 leaves the window and the scale as they are. Another enters the window and the oldest
+// leaves; a = max(window), or the amax itself; new_scale = DelayedScale(scale, a, target).
+// scale_inv = the inverse of new_scale. Outputs may be inputs.
+QSHARD_LAUNCHER(UpdateDelayedScale, const float* amax, const float* history, const float* scale,
+                int64_t n, int64_t length, DelayedRule rule, float* new_history, float* new_scale,
+                float* scale_inv);
 
 struct FourOverSixRule {
   float scale_max;

@@ -1,27 +1,45 @@
+// Tensors that have one scale or amax, or one for each contiguous run of elements.
 #ifndef QSHARD_KERNELS_CAST_H_
 #define QSHARD_KERNELS_CAST_H_
 
+#include "core/scale.h"
 #include "kernels/launcher.h"
 
 namespace qshard::kernels {
 
-// data[r, i] = Encode<Code>(x[r, i] * scale[r]) over x [runs, length].
-QSHARD_LAUNCHER_TEMPLATE((class In, class Code), Cast, const In* x, const float* scale,
-                         int64_t runs, int64_t length, uint8_t* data);
+// amax[r] = max |x| over run r of x [runs, length], as a maximum over the bit patterns of |x|: NaN
+// propagates, as kNanBits; the result does not depend on the order. An empty run has amax 0.
+QSHARD_LAUNCHER_TEMPLATE((class In), Amax, const In* x, int64_t runs, int64_t length, float* amax);
 
-// The same, and data_t[b, j, i] = data[b, i, j], for `batch` matrices of [rows, cols]. Element e of
-// x, counted row-major over all matrices, has scale[e / length].
-QSHARD_LAUNCHER_TEMPLATE((class In, class Code), CastTranspose, const In* x, const float* scale,
-                         int64_t length, int64_t batch, int64_t rows, int64_t cols, uint8_t* data,
-                         uint8_t* data_t);
+// x[i] * scale[i / scale_length]. Delayed scaling records amaxes of x from the same read: Amax of
+// x [runs, amax_length]; and products are ShownProducts if infinities are to show.
+template <class In>
+struct Scaled {
+  const In* x;
+  const float* scale;
+  int64_t scale_length;
+  float* amax = nullptr;
+  int64_t runs = 0, amax_length = 0;
+  Nonfinite nonfinite = Nonfinite::kSaturate;  // with amax
+};
 
-// data_t[b, j, i] = data[b, i, j], bytes.
-QSHARD_LAUNCHER(Transpose, const uint8_t* data, int64_t batch, int64_t rows, int64_t cols,
-                uint8_t* data_t);
+// data[i] = Encode<Code>(element i of x), of n elements.
+QSHARD_LAUNCHER_TEMPLATE((class In, class Code), Cast, const Scaled<In>& x, int64_t n,
+                         uint8_t* data);
+
+// The same, and data_t[b, j, i] = data[b, i, j], for `batch` matrices of [rows, cols].
+QSHARD_LAUNCHER_TEMPLATE((class In, class Code), CastTranspose, const Scaled<In>& x, int64_t batch,
+                         int64_t rows, int64_t cols, uint8_t* data, uint8_t* data_t);
 
 // x[r, i] = Narrow<Out>(Decode<Code>(data[r, i]) * scale_inv[r]) over data [runs, length].
 QSHARD_LAUNCHER_TEMPLATE((class Code, class Out), Dequantize, const uint8_t* data,
                          const float* scale_inv, int64_t runs, int64_t length, Out* x);
+
+// One code a byte, no scale: codes[i] = Encode<Code>(x[i]) (E8M0: rounded up), x[i] =
+// Decode<Code>(codes[i]).
+QSHARD_LAUNCHER_TEMPLATE((class In, class Code), EncodeElements, const In* x, int64_t n,
+                         uint8_t* codes);
+QSHARD_LAUNCHER_TEMPLATE((class Code), DecodeElements, const uint8_t* codes, int64_t n, float* x);
 
 }  // namespace qshard::kernels
 

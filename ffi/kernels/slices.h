@@ -16,25 +16,11 @@ QSHARD_LAUNCHER_TEMPLATE((class In), AmaxSlices, const Slice* slices, int64_t n,
 
 // data[i] = Encode<Code>(x[i - start] * scale[block of i]), of ShownProduct if infinities are to
 // show, for the elements i of each slice, and nothing else: of a byte that the slice has half of,
-// the other half stays. Code is any element.
+// the other half stays. Code is any element. With `seeds`, of E2M1 alone, it is EncodeStochastic:
+// element i of weight w draws with seeds[w] and index i.
 QSHARD_LAUNCHER_TEMPLATE((class In, class Code), CastSlices, const Slice* slices, int64_t n,
-                         const uint32_t* starts, const SliceRule& rule, const float* scale);
-
-// The same with EncodeStochastic: element i of weight w draws with seeds[w] and index i.
-QSHARD_LAUNCHER_TEMPLATE((class In), CastSlicesStochastic, const Slice* slices, int64_t n,
                          const uint32_t* starts, const uint32_t* seeds, const SliceRule& rule,
                          const float* scale);
-
-// Matrices [batch, rows, cols] of elements of `bits`, and their transposes. Bits are 4, two
-// elements a byte along rows before and after; 8; or 32.
-struct TransposePair {
-  const uint8_t* data;
-  uint8_t* data_t;
-  int64_t batch, rows, cols, bits;
-};
-
-// data_t[b, j, i] = data[b, i, j] for n pairs.
-QSHARD_LAUNCHER(TransposeEach, const TransposePair* pairs, int64_t n);
 
 }  // namespace qshard::kernels
 

@@ -10,20 +10,17 @@ namespace qshard {
 // grids giving the same bits. Any NaN gives the canonical one.
 QSHARD_DEFINE_OP(amax_block) {
   return DispatchFloat(call.arg(0), [&](auto in) {
-    using In = typename decltype(in)::type;
-    return call(kernels::AmaxBlock(call.exec, Data<In>(call.arg(0)), BlocksOf(call.binding),
-                                   Mutable<float>(call.ret(0))));
+    return call(kernels::AmaxBlock(call.exec, Data<decltype(in)>(call.arg(0)),
+                                   BlocksOf(call.binding), Mutable<float>(call.ret(0))));
   });
 }
 
 // data = encode(x * scale): the last step, once the amaxes of cut blocks are reduced.
 QSHARD_DEFINE_OP(cast_block) {
   return DispatchElement(call, call.arg(0), [&](auto code, auto in) {
-    using Code = typename decltype(code)::type;
-    using In = typename decltype(in)::type;
-    return call(kernels::CastBlock<In, Code>(call.exec, Data<In>(call.arg(0)),
-                                             Data<float>(call.arg(1)), BlocksOf(call.binding),
-                                             Mutable<uint8_t>(call.ret(0))));
+    return call(kernels::CastBlock<decltype(in), decltype(code)>(
+        call.exec, Data<decltype(in)>(call.arg(0)), Data<float>(call.arg(1)),
+        BlocksOf(call.binding), Mutable<uint8_t>(call.ret(0))));
   });
 }
 
@@ -52,8 +49,7 @@ QSHARD_DEFINE_OP(cast_block_stochastic) {
                  ") lead to an index that 64 bits do not hold; give those of the whole tensor");
   const kernels::Places places{Data<uint32_t>(seed), Data<uint32_t>(first), call.ArgRun(3), steps};
   return DispatchFloat(call.arg(0), [&](auto in) {
-    using In = typename decltype(in)::type;
-    return call(kernels::CastBlockStochastic(call.exec, Data<In>(call.arg(0)),
+    return call(kernels::CastBlockStochastic(call.exec, Data<decltype(in)>(call.arg(0)),
                                              Data<float>(call.arg(1)), places, blocks,
                                              Mutable<uint8_t>(call.ret(0))));
   });
@@ -62,29 +58,25 @@ QSHARD_DEFINE_OP(cast_block_stochastic) {
 // x = decode(data) * scale_inv, fp32 or E8M0, rounded once to the dtype of x.
 QSHARD_DEFINE_OP(dequantize_block) {
   const auto with_scale = [&](auto scale) {
-    using Scale = typename decltype(scale)::type;
+    using Scale = decltype(scale);
     return DispatchScaledElement<Scale>(call, [&](auto code) {
-      using Code = typename decltype(code)::type;
       return DispatchFloat(call.ret(0), [&](auto out) {
-        using Out = typename decltype(out)::type;
-        return call(kernels::DequantizeBlock<Code, Scale, Out>(
+        return call(kernels::DequantizeBlock<decltype(code), Scale, decltype(out)>(
             call.exec, Data<uint8_t>(call.arg(0)),
             Data<typename StoredScale<Scale>::Type>(call.arg(1)), BlocksOf(call.binding),
-            Mutable<Out>(call.ret(0))));
+            Mutable<decltype(out)>(call.ret(0))));
       });
     });
   };
-  return call.text("scale_dtype") == E8M0::kName ? with_scale(Type<E8M0>{})
-                                                 : with_scale(Type<float>{});
+  return call.text("scale_dtype") == E8M0::kName ? with_scale(E8M0{}) : with_scale(0.0f);
 }
 
 // x = decode(data) * (scale_inv * global_scale_inv), rounded once to the dtype of x.
 QSHARD_DEFINE_OP(dequantize_nvfp4) {
   return DispatchFloat(call.ret(0), [&](auto out) {
-    using Out = typename decltype(out)::type;
     return call(kernels::DequantizeNvfp4(
         call.exec, Data<uint8_t>(call.arg(0)), Data<uint8_t>(call.arg(1)), Data<float>(call.arg(2)),
-        call.ArgRun(2), BlocksOf(call.binding), Mutable<Out>(call.ret(0))));
+        call.ArgRun(2), BlocksOf(call.binding), Mutable<decltype(out)>(call.ret(0))));
   });
 }
 

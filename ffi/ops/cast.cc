@@ -2,8 +2,6 @@
 #include "kernels/cast.h"
 
 #include "core/handler.h"
-#include "kernels/amax.h"
-#include "kernels/element.h"
 
 namespace qshard {
 
@@ -12,44 +10,60 @@ namespace qshard {
 // empty run gives 0.
 QSHARD_DEFINE_OP(amax_tensor) {
   return DispatchFloat(call.arg(0), [&](auto in) {
-    using In = typename decltype(in)::type;
-    return call(kernels::Amax(call.exec, Data<In>(call.arg(0)), call.binding.Length(0),
+    return call(kernels::Amax(call.exec, Data<decltype(in)>(call.arg(0)), call.binding.Length(0),
                               call.binding.Length(1), Mutable<float>(call.ret(0))));
   });
 }
 
-// data = encode(x * scale).
-QSHARD_DEFINE_OP(cast_tensor) {
-  const int64_t length = call.ArgRun(1), runs = Elements(call.arg(1));
+namespace {
+
+// x, its scales and, of an op that records amaxes, result `amax` for them.
+template <class In, class Platform>
+kernels::Scaled<In> ScaledOf(const Call<Platform>& call, In, int amax) {
+  kernels::Scaled<In> x{Data<In>(call.arg(0)), Data<float>(call.arg(1)), call.ArgRun(1)};
+  if (amax > 0) {
+    x.amax = Mutable<float>(call.ret(amax));
+    x.runs = Elements(call.ret(amax));
+    x.amax_length = call.RetRun(amax);
+    x.nonfinite = call.nonfinite();
+  }
+  return x;
+}
+
+template <class Platform>
+Error Cast(const Call<Platform>& call, int amax = 0) {
   return DispatchFp8(call, call.arg(0), [&](auto code, auto in) {
-    using Code = typename decltype(code)::type;
-    using In = typename decltype(in)::type;
-    return call(kernels::Cast<In, Code>(call.exec, Data<In>(call.arg(0)), Data<float>(call.arg(1)),
-                                        runs, length, Mutable<uint8_t>(call.ret(0))));
+    return call(kernels::Cast<decltype(in), decltype(code)>(
+        call.exec, ScaledOf(call, in, amax), Elements(call.arg(0)), Mutable<uint8_t>(call.ret(0))));
   });
 }
 
-// data = encode(x * scale) and its transpose, from one read of x.
-QSHARD_DEFINE_OP(cast_transpose) {
+template <class Platform>
+Error CastTranspose(const Call<Platform>& call, int amax = 0) {
   const Matrices m(call.binding);
   return DispatchFp8(call, call.arg(0), [&](auto code, auto in) {
-    using Code = typename decltype(code)::type;
-    using In = typename decltype(in)::type;
-    return call(kernels::CastTranspose<In, Code>(
-        call.exec, Data<In>(call.arg(0)), Data<float>(call.arg(1)), call.ArgRun(1), m.batch, m.rows,
-        m.cols, Mutable<uint8_t>(call.ret(0)), Mutable<uint8_t>(call.ret(1))));
+    return call(kernels::CastTranspose<decltype(in), decltype(code)>(
+        call.exec, ScaledOf(call, in, amax), m.batch, m.rows, m.cols, Mutable<uint8_t>(call.ret(0)),
+        Mutable<uint8_t>(call.ret(1))));
   });
 }
+
+}  // namespace
+
+// data = encode(x * scale); its transpose; and, for delayed scaling, the amax of x for the next
+// scale: all from one read of x.
+QSHARD_DEFINE_OP(cast_tensor) { return Cast(call); }
+QSHARD_DEFINE_OP(cast_amax) { return Cast(call, 1); }
+QSHARD_DEFINE_OP(cast_transpose) { return CastTranspose(call); }
+QSHARD_DEFINE_OP(cast_transpose_amax) { return CastTranspose(call, 2); }
 
 // x = decode(data) * scale_inv, rounded once to the dtype of x.
 QSHARD_DEFINE_OP(dequantize) {
   const int64_t length = call.ArgRun(1), runs = Elements(call.arg(1));
   return DispatchFp8(call, call.ret(0), [&](auto code, auto out) {
-    using Code = typename decltype(code)::type;
-    using Out = typename decltype(out)::type;
-    return call(kernels::Dequantize<Code, Out>(call.exec, Data<uint8_t>(call.arg(0)),
-                                               Data<float>(call.arg(1)), runs, length,
-                                               Mutable<Out>(call.ret(0))));
+    return call(kernels::Dequantize<decltype(code), decltype(out)>(
+        call.exec, Data<uint8_t>(call.arg(0)), Data<float>(call.arg(1)), runs, length,
+        Mutable<decltype(out)>(call.ret(0))));
   });
 }
 
@@ -57,19 +71,17 @@ QSHARD_DEFINE_OP(dequantize) {
 // format, and for holding the conversions that every kernel uses against their definition.
 QSHARD_DEFINE_OP(encode) {
   return DispatchCode(call, call.arg(0), [&](auto code, auto in) {
-    using Code = typename decltype(code)::type;
-    using In = typename decltype(in)::type;
-    return call(kernels::EncodeElements<In, Code>(
-        call.exec, Data<In>(call.arg(0)), Elements(call.arg(0)), Mutable<uint8_t>(call.ret(0))));
+    return call(kernels::EncodeElements<decltype(in), decltype(code)>(
+        call.exec, Data<decltype(in)>(call.arg(0)), Elements(call.arg(0)),
+        Mutable<uint8_t>(call.ret(0))));
   });
 }
 
 // x[i] = decode(codes[i]), exact: the inverse of encode.
 QSHARD_DEFINE_OP(decode) {
   return DispatchCode(call, [&](auto code) {
-    using Code = typename decltype(code)::type;
-    return call(kernels::DecodeElements<Code>(call.exec, Data<uint8_t>(call.arg(0)),
-                                              Elements(call.arg(0)), Mutable<float>(call.ret(0))));
+    return call(kernels::DecodeElements<decltype(code)>(
+        call.exec, Data<uint8_t>(call.arg(0)), Elements(call.arg(0)), Mutable<float>(call.ret(0))));
   });
 }
 

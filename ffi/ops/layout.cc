@@ -1,26 +1,32 @@
 // Ops that move codes and scales, and the rotation before NVFP4.
 #include "core/handler.h"
 #include "kernels/block_layout.h"
-#include "kernels/cast.h"
-#include "kernels/slices.h"
 
 namespace qshard {
 
-// Bytes: the columnwise plane of a tensor whose scales do not depend on the direction.
-QSHARD_DEFINE_OP(transpose) {
+namespace {
+
+// Of codes of a byte, or of 4 bits, two a byte along rows before and after.
+template <class Platform>
+Error Transpose(const Call<Platform>& call, int64_t codes_per_byte) {
   const Matrices m(call.binding);
-  return call(kernels::Transpose(call.exec, Data<uint8_t>(call.arg(0)), m.batch, m.rows, m.cols,
-                                 Mutable<uint8_t>(call.ret(0))));
+  const kernels::TransposePair pair{Data<uint8_t>(call.arg(0)),
+                                    Mutable<uint8_t>(call.ret(0)),
+                                    m.batch,
+                                    m.rows,
+                                    m.cols * codes_per_byte,
+                                    8 / codes_per_byte};
+  return call(kernels::TransposeEach(call.exec, &pair, 1));
 }
 
-// 4-bit codes, two a byte along rows before and after: data [*batch, rows, cols / 2] to data_t
-// [*batch, cols, rows / 2]. With `split`, both are [*batch, m, k, 2] of the bytes, for rows = 2 * m
-// and cols = 2 * k: the two is what the byte of the other matrix holds.
-QSHARD_DEFINE_OP(transpose_packed) {
-  const Matrices m(call.binding);
-  return call(kernels::TransposePacked(call.exec, Data<uint8_t>(call.arg(0)), m.batch, m.rows,
-                                       m.cols * 2, Mutable<uint8_t>(call.ret(0))));
-}
+}  // namespace
+
+// The columnwise plane of a tensor whose scales do not depend on the direction. Packed codes are
+// [*batch, rows, cols / 2] and [*batch, cols, rows / 2]; with `split`, both are [*batch, m, k, 2]
+// of the bytes, for rows = 2 * m and cols = 2 * k: the two is what the byte of the other matrix
+// holds.
+QSHARD_DEFINE_OP(transpose) { return Transpose(call, 1); }
+QSHARD_DEFINE_OP(transpose_packed) { return Transpose(call, 2); }
 
 // One-byte scales [*batch, rows, cols] in the tiles that block-scaled GEMMs read, padded with
 // zeros. Scales are kept and gathered compact and row-major; this is the only op that makes another
@@ -39,9 +45,8 @@ QSHARD_DEFINE_OP(swizzle_scale) {
 // NVFP4 quantizes; the formula is core/hadamard.h.
 QSHARD_DEFINE_OP(hadamard) {
   return DispatchFloat(call.arg(0), [&](auto in) {
-    using In = typename decltype(in)::type;
-    return call(kernels::Hadamard(call.exec, Data<In>(call.arg(0)), BlocksOf(call.binding),
-                                  Mutable<bfloat16>(call.ret(0))));
+    return call(kernels::Hadamard(call.exec, Data<decltype(in)>(call.arg(0)),
+                                  BlocksOf(call.binding), Mutable<bfloat16>(call.ret(0))));
   });
 }
 

@@ -1,6 +1,8 @@
 // Scales from amaxes, elementwise. The formulas are core/scale.h and core/block_scale.h.
 //
 // Ops, never framework arithmetic, so that eager, jitted and compiled code cannot drift apart.
+#include <cmath>
+
 #include "core/handler.h"
 #include "kernels/block_scale.h"
 
@@ -20,7 +22,7 @@ Error BlockScales(const Call<Platform>& call, const Scales& scales) {
 // scale = max / amax and scale_inv = 1 / scale.
 QSHARD_DEFINE_OP(scale_from_amax) {
   return DispatchFp8(call, [&](auto code) {
-    return BlockScales<typename decltype(code)::type>(
+    return BlockScales<decltype(code)>(
         call, kernels::FloatScales{call.number("eps"), call.flag("pow2"), call.nonfinite()});
   });
 }
@@ -29,7 +31,7 @@ QSHARD_DEFINE_OP(scale_from_amax) {
 // "up": no finite element saturates (arXiv:2506.08027). "floor": OCP MX v1.0, 6.3.
 QSHARD_DEFINE_OP(scale_e8m0) {
   return DispatchElement(call, [&](auto code) {
-    return BlockScales<typename decltype(code)::type>(
+    return BlockScales<decltype(code)>(
         call, kernels::E8M0Scales{
                   call.text("rounding") == "up" ? PowerRounding::kUp : PowerRounding::kFloor,
                   call.nonfinite()});
@@ -47,8 +49,27 @@ QSHARD_DEFINE_OP(global_scale_nvfp4) {
 // The scale of each block of NVFP4 under the global scale of its tensor, or row, and its inverse as
 // E4M3.
 QSHARD_DEFINE_OP(scale_nvfp4) {
-  return BlockScales<E2M1>(call, kernels::Nvfp4Scales{Data<float>(call.arg(1)), call.ArgRun(1),
+  return BlockScales<E2M1>(call, kernels::Nvfp4Scales{Data<float>(call.arg(1)), call.ArgRun(1), 1,
                                                       call.number("scale_max"), call.nonfinite()});
+}
+
+// One step of delayed scaling for all tensors of a model at once. amax [*n] is this step's, reduced
+// over ranks; history [*n, length] the window, the oldest first. scale = element.max * 2^-margin /
+// max(window), or / amax with `most_recent`; it stays where that is infinite or NaN. An amax of 0
+// says nothing: window and scale stay.
+QSHARD_DEFINE_OP(update_delayed_scale) {
+  const Buffer& history = call.arg(1);
+  const int64_t length = history.dims[history.rank - 1];
+  QSHARD_REQUIRE(length > 0, call.op(), ": history ", Shape(history),
+                 " has no amax in its windows; keep one or more");
+  return DispatchFp8(call, [&](auto code) {
+    const float target =
+        std::ldexp(decltype(code)::kMax, -static_cast<int>(call.integer("margin")));
+    return call(kernels::UpdateDelayedScale(
+        call.exec, Data<float>(call.arg(0)), Data<float>(history), Data<float>(call.arg(2)),
+        Elements(call.arg(0)), length, {target, call.flag("most_recent")},
+        Mutable<float>(call.ret(0)), Mutable<float>(call.ret(1)), Mutable<float>(call.ret(2))));
+  });
 }
 
 // As scale_nvfp4, but each block may take its amax to 4 instead of 6, where that makes its error
@@ -58,11 +79,10 @@ QSHARD_DEFINE_OP(scale_four_over_six) {
   const kernels::FourOverSixRule rule{call.number("scale_max"), call.text("error") == "mse",
                                       call.nonfinite()};
   return DispatchFloat(call.arg(0), [&](auto in) {
-    using In = typename decltype(in)::type;
     return call(kernels::ScaleFourOverSix(
-        call.exec, Data<In>(call.arg(0)), Data<float>(call.arg(1)), Data<float>(call.arg(2)),
-        call.ArgRun(2), rule, BlocksOf(call.binding), Mutable<float>(call.ret(0)),
-        Mutable<uint8_t>(call.ret(1))));
+        call.exec, Data<decltype(in)>(call.arg(0)), Data<float>(call.arg(1)),
+        Data<float>(call.arg(2)), call.ArgRun(2), rule, BlocksOf(call.binding),
+        Mutable<float>(call.ret(0)), Mutable<uint8_t>(call.ret(1))));
   });
 }
 

@@ -88,6 +88,22 @@ Error SetData(const Call<Platform>& call, int data_index, int scale, int64_t per
   return {};
 }
 
+// With `random`, operand 1 has seeds, and all others come after it.
+template <class Code, class Platform>
+Error CastSlices(const Call<Platform>& call, bool random) {
+  const int scale = 1 + random, x = 2 + random, data = 3 + random;
+  Slices slices;
+  QSHARD_RETURN_IF_ERROR(SlicesOf(call, x, WholeAmax::kNone, call.flag("pieces"), &slices));
+  QSHARD_RETURN_IF_ERROR(call.InPlace(0));
+  QSHARD_RETURN_IF_ERROR(SetData(call, data, scale, kCodesPerByte<Code>, &slices));
+  if (!random) slices.rule.nonfinite = call.nonfinite();
+  return DispatchFloat(call.arg(x), [&](auto in) {
+    return call(kernels::CastSlices<decltype(in), Code>(
+        call.exec, slices.weights.data(), slices.size(), Data<uint32_t>(call.arg(0)),
+        random ? Data<uint32_t>(call.arg(1)) : nullptr, slices.rule, Data<float>(call.arg(scale))));
+  });
+}
+
 }  // namespace
 
 // amax holds the grids of all weights, then, if `whole` is "tensor" or "row", the amaxes of whole
@@ -110,10 +126,9 @@ QSHARD_DEFINE_OP(amax_slices) {
                  slices.blocks, " blocks and ", slices.wholes, " whole weights or rows");
   if (slices.size() == 0) return {};
   return DispatchFloat(call.arg(2), [&](auto in) {
-    using In = typename decltype(in)::type;
-    return call(kernels::AmaxSlices<In>(call.exec, slices.weights.data(), slices.size(),
-                                        Data<uint32_t>(call.arg(0)), slices.rule,
-                                        Mutable<float>(call.ret(0))));
+    return call(kernels::AmaxSlices<decltype(in)>(call.exec, slices.weights.data(), slices.size(),
+                                                  Data<uint32_t>(call.arg(0)), slices.rule,
+                                                  Mutable<float>(call.ret(0))));
   });
 }
 
@@ -122,35 +137,11 @@ QSHARD_DEFINE_OP(amax_slices) {
 // codes of weight w; or, with `pieces`, those of the slice alone, from the byte of its first
 // element on. So pieces that start as zeros meet in a byte by addition, or OR.
 QSHARD_DEFINE_OP(cast_slices) {
-  Slices slices;
-  QSHARD_RETURN_IF_ERROR(SlicesOf(call, 2, WholeAmax::kNone, call.flag("pieces"), &slices));
-  QSHARD_RETURN_IF_ERROR(call.InPlace(0));
-  slices.rule.nonfinite = call.nonfinite();
-  return DispatchElement(call, [&](auto code) {
-    using Code = typename decltype(code)::type;
-    QSHARD_RETURN_IF_ERROR(SetData(call, 3, 1, kCodesPerByte<Code>, &slices));
-    return DispatchFloat(call.arg(2), [&](auto in) {
-      using In = typename decltype(in)::type;
-      return call(kernels::CastSlices<In, Code>(call.exec, slices.weights.data(), slices.size(),
-                                                Data<uint32_t>(call.arg(0)), slices.rule,
-                                                Data<float>(call.arg(1))));
-    });
-  });
+  return DispatchElement(call, [&](auto code) { return CastSlices<decltype(code)>(call, false); });
 }
 
 // cast_slices to E2M1, rounded up or down at random. Element i of weight w draws with seeds[w] and
 // its index i in the weight (core/stochastic.h), so slices draw what the whole weight would.
-QSHARD_DEFINE_OP(cast_slices_stochastic) {
-  Slices slices;
-  QSHARD_RETURN_IF_ERROR(SlicesOf(call, 3, WholeAmax::kNone, call.flag("pieces"), &slices));
-  QSHARD_RETURN_IF_ERROR(call.InPlace(0));
-  QSHARD_RETURN_IF_ERROR(SetData(call, 4, 2, kCodesPerByte<E2M1>, &slices));
-  return DispatchFloat(call.arg(3), [&](auto in) {
-    using In = typename decltype(in)::type;
-    return call(kernels::CastSlicesStochastic<In>(
-        call.exec, slices.weights.data(), slices.size(), Data<uint32_t>(call.arg(0)),
-        Data<uint32_t>(call.arg(1)), slices.rule, Data<float>(call.arg(2))));
-  });
-}
+QSHARD_DEFINE_OP(cast_slices_stochastic) { return CastSlices<E2M1>(call, true); }
 
 }  // namespace qshard

@@ -1,4 +1,4 @@
-// Scales on the CPU, of whole tensors and of blocks.
+// Scales on the CPU, of whole tensors, delayed ones too, and of blocks.
 #include "kernels/block_scale.h"
 
 #include "kernels/cpu/block_pieces.h"
@@ -24,6 +24,27 @@ Status GlobalScaleNvfp4(const Exec<Cpu>& exec, const float* global_amax, int64_t
     for (int64_t i = begin; i < end; ++i) {
       global_scale[i] = qshard::GlobalScaleNvfp4(global_amax[i], scale_max);
       global_scale_inv[i] = ScaleInverse(global_scale[i]);
+    }
+  });
+  return {};
+}
+
+Status UpdateDelayedScale(const Exec<Cpu>& exec, const float* amax, const float* history,
+                          const float* scale, int64_t n, int64_t length, DelayedRule rule,
+                          float* new_history, float* new_scale, float* scale_inv) {
+  ParallelRanges(exec, n, 8 * kGrain, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t shift = amax[i] != 0.0f;  // NaN is an amax too.
+      const float* from = history + i * length + shift;
+      float* to = new_history + i * length;
+      int32_t largest = 0;
+      for (int64_t j = 0; j < length; ++j) {
+        to[j] = j + shift < length ? from[j] : amax[i];
+        largest = std::max(largest, FloatBits(to[j]));
+      }
+      const float a = rule.most_recent ? amax[i] : FloatFromBits(largest);
+      new_scale[i] = shift ? DelayedScale(scale[i], a, rule.target) : scale[i];
+      scale_inv[i] = CanonicalNan(ScaleInverse(new_scale[i]));
     }
   });
   return {};

@@ -1,11 +1,11 @@
-// cast and dequantize on the CPU, and encode and decode, which are these with scale 1: x and data
-// are read and written once, in order, by ranges.
+// amax, cast and dequantize on the CPU, and encode and decode, which are these with scale 1: x and
+// data are read and written once, in order, by ranges.
 #include "kernels/cast.h"
 
+#include "kernels/cpu/coded_rows.h"
 #include "kernels/cpu/parallel_for.h"
-#include "kernels/cpu/simd.h"
+#include "kernels/cpu/raise_amax.h"
 #include "kernels/cpu/stream.h"
-#include "kernels/element.h"
 
 namespace qshard::kernels {
 namespace {
@@ -34,14 +34,51 @@ void ParallelMap(const Exec<Cpu>& exec, int64_t n, int64_t in_bytes, Out* out, c
   });
 }
 
+template <class Code, class In>
+void MapCast(const Exec<Cpu>& exec, const In* x, const float* scale, int64_t length, int64_t n,
+             uint8_t* data) {
+  const auto cast = Simd().cast[kInputIndex<In>][kElementIndex<Code>];
+  ParallelMap(exec, n, sizeof(In), data, [&](int64_t begin, int64_t end, uint8_t* to) {
+    cast(x + begin, end - begin, {scale, length, begin}, kAheadBytes / sizeof(In), to);
+  });
+}
+
 }  // namespace
 
+// A long run is cut over threads, each raising the amax to that of its pieces; short runs are dealt
+// out whole.
+template <class In>
+Status Amax(const Exec<Cpu>& exec, const In* x, int64_t runs, int64_t length, float* amax) {
+  const int64_t run_bytes = length * int64_t{sizeof(In)};
+  if (run_bytes <= kTaskBytes) {
+    ParallelRanges(exec, runs, run_bytes + int64_t{sizeof(float)}, [&](int64_t begin, int64_t end) {
+      for (int64_t r = begin; r < end; ++r) amax[r] = CanonicalNan(AmaxOf(x + r * length, length));
+    });
+    return {};
+  }
+  std::fill_n(amax, runs, 0.0f);
+  ParallelRanges(exec, runs * length, sizeof(In),
+                 [&](int64_t begin, int64_t end) { RaiseAmaxes(x, begin, end, length, amax); });
+  return {};
+}
+
 template <class In, class Code>
-Status Cast(const Exec<Cpu>& exec, const In* x, const float* scale, int64_t runs, int64_t length,
-            uint8_t* data) {
+Status Cast(const Exec<Cpu>& exec, const Scaled<In>& x, int64_t n, uint8_t* data) {
+  if (x.amax == nullptr) {
+    MapCast<Code>(exec, x.x, x.scale, x.scale_length, n, data);
+    return {};
+  }
+  // In pieces that stay in cache between taking their amax and encoding them.
+  constexpr int64_t kPiece = 1 << 12;
   const auto cast = Simd().cast[kInputIndex<In>][kElementIndex<Code>];
-  ParallelMap(exec, runs * length, sizeof(In), data, [&](int64_t begin, int64_t end, uint8_t* to) {
-    cast(x + begin, end - begin, {scale, length, begin}, kAheadBytes / sizeof(In), to);
+  std::fill_n(x.amax, x.runs, 0.0f);
+  ParallelRanges(exec, n, sizeof(In) + 1, [&](int64_t begin, int64_t end) {
+    for (int64_t stop; begin < end; begin = stop) {
+      stop = std::min(end, begin + kPiece);
+      const bool finite = RaiseAmaxes(x.x, begin, stop, x.amax_length, x.amax);
+      cast(x.x + begin, stop - begin, {x.scale, x.scale_length, begin}, /*ahead=*/0, data + begin);
+      if (!finite) ShowInfinite<Code>(x.nonfinite, x.x + begin, stop - begin, data + begin);
+    }
   });
   return {};
 }
@@ -62,10 +99,12 @@ constexpr float kOne = 1.0f;
 
 template <class In, class Code>
 Status EncodeElements(const Exec<Cpu>& exec, const In* x, int64_t n, uint8_t* codes) {
-  if constexpr (!std::is_same_v<Code, E8M0>) return Cast<In, Code>(exec, x, &kOne, 1, n, codes);
-  ParallelMap(exec, n, sizeof(In), codes, [&](int64_t begin, int64_t end, uint8_t* to) {
-    Simd().encode_e8m0[kInputIndex<In>](x + begin, end - begin, to);
-  });
+  if constexpr (!std::is_same_v<Code, E8M0>)
+    MapCast<Code>(exec, x, &kOne, n, n, codes);
+  else
+    ParallelMap(exec, n, sizeof(In), codes, [&](int64_t begin, int64_t end, uint8_t* to) {
+      Simd().encode_e8m0[kInputIndex<In>](x + begin, end - begin, to);
+    });
   return {};
 }
 
@@ -78,6 +117,7 @@ Status DecodeElements(const Exec<Cpu>& exec, const uint8_t* codes, int64_t n, fl
   return {};
 }
 
+QSHARD_FOR_EACH_INPUT(QSHARD_INSTANTIATE_FOR, Cpu, Amax)
 QSHARD_FOR_EACH_INPUT(QSHARD_FOR_EACH_CODE, QSHARD_INSTANTIATE_FOR, Cpu, EncodeElements)
 QSHARD_FOR_EACH_CODE(QSHARD_INSTANTIATE_FOR, Cpu, DecodeElements)
 QSHARD_FOR_EACH_INPUT(QSHARD_FOR_EACH_FP8, QSHARD_INSTANTIATE_FOR, Cpu, Cast)

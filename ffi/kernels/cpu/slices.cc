@@ -6,8 +6,6 @@
 #include <vector>
 
 #include "core/stochastic.h"
-#include "kernels/block_layout.h"
-#include "kernels/cast.h"
 #include "kernels/cpu/block_pieces.h"
 #include "kernels/cpu/coded_rows.h"
 #include "kernels/cpu/raise_amax.h"
@@ -168,14 +166,31 @@ void CastSpan(const Span& span, const Slice& slice, const SliceRule& rule, const
 
 template <class In, class Code>
 Status CastSlices(const Exec<Cpu>& exec, const Slice* slices, int64_t n, const uint32_t* starts,
-                  const SliceRule& rule, const float* scale) {
-  const bool shows = rule.nonfinite == Nonfinite::kNan;
+                  const uint32_t* seeds, const SliceRule& rule, const float* scale) {
   ParallelSpans(exec, slices, n, starts, [&](const Span& span) {
-    CastSpan<In, Code>(
-        span, slices[span.index], rule, scale,
+    const auto cast = [&](const auto& cast_run, const auto& encode) {
+      CastSpan<In, Code>(span, slices[span.index], rule, scale, cast_run, encode);
+    };
+    if constexpr (kCodesPerByte<Code> == 2) {
+      if (seeds != nullptr) {
+        const uint64_t seed = FromWords(seeds + 2 * span.index);
+        cast(
+            [&](const auto* x, int64_t i, int64_t count, const RowScales& scales, uint8_t* codes) {
+              uint8_t random[kPieceCols];
+              Simd().random(seed, i, 1, count, random);
+              CastRowStochastic<E2M1>(x, count, scales, random, codes);
+            },
+            [&](float v, int64_t i) {
+              return EncodeStochastic(v, RandomByte(Philox4x32(i >> 4, seed), i));
+            });
+        return;
+      }
+    }
+    cast(
         [&](const auto* x, int64_t, int64_t count, const RowScales& scales, uint8_t* codes) {
           CastRow<Code>(x, count, scales, codes);
-          if (shows && FloatBits(AmaxOf(x, count)) >= kFloatInfinityBits)
+          if (rule.nonfinite == Nonfinite::kNan &&
+              FloatBits(AmaxOf(x, count)) >= kFloatInfinityBits)
             ShowInfinite<Code>(rule.nonfinite, x, count, codes);
         },
         [](float v, int64_t) { return Encode<Code>(v); });
@@ -183,48 +198,7 @@ Status CastSlices(const Exec<Cpu>& exec, const Slice* slices, int64_t n, const u
   return {};
 }
 
-template <class In>
-Status CastSlicesStochastic(const Exec<Cpu>& exec, const Slice* slices, int64_t n,
-                            const uint32_t* starts, const uint32_t* seeds, const SliceRule& rule,
-                            const float* scale) {
-  const auto random_row = Simd().random;
-  ParallelSpans(exec, slices, n, starts, [&](const Span& span) {
-    const uint64_t seed = FromWords(seeds + 2 * span.index);
-    CastSpan<In, E2M1>(
-        span, slices[span.index], rule, scale,
-        [&](const auto* x, int64_t i, int64_t count, const RowScales& scales, uint8_t* codes) {
-          uint8_t random[kPieceCols];
-          random_row(seed, i, 1, count, random);
-          CastRowStochastic<E2M1>(x, count, scales, random, codes);
-        },
-        [&](float v, int64_t i) {
-          return EncodeStochastic(v, RandomByte(Philox4x32(i >> 4, seed), i));
-        });
-  });
-  return {};
-}
-
-Status TransposeEach(const Exec<Cpu>& exec, const TransposePair* pairs, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) {
-    const TransposePair& p = pairs[i];
-    if (p.bits == 32) {  // grids of scales, small
-      const auto* in = reinterpret_cast<const uint32_t*>(p.data);
-      auto* out = reinterpret_cast<uint32_t*>(p.data_t);
-      for (int64_t b = 0; b < p.batch; ++b, in += p.rows * p.cols, out += p.rows * p.cols)
-        for (int64_t r = 0; r < p.rows; ++r)
-          for (int64_t c = 0; c < p.cols; ++c) out[c * p.rows + r] = in[r * p.cols + c];
-      continue;
-    }
-    const Status status = p.bits == 4
-                              ? TransposePacked(exec, p.data, p.batch, p.rows, p.cols, p.data_t)
-                              : Transpose(exec, p.data, p.batch, p.rows, p.cols, p.data_t);
-    if (status.error != nullptr) return status;
-  }
-  return {};
-}
-
 QSHARD_FOR_EACH_INPUT(QSHARD_INSTANTIATE_FOR, Cpu, AmaxSlices)
 QSHARD_FOR_EACH_INPUT(QSHARD_FOR_EACH_ELEMENT, QSHARD_INSTANTIATE_FOR, Cpu, CastSlices)
-QSHARD_FOR_EACH_INPUT(QSHARD_INSTANTIATE_FOR, Cpu, CastSlicesStochastic)
 
 }  // namespace qshard::kernels

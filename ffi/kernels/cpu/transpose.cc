@@ -10,7 +10,6 @@
 #include "kernels/cpu/panel.h"
 #include "kernels/cpu/parallel_for.h"
 #include "kernels/cpu/raise_amax.h"
-#include "kernels/delayed.h"
 
 namespace qshard::kernels {
 namespace {
@@ -54,55 +53,51 @@ void PrefetchRow(const uint8_t* row, int64_t stride, int64_t bytes) {
 
 }  // namespace
 
-Status Transpose(const Exec<Cpu>& exec, const uint8_t* data, int64_t batch, int64_t rows,
-                 int64_t cols, uint8_t* data_t) {
-  const bool stream = OutgrowsCache(batch * rows * cols);
-  TransposePanels(exec, batch, rows, cols, 2, stream, data_t,
-                  [&](int64_t start, int64_t end, uint8_t* row) {
-                    PrefetchRow(data + start, cols, end - start);
-                    CopyRow<kPanelCols>(row, data + start, end - start);
-                  });
-  return {};
-}
-
-Status TransposePacked(const Exec<Cpu>& exec, const uint8_t* data, int64_t batch, int64_t rows,
-                       int64_t cols, uint8_t* data_t) {
-  const bool stream = OutgrowsCache(batch * rows * cols / 2);
-  TransposePanels<2>(exec, batch, rows, cols, 1, stream, data_t,
-                     [&](int64_t start, int64_t end, uint8_t* row) {
-                       const uint8_t* even = data + start / 2;
-                       Simd().turn_pairs(even, even + cols / 2, (end - start) / 2, row);
-                     });
+Status TransposeEach(const Exec<Cpu>& exec, const TransposePair* pairs, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) {
+    const TransposePair& p = pairs[i];
+    const bool stream = OutgrowsCache(p.batch * p.rows * p.cols * p.bits / 8);
+    if (p.bits == 8) {
+      TransposePanels(exec, p.batch, p.rows, p.cols, 2, stream, p.data_t,
+                      [&](int64_t start, int64_t end, uint8_t* row) {
+                        PrefetchRow(p.data + start, p.cols, end - start);
+                        CopyRow<kPanelCols>(row, p.data + start, end - start);
+                      });
+    } else if (p.bits == 4) {
+      TransposePanels<2>(exec, p.batch, p.rows, p.cols, 1, stream, p.data_t,
+                         [&](int64_t start, int64_t end, uint8_t* row) {
+                           const uint8_t* even = p.data + start / 2;
+                           Simd().turn_pairs(even, even + p.cols / 2, (end - start) / 2, row);
+                         });
+    } else {  // grids of scales, small
+      const auto* in = reinterpret_cast<const uint32_t*>(p.data);
+      auto* out = reinterpret_cast<uint32_t*>(p.data_t);
+      for (int64_t b = 0; b < p.batch; ++b, in += p.rows * p.cols, out += p.rows * p.cols)
+        for (int64_t r = 0; r < p.rows; ++r)
+          for (int64_t c = 0; c < p.cols; ++c) out[c * p.rows + r] = in[r * p.cols + c];
+    }
+  }
   return {};
 }
 
 template <class In, class Code>
-Status CastTranspose(const Exec<Cpu>& exec, const In* x, const float* scale, int64_t length,
-                     int64_t batch, int64_t rows, int64_t cols, uint8_t* data, uint8_t* data_t) {
-  return CastTransposeAmax<In, Code>(exec, x, scale, length, Nonfinite::kSaturate, batch, rows,
-                                     cols, 0, 0, data, data_t, nullptr);
-}
-
-template <class In, class Code>
-Status CastTransposeAmax(const Exec<Cpu>& exec, const In* x, const float* scale,
-                         int64_t scale_length, Nonfinite nonfinite, int64_t batch, int64_t rows,
-                         int64_t cols, int64_t runs, int64_t amax_length, uint8_t* data,
-                         uint8_t* data_t, float* amax) {
+Status CastTranspose(const Exec<Cpu>& exec, const Scaled<In>& x, int64_t batch, int64_t rows,
+                     int64_t cols, uint8_t* data, uint8_t* data_t) {
   const auto cast = Simd().cast[kInputIndex<In>][kElementIndex<Code>];
   const bool stream = OutgrowsCache(2 * batch * rows * cols);
-  std::fill_n(amax, runs, 0.0f);
+  std::fill_n(x.amax, x.runs, 0.0f);
   TransposePanels(exec, batch, rows, cols, sizeof(In) + 2, stream, data_t,
                   [&](int64_t start, int64_t end, uint8_t* row) {
-                    cast(x + start, end - start, {scale, scale_length, start}, kRowsAhead * cols,
+                    const In* from = x.x + start;
+                    cast(from, end - start, {x.scale, x.scale_length, start}, kRowsAhead * cols,
                          row);
-                    if (amax != nullptr && !RaiseAmaxes(x, start, end, amax_length, amax))
-                      ShowInfinite<Code>(nonfinite, x + start, end - start, row);
+                    if (x.amax != nullptr && !RaiseAmaxes(x.x, start, end, x.amax_length, x.amax))
+                      ShowInfinite<Code>(x.nonfinite, from, end - start, row);
                     CopyRow<kPanelCols>(data + start, row, end - start, stream);
                   });
   return {};
 }
 
 QSHARD_FOR_EACH_INPUT(QSHARD_FOR_EACH_FP8, QSHARD_INSTANTIATE_FOR, Cpu, CastTranspose)
-QSHARD_FOR_EACH_INPUT(QSHARD_FOR_EACH_FP8, QSHARD_INSTANTIATE_FOR, Cpu, CastTransposeAmax)
 
 }  // namespace qshard::kernels

@@ -15,7 +15,7 @@
 // whole load go one by one, so x needs only its natural alignment. 16-bit inputs are compared as
 // 16-bit integers, two at a time, and the result widened. Equals the maximum over
 // FloatBits(Widen(x)): NaN propagates, as kNanBits; an empty run gives 0.
-#include "kernels/amax.h"
+#include "kernels/cast.h"
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/magnitude.cuh"
 #include "kernels/cuda/vector.cuh"

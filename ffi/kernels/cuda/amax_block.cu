@@ -13,8 +13,8 @@
 #include <limits>
 #include <type_traits>
 
-#include "kernels/amax.h"
 #include "kernels/block_cast.h"
+#include "kernels/cast.h"
 #include "kernels/cuda/block_map.cuh"
 #include "kernels/cuda/convert.cuh"
 #include "kernels/cuda/magnitude.cuh"

@@ -1,5 +1,5 @@
-// cast: data[r, i] = Encode<Code>(x[r, i] * scale[r]) over x [runs, length]. cast_amax: the same,
-// and amaxes of runs of their own.
+// cast and cast_amax: data[i] = Encode<Code>(x[i] * scale of the run of i), and amaxes of runs of
+// their own.
 //
 // Reads x once, writes data once: 3 bytes an element for a 16-bit x, 5 for float32; and reads each
 // scale about once per vector of its run (from L1). Walks from the END of x: after amax, which
@@ -18,13 +18,11 @@
 // gives the format's NaN.
 #include <type_traits>
 
-#include "kernels/amax.h"
 #include "kernels/cast.h"
 #include "kernels/cuda/convert.cuh"
 #include "kernels/cuda/divider.cuh"
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/magnitude.cuh"
-#include "kernels/delayed.h"
 
 namespace qshard::kernels {
 namespace {
@@ -193,33 +191,23 @@ Status LaunchCast(const Exec<Cuda>& exec, CastArguments<In> a) {
 }  // namespace
 
 template <class In, class Code>
-Status Cast(const Exec<Cuda>& exec, const In* x, const float* scale, int64_t runs, int64_t length,
-            uint8_t* data) {
-  const int64_t n = runs * length;
-  if (n == 0) return {};
-  return LaunchCast<Code, false, In>(
-      exec, {x, scale, data, n, 0, Runs(length), Nonfinite::kSaturate, n, nullptr});
-}
-
-template <class In, class Code>
-Status CastAmax(const Exec<Cuda>& exec, const In* x, const float* scale, int64_t scale_length,
-                Nonfinite nonfinite, int64_t n, int64_t runs, int64_t amax_length, uint8_t* data,
-                float* amax) {
-  if (n == 0) return Amax(exec, x, runs, 0, amax);
-  const CastArguments<In> a{x, scale, data, n, 0, Runs(scale_length), nonfinite, amax_length, amax};
+Status Cast(const Exec<Cuda>& exec, const Scaled<In>& x, int64_t n, uint8_t* data) {
+  if (n == 0) return Amax(exec, x.x, x.runs, 0, x.amax);
+  const CastArguments<In> a{x.x,         x.scale,       data,  n, 0, Runs(x.scale_length),
+                            x.nonfinite, x.amax_length, x.amax};
+  if (x.runs == 0) return LaunchCast<Code, false>(exec, a);
   // Two passes where blocks of threads would have a part in more than one run.
-  const bool vectors = IsAligned(x, 16) && IsAligned(data, 16);
-  if (runs > 1 && !(vectors && amax_length % kSpan == 0)) {
-    const Status status = Amax(exec, x, runs, amax_length, amax);
+  const bool vectors = IsAligned(x.x, 16) && IsAligned(data, 16);
+  if (x.runs > 1 && !(vectors && x.amax_length % kSpan == 0)) {
+    const Status status = Amax(exec, x.x, x.runs, x.amax_length, x.amax);
     if (status.error != nullptr) return status;
     return LaunchCast<Code, false>(exec, a);
   }
-  const cudaError_t error = cudaMemsetAsync(amax, 0, runs * sizeof(float), exec.stream);
+  const cudaError_t error = cudaMemsetAsync(x.amax, 0, x.runs * sizeof(float), exec.stream);
   if (error != cudaSuccess) return ToStatus(error);
   return LaunchCast<Code, true>(exec, a);
 }
 
 QSHARD_FOR_EACH_INPUT(QSHARD_FOR_EACH_FP8, QSHARD_INSTANTIATE_FOR, Cuda, Cast)
-QSHARD_FOR_EACH_INPUT(QSHARD_FOR_EACH_FP8, QSHARD_INSTANTIATE_FOR, Cuda, CastAmax)
 
 }  // namespace qshard::kernels

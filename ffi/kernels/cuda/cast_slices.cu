@@ -155,24 +155,18 @@ __global__ void __launch_bounds__(kSliceThreads, Encoder::kResident)
 
 template <class In, class Code>
 Status CastSlices(const Exec<Cuda>& exec, const Slice* slices, int64_t n, const uint32_t* starts,
-                  const SliceRule& rule, const float* scale) {
-  return ForEachSliceTable(slices, n, starts, rule, 0, [&](const SliceTable& table, int64_t) {
-    return Launch(exec, CastSlicesKernel<In, Nearest<Code>>, table.parts, kSliceThreads, table,
-                  Nearest<Code>{}, scale);
-  });
-}
-
-template <class In>
-Status CastSlicesStochastic(const Exec<Cuda>& exec, const Slice* slices, int64_t n,
-                            const uint32_t* starts, const uint32_t* seeds, const SliceRule& rule,
-                            const float* scale) {
+                  const uint32_t* seeds, const SliceRule& rule, const float* scale) {
   return ForEachSliceTable(slices, n, starts, rule, 0, [&](const SliceTable& table, int64_t begin) {
-    return Launch(exec, CastSlicesKernel<In, Stochastic>, table.parts, kSliceThreads, table,
-                  Stochastic{seeds + 2 * begin, 0}, scale);
+    const auto launch = [&](auto encode) {
+      return Launch(exec, CastSlicesKernel<In, decltype(encode)>, table.parts, kSliceThreads, table,
+                    encode, scale);
+    };
+    if constexpr (kPacked<Code>)
+      if (seeds != nullptr) return launch(Stochastic{seeds + 2 * begin, 0});
+    return launch(Nearest<Code>{});
   });
 }
 
 QSHARD_FOR_EACH_INPUT(QSHARD_FOR_EACH_ELEMENT, QSHARD_INSTANTIATE_FOR, Cuda, CastSlices)
-QSHARD_FOR_EACH_INPUT(QSHARD_INSTANTIATE_FOR, Cuda, CastSlicesStochastic)
 
 }  // namespace qshard::kernels

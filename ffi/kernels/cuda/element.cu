@@ -7,9 +7,9 @@
 #include <type_traits>
 
 #include "core/round.h"
+#include "kernels/cast.h"
 #include "kernels/cuda/convert.cuh"
 #include "kernels/cuda/launch.cuh"
-#include "kernels/element.h"
 
 namespace qshard::kernels {
 

@@ -63,13 +63,14 @@ constexpr Known KnownOf(bool common) {
   return Fast<Scales>::kGlobal && common ? Known::kPlain : Known::kNothing;
 }
 
-// `place`: of global_amax.
+// `place`: which run of blocks.
 template <class Scales>
 __device__ __forceinline__ NoGlobal GlobalAt(const Scales&, int64_t) {
   return {};
 }
 __device__ __forceinline__ GlobalNvfp4 GlobalAt(const Nvfp4Scales& scales, int64_t place) {
-  const float s = qshard::GlobalScaleNvfp4(__ldg(scales.global_amax + place), scales.scale_max);
+  const float s =
+      qshard::GlobalScaleNvfp4(__ldg(scales.global_amax + place * scales.step), scales.scale_max);
   return {__fmul_rn(s, Divide(1.0f, E2M1::kMax)), ScaleInverse(s), LargestAmax(scales.nonfinite)};
 }
 

@@ -12,7 +12,6 @@
 #include "kernels/cuda/e2m1.cuh"
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/magnitude.cuh"
-#include "kernels/delayed.h"
 
 namespace qshard::kernels {
 namespace {

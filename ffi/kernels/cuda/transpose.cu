@@ -10,11 +10,9 @@
 #include <type_traits>
 
 #include "kernels/block_layout.h"
-#include "kernels/cast.h"
 #include "kernels/cuda/divider.cuh"
 #include "kernels/cuda/tensor_table.cuh"
 #include "kernels/cuda/vector.cuh"
-#include "kernels/slices.h"
 
 namespace qshard::kernels {
 namespace {
@@ -287,23 +285,12 @@ Status TransposeTables(const Exec<Cuda>& exec, const TransposePair* pairs, int64
 }  // namespace
 
 Status TransposeEach(const Exec<Cuda>& exec, const TransposePair* pairs, int64_t n) {
+  const int64_t bytes = n == 1 ? pairs->batch * pairs->rows * pairs->cols * pairs->bits / 8 : 0;
+  if (bytes > 0 && std::min(pairs->rows, pairs->cols) == 1)  // the same memory
+    return ToStatus(
+        cudaMemcpyAsync(pairs->data_t, pairs->data, bytes, cudaMemcpyDeviceToDevice, exec.stream));
   return n <= kFewMatrices ? TransposeTables<kFewMatrices>(exec, pairs, n)
                            : TransposeTables<kManyMatrices>(exec, pairs, n);
-}
-
-Status Transpose(const Exec<Cuda>& exec, const uint8_t* data, int64_t batch, int64_t rows,
-                 int64_t cols, uint8_t* data_t) {
-  const int64_t n = batch * rows * cols;
-  if (n != 0 && (rows == 1 || cols == 1))  // the same memory
-    return ToStatus(cudaMemcpyAsync(data_t, data, n, cudaMemcpyDeviceToDevice, exec.stream));
-  const TransposePair pair{data, data_t, batch, rows, cols, 8};
-  return TransposeEach(exec, &pair, 1);
-}
-
-Status TransposePacked(const Exec<Cuda>& exec, const uint8_t* data, int64_t batch, int64_t rows,
-                       int64_t cols, uint8_t* data_t) {
-  const TransposePair pair{data, data_t, batch, rows, cols, 4};
-  return TransposeEach(exec, &pair, 1);
 }
 
 }  // namespace qshard::kernels
