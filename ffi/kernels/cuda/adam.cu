@@ -182,9 +182,9 @@ __global__ void __launch_bounds__(kWarps* kWarp, 4)
   const AdamKinds kinds = Kinds::Of(table.kinds);
 
   static_assert(kAdamConstants == 10 && sizeof(AdamConstants) == 40);
-  const auto* from = reinterpret_cast<const float2*>(table.constants) + tensor * 5;
-  const float2 a = from[0], b = from[1], d = from[2], e = from[3], f = from[4];
-  const AdamConstants c = {a.x, a.y, b.x, b.y, d.x, d.y, e.x, e.y, f.x, f.y};
+  const float* from = table.constants + tensor * kAdamConstants;
+  const AdamConstants c = {from[0], from[1], from[2], from[3], from[4],
+                           from[5], from[6], from[7], from[8], from[9]};
 
   const bool four = table.entries[tensor].four;
   const int64_t in_row = CeilDiv(t.cols, kAdamBlock), blocks = t.rows * in_row;
