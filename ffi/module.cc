@@ -7,7 +7,6 @@
 
 #include "core/format.h"
 #include "host/call.h"
-#include "host/rows.h"
 #include "host/thread_pool.h"
 #include "kernels/cpu/simd.h"
 #include "xla/ffi/api/c_api.h"

@@ -1,8 +1,8 @@
 """Ops as data: what each takes and gives, from its row of `ffi/ops.def`.
 
 The row is parsed, and calls are held against it, in C++ (`ffi/core/bind.h`): whoever asks gets the same answer and the
-same error. From its axis pattern come the shapes of the outputs, the errors for shapes that do not fit, the sharding
-rule of the JAX front end (which axes may be cut without communication), and what a cut axis must be reduced over.
+same error. From its axes come the shapes of the outputs, the errors for shapes that do not fit, the sharding rule of
+the JAX front end (which axes may be cut without communication), and what a cut axis must be reduced over.
 
 Ops on many tensors take lists, `x[]`, after their single operands, and change what they write in place: each result has
 the name of an operand. Their shapes are checked when they are called.
@@ -35,8 +35,7 @@ class Factor(NamedTuple):
 Axes = tuple[tuple[Factor, ...], ...]
 
 
-@dataclass(frozen=True)
-class Operand:
+class Operand(NamedTuple):
     """One operand or result of an op.
 
     Attributes:
@@ -48,8 +47,8 @@ class Operand:
     name: str
     dtype: str
     terms: tuple[tuple[str, ...] | str, ...]
-    many: bool = False
-    optional: bool = False
+    many: bool
+    optional: bool
 
 
 class View(NamedTuple):
@@ -110,42 +109,24 @@ class Binding:
         return tuple(factor for factor in first if not all(factor in view.factors for view in self.outputs))
 
 
-@dataclass(frozen=True)
-class OpSpec:
-    """What an op takes and gives.
+class OpSpec(_ffi.Row):
+    """What an op takes and gives: one row of `ops.def`.
 
     Attributes:
       name: of the op, everywhere: `ops.def`, handler, JAX target, `torch.ops.qshard`.
-      attributes: the types of the op's attributes in a schema, by name: int, float, bool, str or int[].
-      row: the row as the extension has parsed it.
+      inputs, outputs: its operands and results.
+
+    >>> spec = OpSpec("rowsum", "x: float m (k run) -> y: float32 m k", "run: int 1..")
+    >>> spec.results([(4, 64)], ["float32"], {"run": 32})
+    (((4, 2), 'float32'),)
+    >>> spec.results([(4, 65)], ["float32"], {"run": 32})
+    Traceback (most recent call last):
+    ValueError: rowsum: x (4, 65) has an axis of 65, which is not a whole number of run=32; pad or shard it to one
     """
 
-    name: str
-    inputs: tuple[Operand, ...]
-    outputs: tuple[Operand, ...]
-    attributes: Mapping[str, str]
-    row: _ffi.Row
-
-    @classmethod
-    def parse(cls, name: str, arguments: str, pattern: str, dtypes: str, attributes: str = "") -> OpSpec:
-        """Reads one row of `ops.def`.
-
-        >>> spec = OpSpec.parse("rowsum", "x -> y", "m (k run) -> m k", "float -> float32", "run: int 1..")
-        >>> spec.results([(4, 64)], ["float32"], {"run": 32})
-        (((4, 2), 'float32'),)
-        >>> spec.results([(4, 65)], ["float32"], {"run": 32})
-        Traceback (most recent call last):
-        ValueError: rowsum: x (4, 65) has an axis of 65, which is not a whole number of run=32; pad or shard it to one
-        """
-        return cls.of(_ffi.Row(name, arguments, pattern, dtypes, attributes))
-
-    @classmethod
-    def of(cls, row: _ffi.Row) -> OpSpec:
-        inputs, outputs = (tuple(Operand(**o) for o in side) for side in (row.inputs, row.outputs))
-        return cls(row.name, inputs, outputs, {name: kind for name, (kind, *_) in row.attributes.items()}, row)
-
-    def __hash__(self) -> int:
-        return hash((self.name, self.inputs, self.outputs))
+    def __init__(self, name: str, operands: str, attributes: str = ""):
+        super().__init__(name, operands, attributes)
+        self.inputs, self.outputs = (tuple(itertools.starmap(Operand, side)) for side in self.sides())
 
     def results(
         self, shapes: Sequence[Shape], dtypes: Sequence[str], attributes: Mapping[str, Any], dtype: str | None = None
@@ -163,7 +144,7 @@ class OpSpec:
         >>> table()["cast_tensor"].results([(4, 6), ()], ["float32"] * 2, {"element": "float8_e4m3fn"})
         (((4, 6), 'float8_e4m3fn'),)
         """
-        return tuple(self.row.bind(shapes, dtypes, attributes, dtype)[0])
+        return tuple(self.match(shapes, dtypes, attributes, dtype)[0])
 
     def bind(
         self,
@@ -178,25 +159,29 @@ class OpSpec:
 
         Where nothing is `cuttable`, no composite axis is split, and buffers go in as they are.
         """
-        return _bind(self.row, tuple(map(tuple, shapes)), tuple(dtypes), tuple(attributes.items()), dtype, cuttable)
+        return _bind(self, tuple(map(tuple, shapes)), tuple(dtypes), tuple(attributes.items()), dtype, cuttable)
 
 
 @functools.lru_cache(maxsize=4096)
 def _bind(
-    row: _ffi.Row,
+    spec: OpSpec,
     shapes: tuple[Shape, ...],
     dtypes: tuple[str, ...],
     attributes: tuple[tuple[str, Any], ...],
     dtype: str | None,
     cuttable: bool,
 ) -> Binding:
-    results, buffers, whole = row.bind(shapes, dtypes, dict(attributes), dtype)
+    results, buffers, whole = spec.match(shapes, dtypes, dict(attributes), dtype)
     split = cuttable and whole
     sizes = [*shapes, *(shape for shape, _ in results)]
     every = [_axes(raw, shape, split) for raw, shape in zip(buffers, sizes, strict=True)]
     majors = [{axis[0] for axis in axes} for axes in every]
+    places = {axis[0][0]: i for i, axis in enumerate(buffers[0])} if cuttable else {}
+    views = tuple(
+        _view(axes, [places.get(axis[0][0], len(places)) for axis in raw])
+        for axes, raw in zip(every, buffers, strict=True)
+    )
     first = [axis[0] for axis in every[0]] if cuttable else []
-    views = tuple(_view(axes, first) for axes in every)
     shared = itertools.takewhile(lambda factor: all(factor in others for others in majors), first)
     return Binding(tuple(results), views[: len(shapes)], views[len(shapes) :], len(list(shared)), split)
 
@@ -218,10 +203,10 @@ def _axes(raw: Sequence[Sequence[tuple[str, int, int]]], shape: Shape, split: bo
     return tuple(axes)
 
 
-def _view(axes: Axes, first: Sequence[Factor]) -> View:
-    """`first`: the major factors of the first operand."""
-    majors, minors = [axis[0] for axis in axes], [factor for axis in axes for factor in axis[1:]]
-    logical = tuple(dict.fromkeys((*(factor for factor in first if factor in majors), *majors, *minors)))
+def _view(axes: Axes, places: Sequence[int]) -> View:
+    """`places`: of each axis, where the first operand has its major factor. `core/pattern.cc` has the same order."""
+    majors = [axis[0] for _, axis in sorted(zip(places, axes, strict=True), key=lambda pair: pair[0])]
+    logical = (*majors, *(factor for axis in axes for factor in axis[1:]))
     return View(axes, logical, tuple(logical.index(factor) for axis in axes for factor in axis))
 
 
@@ -237,5 +222,5 @@ def multi_table() -> dict[str, OpSpec]:
 
 @functools.cache
 def _rows() -> tuple[dict[str, OpSpec], dict[str, OpSpec]]:
-    specs = [OpSpec.of(row) for row in _ffi.ops()]
-    return {s.name: s for s in specs if not s.row.many}, {s.name: s for s in specs if s.row.many}
+    specs = [OpSpec(*row) for row in _ffi.ops()]
+    return {s.name: s for s in specs if not s.many}, {s.name: s for s in specs if s.many}

@@ -147,7 +147,7 @@ def bind(spec: OpSpec) -> Callable[..., Any]:
         inputs = [x for _, x in _named(spec, operands)]
         outputs = plan(tuple(x.shape for x in inputs), tuple(x.dtype for x in inputs), tuple(keywords.items())).outputs
         made = tuple(inputs[0].new_empty(shape, dtype=dtype) for shape, dtype in outputs)
-        return None if spec.row.many else made[0] if single else made
+        return None if spec.many else made[0] if single else made
 
     def run(*inputs: Tensor, **keywords: Any) -> Any:
         x = inputs[0]
@@ -170,10 +170,10 @@ def bind(spec: OpSpec) -> Callable[..., Any]:
 
     _LIBRARY.define(_schema(spec), tags=[torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag])
     for device in ("CPU", "CUDA"):
-        _LIBRARY.impl(spec.name, run_in_place if spec.row.many else run, device)
+        _LIBRARY.impl(spec.name, run_in_place if spec.many else run, device)
     torch.library.register_fake(f"qshard::{spec.name}", fake, lib=_LIBRARY)
     op: Callable[..., Any] = getattr(torch.ops.qshard, spec.name).default
-    if not spec.row.many:
+    if not spec.many:
         return op
 
     def changed(*operands: Any, **attributes: Any) -> Any:
@@ -194,7 +194,7 @@ def _plan(
     dtype = attributes.pop("dtype", None)
     sizes = [tuple(map(seen_size, shape)) for shape in shapes]
     names = [dtype_name(d) for d in dtypes]
-    results, axes, _ = spec.row.bind(sizes, names, attributes, None if dtype is None else dtype_name(dtype))
+    results, axes, _ = spec.match(sizes, names, attributes, None if dtype is None else dtype_name(dtype))
     made = [shape for shape, _ in results]
     if any(isinstance(size, torch.SymInt) for shape in shapes for size in shape):
         made = _symbolic(axes, shapes)
@@ -233,7 +233,7 @@ def _symbolic(axes: Sequence[Any], shapes: Sequence[Sequence[int]]) -> list[tupl
 
 def _written(spec: OpSpec) -> set[str]:
     """The operands that the torch op changes: an op on single tensors has results of its own."""
-    return {operand.name for operand in spec.outputs} if spec.row.many else set()
+    return {operand.name for operand in spec.outputs} if spec.many else set()
 
 
 def _schema(spec: OpSpec) -> str:
@@ -242,12 +242,12 @@ def _schema(spec: OpSpec) -> str:
         f"Tensor{f'({next(aliases)}!)' if operand.name in _written(spec) else ''}{'[]' * operand.many} {operand.name}"
         for operand in spec.inputs
     ]
-    defaults = {
-        name: f'="{value}"' if isinstance(value, str) else f"={value}"
-        for name, value in spec.row.optional_attributes.items()
-    }
-    keywords = [f"{kind} {name}{defaults.get(name, '')}" for name, kind in spec.attributes.items()]
-    results = [] if spec.row.many else spec.outputs
+    defaults = {None: "", 0: "=0"}
+    keywords = [
+        f"{kind} {name}" + defaults.get(left_out, f'="{left_out}"')
+        for name, (kind, *_, left_out) in spec.attributes.items()
+    ]
+    results = [] if spec.many else spec.outputs
     keywords += ["ScalarType dtype"] * any(operand.dtype == "float" for operand in results)
     made = "Tensor" if len(results) == 1 else f"({', '.join('Tensor' for _ in results)})"
     return f"{spec.name}({', '.join(operands)}{', *, ' if keywords else ''}{', '.join(keywords)}) -> {made}"

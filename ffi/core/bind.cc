@@ -252,9 +252,9 @@ Error Binding::CheckDtype(const Operand& operand, int64_t index, const Buffer& b
                           const Buffer& first) const {
   if (!Accepts(operand, buffer.dtype, first.dtype)) {
     std::string legal;
-    for (int t = 0; DataTypeAt(t) != XLA_FFI_DataType_INVALID; ++t)
-      if (Accepts(operand, DataTypeAt(t), first.dtype))
-        legal += (legal.empty() ? "" : " or ") + std::string(NameOf(DataTypeAt(t)));
+    for (const DataTypeTraits& t : kDataTypes)
+      if (Accepts(operand, t.dtype, first.dtype))
+        legal += (legal.empty() ? "" : " or ") + std::string(t.name);
     return TypeError(row_.name, ": ", Name{operand, index}, " (", NameOf(buffer.dtype), ") is not ",
                      legal, "; cast or view it first");
   }

@@ -12,41 +12,51 @@ namespace qshard {
 
 using DataType = XLA_FFI_DataType;
 
-// For errors: says so of what no op takes.
-std::string_view NameOf(DataType dtype);
+struct DataTypeTraits {
+  DataType dtype;
+  std::string_view name;
+  int64_t size;  // bytes of one number, also its alignment
+};
 
-// The dtypes that ops take, in the order in which errors list them; INVALID past the last.
-DataType DataTypeAt(int i);
+// The dtypes that ops take, in the order in which errors list them; the most frequent come first.
+inline constexpr DataTypeTraits kDataTypes[] = {
+    {XLA_FFI_DataType_F32, "float32", 4},
+    {XLA_FFI_DataType_U8, "uint8", 1},
+    {XLA_FFI_DataType_BF16, "bfloat16", 2},
+    {XLA_FFI_DataType_F16, "float16", 2},
+    {XLA_FFI_DataType_F8E4M3FN, "float8_e4m3fn", 1},
+    {XLA_FFI_DataType_F8E5M2, "float8_e5m2", 1},
+    {XLA_FFI_DataType_F8E8M0FNU, "float8_e8m0fnu", 1},
+    {XLA_FFI_DataType_S32, "int32", 4},
+    {XLA_FFI_DataType_U32, "uint32", 4},
+    {XLA_FFI_DataType_S8, "int8", 1},
+    {XLA_FFI_DataType_S16, "int16", 2},
+    {XLA_FFI_DataType_U16, "uint16", 2},
+    {XLA_FFI_DataType_F64, "float64", 8},
+    {XLA_FFI_DataType_S64, "int64", 8},
+    {XLA_FFI_DataType_U64, "uint64", 8},
+    {XLA_FFI_DataType_PRED, "bool", 1},
+};
+
+// For errors: says so of what no op takes.
+constexpr std::string_view NameOf(DataType dtype) {
+  for (const DataTypeTraits& t : kDataTypes)
+    if (t.dtype == dtype) return t.name;
+  return "a dtype that no op takes";
+}
+
+// 0 for what no op takes.
+constexpr int64_t SizeOf(DataType dtype) {
+  for (const DataTypeTraits& t : kDataTypes)
+    if (t.dtype == dtype) return t.size;
+  return 0;
+}
 
 // INVALID for a name of none.
-DataType DataTypeOf(std::string_view name);
-
-// Bytes of one number, also its alignment. 0 for what no op takes.
-constexpr int64_t SizeOf(DataType dtype) {
-  switch (dtype) {
-    case XLA_FFI_DataType_PRED:
-    case XLA_FFI_DataType_S8:
-    case XLA_FFI_DataType_U8:
-    case XLA_FFI_DataType_F8E4M3FN:
-    case XLA_FFI_DataType_F8E5M2:
-    case XLA_FFI_DataType_F8E8M0FNU:
-      return 1;
-    case XLA_FFI_DataType_S16:
-    case XLA_FFI_DataType_U16:
-    case XLA_FFI_DataType_F16:
-    case XLA_FFI_DataType_BF16:
-      return 2;
-    case XLA_FFI_DataType_S32:
-    case XLA_FFI_DataType_U32:
-    case XLA_FFI_DataType_F32:
-      return 4;
-    case XLA_FFI_DataType_S64:
-    case XLA_FFI_DataType_U64:
-    case XLA_FFI_DataType_F64:
-      return 8;
-    default:
-      return 0;
-  }
+constexpr DataType DataTypeOf(std::string_view name) {
+  for (const DataTypeTraits& t : kDataTypes)
+    if (t.name == name) return t.dtype;
+  return XLA_FFI_DataType_INVALID;
 }
 
 // What holds numbers of a format: its own dtype, or bytes where the codes are not of 8 bits.
@@ -72,8 +82,18 @@ struct FormatTraits {
   int64_t codes_per_byte;
 };
 
+inline constexpr FormatTraits kFormats[] = {
+#define QSHARD_TRAITS(per_byte, F) {F::kName, kDataTypeOf<F>, per_byte<F>},
+    QSHARD_FOR_EACH_CODE(QSHARD_TRAITS, kCodesPerByte)
+#undef QSHARD_TRAITS
+};
+
 // Null for a name of none.
-const FormatTraits* FindFormat(std::string_view name);
+constexpr const FormatTraits* FindFormat(std::string_view name) {
+  for (const FormatTraits& format : kFormats)
+    if (format.name == name) return &format;
+  return nullptr;
+}
 
 }  // namespace qshard
 

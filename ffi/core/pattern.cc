@@ -4,6 +4,7 @@
 #include <cctype>
 #include <cstdlib>
 #include <stdexcept>
+#include <tuple>
 
 namespace qshard {
 namespace {
@@ -25,6 +26,14 @@ Texts Split(std::string_view text, std::string_view separator) {
     if (end == text.npos) return parts;
     text.remove_prefix(end + separator.size());
   }
+}
+
+// What comes before and after a separator; of a text without one, all of it and nothing.
+std::pair<std::string, std::string> Cut(std::string_view text, std::string_view separator) {
+  const size_t end = text.find(separator);
+  if (end == text.npos) return {std::string(Stripped(text)), ""};
+  return {std::string(Stripped(text.substr(0, end))),
+          std::string(Stripped(text.substr(end + separator.size())))};
 }
 
 bool EndsWith(std::string_view text, std::string_view end) {
@@ -57,10 +66,8 @@ class Parser {
     for (const std::string& part : Split(text, ",")) {
       row_.splits |= part == "split";
       if (part == "split") continue;
-      const size_t colon = part.find(':');
-      Check(colon != part.npos, part + " has no type");
-      const std::string name(Stripped(part.substr(0, colon)));
-      const std::string type(Stripped(part.substr(colon + 1)));
+      const auto [name, type] = Cut(part, ":");
+      Check(!type.empty(), part + " has no type");
       if (name == "block")
         AddBlocks(type);
       else
@@ -90,9 +97,9 @@ class Parser {
       const Texts listed = Split(type, "|");
       rule.legal = Joined(listed, " or ");
       for (const std::string& block : listed) {
-        const size_t x = block.find('x');
-        Check(x != block.npos, block + " is not a block");
-        rule.listed.emplace_back(std::atoll(block.c_str()), std::atoll(block.c_str() + x + 1));
+        const auto [rows, cols] = Cut(block, "x");
+        Check(IsNumber(rows) && IsNumber(cols), block + " is not a block");
+        rule.listed.emplace_back(std::atoll(rows.c_str()), std::atoll(cols.c_str()));
       }
     }
     for (const char* name : {"block_cols", "block_rows"})  // so that their product fits
@@ -102,9 +109,7 @@ class Parser {
   Attribute ParseAttribute(const std::string& name, const std::string& type) const {
     Attribute a;
     a.name = name;
-    const size_t space = type.find(' ');
-    const std::string kind = type.substr(0, space);
-    const std::string rest(space == type.npos ? "" : Stripped(type.substr(space)));
+    const auto [kind, range] = Cut(type, " ");
     if (kind == "axis") {
       a.optional = true;
       a.least = 0;
@@ -112,7 +117,7 @@ class Parser {
       a.legal = "a number of axes";
     } else if (kind == "int" || kind == "float") {
       a.kind = kind == "int" ? Attribute::kInt : Attribute::kFloat;
-      SetNumbers(rest, &a);
+      SetNumbers(range, &a);
     } else if (kind == "bool") {
       a.kind = Attribute::kBool;
     } else if (kind == "extents") {
@@ -138,15 +143,14 @@ class Parser {
   }
 
   void SetNumbers(const std::string& range, Attribute* a) const {
-    const size_t dots = range.find("..");
     if (range.empty()) {
       a->legal = "a number";
-    } else if (dots == range.npos) {
+    } else if (range.find("..") == range.npos) {
       const Texts numbers = Split(range, "|");
       for (const std::string& number : numbers) a->numbers.push_back(std::atof(number.c_str()));
       a->legal = (numbers.size() > 1 ? "one of " : "") + Joined(numbers, ", ");
     } else {
-      const std::string least = range.substr(0, dots), most = range.substr(dots + 2);
+      const auto [least, most] = Cut(range, "..");
       if (!least.empty()) a->least = std::atof(least.c_str());
       if (!most.empty()) a->most = std::atof(most.c_str());
       a->legal = most.empty()    ? "at least " + least
@@ -157,19 +161,15 @@ class Parser {
 
   // --- operands ---
 
-  void AddOperands(std::string_view arguments, std::string_view pattern, std::string_view dtypes) {
-    const Texts names = Split(arguments, "->"), patterns = Split(pattern, "->"),
-                kinds = Split(dtypes, "->");
-    Check(names.size() == 2 && patterns.size() == 2 && kinds.size() == 2,
-          "a column has not two sides");
+  void AddOperands(std::string_view text) {
+    const Texts sides = Split(text, "->");
+    Check(sides.size() == 2, "operands and results are not two sides");
     for (int side = 0; side < 2; ++side) {
-      const Texts n = Split(names[side], ","), p = Split(patterns[side], ","),
-                  k = Split(kinds[side], ",");
-      Check(n.size() == p.size() && n.size() == k.size(), "columns are not of one length");
       auto& operands = side == 0 ? row_.inputs : row_.outputs;
-      for (size_t i = 0; i < n.size(); ++i) {
-        operands.push_back(ParseOperand(n[i], p[i], k[i]));
-        Check(operands.back().many || i == 0 || !operands[i - 1].many, "lists do not come last");
+      for (const std::string& part : Split(sides[side], ",")) {
+        const bool after_list = !operands.empty() && operands.back().many;
+        operands.push_back(ParseOperand(part));
+        Check(operands.back().many || !after_list, "lists do not come last");
         row_.many |= operands.back().many;
       }
     }
@@ -184,28 +184,27 @@ class Parser {
       }
   }
 
-  Operand ParseOperand(const std::string& name, const std::string& pattern,
-                       const std::string& dtype) {
+  Operand ParseOperand(std::string_view text) {
+    auto [name, kind] = Cut(text, ":");
     Operand o;
-    const size_t condition = name.find(" if ");
-    o.name = Stripped(name.substr(0, condition));
-    if (EndsWith(o.name, "[]")) {
-      o.many = true;
-      o.name.resize(o.name.size() - 2);
+    o.many = EndsWith(name, "[]");
+    if (o.many) name.resize(name.size() - 2);
+    if (kind.empty()) {
+      for (const Operand& operand : row_.inputs)
+        if (operand.name == name && operand.many == o.many) return operand;
+      Check(false, name + " has no dtype");
     }
-    if (condition != name.npos) {
-      Check(o.many, "a condition is for lists");
-      for (const std::string& clause : Split(name.substr(condition + 4), " or ")) {
-        const size_t equal = clause.find('=');
-        const int attribute = row_.FindAttribute(clause.substr(0, equal));
-        Check(attribute >= 0, clause + " names no attribute");
-        o.conditions.push_back({attribute, Split(clause.substr(equal + 1), "|")});
-      }
+    const auto [buffer, condition] = Cut(kind, " if ");
+    Check(condition.empty() || o.many, "a condition is for lists");
+    for (const std::string& clause : Split(condition, " or ")) {
+      const auto [attribute, values] = Cut(clause, "=");
+      o.conditions.push_back({row_.FindAttribute(attribute), Split(values, "|")});
+      Check(o.conditions.back().attribute >= 0, clause + " names no attribute");
     }
-    o.pattern = pattern;
-    ParseTerms(pattern, &o);
-    o.dtype_name = dtype;
-    SetDtype(dtype, &o);
+    o.name = name;
+    std::tie(o.dtype_name, o.pattern) = Cut(buffer, " ");
+    ParseTerms(o.pattern, &o);
+    SetDtype(o.dtype_name, &o);
     return o;
   }
 
@@ -331,12 +330,11 @@ class Parser {
 
 }  // namespace
 
-Row::Row(std::string op, std::string_view arguments, std::string_view pattern,
-         std::string_view dtypes, std::string_view attribute_column)
+Row::Row(std::string op, std::string_view operands, std::string_view attribute_column)
     : name(std::move(op)), attribute_types(attribute_column) {
   Parser parser(this);
   parser.AddAttributes(attribute_types);
-  parser.AddOperands(arguments, pattern, dtypes);
+  parser.AddOperands(operands);
   parser.Finish();
 }
 
@@ -346,17 +344,13 @@ int Row::FindAttribute(std::string_view attribute) const {
   return -1;
 }
 
-const std::vector<Row>& Rows() {
-  static const auto* rows = new std::vector<Row>{
+const Row* FindRow(std::string_view name) {
+  static const auto& rows = *new std::vector<Row>{
 #define QSHARD_OP(name, ...) Row(#name, __VA_ARGS__),
 #include "ops.def"
 #undef QSHARD_OP
   };
-  return *rows;
-}
-
-const Row* FindRow(std::string_view name) {
-  for (const Row& row : Rows())
+  for (const Row& row : rows)
     if (row.name == name) return &row;
   return nullptr;
 }

@@ -79,8 +79,7 @@ struct Operand {
 
 struct Row {
   // Throws std::invalid_argument, for a row that is not well written.
-  Row(std::string name, std::string_view arguments, std::string_view pattern,
-      std::string_view dtypes, std::string_view attributes);
+  Row(std::string name, std::string_view operands, std::string_view attributes);
 
   int FindAttribute(std::string_view attribute) const;  // -1 for none
 
@@ -96,8 +95,7 @@ struct Row {
   BlockRule blocks;
 };
 
-// Every row of ops.def, in its order; and that of a name, null for none.
-const std::vector<Row>& Rows();
+// The row of ops.def of this name, null for none.
 const Row* FindRow(std::string_view name);
 
 }  // namespace qshard

@@ -1,4 +1,5 @@
-// Calls an op on tensors of any framework that speaks DLPack.
+// What ffi/module.cc binds: rows of ops.def, and calls of ops on tensors of any framework that
+// speaks DLPack.
 #ifndef QSHARD_HOST_CALL_H_
 #define QSHARD_HOST_CALL_H_
 
@@ -23,6 +24,9 @@ nanobind::dict Handlers(const std::string& platform);
 
 // Before a large call, FollowNumThreads of what `framework` returns.
 void FollowThreadsOf(nanobind::callable framework);
+
+// Adds the class Row, and the function `ops`.
+void DefineRows(nanobind::module_& m);
 
 inline constexpr char kHandlerCapsule[] = "xla._CUSTOM_CALL_TARGET";  // the name jax.ffi expects
 

@@ -1,7 +1,7 @@
-#include "host/rows.h"
-
+// Rows of ops.def as Python sees them.
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/string_view.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
@@ -11,6 +11,7 @@
 
 #include "core/bind.h"
 #include "host/attributes.h"
+#include "host/call.h"
 
 namespace nb = nanobind;
 
@@ -24,11 +25,11 @@ namespace {
 
 // (results, axes, whole): the shape and dtype of each result; of operands, then results, the axes
 // as factors (name, size, codes a byte), major first; and whether matrices may be split.
-nb::tuple Bind(const Row& row, const std::vector<std::vector<int64_t>>& shapes,
-               const std::vector<std::string>& dtypes, nb::dict attributes,
-               std::optional<std::string> dtype) {
+nb::tuple Match(const Row& row, const std::vector<std::vector<int64_t>>& shapes,
+                const std::vector<std::string>& dtypes, nb::dict attributes,
+                std::optional<std::string> dtype) {
   if (dtypes.size() != shapes.size())
-    throw nb::value_error("bind: dtypes are not one for each shape");
+    throw nb::value_error("match: dtypes are not one for each shape");
   std::vector<Buffer> buffers(shapes.size());
   std::vector<Buffer*> pointers;
   for (size_t i = 0; i < shapes.size(); ++i) {
@@ -80,16 +81,13 @@ nb::dict AttributesOf(const Row& row) {
     nb::list legal;
     for (double number : a.numbers) legal.append(number);
     for (const std::string& text : a.texts) legal.append(text);
-    attributes[a.name.c_str()] = nb::make_tuple(kKinds[a.kind], nb::tuple(legal), a.least, a.most);
+    const nb::object left_out = !a.optional       ? nb::none()
+                                : a.texts.empty() ? nb::cast(0)
+                                                  : nb::cast(a.texts[0]);
+    attributes[a.name.c_str()] =
+        nb::make_tuple(kKinds[a.kind], nb::tuple(legal), a.least, a.most, left_out);
   }
   return attributes;
-}
-
-nb::dict OptionalAttributesOf(const Row& row) {
-  nb::dict values;
-  for (const Attribute& a : row.attributes)
-    if (a.optional) values[a.name.c_str()] = a.texts.empty() ? nb::cast(0) : nb::cast(a.texts[0]);
-  return values;
 }
 
 nb::tuple BlocksOf(const Row& row) {
@@ -98,49 +96,44 @@ nb::tuple BlocksOf(const Row& row) {
   return nb::tuple(listed);
 }
 
-nb::tuple OperandsOf(const Row& row, const std::vector<Operand>& operands) {
+nb::list OperandsOf(const Row& row, const std::vector<Operand>& operands) {
   nb::list list;
-  for (const Operand& o : operands) {
-    nb::dict d;
-    d["name"] = o.name;
-    d["dtype"] = o.dtype_name;
-    d["terms"] = TermsOf(row, o);
-    d["many"] = o.many;
-    d["optional"] = !o.conditions.empty();
-    list.append(d);
-  }
-  return nb::tuple(list);
+  for (const Operand& o : operands)
+    list.append(
+        nb::make_tuple(o.name, o.dtype_name, TermsOf(row, o), o.many, !o.conditions.empty()));
+  return list;
+}
+
+nb::list Ops() {
+  nb::list rows;
+#define QSHARD_OP(name, ...) rows.append(nb::make_tuple(#name, __VA_ARGS__));
+#include "ops.def"
+#undef QSHARD_OP
+  return rows;
 }
 
 }  // namespace
 
 void DefineRows(nb::module_& m) {
   nb::class_<Row>(m, "Row", "A row of ops.def, parsed, and the binder of its op.")
-      .def(
-          "__init__",
-          [](Row* row, const std::string& name, const std::string& arguments,
-             const std::string& pattern, const std::string& dtypes, const std::string& attributes) {
-            new (row) Row(name, arguments, pattern, dtypes, attributes);
-          })
+      .def(nb::init<std::string, std::string_view, std::string_view>(), nb::arg("name"),
+           nb::arg("operands"), nb::arg("attributes") = "")
       .def_ro("name", &Row::name)
       .def_ro("attribute_types", &Row::attribute_types, "The column as it is written.")
       .def_ro("many", &Row::many, "Whether the op takes lists of tensors.")
       .def_ro("splits", &Row::splits, "Whether a call may have the attribute `split`.")
-      .def_prop_ro("inputs", [](const Row& row) { return OperandsOf(row, row.inputs); })
-      .def_prop_ro("outputs", [](const Row& row) { return OperandsOf(row, row.outputs); })
-      .def_prop_ro("attributes", AttributesOf, "{name: (type, legal values or (), least, most)}.")
-      .def_prop_ro("optional_attributes", OptionalAttributesOf, "{name: what it is if left out}.")
+      .def(
+          "sides",
+          [](const Row& row) {
+            return nb::make_tuple(OperandsOf(row, row.inputs), OperandsOf(row, row.outputs));
+          },
+          "Operands, and results: (name, dtype, terms, many, optional) of each.")
+      .def_prop_ro("attributes", AttributesOf,
+                   "{name: (type, legal values or (), least, most, value if left out or None)}.")
       .def_prop_ro("blocks", BlocksOf, "The legal (block_rows, block_cols), or () for a range.")
-      .def("bind", Bind, nb::arg("shapes"), nb::arg("dtypes"), nb::arg("attributes"),
+      .def("match", Match, nb::arg("shapes"), nb::arg("dtypes"), nb::arg("attributes"),
            nb::arg("dtype") = nb::none());
-  m.def(
-      "ops",
-      [] {
-        nb::list rows;
-        for (const Row& row : Rows()) rows.append(nb::cast(&row, nb::rv_policy::reference));
-        return rows;
-      },
-      "The rows of ops.def, in its order.");
+  m.def("ops", Ops, "The rows of ops.def, in its order: what `Row` is made of.");
 }
 
 }  // namespace qshard::host

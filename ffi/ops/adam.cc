@@ -52,7 +52,7 @@ template <class Platform>
 Error KindsOf(const Call<Platform>& call, AdamKinds* kinds) {
   kinds->update = call.flag("update");
   kinds->decay = KindOf(call.text("decay"), kDecays);
-  kinds->low = KindOf(call.text("low"), kLows);
+  kinds->low = KindOf(call.text("keeps"), kLows);
   kinds->exp_avg = KindOf(call.text("exp_avg_dtype"), kTypes);
   kinds->exp_avg_sq = KindOf(call.text("exp_avg_sq_dtype"), kTypes);
   kinds->grad = KindOf(NameOf(call.arg(kGrad).dtype), kTypes);

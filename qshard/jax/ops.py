@@ -120,7 +120,7 @@ class Op:
         """`__call__`, with the primitive's view of operands and results made around it."""
         shapes = tuple(a.shape for a in arrays)
         binding = self._bound(arrays, options)
-        if self.spec.row.splits and options.setdefault("split", binding.split) != binding.split:
+        if self.spec.splits and options.setdefault("split", binding.split) != binding.split:
             raise ValueError(f"{self.spec.name}: split ({options['split']}) is not the form of {shapes}; leave it out")
         logical = list(map(self._factored, self.spec.inputs, arrays, binding.inputs))
         results = self._primitive.bind(*_alike(logical, binding), shapes=shapes, **options)

@@ -319,4 +319,4 @@ def _own_amaxes(x: jax.Array, fmt: Format, cut: Cut) -> WeightScales:
 
 def _check_float(op: str, name: str, x: Any) -> None:
     """Raises the TypeError of the ops that read high precision, in the words of a public function's caller."""
-    OpSpec.parse(op, f"{name} -> y", "*lead -> *lead", "float -> float32").results([()], [str(jnp.result_type(x))], {})
+    OpSpec(op, f"{name}: float *lead -> y: float32 *lead").results([()], [str(jnp.result_type(x))], {})

@@ -36,7 +36,7 @@ def check_op(spec: OpSpec) -> None:
     for number in range(min(max(count, LEAST), MOST)):
         _ffi.set_num_threads(1 + number % 3)
         op_calls.check(filled(draw(spec, number), number))
-    if not spec.row.many:
+    if not spec.many:
         for number in range(24):
             op_calls.check(filled(draw(spec, number, lengths=WIDE), number), ("plain", "odd"))
         for number in range(min(count, 9)):

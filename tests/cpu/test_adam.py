@@ -12,7 +12,7 @@ from qshard.torch_bridge.ops import call_in_place  # noqa: E402
 
 SCALED = ("float16", "float8_e4m3fn", "float8_e5m2")
 STATES = ("float32", "bfloat16", *SCALED)
-ATTRIBUTES = {"decay": "none", "low": "none", "update": False}
+ATTRIBUTES = {"decay": "none", "keeps": "none", "update": False}
 
 
 # --- the reference ---
@@ -228,7 +228,7 @@ def test_errors_say_what_does_not_fit():
 def test_the_extra_bits_have_their_dtypes():
     def call(param, low, attribute):
         state = [[torch.zeros(4)], [], [torch.zeros(4)], []]
-        attributes = {**ATTRIBUTES, "exp_avg_dtype": "float32", "exp_avg_sq_dtype": "float32", "low": attribute}
+        attributes = {**ATTRIBUTES, "exp_avg_dtype": "float32", "exp_avg_sq_dtype": "float32", "keeps": attribute}
         call_in_place("adam", [torch.zeros(1, 10), [torch.zeros(4)], [param], [low], *state], attributes)
 
     with pytest.raises(ValueError, match="which alone takes a remainder"):

@@ -26,6 +26,7 @@ import torch
 
 from qshard import _ffi
 from qshard.formats import ELEMENTS
+from qshard.ops import Operand, OpSpec, multi_table, table
 
 PAGE = mmap.PAGESIZE
 SLOT = 16 * PAGE
@@ -81,7 +82,7 @@ def size_of(dtype: str) -> int:
 class Draw:
     """One call, from a source of random numbers."""
 
-    def __init__(self, row: _ffi.Row, rng: random.Random, arena: Arena):
+    def __init__(self, row: OpSpec, rng: random.Random, arena: Arena):
         self.row, self.rng, self.arena = row, rng, arena
         self.attributes = {name: self.attribute(name, *what) for name, what in row.attributes.items()}
         if row.blocks:
@@ -99,7 +100,7 @@ class Draw:
         self.results: list[torch.Tensor] = []
         self.operands: list[torch.Tensor] = []
 
-    def attribute(self, name: str, kind: str, legal: tuple[Any, ...], least: float, most: float) -> Any:
+    def attribute(self, name: str, kind: str, legal: tuple[Any, ...], least: float, most: float, _: Any) -> Any:
         rng = self.rng
         if legal:
             return int(rng.choice(legal)) if kind == "int" else rng.choice(legal)
@@ -114,9 +115,9 @@ class Draw:
             return int(self.attributes[name])
         return self.sizes.setdefault(name, self.rng.choice([0, 1, 2, 3, 4, 6]))
 
-    def shape(self, operand: dict[str, Any], per_byte: int = 1) -> tuple[int, ...]:
+    def shape(self, operand: Operand, per_byte: int = 1) -> tuple[int, ...]:
         sizes: list[int] = []
-        for term in operand["terms"]:
+        for term in operand.terms:
             if term == "...":
                 sizes += self.sizes["first"][: self.rng.choice([0, 0, 1, 2])]
             elif isinstance(term, str):
@@ -127,15 +128,15 @@ class Draw:
                 sizes.append(math.prod(self.size(name) for name in term))
         if not self.sizes.get("first"):
             majors = []
-            for term in operand["terms"]:
+            for term in operand.terms:
                 majors += self.sizes[term] if isinstance(term, str) and term != "..." else [self.size(term[0])]
             self.sizes["first"] = majors
         if sizes and per_byte > 1:
             sizes[-1] = -(-sizes[-1] // per_byte)
         return tuple(sizes)
 
-    def dtype(self, operand: dict[str, Any], first: str) -> str:
-        kind, rng = operand["dtype"], self.rng
+    def dtype(self, operand: Operand, first: str) -> str:
+        kind, rng = operand.dtype, self.rng
         named = {"code": "element", "scale": "scale_dtype"}.get(kind, kind)
         if named in self.attributes:
             name = self.attributes[named]
@@ -144,7 +145,7 @@ class Draw:
             "float": lambda: rng.choice(["float32", "bfloat16", "float16"]),
             "word": lambda: rng.choice(["uint32", "int32"]),
             "byte": lambda: rng.choice(["uint8", "int8", "float8_e4m3fn"]),
-            "any": lambda: {"remainder": "int16"}.get(self.attributes.get("low"), "float32"),
+            "any": lambda: {"remainder": "int16"}.get(self.attributes.get("keeps"), "float32"),
             "same": lambda: first,
             "packed": lambda: "uint8",
         }.get(kind, lambda: kind)()
@@ -165,12 +166,12 @@ class Draw:
         row = self.row
         shapes, dtypes = [], []
         for operand in row.inputs:
-            per_byte = 2 if operand["dtype"] == "packed" else 1
+            per_byte = 2 if operand.dtype == "packed" else 1
             shapes.append(self.shape(operand, per_byte))
             dtypes.append(self.dtype(operand, dtypes[0] if dtypes else "float32"))
         given = {k: v for k, v in self.attributes.items() if k != "split"}
         try:
-            made, axes, whole = row.bind(shapes, dtypes, given, self.rng.choice(["float32", "bfloat16", "float16"]))
+            made, axes, whole = row.match(shapes, dtypes, given, self.rng.choice(["float32", "bfloat16", "float16"]))
             if self.attributes.get("split"):
                 self.attributes["split"] = whole
                 if whole:
@@ -204,19 +205,19 @@ class Draw:
                 whole = self.attributes["whole"]
                 self.sizes["blocks"] += sum({"none": 0, "tensor": 1, "row": m}[whole] for m, _ in sizes)
         self.sizes |= {"n": self.count, "*rows": [max(1, self.count)]}
-        single = {"first"} | {t for o in row.inputs if not o["many"] for t in o["terms"] if isinstance(t, str)}
+        single = {"first"} | {t for o in row.inputs if not o.many for t in o.terms if isinstance(t, str)}
         kinds: dict[str, str] = {}
         for operand in row.inputs:
-            if operand["many"]:
-                held[operand["name"]] = []
+            if operand.many:
+                held[operand.name] = []
                 continue
-            held[operand["name"]] = [self.tensor(self.shape(operand), self.dtype(operand, "float32"), True)]
+            held[operand.name] = [self.tensor(self.shape(operand), self.dtype(operand, "float32"), True)]
         for i in range(self.count):
             self.sizes = {k: v for k, v in self.sizes.items() if k in single or k in ("n", "blocks")}
             self.sizes["first"] = [1]
             first = "float32"
-            for operand in (o for o in row.inputs if o["many"]):
-                name = operand["name"]
+            for operand in (o for o in row.inputs if o.many):
+                name = operand.name
                 if name == "data_t":
                     self.sizes["*axes_t"] = self.sizes["*axes"][:-2] + self.sizes["*axes"][:-3:-1]
                 elif name == "data" and "shapes" in self.attributes:
@@ -225,26 +226,26 @@ class Draw:
                     self.sizes["*codes"] = [math.prod(sizes[i]) // per_byte]
                 elif name.endswith("scale_inv"):
                     self.sizes["*blocks"] = [-(-math.prod(self.sizes["*axes"]) // 128)]
-                if operand["optional"] and not self.has(name):
+                if operand.optional and not self.has(name):
                     continue
                 shape = self.shape(operand)
-                if operand["dtype"] in ("float", "any"):
+                if operand.dtype in ("float", "any"):
                     first = kinds.setdefault(name, self.dtype(operand, first))
-                    if name == "param" and self.attributes["low"] == "remainder":
+                    if name == "param" and self.attributes["keeps"] == "remainder":
                         first = kinds[name] = "bfloat16"
                     dtype = first
                 else:
                     dtype = self.dtype(operand, first)
                 held[name].append(self.tensor(shape, dtype, True))
-        self.operands = [t for o in row.inputs for t in held[o["name"]]]
-        self.results = [t for o in row.outputs for t in held[o["name"]]]
+        self.operands = [t for o in row.inputs for t in held[o.name]]
+        self.results = [t for o in row.outputs for t in held[o.name]]
 
     def has(self, name: str) -> bool:
         a = self.attributes
         if name == "param":
-            return not a["update"] or a["decay"] != "none" or a["low"] != "none"
+            return not a["update"] or a["decay"] != "none" or a["keeps"] != "none"
         if name == "low":
-            return a["low"] != "none"
+            return a["keeps"] != "none"
         return a[name.removesuffix("_scale_inv") + "_dtype"] not in ("float32", "bfloat16")
 
     def spoil(self) -> None:
@@ -342,7 +343,7 @@ def main() -> None:
     parser.add_argument("--progress", type=Path, help="a file for the number of the call that is being made")
     args = parser.parse_args()
     faulthandler.enable()
-    rows, taken, made = _ffi.ops(), Counter[str](), Counter[str]()
+    rows, taken, made = [*table().values(), *multi_table().values()], Counter[str](), Counter[str]()
     arena = Arena()
     for number in range(args.first, args.first + args.calls):
         if args.progress:

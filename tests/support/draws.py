@@ -80,7 +80,7 @@ def legal(options: dict[str, Any], row: Any) -> bool:
             return False
     elif "scale_dtype" in options and (options.get("eps") or options.get("pow2")):
         return False
-    if options.get("low") == "remainder" and options["update"]:
+    if options.get("keeps") == "remainder" and options["update"]:
         return False
     block = options.get("block_rows"), options.get("block_cols")
     packed = element is E2M1 and row.name.startswith(("quantize_block", "quantize_square"))
@@ -93,16 +93,16 @@ def legal(options: dict[str, Any], row: Any) -> bool:
 def choices(spec: OpSpec) -> list[dict[str, Any]]:
     """Every legal choice of attributes that have few values, and of dtypes, shuffled."""
     values: dict[str, Any] = {}
-    for name, (kind, given, *_) in spec.row.attributes.items():
+    for name, (kind, given, *_) in spec.attributes.items():
         few = given or {"bool": (False, True), "float": (0.0, 0.5)}.get(kind)
         if few:
             values[name] = tuple(map(int, few)) if kind == "int" else few
     if any(operand.dtype == "float" for operand in spec.inputs):
         values["float"] = FLOATS
-    if not spec.row.many and any(operand.dtype == "float" for operand in spec.outputs):
+    if not spec.many and any(operand.dtype == "float" for operand in spec.outputs):
         values["dtype"] = FLOATS
     made = [dict(zip(values, each, strict=True)) for each in itertools.product(*values.values())]
-    made = [each for each in made if legal(each, spec.row)]
+    made = [each for each in made if legal(each, spec)]
     random.Random(spec.name).shuffle(made)
     return made
 
@@ -125,14 +125,14 @@ class _Draw:
         self.spec, self.rng, self.lengths = spec, rng, lengths
         self.small, self.only = max(lengths) < 33, lengths[0] if len(lengths) == 1 else None
         self.float = options.pop("float", "float32")
-        types = spec.row.attributes
+        types = spec.attributes
         if "block_rows" in types:
-            blocks = spec.row.blocks or ([b for b in BLOCKS if max(b) < 33] if self.small else BLOCKS)
+            blocks = spec.blocks or ([b for b in BLOCKS if max(b) < 33] if self.small else BLOCKS)
             if self.only:
                 blocks = [b for b in blocks if all(self.only % (4 * side) == 0 for side in b)]
-            if spec.row.many:
+            if spec.many:
                 blocks = [*blocks, (0, 0), (0, 0)]
-            blocks = [b for b in blocks if legal({**options, "block_rows": b[0], "block_cols": b[1]}, spec.row)]
+            blocks = [b for b in blocks if legal({**options, "block_rows": b[0], "block_cols": b[1]}, spec)]
             options |= dict(zip(("block_rows", "block_cols"), rng.choice(blocks), strict=True))
         options |= {name: rng.choice(NUMBERS[name]) for name in NUMBERS if name in types}
         options |= {name: rng.choice([0, 1, 1, 2]) for name in ("batch", "lead") if name in types}
@@ -146,7 +146,7 @@ class _Draw:
     def call(self) -> Call | None:
         """None if the draw does not fit, by the binder, or is too large."""
         made = Call(self.spec, self.options)
-        if self.spec.row.many:
+        if self.spec.many:
             made.tensors = self._lists()
             return made
         prefix = self.rng.choice([0, 0, 1, 2, 3])
@@ -267,7 +267,7 @@ class _Draw:
         else:
             shapes += [(1,), (127,), (1000,), (0,), ()]
         shapes = [self.rng.choice(shapes) for _ in range(3 * n)]
-        low = options["low"]
+        low = options["keeps"]
         param = {"remainder": "bfloat16", "master": self.float}.get(low, self.rng.choice(FLOATS))
         made = [[((len(shapes) or 1, 10), "float32")], [(s, self.float) for s in shapes]]
         has_param = not options["update"] or options["decay"] != "none" or low != "none"

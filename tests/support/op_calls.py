@@ -28,7 +28,7 @@ def check(made: Call, ways: tuple[str, ...] = WAYS) -> None:
     """Every way to make a call, and both forms of a matrix in blocks, give the bits of the reference."""
     want = oracle(made)
     splits = [False]
-    if made.spec.row.splits and bind(made).split:
+    if made.spec.splits and bind(made).split:
         splits.append(True)
     for way, split in itertools.product(ways, splits):
         got = run(made, way, split=split)
@@ -79,7 +79,7 @@ def placed(
     spec = made.spec
     operands = [[_placed(x, beside) for x in (o if isinstance(o, list) else [o])] for o in made.operands]
     given = {operand.name: tensors for operand, tensors in zip(spec.inputs, operands, strict=True)}
-    if spec.row.many:
+    if spec.many:
         outputs = [given[output.name] for output in spec.outputs]
         if made.options.get("update"):  # Of Adam: a result of its own.
             outputs[0] = [_room(shape, "float32", beside) for shape, _ in made.tensors[1]]

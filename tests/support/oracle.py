@@ -365,11 +365,11 @@ def adam(constants, *lists, **options):
     return [part for parts in zip(*each, strict=True) for part in parts if part is not None]
 
 
-def _adam_tensor(constants, g, p, extra, *states, decay, low, update, exp_avg_dtype, exp_avg_sq_dtype):
-    if low == "remainder":
+def _adam_tensor(constants, g, p, extra, *states, decay, keeps, update, exp_avg_dtype, exp_avg_sq_dtype):
+    if keeps == "remainder":
         exact = adam_reference.join_float32(p, extra)
     else:
-        exact = extra if low == "master" else wide(0 if p is None else p)
+        exact = extra if keeps == "master" else wide(0 if p is None else p)
 
     def in_rows(x):
         return x.reshape(x.shape[0], math.prod(x.shape[1:])) if x.ndim > 1 else x.reshape(1, x.size)
@@ -385,12 +385,12 @@ def _adam_tensor(constants, g, p, extra, *states, decay, low, update, exp_avg_dt
     for x, (dtype, positive) in zip(after, kinds, strict=True):
         data, scale = adam_reference.encode_state(in_rows(x), dtype, positive=positive)
         stored_states += [data.reshape(g.shape), scale]
-    new_low = None if low == "none" else adam_reference.narrow(new, "float32")
-    if low == "remainder":
+    new_low = None if keeps == "none" else adam_reference.narrow(new, "float32")
+    if keeps == "remainder":
         new_p, new_low = adam_reference.split_float32(new)
     elif not update:
         new_p = adam_reference.narrow(new, str(p.dtype))
-    elif low == "master":
+    elif keeps == "master":
         new_p = adam_reference.narrow(wide(adam_reference.narrow(new, str(p.dtype))) - wide(p), "float32")
     else:
         new_p = adam_reference.narrow(-step, "float32")

@@ -257,7 +257,7 @@ def _run(constants: Tensor, members: Sequence[dict[str, Tensor]], decay: str) ->
     low = "none" if "low" not in first else "remainder" if first["low"].dtype == torch.int16 else "master"
     lists = [[_as_bytes(tensors[name]) for tensors in members if name in tensors] for name in _LISTS]
     dtypes = {f"{name}_dtype": dtype_name(first[name].dtype) for name in ("exp_avg", "exp_avg_sq")}
-    call_in_place("adam", [constants, *lists], {"decay": decay, **dtypes, "low": low, "update": False})
+    call_in_place("adam", [constants, *lists], {"decay": decay, **dtypes, "keeps": low, "update": False})
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

@@ -201,7 +201,7 @@ def _step(
         decay=decay,
         exp_avg_dtype=dtypes["exp_avg"],
         exp_avg_sq_dtype=dtypes["exp_avg_sq"],
-        low=low,
+        keeps=low,
         update=True,
     )
     made = dict(zip(_results(dtypes), results, strict=True))
@@ -222,19 +222,16 @@ def _results(operands: Iterable[str]) -> tuple[str, ...]:
 def _op(dtypes: tuple[tuple[str, str], ...]) -> ops.Op:
     """The op `adam` on one tensor as XLA can cut it: constants and scales for every element of the leading axes."""
 
-    def pattern(name: str) -> str:
-        return "*batch *blocks" if name.endswith("scale_inv") else "*batch *run"
+    kinds = {**dict(dtypes), "update": "float32"}
+
+    def operand(name: str) -> str:
+        return f"{name}: {kinds[name]} *batch {'*blocks' if name.endswith('scale_inv') else '*run'}"
 
     names = [name for name, _ in dtypes]
-    kinds = {**dict(dtypes), "update": "float32"}
     results = _results(names)
-    spec = OpSpec.parse(
-        "adam",
-        f"{', '.join(['constants', *names])} -> {', '.join(results)}",
-        f"{', '.join(['*batch 10', *map(pattern, names)])} -> {', '.join(map(pattern, results))}",
-        f"{', '.join(['float32', *(kinds[name] for name in names)])} -> {', '.join(kinds[name] for name in results)}",
-        multi_table()["adam"].row.attribute_types,
-    )
+    operands = ", ".join(["constants: float32 *batch 10", *map(operand, names)])
+    row = f"{operands} -> {', '.join(map(operand, results))}"
+    spec = OpSpec("adam", row, multi_table()["adam"].attribute_types)
     in_place = {names.index(name) + 1: i for i, name in enumerate(results) if name in names}
     return ops.Op(spec, in_place)
 
