@@ -8,8 +8,6 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-__all__ = ["local_of", "wrapped_like"]
-
 
 def local_of(tensor: Tensor) -> Tensor:
     """The tensor of this rank: the very object, to which attributes may belong."""

@@ -28,8 +28,6 @@ from qshard.layout import is_transposed, multiplies_codes
 from qshard.pipeline import Parts
 from qshard.torch_bridge.ops import ops
 
-__all__ = ["Operand", "matmul"]
-
 
 class Operand(NamedTuple):
     """A plane of a matrix `[rows, K]` for `ROWWISE`, or `[K, rows]` for `COLUMNWISE`, K being contracted."""

@@ -20,8 +20,6 @@ from qshard.torch_bridge.ops import ops
 from qshard.torch_bridge.tensor import QuantizedTensor
 from qshard.torch_bridge.words import words
 
-__all__ = ["check_shape", "linear"]
-
 aten = torch.ops.aten
 
 

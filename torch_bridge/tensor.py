@@ -13,8 +13,6 @@ from qshard.layout import PlaneLayout, matrix_shape, plane
 from qshard.pipeline import Parts
 from qshard.torch_bridge.ops import ops
 
-__all__ = ["Plane", "QuantizedTensor", "viewed"]
-
 aten = torch.ops.aten
 
 

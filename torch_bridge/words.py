@@ -9,8 +9,6 @@ from torch import Tensor
 
 from qshard.master import word_pair
 
-__all__ = ["words"]
-
 
 def words(
     op: str, name: str, numbers: int | Sequence[int] | Tensor, device: torch.device, count: int | None = None

@@ -21,8 +21,6 @@ from qshard.jax import steps
 from qshard.jax.cuts import Cut, matrix_of, shaped
 from qshard.layout import is_transposed, stored_block
 
-__all__ = ["Plane", "QuantizedArray", "plane_values"]
-
 
 class Plane(pipeline.Parts):
     """The codes of a tensor and the scales that decode them, in the shapes of `qshard.layout.plane`.

@@ -22,21 +22,6 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from qshard.jax.ops import names_of, reshaped
 from qshard.layout import Shape
 
-__all__ = [
-    "AxisName",
-    "Cut",
-    "Spec",
-    "as_bits",
-    "as_float",
-    "axes_of",
-    "cuts_rows",
-    "matrix_of",
-    "max_over",
-    "shaped",
-    "spec_of",
-    "vary_alike",
-]
-
 AxisName = str | Sequence[str] | None
 Spec = PartitionSpec | NamedSharding | None
 

@@ -18,8 +18,6 @@ from qshard.jax.array import Plane, QuantizedArray
 from qshard.jax.cuts import Cut, Spec
 from qshard.layout import is_transposed, stored_block
 
-__all__ = ["CodedWeight", "CutWeight", "Shards", "cut_of", "gather", "not_before"]
-
 
 def gather(q: QuantizedArray, axis_name: str, *, spec: Spec = None) -> QuantizedArray:
     """Gives every device the whole of a tensor that is cut along a mesh axis. Codes travel, never values.

@@ -25,8 +25,6 @@ from qshard.jax.words import Seed, seed_words, words_of
 from qshard.layout import multiplies_codes, source
 from qshard.recipes import ROLE_SEEDS, Recipe, Role
 
-__all__ = ["gathered_weight", "linear"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class _Config:

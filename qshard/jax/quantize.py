@@ -18,13 +18,6 @@ from qshard.jax.words import Seed, seed_words, words_of, words_plus, words_times
 from qshard.ops import OpSpec
 from qshard.recipes import Recipe, Role
 
-__all__ = [
-    "WeightScales",
-    "compute_scales",
-    "quantize",
-    "quantized",
-]
-
 
 class WeightScales(NamedTuple):
     """What the shards of a tensor have in common, from `compute_scales`; None where a format has no such thing.

@@ -10,8 +10,6 @@ import numpy as np
 
 from qshard.master import word_pair
 
-__all__ = ["Seed", "Words", "seed_words", "words_of", "words_plus", "words_times"]
-
 Seed = jax.Array | int | None
 Words = tuple[jax.Array, jax.Array]
 """Arrays of low words and of high words."""

@@ -28,8 +28,6 @@ from qshard.jax.optim.master import cast_master
 from qshard.layout import Shape, plane
 from qshard.master import MasterPlan, plan_master, plan_shards
 
-__all__ = ["ZeroPlan", "plan_zero"]
-
 
 @dataclass(frozen=True)
 class _Leaf:

@@ -67,8 +67,6 @@ from qshard.torch_bridge.quantize import max_over_ranks
 from qshard.torch_bridge.slice_ops import SliceOps
 from qshard.torch_bridge.words import words
 
-__all__ = ["ScaleState", "ShardOf", "Status", "update_scales"]
-
 
 class Status(enum.Enum):
     """Whether scales are current. The table at the top of this file says who moves a weight from one to another."""

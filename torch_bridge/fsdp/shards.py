@@ -25,8 +25,6 @@ from qshard.torch_bridge.ops import call_in_place, dtype_name, into, ops
 from qshard.torch_bridge.tensor import QuantizedTensor
 from qshard.torch_bridge.words import words
 
-__all__ = ["ShardPlan"]
-
 
 class ShardPlan:
     """How one weight is cut, and which part of it the shard of this rank is. Made once, then looked up.

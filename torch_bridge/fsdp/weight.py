@@ -22,8 +22,6 @@ from qshard.torch_bridge.fsdp.shards import ShardPlan
 from qshard.torch_bridge.ops import into
 from qshard.torch_bridge.tensor import QuantizedTensor
 
-__all__ = ["ShardedWeight", "memory_of", "plain", "wrap"]
-
 aten = torch.ops.aten
 
 

@@ -18,8 +18,6 @@ from qshard.torch_bridge.fsdp.weight import memory_of
 from qshard.torch_bridge.ops import call_in_place, dtype_name
 from qshard.torch_bridge.tensor import QuantizedTensor
 
-__all__ = ["SCALED", "Adam", "AdamW"]
-
 SCALED = tuple(getattr(torch, name) for name in adam.SCALED)
 STATES = tuple(getattr(torch, name) for name in adam.STATES)
 

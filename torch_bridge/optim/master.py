@@ -24,8 +24,6 @@ from qshard.torch_bridge.slice_ops import SliceOps
 from qshard.torch_bridge.tensor import QuantizedTensor
 from qshard.torch_bridge.words import words
 
-__all__ = ["CastPlan", "cast_master", "update_columnwise"]
-
 Parity = Literal["master", "model"]
 
 

@@ -15,8 +15,6 @@ from qshard.master import FlatShards, piece_bytes
 from qshard.pipeline import Parts
 from qshard.torch_bridge.tensor import QuantizedTensor
 
-__all__ = ["QuantizedSlice", "gather_slices", "join_pieces"]
-
 
 @dataclass(eq=False)
 class QuantizedSlice:

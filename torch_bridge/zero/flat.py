@@ -31,8 +31,6 @@ from qshard.torch_bridge.fsdp.weight import memory_of
 from qshard.torch_bridge.optim.slices import QuantizedSlice, gather_parts
 from qshard.torch_bridge.tensor import QuantizedTensor
 
-__all__ = ["Flat", "Ranks", "Weight"]
-
 ALIGNMENT = 16  # bytes: whole elements of every dtype, and what vector loads want
 BLOCK_ALIGNMENT = BLOCK * torch.float32.itemsize  # bytes: whole blocks of elements of every dtype
 

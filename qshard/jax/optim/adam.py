@@ -17,8 +17,6 @@ from qshard.jax import ops
 from qshard.jax.steps import reshape_as, split_rows
 from qshard.ops import OpSpec, multi_table
 
-__all__ = ["AdamState", "ScaledState", "Transformation", "adam", "adamw"]
-
 _FLOATS_16 = ("bfloat16", "float16")
 
 

@@ -24,8 +24,6 @@ from qshard.jax.words import Seed, seed_words, words_of
 from qshard.layout import Shape
 from qshard.master import MasterPlan, piece_bytes
 
-__all__ = ["cast_master", "join_pieces"]
-
 Start = int | jax.Array
 
 
