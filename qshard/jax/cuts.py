@@ -111,11 +111,9 @@ class Cut:
 
     @property
     def shards(self) -> tuple[int, int]:
-        """How many shards the matrix has along each axis."""
         return self.count(self.row_axes), self.count(self.col_axes)
 
     def count(self, axes: tuple[str, ...]) -> int:
-        """How many shards some mesh axes make."""
         return math.prod(int(self.mesh.shape.get(name, 1)) for name in axes)
 
     @property
@@ -124,7 +122,6 @@ class Cut:
 
     @property
     def transposed(self) -> Cut:
-        """That of the transpose of the matrix."""
         return dataclasses.replace(self, entries=(self.col_axes, self.row_axes))
 
     def whole(self, shape: Shape) -> Shape:
@@ -190,7 +187,6 @@ class Cut:
 
 
 def axes_of(axis_name: AxisName) -> tuple[str, ...]:
-    """Mesh axes as a static argument."""
     return () if axis_name is None else (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
 
 
@@ -245,7 +241,6 @@ def cuts_rows(x: jax.Array, spec: Spec = None) -> bool:
 
 
 def _ends(first: Any, last: Any, ndim: int) -> tuple[Any, ...]:
-    """Entries of a PartitionSpec that cut the first and the last of `ndim` axes."""
     return (first, *[None] * (ndim - 2), last) if ndim > 1 else (last,)[:ndim]
 
 

@@ -92,7 +92,6 @@ def row_product(
 
 
 def _values(q: QuantizedArray, stored: Usage, contracted: Usage) -> tuple[jax.Array, tuple[int, ...]]:
-    """Values as bfloat16, and their axes to contract."""
     values = plane_values(q.plane(stored), q.format, stored, "bfloat16", len(q.axes))
     last = values.ndim - 1
     turned = is_transposed(q.format, stored)

@@ -45,12 +45,7 @@ def words_times(a: jax.Array, number: int) -> Words:
 
 
 def seed_words(op: str, seed: Any) -> Any:
-    """A seed as two words, and None as it is.
-
-    Raises:
-      TypeError: it is not an integer, two words or a key.
-      ValueError: an int is not in [0, 2**64).
-    """
+    """A seed as two words, and None as it is."""
     if seed is None:
         return None
     dtype, shape = getattr(seed, "dtype", None), getattr(seed, "shape", ())

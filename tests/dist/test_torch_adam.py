@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -11,7 +10,6 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from qshard import reference
 from qshard.formats import FP8_E4M3, Usage
-from qshard.layout import shard_rows
 from qshard.recipes import CurrentScaling
 from qshard.torch_bridge import Adam, convert
 from support import torch_ranks
@@ -73,9 +71,8 @@ def local_of(tensor):
 
 def assert_is_shard_of(model, optimizer, whole, whole_optimizer):
     """The parameters of this rank and all of their states are the rows of those of the whole model."""
-    rank, world = dist.get_rank(), dist.get_world_size()
     for (name, p), q in zip(model.named_parameters(), whole.parameters(), strict=True):
-        rows = shard_rows(q.shape[0], world, rank)
+        rows = torch_ranks.own_rows(q.shape[0])
         a, b = optimizer.state[p], whole_optimizer.state[q]
         assert a.keys() == b.keys()
         for key, ours, theirs in [("parameter", p, q), *((key, a[key], b[key]) for key in a)]:
@@ -85,7 +82,7 @@ def assert_is_shard_of(model, optimizer, whole, whole_optimizer):
                 continue
             assert type(ours) is DTensor or key == "parameter"
             assert ours.shape == theirs.shape, f"{key} of {name}"
-            assert torch.equal(local_of(ours), local_of(theirs)[rows.start : rows.stop]), f"{key} of {name}"
+            assert torch.equal(local_of(ours), local_of(theirs)[rows]), f"{key} of {name}"
 
 
 def updates(dtype, settings):

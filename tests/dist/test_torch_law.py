@@ -10,7 +10,7 @@ from torch.distributed.tensor import Shard
 
 from qshard import reference
 from qshard.formats import FP8_E4M3, FP8_E5M2, MXFP8_E4M3, NVFP4, MXFP8_32x32, NVFP4_16x16, Usage
-from qshard.layout import plane, shard_rows
+from qshard.layout import plane
 from qshard.recipes import CurrentScaling, Recipe
 from qshard.torch_bridge import QuantizedTensor, convert, quantize, update_scales
 from support import torch_ranks
@@ -153,8 +153,8 @@ def gather_from_meta(fmt):
     shard(convert(model, recipe_of(fmt))).to_empty(device=torch_ranks.device)
     with torch.no_grad():
         for layer, w in zip(model, values, strict=True):
-            local = shard_rows(w.shape[0], dist.get_world_size(), dist.get_rank())
-            layer.weight.to_local().copy_(FRONT.array(w[local.start : local.stop]))
+            local = torch_ranks.own_rows(w.shape[0])
+            layer.weight.to_local().copy_(FRONT.array(w[local]))
     assert_gathers(model, values, fmt)
     with torch.no_grad():
         for layer in model:
@@ -171,8 +171,7 @@ def test_models_made_without_memory(world, fmt):
 
 def quantize_in_group(kinds):
     for w in weights_of(FP8_E4M3, kinds):
-        part = shard_rows(w.shape[0], dist.get_world_size(), dist.get_rank())
-        rows = slice(part.start, part.stop)
+        rows = torch_ranks.own_rows(w.shape[0])
         q = quantize(FRONT.array(w[rows]).to(torch_ranks.device), FP8_E4M3, group=dist.group.WORLD)
         expected = reference.quantize(w, FP8_E4M3, Usage.ROWWISE).rowwise
         assert_bits_equal(FRONT.numpy(q.rowwise.data), expected.data[rows])

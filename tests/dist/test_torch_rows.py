@@ -6,7 +6,6 @@ import torch.distributed as dist
 
 from qshard import reference
 from qshard.formats import NVFP4, Usage
-from qshard.layout import shard_rows
 from qshard.torch_bridge import gather_slices, quantize
 from support import torch_ranks
 from support.awkward import TAME, assert_bits_equal, awkward_values
@@ -19,12 +18,12 @@ BY_ROW = [NVFP4.with_options(global_scale="row"), NVFP4.with_options(global_scal
 
 def quantize_rows(rows, fmt):
     x = awkward_values((rows, 64), 3, kinds=TAME) * np.float32(2.0) ** np.arange(rows)[:, None]
-    part = shard_rows(rows, dist.get_world_size(), dist.get_rank())
-    mine = FRONT.array(x[part.start : part.stop].astype(np.float32)).to(torch_ranks.device)
+    part = torch_ranks.own_rows(rows)
+    mine = FRONT.array(x[part].astype(np.float32)).to(torch_ranks.device)
     q = quantize(mine, fmt, group=dist.group.WORLD).rowwise
     whole = reference.quantize(x.astype(np.float32), fmt, Usage.ROWWISE).rowwise
     for name in ("data", "scale_inv", "global_scale_inv"):
-        assert_bits_equal(FRONT.numpy(getattr(q, name)), getattr(whole, name)[part.start : part.stop], name)
+        assert_bits_equal(FRONT.numpy(getattr(q, name)), getattr(whole, name)[part], name)
 
 
 @pytest.mark.parametrize("world", [2, 3])

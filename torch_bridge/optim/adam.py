@@ -244,8 +244,6 @@ class AdamW(Adam):
 
 
 class _AsItIs:
-    """Holds a tensor that load_state_dict is not to cast."""
-
     def __init__(self, tensor: Tensor):
         self.tensor = tensor
 
@@ -263,7 +261,6 @@ def _as_bytes(tensor: Tensor) -> Tensor:
 
 
 def _initialize(state: dict[str, Any], parameter: Tensor, group: dict[str, Any]) -> None:
-    """Adds what a state lacks."""
     memory = memory_of(parameter)
 
     def zeros(dtype: torch.dtype) -> Tensor:
@@ -293,7 +290,6 @@ def _initialize(state: dict[str, Any], parameter: Tensor, group: dict[str, Any])
 
 
 def _blocks(shape: Sequence[int]) -> tuple[int, int]:
-    """The shape of the scales of a state: one for every block of a row."""
     return shape[0], -(-math.prod(shape[1:]) // adam.BLOCK)
 
 
