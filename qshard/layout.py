@@ -60,7 +60,6 @@ class PlaneLayout:
 
     @property
     def rotated(self) -> bool:
-        """Whether the plane is of `x` rotated along its columns."""
         return self.format.hadamard and self.usage is Usage.COLUMNWISE
 
     @property
@@ -214,33 +213,6 @@ def slice_plane(fmt: Format, shape: Shape, usage: Usage, *, op: str) -> PlaneLay
     if fmt.slice_refusal is not None:
         raise ValueError(f"{op}: slices of {fmt} cannot be cast: {fmt.slice_refusal}; quantize whole blocks")
     return where
-
-
-@dataclass(frozen=True)
-class ShardSlice:
-    """The rows `[start, stop)` that one rank holds, of `padded` that every rank's buffer has room for.
-
-    Ranks past the end hold no row and still take part in every collective.
-    """
-
-    start: int
-    stop: int
-    padded: int
-
-
-def shard_rows(rows: int, world_size: int, rank: int) -> ShardSlice:
-    """The rows of one rank when ranks in order take `ceil(rows / world_size)` each, as FSDP2 and `torch.chunk` cut.
-
-    Raises:
-      ValueError: `rank` is not one of the ranks.
-
-    >>> shard_rows(5, 4, 2), shard_rows(5, 4, 3)
-    (ShardSlice(start=4, stop=5, padded=2), ShardSlice(start=5, stop=5, padded=2))
-    """
-    if not 0 <= rank < world_size:
-        raise ValueError(f"shard_rows: rank ({rank}) is not in [0, {world_size}); give the rank in its own group")
-    padded = _ceil(rows, world_size)
-    return ShardSlice(min(rows, rank * padded), min(rows, (rank + 1) * padded), padded)
 
 
 def _ceil(size: int, unit: int) -> int:

@@ -30,7 +30,7 @@ from typing import Any
 from qshard import pipeline
 from qshard.formats import Format, Usage
 from qshard.layout import PlaneLayout, Shape, matrix_shape, slice_plane
-from qshard.pipeline import Parts, Scales
+from qshard.pipeline import Plane, Scales
 
 Array = Any
 _FLOATS = ("float32", "bfloat16", "float16")
@@ -44,11 +44,8 @@ class Bucket:
     the amaxes of all tensors, or of all rows.
 
     Attributes:
-      fmt, usage: of the planes.
-      dtype: of the masters.
-      rounded_to: the dtype that masters are rounded to first.
-      indices: of the weights in the plan.
-      planes: of the weights.
+      dtype, rounded_to: of the masters, and what they are rounded to first.
+      indices, planes: of the weights in the plan.
       begin: where the amaxes of this bucket begin in the buffer of all.
     """
 
@@ -96,7 +93,6 @@ class Bucket:
         return list(zip(grids, wholes, strict=True))
 
     def split_scales(self, made: Scales) -> list[Scales]:
-        """The scales of each weight."""
         encoding, stored = self.split(made.scale, None), self.split(made.scale_inv, made.global_scale_inv)
         return [Scales(scale, *each) for (scale, _), each in zip(encoding, stored, strict=True)]
 
@@ -116,10 +112,7 @@ class Bucket:
 class MasterPlan:
     """What `cast_master` knows of the weights before it sees one: made once, the same on every rank.
 
-    Attributes:
-      shapes, formats, usages: of each weight and its plane.
-      dtypes: of each master.
-      buckets: weights that share calls, in the order in which each rank makes them.
+    Its buckets are weights that share calls, in the order in which each rank makes them.
     """
 
     shapes: tuple[Shape, ...]
@@ -194,7 +187,7 @@ def cast_master(
     plan: MasterPlan,
     pieces: bool = False,
     seeds: Array | None = None,
-) -> list[Parts]:
+) -> list[Plane]:
     """The codes of the slices, written into `data`, and the scales of the whole weights.
 
     Args:
@@ -225,18 +218,17 @@ def cast_master(
     found = amaxes(ops, plan, masters, starts)
     made = scales(ops, plan, found if reduce_max is None else reduce_max(found))
     codes = cast(ops, plan, data, masters, starts, [each.scale for each in made], pieces=pieces, seeds=seeds)
-    results: dict[int, Parts] = {}
+    results: dict[int, Plane] = {}
     for bucket, of_bucket, changed in zip(plan.buckets, made, codes, strict=True):
         for i, each, of in zip(bucket.indices, changed, bucket.split_scales(of_bucket), strict=True):
-            results[i] = Parts(each, of.scale_inv, of.global_scale_inv)
+            results[i] = Plane(each, of.scale_inv, of.global_scale_inv)
     return [results[i] for i in range(len(plan.shapes))]
 
 
 def amaxes(ops: Any, plan: MasterPlan, masters: Sequence[Array], starts: Array) -> Array:
     """What a rank knows of the amaxes of all weights, to be max-reduced over ranks: `plan.amaxes` of them, fp32.
 
-    Args:
-      ops, plan, masters, starts: as for `cast_master`, of one weight at least.
+    The arguments are those of `cast_master`, of one weight at least.
     """
     found = [
         ops.amax_slices(
@@ -273,11 +265,9 @@ def cast(
     pieces: bool = False,
     seeds: Array | None = None,
 ) -> list[Sequence[Array]]:
-    """The codes of the slices of each bucket, written into `data`.
+    """The codes of the slices of each bucket, written into `data`, under `Scales.scale` of each bucket.
 
-    Args:
-      scales: of each bucket, what encodes its blocks, one after the other: `Scales.scale`.
-      ops, plan, data, masters, starts, pieces, seeds: as for `cast_master`.
+    All other arguments are those of `cast_master`.
     """
     codes = []
     for bucket, scale in zip(plan.buckets, scales, strict=True):
@@ -361,14 +351,7 @@ def piece_bytes(fmt: Format, length: int) -> int:
 
 
 def word_pair(what: str, number: int) -> tuple[int, int]:
-    """A start or a seed of 64 bits as ops take it: two words of 32 bits, the low one first.
-
-    Args:
-      what: names the number in an error.
-      number: not of an array: to look at one on a device would be to wait for it.
-
-    Raises:
-      ValueError: it is not in [0, 2**64).
+    """A start or a seed of 64 bits as ops take it: two words of 32 bits, the low one first. `what` names it in errors.
 
     >>> word_pair("quantize: seed", 2**32 + 5)
     (5, 1)

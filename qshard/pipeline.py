@@ -25,8 +25,16 @@ Array = Any
 Reduce = Callable[[Array], Array]
 
 
-class Parts(NamedTuple):
-    """The arrays of one plane, as they are stored."""
+class Plane(NamedTuple):
+    """What one GEMM reads of a quantized tensor: codes and scales. `qshard.layout` has the shapes.
+
+    Inside of `qshard.torch_bridge`, codes and one-byte scales are uint8.
+
+    Attributes:
+      data: codes in the element's own dtype; codes of 4 bits are packed, two a uint8.
+      scale_inv: `value = data * scale_inv`, in its own dtype: float32, float8_e8m0fnu or float8_e4m3fn.
+      global_scale_inv: float32, a second factor of formats that have one: of the tensor, or of each row. Else None.
+    """
 
     data: Array
     scale_inv: Array
@@ -70,14 +78,11 @@ def quantize(
     reduce_max: Reduce | None = None,
     draws: Draws | None = None,
     given: Scales | None = None,
-) -> dict[Usage, Parts]:
+) -> dict[Usage, Plane]:
     """The planes of `x`, each from as few reads of it as its formula allows.
 
     Args:
-      ops: of the front end.
       x: float32, bfloat16 or float16 `[M, K]`, or `[*lead, K]` if only `ROWWISE` is asked for and a block has one row.
-      fmt: the format.
-      usage: the planes to make.
       reduce_max: what merges the amax of `x` with those of the other shards of a tensor, where one fp32 scale, or one
         global scale, serves all of them. Blocks are those of `x`: see `block_amax` for those that shards cut.
       draws: of stochastic rounding; needed by it alone.
@@ -156,7 +161,7 @@ def cast(ops: Any, x: Array, fmt: Format, scale: Array, block: tuple[int, int], 
 
 def quantize_delayed(
     ops: Any, x: Array, fmt: Format, usage: Usage, scale: Array, scale_inv: Array
-) -> tuple[dict[Usage, Parts], Array]:
+) -> tuple[dict[Usage, Plane], Array]:
     """The planes of `x` under a scale of earlier steps, and the amax of `x`, from one read of it."""
     options: dict[str, Any] = {"element": fmt.element.name, "nonfinite": fmt.nonfinite, "lead": 0}
     if usage is Usage.ROWWISE:
@@ -167,7 +172,7 @@ def quantize_delayed(
 
 
 def dequantize(
-    ops: Any, parts: Parts, fmt: Format, usage: Usage, dtype: Any, *, block: tuple[int, int] | None = None
+    ops: Any, parts: Plane, fmt: Format, usage: Usage, dtype: Any, *, block: tuple[int, int] | None = None
 ) -> Array:
     """The values of a plane, in the order in which it is stored. `dtype` is as the front end names it.
 
@@ -185,7 +190,7 @@ def dequantize(
     )
 
 
-def transposed(ops: Any, parts: Parts, fmt: Format) -> Parts:
+def transposed(ops: Any, parts: Plane, fmt: Format) -> Plane:
     """The columnwise plane from the rowwise one, or back, where both hold the same numbers: one scale or squares."""
     if fmt.block is None:
         return parts._replace(data=ops.transpose(parts.data, batch=parts.data.ndim - 2))
@@ -194,20 +199,20 @@ def transposed(ops: Any, parts: Parts, fmt: Format) -> Parts:
     return parts._replace(data=data_t, scale_inv=scale_inv_t)
 
 
-def without_added_rows(parts: Parts, fmt: Format, rows: int) -> Parts:
+def without_added_rows(parts: Plane, fmt: Format, rows: int) -> Plane:
     """A rowwise plane of a matrix without the rows after `rows`: zeros, which `Recipe.added_rows` asked for."""
     data, scale_inv, global_scale_inv = parts
     if fmt.block is not None:
         scale_inv = scale_inv[: -(-rows // fmt.block[0])]
     if global_scale_inv is not None and fmt.scaling.global_scale == "row":
         global_scale_inv = global_scale_inv[:rows]
-    return Parts(data[:rows], scale_inv, global_scale_inv)
+    return Plane(data[:rows], scale_inv, global_scale_inv)
 
 
-def _of_one_scale(codes: Sequence[Array], usage: Usage, scale_inv: Array) -> dict[Usage, Parts]:
+def _of_one_scale(codes: Sequence[Array], usage: Usage, scale_inv: Array) -> dict[Usage, Plane]:
     """The planes asked for, of codes of the rowwise one, or of both."""
     made = zip(Usage.BOTH.planes, codes, strict=False)
-    return {each: Parts(data, scale_inv) for each, data in made if each in usage.planes}
+    return {each: Plane(data, scale_inv) for each, data in made if each in usage.planes}
 
 
 def _global_scale_inv(ops: Any, fmt: Format, whole: Array | None) -> Array | None:
@@ -216,7 +221,7 @@ def _global_scale_inv(ops: Any, fmt: Format, whole: Array | None) -> Array | Non
     return ops.global_scale_nvfp4(whole, scale_max=fmt.scaling.scale_max)[1]
 
 
-def _in_steps(ops: Any, x: Array, fmt: Format, usage: Usage, whole: Array | None, draws: Draws | None) -> Parts:
+def _in_steps(ops: Any, x: Array, fmt: Format, usage: Usage, whole: Array | None, draws: Draws | None) -> Plane:
     """A plane through amaxes, scales and codes: several reads of `x`."""
     block = stored_block(fmt, usage)
     assert block is not None
@@ -238,10 +243,10 @@ def _in_steps(ops: Any, x: Array, fmt: Format, usage: Usage, whole: Array | None
             block_cols=block[1],
         )
         made = Scales(scale, scale_inv, _global_scale_inv(ops, fmt, whole))
-    return Parts(cast(ops, x, fmt, made.scale, block, draws), made.scale_inv, made.global_scale_inv)
+    return Plane(cast(ops, x, fmt, made.scale, block, draws), made.scale_inv, made.global_scale_inv)
 
 
-def _fused(ops: Any, x: Array, fmt: Format, usage: Usage, whole: Array | None) -> dict[Usage, Parts]:
+def _fused(ops: Any, x: Array, fmt: Format, usage: Usage, whole: Array | None) -> dict[Usage, Plane]:
     """Planes from one read of `x`, after that for `whole`."""
     if fmt.scaling.global_scale is not None:
         family, operands = "quantize_nvfp4", [x, whole]
@@ -267,7 +272,7 @@ def _fused(ops: Any, x: Array, fmt: Format, usage: Usage, whole: Array | None) -
     made = getattr(ops, op)(*operands, block_rows=block[0], block_cols=block[1], **options)
     global_scale_inv = _global_scale_inv(ops, fmt, whole)
     pairs = zip(usage.planes, made[::2], made[1::2], strict=True)
-    return {each: Parts(data, scale_inv, global_scale_inv) for each, data, scale_inv in pairs}
+    return {each: Plane(data, scale_inv, global_scale_inv) for each, data, scale_inv in pairs}
 
 
 # The ops that make both planes: of square blocks, of vectors that are stored transposed, and in the order of `x`.

@@ -119,10 +119,7 @@ class Recipe:
         `dw` contracts the rows of the activation and of the gradient, so both get those that either needs, in the
         planes that it may read. Zeros change no amax, and add nothing to a product.
 
-        Args:
-          role: WEIGHT gets none: what it is multiplied with would have to grow too.
-          usage: the planes to make.
-          rows: that there are.
+        A weight gets none: what it is multiplied with would have to grow too.
 
         >>> [MXFP8().added_rows(Role.ACTIVATION, usage, 40) for usage in (Usage.ROWWISE, Usage.BOTH)]
         [0, 24]

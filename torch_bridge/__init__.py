@@ -14,6 +14,7 @@ Importing it makes `torch.ops.qshard.<op>`, the same kernels as operators.
 if __name__ != "qshard.torch_bridge":
     raise ImportError(f"{__name__} is not the name of this package; write `import qshard.torch_bridge`")
 
+from qshard.pipeline import Plane
 from qshard.torch_bridge.convert import convert
 from qshard.torch_bridge.delayed import DelayedScale, update_delayed
 from qshard.torch_bridge.fsdp.scales import update_scales
@@ -24,7 +25,7 @@ from qshard.torch_bridge.optim.adam import Adam, AdamW
 from qshard.torch_bridge.optim.master import CastPlan, cast_master, update_columnwise
 from qshard.torch_bridge.optim.slices import QuantizedSlice, gather_slices, join_pieces
 from qshard.torch_bridge.quantize import quantize
-from qshard.torch_bridge.tensor import Plane, QuantizedTensor
+from qshard.torch_bridge.tensor import QuantizedTensor
 from qshard.torch_bridge.zero.optimizer import ZeroOptimizer
 
 __all__ = [

@@ -12,8 +12,6 @@ from qshard.recipes import Recipe
 from qshard.torch_bridge.linear import check_shape
 from qshard.torch_bridge.nn import Linear, coded
 
-__all__ = ["convert"]
-
 
 def convert(model: nn.Module, recipe: Recipe, filter: Callable[[nn.Linear, str], bool] | None = None) -> nn.Module:
     """Turns every `nn.Linear` in `model` into a `Linear`, in place: same module objects, hooks, names and values.

@@ -13,8 +13,6 @@ from qshard.recipes import DelayedScaling, Recipe, Role
 from qshard.torch_bridge.ops import ops
 from qshard.torch_bridge.quantize import max_over_ranks
 
-__all__ = ["DelayedScale", "update_delayed"]
-
 
 class DelayedScale(nn.Module):
     """What one tensor of a layer carries from step to step. All of it is fp32, whatever the model is moved to.

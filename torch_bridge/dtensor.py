@@ -8,8 +8,6 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-__all__ = ["local_of", "wrapped_like"]
-
 
 def local_of(tensor: Tensor) -> Tensor:
     """The tensor of this rank: the very object, to which attributes may belong."""
@@ -20,8 +18,7 @@ def local_of(tensor: Tensor) -> Tensor:
 def wrapped_like(tensor: Tensor, local: Tensor, shape: Sequence[int] | None = None) -> Tensor:
     """`local` as what this rank holds of a tensor that is cut as `tensor` is; `local` itself if that is no DTensor.
 
-    Args:
-      shape: of the whole, row-major. None: `tensor` has its shape and strides.
+    `shape` is that of the whole, if it is not that of `tensor`.
     """
     if not isinstance(tensor, DTensor):
         return local

@@ -25,17 +25,15 @@ from torch import Tensor
 from qshard import pipeline
 from qshard.formats import E4M3, E5M2, Format, Usage
 from qshard.layout import is_transposed, multiplies_codes
-from qshard.pipeline import Parts
+from qshard.pipeline import Plane
 from qshard.torch_bridge.ops import ops
-
-__all__ = ["Operand", "matmul"]
 
 
 class Operand(NamedTuple):
     """A plane of a matrix `[rows, K]` for `ROWWISE`, or `[K, rows]` for `COLUMNWISE`, K being contracted."""
 
     format: Format
-    parts: Parts
+    parts: Plane
     usage: Usage = Usage.ROWWISE
 
     def values(self, dtype: torch.dtype) -> Tensor:
@@ -52,17 +50,9 @@ class Operand(NamedTuple):
 
 
 def matmul(a: Operand, b: Operand, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
-    """`a @ b.T`, contracted over the axis that blocks run along.
+    """`a @ b.T`, contracted over the axis that blocks run along: `[M, N]`, in float32, bfloat16 or float16.
 
-    Args:
-      a: `[M, K]`.
-      b: `[N, K]`.
-      dtype: of the result: float32, bfloat16 or float16.
-      fast: let tensor cores keep fewer bits while they sum, as is usual in the forward pass. It changes nothing
-        elsewhere.
-
-    Returns:
-      `[M, N]`.
+    `fast` lets tensor cores keep fewer bits while they sum, as is usual in the forward pass.
     """
     if _runs_on_tensor_cores(a, b):
         return torch._scaled_mm(

@@ -11,7 +11,7 @@ from torch import Tensor
 from qshard import pipeline
 from qshard.formats import Format, Usage
 from qshard.layout import plane, source
-from qshard.pipeline import Draws, Parts
+from qshard.pipeline import Draws, Plane
 from qshard.recipes import ROLE_SEEDS, Recipe, Role
 from qshard.torch_bridge.delayed import DelayedScale
 from qshard.torch_bridge.fsdp.weight import ShardedWeight
@@ -19,8 +19,6 @@ from qshard.torch_bridge.gemm import Operand, matmul
 from qshard.torch_bridge.ops import ops
 from qshard.torch_bridge.tensor import QuantizedTensor
 from qshard.torch_bridge.words import words
-
-__all__ = ["check_shape", "linear"]
 
 aten = torch.ops.aten
 
@@ -128,7 +126,7 @@ class _Linear(torch.autograd.Function):
             amaxes = amaxes + amax
         # A gathered weight is kept as it is: FSDP2 frees its memory, and fills it with the same codes before backward.
         kept = ws.get(Usage.COLUMNWISE, ws[Usage.ROWWISE])
-        no_plane = (None,) * len(Parts._fields)
+        no_plane = (None,) * len(Plane._fields)
         x_parts = xs[Usage.COLUMNWISE].parts if grad_w else no_plane
         ctx.save_for_backward(*x_parts, *kept.parts, seed)
         ctx.recipe, ctx.w_format, ctx.w_usage = recipe, kept.format, kept.usage
@@ -143,7 +141,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         *saved, seed = ctx.saved_tensors
-        half = len(Parts._fields)
+        half = len(Plane._fields)
         need_x, need_w = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
         usage = Usage.BOTH if need_x and need_w else Usage.ROWWISE if need_x else Usage.COLUMNWISE
         grad = grad.reshape(-1, grad.shape[-1]).contiguous()
@@ -153,13 +151,13 @@ class _Linear(torch.autograd.Function):
             noted.copy_(torch.maximum(noted, amax))
         grad_x = grad_w = None
         if need_x:
-            w = Parts(*saved[half:])
+            w = Plane(*saved[half:])
             if ctx.w_usage is Usage.ROWWISE:
                 w = pipeline.transposed(ops, w, ctx.w_format)
             grad_x = matmul(dys[Usage.ROWWISE], Operand(ctx.w_format, w, Usage.COLUMNWISE), ctx.dtype)
             grad_x = grad_x.view(ctx.x_shape)
         if need_w:
-            x = Operand(ctx.recipe.format(Role.ACTIVATION), Parts(*saved[:half]), Usage.COLUMNWISE)
+            x = Operand(ctx.recipe.format(Role.ACTIVATION), Plane(*saved[:half]), Usage.COLUMNWISE)
             grad_w = matmul(dys[Usage.COLUMNWISE], x, ctx.w_dtype)
         return grad_x, grad_w, None, None, *(None for _ in ctx.given)
 
@@ -195,7 +193,7 @@ def _planes(
     return {one: Operand(fmt, parts, one) for one, parts in planes.items()}, amaxes
 
 
-def _quantized(x: Tensor, recipe: Recipe, usage: Usage, role: Role, seed: Tensor | None) -> dict[Usage, Parts]:
+def _quantized(x: Tensor, recipe: Recipe, usage: Usage, role: Role, seed: Tensor | None) -> dict[Usage, Plane]:
     fmt, rows = recipe.format(role), x.shape[0]
     if _NUMBERS_ARE_SYMBOLS and torch.compiler.is_compiling():
         fmt = _constant(fmt)

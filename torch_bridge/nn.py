@@ -15,8 +15,6 @@ from qshard.torch_bridge.fsdp.scales import ScaleState
 from qshard.torch_bridge.fsdp.weight import ShardedWeight, plain, wrap
 from qshard.torch_bridge.linear import ROLES, check_shape, linear
 
-__all__ = ["Linear", "coded"]
-
 
 @torch.library.custom_op("qshard::take_seed", mutates_args=("seed",))
 def _take_seed(seed: Tensor, rank: int) -> Tensor:

@@ -15,8 +15,6 @@ from qshard.torch_bridge.ops import ops
 from qshard.torch_bridge.tensor import QuantizedTensor, viewed
 from qshard.torch_bridge.words import words
 
-__all__ = ["max_over_ranks", "quantize"]
-
 
 def quantize(
     x: Tensor,

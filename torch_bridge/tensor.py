@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -10,34 +10,18 @@ from torch import Tensor
 from qshard import pipeline
 from qshard.formats import Format, Usage
 from qshard.layout import PlaneLayout, matrix_shape, plane
-from qshard.pipeline import Parts
+from qshard.pipeline import Plane
 from qshard.torch_bridge.ops import ops
-
-__all__ = ["Plane", "QuantizedTensor", "viewed"]
 
 aten = torch.ops.aten
 
 
-class Plane(NamedTuple):
-    """What one GEMM reads of a quantized tensor; `qshard.layout` has the shapes.
-
-    Attributes:
-      data: the codes, in their own dtype; codes of 4 bits are packed, two a uint8.
-      scale_inv: value = code * scale_inv, in its own dtype: float32, float8_e8m0fnu or float8_e4m3fn.
-      global_scale_inv: float32, a second factor of formats that have one: of the tensor, or of each row.
-    """
-
-    data: Tensor
-    scale_inv: Tensor
-    global_scale_inv: Tensor | None = None
-
-
-def viewed(parts: Parts, where: PlaneLayout) -> Parts:
+def viewed(parts: Plane, where: PlaneLayout) -> Plane:
     """A plane in the shapes of a layout of as many elements: those of a tensor, or of it as a matrix."""
     data, scale_inv, global_scale_inv = parts
     if global_scale_inv is not None:
         global_scale_inv = global_scale_inv.view(where.global_scale_shape)
-    return Parts(data.view(where.data_shape), scale_inv.view(where.scale_shape), global_scale_inv)
+    return Plane(data.view(where.data_shape), scale_inv.view(where.scale_shape), global_scale_inv)
 
 
 class QuantizedTensor(Tensor):
@@ -73,7 +57,7 @@ class QuantizedTensor(Tensor):
 
     # Each part has an attribute of its own, as `__tensor_flatten__` names them.
     _PLANES: ClassVar = {
-        usage: tuple(f"_{usage.name.lower()}_{part}" for part in Parts._fields)  # type: ignore[union-attr]
+        usage: tuple(f"_{usage.name.lower()}_{part}" for part in Plane._fields)  # type: ignore[union-attr]
         for usage in Usage
     }
 
@@ -84,8 +68,8 @@ class QuantizedTensor(Tensor):
         shape: tuple[int, ...],
         dtype: torch.dtype,
         *,
-        rowwise: Parts | None = None,
-        columnwise: Parts | None = None,
+        rowwise: Plane | None = None,
+        columnwise: Plane | None = None,
         columnwise_is_stale: bool = False,
     ) -> QuantizedTensor:
         """Wraps planes that exist: codes and one-byte scales as uint8, in the shapes of `layout.plane`.
@@ -101,27 +85,26 @@ class QuantizedTensor(Tensor):
         self.columnwise_is_stale = columnwise_is_stale
         return self
 
-    def set(self, usage: Usage, parts: Parts | None) -> None:
+    def set(self, usage: Usage, parts: Plane | None) -> None:
         """Puts other memory in the place of a plane, which is current then."""
-        for name, part in zip(self._PLANES[usage], parts or (None,) * len(Parts._fields), strict=True):
+        for name, part in zip(self._PLANES[usage], parts or (None,) * len(Plane._fields), strict=True):
             setattr(self, name, part)
         if usage is Usage.COLUMNWISE:
             self.columnwise_is_stale = False
 
-    def parts(self, usage: Usage, *, stale: bool = False) -> Parts | None:
+    def parts(self, usage: Usage, *, stale: bool = False) -> Plane | None:
         """A plane as bytes; None if it is absent, or if it is stale and `stale` does not ask for it all the same."""
         if usage is Usage.COLUMNWISE and self.columnwise_is_stale and not stale:
             return None
         data, scale_inv, global_scale_inv = (getattr(self, name) for name in self._PLANES[usage])
-        return None if data is None else Parts(data, scale_inv, global_scale_inv)
+        return None if data is None else Plane(data, scale_inv, global_scale_inv)
 
     def _shown(self, usage: Usage) -> Plane | None:
         parts = self.parts(usage)
         if parts is None:
             return None
         data = parts.data.view(getattr(torch, self.format.data_dtype))
-        scale_inv = parts.scale_inv.view(getattr(torch, self.format.scale_dtype))
-        return Plane(data, scale_inv, parts.global_scale_inv)
+        return parts._replace(data=data, scale_inv=parts.scale_inv.view(getattr(torch, self.format.scale_dtype)))
 
     @property
     def rowwise(self) -> Plane | None:
@@ -174,7 +157,7 @@ class QuantizedTensor(Tensor):
         cls, inner: dict[str, Tensor], context: tuple[Format, torch.dtype, bool], shape: tuple[int, ...], stride: Any
     ) -> QuantizedTensor:
         fmt, dtype, stale = context
-        planes = [Parts(*map(inner.get, names)) if names[0] in inner else None for names in cls._PLANES.values()]
+        planes = [Plane(*map(inner.get, names)) if names[0] in inner else None for names in cls._PLANES.values()]
         return QuantizedTensor(fmt, shape, dtype, rowwise=planes[0], columnwise=planes[1], columnwise_is_stale=stale)
 
     def _of_planes(self, change: Any) -> QuantizedTensor:

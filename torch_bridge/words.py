@@ -9,8 +9,6 @@ from torch import Tensor
 
 from qshard.master import word_pair
 
-__all__ = ["words"]
-
 
 def words(
     op: str, name: str, numbers: int | Sequence[int] | Tensor, device: torch.device, count: int | None = None
@@ -20,14 +18,8 @@ def words(
     A CUDA graph can capture it for one int, which gets to the device without a copy from the host, and for tensors on
     the device.
 
-    Args:
-      op, name: of what asks for the numbers, and of its argument, for errors.
-      numbers: ints from 0 up; or a tensor of words, int32 or uint32; with `count` also int64 `[count]`.
-      device: where ints go.
-
-    Raises:
-      ValueError: a number is not in [0, 2**64), or there are not `count` of them.
-      TypeError: a tensor is of another dtype.
+    Numbers are ints, which go to `device`, or a tensor of words, int32 or uint32; with `count` also int64 `[count]`.
+    Errors name them by `op` and `name`.
 
     >>> words("quantize", "seed", 2**32 + 5, torch.device("cpu"))
     tensor([5, 1], dtype=torch.int32)

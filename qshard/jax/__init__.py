@@ -1,7 +1,7 @@
 """The JAX front end: quantized arrays, linear layers and gathers that work in every mode of JAX."""
 
 from qshard.jax import ops
-from qshard.jax.array import Plane, QuantizedArray
+from qshard.jax.array import QuantizedArray
 from qshard.jax.delayed import (
     LinearState,
     Observed,
@@ -17,6 +17,7 @@ from qshard.jax.optim.adam import adam, adamw
 from qshard.jax.optim.master import cast_master, join_pieces
 from qshard.jax.quantize import WeightScales, compute_scales, quantize
 from qshard.jax.zero import ZeroPlan, plan_zero
+from qshard.pipeline import Plane
 
 __all__ = [
     "CodedWeight",

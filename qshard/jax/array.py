@@ -20,20 +20,7 @@ from qshard.formats import Format, Usage
 from qshard.jax import steps
 from qshard.jax.cuts import Cut, matrix_of, shaped
 from qshard.layout import is_transposed, stored_block
-
-__all__ = ["Plane", "QuantizedArray", "plane_values"]
-
-
-class Plane(pipeline.Parts):
-    """The codes of a tensor and the scales that decode them, in the shapes of `qshard.layout.plane`.
-
-    Attributes:
-      data: codes, in the element's own dtype, or two 4-bit codes in a uint8.
-      scale_inv: `value = data * scale_inv`.
-      global_scale_inv: the second scale of formats that have one, else None.
-    """
-
-    __slots__ = ()
+from qshard.pipeline import Plane
 
 
 @functools.partial(

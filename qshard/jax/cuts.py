@@ -22,21 +22,6 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from qshard.jax.ops import names_of, reshaped
 from qshard.layout import Shape
 
-__all__ = [
-    "AxisName",
-    "Cut",
-    "Spec",
-    "as_bits",
-    "as_float",
-    "axes_of",
-    "cuts_rows",
-    "matrix_of",
-    "max_over",
-    "shaped",
-    "spec_of",
-    "vary_alike",
-]
-
 AxisName = str | Sequence[str] | None
 Spec = PartitionSpec | NamedSharding | None
 
@@ -126,11 +111,9 @@ class Cut:
 
     @property
     def shards(self) -> tuple[int, int]:
-        """How many shards the matrix has along each axis."""
         return self.count(self.row_axes), self.count(self.col_axes)
 
     def count(self, axes: tuple[str, ...]) -> int:
-        """How many shards some mesh axes make."""
         return math.prod(int(self.mesh.shape.get(name, 1)) for name in axes)
 
     @property
@@ -139,7 +122,6 @@ class Cut:
 
     @property
     def transposed(self) -> Cut:
-        """That of the transpose of the matrix."""
         return dataclasses.replace(self, entries=(self.col_axes, self.row_axes))
 
     def whole(self, shape: Shape) -> Shape:
@@ -205,7 +187,6 @@ class Cut:
 
 
 def axes_of(axis_name: AxisName) -> tuple[str, ...]:
-    """Mesh axes as a static argument."""
     return () if axis_name is None else (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
 
 
@@ -260,7 +241,6 @@ def cuts_rows(x: jax.Array, spec: Spec = None) -> bool:
 
 
 def _ends(first: Any, last: Any, ndim: int) -> tuple[Any, ...]:
-    """Entries of a PartitionSpec that cut the first and the last of `ndim` axes."""
     return (first, *[None] * (ndim - 2), last) if ndim > 1 else (last,)[:ndim]
 
 

@@ -24,18 +24,6 @@ from qshard.jax import ops, steps
 from qshard.jax.cuts import AxisName, as_bits, as_float, axes_of, max_over
 from qshard.recipes import DelayedScaling, Role
 
-__all__ = [
-    "LinearState",
-    "Observed",
-    "TensorState",
-    "init_delayed",
-    "merge_observed",
-    "observe",
-    "scale_inv_of",
-    "spread_states",
-    "update_delayed",
-]
-
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["amax", "seal"], meta_fields=[])
 @dataclass(frozen=True, eq=False)

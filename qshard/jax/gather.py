@@ -14,11 +14,10 @@ from jax import lax
 from jax.sharding import NamedSharding
 
 from qshard.formats import Format, Usage
-from qshard.jax.array import Plane, QuantizedArray
+from qshard.jax.array import QuantizedArray
 from qshard.jax.cuts import Cut, Spec
 from qshard.layout import is_transposed, stored_block
-
-__all__ = ["CodedWeight", "CutWeight", "Shards", "cut_of", "gather", "not_before"]
+from qshard.pipeline import Plane
 
 
 def gather(q: QuantizedArray, axis_name: str, *, spec: Spec = None) -> QuantizedArray:
@@ -106,7 +105,6 @@ class CodedWeight:
 
 
 def cut_of(q: QuantizedArray, axis_name: str, spec: Spec, *, op: str, name: str) -> Cut:
-    """`Cut.along`, of the tensor that `q` stands for."""
     usage = Usage.COLUMNWISE if q.rowwise is None else Usage.ROWWISE
     turned = is_transposed(q.format, usage)
     data = q.plane(usage).data
@@ -126,7 +124,6 @@ def not_before(codes: Any, dy: jax.Array) -> tuple[Any, jax.Array]:
 
 
 def _gather_plane(plane: Plane, fmt: Format, usage: Usage, axis_name: str, cut: Cut) -> Plane:
-    """`gather` of one plane, whose data is cut so."""
     (data, grid, global_scale_inv), block = plane, stored_block(fmt, usage)
     axis = _cut_axis(axis_name, cut)
     in_rows = axis == data.ndim - 1
@@ -188,7 +185,6 @@ def _transposed(cut: Cut, axis_name: str) -> Cut:
 
 
 def _cut_axis(axis_name: str, cut: Cut) -> int:
-    """The array axis that a mesh axis cuts."""
     for axis, names in enumerate(cut.entries):
         if axis_name in names:
             return axis

@@ -15,8 +15,6 @@ from qshard.jax.array import QuantizedArray, plane_values
 from qshard.jax.cuts import Spec, matrix_of, shaped, spec_of
 from qshard.layout import Shape, is_transposed, multiplies_codes, source
 
-__all__ = ["gemm", "row_product", "stored_for"]
-
 
 def stored_for(fmt: Format, other: Format, contracted: Usage) -> Usage:
     """The plane that a GEMM with `other` reads. One that multiplies values may contract any axis of square blocks."""
@@ -94,7 +92,6 @@ def row_product(
 
 
 def _values(q: QuantizedArray, stored: Usage, contracted: Usage) -> tuple[jax.Array, tuple[int, ...]]:
-    """Values as bfloat16, and their axes to contract."""
     values = plane_values(q.plane(stored), q.format, stored, "bfloat16", len(q.axes))
     last = values.ndim - 1
     turned = is_transposed(q.format, stored)

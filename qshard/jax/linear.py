@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from qshard import pipeline
 from qshard.formats import Usage
 from qshard.jax import steps
-from qshard.jax.array import Plane, QuantizedArray
+from qshard.jax.array import QuantizedArray
 from qshard.jax.cuts import AxisName, Cut, Spec, axes_of, cuts_rows, vary_alike
 from qshard.jax.delayed import LinearState, TensorState, observe, scale_inv_of
 from qshard.jax.gather import CodedWeight, CutWeight, Shards, cut_of, not_before
@@ -24,8 +24,6 @@ from qshard.jax.quantize import WeightScales, quantized
 from qshard.jax.words import Seed, seed_words, words_of
 from qshard.layout import multiplies_codes, source
 from qshard.recipes import ROLE_SEEDS, Recipe, Role
-
-__all__ = ["gathered_weight", "linear"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +51,6 @@ class _Config:
 
 
 class _Given(NamedTuple):
-    """What a call may be given beside its operands."""
-
     scales: WeightScales | None
     seed: jax.Array | None
     state: LinearState | None
@@ -268,7 +264,6 @@ def _linear(config: _Config, x: jax.Array, w: CodedWeight, given: _Given) -> jax
 def _forward(
     config: _Config, x: jax.Array, w: CodedWeight, given: _Given, x_kept: Usage, w_kept: Usage
 ) -> tuple[jax.Array, _Kept]:
-    """The product, and the planes to keep."""
     rows = Usage.ROWWISE
     xq, x_amax = _quantized(config, x, given, Role.ACTIVATION, rows | x_kept)
     wq, w_amax = _codes_of(config, w, given, rows | w_kept)
@@ -296,8 +291,7 @@ def _linear_bwd(config: _Config, kept: _Kept, dy: jax.Array) -> tuple[jax.Array,
         wq, dy = not_before(wq, dy)
         wq = _whole(config, wq, _kept_plane(recipe, Role.WEIGHT))
     if multiplies_codes(wq.format, recipe.gradient) and wq.columnwise is None:
-        turned = Plane(*pipeline.transposed(steps, wq.plane(rows), wq.format))
-        wq = wq.with_planes({columns: turned})
+        wq = wq.with_planes({columns: pipeline.transposed(steps, wq.plane(rows), wq.format)})
     read = stored_for(recipe.gradient, recipe.weight, rows)
     if config.learns:
         read |= stored_for(recipe.gradient, recipe.activation, columns)
@@ -356,7 +350,6 @@ def _quantized(
 
 
 def _codes_of(config: _Config, w: CodedWeight, given: _Given, usage: Usage) -> tuple[Any, jax.Array | None]:
-    """The codes that are there, or those of the array that is to be the weight."""
     if w.codes is not None or w.sink is None:
         return w.codes, None
     return _quantized(config, w.sink, given, Role.WEIGHT, usage)

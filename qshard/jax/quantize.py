@@ -12,18 +12,12 @@ from jax.flatten_util import ravel_pytree
 from qshard import layout, pipeline
 from qshard.formats import Format, Usage
 from qshard.jax import ops, steps
-from qshard.jax.array import Plane, QuantizedArray
+from qshard.jax.array import QuantizedArray
 from qshard.jax.cuts import AxisName, Cut, Spec, axes_of, matrix_of, max_over, shaped, vary_alike
 from qshard.jax.words import Seed, seed_words, words_of, words_plus, words_times
 from qshard.ops import OpSpec
+from qshard.pipeline import Plane
 from qshard.recipes import Recipe, Role
-
-__all__ = [
-    "WeightScales",
-    "compute_scales",
-    "quantize",
-    "quantized",
-]
 
 
 class WeightScales(NamedTuple):
@@ -181,9 +175,7 @@ def _draws(seed: jax.Array | None, fmt: Format, cut: Cut, shape: layout.Shape) -
     return pipeline.Draws(seed, jnp.stack(vary_alike(*first)), row_step)
 
 
-def _array_of(
-    x: jax.Array, places: dict[Usage, layout.PlaneLayout], planes: dict[Usage, pipeline.Parts]
-) -> QuantizedArray:
+def _array_of(x: jax.Array, places: dict[Usage, layout.PlaneLayout], planes: dict[Usage, Plane]) -> QuantizedArray:
     """Planes of the matrix that `x` is, in the shapes of `layout.plane`."""
     lead = x.shape[:-1]
     made = {}
@@ -223,7 +215,7 @@ def _pieces(where: layout.PlaneLayout, cut: Cut, shape: layout.Shape) -> _Pieces
 
 def _from_pieces(
     x: jax.Array, where: layout.PlaneLayout, cut: Cut, scales: WeightScales, draws: pipeline.Draws | None
-) -> pipeline.Parts:
+) -> Plane:
     """A plane of a matrix whose blocks shards cut. The scales are those of the whole, on every device."""
     fmt = where.format
     if (other := layout.source(fmt, where.usage)) is not where.usage:
@@ -248,7 +240,7 @@ def _from_pieces(
     grid = tuple(-(-size // unit) for size, unit in zip(x.shape, pieces.size, strict=True))
     scale = cut.of_pieces(made.scale, pieces.each, grid)
     data = pipeline.cast(steps, x, fmt, scale, pieces.size, draws)
-    return pipeline.Parts(data, made.scale_inv, made.global_scale_inv)
+    return Plane(data, made.scale_inv, made.global_scale_inv)
 
 
 def compute_scales(weights: Any, recipe: Recipe, *, axis_name: AxisName = None, spec: Spec = None) -> Any:
@@ -307,7 +299,6 @@ def _stacked_scales(
 
 
 def _own_amaxes(x: jax.Array, fmt: Format, cut: Cut) -> WeightScales:
-    """What a shard knows of the amaxes that are reduced; blocks in the grid of the whole."""
     where = layout.plane(fmt, cut.whole(x.shape), Usage.ROWWISE, op="compute_scales")
     if where.global_scale_shape:
         raise ValueError(f"compute_scales: {fmt} has a scale for each row, and shards cut by rows share none")

@@ -10,8 +10,6 @@ import numpy as np
 
 from qshard.master import word_pair
 
-__all__ = ["Seed", "Words", "seed_words", "words_of", "words_plus", "words_times"]
-
 Seed = jax.Array | int | None
 Words = tuple[jax.Array, jax.Array]
 """Arrays of low words and of high words."""
@@ -47,12 +45,7 @@ def words_times(a: jax.Array, number: int) -> Words:
 
 
 def seed_words(op: str, seed: Any) -> Any:
-    """A seed as two words, and None as it is.
-
-    Raises:
-      TypeError: it is not an integer, two words or a key.
-      ValueError: an int is not in [0, 2**64).
-    """
+    """A seed as two words, and None as it is."""
     if seed is None:
         return None
     dtype, shape = getattr(seed, "dtype", None), getattr(seed, "shape", ())

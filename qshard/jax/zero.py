@@ -22,13 +22,12 @@ from jax import lax
 
 from qshard.adam import BLOCK
 from qshard.formats import Format, Usage
-from qshard.jax.array import Plane, QuantizedArray
+from qshard.jax.array import QuantizedArray
 from qshard.jax.gather import CodedWeight
 from qshard.jax.optim.master import cast_master
 from qshard.layout import Shape, plane
 from qshard.master import MasterPlan, plan_master, plan_shards
-
-__all__ = ["ZeroPlan", "plan_zero"]
+from qshard.pipeline import Plane
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,6 @@ class _Leaf:
         return math.prod(self.shape)
 
     def slices(self, count: int) -> Shape:
-        """The shape of `count` slices of its master."""
         return (count, self.length) if len(self.shape) > 1 else (count * self.length,)
 
     def cut(self, whole: jax.Array) -> jax.Array:

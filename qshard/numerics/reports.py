@@ -73,7 +73,6 @@ class Report:
     left_out: Mapping[str, str] = field(default_factory=dict)
 
     def __rich__(self) -> Table:
-        """The table."""
         _import("rich", "report")
         from rich import box
         from rich.table import Table

@@ -61,7 +61,6 @@ def _exact(blocks: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _rotation() -> NDArray[np.float64]:
-    """`diag(s) @ H`."""
     signs = [-1.0 if _SIGN_MASK >> i & 1 else 1.0 for i in range(_SIZE)]
     return np.array([[signs[i] * (-1) ** (i & j).bit_count() for j in range(_SIZE)] for i in range(_SIZE)])
 

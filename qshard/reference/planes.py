@@ -21,7 +21,6 @@ from qshard.reference.scales import (
 
 
 def plane_amax(x: Float32, fmt: Format) -> Amax:
-    """What the scales of `x` follow from."""
     whole = None
     if fmt.block is None or fmt.scaling.global_scale is not None:
         whole = amax(x, axis=1 if fmt.scaling.global_scale == "row" else None)

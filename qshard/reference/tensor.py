@@ -216,5 +216,4 @@ def _scales(x: Float32, fmt: Format, amax: ArrayLike | None, scale: ArrayLike | 
 
 
 def _stored(x: Any, shape: Shape | None) -> Any:
-    """`x` as it is stored: contiguous, in its shape; None if there is none."""
     return None if shape is None else np.ascontiguousarray(x).reshape(shape)

@@ -5,12 +5,10 @@ Checkpoints of it are in test_torch_checkpoint.py.
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from qshard.formats import FP8_E4M3
-from qshard.layout import shard_rows
 from qshard.recipes import CurrentScaling
 from qshard.torch_bridge import Adam, convert
 from support import torch_ranks
@@ -63,7 +61,7 @@ def test_shards_are_updated_where_they_are(dtype, settings):
         for optimizer in optimizers:
             optimizer.step()
     for (name, p), q in zip(model.named_parameters(), whole.parameters(), strict=True):
-        rows = shard_rows(q.shape[0], dist.get_world_size(), dist.get_rank())
+        rows = torch_ranks.own_rows(q.shape[0])
         a, b = optimizers[0].state[p], optimizers[1].state[q]
         assert a.keys() == b.keys()
         for key, ours, theirs in [("parameter", p, q), *((key, a[key], b[key]) for key in a)]:
@@ -73,7 +71,7 @@ def test_shards_are_updated_where_they_are(dtype, settings):
                 continue
             assert type(ours) is DTensor or key == "parameter"
             assert ours.shape == theirs.shape, f"{key} of {name}"
-            assert torch.equal(local_of(ours), local_of(theirs)[rows.start : rows.stop]), f"{key} of {name}"
+            assert torch.equal(local_of(ours), local_of(theirs)[rows]), f"{key} of {name}"
     assert_gathers_the_whole(model)  # The step has made scales out of date.
 
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard
 
 from qshard import reference
 from qshard.formats import FP8_E4M3, FP8_E5M2, MXFP8_32x32, Usage
-from qshard.layout import plane, shard_rows
+from qshard.layout import plane
 from qshard.recipes import MXFP8, NVFP4, Recipe
 from qshard.torch_bridge import convert, quantize, update_scales
 from support import torch_ranks
@@ -108,8 +108,8 @@ def test_models_made_without_memory(fmt):
     model = shard(convert(side_by_side(values).to("meta"), recipe_of(fmt))).to_empty(device=torch_ranks.device)
     with torch.no_grad():
         for layer, w in zip(model, values, strict=True):
-            local = shard_rows(w.shape[0], dist.get_world_size(), dist.get_rank())
-            layer.weight.to_local().copy_(FRONT.array(w[local.start : local.stop]))
+            local = torch_ranks.own_rows(w.shape[0])
+            layer.weight.to_local().copy_(FRONT.array(w[local]))
     assert_gathers_the_whole(model, values)
     with torch.no_grad():
         for layer in model:
@@ -174,10 +174,10 @@ def test_an_infinity_in_one_shard_shows_on_all_ranks(recipe):
 def quantize_over_a_group(fmt, rows, kinds):
     """Each rank quantizes its rows of a tensor as they are in the whole: scales, and the places of random bits too."""
     x = awkward_values((rows, 128), 3, kinds=kinds)
-    part = shard_rows(rows, dist.get_world_size(), dist.get_rank())
+    part = torch_ranks.own_rows(rows)
     usage = usages_of(fmt)[-1] if rows % 128 == 0 else Usage.ROWWISE
     seed = {"seed": 5} if stochastic(fmt) else {}
-    mine = FRONT.array(x[part.start : part.stop]).to(torch_ranks.device)
+    mine = FRONT.array(x[part]).to(torch_ranks.device)
     q = quantize(mine, fmt, usage=usage, group=dist.group.WORLD, **seed, first=part.start * 128)
     expected = reference.quantize(x, fmt, usage, **seed)
     for one in usage:

@@ -159,6 +159,15 @@ class _Pool:
 _pool: _Pool | None = None
 
 
+def own_rows(rows: int) -> slice:
+    """What FSDP2 gives this rank of so many rows."""
+    import torch.distributed as dist
+
+    each = -(-rows // dist.get_world_size())
+    start = min(rows, each * dist.get_rank())
+    return slice(start, min(rows, start + each))
+
+
 @atexit.register
 def _stop() -> None:
     if _pool is not None:

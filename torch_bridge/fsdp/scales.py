@@ -67,8 +67,6 @@ from qshard.torch_bridge.quantize import max_over_ranks
 from qshard.torch_bridge.slice_ops import SliceOps
 from qshard.torch_bridge.words import words
 
-__all__ = ["ScaleState", "ShardOf", "Status", "update_scales"]
-
 
 class Status(enum.Enum):
     """Whether scales are current. The table at the top of this file says who moves a weight from one to another."""
@@ -93,10 +91,7 @@ class ScaleState:
     lost their scales would start collectives that the others never join.
 
     Attributes:
-      fmt: the format that the weight is gathered in.
-      name: of the weight, for messages.
       refusal: why FSDP2 cannot gather it; None if it can.
-      status: see the top of this file.
       scales: of the weight; None before the first refresh.
       delayed: holds the scales instead, if the recipe is `DelayedScaling`.
     """
@@ -132,7 +127,6 @@ class ScaleState:
         self.status = Status.MARKED
 
     def take(self, scales: Scales, shard: Tensor) -> None:
-        """Takes new scales, made of the weight of which this rank holds `shard` now."""
         self.scales, self.status = scales, Status.FRESH
         self._source = _Source(weakref.ref(shard), shard.untyped_storage().data_ptr(), _version_of(shard))
 

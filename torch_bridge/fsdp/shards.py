@@ -19,23 +19,18 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from qshard import pipeline
 from qshard.formats import Format, Usage
-from qshard.layout import plane, shard_rows
+from qshard.layout import plane
 from qshard.master import plan_master
 from qshard.torch_bridge.ops import call_in_place, dtype_name, into, ops
 from qshard.torch_bridge.tensor import QuantizedTensor
 from qshard.torch_bridge.words import words
-
-__all__ = ["ShardPlan"]
 
 
 class ShardPlan:
     """How one weight is cut, and which part of it the shard of this rank is. Made once, then looked up.
 
     Args:
-      name: of the weight, for messages.
-      fmt: what it is gathered as.
       shape: of the weight, of which FSDP2 has cut the rows, or columns into even parts.
-      shard: of this rank, in high precision.
       mesh, mesh_dim: the ranks that it is cut over are one axis of it.
 
     Attributes:
@@ -64,21 +59,22 @@ class ShardPlan:
                 f"{per_byte} codes of {fmt} share a byte; cut its rows"
             )
         where = plane(fmt, shape, Usage.ROWWISE, op="fully_shard")
-        cut = shard_rows(rows if of_rows else columns, ranks, mesh.get_local_rank(mesh_dim))
+        longest = -(-(rows if of_rows else columns) // ranks)  # As FSDP2 and `torch.chunk` cut.
+        start = longest * mesh.get_local_rank(mesh_dim)
         self.group, kind = mesh.get_group(mesh_dim), mesh.device_type
         self.device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
         self.fmt, self.shape, self.dtype = fmt, (rows, columns), dtype_name(shard.dtype)
         self.data_shape = where.data_shape
-        self.padded_shape = (cut.padded if of_rows else rows, width // per_byte)
+        self.padded_shape = (longest if of_rows else rows, width // per_byte)
         self.room = math.prod(self.padded_shape) + per_byte - 1
         self.wide = per_byte > 1 and (not of_rows or rows % ranks != 0)
-        self.start = cut.start * columns if of_rows else 0
+        self.start = min(rows, start) * columns if of_rows else 0
         self.starts = words("fully_shard", "start", [self.start], shard.device, 1)
         self.columns, self.before = None, 0
         self.block = where.block or self.shape
         if not of_rows and where.block is not None:
-            first, self.before = divmod(cut.start, self.block[1])
-            self.columns = slice(first, -(-(cut.start + width) // self.block[1]))
+            first, self.before = divmod(start, self.block[1])
+            self.columns = slice(first, -(-(start + width) // self.block[1]))
         (bucket,) = plan_master([self.shape], fmt, dtype=self.dtype).buckets
         options = {"element": fmt.element.name, "nonfinite": fmt.nonfinite, "pieces": True}
         self.cast_attributes = {**bucket.attributes, **options}
@@ -99,11 +95,9 @@ class ShardPlan:
             whole.copy_(ops.amax_tensor(found))
 
     def padded_in(self, room: Tensor) -> Tensor:
-        """The padded codes, in the memory that the shard is cast into."""
         return room[: math.prod(self.padded_shape)].view(self.padded_shape)
 
     def cast(self, shard: Tensor, scale: Tensor, room: Tensor) -> None:
-        """Writes the codes of the shard, given the scales of the weight."""
         if self.columns is None:
             lists = (self.starts, scale.view(-1), [shard.view(-1)], [room])
             call_in_place("cast_slices", lists, self.cast_attributes)
@@ -119,7 +113,6 @@ class ShardPlan:
         return torch.nn.functional.pad(shard, (self.before, 0)) if self.before else shard
 
     def travelling(self, padded: Tensor) -> Tensor:
-        """The padded codes as they are gathered."""
         if not self.wide:
             return padded
         return torch.stack([padded & 0xF, padded >> 4], dim=-1).view(padded.shape[0], -1)

@@ -15,14 +15,12 @@ from torch.utils import _pytree as pytree
 
 from qshard import pipeline
 from qshard.formats import Usage
-from qshard.pipeline import Parts, Scales
+from qshard.pipeline import Plane, Scales
 from qshard.torch_bridge.dtensor import local_of, wrapped_like
 from qshard.torch_bridge.fsdp.scales import ScaleState
 from qshard.torch_bridge.fsdp.shards import ShardPlan
 from qshard.torch_bridge.ops import into
 from qshard.torch_bridge.tensor import QuantizedTensor
-
-__all__ = ["ShardedWeight", "memory_of", "plain", "wrap"]
 
 aten = torch.ops.aten
 
@@ -163,7 +161,7 @@ class ShardedWeight(Tensor):
         unsharded = None if out is None else local_of(out)
         assert unsharded is None or isinstance(unsharded, QuantizedTensor)
         codes = plan.codes(gathered, unsharded)
-        parts = Parts(codes, scales.scale_inv, scales.global_scale_inv)
+        parts = Plane(codes, scales.scale_inv, scales.global_scale_inv)
         if unsharded is None:
             return QuantizedTensor(plan.fmt, plan.shape, param_dtype, rowwise=parts), (codes,) if plan.wide else ()
         unsharded.set(Usage.ROWWISE, parts)

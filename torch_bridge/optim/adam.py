@@ -18,8 +18,6 @@ from qshard.torch_bridge.fsdp.weight import memory_of
 from qshard.torch_bridge.ops import call_in_place, dtype_name
 from qshard.torch_bridge.tensor import QuantizedTensor
 
-__all__ = ["SCALED", "Adam", "AdamW"]
-
 SCALED = tuple(getattr(torch, name) for name in adam.SCALED)
 STATES = tuple(getattr(torch, name) for name in adam.STATES)
 
@@ -246,8 +244,6 @@ class AdamW(Adam):
 
 
 class _AsItIs:
-    """Holds a tensor that load_state_dict is not to cast."""
-
     def __init__(self, tensor: Tensor):
         self.tensor = tensor
 
@@ -265,7 +261,6 @@ def _as_bytes(tensor: Tensor) -> Tensor:
 
 
 def _initialize(state: dict[str, Any], parameter: Tensor, group: dict[str, Any]) -> None:
-    """Adds what a state lacks."""
     memory = memory_of(parameter)
 
     def zeros(dtype: torch.dtype) -> Tensor:
@@ -295,7 +290,6 @@ def _initialize(state: dict[str, Any], parameter: Tensor, group: dict[str, Any])
 
 
 def _blocks(shape: Sequence[int]) -> tuple[int, int]:
-    """The shape of the scales of a state: one for every block of a row."""
     return shape[0], -(-math.prod(shape[1:]) // adam.BLOCK)
 
 

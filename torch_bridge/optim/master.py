@@ -16,15 +16,13 @@ from qshard import master
 from qshard.formats import Usage
 from qshard.layout import matrix_shape, plane, source
 from qshard.master import MasterPlan
-from qshard.pipeline import Parts, Scales
+from qshard.pipeline import Plane, Scales
 from qshard.torch_bridge.ops import dtype_name
 from qshard.torch_bridge.optim.slices import QuantizedSlice
 from qshard.torch_bridge.quantize import max_over_ranks
 from qshard.torch_bridge.slice_ops import SliceOps
 from qshard.torch_bridge.tensor import QuantizedTensor
 from qshard.torch_bridge.words import words
-
-__all__ = ["CastPlan", "cast_master", "update_columnwise"]
 
 Parity = Literal["master", "model"]
 
@@ -112,11 +110,10 @@ class CastPlan:
         encoding = [torch.cat([scales[i].scale.view(-1) for i in bucket.indices]) for bucket in self.plan.buckets]
         data = [target.data for target in targets]
         master.cast(self.ops, self.plan, data, masters, starts, encoding, pieces=self.pieces)
-        made = [Parts(codes, each.scale_inv, each.global_scale_inv) for codes, each in zip(data, scales, strict=True)]
+        made = [Plane(codes, each.scale_inv, each.global_scale_inv) for codes, each in zip(data, scales, strict=True)]
         _write_scales(weights, targets, made)
 
-    def targets(self, weights: Sequence[QuantizedTensor | QuantizedSlice]) -> list[Parts]:
-        """The planes of weights that are written to, in the order of the plan."""
+    def targets(self, weights: Sequence[QuantizedTensor | QuantizedSlice]) -> list[Plane]:
         return [parts for weight in weights for _, parts in _planes(weight)]
 
 
@@ -199,7 +196,7 @@ def update_columnwise(weights: Sequence[QuantizedTensor]) -> None:
     One launch for the codes and the scales of all weights. `cast_master` takes the plane away, so that nothing
     computes with a stale one; this gives it back, in the same memory.
     """
-    made: list[Parts] = []
+    made: list[Plane] = []
     matrices: list[Tensor] = []
     transposes: list[Tensor] = []
     for weight in weights:
@@ -216,14 +213,14 @@ def update_columnwise(weights: Sequence[QuantizedTensor]) -> None:
             scale_inv = scale_inv.new_empty(where.scale_shape) if columns is None else columns.scale_inv
             matrices.append(rows.scale_inv)
             transposes.append(scale_inv)
-        made.append(Parts(data, scale_inv, rows.global_scale_inv))
+        made.append(Plane(data, scale_inv, rows.global_scale_inv))
     if matrices:
         torch.ops.qshard.transpose_each(matrices, transposes)
     for weight, parts in zip(weights, made, strict=True):
         weight.set(Usage.COLUMNWISE, parts)
 
 
-def _planes(weight: QuantizedTensor | QuantizedSlice) -> list[tuple[Usage, Parts]]:
+def _planes(weight: QuantizedTensor | QuantizedSlice) -> list[tuple[Usage, Plane]]:
     """The planes to cast: of square blocks the rowwise one, of which the other is a transpose."""
     if isinstance(weight, QuantizedSlice):
         return [(weight.usage, weight.parts)]
@@ -232,7 +229,7 @@ def _planes(weight: QuantizedTensor | QuantizedSlice) -> list[tuple[Usage, Parts
     return [(usage, parts) for usage, parts in there if sources[usage] is usage or sources[usage] not in sources]
 
 
-def _write_scales(weights: Sequence[Any], targets: Sequence[Parts], made: Sequence[Parts]) -> None:
+def _write_scales(weights: Sequence[Any], targets: Sequence[Plane], made: Sequence[Plane]) -> None:
     """Copies new scales to where weights have theirs, once their codes are written."""
     for part in (1, 2):  # scale_inv, global_scale_inv
         pairs = [(old[part], new[part]) for old, new in zip(targets, made, strict=True)]

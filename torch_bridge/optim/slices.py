@@ -12,10 +12,8 @@ from torch import Tensor
 from qshard.formats import Format, Usage
 from qshard.layout import plane
 from qshard.master import FlatShards, piece_bytes
-from qshard.pipeline import Parts
+from qshard.pipeline import Plane
 from qshard.torch_bridge.tensor import QuantizedTensor
-
-__all__ = ["QuantizedSlice", "gather_slices", "join_pieces"]
 
 
 @dataclass(eq=False)
@@ -69,8 +67,8 @@ class QuantizedSlice:
         )
 
     @property
-    def parts(self) -> Parts:
-        return Parts(self.data, self.scale_inv, self.global_scale_inv)
+    def parts(self) -> Plane:
+        return Plane(self.data, self.scale_inv, self.global_scale_inv)
 
 
 def gather_slices(

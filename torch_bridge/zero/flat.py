@@ -12,6 +12,7 @@ the whole.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -30,8 +31,6 @@ from qshard.torch_bridge.delayed import DelayedScale
 from qshard.torch_bridge.fsdp.weight import memory_of
 from qshard.torch_bridge.optim.slices import QuantizedSlice, gather_parts
 from qshard.torch_bridge.tensor import QuantizedTensor
-
-__all__ = ["Flat", "Ranks", "Weight"]
 
 ALIGNMENT = 16  # bytes: whole elements of every dtype, and what vector loads want
 BLOCK_ALIGNMENT = BLOCK * torch.float32.itemsize  # bytes: whole blocks of elements of every dtype
@@ -57,13 +56,10 @@ class Weight:
     """A parameter of the model, and the slice of it that this rank owns.
 
     Attributes:
-      name: of its first owner.
       parameter: as it was, then as layers see it.
       owners: the modules that have it, and under which name.
       fmt: what it is gathered as; None: values of its dtype.
-      delayed: has its scale, if the recipe is `DelayedScaling`.
-      first: its first byte in the buffer.
-      start: the first element of the slice.
+      first, start: its first byte in the buffer, and the first element of the slice.
       master: of the slice, float32, a view of the flat one: `[1, n]`, a row that states have scales along, or `[n]` of
         a weight with less than two axes.
       quantized: where the codes of the slice and the scales of the whole go; None if it is gathered as values,
@@ -101,26 +97,17 @@ class Weight:
         """How long its first elements are in the buffer. No cut is amid a byte."""
         return elements * self.dtype.itemsize if self.fmt is None else elements // self.fmt.element.codes_per_byte
 
-    def elements(self, lo: int, hi: int) -> tuple[int, int]:
-        """Which of its elements are in bytes [lo, hi) of the buffer."""
-        ends = (min(max(end - self.first, 0), self.bytes) for end in (lo, hi))
-        if self.fmt is None:
-            start, stop = (end // self.dtype.itemsize for end in ends)
-        else:
-            start, stop = (end * self.fmt.element.codes_per_byte for end in ends)
-        return start, stop
+    def first_elements(self, end: int) -> int:
+        """How many of its elements are before byte `end` of the buffer."""
+        end = min(max(end - self.first, 0), self.bytes)
+        return end // self.dtype.itemsize if self.fmt is None else end * self.fmt.element.codes_per_byte
 
 
 class Flat:
     """Weights that are gathered together, the part of this rank, and their gradients.
 
-    Args:
-      weights: on one device, whole, the same on all ranks.
-      ranks: that share them.
-      sharded: whether the whole is freed between uses, so that a rank keeps its part alone.
-      alignment: bytes that weights and parts are whole multiples of.
-
-    Making it puts views of the buffer in the place of the parameters.
+    Making it, of weights that are whole, puts views of the buffer in the place of the parameters. If it is sharded, the
+    whole is freed between uses. Weights and parts are whole multiples of `alignment` bytes.
     """
 
     def __init__(self, weights: Sequence[Weight], ranks: Ranks, sharded: bool, alignment: int = ALIGNMENT):
@@ -137,13 +124,13 @@ class Flat:
         lo = ranks.rank * self.part
         own = self._memory[lo : lo + self.part + 1]
         self.shard = own.clone() if sharded else own
-        bounds = [[w.elements(r * self.part, (r + 1) * self.part) for w in self.weights] for r in range(ranks.size)]
-        self.lengths = [sum(stop - start for start, stop in of_rank) for of_rank in bounds]
+        cuts = [[weight.first_elements(r * self.part) for weight in self.weights] for r in range(ranks.size + 1)]
+        self.lengths = [sum(stops) - sum(starts) for starts, stops in itertools.pairwise(cuts)]
         self.masters = torch.empty(self.lengths[ranks.rank], device=self.device)
-        own_bounds = bounds[ranks.rank]
-        of_weights = self.masters.split([stop - start for start, stop in own_bounds])
+        at = 0
         with torch.no_grad():
-            for weight, (start, stop), master in zip(self.weights, own_bounds, of_weights, strict=True):
+            for weight, start, stop in zip(self.weights, *cuts[ranks.rank : ranks.rank + 2], strict=True):
+                master = self.masters[at : (at := at + stop - start)]
                 master.copy_(memory_of(weight.parameter).view(-1)[start:stop])
                 self._place(weight, start, master, lo)
         self._arrived: set[int] = set()
@@ -185,7 +172,6 @@ class Flat:
             self.publish()
 
     def publish(self) -> None:
-        """Sends the part of this rank to the buffers of all."""
         part = self.shard[: self.part]
         if self.ranks.size > 1:
             dist.all_gather_into_tensor(self.buffer, part, group=self.ranks.group)
@@ -221,7 +207,6 @@ class Flat:
             self._gradient, self._arrived = None, set()
 
     def end_backward(self) -> None:
-        """Of sharded weights: nothing of the whole is kept."""
         self.reduce_gradient()
         self.in_backward = False
         self.free()

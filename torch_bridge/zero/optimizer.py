@@ -40,8 +40,6 @@ from qshard.torch_bridge.optim.master import CastPlan, Parity, cast_master
 from qshard.torch_bridge.zero.flat import ALIGNMENT, BLOCK_ALIGNMENT, Flat, Ranks, Weight
 from qshard.torch_bridge.zero.units import by_setting, units_of, weights_of
 
-__all__ = ["ZeroOptimizer"]
-
 
 class ZeroOptimizer(Adam):
     """`Adam`, or AdamW, over slices of float32 masters, which makes the weights that layers compute with.

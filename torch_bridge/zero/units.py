@@ -14,8 +14,6 @@ from qshard.torch_bridge.fsdp.weight import ShardedWeight
 from qshard.torch_bridge.nn import Linear
 from qshard.torch_bridge.zero.flat import Weight
 
-__all__ = ["by_setting", "units_of", "weights_of"]
-
 
 def weights_of(model: nn.Module) -> list[Weight]:
     """The parameters to train, each once, in the order of the model."""

@@ -17,8 +17,6 @@ from qshard.jax import ops
 from qshard.jax.steps import reshape_as, split_rows
 from qshard.ops import OpSpec, multi_table
 
-__all__ = ["AdamState", "ScaledState", "Transformation", "adam", "adamw"]
-
 _FLOATS_16 = ("bfloat16", "float16")
 
 
@@ -182,7 +180,6 @@ def _zeros(p: jax.Array, dtype: str) -> Any:
 def _step(
     constants: jax.Array, decay: str, grad: Any, param: Any, mu: Any, nu: Any, master: Any
 ) -> tuple[jax.Array, Any, Any, Any]:
-    """Update, mu, nu and master of one parameter."""
     low = "none" if master is None else "master"
     if param is None and (decay != "none" or low != "none"):
         raise ValueError("adam: params (None) are not there to decay, or to compare with masters; pass them to update")
@@ -267,7 +264,6 @@ def _views(given: dict[str, jax.Array], constants: jax.Array) -> tuple[dict[str,
 
 
 def _blocks(x: jax.Array) -> jax.Array:
-    """`[..., K]` as `[..., K / 128, 128]`."""
     sharding = jax.typeof(x).sharding
     shards = math.prod(sharding.mesh.shape[name] for name in ops.names_of(sharding.spec[-1]))
     if x.shape[-1] // BLOCK % shards:

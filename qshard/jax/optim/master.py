@@ -18,13 +18,11 @@ from jax import lax
 from qshard import layout, master
 from qshard.formats import Format, Usage
 from qshard.jax import steps
-from qshard.jax.array import Plane, QuantizedArray
+from qshard.jax.array import QuantizedArray
 from qshard.jax.cuts import AxisName, axes_of, max_over, vary_alike
 from qshard.jax.words import Seed, seed_words, words_of
 from qshard.layout import Shape
 from qshard.master import MasterPlan, piece_bytes
-
-__all__ = ["cast_master", "join_pieces"]
 
 Start = int | jax.Array
 
@@ -100,12 +98,11 @@ def cast_master(
         seeds=None if seeds is None else jnp.stack([seed_words("cast_master", seed) for seed in seeds]),
     )
     if weights is None:
-        return [Plane(*parts) for parts in made]
-    changed = []
-    for weight, usage, parts in zip(weights, plan.usages, made, strict=True):
-        plane = Plane(*parts)._replace(data=parts.data.view(weight.format.data_dtype))
-        changed.append(weight.with_planes({usage: plane}))  # Its other plane would be of other numbers.
-    return changed
+        return made
+    return [  # Without the other plane, which would be of other numbers.
+        weight.with_planes({usage: plane._replace(data=plane.data.view(weight.format.data_dtype))})
+        for weight, usage, plane in zip(weights, plan.usages, made, strict=True)
+    ]
 
 
 def join_pieces(
@@ -141,7 +138,6 @@ def join_pieces(
 
 
 def _words(numbers: Sequence[Start] | jax.Array, n: int) -> jax.Array:
-    """Numbers of 64 bits as uint32 `[n, 2]`, low words first."""
     if isinstance(numbers, jax.Array | np.ndarray) and numbers.ndim == 2:
         words = jnp.asarray(numbers).astype(jnp.uint32)
     else:
