@@ -2,6 +2,8 @@
 #ifndef QSHARD_CORE_DTYPE_H_
 #define QSHARD_CORE_DTYPE_H_
 
+#include <array>
+#include <cstddef>
 #include <cstdint>
 #include <string_view>
 
@@ -45,11 +47,16 @@ constexpr std::string_view NameOf(DataType dtype) {
   return "a dtype that no op takes";
 }
 
-// 0 for what no op takes.
+inline constexpr auto kSizes = [] {
+  std::array<int8_t, 64> sizes{};
+  for (const DataTypeTraits& t : kDataTypes) sizes[t.dtype] = static_cast<int8_t>(t.size);
+  return sizes;
+}();
+
+// 0 for what no op takes. Looked up, as it is on the way of every call.
 constexpr int64_t SizeOf(DataType dtype) {
-  for (const DataTypeTraits& t : kDataTypes)
-    if (t.dtype == dtype) return t.size;
-  return 0;
+  const auto i = static_cast<size_t>(dtype);
+  return i < kSizes.size() ? kSizes[i] : 0;
 }
 
 // INVALID for a name of none.
