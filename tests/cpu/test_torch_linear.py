@@ -106,7 +106,7 @@ def test_a_weight_that_is_codes_already(recipe):
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("recipe", [*RECIPES.values(), MIX], ids=[*RECIPES, "mix"])
 def test_compiled_steps_give_the_same_bits(recipe, backend):
-    """In one graph for any batch, where torch can. Seeds and scales advance in it; each of two microbatches has its own."""
+    """In one graph for any batch, where torch can. Seeds and scales advance in it, once a microbatch."""
     torch._dynamo.reset()
     count = CompileCounterWithBackend(backend)
     # Inductor adds up the gradients of biases in another order, and has another GELU.
