@@ -95,7 +95,7 @@ def _blocks_run_on_tensor_cores(a: Operand, b: Operand) -> bool:
     (m, k), (n, _) = a.parts.data.shape, b.parts.data.shape
     if 0 in (m, n, k) or k % 512 or m % 16 or n % 16 or (_IS_UNKNOWN_TO_DYNAMO and torch.compiler.is_compiling()):
         return False
-    rows = (a.format.block or (1, 1))[0], (b.format.block or (1, 1))[0]
+    rows = (a.format.block or (1, 1))[0], (b.format.block or (1, 1))[0]  # Both have blocks by now: for mypy.
     fits: bool = m % rows[0] == n % rows[1] == 0
     return fits and _has_blocks_of_128(a.parts.data.device.index)
 

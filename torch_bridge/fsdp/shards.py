@@ -72,7 +72,7 @@ class ShardPlan:
         self.starts = words("fully_shard", "start", [self.start], shard.device, 1)
         self.columns, self.before = None, 0
         self.block = where.block or self.shape
-        if not of_rows and where.block is not None:
+        if not of_rows and where.block is not None:  # Under one scale places do not matter: any shard is a slice.
             first, self.before = divmod(start, self.block[1])
             self.columns = slice(first, -(-(start + width) // self.block[1]))
         (bucket,) = plan_master([self.shape], fmt, dtype=self.dtype).buckets
