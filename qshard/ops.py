@@ -115,6 +115,7 @@ class OpSpec(_ffi.Row):
     Attributes:
       name: of the op, everywhere: `ops.def`, handler, JAX target, `torch.ops.qshard`.
       inputs, outputs: its operands and results.
+      written: the names of the operands that a call changes. An op on single tensors has results of its own.
 
     >>> spec = OpSpec("rowsum", "x: float m (k run) -> y: float32 m k", "run: int 1..")
     >>> spec.results([(4, 64)], ["float32"], {"run": 32})
@@ -127,6 +128,7 @@ class OpSpec(_ffi.Row):
     def __init__(self, name: str, operands: str, attributes: str = ""):
         super().__init__(name, operands, attributes)
         self.inputs, self.outputs = (tuple(itertools.starmap(Operand, side)) for side in self.sides())
+        self.written = {operand.name for operand in self.outputs} if self.many else set()
 
     def results(
         self, shapes: Sequence[Shape], dtypes: Sequence[str], attributes: Mapping[str, Any], dtype: str | None = None

@@ -84,7 +84,7 @@ def call_in_place(op: str, operands: Sequence[Tensor | Sequence[Tensor]], attrib
 def _flat(spec: OpSpec, operands: Sequence[Any]) -> tuple[list[Tensor], list[Tensor]]:
     """All tensors in order, and those that are written."""
     lists = [tensors if operand.many else (tensors,) for operand, tensors in zip(spec.inputs, operands, strict=True)]
-    written = [tensors for operand, tensors in zip(spec.inputs, lists, strict=True) if operand.name in _written(spec)]
+    written = [tensors for operand, tensors in zip(spec.inputs, lists, strict=True) if operand.name in spec.written]
     return [t for tensors in lists for t in tensors], [t for tensors in written for t in tensors]
 
 
@@ -178,7 +178,7 @@ def bind(spec: OpSpec) -> Callable[..., Any]:
 
     def changed(*operands: Any, **attributes: Any) -> Any:
         op(*operands, **attributes)
-        written = [x for x, operand in zip(operands, spec.inputs, strict=True) if operand.name in _written(spec)]
+        written = [x for x, operand in zip(operands, spec.inputs, strict=True) if operand.name in spec.written]
         return written[0] if single else tuple(written)
 
     return changed
@@ -213,7 +213,7 @@ def seen_size(size: int | torch.SymInt) -> int:
 
 
 def _symbolic(axes: Sequence[Any], shapes: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
-    """Shapes of results from those of operands, which may be symbols, and the factors of both (`Row.bind`)."""
+    """Shapes of results from those of operands, which may be symbols, and the factors of both (`Row.match`)."""
     sizes: dict[tuple[str, ...], int] = {}
     known = itertools.chain.from_iterable(zip(*pair, strict=True) for pair in zip(axes, shapes, strict=False))
     for axis, size in known:
@@ -231,15 +231,10 @@ def _symbolic(axes: Sequence[Any], shapes: Sequence[Sequence[int]]) -> list[tupl
     return [tuple(map(extent, result)) for result in axes[len(shapes) :]]
 
 
-def _written(spec: OpSpec) -> set[str]:
-    """The operands that the torch op changes: an op on single tensors has results of its own."""
-    return {operand.name for operand in spec.outputs} if spec.many else set()
-
-
 def _schema(spec: OpSpec) -> str:
     aliases = iter("abcdefgh")
     operands = [
-        f"Tensor{f'({next(aliases)}!)' if operand.name in _written(spec) else ''}{'[]' * operand.many} {operand.name}"
+        f"Tensor{f'({next(aliases)}!)' if operand.name in spec.written else ''}{'[]' * operand.many} {operand.name}"
         for operand in spec.inputs
     ]
     defaults = {None: "", 0: "=0"}
