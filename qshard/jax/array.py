@@ -131,7 +131,7 @@ def _dequantize(q: QuantizedArray, dtype: str, usage: Usage) -> jax.Array:
 def plane_values(plane: Plane, fmt: Format, usage: Usage, dtype: str, ndim: int | None = None) -> jax.Array:
     """The values of a plane of a tensor of `ndim` axes, in the plane's order of axes. One more axis is of `vmap`."""
     data, block = plane.data, stored_block(fmt, usage)
-    if block is None:
+    if block is None:  # No blocks that a cut or `vmap` could break.
         values: jax.Array = pipeline.dequantize(steps, plane, fmt, usage, dtype)
         return values
     turned = is_transposed(fmt, usage)

@@ -127,7 +127,7 @@ def _gather_plane(plane: Plane, fmt: Format, usage: Usage, axis_name: str, cut: 
     (data, grid, global_scale_inv), block = plane, stored_block(fmt, usage)
     axis = _cut_axis(axis_name, cut)
     in_rows = axis == data.ndim - 1
-    if block is None:
+    if block is None:  # The one scale does not travel: shards have it in common.
         _check_shared(grid, axis_name)
     else:
         size = data.shape[-1] * fmt.element.codes_per_byte if in_rows else math.prod(data.shape[axis:-1])
@@ -140,7 +140,7 @@ def _gather_plane(plane: Plane, fmt: Format, usage: Usage, axis_name: str, cut: 
         elif cut.local:
             fits = grid.shape[-1 if in_rows else axis] == -(-size * shards // unit)
             _check_shared(grid, axis_name, fits)
-    if global_scale_inv is not None and fmt.scaling.global_scale == "row" and not in_rows:
+    if global_scale_inv is not None and fmt.scaling.global_scale == "row" and not in_rows:  # Shards have rows.
         by_row = dataclasses.replace(cut, entries=cut.entries[:-1])
         global_scale_inv = _gather_array(global_scale_inv, axis_name, by_row)
     elif global_scale_inv is not None:
