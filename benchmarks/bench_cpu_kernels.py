@@ -11,7 +11,7 @@ they take seconds a call.
 
 qshard and the copy write to arrays that are there already. torch eager and jnp allocate their results: at sizes in DRAM
 much of their time is page faults, so the ratios to look at are those in cache. Rows of each SIMD target have a file of
-their own, as they come from different machines; QSHARD_SIMD chooses a lesser target than the machine has.
+their own; QSHARD_SIMD chooses a lesser target than the machine has, for qshard alone: the others keep what they take.
 
     python benchmarks/bench_cpu_kernels.py [--rounds 15] [--threads 1]
 """

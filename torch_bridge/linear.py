@@ -10,7 +10,7 @@ from torch import Tensor
 
 from qshard import pipeline
 from qshard.formats import Format, Usage
-from qshard.layout import plane, source
+from qshard.layout import plane, source, whole_units
 from qshard.pipeline import Draws, Plane
 from qshard.recipes import ROLE_SEEDS, Recipe, Role
 from qshard.torch_bridge.delayed import DelayedScale
@@ -91,16 +91,12 @@ def linear(
 def check_shape(op: str, recipe: Recipe, shape: tuple[int, ...]) -> None:
     """Raises ValueError unless a weight `[N, K]`, and what is multiplied with it, are whole blocks of their formats."""
     rows, columns = shape
-    for role, matrix, usage in [
-        (Role.WEIGHT, (rows, columns), Usage.BOTH),
-        (Role.ACTIVATION, (_WHOLE, columns), Usage.ROWWISE),
-        (Role.GRADIENT, (_WHOLE, rows), Usage.ROWWISE),
-    ]:
-        for one in usage.planes:
-            plane(recipe.format(role), matrix, one, op=f"{op}: {role.value}")
-
-
-_WHOLE = 128  # rows that are whole blocks of every format
+    for one in Usage.BOTH.planes:
+        plane(recipe.weight, (rows, columns), one, op=f"{op}: {Role.WEIGHT.value}")
+    for role, contracted in ((Role.ACTIVATION, columns), (Role.GRADIENT, rows)):
+        fmt = recipe.format(role)
+        any_rows, _ = whole_units(fmt, Usage.ROWWISE)
+        plane(fmt, (any_rows, contracted), Usage.ROWWISE, op=f"{op}: {role.value}")
 
 
 class _Linear(torch.autograd.Function):

@@ -44,7 +44,7 @@ def test_exported_step(saved):
     folder, _ = saved
     x = np.load(folder / "x.npy")
     want = jax.value_and_grad(lambda w: linear(x, w, CurrentScaling()).sum())(x[:16])
-    for got, expected in zip(np.load(folder / "step.npz").values(), want, strict=True):
+    for got, expected in zip(np.load(folder / "step.npz").values(), want, strict=True):  # The order of fp32 sums.
         np.testing.assert_allclose(got.view(np.float32), expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
 
 

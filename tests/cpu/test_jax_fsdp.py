@@ -71,7 +71,7 @@ def expected(recipe=RECIPE):
 
 
 def assert_step(actual, recipe=RECIPE, w_sharding=None, x_sharding=None):
-    for got, want in zip(actual[:3], expected(recipe)[:3], strict=True):
+    for got, want in zip(actual[:3], expected(recipe)[:3], strict=True):  # The order of fp32 sums.
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
     for got, want in zip(*(jax.tree.leaves(made[3:]) for made in (actual, expected(recipe))), strict=True):
         assert_bits_equal(got, want)
@@ -170,6 +170,7 @@ def test_scan_and_remat(recipe):
         states = [update_delayed(options["state"], each["state"], recipe) for each in seen]
         made.append(jax.tree.leaves((loss, dw, states)))
     for got, want in zip(*made, strict=True):
+        # The order of fp32 sums, of two layers and a tanh; gradients are some 10 in size.
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
 
 
@@ -177,7 +178,7 @@ def test_vmap():
     """Layers side by side, each with a scale of its own."""
     x, w, dy = values(3, 8, 64), values(3, 48, 64, seed=1), values(3, 8, 48, seed=2)
     for i, made in enumerate(zip(*jax.jit(jax.vmap(lambda *a: step(*a, {})[:3]))(x, w, dy), strict=True)):
-        for got, want in zip(made, step(x[i], w[i], dy[i], {})[:3], strict=True):
+        for got, want in zip(made, step(x[i], w[i], dy[i], {})[:3], strict=True):  # The order of fp32 sums.
             np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
 
 

@@ -60,7 +60,7 @@ def test_float32_is_torch_adam(decoupled, weight_decay):
         grads(theirs, step)
         a.step()
         b.step()
-    for p, q in zip(ours, theirs, strict=True):
+    for p, q in zip(ours, theirs, strict=True):  # Formulas round in another order, 20 times: some ulps.
         torch.testing.assert_close(p, q, rtol=1e-6, atol=3e-6)
         assert a.state[p]["step"] == 20
         torch.testing.assert_close(a.state[p]["exp_avg_sq"], b.state[q]["exp_avg_sq"], rtol=1e-5, atol=0)
@@ -150,7 +150,7 @@ def test_a_state_of_torch_adamw_goes_on():
     grads(theirs, 9)
     a.step()
     theirs_optimizer.step()
-    for p, q in zip(ours, theirs, strict=True):
+    for p, q in zip(ours, theirs, strict=True):  # As above, once.
         torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-6)
 
 

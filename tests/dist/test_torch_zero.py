@@ -197,7 +197,7 @@ def test_ranks_without_elements_take_part(stage):
         model(torch.ones(1, 2, device=torch_ranks.device)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert torch.allclose(optimizer.full_weights()["weight"], before - 0.5)
+    assert torch.allclose(optimizer.full_weights()["weight"], before - 0.5)  # Steps are lr but for eps, 1e-8.
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     optimizer.step()  # Without any gradient: momentum alone.
 
