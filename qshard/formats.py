@@ -247,6 +247,7 @@ class Format:
         for option, legal, need in [
             *self.scaling.rules(self.block),
             ("element", self.element in self.scaling.elements, " or ".join(map(str, self.scaling.elements))),
+            ("hadamard", self.hadamard in (False, True), "False or True"),
             ("rounding", self.rounding in ("nearest", "stochastic"), "'nearest' or 'stochastic'"),
             ("rounding", self.rounding == "nearest" or two_level, "'nearest', as only NVFP4 is rounded stochastically"),
             ("nonfinite", self.nonfinite in ("saturate", "nan"), "'saturate' or 'nan'"),
@@ -294,16 +295,34 @@ nonfinite
 
     @classmethod
     def of(cls, description: Mapping[str, Any]) -> Format:
-        """The inverse of `description`. Options that it lacks, as one of an older version may, have their defaults."""
-        given = dict(description)
+        """The inverse of `description`. Options that it lacks, as one of an older version may, have their defaults.
+
+        Raises:
+          ValueError: it is not that of a format.
+        """
+        given = dict(description) if isinstance(description, Mapping) else {}
         methods = {method.dtype: method for method in (FloatScaling, PowerScaling, TwoLevelScaling)}
-        plain = cls(
-            name=given.pop("name"),
-            element=ELEMENTS[given.pop("element")],
-            block=None if given["block"] is None else tuple(given["block"]),
-            scaling=methods[given.pop("scale_dtype")](),
-        )
-        return plain.with_options(**given | {"block": plain.block})
+        if not isinstance(name := given.pop("name", None), str):
+            raise ValueError(f"Format: name ({name!r}) is not a string; give what Format.description gave")
+        element, method, block = given.pop("element", None), given.pop("scale_dtype", None), given.pop("block", ())
+        pair = isinstance(block, list | tuple) and len(block) == 2 and all(type(size) is int for size in block)
+        for term, value, legal, need in (
+            ("element", element, isinstance(element, str) and element in ELEMENTS, " or ".join(ELEMENTS)),
+            ("scale_dtype", method, isinstance(method, str) and method in methods, " or ".join(methods)),
+            ("block", block, block is None or pair, "None, or a pair of positive numbers"),
+        ):
+            if not legal:
+                raise ValueError(f"Format {name}: {term} ({value!r}) must be {need}")
+        block = block and tuple(block)
+        plain = cls(name=name, element=ELEMENTS[element], block=block, scaling=methods[method]())
+        try:
+            return plain.with_options(**given)
+        except TypeError as error:  # An option of a type that does not compare.
+            raise ValueError(f"Format {name}: options ({given}) are not those of a format: {error}") from None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Travels as its description, and is checked where it arrives."""
+        return Format.of, (self.description,)
 
     # --- what others ask ---
 

@@ -8,8 +8,8 @@ arXiv:2506.08027 (E4M3 for every tensor in MXFP8); OCP Microscaling Formats v1.0
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Literal
 
 from qshard import formats
 from qshard.formats import Format, Usage
@@ -93,6 +93,10 @@ class Recipe:
                 "do not cancel in every product; rotate both activation and gradient, or none"
             )
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Travels as its fields, and is checked where it arrives."""
+        return _recipe, (type(self), {field.name: getattr(self, field.name) for field in fields(self)})
+
     def format(self, role: Role) -> Format:
         """The format of the tensor in `role`."""
         fmt: Format = getattr(self, role.value)
@@ -129,6 +133,11 @@ class Recipe:
             return 0
         unit = max(whole_units(fmt, Usage.COLUMNWISE)[0] for fmt in (self.activation, self.gradient))
         return -rows % unit
+
+
+def _recipe(kind: type[Recipe], options: dict[str, Any]) -> Recipe:
+    """What a pickled recipe calls."""
+    return kind(**options)
 
 
 @dataclass(frozen=True, kw_only=True)
