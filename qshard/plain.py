@@ -13,11 +13,12 @@ any format of files that holds arrays by name and strings: safetensors, for one,
 | `NAME.rowwise.global_scale_inv` | float32 | NVFP4's second factor; other formats have none |
 | `NAME.columnwise...` | | likewise |
 
-`qshard.layout` has the shapes; a value is `data * scale_inv * global_scale_inv`. Planes that a tensor lacks have no arrays.
+`qshard.layout` has the shapes; a value is `data * scale_inv * global_scale_inv`. Planes that a tensor lacks have no
+arrays.
 
-The line of JSON is `{"version": 1, "tensors": {NAME: {"format": ..., "shape": ..., "dtype": ..., "planes": ...}}}`, with
-`Format.description` under "format". Reading it checks everything: no array is taken whose dtype or shape is not what the
-format and the shape of the tensor ask for.
+The line of JSON is `{"version": 1, "tensors": {NAME: {"format": ..., "shape": ..., "dtype": ..., "planes": ...}}}`,
+with `Format.description` under "format". Reading it checks everything: no array is taken whose dtype or shape is not
+what the format and the shape of the tensor ask for.
 """
 
 from __future__ import annotations

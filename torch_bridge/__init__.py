@@ -24,6 +24,7 @@ from qshard.torch_bridge.nn import Linear
 from qshard.torch_bridge.optim.adam import Adam, AdamW
 from qshard.torch_bridge.optim.master import CastPlan, cast_master, update_columnwise
 from qshard.torch_bridge.optim.slices import QuantizedSlice, gather_slices, join_pieces
+from qshard.torch_bridge.plain import from_plain, to_plain
 from qshard.torch_bridge.quantize import quantize
 from qshard.torch_bridge.tensor import QuantizedTensor
 from qshard.torch_bridge.zero.optimizer import ZeroOptimizer
@@ -41,10 +42,12 @@ __all__ = [
     "ZeroOptimizer",
     "cast_master",
     "convert",
+    "from_plain",
     "gather_slices",
     "join_pieces",
     "linear",
     "quantize",
+    "to_plain",
     "update_columnwise",
     "update_delayed",
     "update_scales",

@@ -34,7 +34,7 @@ def _(seed: Tensor, rank: int) -> Tensor:
     return torch.empty_like(seed)
 
 
-def coded(weight: Tensor, recipe: Recipe, name: str, root: nn.Module) -> nn.Parameter:
+def coded(weight: Tensor, recipe: Recipe, name: str, root: nn.Module | None) -> nn.Parameter:
     """A weight with the hooks by which FSDP2 gathers it as codes; the same memory."""
     state = ScaleState(recipe, name, root, weight.device)
     return nn.Parameter(ShardedWeight(plain(weight), state), requires_grad=weight.requires_grad)
@@ -112,6 +112,22 @@ class Linear(nn.Linear):
     def _state(self) -> ScaleState | None:
         local = local_of(self.weight)
         return local.scale_state if isinstance(local, ShardedWeight) else None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A sharded weight travels as a plain parameter. Its name goes along, so that it becomes one again."""
+        state = self._state()
+        return {**self.__dict__, "_weight_name": None if state is None else state.name}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        given = dict(state)
+        name = given.pop("_weight_name", None)
+        super().__setstate__(given)
+        if name is not None and type(self.weight) is nn.Parameter:  # Not so in a copy, nor if layers share it.
+            weight = coded(self.weight, self.recipe, name, None)
+            if "delayed" in self._modules:
+                weight.scale_state.delayed = self.delayed[Role.WEIGHT.value]
+            weight.__dict__.update(self.weight.__dict__)
+            torch.utils.swap_tensors(self.weight, weight)  # It stays the object that an optimizer holds.
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         """A checkpoint holds plain tensors: it loads without qshard, and under any other recipe."""

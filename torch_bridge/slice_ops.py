@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ class SliceOps:
 
     def __init__(self, plan: MasterPlan, device: torch.device):
         self.__dict__.update(vars(ops))
-        self._device = device
+        self._plan, self._device = plan, device
         # By the first weight, which is of one bucket.
         self._rows = {b.indices[0]: self._tensor(b.indices) for b in plan.buckets if len(plan.buckets) > 1}
         self._repeats = {
@@ -26,6 +27,9 @@ class SliceOps:
             for b in plan.buckets
             if any(count > 1 for count, _ in b.repeats)
         }
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SliceOps, (self._plan, self._device)
 
     def _tensor(self, numbers: Sequence[int]) -> Tensor:
         return torch.tensor(numbers, dtype=torch.int64).to(self._device)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+import copy
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils.hooks import warn_if_has_hooks
 
 from qshard import pipeline
 from qshard.formats import Format, Usage
 from qshard.layout import PlaneLayout, matrix_shape, plane
 from qshard.pipeline import Plane
-from qshard.torch_bridge.ops import ops
+from qshard.plain import Description, described, flat, text_of
+from qshard.torch_bridge.ops import dtype_name, ops
 
 aten = torch.ops.aten
 
@@ -27,9 +31,9 @@ def viewed(parts: Plane, where: PlaneLayout) -> Plane:
 class QuantizedTensor(Tensor):
     """A tensor of dtype `dtype` and shape `shape`, stored as `fmt`: `value = fl(code * scale_inv)`, rounded to `dtype`.
 
-    A container: it can be moved, detached and dequantized. All other ops on it raise, since each would have to choose
-    between values and codes, and values cost what the format saved. It has no gradient of its own, except as the weight
-    of `Linear`, where it stands for a parameter of dtype `dtype`.
+    A container: it can be moved, copied, saved, shared and dequantized. All other ops on it raise, since each would
+    have to choose between values and codes, and values cost what the format saved. It has no gradient of its own,
+    except as the weight of `Linear`, where it stands for a parameter of dtype `dtype`.
 
     Attributes:
       format: how it is stored.
@@ -41,6 +45,10 @@ class QuantizedTensor(Tensor):
         its memory is kept, for `update_columnwise`.
 
     Under FSDP2 it is what a sharded weight becomes between gather and reshard: its codes are the gathered bytes.
+
+    It travels as bytes, bit for bit: `torch.save`, `pickle`, `copy`, queues and shared memory of
+    `torch.multiprocessing`. `torch.load(weights_only=True)` takes it once `qshard.torch_bridge` is imported. `to_plain`
+    is for files that programs without qshard read, and for `torch.distributed.checkpoint`.
 
     >>> from qshard.formats import FP8_E4M3, Usage
     >>> from qshard.torch_bridge import quantize
@@ -160,6 +168,81 @@ class QuantizedTensor(Tensor):
         planes = [Plane(*map(inner.get, names)) if names[0] in inner else None for names in cls._PLANES.values()]
         return QuantizedTensor(fmt, shape, dtype, rowwise=planes[0], columnwise=planes[1], columnwise_is_stale=stale)
 
+    def described(self, *, stale: bool = False) -> tuple[Description, dict[Usage, Plane]]:
+        """What `qshard.plain` says of it, and its planes as bytes; with `stale`, a stale one too.
+
+        Raises:
+          RuntimeError: there is no memory behind it.
+        """
+        there = {usage: self.parts(usage, stale=stale) for usage in Usage.BOTH.planes}
+        planes = {usage: parts for usage, parts in there.items() if parts is not None}
+        for part in flat(planes).values():
+            if part.untyped_storage().nbytes() < (part.storage_offset() + part.numel()) * part.itemsize:
+                raise RuntimeError(
+                    f"QuantizedTensor: {self!r} has no memory now: sharded weights are freed between uses; "
+                    "save or copy ZeroOptimizer.full_weights()"
+                )
+        shape, dtype = tuple(self.shape), dtype_name(self.dtype)
+        return Description(format=self.format, shape=shape, dtype=dtype, planes=tuple(planes)), planes
+
+    def _others(self) -> dict[str, Any]:
+        """Attributes that are not ours: that it is a parameter, and what a user has put there."""
+        return {name: value for name, value in self.__dict__.items() if name not in _OWN}
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Travels as what `to_plain` makes of it, through one function. A stale plane goes along, and stays stale.
+
+        Memory that others have a part of, as in the buffer of a `ZeroOptimizer`, stays behind unless it is shared with
+        processes: `torch.save` would write all of it, and takes no memory that holds several dtypes.
+        """
+        warn_if_has_hooks(self)
+        description, planes = self.described(stale=True)
+        parts = {name: part if _is_all_of_its_memory(part) else part.clone() for name, part in flat(planes).items()}
+        text = text_of({"": description})
+        return _rebuild, (text, parts, self.columnwise_is_stale, self.requires_grad, self._others())
+
+    def __copy__(self) -> QuantizedTensor:
+        copied = self._of_planes(lambda part: part).requires_grad_(self.requires_grad)
+        copied.__dict__.update(self._others())
+        return copied
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedTensor:
+        """Planes that share memory do so in the copy, as `copy.deepcopy` of plain tensors has it."""
+        if not self.is_leaf:
+            return cast(QuantizedTensor, super().__deepcopy__(memo))  # Which refuses.
+        if id(self) not in memo:
+            self.described()
+            copied = self._of_planes(lambda part: copy.deepcopy(part, memo)).requires_grad_(self.requires_grad)
+            memo[id(self)] = copied
+            copied.__dict__.update(copy.deepcopy(self._others(), memo))
+            copied.grad = copy.deepcopy(self.grad, memo)
+        found: QuantizedTensor = memo[id(self)]
+        return found
+
+    def __create_write_items__(self, name: str, _: Any) -> Any:
+        """What `torch.distributed.checkpoint` asks of a tensor that it is to save.
+
+        Raises:
+          NotImplementedError: it takes plain tensors alone.
+        """
+        raise NotImplementedError(
+            f"torch.distributed.checkpoint: {name} (QuantizedTensor) is not a plain tensor; save, and load into, what "
+            "to_plain makes of the state dict, which shares its memory"
+        )
+
+    def __create_chunk_list__(self) -> Any:
+        """What `torch.distributed.checkpoint` asks of a tensor that it is to load into."""
+        return self.__create_write_items__("tensor", self)
+
+    def share_memory_(self) -> QuantizedTensor:
+        """Moves its planes to shared memory, as of a plain tensor."""
+        for part in flat(self.described(stale=True)[1]).values():
+            part.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        return all(part.is_shared() for part in flat(self.described(stale=True)[1]).values())
+
     def _of_planes(self, change: Any) -> QuantizedTensor:
         names, context = self.__tensor_flatten__()
         planes = {name: change(getattr(self, name)) for name in names}
@@ -203,3 +286,56 @@ _MAKES_PLAIN = {
 def _keeps_shape(self: QuantizedTensor, shape: Any, stride: Any = None, *offset: Any) -> bool:
     """Whether a view is of all elements as they are. FSDP2 asks for such an `as_strided` of what it has gathered."""
     return tuple(shape) == self.shape and (stride is None or tuple(stride) == self.stride()) and not any(offset)
+
+
+_OWN = {"format", "columnwise_is_stale", *(name for of_plane in QuantizedTensor._PLANES.values() for name in of_plane)}
+
+
+def _is_all_of_its_memory(part: Tensor) -> bool:
+    alone = part.untyped_storage().nbytes() == part.numel() * part.itemsize
+    return alone or (part.device.type == "cpu" and part.is_shared())
+
+
+def _rebuild(
+    text: str, arrays: dict[str, Tensor], stale: bool, requires_grad: bool, others: dict[str, Any]
+) -> QuantizedTensor:
+    """What a saved tensor calls. Files name it: it stays here, under this name, and takes these arguments.
+
+    `torch.load(weights_only=True)` trusts it with whatever a file holds. So it takes only what the description in the
+    file asks for, and kernels never see other shapes.
+    """
+    op, descriptions = "QuantizedTensor", described(text, op="QuantizedTensor")
+    if set(descriptions) != {""} or not isinstance(arrays, dict) or not isinstance(others, dict):
+        raise ValueError(f"{op}: saved state ({len(descriptions)} tensors) is not of one tensor; the file is damaged")
+    if clash := sorted(_OWN & set(others)):
+        raise ValueError(f"{op}: attribute {clash[0]} (saved) is not one to set; the file is damaged")
+    tensors = {name: part for name, part in arrays.items() if isinstance(part, Tensor)}
+    made = of_description(op, "tensor", descriptions[""], descriptions[""].take(tensors, op=op))
+    if stale and made.parts(Usage.COLUMNWISE) is None:
+        raise ValueError(f"{op}: columnwise plane (stale) is not there; the file is damaged")
+    made.columnwise_is_stale = bool(stale)
+    made.requires_grad_(bool(requires_grad))
+    made.__dict__.update(others)
+    return made
+
+
+def of_description(op: str, name: str, description: Description, planes: dict[Usage, Plane]) -> QuantizedTensor:
+    """The tensor of planes that `Description.take` has found, in the memory that they have."""
+    parts = [part for of_plane in planes.values() for part in of_plane if part is not None]
+    for part in parts:
+        if is_traceable_wrapper_subclass(part) or part.layout != torch.strided:
+            raise ValueError(f"{op}: {name} ({type(part).__name__}) is not of plain tensors; pass those of to_plain")
+    if len(devices := {str(part.device) for part in parts}) > 1:
+        raise ValueError(
+            f"{op}: {name} (on {', '.join(sorted(devices))}) is not on one device; move its tensors to one"
+        )
+    whole = {
+        usage: Plane(*(None if part is None else part.detach().contiguous() for part in of_plane))
+        for usage, of_plane in planes.items()
+    }
+    rowwise, columnwise = map(whole.get, Usage.BOTH.planes)
+    dtype = getattr(torch, description.dtype)
+    return QuantizedTensor(description.format, description.shape, dtype, rowwise=rowwise, columnwise=columnwise)
+
+
+torch.serialization.add_safe_globals([_rebuild])

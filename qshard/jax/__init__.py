@@ -15,6 +15,7 @@ from qshard.jax.gather import CodedWeight, Shards, gather
 from qshard.jax.linear import gathered_weight, linear
 from qshard.jax.optim.adam import adam, adamw
 from qshard.jax.optim.master import cast_master, join_pieces
+from qshard.jax.plain import from_plain, to_plain
 from qshard.jax.quantize import WeightScales, compute_scales, quantize
 from qshard.jax.zero import ZeroPlan, plan_zero
 from qshard.pipeline import Plane
@@ -33,6 +34,7 @@ __all__ = [
     "adamw",
     "cast_master",
     "compute_scales",
+    "from_plain",
     "gather",
     "gathered_weight",
     "init_delayed",
@@ -43,5 +45,6 @@ __all__ = [
     "plan_zero",
     "quantize",
     "spread_states",
+    "to_plain",
     "update_delayed",
 ]

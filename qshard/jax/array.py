@@ -119,6 +119,11 @@ class QuantizedArray:
         return values
 
 
+def axes_of_shape(shape: layout.Shape) -> tuple[int | None, ...]:
+    """`QuantizedArray.axes` of a tensor."""
+    return tuple(None if i in (0, len(shape) - 1) else size for i, size in enumerate(shape))
+
+
 @functools.partial(jax.jit, static_argnames=("dtype", "usage"), inline=True)
 def _dequantize(q: QuantizedArray, dtype: str, usage: Usage) -> jax.Array:
     plane = q.plane(usage)

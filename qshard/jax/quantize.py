@@ -12,7 +12,7 @@ from jax.flatten_util import ravel_pytree
 from qshard import layout, pipeline
 from qshard.formats import Format, Usage
 from qshard.jax import ops, steps
-from qshard.jax.array import QuantizedArray
+from qshard.jax.array import QuantizedArray, axes_of_shape
 from qshard.jax.cuts import AxisName, Cut, Spec, axes_of, matrix_of, max_over, shaped, vary_alike
 from qshard.jax.words import Seed, seed_words, words_of, words_plus, words_times
 from qshard.ops import OpSpec
@@ -190,7 +190,7 @@ def _array_of(x: jax.Array, places: dict[Usage, layout.PlaneLayout], planes: dic
     return QuantizedArray(
         format=next(iter(places.values())).format,
         dtype=x.dtype,
-        axes=tuple(None if i in (0, x.ndim - 1) else size for i, size in enumerate(x.shape)),
+        axes=axes_of_shape(x.shape),
         rowwise=made.get(Usage.ROWWISE),
         columnwise=made.get(Usage.COLUMNWISE),
     )

@@ -30,7 +30,7 @@ def test_descriptions_of_formats_are_json():
 def test_what_arrives_is_checked():
     """As what is made here is: other bytes of the same length make a format, and a recipe, that do not exist."""
     for thing in (NVFP4, RECIPES["NVFP4"]):
-        with pytest.raises(ValueError, match="rounding .'nearesT'. must be 'nearest' or 'stochastic'"):
+        with pytest.raises(ValueError, match=r"rounding .'nearesT'. must be 'nearest' or 'stochastic'"):
             pickle.loads(pickle.dumps(thing).replace(b"nearest", b"nearesT"))
     recipe = pickle.dumps(RECIPES["DelayedScaling"])
     with pytest.raises(ValueError, match="algorithm must be 'max' or 'most_recent', got 'mix'"):
@@ -65,7 +65,7 @@ def test_what_is_no_format(change, text):
 
 
 def test_an_option_of_another_type():
-    with pytest.raises(ValueError, match="Format FP8_E4M3: options .* are not those of a format"):
+    with pytest.raises(ValueError, match=r"Format FP8_E4M3: options .* are not those of a format"):
         Format.of({"name": "FP8_E4M3", "element": "float8_e4m3fn", "scale_dtype": "float32", "block": None, "eps": "0"})
 
 

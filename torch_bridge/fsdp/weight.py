@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import warn_if_has_hooks
 
 from qshard import pipeline
 from qshard.formats import Usage
@@ -80,6 +82,37 @@ class ShardedWeight(Tensor):
             memo[id(self)] = nn.Parameter(copied, self.requires_grad) if isinstance(self, nn.Parameter) else copied
         found: ShardedWeight = memo[id(self)]
         return found
+
+    def _others(self) -> dict[str, Any]:
+        """Attributes that a user has put there."""
+        own = ("shard", "scale_state", "_is_param")
+        return {name: value for name, value in self.__dict__.items() if name not in own}
+
+    def __copy__(self) -> ShardedWeight:
+        copied: Tensor = ShardedWeight(self.shard, self.scale_state)
+        copied = nn.Parameter(copied, self.requires_grad) if isinstance(self, nn.Parameter) else copied
+        copied.__dict__.update(self._others())
+        return cast(ShardedWeight, copied)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Travels as the plain parameter that it is to all others, so that any program can read it.
+
+        `Linear` makes it a sharded weight again where the layer comes along.
+        """
+        if not isinstance(self, nn.Parameter):
+            return cast(tuple[Any, ...], self.shard.__reduce_ex__(protocol))
+        warn_if_has_hooks(self)
+        given = (self.shard, self.requires_grad, collections.OrderedDict())
+        if others := self._others():
+            return torch._utils._rebuild_parameter_with_state, (*given, others)
+        return torch._utils._rebuild_parameter, given
+
+    def share_memory_(self) -> ShardedWeight:
+        self.shard.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        return self.shard.is_shared()
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

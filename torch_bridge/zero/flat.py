@@ -118,8 +118,9 @@ class Flat:
             weight.first = size
             size += -(-weight.bytes // alignment) * alignment
         self.part = -(-size // (alignment * ranks.size)) * alignment
-        # A piece of 4-bit codes has room for the half of a byte that a cut may leave; ours leave none, but take it.
-        self._memory = torch.zeros(ranks.size * self.part + 1, dtype=torch.uint8, device=self.device)
+        # A piece of 4-bit codes has room for the half of a byte that a cut may leave; ours leave none, but take it. All
+        # of it is whole elements of any dtype: torch.load does not take views of other memory that torch.save wrote.
+        self._memory = torch.zeros(ranks.size * self.part + ALIGNMENT, dtype=torch.uint8, device=self.device)
         self.buffer = self._memory[: ranks.size * self.part]
         lo = ranks.rank * self.part
         own = self._memory[lo : lo + self.part + 1]
@@ -162,9 +163,14 @@ class Flat:
         for module, name in weight.owners:
             module.register_parameter(name, new)
 
+    @property
+    def freed(self) -> bool:
+        """Whether there is no memory behind what layers see."""
+        return not self._memory.untyped_storage().size()
+
     def gather(self) -> None:
         """Puts all parts in the buffer, with one all-gather of bytes, if they are not there."""
-        if self._memory.untyped_storage().size():
+        if not self.freed:
             return
         self._memory.untyped_storage().resize_(self._memory.numel())
         # The same bytes come back to what autograd has saved: it is to see no write.

@@ -133,6 +133,17 @@ class ZeroOptimizer(Adam):
             self._watch(module, flat)
         self._publish()
 
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Refuses: what it holds are views of a model's memory, hooks on it, and a process group.
+
+        Raises:
+          TypeError: always.
+        """
+        raise TypeError(
+            "ZeroOptimizer: it cannot be pickled or copied, as it holds memory and hooks of its model; save "
+            "state_dict(), and load it into one that is made of the other model"
+        )
+
     def _update(self, inv_grad_scale: Tensor | float | None) -> None:
         """Updates the own slices with the mean of all ranks' gradients, and the weights that layers see. Collective."""
         self._delayed.observe()  # Of the weights that this step's forward has used.
@@ -228,6 +239,7 @@ class ZeroOptimizer(Adam):
 
         module.register_forward_pre_hook(before_forward)
         module.register_forward_hook(after_forward)
+        _refuse_copies(module, flat)
 
     def _arrived(self, flat: Flat, index: int) -> None:
         if flat.take_gradient(index) and flat.sharded:
@@ -253,6 +265,27 @@ class ZeroOptimizer(Adam):
         others = [rank for rank, digest in enumerate(everyone) if not torch.equal(digest, sent)]
         if others:
             raise ValueError(f"ZeroOptimizer: rank {others[0]} is not like rank {self._ranks.rank}: it {otherwise}")
+
+
+def _refuse_copies(module: nn.Module, flat: Flat) -> None:
+    """Keeps others from sharded weights while their memory is freed: to read it ends the process."""
+
+    def refuse_state_dict(*_: Any) -> None:
+        if flat.freed:
+            raise RuntimeError(
+                f"ZeroOptimizer: state_dict of {type(module).__name__} (sharded weights) is not there between uses; "
+                "save full_weights() and state_dict() of the optimizer"
+            )
+
+    def refuse_copies(protocol: Any) -> Any:
+        raise TypeError(
+            f"ZeroOptimizer: {type(module).__name__} (sharded weights) cannot be pickled or copied; load "
+            "full_weights() into another model"
+        )
+
+    module.register_state_dict_pre_hook(refuse_state_dict)
+    module.register_load_state_dict_pre_hook(refuse_state_dict)
+    module.__reduce_ex__ = refuse_copies  # type: ignore[method-assign, assignment]
 
 
 class _Cast:
