@@ -154,7 +154,7 @@ class FloatScaling(Scaling):
     def rules(self, block: tuple[int, int] | None) -> list[tuple[str, bool, str]]:
         return [
             ("block", block is None or min(block) > 0, "None, or a pair of positive numbers"),
-            ("eps", 0 <= self.eps < math.inf, "0, or positive and finite"),
+            ("eps", hasattr(self.eps, "__float__") and 0 <= self.eps < math.inf, "0, or positive and finite"),
             ("pow2", self.pow2 in (False, True), "False or True"),
         ]
 
@@ -290,8 +290,7 @@ nonfinite
         >>> str(Format.of(NVFP4.with_options(global_scale="row").description))
         'NVFP4[global_scale=row]'
         """
-        text = {"name": self.name, "scale_dtype": self.scale_dtype, "element": self.element.name}
-        return self.options | text
+        return self.options | {"name": self.name, "scale_dtype": self.scale_dtype, "element": self.element.name}
 
     @classmethod
     def of(cls, description: Mapping[str, Any]) -> Format:
@@ -302,27 +301,21 @@ nonfinite
         """
         given = dict(description) if isinstance(description, Mapping) else {}
         methods = {method.dtype: method for method in (FloatScaling, PowerScaling, TwoLevelScaling)}
-        if not isinstance(name := given.pop("name", None), str):
-            raise ValueError(f"Format: name ({name!r}) is not a string; give what Format.description gave")
-        element, method, block = given.pop("element", None), given.pop("scale_dtype", None), given.pop("block", ())
+        name, element, method, block = (given.pop(term, ()) for term in ("name", "element", "scale_dtype", "block"))
         pair = isinstance(block, list | tuple) and len(block) == 2 and all(type(size) is int for size in block)
         for term, value, legal, need in (
-            ("element", element, isinstance(element, str) and element in ELEMENTS, " or ".join(ELEMENTS)),
-            ("scale_dtype", method, isinstance(method, str) and method in methods, " or ".join(methods)),
+            ("name", name, isinstance(name, str), "a string"),
+            ("element", element, element in tuple(ELEMENTS), " or ".join(ELEMENTS)),
+            ("scale_dtype", method, method in tuple(methods), " or ".join(methods)),
             ("block", block, block is None or pair, "None, or a pair of positive numbers"),
         ):
             if not legal:
                 raise ValueError(f"Format {name}: {term} ({value!r}) must be {need}")
-        block = block and tuple(block)
-        plain = cls(name=name, element=ELEMENTS[element], block=block, scaling=methods[method]())
-        try:
-            return plain.with_options(**given)
-        except TypeError as error:  # An option of a type that does not compare.
-            raise ValueError(f"Format {name}: options ({given}) are not those of a format: {error}") from None
+        plain = cls(name=name, element=ELEMENTS[element], block=block and tuple(block), scaling=methods[method]())
+        return plain.with_options(**given)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Travels as its description, and is checked where it arrives."""
-        return Format.of, (self.description,)
+        return Format.of, (self.description,)  # What arrives is checked.
 
     # --- what others ask ---
 

@@ -46,6 +46,8 @@ class Linear(nn.Linear):
     The weight stays what it was: a parameter in high precision, for any optimizer, saved as a plain tensor. Each
     forward quantizes it; under `fully_shard` each rank quantizes its shard, and codes are gathered.
 
+    Layers, and models of them, can be pickled, copied, and shared with processes, as those of `nn.Linear`.
+
     Args:
       in_features, out_features, bias, device, dtype: as for `nn.Linear`.
       recipe: the format of each role, for example `CurrentScaling()`.
@@ -125,7 +127,7 @@ class Linear(nn.Linear):
         if name is not None and type(self.weight) is nn.Parameter:  # Not so in a copy, nor if layers share it.
             weight = coded(self.weight, self.recipe, name, None)
             if "delayed" in self._modules:
-                weight.scale_state.delayed = self.delayed[Role.WEIGHT.value]
+                cast(ShardedWeight, weight).scale_state.delayed = cast(DelayedScale, self.delayed[Role.WEIGHT.value])
             weight.__dict__.update(self.weight.__dict__)
             torch.utils.swap_tensors(self.weight, weight)  # It stays the object that an optimizer holds.
 

@@ -28,6 +28,7 @@ def to_plain(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]
     Raises:
       ValueError: two results have one name.
 
+    >>> import torch
     >>> from qshard.formats import MXFP8_E4M3
     >>> from qshard.torch_bridge import quantize
     >>> q = quantize(torch.ones(2, 64), MXFP8_E4M3)

@@ -202,7 +202,8 @@ class QuantizedTensor(Tensor):
         return _rebuild, (text, parts, self.columnwise_is_stale, self.requires_grad, self._others())
 
     def __copy__(self) -> QuantizedTensor:
-        copied = self._of_planes(lambda part: part).requires_grad_(self.requires_grad)
+        copied = self._of_planes(lambda part: part)
+        copied.requires_grad_(self.requires_grad)
         copied.__dict__.update(self._others())
         return copied
 
@@ -212,7 +213,8 @@ class QuantizedTensor(Tensor):
             return cast(QuantizedTensor, super().__deepcopy__(memo))  # Which refuses.
         if id(self) not in memo:
             self.described()
-            copied = self._of_planes(lambda part: copy.deepcopy(part, memo)).requires_grad_(self.requires_grad)
+            copied = self._of_planes(lambda part: copy.deepcopy(part, memo))
+            copied.requires_grad_(self.requires_grad)
             memo[id(self)] = copied
             copied.__dict__.update(copy.deepcopy(self._others(), memo))
             copied.grad = copy.deepcopy(self.grad, memo)

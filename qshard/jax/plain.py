@@ -81,8 +81,9 @@ def _made_of(name: str, description: Description, planes: dict[Usage, Plane]) ->
     fmt = description.format
 
     def own(parts: Plane) -> Plane:
-        data, scale_inv, global_scale_inv = (None if part is None else jnp.asarray(part) for part in parts)
-        return Plane(data.view(fmt.data_dtype), scale_inv.view(fmt.scale_dtype), global_scale_inv)
+        data, scale_inv = (jnp.asarray(part) for part in parts[:2])
+        whole = None if parts.global_scale_inv is None else jnp.asarray(parts.global_scale_inv)
+        return Plane(data.view(fmt.data_dtype), scale_inv.view(fmt.scale_dtype), whole)
 
     rowwise, columnwise = (own(planes[usage]) if usage in planes else None for usage in Usage.BOTH.planes)
     return QuantizedArray(

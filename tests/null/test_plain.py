@@ -40,7 +40,7 @@ def test_what_arrives_is_checked():
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"name": 3}, "name .3. is not a string"),
+        ({"name": 3}, "name .3. must be a string"),
         ({"element": "float8_e4m3"}, "element .'float8_e4m3'. must be float8_e4m3fn or"),
         ({"element": ["float8_e4m3fn"]}, "element .* must be"),
         ({"element": "float8_e5m2"}, "element .* must be float4_e2m1fn"),
@@ -51,7 +51,7 @@ def test_what_arrives_is_checked():
         ({"hadamard": "no"}, "hadamard .'no'. must be False or True"),
         ({"scale_max": "much"}, "scale_max .'much'. must be 448 or 256"),
         ({"colour": "red"}, "has no option colour"),
-        (None, "name .None. is not a string"),
+        (None, "name .... must be a string"),
     ],
     ids=str,
 )
@@ -65,7 +65,7 @@ def test_what_is_no_format(change, text):
 
 
 def test_an_option_of_another_type():
-    with pytest.raises(ValueError, match=r"Format FP8_E4M3: options .* are not those of a format"):
+    with pytest.raises(ValueError, match=r"Format FP8_E4M3: eps .'0'. must be 0, or positive and finite"):
         Format.of({"name": "FP8_E4M3", "element": "float8_e4m3fn", "scale_dtype": "float32", "block": None, "eps": "0"})
 
 

@@ -1,13 +1,63 @@
-"""What the other processes of tests of travelling objects do. Importable, for a spawned process finds it by name."""
+"""Objects that travel, the ways they do, and what the other processes of tests do: those find it by its name."""
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
 from typing import Any
 
 import torch
 from torch import nn
 
-from qshard.torch_bridge import QuantizedTensor
+from qshard.formats import FP8_E4M3, Usage
+from qshard.torch_bridge import QuantizedTensor, convert, quantize
+from support.formats import stochastic
+
+
+def quantized(fmt=FP8_E4M3, usage=Usage.BOTH, shape=(32, 64), dtype=torch.bfloat16):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    return quantize(x, fmt, usage=usage, seed=1 if stochastic(fmt) else None)
+
+
+def saved(value):
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return file
+
+
+def bytes_of(q):
+    return [getattr(q, name) for name in q.__tensor_flatten__()[0]]
+
+
+def assert_same(got, want):
+    assert (type(got), got.shape, got.stride()) == (type(want), want.shape, want.stride())
+    assert got.__tensor_flatten__() == want.__tensor_flatten__()
+    assert (got.requires_grad, isinstance(got, nn.Parameter)) == (want.requires_grad, isinstance(want, nn.Parameter))
+    for a, b in zip(bytes_of(got), bytes_of(want), strict=True):
+        assert torch.equal(a, b)
+        assert a.dtype == b.dtype
+
+
+WAYS = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda value: pickle.loads(pickle.dumps(value)),
+    "torch.save": lambda value: torch.load(saved(value), weights_only=False),
+}
+
+
+def model_of(recipe, seed=0):
+    """Layers that share a weight, and one that is frozen, with what state the recipe has."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32), nn.Linear(32, 64), nn.Linear(64, 32))
+    model[4].weight = model[2].weight
+    model[3].weight.requires_grad_(False)
+    return convert(model, recipe)
+
+
+def batches(count=2, seed=0):
+    return torch.randn(count, 32, 32, generator=torch.Generator().manual_seed(seed))
 
 
 def learn(model: nn.Module, xs: torch.Tensor, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

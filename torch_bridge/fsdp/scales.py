@@ -117,7 +117,11 @@ class ScaleState:
 
     @property
     def root(self) -> nn.Module | None:
-        """The module whose marked weights are refreshed together with this one."""
+        """The module whose marked weights are refreshed together with this one.
+
+        None of the weight of a model that was unpickled, until `update_scales` sees it: then it is refreshed alone. So
+        ranks must come by their models in one way.
+        """
         return None if self._root is None else self._root()
 
     def join(self, root: nn.Module | None) -> None:

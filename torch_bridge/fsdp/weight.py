@@ -102,7 +102,7 @@ class ShardedWeight(Tensor):
         if not isinstance(self, nn.Parameter):
             return cast(tuple[Any, ...], self.shard.__reduce_ex__(protocol))
         warn_if_has_hooks(self)
-        given = (self.shard, self.requires_grad, collections.OrderedDict())
+        given: tuple[Any, ...] = (self.shard, self.requires_grad, collections.OrderedDict())
         if others := self._others():
             return torch._utils._rebuild_parameter_with_state, (*given, others)
         return torch._utils._rebuild_parameter, given
@@ -112,7 +112,7 @@ class ShardedWeight(Tensor):
         return self
 
     def is_shared(self) -> bool:
-        return self.shard.is_shared()
+        return bool(self.shard.is_shared())
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

@@ -64,7 +64,7 @@ class ZeroOptimizer(Adam):
     Gradients leave `.grad` as soon as they are made, for a flat float32 buffer that `zero_grad` clears and `step` does
     not. A parameter without one counts as zeros. `DelayedScaling` is taken care of: call neither `update_scales` nor
     `update_delayed`. Checkpoints: `state_dict` has this rank's slices, exactly; `full_weights` what another program
-    needs. That of `model` has what layers see.
+    needs. That of `model` has what layers see, and there is none of sharded weights, nor a copy or a pickle.
 
     `step` is collective, also on a rank whose slices are empty. Whatever the number of weights, it takes one all-to-all
     of float32 gradients, one max all-reduce of amaxes and one all-gather of bytes; with sharded weights the first and
@@ -285,7 +285,7 @@ def _refuse_copies(module: nn.Module, flat: Flat) -> None:
 
     module.register_state_dict_pre_hook(refuse_state_dict)
     module.register_load_state_dict_pre_hook(refuse_state_dict)
-    module.__reduce_ex__ = refuse_copies  # type: ignore[method-assign, assignment]
+    module.__reduce_ex__ = refuse_copies  # type: ignore[method-assign]
 
 
 class _Cast:
