@@ -212,7 +212,7 @@ class QuantizedTensor(Tensor):
         if not self.is_leaf:
             return cast(QuantizedTensor, super().__deepcopy__(memo))  # Which refuses.
         if id(self) not in memo:
-            self.described()
+            self.described(stale=True)
             copied = self._of_planes(lambda part: copy.deepcopy(part, memo))
             copied.requires_grad_(self.requires_grad)
             memo[id(self)] = copied
