@@ -52,7 +52,7 @@ def __getattr__(name: str) -> Any:
 def __dir__() -> list[str]:
     """What there is; of the front ends, those whose framework is installed, as tools look at all that is listed."""
     front_ends = {name for name, framework in _NEEDS.items() if importlib.util.find_spec(framework)}
-    return sorted({*globals(), *_HOMES, *_MODULES, *front_ends})
+    return sorted({*(name for name in globals() if name.startswith("__")), *__all__, *_MODULES, *front_ends})
 
 
 def num_threads() -> int:

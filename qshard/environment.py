@@ -37,12 +37,12 @@ def missing(framework: str, module: str) -> str | None:
     >>> missing("numpy", "qshard.reference") is None
     True
     """
-    extra = f"'qshard[{framework}]'"
     if importlib.util.find_spec(framework) is None:
-        return f"{module} needs {framework}, which is not installed: pip install {extra}"
+        return f"{module} needs {framework}, which is not installed: pip install 'qshard[{framework}]'"
     found, oldest = _version(framework), OLDEST.get(framework, "0")
     if found is not None and _release(found) < _release(oldest):
-        return f"{module} needs {framework} {oldest} or newer, and {found} is installed: pip install --upgrade {extra}"
+        asked = f"'{framework}>={oldest}'"
+        return f"{module} needs {framework} {oldest} or newer, and {found} is installed: pip install --upgrade {asked}"
     return None
 
 

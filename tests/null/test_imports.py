@@ -166,7 +166,7 @@ def test_a_framework_that_is_too_old(module, found, site, libraries, tmp_path):
     error = python(f"import {module}", tmp_path, site, libraries)
     assert error == (
         f"ImportError: {module} needs {name} {OLDEST[name]} or newer, and {found} is installed: "
-        f"pip install --upgrade 'qshard[{name}]'"
+        f"pip install --upgrade '{name}>={OLDEST[name]}'"
     )
 
 
