@@ -119,19 +119,20 @@ def present(runs: list[Run], directory: Path) -> None:
     interrupt.outcome = f"results in {directory} are incomplete"
     save(runs, directory)
     save_rows(runs, directory)
-    console = Console(soft_wrap=True)
+    console = Console()
     if not console.is_terminal:
         console.width = 120  # a log has no width of its own
     everything = [run for run in load(directory) if (run.text, run.steps) == (runs[0].text, runs[0].steps)]
     console.print(table(everything))
     path = directory / "loss.png"
     plot(everything).savefig(path, dpi=150)
-    console.print(f"loss curves: {path}", highlight=False)
+    console.print(f"loss curves: {path}", highlight=False, soft_wrap=True)
     interrupt.outcome = f"results are in {directory}"
     comparisons = same_bytes(everything)
     for name, same in comparisons.items():
         verdict = "identical" if same else "DIFFERENT"
-        console.print(f"{name}: JAX and PyTorch gathered {verdict} bytes in the first step (SHA-256)", highlight=False)
+        line = f"{name}: JAX and PyTorch gathered {verdict} bytes in the first step (SHA-256)"
+        console.print(line, highlight=False, soft_wrap=True)
     if not all(comparisons.values()):
         sys.exit(1)
 
@@ -208,6 +209,7 @@ def plot(runs: list[Run]) -> Figure:
         axes[1, 0].axhline(0, color=f"C{formats.index('bf16')}")
         axes[1, 0].set_ylabel("loss above that of bf16, nats per byte")
     axes[-1, 0].set_xlabel("step")
+    axes[-1, 0].xaxis.get_major_locator().set_params(integer=True)
     for axis in axes.flat:
         axis.grid(alpha=0.3)
     handles = [Line2D([], [], color=f"C{index}", label=name) for index, name in enumerate(formats)]
