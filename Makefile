@@ -10,12 +10,10 @@ PIP_FLAGS := -q --no-input --disable-pip-version-check
 INSTALL   := $(PY) -m pip install $(PIP_FLAGS) --no-compile
 unexport PYTHONDONTWRITEBYTECODE
 
-# The build reads QSHARD_CUDA and QSHARD_XLA_FFI_INCLUDE from the environment (pyproject.toml says what they mean). CUDA
-# kernels take minutes to compile: .venv gets them only where there is a GPU, a wheel wherever there is nvcc.
-VENV_CUDA       := $(or $(QSHARD_CUDA),$(if $(wildcard /dev/nvidiactl),AUTO,OFF))
-FETCHED_HEADERS := $(CURDIR)/build/xla_ffi/jaxlib/include
-CPP_SOURCES     := $(shell find ffi)
-CPP_STYLED      := $(shell find ffi -path ffi/third_party -prune -o -type f \
+# The build reads QSHARD_CUDA, QSHARD_CUDA_ARCHITECTURES and QSHARD_KEPT from the environment (pyproject.toml says what they
+# mean), and CUDACXX.
+CPP_SOURCES := $(shell find ffi -name __pycache__ -prune -o -print)
+CPP_STYLED  := $(shell find ffi -path ffi/third_party -prune -o -type f \
                      \( -name '*.cc' -o -name '*.h' -o -name '*.inc' -o -name '*.cu' -o -name '*.cuh' \) -print)
 
 # One stamp per requirements file that is installed, and one for the package.
@@ -59,8 +57,7 @@ SANITIZED_PYTHON = LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) 
     ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 $(SANITIZED)/venv/bin/python -P
 sanitize: $(STAMP)test $(STAMP)package  ## run fuzz and the tests of the CPU kernels under AddressSanitizer and UBSan
 	$(BIN)/cmake -S ffi -B $(SANITIZED)/cmake -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG=-g1 -DQSHARD_CUDA=OFF \
-	    -DQSHARD_SANITIZE=address,undefined,float-cast-overflow -DPython_EXECUTABLE=$(abspath $(PY)) \
-	    -DQSHARD_XLA_FFI_INCLUDE=$(or $(QSHARD_XLA_FFI_INCLUDE),$(FETCHED_HEADERS))
+	    -DQSHARD_SANITIZE=address,undefined,float-cast-overflow -DPython_EXECUTABLE=$(abspath $(PY))
 	$(BIN)/cmake --build $(SANITIZED)/cmake --parallel 2
 	$(call LINK_TREE,$(SANITIZED)/tree)
 	cp $(SANITIZED)/cmake/_ffi.*.so $(SANITIZED)/tree/qshard/
@@ -113,8 +110,7 @@ tree:
 
 wheel: $(STAMP)package  ## build a wheel into build/dist
 	rm -rf build/dist
-	QSHARD_XLA_FFI_INCLUDE=$(or $(QSHARD_XLA_FFI_INCLUDE),$(FETCHED_HEADERS)) \
-	    $(PY) -m pip wheel $(PIP_FLAGS) --no-build-isolation --no-deps --wheel-dir build/dist .
+	$(PY) -m pip wheel $(PIP_FLAGS) --no-build-isolation --no-deps --wheel-dir build/dist .
 
 # -P keeps ./qshard off the path, so that the installed wheel is what is tested.
 bare: wheel  ## run tests/null on the wheel, in an environment with neither jax nor torch
@@ -136,9 +132,7 @@ $(STAMP)test: requirements/build.txt requirements/run.txt requirements/bare.txt
 $(STAMP)package: $(STAMP)build
 
 $(STAMP)package: pyproject.toml $(CPP_SOURCES)
-	$(if $(QSHARD_XLA_FFI_INCLUDE),,$(PY) ffi/third_party/fetch_xla_ffi_headers.py build/xla_ffi)
-	QSHARD_XLA_FFI_INCLUDE=$(or $(QSHARD_XLA_FFI_INCLUDE),$(FETCHED_HEADERS)) QSHARD_CUDA=$(VENV_CUDA) \
-	    $(INSTALL) --no-build-isolation --no-deps --editable .
+	$(INSTALL) --no-build-isolation --no-deps --editable .
 	touch $@
 
 $(STAMP)%: requirements/%.txt | $(PY)

@@ -42,7 +42,7 @@ def load(path: Path | None, size: int, context: int) -> Corpus:
     """Read `path`, or the Python language's own help texts where it is None, for batches of `size` windows.
 
     Raises:
-      ValueError: the text is too short for one training window and one validation batch.
+      ValueError: the file is no text, or too short for one training window and one validation batch.
       OSError: the file cannot be read.
     """
     if path is None:
@@ -53,12 +53,26 @@ def load(path: Path | None, size: int, context: int) -> Corpus:
         name, text = "pydoc_data.topics", "\n\n".join(dict.fromkeys(paragraphs)).encode()
     else:
         name, text = str(path), path.read_bytes()
+        _check(name, text)
     data = np.frombuffer(text, np.uint8)
     corpus = Corpus(name, *np.split(data, [len(data) - int(len(data) * HELD_OUT)]))
     if not corpus.validation(size, context):
         needed = int((size * context + 1) / HELD_OUT) + 1
         raise ValueError(f"--text {name} has {len(data)} bytes; {needed} are needed to hold out one batch of {size}")
     return corpus
+
+
+def _check(name: str, text: bytes) -> None:
+    """The model would learn any bytes; a loss on those of a picture or an archive says nothing."""
+    if not text:
+        raise ValueError(f"--text {name} is empty; give a file of text")
+    try:
+        text.decode()
+        place = text.find(0)
+    except UnicodeDecodeError as error:
+        place = error.start
+    if place >= 0:
+        raise ValueError(f"--text {name} is not UTF-8 text (byte 0x{text[place]:02x} at {place}); give a file of text")
 
 
 def text_file(value: str) -> Path:

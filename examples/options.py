@@ -1,13 +1,9 @@
-"""The command line the two training scripts share: arguments, errors of one line, and a quiet Ctrl-C.
-
-Import it before the frameworks, whose import takes seconds: an error or a Ctrl-C in that time is covered too.
-"""
+"""The command line the two training scripts share: arguments, and errors of one line."""
 
 import argparse
 import sys
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import NoReturn
 
 from corpus import text_file
@@ -28,16 +24,6 @@ RECIPES: dict[str, Recipe | None] = {
 }
 
 
-def _excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    if issubclass(kind, KeyboardInterrupt):
-        print(f"{Path(sys.argv[0]).name}: stopped; nothing was written", file=sys.stderr)
-    else:
-        sys.__excepthook__(kind, error, trace)
-
-
-sys.excepthook = _excepthook
-
-
 class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are one line."""
 
@@ -52,10 +38,10 @@ def fail(program: str, message: str, status: int = 1) -> NoReturn:
     sys.exit(status)
 
 
-def positive(value: str) -> int:
-    """Parse a whole number of at least 1."""
-    if not value.isdecimal() or int(value) < 1:
-        raise argparse.ArgumentTypeError(f"{value!r} is not a whole number of at least 1")
+def whole_number(value: str, most: int) -> int:
+    """Parse a whole number from 1 to `most`."""
+    if not (value.isdecimal() and len(value) <= len(str(most)) and 1 <= int(value) <= most):
+        raise argparse.ArgumentTypeError(f"{value[:20]!r} is not a whole number from 1 to {most}")
     return int(value)
 
 
@@ -78,20 +64,30 @@ def output_directory(value: str) -> Path:
     return path
 
 
-def parse(description: str, rank: str, devices: int) -> tuple[Parser, argparse.Namespace]:
-    """Parse the command line. `rank` says what a rank is in this framework, `devices` how many there could be."""
+def parse(description: str, rank: str, devices: int, most: int | None = None) -> tuple[Parser, argparse.Namespace]:
+    """Parse the command line. `rank` says what ranks are in this framework, `devices` how many there could be.
+
+    Ranks that need no device of their own may be more: `most`.
+    """
     parser = Parser(description=description)
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--formats", type=formats, metavar="A,B", help=f"train these, of {', '.join(RECIPES)}; or all")
     which.add_argument("--recipe", choices=RECIPES, default="fp8", help="train bf16 and this one (default: fp8)")
-    number = partial(parser.add_argument, type=positive, metavar="N")
-    number("--steps", default=Schedule.steps, help="steps of each training (default: %(default)s)")
-    number("--batch", default=Schedule.batch, help="windows of text in a step, over all ranks (default: %(default)s)")
-    number("--ranks", default=1 << (devices.bit_length() - 1), help=f"{rank} to shard over (default: %(default)s)")
+
+    def number(name: str, default: int, most: int, text: str) -> None:
+        kind = partial(whole_number, most=most)
+        parser.add_argument(name, type=kind, metavar="N", default=default, help=f"{text} (default: {default})")
+
+    number("--steps", Schedule.steps, 1_000_000, "steps of each training")
+    number("--batch", Schedule.batch, 65536, "windows of text in a step, over all ranks")
+    number("--ranks", 1 << (devices.bit_length() - 1), 65536, f"{rank} to shard over")
     parser.add_argument("--text", type=text_file, metavar="FILE", help="train on it (default: Python's help topics)")
     parser.add_argument("--out", type=output_directory, default="build/train", help="results (default: %(default)s)")
     options = parser.parse_args()
     options.formats = options.formats or list(dict.fromkeys(["bf16", options.recipe]))
+    most = most or devices
+    if options.ranks > most:
+        parser.error(f"--ranks {options.ranks} is more than {most} {rank}, the most on this machine")
     if options.batch % options.ranks:
         parser.error(f"--batch {options.batch} cannot be divided over {options.ranks} ranks")
     return parser, options

@@ -6,6 +6,8 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+import interrupt
+
 
 class TrainingProgress:
     """Shows one bar for each training, and a line whenever a validation loss is known."""
@@ -23,12 +25,14 @@ class TrainingProgress:
 
     def __enter__(self) -> Self:
         self._bars.start()
+        interrupt.clean_up.append(self._bars.stop)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._bars.stop()  # also after Ctrl-C: it gives the terminal its cursor back
+        interrupt.clean_up.remove(self._bars.stop)
 
     def start(self, name: str) -> None:
         """Add the bar of the next training."""

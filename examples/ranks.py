@@ -6,17 +6,17 @@ import queue
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import torch.multiprocessing as mp
 
 
-def launch(worker: Callable[..., None], ranks: int, *arguments: object) -> Iterator[tuple[Any, ...]]:
+def launch(worker: Callable[..., None], ranks: int, *arguments: object) -> Generator[tuple[Any, ...]]:
     """Run `worker(rank, ranks, rendezvous, *arguments, events)` in `ranks` processes; yield what they put in `events`.
 
     An error in one rank ends the others and is raised here. Ctrl-C, or closing this iterator, ends them too: they die
-    at once and silently, since a rank that waits for another one in a collective could not unwind.
+    at once and silently, since a rank that waits for another one in a collective could not unwind. So close it.
     """
     if sys.platform == "linux":  # gloo looks for the address of this host's name, which a bare container may not have
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -5,7 +5,10 @@
 Runs on the GPUs present, or on eight host devices of the CPU. What a recipe changes is marked (1), (2), (3).
 """
 
-import options  # isort: skip (first: it makes Ctrl-C quiet during the imports below)
+import interrupt  # isort: skip
+
+if __name__ == "__main__":
+    interrupt.install()  # before the imports below, which take seconds
 
 import math
 import re
@@ -20,6 +23,7 @@ import numpy as np
 import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+import options
 import qshard.jax as qshard
 import report
 from corpus import Batch, Corpus, load
@@ -263,8 +267,6 @@ def main() -> None:
     jax.config.update("jax_num_cpu_devices", CPU_DEVICES)
     devices = jax.devices()
     parser, arguments = options.parse(str(__doc__).splitlines()[0], "devices", len(devices))
-    if arguments.ranks > len(devices):
-        parser.error(f"--ranks {arguments.ranks} is more than the {len(devices)} devices present")
     if math.gcd(CONFIG.width, CONFIG.context) % arguments.ranks:
         parser.error(f"--ranks {arguments.ranks} does not divide the rows of every weight")
     try:

@@ -5,11 +5,15 @@
 Runs on the GPUs present through NCCL, or on the CPU with two gloo ranks. What a recipe changes is marked (1) and (2).
 """
 
-import options  # isort: skip (first: it makes Ctrl-C quiet during the imports below)
+import interrupt  # isort: skip
+
+if __name__ == "__main__":
+    interrupt.install()  # before the imports below, which take seconds
 
 import os
 import time
 from argparse import Namespace
+from contextlib import closing
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -25,6 +29,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import options
 import qshard.torch_bridge as qshard
 import report
 from corpus import Batch, Corpus, load
@@ -225,16 +230,19 @@ def worker(rank: int, ranks: int, rendezvous: str, corpus: Corpus, arguments: Na
 def main() -> None:
     """Start the ranks, show their progress, and write the report."""
     gpus = torch.cuda.device_count()
-    parser, arguments = options.parse(str(__doc__).splitlines()[0], "GPUs" if gpus else "processes", gpus or 2)
-    if gpus and arguments.ranks > gpus:
-        parser.error(f"--ranks {arguments.ranks} is more than the {gpus} GPUs present")
+    if gpus:
+        parser, arguments = options.parse(str(__doc__).splitlines()[0], "GPUs", gpus)
+    else:
+        most = 4 * len(os.sched_getaffinity(0))
+        parser, arguments = options.parse(str(__doc__).splitlines()[0], "processes", 2, most)
     try:
         corpus = load(arguments.text, arguments.batch, CONFIG.context)
     except (OSError, ValueError) as error:
         options.fail(parser.prog, str(error))
     runs: list[report.Run] = []
-    with TrainingProgress(arguments.steps) as progress:
-        for kind, *values in launch(worker, arguments.ranks, corpus, arguments):
+    ranks = closing(launch(worker, arguments.ranks, corpus, arguments))
+    with TrainingProgress(arguments.steps) as progress, ranks as events:
+        for kind, *values in events:
             if kind == "run":
                 runs += values
             else:

@@ -49,6 +49,16 @@ nb::list SimdTargets() {
   return names;
 }
 
+nb::dict BuildInfo() {
+  nb::dict info;
+  info["version"] = QSHARD_BUILD_VERSION;
+  info["compiler"] = QSHARD_BUILD_COMPILER;
+  info["simd"] = QSHARD_BUILD_SIMD;
+  info["cuda"] = QSHARD_BUILD_CUDA;
+  info["cuda_architectures"] = QSHARD_BUILD_CUDA_ARCHITECTURES;
+  return info;
+}
+
 }  // namespace
 
 NB_MODULE(_ffi, m) {
@@ -80,6 +90,7 @@ NB_MODULE(_ffi, m) {
         qshard::host::SetNumThreads(n);
       },
       nb::arg("n"));
+  m.attr("build_info") = BuildInfo();
 #if defined(QSHARD_WITH_CUDA)
   m.attr("cuda_built") = true;
 #else

@@ -1,16 +1,58 @@
 """qshard: sharded weights in FP8, MXFP8, MXFP6, MXFP4 and NVFP4, the same bits in JAX, PyTorch and NumPy.
 
 `qshard.formats` names how numbers are stored, `qshard.recipes` which format each role takes. Some names,
-`NVFP4` for one, are those of a format and of a recipe, so use them through their modules. Importing `qshard` imports
-neither jax nor torch.
+`NVFP4` for one, are those of a format and of a recipe, so use them through their modules. A module is imported when it
+is first used: `import qshard` imports neither jax nor torch, `qshard.jax` imports jax.
+
+>>> import qshard
+>>> qshard.formats.MXFP8_E4M3.block
+(1, 32)
 """
 
-from qshard import formats, recipes
-from qshard.formats import Usage
-from qshard.recipes import Role
+import importlib
+import importlib.util
+from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
-__all__ = ["Role", "Usage", "__version__", "formats", "num_threads", "recipes", "set_num_threads"]
+if TYPE_CHECKING:
+    from qshard import adam as adam
+    from qshard import environment as environment
+    from qshard import formats as formats
+    from qshard import jax as jax
+    from qshard import layout as layout
+    from qshard import master as master
+    from qshard import numerics as numerics
+    from qshard import ops as ops
+    from qshard import pipeline as pipeline
+    from qshard import recipes as recipes
+    from qshard import reference as reference
+    from qshard import torch_bridge as torch_bridge
+    from qshard.environment import __version__ as __version__
+    from qshard.environment import build_info as build_info
+    from qshard.formats import Usage as Usage
+    from qshard.recipes import Role as Role
+
+__all__ = ["Role", "Usage", "__version__", "build_info", "formats", "num_threads", "recipes", "set_num_threads"]
+
+# Modules, and the modules of names, that are imported when they are first used.
+_NEEDS = {"jax": "jax", "torch_bridge": "torch"}
+_MODULES = {"adam", "environment", "formats", "layout", "master", "numerics", "ops", "pipeline", "recipes", "reference"}
+_HOMES = {"Role": "recipes", "Usage": "formats", "__version__": "environment", "build_info": "environment"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        value = getattr(importlib.import_module(f"qshard.{_HOMES[name]}"), name)
+        globals()[name] = value
+        return value
+    if name in _MODULES or name in _NEEDS:
+        return importlib.import_module(f"qshard.{name}")  # which also makes it an attribute
+    raise AttributeError(f"module 'qshard' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """What there is; of the front ends, those whose framework is installed, as tools look at all that is listed."""
+    front_ends = {name for name, framework in _NEEDS.items() if importlib.util.find_spec(framework)}
+    return sorted({*(name for name in globals() if name.startswith("__")), *__all__, *_MODULES, *front_ends})
 
 
 def num_threads() -> int:
@@ -37,3 +79,11 @@ def set_num_threads(n: int) -> None:
     from qshard import _ffi
 
     _ffi.set_num_threads(n)
+
+
+if (
+    importlib.util.find_spec("qshard._ffi") is None
+):  # the source folder, which Python found before the installed package
+    from qshard import _checkout
+
+    _checkout.hand_over()

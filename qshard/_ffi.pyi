@@ -4,6 +4,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 cuda_built: bool
+build_info: dict[str, str]
+"""`version` ("0.1.0+cpu"), `compiler` ("GNU 12.2.0"), `simd` ("scalar,avx2,avx512"), and `cuda` ("13.0") with
+`cuda_architectures` ("90"), both "" where no CUDA is in it."""
 
 class Row:
     """A row of ops.def, parsed, and the binder of its op."""

@@ -14,6 +14,11 @@ Importing it makes `torch.ops.qshard.<op>`, the same kernels as operators.
 if __name__ != "qshard.torch_bridge":
     raise ImportError(f"{__name__} is not the name of this package; write `import qshard.torch_bridge`")
 
+from qshard.environment import missing
+
+if _lack := missing("torch", __name__):
+    raise ImportError(_lack)
+
 from qshard.pipeline import Plane
 from qshard.torch_bridge.convert import convert
 from qshard.torch_bridge.delayed import DelayedScale, update_delayed

@@ -6,6 +6,10 @@
 namespace qshard {
 namespace {
 
+// A handler built with newer headers than the jaxlib that loads it takes down JAX's CPU backend.
+static_assert(XLA_FFI_API_MAJOR == 0 && XLA_FFI_API_MINOR == 1,
+              "qshard is built with the header in third_party; see its README");
+
 XLA_FFI_Error* ToXla(const XLA_FFI_Api* api, XLA_FFI_Error_Code code, const std::string& message) {
   XLA_FFI_Error_Create_Args args{};
   args.struct_size = XLA_FFI_Error_Create_Args_STRUCT_SIZE;

@@ -1,5 +1,10 @@
 """The JAX front end: quantized arrays, linear layers and gathers that work in every mode of JAX."""
 
+from qshard.environment import missing
+
+if _lack := missing("jax", __name__):
+    raise ImportError(_lack)
+
 from qshard.jax import ops
 from qshard.jax.array import QuantizedArray
 from qshard.jax.delayed import (

@@ -44,9 +44,14 @@ def test_frameworks_are_optional():
     assert sorted(name.split(">")[0] for name in needed) == ["ml_dtypes", "numpy"]
 
 
-def test_installed_version_is_that_of_the_sources():
-    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-    assert metadata.version("qshard") == project["version"]
+def test_version_says_what_was_built():
+    """0.1.0+cpu or 0.1.0+cu130: pip's last line shows it. The version is made before the build, which must agree."""
+    _ffi = pytest.importorskip("qshard._ffi")
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
+    base = project["tool"]["dynamic-metadata"][0]["version"]
+    label = f"cu{_ffi.build_info['cuda'].replace('.', '')}" if _ffi.cuda_built else "cpu"
+    assert metadata.version("qshard") == _ffi.build_info["version"] == f"{base}+{label}"
+    assert bool(_ffi.build_info["cuda_architectures"]) == _ffi.cuda_built
 
 
 def test_wheel_has_every_module():

@@ -1,0 +1,177 @@
+"""The two training scripts as programs: what they refuse, how Ctrl-C ends them, what the report shows."""
+
+import importlib
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SCRIPTS = ["train_jax", "train_torch"]
+# Without the host devices that conftest.py asks for: the scripts ask for their own.
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {"COLUMNS": "80"}
+
+
+REFUSED = {
+    "--steps 0": "argument --steps: '0' is not a whole number from 1 to 1000000 (--help lists the options)",
+    f"--steps {'9' * 5000}": f"argument --steps: '{'9' * 20}' is not a whole number from 1 to 1000000",
+    "--batch 1000000000": "argument --batch: '1000000000' is not a whole number from 1 to 65536",
+    "--batch 32000 --ranks 1": "--text pydoc_data.topics has ",
+    "--ranks 4096 --batch 4096": "--ranks 4096 is more than ",
+    "--ranks 3": "--batch 32 cannot be divided over 3 ranks",
+    "--text empty.txt": "--text empty.txt is empty; give a file of text",
+    "--text picture.png": "--text picture.png is not UTF-8 text (byte 0x89 at 0); give a file of text",
+    "--text zeros.txt": "--text zeros.txt is not UTF-8 text (byte 0x00 at 4); give a file of text",
+    "--text short.txt": "--text short.txt has 5 bytes; ",
+    "--text nowhere.txt": "argument --text: nowhere.txt is not a file",
+}
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("texts")
+    contents = {"empty.txt": b"", "picture.png": b"\x89PNG\r\n", "zeros.txt": b"text\0text", "short.txt": b"short"}
+    for name, content in contents.items():
+        (folder / name).write_bytes(content)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def refusals(texts):
+    """What each script says to each of `REFUSED`, in one process, as importing a framework takes seconds."""
+    code = """
+import contextlib, io, json, sys
+sys.path.insert(0, sys.argv[1])
+script = __import__(sys.argv[2])
+said = {}
+for line in json.loads(sys.argv[3]):
+    sys.argv = ["train.py", *line.split()]
+    status = None
+    with contextlib.redirect_stderr(io.StringIO()) as errors:
+        try:
+            script.main()
+        except SystemExit as end:
+            status = end.code
+    said[line] = (status, errors.getvalue())
+print(json.dumps(said))
+"""
+    said = {}
+    for script in SCRIPTS:
+        command = [sys.executable, "-c", code, EXAMPLES, script, json.dumps(list(REFUSED))]
+        result = subprocess.run(command, cwd=texts, env=ENVIRONMENT, capture_output=True, text=True, check=True)
+        said[script] = json.loads(result.stdout)
+    return said
+
+
+@pytest.mark.parametrize("line", REFUSED, ids=lambda line: line[:24])
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_refused_in_one_line(script, line, refusals):
+    status, said = refusals[script][line]
+    assert status in (1, 2)
+    assert said.startswith(f"train.py: error: {REFUSED[line]}")
+    assert said.count("\n") == 1
+    assert len(said) < 200
+
+
+ESCAPES = re.compile(r"\x1b\[[\d;?]*[A-Za-z]")
+
+
+def alive(group: int) -> list[str]:
+    """The processes of a group that run; a dead one may wait for a parent that asks for its status."""
+    command = ["ps", "-A", "-o", "pgid=,stat=,args="]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    return [line for line in lines if line.split()[0] == str(group) and not line.split()[1].startswith("Z")]
+
+
+COMPILES = "to MLIR module conversion jit(step)"  # XLA comes next, and takes 5 s and more
+
+
+@pytest.mark.parametrize(
+    ("script", "moment"),
+    [("train_jax", ""), ("train_jax", COMPILES), ("train_torch", ""), ("train_torch", "compiling")],
+    ids=["jax-importing", "jax-compiling", "torch-importing", "torch-starting"],
+)
+def test_control_c(script, moment, tmp_path):
+    """On a terminal: it ends at once with one line and status 130, the cursor is there, and no rank is left behind."""
+    terminal, side = pty.openpty()
+    command = [sys.executable, EXAMPLES / f"{script}.py", "--formats", "nvfp4", "--out", str(tmp_path / "out")]
+    environment = ENVIRONMENT | {"TERM": "xterm", "JAX_LOG_COMPILES": "1"}
+    process = subprocess.Popen(command, env=environment, stdin=side, stdout=side, stderr=side, start_new_session=True)
+    os.close(side)
+    output = ""
+
+    def read(seconds: float) -> bool:
+        nonlocal output
+        if not select.select([terminal], [], [], seconds)[0]:
+            return True
+        try:
+            output += os.read(terminal, 65536).decode()
+        except OSError:  # how a terminal says that nobody has it open any more
+            return False
+        return True
+
+    try:
+        deadline = time.monotonic() + 150
+        while moment not in ESCAPES.sub("", output):
+            assert time.monotonic() < deadline, output
+            assert read(1), output
+        time.sleep(0.5)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        started = time.monotonic()
+        while read(0.1) and process.poll() is None and time.monotonic() < started + 60:
+            pass
+        status = process.wait(timeout=60)
+        seconds = time.monotonic() - started
+        while select.select([terminal], [], [], 0)[0] and read(0):
+            pass
+        while left := alive(process.pid):
+            assert time.monotonic() < started + 3, left
+            time.sleep(0.1)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        os.close(terminal)
+    assert status == 130, output
+    assert seconds < 3
+    assert ESCAPES.sub("", output).splitlines()[-1] == f"{script}.py: stopped; nothing was written"
+    assert output.count("stopped") == 1
+    assert "Traceback" not in output
+    assert output.rfind("\x1b[?25h") >= output.rfind("\x1b[?25l")  # the cursor was shown after it was hidden
+    assert list((tmp_path / "out").glob("*")) == []
+
+
+@pytest.fixture(scope="module")
+def report():
+    sys.path.insert(0, str(EXAMPLES))
+    try:
+        return importlib.import_module("report")
+    finally:
+        sys.path.remove(str(EXAMPLES))
+
+
+def test_plot_has_a_panel_of_differences(report):
+    """Each recipe less bf16 of the same framework, step by step, in training and on the held-out text."""
+    losses = {"bf16": [4.0, 3.0, 2.5, 2.0], "fp8": [4.5, 3.25, 2.5, 2.25]}
+    runs = [
+        report.Run(framework, name, "2", "text", 4, losses=values, validation=[(2, values[1]), (4, values[3])])
+        for framework in report.FRAMEWORKS
+        for name, values in losses.items()
+    ]
+    both, difference = report.plot(runs).axes
+    assert len(both.lines) == 2 * len(runs)
+    zero = difference.lines[-1]
+    assert list(zero.get_ydata()) == [0, 0]
+    assert len(difference.lines) == 5
+    for curve, points in (difference.lines[:2], difference.lines[2:4]):
+        assert (list(curve.get_xdata()), list(curve.get_ydata())) == ([4], [0.25])
+        assert (list(points.get_xdata()), list(points.get_ydata())) == ([2, 4], [0.25, 0.25])
+    assert len(report.plot([run for run in runs if run.format == "fp8"]).axes) == 1
