@@ -108,11 +108,11 @@ format: $(STAMP)lint  ## rewrite sources in the project's style
 tree:
 	$(call LINK_TREE,build/tree)
 
-# Wheels of every Python in PYTHONS, without CUDA and, where nvcc is, with it. Their C++ runtime is in them; what glibc they
-# need, and so their manylinux tag, is that of this machine's.
+# Wheels of every Python in PYTHONS, without CUDA and, where nvcc is, with it. They hold their C++ runtime, so this machine's
+# glibc decides their manylinux tag. They do not hold libgcc, whose unwinder asks for a newer glibc than the rest does.
 PYTHONS      ?= $(shell for python in python3.11 python3.12 python3.13; do $$python -c '' 2>/dev/null && echo $$python; done)
 WHEEL_CUDA   ?= $(or $(QSHARD_CUDA),OFF $(shell $(PYTHON) ffi/cmake/qshard_plan.py plan ON >/dev/null 2>&1 && echo ON))
-WHEEL_FLAGS  := -static-libstdc++ -static-libgcc
+WHEEL_FLAGS  := -static-libstdc++
 WHEEL_TAG    := import sys; print("cp%d%d" % sys.version_info[:2])
 # $(1) is a command, which knows $$python and $$wheel.
 define FOR_EACH_WHEEL
