@@ -109,7 +109,8 @@ tree:
 	$(call LINK_TREE,build/tree)
 
 # Wheels of every Python in PYTHONS, without CUDA and, where nvcc is, with it. They hold their C++ runtime, so this machine's
-# glibc decides their manylinux tag. They do not hold libgcc, whose unwinder asks for a newer glibc than the rest does.
+# glibc decides their manylinux tag. They do not hold libgcc, whose unwinder asks for a newer glibc than the rest does. CMake starts
+# anew, for it reads LDFLAGS once; what needs no new build is kept.
 PYTHONS      ?= $(shell for python in python3.11 python3.12 python3.13; do $$python -c '' 2>/dev/null && echo $$python; done)
 WHEEL_CUDA   ?= $(or $(QSHARD_CUDA),OFF $(shell $(PYTHON) ffi/cmake/qshard_plan.py plan ON >/dev/null 2>&1 && echo ON))
 WHEEL_FLAGS  := -static-libstdc++
@@ -125,7 +126,7 @@ wheel: $(STAMP)wheel  ## build wheels into build/dist; PYTHONS="python3.11 pytho
 	rm -rf build/dist build/wheel/unrepaired
 	set -e; for python in $(PYTHONS); do tag=$$($$python -c '$(WHEEL_TAG)'); env=build/wheel/$$tag; \
 	    $$python -m venv $$env; $$env/bin/python -m pip install $(PIP_FLAGS) --no-compile -r requirements/build.txt; \
-	    for cuda in $(WHEEL_CUDA); do \
+	    rm -rf $$env/cmake-*; for cuda in $(WHEEL_CUDA); do \
 	        QSHARD_CUDA=$$cuda LDFLAGS="$$LDFLAGS $(WHEEL_FLAGS)" $$env/bin/python -m pip wheel $(PIP_FLAGS) \
 	            --no-build-isolation --no-deps -C build-dir=$$env/cmake-$$cuda --wheel-dir build/wheel/unrepaired .; \
 	    done; done
