@@ -25,7 +25,7 @@ rm -rf $(1) && mkdir -p $(1)/qshard
 ln -s $(CURDIR)/qshard/* $(CURDIR)/torch_bridge $(1)/qshard/
 endef
 
-.PHONY: help train test slow fuzz sanitize h100 notebooks gpu bench report lint format tree wheel bare clean
+.PHONY: help train test slow fuzz sanitize h100 notebooks gpu bench report lint format tree wheel bare smoke clean
 .DELETE_ON_ERROR:
 # Two pips must not write one environment at a time; the compiler runs in parallel all the same.
 .NOTPARALLEL:
@@ -108,16 +108,41 @@ format: $(STAMP)lint  ## rewrite sources in the project's style
 tree:
 	$(call LINK_TREE,build/tree)
 
-wheel: $(STAMP)package  ## build a wheel into build/dist
-	rm -rf build/dist
-	$(PY) -m pip wheel $(PIP_FLAGS) --no-build-isolation --no-deps --wheel-dir build/dist .
+# Wheels of every Python in PYTHONS, without CUDA and, where nvcc is, with it. They hold their C++ runtime, so this machine's
+# glibc decides their manylinux tag. They do not hold libgcc, whose unwinder asks for a newer glibc than the rest does. CMake starts
+# anew, for it reads LDFLAGS once; what needs no new build is kept.
+PYTHONS      ?= $(shell for python in python3.11 python3.12 python3.13; do $$python -c '' 2>/dev/null && echo $$python; done)
+WHEEL_CUDA   ?= $(or $(QSHARD_CUDA),OFF $(shell $(PYTHON) ffi/cmake/qshard_plan.py plan ON >/dev/null 2>&1 && echo ON))
+WHEEL_FLAGS  := -static-libstdc++
+WHEEL_TAG    := import sys; print("cp%d%d" % sys.version_info[:2])
+# $(1) is a command, which knows $$python and $$wheel.
+define FOR_EACH_WHEEL
+set -e; for python in $(PYTHONS); do tag=$$($$python -c '$(WHEEL_TAG)'); for wheel in build/dist/*-$$tag-*.whl; do \
+    $(1); \
+done; done
+endef
+
+wheel: $(STAMP)wheel  ## build wheels into build/dist; PYTHONS="python3.11 python3.12" QSHARD_CUDA=OFF
+	rm -rf build/dist build/wheel/unrepaired
+	set -e; for python in $(PYTHONS); do tag=$$($$python -c '$(WHEEL_TAG)'); env=build/wheel/$$tag; \
+	    $$python -m venv $$env; $$env/bin/python -m pip install $(PIP_FLAGS) --no-compile -r requirements/build.txt; \
+	    rm -rf $$env/cmake-*; for cuda in $(WHEEL_CUDA); do \
+	        QSHARD_CUDA=$$cuda LDFLAGS="$$LDFLAGS $(WHEEL_FLAGS)" $$env/bin/python -m pip wheel $(PIP_FLAGS) \
+	            --no-build-isolation --no-deps -C build-dir=$$env/cmake-$$cuda --wheel-dir build/wheel/unrepaired .; \
+	    done; done
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --wheel-dir build/dist build/wheel/unrepaired/*.whl
 
 # -P keeps ./qshard off the path, so that the installed wheel is what is tested.
-bare: wheel  ## run tests/null on the wheel, in an environment with neither jax nor torch
-	rm -rf build/bare && $(PYTHON) -m venv build/bare
-	build/bare/bin/python -m pip install $(PIP_FLAGS) --no-compile -r requirements/bare.txt
-	build/bare/bin/python -m pip install $(PIP_FLAGS) --no-compile --no-deps build/dist/*.whl
-	build/bare/bin/python -P -m pytest tests/null
+bare: wheel  ## run tests/null on each wheel, in an environment with neither jax nor torch
+	$(call FOR_EACH_WHEEL,rm -rf build/bare; $$python -m venv build/bare; \
+	    build/bare/bin/python -m pip install $(PIP_FLAGS) --no-compile -r requirements/bare.txt; \
+	    build/bare/bin/python -m pip install $(PIP_FLAGS) --no-compile --no-deps $$wheel; \
+	    build/bare/bin/python -P -m pytest tests/null)
+
+smoke: wheel  ## run each wheel on jax and on torch, as pip installs them: some GB for torch
+	$(call FOR_EACH_WHEEL,for framework in jax torch; do rm -rf build/smoke; $$python -m venv build/smoke; \
+	    build/smoke/bin/python -m pip install $(PIP_FLAGS) --no-compile "$$wheel[$$framework]"; \
+	    build/smoke/bin/python -P tests/smoke.py $$framework; done)
 
 clean:  ## remove .venv, build and caches
 	rm -rf $(VENV) build .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

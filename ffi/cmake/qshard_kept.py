@@ -1,11 +1,12 @@
-"""Keeps what a build made, and takes it again where all that determines it is the same: `pip install .` builds in a new
-environment each time, so that CMake starts anew, and would compile everything again.
+"""Keeps what a build made, to take it again where all that determines it is the same.
 
-    qshard_kept.py key DESCRIPTION                      prints the key
-    qshard_kept.py keep DESCRIPTION KEY BUILT KEPT      copies BUILT to KEPT, unless the sources changed since KEY was printed
+`pip install .` builds in a new environment each time, so CMake starts anew, and would compile everything again.
 
-DESCRIPTION is a file that CMake writes (kept.cmake): what is not a file, such as flags and versions, and under `[files]` the
-files and folders that are read, one a line. A key is a hash of all that.
+    qshard_kept.py key DESCRIPTION                    prints the key
+    qshard_kept.py keep DESCRIPTION KEY BUILT KEPT    copies BUILT to KEPT, unless the key has changed since
+
+DESCRIPTION is a file that CMake writes (kept.cmake): what is not a file, such as flags and versions, and after
+`[files]` the files and folders that are read, one a line. A key is a hash of all that.
 """
 
 import hashlib
@@ -16,6 +17,7 @@ import sys
 from pathlib import Path
 
 KEPT_BYTES = 1 << 29
+NOT_COMPILED = (".md", ".py", ".pyc")
 SOURCES = (".cc", ".cu", ".cuh", ".h", ".inc")
 INCLUDE = re.compile(rb'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 
@@ -31,7 +33,7 @@ def key(description: Path) -> str:
     digest, included, seen = hashlib.sha256(text.encode()), {}, set()
     for root in map(Path, listed.split("\n")):
         for path in sorted(root.rglob("*")) if root.is_dir() else [root]:
-            if not path.is_file() or "__pycache__" in path.parts:
+            if not path.is_file() or path.suffix in NOT_COMPILED:
                 continue
             data = path.read_bytes()
             name = path.relative_to(ffi) if path.is_relative_to(ffi) else path.relative_to(root)
@@ -42,7 +44,7 @@ def key(description: Path) -> str:
     for path, by in included.items():
         if path.is_file() and path not in seen and path.suffix in SOURCES:
             raise SystemExit(
-                f"qshard: {by} includes {path}, which is not among the files of its key; add it in CMakeLists.txt"
+                f"qshard: {by} includes {path}, which no key sees; give it to qshard_key in CMakeLists.txt"
             )
     return digest.hexdigest()[:32]
 

@@ -1,7 +1,7 @@
 """What a build of qshard has in it, decided here alone: CMake asks this file, and so does the version of the package.
 
-The version ends in what was built, `+cpu` or `+cu130`, so pip's last line says it and wheels of both lie side by side.
-An sdist has no such end, and what is built of one has none: pip takes no package that has another version than the index said.
+The version ends in what was built, `+cpu` or `+cu130`: pip's last line says it, and wheels of both lie side by side.
+That of an sdist does not, nor of what is built from one: pip refuses a package of another version than it looked for.
 """
 
 import glob
@@ -62,11 +62,8 @@ def plan(wanted: str, environ: Mapping[str, str] = os.environ) -> Plan:
 def find_nvcc(environ: Mapping[str, str] = os.environ) -> str:
     """CUDACXX, or else nvcc on PATH or where CUDA is installed; "" where there is none."""
     homes = [environ.get("CUDA_HOME"), environ.get("CUDA_PATH"), "/usr/local/cuda"]
-    names = (
-        [environ.get("CUDACXX")]
-        if environ.get("CUDACXX")
-        else ["nvcc", *(f"{home}/bin/nvcc" for home in homes if home)]
-    )
+    given = environ.get("CUDACXX")
+    names = [given] if given else ["nvcc", *(f"{home}/bin/nvcc" for home in homes if home)]
     return next(filter(None, (shutil.which(name, path=environ.get("PATH")) for name in names)), "")
 
 
@@ -115,7 +112,7 @@ def tell(line: str) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """For CMake: `plan WANTED` prints the version, CUDA's, nvcc and the reason, a line each; `tell LINE` writes LINE."""
+    """`plan WANTED` prints the version, that of CUDA, nvcc and the reason, a line each. `tell LINE` writes a line."""
     if arguments[0] == "tell":
         tell(arguments[1])
         return

@@ -1,0 +1,75 @@
+"""An installed qshard on one framework, without pytest or anything of this repository: `python -P tests/smoke.py jax`.
+
+Quantizes in a format of each kind, and takes one forward and backward pass of a linear layer. All bits are compared:
+those of tensors with `qshard.reference`, those of products with NumPy, on whole numbers that every sum holds exactly.
+"""
+
+import sys
+from importlib import metadata
+from typing import Any
+
+import numpy as np
+
+from qshard import _ffi, formats, reference
+from qshard.recipes import MXFP8
+
+FORMATS = ["FP8_E4M3", "FP8_128x128", "MXFP8_E4M3", "MXFP6_E2M3", "MXFP4", "NVFP4"]
+Products = list[np.ndarray]
+
+
+class Jax:
+    def __init__(self) -> None:
+        import jax
+
+        import qshard.jax
+
+        self.jax, self.qshard = jax, qshard.jax
+        self.array, self.numpy = jax.numpy.asarray, np.asarray
+
+    def products(self, x: np.ndarray, w: np.ndarray, dy: np.ndarray) -> Products:
+        y, pull = self.jax.vjp(self.jax.jit(lambda x, w: self.qshard.linear(x, w, MXFP8())), x, w)
+        return [np.asarray(array) for array in (y, *pull(self.array(dy)))]
+
+
+class Torch:
+    def __init__(self) -> None:
+        import torch
+
+        import qshard.torch_bridge
+
+        self.torch, self.qshard = torch, qshard.torch_bridge
+        self.array = torch.from_numpy
+
+    def numpy(self, tensor: Any) -> np.ndarray:
+        return (tensor.view(self.torch.uint8) if tensor.itemsize == 1 else tensor).numpy()
+
+    def products(self, x: np.ndarray, w: np.ndarray, dy: np.ndarray) -> Products:
+        operands = [self.array(x).requires_grad_(), self.array(w).requires_grad_()]
+        y = self.qshard.linear(*operands, None, MXFP8())
+        return [array.detach().numpy() for array in (y, *self.torch.autograd.grad(y, operands, self.array(dy)))]
+
+
+def same(name: str, actual: np.ndarray, expected: np.ndarray) -> None:
+    if actual.shape != expected.shape or actual.tobytes() != expected.tobytes():
+        raise SystemExit(f"smoke: {name} differs from the reference:\n{actual}\n{expected}")
+
+
+def main(framework: str) -> None:
+    front = {"jax": Jax, "torch": Torch}[framework]()
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((128, 256)).astype(np.float32)
+    for fmt in (getattr(formats, name) for name in FORMATS):
+        actual, expected = front.qshard.quantize(front.array(x), fmt), reference.quantize(x, fmt)
+        same(f"{fmt}: scale_inv", front.numpy(actual.rowwise.scale_inv), expected.rowwise.scale_inv)
+        same(f"{fmt}: dequantize", front.numpy(actual.dequantize()), expected.dequantize())
+    x, w, dy = (rng.integers(-3, 4, shape).astype(np.float32) for shape in [(64, 96), (32, 96), (64, 32)])
+    expected = {"y": x @ w.T, "dx": dy @ w, "dw": dy.T @ x}
+    for name, actual in zip(expected, front.products(x, w, dy), strict=True):
+        same(f"linear: {name}", actual, expected[name])
+    print(
+        f"qshard {metadata.version('qshard')}, {framework} {metadata.version(framework)}, {_ffi.simd()}: the same bits"
+    )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
