@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from qshard import formats
 from qshard.formats import Format, Usage
 from qshard.layout import source, whole_units
+from qshard.names import as_format, closest, shown
 
 __all__ = [
     "MXFP4",
@@ -58,7 +59,7 @@ class Recipe:
     are, and those of `qshard.formats` saturate.
 
     Attributes:
-      weight: format of `w`.
+      weight: format of `w`. Each format may be given by its name, as everywhere.
       activation: format of `x`.
       gradient: format of the gradient of `y`.
       accepts: a format of the kind that a named recipe accepts; None: any.
@@ -69,7 +70,7 @@ class Recipe:
 
     >>> CurrentScaling().format(Role.GRADIENT).name
     'FP8_E5M2'
-    >>> mix = Recipe(weight=formats.NVFP4_16x16, activation=formats.MXFP8_E4M3, gradient=formats.MXFP8_E5M2)
+    >>> mix = Recipe(weight="NVFP4_16x16", activation="MXFP8_E4M3", gradient=formats.MXFP8_E5M2)
     >>> print(mix.format(Role.WEIGHT))
     NVFP4_16x16
     """
@@ -81,6 +82,8 @@ class Recipe:
 
     def __post_init__(self) -> None:
         for role in Role:
+            given = getattr(self, role.value)
+            object.__setattr__(self, role.value, as_format(given, type(self).__name__, role.value))
             if self.accepts is not None and self.format(role).kind != self.accepts.kind:
                 raise ValueError(
                     f"{type(self).__name__}: {self.format(role)} as the format of {role.value} is scaled by another "
@@ -235,3 +238,43 @@ class NVFP4(Recipe):
     weight: Format = _showing(formats.NVFP4_16x16)
     activation: Format = _showing(formats.NVFP4.with_options(hadamard=True))
     gradient: Format = _showing(formats.NVFP4.with_options(hadamard=True, rounding="stochastic"))
+
+
+NAMED = {kind.__name__: kind() for kind in (CurrentScaling, DelayedScaling, BlockScaling, MXFP8, MXFP6, MXFP4, NVFP4)}
+"""All named recipes with their defaults, by name."""
+
+RecipeLike = Recipe | str
+"""A recipe, or the name of one of `NAMED`."""
+
+
+def as_recipe(value: Any, op: str, name: str = "recipe") -> Recipe:
+    """The recipe that a caller of `op` gave as its argument `name`, as itself or by name.
+
+    Raises:
+      TypeError: it is something else, such as a format, or a class without parentheses.
+      ValueError: there is no recipe of that name.
+
+    >>> as_recipe("MXFP8", "convert") == MXFP8()
+    True
+    >>> as_recipe(MXFP8, "convert")
+    Traceback (most recent call last):
+    TypeError: convert: recipe (the class MXFP8) is not a recipe yet; write MXFP8()
+    """
+    if isinstance(value, Recipe):
+        return value
+    if isinstance(value, str) and value in NAMED:
+        return NAMED[value]
+    if isinstance(value, str) and value in formats.FORMATS:
+        value = formats.FORMATS[value]
+    if isinstance(value, Format):
+        users = [f"{known}()" for known, recipe in NAMED.items() if getattr(recipe.accepts, "kind", None) == value.kind]
+        raise TypeError(
+            f"{op}: {name} (the format {value}) is not a recipe; pass one that uses its kind: {' or '.join(users)}"
+        )
+    what = f"{op}: {name} ({shown(value)})"
+    if isinstance(value, str):
+        raise ValueError(f"{what} is not the name of a recipe; {closest(value, NAMED)}")
+    if isinstance(value, type) and issubclass(value, Recipe):
+        call = f"{value.__name__}()" if value is not Recipe else "Recipe(weight=, activation=, gradient=)"
+        raise TypeError(f"{what} is not a recipe yet; write {call}")
+    raise TypeError(f"{what} is not a recipe or the name of one; pass one of qshard.recipes, such as CurrentScaling()")
