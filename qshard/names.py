@@ -1,4 +1,4 @@
-"""Formats by their names, and how errors show what was given.
+"""Formats by their names, and what errors say of arguments.
 
 Every function that takes a format takes its name too. It calls `as_format` first, and nobody else looks at the type:
 `as_recipe` in `qshard.recipes` is the same for recipes.
@@ -9,10 +9,10 @@ from __future__ import annotations
 import ast
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
-from qshard.formats import ELEMENTS, FORMATS, Format, Usage
+from qshard.formats import ELEMENTS, FLOATS, FORMATS, Format, Usage
 
 FormatLike = Format | str
 """A format, or what `str` prints of it."""
@@ -74,6 +74,38 @@ def as_usage(value: Any, op: str) -> Usage:
     raise TypeError(f"{op}: usage ({shown(value)}) is not a Usage; pass Usage.ROWWISE, Usage.COLUMNWISE or Usage.BOTH")
 
 
+def as_plane(value: Any, op: str, there: Collection[Usage]) -> Usage:
+    """The plane that a caller of `op` asked for, among those that are there."""
+    if isinstance(value, Usage) and value in there:
+        return value
+    usage = as_usage(value, op)
+    if usage is Usage.BOTH:
+        raise ValueError(f"{op}: usage ({usage}) is not one plane; ask for Usage.ROWWISE or Usage.COLUMNWISE")
+    raise ValueError(f"{op}: usage ({usage}) is not a plane of this tensor; quantize it with that, or with Usage.BOTH")
+
+
+def check_float(op: str, name: str, dtype: str) -> None:
+    """Raises unless ops read this dtype as high precision.
+
+    >>> check_float("quantize", "x", "int8")
+    Traceback (most recent call last):
+    TypeError: quantize: x (int8) is not float32, bfloat16 or float16; cast it first
+    """
+    if dtype not in FLOATS:
+        raise TypeError(f"{op}: {name} ({dtype}) is not {listed(FLOATS)}; cast it first")
+
+
+def seed_missing(op: str, what: object) -> str:
+    """What the error says where there is no seed, and `what` needs one."""
+    return f"{op}: seed (None) is not there, and {what} rounds stochastically; pass a new one each call"
+
+
+def listed(names: Iterable[str]) -> str:
+    """`a, b or c`."""
+    *first, last = names
+    return f"{', '.join(first)} or {last}" if first else last
+
+
 def shown(value: Any) -> str:
     """What an error says of a value: its `repr` if that is short, else its type; of an array, shape and dtype.
 
@@ -103,8 +135,7 @@ def closest(name: str, known: Iterable[str]) -> str:
     upper = {each.upper(): each for each in known}
     like = [upper[found] for found in difflib.get_close_matches(name.upper(), upper, n=3)]
     like = [each for each in like if each.upper() == name.upper()] or like
-    *first, last = map(repr, like or known)
-    together = f"{', '.join(first)} or {last}" if first else last
+    together = listed(map(repr, like or known))
     return f"did you mean {together}?" if like else f"write {together}"
 
 
@@ -125,7 +156,7 @@ def _parsed(text: str, op: str, name: str) -> Format:
     for item in re.split(r", (?![^(]*\))", parts[2]):
         option, _, written = item.partition("=")
         try:
-            value = ELEMENTS[written] if option == "element" and written in ELEMENTS else ast.literal_eval(written)
+            value = ast.literal_eval(written)
         except (ValueError, SyntaxError):
             value = written  # As `str` prints it, without quotes.
         options[option] = value

@@ -150,7 +150,7 @@ class DelayedScaling(Recipe):
 
     Attributes:
       history: steps of amax kept for each tensor; 1 keeps the last step only.
-      margin: powers of two of headroom below `element.max`.
+      margin: powers of two of headroom below `element.max`, from -64 to 64.
       algorithm: make the scale of the "max" of the kept amaxes, or of the "most_recent".
 
     >>> DelayedScaling(history=4).state_shapes
@@ -167,10 +167,13 @@ class DelayedScaling(Recipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.history < 1:
-            raise ValueError(f"DelayedScaling: history must be at least 1, got {self.history}")
-        if self.algorithm not in ("max", "most_recent"):
-            raise ValueError(f"DelayedScaling: algorithm must be 'max' or 'most_recent', got {self.algorithm!r}")
+        for option, legal, need in [
+            ("history", isinstance(self.history, int) and self.history >= 1, "an int from 1 up"),
+            ("margin", isinstance(self.margin, int) and abs(self.margin) <= 64, "an int from -64 to 64"),
+            ("algorithm", self.algorithm in ("max", "most_recent"), "'max' or 'most_recent'"),
+        ]:
+            if not legal:
+                raise ValueError(f"DelayedScaling: {option} ({getattr(self, option)!r}) must be {need}")
 
     @property
     def state_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -278,3 +281,27 @@ def as_recipe(value: Any, op: str, name: str = "recipe") -> Recipe:
         call = f"{value.__name__}()" if value is not Recipe else "Recipe(weight=, activation=, gradient=)"
         raise TypeError(f"{what} is not a recipe yet; write {call}")
     raise TypeError(f"{what} is not a recipe or the name of one; pass one of qshard.recipes, such as CurrentScaling()")
+
+
+def as_delayed(value: Any, op: str) -> DelayedScaling:
+    """`as_recipe`, of those whose layers keep state.
+
+    >>> as_delayed("CurrentScaling", "init_delayed")
+    Traceback (most recent call last):
+    TypeError: init_delayed: recipe (CurrentScaling) is not DelayedScaling, the one that keeps state; pass that
+    """
+    recipe = as_recipe(value, op)
+    if not isinstance(recipe, DelayedScaling):
+        raise TypeError(
+            f"{op}: recipe ({type(recipe).__name__}) is not DelayedScaling, the one that keeps state; pass that"
+        )
+    return recipe
+
+
+def check_weight_format(op: str, name: str, fmt: Format, recipe: Recipe) -> None:
+    """Raises ValueError unless codes of `fmt` can be the weight of a layer."""
+    # What infinities become matters to casts, not to codes.
+    if fmt.with_options(nonfinite=recipe.weight.nonfinite) != recipe.weight:
+        raise ValueError(
+            f"{op}: {name} ({fmt}) is not in the format that the recipe has for weights; quantize it to {recipe.weight}"
+        )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from qshard.master import word_pair
+from qshard.names import shown
 
 
 def words(
@@ -28,25 +29,35 @@ def words(
     ValueError: cast_master: starts (-1) is not in [0, 2**64); pass a number in that range
     """
     what, shape = f"{op}: {name}", (2,) if count is None else (count, 2)
-    if isinstance(numbers, int):
+    if not isinstance(numbers, Tensor) and count is None and hasattr(numbers, "__index__"):
         low, high = _pair(what, numbers)
         pair = torch.full((2,), low, dtype=torch.int32, device=device)
         pair[1].fill_(high)
         return pair
+    given = None
     if not isinstance(numbers, Tensor):
-        given = f"{what} ({len(numbers)} numbers)"
-        numbers = torch.tensor([_pair(what, number) for number in numbers], dtype=torch.int32).view(-1, 2).to(device)
+        if count is None:
+            raise TypeError(f"{what} ({shown(numbers)}) is not an integer; pass one, or a tensor of two int32 words")
+        if isinstance(numbers, str) or not isinstance(numbers, Iterable):
+            raise TypeError(f"{what} ({shown(numbers)}) is not one number for each of {count} weights; pass a list")
+        pairs = [_pair(what, number) for number in numbers]
+        given = f"{len(pairs)} numbers"
+        numbers = torch.tensor(pairs, dtype=torch.int32).view(-1, 2).to(device)
     else:
-        given = f"{what} ({numbers.dtype} {tuple(numbers.shape)})"
         if count is not None and numbers.dtype == torch.int64 and numbers.ndim == 1:
             if numbers.device.type == "cpu" and numbers.numel():  # On a GPU, to look would be to wait for it.
                 word_pair(what, int(numbers.min()))
             numbers = numbers.contiguous().view(torch.int32).view(-1, 2)
     if numbers.dtype not in (torch.int32, torch.uint32):
-        raise TypeError(f"{given} is not int32 or uint32 {shape}, low word first; pass that, or an int for each number")
+        raise TypeError(
+            f"{what} ({given or shown(numbers)}) is not int32 or uint32 {shape}, low word first; pass that, or "
+            "an int for each number"
+        )
     if tuple(numbers.shape) != shape:
         of = "one number" if count is None else f"one number for each of {count} weights"
-        raise ValueError(f"{given} is not {of}; pass int32 or uint32 {shape}, low word first")
+        raise ValueError(
+            f"{what} ({given or shown(numbers)}) is not {of}; pass int32 or uint32 {shape}, low word first"
+        )
     return numbers
 
 
