@@ -265,7 +265,9 @@ class Format:
             ("four_over_six", plain or not self.scaling.four_over_six, "None, as x is rotated or rounded randomly"),
         ]:
             if not legal:
-                raise ValueError(f"Format {self.name}: {option} ({self.options[option]!r}) must be {need}")
+                given = self.options[option]
+                text = str(given) if isinstance(given, ElementFormat) else repr(given)
+                raise ValueError(f"Format {self.name}: {option} ({text}) must be {need}")
 
     def __str__(self) -> str:
         default = FORMATS.get(self.name, self).options

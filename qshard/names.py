@@ -125,18 +125,17 @@ def shown(value: Any) -> str:
     return text if len(text) <= 40 and "\n" not in text else f"of type {type(value).__name__}"
 
 
-def closest(name: str, known: Iterable[str]) -> str:
+def closest(name: str, names: Iterable[str]) -> str:
     """What to write in place of a name that is not known: those like it, or all.
 
     >>> closest("mxfp8", ["MXFP8", "NVFP4"]), closest("int8", ["MXFP8", "NVFP4"])
-    ("did you mean 'MXFP8'?", "write 'MXFP8' or 'NVFP4'")
+    ("did you mean 'MXFP8'?", 'write MXFP8 or NVFP4')
     """
-    known = list(known)
-    upper = {each.upper(): each for each in known}
-    like = [upper[found] for found in difflib.get_close_matches(name.upper(), upper, n=3)]
-    like = [each for each in like if each.upper() == name.upper()] or like
-    together = listed(map(repr, like or known))
-    return f"did you mean {together}?" if like else f"write {together}"
+    known = {each.upper(): each for each in names}
+    like = [each for upper, each in known.items() if name and upper.startswith(name.upper())]
+    like = [known[name.upper()]] if name.upper() in known else like
+    like = like or [known[found] for found in difflib.get_close_matches(name.upper(), known, n=3)]
+    return f"did you mean {listed(map(repr, like))}?" if like else f"write {listed(known.values())}"
 
 
 def _of_element(element: str) -> str:

@@ -129,7 +129,9 @@ def _check_operands(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Reci
     else:
         check_tensor("linear", "weight", weight, sharded=_NOT_GATHERED)
         check_contiguous("linear", "weight", weight)
-    if weight.ndim != 2 or x.ndim < 1 or x.shape[-1] != weight.shape[1]:
+    if weight.ndim != 2:
+        raise ValueError(f"linear: weight {tuple(weight.shape)} does not have two axes; give weight as [N, K]")
+    if x.ndim < 1 or x.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"linear: weight {tuple(weight.shape)} does not fit x {tuple(x.shape)}; give weight as [N, K] and x as "
             "[*lead, K]"

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from qshard.master import word_pair
 from qshard.names import shown
+
+_WORDS = (torch.int32, torch.uint32)
 
 
 def words(
@@ -28,37 +31,43 @@ def words(
     Traceback (most recent call last):
     ValueError: cast_master: starts (-1) is not in [0, 2**64); pass a number in that range
     """
-    what, shape = f"{op}: {name}", (2,) if count is None else (count, 2)
-    if not isinstance(numbers, Tensor) and count is None and hasattr(numbers, "__index__"):
-        low, high = _pair(what, numbers)
-        pair = torch.full((2,), low, dtype=torch.int32, device=device)
-        pair[1].fill_(high)
-        return pair
-    given = None
+    what = f"{op}: {name}"
+    if count is None:
+        return _one(what, numbers, device)
+    shape = (count, 2)
     if not isinstance(numbers, Tensor):
-        if count is None:
-            raise TypeError(f"{what} ({shown(numbers)}) is not an integer; pass one, or a tensor of two int32 words")
         if isinstance(numbers, str) or not isinstance(numbers, Iterable):
             raise TypeError(f"{what} ({shown(numbers)}) is not one number for each of {count} weights; pass a list")
         pairs = [_pair(what, number) for number in numbers]
-        given = f"{len(pairs)} numbers"
-        numbers = torch.tensor(pairs, dtype=torch.int32).view(-1, 2).to(device)
-    else:
-        if count is not None and numbers.dtype == torch.int64 and numbers.ndim == 1:
-            if numbers.device.type == "cpu" and numbers.numel():  # On a GPU, to look would be to wait for it.
-                word_pair(what, int(numbers.min()))
-            numbers = numbers.contiguous().view(torch.int32).view(-1, 2)
-    if numbers.dtype not in (torch.int32, torch.uint32):
+        if len(pairs) != count:
+            raise ValueError(
+                f"{what} ({len(pairs)} numbers) is not one number for each of {count} weights; pass {count}"
+            )
+        return torch.tensor(pairs, dtype=torch.int32).view(shape).to(device)
+    given = numbers
+    if numbers.dtype == torch.int64 and numbers.ndim == 1:
+        if numbers.device.type == "cpu" and numbers.numel():  # On a GPU, to look would be to wait for it.
+            word_pair(what, int(numbers.min()))
+        numbers = numbers.contiguous().view(torch.int32).view(-1, 2)
+    if numbers.dtype not in _WORDS:
         raise TypeError(
-            f"{what} ({given or shown(numbers)}) is not int32 or uint32 {shape}, low word first; pass that, or "
-            "an int for each number"
+            f"{what} ({shown(given)}) is not int32 or uint32 {shape}, low words first; pass that, or an int for each"
         )
     if tuple(numbers.shape) != shape:
-        of = "one number" if count is None else f"one number for each of {count} weights"
-        raise ValueError(
-            f"{what} ({given or shown(numbers)}) is not {of}; pass int32 or uint32 {shape}, low word first"
-        )
+        raise ValueError(f"{what} ({shown(given)}) is not one number for each of {count} weights; pass so many")
     return numbers
+
+
+def _one(what: str, number: Any, device: torch.device) -> Tensor:
+    if isinstance(number, Tensor):
+        if number.dtype in _WORDS and tuple(number.shape) == (2,):
+            return number
+    elif hasattr(number, "__index__"):
+        low, high = _pair(what, number)
+        pair = torch.full((2,), low, dtype=torch.int32, device=device)
+        pair[1].fill_(high)
+        return pair
+    raise TypeError(f"{what} ({shown(number)}) is not an integer, or int32 or uint32 of shape (2,); pass one")
 
 
 def _pair(what: str, number: int) -> tuple[int, int]:

@@ -141,7 +141,7 @@ def quantized(
         x = jnp.pad(matrix_of(x), ((0, added_rows), (0, 0)))
     places = {each: layout.plane(fmt, cut.whole(x.shape), each, op=op, name=name) for each in usage.planes}
     scales = WeightScales(*(scales or ()))
-    _check_scales(op, scales, fmt)
+    _check_scales(op, "scales" if op == "quantize" else "weight_scales", scales, fmt)
     matrix = x if usage is Usage.ROWWISE and x.ndim > 1 and places[usage].keeps_axes else matrix_of(x)
     if delayed:
         planes, amax = pipeline.quantize_delayed(steps, matrix, fmt, usage, scales.scale, scales.scale_inv)
@@ -340,11 +340,11 @@ def as_scales(op: str, name: str, scales: Any) -> WeightScales | None:
     )
 
 
-def _check_scales(op: str, scales: WeightScales, fmt: Format) -> None:
-    given = {name: part for name, part in scales._asdict().items() if part is not None}
+def _check_scales(op: str, name: str, scales: WeightScales, fmt: Format) -> None:
+    given = {field: part for field, part in scales._asdict().items() if part is not None}
     if fmt.block is not None and "scale" in given:
-        raise ValueError(f"{op}: scales (of a tensor) are not what {fmt} takes, one scale a block; leave them out")
-    for name, part in given.items():
+        raise ValueError(f"{op}: {name} (of a tensor) are not what {fmt} takes, one scale a block; leave them out")
+    for field, part in given.items():
         shape, dtype = jnp.shape(part), str(jnp.result_type(part))
-        if dtype != "float32" or (name != "block_amax" and shape != ()):
-            raise ValueError(f"{op}: scales.{name} ({dtype} {shape}) is not one float32; pass the scales of one tensor")
+        if dtype != "float32" or (field != "block_amax" and shape != ()):
+            raise ValueError(f"{op}: {name}.{field} ({dtype} {shape}) is not one float32; pass those of one tensor")

@@ -59,4 +59,6 @@ def seed_words(op: str, seed: Any) -> Any:
         return jnp.asarray(seed)
     if isinstance(seed, int) or (dtype is not None and jnp.issubdtype(dtype, jnp.integer) and shape == ()):
         return jnp.asarray(words_of(seed, f"{op}: seed"))
-    raise TypeError(f"{op}: seed ({shown(seed)}) is not an integer, uint32 of shape (2,) or a jax.random key; pass one")
+    raise TypeError(
+        f"{op}: seed ({shown(seed)}) is not an integer, int32 or uint32 of shape (2,), or a jax.random key; pass one"
+    )

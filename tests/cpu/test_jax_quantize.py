@@ -115,7 +115,7 @@ X = np.ones((4, 32), np.float32)
             ValueError,
             r"quantize: seed \(None\) is not there, and NVFP4.* rounds stochastically; pass",
         ),
-        (lambda: qj.quantize(X, STOCHASTIC, seed=0.5), TypeError, r"quantize: seed \(0.5\) is not an integer, uint32"),
+        (lambda: qj.quantize(X, STOCHASTIC, seed=0.5), TypeError, r"quantize: seed \(0.5\) is not an integer, int32"),
         (lambda: qj.quantize(X, ROWS, usage=Usage.BOTH), ValueError, r"has one scale a row and so no columnwise plane"),
         (lambda: qj.quantize(X[:, :31], formats.MXFP8_E4M3), ValueError, r"pad the columns to 32"),
         (

@@ -61,14 +61,14 @@ STOCHASTIC = NVFP4.with_options(rounding="stochastic")
             STOCHASTIC,
             {"seed": torch.zeros(2)},
             TypeError,
-            r"seed .torch.Tensor, float32 \(2,\). is not int32 or uint32",
+            r"seed .torch.Tensor, float32 \(2,\). is not an integer, or int32 or uint32",
         ),
         (
             (16, 16),
             STOCHASTIC,
             {"seed": 1, "first": torch.zeros(3, dtype=torch.int32)},
-            ValueError,
-            "first .* is not one number",
+            TypeError,
+            r"first .torch.Tensor, int32 \(3,\). is not an integer, or int32 or uint32 of shape",
         ),
     ],
 )
