@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from numbers import Real
 from typing import Any
 
@@ -27,12 +28,11 @@ def check_setting(op: str, name: str, value: Any, *, is_beta: bool = False) -> N
     """
     if hasattr(value, "dtype") and not isinstance(value, np.generic):
         return
-    error = None if isinstance(value, Real) else TypeError
-    if error is None and not (0 <= value < 1 if is_beta else value >= 0):  # type: ignore[operator]
-        error = ValueError
-    if error is not None:
-        limit = "to below 1" if is_beta else "up"
-        raise error(f"{op}: {name} ({shown(value)}) is not a number from 0 {limit}; pass one")
+    text = f"{op}: {name} ({shown(value)}) is not a number from 0 {'to below 1' if is_beta else 'up'}; pass one"
+    if not isinstance(value, Real):
+        raise TypeError(text)
+    if not 0 <= float(value) < (1 if is_beta else math.inf):
+        raise ValueError(text)
 
 
 def check_state_dtype(op: str, name: str, given: Any, dtype: str, module: str = "") -> None:

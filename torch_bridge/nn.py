@@ -79,8 +79,9 @@ class Linear(nn.Linear):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ):
-        if isinstance(bias, Recipe | str):
-            raise TypeError(f"Linear: bias ({shown(bias)}) is not True or False; pass a recipe as recipe=")
+        given: Any = bias
+        if isinstance(given, Recipe | str):
+            raise TypeError(f"Linear: bias ({shown(given)}) is not True or False; pass a recipe as recipe=")
         recipe = as_recipe(recipe, "Linear")
         for name, size in (("in_features", in_features), ("out_features", out_features)):
             if not hasattr(size, "__index__") or size < 0:
@@ -152,8 +153,9 @@ class Linear(nn.Linear):
         return self
 
     def forward(self, input: Tensor) -> Tensor:
-        if not isinstance(input, Tensor):
-            check_tensor("Linear", "input", input)
+        given: Any = input
+        if not isinstance(given, Tensor):
+            check_tensor("Linear", "input", given)
         if torch.is_autocast_enabled(input.device.type):
             input = input.to(torch.get_autocast_dtype(input.device.type))
         seed = delayed = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -14,9 +14,7 @@ from qshard.names import shown
 _WORDS = (torch.int32, torch.uint32)
 
 
-def words(
-    op: str, name: str, numbers: int | Sequence[int] | Tensor, device: torch.device, count: int | None = None
-) -> Tensor:
+def words(op: str, name: str, numbers: Any, device: torch.device, count: int | None = None) -> Tensor:
     """One number as `[2]`, or with `count` so many as `[count, 2]`.
 
     A CUDA graph can capture it for one int, which gets to the device without a copy from the host, and for tensors on
@@ -53,9 +51,10 @@ def words(
         raise TypeError(
             f"{what} ({shown(given)}) is not int32 or uint32 {shape}, low words first; pass that, or an int for each"
         )
-    if tuple(numbers.shape) != shape:
+    made: Tensor = numbers
+    if tuple(made.shape) != shape:
         raise ValueError(f"{what} ({shown(given)}) is not one number for each of {count} weights; pass so many")
-    return numbers
+    return made
 
 
 def _one(what: str, number: Any, device: torch.device) -> Tensor:

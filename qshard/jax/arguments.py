@@ -46,7 +46,7 @@ def check_dtype(op: str, name: str, x: Any) -> None:
 def as_float_name(op: str, dtype: Any) -> str:
     """The dtype that `op` is asked for, by its name."""
     try:
-        name = jnp.dtype(dtype).name
+        name = str(jnp.dtype(dtype).name)
     except TypeError:
         name = ""
     if name not in FLOATS:
@@ -56,11 +56,13 @@ def as_float_name(op: str, dtype: Any) -> str:
 
 def as_axes(op: str, axis_name: Any) -> tuple[str, ...]:
     """The mesh axes of `shard_map` that a caller named as `axis_name`: one, several or none."""
-    axes = () if axis_name is None else (axis_name,) if isinstance(axis_name, str) else axis_name
+    if axis_name is None:
+        return ()
+    axes = (axis_name,) if isinstance(axis_name, str) else axis_name
     if not isinstance(axes, Iterable) or not all(isinstance(axis, str) for axis in axes):
         raise TypeError(f"{op}: axis_name ({shown(axis_name)}) is not the name of a mesh axis, or several; pass names")
     axes = tuple(axes)
-    manual = jax.sharding.get_abstract_mesh().manual_axes if axes else ()
+    manual = jax.sharding.get_abstract_mesh().manual_axes
     for axis in axes:
         if axis not in manual:
             raise ValueError(

@@ -231,7 +231,7 @@ def _configured(
 ) -> tuple[_Config, CodedWeight]:
     """Decides where the weight is of a whole. An array becomes a weight without codes yet, and its own sink."""
     _check_given(op, recipe, given)
-    names = {"op": op, "name": "gather_axis", "spec_name": "weight_spec"}
+    names: dict[str, Any] = {"op": op, "name": "gather_axis", "spec_name": "weight_spec"}
     w_type, gathers, cut = None, gather_axis is not None, Cut()
     if isinstance(w, CodedWeight):
         weight, gathers = w, not isinstance(w.codes, QuantizedArray)
