@@ -80,6 +80,9 @@ E8M0 = ElementFormat(
 )
 ELEMENTS = {element.name: element for element in (E4M3, E5M2, E2M3, E3M2, E2M1, E8M0)}
 
+FLOATS = ("float32", "bfloat16", "float16")
+"""Dtype strings of what is quantized: `float` of `ops.def`."""
+
 FLOAT16_MAX = 65504.0
 """The largest finite float16: states of an optimizer in float16 are scaled to it."""
 
@@ -153,10 +156,14 @@ class FloatScaling(Scaling):
 
     def rules(self, block: tuple[int, int] | None) -> list[tuple[str, bool, str]]:
         return [
-            ("block", block is None or min(block) > 0, "None, or a pair of positive numbers"),
-            ("eps", hasattr(self.eps, "__float__") and 0 <= self.eps < math.inf, "0, or positive and finite"),
+            ("block", block is None or _is_pair(block), "None, or a pair of positive numbers"),
+            ("eps", isinstance(self.eps, int | float) and 0 <= self.eps < math.inf, "0, or positive and finite"),
             ("pow2", self.pow2 in (False, True), "False or True"),
         ]
+
+
+def _is_pair(block: Any) -> bool:
+    return isinstance(block, tuple) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,6 +249,10 @@ class Format:
     nonfinite: Literal["saturate", "nan"] = "saturate"
 
     def __post_init__(self) -> None:
+        if isinstance(self.element, str):  # By its name.
+            object.__setattr__(self, "element", ELEMENTS.get(self.element, self.element))
+        if not isinstance(self.scaling, Scaling):
+            raise TypeError(f"Format {self.name}: scaling ({self.scaling!r}) must be a Scaling, such as PowerScaling()")
         two_level = isinstance(self.scaling, TwoLevelScaling)
         plain = not self.hadamard and self.rounding == "nearest"
         for option, legal, need in [
@@ -255,7 +266,9 @@ class Format:
             ("four_over_six", plain or not self.scaling.four_over_six, "None, as x is rotated or rounded randomly"),
         ]:
             if not legal:
-                raise ValueError(f"Format {self.name}: {option} ({self.options[option]!r}) must be {need}")
+                given = self.options[option]
+                text = str(given) if isinstance(given, ElementFormat) else repr(given)
+                raise ValueError(f"Format {self.name}: {option} ({text}) must be {need}")
 
     def __str__(self) -> str:
         default = FORMATS.get(self.name, self).options

@@ -22,6 +22,7 @@ import math
 from dataclasses import dataclass, field
 
 from qshard.formats import Format, Usage
+from qshard.names import FormatLike, as_format, as_plane
 
 Shape = tuple[int, ...]
 
@@ -138,11 +139,11 @@ def whole_units(fmt: Format, usage: Usage) -> tuple[int, int]:
     return (fmt.block_of(usage) if fmt.scaling.whole_blocks else None) or (1, 1)
 
 
-def plane(fmt: Format, shape: Shape, usage: Usage, *, op: str = "quantize", name: str = "x") -> PlaneLayout:
+def plane(fmt: FormatLike, shape: Shape, usage: Usage, *, op: str = "quantize", name: str = "x") -> PlaneLayout:
     """Shapes of the plane of `x` for one usage.
 
     Args:
-      fmt: the format.
+      fmt: the format, or its name.
       shape: of `x`.
       usage: `ROWWISE` or `COLUMNWISE`.
       op, name: what to call the operation and `x` in an error.
@@ -164,8 +165,7 @@ def plane(fmt: Format, shape: Shape, usage: Usage, *, op: str = "quantize", name
     Traceback (most recent call last):
     ValueError: quantize: x (4, 33) is not a whole number of 1x32 blocks of MXFP8_E4M3; pad the columns to 64
     """
-    if usage not in (Usage.ROWWISE, Usage.COLUMNWISE):
-        raise ValueError(f"{op}: usage ({usage}) is not one plane; ask for ROWWISE or COLUMNWISE")
+    fmt, usage = as_format(fmt, op), as_plane(usage, op, Usage.BOTH.planes)
     if usage is Usage.COLUMNWISE and fmt.scaling.global_scale == "row":
         raise ValueError(f"{op}: {fmt} has one scale a row and so no columnwise plane; ask for ROWWISE")
 
@@ -198,13 +198,13 @@ def plane(fmt: Format, shape: Shape, usage: Usage, *, op: str = "quantize", name
     )
 
 
-def slice_plane(fmt: Format, shape: Shape, usage: Usage, *, op: str) -> PlaneLayout:
+def slice_plane(fmt: Format, shape: Shape, usage: Usage, *, op: str, name: str = "x") -> PlaneLayout:
     """`plane`, of which a rank can make what a flat slice of `x` has of it.
 
     Raises:
       ValueError: as `plane` does; or it is not stored in the order of `x`; or scales depend on more than amaxes.
     """
-    where = plane(fmt, shape, usage, op=op)
+    where = plane(fmt, shape, usage, op=op, name=name)
     if where.transposed:
         raise ValueError(
             f"{op}: usage ({usage}) of {fmt} is not stored in the order of the weight; gather the rowwise plane and "

@@ -23,17 +23,18 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, SupportsIndex
 
 from qshard import pipeline
-from qshard.formats import Format, Usage
+from qshard.formats import FLOATS, Format, Usage
 from qshard.layout import PlaneLayout, Shape, matrix_shape, slice_plane
+from qshard.names import FormatLike, as_format, listed, shown
 from qshard.pipeline import Plane, Scales
 
 Array = Any
-_FLOATS = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -129,11 +130,12 @@ class MasterPlan:
 
 def plan_master(
     shapes: Sequence[Shape],
-    formats: Format | Sequence[Format],
+    formats: FormatLike | Sequence[FormatLike],
     *,
     usages: Usage | Sequence[Usage] = Usage.ROWWISE,
     dtype: str | Sequence[str] = "float32",
     rounded_to: str | Sequence[str | None] | None = None,
+    op: str = "plan_master",
 ) -> MasterPlan:
     """Prepares `cast_master` for some weights.
 
@@ -147,8 +149,10 @@ def plan_master(
         a slice agree.
       rounded_to: the parity. None: the codes of `quantize(master)`. A dtype: those of `quantize(master.astype(dtype))`,
         what a model that keeps its weights in that dtype would quantize.
+      op: who is called, for errors.
 
     Raises:
+      TypeError: a format is none, nor the name of one.
       ValueError: a format cannot hold a shape, a plane is stored in another order, or the scales of a format depend on
         more than amaxes (`four_over_six`).
 
@@ -158,11 +162,15 @@ def plan_master(
     ([(0, 2), (1,)], 12)
     """
     n = len(shapes)
+    if any(isinstance(shape, int) for shape in shapes):
+        raise TypeError(f"{op}: shapes ({shown(shapes)}) is not a list of shapes; give one for each weight")
     all_shapes = tuple(tuple(shape) for shape in shapes)
-    all_formats, all_usages, dtypes, parities = (_each(v, n) for v in (formats, usages, dtype, rounded_to))
-    for name in (*dtypes, *(parity for parity in parities if parity)):
-        if name not in _FLOATS:
-            raise ValueError(f"cast_master: dtype ({name}) is not {' or '.join(_FLOATS)}; cast the masters first")
+    given = {"formats": formats, "usages": usages, "dtype": dtype, "rounded_to": rounded_to}
+    all_formats, all_usages, dtypes, parities = (_each(op, name, value, n) for name, value in given.items())
+    all_formats = tuple(as_format(fmt, op, "formats") for fmt in all_formats)
+    for name, values in (("dtype", dtypes), ("rounded_to", [parity for parity in parities if parity])):
+        if wrong := [value for value in values if value not in FLOATS]:
+            raise ValueError(f"{op}: {name} ({wrong[0]}) is not {listed(FLOATS)}; cast the masters first")
     # Nothing is rounded to float32, nor to the dtype that it has.
     rounded = ["float32" if p in (None, d) else p for p, d in zip(parities, dtypes, strict=True)]
     members: dict[Any, list[int]] = {}
@@ -171,7 +179,7 @@ def plan_master(
     buckets: list[Bucket] = []
     begin = 0
     for (fmt, usage, kind, rounding), indices in members.items():
-        planes = tuple(slice_plane(fmt, all_shapes[i], usage, op="cast_master") for i in indices)
+        planes = tuple(slice_plane(fmt, all_shapes[i], usage, op=op) for i in indices)
         buckets.append(Bucket(fmt, usage, kind, rounding, tuple(indices), planes, begin))
         begin += buckets[-1].amaxes
     return MasterPlan(all_shapes, all_formats, all_usages, dtypes, tuple(buckets))
@@ -212,7 +220,10 @@ def cast_master(
     Collective, also where all slices of a rank are empty: there, amaxes are zeros.
     """
     if seeds is None and any(fmt.stochastic for fmt in plan.formats):
-        raise ValueError("cast_master: stochastic rounding needs seeds; pass new ones, one for each weight, each call")
+        raise ValueError(
+            "cast_master: seeds (None) are not there, and formats round stochastically; pass new ones, one for each "
+            "weight, each call"
+        )
     if not plan.buckets:
         return []
     found = amaxes(ops, plan, masters, starts)
@@ -304,7 +315,13 @@ class FlatShards:
 
 
 def plan_shards(
-    shapes: Sequence[Shape], fmt: Format, world: int, *, usage: Usage = Usage.ROWWISE
+    shapes: Sequence[Shape],
+    fmt: FormatLike,
+    world: int,
+    *,
+    usage: Usage = Usage.ROWWISE,
+    op: str = "plan_shards",
+    name: str = "x",
 ) -> tuple[FlatShards, ...]:
     """Cuts of weights that cut no block and no byte, for those who may choose.
 
@@ -316,6 +333,7 @@ def plan_shards(
       fmt: the format of all of them.
       world: the number of ranks.
       usage: of the plane that is made.
+      op, name: who is called, and what has the shapes, for errors.
 
     Raises:
       ValueError: `fmt` cannot hold a shape, or `world` is not positive.
@@ -326,17 +344,22 @@ def plan_shards(
     >>> plan_shards([(3, 16)], NVFP4, 2)
     (FlatShards(starts=(0, 32), stops=(32, 48), padded=32, reduces=True),)
     """
-    if world < 1:
-        raise ValueError(f"plan_shards: world ({world}) is not positive; give the number of ranks")
+    check_world(op, world)
     shards = []
     for shape in shapes:
-        where = slice_plane(fmt, tuple(shape), usage, op="plan_shards")
+        where = slice_plane(as_format(fmt, op), tuple(shape), usage, op=op, name=name)
         size = math.prod(shape)
         padded = -(-size // max(1, where.unit * world)) * where.unit
         starts = tuple(min(size, r * padded) for r in range(world))
         stops = tuple(min(size, (r + 1) * padded) for r in range(world))
         shards.append(FlatShards(starts, stops, min(padded, size), world > 1 and where.tensor_scaled))
     return tuple(shards)
+
+
+def check_world(op: str, world: int) -> None:
+    """Raises unless it is a number of ranks."""
+    if not isinstance(world, int) or world < 1:
+        raise ValueError(f"{op}: world ({shown(world)}) is not positive; give the number of ranks")
 
 
 def piece_bytes(fmt: Format, length: int) -> int:
@@ -350,19 +373,23 @@ def piece_bytes(fmt: Format, length: int) -> int:
     return -(-(length + per_byte - 1) // per_byte) if length else 0
 
 
-def word_pair(what: str, number: int) -> tuple[int, int]:
+def word_pair(what: str, number: SupportsIndex) -> tuple[int, int]:
     """A start or a seed of 64 bits as ops take it: two words of 32 bits, the low one first. `what` names it in errors.
 
     >>> word_pair("quantize: seed", 2**32 + 5)
     (5, 1)
     """
+    try:
+        number = operator.index(number)
+    except TypeError:
+        raise TypeError(f"{what} ({shown(number)}) is not an integer; pass one in [0, 2**64)") from None
     if not 0 <= number < 2**64:
         raise ValueError(f"{what} ({number}) is not in [0, 2**64); pass a number in that range")
     return number & 0xFFFFFFFF, number >> 32
 
 
-def _each(value: Any, n: int) -> tuple[Any, ...]:
+def _each(op: str, name: str, value: Any, n: int) -> tuple[Any, ...]:
     values = tuple(value) if isinstance(value, list | tuple) else (value,) * n
     if len(values) != n:
-        raise ValueError(f"cast_master: {len(values)} values ({value}) are not one for each of {n} weights")
+        raise ValueError(f"{op}: {name} ({len(values)} of them) is not one for each of {n} weights; give {n}, or one")
     return values

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from qshard.formats import E8M0, Format, Usage
 from qshard.layout import is_transposed, source, stored_block
+from qshard.names import seed_missing
 
 Array = Any
 Reduce = Callable[[Array], Array]
@@ -91,6 +92,8 @@ def quantize(
     Raises:
       ValueError: `fmt` rounds stochastically and there is no `draws`.
     """
+    if fmt.stochastic and draws is None:  # Before the amax, which may be a collective.
+        raise ValueError(seed_missing("quantize", fmt))
     if fmt.block is None:
         made = scales(ops, fmt, global_amax(ops, x, fmt, reduce_max)) if given is None else given
         if usage is Usage.ROWWISE:
@@ -152,7 +155,7 @@ def cast(ops: Any, x: Array, fmt: Format, scale: Array, block: tuple[int, int], 
     if not fmt.stochastic:
         return ops.cast_block(x, scale, element=fmt.element.name, **size)
     if draws is None:
-        raise ValueError(f"quantize: {fmt} rounds stochastically and needs a seed; pass a new one each call")
+        raise ValueError(seed_missing("quantize", fmt))
     row_step = x.shape[-1] if draws.row_step is None else draws.row_step
     return ops.cast_block_stochastic(
         x, scale, draws.seed, draws.first, row_step=row_step, col_step=draws.col_step, **size

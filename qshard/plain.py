@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from qshard.formats import Format, Usage
+from qshard.formats import FLOATS, Format, Usage
 from qshard.layout import Shape, plane
 from qshard.pipeline import Plane
 
@@ -37,7 +37,6 @@ __all__ = ["KEY", "Description", "described", "flat", "plain", "restored", "text
 KEY = "qshard"
 """Of the metadata."""
 VERSION = 1
-_DTYPES = ("float32", "bfloat16", "float16")
 _TERMS = ("format", "shape", "dtype", "planes")
 
 Array = Any
@@ -125,7 +124,7 @@ class Description:
         words = [_word(usage) for usage in Usage.BOTH.planes]
         for term, legal, need in (
             ("shape", isinstance(shape, list) and all(type(n) is int and n >= 0 for n in shape), "a list of sizes"),
-            ("dtype", dtype in _DTYPES, " or ".join(_DTYPES)),
+            ("dtype", dtype in FLOATS, " or ".join(FLOATS)),
             ("planes", planes in (words, words[:1], words[1:]), f"{words}, or one of them"),
         ):
             if not legal:

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal
 from qshard import formats
 from qshard.formats import Format, Usage
 from qshard.layout import source, whole_units
+from qshard.names import as_format, closest, shown
 
 __all__ = [
     "MXFP4",
@@ -58,7 +59,7 @@ class Recipe:
     are, and those of `qshard.formats` saturate.
 
     Attributes:
-      weight: format of `w`.
+      weight: format of `w`. Each format may be given by its name, as everywhere.
       activation: format of `x`.
       gradient: format of the gradient of `y`.
       accepts: a format of the kind that a named recipe accepts; None: any.
@@ -69,7 +70,7 @@ class Recipe:
 
     >>> CurrentScaling().format(Role.GRADIENT).name
     'FP8_E5M2'
-    >>> mix = Recipe(weight=formats.NVFP4_16x16, activation=formats.MXFP8_E4M3, gradient=formats.MXFP8_E5M2)
+    >>> mix = Recipe(weight="NVFP4_16x16", activation="MXFP8_E4M3", gradient=formats.MXFP8_E5M2)
     >>> print(mix.format(Role.WEIGHT))
     NVFP4_16x16
     """
@@ -81,6 +82,8 @@ class Recipe:
 
     def __post_init__(self) -> None:
         for role in Role:
+            given = getattr(self, role.value)
+            object.__setattr__(self, role.value, as_format(given, type(self).__name__, role.value))
             if self.accepts is not None and self.format(role).kind != self.accepts.kind:
                 raise ValueError(
                     f"{type(self).__name__}: {self.format(role)} as the format of {role.value} is scaled by another "
@@ -156,7 +159,7 @@ class DelayedScaling(Recipe):
 
     Attributes:
       history: steps of amax kept for each tensor; 1 keeps the last step only.
-      margin: powers of two of headroom below `element.max`.
+      margin: powers of two of headroom below `element.max`, from -64 to 64.
       algorithm: make the scale of the "max" of the kept amaxes, or of the "most_recent".
 
     >>> DelayedScaling(history=4).state_shapes
@@ -173,10 +176,13 @@ class DelayedScaling(Recipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.history < 1:
-            raise ValueError(f"DelayedScaling: history must be at least 1, got {self.history}")
-        if self.algorithm not in ("max", "most_recent"):
-            raise ValueError(f"DelayedScaling: algorithm must be 'max' or 'most_recent', got {self.algorithm!r}")
+        for option, legal, need in [
+            ("history", isinstance(self.history, int) and self.history >= 1, "an int from 1 up"),
+            ("margin", isinstance(self.margin, int) and abs(self.margin) <= 64, "an int from -64 to 64"),
+            ("algorithm", self.algorithm in ("max", "most_recent"), "'max' or 'most_recent'"),
+        ]:
+            if not legal:
+                raise ValueError(f"DelayedScaling: {option} ({getattr(self, option)!r}) must be {need}")
 
     @property
     def state_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -244,3 +250,67 @@ class NVFP4(Recipe):
     weight: Format = _showing(formats.NVFP4_16x16)
     activation: Format = _showing(formats.NVFP4.with_options(hadamard=True))
     gradient: Format = _showing(formats.NVFP4.with_options(hadamard=True, rounding="stochastic"))
+
+
+NAMED = {kind.__name__: kind() for kind in (CurrentScaling, DelayedScaling, BlockScaling, MXFP8, MXFP6, MXFP4, NVFP4)}
+"""All named recipes with their defaults, by name."""
+
+RecipeLike = Recipe | str
+"""A recipe, or the name of one of `NAMED`."""
+
+
+def as_recipe(value: Any, op: str, name: str = "recipe") -> Recipe:
+    """The recipe that a caller of `op` gave as its argument `name`, as itself or by name.
+
+    Raises:
+      TypeError: it is something else, such as a format, or a class without parentheses.
+      ValueError: there is no recipe of that name.
+
+    >>> as_recipe("MXFP8", "convert") == MXFP8()
+    True
+    >>> as_recipe(MXFP8, "convert")
+    Traceback (most recent call last):
+    TypeError: convert: recipe (the class MXFP8) is not a recipe yet; write MXFP8()
+    """
+    if isinstance(value, Recipe):
+        return value
+    if isinstance(value, str) and value in NAMED:
+        return NAMED[value]
+    if isinstance(value, str) and value in formats.FORMATS:
+        value = formats.FORMATS[value]
+    if isinstance(value, Format):
+        users = [f"{known}()" for known, recipe in NAMED.items() if getattr(recipe.accepts, "kind", None) == value.kind]
+        raise TypeError(
+            f"{op}: {name} (the format {value}) is not a recipe; pass one that uses its kind: {' or '.join(users)}"
+        )
+    what = f"{op}: {name} ({shown(value)})"
+    if isinstance(value, str):
+        raise ValueError(f"{what} is not the name of a recipe; {closest(value, NAMED)}")
+    if isinstance(value, type) and issubclass(value, Recipe):
+        call = f"{value.__name__}()" if value is not Recipe else "Recipe(weight=, activation=, gradient=)"
+        raise TypeError(f"{what} is not a recipe yet; write {call}")
+    raise TypeError(f"{what} is not a recipe or the name of one; pass one of qshard.recipes, such as CurrentScaling()")
+
+
+def as_delayed(value: Any, op: str) -> DelayedScaling:
+    """`as_recipe`, of those whose layers keep state.
+
+    >>> as_delayed("CurrentScaling", "init_delayed")
+    Traceback (most recent call last):
+    TypeError: init_delayed: recipe (CurrentScaling) is not DelayedScaling, the one that keeps state; pass that
+    """
+    recipe = as_recipe(value, op)
+    if not isinstance(recipe, DelayedScaling):
+        raise TypeError(
+            f"{op}: recipe ({type(recipe).__name__}) is not DelayedScaling, the one that keeps state; pass that"
+        )
+    return recipe
+
+
+def check_weight_format(op: str, name: str, fmt: Format, recipe: Recipe) -> None:
+    """Raises ValueError unless codes of `fmt` can be the weight of a layer."""
+    # What infinities become matters to casts, not to codes.
+    if fmt.with_options(nonfinite=recipe.weight.nonfinite) != recipe.weight:
+        raise ValueError(
+            f"{op}: {name} ({fmt}) is not in the format that the recipe has for weights; quantize it to {recipe.weight}"
+        )

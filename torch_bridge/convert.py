@@ -8,12 +8,14 @@ from typing import cast
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from qshard.recipes import Recipe
+from qshard.names import shown
+from qshard.recipes import RecipeLike, as_recipe
+from qshard.torch_bridge.arguments import check_dtype, check_model
 from qshard.torch_bridge.linear import check_shape
 from qshard.torch_bridge.nn import Linear, coded
 
 
-def convert(model: nn.Module, recipe: Recipe, filter: Callable[[nn.Linear, str], bool] | None = None) -> nn.Module:
+def convert(model: nn.Module, recipe: RecipeLike, filter: Callable[[nn.Linear, str], bool] | None = None) -> nn.Module:
     """Turns every `nn.Linear` in `model` into a `Linear`, in place: same module objects, hooks, names and values.
 
     Weights that layers share stay shared. A `Linear` takes the new recipe; other subclasses of `nn.Linear` are left
@@ -23,13 +25,14 @@ def convert(model: nn.Module, recipe: Recipe, filter: Callable[[nn.Linear, str],
     Args:
       model: on any device, also meta. Before `fully_shard` and before the optimizer is made, as both hold on to
         parameters.
-      recipe: the format of each role.
+      recipe: the format of each role, or the name of a recipe, such as "CurrentScaling".
       filter: called with a layer and its qualified name; layers for which it is False stay as they are.
 
     Returns:
       `model`.
 
     Raises:
+      TypeError: a weight is not float32, bfloat16 or float16, or an argument is not of its type.
       ValueError: there is nothing to convert; or a weight is sharded already, also belongs to another kind of module,
         or is not whole blocks of the formats of the recipe.
 
@@ -43,24 +46,29 @@ activation=FP8_E4M3[nonfinite=nan], gradient=FP8_E5M2[nonfinite=nan])
       (2): Linear(in_features=8, out_features=2, bias=True)
     )
     """
+    check_model("convert", model)
+    recipe = as_recipe(recipe, "convert")
+    if filter is not None and not callable(filter):
+        raise TypeError(f"convert: filter ({shown(filter)}) is not a function; pass one of a layer and its name")
     chosen: dict[str, nn.Linear] = {}
     for name, module in model.named_modules():
         if not isinstance(module, nn.Linear) or not (filter is None or filter(module, name)):
             continue
+        weight = f"{name}.weight" if name else "weight"
         if isinstance(module.weight, DTensor):
-            raise ValueError(
-                f"convert: {name}.weight (DTensor) is not a plain tensor; convert before sharding the model"
-            )
+            raise ValueError(f"convert: {weight} (DTensor) is not a plain tensor; convert before sharding the model")
         if type(module) not in (nn.Linear, Linear):
             continue
         try:
-            check_shape(f"convert: {name}", recipe, tuple(module.weight.shape))
-        except ValueError as error:
-            raise ValueError(f"{error}, or leave the layer out with filter=") from None
+            check_dtype("convert", weight, module.weight.dtype)
+            check_shape("convert", weight, recipe, tuple(module.weight.shape))
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{error}, or leave the layer out with filter=") from None
         chosen[name] = module
     if not chosen:
         raise ValueError(
-            f"convert: model ({type(model).__name__}) has no nn.Linear that filter= keeps; pass one that has"
+            f"convert: model ({type(model).__name__}) has no nn.Linear that filter= keeps, subclasses aside; pass one "
+            "that has"
         )
     _check(model, chosen)
     weights: dict[Tensor, nn.Parameter] = {}

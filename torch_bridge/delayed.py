@@ -9,7 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from qshard.recipes import DelayedScaling, Recipe, Role
+from qshard.names import shown
+from qshard.recipes import RecipeLike, Role, as_delayed
+from qshard.torch_bridge.arguments import check_group, check_model
 from qshard.torch_bridge.ops import ops
 from qshard.torch_bridge.quantize import max_over_ranks
 
@@ -28,9 +30,11 @@ class DelayedScale(nn.Module):
     amax: Tensor
     amax_history: Tensor
 
-    def __init__(self, recipe: Recipe, role: Role, device: Any = None):
+    def __init__(self, recipe: RecipeLike, role: Role, device: Any = None):
         super().__init__()
-        assert isinstance(recipe, DelayedScaling), "the one stateful method"
+        recipe = as_delayed(recipe, "DelayedScale")
+        if not isinstance(role, Role):
+            raise TypeError(f"DelayedScale: role ({shown(role)}) is not a Role; pass one, such as Role.WEIGHT")
         self.options = {
             "element": recipe.format(role).element.name,
             "margin": recipe.margin,
@@ -87,6 +91,8 @@ def update_delayed(model: nn.Module, group: dist.ProcessGroup | None = None) -> 
 
     Sources: TransformerEngine, `amax_and_scale_update_after_reduction`.
     """
+    check_model("update_delayed", model)
+    check_group("update_delayed", group)
     states = [module for module in model.modules() if isinstance(module, DelayedScale)]
     if not states:
         return

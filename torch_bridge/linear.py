@@ -11,8 +11,10 @@ from torch import Tensor
 from qshard import pipeline
 from qshard.formats import Format, Usage
 from qshard.layout import plane, source, whole_units
+from qshard.names import seed_missing, shown
 from qshard.pipeline import Draws, Plane
-from qshard.recipes import ROLE_SEEDS, Recipe, Role
+from qshard.recipes import ROLE_SEEDS, Recipe, RecipeLike, Role, as_recipe, check_weight_format
+from qshard.torch_bridge.arguments import check_contiguous, check_tensor
 from qshard.torch_bridge.delayed import DelayedScale
 from qshard.torch_bridge.fsdp.weight import ShardedWeight
 from qshard.torch_bridge.gemm import Operand, matmul
@@ -25,15 +27,17 @@ aten = torch.ops.aten
 
 # Dynamo of torch 2.11 cannot iterate over an enum, on Python 3.12.
 ROLES = tuple(Role)
+OPERANDS = {Role.WEIGHT: "weight", Role.ACTIVATION: "x", Role.GRADIENT: "the gradient of y"}
+"""What users of `linear` call them."""
 
 
 def linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    recipe: Recipe,
+    recipe: RecipeLike,
     *,
-    seed: Tensor | None = None,
+    seed: int | Tensor | None = None,
     delayed: Mapping[Role, DelayedScale] | None = None,
 ) -> Tensor:
     """`y = x @ weight.T + bias`, with x, weight and the gradient of y quantized.
@@ -46,10 +50,12 @@ def linear(
 
     Args:
       x: float32, bfloat16 or float16, `[..., K]`.
-      weight: `[N, K]`, float32, bfloat16 or float16; or a `QuantizedTensor` with a rowwise plane.
+      weight: `[N, K]`, float32, bfloat16 or float16; or a `QuantizedTensor` of the recipe's format for weights, with a
+        rowwise plane.
       bias: `[N]` or None.
-      recipe: the format of each role. The scales of x, and of the gradient of y, are those of this rank's tensor.
-      seed: int32 `[2]`, low word first, for formats that round stochastically: another one for each call.
+      recipe: the format of each role, or the name of a recipe, such as "MXFP8". The scales of x, and of the gradient of
+        y, are those of this rank's tensor.
+      seed: an int, or int32 `[2]`, low word first, for formats that round stochastically: another one for each call.
       delayed: the state of each tensor under `DelayedScaling`. Its scales are used, and amaxes noted: those of x and
         weight now, that of the gradient in the backward pass.
 
@@ -57,7 +63,9 @@ def linear(
       `[..., N]`, in the dtype of x. Gradients have the dtypes of what they are gradients of.
 
     Raises:
-      ValueError: an axis that is contracted is not whole blocks of its format, or there is no seed. The number of rows
+      TypeError: an operand is not a plain tensor of such a dtype, or another argument is not of its type.
+      ValueError: operands do not fit each other; there is no seed, or no state of `DelayedScaling`; or an axis that is
+        contracted is not whole blocks of its format. The number of rows
         of x may be anything: where blocks run along it, operands get rows of zeros (`Recipe.added_rows`).
 
     >>> from qshard.recipes import CurrentScaling
@@ -71,15 +79,27 @@ def linear(
 
     Sources: arXiv:2209.05433.
     """
-    if recipe.stochastic and seed is None:
-        raise ValueError("linear: stochastic rounding needs a seed; pass a new one each call")
+    recipe = as_recipe(recipe, "linear")
+    _check_operands(x, weight, bias, recipe)
+    if not recipe.stochastic:
+        seed = None
+    elif seed is None:
+        raise ValueError(seed_missing("linear", type(recipe).__name__))
+    else:
+        seed = words("linear", "seed", seed, x.device).view(torch.int32)
     given: Sequence[Tensor] = ()
-    if recipe.stateful:
-        if delayed is None:
-            raise ValueError("linear: DelayedScaling needs the state of each tensor; pass delayed=, or use Linear")
+    if recipe.stateful != (delayed is not None):
+        raise ValueError(
+            f"linear: delayed ({'None' if delayed is None else 'given'}) is not what {type(recipe).__name__} takes; "
+            "pass the DelayedScale of each role with DelayedScaling, and nothing with other recipes"
+        )
+    if delayed is not None:
+        for role in ROLES:
+            if role not in delayed:
+                raise ValueError(f"linear: delayed has no state for {role}; pass a DelayedScale for each role")
         given = [t for role in ROLES for t in (delayed[role].scale, delayed[role].scale_inv)]
         given += [delayed[Role.GRADIENT].amax]
-    y, *amaxes = _Linear.apply(x, weight, recipe, seed if recipe.stochastic else None, *given)
+    y, *amaxes = _Linear.apply(x, weight, recipe, seed, *given)
     if delayed is not None:
         # The amax of a gathered weight is not among them: the hook before the gather has noted it.
         for role, amax in zip((Role.ACTIVATION, Role.WEIGHT), amaxes, strict=False):
@@ -88,15 +108,49 @@ def linear(
     return result if bias is None else result + bias.to(result.dtype)
 
 
-def check_shape(op: str, recipe: Recipe, shape: tuple[int, ...]) -> None:
+def check_shape(op: str, name: str, recipe: Recipe, shape: tuple[int, ...]) -> None:
     """Raises ValueError unless a weight `[N, K]`, and what is multiplied with it, are whole blocks of their formats."""
-    rows, columns = shape
     for one in Usage.BOTH.planes:
-        plane(recipe.weight, (rows, columns), one, op=f"{op}: {Role.WEIGHT.value}")
-    for role, contracted in ((Role.ACTIVATION, columns), (Role.GRADIENT, rows)):
-        fmt = recipe.format(role)
-        any_rows, _ = whole_units(fmt, Usage.ROWWISE)
-        plane(fmt, (any_rows, contracted), Usage.ROWWISE, op=f"{op}: {role.value}")
+        plane(recipe.weight, shape, one, op=op, name=name)
+    for role, axis, size in ((Role.ACTIVATION, "columns", shape[1]), (Role.GRADIENT, "rows", shape[0])):
+        unit = whole_units(recipe.format(role), Usage.ROWWISE)[1]
+        if size % unit:
+            raise ValueError(
+                f"{op}: {name} {shape} is multiplied with {role.value}s in blocks of {unit}, of "
+                f"{recipe.format(role)}; pad the {axis} to {size + -size % unit}"
+            )
+
+
+def _check_operands(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> None:
+    check_tensor("linear", "x", x)
+    if isinstance(weight, QuantizedTensor):
+        if weight.format is not recipe.weight and not torch.compiler.is_compiling():
+            check_weight_format("linear", "weight", weight.format, recipe)
+    else:
+        check_tensor("linear", "weight", weight, sharded=_NOT_GATHERED)
+        check_contiguous("linear", "weight", weight)
+    if weight.ndim != 2:
+        raise ValueError(f"linear: weight {tuple(weight.shape)} does not have two axes; give weight as [N, K]")
+    if x.ndim < 1 or x.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"linear: weight {tuple(weight.shape)} does not fit x {tuple(x.shape)}; give weight as [N, K] and x as "
+            "[*lead, K]"
+        )
+    if bias is not None:
+        if not isinstance(bias, Tensor):
+            raise TypeError(f"linear: bias ({shown(bias)}) is not a torch.Tensor or None; pass a tensor of [N]")
+        if tuple(bias.shape) != (weight.shape[0],):
+            raise ValueError(
+                f"linear: bias {tuple(bias.shape)} does not fit weight {tuple(weight.shape)}; give it as [N]"
+            )
+    if weight.device != x.device:
+        raise ValueError(f"linear: weight (on {weight.device}) is not on the device of x, {x.device}; move it there")
+
+
+_NOT_GATHERED = (
+    "call the module that fully_shard wraps, which gathers it; of layers under tensor parallelism, leave it out with "
+    "convert(filter=)"
+)
 
 
 class _Linear(torch.autograd.Function):
@@ -191,13 +245,13 @@ def _planes(
 
 def _quantized(x: Tensor, recipe: Recipe, usage: Usage, role: Role, seed: Tensor | None) -> dict[Usage, Plane]:
     fmt, rows = recipe.format(role), x.shape[0]
-    if _NUMBERS_ARE_SYMBOLS and torch.compiler.is_compiling():
-        fmt = _constant(fmt)
     added = recipe.added_rows(role, usage, rows)
     if added:
         x = torch.nn.functional.pad(x, (0, 0, 0, added))
     for one in usage.planes:
-        plane(fmt, tuple(x.shape), one, op=f"linear: {role.value}")
+        plane(fmt, tuple(x.shape), one, op="linear", name=OPERANDS[role])
+    if _NUMBERS_ARE_SYMBOLS and torch.compiler.is_compiling():
+        fmt = _constant(fmt)
     draws = None
     if fmt.stochastic and seed is not None:
         if ROLE_SEEDS[role]:

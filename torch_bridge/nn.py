@@ -8,7 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from qshard.recipes import Recipe, Role
+from qshard.names import shown
+from qshard.recipes import Recipe, RecipeLike, Role, as_recipe
+from qshard.torch_bridge.arguments import check_dtype, check_tensor
 from qshard.torch_bridge.delayed import DelayedScale
 from qshard.torch_bridge.dtensor import local_of
 from qshard.torch_bridge.fsdp.scales import ScaleState
@@ -50,7 +52,7 @@ class Linear(nn.Linear):
 
     Args:
       in_features, out_features, bias, device, dtype: as for `nn.Linear`.
-      recipe: the format of each role, for example `CurrentScaling()`.
+      recipe: the format of each role, for example `CurrentScaling()`, or a name, such as "CurrentScaling".
 
     Attributes:
       seed: of stochastic rounding, if the recipe has any: a buffer, int32 `[2]`. Each forward takes one and leaves the
@@ -74,14 +76,20 @@ class Linear(nn.Linear):
         in_features: int,
         out_features: int,
         bias: bool = True,
-        recipe: Recipe | None = None,
+        recipe: RecipeLike | None = None,
         *,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ):
-        if recipe is None:
-            raise TypeError("Linear: recipe (None) is not a recipe; pass one of qshard.recipes")
-        check_shape("Linear", recipe, (out_features, in_features))
+        given: Any = bias
+        if isinstance(given, Recipe | str):
+            raise TypeError(f"Linear: bias ({shown(given)}) is not True or False; pass a recipe as recipe=")
+        recipe = as_recipe(recipe, "Linear")
+        for name, size in (("in_features", in_features), ("out_features", out_features)):
+            if not hasattr(size, "__index__") or size < 0:
+                raise ValueError(f"Linear: {name} ({shown(size)}) is not a size; pass an int from 0 up")
+        check_shape("Linear", "weight", recipe, (out_features, in_features))
+        check_dtype("Linear", "dtype", torch.get_default_dtype() if dtype is None else dtype)
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
         self.begin(recipe, coded(self.weight, recipe, "weight", self))
 
@@ -163,6 +171,9 @@ class Linear(nn.Linear):
         return self
 
     def forward(self, input: Tensor) -> Tensor:
+        given: Any = input
+        if not isinstance(given, Tensor):
+            check_tensor("Linear", "input", given)
         if torch.is_autocast_enabled(input.device.type):
             input = input.to(torch.get_autocast_dtype(input.device.type))
         seed = delayed = None

@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from qshard import pipeline
-from qshard.formats import Format, Usage
+from qshard.formats import Usage
 from qshard.layout import matrix_shape, plane
+from qshard.names import FormatLike, as_format, as_usage
 from qshard.pipeline import Draws
+from qshard.torch_bridge.arguments import check_contiguous, check_group, check_tensor
 from qshard.torch_bridge.ops import ops
 from qshard.torch_bridge.tensor import QuantizedTensor, viewed
 from qshard.torch_bridge.words import words
@@ -18,7 +19,7 @@ from qshard.torch_bridge.words import words
 
 def quantize(
     x: Tensor,
-    fmt: Format,
+    fmt: FormatLike,
     *,
     usage: Usage = Usage.ROWWISE,
     group: dist.ProcessGroup | None = None,
@@ -33,7 +34,7 @@ def quantize(
 
     Args:
       x: float32, bfloat16 or float16, contiguous, `[..., K]`; leading axes count as rows.
-      fmt: one of `qshard.formats`, or one of them with other options.
+      fmt: one of `qshard.formats`, maybe with other options, or its name, such as "MXFP8_E4M3".
       usage: the planes to make: `ROWWISE`, `COLUMNWISE` or `BOTH`.
       group: `x` holds the rows of this rank, of a tensor whose rows are cut over these ranks: the scale of the whole
         tensor, if the format has one, is of all of it, and the call is collective. Scales of rows and blocks are of `x`
@@ -47,7 +48,7 @@ def quantize(
 
     Raises:
       ValueError: `fmt` cannot hold the shape of `x`; `x` is strided; or there is no seed for stochastic rounding.
-      TypeError: `x` is a DTensor or has another dtype.
+      TypeError: `x` is not a plain tensor of such a dtype, or another argument is not of its type.
 
     With `group`, the codes that ranks get are the rows of the codes of the whole: gathered, they are its bits. Not
     differentiable: the result holds the values of `x` as they are now. Gradients pass through `Linear`.
@@ -64,14 +65,12 @@ def quantize(
     Sources: arXiv:2209.05433 (per-tensor FP8); arXiv:2412.19437 (blocks of 128); OCP Microscaling Formats v1.0 and
     arXiv:2506.08027 (MXFP8); arXiv:2509.25149 (NVFP4).
     """
-    if isinstance(x, DTensor):
-        raise TypeError(
-            "quantize: x (DTensor) is not a plain tensor; pass x.to_local(), with group= the ranks that its amax spans"
-        )
+    fmt, usage = as_format(fmt, "quantize"), as_usage(usage, "quantize")
+    check_tensor("quantize", "x", x, sharded="pass x.to_local(), with group= the ranks that its amax spans")
+    check_group("quantize", group)
     shape, x = tuple(x.shape), x.detach()
     layouts = {one: plane(fmt, shape, one) for one in usage.planes}
-    if not x.is_contiguous():
-        raise ValueError(f"quantize: x (strides {tuple(x.stride())}) is not contiguous; call .contiguous() on it")
+    check_contiguous("quantize", "x", x)
     draws = None
     if fmt.stochastic and seed is not None:
         draws = Draws(words("quantize", "seed", seed, x.device), words("quantize", "first", first, x.device), row_step)

@@ -11,13 +11,15 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.hooks import warn_if_has_hooks
 
 from qshard import pipeline
-from qshard.formats import Format, Usage
+from qshard.formats import FLOATS, Format, Usage
 from qshard.layout import PlaneLayout, matrix_shape, plane
+from qshard.names import as_plane, listed, shown
 from qshard.pipeline import Plane
 from qshard.plain import Description, described, flat, text_of
 from qshard.torch_bridge.ops import dtype_name, ops
 
 aten = torch.ops.aten
+_FLOATS = tuple(getattr(torch, name) for name in FLOATS)
 
 
 def viewed(parts: Plane, where: PlaneLayout) -> Plane:
@@ -85,7 +87,8 @@ class QuantizedTensor(Tensor):
         Use `quantize` to make them.
         """
         either = rowwise or columnwise
-        assert either is not None
+        if either is None:
+            raise ValueError("QuantizedTensor: rowwise (None) and columnwise (None) are no plane; use quantize")
         self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=either.data.device)
         self.format = fmt
         self.set(Usage.ROWWISE, rowwise)
@@ -139,12 +142,14 @@ class QuantizedTensor(Tensor):
           rotated columnwise plane gives the values of the rotated tensor.
 
         Raises:
+          TypeError: `dtype` is not one of these.
           ValueError: the plane is not there.
         """
-        usage = usage or (Usage.ROWWISE if self.parts(Usage.ROWWISE) else Usage.COLUMNWISE)
-        parts = self.parts(usage)
-        if parts is None:
-            raise ValueError(f"dequantize: usage ({usage}) is not a plane of this tensor; quantize with it")
+        there = {one: parts for one in Usage.BOTH.planes if (parts := self.parts(one)) is not None}
+        usage = as_plane(next(iter(there), Usage.ROWWISE) if usage is None else usage, "dequantize", there)
+        if dtype is not None and dtype not in _FLOATS:
+            raise TypeError(f"dequantize: dtype ({shown(dtype)}) is not {listed(map(str, _FLOATS))}; ask for one")
+        parts = there[usage]
         where = plane(self.format, matrix_shape(tuple(self.shape)), usage)
         result: Any = dtype or self.dtype  # To the pipeline a dtype is whatever the ops take.
         values: Tensor = pipeline.dequantize(ops, viewed(parts, where), self.format, usage, result)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from qshard.master import word_pair
+from qshard.names import shown
+
+_WORDS = (torch.int32, torch.uint32)
 
 
-def words(
-    op: str, name: str, numbers: int | Sequence[int] | Tensor, device: torch.device, count: int | None = None
-) -> Tensor:
+def words(op: str, name: str, numbers: Any, device: torch.device, count: int | None = None) -> Tensor:
     """One number as `[2]`, or with `count` so many as `[count, 2]`.
 
     A CUDA graph can capture it for one int, which gets to the device without a copy from the host, and for tensors on
@@ -27,27 +29,44 @@ def words(
     Traceback (most recent call last):
     ValueError: cast_master: starts (-1) is not in [0, 2**64); pass a number in that range
     """
-    what, shape = f"{op}: {name}", (2,) if count is None else (count, 2)
-    if isinstance(numbers, int):
-        low, high = _pair(what, numbers)
+    what = f"{op}: {name}"
+    if count is None:
+        return _one(what, numbers, device)
+    shape = (count, 2)
+    if not isinstance(numbers, Tensor):
+        if isinstance(numbers, str) or not isinstance(numbers, Iterable):
+            raise TypeError(f"{what} ({shown(numbers)}) is not one number for each of {count} weights; pass a list")
+        pairs = [_pair(what, number) for number in numbers]
+        if len(pairs) != count:
+            raise ValueError(
+                f"{what} ({len(pairs)} numbers) is not one number for each of {count} weights; pass {count}"
+            )
+        return torch.tensor(pairs, dtype=torch.int32).view(shape).to(device)
+    given = numbers
+    if numbers.dtype == torch.int64 and numbers.ndim == 1:
+        if numbers.device.type == "cpu" and numbers.numel():  # On a GPU, to look would be to wait for it.
+            word_pair(what, int(numbers.min()))
+        numbers = numbers.contiguous().view(torch.int32).view(-1, 2)
+    if numbers.dtype not in _WORDS:
+        raise TypeError(
+            f"{what} ({shown(given)}) is not int32 or uint32 {shape}, low words first; pass that, or an int for each"
+        )
+    made: Tensor = numbers
+    if tuple(made.shape) != shape:
+        raise ValueError(f"{what} ({shown(given)}) is not one number for each of {count} weights; pass so many")
+    return made
+
+
+def _one(what: str, number: Any, device: torch.device) -> Tensor:
+    if isinstance(number, Tensor):
+        if number.dtype in _WORDS and tuple(number.shape) == (2,):
+            return number
+    elif hasattr(number, "__index__"):
+        low, high = _pair(what, number)
         pair = torch.full((2,), low, dtype=torch.int32, device=device)
         pair[1].fill_(high)
         return pair
-    if not isinstance(numbers, Tensor):
-        given = f"{what} ({len(numbers)} numbers)"
-        numbers = torch.tensor([_pair(what, number) for number in numbers], dtype=torch.int32).view(-1, 2).to(device)
-    else:
-        given = f"{what} ({numbers.dtype} {tuple(numbers.shape)})"
-        if count is not None and numbers.dtype == torch.int64 and numbers.ndim == 1:
-            if numbers.device.type == "cpu" and numbers.numel():  # On a GPU, to look would be to wait for it.
-                word_pair(what, int(numbers.min()))
-            numbers = numbers.contiguous().view(torch.int32).view(-1, 2)
-    if numbers.dtype not in (torch.int32, torch.uint32):
-        raise TypeError(f"{given} is not int32 or uint32 {shape}, low word first; pass that, or an int for each number")
-    if tuple(numbers.shape) != shape:
-        of = "one number" if count is None else f"one number for each of {count} weights"
-        raise ValueError(f"{given} is not {of}; pass int32 or uint32 {shape}, low word first")
-    return numbers
+    raise TypeError(f"{what} ({shown(number)}) is not an integer, or int32 or uint32 of shape (2,); pass one")
 
 
 def _pair(what: str, number: int) -> tuple[int, int]:

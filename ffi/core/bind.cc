@@ -251,10 +251,13 @@ bool Binding::Accepts(const Operand& operand, DataType dtype, DataType same) con
 Error Binding::CheckDtype(const Operand& operand, int64_t index, const Buffer& buffer,
                           const Buffer& first) const {
   if (!Accepts(operand, buffer.dtype, first.dtype)) {
-    std::string legal;
-    for (const DataTypeTraits& t : kDataTypes)
-      if (Accepts(operand, t.dtype, first.dtype))
-        legal += (legal.empty() ? "" : " or ") + std::string(t.name);
+    std::string legal, last;  // "a, b or c".
+    for (const DataTypeTraits& t : kDataTypes) {
+      if (!Accepts(operand, t.dtype, first.dtype)) continue;
+      if (!last.empty()) legal += (legal.empty() ? "" : ", ") + last;
+      last = t.name;
+    }
+    legal += (legal.empty() ? "" : " or ") + last;
     return TypeError(row_.name, ": ", Name{operand, index}, " (", NameOf(buffer.dtype), ") is not ",
                      legal, "; cast or view it first");
   }

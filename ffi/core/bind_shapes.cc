@@ -195,7 +195,7 @@ Error Binding::OutputDtype(int output, Buffers args, std::string_view chosen,
   *dtype = DataTypeOf(chosen);
   if (Accepts(o, *dtype, *dtype)) return {};
   return TypeError(row_.name, ": dtype (", chosen.empty() ? "None" : chosen,
-                   ") is not float32 or bfloat16 or float16; ask for one of them");
+                   ") is not float32, bfloat16 or float16; ask for one of them");
 }
 
 bool Binding::Axes(std::vector<std::vector<std::vector<Factor>>>* buffers) const {

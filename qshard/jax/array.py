@@ -18,8 +18,10 @@ import numpy as np
 from qshard import layout, pipeline
 from qshard.formats import Format, Usage
 from qshard.jax import steps
+from qshard.jax.arguments import as_float_name
 from qshard.jax.cuts import Cut, matrix_of, shaped
 from qshard.layout import is_transposed, stored_block
+from qshard.names import as_plane
 from qshard.pipeline import Plane
 
 
@@ -89,9 +91,7 @@ class QuantizedArray:
         Raises:
           ValueError: it is not there.
         """
-        if usage not in self.planes:
-            raise ValueError(f"plane: usage ({usage}) is not among the planes of {self}; quantize with it")
-        return self.planes[usage]
+        return self.planes[as_plane(usage, "plane", self.planes)]
 
     def dequantize(self, dtype: Any = None, *, usage: Usage | None = None) -> jax.Array:
         """The values `data * scale_inv`, rounded once to `dtype`.
@@ -113,8 +113,8 @@ class QuantizedArray:
         >>> quantize(jnp.array([1.0, -2.0, 0.3]), FP8_E4M3).dequantize()
         Array([ 1.       , -2.       ,  0.2857143], dtype=float32)
         """
-        dtype = jnp.dtype(self.dtype if dtype is None else dtype).name
-        usage = usage or (Usage.COLUMNWISE if self.rowwise is None else Usage.ROWWISE)
+        dtype = as_float_name("dequantize", self.dtype if dtype is None else dtype)
+        usage = as_plane(next(iter(self.planes), Usage.ROWWISE) if usage is None else usage, "dequantize", self.planes)
         values: jax.Array = _dequantize(self, dtype, usage)
         return values
 

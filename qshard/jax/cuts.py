@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from qshard.jax.arguments import check_spec_fits
 from qshard.jax.ops import names_of, reshaped
 from qshard.layout import Shape
 
@@ -73,14 +74,22 @@ class Cut:
 
     @classmethod
     def along(
-        cls, x: jax.Array, axis_name: str, spec: Spec, *, op: str, name: str, transposed_of: int | None = None
+        cls,
+        x: jax.Array,
+        axis_name: str,
+        spec: Spec,
+        *,
+        op: str,
+        name: str,
+        spec_name: str = "spec",
+        transposed_of: int | None = None,
     ) -> Cut:
         """The cut of `x` that is gathered along a mesh axis: by its type, by `spec`, or by rows along that axis.
 
         With `transposed_of`, `x` is the transpose of a tensor of so many axes, and `spec` and the cut are of that.
 
         Raises:
-          TypeError, ValueError: what `op` calls `name` is no axis of the mesh.
+          TypeError, ValueError: what `op` calls `name` is no axis of the mesh, or cuts no axis of `x`.
         """
         mesh = mesh_of(x, spec)
         if not isinstance(axis_name, str):
@@ -88,12 +97,20 @@ class Cut:
         if axis_name not in mesh.axis_names:
             raise ValueError(
                 f"{op}: {name} ({axis_name!r}) is not an axis of the mesh {mesh.axis_names}; "
-                "enter the mesh with jax.set_mesh, or give spec as a NamedSharding"
+                f"enter the mesh with jax.set_mesh, or pass {spec_name} as a NamedSharding"
             )
+        ndim = x.ndim if transposed_of is None else transposed_of
+        check_spec_fits(op, spec_name, spec, mesh, ndim)
         if transposed_of is not None and axis_name in mesh.explicit_axes:
-            return cls.of(x).transposed
-        local = (axis_name,) if axis_name in mesh.manual_axes else ()
-        return cls.of(x, local, PartitionSpec(axis_name) if spec is None else spec, ndim=transposed_of)
+            cut = cls.of(x).transposed
+        else:
+            local = (axis_name,) if axis_name in mesh.manual_axes else ()
+            cut = cls.of(x, local, PartitionSpec(axis_name) if spec is None else spec, ndim=ndim)
+        if not any(axis_name in names for names in cut.entries):
+            raise ValueError(
+                f"{op}: {spec_name} ({cut.spec}) does not have {name} ({axis_name!r}); name what cuts the tensor"
+            )
+        return cut
 
     @property
     def row_axes(self) -> tuple[str, ...]:
@@ -184,10 +201,6 @@ class Cut:
             missing = [(0, max(0, n * s - f)) for n, s, f in zip(self.shards, shape, fine.shape, strict=True)]
             return lax.dynamic_slice(jnp.pad(fine, missing), start, shape)
         return fine[: shape[0], : shape[1]]
-
-
-def axes_of(axis_name: AxisName) -> tuple[str, ...]:
-    return () if axis_name is None else (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
 
 
 def max_over(axes: tuple[str, ...]) -> Callable[[jax.Array], jax.Array]:

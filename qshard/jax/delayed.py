@@ -21,8 +21,10 @@ from jax import lax
 
 from qshard.formats import E4M3
 from qshard.jax import ops, steps
-from qshard.jax.cuts import AxisName, as_bits, as_float, axes_of, max_over
-from qshard.recipes import DelayedScaling, Role
+from qshard.jax.arguments import as_axes
+from qshard.jax.cuts import AxisName, as_bits, as_float, max_over
+from qshard.names import shown
+from qshard.recipes import DelayedScaling, Role, as_delayed
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["amax", "seal"], meta_fields=[])
@@ -69,16 +71,19 @@ class LinearState:
     gradient: TensorState
 
 
-def init_delayed(recipe: DelayedScaling, shape: Sequence[int] = ()) -> LinearState:
+def init_delayed(recipe: DelayedScaling | str, shape: Sequence[int] = ()) -> LinearState:
     """The state of a `linear` before the first step: scales of 1, and histories of 0, which change nothing.
 
     Args:
-      recipe: has the length of the history.
+      recipe: has the length of the history. "DelayedScaling" is that with defaults.
       shape: leading axes of every array, as of layers that are scanned over.
 
     >>> init_delayed(DelayedScaling(history=4), shape=(12,)).weight.amax_history.shape
     (12, 4)
     """
+    recipe = as_delayed(recipe, "init_delayed")
+    if not isinstance(shape, tuple | list):
+        raise TypeError(f"init_delayed: shape ({shown(shape)}) is not a tuple; pass one, such as (layers,)")
     shapes = {name: (*shape, *own) for name, own in recipe.state_shapes.items()}
 
     def tensor() -> TensorState:
@@ -111,7 +116,7 @@ def observe(state: TensorState, amax: jax.Array, axes: tuple[str, ...]) -> Tenso
     return TensorState(jnp.zeros_like(state.scale), jnp.zeros_like(state.amax_history), seen)
 
 
-def update_delayed(states: Any, amaxes: Any, recipe: DelayedScaling, *, axis_name: AxisName = ()) -> Any:
+def update_delayed(states: Any, amaxes: Any, recipe: DelayedScaling | str, *, axis_name: AxisName = None) -> Any:
     """One step of delayed scaling for all tensors of a model, in one call of a kernel for each element format.
 
     A step whose amax is 0 changes nothing. Else the amax enters the history, the oldest leaves it, and `scale =
@@ -144,14 +149,20 @@ def update_delayed(states: Any, amaxes: Any, recipe: DelayedScaling, *, axis_nam
 
     Sources: arXiv:2209.05433; TransformerEngine (`DelayedScaling`).
     """
-    if not getattr(recipe, "stateful", False):
-        raise TypeError(f"update_delayed: recipe ({recipe!r}) is not a DelayedScaling; give that of the linear layers")
+    recipe, axes = as_delayed(recipe, "update_delayed"), as_axes("update_delayed", axis_name)
     structures: list[Any] = [jax.tree.structure(tree) for tree in (states, amaxes)]
     if structures[0] != structures[1]:
-        raise ValueError("update_delayed: amaxes do not have the structure of states; give the gradient by states")
+        raise ValueError(
+            "update_delayed: amaxes do not have the structure of states; pass the gradient with respect to states"
+        )
     if not all(isinstance(leaf, LinearState) for leaf in jax.tree.leaves(states, is_leaf=_is(LinearState))):
-        raise ValueError("update_delayed: states hold more than LinearStates; give those alone")
+        raise ValueError("update_delayed: states hold more than LinearStates; pass those alone")
     tensors, structure = jax.tree.flatten(states, is_leaf=_is(TensorState))
+    for length in {tensor.amax_history.shape[-1] for tensor in tensors} - {recipe.history}:
+        raise ValueError(
+            f"update_delayed: states (history of {length}) are not of the recipe, history={recipe.history}; pass the "
+            "recipe that init_delayed got"
+        )
     seen = [tensor.observed for tensor in jax.tree.leaves(amaxes, is_leaf=_is(TensorState))]
     # The tensors of a LinearState are in the order of `Role`.
     elements = [recipe.format(role).element.name for role in Role] * (len(tensors) // len(Role))
@@ -159,7 +170,7 @@ def update_delayed(states: Any, amaxes: Any, recipe: DelayedScaling, *, axis_nam
     for element in dict.fromkeys(elements):
         chosen = [i for i, each in enumerate(elements) if each == element]
         pairs = [(tensors[i], seen[i]) for i in chosen]
-        states, sealed = _updated(pairs, element, recipe, axes_of(axis_name))
+        states, sealed = _updated(pairs, element, recipe, axes)
         if not isinstance(sealed, jax.core.Tracer) and not sealed:
             raise ValueError(
                 "update_delayed: amaxes are not as linear gave them, but summed, averaged, scaled or rounded; merge "

@@ -14,9 +14,11 @@ from jax import lax
 from jax.sharding import NamedSharding
 
 from qshard.formats import Format, Usage
+from qshard.jax.arguments import check_spec
 from qshard.jax.array import QuantizedArray
 from qshard.jax.cuts import Cut, Spec
 from qshard.layout import is_transposed, stored_block
+from qshard.names import shown
 from qshard.pipeline import Plane
 
 
@@ -45,6 +47,9 @@ def gather(q: QuantizedArray, axis_name: str, *, spec: Spec = None) -> Quantized
     >>> gather(quantize(w, FP8_E4M3), "fsdp").rowwise.data.sharding.is_fully_replicated
     True
     """
+    if not isinstance(q, QuantizedArray):
+        raise TypeError(f"gather: q ({shown(q)}) is not a QuantizedArray; quantize it first")
+    check_spec("gather", "spec", spec)
     if not q.planes:
         raise ValueError(f"gather: {q} holds nothing to gather; quantize with a usage")
     return CutWeight(cut_of(q, axis_name, spec, op="gather", name="axis_name"), axis_name).gather(q)
@@ -104,11 +109,12 @@ class CodedWeight:
     shards: Shards
 
 
-def cut_of(q: QuantizedArray, axis_name: str, spec: Spec, *, op: str, name: str) -> Cut:
+def cut_of(q: QuantizedArray, axis_name: str, spec: Spec, *, op: str, name: str, spec_name: str = "spec") -> Cut:
     usage = Usage.COLUMNWISE if q.rowwise is None else Usage.ROWWISE
     turned = is_transposed(q.format, usage)
     data = q.plane(usage).data
-    return Cut.along(data, axis_name, spec, op=op, name=name, transposed_of=len(q.axes) if turned else None)
+    turned_axes = len(q.axes) if turned else None
+    return Cut.along(data, axis_name, spec, op=op, name=name, spec_name=spec_name, transposed_of=turned_axes)
 
 
 def not_before(codes: Any, dy: jax.Array) -> tuple[Any, jax.Array]:
@@ -185,9 +191,4 @@ def _transposed(cut: Cut, axis_name: str) -> Cut:
 
 
 def _cut_axis(axis_name: str, cut: Cut) -> int:
-    for axis, names in enumerate(cut.entries):
-        if axis_name in names:
-            return axis
-    raise ValueError(
-        f"gather: spec ({cut.spec}) does not have axis_name ({axis_name!r}); name the axis that cuts the tensor"
-    )
+    return next(axis for axis, names in enumerate(cut.entries) if axis_name in names)

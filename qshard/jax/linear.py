@@ -15,15 +15,17 @@ from jax.sharding import NamedSharding
 from qshard import pipeline
 from qshard.formats import Usage
 from qshard.jax import steps
+from qshard.jax.arguments import as_axes, check_array, check_dtype, check_spec, check_spec_fits
 from qshard.jax.array import QuantizedArray
-from qshard.jax.cuts import AxisName, Cut, Spec, axes_of, cuts_rows, vary_alike
+from qshard.jax.cuts import AxisName, Cut, Spec, cuts_rows, mesh_of, vary_alike
 from qshard.jax.delayed import LinearState, TensorState, observe, scale_inv_of
 from qshard.jax.gather import CodedWeight, CutWeight, Shards, cut_of, not_before
 from qshard.jax.gemm import gemm, row_product, stored_for
-from qshard.jax.quantize import WeightScales, quantized
+from qshard.jax.quantize import WeightScales, as_scales, quantized
 from qshard.jax.words import Seed, seed_words, words_of
 from qshard.layout import multiplies_codes, source
-from qshard.recipes import ROLE_SEEDS, Recipe, Role
+from qshard.names import seed_missing, shown
+from qshard.recipes import ROLE_SEEDS, Recipe, RecipeLike, Role, as_recipe, check_weight_format
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +33,7 @@ class _Config:
     """What is static in a call of `linear`.
 
     Attributes:
+      op: who is called, for errors.
       cut: how the weight is cut, if it is not codes yet.
       gathers: whether what one device has of its codes must be gathered.
       learns: whether it has a gradient.
@@ -38,6 +41,7 @@ class _Config:
       axes: in `shard_map`, the mesh axes along which the first axis of x is cut.
     """
 
+    op: str
     recipe: Recipe
     shards: Shards
     cut: Cut
@@ -73,7 +77,7 @@ class _Kept(NamedTuple):
 def linear(
     x: jax.Array,
     w: jax.Array | QuantizedArray | CodedWeight,
-    recipe: Recipe,
+    recipe: RecipeLike,
     *,
     weight_spec: Spec = None,
     gather_axis: str | None = None,
@@ -94,7 +98,7 @@ def linear(
       x: float32, bfloat16 or float16, `[*lead, K]`.
       w: of such a dtype, `[N, K]`; fp32 master weights may go in as they are. Or codes of the recipe's format for
         weights: a `QuantizedArray`, which has no gradient, or a `CodedWeight`, which says where its gradient goes.
-      recipe: the format of each role.
+      recipe: the format of each role, or the name of a recipe, such as "MXFP8".
       weight_spec: how `w` is cut, and its gradient is to be. Types of Explicit meshes say it.
       gather_axis: the mesh axis along which FSDP has cut `w`: shards are quantized, then their codes gathered.
       reshard_after_forward: gather the codes of `w` again in the backward pass, and keep only the shard's until then.
@@ -134,14 +138,16 @@ def linear(
 
     Sources: arXiv:2209.05433 (formats by role); arXiv:2509.25149 (NVFP4); PyTorch FSDP2 (`reshard_after_forward`).
     """
+    check_array("linear", "x", x)
+    check_spec("linear", "out_sharding", out_sharding)
     y: jax.Array = _checked_linear(
         x,
         w,
-        _Given(weight_scales, seed_words("linear", seed), state),
-        recipe=recipe,
+        _given("linear", w, weight_spec, weight_scales, seed, state),
+        recipe=as_recipe(recipe, "linear"),  # Before jit, for a name to be the same call as its recipe.
         weight_spec=weight_spec,
         gather_axis=gather_axis,
-        axes=axes_of(axis_name),
+        axes=as_axes("linear", axis_name),
         reshard_after_forward=reshard_after_forward,
         out_sharding=out_sharding,
     )
@@ -150,7 +156,7 @@ def linear(
 
 def gathered_weight(
     w: jax.Array | QuantizedArray | CodedWeight,
-    recipe: Recipe,
+    recipe: RecipeLike,
     *,
     weight_spec: Spec = None,
     gather_axis: str | None = None,
@@ -176,9 +182,22 @@ def gathered_weight(
     >>> gathered_weight(jnp.full((3, 16), 0.875), CurrentScaling()).rowwise.data.shape
     (3, 16)
     """
-    w, given = lax.stop_gradient((w, _Given(weight_scales, seed_words("linear", seed), state)))
+    recipe = as_recipe(recipe, "gathered_weight")
+    w, given = lax.stop_gradient((w, _given("gathered_weight", w, weight_spec, weight_scales, seed, state)))
     whole: QuantizedArray = _checked_weight(w, given, recipe=recipe, weight_spec=weight_spec, gather_axis=gather_axis)
     return whole
+
+
+def _given(op: str, w: Any, weight_spec: Any, weight_scales: Any, seed: Any, state: Any) -> _Given:
+    """Checks the types of what `jit` does not take, or would take for something else."""
+    if not isinstance(w, QuantizedArray | CodedWeight):
+        check_array(op, "w", w)
+    check_spec(op, "weight_spec", weight_spec)
+    if state is not None and not isinstance(state, LinearState):
+        raise TypeError(
+            f"{op}: state ({shown(state)}) is not a LinearState; pass the one of init_delayed for this layer"
+        )
+    return _Given(as_scales(op, "weight_scales", weight_scales), seed_words(op, seed), state)
 
 
 # Jitted for eager callers, gradients included: one dispatch, and all checks done once for a shape.
@@ -190,7 +209,10 @@ def gathered_weight(
 def _checked_linear(
     x: jax.Array, w: Any, given: _Given, *, recipe: Recipe, weight_spec: Spec, gather_axis: str | None, **options: Any
 ) -> jax.Array:
-    config, weight = _configured(w, given, recipe, weight_spec, gather_axis, x_type=_explicit_type(x), **options)
+    check_dtype("linear", "x", x)
+    config, weight = _configured(
+        "linear", w, given, recipe, weight_spec, gather_axis, x_type=_explicit_type(x), **options
+    )
     # In shard_map, an operand that varies over fewer axes is cast to vary out here, where JAX sums its gradient.
     x, *sink = vary_alike(x, *jax.tree.leaves(weight.sink))
     return _linear(config, x, CodedWeight(weight.codes, sink[0] if sink else None, weight.shards), given)
@@ -200,33 +222,33 @@ def _checked_linear(
 def _checked_weight(
     w: Any, given: _Given, *, recipe: Recipe, weight_spec: Spec, gather_axis: str | None
 ) -> QuantizedArray:
-    config, weight = _configured(w, given, recipe, weight_spec, gather_axis)
+    config, weight = _configured("gathered_weight", w, given, recipe, weight_spec, gather_axis)
     return _whole(config, _codes_of(config, weight, given, Usage.ROWWISE)[0], Usage.ROWWISE)
 
 
 def _configured(
-    w: Any, given: _Given, recipe: Recipe, weight_spec: Spec, gather_axis: str | None, **options: Any
+    op: str, w: Any, given: _Given, recipe: Recipe, weight_spec: Spec, gather_axis: str | None, **options: Any
 ) -> tuple[_Config, CodedWeight]:
     """Decides where the weight is of a whole. An array becomes a weight without codes yet, and its own sink."""
-    _check_given(recipe, given)
+    _check_given(op, recipe, given)
+    names: dict[str, Any] = {"op": op, "name": "gather_axis", "spec_name": "weight_spec"}
     w_type, gathers, cut = None, gather_axis is not None, Cut()
     if isinstance(w, CodedWeight):
         weight, gathers = w, not isinstance(w.codes, QuantizedArray)
     elif isinstance(w, QuantizedArray):
         if gather_axis is not None:
-            cut = cut_of(w, gather_axis, weight_spec, op="linear", name="gather_axis")
+            cut = cut_of(w, gather_axis, weight_spec, **names)
         weight = CodedWeight(w, None, CutWeight(cut, gather_axis))
     else:
         if jnp.ndim(w) != 2:
-            raise ValueError(f"linear: w {w.shape} does not fit: it needs two axes; give w as [N, K]")
-        if gather_axis is not None:
-            cut = Cut.along(w, gather_axis, weight_spec, op="linear", name="gather_axis")
-        else:
-            cut = Cut.of(w, (), weight_spec)
+            raise ValueError(f"{op}: w {jnp.shape(w)} does not have two axes; give w as [N, K]")
+        check_dtype(op, "w", w)
+        check_spec_fits(op, "weight_spec", weight_spec, mesh_of(w, weight_spec), w.ndim)
+        cut = Cut.of(w, (), weight_spec) if gather_axis is None else Cut.along(w, gather_axis, weight_spec, **names)
         weight, w_type = CodedWeight(None, w, CutWeight(cut, gather_axis)), _explicit_type(w)
     learns = weight.sink is not None
     config = _Config(
-        recipe=recipe, shards=weight.shards, cut=cut, gathers=gathers, learns=learns, w_type=w_type, **options
+        op=op, recipe=recipe, shards=weight.shards, cut=cut, gathers=gathers, learns=learns, w_type=w_type, **options
     )
     return config, weight
 
@@ -236,24 +258,19 @@ def _explicit_type(x: jax.Array) -> NamedSharding | None:
     return sharding if sharding.mesh.explicit_axes else None
 
 
-def _check_given(recipe: Recipe, given: _Given) -> None:
+def _check_given(op: str, recipe: Recipe, given: _Given) -> None:
     """Checks that do not depend on shapes of operands."""
-    if not isinstance(recipe, Recipe):
-        raise TypeError(f"linear: recipe ({recipe!r}) is not a qshard.recipes.Recipe; take one from there")
     if given.seed is None and recipe.stochastic:
-        raise ValueError(
-            f"linear: {type(recipe).__name__} rounds stochastically and needs a seed; pass a new one each call, such "
-            "as jax.random.fold_in(key, layer)"
-        )
+        raise ValueError(f"{seed_missing(op, type(recipe).__name__)}, such as jax.random.fold_in(key, layer)")
     if recipe.stateful != (given.state is not None) or (given.state and given.scales is not None):
         raise ValueError(
-            f"linear: state ({'one' if given.state else None}) is not what {type(recipe).__name__} takes; give "
-            "DelayedScaling a state from init_delayed and no weight_scales, and other recipes none"
+            f"{op}: state ({'given' if given.state else None}) is not what {type(recipe).__name__} takes; pass a state "
+            "from init_delayed, and no weight_scales, with DelayedScaling, and none with other recipes"
         )
     for tensor in (given.state.weight, given.state.activation, given.state.gradient) if given.state else ():
         shapes = {"scale": tensor.scale.shape, "amax_history": tensor.amax_history.shape}
         if shapes != recipe.state_shapes:
-            raise ValueError(f"linear: state ({shapes}) is not of shapes {recipe.state_shapes}; give that of one layer")
+            raise ValueError(f"{op}: state ({shapes}) is not of shapes {recipe.state_shapes}; pass that of one layer")
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -345,8 +362,8 @@ def _quantized(
     added = config.recipe.added_rows(role, usage, math.prod(x.shape[:-1]))
     if added and cuts_rows(x, config.out_sharding):
         added = 0
-    name = {Role.WEIGHT: "w", Role.ACTIVATION: "x", Role.GRADIENT: "dy"}[role]
-    return quantized(x, fmt, usage, cut, scales, seed, delayed=delayed, added_rows=added, op="linear", name=name)
+    name = {Role.WEIGHT: "w", Role.ACTIVATION: "x", Role.GRADIENT: "the gradient of y"}[role]
+    return quantized(x, fmt, usage, cut, scales, seed, delayed=delayed, added_rows=added, op=config.op, name=name)
 
 
 def _codes_of(config: _Config, w: CodedWeight, given: _Given, usage: Usage) -> tuple[Any, jax.Array | None]:
@@ -372,10 +389,5 @@ def _observed(config: _Config, kept: _Kept, dy_amax: jax.Array | None) -> Linear
 def _whole(config: _Config, codes: Any, usage: Usage) -> QuantizedArray:
     """One plane of the whole w, from the codes that one device has."""
     whole: QuantizedArray = config.shards.gather(_only(codes, usage)) if config.gathers else codes
-    wanted = config.recipe.weight
-    if whole.format.with_options(nonfinite=wanted.nonfinite) != wanted:  # Which matters to casts, not to codes.
-        raise ValueError(
-            f"linear: w ({whole.format}) is not of the format that the recipe has for weights, "
-            f"{config.recipe.weight}; quantize it to that"
-        )
+    check_weight_format(config.op, "w", whole.format, config.recipe)
     return whole

@@ -12,12 +12,13 @@ from jax.flatten_util import ravel_pytree
 from qshard import layout, pipeline
 from qshard.formats import Format, Usage
 from qshard.jax import ops, steps
+from qshard.jax.arguments import as_axes, check_array, check_dtype, check_spec, check_spec_fits
 from qshard.jax.array import QuantizedArray, axes_of_shape
-from qshard.jax.cuts import AxisName, Cut, Spec, axes_of, matrix_of, max_over, shaped, vary_alike
+from qshard.jax.cuts import AxisName, Cut, Spec, matrix_of, max_over, mesh_of, shaped, vary_alike
 from qshard.jax.words import Seed, seed_words, words_of, words_plus, words_times
-from qshard.ops import OpSpec
+from qshard.names import FormatLike, as_format, as_usage, shown
 from qshard.pipeline import Plane
-from qshard.recipes import Recipe, Role
+from qshard.recipes import RecipeLike, Role, as_recipe
 
 
 class WeightScales(NamedTuple):
@@ -41,7 +42,7 @@ class WeightScales(NamedTuple):
 
 def quantize(
     x: jax.typing.ArrayLike,
-    fmt: Format,
+    fmt: FormatLike,
     *,
     usage: Usage = Usage.ROWWISE,
     axis_name: AxisName = None,
@@ -55,7 +56,7 @@ def quantize(
 
     Args:
       x: float32, bfloat16 or float16, `[*lead, K]`; seen as a matrix `[M, K]`.
-      fmt: for example `qshard.formats.MXFP8_E4M3`.
+      fmt: for example `qshard.formats.MXFP8_E4M3`, or its name, "MXFP8_E4M3".
       usage: which planes to make.
       axis_name: in `shard_map`, the mesh axes over which `x` is cut: `x` is then a shard, and what its shards have in
         common is reduced over them. Without it, `x` is a tensor of its own.
@@ -87,8 +88,16 @@ def quantize(
 
     Sources: arXiv:2209.05433, OCP Microscaling Formats v1.0, arXiv:2509.25149; the others in NUMERICS.md.
     """
+    check_array("quantize", "x", x)
+    check_spec("quantize", "spec", spec)
     q: QuantizedArray = _quantize(
-        x, scales, seed_words("quantize", seed), fmt=fmt, usage=usage, axis_names=axes_of(axis_name), spec=spec
+        x,
+        as_scales("quantize", "scales", scales),
+        seed_words("quantize", seed),
+        fmt=as_format(fmt, "quantize"),  # Before jit, for a name to be the same call as its format.
+        usage=as_usage(usage, "quantize"),
+        axis_names=as_axes("quantize", axis_name),
+        spec=spec,
     )
     return q
 
@@ -105,10 +114,7 @@ def _quantize(
     axis_names: tuple[str, ...],
     spec: Spec,
 ) -> QuantizedArray:
-    if not isinstance(fmt, Format):
-        raise TypeError(f"quantize: fmt ({fmt!r}) is not a qshard.formats.Format; take one from there")
-    if not isinstance(usage, Usage) or not usage:
-        raise TypeError(f"quantize: usage ({usage!r}) is not Usage.ROWWISE, COLUMNWISE or BOTH; ask for one of them")
+    check_spec_fits("quantize", "spec", spec, mesh_of(x, spec), x.ndim)
     return quantized(x, fmt, usage, Cut.of(x, axis_names, spec), scales, seed)[0]
 
 
@@ -129,19 +135,20 @@ def quantized(
 
     If `scales` are `delayed`, those of earlier steps, also the amax of `x`, in `shard_map` that of the shard.
     """
-    _check_float(op, name, x)
+    check_dtype(op, name, x)
     draws = _draws(seed, fmt, cut, x.shape)
     if added_rows:
         x = jnp.pad(matrix_of(x), ((0, added_rows), (0, 0)))
     places = {each: layout.plane(fmt, cut.whole(x.shape), each, op=op, name=name) for each in usage.planes}
     scales = WeightScales(*(scales or ()))
+    _check_scales(op, "scales" if op == "quantize" else "weight_scales", scales, fmt)
     matrix = x if usage is Usage.ROWWISE and x.ndim > 1 and places[usage].keeps_axes else matrix_of(x)
     if delayed:
         planes, amax = pipeline.quantize_delayed(steps, matrix, fmt, usage, scales.scale, scales.scale_inv)
         return _array_of(x, places, planes), amax
     given = None if scales.scale is None else pipeline.Scales(scales.scale, scales.scale_inv)
     broken = [each for each, where in places.items() if _pieces(where, cut, x.shape) is not None]
-    planes = {each: _from_pieces(matrix_of(matrix), places[each], cut, scales, draws) for each in broken}
+    planes = {each: _from_pieces(matrix_of(matrix), places[each], cut, scales, draws, op, name) for each in broken}
     whole = [each for each in places if each not in broken]
     # XLA cannot cut an op that makes both planes where blocks are cut short at an edge.
     short = any(size % unit for size in matrix.shape[-2:] for unit in fmt.block or ())
@@ -214,18 +221,24 @@ def _pieces(where: layout.PlaneLayout, cut: Cut, shape: layout.Shape) -> _Pieces
 
 
 def _from_pieces(
-    x: jax.Array, where: layout.PlaneLayout, cut: Cut, scales: WeightScales, draws: pipeline.Draws | None
+    x: jax.Array,
+    where: layout.PlaneLayout,
+    cut: Cut,
+    scales: WeightScales,
+    draws: pipeline.Draws | None,
+    op: str,
+    name: str,
 ) -> Plane:
     """A plane of a matrix whose blocks shards cut. The scales are those of the whole, on every device."""
     fmt = where.format
     if (other := layout.source(fmt, where.usage)) is not where.usage:
         rowwise = layout.plane(fmt, where.shape, other)
-        return pipeline.transposed(steps, _from_pieces(x, rowwise, cut, scales, draws), fmt)
+        return pipeline.transposed(steps, _from_pieces(x, rowwise, cut, scales, draws, op, name), fmt)
     pieces = _pieces(where, cut, x.shape)
     assert pieces is not None
     if (refusal := "the rotation mixes all of a block" if where.rotated else fmt.slice_refusal) is not None:
         raise ValueError(
-            f"quantize: x {x.shape}, cut into {' x '.join(map(str, cut.shards))} shards, cuts blocks of {fmt}, and "
+            f"{op}: {name} {x.shape}, cut into {' x '.join(map(str, cut.shards))} shards, cuts blocks of {fmt}, and "
             f"{refusal}; cut it at blocks"
         )
     amax = scales.block_amax
@@ -243,12 +256,12 @@ def _from_pieces(
     return Plane(data, made.scale_inv, made.global_scale_inv)
 
 
-def compute_scales(weights: Any, recipe: Recipe, *, axis_name: AxisName = None, spec: Spec = None) -> Any:
+def compute_scales(weights: Any, recipe: RecipeLike, *, axis_name: AxisName = None, spec: Spec = None) -> Any:
     """What all weights of a model need reduced, from one max-reduction, for `linear` or `quantize`.
 
     Args:
       weights: a pytree of float32, bfloat16 or float16 arrays. For layers stacked along a first axis: under `vmap`.
-      recipe: has the format of `Role.WEIGHT`.
+      recipe: has the format of `Role.WEIGHT`. It may be the name of a recipe.
       axis_name: in `shard_map`, the mesh axes over which the weights are cut.
       spec: how they all are cut, as for `quantize`.
 
@@ -270,9 +283,13 @@ def compute_scales(weights: Any, recipe: Recipe, *, axis_name: AxisName = None, 
 
     Sources: TorchTitan's `precompute_float8_dynamic_scale_for_fsdp` (the idea).
     """
-    leaves, structure = jax.tree.flatten(weights)
-    fmt = recipe.format(Role.WEIGHT)
-    made = _stacked_scales(leaves, fmt=fmt, axis_names=axes_of(axis_name), spec=spec) if leaves else []
+    fmt = as_recipe(recipe, "compute_scales").format(Role.WEIGHT)
+    check_spec("compute_scales", "spec", spec)
+    leaves, structure = jax.tree.flatten(weights, is_leaf=lambda node: isinstance(node, QuantizedArray))
+    for leaf in leaves:
+        check_array("compute_scales", "weights", leaf)
+    axes = as_axes("compute_scales", axis_name)
+    made = _stacked_scales(leaves, fmt=fmt, axis_names=axes, spec=spec) if leaves else []
     return jax.tree.unflatten(structure, made)
 
 
@@ -281,7 +298,8 @@ def _stacked_scales(
     weights: list[jax.Array], fmt: Format, axis_names: tuple[str, ...], spec: Spec
 ) -> list[WeightScales]:
     for weight in weights:
-        _check_float("compute_scales", "weight", weight)
+        check_dtype("compute_scales", "weights", weight)
+        check_spec_fits("compute_scales", "spec", spec, mesh_of(weight, spec), weight.ndim)
     cuts = [Cut.of(weight, axis_names, spec) for weight in weights]
     # Not reduced over shards, which is done for all of them at once.
     own = [_own_amaxes(weight, fmt, cut) for weight, cut in zip(weights, cuts, strict=True)]
@@ -299,15 +317,34 @@ def _stacked_scales(
 
 
 def _own_amaxes(x: jax.Array, fmt: Format, cut: Cut) -> WeightScales:
-    where = layout.plane(fmt, cut.whole(x.shape), Usage.ROWWISE, op="compute_scales")
+    where = layout.plane(fmt, cut.whole(x.shape), Usage.ROWWISE, op="compute_scales", name="weights")
     if where.global_scale_shape:
-        raise ValueError(f"compute_scales: {fmt} has a scale for each row, and shards cut by rows share none")
+        raise ValueError(
+            f"compute_scales: recipe ({fmt}) has a scale for each row of a weight, and shards share none; leave it out"
+        )
     amax, block_amax = pipeline.global_amax(steps, x, fmt), None
     if (pieces := _pieces(where, cut, x.shape)) is not None:
         block_amax = cut.merged(pipeline.block_amax(steps, matrix_of(x), pieces.size), pieces.each, reduce=False)
     return WeightScales(amax=amax, block_amax=block_amax)
 
 
-def _check_float(op: str, name: str, x: Any) -> None:
-    """Raises the TypeError of the ops that read high precision, in the words of a public function's caller."""
-    OpSpec(op, f"{name}: float *lead -> y: float32 *lead").results([()], [str(jnp.result_type(x))], {})
+def as_scales(op: str, name: str, scales: Any) -> WeightScales | None:
+    """What a caller gave as the scales of one tensor."""
+    if scales is None or isinstance(scales, WeightScales):
+        return scales
+    if isinstance(scales, tuple) and len(scales) == 2:
+        return WeightScales(*scales)
+    raise TypeError(
+        f"{op}: {name} ({shown(scales)}) is not the WeightScales of one tensor, or a pair (scale, scale_inv); pass "
+        "what compute_scales gives for it"
+    )
+
+
+def _check_scales(op: str, name: str, scales: WeightScales, fmt: Format) -> None:
+    given = {field: part for field, part in scales._asdict().items() if part is not None}
+    if fmt.block is not None and "scale" in given:
+        raise ValueError(f"{op}: {name} (of a tensor) are not what {fmt} takes, one scale a block; leave them out")
+    for field, part in given.items():
+        shape, dtype = jnp.shape(part), str(jnp.result_type(part))
+        if dtype != "float32" or (field != "block_amax" and shape != ()):
+            raise ValueError(f"{op}: {name}.{field} ({dtype} {shape}) is not one float32; pass those of one tensor")

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from qshard.master import word_pair
+from qshard.names import shown
 
 Seed = jax.Array | int | None
 Words = tuple[jax.Array, jax.Array]
@@ -22,6 +23,8 @@ def words_of(number: Any, what: str = "number") -> Any:
     """
     if isinstance(number, int | np.integer):
         return np.array(word_pair(what, int(number)), np.uint32)
+    if not jnp.issubdtype(jnp.result_type(number), jnp.integer):
+        raise TypeError(f"{what} ({shown(number)}) is not an integer; pass one in [0, 2**64)")
     number = jnp.asarray(number)
     if number.dtype.itemsize == 8:
         return jnp.stack([(number & 0xFFFFFFFF).astype(jnp.uint32), (number >> 32).astype(jnp.uint32)])
@@ -48,11 +51,14 @@ def seed_words(op: str, seed: Any) -> Any:
     """A seed as two words, and None as it is."""
     if seed is None:
         return None
-    dtype, shape = getattr(seed, "dtype", None), getattr(seed, "shape", ())
+    array = isinstance(seed, jax.Array | np.ndarray | np.generic)
+    dtype, shape = (seed.dtype, seed.shape) if array else (None, ())
     if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key) and shape == ():
         return jax.random.bits(seed, (2,), jnp.uint32)
     if shape == (2,) and dtype in (jnp.uint32, jnp.int32):
         return jnp.asarray(seed)
     if isinstance(seed, int) or (dtype is not None and jnp.issubdtype(dtype, jnp.integer) and shape == ()):
         return jnp.asarray(words_of(seed, f"{op}: seed"))
-    raise TypeError(f"{op}: seed ({seed!r}) is not an integer, uint32 of shape (2,) or a jax.random key; give one")
+    raise TypeError(
+        f"{op}: seed ({shown(seed)}) is not an integer, int32 or uint32 of shape (2,), or a jax.random key; pass one"
+    )

@@ -22,11 +22,13 @@ from jax import lax
 
 from qshard.adam import BLOCK
 from qshard.formats import Format, Usage
+from qshard.jax.arguments import check_dtype
 from qshard.jax.array import QuantizedArray
 from qshard.jax.gather import CodedWeight
 from qshard.jax.optim.master import cast_master
 from qshard.layout import Shape, plane
-from qshard.master import MasterPlan, plan_master, plan_shards
+from qshard.master import MasterPlan, check_world, plan_master, plan_shards
+from qshard.names import FormatLike, as_format, shown
 from qshard.pipeline import Plane
 
 
@@ -179,7 +181,7 @@ class ZeroPlan:
 
 def plan_zero(
     params: Any,
-    formats: Callable[[str, Any], Format | None],
+    formats: Callable[[str, Any], FormatLike | None],
     world: int,
     axis_name: str,
     *,
@@ -190,7 +192,7 @@ def plan_zero(
     Args:
       params: a tree of arrays, or of what has their shapes and dtypes.
       formats: called with the path of a parameter, such as "['up']['w']", and the parameter: the format of its codes,
-        for weights of `linear`; None for all others, which are gathered as they are. So must be weights
+        or its name, for weights of `linear`; None for all others, which are gathered as they are. So must be weights
         under `DelayedScaling`, and of formats with vectors as blocks, whose two planes are different numbers.
       world: how many devices `axis_name` has.
       axis_name: the mesh axis over which all of it is cut.
@@ -207,25 +209,36 @@ def plan_zero(
 
     Sources: ZeRO, arXiv:1910.02054.
     """
+    check_world("plan_zero", world)
+    if not callable(formats):
+        raise TypeError(
+            f"plan_zero: formats ({shown(formats)}) is not a function; pass one that gives a format, or None, for a "
+            "path and a parameter"
+        )
+    if not isinstance(axis_name, str):
+        raise TypeError(f"plan_zero: axis_name ({shown(axis_name)}) is not the name of one mesh axis; pass one")
     paths, structure = jax.tree_util.tree_flatten_with_path(params)
     leaves = []
     for path, p in paths:
-        fmt = formats(jax.tree_util.keystr(path), p)
+        name = jax.tree_util.keystr(path)
+        fmt = formats(name, p)
         shape, size = tuple(p.shape), math.prod(p.shape)
         length = -(-size // world)
         if fmt is not None:
+            fmt = as_format(fmt, "plan_zero", f"formats({name!r})")
+            check_dtype("plan_zero", name, p)
             if fmt.gather_refusal is not None:
                 raise ValueError(
-                    f"plan_zero: {jax.tree_util.keystr(path)} cannot travel as codes of {fmt}: {fmt.gather_refusal}; "
+                    f"plan_zero: {name} cannot travel as codes of {fmt}: {fmt.gather_refusal}; "
                     "let formats give None for it, and give the weight to linear"
                 )
-            length = plan_shards([shape], fmt, world)[0].padded
+            length = plan_shards([shape], fmt, world, op="plan_zero", name=name)[0].padded
         if len(shape) > 1:
             length = -(-length // BLOCK) * BLOCK
         leaves.append(_Leaf(shape, str(jnp.dtype(p.dtype)), fmt, length, world, axis_name))
     quantized = [(leaf.shape, leaf.fmt, leaf.dtype) for leaf in leaves if leaf.fmt is not None]
     shapes, fmts, dtypes = zip(*quantized, strict=True) if quantized else ((), (), ())
-    master = plan_master(shapes, fmts, rounded_to=dtypes)
+    master = plan_master(shapes, fmts, rounded_to=dtypes, op="plan_zero")
     return ZeroPlan(structure, tuple(leaves), master, shard_weights)
 
 

@@ -15,6 +15,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from qshard.formats import ELEMENTS, Format, Usage
 from qshard.layout import PlaneLayout, Shape, matrix_shape, plane
+from qshard.names import FormatLike, as_format, as_plane, as_usage
 from qshard.reference.elements import Codes, Float32, decode, pack, unpack
 from qshard.reference.hadamard import hadamard_transform
 from qshard.reference.planes import cast, four_over_six, plane_amax
@@ -108,9 +109,9 @@ class Quantized:
         return scale
 
     def _plane(self, usage: Usage) -> tuple[Plane, PlaneLayout]:
-        stored = self.rowwise if usage is Usage.ROWWISE else self.columnwise
-        if stored is None:
-            raise ValueError(f"dequantize: usage ({usage}) is not a plane of this tensor; quantize with it")
+        planes = {Usage.ROWWISE: self.rowwise, Usage.COLUMNWISE: self.columnwise}
+        stored = planes[as_plane(usage, "dequantize", [each for each, made in planes.items() if made is not None])]
+        assert stored is not None
         return stored, plane(self.format, self.shape, usage, op="dequantize")
 
     def _in_order(self, stored: Float32, where: PlaneLayout) -> Float32:
@@ -123,7 +124,7 @@ class Quantized:
 @np.errstate(all="ignore")
 def quantize(
     x: ArrayLike,
-    fmt: Format,
+    fmt: FormatLike,
     usage: Usage = Usage.ROWWISE,
     *,
     amax: ArrayLike | None = None,
@@ -136,7 +137,7 @@ def quantize(
 
     Args:
       x: float32, bfloat16 or float16 `[*lead, K]`.
-      fmt: the format.
+      fmt: the format, or its name.
       usage: the planes to make.
       amax: of the whole tensor, or of whole rows, if `x` is a shard and the format has a scale of those. For a
         columnwise plane that is rotated: of the rotated tensor, so ask for one plane at a time.
@@ -149,7 +150,7 @@ def quantize(
       The planes asked for.
 
     Raises:
-      TypeError: `x` has another dtype.
+      TypeError: `x` has another dtype, or another argument is not of its type.
       ValueError: `fmt` cannot hold `x`, or has no use for `amax` or `scale`.
 
     A shard of whole blocks gives the bytes that the whole tensor has there, given the amax of the whole tensor and, for
@@ -161,7 +162,7 @@ def quantize(
     ((2, 64), array([[119, 119],
            [119, 119]], dtype=uint8))
     """
-    x = np.asarray(x)
+    fmt, usage, x = as_format(fmt, "quantize"), as_usage(usage, "quantize"), np.asarray(x)
     if x.dtype not in INPUT_DTYPES:
         raise TypeError(f"quantize: x ({x.dtype}) is not float32, bfloat16 or float16; cast it first")
     if scale is not None and fmt.block is not None:

@@ -149,7 +149,7 @@ def test_masters_heal_what_a_parameter_could_not_take():
 
 
 def test_errors():
-    with pytest.raises(TypeError, match=r"mu_dtype \(int8\) is not one of float32"):
+    with pytest.raises(TypeError, match=r"mu_dtype \('int8'\) is not float32"):
         adam(1e-2, mu_dtype="int8")
     transformation = adamw(1e-2, weight_decay=0.1)
     grads = {"w": jnp.ones((2, 2))}

@@ -164,15 +164,19 @@ def test_reduction_of_all_amaxes_at_once():
         (
             lambda: linear(X, W, CurrentScaling(), state=STATE),
             ValueError,
-            r"state \(one\) is not what CurrentScaling",
+            r"state \(given\) is not what CurrentScaling",
         ),
         (
             lambda: linear(X, W, RECIPE, state=init_delayed(RECIPE, (2,))),
             ValueError,
             r"is not of shapes .* one layer",
         ),
-        (lambda: linear(X, W, DelayedScaling(), state=STATE), ValueError, r"is not of shapes .*16.*; give that of one"),
-        (lambda: update_delayed(STATE, STATE, CurrentScaling()), TypeError, r"is not a DelayedScaling"),
+        (lambda: linear(X, W, DelayedScaling(), state=STATE), ValueError, r"is not of shapes .*16.*; pass that of one"),
+        (
+            lambda: update_delayed(STATE, STATE, CurrentScaling()),
+            TypeError,
+            r"\(CurrentScaling\) is not Delayed",
+        ),
         (lambda: update_delayed(STATE, [STATE], RECIPE), ValueError, r"do not have the structure of states"),
         (lambda: update_delayed([STATE, 1.0], [STATE, 1.0], RECIPE), ValueError, r"more than LinearStates"),
     ],

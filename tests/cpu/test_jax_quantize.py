@@ -101,20 +101,28 @@ X = np.ones((4, 32), np.float32)
 @pytest.mark.parametrize(
     ("call", "error", "text"),
     [
-        (lambda: qj.quantize(X.astype(int), FP8_E4M3), TypeError, r"quantize: x \(int.*\) is not float32 or bfloat16"),
+        (lambda: qj.quantize(X.astype(int), FP8_E4M3), TypeError, r"quantize: x \(int.*\) is not float32, bfloat16"),
         (lambda: qj.quantize(jnp.ones(4, "float8_e5m2"), FP8_E4M3), TypeError, r"quantize: x \(float8_e5m2\)"),
-        (lambda: qj.quantize(X, "FP8_E4M3"), TypeError, r"quantize: fmt \('FP8_E4M3'\) is not a qshard.formats.Format"),
+        (
+            lambda: qj.quantize(X, "FP8"),
+            ValueError,
+            r"quantize: fmt \('FP8'\) is not the name of a format; did you mean",
+        ),
         (lambda: qj.quantize(X, FP8_E4M3, usage="rowwise"), TypeError, r"quantize: usage \('rowwise'\)"),
         (lambda: qj.quantize(X, FP8_E4M3, usage=Usage(0)), TypeError, r"quantize: usage"),
         (
             lambda: qj.quantize(X, STOCHASTIC),
             ValueError,
-            r"quantize: NVFP4.* rounds stochastically and needs a seed",
+            r"quantize: seed \(None\) is not there, and NVFP4.* rounds stochastically; pass",
         ),
-        (lambda: qj.quantize(X, STOCHASTIC, seed=0.5), TypeError, r"quantize: seed \(0.5\) is not an integer, uint32"),
+        (lambda: qj.quantize(X, STOCHASTIC, seed=0.5), TypeError, r"quantize: seed \(0.5\) is not an integer, int32"),
         (lambda: qj.quantize(X, ROWS, usage=Usage.BOTH), ValueError, r"has one scale a row and so no columnwise plane"),
         (lambda: qj.quantize(X[:, :31], formats.MXFP8_E4M3), ValueError, r"pad the columns to 32"),
-        (lambda: qj.quantize(X, FP8_E4M3).dequantize(int), TypeError, r"dequantize: dtype \(int.*\) is not float32"),
+        (
+            lambda: qj.quantize(X, FP8_E4M3).dequantize(int),
+            TypeError,
+            r"dequantize: dtype \(the class int\) is not float32",
+        ),
         (lambda: qj.quantize(X, FP8_E4M3).plane(Usage.COLUMNWISE), ValueError, r"plane: usage \(Usage.COLUMNWISE\)"),
         (lambda: ops.cast_tensor(X, X[0], element="float8_e4m3fn"), ValueError, r"scale \(32,\) is not the first axes"),
         (lambda: ops.cast_tensor(X, X[:, 0]), TypeError, r"cast_tensor: attributes \(none\) .* give element"),

@@ -197,5 +197,5 @@ def test_bad_input():
         loss = lambda w: jnp.sum(linear(jnp.ones((32, 32)), w["up"]["w"], RECIPES["CurrentScaling"]))  # noqa: E731
         return plan.value_and_grad(loss, masters)[1]
 
-    with pytest.raises(ValueError, match=r"linear: w \(MXFP8_32x32.*\) is not of the format .* FP8_E4M3"):
+    with pytest.raises(ValueError, match=r"linear: w \(MXFP8_32x32.*\) is not in the format .* FP8_E4M3"):
         jax.shard_map(other, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS))(masters)

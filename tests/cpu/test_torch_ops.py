@@ -42,7 +42,11 @@ SCALE = torch.ones(())
 X = torch.ones(4, 6)
 LEAF = X.clone().requires_grad_()
 BAD = {
-    "dtype": (lambda: ops.cast_tensor(X.double(), SCALE, **E4M3_CODES), TypeError, "x .float64. is not float32 or"),
+    "dtype": (
+        lambda: ops.cast_tensor(X.double(), SCALE, **E4M3_CODES),
+        TypeError,
+        "x .float64. is not float32, bfloat16 or",
+    ),
     "scale_dtype": (
         lambda: ops.cast_tensor(X, SCALE.half(), **E4M3_CODES),
         TypeError,
@@ -66,7 +70,7 @@ BAD = {
     "result_dtype": (
         lambda: ops.dequantize(X.to(torch.uint8), SCALE, **E4M3_CODES, dtype=torch.float64),
         TypeError,
-        "dtype .float64. is not float32 or",
+        "dtype .float64. is not float32, bfloat16 or",
     ),
     "lead": (lambda: ops.amax_tensor(X, lead=3), ValueError, "does not have the axes"),
     "expanded": (lambda: ops.amax_tensor(X[:1].expand(3, 6)), ValueError, "is not contiguous; call .contiguous"),

@@ -73,7 +73,7 @@ def test_shapes(fmt, shape, usage, data, scale, global_scale, transposed):
             formats.FP8_E4M3,
             (2, 2),
             Usage.BOTH,
-            "gather: usage (Usage.BOTH) is not one plane; ask for ROWWISE or COLUMNWISE",
+            "gather: usage (Usage.BOTH) is not one plane; ask for Usage.ROWWISE or Usage.COLUMNWISE",
         ),
     ],
     ids=str,

@@ -110,7 +110,7 @@ def test_added_rows(activation, gradient, usage, added):
 def test_delayed_scaling_state():
     assert recipes.DelayedScaling(history=3).state_shapes == {"scale": (), "amax_history": (3,)}
     assert recipes.CurrentScaling().state_shapes == {}
-    with pytest.raises(ValueError, match="at least 1, got 0"):
+    with pytest.raises(ValueError, match=r"history \(0\) must be an int from 1 up"):
         recipes.DelayedScaling(history=0)
     with pytest.raises(ValueError, match="most_recent"):
         recipes.DelayedScaling(algorithm="mean")

@@ -60,6 +60,7 @@ from qshard import master
 from qshard.master import MasterPlan
 from qshard.pipeline import Scales
 from qshard.recipes import Recipe, Role
+from qshard.torch_bridge.arguments import check_model
 from qshard.torch_bridge.delayed import DelayedScale, update_delayed
 from qshard.torch_bridge.dtensor import local_of
 from qshard.torch_bridge.fsdp.shards import ShardPlan
@@ -203,6 +204,7 @@ def update_scales(model: nn.Module) -> None:
     >>> from qshard.torch_bridge import convert
     >>> update_scales(convert(nn.Sequential(nn.Linear(4, 4)), CurrentScaling()))  # one process: no scales to agree on
     """
+    check_model("update_scales", model)
     update_delayed(model)
     groups: dict[str, list[ShardOf]] = {}
     for found in _sharded_weights(model):

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from qshard import adam
+from qshard.names import listed, shown
 from qshard.ops import multi_table
+from qshard.torch_bridge.arguments import check_contiguous, check_dtype
 from qshard.torch_bridge.dtensor import local_of, wrapped_like
 from qshard.torch_bridge.fsdp.weight import memory_of
 from qshard.torch_bridge.ops import call_in_place, dtype_name
 from qshard.torch_bridge.tensor import QuantizedTensor
 
 SCALED = tuple(getattr(torch, name) for name in adam.SCALED)
-STATES = tuple(getattr(torch, name) for name in adam.STATES)
 
 _LISTS = [operand.name for operand in multi_table()["adam"].inputs if operand.many]
 
@@ -70,6 +71,8 @@ class Adam(Optimizer):
     Sources: Kingma and Ba, arXiv:1412.6980.
     """
 
+    _op = "Adam"
+
     def __init__(
         self,
         params: Any,
@@ -83,6 +86,8 @@ class Adam(Optimizer):
         exp_avg_sq_dtype: torch.dtype = torch.float32,
         master_weights: str | None = None,
     ):
+        if isinstance(params, nn.Module):
+            raise TypeError(f"{self._op}: params ({type(params).__name__}) is a module; pass its .parameters()")
         self._hypers: dict[Any, tuple[Tensor, list[float]]] = {}
         self._steps: dict[Any, tuple[Tensor, list[Tensor]]] = {}
         defaults = {
@@ -106,7 +111,7 @@ class Adam(Optimizer):
         """
         super().add_param_group(param_group)
         try:
-            _check_group(self.param_groups[-1])
+            _check_group(self._op, self.param_groups[-1])
         except BaseException:
             self.param_groups.pop()
             raise
@@ -170,7 +175,7 @@ class Adam(Optimizer):
             if parameter.grad is None:
                 continue
             if parameter.grad.is_sparse:
-                raise NotImplementedError("Adam: grad (sparse) is not dense; make it so with .to_dense()")
+                raise NotImplementedError(f"{self._op}: grad (sparse) is not dense; call .to_dense() on it")
             state = self.state[parameter]
             _initialize(state, parameter, group)
             low = state.get("remainder", state.get("master"))
@@ -226,6 +231,8 @@ class AdamW(Adam):
     Sources: Loshchilov and Hutter, arXiv:1711.05101.
     """
 
+    _op = "AdamW"
+
     def __init__(
         self,
         params: Any,
@@ -235,6 +242,8 @@ class AdamW(Adam):
         weight_decay: float = 1e-2,
         **options: Any,
     ):
+        if "decoupled_weight_decay" in options:
+            raise TypeError("AdamW: decoupled_weight_decay is True, which makes it AdamW; use Adam to choose")
         super().__init__(params, lr, betas, eps, weight_decay, decoupled_weight_decay=True, **options)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -272,7 +281,7 @@ def _initialize(state: dict[str, Any], parameter: Tensor, group: dict[str, Any])
         if name in state:
             if state[name].dtype in SCALED and f"{name}_scale_inv" not in state:
                 raise ValueError(
-                    f"Adam: state {name} ({state[name].dtype}) has no {name}_scale_inv; load it as float32"
+                    f"Adam: state {name} ({dtype_name(state[name].dtype)}) has no {name}_scale_inv; load it as float32"
                 )
             continue
         dtype = group[f"{name}_dtype"]
@@ -293,40 +302,40 @@ def _blocks(shape: Sequence[int]) -> tuple[int, int]:
     return shape[0], -(-math.prod(shape[1:]) // adam.BLOCK)
 
 
-def _check_group(group: dict[str, Any]) -> None:
+def _check_group(op: str, group: dict[str, Any]) -> None:
     for name in ("lr", "eps", "weight_decay"):
-        value = group[name]
-        if name == "lr" and isinstance(value, Tensor):  # To look at the number would be to wait for a device.
-            if value.numel() != 1:
-                raise ValueError(f"Adam: lr {tuple(value.shape)} is not one number")
-        elif not value >= 0:
-            raise ValueError(f"Adam: {name} ({value}) is not a number from 0 up")
-    if not all(0 <= beta < 1 for beta in group["betas"]):
-        raise ValueError(f"Adam: betas {tuple(group['betas'])} are not from 0 to below 1")
+        adam.check_setting(op, name, group[name])
+    if isinstance(group["lr"], Tensor) and group["lr"].numel() != 1:
+        raise ValueError(f"{op}: lr {tuple(group['lr'].shape)} is not one number; pass a tensor of one")
+    betas = group["betas"]
+    if not isinstance(betas, Sequence) or len(betas) != 2:
+        raise ValueError(f"{op}: betas ({shown(betas)}) is not a pair of numbers; pass two, such as (0.9, 0.999)")
+    for i, beta in enumerate(betas):
+        adam.check_setting(op, f"betas[{i}]", beta, is_beta=True)
     for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
-        if group[name] not in STATES:
-            raise TypeError(f"Adam: {name} ({group[name]}) is not one of {_list_of(STATES)}")
+        dtype = group[name]
+        adam.check_state_dtype(op, name, dtype, dtype_name(dtype) if isinstance(dtype, torch.dtype) else "", "torch.")
     if group["master_weights"] not in (None, "remainder", "float32"):
-        raise ValueError(f"Adam: master_weights ({group['master_weights']}) is not None, 'remainder' or 'float32'")
+        raise ValueError(
+            f"{op}: master_weights ({group['master_weights']!r}) is not None, 'remainder' or 'float32'; pass one"
+        )
     for parameter in group["params"]:
-        _check_parameter(parameter, group)
+        _check_parameter(op, parameter, group)
 
 
-def _check_parameter(parameter: Tensor, group: dict[str, Any]) -> None:
+def _check_parameter(op: str, parameter: Tensor, group: dict[str, Any]) -> None:
     """Raises for what all ranks see alike: nothing here depends on the part of a rank."""
     local = local_of(parameter)
     shape = tuple(parameter.shape)
     if isinstance(local, QuantizedTensor):
-        raise TypeError(f"Adam: parameter {shape} (QuantizedTensor) is not of floats; give the optimizer its master")
-    if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise TypeError(f"Adam: parameter {shape} ({parameter.dtype}) is not float32, bfloat16 or float16; cast it")
+        raise TypeError(f"{op}: parameter {shape} (QuantizedTensor) is not of floats; give the optimizer its master")
+    check_dtype(op, f"parameter {shape}", parameter.dtype)
     if group["master_weights"] == "remainder" and parameter.dtype == torch.float16:
         raise TypeError(
-            f"Adam: parameter {shape} (float16) is not bfloat16, which alone takes a remainder; "
-            "give master_weights='float32'"
+            f"{op}: parameter {shape} (float16) is not bfloat16, which alone takes a remainder; "
+            "pass master_weights='float32'"
         )
-    if not memory_of(parameter).is_contiguous():
-        raise ValueError(f"Adam: parameter {shape} (strides {parameter.stride()}) is not contiguous; make it so")
+    check_contiguous(op, f"parameter {shape}", memory_of(parameter))
     scaled = {group["exp_avg_dtype"], group["exp_avg_sq_dtype"]} & set(SCALED)
     if scaled and parameter.ndim >= 2 and isinstance(parameter, DTensor):
         for i, placement in enumerate(parameter.placements):
@@ -334,11 +343,7 @@ def _check_parameter(parameter: Tensor, group: dict[str, Any]) -> None:
             row, shards = math.prod(parameter.shape[1:]), parameter.device_mesh.size(i)
             if axis > 1 or (axis == 1 and (parameter.shape[1] % shards or row // shards % adam.BLOCK)):
                 raise ValueError(
-                    f"Adam: parameter {shape} (cut into {shards} along axis {axis}) is not cut at blocks of "
-                    f"{adam.BLOCK}, which states in {_list_of(scaled)} have scales for; cut axis 0, or keep states in "
-                    "bfloat16"
+                    f"{op}: parameter {shape} (cut into {shards} along axis {axis}) is not cut at blocks of "
+                    f"{adam.BLOCK}, which states in {listed(map(dtype_name, scaled))} have scales for; cut axis 0, "
+                    "or keep states in bfloat16"
                 )
-
-
-def _list_of(dtypes: Iterable[torch.dtype]) -> str:
-    return ", ".join(dtype_name(dtype) for dtype in dtypes)

@@ -16,7 +16,9 @@ from qshard import master
 from qshard.formats import Usage
 from qshard.layout import matrix_shape, plane, source
 from qshard.master import MasterPlan
+from qshard.names import shown
 from qshard.pipeline import Plane, Scales
+from qshard.torch_bridge.arguments import check_contiguous, check_dtype, check_group, check_tensor
 from qshard.torch_bridge.ops import dtype_name
 from qshard.torch_bridge.optim.slices import QuantizedSlice
 from qshard.torch_bridge.quantize import max_over_ranks
@@ -34,6 +36,7 @@ class CastPlan:
       weights: those that will be cast: all `QuantizedTensor`, whole, or all `QuantizedSlice`.
       dtype: of the masters, of all of them: a rank without a slice must know it too.
       parity: "master": quantize masters as they are; "model": round them to the dtype of the weight first.
+      op: who is called, for errors.
 
     Attributes:
       plan, ops: what the steps of `qshard.master` take.
@@ -50,12 +53,24 @@ class CastPlan:
         *,
         parity: Parity,
         dtype: torch.dtype = torch.float32,
+        op: str = "CastPlan",
     ):
         if parity not in ("master", "model"):
-            raise ValueError(f"cast_master: parity ({parity!r}) is not 'master' or 'model'; choose what codes equal")
+            raise ValueError(f"{op}: parity ({parity!r}) is not 'master' or 'model'; choose what codes equal")
+        if not isinstance(weights, list | tuple):
+            raise TypeError(f"{op}: weights ({shown(weights)}) is not a list; pass one, of one weight too")
+        for i, weight in enumerate(weights):
+            if not isinstance(weight, QuantizedTensor | QuantizedSlice):
+                raise TypeError(
+                    f"{op}: weights[{i}] ({shown(weight)}) is not a QuantizedTensor or a QuantizedSlice; quantize it "
+                    "first"
+                )
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"{op}: dtype ({shown(dtype)}) is not a torch.dtype; pass one, such as torch.float32")
+        check_dtype(op, "dtype", dtype)
         self.pieces = any(isinstance(weight, QuantizedSlice) for weight in weights)
         if self.pieces and not all(isinstance(weight, QuantizedSlice) for weight in weights):
-            raise ValueError("cast_master: weights (mixed) are not all whole or all slices; cast them in two calls")
+            raise ValueError(f"{op}: weights (mixed) are not all whole or all slices; cast them in two calls")
         # A weight with two planes of different numbers is cast twice; `owners` says of which weight a plane is.
         planes = [(i, *of_weight) for i, weight in enumerate(weights) for of_weight in _planes(weight)]
         self.owners = [i for i, _, _ in planes]
@@ -66,6 +81,7 @@ class CastPlan:
             usages=[usage for _, usage, _ in planes],
             dtype=dtype_name(dtype),
             rounded_to=[None if parity == "master" else dtype_name(weight.dtype) for weight in of_planes],
+            op=op,
         )
         self.dtype, self.weights = dtype, len(weights)
         self.device = planes[0][2].data.device if planes else torch.device("cpu")
@@ -165,7 +181,8 @@ def cast_master(
 
     Sources: TransformerEngine `quantize_master_weights`.
     """
-    plan = plan or CastPlan(weights, parity=parity, dtype=dtype)
+    check_group("cast_master", group)
+    plan = plan or CastPlan(weights, parity=parity, dtype=dtype, op="cast_master")
     _check(plan, weights, masters)
     slices = [
         torch.empty(0, dtype=plan.dtype, device=plan.device) if m is None else m.detach().view(-1) for m in masters
@@ -199,10 +216,15 @@ def update_columnwise(weights: Sequence[QuantizedTensor]) -> None:
     made: list[Plane] = []
     matrices: list[Tensor] = []
     transposes: list[Tensor] = []
-    for weight in weights:
+    for i, weight in enumerate(weights):
+        if not isinstance(weight, QuantizedTensor):
+            raise TypeError(f"update_columnwise: weights[{i}] ({shown(weight)}) is not a QuantizedTensor; quantize it")
         fmt, rows = weight.format, weight.parts(Usage.ROWWISE)
         if not fmt.transposes or rows is None:  # There is no transpose to make of vectors.
-            raise ValueError(f"update_columnwise: {fmt} is not one with a transpose for a plane; gather both planes")
+            raise ValueError(
+                f"update_columnwise: weights[{i}] ({fmt}) has no columnwise plane that is a transpose; quantize it "
+                "with usage=Usage.BOTH"
+            )
         shape, columns = tuple(weight.shape), weight.parts(Usage.COLUMNWISE, stale=True)
         where = plane(fmt, shape, Usage.COLUMNWISE)
         data = rows.data.new_empty(where.data_shape) if columns is None else columns.data
@@ -247,9 +269,12 @@ def _check(plan: CastPlan, weights: Sequence[Any], masters: Sequence[Tensor | No
             f"{len(weights)} weights; give None where this rank has no slice"
         )
     for i, m in enumerate(masters):
-        if m is not None and m.dtype != plan.dtype:
-            raise TypeError(f"cast_master: masters[{i}] ({m.dtype}) is not {plan.dtype}; pass dtype= that of them all")
-        if m is not None and not m.is_contiguous():
-            raise ValueError(
-                f"cast_master: masters[{i}] (strides {m.stride()}) is not contiguous; flatten a copy of it"
+        if m is None:
+            continue
+        check_tensor("cast_master", f"masters[{i}]", m)
+        if m.dtype != plan.dtype:
+            raise TypeError(
+                f"cast_master: masters[{i}] ({dtype_name(m.dtype)}) is not {dtype_name(plan.dtype)}; pass dtype= that "
+                "of them all"
             )
+        check_contiguous("cast_master", f"masters[{i}]", m)

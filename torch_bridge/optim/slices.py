@@ -12,6 +12,7 @@ from torch import Tensor
 from qshard.formats import Format, Usage
 from qshard.layout import plane
 from qshard.master import FlatShards, piece_bytes
+from qshard.names import FormatLike, as_format
 from qshard.pipeline import Plane
 from qshard.torch_bridge.tensor import QuantizedTensor
 
@@ -40,7 +41,7 @@ class QuantizedSlice:
     @classmethod
     def empty(
         cls,
-        fmt: Format,
+        fmt: FormatLike,
         shape: tuple[int, ...],
         length: int,
         *,
@@ -53,6 +54,7 @@ class QuantizedSlice:
         Raises:
           ValueError: `fmt` cannot hold `shape`.
         """
+        fmt = as_format(fmt, "QuantizedSlice.empty")
         where = plane(fmt, shape, usage, op="QuantizedSlice.empty")
         scale_dtype = getattr(torch, fmt.stored_scale_dtype)
         whole = where.global_scale_shape
@@ -112,7 +114,9 @@ def gather_parts(own: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) 
     return [received[r * room : r * room + length] for r, length in enumerate(lengths)]
 
 
-def join_pieces(pieces: Sequence[Tensor], starts: Sequence[int], fmt: Format, data_shape: tuple[int, ...]) -> Tensor:
+def join_pieces(
+    pieces: Sequence[Tensor], starts: Sequence[int], fmt: FormatLike, data_shape: tuple[int, ...]
+) -> Tensor:
     """The codes of a weight from those of its slices. The two halves of a byte that slices share meet by OR.
 
     Args:
@@ -121,6 +125,7 @@ def join_pieces(pieces: Sequence[Tensor], starts: Sequence[int], fmt: Format, da
       fmt: the format.
       data_shape: of the codes of the whole.
     """
+    fmt = as_format(fmt, "join_pieces")
     data = pieces[0].new_zeros(data_shape)
     flat = data.view(-1)
     for piece, start in zip(pieces, starts, strict=True):

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from qshard.pipeline import Scales
+from qshard.torch_bridge.arguments import check_group, check_model
 from qshard.torch_bridge.delayed import update_delayed
 from qshard.torch_bridge.fsdp.weight import memory_of
 from qshard.torch_bridge.optim.adam import SCALED, Adam
@@ -86,6 +87,8 @@ class ZeroOptimizer(Adam):
             [0.7500, 0.7500]])
     """
 
+    _op = "ZeroOptimizer"
+
     def __init__(
         self,
         model: nn.Module,
@@ -98,16 +101,24 @@ class ZeroOptimizer(Adam):
         parity: Parity = "model",
         **options: Any,
     ):
+        check_model("ZeroOptimizer", model)
+        check_group("ZeroOptimizer", group)
         self._ranks, self._model = Ranks.of(group), model
         problem, chosen, alignment = None, [], ALIGNMENT
         try:
+            if units is not None and not shard_weights:
+                raise ValueError("ZeroOptimizer: units (given) are of sharded weights; pass shard_weights=True too")
             weights = weights_of(model)
             chosen = units_of(model, weights, units) if shard_weights else [(model, weights)]
             groups_of = by_setting(weights, settings)
             # What these would refuse, before any collective.
-            CastPlan([], parity=parity)
+            CastPlan([], parity=parity, op="ZeroOptimizer")
             trial = [{"params": [nn.Parameter(torch.empty(0))], **given} for given, _ in groups_of]
-            adam = Adam(trial, lr, **options)
+            adam = _Trial(trial, lr, **options)
+            if unknown := {key for given, _ in groups_of for key in given} - set(adam.defaults):
+                raise ValueError(
+                    f"ZeroOptimizer: settings ({sorted(unknown)[0]!r}) is not an option of Adam; give options alone"
+                )
             if any({group["exp_avg_dtype"], group["exp_avg_sq_dtype"]} & set(SCALED) for group in adam.param_groups):
                 alignment = BLOCK_ALIGNMENT
         except (ValueError, TypeError) as error:
@@ -286,6 +297,12 @@ def _refuse_copies(module: nn.Module, flat: Flat) -> None:
     module.register_state_dict_pre_hook(refuse_state_dict)
     module.register_load_state_dict_pre_hook(refuse_state_dict)
     module.__reduce_ex__ = refuse_copies  # type: ignore[method-assign]
+
+
+class _Trial(Adam):
+    """What refuses options."""
+
+    _op = "ZeroOptimizer"
 
 
 class _Cast:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from qshard.recipes import Role
+from qshard.torch_bridge.arguments import check_contiguous, check_dtype
 from qshard.torch_bridge.fsdp.weight import ShardedWeight
 from qshard.torch_bridge.nn import Linear
 from qshard.torch_bridge.zero.flat import Weight
@@ -29,10 +29,10 @@ def weights_of(model: nn.Module) -> list[Weight]:
         parameter, what = weight.parameter, f"ZeroOptimizer: {weight.name} {weight.shape}"
         if isinstance(parameter, DTensor):
             raise ValueError(f"{what} (DTensor) is not a plain tensor; give a model that is not sharded yet")
-        if parameter.is_meta or not parameter.is_contiguous():
-            raise ValueError(f"{what} ({parameter.device}, strides {parameter.stride()}) is not contiguous memory")
-        if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise TypeError(f"{what} ({parameter.dtype}) is not float32, bfloat16 or float16; cast or freeze it")
+        if parameter.is_meta:
+            raise ValueError(f"{what} (meta) has no memory; call model.to_empty(device=) and initialize it first")
+        check_contiguous("ZeroOptimizer", f"{weight.name} {weight.shape}", parameter)
+        check_dtype("ZeroOptimizer", f"{weight.name} {weight.shape}", parameter.dtype)
         # A weight of quantized layers alone travels as codes, if its rowwise plane gives the other.
         formats = {
             m.recipe.format(Role.WEIGHT) if isinstance(m, Linear) and n == "weight" else None for m, n in weight.owners
@@ -42,8 +42,13 @@ def weights_of(model: nn.Module) -> list[Weight]:
             weight.fmt, weight.delayed = state.fmt, state.delayed
     weights = list(found.values())
     devices = {weight.parameter.device for weight in weights}
-    if len(devices) != 1:
-        raise ValueError(f"ZeroOptimizer: model (on {devices or 'no parameters to train'}) is not on one device")
+    if not devices:
+        raise ValueError(
+            f"ZeroOptimizer: model ({type(model).__name__}) has no parameter that requires grad; pass one that has"
+        )
+    if len(devices) > 1:
+        names = ", ".join(sorted(map(str, devices)))
+        raise ValueError(f"ZeroOptimizer: model (on {names}) is not on one device; move it to one")
     return weights
 
 

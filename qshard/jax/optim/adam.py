@@ -12,9 +12,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from qshard.adam import BLOCK, SCALED, STATES, settings
+from qshard.adam import BLOCK, SCALED, check_setting, check_state_dtype, settings
 from qshard.jax import ops
+from qshard.jax.arguments import check_array, check_dtype
 from qshard.jax.steps import reshape_as, split_rows
+from qshard.names import shown
 from qshard.ops import OpSpec, multi_table
 
 _FLOATS_16 = ("bfloat16", "float16")
@@ -91,7 +93,7 @@ def adam(
 
     Sources: Kingma and Ba, arXiv:1412.6980; optax, `adam`.
     """
-    return adamw(learning_rate, b1, b2, eps, 0.0, mu_dtype=mu_dtype, nu_dtype=nu_dtype, masters=masters)
+    return _transformation("adam", learning_rate, b1, b2, eps, 0.0, (mu_dtype, nu_dtype), masters)
 
 
 def adamw(
@@ -134,10 +136,32 @@ def adamw(
 
     Sources: Loshchilov and Hutter, arXiv:1711.05101; optax, `adamw`.
     """
-    dtypes = (_state_dtype("mu_dtype", mu_dtype), _state_dtype("nu_dtype", nu_dtype))
+    return _transformation("adamw", learning_rate, b1, b2, eps, weight_decay, (mu_dtype, nu_dtype), masters)
+
+
+def _transformation(
+    op: str,
+    learning_rate: Any,
+    b1: Any,
+    b2: Any,
+    eps: Any,
+    weight_decay: Any,
+    state_dtypes: tuple[Any, Any],
+    masters: bool,
+) -> Transformation:
+    if not callable(learning_rate):
+        check_setting(op, "learning_rate", learning_rate)
+    for name, value in (("b1", b1), ("b2", b2), ("eps", eps), ("weight_decay", weight_decay)):
+        check_setting(op, name, value, is_beta=name in ("b1", "b2"))
+    dtypes = [_state_dtype(op, name, d) for name, d in zip(("mu_dtype", "nu_dtype"), state_dtypes, strict=True)]
     decay = "none" if isinstance(weight_decay, int | float) and weight_decay == 0 else "decoupled"
 
     def init(params: Any) -> AdamState:
+        for path, p in jax.tree_util.tree_leaves_with_path(params):
+            name = f"params{jax.tree_util.keystr(path)}"
+            check_array(op, name, p)
+            check_dtype(op, name, p)
+
         def master(p: jax.Array) -> jax.Array | None:
             return p.astype(jnp.float32) if masters and str(p.dtype) in _FLOATS_16 else None
 
@@ -145,6 +169,8 @@ def adamw(
         return AdamState(jnp.zeros((), jnp.int32), mu, nu, jax.tree.map(master, params))
 
     def update(updates: Any, state: AdamState, params: Any = None) -> tuple[Any, AdamState]:
+        if not isinstance(state, AdamState):
+            raise TypeError(f"{op}: state ({shown(state)}) is not an AdamState; pass what init or the last update gave")
         count = jnp.where(state.count < jnp.iinfo(jnp.int32).max, state.count + 1, state.count)
         rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
         numbers = settings(rate, b1, b2, eps, weight_decay)
@@ -154,17 +180,19 @@ def adamw(
         leaves, tree = jax.tree.flatten(updates)
         trees = [tree.flatten_up_to(part) for part in (state.mu, state.nu, state.master)]
         old = [None] * len(leaves) if params is None else tree.flatten_up_to(params)
-        steps = [_step(constants, decay, *parts) for parts in zip(leaves, old, *trees, strict=True)]
+        steps = [_step(op, constants, decay, *parts) for parts in zip(leaves, old, *trees, strict=True)]
         made = [tree.unflatten([step[i] for step in steps]) for i in range(4)]
         return made[0], AdamState(count, *made[1:])
 
     return Transformation(init, update)
 
 
-def _state_dtype(name: str, dtype: Any) -> str:
-    found = str(jnp.dtype(dtype))
-    if found not in STATES:
-        raise TypeError(f"adam: {name} ({found}) is not one of {', '.join(STATES)}; name one")
+def _state_dtype(op: str, name: str, dtype: Any) -> str:
+    try:
+        found = str(jnp.dtype(dtype))
+    except TypeError:
+        found = ""
+    check_state_dtype(op, name, dtype, found)
     return found
 
 
@@ -178,11 +206,16 @@ def _zeros(p: jax.Array, dtype: str) -> Any:
 
 
 def _step(
-    constants: jax.Array, decay: str, grad: Any, param: Any, mu: Any, nu: Any, master: Any
+    op: str, constants: jax.Array, decay: str, grad: Any, param: Any, mu: Any, nu: Any, master: Any
 ) -> tuple[jax.Array, Any, Any, Any]:
     low = "none" if master is None else "master"
     if param is None and (decay != "none" or low != "none"):
-        raise ValueError("adam: params (None) are not there to decay, or to compare with masters; pass them to update")
+        raise ValueError(f"{op}: params (None) are not there to decay, or to compare with masters; pass them to update")
+    check_array(op, "updates", grad)
+    check_dtype(op, "updates", grad)
+    shape = jnp.shape(mu.data if isinstance(mu, ScaledState) else mu)
+    if jnp.shape(grad) != shape:
+        raise ValueError(f"{op}: updates {jnp.shape(grad)} do not fit the state {shape}; pass those of its parameters")
     if grad.size == 0:
         return jnp.zeros_like(grad, dtype=jnp.float32), mu, nu, master
     plain = decay == "none" and low == "none"

@@ -16,13 +16,15 @@ import numpy as np
 from jax import lax
 
 from qshard import layout, master
-from qshard.formats import Format, Usage
+from qshard.formats import Usage
 from qshard.jax import steps
+from qshard.jax.arguments import as_axes, check_array
 from qshard.jax.array import QuantizedArray
-from qshard.jax.cuts import AxisName, axes_of, max_over, vary_alike
+from qshard.jax.cuts import AxisName, max_over, vary_alike
 from qshard.jax.words import Seed, seed_words, words_of
 from qshard.layout import Shape
 from qshard.master import MasterPlan, piece_bytes
+from qshard.names import FormatLike, as_format, shown
 
 Start = int | jax.Array
 
@@ -72,17 +74,30 @@ def cast_master(
 
     Sources: TransformerEngine `quantize_master_weights`.
     """
+    if not isinstance(plan, MasterPlan):
+        raise TypeError(f"cast_master: plan ({shown(plan)}) is not a MasterPlan; pass one of qshard.master.plan_master")
     n = len(plan.shapes)
     if len(masters) != n or (weights is not None and len(weights) != n):
         raise ValueError(f"cast_master: {len(masters)} masters are not one for each of {n} weights; give empty ones")
+    if seeds is not None and (not isinstance(seeds, Sequence | jax.Array | np.ndarray) or len(seeds) != n):
+        raise ValueError(f"cast_master: seeds ({shown(seeds)}) is not one for each of {n} weights; pass a list of {n}")
+    for i, m in enumerate(masters):
+        check_array("cast_master", f"masters[{i}]", m)
     flat = [jnp.reshape(m, -1) for m in masters]
     for i, m in enumerate(flat):
         if str(m.dtype) != plan.dtypes[i]:
             raise TypeError(
                 f"cast_master: masters[{i}] ({m.dtype}) is not {plan.dtypes[i]}, as the plan has it; cast it"
             )
-        if weights is not None and (weights[i].format != plan.formats[i] or weights[i].shape != plan.shapes[i]):
-            raise ValueError(f"cast_master: weights[{i}] ({weights[i]}) is not what the plan has; plan with its shape")
+        if weights is None:
+            continue
+        if not isinstance(weights[i], QuantizedArray):
+            raise TypeError(f"cast_master: weights[{i}] ({shown(weights[i])}) is not a QuantizedArray; quantize it")
+        if weights[i].format != plan.formats[i] or weights[i].shape != plan.shapes[i]:
+            raise ValueError(
+                f"cast_master: weights[{i}] ({weights[i].format} {weights[i].shape}) is not what the plan has, "
+                f"{plan.formats[i]} {plan.shapes[i]}; plan with its format and shape"
+            )
     if weights is None:
         data = [jnp.zeros(piece_bytes(fmt, m.size), jnp.uint8) for fmt, m in zip(plan.formats, flat, strict=True)]
     else:
@@ -92,7 +107,7 @@ def cast_master(
         data,
         flat,
         _words(starts, n),
-        max_over(axes_of(axis_name)),
+        max_over(as_axes("cast_master", axis_name)),
         plan=plan,
         pieces=weights is None,
         seeds=None if seeds is None else jnp.stack([seed_words("cast_master", seed) for seed in seeds]),
@@ -106,7 +121,7 @@ def cast_master(
 
 
 def join_pieces(
-    pieces: jax.Array, starts: Sequence[Start] | jax.Array, fmt: Format, shape: Shape, usage: Usage = Usage.ROWWISE
+    pieces: jax.Array, starts: Sequence[Start] | jax.Array, fmt: FormatLike, shape: Shape, usage: Usage = Usage.ROWWISE
 ) -> jax.Array:
     """The codes of a weight from those of its slices. The two halves of a byte that slices share meet by OR.
 
@@ -118,6 +133,9 @@ def join_pieces(
     Returns:
       `data` of the plane, in the shape of `layout.plane`.
     """
+    fmt = as_format(fmt, "join_pieces")
+    if jnp.ndim(pieces) != 2 or str(pieces.dtype) != "uint8":
+        raise ValueError(f"join_pieces: pieces ({shown(pieces)}) is not uint8 [slices, bytes]; stack the data of all")
     count, room = pieces.shape
     data_shape = layout.plane(fmt, shape, usage, op="join_pieces").data_shape
     size = math.prod(data_shape)
@@ -141,6 +159,8 @@ def _words(numbers: Sequence[Start] | jax.Array, n: int) -> jax.Array:
     if isinstance(numbers, jax.Array | np.ndarray) and numbers.ndim == 2:
         words = jnp.asarray(numbers).astype(jnp.uint32)
     else:
+        if isinstance(numbers, int):
+            raise TypeError(f"cast_master: starts ({numbers}) is not one number for each of {n} weights; pass a list")
         pairs = [jnp.asarray(words_of(number, "cast_master: starts")) for number in numbers]
         words = jnp.stack(vary_alike(*pairs)) if pairs else jnp.zeros((0, 2), jnp.uint32)
     if words.shape != (n, 2):

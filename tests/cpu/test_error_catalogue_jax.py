@@ -1,0 +1,57 @@
+"""The catalogue of errors, of what JAX alone has: what a call says."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import qshard.jax as qj
+from qshard import formats, recipes
+from qshard.formats import Usage
+from qshard.jax.linear import _checked_linear
+from qshard.jax.quantize import _quantize
+from qshard.master import plan_master
+from support.mistakes import mistakes, said
+
+X = np.ones((64, 64), np.float32)
+
+
+def on_mesh(call):
+    """A call with a weight that is sharded over "fsdp", on that mesh."""
+    mesh = jax.make_mesh((2,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices("cpu")[:2])
+    with jax.set_mesh(mesh):
+        return call(jax.device_put(X, NamedSharding(mesh, P("fsdp"))))
+
+
+def shard_map(call):
+    return jax.shard_map(call, in_specs=P("fsdp"), out_specs=P("fsdp"))
+
+
+NAMES = {
+    **{"X": X, "W": X, "STOCHASTIC": "NVFP4[rounding=stochastic]", "STATE": qj.init_delayed("DelayedScaling")},
+    **{"np": np, "jax": jax, "jnp": jnp, "torch": torch, "qj": qj, "P": P, "formats": formats, "recipes": recipes},
+    **{"Usage": Usage, "plan_master": plan_master, "on_mesh": on_mesh, "shard_map": shard_map},
+}
+MISTAKES = mistakes("jax")
+
+
+@pytest.mark.parametrize("wrong", MISTAKES)
+def test_mistakes(wrong):
+    call, (text,) = MISTAKES[wrong]
+    assert said(call, NAMES) == text
+
+
+def test_a_name_is_the_same_call():
+    """Nothing is traced again for a name."""
+    for jitted, call, ways in [
+        (_quantize, lambda fmt: qj.quantize(X, fmt), ["FP8_E5M2", formats.FP8_E5M2]),
+        (_checked_linear, lambda recipe: qj.linear(X, X, recipe), [recipes.MXFP6(), "MXFP6"]),
+    ]:
+        call(ways[0])
+        traced = jitted._cache_size()
+        call(ways[1])
+        assert jitted._cache_size() == traced
+    assert qj.init_delayed("DelayedScaling").weight.amax_history.shape == (recipes.DelayedScaling().history,)

@@ -1,0 +1,110 @@
+"""The catalogue of errors: calls that a new user gets wrong, and all that their errors say.
+
+tests/cpu/error_catalogue/*.txt have an entry for each: what is wrong, the call, the type and the text of its error. In
+calls of both front ends, `f` is a `Caller`, and {w} stands for what `linear` calls a weight; where front ends cannot
+say the same, there is a line for each.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from qshard.recipes import RecipeLike
+from support.front import Front
+
+FILES = Path(__file__).parents[1] / "cpu" / "error_catalogue"
+LINE = 125
+"""Characters of a line of a terminal, for errors of at most two."""
+
+
+def mistakes(name: str) -> dict[str, tuple[str, list[str]]]:
+    """The calls of a file of the catalogue and what each says, by what is wrong."""
+    entries = re.split("^# ", (FILES / f"{name}.txt").read_text(), flags=re.MULTILINE)[1:]
+    split = [[line.strip() for line in entry.strip().splitlines()] for entry in entries]
+    return {wrong: (call, texts) for wrong, call, *texts in split}
+
+
+def said(call: Callable[[], Any] | str, names: Mapping[str, Any] | None = None) -> str:
+    """What the error of a call says, and its type: it is short, says what to do, and has no other error behind it."""
+    with pytest.raises(Exception) as caught:  # noqa: PT011 - which, is what the caller compares.
+        eval(call, dict(names or {})) if isinstance(call, str) else call()
+    error, text = caught.value, str(caught.value)
+    assert error.__suppress_context__ or error.__context__ is None
+    # JAX says where a call was written that it has transformed.
+    assert type(error.__cause__).__name__ in ("NoneType", "JaxStackTraceBeforeTransformation")
+    assert len(text) <= 2 * LINE
+    assert re.search(r"; [a-z]| must be | is not one of |did you mean", text), "what to do"
+    return f"{type(error).__name__}: {text}"
+
+
+class Caller:
+    """The calls that both front ends have, in one form. Arrays of NumPy become those of the front end.
+
+    Attributes:
+      w: the name of a weight in the errors of `linear`.
+      foreign: an array of the other framework.
+      state: options that give a layer a state of delayed scaling.
+    """
+
+    def __init__(self, front: Front):
+        self.front, self.qshard = front, front.qshard
+        self.jax = front.name == "jax"
+        self.w = "w" if self.jax else "weight"
+        values = np.ones((64, 64), np.float32)
+        if self.jax:
+            import torch
+
+            self.foreign: Any = torch.from_numpy(values)
+            self.state: dict[str, Any] = {"state": self.qshard.init_delayed("DelayedScaling")}
+        else:
+            import jax.numpy as jnp
+
+            self.foreign, self.state = jnp.asarray(values), {"delayed": {}}
+
+    def array(self, x: Any) -> Any:
+        return self.front.array(np.asarray(x)) if isinstance(x, np.ndarray | np.generic) else x
+
+    def quantize(self, x: Any, fmt: Any, **options: Any) -> Any:
+        return self.qshard.quantize(self.array(x), fmt, **options)
+
+    def linear(self, x: Any, w: Any, recipe: RecipeLike, **options: Any) -> Any:
+        return self.qshard.linear(self.array(x), self.array(w), *(() if self.jax else (None,)), recipe, **options)
+
+    def gradient(self, x: Any, w: Any, recipe: RecipeLike) -> Any:
+        """Of the sum of `linear` by x."""
+        if self.jax:
+            import jax
+
+            return jax.grad(lambda x: self.linear(x, w, recipe).sum())(self.array(x))
+        x = self.array(x).requires_grad_()
+        return self.linear(x, w, recipe).sum().backward()
+
+    def dtype(self, name: str) -> Any:
+        return name if self.jax else getattr(self.front.torch, name)  # type: ignore[attr-defined]
+
+    def op(self, name: str) -> Any:
+        return getattr(self.qshard.ops if self.jax else self.front.torch.ops.qshard, name)  # type: ignore[attr-defined]
+
+    def adam(
+        self, lr: Any, betas: Any = (0.9, 0.999), eps: Any = 1e-8, state: str = "float32", params: Any = None
+    ) -> Any:
+        params = self.array(np.float32(1) if params is None else params)
+        if self.jax:
+            return self.qshard.adamw(lr, *betas, eps, mu_dtype=state).init(params)
+        return self.qshard.AdamW([params], lr, betas, eps, exp_avg_dtype=self.dtype(state))
+
+    def cast_master(self, masters: Any, starts: Any = (0,)) -> Any:
+        """Of one weight."""
+        masters = [self.array(m) for m in masters]
+        if self.jax:
+            from qshard.master import plan_master
+
+            return self.qshard.cast_master(None, masters, starts, plan=plan_master([(64, 64)], "FP8_E4M3"))
+        weight = self.quantize(np.zeros((64, 64), np.float32), "FP8_E4M3")
+        return self.qshard.cast_master([weight], masters, starts, parity="master")
