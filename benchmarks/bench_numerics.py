@@ -1,9 +1,10 @@
 """`qshard.numerics.stats` of 4096 x 4096 float32, each format and option: seconds, and memory beside the array's own.
 
-Every row is a process of its own, on as many cores as `--threads` says. Seconds are the best of `--rounds` calls, after one
-that is not counted. Memory is the most that the process ever had, beyond what it had with the array, in multiples of the
-array. `us_per_element` stands beside that of the same formulas in NumPy over `qshard.reference`, which tests hold them
-against, on a matrix of 256 x 256 in the same process; it takes tens of bytes an element.
+Every row is a process of its own, on as many cores as `--threads` says. Seconds are the best of `--rounds` calls, after
+one that is not counted. Memory is the most that the process ever had, beyond what it had with the array, in multiples
+of the array. `us_per_element` stands beside that of the same formulas in NumPy over `qshard.reference`, which tests
+hold them against, on a matrix of 512 x 512 in the same process. `load` is that of the machine before the row;
+`cpu_seconds`, of all threads in the call of the least, are not affected by it.
 
     python benchmarks/bench_numerics.py [--rounds 5] [--threads 2] [--formats NVFP4 ...]
 """
@@ -22,7 +23,19 @@ from pathlib import Path
 
 import rows
 
-SIZE, SMALL = 4096, 256
+SIZE, SMALL = 4096, 512
+COLUMNS = (
+    "operation",
+    "shape",
+    "threads",
+    "load",
+    "seconds",
+    "cpu_seconds",
+    "memory_per_array",
+    "us_per_element",
+    "reference_us_per_element",
+    "times_faster",
+)
 
 
 def cases() -> list[tuple[str, str]]:
@@ -44,14 +57,17 @@ def cases() -> list[tuple[str, str]]:
     return [(str(fmt), usage.name) for fmt, usage in named + options]
 
 
-def seconds(call: Callable[[], object], rounds: int) -> float:
-    def timed() -> float:
-        start = time.perf_counter()
+def seconds(call: Callable[[], object], rounds: int) -> tuple[float, float]:
+    """On the wall, and of all cores: the least of each."""
+
+    def timed() -> tuple[float, float]:
+        start, busy = time.perf_counter(), time.process_time()
         call()
-        return time.perf_counter() - start
+        return time.perf_counter() - start, time.process_time() - busy
 
     timed()
-    return min(timed() for _ in range(rounds))
+    wall, cpu = zip(*(timed() for _ in range(rounds)), strict=True)
+    return min(wall), min(cpu)
 
 
 def measure(name: str, usage_name: str, rounds: int, threads: int) -> dict[str, object]:
@@ -65,6 +81,7 @@ def measure(name: str, usage_name: str, rounds: int, threads: int) -> dict[str, 
     sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
     from support.stats import expected_stats
 
+    load = round(os.getloadavg()[0], 1)
     qshard.set_num_threads(threads)
     fmt, usage = as_format(name, "bench"), qshard.Usage[usage_name]
     x = np.random.default_rng(0).standard_normal((SIZE, SIZE), np.float32)
@@ -73,13 +90,15 @@ def measure(name: str, usage_name: str, rounds: int, threads: int) -> dict[str, 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     stats(x, fmt, usage)
     memory = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / x.nbytes
-    best = seconds(lambda: stats(x, fmt, usage), rounds)
-    reference = seconds(lambda: expected_stats(small, fmt, usage), 2)
+    best, cpu = seconds(lambda: stats(x, fmt, usage), rounds)
+    reference, _ = seconds(lambda: expected_stats(small, fmt, usage), 2)
     return {
         "operation": f"stats {name} {usage_name.lower()}",
         "shape": f"{SIZE}x{SIZE}",
         "threads": threads,
+        "load": load,
         "seconds": round(best, 3),
+        "cpu_seconds": round(cpu, 3),
         "memory_per_array": round(memory, 2),
         "us_per_element": round(best / x.size * 1e6, 4),
         "reference_us_per_element": round(reference / small.size * 1e6, 3),
@@ -103,28 +122,16 @@ def main() -> None:
     for name, usage in cases():
         if options.formats and name not in options.formats:
             continue
-        command = [sys.executable, "-P", __file__, "--one", name, usage]
+        command = [sys.executable, __file__, "--one", name, usage]
         command += ["--rounds", str(options.rounds), "--threads", str(options.threads)]
         run = subprocess.run(command, capture_output=True, text=True, check=False)
         if run.returncode:
             raise SystemExit(f"bench_numerics: {name} {usage}\n{run.stderr}")
         print(run.stdout, end="", flush=True)
-        columns = list(COLUMNS)
-        table.append(dict(zip(columns, next(csv.reader([run.stdout])), strict=True)))
+        table.append(dict(zip(COLUMNS, next(csv.reader([run.stdout])), strict=True)))
     if not options.formats:
         rows.write("numerics", rows.cpu_name(), table)
 
-
-COLUMNS = (
-    "operation",
-    "shape",
-    "threads",
-    "seconds",
-    "memory_per_array",
-    "us_per_element",
-    "reference_us_per_element",
-    "times_faster",
-)
 
 if __name__ == "__main__":
     main()

@@ -1,4 +1,4 @@
-"""Quantizing, dequantizing and transposing as steps over ops, written once for both front ends.
+"""Quantizing, dequantizing and transposing as steps over ops, written once for JAX, PyTorch and NumPy.
 
 Each function takes `ops`, what a front end offers of `ops.def`: every op as a function of its arrays, with its
 attributes as keywords; `ops.transposed(array)`, a row-major copy with the last two axes swapped; and

@@ -15,13 +15,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-try:
-    from qshard import _ffi
-except ImportError as error:
-    raise ImportError(
-        "qshard.numerics: the compiled kernels (qshard._ffi) are not in this installation; in a checkout of qshard, "
-        "pip install . builds them"
-    ) from error
+from qshard import _ffi
 from qshard.formats import ELEMENTS, Format
 from qshard.master import word_pair
 from qshard.ops import OpSpec, table

@@ -159,7 +159,7 @@ def compare(
     ['FP8_E4M3: 8.041666666666666', 'NVFP4: 4.541666666666667']
     """
     x = as_float(x, "compare")
-    chosen = fitting(x.array.shape, usage)[0] if formats is None else as_formats(formats, "compare")
+    chosen = fitting(x.array.shape, usage, "compare")[0] if formats is None else as_formats(formats, "compare")
     return measured(x, chosen, usage, seed, progress, "compare")
 
 
@@ -220,9 +220,9 @@ def _decibels(signal: float, noise: float) -> float:
     return 10 * math.log10(signal / noise) if noise else math.inf
 
 
-def fitting(shape: Shape, usage: Usage) -> tuple[list[Format], dict[str, str]]:
+def fitting(shape: Shape, usage: Usage, op: str) -> tuple[list[Format], dict[str, str]]:
     """The formats that can hold this plane, and by name why the others cannot."""
-    plane(FORMATS["FP8_E4M3"], shape, usage)  # It holds any shape, so this raises if `usage` is not one plane.
+    plane(FORMATS["FP8_E4M3"], shape, usage, op=op)  # It holds any shape, so this raises if `usage` is not one plane.
     left_out = {}
     for name, fmt in FORMATS.items():
         try:

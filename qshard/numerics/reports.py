@@ -55,7 +55,7 @@ def report(
     shape = floats.array.shape
     left_out: dict[str, str] = {}
     if formats is None:
-        chosen, left_out = fitting(shape, usage)
+        chosen, left_out = fitting(shape, usage, "report")
     else:
         chosen = as_formats(formats, "report")
     if title is None:
