@@ -64,7 +64,7 @@ def _draw_bars(bars: Any, rows: Sequence[Stats], names: list[str], styles: list[
     noted = ["*" if row.notes else "" for row in rows]
     bars.bar_label(drawn, [label + star for label, star in zip(labels, noted, strict=True)], padding=3)
     bars.set_yticks(range(len(names)), names)
-    bars.set_ylim(len(names) - 0.5, -0.5)
+    bars.set_ylim(max(len(names), 1) - 0.5, -0.5)
     bars.margins(x=0.1)
     bars.set_axisbelow(True)
     bars.set(title="SQNR in dB" + (" (*: see the notes in the table)" if any(noted) else ""))

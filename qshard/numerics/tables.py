@@ -22,13 +22,13 @@ class _Column(NamedTuple):
       heading: its words; each may have a line of its own.
       cell: what it says of a row.
       need: what is left out first where there is no room: the smallest. 0 for a column that always stays.
-      when: only if any row has this.
+      when: only if any row has this; None for always.
     """
 
     heading: str
     cell: Callable[[Stats], str]
     need: int = 0
-    when: Callable[[Stats], Any] = lambda row: True
+    when: Callable[[Stats], Any] | None = None
 
 
 def _percent(share: float, digits: int = 2) -> str:
@@ -77,7 +77,7 @@ def _columns(rows: Sequence[Stats]) -> list[_Column]:
         _Column("non-finite made", lambda row: _share(row.nonfinite_made), 2, lambda row: row.nonfinite_made),
         _Column("scale exponents", lambda row: _range(row.scale_histogram), 3),
     ]
-    return [column for column in columns if any(map(column.when, rows))]
+    return [column for column in columns if column.when is None or any(map(column.when, rows))]
 
 
 def table(rows: Sequence[Stats], width: int, ascii_only: bool) -> tuple[Table, list[str], int]:

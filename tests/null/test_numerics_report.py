@@ -174,6 +174,14 @@ def test_a_pipe_and_a_dumb_terminal_get_plain_text():
         assert re.search(r"^-{60,}$", text, re.MULTILINE)
 
 
+def test_a_report_of_no_format_is_empty():
+    pytest.importorskip("rich")
+    pytest.importorskip("matplotlib")
+    shown = report(np.ones(16), [])
+    assert str(shown).splitlines()[2].startswith("format")
+    assert "<img" in shown._repr_html_()
+
+
 def test_reports_of_names():
     pytest.importorskip("rich")
     shown = report(np.ones(64), ["NVFP4", "MXFP8_E4M3[scale_rounding=floor]"])
