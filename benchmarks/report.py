@@ -27,6 +27,8 @@ GPU_SECTIONS = {
     "gpu_adam": "A step of Adam on one GPU",
     "gpu_master": "The steps of cast_master on one GPU",
 }
+JUDGED = (*GPU_SECTIONS, "numerics")
+"""Files whose rows have targets in `TARGETS`."""
 # README's table: label, qshard's operations, those of torch.compile. Numbers of one line are apart by " / ".
 README_GPU = (
     ("cast to E4M3", ["cast_tensor"], ["cast_tensor"]),
@@ -150,6 +152,25 @@ def cpu_section(rows: Rows) -> str:
     return f"{head}\n\n{table(header, lines)}\n"
 
 
+def numerics_section(tables: Tables) -> str:
+    rows = tables["numerics"]
+    missed = {row["operation"] for target, row, value in judged("numerics", tables) if not target.met(value)}
+    columns = ["operation", "shape", "seconds", "cpu_seconds", "load", "memory_per_array", "times_faster"]
+    header = [
+        "operation",
+        "shape",
+        "seconds",
+        "of all cores",
+        "load before",
+        "memory, arrays",
+        "times faster than NumPy",
+        "target",
+    ]
+    lines = [[*(row[c] for c in columns), "missed" if row["operation"] in missed else "met"] for row in rows]
+    text = "Memory is beyond that of the array, in multiples of it. A load of more than 0 is that of other processes."
+    return f"## Numerics, {threads(rows)}\n\n{origin(rows)} {text}\n\n{table(header, lines)}\n"
+
+
 def training_section(tables: Tables) -> str:
     columns = ["framework", "recipe", "device", "ranks", "steps", "validation_loss", "percent_to_bf16"]
     columns += ["gathered_bytes_a_step", "ms_a_step", "gathered_sha256"]
@@ -170,17 +191,17 @@ def training_verdict(row: Row) -> str:
 def targets(tables: Tables) -> str:
     """Each target, what it compares with, and how many of its rows meet it."""
     verdicts: dict[tuple[str, str], list[bool]] = {(target.name, target.beside): [] for target in TARGETS}
-    for name in GPU_SECTIONS:
+    for name in JUDGED:
         for target, _, value in judged(name, tables):
             verdicts[target.name, target.beside].append(target.met(value))
     lines = [[*key, f"{sum(met)} of {len(met)}" if met else "not measured"] for key, met in verdicts.items()]
-    return table(["target", "beside, on an H200", "rows that meet it"], lines)
+    return table(["target", "beside; of GPUs, on an H200", "rows that meet it"], lines)
 
 
 def missed(tables: Tables) -> list[str]:
     """One line for each target that some row misses, with those rows."""
     found: dict[str, list[str]] = {}
-    for name in GPU_SECTIONS:
+    for name in JUDGED:
         for target, row, value in judged(name, tables):
             if not target.met(value):
                 operation = re.sub(r",? qshard$|^(de)?quantize |^host: |, amax given", "", row["operation"])
@@ -204,11 +225,13 @@ def missed(tables: Tables) -> list[str]:
 def results(tables: Tables) -> str:
     parts = [
         HEAD,
-        "## Targets on a GPU\n\n" + targets(tables) + "\n",
+        "## Targets\n\n" + targets(tables) + "\n",
         "## Targets missed\n\n" + ("\n".join(missed(tables)) or "None.") + "\n",
     ]
     parts += [gpu_section(name, tables) for name in GPU_SECTIONS if name in tables]
     parts += [cpu_section(rows) for name, rows in tables.items() if name.startswith("cpu_kernels")]
+    if "numerics" in tables:
+        parts.append(numerics_section(tables))
     if "training_jax" in tables or "training_torch" in tables:
         parts.append(training_section(tables))
     return "\n".join(parts)

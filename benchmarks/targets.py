@@ -16,7 +16,7 @@ class Target:
     Attributes:
       name: what is to be reached, in words.
       bound: at least so much of `percent_of_copy`; at most so much of other columns.
-      beside: what it compares with, on an H200.
+      beside: what it compares with; of GPUs, on an H200.
       of: another operation of the file: the bound is for the ratio of microseconds.
     """
 
@@ -105,6 +105,22 @@ TARGETS = (
         170,
         "to read them at 4 TB/s takes 134 us",
         column="us",
+    ),
+    Target(
+        "numerics",
+        r"stats .*",
+        "numerics of 4096 x 4096 in 1 s a format, on 2 cores",
+        1,
+        "the same formulas in NumPy on the whole array take 4 s and more",
+        column="seconds",
+    ),
+    Target(
+        "numerics",
+        r"stats .*",
+        "numerics in 3 times the memory of the array",
+        3,
+        "the same formulas in NumPy on the whole array take 21 times",
+        column="memory_per_array",
     ),
     Target("gpu_master", r"codes NVFP4.* qshard", "codes of NVFP4 slices, 80 %", 80, "one pass, but bytes are shared"),
 )

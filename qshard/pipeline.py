@@ -1,4 +1,4 @@
-"""Quantizing, dequantizing and transposing as steps over ops, written once for both front ends.
+"""Quantizing, dequantizing and transposing as steps over ops, written once for JAX, PyTorch and NumPy.
 
 Each function takes `ops`, what a front end offers of `ops.def`: every op as a function of its arrays, with its
 attributes as keywords; `ops.transposed(array)`, a row-major copy with the last two axes swapped; and
@@ -104,13 +104,19 @@ def quantize(
         rows = quantize(ops, x, fmt, Usage.ROWWISE, reduce_max=reduce_max, draws=draws)
         return rows | quantize(ops, x, fmt, Usage.COLUMNWISE, reduce_max=reduce_max, draws=draws)
     if fmt.hadamard and usage is Usage.COLUMNWISE:
-        x = ops.hadamard(x, block_rows=fmt.block[1], block_cols=fmt.block[0])
+        x = rotated(ops, x, fmt)
     whole = global_amax(ops, x, fmt, reduce_max)
     if fmt.scaling.four_over_six is None and not fmt.stochastic:
         return _fused(ops, x, fmt, usage, whole)
     sources = {source(fmt, each): None for each in usage.planes}
     planes = {each: _in_steps(ops, x, fmt, each, whole, draws) for each in sources}
     return {each: planes.get(each) or transposed(ops, planes[source(fmt, each)], fmt) for each in usage.planes}
+
+
+def rotated(ops: Any, x: Array, fmt: Format) -> Array:
+    """What the columnwise plane of a format with `hadamard` is of: `x` rotated along its columns, in bfloat16."""
+    assert fmt.block is not None
+    return ops.hadamard(x, block_rows=fmt.block[1], block_cols=fmt.block[0])
 
 
 def global_amax(ops: Any, x: Array, fmt: Format, reduce_max: Reduce | None = None) -> Array | None:

@@ -7,6 +7,8 @@
 #include <string>
 #include <string_view>
 
+#include "core/dtype.h"
+
 namespace nb = nanobind;
 
 namespace qshard::host {
@@ -123,11 +125,21 @@ void CheckNotNegated(PyCFunction is_neg, nb::handle object, const Use& use, size
             .c_str());
 }
 
-// Arrays of JAX are immutable, and may share memory with others.
-bool IsJax(nb::handle object) {
+// Whether the module that has its type begins so.
+bool IsOf(const char* package, nb::handle object) {
   const nb::object module = nb::getattr(object.type(), "__module__", nb::none());
   return nb::isinstance<nb::str>(module) &&
-         std::string_view(nb::borrow<nb::str>(module).c_str()).rfind("jax", 0) == 0;
+         std::string_view(nb::borrow<nb::str>(module).c_str()).rfind(package, 0) == 0;
+}
+
+// The dtype of an array of NumPy that NumPy cannot export, as those of ml_dtypes, by its name.
+// INVALID for all else.
+DataType UnknownToNumpy(nb::handle object) {
+  if (!IsOf("numpy", object)) return XLA_FFI_DataType_INVALID;
+  const nb::object given = object.attr("dtype");
+  const DataType dtype = DataTypeOf(nb::str(given.attr("name")).c_str());
+  const bool known = SizeOf(dtype) <= 2 && nb::bool_(given.attr("isnative"));
+  return known ? dtype : XLA_FFI_DataType_INVALID;
 }
 
 }  // namespace
@@ -173,18 +185,31 @@ nb::object Import(nb::handle object, const Use& use, size_t index, Tensor& tenso
       CheckNotNegated(framework.is_neg, object, use, index);
     return {};
   }
-  if (use.writable && IsJax(object))
+  // Arrays of JAX are immutable, and may share memory with others.
+  if (use.writable && IsOf("jax", object))
     throw nb::type_error(
         (Name(object, use, index) +
          " is an array of JAX, which may not be written; call the op in qshard.jax.ops")
             .c_str());
+  const auto import = [&](nb::handle array) {
+    return use.writable ? ImportSlow<>(array, use, index, tensor)
+                        : ImportSlow<nb::ro>(array, use, index, tensor);
+  };
   try {
-    return use.writable ? ImportSlow<>(object, use, index, tensor)
-                        : ImportSlow<nb::ro>(object, use, index, tensor);
+    return import(object);
   } catch (const nb::cast_error&) {
-    throw nb::type_error(
-        (Name(object, use, index) + " is not an array that DLPack can share").c_str());
   }
+  const DataType dtype = UnknownToNumpy(object);
+  try {
+    if (dtype != XLA_FFI_DataType_INVALID) {
+      nb::object owner = import(object.attr("view")(SizeOf(dtype) == 1 ? "uint8" : "uint16"));
+      tensor.buffer.dtype = dtype;
+      return owner;
+    }
+  } catch (const nb::cast_error&) {
+  }
+  throw nb::type_error(
+      (Name(object, use, index) + " is not an array that DLPack can share").c_str());
 }
 
 }  // namespace qshard::host

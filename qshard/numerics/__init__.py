@@ -1,10 +1,11 @@
 """What a format does to the numbers of a tensor: how much error, where, and why.
 
-`stats` measures one format, `compare` several, `report` shows them as a table and plots. The bits are those of
-`qshard.reference`, and so of every front end. The report needs the extra `qshard[notebooks]`, the rest NumPy alone.
+`stats` measures one format, `compare` several, `report` shows them as a table and plots. The bits are those of the
+compiled kernels, and so of every front end and of `qshard.reference`. The report needs the extra `qshard[notebooks]`,
+the rest NumPy alone.
 """
 
-from qshard.numerics.measures import Stats, compare, stats
+from qshard.numerics.measures import Note, Stats, compare, stats
 from qshard.numerics.reports import Report, report
 
-__all__ = ["Report", "Stats", "compare", "report", "stats"]
+__all__ = ["Note", "Report", "Stats", "compare", "report", "stats"]

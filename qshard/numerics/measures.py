@@ -2,25 +2,44 @@
 
 from __future__ import annotations
 
+import enum
 import math
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from qshard import reference
+from qshard import pipeline
 from qshard.formats import FORMATS, Format, Usage
-from qshard.layout import Shape, plane
+from qshard.layout import Shape, matrix_shape, plane, source
+from qshard.names import FormatLike, as_format, as_formats
+from qshard.numerics.progress import progress_of
+
+
+class Note(enum.StrEnum):
+    """Why a row of statistics may not be what it seems."""
+
+    EMPTY = "there is no error to measure: x has no elements"
+    ZEROS = "there is no error to measure: what counts is 0"
+    NOTHING_COUNTS = "there is no error to measure: no element is finite both in x and as stored"
+    NONFINITE_GIVEN = "SQNR and errors do not count elements that are infinite or NaN in x"
+    NONFINITE_MADE = "SQNR and errors do not count finite elements that became infinite or NaN"
+    BEYOND_FLOAT32 = "some of x is beyond float32, and was made 0 or infinite before it was measured"
+    ROTATED = "compared with the rotated tensor, not with x"
+    SCALES = "some scales are 0, infinite or NaN, and so not among the exponents"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stats:
     """What one plane of one format does to `x`, with `value` for what is stored.
 
-    Errors are over the elements whose `x` and `value` are finite; shares are of all elements. An empty array has an
-    SQNR of infinity, as nothing is lost, and zeros elsewhere.
+    SQNR and relative errors are over the elements that count, whose `x` and `value` are finite; shares are of all
+    elements. Where no element that counts is other than 0, there is no error to measure: SQNR and errors are NaN.
+    `notes` says what else is to be known before a row is compared with another.
 
     Attributes:
       format, usage, shape: what was measured. A rotated plane is compared with the rotated tensor.
@@ -30,8 +49,12 @@ class Stats:
       zeros_made: share with `x != 0` and `value == 0`.
       saturated: share that is too large for its scale, beyond what rounding explains: it is stored as the largest
         element although `|x| > (max + step / 2) * scale`, where `step` is the distance to the element before `max`.
+        Infinities that are stored so are among them.
       subnormal: share whose code is a subnormal of the element format, which has fewer significant bits.
+      counted: share with `x` and `value` finite. `counted + nonfinite_given + nonfinite_made = 1`.
+      nonfinite_given: share with `x` infinite or NaN.
       nonfinite_made: share with `x` finite and `value` not, for example because a NaN shares its block.
+      beyond_float32: share that is finite and not 0 in what was given, but infinite or 0 in float32.
       bits_per_element: of data and all scales.
       scale_histogram: `floor(log2(scale))` -> number of blocks; `scale` is all that the elements of the block are
         multiplied by. A scale of 0, infinity or NaN has no exponent and is left out.
@@ -47,25 +70,51 @@ class Stats:
     zeros_made: float
     saturated: float
     subnormal: float
+    counted: float
+    nonfinite_given: float
     nonfinite_made: float
+    beyond_float32: float
     bits_per_element: float
     scale_histogram: Mapping[int, int]
     error_by_exponent: Mapping[int, float]
 
+    @property
+    def notes(self) -> tuple[Note, ...]:
+        """What a reader must know before this row is compared with another: in words, `str` of each.
 
-@np.errstate(all="ignore")
-def stats(x: Any, fmt: Format, usage: Usage = Usage.ROWWISE, *, seed: int = 0) -> Stats:
+        >>> from qshard.formats import FP8_E4M3
+        >>> for note in stats([math.inf, 1.0], FP8_E4M3).notes:
+        ...     print(note)
+        SQNR and errors do not count elements that are infinite or NaN in x
+        """
+        where = plane(self.format, self.shape, self.usage)
+        nothing = math.isnan(self.sqnr_db)
+        found = {
+            Note.EMPTY: nothing and 0 in self.shape,
+            Note.ZEROS: nothing and self.counted > 0,
+            Note.NOTHING_COUNTS: nothing and not self.counted and 0 not in self.shape,
+            Note.NONFINITE_GIVEN: self.counted > 0 and self.nonfinite_given > 0,
+            Note.NONFINITE_MADE: self.counted > 0 and self.nonfinite_made > 0,
+            Note.BEYOND_FLOAT32: self.beyond_float32 > 0,
+            Note.ROTATED: where.rotated,
+            Note.SCALES: sum(self.scale_histogram.values()) < math.prod(where.scale_shape),
+        }
+        return tuple(note for note, applies in found.items() if applies)
+
+
+def stats(x: Any, fmt: FormatLike, usage: Usage = Usage.ROWWISE, *, seed: int = 0) -> Stats:
     """Quantize `x` and measure what it costs. `Stats` has the formulas.
 
     Args:
       x: `[*lead, K]`, an array of NumPy, JAX or PyTorch on any device, whatever has DLPack, or nested lists. All but
         bfloat16 and float16 is rounded to float32 first, and is compared as such.
-      fmt: the format.
+      fmt: the format, or its name.
       usage: `ROWWISE` or `COLUMNWISE`.
-      seed: of stochastic rounding.
+      seed: of stochastic rounding, 64 bits.
 
     Returns:
-      The statistics.
+      The statistics: the same for any number of threads, of which there are `qshard.num_threads()`. Beside `x` they
+      take at most about 2.5 times its memory.
 
     Raises:
       TypeError: `x` does not hold real numbers.
@@ -81,68 +130,99 @@ def stats(x: Any, fmt: Format, usage: Usage = Usage.ROWWISE, *, seed: int = 0) -
 
     Sources: those of each format are in `qshard.formats`.
     """
-    array = as_float(x, "stats")
-    plane(fmt, array.shape, usage, op="stats")
-    quantized = reference.quantize(array, fmt, usage, seed=seed)
-    stored = quantized.rowwise if usage is Usage.ROWWISE else quantized.columnwise
-    assert stored is not None
-    given = reference.what_is_stored(array, fmt, usage).astype(np.float64)
-    value = quantized.dequantize(np.float32, usage=usage).astype(np.float64)
-    element = np.abs(quantized.elements(usage).astype(np.float64))
-    scale = quantized.scales(usage).astype(np.float64)
-    of_blocks = quantized.block_scales(usage)
-    size, top = np.abs(given), fmt.element.max
-    step = 2.0 ** (fmt.element.max_exponent - fmt.element.mantissa_bits)
-    finite = np.isfinite(given) & np.isfinite(value)
-    error, counted = np.abs(value - given), finite & (given != 0)
-    relative = error[counted] / size[counted]
-    noise = float(np.sum(error[finite] ** 2))
-    bits = sum(8 * part.nbytes for part in (stored.data, stored.scale_inv, stored.global_scale_inv) if part is not None)
-    exponents, errors, counts = _group(_exponent(size[counted]), relative)
-    scale_exponents, _, scale_counts = _group(_exponent(of_blocks[np.isfinite(of_blocks) & (of_blocks > 0)]))
-    return Stats(
-        format=fmt,
-        usage=usage,
-        shape=array.shape,
-        sqnr_db=10 * math.log10(float(np.sum(given[finite] ** 2)) / noise) if noise else math.inf,
-        max_relative_error=float(np.max(relative, initial=0)),
-        mean_relative_error=float(np.mean(relative)) if relative.size else 0.0,
-        zeros_made=_share((given != 0) & (value == 0)),
-        saturated=_share((element == top) & (scale > 0) & (size > (top + step / 2) * scale)),
-        subnormal=_share((element > 0) & (element < 2.0 ** (1 - fmt.element.bias))),
-        nonfinite_made=_share(np.isfinite(given) & ~np.isfinite(value)),
-        bits_per_element=bits / array.size if array.size else 0.0,
-        scale_histogram=dict(zip(scale_exponents, scale_counts, strict=True)),
-        error_by_exponent={e: total / n for e, total, n in zip(exponents, errors, counts, strict=True)},
-    )
+    return measured(as_float(x, "stats"), [as_format(fmt, "stats")], usage, seed, False, "stats")[0]
 
 
 def compare(
-    x: Any, formats: Iterable[Format] | None = None, usage: Usage = Usage.ROWWISE, *, seed: int = 0
+    x: Any,
+    formats: Iterable[FormatLike] | FormatLike | None = None,
+    usage: Usage = Usage.ROWWISE,
+    *,
+    seed: int = 0,
+    progress: bool | None = None,
 ) -> list[Stats]:
     """`stats` of several formats.
 
     Args:
       x, usage, seed: as for `stats`.
-      formats: in this order; by default, every format of `qshard.formats.FORMATS` that can hold `x`.
+      formats: in this order, each itself or its name; by default, every format of `qshard.formats.FORMATS` that can
+        hold `x`.
+      progress: whether to show how far it is. By default, if it takes seconds and someone is there to see it: on a
+        terminal, if rich is installed, and in Jupyter.
 
     Raises:
       TypeError, ValueError: as for `stats`, for formats that were asked for.
 
     Sharded arrays: as for `stats`.
 
-    >>> [f"{s.format}: {s.bits_per_element}" for s in compare(np.ones((16, 48)))][-2:]
-    ['NVFP4: 4.541666666666667', 'NVFP4_16x16: 4.072916666666667']
+    >>> [f"{s.format}: {s.bits_per_element}" for s in compare(np.ones((16, 48)), ["FP8_E4M3", "NVFP4"])]
+    ['FP8_E4M3: 8.041666666666666', 'NVFP4: 4.541666666666667']
     """
-    array = as_float(x, "compare")
-    if formats is None:
-        formats, _ = fitting(array.shape, usage)
-    return [stats(array, fmt, usage, seed=seed) for fmt in formats]
+    x = as_float(x, "compare")
+    chosen = fitting(x.array.shape, usage, "compare")[0] if formats is None else as_formats(formats, "compare")
+    return measured(x, chosen, usage, seed, progress, "compare")
 
 
-def fitting(shape: Shape, usage: Usage) -> tuple[list[Format], dict[str, str]]:
+def measured(x: Floats, formats: list[Format], usage: Usage, seed: int, progress: bool | None, op: str) -> list[Stats]:
+    """`compare` of what `as_float` made."""
+    for fmt in formats:  # Before any is measured.
+        plane(fmt, x.array.shape, usage, op=op)
+    with progress_of(progress, [str(fmt) for fmt in formats], x.array.size, op) as advance:
+        return [_stats(x, fmt, usage, seed, op, advance) for fmt in formats]
+
+
+@np.errstate(all="ignore")
+def _stats(x: Floats, fmt: Format, usage: Usage, seed: int, op: str, advance: Callable[[int], None]) -> Stats:
+    from qshard.numerics import kernels  # What shows formats to people can be imported without the extension.
+    from qshard.numerics.sums import LEAST, Compared, exponent_counts
+
+    shape = x.array.shape
+    matrix = np.ascontiguousarray(x.array).reshape(matrix_shape(shape))
+    draws = kernels.draws(op, seed) if fmt.stochastic else None
+    plain = fmt
+    if plane(fmt, shape, usage).rotated:
+        matrix, plain = pipeline.rotated(kernels.ops, matrix, fmt), fmt.with_options(hadamard=False)
+    stored = source(fmt, usage)  # Where both planes hold the same numbers, those of the rowwise one.
+    parts = pipeline.quantize(kernels.ops, matrix, plain, stored, draws=draws)[stored]
+    scales, where = kernels.block_scales(parts, fmt), plane(plain, matrix.shape, stored)
+    total = Compared(kernels.ops, matrix, parts, plain, where, scales).sums(advance)
+    errors, counts = {}, total.counts
+    for i in np.flatnonzero(counts).tolist():
+        errors[i + LEAST] = float(total.errors[i] / counts[i])
+    number = int(counts.sum())
+
+    def share(count: int) -> float:
+        return count / matrix.size if matrix.size else 0.0
+
+    return Stats(
+        format=fmt,
+        usage=usage,
+        shape=shape,
+        sqnr_db=_decibels(total.signal, total.noise),
+        max_relative_error=total.largest if number else math.nan,
+        mean_relative_error=float(total.errors.sum()) / number if number else math.nan,
+        zeros_made=share(total.zeros_made),
+        saturated=share(total.saturated),
+        subnormal=share(total.subnormal),
+        counted=share(matrix.size - total.nonfinite_given - total.nonfinite_made),
+        nonfinite_given=share(total.nonfinite_given),
+        nonfinite_made=share(total.nonfinite_made),
+        beyond_float32=share(x.beyond),
+        bits_per_element=share(sum(8 * part.nbytes for part in parts if part is not None)),
+        scale_histogram=exponent_counts(scales),
+        error_by_exponent=errors,
+    )
+
+
+def _decibels(signal: float, noise: float) -> float:
+    if not signal:
+        return math.nan
+    return 10 * math.log10(signal / noise) if noise else math.inf
+
+
+def fitting(shape: Shape, usage: Usage, op: str) -> tuple[list[Format], dict[str, str]]:
     """The formats that can hold this plane, and by name why the others cannot."""
-    plane(FORMATS["FP8_E4M3"], shape, usage)  # It holds any shape, so this raises if `usage` is not one plane.
+    plane(FORMATS["FP8_E4M3"], shape, usage, op=op)  # It holds any shape, so this raises if `usage` is not one plane.
     left_out = {}
     for name, fmt in FORMATS.items():
         try:
@@ -152,34 +232,35 @@ def fitting(shape: Shape, usage: Usage) -> tuple[list[Format], dict[str, str]]:
     return [fmt for name, fmt in FORMATS.items() if name not in left_out], left_out
 
 
-def as_float(x: Any, op: str) -> NDArray[Any]:
-    """`x` in NumPy, as a dtype that `reference.quantize` takes."""
-    if hasattr(x, "detach"):  # torch. NumPy has no bfloat16 of torch, and float32 holds its numbers exactly.
-        x = x.detach().cpu().float()
+@dataclass(frozen=True)
+class Floats:
+    """Numbers in a dtype that kernels take, and how many of them were beyond float32."""
+
+    array: NDArray[Any]
+    beyond: int = 0
+
+
+@np.errstate(all="ignore")
+def as_float(x: Any, op: str) -> Floats:
+    """`x` in NumPy, as float32, bfloat16 or float16. What has one of these dtypes is not copied on the host."""
+    if hasattr(x, "detach"):  # torch
+        x = _of_torch(x.detach().cpu())
     array = np.from_dlpack(x) if hasattr(x, "__dlpack__") and not hasattr(x, "__array__") else np.asarray(x)
     if array.dtype.kind in "cOSUMm" or array.dtype.names:
         raise TypeError(f"{op}: x ({array.dtype}) is not an array of real numbers; take its parts")
-    if array.dtype.name in ("float32", "bfloat16", "float16"):
-        return array
-    with np.errstate(over="ignore"):
-        return array.astype(np.float32)
+    if array.dtype.name in ("float32", "bfloat16", "float16") and array.dtype.isnative:
+        return Floats(array)
+    narrow = array.astype(np.float32)
+    if array.dtype.kind != "f" or array.dtype.itemsize <= 4:
+        return Floats(narrow)
+    return Floats(
+        narrow, int(np.count_nonzero((np.isinf(narrow) & np.isfinite(array)) | ((narrow == 0) & (array != 0))))
+    )
 
 
-def _exponent(x: NDArray[Any]) -> NDArray[Any]:
-    """floor(log2(x)), exactly."""
-    return np.asarray(np.frexp(x)[1]) - 1
-
-
-def _group(keys: NDArray[Any], values: NDArray[Any] | None = None) -> tuple[list[int], list[float], list[int]]:
-    """The different keys, ascending, with the sum of the values and the number of each."""
-    if not keys.size:
-        return [], [], []
-    first = int(keys.min())
-    counts = np.bincount(keys.reshape(-1) - first)
-    sums = counts if values is None else np.bincount(keys.reshape(-1) - first, values.reshape(-1))
-    present = np.flatnonzero(counts)
-    return (present + first).tolist(), sums[present].tolist(), counts[present].tolist()
-
-
-def _share(mask: NDArray[Any]) -> float:
-    return float(np.mean(mask)) if mask.size else 0.0
+def _of_torch(x: Any) -> Any:
+    """In NumPy. Of a bfloat16 tensor the same memory; those of fewer bits are exact in float32."""
+    torch = sys.modules["torch"]
+    if x.dtype == torch.bfloat16:
+        return x.view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
+    return x.numpy() if x.dtype in (torch.float16, torch.float64) or not x.is_floating_point() else x.float().numpy()

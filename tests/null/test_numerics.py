@@ -1,21 +1,21 @@
 """Statistics of formats: cases done by hand, arrays that break arithmetic, and every format."""
 
 import math
-import sys
-import warnings
 
 import ml_dtypes
 import numpy as np
 import pytest
 
-from qshard import formats, reference
-from qshard.formats import FORMATS, Usage
-from qshard.numerics import compare, report, stats
-from support.awkward import awkward_values, shapes_of
+import qshard
+from qshard import formats
+from qshard.formats import FORMATS, Format, Usage
+from qshard.numerics import Note, compare, stats
+from qshard.numerics.sums import SIZE, TILES_OF_A_JOB, cuts
+from support.awkward import DTYPES, awkward_values, shapes_of
 from support.formats import VARIANTS
+from support.stats import expected_stats
 
 PLANES = [Usage.ROWWISE, Usage.COLUMNWISE]
-FLOOR = formats.MXFP8_E4M3.with_options(scale_rounding="floor")
 ROTATED = formats.NVFP4.with_options(hadamard=True, rounding="stochastic")
 
 
@@ -82,19 +82,51 @@ def test_a_block_scale_of_zero_makes_zeros_and_saturates_nothing():
     x = block(*[6.0 * 448] + [0.0] * 15, *[1e-4] * 16)
     s = stats(x, formats.NVFP4)
     assert (s.zeros_made, s.saturated, s.scale_histogram) == (0.5, 0, {8: 1})
+    assert s.notes == (Note.SCALES,)
 
 
 def test_nan_spoils_its_block_alone():
     x = np.concatenate([block(math.nan, 1.0, 2.0), block(1.0)], axis=1)
     s = stats(x, formats.MXFP8_E4M3)
-    assert s.nonfinite_made == 31 / 64
+    assert (s.nonfinite_made, s.nonfinite_given, s.counted) == (31 / 64, 1 / 64, 1 / 2)
     assert s.sqnr_db == math.inf
     assert sum(s.scale_histogram.values()) == 1
+    assert s.notes == (Note.NONFINITE_GIVEN, Note.NONFINITE_MADE, Note.SCALES)
 
 
 def test_infinity_saturates():
     s = stats([math.inf, 1.0, -math.inf, 1.0], formats.FP8_E4M3)
-    assert (s.saturated, s.nonfinite_made, s.sqnr_db) == (0.5, 0, math.inf)
+    assert (s.saturated, s.nonfinite_made, s.nonfinite_given, s.counted, s.sqnr_db) == (0.5, 0, 0.5, 0.5, math.inf)
+    assert s.notes == (Note.NONFINITE_GIVEN,)
+
+
+def test_where_nothing_is_finite_no_error_is_claimed():
+    for value, saturated in {math.inf: 1, math.nan: 0}.items():
+        s = stats(np.full((4, 32), value), formats.FP8_E4M3)
+        assert (s.saturated, s.counted, s.nonfinite_given) == (saturated, 0, 1)
+        assert all(map(math.isnan, (s.sqnr_db, s.max_relative_error, s.mean_relative_error)))
+        assert s.notes[0] is Note.NOTHING_COUNTS
+    s = stats(block(math.nan, 1.0), formats.MXFP8_E4M3)
+    assert (s.counted, s.nonfinite_given, s.nonfinite_made) == (0, 1 / 32, 31 / 32)
+    assert math.isnan(s.sqnr_db)
+    assert s.notes == (Note.NOTHING_COUNTS, Note.SCALES)
+
+
+def test_zeros_beside_infinities_are_no_measure():
+    s = stats([math.inf, 0.0], formats.FP8_E4M3)
+    assert math.isnan(s.sqnr_db)
+    assert s.notes == (Note.ZEROS, Note.NONFINITE_GIVEN)
+
+
+def test_an_infinity_that_becomes_nan_takes_its_block_along():
+    x = np.concatenate([block(math.inf, 1.0, 2.0), block(1.5)], axis=1)
+    s = stats(x, formats.MXFP8_E4M3.with_options(nonfinite="nan"))
+    assert (s.nonfinite_given, s.nonfinite_made, s.counted, s.saturated) == (1 / 64, 31 / 64, 1 / 2, 0)
+    assert s.notes == (Note.NONFINITE_GIVEN, Note.NONFINITE_MADE, Note.SCALES)
+
+
+def test_numbers_without_trouble_have_no_notes():
+    assert stats([1.0, 17.0, 0.0], formats.FP8_E4M3).notes == ()
 
 
 @pytest.mark.parametrize("usage", PLANES)
@@ -102,31 +134,65 @@ def test_infinity_saturates():
 def test_zeros_and_nothing(fmt, usage):
     for x in (np.zeros((128, 128)), np.full((128, 128), -0.0), np.zeros((0, 128)), np.zeros((128, 0))):
         s = stats(x, fmt, usage)
-        assert s.sqnr_db == math.inf
-        assert s.max_relative_error == s.mean_relative_error == 0
+        assert all(map(math.isnan, (s.sqnr_db, s.max_relative_error, s.mean_relative_error)))
+        assert s.notes[0] is (Note.ZEROS if x.size else Note.EMPTY)
         assert s.zeros_made == s.saturated == s.subnormal == s.nonfinite_made == 0
         assert s.error_by_exponent == {}
         assert (s.bits_per_element > 0) == (x.size > 0)
 
 
+def assert_as_expected(x, fmt, usage, seed=0):
+    measured = stats(x, fmt, usage, seed=seed)
+    for name, value in expected_stats(x, fmt, usage, seed=seed).items():
+        # Sums of float64 in another order.
+        assert getattr(measured, name) == pytest.approx(value, rel=1e-12, abs=0, nan_ok=True), name
+
+
 @pytest.mark.parametrize("usage", PLANES)
 @pytest.mark.parametrize("fmt", VARIANTS, ids=str)
-def test_every_format_on_awkward_values(fmt, usage):
-    """The statistics are numbers, and say of the reference's values what NumPy says of them."""
+def test_formulas_on_awkward_values(fmt, usage):
     if usage is Usage.COLUMNWISE and fmt.scaling.global_scale == "row":
         pytest.skip("has no such plane")
-    for shape in shapes_of(fmt, usage):
-        x = awkward_values(shape, seed=1)
-        s = stats(x, fmt, usage)
-        shares = [s.zeros_made, s.saturated, s.subnormal, s.nonfinite_made]
-        assert all(0 <= share <= 1 for share in shares)
-        assert not math.isnan(s.sqnr_db)
-        assert all(error >= 0 for error in [s.mean_relative_error, s.max_relative_error - s.mean_relative_error])
-        if fmt.hadamard and usage is Usage.COLUMNWISE:
-            continue
-        value = reference.quantize(x, fmt, usage).dequantize(np.float32)
-        assert s.zeros_made * x.size == pytest.approx(np.sum((x != 0) & (value == 0)))
-        assert s.nonfinite_made * x.size == pytest.approx(np.sum(np.isfinite(x) & ~np.isfinite(value)))
+    shapes = shapes_of(fmt, usage)
+    assert len(shapes) > 5
+    for i, shape in enumerate(shapes):
+        assert_as_expected(awkward_values(shape, seed=i, dtype=DTYPES[i % 3]), fmt, usage, seed=2**40 + i)
+
+
+SHAPES_OF_TILES = [(1, 2 * SIZE + 32), (2 * SIZE + 32, 1), (288, 544), (130, 4400)]
+"""A tile and more along either axis, and both, not all a whole number of tiles."""
+ODD = Format(name="odd", element=formats.E4M3, block=(3, 700))
+
+
+@pytest.mark.parametrize("shape", SHAPES_OF_TILES, ids=str)
+@pytest.mark.parametrize("fmt", [formats.FP8_E4M3, formats.FP8_1x128, formats.FP8_128x128, ODD], ids=str)
+def test_formulas_where_tiles_end(fmt, shape):
+    x = np.random.default_rng(0).standard_t(2, shape).astype(np.float32)
+    for usage in PLANES:
+        assert_as_expected(x, fmt, usage)
+
+
+@pytest.mark.parametrize(("size", "block", "step"), [(0, 1, 4), (70, 16, 40), (70, 50, 40), (5, 128, 128), (9, 1, 4)])
+def test_cuts_leave_blocks_whole_or_stay_inside_of_one(size, block, step):
+    found = cuts(size, block, step)
+    assert [i for cut in found for i in range(cut.start, cut.stop)] == list(range(size))
+    for cut in found:
+        inside = cut.start // block == (cut.stop - 1) // block
+        assert inside or (cut.start % block == 0 and (cut.stop % block == 0 or cut.stop == size))
+        assert cut.stop - cut.start <= max(step, 1)
+
+
+def test_results_do_not_depend_on_the_number_of_threads():
+    jobs = 5
+    x = np.random.default_rng(0).standard_t(2, (128, jobs * TILES_OF_A_JOB * 256)).astype(np.float32)
+    before, found = qshard.num_threads(), []
+    try:
+        for threads in (1, 2, 3, 8):
+            qshard.set_num_threads(threads)
+            found.append([stats(x, fmt) for fmt in (formats.FP8_E4M3, formats.NVFP4)])
+    finally:
+        qshard.set_num_threads(before)
+    assert all(each == found[0] for each in found)
 
 
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=str)
@@ -146,6 +212,7 @@ def test_a_rotated_plane_is_compared_with_the_rotated_tensor():
     assert plain.zeros_made > 0.3
     assert rotated.zeros_made < 0.2
     assert rotated.mean_relative_error < plain.mean_relative_error
+    assert (plain.notes, rotated.notes) == ((), (Note.ROTATED,))
 
 
 def test_stochastic_rounding_takes_its_seed():
@@ -171,8 +238,23 @@ def test_dtypes_of_numpy(dtype):
     assert stats(x.tolist(), formats.MXFP8_E4M3) == stats(x, formats.MXFP8_E4M3)
 
 
-def test_numbers_beyond_float32_are_infinities():
-    assert stats([1e300, 1.0], formats.FP8_E4M3).saturated == 0.5
+def test_numbers_beyond_float32_are_infinities_and_zeros():
+    s = stats([1e300, 1.0, 1e-300, math.inf], formats.FP8_E4M3)
+    assert (s.saturated, s.nonfinite_given, s.zeros_made, s.beyond_float32) == (0.5, 0.5, 0, 0.5)
+    assert s.notes == (Note.NONFINITE_GIVEN, Note.BEYOND_FLOAT32)
+
+
+def test_bytes_in_another_order():
+    x = np.arange(64.0)
+    for dtype in ("f4", "f2"):
+        assert stats(x.astype(f">{dtype}"), formats.MXFP8_E4M3) == stats(x.astype(f"<{dtype}"), formats.MXFP8_E4M3)
+
+
+def test_strided_and_read_only_arrays():
+    x = np.random.default_rng(0).standard_normal((64, 64)).astype(np.float32)
+    expected = stats(x[::2].copy(), formats.NVFP4)
+    x.flags.writeable = False
+    assert stats(x[::2], formats.NVFP4) == expected
 
 
 def test_a_dlpack_object_without_more():
@@ -185,8 +267,9 @@ def test_a_dlpack_object_without_more():
 
 def test_torch():
     torch = pytest.importorskip("torch")
-    x = torch.linspace(-3, 3, 64, dtype=torch.bfloat16, requires_grad=True)
-    assert stats(x, formats.NVFP4) == stats(x.detach().float().numpy(), formats.NVFP4)
+    for dtype in (torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, torch.int32):
+        x = torch.linspace(-3, 3, 64).to(dtype).requires_grad_(dtype.is_floating_point)
+        assert stats(x, formats.NVFP4) == stats(x.detach().float().numpy(), formats.NVFP4)
 
 
 def test_jax():
@@ -211,58 +294,29 @@ def test_formats_that_cannot_hold_x():
     x = np.ones((4, 40))
     assert [s.format.name for s in compare(x)] == ["FP8_E4M3", "FP8_E5M2", "FP8_1x128", "FP8_128x128"]
     with pytest.raises(
-        ValueError, match=r"^stats: x \(4, 40\) is not a whole number of 1x32 blocks of MXFP8_E4M3; pad"
+        ValueError, match=r"^compare: x \(4, 40\) is not a whole number of 1x32 blocks of MXFP8_E4M3; pad"
     ):
         compare(x, [formats.MXFP8_E4M3])
+
+
+def test_formats_by_name():
+    x = np.arange(64.0)
+    assert stats(x, "NVFP4[global_scale=row]") == stats(x, formats.NVFP4.with_options(global_scale="row"))
+    assert compare(x, ["NVFP4", formats.MXFP4]) == compare(x, [formats.NVFP4, formats.MXFP4])
+    assert compare(x, "NVFP4") == compare(x, [formats.NVFP4])
+    with pytest.raises(
+        ValueError, match=r"^stats: fmt \('nvfp4'\) is not the name of a format; did you mean 'NVFP4'\?$"
+    ):
+        stats(x, "nvfp4")
+
+
+@pytest.mark.parametrize("seed", [-1, 2**64])
+def test_seeds_have_64_bits(seed):
+    fmt = formats.NVFP4.with_options(rounding="stochastic")
+    with pytest.raises(ValueError, match=rf"^stats: seed \({seed}\) is not in \[0, 2\*\*64\); pass a number"):
+        stats(np.ones(16), fmt, seed=seed)
 
 
 def test_compare_keeps_the_order():
     chosen = [formats.NVFP4, formats.FP8_E4M3, formats.NVFP4]
     assert [s.format for s in compare(np.ones((16, 16)), iter(chosen))] == chosen
-
-
-def test_report_as_text():
-    pytest.importorskip("rich")
-    text = str(report(awkward_values((32, 64), kinds=("normal",)), [formats.FP8_E4M3, FLOOR], title="bell"))
-    lines = text.splitlines()
-    assert lines[0].strip() == "bell"
-    assert "SQNR dB" in text
-    assert "MXFP8_E4M3[scale_rounding=floor]" in text
-    assert all(line == line.rstrip() for line in lines)
-
-
-def test_report_says_what_is_left_out():
-    pytest.importorskip("rich")
-    shown = report(np.ones((32, 48), np.float16))
-    assert list(shown.left_out) == [
-        name for name, fmt in formats.FORMATS.items() if fmt.scale_dtype == formats.E8M0.name
-    ]
-    assert "left out: MXFP8_E4M3: x (32, 48) is not" in str(shown)
-    assert "32 x 48, float16" in str(shown)
-    assert "non-finite" not in str(shown)
-    assert "non-finite" in str(report(block(math.nan, 1.0)))
-
-
-@pytest.mark.parametrize(
-    "x", [np.random.default_rng(0).standard_t(3, (128, 128)), np.zeros((16, 16)), np.ones((0, 32))]
-)
-def test_report_in_a_notebook(x):
-    pytest.importorskip("rich")
-    pytest.importorskip("matplotlib")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        html = report(x)._repr_html_()
-    assert html.startswith("<pre")
-    assert "NVFP4_16x16" in html
-    assert html.count("data:image/png;base64,iVBOR") == 1
-
-
-@pytest.mark.parametrize("missing", ["rich", "matplotlib"])
-def test_a_missing_package_is_named_with_the_extra(missing, monkeypatch):
-    if missing == "matplotlib":
-        pytest.importorskip("rich")
-    for name in [name for name in sys.modules if name.split(".")[0] == missing]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, missing, None)
-    with pytest.raises(ImportError, match=rf"^report: {missing} is not installed; pip install 'qshard\[notebooks\]'$"):
-        report(np.ones(16), [formats.FP8_E4M3]).figure()
