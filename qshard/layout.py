@@ -167,7 +167,7 @@ def plane(fmt: FormatLike, shape: Shape, usage: Usage, *, op: str = "quantize", 
     """
     fmt, usage = as_format(fmt, op), as_plane(usage, op, Usage.BOTH.planes)
     if usage is Usage.COLUMNWISE and fmt.scaling.global_scale == "row":
-        raise ValueError(f"{op}: {fmt} has one scale a row and so no columnwise plane; ask for ROWWISE")
+        raise ValueError(f"{op}: {name} ({fmt}) has one scale a row and so no columnwise plane; ask for ROWWISE")
 
     units = whole_units(fmt, usage)
     needs = [

@@ -67,7 +67,7 @@ def test_shapes(fmt, shape, usage, data, scale, global_scale, transposed):
             ROW_SCALED,
             (16, 16),
             COL,
-            "gather: NVFP4[global_scale=row] has one scale a row and so no columnwise plane; ask for ROWWISE",
+            "gather: x (NVFP4[global_scale=row]) has one scale a row and so no columnwise plane; ask for ROWWISE",
         ),
         (
             formats.FP8_E4M3,

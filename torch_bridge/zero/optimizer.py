@@ -106,8 +106,6 @@ class ZeroOptimizer(Adam):
         self._ranks, self._model = Ranks.of(group), model
         problem, chosen, alignment = None, [], ALIGNMENT
         try:
-            if units is not None and not shard_weights:
-                raise ValueError("ZeroOptimizer: units (given) are of sharded weights; pass shard_weights=True too")
             weights = weights_of(model)
             chosen = units_of(model, weights, units) if shard_weights else [(model, weights)]
             groups_of = by_setting(weights, settings)
