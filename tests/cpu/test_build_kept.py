@@ -93,7 +93,7 @@ def test_a_build_of_other_architectures_is_another_build(tree):
     cuda = "-DQSHARD_CUDA=ON"
     tree.keep(cuda)
     assert NOTHING in tree.configure(cuda)
-    assert "CUDA 13.0 kernels for 90a (FP4: 90a)" in (other := tree.configure(cuda, "-DQSHARD_CUDA_ARCHITECTURES=90a"))
+    assert "kernels for 90a (FP4: 90a)" in (other := tree.configure(cuda, "-DQSHARD_CUDA_ARCHITECTURES=90a"))
     assert NOTHING not in other
     # Of Blackwell, kernels that convert to FP4 take the family, which alone has the instruction.
     blackwell = tree.configure(cuda, "-DQSHARD_CUDA_ARCHITECTURES=90-real;100-virtual")
