@@ -20,9 +20,11 @@ if TYPE_CHECKING:
     from qshard import jax as jax
     from qshard import layout as layout
     from qshard import master as master
+    from qshard import names as names
     from qshard import numerics as numerics
     from qshard import ops as ops
     from qshard import pipeline as pipeline
+    from qshard import plain as plain
     from qshard import recipes as recipes
     from qshard import reference as reference
     from qshard import torch_bridge as torch_bridge
@@ -35,7 +37,8 @@ __all__ = ["Role", "Usage", "__version__", "build_info", "formats", "num_threads
 
 # Modules, and the modules of names, that are imported when they are first used.
 _NEEDS = {"jax": "jax", "torch_bridge": "torch"}
-_MODULES = {"adam", "environment", "formats", "layout", "master", "numerics", "ops", "pipeline", "recipes", "reference"}
+_MODULES = {"adam", "environment", "formats", "layout", "master", "names", "numerics", "ops", "pipeline", "plain"}
+_MODULES |= {"recipes", "reference"}
 _HOMES = {"Role": "recipes", "Usage": "formats", "__version__": "environment", "build_info": "environment"}
 
 

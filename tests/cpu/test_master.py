@@ -183,7 +183,7 @@ def test_planned_cuts_need_no_reduction(where, world):
 def test_bad_plans():
     four = formats.NVFP4.with_options(four_over_six="mae")
     with pytest.raises(
-        ValueError, match=r"cast_master: slices of NVFP4.* cannot be cast: its scales depend on more than amaxes"
+        ValueError, match=r"plan_master: slices of NVFP4.* cannot be cast: its scales depend on more than amaxes"
     ):
         plan_master([(16, 32)], four)
     with pytest.raises(
@@ -192,7 +192,7 @@ def test_bad_plans():
         plan_master([(16, 32)], formats.FP8_128x128, usages=Usage.COLUMNWISE)
     with pytest.raises(ValueError, match=r"of NVFP4 is not stored in the order .* use a format with square blocks"):
         plan_master([(16, 32)], formats.NVFP4, usages=Usage.COLUMNWISE)
-    with pytest.raises(ValueError, match=r"cast_master: x \(16, 31\) is not a whole number of 1x32 blocks"):
+    with pytest.raises(ValueError, match=r"plan_master: x \(16, 31\) is not a whole number of 1x32 blocks"):
         plan_master([(16, 31)], formats.MXFP8_E4M3)
     with pytest.raises(ValueError, match=r"cast_master: dtype \(float64\) is not float32"):
         plan_master([(16, 32)], formats.FP8_E4M3, dtype="float64")
