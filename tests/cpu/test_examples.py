@@ -17,7 +17,9 @@ import pytest
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPTS = ["train_jax", "train_torch"]
 # Without the host devices that conftest.py asks for: the scripts ask for their own.
-ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {"COLUMNS": "80"}
+# As on a machine without a GPU, which has no number of GPUs for ranks to exceed.
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+ENVIRONMENT |= {"COLUMNS": "80", "CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"}
 
 
 REFUSED = {

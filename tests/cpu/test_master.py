@@ -194,9 +194,9 @@ def test_bad_plans():
         plan_master([(16, 32)], formats.NVFP4, usages=Usage.COLUMNWISE)
     with pytest.raises(ValueError, match=r"plan_master: x \(16, 31\) is not a whole number of 1x32 blocks"):
         plan_master([(16, 31)], formats.MXFP8_E4M3)
-    with pytest.raises(ValueError, match=r"cast_master: dtype \(float64\) is not float32"):
+    with pytest.raises(ValueError, match=r"plan_master: dtype \(float64\) is not float32"):
         plan_master([(16, 32)], formats.FP8_E4M3, dtype="float64")
-    with pytest.raises(ValueError, match=r"cast_master: 1 values .* are not one for each of 2 weights"):
+    with pytest.raises(ValueError, match=r"plan_master: formats .* is not one for each of 2 weights"):
         plan_master([(16, 32), (1, 1)], [formats.FP8_E4M3])
     with pytest.raises(ValueError, match=r"plan_shards: world \(0\) is not positive"):
         plan_shards([(16, 32)], formats.FP8_E4M3, 0)

@@ -44,6 +44,8 @@ def test_python_runs_as_pasted(code, tmp_path):
     # Without what conftest.py sets for JAX. GLOO_SOCKET_IFNAME: a container may not know its own name.
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     environment |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    if len(list(Path("/dev").glob("nvidia[0-9]*"))) < 2:  # Two ranks are two GPUs, or two processes without any.
+        environment |= {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"}
     result = subprocess.run(
         [*programs[command[0]], *command[1:]],
         cwd=tmp_path,

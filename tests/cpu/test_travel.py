@@ -118,6 +118,7 @@ def forged(text=None, stale=False, others=None, **parts):
     return saved(Forged(text or right, arrays, stale, False, others or {}))
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")  # torch 2.11, of the file alone
 @pytest.mark.parametrize(
     ("make", "text"),
     [

@@ -86,7 +86,7 @@ def serve(inbox: Any, outbox: Any) -> None:
             assert isinstance(q, QuantizedTensor)
             outbox.put(q.dequantize())
             q.rowwise.data.view(torch.uint8).zero_()
-            outbox.put(q)
+            outbox.put(copy.deepcopy(q) if q.is_cuda else q)  # A GPU's memory is not handed on by who received it.
         elif what == "train":
             model, xs = given
             worker = torch.multiprocessing.get_context("fork").Process(target=train, args=(model, xs, outbox))
