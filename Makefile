@@ -25,7 +25,7 @@ rm -rf $(1) && mkdir -p $(1)/qshard
 ln -s $(CURDIR)/qshard/* $(CURDIR)/torch_bridge $(1)/qshard/
 endef
 
-.PHONY: help train test slow fuzz sanitize h100 notebooks gpu bench report lint format tree wheel bare smoke clean
+.PHONY: help train test slow fuzz sanitize h100 notebooks gpu bench report lint format tree wheel bare smoke matrix clean
 .DELETE_ON_ERROR:
 # Two pips must not write one environment at a time; the compiler runs in parallel all the same.
 .NOTPARALLEL:
@@ -144,6 +144,17 @@ smoke: wheel  ## run each wheel on jax and on torch, as pip installs them: some 
 	    build/smoke/bin/python -m pip install $(PIP_FLAGS) --no-compile "$$wheel[$$framework]"; \
 	    build/smoke/bin/python -P tests/smoke.py $$framework; done)
 
+# On the oldest Python that is here, and on the newest.
+MATRIX_oldest = $(firstword $(PYTHONS))
+MATRIX_newest = $(lastword $(PYTHONS))
+matrix: matrix-oldest matrix-newest  ## run the tests on the oldest frameworks that are supported and on the newest: 11 GB
+matrix-%: requirements/%.txt
+	rm -rf build/matrix/$* && $(MATRIX_$*) -m venv build/matrix/$*
+	build/matrix/$*/bin/python -m pip install $(PIP_FLAGS) --no-compile -r requirements/build.txt -r $<
+	build/matrix/$*/bin/python -m pip install $(PIP_FLAGS) --no-compile --no-build-isolation --no-deps .
+	build/matrix/$*/bin/python -P -c 'import qshard; print(qshard.build_info())'
+	build/matrix/$*/bin/python -P -m pytest -n 2 --dist worksteal -m "not slow" $(or $(ARGS),tests)
+
 clean:  ## remove .venv, build and caches
 	rm -rf $(VENV) build .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -153,7 +164,7 @@ $(PY):
 	    + sys.version.split()[0] + ". Name one: make PYTHON=/path/to/python3.11")'
 	$(PYTHON) -m venv $(VENV)
 
-$(STAMP)test: requirements/build.txt requirements/run.txt requirements/bare.txt
+$(STAMP)test: requirements/build.txt requirements/run.txt requirements/bare.txt requirements/pytest.txt
 $(STAMP)package: $(STAMP)build
 
 $(STAMP)package: pyproject.toml $(CPP_SOURCES)

@@ -176,6 +176,17 @@ def test_the_oldest_frameworks_are_those_of_the_extras():
         assert extras[name][0] == f"{name}>={oldest}"
 
 
+def test_the_matrix_begins_at_the_oldest():
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    admitted = dict(
+        requirement.split(">=") for requirement in [*project["dependencies"], *extras["jax"], *extras["torch"]]
+    )
+    lines = (REPOSITORY / "requirements" / "oldest.txt").read_text().splitlines()
+    pinned = dict(line.split("==") for line in lines if "==" in line)
+    assert {name: pinned[name][: len(oldest)] for name, oldest in admitted.items()} == admitted
+
+
 def test_every_module_is_found_late():
     """The source folder, what `qshard.name` finds, and what type checkers are told: one list."""
     files = {path.stem for path in (REPOSITORY / "qshard").glob("[!_]*") if path.suffix in ("", ".py")}
