@@ -22,7 +22,7 @@ FRAMEWORKS = ("jax", "torch")
 LINES = {"jax": ("-", "o"), "torch": ("--", "x")}  # of a framework, and its points
 # Measured on the default text after 120 steps: the held-out loss is 1.92, that of 19 other pieces as long 1.89 to 2.27,
 # 2.14 in the mean, and the mean over ten steps is 0.06 above that.
-NOTE = """Curves: mean over ten steps of the training loss. Points: the held-out text, its last 5 %.
+NOTE = """Curves: mean of the training loss over up to ten steps. Points: the held-out text, its last 5 %.
 Points can be below curves: text differs (the end of Python's help topics is easy), and the mean lags behind."""
 WARM_UP_STEPS = 3  # the first steps compile and allocate; they are left out of the time of a step
 
@@ -179,8 +179,8 @@ def same_bytes(runs: list[Run]) -> dict[str, bool]:
 
 
 def smoothed(losses: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
-    """Return steps, and at each the mean loss of it and the nine before."""
-    width = min(10, len(losses))
+    """Return steps, and at each the mean loss of it and the nine before; of fewer in a run of less than 50 steps."""
+    width = min(10, max(1, len(losses) // 5))
     return np.arange(width, len(losses) + 1), np.convolve(losses, np.full(width, 1 / width), "valid")
 
 
