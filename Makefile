@@ -110,8 +110,8 @@ tree:
 
 # Wheels of every Python in PYTHONS, without CUDA and, where nvcc is, with it. They hold their C++ runtime, so this machine's
 # glibc decides their manylinux tag. They do not hold libgcc, whose unwinder asks for a newer glibc than the rest does. CMake starts
-# anew, for it reads LDFLAGS once; what needs no new build is kept.
-PYTHONS      ?= $(shell for python in python3.11 python3.12 python3.13; do $$python -c '' 2>/dev/null && echo $$python; done)
+# anew, for it reads LDFLAGS once; what needs no new build is kept. (true: make throws away what a shell said that ends in 127.)
+PYTHONS      ?= $(shell for python in python3.11 python3.12 python3.13; do $$python -c '' 2>/dev/null && echo $$python; done; true)
 WHEEL_CUDA   ?= $(or $(QSHARD_CUDA),OFF $(shell $(PYTHON) ffi/cmake/qshard_plan.py plan ON >/dev/null 2>&1 && echo ON))
 WHEEL_FLAGS  := -static-libstdc++
 WHEEL_TAG    := import sys; print("cp%d%d" % sys.version_info[:2])

@@ -26,6 +26,7 @@ _ending = threading.Lock()  # taken by the thread that ends the program, and nev
 def install() -> None:
     """Take over SIGINT. Call it in the main thread, before what takes long, such as the imports of frameworks."""
     sys.excepthook = _excepthook
+    sys.unraisablehook = _unraisablehook
     listener, speaker = os.pipe()
     os.set_blocking(speaker, False)
     signal.set_wakeup_fd(speaker, warn_on_full_buffer=False)  # written to at once, whatever the main thread does
@@ -48,6 +49,12 @@ def _excepthook(kind: type[BaseException], error: BaseException, trace: Tracebac
         traceback.clear_frames(trace)
         _end()
     sys.__excepthook__(kind, error, trace)
+
+
+def _unraisablehook(unraisable: "sys.UnraisableHookArgs") -> None:
+    # A KeyboardInterrupt goes no further than a callback of the garbage collector; JAX has one. The thread ends all.
+    if not issubclass(unraisable.exc_type, KeyboardInterrupt):
+        sys.__unraisablehook__(unraisable)
 
 
 def _end() -> NoReturn:

@@ -5,6 +5,7 @@ starts is put into the environment here, unless the caller has set it.
 """
 
 import os
+import signal
 import sys
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -25,6 +26,10 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 os.environ.setdefault("JAX_PLATFORMS", "cpu,cuda" if JAX_HAS_CUDA else "cpu")
 # Torch and JAX share the GPU in one process.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+# What a shell runs in the background ignores Ctrl-C, and so would the programs that tests start and interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # CI draws the same examples in every run and keeps none; a slow, shared machine must not fail a test by its pace.
 settings.register_profile("ci", deadline=None, derandomize=True, database=None)

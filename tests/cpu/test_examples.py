@@ -1,5 +1,6 @@
 """The two training scripts as programs: what they refuse, how Ctrl-C ends them, what the report shows."""
 
+import codecs
 import importlib
 import json
 import os
@@ -108,14 +109,14 @@ def test_control_c(script, moment, tmp_path):
     environment = ENVIRONMENT | {"TERM": "xterm", "JAX_LOG_COMPILES": "1"}
     process = subprocess.Popen(command, env=environment, stdin=side, stdout=side, stderr=side, start_new_session=True)
     os.close(side)
-    output = ""
+    output, decoder = "", codecs.getincrementaldecoder("utf-8")()  # A read may end within a character.
 
     def read(seconds: float) -> bool:
         nonlocal output
         if not select.select([terminal], [], [], seconds)[0]:
             return True
         try:
-            output += os.read(terminal, 65536).decode()
+            output += decoder.decode(os.read(terminal, 65536))
         except OSError:  # how a terminal says that nobody has it open any more
             return False
         return True
@@ -174,6 +175,6 @@ def test_plot_has_a_panel_of_differences(report):
     assert list(zero.get_ydata()) == [0, 0]
     assert len(difference.lines) == 5
     for curve, points in (difference.lines[:2], difference.lines[2:4]):
-        assert (list(curve.get_xdata()), list(curve.get_ydata())) == ([4], [0.25])
+        assert (list(curve.get_xdata()), list(curve.get_ydata())) == ([1, 2, 3, 4], [0.5, 0.25, 0, 0.25])
         assert (list(points.get_xdata()), list(points.get_ydata())) == ([2, 4], [0.25, 0.25])
     assert len(report.plot([run for run in runs if run.format == "fp8"]).axes) == 1
