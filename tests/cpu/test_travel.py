@@ -23,6 +23,12 @@ from qshard.torch_bridge.tensor import _rebuild
 from support.formats import VARIANTS, usages_of
 from support.travel import assert_same, batches, bytes_of, learn, model_of, quantized, saved
 
+# Of a file with a sparse tensor, that of torch 2.11 when it is read, and of torch 2.15 also at the next one.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled"),
+    pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants"),
+]
+
 
 @pytest.fixture(scope="module")
 def of_all_formats():
@@ -118,7 +124,6 @@ def forged(text=None, stale=False, others=None, **parts):
     return saved(Forged(text or right, arrays, stale, False, others or {}))
 
 
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")  # torch 2.11, of the file alone
 @pytest.mark.parametrize(
     ("make", "text"),
     [
