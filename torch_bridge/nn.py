@@ -150,10 +150,8 @@ class Linear(nn.Linear):
     ) -> None:
         """State of another recipe is left out, and that of this one kept where there is none."""
         state, key, seed = self._state(), prefix + "weight", prefix + "seed"
-        if state is not None:
-            if metadata.get("assign_to_params_buffers", False) and key in state_dict:
-                state_dict = {**state_dict, key: wrap(state_dict[key], state)}
-            state.mark()
+        if state is not None and metadata.get("assign_to_params_buffers", False) and key in state_dict:
+            state_dict = {**state_dict, key: wrap(state_dict[key], state)}
         foreign = [prefix + "delayed."] * ("delayed" not in self._modules) + [seed] * (self.seed is None)
         state_dict = {name: value for name, value in state_dict.items() if not name.startswith(tuple(foreign))}
         missing: list[str] = []
@@ -165,9 +163,6 @@ class Linear(nn.Linear):
         super()._apply(fn, recurse)
         if was_meta and not self.weight.is_meta:
             self._reset_state()
-        state = self._state()
-        if state is not None:
-            state.mark()
         return self
 
     def forward(self, input: Tensor) -> Tensor:

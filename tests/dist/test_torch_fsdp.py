@@ -1,6 +1,7 @@
 """Training with FSDP2: parity with one process, what travels, when scales are made, and what a stale one does."""
 
 import copy
+import gc
 import math
 import warnings
 
@@ -125,10 +126,7 @@ def test_optimizers_and_clipping(clip, fused, dtype):
 @on_ranks(1, 2, 3, 4)
 @every_gathered_recipe
 def test_what_travels_in_a_step(recipe):
-    """Codes in forward and again in backward, one vector of amaxes, gradients. Biases travel as they are.
-
-    Codes of 4 bits take half a byte where all ranks hold the same number of rows, else one, on all alike.
-    """
+    """Codes in forward and again in backward, a vector of amaxes before each, gradients. Biases travel as they are."""
     world = dist.get_world_size()
     bias = world % 2 == 1
     model = shard(convert(model_of(bias, sizes=sizes_for(recipe)), recipe))
@@ -143,15 +141,17 @@ def test_what_travels_in_a_step(recipe):
     for layer in linears(model):
         rows, columns = layer.out_features, layer.in_features
         most = -(-rows // world)
-        packed = 2 if recipe.weight.element.bits == 4 and rows % world == 0 else 1
+        packed = recipe.weight.element.codes_per_byte
         gathers.append((torch.uint8, most * columns // packed + 4 * bias * most))
         unit_rows, unit_columns = recipe.weight.block or (rows, columns)
         blocks = math.ceil(rows / unit_rows) * math.ceil(columns / unit_columns)
         amaxes += 3 if recipe.stateful else blocks + (recipe.weight.scaling.global_scale is not None)
     assert wire.of("allgather") == [*gathers, *reversed(gathers)]
-    assert wire.of("allreduce") == [(torch.int32, amaxes)]
+    # Forward and backward each make scales of the weights as they are; delayed ones are made between steps.
+    reductions = [(torch.int32, amaxes)] * (1 if recipe.stateful else 2)
+    assert wire.of("allreduce") == reductions
     assert [dtype for dtype, _ in wire.of("reduce_scatter")] == [torch.float32] * len(gathers)
-    assert len(wire.calls) == 3 * len(gathers) + 1
+    assert len(wire.calls) == 3 * len(gathers) + len(reductions)
 
 
 @on_ranks(1, 2, 3, 4)
@@ -176,16 +176,16 @@ def test_delayed_scales_are_those_of_all_ranks():
 
 
 @on_ranks(1, 2, 3, 4)
-def test_scales_follow_the_weights_unasked():
-    """Whatever all ranks do alike to weights is noticed: no `update_scales` in here, and the law holds all along."""
+def test_one_reduction_a_pass():
+    """Whatever happened to weights in between; what is gathered by hand, outside a pass, costs one a weight."""
     model = current()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     one = [(torch.int32, len(linears(model)))] if dist.get_world_size() > 1 else []
     for _ in range(3):
-        assert reductions_in(lambda: losses_of(model, optimizer, steps=1, update=False)) == one
-    assert reductions_in(lambda: assert_gathers_the_whole(model)) == one
-    with torch.no_grad():  # A forward pass alone, then the same weights again.
-        assert reductions_in(lambda: model(batch())) == []
+        assert reductions_in(lambda: losses_of(model, optimizer, steps=1)) == 2 * one
+    assert reductions_in(lambda: assert_gathers_the_whole(model)) == [(torch.int32, 1)] * len(linears(model)) * len(one)
+    with torch.no_grad():
+        assert reductions_in(lambda: model(batch())) == one
 
     saved = copy.deepcopy({key: value.full_tensor() * 3 for key, value in model.state_dict().items()})
     saved = {
@@ -194,7 +194,7 @@ def test_scales_follow_the_weights_unasked():
     }
     for assign in (False, True):
         model.load_state_dict(saved, assign=assign)
-        assert reductions_in(lambda: model(batch()).sum().backward()) == one
+        assert reductions_in(lambda: model(batch()).sum().backward()) == 2 * one
         assert_gathers_the_whole(model)
 
     def closure():
@@ -207,81 +207,44 @@ def test_scales_follow_the_weights_unasked():
     assert reductions_in(lambda: model(batch())) == one
 
 
-@on_ranks(3)
-def test_scales_are_made_when_update_scales_says():
-    """In an optimizer hook, for example: nothing is left for the forward pass to do."""
-    model = current()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    optimizer.register_step_post_hook(lambda *_: update_scales(model))
-    losses_of(model, optimizer, steps=2, update=False)
-    assert reductions_in(lambda: model(batch()).sum().backward()) == []
-    assert reductions_in(optimizer.step) == [(torch.int32, 3)]
-    assert_gathers_the_whole(model)
+@on_ranks(2)
+def test_passes_of_parts_and_of_wrappers():
+    """Who calls the model, or only a part of it, or lets go of what was converted, gathers right codes all the same."""
+    inner = model_of()
+    wrapper = convert(nn.ModuleDict({"inner": inner}), CurrentScaling())
+    shard(inner)
+    del wrapper
+    if dist.get_rank() == 0:
+        gc.collect()
+    each = [(torch.int32, 1)] * 3
+    assert reductions_in(lambda: inner(batch())) == each
+    update_scales(inner)  # It is the model from now on.
+    inner(batch())
+    assert reductions_in(lambda: inner(batch())) == [(torch.int32, 3)]
+    assert_gathers_the_whole(inner)
 
 
 @on_ranks(2)
-def test_only_weights_that_changed_are_reduced():
-    """Two optimizers, one frozen weight, formats of two kinds."""
+def test_weights_of_two_kinds_are_refreshed_together():
+    """Two formats, a frozen weight, and a copy, which goes its own way."""
     model = convert(model_of(), CurrentScaling(), filter=lambda _, name: name != "2")
     convert(model, CurrentScaling(weight=FP8_E5M2), filter=lambda _, name: name == "2")
     model[4].weight.requires_grad_(False)
+    other = shard(copy.deepcopy(model))
     shard(model)
-    first = torch.optim.SGD(model[0].parameters(), lr=0.5)
-    second = torch.optim.SGD([*model[2].parameters(), *model[4].parameters()], lr=0.5)
-    assert reductions_in(lambda: model(batch()).sum().backward()) == [(torch.int32, 3)]
-    first.step()
-    assert reductions_in(lambda: model(batch()).sum().backward()) == [(torch.int32, 1)]
-    first.step()
-    second.step()
-    assert reductions_in(lambda: model(batch()).sum().backward()) == [(torch.int32, 3)]
+    for each in (model, other):
+        assert reductions_in(lambda each=each: each(batch()).sum().backward()) == [(torch.int32, 3)] * 2
     formats = [layer.weight.to_local().scale_state.fmt.element for layer in linears(model)]
     assert formats == [FP8_E4M3.element, FP8_E5M2.element, FP8_E4M3.element]
-    assert_gathers_the_whole(model)
-
-
-@on_ranks(3)
-@pytest.mark.parametrize("how", ["one", "all"])
-def test_a_write_without_update_scales_sends_nan(how):
-    """One rank writes to its shard behind everybody's back. Nobody hangs, or takes its codes for the weight's."""
-    model = current()
-    model(batch())
-    weight, rank = model[0].weight, dist.get_rank()
     with torch.no_grad():
-        if how == "all":
-            weight.mul_(2)
-        elif rank == 1:
-            weight.to_local()[0] = 7.0
-    wrote = how == "all" or rank == 1
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        model[0].unshard()
-    told = [("0.weight was written" in str(w.message)) for w in caught if w.category is RuntimeWarning]
-    assert told == [True] * wrote
-    rows = model[0].weight.dequantize().isnan().all(dim=1)
-    expected = torch.zeros(SIZES[1], dtype=torch.bool)
-    padded = -(-SIZES[1] // dist.get_world_size())
-    expected[slice(None) if how == "all" else slice(padded, 2 * padded)] = True
-    assert torch.equal(rows.cpu(), expected)
-    model[0].reshard()
-    update_scales(model)
-    assert_gathers_the_whole(model)
-
-
-@on_ranks(1, 2, 3, 4)
-def test_weights_may_be_written_before_they_are_used():
-    model = current()
-    with torch.no_grad():
-        if dist.get_rank() == 0:
-            model[0].weight.to_local().mul_(2)
-    assert_gathers_the_whole(model)
-    update_scales(model)
-    model(batch())  # FSDP2 replaced local tensors of uneven shards in its first forward pass: no write.
-    assert_gathers_the_whole(model)
+        other[0].weight.mul_(8)
+    for each in (model, other):
+        assert_gathers_the_whole(each)
 
 
 @on_ranks(2)
 def test_compiled_optimizers():
-    """Their hooks are traced with them, so the scales still follow the weights unasked."""
+    """Scales follow weights, whoever changes them."""
     warnings.filterwarnings("ignore", ".* should not be instantiated", DeprecationWarning)
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
     torch._dynamo.reset()
@@ -292,7 +255,7 @@ def test_compiled_optimizers():
         model(batch(seed)).square().mean().backward()
         step()
         optimizer.zero_grad()
-    assert reductions_in(lambda: assert_gathers_the_whole(model)) == [(torch.int32, 3)]
+    assert_gathers_the_whole(model)
 
 
 @on_ranks(2)
@@ -304,7 +267,7 @@ def test_tied_weights_are_one_weight():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses_of(model, optimizer, steps=2)
     assert model[-1].weight is model[0].weight
-    assert reductions_in(lambda: update_scales(model)) == [(torch.int32, 3)]
+    assert reductions_in(lambda: model(batch())) == [(torch.int32, 3)]
     model.unshard()
     assert isinstance(model[-1].weight, QuantizedTensor)
 

@@ -1,4 +1,4 @@
-"""The scales of a sharded weight: when they are current, and how ranks make them.
+"""The scales of sharded weights, which every pass over the model makes anew.
 
 Glossary, in the manner of FSDP2's own `_fsdp_param.py`. All code of this package uses these words.
 
@@ -6,55 +6,44 @@ Glossary, in the manner of FSDP2's own `_fsdp_param.py`. All code of this packag
   shard       what this rank holds of it in high precision: rows or columns, maybe none
   slice       a shard of rows, as flat elements of the row-major weight
   codes       the shard, cast with the scales of the weight: one uint8 tensor, 4-bit codes two a byte
-  padded      codes with room for those of the longest shard, the rest zeros: what FSDP2 wants of every rank
-  wide        4-bit codes that travel one a byte, since shards differ in length or hold columns
+  padded      codes with room for those of the longest shard, the rest zeros: what every rank sends
   gathered    the padded codes of all ranks, one after the other, which begin with the codes of the weight
   unsharded   gathered codes and scales as a `QuantizedTensor`, between a gather and the reshard
   scales      of the weight: the same on every rank, made of amaxes that ranks have max-reduced; they never travel
+  pass        one forward of the converted model, or one backward: its gathers want weights as they are when it begins
   refresh     to make the scales of some weights, on all ranks at once, with one max-reduction
-  mark        to note that scales are of an older weight. Only what every rank does alike may mark
-  write       a change of the shard that other ranks may not have made, and need not know of
+  staged      scales as a refresh has made them: shards are cast with them
+  stored      scales in memory that stays with the weight: what is unsharded reads them
+  commit      to copy scales from where they are staged to where they are stored
 
-A scale is of the whole weight, so making one is a collective, and ranks must agree on when. So the scales of a weight
-are in one of three states (`Status`), and ranks that disagree do so between FRESH and WRITTEN alone:
+A scale is of the whole weight, so making one is a collective, and ranks must agree on when. They do, since gathers
+alone decide, which FSDP2 makes in one order on all ranks: the first gather of a pass refreshes all weights of the model
+that are cut over its ranks. Scales never outlive their pass. So nobody asks who has written to a shard, by what way, or
+on which ranks. A gather outside a pass, as by `unshard()`, refreshes its own weight alone: it is as right, and a
+reduction for each weight.
 
-  state     the scales are                                      the next gather
-  MARKED    none, or of an older weight: all ranks know         refreshes all marked weights of the model, then casts
-  FRESH     of the weight as it is                              casts
-  WRITTEN   of an older shard of this rank: it alone knows      warns, and sends NaN in place of codes
+Autograd keeps codes and stored scales, not the weight. FSDP2 fills the memory of the codes anew before backward; so
+scales are stored in memory that stays, and both are always of one weight, also in a graph that is older than a step: it
+computes with the new weight then, as with plain FSDP2. Refreshes run on the stream where FSDP2 copies, commits on that
+where layers compute, after all that has read the scales before.
 
-  to        from        by
-  MARKED    any         `mark`: a step of the optimizer that holds the weight, `load_state_dict`, moving the module. A
-                        weight that is new, or a copy, begins so.
-  FRESH     any         `take`: `refresh` has made scales, for `update_scales` or for the next gather
-  WRITTEN   FRESH       `note_write`: an op wrote to the parameter; `is_written`: one wrote to its memory by another way
-
-A WRITTEN shard can neither start a collective nor raise, or the other ranks would wait for it. The NaN that it sends
-(of E2M1, which has none, the largest code) never passes for codes of the weight. Not found out are writes that go
-through the DTensors of a state dict and are not followed by `load_state_dict`, and writes through plain tensors to
-shards that are offloaded to the CPU.
-
-Under `DelayedScaling` there are no states: scales are those of earlier steps, which `update_delayed` makes.
+Under `DelayedScaling` scales are those of earlier steps, and a refresh takes a copy of them.
 """
 
 from __future__ import annotations
 
 import copy
-import enum
 import functools
-import weakref
-from collections.abc import Iterable, Sequence
+import hashlib
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
 from qshard import master
 from qshard.master import MasterPlan
@@ -63,26 +52,11 @@ from qshard.recipes import Recipe, Role
 from qshard.torch_bridge.arguments import check_model
 from qshard.torch_bridge.delayed import DelayedScale, update_delayed
 from qshard.torch_bridge.dtensor import local_of
+from qshard.torch_bridge.fsdp.passes import Passes
 from qshard.torch_bridge.fsdp.shards import ShardPlan
 from qshard.torch_bridge.quantize import max_over_ranks
 from qshard.torch_bridge.slice_ops import SliceOps
 from qshard.torch_bridge.words import words
-
-
-class Status(enum.Enum):
-    """Whether scales are current. The table at the top of this file says who moves a weight from one to another."""
-
-    MARKED = "marked"
-    FRESH = "fresh"
-    WRITTEN = "written"
-
-
-class _Source(NamedTuple):
-    """The shard that scales were made of on this rank, where it lies, and the state of its version counter then."""
-
-    shard: weakref.ref[Tensor]
-    memory: int
-    version: int
 
 
 class ScaleState:
@@ -93,67 +67,39 @@ class ScaleState:
 
     Attributes:
       refusal: why FSDP2 cannot gather it; None if it can.
-      scales: of the weight; None before the first refresh.
       delayed: holds the scales instead, if the recipe is `DelayedScaling`.
+      whole: the shape of what FSDP2 has cut.
+      gathers: whether FSDP2 gathers it: it has asked for hooks.
+      travels: whether codes have left, and have not arrived.
+      staged, stored: its scales; None before the first refresh.
     """
 
     def __init__(self, recipe: Recipe, name: str, root: nn.Module | None = None, device: Any = None):
-        _watch_optimizers()
         self.fmt = recipe.format(Role.WEIGHT)
         self.name = name
         self.refusal = self.fmt.gather_refusal
-        self.status = Status.MARKED
-        self.scales: Scales | None = None
         self.delayed = DelayedScale(recipe, Role.WEIGHT, device) if recipe.stateful else None
+        self.whole: tuple[int, ...] = ()
+        self.gathers = self.travels = False
+        self.staged: Scales | None = None
+        self.stored: Scales | None = None
+        self.refresh: Refresh | None = None
+        self.passes = Passes.of(root)
+        self.agreed = False
         self._recipe = recipe
-        self._source: _Source | None = None
         self._plans: dict[Any, ShardPlan] = {}
-        self.join(root)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ScaleState:
-        """A copied weight goes its own way. Its state belongs to the copied model, if that is what is being copied."""
-        copied = ScaleState(self._recipe, self.name, memo.get(id(self.root)))
+        """A copied weight goes its own way. Its passes are those of the copied model, if that is what is copied."""
+        copied = ScaleState(self._recipe, self.name, memo.get(id(self.passes.root)))
         copied.delayed = copy.deepcopy(self.delayed, memo)
+        copied.whole, copied.gathers = self.whole, self.gathers
         return copied
 
-    @property
-    def root(self) -> nn.Module | None:
-        """The module whose marked weights are refreshed together with this one.
-
-        None of the weight of a model that was unpickled, until `update_scales` sees it: then it is refreshed alone. So
-        ranks must come by their models in one way.
-        """
-        return None if self._root is None else self._root()
-
-    def join(self, root: nn.Module | None) -> None:
-        self._root = None if root is None else weakref.ref(root)
-
-    def mark(self) -> None:
-        self.status = Status.MARKED
-
-    def take(self, scales: Scales, shard: Tensor) -> None:
-        self.scales, self.status = scales, Status.FRESH
-        self._source = _Source(weakref.ref(shard), shard.untyped_storage().data_ptr(), _version_of(shard))
-
-    def note_write(self, memory: Tensor) -> None:
-        """Called for every op that writes to a tensor that stands for the weight: to the shard or to other memory."""
-        if self.status is not Status.FRESH or type(memory) is not Tensor:  # A fake tensor has no memory.
-            return
-        assert self._source is not None
-        if memory.untyped_storage().data_ptr() == self._source.memory:
-            self.status = Status.WRITTEN
-
-    def is_written(self, shard: Tensor) -> bool:
-        """Whether this rank wrote to its shard since its scales were made. Other ranks may answer otherwise.
-
-        Ops on the parameter have called `note_write`; those on plain tensors that share its memory, as of a state dict,
-        count in its version. A shard that FSDP2 has put in the place of the first has a counter of its own.
-        """
-        if self.status is Status.FRESH:
-            assert self._source is not None
-            if self._source.shard() is shard and self._source.version != _version_of(shard):
-                self.status = Status.WRITTEN
-        return self.status is Status.WRITTEN
+    def note_cut(self, shape: torch.Size) -> None:
+        """Called for each tensor that is cut. The last one, before FSDP2 asks for hooks, is what FSDP2 has cut."""
+        if not self.gathers:
+            self.whole = tuple(shape)
 
     def plan_of(self, shard: Tensor, shape: tuple[int, ...], mesh: DeviceMesh, mesh_dim: int = 0) -> ShardPlan:
         """What `shard` is of the weight, which is cut over one axis of `mesh`."""
@@ -163,18 +109,25 @@ class ScaleState:
             plan = self._plans[key] = ShardPlan(self.name, self.fmt, shape, shard, mesh, mesh_dim)
         return plan
 
-    def current_scales(self, shard: Tensor, plan: ShardPlan) -> Scales:
-        """The scales for a gather. If they are marked, a refresh of all marked weights of the model comes first."""
-        if self.status is Status.MARKED:
-            others = [
-                other
-                for other in _sharded_weights(self.root)
-                if (other.state.status, other.plan.group.group_name) == (Status.MARKED, plan.group.group_name)
-                and other.state is not self
-            ]
-            _refresh([ShardOf(self, shard, plan), *others])
-        assert self.scales is not None
-        return self.scales
+    def scales_for(self, shard: Tensor, plan: ShardPlan) -> Scales:
+        """The scales for a gather that starts. If it is the first of its pass, a refresh comes before."""
+        now, mine = self.passes.now(), ShardOf(self, shard, plan)
+        if now is None or self.refresh is None or self.refresh.made_in != now:
+            weights = [mine]
+            if now is not None:
+                others = (mine if other.state is self else other for other in _sharded_weights(self.passes.model))
+                weights = [other for other in others if other.plan.group.group_name == plan.group.group_name]
+            _refresh(weights if any(each is mine for each in weights) else [mine], now)
+        assert self.staged is not None
+        self.travels = True
+        return self.staged
+
+    def arrive(self, refresh: Refresh) -> Scales:
+        """The stored scales of codes that have arrived, which were cast after `refresh`."""
+        refresh.commit()
+        self.travels = False
+        assert self.stored is not None
+        return self.stored
 
 
 class ShardOf(NamedTuple):
@@ -185,64 +138,118 @@ class ShardOf(NamedTuple):
     plan: ShardPlan
 
 
-def update_scales(model: nn.Module) -> None:
-    """Makes the scales of all converted, sharded weights of `model` anew, with one all-reduce for each group of ranks.
+class Refresh:
+    """Scales that were made together.
 
-    They follow from amaxes of the whole weights, which travel as one vector, 4 bytes a scale.
+    Attributes:
+      made_in: the pass.
+    """
+
+    def __init__(self, states: Sequence[ScaleState], made: Sequence[Scales], made_in: object):
+        self.made_in = made_in
+        self._states = list(states)
+        for state, scales in zip(states, made, strict=True):
+            state.staged, state.refresh = scales, self
+            if state.stored is None:
+                with torch.inference_mode(False):  # A later refresh, in training, writes to it too.
+                    of_planes = (None if part is None else torch.empty_like(part) for part in scales[1:])
+                    state.stored = Scales(scales.scale, *of_planes)
+
+    def commit(self) -> None:
+        """Once, on the stream that computes, before the first layer reads what was gathered."""
+        old: list[Tensor] = []
+        new: list[Tensor] = []
+        for state in self._states:
+            if state.refresh is self:  # Not of a later one already, for a gather that has overtaken this one.
+                assert state.stored is not None
+                assert state.staged is not None
+                for stored, staged in zip(state.stored[1:], state.staged[1:], strict=True):
+                    if stored is not None and staged is not None:
+                        old.append(stored)
+                        new.append(staged)
+        self._states = []
+        if not old:
+            return
+        # Autograd has saved them. It is to see no write: codes change alike, where FSDP2 gathers them again.
+        with torch.no_grad(), _unsafe_preserve_version_counter(tuple(old)):
+            torch._foreach_copy_(old, new)
+        if new[0].is_cuda:
+            stream = torch.cuda.current_stream(new[0].device)
+            for staged in new:
+                staged.record_stream(stream)
+
+
+def update_scales(model: nn.Module) -> None:
+    """What `DelayedScaling` needs once a step: makes the scales of the next one from the amaxes of this one.
+
+    Other recipes need no call: each forward, and each backward, makes the scales of all sharded weights of the model
+    anew before its first gather, with one all-reduce of amaxes for each group of ranks, 4 bytes a scale. Under them it
+    does nothing, so that one loop serves all recipes.
 
     Args:
-      model: after `convert` and `fully_shard`. Without sharded weights or delayed scales there is nothing to do.
+      model: after `convert` and `fully_shard`.
 
-    Collective: call it on all ranks, after `optimizer.step()`. Where it is left out the next forward does the same,
-    before its first gather. After any other write to a weight it is needed: see the top of this file. With
-    `DelayedScaling` in the model it is needed once a step, as nothing else calls `update_delayed`.
+    Collective under `DelayedScaling`: call it on all ranks, after `optimizer.step()`; `update_delayed` has the formula.
 
-    Launches do not grow with the number of weights that are cut along rows: for each format and dtype, one for amaxes,
-    some for scales and one that puts them in their places; on a GPU, one for each few hundred weights.
+    Weights of a model that was unpickled, and of `Linear`s made one by one, are refreshed each by itself, until this
+    has seen the model that they are in.
 
     >>> from qshard.recipes import CurrentScaling
     >>> from qshard.torch_bridge import convert
-    >>> update_scales(convert(nn.Sequential(nn.Linear(4, 4)), CurrentScaling()))  # one process: no scales to agree on
+    >>> update_scales(convert(nn.Sequential(nn.Linear(4, 4)), CurrentScaling()))
     """
     check_model("update_scales", model)
-    update_delayed(model)
-    groups: dict[str, list[ShardOf]] = {}
-    for found in _sharded_weights(model):
-        found.state.join(model)
-        groups.setdefault(found.plan.group.group_name, []).append(found)
-    for weights in groups.values():
-        _refresh(weights)
-
-
-def _sharded_weights(root: nn.Module | None) -> Iterable[ShardOf]:
-    """Those of our weights that are sharded now and have memory, in the order of the model: on all ranks the same."""
-    for parameter in () if root is None else root.parameters():
+    passes = Passes.of(model)
+    for parameter in model.parameters():
         state = _state_of(parameter)
-        if state is None:
+        if state is not None and state.passes.root is None:
+            state.passes = passes
+    update_delayed(model)
+
+
+def _sharded_weights(model: nn.Module | None) -> Iterator[ShardOf]:
+    """Those of our weights that are sharded now and have memory, in the order of the model: on all ranks the same."""
+    for parameter in () if model is None else model.parameters():
+        state = _state_of(parameter)
+        if state is None or not state.gathers or state.travels or not isinstance(parameter, DTensor):
             continue
-        assert isinstance(parameter, DTensor)
         dims = [i for i, placement in enumerate(parameter.placements) if placement.is_shard()]
         if len(dims) != 1:
             raise NotImplementedError(
-                f"update_scales: {state.name} {tuple(parameter.shape)} is cut over {len(dims)} axes of its mesh, and "
+                f"fully_shard: {state.name} {tuple(parameter.shape)} is cut over {len(dims)} axes of its mesh, and "
                 "must be over one; leave layers under tensor parallelism out with convert(filter=)"
             )
         shard: Tensor = local_of(parameter).shard  # type: ignore[attr-defined]
-        yield ShardOf(state, shard, state.plan_of(shard, parameter.shape, parameter.device_mesh, dims[0]))
+        yield ShardOf(state, shard, state.plan_of(shard, state.whole, parameter.device_mesh, dims[0]))
 
 
 def _state_of(parameter: Tensor) -> ScaleState | None:
-    """The state of a sharded weight, unless its scales are delayed. Compiled optimizers ask too: no mesh is asked."""
-    if not isinstance(parameter, DTensor):
-        return None
     local = local_of(parameter)
     state: ScaleState | None = getattr(local, "scale_state", None)
-    return None if state is None or state.delayed is not None or local.is_meta else state
+    return None if state is None or local.is_meta else state
 
 
 @torch.no_grad()
-def _refresh(weights: Sequence[ShardOf]) -> None:
-    """Makes the scales of weights that are cut over one group, with one max-reduction. All ranks give the same list.
+def _refresh(weights: Sequence[ShardOf], made_in: object) -> None:
+    """Makes the scales of weights that are cut over one group. All ranks give the same list."""
+    if not all(weight.state.agreed for weight in weights):
+        _agree(weights)
+    for delayed in (False, True):
+        chosen = [weight for weight in weights if (weight.state.delayed is not None) is delayed]
+        if chosen:
+            made = _copied(chosen) if delayed else _made(chosen)
+            Refresh([weight.state for weight in chosen], made, made_in)
+
+
+def _copied(weights: Sequence[ShardOf]) -> list[Scales]:
+    """Copies of delayed scales: an update amid a pass is for the next one."""
+    given = [state.delayed for state, _, _ in weights if state.delayed is not None]
+    copies = torch.stack([buffer for delayed in given for buffer in (delayed.scale, delayed.scale_inv)]).unbind()
+    return [Scales(scale, scale_inv) for scale, scale_inv in zip(copies[::2], copies[1::2], strict=True)]
+
+
+def _made(weights: Sequence[ShardOf]) -> list[Scales]:
+    """Scales of the weights as they are, with one max-reduction.
 
     An empty shard takes part with amaxes of 0. An offloaded shard is on the CPU, unless FSDP2 has moved it for the
     gather that asks: its amaxes are made where it is, and needed where ranks compute.
@@ -253,12 +260,10 @@ def _refresh(weights: Sequence[ShardOf]) -> None:
     bits = [_amaxes_on(there, weights, plans).to(device).view(torch.int32) for there in devices]
     amaxes = functools.reduce(torch.maximum, bits).view(torch.float32)
     plan, ops, _ = _prepared(plans, device)
-    made = master.scales(ops, plan, max_over_ranks(amaxes, group))
-    for bucket, of_bucket in zip(plan.buckets, made, strict=True):
-        each = bucket.split_scales(of_bucket)
-        stored = _aligned([scales.scale_inv for scales in each])
-        for i, scales, scale_inv in zip(bucket.indices, each, stored, strict=True):
-            weights[i].state.take(scales._replace(scale_inv=scale_inv), weights[i].shard)
+    made: dict[int, Scales] = {}
+    for bucket, of_bucket in zip(plan.buckets, master.scales(ops, plan, max_over_ranks(amaxes, group)), strict=True):
+        made.update(zip(bucket.indices, bucket.split_scales(of_bucket), strict=True))
+    return [made[i] for i in range(len(weights))]
 
 
 def _amaxes_on(device: torch.device, weights: Sequence[ShardOf], plans: tuple[ShardPlan, ...]) -> Tensor:
@@ -285,40 +290,23 @@ def _prepared(plans: tuple[ShardPlan, ...], device: torch.device) -> tuple[Maste
     return plan, SliceOps(plan, device), starts
 
 
-def _aligned(parts: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The parts of one tensor, each from a multiple of 16 bytes on, as cuBLASLt wants of scales that it reads."""
-    if len(parts) == 1:
-        return parts
-    unit = 16 // parts[0].itemsize
-    slots = [-(-part.numel() // unit) * unit for part in parts]
-    room = parts[0].new_empty(sum(slots)).split(slots)
-    copies = [slot[: part.numel()].view(part.shape) for slot, part in zip(room, parts, strict=True)]
-    torch._foreach_copy_(copies, list(parts))
-    return copies
+def _agree(weights: Sequence[ShardOf]) -> None:
+    """Raises on every rank if one has other weights: it would make other scales, or wait for amaxes that never come.
 
-
-def _version_of(shard: Tensor) -> int:
-    return -1 if shard.is_inference() else shard._version
-
-
-@functools.cache
-def _watch_optimizers() -> None:
-    """Registers, once in a process, with the first weight, what marks weights: a step of any optimizer that holds them.
-
-    PyTorch has these hooks for all optimizers only, so programs without converted weights do not get them.
-
-    Before the step: a post-hook of the user may call `update_scales`, and what it makes is current. After it too if
-    there is a closure, as forwards inside the step have made scales of weights that the step then changed.
+    What is sent has one size, whatever a rank has. It costs a wait for the device, the first time that weights meet.
     """
-    register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: _mark(optimizer))
-    register_optimizer_step_post_hook(
-        lambda optimizer, args, kwargs: _mark(optimizer) if len(args) > 1 or kwargs.get("closure") else None
-    )
-
-
-def _mark(optimizer: Optimizer) -> None:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            state = _state_of(parameter)
-            if state is not None:
-                state.mark()
+    group, device = weights[0].plan.group, weights[0].plan.device
+    described = [(state.name, str(state.fmt), *plan.described) for state, _, plan in weights]
+    mine = hashlib.sha256(repr(described).encode()).digest()
+    sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device)
+    everyone = sent.new_empty(dist.get_world_size(group) * len(mine))
+    dist.all_gather_into_tensor(everyone, sent, group=group)
+    others = [rank for rank, of_rank in enumerate(everyone.view(-1, len(mine)).tolist()) if bytes(of_rank) != mine]
+    if others:
+        raise ValueError(
+            f"fully_shard: weights of rank {others[0]} of the group are not those of this rank, {len(weights)} from "
+            f"{weights[0].state.name} {weights[0].plan.shape} of {weights[0].state.fmt} on: names, formats, shapes, "
+            "dtypes or cuts differ; convert and shard the model alike on every rank"
+        )
+    for weight in weights:
+        weight.state.agreed = True

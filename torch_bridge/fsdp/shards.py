@@ -14,7 +14,6 @@ import math
 
 import torch
 from torch import Tensor
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed.device_mesh import DeviceMesh
 
 from qshard import pipeline
@@ -22,7 +21,6 @@ from qshard.formats import Format, Usage
 from qshard.layout import plane
 from qshard.master import plan_master
 from qshard.torch_bridge.ops import call_in_place, dtype_name, into, ops
-from qshard.torch_bridge.tensor import QuantizedTensor
 from qshard.torch_bridge.words import words
 
 
@@ -38,12 +36,13 @@ class ShardPlan:
       data_shape: of the codes of the weight.
       padded_shape: of the padded codes.
       room: bytes to cast into: 4-bit codes need one more than there are, for half a byte that no cut of rows leaves.
-      wide: whether codes travel wide.
+      packs_columns: whether FSDP2, which joins columns, must be told that codes have fewer than the weight.
       start: the first element of the slice; `starts`: the same as an operand, on the device of the shard.
       columns: of a shard that is no slice, the columns of the grid of blocks that it has a part in; None: it is one.
       before: how many columns of its first block other ranks hold.
       block: what shares a scale; all of it, if there are no blocks.
       cast_attributes: of the op that casts the slice.
+      described: what all ranks must have in common.
 
     Raises:
       NotImplementedError: ranks share a byte. All of them raise.
@@ -67,7 +66,8 @@ class ShardPlan:
         self.data_shape = where.data_shape
         self.padded_shape = (longest if of_rows else rows, width // per_byte)
         self.room = math.prod(self.padded_shape) + per_byte - 1
-        self.wide = per_byte > 1 and (not of_rows or rows % ranks != 0)
+        self.packs_columns = per_byte > 1 and not of_rows
+        self.described = (self.shape, self.dtype, of_rows, ranks)
         self.start = min(rows, start) * columns if of_rows else 0
         self.starts = words("fully_shard", "start", [self.start], shard.device, 1)
         self.columns, self.before = None, 0
@@ -78,12 +78,6 @@ class ShardPlan:
         (bucket,) = plan_master([self.shape], fmt, dtype=self.dtype).buckets
         options = {"element": fmt.element.name, "nonfinite": fmt.nonfinite, "pieces": True}
         self.cast_attributes = {**bucket.attributes, **options}
-
-    @property
-    def nan_byte(self) -> int:
-        """What a shard sends in place of codes that would not be those of the weight."""
-        element = self.fmt.element
-        return sum(element.nan_code << (element.bits * i) for i in range(element.codes_per_byte))
 
     def note_amaxes_of_columns(self, shard: Tensor, grid: Tensor, whole: Tensor | None) -> None:
         """Writes what columns of blocks know of the amaxes of the weight, those of its blocks and its own."""
@@ -112,22 +106,6 @@ class ShardPlan:
         """Columns, from where their first block begins."""
         return torch.nn.functional.pad(shard, (self.before, 0)) if self.before else shard
 
-    def travelling(self, padded: Tensor) -> Tensor:
-        if not self.wide:
-            return padded
-        return torch.stack([padded & 0xF, padded >> 4], dim=-1).view(padded.shape[0], -1)
-
-    def codes(self, gathered: Tensor, unsharded: QuantizedTensor | None) -> Tensor:
-        """The codes of the weight: the memory that was gathered, without the padding at its end.
-
-        Wide ones are packed into the memory that `unsharded` had for them before, if there is one. It holds the same
-        codes again before autograd reads them, so to autograd nothing is written.
-        """
-        shape = self.shape if self.wide else self.data_shape
-        found = gathered.view(-1)[: math.prod(shape)].view(shape)
-        if not self.wide:
-            return found
-        before = None if unsharded is None else unsharded.parts(Usage.ROWWISE)
-        packed = found.new_empty(self.data_shape) if before is None else before.data
-        with _unsafe_preserve_version_counter(packed):
-            return torch.bitwise_or(found[:, 0::2], found[:, 1::2] << 4, out=packed)
+    def codes(self, gathered: Tensor) -> Tensor:
+        """The codes of the weight: the memory that was gathered, without the padding at its end."""
+        return gathered.view(-1)[: math.prod(self.data_shape)].view(self.data_shape)

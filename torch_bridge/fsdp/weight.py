@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import collections
 import copy
-import warnings
-from collections.abc import Callable, Sequence
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +16,10 @@ from torch.utils.hooks import warn_if_has_hooks
 
 from qshard import pipeline
 from qshard.formats import Usage
-from qshard.pipeline import Plane, Scales
+from qshard.pipeline import Plane
 from qshard.torch_bridge.dtensor import local_of, wrapped_like
-from qshard.torch_bridge.fsdp.scales import ScaleState
+from qshard.torch_bridge.fsdp.columns import JoinedColumns
+from qshard.torch_bridge.fsdp.scales import Refresh, ScaleState
 from qshard.torch_bridge.fsdp.shards import ShardPlan
 from qshard.torch_bridge.ops import into
 from qshard.torch_bridge.tensor import QuantizedTensor
@@ -35,8 +35,7 @@ class ShardedWeight(Tensor):
     rank then holds are, bit for bit, the codes of the whole weight cast at once. `scales.py` has a glossary.
 
     What is gathered is one uint8 tensor for a weight, whatever the format, since FSDP2 hands on only the first one
-    where there is one rank. 4-bit codes are wide where shards differ in length, on all ranks alike, since FSDP2 wants
-    the shape of the padded shard from ranks with short ones.
+    where there is one rank.
 
     Attributes:
       shard: the high-precision tensor: the whole weight, or under FSDP2 what this rank holds of it.
@@ -122,8 +121,8 @@ class ShardedWeight(Tensor):
         states = [t.scale_state for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, ShardedWeight)]
         plain_args, plain_kwargs = pytree.tree_map_only(ShardedWeight, lambda t: t.shard, (args, kwargs))
         out = func(*plain_args, **plain_kwargs)
-        if func._schema.is_mutable:
-            _note_writes(func._schema.arguments, args, kwargs)
+        if func is aten.split.Tensor and isinstance(args[0], ShardedWeight):
+            states[0].note_cut(args[0].shape)
         if func in _STAYS_SHARDED or _is_view(func):
             return pytree.tree_map_only(Tensor, lambda t: ShardedWeight(t, states[0]), out)
         if func._schema.is_mutable and isinstance(out, Tensor):  # In place, alone: what was written comes back.
@@ -143,62 +142,71 @@ class ShardedWeight(Tensor):
                 f"fully_shard: {state.name} ({state.fmt}) is not a format that FSDP2 can gather: {state.refusal}; "
                 "choose a weight format of square blocks, such as MXFP8_32x32, or of one scale a tensor"
             )
-        return self._cast_shard
+        state.gathers = True
+        state.passes.watch()
+        of_rows = self.shape[-1] == state.whole[-1]
+        return self._cast_packed_rows if state.fmt.element.codes_per_byte > 1 and of_rows else self._cast_shard
+
+    def _cast_packed_rows(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], _Gather]:
+        """The hook in its old form. Of the new one FSDP2 wants an element of codes for each element of an uneven shard.
+
+        So 4-bit codes would have to travel one a byte.
+        """
+        return self._cast_shard(mesh, torch.Size(self.scale_state.whole))
 
     def _cast_shard(
         self,
         mesh: DeviceMesh,
         outer_size: torch.Size,
-        outer_stride: tuple[int, ...],
-        module: nn.Module,
-        mp_policy: MixedPrecisionPolicy,
-    ) -> tuple[tuple[Tensor, ...], tuple[ShardPlan, Scales]]:
+        outer_stride: tuple[int, ...] = (),
+        module: nn.Module | None = None,
+        mp_policy: MixedPrecisionPolicy | None = None,
+    ) -> tuple[tuple[Tensor, ...], _Gather]:
         """Casts the shard to padded codes. FSDP2 calls it on every rank alike, before each gather."""
         state, shard = self.scale_state, self.shard
         plan = state.plan_of(shard, outer_size, mesh)
+        scales = state.scales_for(shard, plan)
         room = torch.empty(plan.room, dtype=torch.uint8, device=shard.device)
         padded, rows = plan.padded_in(room), shard.shape[0]
         padded[rows:].zero_()
-        if state.delayed is not None:
-            scales = Scales(state.delayed.scale, state.delayed.scale_inv)
+        if state.delayed is None:
+            plan.cast(shard, scales.scale, room)
+        else:
             amax = torch.empty((), dtype=torch.float32, device=shard.device)
             pipeline.quantize_delayed(into(padded[:rows], amax), shard, state.fmt, Usage.ROWWISE, *scales[:2])
             state.delayed.observe(amax)
-        else:
-            scales = state.current_scales(shard, plan)
-            plan.cast(shard, scales.scale, room)
-            if state.is_written(shard):
-                warnings.warn(
-                    f"ShardedWeight: {state.name} was written after its scales were made, by other means than an "
-                    "optimizer or load_state_dict; NaN is sent in place of its codes, or their largest if there is no "
-                    "NaN. Call update_scales(model) on all ranks after such a write",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
-                padded[:rows].fill_(plan.nan_byte)
-        return (plan.travelling(padded),), (plan, scales)
+        columns = JoinedColumns(state, padded) if plan.packs_columns else None
+        assert state.refresh is not None
+        return (padded,), _Gather(plan, state.refresh, columns)
 
     def fsdp_post_all_gather(
         self,
         all_gather_outputs: tuple[Tensor, ...],
-        metadata: tuple[ShardPlan, Scales],
+        metadata: _Gather,
         param_dtype: torch.dtype,
         *,
         out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """Wraps the gathered codes, without a copy. FSDP2 frees and refills their memory from then on.
-
-        Wide codes are packed into memory of our own, which FSDP2 frees and allocates along with its own.
-        """
-        (gathered,), (plan, scales) = all_gather_outputs, metadata
-        unsharded = None if out is None else local_of(out)
-        assert unsharded is None or isinstance(unsharded, QuantizedTensor)
-        codes = plan.codes(gathered, unsharded)
-        parts = Plane(codes, scales.scale_inv, scales.global_scale_inv)
-        if unsharded is None:
-            return QuantizedTensor(plan.fmt, plan.shape, param_dtype, rowwise=parts), (codes,) if plan.wide else ()
+        """Wraps the gathered codes, without a copy. FSDP2 frees and refills their memory from then on."""
+        (gathered,), (plan, refresh, columns) = all_gather_outputs, metadata
+        if columns is not None:
+            columns.end()
+        scales = self.scale_state.arrive(refresh)
+        parts = Plane(plan.codes(gathered), scales.scale_inv, scales.global_scale_inv)
+        if out is None:
+            return QuantizedTensor(plan.fmt, plan.shape, param_dtype, rowwise=parts), ()
+        unsharded = local_of(out)
+        assert isinstance(unsharded, QuantizedTensor)
         unsharded.set(Usage.ROWWISE, parts)
         return None
+
+
+class _Gather(NamedTuple):
+    """What the second hook has to know of the first."""
+
+    plan: ShardPlan
+    refresh: Refresh
+    columns: JoinedColumns | None
 
 
 # Ops whose result is the weight again, besides views of it: what FSDP2 pads and moves, and what `to_empty` and `.to`
@@ -210,14 +218,6 @@ _STAYS_SHARDED = {
     aten._to_copy.default,
     aten._pin_memory.default,
 }
-
-
-def _note_writes(arguments: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    given = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | kwargs
-    written = [given.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write]
-    for tensor in pytree.tree_leaves(written):
-        if isinstance(tensor, ShardedWeight):
-            tensor.scale_state.note_write(tensor.shard)
 
 
 def _is_view(func: Any) -> bool:
