@@ -24,10 +24,12 @@ from qshard.torch_bridge.convert import convert
 from qshard.torch_bridge.delayed import DelayedScale, update_delayed
 from qshard.torch_bridge.fsdp.scales import update_scales
 from qshard.torch_bridge.fsdp.weight import ShardedWeight
+from qshard.torch_bridge.initialize import quantized_init
 from qshard.torch_bridge.linear import linear
 from qshard.torch_bridge.nn import Linear
 from qshard.torch_bridge.optim.adam import Adam, AdamW
 from qshard.torch_bridge.optim.master import CastPlan, cast_master, update_columnwise
+from qshard.torch_bridge.optim.masters import WithMasters
 from qshard.torch_bridge.optim.slices import QuantizedSlice, gather_slices, join_pieces
 from qshard.torch_bridge.plain import from_plain, to_plain
 from qshard.torch_bridge.quantize import quantize
@@ -44,6 +46,7 @@ __all__ = [
     "QuantizedSlice",
     "QuantizedTensor",
     "ShardedWeight",
+    "WithMasters",
     "ZeroOptimizer",
     "cast_master",
     "convert",
@@ -52,6 +55,7 @@ __all__ = [
     "join_pieces",
     "linear",
     "quantize",
+    "quantized_init",
     "to_plain",
     "update_columnwise",
     "update_delayed",

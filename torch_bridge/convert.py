@@ -15,7 +15,13 @@ from qshard.torch_bridge.linear import check_shape
 from qshard.torch_bridge.nn import Linear, coded
 
 
-def convert(model: nn.Module, recipe: RecipeLike, filter: Callable[[nn.Linear, str], bool] | None = None) -> nn.Module:
+def convert(
+    model: nn.Module,
+    recipe: RecipeLike,
+    filter: Callable[[nn.Linear, str], bool] | None = None,
+    *,
+    primary: bool = False,
+) -> nn.Module:
     """Turns every `nn.Linear` in `model` into a `Linear`, in place: same module objects, hooks, names and values.
 
     Weights that layers share stay shared. A `Linear` takes the new recipe; other subclasses of `nn.Linear` are left
@@ -26,6 +32,9 @@ def convert(model: nn.Module, recipe: RecipeLike, filter: Callable[[nn.Linear, s
       model: on any device, also meta. Before `fully_shard` and before the optimizer is made, as both hold on to
         parameters.
       recipe: the format of each role, or the name of a recipe, such as "CurrentScaling".
+      primary: whether weights are kept as codes. Then `fully_shard` must follow, on one rank too; `Adam`, or any
+        optimizer in `WithMasters`, has the float32 masters, which start as the weights are now, and `state_dict` shows
+        them. Codes are made once a step, and no gather casts.
       filter: called with a layer and its qualified name; layers for which it is False stay as they are.
 
     Returns:
@@ -75,7 +84,7 @@ activation=FP8_E4M3[nonfinite=nan], gradient=FP8_E5M2[nonfinite=nan])
     for name, module in chosen.items():
         old = module.weight
         if old not in weights:
-            weights[old] = coded(old, recipe, f"{name}.weight" if name else "weight", model)
+            weights[old] = coded(old, recipe, f"{name}.weight" if name else "weight", model, primary)
         module.__class__ = Linear
         cast(Linear, module).begin(recipe, weights[old])
     return model

@@ -129,6 +129,11 @@ def _check_operands(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Reci
     else:
         check_tensor("linear", "weight", weight, sharded=_NOT_GATHERED)
         check_contiguous("linear", "weight", weight)
+    if isinstance(weight, ShardedWeight) and weight.scale_state.primary is not None:
+        raise ValueError(
+            f"linear: {weight.scale_state.name} (primary) is not gathered; call fully_shard(model) after "
+            "convert(primary=True), on one rank too"
+        )
     if weight.ndim != 2:
         raise ValueError(f"linear: weight {tuple(weight.shape)} does not have two axes; give weight as [N, K]")
     if x.ndim < 1 or x.shape[-1] != weight.shape[1]:

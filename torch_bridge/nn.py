@@ -36,9 +36,10 @@ def _(seed: Tensor, rank: int) -> Tensor:
     return torch.empty_like(seed)
 
 
-def coded(weight: Tensor, recipe: Recipe, name: str, root: nn.Module | None) -> nn.Parameter:
+def coded(weight: Tensor, recipe: Recipe, name: str, root: nn.Module | None, primary: bool = False) -> nn.Parameter:
     """A weight with the hooks by which FSDP2 gathers it as codes; the same memory."""
-    state = ScaleState(recipe, name, root, weight.device)
+    state = ScaleState(recipe, name, root, weight.device, primary)
+    state.shape = tuple(weight.shape)
     return nn.Parameter(ShardedWeight(plain(weight), state), requires_grad=weight.requires_grad)
 
 
@@ -143,7 +144,10 @@ class Linear(nn.Linear):
         """A checkpoint holds plain tensors: it loads without qshard, and under any other recipe."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if not keep_vars:
-            destination[prefix + "weight"] = plain(destination[prefix + "weight"])
+            value = destination[prefix + "weight"] = plain(destination[prefix + "weight"])
+            state = self._state()
+            if state is not None and state.primary is not None:
+                state.primary.show(value)
 
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing_keys: list[str], *others: Any
@@ -151,7 +155,10 @@ class Linear(nn.Linear):
         """State of another recipe is left out, and that of this one kept where there is none."""
         state, key, seed = self._state(), prefix + "weight", prefix + "seed"
         if state is not None and metadata.get("assign_to_params_buffers", False) and key in state_dict:
-            state_dict = {**state_dict, key: wrap(state_dict[key], state)}
+            if state.is_sealed:
+                assert state.primary is not None
+                state.primary.load(local_of(state_dict[key]))
+            state_dict = {**state_dict, key: self.weight if state.is_sealed else wrap(state_dict[key], state)}
         foreign = [prefix + "delayed."] * ("delayed" not in self._modules) + [seed] * (self.seed is None)
         state_dict = {name: value for name, value in state_dict.items() if not name.startswith(tuple(foreign))}
         missing: list[str] = []
@@ -159,6 +166,12 @@ class Linear(nn.Linear):
         missing_keys += [name for name in missing if name != seed]
 
     def _apply(self, fn: Any, recurse: bool = True) -> Linear:
+        state = self._state()
+        if state is not None and state.is_sealed:
+            raise NotImplementedError(
+                f"Linear: {state.name} (primary) has a master in its optimizer, which stays where it is; move the "
+                "model before its first forward"
+            )
         was_meta = self.weight.is_meta
         super()._apply(fn, recurse)
         if was_meta and not self.weight.is_meta:

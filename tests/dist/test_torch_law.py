@@ -16,6 +16,7 @@ from qshard.formats import FP8_E4M3, FP8_E5M2, MXFP8_32x32, Usage
 from qshard.layout import plane
 from qshard.recipes import MXFP8, NVFP4, Recipe
 from qshard.torch_bridge import convert, quantize, update_scales
+from qshard.torch_bridge.fsdp import scales
 from support import torch_ranks
 from support.awkward import KINDS, TAME, assert_bits_equal, awkward_values, fits
 from support.formats import (
@@ -130,12 +131,17 @@ def test_rows_and_columns_together():
     assert_gathers_the_whole(model)
 
 
+def refresh(model):
+    """What the first gather of a pass does."""
+    scales._refresh(list(scales._sharded_weights(model)), None)
+
+
 def launches_of(recipe, layers, dtypes):
     dtypes = [np.dtype(dtypes[i % len(dtypes)]) for i in range(layers * len(dtypes))]
     model = shard(convert(side_by_side([awkward_values((96, 64), 0, d, kinds=TAME) for d in dtypes]), recipe))
-    update_scales(model)  # Plans are made.
-    with Wire() as wire, torch.no_grad():
-        update_scales(model)
+    refresh(model)  # Plans are made.
+    with Wire() as wire:
+        refresh(model)
     assert_gathers_the_whole(model)
     return wire.launches
 

@@ -35,7 +35,7 @@ from __future__ import annotations
 import copy
 import functools
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -53,6 +53,7 @@ from qshard.torch_bridge.arguments import check_model
 from qshard.torch_bridge.delayed import DelayedScale, update_delayed
 from qshard.torch_bridge.dtensor import local_of
 from qshard.torch_bridge.fsdp.passes import Passes
+from qshard.torch_bridge.fsdp.primary import Primary
 from qshard.torch_bridge.fsdp.shards import ShardPlan
 from qshard.torch_bridge.quantize import max_over_ranks
 from qshard.torch_bridge.slice_ops import SliceOps
@@ -68,18 +69,25 @@ class ScaleState:
     Attributes:
       refusal: why FSDP2 cannot gather it; None if it can.
       delayed: holds the scales instead, if the recipe is `DelayedScaling`.
-      whole: the shape of what FSDP2 has cut.
+      primary: its master and codes, if it is a primary weight.
+      shape: of the weight, when it was made.
+      whole, first: the shape of what FSDP2 has cut, and where in it the shard begins, in elements.
       gathers: whether FSDP2 gathers it: it has asked for hooks.
       travels: whether codes have left, and have not arrived.
       staged, stored: its scales; None before the first refresh.
     """
 
-    def __init__(self, recipe: Recipe, name: str, root: nn.Module | None = None, device: Any = None):
+    def __init__(
+        self, recipe: Recipe, name: str, root: nn.Module | None = None, device: Any = None, primary: bool = False
+    ):
         self.fmt = recipe.format(Role.WEIGHT)
         self.name = name
         self.refusal = self.fmt.gather_refusal
         self.delayed = DelayedScale(recipe, Role.WEIGHT, device) if recipe.stateful else None
+        self.primary = Primary(name) if primary else None
+        self.shape: tuple[int, ...] = ()
         self.whole: tuple[int, ...] = ()
+        self.first = 0
         self.gathers = self.travels = False
         self.staged: Scales | None = None
         self.stored: Scales | None = None
@@ -91,15 +99,26 @@ class ScaleState:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ScaleState:
         """A copied weight goes its own way. Its passes are those of the copied model, if that is what is copied."""
-        copied = ScaleState(self._recipe, self.name, memo.get(id(self.passes.root)))
+        copied = ScaleState(self._recipe, self.name, memo.get(id(self.passes.root)), primary=self.primary is not None)
         copied.delayed = copy.deepcopy(self.delayed, memo)
-        copied.whole, copied.gathers = self.whole, self.gathers
+        for name in ("shape", "whole", "first", "gathers"):
+            setattr(copied, name, getattr(self, name))
         return copied
+
+    @property
+    def is_sealed(self) -> bool:
+        """Whether the parameter has no values: it is a primary weight, and they are its master."""
+        return self.primary is not None and self.primary.master is not None
 
     def note_cut(self, shape: torch.Size) -> None:
         """Called for each tensor that is cut. The last one, before FSDP2 asks for hooks, is what FSDP2 has cut."""
         if not self.gathers:
             self.whole = tuple(shape)
+
+    def note_place(self, first: int) -> None:
+        """Called for each part that is copied: FSDP2 copies the one of this rank, which begins at element `first`."""
+        if not self.gathers:
+            self.first = first
 
     def plan_of(self, shard: Tensor, shape: tuple[int, ...], mesh: DeviceMesh, mesh_dim: int = 0) -> ShardPlan:
         """What `shard` is of the weight, which is cut over one axis of `mesh`."""
@@ -111,6 +130,11 @@ class ScaleState:
 
     def scales_for(self, shard: Tensor, plan: ShardPlan) -> Scales:
         """The scales for a gather that starts. If it is the first of its pass, a refresh comes before."""
+        if self.primary is not None and self.primary.codes is not None:
+            self.primary.check()
+            assert self.staged is not None
+            self.travels = True
+            return self.staged
         now, mine = self.passes.now(), ShardOf(self, shard, plan)
         if now is None or self.refresh is None or self.refresh.made_in != now:
             weights = [mine]
@@ -124,7 +148,7 @@ class ScaleState:
 
     def arrive(self, refresh: Refresh) -> Scales:
         """The stored scales of codes that have arrived, which were cast after `refresh`."""
-        refresh.commit()
+        refresh.commit(self)
         self.travels = False
         assert self.stored is not None
         return self.stored
@@ -155,11 +179,18 @@ class Refresh:
                     of_planes = (None if part is None else torch.empty_like(part) for part in scales[1:])
                     state.stored = Scales(scales.scale, *of_planes)
 
-    def commit(self) -> None:
-        """Once, on the stream that computes, before the first layer reads what was gathered."""
+    def commit(self, arrived: ScaleState) -> None:
+        """Once, on the stream that computes, before the first layer reads what was gathered.
+
+        Where it was made outside a pass, as for an optimizer, some weights may be unsharded with older codes: then for
+        the one alone that has arrived.
+        """
         old: list[Tensor] = []
         new: list[Tensor] = []
-        for state in self._states:
+        together = self.made_in is not None
+        chosen = [state for state in self._states if together or state is arrived]
+        self._states = [] if together else [state for state in self._states if state is not arrived]
+        for state in chosen:
             if state.refresh is self:  # Not of a later one already, for a gather that has overtaken this one.
                 assert state.stored is not None
                 assert state.staged is not None
@@ -167,7 +198,6 @@ class Refresh:
                     if stored is not None and staged is not None:
                         old.append(stored)
                         new.append(staged)
-        self._states = []
         if not old:
             return
         # Autograd has saved them. It is to see no write: codes change alike, where FSDP2 gathers them again.
@@ -207,20 +237,76 @@ def update_scales(model: nn.Module) -> None:
     update_delayed(model)
 
 
+def recast(parameters: Iterable[Tensor]) -> None:
+    """Makes the codes of primary weights anew, of masters that an optimizer has changed. Collective.
+
+    One max-reduction for each group of ranks. Under `DelayedScaling` the next gather does it, with the scales of then.
+    """
+    groups: dict[str, list[ShardOf]] = {}
+    for parameter in parameters:
+        state = _state_of(parameter)
+        if state is None or state.primary is None or state.primary.master is None:
+            continue
+        if state.delayed is not None or not state.gathers:
+            state.primary.load(state.primary.master)
+        elif (found := _shard_of(parameter, state)) is not None:
+            groups.setdefault(found.plan.group.group_name, []).append(found)
+    for weights in groups.values():
+        _refresh(weights, None)
+        _recast_all(weights)
+
+
+@torch.no_grad()
+def _recast_all(weights: Sequence[ShardOf]) -> None:
+    """With one launch for all slices of a format."""
+    slices = [weight for weight in weights if weight.plan.columns is None]
+    if slices:
+        plan, ops, starts = _prepared(tuple(plan for _, _, plan in slices), slices[0].shard.device)
+        rooms, scales = [], []
+        for state, _, of_weight in slices:
+            assert state.primary is not None
+            assert state.staged is not None
+            rooms.append(state.primary.room(of_weight))
+            scales.append(state.staged.scale.view(-1))
+        of_buckets = [torch.cat([scales[i] for i in bucket.indices]) for bucket in plan.buckets]
+        masters = [shard.view(-1) for _, shard, _ in slices]
+        master.cast(ops, plan, rooms, masters, starts, of_buckets, pieces=True)
+    for state, _, of_weight in weights:
+        assert state.primary is not None
+        if of_weight.columns is None:
+            state.primary.end_cast(of_weight)
+        else:
+            assert state.staged is not None
+            state.primary.cast(of_weight, state.staged.scale)
+
+
 def _sharded_weights(model: nn.Module | None) -> Iterator[ShardOf]:
-    """Those of our weights that are sharded now and have memory, in the order of the model: on all ranks the same."""
+    """Those of our weights that are sharded now, and need scales, in the order of the model: on all ranks the same."""
     for parameter in () if model is None else model.parameters():
         state = _state_of(parameter)
-        if state is None or not state.gathers or state.travels or not isinstance(parameter, DTensor):
+        if state is None or not state.gathers or state.travels:
             continue
-        dims = [i for i, placement in enumerate(parameter.placements) if placement.is_shard()]
-        if len(dims) != 1:
-            raise NotImplementedError(
-                f"fully_shard: {state.name} {tuple(parameter.shape)} is cut over {len(dims)} axes of its mesh, and "
-                "must be over one; leave layers under tensor parallelism out with convert(filter=)"
-            )
-        shard: Tensor = local_of(parameter).shard  # type: ignore[attr-defined]
-        yield ShardOf(state, shard, state.plan_of(shard, state.whole, parameter.device_mesh, dims[0]))
+        if state.primary is not None and state.primary.codes is not None:
+            continue
+        found = _shard_of(parameter, state)
+        if found is not None:
+            yield found
+
+
+def _shard_of(parameter: Tensor, state: ScaleState) -> ShardOf | None:
+    """What this rank has of a sharded weight; None of one that is not sharded now."""
+    if not isinstance(parameter, DTensor):
+        return None
+    dims = [i for i, placement in enumerate(parameter.placements) if placement.is_shard()]
+    if len(dims) != 1:
+        raise NotImplementedError(
+            f"fully_shard: {state.name} {tuple(parameter.shape)} is cut over {len(dims)} axes of its mesh, and "
+            "must be over one; leave layers under tensor parallelism out with convert(filter=)"
+        )
+    shard: Tensor = local_of(parameter).shard  # type: ignore[attr-defined]
+    if state.primary is not None and state.primary.master is not None:
+        shard = state.primary.master
+    return ShardOf(state, shard, state.plan_of(shard, state.whole, parameter.device_mesh, dims[0]))
 
 
 def _state_of(parameter: Tensor) -> ScaleState | None:

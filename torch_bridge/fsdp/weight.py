@@ -16,9 +16,10 @@ from torch.utils.hooks import warn_if_has_hooks
 
 from qshard import pipeline
 from qshard.formats import Usage
-from qshard.pipeline import Plane
+from qshard.pipeline import Plane, Scales
 from qshard.torch_bridge.dtensor import local_of, wrapped_like
 from qshard.torch_bridge.fsdp.columns import JoinedColumns
+from qshard.torch_bridge.fsdp.initial import RANDOM, fill
 from qshard.torch_bridge.fsdp.scales import Refresh, ScaleState
 from qshard.torch_bridge.fsdp.shards import ShardPlan
 from qshard.torch_bridge.ops import into
@@ -46,19 +47,24 @@ class ShardedWeight(Tensor):
     scale_state: ScaleState
 
     @staticmethod
-    def __new__(cls, shard: Tensor, scale_state: ScaleState) -> ShardedWeight:
+    def __new__(cls, shard: Tensor, scale_state: ScaleState, device: torch.device | None = None) -> ShardedWeight:
+        """`device`: if it is not that of `shard`, of a sealed weight, which has no memory."""
         self = torch.Tensor._make_wrapper_subclass(
             cls,
             shard.size(),
             strides=shard.stride(),
             storage_offset=shard.storage_offset(),
             dtype=shard.dtype,
-            device=shard.device,
+            device=shard.device if device is None else device,
         )
         self.shard, self.scale_state = shard, scale_state
+        if scale_state.primary is not None:
+            scale_state.primary.add_handle(self)
         return self
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        if self.scale_state.is_sealed:
+            return f"ShardedWeight({self.scale_state.fmt}, primary, shape={tuple(self.shape)}, device={self.device})"
         return f"ShardedWeight({self.scale_state.fmt}, {self.shard})"
 
     def __tensor_flatten__(self) -> tuple[list[str], ScaleState]:
@@ -77,14 +83,15 @@ class ShardedWeight(Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedWeight:
         if id(self) not in memo:
-            copied: Tensor = ShardedWeight(self.shard.detach().clone(), copy.deepcopy(self.scale_state, memo))
+            # Of a sealed one the copy is not sealed: what it has are the values of the master.
+            copied: Tensor = ShardedWeight(memory_of(self).clone(), copy.deepcopy(self.scale_state, memo))
             memo[id(self)] = nn.Parameter(copied, self.requires_grad) if isinstance(self, nn.Parameter) else copied
         found: ShardedWeight = memo[id(self)]
         return found
 
     def _others(self) -> dict[str, Any]:
         """Attributes that a user has put there."""
-        own = ("shard", "scale_state", "_is_param")
+        own = ("shard", "scale_state", "first", "_is_param")
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __copy__(self) -> ShardedWeight:
@@ -119,15 +126,35 @@ class ShardedWeight(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         states = [t.scale_state for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, ShardedWeight)]
+        if any(state.is_sealed for state in states):
+            return _run_on_sealed(func, args, kwargs)
+        if func in RANDOM and states[0].gathers and states[0].whole == states[0].shape:
+            return args[0]._fill(func, *args[1:], **kwargs)
         plain_args, plain_kwargs = pytree.tree_map_only(ShardedWeight, lambda t: t.shard, (args, kwargs))
         out = func(*plain_args, **plain_kwargs)
-        if func is aten.split.Tensor and isinstance(args[0], ShardedWeight):
-            states[0].note_cut(args[0].shape)
         if func in _STAYS_SHARDED or _is_view(func):
-            return pytree.tree_map_only(Tensor, lambda t: ShardedWeight(t, states[0]), out)
+            made = pytree.tree_map_only(Tensor, lambda t: ShardedWeight(t, states[0]), out)
+            if func is aten.split.Tensor and len(args[0].shape) == 2:
+                _note_cut(*args, made)
+            return made
+        if func is aten.copy_.default and len(states) == 2:
+            states[0].note_place(getattr(args[1], "first", 0))
         if func._schema.is_mutable and isinstance(out, Tensor):  # In place, alone: what was written comes back.
             return args[0] if plain_args and out is plain_args[0] else out
         return out
+
+    def _fill(
+        self, func: Any, a: float = 0.0, b: float = 1.0, *, generator: torch.Generator | None = None
+    ) -> ShardedWeight:
+        """Random values of a shard are those of its place in the weight, for any number of ranks.
+
+        The seed comes from the generator of the CPU, which ranks have alike if they have seeded it alike.
+        """
+        state = self.scale_state
+        on_cpu = generator if generator is not None and generator.device.type == "cpu" else None
+        seed = int(torch.randint(2**63 - 1, (), generator=on_cpu))
+        fill(func, self.shard, state.first, state.whole[1], a, b, seed)
+        return self
 
     @property
     def fsdp_pre_all_gather(self) -> Callable[..., tuple[tuple[Tensor, ...], Any]]:
@@ -164,20 +191,34 @@ class ShardedWeight(Tensor):
     ) -> tuple[tuple[Tensor, ...], _Gather]:
         """Casts the shard to padded codes. FSDP2 calls it on every rank alike, before each gather."""
         state, shard = self.scale_state, self.shard
+        if state.primary is not None:
+            shard = state.primary.take_master(shard)
         plan = state.plan_of(shard, outer_size, mesh)
         scales = state.scales_for(shard, plan)
-        room = torch.empty(plan.room, dtype=torch.uint8, device=shard.device)
-        padded, rows = plan.padded_in(room), shard.shape[0]
-        padded[rows:].zero_()
-        if state.delayed is None:
-            plan.cast(shard, scales.scale, room)
+        if state.primary is None:
+            room = torch.empty(plan.room, dtype=torch.uint8, device=shard.device)
+            padded = plan.padded_in(room)
+            padded[shard.shape[0] :].zero_()
+            self._cast(plan, shard, scales, room)
         else:
-            amax = torch.empty((), dtype=torch.float32, device=shard.device)
-            pipeline.quantize_delayed(into(padded[:rows], amax), shard, state.fmt, Usage.ROWWISE, *scales[:2])
-            state.delayed.observe(amax)
+            if state.primary.codes is None:
+                self._cast(plan, shard, scales, state.primary.room(plan))
+                state.primary.end_cast(plan)
+            assert state.primary.codes is not None
+            padded = state.primary.codes
         columns = JoinedColumns(state, padded) if plan.packs_columns else None
         assert state.refresh is not None
         return (padded,), _Gather(plan, state.refresh, columns)
+
+    def _cast(self, plan: ShardPlan, shard: Tensor, scales: Scales, room: Tensor) -> None:
+        delayed = self.scale_state.delayed
+        if delayed is None:
+            plan.cast(shard, scales.scale, room)
+            return
+        amax = torch.empty((), dtype=torch.float32, device=shard.device)
+        codes = plan.padded_in(room)[: shard.shape[0]]
+        pipeline.quantize_delayed(into(codes, amax), shard, plan.fmt, Usage.ROWWISE, *scales[:2])
+        delayed.observe(amax)
 
     def fsdp_post_all_gather(
         self,
@@ -209,6 +250,42 @@ class _Gather(NamedTuple):
     columns: JoinedColumns | None
 
 
+def _note_cut(whole: ShardedWeight, size: int, *others: Any) -> None:
+    """Notes where each part begins that a weight is cut into."""
+    *axis, parts = others
+    each = size * (whole.shape[1] if axis in ([], [0], [-2]) else 1)
+    whole.scale_state.note_cut(whole.shape)
+    for i, part in enumerate(parts):
+        part.first = i * each
+
+
+def _run_on_sealed(func: Any, args: Any, kwargs: Any) -> Any:
+    """What can be done with a primary weight whose values are gone: FSDP2 pads, cuts and views it, without values."""
+    given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, ShardedWeight)]
+    weight = given[0]
+    state, name = weight.scale_state, weight.scale_state.name
+    if func is aten.copy_.default:
+        target, source = args[:2]
+        if isinstance(target, ShardedWeight):
+            assert state.primary is not None
+            if not isinstance(source, ShardedWeight):
+                state.primary.load(source)
+            return target
+    elif func in _MAKES_PLAIN:
+        plain = torch.empty((), dtype=weight.dtype, device=weight.device).expand(weight.shape)
+        return func(plain, *args[1:], **kwargs)
+    elif func in _STAYS_SHARDED or _is_view(func):
+        device = kwargs.get("device") or weight.device
+        kwargs = {key: "meta" if key == "device" else value for key, value in kwargs.items()}
+        sizes, options = pytree.tree_map_only(ShardedWeight, lambda t: t.shard, (args, kwargs))
+        out = func(*sizes, **options)
+        return pytree.tree_map_only(Tensor, lambda t: ShardedWeight(t, state, torch.device(device)), out)
+    raise NotImplementedError(
+        f"ShardedWeight: {name} (primary) is codes, which {func} cannot use: its values are the master of the "
+        "optimizer; use qshard.torch_bridge.Adam or WithMasters, and read values in state_dict()"
+    )
+
+
 # Ops whose result is the weight again, besides views of it: what FSDP2 pads and moves, and what `to_empty` and `.to`
 # make. Everything else gives plain tensors.
 _STAYS_SHARDED = {
@@ -220,6 +297,16 @@ _STAYS_SHARDED = {
 }
 
 
+_MAKES_PLAIN = {
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.full_like.default,
+    aten.empty_like.default,
+    aten.rand_like.default,
+    aten.randn_like.default,
+}
+
+
 def _is_view(func: Any) -> bool:
     """Whether a result is memory of an argument, so that who writes to it writes to the weight."""
     return any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
@@ -228,7 +315,9 @@ def _is_view(func: Any) -> bool:
 def memory_of(tensor: Tensor) -> Tensor:
     """The plain, high-precision tensor of this rank."""
     local = local_of(tensor)
-    local = local.shard if isinstance(local, ShardedWeight) else local
+    if isinstance(local, ShardedWeight):
+        primary = local.scale_state.primary
+        local = local.shard if primary is None or primary.master is None else primary.master
     return local.detach() if local.requires_grad else local
 
 

@@ -16,6 +16,7 @@ from qshard.names import listed, shown
 from qshard.ops import multi_table
 from qshard.torch_bridge.arguments import check_contiguous, check_dtype
 from qshard.torch_bridge.dtensor import local_of, wrapped_like
+from qshard.torch_bridge.fsdp.scales import recast
 from qshard.torch_bridge.fsdp.weight import memory_of
 from qshard.torch_bridge.ops import call_in_place, dtype_name
 from qshard.torch_bridge.tensor import QuantizedTensor
@@ -167,6 +168,7 @@ class Adam(Optimizer):
                     self._hyper((index, kind[0]), group, inv_grad_scale),
                 )
                 _run(constants, [tensors for _, tensors in members], decay)
+        recast(p for group in self.param_groups for p in group["params"] if p.grad is not None)
 
     def _by_kind(self, group: dict[str, Any]) -> dict[Any, list[tuple[dict[str, Any], dict[str, Tensor]]]]:
         """The states and the plain, local tensors of parameters to update, by device and dtypes: what calls share."""

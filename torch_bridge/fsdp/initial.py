@@ -1,0 +1,53 @@
+"""Random values that do not depend on how a weight is cut: each belongs to an element of the whole."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+_CHUNK = 2**22
+RANDOM = {aten.uniform_.default, aten.normal_.default}
+
+
+def fill(func: object, shard: Tensor, first: int, row_step: int, low: float, high: float, seed: int) -> None:
+    """`uniform_` or `normal_` on a shard `[rows, columns]` of a weight of `row_step` columns, which begins at `first`.
+
+    The bits of element i are those of SplitMix64 at position i. All ranks must draw the same seed.
+
+    Args:
+      low, high: the bounds, or the mean and the standard deviation.
+    """
+    rows, columns = shard.shape
+    if not shard.numel():
+        return
+    step = max(1, _CHUNK // columns)
+    for row in range(0, rows, step):
+        part = shard[row : row + step]
+        index = torch.arange(row, row + part.shape[0], device=shard.device)[:, None] * row_step + first
+        index = index + torch.arange(columns, device=shard.device)
+        uniform = _uniform(index, seed)
+        if func is aten.uniform_.default:
+            part.copy_(uniform * (high - low) + low)
+        else:
+            part.copy_(torch.erfinv(2 * uniform - 1) * (math.sqrt(2) * high) + low)
+
+
+def _uniform(index: Tensor, seed: int) -> Tensor:
+    """float32 in (0, 1): the midpoints of 2^23 equal parts."""
+    z = index * _signed(0x9E3779B97F4A7C15) + _signed(seed)
+    z = (z ^ _shifted(z, 30)) * _signed(0xBF58476D1CE4E5B9)
+    z = (z ^ _shifted(z, 27)) * _signed(0x94D049BB133111EB)
+    z = z ^ _shifted(z, 31)
+    return (_shifted(z, 41).to(torch.float32) + 0.5) * 2.0**-23
+
+
+def _shifted(z: Tensor, bits: int) -> Tensor:
+    """As of unsigned numbers."""
+    return (z >> bits) & (2 ** (64 - bits) - 1)
+
+
+def _signed(word: int) -> int:
+    return ((word % 2**64) ^ 2**63) - 2**63
