@@ -24,7 +24,7 @@ def quantized_init(
     With models on meta no rank has a whole weight at any time: `fully_shard` cuts what has no memory, then
     `to_empty(device=)` makes each rank's shards, and `reset_parameters` or any initialization of yours, in `uniform_`,
     `normal_` and elementwise math, fills them with values that do not depend on the number of ranks, if all ranks have
-    the same `torch.manual_seed`.
+    the same `torch.manual_seed`: those of a weight follow from that number and its name.
 
     A model that others are put into, in the block, is converted as a part of the outermost one.
 

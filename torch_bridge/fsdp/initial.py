@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 
 import torch
@@ -12,14 +13,16 @@ _CHUNK = 2**22
 RANDOM = {aten.uniform_.default, aten.normal_.default}
 
 
-def fill(func: object, shard: Tensor, first: int, row_step: int, low: float, high: float, seed: int) -> None:
+def fill(func: object, shard: Tensor, first: int, row_step: int, low: float, high: float, key: str) -> None:
     """`uniform_` or `normal_` on a shard `[rows, columns]` of a weight of `row_step` columns, which begins at `first`.
 
-    The bits of element i are those of SplitMix64 at position i. All ranks must draw the same seed.
+    The bits of element i are those of SplitMix64 at position i.
 
     Args:
       low, high: the bounds, or the mean and the standard deviation.
+      key: of which the seed is a hash, the same on all ranks.
     """
+    seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little")
     rows, columns = shard.shape
     if not shard.numel():
         return
@@ -41,7 +44,8 @@ def _uniform(index: Tensor, seed: int) -> Tensor:
     z = (z ^ _shifted(z, 30)) * _signed(0xBF58476D1CE4E5B9)
     z = (z ^ _shifted(z, 27)) * _signed(0x94D049BB133111EB)
     z = z ^ _shifted(z, 31)
-    return (_shifted(z, 41).to(torch.float32) + 0.5) * 2.0**-23
+    uniform: Tensor = (_shifted(z, 41).to(torch.float32) + 0.5) * 2.0**-23
+    return uniform
 
 
 def _shifted(z: Tensor, bits: int) -> Tensor:

@@ -143,17 +143,15 @@ class ShardedWeight(Tensor):
             return args[0] if plain_args and out is plain_args[0] else out
         return out
 
-    def _fill(
-        self, func: Any, a: float = 0.0, b: float = 1.0, *, generator: torch.Generator | None = None
-    ) -> ShardedWeight:
+    def _fill(self, func: Any, a: float = 0.0, b: float = 1.0, *, generator: Any = None) -> ShardedWeight:
         """Random values of a shard are those of its place in the weight, for any number of ranks.
 
-        The seed comes from the generator of the CPU, which ranks have alike if they have seeded it alike.
+        They follow from the name of the weight and from what `torch.manual_seed` was given, not from what has been drawn
+        since: other tensors draw as many numbers as a rank holds of them.
         """
         state = self.scale_state
-        on_cpu = generator if generator is not None and generator.device.type == "cpu" else None
-        seed = int(torch.randint(2**63 - 1, (), generator=on_cpu))
-        fill(func, self.shard, state.first, state.whole[1], a, b, seed)
+        seeded = torch.initial_seed() if generator is None else generator.initial_seed()
+        fill(func, self.shard, state.first, state.whole[1], a, b, f"{seeded} {state.name}")
         return self
 
     @property
