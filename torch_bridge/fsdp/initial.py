@@ -35,7 +35,12 @@ def fill(func: object, shard: Tensor, first: int, row_step: int, low: float, hig
         if func is aten.uniform_.default:
             part.copy_(uniform * (high - low) + low)
         else:
-            part.copy_(torch.erfinv(2 * uniform - 1) * (math.sqrt(2) * high) + low)
+            part.copy_(exact_erfinv(2 * uniform - 1) * (math.sqrt(2) * high) + low)
+
+
+def exact_erfinv(x: Tensor) -> Tensor:
+    """By way of float64: on CPUs torch has two forms of it, whose last bits differ, and where a shard ends decides."""
+    return torch.erfinv(x.double()).to(x.dtype)
 
 
 def _uniform(index: Tensor, seed: int) -> Tensor:
@@ -43,14 +48,15 @@ def _uniform(index: Tensor, seed: int) -> Tensor:
     z = index * _signed(0x9E3779B97F4A7C15) + _signed(seed)
     z = (z ^ _shifted(z, 30)) * _signed(0xBF58476D1CE4E5B9)
     z = (z ^ _shifted(z, 27)) * _signed(0x94D049BB133111EB)
-    z = z ^ _shifted(z, 31)
+    z ^= _shifted(z, 31)
     uniform: Tensor = (_shifted(z, 41).to(torch.float32) + 0.5) * 2.0**-23
     return uniform
 
 
 def _shifted(z: Tensor, bits: int) -> Tensor:
     """As of unsigned numbers."""
-    return (z >> bits) & (2 ** (64 - bits) - 1)
+    shifted: Tensor = (z >> bits) & (2 ** (64 - bits) - 1)
+    return shifted
 
 
 def _signed(word: int) -> int:

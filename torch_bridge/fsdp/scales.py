@@ -67,6 +67,7 @@ class ScaleState:
     lost their scales would start collectives that the others never join.
 
     Attributes:
+      fills: how often random values have been put there.
       refusal: why FSDP2 cannot gather it; None if it can.
       delayed: holds the scales instead, if the recipe is `DelayedScaling`.
       primary: its master and codes, if it is a primary weight.
@@ -87,7 +88,7 @@ class ScaleState:
         self.primary = Primary(name) if primary else None
         self.shape: tuple[int, ...] = ()
         self.whole: tuple[int, ...] = ()
-        self.first = 0
+        self.first = self.fills = 0
         self.gathers = self.travels = False
         self.staged: Scales | None = None
         self.stored: Scales | None = None

@@ -19,7 +19,7 @@ from qshard.formats import Usage
 from qshard.pipeline import Plane, Scales
 from qshard.torch_bridge.dtensor import local_of, wrapped_like
 from qshard.torch_bridge.fsdp.columns import JoinedColumns
-from qshard.torch_bridge.fsdp.initial import RANDOM, fill
+from qshard.torch_bridge.fsdp.initial import RANDOM, exact_erfinv, fill
 from qshard.torch_bridge.fsdp.scales import Refresh, ScaleState
 from qshard.torch_bridge.fsdp.shards import ShardPlan
 from qshard.torch_bridge.ops import into
@@ -128,6 +128,9 @@ class ShardedWeight(Tensor):
         states = [t.scale_state for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, ShardedWeight)]
         if any(state.is_sealed for state in states):
             return _run_on_sealed(func, args, kwargs)
+        if func is aten.erfinv_.default and states[0].gathers:
+            args[0].shard.copy_(exact_erfinv(args[0].shard))  # Of `trunc_normal_`, before torch 2.13.
+            return args[0]
         if func in RANDOM and states[0].gathers and states[0].whole == states[0].shape:
             return args[0]._fill(func, *args[1:], **kwargs)
         plain_args, plain_kwargs = pytree.tree_map_only(ShardedWeight, lambda t: t.shard, (args, kwargs))
@@ -146,12 +149,13 @@ class ShardedWeight(Tensor):
     def _fill(self, func: Any, a: float = 0.0, b: float = 1.0, *, generator: Any = None) -> ShardedWeight:
         """Random values of a shard are those of its place in the weight, for any number of ranks.
 
-        They follow from the name of the weight and from what `torch.manual_seed` was given, not from what has been drawn
-        since: other tensors draw as many numbers as a rank holds of them.
+        They follow from the name of the weight, what `torch.manual_seed` was given, and how often the weight was
+        filled, not from what else was drawn since: other tensors draw as many numbers as a rank holds of them.
         """
         state = self.scale_state
         seeded = torch.initial_seed() if generator is None else generator.initial_seed()
-        fill(func, self.shard, state.first, state.whole[1], a, b, f"{seeded} {state.name}")
+        fill(func, self.shard, state.first, state.whole[1], a, b, f"{seeded} {state.name} {state.fills}")
+        state.fills += 1
         return self
 
     @property
@@ -292,6 +296,7 @@ _STAYS_SHARDED = {
     aten.empty_like.default,
     aten._to_copy.default,
     aten._pin_memory.default,
+    aten.where.self,  # `trunc_normal_` fills what it makes again.
 }
 
 
