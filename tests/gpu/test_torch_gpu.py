@@ -23,7 +23,7 @@ from qshard.torch_bridge import Linear, linear, quantize, update_delayed  # noqa
 from qshard.torch_bridge.gemm import Operand, matmul  # noqa: E402
 from qshard.torch_bridge.ops import call_into  # noqa: E402
 from support.awkward import KINDS, TAME, assert_bits_equal, awkward_values  # noqa: E402
-from support.formats import NAMED, RECIPES  # noqa: E402
+from support.formats import GATHERED, NAMED, RECIPES  # noqa: E402
 from support.fronts import TorchFront  # noqa: E402
 from support.torch_ranks import run  # noqa: E402
 
@@ -285,8 +285,21 @@ NCCL_CASES = {
         1,
     ),
     "wire": ("dist/test_torch_fsdp.py::test_what_travels_in_a_step", {"recipe": CurrentScaling()}, 2),
-    "unasked": ("dist/test_torch_fsdp.py::test_scales_follow_the_weights_unasked", {}, 1),
-    "stale": ("dist/test_torch_fsdp.py::test_a_write_without_update_scales_sends_nan", {"how": "one"}, 2),
+    "passes": ("dist/test_torch_fsdp.py::test_one_reduction_a_pass", {}, 1),
+    "writes": ("dist/test_torch_writes.py::test_writes_are_never_missed", {"recipe": MXFP8(), "tmp_path": None}, 1),
+    "old-graph": (
+        "dist/test_torch_writes.py::test_a_graph_older_than_a_step_computes_with_one_weight",
+        {"compiled": False},
+        1,
+    ),
+    "unlike": ("dist/test_torch_writes.py::test_ranks_that_differ_all_hear_of_it", {"how": "format"}, 2),
+    "primary": ("dist/test_torch_primary.py::test_losses_are_those_of_float32_shards", {"recipe": MXFP8()}, 1),
+    "primary-nvfp4": (
+        "dist/test_torch_primary.py::test_losses_are_those_of_float32_shards",
+        {"recipe": GATHERED["NVFP4"]},
+        1,
+    ),
+    "primary-memory": ("dist/test_torch_primary.py::test_memory", {}, 1),
     "compiled": (
         "dist/test_torch_fsdp.py::compiles_each_layer",
         {"recipe": CurrentScaling()},
