@@ -1,0 +1,228 @@
+"""A step of a 2.0 B model under FSDP2, for every recipe and kind of weight: time, memory, bytes that travel.
+
+The model is Llama-like: 8 layers of width 4096, FFN 14336, vocabulary 32000; 2 x 4096 tokens a GPU, AdamW. The linear
+layers of the blocks are quantized, the embedding and the head are not. Weights are gathered in bfloat16 otherwise, and
+gradients are reduced in it. Kinds: shards in float32, primary weights, and ZeroOptimizer with sharded weights. The
+baseline is nn.Linear under the same fully_shard, with torch's fused AdamW. All of it is eager.
+
+What a rank holds is counted from its tensors, in bytes for each element of the weights that are quantized, times the
+ranks: what a float32 shard is to one GPU is 4. Peak memory is PyTorch's, of a step after the first.
+
+    python benchmarks/bench_fsdp2.py [--layers 8] [--steps 6] [--recipes fp8,mxfp8] [--kinds shard,primary,zero]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import qshard.torch_bridge as qshard
+import rows
+from qshard.torch_bridge import ShardedWeight
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+import options
+
+WIDTH, FFN, VOCABULARY, HEADS, BATCH, CONTEXT = 4096, 14336, 32000, 32, 2, 4096
+KINDS = ("shard", "primary", "zero")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(WIDTH)
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+        self.ffn_norm = nn.RMSNorm(WIDTH)
+        self.gate, self.up = (nn.Linear(WIDTH, FFN, bias=False) for _ in range(2))
+        self.down = nn.Linear(FFN, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.attention_norm(x)
+        q, k, v = (layer(h).unflatten(-1, (HEADS, -1)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        x = x + self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2))
+        h = self.ffn_norm(x)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+class Model(nn.Module):
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(layers))
+        self.norm = nn.RMSNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens).to(torch.bfloat16)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def build(recipe: Any, kind: str, layers: int) -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = Model(layers)
+    for weight in model.parameters():
+        if weight.ndim == 2:
+            nn.init.normal_(weight, std=0.02)
+    if recipe is not None:
+        qshard.convert(model, recipe, filter=lambda _, name: "blocks" in name, primary=kind == "primary")
+    if kind == "zero":
+        for name, part in model.named_children():
+            part.to(torch.bfloat16) if name in ("norm", "head") else None
+        for block in model.blocks:
+            block.attention_norm.to(torch.bfloat16), block.ffn_norm.to(torch.bfloat16)
+        options = {"decoupled_weight_decay": True, "weight_decay": 0.01}
+        return model, qshard.ZeroOptimizer(model, lr=1e-4, shard_weights=True, units=[*model.blocks], **options)
+    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+    if recipe is None:
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    return model, qshard.AdamW(model.parameters(), lr=1e-4)
+
+
+class Wire(TorchDispatchMode):
+    """Counts the bytes that collectives give this rank, by what they are for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = {"gathered": 0, "reduced": 0, "amaxes": 0}
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(op)
+        if "_allgather_base_" in name:
+            self.bytes["gathered"] += args[0].nbytes
+        elif "_reduce_scatter_base_" in name or "alltoall_base_" in name:
+            self.bytes["reduced"] += args[1].nbytes
+        elif "c10d.allreduce_" in name:
+            self.bytes["amaxes"] += args[0][0].nbytes
+        return op(*args, **(kwargs or {}))
+
+
+def held(model: nn.Module, optimizer: Any) -> dict[str, float]:
+    """Bytes that this rank keeps between steps for each element of the weights of the blocks, times ranks."""
+    own = {"codes": 0, "high precision": 0, "states": 0}
+    if isinstance(optimizer, qshard.ZeroOptimizer):
+        flats = [flat for flat in optimizer._flats if any("blocks" in w.name for w in flat.weights)]
+        elements = sum(w.size for flat in flats for w in flat.weights)
+        own["codes"] = sum(flat.shard.nbytes for flat in flats)
+        own["high precision"] = sum(flat.masters.nbytes for flat in flats)
+        masters = {id(w.master) for flat in flats for w in flat.weights}
+        states = [s for p, s in optimizer.state.items() if id(p) in masters]
+    else:
+        weights = [p for name, p in model.named_parameters() if "blocks" in name and p.ndim == 2]
+        elements = sum(p.numel() for p in weights)
+        for p in weights:
+            local = p.to_local() if isinstance(p, DTensor) else p
+            primary = local.scale_state.primary if isinstance(local, ShardedWeight) else None
+            plain = local.shard if isinstance(local, ShardedWeight) else local
+            own["codes"] += 0 if primary is None else primary.codes.nbytes
+            own["high precision"] += plain.nbytes if primary is None else primary.master.nbytes
+        states = [optimizer.state[p] for p in weights]
+    for state in states:
+        tensors = [t.to_local() if isinstance(t, DTensor) else t for t in state.values()]
+        own["states"] += sum(t.nbytes for t in tensors if t.numel() > 1)
+    return {f"{name}, B": size * dist.get_world_size() / elements for name, size in own.items()}
+
+
+def measure(name: str, kind: str, layers: int, steps: int) -> dict[str, object]:
+    gc.collect()
+    torch.cuda.empty_cache()
+    recipe = options.RECIPES[name]
+    model, optimizer = build(recipe, kind, layers)
+    generator = torch.Generator(device="cuda").manual_seed(dist.get_rank())
+    tokens = torch.randint(VOCABULARY, (BATCH, CONTEXT + 1), device="cuda", generator=generator)
+
+    def step() -> Tensor:
+        logits = model(tokens[:, :-1])
+        loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if recipe is not None:
+            qshard.update_scales(model)
+        return loss
+
+    for _ in range(2):
+        step()
+    with Wire() as wire:
+        step()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    times = []
+    for _ in range(steps):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        dist.barrier()
+        begin.record()
+        loss = step()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end))
+    peak = torch.cuda.max_memory_allocated()
+    row: dict[str, object] = {
+        "recipe": name,
+        "kind": kind if recipe is not None else "nn.Linear",
+        "ranks": dist.get_world_size(),
+        "layers": layers,
+        "ms": f"{statistics.median(times):.1f}",
+        "peak_GiB": f"{peak / 2**30:.2f}",
+        **{f"{key}_MB": f"{size / 1e6:.1f}" for key, size in wire.bytes.items()},
+        **{key.replace(", B", "_B").replace(" ", "_"): f"{value:.2f}" for key, value in held(model, optimizer).items()},
+        "loss": f"{loss.item():.4f}",
+    }
+    if dist.get_rank() == 0:
+        print(row, flush=True)
+    return row
+
+
+def cases(arguments: argparse.Namespace) -> Iterator[tuple[str, str]]:
+    for name in arguments.recipes.split(","):
+        yield from ((name, kind) for kind in (arguments.kinds.split(",") if name != "bf16" else ["nn.Linear"]))
+
+
+def worker(rank: int, arguments: argparse.Namespace, store: str) -> None:
+    torch.cuda.set_device(rank)
+    device = torch.device("cuda", rank)
+    dist.init_process_group("nccl", f"file://{store}", world_size=arguments.ranks, rank=rank, device_id=device)
+    found = [measure(name, kind, arguments.layers, arguments.steps) for name, kind in cases(arguments)]
+    if rank == 0:
+        rows.write("fsdp2", torch.cuda.get_device_name(), found)
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--ranks", type=int, default=torch.cuda.device_count())
+    parser.add_argument("--recipes", default=",".join(options.RECIPES))
+    parser.add_argument("--kinds", default=",".join(KINDS))
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.exit(message="bench_fsdp2: no CUDA device, nothing to measure\n")
+    os.environ.setdefault("NCCL_DEBUG", "WARN")
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(worker, (arguments, f"{folder}/store"), nprocs=arguments.ranks)
+
+
+if __name__ == "__main__":
+    main()
