@@ -182,14 +182,14 @@ class Linear(nn.Linear):
         given: Any = input
         if not isinstance(given, Tensor):
             check_tensor("Linear", "input", given)
+        seed = delayed = dtype = None
         if torch.is_autocast_enabled(input.device.type):
-            input = input.to(torch.get_autocast_dtype(input.device.type))
-        seed = delayed = None
+            dtype = torch.get_autocast_dtype(input.device.type)
         if self.seed is not None:
             seed = _take_seed(self.seed, dist.get_rank() if dist.is_initialized() else 0)
         if "delayed" in self._modules:
             delayed = {role: cast(DelayedScale, self.delayed[role.value]) for role in ROLES}
-        return linear(input, self.weight, self.bias, self.recipe, seed=seed, delayed=delayed)
+        return linear(input, self.weight, self.bias, self.recipe, seed=seed, delayed=delayed, dtype=dtype)
 
     def extra_repr(self) -> str:
         roles = ", ".join(f"{role.value}={self.recipe.format(role)}" for role in Role)
