@@ -2,12 +2,18 @@
 
 **Shared.** Layers that are called one after the other with the same tensor, such as q, k and v, or gate and up, use the
 same codes: the first quantizes x, the others find what it has made, and autograd keeps it once. A thread remembers one
-x, by the object, its version, and all that codes depend on. It is forgotten when it dies, and when another comes.
+x, by the object, its version, and all that codes depend on. It is forgotten when it dies, when another comes, and when
+a layer comes that has had it: then it is another pass.
 
-A write to x in place, between two layers, bumps its version, so it is seen. What bumps no version is not seen: writes
-through `x.data`, through NumPy or DLPack, and by kernels that do not tell autograd. Write through x itself, or pass
-`x.clone()`. Under `torch.compile`, and while a CUDA graph is captured, nothing is remembered: compilers merge equal ops
-themselves, and a captured graph must not read what was made outside of it.
+A write to x in place, between two of the layers, bumps its version, so it is seen. What bumps no version is not seen:
+writes through `x.data`, through NumPy or DLPack, and by kernels that do not tell autograd. Write through x itself, or
+pass `x.clone()`. Between two passes any write counts.
+
+Under `torch.compile`, and while a CUDA graph is captured, nothing is remembered: compilers merge equal ops themselves,
+and a captured graph must not read what was made outside of it. Nor is what is rounded stochastically.
+
+Under delayed scaling the layers use the scale of the first, and each notes the amax in its own state. They see the same
+amaxes, so their scales are the same from the first update on; and each of them is a scale for this very x.
 
 **Had again.** Where autograd keeps x anyway, or what it is a product of, no codes are kept: the backward pass makes
 them of that, the same bits.
@@ -44,11 +50,15 @@ class _Made:
 
     def __init__(self, x: weakref.ref[Tensor], version: int, key: Any):
         self.x, self.version, self.key = x, version, key
+        self.layers: set[int] = set()
         self.planes: dict[Usage, Operand] = {}
         self.others: list[Tensor] = []
+        self.versions: list[int] = []
 
-    def is_of(self, x: Tensor, key: Any) -> bool:
-        return self.x() is x and self.version == x._version and bool(self.key == key)
+    def serves(self, x: Tensor, key: Any, layer: int) -> bool:
+        """Not so if the scale has been updated: codes are of the old one."""
+        is_same = self.x() is x and self.version == x._version and bool(self.key == key) and layer not in self.layers
+        return is_same and self.versions == [other._version for other in self.others]
 
 
 class _Slot:
@@ -66,13 +76,14 @@ class _Slot:
 _slots = threading.local()
 
 
-def planes_of(x: Tensor, usage: Usage, key: Any, make: Callable[[Usage], Planes]) -> Planes:
+def planes_of(x: Tensor, usage: Usage, key: Any, layer: int, make: Callable[[Usage], Planes]) -> Planes:
     """What `make(usage)` gives, of which those planes that were made of this x before are not made again.
 
     Args:
       x: any tensor.
       usage: the planes that are needed.
       key: all that they depend on, besides x: what is equal makes equal planes.
+      layer: which one asks. One that asks again gets planes that are made anew.
       make: makes some of them.
     """
     if not _is_remembered(x):
@@ -80,19 +91,21 @@ def planes_of(x: Tensor, usage: Usage, key: Any, make: Callable[[Usage], Planes]
     slot: _Slot = _slots.__dict__.setdefault("slot", _Slot())
     key = (key, *_surroundings(x))
     made = slot.made
-    if made is None or not made.is_of(x, key):
+    if made is None or not made.serves(x, key, layer):
         slot.made = None  # Frees it before there is more.
         made = _Made(weakref.ref(x, slot.forget), x._version, key)
     missing = [one for one in usage.planes if one not in made.planes]
     if missing:
         planes, made.others = make(missing[0] if len(missing) == 1 else usage)
         made.planes |= planes
+        made.versions = [other._version for other in made.others]
         slot.made = made
+    made.layers.add(layer)
     return {one: made.planes[one] for one in usage.planes}, made.others
 
 
 def _is_remembered(x: Tensor) -> bool:
-    """Not so of tensors without a version, of those that stand for others, and in a CUDA graph."""
+    """Tensors without a version are not, nor are those that stand for others."""
     if torch.compiler.is_compiling() or type(x) not in (Tensor, torch.nn.Parameter) or x.is_inference():
         return False
     return not (x.is_cuda and torch.cuda.is_current_stream_capturing())

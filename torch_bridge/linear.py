@@ -15,7 +15,7 @@ from qshard.names import seed_missing, shown
 from qshard.pipeline import Draws, Plane
 from qshard.recipes import ROLE_SEEDS, Recipe, RecipeLike, Role, as_recipe, check_weight_format
 from qshard.torch_bridge import activations
-from qshard.torch_bridge.arguments import check_contiguous, check_tensor
+from qshard.torch_bridge.arguments import check_contiguous, check_dtype, check_tensor
 from qshard.torch_bridge.constants import as_constant
 from qshard.torch_bridge.delayed import DelayedScale
 from qshard.torch_bridge.fsdp.weight import ShardedWeight
@@ -62,9 +62,14 @@ def linear(
       seed: an int, or int32 `[2]`, low word first, for formats that round stochastically: another one for each call.
       delayed: the state of each tensor under `DelayedScaling`. Its scales are used, and amaxes noted: those of x and
         weight now, that of the gradient in the backward pass.
+      dtype: x is rounded to it first, and y has it; by default that of x.
 
     Returns:
-      `[..., N]`, in the dtype of x. Gradients have the dtypes of what they are gradients of.
+      `[..., N]`. Gradients have the dtypes of what they are gradients of.
+
+    Layers that are called with the same x, such as q, k and v, quantize it once. What is kept for the backward pass are
+    codes of x, unless autograd keeps x or what it is a product of anyway: `activations.py` has the rules. A parameter
+    is kept as it is, so it must not be written in place before the backward pass, as that of `nn.Linear`.
 
     Raises:
       TypeError: an operand is not a plain tensor of such a dtype, or another argument is not of its type.
@@ -85,6 +90,8 @@ def linear(
     """
     recipe = as_recipe(recipe, "linear")
     _check_operands(x, weight, bias, recipe)
+    if dtype is not None:
+        check_dtype("linear", "dtype", dtype)
     if not recipe.stochastic:
         seed = None
     elif seed is None:
@@ -126,18 +133,20 @@ def _product(
         planes, amaxes = _planes(_matrix(x, dtype), recipe, usage, Role.ACTIVATION, seed, given)
         return planes, [*amaxes, *given[_X_SCALES]]
 
-    xs, others = make(x_usage) if stochastic else activations.planes_of(x, x_usage, _key(recipe, dtype), make)
+    if stochastic:
+        xs, others = make(x_usage)
+    else:
+        xs, others = activations.planes_of(x, x_usage, _key(recipe, dtype), id(weight), make)
     if delayed is not None:
-        # Layers that share x use the scale of the first. Each notes the amax, and so each comes to that scale.
-        amax, *given[_X_SCALES] = others
+        amax, *given[_X_SCALES] = others  # The scale may be that of another layer.
         delayed[Role.ACTIVATION].observe(amax)
 
     w_format, w_again = recipe.weight, False
     if isinstance(weight, QuantizedTensor):  # Gathered by FSDP2, for example. The hook before it has noted its amax.
         w_format, ws = weight.format, _planes_of(weight, need_x)
     else:
-        # What is no leaf may be there for this product alone, and has more bytes than its codes.
-        w_again = need_x and eager and weight.is_leaf
+        # What is no parameter may be there for this product alone, and has more bytes than its codes.
+        w_again = need_x and eager and isinstance(weight, torch.nn.Parameter)
         w_usage = Usage.BOTH if need_x and not w_again else Usage.ROWWISE
         ws, amaxes = _planes(_values(weight), recipe, w_usage, Role.WEIGHT, seed, given)
         if delayed is not None:
