@@ -155,7 +155,8 @@ def _product(
     if not (need_x or need_w):
         return matmul(x_row, w_row, dtype, fast=True).view(*x.shape[:-1], weight.shape[0])
     of_x: Sequence[Tensor | None] = source or (xs[Usage.COLUMNWISE].parts if need_w else ())
-    of_w, kept_usage = (), None
+    of_w: Sequence[Tensor | None] = ()
+    kept_usage = None
     if w_again:
         # The version of a wrapper does not count what is written to the tensor inside.
         of_w = (weight.shard,) if isinstance(weight, ShardedWeight) else ()
@@ -164,7 +165,7 @@ def _product(
         kept = ws.get(Usage.COLUMNWISE, w_row)
         of_w, kept_usage = kept.parts, kept.usage
     # Dynamo takes no tensor twice, and what is kept as codes has its scale.
-    scales: Sequence[Tensor | None] = given if eager else [None] * min(4, len(given)) + given[4:]
+    scales = [scale if eager or i >= _X_SCALES.stop else None for i, scale in enumerate(given)]
     how = _How(recipe, dtype, bool(source), w_again, w_format, kept_usage, len(given), len(of_x))
     y = _Gradients.apply(x, weight, how, seed, *scales, *of_x, *of_w)
     made: Tensor = _Product.apply(y, dtype, x_row.format, w_row.format, *x_row.parts, *w_row.parts)
@@ -287,7 +288,7 @@ class _Gradients(torch.autograd.Function):
         return grad_x, grad_w, None, None, *(None for _ in range(how.given + count - how.w_again))
 
 
-def _x_of(how: _How, kept: list[Tensor | None], seed: Tensor | None, ctx: Any) -> Operand:
+def _x_of(how: _How, kept: list[Any], seed: Tensor | None, ctx: Any) -> Operand:
     """x, columnwise, from what is kept of it, which leaves the list."""
     parts = tuple(kept)
     kept.clear()
@@ -297,7 +298,7 @@ def _x_of(how: _How, kept: list[Tensor | None], seed: Tensor | None, ctx: Any) -
     return _planes(x, how.recipe, Usage.COLUMNWISE, Role.ACTIVATION, seed, ctx.given)[0][Usage.COLUMNWISE]
 
 
-def _w_of(how: _How, kept: list[Tensor | None], seed: Tensor | None, ctx: Any) -> Operand:
+def _w_of(how: _How, kept: list[Any], seed: Tensor | None, ctx: Any) -> Operand:
     """The weight, columnwise, likewise."""
     parts = tuple(kept)
     kept.clear()
