@@ -74,9 +74,9 @@ def test_only_what_is_asked_for_is_made(grad_x, grad_w):
 
 @pytest.mark.parametrize("grad_x", [False, True])
 def test_what_is_kept_for_backward_is_codes_of_x(grad_x):
-    """And the weight, which is there anyway, if x has a gradient."""
+    """And the parameter, which is there anyway, if x has a gradient."""
     kept = []
-    x, w = torch.randn(64, 32, requires_grad=grad_x), torch.randn(48, 32, requires_grad=True)
+    x, w = torch.randn(64, 32, requires_grad=grad_x), nn.Parameter(torch.randn(48, 32))
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         linear(x, w, None, RECIPE)
     memory = {t.untyped_storage().data_ptr() for t in kept} - {w.untyped_storage().data_ptr()}
