@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from qshard.formats import FLOATS
 from qshard.names import shown
 from qshard.recipes import Recipe, RecipeLike, Role, as_recipe
 from qshard.torch_bridge.arguments import check_dtype, check_tensor
@@ -16,6 +17,7 @@ from qshard.torch_bridge.dtensor import local_of
 from qshard.torch_bridge.fsdp.scales import ScaleState
 from qshard.torch_bridge.fsdp.weight import ShardedWeight, plain, wrap
 from qshard.torch_bridge.linear import ROLES, check_shape, linear
+from qshard.torch_bridge.ops import dtype_name
 
 
 @torch.library.custom_op("qshard::take_seed", mutates_args=("seed",))
@@ -182,14 +184,16 @@ class Linear(nn.Linear):
         given: Any = input
         if not isinstance(given, Tensor):
             check_tensor("Linear", "input", given)
+        seed = delayed = dtype = None
         if torch.is_autocast_enabled(input.device.type):
-            input = input.to(torch.get_autocast_dtype(input.device.type))
-        seed = delayed = None
+            dtype = torch.get_autocast_dtype(input.device.type)  # Given on, so that layers which share x round it once.
+            if dtype_name(input.dtype) not in FLOATS:
+                input = input.to(dtype)
         if self.seed is not None:
             seed = _take_seed(self.seed, dist.get_rank() if dist.is_initialized() else 0)
         if "delayed" in self._modules:
             delayed = {role: cast(DelayedScale, self.delayed[role.value]) for role in ROLES}
-        return linear(input, self.weight, self.bias, self.recipe, seed=seed, delayed=delayed)
+        return linear(input, self.weight, self.bias, self.recipe, seed=seed, delayed=delayed, dtype=dtype)
 
     def extra_repr(self) -> str:
         roles = ", ".join(f"{role.value}={self.recipe.format(role)}" for role in Role)
