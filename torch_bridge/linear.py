@@ -13,7 +13,7 @@ from qshard.formats import Format, Usage
 from qshard.layout import plane, source, whole_units
 from qshard.names import seed_missing, shown
 from qshard.pipeline import Draws, Plane
-from qshard.recipes import ROLE_SEEDS, Recipe, RecipeLike, Role, as_recipe, check_weight_format
+from qshard.recipes import ROLE_SEEDS, DelayedScaling, Recipe, RecipeLike, Role, as_recipe, check_weight_format
 from qshard.torch_bridge.arguments import check_contiguous, check_tensor
 from qshard.torch_bridge.delayed import DelayedScale
 from qshard.torch_bridge.fsdp.weight import ShardedWeight
@@ -97,8 +97,7 @@ def linear(
         for role in ROLES:
             if role not in delayed:
                 raise ValueError(f"linear: delayed has no state for {role}; pass a DelayedScale for each role")
-        given = [t for role in ROLES for t in (delayed[role].scale, delayed[role].scale_inv)]
-        given += [delayed[Role.GRADIENT].amax]
+        given = [*(delayed[role].scale for role in ROLES), delayed[Role.GRADIENT].amax]
     y, *amaxes = _Linear.apply(x, weight, recipe, seed, *given)
     if delayed is not None:
         # The amax of a gathered weight is not among them: the hook before the gather has noted it.
@@ -165,7 +164,7 @@ class _Linear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, recipe: Recipe, seed: Tensor | None, *given: Tensor
     ) -> tuple[Tensor, ...]:
-        """`given`: of delayed scaling, scale and scale_inv of each role and the amax of the gradient; else nothing.
+        """`given`: of delayed scaling, the scale of each role and the amax of the gradient; else nothing.
 
         Returns y and what amaxes there are, of x and of the weight. (Dynamo of torch 2.11 takes no None among results.)
         """
@@ -240,8 +239,8 @@ def _planes(
     """
     fmt, amaxes = recipe.format(role), []
     if given:
-        at = 2 * ROLES.index(role)
-        planes, amax = pipeline.quantize_delayed(ops, x, fmt, usage, given[at], given[at + 1])
+        margin = cast(DelayedScaling, recipe).margin
+        planes, amax = pipeline.quantize_delayed(ops, x, fmt, usage, given[ROLES.index(role)], margin)
         amaxes = [amax]
     else:
         planes = _quantized(x, recipe, usage, role, seed)
