@@ -268,7 +268,7 @@ def test_moving_a_model(recipe):
     assert meta[0].weight.is_meta
     empty = meta.to_empty(device="cpu")
     assert isinstance(empty[0].weight, ShardedWeight)
-    assert all(state.scale == 1 and not state.amax_history.any() for state in states(empty))
+    assert all(state.scale == 0 and not state.amax_history.any() for state in states(empty))
     empty[0].reset_parameters()
     assert empty[0].weight.shard.isfinite().all()
 
