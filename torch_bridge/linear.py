@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from qshard.formats import Format, Usage
 from qshard.layout import plane, source, whole_units
 from qshard.names import seed_missing, shown
 from qshard.pipeline import Draws, Plane
-from qshard.recipes import ROLE_SEEDS, Recipe, RecipeLike, Role, as_recipe, check_weight_format
+from qshard.recipes import ROLE_SEEDS, DelayedScaling, Recipe, RecipeLike, Role, as_recipe, check_weight_format
 from qshard.torch_bridge import activations
 from qshard.torch_bridge.arguments import check_contiguous, check_dtype, check_tensor
 from qshard.torch_bridge.constants import as_constant
@@ -29,7 +29,7 @@ aten = torch.ops.aten
 
 # Dynamo of torch 2.11 cannot iterate over an enum, on Python 3.12.
 ROLES = tuple(Role)
-_X_SCALES = slice(2 * ROLES.index(Role.ACTIVATION), 2 * ROLES.index(Role.ACTIVATION) + 2)
+_X_SCALES = slice(ROLES.index(Role.ACTIVATION), ROLES.index(Role.ACTIVATION) + 1)
 OPERANDS = {Role.WEIGHT: "weight", Role.ACTIVATION: "x", Role.GRADIENT: "the gradient of y"}
 """What users of `linear` call them."""
 
@@ -108,8 +108,7 @@ def linear(
         for role in ROLES:
             if role not in delayed:
                 raise ValueError(f"linear: delayed has no state for {role}; pass a DelayedScale for each role")
-        given = [t for role in ROLES for t in (delayed[role].scale, delayed[role].scale_inv)]
-        given += [delayed[Role.GRADIENT].amax]
+        given = [*(delayed[role].scale for role in ROLES), delayed[Role.GRADIENT].amax]
     y = _product(x, weight, recipe, seed, given, delayed, x.dtype if dtype is None else dtype)
     return y if bias is None else y + bias.to(y.dtype)
 
@@ -258,7 +257,7 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, how: _How, seed: Tensor | None, *tensors: Tensor | None) -> Tensor:
-        """`tensors`: of delayed scaling, scale and scale_inv of each role and the amax of the gradient, else none;
+        """`tensors`: of delayed scaling, the scale of each role and the amax of the gradient, else none;
         then those of x, then those of the weight. Returns y without memory.
         """
         given, kept = tensors[: how.given], tensors[how.given :]
@@ -362,8 +361,8 @@ def _planes(
     """
     fmt, amaxes = recipe.format(role), []
     if given:
-        at = 2 * ROLES.index(role)
-        planes, amax = pipeline.quantize_delayed(ops, x, fmt, usage, given[at], given[at + 1])
+        margin = cast(DelayedScaling, recipe).margin
+        planes, amax = pipeline.quantize_delayed(ops, x, fmt, usage, given[ROLES.index(role)], margin)
         amaxes = [amax]
     else:
         planes = _quantized(x, recipe, usage, role, seed)

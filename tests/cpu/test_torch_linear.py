@@ -212,7 +212,7 @@ def test_checkpoints_hold_plain_tensors_and_load_anywhere(recipe):
             assert isinstance(made[0].weight, ShardedWeight)
             assert isinstance(made[0].weight, nn.Parameter)
             assert torch.equal(made[0].weight.shard, module[0].weight.shard)
-            assert all(state.scale == 1 for state in states(made)) or (source is saved and recipe.stateful)
+            assert all(state.scale == 0 for state in states(made)) or (source is saved and recipe.stateful)
 
 
 @every_recipe
@@ -270,7 +270,7 @@ def test_moving_a_model(recipe):
     assert meta[0].weight.is_meta
     empty = meta.to_empty(device="cpu")
     assert isinstance(empty[0].weight, ShardedWeight)
-    assert all(state.scale == 1 and not state.amax_history.any() for state in states(empty))
+    assert all(state.scale == 0 and not state.amax_history.any() for state in states(empty))
     empty[0].reset_parameters()
     assert empty[0].weight.shard.isfinite().all()
 

@@ -217,9 +217,9 @@ class ShardedWeight(Tensor):
         if delayed is None:
             plan.cast(shard, scales.scale, room)
             return
-        amax = torch.empty((), dtype=torch.float32, device=shard.device)
-        codes = plan.padded_in(room)[: shard.shape[0]]
-        pipeline.quantize_delayed(into(codes, amax), shard, plan.fmt, Usage.ROWWISE, *scales[:2])
+        amax, scale_inv = (torch.empty((), dtype=torch.float32, device=shard.device) for _ in range(2))
+        made = into(plan.padded_in(room)[: shard.shape[0]], amax, scale_inv)
+        pipeline.quantize_delayed(made, shard, plan.fmt, Usage.ROWWISE, scales.scale, delayed.margin)
         delayed.observe(amax)
 
     def fsdp_post_all_gather(

@@ -38,6 +38,7 @@ from qshard.torch_bridge.delayed import update_delayed
 from qshard.torch_bridge.fsdp.weight import memory_of
 from qshard.torch_bridge.optim.adam import SCALED, Adam
 from qshard.torch_bridge.optim.master import CastPlan, Parity, cast_master
+from qshard.torch_bridge.quantize import max_over_ranks
 from qshard.torch_bridge.zero.flat import ALIGNMENT, BLOCK_ALIGNMENT, Flat, Ranks, Weight
 from qshard.torch_bridge.zero.units import by_setting, units_of, weights_of
 
@@ -318,6 +319,10 @@ class _Cast:
         """One all-reduce, if scales are made."""
         if self.delayed:
             scales = [Scales(state.scale, state.scale_inv) for state in self.delayed]
+            known = [state.knows_scale() for state in self.delayed]
+            if not all(known):
+                whole = max_over_ranks(torch.stack(self._amaxes()), group).unbind()
+                scales = [Scales(*state.scales_under(a)) for state, a in zip(self.delayed, whole, strict=True)]
             self._plan.cast(self._pieces, self._masters, self._starts, scales)
         elif self._pieces:
             cast_master(self._pieces, self._masters, self._starts, group, parity=self._parity, plan=self._plan)
@@ -325,6 +330,8 @@ class _Cast:
     def observe(self) -> None:
         """Notes the amaxes of the slices; `update_delayed` makes those of whole weights of them."""
         if self.delayed:
-            amaxes = self._plan.amaxes(self._masters, self._starts)
-            for state, amax in zip(self.delayed, amaxes, strict=True):
+            for state, amax in zip(self.delayed, self._amaxes(), strict=True):
                 state.observe(amax)
+
+    def _amaxes(self) -> list[Tensor]:
+        return [amax.view(()) for amax in self._plan.amaxes(self._masters, self._starts)]
