@@ -61,7 +61,7 @@ def gathered_weight(
       NotImplementedError: it is cut in another way.
       ValueError: `reduce_op` is not one of these.
 
-    Collective: an all-reduce of amaxes, 4 bytes a scale, and an all-gather of codes, one byte an element or half a byte.
+    Collective: an all-reduce of amaxes, 4 bytes a scale, and an all-gather of codes, 1 or 1/2 byte an element.
     Under `DelayedScaling` scales are those of earlier steps, and the amax of the shard is noted.
     """
     local = local_of(weight)
@@ -88,7 +88,7 @@ def is_converted(weight: Any) -> bool:
 
 
 @torch.compiler.assume_constant_result
-def warn_if_gathered_high(weight: Tensor) -> None:
+def say_that_it_was_gathered(weight: Tensor) -> None:
     """Says that a weight of a `Linear` was gathered before it was quantized.
 
     The values are right, so it is not an error. Compiled programs run it once, as they are traced.
