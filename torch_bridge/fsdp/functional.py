@@ -1,7 +1,7 @@
 """Sharded weights that are gathered as codes by functional collectives, without the hooks of FSDP2.
 
 For programs that shard parameters as DTensors and gather them in a parametrization, in the manner of SimpleFSDP, and
-for what looks at sharded weights outside of a forward. Compilers see each collective, so they may move and join them.
+for what looks at sharded weights outside of a forward.
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ from qshard.names import as_format, shown
 from qshard.pipeline import Plane
 from qshard.torch_bridge.arguments import check_dtype
 from qshard.torch_bridge.dtensor import local_of
-from qshard.torch_bridge.fsdp.weight import ShardedWeight
+from qshard.torch_bridge.fsdp.weight import ShardedWeight, memory_of
 from qshard.torch_bridge.ops import dtype_name, ops
 from qshard.torch_bridge.slice_ops import SliceOps
 from qshard.torch_bridge.tensor import QuantizedTensor
 from qshard.torch_bridge.words import words
 
 
+# Dynamo of torch 2.13 cannot make a format a constant of a graph, unless it came with an input of the graph.
+@torch.compiler.disable
 def gathered_weight(
     weight: Tensor,
     *,
@@ -62,7 +64,8 @@ def gathered_weight(
       ValueError: `reduce_op` is not one of these.
 
     Collective: an all-reduce of amaxes, 4 bytes a scale, and an all-gather of codes, 1 or 1/2 byte an element.
-    Under `DelayedScaling` scales are those of earlier steps, and the amax of the shard is noted.
+    Under `DelayedScaling` scales are those of earlier steps, and the amax of the shard is noted. Under `torch.compile`
+    it runs between graphs, so not with `fullgraph=True`.
     """
     local = local_of(weight)
     if not isinstance(local, ShardedWeight) or not isinstance(weight, DTensor):
@@ -75,7 +78,12 @@ def gathered_weight(
             check_dtype("gathered_weight", name, dtype)
     if reduce_op not in ("sum", "avg"):
         raise ValueError(f"gathered_weight: reduce_op ({shown(reduce_op)}) is not 'sum' or 'avg'; pass one of them")
-    cut = _cut_of(weight, local.scale_state.fmt, local.scale_state.name)
+    cut = cut_of(weight)
+    if cut is None:
+        raise NotImplementedError(
+            f"gathered_weight: {local.scale_state.name} {tuple(weight.shape)} (placements {weight.placements}) is not "
+            "cut by rows over one axis of its mesh; cut it so, and replicate it over the others"
+        )
     dtype = weight.dtype if param_dtype is None else param_dtype
     # The gradient of a shard is that of the whole DTensor, cut as it is.
     shard = weight.to_local(grad_placements=weight.placements)
@@ -102,7 +110,7 @@ def say_that_it_was_gathered(weight: Tensor) -> None:
     )
 
 
-class _Cut(NamedTuple):
+class Cut(NamedTuple):
     """How a weight is cut, and which rows are those of this rank."""
 
     fmt: Format
@@ -137,31 +145,30 @@ def _wait(x: Tensor) -> Tensor:
     return done
 
 
-def _cut_of(weight: DTensor, fmt: Format, name: str) -> _Cut:
+def cut_of(weight: DTensor) -> Cut | None:
+    """How it is cut; None if not by rows over one axis of its mesh."""
     mesh, placements = weight.device_mesh, weight.placements
     dims = [i for i, placement in enumerate(placements) if not isinstance(placement, Replicate)]
     if len(dims) > 1 or any(type(placements[i]) is not Shard or placements[i].dim for i in dims):
-        raise NotImplementedError(
-            f"gathered_weight: {name} {tuple(weight.shape)} (placements {placements}) is not cut by rows over one axis "
-            "of its mesh; cut it so, and replicate it over the others"
-        )
+        return None
     groups = [_Group(mesh.get_group(i).group_name, mesh.size(i)) for i in range(mesh.ndim)]
     group = groups[dims[0]] if dims else _Group("", 1)
     rows, columns = weight.shape
     longest = -(-rows // group.size)
     first = min(rows, longest * mesh.get_local_rank(dims[0])) if dims else 0
     replicas = tuple(each for i, each in enumerate(groups) if i not in dims)
-    return _Cut(fmt, (rows, columns), first * columns, longest, group, replicas)
+    fmt = local_of(weight).scale_state.fmt  # type: ignore[attr-defined]
+    return Cut(fmt, (rows, columns), first * columns, longest, group, replicas)
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, shard: Tensor, local: ShardedWeight, cut: _Cut, dtype: torch.dtype, reduce_dtype: Any, reduce_op: str
+        ctx: Any, shard: Tensor, local: ShardedWeight, cut: Cut, dtype: torch.dtype, reduce_dtype: Any, reduce_op: str
     ) -> QuantizedTensor:
         ctx.cut, ctx.reduce_dtype, ctx.reduce_op = cut, reduce_dtype, reduce_op
         ctx.shard_shape, ctx.dtype = shard.shape, shard.dtype
-        return _gathered(local, cut, dtype, observe=True)
+        return gathered(local, cut, dtype, observe=True)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
@@ -177,8 +184,9 @@ class _Gather(torch.autograd.Function):
 
 
 @torch.no_grad()
-def _gathered(local: ShardedWeight, cut: _Cut, dtype: torch.dtype, *, observe: bool) -> QuantizedTensor:
-    state, shard = local.scale_state, local.shard.detach()
+def gathered(local: ShardedWeight, cut: Cut, dtype: torch.dtype, *, observe: bool) -> QuantizedTensor:
+    """The whole weight, which stands for `dtype`. Collective. `observe`: whether delayed scaling notes its amax."""
+    state, shard = local.scale_state, memory_of(local)
     if state.delayed is not None:
         scale_inv, global_scale_inv = state.delayed.scale_inv.clone(), None  # The next update writes to it.
         planes, amax = pipeline.quantize_delayed(
