@@ -87,7 +87,8 @@ def gathered_weight(
     dtype = weight.dtype if param_dtype is None else param_dtype
     # The gradient of a shard is that of the whole DTensor, cut as it is.
     shard = weight.to_local(grad_placements=weight.placements)
-    return _Gather.apply(shard, local, cut, dtype, reduce_dtype or dtype, reduce_op)
+    made: QuantizedTensor = _Gather.apply(shard, local, cut, dtype, reduce_dtype or dtype, reduce_op)
+    return made
 
 
 def is_converted(weight: Any) -> bool:
@@ -149,7 +150,7 @@ def cut_of(weight: DTensor) -> Cut | None:
     """How it is cut; None if not by rows over one axis of its mesh."""
     mesh, placements = weight.device_mesh, weight.placements
     dims = [i for i, placement in enumerate(placements) if not isinstance(placement, Replicate)]
-    if len(dims) > 1 or any(type(placements[i]) is not Shard or placements[i].dim for i in dims):
+    if len(dims) > 1 or any(placements[i] != Shard(0) for i in dims):
         return None
     groups = [_Group(mesh.get_group(i).group_name, mesh.size(i)) for i in range(mesh.ndim)]
     group = groups[dims[0]] if dims else _Group("", 1)
@@ -163,7 +164,7 @@ def cut_of(weight: DTensor) -> Cut | None:
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, shard: Tensor, local: ShardedWeight, cut: Cut, dtype: torch.dtype, reduce_dtype: Any, reduce_op: str
     ) -> QuantizedTensor:
         ctx.cut, ctx.reduce_dtype, ctx.reduce_op = cut, reduce_dtype, reduce_op
@@ -171,7 +172,7 @@ class _Gather(torch.autograd.Function):
         return gathered(local, cut, dtype, observe=True)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         cut = ctx.cut
         missing = cut.longest * cut.group.size - cut.shape[0]
         made = torch.nn.functional.pad(grad.to(ctx.reduce_dtype), (0, 0, 0, missing)).contiguous()

@@ -34,13 +34,14 @@ class AsItIs:
             a tensor of the same name, so of the same dtype.
         """
         if isinstance(parameter, DTensor) and self.tensor.ndim and not isinstance(self.tensor, DTensor):
-            dtype = dtype_name(self.tensor.dtype)
+            given = dtype_name(self.tensor.dtype)
             raise ValueError(
-                f"{op}: state {name} ({dtype}) is of all of parameter {tuple(parameter.shape)}, which is sharded; load "
-                f"it with set_optimizer_state_dict into an optimizer whose {name} is {dtype}"
+                f"{op}: state {name} ({given}) is of all of parameter {tuple(parameter.shape)}, which is sharded; load "
+                f"it with set_optimizer_state_dict into an optimizer whose {name} is {given}"
             )
         dtype = torch.float32 if name == "step" else self.tensor.dtype
-        return self.tensor.to(device=parameter.device, dtype=dtype)
+        there: Tensor = self.tensor.to(device=parameter.device, dtype=dtype)
+        return there
 
 
 def to_plain(state_dict: dict[str, Any], groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
