@@ -14,6 +14,7 @@ from qshard.recipes import Recipe, RecipeLike, Role, as_recipe
 from qshard.torch_bridge.arguments import check_dtype, check_tensor
 from qshard.torch_bridge.delayed import DelayedScale
 from qshard.torch_bridge.dtensor import local_of
+from qshard.torch_bridge.fsdp.functional import is_converted, say_that_it_was_gathered
 from qshard.torch_bridge.fsdp.scales import ScaleState
 from qshard.torch_bridge.fsdp.weight import ShardedWeight, plain, wrap
 from qshard.torch_bridge.linear import ROLES, check_shape, linear
@@ -193,7 +194,10 @@ class Linear(nn.Linear):
             seed = _take_seed(self.seed, dist.get_rank() if dist.is_initialized() else 0)
         if "delayed" in self._modules:
             delayed = {role: cast(DelayedScale, self.delayed[role.value]) for role in ROLES}
-        return linear(input, self.weight, self.bias, self.recipe, seed=seed, delayed=delayed, dtype=dtype)
+        weight: Tensor = self.weight  # It may be a property, as of a parametrization that gathers.
+        if type(weight) is Tensor and is_converted(self._parameters.get("weight")):
+            say_that_it_was_gathered(weight)
+        return linear(input, weight, self.bias, self.recipe, seed=seed, delayed=delayed, dtype=dtype)
 
     def extra_repr(self) -> str:
         roles = ", ".join(f"{role.value}={self.recipe.format(role)}" for role in Role)

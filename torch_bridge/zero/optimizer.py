@@ -36,8 +36,9 @@ from qshard.pipeline import Scales
 from qshard.torch_bridge.arguments import check_group, check_model
 from qshard.torch_bridge.delayed import update_delayed
 from qshard.torch_bridge.fsdp.weight import memory_of
-from qshard.torch_bridge.optim.adam import SCALED, Adam
+from qshard.torch_bridge.optim.adam import Adam
 from qshard.torch_bridge.optim.master import CastPlan, Parity, cast_master
+from qshard.torch_bridge.optim.state import SCALED
 from qshard.torch_bridge.quantize import max_over_ranks
 from qshard.torch_bridge.zero.flat import ALIGNMENT, BLOCK_ALIGNMENT, Flat, Ranks, Weight
 from qshard.torch_bridge.zero.units import by_setting, units_of, weights_of
