@@ -7,16 +7,26 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.utils.weak import WeakIdKeyDictionary
 
 from qshard.recipes import Role
 from qshard.torch_bridge.arguments import check_contiguous, check_dtype
 from qshard.torch_bridge.fsdp.weight import ShardedWeight
 from qshard.torch_bridge.nn import Linear
+from qshard.torch_bridge.tensor import QuantizedTensor
 from qshard.torch_bridge.zero.flat import Weight
+
+TAKEN: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""Parameters that a ZeroOptimizer trains. Their hooks keep it alive."""
 
 
 def weights_of(model: nn.Module) -> list[Weight]:
     """The parameters to train, each once, in the order of the model."""
+    if isinstance(model, DistributedDataParallel | DataParallel):
+        raise ValueError(
+            f"ZeroOptimizer: model ({type(model).__name__}) sums gradients itself; pass its .module, and call that"
+        )
     found: dict[int, Weight] = {}
     for prefix, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -27,6 +37,10 @@ def weights_of(model: nn.Module) -> list[Weight]:
             weight.owners.append((module, name))
     for weight in found.values():
         parameter, what = weight.parameter, f"ZeroOptimizer: {weight.name} {weight.shape}"
+        if parameter in TAKEN:
+            raise ValueError(f"{what} is trained by another ZeroOptimizer; make one for a model, or another model")
+        if isinstance(parameter, QuantizedTensor):
+            raise ValueError(f"{what} (QuantizedTensor) has no float32 values; make the model anew and load them")
         if isinstance(parameter, DTensor):
             raise ValueError(f"{what} (DTensor) is not a plain tensor; give a model that is not sharded yet")
         if parameter.is_meta:
