@@ -44,7 +44,7 @@ class AsItIs:
 
 
 def to_plain(state_dict: dict[str, Any], groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """A state dict of the parameter groups `groups`, with dtypes by their names, and as bytes what few libraries take."""
+    """A state dict of the parameter groups `groups`, with dtypes by name, and as bytes what gloo does not take."""
     states = {
         key: {name: _as_bytes(value) for name, value in state.items()} for key, state in state_dict["state"].items()
     }
