@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.multiprocessing
 from torch import nn
-from torch.utils import _pytree as pytree
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils import _pytree as pytree
 
 from qshard.formats import FP8_E4M3, NVFP4, NVFP4_16x16
 from qshard.recipes import NVFP4 as NVFP4Recipe

@@ -123,7 +123,8 @@ def check_shown(model: nn.Module, flats: list[Flat]) -> None:
     for flat in flats:
         for weight in flat.weights:
             shown = weight.shown
-            if any(module._parameters.get(name) not in (shown, weight.parameter) for module, name in weight.owners):
+            there = {id(module._parameters.get(name)) for module, name in weight.owners}
+            if not there <= {id(shown), id(weight.parameter)}:
                 raise _changed(weight.name, "was replaced", "change models before you make their optimizer")
             if not shown.requires_grad:
                 raise _changed(

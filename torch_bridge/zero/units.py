@@ -72,7 +72,10 @@ def units_of(
     """Modules, and the weights that each gathers, in the order of the model."""
     modules = list(model.modules())
     if units is None:
-        asked = {id(module) for weight in weights for module, _ in weight.owners}
+        # A compiled module stands for the one in it, so that hooks are outside of what is compiled.
+        compiled = {id(m._modules["_orig_mod"]): m for m in modules if "_orig_mod" in m._modules}
+        owners = (module for weight in weights for module, _ in weight.owners)
+        asked = {id(compiled.get(id(module), module)) for module in owners}
     else:
         asked = {id(module) for module in (*units, model)}
         if strays := [type(unit).__name__ for unit in units if not any(unit is module for module in modules)]:
