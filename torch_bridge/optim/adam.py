@@ -56,9 +56,9 @@ class Adam(Optimizer):
 
     State of a parameter: `step` (float32, on its device), `exp_avg`, `exp_avg_sq`, of which those with scales have
     `exp_avg_scale_inv`, `exp_avg_sq_scale_inv`; and `master` or `remainder`. Of a DTensor, all but `step` are DTensors.
-    A state dict loads bit for bit, with any number of ranks. It has plain values alone: dtypes by name, and what is
-    in FP8 or int16, which gloo does not take, as bytes in a dict under the name of its dtype. One of torch's Adam or AdamW loads too, and theirs
-    take ours where states are float32 and there are no masters.
+    A state dict loads bit for bit, with any number of ranks. It has plain values alone: dtypes by name, and what is in
+    FP8 or int16, which gloo does not take, as bytes in a dict under the name of its dtype. One of torch's Adam or AdamW
+    loads too, and theirs take ours where states are float32 and there are no masters.
 
     Raises:
       ValueError, TypeError: a setting is not one of these.

@@ -117,8 +117,8 @@ class Weight:
 class Flat:
     """Weights that are gathered together, the part of this rank, and their gradients.
 
-    Making it, of weights that are whole, puts views of the buffer in the place of the parameters. If it is sharded, the
-    whole is freed between uses. Weights and parts are whole multiples of `alignment` bytes.
+    Making it, of weights that `make` has made whole, puts views of the buffer in the place of the parameters. If it is
+    sharded, the whole is freed between uses. Weights and parts are whole multiples of `alignment` bytes.
     """
 
     def __init__(
@@ -127,10 +127,12 @@ class Flat:
         ranks: Ranks,
         sharded: bool,
         alignment: int = ALIGNMENT,
-        written: Callable[[], None] = lambda: None,
+        *,
+        device: torch.device,
+        written: Callable[[], None],
+        make: Callable[[Weight], None],
     ):
-        self.weights, self.ranks, self.sharded = list(weights), ranks, sharded
-        self.device = weights[0].parameter.device
+        self.weights, self.ranks, self.sharded, self.device = list(weights), ranks, sharded, device
         size = 0
         for weight in self.weights:
             weight.first = size
@@ -150,6 +152,7 @@ class Flat:
         with torch.no_grad():
             for weight, start, stop in zip(self.weights, *cuts[ranks.rank : ranks.rank + 2], strict=True):
                 master = self.masters[at : (at := at + stop - start)]
+                make(weight)
                 master.copy_(memory_of(weight.parameter).view(-1)[start:stop])
                 self._place(weight, start, master, lo)
         for weight, *starts in zip(self.weights, *cuts, strict=True):

@@ -40,6 +40,7 @@ from qshard.torch_bridge.optim.master import CastPlan, Parity, cast_master
 from qshard.torch_bridge.zero.clip import clip_by_norm, norm_over_ranks
 from qshard.torch_bridge.zero.flat import ALIGNMENT, BLOCK_ALIGNMENT, Flat, Ranks, Weight
 from qshard.torch_bridge.zero.hooks import Backward, check_shown, watch_gradients, watch_model, watch_uses
+from qshard.torch_bridge.zero.initial import Init, Initial, check_init, default_device
 from qshard.torch_bridge.zero.state import States
 from qshard.torch_bridge.zero.units import TAKEN, by_setting, units_of, weights_of
 
@@ -61,6 +62,10 @@ class ZeroOptimizer(Adam):
         that has parameters of its own. A parameter of two modules needs a unit that holds both.
       settings: called with the name and the parameter, gives options of `Adam` for it: `{"weight_decay": 0.0}`.
       parity: "model": codes are those of the master rounded to the dtype of the parameter; "master": of the master.
+      init, device: of a model on meta, which goes to `device`, by default the accelerator there is. `init` is called
+        with each module that has parameters or buffers of its own, to fill them; by default their `reset_parameters`
+        or `init_weights` is. A rank has one module whole at a time. Values follow from the names of modules and from
+        `torch.manual_seed` on the first rank, for any number of ranks and either stage.
       options: of `Adam`, for all: `decoupled_weight_decay=True` is `AdamW`, whose default of 0.01 is then to be given
         as `weight_decay`. States with scales have one for every 128 elements of the flattened weight.
 
@@ -101,14 +106,19 @@ class ZeroOptimizer(Adam):
         units: Sequence[nn.Module] | None = None,
         settings: Callable[[str, nn.Parameter], dict[str, Any]] | None = None,
         parity: Parity = "model",
+        init: Init | None = None,
+        device: torch.device | str | None = None,
         **options: Any,
     ):
         check_model("ZeroOptimizer", model)
         check_group("ZeroOptimizer", group)
         self._ranks, self._model = Ranks.of(group), model
+        there = next((p.device for p in model.parameters() if not p.is_meta), None)
+        self._device = there or (default_device() if device is None else torch.device(device))
         problem, chosen, alignment = None, [], ALIGNMENT
         try:
             weights = weights_of(model)
+            check_init(model, init)
             chosen = units_of(model, weights, units) if shard_weights else [(model, weights)]
             groups_of = by_setting(weights, settings)
             # What these would refuse, before any collective.
@@ -128,11 +138,14 @@ class ZeroOptimizer(Adam):
             repr((self._ranks.size, shard_weights, parity, alignment, kinds)).encode()
         ).hexdigest()
         self._agree(problem, "has another model or other options; make them alike")
+        initial = Initial(model, weights, init, self._ranks, self._device)
         if self._ranks.size > 1:
             for tensor in (*model.parameters(), *model.buffers()):
-                dist.broadcast(memory_of(tensor), group=self._ranks.group, group_src=0)
+                if not tensor.is_meta:
+                    dist.broadcast(memory_of(tensor), group=self._ranks.group, group_src=0)
         self._stale = False  # Whether masters have been loaded that the weights were not made of yet.
-        self._flats = [Flat(of_unit, self._ranks, shard_weights, alignment, self._note_write) for _, of_unit in chosen]
+        make: dict[str, Any] = {"device": self._device, "written": self._note_write, "make": initial.make}
+        self._flats = [Flat(of_unit, self._ranks, shard_weights, alignment, **make) for _, of_unit in chosen]
         self._weights = [weight for flat in self._flats for weight in flat.weights]
         super().__init__(
             [{"params": [w.master for w in of_group], **given} for given, of_group in groups_of], lr, **options
@@ -150,7 +163,7 @@ class ZeroOptimizer(Adam):
             if shard_weights:
                 watch_uses(module, flat, self._backward, self._renew)
         watch_model(model, self._renew)
-        self._states = States(self._ranks, self._flats[0].device, self._note_write)
+        self._states = States(self._ranks, self._device, self._note_write)
         self._states.watch(model, self._flats, self._renew)
         self._publish()
 
@@ -342,8 +355,7 @@ class ZeroOptimizer(Adam):
     def _agree(self, problem: Exception | None, otherwise: str) -> None:
         """Raises on all ranks if one has a problem, or if layouts differ. Collective."""
         mine = hashlib.sha256(repr((str(problem), self._layout)).encode()).digest()
-        device = next((p.device for p in self._model.parameters()), torch.device("cpu"))
-        sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to("cpu" if device.type == "meta" else device)
+        sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(self._device)
         everyone = [sent]
         if self._ranks.size > 1:
             everyone = [torch.empty_like(sent) for _ in range(self._ranks.size)]

@@ -71,6 +71,9 @@ class TakenGradient(Absent):
         self.add, self.clear = add, clear
         return self
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """A copy of the model has no gradient, as one of plain parameters has none."""
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self = args[0] if args else None

@@ -43,8 +43,6 @@ def weights_of(model: nn.Module) -> list[Weight]:
             raise ValueError(f"{what} (QuantizedTensor) has no float32 values; make the model anew and load them")
         if isinstance(parameter, DTensor):
             raise ValueError(f"{what} (DTensor) is not a plain tensor; give a model that is not sharded yet")
-        if parameter.is_meta:
-            raise ValueError(f"{what} (meta) has no memory; call model.to_empty(device=) and initialize it first")
         check_contiguous("ZeroOptimizer", f"{weight.name} {weight.shape}", parameter)
         check_dtype("ZeroOptimizer", f"{weight.name} {weight.shape}", parameter.dtype)
         # A weight of quantized layers alone travels as codes, if its rowwise plane gives the other.
@@ -55,11 +53,11 @@ def weights_of(model: nn.Module) -> list[Weight]:
         if state is not None and formats == {state.fmt} and state.refusal is None:
             weight.fmt, weight.delayed = state.fmt, state.delayed
     weights = list(found.values())
-    devices = {weight.parameter.device for weight in weights}
-    if not devices:
+    if not weights:
         raise ValueError(
             f"ZeroOptimizer: model ({type(model).__name__}) has no parameter that requires grad; pass one that has"
         )
+    devices = {weight.parameter.device for weight in weights if not weight.parameter.is_meta}
     if len(devices) > 1:
         names = ", ".join(sorted(map(str, devices)))
         raise ValueError(f"ZeroOptimizer: model (on {names}) is not on one device; move it to one")
