@@ -189,6 +189,7 @@ class Adam(Optimizer):
         """The states and the plain, local tensors of parameters to update, by device and dtypes: what calls share."""
         found: dict[Any, list[tuple[dict[str, Any], dict[str, Tensor]]]] = {}
         for state, parameter in self._trained(group):
+            assert parameter.grad is not None
             if parameter.grad.is_sparse:
                 raise NotImplementedError(f"{self._op}: grad (sparse) is not dense; call .to_dense() on it")
             initialize_state(state, parameter, group)

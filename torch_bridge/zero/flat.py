@@ -146,6 +146,7 @@ class Flat:
         own = self._memory[lo : lo + self.part + 1]
         self.shard = own.clone() if sharded else own
         cuts = [[weight.first_elements(r * self.part) for weight in self.weights] for r in range(ranks.size + 1)]
+        self._firsts = list(itertools.accumulate((weight.size for weight in self.weights), initial=0))
         self.lengths = [sum(stops) - sum(starts) for starts, stops in itertools.pairwise(cuts)]
         self.masters = torch.empty(self.lengths[ranks.rank], device=self.device)
         at = 0
@@ -287,8 +288,7 @@ class Flat:
 
     def _of(self, whole: Tensor, index: int) -> Tensor:
         """The elements of a weight in what has those of all of them."""
-        at = sum(weight.size for weight in self.weights[:index])
-        return whole[at : at + self.weights[index].size]
+        return whole[self._firsts[index] : self._firsts[index + 1]]
 
     def forget(self, index: int) -> None:
         """A gradient is zeros from now on. All ranks do so, or sums of sharded gradients are of some ranks alone."""

@@ -31,12 +31,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from qshard.pipeline import Scales
 from qshard.torch_bridge.arguments import check_group, check_model
 from qshard.torch_bridge.delayed import update_delayed
 from qshard.torch_bridge.fsdp.weight import memory_of
-from qshard.torch_bridge.optim.adam import SCALED, Adam, initialize_state
-from qshard.torch_bridge.optim.master import CastPlan, Parity, cast_master
+from qshard.torch_bridge.optim.adam import Adam, initialize_state
+from qshard.torch_bridge.optim.master import CastPlan, Parity
+from qshard.torch_bridge.optim.state import SCALED
+from qshard.torch_bridge.zero.cast import Cast
 from qshard.torch_bridge.zero.clip import clip_by_norm, norm_over_ranks
 from qshard.torch_bridge.zero.flat import ALIGNMENT, BLOCK_ALIGNMENT, Flat, Ranks, Weight
 from qshard.torch_bridge.zero.hooks import Backward, check_shown, watch_gradients, watch_model, watch_uses
@@ -69,10 +70,21 @@ class ZeroOptimizer(Adam):
       options: of `Adam`, for all: `decoupled_weight_decay=True` is `AdamW`, whose default of 0.01 is then to be given
         as `weight_decay`. States with scales have one for every 128 elements of the flattened weight.
 
-    Gradients leave `.grad` as soon as they are made, for a flat float32 buffer that `zero_grad` clears and `step` does
-    not. A parameter without one counts as zeros. `DelayedScaling` is taken care of: call neither `update_scales` nor
-    `update_delayed`. Checkpoints: `state_dict` has this rank's slices, exactly; `full_weights` what another program
-    needs. That of `model` has what layers see, and there is none of sharded weights, nor a copy or a pickle.
+    Gradients leave `.grad` as soon as they are made, for a flat float32 buffer that `zero_grad`, of the optimizer or of
+    the model, clears and `step` does not. What stands at `.grad` raises where it is read: clip with `clip_grad_norm_`.
+    A parameter without one counts as zeros; one that you put at `.grad` counts. `DelayedScaling` is taken care of: call
+    neither `update_scales` nor `update_delayed`.
+
+    Sharded weights are there while their unit runs. Between, `model.parameters()` have shapes and dtypes, and all that
+    would read values raises. Layers may be compiled: hooks that gather and free stay outside. A change of parameters
+    that a step would pass over, such as `model.to(...)`, freezing, or a write to them, raises in the next step.
+
+    Checkpoints: `state_dict` of the model has the float32 masters, exactly, in whole shapes, that of the optimizer the
+    states. With several ranks both are slices of this one: for `torch.distributed.checkpoint`, which loads them with
+    any number of ranks, in either stage and into plain models, and for `get_model_state_dict`,
+    `get_optimizer_state_dict` and their `set_` twins, with `full_state_dict=True` for one file. `load_state_dict` of
+    the model takes whole tensors or slices, and is collective: the weights are made anew. `full_weights` are the
+    masters, whole, on every rank. There is no pickle or copy of a model with sharded weights.
 
     `step` is collective, also on a rank whose slices are empty. Whatever the number of weights, it takes one all-to-all
     of float32 gradients, one max all-reduce of amaxes and one all-gather of bytes; with sharded weights the first and
@@ -151,11 +163,11 @@ class ZeroOptimizer(Adam):
             [{"params": [w.master for w in of_group], **given} for given, of_group in groups_of], lr, **options
         )
         self._of_groups = [of_group for _, of_group in groups_of]
-        for group, of_group in zip(self.param_groups, self._of_groups, strict=True):
-            group["params"] = [w.shown for w in of_group]  # What users know of: the same on every rank.
+        for made, of_group in zip(self.param_groups, self._of_groups, strict=True):
+            made["params"] = [w.shown for w in of_group]  # What users know of: the same on every rank.
         self._initialize_states()
-        self._current = _Cast([w for w in self._weights if w.quantized and not w.delayed], parity)
-        self._delayed = _Cast([w for w in self._weights if w.quantized and w.delayed], parity)
+        self._current = Cast([w for w in self._weights if w.quantized and not w.delayed], parity)
+        self._delayed = Cast([w for w in self._weights if w.quantized and w.delayed], parity)
         TAKEN.update((shown, True) for weight in self._weights for shown in (weight.shown, weight.parameter))
         self._backward = Backward()
         for (module, _), flat in zip(chosen, self._flats, strict=True):
@@ -283,7 +295,9 @@ class ZeroOptimizer(Adam):
           ValueError: it is of another model, or has the masters of another stage, number of ranks or rank; on all
             ranks, which have changed nothing.
         """
-        problem, states, masters = None, {}, []
+        problem: Exception | None = None
+        states: dict[Any, Any] = {}
+        masters: list[Tensor] = []
         try:
             states, masters = self._own_state(state_dict)
         except ValueError as error:
@@ -371,30 +385,3 @@ class _Trial(Adam):
     """What refuses options."""
 
     _op = "ZeroOptimizer"
-
-
-class _Cast:
-    """Slices that are cast together: all with scales of their amaxes, or all with delayed ones."""
-
-    def __init__(self, weights: Sequence[Weight], parity: Parity):
-        self._pieces = [weight.quantized for weight in weights if weight.quantized is not None]
-        self._masters = [weight.master.detach().view(-1) for weight in weights]
-        self.delayed = [weight.delayed for weight in weights if weight.delayed is not None]
-        self._parity = parity
-        self._plan = CastPlan(self._pieces, parity=parity)
-        self._starts = self._plan.words("starts", [weight.start for weight in weights])
-
-    def cast(self, group: dist.ProcessGroup | None) -> None:
-        """One all-reduce, if scales are made."""
-        if self.delayed:
-            scales = [Scales(state.scale, state.scale_inv) for state in self.delayed]
-            self._plan.cast(self._pieces, self._masters, self._starts, scales)
-        elif self._pieces:
-            cast_master(self._pieces, self._masters, self._starts, group, parity=self._parity, plan=self._plan)
-
-    def observe(self) -> None:
-        """Notes the amaxes of the slices; `update_delayed` makes those of whole weights of them."""
-        if self.delayed:
-            amaxes = self._plan.amaxes(self._masters, self._starts)
-            for state, amax in zip(self.delayed, amaxes, strict=True):
-                state.observe(amax)

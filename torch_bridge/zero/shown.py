@@ -52,34 +52,47 @@ class Absent(Tensor):
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         leaves = torch.utils._pytree.tree_leaves((args, kwargs))
         next(leaf for leaf in leaves if isinstance(leaf, Absent)).refuse()
 
 
 class TakenGradient(Absent):
-    """Stands at `.grad` for a gradient that has gone to a flat buffer. What autograd adds to it goes there too."""
+    """Stands at `.grad` for a gradient that has gone to a flat buffer. What autograd adds to it goes there too.
+
+    Attributes:
+      accumulate, clear: what is done to the gradient that it stands for.
+    """
+
+    accumulate: Callable[[Tensor], None]
+    clear: Callable[[], None]
 
     @staticmethod
-    def __new__(cls, parameter: Tensor, name: str, add: Callable[[Tensor], None], clear: Callable[[], None]) -> Any:
+    def __new__(
+        cls, parameter: Tensor, name: str, accumulate: Callable[[Tensor], None], clear: Callable[[], None]
+    ) -> Any:
         says = (
             f"ZeroOptimizer: grad of {name} {tuple(parameter.shape)} is not here: gradients of all ranks are summed in "
             "parts;\ncall clip_grad_norm_(max_norm) of the optimizer for their norm and to clip them, "
             "step(inv_grad_scale=) to unscale them"
         )
         self = Absent.empty(cls, parameter.shape, parameter.dtype, parameter.device, says)
-        self.add, self.clear = add, clear
+        self.accumulate, self.clear = accumulate, clear
         return self
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:  # type: ignore[override]
         """A copy of the model has no gradient, as one of plain parameters has none."""
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         self = args[0] if args else None
         if isinstance(self, TakenGradient):
             if func is aten.add_.Tensor and not kwargs:  # Of autograd's AccumulateGrad.
-                self.add(args[1])
+                self.accumulate(args[1])
                 return self
             if func is aten.zero_.default:  # Of nn.Module.zero_grad(set_to_none=False).
                 self.clear()
@@ -93,10 +106,14 @@ class SlicedWeight(Absent):
     Attributes:
       local: the slice, flat: memory of the optimizer.
       start: its first element in the weight.
+      label: its name.
+      written: called when the slice is.
     """
 
     local: Tensor
     start: int
+    label: str
+    written: Callable[[], None]
 
     @staticmethod
     def __new__(
@@ -111,7 +128,9 @@ class SlicedWeight(Absent):
         return self
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         self = args[0] if args else None
         if isinstance(self, SlicedWeight):
             if func in (aten.detach.default, aten.alias.default):

@@ -72,7 +72,10 @@ class SlicedState(DTensor):
     """
 
     local: Tensor
+    start: int
     cuts: Sequence[tuple[int, int]]
+    label: str
+    written: Callable[[], None]
 
     @staticmethod
     def __new__(
@@ -87,7 +90,7 @@ class SlicedState(DTensor):
         size = torch.Size(shape)
         meta = TensorMeta(size, torch.empty(size, device="meta").stride(), local.dtype)
         spec = DTensorSpec(mesh, (Replicate(),), tensor_meta=meta)
-        self = super().__new__(cls, local, spec, requires_grad=False)  # type: ignore[call-arg]
+        self: Any = super().__new__(cls, local, spec, requires_grad=False)
         self.local, self.cuts, self.label, self.written = local, cuts, name, written
         self.start = cuts[mesh.get_local_rank()][0]
         return self
