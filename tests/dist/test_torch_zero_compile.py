@@ -6,15 +6,12 @@ import warnings
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounter
 from torch._dynamo.utils import counters
 
 from qshard.torch_bridge import ZeroOptimizer
 from support.formats import ZEROED as RECIPES
 from support.torch_ranks import on_ranks
 from support.zero import OPTIONS, model_of, train
-
-WAYS = ("units", "layers", "in place", "model")
 
 
 def begin():
@@ -26,7 +23,7 @@ def begin():
 
 
 def compiled(model, way, backend="aot_eager"):
-    """Units before they are units; what is in them; by `Module.compile`; or all of the model at once."""
+    """Units before they are units, what is in them, both without a break; by `Module.compile`; or the whole model."""
     if way == "units":
         for i in (1, 2):
             model[i] = torch.compile(model[i], backend=backend, fullgraph=True)
@@ -39,7 +36,17 @@ def compiled(model, way, backend="aot_eager"):
     return model
 
 
-CASES = [(way, True, "CurrentScaling") for way in WAYS] + [("units", True, "NVFP4"), ("model", False, "CurrentScaling")]
+def case(way, stage=True, recipe="CurrentScaling", marks=()):
+    return pytest.param(way, stage, recipe, marks=marks, id=f"{way}-{stage}-{recipe}")
+
+
+SLOW = [("in place", True), ("model", True), ("model", False)]
+CASES = [
+    case("units"),
+    case("units", recipe="NVFP4"),
+    case("layers"),
+    *(case(*one, marks=pytest.mark.slow) for one in SLOW),
+]
 
 
 @on_ranks(2)
@@ -59,15 +66,3 @@ def test_bits_of_eager(way, stage, recipe):
     assert counters["stats"]["unique_graphs"] >= 1, "something was compiled"
     assert counters["stats"]["unique_graphs"] <= 12, "and not anew in each step"
     assert "1.up.weight" in {name.replace("_orig_mod.", "") for name in names}
-
-
-@on_ranks(1)
-def test_no_break_in_a_compiled_layer():
-    """Units gather and free outside of what is compiled, so a unit is one graph."""
-    begin()
-    counter = CompileCounter()
-    model = model_of(RECIPES["CurrentScaling"])
-    model = compiled(model, "in place", counter)
-    optimizer = ZeroOptimizer(model, **OPTIONS, shard_weights=True, units=list(model))
-    train(model, optimizer, range(2))
-    assert counter.frame_count == 1, "both blocks are the same code"
