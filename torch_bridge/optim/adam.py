@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -181,16 +181,18 @@ class Adam(Optimizer):
                 _run(constants, [tensors for _, tensors in members], decay)
         recast(p for group in self.param_groups for p in group["params"] if p.grad is not None)
 
+    def _trained(self, group: dict[str, Any]) -> Iterable[tuple[dict[str, Any], Tensor]]:
+        """What a step updates: states, and parameters that have a gradient."""
+        return [(self.state[p], p) for p in group["params"] if p.grad is not None]
+
     def _by_kind(self, group: dict[str, Any]) -> dict[Any, list[tuple[dict[str, Any], dict[str, Tensor]]]]:
         """The states and the plain, local tensors of parameters to update, by device and dtypes: what calls share."""
         found: dict[Any, list[tuple[dict[str, Any], dict[str, Tensor]]]] = {}
-        for parameter in group["params"]:
-            if parameter.grad is None:
-                continue
+        for state, parameter in self._trained(group):
+            assert parameter.grad is not None
             if parameter.grad.is_sparse:
                 raise NotImplementedError(f"{self._op}: grad (sparse) is not dense; call .to_dense() on it")
-            state = self.state[parameter]
-            _initialize(state, parameter, group)
+            initialize_state(state, parameter, group)
             low = state.get("remainder", state.get("master"))
             given = {"grad": parameter.grad, "param": parameter, "low": low, **state}
             tensors = {name: memory_of(t) for name in _LISTS if (t := given.get(name)) is not None}
@@ -277,7 +279,8 @@ def _as_bytes(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
 
-def _initialize(state: dict[str, Any], parameter: Tensor, group: dict[str, Any]) -> None:
+def initialize_state(state: dict[str, Any], parameter: Tensor, group: dict[str, Any]) -> None:
+    """Puts what a state lacks before the first step."""
     memory = memory_of(parameter)
 
     def zeros(dtype: torch.dtype) -> Tensor:
