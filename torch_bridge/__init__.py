@@ -35,6 +35,7 @@ from qshard.torch_bridge.optim.masters import WithMasters
 from qshard.torch_bridge.optim.slices import QuantizedSlice, gather_slices, join_pieces
 from qshard.torch_bridge.plain import from_plain, to_plain
 from qshard.torch_bridge.quantize import quantize
+from qshard.torch_bridge.scaling import load_scaling_state, scaling_state
 from qshard.torch_bridge.tensor import QuantizedTensor
 from qshard.torch_bridge.zero.optimizer import ZeroOptimizer
 
@@ -58,9 +59,11 @@ __all__ = [
     "is_converted",
     "join_pieces",
     "linear",
+    "load_scaling_state",
     "quantize",
     "quantized_init",
     "quantized_state_dict",
+    "scaling_state",
     "to_plain",
     "update_columnwise",
     "update_delayed",

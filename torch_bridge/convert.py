@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import warnings
+import weakref
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrize
 
 from qshard.names import shown
-from qshard.recipes import RecipeLike, as_recipe
+from qshard.recipes import Recipe, RecipeLike, as_recipe
 from qshard.torch_bridge.arguments import check_dtype, check_model
+from qshard.torch_bridge.fsdp.weight import ShardedWeight
 from qshard.torch_bridge.linear import check_shape
-from qshard.torch_bridge.nn import Linear, coded
+from qshard.torch_bridge.nn import Linear, coded, extended, put
+
+_SHOWN = 3
+"""How many layers a warning names."""
 
 
 def convert(
@@ -24,13 +34,18 @@ def convert(
 ) -> nn.Module:
     """Turns every `nn.Linear` in `model` into a `Linear`, in place: same module objects, hooks, names and values.
 
-    Weights that layers share stay shared. A `Linear` takes the new recipe; other subclasses of `nn.Linear` are left
-    as they are. `fully_shard` takes weights of square blocks, or of one scale a tensor; it refuses those of vectors,
-    whose two planes are different numbers.
+    Layers of a subclass that keeps the `forward` of `nn.Linear` stay instances of it, with its methods and attributes.
+    Parameters stay the objects that they are: an optimizer that holds them trains them on. Weights that layers share
+    stay shared. A `Linear` takes the new recipe. `fully_shard` takes weights of square blocks, or of one scale a
+    tensor; it refuses those of vectors, whose two planes are different numbers.
+
+    What it cannot convert it leaves as it is, with a warning that says why, unless `filter` leaves it out: layers with
+    a `forward` of their own, whose weight is computed (parametrized, pruned) or has no shape yet (lazy), or is used
+    without a call of the layer (`nn.MultiheadAttention`), and weights that belong to another kind of module too, such
+    as an embedding.
 
     Args:
-      model: on any device, also meta. Before `fully_shard` and before the optimizer is made, as both hold on to
-        parameters.
+      model: on any device, also meta. Before it is sharded or wrapped: `fully_shard`, DistributedDataParallel.
       recipe: the format of each role, or the name of a recipe, such as "CurrentScaling".
       primary: whether weights are kept as codes. Then `fully_shard` must follow, on one rank too; `Adam`, or any
         optimizer in `WithMasters`, has the float32 masters, which start as the weights are now, and `state_dict` shows
@@ -42,8 +57,8 @@ def convert(
 
     Raises:
       TypeError: a weight is not float32, bfloat16 or float16, or an argument is not of its type.
-      ValueError: there is nothing to convert; or a weight is sharded already, also belongs to another kind of module,
-        or is not whole blocks of the formats of the recipe.
+      ValueError: there is nothing to convert; or a weight is sharded already, is held by a wrapper or by a graph of
+        autograd, or is not whole blocks of the formats of the recipe. Nothing has been changed then.
 
     >>> from qshard.recipes import CurrentScaling
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -59,46 +74,108 @@ activation=FP8_E4M3[nonfinite=nan], gradient=FP8_E5M2[nonfinite=nan])
     recipe = as_recipe(recipe, "convert")
     if filter is not None and not callable(filter):
         raise TypeError(f"convert: filter ({shown(filter)}) is not a function; pass one of a layer and its name")
-    chosen: dict[str, nn.Linear] = {}
-    for name, module in model.named_modules():
-        if not isinstance(module, nn.Linear) or not (filter is None or filter(module, name)):
-            continue
-        weight = f"{name}.weight" if name else "weight"
-        if isinstance(module.weight, DTensor):
-            raise ValueError(f"convert: {weight} (DTensor) is not a plain tensor; convert before sharding the model")
-        if type(module) not in (nn.Linear, Linear):
-            continue
-        try:
-            check_dtype("convert", weight, module.weight.dtype)
-            check_shape("convert", weight, recipe, tuple(module.weight.shape))
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"{error}, or leave the layer out with filter=") from None
-        chosen[name] = module
+    _check_not_wrapped(model)
+    layers = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and (filter is None or filter(module, name))
+    }
+    why = {name: reason for name, layer in layers.items() if (reason := _unfit(layer)) is not None}
+    why |= _tied(model, {name: layer for name, layer in layers.items() if name not in why})
+    left = {name: why[name] for name in layers if name in why}
+    chosen = {name: layer for name, layer in layers.items() if name not in why}
     if not chosen:
-        raise ValueError(
-            f"convert: model ({type(model).__name__}) has no nn.Linear that filter= keeps, subclasses aside; pass one "
-            "that has"
-        )
-    _check(model, chosen)
+        kind = type(model).__name__
+        if left:
+            raise ValueError(f"convert: model ({kind}) has nothing to convert: {_listed(left)}; pass one that has")
+        raise ValueError(f"convert: model ({kind}) has no nn.Linear that filter= keeps; pass one that has")
+    for name, module in chosen.items():
+        _check(_weight(name), module.weight, recipe)
     weights: dict[Tensor, nn.Parameter] = {}
     for name, module in chosen.items():
-        old = module.weight
-        if old not in weights:
-            weights[old] = coded(old, recipe, f"{name}.weight" if name else "weight", model, primary)
-        module.__class__ = Linear
-        cast(Linear, module).begin(recipe, weights[old])
+        if module.weight not in weights:
+            weights[module.weight] = coded(module.weight, recipe, _weight(name), model, primary)
+    if left:
+        warnings.warn(
+            f"convert: {len(left)} of {len(left) + len(chosen)} linear layers stay as they are: {_listed(left)}; leave "
+            "them out with filter= to say that they should",
+            stacklevel=2,
+        )
+    for weight, made in weights.items():
+        put(cast(nn.Parameter, weight), made)
+    for module in chosen.values():
+        module.__class__ = extended(type(module))
+        cast(Linear, module).begin(recipe, module.weight)
     return model
 
 
-def _check(model: nn.Module, chosen: dict[str, nn.Linear]) -> None:
-    """Nothing is changed unless everything can be."""
-    weights = {id(module.weight): name for name, module in chosen.items()}
+def _weight(name: str) -> str:
+    return f"{name}.weight" if name else "weight"
+
+
+def _listed(left: dict[str, str]) -> str:
+    listed = [f"{name or 'it'} ({why})" for name, why in left.items()][:_SHOWN]
+    return ", ".join(listed) + (f" and {len(left) - _SHOWN} more" if len(left) > _SHOWN else "")
+
+
+def _check_not_wrapped(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if (
+            isinstance(module, DistributedDataParallel | FullyShardedDataParallel)
+            or "_flat_param" in module._parameters
+        ):
+            kind = "FullyShardedDataParallel" if "_flat_param" in module._parameters else type(module).__name__
+            raise ValueError(
+                f"convert: {name or 'model'} ({kind}) has taken the weights of its layers; convert the model before it "
+                "is wrapped"
+            )
+
+
+def _unfit(layer: nn.Linear) -> str | None:
+    """Why a layer has to stay as it is."""
+    kind, weight = type(layer), layer._parameters.get("weight")
+    if isinstance(layer, NonDynamicallyQuantizableLinear):
+        return "nn.MultiheadAttention uses its weight without calling it"
+    if kind.forward not in (nn.Linear.forward, Linear.forward):
+        return f"{kind.__name__} overrides forward"
+    if "forward" in vars(layer):
+        return "its forward was replaced"
+    if weight is None or parametrize.is_parametrized(layer):
+        return "its weight is computed"
+    if nn.parameter.is_lazy(weight):
+        return "lazy, without a shape before its first call"
+    if not isinstance(weight, DTensor) and type(weight) not in (nn.Parameter, ShardedWeight):
+        return f"its weight is a {type(weight).__name__}"
+    try:
+        extended(kind)
+    except TypeError as error:
+        return f"cannot be extended: {error}"
+    return None
+
+
+def _tied(model: nn.Module, chosen: dict[str, nn.Linear]) -> dict[str, str]:
+    """Of those chosen, the layers whose weight something else uses too, which would not know what to do with codes."""
     taken = set(map(id, chosen.values()))
-    for other_name, other in model.named_modules():
-        for parameter_name, parameter in other._parameters.items():
-            shared = weights.get(id(parameter))
-            if shared is not None and (id(other) not in taken or parameter_name != "weight"):
-                raise ValueError(
-                    f"convert: {shared}.weight ({other_name}.{parameter_name} too) is not of linear layers alone; "
-                    "leave the layer out with filter="
-                )
+    others: dict[int, str] = {}
+    for name, module in model.named_modules():
+        for kind, parameter in module._parameters.items():
+            if id(module) not in taken or kind != "weight":
+                others[id(parameter)] = f"{name}.{kind}" if name else kind
+    return {name: f"tied to {others[id(layer.weight)]}" for name, layer in chosen.items() if id(layer.weight) in others}
+
+
+def _check(name: str, weight: nn.Parameter, recipe: Recipe) -> None:
+    if isinstance(weight, DTensor):
+        raise ValueError(f"convert: {name} (DTensor) is not a plain tensor; convert before sharding the model")
+    held: Any = weight
+    referred = weakref.getweakrefs(held) and not (isinstance(weight, ShardedWeight) and weight.scale_state.primary)
+    if held._use_count() > 1 or referred or hasattr(held, "_fsdp_flattened"):
+        raise ValueError(
+            f"convert: {name} (held by DistributedDataParallel, FullyShardedDataParallel or an autograd graph) is not "
+            "free to be replaced; convert before wrapping the model, and drop losses and views of before"
+        )
+    try:
+        check_dtype("convert", name, weight.dtype)
+        check_shape("convert", name, recipe, tuple(weight.shape))
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{error}, or leave the layer out with filter=") from None

@@ -28,6 +28,7 @@ from qshard.torch_bridge.arguments import check_group, check_model
 from qshard.torch_bridge.dtensor import local_of
 from qshard.torch_bridge.ops import ops
 from qshard.torch_bridge.quantize import max_over_ranks
+from qshard.torch_bridge.scaling import loaded_if_there
 
 
 class DelayedScale(nn.Module):
@@ -45,6 +46,7 @@ class DelayedScale(nn.Module):
     scale_inv: Tensor
     amax: Tensor
     amax_history: Tensor
+    scaling_buffers = ("scale", "scale_inv", "amax", "amax_history")
 
     def __init__(self, recipe: RecipeLike, role: Role, device: Any = None):
         super().__init__()
@@ -64,7 +66,7 @@ class DelayedScale(nn.Module):
         shapes = recipe.state_shapes
         for name in ("scale", "scale_inv", "amax", "amax_history"):
             shape = shapes.get(name, shapes["scale"])
-            self.register_buffer(name, torch.empty(shape, dtype=torch.float32, device=device))
+            self.register_buffer(name, torch.empty(shape, dtype=torch.float32, device=device), persistent=False)
         self.reset()
 
     def reset(self) -> None:
@@ -109,12 +111,11 @@ class DelayedScale(nn.Module):
             self.reset()
         return self
 
-    def _load_from_state_dict(
-        self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing: Any, *others: Any
-    ) -> None:
-        """A checkpoint of another recipe has no such state: then it stays as it is."""
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *others: Any) -> None:
+        """The state is in no state dict, but in those of old files."""
         self._made = self._look = None
-        super()._load_from_state_dict(state_dict, prefix, metadata, strict, [], *others)
+        with loaded_if_there(self, state_dict, prefix):
+            super()._load_from_state_dict(state_dict, prefix, *others)
 
 
 @torch.no_grad()

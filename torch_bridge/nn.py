@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copyreg
+import functools
 from typing import Any, cast
 
 import torch
@@ -16,9 +18,10 @@ from qshard.torch_bridge.delayed import DelayedScale
 from qshard.torch_bridge.dtensor import local_of
 from qshard.torch_bridge.fsdp.functional import is_converted, say_that_it_was_gathered
 from qshard.torch_bridge.fsdp.scales import ScaleState
-from qshard.torch_bridge.fsdp.weight import ShardedWeight, plain, wrap
+from qshard.torch_bridge.fsdp.weight import ShardedWeight, attributes_of, plain, wrap
 from qshard.torch_bridge.linear import ROLES, check_shape, linear
 from qshard.torch_bridge.ops import dtype_name
+from qshard.torch_bridge.scaling import loaded_if_there
 
 
 @torch.library.custom_op("qshard::take_seed", mutates_args=("seed",))
@@ -43,7 +46,28 @@ def coded(weight: Tensor, recipe: Recipe, name: str, root: nn.Module | None, pri
     """A weight with the hooks by which FSDP2 gathers it as codes; the same memory."""
     state = ScaleState(recipe, name, root, weight.device, primary)
     state.shape = tuple(weight.shape)
-    return nn.Parameter(ShardedWeight(plain(weight), state), requires_grad=weight.requires_grad)
+    # A tensor of its own also where nothing requires a gradient, since `put` makes another of the weight itself.
+    return nn.Parameter(ShardedWeight(plain(weight).detach(), state), requires_grad=weight.requires_grad)
+
+
+def put(weight: nn.Parameter, made: nn.Parameter) -> None:
+    """Makes `weight` what `made` is. It stays the object that optimizers hold, with its gradient, hooks and attributes.
+
+    `made` is of no use afterwards.
+    """
+    made.grad = weight.grad
+    if hooks := weight._backward_hooks:
+        made._backward_hooks = hooks
+    if hooks := cast(Any, weight)._post_accumulate_grad_hooks:
+        cast(Any, made)._post_accumulate_grad_hooks = hooks
+    made.__dict__.update(attributes_of(weight))
+    for each in (weight, made):
+        if isinstance(each, ShardedWeight) and each.scale_state.primary is not None:
+            each.scale_state.primary.forget_handle(each)  # What is referred to weakly is not swapped.
+    torch.utils.swap_tensors(weight, made)
+    primary = cast(ShardedWeight, weight).scale_state.primary
+    if primary is not None:
+        primary.add_handle(weight)
 
 
 class Linear(nn.Linear):
@@ -74,6 +98,8 @@ class Linear(nn.Linear):
     recipe: Recipe
     seed: Tensor | None
     delayed: nn.ModuleDict
+    scaling_buffers = ("seed",)
+    _extends: type[nn.Linear]  # Of classes that `extended` has made: the class of the user.
 
     def __init__(
         self,
@@ -108,7 +134,7 @@ class Linear(nn.Linear):
             assert state.delayed is not None
             self.delayed = nn.ModuleDict({Role.WEIGHT.value: state.delayed, **own})
         seed = torch.empty(2, dtype=torch.int32, device=weight.device) if recipe.stochastic else None
-        self.register_buffer("seed", seed)
+        self.register_buffer("seed", seed, persistent=False)  # `scaling_state` has it.
         self._reset_state()
 
     def reset_parameters(self) -> None:
@@ -130,7 +156,7 @@ class Linear(nn.Linear):
     def __getstate__(self) -> dict[str, Any]:
         """A sharded weight travels as a plain parameter. Its name goes along, so that it becomes one again."""
         state = self._state()
-        return {**self.__dict__, "_weight_name": None if state is None else state.name}
+        return {**super().__getstate__(), "_weight_name": None if state is None else state.name}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         given = dict(state)
@@ -140,8 +166,14 @@ class Linear(nn.Linear):
             weight = coded(self.weight, self.recipe, name, None)
             if "delayed" in self._modules:
                 cast(ShardedWeight, weight).scale_state.delayed = cast(DelayedScale, self.delayed[Role.WEIGHT.value])
-            weight.__dict__.update(self.weight.__dict__)
-            torch.utils.swap_tensors(self.weight, weight)  # It stays the object that an optimizer holds.
+            put(self.weight, weight)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """The classes that `convert` makes travel as those that they extend."""
+        reduced = super().__reduce_ex__(max(int(protocol), 2))
+        if "_extends" not in vars(type(self)) or reduced[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]
+            return reduced
+        return (_new, (type(self)._extends, *reduced[1][1:]), *reduced[2:])
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         """A checkpoint holds plain tensors: it loads without qshard, and under any other recipe."""
@@ -152,10 +184,8 @@ class Linear(nn.Linear):
             if state is not None and state.primary is not None:
                 state.primary.show(value)
 
-    def _load_from_state_dict(
-        self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing_keys: list[str], *others: Any
-    ) -> None:
-        """State of another recipe is left out, and that of this one kept where there is none."""
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, metadata: Any, strict: bool, *others: Any) -> None:
+        """The state of scaling is in no state dict, but in those of old files: that of another recipe is left out."""
         state, key, seed = self._state(), prefix + "weight", prefix + "seed"
         if state is not None and metadata.get("assign_to_params_buffers", False) and key in state_dict:
             if state.is_sealed:
@@ -164,9 +194,8 @@ class Linear(nn.Linear):
             state_dict = {**state_dict, key: self.weight if state.is_sealed else wrap(state_dict[key], state)}
         foreign = [prefix + "delayed."] * ("delayed" not in self._modules) + [seed] * (self.seed is None)
         state_dict = {name: value for name, value in state_dict.items() if not name.startswith(tuple(foreign))}
-        missing: list[str] = []
-        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *others)
-        missing_keys += [name for name in missing if name != seed]
+        with loaded_if_there(self, state_dict, prefix):
+            super()._load_from_state_dict(state_dict, prefix, metadata, strict, *others)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Linear:
         state = self._state()
@@ -202,3 +231,25 @@ class Linear(nn.Linear):
     def extra_repr(self) -> str:
         roles = ", ".join(f"{role.value}={self.recipe.format(role)}" for role in Role)
         return f"{super().extra_repr()}, {roles}"
+
+
+@functools.cache
+def extended(base: type[nn.Linear]) -> type[Linear]:
+    """`Linear` for layers of a class of the user, which they stay instances of.
+
+    Raises:
+      TypeError: Python cannot make such a class, or make layers of `base` into layers of it.
+    """
+    if base is nn.Linear or issubclass(base, Linear):
+        return Linear if base is nn.Linear else base
+    if copyreg._slotnames(base):  # type: ignore[attr-defined]
+        raise TypeError(f"{base.__name__} has __slots__")
+    name = f"Quantized{base.__name__}"
+    made = type(name, (Linear, base), {"_extends": base, "__module__": base.__module__, "__doc__": base.__doc__})
+    object.__new__(base).__class__ = made
+    return made
+
+
+def _new(base: type[nn.Linear], *given: Any) -> Linear:
+    made = extended(base)
+    return made.__new__(made, *given)

@@ -49,6 +49,9 @@ class Primary:
         self._handles = [ref for ref in self._handles if ref() is not None]
         self._handles.append(weakref.ref(handle))
 
+    def forget_handle(self, handle: Any) -> None:
+        self._handles = [ref for ref in self._handles if ref() is not handle]
+
     def take_master(self, shard: Tensor) -> Tensor:
         """The master. The first time, all that stands for the parameter loses its values, and `shard` has them."""
         if self.master is None:

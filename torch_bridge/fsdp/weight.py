@@ -17,6 +17,7 @@ from torch.utils.hooks import warn_if_has_hooks
 from qshard import pipeline
 from qshard.formats import Usage
 from qshard.pipeline import Plane, Scales
+from qshard.torch_bridge.arguments import check_tensor
 from qshard.torch_bridge.dtensor import local_of, wrapped_like
 from qshard.torch_bridge.fsdp.columns import JoinedColumns
 from qshard.torch_bridge.fsdp.initial import RANDOM, exact_erfinv, fill
@@ -90,15 +91,37 @@ class ShardedWeight(Tensor):
         found: ShardedWeight = memo[id(self)]
         return found
 
-    def _others(self) -> dict[str, Any]:
-        """Attributes that a user has put there."""
-        own = ("shard", "scale_state", "first", "_is_param")
-        return {name: value for name, value in self.__dict__.items() if name not in own}
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        return super().data
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        """As of plain tensors: from then on the weight is the memory of `value`."""
+        check_tensor("ShardedWeight", "data", value)
+        if self.scale_state.is_sealed:
+            raise ValueError(
+                f"ShardedWeight: data of {self.scale_state.name} (primary) is not there, but the master of its optimizer; "
+                "use load_state_dict"
+            )
+        memory = memory_of(value).detach()
+        for what, got, want in (
+            ("shape", tuple(memory.shape), tuple(self.shard.shape)),
+            ("dtype", memory.dtype, self.shard.dtype),
+            ("device", memory.device, self.shard.device),
+            ("strides", memory.stride(), self.shard.stride()),
+        ):
+            if got != want:
+                raise ValueError(
+                    f"ShardedWeight: data ({what} {got}) does not have the {what} of {self.scale_state.name}, {want}; "
+                    "give it so, or convert the layer after it is changed"
+                )
+        self.shard = memory
 
     def __copy__(self) -> ShardedWeight:
         copied: Tensor = ShardedWeight(self.shard, self.scale_state)
         copied = nn.Parameter(copied, self.requires_grad) if isinstance(self, nn.Parameter) else copied
-        copied.__dict__.update(self._others())
+        copied.__dict__.update(attributes_of(self))
         return cast(ShardedWeight, copied)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
@@ -110,7 +133,7 @@ class ShardedWeight(Tensor):
             return cast(tuple[Any, ...], self.shard.__reduce_ex__(protocol))
         warn_if_has_hooks(self)
         given: tuple[Any, ...] = (self.shard, self.requires_grad, collections.OrderedDict())
-        if others := self._others():
+        if others := attributes_of(self):
             return torch._utils._rebuild_parameter_with_state, (*given, others)
         return torch._utils._rebuild_parameter, given
 
@@ -317,6 +340,12 @@ _MAKES_PLAIN = {
 def _is_view(func: Any) -> bool:
     """Whether a result is memory of an argument, so that who writes to it writes to the weight."""
     return any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+
+
+def attributes_of(weight: Tensor) -> dict[str, Any]:
+    """What a user has put on a parameter, sharded or plain."""
+    own = ("shard", "scale_state", "first", "_is_param")
+    return {name: value for name, value in weight.__dict__.items() if name not in own}
 
 
 def memory_of(tensor: Tensor) -> Tensor:
