@@ -106,6 +106,9 @@ activation=FP8_E4M3[nonfinite=nan], gradient=FP8_E5M2[nonfinite=nan])
     for module in chosen.values():
         module.__class__ = extended(type(module))
         cast(Linear, module).begin(recipe, module.weight)
+    for other in model.modules():
+        if isinstance(other, nn.TransformerEncoderLayer) and isinstance(other.linear1, Linear):
+            other.activation_relu_or_gelu = 0  # Else where nothing trains it reads the weights, and calls no layer.
     return model
 
 
@@ -135,7 +138,7 @@ def _unfit(layer: nn.Linear) -> str | None:
     """Why a layer has to stay as it is."""
     kind, weight = type(layer), layer._parameters.get("weight")
     if isinstance(layer, NonDynamicallyQuantizableLinear):
-        return "nn.MultiheadAttention uses its weight without calling it"
+        return "nn.MultiheadAttention reads its weight"
     if kind.forward not in (nn.Linear.forward, Linear.forward):
         return f"{kind.__name__} overrides forward"
     if "forward" in vars(layer):

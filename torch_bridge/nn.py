@@ -178,8 +178,9 @@ class Linear(nn.Linear):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         """A checkpoint holds plain tensors: it loads without qshard, and under any other recipe."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if not keep_vars:
-            value = destination[prefix + "weight"] = plain(destination[prefix + "weight"])
+        key = prefix + "weight"
+        if not keep_vars and key in destination:  # It is not where the weight is computed, as if it is parametrized.
+            value = destination[key] = plain(destination[key])
             state = self._state()
             if state is not None and state.primary is not None:
                 state.primary.show(value)

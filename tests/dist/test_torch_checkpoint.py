@@ -18,7 +18,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from qshard.recipes import NVFP4, CurrentScaling, DelayedScaling
-from qshard.torch_bridge import Adam, ShardedWeight, convert, update_scales
+from qshard.torch_bridge import Adam, ShardedWeight, convert, load_scaling_state, scaling_state, update_scales
+from support.formats import RECIPES
 from support.torch_models import batch, linears, model_of, planes, shard, whole
 from support.torch_ranks import on_ranks, run
 
@@ -84,7 +85,8 @@ def saves(folder, name):
     for value in state.values():
         assert isinstance(value, torch.Tensor)
         assert type(getattr(value, "_local_tensor", value)) is torch.Tensor
-    dcp.save({"model": state, "optimizer": optimizer_state}, checkpoint_id=folder / "checkpoint")
+    both = {"model": state, "optimizer": optimizer_state, "scaling": scaling_state(model)}
+    dcp.save(both, checkpoint_id=folder / "checkpoint")
     expected = {"weights": whole(model), "now": contents(model, optimizer)}
     expected["loss"] = forward(model, 7)
     train(model, optimizer, [8])
@@ -100,9 +102,10 @@ def loads(folder, name, on_meta):
         forward(model, 0)  # Scales of other weights must not stay.
         optimizer.zero_grad()
     state, optimizer_state = get_state_dict(model, optimizer)
-    both = {"model": state, "optimizer": optimizer_state}
+    both = {"model": state, "optimizer": optimizer_state, "scaling": scaling_state(model)}
     dcp.load(both, checkpoint_id=folder / "checkpoint")
     set_state_dict(model, optimizer, model_state_dict=both["model"], optim_state_dict=both["optimizer"])
+    load_scaling_state(model, both["scaling"])
     assert_equal(contents(model, optimizer), expected["now"])
     assert forward(model, 7) == expected["loss"]
     train(model, optimizer, [8])
@@ -136,6 +139,29 @@ def pickled_names(file: Path):
     with zipfile.ZipFile(file) as archive:
         data = next(archive.read(name) for name in archive.namelist() if name.endswith("data.pkl"))
     return {str(argument) for _, argument, _ in pickletools.genops(data) if argument is not None}
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
+@on_ranks(2)
+def test_converted_and_plain_models_load_each_other(recipe, tmp_path):
+    """Strictly, through files of `torch.distributed.checkpoint`, and through full state dicts."""
+    first, second = (model_of(True, sizes=(128, 256, 128), seed=seed) for seed in (0, 1))
+    converted, plain = shard(convert(first, recipe)), shard(second)
+    full = StateDictOptions(full_state_dict=True)
+    for step, (saver, loader) in enumerate([(converted, plain), (plain, converted)]):
+        with torch.no_grad():
+            saver[0].weight.mul_(2)  # What the other has not.
+        want = whole(saver)
+        dcp.save(get_model_state_dict(saver), checkpoint_id=tmp_path / str(step))
+        state = get_model_state_dict(loader)
+        dcp.load(state, checkpoint_id=tmp_path / str(step))
+        set_model_state_dict(loader, state)
+        assert whole(loader).keys() == want.keys()
+        assert_equal(whole(loader).values(), want.values())
+        with torch.no_grad():
+            loader[0].weight.zero_()
+        set_model_state_dict(loader, get_model_state_dict(saver, options=full), options=full)
+        assert_equal(whole(loader).values(), want.values())
 
 
 @on_ranks(2, 4)
