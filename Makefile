@@ -25,7 +25,7 @@ rm -rf $(1) && mkdir -p $(1)/qshard
 ln -s $(CURDIR)/qshard/* $(CURDIR)/torch_bridge $(1)/qshard/
 endef
 
-.PHONY: help train test slow fuzz sanitize h100 notebooks gpu bench report lint format tree wheel bare smoke matrix clean
+.PHONY: help train test slow fuzz sanitize h100 titan notebooks gpu bench report lint format tree wheel bare smoke matrix clean
 .DELETE_ON_ERROR:
 # Two pips must not write one environment at a time; the compiler runs in parallel all the same.
 .NOTPARALLEL:
@@ -72,6 +72,14 @@ h100: $(STAMP)test $(STAMP)package build/jax_cuda  ## compile JAX programs for H
 	$(BIN)/pytest tests/cpu/test_jax_h100.py
 
 build/jax_cuda: requirements/h100.txt | $(PY)
+	$(INSTALL) --no-deps --upgrade --target $@ -r $<
+	touch $@
+
+# Not part of .venv: it is much larger than the rest, and the tests of all else do without it.
+titan: $(STAMP)test $(STAMP)package build/titan  ## train torchtitan's own model with the converter; fetches 0.3 GB
+	$(BIN)/pytest -m "not slow" $(or $(ARGS),tests/dist/test_torchtitan.py)
+
+build/titan: requirements/titan.txt | $(PY)
 	$(INSTALL) --no-deps --upgrade --target $@ -r $<
 	touch $@
 

@@ -1,0 +1,173 @@
+"""torchtitan's own Llama 3 debug model, parallelized and trained by its own functions, with the converter of the example.
+
+Where torchtitan is not installed it is skipped; `make titan` installs it, and runs this.
+"""
+
+import contextlib
+import functools
+import importlib.util
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from qshard import reference
+from qshard.torch_bridge import Linear, QuantizedTensor
+from support.formats import RECIPES
+from support.fronts import TorchFront, assert_plane
+from support.torch_ranks import on_ranks
+
+ROOT = Path(__file__).parents[2]
+sys.path += [str(ROOT / "examples"), str(ROOT / "build" / "titan")]
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("torchtitan") is None, reason="torchtitan is not installed; make titan"
+)
+
+STEPS, BATCH, LENGTH = 20, 4, 32
+BACKEND = "partial_dtensor"  # torchtitan's default wants an FSDP2 newer than that of torch 2.13, for bf16 too.
+FRONT = TorchFront("cpu")
+
+
+@contextlib.contextmanager
+def on_cpus():
+    """What torchtitan takes for granted, GPUs, aside; its own warnings too."""
+    from torchtitan.distributed import parallel_dims
+
+    device, parallel_dims.device_type = parallel_dims.device_type, "cpu"
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", category=DeprecationWarning)
+            warnings.filterwarnings("ignore", category=FutureWarning)
+            warnings.filterwarnings("ignore", "DTensor random operators may not have complete support on cpu")
+            yield
+    finally:
+        parallel_dims.device_type = device
+
+
+def made(recipe):
+    """The model of torchtitan's trainer, in its order: built on meta, parallelized, then given memory and values."""
+    from torchtitan.components.optimizer import default_adamw
+    from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
+    from torchtitan.distributed import ParallelDims
+    from torchtitan.distributed.activation_checkpoint import SelectiveAC
+    from torchtitan.distributed.utils import set_spmd_backend
+    from torchtitan.models.common.attention import ScaledDotProductAttention
+    from torchtitan.models.llama3 import model_registry
+    from torchtitan.models.llama3.sharding import set_llama3_sharding_config
+    from torchtitan_qshard import QshardConverter, update_scales_after_steps
+
+    converters = [] if recipe is None else [QshardConverter.Config(recipe=recipe)]
+    spec = model_registry("debugmodel", converters=converters)
+    for layer in spec.model.layers:  # Flex attention has no backward pass on CPUs.
+        layer.attention.inner_attention = ScaledDotProductAttention.Config()
+        layer.attention.rope.max_seq_len = LENGTH
+    parallelism = ParallelismConfig(spmd_backend=BACKEND)
+    set_spmd_backend(BACKEND)
+    set_llama3_sharding_config(spec.model, enable_sp=False)
+    with torch.device("meta"):
+        model = spec.model.build()
+    model.verify_module_protocol()
+    dims = ParallelDims.from_config(parallelism, dist.get_world_size())
+    spec.parallelize_fn(
+        model,
+        parallel_dims=dims,
+        training=TrainingConfig(),
+        parallelism=parallelism,
+        compile_config=CompileConfig(enable=False),
+        ac_config=SelectiveAC.Config(),
+        dump_folder="",
+    )
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)  # Gloo can only add.
+    model.to_empty(device="cpu")
+    torch.manual_seed(0)
+    with torch.no_grad():
+        model.init_weights()
+    optimizers = default_adamw(lr=8e-4).build(model_parts=[model])
+    if recipe is not None:
+        update_scales_after_steps(optimizers, [model], dims)
+    return model, optimizers
+
+
+def train(model, optimizers, steps):
+    """Losses over all ranks, of sequences that count up in steps."""
+    losses = []
+    for step in steps:
+        generator = torch.Generator().manual_seed(2 * step + dist.get_rank())
+        start, stride = torch.randint(64, (2, BATCH, 1), generator=generator)
+        tokens = (start + (1 + stride % 4) * torch.arange(LENGTH + 1)) % 128
+        logits = model(tokens[:, :-1])
+        # torchtitan divides by the tokens of all ranks, and FSDP2 adds gradients up.
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+        loss = loss / dist.get_world_size()
+        loss.backward()
+        optimizers.step()
+        optimizers.zero_grad()
+        loss = loss.detach()
+        dist.all_reduce(loss)
+        losses.append(loss.item())
+    return losses
+
+
+@functools.cache
+def of_bf16(steps):
+    """Losses, and what the model begins with."""
+    model, optimizers = made(None)
+    initial = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    return train(model, optimizers, range(steps)), initial
+
+
+def assert_gathers_the_whole(model):
+    """What each rank holds of a weight, once gathered, are the bytes of the whole weight quantized at once."""
+    checked = 0
+    for unit in model.modules():
+        if not isinstance(unit, FSDPModule):
+            continue
+        layers = [layer for layer in unit.modules() if isinstance(layer, Linear) and isinstance(layer.weight, DTensor)]
+        values = [FRONT.numpy(layer.weight.full_tensor().detach().clone()) for layer in layers]
+        scales = [layer.delayed["weight"].scale.clone() if layer.recipe.stateful else None for layer in layers]
+        unit.unshard()
+        for layer, w, scale in zip(layers, values, scales, strict=True):
+            if not isinstance(layer.weight, QuantizedTensor):
+                continue  # Of another unit inside of this one.
+            plane = layer.weight.rowwise
+            plane = plane._make(None if part is None else part.clone() for part in plane)
+            want = reference.quantize(w, layer.recipe.weight, scale=None if scale is None else scale.numpy())
+            assert_plane(FRONT, plane, want.rowwise, f"weight of {layer.recipe.weight}")
+            checked += 1
+        unit.reshard()
+    assert checked == 31
+
+
+def learns_as_bf16(recipe, steps):
+    with on_cpus():
+        expected, initial = of_bf16(steps)
+        model, optimizers = made(recipe)
+        model.load_state_dict(initial)
+        assert sum(isinstance(module, Linear) for module in model.modules()) == 31
+        losses = train(model, optimizers, range(steps))
+        assert_gathers_the_whole(model)
+        assert model.state_dict().keys() == initial.keys()
+    assert losses[-1] < losses[0] - (0.02 if steps < STEPS else 0.5)
+    assert max(abs(a / b - 1) for a, b in zip(losses, expected, strict=True)) < 0.05
+
+
+@pytest.mark.parametrize("recipe", ["CurrentScaling", "DelayedScaling"])
+@on_ranks(2)
+def test_the_debug_model_begins_to_learn(recipe):
+    """One recipe that makes scales of weights as they are, and one that keeps some from step to step."""
+    learns_as_bf16(recipe, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES)
+@on_ranks(2)
+def test_the_debug_model_learns_as_in_bf16(recipe):
+    """All 31 linear layers, with every recipe: those of blocks of 128 fit, too."""
+    learns_as_bf16(recipe, STEPS)
