@@ -1,4 +1,4 @@
-"""torchtitan's own Llama 3 debug model, parallelized and trained by its own functions, with the converter of the example.
+"""torchtitan's own Llama 3 debug model, parallelized and trained by its own functions, with our example's converter.
 
 Where torchtitan is not installed it is skipped; `make titan` installs it, and runs this.
 """
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 STEPS, BATCH, LENGTH = 20, 4, 32
-BACKEND = "partial_dtensor"  # torchtitan's default wants an FSDP2 newer than that of torch 2.13, for bf16 too.
+BACKEND = "partial_dtensor"  # torchtitan's default wants a newer FSDP2 than that of torch 2.13, for bf16 too.
 FRONT = TorchFront("cpu")
 
 
@@ -59,6 +59,7 @@ def made(recipe):
     from torchtitan.models.common.attention import ScaledDotProductAttention
     from torchtitan.models.llama3 import model_registry
     from torchtitan.models.llama3.sharding import set_llama3_sharding_config
+
     from torchtitan_qshard import QshardConverter, update_scales_after_steps
 
     converters = [] if recipe is None else [QshardConverter.Config(recipe=recipe)]

@@ -101,8 +101,8 @@ class ShardedWeight(Tensor):
         check_tensor("ShardedWeight", "data", value)
         if self.scale_state.is_sealed:
             raise ValueError(
-                f"ShardedWeight: data of {self.scale_state.name} (primary) is not there, but the master of its optimizer; "
-                "use load_state_dict"
+                f"ShardedWeight: data of {self.scale_state.name} (primary) is the master that its optimizer has; write "
+                "to it with load_state_dict"
             )
         memory = memory_of(value).detach()
         for what, got, want in (
