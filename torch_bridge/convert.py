@@ -105,9 +105,9 @@ activation=FP8_E4M3[nonfinite=nan], gradient=FP8_E5M2[nonfinite=nan])
         put(cast(nn.Parameter, weight), made)
     for module in chosen.values():
         module.__class__ = extended(type(module))
-        cast(Linear, module).begin(recipe, module.weight)
+        cast(Linear, module).begin(recipe, cast(nn.Parameter, module.weight))
     for other in model.modules():
-        if isinstance(other, nn.TransformerEncoderLayer) and isinstance(other.linear1, Linear):
+        if isinstance(other, nn.TransformerEncoderLayer) and {other.linear1, other.linear2} & {*chosen.values()}:
             other.activation_relu_or_gelu = 0  # Else where nothing trains it reads the weights, and calls no layer.
     return model
 
@@ -145,7 +145,7 @@ def _unfit(layer: nn.Linear) -> str | None:
         return "its forward was replaced"
     if weight is None or parametrize.is_parametrized(layer):
         return "its weight is computed"
-    if nn.parameter.is_lazy(weight):
+    if isinstance(weight, nn.UninitializedParameter):
         return "lazy, without a shape before its first call"
     if not isinstance(weight, DTensor) and type(weight) not in (nn.Parameter, ShardedWeight):
         return f"its weight is a {type(weight).__name__}"
@@ -167,7 +167,7 @@ def _tied(model: nn.Module, chosen: dict[str, nn.Linear]) -> dict[str, str]:
     return {name: f"tied to {others[id(layer.weight)]}" for name, layer in chosen.items() if id(layer.weight) in others}
 
 
-def _check(name: str, weight: nn.Parameter, recipe: Recipe) -> None:
+def _check(name: str, weight: Tensor, recipe: Recipe) -> None:
     if isinstance(weight, DTensor):
         raise ValueError(f"convert: {name} (DTensor) is not a plain tensor; convert before sharding the model")
     held: Any = weight

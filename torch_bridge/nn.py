@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copyreg
-import functools
 from typing import Any, cast
 
 import torch
@@ -234,20 +233,25 @@ class Linear(nn.Linear):
         return f"{super().extra_repr()}, {roles}"
 
 
-@functools.cache
+_EXTENDED: dict[type[nn.Linear], type[Linear]] = {nn.Linear: Linear}
+
+
 def extended(base: type[nn.Linear]) -> type[Linear]:
     """`Linear` for layers of a class of the user, which they stay instances of.
 
     Raises:
       TypeError: Python cannot make such a class, or make layers of `base` into layers of it.
     """
-    if base is nn.Linear or issubclass(base, Linear):
-        return Linear if base is nn.Linear else base
+    if issubclass(base, Linear):
+        return base
+    if base in _EXTENDED:
+        return _EXTENDED[base]
     if copyreg._slotnames(base):  # type: ignore[attr-defined]
         raise TypeError(f"{base.__name__} has __slots__")
     name = f"Quantized{base.__name__}"
     made = type(name, (Linear, base), {"_extends": base, "__module__": base.__module__, "__doc__": base.__doc__})
     object.__new__(base).__class__ = made
+    _EXTENDED[base] = made
     return made
 
 

@@ -92,7 +92,7 @@ class ShardedWeight(Tensor):
         return found
 
     @property
-    def data(self) -> Tensor:  # type: ignore[override]
+    def data(self) -> Tensor:
         return super().data
 
     @data.setter
