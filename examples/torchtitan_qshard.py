@@ -5,8 +5,8 @@
         --module torchtitan_qshard --config llama3_debugmodel_qshard
 
 A config of your own takes `QshardConverter.Config(recipe="MXFP8")` where torchtitan's take its own converters, and
-`update_scales_after_steps`, which only `DelayedScaling` needs. Checkpoints of the model are those of bf16; to go on with
-the same bits under `DelayedScaling` and `NVFP4`, keep `scaling_state(model)` beside them.
+`update_scales_after_steps`, which only `DelayedScaling` needs. Checkpoints of the model are those of bf16; to go on
+with the same bits under `DelayedScaling` and `NVFP4`, keep `scaling_state(model)` beside them.
 """
 
 from __future__ import annotations
