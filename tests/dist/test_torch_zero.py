@@ -10,12 +10,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from qshard.recipes import CurrentScaling
+from qshard import reference
+from qshard.recipes import NVFP4, CurrentScaling
 from qshard.torch_bridge import Adam, QuantizedTensor, ZeroOptimizer, convert
 from qshard.torch_bridge.zero.shown import TakenGradient
 from support import torch_ranks
+from support.awkward import assert_bits_equal
 from support.formats import ZEROED as RECIPES
-from support.torch_models import Wire
+from support.torch_models import FRONT, Wire
 from support.torch_ranks import on_ranks
 from support.zero import FEW_BITS, OPTIONS, STAGES, every_stage, in_one_process, loss_of, model_of, train, with_zero
 
@@ -142,6 +144,24 @@ def test_state_is_exact(stage):
         state["zero"]["rank"] = 0
     with pytest.raises(ValueError, match=r"rank 0\) is not of layout|cannot load its state"):
         resumed.load_state_dict(state)
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_weights_of_4_bits_beside_each_other(stage):
+    """Codes of the first end where a unit of memory ends, and the second has its own."""
+    layers = nn.Sequential(nn.Linear(128, 128, bias=False), nn.Linear(128, 64, bias=False)).to(torch_ranks.device)
+    wanted = [reference.quantize(FRONT.numpy(layer.weight.detach()), NVFP4().weight).rowwise for layer in layers]
+    model = nn.Sequential(convert(layers, NVFP4()))
+    units = {"units": [model[0]]} if stage == 3 else {}
+    ZeroOptimizer(model, shard_weights=stage == 3, **units)
+    seen = []
+    for layer in layers:
+        layer.register_forward_pre_hook(lambda layer, _: seen.append(layer.weight.rowwise.data.clone()))
+    with torch.no_grad():
+        model(torch.ones(2, 128, device=torch_ranks.device))
+    for got, want in zip(seen, wanted, strict=True):
+        assert_bits_equal(FRONT.numpy(got), want.data, "codes")
 
 
 @on_ranks(2)

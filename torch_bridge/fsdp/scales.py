@@ -398,9 +398,9 @@ def _agree(weights: Sequence[ShardOf]) -> None:
     described = [(state.name, str(state.fmt), *plan.described) for state, _, plan in weights]
     mine = hashlib.sha256(repr(described).encode()).digest()
     sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device)
-    everyone = sent.new_empty(dist.get_world_size(group) * len(mine))
-    dist.all_gather_into_tensor(everyone, sent, group=group)
-    others = [rank for rank, of_rank in enumerate(everyone.view(-1, len(mine)).tolist()) if bytes(of_rank) != mine]
+    everyone = [torch.empty_like(sent) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyone, sent, group=group)
+    others = [rank for rank, of_rank in enumerate(everyone) if bytes(of_rank.tolist()) != mine]
     if others:
         raise ValueError(
             f"fully_shard: weights of rank {others[0]} of the group are not those of this rank, {len(weights)} from "

@@ -104,6 +104,11 @@ class Weight:
     def bytes(self) -> int:
         return self.bytes_of(self.size)
 
+    @property
+    def room(self) -> int:
+        """With that for half a byte that a cut may leave of 4-bit codes: ours leave none, but ops want it."""
+        return self.bytes if self.fmt is None else piece_bytes(self.fmt, self.size)
+
     def bytes_of(self, elements: int) -> int:
         """How long its first elements are in the buffer. No cut is amid a byte."""
         return elements * self.dtype.itemsize if self.fmt is None else elements // self.fmt.element.codes_per_byte
@@ -136,10 +141,9 @@ class Flat:
         size = 0
         for weight in self.weights:
             weight.first = size
-            size += -(-weight.bytes // alignment) * alignment
+            size += -(-weight.room // alignment) * alignment
         self.part = -(-size // (alignment * ranks.size)) * alignment
-        # A piece of 4-bit codes has room for the half of a byte that a cut may leave; ours leave none, but take it. All
-        # of it is whole elements of any dtype: torch.load does not take views of other memory that torch.save wrote.
+        # Whole elements of any dtype: torch.load does not take views of other memory that torch.save wrote.
         self._memory = torch.zeros(ranks.size * self.part + ALIGNMENT, dtype=torch.uint8, device=self.device)
         self.buffer = self._memory[: ranks.size * self.part]
         lo = ranks.rank * self.part
