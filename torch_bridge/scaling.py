@@ -35,7 +35,7 @@ def scaling_state(model: nn.Module) -> dict[str, Tensor]:
     >>> model = qt.convert(nn.Sequential(nn.Linear(16, 32)), "DelayedScaling")
     >>> state = scaling_state(model)
     >>> state["0.delayed.weight.scale"], list(model.state_dict())
-    (tensor(1.), ['0.weight', '0.bias'])
+    (tensor(0.), ['0.weight', '0.bias'])
     >>> load_scaling_state(model, state)
     """
     check_model("scaling_state", model)

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from qshard.recipes import CurrentScaling, DelayedScaling
-from qshard.torch_bridge import convert, update_scales
+from qshard.torch_bridge import convert, load_scaling_state, scaling_state, update_scales
 
 SECOND_STEP = r"DelayedScaling: 0.weight \(a second optimizer step\) .*; call update_scales\(model\)"
 
@@ -98,13 +98,13 @@ def test_gradients_of_a_deep_model_are_there_at_once():
 
 def test_states_stay_new_or_go_on_through_a_checkpoint():
     model = model_of()
-    fresh = copy.deepcopy(model.state_dict())
+    fresh = copy.deepcopy(scaling_state(model))
     assert all(value == 0 for name, value in fresh.items() if name.endswith("scale"))
     backward(model)
     update_scales(model)
     other = model_of()
-    other.load_state_dict(model.state_dict())
+    load_scaling_state(other, scaling_state(model))
     assert other[0].delayed["weight"].scale == model[0].delayed["weight"].scale > 0
-    other.load_state_dict(fresh)
+    load_scaling_state(other, fresh)
     x = 1e-3 * torch.randn(4, 16)
     assert torch.equal(other(x), model_of()(x))

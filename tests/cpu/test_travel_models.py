@@ -23,6 +23,8 @@ from qshard.torch_bridge import (
     ZeroOptimizer,
     cast_master,
     convert,
+    load_scaling_state,
+    scaling_state,
     update_scales,
 )
 from support.formats import RECIPES
@@ -85,7 +87,7 @@ def test_models_travel_and_train_on_with_the_same_bits(way, recipe):
         assert all(a is b for a, b in zip(other_optimizer.param_groups[0]["params"], other.parameters(), strict=True))
         made.append([*learn(other, batches(seed=1), other_optimizer), *state_of(other)])
         if way == "deepcopy" and pair[0] is model:
-            assert other[0].weight.scale_state.root is other
+            assert other[0].weight.scale_state.passes.root is other
     assert_equal(state_of(model), before)
     want = [*learn(model, batches(seed=1), optimizer), *state_of(model)]
     for got in made:
@@ -98,7 +100,7 @@ def test_a_layer_and_a_weight_travel_alone():
     size = len(pickle.dumps(model))
     for way, travel in WAYS.items():
         layer = travel(model[0])
-        assert layer.weight.scale_state.root is None
+        assert layer.weight.scale_state.passes.root is None
         assert_equal([layer(batches()[0])], [model[0](batches()[0])])
         weight = travel(model[0].weight)
         assert isinstance(weight, nn.Parameter)
@@ -132,9 +134,10 @@ def test_averages_of_models(recipe):
         reference.update_parameters(plain)
     assert_equal([p.detach() + 0 for p in averaged.module.parameters()], [p.detach() for p in reference.parameters()])
     assert_converted(averaged.module, model)
-    assert averaged.module[0].weight.scale_state.root is averaged.module
+    assert averaged.module[0].weight.scale_state.passes.root is averaged.module
     twin = convert(nn.Sequential(*(nn.Linear(*layer.weight.shape[::-1]) for layer in averaged.module[:1])), recipe)
     twin[0].load_state_dict(averaged.module[0].state_dict())
+    load_scaling_state(twin[0], scaling_state(averaged.module[0]))
     assert_equal([averaged.module[0](batches()[0])], [twin(batches()[0])])
 
 

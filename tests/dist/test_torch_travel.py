@@ -18,19 +18,15 @@ def test_copies_are_sharded_and_train_as_the_original(recipe):
     """A copy refreshes the scales of its own weights; one that was loaded does so weight by weight, then together."""
     model = convert(model_of(sizes=BLOCK_SIZES), recipe)
     others = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
-    assert linears(others[0])[0].weight.scale_state.root is others[0]
-    assert linears(others[1])[0].weight.scale_state.root is None
+    assert linears(others[0])[0].weight.scale_state.passes.root is others[0]
+    assert linears(others[1])[0].weight.scale_state.passes.root is None
     made = []
     for each in (model, *others):
         shard(each)
-        made.append([*losses_of(each, torch.optim.AdamW(each.parameters(), lr=1e-2), update=each is not others[0])])
-        if each is not others[0] or recipe.stateful:
-            continue
-        assert linears(each)[0].weight.to_local().scale_state.root is each
-    if not recipe.stateful:  # Which nothing but update_scales makes.
-        assert made[1] == made[0]
-    assert made[2] == made[0]
-    assert linears(others[1])[0].weight.to_local().scale_state.root is (None if recipe.stateful else others[1])
+        made.append([*losses_of(each, torch.optim.AdamW(each.parameters(), lr=1e-2))])
+        if each is not model:
+            assert linears(each)[0].weight.to_local().scale_state.passes.root is each
+    assert made[2] == made[1] == made[0]
 
 
 @on_ranks(2)

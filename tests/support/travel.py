@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from qshard.formats import FP8_E4M3, Usage
-from qshard.torch_bridge import QuantizedTensor, convert, quantize
+from qshard.torch_bridge import QuantizedTensor, convert, quantize, update_scales
 from support.formats import stochastic
 
 
@@ -68,6 +68,7 @@ def learn(model: nn.Module, xs: torch.Tensor, optimizer: torch.optim.Optimizer) 
         loss = (model(x) - x).square().mean()
         loss.backward()
         optimizer.step()
+        update_scales(model)
         losses.append(loss.detach())
     return losses
 
