@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from qshard import pipeline
 from qshard.formats import Format, Usage
@@ -19,6 +21,7 @@ from qshard.torch_bridge.delayed import DelayedScale
 from qshard.torch_bridge.fsdp.weight import ShardedWeight
 from qshard.torch_bridge.gemm import Operand, matmul
 from qshard.torch_bridge.ops import ops
+from qshard.torch_bridge.parallel import Part, cut_of
 from qshard.torch_bridge.tensor import QuantizedTensor
 from qshard.torch_bridge.words import words
 
@@ -54,7 +57,7 @@ def linear(
         rowwise plane.
       bias: `[N]` or None.
       recipe: the format of each role, or the name of a recipe, such as "MXFP8". The scales of x, and of the gradient of
-        y, are those of this rank's tensor.
+        y, are those of this rank's tensor; of a DTensor, those of all of it.
       seed: an int, or int32 `[2]`, low word first, for formats that round stochastically: another one for each call.
       delayed: the state of each tensor under `DelayedScaling`. Its scales are used, and amaxes noted: those of x and
         weight now, that of the gradient in the backward pass.
@@ -62,10 +65,14 @@ def linear(
     Returns:
       `[..., N]`, in the dtype of x. Gradients have the dtypes of what they are gradients of.
 
+    Under tensor parallelism all operands are DTensors of one mesh, and so is the result: `parallel.py` says how each is
+    cut. A `QuantizedTensor` may be what a rank has of the weight.
+
     Raises:
-      TypeError: an operand is not a plain tensor of such a dtype, or another argument is not of its type.
+      TypeError: an operand is not a plain tensor of such a dtype, or another argument is not of its type; or some
+        operands are DTensors and others are not.
       ValueError: operands do not fit each other; there is no seed, or no state of `DelayedScaling`; or an axis that is
-        contracted is not whole blocks of its format. The number of rows
+        contracted is not whole blocks of its format, or is cut within one. The number of rows
         of x may be anything: where blocks run along it, operands get rows of zeros (`Recipe.added_rows`).
 
     >>> from qshard.recipes import CurrentScaling
@@ -80,7 +87,28 @@ def linear(
     Sources: arXiv:2209.05433.
     """
     recipe = as_recipe(recipe, "linear")
-    _check_operands(x, weight, bias, recipe)
+    if isinstance(x, DTensor) and isinstance(weight, DTensor):
+        _check_shapes(x, weight, bias)
+        cut = cut_of("linear", x, weight, recipe)
+        y = cut.y(_product(cut.x(x), cut.weight(weight), recipe, seed, delayed, cut.parts))
+    else:
+        y = _product(x, weight, recipe, seed, delayed, {}, bias)
+    return y if bias is None else y + bias.to(y.dtype)
+
+
+def _product(
+    x: Tensor,
+    weight: Tensor,
+    recipe: Recipe,
+    seed: int | Tensor | None,
+    delayed: Mapping[Role, DelayedScale] | None,
+    parts: Mapping[Role, Part],
+    bias: Tensor | None = None,
+) -> Tensor:
+    """`linear` of plain tensors, without the bias. `parts`: which they are of larger tensors, if they are."""
+    _check_operands(x, weight, recipe)
+    if not parts:
+        _check_shapes(x, weight, bias)
     if not recipe.stochastic:
         seed = None
     elif seed is None:
@@ -99,13 +127,13 @@ def linear(
                 raise ValueError(f"linear: delayed has no state for {role}; pass a DelayedScale for each role")
         given = [t for role in ROLES for t in (delayed[role].scale, delayed[role].scale_inv)]
         given += [delayed[Role.GRADIENT].amax]
-    y, *amaxes = _Linear.apply(x, weight, recipe, seed, *given)
+    y, *amaxes = _Linear.apply(x, weight, recipe, seed, parts, *given)
     if delayed is not None:
         # The amax of a gathered weight is not among them: the hook before the gather has noted it.
         for role, amax in zip((Role.ACTIVATION, Role.WEIGHT), amaxes, strict=False):
             delayed[role].observe(amax)
     result: Tensor = y
-    return result if bias is None else result + bias.to(result.dtype)
+    return result
 
 
 def check_shape(op: str, name: str, recipe: Recipe, shape: tuple[int, ...]) -> None:
@@ -121,7 +149,7 @@ def check_shape(op: str, name: str, recipe: Recipe, shape: tuple[int, ...]) -> N
             )
 
 
-def _check_operands(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> None:
+def _check_operands(x: Tensor, weight: Tensor, recipe: Recipe) -> None:
     check_tensor("linear", "x", x)
     if isinstance(weight, QuantizedTensor):
         if weight.format is not recipe.weight and not torch.compiler.is_compiling():
@@ -134,6 +162,9 @@ def _check_operands(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Reci
             f"linear: {weight.scale_state.name} (primary) is not gathered; call fully_shard(model) after "
             "convert(primary=True), on one rank too"
         )
+
+
+def _check_shapes(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     if weight.ndim != 2:
         raise ValueError(f"linear: weight {tuple(weight.shape)} does not have two axes; give weight as [N, K]")
     if x.ndim < 1 or x.shape[-1] != weight.shape[1]:
@@ -144,6 +175,8 @@ def _check_operands(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Reci
     if bias is not None:
         if not isinstance(bias, Tensor):
             raise TypeError(f"linear: bias ({shown(bias)}) is not a torch.Tensor or None; pass a tensor of [N]")
+        if isinstance(weight, DTensor) and not isinstance(bias, DTensor):
+            raise TypeError("linear: bias (Tensor) is not a DTensor, as weight is; pass what distribute_tensor makes of it")
         if tuple(bias.shape) != (weight.shape[0],):
             raise ValueError(
                 f"linear: bias {tuple(bias.shape)} does not fit weight {tuple(weight.shape)}; give it as [N]"
@@ -153,8 +186,8 @@ def _check_operands(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Reci
 
 
 _NOT_GATHERED = (
-    "call the module that fully_shard wraps, which gathers it; of layers under tensor parallelism, leave it out with "
-    "convert(filter=)"
+    "call the module that fully_shard wraps, which gathers it; under tensor parallelism, pass x as a DTensor of the "
+    "same mesh"
 )
 
 
@@ -163,7 +196,13 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, recipe: Recipe, seed: Tensor | None, *given: Tensor
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        recipe: Recipe,
+        seed: Tensor | None,
+        parts: Mapping[Role, Part],
+        *given: Tensor,
     ) -> tuple[Tensor, ...]:
         """`given`: of delayed scaling, scale and scale_inv of each role and the amax of the gradient; else nothing.
 
@@ -172,18 +211,19 @@ class _Linear(torch.autograd.Function):
         grad_x, grad_w = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
         ctx.x_shape, dtype = x.shape, x.dtype
         x = x.reshape(-1, x.shape[-1]).contiguous()
-        xs, amaxes = _planes(x, recipe, Usage.BOTH if grad_w else Usage.ROWWISE, Role.ACTIVATION, seed, given)
+        xs, amaxes = _planes(x, recipe, Usage.BOTH if grad_w else Usage.ROWWISE, Role.ACTIVATION, seed, parts, given)
         if isinstance(weight, QuantizedTensor):  # Gathered by FSDP2, for example.
             ws = _planes_of(weight, grad_x)
         else:
             w = weight.shard if isinstance(weight, ShardedWeight) else weight
-            ws, amax = _planes(w, recipe, Usage.BOTH if grad_x else Usage.ROWWISE, Role.WEIGHT, seed, given)
+            ws, amax = _planes(w, recipe, Usage.BOTH if grad_x else Usage.ROWWISE, Role.WEIGHT, seed, parts, given)
             amaxes = amaxes + amax
         # A gathered weight is kept as it is: FSDP2 frees its memory, and fills it with the same codes before backward.
         kept = ws.get(Usage.COLUMNWISE, ws[Usage.ROWWISE])
         no_plane = (None,) * len(Plane._fields)
         x_parts = xs[Usage.COLUMNWISE].parts if grad_w else no_plane
         ctx.save_for_backward(*x_parts, *kept.parts, seed)
+        ctx.parts = parts
         ctx.recipe, ctx.w_format, ctx.w_usage = recipe, kept.format, kept.usage
         ctx.dtype, ctx.w_dtype = dtype, weight.dtype
         ctx.given = given  # Not saved: autograd would object to the amax that is noted in it.
@@ -200,7 +240,7 @@ class _Linear(torch.autograd.Function):
         need_x, need_w = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
         usage = Usage.BOTH if need_x and need_w else Usage.ROWWISE if need_x else Usage.COLUMNWISE
         grad = grad.reshape(-1, grad.shape[-1]).contiguous()
-        dys, amaxes = _planes(grad, ctx.recipe, usage, Role.GRADIENT, seed, ctx.given)
+        dys, amaxes = _planes(grad, ctx.recipe, usage, Role.GRADIENT, seed, ctx.parts, ctx.given)
         for amax in amaxes:
             noted = ctx.given[-1]
             noted.copy_(torch.maximum(noted, amax))
@@ -214,7 +254,7 @@ class _Linear(torch.autograd.Function):
         if need_w:
             x = Operand(ctx.recipe.format(Role.ACTIVATION), Plane(*saved[:half]), Usage.COLUMNWISE)
             grad_w = matmul(dys[Usage.COLUMNWISE], x, ctx.w_dtype)
-        return grad_x, grad_w, None, None, *(None for _ in ctx.given)
+        return grad_x, grad_w, None, None, None, *(None for _ in ctx.given)
 
 
 def _planes_of(weight: QuantizedTensor, columnwise: bool) -> dict[Usage, Operand]:
@@ -232,7 +272,13 @@ def _planes_of(weight: QuantizedTensor, columnwise: bool) -> dict[Usage, Operand
 
 
 def _planes(
-    x: Tensor, recipe: Recipe, usage: Usage, role: Role, seed: Tensor | None, given: Sequence[Tensor]
+    x: Tensor,
+    recipe: Recipe,
+    usage: Usage,
+    role: Role,
+    seed: Tensor | None,
+    parts: Mapping[Role, Part],
+    given: Sequence[Tensor],
 ) -> tuple[dict[Usage, Operand], list[Tensor]]:
     """The planes of a matrix `[M, K]`, and its amax if its scale does not come from it.
 
@@ -244,11 +290,13 @@ def _planes(
         planes, amax = pipeline.quantize_delayed(ops, x, fmt, usage, given[at], given[at + 1])
         amaxes = [amax]
     else:
-        planes = _quantized(x, recipe, usage, role, seed)
+        planes = _quantized(x, recipe, usage, role, seed, parts.get(role))
     return {one: Operand(fmt, parts, one) for one, parts in planes.items()}, amaxes
 
 
-def _quantized(x: Tensor, recipe: Recipe, usage: Usage, role: Role, seed: Tensor | None) -> dict[Usage, Plane]:
+def _quantized(
+    x: Tensor, recipe: Recipe, usage: Usage, role: Role, seed: Tensor | None, part: Part | None
+) -> dict[Usage, Plane]:
     fmt, rows = recipe.format(role), x.shape[0]
     added = recipe.added_rows(role, usage, rows)
     if added:
@@ -261,8 +309,9 @@ def _quantized(x: Tensor, recipe: Recipe, usage: Usage, role: Role, seed: Tensor
     if fmt.stochastic and seed is not None:
         if ROLE_SEEDS[role]:
             seed = seed ^ words("linear", "seed", ROLE_SEEDS[role], x.device)
-        draws = Draws(seed, words("linear", "first", 0, x.device))
-    planes = pipeline.quantize(ops, x, fmt, usage, draws=draws)
+        draws = Draws(seed, words("linear", "first", 0, x.device)) if part is None else part.draws(seed)
+    merged = None if part is None else functools.partial(part.merged, by_row=fmt.scaling.global_scale == "row")
+    planes = pipeline.quantize(ops, x, fmt, usage, reduce_max=merged, draws=draws)
     if added and Usage.ROWWISE in usage.planes:
         planes[Usage.ROWWISE] = pipeline.without_added_rows(planes[Usage.ROWWISE], fmt, rows)
     return planes

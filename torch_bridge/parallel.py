@@ -1,0 +1,166 @@
+"""Tensor parallelism: layers whose weight is cut over the ranks of a mesh, as `parallelize_module` cuts it.
+
+    for each axis of the mesh   weight     x                       its gradient   y
+    colwise                     Shard(0)   Replicate               Partial        Shard(-1)
+    rowwise                     Shard(1)   Shard(-1)               Shard(-1)      Partial
+    neither                     Replicate  cut along rows, or not  the same       the same
+
+Each rank multiplies plain tensors: its parts. DTensor redistributes x before that where it has to, adds the bias, and
+finds the gradients, which have the placements of what they are gradients of.
+
+Cuts run between blocks, so the scales of blocks are those of the whole tensor. A scale of the whole tensor needs the
+amax of all parts: of x in rowwise layers, of the gradient of y in colwise ones, of the weight in both. Then codes and
+scales of all three are, bit for bit, those that one device makes of the whole tensors. y and the gradients are sums
+over ranks, in another order than that of one device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from qshard.formats import Usage
+from qshard.pipeline import Draws
+from qshard.recipes import Recipe, Role
+from qshard.torch_bridge.quantize import max_over_ranks
+from qshard.torch_bridge.words import words
+
+
+class Part(NamedTuple):
+    """Which part of a tensor a rank has.
+
+    Attributes:
+      shape: of the whole tensor.
+      mesh, placements: how it is cut; Shard and Replicate alone.
+    """
+
+    shape: tuple[int, ...]
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        return tuple(compute_local_shape_and_global_offset(self.shape, self.mesh, self.placements)[0])
+
+    def groups(self, *, by_row: bool = False) -> list[dist.ProcessGroup]:
+        """The ranks that have other parts of the tensor, or of its rows: of each axis of the mesh."""
+        last = len(self.shape) - 1
+        cut = [isinstance(p, Shard) and (p.dim == last or not by_row) for p in self.placements]
+        return [self.mesh.get_group(axis) for axis, is_cut in enumerate(cut) if is_cut]
+
+    def merged(self, amax: Tensor, *, by_row: bool = False) -> Tensor:
+        """The amax of the whole tensor, or of its rows, from that of this part. Collective where there are others."""
+        for group in self.groups(by_row=by_row):
+            amax = max_over_ranks(amax, group)
+        return amax
+
+    def draws(self, seed: Tensor) -> Draws:
+        """The random numbers of this part: those that it has in the whole tensor.
+
+        If an axis is cut that has others before it, rows of a part are not next to each other. Then no two ranks draw
+        the same numbers, but they are not those of the whole.
+        """
+        _, offsets = compute_local_shape_and_global_offset(self.shape, self.mesh, self.placements)
+        first = sum(at * math.prod(self.shape[axis + 1 :]) for axis, at in enumerate(offsets))
+        cut = {placement.dim for placement in self.placements if isinstance(placement, Shard)}
+        if any(math.prod(self.shape[:axis]) > 1 for axis in cut - {len(self.shape) - 1}):
+            first += (1 + self.mesh.get_rank()) * math.prod(self.shape)
+        return Draws(seed, words("linear", "first", first, seed.device), self.shape[-1])
+
+
+class Cut(NamedTuple):
+    """How a linear layer is cut: which parts of its operands, and of the gradient of y, this rank has."""
+
+    parts: dict[Role, Part]
+
+    def x(self, x: DTensor) -> Tensor:
+        part = self.parts[Role.ACTIVATION]
+        over = [Partial() if isinstance(w, Shard) and w.dim == 0 else p for w, p in self._beside(part)]
+        return x.redistribute(placements=part.placements).to_local(grad_placements=over)
+
+    def weight(self, weight: DTensor) -> Tensor:
+        """Ranks that hold the same weight and other rows of x each have a part of its gradient."""
+        pairs = self._beside(self.parts[Role.ACTIVATION])
+        over = [Partial() if isinstance(w, Replicate) and isinstance(p, Shard) else w for w, p in pairs]
+        return weight.to_local(grad_placements=over)
+
+    def y(self, y: Tensor) -> Tensor:
+        part = self.parts[Role.GRADIENT]
+        over = [Partial() if isinstance(w, Shard) and w.dim == 1 else p for w, p in self._beside(part)]
+        stride = torch.empty(part.shape, device="meta").stride()
+        return DTensor.from_local(y, part.mesh, over, run_check=False, shape=torch.Size(part.shape), stride=stride)
+
+    def _beside(self, part: Part) -> list[tuple[Placement, Placement]]:
+        return list(zip(self.parts[Role.WEIGHT].placements, part.placements, strict=True))
+
+
+def cut_of(op: str, x: DTensor, weight: DTensor, recipe: Recipe) -> Cut:
+    """How `x @ weight.T` is cut over the mesh of both.
+
+    Raises:
+      ValueError: they are on different meshes, or cut in another way than those at the top of this file. All ranks
+        raise alike.
+    """
+    mesh = weight.device_mesh
+    if x.device_mesh != mesh:
+        raise ValueError(
+            f"{op}: weight (over {mesh}) is not on the mesh of x, {x.device_mesh}; call the module that fully_shard "
+            "wraps, which gathers the weight over its axes"
+        )
+    check_cut(op, "weight", recipe, tuple(weight.shape), mesh, weight.placements)
+    last = x.ndim - 1
+    of_x: list[Placement] = []
+    of_y: list[Placement] = []
+    for w, p in zip(weight.placements, x.placements, strict=True):
+        rows: Placement = p if isinstance(p, Shard) and p.dim != last else Replicate()
+        if isinstance(w, Shard):
+            rows = Replicate()
+        of_x.append(Shard(last) if w == Shard(1) else rows)
+        of_y.append(Shard(last) if w == Shard(0) else rows)
+    y_shape = (*x.shape[:-1], weight.shape[0])
+    return Cut(
+        {
+            Role.WEIGHT: Part(tuple(weight.shape), mesh, weight.placements),
+            Role.ACTIVATION: Part(tuple(x.shape), mesh, tuple(of_x)),
+            Role.GRADIENT: Part(y_shape, mesh, tuple(of_y)),
+        }
+    )
+
+
+def check_cut(
+    op: str, name: str, recipe: Recipe, shape: tuple[int, ...], mesh: DeviceMesh, placements: Sequence[Placement]
+) -> None:
+    """Raises ValueError unless a weight is cut as a layer can be, and between blocks. It is a matter of all ranks."""
+    sizes = list(shape)
+    for axis, placement in enumerate(placements):
+        if not isinstance(placement, Replicate | Shard):
+            raise ValueError(
+                f"{op}: {name} {shape} ({placement}) is not cut by rows or columns; use Shard(0), Shard(1) or Replicate"
+            )
+        if isinstance(placement, Replicate):
+            continue
+        cut = placement.dim
+        whole, sizes[cut] = sizes[cut], -(-sizes[cut] // mesh.size(axis))
+        # Of x and of the gradient of y, what is cut is the columns.
+        other, rows_of_it = ((Role.GRADIENT, 1), (Role.ACTIVATION, 1))[cut]
+        for role, along in ((Role.WEIGHT, cut), (other, rows_of_it)):
+            fmt = recipe.format(role)
+            unit = max((fmt.block_of(usage) or (1, 1))[along] for usage in Usage.BOTH.planes)
+            if sizes[cut] < whole and sizes[cut] % unit:
+                raise ValueError(
+                    f"{op}: {name} {shape} is not cut between blocks: shards of {sizes[cut]} {('rows', 'columns')[cut]}"
+                    f" meet {role.value}s in blocks of {unit}, of {fmt}; cut it over fewer ranks, pad it, or leave it out"
+                )
+
+
+def first_rank(mesh: DeviceMesh) -> int:
+    """One number for all ranks that hold parts of the same tensors, and another for those of other meshes."""
+    return int(mesh.mesh.min())
