@@ -88,11 +88,7 @@ CUT = {
 }
 
 
-@on_ranks(2, 4)
-@pytest.mark.parametrize("style", CUT, ids=lambda style: style.__name__)
-@every_recipe
-def test_codes_are_those_of_one_process(name, style):
-    """Of x, the weight and the gradient of y, stochastic rounding too; sums agree to the rounding of their order."""
+def codes_of(name, style):
     recipe, rank, world = ALL[name], dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     size = unit_of(recipe) * world
@@ -104,7 +100,7 @@ def test_codes_are_those_of_one_process(name, style):
     many = copy.deepcopy(one)
     if one.seed is not None:
         one.seed[1] -= rank  # Which a layer that is not cut adds.
-    parallelize_module(many, tp_mesh(), style(input_layouts=Replicate(), output_layouts=Replicate()))
+    parallelize_module(many, mesh_of("tp"), style(input_layouts=Replicate(), output_layouts=Replicate()))
     assert isinstance(many.weight.to_local(), ShardedWeight)
     results = []
     for layer in (one, many):
@@ -114,11 +110,51 @@ def test_codes_are_those_of_one_process(name, style):
             y.backward(dy)
         results.append((found, y.detach(), mine.grad, layer.weight.grad, layer.bias.grad))
     (whole, *expected), (local, *got) = results
+    got = [t.full_tensor() if isinstance(t, DTensor) else t for t in got]  # Before a rank can fail.
     assert [role for role, _ in local] == [role for role, _ in whole] == [Role.ACTIVATION, Role.WEIGHT, Role.GRADIENT]
     for (role, planes), (_, of_whole) in zip(local, whole, strict=True):
         assert_part(planes, of_whole, rank, world, CUT[style][role])
-    grad = many.weight.grad
-    assert (grad.placements, grad.shape) == (many.weight.placements, one.weight.shape)
-    for a, b in zip(got, expected, strict=True):
-        a = a.full_tensor() if isinstance(a, DTensor) else a
+    for parameter, placement in ((many.weight, Shard(1)), (many.bias, Replicate())):
+        placement = placement if style is RowwiseParallel else Shard(0)
+        assert parameter.placements == parameter.grad.placements == (placement,)
+    for a, b in zip(got, expected, strict=True):  # Sums in fp32, of which each order rounds otherwise.
         assert torch.allclose(a, b, rtol=1e-5, atol=1e-5 * b.abs().max().item())
+
+
+@pytest.mark.parametrize("style", CUT, ids=lambda style: style.__name__)
+@pytest.mark.parametrize(("world", "name"), [*((2, name) for name in ALL), *((4, name) for name in RECIPES)], ids=str)
+def test_codes_are_those_of_one_process(world, name, style):
+    """Of x, the weight and the gradient of y, also where they are drawn. Sums agree to the rounding of their order."""
+    torch_ranks.run(world, codes_of, name=name, style=style)
+
+
+class Block(nn.Module):
+    """Of Llama: norms, attention with heads that are cut, and a gated MLP."""
+
+    def __init__(self, width, heads=4):
+        super().__init__()
+        self.norms = nn.ModuleList(nn.RMSNorm(width) for _ in range(2))
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.gate, self.up, self.down = (nn.Linear(*s) for s in ((width, 2 * width),) * 2 + ((2 * width, width),))
+        self.head = width // heads
+
+    def forward(self, x):
+        x = x + self.attention(self.norms[0](x))
+        return x + self.mlp(self.norms[1](x))
+
+    def attention(self, x):
+        q, k, v = (layer(x).unflatten(-1, (-1, self.head)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        return self.o(nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+    def mlp(self, x):
+        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+class Attention(nn.Module):
+    """The same, as modules of their own, whose inputs a plan prepares."""
+
+
+def transformer(recipe, width, blocks=2):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block(width) for _ in range(blocks)), nn.RMSNorm(width), nn.Linear(width, width))
+    return convert(model, recipe)
