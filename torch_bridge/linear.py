@@ -176,7 +176,9 @@ def _check_shapes(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         if not isinstance(bias, Tensor):
             raise TypeError(f"linear: bias ({shown(bias)}) is not a torch.Tensor or None; pass a tensor of [N]")
         if isinstance(weight, DTensor) and not isinstance(bias, DTensor):
-            raise TypeError("linear: bias (Tensor) is not a DTensor, as weight is; pass what distribute_tensor makes of it")
+            raise TypeError(
+                "linear: bias (Tensor) is not a DTensor, as weight is; pass what distribute_tensor makes of it"
+            )
         if tuple(bias.shape) != (weight.shape[0],):
             raise ValueError(
                 f"linear: bias {tuple(bias.shape)} does not fit weight {tuple(weight.shape)}; give it as [N]"
@@ -210,7 +212,7 @@ class _Linear(torch.autograd.Function):
         """
         grad_x, grad_w = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
         ctx.x_shape, dtype = x.shape, x.dtype
-        x = x.reshape(-1, x.shape[-1]).contiguous()
+        x = x.reshape(x.shape[:-1].numel(), x.shape[-1]).contiguous()
         xs, amaxes = _planes(x, recipe, Usage.BOTH if grad_w else Usage.ROWWISE, Role.ACTIVATION, seed, parts, given)
         if isinstance(weight, QuantizedTensor):  # Gathered by FSDP2, for example.
             ws = _planes_of(weight, grad_x)
@@ -239,7 +241,7 @@ class _Linear(torch.autograd.Function):
         half = len(Plane._fields)
         need_x, need_w = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
         usage = Usage.BOTH if need_x and need_w else Usage.ROWWISE if need_x else Usage.COLUMNWISE
-        grad = grad.reshape(-1, grad.shape[-1]).contiguous()
+        grad = grad.reshape(grad.shape[:-1].numel(), grad.shape[-1]).contiguous()
         dys, amaxes = _planes(grad, ctx.recipe, usage, Role.GRADIENT, seed, ctx.parts, ctx.given)
         for amax in amaxes:
             noted = ctx.given[-1]

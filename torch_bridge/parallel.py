@@ -25,7 +25,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from qshard.formats import Usage
 from qshard.pipeline import Draws
@@ -46,10 +45,6 @@ class Part(NamedTuple):
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
 
-    @property
-    def local_shape(self) -> tuple[int, ...]:
-        return tuple(compute_local_shape_and_global_offset(self.shape, self.mesh, self.placements)[0])
-
     def groups(self, *, by_row: bool = False) -> list[dist.ProcessGroup]:
         """The ranks that have other parts of the tensor, or of its rows: of each axis of the mesh."""
         last = len(self.shape) - 1
@@ -68,8 +63,14 @@ class Part(NamedTuple):
         If an axis is cut that has others before it, rows of a part are not next to each other. Then no two ranks draw
         the same numbers, but they are not those of the whole.
         """
-        _, offsets = compute_local_shape_and_global_offset(self.shape, self.mesh, self.placements)
-        first = sum(at * math.prod(self.shape[axis + 1 :]) for axis, at in enumerate(offsets))
+        sizes, first = list(self.shape), 0
+        for axis, placement in enumerate(self.placements):
+            if isinstance(placement, Shard):
+                at, rank = placement.dim, self.mesh.get_local_rank(axis)
+                size = -(-sizes[at] // self.mesh.size(axis))
+                start = min(sizes[at], size * rank)
+                first += start * math.prod(self.shape[at + 1 :])
+                sizes[at] = min(sizes[at] - start, size)
         cut = {placement.dim for placement in self.placements if isinstance(placement, Shard)}
         if any(math.prod(self.shape[:axis]) > 1 for axis in cut - {len(self.shape) - 1}):
             first += (1 + self.mesh.get_rank()) * math.prod(self.shape)
@@ -139,25 +140,25 @@ def check_cut(
     op: str, name: str, recipe: Recipe, shape: tuple[int, ...], mesh: DeviceMesh, placements: Sequence[Placement]
 ) -> None:
     """Raises ValueError unless a weight is cut as a layer can be, and between blocks. It is a matter of all ranks."""
-    sizes = list(shape)
+    sizes, what = list(shape), f"{op}: {name} {shape}"
     for axis, placement in enumerate(placements):
         if not isinstance(placement, Replicate | Shard):
             raise ValueError(
-                f"{op}: {name} {shape} ({placement}) is not cut by rows or columns; use Shard(0), Shard(1) or Replicate"
+                f"{what} is cut as {placement!r}, not by rows or columns; use Shard(0), Shard(1) or Replicate"
             )
-        if isinstance(placement, Replicate):
+        if isinstance(placement, Replicate) or mesh.size(axis) == 1:
             continue
         cut = placement.dim
-        whole, sizes[cut] = sizes[cut], -(-sizes[cut] // mesh.size(axis))
-        # Of x and of the gradient of y, what is cut is the columns.
-        other, rows_of_it = ((Role.GRADIENT, 1), (Role.ACTIVATION, 1))[cut]
-        for role, along in ((Role.WEIGHT, cut), (other, rows_of_it)):
+        whole, size = sizes[cut], -(-sizes[cut] // mesh.size(axis))
+        sizes[cut] = size
+        # Of x, and of the gradient of y, it is the columns that are cut along.
+        for role, along in ((Role.WEIGHT, cut), ((Role.GRADIENT, Role.ACTIVATION)[cut], 1)):
             fmt = recipe.format(role)
             unit = max((fmt.block_of(usage) or (1, 1))[along] for usage in Usage.BOTH.planes)
-            if sizes[cut] < whole and sizes[cut] % unit:
+            if size % unit and size < whole:
                 raise ValueError(
-                    f"{op}: {name} {shape} is not cut between blocks: shards of {sizes[cut]} {('rows', 'columns')[cut]}"
-                    f" meet {role.value}s in blocks of {unit}, of {fmt}; cut it over fewer ranks, pad it, or leave it out"
+                    f"{what} is not cut between blocks: shards of {size} {('rows', 'columns')[cut]} meet {role.value}s "
+                    f"in blocks of {unit}, of {fmt}; cut it over fewer ranks, pad it, or leave it out"
                 )
 
 
