@@ -107,6 +107,8 @@ def _product(
 ) -> Tensor:
     """`linear` of plain tensors, without the bias. `parts`: which they are of larger tensors, if they are."""
     _check_operands(x, weight, recipe)
+    if not (parts and torch.compiler.is_compiling()):  # Dynamo knows no state of a part that it has made.
+        _check_gathered(weight)
     if not parts:
         _check_shapes(x, weight, bias)
     if not recipe.stochastic:
@@ -157,6 +159,9 @@ def _check_operands(x: Tensor, weight: Tensor, recipe: Recipe) -> None:
     else:
         check_tensor("linear", "weight", weight, sharded=_NOT_GATHERED)
         check_contiguous("linear", "weight", weight)
+
+
+def _check_gathered(weight: Tensor) -> None:
     if isinstance(weight, ShardedWeight) and weight.scale_state.primary is not None:
         raise ValueError(
             f"linear: {weight.scale_state.name} (primary) is not gathered; call fully_shard(model) after "

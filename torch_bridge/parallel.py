@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from qshard.formats import Usage
+from qshard.master import MasterPlan
 from qshard.pipeline import Draws
 from qshard.recipes import Recipe, Role
 from qshard.torch_bridge.quantize import max_over_ranks
@@ -44,6 +45,23 @@ class Part(NamedTuple):
     shape: tuple[int, ...]
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
+
+    @property
+    def starts(self) -> list[int]:
+        """Where the part begins, on each axis of the tensor."""
+        sizes, starts = list(self.shape), [0] * len(self.shape)
+        for axis, placement in enumerate(self.placements):
+            if isinstance(placement, Shard):
+                dim, size = placement.dim, -(-sizes[placement.dim] // self.mesh.size(axis))
+                start = min(sizes[dim], size * self.mesh.get_local_rank(axis))
+                starts[dim] += start
+                sizes[dim] = min(sizes[dim] - start, size)
+        return starts
+
+    def place(self, first: int, columns: int) -> tuple[int, int]:
+        """Where element `first` of a part of a matrix, which has so many columns, is in the whole, and its columns."""
+        (row, column), (down, right) = self.starts, divmod(first, max(1, columns))
+        return (row + down) * self.shape[1] + column + right, self.shape[1]
 
     def groups(self, *, by_row: bool = False) -> list[dist.ProcessGroup]:
         """The ranks that have other parts of the tensor, or of its rows: of each axis of the mesh."""
@@ -63,14 +81,7 @@ class Part(NamedTuple):
         If an axis is cut that has others before it, rows of a part are not next to each other. Then no two ranks draw
         the same numbers, but they are not those of the whole.
         """
-        sizes, first = list(self.shape), 0
-        for axis, placement in enumerate(self.placements):
-            if isinstance(placement, Shard):
-                at, rank = placement.dim, self.mesh.get_local_rank(axis)
-                size = -(-sizes[at] // self.mesh.size(axis))
-                start = min(sizes[at], size * rank)
-                first += start * math.prod(self.shape[at + 1 :])
-                sizes[at] = min(sizes[at] - start, size)
+        first = sum(start * math.prod(self.shape[axis + 1 :]) for axis, start in enumerate(self.starts))
         cut = {placement.dim for placement in self.placements if isinstance(placement, Shard)}
         if any(math.prod(self.shape[:axis]) > 1 for axis in cut - {len(self.shape) - 1}):
             first += (1 + self.mesh.get_rank()) * math.prod(self.shape)
@@ -160,6 +171,34 @@ def check_cut(
                     f"{what} is not cut between blocks: shards of {size} {('rows', 'columns')[cut]} meet {role.value}s "
                     f"in blocks of {unit}, of {fmt}; cut it over fewer ranks, pad it, or leave it out"
                 )
+
+
+def fsdp_axis(name: str, parameter: DTensor, part: Part | None) -> int:
+    """The axis of its mesh over which FSDP2 has cut a parameter: axes of tensor parallelism, if any, come last."""
+    axes = parameter.device_mesh.ndim - (0 if part is None else part.mesh.ndim)
+    found = [axis for axis in range(axes) if not isinstance(parameter.placements[axis], Replicate)]
+    if len(found) != 1:
+        raise NotImplementedError(
+            f"fully_shard: {name} {tuple(parameter.shape)} is cut over {len(found)} axes of its mesh, besides those of "
+            "parallelize_module, and must be over one; leave the layer out with convert(filter=)"
+        )
+    return found[0]
+
+
+def merge_parts(parts: Sequence[Part | None], plan: MasterPlan, amaxes: Tensor) -> None:
+    """Makes the amaxes of whole tensors, among those of all weights of `plan`, those of all parts. Collective.
+
+    One reduction for all weights that are cut over the same ranks. Amaxes of blocks are those of the whole as they are.
+    """
+    groups: dict[tuple[str, ...], tuple[Part, list[Tensor]]] = {}
+    for bucket in plan.buckets:
+        for i, (grid, whole) in zip(bucket.indices, bucket.split(*bucket.found(amaxes)), strict=True):
+            part, of_tensor = parts[i], grid if bucket.fmt.block is None else whole
+            if part is not None and of_tensor is not None:
+                groups.setdefault(tuple(group.group_name for group in part.groups()), (part, []))[1].append(of_tensor)
+    for part, of_tensors in groups.values():
+        merged = part.merged(torch.stack(of_tensors))
+        torch._foreach_copy_(of_tensors, list(merged.unbind()))
 
 
 def first_rank(mesh: DeviceMesh) -> int:

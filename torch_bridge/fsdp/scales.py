@@ -43,7 +43,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from qshard import master
 from qshard.master import MasterPlan
@@ -55,7 +55,7 @@ from qshard.torch_bridge.dtensor import local_of
 from qshard.torch_bridge.fsdp.passes import Passes
 from qshard.torch_bridge.fsdp.primary import Primary
 from qshard.torch_bridge.fsdp.shards import ShardPlan
-from qshard.torch_bridge.parallel import Part
+from qshard.torch_bridge.parallel import Part, fsdp_axis, merge_parts
 from qshard.torch_bridge.quantize import max_over_ranks
 from qshard.torch_bridge.slice_ops import SliceOps
 from qshard.torch_bridge.words import words
@@ -77,8 +77,7 @@ class ScaleState:
       gathers: whether FSDP2 gathers it: it has asked for hooks.
       travels: whether codes have left, and have not arrived.
       staged, stored: its scales; None before the first refresh.
-      part: under tensor parallelism, the part of a larger weight that this one is; else None. Then a scale of the whole
-        tensor is made of the amaxes of all parts.
+      part: under tensor parallelism, which part of a larger weight this one is. One scale serves all parts.
     """
 
     def __init__(
@@ -302,19 +301,11 @@ def _shard_of(parameter: Tensor, state: ScaleState) -> ShardOf | None:
     """What this rank has of a sharded weight; None of one that is not sharded now."""
     if not isinstance(parameter, DTensor):
         return None
-    placements = parameter.placements
-    if state.part is not None:  # FSDP2 puts its axes before those of tensor parallelism.
-        placements = placements[: -state.part.mesh.ndim]
-    dims = [i for i, placement in enumerate(placements) if not isinstance(placement, Replicate)]
-    if len(dims) != 1:
-        raise NotImplementedError(
-            f"fully_shard: {state.name} {state.whole} is cut over {len(dims)} axes of its mesh, besides those of "
-            "parallelize_module, and must be over one; leave the layer out with convert(filter=)"
-        )
+    axis = fsdp_axis(state.name, parameter, state.part)
     shard: Tensor = local_of(parameter).shard  # type: ignore[attr-defined]
     if state.primary is not None and state.primary.master is not None:
         shard = state.primary.master
-    return ShardOf(state, shard, state.plan_of(shard, state.whole, parameter.device_mesh, dims[0]))
+    return ShardOf(state, shard, state.plan_of(shard, state.whole, parameter.device_mesh, axis))
 
 
 def _state_of(parameter: Tensor) -> ScaleState | None:
@@ -355,24 +346,11 @@ def _made(weights: Sequence[ShardOf]) -> list[Scales]:
     amaxes = functools.reduce(torch.maximum, bits).view(torch.float32)
     plan, ops, _ = _prepared(plans, device)
     amaxes = max_over_ranks(amaxes, group)
-    _merge_parts(weights, plan, amaxes)
+    merge_parts([weight.state.part for weight in weights], plan, amaxes)
     made: dict[int, Scales] = {}
     for bucket, of_bucket in zip(plan.buckets, master.scales(ops, plan, amaxes), strict=True):
         made.update(zip(bucket.indices, bucket.split_scales(of_bucket), strict=True))
     return [made[i] for i in range(len(weights))]
-
-
-def _merge_parts(weights: Sequence[ShardOf], plan: MasterPlan, amaxes: Tensor) -> None:
-    """Makes the amaxes of whole tensors those of all parts, for weights that tensor parallelism has cut."""
-    groups: dict[tuple[str, ...], tuple[Part, list[Tensor]]] = {}
-    for bucket in plan.buckets:
-        for i, (grid, whole) in zip(bucket.indices, bucket.split(*bucket.found(amaxes)), strict=True):
-            part, of_tensor = weights[i].state.part, grid if bucket.fmt.block is None else whole
-            if part is not None and of_tensor is not None:
-                groups.setdefault(tuple(g.group_name for g in part.groups()), (part, []))[1].append(of_tensor)
-    for part, of_tensors in groups.values():
-        merged = part.merged(torch.stack(of_tensors))
-        torch._foreach_copy_(of_tensors, list(merged.unbind()))
 
 
 def _amaxes_on(device: torch.device, weights: Sequence[ShardOf], plans: tuple[ShardPlan, ...]) -> Tensor:
@@ -405,10 +383,7 @@ def _agree(weights: Sequence[ShardOf]) -> None:
     What is sent has one size, whatever a rank has. It costs a wait for the device, the first time that weights meet.
     """
     group, device = weights[0].plan.group, weights[0].plan.device
-    described = [
-        (state.name, str(state.fmt), state.part and state.part.placements, *plan.described)
-        for state, _, plan in weights
-    ]
+    described = [(s.name, str(s.fmt), s.part and s.part.placements, *plan.described) for s, _, plan in weights]
     mine = hashlib.sha256(repr(described).encode()).digest()
     sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device)
     everyone = sent.new_empty(dist.get_world_size(group) * len(mine))
