@@ -29,8 +29,8 @@ def convert(
     whose two planes are different numbers.
 
     Args:
-      model: on any device, also meta. Before `fully_shard` and before the optimizer is made, as both hold on to
-        parameters.
+      model: on any device, also meta. Before `parallelize_module`, `fully_shard`, and before the optimizer is made, as
+        they hold on to parameters.
       recipe: the format of each role, or the name of a recipe, such as "CurrentScaling".
       primary: whether weights are kept as codes. Then `fully_shard` must follow, on one rank too; `Adam`, or any
         optimizer in `WithMasters`, has the float32 masters, which start as the weights are now, and `state_dict` shows

@@ -131,14 +131,14 @@ class Linear(nn.Linear):
         Raises:
           ValueError: the weight is not cut between blocks. All ranks raise.
         """
-        old = self._parameters.get("weight")
-        if name == "weight" and isinstance(param, DTensor) and isinstance(old, ShardedWeight):
-            shape, mesh, placements = tuple(param.shape), param.device_mesh, param.placements
-            state = old.scale_state
-            check_cut("parallelize_module", state.name, self.recipe, shape, mesh, placements)
-            state.part = Part(shape, mesh, placements)
-            if not isinstance(local_of(param), ShardedWeight):
-                param = nn.Parameter(wrap(param, state), requires_grad=param.requires_grad)
+        old: Any = self._parameters.get("weight")
+        new: Any = param
+        if name == "weight" and isinstance(new, DTensor) and isinstance(old, ShardedWeight):
+            state, part = old.scale_state, Part(tuple(new.shape), new.device_mesh, new.placements)
+            check_cut("parallelize_module", state.name, self.recipe, *part)
+            state.part = part
+            if not isinstance(local_of(new), ShardedWeight):
+                param = nn.Parameter(wrap(new, state), requires_grad=new.requires_grad)
         super().register_parameter(name, param)
 
     def named_modules(

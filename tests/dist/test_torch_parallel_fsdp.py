@@ -57,20 +57,22 @@ def trained(model, steps=4):
 
 def assert_gathers_parts_of_the_whole(model):
     """The law: what FSDP2 gathers, over its axes, is a part of what the cast of the whole weight is."""
-    layers, groups = [layer for layer in model.modules() if isinstance(layer, Linear)], (*model.blocks, model)
+    named = {name: layer for name, layer in model.named_modules() if isinstance(layer, Linear)}
+    groups = (*model.blocks, model)
     for module in groups:
         module.reshard()  # After a forward pass alone FSDP2 keeps the last ones.
-    wholes = [layer.weight.full_tensor().detach() for layer in layers]
+    values = model.state_dict()
+    wholes = {name: values[f"{name}.weight"].full_tensor() for name in named}
     for module in groups:
         module.unshard()
-    for layer, w in zip(layers, wholes, strict=True):
+    for name, layer in named.items():
         fmt, given = layer.recipe.weight, None
         if layer.recipe.stateful:
             state = layer.delayed[Role.WEIGHT.value]
             given = Scales(state.scale, state.scale_inv)
         mesh, unsharded = layer.weight.device_mesh, layer.weight.to_local()
         assert isinstance(unsharded, QuantizedTensor)
-        expected = pipeline.quantize(ops, w, fmt, Usage.ROWWISE, given=given)
+        expected = pipeline.quantize(ops, wholes[name], fmt, Usage.ROWWISE, given=given)
         found = {Usage.ROWWISE: unsharded.parts(Usage.ROWWISE)}
         assert_part(found, expected, mesh.get_local_rank(), mesh.size(), cut=True)
     for module in groups:
@@ -162,7 +164,7 @@ def test_models_that_are_made_without_memory(primary):
             optimizer.step()
             optimizer.zero_grad()
             update_scales(model)
-        assert_gathers_parts_of_the_whole(model)
+    assert_gathers_parts_of_the_whole(model)
     for a, b in zip(*values, strict=True):
         assert torch.equal(a, b)
     assert len(set(losses)) > 2
