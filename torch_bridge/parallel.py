@@ -9,9 +9,9 @@ Each rank multiplies plain tensors: its parts. DTensor redistributes x before th
 finds the gradients, which have the placements of what they are gradients of.
 
 Cuts run between blocks, so the scales of blocks are those of the whole tensor. A scale of the whole tensor needs the
-amax of all parts: of x in rowwise layers, of the gradient of y in colwise ones, of the weight in both. Then codes and
-scales of all three are, bit for bit, those that one device makes of the whole tensors. y and the gradients are sums
-over ranks, in another order than that of one device.
+amax of all parts: of x in rowwise layers, of the gradient of y in colwise ones, of the weight in both: an all-reduce of
+4 bytes each. Then codes and scales of all three are, bit for bit, those that one device makes of the whole tensors. y
+and the gradients are sums over ranks, in another order than that of one device.
 """
 
 from __future__ import annotations

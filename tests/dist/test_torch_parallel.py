@@ -20,6 +20,7 @@ from qshard.recipes import CurrentScaling, Recipe, Role
 from qshard.torch_bridge import ShardedWeight, convert, linear, update_scales
 from support import torch_ranks
 from support.formats import MIXES, RECIPES, nearest
+from support.torch_models import Wire
 from support.torch_parallel import assert_part, mesh_of, quantized, unit_of
 from support.torch_ranks import on_ranks
 
@@ -183,3 +184,14 @@ def test_compiled_layers():
         results.append([y, *(p.grad.to_local() for p in model.parameters())])
     for a, b in zip(*results, strict=True):
         assert torch.equal(a, b)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("name", "count"), [("CurrentScaling", 4), ("NVFP4", 5), ("MXFP8", 0)])
+def test_only_scales_of_whole_tensors_travel(name, count):
+    """4 bytes: of both weights, of the second x (NVFP4: also of x rotated), of the first gradient of y."""
+    model = convert(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)), name)
+    parallelize_module(model, mesh_of("tp"), {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    with Wire() as wire:
+        model(torch.randn(8, 64)).square().sum().backward()
+    assert wire.calls == [("allreduce", torch.int32, 1)] * count
