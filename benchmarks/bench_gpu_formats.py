@@ -79,8 +79,11 @@ def one_scale(x: list[torch.Tensor]) -> Contenders:
         "current scaling both qshard": (6, lambda i: pipeline.quantize(ops, x[i], FP8_E4M3, Usage.BOTH)),
         "two separate passes qshard": (5, separate),
         "amax_tensor qshard": (2, lambda i: ops.amax_tensor(x[i], lead=0)),
-        "cast_amax qshard": (3, lambda i: ops.cast_amax(x[i], scale, lead=0, **e4m3)),
-        "cast_transpose_amax qshard": (4, lambda i: ops.cast_transpose_amax(x[i], scale, batch=0, lead=0, **e4m3)),
+        "cast_delayed qshard": (3, lambda i: ops.cast_delayed(x[i], scale, lead=0, margin=0, **e4m3)),
+        "cast_transpose_delayed qshard": (
+            4,
+            lambda i: ops.cast_transpose_delayed(x[i], scale, batch=0, margin=0, **e4m3),
+        ),
     }
 
 

@@ -169,14 +169,24 @@ def cast(ops: Any, x: Array, fmt: Format, scale: Array, block: tuple[int, int], 
 
 
 def quantize_delayed(
-    ops: Any, x: Array, fmt: Format, usage: Usage, scale: Array, scale_inv: Array
+    ops: Any, x: Array, fmt: Format, usage: Usage, scale: Array, margin: int, *, reduce_max: Reduce | None = None
 ) -> tuple[dict[Usage, Plane], Array]:
-    """The planes of `x` under a scale of earlier steps, and the amax of `x`, from one read of it."""
-    options: dict[str, Any] = {"element": fmt.element.name, "nonfinite": fmt.nonfinite, "lead": 0}
-    if usage is Usage.ROWWISE:
-        *codes, amax = ops.cast_amax(x, scale, **options)
+    """The planes of `x` under a scale of earlier steps, and the amax of `x`, from one read of it.
+
+    A scale of 0 says that there was none: the amax of `x` makes it, and `x` is read twice. With `reduce_max`, which
+    merges the amax with those of other shards, it always is: before the cast it may be needed, for all that one knows.
+    """
+    element, rowwise = {"element": fmt.element.name}, usage is Usage.ROWWISE
+    shown: dict[str, Any] = {**element, "nonfinite": fmt.nonfinite}
+    if reduce_max is not None:
+        amax = reduce_max(ops.amax_tensor(x, lead=0))
+        scale, scale_inv = ops.delayed_scale(amax, scale, margin=margin, **element)
+        both = (ops.cast_tensor(x, scale, **shown),) if rowwise else ops.cast_transpose(x, scale, batch=0, **shown)
+        return _of_one_scale(both, usage, scale_inv), amax
+    if rowwise:
+        *codes, amax, scale_inv = ops.cast_delayed(x, scale, lead=0, margin=margin, **shown)
     else:
-        *codes, amax = ops.cast_transpose_amax(x, scale, batch=x.ndim - 2, **options)
+        *codes, amax, scale_inv = ops.cast_transpose_delayed(x, scale, batch=0, margin=margin, **shown)
     return _of_one_scale(codes, usage, scale_inv), amax
 
 

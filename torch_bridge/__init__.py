@@ -22,6 +22,8 @@ if _lack := missing("torch", __name__):
 from qshard.pipeline import Plane
 from qshard.torch_bridge.convert import convert
 from qshard.torch_bridge.delayed import DelayedScale, update_delayed
+from qshard.torch_bridge.export import quantized_state_dict
+from qshard.torch_bridge.fsdp.functional import gathered_weight, is_converted
 from qshard.torch_bridge.fsdp.scales import update_scales
 from qshard.torch_bridge.fsdp.weight import ShardedWeight
 from qshard.torch_bridge.initialize import quantized_init
@@ -52,10 +54,13 @@ __all__ = [
     "convert",
     "from_plain",
     "gather_slices",
+    "gathered_weight",
+    "is_converted",
     "join_pieces",
     "linear",
     "quantize",
     "quantized_init",
+    "quantized_state_dict",
     "to_plain",
     "update_columnwise",
     "update_delayed",

@@ -1,17 +1,31 @@
-"""Delayed scaling: the scale of a tensor comes from the amaxes of earlier steps, kept in buffers of its layer."""
+"""Delayed scaling: the scale of a tensor comes from the amaxes of earlier steps, kept in buffers of its layer.
+
+A tensor without history has scale 0, and the cast makes its first scale of its own amax (`cast_delayed`): on the
+device, so compiled and captured code that was made in the first step is right in all others. Of a weight that is cut,
+it takes the amax of the whole: a collective, on which ranks must agree. So they look which scales have been made where
+they agree anyway, in `update_delayed`; until they know, they make first scales, which the device uses only where there
+are none.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import hashlib
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from qshard.names import shown
 from qshard.recipes import RecipeLike, Role, as_delayed
 from qshard.torch_bridge.arguments import check_group, check_model
+from qshard.torch_bridge.dtensor import local_of
 from qshard.torch_bridge.ops import ops
 from qshard.torch_bridge.quantize import max_over_ranks
 
@@ -20,9 +34,11 @@ class DelayedScale(nn.Module):
     """What one tensor of a layer carries from step to step. All of it is fp32, whatever the model is moved to.
 
     Attributes:
-      scale, scale_inv: `[]`, of this step: they encode and decode.
+      scale, scale_inv: `[]`, of this step: they encode and decode. 0 before the first update, when the tensor is scaled
+        by its own amax.
       amax: `[]`, the largest that this rank has seen since the last update, over all its microbatches.
       amax_history: `[history]`, of the steps before, the oldest first.
+      stepped: of a weight, whether an optimizer has stepped since the last update.
     """
 
     scale: Tensor
@@ -35,11 +51,16 @@ class DelayedScale(nn.Module):
         recipe = as_delayed(recipe, "DelayedScale")
         if not isinstance(role, Role):
             raise TypeError(f"DelayedScale: role ({shown(role)}) is not a Role; pass one, such as Role.WEIGHT")
+        _watch_optimizers()
         self.options = {
             "element": recipe.format(role).element.name,
             "margin": recipe.margin,
             "most_recent": recipe.algorithm == "most_recent",
         }
+        self.stepped = False
+        self._asked = False  # Whether a cut weight needs to know if there is a scale.
+        self._made: int | None = None  # The version of `scale` that this rank knows to be a scale.
+        self._look: _Look | None = None
         shapes = recipe.state_shapes
         for name in ("scale", "scale_inv", "amax", "amax_history"):
             shape = shapes.get(name, shapes["scale"])
@@ -47,13 +68,35 @@ class DelayedScale(nn.Module):
         self.reset()
 
     def reset(self) -> None:
-        """The state before the first step: codes of the values themselves."""
-        for buffer, value in ((self.scale, 1), (self.scale_inv, 1), (self.amax, 0), (self.amax_history, 0)):
-            buffer.fill_(value)
+        """The state before the first step."""
+        self._made = self._look = None
+        for buffer in (self.scale, self.scale_inv, self.amax, self.amax_history):
+            buffer.zero_()
 
     def observe(self, amax: Tensor) -> None:
         """Takes the amax of one use of the tensor. The amax of several is their maximum, in any order."""
         self.amax.copy_(torch.maximum(self.amax, amax))
+
+    @property
+    def margin(self) -> int:
+        return int(self.options["margin"])
+
+    def knows_scale(self) -> bool:
+        """Whether ranks know that there is a scale. One that writes it, as by loading a checkpoint, knows no longer."""
+        known = self._made is not None and self._made == _version_of(self.scale)
+        self._asked = self._asked or not known
+        return known
+
+    def scales_under(self, amax: Tensor) -> tuple[Tensor, Tensor]:
+        """Scale and inverse; where there is no scale, those that the amax of the whole tensor makes."""
+        made: tuple[Tensor, Tensor] = ops.delayed_scale(
+            amax, self.scale, element=self.options["element"], margin=self.margin
+        )
+        return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what belongs to this process."""
+        return {**self.__dict__, "_made": None, "_look": None}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DelayedScale:
         """As bits: what changes the dtype of a model changes that of floats."""
@@ -61,6 +104,7 @@ class DelayedScale(nn.Module):
         for name, buffer in self._buffers.items():
             assert buffer is not None
             self._buffers[name] = fn(buffer.view(torch.int32)).view(torch.float32)
+        self._made = self._look = None
         if was_meta and not self.scale.is_meta:
             self.reset()
         return self
@@ -69,6 +113,7 @@ class DelayedScale(nn.Module):
         self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing: Any, *others: Any
     ) -> None:
         """A checkpoint of another recipe has no such state: then it stays as it is."""
+        self._made = self._look = None
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, [], *others)
 
 
@@ -80,25 +125,35 @@ def update_delayed(model: nn.Module, group: dist.ProcessGroup | None = None) -> 
         scale = min(fl(fl(max * 2^-margin) / a), FLT_MAX), with a = max(history), or the amax itself ("most_recent")
 
     A tensor that was not used, or is all zeros, keeps its scale and history; so a second call changes nothing. Where a
-    is infinite or NaN the scale stays.
+    is infinite or NaN the scale stays. Before its first update a tensor is scaled by its own amax: that of this rank's
+    tensor, of a weight that FSDP2 has cut that of the whole weight.
 
     Args:
       model: layers of it have a `DelayedScaling` recipe. Without any there is nothing to do.
-      group: the ranks that train `model` together; all ranks by default. Collective: an all-reduce of 4 bytes a tensor.
+      group: the ranks that train this model, or this stage of a pipeline. By default, those of the mesh that its
+        parameters are on; if none is a DTensor, all ranks. Collective: an all-reduce of 4 bytes a tensor, for each axis
+        of a mesh that is not all ranks.
 
-    Call it on all ranks once a step, after backward; `update_scales` does. It waits for nothing on the host, so a CUDA
-    graph may hold it.
+    Raises:
+      ValueError: parameters are on meshes of which none has all ranks of the others.
+      RuntimeError: models of these ranks differ in their delayed scales; on all of them, in the first update.
+
+    Call it on all ranks once a step, after backward; `update_scales` does. A second step of an optimizer without it is
+    an error, as scales would stay what they are. It waits for nothing on the host, so a CUDA graph may hold it.
 
     Sources: TransformerEngine, `amax_and_scale_update_after_reduction`.
     """
     check_model("update_delayed", model)
     check_group("update_delayed", group)
-    states = [module for module in model.modules() if isinstance(module, DelayedScale)]
+    named = [(name, module) for name, module in model.named_modules() if isinstance(module, DelayedScale)]
+    states = [state for _, state in named]
     if not states:
         return
+    groups = _groups_of(model, group)
+    _check_alike(model, named, groups)
     amax = torch.stack([state.amax for state in states])
-    if dist.is_initialized():
-        max_over_ranks(amax, dist.group.WORLD if group is None else group)
+    for each in groups:
+        max_over_ranks(amax, each)
     old: list[Tensor] = []
     new: list[Tensor] = []
     kinds: dict[Any, list[int]] = {}
@@ -114,5 +169,136 @@ def update_delayed(model: nn.Module, group: dist.ProcessGroup | None = None) -> 
         )
         old += [buffer for state in alike for buffer in (state.amax_history, state.scale, state.scale_inv)]
         new += [part for parts in zip(histories, scales, inverses, strict=True) for part in parts]
+    made = [state for state in states if _is_made(state)]
     torch._foreach_copy_(old, new)
     torch._foreach_zero_([state.amax for state in states])
+    for state in made:
+        state._made = _version_of(state.scale)
+    _look_at([state for state in states if state._asked and state._made is None])
+    for state in states:
+        state.stepped = False
+
+
+class _Look:
+    """Scales on their way to the host, after an update."""
+
+    def __init__(self, states: Sequence[DelayedScale]):
+        scales = torch.stack([state.scale for state in states])
+        self._values = scales.to("cpu", non_blocking=True)
+        self._ready = torch.cuda.Event() if scales.is_cuda else None
+        if self._ready is not None:
+            self._ready.record()
+        self._versions = {id(state): (i, _version_of(state.scale)) for i, state in enumerate(states)}
+
+    def shows(self, state: DelayedScale) -> bool:
+        """Whether this rank has a scale, and has not written it since. An update later there is nothing to wait for."""
+        if self._ready is not None:
+            self._ready.synchronize()
+        i, version = self._versions[id(state)]
+        return bool(self._values[i] != 0) and version == _version_of(state.scale)
+
+
+def _is_made(state: DelayedScale) -> bool:
+    """Whether this rank knows that there is a scale. All ranks see the same scales, so the same."""
+    if state._look is not None and not _is_capturing(state.scale):
+        if state._look.shows(state):
+            state._made = _version_of(state.scale)
+        state._look = None
+    return state._made is not None and state._made == _version_of(state.scale)
+
+
+def _look_at(states: Sequence[DelayedScale]) -> None:
+    if states and not _is_capturing(states[0].scale):
+        look = _Look(states)
+        for state in states:
+            state._look = look
+
+
+def _is_capturing(tensor: Tensor) -> bool:
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _version_of(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _groups_of(model: nn.Module, group: dist.ProcessGroup | None) -> Sequence[dist.ProcessGroup]:
+    """Groups that amaxes are reduced over, one after the other."""
+    if group is not None or not dist.is_initialized():
+        return [] if group is None else [group]
+    meshes: dict[DeviceMesh, set[int]] = {}
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor) and parameter.device_mesh not in meshes:
+            meshes[parameter.device_mesh] = set(parameter.device_mesh.mesh.flatten().tolist())
+    if not meshes:
+        return [dist.group.WORLD]
+    mesh = max(meshes, key=lambda mesh: len(meshes[mesh]))
+    for other, ranks in meshes.items():
+        if not ranks <= meshes[mesh]:
+            raise ValueError(
+                f"update_scales: parameters (on meshes of ranks {_shown(ranks)} and {_shown(meshes[mesh])}) are not on "
+                f"one mesh, {other.ndim} and {mesh.ndim} axes; pass group=, the ranks that train this model"
+            )
+    if mesh.size() == dist.get_world_size():
+        return [dist.group.WORLD]
+    return [mesh.get_group(axis) for axis in range(mesh.ndim)]
+
+
+def _shown(ranks: set[int]) -> str:
+    return f"{min(ranks)} to {max(ranks)}"
+
+
+_agreed: weakref.WeakKeyDictionary[nn.Module, tuple[Any, ...]] = weakref.WeakKeyDictionary()
+
+
+def _check_alike(
+    model: nn.Module, named: Sequence[tuple[str, DelayedScale]], groups: Sequence[dist.ProcessGroup]
+) -> None:
+    """Raises on all ranks unless all have the same states. Collective, until they agree; then not until they change."""
+    if not groups or _is_capturing(named[0][1].amax):
+        return
+    key = (*(group.group_name for group in groups), *(id(state) for _, state in named))
+    if _agreed.get(model) == key:
+        return
+    what = repr([(name, tuple(state.options.values()), tuple(state.amax_history.shape)) for name, state in named])
+    digest = hashlib.sha256(what.encode()).digest()
+    numbers = [len(named), *(int.from_bytes(digest[i : i + 4], "big") for i in range(0, 32, 4))]
+    # The largest of a number, and of its negative, over all ranks.
+    most = torch.tensor([*numbers, *(-number for number in numbers)], device=named[0][1].amax.device)
+    for group in groups:
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+    largest, least = (part.tolist() for part in most.view(2, -1))
+    if largest != [-number for number in least]:
+        count = f"{-least[0]} to {largest[0]} a rank" if largest[0] != -least[0] else f"{len(named)} on each"
+        raise RuntimeError(
+            f"update_scales: tensors of DelayedScaling ({count}) are not the same on all ranks, in names, formats or "
+            "options; pass group=, the ranks that train this model, such as those of one stage of a pipeline"
+        )
+    _agreed[model] = key
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    """Registers, once in a process, what finds out that nobody makes scales."""
+    register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: _note_step(optimizer))
+
+
+def _note_step(optimizer: Optimizer) -> None:
+    """Raises RuntimeError at the second step of a weight since the last update."""
+    if torch.compiler.is_compiling():
+        return
+    for group in optimizer.param_groups:
+        lr = group.get("lr")
+        if not (isinstance(lr, Tensor) and lr.is_cuda) and lr == 0:  # As PyTorch steps to make states for a checkpoint.
+            continue
+        for parameter in group["params"]:
+            state = getattr(local_of(parameter), "scale_state", None)
+            delayed: DelayedScale | None = getattr(state, "delayed", None)
+            if delayed is None or parameter.grad is None:
+                continue
+            if delayed.stepped:
+                raise RuntimeError(
+                    f"DelayedScaling: {state.name} (a second optimizer step) has had no update of its scales since the "  # type: ignore[union-attr]
+                    "first; call update_scales(model) once a step, on all ranks"
+                )
+            delayed.stepped = True

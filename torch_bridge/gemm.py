@@ -66,14 +66,19 @@ def matmul(a: Operand, b: Operand, dtype: torch.dtype, *, fast: bool = False) ->
     if _blocks_run_on_tensor_cores(a, b):
         scale_a, scale_b = _scale_of_blocks(a), _scale_of_blocks(b)
         return torch._scaled_mm(a.codes(), b.codes().t(), scale_a=scale_a, scale_b=scale_b.t(), out_dtype=dtype)
-    on_gpu = a.parts.data.device.type == "cuda"
-    with torch.autocast(a.parts.data.device.type, enabled=False):  # It would round the operands once more.
-        if not on_gpu or multiplies_codes(a.format, b.format):
-            return torch.mm(a.values(torch.float32), b.values(torch.float32).t()).to(dtype)
-        x, y = a.values(torch.bfloat16), b.values(torch.bfloat16).t()
-        if dtype == torch.float32 and x.numel() and y.numel():
+    device = a.parts.data.device.type
+    exact = device != "cuda" or multiplies_codes(a.format, b.format)
+    # Values take several times the bytes of codes. Who passes an operand that is of no more use lets its codes go here.
+    x = a.values(torch.float32 if exact else torch.bfloat16)
+    del a
+    y = b.values(x.dtype).t()
+    del b
+    with torch.autocast(device, enabled=False):  # It would round the operands once more.
+        if not exact and dtype == torch.float32 and x.numel() and y.numel():
             return torch.mm(x, y, out_dtype=dtype)
-        return torch.mm(x, y).to(dtype)
+        product = torch.mm(x, y)
+    del x, y
+    return product.to(dtype)
 
 
 def _runs_on_tensor_cores(a: Operand, b: Operand) -> bool:

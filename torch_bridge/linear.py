@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -15,9 +15,12 @@ from qshard.formats import Format, Usage
 from qshard.layout import plane, source, whole_units
 from qshard.names import seed_missing, shown
 from qshard.pipeline import Draws, Plane
-from qshard.recipes import ROLE_SEEDS, Recipe, RecipeLike, Role, as_recipe, check_weight_format
-from qshard.torch_bridge.arguments import check_contiguous, check_tensor
+from qshard.recipes import ROLE_SEEDS, DelayedScaling, Recipe, RecipeLike, Role, as_recipe, check_weight_format
+from qshard.torch_bridge import activations
+from qshard.torch_bridge.arguments import check_contiguous, check_dtype, check_tensor
+from qshard.torch_bridge.constants import as_constant
 from qshard.torch_bridge.delayed import DelayedScale
+from qshard.torch_bridge.dtensor import local_of
 from qshard.torch_bridge.fsdp.weight import ShardedWeight
 from qshard.torch_bridge.gemm import Operand, matmul
 from qshard.torch_bridge.ops import ops
@@ -30,6 +33,7 @@ aten = torch.ops.aten
 
 # Dynamo of torch 2.11 cannot iterate over an enum, on Python 3.12.
 ROLES = tuple(Role)
+_X_SCALES = slice(ROLES.index(Role.ACTIVATION), ROLES.index(Role.ACTIVATION) + 1)
 OPERANDS = {Role.WEIGHT: "weight", Role.ACTIVATION: "x", Role.GRADIENT: "the gradient of y"}
 """What users of `linear` call them."""
 
@@ -42,6 +46,7 @@ def linear(
     *,
     seed: int | Tensor | None = None,
     delayed: Mapping[Role, DelayedScale] | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """`y = x @ weight.T + bias`, with x, weight and the gradient of y quantized.
 
@@ -61,9 +66,14 @@ def linear(
       seed: an int, or int32 `[2]`, low word first, for formats that round stochastically: another one for each call.
       delayed: the state of each tensor under `DelayedScaling`. Its scales are used, and amaxes noted: those of x and
         weight now, that of the gradient in the backward pass.
+      dtype: x is rounded to it first, and y has it; by default that of x.
 
     Returns:
-      `[..., N]`, in the dtype of x. Gradients have the dtypes of what they are gradients of.
+      `[..., N]`. Gradients have the dtypes of what they are gradients of.
+
+    Layers that are called with the same x, such as q, k and v, quantize it once. What is kept for the backward pass are
+    codes of x, unless autograd keeps x or what it is a product of anyway: `activations.py` has the rules. A parameter
+    is kept as it is, so it must not be written in place before the backward pass, as that of `nn.Linear`.
 
     Under tensor parallelism all operands are DTensors of one mesh, and so is the result: `parallel.py` says how each is
     cut. A `QuantizedTensor` may be what a rank has of the weight.
@@ -87,37 +97,28 @@ def linear(
     Sources: arXiv:2209.05433.
     """
     recipe = as_recipe(recipe, "linear")
+    cut, shared, layer = None, x, id(weight)
     if isinstance(x, DTensor) and isinstance(weight, DTensor):
         _check_shapes(x, weight, bias)
         cut = cut_of("linear", x, weight, recipe)
-        y = cut.y(_product(cut.x(x), cut.weight(weight), recipe, seed, delayed, cut.parts))
-    else:
-        y = _product(x, weight, recipe, seed, delayed, {}, bias)
-    return y if bias is None else y + bias.to(y.dtype)
-
-
-def _product(
-    x: Tensor,
-    weight: Tensor,
-    recipe: Recipe,
-    seed: int | Tensor | None,
-    delayed: Mapping[Role, DelayedScale] | None,
-    parts: Mapping[Role, Part],
-    bias: Tensor | None = None,
-) -> Tensor:
-    """`linear` of plain tensors, without the bias. `parts`: which they are of larger tensors, if they are."""
+        is_there = x.placements == cut.parts[Role.ACTIVATION].placements
+        given_x, x, weight = local_of(x), cut.x(x), cut.weight(weight)
+        shared = given_x if is_there else x  # Each call makes another object of the one part that layers share.
+    parts = {} if cut is None else cut.parts
     _check_operands(x, weight, recipe)
+    if cut is None:
+        _check_shapes(x, weight, bias)
     if not (parts and torch.compiler.is_compiling()):  # Dynamo knows no state of a part that it has made.
         _check_gathered(weight)
-    if not parts:
-        _check_shapes(x, weight, bias)
+    if dtype is not None:
+        check_dtype("linear", "dtype", dtype)
     if not recipe.stochastic:
         seed = None
     elif seed is None:
         raise ValueError(seed_missing("linear", type(recipe).__name__))
     else:
         seed = words("linear", "seed", seed, x.device).view(torch.int32)
-    given: Sequence[Tensor] = ()
+    given: list[Tensor] = []
     if recipe.stateful != (delayed is not None):
         raise ValueError(
             f"linear: delayed ({'None' if delayed is None else 'given'}) is not what {type(recipe).__name__} takes; "
@@ -127,15 +128,84 @@ def _product(
         for role in ROLES:
             if role not in delayed:
                 raise ValueError(f"linear: delayed has no state for {role}; pass a DelayedScale for each role")
-        given = [t for role in ROLES for t in (delayed[role].scale, delayed[role].scale_inv)]
-        given += [delayed[Role.GRADIENT].amax]
-    y, *amaxes = _Linear.apply(x, weight, recipe, seed, parts, *given)
+        given = [*(delayed[role].scale for role in ROLES), delayed[Role.GRADIENT].amax]
+    y = _product(x, weight, recipe, seed, given, delayed, x.dtype if dtype is None else dtype, parts, shared, layer)
+    y = y if cut is None else cut.y(y)
+    return y if bias is None else y + bias.to(y.dtype)
+
+
+def _product(
+    x: Tensor,
+    weight: Tensor,
+    recipe: Recipe,
+    seed: Tensor | None,
+    given: list[Tensor],
+    delayed: Mapping[Role, DelayedScale] | None,
+    dtype: torch.dtype,
+    parts: Mapping[Role, Part],
+    shared: Tensor,
+    layer: int,
+) -> Tensor:
+    """`linear` of plain tensors, without bias.
+
+    Args:
+      parts: which they are of larger tensors, if they are.
+      shared: what tells one x from another, for layers that take the same.
+      layer: which layer it is.
+    """
+    eager, stochastic = not torch.compiler.is_compiling(), recipe.format(Role.ACTIVATION).stochastic
+    need_x, need_w = (torch.is_grad_enabled() and each.requires_grad for each in (x, weight))
+    source = activations.source_of(x) if need_w and eager and not stochastic and not parts else ()
+    x_usage = Usage.BOTH if need_w and not source else Usage.ROWWISE
+
+    def make(usage: Usage) -> activations.Planes:
+        planes, amaxes = _planes(_matrix(x, dtype), recipe, usage, Role.ACTIVATION, seed, parts, given)
+        return planes, [*amaxes, *given[_X_SCALES]]
+
+    if stochastic:
+        xs, others = make(x_usage)
+    else:
+        key = (*_key(recipe, dtype), parts.get(Role.ACTIVATION))
+        xs, others = activations.planes_of(shared, x_usage, key, layer, make)
     if delayed is not None:
-        # The amax of a gathered weight is not among them: the hook before the gather has noted it.
-        for role, amax in zip((Role.ACTIVATION, Role.WEIGHT), amaxes, strict=False):
-            delayed[role].observe(amax)
-    result: Tensor = y
-    return result
+        amax, *given[_X_SCALES] = others  # The scale may be that of another layer.
+        delayed[Role.ACTIVATION].observe(amax)
+
+    w_format, w_again = recipe.weight, False
+    if isinstance(weight, QuantizedTensor):  # Gathered by FSDP2, for example. The hook before it has noted its amax.
+        w_format, ws = weight.format, _planes_of(weight, need_x)
+    else:
+        # What is no parameter may be there for this product alone, and has more bytes than its codes.
+        w_again = need_x and eager and isinstance(weight, torch.nn.Parameter)
+        w_usage = Usage.BOTH if need_x and not w_again else Usage.ROWWISE
+        ws, amaxes = _planes(_values(weight), recipe, w_usage, Role.WEIGHT, seed, parts, given)
+        if delayed is not None:
+            delayed[Role.WEIGHT].observe(amaxes[0])
+    x_row, w_row = xs[Usage.ROWWISE], ws[Usage.ROWWISE]
+    if not (need_x or need_w):
+        return matmul(x_row, w_row, dtype, fast=True).view(*x.shape[:-1], weight.shape[0])
+    of_x: Sequence[Tensor | None] = source or (xs[Usage.COLUMNWISE].parts if need_w else ())
+    of_w: Sequence[Tensor | None] = ()
+    kept_usage = None
+    if w_again:
+        # The version of a wrapper does not count what is written to the tensor inside.
+        of_w = (weight.shard,) if isinstance(weight, ShardedWeight) else ()
+    elif need_x:
+        # A gathered weight is kept as it is: FSDP2 frees its memory, and fills it with the same codes before backward.
+        kept = ws.get(Usage.COLUMNWISE, w_row)
+        of_w, kept_usage = kept.parts, kept.usage
+    # Dynamo takes no tensor twice, and what is kept as codes has its scale.
+    scales = [scale if eager or i >= _X_SCALES.stop else None for i, scale in enumerate(given)]
+    how = _How(recipe, dtype, bool(source), w_again, w_format, kept_usage, len(given), len(of_x), parts)
+    y = _Gradients.apply(x, weight, how, seed, *scales, *of_x, *of_w)
+    made: Tensor = _Product.apply(y, dtype, x_row.format, w_row.format, *x_row.parts, *w_row.parts)
+    return made
+
+
+def _key(recipe: Recipe, dtype: torch.dtype) -> tuple[Any, ...]:
+    """All that the planes of an activation depend on, besides its values."""
+    rows = recipe.added_rows(Role.ACTIVATION, Usage.BOTH, 1)
+    return recipe.format(Role.ACTIVATION), rows, dtype, recipe if recipe.stateful else None
 
 
 def check_shape(op: str, name: str, recipe: Recipe, shape: tuple[int, ...]) -> None:
@@ -181,9 +251,7 @@ def _check_shapes(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         if not isinstance(bias, Tensor):
             raise TypeError(f"linear: bias ({shown(bias)}) is not a torch.Tensor or None; pass a tensor of [N]")
         if isinstance(weight, DTensor) and not isinstance(bias, DTensor):
-            raise TypeError(
-                "linear: bias (Tensor) is not a DTensor, as weight is; pass what distribute_tensor makes of it"
-            )
+            raise TypeError("linear: bias (Tensor) is not a DTensor, as weight is; distribute both, or neither")
         if tuple(bias.shape) != (weight.shape[0],):
             raise ValueError(
                 f"linear: bias {tuple(bias.shape)} does not fit weight {tuple(weight.shape)}; give it as [N]"
@@ -198,70 +266,119 @@ _NOT_GATHERED = (
 )
 
 
-class _Linear(torch.autograd.Function):
-    """`linear` without bias. What it keeps for the backward pass are codes: of x, columnwise, and of the weight."""
+class _How(NamedTuple):
+    """How the backward pass has its operands, and in which of the tensors that it is given.
+
+    Attributes:
+      dtype: of y.
+      x_again: x is quantized again, from what `activations.source_of` found; otherwise its codes are kept.
+      w_again: so is the weight, a parameter, which is there anyway. If codes are kept, `w_format` and `w_usage` say of
+        which plane; None if there are none.
+      given, of_x: how many of the tensors are those of delayed scaling, and how many are of x.
+      parts: which parts of larger tensors the operands are, if they are.
+    """
+
+    recipe: Recipe
+    dtype: torch.dtype
+    x_again: bool
+    w_again: bool
+    w_format: Format
+    w_usage: Usage | None
+    given: int
+    of_x: int
+    parts: Mapping[Role, Part]
+
+
+class _Gradients(torch.autograd.Function):
+    """The backward pass of `linear`: it keeps what that needs.
+
+    A node of its own, before that of the product: activation checkpointing ends when the last tensor is kept, so what
+    it recomputes last need not be multiplied.
+    """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        recipe: Recipe,
-        seed: Tensor | None,
-        parts: Mapping[Role, Part],
-        *given: Tensor,
-    ) -> tuple[Tensor, ...]:
-        """`given`: of delayed scaling, scale and scale_inv of each role and the amax of the gradient; else nothing.
-
-        Returns y and what amaxes there are, of x and of the weight. (Dynamo of torch 2.11 takes no None among results.)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, how: _How, seed: Tensor | None, *tensors: Tensor | None) -> Tensor:
+        """`tensors`: of delayed scaling, the scale of each role and the amax of the gradient, else none;
+        then those of x, then those of the weight. Returns y without memory.
         """
-        grad_x, grad_w = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
-        ctx.x_shape, dtype = x.shape, x.dtype
-        x = x.reshape(x.shape[:-1].numel(), x.shape[-1]).contiguous()
-        xs, amaxes = _planes(x, recipe, Usage.BOTH if grad_w else Usage.ROWWISE, Role.ACTIVATION, seed, parts, given)
-        if isinstance(weight, QuantizedTensor):  # Gathered by FSDP2, for example.
-            ws = _planes_of(weight, grad_x)
-        else:
-            w = weight.shard if isinstance(weight, ShardedWeight) else weight
-            ws, amax = _planes(w, recipe, Usage.BOTH if grad_x else Usage.ROWWISE, Role.WEIGHT, seed, parts, given)
-            amaxes = amaxes + amax
-        # A gathered weight is kept as it is: FSDP2 frees its memory, and fills it with the same codes before backward.
-        kept = ws.get(Usage.COLUMNWISE, ws[Usage.ROWWISE])
-        no_plane = (None,) * len(Plane._fields)
-        x_parts = xs[Usage.COLUMNWISE].parts if grad_w else no_plane
-        ctx.save_for_backward(*x_parts, *kept.parts, seed)
-        ctx.parts = parts
-        ctx.recipe, ctx.w_format, ctx.w_usage = recipe, kept.format, kept.usage
-        ctx.dtype, ctx.w_dtype = dtype, weight.dtype
+        given, kept = tensors[: how.given], tensors[how.given :]
+        ctx.save_for_backward(*kept, *([weight] if how.w_again else []), seed)
+        ctx.how, ctx.x_shape, ctx.x_dtype, ctx.w_dtype = how, x.shape, x.dtype, weight.dtype
         ctx.given = given  # Not saved: autograd would object to the amax that is noted in it.
-        y: Tensor = matmul(xs[Usage.ROWWISE], ws[Usage.ROWWISE], dtype, fast=True)
-        # Not a view, to which FSDP2 could not attach its hooks.
-        y = aten._unsafe_view.default(y, (*ctx.x_shape[:-1], y.shape[1]))
-        ctx.mark_non_differentiable(*amaxes)
-        return (y, *amaxes)
+        return x.new_empty((), dtype=how.dtype).expand((*x.shape[:-1], weight.shape[0]))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        *saved, seed = ctx.saved_tensors
-        half = len(Plane._fields)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        how: _How = ctx.how
+        *kept, seed = ctx.saved_tensors
+        count, of_x, of_w = len(kept), kept[: how.of_x], kept[how.of_x :]
+        del kept  # Operands go as soon as they are multiplied: checkpointing has left no others of them.
         need_x, need_w = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
         usage = Usage.BOTH if need_x and need_w else Usage.ROWWISE if need_x else Usage.COLUMNWISE
-        grad = grad.reshape(grad.shape[:-1].numel(), grad.shape[-1]).contiguous()
-        dys, amaxes = _planes(grad, ctx.recipe, usage, Role.GRADIENT, seed, ctx.parts, ctx.given)
+        dys, amaxes = _planes(_matrix(grad, grad.dtype), how.recipe, usage, Role.GRADIENT, seed, how.parts, ctx.given)
         for amax in amaxes:
             noted = ctx.given[-1]
             noted.copy_(torch.maximum(noted, amax))
         grad_x = grad_w = None
-        if need_x:
-            w = Plane(*saved[half:])
-            if ctx.w_usage is Usage.ROWWISE:
-                w = pipeline.transposed(ops, w, ctx.w_format)
-            grad_x = matmul(dys[Usage.ROWWISE], Operand(ctx.w_format, w, Usage.COLUMNWISE), ctx.dtype)
-            grad_x = grad_x.view(ctx.x_shape)
         if need_w:
-            x = Operand(ctx.recipe.format(Role.ACTIVATION), Plane(*saved[:half]), Usage.COLUMNWISE)
-            grad_w = matmul(dys[Usage.COLUMNWISE], x, ctx.w_dtype)
-        return grad_x, grad_w, None, None, None, *(None for _ in ctx.given)
+            grad_w = matmul(dys.pop(Usage.COLUMNWISE), _x_of(how, of_x, seed, ctx), ctx.w_dtype)
+        if need_x:
+            grad_x = matmul(dys.pop(Usage.ROWWISE), _w_of(how, of_w, seed, ctx), how.dtype)
+            grad_x = grad_x.view(ctx.x_shape).to(ctx.x_dtype)
+        return grad_x, grad_w, None, None, *(None for _ in range(how.given + count - how.w_again))
+
+
+def _x_of(how: _How, kept: list[Any], seed: Tensor | None, ctx: Any) -> Operand:
+    """x, columnwise, from what is kept of it, which leaves the list."""
+    parts = tuple(kept)
+    kept.clear()
+    if not how.x_again:
+        return Operand(how.recipe.format(Role.ACTIVATION), Plane(*parts), Usage.COLUMNWISE)
+    x = _matrix(activations.had_again(parts), how.dtype, ctx.x_shape[-1])
+    return _planes(x, how.recipe, Usage.COLUMNWISE, Role.ACTIVATION, seed, how.parts, ctx.given)[0][Usage.COLUMNWISE]
+
+
+def _w_of(how: _How, kept: list[Any], seed: Tensor | None, ctx: Any) -> Operand:
+    """The weight, columnwise, likewise."""
+    parts = tuple(kept)
+    kept.clear()
+    if how.w_again:
+        w = _values(parts[-1])
+        return _planes(w, how.recipe, Usage.COLUMNWISE, Role.WEIGHT, seed, how.parts, ctx.given)[0][Usage.COLUMNWISE]
+    codes = Plane(*parts)
+    if how.w_usage is Usage.ROWWISE:
+        codes = pipeline.transposed(ops, codes, how.w_format)
+    return Operand(how.w_format, codes, Usage.COLUMNWISE)
+
+
+class _Product(torch.autograd.Function):
+    """`y = x @ w.T`, whose gradient goes on to `_Gradients`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, y: Tensor, dtype: torch.dtype, x_format: Format, w_format: Format, *parts: Tensor | None
+    ) -> Tensor:
+        half = len(Plane._fields)
+        ctx.count = len(parts)
+        x, w = Operand(x_format, Plane(*parts[:half])), Operand(w_format, Plane(*parts[half:]))
+        # Not a view, to which FSDP2 could not attach its hooks.
+        made: Tensor = aten._unsafe_view.default(matmul(x, w, dtype, fast=True), y.shape)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad, None, None, None, *(None for _ in range(ctx.count))
+
+
+def _matrix(x: Tensor, dtype: torch.dtype, columns: int | None = None) -> Tensor:
+    """`[M, K]` of `[*lead, K]`."""
+    columns = x.shape[-1] if columns is None else columns
+    rows = x.shape[:-1].numel() if columns == x.shape[-1] else x.numel() // columns  # Also where a part has no columns.
+    return x.detach().to(dtype).reshape(rows, columns).contiguous()
+
+
+def _values(weight: Tensor) -> Tensor:
+    return weight.shard if isinstance(weight, ShardedWeight) else weight.detach()
 
 
 def _planes_of(weight: QuantizedTensor, columnwise: bool) -> dict[Usage, Operand]:
@@ -291,13 +408,16 @@ def _planes(
 
     The rowwise plane is without the rows that are added for the columnwise one.
     """
-    fmt, amaxes = recipe.format(role), []
+    fmt, amaxes, part = recipe.format(role), [], parts.get(role)
     if given:
-        at = 2 * ROLES.index(role)
-        planes, amax = pipeline.quantize_delayed(ops, x, fmt, usage, given[at], given[at + 1])
+        margin = cast(DelayedScaling, recipe).margin
+        # It may be the first scale, which all parts share.
+        merged = part.merged if part is not None and part.groups() else None
+        scale = given[ROLES.index(role)]
+        planes, amax = pipeline.quantize_delayed(ops, x, fmt, usage, scale, margin, reduce_max=merged)
         amaxes = [amax]
     else:
-        planes = _quantized(x, recipe, usage, role, seed, parts.get(role))
+        planes = _quantized(x, recipe, usage, role, seed, part)
     return {one: Operand(fmt, parts, one) for one, parts in planes.items()}, amaxes
 
 
@@ -310,8 +430,7 @@ def _quantized(
         x = torch.nn.functional.pad(x, (0, 0, 0, added))
     for one in usage.planes:
         plane(fmt, tuple(x.shape), one, op="linear", name=OPERANDS[role])
-    if _NUMBERS_ARE_SYMBOLS and torch.compiler.is_compiling():
-        fmt = _constant(fmt)
+    fmt = as_constant(fmt)
     draws = None
     if fmt.stochastic and seed is not None:
         if ROLE_SEEDS[role]:
@@ -322,30 +441,3 @@ def _quantized(
     if added and Usage.ROWWISE in usage.planes:
         planes[Usage.ROWWISE] = pipeline.without_added_rows(planes[Usage.ROWWISE], fmt, rows)
     return planes
-
-
-# Under `torch.compile(dynamic=True)` floats of an object become symbols. Dynamo of torch 2.13 fails on one in an
-# autograd.Function, unless it is told that it is a constant; that of 2.11 cannot be told, and does not fail.
-_NUMBERS_ARE_SYMBOLS = torch.__version__ >= "2.13"  # Compares versions, not strings.
-
-
-class _Constant:
-    """A format, or its scaling, some of whose attributes are constants to a compiler."""
-
-    def __init__(self, real: Any, **constants: Any):
-        self._real = real
-        for name, value in constants.items():
-            setattr(self, name, value)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._real, name)
-
-
-def _constant(fmt: Format) -> Format:
-    eps, scale_max = _numbers(fmt)
-    return cast(Format, _Constant(fmt, scaling=_Constant(fmt.scaling, eps=eps, scale_max=scale_max)))
-
-
-@torch.compiler.assume_constant_result
-def _numbers(fmt: Format) -> tuple[float, float]:
-    return fmt.scaling.eps, fmt.scaling.scale_max

@@ -10,14 +10,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from qshard.formats import FLOATS
 from qshard.names import shown
 from qshard.recipes import Recipe, RecipeLike, Role, as_recipe
 from qshard.torch_bridge.arguments import check_dtype, check_tensor
 from qshard.torch_bridge.delayed import DelayedScale
 from qshard.torch_bridge.dtensor import local_of
+from qshard.torch_bridge.fsdp.functional import is_converted, say_that_it_was_gathered
 from qshard.torch_bridge.fsdp.scales import ScaleState
 from qshard.torch_bridge.fsdp.weight import ShardedWeight, plain, wrap
 from qshard.torch_bridge.linear import ROLES, check_shape, linear
+from qshard.torch_bridge.ops import dtype_name
 from qshard.torch_bridge.parallel import Part, check_cut, first_rank
 
 
@@ -219,14 +222,19 @@ class Linear(nn.Linear):
         given: Any = input
         if not isinstance(given, Tensor):
             check_tensor("Linear", "input", given)
+        seed = delayed = dtype = None
         if torch.is_autocast_enabled(input.device.type):
-            input = input.to(torch.get_autocast_dtype(input.device.type))
-        seed = delayed = None
+            dtype = torch.get_autocast_dtype(input.device.type)  # Given on, so that layers which share x round it once.
+            if dtype_name(input.dtype) not in FLOATS:
+                input = input.to(dtype)
         if self.seed is not None:
             seed = _take_seed(self.seed, self._rank())
         if "delayed" in self._modules:
             delayed = {role: cast(DelayedScale, self.delayed[role.value]) for role in ROLES}
-        return linear(input, self.weight, self.bias, self.recipe, seed=seed, delayed=delayed)
+        weight: Tensor = self.weight  # It may be a property, as of a parametrization that gathers.
+        if type(weight) is Tensor and is_converted(self._parameters.get("weight")):
+            say_that_it_was_gathered(weight)
+        return linear(input, weight, self.bias, self.recipe, seed=seed, delayed=delayed, dtype=dtype)
 
     def _rank(self) -> int:
         """What to add to the seed: ranks that have parts of one tensor share a seed."""

@@ -185,20 +185,25 @@ def fsdp_axis(name: str, parameter: DTensor, part: Part | None) -> int:
     return found[0]
 
 
-def merge_parts(parts: Sequence[Part | None], plan: MasterPlan, amaxes: Tensor) -> None:
-    """Makes the amaxes of whole tensors, among those of all weights of `plan`, those of all parts. Collective.
-
-    One reduction for all weights that are cut over the same ranks. Amaxes of blocks are those of the whole as they are.
-    """
+def merge_parts(parts: Sequence[Part | None], amaxes: Sequence[Tensor]) -> None:
+    """Replaces amaxes of parts by those of whole tensors: one reduction for all that are cut over the same ranks."""
     groups: dict[tuple[str, ...], tuple[Part, list[Tensor]]] = {}
+    for part, amax in zip(parts, amaxes, strict=True):
+        if part is not None:
+            groups.setdefault(tuple(group.group_name for group in part.groups()), (part, []))[1].append(amax)
+    for part, of_parts in groups.values():
+        torch._foreach_copy_(of_parts, list(part.merged(torch.stack(of_parts)).unbind()))
+
+
+def merge_plan(parts: Sequence[Part | None], plan: MasterPlan, amaxes: Tensor) -> None:
+    """`merge_parts` of those amaxes, of all weights of `plan`, that are of whole tensors. Those of blocks stay."""
+    found: dict[int, Tensor] = {}
     for bucket in plan.buckets:
         for i, (grid, whole) in zip(bucket.indices, bucket.split(*bucket.found(amaxes)), strict=True):
-            part, of_tensor = parts[i], grid if bucket.fmt.block is None else whole
-            if part is not None and of_tensor is not None:
-                groups.setdefault(tuple(group.group_name for group in part.groups()), (part, []))[1].append(of_tensor)
-    for part, of_tensors in groups.values():
-        merged = part.merged(torch.stack(of_tensors))
-        torch._foreach_copy_(of_tensors, list(merged.unbind()))
+            of_tensor = grid if bucket.fmt.block is None else whole
+            if of_tensor is not None:
+                found[i] = of_tensor
+    merge_parts([parts[i] for i in found], list(found.values()))
 
 
 def first_rank(mesh: DeviceMesh) -> int:

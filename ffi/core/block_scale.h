@@ -6,6 +6,9 @@
 #ifndef QSHARD_CORE_BLOCK_SCALE_H_
 #define QSHARD_CORE_BLOCK_SCALE_H_
 
+#include <cmath>
+#include <cstdint>
+
 #include "core/scale.h"
 
 namespace qshard {
@@ -112,6 +115,18 @@ QSHARD_INLINE float DelayedScale(float scale, float a, float target) {
   if (bits <= 0 || bits >= kFloatInfinityBits) return scale;
   const float s = Divide(target, a);
   return FloatBits(s) == kFloatInfinityBits ? kFloatMax : s;
+}
+
+// fl(max * 2^-margin): what the largest element is taken to.
+template <class Code>
+inline float DelayedTarget(int64_t margin) {
+  return std::ldexp(Code::kMax, -static_cast<int>(margin));
+}
+
+// The scale to cast with. A tensor without history has scale 0, and takes the one that its own amax
+// makes, as an update with this amax alone would; 1 where that says nothing.
+QSHARD_INLINE float ScaleOrFirst(float scale, float amax, float target) {
+  return scale != 0.0f ? scale : DelayedScale(1.0f, amax, target);
 }
 
 }  // namespace qshard

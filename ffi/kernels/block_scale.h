@@ -82,6 +82,11 @@ struct DelayedRule {
   bool most_recent;  // the scale follows from the last amax alone
 };
 
+// new_scale[i] = ScaleOrFirst(scale[i], amax[i], target), scale_inv[i] = its inverse. Outputs may be
+// inputs.
+QSHARD_LAUNCHER(DelayedScales, const float* amax, const float* scale, int64_t n, float target,
+                float* new_scale, float* scale_inv);
+
 // One step for each of n tensors, whose windows are history [n, length], the oldest amax first. An
 // amax of 0 leaves the window and the scale as they are. Another enters the window and the oldest
 // leaves; a = max(window), or the amax itself; new_scale = DelayedScale(scale, a, target).

@@ -2,7 +2,7 @@
 #ifndef QSHARD_KERNELS_CAST_H_
 #define QSHARD_KERNELS_CAST_H_
 
-#include "core/scale.h"
+#include "core/block_scale.h"
 #include "kernels/launcher.h"
 
 namespace qshard::kernels {
@@ -11,17 +11,24 @@ namespace qshard::kernels {
 // propagates, as kNanBits; the result does not depend on the order. An empty run has amax 0.
 QSHARD_LAUNCHER_TEMPLATE((class In), Amax, const In* x, int64_t runs, int64_t length, float* amax);
 
-// x[i] * scale[i / scale_length]. Delayed scaling records amaxes of x from the same read: Amax of
-// x [runs, amax_length]; and products are ShownProducts if infinities are to show.
+// x[i] * scale[i / length]; products are ShownProducts if infinities are to show. Delayed scaling
+// also records amaxes, Amax of x [runs, length], from the same read; has ScaleOrFirst of scale and
+// amax in place of scale; and gives the inverses.
 template <class In>
 struct Scaled {
   const In* x;
   const float* scale;
-  int64_t scale_length;
-  float* amax = nullptr;
-  int64_t runs = 0, amax_length = 0;
-  Nonfinite nonfinite = Nonfinite::kSaturate;  // with amax
+  int64_t length;
+  Nonfinite nonfinite = Nonfinite::kSaturate;
+  int64_t runs = 0;  // of delayed scaling; else 0
+  float target = 0.0f;
+  float *amax = nullptr, *scale_inv = nullptr;
 };
+
+// What a cast on CUDA, of delayed scaling, comes after: amaxes of 0, to be raised, or, of runs whose
+// scale is 0, as they are; and scale_inv.
+template <class In>
+Status BeginDelayed(const Exec<Cuda>& exec, const Scaled<In>& x);
 
 // data[i] = Encode<Code>(element i of x), of n elements.
 QSHARD_LAUNCHER_TEMPLATE((class In, class Code), Cast, const Scaled<In>& x, int64_t n,

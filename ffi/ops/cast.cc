@@ -17,24 +17,29 @@ QSHARD_DEFINE_OP(amax_tensor) {
 
 namespace {
 
-// x, its scales and, of an op that records amaxes, result `amax` for them.
-template <class In, class Platform>
-kernels::Scaled<In> ScaledOf(const Call<Platform>& call, In, int amax) {
-  kernels::Scaled<In> x{Data<In>(call.arg(0)), Data<float>(call.arg(1)), call.ArgRun(1)};
-  if (amax > 0) {
-    x.amax = Mutable<float>(call.ret(amax));
-    x.runs = Elements(call.ret(amax));
-    x.amax_length = call.RetRun(amax);
-    x.nonfinite = call.nonfinite();
+// x and its scales; of delayed scaling, results `amax` and the next are what it records.
+template <class Code, class In, class Platform>
+kernels::Scaled<In> ScaledOf(const Call<Platform>& call, int amax) {
+  kernels::Scaled<In> x{Data<In>(call.arg(0)), Data<float>(call.arg(1)), 0, call.nonfinite()};
+  if (amax == 0) {
+    x.length = call.ArgRun(1);
+    return x;
   }
+  x.runs = Elements(call.ret(amax));
+  x.length = x.runs > 0 ? Elements(call.arg(0)) / x.runs : 0;
+  x.target = DelayedTarget<Code>(call.integer("margin"));
+  x.amax = Mutable<float>(call.ret(amax));
+  x.scale_inv = Mutable<float>(call.ret(amax + 1));
   return x;
 }
 
 template <class Platform>
 Error Cast(const Call<Platform>& call, int amax = 0) {
   return DispatchFp8(call, call.arg(0), [&](auto code, auto in) {
-    return call(kernels::Cast<decltype(in), decltype(code)>(
-        call.exec, ScaledOf(call, in, amax), Elements(call.arg(0)), Mutable<uint8_t>(call.ret(0))));
+    using Code = decltype(code);
+    return call(kernels::Cast<decltype(in), Code>(call.exec, ScaledOf<Code, decltype(in)>(call, amax),
+                                                  Elements(call.arg(0)),
+                                                  Mutable<uint8_t>(call.ret(0))));
   });
 }
 
@@ -42,20 +47,24 @@ template <class Platform>
 Error CastTranspose(const Call<Platform>& call, int amax = 0) {
   const Matrices m(call.binding);
   return DispatchFp8(call, call.arg(0), [&](auto code, auto in) {
-    return call(kernels::CastTranspose<decltype(in), decltype(code)>(
-        call.exec, ScaledOf(call, in, amax), m.batch, m.rows, m.cols, Mutable<uint8_t>(call.ret(0)),
-        Mutable<uint8_t>(call.ret(1))));
+    using Code = decltype(code);
+    return call(kernels::CastTranspose<decltype(in), Code>(
+        call.exec, ScaledOf<Code, decltype(in)>(call, amax), m.batch, m.rows, m.cols,
+        Mutable<uint8_t>(call.ret(0)), Mutable<uint8_t>(call.ret(1))));
   });
 }
 
 }  // namespace
 
-// data = encode(x * scale); its transpose; and, for delayed scaling, the amax of x for the next
-// scale: all from one read of x.
+// data = encode(x * scale), and its transpose.
 QSHARD_DEFINE_OP(cast_tensor) { return Cast(call); }
-QSHARD_DEFINE_OP(cast_amax) { return Cast(call, 1); }
 QSHARD_DEFINE_OP(cast_transpose) { return CastTranspose(call); }
-QSHARD_DEFINE_OP(cast_transpose_amax) { return CastTranspose(call, 2); }
+
+// The same for delayed scaling, of tensors, each with a scale: from one read of x also its amax, of
+// which the next scale is made, and the inverse of the scale. A tensor without history has scale 0;
+// its first scale is made of its own amax, which takes a read before.
+QSHARD_DEFINE_OP(cast_delayed) { return Cast(call, 1); }
+QSHARD_DEFINE_OP(cast_transpose_delayed) { return CastTranspose(call, 2); }
 
 // x = decode(data) * scale_inv, rounded once to the dtype of x.
 QSHARD_DEFINE_OP(dequantize) {

@@ -1,8 +1,6 @@
 // Scales from amaxes, elementwise. The formulas are core/scale.h and core/block_scale.h.
 //
 // Ops, never framework arithmetic, so that eager, jitted and compiled code cannot drift apart.
-#include <cmath>
-
 #include "core/handler.h"
 #include "kernels/block_scale.h"
 
@@ -53,6 +51,17 @@ QSHARD_DEFINE_OP(scale_nvfp4) {
                                                       call.number("scale_max"), call.nonfinite()});
 }
 
+// The scale that delayed scaling casts with, and its inverse. It is `scale`, but of tensors without
+// history, whose scale is 0, the one that their amax makes: element.max * 2^-margin / amax.
+QSHARD_DEFINE_OP(delayed_scale) {
+  return DispatchFp8(call, [&](auto code) {
+    return call(kernels::DelayedScales(
+        call.exec, Data<float>(call.arg(0)), Data<float>(call.arg(1)), Elements(call.arg(0)),
+        DelayedTarget<decltype(code)>(call.integer("margin")), Mutable<float>(call.ret(0)),
+        Mutable<float>(call.ret(1))));
+  });
+}
+
 // One step of delayed scaling for all tensors of a model at once. amax [*n] is this step's, reduced
 // over ranks; history [*n, length] the window, the oldest first. scale = element.max * 2^-margin /
 // max(window), or / amax with `most_recent`; it stays where that is infinite or NaN. An amax of 0
@@ -63,8 +72,7 @@ QSHARD_DEFINE_OP(update_delayed_scale) {
   QSHARD_REQUIRE(length > 0, call.op(), ": history ", Shape(history),
                  " has no amax in its windows; keep one or more");
   return DispatchFp8(call, [&](auto code) {
-    const float target =
-        std::ldexp(decltype(code)::kMax, -static_cast<int>(call.integer("margin")));
+    const float target = DelayedTarget<decltype(code)>(call.integer("margin"));
     return call(kernels::UpdateDelayedScale(
         call.exec, Data<float>(call.arg(0)), Data<float>(history), Data<float>(call.arg(2)),
         Elements(call.arg(0)), length, {target, call.flag("most_recent")},

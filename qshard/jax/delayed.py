@@ -19,7 +19,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from qshard.formats import E4M3
 from qshard.jax import ops, steps
 from qshard.jax.arguments import as_axes
 from qshard.jax.cuts import AxisName, as_bits, as_float, max_over
@@ -51,7 +50,7 @@ class TensorState:
     """What one tensor carries from step to step.
 
     Attributes:
-      scale: float32 `[]`.
+      scale: float32 `[]`; 0 before the first update, when the tensor is scaled by its own amax.
       amax_history: float32 `[recipe.history]`, the oldest first.
       observed: zeros; in a gradient with respect to the state, what this step has seen, and all else is zeros.
     """
@@ -72,7 +71,10 @@ class LinearState:
 
 
 def init_delayed(recipe: DelayedScaling | str, shape: Sequence[int] = ()) -> LinearState:
-    """The state of a `linear` before the first step: scales of 1, and histories of 0, which change nothing.
+    """The state of a `linear` before the first step: scales and histories of 0.
+
+    A scale of 0 is none yet: until an update has made one, each tensor is scaled by its own amax, as in current
+    scaling, less the margin.
 
     Args:
       recipe: has the length of the history. "DelayedScaling" is that with defaults.
@@ -87,31 +89,20 @@ def init_delayed(recipe: DelayedScaling | str, shape: Sequence[int] = ()) -> Lin
     shapes = {name: (*shape, *own) for name, own in recipe.state_shapes.items()}
 
     def tensor() -> TensorState:
-        scale, history = jnp.ones(shapes["scale"], jnp.float32), jnp.zeros(shapes["amax_history"], jnp.float32)
+        scale, history = jnp.zeros(shapes["scale"], jnp.float32), jnp.zeros(shapes["amax_history"], jnp.float32)
         return TensorState(scale, history, Observed(jnp.zeros_like(scale), jnp.zeros_like(scale)))
 
     return LinearState(tensor(), tensor(), tensor())
 
 
-def scale_inv_of(state: TensorState) -> jax.Array:
-    """`1 / scale`, rounded as the update rule rounds it: by an update that changes nothing, of an amax of 0."""
-    zero = jnp.zeros((1,), jnp.float32)
-    options = {"element": E4M3.name, "margin": 0, "most_recent": False}
-    _, _, scale_inv = ops.update_delayed_scale(zero, zero[:, None], state.scale[None], **options)
-    return jnp.reshape(scale_inv, ())
-
-
-def observe(state: TensorState, amax: jax.Array, axes: tuple[str, ...]) -> TensorState:
+def observe(state: TensorState, amax: jax.Array) -> TensorState:
     """The cotangent of a state that brings this amax, reduced over all devices that share the state.
 
     Types tell which: mesh axes over which the amax varies, and the state does not. With `check_vma=False` types tell
-    nothing: then these `axes`, where they are Manual.
+    nothing, and it is the amax of what had one scale.
     """
-    kind = jax.typeof(amax)
     own, shared = (jax.typeof(a).manual_axis_type.varying for a in (amax, state.scale))
-    manual = kind.sharding.mesh.manual_axes
-    reduced = tuple(sorted(own - shared)) if own else tuple(axis for axis in axes if axis in manual)
-    amax = max_over(reduced)(amax)
+    amax = max_over(tuple(sorted(own - shared)))(amax)
     seen = Observed(amax, _hash(amax))
     return TensorState(jnp.zeros_like(state.scale), jnp.zeros_like(state.amax_history), seen)
 

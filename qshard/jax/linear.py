@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -18,14 +18,14 @@ from qshard.jax import steps
 from qshard.jax.arguments import as_axes, check_array, check_dtype, check_spec, check_spec_fits
 from qshard.jax.array import QuantizedArray
 from qshard.jax.cuts import AxisName, Cut, Spec, cuts_rows, mesh_of, vary_alike
-from qshard.jax.delayed import LinearState, TensorState, observe, scale_inv_of
+from qshard.jax.delayed import LinearState, TensorState, observe
 from qshard.jax.gather import CodedWeight, CutWeight, Shards, cut_of, not_before
 from qshard.jax.gemm import gemm, row_product, stored_for
 from qshard.jax.quantize import WeightScales, as_scales, quantized
 from qshard.jax.words import Seed, seed_words, words_of
 from qshard.layout import multiplies_codes, source
 from qshard.names import seed_missing, shown
-from qshard.recipes import ROLE_SEEDS, Recipe, RecipeLike, Role, as_recipe, check_weight_format
+from qshard.recipes import ROLE_SEEDS, DelayedScaling, Recipe, RecipeLike, Role, as_recipe, check_weight_format
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -346,15 +346,15 @@ def _only(codes: Any, usage: Usage) -> Any:
 def _quantized(
     config: _Config, x: jax.Array, given: _Given, role: Role, usage: Usage
 ) -> tuple[QuantizedArray, jax.Array | None]:
-    """The codes of x, w or dy, and, of delayed scaling, the amax as each device knows it.
+    """The codes of x, w or dy, and, of delayed scaling, the amax of it.
 
     Those of a matrix with more rows, where the recipe adds some and no mesh may cut them.
     """
     fmt, seed, weight = config.recipe.format(role), given.seed, role is Role.WEIGHT
-    scales, delayed = given.scales if weight else None, given.state is not None
-    if delayed:
+    scales, margin = given.scales if weight else None, None
+    if given.state is not None:
         state: TensorState = getattr(given.state, role.value)
-        scales = WeightScales(state.scale, scale_inv_of(state))
+        scales, margin = WeightScales(state.scale), cast(DelayedScaling, config.recipe).margin
     # Blocks of x and dy are those of a shard: what it multiplies is its own.
     cut = config.cut if weight else Cut.of(x, config.axes, own_blocks=True)
     if seed is not None and fmt.stochastic:
@@ -363,7 +363,7 @@ def _quantized(
     if added and cuts_rows(x, config.out_sharding):
         added = 0
     name = {Role.WEIGHT: "w", Role.ACTIVATION: "x", Role.GRADIENT: "the gradient of y"}[role]
-    return quantized(x, fmt, usage, cut, scales, seed, delayed=delayed, added_rows=added, op=config.op, name=name)
+    return quantized(x, fmt, usage, cut, scales, seed, margin=margin, added_rows=added, op=config.op, name=name)
 
 
 def _codes_of(config: _Config, w: CodedWeight, given: _Given, usage: Usage) -> tuple[Any, jax.Array | None]:
@@ -380,9 +380,9 @@ def _observed(config: _Config, kept: _Kept, dy_amax: jax.Array | None) -> Linear
     if w_amax is None:  # Of codes that came as such.
         w_amax = jnp.zeros_like(state.weight.observed.amax)
     return LinearState(
-        weight=observe(state.weight, w_amax, config.cut.axes if config.cut.local else ()),
-        activation=observe(state.activation, x_amax, config.axes),
-        gradient=observe(state.gradient, dy_amax, config.axes),
+        weight=observe(state.weight, w_amax),
+        activation=observe(state.activation, x_amax),
+        gradient=observe(state.gradient, dy_amax),
     )
 
 

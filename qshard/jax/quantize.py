@@ -126,14 +126,15 @@ def quantized(
     scales: WeightScales | None = None,
     seed: jax.Array | None = None,
     *,
-    delayed: bool = False,
+    margin: int | None = None,
     added_rows: int = 0,
     op: str = "quantize",
     name: str = "x",
 ) -> tuple[QuantizedArray, jax.Array | None]:
     """`quantize`, of what `cut` says `x` is a part of; with rows of zeros added, of the matrix that `x` is.
 
-    If `scales` are `delayed`, those of earlier steps, also the amax of `x`, in `shard_map` that of the shard.
+    Of delayed scaling, which has a `margin`, also the amax of `x`: in `shard_map` that of all its shards. Its scale is
+    that of earlier steps, 0 if there were none.
     """
     check_dtype(op, name, x)
     draws = _draws(seed, fmt, cut, x.shape)
@@ -143,8 +144,10 @@ def quantized(
     scales = WeightScales(*(scales or ()))
     _check_scales(op, "scales" if op == "quantize" else "weight_scales", scales, fmt)
     matrix = x if usage is Usage.ROWWISE and x.ndim > 1 and places[usage].keeps_axes else matrix_of(x)
-    if delayed:
-        planes, amax = pipeline.quantize_delayed(steps, matrix, fmt, usage, scales.scale, scales.scale_inv)
+    if margin is not None:
+        axes = cut.axes if cut.local else ()
+        reduce_max = max_over(axes) if axes or ops.may_be_cut(matrix) else None
+        planes, amax = pipeline.quantize_delayed(steps, matrix, fmt, usage, scales.scale, margin, reduce_max=reduce_max)
         return _array_of(x, places, planes), amax
     given = None if scales.scale is None else pipeline.Scales(scales.scale, scales.scale_inv)
     broken = [each for each, where in places.items() if _pieces(where, cut, x.shape) is not None]

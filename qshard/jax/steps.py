@@ -57,10 +57,8 @@ def _by_runs(op: str, x: jax.Array, *scale: jax.Array, **options: Any) -> Any:
 
 
 amax_tensor = functools.partial(_by_runs, "amax_tensor")
-cast_amax = functools.partial(_by_runs, "cast_amax")
 cast_tensor = functools.partial(_by_runs, "cast_tensor")
 cast_transpose = functools.partial(_by_runs, "cast_transpose")
-cast_transpose_amax = functools.partial(_by_runs, "cast_transpose_amax")
 dequantize = functools.partial(_by_runs, "dequantize")
 transpose = functools.partial(_by_runs, "transpose")
 

@@ -184,6 +184,25 @@ def scales_from_amax(amax: Amax, fmt: Format) -> Scales:
 
 
 @np.errstate(all="ignore")
+def delayed_scale(scale: ArrayLike, amax: ArrayLike, element: ElementFormat, *, margin: int = 0) -> Float32:
+    """The scale that delayed scaling casts with.
+
+        scale, but where it is 0, as before the first update, that which an update with this amax alone would give;
+        1 where that is none, since amax is 0, infinite or NaN
+
+    Args:
+      scale: float32 `[...]`, of earlier steps; 0 of tensors without history.
+      amax: float32 `[...]`, of the tensors that are to be cast.
+
+    >>> delayed_scale([0.0, 2.0, 0.0], [7.0, 7.0, 0.0], E4M3)
+    array([64.,  2.,  1.], dtype=float32)
+    """
+    scale, amax = np.asarray(scale, np.float32), np.asarray(amax, np.float32)
+    first, _ = delayed_scale_update(np.ones_like(amax), amax[..., None], amax, element, margin=margin)
+    return np.where(scale == 0, first, scale)
+
+
+@np.errstate(all="ignore")
 def delayed_scale_update(
     scale: ArrayLike,
     history: ArrayLike,
@@ -200,7 +219,7 @@ def delayed_scale_update(
         scale = scale_to(fl(element.max * 2**-margin), a) if a is finite, else it stays
 
     Args:
-      scale: float32 `[...]`, of the step that ends.
+      scale: float32 `[...]`, of the step that ends; 0 before the first one.
       history: float32 `[..., L]`, oldest first.
       amax: float32 `[...]`, of the step that ends.
 

@@ -15,7 +15,7 @@ every_recipe = pytest.mark.parametrize("recipe", STATEFUL.values(), ids=STATEFUL
 
 
 def fresh(recipe):
-    return {role: (np.float32(1), np.zeros(recipe.state_shapes["amax_history"], np.float32)) for role in Role}
+    return {role: (np.float32(0), np.zeros(recipe.state_shapes["amax_history"], np.float32)) for role in Role}
 
 
 def assert_updated(after, before, amaxes, recipe):
@@ -31,17 +31,29 @@ def assert_updated(after, before, amaxes, recipe):
         assert_bits_equal(after[role][1], history, f"history of {role}")
 
 
+SCALES = {Role.WEIGHT: 500.0, Role.ACTIVATION: 7.3, Role.GRADIENT: 0.77}
+
+
 @every_recipe
-def test_a_step_over_microbatches(front, recipe):
-    """Operands are cast under the scales that there are. Amaxes are merged by a maximum, whatever their order."""
-    scales = {Role.WEIGHT: 500.0, Role.ACTIVATION: 7.3, Role.GRADIENT: 0.77}
+@pytest.mark.parametrize("scales", [SCALES, dict.fromkeys(Role, 0.0)], ids=["given", "first"])
+@pytest.mark.parametrize("margin", [0, 3])
+def test_a_step_over_microbatches(front, recipe, scales, margin):
+    """Operands are cast under the scales that there are, first ones each under that of its own amax.
+
+    Amaxes are merged by a maximum, whatever their order.
+    """
+    recipe = dataclasses.replace(recipe, margin=margin)
     states = {role: (np.float32(scale), fresh(recipe)[role][1]) for role, scale in scales.items()}
     x, w, dy = operands((5, 16), 48)
     batches = [(np.float32(factor) * x, w, dy / np.float32(factor)) for factor in (1, 4, 0.5)]
     products, amaxes, after = front.delayed_step(batches, recipe, states)
+
+    def scale_of(a, role):
+        return reference.delayed_scale(scales[role], reference.amax(a), recipe.format(role).element, margin=margin)
+
     for batch, (y, dx, dw) in zip(batches, products, strict=True):
         xq, wq, dyq = (
-            reference.quantize(a, recipe.format(role), scale=np.float32(scales[role])).dequantize().astype(np.float64)
+            reference.quantize(a, recipe.format(role), scale=scale_of(a, role)).dequantize().astype(np.float64)
             for a, role in zip(batch, (Role.ACTIVATION, Role.WEIGHT, Role.GRADIENT), strict=True)
         )
         for got, a, b in ((y, xq, wq), (dx, dyq, wq.T), (dw, dyq.T, xq.T)):

@@ -31,10 +31,23 @@ def sparse_gradient():
     qt.Adam(embed.parameters()).step()
 
 
+def quantized_layer():
+    layer = nn.Linear(64, 64, bias=False)
+    layer.weight = nn.Parameter(qt.quantize(layer.weight.detach(), "FP8_E4M3"))
+    return layer
+
+
+def twice():
+    model = layers()
+    kept = qt.ZeroOptimizer(model)
+    return kept, qt.ZeroOptimizer(model, shard_weights=True)
+
+
 NAMES = {
     **{"X": X.numpy(), "W": X.numpy(), "STOCHASTIC": "NVFP4[rounding=stochastic]", "tensor": torch.from_numpy},
     **{"np": np, "torch": torch, "nn": nn, "qt": qt, "formats": formats, "recipes": recipes, "Usage": Usage},
     **{"Recipe": Recipe, "layers": layers, "tied": tied, "sparse_gradient": sparse_gradient},
+    **{"quantized_layer": quantized_layer, "twice": twice},
 }
 MISTAKES = mistakes("torch")
 

@@ -68,6 +68,39 @@ def test_one_update_for_a_model():
     assert text.count("@qshard_update_delayed_scale") == 2
 
 
+FRESH = init_delayed(RECIPE)
+
+
+@pytest.mark.parametrize("mode", ["Auto", "Explicit", "shard_map"])
+def test_first_scales_are_of_the_whole(mode):
+    """However w is cut, and x where one scale serves all of it."""
+    kind = {"Auto": AxisType.Auto, "Explicit": AxisType.Explicit}.get(mode, AxisType.Auto)
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,), devices=jax.devices()[:4])
+    options = {"weight_spec": P("data"), "gather_axis": "data"}
+    y, dx, dw, seen = step(X, W, FRESH, DY)
+    for role, values in zip((Role.WEIGHT, Role.ACTIVATION), (W, X), strict=True):
+        scale = reference.delayed_scale(0, reference.amax(values), RECIPE.format(role).element, margin=RECIPE.margin)
+        new = update_delayed(FRESH, seen, RECIPE)
+        assert_bits_equal(getattr(new, role.value).scale, scale)
+    with jax.set_mesh(mesh):
+        if mode == "shard_map":
+            run = jax.shard_map(
+                functools.partial(step, axis_name="data", **options),
+                in_specs=(P("data"), P("data"), P(), P("data")),
+                out_specs=(P("data"), P("data"), P("data"), P()),
+            )
+            cut = (X, W, FRESH, DY)
+        else:
+            run = functools.partial(step, **options)
+            cut = [jax.device_put(a, jax.NamedSharding(mesh, P("data"))) for a in (X, W, DY)]
+            cut.insert(2, FRESH)
+        got = jax.jit(run)(*cut)
+    for mine, want in zip(got[:2], (y, dx), strict=True):
+        assert_bits_equal(np.asarray(mine), np.asarray(want))
+    np.testing.assert_allclose(got[2], dw, rtol=1e-5, atol=1e-5)  # Its sum over rows has another order.
+    assert_states_equal(got[3], seen)
+
+
 def loss(state, x, w=W):
     return jnp.sum(jnp.sin(linear(x, w, RECIPE, state=state)))
 

@@ -183,7 +183,7 @@ for name in ("plain", "state", "parameters", "optimizer"):
     read = torch.load(folder / name, weights_only=True)
 assert type(torch.load(folder / "state", weights_only=True)["0.weight"]) is torch.Tensor
 assert type(torch.load(folder / "parameters", weights_only=True)["0.weight"]) is torch.nn.Parameter
-assert torch.load(folder / "optimizer", weights_only=True)["state"][0]["exp_avg"].dtype is torch.float8_e4m3fn
+assert torch.load(folder / "optimizer", weights_only=True)["state"][0]["exp_avg"]["float8_e4m3fn"].dtype is torch.uint8
 """
 
 

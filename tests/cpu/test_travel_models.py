@@ -8,6 +8,7 @@ import torch
 import torch.multiprocessing
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils import _pytree as pytree
 
 from qshard.formats import FP8_E4M3, NVFP4, NVFP4_16x16
 from qshard.recipes import NVFP4 as NVFP4Recipe
@@ -22,7 +23,6 @@ from qshard.torch_bridge import (
     ZeroOptimizer,
     cast_master,
     convert,
-    to_plain,
     update_scales,
 )
 from support.formats import RECIPES
@@ -194,7 +194,7 @@ def test_states_of_optimizers_are_plain_tensors(dtype):
     optimizer = Adam(model.parameters(), lr=1e-2, **options)
     learn(model, batches().bfloat16(), optimizer)
     state = torch.load(saved(optimizer.state_dict()), weights_only=True)
-    held = [value for of in state["state"].values() for value in of.values()]
+    held = pytree.tree_leaves(state["state"])  # FP8 and int16 are bytes in dicts.
     assert {type(value) for value in held} == {torch.Tensor}
     other = copy.deepcopy(model)
     made = Adam(other.parameters())
@@ -237,7 +237,7 @@ def test_zero_says_what_cannot_travel():
     before = other(batches()[0])
     state = torch.load(saved(optimizer.state_dict()), weights_only=True)
     saved_model = torch.load(saved(model.state_dict()), weights_only=True)
-    assert_same(saved_model["0.weight"], model[0].weight.detach())
+    assert_equal(saved_model.values(), optimizer.full_weights().values())
     learn(model, batches(seed=1), optimizer)
     assert torch.equal(other(batches()[0]), before)
     torch.manual_seed(1)
@@ -251,11 +251,9 @@ def test_zero_says_what_cannot_travel():
     for travel in (copy.deepcopy, pickle.dumps, saved):
         with pytest.raises(TypeError, match=r"ZeroOptimizer: Linear \(sharded weights\) cannot be pickled or copied"):
             travel(sharded)
-    for call in (sharded.state_dict, lambda: sharded.load_state_dict({})):
-        with pytest.raises(RuntimeError, match=r"state_dict of .* \(sharded weights\) is not there between uses"):
-            call()
-    for travel in (copy.deepcopy, pickle.dumps, saved, lambda q: to_plain({"w": q}), lambda q: q.share_memory_()):
-        with pytest.raises(RuntimeError, match=r"QuantizedTensor: .* has no memory now"):
+    assert_equal(torch.load(saved(sharded.state_dict())).values(), optimizer.full_weights().values())
+    for travel in (copy.deepcopy, pickle.dumps, saved, lambda q: q.share_memory_()):
+        with pytest.raises(RuntimeError, match=r"0.weight .*\(sharded weights\) has no memory between uses"):
             travel(sharded[0].weight)
     assert len(losses) == 2
     assert torch.load(saved(optimizer.state_dict()), weights_only=True)["zero"]["rank"] == 0

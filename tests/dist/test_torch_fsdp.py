@@ -131,7 +131,7 @@ def test_what_travels_in_a_step(recipe):
     bias = world % 2 == 1
     model = shard(convert(model_of(bias, sizes=sizes_for(recipe)), recipe))
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
-    losses_of(model, optimizer, steps=1)
+    losses_of(model, optimizer, steps=2)  # After which ranks know that there are delayed scales.
     with Wire() as wire:
         losses_of(model, optimizer, steps=1)
     if world == 1:

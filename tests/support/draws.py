@@ -329,8 +329,10 @@ def _values(call: Call, operand: Operand, shape: Shape, dtype: str, rng: np.rand
     else:
         x = awkward_values(shape or (1,), seed, dtype, kinds=kinds).reshape(shape)
     # Under a scale below 0, zeros that show infinities would have either sign: no formula gives one.
-    if "amax" in name or name == "history" or (name == "scale" and "nonfinite" in call.options):
+    if "amax" in name or name == "history" or (name == "scale" and call.options.get("nonfinite") == "nan"):
         x = np.where(np.isnan(x), x.dtype.type(np.nan), np.abs(x))
+    if name == "scale" and "margin" in call.options:  # 0: none yet.
+        x = np.where(rng.integers(0, 2, shape), x, x.dtype.type(0))
     if call.spec.name == "quantize_nvfp4_both" and name == "global_amax":
         batch = len(call.tensors[0][0][0]) - 2  # One a matrix, repeated over axes that a front end may cut.
         x = np.broadcast_to(x[(..., *(slice(1),) * (x.ndim - batch))], shape).copy()

@@ -288,7 +288,6 @@ class TorchFront:
         kept = {role: self.qshard.DelayedScale(recipe, role, self.device) for role in Role}
         for role, (scale, history) in states.items():
             kept[role].scale.fill_(float(scale))
-            kept[role].scale_inv.fill_(float(np.float32(1) / np.float32(scale)))
             kept[role].amax_history.copy_(self.array(np.asarray(history, np.float32)))
         products = [self.linear(*batch, recipe, delayed=kept) for batch in batches]
         amaxes = {role: self.numpy(state.amax.clone()) for role, state in kept.items()}

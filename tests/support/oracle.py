@@ -103,12 +103,20 @@ def cast_transpose(x, scale, *, batch, **options):
     return data, transpose(data, batch=batch)
 
 
-def cast_amax(x, scale, *, lead, **options):
-    return cast_tensor(x, scale, **options), amax_tensor(x, lead=lead)
+def delayed_scale(amax, scale, *, element, margin):
+    scale = reference.delayed_scale(scale, amax, ELEMENTS[element], margin=margin)
+    return scale, rounded(ONE / scale, "float32")
 
 
-def cast_transpose_amax(x, scale, *, batch, lead, **options):
-    return *cast_transpose(x, scale, batch=batch, **options), amax_tensor(x, lead=lead)
+def cast_delayed(x, scale, *, element, lead, margin, nonfinite="saturate"):
+    amax = amax_tensor(x, lead=lead)
+    scale, scale_inv = delayed_scale(amax, scale, element=element, margin=margin)
+    return cast_tensor(x, scale, element=element, nonfinite=nonfinite), amax, scale_inv
+
+
+def cast_transpose_delayed(x, scale, *, batch, **options):
+    data, amax, scale_inv = cast_delayed(x, scale, lead=batch, **options)
+    return data, transpose(data, batch=batch), amax, scale_inv
 
 
 def dequantize(data, scale_inv, *, element, dtype):

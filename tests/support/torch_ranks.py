@@ -19,6 +19,7 @@ import math
 import multiprocessing
 import os
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -197,6 +198,7 @@ def _serve(rank: int, connection: Connection, folder: str) -> None:
                 assert spec is not None
                 assert spec.loader is not None
                 modules[case.file] = importlib.util.module_from_spec(spec)
+                sys.modules[spec.name] = modules[case.file]  # Where Dynamo looks for functions that it traces.
                 spec.loader.exec_module(modules[case.file])
             _run_case(case, inspect.unwrap(getattr(modules[case.file], case.name)), rank)
             connection.send(None)

@@ -27,7 +27,8 @@ scales are stored in memory that stays, and both are always of one weight, also 
 computes with the new weight then, as with plain FSDP2. Refreshes run on the stream where FSDP2 copies, commits on that
 where layers compute, after all that has read the scales before.
 
-Under `DelayedScaling` scales are those of earlier steps, and a refresh takes a copy of them.
+Under `DelayedScaling` scales are those of earlier steps, and a refresh takes a copy of them. Before its first update a
+weight has none: until ranks know that it has, a refresh makes them as of other weights.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ from qshard.torch_bridge.dtensor import local_of
 from qshard.torch_bridge.fsdp.passes import Passes
 from qshard.torch_bridge.fsdp.primary import Primary
 from qshard.torch_bridge.fsdp.shards import ShardPlan
-from qshard.torch_bridge.parallel import Part, fsdp_axis, merge_parts
+from qshard.torch_bridge.ops import ops
+from qshard.torch_bridge.parallel import Part, fsdp_axis, merge_parts, merge_plan
 from qshard.torch_bridge.quantize import max_over_ranks
 from qshard.torch_bridge.slice_ops import SliceOps
 from qshard.torch_bridge.words import words
@@ -213,7 +215,7 @@ class Refresh:
                 staged.record_stream(stream)
 
 
-def update_scales(model: nn.Module) -> None:
+def update_scales(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
     """What `DelayedScaling` needs once a step: makes the scales of the next one from the amaxes of this one.
 
     Other recipes need no call: each forward, and each backward, makes the scales of all sharded weights of the model
@@ -222,6 +224,8 @@ def update_scales(model: nn.Module) -> None:
 
     Args:
       model: after `convert` and `fully_shard`.
+      group: the ranks that train this model, or this stage of a pipeline, if its parameters do not tell; they do not if
+        none is a DTensor. As for `update_delayed`.
 
     Collective under `DelayedScaling`: call it on all ranks, after `optimizer.step()`; `update_delayed` has the formula.
 
@@ -238,7 +242,7 @@ def update_scales(model: nn.Module) -> None:
         state = _state_of(parameter)
         if state is not None and state.passes.root is None:
             state.passes = passes
-    update_delayed(model)
+    update_delayed(model, group)
 
 
 def recast(parameters: Iterable[Tensor]) -> None:
@@ -322,15 +326,23 @@ def _refresh(weights: Sequence[ShardOf], made_in: object) -> None:
     for delayed in (False, True):
         chosen = [weight for weight in weights if (weight.state.delayed is not None) is delayed]
         if chosen:
-            made = _copied(chosen) if delayed else _made(chosen)
+            made = _delayed(chosen) if delayed else _made(chosen)
             Refresh([weight.state for weight in chosen], made, made_in)
 
 
-def _copied(weights: Sequence[ShardOf]) -> list[Scales]:
-    """Copies of delayed scales: an update amid a pass is for the next one."""
+def _delayed(weights: Sequence[ShardOf]) -> list[Scales]:
+    """Copies of delayed scales: an update amid a pass is for the next one. First ones take one max-reduction."""
     given = [state.delayed for state, _, _ in weights if state.delayed is not None]
     copies = torch.stack([buffer for delayed in given for buffer in (delayed.scale, delayed.scale_inv)]).unbind()
-    return [Scales(scale, scale_inv) for scale, scale_inv in zip(copies[::2], copies[1::2], strict=True)]
+    made = [Scales(scale, scale_inv) for scale, scale_inv in zip(copies[::2], copies[1::2], strict=True)]
+    new = [i for i, delayed in enumerate(given) if not delayed.knows_scale()]
+    if new:
+        amaxes = torch.stack([ops.amax_tensor(weights[i].shard, lead=0).to(made[i].scale.device) for i in new])
+        of_wholes = max_over_ranks(amaxes, weights[0].plan.group).unbind()
+        merge_parts([weights[i].state.part for i in new], of_wholes)
+        for i, amax in zip(new, of_wholes, strict=True):
+            made[i] = Scales(*given[i].scales_under(amax))
+    return made
 
 
 def _made(weights: Sequence[ShardOf]) -> list[Scales]:
@@ -344,23 +356,23 @@ def _made(weights: Sequence[ShardOf]) -> list[Scales]:
     devices = dict.fromkeys(weight.shard.device for weight in weights)
     bits = [_amaxes_on(there, weights, plans).to(device).view(torch.int32) for there in devices]
     amaxes = functools.reduce(torch.maximum, bits).view(torch.float32)
-    plan, ops, _ = _prepared(plans, device)
+    plan, of_slices, _ = _prepared(plans, device)
     amaxes = max_over_ranks(amaxes, group)
-    merge_parts([weight.state.part for weight in weights], plan, amaxes)
+    merge_plan([state.part for state, _, _ in weights], plan, amaxes)
     made: dict[int, Scales] = {}
-    for bucket, of_bucket in zip(plan.buckets, master.scales(ops, plan, amaxes), strict=True):
+    for bucket, of_bucket in zip(plan.buckets, master.scales(of_slices, plan, amaxes), strict=True):
         made.update(zip(bucket.indices, bucket.split_scales(of_bucket), strict=True))
     return [made[i] for i in range(len(weights))]
 
 
 def _amaxes_on(device: torch.device, weights: Sequence[ShardOf], plans: tuple[ShardPlan, ...]) -> Tensor:
     """What the shards on one device know of the amaxes of all weights."""
-    plan, ops, starts = _prepared(plans, device)
+    plan, of_slices, starts = _prepared(plans, device)
     slices = [  # Of shards on other devices, and of columns of blocks, empty ones.
         shard.view(-1) if shard.device == device and of_weight.columns is None else shard.new_empty(0, device=device)
         for _, shard, of_weight in weights
     ]
-    amaxes: Tensor = master.amaxes(ops, plan, slices, starts)
+    amaxes: Tensor = master.amaxes(of_slices, plan, slices, starts)
     if any(of_weight.columns for of_weight in plans):
         for bucket in plan.buckets:
             for i, (grid, whole) in zip(bucket.indices, bucket.split(*bucket.found(amaxes)), strict=True):

@@ -20,6 +20,7 @@ from qshard.pipeline import Plane, Scales
 from qshard.torch_bridge.dtensor import local_of, wrapped_like
 from qshard.torch_bridge.fsdp.columns import JoinedColumns
 from qshard.torch_bridge.fsdp.initial import RANDOM, exact_erfinv, fill, place_of
+from qshard.torch_bridge.fsdp.meshes import check_reshards
 from qshard.torch_bridge.fsdp.scales import Refresh, ScaleState
 from qshard.torch_bridge.fsdp.shards import ShardPlan
 from qshard.torch_bridge.ops import into
@@ -136,7 +137,8 @@ class ShardedWeight(Tensor):
         plain_args, plain_kwargs = pytree.tree_map_only(ShardedWeight, lambda t: t.shard, (args, kwargs))
         out = func(*plain_args, **plain_kwargs)
         if func in _STAYS_SHARDED or _is_view(func):
-            made = pytree.tree_map_only(Tensor, lambda t: ShardedWeight(t, states[0]), out)
+            with torch.inference_mode(False):  # Within it, torch cannot make the wrapper a view of the parameter.
+                made = pytree.tree_map_only(Tensor, lambda t: ShardedWeight(t, states[0]), out)
             if func is aten.split.Tensor and len(args[0].shape) == 2:
                 _note_cut(*args, made)
             return made
@@ -195,6 +197,8 @@ class ShardedWeight(Tensor):
     ) -> tuple[tuple[Tensor, ...], _Gather]:
         """Casts the shard to padded codes. FSDP2 calls it on every rank alike, before each gather."""
         state, shard = self.scale_state, self.shard
+        if not state.agreed:  # The first time.
+            check_reshards(state.passes.model or state.passes.root)
         if state.primary is not None:
             shard = state.primary.take_master(shard)
         plan = state.plan_of(shard, outer_size, mesh)
@@ -219,9 +223,9 @@ class ShardedWeight(Tensor):
         if delayed is None:
             plan.cast(shard, scales.scale, room)
             return
-        amax = torch.empty((), dtype=torch.float32, device=shard.device)
-        codes = plan.padded_in(room)[: shard.shape[0]]
-        pipeline.quantize_delayed(into(codes, amax), shard, plan.fmt, Usage.ROWWISE, *scales[:2])
+        amax, scale_inv = (torch.empty((), dtype=torch.float32, device=shard.device) for _ in range(2))
+        made = into(plan.padded_in(room)[: shard.shape[0]], amax, scale_inv)
+        pipeline.quantize_delayed(made, shard, plan.fmt, Usage.ROWWISE, scales.scale, delayed.margin)
         delayed.observe(amax)
 
     def fsdp_post_all_gather(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,9 +19,8 @@ from qshard.torch_bridge.dtensor import local_of, wrapped_like
 from qshard.torch_bridge.fsdp.scales import recast
 from qshard.torch_bridge.fsdp.weight import memory_of
 from qshard.torch_bridge.ops import call_in_place, dtype_name
+from qshard.torch_bridge.optim.state import SCALED, AsItIs, from_plain, to_plain
 from qshard.torch_bridge.tensor import QuantizedTensor
-
-SCALED = tuple(getattr(torch, name) for name in adam.SCALED)
 
 _LISTS = [operand.name for operand in multi_table()["adam"].inputs if operand.many]
 
@@ -57,7 +56,9 @@ class Adam(Optimizer):
 
     State of a parameter: `step` (float32, on its device), `exp_avg`, `exp_avg_sq`, of which those with scales have
     `exp_avg_scale_inv`, `exp_avg_sq_scale_inv`; and `master` or `remainder`. Of a DTensor, all but `step` are DTensors.
-    A state dict holds them as they are and loads them bit for bit; one of torch's Adam or AdamW loads too.
+    A state dict loads bit for bit, with any number of ranks. It has plain values alone: dtypes by name, and what is in
+    FP8 or int16, which gloo does not take, as bytes in a dict under the name of its dtype. One of torch's Adam or AdamW
+    loads too, and theirs take ours where states are float32 and there are no masters.
 
     Raises:
       ValueError, TypeError: a setting is not one of these.
@@ -118,26 +119,36 @@ class Adam(Optimizer):
             raise
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        for parameter, of_parameter in state["state"].items():  # Before anything of this optimizer changes.
+            for name, value in of_parameter.items():
+                if isinstance(value, AsItIs):
+                    of_parameter[name] = value.on(self._op, name, parameter)
         super().__setstate__(state)
         self._hypers, self._steps = {}, {}
         for group in self.param_groups:  # One of torch.optim.AdamW lacks some settings.
             group.update({**self.defaults, **group, "capturable": True})
-        for parameter, of_parameter in self.state.items():
-            for name, value in of_parameter.items():
-                if isinstance(value, _AsItIs):
-                    dtype = torch.float32 if name == "step" else value.tensor.dtype
-                    of_parameter[name] = value.tensor.to(device=parameter.device, dtype=dtype)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state in plain values, which share memory with the optimizer, as torch has it.
+
+        >>> weight = torch.nn.Parameter(torch.ones(2, 128))
+        >>> weight.grad = torch.ones_like(weight)
+        >>> optimizer = Adam([weight], exp_avg_dtype=torch.float8_e4m3fn)
+        >>> optimizer.step()
+        >>> optimizer.state_dict()["state"][0]["exp_avg"]["float8_e4m3fn"].dtype
+        torch.uint8
+        """
+        return to_plain(super().state_dict(), self.param_groups)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes over a state, bit for bit: tensors move to the device of their parameter and keep their dtype.
 
         torch's own would cast them to the dtype of the parameter.
+
+        Raises:
+          ValueError: a state is whole where its parameter is sharded.
         """
-        kept = {
-            key: {name: _AsItIs(value) if isinstance(value, Tensor) else value for name, value in values.items()}
-            for key, values in state_dict["state"].items()
-        }
-        super().load_state_dict({**state_dict, "state": kept})
+        super().load_state_dict(from_plain(state_dict))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, inv_grad_scale: Tensor | float | None = None) -> Any:
@@ -170,16 +181,18 @@ class Adam(Optimizer):
                 _run(constants, [tensors for _, tensors in members], decay)
         recast(p for group in self.param_groups for p in group["params"] if p.grad is not None)
 
+    def _trained(self, group: dict[str, Any]) -> Iterable[tuple[dict[str, Any], Tensor]]:
+        """What a step updates: states, and parameters that have a gradient."""
+        return [(self.state[p], p) for p in group["params"] if p.grad is not None]
+
     def _by_kind(self, group: dict[str, Any]) -> dict[Any, list[tuple[dict[str, Any], dict[str, Tensor]]]]:
         """The states and the plain, local tensors of parameters to update, by device and dtypes: what calls share."""
         found: dict[Any, list[tuple[dict[str, Any], dict[str, Tensor]]]] = {}
-        for parameter in group["params"]:
-            if parameter.grad is None:
-                continue
+        for state, parameter in self._trained(group):
+            assert parameter.grad is not None
             if parameter.grad.is_sparse:
                 raise NotImplementedError(f"{self._op}: grad (sparse) is not dense; call .to_dense() on it")
-            state = self.state[parameter]
-            _initialize(state, parameter, group)
+            initialize_state(state, parameter, group)
             low = state.get("remainder", state.get("master"))
             given = {"grad": parameter.grad, "param": parameter, "low": low, **state}
             tensors = {name: memory_of(t) for name in _LISTS if (t := given.get(name)) is not None}
@@ -254,11 +267,6 @@ class AdamW(Adam):
             group["decoupled_weight_decay"] = True
 
 
-class _AsItIs:
-    def __init__(self, tensor: Tensor):
-        self.tensor = tensor
-
-
 def _run(constants: Tensor, members: Sequence[dict[str, Tensor]], decay: str) -> None:
     first = members[0]
     low = "none" if "low" not in first else "remainder" if first["low"].dtype == torch.int16 else "master"
@@ -271,7 +279,8 @@ def _as_bytes(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
 
-def _initialize(state: dict[str, Any], parameter: Tensor, group: dict[str, Any]) -> None:
+def initialize_state(state: dict[str, Any], parameter: Tensor, group: dict[str, Any]) -> None:
+    """Puts what a state lacks before the first step."""
     memory = memory_of(parameter)
 
     def zeros(dtype: torch.dtype) -> Tensor:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -31,6 +31,7 @@ from qshard.torch_bridge.delayed import DelayedScale
 from qshard.torch_bridge.fsdp.weight import memory_of
 from qshard.torch_bridge.optim.slices import QuantizedSlice, gather_parts
 from qshard.torch_bridge.tensor import QuantizedTensor
+from qshard.torch_bridge.zero.shown import SlicedWeight, TakenGradient
 
 ALIGNMENT = 16  # bytes: whole elements of every dtype, and what vector loads want
 BLOCK_ALIGNMENT = BLOCK * torch.float32.itemsize  # bytes: whole blocks of elements of every dtype
@@ -57,6 +58,8 @@ class Weight:
 
     Attributes:
       parameter: as it was, then as layers see it.
+      sliced: what stands for it where only the slice of this rank is meant.
+      shown: what others see between uses: `sliced` of sharded weights, else the parameter.
       owners: the modules that have it, and under which name.
       fmt: what it is gathered as; None: values of its dtype.
       first, start: its first byte in the buffer, and the first element of the slice.
@@ -64,6 +67,8 @@ class Weight:
         a weight with less than two axes.
       quantized: where the codes of the slice and the scales of the whole go; None if it is gathered as values,
       values: which then go here.
+      cuts: the slices of all ranks.
+      where, version: of values that users see, as they were published; to find out what was done to them.
     """
 
     name: str
@@ -74,8 +79,14 @@ class Weight:
     first: int = 0
     start: int = 0
     master: nn.Parameter = field(init=False)
+    cuts: list[tuple[int, int]] = field(init=False)
+    sliced: nn.Parameter = field(init=False)
+    shown: nn.Parameter = field(init=False)
+    taken: TakenGradient = field(init=False)
     quantized: QuantizedSlice | None = None
     values: Tensor | None = None
+    where: tuple[int, torch.dtype] | None = None
+    version: int = 0
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -106,13 +117,22 @@ class Weight:
 class Flat:
     """Weights that are gathered together, the part of this rank, and their gradients.
 
-    Making it, of weights that are whole, puts views of the buffer in the place of the parameters. If it is sharded, the
-    whole is freed between uses. Weights and parts are whole multiples of `alignment` bytes.
+    Making it, of weights that `make` has made whole, puts views of the buffer in the place of the parameters. If it is
+    sharded, the whole is freed between uses. Weights and parts are whole multiples of `alignment` bytes.
     """
 
-    def __init__(self, weights: Sequence[Weight], ranks: Ranks, sharded: bool, alignment: int = ALIGNMENT):
-        self.weights, self.ranks, self.sharded = list(weights), ranks, sharded
-        self.device = weights[0].parameter.device
+    def __init__(
+        self,
+        weights: Sequence[Weight],
+        ranks: Ranks,
+        sharded: bool,
+        alignment: int = ALIGNMENT,
+        *,
+        device: torch.device,
+        written: Callable[[], None],
+        make: Callable[[Weight], None],
+    ):
+        self.weights, self.ranks, self.sharded, self.device = list(weights), ranks, sharded, device
         size = 0
         for weight in self.weights:
             weight.first = size
@@ -126,17 +146,25 @@ class Flat:
         own = self._memory[lo : lo + self.part + 1]
         self.shard = own.clone() if sharded else own
         cuts = [[weight.first_elements(r * self.part) for weight in self.weights] for r in range(ranks.size + 1)]
+        self._firsts = list(itertools.accumulate((weight.size for weight in self.weights), initial=0))
         self.lengths = [sum(stops) - sum(starts) for starts, stops in itertools.pairwise(cuts)]
         self.masters = torch.empty(self.lengths[ranks.rank], device=self.device)
         at = 0
         with torch.no_grad():
             for weight, start, stop in zip(self.weights, *cuts[ranks.rank : ranks.rank + 2], strict=True):
                 master = self.masters[at : (at := at + stop - start)]
+                make(weight)
                 master.copy_(memory_of(weight.parameter).view(-1)[start:stop])
                 self._place(weight, start, master, lo)
-        self._arrived: set[int] = set()
+        for weight, *starts in zip(self.weights, *cuts, strict=True):
+            weight.cuts = list(itertools.pairwise(starts))
+        for index, weight in enumerate(self.weights):
+            self._show(weight, index, written)
+        self._given: set[int] = set()  # Weights that have had a gradient since zero_grad,
+        self._arrived: set[int] = set()  # and those that `_gradient` has one of.
         self._gradient: Tensor | None = None  # float32, of all elements in order; a cut of bytes is one of elements.
         self._reduced: Tensor | None = None  # Of sharded weights: of this rank's elements, summed over ranks.
+        self._clipped: Tensor | None = None  # The mean gradient, once it was clipped.
         self.in_backward = False
         self.free()
 
@@ -163,6 +191,25 @@ class Flat:
         for module, name in weight.owners:
             module.register_parameter(name, new)
 
+    def _show(self, weight: Weight, index: int, written: Callable[[], None]) -> None:
+        """Makes what users see of a weight, and of its gradient."""
+        flat = weight.master.detach().view(-1)
+        absent = SlicedWeight(flat, weight.start, weight.shape, weight.dtype, weight.name, written)
+        weight.sliced = nn.Parameter(absent)
+        weight.shown = weight.sliced if self.sharded else weight.parameter
+        weight.taken = TakenGradient(
+            weight.parameter,
+            weight.name,
+            lambda grad: self.add_gradient(index, grad),
+            lambda: self.forget(index),
+        )
+
+    def put(self, real: bool) -> None:
+        """Puts the gathered weights into their modules, or what is shown in their place."""
+        for weight in self.weights:
+            for module, name in weight.owners:
+                module._parameters[name] = weight.parameter if real else weight.shown
+
     @property
     def freed(self) -> bool:
         """Whether there is no memory behind what layers see."""
@@ -176,6 +223,7 @@ class Flat:
         # The same bytes come back to what autograd has saved: it is to see no write.
         with _unsafe_preserve_version_counter(self._memory):
             self.publish()
+        self.put(real=True)
 
     def publish(self) -> None:
         part = self.shard[: self.part]
@@ -185,25 +233,81 @@ class Flat:
             self.buffer.copy_(part)
 
     def free(self) -> None:
-        """Gives back the memory of the whole, if it is sharded. What has views of it keeps them."""
+        """Gives back the memory of the whole, if it is sharded. What autograd has saved are views, which stay."""
         if self.sharded:
             self._memory.untyped_storage().resize_(0)
+            self.put(real=False)
+
+    def shares(self, tensor: Tensor) -> bool:
+        """Whether a tensor is memory that `free` gives back."""
+        parts = [tensor] if type(tensor) is not QuantizedTensor else list(tensor.parts(Usage.ROWWISE) or ())
+        own = self._memory.untyped_storage()._cdata
+        return any(part is not None and part.untyped_storage()._cdata == own for part in parts)
 
     def take_gradient(self, index: int) -> bool:
-        """Adds the gradient that a parameter has to the flat one, in float32. Returns whether all have arrived."""
-        parameter = self.weights[index].parameter
-        assert parameter.grad is not None
+        """Takes the gradient that a parameter has, if it was not taken yet. Returns whether all have arrived."""
+        weight = self.weights[index]
+        for parameter in {weight.parameter, weight.shown}:
+            if parameter.grad is not None and parameter.grad is not weight.taken:
+                grad, parameter.grad = parameter.grad, None
+                self.add_gradient(index, grad)
+        return len(self._arrived) == len(self.weights)
+
+    def note_versions(self) -> None:
+        """Masters and weights are the same now."""
+        self._version = self.masters._version
+        for weight in self.weights:
+            if weight.fmt is None and not self.sharded:
+                weight.where, weight.version = (weight.shown.data_ptr(), weight.shown.dtype), weight.shown._version
+
+    @property
+    def is_written(self) -> bool:
+        """Whether torch has written to masters since, as to a state dict that shares their memory."""
+        return self._version != self.masters._version
+
+    def add_gradient(self, index: int, grad: Tensor) -> None:
+        """Adds to the flat gradient, in float32, and leaves at `.grad` what stands for it."""
+        weight = self.weights[index]
+        if index in self._given and weight.shown.grad is None:
+            self.forget_cleared()
+        if self._clipped is not None:
+            raise RuntimeError(
+                f"ZeroOptimizer: gradients ({weight.name}) were clipped, and more cannot be added to them; call "
+                "clip_grad_norm_ after the last backward pass of a step, and zero_grad before the next"
+            )
         if self._gradient is None:
             self._gradient = torch.zeros(sum(self.lengths), device=self.device)
-        at = sum(weight.size for weight in self.weights[:index])
-        there = self._gradient[at : at + parameter.numel()].view(parameter.shape)
+        there = self._of(self._gradient, index).view(weight.shape)
         if index in self._arrived:
-            there += parameter.grad
+            there += grad
         else:
-            there.copy_(parameter.grad)
-        parameter.grad = None
+            there.copy_(grad)
+        weight.shown.grad = weight.taken
         self._arrived.add(index)
-        return len(self._arrived) == len(self.weights)
+        self._given.add(index)
+
+    def _of(self, whole: Tensor, index: int) -> Tensor:
+        """The elements of a weight in what has those of all of them."""
+        return whole[self._firsts[index] : self._firsts[index + 1]]
+
+    def forget(self, index: int) -> None:
+        """A gradient is zeros from now on. All ranks do so, or sums of sharded gradients are of some ranks alone."""
+        self._given.discard(index)
+        if not self._given:
+            self._gradient = self._reduced = self._clipped = None
+            self._arrived = set()
+            return
+        if self._gradient is not None:
+            self._of(self._gradient, index).zero_()
+        at = sum(weight.master.numel() for weight in self.weights[:index])
+        for own in (self._reduced, self._clipped):
+            if own is not None:
+                own[at : at + self.weights[index].master.numel()].zero_()
+
+    def forget_cleared(self) -> None:
+        """What zero_grad of the model, not of the optimizer, has set to None is no gradient any more."""
+        for index in [index for index in self._given if self.weights[index].shown.grad is None]:
+            self.forget(index)
 
     def reduce_gradient(self) -> None:
         """Of sharded weights: adds up what ranks have, keeps this rank's part and lets the whole go."""
@@ -219,6 +323,12 @@ class Flat:
 
     def mean_gradient(self) -> Tensor:
         """The mean over ranks of the gradients of this rank's elements; zeros where there are none."""
+        for index, weight in enumerate(self.weights):
+            if weight.shown.grad is not weight.taken and weight.shown.grad is not None:
+                self.take_gradient(index)  # One that a user has put there.
+        self.forget_cleared()
+        if self._clipped is not None:
+            return self._clipped
         if self.sharded:
             self.reduce_gradient()
             total = torch.zeros_like(self.masters) if self._reduced is None else self._reduced
@@ -228,11 +338,17 @@ class Flat:
         # By a tensor: torch divides by a number on a GPU as it multiplies with its inverse, which is rounded.
         return total / torch.full((), self.ranks.size, dtype=torch.float32, device=self.device)
 
-    def clear_gradient(self) -> None:
+    def keep_clipped(self, mean: Tensor) -> None:
+        """The mean gradient, clipped, is what the next step takes."""
+        self._clipped = mean
         self._gradient = self._reduced = None
-        self._arrived, self.in_backward = set(), False
+        self._arrived = set()
+
+    def clear_gradient(self) -> None:
+        self._gradient = self._reduced = self._clipped = None
+        self._given, self._arrived, self.in_backward = set(), set(), False
         for weight in self.weights:
-            weight.parameter.grad = None
+            weight.parameter.grad = weight.shown.grad = None
 
     def _sum_over_ranks(self, mine: Tensor) -> Tensor:
         """A reduce-scatter that adds in the order of ranks, whatever the library, the cut and the number of buffers.

@@ -24,22 +24,26 @@ Sources: ZeRO, arXiv:1910.02054; PyTorch FSDP, arXiv:2304.11277; TransformerEngi
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
-from qshard.pipeline import Scales
 from qshard.torch_bridge.arguments import check_group, check_model
 from qshard.torch_bridge.delayed import update_delayed
 from qshard.torch_bridge.fsdp.weight import memory_of
-from qshard.torch_bridge.optim.adam import SCALED, Adam
-from qshard.torch_bridge.optim.master import CastPlan, Parity, cast_master
+from qshard.torch_bridge.optim.adam import Adam, initialize_state
+from qshard.torch_bridge.optim.master import CastPlan, Parity
+from qshard.torch_bridge.optim.state import SCALED
+from qshard.torch_bridge.zero.cast import Cast
+from qshard.torch_bridge.zero.clip import clip_by_norm, norm_over_ranks
 from qshard.torch_bridge.zero.flat import ALIGNMENT, BLOCK_ALIGNMENT, Flat, Ranks, Weight
-from qshard.torch_bridge.zero.units import by_setting, units_of, weights_of
+from qshard.torch_bridge.zero.hooks import Backward, check_shown, watch_gradients, watch_model, watch_uses
+from qshard.torch_bridge.zero.initial import Init, Initial, check_init, default_device
+from qshard.torch_bridge.zero.state import States
+from qshard.torch_bridge.zero.units import TAKEN, by_setting, units_of, weights_of
 
 
 class ZeroOptimizer(Adam):
@@ -59,13 +63,28 @@ class ZeroOptimizer(Adam):
         that has parameters of its own. A parameter of two modules needs a unit that holds both.
       settings: called with the name and the parameter, gives options of `Adam` for it: `{"weight_decay": 0.0}`.
       parity: "model": codes are those of the master rounded to the dtype of the parameter; "master": of the master.
+      init, device: of a model on meta, which goes to `device`, by default the accelerator there is. `init` is called
+        with each module that has parameters or buffers of its own, to fill them; by default their `reset_parameters`
+        or `init_weights` is. A rank has one module whole at a time. Values follow from the names of modules and from
+        `torch.manual_seed` on the first rank, for any number of ranks and either stage.
       options: of `Adam`, for all: `decoupled_weight_decay=True` is `AdamW`, whose default of 0.01 is then to be given
         as `weight_decay`. States with scales have one for every 128 elements of the flattened weight.
 
-    Gradients leave `.grad` as soon as they are made, for a flat float32 buffer that `zero_grad` clears and `step` does
-    not. A parameter without one counts as zeros. `DelayedScaling` is taken care of: call neither `update_scales` nor
-    `update_delayed`. Checkpoints: `state_dict` has this rank's slices, exactly; `full_weights` what another program
-    needs. That of `model` has what layers see, and there is none of sharded weights, nor a copy or a pickle.
+    Gradients leave `.grad` as soon as they are made, for a flat float32 buffer that `zero_grad`, of the optimizer or of
+    the model, clears and `step` does not. What stands at `.grad` raises where it is read: clip with `clip_grad_norm_`.
+    A parameter without one counts as zeros; one that you put at `.grad` counts. `DelayedScaling` is taken care of: call
+    neither `update_scales` nor `update_delayed`.
+
+    Sharded weights are there while their unit runs. Between, `model.parameters()` have shapes and dtypes, and all that
+    would read values raises. Layers may be compiled: hooks that gather and free stay outside. A change of parameters
+    that a step would pass over, such as `model.to(...)`, freezing, or a write to them, raises in the next step.
+
+    Checkpoints: `state_dict` of the model has the float32 masters, exactly, in whole shapes, that of the optimizer the
+    states. With several ranks both are slices of this one: for `torch.distributed.checkpoint`, which loads them with
+    any number of ranks, in either stage and into plain models, and for `get_model_state_dict`,
+    `get_optimizer_state_dict` and their `set_` twins, with `full_state_dict=True` for one file. `load_state_dict` of
+    the model takes whole tensors or slices, and is collective: the weights are made anew. `full_weights` are the
+    masters, whole, on every rank. There is no pickle or copy of a model with sharded weights.
 
     `step` is collective, also on a rank whose slices are empty. Whatever the number of weights, it takes one all-to-all
     of float32 gradients, one max all-reduce of amaxes and one all-gather of bytes; with sharded weights the first and
@@ -99,14 +118,19 @@ class ZeroOptimizer(Adam):
         units: Sequence[nn.Module] | None = None,
         settings: Callable[[str, nn.Parameter], dict[str, Any]] | None = None,
         parity: Parity = "model",
+        init: Init | None = None,
+        device: torch.device | str | None = None,
         **options: Any,
     ):
         check_model("ZeroOptimizer", model)
         check_group("ZeroOptimizer", group)
         self._ranks, self._model = Ranks.of(group), model
+        there = next((p.device for p in model.parameters() if not p.is_meta), None)
+        self._device = there or (default_device() if device is None else torch.device(device))
         problem, chosen, alignment = None, [], ALIGNMENT
         try:
             weights = weights_of(model)
+            check_init(model, init)
             chosen = units_of(model, weights, units) if shard_weights else [(model, weights)]
             groups_of = by_setting(weights, settings)
             # What these would refuse, before any collective.
@@ -126,20 +150,33 @@ class ZeroOptimizer(Adam):
             repr((self._ranks.size, shard_weights, parity, alignment, kinds)).encode()
         ).hexdigest()
         self._agree(problem, "has another model or other options; make them alike")
+        initial = Initial(model, weights, init, self._ranks, self._device)
         if self._ranks.size > 1:
             for tensor in (*model.parameters(), *model.buffers()):
-                dist.broadcast(memory_of(tensor), group=self._ranks.group, group_src=0)
-        self._flats = [Flat(of_unit, self._ranks, shard_weights, alignment) for _, of_unit in chosen]
+                if not tensor.is_meta:
+                    dist.broadcast(memory_of(tensor), group=self._ranks.group, group_src=0)
+        self._stale = False  # Whether masters have been loaded that the weights were not made of yet.
+        make: dict[str, Any] = {"device": self._device, "written": self._note_write, "make": initial.make}
+        self._flats = [Flat(of_unit, self._ranks, shard_weights, alignment, **make) for _, of_unit in chosen]
         self._weights = [weight for flat in self._flats for weight in flat.weights]
-        groups = [
-            {"params": [w.master for w in of_group if w.master.numel()], **given} for given, of_group in groups_of
-        ]
-        super().__init__(groups, lr, **options)
-        self._current = _Cast([w for w in self._weights if w.quantized and not w.delayed], parity)
-        self._delayed = _Cast([w for w in self._weights if w.quantized and w.delayed], parity)
-        self._queued = False
+        super().__init__(
+            [{"params": [w.master for w in of_group], **given} for given, of_group in groups_of], lr, **options
+        )
+        self._of_groups = [of_group for _, of_group in groups_of]
+        for made, of_group in zip(self.param_groups, self._of_groups, strict=True):
+            made["params"] = [w.shown for w in of_group]  # What users know of: the same on every rank.
+        self._initialize_states()
+        self._current = Cast([w for w in self._weights if w.quantized and not w.delayed], parity)
+        self._delayed = Cast([w for w in self._weights if w.quantized and w.delayed], parity)
+        TAKEN.update((shown, True) for weight in self._weights for shown in (weight.shown, weight.parameter))
+        self._backward = Backward()
         for (module, _), flat in zip(chosen, self._flats, strict=True):
-            self._watch(module, flat)
+            watch_gradients(flat)
+            if shard_weights:
+                watch_uses(module, flat, self._backward, self._renew)
+        watch_model(model, self._renew)
+        self._states = States(self._ranks, self._device, self._note_write)
+        self._states.watch(model, self._flats, self._renew)
         self._publish()
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
@@ -153,8 +190,18 @@ class ZeroOptimizer(Adam):
             "state_dict(), and load it into one that is made of the other model"
         )
 
+    def _initialize_states(self) -> None:
+        for group, of_group in zip(self.param_groups, self._of_groups, strict=True):
+            for weight in of_group:
+                initialize_state(self.state[weight.shown], weight.master, group)
+
+    def _trained(self, group: dict[str, Any]) -> Iterable[tuple[dict[str, Any], Tensor]]:
+        index = next(i for i, one in enumerate(self.param_groups) if one is group)
+        return [(self.state[weight.shown], weight.master) for weight in self._of_groups[index]]
+
     def _update(self, inv_grad_scale: Tensor | float | None) -> None:
         """Updates the own slices with the mean of all ranks' gradients, and the weights that layers see. Collective."""
+        check_shown(self._model, self._flats)
         self._delayed.observe()  # Of the weights that this step's forward has used.
         for flat in self._flats:
             mean = flat.mean_gradient()
@@ -167,44 +214,146 @@ class ZeroOptimizer(Adam):
             update_delayed(self._model, self._ranks.group)
         self._publish()
 
+    @torch.no_grad()
+    def clip_grad_norm_(
+        self, max_norm: float | Tensor, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Clips the mean gradient of all ranks by its norm, as `torch.nn.utils.clip_grad_norm_` clips a whole one.
+
+        Call it on all ranks, after the last backward pass of a step, before `step`. The norm does not depend on the
+        stage or on how weights are cut, to the bit: it is the exact sum of powers that are rounded to 60 bits.
+
+        Args:
+          max_norm: of the clipped gradient; `math.inf` only measures.
+          norm_type: a number above 0, or infinity.
+          error_if_nonfinite: whether to raise, on all ranks, where the norm is infinite or NaN. This waits for the
+            device.
+
+        Returns:
+          The norm before clipping, float32 `[]`, the same bits on every rank. Collective: the gradients' reduction,
+          which `step` then does not need, and two all-reduces of at most 16 bytes.
+
+        Raises:
+          ValueError: `norm_type` is not a norm.
+          RuntimeError: the norm is infinite or NaN, and `error_if_nonfinite` is True.
+
+        >>> model = nn.Linear(2, 1, bias=False)
+        >>> optimizer = ZeroOptimizer(model)
+        >>> model(torch.tensor([[3.0, 4.0]])).sum().backward()
+        >>> optimizer.clip_grad_norm_(1.0)
+        tensor(5.)
+        """
+        if isinstance(norm_type, bool) or not isinstance(norm_type, int | float) or not norm_type > 0:
+            raise ValueError(
+                f"clip_grad_norm_: norm_type ({norm_type!r}) is not a number above 0; pass 2.0, or math.inf"
+            )
+        means = [flat.mean_gradient() for flat in self._flats]
+        norm = norm_over_ranks(means, float(norm_type), self._ranks.group)
+        if error_if_nonfinite and not norm.isfinite():
+            raise RuntimeError(
+                f"clip_grad_norm_: norm ({norm.item()}) of the gradients is not finite, so they cannot be clipped; "
+                "skip the step with zero_grad(), or pass error_if_nonfinite=False"
+            )
+        clip_by_norm(means, norm, max_norm)
+        for flat, mean in zip(self._flats, means, strict=True):
+            flat.keep_clipped(mean)
+        return norm
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets all gradients. There is nothing to set to zeros."""
-        self._queued = False  # A backward pass that raised has not seen to it.
+        self._backward.queued = False  # A backward pass that raised has not seen to it.
         for flat in self._flats:
             flat.clear_gradient()
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank owns: the states of `Adam` and, under "zero", the masters. No copies, no communication."""
-        masters = [flat.masters for flat in self._flats]
-        own = {"layout": self._layout, "rank": self._ranks.rank, "masters": masters}
-        return {**super().state_dict(), "zero": own}
+        """The states of `Adam`, in the shapes of whole weights, and, under "zero", the masters. No communication.
+
+        Of several ranks they are slices of this one, which share memory with the optimizer: for
+        `torch.distributed.checkpoint`, for `get_optimizer_state_dict`, which drops "zero" (`state_dict` of the model
+        has masters too), or, by `copy.deepcopy`, to come back to.
+        """
+        given = super().state_dict()
+        ordered = [weight for of_group in self._of_groups for weight in of_group]
+        state = {
+            key: {name: self._each(self._states.shown, ordered[key], name, value) for name, value in values.items()}
+            for key, values in given["state"].items()
+        }
+        own = {
+            "layout": self._layout,
+            "rank": self._ranks.rank,
+            "masters": [self._states.shown(w, "master", w.master, master=True) for w in self._weights],
+        }
+        return {**given, "state": state, "zero": own}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over a state of this rank, bit for bit, and makes the weights of it. Collective.
+        """Takes over a state, bit for bit: this rank's part of it, whatever it is cut into. Collective.
+
+        Masters come along if it is one of `state_dict` itself, for the same model, stage and ranks. Else load the model
+        too: one of `get_optimizer_state_dict`, or of torch's AdamW, is of the states alone.
 
         Raises:
-          ValueError: it is of another model, stage, number of ranks or rank; on all ranks, which have changed nothing.
+          ValueError: it is of another model, or has the masters of another stage, number of ranks or rank; on all
+            ranks, which have changed nothing.
         """
-        own, problem = state_dict.get("zero", {}), None
-        if (own.get("layout"), own.get("rank")) != (self._layout, self._ranks.rank):
-            problem = ValueError(
+        problem: Exception | None = None
+        states: dict[Any, Any] = {}
+        masters: list[Tensor] = []
+        try:
+            states, masters = self._own_state(state_dict)
+        except ValueError as error:
+            problem = error
+        self._agree(problem, "cannot load its state; see its message")
+        super().load_state_dict({**state_dict, "state": states})
+        self._initialize_states()
+        for weight, master in zip(self._weights, masters, strict=False):
+            weight.master.detach().copy_(master)
+        self._publish()
+
+    def _own_state(self, state_dict: dict[str, Any]) -> tuple[dict[Any, Any], list[Tensor]]:
+        own = state_dict.get("zero")
+        if own is not None and (own.get("layout"), own.get("rank")) != (self._layout, self._ranks.rank):
+            raise ValueError(
                 f"ZeroOptimizer: state (layout {str(own.get('layout'))[:8]}, rank {own.get('rank')}) is not of layout "
                 f"{self._layout[:8]}, rank {self._ranks.rank}; load it with that model, stage and number of ranks, or "
-                "start from full_weights"
+                "save with get_optimizer_state_dict, which drops the layout"
             )
-        self._agree(problem, "cannot load its state; see its message")
-        super().load_state_dict(state_dict)
-        for flat, masters in zip(self._flats, own["masters"], strict=True):
-            flat.masters.copy_(masters)
-        self._publish()
+        names = [name for group in state_dict["param_groups"] for name in group["params"]]
+        ordered = [weight for of_group in self._of_groups for weight in of_group]
+        if len(names) != len(ordered):
+            raise ValueError(
+                f"ZeroOptimizer: state (of {len(names)} parameters) is not of the {len(ordered)} of this model; load "
+                "one of the same model"
+            )
+        weights = dict(zip(names, ordered, strict=True))
+        states = {
+            key: {name: self._each(self._states.own, weights[key], name, value) for name, value in values.items()}
+            for key, values in state_dict["state"].items()
+        }
+        masters = [] if own is None else own["masters"]
+        return states, [self._states.own(w, "master", m) for w, m in zip(self._weights, masters, strict=False)]
+
+    def _each(self, change: Callable[[Weight, str, Tensor], Tensor], weight: Weight, name: str, value: Any) -> Any:
+        """Changes what is of each element; a step number is of all. FP8 may be bytes in a dict."""
+        if isinstance(value, dict):
+            return {key: self._each(change, weight, name, part) for key, part in value.items()}
+        return change(weight, name, value) if isinstance(value, Tensor) and name != "step" else value
 
     def full_weights(self) -> dict[str, Tensor]:
         """The float32 masters of all weights, by name, on every rank: what a plain model loads. Collective."""
         return {name: value for flat in self._flats for name, value in flat.gather_masters().items()}
 
+    def _note_write(self) -> None:
+        self._stale = True
+
+    def _renew(self) -> None:
+        """Publishes masters that have been loaded. Collective if they have, which all ranks do alike."""
+        if self._stale or (self._ranks.size == 1 and any(flat.is_written for flat in self._flats)):
+            self._publish()
+
     @torch.no_grad()
     def _publish(self) -> None:
         """Makes the own part of the weights of the masters and, unless it is sharded, sends it to all."""
+        self._stale = False
         self._current.cast(self._ranks.group)
         self._delayed.cast(self._ranks.group)
         plain_ones = [(w.values, w.master) for w in self._weights if w.values is not None and w.values.numel()]
@@ -215,56 +364,12 @@ class ZeroOptimizer(Adam):
                 flat.free()
             else:
                 flat.publish()
-
-    def _watch(self, module: nn.Module, flat: Flat) -> None:
-        """Hooks by which weights are there when they are used, and gradients leave when they have been made."""
-        for index, weight in enumerate(flat.weights):
-            weight.parameter.register_post_accumulate_grad_hook(lambda _, i=index: self._arrived(flat, i))
-        if not flat.sharded:
-            return
-
-        def before_backward(_: Tensor) -> None:
-            flat.in_backward = True
-            flat.gather()
-            if not self._queued:
-                self._queued = True
-                torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
-
-        def before_forward(*_: Any) -> None:
-            flat.gather()
-
-        def after_forward(_module: nn.Module, _args: Any, output: Any) -> None:
-            tensors = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor)]
-            if torch.is_grad_enabled() and not tensors:
-                raise TypeError(
-                    f"ZeroOptimizer: output of a unit ({type(output).__name__}) holds no tensor to see backward pass "
-                    "by; return tensors in tuples, lists or dicts, or choose other units"
-                )
-            for t in tensors:
-                if t.requires_grad:
-                    t.register_hook(before_backward)
-            if not flat.in_backward:  # Else activation checkpointing runs it, and backward goes on to use it.
-                flat.free()
-
-        module.register_forward_pre_hook(before_forward)
-        module.register_forward_hook(after_forward)
-        _refuse_copies(module, flat)
-
-    def _arrived(self, flat: Flat, index: int) -> None:
-        if flat.take_gradient(index) and flat.sharded:
-            flat.end_backward()
-
-    def _end_backward(self) -> None:
-        """Units of which some parameter had no gradient."""
-        self._queued = False
-        for flat in self._flats:
-            flat.end_backward()
+            flat.note_versions()
 
     def _agree(self, problem: Exception | None, otherwise: str) -> None:
         """Raises on all ranks if one has a problem, or if layouts differ. Collective."""
         mine = hashlib.sha256(repr((str(problem), self._layout)).encode()).digest()
-        device = next((p.device for p in self._model.parameters()), torch.device("cpu"))
-        sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to("cpu" if device.type == "meta" else device)
+        sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(self._device)
         everyone = [sent]
         if self._ranks.size > 1:
             everyone = [torch.empty_like(sent) for _ in range(self._ranks.size)]
@@ -276,55 +381,7 @@ class ZeroOptimizer(Adam):
             raise ValueError(f"ZeroOptimizer: rank {others[0]} is not like rank {self._ranks.rank}: it {otherwise}")
 
 
-def _refuse_copies(module: nn.Module, flat: Flat) -> None:
-    """Keeps others from sharded weights while their memory is freed: to read it ends the process."""
-
-    def refuse_state_dict(*_: Any) -> None:
-        if flat.freed:
-            raise RuntimeError(
-                f"ZeroOptimizer: state_dict of {type(module).__name__} (sharded weights) is not there between uses; "
-                "save full_weights() and state_dict() of the optimizer"
-            )
-
-    def refuse_copies(protocol: Any) -> Any:
-        raise TypeError(
-            f"ZeroOptimizer: {type(module).__name__} (sharded weights) cannot be pickled or copied; load "
-            "full_weights() into another model"
-        )
-
-    module.register_state_dict_pre_hook(refuse_state_dict)
-    module.register_load_state_dict_pre_hook(refuse_state_dict)
-    module.__reduce_ex__ = refuse_copies  # type: ignore[method-assign]
-
-
 class _Trial(Adam):
     """What refuses options."""
 
     _op = "ZeroOptimizer"
-
-
-class _Cast:
-    """Slices that are cast together: all with scales of their amaxes, or all with delayed ones."""
-
-    def __init__(self, weights: Sequence[Weight], parity: Parity):
-        self._pieces = [weight.quantized for weight in weights if weight.quantized is not None]
-        self._masters = [weight.master.detach().view(-1) for weight in weights]
-        self.delayed = [weight.delayed for weight in weights if weight.delayed is not None]
-        self._parity = parity
-        self._plan = CastPlan(self._pieces, parity=parity)
-        self._starts = self._plan.words("starts", [weight.start for weight in weights])
-
-    def cast(self, group: dist.ProcessGroup | None) -> None:
-        """One all-reduce, if scales are made."""
-        if self.delayed:
-            scales = [Scales(state.scale, state.scale_inv) for state in self.delayed]
-            self._plan.cast(self._pieces, self._masters, self._starts, scales)
-        elif self._pieces:
-            cast_master(self._pieces, self._masters, self._starts, group, parity=self._parity, plan=self._plan)
-
-    def observe(self) -> None:
-        """Notes the amaxes of the slices; `update_delayed` makes those of whole weights of them."""
-        if self.delayed:
-            amaxes = self._plan.amaxes(self._masters, self._starts)
-            for state, amax in zip(self.delayed, amaxes, strict=True):
-                state.observe(amax)

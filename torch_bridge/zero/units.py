@@ -7,16 +7,26 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.utils.weak import WeakIdKeyDictionary
 
 from qshard.recipes import Role
 from qshard.torch_bridge.arguments import check_contiguous, check_dtype
 from qshard.torch_bridge.fsdp.weight import ShardedWeight
 from qshard.torch_bridge.nn import Linear
+from qshard.torch_bridge.tensor import QuantizedTensor
 from qshard.torch_bridge.zero.flat import Weight
+
+TAKEN: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""Parameters that a ZeroOptimizer trains. Their hooks keep it alive."""
 
 
 def weights_of(model: nn.Module) -> list[Weight]:
     """The parameters to train, each once, in the order of the model."""
+    if isinstance(model, DistributedDataParallel | DataParallel):
+        raise ValueError(
+            f"ZeroOptimizer: model ({type(model).__name__}) sums gradients itself; pass its .module, and call that"
+        )
     found: dict[int, Weight] = {}
     for prefix, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -27,10 +37,12 @@ def weights_of(model: nn.Module) -> list[Weight]:
             weight.owners.append((module, name))
     for weight in found.values():
         parameter, what = weight.parameter, f"ZeroOptimizer: {weight.name} {weight.shape}"
+        if parameter in TAKEN:
+            raise ValueError(f"{what} is trained by another ZeroOptimizer; make one for a model, or another model")
+        if isinstance(parameter, QuantizedTensor):
+            raise ValueError(f"{what} (QuantizedTensor) has no float32 values; make the model anew and load them")
         if isinstance(parameter, DTensor):
             raise ValueError(f"{what} (DTensor) is not a plain tensor; give a model that is not sharded yet")
-        if parameter.is_meta:
-            raise ValueError(f"{what} (meta) has no memory; call model.to_empty(device=) and initialize it first")
         check_contiguous("ZeroOptimizer", f"{weight.name} {weight.shape}", parameter)
         check_dtype("ZeroOptimizer", f"{weight.name} {weight.shape}", parameter.dtype)
         # A weight of quantized layers alone travels as codes, if its rowwise plane gives the other.
@@ -41,11 +53,11 @@ def weights_of(model: nn.Module) -> list[Weight]:
         if state is not None and formats == {state.fmt} and state.refusal is None:
             weight.fmt, weight.delayed = state.fmt, state.delayed
     weights = list(found.values())
-    devices = {weight.parameter.device for weight in weights}
-    if not devices:
+    if not weights:
         raise ValueError(
             f"ZeroOptimizer: model ({type(model).__name__}) has no parameter that requires grad; pass one that has"
         )
+    devices = {weight.parameter.device for weight in weights if not weight.parameter.is_meta}
     if len(devices) > 1:
         names = ", ".join(sorted(map(str, devices)))
         raise ValueError(f"ZeroOptimizer: model (on {names}) is not on one device; move it to one")
@@ -58,7 +70,10 @@ def units_of(
     """Modules, and the weights that each gathers, in the order of the model."""
     modules = list(model.modules())
     if units is None:
-        asked = {id(module) for weight in weights for module, _ in weight.owners}
+        # A compiled module stands for the one in it, so that hooks are outside of what is compiled.
+        compiled = {id(m._modules["_orig_mod"]): m for m in modules if "_orig_mod" in m._modules}
+        owners = (module for weight in weights for module, _ in weight.owners)
+        asked = {id(compiled.get(id(module), module)) for module in owners}
     else:
         asked = {id(module) for module in (*units, model)}
         if strays := [type(unit).__name__ for unit in units if not any(unit is module for module in modules)]:

@@ -29,6 +29,17 @@ Status GlobalScaleNvfp4(const Exec<Cpu>& exec, const float* global_amax, int64_t
   return {};
 }
 
+Status DelayedScales(const Exec<Cpu>& exec, const float* amax, const float* scale, int64_t n,
+                     float target, float* new_scale, float* scale_inv) {
+  ParallelRanges(exec, n, kGrain, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      new_scale[i] = ScaleOrFirst(scale[i], amax[i], target);
+      scale_inv[i] = ScaleInverse(new_scale[i]);
+    }
+  });
+  return {};
+}
+
 Status UpdateDelayedScale(const Exec<Cpu>& exec, const float* amax, const float* history,
                           const float* scale, int64_t n, int64_t length, DelayedRule rule,
                           float* new_history, float* new_scale, float* scale_inv) {

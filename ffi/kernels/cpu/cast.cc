@@ -3,8 +3,8 @@
 #include "kernels/cast.h"
 
 #include "kernels/cpu/coded_rows.h"
+#include "kernels/cpu/delayed_runs.h"
 #include "kernels/cpu/parallel_for.h"
-#include "kernels/cpu/raise_amax.h"
 #include "kernels/cpu/stream.h"
 
 namespace qshard::kernels {
@@ -64,22 +64,23 @@ Status Amax(const Exec<Cpu>& exec, const In* x, int64_t runs, int64_t length, fl
 
 template <class In, class Code>
 Status Cast(const Exec<Cpu>& exec, const Scaled<In>& x, int64_t n, uint8_t* data) {
-  if (x.amax == nullptr) {
-    MapCast<Code>(exec, x.x, x.scale, x.scale_length, n, data);
+  const DelayedRuns<In> delayed(exec, x);
+  if (x.runs == 0 && x.nonfinite == Nonfinite::kSaturate) {
+    MapCast<Code>(exec, x.x, x.scale, x.length, n, data);
     return {};
   }
   // In pieces that stay in cache between taking their amax and encoding them.
   constexpr int64_t kPiece = 1 << 12;
   const auto cast = Simd().cast[kInputIndex<In>][kElementIndex<Code>];
-  std::fill_n(x.amax, x.runs, 0.0f);
   ParallelRanges(exec, n, sizeof(In) + 1, [&](int64_t begin, int64_t end) {
     for (int64_t stop; begin < end; begin = stop) {
       stop = std::min(end, begin + kPiece);
-      const bool finite = RaiseAmaxes(x.x, begin, stop, x.amax_length, x.amax);
-      cast(x.x + begin, stop - begin, {x.scale, x.scale_length, begin}, /*ahead=*/0, data + begin);
+      const bool finite = delayed.Raise(begin, stop);
+      cast(x.x + begin, stop - begin, {delayed.scale(), x.length, begin}, /*ahead=*/0, data + begin);
       if (!finite) ShowInfinite<Code>(x.nonfinite, x.x + begin, stop - begin, data + begin);
     }
   });
+  delayed.Finish();
   return {};
 }
 

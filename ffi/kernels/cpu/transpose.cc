@@ -7,9 +7,9 @@
 #include "kernels/block_layout.h"
 #include "kernels/cast.h"
 #include "kernels/cpu/coded_rows.h"
+#include "kernels/cpu/delayed_runs.h"
 #include "kernels/cpu/panel.h"
 #include "kernels/cpu/parallel_for.h"
-#include "kernels/cpu/raise_amax.h"
 
 namespace qshard::kernels {
 namespace {
@@ -85,16 +85,17 @@ Status CastTranspose(const Exec<Cpu>& exec, const Scaled<In>& x, int64_t batch, 
                      int64_t cols, uint8_t* data, uint8_t* data_t) {
   const auto cast = Simd().cast[kInputIndex<In>][kElementIndex<Code>];
   const bool stream = OutgrowsCache(2 * batch * rows * cols);
-  std::fill_n(x.amax, x.runs, 0.0f);
+  const DelayedRuns<In> delayed(exec, x);
   TransposePanels(exec, batch, rows, cols, sizeof(In) + 2, stream, data_t,
                   [&](int64_t start, int64_t end, uint8_t* row) {
                     const In* from = x.x + start;
-                    cast(from, end - start, {x.scale, x.scale_length, start}, kRowsAhead * cols,
+                    cast(from, end - start, {delayed.scale(), x.length, start}, kRowsAhead * cols,
                          row);
-                    if (x.amax != nullptr && !RaiseAmaxes(x.x, start, end, x.amax_length, x.amax))
+                    if (!delayed.Raise(start, end))
                       ShowInfinite<Code>(x.nonfinite, from, end - start, row);
                     CopyRow<kPanelCols>(data + start, row, end - start, stream);
                   });
+  delayed.Finish();
   return {};
 }
 

@@ -126,7 +126,39 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   }
 }
 
+// A team a run. Where there is a scale nothing is read of x.
+template <class In, int kTeam, int kBlock>
+__global__ void __launch_bounds__(kBlock) BeginDelayedKernel(const Scaled<In> x) {
+  const int64_t run = int64_t{blockIdx.x} * (kBlock / kTeam) + threadIdx.x / kTeam;
+  if (run >= x.runs) return;  // the whole team
+  const int thread = threadIdx.x % kTeam;
+  float scale = x.scale[run], amax = 0.0f;
+  if (scale == 0.0f) {
+    const Magnitude<In> m = ScanRun<In, kTeam>(x.x + run * x.length, x.length, 0, 1, thread);
+    amax = FloatFromBits(TeamMax<kTeam>(m.AsFloatBits()));
+    scale = ScaleOrFirst(scale, amax, x.target);
+  }
+  if (thread != 0) return;
+  x.amax[run] = amax;
+  x.scale_inv[run] = ScaleInverse(scale);
+}
+
 }  // namespace
+
+// One block of threads at most for a run: a few words to write, in the place of a memset, matter
+// more, step after step, than the one step that reads x here.
+template <class In>
+Status BeginDelayed(const Exec<Cuda>& exec, const Scaled<In>& x) {
+  constexpr int kLong = 1024;
+  if (x.length > 16 * kLong)
+    return Launch(exec, BeginDelayedKernel<In, kLong, kLong>, x.runs, kLong, x);
+  return Launch(exec, BeginDelayedKernel<In, kWarp, kThreads>, CeilDiv(x.runs, kThreads / kWarp),
+                kThreads, x);
+}
+
+#define QSHARD_INSTANTIATE_BEGIN(BeginDelayed, In) \
+  template Status BeginDelayed<In>(const Exec<Cuda>& exec, const Scaled<In>& x);
+QSHARD_FOR_EACH_INPUT(QSHARD_INSTANTIATE_BEGIN, BeginDelayed)
 
 template <class In>
 Status Amax(const Exec<Cuda>& exec, const In* x, int64_t runs, int64_t length, float* amax) {

@@ -1,5 +1,5 @@
-// cast and cast_amax: data[i] = Encode<Code>(x[i] * scale of the run of i), and amaxes of runs of
-// their own.
+// cast: data[i] = Encode<Code>(x[i] * scale of the run of i); and of delayed scaling amaxes of the
+// runs, which are also what first scales are made of (amax.cu).
 //
 // Reads x once, writes data once: 3 bytes an element for a 16-bit x, 5 for float32; and reads each
 // scale about once per vector of its run (from L1). Walks from the END of x: after amax, which
@@ -70,11 +70,18 @@ struct CastArguments {
   uint8_t* data;
   int64_t n;     // elements
   int64_t head;  // of them, before the first vector
-  Runs runs;     // of scales
+  Runs runs;     // of scales, and of amaxes
   Nonfinite nonfinite;
-  // One run, or no elements before the first vector and runs of whole kSpans.
-  int64_t amax_length;
+  // Of delayed scaling. To be raised, there are one run, or no elements before the first vector and
+  // runs of whole kSpans.
+  float target;
   float* amax;
+
+  __device__ __forceinline__ float Scale(int64_t run) const {
+    const float s = __ldg(scale + run);
+    if (amax == nullptr || s != 0.0f) return s;
+    return ScaleOrFirst(s, *static_cast<volatile float*>(amax + run), target);
+  }
 };
 
 template <class Code, int kCount, class In>
@@ -119,7 +126,7 @@ __global__ void __launch_bounds__(kThreads) CastKernel(const CastArguments<In> a
     }
     const RunsOfBlock runs(a.runs, base);
     const auto scale_of = [&](int offset) {
-      return __ldg(a.scale + (kOneScale ? 0 : runs.Run(offset)));
+      return a.Scale(kOneScale ? 0 : runs.Run(offset));
     };
     float scale[kBatch];
 #pragma unroll
@@ -154,7 +161,7 @@ __global__ void __launch_bounds__(kThreads) CastKernel(const CastArguments<In> a
 
   if (kAmax && vectors > first) {
     const int32_t bits = TeamMax<kThreads>(largest.AsFloatBits());
-    if (threadIdx.x == 0) RaiseAmax(a.amax + base / a.amax_length, bits);
+    if (threadIdx.x == 0) RaiseAmax(a.amax + base / a.runs.length, bits);
   }
 
   // What is left over: less than a vector at each end.
@@ -162,11 +169,11 @@ __global__ void __launch_bounds__(kThreads) CastKernel(const CastArguments<In> a
     const int64_t tail = a.head + vectors * kVector;
     if (threadIdx.x < a.head + (a.n - tail)) {
       const int64_t i = threadIdx.x < a.head ? threadIdx.x : tail + (threadIdx.x - a.head);
-      const auto x = CastElement<Code>(a, i, __ldg(a.scale + (kOneScale ? 0 : i / a.runs.length)));
+      const auto x = CastElement<Code>(a, i, a.Scale(kOneScale ? 0 : i / a.runs.length));
       if constexpr (kAmax) {
         Magnitude<In> m;
         m.Add(x);
-        RaiseAmax(a.amax + i / a.amax_length, m.AsFloatBits());
+        RaiseAmax(a.amax + i / a.runs.length, m.AsFloatBits());
       }
     }
   }
@@ -192,19 +199,21 @@ Status LaunchCast(const Exec<Cuda>& exec, CastArguments<In> a) {
 
 template <class In, class Code>
 Status Cast(const Exec<Cuda>& exec, const Scaled<In>& x, int64_t n, uint8_t* data) {
-  if (n == 0) return Amax(exec, x.x, x.runs, 0, x.amax);
-  const CastArguments<In> a{x.x,         x.scale,       data,  n, 0, Runs(x.scale_length),
-                            x.nonfinite, x.amax_length, x.amax};
+  if (x.runs > 0) {
+    const Status status = BeginDelayed(exec, x);
+    if (status.error != nullptr) return status;
+  }
+  if (n == 0) return {};
+  const CastArguments<In> a{x.x,         x.scale,  data,  n, 0, Runs(x.length),
+                            x.nonfinite, x.target, x.amax};
   if (x.runs == 0) return LaunchCast<Code, false>(exec, a);
   // Two passes where blocks of threads would have a part in more than one run.
   const bool vectors = IsAligned(x.x, 16) && IsAligned(data, 16);
-  if (x.runs > 1 && !(vectors && x.amax_length % kSpan == 0)) {
-    const Status status = Amax(exec, x.x, x.runs, x.amax_length, x.amax);
+  if (x.runs > 1 && !(vectors && x.length % kSpan == 0)) {
+    const Status status = Amax(exec, x.x, x.runs, x.length, x.amax);
     if (status.error != nullptr) return status;
     return LaunchCast<Code, false>(exec, a);
   }
-  const cudaError_t error = cudaMemsetAsync(x.amax, 0, x.runs * sizeof(float), exec.stream);
-  if (error != cudaSuccess) return ToStatus(error);
   return LaunchCast<Code, true>(exec, a);
 }
 

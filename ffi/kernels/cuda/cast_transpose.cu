@@ -1,5 +1,5 @@
 // cast_transpose: data[b, i, j] = Encode<Code>(x[b, i, j] * scale), and data_t[b, j, i] is the same
-// code; cast_transpose_amax, which also finds amaxes of x.
+// code; of delayed scaling also amaxes of x.
 //
 // Where whole matrices have one scale, and one amax, these are square tiles with a given scale
 // (quantize_block_square.cuh): x is read once and both planes are written once, 4 bytes an element
@@ -27,27 +27,26 @@ template <class In, class Code>
 Status CastTranspose(const Exec<Cuda>& exec, const Scaled<In>& x, int64_t batch, int64_t rows,
                      int64_t cols, uint8_t* data, uint8_t* data_t) {
   const Blocks m{batch, rows, cols, 1, 1};
-  if (m.GridSize() == 0) return Amax(exec, x.x, x.runs, 0, x.amax);
-  int64_t scale_matrices, amax_matrices = 0;
-  const bool fill = rows > 1 && AreMatrices(m, x.scale_length, &scale_matrices) &&
-                    (x.runs == 0 || AreMatrices(m, x.amax_length, &amax_matrices));
-  const auto tiles = [&](auto with_amax) {
-    const GivenScales<with_amax> scales{x.scale, scale_matrices, x.amax, amax_matrices,
-                                        x.nonfinite};
-    return ArgumentsOfTiles<Code>(x.x, scales, m, data, nullptr, data_t, nullptr);
-  };
-  if (fill) {
+  int64_t matrices;
+  if (m.GridSize() > 0 && rows > 1 && AreMatrices(m, x.length, &matrices)) {
+    const auto tiles = [&](auto with_amax) {
+      const GivenScales<with_amax> scales{x.scale, matrices, x.amax, x.target, x.nonfinite};
+      return ArgumentsOfTiles<Code>(x.x, scales, m, data, nullptr, data_t, nullptr);
+    };
     const auto a = tiles(std::false_type{});
     if (TakesTiles<Code>(a)) {
-      if (x.runs == 0) return LaunchTiles<In, Code, GivenScales<false>, Work::kSquareBoth>(exec, a);
-      const cudaError_t error = cudaMemsetAsync(x.amax, 0, x.runs * sizeof(float), exec.stream);
-      if (error != cudaSuccess) return ToStatus(error);
+      if (x.runs == 0 && x.nonfinite == Nonfinite::kSaturate)
+        return LaunchTiles<In, Code, GivenScales<false>, Work::kSquareBoth>(exec, a);
+      if (x.runs > 0) {
+        const Status status = BeginDelayed(exec, x);
+        if (status.error != nullptr) return status;
+      }
       return LaunchTiles<In, Code, GivenScales<true>, Work::kSquareBoth>(exec,
                                                                          tiles(std::true_type{}));
     }
   }
   const Status status = Cast<In, Code>(exec, x, m.GridSize(), data);
-  if (status.error != nullptr) return status;
+  if (status.error != nullptr || m.GridSize() == 0) return status;
   const TransposePair pair{data, data_t, batch, rows, cols, 8};
   return TransposeEach(exec, &pair, 1);
 }

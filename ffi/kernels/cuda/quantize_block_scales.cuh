@@ -24,15 +24,17 @@ __device__ __forceinline__ float LargestAmax(Nonfinite nonfinite) {
   return nonfinite == Nonfinite::kNan ? kFloatMax : FloatFromBits(kFloatInfinityBits);
 }
 
-// One scale for some whole matrices, which is not made of their amaxes. Those are raised, if asked.
+// One scale for some whole matrices, which is not made of blocks. With amaxes, which are raised
+// unless there is no place for them, infinities can show, and ScaleOrFirst makes the scale.
 template <bool kWithAmax>
 struct GivenScales {
   using Stored = float;
   const float* scale;
-  int64_t scale_matrices;  // that share a scale; 0: all
+  int64_t matrices;  // that share a scale; 0: all
+  // If kWithAmax:
   float* amax;
-  int64_t amax_matrices;
-  Nonfinite nonfinite;  // if kWithAmax
+  float target;
+  Nonfinite nonfinite;
 };
 
 // What fast kernels know of scales: the side of blocks, those of the formats with these scales;

@@ -58,7 +58,11 @@ __global__ void __launch_bounds__(kTileThreads, TileTuning<In, Scales, kWork>::k
   LoadPatch<Tuning>(a.x, a.grid, t, p, height, rows);
   float scale = 0.0f;
   if constexpr (kGiven) {
-    scale = __ldg(a.scales.scale + RunOf(t.matrix, a.scales.scale_matrices));
+    const int64_t run = RunOf(t.matrix, a.scales.matrices);
+    scale = __ldg(a.scales.scale + run);
+    if (kAmax && scale == 0.0f && a.scales.amax != nullptr)
+      scale = ScaleOrFirst(scale, *static_cast<volatile float*>(a.scales.amax + run),
+                           a.scales.target);
   } else if constexpr (kGlobal) {
     if (warp == 0) {
       const auto g = GlobalAt(a.scales, t.matrix / a.matrices);
@@ -95,8 +99,8 @@ __global__ void __launch_bounds__(kTileThreads, TileTuning<In, Scales, kWork>::k
   }
 
   if constexpr (kGiven) {
-    if (kAmax && threadIdx.x == 0)
-      RaiseAmax(a.scales.amax + RunOf(t.matrix, a.scales.amax_matrices),
+    if (kAmax && threadIdx.x == 0 && a.scales.amax != nullptr)
+      RaiseAmax(a.scales.amax + RunOf(t.matrix, a.scales.matrices),
                 FloatBits(CanonicalNan(Abs::Value(m))));
   } else {
     const auto s = ScaleOf<Code>(a.scales, global, Abs::Value(m));

@@ -137,6 +137,15 @@ Status ScaleFourOverSix(const Exec<Cuda>& exec, const In* x, const float* amax,
                 scale_inv);
 }
 
+Status DelayedScales(const Exec<Cuda>& exec, const float* amax, const float* scale, int64_t n,
+                     float target, float* new_scale, float* scale_inv) {
+  return ForEach(exec, n, [=] __device__(int64_t i) {
+    const float s = ScaleOrFirst(scale[i], amax[i], target);
+    new_scale[i] = s;
+    scale_inv[i] = ScaleInverse(s);
+  });
+}
+
 Status UpdateDelayedScale(const Exec<Cuda>& exec, const float* amax, const float* history,
                           const float* scale, int64_t n, int64_t length, DelayedRule rule,
                           float* new_history, float* new_scale, float* scale_inv) {

@@ -1,0 +1,131 @@
+"""A run that was killed goes on from the last whole checkpoint, with the losses of one that nobody touched."""
+
+import os
+import signal
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+from subprocess import PIPE
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from qshard.torch_bridge import AdamW, convert, update_scales
+from support import torch_ranks
+from support.formats import GATHERED
+from support.torch_models import BLOCK_SIZES, batch, model_of, shard
+from support.torch_ranks import run
+
+STEPS, EVERY, DIES = 8, 3, 7
+
+
+def made(name):
+    model = shard(convert(model_of(True, sizes=BLOCK_SIZES), GATHERED[name]))
+    return model, AdamW(model.parameters(), lr=1e-2, exp_avg_dtype=torch.bfloat16)
+
+
+def train(folder, name, way, kills=False):
+    """Losses by step, from the last whole checkpoint on. A rank that dies says nothing before."""
+    model, optimizer = made(name)
+    whole = sorted(folder.glob("step*/.metadata"), key=lambda path: int(path.parent.name.removeprefix("step")))
+    first = 0
+    if whole:
+        state, optimizer_state = get_state_dict(model, optimizer)
+        both = {"model": state, "optimizer": optimizer_state}
+        dcp.load(both, checkpoint_id=whole[-1].parent)
+        set_state_dict(model, optimizer, model_state_dict=both["model"], optim_state_dict=both["optimizer"])
+        first = int(whole[-1].parent.name.removeprefix("step"))
+    losses, writing = {}, None
+    group = dist.new_group() if way == "async" else None  # Its collectives run beside those of the model.
+    for step in range(first, STEPS):
+        if kills and step == DIES and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        loss = model(batch(100 * dist.get_rank() + step, BLOCK_SIZES[0])).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        update_scales(model)
+        losses[step] = loss.item()
+        if way is not None and (step + 1) % EVERY == 0:
+            state, optimizer_state = get_state_dict(model, optimizer)
+            if writing is not None:
+                writing.result()
+            both, where = {"model": state, "optimizer": optimizer_state}, folder / f"step{step + 1}"
+            if way == "async":
+                writing = dcp.async_save(both, checkpoint_id=where, process_group=group)
+            else:
+                dcp.save(both, checkpoint_id=where)
+    if writing is not None:
+        writing.result()
+    return losses
+
+
+def keeps(folder, name, way, to):
+    torch.save(train(folder, name, way), folder / f"{to}{dist.get_rank()}")
+
+
+def dies(rank, folder, name, way):
+    """A rank of a run of processes of its own."""
+    os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+    torch.set_num_threads(1)
+    torch_ranks.shape = (2,)
+    torch.manual_seed(0)
+    store = f"file://{folder}/store"
+    # The other waits no longer than this for the one that is dead, if its end is not seen at once.
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    train(Path(folder), name, way, kills=True)
+
+
+def kill_a_rank(folder, name, way):
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    ranks = [
+        subprocess.Popen([sys.executable, __file__, str(rank), folder, name, way], env=environment, stderr=PIPE)
+        for rank in range(2)
+    ]
+    try:
+        errors = [process.communicate(timeout=140)[1].decode() for process in ranks[::-1]]
+    finally:
+        for process in ranks:
+            process.kill()
+    assert ranks[1].returncode == -signal.SIGKILL, errors[0]
+    assert ranks[0].returncode not in (0, -signal.SIGKILL), "the other rank ends too, and says so"
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [("CurrentScaling", "sync"), pytest.param("DelayedScaling", "async", marks=pytest.mark.slow)],
+)
+def test_a_killed_rank_leaves_a_checkpoint(name, way, tmp_path):
+    """Of 2 ranks, with real files and a real SIGKILL; one more checkpoint is left half written."""
+    kill_a_rank(tmp_path, name, way)
+    found = sorted(path.parent.name for path in tmp_path.glob("step*/.metadata"))
+    assert found[-1:] == ["step6"]
+    (tmp_path / "step9").mkdir()
+    (tmp_path / "step9" / "__0_0.distcp").write_bytes(b"of a rank that went on to write")
+    run(2, keeps, folder=tmp_path, name=name, way=None, to="resumed")
+    untouched = tmp_path / "untouched"
+    untouched.mkdir()
+    run(2, keeps, folder=untouched, name=name, way=None, to="all")
+    for rank in range(2):
+        resumed, whole = torch.load(tmp_path / f"resumed{rank}"), torch.load(untouched / f"all{rank}")
+        assert list(resumed) == [6, 7]
+        assert resumed == {step: whole[step] for step in resumed}
+
+
+@pytest.mark.parametrize("name", GATHERED)
+def test_a_resumed_run_has_the_losses_of_one_that_was_not(name, tmp_path):
+    """Bit for bit, for every recipe: seeds and delayed scales are in the checkpoint too."""
+    run(3, keeps, folder=tmp_path, name=name, way="sync", to="all")
+    run(3, keeps, folder=tmp_path, name=name, way=None, to="resumed")
+    for rank in range(3):
+        resumed, whole = torch.load(tmp_path / f"resumed{rank}"), torch.load(tmp_path / f"all{rank}")
+        assert list(resumed) == [6, 7]
+        assert resumed == {step: whole[step] for step in resumed}
+
+
+if __name__ == "__main__":
+    dies(int(sys.argv[1]), *sys.argv[2:])

@@ -1,0 +1,111 @@
+"""What a Llama holds on a GPU in bf16 and with each recipe, and what layers remember of x with streams and graphs."""
+
+import copy
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+
+from qshard.recipes import CurrentScaling  # noqa: E402
+from qshard.torch_bridge import convert  # noqa: E402
+from support.formats import RECIPES  # noqa: E402
+from support.llama import Held, Llama, turns_of  # noqa: E402
+
+
+def most(recipe, recompute, width=2048, length=4096, sequences=8):
+    """The largest number of bytes that a step holds beyond what it begins with, for each element of x."""
+    torch.manual_seed(0)
+    model = Llama(width, 2).to("cuda", torch.bfloat16)
+    model = model if recipe is None else convert(model, recipe)
+    shape = (sequences, length, width)
+    x = torch.randn(shape, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    turns = turns_of(length, width, "cuda")
+    for step in range(2):  # The first allocates workspaces.
+        model.zero_grad()
+        x.grad = None
+        if step:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+        model(x, turns, recompute).sum().backward()
+    return (torch.cuda.max_memory_allocated() - before) / x.numel()
+
+
+@pytest.fixture(scope="module")
+def bf16():
+    return {recompute: most(None, recompute) for recompute in (False, True)}
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["all kept", "checkpointing"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_peak_of_a_llama_is_lower_than_that_of_bf16(name, recompute, bf16):
+    peak = most(RECIPES[name], recompute)
+    print(f"{name}, recompute={recompute}: {peak:.1f} bytes a token and width; bf16: {bf16[recompute]:.1f}")
+    assert peak < bf16[recompute]
+
+
+def fan():
+    torch.manual_seed(0)
+    layers = nn.ModuleList(nn.Linear(64, 64, bias=False, device="cuda") for _ in range(2))
+    return convert(layers, CurrentScaling())
+
+
+def batch(seed):
+    return torch.randn(32, 64, generator=torch.Generator().manual_seed(seed)).cuda()
+
+
+def test_a_captured_graph_quantizes_its_x_itself():
+    """Not with what was made of the same x before the capture, nor does anybody use what it has made."""
+    first, second = fan()
+    x = batch(0)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.no_grad(), torch.cuda.stream(side):
+        first(x), second(x)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad():
+        first(x)
+        with torch.cuda.graph(graph):
+            y = second(x)
+        assert torch.equal(first(x), first(batch(0)))
+        for seed in (1, 2):
+            x.copy_(batch(seed))
+            graph.replay()
+            assert torch.equal(y, second(batch(seed)))
+
+
+def test_another_stream_quantizes_x_again():
+    """It does not wait for what the first has made."""
+    first, second = fan()
+    x, side = batch(0), torch.cuda.Stream()
+    with torch.no_grad(), Held() as held:
+        first(x)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            second(x)
+    side.synchronize()
+    assert sum(name.startswith("qshard.cast") for name in held.ops) == 4
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_shared_and_kept_codes_give_the_same_bits(name):
+    """Layers apart make and keep codes of their own."""
+    made = []
+    torch.manual_seed(0)
+    model = convert(Llama(256, 1).cuda(), RECIPES[name])
+    turns, dy = turns_of(64, 256, "cuda"), torch.randn(2, 64, 256, device="cuda")
+    for apart in (False, True):
+        own = copy.deepcopy(model)
+        if apart:
+            for layer in own.modules():
+                if hasattr(layer, "recipe"):
+                    layer.register_forward_pre_hook(lambda _, args: (args[0] + 0,))
+        x = torch.randn(2, 64, 256, generator=torch.Generator().manual_seed(1)).cuda().requires_grad_()
+        y = own(x, turns)
+        y.backward(dy)
+        made.append([y, x.grad, *(p.grad for p in own.parameters())])
+    for a, b in zip(*made, strict=True):
+        assert torch.equal(a, b)

@@ -1,0 +1,150 @@
+"""x of linear layers: quantized once for all layers that take it, and kept for their backward passes in little room.
+
+**Shared.** Layers that are called one after the other with the same tensor, such as q, k and v, or gate and up, use the
+same codes: the first quantizes x, the others find what it has made, and autograd keeps it once. A thread remembers one
+x, by the object, its version, and all that codes depend on. It is forgotten when it dies, when another comes, and when
+a layer comes that has had it: then it is another pass.
+
+A write to x in place, between two of the layers, bumps its version, so it is seen. What bumps no version is not seen:
+writes through `x.data`, through NumPy or DLPack, and by kernels that do not tell autograd. Write through x itself, or
+pass `x.clone()`. Between two passes any write counts.
+
+Under `torch.compile`, and while a CUDA graph is captured, nothing is remembered: compilers merge equal ops themselves,
+and a captured graph must not read what was made outside of it. Nor is what is rounded stochastically.
+
+Under delayed scaling the layers use the scale of the first, and each notes the amax in its own state. They see the same
+amaxes, so their scales are the same from the first update on; and each of them is a scale for this very x.
+
+**Had again.** Where autograd keeps x anyway, or what it is a product of, no codes are kept: the backward pass makes
+them of that, the same bits.
+
+| x | what is kept anyway | by |
+| --- | --- | --- |
+| the result of attention, relu, softmax, .. | x | what made it: `_saved_output`, `_saved_result` |
+| `a * b`, as in SwiGLU | a and b | the product |
+
+The factors are asked for only where no `saved_tensors_hooks` are in force, as under activation checkpointing: those
+of a node may be unpacked once. There the codes are kept.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _python_dispatch
+
+from qshard.formats import Usage
+from qshard.torch_bridge.gemm import Operand
+
+Planes = tuple[dict[Usage, Operand], list[Tensor]]
+"""Planes of one tensor, and, where its scale is given, its amax, to be noted, and that scale."""
+
+
+class _Made:
+    """What was made of one x."""
+
+    def __init__(self, x: weakref.ref[Tensor], version: int, key: Any):
+        self.x, self.version, self.key = x, version, key
+        self.layers: set[int] = set()
+        self.planes: dict[Usage, Operand] = {}
+        self.others: list[Tensor] = []
+        self.versions: list[int] = []
+
+    def serves(self, x: Tensor, key: Any, layer: int) -> bool:
+        """Not so if the scale has been updated: codes are of the old one."""
+        is_same = self.x() is x and self.version == x._version and bool(self.key == key) and layer not in self.layers
+        return is_same and self.versions == [other._version for other in self.others]
+
+
+class _Slot:
+    """What a thread remembers."""
+
+    made: _Made | None = None
+
+    def forget(self, x: weakref.ref[Tensor]) -> None:
+        """When x dies, which may be in another thread."""
+        made = self.made
+        if made is not None and made.x is x:
+            self.made = None
+
+
+_slots = threading.local()
+
+
+def planes_of(x: Tensor, usage: Usage, key: Any, layer: int, make: Callable[[Usage], Planes]) -> Planes:
+    """What `make(usage)` gives, of which those planes that were made of this x before are not made again.
+
+    Args:
+      x: any tensor.
+      usage: the planes that are needed.
+      key: all that they depend on, besides x: what is equal makes equal planes.
+      layer: which one asks. One that asks again gets planes that are made anew.
+      make: makes some of them.
+    """
+    if not _is_remembered(x):
+        return make(usage)
+    slot: _Slot = _slots.__dict__.setdefault("slot", _Slot())
+    key = (key, *_surroundings(x))
+    made = slot.made
+    if made is None or not made.serves(x, key, layer):
+        slot.made = None  # Frees it before there is more.
+        made = _Made(weakref.ref(x, slot.forget), x._version, key)
+    missing = [one for one in usage.planes if one not in made.planes]
+    if missing:
+        planes, made.others = make(missing[0] if len(missing) == 1 else usage)
+        made.planes |= planes
+        made.versions = [other._version for other in made.others]
+        slot.made = made
+    made.layers.add(layer)
+    return {one: made.planes[one] for one in usage.planes}, made.others
+
+
+def _is_remembered(x: Tensor) -> bool:
+    """Tensors without a version are not, nor are those that stand for others."""
+    if torch.compiler.is_compiling() or type(x) not in (Tensor, torch.nn.Parameter) or x.is_inference():
+        return False
+    return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def _surroundings(x: Tensor) -> tuple[Any, ...]:
+    """Other streams do not wait for what this one makes, and who records ops must see those that make codes."""
+    stream = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else None
+    mode = _python_dispatch._get_current_dispatch_mode()
+    return stream, None if mode is None else weakref.ref(mode)
+
+
+def source_of(x: Tensor) -> tuple[Tensor, ...]:
+    """What autograd keeps anyway and x can be had of again: x itself; two factors; or nothing, so no tensors."""
+    if type(x) is not Tensor:
+        return ()
+    whole = x._base if x._is_view() else x
+    assert whole is not None
+    node = whole.grad_fn
+    if node is None or whole.output_nr != 0:
+        return ()
+    # Asked of the type, as to get the attribute is to unpack the tensor.
+    if any(hasattr(type(node), name) for name in ("_saved_result", "_saved_output")):
+        return (x.detach(),)
+    if type(node).__name__ != "MulBackward0" or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+        return ()
+    if x._version or x.shape.numel() != whole.shape.numel() or not (x.is_contiguous() and whole.is_contiguous()):
+        return ()
+    saved: Any = node
+    try:
+        factors = (saved._saved_self, saved._saved_other)
+    except RuntimeError:  # One was written since, or the graph is freed: whoever goes backward is told then.
+        return ()
+    # Parameters are left out: FSDP2 may have freed their memory when it is needed.
+    if all(factor is not None and factor.grad_fn is not None and factor.shape == whole.shape for factor in factors):
+        return tuple(factor.detach() for factor in factors)
+    return ()
+
+
+def had_again(source: tuple[Tensor, ...]) -> Tensor:
+    """x, in some shape with the same rows, from what `source_of` found."""
+    return source[0] if len(source) == 1 else torch.mul(*source)
