@@ -45,7 +45,8 @@ def convert(
     as an embedding.
 
     Args:
-      model: on any device, also meta. Before it is sharded or wrapped: `fully_shard`, DistributedDataParallel.
+      model: on any device, also meta. Before it is sharded or wrapped: `parallelize_module`, `fully_shard`,
+        DistributedDataParallel.
       recipe: the format of each role, or the name of a recipe, such as "CurrentScaling".
       primary: whether weights are kept as codes. Then `fully_shard` must follow, on one rank too; `Adam`, or any
         optimizer in `WithMasters`, has the float32 masters, which start as the weights are now, and `state_dict` shows

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from qshard import pipeline
 from qshard.formats import Format, Usage
@@ -18,9 +20,11 @@ from qshard.torch_bridge import activations
 from qshard.torch_bridge.arguments import check_contiguous, check_dtype, check_tensor
 from qshard.torch_bridge.constants import as_constant
 from qshard.torch_bridge.delayed import DelayedScale
+from qshard.torch_bridge.dtensor import local_of
 from qshard.torch_bridge.fsdp.weight import ShardedWeight
 from qshard.torch_bridge.gemm import Operand, matmul
 from qshard.torch_bridge.ops import ops
+from qshard.torch_bridge.parallel import Part, cut_of
 from qshard.torch_bridge.tensor import QuantizedTensor
 from qshard.torch_bridge.words import words
 
@@ -58,7 +62,7 @@ def linear(
         rowwise plane.
       bias: `[N]` or None.
       recipe: the format of each role, or the name of a recipe, such as "MXFP8". The scales of x, and of the gradient of
-        y, are those of this rank's tensor.
+        y, are those of this rank's tensor; of a DTensor, those of all of it.
       seed: an int, or int32 `[2]`, low word first, for formats that round stochastically: another one for each call.
       delayed: the state of each tensor under `DelayedScaling`. Its scales are used, and amaxes noted: those of x and
         weight now, that of the gradient in the backward pass.
@@ -71,10 +75,14 @@ def linear(
     codes of x, unless autograd keeps x or what it is a product of anyway: `activations.py` has the rules. A parameter
     is kept as it is, so it must not be written in place before the backward pass, as that of `nn.Linear`.
 
+    Under tensor parallelism all operands are DTensors of one mesh, and so is the result: `parallel.py` says how each is
+    cut. A `QuantizedTensor` may be what a rank has of the weight.
+
     Raises:
-      TypeError: an operand is not a plain tensor of such a dtype, or another argument is not of its type.
+      TypeError: an operand is not a plain tensor of such a dtype, or another argument is not of its type; or some
+        operands are DTensors and others are not.
       ValueError: operands do not fit each other; there is no seed, or no state of `DelayedScaling`; or an axis that is
-        contracted is not whole blocks of its format. The number of rows
+        contracted is not whole blocks of its format, or is cut within one. The number of rows
         of x may be anything: where blocks run along it, operands get rows of zeros (`Recipe.added_rows`).
 
     >>> from qshard.recipes import CurrentScaling
@@ -89,7 +97,19 @@ def linear(
     Sources: arXiv:2209.05433.
     """
     recipe = as_recipe(recipe, "linear")
-    _check_operands(x, weight, bias, recipe)
+    cut, shared, layer = None, x, id(weight)
+    if isinstance(x, DTensor) and isinstance(weight, DTensor):
+        _check_shapes(x, weight, bias)
+        cut = cut_of("linear", x, weight, recipe)
+        is_there = x.placements == cut.parts[Role.ACTIVATION].placements
+        given_x, x, weight = local_of(x), cut.x(x), cut.weight(weight)
+        shared = given_x if is_there else x  # Each call makes another object of the one part that layers share.
+    parts = {} if cut is None else cut.parts
+    _check_operands(x, weight, recipe)
+    if cut is None:
+        _check_shapes(x, weight, bias)
+    if not (parts and torch.compiler.is_compiling()):  # Dynamo knows no state of a part that it has made.
+        _check_gathered(weight)
     if dtype is not None:
         check_dtype("linear", "dtype", dtype)
     if not recipe.stochastic:
@@ -109,7 +129,8 @@ def linear(
             if role not in delayed:
                 raise ValueError(f"linear: delayed has no state for {role}; pass a DelayedScale for each role")
         given = [*(delayed[role].scale for role in ROLES), delayed[Role.GRADIENT].amax]
-    y = _product(x, weight, recipe, seed, given, delayed, x.dtype if dtype is None else dtype)
+    y = _product(x, weight, recipe, seed, given, delayed, x.dtype if dtype is None else dtype, parts, shared, layer)
+    y = y if cut is None else cut.y(y)
     return y if bias is None else y + bias.to(y.dtype)
 
 
@@ -121,21 +142,31 @@ def _product(
     given: list[Tensor],
     delayed: Mapping[Role, DelayedScale] | None,
     dtype: torch.dtype,
+    parts: Mapping[Role, Part],
+    shared: Tensor,
+    layer: int,
 ) -> Tensor:
-    """`linear` without bias."""
+    """`linear` of plain tensors, without bias.
+
+    Args:
+      parts: which they are of larger tensors, if they are.
+      shared: what tells one x from another, for layers that take the same.
+      layer: which layer it is.
+    """
     eager, stochastic = not torch.compiler.is_compiling(), recipe.format(Role.ACTIVATION).stochastic
     need_x, need_w = (torch.is_grad_enabled() and each.requires_grad for each in (x, weight))
-    source = activations.source_of(x) if need_w and eager and not stochastic else ()
+    source = activations.source_of(x) if need_w and eager and not stochastic and not parts else ()
     x_usage = Usage.BOTH if need_w and not source else Usage.ROWWISE
 
     def make(usage: Usage) -> activations.Planes:
-        planes, amaxes = _planes(_matrix(x, dtype), recipe, usage, Role.ACTIVATION, seed, given)
+        planes, amaxes = _planes(_matrix(x, dtype), recipe, usage, Role.ACTIVATION, seed, parts, given)
         return planes, [*amaxes, *given[_X_SCALES]]
 
     if stochastic:
         xs, others = make(x_usage)
     else:
-        xs, others = activations.planes_of(x, x_usage, _key(recipe, dtype), id(weight), make)
+        key = (*_key(recipe, dtype), parts.get(Role.ACTIVATION))
+        xs, others = activations.planes_of(shared, x_usage, key, layer, make)
     if delayed is not None:
         amax, *given[_X_SCALES] = others  # The scale may be that of another layer.
         delayed[Role.ACTIVATION].observe(amax)
@@ -147,7 +178,7 @@ def _product(
         # What is no parameter may be there for this product alone, and has more bytes than its codes.
         w_again = need_x and eager and isinstance(weight, torch.nn.Parameter)
         w_usage = Usage.BOTH if need_x and not w_again else Usage.ROWWISE
-        ws, amaxes = _planes(_values(weight), recipe, w_usage, Role.WEIGHT, seed, given)
+        ws, amaxes = _planes(_values(weight), recipe, w_usage, Role.WEIGHT, seed, parts, given)
         if delayed is not None:
             delayed[Role.WEIGHT].observe(amaxes[0])
     x_row, w_row = xs[Usage.ROWWISE], ws[Usage.ROWWISE]
@@ -165,7 +196,7 @@ def _product(
         of_w, kept_usage = kept.parts, kept.usage
     # Dynamo takes no tensor twice, and what is kept as codes has its scale.
     scales = [scale if eager or i >= _X_SCALES.stop else None for i, scale in enumerate(given)]
-    how = _How(recipe, dtype, bool(source), w_again, w_format, kept_usage, len(given), len(of_x))
+    how = _How(recipe, dtype, bool(source), w_again, w_format, kept_usage, len(given), len(of_x), parts)
     y = _Gradients.apply(x, weight, how, seed, *scales, *of_x, *of_w)
     made: Tensor = _Product.apply(y, dtype, x_row.format, w_row.format, *x_row.parts, *w_row.parts)
     return made
@@ -190,7 +221,7 @@ def check_shape(op: str, name: str, recipe: Recipe, shape: tuple[int, ...]) -> N
             )
 
 
-def _check_operands(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> None:
+def _check_operands(x: Tensor, weight: Tensor, recipe: Recipe) -> None:
     check_tensor("linear", "x", x)
     if isinstance(weight, QuantizedTensor):
         if weight.format is not recipe.weight and not torch.compiler.is_compiling():
@@ -198,11 +229,17 @@ def _check_operands(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Reci
     else:
         check_tensor("linear", "weight", weight, sharded=_NOT_GATHERED)
         check_contiguous("linear", "weight", weight)
+
+
+def _check_gathered(weight: Tensor) -> None:
     if isinstance(weight, ShardedWeight) and weight.scale_state.primary is not None:
         raise ValueError(
             f"linear: {weight.scale_state.name} (primary) is not gathered; call fully_shard(model) after "
             "convert(primary=True), on one rank too"
         )
+
+
+def _check_shapes(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     if weight.ndim != 2:
         raise ValueError(f"linear: weight {tuple(weight.shape)} does not have two axes; give weight as [N, K]")
     if x.ndim < 1 or x.shape[-1] != weight.shape[1]:
@@ -213,6 +250,8 @@ def _check_operands(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Reci
     if bias is not None:
         if not isinstance(bias, Tensor):
             raise TypeError(f"linear: bias ({shown(bias)}) is not a torch.Tensor or None; pass a tensor of [N]")
+        if isinstance(weight, DTensor) and not isinstance(bias, DTensor):
+            raise TypeError("linear: bias (Tensor) is not a DTensor, as weight is; distribute both, or neither")
         if tuple(bias.shape) != (weight.shape[0],):
             raise ValueError(
                 f"linear: bias {tuple(bias.shape)} does not fit weight {tuple(weight.shape)}; give it as [N]"
@@ -222,8 +261,8 @@ def _check_operands(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Reci
 
 
 _NOT_GATHERED = (
-    "call the module that fully_shard wraps, which gathers it; of layers under tensor parallelism, leave it out with "
-    "convert(filter=)"
+    "call the module that fully_shard wraps, which gathers it; under tensor parallelism, pass x as a DTensor of the "
+    "same mesh"
 )
 
 
@@ -236,6 +275,7 @@ class _How(NamedTuple):
       w_again: so is the weight, a parameter, which is there anyway. If codes are kept, `w_format` and `w_usage` say of
         which plane; None if there are none.
       given, of_x: how many of the tensors are those of delayed scaling, and how many are of x.
+      parts: which parts of larger tensors the operands are, if they are.
     """
 
     recipe: Recipe
@@ -246,6 +286,7 @@ class _How(NamedTuple):
     w_usage: Usage | None
     given: int
     of_x: int
+    parts: Mapping[Role, Part]
 
 
 class _Gradients(torch.autograd.Function):
@@ -274,7 +315,7 @@ class _Gradients(torch.autograd.Function):
         del kept  # Operands go as soon as they are multiplied: checkpointing has left no others of them.
         need_x, need_w = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
         usage = Usage.BOTH if need_x and need_w else Usage.ROWWISE if need_x else Usage.COLUMNWISE
-        dys, amaxes = _planes(_matrix(grad, grad.dtype), how.recipe, usage, Role.GRADIENT, seed, ctx.given)
+        dys, amaxes = _planes(_matrix(grad, grad.dtype), how.recipe, usage, Role.GRADIENT, seed, how.parts, ctx.given)
         for amax in amaxes:
             noted = ctx.given[-1]
             noted.copy_(torch.maximum(noted, amax))
@@ -294,7 +335,7 @@ def _x_of(how: _How, kept: list[Any], seed: Tensor | None, ctx: Any) -> Operand:
     if not how.x_again:
         return Operand(how.recipe.format(Role.ACTIVATION), Plane(*parts), Usage.COLUMNWISE)
     x = _matrix(activations.had_again(parts), how.dtype, ctx.x_shape[-1])
-    return _planes(x, how.recipe, Usage.COLUMNWISE, Role.ACTIVATION, seed, ctx.given)[0][Usage.COLUMNWISE]
+    return _planes(x, how.recipe, Usage.COLUMNWISE, Role.ACTIVATION, seed, how.parts, ctx.given)[0][Usage.COLUMNWISE]
 
 
 def _w_of(how: _How, kept: list[Any], seed: Tensor | None, ctx: Any) -> Operand:
@@ -303,7 +344,7 @@ def _w_of(how: _How, kept: list[Any], seed: Tensor | None, ctx: Any) -> Operand:
     kept.clear()
     if how.w_again:
         w = _values(parts[-1])
-        return _planes(w, how.recipe, Usage.COLUMNWISE, Role.WEIGHT, seed, ctx.given)[0][Usage.COLUMNWISE]
+        return _planes(w, how.recipe, Usage.COLUMNWISE, Role.WEIGHT, seed, how.parts, ctx.given)[0][Usage.COLUMNWISE]
     codes = Plane(*parts)
     if how.w_usage is Usage.ROWWISE:
         codes = pipeline.transposed(ops, codes, how.w_format)
@@ -331,7 +372,9 @@ class _Product(torch.autograd.Function):
 
 def _matrix(x: Tensor, dtype: torch.dtype, columns: int | None = None) -> Tensor:
     """`[M, K]` of `[*lead, K]`."""
-    return x.detach().to(dtype).reshape(-1, x.shape[-1] if columns is None else columns).contiguous()
+    columns = x.shape[-1] if columns is None else columns
+    rows = x.shape[:-1].numel() if columns == x.shape[-1] else x.numel() // columns  # Also where a part has no columns.
+    return x.detach().to(dtype).reshape(rows, columns).contiguous()
 
 
 def _values(weight: Tensor) -> Tensor:
@@ -353,23 +396,34 @@ def _planes_of(weight: QuantizedTensor, columnwise: bool) -> dict[Usage, Operand
 
 
 def _planes(
-    x: Tensor, recipe: Recipe, usage: Usage, role: Role, seed: Tensor | None, given: Sequence[Tensor]
+    x: Tensor,
+    recipe: Recipe,
+    usage: Usage,
+    role: Role,
+    seed: Tensor | None,
+    parts: Mapping[Role, Part],
+    given: Sequence[Tensor],
 ) -> tuple[dict[Usage, Operand], list[Tensor]]:
     """The planes of a matrix `[M, K]`, and its amax if its scale does not come from it.
 
     The rowwise plane is without the rows that are added for the columnwise one.
     """
-    fmt, amaxes = recipe.format(role), []
+    fmt, amaxes, part = recipe.format(role), [], parts.get(role)
     if given:
         margin = cast(DelayedScaling, recipe).margin
-        planes, amax = pipeline.quantize_delayed(ops, x, fmt, usage, given[ROLES.index(role)], margin)
+        # It may be the first scale, which all parts share.
+        merged = part.merged if part is not None and part.groups() else None
+        scale = given[ROLES.index(role)]
+        planes, amax = pipeline.quantize_delayed(ops, x, fmt, usage, scale, margin, reduce_max=merged)
         amaxes = [amax]
     else:
-        planes = _quantized(x, recipe, usage, role, seed)
+        planes = _quantized(x, recipe, usage, role, seed, part)
     return {one: Operand(fmt, parts, one) for one, parts in planes.items()}, amaxes
 
 
-def _quantized(x: Tensor, recipe: Recipe, usage: Usage, role: Role, seed: Tensor | None) -> dict[Usage, Plane]:
+def _quantized(
+    x: Tensor, recipe: Recipe, usage: Usage, role: Role, seed: Tensor | None, part: Part | None
+) -> dict[Usage, Plane]:
     fmt, rows = recipe.format(role), x.shape[0]
     added = recipe.added_rows(role, usage, rows)
     if added:
@@ -381,8 +435,9 @@ def _quantized(x: Tensor, recipe: Recipe, usage: Usage, role: Role, seed: Tensor
     if fmt.stochastic and seed is not None:
         if ROLE_SEEDS[role]:
             seed = seed ^ words("linear", "seed", ROLE_SEEDS[role], x.device)
-        draws = Draws(seed, words("linear", "first", 0, x.device))
-    planes = pipeline.quantize(ops, x, fmt, usage, draws=draws)
+        draws = Draws(seed, words("linear", "first", 0, x.device)) if part is None else part.draws(seed)
+    merged = None if part is None else functools.partial(part.merged, by_row=fmt.scaling.global_scale == "row")
+    planes = pipeline.quantize(ops, x, fmt, usage, reduce_max=merged, draws=draws)
     if added and Usage.ROWWISE in usage.planes:
         planes[Usage.ROWWISE] = pipeline.without_added_rows(planes[Usage.ROWWISE], fmt, rows)
     return planes

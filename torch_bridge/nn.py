@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copyreg
+from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from qshard.formats import FLOATS
 from qshard.names import shown
@@ -20,6 +22,7 @@ from qshard.torch_bridge.fsdp.scales import ScaleState
 from qshard.torch_bridge.fsdp.weight import ShardedWeight, attributes_of, plain, wrap
 from qshard.torch_bridge.linear import ROLES, check_shape, linear
 from qshard.torch_bridge.ops import dtype_name
+from qshard.torch_bridge.parallel import Part, check_cut, first_rank
 from qshard.torch_bridge.scaling import loaded_if_there
 
 
@@ -148,6 +151,40 @@ class Linear(nn.Linear):
             for state in module.children():
                 cast(DelayedScale, state).reset()
 
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Where tensor parallelism puts the cut weight in the place of the whole one.
+
+        Some cuts copy, and what DTensor copies is plain: it becomes a sharded weight again.
+
+        Raises:
+          ValueError: the weight is not cut between blocks. All ranks raise.
+        """
+        old: Any = self._parameters.get("weight")
+        new: Any = param
+        if name == "weight" and isinstance(new, DTensor) and isinstance(old, ShardedWeight):
+            state, part = old.scale_state, Part(tuple(new.shape), new.device_mesh, new.placements)
+            check_cut("parallelize_module", state.name, self.recipe, *part)
+            state.part = part
+            if not isinstance(local_of(new), ShardedWeight):
+                param = nn.Parameter(wrap(new, state), requires_grad=new.requires_grad)
+        super().register_parameter(name, param)
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """All modules in here, but none while `parallelize_module` walks, which would cut states as it cuts weights.
+
+        It cuts each module that it comes by before it asks for the next, and makes DTensors of all buffers.
+        """
+        was_cut = isinstance(self._parameters.get("weight"), DTensor)
+        modules = super().named_modules(memo, prefix, remove_duplicate)
+        for name, module in modules:
+            yield name, module
+            if module is self and not was_cut and isinstance(self.weight, DTensor):
+                if self.seed is not None:
+                    self.seed = local_of(self.seed)
+                return
+
     def _state(self) -> ScaleState | None:
         local = local_of(self.weight)
         return local.scale_state if isinstance(local, ShardedWeight) else None
@@ -220,13 +257,19 @@ class Linear(nn.Linear):
             if dtype_name(input.dtype) not in FLOATS:
                 input = input.to(dtype)
         if self.seed is not None:
-            seed = _take_seed(self.seed, dist.get_rank() if dist.is_initialized() else 0)
+            seed = _take_seed(self.seed, self._rank())
         if "delayed" in self._modules:
             delayed = {role: cast(DelayedScale, self.delayed[role.value]) for role in ROLES}
         weight: Tensor = self.weight  # It may be a property, as of a parametrization that gathers.
         if type(weight) is Tensor and is_converted(self._parameters.get("weight")):
             say_that_it_was_gathered(weight)
         return linear(input, weight, self.bias, self.recipe, seed=seed, delayed=delayed, dtype=dtype)
+
+    def _rank(self) -> int:
+        """What to add to the seed: ranks that have parts of one tensor share a seed."""
+        if isinstance(self.weight, DTensor):
+            return first_rank(self.weight.device_mesh)
+        return dist.get_rank() if dist.is_initialized() else 0
 
     def extra_repr(self) -> str:
         roles = ", ".join(f"{role.value}={self.recipe.format(role)}" for role in Role)

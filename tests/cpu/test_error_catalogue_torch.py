@@ -81,7 +81,7 @@ def test_tensors_that_are_sharded(mesh):
         (
             lambda: qt.linear(X, sharded, None, "CurrentScaling"),
             "TypeError: linear: weight (DTensor) is not a plain tensor; call the module that fully_shard wraps, which "
-            "gathers it; of layers under tensor parallelism, leave it out with convert(filter=)",
+            "gathers it; under tensor parallelism, pass x as a DTensor of the same mesh",
         ),
         (
             lambda: qt.convert(torch.distributed.fsdp.fully_shard(layers(), mesh=mesh), "CurrentScaling"),

@@ -4,13 +4,27 @@ from __future__ import annotations
 
 import hashlib
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from qshard.torch_bridge.fsdp.scales import ScaleState
+
 aten = torch.ops.aten
 _CHUNK = 2**22
 RANDOM = {aten.uniform_.default, aten.normal_.default}
+
+
+def place_of(state: ScaleState, columns: int) -> tuple[int, int] | None:
+    """Where in its weight a shard of so many columns begins, and how many the weight has.
+
+    None of one that is whole, or cut by someone else than FSDP2 and `parallelize_module`.
+    """
+    if state.part is not None:
+        return state.part.place(state.first, state.whole[1]) if state.gathers else state.part.place(0, columns)
+    return (state.first, state.whole[1]) if state.gathers and state.whole == state.shape else None
 
 
 def fill(func: object, shard: Tensor, first: int, row_step: int, low: float, high: float, key: str) -> None:

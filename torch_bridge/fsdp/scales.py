@@ -57,6 +57,7 @@ from qshard.torch_bridge.fsdp.passes import Passes
 from qshard.torch_bridge.fsdp.primary import Primary
 from qshard.torch_bridge.fsdp.shards import ShardPlan
 from qshard.torch_bridge.ops import ops
+from qshard.torch_bridge.parallel import Part, fsdp_axis, merge_parts, merge_plan
 from qshard.torch_bridge.quantize import max_over_ranks
 from qshard.torch_bridge.slice_ops import SliceOps
 from qshard.torch_bridge.words import words
@@ -78,6 +79,7 @@ class ScaleState:
       gathers: whether FSDP2 gathers it: it has asked for hooks.
       travels: whether codes have left, and have not arrived.
       staged, stored: its scales; None before the first refresh.
+      part: under tensor parallelism, which part of a larger weight this one is. One scale serves all parts.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class ScaleState:
         self.delayed = DelayedScale(recipe, Role.WEIGHT, device) if recipe.stateful else None
         self.primary = Primary(name) if primary else None
         self.shape: tuple[int, ...] = ()
+        self.part: Part | None = None
         self.whole: tuple[int, ...] = ()
         self.first = self.fills = 0
         self.gathers = self.travels = False
@@ -104,7 +107,7 @@ class ScaleState:
         """A copied weight goes its own way. Its passes are those of the copied model, if that is what is copied."""
         copied = ScaleState(self._recipe, self.name, memo.get(id(self.passes.root)), primary=self.primary is not None)
         copied.delayed = copy.deepcopy(self.delayed, memo)
-        for name in ("shape", "whole", "first", "gathers"):
+        for name in ("shape", "part", "whole", "first", "gathers"):
             setattr(copied, name, getattr(self, name))
         return copied
 
@@ -302,16 +305,11 @@ def _shard_of(parameter: Tensor, state: ScaleState) -> ShardOf | None:
     """What this rank has of a sharded weight; None of one that is not sharded now."""
     if not isinstance(parameter, DTensor):
         return None
-    dims = [i for i, placement in enumerate(parameter.placements) if placement.is_shard()]
-    if len(dims) != 1:
-        raise NotImplementedError(
-            f"fully_shard: {state.name} {tuple(parameter.shape)} is cut over {len(dims)} axes of its mesh, and "
-            "must be over one; leave layers under tensor parallelism out with convert(filter=)"
-        )
+    axis = fsdp_axis(state.name, parameter, state.part)
     shard: Tensor = local_of(parameter).shard  # type: ignore[attr-defined]
     if state.primary is not None and state.primary.master is not None:
         shard = state.primary.master
-    return ShardOf(state, shard, state.plan_of(shard, state.whole, parameter.device_mesh, dims[0]))
+    return ShardOf(state, shard, state.plan_of(shard, state.whole, parameter.device_mesh, axis))
 
 
 def _state_of(parameter: Tensor) -> ScaleState | None:
@@ -340,7 +338,9 @@ def _delayed(weights: Sequence[ShardOf]) -> list[Scales]:
     new = [i for i, delayed in enumerate(given) if not delayed.knows_scale()]
     if new:
         amaxes = torch.stack([ops.amax_tensor(weights[i].shard, lead=0).to(made[i].scale.device) for i in new])
-        for i, amax in zip(new, max_over_ranks(amaxes, weights[0].plan.group).unbind(), strict=True):
+        of_wholes = max_over_ranks(amaxes, weights[0].plan.group).unbind()
+        merge_parts([weights[i].state.part for i in new], of_wholes)
+        for i, amax in zip(new, of_wholes, strict=True):
             made[i] = Scales(*given[i].scales_under(amax))
     return made
 
@@ -357,10 +357,10 @@ def _made(weights: Sequence[ShardOf]) -> list[Scales]:
     bits = [_amaxes_on(there, weights, plans).to(device).view(torch.int32) for there in devices]
     amaxes = functools.reduce(torch.maximum, bits).view(torch.float32)
     plan, of_slices, _ = _prepared(plans, device)
+    amaxes = max_over_ranks(amaxes, group)
+    merge_plan([state.part for state, _, _ in weights], plan, amaxes)
     made: dict[int, Scales] = {}
-    for bucket, of_bucket in zip(
-        plan.buckets, master.scales(of_slices, plan, max_over_ranks(amaxes, group)), strict=True
-    ):
+    for bucket, of_bucket in zip(plan.buckets, master.scales(of_slices, plan, amaxes), strict=True):
         made.update(zip(bucket.indices, bucket.split_scales(of_bucket), strict=True))
     return [made[i] for i in range(len(weights))]
 
@@ -395,7 +395,7 @@ def _agree(weights: Sequence[ShardOf]) -> None:
     What is sent has one size, whatever a rank has. It costs a wait for the device, the first time that weights meet.
     """
     group, device = weights[0].plan.group, weights[0].plan.device
-    described = [(state.name, str(state.fmt), *plan.described) for state, _, plan in weights]
+    described = [(s.name, str(s.fmt), s.part and s.part.placements, *plan.described) for s, _, plan in weights]
     mine = hashlib.sha256(repr(described).encode()).digest()
     sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device)
     everyone = [torch.empty_like(sent) for _ in range(dist.get_world_size(group))]

@@ -20,7 +20,7 @@ from qshard.pipeline import Plane, Scales
 from qshard.torch_bridge.arguments import check_tensor
 from qshard.torch_bridge.dtensor import local_of, wrapped_like
 from qshard.torch_bridge.fsdp.columns import JoinedColumns
-from qshard.torch_bridge.fsdp.initial import RANDOM, exact_erfinv, fill
+from qshard.torch_bridge.fsdp.initial import RANDOM, exact_erfinv, fill, place_of
 from qshard.torch_bridge.fsdp.meshes import check_reshards
 from qshard.torch_bridge.fsdp.scales import Refresh, ScaleState
 from qshard.torch_bridge.fsdp.shards import ShardPlan
@@ -155,8 +155,8 @@ class ShardedWeight(Tensor):
         if func is aten.erfinv_.default and states[0].gathers:
             args[0].shard.copy_(exact_erfinv(args[0].shard))  # Of `trunc_normal_`, before torch 2.13.
             return args[0]
-        if func in RANDOM and states[0].gathers and states[0].whole == states[0].shape:
-            return args[0]._fill(func, *args[1:], **kwargs)
+        if func in RANDOM and (place := place_of(states[0], args[0].shape[1])) is not None:
+            return args[0]._fill(place, func, *args[1:], **kwargs)
         plain_args, plain_kwargs = pytree.tree_map_only(ShardedWeight, lambda t: t.shard, (args, kwargs))
         out = func(*plain_args, **plain_kwargs)
         if func in _STAYS_SHARDED or _is_view(func):
@@ -171,7 +171,9 @@ class ShardedWeight(Tensor):
             return args[0] if plain_args and out is plain_args[0] else out
         return out
 
-    def _fill(self, func: Any, a: float = 0.0, b: float = 1.0, *, generator: Any = None) -> ShardedWeight:
+    def _fill(
+        self, place: tuple[int, int], func: Any, a: float = 0.0, b: float = 1.0, *, generator: Any = None
+    ) -> ShardedWeight:
         """Random values of a shard are those of its place in the weight, for any number of ranks.
 
         They follow from the name of the weight, what `torch.manual_seed` was given, and how often the weight was
@@ -179,7 +181,7 @@ class ShardedWeight(Tensor):
         """
         state = self.scale_state
         seeded = torch.initial_seed() if generator is None else generator.initial_seed()
-        fill(func, self.shard, state.first, state.whole[1], a, b, f"{seeded} {state.name} {state.fills}")
+        fill(func, self.shard, *place, a, b, f"{seeded} {state.name} {state.fills}")
         state.fills += 1
         return self
 

@@ -1,0 +1,197 @@
+"""Tensor parallelism of layers: `parallelize_module` over converted ones, against one process."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from qshard.formats import Usage
+from qshard.recipes import CurrentScaling, Recipe, Role
+from qshard.torch_bridge import ShardedWeight, convert, linear, update_scales
+from support import torch_ranks
+from support.formats import MIXES, RECIPES, nearest
+from support.torch_models import Wire
+from support.torch_parallel import assert_part, mesh_of, quantized, unit_of
+from support.torch_ranks import on_ranks
+
+ALL = {**RECIPES, **MIXES}
+
+
+CUT = {
+    ColwiseParallel: {Role.WEIGHT: True, Role.ACTIVATION: False, Role.GRADIENT: True},
+    RowwiseParallel: {Role.WEIGHT: True, Role.ACTIVATION: True, Role.GRADIENT: False},
+}
+
+
+def codes_of(name, style):
+    recipe, rank, world = ALL[name], dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    size = unit_of(recipe) * world
+    x, dy = torch.randn(2, 20, size), torch.randn(2, 20, 2 * size) * 1e-3
+    x[0, 0, -1] = 30  # The largest are of one rank.
+    dy[0, 1, 3], one = 1, convert(nn.Linear(size, 2 * size), recipe)
+    with torch.no_grad():
+        one.weight[-1, -1] = 2
+    many = copy.deepcopy(one)
+    if one.seed is not None:
+        one.seed[1] -= rank  # Which a layer that is not cut adds.
+    parallelize_module(many, mesh_of("tp"), style(input_layouts=Replicate(), output_layouts=Replicate()))
+    assert isinstance(many.weight.to_local(), ShardedWeight)
+    results = []
+    for layer in (one, many):
+        mine = x.clone().requires_grad_()
+        with quantized() as found:
+            y = layer(mine)
+            y.backward(dy)
+        results.append((found, y.detach(), mine.grad, layer.weight.grad, layer.bias.grad))
+    (whole, *expected), (local, *got) = results
+    got = [t.full_tensor() if isinstance(t, DTensor) else t for t in got]  # Before a rank can fail.
+    assert local.keys() == whole.keys() == set(Role)
+    for role, planes in local.items():
+        assert_part(planes, whole[role], rank, world, CUT[style][role])
+    for parameter, placement in ((many.weight, Shard(1)), (many.bias, Replicate())):
+        placement = placement if style is RowwiseParallel else Shard(0)
+        assert parameter.placements == parameter.grad.placements == (placement,)
+    for a, b in zip(got, expected, strict=True):  # Sums in fp32, of which each order rounds otherwise.
+        assert torch.allclose(a, b, rtol=1e-5, atol=1e-5 * b.abs().max().item())
+
+
+@pytest.mark.parametrize("style", CUT, ids=lambda style: style.__name__)
+@pytest.mark.parametrize(("world", "name"), [*((2, name) for name in ALL), *((4, name) for name in RECIPES)], ids=str)
+def test_codes_are_those_of_one_process(world, name, style):
+    """Of x, the weight and the gradient of y, also where they are drawn. Sums agree to the rounding of their order."""
+    torch_ranks.run(world, codes_of, name=name, style=style)
+
+
+@pytest.mark.parametrize("name", ["CurrentScaling", "DelayedScaling"])
+@pytest.mark.parametrize("style", CUT, ids=lambda style: style.__name__)
+@pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=str)
+def test_uneven_parts(shape, style, name):
+    torch_ranks.run(shape, trains_uneven_parts, style=style, name=name)
+
+
+def trains_uneven_parts(style, name):
+    """Formats without blocks: of 3 rows, four ranks hold one, one, one and none; of 7, two hold 4 and 3."""
+    mesh, size = (
+        mesh_of(*(("tp",) if len(torch_ranks.shape) == 1 else ("shard", "tp"))),
+        {1: 3, 2: 14}[len(torch_ranks.shape)],
+    )
+    torch.manual_seed(0)
+    one = convert(nn.Linear(*((20, size) if style is ColwiseParallel else (size, 6))), name)
+    many = copy.deepcopy(one)
+    style = style(input_layouts=Replicate(), output_layouts=Replicate(), use_local_output=False)
+    parallelize_module(many, mesh["tp"], style)
+    if mesh.ndim > 1:
+        fully_shard(many, mesh=mesh["shard"])
+    optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (one, many)]
+    for step in range(3):
+        x = torch.randn(5, one.in_features, generator=torch.Generator().manual_seed(step))
+        results = []
+        for layer, optimizer in zip((one, many), optimizers, strict=True):
+            optimizer.zero_grad()
+            y = layer(x)
+            y = y.to_local() if isinstance(y, DTensor) else y
+            y.square().mean().backward()
+            grads = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in layer.parameters()]
+            results.append([y.detach(), *grads])
+            optimizer.step()
+            update_scales(layer)
+        for a, b in zip(*results, strict=True):
+            assert torch.allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+@on_ranks(2)
+def test_a_weight_on_every_rank():
+    """Neither colwise nor rowwise: each rank takes other rows of x, and scales are of all of them."""
+    mesh = mesh_of("tp")
+    one = convert(nn.Linear(32, 32), CurrentScaling())
+    many = distribute_module(copy.deepcopy(one), mesh)
+    x, dy = torch.randn(2, 6, 32), torch.randn(2, 6, 32)
+    with quantized() as whole:
+        expected = one(x.requires_grad_())
+        expected.backward(dy)
+    part = distribute_tensor(x.detach(), mesh, [Shard(1)]).requires_grad_()
+    with quantized() as local:
+        y = many(part)
+        y.backward(distribute_tensor(dy, mesh, [Shard(1)]))
+    assert y.placements == part.grad.placements == (Shard(1),)
+    for role, planes in local.items():
+        scales = [made[Usage.ROWWISE].scale_inv for made in (planes, whole[role])]
+        assert torch.equal(*scales)
+    pairs = ((many.weight.grad, one.weight.grad), (many.bias.grad, one.bias.grad), (part.grad, x.grad), (y, expected))
+    for a, b in pairs:
+        assert torch.allclose(a.full_tensor(), b, rtol=1e-5, atol=1e-5)
+
+
+GRADIENTS = Recipe(weight="FP8_E4M3", activation="FP8_E4M3", gradient="FP8_1x128")
+WITHIN = [
+    ("MXFP8", ColwiseParallel, (64, 96), r"0.weight \(96, 64\) .*: shards of 48 rows meet weights in blocks of 32"),
+    ("NVFP4", RowwiseParallel, (48, 32), r"shards of 24 columns meet weights in blocks of 16, of NVFP4_16x16"),
+    (GRADIENTS, ColwiseParallel, (16, 128), r"shards of 64 rows meet gradients in blocks of 128"),
+    ("BlockScaling", RowwiseParallel, (192, 128), r"shards of 96 columns meet weights in blocks of 128"),
+]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("recipe", "style", "size", "text"), WITHIN, ids=["weight", "x", "gradient", "squares"])
+def test_cuts_within_blocks_are_refused(recipe, style, size, text):
+    model = convert(nn.Sequential(nn.Linear(*size)), recipe)
+    with pytest.raises(ValueError, match=text):
+        parallelize_module(model, mesh_of("tp"), {"0": style()})
+
+
+@on_ranks((2, 2))
+def test_operands_that_do_not_belong_together():
+    mesh = mesh_of("shard", "tp")
+    model = convert(nn.Sequential(nn.Linear(32, 32)), CurrentScaling())
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()})
+    x, layer = torch.ones(2, 32), model[0]
+    whole = distribute_tensor(x, mesh["tp"], [Replicate()])
+    with pytest.raises(TypeError, match=r"weight .DTensor. is not a plain tensor; .* pass x as a DTensor"):
+        layer.forward(x)
+    with pytest.raises(TypeError, match=r"bias .Tensor. is not a DTensor, as weight is"):
+        linear(whole, layer.weight, torch.ones(32), layer.recipe)
+    with pytest.raises(ValueError, match=r"weight .* is cut as Partial.*use Shard.0., Shard.1. or Replicate"):
+        linear(whole, DTensor.from_local(torch.ones(32, 32), mesh["tp"], [Partial()]), None, layer.recipe)
+    fully_shard(model, mesh=mesh["shard"])
+    with pytest.raises(ValueError, match=r"is not on the mesh of x.*call the module that fully_shard wraps"):
+        layer.forward(whole)
+
+
+@on_ranks(2)
+def test_compiled_layers():
+    # What dynamo of torch 2.13 does against torch 2.13's own advice.
+    warnings.filterwarnings("ignore", ".* should not be instantiated", DeprecationWarning)
+    torch._dynamo.reset()
+    recipe, results = nearest(RECIPES["NVFP4"]), []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = convert(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)), recipe)
+        parallelize_module(model, mesh_of("tp"), {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        run = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
+        y = run(torch.randn(8, 64))
+        y.square().sum().backward()
+        results.append([y, *(p.grad.to_local() for p in model.parameters())])
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("name", "count"), [("CurrentScaling", 5), ("NVFP4", 6), ("MXFP8", 0)])
+def test_only_scales_of_whole_tensors_travel(name, count):
+    """4 bytes: of both weights, one again in backward, of the second x (NVFP4: also rotated), of the first dy."""
+    model = convert(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)), name)
+    parallelize_module(model, mesh_of("tp"), {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    with Wire() as wire:
+        model(torch.randn(8, 64)).square().sum().backward()
+    assert wire.calls == [("allreduce", torch.int32, 1)] * count

@@ -1,0 +1,146 @@
+"""Layers and models under tensor parallelism, what they quantize, and what a rank has of it."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from qshard.recipes import Role
+from qshard.torch_bridge import convert
+from support import torch_ranks
+
+
+def mesh_of(*names, shape=None):
+    """Of all ranks of the case, in its shape or in another one."""
+    _clear_sharding_prop_cache()  # It holds meshes of process groups of cases before.
+    return init_device_mesh(torch_ranks.device, shape or torch_ranks.shape, mesh_dim_names=names)
+
+
+def unit_of(recipe):
+    """Cuts between these are between blocks, of all roles."""
+    return 128 if any(recipe.format(role).block and 128 in recipe.format(role).block for role in Role) else 32
+
+
+@contextlib.contextmanager
+def quantized():
+    """What a layer quantizes meanwhile: the planes of each role."""
+    linear_module = sys.modules["qshard.torch_bridge.linear"]  # The package has a function of this name.
+    found, real = {}, linear_module._planes
+
+    def noting(x, recipe, usage, role, *others):
+        made = real(x, recipe, usage, role, *others)
+        found.setdefault(role, {}).update((one, operand.parts) for one, operand in made[0].items())
+        return made
+
+    linear_module._planes = noting
+    try:
+        yield found
+    finally:
+        linear_module._planes = real
+
+
+def assert_part(local, whole, rank, world, cut):
+    """`local` is what `rank` of `world` has of `whole`, to the bit: all of it, or an even part of an axis."""
+    assert set(local) == set(whole)
+    for usage, plane in local.items():
+        for mine, expected in zip(plane, whole[usage], strict=True):
+            if mine is None:
+                assert expected is None
+                continue
+            if mine.shape == expected.shape:
+                assert not cut or mine.ndim == 0
+            else:
+                (axis,) = [i for i in range(mine.ndim) if mine.shape[i] != expected.shape[i]]
+                size = mine.shape[axis]
+                assert cut
+                assert size * world == expected.shape[axis]
+                expected = expected.narrow(axis, rank * size, size)
+            assert torch.equal(*(t.contiguous().view(-1).view(torch.uint8) for t in (mine, expected)))
+
+
+class Attention(nn.Module):
+    def __init__(self, width, head):
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.head = head
+
+    def forward(self, x):
+        q, k, v = (layer(x).unflatten(-1, (-1, self.head)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        return self.o(nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(width, width), nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x):
+        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.attention, self.mlp = Attention(width, width // 4), MLP(width)
+
+    def forward(self, x):
+        x = x + self.attention(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class Llama(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.embedding, self.blocks = nn.Embedding(width, width), nn.Sequential(Block(width), Block(width))
+        self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, width)
+
+    def forward(self, tokens, targets):
+        logits = self.head(self.norm(self.blocks(self.embedding(tokens))))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def llama(recipe, seed=0):
+    torch.manual_seed(seed)
+    return convert(Llama(2 * unit_of(recipe)), recipe)
+
+
+def parallelized(model, tp):
+    """As torchtitan does it: what is between layers is cut along the sequence."""
+    into = {"input_layouts": Shard(1), "desired_input_layouts": Replicate()}
+    rowwise = RowwiseParallel(output_layouts=Shard(1))
+    for block in model.blocks:
+        plan = {
+            "norm1": SequenceParallel(),
+            "attention": PrepareModuleInput(**into),
+            **{f"attention.{name}": ColwiseParallel() for name in "qkv"},
+            "attention.o": rowwise,
+            "norm2": SequenceParallel(),
+            "mlp": PrepareModuleInput(**into),
+            "mlp.gate": ColwiseParallel(),
+            "mlp.up": ColwiseParallel(),
+            "mlp.down": RowwiseParallel(output_layouts=Replicate(), use_local_output=False),
+        }
+        parallelize_module(block, tp, plan)
+        out = PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(1))
+        parallelize_module(block.mlp, tp, out)
+    plan = {
+        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+    return parallelize_module(model, tp, plan)
