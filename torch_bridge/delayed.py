@@ -81,7 +81,8 @@ class DelayedScale(nn.Module):
 
     @property
     def margin(self) -> int:
-        return int(self.options["margin"])
+        margin: Any = self.options["margin"]
+        return int(margin)
 
     def knows_scale(self) -> bool:
         """Whether ranks know that there is a scale. One that writes it, as by loading a checkpoint, knows no longer."""
@@ -227,12 +228,13 @@ def _groups_of(model: nn.Module, group: dist.ProcessGroup | None) -> Sequence[di
     """Groups that amaxes are reduced over, one after the other."""
     if group is not None or not dist.is_initialized():
         return [] if group is None else [group]
+    everyone: Any = dist.group.WORLD
     meshes: dict[DeviceMesh, set[int]] = {}
     for parameter in model.parameters():
         if isinstance(parameter, DTensor) and parameter.device_mesh not in meshes:
             meshes[parameter.device_mesh] = set(parameter.device_mesh.mesh.flatten().tolist())
     if not meshes:
-        return [dist.group.WORLD]
+        return [everyone]
     mesh = max(meshes, key=lambda mesh: len(meshes[mesh]))
     for other, ranks in meshes.items():
         if not ranks <= meshes[mesh]:
@@ -241,7 +243,7 @@ def _groups_of(model: nn.Module, group: dist.ProcessGroup | None) -> Sequence[di
                 f"one mesh, {other.ndim} and {mesh.ndim} axes; pass group=, the ranks that train this model"
             )
     if mesh.size() == dist.get_world_size():
-        return [dist.group.WORLD]
+        return [everyone]
     return [mesh.get_group(axis) for axis in range(mesh.ndim)]
 
 

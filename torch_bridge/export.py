@@ -97,7 +97,7 @@ def _whole(value: Tensor) -> Tensor:
     if state.delayed is None:
         parts = quantize(high, state.fmt).parts(Usage.ROWWISE)
     else:
-        scale, scale_inv = state.delayed.scale, state.delayed.scale_inv.clone()
-        planes, _ = pipeline.quantize_delayed(ops, high, state.fmt, Usage.ROWWISE, scale, scale_inv)
+        given = (state.delayed.scale, state.delayed.margin)
+        planes, _ = pipeline.quantize_delayed(ops, high, state.fmt, Usage.ROWWISE, *given)
         parts = planes[Usage.ROWWISE]
     return QuantizedTensor(state.fmt, tuple(high.shape), value.dtype, rowwise=parts)

@@ -189,13 +189,14 @@ def gathered(local: ShardedWeight, cut: Cut, dtype: torch.dtype, *, observe: boo
     """The whole weight, which stands for `dtype`. Collective. `observe`: whether delayed scaling notes its amax."""
     state, shard = local.scale_state, memory_of(local)
     if state.delayed is not None:
-        scale_inv, global_scale_inv = state.delayed.scale_inv.clone(), None  # The next update writes to it.
-        planes, amax = pipeline.quantize_delayed(
-            ops, shard, cut.fmt, Usage.ROWWISE, state.delayed.scale, state.delayed.scale_inv
-        )
+        delayed, scale = state.delayed, state.delayed.scale
+        if not delayed.knows_scale():  # The first scale is of the whole weight.
+            own = ops.amax_tensor(shard, lead=0)
+            scale, _ = delayed.scales_under(cut.group.all_reduce(own.view(torch.int32), "max").view(torch.float32))
+        planes, amax = pipeline.quantize_delayed(ops, shard, cut.fmt, Usage.ROWWISE, scale, delayed.margin)
         if observe:
-            state.delayed.observe(amax)
-        codes = planes[Usage.ROWWISE].data
+            delayed.observe(amax)
+        codes, scale_inv, global_scale_inv = planes[Usage.ROWWISE]
         codes = torch.nn.functional.pad(codes, (0, 0, 0, cut.longest - codes.shape[0]))
     else:
         amaxes = _amaxes(shard, str(cut.fmt), cut.shape, cut.start)
