@@ -203,9 +203,11 @@ def worker(rank: int, arguments: argparse.Namespace, store: str) -> None:
     torch.cuda.set_device(rank)
     device = torch.device("cuda", rank)
     dist.init_process_group("nccl", f"file://{store}", world_size=arguments.ranks, rank=rank, device_id=device)
-    found = [measure(name, kind, arguments.layers, arguments.steps) for name, kind in cases(arguments)]
-    if rank == 0:
-        rows.write("fsdp2", torch.cuda.get_device_name(), found)
+    found = []
+    for name, kind in cases(arguments):
+        found.append(measure(name, kind, arguments.layers, arguments.steps))
+        if rank == 0:  # After each: what was measured stays if a later one fails.
+            rows.write("fsdp2", torch.cuda.get_device_name(), found)
     dist.destroy_process_group()
 
 
