@@ -122,12 +122,10 @@ def held(model: nn.Module, optimizer: Any) -> dict[str, float]:
     """Bytes that this rank keeps between steps for each element of the weights of the blocks, times ranks."""
     own = {"codes": 0, "high precision": 0, "states": 0}
     if isinstance(optimizer, qshard.ZeroOptimizer):
-        flats = [flat for flat in optimizer._flats if any("blocks" in w.name for w in flat.weights)]
-        elements = sum(w.size for flat in flats for w in flat.weights)
-        own["codes"] = sum(flat.shard.nbytes for flat in flats)
-        own["high precision"] = sum(flat.masters.nbytes for flat in flats)
-        masters = {id(w.master) for flat in flats for w in flat.weights}
-        states = [s for p, s in optimizer.state.items() if id(p) in masters]
+        elements = sum(w.size for flat in optimizer._flats for w in flat.weights)  # All of them: they share buffers.
+        own["codes"] = sum(flat.shard.nbytes for flat in optimizer._flats)
+        own["high precision"] = sum(flat.masters.nbytes for flat in optimizer._flats)
+        states = list(optimizer.state.values())
     else:
         weights = [p for name, p in model.named_parameters() if "blocks" in name and p.ndim == 2]
         elements = sum(p.numel() for p in weights)
@@ -135,7 +133,7 @@ def held(model: nn.Module, optimizer: Any) -> dict[str, float]:
             local = p.to_local() if isinstance(p, DTensor) else p
             primary = local.scale_state.primary if isinstance(local, ShardedWeight) else None
             plain = local.shard if isinstance(local, ShardedWeight) else local
-            own["codes"] += 0 if primary is None else primary.codes.nbytes
+            own["codes"] += 0 if primary is None or primary.codes is None else primary.codes.nbytes
             own["high precision"] += plain.nbytes if primary is None else primary.master.nbytes
         states = [optimizer.state[p] for p in weights]
     for state in states:

@@ -106,7 +106,9 @@ def planes_of(x: Tensor, usage: Usage, key: Any, layer: int, make: Callable[[Usa
 
 def _is_remembered(x: Tensor) -> bool:
     """Tensors without a version are not, nor are those that stand for others."""
-    if torch.compiler.is_compiling() or type(x) not in (Tensor, torch.nn.Parameter) or x.is_inference():
+    if torch.compiler.is_compiling() or type(x) not in (Tensor, torch.nn.Parameter):
+        return False
+    if x.is_inference() or torch.is_inference_mode_enabled():
         return False
     return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 

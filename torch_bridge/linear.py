@@ -311,7 +311,7 @@ class _Gradients(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         how: _How = ctx.how
         *kept, seed = ctx.saved_tensors
-        count, of_x, of_w = len(kept), kept[: how.of_x], kept[how.of_x :]
+        count, of_x, of_w = len(kept), list(kept[: how.of_x]), list(kept[how.of_x :])
         del kept  # Operands go as soon as they are multiplied: checkpointing has left no others of them.
         need_x, need_w = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
         usage = Usage.BOTH if need_x and need_w else Usage.ROWWISE if need_x else Usage.COLUMNWISE

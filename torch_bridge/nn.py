@@ -22,7 +22,7 @@ from qshard.torch_bridge.fsdp.scales import ScaleState
 from qshard.torch_bridge.fsdp.weight import ShardedWeight, attributes_of, plain, wrap
 from qshard.torch_bridge.linear import ROLES, check_shape, linear
 from qshard.torch_bridge.ops import dtype_name
-from qshard.torch_bridge.parallel import Part, check_cut, first_rank
+from qshard.torch_bridge.parallel import Part, first_rank
 from qshard.torch_bridge.scaling import loaded_if_there
 
 
@@ -70,6 +70,13 @@ def put(weight: nn.Parameter, made: nn.Parameter) -> None:
     primary = cast(ShardedWeight, weight).scale_state.primary
     if primary is not None:
         primary.add_handle(weight)
+
+
+def _rank_of(weight: Tensor) -> int:
+    """What to add to a seed: ranks that have parts of one tensor share a seed."""
+    if isinstance(weight, DTensor):
+        return first_rank(weight.device_mesh)
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
 class Linear(nn.Linear):
@@ -154,16 +161,13 @@ class Linear(nn.Linear):
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Where tensor parallelism puts the cut weight in the place of the whole one.
 
-        Some cuts copy, and what DTensor copies is plain: it becomes a sharded weight again.
-
-        Raises:
-          ValueError: the weight is not cut between blocks. All ranks raise.
+        Some cuts copy, and what DTensor copies is plain: it becomes a sharded weight again. Whether a layer can be cut
+        so is seen when it runs: weights that are gathered before may be cut anywhere.
         """
         old: Any = self._parameters.get("weight")
         new: Any = param
         if name == "weight" and isinstance(new, DTensor) and isinstance(old, ShardedWeight):
             state, part = old.scale_state, Part(tuple(new.shape), new.device_mesh, new.placements)
-            check_cut("parallelize_module", state.name, self.recipe, *part)
             state.part = part
             if not isinstance(local_of(new), ShardedWeight):
                 param = nn.Parameter(wrap(new, state), requires_grad=new.requires_grad)
@@ -256,20 +260,14 @@ class Linear(nn.Linear):
             dtype = torch.get_autocast_dtype(input.device.type)  # Given on, so that layers which share x round it once.
             if dtype_name(input.dtype) not in FLOATS:
                 input = input.to(dtype)
+        weight: Tensor = self.weight  # Once: it may be a property, as of a parametrization that gathers.
         if self.seed is not None:
-            seed = _take_seed(self.seed, self._rank())
+            seed = _take_seed(self.seed, _rank_of(weight))
         if "delayed" in self._modules:
             delayed = {role: cast(DelayedScale, self.delayed[role.value]) for role in ROLES}
-        weight: Tensor = self.weight  # It may be a property, as of a parametrization that gathers.
         if type(weight) is Tensor and is_converted(self._parameters.get("weight")):
             say_that_it_was_gathered(weight)
         return linear(input, weight, self.bias, self.recipe, seed=seed, delayed=delayed, dtype=dtype)
-
-    def _rank(self) -> int:
-        """What to add to the seed: ranks that have parts of one tensor share a seed."""
-        if isinstance(self.weight, DTensor):
-            return first_rank(self.weight.device_mesh)
-        return dist.get_rank() if dist.is_initialized() else 0
 
     def extra_repr(self) -> str:
         roles = ", ".join(f"{role.value}={self.recipe.format(role)}" for role in Role)

@@ -71,7 +71,8 @@ def test_inference_mode(name):
 
     plain, model = shard(model_of(sizes=BLOCK_SIZES)), shard(convert(model_of(sizes=BLOCK_SIZES), RECIPES[name]))
     refusal = outcome(lambda: infer(plain))  # Of one rank, FSDP2 of torch 2.13 cannot begin so.
-    assert outcome(lambda: infer(model)) == refusal
+    got = outcome(lambda: infer(model))
+    assert got == refusal, got
     if refusal is not None:
         return
     outputs = []

@@ -135,7 +135,7 @@ def test_a_weight_on_every_rank():
 
 GRADIENTS = Recipe(weight="FP8_E4M3", activation="FP8_E4M3", gradient="FP8_1x128")
 WITHIN = [
-    ("MXFP8", ColwiseParallel, (64, 96), r"0.weight \(96, 64\) .*: shards of 48 rows meet weights in blocks of 32"),
+    ("MXFP8", ColwiseParallel, (64, 96), r"weight \(96, 64\) .*: shards of 48 rows meet weights in blocks of 32"),
     ("NVFP4", RowwiseParallel, (48, 32), r"shards of 24 columns meet weights in blocks of 16, of NVFP4_16x16"),
     (GRADIENTS, ColwiseParallel, (16, 128), r"shards of 64 rows meet gradients in blocks of 128"),
     ("BlockScaling", RowwiseParallel, (192, 128), r"shards of 96 columns meet weights in blocks of 128"),
@@ -146,8 +146,10 @@ WITHIN = [
 @pytest.mark.parametrize(("recipe", "style", "size", "text"), WITHIN, ids=["weight", "x", "gradient", "squares"])
 def test_cuts_within_blocks_are_refused(recipe, style, size, text):
     model = convert(nn.Sequential(nn.Linear(*size)), recipe)
+    parallelize_module(model, mesh_of("tp"), {"0": style()})
+    x = torch.ones(4, size[0] // 2 if style is RowwiseParallel else size[0], device=torch_ranks.device)
     with pytest.raises(ValueError, match=text):
-        parallelize_module(model, mesh_of("tp"), {"0": style()})
+        model(x)
 
 
 @on_ranks((2, 2))

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from qshard.torch_bridge import ZeroOptimizer
+from qshard.torch_bridge import ZeroOptimizer, load_scaling_state, scaling_state
 from qshard.torch_bridge.zero.state import SlicedState, boxes
 from support import torch_ranks
 from support.formats import ZEROED as RECIPES
@@ -130,12 +130,13 @@ def test_resumed_runs(recipe, stage):
     states = get_model_state_dict(model, options=FULL), get_optimizer_state_dict(model, optimizer, options=FULL)
     if dist.get_rank() > 0:
         assert states == ({}, {})
-    kept = copy.deepcopy(states)
+    kept, scaling = copy.deepcopy(states), copy.deepcopy(scaling_state(model))
     losses = train(model, optimizer, range(2, 4))
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     for other in (stage, not stage):
         states = copy.deepcopy(kept)
         again, resumed = made(recipe, other, seed=1)
+        load_scaling_state(again, scaling)
         set_model_state_dict(again, states[0], options=options)
         set_optimizer_state_dict(again, resumed, states[1], options=options)
         assert train(again, resumed, range(2, 4)) == losses, other

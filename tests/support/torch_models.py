@@ -30,7 +30,7 @@ class Wire(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "c10d" and "barrier" not in str(func):
             name = str(func).removeprefix("c10d.").split(".")[0].strip("_")
-            tensor = args[name.endswith("_base")]  # The input: these have the output before it.
+            tensor = args[name.endswith("_base") or name == "allgather"]  # The input: these have the output before it.
             tensor = tensor[0] if isinstance(tensor, (list, tuple)) else tensor
             self.calls.append((name.removesuffix("_base"), tensor.dtype, tensor.numel()))
         is_view = any(result.alias_info is not None for result in func._schema.returns) and not func._schema.is_mutable

@@ -116,7 +116,7 @@ class Llama(nn.Module):
 
 def llama(recipe, seed=0):
     torch.manual_seed(seed)
-    return convert(Llama(2 * unit_of(recipe)), recipe)
+    return convert(Llama(2 * unit_of(recipe)), recipe).to(torch_ranks.device)
 
 
 def parallelized(model, tp):

@@ -17,12 +17,10 @@ from torch import nn
 class Passes:
     """The passes over one model. `Passes.of(model)` is always the same object.
 
-    Attributes:
-      model: of which the last forward pass was. It is kept: were it let go, ranks would do so at different times.
+    It does not keep the model: weights refer to it, and what tensors refer to is freed late, or never.
     """
 
     def __init__(self, root: nn.Module | None = None):
-        self.model: nn.Module | None = None
         self._root = None if root is None else weakref.ref(root)
         self._forward: object | None = None
 
@@ -71,7 +69,7 @@ _OF: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Passes]] = weakref.WeakKey
 def _begin_forward(module: nn.Module, args: Any) -> None:
     if not torch.compiler.is_compiling():
         passes = Passes.of(module)
-        passes.model, passes._forward = module, object()
+        passes._forward = object()
 
 
 def _end_forward(module: nn.Module, args: Any, output: Any) -> None:

@@ -145,7 +145,7 @@ class ScaleState:
         if now is None or self.refresh is None or self.refresh.made_in != now:
             weights = [mine]
             if now is not None:
-                others = (mine if other.state is self else other for other in _sharded_weights(self.passes.model))
+                others = (mine if other.state is self else other for other in _sharded_weights(self.passes.root))
                 weights = [other for other in others if other.plan.group.group_name == plan.group.group_name]
             _refresh(weights if any(each is mine for each in weights) else [mine], now)
         assert self.staged is not None

@@ -221,7 +221,7 @@ class ShardedWeight(Tensor):
         """Casts the shard to padded codes. FSDP2 calls it on every rank alike, before each gather."""
         state, shard = self.scale_state, self.shard
         if not state.agreed:  # The first time.
-            check_reshards(state.passes.model or state.passes.root)
+            check_reshards(state.passes.root)
         if state.primary is not None:
             shard = state.primary.take_master(shard)
         plan = state.plan_of(shard, outer_size, mesh)

@@ -31,7 +31,7 @@ from qshard.torch_bridge.delayed import DelayedScale
 from qshard.torch_bridge.fsdp.weight import memory_of
 from qshard.torch_bridge.optim.slices import QuantizedSlice, gather_parts
 from qshard.torch_bridge.tensor import QuantizedTensor
-from qshard.torch_bridge.zero.shown import SlicedWeight, TakenGradient
+from qshard.torch_bridge.zero.shown import SlicedWeight, TakenGradient, weakly
 
 ALIGNMENT = 16  # bytes: whole elements of every dtype, and what vector loads want
 BLOCK_ALIGNMENT = BLOCK * torch.float32.itemsize  # bytes: whole blocks of elements of every dtype
@@ -204,9 +204,14 @@ class Flat:
         weight.taken = TakenGradient(
             weight.parameter,
             weight.name,
-            lambda grad: self.add_gradient(index, grad),
-            lambda: self.forget(index),
+            weakly(self.add_gradient, index),
+            weakly(self.forget, index),
         )
+
+    def take_arrived(self, index: int, _: Tensor) -> None:
+        """What autograd has made of one of the weights. Once all are there, ranks may sum those of sharded ones."""
+        if self.take_gradient(index) and self.sharded:
+            self.end_backward()
 
     def put(self, real: bool) -> None:
         """Puts the gathered weights into their modules, or what is shown in their place."""

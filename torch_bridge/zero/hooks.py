@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from qshard.torch_bridge.zero.flat import Flat
+from qshard.torch_bridge.zero.shown import weakly
 
 
 class Hook:
@@ -48,12 +49,8 @@ class Backward:
 def watch_gradients(flat: Flat) -> None:
     """Takes gradients as soon as they are made."""
 
-    def arrived(index: int) -> None:
-        if flat.take_gradient(index) and flat.sharded:
-            flat.end_backward()
-
     for index, weight in enumerate(flat.weights):
-        weight.parameter.register_post_accumulate_grad_hook(lambda _, i=index: arrived(i))
+        weight.parameter.register_post_accumulate_grad_hook(weakly(flat.take_arrived, index))
 
 
 def watch_uses(module: nn.Module, flat: Flat, backward: Backward, renew: Callable[[], None]) -> None:

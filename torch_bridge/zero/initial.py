@@ -77,7 +77,10 @@ class Initial:
             if buffer is not None and buffer.is_meta:
                 module._buffers[name] = torch.empty_like(buffer, device=self._device)
         key = f"{self._seed} {self._names[id(module)]}".encode()
-        devices: list[Tensor | int] = [self._device.index] if self._device.type == "cuda" else []
+        devices: list[Tensor | int] = []
+        if self._device.type == "cuda":
+            index = self._device.index
+            devices = [torch.cuda.current_device() if index is None else index]
         with torch.random.fork_rng(devices), torch.no_grad():
             torch.manual_seed(int.from_bytes(hashlib.sha256(key).digest()[:7], "little"))
             if self._init is not None:

@@ -42,6 +42,7 @@ from qshard.torch_bridge.zero.clip import clip_by_norm, norm_over_ranks
 from qshard.torch_bridge.zero.flat import ALIGNMENT, BLOCK_ALIGNMENT, Flat, Ranks, Weight
 from qshard.torch_bridge.zero.hooks import Backward, check_shown, watch_gradients, watch_model, watch_uses
 from qshard.torch_bridge.zero.initial import Init, Initial, check_init, default_device
+from qshard.torch_bridge.zero.shown import weakly
 from qshard.torch_bridge.zero.state import States
 from qshard.torch_bridge.zero.units import TAKEN, by_setting, units_of, weights_of
 
@@ -156,7 +157,7 @@ class ZeroOptimizer(Adam):
                 if not tensor.is_meta:
                     dist.broadcast(memory_of(tensor), group=self._ranks.group, group_src=0)
         self._stale = False  # Whether masters have been loaded that the weights were not made of yet.
-        make: dict[str, Any] = {"device": self._device, "written": self._note_write, "make": initial.make}
+        make: dict[str, Any] = {"device": self._device, "written": weakly(self._note_write), "make": initial.make}
         self._flats = [Flat(of_unit, self._ranks, shard_weights, alignment, **make) for _, of_unit in chosen]
         self._weights = [weight for flat in self._flats for weight in flat.weights]
         super().__init__(

@@ -11,6 +11,7 @@ None would pass for none.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, cast
 
@@ -21,6 +22,17 @@ from torch.distributed.tensor import DTensor
 from qshard.torch_bridge.dtensor import local_of
 
 aten = torch.ops.aten
+
+
+def weakly(method: Callable[..., None], *first: Any) -> Callable[..., None]:
+    """A method with its first arguments, for tensors to call: what they refer to is freed late, or never."""
+    found = weakref.WeakMethod(method)
+
+    def call(*others: Any) -> None:
+        if (there := found()) is not None:
+            there(*first, *others)
+
+    return call
 
 
 class Absent(Tensor):
