@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import qshard.torch_bridge as qshard
@@ -90,10 +90,9 @@ def narrow(model: nn.Module) -> None:
 
     `load_exactly` gives the masters that ZeroOptimizer makes of them their float32 values.
     """
-    for name, weight in model.named_parameters():
-        if isinstance(weight, qshard.ShardedWeight):
-            continue
-        weight.data = weight.data.bfloat16()
+    for weight in model.parameters():
+        if not isinstance(weight, qshard.ShardedWeight):
+            weight.data = weight.data.bfloat16()
 
 
 def load_exactly(model: nn.Module, config: GPTConfig) -> None:
