@@ -17,6 +17,8 @@ PAGE = Page("docs/fsdp2.md")
 COSTS = {row["recipe"]: Fraction(row["bytes an element"]) for row in PAGE.rows("recipe")}
 KEPT = {row["kind"]: {k: Fraction(v) for k, v in row.items() if k != "kind"} for row in PAGE.rows("kind | parameter")}
 SIZE = 512
+OF_TORCH = ["DTensor random operators may not have complete support", "returned a view tensor"]
+"""Warnings that torch gives with plain layers too: of meta tensors on CPUs, and of what `parallelize_module` returns."""
 
 
 def test_its_code_runs(tmp_path):
@@ -26,7 +28,8 @@ def test_its_code_runs(tmp_path):
     script.write_text("\n".join(PAGE.python))
     result = run(script, command)
     assert result.returncode == 0, result.stderr
-    assert "Warning" not in result.stderr
+    warned = [line for line in result.stderr.splitlines() if "Warning: " in line]
+    assert [line for line in warned if not any(known in line for known in OF_TORCH)] == []
 
 
 def resident() -> int:
@@ -53,9 +56,8 @@ def test_bytes_on_the_wire(recipe):
             layer.reshard()
         with Wire() as wire:
             model(x)
-    gathered = [each for each in wire.of("allgather") if each[1]]
-    sent = sum(size * dtype.itemsize for dtype, size in gathered)
-    assert Fraction(sent, 2 * SIZE * SIZE) in (COSTS[recipe], COSTS[recipe] / 2), (gathered, sent)
+    sent = sum(size * dtype.itemsize for dtype, size in wire.of("allgather"))  # By this rank: its own part.
+    assert Fraction(sent * dist.get_world_size(), 2 * SIZE * SIZE) == COSTS[recipe]
 
 
 @on_ranks(2)
@@ -77,7 +79,7 @@ def test_bytes_that_stay(kind):
     optimizer.step()
     elements = 2 * SIZE * SIZE // dist.get_world_size()
     kept = (resident() - before) / elements
-    assert kept == pytest.approx(float(said["in all"]), rel=0.01)
+    assert kept == pytest.approx(float(said["in all"]), rel=0.01), kept
     state = [v for values in optimizer.state.values() for v in values.values() if isinstance(v, torch.Tensor)]
     local = [getattr(v, "to_local", lambda v=v: v)() for v in state]
     assert sum(v.numel() * v.element_size() for v in local) / elements == pytest.approx(float(said["states"]), rel=0.01)
