@@ -162,6 +162,7 @@ def train(name: str, corpus: Corpus, arguments: Namespace, device: torch.device,
     report_event = events.put if rank == 0 else lambda event: None
     report_event(("start", f"torch {name}"))
 
+    torch.manual_seed(0)  # of NVFP4's stochastic rounding: on all ranks the same, and in each run
     before, recipe = weights.resident_bytes(), options.RECIPES[name]
     model = make_model(kind, recipe, mesh, device)
     optimizer = weights.make_optimizer(model, kind, recipe, schedule)

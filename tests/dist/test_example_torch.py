@@ -113,7 +113,7 @@ def test_meshes(mesh, untouched, tmp_path):
 REFUSED = {
     "--mesh hsdp": "--mesh hsdp needs an even number of ranks, 4 or more, not 2; give --ranks 4",
     "--mesh fsdp,tp": "--mesh fsdp,tp needs an even number of ranks, 4 or more, not 2; give --ranks 4",
-    "--mesh hsdp --weights zero": "--weights zero cuts weights over all ranks alike, not over --mesh hsdp; leave --mesh",
+    "--mesh hsdp --weights zero": "--weights zero cuts weights over all ranks alike, not over --mesh hsdp; leave",
     "--resume": "--resume goes on from a checkpoint; give --checkpoint DIR",
     "--resume --checkpoint none": "--checkpoint none has none of bf16, fp8; leave --resume out",
     "--checkpoint some": "--checkpoint some has some of an earlier run; add --resume, or give another directory",

@@ -18,7 +18,7 @@ COSTS = {row["recipe"]: Fraction(row["bytes an element"]) for row in PAGE.rows("
 KEPT = {row["kind"]: {k: Fraction(v) for k, v in row.items() if k != "kind"} for row in PAGE.rows("kind | parameter")}
 SIZE = 512
 OF_TORCH = ["DTensor random operators may not have complete support", "returned a view tensor"]
-"""Warnings that torch gives with plain layers too: of meta tensors on CPUs, and of what `parallelize_module` returns."""
+"""Warnings of torch, with plain layers too: random values on CPUs, and what `parallelize_module` returns."""
 
 
 def test_its_code_runs(tmp_path):
