@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -64,10 +65,16 @@ def output_directory(value: str) -> Path:
     return path
 
 
-def parse(description: str, rank: str, devices: int, most: int | None = None) -> tuple[Parser, argparse.Namespace]:
+def parse(
+    description: str,
+    rank: str,
+    devices: int,
+    most: int | None = None,
+    add: Callable[[Parser], None] = lambda parser: None,
+) -> tuple[Parser, argparse.Namespace]:
     """Parse the command line. `rank` says what ranks are in this framework, `devices` how many there could be.
 
-    Ranks that need no device of their own may be more: `most`.
+    Ranks that need no device of their own may be more: `most`. `add` adds options that one script alone has.
     """
     parser = Parser(description=description)
     which = parser.add_mutually_exclusive_group()
@@ -83,6 +90,7 @@ def parse(description: str, rank: str, devices: int, most: int | None = None) ->
     number("--ranks", 1 << (devices.bit_length() - 1), 65536, f"{rank} to shard over")
     parser.add_argument("--text", type=text_file, metavar="FILE", help="train on it (default: Python's help topics)")
     parser.add_argument("--out", type=output_directory, default="build/train", help="results (default: %(default)s)")
+    add(parser)
     options = parser.parse_args()
     options.formats = options.formats or list(dict.fromkeys(["bf16", options.recipe]))
     most = most or devices

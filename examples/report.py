@@ -33,7 +33,7 @@ class Run:
 
     Attributes:
       gathered_bytes: of the whole weights that one rank receives from the all-gathers of one step.
-      resident_bytes: of weights and optimizer state that one rank keeps between steps.
+      resident_bytes: that one rank keeps between steps: weights, optimizer state, gradients that stay.
       gathered_sha256: of what the first step gathered; see `digest`.
       validation: (steps trained, loss on the held-out text).
       device: the name of what a rank runs on.
@@ -146,7 +146,7 @@ def table(runs: list[Run]) -> Table:
     """One row for each run, with what changed against the bf16 run of the same framework."""
     result = Table(
         title=f"{runs[0].steps} steps on {runs[0].text}",
-        caption="gathered: written by all-gathers on one rank; resident: its weights and optimizer state between steps",
+        caption="gathered: written by all-gathers on one rank; resident: what that rank keeps between steps",
     )
     for heading in ("framework", "format"):
         result.add_column(heading)
@@ -174,7 +174,8 @@ def same_bytes(runs: list[Run]) -> dict[str, bool]:
     """Return, for each format that all frameworks trained with, whether they gathered the same bytes at first."""
     hashes: dict[str, list[str]] = {}
     for run in runs:
-        hashes.setdefault(run.format, []).append(run.gathered_sha256)
+        if run.gathered_sha256:  # Under tensor parallelism a rank gathers parts, which JAX does not.
+            hashes.setdefault(run.format, []).append(run.gathered_sha256)
     return {name: len(set(found)) == 1 for name, found in hashes.items() if len(found) == len(FRAMEWORKS)}
 
 

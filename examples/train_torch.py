@@ -1,6 +1,7 @@
 """Train the byte-level GPT with PyTorch FSDP2, first with bfloat16 weights on the wire, then with quantized ones.
 
     python examples/train_torch.py [--recipe fp8 | --formats bf16,fp8,mxfp8] [--steps N] [--text FILE]
+        [--weights shard|primary|zero] [--mesh fsdp|hsdp|fsdp,tp] [--checkpoint DIR [--every N] [--resume]]
 
 Runs on the GPUs present through NCCL, or on the CPU with two gloo ranks. What a recipe changes is marked (1) and (2).
 """
@@ -16,6 +17,7 @@ from argparse import Namespace
 from contextlib import closing
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,21 +26,22 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import checkpoint
 import options
 import qshard.torch_bridge as qshard
 import report
+import weights
 from corpus import Batch, Corpus, load
-from gpt import GPTConfig, Schedule, initial_weights, is_quantized
+from gpt import GPTConfig, Schedule, initial_weights
 from progress import TrainingProgress
 from qshard.recipes import Recipe
 from ranks import launch
 
 CONFIG = GPTConfig()
+SHOWN = ("primary", "zero", "hsdp", "fsdp,tp")  # kinds and meshes that the report names
 RANK_TIMEOUT = timedelta(seconds=120)  # a rank that waits longer for another one gives up
 
 
@@ -100,18 +103,18 @@ def widen(model: nn.Module) -> None:
         layer.__class__ = widening.get(type(layer), type(layer))
 
 
-def sharded_model(recipe: Recipe | None, device: torch.device) -> GPT:
-    """Build the model from the shared initial weights and shard it over all ranks."""
+def make_model(kind: str, recipe: Recipe | None, mesh: DeviceMesh, device: torch.device) -> GPT:
+    """Build the model from the shared initial weights and shard it over the mesh."""
     model = GPT(CONFIG, torch.bfloat16 if device.type == "cuda" else torch.float32).to(device)
     model.load_state_dict({name: torch.from_numpy(weight) for name, weight in initial_weights(CONFIG).items()})
     if recipe is not None:  # (1) the linear layers of the blocks gather and multiply in the formats of the recipe
-        qshard.convert(model, recipe, filter=lambda layer, name: is_quantized(f"{name}.weight"))
+        weights.quantize_layers(model, kind, recipe)
     if device.type == "cpu":
         widen(model)
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    for module in (*model.blocks, model):  # a block's weights are gathered when it runs, and freed after it
-        fully_shard(module, mesh=mesh, mp_policy=precision)
+    if kind == "zero":
+        weights.narrow(model)  # ZeroOptimizer shards it
+    else:
+        weights.shard(model, mesh)
     return model
 
 
@@ -146,32 +149,29 @@ def record_gathered(model: GPT) -> dict[str, list[np.ndarray]]:
     return gathered
 
 
-def resident_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Return the bytes of this rank's shards of the weights and of the optimizer's state."""
-    state = [value for values in optimizer.state.values() for value in values.values() if torch.is_tensor(value)]
-    local = [value.to_local() if isinstance(value, DTensor) else value for value in (*model.parameters(), *state)]
-    return sum(value.numel() * value.element_size() for value in local)
-
-
-def train(name: str, corpus: Corpus, schedule: Schedule, device: torch.device, events: mp.Queue) -> None:
+def train(name: str, corpus: Corpus, arguments: Namespace, device: torch.device, events: mp.Queue) -> None:
     """Train with one format. Rank 0 reports its progress, and at the end the run, to `events`."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    on_gpus = device.type == "cuda"
-    where = f"{ranks} {'GPUs' if on_gpus else 'CPU ranks'}"
-    kind = torch.cuda.get_device_name() if on_gpus else "CPU"
-    run = report.Run("torch", name, where, corpus.name, schedule.steps, device=kind)
+    schedule = Schedule(steps=arguments.steps, batch=arguments.batch)
+    rank, ranks, kind = dist.get_rank(), dist.get_world_size(), arguments.weights
+    mesh = weights.make_mesh(arguments.mesh, device, ranks)
+    tensor_parallel = mesh["tp"].size() if arguments.mesh == "fsdp,tp" else 1
+    chosen = [f"--{key} {given}" for key, given in (("weights", kind), ("mesh", arguments.mesh)) if given in SHOWN]
+    where = " ".join([f"{ranks} {'GPUs' if device.type == 'cuda' else 'CPU ranks'}", *chosen])
+    device_name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+    run = report.Run("torch", name, where, corpus.name, schedule.steps, device=device_name)
     report_event = events.put if rank == 0 else lambda event: None
     report_event(("start", f"torch {name}"))
 
-    recipe = options.RECIPES[name]
-    model = sharded_model(recipe, device)
-    matrices = [weight for weight in model.parameters() if weight.ndim == 2]
-    gains = [weight for weight in model.parameters() if weight.ndim == 1]
-    groups = [{"params": matrices, "weight_decay": schedule.weight_decay}, {"params": gains, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, betas=schedule.betas, eps=schedule.eps)
+    torch.manual_seed(0)  # of NVFP4's stochastic rounding: on all ranks the same, and in each run
+    before, recipe = weights.resident_bytes(), options.RECIPES[name]
+    model = make_model(kind, recipe, mesh, device)
+    optimizer = weights.make_optimizer(model, kind, recipe, schedule)
+    if kind == "zero":
+        weights.load_exactly(model, CONFIG)
 
     def loss_of(batch: Batch) -> Tensor:
-        part = slice(rank * schedule.batch // ranks, (rank + 1) * schedule.batch // ranks)
+        parts, index = ranks // tensor_parallel, rank // tensor_parallel  # ranks of one layer take the same windows
+        part = slice(index * schedule.batch // parts, (index + 1) * schedule.batch // parts)
         tokens, targets = (torch.from_numpy(half[part]).long().to(device) for half in batch)
         return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
 
@@ -187,18 +187,25 @@ def train(name: str, corpus: Corpus, schedule: Schedule, device: torch.device, e
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        if recipe is not None:  # (2) one all-reduce finds the scales of all weights (delayed: of all tensors)
+        if recipe is not None and kind != "zero":  # (2) what delayed scaling alone needs: the scales of the next step
             qshard.update_scales(model)
         return mean_over_ranks(loss)
 
-    gathered, held_out = record_gathered(model), corpus.validation(schedule.batch, CONFIG.context)
-    for index in range(schedule.steps):
+    done, folder = 0, arguments.checkpoint and arguments.checkpoint / name
+    if arguments.resume and (found := checkpoint.newest(folder)) is not None:
+        done, run = checkpoint.load(found, model, optimizer)
+        for loss in run.losses:
+            report_event(("step", loss))
+    gathered = record_gathered(model) if done == 0 and tensor_parallel == 1 else {}
+    held_out = corpus.validation(schedule.batch, CONFIG.context)
+    for index in range(done, schedule.steps):
         batch = corpus.batch(index, schedule.batch, CONFIG.context)
         start = time.perf_counter()
         if index == 0:
             with GatheredBytes() as count:
                 loss = step(batch, schedule.learning_rate(index))
-            run.gathered_bytes, run.gathered_sha256 = count.total, report.digest(gathered)
+            run.gathered_bytes, run.gathered_sha256 = count.total, report.digest(gathered) if gathered else ""
+            gathered.clear()
         else:
             loss = step(batch, schedule.learning_rate(index))
         run.seconds.append(time.perf_counter() - start)
@@ -209,8 +216,15 @@ def train(name: str, corpus: Corpus, schedule: Schedule, device: torch.device, e
                 losses = [mean_over_ranks(loss_of(batch)) for batch in held_out]
             run.validation.append((index + 1, float(np.mean(losses))))
             report_event(("validation", *run.validation[-1]))
-    run.resident_bytes = resident_bytes(model, optimizer)
+        if folder and ((index + 1) % arguments.every == 0 or index + 1 == schedule.steps):
+            checkpoint.save(folder, index + 1, model, optimizer, run, settings(arguments, corpus))
+    run.resident_bytes = weights.resident_bytes() - before
     report_event(("run", run))
+
+
+def settings(arguments: Namespace, corpus: Corpus) -> dict[str, Any]:
+    """What must be the same for a run to go on where another has stopped."""
+    return {"text": corpus.name, **{name: getattr(arguments, name) for name in ("steps", "batch", "weights", "mesh")}}
 
 
 def worker(rank: int, ranks: int, rendezvous: str, corpus: Corpus, arguments: Namespace, events: mp.Queue) -> None:
@@ -223,22 +237,41 @@ def worker(rank: int, ranks: int, rendezvous: str, corpus: Corpus, arguments: Na
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, rendezvous, timeout=RANK_TIMEOUT, world_size=ranks, rank=rank)
     for name in arguments.formats:
-        train(name, corpus, Schedule(steps=arguments.steps, batch=arguments.batch), device, events)
+        train(name, corpus, arguments, device, events)
     dist.destroy_process_group()
+
+
+def add_options(parser: options.Parser) -> None:
+    """The options that train_jax.py does not have."""
+    parser.add_argument("--weights", choices=weights.KINDS, default="shard", help="what a rank keeps of a weight")
+    parser.add_argument("--mesh", choices=weights.MESHES, default="fsdp", help="which ranks have parts of it")
+    parser.add_argument("--checkpoint", type=Path, metavar="DIR", help="save checkpoints in it")
+    every = partial(options.whole_number, most=1_000_000)
+    parser.add_argument("--every", type=every, default=20, metavar="N", help="steps from one to the next (default: 20)")
+    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
 
 
 def main() -> None:
     """Start the ranks, show their progress, and write the report."""
     gpus = torch.cuda.device_count()
     if gpus:
-        parser, arguments = options.parse(str(__doc__).splitlines()[0], "GPUs", gpus)
+        parser, arguments = options.parse(str(__doc__).splitlines()[0], "GPUs", gpus, add=add_options)
     else:
         most = 4 * len(os.sched_getaffinity(0))
-        parser, arguments = options.parse(str(__doc__).splitlines()[0], "processes", 2, most)
+        parser, arguments = options.parse(str(__doc__).splitlines()[0], "processes", 2, most, add_options)
     try:
         corpus = load(arguments.text, arguments.batch, CONFIG.context)
     except (OSError, ValueError) as error:
         options.fail(parser.prog, str(error))
+    problem = weights.refusal(arguments.weights, arguments.mesh, arguments.ranks)
+    if arguments.checkpoint:
+        given = settings(arguments, corpus)
+        problem = problem or checkpoint.refusal(arguments.checkpoint, arguments.formats, arguments.resume, given)
+        interrupt.outcome = f"checkpoints are in {arguments.checkpoint}; --resume goes on from the last one"
+    elif arguments.resume:
+        problem = "--resume goes on from a checkpoint; give --checkpoint DIR"
+    if problem:
+        options.fail(parser.prog, problem)
     runs: list[report.Run] = []
     ranks = closing(launch(worker, arguments.ranks, corpus, arguments))
     with TrainingProgress(arguments.steps) as progress, ranks as events:

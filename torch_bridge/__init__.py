@@ -6,7 +6,7 @@
     fully_shard(model)
     ...
     optimizer.step()
-    update_scales(model)                       # one all-reduce for all weights
+    update_scales(model)                       # for DelayedScaling alone
 
 Importing it makes `torch.ops.qshard.<op>`, the same kernels as operators.
 """

@@ -1,26 +1,17 @@
 """What README.md tells people to run, runs: each Python block as pasted, and what shell blocks name exists."""
 
 import json
-import os
 import re
-import shlex
 import subprocess
 import sys
 import tomllib
-from pathlib import Path
 
 import pytest
 
-REPOSITORY = Path(__file__).parents[2]
-README = (REPOSITORY / "README.md").read_text()
-BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
-PYTHON = [code for language, code in BLOCKS if language == "python"]
-COMMANDS = [
-    shlex.split(line, comments=True)
-    for language, block in BLOCKS
-    for line in block.splitlines()
-    if language in ("", "sh", "bash") and line.strip()
-]
+from support.pages import REPOSITORY, Page, run
+
+README = Page("README.md")
+PYTHON, COMMANDS = README.python, README.commands
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
 TARGETS = set(re.findall(r"^([a-z]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE))
 
@@ -40,20 +31,7 @@ def test_python_runs_as_pasted(code, tmp_path):
     command = ["python", script.name]
     if named:
         (command,) = [words for words in COMMANDS if words[-1] == script.name]
-    programs = {"python": [sys.executable], "torchrun": [sys.executable, "-m", "torch.distributed.run"]}
-    # Without what conftest.py sets for JAX. GLOO_SOCKET_IFNAME: a container may not know its own name.
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    environment |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    if len(list(Path("/dev").glob("nvidia[0-9]*"))) < 2:  # Two ranks are two GPUs, or two processes without any.
-        environment |= {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"}
-    result = subprocess.run(
-        [*programs[command[0]], *command[1:]],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    result = run(script, command)
     assert result.returncode == 0, result.stderr
     assert "Warning" not in result.stderr
     losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", result.stdout)]
@@ -94,7 +72,7 @@ def test_what_commands_name_exists(words, tmp_path):
         assert program in ("git", "cd", "export", "source"), f"what is {program}?"
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "ARCHITECTURE.md"])
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "ARCHITECTURE.md", "docs/fsdp2.md"])
 def test_targets_in_the_text_exist(page):
     assert set(re.findall(r"`make ([a-z]+)", (REPOSITORY / page).read_text())) <= TARGETS
 

@@ -16,6 +16,8 @@ from qshard.names import FormatLike, as_format
 from qshard.pipeline import Plane
 from qshard.torch_bridge.tensor import QuantizedTensor
 
+all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # The name before torch 2.13.
+
 
 @dataclass(eq=False)
 class QuantizedSlice:
@@ -110,7 +112,7 @@ def gather_parts(own: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) 
     """What each rank has, flat and of any length, with one all-gather of the longest. Collective."""
     room = max(lengths)
     received = own.new_empty(len(lengths) * room)
-    dist.all_gather_into_tensor(received, torch.nn.functional.pad(own, (0, room - own.numel())), group=group)
+    all_gather(received, torch.nn.functional.pad(own, (0, room - own.numel())), group=group)
     return [received[r * room : r * room + length] for r, length in enumerate(lengths)]
 
 

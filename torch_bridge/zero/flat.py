@@ -29,7 +29,7 @@ from qshard.layout import plane
 from qshard.master import piece_bytes
 from qshard.torch_bridge.delayed import DelayedScale
 from qshard.torch_bridge.fsdp.weight import memory_of
-from qshard.torch_bridge.optim.slices import QuantizedSlice, gather_parts
+from qshard.torch_bridge.optim.slices import QuantizedSlice, all_gather, gather_parts
 from qshard.torch_bridge.tensor import QuantizedTensor
 from qshard.torch_bridge.zero.shown import SlicedWeight, TakenGradient, weakly
 
@@ -237,7 +237,7 @@ class Flat:
     def publish(self) -> None:
         part = self.shard[: self.part]
         if self.ranks.size > 1:
-            dist.all_gather_into_tensor(self.buffer, part, group=self.ranks.group)
+            all_gather(self.buffer, part, group=self.ranks.group)
         elif self.sharded:
             self.buffer.copy_(part)
 
@@ -372,7 +372,7 @@ class Flat:
         total, *others = received.split(own) if own else [received]
         for other in others:
             total += other
-        return total
+        return total.clone()  # A view would keep all that was received.
 
     def gather_masters(self) -> dict[str, Tensor]:
         """The masters of whole weights, on every rank. Collective."""

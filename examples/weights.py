@@ -1,0 +1,118 @@
+"""How train_torch.py keeps its weights (`--weights`), and which ranks have parts of them (`--mesh`).
+
+All kinds start from the same float32 values and send the same codes:
+
+    shard    FSDP2; the parameter is a float32 shard, quantized before each gather
+    primary  FSDP2; the parameter is the codes, quantized once a step from masters that the optimizer has
+    zero     no FSDP2: ZeroOptimizer has flat slices of codes, masters and states
+"""
+
+import gc
+import warnings
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import qshard.torch_bridge as qshard
+from gpt import GPTConfig, Schedule, initial_weights, is_quantized
+from qshard.recipes import Recipe
+
+KINDS = ("shard", "primary", "zero")
+MESHES = {"fsdp": ("fsdp",), "hsdp": ("replicate", "fsdp"), "fsdp,tp": ("fsdp", "tp")}
+
+
+def refusal(kind: str, mesh: str, ranks: int) -> str | None:
+    """Say why these cannot go together, if they cannot."""
+    if kind == "zero" and mesh != "fsdp":
+        return f"--weights zero cuts weights over all ranks alike, not over --mesh {mesh}; leave --mesh out"
+    if mesh != "fsdp" and (ranks < 4 or ranks % 2):
+        return f"--mesh {mesh} needs an even number of ranks, 4 or more, not {ranks}; give --ranks 4"
+    return None
+
+
+def make_mesh(name: str, device: torch.device, ranks: int) -> DeviceMesh:
+    """Arrange the ranks: in a row, as two replicas of shards, or in pairs that share the work of each layer."""
+    shape = {"fsdp": (ranks,), "hsdp": (2, ranks // 2), "fsdp,tp": (ranks // 2, 2)}[name]
+    return init_device_mesh(device.type, shape, mesh_dim_names=MESHES[name])
+
+
+def cut_layers(blocks: nn.ModuleList, mesh: DeviceMesh) -> None:
+    """Tensor parallelism of all blocks, before FSDP2 shards what each rank has left."""
+    plan = {
+        # q, k and v are one weight here, so a cut of it is none between heads: attention takes it whole.
+        "qkv": ColwiseParallel(output_layouts=Replicate()),
+        "projection": RowwiseParallel(input_layouts=Replicate()),
+        "up": ColwiseParallel(),
+        "down": RowwiseParallel(),
+    }
+    for block in blocks:
+        parallelize_module(block, mesh, plan)
+
+
+def shard(model: nn.Module, mesh: DeviceMesh) -> None:
+    """FSDP2: a block's weights are gathered when it runs, and freed after it."""
+    assert mesh.mesh_dim_names is not None
+    if "tp" in mesh.mesh_dim_names:
+        cut_layers(model.blocks, mesh["tp"])
+        mesh = mesh["fsdp"]
+    precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh, mp_policy=precision)
+
+
+def make_optimizer(model: nn.Module, kind: str, recipe: Recipe | None, schedule: Schedule) -> torch.optim.Optimizer:
+    """AdamW of the matrices with, and of the gains of norms without, weight decay."""
+    options = {"betas": schedule.betas, "eps": schedule.eps}
+
+    def decay(name: str, weight: torch.Tensor) -> dict[str, float]:
+        return {"weight_decay": schedule.weight_decay if weight.ndim == 2 else 0.0}
+
+    if kind == "zero":
+        units = [*model.blocks, model]
+        return qshard.ZeroOptimizer(
+            model, shard_weights=True, units=units, settings=decay, decoupled_weight_decay=True, **options
+        )
+    grouped: dict[tuple[int, int], list[nn.Parameter]] = {}  # AdamW takes no weights of different meshes in one group.
+    for weight in model.parameters():
+        grouped.setdefault((weight.ndim, weight.device_mesh.ndim), []).append(weight)
+    groups = [{"params": grouped[key], **decay("", grouped[key][0])} for key in sorted(grouped, reverse=True)]
+    if kind == "primary" and recipe is not None:
+        return qshard.WithMasters(groups, torch.optim.AdamW, **options)
+    return torch.optim.AdamW(groups, **options)
+
+
+def narrow(model: nn.Module) -> None:
+    """What FSDP2's policy does for gathers: weights that no recipe quantizes are bfloat16 to layers.
+
+    `load_exactly` gives the masters that ZeroOptimizer makes of them their float32 values.
+    """
+    for weight in model.parameters():
+        if not isinstance(weight, qshard.ShardedWeight):
+            weight.data = weight.data.bfloat16()
+
+
+def load_exactly(model: nn.Module, config: GPTConfig) -> None:
+    """Masters get the values that `narrow` has rounded."""
+    model.load_state_dict({name: torch.from_numpy(value) for name, value in initial_weights(config).items()})
+
+
+def quantize_layers(model: nn.Module, kind: str, recipe: Recipe) -> None:
+    """The linear layers of the blocks gather and multiply in the formats of the recipe."""
+    qshard.convert(model, recipe, filter=lambda layer, name: is_quantized(f"{name}.weight"), primary=kind == "primary")
+
+
+def resident_bytes() -> int:
+    """Return the bytes of all tensors that this rank has: shards or codes, masters, states, gradients that stay."""
+    gc.collect()
+    storages = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of classes that are deprecated, by being looked at
+        for value in gc.get_objects():
+            if type(value) in (torch.Tensor, nn.Parameter) and not value.is_meta and value.layout == torch.strided:
+                storage = value.untyped_storage()
+                storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())

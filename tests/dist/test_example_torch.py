@@ -1,0 +1,151 @@
+"""examples/train_torch.py: kinds of weights, meshes, and runs that go on from a checkpoint."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+ENVIRONMENT |= {"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
+STEPS = 6
+
+
+def start(folder, *options):
+    command = [sys.executable, EXAMPLES / "train_torch.py", "--steps", str(STEPS), "--batch", "8", "--out", folder]
+    return subprocess.Popen(
+        [*command, *options],
+        env=ENVIRONMENT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def train(folder, *options):
+    """What the report has of the run."""
+    process = start(folder, *options)
+    errors = process.communicate(timeout=240)[1]
+    assert process.returncode == 0, errors
+    (run,) = json.loads((folder / "torch.json").read_text())
+    return run
+
+
+def kill_once_saved(folder, steps, *options):
+    """SIGKILL for all processes of a run as soon as it has saved so many steps: what is in `folder` then."""
+    process = start(folder, *options)
+    try:
+        deadline = time.monotonic() + 240
+        while not list(steps()):
+            assert process.poll() is None, process.stderr.read()
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        process.stderr.close()
+
+
+@pytest.fixture(scope="module")
+def untouched(tmp_path_factory):
+    """A run of each kind, made once."""
+    runs = {}
+
+    def of(kind, recipe):
+        if (kind, recipe) not in runs:
+            folder = tmp_path_factory.mktemp("untouched")
+            runs[kind, recipe] = train(folder, "--weights", kind, "--formats", recipe)
+        return runs[kind, recipe]
+
+    return of
+
+
+def test_kinds_gather_the_same_bytes(untouched):
+    """Masters of all begin with the same bits; those of FSDP2 have the same losses, too."""
+    shard, primary, zero = (untouched(kind, "nvfp4") for kind in ("shard", "primary", "zero"))
+    assert shard["gathered_sha256"] == primary["gathered_sha256"] == zero["gathered_sha256"] != ""
+    assert shard["losses"] == primary["losses"]
+    assert zero["losses"] == pytest.approx(shard["losses"], rel=0.02)
+    assert shard["resident_bytes"] < primary["resident_bytes"] < 1.1 * shard["resident_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "recipe"),
+    [
+        ("primary", "nvfp4"),
+        pytest.param("shard", "delayed", marks=pytest.mark.slow),
+        pytest.param("zero", "delayed", marks=pytest.mark.slow),
+        pytest.param("zero", "nvfp4", marks=pytest.mark.slow),
+    ],
+)
+def test_a_killed_run_goes_on_with_the_same_losses(kind, recipe, untouched, tmp_path):
+    """Bit for bit, from the last whole checkpoint, over one that is half written."""
+    saved = tmp_path / "saved"
+    options = ["--weights", kind, "--formats", recipe, "--checkpoint", saved, "--every", "1"]
+    kill_once_saved(tmp_path, lambda: saved.glob(f"{recipe}/step-?"), *options)
+    done = [path.name for path in (saved / recipe).glob("step-?")]
+    assert done
+    assert f"step-{STEPS}" not in done
+    (saved / recipe / f"step-{STEPS}.partial").mkdir(exist_ok=True)
+    resumed = train(tmp_path, *options, "--resume")
+    assert resumed["losses"] == untouched(kind, recipe)["losses"]
+    assert resumed["validation"] == untouched(kind, recipe)["validation"]
+    assert resumed["gathered_sha256"] == untouched(kind, recipe)["gathered_sha256"]
+    assert [path.name for path in (saved / recipe).iterdir()] == [f"step-{STEPS}"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["hsdp", "fsdp,tp"])
+def test_meshes(mesh, untouched, tmp_path):
+    """Weights do not depend on how they are cut, so the first loss is near that of two ranks."""
+    run = train(tmp_path, "--mesh", mesh, "--ranks", "4", "--formats", "mxfp8")
+    two = untouched("shard", "mxfp8")
+    assert run["losses"] == pytest.approx(two["losses"], rel=0.02)
+    assert run["gathered_sha256"] == ("" if "tp" in mesh else two["gathered_sha256"])
+
+
+REFUSED = {
+    "--mesh hsdp": "--mesh hsdp needs an even number of ranks, 4 or more, not 2; give --ranks 4",
+    "--mesh fsdp,tp": "--mesh fsdp,tp needs an even number of ranks, 4 or more, not 2; give --ranks 4",
+    "--mesh hsdp --weights zero": "--weights zero cuts weights over all ranks alike, not over --mesh hsdp; leave",
+    "--resume": "--resume goes on from a checkpoint; give --checkpoint DIR",
+    "--resume --checkpoint none": "--checkpoint none has none of bf16, fp8; leave --resume out",
+    "--checkpoint some": "--checkpoint some has some of an earlier run; add --resume, or give another directory",
+    "--resume --checkpoint some --steps 7": "--steps 7 is not that of some/fp8/step-4, 6; resume with",
+}
+
+
+def test_refused_in_one_line(tmp_path):
+    """In one process, as importing a framework takes seconds."""
+    code = """
+import contextlib, io, json, sys
+sys.path.insert(0, sys.argv[1])
+import train_torch
+said = {}
+for line in json.loads(sys.argv[2]):
+    sys.argv = ["train.py", *line.split()]
+    with contextlib.redirect_stderr(io.StringIO()) as errors:
+        try:
+            train_torch.main()
+        except SystemExit as end:
+            assert end.code == 1
+    said[line] = errors.getvalue()
+print(json.dumps(said))
+"""
+    for step in (2, 4):
+        path = tmp_path / "some" / "fp8" / f"step-{step}"
+        path.mkdir(parents=True)
+        settings = {"text": "pydoc_data.topics", "steps": 6, "batch": 32, "weights": "shard", "mesh": "fsdp"}
+        (path / "run.json").write_text(json.dumps({"settings": settings, "run": {}}))
+    command = [sys.executable, "-c", code, EXAMPLES, json.dumps(list(REFUSED))]
+    result = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=True)
+    for line, said in json.loads(result.stdout).items():
+        assert said.startswith(f"train.py: error: {REFUSED[line]}"), said
+        assert said.count("\n") == 1
+        assert len(said) < 200

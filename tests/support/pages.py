@@ -1,0 +1,56 @@
+"""Pages of Markdown: the blocks of code in them, and how they are run as a reader would."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+class Page:
+    """The code of a page.
+
+    Attributes:
+      python: its blocks of Python.
+      commands: the lines of its shell blocks, in words.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.text = (REPOSITORY / path).read_text()
+        blocks = re.findall(r"^```(\w*)\n(.*?)^```$", self.text, re.MULTILINE | re.DOTALL)
+        self.python = [code for language, code in blocks if language == "python"]
+        self.commands = [
+            shlex.split(line, comments=True)
+            for language, block in blocks
+            for line in block.splitlines()
+            if language in ("", "sh", "bash") and line.strip()
+        ]
+
+    def rows(self, first: str) -> list[dict[str, str]]:
+        """The table whose first heading is `first`."""
+        lines = self.text[self.text.index(f"| {first} |") :].split("\n\n")[0].splitlines()
+        heads, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+        return [dict(zip(heads, row, strict=True)) for row in rows]
+
+
+def run(script: Path, command: list[str]) -> subprocess.CompletedProcess[str]:
+    """Runs `command`, of `python` or `torchrun`, beside the script."""
+    programs = {"python": [sys.executable], "torchrun": [sys.executable, "-m", "torch.distributed.run"]}
+    # Without what conftest.py sets for JAX. GLOO_SOCKET_IFNAME: a container may not know its own name.
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    environment |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    ranks = 4 if "4" in command else 2  # Ranks are as many GPUs, or processes without any.
+    if len(list(Path("/dev").glob("nvidia[0-9]*"))) < ranks:
+        environment |= {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"}
+    return subprocess.run(
+        [*programs[command[0]], *command[1:]],
+        cwd=script.parent,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
