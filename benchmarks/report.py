@@ -171,6 +171,33 @@ def numerics_section(tables: Tables) -> str:
     return f"## Numerics, {threads(rows)}\n\n{origin(rows)} {text}\n\n{table(header, lines)}\n"
 
 
+def fsdp2_section(tables: Tables) -> str:
+    rows = tables["fsdp2"]
+    base = next((row for row in rows if row["recipe"] == "bf16"), None)
+    columns = [
+        "recipe",
+        "kind",
+        "ms",
+        "peak_GiB",
+        "gathered_MB",
+        "reduced_MB",
+        "amaxes_MB",
+        "codes_B",
+        "high_precision_B",
+    ]
+    columns += ["states_B"]
+    header = [*columns[:3], "of bf16", *(column.replace("_", " ") for column in columns[3:])]
+    lines = []
+    for row in rows:
+        ratio = f"{float(row['ms']) / float(base['ms']):.2f}" if base else "-"
+        lines.append([*(row[c] for c in columns[:3]), ratio, *(row[c] for c in columns[3:])])
+    text = (
+        f"A step of a 2.0 B model on {rows[0]['ranks']} GPUs, eager; `benchmarks/bench_fsdp2.py` says what is in a row. "
+        "Bytes are those that a rank keeps for an element of its part; of ZeRO, all its weights are counted."
+    )
+    return f"## FSDP2\n\n{origin(rows)} {text}\n\n{table(header, lines)}\n"
+
+
 def training_section(tables: Tables) -> str:
     columns = ["framework", "recipe", "device", "ranks", "steps", "validation_loss", "percent_to_bf16"]
     columns += ["gathered_bytes_a_step", "ms_a_step", "gathered_sha256"]
@@ -232,6 +259,8 @@ def results(tables: Tables) -> str:
     parts += [cpu_section(rows) for name, rows in tables.items() if name.startswith("cpu_kernels")]
     if "numerics" in tables:
         parts.append(numerics_section(tables))
+    if "fsdp2" in tables:
+        parts.append(fsdp2_section(tables))
     if "training_jax" in tables or "training_torch" in tables:
         parts.append(training_section(tables))
     return "\n".join(parts)
