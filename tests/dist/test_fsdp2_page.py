@@ -1,6 +1,7 @@
 """What docs/fsdp2.md says: its code as one script, and its tables against what two ranks really send and keep."""
 
 import gc
+import re
 from fractions import Fraction
 
 import pytest
@@ -14,7 +15,7 @@ from support.torch_models import Wire, shard
 from support.torch_ranks import on_ranks
 
 PAGE = Page("docs/fsdp2.md")
-COSTS = {row["recipe"]: Fraction(row["bytes an element"]) for row in PAGE.rows("recipe")}
+COSTS = {row["recipe"]: row for row in PAGE.rows("recipe")}
 KEPT = {row["kind"]: {k: Fraction(v) for k, v in row.items() if k != "kind"} for row in PAGE.rows("kind | parameter")}
 SIZE = 512
 OF_TORCH = ["DTensor random operators may not have complete support", "returned a view tensor"]
@@ -23,10 +24,10 @@ OF_TORCH = ["DTensor random operators may not have complete support", "returned 
 
 def test_its_code_runs(tmp_path):
     """All blocks as one script, started as it says."""
-    (command,) = PAGE.commands
-    script = tmp_path / command[-1]
+    (command,) = re.findall(r"^`(torchrun .*)`$", PAGE.text, re.MULTILINE)
+    script = tmp_path / command.split()[-1]
     script.write_text("\n".join(PAGE.python))
-    result = run(script, command)
+    result = run(script, command.split())
     assert result.returncode == 0, result.stderr
     warned = [line for line in result.stderr.splitlines() if "Warning: " in line]
     assert [line for line in warned if not any(known in line for known in OF_TORCH)] == []
@@ -57,7 +58,10 @@ def test_bytes_on_the_wire(recipe):
         with Wire() as wire:
             model(x)
     sent = sum(size * dtype.itemsize for dtype, size in wire.of("allgather"))  # By this rank: its own part.
-    assert Fraction(sent * dist.get_world_size(), 2 * SIZE * SIZE) == COSTS[recipe]
+    assert Fraction(sent * dist.get_world_size(), 2 * SIZE * SIZE) == Fraction(COSTS[recipe]["gathered"])
+    reduced = sum(size * dtype.itemsize for dtype, size in wire.of("allreduce"))
+    said, of_weights = COSTS[recipe]["reduced"], 2 * 4 * ("a weight" in COSTS[recipe]["one scale for"])
+    assert reduced == of_weights + (0 if said == "4 a weight" else Fraction(said) * 2 * SIZE * SIZE)
 
 
 @on_ranks(2)

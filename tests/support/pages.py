@@ -42,8 +42,7 @@ def run(script: Path, command: list[str]) -> subprocess.CompletedProcess[str]:
     # Without what conftest.py sets for JAX. GLOO_SOCKET_IFNAME: a container may not know its own name.
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     environment |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    ranks = 4 if "4" in command else 2  # Ranks are as many GPUs, or processes without any.
-    if len(list(Path("/dev").glob("nvidia[0-9]*"))) < ranks:
+    if len(list(Path("/dev").glob("nvidia[0-9]*"))) < 2:  # Two ranks are two GPUs, or two processes without any.
         environment |= {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"}
     return subprocess.run(
         [*programs[command[0]], *command[1:]],
