@@ -192,7 +192,7 @@ def fsdp2_section(tables: Tables) -> str:
         ratio = f"{float(row['ms']) / float(base['ms']):.2f}" if base else "-"
         lines.append([*(row[c] for c in columns[:3]), ratio, *(row[c] for c in columns[3:])])
     text = (
-        f"A step of a 2.0 B model on {rows[0]['ranks']} GPUs, eager; `benchmarks/bench_fsdp2.py` says what is in a row. "
+        f"A step of a 2.0 B model on {rows[0]['ranks']} GPUs, eager; `bench_fsdp2.py` says what is in a row. "
         "Bytes are those that a rank keeps for an element of its part; of ZeRO, all its weights are counted."
     )
     return f"## FSDP2\n\n{origin(rows)} {text}\n\n{table(header, lines)}\n"

@@ -92,8 +92,8 @@ def trains_as_one_process(name):
     recipe = nearest(RECIPES[name])
     one, many = llama(recipe), sharded(llama(recipe))
     losses = [trained(model) for model in (one, many)]
-    # Sums over ranks round in another order. Where that flips a code, numbers differ by a step of the format. FP8 tensor
-    # cores keep some 14 bits while they sum, so there codes flip in the first step.
+    # Sums over ranks round in another order. Where that flips a code, numbers differ by a step of the format. FP8
+    # tensor cores keep some 14 bits while they sum, so there codes flip in the first step.
     assert losses[1][0] == pytest.approx(losses[0][0], rel=1e-5 if torch_ranks.device == "cpu" else 5e-3)
     assert np.array(losses[1]) == pytest.approx(np.array(losses[0]), rel=1e-2)
     if len(torch_ranks.shape) > 1:
