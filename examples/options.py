@@ -92,6 +92,7 @@ def parse(
     parser.add_argument("--out", type=output_directory, default="build/train", help="results (default: %(default)s)")
     add(parser)
     options = parser.parse_args()
+    options.asked = options.formats or [options.recipe]  # without the bf16 that is trained beside it
     options.formats = options.formats or list(dict.fromkeys(["bf16", options.recipe]))
     most = most or devices
     if options.ranks > most:

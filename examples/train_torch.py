@@ -27,7 +27,6 @@ import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import checkpoint
 import options
@@ -35,9 +34,10 @@ import qshard.torch_bridge as qshard
 import report
 import weights
 from corpus import Batch, Corpus, load
+from gathered import GatheredBytes, record_gathered
 from gpt import GPTConfig, Schedule, initial_weights
 from progress import TrainingProgress
-from qshard.recipes import Recipe
+from qshard.recipes import DelayedScaling, Recipe
 from ranks import launch
 
 CONFIG = GPTConfig()
@@ -118,41 +118,11 @@ def make_model(kind: str, recipe: Recipe | None, mesh: DeviceMesh, device: torch
     return model
 
 
-class GatheredBytes(TorchDispatchMode):
-    """Counts the bytes that all-gathers write while it is active."""
-
-    total = 0
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        if op is torch.ops.c10d._allgather_base_.default:
-            self.total += args[0].nbytes
-        return op(*args, **(kwargs or {}))
-
-
-def record_gathered(model: GPT) -> dict[str, list[np.ndarray]]:
-    """Keep a copy of every gathered weight, by name, when its layer runs for the first time."""
-    gathered: dict[str, list[np.ndarray]] = {}
-    hooks = {}
-
-    def copy(layer: nn.Module, inputs: object, name: str) -> None:
-        weight: Any = layer.weight
-        parts = [part for part in weight.rowwise if part is not None] if hasattr(weight, "rowwise") else [weight]
-        gathered[name] = [
-            part.detach().clone().contiguous().flatten().view(torch.uint8).cpu().numpy() for part in parts
-        ]
-        hooks.pop(name).remove()
-
-    for layer_name, layer in model.named_modules():
-        if hasattr(layer, "weight"):
-            name = f"{layer_name}.weight"
-            hooks[name] = layer.register_forward_pre_hook(partial(copy, name=name))
-    return gathered
-
-
 def train(name: str, corpus: Corpus, arguments: Namespace, device: torch.device, events: mp.Queue) -> None:
     """Train with one format. Rank 0 reports its progress, and at the end the run, to `events`."""
     schedule = Schedule(steps=arguments.steps, batch=arguments.batch)
-    rank, ranks, kind = dist.get_rank(), dist.get_world_size(), arguments.weights
+    rank, ranks, recipe = dist.get_rank(), dist.get_world_size(), options.RECIPES[name]
+    kind = arguments.weights if recipe is not None else "shard"  # the bf16 that is trained beside a recipe
     mesh = weights.make_mesh(arguments.mesh, device, ranks)
     tensor_parallel = mesh["tp"].size() if arguments.mesh == "fsdp,tp" else 1
     chosen = [f"--{key} {given}" for key, given in (("weights", kind), ("mesh", arguments.mesh)) if given in SHOWN]
@@ -163,7 +133,7 @@ def train(name: str, corpus: Corpus, arguments: Namespace, device: torch.device,
     report_event(("start", f"torch {name}"))
 
     torch.manual_seed(0)  # of NVFP4's stochastic rounding: on all ranks the same, and in each run
-    before, recipe = weights.resident_bytes(), options.RECIPES[name]
+    before = weights.resident_bytes()
     model = make_model(kind, recipe, mesh, device)
     optimizer = weights.make_optimizer(model, kind, recipe, schedule)
     if kind == "zero":
@@ -187,7 +157,7 @@ def train(name: str, corpus: Corpus, arguments: Namespace, device: torch.device,
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        if recipe is not None and kind != "zero":  # (2) what delayed scaling alone needs: the scales of the next step
+        if isinstance(recipe, DelayedScaling) and kind != "zero":  # (2) what it alone needs: scales of the next step
             qshard.update_scales(model)
         return mean_over_ranks(loss)
 
@@ -196,7 +166,7 @@ def train(name: str, corpus: Corpus, arguments: Namespace, device: torch.device,
         done, run = checkpoint.load(found, model, optimizer)
         for loss in run.losses:
             report_event(("step", loss))
-    gathered = record_gathered(model) if done == 0 and tensor_parallel == 1 else {}
+    gathered = record_gathered(model) if done == 0 else {}
     held_out = corpus.validation(schedule.batch, CONFIG.context)
     for index in range(done, schedule.steps):
         batch = corpus.batch(index, schedule.batch, CONFIG.context)
@@ -204,7 +174,7 @@ def train(name: str, corpus: Corpus, arguments: Namespace, device: torch.device,
         if index == 0:
             with GatheredBytes() as count:
                 loss = step(batch, schedule.learning_rate(index))
-            run.gathered_bytes, run.gathered_sha256 = count.total, report.digest(gathered) if gathered else ""
+            run.gathered_bytes, run.gathered_sha256 = count.total, report.digest(gathered)
             gathered.clear()
         else:
             loss = step(batch, schedule.learning_rate(index))
@@ -263,7 +233,7 @@ def main() -> None:
         corpus = load(arguments.text, arguments.batch, CONFIG.context)
     except (OSError, ValueError) as error:
         options.fail(parser.prog, str(error))
-    problem = weights.refusal(arguments.weights, arguments.mesh, arguments.ranks)
+    problem = weights.refusal(arguments.weights, arguments.mesh, arguments.ranks, arguments.asked)
     if arguments.checkpoint:
         given = settings(arguments, corpus)
         problem = problem or checkpoint.refusal(arguments.checkpoint, arguments.formats, arguments.resume, given)

@@ -25,8 +25,10 @@ KINDS = ("shard", "primary", "zero")
 MESHES = {"fsdp": ("fsdp",), "hsdp": ("replicate", "fsdp"), "fsdp,tp": ("fsdp", "tp")}
 
 
-def refusal(kind: str, mesh: str, ranks: int) -> str | None:
+def refusal(kind: str, mesh: str, ranks: int, formats: list[str]) -> str | None:
     """Say why these cannot go together, if they cannot."""
+    if kind != "shard" and "bf16" in formats:
+        return f"--weights {kind} is not for bf16, which has no codes to keep; leave bf16 out, or --weights"
     if kind == "zero" and mesh != "fsdp":
         return f"--weights zero cuts weights over all ranks alike, not over --mesh {mesh}; leave --mesh out"
     if mesh != "fsdp" and (ranks < 4 or ranks % 2):

@@ -1,0 +1,59 @@
+"""What all-gathers of weights wrote: how many bytes, and which."""
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class GatheredBytes(TorchDispatchMode):
+    """Counts the bytes that all-gathers write while it is active."""
+
+    total = 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if op is torch.ops.c10d._allgather_base_.default:
+            self.total += args[0].nbytes
+        return op(*args, **(kwargs or {}))
+
+
+def record_gathered(model: nn.Module) -> dict[str, list[np.ndarray]]:
+    """Keep a copy of every gathered weight, by name, when its layer runs for the first time.
+
+    Under tensor parallelism a rank gathers its part: the copy is of the parts of all ranks, put together.
+    """
+    gathered: dict[str, list[np.ndarray]] = {}
+    hooks = {}
+
+    def copy(layer: nn.Module, inputs: object, name: str) -> None:
+        weight: Any = layer.weight
+        local = weight.to_local() if isinstance(weight, DTensor) else weight
+        parts = [part for part in local.rowwise if part is not None] if hasattr(local, "rowwise") else [local]
+        if isinstance(weight, DTensor):
+            parts = [_whole(part.detach(), weight) for part in parts]
+        gathered[name] = [
+            part.detach().clone().contiguous().flatten().view(torch.uint8).cpu().numpy() for part in parts
+        ]
+        hooks.pop(name).remove()
+
+    for layer_name, layer in model.named_modules():
+        if hasattr(layer, "weight"):
+            name = f"{layer_name}.weight"
+            hooks[name] = layer.register_forward_pre_hook(partial(copy, name=name))
+    return gathered
+
+
+def _whole(part: Tensor, weight: DTensor) -> Tensor:
+    """The codes, or the scales of blocks, of a weight that is cut over ranks; one scale of all is on each of them."""
+    (placement,) = weight.placements
+    if part.numel() == 1 or not isinstance(placement, Shard):
+        return part
+    sent = part.contiguous().view(torch.uint8)
+    parts = [torch.empty_like(sent) for _ in range(weight.device_mesh.size())]
+    dist.all_gather(parts, sent, group=weight.device_mesh.get_group())
+    return torch.cat([one.view(part.dtype) for one in parts], placement.dim)

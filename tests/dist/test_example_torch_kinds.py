@@ -1,0 +1,105 @@
+"""What examples/train_torch.py gathers, for every recipe, kind of weight and mesh, and how runs go on: small models."""
+
+import importlib
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+from support import torch_ranks
+from support.torch_ranks import on_ranks
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+RECIPES = ["fp8", "delayed", "block", "mxfp8", "mxfp6", "mxfp4", "nvfp4"]
+KINDS = ["shard", "primary", "zero"]
+BATCH = 4
+
+
+def example(name):
+    sys.path.insert(0, str(EXAMPLES))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(str(EXAMPLES))
+
+
+class Events(list):
+    put = list.append
+
+
+class Stopped(Exception):
+    pass
+
+
+def trained(name, kind="shard", mesh="fsdp", steps=2, folder=None, resume=False, stops=None):
+    """The run that rank 0 reports; None on others. It may stop before a step."""
+    _clear_sharding_prop_cache()  # It holds meshes of process groups of cases before.
+    script = example("train_torch")
+    script.CONFIG = example("gpt").GPTConfig(layers=1, context=8)
+    corpus = example("corpus").load(Path(__file__), BATCH, script.CONFIG.context)
+
+    class Text(type(corpus)):
+        def batch(self, step, *sizes):
+            if step == stops:
+                raise Stopped
+            return super().batch(step, *sizes)
+
+    text, events = Text(corpus.name, corpus.train, corpus.held_out), Events()
+    arguments = Namespace(
+        steps=steps, batch=BATCH, weights=kind, mesh=mesh, checkpoint=folder, every=2, resume=resume, formats=[name]
+    )
+    script.train(name, text, arguments, torch.device(torch_ranks.device), events)
+    return events[-1][1] if events else None
+
+
+def test_all_recipes():
+    assert ["bf16", *RECIPES] == list(example("options").RECIPES)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", RECIPES)
+def test_all_kinds_gather_the_same_bytes(name):
+    runs = [trained(name, kind) for kind in KINDS]
+    if dist.get_rank() == 0:
+        shard, primary, zero = runs
+        assert shard.gathered_sha256 == primary.gathered_sha256 == zero.gathered_sha256
+        assert shard.gathered_bytes == primary.gathered_bytes
+        assert shard.losses == primary.losses
+        assert zero.losses == pytest.approx(shard.losses, rel=1e-2)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("name", ["bf16", "block", "nvfp4"])
+def test_all_meshes_gather_the_same_bytes(name):
+    """Under tensor parallelism in parts, which together are the whole."""
+    kinds = KINDS[:1] if name == "bf16" else KINDS[:2]
+    runs = [trained(name, kind, mesh, steps=1) for kind in kinds for mesh in ("fsdp", "hsdp", "fsdp,tp")]
+    if dist.get_rank() == 0:
+        assert len({run.gathered_sha256 for run in runs}) == 1
+        for fsdp, hsdp, tp in (runs[:3], runs[-3:]):
+            assert hsdp.gathered_bytes == fsdp.gathered_bytes > tp.gathered_bytes
+            assert [run.losses for run in (hsdp, tp)] == [pytest.approx(fsdp.losses, rel=1e-2)] * 2
+
+
+def resumes(name, kind, mesh, folder):
+    whole = trained(name, kind, mesh, steps=5)
+    with pytest.raises(Stopped):
+        trained(name, kind, mesh, steps=5, folder=folder, stops=3)
+    assert [path.name for path in (folder / name).iterdir()] == ["step-2"]
+    dist.barrier()
+    again = trained(name, kind, mesh, steps=5, folder=folder, resume=True, stops=0)
+    if dist.get_rank() == 0:
+        assert len(again.losses) == 5
+        assert again.losses == whole.losses
+
+
+RESUMED = [(name, kind, "fsdp", 2) for name in ("fp8", "nvfp4") for kind in KINDS]
+
+
+@pytest.mark.parametrize(("name", "kind", "mesh", "ranks"), RESUMED)
+def test_a_resumed_run_has_the_same_losses(name, kind, mesh, ranks, tmp_path):
+    torch_ranks.run(ranks, resumes, name=name, kind=kind, mesh=mesh, folder=tmp_path)
