@@ -51,7 +51,7 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]
     return {
         "model": get_model_state_dict(model),  # float32, by the names of a plain model, whatever the kind of weight
         "optimizer": get_optimizer_state_dict(model, optimizer),
-        "scaling": qshard.scaling_state(model),  # scales and amaxes of DelayedScaling, and seeds
+        "scaling": qshard.scaling_state(model, dist.group.WORLD),  # scales and amaxes of DelayedScaling, and seeds
     }
 
 

@@ -7,16 +7,19 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from qshard.names import shown
-from qshard.torch_bridge.arguments import check_model
+from qshard.torch_bridge.arguments import check_group, check_model
+from qshard.torch_bridge.quantize import max_over_ranks
 
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 """What torch.compile, activation checkpointing and FSDP1 put into names."""
 
 
-def scaling_state(model: nn.Module) -> dict[str, Tensor]:
+@torch.no_grad()
+def scaling_state(model: nn.Module, group: dist.ProcessGroup | None = None) -> dict[str, Tensor]:
     """The state of scaling of all layers of `model`, by name: scales and histories of amaxes, and seeds.
 
     `model.state_dict()` has none of it, so that models of any recipe, and of none, load each other's. A run that goes
@@ -24,6 +27,9 @@ def scaling_state(model: nn.Module) -> dict[str, Tensor]:
 
     Args:
       model: on any device, sharded or not.
+      group: the ranks that save it together, whose amaxes since the last update are merged first: then any of them may
+        save or load it, and no bit of the run changes. Collective. None: this rank's own, which are those of all right
+        after `update_scales`, but not after a forward pass since, as of a validation.
 
     Returns:
       The very tensors, as `state_dict` does, on this rank: empty if no layer has any. `torch.save`, and
@@ -39,7 +45,12 @@ def scaling_state(model: nn.Module) -> dict[str, Tensor]:
     >>> load_scaling_state(model, state)
     """
     check_model("scaling_state", model)
-    return {name: buffer.detach() for name, buffer in _named_state(model)}
+    check_group("scaling_state", group)
+    state = {name: buffer.detach() for name, buffer in _named_state(model)}
+    amaxes = [buffer for name, buffer in state.items() if name.endswith(".amax")]
+    if amaxes and group is not None:
+        torch._foreach_copy_(amaxes, list(max_over_ranks(torch.stack(amaxes), group).unbind()))
+    return state
 
 
 @torch.no_grad()

@@ -97,7 +97,7 @@ def resumes(name, kind, mesh, folder):
         assert again.losses == whole.losses
 
 
-RESUMED = [(name, kind, "fsdp", 2) for name in ("fp8", "nvfp4") for kind in KINDS]
+RESUMED = [(name, kind, "fsdp", 2) for name in ("fp8", "nvfp4") for kind in KINDS] + [("delayed", "shard", "fsdp", 2)]
 
 
 @pytest.mark.parametrize(("name", "kind", "mesh", "ranks"), RESUMED)

@@ -155,7 +155,7 @@ class ShardedWeight(Tensor):
         if func is aten.erfinv_.default and states[0].gathers:
             args[0].shard.copy_(exact_erfinv(args[0].shard))  # Of `trunc_normal_`, before torch 2.13.
             return args[0]
-        if func in RANDOM and (place := place_of(states[0], args[0].shape[1])) is not None:
+        if func in RANDOM and args[0].ndim == 2 and (place := place_of(states[0], args[0].shape[1])) is not None:
             return args[0]._fill(place, func, *args[1:], **kwargs)
         plain_args, plain_kwargs = pytree.tree_map_only(ShardedWeight, lambda t: t.shard, (args, kwargs))
         out = func(*plain_args, **plain_kwargs)
