@@ -82,8 +82,8 @@ struct DelayedRule {
   bool most_recent;  // the scale follows from the last amax alone
 };
 
-// new_scale[i] = ScaleOrFirst(scale[i], amax[i], target), scale_inv[i] = its inverse. Outputs may be
-// inputs.
+// new_scale[i] = ScaleOrFirst(scale[i], amax[i], target), scale_inv[i] = its inverse. Outputs may
+// be inputs.
 QSHARD_LAUNCHER(DelayedScales, const float* amax, const float* scale, int64_t n, float target,
                 float* new_scale, float* scale_inv);
 

@@ -25,8 +25,8 @@ struct Scaled {
   float *amax = nullptr, *scale_inv = nullptr;
 };
 
-// What a cast on CUDA, of delayed scaling, comes after: amaxes of 0, to be raised, or, of runs whose
-// scale is 0, as they are; and scale_inv.
+// What a cast on CUDA, of delayed scaling, comes after: amaxes of 0, to be raised, or, of runs
+// whose scale is 0, as they are; and scale_inv.
 template <class In>
 Status BeginDelayed(const Exec<Cuda>& exec, const Scaled<In>& x);
 

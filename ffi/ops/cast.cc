@@ -37,9 +37,9 @@ template <class Platform>
 Error Cast(const Call<Platform>& call, int amax = 0) {
   return DispatchFp8(call, call.arg(0), [&](auto code, auto in) {
     using Code = decltype(code);
-    return call(kernels::Cast<decltype(in), Code>(call.exec, ScaledOf<Code, decltype(in)>(call, amax),
-                                                  Elements(call.arg(0)),
-                                                  Mutable<uint8_t>(call.ret(0))));
+    return call(
+        kernels::Cast<decltype(in), Code>(call.exec, ScaledOf<Code, decltype(in)>(call, amax),
+                                          Elements(call.arg(0)), Mutable<uint8_t>(call.ret(0))));
   });
 }
 

@@ -55,10 +55,10 @@ QSHARD_DEFINE_OP(scale_nvfp4) {
 // history, whose scale is 0, the one that their amax makes: element.max * 2^-margin / amax.
 QSHARD_DEFINE_OP(delayed_scale) {
   return DispatchFp8(call, [&](auto code) {
-    return call(kernels::DelayedScales(
-        call.exec, Data<float>(call.arg(0)), Data<float>(call.arg(1)), Elements(call.arg(0)),
-        DelayedTarget<decltype(code)>(call.integer("margin")), Mutable<float>(call.ret(0)),
-        Mutable<float>(call.ret(1))));
+    return call(kernels::DelayedScales(call.exec, Data<float>(call.arg(0)),
+                                       Data<float>(call.arg(1)), Elements(call.arg(0)),
+                                       DelayedTarget<decltype(code)>(call.integer("margin")),
+                                       Mutable<float>(call.ret(0)), Mutable<float>(call.ret(1))));
   });
 }
 

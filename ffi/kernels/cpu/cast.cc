@@ -76,7 +76,8 @@ Status Cast(const Exec<Cpu>& exec, const Scaled<In>& x, int64_t n, uint8_t* data
     for (int64_t stop; begin < end; begin = stop) {
       stop = std::min(end, begin + kPiece);
       const bool finite = delayed.Raise(begin, stop);
-      cast(x.x + begin, stop - begin, {delayed.scale(), x.length, begin}, /*ahead=*/0, data + begin);
+      cast(x.x + begin, stop - begin, {delayed.scale(), x.length, begin}, /*ahead=*/0,
+           data + begin);
       if (!finite) ShowInfinite<Code>(x.nonfinite, x.x + begin, stop - begin, data + begin);
     }
   });

@@ -125,9 +125,7 @@ __global__ void __launch_bounds__(kThreads) CastKernel(const CastArguments<In> a
       if (whole || index(k) < left) x[k] = Load<kVector * sizeof(In)>(in + index(k) * kVector);
     }
     const RunsOfBlock runs(a.runs, base);
-    const auto scale_of = [&](int offset) {
-      return a.Scale(kOneScale ? 0 : runs.Run(offset));
-    };
+    const auto scale_of = [&](int offset) { return a.Scale(kOneScale ? 0 : runs.Run(offset)); };
     float scale[kBatch];
 #pragma unroll
     for (int k = 0; k < kBatch; ++k)

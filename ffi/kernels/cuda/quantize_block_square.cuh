@@ -61,8 +61,8 @@ __global__ void __launch_bounds__(kTileThreads, TileTuning<In, Scales, kWork>::k
     const int64_t run = RunOf(t.matrix, a.scales.matrices);
     scale = __ldg(a.scales.scale + run);
     if (kAmax && scale == 0.0f && a.scales.amax != nullptr)
-      scale = ScaleOrFirst(scale, *static_cast<volatile float*>(a.scales.amax + run),
-                           a.scales.target);
+      scale =
+          ScaleOrFirst(scale, *static_cast<volatile float*>(a.scales.amax + run), a.scales.target);
   } else if constexpr (kGlobal) {
     if (warp == 0) {
       const auto g = GlobalAt(a.scales, t.matrix / a.matrices);
