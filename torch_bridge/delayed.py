@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from qshard.names import shown
 from qshard.recipes import RecipeLike, Role, as_delayed
@@ -39,7 +39,7 @@ class DelayedScale(nn.Module):
         by its own amax.
       amax: `[]`, the largest that this rank has seen since the last update, over all its microbatches.
       amax_history: `[history]`, of the steps before, the oldest first.
-      stepped: of a weight, whether an optimizer has stepped since the last update.
+      stepped, stepper: of a weight, whether an optimizer has stepped since the last update, and which, by identity.
     """
 
     scale: Tensor
@@ -59,7 +59,7 @@ class DelayedScale(nn.Module):
             "margin": recipe.margin,
             "most_recent": recipe.algorithm == "most_recent",
         }
-        self.stepped = False
+        self.stepped, self.stepper = False, 0
         self._asked = False  # Whether a cut weight needs to know if there is a scale.
         self._made: int | None = None  # The version of `scale` that this rank knows to be a scale.
         self._look: _Look | None = None
@@ -284,12 +284,23 @@ def _check_alike(
 def _watch_optimizers() -> None:
     """Registers, once in a process, what finds out that nobody makes scales."""
     register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: _note_step(optimizer))
+    register_optimizer_step_post_hook(lambda optimizer, args, kwargs: _end_step(optimizer))
+
+
+_running: list[int] = []
+"""Optimizers, by identity, whose step runs: those that others are made of step within theirs, which is one step."""
+
+
+def _end_step(optimizer: Optimizer) -> None:
+    if id(optimizer) in _running:
+        del _running[_running.index(id(optimizer)) :]
 
 
 def _note_step(optimizer: Optimizer) -> None:
     """Raises RuntimeError at the second step of a weight since the last update."""
     if torch.compiler.is_compiling():
         return
+    _end_step(optimizer)  # One before has raised.
     for group in optimizer.param_groups:
         lr = group.get("lr")
         if not (isinstance(lr, Tensor) and lr.is_cuda) and lr == 0:  # As PyTorch steps to make states for a checkpoint.
@@ -299,9 +310,11 @@ def _note_step(optimizer: Optimizer) -> None:
             delayed: DelayedScale | None = getattr(state, "delayed", None)
             if delayed is None or parameter.grad is None:
                 continue
-            if delayed.stepped:
+            if delayed.stepped and delayed.stepper not in _running:
                 raise RuntimeError(
                     f"DelayedScaling: {state.name} (a second optimizer step) has had no update of its scales since the "  # type: ignore[union-attr]
                     "first; call update_scales(model) once a step, on all ranks"
                 )
-            delayed.stepped = True
+            if not delayed.stepped:
+                delayed.stepped, delayed.stepper = True, id(optimizer)
+    _running.append(id(optimizer))

@@ -60,6 +60,40 @@ def two_optimizers(model):
     train_step(model, *(torch.optim.SGD(layer.parameters(), lr=0.1) for layer in model))
 
 
+class Container(torch.optim.Optimizer):
+    """Steps others, as torchtitan's does, with the same parameters."""
+
+    def __init__(self, model):
+        super().__init__(model.parameters(), {"lr": 0.1})
+        self.inner = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in model]
+
+    def step(self, closure=None):
+        for optimizer in self.inner:
+            optimizer.step()
+
+
+def containers(model):
+    """Whose hook after the step makes scales."""
+    optimizer = Container(model)
+    optimizer.register_step_post_hook(lambda *_: update_scales(model))
+    for _ in range(2):
+        backward(model)
+        optimizer.step()
+
+
+def test_containers_are_told_too():
+    model = model_of()
+    optimizer = Container(model)
+    backward(model)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match=SECOND_STEP):
+        optimizer.step()
+    with pytest.raises(RuntimeError, match=SECOND_STEP):
+        optimizer.inner[0].step()
+    update_scales(model)
+    optimizer.step()
+
+
 def frozen_weights(model):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):
@@ -81,7 +115,9 @@ def compiled(model):
         step()
 
 
-@pytest.mark.parametrize("use", [closures, two_optimizers, frozen_weights, states_for_a_checkpoint, compiled])
+@pytest.mark.parametrize(
+    "use", [closures, two_optimizers, containers, frozen_weights, states_for_a_checkpoint, compiled]
+)
 def test_what_needs_no_update(use):
     use(model_of())
 
