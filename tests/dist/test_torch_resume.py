@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from qshard.torch_bridge import AdamW, convert, update_scales
+from qshard.torch_bridge import AdamW, convert, load_scaling_state, scaling_state, update_scales
 from support import torch_ranks
 from support.formats import GATHERED
 from support.torch_models import BLOCK_SIZES, batch, model_of, shard
@@ -35,9 +35,10 @@ def train(folder, name, way, kills=False):
     first = 0
     if whole:
         state, optimizer_state = get_state_dict(model, optimizer)
-        both = {"model": state, "optimizer": optimizer_state}
+        both = {"model": state, "optimizer": optimizer_state, "scaling": scaling_state(model)}
         dcp.load(both, checkpoint_id=whole[-1].parent)
         set_state_dict(model, optimizer, model_state_dict=both["model"], optim_state_dict=both["optimizer"])
+        load_scaling_state(model, both["scaling"])
         first = int(whole[-1].parent.name.removeprefix("step"))
     losses, writing = {}, None
     group = dist.new_group() if way == "async" else None  # Its collectives run beside those of the model.
@@ -54,7 +55,8 @@ def train(folder, name, way, kills=False):
             state, optimizer_state = get_state_dict(model, optimizer)
             if writing is not None:
                 writing.result()
-            both, where = {"model": state, "optimizer": optimizer_state}, folder / f"step{step + 1}"
+            both = {"model": state, "optimizer": optimizer_state, "scaling": scaling_state(model)}
+            where = folder / f"step{step + 1}"
             if way == "async":
                 writing = dcp.async_save(both, checkpoint_id=where, process_group=group)
             else:
