@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,17 +11,17 @@ from torch.distributed.tensor import DTensor
 
 from qshard import pipeline
 from qshard.formats import Format, Usage
-from qshard.layout import plane, source, whole_units
+from qshard.layout import plane, whole_units
 from qshard.names import seed_missing, shown
-from qshard.pipeline import Draws, Plane
-from qshard.recipes import ROLE_SEEDS, DelayedScaling, Recipe, RecipeLike, Role, as_recipe, check_weight_format
+from qshard.pipeline import Plane
+from qshard.recipes import Recipe, RecipeLike, Role, as_recipe, check_weight_format
 from qshard.torch_bridge import activations
 from qshard.torch_bridge.arguments import check_contiguous, check_dtype, check_tensor
-from qshard.torch_bridge.constants import as_constant
 from qshard.torch_bridge.delayed import DelayedScale
 from qshard.torch_bridge.dtensor import local_of
 from qshard.torch_bridge.fsdp.weight import ShardedWeight
 from qshard.torch_bridge.gemm import Operand, matmul
+from qshard.torch_bridge.operands import ROLES, matrix_of, planes_of, quantized, values_of
 from qshard.torch_bridge.ops import ops
 from qshard.torch_bridge.parallel import Part, cut_of
 from qshard.torch_bridge.tensor import QuantizedTensor
@@ -31,11 +30,7 @@ from qshard.torch_bridge.words import words
 aten = torch.ops.aten
 
 
-# Dynamo of torch 2.11 cannot iterate over an enum, on Python 3.12.
-ROLES = tuple(Role)
 _X_SCALES = slice(ROLES.index(Role.ACTIVATION), ROLES.index(Role.ACTIVATION) + 1)
-OPERANDS = {Role.WEIGHT: "weight", Role.ACTIVATION: "x", Role.GRADIENT: "the gradient of y"}
-"""What users of `linear` call them."""
 
 
 def linear(
@@ -159,7 +154,7 @@ def _product(
     x_usage = Usage.BOTH if need_w and not source else Usage.ROWWISE
 
     def make(usage: Usage) -> activations.Planes:
-        planes, amaxes = _planes(_matrix(x, dtype), recipe, usage, Role.ACTIVATION, seed, parts, given)
+        planes, amaxes = quantized(matrix_of(x, dtype), recipe, usage, Role.ACTIVATION, seed, parts, given)
         return planes, [*amaxes, *given[_X_SCALES]]
 
     if stochastic:
@@ -173,12 +168,12 @@ def _product(
 
     w_format, w_again = recipe.weight, False
     if isinstance(weight, QuantizedTensor):  # Gathered by FSDP2, for example. The hook before it has noted its amax.
-        w_format, ws = weight.format, _planes_of(weight, need_x)
+        w_format, ws = weight.format, planes_of(weight, need_x)
     else:
         # What is no parameter may be there for this product alone, and has more bytes than its codes.
         w_again = need_x and eager and isinstance(weight, torch.nn.Parameter)
         w_usage = Usage.BOTH if need_x and not w_again else Usage.ROWWISE
-        ws, amaxes = _planes(_values(weight), recipe, w_usage, Role.WEIGHT, seed, parts, given)
+        ws, amaxes = quantized(values_of(weight), recipe, w_usage, Role.WEIGHT, seed, parts, given)
         if delayed is not None:
             delayed[Role.WEIGHT].observe(amaxes[0])
     x_row, w_row = xs[Usage.ROWWISE], ws[Usage.ROWWISE]
@@ -315,7 +310,9 @@ class _Gradients(torch.autograd.Function):
         del kept  # Operands go as soon as they are multiplied: checkpointing has left no others of them.
         need_x, need_w = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
         usage = Usage.BOTH if need_x and need_w else Usage.ROWWISE if need_x else Usage.COLUMNWISE
-        dys, amaxes = _planes(_matrix(grad, grad.dtype), how.recipe, usage, Role.GRADIENT, seed, how.parts, ctx.given)
+        dys, amaxes = quantized(
+            matrix_of(grad, grad.dtype), how.recipe, usage, Role.GRADIENT, seed, how.parts, ctx.given
+        )
         for amax in amaxes:
             noted = ctx.given[-1]
             noted.copy_(torch.maximum(noted, amax))
@@ -334,8 +331,8 @@ def _x_of(how: _How, kept: list[Any], seed: Tensor | None, ctx: Any) -> Operand:
     kept.clear()
     if not how.x_again:
         return Operand(how.recipe.format(Role.ACTIVATION), Plane(*parts), Usage.COLUMNWISE)
-    x = _matrix(activations.had_again(parts), how.dtype, ctx.x_shape[-1])
-    return _planes(x, how.recipe, Usage.COLUMNWISE, Role.ACTIVATION, seed, how.parts, ctx.given)[0][Usage.COLUMNWISE]
+    x = matrix_of(activations.had_again(parts), how.dtype, ctx.x_shape[-1])
+    return quantized(x, how.recipe, Usage.COLUMNWISE, Role.ACTIVATION, seed, how.parts, ctx.given)[0][Usage.COLUMNWISE]
 
 
 def _w_of(how: _How, kept: list[Any], seed: Tensor | None, ctx: Any) -> Operand:
@@ -343,8 +340,8 @@ def _w_of(how: _How, kept: list[Any], seed: Tensor | None, ctx: Any) -> Operand:
     parts = tuple(kept)
     kept.clear()
     if how.w_again:
-        w = _values(parts[-1])
-        return _planes(w, how.recipe, Usage.COLUMNWISE, Role.WEIGHT, seed, how.parts, ctx.given)[0][Usage.COLUMNWISE]
+        w = values_of(parts[-1])
+        return quantized(w, how.recipe, Usage.COLUMNWISE, Role.WEIGHT, seed, how.parts, ctx.given)[0][Usage.COLUMNWISE]
     codes = Plane(*parts)
     if how.w_usage is Usage.ROWWISE:
         codes = pipeline.transposed(ops, codes, how.w_format)
@@ -368,76 +365,3 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return grad, None, None, None, *(None for _ in range(ctx.count))
-
-
-def _matrix(x: Tensor, dtype: torch.dtype, columns: int | None = None) -> Tensor:
-    """`[M, K]` of `[*lead, K]`."""
-    columns = x.shape[-1] if columns is None else columns
-    rows = x.shape[:-1].numel() if columns == x.shape[-1] else x.numel() // columns  # Also where a part has no columns.
-    return x.detach().to(dtype).reshape(rows, columns).contiguous()
-
-
-def _values(weight: Tensor) -> Tensor:
-    return weight.shard if isinstance(weight, ShardedWeight) else weight.detach()
-
-
-def _planes_of(weight: QuantizedTensor, columnwise: bool) -> dict[Usage, Operand]:
-    """The planes that a weight has, of which products need the rowwise one and what gives the `columnwise` one."""
-    fmt = weight.format
-    planes = {u: Operand(fmt, parts, u) for u in Usage.BOTH.planes if (parts := weight.parts(u)) is not None}
-    if Usage.ROWWISE not in planes:
-        raise ValueError("linear: weight (columnwise) has no rowwise plane; quantize it with usage=Usage.BOTH")
-    if columnwise and Usage.COLUMNWISE not in planes and source(fmt, Usage.COLUMNWISE) not in planes:
-        raise ValueError(
-            f"linear: weight ({fmt}, rowwise) has no columnwise plane, which its rowwise one does not give; "
-            "quantize it with usage=Usage.BOTH"
-        )
-    return planes
-
-
-def _planes(
-    x: Tensor,
-    recipe: Recipe,
-    usage: Usage,
-    role: Role,
-    seed: Tensor | None,
-    parts: Mapping[Role, Part],
-    given: Sequence[Tensor],
-) -> tuple[dict[Usage, Operand], list[Tensor]]:
-    """The planes of a matrix `[M, K]`, and its amax if its scale does not come from it.
-
-    The rowwise plane is without the rows that are added for the columnwise one.
-    """
-    fmt, amaxes, part = recipe.format(role), [], parts.get(role)
-    if given:
-        margin = cast(DelayedScaling, recipe).margin
-        # It may be the first scale, which all parts share.
-        merged = part.merged if part is not None and part.groups() else None
-        scale = given[ROLES.index(role)]
-        planes, amax = pipeline.quantize_delayed(ops, x, fmt, usage, scale, margin, reduce_max=merged)
-        amaxes = [amax]
-    else:
-        planes = _quantized(x, recipe, usage, role, seed, part)
-    return {one: Operand(fmt, parts, one) for one, parts in planes.items()}, amaxes
-
-
-def _quantized(
-    x: Tensor, recipe: Recipe, usage: Usage, role: Role, seed: Tensor | None, part: Part | None
-) -> dict[Usage, Plane]:
-    fmt, rows = recipe.format(role), x.shape[0]
-    added = recipe.added_rows(role, usage, rows)
-    if added:
-        x = torch.nn.functional.pad(x, (0, 0, 0, added))
-    for one in usage.planes:
-        plane(fmt, tuple(x.shape), one, op="linear", name=OPERANDS[role])
-    fmt = as_constant(fmt)
-    draws = None
-    if fmt.stochastic and seed is not None:
-        if ROLE_SEEDS[role]:
-            seed = seed ^ words("linear", "seed", ROLE_SEEDS[role], x.device)
-        draws = Draws(seed, words("linear", "first", 0, x.device)) if part is None else part.draws(seed)
-    merged = None if part is None else functools.partial(part.merged, by_row=fmt.scaling.global_scale == "row")
-    planes = pipeline.quantize(ops, x, fmt, usage, reduce_max=merged, draws=draws)
-    if added and Usage.ROWWISE in usage.planes:
-        planes[Usage.ROWWISE] = pipeline.without_added_rows(planes[Usage.ROWWISE], fmt, rows)
-    return planes

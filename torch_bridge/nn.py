@@ -20,7 +20,8 @@ from qshard.torch_bridge.dtensor import local_of
 from qshard.torch_bridge.fsdp.functional import is_converted, say_that_it_was_gathered
 from qshard.torch_bridge.fsdp.scales import ScaleState
 from qshard.torch_bridge.fsdp.weight import ShardedWeight, attributes_of, plain, wrap
-from qshard.torch_bridge.linear import ROLES, check_shape, linear
+from qshard.torch_bridge.linear import check_shape, linear
+from qshard.torch_bridge.operands import ROLES
 from qshard.torch_bridge.ops import dtype_name
 from qshard.torch_bridge.parallel import Part, first_rank
 from qshard.torch_bridge.scaling import loaded_if_there

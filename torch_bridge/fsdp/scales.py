@@ -34,8 +34,6 @@ weight has none: until ranks know that it has, a refresh makes them as of other 
 from __future__ import annotations
 
 import copy
-import functools
-import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -47,20 +45,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from qshard import master
-from qshard.master import MasterPlan
 from qshard.pipeline import Scales
 from qshard.recipes import Recipe, Role
 from qshard.torch_bridge.arguments import check_model
 from qshard.torch_bridge.delayed import DelayedScale, update_delayed
 from qshard.torch_bridge.dtensor import local_of
+from qshard.torch_bridge.fsdp.made import check_agree, delayed_scales, made_scales, prepared
 from qshard.torch_bridge.fsdp.passes import Passes
 from qshard.torch_bridge.fsdp.primary import Primary
 from qshard.torch_bridge.fsdp.shards import ShardPlan
-from qshard.torch_bridge.ops import ops
-from qshard.torch_bridge.parallel import Part, fsdp_axis, merge_parts, merge_plan
-from qshard.torch_bridge.quantize import max_over_ranks
-from qshard.torch_bridge.slice_ops import SliceOps
-from qshard.torch_bridge.words import words
+from qshard.torch_bridge.parallel import Part, fsdp_axis
 
 
 class ScaleState:
@@ -269,7 +263,7 @@ def _recast_all(weights: Sequence[ShardOf]) -> None:
     """With one launch for all slices of a format."""
     slices = [weight for weight in weights if weight.plan.columns is None]
     if slices:
-        plan, ops, starts = _prepared(tuple(plan for _, _, plan in slices), slices[0].shard.device)
+        plan, ops, starts = prepared(tuple(plan for _, _, plan in slices), slices[0].shard.device)
         rooms, scales = [], []
         for state, _, of_weight in slices:
             assert state.primary is not None
@@ -322,90 +316,9 @@ def _state_of(parameter: Tensor) -> ScaleState | None:
 def _refresh(weights: Sequence[ShardOf], made_in: object) -> None:
     """Makes the scales of weights that are cut over one group. All ranks give the same list."""
     if not all(weight.state.agreed for weight in weights):
-        _agree(weights)
+        check_agree(weights)
     for delayed in (False, True):
         chosen = [weight for weight in weights if (weight.state.delayed is not None) is delayed]
         if chosen:
-            made = _delayed(chosen) if delayed else _made(chosen)
+            made = delayed_scales(chosen) if delayed else made_scales(chosen)
             Refresh([weight.state for weight in chosen], made, made_in)
-
-
-def _delayed(weights: Sequence[ShardOf]) -> list[Scales]:
-    """Copies of delayed scales: an update amid a pass is for the next one. First ones take one max-reduction."""
-    given = [state.delayed for state, _, _ in weights if state.delayed is not None]
-    copies = torch.stack([buffer for delayed in given for buffer in (delayed.scale, delayed.scale_inv)]).unbind()
-    made = [Scales(scale, scale_inv) for scale, scale_inv in zip(copies[::2], copies[1::2], strict=True)]
-    new = [i for i, delayed in enumerate(given) if not delayed.knows_scale()]
-    if new:
-        amaxes = torch.stack([ops.amax_tensor(weights[i].shard, lead=0).to(made[i].scale.device) for i in new])
-        of_wholes = max_over_ranks(amaxes, weights[0].plan.group).unbind()
-        merge_parts([weights[i].state.part for i in new], of_wholes)
-        for i, amax in zip(new, of_wholes, strict=True):
-            made[i] = Scales(*given[i].scales_under(amax))
-    return made
-
-
-def _made(weights: Sequence[ShardOf]) -> list[Scales]:
-    """Scales of the weights as they are, with one max-reduction.
-
-    An empty shard takes part with amaxes of 0. An offloaded shard is on the CPU, unless FSDP2 has moved it for the
-    gather that asks: its amaxes are made where it is, and needed where ranks compute.
-    """
-    group, device = weights[0].plan.group, weights[0].plan.device
-    plans = tuple(weight.plan for weight in weights)
-    devices = dict.fromkeys(weight.shard.device for weight in weights)
-    bits = [_amaxes_on(there, weights, plans).to(device).view(torch.int32) for there in devices]
-    amaxes = functools.reduce(torch.maximum, bits).view(torch.float32)
-    plan, of_slices, _ = _prepared(plans, device)
-    amaxes = max_over_ranks(amaxes, group)
-    merge_plan([state.part for state, _, _ in weights], plan, amaxes)
-    made: dict[int, Scales] = {}
-    for bucket, of_bucket in zip(plan.buckets, master.scales(of_slices, plan, amaxes), strict=True):
-        made.update(zip(bucket.indices, bucket.split_scales(of_bucket), strict=True))
-    return [made[i] for i in range(len(weights))]
-
-
-def _amaxes_on(device: torch.device, weights: Sequence[ShardOf], plans: tuple[ShardPlan, ...]) -> Tensor:
-    """What the shards on one device know of the amaxes of all weights."""
-    plan, of_slices, starts = _prepared(plans, device)
-    slices = [  # Of shards on other devices, and of columns of blocks, empty ones.
-        shard.view(-1) if shard.device == device and of_weight.columns is None else shard.new_empty(0, device=device)
-        for _, shard, of_weight in weights
-    ]
-    amaxes: Tensor = master.amaxes(of_slices, plan, slices, starts)
-    if any(of_weight.columns for of_weight in plans):
-        for bucket in plan.buckets:
-            for i, (grid, whole) in zip(bucket.indices, bucket.split(*bucket.found(amaxes)), strict=True):
-                if weights[i].shard.device == device:
-                    plans[i].note_amaxes_of_columns(weights[i].shard, grid, whole)
-    return amaxes
-
-
-@functools.lru_cache(maxsize=64)
-def _prepared(plans: tuple[ShardPlan, ...], device: torch.device) -> tuple[MasterPlan, SliceOps, Tensor]:
-    """What a refresh of some weights needs, step after step, without a copy from the host."""
-    plan = master.plan_master([p.shape for p in plans], [p.fmt for p in plans], dtype=[p.dtype for p in plans])
-    starts = words("update_scales", "starts", [p.start for p in plans], device, len(plans))
-    return plan, SliceOps(plan, device), starts
-
-
-def _agree(weights: Sequence[ShardOf]) -> None:
-    """Raises on every rank if one has other weights: it would make other scales, or wait for amaxes that never come.
-
-    What is sent has one size, whatever a rank has. It costs a wait for the device, the first time that weights meet.
-    """
-    group, device = weights[0].plan.group, weights[0].plan.device
-    described = [(s.name, str(s.fmt), s.part and s.part.placements, *plan.described) for s, _, plan in weights]
-    mine = hashlib.sha256(repr(described).encode()).digest()
-    sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device)
-    everyone = [torch.empty_like(sent) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(everyone, sent, group=group)
-    others = [rank for rank, of_rank in enumerate(everyone) if bytes(of_rank.tolist()) != mine]
-    if others:
-        raise ValueError(
-            f"fully_shard: weights of rank {others[0]} of the group are not those of this rank, {len(weights)} from "
-            f"{weights[0].state.name} {weights[0].plan.shape} of {weights[0].state.fmt} on: names, formats, shapes, "
-            "dtypes or cuts differ; convert and shard the model alike on every rank"
-        )
-    for weight in weights:
-        weight.state.agreed = True

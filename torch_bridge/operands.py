@@ -1,0 +1,101 @@
+"""The operands of `linear`: planes of x, of the weight and of the gradient of y, each of its role's format."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from qshard import pipeline
+from qshard.formats import Usage
+from qshard.layout import plane, source
+from qshard.pipeline import Draws, Plane
+from qshard.recipes import ROLE_SEEDS, DelayedScaling, Recipe, Role
+from qshard.torch_bridge.constants import as_constant
+from qshard.torch_bridge.fsdp.weight import ShardedWeight
+from qshard.torch_bridge.gemm import Operand
+from qshard.torch_bridge.ops import ops
+from qshard.torch_bridge.parallel import Part
+from qshard.torch_bridge.tensor import QuantizedTensor
+from qshard.torch_bridge.words import words
+
+# Dynamo of torch 2.11 cannot iterate over an enum, on Python 3.12.
+ROLES = tuple(Role)
+OPERANDS = {Role.WEIGHT: "weight", Role.ACTIVATION: "x", Role.GRADIENT: "the gradient of y"}
+"""What users of `linear` call them."""
+
+
+def matrix_of(x: Tensor, dtype: torch.dtype, columns: int | None = None) -> Tensor:
+    """`[M, K]` of `[*lead, K]`."""
+    columns = x.shape[-1] if columns is None else columns
+    rows = x.shape[:-1].numel() if columns == x.shape[-1] else x.numel() // columns  # Also where a part has no columns.
+    return x.detach().to(dtype).reshape(rows, columns).contiguous()
+
+
+def values_of(weight: Tensor) -> Tensor:
+    return weight.shard if isinstance(weight, ShardedWeight) else weight.detach()
+
+
+def planes_of(weight: QuantizedTensor, columnwise: bool) -> dict[Usage, Operand]:
+    """The planes that a weight has, of which products need the rowwise one and what gives the `columnwise` one."""
+    fmt = weight.format
+    planes = {u: Operand(fmt, parts, u) for u in Usage.BOTH.planes if (parts := weight.parts(u)) is not None}
+    if Usage.ROWWISE not in planes:
+        raise ValueError("linear: weight (columnwise) has no rowwise plane; quantize it with usage=Usage.BOTH")
+    if columnwise and Usage.COLUMNWISE not in planes and source(fmt, Usage.COLUMNWISE) not in planes:
+        raise ValueError(
+            f"linear: weight ({fmt}, rowwise) has no columnwise plane, which its rowwise one does not give; "
+            "quantize it with usage=Usage.BOTH"
+        )
+    return planes
+
+
+def quantized(
+    x: Tensor,
+    recipe: Recipe,
+    usage: Usage,
+    role: Role,
+    seed: Tensor | None,
+    parts: Mapping[Role, Part],
+    given: Sequence[Tensor],
+) -> tuple[dict[Usage, Operand], list[Tensor]]:
+    """The planes of a matrix `[M, K]`, and its amax if its scale does not come from it.
+
+    The rowwise plane is without the rows that are added for the columnwise one.
+    """
+    fmt, amaxes, part = recipe.format(role), [], parts.get(role)
+    if given:
+        margin = cast(DelayedScaling, recipe).margin
+        # It may be the first scale, which all parts share.
+        merged = part.merged if part is not None and part.groups() else None
+        scale = given[ROLES.index(role)]
+        planes, amax = pipeline.quantize_delayed(ops, x, fmt, usage, scale, margin, reduce_max=merged)
+        amaxes = [amax]
+    else:
+        planes = _scaled(x, recipe, usage, role, seed, part)
+    return {one: Operand(fmt, parts, one) for one, parts in planes.items()}, amaxes
+
+
+def _scaled(
+    x: Tensor, recipe: Recipe, usage: Usage, role: Role, seed: Tensor | None, part: Part | None
+) -> dict[Usage, Plane]:
+    fmt, rows = recipe.format(role), x.shape[0]
+    added = recipe.added_rows(role, usage, rows)
+    if added:
+        x = torch.nn.functional.pad(x, (0, 0, 0, added))
+    for one in usage.planes:
+        plane(fmt, tuple(x.shape), one, op="linear", name=OPERANDS[role])
+    fmt = as_constant(fmt)
+    draws = None
+    if fmt.stochastic and seed is not None:
+        if ROLE_SEEDS[role]:
+            seed = seed ^ words("linear", "seed", ROLE_SEEDS[role], x.device)
+        draws = Draws(seed, words("linear", "first", 0, x.device)) if part is None else part.draws(seed)
+    merged = None if part is None else functools.partial(part.merged, by_row=fmt.scaling.global_scale == "row")
+    planes = pipeline.quantize(ops, x, fmt, usage, reduce_max=merged, draws=draws)
+    if added and Usage.ROWWISE in usage.planes:
+        planes[Usage.ROWWISE] = pipeline.without_added_rows(planes[Usage.ROWWISE], fmt, rows)
+    return planes
