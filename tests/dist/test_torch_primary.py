@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
 
 from qshard.recipes import CurrentScaling
@@ -86,6 +86,24 @@ def test_losses_are_those_of_float32_shards(recipe):
     if not recipe.stateful:
         masters = masters_of(models[1])
         assert_gathers_the_whole(models[1], [FRONT.numpy(v) for k, v in masters.items() if k.endswith("weight")])
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("name", ["CurrentScaling", "NVFP4", "DelayedScaling"])
+def test_offloaded(name):
+    """Masters and codes stay on the CPU, losses what they are. Copies move on a GPU alone: tests/gpu."""
+    recipe = nearest(GATHERED[name])
+    policy = CPUOffloadPolicy(pin_memory=torch_ranks.device == "cuda")
+    models = [made(recipe, primary, offload_policy=policy) for primary in (False, True)]
+    for kind in ("Adam", "SGD"):
+        optimizers = [PLAIN[kind](models[0]), OPTIMIZERS[kind](models[1])]
+        losses = [losses_of(m, o, steps=2, micro_batches=2) for m, o in zip(models, optimizers, strict=True)]
+        assert losses[0] == losses[1]
+    for plain, primary in zip(*map(linears, models), strict=True):
+        of_weight = primary.weight.to_local().scale_state.primary
+        assert of_weight.master.is_cpu
+        assert of_weight.codes is None or of_weight.codes.is_cpu
+        assert torch.equal(of_weight.master, plain.weight.to_local().shard)
 
 
 @on_ranks(2)

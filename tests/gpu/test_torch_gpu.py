@@ -299,6 +299,8 @@ NCCL_CASES = {
         {"recipe": GATHERED["NVFP4"]},
         1,
     ),
+    "primary-offload": ("dist/test_torch_primary.py::test_offloaded", {"name": "NVFP4"}, 1),
+    "primary-offload-delayed": ("dist/test_torch_primary.py::test_offloaded", {"name": "DelayedScaling"}, 1),
     "primary-memory": ("dist/test_torch_primary.py::test_memory", {}, 1),
     "compiled": (
         "dist/test_torch_fsdp.py::compiles_each_layer",

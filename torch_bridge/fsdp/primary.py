@@ -10,7 +10,8 @@ More words for the glossary in `scales.py`:
 A primary weight is a sharded weight like all others until it is gathered for the first time, or an optimizer asks for
 its master. Then its values leave it, for good: as the master, in the same memory if they are in float32. Codes are made
 at that gather, and after each step of the optimizer. All other gathers send the codes as they are. So nothing is cast
-twice, and forward, backward and all micro-batches of a step make no scales.
+twice, and forward, backward and all micro-batches of a step make no scales. With an offload policy master and codes are
+on the CPU, and codes alone are copied for a gather.
 
 An optimizer of ours may write to masters, and `load_state_dict`. State dicts show masters, in the memory that they
 have. If someone else has written there, the next gather raises.
@@ -41,6 +42,7 @@ class Primary:
         self.master: Tensor | None = None
         self.codes: Tensor | None = None
         self._room: Tensor | None = None
+        self._copied: torch.cuda.Event | None = None
         self._version = 0
         self._handles: list[weakref.ref[Any]] = []  # Everything that FSDP2, or anyone, has of the parameter.
         self._shown: list[tuple[weakref.ref[Tensor], int]] = []
@@ -66,7 +68,8 @@ class Primary:
 
     def cast(self, plan: ShardPlan, scale: Tensor) -> None:
         """Makes the codes of the master."""
-        plan.cast(self.master_to_cast(), scale, self.room(plan))
+        master = self.master_to_cast()
+        plan.cast(master, scale.to(master.device), self.room(plan))
         self.end_cast(plan)
 
     def master_to_cast(self) -> Tensor:
@@ -77,8 +80,23 @@ class Primary:
         """Memory for the codes, which stays. What is past the end of the shard is zeros."""
         if self._room is None or self._room.numel() != plan.room:
             with torch.inference_mode(False):
-                self._room = torch.zeros(plan.room, dtype=torch.uint8, device=self.master_to_cast().device)
+                master = self.master_to_cast()
+                pinned = master.is_cpu and master.is_pinned()
+                self._room = torch.zeros(plan.room, dtype=torch.uint8, device=master.device, pin_memory=pinned)
+        if self._copied is not None:
+            self._copied.synchronize()
+            self._copied = None
         return self._room
+
+    def codes_on(self, device: torch.device) -> Tensor:
+        """The codes, where ranks compute: offloaded ones are copied there, a byte or half of one an element."""
+        assert self.codes is not None
+        if self.codes.device == device:
+            return self.codes
+        copied = self.codes.to(device, non_blocking=True)
+        self._copied = torch.cuda.Event()
+        self._copied.record()
+        return copied
 
     def end_cast(self, plan: ShardPlan) -> None:
         self.codes = plan.padded_in(self.room(plan))

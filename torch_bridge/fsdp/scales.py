@@ -110,6 +110,15 @@ class ScaleState:
         """Whether the parameter has no values: it is a primary weight, and they are its master."""
         return self.primary is not None and self.primary.master is not None
 
+    def at_home(self, shard: Tensor) -> Tensor:
+        """The shard that the parameter has: of one that is offloaded, FSDP2 gathers a copy."""
+        root = self.passes.root
+        for parameter in () if root is None else root.parameters():
+            if _state_of(parameter) is self:
+                found: Tensor = local_of(parameter).shard  # type: ignore[attr-defined]
+                return found
+        return shard
+
     def note_cut(self, shape: torch.Size) -> None:
         """Called for each tensor that is cut. The last one, before FSDP2 asks for hooks, is what FSDP2 has cut."""
         if not self.gathers:
@@ -260,17 +269,19 @@ def recast(parameters: Iterable[Tensor]) -> None:
 
 @torch.no_grad()
 def _recast_all(weights: Sequence[ShardOf]) -> None:
-    """With one launch for all slices of a format."""
-    slices = [weight for weight in weights if weight.plan.columns is None]
-    if slices:
-        plan, ops, starts = prepared(tuple(plan for _, _, plan in slices), slices[0].shard.device)
+    """With one launch for all slices of a format, where they are."""
+    for device in dict.fromkeys(weight.shard.device for weight in weights):
+        slices = [weight for weight in weights if weight.plan.columns is None and weight.shard.device == device]
+        if not slices:
+            continue
+        plan, ops, starts = prepared(tuple(plan for _, _, plan in slices), device)
         rooms, scales = [], []
         for state, _, of_weight in slices:
             assert state.primary is not None
             assert state.staged is not None
             rooms.append(state.primary.room(of_weight))
             scales.append(state.staged.scale.view(-1))
-        of_buckets = [torch.cat([scales[i] for i in bucket.indices]) for bucket in plan.buckets]
+        of_buckets = [torch.cat([scales[i] for i in bucket.indices]).to(device) for bucket in plan.buckets]
         masters = [shard.view(-1) for _, shard, _ in slices]
         master.cast(ops, plan, rooms, masters, starts, of_buckets, pieces=True)
     for state, _, of_weight in weights:

@@ -223,7 +223,7 @@ class ShardedWeight(Tensor):
         if not state.agreed:  # The first time.
             check_reshards(state.passes.root)
         if state.primary is not None:
-            shard = state.primary.take_master(shard)
+            shard = state.primary.take_master(state.at_home(shard) if state.primary.master is None else shard)
         plan = state.plan_of(shard, outer_size, mesh)
         scales = state.scales_for(shard, plan)
         if state.primary is None:
@@ -235,20 +235,20 @@ class ShardedWeight(Tensor):
             if state.primary.codes is None:
                 self._cast(plan, shard, scales, state.primary.room(plan))
                 state.primary.end_cast(plan)
-            assert state.primary.codes is not None
-            padded = state.primary.codes
+            padded = state.primary.codes_on(plan.device)
         columns = JoinedColumns(state, padded) if plan.packs_columns else None
         assert state.refresh is not None
         return (padded,), _Gather(plan, state.refresh, columns)
 
     def _cast(self, plan: ShardPlan, shard: Tensor, scales: Scales, room: Tensor) -> None:
         delayed = self.scale_state.delayed
+        scale = scales.scale.to(shard.device)
         if delayed is None:
-            plan.cast(shard, scales.scale, room)
+            plan.cast(shard, scale, room)
             return
         amax, scale_inv = (torch.empty((), dtype=torch.float32, device=shard.device) for _ in range(2))
         made = into(plan.padded_in(room)[: shard.shape[0]], amax, scale_inv)
-        pipeline.quantize_delayed(made, shard, plan.fmt, Usage.ROWWISE, scales.scale, delayed.margin)
+        pipeline.quantize_delayed(made, shard, plan.fmt, Usage.ROWWISE, scale, delayed.margin)
         delayed.observe(amax)
 
     def fsdp_post_all_gather(
