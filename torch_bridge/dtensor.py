@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import TensorMeta
 
 
 def local_of(tensor: Tensor) -> Tensor:
@@ -26,4 +28,8 @@ def wrapped_like(tensor: Tensor, local: Tensor, shape: Sequence[int] | None = No
     if shape is not None:
         size = torch.Size(shape)
         stride = torch.empty(size, device="meta").stride()
+    if local.device.type != tensor.device_mesh.device_type:  # Offloaded: `from_local` would move it to the mesh's.
+        meta = TensorMeta(size, stride, local.dtype)
+        # As FSDP2 makes its own.
+        return DTensor(local, dataclasses.replace(tensor._spec, tensor_meta=meta), requires_grad=False)
     return DTensor.from_local(local, tensor.device_mesh, tensor.placements, run_check=False, shape=size, stride=stride)
