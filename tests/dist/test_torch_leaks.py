@@ -28,6 +28,8 @@ def train(recipe, kind):
         if kind != "zero":
             update_scales(model)
     states = [weakref.ref(value) for value in optimizer.state[next(iter(optimizer.state))].values()]
+    for layer in (model[0], model[2]) if kind == "primary" else ():
+        states.append(weakref.ref(layer.weight.to_local().scale_state.primary.master))
     return [weakref.ref(model), *(weakref.ref(layer.weight) for layer in (model[0], model[2])), *states]
 
 

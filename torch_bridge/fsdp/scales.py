@@ -34,6 +34,7 @@ weight has none: until ranks know that it has, a refresh makes them as of other 
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -180,7 +181,7 @@ class Refresh:
 
     def __init__(self, states: Sequence[ScaleState], made: Sequence[Scales], made_in: object):
         self.made_in = made_in
-        self._states = list(states)
+        self._states = [weakref.ref(state) for state in states]  # They hold it, until the next.
         for state, scales in zip(states, made, strict=True):
             state.staged, state.refresh = scales, self
             if state.stored is None:
@@ -197,8 +198,9 @@ class Refresh:
         old: list[Tensor] = []
         new: list[Tensor] = []
         together = self.made_in is not None
-        chosen = [state for state in self._states if together or state is arrived]
-        self._states = [] if together else [state for state in self._states if state is not arrived]
+        states = [state for ref in self._states if (state := ref()) is not None]
+        chosen = [state for state in states if together or state is arrived]
+        self._states = [] if together else [weakref.ref(state) for state in states if state is not arrived]
         for state in chosen:
             if state.refresh is self:  # Not of a later one already, for a gather that has overtaken this one.
                 assert state.stored is not None
