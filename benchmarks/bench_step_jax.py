@@ -1,0 +1,91 @@
+"""A step of a 2.0 B model under FSDP in JAX, for every recipe: time, memory, seconds to compile.
+
+`step_jax.py` is the model. Each kind runs in a process of its own, so peak memory is that of its own step: what XLA's
+allocator has had in use, weights and states among it. Steps are issued one after the other, and timed together.
+
+    python benchmarks/bench_step_jax.py [--layers 8] [--steps 6] [--kinds bf16,naive,fp8]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+
+KINDS = "bf16,naive,fp8,delayed,block,mxfp8,nvfp4"
+
+
+def measure(kind: str, layers: int, steps: int) -> dict[str, object]:
+    import jax
+    import numpy as np
+
+    import step_jax
+
+    devices = jax.devices()
+    mesh = step_jax.mesh_of(np.array(devices))
+    began = time.perf_counter()
+    program = step_jax.lowered(mesh, kind, layers, "cudnn").compile()
+    compiled = time.perf_counter() - began
+    state = step_jax.start(mesh, kind, layers)
+    places = program.input_shardings[0][-2:]
+    shape = (step_jax.BATCH * len(devices), step_jax.CONTEXT + 1)
+    tokens = np.random.default_rng(0).integers(0, step_jax.VOCABULARY, shape, dtype=np.int32)
+    tokens, key = jax.device_put((tokens, jax.random.key(0)), places)
+    *state, loss = program(*state, tokens, key)
+    *state, loss = program(*state, tokens, key)
+    loss.block_until_ready()
+    times = []
+    for _ in range(3):  # Of each, the average of some steps.
+        began = time.perf_counter()
+        for _ in range(steps):
+            *state, loss = program(*state, tokens, key)
+        loss.block_until_ready()
+        times.append((time.perf_counter() - began) / steps)
+    stats = devices[0].memory_stats()
+    return {
+        "kind": kind,
+        "devices": len(devices),
+        "layers": layers,
+        "ms": f"{1e3 * statistics.median(times):.1f}",
+        "peak_GiB": f"{stats['peak_bytes_in_use'] / 2**30:.2f}",
+        "compile_s": f"{compiled:.1f}",
+        "loss": f"{float(loss):.4f}",
+        "machine": devices[0].device_kind,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--kinds", default=KINDS)
+    parser.add_argument("--one", help="measure one kind, and print its row as JSON")
+    arguments = parser.parse_args()
+    if arguments.one:
+        print(json.dumps(measure(arguments.one, arguments.layers, arguments.steps)))
+        return
+    if subprocess.run(["nvidia-smi", "-L"], capture_output=True, check=False).returncode:
+        parser.exit(message="bench_step_jax: no CUDA device, nothing to measure\n")
+    import rows
+
+    found = []
+    for kind in arguments.kinds.split(","):
+        command = [sys.executable, __file__, "--one", kind]
+        command += ["--layers", str(arguments.layers), "--steps", str(arguments.steps)]
+        environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        if result.returncode:
+            print(f"{kind}: {result.stderr[-2000:]}", file=sys.stderr)
+            continue
+        found.append(json.loads(result.stdout.splitlines()[-1]))
+        print(found[-1], flush=True)
+        machine = str(found[-1].pop("machine"))
+        rows.write("step_jax", machine, found)
+
+
+if __name__ == "__main__":
+    main()

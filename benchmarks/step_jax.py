@@ -1,0 +1,191 @@
+"""A training step of a Llama-like model under FSDP in JAX, as `bench_step_jax.py` times it and counts what it moves.
+
+8 layers of width 4096, FFN 14336, vocabulary 32000; 2 x 4096 tokens a device, AdamW of optax. One program under `jit`
+on an Auto mesh: float32 weights, states and gradients are cut along their first axis. The linear layers of the blocks
+are those of a recipe; the embedding and the head are bfloat16. `bf16` has bfloat16 linear layers everywhere, `naive`
+is per-tensor FP8 in jnp, as one writes it by hand.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import qshard.jax as qshard
+from qshard.recipes import DelayedScaling, Recipe
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+import options
+
+WIDTH, FFN, VOCABULARY, HEADS, BATCH, CONTEXT = 4096, 14336, 32000, 32, 2, 4096
+LINEARS = {
+    **dict.fromkeys("qkvo", (WIDTH, WIDTH)),
+    **dict.fromkeys(("gate", "up"), (FFN, WIDTH)),
+    "down": (WIDTH, FFN),
+}
+KINDS: dict[str, Recipe | str | None] = {**options.RECIPES, "naive": "naive"}
+"""What the linear layers of the blocks are; None: bfloat16."""
+AXIS = "data"
+OPTIMIZER = optax.adamw(1e-4)
+
+Tree = Any
+
+
+def shapes(layers: int) -> Tree:
+    block = {"attention_norm": (WIDTH,), "ffn_norm": (WIDTH,), **LINEARS}
+    return {
+        "embedding": (VOCABULARY, WIDTH),
+        "blocks": [dict(block) for _ in range(layers)],
+        "norm": (WIDTH,),
+        "head": (VOCABULARY, WIDTH),
+    }
+
+
+def cut(mesh: Mesh, tree: Tree) -> Tree:
+    """Where arrays of at least one axis are: cut along their first; the others everywhere."""
+    return jax.tree.map(lambda leaf: NamedSharding(mesh, P(AXIS) if leaf.ndim else P()), tree)
+
+
+def fresh(layers: int, kind: str) -> Tree:
+    """Weights, states of the optimizer, states of delayed scaling if that is the recipe."""
+    given, structure = jax.tree.flatten(shapes(layers), is_leaf=lambda node: isinstance(node, tuple))
+    keys = jax.random.split(jax.random.key(0), len(given))
+    values = [
+        jnp.ones(shape) if len(shape) == 1 else jax.random.normal(key, shape) * 0.02
+        for key, shape in zip(keys, given, strict=True)
+    ]
+    weights = jax.tree.unflatten(structure, values)
+    recipe = KINDS[kind]
+    delayed = isinstance(recipe, DelayedScaling)
+    states = [{name: qshard.init_delayed(recipe) for name in LINEARS} for _ in range(layers)] if delayed else None
+    return weights, OPTIMIZER.init(weights), states
+
+
+def product(x: jax.Array, w: jax.Array, kind: str, state: Any, seed: jax.Array) -> jax.Array:
+    recipe = KINDS[kind]
+    if recipe is None:
+        return bf16_product(x, w)
+    if recipe == "naive":
+        return naive_product(x, w)
+    return qshard.linear(x, w, recipe, weight_spec=P(AXIS), gather_axis=AXIS, state=state, seed=seed)
+
+
+def bf16_product(x: jax.Array, w: jax.Array) -> jax.Array:
+    return jnp.einsum("...k,nk->...n", x, w.astype(jnp.bfloat16))
+
+
+def _scaled(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    amax = jnp.max(jnp.abs(x)).astype(jnp.float32)
+    scale = jnp.where(amax > 0, float(jnp.finfo(dtype).max) / amax, 1.0)
+    return (x * scale.astype(x.dtype)).astype(dtype), 1 / scale
+
+
+@jax.custom_vjp
+def naive_product(x: jax.Array, w: jax.Array) -> jax.Array:
+    return _naive_forward(x, w)[0]
+
+
+def _naive_forward(x: jax.Array, w: jax.Array) -> tuple[jax.Array, Any]:
+    (xq, x_inv), (wq, w_inv) = _scaled(x, jnp.float8_e4m3fn), _scaled(w, jnp.float8_e4m3fn)
+    y = jnp.einsum("...k,nk->...n", xq, wq, preferred_element_type=jnp.float32) * (x_inv * w_inv)
+    return y.astype(x.dtype), (xq, x_inv, wq, w_inv)
+
+
+def _naive_backward(kept: Any, dy: jax.Array) -> tuple[jax.Array, jax.Array]:
+    xq, x_inv, wq, w_inv = kept
+    dyq, dy_inv = _scaled(dy, jnp.float8_e5m2)
+    dx = jnp.einsum("...n,nk->...k", dyq, wq, preferred_element_type=jnp.float32) * (dy_inv * w_inv)
+    dw = jnp.einsum("...n,...k->nk", dyq, xq, preferred_element_type=jnp.float32) * (dy_inv * x_inv)
+    return dx.astype(dy.dtype), dw
+
+
+naive_product.defvjp(_naive_forward, _naive_backward)
+
+
+def norm(x: jax.Array, weight: jax.Array) -> jax.Array:
+    values = x.astype(jnp.float32)
+    scale = lax.rsqrt(jnp.mean(values * values, axis=-1, keepdims=True) + 1e-6)
+    return (values * scale * weight).astype(x.dtype)
+
+
+def block(x: jax.Array, weights: Tree, states: Tree, key: jax.Array, kind: str, attention: str) -> jax.Array:
+    def layer(name: str, x: jax.Array) -> jax.Array:
+        seed = jax.random.fold_in(key, list(LINEARS).index(name))
+        return product(x, weights[name], kind, None if states is None else states[name], seed)
+
+    h = norm(x, weights["attention_norm"])
+    q, k, v = (layer(name, h).reshape(*h.shape[:-1], HEADS, -1) for name in "qkv")
+    mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=attention)
+    x = x + layer("o", mixed.reshape(h.shape))
+    h = norm(x, weights["ffn_norm"])
+    return x + layer("down", jax.nn.silu(layer("gate", h)) * layer("up", h))
+
+
+def loss_of(weights: Tree, states: Tree, tokens: jax.Array, key: jax.Array, kind: str, attention: str) -> jax.Array:
+    mesh = jax.sharding.get_abstract_mesh()
+    whole = lax.with_sharding_constraint(weights["embedding"].astype(jnp.bfloat16), NamedSharding(mesh, P()))
+    x = lax.with_sharding_constraint(whole[tokens[:, :-1]], NamedSharding(mesh, P(AXIS)))
+    for i, of_block in enumerate(weights["blocks"]):
+        own = None if states is None else states[i]
+        x = block(x, of_block, own, jax.random.fold_in(key, i), kind, attention)
+    logits = bf16_product(norm(x, weights["norm"]), weights["head"])
+    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), tokens[:, 1:]))
+
+
+def step(
+    weights: Tree, optimizer: Tree, states: Tree, tokens: jax.Array, key: jax.Array, *, kind: str, attention: str
+) -> tuple[Tree, Tree, Tree, jax.Array]:
+    differentiate = jax.value_and_grad(partial(loss_of, kind=kind, attention=attention), argnums=(0, 1))
+    loss, (gradients, amaxes) = differentiate(weights, states, tokens, key)
+    mesh = jax.sharding.get_abstract_mesh()
+    gradients = lax.with_sharding_constraint(gradients, cut(mesh, gradients))
+    updates, optimizer = OPTIMIZER.update(gradients, optimizer, weights)
+    if states is not None:
+        states = qshard.update_delayed(states, amaxes, KINDS[kind])
+    return optax.apply_updates(weights, updates), optimizer, states, loss
+
+
+def lowered(mesh: Mesh, kind: str, layers: int, attention: str) -> Any:
+    """The step for a mesh, whose devices need not be there."""
+    with jax.set_mesh(mesh):
+        trees = jax.eval_shape(partial(fresh, layers, kind))
+        inputs = (*trees, jax.ShapeDtypeStruct((BATCH * mesh.size, CONTEXT + 1), jnp.int32), jax.eval_shape(_key))
+        places = (*(cut(mesh, tree) if i < 2 else _everywhere(mesh, tree) for i, tree in enumerate(trees)),)
+        places = (*places, NamedSharding(mesh, P(AXIS)), NamedSharding(mesh, P()))
+        outs = (*places[:3], NamedSharding(mesh, P()))
+        run = jax.jit(
+            partial(step, kind=kind, attention=attention),
+            in_shardings=places,
+            out_shardings=outs,
+            donate_argnums=(0, 1, 2),
+        )
+        return run.lower(*inputs)
+
+
+def _key() -> jax.Array:
+    return jax.random.key(0)
+
+
+def _everywhere(mesh: Mesh, tree: Tree) -> Tree:
+    return jax.tree.map(lambda leaf: NamedSharding(mesh, P()), tree)
+
+
+def start(mesh: Mesh, kind: str, layers: int) -> Tree:
+    """What `lowered` takes, made where it goes."""
+    with jax.set_mesh(mesh):
+        trees = jax.eval_shape(partial(fresh, layers, kind))
+        places = tuple(cut(mesh, tree) if i < 2 else _everywhere(mesh, tree) for i, tree in enumerate(trees))
+        return jax.jit(partial(fresh, layers, kind), out_shardings=places)()
+
+
+def mesh_of(devices: Any) -> Mesh:
+    return Mesh(devices, (AXIS,), axis_types=(AxisType.Auto,))
