@@ -18,6 +18,7 @@ from qshard.jax.delayed import (
 )
 from qshard.jax.gather import CodedWeight, Shards, gather
 from qshard.jax.linear import gathered_weight, linear
+from qshard.jax.ops import disabled_checks
 from qshard.jax.optim.adam import adam, adamw
 from qshard.jax.optim.master import cast_master, join_pieces
 from qshard.jax.plain import from_plain, to_plain
@@ -39,6 +40,7 @@ __all__ = [
     "adamw",
     "cast_master",
     "compute_scales",
+    "disabled_checks",
     "from_plain",
     "gather",
     "gathered_weight",

@@ -18,7 +18,7 @@ from qshard.jax import steps
 from qshard.jax.arguments import as_axes, check_array, check_dtype, check_spec, check_spec_fits
 from qshard.jax.array import QuantizedArray
 from qshard.jax.cuts import AxisName, Cut, Spec, cuts_rows, mesh_of, vary_alike
-from qshard.jax.delayed import LinearState, TensorState, observe
+from qshard.jax.delayed import LinearState, TensorState, check_shared, observe
 from qshard.jax.gather import CodedWeight, CutWeight, Shards, cut_of, not_before
 from qshard.jax.gemm import gemm, row_product, stored_for
 from qshard.jax.quantize import WeightScales, as_scales, quantized
@@ -107,7 +107,8 @@ def linear(
       weight_scales: of `w`, from `compute_scales`; without it, this call reduces the amaxes of `w`.
       axis_name: in `shard_map`, mesh axes along which the first axis of `x` is cut: one scale then serves all of it,
         and shards draw the random numbers of the whole. Without it, each device has a scale of its own, which costs no
-        communication and makes the result depend on how `x` is cut. Blocks end where a shard ends, either way.
+        communication and makes the result depend on how `x` is cut. Blocks end where a shard ends, either way. With
+        `check_vma=False` it also says which devices share a `state`, and is required with one; `()` is none.
       out_sharding: of the result, on Explicit meshes where `x` and `w` leave it open: K is cut.
       seed: of stochastic rounding, which recipes may ask for: an integer, two words (uint32 `[2]`, low first) or a
         `jax.random` key. A new one for each call and step, such as `jax.random.fold_in(key, layer)`: calls with one
@@ -140,6 +141,7 @@ def linear(
     """
     check_array("linear", "x", x)
     check_spec("linear", "out_sharding", out_sharding)
+    check_shared("linear", state, axis_name)
     y: jax.Array = _checked_linear(
         x,
         w,
@@ -380,9 +382,9 @@ def _observed(config: _Config, kept: _Kept, dy_amax: jax.Array | None) -> Linear
     if w_amax is None:  # Of codes that came as such.
         w_amax = jnp.zeros_like(state.weight.observed.amax)
     return LinearState(
-        weight=observe(state.weight, w_amax),
-        activation=observe(state.activation, x_amax),
-        gradient=observe(state.gradient, dy_amax),
+        weight=observe(state.weight, w_amax, config.axes),
+        activation=observe(state.activation, x_amax, config.axes),
+        gradient=observe(state.gradient, dy_amax, config.axes),
     )
 
 
