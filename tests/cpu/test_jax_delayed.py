@@ -186,7 +186,7 @@ def test_reduction_of_all_amaxes_at_once():
     assert sum(len(arrays) for _, arrays in collectives(compiled)) == 2  # one of each element format
 
 
-def unchecked(axis_name, out=P()):
+def unchecked(axis_name, out=None):
     """The amaxes of a step in `shard_map(check_vma=False)`, where types do not say what varies."""
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
 
@@ -195,12 +195,14 @@ def unchecked(axis_name, out=P()):
         return jax.tree.map(lambda leaf: leaf[None], amaxes) if out else amaxes
 
     specs = (P("data"), P("data"), P(), P("data"))
-    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out, check_vma=False))(X, W, STATE, DY)
+    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out or P(), check_vma=False))(
+        X, W, STATE, DY
+    )
 
 
 def test_what_types_do_not_tell_is_to_be_named():
     """Without it, the amaxes of one device would leave as if they were those of all."""
-    with pytest.raises(ValueError, match=r"linear: axis_name \(None\) does not say which devices share state.*\('data'"):
+    with pytest.raises(ValueError, match=r"linear: axis_name \(None\) does not say which devices.*\('data'"):
         unchecked(None)
     assert_states_equal(unchecked("data"), step(X, W, STATE, DY)[3])
     each = unchecked((), P("data")).activation.observed.amax

@@ -20,7 +20,6 @@ from qshard.formats import FP8_E4M3, Usage  # noqa: E402
 from qshard.jax import adamw, disabled_checks, linear, quantize  # noqa: E402
 from qshard.recipes import CurrentScaling  # noqa: E402
 
-
 SEED = np.int32(7)
 
 
@@ -44,7 +43,12 @@ def main() -> None:
     x = np.load(FOLDER / "x.npy")
     mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,))
     sharded = jax.device_put(x, NamedSharding(mesh, P("a")))
-    programs = {"whole": (both, (x,)), "sharded": (both, (sharded,)), "step": (step, (x, x[:16])), "nvfp4": (nvfp4, (x, x[:16], SEED))}
+    programs = {
+        "whole": (both, (x,)),
+        "sharded": (both, (sharded,)),
+        "step": (step, (x, x[:16])),
+        "nvfp4": (nvfp4, (x, x[:16], SEED)),
+    }
     if MODE == "save":
         for name, (function, args) in programs.items():
             exported = jax.export.export(jax.jit(function), disabled_checks=disabled_checks())(*args)
