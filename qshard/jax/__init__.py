@@ -18,9 +18,12 @@ from qshard.jax.delayed import (
 )
 from qshard.jax.gather import CodedWeight, Shards, gather
 from qshard.jax.linear import gathered_weight, linear
+from qshard.jax.ops import disabled_checks
 from qshard.jax.optim.adam import adam, adamw
 from qshard.jax.optim.master import cast_master, join_pieces
+from qshard.jax.optim.masters import PrimaryOptimizer, PrimaryState, optimizer
 from qshard.jax.plain import from_plain, to_plain
+from qshard.jax.primary import PrimaryWeight, value_and_grad
 from qshard.jax.quantize import WeightScales, compute_scales, quantize
 from qshard.jax.zero import ZeroPlan, plan_zero
 from qshard.pipeline import Plane
@@ -30,6 +33,9 @@ __all__ = [
     "LinearState",
     "Observed",
     "Plane",
+    "PrimaryOptimizer",
+    "PrimaryState",
+    "PrimaryWeight",
     "QuantizedArray",
     "Shards",
     "TensorState",
@@ -39,6 +45,7 @@ __all__ = [
     "adamw",
     "cast_master",
     "compute_scales",
+    "disabled_checks",
     "from_plain",
     "gather",
     "gathered_weight",
@@ -47,9 +54,11 @@ __all__ = [
     "linear",
     "merge_observed",
     "ops",
+    "optimizer",
     "plan_zero",
     "quantize",
     "spread_states",
     "to_plain",
     "update_delayed",
+    "value_and_grad",
 ]

@@ -95,14 +95,35 @@ def init_delayed(recipe: DelayedScaling | str, shape: Sequence[int] = ()) -> Lin
     return LinearState(tensor(), tensor(), tensor())
 
 
-def observe(state: TensorState, amax: jax.Array) -> TensorState:
+def check_shared(op: str, state: Any, axis_name: Any) -> None:
+    """Raises ValueError where nothing tells which devices share a state: `shard_map(check_vma=False)`, no `axis_name`.
+
+    The amaxes of one device would then leave as if they were those of all.
+    """
+    if state is None or axis_name is not None or _types_tell():
+        return
+    axes = jax.sharding.get_abstract_mesh().manual_axes
+    raise ValueError(
+        f"{op}: axis_name (None) does not say which devices share state, nor do types under check_vma=False; name "
+        f"those of {axes} that cut x, w or dy, pass () for a state a device, or leave check_vma on"
+    )
+
+
+def _types_tell() -> bool:
+    """Whether types say over which mesh axes an array varies: not in `shard_map(check_vma=False)`."""
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = [axis for axis in mesh.manual_axes if mesh.shape[axis] > 1]
+    return all(axis in jax.typeof(lax.axis_index(axis)).manual_axis_type.varying for axis in axes)
+
+
+def observe(state: TensorState, amax: jax.Array, axes: tuple[str, ...] = ()) -> TensorState:
     """The cotangent of a state that brings this amax, reduced over all devices that share the state.
 
     Types tell which: mesh axes over which the amax varies, and the state does not. With `check_vma=False` types tell
-    nothing, and it is the amax of what had one scale.
+    nothing, and it is `axes`.
     """
     own, shared = (jax.typeof(a).manual_axis_type.varying for a in (amax, state.scale))
-    amax = max_over(tuple(sorted(own - shared)))(amax)
+    amax = max_over(tuple(sorted(own - shared)) if _types_tell() else axes)(amax)
     seen = Observed(amax, _hash(amax))
     return TensorState(jnp.zeros_like(state.scale), jnp.zeros_like(state.amax_history), seen)
 

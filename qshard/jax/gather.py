@@ -101,12 +101,12 @@ class CodedWeight:
         calls in the forward and again in the backward pass.
       sink: an array. The gradient with respect to it is `shards.scatter` of that of the whole weight; the values of it
         are not used. None: the weight has no gradient.
-      shards: static.
+      shards: static. None: the weight is a `QuantizedArray`, cut as the call of `linear` says.
     """
 
     codes: Any
     sink: jax.Array | None
-    shards: Shards
+    shards: Any
 
 
 def cut_of(q: QuantizedArray, axis_name: str, spec: Spec, *, op: str, name: str, spec_name: str = "spec") -> Cut:

@@ -18,9 +18,10 @@ from qshard.jax import steps
 from qshard.jax.arguments import as_axes, check_array, check_dtype, check_spec, check_spec_fits
 from qshard.jax.array import QuantizedArray
 from qshard.jax.cuts import AxisName, Cut, Spec, cuts_rows, mesh_of, vary_alike
-from qshard.jax.delayed import LinearState, TensorState, observe
+from qshard.jax.delayed import LinearState, TensorState, check_shared, observe
 from qshard.jax.gather import CodedWeight, CutWeight, Shards, cut_of, not_before
 from qshard.jax.gemm import gemm, row_product, stored_for
+from qshard.jax.primary import PrimaryWeight, opened
 from qshard.jax.quantize import WeightScales, as_scales, quantized
 from qshard.jax.words import Seed, seed_words, words_of
 from qshard.layout import multiplies_codes, source
@@ -58,6 +59,7 @@ class _Given(NamedTuple):
     scales: WeightScales | None
     seed: jax.Array | None
     state: LinearState | None
+    weight_amax: jax.Array | None = None  # Of a primary weight, in delayed scaling.
 
 
 class _Kept(NamedTuple):
@@ -76,7 +78,7 @@ class _Kept(NamedTuple):
 
 def linear(
     x: jax.Array,
-    w: jax.Array | QuantizedArray | CodedWeight,
+    w: jax.Array | QuantizedArray | PrimaryWeight | CodedWeight,
     recipe: RecipeLike,
     *,
     weight_spec: Spec = None,
@@ -97,7 +99,8 @@ def linear(
     Args:
       x: float32, bfloat16 or float16, `[*lead, K]`.
       w: of such a dtype, `[N, K]`; fp32 master weights may go in as they are. Or codes of the recipe's format for
-        weights: a `QuantizedArray`, which has no gradient, or a `CodedWeight`, which says where its gradient goes.
+        weights: a `QuantizedArray`, which is frozen; a `PrimaryWeight`, which `value_and_grad` differentiates; or a
+        `CodedWeight`, which says where its gradient goes.
       recipe: the format of each role, or the name of a recipe, such as "MXFP8".
       weight_spec: how `w` is cut, and its gradient is to be. Types of Explicit meshes say it.
       gather_axis: the mesh axis along which FSDP has cut `w`: shards are quantized, then their codes gathered.
@@ -107,7 +110,8 @@ def linear(
       weight_scales: of `w`, from `compute_scales`; without it, this call reduces the amaxes of `w`.
       axis_name: in `shard_map`, mesh axes along which the first axis of `x` is cut: one scale then serves all of it,
         and shards draw the random numbers of the whole. Without it, each device has a scale of its own, which costs no
-        communication and makes the result depend on how `x` is cut. Blocks end where a shard ends, either way.
+        communication and makes the result depend on how `x` is cut. Blocks end where a shard ends, either way. With
+        `check_vma=False` it also says which devices share a `state`, and is required with one; `()` is none.
       out_sharding: of the result, on Explicit meshes where `x` and `w` leave it open: K is cut.
       seed: of stochastic rounding, which recipes may ask for: an integer, two words (uint32 `[2]`, low first) or a
         `jax.random` key. A new one for each call and step, such as `jax.random.fold_in(key, layer)`: calls with one
@@ -140,6 +144,7 @@ def linear(
     """
     check_array("linear", "x", x)
     check_spec("linear", "out_sharding", out_sharding)
+    check_shared("linear", state, axis_name)
     y: jax.Array = _checked_linear(
         x,
         w,
@@ -155,7 +160,7 @@ def linear(
 
 
 def gathered_weight(
-    w: jax.Array | QuantizedArray | CodedWeight,
+    w: jax.Array | QuantizedArray | PrimaryWeight | CodedWeight,
     recipe: RecipeLike,
     *,
     weight_spec: Spec = None,
@@ -190,7 +195,7 @@ def gathered_weight(
 
 def _given(op: str, w: Any, weight_spec: Any, weight_scales: Any, seed: Any, state: Any) -> _Given:
     """Checks the types of what `jit` does not take, or would take for something else."""
-    if not isinstance(w, QuantizedArray | CodedWeight):
+    if not isinstance(w, QuantizedArray | CodedWeight | PrimaryWeight):
         check_array(op, "w", w)
     check_spec(op, "weight_spec", weight_spec)
     if state is not None and not isinstance(state, LinearState):
@@ -210,6 +215,8 @@ def _checked_linear(
     x: jax.Array, w: Any, given: _Given, *, recipe: Recipe, weight_spec: Spec, gather_axis: str | None, **options: Any
 ) -> jax.Array:
     check_dtype("linear", "x", x)
+    w, amax = opened(w)
+    given = given._replace(weight_amax=amax)
     config, weight = _configured(
         "linear", w, given, recipe, weight_spec, gather_axis, x_type=_explicit_type(x), **options
     )
@@ -222,7 +229,7 @@ def _checked_linear(
 def _checked_weight(
     w: Any, given: _Given, *, recipe: Recipe, weight_spec: Spec, gather_axis: str | None
 ) -> QuantizedArray:
-    config, weight = _configured("gathered_weight", w, given, recipe, weight_spec, gather_axis)
+    config, weight = _configured("gathered_weight", opened(w)[0], given, recipe, weight_spec, gather_axis)
     return _whole(config, _codes_of(config, weight, given, Usage.ROWWISE)[0], Usage.ROWWISE)
 
 
@@ -233,12 +240,16 @@ def _configured(
     _check_given(op, recipe, given)
     names: dict[str, Any] = {"op": op, "name": "gather_axis", "spec_name": "weight_spec"}
     w_type, gathers, cut = None, gather_axis is not None, Cut()
-    if isinstance(w, CodedWeight):
+    if isinstance(w, CodedWeight) and w.shards is not None:
         weight, gathers = w, not isinstance(w.codes, QuantizedArray)
-    elif isinstance(w, QuantizedArray):
+    elif isinstance(w, CodedWeight | QuantizedArray):
+        codes, sink = (w.codes, w.sink) if isinstance(w, CodedWeight) else (w, None)
         if gather_axis is not None:
-            cut = cut_of(w, gather_axis, weight_spec, **names)
-        weight = CodedWeight(w, None, CutWeight(cut, gather_axis))
+            cut = cut_of(codes, gather_axis, weight_spec, **names)
+        elif sink is not None:
+            cut = Cut.of(sink, (), weight_spec)
+        weight = CodedWeight(codes, sink, CutWeight(cut, gather_axis))
+        w_type = None if sink is None else _explicit_type(sink)
     else:
         if jnp.ndim(w) != 2:
             raise ValueError(f"{op}: w {jnp.shape(w)} does not have two axes; give w as [N, K]")
@@ -368,7 +379,7 @@ def _quantized(
 
 def _codes_of(config: _Config, w: CodedWeight, given: _Given, usage: Usage) -> tuple[Any, jax.Array | None]:
     if w.codes is not None or w.sink is None:
-        return w.codes, None
+        return w.codes, given.weight_amax
     return _quantized(config, w.sink, given, Role.WEIGHT, usage)
 
 
@@ -380,9 +391,9 @@ def _observed(config: _Config, kept: _Kept, dy_amax: jax.Array | None) -> Linear
     if w_amax is None:  # Of codes that came as such.
         w_amax = jnp.zeros_like(state.weight.observed.amax)
     return LinearState(
-        weight=observe(state.weight, w_amax),
-        activation=observe(state.activation, x_amax),
-        gradient=observe(state.gradient, dy_amax),
+        weight=observe(state.weight, w_amax, config.axes),
+        activation=observe(state.activation, x_amax, config.axes),
+        gradient=observe(state.gradient, dy_amax, config.axes),
     )
 
 

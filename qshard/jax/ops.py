@@ -30,6 +30,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -39,9 +40,19 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from qshard import _ffi
-from qshard.ops import Binding, Factor, Operand, OpSpec, View, table
+from qshard.ops import Binding, Factor, Operand, OpSpec, View, multi_table, table
 
-__all__ = ["Op", "bind", "encoded", "may_be_cut", "names_of", "register_handlers", "reshaped", "target_of"]
+__all__ = [
+    "Op",
+    "bind",
+    "disabled_checks",
+    "encoded",
+    "may_be_cut",
+    "names_of",
+    "register_handlers",
+    "reshaped",
+    "target_of",
+]
 
 _registered: set[str] = set()
 
@@ -61,6 +72,22 @@ def register_handlers(platform: str, handlers: Mapping[str, Any]) -> None:
 def target_of(name: str) -> str:
     """The name of an op among XLA's targets."""
     return f"qshard_{name}"
+
+
+def disabled_checks() -> list[jax.export.DisabledSafetyCheck]:
+    """What `jax.export.export(disabled_checks=)` takes, for programs with ops of qshard: all of their targets.
+
+    Without it an export refuses custom calls that JAX does not know. Whoever loads the program needs `import
+    qshard.jax`, which registers them, of a version with the same ops.
+
+    >>> from qshard.jax import linear
+    >>> step = jax.jit(lambda x, w: linear(x, w, "MXFP8"))
+    >>> exported = jax.export.export(step, disabled_checks=disabled_checks())(jnp.ones((8, 32)), jnp.ones((32, 32)))
+    >>> jax.export.deserialize(exported.serialize()).call(jnp.ones((8, 32)), jnp.ones((32, 32)))[0, 0]
+    Array(32., dtype=float32)
+    """
+    names = dict.fromkeys((*table(), *multi_table()))
+    return [jax.export.DisabledSafetyCheck.custom_call(target_of(name)) for name in names]
 
 
 register_handlers("cpu", _ffi.handlers("cpu"))

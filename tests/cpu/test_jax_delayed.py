@@ -186,6 +186,41 @@ def test_reduction_of_all_amaxes_at_once():
     assert sum(len(arrays) for _, arrays in collectives(compiled)) == 2  # one of each element format
 
 
+def unchecked(axis_name, out=None):
+    """The amaxes of a step in `shard_map(check_vma=False)`, where types do not say what varies."""
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+
+    def local(x, w, state, dy):
+        amaxes = step(x, w, state, dy, gather_axis="data", axis_name=axis_name)[3]
+        return jax.tree.map(lambda leaf: leaf[None], amaxes) if out else amaxes
+
+    specs = (P("data"), P("data"), P(), P("data"))
+    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out or P(), check_vma=False))(
+        X, W, STATE, DY
+    )
+
+
+def test_what_types_do_not_tell_is_to_be_named():
+    """Without it, the amaxes of one device would leave as if they were those of all."""
+    with pytest.raises(ValueError, match=r"linear: axis_name \(None\) does not say which devices.*\('data'"):
+        unchecked(None)
+    assert_states_equal(unchecked("data"), step(X, W, STATE, DY)[3])
+    each = unchecked((), P("data")).activation.observed.amax
+    assert_bits_equal(np.asarray(each), np.array([reference.amax(x) for x in np.split(X, 4)]))
+
+
+def test_amaxes_of_whole_weights_without_types():
+    """Of a weight that tensor parallelism has cut, which no gather names: over the axes that share the state."""
+    mesh = jax.make_mesh((4,), ("tp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+
+    def local(x, w, state, dy):
+        return step(x, w, state, dy, axis_name="tp")[3]
+
+    specs = (P(), P("tp"), P(), P(None, "tp"))
+    run = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
+    assert_states_equal(jax.jit(run)(X, W, STATE, DY), step(X, W, STATE, DY)[3])
+
+
 @pytest.mark.parametrize(
     ("call", "error", "text"),
     [

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from qshard.formats import FP8_E4M3, Usage
-from qshard.jax import QuantizedArray, linear, quantize
+from qshard.jax import QuantizedArray, adamw, disabled_checks, linear, quantize
 from qshard.recipes import CurrentScaling
 from support.awkward import TAME, assert_bits_equal, awkward_values
 
@@ -48,6 +48,29 @@ def test_exported_step(saved):
         np.testing.assert_allclose(got.view(np.float32), expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
 
 
+def test_exported_update(saved):
+    """NVFP4 under a seed that is an argument, and the kernel of `adamw`: the bits of the program that was not saved."""
+    folder, _ = saved
+    x = np.load(folder / "x.npy")
+    optimizer = adamw(1e-3)
+
+    @jax.jit
+    def update(w, seed):
+        gradient = jax.grad(lambda w: linear(x, w, "NVFP4", seed=seed).sum())(w)
+        return optimizer.update(gradient, optimizer.init(w), w)[0]
+
+    (got,) = np.load(folder / "nvfp4.npz").values()
+    assert_bits_equal(got.view(np.float32), np.asarray(update(x[:16], 7)))
+
+
+def test_the_public_list_is_what_export_needs():
+    """An export without it names the first of our targets that JAX does not know."""
+    step = jax.jit(lambda x: linear(x, x, "MXFP8"))
+    with pytest.raises(ValueError, match=r"qshard_quantize_block"):
+        jax.export.export(step)(np.ones((32, 32), np.float32))
+    assert len(disabled_checks()) == len({str(check) for check in disabled_checks()})
+
+
 def test_persistent_cache_hits(saved):
     """The second process finds what the first has compiled: nothing in a program's key changes from run to run."""
     _, (first, second) = saved
@@ -60,7 +83,7 @@ def test_quantized_arrays_are_serialized():
     x = np.ones((2, 3, 32), np.float32)
     exported = jax.export.export(
         jax.jit(QuantizedArray.dequantize),
-        disabled_checks=[jax.export.DisabledSafetyCheck.custom_call("qshard_dequantize")],
+        disabled_checks=disabled_checks(),
     )(quantize(x, fmt))
     again = jax.export.deserialize(exported.serialize())
     assert again.in_tree == exported.in_tree

@@ -17,9 +17,10 @@ from jax.sharding import AxisType, NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
 from qshard.formats import FP8_E4M3, Usage  # noqa: E402
-from qshard.jax import linear, quantize  # noqa: E402
-from qshard.ops import table  # noqa: E402
+from qshard.jax import adamw, disabled_checks, linear, quantize  # noqa: E402
 from qshard.recipes import CurrentScaling  # noqa: E402
+
+SEED = np.int32(7)
 
 
 def both(x):
@@ -31,15 +32,26 @@ def step(x, w):
     return product(w)
 
 
+def nvfp4(x, w, seed):
+    """A traced seed, random rounding, rotations, and an optimizer's kernel."""
+    optimizer = adamw(1e-3)
+    gradient = jax.grad(lambda w: linear(x, w, "NVFP4", seed=seed).sum())(w)
+    return optimizer.update(gradient, optimizer.init(w), w)[0]
+
+
 def main() -> None:
     x = np.load(FOLDER / "x.npy")
     mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,))
     sharded = jax.device_put(x, NamedSharding(mesh, P("a")))
-    programs = {"whole": (both, (x,)), "sharded": (both, (sharded,)), "step": (step, (x, x[:16]))}
+    programs = {
+        "whole": (both, (x,)),
+        "sharded": (both, (sharded,)),
+        "step": (step, (x, x[:16])),
+        "nvfp4": (nvfp4, (x, x[:16], SEED)),
+    }
     if MODE == "save":
-        known = [jax.export.DisabledSafetyCheck.custom_call(f"qshard_{op}") for op in table()]
         for name, (function, args) in programs.items():
-            exported = jax.export.export(jax.jit(function), disabled_checks=known)(*args)
+            exported = jax.export.export(jax.jit(function), disabled_checks=disabled_checks())(*args)
             (FOLDER / f"{name}.bin").write_bytes(exported.serialize())
     else:
         for name, (_, args) in programs.items():

@@ -1,0 +1,200 @@
+"""Primary weights: the parameter is codes, and its float32 values are a master in the state of an optimizer.
+
+    loss, grads = value_and_grad(loss_of)(params, batch)          # of codes, with float32 gradients
+    updates, state = optimizer.update(grads, state, params)       # masters change, and codes are made anew of them
+    params = optax.apply_updates(params, updates)                 # exactly those codes
+
+The words are those of `qshard.torch_bridge`: a *master* is the float32 values of a primary weight, and to *recast* is
+to make codes anew of masters. The optimizer is in `qshard.jax.optim.masters`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from qshard.formats import Format, Usage
+from qshard.jax.array import QuantizedArray
+from qshard.jax.cuts import vary_alike
+from qshard.jax.gather import CodedWeight
+from qshard.jax.ops import reshaped
+from qshard.layout import Shape
+from qshard.names import shown
+from qshard.pipeline import Plane
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["data", "scale_inv", "global_scale_inv", "amax"],
+    meta_fields=["format", "dtype", "axes"],
+)
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PrimaryWeight:
+    """A parameter that is codes, for `linear`. Made by `PrimaryOptimizer.recast`.
+
+    Its arrays are the bits of a rowwise plane as unsigned integers, so that an update of it is a difference of bits,
+    which `optax.apply_updates` adds exactly; so that checkpoints need no float8; and so that `jax.grad`, to which codes
+    have no values to differentiate, refuses it. `value_and_grad` takes it.
+
+    Attributes:
+      data, scale_inv, global_scale_inv: of `QuantizedArray.rowwise`, as uint8 or uint32.
+      amax: under `DelayedScaling`, that of the master, as uint32; else None.
+      format, dtype, axes: those of the `QuantizedArray`.
+    """
+
+    data: jax.Array
+    scale_inv: jax.Array
+    global_scale_inv: jax.Array | None
+    amax: jax.Array | None
+    format: Format
+    dtype: np.dtype[Any]
+    axes: tuple[int | None, ...]
+
+    @classmethod
+    def of(cls, codes: QuantizedArray, amax: jax.Array | None = None) -> PrimaryWeight:
+        """The bits of a rowwise plane."""
+        data, scale_inv, whole, amax = (
+            None if part is None else lax.bitcast_convert_type(part, f"uint{8 * part.dtype.itemsize}")
+            for part in (*codes.plane(Usage.ROWWISE), amax)
+        )
+        assert data is not None
+        assert scale_inv is not None
+        return cls(
+            data=data,
+            scale_inv=scale_inv,
+            global_scale_inv=whole,
+            amax=amax,
+            format=codes.format,
+            dtype=codes.dtype,
+            axes=codes.axes,
+        )
+
+    @property
+    def codes(self) -> QuantizedArray:
+        """The same bits as what they stand for."""
+        as_float = functools.partial(lax.bitcast_convert_type, new_dtype=jnp.float32)
+        plane = Plane(
+            lax.bitcast_convert_type(self.data, jnp.dtype(self.format.data_dtype)),
+            lax.bitcast_convert_type(self.scale_inv, jnp.dtype(self.format.scale_dtype)),
+            None if self.global_scale_inv is None else as_float(self.global_scale_inv),
+        )
+        return QuantizedArray(format=self.format, dtype=self.dtype, axes=self.axes, rowwise=plane)
+
+    @property
+    def shape(self) -> Shape:
+        """Of the weight it stands for."""
+        *lead, last = self.data.shape
+        return (*lead, last * self.format.element.codes_per_byte)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.data.shape)
+
+    def dequantize(self, dtype: Any = None) -> jax.Array:
+        """`QuantizedArray.dequantize` of its codes."""
+        return self.codes.dequantize(dtype)
+
+    def __str__(self) -> str:
+        return f"PrimaryWeight({self.format}, {self.shape})"
+
+
+def is_primary(node: Any) -> bool:
+    return isinstance(node, PrimaryWeight)
+
+
+def value_and_grad(
+    fun: Callable[..., Any], argnums: int | tuple[int, ...] = 0, *, has_aux: bool = False
+) -> Callable[..., Any]:
+    """`jax.value_and_grad`, of functions of trees with primary weights.
+
+    Args:
+      fun, argnums, has_aux: as for `jax.value_and_grad`. `fun` gives the primary weights of those arguments to
+        `linear`, or another function that takes a `CodedWeight`.
+
+    Returns:
+      A function with the results of `jax.value_and_grad`. The gradient has, in the place of each `PrimaryWeight`, a
+      float32 array of its shape, cut as the weight is.
+
+    It runs wherever `linear` does: under `jit` on Auto and Explicit meshes, in `shard_map`, and in `scan` over
+    microbatches, where codes are neither cast nor scaled again.
+
+    >>> from qshard.jax import linear, quantize
+    >>> params = {"w": PrimaryWeight.of(quantize(jnp.ones((16, 32)), "FP8_E4M3[nonfinite=nan]"))}
+    >>> loss = lambda params, x: linear(x, params["w"], "CurrentScaling").sum()
+    >>> value, gradient = value_and_grad(loss)(params, jnp.ones((4, 32)))
+    >>> float(value), gradient["w"].shape, gradient["w"].dtype.name
+    (2048.0, (16, 32), 'float32')
+    """
+    if not callable(fun):
+        raise TypeError(f"value_and_grad: fun ({shown(fun)}) is not a function; pass the loss")
+    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+
+    @functools.wraps(fun)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        structure: Any
+        chosen, structure = jax.tree.flatten([args[number] for number in numbers], is_leaf=is_primary)
+
+        def of_sinks(*trees: Any) -> Any:
+            sinks = structure.flatten_up_to(list(trees))
+            bound = [
+                CodedWeight(leaf, sink, None) if is_primary(leaf) else sink
+                for leaf, sink in zip(chosen, sinks, strict=True)
+            ]
+            given = list(args)
+            for number, tree in zip(numbers, structure.unflatten(bound), strict=True):
+                given[number] = tree
+            return fun(*given, **kwargs)
+
+        sinks = structure.unflatten([_sink(leaf) if is_primary(leaf) else leaf for leaf in chosen])
+        of = 0 if isinstance(argnums, int) else tuple(range(len(numbers)))
+        return jax.value_and_grad(of_sinks, of, has_aux=has_aux)(*sinks)
+
+    return run
+
+
+def _sink(weight: PrimaryWeight) -> jax.Array:
+    """Where the gradient goes: zeros typed as the weight is. Nothing reads them, so under `jit` they take no memory."""
+    data, per_byte = weight.data, weight.format.element.codes_per_byte
+    _, zeros = vary_alike(data, jnp.zeros_like(data, dtype=jnp.float32))
+    if per_byte > 1:
+        zeros = jnp.stack([zeros] * per_byte, axis=-1)
+        zeros = reshaped(zeros, weight.shape, jax.typeof(data).sharding.spec)
+    return zeros
+
+
+def opened(w: Any) -> tuple[Any, jax.Array | None]:
+    """A primary weight, or a `CodedWeight` of one, as `QuantizedArray`s; and the amax of its master, where it has one.
+
+    Codes are held constant: to differentiate them is an error. JAX would give float8 zeros for float8, and an optimizer
+    take these, and decay codes, without a word.
+    """
+    codes = w.codes if isinstance(w, CodedWeight) else w
+    if codes is None or not isinstance(w, CodedWeight | QuantizedArray | PrimaryWeight):
+        return w, None
+    amax = None
+    if isinstance(codes, PrimaryWeight):
+        amax = None if codes.amax is None else lax.bitcast_convert_type(codes.amax, jnp.float32)
+        codes = codes.codes
+    codes = _constant(codes)
+    return (dataclasses.replace(w, codes=codes) if isinstance(w, CodedWeight) else codes), amax
+
+
+@jax.custom_jvp
+def _constant(codes: Any) -> Any:
+    return codes
+
+
+@_constant.defjvp
+def _differentiated(primals: Any, _: Any) -> Any:
+    raise TypeError(
+        "linear: w (codes) has no gradient, and is in what is differentiated; leave frozen weights out of it, such as "
+        "by argnums, or train a PrimaryWeight with qshard.jax.value_and_grad"
+    )
