@@ -22,6 +22,7 @@ from qshard.jax.optim.adam import adam, adamw
 from qshard.jax.optim.master import cast_master, join_pieces
 from qshard.jax.plain import from_plain, to_plain
 from qshard.jax.quantize import WeightScales, compute_scales, quantize
+from qshard.jax.trees import describe, rebuild
 from qshard.jax.zero import ZeroPlan, plan_zero
 from qshard.pipeline import Plane
 
@@ -39,6 +40,7 @@ __all__ = [
     "adamw",
     "cast_master",
     "compute_scales",
+    "describe",
     "from_plain",
     "gather",
     "gathered_weight",
@@ -49,6 +51,7 @@ __all__ = [
     "ops",
     "plan_zero",
     "quantize",
+    "rebuild",
     "spread_states",
     "to_plain",
     "update_delayed",
