@@ -25,6 +25,7 @@ from qshard.jax.optim.masters import PrimaryOptimizer, PrimaryState, optimizer
 from qshard.jax.plain import from_plain, to_plain
 from qshard.jax.primary import PrimaryWeight, value_and_grad
 from qshard.jax.quantize import WeightScales, compute_scales, quantize
+from qshard.jax.trees import describe, rebuild
 from qshard.jax.zero import ZeroPlan, plan_zero
 from qshard.pipeline import Plane
 
@@ -45,6 +46,7 @@ __all__ = [
     "adamw",
     "cast_master",
     "compute_scales",
+    "describe",
     "disabled_checks",
     "from_plain",
     "gather",
@@ -57,6 +59,7 @@ __all__ = [
     "optimizer",
     "plan_zero",
     "quantize",
+    "rebuild",
     "spread_states",
     "to_plain",
     "update_delayed",
