@@ -201,6 +201,13 @@ class Op:
                 f"{self.spec.name}: this build of qshard has no kernels for {', '.join(missing)}; "
                 "build it where a CUDA compiler is found, or run on the CPU"
             )
+        devices = getattr(ctx.module_context.axis_context, "num_devices", 1) or 1
+        meshes = (ctx.avals_in[0].sharding.mesh, jax.sharding.get_abstract_mesh())
+        if devices > 1 and not options["cuttable"] and all(mesh.empty for mesh in meshes):
+            raise ValueError(
+                f"{self.spec.name}: operands (on one device, as far as was known) are compiled for {devices}, and XLA "
+                "would gather all of them; trace within jax.set_mesh(mesh)"
+            )
         binding = self._bound(ctx.avals_in, options, shapes)
         batch_dims = ir.StringAttr.get(str(min(binding.lead, max(0, ctx.avals_in[0].ndim - 1))))
         rule = jax.ffi.ffi_lowering(
@@ -271,9 +278,15 @@ def encoded(value: Any) -> Any:
     return np.float32(value) if isinstance(value, float) else np.int64(value)
 
 
+def mesh_around(x: jax.Array) -> Any:
+    """By the type of `x`; else that of the context, which types of arrays lack where `jit` is told how they are cut."""
+    mesh = jax.typeof(x).sharding.mesh
+    return jax.sharding.get_abstract_mesh() if mesh.empty else mesh
+
+
 def may_be_cut(x: jax.Array) -> bool:
     """Whether XLA, or an Explicit mesh, may cut `x` over devices."""
-    mesh = jax.typeof(x).sharding.mesh
+    mesh = mesh_around(x)
     if mesh.empty:
         return jax.device_count() > 1
     return mesh.size > 1 and set(mesh.axis_types) != {AxisType.Manual}

@@ -84,7 +84,7 @@ def split_rows(x: jax.Array) -> jax.Array:
     the 112 us of quantizing 8192 x 8192 bfloat16. Where it would make runs shorter than 32, a run is the row: such a K
     is rarely cut. A run that is cut after all costs a gather, and gives the same bits.
     """
-    mesh, spec = jax.typeof(x).sharding.mesh, jax.typeof(x).sharding.spec
+    mesh, spec = ops.mesh_around(x), jax.typeof(x).sharding.spec
     kinds = set(mesh.axis_types)
     if x.ndim == 0 or kinds == {AxisType.Manual} or (mesh.empty and jax.device_count() == 1):
         return x

@@ -8,24 +8,23 @@ import json
 import os
 import subprocess
 import sys
-from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
 
+from support import h100
+
 REPOSITORY = Path(__file__).parents[2]
-PLUGIN = REPOSITORY / "build" / "jax_cuda"
 STEPS = ["step, Auto", "step, Explicit", "step, shard_map"]
 
 
 @pytest.fixture(scope="module")
 def compiled():
     """{program: {"collectives", "calls" of handlers and libraries, "ops" of interest}}"""
-    installed = any("cuda" in plugin.name for plugin in entry_points(group="jax_plugins"))
-    if not installed and not PLUGIN.is_dir():
-        pytest.skip(f"no CUDA plugin of JAX, neither installed nor in {PLUGIN.relative_to(REPOSITORY)}: make h100")
+    if not h100.is_there():
+        pytest.skip(f"no CUDA plugin of JAX, neither installed nor in {h100.PLUGIN.relative_to(REPOSITORY)}: make h100")
     result = subprocess.run(
-        [sys.executable, "-m", "support.jax_h100", *([] if installed else [str(PLUGIN)])],
+        [sys.executable, "-m", "support.jax_h100"],
         env={**os.environ, "PYTHONPATH": ""},
         cwd=REPOSITORY / "tests",
         capture_output=True,
@@ -131,3 +130,8 @@ def test_scan_and_remat(compiled):
 
 def test_scales_of_a_model_are_one_reduction(compiled):
     assert compiled["scales"]["collectives"] == [["all-reduce", ["s32[2]"]]]
+
+
+def test_arrays_that_no_mesh_tells_of_are_refused(compiled):
+    """Compiled from a machine with one device, all of them would be gathered in high precision."""
+    assert "compiled for 8, and XLA would gather all of them; trace within jax.set_mesh" in compiled["no mesh"]

@@ -1,55 +1,28 @@
 """Compiles JAX programs for eight H100s on a machine without a GPU and prints what they do, as JSON.
 
-Run by tests/cpu/test_jax_h100.py, in a process of its own because it needs JAX's CUDA plugin, from the folder given as
-the first argument if it is not installed. Nothing is run, so the handlers of the CPU may stand for those of CUDA.
+Run by tests/cpu/test_jax_h100.py, in a process of its own because of what `h100.prepare` does.
 """
 
 import json
-import os
 import re
-import sys
 from functools import partial
 
-if len(sys.argv) > 1:
-    sys.path.append(sys.argv[1])
-os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
-# XLA chooses between its own GEMMs and cuBLASLt's by running both; without a GPU it would take its own.
-os.environ["XLA_FLAGS"] = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
+from support import h100
+
+h100.prepare()
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from qshard import _ffi
 from qshard.formats import FP8_E4M3, MXFP8_32x32, Usage
-from qshard.jax import compute_scales, gather, init_delayed, linear, ops, quantize
+from qshard.jax import compute_scales, gather, init_delayed, linear, quantize
 from qshard.recipes import MXFP8, NVFP4, BlockScaling, CurrentScaling, DelayedScaling
 from support.hlo import collectives
 
-# What XLA asks of a device. It only makes FP8 matmuls where it knows the versions of CUDA.
-H100 = """
-gpu_device_info {
-  name: "NVIDIA H100 80GB HBM3"  cuda_compute_capability { major: 9 }
-  core_count: 132  fpus_per_core: 128  threads_per_warp: 32  clock_rate_ghz: 1.98
-  threads_per_block_limit: 1024  threads_per_core_limit: 2048
-  block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
-  shared_memory_per_block: 49152  shared_memory_per_block_optin: 232448  shared_memory_per_core: 233472
-  registers_per_block_limit: 65536  registers_per_core_limit: 65536
-  device_memory_size: 84942979072  memory_bandwidth: 3352320000000  l2_cache_size: 52428800
-  driver_version: "13.0.0"  runtime_version: "12.8.0"  compile_time_toolkit_version: "12.8.0"  dnn_version: "9.10.0"
-}
-platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 10 }
-device_description_str: "NVIDIA H100 80GB HBM3"
-"""
-DEVICES = np.array(topologies.get_topology_desc(platform="cuda", target_config=H100, topology="1x1x8").devices)
+DEVICES = h100.devices()
 RECIPE = CurrentScaling()
-if not _ffi.cuda_built:  # Nothing is run, so any handler will do.
-    ops.register_handlers("CUDA", _ffi.handlers("cpu"))
 
 
 def mesh_of(kind):
@@ -160,8 +133,19 @@ def describe(compiled):
     }
 
 
+def refusal_without_a_mesh():
+    """What compiling says where no mesh tells that arrays are cut, and this machine has one device."""
+    cut = NamedSharding(mesh_of(AxisType.Auto), P("fsdp"))
+    cast = jax.jit(lambda x: quantize(x, FP8_E4M3), in_shardings=cut)
+    try:
+        cast.lower(jax.ShapeDtypeStruct((64, 64), jnp.float32))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def main():
-    described = {}
+    described = {"no mesh": refusal_without_a_mesh()}
     for name, function, arguments in programs():
         mesh = jax.tree.leaves(arguments)[0].sharding.mesh
         with jax.set_mesh(mesh):
