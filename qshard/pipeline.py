@@ -56,7 +56,8 @@ class Draws(NamedTuple):
 
     Attributes:
       seed: uint32 or int32 `[2]`, the low word first.
-      first: the index of the first element of `x` in the whole tensor, as two words.
+      first: the index of the first element of `x` in the whole tensor, as two words. In JAX also that of each matrix of
+        `x` `[*outer, M, K]`, where those do not follow one another.
       row_step: how far apart rows are in it, so how many columns it has; as many as `x` if None.
       col_step: how far apart columns are in it.
     """
@@ -214,7 +215,7 @@ def dequantize(
 def transposed(ops: Any, parts: Plane, fmt: Format) -> Plane:
     """The columnwise plane from the rowwise one, or back, where both hold the same numbers: one scale or squares."""
     if fmt.block is None:
-        return parts._replace(data=ops.transpose(parts.data, batch=parts.data.ndim - 2))
+        return parts._replace(data=ops.transpose(parts.data, **_outer(parts.data)))
     packed = fmt.element.codes_per_byte > 1
     data_t, scale_inv_t = ops.transposed_squares(parts.data, parts.scale_inv, packed=packed)
     return parts._replace(data=data_t, scale_inv=scale_inv_t)
@@ -295,8 +296,9 @@ def _fused(ops: Any, x: Array, fmt: Format, usage: Usage, whole: Array | None) -
         turned = is_transposed(fmt, Usage.COLUMNWISE)
         op = _BOTH[family, "square_both" if fmt.transposes else "both_t" if turned else "both"]
         block = (max(block), max(block))
-    outer = _outer(x) if op.endswith("_t") or op == "quantize_nvfp4_both" else {}
-    made = getattr(ops, op)(*operands, block_rows=block[0], block_cols=block[1], **options, **outer)
+    if op.endswith("_t") or fmt.turns_columns and usage is Usage.BOTH:  # Some of it is transposed.
+        options |= _outer(x)
+    made = getattr(ops, op)(*operands, block_rows=block[0], block_cols=block[1], **options)
     global_scale_inv = _global_scale_inv(ops, fmt, whole)
     pairs = zip(usage.planes, made[::2], made[1::2], strict=True)
     return {each: Plane(data, scale_inv, global_scale_inv) for each, data, scale_inv in pairs}

@@ -196,8 +196,8 @@ def hadamard(x, *, block_rows, block_cols):
     return reference.hadamard_transform(x).astype(ml_dtypes.bfloat16)
 
 
-def transpose_packed(data):
-    return reference.pack(turned(reference.unpack(data)))
+def transpose_packed(data, *, outer=0):
+    return reference.pack(turned(reference.unpack(data), outer))
 
 
 def swizzle_scale(scale_inv, *, rows):
@@ -282,9 +282,9 @@ def quantize_block_both_t(x, *, element, outer, **options):
     return *first, *_turned_planes(*second, element, outer)
 
 
-def quantize_square_both(x, *, element, **options):
+def quantize_square_both(x, *, element, outer, **options):
     plane = quantize_block(x, element=element, **options)
-    return *plane, *_turned_planes(*plane, element)
+    return *plane, *_turned_planes(*plane, element, outer)
 
 
 def quantize_nvfp4_t(x, global_amax, *, outer, **options):
@@ -299,9 +299,9 @@ def quantize_nvfp4_both(x, global_amax, *, outer, **options):
     return *first, *_turned_planes(*second, E2M1.name, outer)
 
 
-def quantize_nvfp4_square_both(x, global_amax, **options):
+def quantize_nvfp4_square_both(x, global_amax, *, outer, **options):
     plane = quantize_nvfp4(x, global_amax, **options)
-    return *plane, *_turned_planes(*plane, E2M1.name)
+    return *plane, *_turned_planes(*plane, E2M1.name, outer)
 
 
 # --- lists: what they write, in the order of the results ---
