@@ -1,12 +1,13 @@
 """Quantizing, dequantizing and transposing as steps over ops, written once for JAX, PyTorch and NumPy.
 
 Each function takes `ops`, what a front end offers of `ops.def`: every op as a function of its arrays, with its
-attributes as keywords; `ops.transposed(array)`, a row-major copy with the last two axes swapped; and
+attributes as keywords; `ops.transposed(array)`, a row-major copy with the last axis first; and
 `ops.transposed_squares(data, scale_inv, packed=)`, such copies of the codes and the scales of a plane. Which ops make a
 plane follows from the structure of the format: one scale or blocks, vectors or squares, a global scale or none,
 options. Nothing else in the library asks for a format's structure to choose an op.
 
-`x` is a matrix `[M, K]`, or, where rows do not matter to the format, `[*lead, K]`. Shapes of planes are those of
+`x` is a matrix `[M, K]`, or `[*outer, M, K]`, where blocks of rows end with M: its transposed planes are `[K, *outer, M]`.
+Where rows do not matter to the format, it may be any `[*lead, K]`. Shapes of planes of a matrix are those of
 `layout.plane`, whose errors a front end has raised before it comes here.
 
 Blocks that shards cut are quantized in steps: `block_amax` of what each rank has, an integer maximum over ranks,
@@ -55,7 +56,8 @@ class Draws(NamedTuple):
 
     Attributes:
       seed: uint32 or int32 `[2]`, the low word first.
-      first: the index of the first element of `x` in the whole tensor, as two words.
+      first: the index of the first element of `x` in the whole tensor, as two words. In JAX also that of each matrix of
+        `x` `[*outer, M, K]`, where those do not follow one another.
       row_step: how far apart rows are in it, so how many columns it has; as many as `x` if None.
       col_step: how far apart columns are in it.
     """
@@ -83,7 +85,8 @@ def quantize(
     """The planes of `x`, each from as few reads of it as its formula allows.
 
     Args:
-      x: float32, bfloat16 or float16 `[M, K]`, or `[*lead, K]` if only `ROWWISE` is asked for and a block has one row.
+      x: float32, bfloat16 or float16 `[*outer, M, K]`; `[*lead, K]` if only `ROWWISE` is asked for and a block has one
+        row.
       reduce_max: what merges the amax of `x` with those of the other shards of a tensor, where one fp32 scale, or one
         global scale, serves all of them. Blocks are those of `x`: see `block_amax` for those that shards cut.
       draws: of stochastic rounding; needed by it alone.
@@ -98,7 +101,7 @@ def quantize(
         made = scales(ops, fmt, global_amax(ops, x, fmt, reduce_max)) if given is None else given
         if usage is Usage.ROWWISE:
             return _of_one_scale([ops.cast_tensor(x, made.scale, element=fmt.element.name)], usage, made.scale_inv)
-        both = ops.cast_transpose(x, made.scale, element=fmt.element.name, batch=x.ndim - 2)
+        both = ops.cast_transpose(x, made.scale, element=fmt.element.name, **_outer(x))
         return _of_one_scale(both, usage, made.scale_inv)
     if fmt.hadamard and usage is Usage.BOTH:  # Planes of different numbers.
         rows = quantize(ops, x, fmt, Usage.ROWWISE, reduce_max=reduce_max, draws=draws)
@@ -181,7 +184,7 @@ def quantize_delayed(
     if reduce_max is not None:
         amax = reduce_max(ops.amax_tensor(x, lead=0))
         scale, scale_inv = ops.delayed_scale(amax, scale, margin=margin, **element)
-        both = (ops.cast_tensor(x, scale, **shown),) if rowwise else ops.cast_transpose(x, scale, batch=0, **shown)
+        both = (ops.cast_tensor(x, scale, **shown),) if rowwise else ops.cast_transpose(x, scale, **_outer(x), **shown)
         return _of_one_scale(both, usage, scale_inv), amax
     if rowwise:
         *codes, amax, scale_inv = ops.cast_delayed(x, scale, lead=0, margin=margin, **shown)
@@ -212,7 +215,7 @@ def dequantize(
 def transposed(ops: Any, parts: Plane, fmt: Format) -> Plane:
     """The columnwise plane from the rowwise one, or back, where both hold the same numbers: one scale or squares."""
     if fmt.block is None:
-        return parts._replace(data=ops.transpose(parts.data, batch=parts.data.ndim - 2))
+        return parts._replace(data=ops.transpose(parts.data, **_outer(parts.data)))
     packed = fmt.element.codes_per_byte > 1
     data_t, scale_inv_t = ops.transposed_squares(parts.data, parts.scale_inv, packed=packed)
     return parts._replace(data=data_t, scale_inv=scale_inv_t)
@@ -232,6 +235,11 @@ def _of_one_scale(codes: Sequence[Array], usage: Usage, scale_inv: Array) -> dic
     """The planes asked for, of codes of the rowwise one, or of both."""
     made = zip(Usage.BOTH.planes, codes, strict=False)
     return {each: Plane(data, scale_inv) for each, data in made if each in usage.planes}
+
+
+def _outer(x: Array) -> dict[str, int]:
+    """The attribute of ops with transposed results that says how many outer axes rows of `x` `[*outer, M, K]` have."""
+    return {"outer": x.ndim - 2} if x.ndim > 2 else {}
 
 
 def _global_scale_inv(ops: Any, fmt: Format, whole: Array | None) -> Array | None:
@@ -288,6 +296,8 @@ def _fused(ops: Any, x: Array, fmt: Format, usage: Usage, whole: Array | None) -
         turned = is_transposed(fmt, Usage.COLUMNWISE)
         op = _BOTH[family, "square_both" if fmt.transposes else "both_t" if turned else "both"]
         block = (max(block), max(block))
+    if op.endswith("_t") or fmt.turns_columns and usage is Usage.BOTH:  # Some of it is transposed.
+        options |= _outer(x)
     made = getattr(ops, op)(*operands, block_rows=block[0], block_cols=block[1], **options)
     global_scale_inv = _global_scale_inv(ops, fmt, whole)
     pairs = zip(usage.planes, made[::2], made[1::2], strict=True)

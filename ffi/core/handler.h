@@ -88,17 +88,21 @@ T* Mutable(const Buffer& buffer) {
   return static_cast<T*>(buffer.data);
 }
 
-// A first operand `*batch m *k`, and the like, as matrices of rows x cols.
+// A first operand `*batch m *k`, `*batch *outer m *k`, and the like, as matrices of rows x cols.
 struct Matrices {
   explicit Matrices(const Binding& binding)
-      : batch(binding.Length(0)), rows(binding.Length(1)), cols(binding.Length(2)) {}
+      : last(static_cast<int>(binding.row().inputs[0].terms.size()) - 1),
+        batch(binding.Length(0)),
+        rows((last > 2 ? binding.Length(1) : 1) * binding.Length(last - 1)),
+        cols(binding.Length(last)) {}
+  int last;  // the term of columns
   int64_t batch, rows, cols;
 };
 
-// A first operand `*batch (m block_rows) (k block_cols)`.
+// A first operand `*batch (m block_rows) (k block_cols)`, or with `*outer` before the rows.
 inline Blocks BlocksOf(const Binding& binding) {
   const Matrices m(binding);
-  return {m.batch, m.rows, m.cols, binding.Minor(1), binding.Minor(2)};
+  return {m.batch, m.rows, m.cols, binding.Minor(m.last - 1), binding.Minor(m.last)};
 }
 
 // --- types ---

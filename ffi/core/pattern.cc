@@ -275,6 +275,12 @@ class Parser {
 
   void Finish() {
     FindLocals();
+    const auto& first = row_.inputs[0].terms;
+    for (size_t i = 0; i + 1 < first.size(); ++i) {
+      if (first[i].kind != Term::kStar || row_.symbols[first[i].major].name != "outer") continue;
+      row_.outer = first[i].major;
+      row_.inner = first[i + 1].major;
+    }
     for (auto* operands : {&row_.inputs, &row_.outputs})
       for (Operand& o : *operands) SetOrders(&o);
     for (const Operand& o : row_.outputs)

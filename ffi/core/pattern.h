@@ -90,6 +90,7 @@ struct Row {
   bool many = false;     // whether there are lists
   bool splits = false;   // whether a call may have the attribute `split`
   int list_length = -1;  // the symbol `n` of an op on lists
+  int outer = -1, inner = -1;  // the symbols `*outer`, and of the axis that follows it
   int products = 0;
   int lead = -1, block_rows = -1, block_cols = -1;  // the attributes of these names
   BlockRule blocks;

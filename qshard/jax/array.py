@@ -14,12 +14,15 @@ import jax
 import jax.export
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from qshard import layout, pipeline
 from qshard.formats import Format, Usage
 from qshard.jax import steps
 from qshard.jax.arguments import as_float_name
-from qshard.jax.cuts import Cut, matrix_of, shaped
+from qshard.jax.cuts import Cut, folded, matrix_of, repeated, shaped
+from qshard.jax.ops import names_of, reshaped
 from qshard.layout import is_transposed, stored_block
 from qshard.names import as_plane
 from qshard.pipeline import Plane
@@ -143,18 +146,46 @@ def plane_values(plane: Plane, fmt: Format, usage: Usage, dtype: str, ndim: int 
     added = 0 if ndim is None or turned else data.ndim - ndim
     if block[0] == 1 and data.ndim - added < 2:
         plane = plane._replace(data=data[..., None, :], scale_inv=plane.scale_inv[..., None, :])
-    elif block[0] > 1 and not turned and data.ndim != 2:
+    elif data.ndim - added < 2:
         plane = plane._replace(data=matrix_of(data, added))
-    if plane.data.ndim == 2:
-        plane, block = _unbroken(plane, fmt, block)
+    elif plane.scale_inv.ndim < data.ndim:
+        plane, block = _joined(plane, fmt, block, 1 if turned else added, data.ndim if turned else data.ndim - 1)
+    plane, block = _unbroken(plane, fmt, block)
     values = pipeline.dequantize(steps, plane, fmt, usage, dtype, block=block)
     return shaped(values, (*data.shape[:-1], data.shape[-1] * fmt.element.codes_per_byte), added)
 
 
+def _joined(
+    plane: Plane, fmt: Format, block: tuple[int, int], start: int, stop: int
+) -> tuple[Plane, tuple[int, int]]:
+    """A plane whose blocks go on from one matrix to the next: as one matrix, or where an Explicit mesh cuts axes that
+    cannot become one, in smaller blocks, with the scales of those that they are parts of.
+
+    The axes from `start` up to `stop` are rows, of which blocks have more than one.
+    """
+    sharding, turned = jax.typeof(plane.data).sharding, stop == plane.data.ndim
+    if not any(sharding.spec[start + 1 : stop]):
+        return plane._replace(data=folded(plane.data, start, stop)), block
+    sizes = list(plane.data.shape[start:stop])
+    if turned:
+        sizes[-1] *= fmt.element.codes_per_byte
+    side = block[1] if turned else block[0]
+    shards = math.prod(sharding.mesh.shape[name] for name in names_of(sharding.spec[stop - 1]))
+    piece = math.gcd(sizes[-1] // shards, side)
+    grid = plane.scale_inv
+    entries = [None if i == start else entry for i, entry in enumerate(jax.typeof(grid).sharding.spec)]
+    grid = jax.sharding.reshard(grid, NamedSharding(sharding.mesh, PartitionSpec(*entries)))
+    sizes[-1] //= piece
+    grid = lax.slice_in_dim(repeated(grid, start, side // piece), 0, math.prod(sizes), axis=start)
+    shape = (*grid.shape[:start], *sizes, *grid.shape[start + 1 :])
+    grid = reshaped(grid, shape, (*entries[:start], *[None] * len(sizes), *entries[start + 1 :]))
+    return plane._replace(scale_inv=grid), (block[0], piece) if turned else (piece, block[1])
+
+
 def _unbroken(plane: Plane, fmt: Format, block: tuple[int, int]) -> tuple[Plane, tuple[int, int]]:
     """A plane whose blocks no Explicit mesh cuts: smaller blocks, with the scales of those that are cut."""
-    cut = Cut.of(plane.data)
-    shape = (plane.data.shape[0], plane.data.shape[1] * fmt.element.codes_per_byte)
+    cut = Cut.of(plane.data).inner
+    shape = (plane.data.shape[-2], plane.data.shape[-1] * fmt.element.codes_per_byte)
     piece = cut.pieces(shape, block)
     if piece == block:
         return plane, block

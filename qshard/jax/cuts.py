@@ -55,9 +55,7 @@ class Cut:
     ) -> Cut:
         """The cut of `x` `[*lead, K]`: by its type, by `spec`, or in `shard_map` over `axis_names`.
 
-        There, it is by rows unless `spec` says else. Only cuts of the first and the last axis keep a shard's rows
-        together. Other leading axes count as whole here, and XLA gathers what it must. `ndim` says how many axes the
-        tensor has, if `x` has others.
+        There, it is by rows unless `spec` says else. `ndim` says how many axes the tensor has, if `x` has others.
         """
         mesh, local, ndim = mesh_of(x, spec), bool(axis_names), x.ndim if ndim is None else ndim
         named = {name for entry in spec_of(spec, None) for name in names_of(entry)}
@@ -114,7 +112,7 @@ class Cut:
 
     @property
     def row_axes(self) -> tuple[str, ...]:
-        """The mesh axes that cut the rows of the tensor as a matrix `[M, K]`."""
+        """The mesh axes that cut the rows of the tensor as a matrix `[M, K]`, so that those of a shard are together."""
         return self.entries[0] if len(self.entries) > 1 else ()
 
     @property
@@ -123,8 +121,8 @@ class Cut:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The mesh axes over which shards of the matrix differ."""
-        return self.row_axes + self.col_axes
+        """The mesh axes over which shards differ."""
+        return tuple(name for names in self.entries for name in names)
 
     @property
     def shards(self) -> tuple[int, int]:
@@ -138,6 +136,11 @@ class Cut:
         return PartitionSpec(*(names or None for names in self.entries))
 
     @property
+    def inner(self) -> Cut:
+        """The cut of the last two axes: of the matrices `[M, K]` that a tensor `[*outer, M, K]` is made of."""
+        return dataclasses.replace(self, entries=self.entries[-2:])
+
+    @property
     def transposed(self) -> Cut:
         return dataclasses.replace(self, entries=(self.col_axes, self.row_axes))
 
@@ -145,8 +148,7 @@ class Cut:
         """The shape of the tensor whose blocks `x` `[*lead, K]` has: of the whole, unless shards have their own."""
         if not self.local or self.own_blocks or not shape:
             return shape
-        (rows, cols), last = self.shards, len(shape) - 1
-        return tuple(size * (cols if i == last else rows if i == 0 else 1) for i, size in enumerate(shape))
+        return tuple(size * self.count(axes) for size, axes in zip(shape, self.entries, strict=True))
 
     def pieces(self, shape: Shape, block: tuple[int, int]) -> tuple[int, int]:
         """The largest divisors of a block that no shard of a matrix cuts; `block` itself, if none is cut.
@@ -172,35 +174,89 @@ class Cut:
     def merged(self, amax: jax.Array, parts: Shape, *, reduce: bool = True) -> jax.Array:
         """The amaxes of the blocks of the whole from those of pieces, `parts` of them along each axis.
 
-        On every device the same; in `shard_map` without `reduce`, what each shard has to say of it.
+        On every device the same, but for axes along which nothing is merged where types say how they are cut; in
+        `shard_map` without `reduce`, what each shard has to say of it.
         """
         bits = as_bits(amax)
+        outer = bits.ndim - 2
         if self.local:
-            shape = tuple(size * n for size, n in zip(bits.shape, self.shards, strict=True))
-            whole, bits = vary_alike(jnp.zeros(shape, bits.dtype), bits)
-            bits = lax.dynamic_update_slice(whole, bits, self.start(bits.shape))
+            size = tuple(size * n for size, n in zip(bits.shape[outer:], self.shards, strict=True))
+            whole, bits = vary_alike(jnp.zeros((*bits.shape[:outer], *size), bits.dtype), bits)
+            bits = lax.dynamic_update_slice(whole, bits, (0,) * outer + self.start(bits.shape[outer:]))
         else:
-            bits = self.everywhere(bits)
-        padded = jnp.pad(bits, [(0, -size % part) for size, part in zip(bits.shape, parts, strict=True)])
-        rows, cols = (size // part for size, part in zip(padded.shape, parts, strict=True))
-        merged = as_float(jnp.max(padded.reshape(rows, parts[0], cols, parts[1]), axis=(1, 3), initial=0))
+            bits = self.everywhere(bits, *self.kept(parts, bits.ndim))
+        for axis, part in zip((outer, outer + 1), parts, strict=True):
+            if part > 1:
+                bits = _max_of_parts(bits, axis, part)
+        merged = as_float(bits)
         return max_over(self.axes)(merged) if self.local and reduce else merged
 
-    def everywhere(self, x: Any) -> Any:
-        """Arrays of small size, whole on every device and held there. In `shard_map`, they are as they are."""
+    def rows_as_one(self, amax: jax.Array, transposed: bool) -> jax.Array:
+        """Amaxes of pieces of `[*outer, M, K]`, or of its transpose `[K, *outer, M]`, as those of a matrix."""
+        start, stop = (1, amax.ndim) if transposed else (0, amax.ndim - 1)
+        bits = self.everywhere(as_bits(amax), 0 if transposed else amax.ndim - 1)
+        return as_float(folded(bits, start, stop))
+
+    @staticmethod
+    def kept(parts: Shape, ndim: int) -> tuple[int, ...]:
+        """Of a grid of so many axes, those along which blocks are whole."""
+        return (*range(ndim - 2), *(ndim - 2 + i for i in (0, 1) if parts[i] == 1))
+
+    def everywhere(self, x: Any, *kept: int) -> Any:
+        """Arrays of small size, whole on every device and held there. In `shard_map`, they are as they are.
+
+        On Explicit meshes, axes `kept` stay cut, as their types say.
+        """
         if self.local:
             return x
-        pin = jax.sharding.reshard if self.mesh.explicit_axes else lax.with_sharding_constraint
-        return jax.tree.map(lambda array: pin(array, NamedSharding(self.mesh, PartitionSpec())), x)
+
+        def pinned(array: jax.Array) -> jax.Array:
+            if not self.mesh.explicit_axes:
+                return lax.with_sharding_constraint(array, NamedSharding(self.mesh, PartitionSpec()))
+            entries = jax.typeof(array).sharding.spec
+            spec = PartitionSpec(*(entry if i in kept else None for i, entry in enumerate(entries)))
+            return jax.sharding.reshard(array, NamedSharding(self.mesh, spec))
+
+        return jax.tree.map(pinned, x)
 
     def of_pieces(self, grid: jax.Array, parts: Shape, shape: Shape) -> jax.Array:
-        """The value of its block for each piece of this shard, or of the whole: the inverse of `merged`."""
-        fine = jnp.repeat(jnp.repeat(grid, parts[0], axis=0), parts[1], axis=1)
+        """The value of its block for each piece of this shard, or of the whole: the inverse of `merged`.
+
+        `shape`: how many pieces there are along the last two axes.
+        """
+        outer = grid.ndim - 2
+        for axis, part in zip((outer, outer + 1), parts, strict=True):
+            grid = repeated(grid, axis, part)
         if self.local:
             start = self.start(shape)
-            missing = [(0, max(0, n * s - f)) for n, s, f in zip(self.shards, shape, fine.shape, strict=True)]
-            return lax.dynamic_slice(jnp.pad(fine, missing), start, shape)
-        return fine[: shape[0], : shape[1]]
+            missing = [(0, max(0, n * s - f)) for n, s, f in zip(self.shards, shape, grid.shape[outer:], strict=True)]
+            padded = jnp.pad(grid, [(0, 0)] * outer + missing)
+            return lax.dynamic_slice(padded, (0,) * outer + start, (*grid.shape[:outer], *shape))
+        for axis, size in zip((outer, outer + 1), shape, strict=True):
+            if grid.shape[axis] > size:
+                grid = lax.slice_in_dim(grid, 0, size, axis=axis)
+        return grid
+
+
+def repeated(grid: jax.Array, axis: int, count: int) -> jax.Array:
+    """Each value `count` times along an axis, and cut as before."""
+    if count == 1:
+        return grid
+    sizes, entries = list(grid.shape), jax.typeof(grid).sharding.spec
+    apart = [*sizes[: axis + 1], count, *sizes[axis + 1 :]]
+    made = lax.broadcast_in_dim(grid, apart, [i for i in range(len(apart)) if i != axis + 1])
+    sizes[axis] *= count
+    return reshaped(made, sizes, entries)
+
+
+def _max_of_parts(bits: jax.Array, axis: int, part: int) -> jax.Array:
+    """The maximum of each `part` neighbours along an axis that is not cut."""
+    missing = -bits.shape[axis] % part
+    if missing:
+        bits = jnp.pad(bits, [(0, missing if i == axis else 0) for i in range(bits.ndim)])
+    entries = jax.typeof(bits).sharding.spec
+    sizes = (*bits.shape[:axis], bits.shape[axis] // part, part, *bits.shape[axis + 1 :])
+    return jnp.max(reshaped(bits, sizes, (*entries[: axis + 1], None, *entries[axis + 1 :])), axis=axis + 1, initial=0)
 
 
 def max_over(axes: tuple[str, ...]) -> Callable[[jax.Array], jax.Array]:
@@ -225,15 +281,25 @@ def vary_alike(*arrays: jax.Array) -> tuple[jax.Array, ...]:
 
 def matrix_of(x: jax.Array, added: int = 0) -> jax.Array:
     """`x` `[*lead, K]` as a matrix `[M, K]`, after `added` axes. On Explicit meshes, only its ends stay cut."""
-    if x.ndim - added == 2:
+    own = x.ndim - added
+    if own < 2:
+        front, last = x.shape[:added], x.shape[added:]
+        entries = jax.typeof(x).sharding.spec
+        return reshaped(x, (*front, 1, *(last or (1,))), (*entries[:added], None, *(entries[added:] or (None,))))
+    return folded(x, added, x.ndim - 1)
+
+
+def folded(x: jax.Array, start: int, stop: int) -> jax.Array:
+    """`x` with the axes from `start` up to `stop` as one. On Explicit meshes it is cut as the first of them is."""
+    if stop - start == 1:
         return x
-    front, own, sharding = x.shape[:added], x.shape[added:], jax.typeof(x).sharding
+    sharding = jax.typeof(x).sharding
     entries = sharding.spec
-    first, last = (entries[added] if len(own) > 1 else None), (entries[-1] if own else None)
-    kept = PartitionSpec(*entries[:added], *_ends(first, last, len(own)))
-    if kept != entries:
+    kept = PartitionSpec(*entries[: start + 1], *[None] * (stop - start - 1), *entries[stop:])
+    if kept != entries and sharding.mesh.explicit_axes:
         x = jax.sharding.reshard(x, NamedSharding(sharding.mesh, kept))
-    return reshaped(x, (*front, math.prod(own[:-1]), own[-1] if own else 1), (*entries[:added], first, last))
+    sizes = (*x.shape[:start], math.prod(x.shape[start:stop]), *x.shape[stop:])
+    return reshaped(x, sizes, (*entries[: start + 1], *entries[stop:]))
 
 
 def shaped(y: jax.Array, shape: tuple[int, ...], added: int = 0) -> jax.Array:

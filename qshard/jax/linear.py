@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from qshard import pipeline
 from qshard.formats import Usage
@@ -21,6 +21,7 @@ from qshard.jax.cuts import AxisName, Cut, Spec, cuts_rows, mesh_of, vary_alike
 from qshard.jax.delayed import LinearState, TensorState, check_shared, observe
 from qshard.jax.gather import CodedWeight, CutWeight, Shards, cut_of, not_before
 from qshard.jax.gemm import gemm, row_product, stored_for
+from qshard.jax.ops import names_of
 from qshard.jax.primary import PrimaryWeight, opened
 from qshard.jax.quantize import WeightScales, as_scales, quantized
 from qshard.jax.words import Seed, seed_words, words_of
@@ -39,7 +40,8 @@ class _Config:
       gathers: whether what one device has of its codes must be gathered.
       learns: whether it has a gradient.
       x_type, w_type: of the gradients, on Explicit meshes.
-      axes: in `shard_map`, the mesh axes along which the first axis of x is cut.
+      axes: in `shard_map`, the mesh axes along which leading axes of x are cut.
+      rows: which of them cut which axis; None: all cut the first.
     """
 
     op: str
@@ -51,6 +53,7 @@ class _Config:
     w_type: NamedSharding | None
     x_type: NamedSharding | None = None
     axes: tuple[str, ...] = ()
+    rows: PartitionSpec | None = None
     reshard_after_forward: bool = True
     out_sharding: Spec = None
 
@@ -85,7 +88,7 @@ def linear(
     gather_axis: str | None = None,
     reshard_after_forward: bool = True,
     weight_scales: WeightScales | None = None,
-    axis_name: AxisName = None,
+    axis_name: AxisName | PartitionSpec = None,
     out_sharding: Spec = None,
     seed: Seed = None,
     state: LinearState | None = None,
@@ -108,10 +111,11 @@ def linear(
         False keeps the gathered ones: under `jax.checkpoint` that costs nothing and saves a gather, as recomputing
         gathers them anyway.
       weight_scales: of `w`, from `compute_scales`; without it, this call reduces the amaxes of `w`.
-      axis_name: in `shard_map`, mesh axes along which the first axis of `x` is cut: one scale then serves all of it,
-        and shards draw the random numbers of the whole. Without it, each device has a scale of its own, which costs no
-        communication and makes the result depend on how `x` is cut. Blocks end where a shard ends, either way. With
-        `check_vma=False` it also says which devices share a `state`, and is required with one; `()` is none.
+      axis_name: in `shard_map`, mesh axes along which leading axes of `x` are cut: one scale then serves all of it, and
+        shards draw the random numbers of the whole, as if all cut the first axis. `P("data", "seq")` says which axis
+        each cuts. Without it, each device has a scale of its own, which costs no communication and makes the result
+        depend on how `x` is cut. Blocks end where a shard ends, either way. With `check_vma=False` it also says which
+        devices share a `state`, and is required with one; `()` is none.
       out_sharding: of the result, on Explicit meshes where `x` and `w` leave it open: K is cut.
       seed: of stochastic rounding, which recipes may ask for: an integer, two words (uint32 `[2]`, low first) or a
         `jax.random` key. A new one for each call and step, such as `jax.random.fold_in(key, layer)`: calls with one
@@ -129,7 +133,10 @@ def linear(
         rows of zeros make up for it); the recipe needs a seed or a state; or `gather_axis` is not in the mesh or
         `weight_spec`.
 
-    Works under `jit` on Auto and Explicit meshes, and in `shard_map`, where `w` is the shard. With `gather_axis`, codes
+    Works under `jit` on Auto and Explicit meshes, and in `shard_map`, where `w` is the shard. Any axes of `x` may be cut,
+    as batch and sequence are: nothing of `x` or its gradient moves that a product of bfloat16 would not move, and a
+    device multiplies its own rows. Of blocks that run along rows, or are cut by K or N, their amaxes are shared where a
+    shard ends within one; an Auto mesh does not say where, so XLA then gathers what it must: cut it at blocks. With `gather_axis`, codes
     of the weight are gathered in the forward and again in the backward pass, a byte or half of one an element, with the
     scales that shards do not have in common. The gradient of `w` has its dtype, and is reduce-scattered to
     `weight_spec`.
@@ -144,7 +151,10 @@ def linear(
     """
     check_array("linear", "x", x)
     check_spec("linear", "out_sharding", out_sharding)
-    check_shared("linear", state, axis_name)
+    rows, names = None, axis_name
+    if isinstance(axis_name, PartitionSpec):
+        rows, names = axis_name, tuple(name for entry in axis_name for name in names_of(entry))
+    check_shared("linear", state, names)
     y: jax.Array = _checked_linear(
         x,
         w,
@@ -152,7 +162,8 @@ def linear(
         recipe=as_recipe(recipe, "linear"),  # Before jit, for a name to be the same call as its recipe.
         weight_spec=weight_spec,
         gather_axis=gather_axis,
-        axes=as_axes("linear", axis_name),
+        axes=as_axes("linear", names),
+        rows=rows,
         reshard_after_forward=reshard_after_forward,
         out_sharding=out_sharding,
     )
@@ -208,13 +219,14 @@ def _given(op: str, w: Any, weight_spec: Any, weight_scales: Any, seed: Any, sta
 # Jitted for eager callers, gradients included: one dispatch, and all checks done once for a shape.
 @functools.partial(
     jax.jit,
-    static_argnames=("recipe", "weight_spec", "gather_axis", "axes", "reshard_after_forward", "out_sharding"),
+    static_argnames=("recipe", "weight_spec", "gather_axis", "axes", "rows", "reshard_after_forward", "out_sharding"),
     inline=True,
 )
 def _checked_linear(
     x: jax.Array, w: Any, given: _Given, *, recipe: Recipe, weight_spec: Spec, gather_axis: str | None, **options: Any
 ) -> jax.Array:
     check_dtype("linear", "x", x)
+    check_spec_fits("linear", "axis_name", options["rows"], mesh_of(x, None), x.ndim - 1)
     w, amax = opened(w)
     given = given._replace(weight_amax=amax)
     config, weight = _configured(
@@ -367,14 +379,16 @@ def _quantized(
         state: TensorState = getattr(given.state, role.value)
         scales, margin = WeightScales(state.scale), cast(DelayedScaling, config.recipe).margin
     # Blocks of x and dy are those of a shard: what it multiplies is its own.
-    cut = config.cut if weight else Cut.of(x, config.axes, own_blocks=True)
+    cut = config.cut if weight else Cut.of(x, config.axes, config.rows, own_blocks=True)
     if seed is not None and fmt.stochastic:
         seed = seed ^ words_of(ROLE_SEEDS[role]).view(seed.dtype)
     added = config.recipe.added_rows(role, usage, math.prod(x.shape[:-1]))
     if added and cuts_rows(x, config.out_sharding):
         added = 0
     name = {Role.WEIGHT: "w", Role.ACTIVATION: "x", Role.GRADIENT: "the gradient of y"}[role]
-    return quantized(x, fmt, usage, cut, scales, seed, margin=margin, added_rows=added, op=config.op, name=name)
+    return quantized(
+        x, fmt, usage, cut, scales, seed, margin=margin, added_rows=added, apart=not weight, op=config.op, name=name
+    )
 
 
 def _codes_of(config: _Config, w: CodedWeight, given: _Given, usage: Usage) -> tuple[Any, jax.Array | None]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jax.flatten_util import ravel_pytree
 
 from qshard import layout, pipeline
@@ -14,7 +17,7 @@ from qshard.formats import Format, Usage
 from qshard.jax import ops, steps
 from qshard.jax.arguments import as_axes, check_array, check_dtype, check_spec, check_spec_fits
 from qshard.jax.array import QuantizedArray, axes_of_shape
-from qshard.jax.cuts import AxisName, Cut, Spec, matrix_of, max_over, mesh_of, shaped, vary_alike
+from qshard.jax.cuts import AxisName, Cut, Spec, folded, matrix_of, max_over, mesh_of, shaped, vary_alike
 from qshard.jax.words import Seed, seed_words, words_of, words_plus, words_times
 from qshard.names import FormatLike, as_format, as_usage, shown
 from qshard.pipeline import Plane
@@ -74,9 +77,10 @@ def quantize(
       ValueError: `fmt` cannot hold the shape of the whole, or cannot be cut so, or there is no seed.
 
     However `x` is sharded, the bits are those of the unsharded cast. Reduced are 4 bytes for one scale of the tensor,
-    and 4 for each block if shards cut them. The cast moves nothing, with two exceptions on Auto meshes. Without `spec`,
-    what cuts blocks (of formats with a scale of the tensor, runs of `gcd(K, 128)`) is gathered. For a columnwise plane
-    or square blocks, so are leading axes that are cut, other than the first.
+    and 4 for each block if shards cut them. The cast moves nothing, with two exceptions. On Auto meshes without `spec`,
+    what cuts blocks (of formats with a scale of the tensor, runs of `gcd(K, 128)`) is gathered. Of leading axes other
+    than the first that are cut, codes of a transposed plane are gathered, as `[K, M]` can be cut in no such way; and all
+    of `x` is where the last of them is no whole number of blocks.
 
     >>> from qshard.formats import FP8_E4M3, NVFP4
     >>> q = quantize(jnp.array([[1.0, -2.0, 0.3]]), FP8_E4M3, usage=Usage.BOTH)
@@ -128,10 +132,14 @@ def quantized(
     *,
     margin: int | None = None,
     added_rows: int = 0,
+    apart: bool = False,
     op: str = "quantize",
     name: str = "x",
 ) -> tuple[QuantizedArray, jax.Array | None]:
     """`quantize`, of what `cut` says `x` is a part of; with rows of zeros added, of the matrix that `x` is.
+
+    With `apart`, leading axes of `x` `[*lead, K]` need not become one: where a mesh may cut any of them, transposed
+    planes are `[K, *lead]`, and grids of scales have an axis for each of them, too. That is for `gemm` alone.
 
     Of delayed scaling, which has a `margin`, also the amax of `x`: in `shard_map` that of all its shards. Its scale is
     that of earlier steps, 0 if there were none.
@@ -139,19 +147,25 @@ def quantized(
     check_dtype(op, name, x)
     draws = _draws(seed, fmt, cut, x.shape)
     if added_rows:
+        if draws is not None and draws.first.ndim > 1:
+            raise _scattered(x, fmt, max(fmt.block or (1,)), cut, op, name)
         x = jnp.pad(matrix_of(x), ((0, added_rows), (0, 0)))
     places = {each: layout.plane(fmt, cut.whole(x.shape), each, op=op, name=name) for each in usage.planes}
     scales = WeightScales(*(scales or ()))
     _check_scales(op, "scales" if op == "quantize" else "weight_scales", scales, fmt)
-    matrix = x if usage is Usage.ROWWISE and x.ndim > 1 and places[usage].keeps_axes else matrix_of(x)
+    matrix, blocks_cut = _matrices(x, places, cut, op, name, draws is not None)
+    if usage is Usage.ROWWISE and x.ndim > 1 and places[usage].keeps_axes:
+        parted, matrix = matrix, x
+    else:
+        parted = matrix
     if margin is not None:
         axes = cut.axes if cut.local else ()
         reduce_max = max_over(axes) if axes or ops.may_be_cut(matrix) else None
         planes, amax = pipeline.quantize_delayed(steps, matrix, fmt, usage, scales.scale, margin, reduce_max=reduce_max)
-        return _array_of(x, places, planes), amax
+        return _array_of(x, places, planes, apart), amax
     given = None if scales.scale is None else pipeline.Scales(scales.scale, scales.scale_inv)
-    broken = [each for each, where in places.items() if _pieces(where, cut, x.shape) is not None]
-    planes = {each: _from_pieces(matrix_of(matrix), places[each], cut, scales, draws, op, name) for each in broken}
+    broken = [each for each, where in places.items() if _pieces(where, blocks_cut, parted.shape) is not None]
+    planes = {each: _from_pieces(parted, places[each], blocks_cut, scales, draws, op, name) for each in broken}
     whole = [each for each in places if each not in broken]
     # XLA cannot cut an op that makes both planes where blocks are cut short at an edge.
     short = any(size % unit for size in matrix.shape[-2:] for unit in fmt.block or ())
@@ -169,7 +183,34 @@ def quantized(
             draws=draws,
             given=given,
         )
-    return _array_of(x, places, planes), None
+    return _array_of(x, places, planes, apart), None
+
+
+def _matrices(
+    x: jax.Array, places: dict[Usage, layout.PlaneLayout], cut: Cut, op: str, name: str, draws: bool = False
+) -> tuple[jax.Array, Cut]:
+    """What blocks of `x` are those of, and how it is cut: a matrix `[M, K]`; or, where a mesh may cut axes that would
+    become one, `[*outer, M, K]`. That has the same blocks if M is a whole number of them; if not, it has their pieces.
+
+    Raises:
+      ValueError: shards of `shard_map` cut blocks so that their rows do not follow one another.
+    """
+    scattered = any(cut.entries[1:-1])
+    if x.ndim < 3 or not (scattered or ops.may_be_cut(x)):
+        return matrix_of(x), cut
+    sides = {where.block[1 if where.transposed else 0] for where in places.values() if where.block}
+    if all(x.shape[-2] % side == 0 for side in sides) or (scattered and not cut.local):
+        return x, cut.inner
+    if scattered and (draws or not cut.own_blocks):
+        raise _scattered(x, next(iter(places.values())).format, max(sides), cut, op, name)
+    return matrix_of(x), cut
+
+
+def _scattered(x: jax.Array, fmt: Format, unit: int, cut: Cut, op: str, name: str) -> ValueError:
+    return ValueError(
+        f"{op}: {name} {x.shape}, of a whole cut by {cut.spec}, has rows that do not follow one another there, and an axis "
+        f"of {x.shape[-2]} that is no whole number of the {unit} rows of a block of {fmt}; cut it at blocks"
+    )
 
 
 def _draws(seed: jax.Array | None, fmt: Format, cut: Cut, shape: layout.Shape) -> pipeline.Draws | None:
@@ -180,20 +221,45 @@ def _draws(seed: jax.Array | None, fmt: Format, cut: Cut, shape: layout.Shape) -
     if not cut.local:
         return pipeline.Draws(seed, jnp.asarray(words_of(0)), columns)
     row_step = columns * cut.shards[1]
-    row, col = (jnp.asarray(start, jnp.uint32) for start in cut.start((rows, columns)))
+    if any(cut.entries[1:-1]):
+        row = _first_rows(cut, shape)
+        col = cut.inner.start(shape[-2:])[1]
+    else:
+        row, col = cut.start((rows, columns))
+    row, col = jnp.asarray(row, jnp.uint32), jnp.asarray(col, jnp.uint32)
     first = words_plus(words_times(row, row_step), (col, jnp.zeros_like(col)))
-    return pipeline.Draws(seed, jnp.stack(vary_alike(*first)), row_step)
+    return pipeline.Draws(seed, jnp.stack(vary_alike(*first), axis=-1), row_step)
 
 
-def _array_of(x: jax.Array, places: dict[Usage, layout.PlaneLayout], planes: dict[Usage, Plane]) -> QuantizedArray:
-    """Planes of the matrix that `x` is, in the shapes of `layout.plane`."""
+def _first_rows(cut: Cut, shape: layout.Shape) -> jax.Array:
+    """Of each matrix of a shard `[*outer, M, K]`, which row of the whole its first one is."""
+    outer = len(shape) - 2
+    row: Any = jnp.uint32(0)
+    for axis, (size, names) in enumerate(zip(shape[:-1], cut.entries, strict=False)):
+        begin = jnp.asarray(lax.axis_index(names) * size if names else 0, jnp.uint32)
+        if axis < outer:
+            begin = begin + lax.iota(jnp.uint32, size).reshape(size, *(1,) * (outer - axis - 1))
+        row = row * np.uint32(size * cut.count(names)) + begin
+    return row
+
+
+def _array_of(
+    x: jax.Array, places: dict[Usage, layout.PlaneLayout], planes: dict[Usage, Plane], apart: bool
+) -> QuantizedArray:
+    """Planes of the matrix that `x` is, in the shapes of `layout.plane`; with `apart`, as they are."""
     lead = x.shape[:-1]
     made = {}
     for each, where in places.items():
         data, scale_inv, global_scale_inv = planes[each]
-        if x.ndim != 2 and not where.transposed:
+        if where.transposed and not apart:
+            data = folded(data, 1, data.ndim)
+            scale_inv = folded(scale_inv, 1, scale_inv.ndim) if scale_inv.ndim else scale_inv
+        elif x.ndim != 2 and not where.transposed:
             data = shaped(data, (*lead, *data.shape[-1:]) if x.ndim else ())
-            scale_inv = shaped(scale_inv, (*lead, scale_inv.shape[-1])) if where.rows_apart else scale_inv
+            if where.rows_apart:
+                scale_inv = shaped(scale_inv, (*lead, scale_inv.shape[-1]))
+            elif scale_inv.ndim > 2 and not apart:
+                scale_inv = matrix_of(scale_inv)
         if global_scale_inv is not None and global_scale_inv.ndim:  # One a row.
             global_scale_inv = global_scale_inv.reshape(lead)
         made[each] = Plane(data, scale_inv, global_scale_inv)
@@ -214,11 +280,14 @@ class _Pieces(NamedTuple):
 
 
 def _pieces(where: layout.PlaneLayout, cut: Cut, shape: layout.Shape) -> _Pieces | None:
-    """Those of a shard of this shape; None if its blocks are whole, or it has none."""
+    """Those of a shard of this shape `[*outer, M, K]`; None if its blocks are whole, or it has none."""
     if where.block is None:  # Cut.pieces takes a block.
         return None
-    matrix = layout.matrix_shape(shape)
-    size = cut.transposed.pieces(matrix[::-1], where.block) if where.transposed else cut.pieces(matrix, where.block)
+    matrix, turn = shape[-2:], -1 if where.transposed else 1
+    size = (cut.transposed if where.transposed else cut).pieces(matrix[::turn], where.block)
+    if len(shape) > 2:  # A block may go on in the next matrix, a piece may not.
+        rows, cols = size[::turn]
+        size = (math.gcd(rows, matrix[0]) or rows, cols)[::turn]
     each = (where.block[0] // size[0], where.block[1] // size[1])
     return None if each == (1, 1) else _Pieces(size, each)
 
@@ -232,7 +301,7 @@ def _from_pieces(
     op: str,
     name: str,
 ) -> Plane:
-    """A plane of a matrix whose blocks shards cut. The scales are those of the whole, on every device."""
+    """A plane of matrices `[*outer, M, K]` whose blocks shards cut. Scales are those of the whole, where they serve."""
     fmt = where.format
     if (other := layout.source(fmt, where.usage)) is not where.usage:
         rowwise = layout.plane(fmt, where.shape, other)
@@ -247,14 +316,21 @@ def _from_pieces(
     amax = scales.block_amax
     if where.transposed:
         draws = None if draws is None else draws.transposed(x.shape[-1])
-        amax = None if amax is None else amax.T
+        amax = None if amax is None else steps.transposed(amax)
         x, cut = steps.transposed(x), cut.transposed
+    goes_on = x.ndim > 2 and (x.shape[-1] % where.block[1] if where.transposed else x.shape[-2] % where.block[0]) != 0
+    grid = (*x.shape[:-2], *(-(-size // unit) for size, unit in zip(x.shape[-2:], pieces.size, strict=True)))
     if amax is None:
-        amax = cut.merged(pipeline.block_amax(steps, x, pieces.size), pieces.each)
-    whole = steps.integer_max(amax, 1 if where.global_scale_shape else 0)
-    made = cut.everywhere(pipeline.scales(steps, fmt, amax, whole))
-    grid = tuple(-(-size // unit) for size, unit in zip(x.shape, pieces.size, strict=True))
-    scale = cut.of_pieces(made.scale, pieces.each, grid)
+        amax = pipeline.block_amax(steps, x, pieces.size)
+        amax = cut.merged(cut.rows_as_one(amax, where.transposed) if goes_on else amax, pieces.each)
+    whole = steps.integer_max(amax, amax.ndim - 1 if where.global_scale_shape else 0)
+    made = cut.everywhere(pipeline.scales(steps, fmt, amax, whole), *cut.kept(pieces.each, amax.ndim))
+    count = (*layout.matrix_shape(grid),) if not where.transposed else (grid[0], math.prod(grid[1:]))
+    scale = cut.of_pieces(made.scale, pieces.each, count if goes_on else grid[-2:])
+    if goes_on:
+        entries = jax.typeof(scale).sharding.spec
+        none = [None] * (len(grid) - 1)
+        scale = ops.reshaped(scale, grid, (entries[0], *none) if where.transposed else (*none, entries[1]))
     data = pipeline.cast(steps, x, fmt, scale, pieces.size, draws)
     return Plane(data, made.scale_inv, made.global_scale_inv)
 
@@ -326,8 +402,9 @@ def _own_amaxes(x: jax.Array, fmt: Format, cut: Cut) -> WeightScales:
             f"compute_scales: recipe ({fmt}) has a scale for each row of a weight, and shards share none; leave it out"
         )
     amax, block_amax = pipeline.global_amax(steps, x, fmt), None
-    if (pieces := _pieces(where, cut, x.shape)) is not None:
-        block_amax = cut.merged(pipeline.block_amax(steps, matrix_of(x), pieces.size), pieces.each, reduce=False)
+    matrix, cut = _matrices(x, {Usage.ROWWISE: where}, cut, "compute_scales", "weights")
+    if (pieces := _pieces(where, cut, matrix.shape)) is not None:
+        block_amax = cut.merged(pipeline.block_amax(steps, matrix, pieces.size), pieces.each, reduce=False)
     return WeightScales(amax=amax, block_amax=block_amax)
 
 

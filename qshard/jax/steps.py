@@ -21,7 +21,7 @@ from jax.sharding import AxisType
 
 from qshard.jax import list_ops, ops
 from qshard.jax.cuts import vary_alike
-from qshard.jax.words import words_plus, words_times
+from qshard.jax.words import Words, words_plus, words_times
 from qshard.master import Bucket
 from qshard.ops import multi_table, table
 
@@ -50,7 +50,7 @@ def _by_runs(op: str, x: jax.Array, *scale: jax.Array, **options: Any) -> Any:
         if out.name == "amax":
             results.append(integer_max(y, lead))
         elif out.name == "data_t":
-            results.append(y.reshape(*x.shape[:-2], x.shape[-1], x.shape[-2]))
+            results.append(_turned_as(y, x, options.get("batch", 0)))
         else:
             results.append(reshape_as(y, x))
     return tuple(results) if len(results) > 1 else results[0]
@@ -95,6 +95,13 @@ def split_rows(x: jax.Array) -> jax.Array:
     return x.reshape(*x.shape[:-1], x.shape[-1] // run, run) if run else x[..., None]
 
 
+def _turned_as(y: jax.Array, x: jax.Array, batch: int) -> jax.Array:
+    """`y` in the shape of the transpose of `x` `[*batch, *rows, K]`, which is `[*batch, K, *rows]`, and cut as that is."""
+    order = (*range(batch), x.ndim - 1, *range(batch, x.ndim - 1))
+    entries = jax.typeof(x).sharding.spec
+    return ops.reshaped(y, [x.shape[i] for i in order], [entries[i] for i in order])
+
+
 def reshape_as(y: jax.Array, x: jax.Array) -> jax.Array:
     """`y` in the shape of `x`, and on Explicit meshes cut as `x` is, which JAX infers for few reshapes."""
     return ops.reshaped(y, x.shape, jax.typeof(x).sharding.spec)
@@ -107,27 +114,44 @@ def integer_max(amax: jax.Array, lead: int) -> jax.Array:
 
 
 def transposed(a: jax.Array) -> jax.Array:
-    return jnp.swapaxes(a, -1, -2)
+    """`[*outer, M, K]` as `[K, *outer, M]`."""
+    return jnp.moveaxis(a, -1, 0)
 
 
 def transposed_squares(data: jax.Array, scale_inv: jax.Array, *, packed: bool) -> tuple[jax.Array, jax.Array]:
     """Two calls: shards may cut the blocks, and then codes and scales have no leading axis in common."""
-    data_t = ops.transpose_packed(data) if packed else transpose(data, batch=data.ndim - 2)
+    data_t = (ops.transpose_packed if packed else transpose)(data, outer=data.ndim - 2)
     return data_t, transposed(scale_inv)
 
 
 def cast_block_stochastic(
     x: jax.Array, scale: jax.Array, seed: jax.Array, first: jax.Array, *, row_step: int, col_step: int, **block: int
 ) -> Any:
-    if ops.may_be_cut(x):
-        # Each block is told where it begins. Axes before the last two are rows too.
-        rows, cols = math.prod(scale.shape[:-1]), scale.shape[-1]
-        row = words_times(lax.iota(jnp.uint32, rows)[:, None], block["block_rows"] * row_step)
-        col = words_times(lax.iota(jnp.uint32, cols), block["block_cols"] * col_step)
-        first = jnp.stack(words_plus(words_plus(row, col), (first[..., 0], first[..., 1])), axis=-1)
-        first = first.reshape(*scale.shape, 2)
+    if ops.may_be_cut(x) or first.ndim > 1:
+        first = _first_of_blocks(scale.shape, first, block["block_rows"] * row_step, block["block_cols"] * col_step)
         seed = jnp.broadcast_to(seed, first.shape)
     return ops.cast_block_stochastic(x, scale, seed, first, row_step=row_step, col_step=col_step, **block)
+
+
+def _first_of_blocks(grid: tuple[int, ...], first: jax.Array, row_step: int, col_step: int) -> jax.Array:
+    """Where each block begins in the whole tensor: of `[*outer, M, K]`, or of its transpose `[K, *outer, M]`.
+
+    `first`: where `x` begins, and its outer axes lie one after the other; or `[*outer, 2]`, where each matrix begins.
+    """
+    outer = first.ndim - 1
+    turned = col_step > row_step  # Neighbours in a column of the transpose are neighbours in the tensor.
+    rows = grid[:1] if turned else grid[-2:-1] if outer else grid[:-1]
+    cols = grid[-1:] if outer or not turned else grid[1:]
+
+    def along(size: tuple[int, ...], step: int, before: int) -> Words:
+        index = lax.iota(jnp.uint32, math.prod(size)).reshape(size)
+        return words_times(index.reshape(*size, *(1,) * (len(grid) - before - len(size))), step)
+
+    row = along(rows, row_step, 0 if turned or not outer else outer)
+    col = along(cols, col_step, len(grid) - len(cols))
+    begin = first.reshape(*(1,) * turned, *first.shape[:-1], *(1,) * (len(grid) - outer - turned), 2)
+    made = words_plus(words_plus(row, col), (begin[..., 0], begin[..., 1]))
+    return jnp.stack([jnp.broadcast_to(word, grid) for word in made], axis=-1)
 
 
 def zeros(count: int) -> jax.Array:

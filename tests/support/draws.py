@@ -135,7 +135,7 @@ class _Draw:
             blocks = [b for b in blocks if legal({**options, "block_rows": b[0], "block_cols": b[1]}, spec)]
             options |= dict(zip(("block_rows", "block_cols"), rng.choice(blocks), strict=True))
         options |= {name: rng.choice(NUMBERS[name]) for name in NUMBERS if name in types}
-        options |= {name: rng.choice([0, 1, 1, 2]) for name in ("batch", "lead") if name in types}
+        options |= {name: rng.choice([0, 1, 1, 2]) for name in ("batch", "lead", "outer") if name in types}
         self.options = options
         self.element = options.get("element") if "element" in types else None
         self.sizes: dict[str, Any] = {}
@@ -185,7 +185,7 @@ class _Draw:
         if term not in self.sizes:
             count = self.options.get(term[1:], self.rng.choice([0, 1, 1, 2]))
             sizes = [self.rng.choice([1, 2, 3, 5]) for _ in range(count)]
-            if sizes and term != "*batch":
+            if sizes and term not in ("*batch", "*outer"):
                 sizes[-1] = self._length()
             self.sizes[term] = sizes
         return self.sizes[term]
@@ -334,7 +334,7 @@ def _values(call: Call, operand: Operand, shape: Shape, dtype: str, rng: np.rand
     if name == "scale" and "margin" in call.options:  # 0: none yet.
         x = np.where(rng.integers(0, 2, shape), x, x.dtype.type(0))
     if call.spec.name == "quantize_nvfp4_both" and name == "global_amax":
-        batch = len(call.tensors[0][0][0]) - 2  # One a matrix, repeated over axes that a front end may cut.
+        batch = len(call.tensors[0][0][0]) - 2 - call.options["outer"]  # One a matrix, repeated over axes that a front end may cut.
         x = np.broadcast_to(x[(..., *(slice(1),) * (x.ndim - batch))], shape).copy()
     return x
 

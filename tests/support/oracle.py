@@ -70,8 +70,9 @@ def rounded(values, dtype):
     return np.where(np.isnan(values), np.array(np.nan, dtype), values.astype(dtype))
 
 
-def turned(x):
-    return np.ascontiguousarray(np.swapaxes(x, -1, -2))
+def turned(x, outer=0):
+    """Matrices transposed, whose rows have `outer` more axes."""
+    return np.ascontiguousarray(np.moveaxis(x, -1, -2 - outer))
 
 
 def scaled(x, scale, nonfinite="saturate"):
@@ -94,13 +95,14 @@ def cast_tensor(x, scale, *, element, nonfinite="saturate"):
     return reference.encode(scaled(x, runs(scale, x), nonfinite), ELEMENTS[element])
 
 
-def transpose(data, *, batch):
-    return np.ascontiguousarray(np.moveaxis(data, batch, -1))
+def transpose(data, *, batch, outer=0):
+    rows = range(batch, batch + outer + 1)
+    return np.ascontiguousarray(np.moveaxis(data, rows, range(-len(rows), 0)))
 
 
-def cast_transpose(x, scale, *, batch, **options):
+def cast_transpose(x, scale, *, batch, outer, **options):
     data = cast_tensor(x, scale, **options)
-    return data, transpose(data, batch=batch)
+    return data, transpose(data, batch=batch, outer=outer)
 
 
 def delayed_scale(amax, scale, *, element, margin):
@@ -194,8 +196,8 @@ def hadamard(x, *, block_rows, block_cols):
     return reference.hadamard_transform(x).astype(ml_dtypes.bfloat16)
 
 
-def transpose_packed(data):
-    return reference.pack(turned(reference.unpack(data)))
+def transpose_packed(data, *, outer=0):
+    return reference.pack(turned(reference.unpack(data), outer))
 
 
 def swizzle_scale(scale_inv, *, rows):
@@ -257,8 +259,8 @@ def quantize_nvfp4(x, global_amax, *, nonfinite, scale_max, **block):
     return cast_block(x, scale, element=E2M1.name, **block), scale_inv
 
 
-def _turned_planes(data, scale_inv, element):
-    return stored(turned(codes_of(data, element)), element), turned(scale_inv)
+def _turned_planes(data, scale_inv, element, outer=0):
+    return stored(turned(codes_of(data, element), outer), element), turned(scale_inv, outer)
 
 
 def _in_rows_and_columns(one, x, *others, block_rows, block_cols, **options):
@@ -266,8 +268,8 @@ def _in_rows_and_columns(one, x, *others, block_rows, block_cols, **options):
     return first, one(x, *others, block_rows=block_rows, block_cols=1, **options)
 
 
-def quantize_block_t(x, *, element, **options):
-    return _turned_planes(*quantize_block(x, element=element, **options), element)
+def quantize_block_t(x, *, element, outer, **options):
+    return _turned_planes(*quantize_block(x, element=element, **options), element, outer)
 
 
 def quantize_block_both(x, **options):
@@ -275,31 +277,31 @@ def quantize_block_both(x, **options):
     return *first, *second
 
 
-def quantize_block_both_t(x, *, element, **options):
+def quantize_block_both_t(x, *, element, outer, **options):
     first, second = _in_rows_and_columns(quantize_block, x, element=element, **options)
-    return *first, *_turned_planes(*second, element)
+    return *first, *_turned_planes(*second, element, outer)
 
 
-def quantize_square_both(x, *, element, **options):
+def quantize_square_both(x, *, element, outer, **options):
     plane = quantize_block(x, element=element, **options)
-    return *plane, *_turned_planes(*plane, element)
+    return *plane, *_turned_planes(*plane, element, outer)
 
 
-def quantize_nvfp4_t(x, global_amax, **options):
-    return _turned_planes(*quantize_nvfp4(x, global_amax, **options), E2M1.name)
+def quantize_nvfp4_t(x, global_amax, *, outer, **options):
+    return _turned_planes(*quantize_nvfp4(x, global_amax, **options), E2M1.name, outer)
 
 
-def quantize_nvfp4_both(x, global_amax, **options):
+def quantize_nvfp4_both(x, global_amax, *, outer, **options):
     """A matrix has one global amax: if there are several, all are the same, and the first is read."""
-    batch = x.ndim - 2
-    whole = global_amax[(..., *(0,) * (global_amax.ndim - batch))] if x.size else np.zeros(x.shape[:-2], np.float32)
+    batch = x.ndim - 2 - outer
+    whole = global_amax[(..., *(0,) * (global_amax.ndim - batch))] if x.size else np.zeros(x.shape[:batch], np.float32)
     first, second = _in_rows_and_columns(quantize_nvfp4, x, whole, **options)
-    return *first, *_turned_planes(*second, E2M1.name)
+    return *first, *_turned_planes(*second, E2M1.name, outer)
 
 
-def quantize_nvfp4_square_both(x, global_amax, **options):
+def quantize_nvfp4_square_both(x, global_amax, *, outer, **options):
     plane = quantize_nvfp4(x, global_amax, **options)
-    return *plane, *_turned_planes(*plane, E2M1.name)
+    return *plane, *_turned_planes(*plane, E2M1.name, outer)
 
 
 # --- lists: what they write, in the order of the results ---
