@@ -16,6 +16,7 @@ from qshard.jax.delayed import (
     spread_states,
     update_delayed,
 )
+from qshard.jax.dot import DotGeneral, einsum
 from qshard.jax.gather import CodedWeight, Shards, gather
 from qshard.jax.linear import gathered_weight, linear
 from qshard.jax.optim.adam import adam, adamw
@@ -27,6 +28,7 @@ from qshard.pipeline import Plane
 
 __all__ = [
     "CodedWeight",
+    "DotGeneral",
     "LinearState",
     "Observed",
     "Plane",
@@ -39,6 +41,7 @@ __all__ = [
     "adamw",
     "cast_master",
     "compute_scales",
+    "einsum",
     "from_plain",
     "gather",
     "gathered_weight",

@@ -128,16 +128,19 @@ def quantized(
     *,
     margin: int | None = None,
     added_rows: int = 0,
+    turned: bool = False,
     op: str = "quantize",
     name: str = "x",
 ) -> tuple[QuantizedArray, jax.Array | None]:
     """`quantize`, of what `cut` says `x` is a part of; with rows of zeros added, of the matrix that `x` is.
 
+    `turned`: it draws the random numbers of the matrix whose transpose `x` is.
+
     Of delayed scaling, which has a `margin`, also the amax of `x`: in `shard_map` that of all its shards. Its scale is
     that of earlier steps, 0 if there were none.
     """
     check_dtype(op, name, x)
-    draws = _draws(seed, fmt, cut, x.shape)
+    draws = _draws(seed, fmt, cut, x.shape, turned)
     if added_rows:
         x = jnp.pad(matrix_of(x), ((0, added_rows), (0, 0)))
     places = {each: layout.plane(fmt, cut.whole(x.shape), each, op=op, name=name) for each in usage.planes}
@@ -172,11 +175,16 @@ def quantized(
     return _array_of(x, places, planes), None
 
 
-def _draws(seed: jax.Array | None, fmt: Format, cut: Cut, shape: layout.Shape) -> pipeline.Draws | None:
+def _draws(
+    seed: jax.Array | None, fmt: Format, cut: Cut, shape: layout.Shape, turned: bool = False
+) -> pipeline.Draws | None:
     """The random numbers of a tensor, in `shard_map` of a shard of this shape; None if it takes none."""
     if seed is None or not fmt.stochastic:
         return None
     rows, columns = layout.matrix_shape(shape)
+    if turned:
+        of_transpose = _draws(seed, fmt, cut.transposed if cut.entries else cut, (columns, rows))
+        return of_transpose and of_transpose.transposed(rows)
     if not cut.local:
         return pipeline.Draws(seed, jnp.asarray(words_of(0)), columns)
     row_step = columns * cut.shards[1]
