@@ -16,6 +16,7 @@ from qshard.jax.delayed import (
     spread_states,
     update_delayed,
 )
+from qshard.jax.dot import DotGeneral, einsum
 from qshard.jax.gather import CodedWeight, Shards, gather
 from qshard.jax.linear import gathered_weight, linear
 from qshard.jax.ops import disabled_checks
@@ -31,6 +32,7 @@ from qshard.pipeline import Plane
 
 __all__ = [
     "CodedWeight",
+    "DotGeneral",
     "LinearState",
     "Observed",
     "Plane",
@@ -46,8 +48,12 @@ __all__ = [
     "adamw",
     "cast_master",
     "compute_scales",
+<<<<<<< HEAD
     "describe",
     "disabled_checks",
+=======
+    "einsum",
+>>>>>>> dropin
     "from_plain",
     "gather",
     "gathered_weight",

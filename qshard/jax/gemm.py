@@ -10,7 +10,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from qshard import pipeline
 from qshard.formats import Format, Usage
+from qshard.jax import steps
 from qshard.jax.array import QuantizedArray, plane_values
 from qshard.jax.cuts import Spec, folded, shaped, spec_of
 from qshard.layout import Shape, is_transposed, multiplies_codes, source
@@ -82,7 +84,13 @@ def gemm(
 def row_product(
     a: QuantizedArray, w: QuantizedArray, contracted: Usage, lead: Shape, *, precise: bool, out_sharding: Spec
 ) -> jax.Array:
-    """The product of the rows `lead` of `a` and of w, without rows that a recipe has added, which no mesh cuts."""
+    """The product of the rows `lead` of `a` and of w, without rows that a recipe has added, which no mesh cuts.
+
+    Of a w in one plane that serves both usages, a GEMM of codes reads the transpose.
+    """
+    read = stored_for(w.format, a.format, contracted)
+    if read not in w.planes and w.format.transposes:
+        w = w.with_planes({read: pipeline.transposed(steps, w.plane(Usage.ROWWISE), w.format)})
     padded = a.shape[:-1] != lead
     if padded and out_sharding is not None:
         last = (*spec_of(out_sharding, None), *[None] * len(lead))[len(lead)]

@@ -5,29 +5,36 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from qshard import pipeline
 from qshard.formats import Usage
-from qshard.jax import steps
 from qshard.jax.arguments import as_axes, check_array, check_dtype, check_spec, check_spec_fits
 from qshard.jax.array import QuantizedArray
+<<<<<<< HEAD
 from qshard.jax.cuts import AxisName, Cut, Spec, cuts_rows, mesh_of, vary_alike
 from qshard.jax.delayed import LinearState, TensorState, check_shared, observe
+=======
+from qshard.jax.cuts import AxisName, Cut, Spec, cuts_rows, matrix_of, mesh_of, shaped, vary_alike
+from qshard.jax.delayed import LinearState, TensorState, observe
+from qshard.jax.folding import folding
+>>>>>>> dropin
 from qshard.jax.gather import CodedWeight, CutWeight, Shards, cut_of, not_before
 from qshard.jax.gemm import gemm, row_product, stored_for
 from qshard.jax.ops import names_of
 from qshard.jax.primary import PrimaryWeight, opened
 from qshard.jax.quantize import WeightScales, as_scales, quantized
 from qshard.jax.words import Seed, seed_words, words_of
-from qshard.layout import multiplies_codes, source
+from qshard.layout import source
 from qshard.names import seed_missing, shown
 from qshard.recipes import ROLE_SEEDS, DelayedScaling, Recipe, RecipeLike, Role, as_recipe, check_weight_format
+
+WeightLayout = Literal["NK", "KN"]
+"""How a weight lies in memory. "NK": `[N, K]`, as in PyTorch and equinox; "KN": `[K, N]`, as in flax."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +47,13 @@ class _Config:
       gathers: whether what one device has of its codes must be gathered.
       learns: whether it has a gradient.
       x_type, w_type: of the gradients, on Explicit meshes.
+<<<<<<< HEAD
       axes: in `shard_map`, the mesh axes along which leading axes of x are cut.
       rows: which of them cut which axis; None: all cut the first.
+=======
+      axes: in `shard_map`, the mesh axes along which the first axis of x is cut.
+      layout: of w, its gradient and its codes.
+>>>>>>> dropin
     """
 
     op: str
@@ -56,6 +68,26 @@ class _Config:
     rows: PartitionSpec | None = None
     reshard_after_forward: bool = True
     out_sharding: Spec = None
+    layout: WeightLayout = "NK"
+
+    @property
+    def contracted(self) -> Usage:
+        """The plane of w, as it lies, that forward contracts K of."""
+        return Usage.ROWWISE if self.layout == "NK" else Usage.COLUMNWISE
+
+    @property
+    def contracted_back(self) -> Usage:
+        """The plane of w, as it lies, that backward contracts N of."""
+        return Usage.COLUMNWISE if self.layout == "NK" else Usage.ROWWISE
+
+    def stored(self, usage: Usage) -> Usage:
+        """The plane of w to quantize, gather and keep for one usage.
+
+        Where both planes hold the same numbers that is the rowwise one, whose shards arrive in order where w is cut by
+        rows. Those of a transposed plane would arrive as stripes, to be moved once more; a transpose of the gathered
+        codes reads and writes each byte once. It is made in backward for `[N, K]`, and in forward for `[K, N]`.
+        """
+        return source(self.recipe.weight, usage)
 
 
 class _Given(NamedTuple):
@@ -84,12 +116,14 @@ def linear(
     w: jax.Array | QuantizedArray | PrimaryWeight | CodedWeight,
     recipe: RecipeLike,
     *,
+    weight_layout: WeightLayout = "NK",
     weight_spec: Spec = None,
     gather_axis: str | None = None,
     reshard_after_forward: bool = True,
     weight_scales: WeightScales | None = None,
     axis_name: AxisName | PartitionSpec = None,
     out_sharding: Spec = None,
+    vmap_as_rows: bool = False,
     seed: Seed = None,
     state: LinearState | None = None,
 ) -> jax.Array:
@@ -105,6 +139,8 @@ def linear(
         weights: a `QuantizedArray`, which is frozen; a `PrimaryWeight`, which `value_and_grad` differentiates; or a
         `CodedWeight`, which says where its gradient goes.
       recipe: the format of each role, or the name of a recipe, such as "MXFP8".
+      weight_layout: "NK", or "KN" for a `w` of `[K, N]`, which flax has: `y = x @ w`, in the bits of `[N, K]`, and no
+        slower. Codes of it lie as it does.
       weight_spec: how `w` is cut, and its gradient is to be. Types of Explicit meshes say it.
       gather_axis: the mesh axis along which FSDP has cut `w`: shards are quantized, then their codes gathered.
       reshard_after_forward: gather the codes of `w` again in the backward pass, and keep only the shard's until then.
@@ -117,6 +153,9 @@ def linear(
         depend on how `x` is cut. Blocks end where a shard ends, either way. With `check_vma=False` it also says which
         devices share a `state`, and is required with one; `()` is none.
       out_sharding: of the result, on Explicit meshes where `x` and `w` leave it open: K is cut.
+      vmap_as_rows: what `vmap` over `x` alone adds to it are rows of one matrix, and the result is that of the matrix,
+        to the bit: models that are written for one example, as those of equinox, want this. Otherwise each example is
+        a tensor of its own, with its own scales and blocks, and `dw` is a sum of as many products.
       seed: of stochastic rounding, which recipes may ask for: an integer, two words (uint32 `[2]`, low first) or a
         `jax.random` key. A new one for each call and step, such as `jax.random.fold_in(key, layer)`: calls with one
         seed draw the same numbers.
@@ -160,12 +199,14 @@ def linear(
         w,
         _given("linear", w, weight_spec, weight_scales, seed, state),
         recipe=as_recipe(recipe, "linear"),  # Before jit, for a name to be the same call as its recipe.
+        layout=_as_layout("linear", weight_layout),
         weight_spec=weight_spec,
         gather_axis=gather_axis,
         axes=as_axes("linear", names),
         rows=rows,
         reshard_after_forward=reshard_after_forward,
         out_sharding=out_sharding,
+        vmap_as_rows=vmap_as_rows,
     )
     return y
 
@@ -174,6 +215,7 @@ def gathered_weight(
     w: jax.Array | QuantizedArray | PrimaryWeight | CodedWeight,
     recipe: RecipeLike,
     *,
+    weight_layout: WeightLayout = "NK",
     weight_spec: Spec = None,
     gather_axis: str | None = None,
     weight_scales: WeightScales | None = None,
@@ -183,10 +225,11 @@ def gathered_weight(
     """The whole weight that `linear` multiplies with in its forward pass, given the same arguments.
 
     Args:
-      w, recipe, weight_spec, gather_axis, weight_scales, seed, state: as for `linear`.
+      w, recipe, weight_layout, weight_spec, gather_axis, weight_scales, seed, state: as for `linear`.
 
     Returns:
-      Its rowwise plane, on every device.
+      The plane that is gathered for it, on every device: the rowwise one, unless `w` is `[K, N]` and its format one of
+      vectors, which run along K.
 
     Raises:
       TypeError, ValueError: as `linear` does.
@@ -200,8 +243,17 @@ def gathered_weight(
     """
     recipe = as_recipe(recipe, "gathered_weight")
     w, given = lax.stop_gradient((w, _given("gathered_weight", w, weight_spec, weight_scales, seed, state)))
-    whole: QuantizedArray = _checked_weight(w, given, recipe=recipe, weight_spec=weight_spec, gather_axis=gather_axis)
+    options = {"recipe": recipe, "weight_spec": weight_spec, "gather_axis": gather_axis}
+    whole: QuantizedArray = _checked_weight(w, given, layout=_as_layout("gathered_weight", weight_layout), **options)
     return whole
+
+
+def _as_layout(op: str, layout: Any) -> WeightLayout:
+    if layout not in get_args(WeightLayout):
+        raise ValueError(
+            f"{op}: weight_layout ({shown(layout)}) is not how w lies; pass 'NK' for [N, K] or 'KN' for [K, N]"
+        )
+    return cast(WeightLayout, layout)
 
 
 def _given(op: str, w: Any, weight_spec: Any, weight_scales: Any, seed: Any, state: Any) -> _Given:
@@ -219,30 +271,61 @@ def _given(op: str, w: Any, weight_spec: Any, weight_scales: Any, seed: Any, sta
 # Jitted for eager callers, gradients included: one dispatch, and all checks done once for a shape.
 @functools.partial(
     jax.jit,
+<<<<<<< HEAD
     static_argnames=("recipe", "weight_spec", "gather_axis", "axes", "rows", "reshard_after_forward", "out_sharding"),
+=======
+    static_argnames=(
+        *("recipe", "layout", "weight_spec", "gather_axis", "axes"),
+        *("reshard_after_forward", "out_sharding", "vmap_as_rows"),
+    ),
+>>>>>>> dropin
     inline=True,
 )
 def _checked_linear(
-    x: jax.Array, w: Any, given: _Given, *, recipe: Recipe, weight_spec: Spec, gather_axis: str | None, **options: Any
+    x: jax.Array,
+    w: Any,
+    given: _Given,
+    *,
+    recipe: Recipe,
+    weight_spec: Spec,
+    gather_axis: str | None,
+    vmap_as_rows: bool,
+    **options: Any,
 ) -> jax.Array:
     check_dtype("linear", "x", x)
+<<<<<<< HEAD
     check_spec_fits("linear", "axis_name", options["rows"], mesh_of(x, None), x.ndim - 1)
     w, amax = opened(w)
     given = given._replace(weight_amax=amax)
+=======
+    lead = x.shape[:-1]
+    if vmap_as_rows:
+        x = matrix_of(x)
+>>>>>>> dropin
     config, weight = _configured(
         "linear", w, given, recipe, weight_spec, gather_axis, x_type=_explicit_type(x), **options
     )
     # In shard_map, an operand that varies over fewer axes is cast to vary out here, where JAX sums its gradient.
     x, *sink = vary_alike(x, *jax.tree.leaves(weight.sink))
-    return _linear(config, x, CodedWeight(weight.codes, sink[0] if sink else None, weight.shards), given)
+    weight = CodedWeight(weight.codes, sink[0] if sink else None, weight.shards)
+    if vmap_as_rows:
+        y = _folding_linear(config, x, weight, given)
+        return shaped(y, (*lead, y.shape[-1]))
+    return _linear(config, x, weight, given)
 
 
-@functools.partial(jax.jit, static_argnames=("recipe", "weight_spec", "gather_axis"), inline=True)
+@functools.partial(jax.jit, static_argnames=("recipe", "layout", "weight_spec", "gather_axis"), inline=True)
 def _checked_weight(
-    w: Any, given: _Given, *, recipe: Recipe, weight_spec: Spec, gather_axis: str | None
+    w: Any, given: _Given, *, recipe: Recipe, layout: WeightLayout, weight_spec: Spec, gather_axis: str | None
 ) -> QuantizedArray:
+<<<<<<< HEAD
     config, weight = _configured("gathered_weight", opened(w)[0], given, recipe, weight_spec, gather_axis)
     return _whole(config, _codes_of(config, weight, given, Usage.ROWWISE)[0], Usage.ROWWISE)
+=======
+    config, weight = _configured("gathered_weight", w, given, recipe, weight_spec, gather_axis, layout=layout)
+    usage = config.stored(config.contracted)
+    return _whole(config, _codes_of(config, weight, given, usage)[0], usage)
+>>>>>>> dropin
 
 
 def _configured(
@@ -264,7 +347,7 @@ def _configured(
         w_type = None if sink is None else _explicit_type(sink)
     else:
         if jnp.ndim(w) != 2:
-            raise ValueError(f"{op}: w {jnp.shape(w)} does not have two axes; give w as [N, K]")
+            raise ValueError(f"{op}: w {jnp.shape(w)} does not have two axes; give w as [N, K], or call einsum")
         check_dtype(op, "w", w)
         check_spec_fits(op, "weight_spec", weight_spec, mesh_of(w, weight_spec), w.ndim)
         cut = Cut.of(w, (), weight_spec) if gather_axis is None else Cut.along(w, gather_axis, weight_spec, **names)
@@ -304,59 +387,48 @@ def _linear(config: _Config, x: jax.Array, w: CodedWeight, given: _Given) -> jax
 def _forward(
     config: _Config, x: jax.Array, w: CodedWeight, given: _Given, x_kept: Usage, w_kept: Usage
 ) -> tuple[jax.Array, _Kept]:
-    rows = Usage.ROWWISE
-    xq, x_amax = _quantized(config, x, given, Role.ACTIVATION, rows | x_kept)
-    wq, w_amax = _codes_of(config, w, given, rows | w_kept)
-    whole = _whole(config, wq, rows)
-    if not x.shape or len(whole.axes) != 2 or x.shape[-1] != whole.shape[1]:
-        raise ValueError(f"linear: w {whole.shape} does not fit x {x.shape}; give w as [N, K] and x as [*lead, K]")
+    read = config.stored(config.contracted)
+    xq, x_amax = _quantized(config, x, given, Role.ACTIVATION, Usage.ROWWISE | x_kept)
+    wq, w_amax = _codes_of(config, w, given, read | w_kept)
+    whole = _whole(config, wq, read)
+    if not x.shape or len(whole.axes) != 2 or x.shape[-1] != whole.shape[config.layout.index("K")]:
+        axes = ", ".join(config.layout)
+        raise ValueError(f"linear: w {whole.shape} does not fit x {x.shape}; give w as [{axes}] and x as [*lead, K]")
     kept_w = wq  # To keep the whole weights of all layers until backward would undo FSDP.
     if w_kept and config.gathers and not config.reshard_after_forward:
-        kept_w = whole if w_kept is rows else _whole(config, wq, w_kept)
-    y = row_product(xq, whole, rows, x.shape[:-1], precise=False, out_sharding=config.out_sharding)
+        kept_w = whole if w_kept is read else _whole(config, wq, w_kept)
+    y = row_product(xq, whole, config.contracted, x.shape[:-1], precise=False, out_sharding=config.out_sharding)
     given = given._replace(scales=None)
     return y, _Kept(_only(xq, x_kept), _only(kept_w, w_kept), given, (x_amax, w_amax))
 
 
 def _linear_fwd(config: _Config, x: jax.Array, w: CodedWeight, given: _Given) -> tuple[jax.Array, _Kept]:
-    x_kept, w_kept = (_kept_plane(config.recipe, role) for role in (Role.ACTIVATION, Role.WEIGHT))
-    return _forward(config, x, w, given, x_kept if config.learns else Usage(0), w_kept)
+    x_kept = stored_for(config.recipe.activation, config.recipe.gradient, Usage.COLUMNWISE)
+    return _forward(config, x, w, given, x_kept if config.learns else Usage(0), config.stored(config.contracted_back))
 
 
 def _linear_bwd(config: _Config, kept: _Kept, dy: jax.Array) -> tuple[jax.Array, CodedWeight, _Given]:
     recipe, xq, wq = config.recipe, kept.x, kept.w
-    rows, columns = Usage.ROWWISE, Usage.COLUMNWISE
+    columns = Usage.COLUMNWISE
     if config.gathers and config.reshard_after_forward:
         # Without the barrier XLA sees one gather where two are written, and keeps its result from forward to backward.
         wq, dy = not_before(wq, dy)
-        wq = _whole(config, wq, _kept_plane(recipe, Role.WEIGHT))
-    if multiplies_codes(wq.format, recipe.gradient) and wq.columnwise is None:
-        wq = wq.with_planes({columns: pipeline.transposed(steps, wq.plane(rows), wq.format)})
-    read = stored_for(recipe.gradient, recipe.weight, rows)
+        wq = _whole(config, wq, config.stored(config.contracted_back))
+    read = stored_for(recipe.gradient, recipe.weight, Usage.ROWWISE)
     if config.learns:
         read |= stored_for(recipe.gradient, recipe.activation, columns)
     dyq, dy_amax = _quantized(config, dy, kept.given, Role.GRADIENT, read)
-    dx = row_product(dyq, wq, columns, dy.shape[:-1], precise=True, out_sharding=config.x_type)
+    dx = row_product(dyq, wq, config.contracted_back, dy.shape[:-1], precise=True, out_sharding=config.x_type)
     dw = None
     if config.learns:
-        dw = gemm(dyq, columns, xq, columns, wq.dtype, precise=True, out_sharding=config.w_type)
+        pair = (dyq, xq) if config.layout == "NK" else (xq, dyq)
+        dw = gemm(pair[0], columns, pair[1], columns, wq.dtype, precise=True, out_sharding=config.w_type)
         dw = config.shards.scatter(dw)
     return dx, CodedWeight(None, dw, config.shards), _Given(None, None, _observed(config, kept, dy_amax))
 
 
 _linear.defvjp(_linear_fwd, _linear_bwd)
-
-
-def _kept_plane(recipe: Recipe, role: Role) -> Usage:
-    """The plane that backward reads. Of a weight that is gathered by rows, the transpose is made after the gather.
-
-    A weight is gathered as rows, which arrive in order; its transposed shards would arrive as stripes, to be moved
-    once more. A transpose reads and writes each byte once instead, on every device.
-    """
-    fmt = recipe.format(role)
-    if role is Role.WEIGHT:
-        return source(fmt, Usage.COLUMNWISE)
-    return stored_for(fmt, recipe.gradient, Usage.COLUMNWISE)
+_folding_linear = folding(_linear, _linear_fwd, _linear_bwd)
 
 
 def _only(codes: Any, usage: Usage) -> Any:
@@ -386,8 +458,14 @@ def _quantized(
     if added and cuts_rows(x, config.out_sharding):
         added = 0
     name = {Role.WEIGHT: "w", Role.ACTIVATION: "x", Role.GRADIENT: "the gradient of y"}[role]
+<<<<<<< HEAD
     return quantized(
         x, fmt, usage, cut, scales, seed, margin=margin, added_rows=added, apart=not weight, op=config.op, name=name
+=======
+    turned = weight and config.layout == "KN"
+    return quantized(
+        x, fmt, usage, cut, scales, seed, margin=margin, added_rows=added, turned=turned, op=config.op, name=name
+>>>>>>> dropin
     )
 
 

@@ -133,6 +133,7 @@ def quantized(
     margin: int | None = None,
     added_rows: int = 0,
     apart: bool = False,
+    turned: bool = False,
     op: str = "quantize",
     name: str = "x",
 ) -> tuple[QuantizedArray, jax.Array | None]:
@@ -140,12 +141,13 @@ def quantized(
 
     With `apart`, leading axes of `x` `[*lead, K]` need not become one: where a mesh may cut any of them, transposed
     planes are `[K, *lead]`, and grids of scales have an axis for each of them, too. That is for `gemm` alone.
+    `turned`: it draws the random numbers of the matrix whose transpose `x` is.
 
     Of delayed scaling, which has a `margin`, also the amax of `x`: in `shard_map` that of all its shards. Its scale is
     that of earlier steps, 0 if there were none.
     """
     check_dtype(op, name, x)
-    draws = _draws(seed, fmt, cut, x.shape)
+    draws = _draws(seed, fmt, cut, x.shape, turned)
     if added_rows:
         if draws is not None and draws.first.ndim > 1:
             raise _scattered(x, fmt, max(fmt.block or (1,)), cut, op, name)
@@ -213,11 +215,16 @@ def _scattered(x: jax.Array, fmt: Format, unit: int, cut: Cut, op: str, name: st
     )
 
 
-def _draws(seed: jax.Array | None, fmt: Format, cut: Cut, shape: layout.Shape) -> pipeline.Draws | None:
+def _draws(
+    seed: jax.Array | None, fmt: Format, cut: Cut, shape: layout.Shape, turned: bool = False
+) -> pipeline.Draws | None:
     """The random numbers of a tensor, in `shard_map` of a shard of this shape; None if it takes none."""
     if seed is None or not fmt.stochastic:
         return None
     rows, columns = layout.matrix_shape(shape)
+    if turned:
+        of_transpose = _draws(seed, fmt, cut.transposed if cut.entries else cut, (columns, rows))
+        return of_transpose and of_transpose.transposed(rows)
     if not cut.local:
         return pipeline.Draws(seed, jnp.asarray(words_of(0)), columns)
     row_step = columns * cut.shards[1]

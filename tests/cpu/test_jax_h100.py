@@ -71,6 +71,22 @@ def test_step_multiplies_in_fp8(compiled, name):
     assert program["calls"].count("qshard_transpose") == 1  # of the gathered weight
 
 
+@pytest.mark.parametrize("mode", ["Auto", "Explicit"])
+def test_kn_is_no_dearer(compiled, mode):
+    """flax's layout, cut along K: the same collectives and GEMMs as of `[N, K]`, and nothing that XLA transposes.
+
+    Gathered codes are transposed once for each layer, in forward where `[N, K]` has it in backward.
+    """
+    program, like = compiled[f"step, {mode}, KN"], compiled[f"step, {mode}"]
+    for kind in ("all-gather", "reduce-scatter", "all-reduce"):
+        assert moved(program, kind) == moved(like, kind)
+    assert {kind for kind, _ in program["collectives"]} == {kind for kind, _ in like["collectives"]}
+    assert program["calls"].count("__cublas$lt$matmul$f8") == 5
+    assert {call for call in program["calls"] if "cublas" in call} == {"__cublas$lt$matmul$f8"}
+    assert program["ops"] == []
+    assert program["calls"].count("qshard_transpose") == 2
+
+
 BLOCKS = {
     "BlockScaling": ["u8[2048,2048]", "u32[16,16]"],
     "MXFP8": ["u8[2048,2048]", "u8[64,64]"],

@@ -104,6 +104,7 @@ def programs():
         ws = [argument(mesh, (2048, 2048), jnp.float32, P("fsdp", None))] * 2
         x = argument(mesh, (64, 512, 2048), jnp.bfloat16, P("fsdp"))
         yield f"step, {mesh.axis_types[0].name}", step, (ws, x)
+        yield f"step, {mesh.axis_types[0].name}, KN", partial(step, weight_layout="KN"), (ws, x)
     specs = (P("fsdp"), P("fsdp"))
     ws, x = [argument(auto, (2048, 2048), jnp.float32, P("fsdp"))] * 2, argument(auto, x.shape, x.dtype, P("fsdp"))
     yield "step, shard_map", jax.shard_map(local_step, mesh=auto, in_specs=specs, out_specs=(P(), P("fsdp"))), (ws, x)

@@ -1,0 +1,305 @@
+"""Weights of other layouts than `[N, K]`: `[K, N]`, three axes, `einsum`, `DotGeneral`, and rows that `vmap` adds.
+
+Each is held against `linear` on the same matrices, to the bit.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from qshard import formats
+from qshard.jax import DotGeneral, compute_scales, einsum, gathered_weight, init_delayed, linear
+from qshard.recipes import MXFP8, NVFP4, BlockScaling, CurrentScaling, DelayedScaling, Recipe
+from support.awkward import assert_bits_equal
+from support.formats import MIXES, RECIPES
+
+SEED = 7
+KINDS = [CurrentScaling(), DelayedScaling(), BlockScaling(), MXFP8(), NVFP4()]
+# Vectors, of which [K, N] stores the other plane, and random numbers of a weight.
+VECTORS = Recipe(weight=formats.NVFP4.with_options(rounding="stochastic"), activation="NVFP4", gradient="NVFP4")
+OTHERS = [recipe for recipe in (*RECIPES.values(), *MIXES.values()) if recipe not in KINDS]
+every_kind = pytest.mark.parametrize(
+    "recipe", [*KINDS, VECTORS, *(pytest.param(recipe, marks=pytest.mark.slow) for recipe in OTHERS)]
+)
+kinds = pytest.mark.parametrize("recipe", KINDS, ids=lambda recipe: type(recipe).__name__)
+
+
+def values(*shape, seed=0, dtype=np.float32):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+def assert_alike(got, want):
+    """The same arrays, bit for bit, in the shapes of `got`."""
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert_bits_equal(np.asarray(a), np.asarray(b).reshape(a.shape))
+
+
+def state_of(recipe):
+    return {"state": init_delayed(recipe)} if recipe.stateful else {}
+
+
+def step(product, x, w, dy, states=None):
+    """y, dx, dw, and what a state brings."""
+    y, vjp = jax.vjp(product, x, w, states or {})
+    return y, *vjp(dy)
+
+
+@functools.cache
+def expected(recipe, dtype="float32"):
+    """Of x [2, 64, 128] and w [256, 128]."""
+    x, w, dy = values(2, 64, 128, dtype=dtype), values(256, 128, seed=1), values(2, 64, 256, seed=2, dtype=dtype)
+
+    def program(x, w, dy, states):
+        return step(lambda x, w, states: linear(x, w, recipe, seed=SEED, **states), x, w, dy, states)
+
+    return (x, w, dy), jax.jit(program)(x, w, dy, state_of(recipe))
+
+
+@every_kind
+def test_kn_has_the_bits_of_nk(recipe):
+    """In every format, stochastic rounding of weights among them: the numbers drawn are those of `[N, K]`."""
+    (x, w, dy), want = expected(recipe, "bfloat16")
+
+    def program(x, w, dy, states):
+        def product(x, w, states):
+            return linear(x, w, recipe, weight_layout="KN", seed=SEED, **states)
+
+        return step(product, x, w, dy, states)
+
+    y, dx, dw, states = jax.jit(program)(x, w.T, dy, state_of(recipe))
+    assert_alike((y, dx, states), (*want[:2], want[3]))
+    # Its operands trade places, and with them the order of fp32 sums.
+    np.testing.assert_allclose(dw.T, want[2], rtol=1e-5, atol=1e-5)
+    if recipe in KINDS:
+        assert_alike(dw.T, want[2])
+
+
+def test_kn_takes_codes_and_scales():
+    """Scales are those of `[N, K]`; and what is gathered is the plane that forward reads."""
+    x, w = values(64, 128), values(128, 256, seed=1)
+    scales = compute_scales(w, "CurrentScaling")
+    assert_alike(
+        linear(x, w, CurrentScaling(), weight_layout="KN", weight_scales=scales), linear(x, w.T, "CurrentScaling")
+    )
+    whole = gathered_weight(w, "CurrentScaling", weight_layout="KN")
+    assert_alike(linear(x, whole, CurrentScaling(), weight_layout="KN"), linear(x, w.T, "CurrentScaling"))
+    vectors = Recipe(weight="FP8_1x128", activation="FP8_1x128", gradient="FP8_1x128")
+    assert list(gathered_weight(w, vectors, weight_layout="KN").planes) == [formats.Usage.COLUMNWISE]
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (
+            lambda x, w: linear(x, w, "MXFP8", weight_layout="KM"),
+            ValueError,
+            r"weight_layout \('KM'\) is not how w lies",
+        ),
+        (lambda x, w: linear(x, w, "CurrentScaling", weight_layout="KN"), ValueError, r"give w as \[K, N\]"),
+        (lambda x, w: linear(x, w[None], "CurrentScaling"), ValueError, r"give w as \[N, K\], or call einsum"),
+    ],
+)
+def test_refusals_of_linear(call, error, text):
+    with pytest.raises(error, match=text):
+        call(values(64, 128), values(256, 128))
+
+
+SHAPES = {
+    "...k,nk->...n": (256, 128),
+    "btk,kn->btn": (128, 256),
+    "btd,dhk->bthk": (128, 4, 64),
+    "btd,hkd->bthk": (4, 64, 128),
+    "...hk,hkd->...d": (2, 64, 256),
+    "bthk,dhk->btd": (256, 2, 64),
+    "btd,hdk->bthk": (4, 128, 64),
+    "btd,dhk->bhtk": (128, 4, 64),
+}
+
+
+@pytest.mark.parametrize(
+    ("subscripts", "recipe"),
+    [*((each, MXFP8()) for each in SHAPES), ("btd,dhk->bthk", DelayedScaling()), ("btd,hdk->bthk", BlockScaling())],
+)
+def test_einsum(subscripts, recipe):
+    """Products with weights of two and three axes, in any order of axes, and their gradients."""
+    (x, w, dy), want = expected(recipe)
+    terms = subscripts.replace("...", "bt").replace("->", ",").split(",")
+    # What takes the operands of `linear`, bt and K and N, to these labels.
+    n_labels = [label for label in terms[1] if label in terms[2]]
+    k_labels = [label for label in terms[1] if label in terms[0]]
+    sizes = dict(zip(terms[1], SHAPES[subscripts], strict=True))
+
+    def arranged(array, labels, term):
+        """[.., labels folded] with its last axis unfolded, and axes in the order of a term."""
+        array = array.reshape(*array.shape[: -1 if labels else None], *(sizes[label] for label in labels))
+        names = [*[label for label in "bt" if label in term], *labels]
+        return jnp.transpose(array, [names.index(label) for label in term])
+
+    def weight(w):
+        whole = w.reshape(*(sizes[label] for label in n_labels + k_labels))
+        return jnp.transpose(whole, [(n_labels + k_labels).index(label) for label in terms[1]])
+
+    def program(x, w, dy, states):
+        def product(x, w, states):
+            return einsum(subscripts, x, w, recipe, seed=SEED, **states)
+
+        return step(product, arranged(x, k_labels, terms[0]), weight(w), arranged(dy, n_labels, terms[2]), states)
+
+    got = jax.jit(program)(x, w, dy, state_of(recipe))
+    y, dx, dw, states = want
+    assert_alike(got, (arranged(y, n_labels, terms[2]), arranged(dx, k_labels, terms[0]), weight(dw), states))
+
+
+def test_dot_general_is_that_of_lax():
+    """Axes, shapes and dtypes are those of `lax.dot_general`."""
+    unit = formats.FP8_E4M3.with_options(pow2=True)
+    dot_general = DotGeneral(CurrentScaling(weight=unit, activation=unit))
+    cases = [
+        ((2, 3, 16), (16, 4, 8), ((2,), (0,))),
+        ((4, 2, 8), (8, 4, 3), ((0, 2), (1, 0))),
+        ((16,), (16,), ((0,), (0,))),
+    ]
+    for x_shape, w_shape, axes in cases:
+        x, w = jnp.full(x_shape, 2.0), jnp.full(w_shape, 0.5)  # What FP8 holds.
+        dims = (axes, ((), ()))
+        for preferred in (None, jnp.bfloat16, jnp.float32):
+            want = lax.dot_general(x, w, dims, preferred_element_type=preferred)
+            got = dot_general(x, w, dims, preferred_element_type=preferred)
+            assert (got.dtype, got.shape) == (want.dtype, want.shape)
+            np.testing.assert_array_equal(got, want)
+
+
+def test_a_wider_result_is_rounded_once():
+    x, w = values(64, 128, dtype=jnp.bfloat16), values(128, 256)
+    got = DotGeneral("CurrentScaling")(x, w, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+    assert_alike(got, linear(x.astype(jnp.float32), w.T, "CurrentScaling"))
+
+
+BATCH = (((2,), (1,)), ((0,), (0,)))
+PLAIN = (((2,), (0,)), ((), ()))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "x_shape", "w_shape", "dims", "text"),
+    [
+        ("CurrentScaling", (2, 32, 64), (2, 64, 32), BATCH, r"has batch axes \(\(0,\), \(0,\)\)"),
+        ("CurrentScaling", (2, 32, 64), (64, 32), (((), ()), ((), ())), "contracts nothing"),
+        ("MXFP8", (2, 32, 40), (40, 32), PLAIN, r"x \(2, 32, 40\) is not a whole number of 1x32 blocks"),
+        ("MXFP8", (2, 32, 64), (64, 40), PLAIN, r"w \(64, 40\) is not a whole number of 32x32 blocks"),
+    ],
+)
+def test_what_no_recipe_can_make(recipe, x_shape, w_shape, dims, text):
+    """An error, or, if that was asked for, the plain product."""
+    x, w = values(*x_shape, dtype=jnp.bfloat16), values(*w_shape, seed=1)
+    with pytest.raises(ValueError, match=text):
+        DotGeneral(recipe)(x, w, dims)
+    plain = lax.dot_general(x, w.astype(x.dtype), dims, preferred_element_type=x.dtype)
+    assert_alike(DotGeneral(recipe, otherwise="plain")(x, w, dims), plain)
+
+
+def test_plain_is_for_nothing_else():
+    x, w = values(2, 32, 64), values(64, 32)
+    assert_alike(DotGeneral("MXFP8", otherwise="plain")(x, w, PLAIN), linear(x, w.T, "MXFP8"))
+    with pytest.raises(ValueError, match=r"'fsdp'\) is not an axis of the mesh"):
+        DotGeneral("MXFP8", otherwise="plain", gather_axis="fsdp")(x, w, PLAIN)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "text"),
+    [
+        (lambda: DotGeneral("MXFP9"), ValueError, "not the name of a recipe"),
+        (lambda: DotGeneral("MXFP8", otherwise="bf16"), ValueError, r"otherwise \('bf16'\) is not 'raise' or 'plain'"),
+        (
+            lambda: DotGeneral("MXFP8", gather_axes="a"),
+            TypeError,
+            r"gather_axes is not an option of linear; .*gather_axis",
+        ),
+        (lambda: DotGeneral("MXFP8", seed=1), TypeError, "seed is another one in every call"),
+        (lambda: einsum("btd,dh", 1.0, 1.0, "MXFP8"), ValueError, "not two operands and a result"),
+    ],
+)
+def test_refusals(make, error, text):
+    with pytest.raises(error, match=text):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("subscripts", "text"),
+    [
+        ("bd,dhk->bhk", "do not have a label for each of the 3 axes of x"),
+        ("btd,dh->bth", "do not have a label for each of the 3 axes of w"),
+        ("btd,dhk->btk", "repeat, add up or make up"),
+        ("btd,dhk->bhk", "repeat, add up or make up"),
+        ("bbd,dhk->bhk", "repeat, add up or make up"),
+        ("btd,dhk->bthkz", "repeat, add up or make up"),
+        ("btd,dhb->bth", "has batch axes|contract"),
+    ],
+)
+def test_refusals_of_einsum(subscripts, text):
+    """`jnp.einsum` takes sums over an axis of one operand; a product with a weight has none."""
+    with pytest.raises(ValueError, match=text):
+        einsum(subscripts, values(2, 32, 64), values(64, 4, 16), "CurrentScaling")
+
+
+def test_precision_that_no_recipe_has():
+    x, w = values(2, 32, 64), values(64, 32)
+    dot_general = DotGeneral("CurrentScaling")
+    assert_alike(dot_general(x, w, PLAIN, precision=lax.Precision.DEFAULT), dot_general(x, w, PLAIN))
+    with pytest.raises(ValueError, match=r"precision \(.*HIGHEST"):
+        dot_general(x, w, PLAIN, precision=lax.Precision.HIGHEST)
+
+
+def test_equal_dot_generals_are_one_program():
+    traced = []
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def program(dot_general, x, w):
+        traced.append(dot_general)
+        return dot_general(x, w, PLAIN)
+
+    for _ in range(2):
+        program(DotGeneral(MXFP8(), reshard_after_forward=False), values(2, 32, 64), values(64, 32))
+    assert len(traced) == 1
+    assert DotGeneral("MXFP8") != DotGeneral("MXFP8", otherwise="plain")
+
+
+@kinds
+def test_rows_that_vmap_adds(recipe):
+    """Vectors under two `vmap`s: the matrix of all, forward and in both gradients."""
+    (x, w, dy), _ = expected(recipe)
+    states = state_of(recipe)
+
+    def rows(x, w, states):
+        row = functools.partial(linear, recipe=recipe, seed=SEED, vmap_as_rows=True)
+        return jax.vmap(jax.vmap(lambda x: row(x, w, **states)))(x)
+
+    def matrix(x, w, states):
+        return linear(x.reshape(-1, 128), w, recipe, seed=SEED, **states).reshape(dy.shape)
+
+    assert_alike(jax.jit(rows)(x, w, states), jax.jit(matrix)(x, w, states))
+    got, want = (jax.jit(functools.partial(step, product))(x, w, dy, states) for product in (rows, matrix))
+    assert_alike(got, want)
+
+
+def test_vmap_over_weights_too_is_a_product_each():
+    x, w = values(3, 32, 64), values(3, 96, 64, seed=1)
+    rows = functools.partial(linear, recipe="MXFP8", vmap_as_rows=True)
+    got = jax.vmap(lambda x, w: jax.vmap(rows, in_axes=(0, None))(x, w))(x, w)
+    assert_alike(got, jnp.stack([linear(x[i], w[i], "MXFP8") for i in range(3)]))
+
+
+def test_rows_too_few_for_their_blocks_are_refused_if_vmap_adds_none():
+    """On a mesh that may cut rows, where no rows of zeros are added."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    loss = jax.grad(lambda w, x: linear(x, w, "MXFP8", vmap_as_rows=True).sum())
+    with jax.set_mesh(mesh):
+        w, x = (jax.device_put(a, jax.NamedSharding(mesh, jax.P())) for a in (values(32, 64), values(256, 64)))
+        whole = jax.jit(jax.grad(lambda w, x: linear(x, w, "MXFP8").sum()))(w, x)
+        many = jax.jit(jax.grad(lambda w, x: jax.vmap(lambda x: linear(x, w, "MXFP8", vmap_as_rows=True))(x).sum()))
+        assert_alike(many(w, x), whole)
+        with pytest.raises(ValueError, match="is not a whole number of 32x1 blocks"):
+            jax.jit(loss)(w, x[0])
