@@ -48,12 +48,9 @@ __all__ = [
     "adamw",
     "cast_master",
     "compute_scales",
-<<<<<<< HEAD
     "describe",
     "disabled_checks",
-=======
     "einsum",
->>>>>>> dropin
     "from_plain",
     "gather",
     "gathered_weight",

@@ -155,9 +155,7 @@ def plane_values(plane: Plane, fmt: Format, usage: Usage, dtype: str, ndim: int 
     return shaped(values, (*data.shape[:-1], data.shape[-1] * fmt.element.codes_per_byte), added)
 
 
-def _joined(
-    plane: Plane, fmt: Format, block: tuple[int, int], start: int, stop: int
-) -> tuple[Plane, tuple[int, int]]:
+def _joined(plane: Plane, fmt: Format, block: tuple[int, int], start: int, stop: int) -> tuple[Plane, tuple[int, int]]:
     """A plane whose blocks go on from one matrix to the next: as one matrix, or where an Explicit mesh cuts axes that
     cannot become one, in smaller blocks, with the scales of those that they are parts of.
 

@@ -15,14 +15,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from qshard.formats import Usage
 from qshard.jax.arguments import as_axes, check_array, check_dtype, check_spec, check_spec_fits
 from qshard.jax.array import QuantizedArray
-<<<<<<< HEAD
-from qshard.jax.cuts import AxisName, Cut, Spec, cuts_rows, mesh_of, vary_alike
-from qshard.jax.delayed import LinearState, TensorState, check_shared, observe
-=======
 from qshard.jax.cuts import AxisName, Cut, Spec, cuts_rows, matrix_of, mesh_of, shaped, vary_alike
-from qshard.jax.delayed import LinearState, TensorState, observe
+from qshard.jax.delayed import LinearState, TensorState, check_shared, observe
 from qshard.jax.folding import folding
->>>>>>> dropin
 from qshard.jax.gather import CodedWeight, CutWeight, Shards, cut_of, not_before
 from qshard.jax.gemm import gemm, row_product, stored_for
 from qshard.jax.ops import names_of
@@ -47,13 +42,9 @@ class _Config:
       gathers: whether what one device has of its codes must be gathered.
       learns: whether it has a gradient.
       x_type, w_type: of the gradients, on Explicit meshes.
-<<<<<<< HEAD
       axes: in `shard_map`, the mesh axes along which leading axes of x are cut.
       rows: which of them cut which axis; None: all cut the first.
-=======
-      axes: in `shard_map`, the mesh axes along which the first axis of x is cut.
       layout: of w, its gradient and its codes.
->>>>>>> dropin
     """
 
     op: str
@@ -271,14 +262,10 @@ def _given(op: str, w: Any, weight_spec: Any, weight_scales: Any, seed: Any, sta
 # Jitted for eager callers, gradients included: one dispatch, and all checks done once for a shape.
 @functools.partial(
     jax.jit,
-<<<<<<< HEAD
-    static_argnames=("recipe", "weight_spec", "gather_axis", "axes", "rows", "reshard_after_forward", "out_sharding"),
-=======
     static_argnames=(
-        *("recipe", "layout", "weight_spec", "gather_axis", "axes"),
+        *("recipe", "layout", "weight_spec", "gather_axis", "axes", "rows"),
         *("reshard_after_forward", "out_sharding", "vmap_as_rows"),
     ),
->>>>>>> dropin
     inline=True,
 )
 def _checked_linear(
@@ -293,15 +280,12 @@ def _checked_linear(
     **options: Any,
 ) -> jax.Array:
     check_dtype("linear", "x", x)
-<<<<<<< HEAD
     check_spec_fits("linear", "axis_name", options["rows"], mesh_of(x, None), x.ndim - 1)
     w, amax = opened(w)
     given = given._replace(weight_amax=amax)
-=======
     lead = x.shape[:-1]
     if vmap_as_rows:
         x = matrix_of(x)
->>>>>>> dropin
     config, weight = _configured(
         "linear", w, given, recipe, weight_spec, gather_axis, x_type=_explicit_type(x), **options
     )
@@ -318,14 +302,11 @@ def _checked_linear(
 def _checked_weight(
     w: Any, given: _Given, *, recipe: Recipe, layout: WeightLayout, weight_spec: Spec, gather_axis: str | None
 ) -> QuantizedArray:
-<<<<<<< HEAD
-    config, weight = _configured("gathered_weight", opened(w)[0], given, recipe, weight_spec, gather_axis)
-    return _whole(config, _codes_of(config, weight, given, Usage.ROWWISE)[0], Usage.ROWWISE)
-=======
-    config, weight = _configured("gathered_weight", w, given, recipe, weight_spec, gather_axis, layout=layout)
+    config, weight = _configured(
+        "gathered_weight", opened(w)[0], given, recipe, weight_spec, gather_axis, layout=layout
+    )
     usage = config.stored(config.contracted)
     return _whole(config, _codes_of(config, weight, given, usage)[0], usage)
->>>>>>> dropin
 
 
 def _configured(
@@ -458,15 +439,9 @@ def _quantized(
     if added and cuts_rows(x, config.out_sharding):
         added = 0
     name = {Role.WEIGHT: "w", Role.ACTIVATION: "x", Role.GRADIENT: "the gradient of y"}[role]
-<<<<<<< HEAD
-    return quantized(
-        x, fmt, usage, cut, scales, seed, margin=margin, added_rows=added, apart=not weight, op=config.op, name=name
-=======
     turned = weight and config.layout == "KN"
-    return quantized(
-        x, fmt, usage, cut, scales, seed, margin=margin, added_rows=added, turned=turned, op=config.op, name=name
->>>>>>> dropin
-    )
+    options: dict[str, Any] = {"margin": margin, "added_rows": added, "apart": not weight, "turned": turned}
+    return quantized(x, fmt, usage, cut, scales, seed, op=config.op, name=name, **options)
 
 
 def _codes_of(config: _Config, w: CodedWeight, given: _Given, usage: Usage) -> tuple[Any, jax.Array | None]:
