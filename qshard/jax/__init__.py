@@ -18,6 +18,7 @@ from qshard.jax.delayed import (
 )
 from qshard.jax.dot import DotGeneral, einsum
 from qshard.jax.gather import CodedWeight, Shards, gather
+from qshard.jax.grouped import ragged_dot
 from qshard.jax.linear import gathered_weight, linear
 from qshard.jax.ops import disabled_checks
 from qshard.jax.optim.adam import adam, adamw
@@ -63,6 +64,7 @@ __all__ = [
     "plan_zero",
     "quantize",
     "rebuild",
+    "ragged_dot",
     "spread_states",
     "to_plain",
     "update_delayed",

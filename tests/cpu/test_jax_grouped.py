@@ -1,0 +1,340 @@
+"""Experts in JAX: `ragged_dot`, and `linear` under `vmap`, against a loop of `linear` over experts.
+
+Operands are such that products are exact: codes of a few bits of mantissa and one exponent or two. Then the order of
+sums is of no matter, and results are compared bit for bit.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from qshard import recipes
+from qshard.formats import Usage
+from qshard.jax import (
+    PrimaryWeight,
+    init_delayed,
+    linear,
+    quantize,
+    ragged_dot,
+    update_delayed,
+    value_and_grad,
+)
+from qshard.recipes import DelayedScaling
+from support.awkward import assert_bits_equal
+from support.formats import RECIPES
+from support.hlo import collectives
+
+SIZES = np.array([40, 0, 3, 129, 0, 17], np.int32)
+E, M, N, K, SEED = len(SIZES), 200, 64, 96, 0x0123456789ABCDEF
+ENDS = np.cumsum(SIZES)
+
+
+def exact(*shape, seed=0):
+    """Signed numbers of {4, 5, 6, 7}, in each scale that a block or an expert has."""
+    random = np.random.default_rng(seed)
+    return (random.choice([-1, 1], shape) * random.integers(4, 8, shape)).astype(np.float32)
+
+
+X, W, DY = exact(M, K), exact(E, N, K, seed=1), exact(M, N, seed=2)
+LEFT = M - ENDS[-1]
+
+
+def seed_of(expert):
+    """As two words."""
+    return jnp.asarray([SEED & 0xFFFFFFFF, (SEED >> 32) ^ expert], jnp.uint32)
+
+
+@functools.partial(jax.jit, static_argnames=("recipe", "weight_spec", "gather_axis"))
+def step(x, w, dy, sizes, recipe, state=None, **options):
+    """y, the gradients of x and w, and what the state brings."""
+    call = lambda x, w, state: ragged_dot(x, w, sizes, recipe, seed=SEED, state=state, **options)  # noqa: E731
+    y, vjp = jax.vjp(call, x, w, state)
+    return y, *vjp(dy)
+
+
+@functools.partial(jax.jit, static_argnames="recipe")
+def alone(x, w, dy, seed, recipe, state):
+    y, vjp = jax.vjp(lambda x, w, state: linear(x, w, recipe, seed=seed, state=state), x, w, state)
+    return y, *vjp(dy)
+
+
+def looped(x, w, dy, recipe, states=None, sizes=SIZES):
+    """`linear` for each expert that has rows."""
+    ends = np.cumsum(sizes)
+    results = [np.zeros((len(x), w.shape[1]), np.float32), np.zeros_like(x), np.zeros_like(w), {}]
+    for expert, (size, end) in enumerate(zip(sizes, ends, strict=True)):
+        if size:
+            own = slice(end - size, end)
+            state = None if states is None else jax.tree.map(lambda leaf, e=expert: leaf[e], states)
+            made = alone(x[own], w[expert], dy[own], seed_of(expert), recipe, state)
+            results[0][own], results[1][own], results[2][expert], results[3][expert] = made
+    return results
+
+
+OFTEN = ("DelayedScaling", "MXFP8", "NVFP4")
+often = [pytest.param(name, marks=[] if name in OFTEN else pytest.mark.slow) for name in RECIPES]
+
+
+@pytest.mark.parametrize("name", often)
+def test_a_loop_over_experts(name):
+    """In forward and both gradients, empty experts and rows of none among them."""
+    recipe = RECIPES[name]
+    states = init_delayed(recipe, (E,)) if recipe.stateful else None
+    want = looped(X, W, DY, recipe, states)
+    got = step(X, W, DY, SIZES, recipe, states)
+    for i, (made, expected) in enumerate(zip(got[:3], want[:3], strict=True)):
+        if recipe.gradient.hadamard and i == 2:  # Sums of rotated values are rounded, in another order.
+            np.testing.assert_allclose(made, expected, rtol=1e-6, atol=1e-6 * np.abs(expected).max())
+        else:
+            assert_bits_equal(np.asarray(made), expected)
+    assert not np.asarray(got[0])[ENDS[-1] :].any()
+    assert not np.asarray(got[2])[SIZES == 0].any()
+    for expert, seen in want[3].items():
+        mine = jax.tree.map(lambda leaf, e=expert: leaf[e], got[3])
+        jax.tree.map(lambda a, b: assert_bits_equal(np.asarray(a), np.asarray(b)), mine, seen)
+    if recipe.stateful:
+        new = update_delayed(states, got[3], recipe)
+        assert (np.asarray(new.activation.scale) != 0).tolist() == (SIZES != 0).tolist()
+
+
+MESH = {"expert": 2, "fsdp": 2}
+
+
+def mesh_of(kind=AxisType.Auto, **sizes):
+    sizes = sizes or MESH
+    devices = jax.devices()[: np.prod(list(sizes.values()))]
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(kind,) * len(sizes), devices=devices)
+
+
+def per_device(name):
+    """Experts over one mesh axis, their weights over the other, which has tokens of its own too: (E, FSDP) tokens."""
+    recipe, mesh = RECIPES[name], mesh_of()
+    groups = np.array([[[9, 0, 23], [40, 1, 0]], [[0, 0, 64], [17, 30, 2]]], np.int32)
+    rows = 64
+    x, dy = exact(2, 2, rows, K), exact(2, 2, rows, N, seed=2)
+    return recipe, mesh, groups, x, dy
+
+
+def one_step(x, w, dy, sizes, recipe, state, gather, axis_name=None):
+    options = {"weight_spec": P("expert", "fsdp"), "gather_axis": "fsdp"} if gather else {}
+    call = lambda x, w, state: ragged_dot(  # noqa: E731
+        x, w, sizes, recipe, seed=SEED, state=state, axis_name=axis_name, **options
+    )
+    y, vjp = jax.vjp(call, x, w, state)
+    return y, *vjp(dy)
+
+
+@pytest.mark.parametrize("name", often)
+def test_experts_and_fsdp_in_shard_map(name):
+    """Codes of all experts of a device are gathered in one gather, and gradients come back to where the weights are."""
+    recipe, mesh, groups, x, dy = per_device(name)
+    state = init_delayed(recipe, (E,)) if recipe.stateful else None
+    alone = jax.jit(functools.partial(one_step, recipe=recipe, gather=False))
+    ys, dxs, dw, seen = [], [], np.zeros_like(W), []
+    for i, j in np.ndindex(2, 2):
+        half = slice(3 * i, 3 * i + 3)
+        own = None if state is None else jax.tree.map(lambda leaf, half=half: leaf[half], state)
+        y, dx, part, amaxes = alone(x[i, j], W[half], dy[i, j], groups[i, j], state=own)
+        ys.append(y)
+        dxs.append(dx)
+        dw[half] += part
+        seen.append(amaxes)
+
+    def local(x, w, dy, sizes, state):
+        made = one_step(x[0, 0], w, dy[0, 0], sizes[0, 0], recipe, state, gather=True)
+        return (made[0][None, None], made[1][None, None], *made[2:])
+
+    tokens, weights = P("expert", "fsdp"), P("expert", "fsdp")
+    run = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(tokens, weights, tokens, tokens, P("expert")),
+        out_specs=(tokens, tokens, weights, P("expert")),
+    )
+    lowered = jax.jit(run).lower(x, W, dy, groups, state)
+    got = lowered.compile()(x, W, dy, groups, state)
+    assert_bits_equal(np.asarray(got[0]).reshape(4, *ys[0].shape), np.stack(ys))
+    assert_bits_equal(np.asarray(got[1]).reshape(4, *dxs[0].shape), np.stack(dxs))
+    np.testing.assert_allclose(got[2], dw, rtol=1e-6, atol=1e-6 * np.abs(dw).max())
+    gathered = [array for kind, arrays in collectives(lowered.compile()) if kind == "all-gather" for array in arrays]
+    codes = f"u8[3,{N},{K // recipe.weight.element.codes_per_byte}]"
+    assert codes in gathered
+    assert all(array == codes or np.prod(eval(array[array.index("[") :])) <= 3 * N * K // 64 for array in gathered)
+    if state is not None:  # The largest of the devices that share the experts.
+        for i in range(2):
+            parts = [np.asarray(seen[2 * i + j].activation.observed.amax) for j in range(2)]
+            assert_bits_equal(np.asarray(got[3].activation.observed.amax)[3 * i : 3 * i + 3], np.maximum(*parts))
+
+
+def test_one_set_of_scales_for_rows_on_several_devices():
+    """With `axis_name`: the codes of all rows of an expert together."""
+    recipe, mesh = RECIPES["CurrentScaling"], mesh_of(fsdp=2)
+    x = np.concatenate([exact(32, K), 4 * exact(32, K, seed=5)])
+    sizes = np.array([[20, 12], [32, 0]], np.int32)
+    run = jax.shard_map(
+        lambda x, sizes: ragged_dot(x, W[:2], sizes[0], recipe, axis_name="fsdp"),
+        mesh=mesh,
+        in_specs=P("fsdp"),
+        out_specs=P("fsdp"),
+    )
+    order = np.concatenate([np.arange(20), np.arange(32, 64), np.arange(20, 32)])
+    want = np.zeros((64, N), np.float32)
+    want[order] = ragged_dot(x[order], W[:2], np.array([52, 12]), recipe)
+    assert_bits_equal(np.asarray(jax.jit(run)(x, sizes)), want)
+
+
+@pytest.mark.parametrize("name", ["CurrentScaling", "MXFP8"])
+def test_codes_travel_on_auto_meshes(name):
+    recipe, mesh = RECIPES[name], mesh_of()
+    options = {"weight_spec": P("expert", "fsdp"), "gather_axis": "fsdp"}
+    with jax.set_mesh(mesh):
+        w = jax.device_put(W, NamedSharding(mesh, P("expert", "fsdp")))
+        program = step.lower(X, w, DY, SIZES, recipe, **options).compile()
+        got = program(X, w, DY, SIZES)
+    want = looped(X, W, DY, recipe)
+    for made, expected in zip(got[:3], want[:3], strict=True):
+        assert_bits_equal(np.asarray(made), expected)
+    assert got[2].sharding.is_equivalent_to(w.sharding, 3)
+    moved = [array for kind, arrays in collectives(program) if kind == "all-gather" for array in arrays]
+    assert f"u8[3,{N},{K}]" in moved
+
+
+@pytest.mark.parametrize("name", ["CurrentScaling", "DelayedScaling", "NVFP4"])
+def test_codes_as_weights(name):
+    """Frozen ones, and primary weights, give what the float32 weights give."""
+    recipe = RECIPES[name]
+    state = init_delayed(recipe, (E,)) if recipe.stateful else None
+    y, dx, dw, _ = step(X, W, DY, SIZES, recipe, state)
+    q = jax.jit(jax.vmap(lambda w: quantize(w, recipe.weight, usage=Usage.ROWWISE)))(W)
+    call = lambda x, w: jnp.sum(ragged_dot(x, w, SIZES, recipe, seed=SEED, state=state) * DY)  # noqa: E731
+    assert_bits_equal(np.asarray(jax.jit(jax.grad(call))(X, q)), np.asarray(dx))
+    assert_bits_equal(np.asarray(ragged_dot(X, q, SIZES, recipe, seed=SEED, state=state)), np.asarray(y))
+    primary = PrimaryWeight.of(q)
+    assert_bits_equal(np.asarray(jax.jit(value_and_grad(call, 1))(X, primary)[1]), np.asarray(dw))
+    with pytest.raises(TypeError, match=r"w \(codes\) has no gradient|got uint8"):
+        jax.grad(call, 1)(X, q)
+
+
+EXPERTS = 4
+TOKENS, EACH = exact(EXPERTS, 256, K), exact(EXPERTS, 128, K, seed=1)
+CALLS = exact(EXPERTS, 256, 128, seed=2)
+
+
+@pytest.mark.parametrize("mode", ["Auto", "Explicit", "shard_map"])
+@pytest.mark.parametrize("name", often)
+def test_vmapped_experts(name, mode):
+    """With experts over one mesh axis, and FSDP and tokens over the other: a loop over experts, each with its key."""
+    recipe, mesh = RECIPES[name], mesh_of(AxisType.Explicit if mode == "Explicit" else AxisType.Auto)
+    keys = jax.random.split(jax.random.key(0), EXPERTS)
+    axes = {"axis_name": "fsdp"} if mode == "shard_map" else {}
+
+    def one(x, w, dy, key, state, **options):
+        y, vjp = jax.vjp(lambda x, w, state: linear(x, w, recipe, seed=key, state=state, **options), x, w, state)
+        return y, *vjp(dy)
+
+    states = init_delayed(recipe, (EXPERTS,)) if recipe.stateful else None
+    alone = jax.jit(one)
+    want = [
+        alone(*parts, None if states is None else jax.tree.map(lambda leaf, i=i: leaf[i], states))
+        for i, parts in enumerate(zip(TOKENS, EACH, CALLS, keys, strict=True))
+    ]
+    run = jax.vmap(functools.partial(one, weight_spec=P("fsdp"), gather_axis="fsdp", **axes))
+    both, expert = P("expert", "fsdp"), P("expert")
+    if mode == "shard_map":
+        specs = (both, both, both, expert, expert)
+        run = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=(both, both, both, expert))
+    with jax.set_mesh(mesh):
+        args = jax.device_put((TOKENS, EACH, CALLS), NamedSharding(mesh, both))
+        keys, states = jax.device_put((keys, states), NamedSharding(mesh, expert))
+        program = jax.jit(run).lower(*args, keys, states).compile()
+        got = jax.tree.map(np.asarray, program(*args, keys, states))
+    for i, expected in enumerate(want):
+        assert_bits_equal(np.asarray(got[0][i]), np.asarray(expected[0]))
+        for made, right in zip(got[1:3], expected[1:3], strict=True):  # The order of fp32 sums.
+            np.testing.assert_allclose(made[i], right, rtol=1e-5, atol=1e-5 * float(jnp.abs(right).max()))
+        for a, b in zip(jax.tree.leaves(got[3]), jax.tree.leaves(expected[3]), strict=True):
+            assert_bits_equal(np.asarray(a[i]), np.asarray(b))
+    gathered = [array for kind, arrays in collectives(program) if kind == "all-gather" for array in arrays]
+    assert f"u8[2,128,{K // recipe.weight.element.codes_per_byte}]" in gathered
+    assert not [array for array in gathered if array in (f"f32[2,128,{K}]", f"bf16[2,128,{K}]", f"f16[2,128,{K}]")]
+
+
+def test_each_expert_draws_its_own_numbers():
+    """Of the same rows and the same gradient, two experts with one seed round differently, as do keys under `vmap`."""
+    recipe = RECIPES["NVFP4"]
+    x, dy, w = (
+        np.tile(exact(16, 32), (2, 1)),
+        np.tile(exact(16, 32, seed=1) / 7, (2, 1)),
+        np.tile(exact(1, 32, 32), (2, 1, 1)),
+    )
+    _, dx, dw, _ = step(x, w, dy, np.array([16, 16]), recipe)
+    assert (np.asarray(dx[:16]) != np.asarray(dx[16:])).any()
+    assert (np.asarray(dw[0]) != np.asarray(dw[1])).any()
+    keys = jax.random.split(jax.random.key(1), 2)
+    grad = jax.jit(lambda key: jax.vjp(lambda w: linear(x[:16], w, recipe, seed=key), w[0])[1](dy[:16])[0])
+    made = jax.jit(jax.vmap(grad))(keys)
+    assert (np.asarray(made[0]) != np.asarray(made[1])).any()
+    assert_bits_equal(np.asarray(made[1]), np.asarray(grad(keys[1])))
+
+
+def test_more_rows_than_there_are():
+    more = SIZES + np.array([0, 12, 0, 0, 0, 0], np.int32)
+    with pytest.raises(ValueError, match=r"ragged_dot: group_sizes \(201 in all\) has more rows than x \(200, 96\)"):
+        ragged_dot(X, W, more, "CurrentScaling")
+    y = jax.jit(lambda sizes: ragged_dot(X, W, sizes, "CurrentScaling"))(more)
+    assert np.isnan(y).all()
+
+
+def test_an_overflow_stays_with_its_expert():
+    """inf in the rows of one expert is NaN in all of them, and in no others."""
+    x = X.copy()
+    x[45, 3] = np.inf
+    y, dx, dw, _ = step(x, W, DY, SIZES, RECIPES["CurrentScaling"])
+    own = np.zeros(M, bool)
+    own[43:172] = True
+    assert np.isnan(np.asarray(y)[own]).all()
+    assert np.isfinite(np.asarray(y)[~own]).all()
+    assert np.isnan(np.asarray(dw)[3]).all()
+    assert np.isfinite(np.asarray(dw)[[0, 2, 5]]).all()
+    assert np.isfinite(dx).all()
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (
+            lambda: ragged_dot(X, W[0], SIZES, "MXFP8"),
+            r"w \(64, 96\) does not fit x \(200, 96\); give w as",
+        ),
+        (lambda: ragged_dot(X, W, SIZES[:2], "MXFP8"), r"group_sizes \(int32 \(2,\)\) is not an integer for each of 6"),
+        (lambda: ragged_dot(X, W[:, :50], SIZES, "MXFP8"), r"ragged_dot: w \(50, 96\) is not a whole number of 32x32"),
+        (lambda: ragged_dot(X, W, SIZES, "NVFP4"), r"seed \(None\) .* NVFP4 rounds"),
+        (lambda: ragged_dot(X, W, SIZES, "DelayedScaling"), r"state \(None\) is not what DelayedScaling takes"),
+        (
+            lambda: ragged_dot(X, W, SIZES, DelayedScaling(), state=init_delayed("DelayedScaling")),
+            r"state \(scale \(\)\) is not of 6 experts",
+        ),
+        (
+            lambda: ragged_dot(X, jax.vmap(lambda w: quantize(w, "MXFP8_32x32"))(W), SIZES, "CurrentScaling"),
+            r"ragged_dot: w \(MXFP8_32x32\) is not in the format .* FP8_E4M3",
+        ),
+        (lambda: ragged_dot(X, W, SIZES, recipes.MXFP8(), gather_axis="fsdp"), r"'fsdp'\) is not an axis of the mesh"),
+    ],
+)
+def test_errors(call, text):
+    with pytest.raises(ValueError, match=text):
+        call()
+
+
+def test_explicit_meshes_are_refused():
+    mesh = mesh_of(AxisType.Explicit)
+    with (
+        jax.set_mesh(mesh),
+        pytest.raises(ValueError, match=r"Explicit axes \('expert', 'fsdp'\).*inside jax.shard_map"),
+    ):
+        ragged_dot(jax.device_put(X, NamedSharding(mesh, P())), W, SIZES, "CurrentScaling")
