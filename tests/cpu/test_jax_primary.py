@@ -267,6 +267,30 @@ def test_stacked_weights():
         assert_bits_equal(np.asarray(state.masters["w"]), np.asarray(plain["w"]))
 
 
+@pytest.mark.parametrize("name", ["CurrentScaling", "MXFP8"])
+def test_weights_as_flax_has_them(name):
+    """[K, N], whose codes lie as it does."""
+    recipe, w, x = RECIPES[name], values(32, 64), values(ROWS, 32, seed=1)
+    inner = optax.sgd(0.01)
+    masters = optimizer(inner, recipe)
+    loss = lambda params: jnp.mean(linear(x, params["w"], recipe, weight_layout="KN") ** 2)  # noqa: E731
+
+    @functools.partial(jax.jit, static_argnums=(2, 3))
+    def step(params, state, of, differentiate):
+        value, grads = differentiate(loss)(params)
+        updates, state = of.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    plain, plain_state = {"w": w}, inner.init({"w": w})
+    state = masters.init(plain)
+    params = masters.recast(state, plain)
+    for _ in range(2):
+        params, state, got = step(params, state, masters, value_and_grad)
+        plain, plain_state, want = step(plain, plain_state, inner, jax.value_and_grad)
+        assert float(got) == float(want)
+    assert_bits_equal(np.asarray(state.masters["w"]), np.asarray(plain["w"]))
+
+
 def test_a_checkpoint(tmp_path):
     """State and parameters by orbax, and back, sharded as they were; and parameters by masters alone."""
     recipe, mesh = RECIPES["NVFP4"], mesh_of("Auto")
