@@ -74,7 +74,7 @@ def draws_of(
     return pipeline.Draws(seed, jnp.stack(vary_alike(*first), axis=-1), row_step)
 
 
-def _first_rows(cut: Cut, shape: layout.Shape) -> jax.Array:
+def _first_rows(cut: Cut, shape: layout.Shape) -> Any:
     """Of each matrix of a shard `[*outer, M, K]`, which row of the whole its first one is."""
     outer = len(shape) - 2
     row: Any = jnp.uint32(0)

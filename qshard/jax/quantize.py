@@ -154,29 +154,26 @@ def quantized(
     scales = WeightScales(*(scales or ()))
     _check_scales(op, "scales" if op == "quantize" else "weight_scales", scales, fmt)
     matrix, blocks_cut = matrices_of(x, places, cut, op, name, draws is not None)
-    if usage is Usage.ROWWISE and x.ndim > 1 and places[usage].keeps_axes:
-        parted, matrix = matrix, x
-    else:
-        parted = matrix
+    kept = x if usage is Usage.ROWWISE and x.ndim > 1 and places[usage].keeps_axes else matrix
     if margin is not None:
         axes = cut.axes if cut.local else ()
-        reduce_max = max_over(axes) if axes or ops.may_be_cut(matrix) else None
-        planes, amax = pipeline.quantize_delayed(steps, matrix, fmt, usage, scales.scale, margin, reduce_max=reduce_max)
+        reduce_max = max_over(axes) if axes or ops.may_be_cut(x) else None
+        planes, amax = pipeline.quantize_delayed(steps, kept, fmt, usage, scales.scale, margin, reduce_max=reduce_max)
         return _array_of(x, places, planes, apart), amax
     given = None if scales.scale is None else pipeline.Scales(scales.scale, scales.scale_inv)
-    broken = [each for each, where in places.items() if _pieces(where, blocks_cut, parted.shape) is not None]
-    planes = {each: _from_pieces(parted, places[each], blocks_cut, scales, draws, op, name) for each in broken}
+    broken = [each for each, where in places.items() if _pieces(where, blocks_cut, matrix.shape) is not None]
+    planes = {each: _from_pieces(matrix, places[each], blocks_cut, scales, draws, op, name) for each in broken}
     whole = [each for each in places if each not in broken]
     # XLA cannot cut an op that makes both planes where blocks are cut short at an edge.
-    short = any(size % unit for size in matrix.shape[-2:] for unit in fmt.block or ())
-    if len(whole) > 1 and not (short and ops.may_be_cut(matrix)):
+    short = any(size % unit for size in kept.shape[-2:] for unit in fmt.block or ())
+    if len(whole) > 1 and not (short and ops.may_be_cut(x)):
         whole = [usage]
     # The amax of a tensor, or of its rows, is merged with those of its other shards.
     merged = max_over((cut.col_axes if fmt.scaling.global_scale == "row" else cut.axes) if cut.local else ())
     for some in whole:
         planes |= pipeline.quantize(
             steps,
-            matrix,
+            kept,
             fmt,
             some,
             reduce_max=lambda amax: merged(amax) if scales.amax is None else scales.amax,
@@ -216,23 +213,29 @@ def _array_of(
 
 
 class _Pieces(NamedTuple):
-    """The largest parts of the stored blocks of a plane that no shard cuts; a block has `each` along its axes."""
+    """The largest parts of the stored blocks of a plane that no shard cuts; a block has `each` along its axes.
+
+    Of matrices `[*outer, M, K]`, blocks may `go_on` from one to the next.
+    """
 
     size: tuple[int, int]
     each: tuple[int, int]
+    go_on: bool
 
 
 def _pieces(where: layout.PlaneLayout, cut: Cut, shape: layout.Shape) -> _Pieces | None:
     """Those of a shard of this shape `[*outer, M, K]`; None if its blocks are whole, or it has none."""
     if where.block is None:  # Cut.pieces takes a block.
         return None
-    matrix, turn = shape[-2:], -1 if where.transposed else 1
-    size = (cut.transposed if where.transposed else cut).pieces(matrix[::turn], where.block)
-    if len(shape) > 2:  # A block may go on in the next matrix, a piece may not.
-        rows, cols = size[::turn]
-        size = (math.gcd(rows, matrix[0]) or rows, cols)[::turn]
+    (rows, cols), side = shape[-2:], where.block[1 if where.transposed else 0]
+    size = (
+        cut.transposed.pieces((cols, rows), where.block) if where.transposed else cut.pieces((rows, cols), where.block)
+    )
+    go_on = len(shape) > 2 and rows % side != 0
+    if go_on:
+        size = (size[0], math.gcd(size[1], rows)) if where.transposed else (math.gcd(size[0], rows), size[1])
     each = (where.block[0] // size[0], where.block[1] // size[1])
-    return None if each == (1, 1) else _Pieces(size, each)
+    return None if each == (1, 1) else _Pieces(size, each, go_on)
 
 
 def _from_pieces(
@@ -257,25 +260,29 @@ def _from_pieces(
             f"{refusal}; cut it at blocks"
         )
     amax = scales.block_amax
+    if amax is not None and x.ndim > 2 and not pieces.go_on:
+        amax = shaped(amax, (*x.shape[:-2], amax.shape[0] // math.prod(x.shape[:-2]), amax.shape[1]))
     if where.transposed:
         draws = None if draws is None else draws.transposed(x.shape[-1])
         amax = None if amax is None else steps.transposed(amax)
         x, cut = steps.transposed(x), cut.transposed
-    goes_on = x.ndim > 2 and (x.shape[-1] % where.block[1] if where.transposed else x.shape[-2] % where.block[0]) != 0
-    grid = (*x.shape[:-2], *(-(-size // unit) for size, unit in zip(x.shape[-2:], pieces.size, strict=True)))
     if amax is None:
-        amax = pipeline.block_amax(steps, x, pieces.size)
-        amax = cut.merged(cut.rows_as_one(amax, where.transposed) if goes_on else amax, pieces.each)
+        amax = _amax_of_blocks(x, cut, pieces, where.transposed)
     whole = steps.integer_max(amax, amax.ndim - 1 if where.global_scale_shape else 0)
     made = cut.everywhere(pipeline.scales(steps, fmt, amax, whole), *cut.kept(pieces.each, amax.ndim))
-    count = (*layout.matrix_shape(grid),) if not where.transposed else (grid[0], math.prod(grid[1:]))
-    scale = cut.of_pieces(made.scale, pieces.each, count if goes_on else grid[-2:])
-    if goes_on:
-        entries = jax.typeof(scale).sharding.spec
-        none = [None] * (len(grid) - 1)
-        scale = ops.reshaped(scale, grid, (entries[0], *none) if where.transposed else (*none, entries[1]))
+    count = tuple(-(-size // unit) for size, unit in zip(x.shape[-2:], pieces.size, strict=True))
+    if pieces.go_on:
+        scale = cut.rows_apart(made.scale, pieces.each, (*x.shape[:-2], *count), where.transposed)
+    else:
+        scale = cut.of_pieces(made.scale, pieces.each, count)
     data = pipeline.cast(steps, x, fmt, scale, pieces.size, draws)
     return Plane(data, made.scale_inv, made.global_scale_inv)
+
+
+def _amax_of_blocks(x: jax.Array, cut: Cut, pieces: _Pieces, transposed: bool, *, reduce: bool = True) -> jax.Array:
+    """The amaxes of the blocks of the whole, of which `x` `[*outer, M, K]`, or `[K, *outer, M]`, has pieces."""
+    amax = pipeline.block_amax(steps, x, pieces.size)
+    return cut.merged(cut.rows_as_one(amax, transposed) if pieces.go_on else amax, pieces.each, reduce=reduce)
 
 
 def compute_scales(weights: Any, recipe: RecipeLike, *, axis_name: AxisName = None, spec: Spec = None) -> Any:
@@ -347,7 +354,7 @@ def _own_amaxes(x: jax.Array, fmt: Format, cut: Cut) -> WeightScales:
     amax, block_amax = pipeline.global_amax(steps, x, fmt), None
     matrix, cut = matrices_of(x, {Usage.ROWWISE: where}, cut, "compute_scales", "weights")
     if (pieces := _pieces(where, cut, matrix.shape)) is not None:
-        block_amax = cut.merged(pipeline.block_amax(steps, matrix, pieces.size), pieces.each, reduce=False)
+        block_amax = matrix_of(_amax_of_blocks(matrix, cut, pieces, False, reduce=False))
     return WeightScales(amax=amax, block_amax=block_amax)
 
 
