@@ -6,9 +6,9 @@ attributes as keywords; `ops.transposed(array)`, a row-major copy with the last 
 plane follows from the structure of the format: one scale or blocks, vectors or squares, a global scale or none,
 options. Nothing else in the library asks for a format's structure to choose an op.
 
-`x` is a matrix `[M, K]`, or `[*outer, M, K]`, where blocks of rows end with M: its transposed planes are `[K, *outer, M]`.
-Where rows do not matter to the format, it may be any `[*lead, K]`. Shapes of planes of a matrix are those of
-`layout.plane`, whose errors a front end has raised before it comes here.
+`x` is a matrix `[M, K]`; or, in JAX, `[*outer, M, K]`, with blocks that end with M, of which transposed planes are
+`[K, *outer, M]`. Where rows do not matter to the format, it may be any `[*lead, K]`. Shapes of planes of a matrix are
+those of `layout.plane`, whose errors a front end has raised before it comes here.
 
 Blocks that shards cut are quantized in steps: `block_amax` of what each rank has, an integer maximum over ranks,
 `scales` on every rank, `cast`. The result is that of `quantize` on the whole, bit for bit.

@@ -194,8 +194,15 @@ class Cut:
     def rows_as_one(self, amax: jax.Array, transposed: bool) -> jax.Array:
         """Amaxes of pieces of `[*outer, M, K]`, or of its transpose `[K, *outer, M]`, as those of a matrix."""
         start, stop = (1, amax.ndim) if transposed else (0, amax.ndim - 1)
-        bits = self.everywhere(as_bits(amax), 0 if transposed else amax.ndim - 1)
-        return as_float(folded(bits, start, stop))
+        return as_float(folded(self.everywhere(as_bits(amax), 0 if transposed else amax.ndim - 1), start, stop))
+
+    def rows_apart(self, grid: jax.Array, parts: Shape, shape: Shape, transposed: bool) -> jax.Array:
+        """`of_pieces` for `rows_as_one`: the values of the blocks of a matrix, for pieces of this shape."""
+        rows = shape[1:] if transposed else shape[:-1]
+        count = math.prod(rows)
+        fine = self.of_pieces(grid, parts, (shape[0], count) if transposed else (count, shape[-1]))
+        (first, last), none = jax.typeof(fine).sharding.spec, [None] * len(rows)
+        return reshaped(fine, shape, (first, *none) if transposed else (*none, last))
 
     @staticmethod
     def kept(parts: Shape, ndim: int) -> tuple[int, ...]:
@@ -210,7 +217,7 @@ class Cut:
         if self.local:
             return x
 
-        def pinned(array: jax.Array) -> jax.Array:
+        def pinned(array: jax.Array) -> Any:
             if not self.mesh.explicit_axes:
                 return lax.with_sharding_constraint(array, NamedSharding(self.mesh, PartitionSpec()))
             entries = jax.typeof(array).sharding.spec

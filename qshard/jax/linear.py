@@ -163,13 +163,15 @@ def linear(
         rows of zeros make up for it); the recipe needs a seed or a state; or `gather_axis` is not in the mesh or
         `weight_spec`.
 
-    Works under `jit` on Auto and Explicit meshes, and in `shard_map`, where `w` is the shard. Any axes of `x` may be cut,
-    as batch and sequence are: nothing of `x` or its gradient moves that a product of bfloat16 would not move, and a
-    device multiplies its own rows. Of blocks that run along rows, or are cut by K or N, their amaxes are shared where a
-    shard ends within one; an Auto mesh does not say where, so XLA then gathers what it must: cut it at blocks. With `gather_axis`, codes
+    Works under `jit` on Auto and Explicit meshes, and in `shard_map`, where `w` is the shard. With `gather_axis`, codes
     of the weight are gathered in the forward and again in the backward pass, a byte or half of one an element, with the
     scales that shards do not have in common. The gradient of `w` has its dtype, and is reduce-scattered to
     `weight_spec`.
+
+    Any axes of `x` may be cut, batch and sequence at once: a device multiplies its own rows, and what a product of
+    bfloat16 would not move stays, but for amaxes. On Explicit meshes devices share those of blocks that they cut. An
+    Auto mesh does not say what it cuts; XLA gathers what it must, if that is not whole blocks of the last leading axis,
+    of K and of N.
 
     >>> import jax.numpy as jnp
     >>> from qshard.recipes import CurrentScaling

@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import lax
 from jax.flatten_util import ravel_pytree
 
 from qshard import layout, pipeline
@@ -18,7 +16,8 @@ from qshard.jax import ops, steps
 from qshard.jax.arguments import as_axes, check_array, check_dtype, check_spec, check_spec_fits
 from qshard.jax.array import QuantizedArray, axes_of_shape
 from qshard.jax.cuts import AxisName, Cut, Spec, folded, matrix_of, max_over, mesh_of, shaped, vary_alike
-from qshard.jax.words import Seed, seed_words, words_of, words_plus, words_times
+from qshard.jax.matrices import draws_of, matrices_of, scattered_rows
+from qshard.jax.words import Seed, seed_words
 from qshard.names import FormatLike, as_format, as_usage, shown
 from qshard.pipeline import Plane
 from qshard.recipes import RecipeLike, Role, as_recipe
@@ -78,9 +77,8 @@ def quantize(
 
     However `x` is sharded, the bits are those of the unsharded cast. Reduced are 4 bytes for one scale of the tensor,
     and 4 for each block if shards cut them. The cast moves nothing, with two exceptions. On Auto meshes without `spec`,
-    what cuts blocks (of formats with a scale of the tensor, runs of `gcd(K, 128)`) is gathered. Of leading axes other
-    than the first that are cut, codes of a transposed plane are gathered, as `[K, M]` can be cut in no such way; and all
-    of `x` is where the last of them is no whole number of blocks.
+    what cuts blocks (of formats with a scale of the tensor, runs of `gcd(K, 128)`) is gathered. Along leading axes that
+    are cut, other than the first, codes of a transposed plane are gathered: `[K, M]` can be cut in no such way.
 
     >>> from qshard.formats import FP8_E4M3, NVFP4
     >>> q = quantize(jnp.array([[1.0, -2.0, 0.3]]), FP8_E4M3, usage=Usage.BOTH)
@@ -147,38 +145,35 @@ def quantized(
     that of earlier steps, 0 if there were none.
     """
     check_dtype(op, name, x)
-    draws = _draws(seed, fmt, cut, x.shape, turned)
+    draws = draws_of(seed, fmt, cut, x.shape, turned)
     if added_rows:
         if draws is not None and draws.first.ndim > 1:
-            raise _scattered(x, fmt, max(fmt.block or (1,)), cut, op, name)
+            raise scattered_rows(x, fmt, max(fmt.block or (1,)), cut, op, name)
         x = jnp.pad(matrix_of(x), ((0, added_rows), (0, 0)))
     places = {each: layout.plane(fmt, cut.whole(x.shape), each, op=op, name=name) for each in usage.planes}
     scales = WeightScales(*(scales or ()))
     _check_scales(op, "scales" if op == "quantize" else "weight_scales", scales, fmt)
-    matrix, blocks_cut = _matrices(x, places, cut, op, name, draws is not None)
-    if usage is Usage.ROWWISE and x.ndim > 1 and places[usage].keeps_axes:
-        parted, matrix = matrix, x
-    else:
-        parted = matrix
+    matrix, blocks_cut = matrices_of(x, places, cut, op, name, draws is not None)
+    kept = x if usage is Usage.ROWWISE and x.ndim > 1 and places[usage].keeps_axes else matrix
     if margin is not None:
         axes = cut.axes if cut.local else ()
-        reduce_max = max_over(axes) if axes or ops.may_be_cut(matrix) else None
-        planes, amax = pipeline.quantize_delayed(steps, matrix, fmt, usage, scales.scale, margin, reduce_max=reduce_max)
+        reduce_max = max_over(axes) if axes or ops.may_be_cut(x) else None
+        planes, amax = pipeline.quantize_delayed(steps, kept, fmt, usage, scales.scale, margin, reduce_max=reduce_max)
         return _array_of(x, places, planes, apart), amax
     given = None if scales.scale is None else pipeline.Scales(scales.scale, scales.scale_inv)
-    broken = [each for each, where in places.items() if _pieces(where, blocks_cut, parted.shape) is not None]
-    planes = {each: _from_pieces(parted, places[each], blocks_cut, scales, draws, op, name) for each in broken}
+    broken = [each for each, where in places.items() if _pieces(where, blocks_cut, matrix.shape) is not None]
+    planes = {each: _from_pieces(matrix, places[each], blocks_cut, scales, draws, op, name) for each in broken}
     whole = [each for each in places if each not in broken]
     # XLA cannot cut an op that makes both planes where blocks are cut short at an edge.
-    short = any(size % unit for size in matrix.shape[-2:] for unit in fmt.block or ())
-    if len(whole) > 1 and not (short and ops.may_be_cut(matrix)):
+    short = any(size % unit for size in kept.shape[-2:] for unit in fmt.block or ())
+    if len(whole) > 1 and not (short and ops.may_be_cut(x)):
         whole = [usage]
     # The amax of a tensor, or of its rows, is merged with those of its other shards.
     merged = max_over((cut.col_axes if fmt.scaling.global_scale == "row" else cut.axes) if cut.local else ())
     for some in whole:
         planes |= pipeline.quantize(
             steps,
-            matrix,
+            kept,
             fmt,
             some,
             reduce_max=lambda amax: merged(amax) if scales.amax is None else scales.amax,
@@ -186,68 +181,6 @@ def quantized(
             given=given,
         )
     return _array_of(x, places, planes, apart), None
-
-
-def _matrices(
-    x: jax.Array, places: dict[Usage, layout.PlaneLayout], cut: Cut, op: str, name: str, draws: bool = False
-) -> tuple[jax.Array, Cut]:
-    """What blocks of `x` are those of, and how it is cut: a matrix `[M, K]`; or, where a mesh may cut axes that would
-    become one, `[*outer, M, K]`. That has the same blocks if M is a whole number of them; if not, it has their pieces.
-
-    Raises:
-      ValueError: shards of `shard_map` cut blocks so that their rows do not follow one another.
-    """
-    scattered = any(cut.entries[1:-1])
-    if x.ndim < 3 or not (scattered or ops.may_be_cut(x)):
-        return matrix_of(x), cut
-    sides = {where.block[1 if where.transposed else 0] for where in places.values() if where.block}
-    if all(x.shape[-2] % side == 0 for side in sides) or (scattered and not cut.local):
-        return x, cut.inner
-    if scattered and (draws or not cut.own_blocks):
-        raise _scattered(x, next(iter(places.values())).format, max(sides), cut, op, name)
-    return matrix_of(x), cut
-
-
-def _scattered(x: jax.Array, fmt: Format, unit: int, cut: Cut, op: str, name: str) -> ValueError:
-    return ValueError(
-        f"{op}: {name} {x.shape}, of a whole cut by {cut.spec}, has rows that do not follow one another there, and an axis "
-        f"of {x.shape[-2]} that is no whole number of the {unit} rows of a block of {fmt}; cut it at blocks"
-    )
-
-
-def _draws(
-    seed: jax.Array | None, fmt: Format, cut: Cut, shape: layout.Shape, turned: bool = False
-) -> pipeline.Draws | None:
-    """The random numbers of a tensor, in `shard_map` of a shard of this shape; None if it takes none."""
-    if seed is None or not fmt.stochastic:
-        return None
-    rows, columns = layout.matrix_shape(shape)
-    if turned:
-        of_transpose = _draws(seed, fmt, cut.transposed if cut.entries else cut, (columns, rows))
-        return of_transpose and of_transpose.transposed(rows)
-    if not cut.local:
-        return pipeline.Draws(seed, jnp.asarray(words_of(0)), columns)
-    row_step = columns * cut.shards[1]
-    if any(cut.entries[1:-1]):
-        row = _first_rows(cut, shape)
-        col = cut.inner.start(shape[-2:])[1]
-    else:
-        row, col = cut.start((rows, columns))
-    row, col = jnp.asarray(row, jnp.uint32), jnp.asarray(col, jnp.uint32)
-    first = words_plus(words_times(row, row_step), (col, jnp.zeros_like(col)))
-    return pipeline.Draws(seed, jnp.stack(vary_alike(*first), axis=-1), row_step)
-
-
-def _first_rows(cut: Cut, shape: layout.Shape) -> jax.Array:
-    """Of each matrix of a shard `[*outer, M, K]`, which row of the whole its first one is."""
-    outer = len(shape) - 2
-    row: Any = jnp.uint32(0)
-    for axis, (size, names) in enumerate(zip(shape[:-1], cut.entries, strict=False)):
-        begin = jnp.asarray(lax.axis_index(names) * size if names else 0, jnp.uint32)
-        if axis < outer:
-            begin = begin + lax.iota(jnp.uint32, size).reshape(size, *(1,) * (outer - axis - 1))
-        row = row * np.uint32(size * cut.count(names)) + begin
-    return row
 
 
 def _array_of(
@@ -280,23 +213,29 @@ def _array_of(
 
 
 class _Pieces(NamedTuple):
-    """The largest parts of the stored blocks of a plane that no shard cuts; a block has `each` along its axes."""
+    """The largest parts of the stored blocks of a plane that no shard cuts; a block has `each` along its axes.
+
+    Of matrices `[*outer, M, K]`, blocks may `go_on` from one to the next.
+    """
 
     size: tuple[int, int]
     each: tuple[int, int]
+    go_on: bool
 
 
 def _pieces(where: layout.PlaneLayout, cut: Cut, shape: layout.Shape) -> _Pieces | None:
     """Those of a shard of this shape `[*outer, M, K]`; None if its blocks are whole, or it has none."""
     if where.block is None:  # Cut.pieces takes a block.
         return None
-    matrix, turn = shape[-2:], -1 if where.transposed else 1
-    size = (cut.transposed if where.transposed else cut).pieces(matrix[::turn], where.block)
-    if len(shape) > 2:  # A block may go on in the next matrix, a piece may not.
-        rows, cols = size[::turn]
-        size = (math.gcd(rows, matrix[0]) or rows, cols)[::turn]
+    (rows, cols), side = shape[-2:], where.block[1 if where.transposed else 0]
+    size = (
+        cut.transposed.pieces((cols, rows), where.block) if where.transposed else cut.pieces((rows, cols), where.block)
+    )
+    go_on = len(shape) > 2 and rows % side != 0
+    if go_on:
+        size = (size[0], math.gcd(size[1], rows)) if where.transposed else (math.gcd(size[0], rows), size[1])
     each = (where.block[0] // size[0], where.block[1] // size[1])
-    return None if each == (1, 1) else _Pieces(size, each)
+    return None if each == (1, 1) else _Pieces(size, each, go_on)
 
 
 def _from_pieces(
@@ -321,25 +260,29 @@ def _from_pieces(
             f"{refusal}; cut it at blocks"
         )
     amax = scales.block_amax
+    if amax is not None and x.ndim > 2 and not pieces.go_on:
+        amax = shaped(amax, (*x.shape[:-2], amax.shape[0] // math.prod(x.shape[:-2]), amax.shape[1]))
     if where.transposed:
         draws = None if draws is None else draws.transposed(x.shape[-1])
         amax = None if amax is None else steps.transposed(amax)
         x, cut = steps.transposed(x), cut.transposed
-    goes_on = x.ndim > 2 and (x.shape[-1] % where.block[1] if where.transposed else x.shape[-2] % where.block[0]) != 0
-    grid = (*x.shape[:-2], *(-(-size // unit) for size, unit in zip(x.shape[-2:], pieces.size, strict=True)))
     if amax is None:
-        amax = pipeline.block_amax(steps, x, pieces.size)
-        amax = cut.merged(cut.rows_as_one(amax, where.transposed) if goes_on else amax, pieces.each)
+        amax = _amax_of_blocks(x, cut, pieces, where.transposed)
     whole = steps.integer_max(amax, amax.ndim - 1 if where.global_scale_shape else 0)
     made = cut.everywhere(pipeline.scales(steps, fmt, amax, whole), *cut.kept(pieces.each, amax.ndim))
-    count = (*layout.matrix_shape(grid),) if not where.transposed else (grid[0], math.prod(grid[1:]))
-    scale = cut.of_pieces(made.scale, pieces.each, count if goes_on else grid[-2:])
-    if goes_on:
-        entries = jax.typeof(scale).sharding.spec
-        none = [None] * (len(grid) - 1)
-        scale = ops.reshaped(scale, grid, (entries[0], *none) if where.transposed else (*none, entries[1]))
+    count = tuple(-(-size // unit) for size, unit in zip(x.shape[-2:], pieces.size, strict=True))
+    if pieces.go_on:
+        scale = cut.rows_apart(made.scale, pieces.each, (*x.shape[:-2], *count), where.transposed)
+    else:
+        scale = cut.of_pieces(made.scale, pieces.each, count)
     data = pipeline.cast(steps, x, fmt, scale, pieces.size, draws)
     return Plane(data, made.scale_inv, made.global_scale_inv)
+
+
+def _amax_of_blocks(x: jax.Array, cut: Cut, pieces: _Pieces, transposed: bool, *, reduce: bool = True) -> jax.Array:
+    """The amaxes of the blocks of the whole, of which `x` `[*outer, M, K]`, or `[K, *outer, M]`, has pieces."""
+    amax = pipeline.block_amax(steps, x, pieces.size)
+    return cut.merged(cut.rows_as_one(amax, transposed) if pieces.go_on else amax, pieces.each, reduce=reduce)
 
 
 def compute_scales(weights: Any, recipe: RecipeLike, *, axis_name: AxisName = None, spec: Spec = None) -> Any:
@@ -409,9 +352,9 @@ def _own_amaxes(x: jax.Array, fmt: Format, cut: Cut) -> WeightScales:
             f"compute_scales: recipe ({fmt}) has a scale for each row of a weight, and shards share none; leave it out"
         )
     amax, block_amax = pipeline.global_amax(steps, x, fmt), None
-    matrix, cut = _matrices(x, {Usage.ROWWISE: where}, cut, "compute_scales", "weights")
+    matrix, cut = matrices_of(x, {Usage.ROWWISE: where}, cut, "compute_scales", "weights")
     if (pieces := _pieces(where, cut, matrix.shape)) is not None:
-        block_amax = cut.merged(pipeline.block_amax(steps, matrix, pieces.size), pieces.each, reduce=False)
+        block_amax = matrix_of(_amax_of_blocks(matrix, cut, pieces, False, reduce=False))
     return WeightScales(amax=amax, block_amax=block_amax)
 
 

@@ -96,7 +96,7 @@ def split_rows(x: jax.Array) -> jax.Array:
 
 
 def _turned_as(y: jax.Array, x: jax.Array, batch: int) -> jax.Array:
-    """`y` in the shape of the transpose of `x` `[*batch, *rows, K]`, which is `[*batch, K, *rows]`, and cut as that is."""
+    """`y` as the transpose `[*batch, K, *rows]` of `x` `[*batch, *rows, K]`, and cut as that is."""
     order = (*range(batch), x.ndim - 1, *range(batch, x.ndim - 1))
     entries = jax.typeof(x).sharding.spec
     return ops.reshaped(y, [x.shape[i] for i in order], [entries[i] for i in order])

@@ -114,6 +114,24 @@ def test_step_of_blocks(compiled, recipe, mode):
     assert sum("dequantize" in call for call in program["calls"]) == 10
 
 
+@pytest.mark.parametrize(
+    "recipe", ["CurrentScaling, Auto", "CurrentScaling, Explicit", "MXFP8, Auto", "BlockScaling, Explicit"]
+)
+def test_batch_and_sequence(compiled, recipe):
+    """x `[16, 4096, 2048]`, cut into 2 x 4: the GEMMs of bfloat16, and no array of x or dy that moves or is copied."""
+    program, plain = compiled[f"sequence, {recipe}"], compiled["sequence, bfloat16"]
+    shapes = [sorted(gemm.split("[")[1] for gemm in each["gemms"]) for each in (program, plain)]
+    assert shapes[0] == shapes[1] == ["2048,2048]"] * 2 + ["8192,2048]"] * 3
+    scales = {"CurrentScaling": [], "MXFP8": ["u8[64,64]"], "BlockScaling": ["u32[16,16]"]}[recipe.split(",")[0]]
+    assert moved(program, "all-gather") == sorted(["u8[2048,2048]", *scales] * 3)
+    assert moved(program, "reduce-scatter") == ["f32[1024,2048]"] * 2
+    # Amaxes and the loss; and of gradients, which devices of "seq" add to, what is left for one of "fsdp".
+    reduced = {array for array in moved(program, "all-reduce") if not array.startswith("s32[")}
+    assert reduced == {"f32[]", "f32[4194304]"}
+    assert {kind for kind, _ in program["collectives"]} == {"all-gather", "reduce-scatter", "all-reduce"}
+    assert program["ops"] == plain["ops"] == []
+
+
 def test_delayed_step(compiled):
     """FP8 GEMMs. What is cut is read for its amax, then cast: one without history is scaled by that of all of it."""
     program = compiled["step, delayed"]

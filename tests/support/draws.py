@@ -334,7 +334,9 @@ def _values(call: Call, operand: Operand, shape: Shape, dtype: str, rng: np.rand
     if name == "scale" and "margin" in call.options:  # 0: none yet.
         x = np.where(rng.integers(0, 2, shape), x, x.dtype.type(0))
     if call.spec.name == "quantize_nvfp4_both" and name == "global_amax":
-        batch = len(call.tensors[0][0][0]) - 2 - call.options["outer"]  # One a matrix, repeated over axes that a front end may cut.
+        batch = (
+            len(call.tensors[0][0][0]) - 2 - call.options["outer"]
+        )  # One a matrix, repeated over axes that a front end may cut.
         x = np.broadcast_to(x[(..., *(slice(1),) * (x.ndim - batch))], shape).copy()
     return x
 

@@ -59,6 +59,19 @@ def delayed_step(ws, states, x):
     return jax.value_and_grad(loss, argnums=(0, 1))(ws, states)
 
 
+def bf16_step(ws, x):
+    """What `step` is in bfloat16, gathered whole."""
+
+    def loss(ws):
+        h = x
+        for w in ws:
+            whole = jax.lax.with_sharding_constraint(w.astype(jnp.bfloat16), P())
+            h = jax.nn.gelu(jnp.einsum("bsk,nk->bsn", h, whole))
+        return jnp.mean(h.astype(jnp.float32) ** 2)
+
+    return jax.value_and_grad(loss)(ws)
+
+
 def cut_blocks(w):
     """A weight of 240 rows a device, so 7.5 blocks."""
     return gather(quantize(w, MXFP8_32x32, spec=P("fsdp")), "fsdp", spec=P("fsdp"))
@@ -118,6 +131,14 @@ def programs():
         jax.tree.map(lambda leaf: argument(auto, leaf.shape, leaf.dtype, P()), init_delayed(DelayedScaling()))
     ] * 2
     yield "step, delayed", delayed_step, (ws, states, x)
+    for kind in (AxisType.Auto, AxisType.Explicit):
+        mesh = Mesh(DEVICES.reshape(2, 4), ("fsdp", "seq"), axis_types=(kind,) * 2)
+        cut = [argument(mesh, (2048, 2048), jnp.float32, P("fsdp", None))] * 2
+        rows = argument(mesh, (16, 4096, 2048), jnp.bfloat16, P("fsdp", "seq"))
+        if kind is AxisType.Auto:
+            yield "sequence, bfloat16", bf16_step, (cut, rows)
+        for recipe in (CurrentScaling(), MXFP8()) if kind is AxisType.Auto else (CurrentScaling(), BlockScaling()):
+            yield f"sequence, {type(recipe).__name__}, {kind.name}", partial(step, recipe=recipe), (cut, rows)
     yield "cut blocks", cut_blocks, (argument(auto, (1920, 2048), jnp.float32, P("fsdp")),)
     yield "scales", lambda ws: compute_scales(ws, RECIPE), (ws,)
     stacked = argument(auto, (4, 2048, 2048), jnp.float32, P(None, "fsdp"))
@@ -128,6 +149,7 @@ def describe(compiled):
     text = compiled.as_text()
     return {
         "collectives": collectives(compiled),
+        "gemms": re.findall(r'= \(?(\w+\[[\d,]*\])[^=]*?custom-call\(.*custom_call_target="__cublas', text),
         "calls": re.findall(r'custom_call_target="([^"]+)"', text),
         # Of matrices: the zeros that are the gradient of a history, one of 16 numbers, are copied for each result.
         "ops": sorted(set(re.findall(r"\d,\d+\]\S* (dot|transpose|copy|convolution)\(", text))),
