@@ -7,6 +7,7 @@ if _lack := missing("jax", __name__):
 
 from qshard.jax import ops
 from qshard.jax.array import QuantizedArray
+from qshard.jax.convert import convert
 from qshard.jax.delayed import (
     LinearState,
     Observed,
@@ -24,6 +25,7 @@ from qshard.jax.optim.adam import adam, adamw
 from qshard.jax.optim.master import cast_master, join_pieces
 from qshard.jax.optim.masters import PrimaryOptimizer, PrimaryState, optimizer
 from qshard.jax.plain import from_plain, to_plain
+from qshard.jax.policy import Policy, Weight
 from qshard.jax.primary import PrimaryWeight, value_and_grad
 from qshard.jax.quantize import WeightScales, compute_scales, quantize
 from qshard.jax.trees import describe, rebuild
@@ -39,9 +41,11 @@ __all__ = [
     "PrimaryOptimizer",
     "PrimaryState",
     "PrimaryWeight",
+    "Policy",
     "QuantizedArray",
     "Shards",
     "TensorState",
+    "Weight",
     "WeightScales",
     "ZeroPlan",
     "adam",
@@ -50,6 +54,7 @@ __all__ = [
     "compute_scales",
     "describe",
     "disabled_checks",
+    "convert",
     "einsum",
     "from_plain",
     "gather",
