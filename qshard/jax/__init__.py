@@ -1,5 +1,8 @@
 """The JAX front end: quantized arrays, linear layers and gathers that work in every mode of JAX."""
 
+import importlib
+from typing import Any
+
 from qshard.environment import missing
 
 if _lack := missing("jax", __name__):
@@ -73,3 +76,10 @@ __all__ = [
     "update_delayed",
     "value_and_grad",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """The modules that need flax, imported when they are asked for."""
+    if name in ("linen", "nnx"):
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

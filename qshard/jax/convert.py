@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from qshard.environment import missing
 from qshard.jax.dot import DotGeneral
 from qshard.jax.placement import Axes, Meaning
 from qshard.names import shown
@@ -66,8 +65,6 @@ def convert(
     >>> type(model.layers[0].dot_general).__name__, model.layers[2].dot_general is jax.lax.dot_general
     ('DotGeneral', True)
     """
-    if lack := missing("flax", "qshard.jax.convert"):
-        raise ImportError(lack)
     from flax import nnx
 
     from qshard.jax import convert_nnx

@@ -44,12 +44,14 @@ class DotGeneral(nn.Module):
     recipe: RecipeLike | dot.DotGeneral
 
     @nn.compact
-    def __call__(self, *operands: Any, **asked: Any) -> jax.Array:
+    def __call__(
+        self, x: jax.Array, w: jax.Array, dimension_numbers: Any, precision: Any = None, **asked: Any
+    ) -> jax.Array:
         """As `qshard.jax.DotGeneral`; the state and the seed are its own."""
         dot_general = self.recipe if isinstance(self.recipe, dot.DotGeneral) else dot.DotGeneral(self.recipe)
-        made, per_call = dot_general.recipe, {}
+        made = dot_general.recipe
         if isinstance(made, DelayedScaling):
-            per_call["state"] = self.variable(STATES, "state", lambda: init_delayed(made)).value
+            asked["state"] = self.variable(STATES, "state", lambda: init_delayed(made)).value
         if made.stochastic:
-            per_call["seed"] = self.make_rng("qshard")
-        return dot_general(*operands, **asked, **per_call)
+            asked["seed"] = self.make_rng("qshard")
+        return dot_general(x, w, dimension_numbers, precision, **asked)

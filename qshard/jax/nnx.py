@@ -9,7 +9,6 @@ from flax import nnx
 
 from qshard.jax import dot
 from qshard.jax.delayed import LinearState, init_delayed
-from qshard.jax.quantize import WeightScales
 from qshard.names import seed_missing, shown
 from qshard.recipes import DelayedScaling, RecipeLike
 
@@ -76,16 +75,16 @@ class DotGeneral(nnx.Module):
             stream = own.split(layers) if layers else own.fork()
         self.rngs: nnx.RngStream | None = nnx.data(stream)
 
-    def __call__(self, *operands: Any, weight_scales: WeightScales | None = None, **asked: Any) -> jax.Array:
+    def __call__(
+        self, x: jax.Array, w: jax.Array, dimension_numbers: Any, precision: Any = None, **asked: Any
+    ) -> jax.Array:
         """As `qshard.jax.DotGeneral`; the state and the seed are its own."""
-        return self.dot_general(*operands, **asked, **self._per_call(weight_scales))
+        return self.dot_general(x, w, dimension_numbers, precision, **asked, **self._kept())
 
-    def _per_call(self, weight_scales: WeightScales | None) -> dict[str, Any]:
-        return {
-            "state": None if self.state is None else self.state.get_value(),
-            "seed": None if self.rngs is None else self.rngs(),
-            "weight_scales": weight_scales,
-        }
+    def _kept(self) -> dict[str, Any]:
+        """The state and the seed of a call."""
+        state = None if self.state is None else self.state.get_value()
+        return {"state": state, "seed": None if self.rngs is None else self.rngs()}
 
 
 class Einsum(DotGeneral):
@@ -96,6 +95,6 @@ class Einsum(DotGeneral):
     (2, 4, 8)
     """
 
-    def __call__(self, *operands: Any, weight_scales: WeightScales | None = None, **asked: Any) -> jax.Array:
+    def __call__(self, subscripts: str, x: jax.Array, w: jax.Array, **asked: Any) -> jax.Array:  # type: ignore[override]
         """As `qshard.jax.einsum`; the state and the seed are its own."""
-        return self.dot_general.einsum(*operands, **asked, **self._per_call(weight_scales))
+        return self.dot_general.einsum(subscripts, x, w, **asked, **self._kept())

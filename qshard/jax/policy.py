@@ -78,7 +78,7 @@ class Weight:
 
     def _own(self) -> DotGeneral:
         """Its `DotGeneral`, without axes in front that `scan` or `vmap` have taken off."""
-        spec = self.dot_general.options.get("weight_spec")
+        spec: Any = self.dot_general.options.get("weight_spec")
         taken = 0 if spec is None else len(spec.spec) - self.ndim
         if taken <= 0:
             return self.dot_general
@@ -192,7 +192,11 @@ class Policy:
             name = _name(path)
             if not _is_matrix(leaf) or (filter is not None and not filter(leaf, name)):
                 continue
-            if isinstance(leaf, jax.core.Tracer) and sharding_of(leaf) is None and not leaf.aval.sharding.mesh.empty:
+            if (
+                isinstance(leaf, jax.core.Tracer)
+                and sharding_of(leaf) is None
+                and not jax.typeof(leaf).sharding.mesh.empty
+            ):
                 raise ValueError(
                     f"Policy: {name} is traced on an Auto mesh, where it does not tell how it is cut; make the policy "
                     "outside of jit, or pass specs"
