@@ -1,5 +1,8 @@
 """The JAX front end: quantized arrays, linear layers and gathers that work in every mode of JAX."""
 
+import importlib
+from typing import Any
+
 from qshard.environment import missing
 
 if _lack := missing("jax", __name__):
@@ -7,6 +10,7 @@ if _lack := missing("jax", __name__):
 
 from qshard.jax import ops
 from qshard.jax.array import QuantizedArray
+from qshard.jax.convert import convert
 from qshard.jax.delayed import (
     LinearState,
     Observed,
@@ -25,6 +29,7 @@ from qshard.jax.optim.adam import adam, adamw
 from qshard.jax.optim.master import cast_master, join_pieces
 from qshard.jax.optim.masters import PrimaryOptimizer, PrimaryState, optimizer
 from qshard.jax.plain import from_plain, to_plain
+from qshard.jax.policy import Policy, Weight
 from qshard.jax.primary import PrimaryWeight, value_and_grad
 from qshard.jax.quantize import WeightScales, compute_scales, quantize
 from qshard.jax.trees import describe, rebuild
@@ -40,9 +45,11 @@ __all__ = [
     "PrimaryOptimizer",
     "PrimaryState",
     "PrimaryWeight",
+    "Policy",
     "QuantizedArray",
     "Shards",
     "TensorState",
+    "Weight",
     "WeightScales",
     "ZeroPlan",
     "adam",
@@ -51,6 +58,7 @@ __all__ = [
     "compute_scales",
     "describe",
     "disabled_checks",
+    "convert",
     "einsum",
     "from_plain",
     "gather",
@@ -70,3 +78,10 @@ __all__ = [
     "update_delayed",
     "value_and_grad",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """The modules that need flax, imported when they are asked for."""
+    if name in ("linen", "nnx"):
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

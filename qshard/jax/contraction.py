@@ -62,7 +62,7 @@ class Folding(NamedTuple):
         order = tuple(axis for group in groups for axis in group)
         if order != tuple(range(x.ndim)):
             x = lax.transpose(x, order)
-        return reshaped(x, sizes, cut)
+        return reshaped(x, sizes, tuple(cut))
 
     def unfolded(self, y: jax.Array, sizes: tuple[int, ...]) -> jax.Array:
         """The result `[*lead, N]` with all axes of w that are left."""

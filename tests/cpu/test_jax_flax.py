@@ -1,0 +1,393 @@
+"""flax as its users write it: linen and nnx layers with a `DotGeneral`, and `convert`, against `linear` to the bit."""
+
+import functools
+import warnings
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from qshard.jax import DotGeneral, convert, einsum, init_delayed, linear, linen, update_delayed
+from qshard.jax import nnx as qnnx
+from qshard.recipes import MXFP8, NVFP4, BlockScaling, CurrentScaling, DelayedScaling
+from support.awkward import assert_bits_equal
+from support.hlo import collectives
+
+STATELESS = [CurrentScaling(), BlockScaling(), MXFP8()]
+recipes = pytest.mark.parametrize("recipe", STATELESS, ids=lambda recipe: type(recipe).__name__)
+
+
+def values(*shape, seed=0, dtype=np.float32):
+    """Small integers: of so few bits that fp32 sums are exact in any order, and that FP8 rounds all the same."""
+    return jnp.asarray(np.random.default_rng(seed).integers(-3, 4, shape), dtype)
+
+
+def integers(key, shape, dtype=np.float32, *_, **__):
+    """An initializer of kernels."""
+    return jax.random.randint(key, shape, -3, 4).astype(dtype)
+
+
+X, DY = values(2, 32, 64), values(2, 32, 96, seed=1)
+
+
+def assert_alike(got, want):
+    """The same arrays, bit for bit, in the shapes of `got`."""
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert_bits_equal(np.asarray(a), np.asarray(b).reshape(a.shape))
+
+
+def step(function, x, w, dy):
+    y, vjp = jax.vjp(function, x, w)
+    return y, *vjp(dy)
+
+
+def expected(x, kernel, dy, recipe, contracted=1, **options):
+    """Of a kernel `[*K, *N]`: y, dx and the gradient of the kernel, by `linear` on the matrices."""
+    k = int(np.prod(kernel.shape[:contracted]))
+    matrices = x.reshape(*x.shape[: x.ndim - contracted], k), kernel.reshape(k, -1).T
+    product = functools.partial(linear, recipe=recipe, **options)
+    dy = dy.reshape(*matrices[0].shape[:-1], -1)
+    y, dx, dw = jax.jit(functools.partial(step, product))(*matrices, dy)
+    return y, dx, dw.T
+
+
+def without_bias(layer, params):
+    return lambda x, kernel: layer.apply({"params": params | {"kernel": kernel}}, x)
+
+
+@recipes
+@pytest.mark.parametrize("how", ["dot_general", "dot_general_cls", "module"])
+def test_linen_layers(recipe, how):
+    given = {
+        "dot_general": {"dot_general": DotGeneral(recipe)},
+        "dot_general_cls": {"dot_general_cls": functools.partial(DotGeneral, recipe)},
+        "module": {"dot_general_cls": functools.partial(linen.DotGeneral, recipe)},
+    }[how]
+    for layer, x, dy, contracted in [
+        (nn.Dense(96, use_bias=False, kernel_init=integers, **given), X, DY, 1),
+        (nn.DenseGeneral((3, 32), use_bias=False, kernel_init=integers, **given), X, DY.reshape(2, 32, 3, 32), 1),
+        (
+            nn.DenseGeneral(96, axis=(-2, -1), use_bias=False, kernel_init=integers, **given),
+            X.reshape(2, 32, 2, 32),
+            DY,
+            2,
+        ),
+    ]:
+        kernel = layer.init(jax.random.key(0), x)["params"]["kernel"]
+        made = jax.jit(functools.partial(step, without_bias(layer, {})))(x, kernel, dy)
+        assert_alike(made, expected(x, kernel, dy, recipe, contracted))
+
+
+@recipes
+def test_linen_attention(recipe):
+    """Projections of three axes, forward and back. Their scores stay as they are: nobody gives those a dot_general."""
+    given = DotGeneral(recipe)
+    layer = nn.MultiHeadDotProductAttention(num_heads=4, qkv_dot_general=given, out_dot_general=given, use_bias=False)
+    params = layer.init(jax.random.key(0), X)["params"]
+
+    def by_hand(x, params):
+        kernels = (params[name]["kernel"] for name in ("query", "key", "value"))
+        heads = (einsum("btd,dhk->bthk", x, kernel, recipe) for kernel in kernels)
+        return einsum("bthk,hkd->btd", nn.dot_product_attention(*heads), params["out"]["kernel"], recipe)
+
+    made = jax.jit(functools.partial(step, lambda x, params: layer.apply({"params": params}, x)))(X, params, X)
+    want = jax.jit(functools.partial(step, by_hand))(X, params, X)
+    assert_alike(made[:1], want[:1])
+    for got, like in zip(jax.tree.leaves(made), jax.tree.leaves(want), strict=True):
+        # XLA fuses the softmax of two programs in two ways.
+        np.testing.assert_allclose(got, like, rtol=1e-4, atol=1e-4)
+
+
+def test_scores_of_attention_are_refused():
+    einsum_of = functools.partial(jnp.einsum, _dot_general=DotGeneral("CurrentScaling"))
+    layer = nn.MultiHeadDotProductAttention(
+        4, qk_attn_weights_einsum_cls=lambda: einsum_of, attn_weights_value_einsum_cls=lambda: einsum_of
+    )
+    with pytest.raises(ValueError, match=r"has batch axes \(\(0, 2\), \(0, 2\)\), so it is not one of a weight"):
+        layer.init(jax.random.key(0), X)
+
+
+@recipes
+def test_nnx_layers(recipe):
+    given, rngs = DotGeneral(recipe), nnx.Rngs(0)
+    for layer, x, dy, contracted in [
+        (nnx.Linear(64, 96, use_bias=False, dot_general=given, kernel_init=integers, rngs=rngs), X, DY, 1),
+        (
+            nnx.LinearGeneral(64, (3, 32), use_bias=False, dot_general=given, kernel_init=integers, rngs=rngs),
+            X,
+            DY.reshape(2, 32, 3, 32),
+            1,
+        ),
+        (
+            nnx.LinearGeneral(
+                (2, 32), 96, axis=(-2, -1), use_bias=False, dot_general=given, kernel_init=integers, rngs=rngs
+            ),
+            X.reshape(2, 32, 2, 32),
+            DY,
+            2,
+        ),
+        (
+            nnx.Einsum("btd,dhk->bthk", (64, 3, 32), einsum_op=given.einsum, kernel_init=integers, rngs=rngs),
+            X,
+            DY.reshape(2, 32, 3, 32),
+            1,
+        ),
+    ]:
+        assert_alike(step_of(layer, x, dy), expected(x, layer.kernel[...], dy, recipe, contracted))
+
+
+def step_of(layer, x, dy):
+    """y, dx and the gradient of the kernel, under `nnx.jit`."""
+
+    @nnx.jit
+    def program(layer, x, dy):
+        loss = nnx.grad(lambda layer, x: jnp.sum(layer(x) * dy), argnums=(0, 1))
+        dlayer, dx = loss(layer, x)
+        return layer(x), dx, dlayer["kernel"]
+
+    return program(layer, x, dy)
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        self.attention = nnx.MultiHeadAttention(4, 64, use_bias=False, decode=False, rngs=rngs)
+        self.layers = nnx.List([nnx.Linear(64, 96, rngs=rngs), nnx.Linear(96, 64, rngs=rngs)])
+        self.mix = nnx.Einsum("btd,dhk->bthk", (64, 4, 16), rngs=rngs)
+
+    def __call__(self, x):
+        x = x + self.attention(x)
+        x = x + self.layers[1](nnx.relu(self.layers[0](x)))
+        return self.mix(x)
+
+
+NAMES = ["attention.key", "attention.out", "attention.query", "attention.value", "layers.0", "layers.1", "mix"]
+
+
+def test_convert_keeps_the_model():
+    """The same modules, parameters, values, paths and optimizer state; of each linear layer another product."""
+    model = Block(nnx.Rngs(0))
+    modules = dict(nnx.iter_modules(model))
+    before, types = nnx.state(model), {path: type(module) for path, module in modules.items()}
+    plain = model(X)
+    seen = []
+    assert convert(model, "CurrentScaling", filter=lambda layer, name: seen.append(name) or True) is model
+    assert sorted(seen) == NAMES
+    after = dict(nnx.iter_modules(model))
+    assert all(after[path] is module and type(module) is types[path] for path, module in modules.items())
+    assert jax.tree.structure(nnx.state(model)) == jax.tree.structure(before)
+    assert_alike(nnx.state(model), before)
+    made = model(X)
+    assert (made != plain).any()
+    assert jnp.linalg.norm(made - plain) < 0.2 * jnp.linalg.norm(plain)
+    names = [name for name in NAMES if name != "mix"]
+    assert all(isinstance(after[_path(name)].dot_general, DotGeneral) for name in names)
+
+
+def _path(name):
+    return tuple(int(part) if part.isdigit() else part for part in name.split("."))
+
+
+def test_convert_quantizes_kernels_as_they_are():
+    """Not what bfloat16 makes of them. Results have the dtype of the layer."""
+    layer = nnx.Linear(64, 96, dtype=jnp.bfloat16, use_bias=False, rngs=nnx.Rngs(0))
+    convert(layer, "CurrentScaling")
+    convert(layer, "MXFP8")  # Converted again, it takes the new recipe.
+    y = layer(X)
+    assert_alike(y, linear(X.astype(jnp.bfloat16), layer.kernel[...].T, "MXFP8"))
+    assert (y != linear(X.astype(jnp.bfloat16), layer.kernel[...].T.astype(jnp.bfloat16), "MXFP8")).any()
+
+
+class Halved(nnx.Linear):
+    def __call__(self, x):
+        return super().__call__(x) / 2
+
+
+def test_convert_says_what_it_leaves():
+    rngs = nnx.Rngs(0)
+    left = [
+        (Halved(64, 64, rngs=rngs), "Halved overrides __call__"),
+        (
+            nnx.Linear(64, 64, dot_general=lambda *a, **k: lax.dot_general(*a), rngs=rngs),
+            "its dot_general was replaced",
+        ),
+        (nnx.Linear(64, 64, precision="highest", rngs=rngs), "it asks for precision highest"),
+        (nnx.LinearGeneral(64, 64, batch_axis={0: 2}, rngs=rngs), "its kernel has batch axes"),
+        (nnx.LinearGeneral(64, 64, dot_general_cls=lambda: lax.dot_general, rngs=rngs), "it has a dot_general_cls"),
+        (nnx.Einsum("btd,bdh->bth", (2, 64, 64), rngs=rngs), "its kernel has batch axes"),
+    ]
+    for layer, why in left:
+        model = nnx.Sequential(nnx.Linear(64, 64, rngs=rngs), layer)
+        text = rf"convert: 1 of 2 linear layers stay as they are: layers.1 \({why}\); leave them out with filter="
+        with pytest.warns(UserWarning, match=text):
+            convert(model, "CurrentScaling")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            convert(model, "CurrentScaling", filter=lambda layer, name: name == "layers.0")
+        with pytest.raises(ValueError, match=rf"has nothing to convert: it \({why}\)"):
+            convert(layer, "CurrentScaling")
+    lora = nnx.LoRALinear(64, 64, lora_rank=4, rngs=rngs)
+    assert isinstance(convert(lora, "CurrentScaling").dot_general, DotGeneral)
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "error", "text"),
+    [
+        (lambda: nn.Dense(4), {}, TypeError, "is not an nnx.Module; pass DotGeneral.recipe. to layers of linen"),
+        (lambda: nnx.LayerNorm(4, rngs=nnx.Rngs(0)), {}, ValueError, "has no linear layer that filter= keeps"),
+        (
+            lambda: nnx.Linear(64, 40, rngs=nnx.Rngs(0)),
+            {},
+            ValueError,
+            r"has K = 64 and N = 40, which are not whole bl",
+        ),
+        (lambda: Block(nnx.Rngs(0)), {"filter": "layers"}, TypeError, "is not a function"),
+        (lambda: Block(nnx.Rngs(0)), {"gather_axis": "fsdp"}, ValueError, r"cuts none of the 7 weights \(not cut\)"),
+        (lambda: Block(nnx.Rngs(0)), {"recipe": NVFP4()}, ValueError, r"seed.* of rngs \(None\); pass rngs=nnx.Rngs"),
+        (lambda: Block(nnx.Rngs(0)), {"gather_axes": "fsdp"}, TypeError, "gather_axes is not an option"),
+        (
+            lambda: nnx.Linear(4, 4, param_dtype=jnp.int32, kernel_init=nnx.initializers.ones, rngs=nnx.Rngs(0)),
+            {},
+            TypeError,
+            "int32",
+        ),
+    ],
+)
+def test_convert_refuses(make, options, error, text):
+    model = make()
+    before = nnx.graphdef(model) if isinstance(model, nnx.Module) else None
+    with pytest.raises(error, match=text):
+        convert(model, **({"recipe": "MXFP8"} | options))
+    assert before is None or nnx.graphdef(model) == before
+
+
+def test_plain_where_blocks_do_not_fit():
+    layer = nnx.Linear(64, 40, use_bias=False, rngs=nnx.Rngs(0))
+    plain = layer(X)
+    assert_alike(convert(layer, "MXFP8", otherwise="plain")(X), plain)
+
+
+def test_random_numbers_of_nnx():
+    """Each layer and each call draws its own; a stream beside the parameters, that no checkpoint of those has."""
+    model = Block(nnx.Rngs(0))
+    params = nnx.state(model, nnx.Param)
+    convert(model, NVFP4(), rngs=nnx.Rngs(qshard=1))
+    assert jax.tree.structure(nnx.state(model, nnx.Param)) == jax.tree.structure(params)
+    keys = [stream.key[...] for _, stream in nnx.iter_graph(model) if isinstance(stream, nnx.RngStream)]
+    assert len(keys) == len({str(jax.random.key_data(key)) for key in keys}) == len(NAMES)
+    grad = nnx.jit(nnx.grad(lambda model: jnp.sum(model(X) ** 2)))
+    first, second = grad(model), grad(model)
+    assert (first["layers"][0]["kernel"][...] != second["layers"][0]["kernel"][...]).any()
+
+
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
+def test_delayed_scaling(kind):
+    """Two steps: scales of the second come from the first; all are those of `linear`."""
+    recipe = DelayedScaling(history=2)
+    if kind == "linen":
+        layer = nn.Dense(
+            96, use_bias=False, dot_general_cls=functools.partial(linen.DotGeneral, recipe), kernel_init=integers
+        )
+        variables = layer.init(jax.random.key(0), X)
+        kernel, states = variables["params"]["kernel"], variables[linen.STATES]
+        apply = lambda x, kernel, states: layer.apply({"params": {"kernel": kernel}, linen.STATES: states}, x)  # noqa: E731
+        inside = lambda states: states["DotGeneral_0"]["state"]  # noqa: E731
+    else:
+        layer = convert(nnx.Linear(64, 96, use_bias=False, kernel_init=integers, rngs=nnx.Rngs(0)), recipe)
+        graph, params, states = nnx.split(layer, nnx.Param, qnnx.ScalingState)
+        kernel = params["kernel"][...]
+
+        def apply(x, kernel, states):
+            return nnx.merge(graph, nnx.State({"kernel": nnx.Param(kernel)}), states)(x)
+
+        inside = lambda states: states["dot_general"]["state"].get_value()  # noqa: E731
+    own = init_delayed(recipe)
+
+    def program(apply):
+        def made(x, kernel, states):
+            y, vjp = jax.vjp(apply, x, kernel, states)
+            return y, *vjp(DY)
+
+        return jax.jit(made)
+
+    by_hand = program(lambda x, kernel, own: linear(x, kernel.T, recipe, state=own))
+    for scale in (1.0, 0.5):
+        *got, amaxes = program(apply)(scale * X, kernel, states)
+        *want, own_amaxes = by_hand(scale * X, kernel, own)
+        assert_alike(got, want)
+        states, own = update_delayed(states, amaxes, recipe), update_delayed(own, own_amaxes, recipe)
+        assert_alike(inside(states), own)
+    assert float(own.activation.amax_history[0]) == 2 * float(own.activation.amax_history[1]) > 0
+
+
+def test_layers_of_a_scan():
+    """One module that stands for three layers: each has its own kernel and state."""
+    recipe = DelayedScaling(history=2)
+
+    @nnx.vmap(in_axes=0, out_axes=0)
+    def stacked(rngs):
+        return nnx.Linear(64, 64, use_bias=False, rngs=rngs)
+
+    model = convert(stacked(nnx.Rngs(0).split(3)), recipe)
+    assert model.dot_general.state.get_value().weight.scale.shape == (3,)
+
+    @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+    def run(layer, x):
+        return layer(x)
+
+    wrt = nnx.DiffState(0, nnx.Any(nnx.Param, qnnx.ScalingState))
+    grads = nnx.grad(lambda model: jnp.sum(run(model, X)), argnums=wrt)(model)
+    seen = grads["dot_general"]["state"].get_value().weight.observed.amax
+    np.testing.assert_array_equal(seen, jnp.abs(model.kernel[...]).max(axis=(1, 2)))
+
+
+@pytest.mark.parametrize("cut", [P("fsdp"), P(None, "fsdp")], ids=str)
+@pytest.mark.parametrize("recipe", [CurrentScaling(), MXFP8()], ids=lambda recipe: type(recipe).__name__)
+def test_fsdp_of_nnx(recipe, cut):
+    """Kernels cut along K or along N on an Auto mesh: codes are gathered, and bits are those of one device."""
+    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
+    x, dy = values(8, 32, 256), values(8, 32, 1024, seed=1)
+    layer = nnx.Linear(256, 1024, use_bias=False, kernel_init=integers, rngs=nnx.Rngs(0))
+    want = expected(x, layer.kernel[...], dy, recipe)
+    with jax.set_mesh(mesh):
+        layer.kernel[...] = jax.device_put(layer.kernel[...], NamedSharding(mesh, cut))
+        convert(layer, recipe, gather_axis="fsdp")
+        rows = NamedSharding(mesh, P("fsdp"))
+        graph, params = nnx.split(layer)
+
+        def program(x, params, dy):
+            return step(lambda x, params: nnx.merge(graph, params)(x), x, params, dy)
+
+        args = jax.device_put(x, rows), params, jax.device_put(dy, rows)
+        compiled = jax.jit(program).lower(*args).compile()
+        y, dx, dparams = compiled(*args)
+    assert_alike((y, dx), want[:2])
+    dw = dparams["kernel"][...]
+    np.testing.assert_allclose(dw, want[2], rtol=1e-5, atol=1e-4)  # The order of fp32 sums over devices.
+    assert dw.sharding.is_equivalent_to(NamedSharding(mesh, cut), 2)
+    gathered = [array for kind, arrays in collectives(compiled) if kind == "all-gather" for array in arrays]
+    assert [array for array in gathered if array == "u8[256,1024]"]
+    assert all(array.startswith("u8") for array in gathered), gathered
+
+
+def test_convert_reads_how_kernels_are_cut():
+    """Off arrays or metadata; an axis that has no meaning is an error, and one that nothing is cut along."""
+    mesh = jax.make_mesh((4, 2), ("fsdp", "tp"), axis_types=(AxisType.Auto,) * 2)
+    with jax.set_mesh(mesh):
+        make = functools.partial(nnx.Linear, 64, 64, use_bias=False, rngs=nnx.Rngs(0))
+        for layer in (
+            make(kernel_metadata={"out_sharding": ("fsdp", "tp")}),
+            nnx.eval_shape(lambda: make(kernel_metadata={"out_sharding": ("fsdp", "tp")}, rngs=nnx.Rngs(0))),
+        ):
+            with pytest.raises(
+                ValueError, match=r"kernel is cut along 'tp' .* which is neither gather_axis .'fsdp'. nor"
+            ):
+                convert(layer, "MXFP8", gather_axis="fsdp")
+            convert(layer, "MXFP8", gather_axis="fsdp", kept_axes="tp")
+            assert layer.dot_general.options["gather_axis"] == "fsdp"
+            assert layer.dot_general.options["weight_spec"].spec == P("fsdp", "tp")
