@@ -1,5 +1,6 @@
 """What train_jax.py saves and loads: orbax for itself, onto any mesh, whole arrays for train_torch.py."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,16 @@ def save(directory: Path, step: int, training: dict[str, Any], run: Run, setting
     checkpoint.finish(partial, _whole(training), run, settings)
 
 
-def load(path: Path, training: dict[str, Any], started: Run) -> tuple[int, Run, dict[str, Any]]:
-    """Go on from a checkpoint: return the steps that are done, what they measured, and the training, cut as it is."""
+def load(
+    path: Path, training: dict[str, Any], started: Run, recast: Callable[[dict[str, Any]], dict[str, Any]]
+) -> tuple[int, Run, dict[str, Any]]:
+    """Go on from a checkpoint: return the steps that are done, what they measured, and the training, cut as it is.
+
+    `recast` makes codes of the masters of primary weights.
+    """
     done, run, whole = checkpoint.read(path, started)
     if whole is not None:
-        return done, run, _from_whole(whole, training, done)
+        return done, run, recast(_from_whole(whole, training, done))
     import orbax.checkpoint as ocp
 
     target = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), training)
@@ -46,7 +52,11 @@ def load(path: Path, training: dict[str, Any], started: Run) -> tuple[int, Run, 
 
 def _whole(training: dict[str, Any]) -> Whole:
     """The training as train_torch.py takes it."""
-    whole: Whole = {name: {"weight": np.asarray(weight)} for name, weight in training["weights"].items()}
+    masters = _masters(training)
+    whole: Whole = {
+        name: {"weight": np.asarray(weight if masters.get(name) is None else masters[name])}
+        for name, weight in training["weights"].items()
+    }
     adam = _adam(training)
     for part, moment in MOMENTS.items():
         for name, array in getattr(adam, moment).items():
@@ -64,6 +74,13 @@ def _whole(training: dict[str, Any]) -> Whole:
 def _adam(training: dict[str, Any]) -> optax.ScaleByAdamState:
     is_adam = lambda node: isinstance(node, optax.ScaleByAdamState)  # noqa: E731
     return next(node for node in jax.tree.leaves(training["optimizer"], is_leaf=is_adam) if is_adam(node))
+
+
+def _masters(training: dict[str, Any]) -> dict[str, jax.Array | None]:
+    """The float32 values of primary weights."""
+    state = training["optimizer"]
+    masters: dict[str, jax.Array | None] = state.masters if isinstance(state, qshard.PrimaryState) else {}
+    return masters
 
 
 def _from_whole(whole: Whole, training: dict[str, Any], done: int) -> dict[str, Any]:
@@ -85,11 +102,18 @@ def _from_whole(whole: Whole, training: dict[str, Any], done: int) -> dict[str, 
         }
         return qshard.LinearState(**tensors)
 
+    masters, state = _masters(training), training["optimizer"]
+    inner = state.inner if masters else state
+    inner = jax.tree.map(taken, inner, is_leaf=lambda node: isinstance(node, optax.ScaleByAdamState))
+    if masters:
+        values = {name: None if master is None else parts["weight"][name] for name, master in masters.items()}
+        inner = state._replace(masters=values, inner=inner)
     made = {
-        "weights": parts["weight"],
+        "weights": {
+            name: parts["weight"][name] if masters.get(name) is None else weight  # codes are made anew
+            for name, weight in training["weights"].items()
+        },
         "states": {name: state_of(name, state) for name, state in training["states"].items()},
-        "optimizer": jax.tree.map(
-            taken, training["optimizer"], is_leaf=lambda node: isinstance(node, optax.ScaleByAdamState)
-        ),
+        "optimizer": inner,
     }
     return jax.tree.map(lambda new, old: jax.device_put(np.asarray(new, old.dtype), old.sharding), made, training)

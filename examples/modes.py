@@ -22,7 +22,7 @@ import qshard.jax as qshard
 from qshard.recipes import Recipe
 
 MODES = ("shard_map", "auto", "explicit")
-KINDS = ("shard",)
+KINDS = ("shard", "primary")
 # Under tensor parallelism: layers whose results, or whose inputs, two devices share.
 COLUMNS, ROWS = ("qkv.weight", "up.weight"), ("projection.weight", "down.weight")
 

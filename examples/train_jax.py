@@ -1,7 +1,8 @@
 """Train the byte-level GPT with JAX, weights sharded over all devices: first gathered as bfloat16, then quantized.
 
     python examples/train_jax.py [--recipe fp8 | --formats bf16,fp8,mxfp8] [--steps N] [--text FILE]
-        [--mode shard_map|auto|explicit] [--mesh fsdp|hsdp|fsdp,tp] [--checkpoint DIR [--every N] [--resume]]
+        [--mode shard_map|auto|explicit] [--mesh fsdp|hsdp|fsdp,tp] [--weights shard|primary]
+        [--checkpoint DIR [--every N] [--resume]]
 
 Runs on the GPUs present, or on eight host devices of the CPU. What a recipe changes is marked (1), (2), (3).
 """
@@ -120,9 +121,11 @@ def loss_of(
     In `shard_map` all of it is one device's part, and recorded weights get a first axis of one, for devices.
     """
     scales = {}
-    if recipe is not None and not states:  # (2) one all-reduce finds what the scales of all weights follow from
-        quantized = {name: jax.lax.stop_gradient(weight) for name, weight in weights.items() if is_quantized(name)}
-        scales = layout.scales(quantized, recipe)
+    shards = {name: weight for name, weight in weights.items() if is_quantized(name) and isinstance(weight, jax.Array)}
+    if (
+        recipe is not None and shards and not states
+    ):  # (2) one all-reduce finds what the scales of all weights follow from
+        scales = layout.scales(jax.lax.stop_gradient(shards), recipe)
     gathered: dict[str, Any] | None = {} if record else None
     logits = logits_of(layout, weights, states, scales, tokens, layout.key(key), recipe, gathered)
     loss = optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
@@ -152,19 +155,41 @@ def resident_bytes(training: Training) -> int:
     return sum(array.addressable_shards[0].data.nbytes for array in jax.tree.leaves(training))
 
 
-def make_optimizer(schedule: Schedule) -> optax.GradientTransformation:
+def make_optimizer(mesh: Mesh, kind: str, recipe: Recipe | None, schedule: Schedule) -> Any:
     """AdamW of the matrices with, and of the gains of norms without, weight decay."""
     rates = jnp.asarray([schedule.learning_rate(index) for index in range(schedule.steps)])
-    return optax.adamw(
+    adamw = optax.adamw(
         lambda index: rates[index],
         *schedule.betas,
         schedule.eps,
         weight_decay=schedule.weight_decay,
         mask=lambda weights: jax.tree.map(lambda weight: weight.ndim == 2, weights),
     )
+    if kind != "primary" or recipe is None:
+        return adamw
+    return qshard.optimizer(
+        adamw,
+        recipe,
+        filter=lambda path, weight: is_quantized(path[2:-2]),  # of "['blocks.0.up.weight']"
+        spec=lambda path, weight: modes.spec_of(mesh, path[2:-2]),
+    )
 
 
-def begin(mesh: Mesh, recipe: Recipe | None, optimizer: optax.GradientTransformation) -> Training:
+def recast(optimizer: Any, training: Training) -> Training:
+    """Make codes of the masters of primary weights; nothing, where there are none."""
+    weights, states = training["weights"], training["states"]
+    if not isinstance(optimizer, qshard.PrimaryOptimizer):
+        return training
+    made = jax.jit(optimizer.recast)(training["optimizer"], weights, states=like(weights, states))
+    return {**training, "weights": made}
+
+
+def like(weights: Weights, states: States) -> dict[str, Any] | None:
+    """Return the states of delayed scaling in a tree like the weights."""
+    return {name: states.get(name) for name in weights} if states else None
+
+
+def begin(mesh: Mesh, recipe: Recipe | None, optimizer: Any) -> Training:
     """Put the shared initial weights on the mesh, each device its part, and what goes with them."""
     weights = {
         name: jax.device_put(value, NamedSharding(mesh, modes.spec_of(mesh, name)))
@@ -179,24 +204,29 @@ def begin(mesh: Mesh, recipe: Recipe | None, optimizer: optax.GradientTransforma
     def put(array: jax.Array) -> jax.Array:  # Moments are cut like their weights already.
         return array if len(array.sharding.device_set) == mesh.size else jax.device_put(array, everywhere)
 
-    return jax.tree.map(put, training)
+    return recast(optimizer, jax.tree.map(put, training))
 
 
 def train(name: str, corpus: Corpus, arguments: Namespace, progress: TrainingProgress) -> report.Run:
     """Train with one format."""
     mesh, schedule = jax.sharding.get_mesh(), Schedule(steps=arguments.steps, batch=arguments.batch)
     layout = modes.Device(mesh) if arguments.mode == "shard_map" else modes.Whole(mesh)
+    recipe = options.RECIPES[name]
+    kind = arguments.weights if recipe is not None else "shard"  # the bf16 that is trained beside a recipe
     on_gpus = jax.default_backend() == "gpu"
-    ranks = " ".join([f"{mesh.size} {'GPUs' if on_gpus else 'CPU devices'}", *options.chosen(arguments, "shard")])
+    ranks = " ".join([f"{mesh.size} {'GPUs' if on_gpus else 'CPU devices'}", *options.chosen(arguments, kind)])
     device = jax.devices()[0].device_kind if on_gpus else "CPU"
     run = report.Run("jax", name, ranks, corpus.name, schedule.steps, device=device)
     progress.start(f"jax {name}")
 
-    recipe, optimizer = options.RECIPES[name], make_optimizer(schedule)
+    optimizer = make_optimizer(mesh, kind, recipe, schedule)
     training = begin(mesh, recipe, optimizer)
     batches = P(modes.batch_axes(mesh))
     cut = {weight: modes.spec_of(mesh, weight) for weight in training["weights"]}
-    in_specs = (cut, P(), batches, batches, P())
+    primary = isinstance(optimizer, qshard.PrimaryOptimizer)
+    given = optimizer.specs(initial_weights(CONFIG), mesh) if primary else cut
+    in_specs = (given, P(), batches, batches, P())
+    value_and_grad = qshard.value_and_grad if primary else jax.value_and_grad
 
     @jax.jit
     def evaluate(training: Training, tokens: jax.Array, targets: jax.Array, key: jax.Array) -> jax.Array:
@@ -213,12 +243,13 @@ def train(name: str, corpus: Corpus, arguments: Namespace, progress: TrainingPro
         weights, states = training["weights"], training["states"]
         loss = partial(loss_of, layout, recipe=recipe, record=record)
         differentiate = layout.over_devices(
-            jax.value_and_grad(loss, argnums=(0, 1), has_aux=True), in_specs, ((P(), P("fsdp")), (cut, P()))
+            value_and_grad(loss, argnums=(0, 1), has_aux=True), in_specs, ((P(), P("fsdp")), (cut, P()))
         )
         (loss_now, gathered), (gradients, amaxes) = differentiate(weights, states, tokens, targets, key)
-        updates, state = optimizer.update(gradients, training["optimizer"], weights)
         if states:  # (3) the scales of the next step, from the amaxes of this one and of those before
             states = qshard.update_delayed(states, amaxes, recipe)
+        scaled = {"states": like(weights, states)} if primary else {}
+        updates, state = optimizer.update(gradients, training["optimizer"], weights, **scaled)
         weights = optax.apply_updates(weights, updates)
         return {"weights": weights, "states": states, "optimizer": state}, loss_now, gathered
 
@@ -227,7 +258,7 @@ def train(name: str, corpus: Corpus, arguments: Namespace, progress: TrainingPro
 
     done, folder = 0, arguments.checkpoint and arguments.checkpoint / name
     if arguments.resume and (found := checkpoint.newest(folder)) is not None:
-        done, run, training = checkpoint_jax.load(found, training, run)
+        done, run, training = checkpoint_jax.load(found, training, run, partial(recast, optimizer))
         for loss in run.losses:
             progress.step(loss)
     run.resident_bytes = resident_bytes(training)

@@ -29,11 +29,11 @@ class Progress:
         return lambda *values: None
 
 
-def trained(name, mode="shard_map", mesh="fsdp", ranks=2, steps=2, folder=None, resume=False, stops=None):
+def trained(name, mode="shard_map", mesh="fsdp", ranks=2, steps=2, folder=None, resume=False, stops=None, kind="shard"):
     """The run; it may stop before a step."""
     script, modes = small("train_jax"), example("modes")
     arguments = Namespace(
-        steps=steps, batch=BATCH, weights="shard", mesh=mesh, mode=mode, checkpoint=folder, every=2, resume=resume
+        steps=steps, batch=BATCH, weights=kind, mesh=mesh, mode=mode, checkpoint=folder, every=2, resume=resume
     )
     with jax.set_mesh(modes.make_mesh(mesh, mode, jax.devices()[:ranks])):
         return script.train(name, text(script, stops), arguments, Progress())
@@ -54,6 +54,14 @@ def test_all_modes_gather_the_same_bytes():
     assert runs[1].losses == pytest.approx(runs[2].losses, rel=1e-6)
 
 
+def test_primary_weights_have_the_same_losses():
+    """Codes that are made once a step are those that each gather makes."""
+    shard, primary = (trained("fp8", "explicit", kind=kind) for kind in ("shard", "primary"))
+    assert primary.gathered_sha256 == shard.gathered_sha256
+    assert primary.losses == shard.losses
+    assert shard.resident_bytes < primary.resident_bytes < 1.1 * shard.resident_bytes
+
+
 def test_meshes_gather_the_same_bytes():
     assert_same_bytes([trained("mxfp8", *how, 4, steps=1) for how in (("explicit", "fsdp,tp"), ("shard_map", "hsdp"))])
 
@@ -68,6 +76,11 @@ def test_every_recipe_in_every_mode_on_every_mesh(name):
         if (mode, mesh) != ("shard_map", "fsdp,tp")
     ]
     assert_same_bytes(runs)
+    if name != "bf16":
+        for mode, mesh in (("shard_map", "hsdp"), ("auto", "fsdp"), ("explicit", "fsdp,tp")):
+            same = [trained(name, mode, mesh, 4, kind=kind) for kind in ("shard", "primary")]
+            assert same[0].losses == same[1].losses, (mode, mesh)
+            assert same[0].gathered_sha256 == same[1].gathered_sha256
     halves = {run.resident_bytes for run in runs if "hsdp" in run.ranks}
     assert min(halves) > 1.9 * runs[0].resident_bytes  # Half as many devices share a weight.
 
@@ -101,17 +114,18 @@ def reported(folder, *options):
 
 @saves
 @pytest.mark.parametrize(
-    ("name", "mode"),
+    ("name", "mode", "kind"),
     [
-        ("delayed", "shard_map"),
-        pytest.param("nvfp4", "auto", marks=pytest.mark.slow),
-        pytest.param("fp8", "explicit", marks=pytest.mark.slow),
+        ("delayed", "shard_map", "shard"),
+        pytest.param("nvfp4", "auto", "shard", marks=pytest.mark.slow),
+        pytest.param("fp8", "explicit", "primary", marks=pytest.mark.slow),
+        pytest.param("delayed", "auto", "primary", marks=pytest.mark.slow),
     ],
 )
-def test_a_killed_run_goes_on_with_the_same_losses(name, mode, tmp_path):
+def test_a_killed_run_goes_on_with_the_same_losses(name, mode, kind, tmp_path):
     """Bit for bit, from the last whole checkpoint, over one that is half written."""
     saved = tmp_path / "saved"
-    options = ["--formats", name, "--mode", mode]
+    options = ["--formats", name, "--mode", mode, "--weights", kind]
     untouched = reported(tmp_path, *options)
     options += ["--checkpoint", saved, "--every", "1"]
     process = start(tmp_path, *options)
@@ -141,7 +155,7 @@ def test_a_run_goes_on_with_other_devices(tmp_path):
     with pytest.raises(Stopped):
         trained("fp8", "auto", "fsdp", 2, steps=4, folder=tmp_path, stops=2)
     want = whole_of(tmp_path, "fp8")
-    with loaded("checkpoint_jax", "training") as seen:
+    with loaded("checkpoint_jax") as seen:
         trained("fp8", "explicit", "fsdp,tp", 4, steps=4, folder=tmp_path, resume=True)
     assert_same(seen[0], want)
 
@@ -156,7 +170,7 @@ def whole_of(folder, name):
 class loaded:
     """What a script has of a training once it has loaded it, as it would save it."""
 
-    def __init__(self, name, *arguments):
+    def __init__(self, name):
         self.module, self.load = example(name), example(name).load
 
     def __enter__(self):
@@ -164,7 +178,7 @@ class loaded:
 
         def load(path, *rest):
             made = self.load(path, *rest)
-            whole = self.module._whole(*(rest[:-1] if len(made) == 2 else made[2:]))
+            whole = self.module._whole(*(rest[:2] if len(made) == 2 else made[2:]))
             seen.append({f"{name}:{part}": np.array(a) for name, parts in whole.items() for part, a in parts.items()})
             return made
 
@@ -220,12 +234,13 @@ def resume_in_torch(name, folder, want, kind):
 )
 def test_the_other_framework_goes_on(name, kind, tmp_path):
     """From JAX to PyTorch and back: weights, moments and scales keep their bytes, and so do the codes made of them."""
+    ours = "primary" if kind == "primary" else "shard"
     with pytest.raises(Stopped):
-        trained(name, steps=6, folder=tmp_path, stops=2)
+        trained(name, steps=6, folder=tmp_path, stops=2, kind=ours)
     torch_ranks.run(2, resume_in_torch, name=name, folder=tmp_path, want=whole_of(tmp_path, name), kind=kind)
     want = whole_of(tmp_path, name)
     with loaded("checkpoint_jax") as seen:
-        run = trained(name, steps=6, folder=tmp_path, resume=True)
+        run = trained(name, steps=6, folder=tmp_path, resume=True, kind=ours)
     assert_same(seen[0], want)
     assert (run.first_step, len(run.losses)) == (5, 6)
     recipe = example("options").RECIPES[name]
@@ -237,6 +252,7 @@ def test_the_other_framework_goes_on(name, kind, tmp_path):
 REFUSED = {
     "--mode shard_map --mesh fsdp,tp": "--mesh fsdp,tp is not for --mode shard_map, whose program would have to say it",
     "--mesh hsdp --ranks 2": "--mesh hsdp needs an even number of ranks, 4 or more, not 2; give --ranks 4",
+    "--weights primary --recipe bf16": "--weights primary is not for bf16, which has no codes to keep; leave bf16 out",
     "--resume": "--resume goes on from a checkpoint; give --checkpoint DIR",
     "--resume --checkpoint none": "--checkpoint none has none of bf16, fp8; leave --resume out",
     "--checkpoint some": "--checkpoint some has some of an earlier run; add --resume, or give another directory",
