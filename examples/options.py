@@ -2,7 +2,6 @@
 
 import argparse
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -23,6 +22,13 @@ RECIPES: dict[str, Recipe | None] = {
     "mxfp4": MXFP4(),
     "nvfp4": NVFP4(),
 }
+
+
+# What a rank keeps of a weight; all kinds start from the same float32 values and send the same codes.
+KINDS = ("shard", "primary", "zero")
+# The axes of devices, by what `--mesh` calls them.
+MESHES = {"fsdp": ("fsdp",), "hsdp": ("replicate", "fsdp"), "fsdp,tp": ("fsdp", "tp")}
+SHOWN = ("primary", "zero", "hsdp", "fsdp,tp", "auto", "explicit")  # kinds, meshes and modes that the report names
 
 
 class Parser(argparse.ArgumentParser):
@@ -70,11 +76,13 @@ def parse(
     rank: str,
     devices: int,
     most: int | None = None,
-    add: Callable[[Parser], None] = lambda parser: None,
+    kinds: tuple[str, ...] = KINDS,
+    modes: tuple[str, ...] = (),
 ) -> tuple[Parser, argparse.Namespace]:
     """Parse the command line. `rank` says what ranks are in this framework, `devices` how many there could be.
 
-    Ranks that need no device of their own may be more: `most`. `add` adds options that one script alone has.
+    Ranks that need no device of their own may be more: `most`. `kinds` are those of weights, and `modes` the ways to
+    run over devices, that the script has.
     """
     parser = Parser(description=description)
     which = parser.add_mutually_exclusive_group()
@@ -90,7 +98,15 @@ def parse(
     number("--ranks", 1 << (devices.bit_length() - 1), 65536, f"{rank} to shard over")
     parser.add_argument("--text", type=text_file, metavar="FILE", help="train on it (default: Python's help topics)")
     parser.add_argument("--out", type=output_directory, default="build/train", help="results (default: %(default)s)")
-    add(parser)
+    parser.add_argument("--weights", choices=kinds, default="shard", help="what a rank keeps of a weight")
+    parser.add_argument("--mesh", choices=MESHES, default="fsdp", help="which ranks have parts of it")
+    if modes:
+        parser.add_argument(
+            "--mode", choices=modes, default=modes[0], help="who cuts the program (default: %(default)s)"
+        )
+    parser.add_argument("--checkpoint", type=Path, metavar="DIR", help="save checkpoints in it")
+    number("--every", 20, 1_000_000, "steps from one checkpoint to the next")
+    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint, of either framework")
     options = parser.parse_args()
     options.asked = options.formats or [options.recipe]  # without the bf16 that is trained beside it
     options.formats = options.formats or list(dict.fromkeys(["bf16", options.recipe]))
@@ -100,3 +116,26 @@ def parse(
     if options.batch % options.ranks:
         parser.error(f"--batch {options.batch} cannot be divided over {options.ranks} ranks")
     return parser, options
+
+
+def mesh_shape(mesh: str, ranks: int) -> tuple[int, ...]:
+    """Arrange the ranks: in a row, as two replicas of shards, or in pairs that share the work of each layer."""
+    return {"fsdp": (ranks,), "hsdp": (2, ranks // 2), "fsdp,tp": (ranks // 2, 2)}[mesh]
+
+
+def refusal(options: argparse.Namespace) -> str | None:
+    """Say why the kind of weights, the mesh and the ranks cannot go together, if they cannot."""
+    kind, mesh, ranks = options.weights, options.mesh, options.ranks
+    if kind != "shard" and "bf16" in options.asked:
+        return f"--weights {kind} is not for bf16, which has no codes to keep; leave bf16 out, or --weights"
+    if kind == "zero" and mesh != "fsdp":
+        return f"--weights zero cuts weights over all ranks alike, not over --mesh {mesh}; leave --mesh out"
+    if mesh != "fsdp" and (ranks < 4 or ranks % 2):
+        return f"--mesh {mesh} needs an even number of ranks, 4 or more, not {ranks}; give --ranks 4"
+    return None
+
+
+def chosen(options: argparse.Namespace, kind: str) -> list[str]:
+    """Return what of the command line the report names, for weights of `kind`."""
+    given = {"weights": kind, "mesh": options.mesh, "mode": getattr(options, "mode", None)}
+    return [f"--{name} {value}" for name, value in given.items() if value in SHOWN]

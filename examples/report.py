@@ -35,6 +35,7 @@ class Run:
       gathered_bytes: of the whole weights that one rank receives from the all-gathers of one step.
       resident_bytes: that one rank keeps between steps: weights, optimizer state, gradients that stay.
       gathered_sha256: of what the first step gathered; see `digest`.
+      first_step: that step: of a run that goes on from the other framework's checkpoint, its own first.
       validation: (steps trained, loss on the held-out text).
       device: the name of what a rank runs on.
     """
@@ -51,11 +52,12 @@ class Run:
     seconds: list[float] = field(default_factory=list)
     validation: list[tuple[int, float]] = field(default_factory=list)
     device: str = "CPU"
+    first_step: int = 1
 
     @property
     def milliseconds_a_step(self) -> float:
         """Median time of a step, without the first ones and without validation."""
-        return 1e3 * statistics.median(self.seconds[WARM_UP_STEPS:] or self.seconds)
+        return 1e3 * statistics.median(self.seconds[WARM_UP_STEPS:] or self.seconds or [0.0])
 
     @property
     def final_loss(self) -> float:
@@ -172,11 +174,11 @@ def table(runs: list[Run]) -> Table:
 
 def same_bytes(runs: list[Run]) -> dict[str, bool]:
     """Return, for each format that all frameworks trained with, whether they gathered the same bytes at first."""
-    hashes: dict[str, list[str]] = {}
+    hashes: dict[tuple[str, int], list[str]] = {}
     for run in runs:
-        if run.gathered_sha256:  # Under tensor parallelism a rank gathers parts, which JAX does not.
-            hashes.setdefault(run.format, []).append(run.gathered_sha256)
-    return {name: len(set(found)) == 1 for name, found in hashes.items() if len(found) == len(FRAMEWORKS)}
+        if run.gathered_sha256:
+            hashes.setdefault((run.format, run.first_step), []).append(run.gathered_sha256)
+    return {name: len(set(found)) == 1 for (name, _), found in hashes.items() if len(found) == len(FRAMEWORKS)}
 
 
 def smoothed(losses: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:

@@ -16,8 +16,6 @@ import time
 from argparse import Namespace
 from contextlib import closing
 from datetime import timedelta
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,6 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import checkpoint
+import checkpoint_torch
 import options
 import qshard.torch_bridge as qshard
 import report
@@ -41,7 +40,6 @@ from qshard.recipes import DelayedScaling, Recipe
 from ranks import launch
 
 CONFIG = GPTConfig()
-SHOWN = ("primary", "zero", "hsdp", "fsdp,tp")  # kinds and meshes that the report names
 RANK_TIMEOUT = timedelta(seconds=120)  # a rank that waits longer for another one gives up
 
 
@@ -125,8 +123,8 @@ def train(name: str, corpus: Corpus, arguments: Namespace, device: torch.device,
     kind = arguments.weights if recipe is not None else "shard"  # the bf16 that is trained beside a recipe
     mesh = weights.make_mesh(arguments.mesh, device, ranks)
     tensor_parallel = mesh["tp"].size() if arguments.mesh == "fsdp,tp" else 1
-    chosen = [f"--{key} {given}" for key, given in (("weights", kind), ("mesh", arguments.mesh)) if given in SHOWN]
-    where = " ".join([f"{ranks} {'GPUs' if device.type == 'cuda' else 'CPU ranks'}", *chosen])
+    devices = f"{ranks} {'GPUs' if device.type == 'cuda' else 'CPU ranks'}"
+    where = " ".join([devices, *options.chosen(arguments, kind)])
     device_name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     run = report.Run("torch", name, where, corpus.name, schedule.steps, device=device_name)
     report_event = events.put if rank == 0 else lambda event: None
@@ -163,15 +161,15 @@ def train(name: str, corpus: Corpus, arguments: Namespace, device: torch.device,
 
     done, folder = 0, arguments.checkpoint and arguments.checkpoint / name
     if arguments.resume and (found := checkpoint.newest(folder)) is not None:
-        done, run = checkpoint.load(found, model, optimizer)
+        done, run = checkpoint_torch.load(found, model, optimizer, run)
         for loss in run.losses:
             report_event(("step", loss))
-    gathered = record_gathered(model) if done == 0 else {}
+    gathered = {} if run.gathered_sha256 else record_gathered(model)
     held_out = corpus.validation(schedule.batch, CONFIG.context)
     for index in range(done, schedule.steps):
         batch = corpus.batch(index, schedule.batch, CONFIG.context)
         start = time.perf_counter()
-        if index == 0:
+        if not run.gathered_sha256:
             with GatheredBytes() as count:
                 loss = step(batch, schedule.learning_rate(index))
             run.gathered_bytes, run.gathered_sha256 = count.total, report.digest(gathered)
@@ -187,14 +185,15 @@ def train(name: str, corpus: Corpus, arguments: Namespace, device: torch.device,
             run.validation.append((index + 1, float(np.mean(losses))))
             report_event(("validation", *run.validation[-1]))
         if folder and ((index + 1) % arguments.every == 0 or index + 1 == schedule.steps):
-            checkpoint.save(folder, index + 1, model, optimizer, run, settings(arguments, corpus))
+            checkpoint_torch.save(folder, index + 1, model, optimizer, run, settings(arguments, corpus))
     run.resident_bytes = weights.resident_bytes() - before
     report_event(("run", run))
 
 
 def settings(arguments: Namespace, corpus: Corpus) -> dict[str, Any]:
     """What must be the same for a run to go on where another has stopped."""
-    return {"text": corpus.name, **{name: getattr(arguments, name) for name in ("steps", "batch", "weights", "mesh")}}
+    names = ("steps", "batch", "weights", "mesh")
+    return {"framework": "torch", "text": corpus.name, **{name: getattr(arguments, name) for name in names}}
 
 
 def worker(rank: int, ranks: int, rendezvous: str, corpus: Corpus, arguments: Namespace, events: mp.Queue) -> None:
@@ -211,37 +210,19 @@ def worker(rank: int, ranks: int, rendezvous: str, corpus: Corpus, arguments: Na
     dist.destroy_process_group()
 
 
-def add_options(parser: options.Parser) -> None:
-    """The options that train_jax.py does not have."""
-    parser.add_argument("--weights", choices=weights.KINDS, default="shard", help="what a rank keeps of a weight")
-    parser.add_argument("--mesh", choices=weights.MESHES, default="fsdp", help="which ranks have parts of it")
-    parser.add_argument("--checkpoint", type=Path, metavar="DIR", help="save checkpoints in it")
-    every = partial(options.whole_number, most=1_000_000)
-    parser.add_argument("--every", type=every, default=20, metavar="N", help="steps from one to the next (default: 20)")
-    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
-
-
 def main() -> None:
     """Start the ranks, show their progress, and write the report."""
     gpus = torch.cuda.device_count()
     if gpus:
-        parser, arguments = options.parse(str(__doc__).splitlines()[0], "GPUs", gpus, add=add_options)
+        parser, arguments = options.parse(str(__doc__).splitlines()[0], "GPUs", gpus)
     else:
         most = 4 * len(os.sched_getaffinity(0))
-        parser, arguments = options.parse(str(__doc__).splitlines()[0], "processes", 2, most, add_options)
+        parser, arguments = options.parse(str(__doc__).splitlines()[0], "processes", 2, most)
     try:
         corpus = load(arguments.text, arguments.batch, CONFIG.context)
     except (OSError, ValueError) as error:
         options.fail(parser.prog, str(error))
-    problem = weights.refusal(arguments.weights, arguments.mesh, arguments.ranks, arguments.asked)
-    if arguments.checkpoint:
-        given = settings(arguments, corpus)
-        problem = problem or checkpoint.refusal(arguments.checkpoint, arguments.formats, arguments.resume, given)
-        interrupt.outcome = f"checkpoints are in {arguments.checkpoint}; --resume goes on from the last one"
-    elif arguments.resume:
-        problem = "--resume goes on from a checkpoint; give --checkpoint DIR"
-    if problem:
-        options.fail(parser.prog, problem)
+    checkpoint.check(parser.prog, arguments, options.refusal(arguments), settings(arguments, corpus))
     runs: list[report.Run] = []
     ranks = closing(launch(worker, arguments.ranks, corpus, arguments))
     with TrainingProgress(arguments.steps) as progress, ranks as events:

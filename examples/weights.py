@@ -17,29 +17,15 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+import options
 import qshard.torch_bridge as qshard
 from gpt import GPTConfig, Schedule, initial_weights, is_quantized
 from qshard.recipes import Recipe
 
-KINDS = ("shard", "primary", "zero")
-MESHES = {"fsdp": ("fsdp",), "hsdp": ("replicate", "fsdp"), "fsdp,tp": ("fsdp", "tp")}
-
-
-def refusal(kind: str, mesh: str, ranks: int, formats: list[str]) -> str | None:
-    """Say why these cannot go together, if they cannot."""
-    if kind != "shard" and "bf16" in formats:
-        return f"--weights {kind} is not for bf16, which has no codes to keep; leave bf16 out, or --weights"
-    if kind == "zero" and mesh != "fsdp":
-        return f"--weights zero cuts weights over all ranks alike, not over --mesh {mesh}; leave --mesh out"
-    if mesh != "fsdp" and (ranks < 4 or ranks % 2):
-        return f"--mesh {mesh} needs an even number of ranks, 4 or more, not {ranks}; give --ranks 4"
-    return None
-
 
 def make_mesh(name: str, device: torch.device, ranks: int) -> DeviceMesh:
-    """Arrange the ranks: in a row, as two replicas of shards, or in pairs that share the work of each layer."""
-    shape = {"fsdp": (ranks,), "hsdp": (2, ranks // 2), "fsdp,tp": (ranks // 2, 2)}[name]
-    return init_device_mesh(device.type, shape, mesh_dim_names=MESHES[name])
+    """Arrange the ranks as `--mesh` says."""
+    return init_device_mesh(device.type, options.mesh_shape(name, ranks), mesh_dim_names=options.MESHES[name])
 
 
 def cut_layers(blocks: nn.ModuleList, mesh: DeviceMesh) -> None:
@@ -68,7 +54,7 @@ def shard(model: nn.Module, mesh: DeviceMesh) -> None:
 
 def make_optimizer(model: nn.Module, kind: str, recipe: Recipe | None, schedule: Schedule) -> torch.optim.Optimizer:
     """AdamW of the matrices with, and of the gains of norms without, weight decay."""
-    options = {"betas": schedule.betas, "eps": schedule.eps}
+    settings = {"betas": schedule.betas, "eps": schedule.eps}
 
     def decay(name: str, weight: torch.Tensor) -> dict[str, float]:
         return {"weight_decay": schedule.weight_decay if weight.ndim == 2 else 0.0}
@@ -76,15 +62,15 @@ def make_optimizer(model: nn.Module, kind: str, recipe: Recipe | None, schedule:
     if kind == "zero":
         units = [*model.blocks, model]
         return qshard.ZeroOptimizer(
-            model, shard_weights=True, units=units, settings=decay, decoupled_weight_decay=True, **options
+            model, shard_weights=True, units=units, settings=decay, decoupled_weight_decay=True, **settings
         )
     grouped: dict[tuple[int, int], list[nn.Parameter]] = {}  # AdamW takes no weights of different meshes in one group.
     for weight in model.parameters():
         grouped.setdefault((weight.ndim, weight.device_mesh.ndim), []).append(weight)
     groups = [{"params": grouped[key], **decay("", grouped[key][0])} for key in sorted(grouped, reverse=True)]
     if kind == "primary" and recipe is not None:
-        return qshard.WithMasters(groups, torch.optim.AdamW, **options)
-    return torch.optim.AdamW(groups, **options)
+        return qshard.WithMasters(groups, torch.optim.AdamW, **settings)
+    return torch.optim.AdamW(groups, **settings)
 
 
 def narrow(model: nn.Module) -> None:

@@ -22,6 +22,7 @@ import numpy as np
 from qshard.formats import Format
 from qshard.jax.array import QuantizedArray
 from qshard.jax.delayed import LinearState, Observed, TensorState
+from qshard.jax.primary import PrimaryWeight
 from qshard.names import shown
 from qshard.pipeline import Plane
 
@@ -31,13 +32,15 @@ VERSION = 1
 _Keys = tuple[str, ...]
 _FIELDS: dict[type, dict[str, type | None]] = {
     QuantizedArray: {"rowwise": Plane, "columnwise": Plane},
+    PrimaryWeight: dict.fromkeys(("data", "scale_inv", "global_scale_inv", "amax")),
     Plane: dict.fromkeys(Plane._fields),
     LinearState: dict.fromkeys(("weight", "activation", "gradient"), TensorState),
     TensorState: {"scale": None, "amax_history": None, "observed": Observed},
     Observed: {"amax": None, "seal": None},
 }
 """Of the nodes that are ours: their arrays, and the nodes below them."""
-_ROOTS = (QuantizedArray, LinearState, TensorState)
+_CODES = (QuantizedArray, PrimaryWeight)
+_ROOTS = (*_CODES, LinearState, TensorState)
 
 
 def describe(tree: Any) -> dict[str, str]:
@@ -61,7 +64,7 @@ def describe(tree: Any) -> dict[str, str]:
     With orbax: `checkpointer.save(path, tree, custom_metadata=describe(tree))`.
     """
     nodes = [
-        {"at": _keys(path), "is": type(node).__name__, **(_terms(node) if isinstance(node, QuantizedArray) else {})}
+        {"at": _keys(path), "is": type(node).__name__, **(_terms(node) if isinstance(node, _CODES) else {})}
         for path, node in jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_ours)[0]
         if _is_ours(node)
     ]
@@ -109,7 +112,7 @@ def _keys(path: Sequence[Any]) -> _Keys:
     return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
 
 
-def _terms(q: QuantizedArray) -> dict[str, Any]:
+def _terms(q: QuantizedArray | PrimaryWeight) -> dict[str, Any]:
     return {"format": q.format.description, "dtype": np.dtype(q.dtype).name, "axes": list(q.axes)}
 
 
@@ -198,19 +201,19 @@ def _made(kind: type, static: Mapping[str, Any], node: Any, where: str) -> Any:
 
 def _to_state(serialization: ModuleType, node: Any) -> dict[str, Any]:
     state = {name: serialization.to_state_dict(getattr(node, name)) for name in _FIELDS[type(node)]}
-    return state | ({"of": json.dumps(_terms(node))} if isinstance(node, QuantizedArray) else {})
+    return state | ({"of": json.dumps(_terms(node))} if isinstance(node, _CODES) else {})
 
 
 def _from_state(serialization: ModuleType, target: Any, state: Any) -> Any:
     kind = type(target)
-    names = set(_FIELDS[kind]) | ({"of"} if kind is QuantizedArray else set())
+    names = set(_FIELDS[kind]) | ({"of"} if kind in _CODES else set())
     if not isinstance(state, Mapping) or set(state) != names:
         given = ", ".join(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
         raise ValueError(
             f"from_state_dict: state ({given}) is not of a {kind.__name__}; give a target like what was saved"
         )
     static = {}
-    if kind is QuantizedArray:
+    if kind in _CODES:
         static = _static(json.loads(state["of"]))
         for name, value in static.items():
             if getattr(target, name) != value:

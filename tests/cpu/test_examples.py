@@ -1,8 +1,6 @@
 """The two training scripts as programs: what they refuse, how Ctrl-C ends them, what the report shows."""
 
 import codecs
-import importlib
-import json
 import os
 import pty
 import re
@@ -11,17 +9,12 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
-SCRIPTS = ["train_jax", "train_torch"]
-# Without the host devices that conftest.py asks for: the scripts ask for their own.
-# As on a machine without a GPU, which has no number of GPUs for ranks to exceed.
-ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-ENVIRONMENT |= {"COLUMNS": "80", "CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"}
+from support.examples import ENVIRONMENT, EXAMPLES, assert_refused, example, refusals
 
+SCRIPTS = ["train_jax", "train_torch"]
 
 REFUSED = {
     "--steps 0": "argument --steps: '0' is not a whole number from 1 to 1000000 (--help lists the options)",
@@ -48,40 +41,15 @@ def texts(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def refusals(texts):
-    """What each script says to each of `REFUSED`, in one process, as importing a framework takes seconds."""
-    code = """
-import contextlib, io, json, sys
-sys.path.insert(0, sys.argv[1])
-script = __import__(sys.argv[2])
-said = {}
-for line in json.loads(sys.argv[3]):
-    sys.argv = ["train.py", *line.split()]
-    status = None
-    with contextlib.redirect_stderr(io.StringIO()) as errors:
-        try:
-            script.main()
-        except SystemExit as end:
-            status = end.code
-    said[line] = (status, errors.getvalue())
-print(json.dumps(said))
-"""
-    said = {}
-    for script in SCRIPTS:
-        command = [sys.executable, "-c", code, EXAMPLES, script, json.dumps(list(REFUSED))]
-        result = subprocess.run(command, cwd=texts, env=ENVIRONMENT, capture_output=True, text=True, check=True)
-        said[script] = json.loads(result.stdout)
-    return said
+def said(texts):
+    """What each script says to each of `REFUSED`."""
+    return {script: refusals(script, REFUSED, texts) for script in SCRIPTS}
 
 
 @pytest.mark.parametrize("line", REFUSED, ids=lambda line: line[:24])
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_refused_in_one_line(script, line, refusals):
-    status, said = refusals[script][line]
-    assert status in (1, 2)
-    assert said.startswith(f"train.py: error: {REFUSED[line]}")
-    assert said.count("\n") == 1
-    assert len(said) < 200
+def test_refused_in_one_line(script, line, said):
+    assert_refused(said[script][line], REFUSED[line])
 
 
 ESCAPES = re.compile(r"\x1b\[[\d;?]*[A-Za-z]")
@@ -154,11 +122,7 @@ def test_control_c(script, moment, tmp_path):
 
 @pytest.fixture(scope="module")
 def report():
-    sys.path.insert(0, str(EXAMPLES))
-    try:
-        return importlib.import_module("report")
-    finally:
-        sys.path.remove(str(EXAMPLES))
+    return example("report")
 
 
 def test_plot_has_a_panel_of_differences(report):

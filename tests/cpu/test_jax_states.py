@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from qshard import formats
 from qshard.formats import Usage
-from qshard.jax import QuantizedArray, describe, init_delayed, linear, quantize, rebuild, update_delayed
+from qshard.jax import PrimaryWeight, QuantizedArray, describe, init_delayed, linear, quantize, rebuild, update_delayed
 from qshard.recipes import DelayedScaling
 from support.awkward import assert_bits_equal, awkward_values
 from support.formats import NAMED
@@ -50,7 +50,13 @@ def tree():
     x = jnp.asarray(awkward_values(SHAPE, seed=1))
     coded = {str(fmt): quantize(x, fmt, usage=Usage.BOTH if fmt.transposes else Usage.ROWWISE) for fmt in NAMED}
     deep = quantize(x.astype(jnp.bfloat16).reshape(8, 32, 512), formats.MXFP8_E4M3, usage=Usage.COLUMNWISE)
-    made = {"layers": [coded, (deep, {"b/c": deep})], "w": x, "states": {"0": init_delayed(RECIPE, (3,))}}
+    primary = PrimaryWeight.of(quantize(x, formats.NVFP4_16x16), jnp.float32(3))
+    made = {
+        "primary": primary,
+        "layers": [coded, (deep, {"b/c": deep})],
+        "w": x,
+        "states": {"0": init_delayed(RECIPE, (3,))},
+    }
     return jax.device_put(made, put(made, mesh_of(8)))
 
 

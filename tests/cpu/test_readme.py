@@ -13,6 +13,7 @@ from support.pages import REPOSITORY, Page, run
 README = Page("README.md")
 PYTHON, COMMANDS = README.python, README.commands
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+DOCS = sorted(str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / "docs").glob("*.md"))
 TARGETS = set(re.findall(r"^([a-z]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE))
 
 
@@ -72,21 +73,26 @@ def test_what_commands_name_exists(words, tmp_path):
         assert program in ("git", "cd", "export", "source"), f"what is {program}?"
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "ARCHITECTURE.md", "docs/fsdp2.md"])
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "ARCHITECTURE.md", *DOCS])
 def test_targets_in_the_text_exist(page):
     assert set(re.findall(r"`make ([a-z]+)", (REPOSITORY / page).read_text())) <= TARGETS
 
 
-def test_the_notebook_imports_what_its_extra_brings():
+@pytest.mark.parametrize("name", sorted(path.name for path in (REPOSITORY / "notebooks").glob("*.ipynb")))
+def test_notebooks_import_what_their_extra_brings(name):
     """Also what it imports of the examples, in turn."""
     extras = PROJECT["optional-dependencies"]
-    named = [*PROJECT["dependencies"], *extras["notebooks"], *extras["torch"]]
-    assert "qshard[torch]" in named
+    named = [*PROJECT["dependencies"], *extras["notebooks"], *extras["torch"], *extras["jax"]]
+    assert "qshard[jax,torch]" in named
     brought = {re.match(r"[\w-]+", requirement)[0] for requirement in named}
     assert "jupyterlab" in brought
-    cells = json.loads((REPOSITORY / "notebooks" / "01_formats.ipynb").read_text())["cells"]
+    cells = json.loads((REPOSITORY / "notebooks" / name).read_text())["cells"]
     imported = modules("\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"))
-    examples = {path.stem: modules(path.read_text()) for path in (REPOSITORY / "examples").glob("*.py")}
+    at_once = r"^(?:import|from) (\w+)"  # Not what a function imports once it is called.
+    examples = {
+        path.stem: set(re.findall(at_once, path.read_text(), re.MULTILINE))
+        for path in (REPOSITORY / "examples").glob("*.py")
+    }
     while more := {name for example in imported & set(examples) for name in examples[example]} - imported:
         imported |= more
     assert imported - set(examples) - set(sys.stdlib_module_names) <= brought

@@ -1,9 +1,6 @@
 """What examples/train_torch.py gathers, for every recipe, kind of weight and mesh, and how runs go on: small models."""
 
-import importlib
-import sys
 from argparse import Namespace
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,48 +8,25 @@ import torch.distributed as dist
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from support import torch_ranks
+from support.examples import BATCH, Stopped, example, small, text
 from support.torch_ranks import on_ranks
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 RECIPES = ["fp8", "delayed", "block", "mxfp8", "mxfp6", "mxfp4", "nvfp4"]
 KINDS = ["shard", "primary", "zero"]
-BATCH = 4
-
-
-def example(name):
-    sys.path.insert(0, str(EXAMPLES))
-    try:
-        return importlib.import_module(name)
-    finally:
-        sys.path.remove(str(EXAMPLES))
 
 
 class Events(list):
     put = list.append
 
 
-class Stopped(Exception):
-    pass
-
-
 def trained(name, kind="shard", mesh="fsdp", steps=2, folder=None, resume=False, stops=None):
     """The run that rank 0 reports; None on others. It may stop before a step."""
     _clear_sharding_prop_cache()  # It holds meshes of process groups of cases before.
-    script = example("train_torch")
-    script.CONFIG = example("gpt").GPTConfig(layers=1, context=8)
-    corpus = example("corpus").load(Path(__file__), BATCH, script.CONFIG.context)
-
-    class Text(type(corpus)):
-        def batch(self, step, *sizes):
-            if step == stops:
-                raise Stopped
-            return super().batch(step, *sizes)
-
-    text, events = Text(corpus.name, corpus.train, corpus.held_out), Events()
+    script, events = small("train_torch"), Events()
     arguments = Namespace(
         steps=steps, batch=BATCH, weights=kind, mesh=mesh, checkpoint=folder, every=2, resume=resume, formats=[name]
     )
-    script.train(name, text, arguments, torch.device(torch_ranks.device), events)
+    script.train(name, text(script, stops), arguments, torch.device(torch_ranks.device), events)
     return events[-1][1] if events else None
 
 

@@ -1,15 +1,23 @@
-"""The law and an FSDP step over processes that share nothing but a network: jax.distributed with gloo."""
+"""The law, a step of FSDP, and ZeRO, over processes that share nothing but a network: jax.distributed with gloo."""
 
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from support.formats import ZEROED
+
 TESTS = Path(__file__).parents[1]
 COUNT = 2
 
 
-def test_two_processes(tmp_path):
+@pytest.mark.parametrize(
+    "check",
+    ["law", "MXFP8", *(pytest.param(name, marks=pytest.mark.slow) for name in ZEROED if name != "MXFP8")],
+)
+def test_two_processes(check, tmp_path):
     """Each process checks its own shards (support/jax_process.py)."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -18,7 +26,7 @@ def test_two_processes(tmp_path):
     processes = []
     for index, log in enumerate(logs):
         with log.open("w") as output:
-            command = [sys.executable, "-m", "support.jax_process", address, str(COUNT), str(index)]
+            command = [sys.executable, "-m", "support.jax_process", address, str(COUNT), str(index), check]
             processes.append(subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, cwd=TESTS))
     try:
         for process, log in zip(processes, logs, strict=True):

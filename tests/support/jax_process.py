@@ -1,4 +1,6 @@
-"""One of several JAX processes, each with two host devices: `python -m support.jax_process ADDRESS COUNT INDEX`.
+"""One of several JAX processes, each with two host devices: `python -m support.jax_process ADDRESS COUNT INDEX CHECK`.
+
+CHECK is "law", or the name of a recipe that ZeRO trains with.
 
 Run by tests/dist/test_jax_processes.py. Any assertion that fails ends the process with an error.
 """
@@ -6,7 +8,7 @@ Run by tests/dist/test_jax_processes.py. Any assertion that fails ends the proce
 import os
 import sys
 
-ADDRESS, COUNT, INDEX = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+ADDRESS, COUNT, INDEX, CHECK = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
 
@@ -19,7 +21,8 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 from qshard import reference  # noqa: E402
 from qshard.formats import FP8_E4M3, MXFP8_32x32, NVFP4_16x16, Usage  # noqa: E402
 from qshard.jax import compute_scales, gather, linear, quantize  # noqa: E402
-from qshard.recipes import CurrentScaling  # noqa: E402
+from qshard.recipes import MXFP8, CurrentScaling  # noqa: E402
+from support import jax_zero  # noqa: E402
 from support.awkward import TAME, assert_bits_equal, awkward_values  # noqa: E402
 
 RECIPE = CurrentScaling()
@@ -77,15 +80,63 @@ def check_step(mesh):
         np.testing.assert_allclose(shard.data, want_dw[shard.index], rtol=1e-5, atol=1e-5 * np.abs(want_dw).max())
 
 
+def check_exact_step(mesh, mode):
+    """Where sums have no order, for they are exact, the bits are those of one device: with gloo's reductions too."""
+    rng = np.random.default_rng(3)  # Small integers, whose products with powers of two float32 adds without rounding.
+    x, w, dy = (rng.integers(-4, 5, shape).astype(np.float32) for shape in ((32, 128), (128, 128), (32, 128)))
+
+    def step(x, w, dy, **options):
+        return jax.value_and_grad(lambda x, w: jnp.sum(dy * linear(x, w, MXFP8(), **options)), (0, 1))(x, w)
+
+    def sharded(x, w, dy):
+        return step(x, w, dy, weight_spec=P("fsdp"), gather_axis="fsdp")
+
+    def manual(x, w, dy):
+        loss, grads = step(x, w, dy, gather_axis="fsdp")
+        return jax.lax.psum(loss, "fsdp"), grads
+
+    if mode == "shard_map":
+        sharded = jax.shard_map(manual, mesh=mesh, in_specs=P("fsdp"), out_specs=(P(), P("fsdp")))
+    want_loss, want = jax.jit(step)(x, w, dy)
+    loss, got = jax.jit(sharded)(*(spread(mesh, a, P("fsdp")) for a in (x, w, dy)))
+    assert float(loss) == float(want_loss) != 0
+    for whole, array in zip(want, got, strict=True):
+        assert_shards(array, np.asarray(whole))
+
+
+def check_zero(name, steps=2):
+    """Losses and masters have the bits of one device that runs all batches."""
+    recipe, world = jax_zero.RECIPES[name], jax.device_count()
+    losses, whole = jax_zero.on_one_device(recipe, world, steps, "float32")
+    for shard_weights in (False, True):
+        plan, step, *training = jax_zero.program(recipe, world, shard_weights)
+        training = [*jax.device_get(training), jax_zero.states_of(recipe)]
+        for number in range(steps):
+            x = np.concatenate([jax_zero.batch_of(number, device) for device in range(world)])
+            *training, values = step(*training, x, number)
+            assert_shards(values, np.asarray(losses[number], np.float32))
+        jax.tree.map(assert_shards, training[0], jax.device_get(plan.cut(whole)))
+
+
+def check_all():
+    for kind in (AxisType.Auto, AxisType.Explicit):
+        fsdp = jax.make_mesh((jax.device_count(),), ("fsdp",), axis_types=(kind,))
+        with jax.set_mesh(fsdp):
+            check_law(fsdp)
+            check_law(fsdp, MXFP8_32x32)  # whole blocks a device by columns; cut ones by rows
+            check_law(fsdp, NVFP4_16x16, rows=32)
+            check_step(fsdp)
+            check_exact_step(fsdp, kind)
+            if kind is AxisType.Auto:
+                check_exact_step(fsdp, "shard_map")
+
+
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(ADDRESS, COUNT, INDEX)
 assert jax.device_count() == 2 * COUNT
-for kind in (AxisType.Auto, AxisType.Explicit):
-    fsdp = jax.make_mesh((jax.device_count(),), ("fsdp",), axis_types=(kind,))
-    with jax.set_mesh(fsdp):
-        check_law(fsdp)
-        check_law(fsdp, MXFP8_32x32)  # whole blocks a device by columns; cut ones by rows
-        check_law(fsdp, NVFP4_16x16, rows=32)
-        check_step(fsdp)
+if CHECK == "law":
+    check_all()
+else:
+    check_zero(CHECK)
 jax.distributed.shutdown()
 print("done")

@@ -1,0 +1,119 @@
+"""What train_jax.py saves and loads: orbax for itself, onto any mesh, whole arrays for train_torch.py."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import checkpoint
+import qshard.jax as qshard
+from checkpoint import Whole
+from report import Run
+
+MOMENTS = {"exp_avg": "mu", "exp_avg_sq": "nu"}
+ROLES = ("weight", "activation", "gradient")
+
+
+def save(directory: Path, step: int, training: dict[str, Any], run: Run, settings: dict[str, Any]) -> None:
+    """Write a checkpoint after `step` steps, then remove those before it.
+
+    `training` is all that the next step depends on: `weights`, `states` of delayed scaling and `optimizer`.
+    """
+    import orbax.checkpoint as ocp
+
+    partial = checkpoint.begin(directory, step).absolute()
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(partial / "arrays", training, force=True, custom_metadata=qshard.describe(training))
+    checkpoint.finish(partial, _whole(training), run, settings)
+
+
+def load(
+    path: Path, training: dict[str, Any], started: Run, recast: Callable[[dict[str, Any]], dict[str, Any]]
+) -> tuple[int, Run, dict[str, Any]]:
+    """Go on from a checkpoint: return the steps that are done, what they measured, and the training, cut as it is.
+
+    `recast` makes codes of the masters of primary weights.
+    """
+    done, run, whole = checkpoint.read(path, started)
+    if whole is not None:
+        return done, run, recast(_from_whole(whole, training, done))
+    import orbax.checkpoint as ocp
+
+    target = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), training)
+    with ocp.StandardCheckpointer() as checkpointer:
+        arrays = (path / "arrays").absolute()
+        metadata = checkpointer.metadata(arrays).custom_metadata
+        return done, run, qshard.rebuild(checkpointer.restore(arrays, target), metadata)
+
+
+def _whole(training: dict[str, Any]) -> Whole:
+    """The training as train_torch.py takes it."""
+    masters = _masters(training)
+    whole: Whole = {
+        name: {"weight": np.asarray(weight if masters.get(name) is None else masters[name])}
+        for name, weight in training["weights"].items()
+    }
+    adam = _adam(training)
+    for part, moment in MOMENTS.items():
+        for name, array in getattr(adam, moment).items():
+            whole[name][part] = np.asarray(array)
+    for name, state in training["states"].items():
+        for role in ROLES:
+            tensor = getattr(state, role)
+            whole[name] |= {
+                f"scale.{role}": np.asarray(tensor.scale),
+                f"history.{role}": np.asarray(tensor.amax_history),
+            }
+    return whole
+
+
+def _adam(training: dict[str, Any]) -> optax.ScaleByAdamState:
+    is_adam = lambda node: isinstance(node, optax.ScaleByAdamState)  # noqa: E731
+    return next(node for node in jax.tree.leaves(training["optimizer"], is_leaf=is_adam) if is_adam(node))
+
+
+def _masters(training: dict[str, Any]) -> dict[str, jax.Array | None]:
+    """The float32 values of primary weights."""
+    state = training["optimizer"]
+    masters: dict[str, jax.Array | None] = state.masters if isinstance(state, qshard.PrimaryState) else {}
+    return masters
+
+
+def _from_whole(whole: Whole, training: dict[str, Any], done: int) -> dict[str, Any]:
+    """The training that train_torch.py has saved, cut as `training` is."""
+    parts = {part: checkpoint.parts_of(whole, part) for part in ("weight", *MOMENTS)}
+
+    def taken(tree: Any) -> Any:
+        if isinstance(tree, optax.ScaleByAdamState):
+            moments = {moment: parts[part] for part, moment in MOMENTS.items()}
+            return tree._replace(count=jnp.full_like(tree.count, done), **moments)
+        return jnp.full_like(tree, done)  # counts of steps
+
+    def state_of(name: str, state: qshard.LinearState) -> qshard.LinearState:
+        tensors = {
+            role: qshard.TensorState(
+                whole[name][f"scale.{role}"], whole[name][f"history.{role}"], getattr(state, role).observed
+            )
+            for role in ROLES
+        }
+        return qshard.LinearState(**tensors)
+
+    masters, state = _masters(training), training["optimizer"]
+    inner = state.inner if masters else state
+    inner = jax.tree.map(taken, inner, is_leaf=lambda node: isinstance(node, optax.ScaleByAdamState))
+    if masters:
+        values = {name: None if master is None else parts["weight"][name] for name, master in masters.items()}
+        inner = state._replace(masters=values, inner=inner)
+    made = {
+        "weights": {
+            name: parts["weight"][name] if masters.get(name) is None else weight  # codes are made anew
+            for name, weight in training["weights"].items()
+        },
+        "states": {name: state_of(name, state) for name, state in training["states"].items()},
+        "optimizer": inner,
+    }
+    return jax.tree.map(lambda new, old: jax.device_put(np.asarray(new, old.dtype), old.sharding), made, training)

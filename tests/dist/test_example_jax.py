@@ -1,0 +1,270 @@
+"""examples/train_jax.py: modes and meshes, and runs that go on from checkpoints, their own and train_torch.py's."""
+
+import importlib.util
+import json
+import signal
+import subprocess
+import sys
+import time
+from argparse import Namespace
+
+import jax
+import numpy as np
+import pytest
+
+from qshard import reference
+from qshard.recipes import DelayedScaling
+from support import torch_ranks
+from support.awkward import assert_bits_equal
+from support.examples import BATCH, ENVIRONMENT, EXAMPLES, TEXT, Stopped, assert_refused, example, refusals, small, text
+
+RECIPES = list(example("options").RECIPES)
+saves = pytest.mark.skipif(
+    not all(map(importlib.util.find_spec, ("orbax", "safetensors"))), reason="what saves is not installed"
+)
+
+
+class Progress:
+    def __getattr__(self, name):
+        return lambda *values: None
+
+
+def trained(name, mode="shard_map", mesh="fsdp", ranks=2, steps=2, folder=None, resume=False, stops=None, kind="shard"):
+    """The run; it may stop before a step."""
+    script, modes = small("train_jax"), example("modes")
+    arguments = Namespace(
+        steps=steps, batch=BATCH, weights=kind, mesh=mesh, mode=mode, checkpoint=folder, every=2, resume=resume
+    )
+    with jax.set_mesh(modes.make_mesh(mesh, mode, jax.devices()[:ranks])):
+        return script.train(name, text(script, stops), arguments, Progress())
+
+
+def assert_same_bytes(runs):
+    first, *others = runs
+    assert first.gathered_sha256 != ""
+    for run in others:
+        assert run.gathered_sha256 == first.gathered_sha256
+        # Where one device's activations have a scale of their own, and where sums are made in another order.
+        assert run.losses == pytest.approx(first.losses, rel=0.02)
+
+
+def test_all_modes_gather_the_same_bytes():
+    runs = [trained("fp8", mode) for mode in ("shard_map", "auto", "explicit")]
+    assert_same_bytes(runs)
+    assert runs[1].losses == pytest.approx(runs[2].losses, rel=1e-6)
+
+
+def test_primary_weights_have_the_same_losses():
+    """Codes that are made once a step are those that each gather makes."""
+    shard, primary = (trained("fp8", "explicit", kind=kind) for kind in ("shard", "primary"))
+    assert primary.gathered_sha256 == shard.gathered_sha256
+    assert primary.losses == shard.losses
+    assert shard.resident_bytes < primary.resident_bytes < 1.1 * shard.resident_bytes
+
+
+def test_meshes_gather_the_same_bytes():
+    assert_same_bytes([trained("mxfp8", *how, 4, steps=1) for how in (("explicit", "fsdp,tp"), ("shard_map", "hsdp"))])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_in_every_mode_on_every_mesh(name):
+    runs = [
+        trained(name, mode, mesh, 4)
+        for mode in ("shard_map", "auto", "explicit")
+        for mesh in ("fsdp", "hsdp", "fsdp,tp")
+        if (mode, mesh) != ("shard_map", "fsdp,tp")
+    ]
+    assert_same_bytes(runs)
+    if name != "bf16":
+        for mode, mesh in (("shard_map", "hsdp"), ("auto", "fsdp"), ("explicit", "fsdp,tp")):
+            same = [trained(name, mode, mesh, 4, kind=kind) for kind in ("shard", "primary")]
+            assert same[0].losses == same[1].losses, (mode, mesh)
+            assert same[0].gathered_sha256 == same[1].gathered_sha256
+    halves = {run.resident_bytes for run in runs if "hsdp" in run.ranks}
+    assert min(halves) > 1.9 * runs[0].resident_bytes  # Half as many devices share a weight.
+
+
+SMALL = """
+import sys
+sys.path[:0] = sys.argv[1:3]
+from support.examples import small
+script = small("train_jax")
+sys.argv = ["train_jax.py", *sys.argv[3:]]
+script.main()
+"""
+
+
+def start(folder, *options):
+    """The program, with a small model."""
+    given = ["--steps", "6", "--batch", str(BATCH), "--ranks", "2", "--text", TEXT, "--out", folder, *options]
+    command = [sys.executable, "-c", SMALL, TEXT.parents[1], EXAMPLES, *given]
+    return subprocess.Popen(
+        list(map(str, command)), env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+
+
+def reported(folder, *options):
+    process = start(folder, *options)
+    errors = process.communicate(timeout=240)[1]
+    assert process.returncode == 0, errors
+    (run,) = json.loads((folder / "jax.json").read_text())
+    return run
+
+
+@saves
+@pytest.mark.parametrize(
+    ("name", "mode", "kind"),
+    [
+        ("delayed", "shard_map", "shard"),
+        pytest.param("nvfp4", "auto", "shard", marks=pytest.mark.slow),
+        pytest.param("fp8", "explicit", "primary", marks=pytest.mark.slow),
+        pytest.param("delayed", "auto", "primary", marks=pytest.mark.slow),
+    ],
+)
+def test_a_killed_run_goes_on_with_the_same_losses(name, mode, kind, tmp_path):
+    """Bit for bit, from the last whole checkpoint, over one that is half written."""
+    saved = tmp_path / "saved"
+    options = ["--formats", name, "--mode", mode, "--weights", kind]
+    untouched = reported(tmp_path, *options)
+    options += ["--checkpoint", saved, "--every", "1"]
+    process = start(tmp_path, *options)
+    try:
+        deadline = time.monotonic() + 240
+        while not list(saved.glob(f"{name}/step-?")):
+            assert process.poll() is None, process.stderr.read()
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stderr.close()
+    done = [path.name for path in (saved / name).glob("step-?")]
+    assert done
+    assert "step-6" not in done
+    (saved / name / "step-6.partial" / "arrays").mkdir(parents=True, exist_ok=True)
+    resumed = reported(tmp_path, *options, "--resume")
+    for what in ("losses", "validation", "gathered_sha256"):
+        assert resumed[what] == untouched[what]
+    assert [path.name for path in (saved / name).iterdir()] == ["step-6"]
+
+
+@saves
+def test_a_run_goes_on_with_other_devices(tmp_path):
+    """Orbax cuts what it restores as the new mesh asks: the weights have the bits that were saved."""
+    with pytest.raises(Stopped):
+        trained("fp8", "auto", "fsdp", 2, steps=4, folder=tmp_path, stops=2)
+    want = whole_of(tmp_path, "fp8")
+    with loaded("checkpoint_jax") as seen:
+        trained("fp8", "explicit", "fsdp,tp", 4, steps=4, folder=tmp_path, resume=True)
+    assert_same(seen[0], want)
+
+
+def whole_of(folder, name):
+    """What the last checkpoint has for the other framework."""
+    from safetensors.numpy import load_file
+
+    return load_file(max((folder / name).glob("step-?")) / "whole.safetensors")
+
+
+class loaded:
+    """What a script has of a training once it has loaded it, as it would save it."""
+
+    def __init__(self, name):
+        self.module, self.load = example(name), example(name).load
+
+    def __enter__(self):
+        seen = []
+
+        def load(path, *rest):
+            made = self.load(path, *rest)
+            whole = self.module._whole(*(rest[:2] if len(made) == 2 else made[2:]))
+            seen.append({f"{name}:{part}": np.array(a) for name, parts in whole.items() for part, a in parts.items()})
+            return made
+
+        self.module.load = load
+        return seen
+
+    def __exit__(self, *error):
+        self.module.load = self.load
+
+
+def assert_same(got, want):
+    assert got.keys() == want.keys()
+    for name, array in want.items():
+        assert_bits_equal(got[name], array, name)
+
+
+def digest_of(arrays, recipe):
+    """Of what the weights in a file are gathered as: codes by the reference, the rest in bfloat16."""
+    gathered = {}
+    for key, array in arrays.items():
+        name, _, part = key.rpartition(":")
+        if part == "weight" and example("gpt").is_quantized(name):
+            plane = reference.quantize(array, recipe.weight).rowwise
+            parts = plane.data, plane.scale_inv, plane.global_scale_inv
+            gathered[name] = [np.asarray(part) for part in parts if part is not None]
+        elif part == "weight":
+            gathered[name] = [np.asarray(jax.numpy.asarray(array).astype("bfloat16"))]
+    return example("report").digest(gathered)
+
+
+def resume_in_torch(name, folder, want, kind):
+    """On each rank: go on to step 4 with what JAX has saved at step 2."""
+    import torch.distributed as dist
+
+    module = importlib.util.spec_from_file_location("kinds", TEXT)
+    kinds = importlib.util.module_from_spec(module)
+    module.loader.exec_module(kinds)
+    with loaded("checkpoint_torch") as seen, pytest.raises(Stopped):
+        kinds.trained(name, kind, steps=6, folder=folder, resume=True, stops=4)
+    if dist.get_rank() == 0:
+        assert_same(seen[0], want)
+
+
+@saves
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("delayed", "shard"),
+        pytest.param("nvfp4", "primary", marks=pytest.mark.slow),
+        pytest.param("fp8", "shard", marks=pytest.mark.slow),
+        pytest.param("mxfp8", "zero", marks=pytest.mark.slow),
+    ],
+)
+def test_the_other_framework_goes_on(name, kind, tmp_path):
+    """From JAX to PyTorch and back: weights, moments and scales keep their bytes, and so do the codes made of them."""
+    ours = "primary" if kind == "primary" else "shard"
+    with pytest.raises(Stopped):
+        trained(name, steps=6, folder=tmp_path, stops=2, kind=ours)
+    torch_ranks.run(2, resume_in_torch, name=name, folder=tmp_path, want=whole_of(tmp_path, name), kind=kind)
+    want = whole_of(tmp_path, name)
+    with loaded("checkpoint_jax") as seen:
+        run = trained(name, steps=6, folder=tmp_path, resume=True, kind=ours)
+    assert_same(seen[0], want)
+    assert (run.first_step, len(run.losses)) == (5, 6)
+    recipe = example("options").RECIPES[name]
+    if not isinstance(recipe, DelayedScaling):  # Whose scales are of earlier steps.
+        assert run.losses == pytest.approx(trained(name, steps=6).losses, rel=0.02)
+        assert run.gathered_sha256 == digest_of(want, recipe)
+
+
+REFUSED = {
+    "--mode shard_map --mesh fsdp,tp": "--mesh fsdp,tp is not for --mode shard_map, whose program would have to say it",
+    "--mesh hsdp --ranks 2": "--mesh hsdp needs an even number of ranks, 4 or more, not 2; give --ranks 4",
+    "--weights primary --recipe bf16": "--weights primary is not for bf16, which has no codes to keep; leave bf16 out",
+    "--resume": "--resume goes on from a checkpoint; give --checkpoint DIR",
+    "--resume --checkpoint none": "--checkpoint none has none of bf16, fp8; leave --resume out",
+    "--checkpoint some": "--checkpoint some has some of an earlier run; add --resume, or give another directory",
+    "--resume --checkpoint some --steps 7": "--steps 7 is not that of some/fp8/step-4, 6; resume with",
+}
+
+
+@saves
+def test_refused_in_one_line(tmp_path):
+    (tmp_path / "some" / "fp8" / "step-4").mkdir(parents=True)
+    settings = {"framework": "torch", "text": "pydoc_data.topics", "steps": 6, "batch": 32}
+    (tmp_path / "some" / "fp8" / "step-4" / "run.json").write_text(json.dumps({"settings": settings, "run": {}}))
+    said = refusals("train_jax", REFUSED, tmp_path)
+    for line in REFUSED:
+        assert_refused(said[line], REFUSED[line])

@@ -1,0 +1,86 @@
+"""The modules of examples/, with a small model and a text that may end a training before a step."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TEXT = Path(__file__).parents[1] / "dist" / "test_example_torch_kinds.py"
+BATCH = 4
+# Without the host devices that conftest.py asks for: the scripts ask for their own.
+# As on a machine without a GPU, which has no number of GPUs for ranks to exceed.
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+ENVIRONMENT |= {"COLUMNS": "80", "CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu", "GLOO_SOCKET_IFNAME": "lo"}
+
+
+class Stopped(Exception):
+    """The end of a training before its last step."""
+
+
+def example(name: str) -> ModuleType:
+    sys.path.insert(0, str(EXAMPLES))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(str(EXAMPLES))
+
+
+def small(name: str) -> ModuleType:
+    """A script, with a model of one block."""
+    script = example(name)
+    script.CONFIG = example("gpt").GPTConfig(layers=1, context=8)
+    return script
+
+
+def text(script: ModuleType, stops: int | None = None, batch: int = BATCH) -> Any:
+    """A corpus that stops the training before step `stops`."""
+    corpus = example("corpus").load(TEXT, batch, script.CONFIG.context)
+
+    class Text(type(corpus)):  # type: ignore[misc]
+        def batch(self, step: int, *sizes: int) -> Any:
+            if step == stops:
+                raise Stopped
+            return super().batch(step, *sizes)
+
+    return Text(corpus.name, corpus.train, corpus.held_out)
+
+
+def refusals(script: str, lines: Iterable[str], folder: Path) -> dict[str, tuple[int, str]]:
+    """The status and the errors of a script for some command lines, in one process, as imports take seconds."""
+    code = """
+import contextlib, io, json, sys
+sys.path.insert(0, sys.argv[1])
+script = __import__(sys.argv[2])
+said = {}
+for line in json.loads(sys.argv[3]):
+    sys.argv = ["train.py", *line.split()]
+    status = None
+    with contextlib.redirect_stderr(io.StringIO()) as errors:
+        try:
+            script.main()
+        except SystemExit as end:
+            status = end.code
+    said[line] = (status, errors.getvalue())
+print(json.dumps(said))
+"""
+    command = [sys.executable, "-c", code, EXAMPLES, script, json.dumps(list(lines))]
+    result = subprocess.run(command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, check=True)
+    said: dict[str, tuple[int, str]] = json.loads(result.stdout)
+    return said
+
+
+def assert_refused(said: tuple[int, str], text: str) -> None:
+    """In one short line."""
+    status, errors = said
+    assert status in (1, 2)
+    assert errors.startswith(f"train.py: error: {text}"), errors
+    assert errors.count("\n") == 1
+    assert len(errors) < 200
