@@ -11,13 +11,19 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from qshard.formats import FLOATS
 from qshard.jax.arguments import check_spec, check_spec_fits
+from qshard.jax.array import QuantizedArray
 from qshard.jax.cuts import spec_of
 from qshard.jax.dot import DotGeneral
+from qshard.jax.gather import CodedWeight
 from qshard.jax.linear import linear
 from qshard.jax.placement import Axes, Meaning, local_shape, sharding_of
+from qshard.jax.primary import PrimaryWeight
 from qshard.names import shown
 from qshard.recipes import RecipeLike
+
+_CODED = (QuantizedArray, CodedWeight, PrimaryWeight)
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["name", "dot_general"])
@@ -188,8 +194,7 @@ class Policy:
         if filter is not None and not callable(filter):
             raise TypeError(f"Policy: filter ({shown(filter)}) is not a function; pass one of an array and its name")
         given = {}
-        for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-            name = _name(path)
+        for name, leaf in _named(params)[0].items():
             if not _is_matrix(leaf) or (filter is not None and not filter(leaf, name)):
                 continue
             if (
@@ -222,8 +227,7 @@ class Policy:
 
     def __call__(self, params: Any) -> Any:
         """`params`, with a `Weight` in place of each weight."""
-        leaves, structure = jax.tree_util.tree_flatten_with_path(params)
-        found = {_name(path): leaf for path, leaf in leaves}
+        found, structure = _named(params)
         if missing := [name for name in self._places if name not in found]:
             raise ValueError(
                 f"Policy: params have no {', '.join(missing[:3])}, which the policy was made for; pass such a pytree, "
@@ -248,9 +252,16 @@ def _name(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
+def _named(params: Any) -> tuple[dict[str, Any], Any]:
+    """The leaves of a pytree by name, and its structure. What is codes already is a leaf, and no weight of a policy."""
+    leaves, structure = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda node: isinstance(node, _CODED))
+    return {_name(path): leaf for path, leaf in leaves}, structure
+
+
 def _is_matrix(leaf: Any) -> bool:
-    dtype = getattr(leaf, "dtype", None)
-    return dtype is not None and jnp.issubdtype(dtype, jnp.floating) and leaf.ndim > 1
+    if isinstance(leaf, _CODED) or not hasattr(leaf, "dtype"):
+        return False
+    return str(leaf.dtype) in FLOATS and leaf.ndim > 1
 
 
 def _check(name: str, array: Any, place: _Place) -> None:

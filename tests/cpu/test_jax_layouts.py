@@ -10,12 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from qshard import formats
 from qshard.jax import DotGeneral, compute_scales, einsum, gathered_weight, init_delayed, linear
 from qshard.recipes import MXFP8, NVFP4, BlockScaling, CurrentScaling, DelayedScaling, Recipe
 from support.awkward import assert_bits_equal
 from support.formats import MIXES, RECIPES
+from support.hlo import collectives
 
 SEED = 7
 KINDS = [CurrentScaling(), DelayedScaling(), BlockScaling(), MXFP8(), NVFP4()]
@@ -295,12 +298,43 @@ def test_vmap_over_weights_too_is_a_product_each():
 
 def test_rows_too_few_for_their_blocks_are_refused_if_vmap_adds_none():
     """On a mesh that may cut rows, where no rows of zeros are added."""
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     loss = jax.grad(lambda w, x: linear(x, w, "MXFP8", vmap_as_rows=True).sum())
     with jax.set_mesh(mesh):
-        w, x = (jax.device_put(a, jax.NamedSharding(mesh, jax.P())) for a in (values(32, 64), values(256, 64)))
+        w, x = (jax.device_put(a, jax.NamedSharding(mesh, P())) for a in (values(32, 64), values(256, 64)))
         whole = jax.jit(jax.grad(lambda w, x: linear(x, w, "MXFP8").sum()))(w, x)
         many = jax.jit(jax.grad(lambda w, x: jax.vmap(lambda x: linear(x, w, "MXFP8", vmap_as_rows=True))(x).sum()))
         assert_alike(many(w, x), whole)
         with pytest.raises(ValueError, match="is not a whole number of 32x1 blocks"):
             jax.jit(loss)(w, x[0])
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
+def test_weights_of_three_axes_on_meshes(kind):
+    """Attention's projections, D cut by FSDP and heads by tensor parallelism: codes of a device's heads travel."""
+    mesh = jax.make_mesh((4, 2), ("fsdp", "tp"), axis_types=(kind, kind))
+    up, down, rows = P("fsdp", "tp", None), P("tp", None, "fsdp"), P("fsdp")
+    shapes = (8, 32, 512), (512, 4, 64), (4, 64, 512), (8, 32, 512)
+    args = [values(*shape, seed=i) for i, shape in enumerate(shapes)]
+
+    def program(x, up, down, dy, specs):
+        own = [{"weight_spec": spec, "gather_axis": "fsdp"} if spec else {} for spec in specs]
+        out = rows if any(specs) and kind is AxisType.Explicit else None
+
+        def product(x, up, down):
+            h = einsum("btd,dhk->bthk", x, up, MXFP8(), **own[0])
+            return einsum("bthk,hkd->btd", h, down, MXFP8(), out_sharding=out, **own[1])
+
+        return step(lambda x, w, _: product(x, *w), x, (up, down), dy)
+
+    want = jax.jit(functools.partial(program, specs=(None, None)))(*args)
+    with jax.set_mesh(mesh):
+        specs = (rows, up, down, rows)
+        cut = [jax.device_put(x, jax.NamedSharding(mesh, spec)) for x, spec in zip(args, specs, strict=True)]
+        compiled = jax.jit(functools.partial(program, specs=(up, down))).lower(*cut).compile()
+        got = compiled(*cut)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):  # The order of fp32 sums.
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * float(jnp.abs(b).max()))
+    gathered = {array for each, arrays in collectives(compiled) if each == "all-gather" for array in arrays}
+    assert {"u8[512,128]", "u8[128,512]"} <= gathered
+    assert all(array.startswith("u8[") for array in gathered), gathered
