@@ -49,8 +49,7 @@ class Meaning:
         return names_of(self.gather_axis)
 
     def options(self, name: str, sharding: Any, ndim: int) -> dict[str, Any]:
-        """The options of `linear` for a weight that lies so: `weight_spec`, with an entry for each axis, and
-        `gather_axis`, if that cuts it."""
+        """`weight_spec`, with an entry for each axis, and `gather_axis`, if that cuts it, for a weight that lies so."""
         if not isinstance(sharding, NamedSharding):
             return {}
         entries = [*sharding.spec, *[None] * ndim][:ndim]
