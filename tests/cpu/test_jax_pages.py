@@ -14,17 +14,19 @@ from qshard.jax import gathered_weight
 from support import hlo
 from support.pages import Page, run
 
-PYTREES, SHARD_MAP = (Page(f"docs/jax_{name}.md") for name in ("pytrees", "shard_map"))
+PAGES = {name: Page(f"docs/jax_{name}.md") for name in ("flax", "pytrees", "shard_map")}
+PYTREES, SHARD_MAP = PAGES["pytrees"], PAGES["shard_map"]
 COSTS = {row["recipe"]: row for row in PYTREES.rows("recipe")}
 SIZE = 1024
 ARRAY = re.compile(r"[a-z]+(\d+)\w*\[([\d,]*)\]")
 
 
-@pytest.mark.parametrize("page", [PYTREES, SHARD_MAP], ids=["pytrees", "shard_map"])
-def test_their_code_runs(page, tmp_path):
+@pytest.mark.parametrize("name", PAGES)
+def test_their_code_runs(name, tmp_path):
     """All blocks of a page as one script."""
-    for name in set(re.findall(r"^import (\w+)", "\n".join(page.python), re.MULTILINE)) - {"qshard"}:
-        pytest.importorskip(name)
+    page = PAGES[name]
+    for module in set(re.findall(r"^(?:import|from) (\w+)", "\n".join(page.python), re.MULTILINE)) - {"qshard"}:
+        pytest.importorskip(module)
     script = tmp_path / "page.py"
     script.write_text("\n".join(page.python))
     result = run(script, ["python", script.name])
