@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from support import h100
 from support.hlo import collectives as collectives_of
 
-KINDS = "bf16,naive,fp8,delayed,block,mxfp8,nvfp4"
+KINDS = "bf16,naive,fp8,fp8 kept,delayed,block,mxfp8,nvfp4,nvfp4 kept"
 COLUMNS = {"all-gather": "gathered", "all-reduce": "reduced", "reduce-scatter": "scattered"}
 
 
@@ -31,6 +31,12 @@ def size_of(array: str) -> int:
     return math.prod(int(size) for size in dims.split(",") if size) * bits // 8
 
 
+def _is_of_vocabulary(array: str, devices: int) -> bool:
+    import step_jax
+
+    return any(f"[{step_jax.VOCABULARY // count}," in array for count in (1, devices))
+
+
 def row_of(kind: str, devices: int, layers: int) -> dict[str, object]:
     import step_jax
 
@@ -38,6 +44,9 @@ def row_of(kind: str, devices: int, layers: int) -> dict[str, object]:
     counts: collections.Counter[str] = collections.Counter()
     sizes: collections.Counter[str] = collections.Counter()
     for name, arrays in collectives_of(program):
+        arrays = [array for array in arrays if not _is_of_vocabulary(array, devices)]
+        if not arrays:
+            continue
         column = COLUMNS.get(name, "other")
         counts[column] += 1
         sizes[column] += sum(map(size_of, arrays))
@@ -55,6 +64,9 @@ def main() -> None:
         parser.exit(message="bench_wire_jax: no CUDA plugin of JAX to compile with (make h100)\n")
     h100.prepare()
     import rows
+    import step_jax
+
+    step_jax.VOCABULARY = 32768  # Whole shards on 512.
 
     found = []
     for kind in arguments.kinds.split(","):

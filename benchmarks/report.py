@@ -198,6 +198,36 @@ def fsdp2_section(tables: Tables) -> str:
     return f"## FSDP2\n\n{origin(rows)} {text}\n\n{table(header, lines)}\n"
 
 
+def against_bf16(rows: Rows, column: str, columns: Sequence[str]) -> str:
+    """A table of rows; with the ratio of `column` to that of bf16 on as many devices."""
+    base = {row["devices"]: float(row[column]) for row in rows if row["kind"] == "bf16"}
+    header = [part.replace("_", " ") for part in columns]
+    lines = []
+    for row in rows:
+        of = base.get(row["devices"])
+        lines.append([*(row[c] for c in columns), f"{float(row[column]) / of:.2f}" if of else "-"])
+    return table([*header, f"{column.split('_')[0]} of bf16"], lines)
+
+
+def step_jax_section(tables: Tables) -> str:
+    rows = tables["step_jax"]
+    text = (
+        f"A step of a 2.0 B model on {rows[0]['devices']} GPUs, that of `step_jax.py`, as `bench_step_jax.py` times it."
+    )
+    body = against_bf16(rows, "ms", ["kind", "devices", "ms", "peak_GiB", "compile_s"])
+    return f"## FSDP in JAX\n\n{origin(rows)} {text}\n\n{body}\n"
+
+
+def wire_jax_section(tables: Tables) -> str:
+    rows = tables["wire_jax"]
+    text = (
+        f"What a step of {rows[0]['layers']} layers of that model moves, read off the program that XLA makes for so "
+        "many GPUs; `bench_wire_jax.py` says what is in a row."
+    )
+    columns = ["kind", "devices", "collectives", "gathered_MB", "reduced_MB", "scattered_MB", "other_MB"]
+    return f"## What FSDP moves in JAX\n\n{origin(rows)} {text}\n\n{against_bf16(rows, 'gathered_MB', columns)}\n"
+
+
 def training_section(tables: Tables) -> str:
     columns = ["framework", "recipe", "device", "ranks", "steps", "validation_loss", "percent_to_bf16"]
     columns += ["gathered_bytes_a_step", "ms_a_step", "gathered_sha256"]
@@ -261,6 +291,10 @@ def results(tables: Tables) -> str:
         parts.append(numerics_section(tables))
     if "fsdp2" in tables:
         parts.append(fsdp2_section(tables))
+    if "step_jax" in tables:
+        parts.append(step_jax_section(tables))
+    if "wire_jax" in tables:
+        parts.append(wire_jax_section(tables))
     if "training_jax" in tables or "training_torch" in tables:
         parts.append(training_section(tables))
     return "\n".join(parts)

@@ -32,8 +32,10 @@ LINEARS = {
     **dict.fromkeys(("gate", "up"), (FFN, WIDTH)),
     "down": (WIDTH, FFN),
 }
-KINDS: dict[str, Recipe | str | None] = {**options.RECIPES, "naive": "naive"}
+RECIPES: dict[str, Recipe | str | None] = {**options.RECIPES, "naive": "naive"}
 """What the linear layers of the blocks are; None: bfloat16."""
+KEPT = " kept"
+"""Ends the name of a kind that keeps what it has gathered for the backward pass, as the others but bf16 do not."""
 AXIS = "data"
 OPTIMIZER = optax.adamw(1e-4)
 
@@ -64,19 +66,25 @@ def fresh(layers: int, kind: str) -> Tree:
         for key, shape in zip(keys, given, strict=True)
     ]
     weights = jax.tree.unflatten(structure, values)
-    recipe = KINDS[kind]
+    recipe = recipe_of(kind)
     delayed = isinstance(recipe, DelayedScaling)
     states = [{name: qshard.init_delayed(recipe) for name in LINEARS} for _ in range(layers)] if delayed else None
     return weights, OPTIMIZER.init(weights), states
 
 
+def recipe_of(kind: str) -> Recipe | str | None:
+    return RECIPES[kind.removesuffix(KEPT)]
+
+
 def product(x: jax.Array, w: jax.Array, kind: str, state: Any, seed: jax.Array) -> jax.Array:
-    recipe = KINDS[kind]
+    recipe = recipe_of(kind)
     if recipe is None:
         return bf16_product(x, w)
     if recipe == "naive":
         return naive_product(x, w)
-    return qshard.linear(x, w, recipe, weight_spec=P(AXIS), gather_axis=AXIS, state=state, seed=seed)
+    again = not kind.endswith(KEPT)
+    where = {"weight_spec": P(AXIS), "gather_axis": AXIS, "reshard_after_forward": again}
+    return qshard.linear(x, w, recipe, **where, state=state, seed=seed)
 
 
 def bf16_product(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -150,7 +158,7 @@ def step(
     gradients = lax.with_sharding_constraint(gradients, cut(mesh, gradients))
     updates, optimizer = OPTIMIZER.update(gradients, optimizer, weights)
     if states is not None:
-        states = qshard.update_delayed(states, amaxes, KINDS[kind])
+        states = qshard.update_delayed(states, amaxes, recipe_of(kind))
     return optax.apply_updates(weights, updates), optimizer, states, loss
 
 
