@@ -133,7 +133,8 @@ def linear(
       recipe: the format of each role, or the name of a recipe, such as "MXFP8".
       weight_layout: "NK", or "KN" for a `w` of `[K, N]`, which flax has: `y = x @ w`, in the bits of `[N, K]`, and no
         slower. Codes of it lie as it does.
-      weight_spec: how `w` is cut, and its gradient is to be. Types of Explicit meshes say it.
+      weight_spec: how `w` is cut, and its gradient is to be. Types of Explicit meshes say it. In `shard_map`, by rows
+        along `gather_axis` if not given; one scale serves all that the mesh axes named here cut.
       gather_axis: the mesh axis along which FSDP has cut `w`, or several: shards are quantized, then their codes
         gathered.
       reshard_after_forward: gather the codes of `w` again in the backward pass, and keep only the shard's until then.

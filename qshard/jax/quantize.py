@@ -70,12 +70,13 @@ def quantize(
       seed: for formats with stochastic rounding: an integer, two words (uint32 `[2]`, low first) or a `jax.random` key.
 
     Returns:
-      A QuantizedArray, its planes in the shapes of `qshard.layout.plane`. In `shard_map`, scales of blocks that shards
-      cut, and scales of the tensor, are those of the whole; all else is of the shard.
+      A QuantizedArray, its planes in the shapes of `qshard.layout.plane`. In `shard_map`, a scale of the tensor is that
+      of the whole, and along an axis where shards cut blocks so are all scales; all else is of the shard.
 
     Raises:
       TypeError: `x` is not of a float dtype, or another argument not of its type.
-      ValueError: `fmt` cannot hold the shape of the whole, or cannot be cut so, or there is no seed.
+      ValueError: `fmt` cannot hold the shape of the whole, or cannot be cut so (in `shard_map`, for one, blocks of rows
+        by an axis between the first and the last), or there is no seed.
 
     However `x` is sharded, the bits are those of the unsharded cast. Reduced are 4 bytes for one scale of the tensor,
     and 4 for each block if shards cut them. The cast moves nothing, with two exceptions. On Auto meshes without `spec`,

@@ -13,9 +13,10 @@ from hypothesis import HealthCheck, example, given, settings
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from qshard import reference
 from qshard.formats import FP8_E4M3, MXFP4, NVFP4, FP8_1x128, FP8_128x128, MXFP8_32x32, NVFP4_16x16, Usage
-from qshard.jax import compute_scales, gather, linear, quantize
-from qshard.recipes import Recipe
+from qshard.jax import compute_scales, gather, gathered_weight, linear, quantize
+from qshard.recipes import Recipe, as_recipe
 from support.awkward import TAME, assert_bits_equal, awkward_values
 from support.hlo import collectives
 from support.jax_cuts import KINDS, Case, check_linear, check_tensor, tensors, weights
@@ -108,6 +109,19 @@ def test_no_value_travels(fmt, spec, kind):
         size = np.prod([int(n) for n in array[array.index("[") + 1 : -1].split(",") if n])
         assert array.startswith(("u8[", "s8[", "u32[", "s32[", "f32[")), array
         assert array.startswith(("u8[", "s8[")) or size <= shape[0] * shape[1] // 32, array
+
+
+@pytest.mark.parametrize("recipe", ["CurrentScaling", "BlockScaling", "NVFP4"])
+def test_tensor_parallel_weights_in_shard_map(recipe):
+    """The spec names both mesh axes: what is gathered along one is a part of the whole weight, with its scales."""
+    spec, w = P("b", "a"), awkward_values((256, 128), seed=3, kinds=TAME)
+
+    def local(w):
+        q = gathered_weight(w, recipe, weight_spec=spec, gather_axis="a", seed=0)
+        return q.rowwise.data
+
+    data = jax.shard_map(local, mesh=mesh_of(), in_specs=spec, out_specs=P("b"), check_vma=False)(w)
+    assert_bits_equal(data, reference.quantize(w, as_recipe(recipe, "test").weight).rowwise.data)
 
 
 def test_scales_of_cut_blocks_are_those_of_quantize():
