@@ -72,6 +72,14 @@ def as_axes(op: str, axis_name: Any) -> tuple[str, ...]:
     return axes
 
 
+def as_names(op: str, name: str, axes: Any) -> tuple[str, ...]:
+    """Mesh axes that a caller names: one, several or none."""
+    made = () if axes is None else (axes,) if isinstance(axes, str) else axes
+    if not isinstance(made, Iterable) or not all(isinstance(axis, str) for axis in made):
+        raise TypeError(f"{op}: {name} ({shown(axes)}) is not the name of a mesh axis, or several; pass names")
+    return tuple(made)
+
+
 def check_spec(op: str, name: str, spec: Any) -> None:
     """Raises TypeError unless `spec` can say how an array is cut."""
     if spec is not None and not isinstance(spec, PartitionSpec | NamedSharding):

@@ -21,8 +21,9 @@ from qshard import layout, pipeline
 from qshard.formats import Format, Usage
 from qshard.jax import steps
 from qshard.jax.arguments import as_float_name
-from qshard.jax.cuts import Cut, folded, matrix_of, repeated, shaped
+from qshard.jax.cuts import Cut, folded, matrix_of, pinned, shaped
 from qshard.jax.ops import names_of, reshaped
+from qshard.jax.pieces import Pieces, repeated
 from qshard.layout import is_transposed, stored_block
 from qshard.names import as_plane
 from qshard.pipeline import Plane
@@ -182,14 +183,12 @@ def _joined(plane: Plane, fmt: Format, block: tuple[int, int], start: int, stop:
 
 def _unbroken(plane: Plane, fmt: Format, block: tuple[int, int]) -> tuple[Plane, tuple[int, int]]:
     """A plane whose blocks no Explicit mesh cuts: smaller blocks, with the scales of those that are cut."""
-    cut = Cut.of(plane.data).inner
-    shape = (plane.data.shape[-2], plane.data.shape[-1] * fmt.element.codes_per_byte)
-    piece = cut.pieces(shape, block)
-    if piece == block:
+    shape = (*plane.data.shape[:-1], plane.data.shape[-1] * fmt.element.codes_per_byte)
+    pieces = Pieces.of(Cut.of(plane.data), shape, block)
+    if pieces is None:
         return plane, block
-    grid = tuple(-(-size // unit) for size, unit in zip(shape, piece, strict=True))
-    parts = tuple(unit // size for unit, size in zip(block, piece, strict=True))
-    return plane._replace(scale_inv=cut.of_pieces(plane.scale_inv, parts, grid)), piece
+    grid = plane.scale_inv
+    return plane._replace(scale_inv=pieces.spread(pinned(grid, pieces.grid), pieces.count(shape))), pieces.size
 
 
 def _serialize(static: Sequence[Any]) -> bytes:

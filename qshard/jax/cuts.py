@@ -1,10 +1,4 @@
-"""Where an array is of a whole: how a tensor is cut over devices, and the blocks that its cuts run through.
-
-A block is quantized by whoever holds all of it. Where shards cut blocks, the unit is a *piece*: the largest divisor of
-a block that is not cut. Amaxes of pieces are merged into those of blocks, on every device, and each piece is cast with
-the scale of its block. Pieces serve cuts of rows and of columns, in `shard_map` and where XLA cuts whole arrays; flat
-slices, which are how ZeRO cuts masters, serve neither columns nor XLA.
-"""
+"""Where an array is of a whole: how a tensor is cut over devices, and how arrays go from one cut to another."""
 
 from __future__ import annotations
 
@@ -74,7 +68,7 @@ class Cut:
     def along(
         cls,
         x: jax.Array,
-        axis_name: str,
+        axes: tuple[str, ...],
         spec: Spec,
         *,
         op: str,
@@ -82,32 +76,38 @@ class Cut:
         spec_name: str = "spec",
         transposed_of: int | None = None,
     ) -> Cut:
-        """The cut of `x` that is gathered along a mesh axis: by its type, by `spec`, or by rows along that axis.
+        """The cut of `x` that is gathered along mesh axes: by its type, by `spec`, or by rows along those axes.
 
-        With `transposed_of`, `x` is the transpose of a tensor of so many axes, and `spec` and the cut are of that.
+        In `shard_map`, `spec` tells all that cuts the tensor. With `transposed_of`, `x` is the transpose of a tensor of
+        so many axes, and `spec` and the cut are of that.
 
         Raises:
-          TypeError, ValueError: what `op` calls `name` is no axis of the mesh, or cuts no axis of `x`.
+          ValueError: one of what `op` calls `name` is no axis of the mesh, or cuts no axis of `x`.
         """
         mesh = mesh_of(x, spec)
-        if not isinstance(axis_name, str):
-            raise TypeError(f"{op}: {name} ({axis_name!r}) is not the name of one mesh axis; gather over one at a time")
-        if axis_name not in mesh.axis_names:
-            raise ValueError(
-                f"{op}: {name} ({axis_name!r}) is not an axis of the mesh {mesh.axis_names}; "
-                f"enter the mesh with jax.set_mesh, or pass {spec_name} as a NamedSharding"
-            )
+        for axis in axes:
+            if axis not in mesh.axis_names:
+                raise ValueError(
+                    f"{op}: {name} ({axis!r}) is not an axis of the mesh {mesh.axis_names}; "
+                    f"enter the mesh with jax.set_mesh, or pass {spec_name} as a NamedSharding"
+                )
         ndim = x.ndim if transposed_of is None else transposed_of
         check_spec_fits(op, spec_name, spec, mesh, ndim)
-        if transposed_of is not None and axis_name in mesh.explicit_axes:
+        told = {name for entry in spec_of(spec, None) for name in names_of(entry)}
+        if transposed_of is not None and not set(axes).isdisjoint(mesh.explicit_axes):
             cut = cls.of(x).transposed
         else:
-            local = (axis_name,) if axis_name in mesh.manual_axes else ()
-            cut = cls.of(x, local, PartitionSpec(axis_name) if spec is None else spec, ndim=ndim)
-        if not any(axis_name in names for names in cut.entries):
-            raise ValueError(
-                f"{op}: {spec_name} ({cut.spec}) does not have {name} ({axis_name!r}); name what cuts the tensor"
-            )
+            spec = PartitionSpec(axes) if spec is None and axes else spec
+            named = told.union(axes)
+            local = () if named.isdisjoint(mesh.manual_axes) else tuple(mesh.manual_axes)
+            cut = cls.of(x, local, spec, ndim=ndim)
+        for axis in axes:
+            # Types leave out mesh axes of one device, and those of inner cuts, which a transposed plane cannot have.
+            whole = axis in mesh.explicit_axes and (mesh.shape[axis] == 1 or axis in told)
+            if not whole and axis not in cut.axes:
+                raise ValueError(
+                    f"{op}: {spec_name} ({cut.spec}) does not have {name} ({axis!r}); name what cuts the tensor"
+                )
         return cut
 
     @property
@@ -118,6 +118,11 @@ class Cut:
     @property
     def col_axes(self) -> tuple[str, ...]:
         return self.entries[-1] if self.entries else ()
+
+    @property
+    def inner_axes(self) -> tuple[str, ...]:
+        """The mesh axes that cut leading axes other than the first: a shard's rows do not follow one another."""
+        return tuple(name for names in self.entries[1:-1] for name in names if self.count((name,)) > 1)
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -136,13 +141,30 @@ class Cut:
         return PartitionSpec(*(names or None for names in self.entries))
 
     @property
-    def inner(self) -> Cut:
-        """The cut of the last two axes: of the matrices `[M, K]` that a tensor `[*outer, M, K]` is made of."""
-        return dataclasses.replace(self, entries=self.entries[-2:])
+    def matrix(self) -> Cut:
+        """Of the tensor as a matrix, its leading axes folded into rows."""
+        return dataclasses.replace(self, entries=(self.row_axes, self.col_axes))
 
     @property
     def transposed(self) -> Cut:
         return dataclasses.replace(self, entries=(self.col_axes, self.row_axes))
+
+    def without(self, axes: Sequence[str]) -> Cut:
+        """Not cut along these mesh axes."""
+        left = tuple(tuple(name for name in names if name not in axes) for names in self.entries)
+        return dataclasses.replace(self, entries=left)
+
+    def of_blocks(self, shape: Shape, block: Shape) -> Cut:
+        """The cut of a grid of scales, of an array of this shape: along an axis as the array, or not at all.
+
+        Not at all where shards cut blocks. So no grid is cut unevenly, which XLA answers with sums of scales.
+        """
+        held = (
+            n == 1 or size % (unit if self.local else n * unit) == 0
+            for size, unit, n in zip(shape, block, map(self.count, self.entries), strict=True)
+        )
+        kept = tuple(names if whole else () for names, whole in zip(self.entries, held, strict=True))
+        return dataclasses.replace(self, entries=kept)
 
     def whole(self, shape: Shape) -> Shape:
         """The shape of the tensor whose blocks `x` `[*lead, K]` has: of the whole, unless shards have their own."""
@@ -150,120 +172,57 @@ class Cut:
             return shape
         return tuple(size * self.count(axes) for size, axes in zip(shape, self.entries, strict=True))
 
-    def pieces(self, shape: Shape, block: tuple[int, int]) -> tuple[int, int]:
-        """The largest divisors of a block that no shard of a matrix cuts; `block` itself, if none is cut.
-
-        An op on whole arrays is cut only if all its blocks are whole, so blocks at an edge count as cut too.
-        """
-        if self.own_blocks or self.shards == (1, 1):
-            return block
-        parts = shape if self.local else tuple(-(-size // n) for size, n in zip(shape, self.shards, strict=True))
-        rows, cols = (
-            unit if self.local and n == 1 else math.gcd(part, size, unit)
-            for part, size, unit, n in zip(parts, shape, block, self.shards, strict=True)
-        )
-        return rows, cols
-
     def start(self, shape: Shape) -> tuple[Any, Any]:
-        """Where a shard of this shape begins in the whole, in `shard_map`."""
+        """Where a shard of this shape begins in the whole matrix, in `shard_map`."""
         return tuple(  # type: ignore[return-value]
             lax.axis_index(axes) * size if axes else 0
             for axes, size in zip((self.row_axes, self.col_axes), shape, strict=True)
         )
 
-    def merged(self, amax: jax.Array, parts: Shape, *, reduce: bool = True) -> jax.Array:
-        """The amaxes of the blocks of the whole from those of pieces, `parts` of them along each axis.
 
-        On every device the same, but for axes along which nothing is merged where types say how they are cut; in
-        `shard_map` without `reduce`, what each shard has to say of it.
-        """
-        bits = as_bits(amax)
-        outer = bits.ndim - 2
-        if self.local:
-            size = tuple(size * n for size, n in zip(bits.shape[outer:], self.shards, strict=True))
-            whole, bits = vary_alike(jnp.zeros((*bits.shape[:outer], *size), bits.dtype), bits)
-            bits = lax.dynamic_update_slice(whole, bits, (0,) * outer + self.start(bits.shape[outer:]))
-        else:
-            bits = self.everywhere(bits, *self.kept(parts, bits.ndim))
-        for axis, part in zip((outer, outer + 1), parts, strict=True):
-            if part > 1:
-                bits = _max_of_parts(bits, axis, part)
-        merged = as_float(bits)
-        return max_over(self.axes)(merged) if self.local and reduce else merged
+def moved(x: jax.Array, before: Cut, after: Cut) -> jax.Array:
+    """`x`, cut as `before`, as `after` says: gathered along some mesh axes, sliced along others; as integers.
 
-    def rows_as_one(self, amax: jax.Array, transposed: bool) -> jax.Array:
-        """Amaxes of pieces of `[*outer, M, K]`, or of its transpose `[K, *outer, M]`, as those of a matrix."""
-        start, stop = (1, amax.ndim) if transposed else (0, amax.ndim - 1)
-        return as_float(folded(self.everywhere(as_bits(amax), 0 if transposed else amax.ndim - 1), start, stop))
-
-    def rows_apart(self, grid: jax.Array, parts: Shape, shape: Shape, transposed: bool) -> jax.Array:
-        """`of_pieces` for `rows_as_one`: the values of the blocks of a matrix, for pieces of this shape."""
-        rows = shape[1:] if transposed else shape[:-1]
-        count = math.prod(rows)
-        fine = self.of_pieces(grid, parts, (shape[0], count) if transposed else (count, shape[-1]))
-        (first, last), none = jax.typeof(fine).sharding.spec, [None] * len(rows)
-        return reshaped(fine, shape, (first, *none) if transposed else (*none, last))
-
-    @staticmethod
-    def kept(parts: Shape, ndim: int) -> tuple[int, ...]:
-        """Of a grid of so many axes, those along which blocks are whole."""
-        return (*range(ndim - 2), *(ndim - 2 + i for i in (0, 1) if parts[i] == 1))
-
-    def everywhere(self, x: Any, *kept: int) -> Any:
-        """Arrays of small size, whole on every device and held there. In `shard_map`, they are as they are.
-
-        On Explicit meshes, axes `kept` stay cut, as their types say.
-        """
-        if self.local:
-            return x
-
-        def pinned(array: jax.Array) -> Any:
-            if not self.mesh.explicit_axes:
-                return lax.with_sharding_constraint(array, NamedSharding(self.mesh, PartitionSpec()))
-            entries = jax.typeof(array).sharding.spec
-            spec = PartitionSpec(*(entry if i in kept else None for i, entry in enumerate(entries)))
-            return jax.sharding.reshard(array, NamedSharding(self.mesh, spec))
-
-        return jax.tree.map(pinned, x)
-
-    def of_pieces(self, grid: jax.Array, parts: Shape, shape: Shape) -> jax.Array:
-        """The value of its block for each piece of this shard, or of the whole: the inverse of `merged`.
-
-        `shape`: how many pieces there are along the last two axes.
-        """
-        outer = grid.ndim - 2
-        for axis, part in zip((outer, outer + 1), parts, strict=True):
-            grid = repeated(grid, axis, part)
-        if self.local:
-            start = self.start(shape)
-            missing = [(0, max(0, n * s - f)) for n, s, f in zip(self.shards, shape, grid.shape[outer:], strict=True)]
-            padded = jnp.pad(grid, [(0, 0)] * outer + missing)
-            return lax.dynamic_slice(padded, (0,) * outer + start, (*grid.shape[:outer], *shape))
-        for axis, size in zip((outer, outer + 1), shape, strict=True):
-            if grid.shape[axis] > size:
-                grid = lax.slice_in_dim(grid, 0, size, axis=axis)
-        return grid
+    XLA replicates some arrays by adding zeros to them, which is not exact for bytes that are no numbers to it: those of
+    a scale. It is free to move a gather past a cast, but not past both pins.
+    """
+    signed, unsigned = (jnp.dtype(f"{kind}{8 * x.dtype.itemsize}") for kind in ("int", "uint"))
+    if before.local:
+        return lax.bitcast_convert_type(_moved(lax.bitcast_convert_type(x, unsigned), before, after), x.dtype)
+    bits = lax.bitcast_convert_type(x, unsigned)
+    if _explicit(before):
+        return lax.bitcast_convert_type(_pinned(bits, after), x.dtype)
+    bits = _pinned(bits, before)
+    # Another type, since Shardy gives all who read an array the last of the pins that follow one another on it.
+    return lax.bitcast_convert_type(_pinned(lax.bitcast_convert_type(bits, signed), after), x.dtype)
 
 
-def repeated(grid: jax.Array, axis: int, count: int) -> jax.Array:
-    """Each value `count` times along an axis, and cut as before."""
-    if count == 1:
-        return grid
-    sizes, entries = list(grid.shape), jax.typeof(grid).sharding.spec
-    apart = [*sizes[: axis + 1], count, *sizes[axis + 1 :]]
-    made = lax.broadcast_in_dim(grid, apart, [i for i in range(len(apart)) if i != axis + 1])
-    sizes[axis] *= count
-    return reshaped(made, sizes, entries)
+def _moved(bits: jax.Array, before: Cut, after: Cut) -> jax.Array:
+    """In `shard_map`."""
+    for axis, (had, has) in enumerate(zip(before.entries, after.entries, strict=True)):
+        if gathered := tuple(name for name in had if name not in has):
+            bits = lax.all_gather(bits, gathered, axis=axis, tiled=True)
+        if has and not had:
+            size = bits.shape[axis] // before.count(has)
+            bits = lax.dynamic_slice_in_dim(bits, lax.axis_index(has) * size, size, axis)
+    return bits
 
 
-def _max_of_parts(bits: jax.Array, axis: int, part: int) -> jax.Array:
-    """The maximum of each `part` neighbours along an axis that is not cut."""
-    missing = -bits.shape[axis] % part
-    if missing:
-        bits = jnp.pad(bits, [(0, missing if i == axis else 0) for i in range(bits.ndim)])
-    entries = jax.typeof(bits).sharding.spec
-    sizes = (*bits.shape[:axis], bits.shape[axis] // part, part, *bits.shape[axis + 1 :])
-    return jnp.max(reshaped(bits, sizes, (*entries[: axis + 1], None, *entries[axis + 1 :])), axis=axis + 1, initial=0)
+def pinned(x: jax.Array, cut: Cut) -> jax.Array:
+    """`x` held to a cut, as integers. In `shard_map` it is as it is."""
+    return x if cut.local else moved(x, cut, cut)
+
+
+def _pinned(bits: jax.Array, cut: Cut) -> jax.Array:
+    # Outside of `jit`, JAX takes only what is cut evenly.
+    even = [names if size % cut.count(names) == 0 else () for size, names in zip(bits.shape, cut.entries, strict=True)]
+    sharding = NamedSharding(cut.mesh, PartitionSpec(*(names or None for names in even)))
+    held: jax.Array = (jax.sharding.reshard if _explicit(cut) else lax.with_sharding_constraint)(bits, sharding)
+    return held
+
+
+def _explicit(cut: Cut) -> bool:
+    return bool(cut.mesh.explicit_axes) and set(cut.axes).isdisjoint(cut.mesh.auto_axes)
 
 
 def max_over(axes: tuple[str, ...]) -> Callable[[jax.Array], jax.Array]:

@@ -4,33 +4,32 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding
 
 from qshard.formats import Format, Usage
-from qshard.jax.arguments import check_spec
+from qshard.jax.arguments import as_names, check_spec
 from qshard.jax.array import QuantizedArray
-from qshard.jax.cuts import Cut, Spec
-from qshard.layout import is_transposed, stored_block
-from qshard.names import shown
+from qshard.jax.cuts import Cut, Spec, moved
+from qshard.layout import Shape, is_transposed, matrix_shape, stored_block
+from qshard.names import listed, shown
 from qshard.pipeline import Plane
 
 
-def gather(q: QuantizedArray, axis_name: str, *, spec: Spec = None) -> QuantizedArray:
-    """Gives every device the whole of a tensor that is cut along a mesh axis. Codes travel, never values.
+def gather(q: QuantizedArray, axis_name: str | Sequence[str], *, spec: Spec = None) -> QuantizedArray:
+    """Gives every device the whole of a tensor that is cut along mesh axes. Codes travel, never values.
 
     What is gathered is pinned: the codes are seen as uint8 and held to their place on both sides of the gather. XLA is
     free to move a gather past a cast or a product, to where it costs 2 or 4 bytes an element in place of 1.
 
     Args:
       q: cut along `axis_name`.
-      axis_name: the mesh axis to gather over.
+      axis_name: the mesh axis to gather over, or several.
       spec: how the tensor is cut: by rows along `axis_name` if not given. Types of Explicit meshes say it. A
         NamedSharding also names the mesh, where neither `jax.set_mesh` nor an array does.
 
@@ -38,7 +37,9 @@ def gather(q: QuantizedArray, axis_name: str, *, spec: Spec = None) -> Quantized
       The tensor, no longer cut along `axis_name`; cuts along other mesh axes stay.
 
     Raises:
-      ValueError: no mesh is known, `axis_name` is not in `spec`, or shards have scales of their own.
+      TypeError: `axis_name` is not the name of a mesh axis, or several.
+      ValueError: no mesh is known, `axis_name` is not in `spec`, shards have scales of their own, or what would be
+        gathered does not lie side by side.
 
     >>> from qshard.formats import FP8_E4M3
     >>> from qshard.jax import quantize
@@ -52,7 +53,8 @@ def gather(q: QuantizedArray, axis_name: str, *, spec: Spec = None) -> Quantized
     check_spec("gather", "spec", spec)
     if not q.planes:
         raise ValueError(f"gather: {q} holds nothing to gather; quantize with a usage")
-    return CutWeight(cut_of(q, axis_name, spec, op="gather", name="axis_name"), axis_name).gather(q)
+    axes = as_names("gather", "axis_name", axis_name)
+    return CutWeight(cut_of(q, axes, spec, op="gather", name="axis_name"), axes).gather(q)
 
 
 class Shards(Protocol):
@@ -67,25 +69,38 @@ class Shards(Protocol):
 
 @dataclass(frozen=True)
 class CutWeight:
-    """`Shards` of a weight that FSDP has cut along a mesh axis, or that is whole (None)."""
+    """`Shards` of a weight that FSDP has cut along mesh axes, or that is whole: along none."""
 
     cut: Cut
-    axis: str | None
+    axes: tuple[str, ...]
 
     def gather(self, codes: QuantizedArray) -> QuantizedArray:
-        if self.axis is None:
+        if not self.axes:
             return codes
+        _check_adjacent(self.cut, self.axes)
         planes = {}
         for usage, plane in codes.planes.items():
-            cut = _transposed(self.cut, self.axis) if is_transposed(codes.format, usage) else self.cut
-            planes[usage] = _gather_plane(plane, codes.format, usage, self.axis, cut)
-        return codes.with_planes(planes)
+            if not set(self.axes).isdisjoint(self.cut.mesh.explicit_axes):
+                cut = Cut.of(plane.data)
+            elif is_transposed(codes.format, usage):
+                cut = _transposed(self.cut, self.axes)
+            else:
+                cut = self.cut
+            planes[usage] = _gather_plane(plane, codes.format, usage, self.axes, cut)
+        gathered = codes.with_planes(planes)
+        if self.cut.local and len(codes.axes) > 2:
+            grown = (self.cut.count(tuple(name for name in names if name in self.axes)) for names in self.cut.entries)
+            axes = (None if size is None else size * n for size, n in zip(codes.axes, grown, strict=True))
+            gathered = dataclasses.replace(gathered, axes=tuple(axes))
+        return gathered
 
     def scatter(self, gradient: jax.Array) -> jax.Array:
         """Summed over devices and cut as the weight is. On Explicit meshes its type says that."""
         cut, made = self.cut, gradient
-        if cut.local and self.axis is not None and not cut.mesh.explicit_axes:
-            made = lax.psum_scatter(made, self.axis, scatter_dimension=_cut_axis(self.axis, cut), tiled=True)
+        if cut.local and not cut.mesh.explicit_axes:
+            for axis, names in enumerate(cut.entries):
+                if gathered := tuple(name for name in names if name in self.axes):
+                    made = lax.psum_scatter(made, gathered, scatter_dimension=axis, tiled=True)
         elif cut.entries and not cut.mesh.explicit_axes:
             made = lax.with_sharding_constraint(made, NamedSharding(cut.mesh, cut.spec))
         return made
@@ -109,12 +124,12 @@ class CodedWeight:
     shards: Any
 
 
-def cut_of(q: QuantizedArray, axis_name: str, spec: Spec, *, op: str, name: str, spec_name: str = "spec") -> Cut:
+def cut_of(q: QuantizedArray, axes: tuple[str, ...], spec: Spec, *, op: str, name: str, spec_name: str = "spec") -> Cut:
     usage = Usage.COLUMNWISE if q.rowwise is None else Usage.ROWWISE
     turned = is_transposed(q.format, usage)
     data = q.plane(usage).data
     turned_axes = len(q.axes) if turned else None
-    return Cut.along(data, axis_name, spec, op=op, name=name, spec_name=spec_name, transposed_of=turned_axes)
+    return Cut.along(data, axes, spec, op=op, name=name, spec_name=spec_name, transposed_of=turned_axes)
 
 
 def not_before(codes: Any, dy: jax.Array) -> tuple[Any, jax.Array]:
@@ -129,66 +144,75 @@ def not_before(codes: Any, dy: jax.Array) -> tuple[Any, jax.Array]:
     return jax.tree.unflatten(structure, leaves), dy
 
 
-def _gather_plane(plane: Plane, fmt: Format, usage: Usage, axis_name: str, cut: Cut) -> Plane:
+def _gather_plane(plane: Plane, fmt: Format, usage: Usage, axes: tuple[str, ...], cut: Cut) -> Plane:
     (data, grid, global_scale_inv), block = plane, stored_block(fmt, usage)
-    axis = _cut_axis(axis_name, cut)
-    in_rows = axis == data.ndim - 1
+    after = cut.without(axes)
+    gathered = moved(data, cut, after)
     if block is None:  # The one scale does not travel: shards have it in common.
-        _check_shared(grid, axis_name)
+        _check_shared(grid, axes)
     else:
-        size = data.shape[-1] * fmt.element.codes_per_byte if in_rows else math.prod(data.shape[axis:-1])
-        mine = size if cut.local else -(-size // cut.count(cut.entries[axis]))
-        unit, shards = block[1] if in_rows else block[0], cut.mesh.shape[axis_name]
-        if mine % unit == 0 or shards == 1:
-            ends = (cut.entries[0], cut.entries[-1])[-grid.ndim :]
-            grid_cut = cut if grid.ndim == data.ndim else dataclasses.replace(cut, entries=ends)
-            grid = _gather_array(grid, axis_name, grid_cut)
-        elif cut.local:
-            fits = grid.shape[-1 if in_rows else axis] == -(-size * shards // unit)
-            _check_shared(grid, axis_name, fits)
-    if global_scale_inv is not None and fmt.scaling.global_scale == "row" and not in_rows:  # Shards have rows.
+        of_grid, shape = _of_grid(data, fmt, grid.ndim, block, cut, axes)
+        _check_shared(grid, axes, of_grid.axes, grid.shape == shape)
+        grid = moved(grid, of_grid, _of_grid(gathered, fmt, grid.ndim, block, after, axes)[0])
+    if global_scale_inv is not None and fmt.scaling.global_scale == "row":
         by_row = dataclasses.replace(cut, entries=cut.entries[:-1])
-        global_scale_inv = _gather_array(global_scale_inv, axis_name, by_row)
+        _check_shared(global_scale_inv, axes, by_row.axes)
+        global_scale_inv = moved(global_scale_inv, by_row, by_row.without(axes))
     elif global_scale_inv is not None:
-        _check_shared(global_scale_inv, axis_name)
-    return Plane(_gather_array(data, axis_name, cut), grid, global_scale_inv)
+        _check_shared(global_scale_inv, axes)
+    return Plane(gathered, grid, global_scale_inv)
 
 
-def _gather_array(x: jax.Array, axis_name: str, cut: Cut) -> jax.Array:
-    """All of `x` along one of the mesh axes that cut it: moved and pinned as integers."""
-    bits = lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
-    if cut.local:
-        bits = lax.all_gather(bits, axis_name, axis=_cut_axis(axis_name, cut), tiled=True)
-        return lax.bitcast_convert_type(bits, x.dtype)
-    entries = tuple(tuple(name for name in names if name != axis_name) for names in cut.entries)
-    whole = NamedSharding(cut.mesh, dataclasses.replace(cut, entries=entries).spec)
-    if axis_name in cut.mesh.explicit_axes:
-        bits = jax.sharding.reshard(bits, whole)
-    else:
-        bits = lax.with_sharding_constraint(bits, NamedSharding(cut.mesh, cut.spec))
-        bits = lax.with_sharding_constraint(bits, whole)
-    return lax.bitcast_convert_type(bits, x.dtype)
+def _of_grid(
+    data: jax.Array, fmt: Format, ndim: int, block: tuple[int, int], cut: Cut, axes: tuple[str, ...]
+) -> tuple[Cut, Shape]:
+    """How the scales of codes are cut, `ndim` axes of them, and their shape in hand."""
+    shape = (*data.shape[:-1], data.shape[-1] * fmt.element.codes_per_byte)
+    if ndim != data.ndim:
+        if cut.local:
+            _check_rows_follow(cut, axes, "scales of rows")
+        shape, cut = matrix_shape(shape), cut.matrix
+    units = (*(1,) * (ndim - 2), *block[-ndim:])
+    of_grid = cut.of_blocks(shape, units)
+    whole = cut.without(of_grid.axes).whole(shape)
+    return of_grid, tuple(-(-size // unit) for size, unit in zip(whole, units, strict=True))
 
 
-def _check_shared(scale: jax.Array, axis_name: str, fits: bool = True) -> None:
-    """Raises unless a scale that is not gathered fits and is the same on all devices, as far as its type tells."""
-    if not fits or axis_name in jax.typeof(scale).manual_axis_type.varying:
-        what = f"varying over {axis_name!r}" if fits else f"of shape {scale.shape}"
+def _check_shared(scale: jax.Array, axes: tuple[str, ...], cut: tuple[str, ...] = (), fits: bool = True) -> None:
+    """Raises unless a scale that only `cut` cuts fits and is else the same on all devices, as far as its type tells."""
+    own = jax.typeof(scale)
+    varying = own.manual_axis_type.varying
+    differs = [name for name in axes if name in varying and name not in cut and own.sharding.mesh.shape[name] > 1]
+    if differs or not fits:
+        what = f"of shape {scale.shape}" if not fits else f"varying over {', '.join(map(repr, differs))}"
         raise ValueError(
             f"gather: scale_inv ({what}) is not one scale for the whole tensor; "
-            f"quantize with axis_name={axis_name!r}, or give it the scales"
+            f"quantize with axis_name={(axes[0] if len(axes) == 1 else axes)!r}, or give it the scales"
         )
 
 
-def _transposed(cut: Cut, axis_name: str) -> Cut:
+def _check_adjacent(cut: Cut, axes: tuple[str, ...]) -> None:
+    """Raises where what `shard_map` would gather are pieces that do not lie side by side in the tensor."""
+    for axis, names in enumerate(cut.entries if cut.local else ()):
+        sizeable = [name for name in names if cut.count((name,)) > 1]
+        kept = [name for name in sizeable if name not in axes]
+        if sizeable[: len(kept)] != kept:
+            raise ValueError(
+                f"gather: axis {axis} is cut along {names}, and pieces gathered along {axes} alone do not follow one "
+                f"another; gather along {kept[-1]!r} too, or first"
+            )
+
+
+def _transposed(cut: Cut, axes: tuple[str, ...]) -> Cut:
     """How the transposed plane of a tensor is cut: its first axis is the tensor's last, its last all the others."""
-    if any(axis_name in names for names in cut.entries[1:-1]):
-        raise ValueError(
-            f"gather: spec ({cut.spec}) does not cut the first or the last axis along {axis_name!r}, so that pieces of "
-            "a transposed plane do not follow one another; gather the rowwise plane"
-        )
+    _check_rows_follow(cut, axes, "a transposed plane")
     return cut.transposed
 
 
-def _cut_axis(axis_name: str, cut: Cut) -> int:
-    return next(axis for axis, names in enumerate(cut.entries) if axis_name in names)
+def _check_rows_follow(cut: Cut, axes: tuple[str, ...], what: str) -> None:
+    """Raises where rows that are gathered do not follow one another in an array that has them in one axis."""
+    if inner := [name for name in axes if name in cut.inner_axes]:
+        raise ValueError(
+            f"gather: spec ({cut.spec}) does not cut the first or the last axis along {listed(map(repr, inner))}, so "
+            f"that pieces of {what} do not follow one another; gather the rowwise plane, of a format without squares"
+        )

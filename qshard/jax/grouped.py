@@ -6,6 +6,7 @@ x [M, K], sorted  ->  tiles of rows, none of two experts  ->  codes, with scales
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from qshard.formats import Usage
-from qshard.jax.arguments import as_axes, check_array, check_dtype, check_spec, check_spec_fits
+from qshard.jax.arguments import as_axes, as_names, check_array, check_dtype, check_spec, check_spec_fits
 from qshard.jax.array import QuantizedArray
 from qshard.jax.cuts import AxisName, Cut, Spec, mesh_of, spec_of, vary_alike
 from qshard.jax.delayed import LinearState, check_shared, observe
@@ -50,7 +51,7 @@ class _Config:
 
     recipe: Recipe
     cut: Cut
-    gathers: str | None
+    gathers: tuple[str, ...]
     axes: tuple[str, ...]
     learns: bool
     reshard_after_forward: bool
@@ -85,7 +86,7 @@ def ragged_dot(
     recipe: RecipeLike,
     *,
     weight_spec: Spec = None,
-    gather_axis: str | None = None,
+    gather_axis: str | Sequence[str] | None = None,
     reshard_after_forward: bool = True,
     axis_name: AxisName = None,
     seed: Seed = None,
@@ -104,7 +105,8 @@ def ragged_dot(
       group_sizes: integers `[E]`: how many rows each expert has; any may be 0. Rows after the last group give zeros.
       recipe: as for `linear`.
       weight_spec: how `w` is cut: with experts over one mesh axis and rows over another, `P("expert", "fsdp")`.
-      gather_axis: the mesh axis along which FSDP has cut the weights: codes are gathered, for all experts at once.
+      gather_axis: the mesh axis along which FSDP has cut the weights, or several: codes are gathered, for all experts
+        at once.
       reshard_after_forward: as for `linear`.
       axis_name: in `shard_map`, the mesh axes over which the rows of an expert lie: one set of scales then serves them.
         Without it each device has its own.
@@ -151,7 +153,7 @@ def ragged_dot(
         state,
         recipe=recipe,
         weight_spec=weight_spec,
-        gather_axis=gather_axis,
+        gather_axes=as_names("ragged_dot", "gather_axis", gather_axis),
         reshard_after_forward=reshard_after_forward,
         axes=as_axes("ragged_dot", axis_name),
     )
@@ -160,7 +162,7 @@ def ragged_dot(
 
 # Jitted for eager callers, gradients included.
 @functools.partial(
-    jax.jit, static_argnames=("recipe", "weight_spec", "gather_axis", "reshard_after_forward", "axes"), inline=True
+    jax.jit, static_argnames=("recipe", "weight_spec", "gather_axes", "reshard_after_forward", "axes"), inline=True
 )
 def _checked(
     x: jax.Array,
@@ -171,7 +173,7 @@ def _checked(
     *,
     recipe: Recipe,
     weight_spec: Spec,
-    gather_axis: str | None,
+    gather_axes: tuple[str, ...],
     reshard_after_forward: bool,
     axes: tuple[str, ...],
 ) -> jax.Array:
@@ -187,11 +189,11 @@ def _checked(
     shape = jnp.shape(parts) if codes is None else codes.shape
     _check_shapes(x, shape, group_sizes, recipe, seed, state)
     _check_mesh(x, parts, weight_spec)
-    cut = _cut_of(codes, sink, gather_axis, weight_spec)
+    cut = _cut_of(codes, sink, gather_axes, weight_spec)
     config = _Config(
         recipe=recipe,
         cut=cut,
-        gathers=gather_axis,
+        gathers=gather_axes,
         axes=axes,
         learns=sink is not None,
         reshard_after_forward=reshard_after_forward,
@@ -242,7 +244,7 @@ def _check_mesh(x: jax.Array, w: jax.Array, spec: Spec) -> None:
     check_spec_fits("ragged_dot", "weight_spec", spec, mesh_of(w, spec), 3)
 
 
-def _cut_of(codes: QuantizedArray | None, sink: jax.Array | None, gather_axis: str | None, spec: Spec) -> Cut:
+def _cut_of(codes: QuantizedArray | None, sink: jax.Array | None, gather_axes: tuple[str, ...], spec: Spec) -> Cut:
     """How the weight of one expert is cut."""
     own = spec
     if spec is not None:
@@ -253,10 +255,9 @@ def _cut_of(codes: QuantizedArray | None, sink: jax.Array | None, gather_axis: s
 
     def find(one: Any) -> Any:
         if isinstance(one, QuantizedArray):
-            found.append(Cut() if gather_axis is None else cut_of(one, gather_axis, own, **names))
+            found.append(cut_of(one, gather_axes, own, **names) if gather_axes else Cut())
         else:
-            cut = Cut.of(one, (), own) if gather_axis is None else Cut.along(one, gather_axis, own, **names)
-            found.append(cut)
+            found.append(Cut.along(one, gather_axes, own, **names))
         return 0
 
     jax.eval_shape(jax.vmap(find), sink if codes is None else codes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, cast, get_args
 
@@ -13,7 +14,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from qshard.formats import Usage
-from qshard.jax.arguments import as_axes, check_array, check_dtype, check_spec, check_spec_fits
+from qshard.jax.arguments import as_axes, as_names, check_array, check_dtype, check_spec, check_spec_fits
 from qshard.jax.array import QuantizedArray
 from qshard.jax.cuts import AxisName, Cut, Spec, cuts_rows, matrix_of, mesh_of, shaped, vary_alike
 from qshard.jax.delayed import LinearState, TensorState, check_shared, observe
@@ -109,7 +110,7 @@ def linear(
     *,
     weight_layout: WeightLayout = "NK",
     weight_spec: Spec = None,
-    gather_axis: str | None = None,
+    gather_axis: str | Sequence[str] | None = None,
     reshard_after_forward: bool = True,
     weight_scales: WeightScales | None = None,
     axis_name: AxisName | PartitionSpec = None,
@@ -132,8 +133,10 @@ def linear(
       recipe: the format of each role, or the name of a recipe, such as "MXFP8".
       weight_layout: "NK", or "KN" for a `w` of `[K, N]`, which flax has: `y = x @ w`, in the bits of `[N, K]`, and no
         slower. Codes of it lie as it does.
-      weight_spec: how `w` is cut, and its gradient is to be. Types of Explicit meshes say it.
-      gather_axis: the mesh axis along which FSDP has cut `w`: shards are quantized, then their codes gathered.
+      weight_spec: how `w` is cut, and its gradient is to be. Types of Explicit meshes say it. In `shard_map`, by rows
+        along `gather_axis` if not given; one scale serves all that the mesh axes named here cut.
+      gather_axis: the mesh axis along which FSDP has cut `w`, or several: shards are quantized, then their codes
+        gathered.
       reshard_after_forward: gather the codes of `w` again in the backward pass, and keep only the shard's until then.
         False keeps the gathered ones: under `jax.checkpoint` that costs nothing and saves a gather, as recomputing
         gathers them anyway.
@@ -194,7 +197,7 @@ def linear(
         recipe=as_recipe(recipe, "linear"),  # Before jit, for a name to be the same call as its recipe.
         layout=_as_layout("linear", weight_layout),
         weight_spec=weight_spec,
-        gather_axis=gather_axis,
+        gather_axes=as_names("linear", "gather_axis", gather_axis),
         axes=as_axes("linear", names),
         rows=rows,
         reshard_after_forward=reshard_after_forward,
@@ -210,7 +213,7 @@ def gathered_weight(
     *,
     weight_layout: WeightLayout = "NK",
     weight_spec: Spec = None,
-    gather_axis: str | None = None,
+    gather_axis: str | Sequence[str] | None = None,
     weight_scales: WeightScales | None = None,
     seed: Seed = None,
     state: LinearState | None = None,
@@ -236,7 +239,8 @@ def gathered_weight(
     """
     recipe = as_recipe(recipe, "gathered_weight")
     w, given = lax.stop_gradient((w, _given("gathered_weight", w, weight_spec, weight_scales, seed, state)))
-    options = {"recipe": recipe, "weight_spec": weight_spec, "gather_axis": gather_axis}
+    axes = as_names("gathered_weight", "gather_axis", gather_axis)
+    options = {"recipe": recipe, "weight_spec": weight_spec, "gather_axes": axes}
     whole: QuantizedArray = _checked_weight(w, given, layout=_as_layout("gathered_weight", weight_layout), **options)
     return whole
 
@@ -265,7 +269,7 @@ def _given(op: str, w: Any, weight_spec: Any, weight_scales: Any, seed: Any, sta
 @functools.partial(
     jax.jit,
     static_argnames=(
-        *("recipe", "layout", "weight_spec", "gather_axis", "axes", "rows"),
+        *("recipe", "layout", "weight_spec", "gather_axes", "axes", "rows"),
         *("reshard_after_forward", "out_sharding", "vmap_as_rows"),
     ),
     inline=True,
@@ -277,7 +281,7 @@ def _checked_linear(
     *,
     recipe: Recipe,
     weight_spec: Spec,
-    gather_axis: str | None,
+    gather_axes: tuple[str, ...],
     vmap_as_rows: bool,
     **options: Any,
 ) -> jax.Array:
@@ -289,7 +293,7 @@ def _checked_linear(
     if vmap_as_rows:
         x = matrix_of(x)
     config, weight = _configured(
-        "linear", w, given, recipe, weight_spec, gather_axis, x_type=_explicit_type(x), **options
+        "linear", w, given, recipe, weight_spec, gather_axes, x_type=_explicit_type(x), **options
     )
     # In shard_map, an operand that varies over fewer axes is cast to vary out here, where JAX sums its gradient.
     x, *sink = vary_alike(x, *jax.tree.leaves(weight.sink))
@@ -300,41 +304,41 @@ def _checked_linear(
     return _linear(config, x, weight, given)
 
 
-@functools.partial(jax.jit, static_argnames=("recipe", "layout", "weight_spec", "gather_axis"), inline=True)
+@functools.partial(jax.jit, static_argnames=("recipe", "layout", "weight_spec", "gather_axes"), inline=True)
 def _checked_weight(
-    w: Any, given: _Given, *, recipe: Recipe, layout: WeightLayout, weight_spec: Spec, gather_axis: str | None
+    w: Any, given: _Given, *, recipe: Recipe, layout: WeightLayout, weight_spec: Spec, gather_axes: tuple[str, ...]
 ) -> QuantizedArray:
     config, weight = _configured(
-        "gathered_weight", opened(w)[0], given, recipe, weight_spec, gather_axis, layout=layout
+        "gathered_weight", opened(w)[0], given, recipe, weight_spec, gather_axes, layout=layout
     )
     usage = config.stored(config.contracted)
     return _whole(config, _codes_of(config, weight, given, usage)[0], usage)
 
 
 def _configured(
-    op: str, w: Any, given: _Given, recipe: Recipe, weight_spec: Spec, gather_axis: str | None, **options: Any
+    op: str, w: Any, given: _Given, recipe: Recipe, weight_spec: Spec, gather_axes: tuple[str, ...], **options: Any
 ) -> tuple[_Config, CodedWeight]:
     """Decides where the weight is of a whole. An array becomes a weight without codes yet, and its own sink."""
     _check_given(op, recipe, given)
     names: dict[str, Any] = {"op": op, "name": "gather_axis", "spec_name": "weight_spec"}
-    w_type, gathers, cut = None, gather_axis is not None, Cut()
+    w_type, gathers, cut = None, bool(gather_axes), Cut()
     if isinstance(w, CodedWeight) and w.shards is not None:
         weight, gathers = w, not isinstance(w.codes, QuantizedArray)
     elif isinstance(w, CodedWeight | QuantizedArray):
         codes, sink = (w.codes, w.sink) if isinstance(w, CodedWeight) else (w, None)
-        if gather_axis is not None:
-            cut = cut_of(codes, gather_axis, weight_spec, **names)
+        if gathers:
+            cut = cut_of(codes, gather_axes, weight_spec, **names)
         elif sink is not None:
-            cut = Cut.of(sink, (), weight_spec)
-        weight = CodedWeight(codes, sink, CutWeight(cut, gather_axis))
+            cut = Cut.along(sink, (), weight_spec, **names)
+        weight = CodedWeight(codes, sink, CutWeight(cut, gather_axes))
         w_type = None if sink is None else _explicit_type(sink)
     else:
         if jnp.ndim(w) != 2:
             raise ValueError(f"{op}: w {jnp.shape(w)} does not have two axes; give w as [N, K], or call einsum")
         check_dtype(op, "w", w)
         check_spec_fits(op, "weight_spec", weight_spec, mesh_of(w, weight_spec), w.ndim)
-        cut = Cut.of(w, (), weight_spec) if gather_axis is None else Cut.along(w, gather_axis, weight_spec, **names)
-        weight, w_type = CodedWeight(None, w, CutWeight(cut, gather_axis)), _explicit_type(w)
+        cut = Cut.along(w, gather_axes, weight_spec, **names)
+        weight, w_type = CodedWeight(None, w, CutWeight(cut, gather_axes)), _explicit_type(w)
     learns = weight.sink is not None
     config = _Config(
         op=op, recipe=recipe, shards=weight.shards, cut=cut, gathers=gathers, learns=learns, w_type=w_type, **options
@@ -376,7 +380,10 @@ def _forward(
     whole = _whole(config, wq, read)
     if not x.shape or len(whole.axes) != 2 or x.shape[-1] != whole.shape[config.layout.index("K")]:
         axes = ", ".join(config.layout)
-        raise ValueError(f"linear: w {whole.shape} does not fit x {x.shape}; give w as [{axes}] and x as [*lead, K]")
+        told = ", and say in weight_spec how w is cut" if config.gathers else ""
+        raise ValueError(
+            f"linear: w {whole.shape} does not fit x {x.shape}; give w as [{axes}] and x as [*lead, K]{told}"
+        )
     kept_w = wq  # To keep the whole weights of all layers until backward would undo FSDP.
     if w_kept and config.gathers and not config.reshard_after_forward:
         kept_w = whole if w_kept is read else _whole(config, wq, w_kept)

@@ -29,15 +29,15 @@ def matrices_of(
     Raises:
       ValueError: shards of `shard_map` cut blocks so that their rows do not follow one another.
     """
-    scattered = any(cut.entries[1:-1])
+    scattered = bool(cut.inner_axes)
     if x.ndim < 3 or not (scattered or ops.may_be_cut(x)):
-        return matrix_of(x), cut
+        return matrix_of(x), cut.matrix
     sides = {where.block[1 if where.transposed else 0] for where in places.values() if where.block}
     if all(x.shape[-2] % side == 0 for side in sides) or (scattered and not cut.local):
-        return x, cut.inner
+        return x, cut
     if scattered and (draws or not cut.own_blocks):
         raise scattered_rows(x, next(iter(places.values())).format, max(sides), cut, op, name)
-    return matrix_of(x), cut
+    return matrix_of(x), cut.matrix
 
 
 def scattered_rows(x: jax.Array, fmt: Format, unit: int, cut: Cut, op: str, name: str) -> ValueError:
@@ -66,7 +66,7 @@ def draws_of(
     row_step = columns * cut.shards[1]
     if any(cut.entries[1:-1]):
         row = _first_rows(cut, shape)
-        col = cut.inner.start(shape[-2:])[1]
+        col = cut.start(shape[-2:])[1]
     else:
         row, col = cut.start((rows, columns))
     row, col = jnp.asarray(row, jnp.uint32), jnp.asarray(col, jnp.uint32)

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from qshard.jax.arguments import as_names
 from qshard.jax.cuts import Spec, spec_of
 from qshard.jax.ops import names_of
-from qshard.names import shown
 
 Axes = str | Sequence[str] | None
-
-
-def as_names(op: str, name: str, axes: Any) -> tuple[str, ...]:
-    """Mesh axes that a caller names: one, several or none."""
-    made = () if axes is None else (axes,) if isinstance(axes, str) else axes
-    if not isinstance(made, Iterable) or not all(isinstance(axis, str) for axis in made):
-        raise TypeError(f"{op}: {name} ({shown(axes)}) is not the name of a mesh axis, or several; pass names")
-    return tuple(made)
 
 
 @dataclass(frozen=True)

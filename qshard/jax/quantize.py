@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from typing import Any, NamedTuple
@@ -15,8 +16,9 @@ from qshard.formats import Format, Usage
 from qshard.jax import ops, steps
 from qshard.jax.arguments import as_axes, check_array, check_dtype, check_spec, check_spec_fits
 from qshard.jax.array import QuantizedArray, axes_of_shape
-from qshard.jax.cuts import AxisName, Cut, Spec, folded, matrix_of, max_over, mesh_of, shaped, vary_alike
+from qshard.jax.cuts import AxisName, Cut, Spec, folded, matrix_of, max_over, mesh_of, pinned, shaped, vary_alike
 from qshard.jax.matrices import draws_of, matrices_of, scattered_rows
+from qshard.jax.pieces import Pieces
 from qshard.jax.words import Seed, seed_words
 from qshard.names import FormatLike, as_format, as_usage, shown
 from qshard.pipeline import Plane
@@ -68,12 +70,13 @@ def quantize(
       seed: for formats with stochastic rounding: an integer, two words (uint32 `[2]`, low first) or a `jax.random` key.
 
     Returns:
-      A QuantizedArray, its planes in the shapes of `qshard.layout.plane`. In `shard_map`, scales of blocks that shards
-      cut, and scales of the tensor, are those of the whole; all else is of the shard.
+      A QuantizedArray, its planes in the shapes of `qshard.layout.plane`. In `shard_map`, a scale of the tensor is that
+      of the whole, and along an axis where shards cut blocks so are all scales; all else is of the shard.
 
     Raises:
       TypeError: `x` is not of a float dtype, or another argument not of its type.
-      ValueError: `fmt` cannot hold the shape of the whole, or cannot be cut so, or there is no seed.
+      ValueError: `fmt` cannot hold the shape of the whole, or cannot be cut so (in `shard_map`, for one, blocks of rows
+        by an axis between the first and the last), or there is no seed.
 
     However `x` is sharded, the bits are those of the unsharded cast. Reduced are 4 bytes for one scale of the tensor,
     and 4 for each block if shards cut them. The cast moves nothing, with two exceptions. On Auto meshes without `spec`,
@@ -155,10 +158,11 @@ def quantized(
     _check_scales(op, "scales" if op == "quantize" else "weight_scales", scales, fmt)
     matrix, blocks_cut = matrices_of(x, places, cut, op, name, draws is not None)
     kept = x if usage is Usage.ROWWISE and x.ndim > 1 and places[usage].keeps_axes else matrix
+    at = _steps_of(cut)
     if margin is not None:
         axes = cut.axes if cut.local else ()
         reduce_max = max_over(axes) if axes or ops.may_be_cut(x) else None
-        planes, amax = pipeline.quantize_delayed(steps, kept, fmt, usage, scales.scale, margin, reduce_max=reduce_max)
+        planes, amax = pipeline.quantize_delayed(at, kept, fmt, usage, scales.scale, margin, reduce_max=reduce_max)
         return _array_of(x, places, planes, apart), amax
     given = None if scales.scale is None else pipeline.Scales(scales.scale, scales.scale_inv)
     broken = [each for each, where in places.items() if _pieces(where, blocks_cut, matrix.shape) is not None]
@@ -172,7 +176,7 @@ def quantized(
     merged = max_over((cut.col_axes if fmt.scaling.global_scale == "row" else cut.axes) if cut.local else ())
     for some in whole:
         planes |= pipeline.quantize(
-            steps,
+            at,
             kept,
             fmt,
             some,
@@ -212,30 +216,21 @@ def _array_of(
     )
 
 
-class _Pieces(NamedTuple):
-    """The largest parts of the stored blocks of a plane that no shard cuts; a block has `each` along its axes.
+def _pieces(where: layout.PlaneLayout, cut: Cut, shape: layout.Shape) -> Pieces | None:
+    """Those of what is stored of an array of this shape `[*outer, M, K]`; None if its blocks are whole, or it has none.
 
-    Of matrices `[*outer, M, K]`, blocks may `go_on` from one to the next.
+    Stored transposed, it is `[K, *outer, M]`.
     """
-
-    size: tuple[int, int]
-    each: tuple[int, int]
-    go_on: bool
-
-
-def _pieces(where: layout.PlaneLayout, cut: Cut, shape: layout.Shape) -> _Pieces | None:
-    """Those of a shard of this shape `[*outer, M, K]`; None if its blocks are whole, or it has none."""
-    if where.block is None:  # Cut.pieces takes a block.
+    if where.block is None:
         return None
-    (rows, cols), side = shape[-2:], where.block[1 if where.transposed else 0]
-    size = (
-        cut.transposed.pieces((cols, rows), where.block) if where.transposed else cut.pieces((rows, cols), where.block)
+    last = len(shape) - 1
+    goes_on = last > 1 and shape[-2] % where.block[where.transposed] != 0
+    if where.transposed:
+        cut = dataclasses.replace(cut, entries=(*cut.entries[-1:], *cut.entries[:-1]))
+        shape = (shape[-1], *shape[:-1])
+    return Pieces.of(
+        cut, shape, where.block, rows=(int(where.transposed), last + where.transposed) if goes_on else None
     )
-    go_on = len(shape) > 2 and rows % side != 0
-    if go_on:
-        size = (size[0], math.gcd(size[1], rows)) if where.transposed else (math.gcd(size[0], rows), size[1])
-    each = (where.block[0] // size[0], where.block[1] // size[1])
-    return None if each == (1, 1) else _Pieces(size, each, go_on)
 
 
 def _from_pieces(
@@ -247,11 +242,14 @@ def _from_pieces(
     op: str,
     name: str,
 ) -> Plane:
-    """A plane of matrices `[*outer, M, K]` whose blocks shards cut. Scales are those of the whole, where they serve."""
+    """A plane of matrices `[*outer, M, K]` whose blocks shards cut. Scales of such blocks are on every device that has
+    a part of one.
+    """
     fmt = where.format
     if (other := layout.source(fmt, where.usage)) is not where.usage:
         rowwise = layout.plane(fmt, where.shape, other)
-        return pipeline.transposed(steps, _from_pieces(x, rowwise, cut, scales, draws, op, name), fmt)
+        made = _from_pieces(x, rowwise, cut, scales, draws, op, name)
+        return pipeline.transposed(_steps_of(cut), made, fmt)
     pieces = _pieces(where, cut, x.shape)
     assert pieces is not None
     if (refusal := "the rotation mixes all of a block" if where.rotated else fmt.slice_refusal) is not None:
@@ -260,29 +258,27 @@ def _from_pieces(
             f"{refusal}; cut it at blocks"
         )
     amax = scales.block_amax
-    if amax is not None and x.ndim > 2 and not pieces.go_on:
+    if amax is not None and x.ndim > 2 and pieces.rows is None:
         amax = shaped(amax, (*x.shape[:-2], amax.shape[0] // math.prod(x.shape[:-2]), amax.shape[1]))
     if where.transposed:
         draws = None if draws is None else draws.transposed(x.shape[-1])
         amax = None if amax is None else steps.transposed(amax)
-        x, cut = steps.transposed(x), cut.transposed
-    if amax is None:
-        amax = _amax_of_blocks(x, cut, pieces, where.transposed)
-    whole = steps.integer_max(amax, amax.ndim - 1 if where.global_scale_shape else 0)
-    made = cut.everywhere(pipeline.scales(steps, fmt, amax, whole), *cut.kept(pieces.each, amax.ndim))
-    count = tuple(-(-size // unit) for size, unit in zip(x.shape[-2:], pieces.size, strict=True))
-    if pieces.go_on:
-        scale = cut.rows_apart(made.scale, pieces.each, (*x.shape[:-2], *count), where.transposed)
-    else:
-        scale = cut.of_pieces(made.scale, pieces.each, count)
+        x = steps.transposed(x)
+    amax = pieces.merged(pipeline.block_amax(steps, x, pieces.size)) if amax is None else pieces.own(amax)
+    whole = scales.amax
+    if whole is None and where.global_scale_shape is not None:
+        by_row = fmt.scaling.global_scale == "row"
+        axes = (pieces.grid.col_axes if by_row else pieces.grid.axes) if cut.local else ()
+        whole = max_over(axes)(steps.integer_max(amax, amax.ndim - 1 if by_row else 0))
+    scale, scale_inv, global_scale_inv = pipeline.scales(steps, fmt, amax, whole)
+    scale = pieces.spread(pinned(scale, pieces.grid), pieces.count(x.shape))
     data = pipeline.cast(steps, x, fmt, scale, pieces.size, draws)
-    return Plane(data, made.scale_inv, made.global_scale_inv)
+    return Plane(data, pinned(scale_inv, pieces.grid), global_scale_inv)
 
 
-def _amax_of_blocks(x: jax.Array, cut: Cut, pieces: _Pieces, transposed: bool, *, reduce: bool = True) -> jax.Array:
-    """The amaxes of the blocks of the whole, of which `x` `[*outer, M, K]`, or `[K, *outer, M]`, has pieces."""
-    amax = pipeline.block_amax(steps, x, pieces.size)
-    return cut.merged(cut.rows_as_one(amax, transposed) if pieces.go_on else amax, pieces.each, reduce=reduce)
+def _steps_of(cut: Cut) -> Any:
+    """The ops for arrays that are cut so."""
+    return steps if cut.local else steps.OfCut(cut.shards[1])
 
 
 def compute_scales(weights: Any, recipe: RecipeLike, *, axis_name: AxisName = None, spec: Spec = None) -> Any:
@@ -351,10 +347,11 @@ def _own_amaxes(x: jax.Array, fmt: Format, cut: Cut) -> WeightScales:
         raise ValueError(
             f"compute_scales: recipe ({fmt}) has a scale for each row of a weight, and shards share none; leave it out"
         )
-    amax, block_amax = pipeline.global_amax(steps, x, fmt), None
+    amax, block_amax = pipeline.global_amax(_steps_of(cut), x, fmt), None
     matrix, cut = matrices_of(x, {Usage.ROWWISE: where}, cut, "compute_scales", "weights")
     if (pieces := _pieces(where, cut, matrix.shape)) is not None:
-        block_amax = matrix_of(_amax_of_blocks(matrix, cut, pieces, False, reduce=False))
+        pieces = pieces.of_whole if cut.local else pieces
+        block_amax = matrix_of(pieces.merged(pipeline.block_amax(steps, matrix, pieces.size), reduce=False))
     return WeightScales(amax=amax, block_amax=block_amax)
 
 

@@ -35,9 +35,21 @@ def __getattr__(name: str) -> Any:
     return getattr(ops, name)
 
 
-def _by_runs(op: str, x: jax.Array, *scale: jax.Array, **options: Any) -> Any:
+class OfCut:
+    """This module, where the last axis of arrays is known to be cut into so many shards."""
+
+    def __init__(self, shards: int) -> None:
+        self._shards = shards
+
+    def __getattr__(self, name: str) -> Any:
+        op = globals().get(name) or __getattr__(name)
+        takes_runs = op is transposed_squares or getattr(op, "func", None) is _by_runs
+        return functools.partial(op, shards=self._shards) if takes_runs else op
+
+
+def _by_runs(op: str, x: jax.Array, *scale: jax.Array, shards: int = 1, **options: Any) -> Any:
     """An op on elements, under one scale for all of them."""
-    runs, lead = split_rows(x), options.get("lead", 0)
+    runs, lead = split_rows(x, shards), options.get("lead", 0)
     axes = 0 if runs is x else x.ndim  # Each element of so many leading axes is a run.
     if "lead" in options:
         options["lead"] = max(lead, axes)
@@ -75,20 +87,22 @@ def _under_global(op: str, *operands: jax.Array, **options: Any) -> Any:
     return getattr(ops, op)(*arrays, value, **options)
 
 
-def split_rows(x: jax.Array) -> jax.Array:
+def split_rows(x: jax.Array, shards: int = 1) -> jax.Array:
     """`x` `[..., K]` as runs `[..., K / run, run]` that no shard boundary cuts, or as it is.
 
     In `shard_map`, and where there is one device, all is local: one run is everything. On Explicit meshes the type
     tells how K is cut: a run is a shard's part of a row. Else XLA decides after tracing: a run is then `gcd(K, 128)`,
-    so that K may be cut into shards of any multiple of it. That costs 4 bytes a run for the scale, and on an H200 14 of
-    the 112 us of quantizing 8192 x 8192 bfloat16. Where it would make runs shorter than 32, a run is the row: such a K
-    is rarely cut. A run that is cut after all costs a gather, and gives the same bits.
+    so that K may be cut into shards of any multiple of it, or of the part of a row that each of `shards` has, where
+    that much is known. That costs 4 bytes a run for the scale, and on an H200 14 of the 112 us of quantizing 8192 x
+    8192 bfloat16. Where it would make runs shorter than 32, a run is the row, or that part of it: such a K is rarely
+    cut. A run that is cut after all costs a gather, and gives the same bits.
     """
     mesh, spec = ops.mesh_around(x), jax.typeof(x).sharding.spec
     kinds = set(mesh.axis_types)
     if x.ndim == 0 or kinds == {AxisType.Manual} or (mesh.empty and jax.device_count() == 1):
         return x
     row = x.shape[-1] // math.prod(mesh.shape[name] for name in ops.names_of(spec[-1]))
+    row = row // shards if (not kinds or AxisType.Auto in kinds) and row % shards == 0 else row
     run = math.gcd(row, 128)
     if run < 32 or (kinds and AxisType.Auto not in kinds):
         run = row
@@ -118,9 +132,12 @@ def transposed(a: jax.Array) -> jax.Array:
     return jnp.moveaxis(a, -1, 0)
 
 
-def transposed_squares(data: jax.Array, scale_inv: jax.Array, *, packed: bool) -> tuple[jax.Array, jax.Array]:
+def transposed_squares(
+    data: jax.Array, scale_inv: jax.Array, *, packed: bool, shards: int = 1
+) -> tuple[jax.Array, jax.Array]:
     """Two calls: shards may cut the blocks, and then codes and scales have no leading axis in common."""
-    data_t = (ops.transpose_packed if packed else transpose)(data, outer=data.ndim - 2)
+    turn = ops.transpose_packed if packed else functools.partial(transpose, shards=shards)
+    data_t = turn(data, outer=data.ndim - 2)
     return data_t, transposed(scale_inv)
 
 

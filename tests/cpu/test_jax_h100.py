@@ -5,6 +5,7 @@ which need not be installed beside JAX: `make h100` puts it into build/jax_cuda.
 """
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -141,6 +142,22 @@ def test_delayed_step(compiled):
     amaxes, casts = (program["calls"].count(f"qshard_{op}") for op in ("amax_tensor", "delayed_scale"))
     assert amaxes == casts > 0
     assert program["ops"] == []
+
+
+@pytest.mark.parametrize(("recipe", "codes"), [("CurrentScaling", 128), ("NVFP4", 64)])
+def test_two_axes(compiled, recipe, codes):
+    """Of a weight cut along both axes, shards of 64 columns: codes travel twice, compact scales and amaxes; no value.
+
+    XLA would gather what is cut into runs shorter than 128 if nobody told it, and permute codes that are bytes already
+    before the backward pass gathers them.
+    """
+    program = compiled[f"two axes, {recipe}"]
+    gathered = moved(program, "all-gather")
+    assert {array[: array.index("[")] for array in gathered} == {"u8"}
+    sizes = [math.prod(int(n) for n in array[3:-1].split(",")) for array in gathered]
+    assert sorted(sizes, reverse=True)[:2] == [128 * codes] * 2
+    assert sum(sizes) <= 2 * 128 * codes * 9 // 8
+    assert {kind for kind, _ in program["collectives"]} == {"all-gather", "all-reduce", "reduce-scatter"}
 
 
 def test_cut_blocks(compiled):

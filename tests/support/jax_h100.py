@@ -46,6 +46,16 @@ def step(ws, x, recipe=RECIPE, **options):
     return jax.value_and_grad(loss)(ws)
 
 
+def two_axes_step(w, x, recipe):
+    """One layer, its weight cut by FSDP along columns and by tensor parallelism along rows."""
+
+    def loss(w, x):
+        y = linear(x, w, recipe, weight_spec=P("tp", "fsdp"), gather_axis="fsdp", seed=0)
+        return jnp.mean(y.astype(jnp.float32) ** 2)
+
+    return jax.value_and_grad(loss, argnums=(0, 1))(w, x)
+
+
 def delayed_step(ws, states, x):
     """`step` with delayed scaling, and the amaxes it brings."""
 
@@ -141,6 +151,10 @@ def programs():
             yield f"sequence, {type(recipe).__name__}, {kind.name}", partial(step, recipe=recipe), (cut, rows)
     yield "cut blocks", cut_blocks, (argument(auto, (1920, 2048), jnp.float32, P("fsdp")),)
     yield "scales", lambda ws: compute_scales(ws, RECIPE), (ws,)
+    both = Mesh(DEVICES.reshape(2, 4), ("fsdp", "tp"), axis_types=(AxisType.Auto,) * 2)
+    cut = argument(both, (512, 128), jnp.float32, P("tp", "fsdp")), argument(both, (1024, 128), x.dtype, P("fsdp"))
+    for recipe in (CurrentScaling(), NVFP4()):
+        yield f"two axes, {type(recipe).__name__}", partial(two_axes_step, recipe=recipe), cut
     stacked = argument(auto, (4, 2048, 2048), jnp.float32, P(None, "fsdp"))
     yield "step, scan and remat", scanned_step, (stacked, x)
 
