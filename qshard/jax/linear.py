@@ -334,7 +334,7 @@ def _configured(
         w_type = None if sink is None else _explicit_type(sink)
     else:
         if jnp.ndim(w) != 2:
-            raise ValueError(f"{op}: w {jnp.shape(w)} does not have two axes; give w as [N, K], or call einsum")
+            raise ValueError(f"{op}: w {jnp.shape(w)} does not have two axes; give w as [N, K]")
         check_dtype(op, "w", w)
         check_spec_fits(op, "weight_spec", weight_spec, mesh_of(w, weight_spec), w.ndim)
         cut = Cut.along(w, gather_axes, weight_spec, **names)
