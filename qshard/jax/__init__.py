@@ -8,7 +8,7 @@ from qshard.environment import missing
 if _lack := missing("jax", __name__):
     raise ImportError(_lack)
 
-from qshard.jax import ops
+from qshard.jax import ops, policies
 from qshard.jax.array import QuantizedArray
 from qshard.jax.convert import convert
 from qshard.jax.delayed import (
@@ -70,6 +70,7 @@ __all__ = [
     "ops",
     "optimizer",
     "plan_zero",
+    "policies",
     "quantize",
     "ragged_dot",
     "rebuild",

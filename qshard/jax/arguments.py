@@ -43,14 +43,14 @@ def check_dtype(op: str, name: str, x: Any) -> None:
     check_float(op, name, str(jnp.result_type(x)))
 
 
-def as_float_name(op: str, dtype: Any) -> str:
+def as_float_name(op: str, dtype: Any, argument: str = "dtype") -> str:
     """The dtype that `op` is asked for, by its name."""
     try:
         name = str(jnp.dtype(dtype).name)
     except TypeError:
         name = ""
     if name not in FLOATS:
-        raise TypeError(f"{op}: dtype ({shown(dtype)}) is not {listed(FLOATS)}; ask for one")
+        raise TypeError(f"{op}: {argument} ({shown(dtype)}) is not {listed(FLOATS)}; ask for one")
     return name
 
 

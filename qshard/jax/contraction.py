@@ -10,8 +10,8 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from qshard.jax.cuts import Spec, spec_of
-from qshard.jax.linear import WeightLayout
 from qshard.jax.ops import reshaped
+from qshard.jax.passes import WeightLayout
 
 Axes = tuple[int, ...]
 

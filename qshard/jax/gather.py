@@ -132,18 +132,6 @@ def cut_of(q: QuantizedArray, axes: tuple[str, ...], spec: Spec, *, op: str, nam
     return Cut.along(data, axes, spec, op=op, name=name, spec_name=spec_name, transposed_of=turned_axes)
 
 
-def not_before(codes: Any, dy: jax.Array) -> tuple[Any, jax.Array]:
-    """Both as they are, but what is gathered of the codes exists only once `dy` does."""
-    leaves, structure = jax.tree.flatten(codes)
-    # A barrier makes all of its operands vary alike, and scales that shards have in common do not vary.
-    varying = [jax.typeof(leaf).manual_axis_type.varying for leaf in leaves]
-    late = [i for i, axes in enumerate(varying) if axes == varying[0]]
-    *shards, dy = lax.optimization_barrier((*(leaves[i] for i in late), dy))
-    for i, shard in zip(late, shards, strict=True):
-        leaves[i] = shard
-    return jax.tree.unflatten(structure, leaves), dy
-
-
 def _gather_plane(plane: Plane, fmt: Format, usage: Usage, axes: tuple[str, ...], cut: Cut) -> Plane:
     (data, grid, global_scale_inv), block = plane, stored_block(fmt, usage)
     after = cut.without(axes)

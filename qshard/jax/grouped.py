@@ -21,7 +21,8 @@ from qshard.jax.arguments import as_axes, as_names, check_array, check_dtype, ch
 from qshard.jax.array import QuantizedArray
 from qshard.jax.cuts import AxisName, Cut, Spec, mesh_of, spec_of, vary_alike
 from qshard.jax.delayed import LinearState, check_shared, observe
-from qshard.jax.gather import CodedWeight, CutWeight, cut_of, not_before
+from qshard.jax.gather import CodedWeight, CutWeight, cut_of
+from qshard.jax.order import together
 from qshard.jax.primary import PrimaryWeight, opened
 from qshard.jax.quantize import WeightScales, quantized
 from qshard.jax.tiles import Tiles, expert_products, quantized_tiles, row_product, tiles_of
@@ -288,7 +289,7 @@ def _forward(
 def _backward(config: _Config, kept: _Kept, dy: jax.Array) -> tuple[jax.Array, CodedWeight, _Given]:
     recipe, given, wq, columns = config.recipe, kept.given, kept.w, Usage.COLUMNWISE
     if config.gathers is not None and config.reshard_after_forward:
-        wq, dy = not_before(wq, dy)
+        wq, dy = together(wq, dy)
         wq = _whole(config, wq, source(recipe.weight, columns))
     tiles = tiles_of(recipe, dy.shape[0], given.group_sizes)
     read = Usage.ROWWISE | (source(recipe.gradient, columns) if config.learns else Usage(0))

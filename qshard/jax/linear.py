@@ -3,104 +3,34 @@
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, cast, get_args
+from collections.abc import Callable, Sequence
+from typing import Any, cast, get_args
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from qshard.formats import Usage
-from qshard.jax.arguments import as_axes, as_names, check_array, check_dtype, check_spec, check_spec_fits
+from qshard.jax.arguments import (
+    as_axes,
+    as_float_name,
+    as_names,
+    check_array,
+    check_dtype,
+    check_spec,
+    check_spec_fits,
+)
 from qshard.jax.array import QuantizedArray
-from qshard.jax.cuts import AxisName, Cut, Spec, cuts_rows, matrix_of, mesh_of, shaped, vary_alike
-from qshard.jax.delayed import LinearState, TensorState, check_shared, observe
-from qshard.jax.folding import folding
-from qshard.jax.gather import CodedWeight, CutWeight, Shards, cut_of, not_before
-from qshard.jax.gemm import gemm, row_product, stored_for
+from qshard.jax.cuts import AxisName, Cut, Spec, matrix_of, mesh_of, shaped, spec_of, vary_alike
+from qshard.jax.delayed import LinearState, check_shared
+from qshard.jax.gather import CodedWeight, CutWeight, cut_of
 from qshard.jax.ops import names_of
+from qshard.jax.passes import Config, Given, WeightLayout, folding_product, product, whole_weight
 from qshard.jax.primary import PrimaryWeight, opened
-from qshard.jax.quantize import WeightScales, as_scales, quantized
-from qshard.jax.words import Seed, seed_words, words_of
-from qshard.layout import source
+from qshard.jax.quantize import WeightScales, as_scales
+from qshard.jax.words import Seed, seed_words
 from qshard.names import seed_missing, shown
-from qshard.recipes import ROLE_SEEDS, DelayedScaling, Recipe, RecipeLike, Role, as_recipe, check_weight_format
-
-WeightLayout = Literal["NK", "KN"]
-"""How a weight lies in memory. "NK": `[N, K]`, as in PyTorch and equinox; "KN": `[K, N]`, as in flax."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Config:
-    """What is static in a call of `linear`.
-
-    Attributes:
-      op: who is called, for errors.
-      cut: how the weight is cut, if it is not codes yet.
-      gathers: whether what one device has of its codes must be gathered.
-      learns: whether it has a gradient.
-      x_type, w_type: of the gradients, on Explicit meshes.
-      axes: in `shard_map`, the mesh axes along which leading axes of x are cut.
-      rows: which of them cut which axis; None: all cut the first.
-      layout: of w, its gradient and its codes.
-    """
-
-    op: str
-    recipe: Recipe
-    shards: Shards
-    cut: Cut
-    gathers: bool
-    learns: bool
-    w_type: NamedSharding | None
-    x_type: NamedSharding | None = None
-    axes: tuple[str, ...] = ()
-    rows: PartitionSpec | None = None
-    reshard_after_forward: bool = True
-    out_sharding: Spec = None
-    layout: WeightLayout = "NK"
-
-    @property
-    def contracted(self) -> Usage:
-        """The plane of w, as it lies, that forward contracts K of."""
-        return Usage.ROWWISE if self.layout == "NK" else Usage.COLUMNWISE
-
-    @property
-    def contracted_back(self) -> Usage:
-        """The plane of w, as it lies, that backward contracts N of."""
-        return Usage.COLUMNWISE if self.layout == "NK" else Usage.ROWWISE
-
-    def stored(self, usage: Usage) -> Usage:
-        """The plane of w to quantize, gather and keep for one usage.
-
-        Where both planes hold the same numbers that is the rowwise one, whose shards arrive in order where w is cut by
-        rows. Those of a transposed plane would arrive as stripes, to be moved once more; a transpose of the gathered
-        codes reads and writes each byte once. It is made in backward for `[N, K]`, and in forward for `[K, N]`.
-        """
-        return source(self.recipe.weight, usage)
-
-
-class _Given(NamedTuple):
-    scales: WeightScales | None
-    seed: jax.Array | None
-    state: LinearState | None
-    weight_amax: jax.Array | None = None  # Of a primary weight, in delayed scaling.
-
-
-class _Kept(NamedTuple):
-    """What backward needs of forward.
-
-    Attributes:
-      x, w: planes that its GEMMs read, or what the codes of the whole w are gathered from.
-      amaxes: of x and w, in delayed scaling, for the cotangent of the state.
-    """
-
-    x: QuantizedArray
-    w: Any
-    given: _Given
-    amaxes: tuple[jax.Array | None, jax.Array | None]
+from qshard.recipes import Recipe, RecipeLike, as_recipe
 
 
 def linear(
@@ -114,7 +44,9 @@ def linear(
     reshard_after_forward: bool = True,
     weight_scales: WeightScales | None = None,
     axis_name: AxisName | PartitionSpec = None,
+    local_axes: AxisName = None,
     out_sharding: Spec = None,
+    grad_dtype: Any = None,
     vmap_as_rows: bool = False,
     seed: Seed = None,
     state: LinearState | None = None,
@@ -146,7 +78,14 @@ def linear(
         each cuts. Without it, each device has a scale of its own, which costs no communication and makes the result
         depend on how `x` is cut. Blocks end where a shard ends, either way. With `check_vma=False` it also says which
         devices share a `state`, and is required with one; `()` is none.
+      local_axes: outside of `shard_map`, mesh axes along which the first axis of `x` is cut: each of their devices then
+        has a scale of its own for `x`, and for the gradient of the result, as in `shard_map` without `axis_name`. That
+        saves two all-reduces, for which GEMMs wait. Without it, one scale serves all of `x`.
       out_sharding: of the result, on Explicit meshes where `x` and `w` leave it open: K is cut.
+      grad_dtype: in which the gradient of `w` is made and reduce-scattered: float32 or bfloat16; None: that of `w`.
+        float32 is 4 bytes an element on the wire, with no rounding but that of sums. bfloat16, as of weights that are
+        cast to it before the product, is half of that, and rounds to 8 bits what each device has, and the sums. What
+        comes out has the dtype of `w` either way.
       vmap_as_rows: what `vmap` over `x` alone adds to it are rows of one matrix, and the result is that of the matrix,
         to the bit: models that are written for one example, as those of equinox, want this. Otherwise each example is
         a tensor of its own, with its own scales and blocks, and `dw` is a sum of as many products.
@@ -190,20 +129,23 @@ def linear(
     if isinstance(axis_name, PartitionSpec):
         rows, names = axis_name, tuple(name for entry in axis_name for name in names_of(entry))
     check_shared("linear", state, names)
-    y: jax.Array = _checked_linear(
-        x,
-        w,
-        _given("linear", w, weight_spec, weight_scales, seed, state),
+    given = _given("linear", w, weight_spec, weight_scales, seed, state)
+    gather_axes = as_names("linear", "gather_axis", gather_axis)
+    call = functools.partial(
+        _checked_linear,
         recipe=as_recipe(recipe, "linear"),  # Before jit, for a name to be the same call as its recipe.
         layout=_as_layout("linear", weight_layout),
-        weight_spec=weight_spec,
-        gather_axes=as_names("linear", "gather_axis", gather_axis),
+        gather_axes=gather_axes,
         axes=as_axes("linear", names),
         rows=rows,
         reshard_after_forward=reshard_after_forward,
         out_sharding=out_sharding,
+        grad_dtype=_as_grad_dtype(grad_dtype),
         vmap_as_rows=vmap_as_rows,
     )
+    if local_axes is not None:
+        return _on_each_device(call, x, w, given, weight_spec, gather_axes, local_axes)
+    y: jax.Array = call(x, w, given, weight_spec=weight_spec)
     return y
 
 
@@ -253,7 +195,52 @@ def _as_layout(op: str, layout: Any) -> WeightLayout:
     return cast(WeightLayout, layout)
 
 
-def _given(op: str, w: Any, weight_spec: Any, weight_scales: Any, seed: Any, state: Any) -> _Given:
+def _on_each_device(
+    call: Callable[..., jax.Array],
+    x: jax.Array,
+    w: Any,
+    given: Given,
+    weight_spec: Spec,
+    gather_axes: tuple[str, ...],
+    local_axes: AxisName,
+) -> jax.Array:
+    """`call` in a `shard_map` over the axes that cut x, and that along which w is gathered; others stay as they are."""
+    axes = as_names("linear", "local_axes", local_axes)
+    mesh = mesh_of(x, weight_spec)
+    free = tuple(name for name in mesh.axis_names if name not in mesh.manual_axes)
+    for axis in axes:
+        if axis not in free:
+            raise ValueError(
+                f"linear: local_axes ({axis!r}) is not an axis of the mesh {free}; in shard_map leave axis_name out"
+            )
+    if isinstance(w, QuantizedArray | CodedWeight | PrimaryWeight):
+        raise TypeError(f"linear: w ({type(w).__name__}) is codes already; with local_axes pass an array")
+    names = dict.fromkeys((*axes, *gather_axes))
+    check_spec_fits("linear", "weight_spec", weight_spec, mesh, jnp.ndim(w))
+    entries = [names_of(entry) for entry in spec_of(weight_spec, gather_axes or None)]
+    spec = PartitionSpec(*(tuple(name for name in entry if name in names) or None for entry in entries))
+    inside = jax.shard_map(
+        functools.partial(call, weight_spec=spec),
+        mesh=mesh,
+        in_specs=(PartitionSpec(axes), spec, PartitionSpec()),
+        out_specs=PartitionSpec(axes),
+        axis_names=set(names),
+    )
+    return inside(x, w, given)
+
+
+def _as_grad_dtype(dtype: Any) -> str | None:
+    if dtype is None:
+        return None
+    name = as_float_name("linear", dtype, "grad_dtype")
+    if name == "float16":
+        raise TypeError(
+            "linear: grad_dtype (float16) overflows where gradients are summed; ask for bfloat16 or float32"
+        )
+    return name
+
+
+def _given(op: str, w: Any, weight_spec: Any, weight_scales: Any, seed: Any, state: Any) -> Given:
     """Checks the types of what `jit` does not take, or would take for something else."""
     if not isinstance(w, QuantizedArray | CodedWeight | PrimaryWeight):
         check_array(op, "w", w)
@@ -262,7 +249,7 @@ def _given(op: str, w: Any, weight_spec: Any, weight_scales: Any, seed: Any, sta
         raise TypeError(
             f"{op}: state ({shown(state)}) is not a LinearState; pass the one of init_delayed for this layer"
         )
-    return _Given(as_scales(op, "weight_scales", weight_scales), seed_words(op, seed), state)
+    return Given(as_scales(op, "weight_scales", weight_scales), seed_words(op, seed), state)
 
 
 # Jitted for eager callers, gradients included: one dispatch, and all checks done once for a shape.
@@ -270,14 +257,14 @@ def _given(op: str, w: Any, weight_spec: Any, weight_scales: Any, seed: Any, sta
     jax.jit,
     static_argnames=(
         *("recipe", "layout", "weight_spec", "gather_axes", "axes", "rows"),
-        *("reshard_after_forward", "out_sharding", "vmap_as_rows"),
+        *("reshard_after_forward", "out_sharding", "grad_dtype", "vmap_as_rows"),
     ),
     inline=True,
 )
 def _checked_linear(
     x: jax.Array,
     w: Any,
-    given: _Given,
+    given: Given,
     *,
     recipe: Recipe,
     weight_spec: Spec,
@@ -299,25 +286,24 @@ def _checked_linear(
     x, *sink = vary_alike(x, *jax.tree.leaves(weight.sink))
     weight = CodedWeight(weight.codes, sink[0] if sink else None, weight.shards)
     if vmap_as_rows:
-        y = _folding_linear(config, x, weight, given)
+        y = folding_product(config, x, weight, given)
         return shaped(y, (*lead, y.shape[-1]))
-    return _linear(config, x, weight, given)
+    return product(config, x, weight, given)
 
 
 @functools.partial(jax.jit, static_argnames=("recipe", "layout", "weight_spec", "gather_axes"), inline=True)
 def _checked_weight(
-    w: Any, given: _Given, *, recipe: Recipe, layout: WeightLayout, weight_spec: Spec, gather_axes: tuple[str, ...]
+    w: Any, given: Given, *, recipe: Recipe, layout: WeightLayout, weight_spec: Spec, gather_axes: tuple[str, ...]
 ) -> QuantizedArray:
     config, weight = _configured(
         "gathered_weight", opened(w)[0], given, recipe, weight_spec, gather_axes, layout=layout
     )
-    usage = config.stored(config.contracted)
-    return _whole(config, _codes_of(config, weight, given, usage)[0], usage)
+    return whole_weight(config, weight, given)
 
 
 def _configured(
-    op: str, w: Any, given: _Given, recipe: Recipe, weight_spec: Spec, gather_axes: tuple[str, ...], **options: Any
-) -> tuple[_Config, CodedWeight]:
+    op: str, w: Any, given: Given, recipe: Recipe, weight_spec: Spec, gather_axes: tuple[str, ...], **options: Any
+) -> tuple[Config, CodedWeight]:
     """Decides where the weight is of a whole. An array becomes a weight without codes yet, and its own sink."""
     _check_given(op, recipe, given)
     names: dict[str, Any] = {"op": op, "name": "gather_axis", "spec_name": "weight_spec"}
@@ -339,9 +325,16 @@ def _configured(
         check_spec_fits(op, "weight_spec", weight_spec, mesh_of(w, weight_spec), w.ndim)
         cut = Cut.along(w, gather_axes, weight_spec, **names)
         weight, w_type = CodedWeight(None, w, CutWeight(cut, gather_axes)), _explicit_type(w)
-    learns = weight.sink is not None
-    config = _Config(
-        op=op, recipe=recipe, shards=weight.shards, cut=cut, gathers=gathers, learns=learns, w_type=w_type, **options
+    config = Config(
+        op=op,
+        recipe=recipe,
+        shards=weight.shards,
+        cut=cut,
+        gathers=gathers,
+        learns=weight.sink is not None,
+        w_dtype=None if weight.sink is None else weight.sink.dtype,
+        w_type=w_type,
+        **options,
     )
     return config, weight
 
@@ -351,7 +344,7 @@ def _explicit_type(x: jax.Array) -> NamedSharding | None:
     return sharding if sharding.mesh.explicit_axes else None
 
 
-def _check_given(op: str, recipe: Recipe, given: _Given) -> None:
+def _check_given(op: str, recipe: Recipe, given: Given) -> None:
     """Checks that do not depend on shapes of operands."""
     if given.seed is None and recipe.stochastic:
         raise ValueError(f"{seed_missing(op, type(recipe).__name__)}, such as jax.random.fold_in(key, layer)")
@@ -364,117 +357,3 @@ def _check_given(op: str, recipe: Recipe, given: _Given) -> None:
         shapes = {"scale": tensor.scale.shape, "amax_history": tensor.amax_history.shape}
         if shapes != recipe.state_shapes:
             raise ValueError(f"{op}: state ({shapes}) is not of shapes {recipe.state_shapes}; pass that of one layer")
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _linear(config: _Config, x: jax.Array, w: CodedWeight, given: _Given) -> jax.Array:
-    return _forward(config, x, w, given, Usage(0), Usage(0))[0]
-
-
-def _forward(
-    config: _Config, x: jax.Array, w: CodedWeight, given: _Given, x_kept: Usage, w_kept: Usage
-) -> tuple[jax.Array, _Kept]:
-    read = config.stored(config.contracted)
-    xq, x_amax = _quantized(config, x, given, Role.ACTIVATION, Usage.ROWWISE | x_kept)
-    wq, w_amax = _codes_of(config, w, given, read | w_kept)
-    whole = _whole(config, wq, read)
-    if not x.shape or len(whole.axes) != 2 or x.shape[-1] != whole.shape[config.layout.index("K")]:
-        axes = ", ".join(config.layout)
-        told = ", and say in weight_spec how w is cut" if config.gathers else ""
-        raise ValueError(
-            f"linear: w {whole.shape} does not fit x {x.shape}; give w as [{axes}] and x as [*lead, K]{told}"
-        )
-    kept_w = wq  # To keep the whole weights of all layers until backward would undo FSDP.
-    if w_kept and config.gathers and not config.reshard_after_forward:
-        kept_w = whole if w_kept is read else _whole(config, wq, w_kept)
-    y = row_product(xq, whole, config.contracted, x.shape[:-1], precise=False, out_sharding=config.out_sharding)
-    given = given._replace(scales=None)
-    return y, _Kept(_only(xq, x_kept), _only(kept_w, w_kept), given, (x_amax, w_amax))
-
-
-def _linear_fwd(config: _Config, x: jax.Array, w: CodedWeight, given: _Given) -> tuple[jax.Array, _Kept]:
-    x_kept = stored_for(config.recipe.activation, config.recipe.gradient, Usage.COLUMNWISE)
-    return _forward(config, x, w, given, x_kept if config.learns else Usage(0), config.stored(config.contracted_back))
-
-
-def _linear_bwd(config: _Config, kept: _Kept, dy: jax.Array) -> tuple[jax.Array, CodedWeight, _Given]:
-    recipe, xq, wq = config.recipe, kept.x, kept.w
-    columns = Usage.COLUMNWISE
-    if config.gathers and config.reshard_after_forward:
-        # Without the barrier XLA sees one gather where two are written, and keeps its result from forward to backward.
-        wq, dy = not_before(wq, dy)
-        wq = _whole(config, wq, config.stored(config.contracted_back))
-    read = stored_for(recipe.gradient, recipe.weight, Usage.ROWWISE)
-    if config.learns:
-        read |= stored_for(recipe.gradient, recipe.activation, columns)
-    dyq, dy_amax = _quantized(config, dy, kept.given, Role.GRADIENT, read)
-    dx = row_product(dyq, wq, config.contracted_back, dy.shape[:-1], precise=True, out_sharding=config.x_type)
-    dw = None
-    if config.learns:
-        pair = (dyq, xq) if config.layout == "NK" else (xq, dyq)
-        dw = gemm(pair[0], columns, pair[1], columns, wq.dtype, precise=True, out_sharding=config.w_type)
-        dw = config.shards.scatter(dw)
-    return dx, CodedWeight(None, dw, config.shards), _Given(None, None, _observed(config, kept, dy_amax))
-
-
-_linear.defvjp(_linear_fwd, _linear_bwd)
-_folding_linear = folding(_linear, _linear_fwd, _linear_bwd)
-
-
-def _only(codes: Any, usage: Usage) -> Any:
-    """The planes of a tensor that are in `usage`. What is no tensor yet stays as it is."""
-    if not isinstance(codes, QuantizedArray):
-        return codes
-    return codes.with_planes({each: plane for each, plane in codes.planes.items() if each in usage})
-
-
-def _quantized(
-    config: _Config, x: jax.Array, given: _Given, role: Role, usage: Usage
-) -> tuple[QuantizedArray, jax.Array | None]:
-    """The codes of x, w or dy, and, of delayed scaling, the amax of it.
-
-    Those of a matrix with more rows, where the recipe adds some and no mesh may cut them.
-    """
-    fmt, seed, weight = config.recipe.format(role), given.seed, role is Role.WEIGHT
-    scales, margin = given.scales if weight else None, None
-    if given.state is not None:
-        state: TensorState = getattr(given.state, role.value)
-        scales, margin = WeightScales(state.scale), cast(DelayedScaling, config.recipe).margin
-    # Blocks of x and dy are those of a shard: what it multiplies is its own.
-    cut = config.cut if weight else Cut.of(x, config.axes, config.rows, own_blocks=True)
-    if seed is not None and fmt.stochastic:
-        seed = seed ^ words_of(ROLE_SEEDS[role]).view(seed.dtype)
-    added = config.recipe.added_rows(role, usage, math.prod(x.shape[:-1]))
-    if added and cuts_rows(x, config.out_sharding):
-        added = 0
-    name = {Role.WEIGHT: "w", Role.ACTIVATION: "x", Role.GRADIENT: "the gradient of y"}[role]
-    turned = weight and config.layout == "KN"
-    options: dict[str, Any] = {"margin": margin, "added_rows": added, "apart": not weight, "turned": turned}
-    return quantized(x, fmt, usage, cut, scales, seed, op=config.op, name=name, **options)
-
-
-def _codes_of(config: _Config, w: CodedWeight, given: _Given, usage: Usage) -> tuple[Any, jax.Array | None]:
-    if w.codes is not None or w.sink is None:
-        return w.codes, given.weight_amax
-    return _quantized(config, w.sink, given, Role.WEIGHT, usage)
-
-
-def _observed(config: _Config, kept: _Kept, dy_amax: jax.Array | None) -> LinearState | None:
-    """The cotangent of the state: amaxes, reduced over the shards of each tensor."""
-    state, (x_amax, w_amax) = kept.given.state, kept.amaxes
-    if state is None or x_amax is None or dy_amax is None:
-        return None
-    if w_amax is None:  # Of codes that came as such.
-        w_amax = jnp.zeros_like(state.weight.observed.amax)
-    return LinearState(
-        weight=observe(state.weight, w_amax, config.axes),
-        activation=observe(state.activation, x_amax, config.axes),
-        gradient=observe(state.gradient, dy_amax, config.axes),
-    )
-
-
-def _whole(config: _Config, codes: Any, usage: Usage) -> QuantizedArray:
-    """One plane of the whole w, from the codes that one device has."""
-    whole: QuantizedArray = config.shards.gather(_only(codes, usage)) if config.gathers else codes
-    check_weight_format(config.op, "w", whole.format, config.recipe)
-    return whole

@@ -14,27 +14,33 @@ from pathlib import Path
 import pytest
 
 from support import h100
+from support.hlo import Collective
 
 REPOSITORY = Path(__file__).parents[2]
 STEPS = ["step, Auto", "step, Explicit", "step, shard_map"]
 
 
-@pytest.fixture(scope="module")
-def compiled():
-    """{program: {"collectives", "calls" of handlers and libraries, "ops" of interest}}"""
+def run(module, *arguments):
+    """The JSON that a module of support prints about programs."""
     if not h100.is_there():
         pytest.skip(f"no CUDA plugin of JAX, neither installed nor in {h100.PLUGIN.relative_to(REPOSITORY)}: make h100")
     result = subprocess.run(
-        [sys.executable, "-m", "support.jax_h100"],
+        [sys.executable, "-m", f"support.{module}", *arguments],
         env={**os.environ, "PYTHONPATH": ""},
         cwd=REPOSITORY / "tests",
         capture_output=True,
         text=True,
         check=False,
-        timeout=240,
+        timeout=1200,
     )
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """{program: {"collectives", "calls" of handlers and libraries, "ops" of interest}}"""
+    return run("jax_h100")
 
 
 def moved(program, kind):
@@ -89,21 +95,22 @@ def test_kn_is_no_dearer(compiled, mode):
 
 
 BLOCKS = {
-    "BlockScaling": ["u8[2048,2048]", "u32[16,16]"],
-    "MXFP8": ["u8[2048,2048]", "u8[64,64]"],
-    "NVFP4": ["u8[2048,1024]", "u8[128,128]"],
+    "BlockScaling": ("u8[2048,2048]", "u32[16,16]"),
+    "MXFP8": ("u8[2048,2048]", "u8[64,64]"),
+    "NVFP4": ("u8[2048,1024]", "u8[128,128]"),
 }
 
 
 @pytest.mark.parametrize("mode", ["Auto", "shard_map"])
 @pytest.mark.parametrize("recipe", BLOCKS)
 def test_step_of_blocks(compiled, recipe, mode):
-    """Codes and compact scales are gathered, packed FP4 at half a byte; values exist only as GEMMs read them.
+    """Codes are gathered in each pass, packed FP4 at half a byte, and compact scales once; no values are but GEMMs'.
 
     XLA has no GEMM for Hopper that takes the scales of blocks, so these five are of bfloat16.
     """
     program = compiled[f"step, {recipe}, {mode}"]
-    assert moved(program, "all-gather") == sorted(BLOCKS[recipe] * 3)
+    codes, scales = BLOCKS[recipe]
+    assert moved(program, "all-gather") == sorted([codes] * 3 + [scales] * 2)
     assert moved(program, "reduce-scatter") == ["f32[256,2048]"] * 2
     reduced = [array for array in moved(program, "all-reduce") if array != "f32[]"]
     assert all(array.startswith("s32[") for array in reduced)  # global amaxes
@@ -124,11 +131,11 @@ def test_batch_and_sequence(compiled, recipe):
     shapes = [sorted(gemm.split("[")[1] for gemm in each["gemms"]) for each in (program, plain)]
     assert shapes[0] == shapes[1] == ["2048,2048]"] * 2 + ["8192,2048]"] * 3
     scales = {"CurrentScaling": [], "MXFP8": ["u8[64,64]"], "BlockScaling": ["u32[16,16]"]}[recipe.split(",")[0]]
-    assert moved(program, "all-gather") == sorted(["u8[2048,2048]", *scales] * 3)
+    assert moved(program, "all-gather") == sorted(["u8[2048,2048]"] * 3 + scales * 2)
     assert moved(program, "reduce-scatter") == ["f32[1024,2048]"] * 2
     # Amaxes and the loss; and of gradients, which devices of "seq" add to, what is left for one of "fsdp".
     reduced = {array for array in moved(program, "all-reduce") if not array.startswith("s32[")}
-    assert reduced == {"f32[]", "f32[4194304]"}
+    assert reduced == {"f32[]", "f32[1024,2048]"}
     assert {kind for kind, _ in program["collectives"]} == {"all-gather", "reduce-scatter", "all-reduce"}
     assert program["ops"] == plain["ops"] == []
 
@@ -186,3 +193,87 @@ def test_scales_of_a_model_are_one_reduction(compiled):
 def test_arrays_that_no_mesh_tells_of_are_refused(compiled):
     """Compiled from a machine with one device, all of them would be gathered in high precision."""
     assert "compiled for 8, and XLA would gather all of them; trace within jax.set_mesh" in compiled["no mesh"]
+
+
+def test_gradients_may_travel_in_bfloat16(compiled):
+    assert moved(compiled["step, bfloat16 gradients"], "reduce-scatter") == ["bf16[256,2048]"] * 2
+
+
+RECIPES = ["CurrentScaling", "DelayedScaling", "BlockScaling", "MXFP8", "NVFP4"]
+MODES = ["auto", "explicit", "shard_map"]
+# Recipes, modes and options meet in turn; `make slow` has each with each.
+QUICK = ["CurrentScaling,auto", "DelayedScaling,shard_map", "MXFP8,explicit,remat", "NVFP4,auto,products"]
+SLOW = [
+    f"{recipe},{mode}{option}"
+    for recipe in RECIPES
+    for mode in MODES
+    for option in ("", ",remat", ",kept", ",codes", ",products")
+]
+
+
+@pytest.fixture(scope="module")
+def overlap():
+    """{case: its collectives}, and what else support.jax_overlap prints of it"""
+    return run("jax_overlap", "bf16,auto", *QUICK, "CurrentScaling,auto,kept", "CurrentScaling,auto,apart")
+
+
+def collectives(program, kind):
+    return [each for each in (Collective(**found) for found in program["collectives"]) if each.kind == kind]
+
+
+def hidden(found):
+    return sum(each.hidden for each in found)
+
+
+def casts(program):
+    return sum(call.startswith(("qshard_cast", "qshard_quantize")) for call in program["calls"])
+
+
+def assert_overlaps(case, program, bf16):
+    """Of a weight, the gathers of backward hide behind its own GEMMs, whatever the loop or the mode."""
+    option = case.split(",")[2:]
+    gathers = collectives(program, "all-gather")
+    forward = [each for each in gathers if not each.backward]
+    backward = [each for each in gathers if each.backward and not each.recomputed]
+    # Of eight weights; the first one's x has no gradient. NVFP4's are small enough to be combined. Kept codes, and
+    # those of what is computed again from codes, hide as in forward.
+    if option not in (["kept"], ["codes"]):
+        assert hidden(backward) == len(backward) >= 6, backward
+    assert hidden(forward) >= hidden(collectives(bf16, "all-gather")) - 2
+    scattered = collectives(program, "reduce-scatter")
+    assert hidden(scattered) >= len(scattered) - 1  # The last has nothing behind it.
+    assert program["peak"] < bf16["peak"]
+
+
+@pytest.mark.parametrize("case", QUICK)
+def test_collectives_hide_behind_gemms(overlap, case):
+    assert_overlaps(case, overlap[case], overlap["bf16,auto"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_collectives_hide_behind_gemms_in_every_mode():
+    programs = run("jax_overlap", "bf16,auto", *SLOW)
+    for case in SLOW:
+        assert_overlaps(case, programs[case], programs["bf16,auto"])
+
+
+def gathered(program):
+    """MiB"""
+    return round(sum(each.bytes * each.times for each in collectives(program, "all-gather")) / 2**20)
+
+
+def test_gathered_bytes(overlap):
+    """Twice the codes of two layers, but for what has no backward; with `jax.checkpoint` not more, if so asked."""
+    codes, first = 2 * (3 + 1 + 7 + 3.5) * 16, 3 * 16
+    assert gathered(overlap["CurrentScaling,auto"]) == 2 * codes - first
+    assert gathered(overlap["CurrentScaling,auto,kept"]) == 2 * codes
+    assert gathered(overlap["CurrentScaling,auto,apart"]) == 2 * codes - first
+    assert gathered(overlap["NVFP4,auto,products"]) <= 1.02 * (codes - first / 2)
+
+
+def test_each_operand_is_cast_once(overlap):
+    """Eight weights, x and dy of each; q, k and v, and two halves of the MLP, share one x."""
+    assert casts(overlap["CurrentScaling,auto"]) == 24
+    assert casts(overlap["CurrentScaling,auto,apart"]) == 14 + 14 + 8
+    assert casts(overlap["NVFP4,auto,products"]) == casts(overlap["CurrentScaling,auto"]) + 15

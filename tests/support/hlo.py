@@ -1,34 +1,144 @@
-"""What a compiled JAX program moves between devices, read off its HLO."""
+"""What a compiled JAX program moves between devices, read off its HLO: how often, how many bytes, behind what.
+
+Needs neither JAX nor pytest: benchmarks read programs with it too.
+"""
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
-_OP = re.compile(
-    r" = (?P<result>.*?) (?P<kind>all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)"
-    r"(?P<start>-start)?\("
-)
+_KINDS = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
+_COMPUTATION = re.compile(r"(?P<entry>ENTRY )?%?(?P<name>[\w.-]+) .*\{$")
+_INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?(?P<name>[\w.-]+) = (?P<result>.*?) (?P<op>[\w-]+)\((?P<rest>.*)$")
+_COLLECTIVE = re.compile(rf"(?P<kind>{_KINDS})(?P<start>-start)?$")
 _ARRAY = re.compile(r"(?P<dtype>[a-z]\w*)\[(?P<dims>[\d,]*)\]")
+_CALLED = re.compile(r"(?:calls|body|to_apply)=%?([\w.-]+)")
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+# Of libraries, and of Triton. Products that XLA has put into a fusion are found by what it calls.
+_GEMM = re.compile(r'custom_call_target="__cu(blas|dnn)|"kind":"__triton_gemm"')
+
+
+@dataclass(frozen=True, order=True)
+class Collective:
+    """One of a program, which XLA may have combined from several.
+
+    Attributes:
+      kind: such as "all-gather".
+      arrays: its results, such as "u8[128,64]"; what an asynchronous one also carries, its operands, is left out.
+      bytes: of the whole arrays that it gathers, reduces or scatters, on one device.
+      times: how often it runs, in a loop whose length XLA knows.
+      gemms: how many GEMMs XLA has put between its start and its done; 0 if it is synchronous.
+      op_name: where JAX says that it comes from.
+    """
+
+    kind: str
+    arrays: tuple[str, ...]
+    bytes: int
+    times: int = 1
+    gemms: int = 0
+    op_name: str = ""
+
+    @property
+    def hidden(self) -> bool:
+        """Whether a GEMM runs while it is under way."""
+        return self.gemms > 0
+
+    @property
+    def backward(self) -> bool:
+        return "transpose(" in self.op_name
+
+    @property
+    def recomputed(self) -> bool:
+        """Whether `jax.checkpoint` does it again."""
+        return "rematted_computation" in self.op_name
 
 
 def collectives(compiled: Any) -> list[tuple[str, tuple[str, ...]]]:
-    """(kind, results such as "u8[128,64]") of every collective, sorted.
-
-    A collective that XLA has combined from several counts once and lists all its results. What an asynchronous one
-    also carries, its operands, is left out.
-    """
-    found = []
-    for line in compiled.as_text().splitlines():
-        if match := _OP.search(line):
-            arrays = [f"{a['dtype']}[{a['dims']}]" for a in _ARRAY.finditer(re.sub(r"\{[^}]*\}", "", match["result"]))]
-            # The start of an asynchronous gather or scatter gives (operands, results), of a reduction its results.
-            if match["start"] and match["kind"] != "all-reduce":
-                arrays = arrays[len(arrays) // 2 :]
-            found.append((match["kind"], tuple(arrays)))
-    return sorted(found)
+    """(kind, results such as "u8[128,64]") of every collective, sorted; one that XLA has combined counts once."""
+    return sorted((each.kind, each.arrays) for each in traffic(compiled))
 
 
 def kinds(compiled: Any) -> list[str]:
     """The kind of every collective, sorted."""
     return [kind for kind, _ in collectives(compiled)]
+
+
+def traffic(compiled: Any) -> list[Collective]:
+    """Every collective of a compiled program, or of its text, in the order in which they begin."""
+    text = compiled if isinstance(compiled, str) else compiled.as_text()
+    computations, entry = _computations(text)
+    return [each for name, times in _run(computations, entry) for each in _of(computations, name, times)]
+
+
+def size(array: str) -> int:
+    """The bytes of such as "f32[8,4]".
+
+    >>> size("f32[8,4]"), size("u8[]"), size("f8e4m3fn[4]"), size("s4[3]")
+    (128, 1, 4, 2)
+    """
+    match = _ARRAY.match(array)
+    assert match, array
+    bits = 8 if match["dtype"] == "pred" else int(re.search(r"\d+", match["dtype"])[0])  # type: ignore[index]
+    return -(-math.prod(int(n) for n in match["dims"].split(",") if n) * bits // 8)
+
+
+def _computations(text: str) -> tuple[dict[str, list[re.Match[str]]], str]:
+    """The instructions of each computation by its name, and the name of the one that is the program."""
+    found: dict[str, list[re.Match[str]]] = {}
+    entry = name = ""
+    for line in text.splitlines():
+        if head := _COMPUTATION.match(line):
+            name = head["name"]
+            found[name], entry = [], name if head["entry"] else entry
+        elif name and (instruction := _INSTRUCTION.match(line)):
+            found[name].append(instruction)
+    return found, entry
+
+
+def _run(computations: Any, name: str, times: int = 1) -> Iterator[tuple[str, int]]:
+    """What runs by itself: the program, bodies of loops, and what it calls; and how often."""
+    yield name, times
+    for instruction in computations[name]:
+        if instruction["op"] in ("while", "call", "conditional"):
+            trips = _TRIPS.search(instruction["rest"])
+            for called in _CALLED.findall(instruction["rest"]):
+                yield from _run(computations, called, times * int(trips[1] if trips else 1))
+
+
+def _of(computations: Any, name: str, times: int) -> list[Collective]:
+    """The collectives of a computation. Its instructions are in the order in which they run."""
+    found: dict[str, list[Any]] = {}
+    gemms = 0
+    for instruction in computations[name]:
+        op, rest = instruction["op"], instruction["rest"]
+        if match := _COLLECTIVE.match(op):
+            arrays = _arrays(instruction["result"])
+            # The start of an asynchronous gather or scatter gives (operands, results), of a reduction its results.
+            given = arrays
+            if match["start"] and match["kind"] != "all-reduce":
+                arrays = arrays[len(arrays) // 2 :]
+            elif match["kind"] == "reduce-scatter":
+                given = _arrays(rest.split("), ")[0]) or arrays
+            origin = re.search(r'op_name="([^"]*)"', rest)
+            moved = max(sum(map(size, arrays)), sum(map(size, given[: len(given) - len(arrays)] or given)))
+            found[instruction["name"]] = [match["kind"], arrays, moved, gemms, gemms, origin[1] if origin else ""]
+        elif op.endswith("-done") and (started := re.match(r".*?%?([\w.-]+)\)", rest)) and started[1] in found:
+            found[started[1]][4] = gemms
+        elif _GEMM.search(rest) or _multiplies(computations, instruction):
+            gemms += 1
+    return [Collective(k, a, b, times, done - start, origin) for k, a, b, start, done, origin in found.values()]
+
+
+def _arrays(text: str) -> tuple[str, ...]:
+    return tuple(f"{a['dtype']}[{a['dims']}]" for a in _ARRAY.finditer(re.sub(r"\{[^}]*\}", "", text)))
+
+
+def _multiplies(computations: Any, instruction: re.Match[str]) -> bool:
+    if instruction["op"] == "fusion":
+        called = _CALLED.search(instruction["rest"])
+        return called is not None and any(_multiplies(computations, each) for each in computations[called[1]])
+    return instruction["op"] in ("dot", "convolution")

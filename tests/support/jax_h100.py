@@ -130,6 +130,7 @@ def programs():
         yield f"step, {mesh.axis_types[0].name}, KN", partial(step, weight_layout="KN"), (ws, x)
     specs = (P("fsdp"), P("fsdp"))
     ws, x = [argument(auto, (2048, 2048), jnp.float32, P("fsdp"))] * 2, argument(auto, x.shape, x.dtype, P("fsdp"))
+    yield "step, bfloat16 gradients", partial(step, grad_dtype="bfloat16"), (ws, x)
     yield "step, shard_map", jax.shard_map(local_step, mesh=auto, in_specs=specs, out_specs=(P(), P("fsdp"))), (ws, x)
     for recipe in (BlockScaling(), MXFP8(), NVFP4()):
         name, inside = type(recipe).__name__, partial(local_step, recipe=recipe)

@@ -1,0 +1,263 @@
+"""The forward and the backward pass of `linear`: what is cast, gathered, multiplied and kept, and in which order."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import NamedSharding, PartitionSpec
+
+from qshard.formats import Usage
+from qshard.jax import ops, policies
+from qshard.jax.array import QuantizedArray
+from qshard.jax.cuts import Cut, Spec, cuts_rows
+from qshard.jax.delayed import LinearState, TensorState, observe
+from qshard.jax.folding import folding
+from qshard.jax.gather import CodedWeight, Shards
+from qshard.jax.gemm import gemm, row_product, stored_for
+from qshard.jax.order import once, together
+from qshard.jax.quantize import WeightScales, quantized
+from qshard.jax.words import words_of
+from qshard.layout import source
+from qshard.pipeline import Plane
+from qshard.recipes import ROLE_SEEDS, DelayedScaling, Recipe, Role, check_weight_format
+
+WeightLayout = Literal["NK", "KN"]
+"""How a weight lies in memory. "NK": `[N, K]`, as in PyTorch and equinox; "KN": `[K, N]`, as in flax."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """What is static in a call of `linear`.
+
+    Attributes:
+      op: who is called, for errors.
+      cut: how the weight is cut, if it is not codes yet.
+      gathers: whether what one device has of its codes must be gathered.
+      learns: whether it has a gradient.
+      w_dtype: of the gradient of w.
+      grad_dtype: in which it is made and reduced.
+      x_type, w_type: of the gradients, on Explicit meshes.
+      axes: in `shard_map`, the mesh axes along which leading axes of x are cut.
+      rows: which of them cut which axis; None: all cut the first.
+      layout: of w, its gradient and its codes.
+    """
+
+    op: str
+    recipe: Recipe
+    shards: Shards
+    cut: Cut
+    gathers: bool
+    learns: bool
+    w_dtype: Any
+    w_type: NamedSharding | None
+    x_type: NamedSharding | None = None
+    axes: tuple[str, ...] = ()
+    grad_dtype: str | None = None
+    rows: PartitionSpec | None = None
+    reshard_after_forward: bool = True
+    out_sharding: Spec = None
+    layout: WeightLayout = "NK"
+
+    @property
+    def contracted(self) -> Usage:
+        """The plane of w, as it lies, that forward contracts K of."""
+        return Usage.ROWWISE if self.layout == "NK" else Usage.COLUMNWISE
+
+    @property
+    def contracted_back(self) -> Usage:
+        """The plane of w, as it lies, that backward contracts N of."""
+        return Usage.COLUMNWISE if self.layout == "NK" else Usage.ROWWISE
+
+    def stored(self, usage: Usage) -> Usage:
+        """The plane of w to quantize, gather and keep for one usage.
+
+        Where both planes hold the same numbers that is the rowwise one, whose shards arrive in order where w is cut by
+        rows. Those of a transposed plane would arrive as stripes, to be moved once more; a transpose of the gathered
+        codes reads and writes each byte once. It is made in backward for `[N, K]`, and in forward for `[K, N]`.
+        """
+        return source(self.recipe.weight, usage)
+
+
+class Given(NamedTuple):
+    scales: WeightScales | None
+    seed: jax.Array | None
+    state: LinearState | None
+    weight_amax: jax.Array | None = None  # Of a primary weight, in delayed scaling.
+
+
+class Kept(NamedTuple):
+    """What backward needs of forward.
+
+    Attributes:
+      x, w: planes that its GEMMs read, or what the codes of the whole w are gathered from.
+      scales: of the whole w, without codes: small, where squares have them, so they are not gathered again.
+      amaxes: of x and w, in delayed scaling, for the cotangent of the state.
+    """
+
+    x: QuantizedArray
+    w: Any
+    scales: Plane | None
+    given: Given
+    amaxes: tuple[jax.Array | None, jax.Array | None]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def product(config: Config, x: jax.Array, w: CodedWeight, given: Given) -> jax.Array:
+    return _forward(config, x, w, given, Usage(0), Usage(0))[0]
+
+
+def _forward(
+    config: Config, x: jax.Array, w: CodedWeight, given: Given, x_kept: Usage, w_kept: Usage
+) -> tuple[jax.Array, Kept]:
+    read = config.stored(config.contracted)
+    wq, w_amax = _codes_of(config, w, given, read | w_kept)
+    wq = _named(wq, w_kept, policies.W_CODES)
+    whole = _named(_whole(config, wq, read), read, None)
+    if not x.shape or len(whole.axes) != 2 or x.shape[-1] != whole.shape[config.layout.index("K")]:
+        axes = ", ".join(config.layout)
+        told = ", and say in weight_spec how w is cut" if config.gathers else ""
+        raise ValueError(
+            f"linear: w {whole.shape} does not fit x {x.shape}; give w as [{axes}] and x as [*lead, K]{told}"
+        )
+    there = x
+    if config.gathers and _reduces(config, x):
+        whole, there = together(whole, x)  # So that the gather of w comes before the all-reduce of the amax.
+    made = _quantized(config, there, given, Role.ACTIVATION, Usage.ROWWISE | x_kept)
+    seed = given.seed if config.recipe.activation.stochastic else None
+    state = None if given.state is None else given.state.activation.scale
+    how = (config.recipe, x_kept, config.axes, config.rows, config.out_sharding)
+    xq, x_amax = once(made, of=(x, seed, state), how=how)
+    xq = _named(xq, x_kept, policies.X_CODES)
+    x_amax, w_amax = (None if amax is None else policies.named(amax, policies.SCALES) for amax in (x_amax, w_amax))
+    kept_w, scales = wq, None  # To keep the whole weights of all layers until backward would undo FSDP.
+    if w_kept and config.gathers and not config.reshard_after_forward:
+        kept_w = whole if w_kept is read else _whole(config, wq, w_kept)
+    elif w_kept is read and config.gathers:
+        scales = whole.plane(read)._replace(data=None)
+    y = row_product(xq, whole, config.contracted, x.shape[:-1], precise=False, out_sharding=config.out_sharding)
+    kept = Kept(_only(xq, x_kept), _only(kept_w, w_kept), scales, given._replace(scales=None), (x_amax, w_amax))
+    return checkpoint_name(y, policies.PRODUCTS), kept
+
+
+def _product_fwd(config: Config, x: jax.Array, w: CodedWeight, given: Given) -> tuple[jax.Array, Kept]:
+    x_kept = stored_for(config.recipe.activation, config.recipe.gradient, Usage.COLUMNWISE)
+    return _forward(config, x, w, given, x_kept if config.learns else Usage(0), config.stored(config.contracted_back))
+
+
+def _product_bwd(config: Config, kept: Kept, dy: jax.Array) -> tuple[jax.Array, CodedWeight, Given]:
+    recipe, xq, wq = config.recipe, kept.x, kept.w
+    columns = Usage.COLUMNWISE
+    read = stored_for(recipe.gradient, recipe.weight, Usage.ROWWISE)
+    if config.learns:
+        read |= stored_for(recipe.gradient, recipe.activation, columns)
+    dyq, dy_amax = _quantized(config, dy, kept.given, Role.GRADIENT, read)
+    if config.gathers and config.reshard_after_forward:
+        # Not before dy: XLA would see one gather where two are written, and keep its result from forward to backward.
+        wq, dyq = together(wq, dyq)
+        stored = config.stored(config.contracted_back)
+        wq = _whole(config, wq, stored)
+        if kept.scales is not None:
+            wq = wq.with_planes({stored: kept.scales._replace(data=wq.plane(stored).data)})
+    dx = row_product(dyq, wq, config.contracted_back, dy.shape[:-1], precise=True, out_sharding=config.x_type)
+    dw = None
+    if config.learns:
+        pair = (dyq, xq) if config.layout == "NK" else (xq, dyq)
+        dtype = config.grad_dtype or wq.dtype
+        dw = gemm(pair[0], columns, pair[1], columns, dtype, precise=True, out_sharding=config.w_type)
+        dw = config.shards.scatter(dw).astype(config.w_dtype)
+        if config.gathers:  # So that dw is made here, while w is gathered, and scattered while dx is made.
+            dw, dx = together(dw, dx)
+    return dx, CodedWeight(None, dw, config.shards), Given(None, None, _observed(config, kept, dy_amax))
+
+
+product.defvjp(_product_fwd, _product_bwd)
+folding_product = folding(product, _product_fwd, _product_bwd)
+
+
+def _reduces(config: Config, x: jax.Array) -> bool:
+    """Whether devices that have shards of x reduce an amax for it."""
+    fmt = config.recipe.activation
+    return (fmt.block is None or fmt.scaling.global_scale is not None) and (bool(config.axes) or ops.may_be_cut(x))
+
+
+def _named(codes: Any, kept: Usage, name: str | None) -> Any:
+    """Scales, and with a name codes, as policies know them. What is no tensor yet stays as it is."""
+    if not isinstance(codes, QuantizedArray):
+        return codes
+    planes = {}
+    for usage, plane in codes.planes.items():
+        scales = [None if s is None else policies.named(s, policies.SCALES) for s in plane[1:]]
+        data = plane.data if name is None else policies.named(plane.data, name if usage in kept else policies.FORWARD)
+        planes[usage] = Plane(data, *scales)
+    return codes.with_planes(planes)
+
+
+def _only(codes: Any, usage: Usage) -> Any:
+    """The planes of a tensor that are in `usage`. What is no tensor yet stays as it is."""
+    if not isinstance(codes, QuantizedArray):
+        return codes
+    return codes.with_planes({each: plane for each, plane in codes.planes.items() if each in usage})
+
+
+def _quantized(
+    config: Config, x: jax.Array, given: Given, role: Role, usage: Usage
+) -> tuple[QuantizedArray, jax.Array | None]:
+    """The codes of x, w or dy, and, of delayed scaling, the amax of it.
+
+    Those of a matrix with more rows, where the recipe adds some and no mesh may cut them.
+    """
+    fmt, seed, weight = config.recipe.format(role), given.seed, role is Role.WEIGHT
+    scales, margin = given.scales if weight else None, None
+    if given.state is not None:
+        state: TensorState = getattr(given.state, role.value)
+        scales, margin = WeightScales(state.scale), cast(DelayedScaling, config.recipe).margin
+    # Blocks of x and dy are those of a shard: what it multiplies is its own.
+    cut = config.cut if weight else Cut.of(x, config.axes, config.rows, own_blocks=True)
+    if seed is not None and fmt.stochastic:
+        seed = seed ^ words_of(ROLE_SEEDS[role]).view(seed.dtype)
+    added = config.recipe.added_rows(role, usage, math.prod(x.shape[:-1]))
+    if added and cuts_rows(x, config.out_sharding):
+        added = 0
+    name = {Role.WEIGHT: "w", Role.ACTIVATION: "x", Role.GRADIENT: "the gradient of y"}[role]
+    turned = weight and config.layout == "KN"
+    options: dict[str, Any] = {"margin": margin, "added_rows": added, "apart": not weight, "turned": turned}
+    return quantized(x, fmt, usage, cut, scales, seed, op=config.op, name=name, **options)
+
+
+def _codes_of(config: Config, w: CodedWeight, given: Given, usage: Usage) -> tuple[Any, jax.Array | None]:
+    if w.codes is not None or w.sink is None:
+        return w.codes, given.weight_amax
+    return _quantized(config, w.sink, given, Role.WEIGHT, usage)
+
+
+def _observed(config: Config, kept: Kept, dy_amax: jax.Array | None) -> LinearState | None:
+    """The cotangent of the state: amaxes, reduced over the shards of each tensor."""
+    state, (x_amax, w_amax) = kept.given.state, kept.amaxes
+    if state is None or x_amax is None or dy_amax is None:
+        return None
+    if w_amax is None:  # Of codes that came as such.
+        w_amax = jnp.zeros_like(state.weight.observed.amax)
+    return LinearState(
+        weight=observe(state.weight, w_amax, config.axes),
+        activation=observe(state.activation, x_amax, config.axes),
+        gradient=observe(state.gradient, dy_amax, config.axes),
+    )
+
+
+def whole_weight(config: Config, w: CodedWeight, given: Given) -> QuantizedArray:
+    """The plane that the forward pass gathers."""
+    usage = config.stored(config.contracted)
+    return _whole(config, _codes_of(config, w, given, usage)[0], usage)
+
+
+def _whole(config: Config, codes: Any, usage: Usage) -> QuantizedArray:
+    """One plane of the whole w, from the codes that one device has."""
+    whole: QuantizedArray = config.shards.gather(_only(codes, usage)) if config.gathers else codes
+    check_weight_format(config.op, "w", whole.format, config.recipe)
+    return whole

@@ -1,0 +1,147 @@
+"""What `linear` does once: casts of an x that several weights share, and of what policies of `jax.checkpoint` keep.
+
+How often codes are gathered is in test_jax_h100.py: XLA for CPUs schedules nothing.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from qshard.jax import init_delayed, linear, policies
+from qshard.recipes import CurrentScaling, as_recipe
+from support.awkward import assert_bits_equal
+
+RECIPE = CurrentScaling()
+CASTS = ("qshard_cast", "qshard_quantize", "qshard_amax")
+ROWS, WIDTH = 1024, 128  # Rows: whole blocks on each of eight devices.
+
+
+def values(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+X, WS = values(ROWS, WIDTH), [values(WIDTH, WIDTH, seed=seed) / 8 for seed in (1, 2, 3)]
+
+
+def casts(compiled):
+    """The calls that read what is to be cast."""
+    calls = [line for line in compiled.as_text().splitlines() if 'custom_call_target="' in line]
+    return sum(f'custom_call_target="{name}' in line for line in calls for name in CASTS)
+
+
+def on_mesh(kind, *arrays):
+    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(kind,))
+    return mesh, jax.device_put(arrays, NamedSharding(mesh, P("fsdp", None)))
+
+
+def heads(x, ws, recipe=RECIPE, **options):
+    """q, k and v of an x that is computed, and something of all of them."""
+    x = jnp.tanh(x)
+    q, k, v = (linear(x, w, recipe, weight_spec=P("fsdp", None), gather_axis="fsdp", **options) for w in ws)
+    return jnp.sum(q * k * v), (q, k, v)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
+def test_weights_that_share_x_cast_it_once(kind):
+    """Three weights, x once, three gradients: the amax of each, and its cast. Bits are those of each weight alone."""
+    mesh, (x, *ws) = on_mesh(kind, X, *WS)
+    with jax.set_mesh(mesh):
+        grad = jax.jit(jax.grad(heads, argnums=(0, 1), has_aux=True))
+        compiled = grad.lower(x, ws).compile()
+        _, made = compiled(x, ws)
+        alone = jax.jit(lambda x, w: linear(jnp.tanh(x), w, RECIPE, weight_spec=P("fsdp", None), gather_axis="fsdp"))
+        for w, y in zip(ws, made, strict=True):
+            assert_bits_equal(y, np.asarray(alone(x, w)))
+    assert casts(compiled) == 2 * (3 + 1 + 3)
+
+
+def test_what_one_branch_casts_another_cannot_use():
+    """x comes from outside of both; and what another format, or another seed, makes of it is something else."""
+
+    def chosen(x, ws, first):
+        own = jax.lax.cond(first, lambda: linear(x, ws[0], RECIPE), lambda: linear(x, ws[1], RECIPE))
+        return own, linear(x, ws[2], RECIPE), linear(x, ws[2], "MXFP8")
+
+    for first in (True, False):
+        own, same, other = jax.jit(chosen)(X, WS, first)
+        assert_bits_equal(own, np.asarray(jax.jit(functools.partial(linear, recipe=RECIPE))(X, WS[0 if first else 1])))
+        assert_bits_equal(same, np.asarray(jax.jit(functools.partial(linear, recipe=RECIPE))(X, WS[2])))
+        assert_bits_equal(other, np.asarray(jax.jit(functools.partial(linear, recipe="MXFP8"))(X, WS[2])))
+
+
+POLICIES = {"none": None, "codes": policies.codes_saveable, "products": policies.codes_and_products_saveable}
+
+
+def layered(recipe, policy, x, ws, states):
+    """Of two layers under `jax.checkpoint`; policy "off" is without."""
+
+    def layer(h, w, state):
+        given = {"state": state} if recipe.stateful else {"seed": 3}
+        return jnp.tanh(linear(h, w, recipe, weight_spec=P("fsdp", None), gather_axis="fsdp", **given))
+
+    if policy != "off":
+        layer = jax.checkpoint(layer, policy=POLICIES[policy])
+    for w, state in zip(ws, states, strict=True):
+        x = layer(x, w, state)
+    return jnp.sum(x * x)
+
+
+@pytest.mark.parametrize("name", ["CurrentScaling", "DelayedScaling", "MXFP8", "NVFP4"])
+def test_policies_keep_what_was_cast(name):
+    """Bits are the same; casts are as many as without `jax.checkpoint`, which by itself casts x and w again."""
+    recipe = as_recipe(name, "test")
+    mesh, (x, *ws) = on_mesh(AxisType.Auto, X, *WS[:2])
+    states = [init_delayed(recipe) if recipe.stateful else None] * 2
+    made, counted = {}, {}
+    with jax.set_mesh(mesh):
+        for policy in ("off", *POLICIES):
+            program = jax.jit(jax.value_and_grad(functools.partial(layered, recipe, policy)))
+            compiled = program.lower(x, ws, states).compile()
+            made[policy], counted[policy] = compiled(x, ws, states), casts(compiled)
+    for policy in POLICIES:
+        for got, want in zip(*(jax.tree.leaves(made[p]) for p in (policy, "off")), strict=True):
+            assert_bits_equal(got, np.asarray(want))
+    assert counted["none"] > counted["off"]
+    assert counted["codes"] == counted["products"] == counted["off"]
+
+
+def test_policies_keep_no_more():
+    """By kind: bytes of codes that backward reads, of those that forward alone reads, and of products."""
+    from jax._src.ad_checkpoint import saved_residuals
+
+    def kept(policy):
+        layer = jax.checkpoint(lambda x, w: jnp.tanh(linear(x, w, RECIPE)), policy=POLICIES[policy])
+        found = [aval for aval, why in saved_residuals(layer, X, WS[0]) if "argument" not in why]
+        return sorted((str(aval.dtype), aval.shape) for aval in found if aval.size > 1)
+
+    x, w, y = ("uint8", (WIDTH, ROWS)), ("uint8", (WIDTH, WIDTH)), ("float32", (ROWS, WIDTH))
+    assert kept("none") == []
+    assert kept("codes") == sorted([x, ("uint8", (ROWS, WIDTH)), w])
+    assert kept("products") == sorted([x, w, y])
+
+
+def test_gradient_in_bfloat16():
+    """Of an fp32 weight with values of bfloat16: the numbers of that weight in bfloat16, in the dtype of its own."""
+    w = WS[0].astype(jnp.bfloat16)
+    for recipe in (RECIPE, "MXFP8"):
+        grad = jax.grad(lambda w, recipe=recipe, **options: jnp.sum(linear(X, w, recipe, **options) ** 2))
+        made = grad(w.astype(jnp.float32), grad_dtype="bfloat16")
+        assert made.dtype == jnp.float32
+        assert_bits_equal(made.astype(jnp.bfloat16), np.asarray(grad(w)))
+        exact = grad(w.astype(jnp.float32), grad_dtype=jnp.float32)
+        assert_bits_equal(exact, np.asarray(grad(w.astype(jnp.float32))))
+        assert np.any(np.asarray(exact) != np.asarray(made))
+
+
+def test_errors():
+    with pytest.raises(
+        TypeError, match=r"linear: grad_dtype \(float16\) overflows where gradients are summed; ask for"
+    ):
+        linear(X, WS[0], RECIPE, grad_dtype=jnp.float16)
+    with pytest.raises(TypeError, match=r"linear: grad_dtype \('int8'\) is not .*; ask for one"):
+        linear(X, WS[0], RECIPE, grad_dtype="int8")
