@@ -224,7 +224,17 @@ def wire_jax_section(tables: Tables) -> str:
         f"What a step of {rows[0]['layers']} layers of that model moves, read off the program that XLA makes for so "
         "many GPUs; `bench_wire_jax.py` says what is in a row."
     )
-    columns = ["kind", "devices", "collectives", "gathered_MB", "reduced_MB", "scattered_MB", "other_MB"]
+    columns = [
+        "kind",
+        "devices",
+        "collectives",
+        "gathered_MB",
+        "reduced_MB",
+        "scattered_MB",
+        "other_MB",
+        "gathers",
+        "hidden",
+    ]
     return f"## What FSDP moves in JAX\n\n{origin(rows)} {text}\n\n{against_bf16(rows, 'gathered_MB', columns)}\n"
 
 

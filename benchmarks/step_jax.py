@@ -2,8 +2,8 @@
 
 8 layers of width 4096, FFN 14336, vocabulary 32000; 2 x 4096 tokens a device, AdamW of optax. One program under `jit`
 on an Auto mesh: float32 weights, states and gradients are cut along their first axis. The linear layers of the blocks
-are those of a recipe; the embedding and the head are bfloat16. `bf16` has bfloat16 linear layers everywhere, `naive`
-is per-tensor FP8 in jnp, as one writes it by hand.
+are those of a recipe; the embedding and the head are bfloat16, and gradients are reduced in it. `bf16` has bfloat16
+linear layers everywhere, `naive` is per-tensor FP8 in jnp, as one writes it by hand.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def product(x: jax.Array, w: jax.Array, kind: str, state: Any, seed: jax.Array) 
     if recipe == "naive":
         return naive_product(x, w)
     again = not kind.endswith(KEPT)
-    where = {"weight_spec": P(AXIS), "gather_axis": AXIS, "reshard_after_forward": again}
+    where = {"weight_spec": P(AXIS), "gather_axis": AXIS, "reshard_after_forward": again, "grad_dtype": jnp.bfloat16}
     return qshard.linear(x, w, recipe, **where, state=state, seed=seed)
 
 
@@ -113,7 +113,7 @@ def _naive_backward(kept: Any, dy: jax.Array) -> tuple[jax.Array, jax.Array]:
     dyq, dy_inv = _scaled(dy, jnp.float8_e5m2)
     dx = jnp.einsum("...n,nk->...k", dyq, wq, preferred_element_type=jnp.float32) * (dy_inv * w_inv)
     dw = jnp.einsum("...n,...k->nk", dyq, xq, preferred_element_type=jnp.float32) * (dy_inv * x_inv)
-    return dx.astype(dy.dtype), dw
+    return dx.astype(dy.dtype), dw.astype(jnp.bfloat16).astype(jnp.float32)
 
 
 naive_product.defvjp(_naive_forward, _naive_backward)
