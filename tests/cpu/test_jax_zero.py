@@ -47,9 +47,9 @@ def test_collectives(shard_weights):
     plan, step, masters, state = program(recipe, 2, shard_weights)
     x = jnp.concatenate([batch_of(0, r) for r in range(2)])
     lowered = step.lower(masters, state, states_of(recipe), x, 0)
-    # As written: XLA for CPUs drops the barrier that keeps the two gathers of a weight apart, and makes them one. The
-    # first layer has no gradient for x to make.
-    assert lowered.as_text().count('"stablehlo.all_gather"') == (1 + 2 + 1 if shard_weights else 1)
+    # As written: XLA for CPUs drops the barrier that keeps the two gathers of a weight apart, and makes them one. That
+    # of the first layer, whose x has no gradient, is dropped by XLA for GPUs too (test_jax_h100.py).
+    assert lowered.as_text().count('"stablehlo.all_gather"') == (1 + 2 + 2 if shard_weights else 1)
     found = hlo.collectives(lowered.compile())
     assert [c for c in found if c[0] == "all-reduce"] == [("all-reduce", (f"s32[{plan.master.amaxes}]",))]
     gathers = [arrays for kind, arrays in found if kind == "all-gather"]
