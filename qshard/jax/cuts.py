@@ -186,15 +186,15 @@ def moved(x: jax.Array, before: Cut, after: Cut) -> jax.Array:
     XLA replicates some arrays by adding zeros to them, which is not exact for bytes that are no numbers to it: those of
     a scale. It is free to move a gather past a cast, but not past both pins.
     """
-    signed, unsigned = (jnp.dtype(f"{kind}{8 * x.dtype.itemsize}") for kind in ("int", "uint"))
+    integer = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
+    bits = lax.bitcast_convert_type(x, integer)
     if before.local:
-        return lax.bitcast_convert_type(_moved(lax.bitcast_convert_type(x, unsigned), before, after), x.dtype)
-    bits = lax.bitcast_convert_type(x, unsigned)
-    if _explicit(before):
-        return lax.bitcast_convert_type(_pinned(bits, after), x.dtype)
-    bits = _pinned(bits, before)
-    # Another type, since Shardy gives all who read an array the last of the pins that follow one another on it.
-    return lax.bitcast_convert_type(_pinned(lax.bitcast_convert_type(bits, signed), after), x.dtype)
+        return lax.bitcast_convert_type(_moved(bits, before, after), x.dtype)
+    if not _explicit(before):
+        bits = _pinned(bits, before)
+        if x.dtype == integer:  # Shardy gives all who read an array the last of the pins in a row on it: here, no row.
+            bits = lax.bitcast_convert_type(bits, jnp.dtype(f"int{8 * x.dtype.itemsize}"))
+    return lax.bitcast_convert_type(_pinned(bits, after), x.dtype)
 
 
 def _moved(bits: jax.Array, before: Cut, after: Cut) -> jax.Array:
@@ -210,7 +210,9 @@ def _moved(bits: jax.Array, before: Cut, after: Cut) -> jax.Array:
 
 def pinned(x: jax.Array, cut: Cut) -> jax.Array:
     """`x` held to a cut, as integers. In `shard_map` it is as it is."""
-    return x if cut.local else moved(x, cut, cut)
+    if cut.local:
+        return x
+    return _pinned(x, cut) if jnp.issubdtype(x.dtype, jnp.integer) else moved(x, cut, cut)
 
 
 def _pinned(bits: jax.Array, cut: Cut) -> jax.Array:

@@ -219,18 +219,16 @@ def _array_of(
 def _pieces(where: layout.PlaneLayout, cut: Cut, shape: layout.Shape) -> Pieces | None:
     """Those of what is stored of an array of this shape `[*outer, M, K]`; None if its blocks are whole, or it has none.
 
-    Stored transposed, it is `[K, *outer, M]`.
+    Stored transposed, it is `[K, *outer, M]`. Squares are transposed when they are made.
     """
     if where.block is None:
         return None
-    last = len(shape) - 1
-    goes_on = last > 1 and shape[-2] % where.block[where.transposed] != 0
-    if where.transposed:
+    last, turned = len(shape) - 1, where.transposed and not where.format.transposes
+    goes_on = last > 1 and shape[-2] % where.block[turned] != 0
+    if turned:
         cut = dataclasses.replace(cut, entries=(*cut.entries[-1:], *cut.entries[:-1]))
         shape = (shape[-1], *shape[:-1])
-    return Pieces.of(
-        cut, shape, where.block, rows=(int(where.transposed), last + where.transposed) if goes_on else None
-    )
+    return Pieces.of(cut, shape, where.block, rows=(int(turned), last + turned) if goes_on else None)
 
 
 def _from_pieces(

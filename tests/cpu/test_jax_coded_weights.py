@@ -198,7 +198,7 @@ def test_a_traced_seed_draws_what_the_number_draws(number):
             r"linear: w \(256, 64\) does not fit x \(64, 128\)",
         ),
         (
-            lambda: gather(codes_of(W, CurrentScaling()), {"data": 1}),
+            lambda: gather(codes_of(W, CurrentScaling()), ("data", 1)),
             TypeError,
             r"gather: axis_name .* is not the name of a mesh axis",
         ),

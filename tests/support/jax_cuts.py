@@ -269,7 +269,7 @@ def check_linear(case: Case, name: str) -> None:
         return whole, y, *vjp(dy)
 
     def local(*args: Any) -> Any:
-        whole, *rest = step(*args, axis_name=axes or None, **options)
+        whole, *rest = step(*args, axis_name=axes, **options)
         return _copies(whole), *rest
 
     want = jax.jit(step)(*args)
