@@ -41,6 +41,7 @@ def gather(q: QuantizedArray, axis_name: str | Sequence[str], *, spec: Spec = No
       ValueError: no mesh is known, `axis_name` is not in `spec`, shards have scales of their own, or what would be
         gathered does not lie side by side.
 
+    >>> import jax.numpy as jnp
     >>> from qshard.formats import FP8_E4M3
     >>> from qshard.jax import quantize
     >>> mesh = jax.make_mesh((jax.device_count(),), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -129,9 +129,9 @@ def ragged_dot(
     It is made of `jax.lax.ragged_dot_general`, and has no kernel of its own yet: on a GPU take it for its numerics, not
     for its speed.
 
-    >>> x, w = jnp.ones((6, 32)), jnp.stack([jnp.full((16, 32), scale) for scale in (1.0, 2.0, 4.0)])
+    >>> x, w = jnp.full((6, 32), 7.0), jnp.stack([jnp.full((16, 32), value) for value in (0.875, 1.75, 3.5)])
     >>> ragged_dot(x, w, jnp.array([2, 0, 3]), "CurrentScaling")[:, 0]
-    Array([ 32.,  32., 128., 128., 128.,   0.], dtype=float32)
+    Array([196., 196., 784., 784., 784.,   0.], dtype=float32)
 
     Sources: `jax.lax.ragged_dot`; TransformerEngine (`GroupedLinear`: scales by expert, rows padded to blocks).
     """

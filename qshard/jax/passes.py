@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
 
+from qshard import layout
 from qshard.formats import Usage
 from qshard.jax import ops, policies
 from qshard.jax.array import QuantizedArray
@@ -115,6 +116,9 @@ def product(config: Config, x: jax.Array, w: CodedWeight, given: Given) -> jax.A
 def _forward(
     config: Config, x: jax.Array, w: CodedWeight, given: Given, x_kept: Usage, w_kept: Usage
 ) -> tuple[jax.Array, Kept]:
+    if x.ndim:  # Before w, which comes first: who gives both wrongly hears of x, as in PyTorch.
+        cut = Cut.of(x, config.axes, config.rows, own_blocks=True)
+        layout.plane(config.recipe.activation, cut.whole(x.shape), Usage.ROWWISE, op=config.op, name="x")
     read = config.stored(config.contracted)
     wq, w_amax = _codes_of(config, w, given, read | w_kept)
     wq = _named(wq, w_kept, policies.W_CODES)

@@ -127,11 +127,11 @@ def value_and_grad(
     microbatches, where codes are neither cast nor scaled again.
 
     >>> from qshard.jax import linear, quantize
-    >>> params = {"w": PrimaryWeight.of(quantize(jnp.ones((16, 32)), "FP8_E4M3[nonfinite=nan]"))}
+    >>> params = {"w": PrimaryWeight.of(quantize(jnp.full((16, 32), 0.875), "FP8_E4M3[nonfinite=nan]"))}
     >>> loss = lambda params, x: linear(x, params["w"], "CurrentScaling").sum()
-    >>> value, gradient = value_and_grad(loss)(params, jnp.ones((4, 32)))
+    >>> value, gradient = value_and_grad(loss)(params, jnp.full((4, 32), 7.0))
     >>> float(value), gradient["w"].shape, gradient["w"].dtype.name
-    (2048.0, (16, 32), 'float32')
+    (12544.0, (16, 32), 'float32')
     """
     if not callable(fun):
         raise TypeError(f"value_and_grad: fun ({shown(fun)}) is not a function; pass the loss")
