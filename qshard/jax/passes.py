@@ -116,9 +116,10 @@ def product(config: Config, x: jax.Array, w: CodedWeight, given: Given) -> jax.A
 def _forward(
     config: Config, x: jax.Array, w: CodedWeight, given: Given, x_kept: Usage, w_kept: Usage
 ) -> tuple[jax.Array, Kept]:
-    if x.ndim:  # Before w, which comes first: who gives both wrongly hears of x, as in PyTorch.
-        cut = Cut.of(x, config.axes, config.rows, own_blocks=True)
-        layout.plane(config.recipe.activation, cut.whole(x.shape), Usage.ROWWISE, op=config.op, name="x")
+    fmt, whole_x = config.recipe.activation, Cut.of(x, config.axes, config.rows, own_blocks=True).whole(x.shape)
+    if whole_x and whole_x[-1] % layout.whole_units(fmt, Usage.ROWWISE)[1]:
+        # Raised before w is cast: who gives both wrongly hears of x, as in PyTorch.
+        layout.plane(fmt, whole_x, Usage.ROWWISE, op=config.op, name="x")
     read = config.stored(config.contracted)
     wq, w_amax = _codes_of(config, w, given, read | w_kept)
     wq = _named(wq, w_kept, policies.W_CODES)

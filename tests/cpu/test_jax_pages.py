@@ -70,11 +70,10 @@ def test_collectives_of_a_step():
     assert count["all-gather"] == "L forward, and L backward, less those whose x has no gradient"
     there = {}
     exec("\n".join(SHARD_MAP.python[:2]).replace("jax.config.update", "(lambda *_: None)"), there)
-    lowered = there["step"].lower(there["params"], there["x"])
-    text = lowered.as_text()
+    text = there["step"].lower(there["params"], there["x"]).as_text()
     layers = len(there["params"])
-    # As XLA compiles it: of what backward ties together, it drops what nobody reads.
-    assert hlo.kinds(lowered.compile()).count("all-gather") == 2 * layers - 1
+    # As written: what nobody reads, as the first layer's in backward, XLA drops (test_jax_h100).
+    assert text.count('"stablehlo.all_gather"') == 2 * layers
     assert text.count('"stablehlo.reduce_scatter"') == layers
     reduced = re.findall(r'"stablehlo.all_reduce".*?\) -> tensor<(\S+?)>', text, re.DOTALL)
     assert sorted(reduced) == sorted([f"{layers}xi32", "f32"])  # And the loss.
