@@ -87,9 +87,9 @@ struct Row {
   std::vector<Operand> inputs, outputs;  // lists come last
   std::vector<Attribute> attributes;     // by name
   std::vector<Symbol> symbols;
-  bool many = false;     // whether there are lists
-  bool splits = false;   // whether a call may have the attribute `split`
-  int list_length = -1;  // the symbol `n` of an op on lists
+  bool many = false;           // whether there are lists
+  bool splits = false;         // whether a call may have the attribute `split`
+  int list_length = -1;        // the symbol `n` of an op on lists
   int outer = -1, inner = -1;  // the symbols `*outer`, and of the axis that follows it
   int products = 0;
   int lead = -1, block_rows = -1, block_cols = -1;  // the attributes of these names
