@@ -128,6 +128,25 @@ def observe(state: TensorState, amax: jax.Array, axes: tuple[str, ...] = ()) -> 
     return TensorState(jnp.zeros_like(state.scale), jnp.zeros_like(state.amax_history), seen)
 
 
+def observe_all(
+    state: LinearState | None,
+    weight: jax.Array | None,
+    activation: jax.Array | None,
+    gradient: jax.Array | None,
+    axes: tuple[str, ...],
+) -> LinearState | None:
+    """The cotangent of the state of a layer that brings these amaxes; of a weight that came as codes there is none."""
+    if state is None or activation is None or gradient is None:
+        return None
+    if weight is None:
+        weight = jnp.zeros_like(state.weight.observed.amax)
+    return LinearState(
+        weight=observe(state.weight, weight, axes),
+        activation=observe(state.activation, activation, axes),
+        gradient=observe(state.gradient, gradient, axes),
+    )
+
+
 def update_delayed(states: Any, amaxes: Any, recipe: DelayedScaling | str, *, axis_name: AxisName = None) -> Any:
     """One step of delayed scaling for all tensors of a model, in one call of a kernel for each element format.
 

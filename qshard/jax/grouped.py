@@ -20,7 +20,7 @@ from qshard.formats import Usage
 from qshard.jax.arguments import as_axes, as_names, check_array, check_dtype, check_spec, check_spec_fits
 from qshard.jax.array import QuantizedArray
 from qshard.jax.cuts import AxisName, Cut, Spec, mesh_of, spec_of, vary_alike
-from qshard.jax.delayed import LinearState, check_shared, observe
+from qshard.jax.delayed import LinearState, check_shared, observe_all
 from qshard.jax.gather import CodedWeight, CutWeight, cut_of
 from qshard.jax.order import together
 from qshard.jax.primary import PrimaryWeight, opened
@@ -296,25 +296,13 @@ def _backward(config: _Config, kept: _Kept, dy: jax.Array) -> tuple[jax.Array, C
     dyq, dy_amax = _quantized(config, dy, given, Role.GRADIENT, read, tiles)
     dx = row_product(dyq, wq, columns, tiles, dy.dtype)
     dw = jax.vmap(config.shards.scatter)(expert_products(dyq, kept.x, tiles, wq.dtype)) if config.learns else None
-    nothing: Any = _Given(None, None, _observed(config, kept, dy_amax), None)  # type: ignore[arg-type]
+    x_amax, w_amax = kept.amaxes
+    observed = observe_all(given.state, w_amax, x_amax, dy_amax, config.axes)
+    nothing: Any = _Given(None, None, observed, None)  # type: ignore[arg-type]
     return dx, CodedWeight(None, dw, None), nothing
 
 
 _ragged.defvjp(_forward, _backward)
-
-
-def _observed(config: _Config, kept: _Kept, dy_amax: jax.Array | None) -> LinearState | None:
-    """The cotangent of the state: amaxes of each expert."""
-    state, (x_amax, w_amax) = kept.given.state, kept.amaxes
-    if state is None or x_amax is None or dy_amax is None:
-        return None
-    if w_amax is None:  # Of codes that came as such.
-        w_amax = jnp.zeros_like(state.weight.observed.amax)
-    return LinearState(
-        weight=observe(state.weight, w_amax, config.axes),
-        activation=observe(state.activation, x_amax, config.axes),
-        gradient=observe(state.gradient, dy_amax, config.axes),
-    )
 
 
 def _quantized(

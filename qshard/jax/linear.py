@@ -63,8 +63,8 @@ def linear(
         weights: a `QuantizedArray`, which is frozen; a `PrimaryWeight`, which `value_and_grad` differentiates; or a
         `CodedWeight`, which says where its gradient goes.
       recipe: the format of each role, or the name of a recipe, such as "MXFP8".
-      weight_layout: "NK", or "KN" for a `w` of `[K, N]`, which flax has: `y = x @ w`, in the bits of `[N, K]`, and no
-        slower. Codes of it lie as it does.
+      weight_layout: "NK", or "KN" for a `w` of `[K, N]`, which flax has: `y = x @ w`, in the bits of `[N, K]`,
+        with as many GEMMs and gathers. Codes of it lie as it does.
       weight_spec: how `w` is cut, and its gradient is to be. Types of Explicit meshes say it. In `shard_map`, by rows
         along `gather_axis` if not given; one scale serves all that the mesh axes named here cut.
       gather_axis: the mesh axis along which FSDP has cut `w`, or several: shards are quantized, then their codes
@@ -79,8 +79,9 @@ def linear(
         depend on how `x` is cut. Blocks end where a shard ends, either way. With `check_vma=False` it also says which
         devices share a `state`, and is required with one; `()` is none.
       local_axes: outside of `shard_map`, mesh axes along which the first axis of `x` is cut: each of their devices then
-        has a scale of its own for `x`, and for the gradient of the result, as in `shard_map` without `axis_name`. That
-        saves two all-reduces, for which GEMMs wait. Without it, one scale serves all of `x`.
+        has a scale of its own for `x`, and for the gradient of the result, as in `shard_map` without `axis_name`, and
+        draws the random numbers that the others draw. That saves two all-reduces, for which GEMMs wait. Without it, one
+        scale serves all of `x`.
       out_sharding: of the result, on Explicit meshes where `x` and `w` leave it open: K is cut.
       grad_dtype: in which the gradient of `w` is made and reduce-scattered: float32 or bfloat16; None: that of `w`.
         float32 is 4 bytes an element on the wire, with no rounding but that of sums. bfloat16, as of weights that are

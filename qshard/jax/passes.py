@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, cast
 
 import jax
-import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -17,7 +16,7 @@ from qshard.formats import Usage
 from qshard.jax import ops, policies
 from qshard.jax.array import QuantizedArray
 from qshard.jax.cuts import Cut, Spec, cuts_rows
-from qshard.jax.delayed import LinearState, TensorState, observe
+from qshard.jax.delayed import LinearState, TensorState, observe_all
 from qshard.jax.folding import folding
 from qshard.jax.gather import CodedWeight, Shards
 from qshard.jax.gemm import gemm, row_product, stored_for
@@ -178,7 +177,9 @@ def _product_bwd(config: Config, kept: Kept, dy: jax.Array) -> tuple[jax.Array, 
         dw = config.shards.scatter(dw).astype(config.w_dtype)
         if config.gathers:  # So that dw is made here, while w is gathered, and scattered while dx is made.
             dw, dx = together(dw, dx)
-    return dx, CodedWeight(None, dw, config.shards), Given(None, None, _observed(config, kept, dy_amax))
+    x_amax, w_amax = kept.amaxes
+    observed = observe_all(kept.given.state, w_amax, x_amax, dy_amax, config.axes)
+    return dx, CodedWeight(None, dw, config.shards), Given(None, None, observed)
 
 
 product.defvjp(_product_fwd, _product_bwd)
@@ -239,20 +240,6 @@ def _codes_of(config: Config, w: CodedWeight, given: Given, usage: Usage) -> tup
     if w.codes is not None or w.sink is None:
         return w.codes, given.weight_amax
     return _quantized(config, w.sink, given, Role.WEIGHT, usage)
-
-
-def _observed(config: Config, kept: Kept, dy_amax: jax.Array | None) -> LinearState | None:
-    """The cotangent of the state: amaxes, reduced over the shards of each tensor."""
-    state, (x_amax, w_amax) = kept.given.state, kept.amaxes
-    if state is None or x_amax is None or dy_amax is None:
-        return None
-    if w_amax is None:  # Of codes that came as such.
-        w_amax = jnp.zeros_like(state.weight.observed.amax)
-    return LinearState(
-        weight=observe(state.weight, w_amax, config.axes),
-        activation=observe(state.activation, x_amax, config.axes),
-        gradient=observe(state.gradient, dy_amax, config.axes),
-    )
 
 
 def whole_weight(config: Config, w: CodedWeight, given: Given) -> QuantizedArray:

@@ -13,9 +13,10 @@ from qshard import reference
 from qshard.formats import NVFP4, MXFP8_32x32, NVFP4_16x16, Usage
 from qshard.jax import compute_scales, gather, quantize
 from qshard.recipes import Recipe
-from support.awkward import TAME, assert_bits_equal, awkward_values
+from support.awkward import TAME, awkward_values
 from support.formats import NAMED, SQUARES, VARIANTS
 from support.hlo import collectives
+from support.jax_cuts import assert_planes
 
 SEED = 0x0123456789ABCDEF
 CUT = [*(fmt for fmt in NAMED if fmt.block), NVFP4.with_options(rounding="stochastic")]
@@ -37,15 +38,6 @@ def mesh_of(kind, shards=8):
 
 def usage_of(fmt):
     return Usage.ROWWISE if fmt.scaling.global_scale == "row" else Usage.BOTH
-
-
-def assert_planes(q, whole, index=()):
-    for name in ("rowwise", "columnwise"):
-        for part in ("data", "scale_inv", "global_scale_inv"):
-            got, want = (getattr(getattr(planes, name), part, None) for planes in (q, whole))
-            assert (got is None) == (want is None), f"{name}.{part}"
-            if got is not None:
-                assert_bits_equal(np.asarray(got)[index], want, f"{name}.{part}")
 
 
 def assert_integers_travel(compiled, limit=0):
