@@ -3,21 +3,22 @@
 import functools
 import warnings
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from qshard.jax import DotGeneral, convert, einsum, init_delayed, linear, linen, update_delayed
-from qshard.jax import nnx as qnnx
+from qshard.jax import DotGeneral, convert, einsum, init_delayed, linear, update_delayed
 from qshard.recipes import MXFP8, NVFP4, BlockScaling, CurrentScaling, DelayedScaling
 from support.awkward import assert_bits_equal
 from support.hlo import collectives
+
+nn, nnx = pytest.importorskip("flax.linen"), pytest.importorskip("flax.nnx")
+from qshard.jax import linen  # noqa: E402
+from qshard.jax import nnx as qnnx  # noqa: E402
 
 STATELESS = [CurrentScaling(), BlockScaling(), MXFP8()]
 recipes = pytest.mark.parametrize("recipe", STATELESS, ids=lambda recipe: type(recipe).__name__)

@@ -2,7 +2,6 @@
 
 import functools
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +14,7 @@ from qshard.recipes import MXFP8, BlockScaling, CurrentScaling
 from support.awkward import assert_bits_equal
 from support.hlo import collectives
 
+eqx = pytest.importorskip("equinox")
 RECIPES = [CurrentScaling(), BlockScaling(), MXFP8()]
 recipes = pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: type(recipe).__name__)
 

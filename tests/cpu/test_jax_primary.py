@@ -10,9 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
-from flax.training.train_state import TrainState
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -293,6 +291,7 @@ def test_weights_as_flax_has_them(name):
 
 def test_a_checkpoint(tmp_path):
     """State and parameters by orbax, and back, sharded as they were; and parameters by masters alone."""
+    ocp = pytest.importorskip("orbax.checkpoint")
     recipe, mesh = RECIPES["NVFP4"], mesh_of("Auto")
     masters = optimizer(optax.adam(0.01), recipe, spec=spec_of)
     with jax.set_mesh(mesh):
@@ -316,6 +315,7 @@ def test_a_checkpoint(tmp_path):
 def test_a_train_state_of_flax():
     """What calls `init`, `update` and `optax.apply_updates` by itself."""
     masters = optimizer(optax.sgd(0.1), "MXFP8")
+    TrainState = pytest.importorskip("flax.training.train_state").TrainState
     state = TrainState.create(apply_fn=None, params={"w": values(32, 32)}, tx=masters)
     state = state.replace(params=masters.recast(state.opt_state, state.params))
     x = values(32, 32, seed=1)
