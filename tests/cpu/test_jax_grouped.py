@@ -160,7 +160,9 @@ def test_experts_and_fsdp_in_shard_map(name):
     got = lowered.compile()(x, W, dy, groups, state)
     assert_bits_equal(np.asarray(got[0]).reshape(4, *ys[0].shape), np.stack(ys))
     assert_bits_equal(np.asarray(got[1]).reshape(4, *dxs[0].shape), np.stack(dxs))
-    np.testing.assert_allclose(got[2], dw, rtol=1e-6, atol=1e-6 * np.abs(dw).max())
+    np.testing.assert_allclose(
+        got[2], dw, rtol=1e-6, atol=1e-6 * np.abs(dw).max()
+    )  # Sums over devices, in another order.
     gathered = [array for kind, arrays in collectives(lowered.compile()) if kind == "all-gather" for array in arrays]
     codes = f"u8[3,{N},{K // recipe.weight.element.codes_per_byte}]"
     assert codes in gathered

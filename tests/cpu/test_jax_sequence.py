@@ -170,7 +170,7 @@ def test_four_axes(kind):
         ]
     sharded = [jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in ((x, cut), (w, P()), (dy, cut))]
     compiled = jax.jit(one).lower(*sharded).compile()
-    for got, expect in zip(compiled(*sharded)[:3], want, strict=True):
+    for got, expect in zip(compiled(*sharded)[:3], want, strict=True):  # The order of fp32 sums.
         np.testing.assert_allclose(got, expect, rtol=1e-5, atol=1e-5 * np.abs(expect).max())
     assert "all-gather" not in {kind for kind, _ in collectives(compiled)}
 
@@ -190,7 +190,7 @@ def test_shards_draw_what_the_whole_draws():
     """Rows of a shard do not follow one another in the whole: the spec says where they are, names alone do not."""
     recipe = recipes.NVFP4()
     made = in_shard_map(recipe, ROWS)(*operands())
-    for got, want in zip(made, expected(recipe)[:3], strict=True):
+    for got, want in zip(made, expected(recipe)[:3], strict=True):  # The order of fp32 sums.
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
     y, dx, _ = in_shard_map(recipe, ("data", "seq"))(*operands())
     np.testing.assert_array_equal(y, made[0])  # One scale, and no random numbers.

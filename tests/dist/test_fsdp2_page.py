@@ -84,6 +84,7 @@ def test_bytes_that_stay(kind):
     optimizer.step()
     elements = 2 * SIZE * SIZE // dist.get_world_size()
     kept = (resident() - before) / elements
+    # Beside weights there are biases, scales and steps.
     assert kept == pytest.approx(float(said["in all"]), rel=0.01), kept
     state = [v for values in optimizer.state.values() for v in values.values() if isinstance(v, torch.Tensor)]
     local = [getattr(v, "to_local", lambda v=v: v)() for v in state]
