@@ -237,11 +237,11 @@ def _schema(spec: OpSpec) -> str:
         f"Tensor{f'({next(aliases)}!)' if operand.name in spec.written else ''}{'[]' * operand.many} {operand.name}"
         for operand in spec.inputs
     ]
-    defaults = {None: "", 0: "=0"}
-    keywords = [
-        f"{kind} {name}" + defaults.get(left_out, f'="{left_out}"')
-        for name, (kind, *_, left_out) in spec.attributes.items()
-    ]
+
+    def default(left_out: Any) -> str:
+        return "" if left_out is None else f'="{left_out}"' if isinstance(left_out, str) else f"={left_out}"
+
+    keywords = [f"{kind} {name}{default(left_out)}" for name, (kind, *_, left_out) in spec.attributes.items()]
     results = [] if spec.many else spec.outputs
     keywords += ["ScalarType dtype"] * any(operand.dtype == "float" for operand in results)
     made = "Tensor" if len(results) == 1 else f"({', '.join('Tensor' for _ in results)})"

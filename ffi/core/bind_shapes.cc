@@ -164,6 +164,7 @@ int64_t Binding::Length(int term) const {
 int64_t Binding::Run(const Operand& operand, const Buffer& buffer) const {
   int64_t skip = buffer.rank, run = 1;
   for (const Term& t : operand.terms) skip -= t.kind == Term::kAxis;
+  if (row_.shared >= 0 && values_[row_.shared].integer != 0) skip = 0;
   ForMajors(kMaxRank, [&](int, int64_t, int64_t size) {
     if (--skip < 0) run *= size;
   });

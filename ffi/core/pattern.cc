@@ -77,6 +77,7 @@ class Parser {
     std::sort(all.begin(), all.end(), [](auto& a, auto& b) { return a.name < b.name; });
     Check(all.size() <= kMaxAttributes, "too many attributes");
     row_.lead = row_.FindAttribute("lead");
+    row_.shared = row_.FindAttribute("shared");
     row_.block_rows = row_.FindAttribute("block_rows");
     row_.block_cols = row_.FindAttribute("block_cols");
   }
@@ -118,8 +119,9 @@ class Parser {
     } else if (kind == "int" || kind == "float") {
       a.kind = kind == "int" ? Attribute::kInt : Attribute::kFloat;
       SetNumbers(range, &a);
-    } else if (kind == "bool") {
+    } else if (kind == "bool" || kind == "bool?") {
       a.kind = Attribute::kBool;
+      a.optional = kind.back() == '?';
     } else if (kind == "extents") {
       a.kind = Attribute::kExtents;
     } else {

@@ -45,7 +45,7 @@ struct Attribute {
   std::vector<std::string> texts;            // likewise
   std::vector<const FormatTraits*> formats;  // that they name, or null
   std::string legal;                         // in words
-  bool optional = false;                     // left out, it is the first text, or 0
+  bool optional = false;                     // left out, it is the first text, 0 or false
 };
 
 // Which blocks an op takes.
@@ -92,7 +92,7 @@ struct Row {
   int list_length = -1;        // the symbol `n` of an op on lists
   int outer = -1, inner = -1;  // the symbols `*outer`, and of the axis that follows it
   int products = 0;
-  int lead = -1, block_rows = -1, block_cols = -1;  // the attributes of these names
+  int lead = -1, block_rows = -1, block_cols = -1, shared = -1;  // the attributes of these names
   BlockRule blocks;
 };
 

@@ -81,9 +81,10 @@ nb::dict AttributesOf(const Row& row) {
     nb::list legal;
     for (double number : a.numbers) legal.append(number);
     for (const std::string& text : a.texts) legal.append(text);
-    const nb::object left_out = !a.optional       ? nb::none()
-                                : a.texts.empty() ? nb::cast(0)
-                                                  : nb::cast(a.texts[0]);
+    const nb::object left_out = !a.optional                  ? nb::none()
+                                : a.kind == Attribute::kBool ? nb::cast(false)
+                                : a.texts.empty()            ? nb::cast(0)
+                                                             : nb::cast(a.texts[0]);
     attributes[a.name.c_str()] =
         nb::make_tuple(kKinds[a.kind], nb::tuple(legal), a.least, a.most, left_out);
   }

@@ -22,12 +22,15 @@ QSHARD_LAUNCHER_TEMPLATE((class In, class Code), CastBlock, const In* x, const f
 // of `run` blocks: one block, one row of blocks, one matrix, or several matrices. Element (row,
 // col) of region r, counted from its first block over all its matrices, has the index
 //   first[r] + row * steps.row + col * steps.col
-// and draws with seed[r]. Both are pairs of words, the low one first.
+// and draws with seed[r]. Both are pairs of words, the low one first. `in_step`: a region is part
+// of a row of blocks, of one row of elements, and the one below it has the same seed and begins
+// steps.row later.
 struct Places {
   const uint32_t* seed;
   const uint32_t* first;
   int64_t run;
   IndexSteps steps;
+  bool in_step = false;
 };
 
 constexpr int64_t kMaxStochasticBlockCols = 2048;  // so that random bytes fit on a stack

@@ -31,9 +31,10 @@ QSHARD_DEFINE_OP(cast_block) {
 // as SPMD runs one program on all: `first` has the index of the first element of x, or of each of
 // its rows of blocks, or of each block; `seed` goes with it. From there the index grows by row_step
 // a row and by col_step a column: by (columns of the whole tensor, 1), or (1, columns) where x is a
-// transpose.
+// transpose. `turned` says of a transpose [k, *outer, m] that from one k to the next nothing but
+// the row changes: the seed is the same, and the index grows by row_step.
 QSHARD_DEFINE_OP(cast_block_stochastic) {
-  const Blocks blocks = BlocksOf(call.binding);
+  Blocks blocks = BlocksOf(call.binding);
   const Buffer &seed = call.arg(2), &first = call.arg(3);
   QSHARD_REQUIRE(seed.rank == first.rank, call.op(), ": seed ", Shape(seed),
                  " does not have the shape of first ", Shape(first), "; broadcast it");
@@ -47,7 +48,14 @@ QSHARD_DEFINE_OP(cast_block_stochastic) {
                      !__builtin_add_overflow(down, right, &down),
                  call.op(), ": steps (", steps.row, ", ", steps.col,
                  ") lead to an index that 64 bits do not hold; give those of the whole tensor");
-  const kernels::Places places{Data<uint32_t>(seed), Data<uint32_t>(first), call.ArgRun(3), steps};
+  kernels::Places places{Data<uint32_t>(seed), Data<uint32_t>(first), call.ArgRun(3), steps};
+  const bool in_rows = blocks.block_rows == 1 && blocks.cols % blocks.block_cols == 0 &&
+                       places.run > 0 && blocks.GridCols() % places.run == 0;
+  const int64_t k = call.arg(0).dims[0];
+  if (call.flag("turned") && in_rows && k > 0) {
+    blocks = {1, k, blocks.batch * blocks.rows / k * blocks.cols, 1, blocks.block_cols};
+    places.in_step = true;
+  }
   return DispatchFloat(call.arg(0), [&](auto in) {
     return call(kernels::CastBlockStochastic(call.exec, Data<decltype(in)>(call.arg(0)),
                                              Data<float>(call.arg(1)), places, blocks,

@@ -68,7 +68,7 @@ QSHARD_DEFINE_OP(cast_transpose_delayed) { return CastTranspose(call, 2); }
 
 // x = decode(data) * scale_inv, rounded once to the dtype of x.
 QSHARD_DEFINE_OP(dequantize) {
-  const int64_t length = call.ArgRun(1), runs = Elements(call.arg(1));
+  const int64_t length = call.ArgRun(1), runs = length > 0 ? Elements(call.arg(0)) / length : 0;
   return DispatchFp8(call, call.ret(0), [&](auto code, auto out) {
     return call(kernels::Dequantize<decltype(code), decltype(out)>(
         call.exec, Data<uint8_t>(call.arg(0)), Data<float>(call.arg(1)), runs, length,

@@ -240,6 +240,8 @@ class Op:
             for x, axis in zip(operands, axes, strict=True)
         ]
         options |= {name: options.get(name, 0) + 1 for name in ("batch", "lead") if name in self.spec.attributes}
+        # What one call says of its operands does not hold for many.
+        options = {name: value for name, value in options.items() if name not in ("shared", "turned")}
         shapes = tuple((size, *shape) for shape in shapes)
         results = self._primitive.bind(*_alike(moved, self._bound(moved, options, shapes)), shapes=shapes, **options)
         return results, (0,) * len(results)

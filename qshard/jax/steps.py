@@ -21,6 +21,7 @@ from jax.sharding import AxisType
 
 from qshard.jax import list_ops, ops
 from qshard.jax.cuts import vary_alike
+from qshard.jax.order import together
 from qshard.jax.words import Words, words_plus, words_times
 from qshard.master import Bucket
 from qshard.ops import multi_table, table
@@ -55,6 +56,8 @@ def _by_runs(op: str, x: jax.Array, *scale: jax.Array, shards: int = 1, **option
         options["lead"] = max(lead, axes)
     # One for all runs, or for each element of the first axes (`vmap`).
     spread = [lax.broadcast_in_dim(s, runs.shape[: max(axes, s.ndim)], tuple(range(s.ndim))) for s in scale]
+    if axes and scale and not scale[0].ndim:
+        options["shared"] = True
     made = getattr(ops, op)(runs, *spread, **options)
     arrays = made if isinstance(made, tuple) else (made,)
     results = []
@@ -83,6 +86,7 @@ def _under_global(op: str, *operands: jax.Array, **options: Any) -> Any:
         if len(arrays) == 1 and "block_rows" in options:
             *lead, rows, cols = grid
             grid = (*lead, rows // options["block_rows"], cols // options["block_cols"])
+        options |= {"shared": True} if value.ndim == 0 else {}
         value = lax.broadcast_in_dim(value, grid, tuple(range(value.ndim)))
     return getattr(ops, op)(*arrays, value, **options)
 
@@ -145,9 +149,11 @@ def cast_block_stochastic(
     x: jax.Array, scale: jax.Array, seed: jax.Array, first: jax.Array, *, row_step: int, col_step: int, **block: int
 ) -> Any:
     if ops.may_be_cut(x) or first.ndim > 1:
+        seed, x = together(seed, x)  # Words for each block are not made, and kept, before they are needed.
         first = _first_of_blocks(scale.shape, first, block["block_rows"] * row_step, block["block_cols"] * col_step)
         seed = jnp.broadcast_to(seed, first.shape)
-    return ops.cast_block_stochastic(x, scale, seed, first, row_step=row_step, col_step=col_step, **block)
+    steps = {"row_step": row_step, "col_step": col_step, "turned": col_step > row_step}
+    return ops.cast_block_stochastic(x, scale, seed, first, **steps, **block)
 
 
 def _first_of_blocks(grid: tuple[int, ...], first: jax.Array, row_step: int, col_step: int) -> jax.Array:

@@ -23,7 +23,7 @@ from qshard.formats import E4M3
 from qshard.ops import OpSpec
 from support import op_calls
 from support.awkward import assert_bits_equal, awkward_values
-from support.draws import SPECS, WIDE, choices, draw, filled
+from support.draws import SPECS, WIDE, Call, choices, draw, filled
 from support.op_calls import call
 from support.oracle import cast_tensor, dequantize
 
@@ -65,12 +65,27 @@ def check_streaming() -> None:
             assert_bits_equal(np.concatenate(parts), data)
 
 
+def check_turned() -> None:
+    """Transposes `[k, *outer, m]` whose blocks each say where they are, as where XLA may cut any axis."""
+    spec = SPECS["cast_block_stochastic"]
+    for number, (k, outer, m, cols) in enumerate(
+        [(48, (3,), 32, 16), (37, (2, 2), 64, 16), (16, (1,), 16, 16), (130, (2,), 128, 16), (33, (5,), 24, 8)]
+    ):
+        grid = (k, *outer, m // cols)
+        for prefix, dtype in ((len(grid), "bfloat16"), (1, "float32"), (len(grid) - 1, "float16")):
+            options = {"block_rows": 1, "block_cols": cols, "row_step": 1, "col_step": 4099, "turned": True}
+            words = [((*grid[:prefix], 2), "uint32")]
+            made = Call(spec, options, [[((k, *outer, m), dtype)], [(grid, "float32")], words, words])
+            op_calls.check(filled(made, number))
+
+
 def main(device: str = "cpu", *ops: str) -> None:
     np.seterr(all="ignore")
     torch.set_num_threads(1)
     op_calls.device = device
     print(f"{device}, SIMD target", _ffi.simd())
-    checks = {name: (lambda spec=spec: check_op(spec)) for name, spec in SPECS.items()} | {"streaming": check_streaming}
+    checks = {name: (lambda spec=spec: check_op(spec)) for name, spec in SPECS.items()}
+    checks |= {"streaming": check_streaming, "turned": check_turned}
     for name in ops or checks:
         start = time.perf_counter()
         checks[name]()

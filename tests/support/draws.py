@@ -338,6 +338,8 @@ def _values(call: Call, operand: Operand, shape: Shape, dtype: str, rng: np.rand
             len(call.tensors[0][0][0]) - 2 - call.options["outer"]
         )  # One a matrix, repeated over axes that a front end may cut.
         x = np.broadcast_to(x[(..., *(slice(1),) * (x.ndim - batch))], shape).copy()
+    if call.options.get("shared") and operand.terms == ("...",) and x.size:
+        x = np.full(shape, x.flat[0])
     return x
 
 
@@ -363,6 +365,9 @@ def _words(call: Call, name: str, shape: Shape, rng: np.random.Generator) -> np.
         )
     elif name == "first":
         numbers = rng.choice(np.array([0, 1, 15, 2**32 - 5, 2**36 + 7, 2**63], np.uint64), shape[:-1])
+    if call.options.get("turned") and numbers.ndim and numbers.size:
+        down = np.arange(len(numbers), dtype=np.uint64) * np.uint64(call.options["row_step"] if name == "first" else 0)
+        numbers = numbers[:1] + down.reshape(-1, *(1,) * (numbers.ndim - 1))
     return np.ascontiguousarray(numbers[..., None]).view(np.uint32).reshape(shape)
 
 

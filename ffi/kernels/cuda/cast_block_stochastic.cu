@@ -131,13 +131,14 @@ struct CastStochasticOp {
   Regions regions;
 };
 
-// --- indices that grow by 1 a row: one region, blocks of a multiple of 4 columns ---
+// --- indices that grow by 1 a row: one region, or regions in step; blocks of a multiple of 4
+// columns ---
 
 constexpr int kStripCols = 4, kStripRows = 16;
 
 template <class In>
 __global__ void __launch_bounds__(kBlockMapThreads)
-    CastStochasticStrips(const In* x, const float* scale, const Places places, const BlockTiles g,
+    CastStochasticStrips(const In* x, const float* scale, const Regions regions, const BlockTiles g,
                          uint8_t* data) {
   ThreadRows at = g.At<kStripCols, kStripRows>(blockIdx.x);
   if (at.height <= 0) return;
@@ -149,12 +150,10 @@ __global__ void __launch_bounds__(kBlockMapThreads)
     if (k < at.height) w[k] = Load<kStripCols * sizeof(In)>(from);
   }
   Words<16> random[kStripCols];
-  const uint64_t seed = FromWords(places.seed);
-  uint64_t index = FromWords(places.first) + static_cast<uint64_t>(at.place.row) +
-                   static_cast<uint64_t>(at.place.col) * places.steps.col;
+  Regions::Draw draw = regions.template Of<true>(at.place);
 #pragma unroll
-  for (int j = 0; j < kStripCols; ++j, index += places.steps.col)
-    random[j] = RandomBytes(index, seed);
+  for (int j = 0; j < kStripCols; ++j, draw.index += regions.places.steps.col)
+    random[j] = RandomBytes(draw.index, draw.seed);
 
   uint8_t* to = data + at.first / 2;
 #pragma unroll
@@ -173,9 +172,10 @@ __global__ void __launch_bounds__(kBlockMapThreads)
 
 template <class In>
 bool TakesStrips(const In* x, const Places& places, const Blocks& b, const uint8_t* data) {
-  return places.steps.row == 1 && places.run >= b.GridSize() && b.cols % kStripCols == 0 &&
-         (b.block_cols % kStripCols == 0 || b.block_cols == b.cols) && HasSmallIndices(b) &&
-         IsAligned(x, kStripCols * sizeof(In)) && IsAligned(data, kStripCols / 2);
+  return places.steps.row == 1 && (places.run >= b.GridSize() || places.in_step) &&
+         b.cols % kStripCols == 0 && (b.block_cols % kStripCols == 0 || b.block_cols == b.cols) &&
+         HasSmallIndices(b) && IsAligned(x, kStripCols * sizeof(In)) &&
+         IsAligned(data, kStripCols / 2);
 }
 
 }  // namespace
@@ -201,7 +201,7 @@ Status CastBlockStochastic(const Exec<Cuda>& exec, const In* x, const float* sca
   }
   if (TakesStrips(x, places, b, data)) {
     const BlockTiles tiles(b, kStripCols, kStripRows);
-    return Launch(exec, CastStochasticStrips<In>, tiles.tiles, kBlockMapThreads, x, scale, places,
+    return Launch(exec, CastStochasticStrips<In>, tiles.tiles, kBlockMapThreads, x, scale, regions,
                   tiles, data);
   }
   return LaunchBlockElements(exec, rows, data, b);
