@@ -103,7 +103,7 @@ def quantize(
             return _of_one_scale([ops.cast_tensor(x, made.scale, element=fmt.element.name)], usage, made.scale_inv)
         both = ops.cast_transpose(x, made.scale, element=fmt.element.name, **_outer(x))
         return _of_one_scale(both, usage, made.scale_inv)
-    if fmt.hadamard and usage is Usage.BOTH:  # Planes of different numbers.
+    if fmt.hadamard and usage is Usage.BOTH:
         rows = quantize(ops, x, fmt, Usage.ROWWISE, reduce_max=reduce_max, draws=draws)
         return rows | quantize(ops, x, fmt, Usage.COLUMNWISE, reduce_max=reduce_max, draws=draws)
     if fmt.hadamard and usage is Usage.COLUMNWISE:
@@ -114,6 +114,11 @@ def quantize(
     sources = {source(fmt, each): None for each in usage.planes}
     planes = {each: _in_steps(ops, x, fmt, each, whole, draws) for each in sources}
     return {each: planes.get(each) or transposed(ops, planes[source(fmt, each)], fmt) for each in usage.planes}
+
+
+def makes_planes_apart(fmt: Format) -> bool:
+    """Whether `quantize` makes two planes by ops of their own: of different numbers, or in steps."""
+    return fmt.hadamard or fmt.stochastic or fmt.scaling.four_over_six is not None
 
 
 def rotated(ops: Any, x: Array, fmt: Format) -> Array:

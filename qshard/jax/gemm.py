@@ -32,10 +32,11 @@ def gemm(
     *,
     precise: bool,
     out_sharding: Any = None,
-) -> jax.Array:
+) -> tuple[jax.Array, jax.Array | None]:
     """The product of two tensors over their contracted axes, fp32 sums of it: what is left of `a`, then of `b`.
 
-    Of formats with one scale, a dot of codes, then the scales. XLA makes it a cuBLASLt FP8 matmul where the hardware
+    Of formats with one scale, a dot of codes, and what `scaled` multiplies it with: XLA does that where the result is
+    read, in no pass of its own, if nothing stands between. XLA makes it a cuBLASLt FP8 matmul where the hardware
     has that, and elsewhere a product of codes converted exactly. Both operands have the contracted axis last ("TN"),
     Hopper's only FP8 layout. Dequantizing first and leaving it to XLA to undo that is the better known form, and
     fragile: with bfloat16 operands jax 0.11 on an H200 did not, and took 1.3 ms in place of 0.8 (8192 x 4096 x 14336,
@@ -47,9 +48,9 @@ def gemm(
     Args:
       a_contracted, b_contracted: which axes of each are contracted: the last (`ROWWISE`), or all others, none of which
         has to be one with another: a mesh may cut each.
-      dtype: of the result. A bfloat16 result of codes is rounded twice, before and after the scales, since the scales
-        do not join such a GEMM, and an fp32 one costs more to write and read: 0.81 ms against 0.77 alone, and 0.98
-        against 0.80 before an elementwise operation. Powers of two do join, round once, and take 0.64.
+      dtype: of the product. A bfloat16 one of codes is rounded before the scale, and once scaled, since scales do not
+        join such a GEMM, and an fp32 one costs more to write and read: 0.81 ms against 0.77 alone, and 0.98 against
+        0.80 before an elementwise operation. Powers of two do join, round once, and take 0.64.
       precise: accumulate in fp32 throughout. Given FP8, Hopper's tensor cores by themselves keep fewer bits, in a
         tenth less time.
       out_sharding: of the result, on Explicit meshes where operands leave it open.
@@ -65,7 +66,7 @@ def gemm(
         product = lax.dot_general(
             x, y, ((x_axes, y_axes), ((), ())), preferred_element_type=narrow, out_sharding=out_sharding
         )
-        return product.astype(dtype)
+        return product.astype(dtype), None
     a_plane, b_plane = a.plane(a_stored), b.plane(b_stored)
     product = lax.dot_general(
         a_plane.data,
@@ -75,16 +76,21 @@ def gemm(
         preferred_element_type=narrow,
         out_sharding=out_sharding,
     )
-    if not (a.format.scaling.pow2 and b.format.scaling.pow2):
-        product = product.astype(jnp.float32)
-    scaled: jax.Array = product * (a_plane.scale_inv * b_plane.scale_inv).astype(product.dtype)
-    return scaled.astype(dtype)
+    exact = a.format.scaling.pow2 and b.format.scaling.pow2
+    return product, (a_plane.scale_inv * b_plane.scale_inv).astype(narrow if exact else jnp.float32)
+
+
+def scaled(product: jax.Array, scale: jax.Array | None, dtype: Any) -> jax.Array:
+    """The product that `gemm` gave, or a part of it, multiplied by the scale."""
+    if scale is not None:
+        product = product.astype(scale.dtype) * scale
+    return product.astype(dtype)
 
 
 def row_product(
     a: QuantizedArray, w: QuantizedArray, contracted: Usage, lead: Shape, *, precise: bool, out_sharding: Spec
-) -> jax.Array:
-    """The product of the rows `lead` of `a` and of w, without rows that a recipe has added, which no mesh cuts.
+) -> tuple[jax.Array, jax.Array | None]:
+    """`gemm` of the rows `lead` of `a` and of w, without rows that a recipe has added, which no mesh cuts.
 
     Of a w in one plane that serves both usages, a GEMM of codes reads the transpose.
     """
@@ -96,8 +102,8 @@ def row_product(
         last = (*spec_of(out_sharding, None), *[None] * len(lead))[len(lead)]
         cut = PartitionSpec(None, last)
         out_sharding = NamedSharding(out_sharding.mesh, cut) if isinstance(out_sharding, NamedSharding) else cut
-    product = gemm(a, Usage.ROWWISE, w, contracted, a.dtype, precise=precise, out_sharding=out_sharding)
-    return shaped(product[: math.prod(lead)], (*lead, product.shape[-1])) if padded else product
+    product, scale = gemm(a, Usage.ROWWISE, w, contracted, a.dtype, precise=precise, out_sharding=out_sharding)
+    return shaped(product[: math.prod(lead)], (*lead, product.shape[-1])) if padded else product, scale
 
 
 def _values(q: QuantizedArray, stored: Usage, contracted: Usage) -> tuple[jax.Array, tuple[int, ...]]:

@@ -18,13 +18,13 @@ from qshard.jax.array import QuantizedArray
 from qshard.jax.cuts import Cut, Spec, cuts_rows
 from qshard.jax.delayed import LinearState, TensorState, observe_all
 from qshard.jax.folding import folding
-from qshard.jax.gather import CodedWeight, Shards
-from qshard.jax.gemm import gemm, row_product, stored_for
+from qshard.jax.gather import CodedWeight, CutWeight, Shards
+from qshard.jax.gemm import gemm, row_product, scaled, stored_for
 from qshard.jax.order import once, together
 from qshard.jax.quantize import WeightScales, quantized
 from qshard.jax.words import words_of
-from qshard.layout import source
-from qshard.pipeline import Plane
+from qshard.layout import multiplies_codes, source
+from qshard.pipeline import Plane, makes_planes_apart
 from qshard.recipes import ROLE_SEEDS, DelayedScaling, Recipe, Role, check_weight_format
 
 WeightLayout = Literal["NK", "KN"]
@@ -73,6 +73,12 @@ class Config:
     def contracted_back(self) -> Usage:
         """The plane of w, as it lies, that backward contracts N of."""
         return Usage.COLUMNWISE if self.layout == "NK" else Usage.ROWWISE
+
+    @property
+    def sums_alike(self) -> bool:
+        """Whether devices whose gradients of w are summed surely have the same scales of x and of the gradient of y."""
+        shards = self.shards
+        return isinstance(shards, CutWeight) and (not shards.cut.local or set(shards.axes) <= set(self.axes))
 
     def stored(self, usage: Usage) -> Usage:
         """The plane of w to quantize, gather and keep for one usage.
@@ -144,8 +150,13 @@ def _forward(
         kept_w = whole if w_kept is read else _whole(config, wq, w_kept)
     elif w_kept is read and config.gathers:
         scales = whole.plane(read)._replace(data=None)
-    y = row_product(xq, whole, config.contracted, x.shape[:-1], precise=False, out_sharding=config.out_sharding)
-    kept = Kept(_only(xq, x_kept), _only(kept_w, w_kept), scales, given._replace(scales=None), (x_amax, w_amax))
+    lead = x.shape[:-1]
+    y, scale = row_product(xq, whole, config.contracted, lead, precise=False, out_sharding=config.out_sharding)
+    kept_x = _only(xq, x_kept)
+    if x_kept and x_kept is not Usage.ROWWISE and makes_planes_apart(config.recipe.activation):
+        y, kept_x = together(y, kept_x)  # Else XLA keeps x, and makes the plane for backward there.
+    y = scaled(y, scale, x.dtype)
+    kept = Kept(kept_x, _only(kept_w, w_kept), scales, given._replace(scales=None), (x_amax, w_amax))
     return checkpoint_name(y, policies.PRODUCTS), kept
 
 
@@ -168,15 +179,22 @@ def _product_bwd(config: Config, kept: Kept, dy: jax.Array) -> tuple[jax.Array, 
         wq = _whole(config, wq, stored)
         if kept.scales is not None:
             wq = wq.with_planes({stored: kept.scales._replace(data=wq.plane(stored).data)})
-    dx = row_product(dyq, wq, config.contracted_back, dy.shape[:-1], precise=True, out_sharding=config.x_type)
+    if config.learns and not multiplies_codes(recipe.gradient, recipe.activation):
+        dyq, xq = together(dyq, xq)  # Else XLA may dequantize what all layers keep, long before it multiplies it.
+    lead = dy.shape[:-1]
+    dx, dx_scale = row_product(dyq, wq, config.contracted_back, lead, precise=True, out_sharding=config.x_type)
     dw = None
     if config.learns:
         pair = (dyq, xq) if config.layout == "NK" else (xq, dyq)
         dtype = config.grad_dtype or wq.dtype
-        dw = gemm(pair[0], columns, pair[1], columns, dtype, precise=True, out_sharding=config.w_type)
-        dw = config.shards.scatter(dw).astype(config.w_dtype)
+        dw, dw_scale = gemm(pair[0], columns, pair[1], columns, dtype, precise=True, out_sharding=config.w_type)
+        if not config.sums_alike:
+            dw, dw_scale = scaled(dw, dw_scale, dtype), None
+        dw = config.shards.scatter(dw)
         if config.gathers:  # So that dw is made here, while w is gathered, and scattered while dx is made.
             dw, dx = together(dw, dx)
+        dw = scaled(dw, dw_scale, config.w_dtype)
+    dx = scaled(dx, dx_scale, dy.dtype)
     x_amax, w_amax = kept.amaxes
     observed = observe_all(kept.given.state, w_amax, x_amax, dy_amax, config.axes)
     return dx, CodedWeight(None, dw, config.shards), Given(None, None, observed)
