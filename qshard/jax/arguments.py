@@ -20,6 +20,21 @@ from qshard.names import check_float, listed, shown
 _ARRAYS = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
 
 
+def is_staged(tree: Any) -> bool:
+    """Whether what is done with the arrays of `tree` becomes a program, as under `jit`; eager gradients do not.
+
+    >>> is_staged(jnp.ones(2)), jax.jit(lambda x: jnp.full((), is_staged(x)))(1.0)
+    (False, Array(True, dtype=bool))
+    """
+    for leaf in jax.tree.leaves(tree):
+        value = leaf
+        while isinstance(value, jax.core.Tracer):  # Of a transform, around what it transforms.
+            value = getattr(value, "primal", getattr(value, "val", None))
+        if not isinstance(value, _ARRAYS):
+            return True
+    return False
+
+
 def check_array(op: str, name: str, x: Any) -> None:
     """Raises TypeError unless `x` is an array, or a number.
 

@@ -19,6 +19,7 @@ from qshard.jax.arguments import (
     check_dtype,
     check_spec,
     check_spec_fits,
+    is_staged,
 )
 from qshard.jax.array import QuantizedArray
 from qshard.jax.cuts import AxisName, Cut, Spec, matrix_of, mesh_of, shaped, spec_of, vary_alike
@@ -132,8 +133,12 @@ def linear(
     check_shared("linear", state, names)
     given = _given("linear", w, weight_spec, weight_scales, seed, state)
     gather_axes = as_names("linear", "gather_axis", gather_axis)
+    checked = _checked_linear
+    if is_staged((x, w, given)):  # There a jitted call is lowered apart from others, which may have quantized its x.
+        checked = _checked_linear.__wrapped__
+        x, w, given = jax.tree.map(jnp.asarray, (x, w, given))
     call = functools.partial(
-        _checked_linear,
+        checked,
         recipe=as_recipe(recipe, "linear"),  # Before jit, for a name to be the same call as its recipe.
         layout=_as_layout("linear", weight_layout),
         gather_axes=gather_axes,
