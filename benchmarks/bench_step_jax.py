@@ -3,6 +3,8 @@
 `step_jax.py` is the model. Each kind runs in a process of its own, so peak memory is that of its own step: what XLA's
 allocator has had in use, weights and states among it. Steps are issued one after the other, and timed together.
 
+XLA's own GEMMs, of Triton, are off for all kinds: to try them out takes minutes for FP8 products, and does not pay.
+
     python benchmarks/bench_step_jax.py [--layers 8] [--steps 6] [--kinds bf16,naive,fp8]
 """
 
@@ -16,6 +18,7 @@ import subprocess
 import sys
 import time
 
+OPTIONS = {"xla_gpu_enable_triton_gemm": False}
 KINDS = "bf16,naive,fp8,delayed,block,mxfp8,nvfp4"
 
 
@@ -28,7 +31,7 @@ def measure(kind: str, layers: int, steps: int) -> dict[str, object]:
     devices = jax.devices()
     mesh = step_jax.mesh_of(np.array(devices))
     began = time.perf_counter()
-    program = step_jax.lowered(mesh, kind, layers, "cudnn").compile()
+    program = step_jax.lowered(mesh, kind, layers, "cudnn").compile(compiler_options=OPTIONS)
     compiled = time.perf_counter() - began
     state = step_jax.start(mesh, kind, layers)
     places = program.input_shardings[0][-2:]
