@@ -103,7 +103,10 @@ def _run(computations: Any, name: str, times: int = 1) -> Iterator[tuple[str, in
     """What runs by itself: the program, bodies of loops, and what it calls; and how often."""
     yield name, times
     for instruction in computations[name]:
-        if instruction["op"] in ("while", "call", "conditional"):
+        # Of fusions, XLA for GPUs makes some of small all-reduces.
+        if instruction["op"] in ("while", "call", "conditional") or (
+            instruction["op"] == "fusion" and any(_COLLECTIVE.match(i["op"]) for i in _fused(computations, instruction))
+        ):
             trips = _TRIPS.search(instruction["rest"])
             for called in _CALLED.findall(instruction["rest"]):
                 yield from _run(computations, called, times * int(trips[1] if trips else 1))
@@ -133,12 +136,16 @@ def _of(computations: Any, name: str, times: int) -> list[Collective]:
     return [Collective(k, a, b, times, done - start, origin) for k, a, b, start, done, origin in found.values()]
 
 
+def _fused(computations: Any, fusion: re.Match[str]) -> Any:
+    called = _CALLED.search(fusion["rest"])
+    return [] if called is None else computations.get(called[1], [])
+
+
 def _arrays(text: str) -> tuple[str, ...]:
     return tuple(f"{a['dtype']}[{a['dims']}]" for a in _ARRAY.finditer(re.sub(r"\{[^}]*\}", "", text)))
 
 
 def _multiplies(computations: Any, instruction: re.Match[str]) -> bool:
     if instruction["op"] == "fusion":
-        called = _CALLED.search(instruction["rest"])
-        return called is not None and any(_multiplies(computations, each) for each in computations[called[1]])
+        return any(_multiplies(computations, each) for each in _fused(computations, instruction))
     return instruction["op"] in ("dot", "convolution")
