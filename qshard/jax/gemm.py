@@ -88,15 +88,24 @@ def scaled(product: jax.Array, scale: jax.Array | None, dtype: Any) -> jax.Array
 
 
 def row_product(
-    a: QuantizedArray, w: QuantizedArray, contracted: Usage, lead: Shape, *, precise: bool, out_sharding: Spec
+    a: QuantizedArray,
+    w: QuantizedArray,
+    contracted: Usage,
+    lead: Shape,
+    *,
+    precise: bool,
+    out_sharding: Spec,
+    columns: int,
 ) -> tuple[jax.Array, jax.Array | None]:
     """`gemm` of the rows `lead` of `a` and of w, without rows that a recipe has added, which no mesh cuts.
 
-    Of a w in one plane that serves both usages, a GEMM of codes reads the transpose.
+    Of a w in one plane that serves both usages, whose last axis an Auto mesh cuts into so many `columns`, a GEMM of
+    codes reads the transpose.
     """
     read = stored_for(w.format, a.format, contracted)
     if read not in w.planes and w.format.transposes:
-        w = w.with_planes({read: pipeline.transposed(steps, w.plane(Usage.ROWWISE), w.format)})
+        at = steps.OfCut(columns)
+        w = w.with_planes({read: pipeline.transposed(at, w.plane(Usage.ROWWISE), w.format)})
     padded = a.shape[:-1] != lead
     if padded and out_sharding is not None:
         last = (*spec_of(out_sharding, None), *[None] * len(lead))[len(lead)]

@@ -114,8 +114,8 @@ def linear(
 
     Any axes of `x` may be cut, batch and sequence at once: a device multiplies its own rows, and what a product of
     bfloat16 would not move stays, but for amaxes. On Explicit meshes devices share those of blocks that they cut. An
-    Auto mesh does not say what it cuts; XLA gathers what it must, if that is not whole blocks of the last leading axis,
-    of K and of N.
+    Auto mesh does not say what it cuts, but for K and N, of which `weight_spec` tells; XLA gathers what it must, if
+    that is not whole blocks.
 
     >>> import jax.numpy as jnp
     >>> from qshard.recipes import CurrentScaling

@@ -75,6 +75,18 @@ class Config:
         return Usage.COLUMNWISE if self.layout == "NK" else Usage.ROWWISE
 
     @property
+    def last(self) -> Literal["N", "K"]:
+        """The last axis of w, as it lies."""
+        return "K" if self.layout == "NK" else "N"
+
+    def parts(self, axis: Literal["N", "K"]) -> int:
+        """Into how many shards an axis of w stays cut when it is gathered, and so of x and y: as far as one is told."""
+        cut, at = self.cut, self.layout.index(axis)
+        if cut.local or len(cut.entries) <= at:
+            return 1
+        return cut.count(tuple(name for name in cut.entries[at] if name not in self.shards.axes))
+
+    @property
     def sums_alike(self) -> bool:
         """Whether devices whose gradients of w are summed surely have the same scales of x and of the gradient of y."""
         shards = self.shards
@@ -150,8 +162,15 @@ def _forward(
         kept_w = whole if w_kept is read else _whole(config, wq, w_kept)
     elif w_kept is read and config.gathers:
         scales = whole.plane(read)._replace(data=None)
-    lead = x.shape[:-1]
-    y, scale = row_product(xq, whole, config.contracted, lead, precise=False, out_sharding=config.out_sharding)
+    y, scale = row_product(
+        xq,
+        whole,
+        config.contracted,
+        x.shape[:-1],
+        precise=False,
+        out_sharding=config.out_sharding,
+        columns=config.parts(config.last),
+    )
     kept_x = _only(xq, x_kept)
     if x_kept and x_kept is not Usage.ROWWISE and makes_planes_apart(config.recipe.activation):
         y, kept_x = together(y, kept_x)  # Else XLA keeps x, and makes the plane for backward there.
@@ -181,8 +200,15 @@ def _product_bwd(config: Config, kept: Kept, dy: jax.Array) -> tuple[jax.Array, 
             wq = wq.with_planes({stored: kept.scales._replace(data=wq.plane(stored).data)})
     if config.learns and not multiplies_codes(recipe.gradient, recipe.activation):
         dyq, xq = together(dyq, xq)  # Else XLA may dequantize what all layers keep, long before it multiplies it.
-    lead = dy.shape[:-1]
-    dx, dx_scale = row_product(dyq, wq, config.contracted_back, lead, precise=True, out_sharding=config.x_type)
+    dx, dx_scale = row_product(
+        dyq,
+        wq,
+        config.contracted_back,
+        dy.shape[:-1],
+        precise=True,
+        out_sharding=config.x_type,
+        columns=config.parts(config.last),
+    )
     dw = None
     if config.learns:
         pair = (dyq, xq) if config.layout == "NK" else (xq, dyq)
@@ -251,6 +277,8 @@ def _quantized(
     name = {Role.WEIGHT: "w", Role.ACTIVATION: "x", Role.GRADIENT: "the gradient of y"}[role]
     turned = weight and config.layout == "KN"
     options: dict[str, Any] = {"margin": margin, "added_rows": added, "apart": not weight, "turned": turned}
+    if not (weight or cut.local):
+        options["columns"] = config.parts("K" if role is Role.ACTIVATION else "N")
     return quantized(x, fmt, usage, cut, scales, seed, op=config.op, name=name, **options)
 
 

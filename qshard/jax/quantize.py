@@ -135,6 +135,7 @@ def quantized(
     added_rows: int = 0,
     apart: bool = False,
     turned: bool = False,
+    columns: int | None = None,
     op: str = "quantize",
     name: str = "x",
 ) -> tuple[QuantizedArray, jax.Array | None]:
@@ -142,7 +143,8 @@ def quantized(
 
     With `apart`, leading axes of `x` `[*lead, K]` need not become one: where a mesh may cut any of them, transposed
     planes are `[K, *lead]`, and grids of scales have an axis for each of them, too. That is for `gemm` alone.
-    `turned`: it draws the random numbers of the matrix whose transpose `x` is.
+    `turned`: it draws the random numbers of the matrix whose transpose `x` is. `columns`: into how many shards an Auto
+    mesh cuts the last axis, where `cut` does not tell.
 
     Of delayed scaling, which has a `margin`, also the amax of `x`: in `shard_map` that of all its shards. Its scale is
     that of earlier steps, 0 if there were none.
@@ -158,7 +160,7 @@ def quantized(
     _check_scales(op, "scales" if op == "quantize" else "weight_scales", scales, fmt)
     matrix, blocks_cut = matrices_of(x, places, cut, op, name, draws is not None)
     kept = x if usage is Usage.ROWWISE and x.ndim > 1 and places[usage].keeps_axes else matrix
-    at = _steps_of(cut)
+    at = _steps_of(cut) if columns is None else steps.OfCut(columns)
     if margin is not None:
         axes = cut.axes if cut.local else ()
         reduce_max = max_over(axes) if axes or ops.may_be_cut(x) else None
