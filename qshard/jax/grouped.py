@@ -295,7 +295,11 @@ def _backward(config: _Config, kept: _Kept, dy: jax.Array) -> tuple[jax.Array, C
     read = Usage.ROWWISE | (source(recipe.gradient, columns) if config.learns else Usage(0))
     dyq, dy_amax = _quantized(config, dy, given, Role.GRADIENT, read, tiles)
     dx = row_product(dyq, wq, columns, tiles, dy.dtype)
-    dw = jax.vmap(config.shards.scatter)(expert_products(dyq, kept.x, tiles, wq.dtype)) if config.learns else None
+    dw = None
+    if config.learns:
+        dw = jax.vmap(config.shards.scatter)(expert_products(dyq, kept.x, tiles, wq.dtype))
+        if config.gathers is not None:  # As in `linear`: order.py.
+            dw, dx = together(dw, dx)
     x_amax, w_amax = kept.amaxes
     observed = observe_all(given.state, w_amax, x_amax, dy_amax, config.axes)
     nothing: Any = _Given(None, None, observed, None)  # type: ignore[arg-type]
