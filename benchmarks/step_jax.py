@@ -36,6 +36,8 @@ RECIPES: dict[str, Recipe | str | None] = {**options.RECIPES, "naive": "naive"}
 """What the linear layers of the blocks are; None: bfloat16."""
 KEPT = " kept"
 """Ends the name of a kind that keeps what it has gathered for the backward pass, as the others but bf16 do not."""
+LOCAL = " local"
+"""Ends the name of a kind whose activations and their gradients have a scale on each device, and no amax reduced."""
 AXIS = "data"
 OPTIMIZER = optax.adamw(1e-4)
 
@@ -73,7 +75,7 @@ def fresh(layers: int, kind: str) -> Tree:
 
 
 def recipe_of(kind: str) -> Recipe | str | None:
-    return RECIPES[kind.removesuffix(KEPT)]
+    return RECIPES[kind.removesuffix(KEPT).removesuffix(LOCAL)]
 
 
 def product(x: jax.Array, w: jax.Array, kind: str, state: Any, seed: jax.Array) -> jax.Array:
@@ -84,7 +86,8 @@ def product(x: jax.Array, w: jax.Array, kind: str, state: Any, seed: jax.Array) 
         return naive_product(x, w)
     again = not kind.endswith(KEPT)
     where = {"weight_spec": P(AXIS), "gather_axis": AXIS, "reshard_after_forward": again, "grad_dtype": jnp.bfloat16}
-    return qshard.linear(x, w, recipe, **where, state=state, seed=seed)
+    own = {"local_axes": AXIS} if kind.endswith(LOCAL) else {}
+    return qshard.linear(x, w, recipe, **where, **own, state=state, seed=seed)
 
 
 def bf16_product(x: jax.Array, w: jax.Array) -> jax.Array:
