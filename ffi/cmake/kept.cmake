@@ -10,7 +10,8 @@ endif()
 execute_process(COMMAND "${CMAKE_CXX_COMPILER}" --version OUTPUT_VARIABLE cxx_says ERROR_QUIET)
 separate_arguments(flags UNIX_COMMAND "${CMAKE_CXX_FLAGS}")
 file(WRITE "${CMAKE_BINARY_DIR}/kept/predefined.cc" "#include <cstddef>\n")
-execute_process(COMMAND "${CMAKE_CXX_COMPILER}" ${flags} -dM -E "${CMAKE_BINARY_DIR}/kept/predefined.cc"
+# By its name alone: GCC prints macros in an order that can depend on a path, which in pip's builds is another one each time.
+execute_process(COMMAND "${CMAKE_CXX_COMPILER}" ${flags} -dM -E predefined.cc WORKING_DIRECTORY "${CMAKE_BINARY_DIR}/kept"
                 OUTPUT_VARIABLE predefined ERROR_QUIET)
 set(cxx_toolchain "${CMAKE_CXX_COMPILER}\n${cxx_says}${predefined}")
 foreach(name IN ITEMS CPATH CPLUS_INCLUDE_PATH LIBRARY_PATH COMPILER_PATH GCC_EXEC_PREFIX)
