@@ -120,9 +120,9 @@ def _of(computations: Any, name: str, times: int) -> list[Collective]:
         op, rest = instruction["op"], instruction["rest"]
         if match := _COLLECTIVE.match(op):
             arrays = _arrays(instruction["result"])
-            # The start of an asynchronous gather or scatter gives (operands, results), of a reduction its results.
+            # The start of an asynchronous one gives (operands, results); of a reduction, up to JAX 0.10, its results.
             given = arrays
-            if match["start"] and match["kind"] != "all-reduce":
+            if match["start"] and (match["kind"] != "all-reduce" or instruction["result"].startswith("((")):
                 arrays = arrays[len(arrays) // 2 :]
             elif match["kind"] == "reduce-scatter":
                 given = _arrays(rest.split("), ")[0]) or arrays
