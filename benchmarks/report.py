@@ -87,9 +87,14 @@ def table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 
 
 def origin(rows: Rows) -> str:
-    """Where rows come from, once for all of a file."""
+    """Where rows come from, once for all of a file; of what was run later, which rows those are."""
     first = rows[0]
-    return f"{first['machine']}; {first['versions']}; commit {first['commit']}; {first['date']}."
+    later: dict[str, list[str]] = {}
+    for row in rows:
+        if row["commit"] != first["commit"]:
+            later.setdefault(row["commit"], []).append(next(iter(row.values())))
+    others = "".join(f", of a run of its own at {commit}: {', '.join(names)}" for commit, names in later.items())
+    return f"{first['machine']}; {first['versions']}; commit {first['commit']}{others}; {first['date']}."
 
 
 def number(row: Row | None, column: str) -> str:
