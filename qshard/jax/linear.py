@@ -133,12 +133,11 @@ def linear(
     check_shared("linear", state, names)
     given = _given("linear", w, weight_spec, weight_scales, seed, state)
     gather_axes = as_names("linear", "gather_axis", gather_axis)
-    checked = _checked_linear
-    if is_staged((x, w, given)):  # There a jitted call is lowered apart from others, which may have quantized its x.
-        checked = _checked_linear.__wrapped__
+    staged = is_staged((x, w, given))
+    if staged:  # There a jitted call is lowered apart from others, which may have quantized its x.
         x, w, given = jax.tree.map(jnp.asarray, (x, w, given))
     call = functools.partial(
-        checked,
+        _checked_linear if staged else _jitted_linear,
         recipe=as_recipe(recipe, "linear"),  # Before jit, for a name to be the same call as its recipe.
         layout=_as_layout("linear", weight_layout),
         gather_axes=gather_axes,
@@ -258,15 +257,6 @@ def _given(op: str, w: Any, weight_spec: Any, weight_scales: Any, seed: Any, sta
     return Given(as_scales(op, "weight_scales", weight_scales), seed_words(op, seed), state)
 
 
-# Jitted for eager callers, gradients included: one dispatch, and all checks done once for a shape.
-@functools.partial(
-    jax.jit,
-    static_argnames=(
-        *("recipe", "layout", "weight_spec", "gather_axes", "axes", "rows"),
-        *("reshard_after_forward", "out_sharding", "grad_dtype", "vmap_as_rows"),
-    ),
-    inline=True,
-)
 def _checked_linear(
     x: jax.Array,
     w: Any,
@@ -295,6 +285,17 @@ def _checked_linear(
         y = folding_product(config, x, weight, given)
         return shaped(y, (*lead, y.shape[-1]))
     return product(config, x, weight, given)
+
+
+# For eager callers, gradients included: one dispatch, and all checks done once for a shape.
+_jitted_linear = jax.jit(
+    _checked_linear,
+    static_argnames=(
+        *("recipe", "layout", "weight_spec", "gather_axes", "axes", "rows"),
+        *("reshard_after_forward", "out_sharding", "grad_dtype", "vmap_as_rows"),
+    ),
+    inline=True,
+)
 
 
 @functools.partial(jax.jit, static_argnames=("recipe", "layout", "weight_spec", "gather_axes"), inline=True)

@@ -81,10 +81,10 @@ class Config:
 
     def parts(self, axis: Literal["N", "K"]) -> int:
         """Into how many shards an axis of w stays cut when it is gathered, and so of x and y: as far as one is told."""
-        cut, at = self.cut, self.layout.index(axis)
-        if cut.local or len(cut.entries) <= at:
+        cut, shards, at = self.cut, self.shards, self.layout.index(axis)
+        if cut.local or len(cut.entries) <= at or not isinstance(shards, CutWeight):
             return 1
-        return cut.count(tuple(name for name in cut.entries[at] if name not in self.shards.axes))
+        return cut.count(tuple(name for name in cut.entries[at] if name not in shards.axes))
 
     @property
     def sums_alike(self) -> bool:
@@ -209,17 +209,17 @@ def _product_bwd(config: Config, kept: Kept, dy: jax.Array) -> tuple[jax.Array, 
         out_sharding=config.x_type,
         columns=config.parts(config.last),
     )
-    dw = None
+    dw: jax.Array | None = None
     if config.learns:
         pair = (dyq, xq) if config.layout == "NK" else (xq, dyq)
         dtype = config.grad_dtype or wq.dtype
-        dw, dw_scale = gemm(pair[0], columns, pair[1], columns, dtype, precise=True, out_sharding=config.w_type)
+        made, scale = gemm(pair[0], columns, pair[1], columns, dtype, precise=True, out_sharding=config.w_type)
         if not config.sums_alike:
-            dw, dw_scale = scaled(dw, dw_scale, dtype), None
-        dw = config.shards.scatter(dw)
+            made, scale = scaled(made, scale, dtype), None
+        made = config.shards.scatter(made)
         if config.gathers:  # So that dw is made here, while w is gathered, and scattered while dx is made.
-            dw, dx = together(dw, dx)
-        dw = scaled(dw, dw_scale, config.w_dtype)
+            made, dx = together(made, dx)
+        dw = scaled(made, scale, config.w_dtype)
     dx = scaled(dx, dx_scale, dy.dtype)
     x_amax, w_amax = kept.amaxes
     observed = observe_all(kept.given.state, w_amax, x_amax, dy_amax, config.axes)

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 import qshard.jax as qj
 from qshard import formats, recipes
 from qshard.formats import Usage
-from qshard.jax.linear import _checked_linear
+from qshard.jax.linear import _jitted_linear
 from qshard.jax.quantize import _quantize
 from qshard.master import plan_master
 from support.mistakes import mistakes, said
@@ -48,7 +48,7 @@ def test_a_name_is_the_same_call():
     """Nothing is traced again for a name."""
     for jitted, call, ways in [
         (_quantize, lambda fmt: qj.quantize(X, fmt), ["FP8_E5M2", formats.FP8_E5M2]),
-        (_checked_linear, lambda recipe: qj.linear(X, X, recipe), [recipes.MXFP6(), "MXFP6"]),
+        (_jitted_linear, lambda recipe: qj.linear(X, X, recipe), [recipes.MXFP6(), "MXFP6"]),
     ]:
         call(ways[0])
         traced = jitted._cache_size()
