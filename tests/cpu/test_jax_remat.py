@@ -4,6 +4,7 @@ How often codes are gathered is in test_jax_h100.py: XLA for CPUs schedules noth
 """
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -100,8 +101,8 @@ def test_policies_keep_what_was_cast(name):
     made, counted = {}, {}
     with jax.set_mesh(mesh):
         for policy in ("off", *POLICIES):
-            program = jax.jit(jax.value_and_grad(functools.partial(layered, recipe, policy)))
-            compiled = program.lower(x, ws, states).compile()
+            step = jax.value_and_grad(functools.partial(layered, recipe, policy), argnums=(0, 1))
+            compiled = jax.jit(step).lower(x, ws, states).compile()
             made[policy], counted[policy] = compiled(x, ws, states), casts(compiled)
     for policy in POLICIES:
         for got, want in zip(*(jax.tree.leaves(made[p]) for p in (policy, "off")), strict=True):
@@ -135,7 +136,11 @@ def test_gradient_in_bfloat16():
         assert_bits_equal(made.astype(jnp.bfloat16), np.asarray(grad(w)))
         exact = grad(w.astype(jnp.float32), grad_dtype=jnp.float32)
         assert_bits_equal(exact, np.asarray(grad(w.astype(jnp.float32))))
-        assert np.any(np.asarray(exact) != np.asarray(made))
+        # By its program: on one device, newer XLA for CPUs does not round what is widened at once.
+        for dtype in ("bfloat16", "float32"):
+            program = str(jax.make_jaxpr(functools.partial(grad, grad_dtype=dtype))(w.astype(jnp.float32)))
+            products = re.findall(r"preferred_element_type=(\w+)", program)
+            assert products.count(dtype) == (1 if dtype == "bfloat16" else 3), (recipe, products)
 
 
 def test_errors():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from importlib.metadata import entry_points
+from importlib.metadata import entry_points, version
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,8 @@ PLUGIN = Path(__file__).parents[2] / "build" / "jax_cuda"
 
 
 def is_there() -> bool:
-    return _is_installed() or PLUGIN.is_dir()
+    """Whether there is a plugin for the JAX that is installed."""
+    return _is_installed() or any(PLUGIN.glob(f"*_plugin-{version('jaxlib')}.dist-info"))
 
 
 def _is_installed() -> bool:
