@@ -214,7 +214,9 @@ SLOW = [
 @pytest.fixture(scope="module")
 def overlap():
     """{case: its collectives}, and what else support.jax_overlap prints of it"""
-    return run("jax_overlap", "bf16,auto", *QUICK, "CurrentScaling,auto,kept", "CurrentScaling,auto,apart")
+    return run(
+        "jax_overlap", "bf16,auto", *QUICK, "CurrentScaling,auto,kept", "CurrentScaling,auto,apart", "NVFP4,auto"
+    )
 
 
 def collectives(program, kind):
@@ -270,6 +272,11 @@ def test_gathered_bytes(overlap):
     assert gathered(overlap["CurrentScaling,auto,kept"]) == 2 * codes
     assert gathered(overlap["CurrentScaling,auto,apart"]) == 2 * codes - first
     assert gathered(overlap["NVFP4,auto,products"]) <= 1.02 * (codes - first / 2)
+
+
+def test_planes_for_backward_are_made_in_forward(overlap):
+    """And what they hold is made values when it is multiplied: else XLA keeps x, or the values of all layers."""
+    assert overlap["NVFP4,auto"]["peak"] < 1.05 * overlap["CurrentScaling,auto"]["peak"]
 
 
 def test_each_operand_is_cast_once(overlap):
