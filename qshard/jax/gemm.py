@@ -92,10 +92,10 @@ def row_product(
     w: QuantizedArray,
     contracted: Usage,
     lead: Shape,
+    columns: int,
     *,
     precise: bool,
     out_sharding: Spec,
-    columns: int,
 ) -> tuple[jax.Array, jax.Array | None]:
     """`gemm` of the rows `lead` of `a` and of w, without rows that a recipe has added, which no mesh cuts.
 

@@ -75,9 +75,9 @@ class Config:
         return Usage.COLUMNWISE if self.layout == "NK" else Usage.ROWWISE
 
     @property
-    def last(self) -> Literal["N", "K"]:
-        """The last axis of w, as it lies."""
-        return "K" if self.layout == "NK" else "N"
+    def columns(self) -> int:
+        """Into how many shards the last axis of w stays cut."""
+        return self.parts("K" if self.layout == "NK" else "N")
 
     def parts(self, axis: Literal["N", "K"]) -> int:
         """Into how many shards an axis of w stays cut when it is gathered, and so of x and y: as far as one is told."""
@@ -162,15 +162,8 @@ def _forward(
         kept_w = whole if w_kept is read else _whole(config, wq, w_kept)
     elif w_kept is read and config.gathers:
         scales = whole.plane(read)._replace(data=None)
-    y, scale = row_product(
-        xq,
-        whole,
-        config.contracted,
-        x.shape[:-1],
-        precise=False,
-        out_sharding=config.out_sharding,
-        columns=config.parts(config.last),
-    )
+    lead, cut = x.shape[:-1], config.out_sharding
+    y, scale = row_product(xq, whole, config.contracted, lead, config.columns, precise=False, out_sharding=cut)
     kept_x = _only(xq, x_kept)
     if x_kept and x_kept is not Usage.ROWWISE and makes_planes_apart(config.recipe.activation):
         y, kept_x = together(y, kept_x)  # Else XLA keeps x, and makes the plane for backward there.
@@ -200,15 +193,8 @@ def _product_bwd(config: Config, kept: Kept, dy: jax.Array) -> tuple[jax.Array, 
             wq = wq.with_planes({stored: kept.scales._replace(data=wq.plane(stored).data)})
     if config.learns and not multiplies_codes(recipe.gradient, recipe.activation):
         dyq, xq = together(dyq, xq)  # Else XLA may dequantize what all layers keep, long before it multiplies it.
-    dx, dx_scale = row_product(
-        dyq,
-        wq,
-        config.contracted_back,
-        dy.shape[:-1],
-        precise=True,
-        out_sharding=config.x_type,
-        columns=config.parts(config.last),
-    )
+    lead, cut = dy.shape[:-1], config.x_type
+    dx, dx_scale = row_product(dyq, wq, config.contracted_back, lead, config.columns, precise=True, out_sharding=cut)
     dw: jax.Array | None = None
     if config.learns:
         pair = (dyq, xq) if config.layout == "NK" else (xq, dyq)
