@@ -2,8 +2,9 @@
 
 Every op of the tables by name, on views that XLA can cut: it runs an op on shards of the leading axes that all operands
 share, and gathers what is cut along any other axis (`ops.py`). So `[..., K]` is seen as runs `[..., K / run, run]`, a
-scale of the whole tensor is repeated for every run or block, and an amax is taken of runs, then of those. Where nothing
-can be cut, nothing is repeated. Ops on lists of slices run on what a device has, and need none of this.
+scale of the whole tensor is repeated for every run or block, and an amax is taken of runs, then of those. An op is told
+so (`shared`, `turned` in `ops.def`), for kernels of GPUs that are made for one scale. Where nothing can be cut, nothing
+is repeated. Ops on lists of slices run on what a device has, and need none of this.
 """
 
 from __future__ import annotations
