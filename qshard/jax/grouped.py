@@ -46,7 +46,7 @@ class _Config:
 
     Attributes:
       cut: of the weight of one expert.
-      gathers: over which mesh axis, if any.
+      gathers: over which mesh axes, if any.
       axes: mesh axes over which the rows of an expert lie.
     """
 
@@ -288,7 +288,7 @@ def _forward(
 
 def _backward(config: _Config, kept: _Kept, dy: jax.Array) -> tuple[jax.Array, CodedWeight, _Given]:
     recipe, given, wq, columns = config.recipe, kept.given, kept.w, Usage.COLUMNWISE
-    if config.gathers is not None and config.reshard_after_forward:
+    if config.gathers and config.reshard_after_forward:
         wq, dy = together(wq, dy)
         wq = _whole(config, wq, source(recipe.weight, columns))
     tiles = tiles_of(recipe, dy.shape[0], given.group_sizes)
@@ -298,7 +298,7 @@ def _backward(config: _Config, kept: _Kept, dy: jax.Array) -> tuple[jax.Array, C
     dw = None
     if config.learns:
         dw = jax.vmap(config.shards.scatter)(expert_products(dyq, kept.x, tiles, wq.dtype))
-        if config.gathers is not None:  # As in `linear`: order.py.
+        if config.gathers:  # As in `linear`: order.py.
             dw, dx = together(dw, dx)
     x_amax, w_amax = kept.amaxes
     observed = observe_all(given.state, w_amax, x_amax, dy_amax, config.axes)
@@ -353,7 +353,7 @@ def _whole(config: _Config, wq: QuantizedArray, usage: Usage) -> QuantizedArray:
     """One plane of the whole weights, of the codes that one device has."""
     check_weight_format("ragged_dot", "w", wq.format, config.recipe)
     wq = _only(wq, usage)
-    return wq if config.gathers is None else jax.vmap(config.shards.gather)(wq)
+    return jax.vmap(config.shards.gather)(wq) if config.gathers else wq
 
 
 def _only(q: QuantizedArray, usage: Usage) -> QuantizedArray:
