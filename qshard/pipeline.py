@@ -103,13 +103,13 @@ def quantize(
             return _of_one_scale([ops.cast_tensor(x, made.scale, element=fmt.element.name)], usage, made.scale_inv)
         both = ops.cast_transpose(x, made.scale, element=fmt.element.name, **_outer(x))
         return _of_one_scale(both, usage, made.scale_inv)
-    if fmt.hadamard and usage is Usage.BOTH:
+    if fmt.hadamard and usage is Usage.BOTH:  # Planes of different numbers.
         rows = quantize(ops, x, fmt, Usage.ROWWISE, reduce_max=reduce_max, draws=draws)
         return rows | quantize(ops, x, fmt, Usage.COLUMNWISE, reduce_max=reduce_max, draws=draws)
     if fmt.hadamard and usage is Usage.COLUMNWISE:
         x = rotated(ops, x, fmt)
     whole = global_amax(ops, x, fmt, reduce_max)
-    if fmt.scaling.four_over_six is None and not fmt.stochastic:
+    if not _takes_steps(fmt):
         return _fused(ops, x, fmt, usage, whole)
     sources = {source(fmt, each): None for each in usage.planes}
     planes = {each: _in_steps(ops, x, fmt, each, whole, draws) for each in sources}
@@ -118,7 +118,12 @@ def quantize(
 
 def makes_planes_apart(fmt: Format) -> bool:
     """Whether `quantize` makes two planes by ops of their own: of different numbers, or in steps."""
-    return fmt.hadamard or fmt.stochastic or fmt.scaling.four_over_six is not None
+    return fmt.hadamard or _takes_steps(fmt)
+
+
+def _takes_steps(fmt: Format) -> bool:
+    """Whether no op makes amaxes, scales and codes at once."""
+    return fmt.stochastic or fmt.scaling.four_over_six is not None
 
 
 def rotated(ops: Any, x: Array, fmt: Format) -> Array:

@@ -76,8 +76,12 @@ def gemm(
         preferred_element_type=narrow,
         out_sharding=out_sharding,
     )
-    exact = a.format.scaling.pow2 and b.format.scaling.pow2
-    return product, (a_plane.scale_inv * b_plane.scale_inv).astype(narrow if exact else jnp.float32)
+    return product, scale_of(a.format, b.format, a_plane.scale_inv * b_plane.scale_inv, narrow)
+
+
+def scale_of(a: Format, b: Format, scale: jax.Array, dtype: Any) -> jax.Array:
+    """What `scaled` multiplies a product of codes in `dtype` with, and so in which dtype: powers of two are exact."""
+    return scale.astype(dtype if a.scaling.pow2 and b.scaling.pow2 else jnp.float32)
 
 
 def scaled(product: jax.Array, scale: jax.Array | None, dtype: Any) -> jax.Array:

@@ -3,8 +3,8 @@
 Every op of the tables by name, on views that XLA can cut: it runs an op on shards of the leading axes that all operands
 share, and gathers what is cut along any other axis (`ops.py`). So `[..., K]` is seen as runs `[..., K / run, run]`, a
 scale of the whole tensor is repeated for every run or block, and an amax is taken of runs, then of those. An op is told
-so (`shared`, `turned` in `ops.def`), for kernels of GPUs that are made for one scale. Where nothing can be cut, nothing
-is repeated. Ops on lists of slices run on what a device has, and need none of this.
+so (`shared` in `ops.def`, `turned` in `ops/block.cc`), for kernels of GPUs that are made for one scale. Where nothing
+can be cut, nothing is repeated. Ops on lists of slices run on what a device has, and need none of this.
 """
 
 from __future__ import annotations
@@ -56,9 +56,7 @@ def _by_runs(op: str, x: jax.Array, *scale: jax.Array, shards: int = 1, **option
     if "lead" in options:
         options["lead"] = max(lead, axes)
     # One for all runs, or for each element of the first axes (`vmap`).
-    spread = [lax.broadcast_in_dim(s, runs.shape[: max(axes, s.ndim)], tuple(range(s.ndim))) for s in scale]
-    if axes and scale and not scale[0].ndim:
-        options["shared"] = True
+    spread = [_repeated(s, runs.shape[: max(axes, s.ndim)], options) for s in scale]
     made = getattr(ops, op)(runs, *spread, **options)
     arrays = made if isinstance(made, tuple) else (made,)
     results = []
@@ -87,9 +85,15 @@ def _under_global(op: str, *operands: jax.Array, **options: Any) -> Any:
         if len(arrays) == 1 and "block_rows" in options:
             *lead, rows, cols = grid
             grid = (*lead, rows // options["block_rows"], cols // options["block_cols"])
-        options |= {"shared": True} if value.ndim == 0 else {}
-        value = lax.broadcast_in_dim(value, grid, tuple(range(value.ndim)))
+        value = _repeated(value, grid, options)
     return getattr(ops, op)(*arrays, value, **options)
+
+
+def _repeated(value: jax.Array, shape: tuple[int, ...], options: dict[str, Any]) -> jax.Array:
+    """`value` over axes that XLA may cut; if all of `shape` is that one, `options` tells the op."""
+    if shape and value.ndim == 0:
+        options["shared"] = True
+    return lax.broadcast_in_dim(value, shape, tuple(range(value.ndim)))
 
 
 def split_rows(x: jax.Array, shards: int = 1) -> jax.Array:

@@ -19,6 +19,7 @@ from qshard.formats import Format, Usage
 from qshard.jax import steps
 from qshard.jax.array import QuantizedArray, plane_values
 from qshard.jax.cuts import as_bits, as_float, max_over, vary_alike
+from qshard.jax.gemm import scale_of, scaled
 from qshard.jax.words import words_times
 from qshard.layout import is_transposed, multiplies_codes, source
 from qshard.recipes import Recipe
@@ -144,14 +145,6 @@ def _ragged_product(a: jax.Array, b: jax.Array, tiles: Tiles, contracted: tuple[
     return product
 
 
-def _scaled(product: jax.Array, a: Format, b: Format, scale: jax.Array, dtype: Any) -> jax.Array:
-    """A product of codes under its scales, rounded as `gemm` rounds it."""
-    if not (a.scaling.pow2 and b.scaling.pow2):
-        product = product.astype(jnp.float32)
-    scaled: jax.Array = (product * scale.astype(product.dtype)).astype(dtype)
-    return scaled
-
-
 def row_product(q: QuantizedArray, w: QuantizedArray, contracted: Usage, tiles: Tiles, dtype: Any) -> jax.Array:
     """Each row with the weight of its expert, in the order of x."""
     codes = multiplies_codes(q.format, w.format)
@@ -161,7 +154,8 @@ def row_product(q: QuantizedArray, w: QuantizedArray, contracted: Usage, tiles: 
     if codes:
         own = jnp.minimum(tiles.experts, w.shape[0] - 1)
         scale = q.plane(Usage.ROWWISE).scale_inv * w.plane(source(w.format, contracted)).scale_inv[own]
-        product = _scaled(product, q.format, w.format, jnp.repeat(scale, tiles.unit)[:, None], dtype)
+        scale = scale_of(q.format, w.format, jnp.repeat(scale, tiles.unit)[:, None], product.dtype)
+        product = scaled(product, scale, dtype)
     back = product.astype(dtype).at[tiles.target].get(mode="fill", fill_value=0)
     return jnp.where(tiles.fits, back, jnp.nan)
 
@@ -176,5 +170,5 @@ def expert_products(dyq: QuantizedArray, xq: QuantizedArray, tiles: Tiles, dtype
         of_tiles = dyq.plane(Usage.ROWWISE).scale_inv * xq.plane(Usage.ROWWISE).scale_inv
         scale, of_tiles, experts = vary_alike(jnp.zeros(tiles.sizes.shape, jnp.float32), of_tiles, tiles.experts)
         scale = scale.at[experts].set(of_tiles, mode="drop")
-        product = _scaled(product, dyq.format, xq.format, scale[:, None, None], dtype)
+        product = scaled(product, scale_of(dyq.format, xq.format, scale[:, None, None], product.dtype), dtype)
     return product.astype(dtype)
