@@ -28,7 +28,8 @@ def is_staged(tree: Any) -> bool:
     """
     for leaf in jax.tree.leaves(tree):
         value = leaf
-        while isinstance(value, jax.core.Tracer):  # Of a transform, around what it transforms.
+        # Of a transform, around what it transforms. One that does not show it counts as of a program, as does `jit`'s.
+        while isinstance(value, jax.core.Tracer):
             value = getattr(value, "primal", getattr(value, "val", None))
         if not isinstance(value, _ARRAYS):
             return True
