@@ -17,16 +17,16 @@ Layouts"; pytorch/pytorch#158037 and #166752 (blocks of 128).
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from contextlib import nullcontext
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from qshard import pipeline
 from qshard.formats import E4M3, E5M2, Format, Usage
 from qshard.layout import is_transposed, multiplies_codes
 from qshard.pipeline import Plane
-from qshard.torch_bridge.ops import ops
+from qshard.torch_bridge.planes import dequantized
 
 
 class Operand(NamedTuple):
@@ -38,8 +38,7 @@ class Operand(NamedTuple):
 
     def values(self, dtype: torch.dtype) -> Tensor:
         """`[rows, K]`, rounded to `dtype`."""
-        result: Any = dtype  # To the pipeline a dtype is whatever the ops take.
-        values: Tensor = pipeline.dequantize(ops, self.parts, self.format, self.usage, result)
+        values = dequantized(self.parts, self.format, self.usage, dtype)
         in_order = self.usage is Usage.ROWWISE or is_transposed(self.format, self.usage)
         return values if in_order else values.t()
 
@@ -73,7 +72,10 @@ def matmul(a: Operand, b: Operand, dtype: torch.dtype, *, fast: bool = False) ->
     del a
     y = b.values(x.dtype).t()
     del b
-    with torch.autocast(device, enabled=False):  # It would round the operands once more.
+    autocasts = torch.is_autocast_enabled(device)
+    with (
+        torch.autocast(device, enabled=False) if autocasts else nullcontext()
+    ):  # It would round the operands once more.
         if not exact and dtype == torch.float32 and x.numel() and y.numel():
             return torch.mm(x, y, out_dtype=dtype)
         product = torch.mm(x, y)
