@@ -101,8 +101,6 @@ class Usage(enum.Flag):
     COLUMNWISE = 2
     BOTH = ROWWISE | COLUMNWISE
 
-    __hash__ = object.__hash__  # That of Flag is Python, and usages are keys in every call.
-
     @property
     def planes(self) -> tuple[Usage, ...]:
         """The usages that each are one plane. `list` of it gives the same, but not under every `torch.compile`."""
@@ -252,8 +250,6 @@ class Format:
     rounding: Literal["nearest", "stochastic"] = "nearest"
     nonfinite: Literal["saturate", "nan"] = "saturate"
 
-    _hash: ClassVar[int]  # No field.
-
     def __post_init__(self) -> None:
         if isinstance(self.element, str):  # By its name.
             object.__setattr__(self, "element", ELEMENTS.get(self.element, self.element))
@@ -275,11 +271,6 @@ class Format:
                 given = self.options[option]
                 text = str(given) if isinstance(given, ElementFormat) else repr(given)
                 raise ValueError(f"Format {self.name}: {option} ({text}) must be {need}")
-
-        object.__setattr__(self, "_hash", hash((self.name, self.element, self.scaling, self.block, self.rounding)))
-
-    def __hash__(self) -> int:
-        return self._hash  # Worked out once: formats are keys in every call.
 
     def __str__(self) -> str:
         default = FORMATS.get(self.name, self).options

@@ -41,8 +41,6 @@ class Role(enum.Enum):
     ACTIVATION = "activation"
     GRADIENT = "gradient"
 
-    __hash__ = object.__hash__  # That of Enum is Python, and roles are keys in every call.
-
 
 ROLE_SEEDS = {Role.GRADIENT: 0, Role.ACTIVATION: 1 << 62, Role.WEIGHT: 1 << 63}
 """The seed of a layer XOR this is that of a tensor, so that no two of them draw the same numbers.
