@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from qshard.recipes import CurrentScaling
 from qshard.torch_bridge import ZeroOptimizer, convert
 from qshard.torch_bridge.zero import gradient
+from qshard.torch_bridge.zero.channel import Channel
 from support import torch_ranks
 from support.formats import ZEROED as RECIPES
 from support.torch_ranks import on_ranks
@@ -382,6 +383,87 @@ def test_memory_of_a_step(recipe):
     assert most["gradients"] == 2 * 2 * width * width, "bfloat16, as autograd has made them, of two units"
     assert all(flat.freed for flat in flats)
     assert all(flat.gradient._reduced.nbytes == 4 * flat.masters.numel() for flat in flats), "of this rank's part"
+
+
+def bits_with_slow_streams():
+    """On GPUs: whichever stream is late, each waits for what it needs. Memory is used again all the time."""
+    found = {}
+    for late in ("none", "Channel", "computation", "side stream"):
+        begin = Channel.begin
+
+        def begin_late(channel, steps, begin=begin):
+            return begin(channel, itertools.chain(sleeps(), steps, sleeps()))
+
+        model = chain()
+        model.order = [*range(UNITS), 1, 2]
+        if late == "computation":
+            for unit in model.units:
+                unit.register_forward_pre_hook(lambda *_: list(sleeps()) and None)
+                unit.register_full_backward_pre_hook(lambda *_: list(sleeps()) and None)
+        optimizer = optimizer_of(model)
+        Channel.begin = begin_late if late == "Channel" else begin
+        side = torch.cuda.Stream() if late == "side stream" else torch.cuda.current_stream()
+        side.wait_stream(torch.cuda.current_stream())
+        try:
+            with torch.cuda.stream(side):
+                losses = [step(model, optimizer, number, passes=2) for number in range(4)]
+        finally:
+            Channel.begin = begin
+        torch.cuda.current_stream().wait_stream(side)
+        found[late] = losses, [weight.cpu() for weight in optimizer.full_weights().values()]
+    for late, (losses, weights) in found.items():
+        assert losses == found["none"][0], late
+        for weight, want in zip(weights, found["none"][1], strict=True):
+            assert torch.equal(weight, want), late
+
+
+def sleeps():
+    """Some milliseconds of a GPU."""
+    torch.cuda._sleep(10_000_000)
+    yield
+
+
+def captured_graphs_are_refused():
+    model = chain()
+    optimizer = optimizer_of(model)
+    losses = [step(model, optimizer, 0)]
+    x = torch.ones(1, WIDTH, device=torch_ranks.device)
+
+    def capture():
+        with torch.no_grad(), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            x.add_(1)  # A graph of nothing warns.
+            model(x)
+
+    with pytest.raises(RuntimeError, match="cannot be used while a CUDA graph is captured"):
+        capture()
+    losses.append(step(model, optimizer, 1))
+    model = chain()
+    optimizer = optimizer_of(model)
+    assert [step(model, optimizer, number) for number in range(2)] == losses
+
+
+def peak_of_a_step():
+    """What is allocated beyond what is there between steps: codes of two units, gradients of two, and pieces."""
+    torch.manual_seed(0)
+    width, count, dtype = 2048, 8, torch.bfloat16
+    layers = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(count)))
+    model = convert(layers.to("cuda", dtype), CurrentScaling())
+    optimizer = ZeroOptimizer(model, **OPTIONS, shard_weights=True, reduce_dtype=dtype)
+    x = torch.randn(16, width, device="cuda", dtype=dtype)
+    ends = []
+    for _ in range(8):
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        model(x).float().square().sum().backward()
+        optimizer.step()
+        peak = torch.cuda.max_memory_allocated() - before
+        optimizer.zero_grad()
+        ends.append((peak, torch.cuda.memory_allocated()))
+    assert ends[2:] == [ends[2]] * 6, "the same in each step"
+    one, ranks = width * width, dist.get_world_size()
+    sums = 4 * count * one // ranks
+    # A layer transposes its codes for backward; its operands in bfloat16 where a GPU does not multiply codes.
+    assert ends[-1][0] <= sums + 2 * one + 2 * 2 * one + 2 * 2 * one + 4 * one + 2**24, ends
 
 
 @on_ranks(2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ class Pending:
 
     Args:
       steps, work: what is left to do here, after what runs in another thread.
-      event, begun_on: of a GPU: the end of what was begun, and the stream that was current then.
+      event, computing: of a GPU: the end of what was begun, and the streams that computation was seen on.
     """
 
     def __init__(
@@ -24,15 +24,18 @@ class Pending:
         steps: Steps,
         work: dist.Work | None = None,
         event: torch.cuda.Event | None = None,
-        begun_on: torch.cuda.Stream | None = None,
+        computing: Set[torch.cuda.Stream] = frozenset(),
     ):
-        self._steps, self._work, self._event, self._begun_on = steps, work, event, begun_on
+        self._steps, self._work, self._event, self._computing = steps, work, event, computing
 
     def wait(self) -> None:
-        """Makes the current stream wait, never the host of a GPU. Elsewhere the remaining steps are taken here."""
-        if self._event is not None and self._begun_on is not None:
-            # Memory goes back to the stream that has asked for it, which may not be the current one.
-            for stream in {torch.cuda.current_stream(self._begun_on.device), self._begun_on}:
+        """Makes streams that compute wait, never the host of a GPU. Elsewhere the remaining steps are taken here.
+
+        All of them: memory goes back to the stream that has asked for it, which may not be the current one, as where
+        autograd accumulates gradients on a stream of its own choice.
+        """
+        if self._event is not None:
+            for stream in {torch.cuda.current_stream(self._event.device), *self._computing}:
                 stream.wait_event(self._event)
         while self._work is not None:
             self._work.wait()
@@ -40,10 +43,14 @@ class Pending:
 
 
 class Channel:
-    """Runs steps in the order in which they are begun, each after all that the current stream was given before."""
+    """Runs steps in the order in which they are begun, each after all that the current stream was given before.
 
-    def __init__(self, device: torch.device):
-        self._device = device
+    Args:
+      computing: the streams that were current when something was begun, shared by channels.
+    """
+
+    def __init__(self, device: torch.device, computing: set[torch.cuda.Stream]):
+        self._device, self._computing = device, computing
         self._stream: torch.cuda.Stream | None = None
         self.asynchronous = device.type != "cuda"  # On a stream of ours collectives are in its order.
 
@@ -53,8 +60,9 @@ class Channel:
         if self._stream is None:
             self._stream = torch.cuda.Stream(self._device, priority=-1)  # Kernels of NCCL go first, as in FSDP2.
         current = torch.cuda.current_stream(self._device)
+        self._computing.add(current)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
             for _ in steps:
                 pass
-        return Pending(steps, None, self._stream.record_event(), current)
+        return Pending(steps, None, self._stream.record_event(), self._computing)

@@ -75,7 +75,6 @@ class Flat:
         own = self._memory[lo : lo + self.part + 1]
         self.shard = own.clone() if sharded and not self.values_alone else own
         cuts = [[weight.first_elements(r * self.part) for weight in self.weights] for r in range(ranks.size + 1)]
-        self._firsts = list(itertools.accumulate((weight.size for weight in self.weights), initial=0))
         self.lengths = [sum(stops) - sum(starts) for starts, stops in itertools.pairwise(cuts)]
         self.masters = torch.empty(self.lengths[ranks.rank], device=self.device)
         at = 0
@@ -153,7 +152,9 @@ class Flat:
     @property
     def kept(self) -> int:
         """Bytes that this rank has of the weights between uses, beside masters."""
-        return 0 if self.values_alone else self.shard.nbytes
+        if self.values_alone:
+            return 0
+        return self.shard.nbytes if self.sharded else self._memory.nbytes
 
     def gather(self, channel: Channel) -> None:
         """Begins to put all parts in the buffer, with one all-gather of bytes, if they are not there."""

@@ -86,8 +86,8 @@ class Schedule:
     def __init__(self, device: torch.device):
         self.flats: list[Flat] = []
         self.in_backward = False
-        self.reductions = Channel(device)
-        self._gathers = Channel(device)
+        computing: set[torch.cuda.Stream] = set()
+        self.reductions, self._gathers = Channel(device, computing), Channel(device, computing)
         self._device = device
         self._forward: Order[Flat] = Order()
         self._backward: Order[Flat] = Order()
