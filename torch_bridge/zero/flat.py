@@ -139,6 +139,13 @@ class Flat:
             weakly(self.gradient.forget, index),
         )
 
+    def give_gradient(self, mean: Tensor | None) -> None:
+        """Puts what there is of each weight at `.grad` of its master."""
+        lengths = [weight.master.numel() for weight in self.weights]
+        grads = [None] * len(lengths) if mean is None else mean.split(lengths)
+        for weight, grad in zip(self.weights, grads, strict=True):
+            weight.master.grad = None if grad is None else grad.view(weight.master.shape)
+
     def take_arrived(self, index: int, _: Tensor) -> None:
         """Takes the gradient that autograd has made of one of the weights."""
         if self.gradient.take(index) and self.gradient_is_whole is not None:

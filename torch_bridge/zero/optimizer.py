@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -177,6 +177,7 @@ class ZeroOptimizer(Adam):
         self._of_groups = [of_group for _, of_group in groups_of]
         for made, of_group in zip(self.param_groups, self._of_groups, strict=True):
             made["params"] = [w.shown for w in of_group]  # What users know of: the same on every rank.
+        self._buckets = self._make_buckets()
         self._initialize_states()
         self._current = Cast([w for w in self._weights if w.quantized and not w.delayed], parity)
         self._delayed = Cast([w for w in self._weights if w.quantized and w.delayed], parity)
@@ -208,23 +209,28 @@ class ZeroOptimizer(Adam):
 
     def _trained(self, group: dict[str, Any]) -> Iterable[tuple[dict[str, Any], Tensor]]:
         index = next(i for i, one in enumerate(self.param_groups) if one is group)
-        members = (weight for weight in self._of_groups[index] if weight.master.grad is not None)
-        return [(self.state[weight.shown], weight.master) for weight in members]
+        return [(self.state[weight.shown], weight.master) for weight in self._bucket.of_groups[index]]
 
     def _by_kind(self, group: dict[str, Any]) -> dict[Any, list[tuple[dict[str, Any], dict[str, Tensor]]]]:
         """As in `Adam`, by bucket too: each has its step numbers in memory that stays."""
-        return {(*kind, self._bucket): members for kind, members in super()._by_kind(group).items()}
+        return {(*kind, self._bucket.number): members for kind, members in super()._by_kind(group).items()}
 
-    def _buckets(self) -> Iterable[list[Flat]]:
-        """Units, in order, that are updated together, so that no more means exist at once than of the largest one."""
+    def _make_buckets(self) -> list[_Bucket]:
+        """Of units in order, such that no more means exist at once than of the largest one."""
         most = max(flat.masters.numel() for flat in self._flats)
-        bucket: list[Flat] = []
+        buckets: list[_Bucket] = []
+        size = most + 1
         for flat in self._flats:
-            if sum(one.masters.numel() for one in (*bucket, flat)) > most:
-                yield bucket
-                bucket = []
-            bucket.append(flat)
-        yield bucket
+            size += flat.masters.numel()
+            if size > most:
+                size = flat.masters.numel()
+                buckets.append(_Bucket(len(buckets), [], [[] for _ in self._of_groups]))
+            buckets[-1].flats.append(flat)
+        bucket_of = {id(weight): bucket for bucket in buckets for flat in bucket.flats for weight in flat.weights}
+        for index, of_group in enumerate(self._of_groups):
+            for weight in of_group:
+                bucket_of[id(weight)].of_groups[index].append(weight)
+        return buckets
 
     def _update(self, inv_grad_scale: Tensor | float | None) -> None:
         """Updates the own slices with the mean of all ranks' gradients, and the weights that layers see. Collective."""
@@ -233,17 +239,13 @@ class ZeroOptimizer(Adam):
         self._delayed.observe()  # Of the weights that this step's forward has used.
         for flat in self._flats:
             flat.gradient.settle()
-        for index, flats in enumerate(self._buckets()):
-            self._bucket = index
-            for flat in flats:
-                grads = flat.gradient.mean().split([weight.master.numel() for weight in flat.weights])
-                for weight, grad in zip(flat.weights, grads, strict=True):
-                    weight.master.grad = grad.view(weight.master.shape)
-            del grads, grad
-            super()._update(inv_grad_scale)
-            for flat in flats:
-                for weight in flat.weights:
-                    weight.master.grad = None
+        for bucket in self._buckets:
+            self._bucket = bucket
+            for flat in bucket.flats:
+                flat.give_gradient(flat.gradient.mean())
+            self._update_values(inv_grad_scale)
+            for flat in bucket.flats:
+                flat.give_gradient(None)
         if self._delayed.delayed:
             update_delayed(self._model, self._ranks.group)
         self._publish()
@@ -416,6 +418,20 @@ class ZeroOptimizer(Adam):
         others = [rank for rank, digest in enumerate(everyone) if not torch.equal(digest, sent)]
         if others:
             raise ValueError(f"ZeroOptimizer: rank {others[0]} is not like rank {self._ranks.rank}: it {otherwise}")
+
+
+class _Bucket(NamedTuple):
+    """What is updated together.
+
+    Attributes:
+      number: which one it is.
+      flats: units.
+      of_groups: their weights, by parameter group.
+    """
+
+    number: int
+    flats: list[Flat]
+    of_groups: list[list[Weight]]
 
 
 class _Trial(Adam):

@@ -122,9 +122,9 @@ class Schedule:
         self._backward.end()
         for flat in self.flats:
             self.reduce(flat)
-            flat.in_backward = False
-            if flat.in_use:
+            if flat.in_backward or (flat.in_use and not self._in_forward):  # A model may call backward in forward.
                 flat.free()
+            flat.in_backward = False
         self._drop()
         self._finish()
 
