@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from support.torch_ranks import on_ranks
 from support.zero import OPTIONS, in_one_process, model_of, train, with_zero
 
 WIDTH, UNITS = 32, 6
+SAME = list(range(UNITS))
 
 
 class Log(TorchDispatchMode):
@@ -244,9 +246,10 @@ def run_into(where, model, x):
         raise ArithmeticError
 
     if where == "forward":
-        model.fails = 3
+        model.order, model.fails = SAME, 3
         model(x)
     else:
+        model.order = SAME
         model.call = lambda unit, x: unit(x) if unit.number != 3 else hooked(unit(x))
 
         def hooked(y):
@@ -254,6 +257,60 @@ def run_into(where, model, x):
             return y
 
         model(x).sum().backward()
+
+
+def random_program(model, optimizer, seed):
+    """Some ways to use a model, alike on all ranks. Returns what they give."""
+    draw, results = random.Random(seed), []
+    for number in range(12):
+        kind = draw.choice(["train"] * 4 + ["evaluate", "grads of two", "raise", "raise", "clip", "part", "load"])
+        model.order = [draw.randrange(UNITS) for _ in range(draw.randrange(1, 8))] if draw.random() < 0.3 else SAME
+        model.call = draw.choice([lambda unit, x: unit(x), lambda unit, x: checkpoint(unit, x, use_reentrant=False)])
+        x = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(2 * number + dist.get_rank()))
+        x = x.to(torch_ranks.device)
+        if kind == "evaluate":
+            with torch.no_grad():
+                results.append(model(x).sum().item())
+        elif kind == "grads of two":
+            (model(x) * model(x + 1)).sum().backward()
+        elif kind == "raise":
+            with pytest.raises(ArithmeticError):
+                run_into(draw.choice(["forward", "backward"]), model, x)
+            model.fails = None
+            optimizer.zero_grad()
+        elif kind == "load":
+            optimizer.load_state_dict(optimizer.state_dict())
+        elif kind == "part":
+            model.call, model.order = lambda unit, x: unit(x), [draw.randrange(UNITS)]
+            part = model.units[model.order[0]] if len(optimizer._flats) > 1 else model
+            part(x).sum().backward()
+        else:
+            model(x).square().sum().backward()
+            if kind == "clip":
+                results.append(optimizer.clip_grad_norm_(0.1).item())
+            optimizer.step()
+            if kind == "clip" or draw.random() < 0.7:
+                optimizer.zero_grad()
+    return results
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("seed", range(6))
+def test_random_programs(seed):
+    """Units that come and go have the bits of one unit of all, and nothing is left in use."""
+    found = []
+    for units in (True, False):
+        model = chain()
+        optimizer = optimizer_of(model, **({} if units else {"units": []}))
+        with Log(optimizer) as log:
+            results = random_program(model, optimizer, seed)
+        same_on_all(log.events)
+        optimizer.step()
+        assert all(flat.freed and not flat.in_use for flat in optimizer._flats)
+        found.append((results, optimizer.full_weights()))
+    assert found[0][0] == found[1][0]
+    for name, weight in found[0][1].items():
+        assert torch.equal(weight, found[1][1][name]), name
 
 
 @on_ranks(2)

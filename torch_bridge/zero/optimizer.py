@@ -10,8 +10,8 @@ Stage 1: each rank has all weights, quantized once a step, not once a forward, a
     gradients summed and scattered -> Adam on the own slice -> ONE max-reduction -> codes of the own slice -> ONE gather
 
 Fully sharded, `shard_weights=True`: each rank has a part of the codes too. Those of a unit, one or more layers, are
-gathered before its forward and before its backward pass and freed after; its gradients are scattered as soon as they
-are all there.
+gathered while the unit before it runs, in forward and in backward, and freed after it; its gradients are scattered as
+soon as they are all there, while the next one runs (`schedule.py`).
 
 The bits do not depend on the stage or on how weights are cut, and those of W ranks are those of one process that runs
 the W batches one after the other and adds their gradients: gradients are added in float32, in the order of ranks, then
@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,7 @@ from qshard.torch_bridge.fsdp.weight import memory_of
 from qshard.torch_bridge.optim.adam import Adam, initialize_state
 from qshard.torch_bridge.optim.master import CastPlan, Parity
 from qshard.torch_bridge.optim.state import SCALED
+from qshard.torch_bridge.zero.buckets import buckets_of
 from qshard.torch_bridge.zero.cast import Cast
 from qshard.torch_bridge.zero.clip import clip_by_norm, norm_over_ranks
 from qshard.torch_bridge.zero.flat import ALIGNMENT, BLOCK_ALIGNMENT, Flat
@@ -66,6 +67,8 @@ class ZeroOptimizer(Adam):
         that has parameters of its own. A parameter of two modules needs a unit that holds both.
       settings: called with the name and the parameter, gives options of `Adam` for it: `{"weight_decay": 0.0}`.
       parity: "model": codes are those of the master rounded to the dtype of the parameter; "master": of the master.
+      reduce_dtype: in which gradients travel: float32, bfloat16 or float16. Sums are float32. Of a model in that dtype
+        bits are those of float32, if each gradient is made by one backward pass, and half as much travels.
       init, device: of a model on meta, which goes to `device`, by default the accelerator there is. `init` is called
         with each module that has parameters or buffers of its own, to fill them; by default their `reset_parameters`
         or `init_weights` is. A rank has one module whole at a time. Values follow from the names of modules and from
@@ -90,9 +93,15 @@ class ZeroOptimizer(Adam):
     masters, whole, on every rank. There is no pickle or copy of a model with sharded weights.
 
     `step` is collective, also on a rank whose slices are empty. Whatever the number of weights, it takes one all-to-all
-    of float32 gradients, one max all-reduce of amaxes and one all-gather of bytes; with sharded weights the first and
-    the last once for each unit, and the last again in backward. `DelayedScaling` takes an all-reduce of its own and
-    needs no other. All ranks must run the same units in the same order; a gather begins when its unit is run.
+    of gradients for every 128 MiB, one max all-reduce of amaxes and one all-gather of bytes; with sharded weights the
+    first and the last for each unit, and the last again in backward, but for the unit that forward ends with.
+    `DelayedScaling` takes an all-reduce of its own and needs no other. All ranks must run the same units in the same
+    order, and have gradients for the same parameters.
+
+    Sharded weights are gathered one unit ahead, in the order of the last pass. In another order, or when a part of the
+    model is run alone, all is as right: what was gathered for nothing is freed. Two units are whole at a time, beside
+    those that hold others, so choose `units` alike in size, as the blocks of a transformer. On CUDA gathers and sums
+    have streams of their own; such weights refuse to be captured in a graph.
 
     Raises:
       ValueError: the model, or an option, cannot be taken: on all ranks, also if one rank alone sees why.
@@ -177,7 +186,7 @@ class ZeroOptimizer(Adam):
         self._of_groups = [of_group for _, of_group in groups_of]
         for made, of_group in zip(self.param_groups, self._of_groups, strict=True):
             made["params"] = [w.shown for w in of_group]  # What users know of: the same on every rank.
-        self._buckets = self._make_buckets()
+        self._buckets = buckets_of(self._flats, self._of_groups)
         self._initialize_states()
         self._current = Cast([w for w in self._weights if w.quantized and not w.delayed], parity)
         self._delayed = Cast([w for w in self._weights if w.quantized and w.delayed], parity)
@@ -214,23 +223,6 @@ class ZeroOptimizer(Adam):
     def _by_kind(self, group: dict[str, Any]) -> dict[Any, list[tuple[dict[str, Any], dict[str, Tensor]]]]:
         """As in `Adam`, by bucket too: each has its step numbers in memory that stays."""
         return {(*kind, self._bucket.number): members for kind, members in super()._by_kind(group).items()}
-
-    def _make_buckets(self) -> list[_Bucket]:
-        """Of units in order, such that no more means exist at once than of the largest one."""
-        most = max(flat.masters.numel() for flat in self._flats)
-        buckets: list[_Bucket] = []
-        size = most + 1
-        for flat in self._flats:
-            size += flat.masters.numel()
-            if size > most:
-                size = flat.masters.numel()
-                buckets.append(_Bucket(len(buckets), [], [[] for _ in self._of_groups]))
-            buckets[-1].flats.append(flat)
-        bucket_of = {id(weight): bucket for bucket in buckets for flat in bucket.flats for weight in flat.weights}
-        for index, of_group in enumerate(self._of_groups):
-            for weight in of_group:
-                bucket_of[id(weight)].of_groups[index].append(weight)
-        return buckets
 
     def _update(self, inv_grad_scale: Tensor | float | None) -> None:
         """Updates the own slices with the mean of all ranks' gradients, and the weights that layers see. Collective."""
@@ -418,20 +410,6 @@ class ZeroOptimizer(Adam):
         others = [rank for rank, digest in enumerate(everyone) if not torch.equal(digest, sent)]
         if others:
             raise ValueError(f"ZeroOptimizer: rank {others[0]} is not like rank {self._ranks.rank}: it {otherwise}")
-
-
-class _Bucket(NamedTuple):
-    """What is updated together.
-
-    Attributes:
-      number: which one it is.
-      flats: units.
-      of_groups: their weights, by parameter group.
-    """
-
-    number: int
-    flats: list[Flat]
-    of_groups: list[list[Weight]]
 
 
 class _Trial(Adam):
