@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import warnings
 
 import pytest
 import torch
@@ -111,7 +112,7 @@ def same_on_all(events):
     assert all(one == events for one in everyone)
 
 
-@on_ranks(2, 3)
+@on_ranks(2, 4)
 def test_gathers_begin_one_unit_early():
     """In forward and in backward, where sums of gradients begin before the next unit runs, and end after it."""
     model = chain()
@@ -294,7 +295,7 @@ def random_program(model, optimizer, seed):
     return results
 
 
-@on_ranks(2, 3)
+@on_ranks(2, 4)
 @pytest.mark.parametrize("seed", range(6))
 def test_random_programs(seed):
     """Units that come and go have the bits of one unit of all, and nothing is left in use."""
@@ -445,6 +446,8 @@ def test_memory_of_a_step(recipe):
 
 def bits_with_slow_streams():
     """On GPUs: whichever stream is late, each waits for what it needs. Memory is used again all the time."""
+    # Hooks are made on another stream than forward runs on, and autograd says that it synchronizes these.
+    warnings.filterwarnings("ignore", ".*AccumulateGrad node's stream does not match", UserWarning)
     found = {}
     for late in ("none", "Channel", "computation", "side stream"):
         begin = Channel.begin
