@@ -1,22 +1,25 @@
 """Products of quantized matrices: which ones tensor cores take as codes, and the op that multiplies them.
 
-Both front ends ask `multiplies` first. Where it says no, they multiply dequantized values.
+Both front ends ask first: `kind_of` of the formats, `contracts_last` of the planes, `fits` of the sizes, `runs_on` of
+the GPU. Where one says no, they multiply dequantized values.
 """
 
 from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from qshard import _ffi
-from qshard.formats import E2M1, E4M3, E5M2, E8M0, Format, Usage
+from qshard.formats import E4M3, E5M2, E8M0, Format, Usage
 from qshard.layout import is_transposed
 from qshard.pipeline import Plane
 
 Array = Any
 Sizes = tuple[int, int, int]
 """M, N and K of `[M, K] @ [N, K].T`."""
+
+Kind = Literal["tensors", "blocks", "mxfp8", "nvfp4"]
 
 UNIT = 16
 """What each of the sizes of a product is a multiple of, if tensor cores take it."""
@@ -61,43 +64,55 @@ def contracts_last(fmt: Format, usage: Usage) -> bool:
     return usage is Usage.ROWWISE or is_transposed(fmt, usage)
 
 
-def multiplies(a: Format, b: Format, sizes: Sizes, gpu: Gpu) -> bool:
-    """Whether the tensor cores of a GPU multiply codes of two formats, in planes with the contracted axis last.
+def kind_of(a: Format, b: Format) -> Kind | None:
+    """Which kind of product codes of two formats have, if some hardware multiplies them.
 
-    | formats | compute capability | cuBLAS |
-    | --- | --- | --- |
-    | FP8 with one scale each | 8.9 and later | 12.0 |
-    | FP8 in blocks of 1x128 with fp32 scales; one of the two may be in 128x128 | 9.0 | 12.9 |
-    | MXFP8 | 10.x | 12.8 |
-    | NVFP4 with a global scale for the tensor | 10.x | 12.8 |
+    >>> from qshard.formats import FP8_1x128, FP8_128x128, MXFP4
+    >>> kind_of(FP8_1x128, FP8_128x128), kind_of(FP8_128x128, FP8_128x128), kind_of(MXFP4, MXFP4)
+    ('blocks', None, None)
+    """
+    if a.element == b.element == E5M2:
+        return None
+    fp8 = a.element in _FP8 and b.element in _FP8
+    if a.block is None and b.block is None:
+        return "tensors"
+    if a.block is None or b.block is None or a.scale_dtype != b.scale_dtype or a.block[1] != b.block[1]:
+        return None
+    if a.scale_dtype == "float32":
+        return "blocks" if a.block[1] == 128 and {a.block[0], b.block[0]} in ({1}, {1, 128}) else None
+    if a.scale_dtype == E8M0.name:
+        return "mxfp8" if fp8 else None
+    return "nvfp4" if a.scaling.global_scale == b.scaling.global_scale == "tensor" else None
 
-    Two operands of E5M2 are never taken, nor sizes that are 0 or not multiples of 16, nor MXFP6 and MXFP4.
 
-    >>> from qshard.formats import FP8_1x128, FP8_128x128
-    >>> hopper = Gpu((9, 0), 120901)
-    >>> [multiplies(FP8_1x128, b, (128, 256, 512), hopper) for b in (FP8_1x128, FP8_128x128)]
-    [True, True]
-    >>> multiplies(FP8_128x128, FP8_128x128, (128, 256, 512), hopper)
-    False
+def runs_on(kind: Kind, gpu: Gpu) -> bool:
+    """Whether a GPU has tensor cores for a kind of product.
+
+    | kind | formats | compute capability | cuBLAS |
+    | --- | --- | --- | --- |
+    | tensors | FP8 with one scale each | 8.9 and later | 12.0 |
+    | blocks | FP8 in 1x128 with fp32 scales; one of the two may be in 128x128 | 9.0 | 12.9 |
+    | mxfp8 | FP8 in 1x32 or 32x32 with E8M0 scales | 10.x | 12.8 |
+    | nvfp4 | NVFP4 with a global scale for the tensor | 10.x | 12.8 |
+
+    Two operands of E5M2 have no kind, nor have MXFP6 and MXFP4.
 
     Sources: cuBLAS documentation, "8-bit and 4-bit floating point data types usage" and "Scaling factors layouts".
     """
-    if not all(size > 0 and size % UNIT == 0 for size in sizes) or a.element == b.element == E5M2:
-        return False
-    if a.block is None and b.block is None:
+    if kind == "tensors":
         return gpu.capability >= (8, 9) and gpu.library >= 120000
-    if a.block is None or b.block is None or a.scale_dtype != b.scale_dtype or a.block[1] != b.block[1]:
-        return False
-    fp8 = a.element in _FP8 and b.element in _FP8
-    if a.scale_dtype == "float32":
-        rows = {a.block[0], b.block[0]}
-        is_taken = fp8 and a.block[1] == 128 and rows in ({1}, {1, 128})
-        return is_taken and gpu.capability == (9, 0) and gpu.library >= 120900
-    if gpu.capability[0] != 10 or gpu.library < 120800:
-        return False
-    if a.scale_dtype == E8M0.name:
-        return fp8
-    return a.element == b.element == E2M1 and a.scaling.global_scale == b.scaling.global_scale == "tensor"
+    if kind == "blocks":
+        return gpu.capability == (9, 0) and gpu.library >= 120900
+    return gpu.capability[0] == 10 and gpu.library >= 120800
+
+
+def fits(sizes: Sizes) -> bool:
+    """Whether tensor cores take matrices of these sizes.
+
+    >>> fits((128, 256, 512)), fits((128, 255, 512)), fits((0, 256, 512))
+    (True, False, False)
+    """
+    return all(size > 0 and size % UNIT == 0 for size in sizes)
 
 
 def workspace_size(a: Format, b: Format, sizes: Sizes) -> int:
@@ -126,15 +141,16 @@ def multiply(
 
     Args:
       dtype: of the result, as the front end names it.
-      fast: whether tensor cores may keep fewer bits while they sum, as is usual in the forward pass.
+      fast: whether tensor cores may keep fewer bits while they sum, as is usual in the forward pass. Sums of a block are
+        short, and keep those that they have.
       workspace: `workspace_size` of the operands on a GPU, 0 on the CPU.
     """
-    how: dict[str, Any] = {"dtype": dtype, "fast": fast, "workspace": workspace}
+    how: dict[str, Any] = {"dtype": dtype, "workspace": workspace}
+    elements = {"a_element": a_format.element.name, "b_element": b_format.element.name}
     if a_format.block is None or b_format.block is None:
-        how |= {"a_element": a_format.element.name, "b_element": b_format.element.name}
-        return ops.gemm(a.data, a.scale_inv, b.data, b.scale_inv, **how)[0]
+        return ops.gemm(a.data, a.scale_inv, b.data, b.scale_inv, fast=fast, **elements, **how)[0]
     how |= {"a_rows": a_format.block[0], "b_rows": b_format.block[0]}
     if a_format.scaling.global_scale is not None:
         return ops.gemm_nvfp4(*a, *b, **how)[0]
-    how |= {"a_element": a_format.element.name, "b_element": b_format.element.name, "cols": a_format.block[1]}
-    return ops.gemm_block(a.data, a.scale_inv, b.data, b.scale_inv, scale_dtype=a_format.scale_dtype, **how)[0]
+    how |= elements | {"cols": a_format.block[1], "scale_dtype": a_format.scale_dtype}
+    return ops.gemm_block(a.data, a.scale_inv, b.data, b.scale_inv, **how)[0]

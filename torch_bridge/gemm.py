@@ -1,7 +1,7 @@
 """The one matrix product that a linear layer is made of, three times: `a @ b.T` of two planes.
 
 On NVIDIA GPUs it runs on tensor cores as it is, by an op of qshard over cuBLASLt, where the hardware multiplies codes
-of the two formats (`qshard.products.multiplies`): per-tensor FP8 from compute capability 8.9 on, and on Hopper FP8 in
+of the two formats (`qshard.products`): per-tensor FP8 from compute capability 8.9 on, and on Hopper FP8 in
 blocks of 1x128, one of which may be of 128x128. In all other cases, so always on the CPU, the operands are dequantized
 and multiplied: in float32 for per-tensor formats and on the CPU, in bfloat16 on GPUs if blocks are involved. All sum in
 float32, in an order of their own: results agree to rounding, not in bits.
@@ -22,7 +22,7 @@ from qshard import pipeline, products
 from qshard.formats import Format, Usage
 from qshard.layout import is_transposed, multiplies_codes
 from qshard.pipeline import Plane
-from qshard.products import Gpu, Sizes
+from qshard.products import Gpu, Kind, Sizes
 from qshard.torch_bridge.ops import ops
 
 
@@ -55,7 +55,7 @@ def matmul(a: Operand, b: Operand, dtype: torch.dtype, *, fast: bool = False) ->
             b.parts,
             b.format,
             dtype=dtype,
-            fast=fast and a.format.block is None,  # Sums of a block are short.
+            fast=fast,
             workspace=products.workspace_size(a.format, b.format, sizes),
         )
         return made
@@ -80,17 +80,18 @@ def _sizes(a: Operand, b: Operand) -> Sizes:
 
 
 def _runs_on_tensor_cores(a: Operand, b: Operand, sizes: Sizes) -> bool:
-    device = a.parts.data.device
-    if device.type != "cuda" or not all(products.contracts_last(each.format, each.usage) for each in (a, b)):
+    device, kind = a.parts.data.device, products.kind_of(a.format, b.format)
+    if device.type != "cuda" or kind is None or not products.fits(sizes):
         return False
-    return products.multiplies(a.format, b.format, sizes, _gpu(device.index))
+    in_order = all(products.contracts_last(each.format, each.usage) for each in (a, b))
+    return in_order and _runs_on(kind, device.index)
 
 
 @torch.compiler.assume_constant_result
-def _gpu(device: int) -> Gpu:
-    return _gpus(device)
+def _runs_on(kind: Kind, device: int) -> bool:
+    return products.runs_on(kind, _gpu(device))
 
 
 @functools.cache
-def _gpus(device: int) -> Gpu:
+def _gpu(device: int) -> Gpu:
     return Gpu(torch.cuda.get_device_capability(device), products.library_version())

@@ -59,7 +59,6 @@ Error Run(const Call<Platform>& call, GemmProblem gemm, const Buffer& a, const B
   gemm.a.rows = a.dims[0];
   gemm.b.rows = b.dims[0];
   gemm.k = call.binding.Length(1);
-  gemm.fast = call.flag("fast");
   if constexpr (std::is_same_v<Platform, Cuda>)
     QSHARD_RETURN_IF_ERROR(CheckForCuda(call.op(), gemm, workspace, out));
   return DispatchFloat(out, [&](auto type) {
@@ -75,6 +74,7 @@ QSHARD_DEFINE_OP(gemm) {
   GemmProblem gemm{};
   gemm.a = {{}, ElementOf(call, "a_element"), 0, nullptr, 1, Data<float>(call.arg(1))};
   gemm.b = {{}, ElementOf(call, "b_element"), 0, nullptr, 1, Data<float>(call.arg(3))};
+  gemm.fast = call.flag("fast");
   return Run(call, gemm, call.arg(0), call.arg(2));
 }
 

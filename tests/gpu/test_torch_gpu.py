@@ -176,7 +176,7 @@ def test_tensor_cores_compute_the_product_in_blocks(shape, name, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("fmt", [fmt for fmt in NAMED if fmt.block is not None], ids=str)
+@pytest.mark.parametrize("fmt", [fmt for fmt in NAMED if fmt.block not in (None, FP8_1x128.block)], ids=str)
 def test_what_has_no_tensor_cores_goes_through_bfloat16(fmt, dtype):
     """Also planes in the order of the tensor, that are contracted over its first axis."""
     m, n, k = 32, 64, 96

@@ -266,7 +266,7 @@ def gemm_nvfp4(
     return _product(*values, dtype, workspace, blocks=blocks, scales=scales, cols=cols, **rows)
 
 
-def _product(a, b, dtype, workspace, *, blocks=None, a_rows=1, b_rows=1, cols=None, fast=False, scales=(ONE, ONE)):
+def _product(a, b, dtype, workspace, *, blocks=None, a_rows=1, b_rows=1, cols=None, scales=(ONE, ONE)):
     if blocks is not None:
         each = zip(blocks, (a_rows, b_rows), (a, b), strict=True)
         blocks = [np.repeat(scale, rows, axis=0)[: len(x)] for scale, rows, x in each]
