@@ -141,8 +141,7 @@ def multiply(
 
     Args:
       dtype: of the result, as the front end names it.
-      fast: whether tensor cores may keep fewer bits while they sum, as is usual in the forward pass. Sums of a block are
-        short, and keep those that they have.
+      fast: whether tensor cores may keep fewer bits of long sums, as is usual in the forward pass.
       workspace: `workspace_size` of the operands on a GPU, 0 on the CPU.
     """
     how: dict[str, Any] = {"dtype": dtype, "workspace": workspace}

@@ -349,3 +349,43 @@ def test_blackwell(fmt):
     exact = operands[0].values(torch.float32).double() @ operands[1].values(torch.float32).double().T
     got = matmul(*operands, torch.float32)
     assert float((got.double() - exact).norm() / exact.norm()) < 2.0**-12
+
+
+# --- JAX ---
+
+
+def test_jax_multiplies_codes_in_blocks():
+    """Forward and backward of a layer, alone and in a loop: GEMMs of codes, and nothing that is dequantized.
+
+    The CPU has the same codes; sums differ as above, and results are rounded to bfloat16.
+    """
+    jax = pytest.importorskip("jax")
+    import jax.numpy as jnp
+    import numpy as np
+
+    import qshard.jax
+
+    rng = np.random.default_rng(0)
+    x, w, seed = (rng.standard_normal(shape, np.float32) for shape in [(2, 256, 512), (384, 512), (2, 256, 384)])
+
+    @jax.jit
+    def step(x, w, seed):
+        y, pull = jax.vjp(lambda x, w: qshard.jax.linear(x, w, BlockScaling()), x, w)
+        return (y, *pull(seed))
+
+    @jax.jit
+    def loop(x, w):
+        return jax.lax.scan(lambda h, w: (qshard.jax.linear(h, w, BlockScaling()), None), x, jnp.stack([w, w]))[0]
+
+    results = {}
+    for name in ("cpu", "cuda"):
+        device = jax.devices(name)[0]
+        operands = [jax.device_put(jnp.asarray(t, jnp.bfloat16), device) for t in (x, w, seed)]
+        square = jax.device_put(jnp.asarray(np.eye(512), jnp.bfloat16), device)
+        results[name] = [np.asarray(t.astype(jnp.float32)) for t in (*step(*operands), loop(operands[0], square))]
+        if name == "cuda" and gpu().capability == (9, 0):
+            text = step.lower(*operands).compile().as_text()
+            assert text.count('custom_call_target="qshard_gemm_block"') == 3
+            assert "qshard_dequantize" not in text
+    for got, want in zip(results["cuda"], results["cpu"], strict=True):
+        assert float(np.linalg.norm(got - want) / np.linalg.norm(want)) < 2.0**-8
