@@ -217,7 +217,7 @@ def _symbolic(axes: Sequence[Any], shapes: Sequence[Sequence[int]], given: Mappi
     """Shapes of results from those of operands and from attributes, which may be symbols, and the factors of all
     (`Row.match`).
     """
-    sizes: dict[tuple[str, ...], int] = {(name,): v for name, v in given.items() if isinstance(v, torch.SymInt)}
+    sizes: dict[tuple[str, ...], Any] = {(name,): v for name, v in given.items() if isinstance(v, torch.SymInt)}
     known = itertools.chain.from_iterable(zip(*pair, strict=True) for pair in zip(axes, shapes, strict=False))
     for axis, size in known:
         codes = size if axis[-1][2] == 1 else size * axis[-1][2]
@@ -228,7 +228,7 @@ def _symbolic(axes: Sequence[Any], shapes: Sequence[Sequence[int]], given: Mappi
 
     def extent(axis: Sequence[tuple[str, int, int]]) -> int:
         whole = sizes.get(tuple(name for name, *_ in axis))
-        codes = math.prod(sizes.get((name,), size) for name, size, _ in axis) if whole is None else whole
+        codes: int = math.prod(sizes.get((name,), size) for name, size, _ in axis) if whole is None else whole
         return codes if axis[-1][2] == 1 else codes // axis[-1][2]
 
     return [tuple(map(extent, result)) for result in axes[len(shapes) :]]

@@ -21,12 +21,14 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.interpreters import mlir
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from qshard import pipeline, products
@@ -39,13 +41,15 @@ from qshard.pipeline import Plane
 from qshard.products import Gpu
 
 OfPlanes = Callable[[Plane, Plane], jax.Array]
+Usages = tuple[Usage, Usage]
 
 PLATFORM = "cuda"
 """Where codes are multiplied. Tests have the CPU do it."""
 
 _LIBRARY_OF_OTHERS = 120900
-"""The cuBLASLt that another machine is taken to have, for which a program is compiled: JAX asks for one as new."""
+"""The cuBLASLt that another machine is taken to have, for which a program is compiled. An older one there is an error."""
 _HOPPER = ("H100", "H200", "H800", "H20", "GH200")
+"""In names of devices that are not here, of compute capability 9.0."""
 
 
 @dataclass(frozen=True)
@@ -85,13 +89,17 @@ class Side:
         last = axis == max(*self.rows, *self.contracted)
         return cols if last else rows
 
+    def sizes(self, plane: Plane) -> tuple[Shape, Shape]:
+        """Of the axes of rows, and of those that are contracted."""
+        rows, depth = (tuple(plane.data.shape[axis] for axis in axes) for axes in (self.rows, self.contracted))
+        return rows, depth
+
     def matrix(self, plane: Plane) -> Plane:
         """What a device has of the plane, as matrices with the contracted axis last."""
         data, scale_inv = plane.data, plane.scale_inv
         if self.contracted[-1] != data.ndim - 1:  # Squares, and so a matrix.
             data, scale_inv = _local.transpose(data), scale_inv.T
-        rows = math.prod(plane.data.shape[axis] for axis in self.rows)
-        depth = math.prod(plane.data.shape[axis] for axis in self.contracted)
+        rows, depth = map(math.prod, self.sizes(plane))
         block = self.format.block or (1, 1)
         return Plane(data.reshape(rows, depth), scale_inv.reshape(rows // block[0], depth // block[1]))
 
@@ -106,7 +114,7 @@ class Product:
 
     def local(self, a: Plane, b: Plane) -> jax.Array:
         """Of what one device has."""
-        shape = [plane.data.shape[axis] for side, plane in ((self.a, a), (self.b, b)) for axis in side.rows]
+        shape = self.a.sizes(a)[0] + self.b.sizes(b)[0]
         x, y = self.a.matrix(a), self.b.matrix(b)
         (m, k), (n, _) = x.data.shape, y.data.shape
         formats = self.a.format, self.b.format
@@ -116,11 +124,12 @@ class Product:
                 _local, x, formats[0], y, formats[1], dtype=self.dtype, fast=False, workspace=size
             )
         else:
-            values = [
+            left, right = (
                 pipeline.dequantize(_local, plane, fmt, Usage.ROWWISE, "bfloat16")
                 for plane, fmt in zip((x, y), formats, strict=True)
-            ]
-            made = lax.dot_general(*values, (((1,), (1,)), ((), ())), preferred_element_type=jnp.dtype(self.dtype))
+            )
+            contracted = (((1,), (1,)), ((), ()))
+            made = lax.dot_general(left, right, contracted, preferred_element_type=jnp.dtype(self.dtype))
         return made.reshape(shape)
 
     def in_parts(self, parts: Parts, a: Plane, b: Plane) -> jax.Array:
@@ -209,27 +218,23 @@ class Parts(NamedTuple):
                     scattered.append((axis, name))
                     rows[axis] += (name,)
                     left[axis] //= mesh[name]
-        operands = [PartitionSpec(*(found[axis] or None for axis in range(len(found)))) for found in entries]
+        left_cut, right_cut = (PartitionSpec(*(found[axis] or None for axis in sorted(found))) for found in entries)
         result = PartitionSpec(*(names or None for names in rows))
-        return cls(*operands, result, tuple(scattered), tuple(summed))
+        return cls(left_cut, right_cut, result, tuple(scattered), tuple(summed))
 
 
-def product(a: QuantizedArray, b: QuantizedArray, usages: Any, dtype: Any, of_values: OfPlanes) -> jax.Array:
+def product(
+    a: QuantizedArray, b: QuantizedArray, usages: tuple[Usages, Usages], dtype: Any, of_values: OfPlanes
+) -> jax.Array:
     """The product of two tensors, of codes where tensor cores take them, else as `of_values` makes it of their planes.
 
     Args:
       usages: of each, which plane is read, and which axes are contracted.
       dtype: float32 or bfloat16.
     """
-    planes = tuple(q.plane(stored) for q, (stored, _) in zip((a, b), usages, strict=True))
-    sides = [Side.of(q, *usage) for q, usage in zip((a, b), usages, strict=True)]
-    kind, gpu = products.kind_of(a.format, b.format), _gpu_of(planes[0].data)
-    if None in (kind, gpu, *sides) or not products.runs_on(kind, gpu) or not _contracts_alike(sides, planes):
-        return of_values(*planes)
-    what = Product(*sides, jnp.dtype(dtype).name)
-    if not products.fits(_sizes(what, planes)):
-        return of_values(*planes)
-    of_codes = _of_codes(what, planes, of_values)
+    planes = a.plane(usages[0][0]), b.plane(usages[1][0])
+    what = _taken(a, b, usages, dtype)
+    of_codes = None if what is None else _of_codes(what, planes, of_values)
     if of_codes is None:
         return of_values(*planes)
 
@@ -245,15 +250,18 @@ def product(a: QuantizedArray, b: QuantizedArray, usages: Any, dtype: Any, of_va
     return made
 
 
-def _contracts_alike(sides: Any, planes: Any) -> bool:
-    a, b = ([plane.data.shape[axis] for axis in side.contracted] for side, plane in zip(sides, planes, strict=True))
-    return a == b
-
-
-def _sizes(what: Product, planes: Any) -> products.Sizes:
-    (a, b), sides = (plane.data.shape for plane in planes), (what.a, what.b)
-    m, n = (math.prod(shape[axis] for axis in side.rows) for shape, side in zip((a, b), sides, strict=True))
-    return m, n, math.prod(a[axis] for axis in what.a.contracted)
+def _taken(a: QuantizedArray, b: QuantizedArray, usages: tuple[Usages, Usages], dtype: Any) -> Product | None:
+    """The product, if tensor cores take its codes."""
+    kind, gpu = products.kind_of(a.format, b.format), _gpu_of(a.plane(usages[0][0]).data)
+    if kind is None or gpu is None or not products.runs_on(kind, gpu):
+        return None
+    left, right = Side.of(a, *usages[0]), Side.of(b, *usages[1])
+    if left is None or right is None:
+        return None
+    (a_rows, a_depth), (b_rows, b_depth) = left.sizes(a.plane(usages[0][0])), right.sizes(b.plane(usages[1][0]))
+    if a_depth != b_depth or not products.fits((math.prod(a_rows), math.prod(b_rows), math.prod(a_depth))):
+        return None
+    return Product(left, right, jnp.dtype(dtype).name)
 
 
 def _of_codes(what: Product, planes: tuple[Plane, Plane], of_values: OfPlanes) -> OfPlanes | None:
@@ -265,18 +273,18 @@ def _of_codes(what: Product, planes: tuple[Plane, Plane], of_values: OfPlanes) -
     if kinds == {AxisType.Explicit}:
         return functools.partial(_explicit, what, jax.eval_shape(of_values, *planes).sharding)
     if kinds <= {AxisType.Auto}:
-        return functools.partial(_auto, what)
+        return functools.partial(_auto, what, of_values)
     return None
 
 
 def _explicit(what: Product, wanted: Any, a: Plane, b: Plane) -> jax.Array:
-    types = [jax.typeof(plane.data) for plane in (a, b)]
-    mesh = types[0].sharding.mesh
-    shapes, specs = [tuple(t.shape) for t in types], [t.sharding.spec for t in types]
-    parts = Parts.of(what, dict(mesh.shape), tuple(shapes), tuple(specs), wanted.spec)
+    cuts = tuple(jax.typeof(plane.data).sharding for plane in (a, b))
+    mesh, shapes = cuts[0].mesh, (a.data.shape, b.data.shape)
+    parts = Parts.of(what, dict(mesh.shape), shapes, (cuts[0].spec, cuts[1].spec), wanted.spec)
 
     def cut(plane: Plane, spec: PartitionSpec) -> Plane:
-        return jax.tree.map(lambda x: jax.sharding.reshard(x, NamedSharding(mesh, spec)), plane)
+        made: Plane = jax.tree.map(lambda x: jax.sharding.reshard(x, NamedSharding(mesh, spec)), plane)
+        return made
 
     each = jax.shard_map(
         functools.partial(what.in_parts, parts), mesh=mesh, in_specs=(parts.a, parts.b), out_specs=parts.out
@@ -285,9 +293,31 @@ def _explicit(what: Product, wanted: Any, a: Plane, b: Plane) -> jax.Array:
     return made
 
 
-def _auto(what: Product, a: Plane, b: Plane) -> jax.Array:
-    made: jax.Array = _partitioned(what)(a.data, a.scale_inv, b.data, b.scale_inv)
-    return made
+def _auto(what: Product, of_values: OfPlanes, a: Plane, b: Plane) -> jax.Array:
+    def codes(a: Plane, b: Plane) -> jax.Array:
+        return _partitioned(what)(a.data, a.scale_inv, b.data, b.scale_inv)
+
+    both = {"codes": jax.make_jaxpr(codes)(a, b), "values": jax.make_jaxpr(of_values)(a, b)}
+    (made,) = _auto_primitive.bind(*jax.tree.leaves((a, b)), **both)
+    return cast(jax.Array, made)
+
+
+def _lower_auto(ctx: Any, *operands: Any, codes: Any, values: Any) -> Any:
+    devices = getattr(ctx.module_context.axis_context, "num_devices", 1) or 1
+    is_saved = devices > 1 and ctx.module_context.lowering_parameters.for_export
+    return mlir.lower_fun(jaxpr_as_fun(values if is_saved else codes), multiple_results=True)(ctx, *operands)
+
+
+def _run_auto(*operands: Any, codes: Any, values: Any) -> Any:
+    return jax.jit(jaxpr_as_fun(codes))(*operands)
+
+
+# What JAX lowers it to depends on what for.
+_auto_primitive = Primitive("qshard_product")
+_auto_primitive.multiple_results = True
+_auto_primitive.def_impl(_run_auto)
+_auto_primitive.def_abstract_eval(lambda *operands, codes, values: codes.out_avals)
+mlir.register_lowering(_auto_primitive, _lower_auto)
 
 
 @functools.cache

@@ -205,3 +205,26 @@ def test_remat_scan_and_export():
         exported = jax.export.export(jax.jit(jax.grad(loss)), disabled_checks=disabled_checks())(*given)
         again = jax.export.deserialize(exported.serialize()).call(*given)
     np.testing.assert_array_equal(again, got)
+
+
+def test_what_is_saved_for_several_devices_multiplies_values():
+    """`custom_partitioning` asks functions of this process, which no file holds."""
+    mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,))
+    given = [jax.device_put(t, NamedSharding(mesh, spec)) for t, spec in zip(operands(), CUTS["batch"], strict=True)]
+    with jax.set_mesh(mesh):
+        exported = jax.export.export(jax.jit(step), disabled_checks=disabled_checks())(*given)
+        again = jax.jit(jax.export.deserialize(exported.serialize()).call)(*given)
+        got = jax.jit(step)(*given)
+    assert "gemm_block" not in exported.mlir_module()
+    assert_close(again, got)
+
+
+def test_without_a_mesh_of_its_own():
+    """`jit` is told how operands are cut; while tracing, nothing is."""
+    mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,))
+    cuts = [NamedSharding(mesh, spec) for spec in CUTS["batch"]]
+    given = [jax.device_put(t, cut) for t, cut in zip(operands(), cuts, strict=True)]
+    run = jax.jit(step, in_shardings=cuts)
+    want = values_alone(lambda: jax.jit(lambda *a: step(*a))(*given))
+    assert_close(run(*given), want)
+    assert "qshard_gemm_block" in run.lower(*given).compile().as_text()
