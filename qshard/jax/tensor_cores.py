@@ -47,7 +47,7 @@ PLATFORM = "cuda"
 """Where codes are multiplied. Tests have the CPU do it."""
 
 _LIBRARY_OF_OTHERS = 120900
-"""The cuBLASLt that another machine is taken to have, for which a program is compiled. An older one there is an error."""
+"""The cuBLASLt that another machine is taken to have, for which a program is compiled. An older one is an error."""
 _HOPPER = ("H100", "H200", "H800", "H20", "GH200")
 """In names of devices that are not here, of compute capability 9.0."""
 
