@@ -144,6 +144,18 @@ def host_section(tables: Tables) -> str:
     )
 
 
+def gemm_section(rows: Rows) -> str:
+    """A line for each contender, a column for each shape."""
+    shapes = list(dict.fromkeys(row["shape"] for row in rows))
+    by = {(row["operation"], row["shape"]): row for row in rows}
+    lines = []
+    for operation in dict.fromkeys(row["operation"] for row in rows):
+        found = [by.get((operation, shape)) for shape in shapes]
+        lines.append([operation, *(f"{number(row, 'us')} ({number(row, 'TFLOP_per_s')})" for row in found)])
+    text = f"us (TFLOP/s) of M x N x K, with cuBLASLt {number(rows[0], 'cublaslt')}."
+    return f"## GEMMs on one GPU\n\n{origin(rows)} {text}\n\n{table(['', *shapes], lines)}\n"
+
+
 def cpu_lines(rows: Rows) -> dict[tuple[str, str], dict[str, Row]]:
     """Rows of the same operation and shape side by side: those of qshard, torch and jnp."""
     found: dict[tuple[str, str], dict[str, Row]] = {}
@@ -320,6 +332,8 @@ def results(tables: Tables) -> str:
     parts += [gpu_section(name, tables) for name in GPU_SECTIONS if name in tables]
     if "host" in tables:
         parts.append(host_section(tables))
+    if "gpu_gemm" in tables:
+        parts.append(gemm_section(tables["gpu_gemm"]))
     parts += [cpu_section(rows) for name, rows in tables.items() if name.startswith("cpu_kernels")]
     if "numerics" in tables:
         parts.append(numerics_section(tables))

@@ -12,6 +12,12 @@
 #include "kernels/cpu/simd.h"
 #include "xla/ffi/api/c_api.h"
 
+#if defined(QSHARD_WITH_CUDA)
+#include <nanobind/stl/vector.h>
+
+#include "kernels/gemm_library.h"
+#endif
+
 namespace nb = nanobind;
 
 namespace {
@@ -95,6 +101,10 @@ NB_MODULE(_ffi, m) {
   m.attr("build_info") = BuildInfo();
 #if defined(QSHARD_WITH_CUDA)
   m.attr("cuda_built") = true;
+  m.def("set_gemm_library_paths", qshard::kernels::SetGemmLibraryPaths, nb::arg("paths"),
+        "Files of cuBLASLt to try if neither the process nor the loader has it.");
+  m.def("gemm_library_version", qshard::kernels::GemmLibraryVersion,
+        "Of the cuBLASLt that GEMMs run on, which this loads; 0 if there is none.");
 #else
   m.attr("cuda_built") = false;
 #endif

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from qshard import ops as ops
     from qshard import pipeline as pipeline
     from qshard import plain as plain
+    from qshard import products as products
     from qshard import recipes as recipes
     from qshard import reference as reference
     from qshard import torch_bridge as torch_bridge
@@ -38,7 +39,7 @@ __all__ = ["Role", "Usage", "__version__", "build_info", "formats", "num_threads
 # Modules, and the modules of names, that are imported when they are first used.
 _NEEDS = {"jax": "jax", "torch_bridge": "torch"}
 _MODULES = {"adam", "environment", "formats", "layout", "master", "names", "numerics", "ops", "pipeline", "plain"}
-_MODULES |= {"recipes", "reference"}
+_MODULES |= {"products", "recipes", "reference"}
 _HOMES = {"Role": "recipes", "Usage": "formats", "__version__": "environment", "build_info": "environment"}
 
 

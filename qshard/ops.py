@@ -180,8 +180,9 @@ def _bind(
     majors = [{axis[0] for axis in axes} for axes in every]
     places = {axis[0][0]: i for i, axis in enumerate(buffers[0])} if cuttable else {}
     views = tuple(
-        _view(axes, [places.get(axis[0][0], len(places)) for axis in raw])
-        for axes, raw in zip(every, buffers, strict=True)
+        # Only results may lie in another order than that of their pattern.
+        _view(axes, [places.get(axis[0][0], len(places)) if i >= len(shapes) else 0 for axis in raw])
+        for i, (axes, raw) in enumerate(zip(every, buffers, strict=True))
     )
     first = [axis[0] for axis in every[0]] if cuttable else []
     shared = itertools.takewhile(lambda factor: all(factor in others for others in majors), first)

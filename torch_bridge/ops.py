@@ -197,14 +197,15 @@ def planned(
     Raises:
       ValueError, TypeError: it does not fit the row.
     """
-    attributes = dict(keywords)
-    dtype = attributes.pop("dtype", None)
+    given = dict(keywords)
+    dtype = given.pop("dtype", None)
     sizes = [tuple(map(seen_size, shape)) for shape in shapes]
+    attributes = {name: seen_size(v) if isinstance(v, torch.SymInt) else v for name, v in given.items()}
     names = [dtype_name(d) for d in dtypes]
     results, axes, _ = spec.match(sizes, names, attributes, None if dtype is None else dtype_name(dtype))
     made = [shape for shape, _ in results]
-    if any(isinstance(size, torch.SymInt) for shape in shapes for size in shape):
-        made = _symbolic(axes, shapes)
+    if any(isinstance(size, torch.SymInt) for sizes in (*shapes, given.values()) for size in sizes):
+        made = _symbolic(axes, shapes, given)
     kinds = (
         torch.uint8 if operand.dtype != "same" and name in ELEMENTS else getattr(torch, name)
         for operand, (_, name) in zip(spec.outputs, results, strict=False)  # Those of lists are operands.
@@ -219,9 +220,11 @@ def seen_size(size: int | torch.SymInt) -> int:
     return int(size)
 
 
-def _symbolic(axes: Sequence[Any], shapes: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
-    """Shapes of results from those of operands, which may be symbols, and the factors of both (`Row.match`)."""
-    sizes: dict[tuple[str, ...], int] = {}
+def _symbolic(axes: Sequence[Any], shapes: Sequence[Sequence[int]], given: Mapping[str, Any]) -> list[tuple[int, ...]]:
+    """Shapes of results from those of operands and from attributes, which may be symbols, and the factors of all
+    (`Row.match`).
+    """
+    sizes: dict[tuple[str, ...], Any] = {(name,): v for name, v in given.items() if isinstance(v, torch.SymInt)}
     known = itertools.chain.from_iterable(zip(*pair, strict=True) for pair in zip(axes, shapes, strict=False))
     for axis, size in known:
         codes = size if axis[-1][2] == 1 else size * axis[-1][2]
@@ -232,7 +235,7 @@ def _symbolic(axes: Sequence[Any], shapes: Sequence[Sequence[int]]) -> list[tupl
 
     def extent(axis: Sequence[tuple[str, int, int]]) -> int:
         whole = sizes.get(tuple(name for name, *_ in axis))
-        codes = math.prod(sizes.get((name,), size) for name, size, _ in axis) if whole is None else whole
+        codes: int = math.prod(sizes.get((name,), size) for name, size, _ in axis) if whole is None else whole
         return codes if axis[-1][2] == 1 else codes // axis[-1][2]
 
     return [tuple(map(extent, result)) for result in axes[len(shapes) :]]
@@ -248,7 +251,9 @@ def _schema(spec: OpSpec) -> str:
     def default(left_out: Any) -> str:
         return "" if left_out is None else f'="{left_out}"' if isinstance(left_out, str) else f"={left_out}"
 
-    keywords = [f"{kind} {name}{default(left_out)}" for name, (kind, *_, left_out) in spec.attributes.items()]
+    # A size that is worked out of shapes may be a symbol, as they may.
+    kinds = {name: "SymInt" if kind == "int" else kind for name, (kind, *_) in spec.attributes.items()}
+    keywords = [f"{kinds[name]} {name}{default(left_out)}" for name, (*_, left_out) in spec.attributes.items()]
     results = [] if spec.many else spec.outputs
     keywords += ["ScalarType dtype"] * any(operand.dtype == "float" for operand in results)
     made = "Tensor" if len(results) == 1 else f"({', '.join('Tensor' for _ in results)})"

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qshard import pipeline
+from qshard import pipeline, products
 from qshard.formats import Format, Usage
 from qshard.layout import PlaneLayout, matrix_shape, plane
 from qshard.pipeline import Draws, Plane, Reduce
@@ -89,6 +89,16 @@ def transposed(parts: Plane, fmt: Format) -> Plane:
     return parts._replace(data=data, scale_inv=scale_inv)
 
 
+def multiplied(
+    a: Plane, a_format: Format, b: Plane, b_format: Format, dtype: torch.dtype, fast: bool, workspace: int
+) -> Tensor:
+    """`a @ b.T` of two planes that tensor cores take as codes: `products.multiply`."""
+    tensors = tuple(part for parts in (a, b) for part in parts if part is not None)
+    (product,) = _multiply(tensors, a_format, b_format, dtype, fast, workspace)
+    result: Tensor = product
+    return result
+
+
 def _parts(
     ops: Any, x: Any, fmt: Format, usage: Usage, draws: Draws | None = None, reduce_max: Reduce | None = None
 ) -> Parts:
@@ -132,6 +142,13 @@ def _dequantize(ops: Any, *args: Any) -> Parts:
 @Steps
 def _transpose(ops: Any, data: Any, scale_inv: Any, fmt: Format) -> Parts:
     return pipeline.transposed(ops, Plane(data, scale_inv), fmt)[:2]
+
+
+@Steps
+def _multiply(ops: Any, *args: Any) -> Parts:
+    *parts, a_format, b_format, dtype, fast, workspace = args
+    a, b = Plane(*parts[: len(parts) // 2]), Plane(*parts[len(parts) // 2 :])
+    return (products.multiply(ops, a, a_format, b, b_format, dtype=dtype, fast=fast, workspace=workspace),)
 
 
 def _flat(planes: Mapping[Usage, Plane]) -> Parts:

@@ -12,10 +12,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from qshard import pipeline
 from qshard.formats import Format, Usage
-from qshard.jax import steps
+from qshard.jax import steps, tensor_cores
 from qshard.jax.array import QuantizedArray, plane_values
 from qshard.jax.cuts import Spec, folded, shaped, spec_of
 from qshard.layout import Shape, is_transposed, multiplies_codes, source
+from qshard.pipeline import Plane
 
 
 def stored_for(fmt: Format, other: Format, contracted: Usage) -> Usage:
@@ -42,8 +43,9 @@ def gemm(
     fragile: with bfloat16 operands jax 0.11 on an H200 did not, and took 1.3 ms in place of 0.8 (8192 x 4096 x 14336,
     bf16 result).
 
-    Of blocks, a bfloat16 GEMM of dequantized values: XLA has no GEMM for Hopper that takes their scales. FP8 codes with
-    power-of-two scales are bfloat16 numbers; others are rounded once more.
+    Of blocks, qshard's own GEMM of codes where the hardware has one (`tensor_cores.py`): XLA has none for Hopper that
+    takes their scales. Elsewhere a bfloat16 GEMM of dequantized values. FP8 codes with power-of-two scales are bfloat16
+    numbers; others are rounded once more.
 
     Args:
       a_contracted, b_contracted: which axes of each are contracted: the last (`ROWWISE`), or all others, none of which
@@ -59,14 +61,19 @@ def gemm(
     # A float16 result could overflow before the scales.
     narrow = jnp.bfloat16 if jnp.dtype(dtype) == jnp.bfloat16 else jnp.float32
     if not multiplies_codes(a.format, b.format):
-        (x, x_axes), (y, y_axes) = _values(a, a_stored, a_contracted), _values(b, b_stored, b_contracted)
-        if len(x_axes) != len(y_axes):
-            x, x_axes = _as_matrix(x, x_axes)
-            y, y_axes = _as_matrix(y, y_axes)
-        product = lax.dot_general(
-            x, y, ((x_axes, y_axes), ((), ())), preferred_element_type=narrow, out_sharding=out_sharding
-        )
-        return product.astype(dtype), None
+
+        def of_values(a_plane: Plane, b_plane: Plane) -> jax.Array:
+            x, x_axes = _values(a.with_planes({a_stored: a_plane}), a_stored, a_contracted)
+            y, y_axes = _values(b.with_planes({b_stored: b_plane}), b_stored, b_contracted)
+            if len(x_axes) != len(y_axes):
+                x, x_axes = _as_matrix(x, x_axes)
+                y, y_axes = _as_matrix(y, y_axes)
+            return lax.dot_general(
+                x, y, ((x_axes, y_axes), ((), ())), preferred_element_type=narrow, out_sharding=out_sharding
+            )
+
+        usages = (a_stored, a_contracted), (b_stored, b_contracted)
+        return tensor_cores.product(a, b, usages, narrow, of_values).astype(dtype), None
     a_plane, b_plane = a.plane(a_stored), b.plane(b_stored)
     product = lax.dot_general(
         a_plane.data,

@@ -97,8 +97,8 @@ register_handlers("CUDA", _ffi.handlers("cuda"))
 class Op:
     """An op of the table as a function of arrays.
 
-    Options are all static: the op's attributes; `dtype`, where the op gives any float; and `split`, which is found from
-    the shapes.
+    Options are all static: the op's attributes; `dtype`, where the op gives any float; `split`, which is found from
+    the shapes; and `cuttable`, whether XLA may cut operands, which is found from the mesh.
 
     The primitive takes and gives arrays in the logical order of their factors (`qshard.ops.Binding`), in which those
     that XLA may cut lead, with layouts that keep the memory in the order of the op's patterns. So XLA for GPUs makes
@@ -135,7 +135,7 @@ class Op:
           NotImplementedError: qshard was built without kernels for the device.
         """
         arrays = [jnp.asarray(operand) for operand in operands]
-        options["cuttable"] = may_be_cut(arrays[0])
+        options.setdefault("cuttable", may_be_cut(arrays[0]))
         if not self._elementwise or not 0 < arrays[0].ndim == self._bound(arrays, options).lead:
             return self._patterned(arrays, options)
         # XLA does not cut the last axis of an op that it could cut along every axis, so there is one of size 1.

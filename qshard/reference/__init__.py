@@ -5,6 +5,7 @@ quiet one (fp32 0x7FC00000), so that results may be compared as bytes.
 """
 
 from qshard.reference.elements import decode, encode, encode_stochastic, pack, unpack
+from qshard.reference.gemm import gemm
 from qshard.reference.hadamard import hadamard_transform
 from qshard.reference.philox import philox4x32, random_bytes
 from qshard.reference.scales import (
@@ -38,6 +39,7 @@ __all__ = [
     "e8m0_from_amax",
     "encode",
     "encode_stochastic",
+    "gemm",
     "hadamard_transform",
     "nvfp4_global_scale",
     "pack",

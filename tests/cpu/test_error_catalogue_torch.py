@@ -43,7 +43,14 @@ def twice():
     return kept, qt.ZeroOptimizer(model, shard_weights=True)
 
 
+def codes(*shape):
+    return torch.zeros(shape, dtype=torch.uint8)
+
+
+ELEMENTS = {"a_element": "float8_e4m3fn", "b_element": "float8_e4m3fn", "workspace": 0, "dtype": torch.float32}
+BLOCKS = {**ELEMENTS, "a_rows": 1, "b_rows": 128, "cols": 128, "scale_dtype": "float32"}
 NAMES = {
+    **{"codes": codes, "PRODUCT": {**ELEMENTS, "fast": True}, "BLOCKS": BLOCKS},
     **{"X": X.numpy(), "W": X.numpy(), "STOCHASTIC": "NVFP4[rounding=stochastic]", "tensor": torch.from_numpy},
     **{"np": np, "torch": torch, "nn": nn, "qt": qt, "formats": formats, "recipes": recipes, "Usage": Usage},
     **{"Recipe": Recipe, "layers": layers, "tied": tied, "sparse_gradient": sparse_gradient},

@@ -166,7 +166,8 @@ class Draw:
         row = self.row
         shapes, dtypes = [], []
         for operand in row.inputs:
-            per_byte = 2 if operand.dtype == "packed" else 1
+            named = self.attributes.get("element" if operand.dtype == "code" else operand.dtype, "")
+            per_byte = 2 if operand.dtype == "packed" else ELEMENTS[named].codes_per_byte if named in ELEMENTS else 1
             shapes.append(self.shape(operand, per_byte))
             dtypes.append(self.dtype(operand, dtypes[0] if dtypes else "float32"))
         given = {k: v for k, v in self.attributes.items() if k != "split"}

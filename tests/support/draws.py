@@ -35,7 +35,17 @@ BLOCKS = [
     *((1, 2), (2, 1), (6, 10), (130, 256), (3, 5), (1, 1), (1, 1000), (300, 2), (7, 130), (300, 300)),
 ]
 WEIGHTS = [(0, 16), (3, 8), (1, 1), (16, 32), (40, 130), (33, 65), (130, 9), (9, 2002)]
-NUMBERS = {"margin": (-3, 0, 1, 5), "row_step": (0, 1, 96, 5000), "col_step": (0, 1, 5, 2**33)}
+NUMBERS = {
+    "margin": (-3, 0, 1, 5),
+    "row_step": (0, 1, 96, 5000),
+    "col_step": (0, 1, 5, 2**33),
+    "a_rows": (1, 1, 2, 128),
+    "b_rows": (1, 3, 32, 128),
+    "cols": (1, 7, 16, 32, 128, 1000),
+    "workspace": (0,),
+}
+IN_ANY_ORDER = ("gemm", "gemm_block", "gemm_nvfp4")
+"""Ops whose sums have the order of the hardware: exact bits are those of the CPU."""
 MOST = 2**16
 """Elements of an operand, as the reference is slow."""
 
@@ -65,11 +75,18 @@ class Call:
         return self.spec.results([s for s, _ in single], [d for _, d in single], given, self.options.get("dtype"))
 
 
-def codes_per_byte(operand: Operand, element: str | None) -> int:
-    """How many codes share a byte, if the operand holds codes of `element`; else 1."""
+def element_of(operand: Operand, options: dict[str, Any]) -> str | None:
+    """The element of an operand that holds codes of one that an attribute names."""
+    name = "element" if operand.dtype == "code" else operand.dtype
+    return options[name] if name.endswith("element") and name in options else None
+
+
+def codes_per_byte(operand: Operand, options: dict[str, Any]) -> int:
+    """How many codes share a byte, if the operand holds codes; else 1."""
     if operand.dtype == "packed":
         return 2
-    return ELEMENTS[element].codes_per_byte if operand.dtype == "code" and element is not None else 1
+    element = element_of(operand, options)
+    return 1 if element is None else ELEMENTS[element].codes_per_byte
 
 
 def legal(options: dict[str, Any], row: Any) -> bool:
@@ -134,13 +151,12 @@ class _Draw:
                 blocks = [*blocks, (0, 0), (0, 0)]
             blocks = [b for b in blocks if legal({**options, "block_rows": b[0], "block_cols": b[1]}, spec)]
             options |= dict(zip(("block_rows", "block_cols"), rng.choice(blocks), strict=True))
-        options |= {name: rng.choice(NUMBERS[name]) for name in NUMBERS if name in types}
+        options |= {name: rng.choice(NUMBERS[name]) for name in NUMBERS if name in types and name not in options}
         options |= {name: rng.choice([0, 1, 1, 2]) for name in ("batch", "lead", "outer") if name in types}
         self.options = options
-        self.element = options.get("element") if "element" in types else None
         self.sizes: dict[str, Any] = {}
         self.majors: list[int] | None = None
-        packed = any(codes_per_byte(o, self.element) > 1 for o in (*spec.inputs, *spec.outputs))
+        packed = any(codes_per_byte(o, options) > 1 for o in (*spec.inputs, *spec.outputs))
         self.even = 2 if packed else 1
 
     def call(self) -> Call | None:
@@ -176,7 +192,7 @@ class _Draw:
             self.majors = []
             for term in operand.terms:
                 self.majors += self.sizes[term] if isinstance(term, str) else [self.sizes.get(term[0], 1)]
-        per_byte = codes_per_byte(operand, self.element)
+        per_byte = codes_per_byte(operand, self.options)
         if per_byte > 1 and shape:
             shape[-1] = -(-shape[-1] // per_byte)
         return tuple(shape)
@@ -317,10 +333,11 @@ def _values(call: Call, operand: Operand, shape: Shape, dtype: str, rng: np.rand
     if name == "step":
         return rng.integers(1, 5000, shape).astype(np.float32)
     if dtype == "uint8":
-        bits = ELEMENTS[call.options["element"]].bits if operand.dtype == "code" or name == "codes" else 8
+        element = call.options["element"] if name == "codes" else element_of(operand, call.options)
+        bits = 8 if element is None else ELEMENTS[element].bits
         if name == "data" and call.options.get("pieces"):
             return np.zeros(shape, np.uint8)
-        return rng.integers(0, 2 ** (8 if bits == 4 and operand.dtype == "code" else bits), shape, np.uint8)
+        return rng.integers(0, 2 ** (8 if bits == 4 and name != "codes" else bits), shape, np.uint8)
     if call.spec.name == "hadamard" and rng.integers(2):
         return _far_apart(shape, rng).astype(dtype)
     kinds = [KINDS, TAME, ("normal", "ties", "wide"), ("normal", "max"), None][int(rng.integers(5))]

@@ -164,7 +164,9 @@ def describe(compiled):
     text = compiled.as_text()
     return {
         "collectives": collectives(compiled),
-        "gemms": re.findall(r'= \(?(\w+\[[\d,]*\])[^=]*?custom-call\(.*custom_call_target="__cublas', text),
+        "gemms": re.findall(
+            r'= \(?(\w+\[[\d,]*\])[^=]*?custom-call\(.*custom_call_target="(?:__cublas|qshard_gemm)', text
+        ),
         "calls": re.findall(r'custom_call_target="([^"]+)"', text),
         # Of matrices: the zeros that are the gradient of a history, one of 16 numbers, are copied for each result.
         "ops": sorted(set(re.findall(r"\d,\d+\]\S* (dot|transpose|copy|convolution)\(", text))),

@@ -243,6 +243,36 @@ def scale_four_over_six(x, amax, global_amax, *, block_rows, block_cols, error, 
     return scale.reshape(grid), scale_inv.reshape(grid)
 
 
+# --- products ---
+
+
+def gemm(a, a_scale_inv, b, b_scale_inv, *, a_element, b_element, fast, workspace, dtype):
+    values = reference.decode(a, ELEMENTS[a_element]), reference.decode(b, ELEMENTS[b_element])
+    return _product(*values, dtype, workspace, scales=(a_scale_inv, b_scale_inv))
+
+
+def gemm_block(a, a_scale_inv, b, b_scale_inv, *, a_element, b_element, scale_dtype, dtype, workspace, **rows):
+    values = [reference.decode(codes_of(x, e), ELEMENTS[e]) for x, e in ((a, a_element), (b, b_element))]
+    blocks = [s if scale_dtype == "float32" else reference.decode(s, E8M0) for s in (a_scale_inv, b_scale_inv)]
+    return _product(*values, dtype, workspace, blocks=blocks, **rows)
+
+
+def gemm_nvfp4(
+    a, a_scale_inv, a_global_scale_inv, b, b_scale_inv, b_global_scale_inv, *, workspace, dtype, cols=16, **rows
+):
+    values = [reference.decode(reference.unpack(x), E2M1) for x in (a, b)]
+    blocks = [reference.decode(scale, E4M3) for scale in (a_scale_inv, b_scale_inv)]
+    scales = a_global_scale_inv, b_global_scale_inv
+    return _product(*values, dtype, workspace, blocks=blocks, scales=scales, cols=cols, **rows)
+
+
+def _product(a, b, dtype, workspace, *, blocks=None, a_rows=1, b_rows=1, cols=None, scales=(ONE, ONE)):
+    if blocks is not None:
+        each = zip(blocks, (a_rows, b_rows), (a, b), strict=True)
+        blocks = [np.repeat(scale, rows, axis=0)[: len(x)] for scale, rows, x in each]
+    return rounded(reference.gemm(a, b, blocks, cols, scales), dtype), np.zeros(workspace, np.uint8)
+
+
 # --- one read of x ---
 
 

@@ -1,0 +1,134 @@
+// GEMMs on the CPU: what others are held against, not what trains. A task takes a tile of the
+// result. It widens codes to fp32 once for each tile, those of b with rows next to each other, so
+// that the inner loop adds to a row of sums and each of them keeps its order.
+#include "kernels/gemm.h"
+
+#include <algorithm>
+#include <array>
+#include <memory>
+
+#include "core/round.h"
+#include "kernels/cpu/parallel_for.h"
+
+namespace qshard::kernels {
+namespace {
+
+constexpr int64_t kTileRows = 64, kTileCols = 32, kDepth = 128;
+
+using Values = std::array<float, 256>;
+
+template <class F>
+Values ValuesOf() {
+  Values values;
+  for (int i = 0; i < 256; ++i)
+    values[i] = Decode<F>(static_cast<uint8_t>(i & ((1 << F::kBits) - 1)));
+  return values;
+}
+
+struct ElementTraits {
+  Values values;
+  int64_t per_byte;
+};
+
+const ElementTraits& TraitsOf(ElementId id) {
+#define QSHARD_TRAITS(Nothing, F) {ValuesOf<F>(), kCodesPerByte<F>},
+  static const ElementTraits traits[] = {QSHARD_FOR_EACH_ELEMENT(QSHARD_TRAITS, )};
+#undef QSHARD_TRAITS
+  return traits[static_cast<int>(id)];
+}
+
+// One operand, for reading.
+class Codes {
+ public:
+  Codes(const GemmOperand& operand, int64_t k)
+      : operand_(operand), traits_(TraitsOf(operand.element)), k_(k) {}
+
+  float Value(int64_t row, int64_t col) const {
+    const int64_t i = row * k_ + col;
+    if (traits_.per_byte == 1) return traits_.values[operand_.codes[i]];
+    return traits_.values[operand_.codes[i / 2] >> i % 2 * 4 & 0xF];
+  }
+
+  float Scale(ScaleId kind, int64_t row, int64_t block, int64_t blocks) const {
+    const int64_t i = row / operand_.block_rows * blocks + block;
+    const auto byte = [&] { return static_cast<const uint8_t*>(operand_.scale_inv)[i]; };
+    switch (kind) {
+      case ScaleId::kFloat:
+        return static_cast<const float*>(operand_.scale_inv)[i];
+      case ScaleId::kE8M0:
+        return Decode<E8M0>(byte());
+      case ScaleId::kE4M3:
+        return Decode<E4M3>(byte());
+      case ScaleId::kNone:
+        break;
+    }
+    return 1.0f;
+  }
+
+  float TensorScale() const {
+    return operand_.tensor_scale_inv == nullptr ? 1.0f : *operand_.tensor_scale_inv;
+  }
+
+ private:
+  const GemmOperand& operand_;
+  const ElementTraits& traits_;
+  const int64_t k_;
+};
+
+// What a task works in.
+struct Tile {
+  float a[kTileRows][kDepth], b[kDepth][kTileCols];
+  float block[kTileRows][kTileCols], sum[kTileRows][kTileCols];
+};
+
+}  // namespace
+
+template <class Out>
+Status Gemm(const Exec<Cpu>& exec, const GemmProblem& gemm, const Workspace&, Out* out) {
+  const Codes a(gemm.a, gemm.k), b(gemm.b, gemm.k);
+  const int64_t rows = gemm.a.rows, cols = gemm.b.rows, k = gemm.k;
+  const int64_t length = gemm.scales == ScaleId::kNone ? std::max<int64_t>(k, 1) : gemm.cols;
+  const int64_t blocks = k / length + (k % length != 0);
+  const int64_t down = (rows + kTileRows - 1) / kTileRows;
+  const int64_t across = (cols + kTileCols - 1) / kTileCols;
+  ParallelFor(exec, down * across, [&](int64_t task) {
+    const auto tile = std::make_unique<Tile>();  // With zeros.
+    const int64_t top = task / across * kTileRows, left = task % across * kTileCols;
+    const int64_t height = std::min(kTileRows, rows - top);
+    const int64_t width = std::min(kTileCols, cols - left);
+    for (int64_t block = 0; block < blocks; ++block) {
+      const int64_t begin = block * length, end = length < k - begin ? begin + length : k;
+      for (int64_t from = begin; from < end; from += kDepth) {
+        const int64_t depth = std::min(kDepth, end - from);
+        for (int64_t i = 0; i < height; ++i)
+          for (int64_t d = 0; d < depth; ++d) tile->a[i][d] = a.Value(top + i, from + d);
+        for (int64_t j = 0; j < width; ++j)
+          for (int64_t d = 0; d < depth; ++d) tile->b[d][j] = b.Value(left + j, from + d);
+        for (int64_t i = 0; i < height; ++i) {
+          float* sums = tile->block[i];
+          for (int64_t d = 0; d < depth; ++d) {
+            const float value = tile->a[i][d];
+            for (int64_t j = 0; j < kTileCols; ++j) sums[j] += value * tile->b[d][j];
+          }
+        }
+      }
+      for (int64_t i = 0; i < height; ++i) {
+        const float a_scale = a.Scale(gemm.scales, top + i, block, blocks);
+        for (int64_t j = 0; j < width; ++j) {
+          const float b_scale = b.Scale(gemm.scales, left + j, block, blocks);
+          tile->sum[i][j] += tile->block[i][j] * a_scale * b_scale;
+          tile->block[i][j] = 0;
+        }
+      }
+    }
+    const float a_scale = a.TensorScale(), b_scale = b.TensorScale();
+    for (int64_t i = 0; i < height; ++i)
+      for (int64_t j = 0; j < width; ++j)
+        out[(top + i) * cols + left + j] = Narrow<Out>(tile->sum[i][j] * a_scale * b_scale);
+  });
+  return {};
+}
+
+QSHARD_FOR_EACH_INPUT(QSHARD_INSTANTIATE_FOR, Cpu, Gemm)
+
+}  // namespace qshard::kernels

@@ -1,0 +1,48 @@
+// What a GEMM of a shape comes down to: descriptors and an algorithm, chosen once.
+#ifndef QSHARD_KERNELS_CUDA_GEMM_PLANS_H_
+#define QSHARD_KERNELS_CUDA_GEMM_PLANS_H_
+
+#include <array>
+#include <memory>
+#include <mutex>
+
+#include "kernels/cuda/cublaslt.h"
+#include "kernels/gemm.h"
+
+namespace qshard::kernels {
+
+// All that an algorithm may depend on.
+struct GemmKey {
+  int device;
+  int64_t m, n, k;
+  cublaslt::Type a, b, out;
+  cublaslt::ScaleMode a_mode, b_mode;
+  bool fast, device_alpha;
+  int64_t alignment;        // in bytes, of codes and result
+  int64_t workspace_bytes;  // that are left to the library
+
+  std::array<int64_t, 13> Values() const {
+    return {device,         m, n, k, a, b, out, a_mode, b_mode, fast, device_alpha, alignment,
+            workspace_bytes};
+  }
+};
+
+struct GemmPlan {
+  GemmPlan() = default;
+  GemmPlan(const GemmPlan&) = delete;
+  ~GemmPlan();
+
+  const char* error = nullptr;  // why there is none; static storage
+  cublaslt::Handle handle = nullptr;
+  cublaslt::Desc desc = nullptr;
+  cublaslt::Layout a = nullptr, b = nullptr, out = nullptr;
+  cublaslt::Algorithm algorithm{};
+  std::mutex mutex;  // of `desc`, which calls write pointers to
+};
+
+// The plan of a key, for as long as it is held. Plans are kept, some thousand of them.
+std::shared_ptr<GemmPlan> PlanOf(const GemmKey& key);
+
+}  // namespace qshard::kernels
+
+#endif  // QSHARD_KERNELS_CUDA_GEMM_PLANS_H_

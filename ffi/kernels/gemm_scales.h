@@ -1,0 +1,45 @@
+// How block-scaled GEMMs read scales on a GPU, and the memory that takes.
+#ifndef QSHARD_KERNELS_GEMM_SCALES_H_
+#define QSHARD_KERNELS_GEMM_SCALES_H_
+
+#include "kernels/gemm.h"
+
+namespace qshard::kernels {
+
+// What every size of a GEMM is a multiple of, and the alignment in bytes of its operands. Source:
+// cuBLAS documentation, "8-bit and 4-bit floating point data types usage".
+constexpr int64_t kGemmUnit = 16;
+
+// Scales are in tiles of so many rows and columns; fp32 scales of squares in rows of whole tiles.
+constexpr int64_t kScaleTileRows = 128, kScaleTileCols = 4;
+
+// Of what each begins at in a workspace.
+constexpr int64_t kScaleAlignment = 256;
+
+constexpr int64_t RoundedUp(int64_t size, int64_t unit) { return (size + unit - 1) / unit * unit; }
+
+// Blocks along k.
+inline int64_t GridCols(const GemmProblem& gemm) { return (gemm.k + gemm.cols - 1) / gemm.cols; }
+
+// Bytes of the scales of an operand as GEMMs read them: fp32 ones of vectors as they are, though by
+// columns; of squares, in rows of whole tiles; of one byte, in whole tiles with a scale for every
+// row.
+inline int64_t ScaleBytes(const GemmProblem& gemm, const GemmOperand& operand) {
+  const int64_t cols = RoundedUp(GridCols(gemm), kScaleTileCols);
+  const int64_t bytes =
+      gemm.scales != ScaleId::kFloat ? RoundedUp(operand.rows, kScaleTileRows) * cols
+      : operand.block_rows == 1 ? operand.rows * GridCols(gemm) * int64_t{sizeof(float)}
+                                : (operand.rows + operand.block_rows - 1) / operand.block_rows *
+                                      cols * int64_t{sizeof(float)};
+  return RoundedUp(bytes, kScaleAlignment);
+}
+
+// Of both, and of two numbers that NVFP4 needs beside them.
+inline int64_t ScaleBytes(const GemmProblem& gemm) {
+  if (gemm.scales == ScaleId::kNone) return 0;
+  return ScaleBytes(gemm, gemm.a) + ScaleBytes(gemm, gemm.b) + kScaleAlignment;
+}
+
+}  // namespace qshard::kernels
+
+#endif  // QSHARD_KERNELS_GEMM_SCALES_H_

@@ -1,0 +1,110 @@
+// Products of quantized matrices, both with the contracted axis last.
+#include "kernels/gemm.h"
+
+#include <type_traits>
+
+#include "core/handler.h"
+#include "kernels/gemm_scales.h"
+
+namespace qshard {
+namespace {
+
+using kernels::ElementId;
+using kernels::GemmOperand;
+using kernels::GemmProblem;
+using kernels::ScaleId;
+
+// That an attribute names.
+template <class Platform>
+ElementId ElementOf(const Call<Platform>& call, std::string_view attribute) {
+#define QSHARD_NAME_AND_ID(Nothing, F) std::make_pair(std::string_view(F::kName), ElementId::k##F),
+  constexpr std::pair<std::string_view, ElementId> kIds[] = {
+      QSHARD_FOR_EACH_ELEMENT(QSHARD_NAME_AND_ID, )};
+#undef QSHARD_NAME_AND_ID
+  for (const auto& [name, id] : kIds)
+    if (name == call.text(attribute)) return id;
+  return ElementId::kE4M3;  // The row lets no other name through.
+}
+
+// What tensor cores need, where there are some. Front ends ask before they call
+// (qshard/products.py); this is for who has not.
+Error CheckForCuda(const char* op, const GemmProblem& gemm, const Buffer& workspace,
+                   const Buffer& out) {
+  const int64_t m = gemm.a.rows, n = gemm.b.rows, k = gemm.k;
+  QSHARD_REQUIRE(m % kernels::kGemmUnit == 0 && n % kernels::kGemmUnit == 0 &&
+                     k % kernels::kGemmUnit == 0 && k > 0,
+                 op, ": a product of (", m, ", ", k, ") and (", n, ", ", k,
+                 ") has sizes that are not positive multiples of ", kernels::kGemmUnit,
+                 ", as tensor cores take them; pad the matrices, or multiply dequantized values");
+  for (const void* data :
+       {static_cast<const void*>(gemm.a.codes), static_cast<const void*>(gemm.b.codes),
+        static_cast<const void*>(out.data)})
+    QSHARD_REQUIRE(reinterpret_cast<uintptr_t>(data) % kernels::kGemmUnit == 0, op,
+                   ": codes or result are not aligned to ", kernels::kGemmUnit,
+                   " bytes, as tensor cores take them; copy them");
+  const int64_t needed = kernels::ScaleBytes(gemm);
+  QSHARD_REQUIRE(Elements(workspace) >= needed, op, ": workspace (", Elements(workspace),
+                 " bytes) is less than the ", needed,
+                 " that scales take; give what "
+                 "qshard.products.workspace_size says");
+  return {};
+}
+
+template <class Platform>
+Error Run(const Call<Platform>& call, GemmProblem gemm, const Buffer& a, const Buffer& b) {
+  const Buffer &out = call.ret(0), &workspace = call.ret(1);
+  if (Elements(out) == 0) return {};
+  gemm.a.codes = Data<uint8_t>(a);
+  gemm.b.codes = Data<uint8_t>(b);
+  gemm.a.rows = a.dims[0];
+  gemm.b.rows = b.dims[0];
+  gemm.k = call.binding.Length(1);
+  if constexpr (std::is_same_v<Platform, Cuda>)
+    QSHARD_RETURN_IF_ERROR(CheckForCuda(call.op(), gemm, workspace, out));
+  return DispatchFloat(out, [&](auto type) {
+    return call(kernels::Gemm(call.exec, gemm, {Mutable<uint8_t>(workspace), Elements(workspace)},
+                              Mutable<decltype(type)>(out)));
+  });
+}
+
+}  // namespace
+
+// out = (a @ b.T) * a_scale_inv * b_scale_inv, of codes with one scale each.
+QSHARD_DEFINE_OP(gemm) {
+  GemmProblem gemm{};
+  gemm.a = {{}, ElementOf(call, "a_element"), 0, nullptr, 1, Data<float>(call.arg(1))};
+  gemm.b = {{}, ElementOf(call, "b_element"), 0, nullptr, 1, Data<float>(call.arg(3))};
+  gemm.fast = call.flag("fast");
+  return Run(call, gemm, call.arg(0), call.arg(2));
+}
+
+// out = a @ b.T, of codes in blocks of a_rows x cols and b_rows x cols, with fp32 or E8M0 scales.
+QSHARD_DEFINE_OP(gemm_block) {
+  GemmProblem gemm{};
+  gemm.a = {{}, ElementOf(call, "a_element"), 0, call.arg(1).data, call.integer("a_rows"), nullptr};
+  gemm.b = {{}, ElementOf(call, "b_element"), 0, call.arg(3).data, call.integer("b_rows"), nullptr};
+  gemm.scales = call.text("scale_dtype") == E8M0::kName ? ScaleId::kE8M0 : ScaleId::kFloat;
+  gemm.cols = call.integer("cols");
+  return Run(call, gemm, call.arg(0), call.arg(2));
+}
+
+// out = (a @ b.T) * a_global_scale_inv * b_global_scale_inv, of E2M1 in blocks of 16, or 16 x 16,
+// with E4M3 scales.
+QSHARD_DEFINE_OP(gemm_nvfp4) {
+  GemmProblem gemm{};
+  const auto operand = [&](int first, const char* rows) {
+    return GemmOperand{{},
+                       ElementId::kE2M1,
+                       0,
+                       call.arg(first + 1).data,
+                       call.integer(rows),
+                       Data<float>(call.arg(first + 2))};
+  };
+  gemm.a = operand(0, "a_rows");
+  gemm.b = operand(3, "b_rows");
+  gemm.scales = ScaleId::kE4M3;
+  gemm.cols = kNvfp4Block;
+  return Run(call, gemm, call.arg(0), call.arg(3));
+}
+
+}  // namespace qshard
