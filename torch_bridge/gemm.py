@@ -57,10 +57,8 @@ def matmul(a: Operand, b: Operand, dtype: torch.dtype, *, fast: bool = False) ->
     del a
     y = b.values(x.dtype).t()
     del b
-    autocasts = torch.is_autocast_enabled(device)
-    with (
-        torch.autocast(device, enabled=False) if autocasts else nullcontext()
-    ):  # It would round the operands once more.
+    # Autocast would round the operands once more.
+    with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
         if not exact and dtype == torch.float32 and x.numel() and y.numel():
             return torch.mm(x, y, out_dtype=dtype)
         product = torch.mm(x, y)
@@ -74,11 +72,18 @@ def _sizes(a: Operand, b: Operand) -> Sizes:
 
 
 def _runs_on_tensor_cores(a: Operand, b: Operand, sizes: Sizes) -> bool:
-    device, kind = a.parts.data.device, products.kind_of(a.format, b.format)
-    if device.type != "cuda" or kind is None or not products.fits(sizes):
+    device = a.parts.data.device
+    kind = _kind_of(a.format, b.format) if device.type == "cuda" else None
+    if kind is None or not products.fits(sizes):
         return False
     in_order = all(products.contracts_last(each.format, each.usage) for each in (a, b))
     return in_order and _runs_on(kind, device.index)
+
+
+@torch.compiler.assume_constant_result
+def _kind_of(a: Format, b: Format) -> Kind | None:
+    """Not traced: floats of elements may be symbols."""
+    return products.kind_of(a, b)
 
 
 @torch.compiler.assume_constant_result
