@@ -30,7 +30,11 @@ def blocks(x: list[torch.Tensor]) -> Contenders:
     found: Contenders = {}
     amax = torch.full((), 5.0, device="cuda")
     whole_scale = ops.global_scale_nvfp4(amax, scale_max=NVFP4.scaling.scale_max)
-    known = {"amax_tensor": lambda *_, **__: amax, "global_scale_nvfp4": lambda *_, **__: whole_scale}
+    known = {
+        "amax_tensor": lambda *_, **__: amax,
+        "amax_hadamard": lambda *_, **__: (amax, amax),
+        "global_scale_nvfp4": lambda *_, **__: whole_scale,
+    }
     given = SimpleNamespace(**{**vars(ops), **known})
     for name, fmt, usage, count in cases():
         found[f"{name} qshard"] = (
@@ -56,13 +60,28 @@ def blocks(x: list[torch.Tensor]) -> Contenders:
                 lambda i, parts=parts, fmt=fmt: pipeline.transposed(ops, parts[i], fmt),
             )
     pair = torch.tensor([1, 0], dtype=torch.int32, device="cuda")
-    random = NVFP4.with_options(rounding="stochastic")
     draws = pipeline.Draws(pair, torch.zeros_like(pair))
     found["hadamard qshard"] = (4, lambda i: ops.hadamard(x[i], block_rows=16, block_cols=1))
-    found["quantize NVFP4 rowwise, stochastic, qshard"] = (
-        2 + 2 + 2 + 0.5 + 1 / 16,  # three reads: amaxes of the whole and of blocks, codes
-        lambda i: pipeline.quantize(ops, x[i], random, Usage.ROWWISE, draws=draws),
+    found["amax_hadamard qshard"] = (
+        2,
+        lambda i: ops.amax_hadamard(x[i], block_rows=x[i].shape[0], block_cols=x[i].shape[1]),
     )
+    # What the recipe NVFP4 makes of activations, and of gradients.
+    for what, options in {
+        "rotated": {"hadamard": True},
+        "stochastic": {"rounding": "stochastic"},
+        "rotated, stochastic": {"hadamard": True, "rounding": "stochastic"},
+    }.items():
+        fmt = NVFP4.with_options(**options)
+        for usage, each in USAGES.items():
+            if what == "rotated" and usage == "rowwise":
+                continue
+            count = 2 + len(each.planes) * (0.5 + 1 / 16)
+            for given_name, of, more in (("", ops, 2), (", amax given", given, 0)):
+                found[f"quantize NVFP4 {usage}, {what}{given_name}, qshard"] = (
+                    count + more,
+                    lambda i, of=of, fmt=fmt, each=each: pipeline.quantize(of, x[i], fmt, each, draws=draws),
+                )
     return found
 
 

@@ -103,27 +103,20 @@ def quantize(
             return _of_one_scale([ops.cast_tensor(x, made.scale, element=fmt.element.name)], usage, made.scale_inv)
         both = ops.cast_transpose(x, made.scale, element=fmt.element.name, **_outer(x))
         return _of_one_scale(both, usage, made.scale_inv)
-    if fmt.hadamard and usage is Usage.BOTH:  # Planes of different numbers.
-        rows = quantize(ops, x, fmt, Usage.ROWWISE, reduce_max=reduce_max, draws=draws)
-        return rows | quantize(ops, x, fmt, Usage.COLUMNWISE, reduce_max=reduce_max, draws=draws)
-    if fmt.hadamard and usage is Usage.COLUMNWISE:
-        x = rotated(ops, x, fmt)
-    whole = global_amax(ops, x, fmt, reduce_max)
-    if not _takes_steps(fmt):
-        return _fused(ops, x, fmt, usage, whole)
-    sources = {source(fmt, each): None for each in usage.planes}
-    planes = {each: _in_steps(ops, x, fmt, each, whole, draws) for each in sources}
+    amaxes = _global_amaxes(ops, x, fmt, usage, reduce_max)
+    if fmt.scaling.four_over_six is not None:
+        sources = {source(fmt, each): None for each in usage.planes}
+        planes = {each: _in_steps(ops, x, fmt, each, amaxes[each]) for each in sources}
+    elif fmt.stochastic and fmt.transposes:  # Squares are rounded once, and codes transposed.
+        planes = _fused(ops, x, fmt, Usage.ROWWISE, amaxes, draws)
+    else:
+        planes = _fused(ops, x, fmt, usage, amaxes, draws)
     return {each: planes.get(each) or transposed(ops, planes[source(fmt, each)], fmt) for each in usage.planes}
 
 
 def makes_planes_apart(fmt: Format) -> bool:
-    """Whether `quantize` makes two planes by ops of their own: of different numbers, or in steps."""
-    return fmt.hadamard or _takes_steps(fmt)
-
-
-def _takes_steps(fmt: Format) -> bool:
-    """Whether no op makes amaxes, scales and codes at once."""
-    return fmt.stochastic or fmt.scaling.four_over_six is not None
+    """Whether `quantize` makes two planes by ops of their own."""
+    return fmt.scaling.four_over_six is not None
 
 
 def rotated(ops: Any, x: Array, fmt: Format) -> Array:
@@ -138,6 +131,17 @@ def global_amax(ops: Any, x: Array, fmt: Format, reduce_max: Reduce | None = Non
         return None
     amax = ops.amax_tensor(x, lead=x.ndim - 1 if fmt.scaling.global_scale == "row" else 0)
     return amax if reduce_max is None else reduce_max(amax)
+
+
+def _global_amaxes(
+    ops: Any, x: Array, fmt: Format, usage: Usage, reduce_max: Reduce | None
+) -> dict[Usage, Array | None]:
+    """What the global scale of each plane is made of, from one read of `x`."""
+    if not fmt.hadamard or usage is Usage.ROWWISE or 0 in x.shape:
+        return dict.fromkeys(Usage.BOTH.planes, global_amax(ops, x, fmt, reduce_max))
+    pair = [amax.reshape(()) for amax in ops.amax_hadamard(x, block_rows=x.shape[-2], block_cols=x.shape[-1])]
+    amaxes = zip(Usage.BOTH.planes, pair, strict=True)
+    return {each: amax if reduce_max is None else reduce_max(amax) for each, amax in amaxes if each in usage.planes}
 
 
 def block_amax(ops: Any, x: Array, block: tuple[int, int]) -> Array:
@@ -258,38 +262,35 @@ def _global_scale_inv(ops: Any, fmt: Format, whole: Array | None) -> Array | Non
     return ops.global_scale_nvfp4(whole, scale_max=fmt.scaling.scale_max)[1]
 
 
-def _in_steps(ops: Any, x: Array, fmt: Format, usage: Usage, whole: Array | None, draws: Draws | None) -> Plane:
-    """A plane through amaxes, scales and codes: several reads of `x`."""
+def _in_steps(ops: Any, x: Array, fmt: Format, usage: Usage, whole: Array | None) -> Plane:
+    """A plane through amaxes, the better of two scales, and codes: several reads of `x`."""
     block = stored_block(fmt, usage)
     assert block is not None
     if is_transposed(fmt, usage):
-        draws = None if draws is None else draws.transposed(x.shape[-1])
         x = ops.transposed(x)
-    amax = block_amax(ops, x, block)
-    if fmt.scaling.four_over_six is None:
-        made = scales(ops, fmt, amax, whole)
-    else:
-        scale, scale_inv = ops.scale_four_over_six(
-            x,
-            amax,
-            whole,
-            error=fmt.scaling.four_over_six,
-            scale_max=fmt.scaling.scale_max,
-            nonfinite=fmt.nonfinite,
-            block_rows=block[0],
-            block_cols=block[1],
-        )
-        made = Scales(scale, scale_inv, _global_scale_inv(ops, fmt, whole))
-    return Plane(cast(ops, x, fmt, made.scale, block, draws), made.scale_inv, made.global_scale_inv)
+    scale, scale_inv = ops.scale_four_over_six(
+        x,
+        block_amax(ops, x, block),
+        whole,
+        error=fmt.scaling.four_over_six,
+        scale_max=fmt.scaling.scale_max,
+        nonfinite=fmt.nonfinite,
+        block_rows=block[0],
+        block_cols=block[1],
+    )
+    return Plane(cast(ops, x, fmt, scale, block), scale_inv, _global_scale_inv(ops, fmt, whole))
 
 
-def _fused(ops: Any, x: Array, fmt: Format, usage: Usage, whole: Array | None) -> dict[Usage, Plane]:
-    """Planes from one read of `x`, after that for `whole`."""
+def _fused(
+    ops: Any, x: Array, fmt: Format, usage: Usage, amaxes: dict[Usage, Array | None], draws: Draws | None
+) -> dict[Usage, Plane]:
+    """Planes from one read of `x`, after that for `amaxes`."""
+    operands, planes = [x], usage.planes
     if fmt.scaling.global_scale is not None:
-        family, operands = "quantize_nvfp4", [x, whole]
+        family = "quantize_nvfp4_stochastic" if fmt.stochastic else "quantize_nvfp4"
         options: dict[str, Any] = {"scale_max": fmt.scaling.scale_max, "nonfinite": fmt.nonfinite}
     else:
-        family, operands = "quantize_block", [x]
+        family = "quantize_block"
         options = {
             "element": fmt.element.name,
             "eps": fmt.scaling.eps,
@@ -306,12 +307,27 @@ def _fused(ops: Any, x: Array, fmt: Format, usage: Usage, whole: Array | None) -
         turned = is_transposed(fmt, Usage.COLUMNWISE)
         op = _BOTH[family, "square_both" if fmt.transposes else "both_t" if turned else "both"]
         block = (max(block), max(block))
+    if fmt.scaling.global_scale is not None:
+        apart = usage is Usage.BOTH and not fmt.transposes  # A global amax for each plane.
+        operands += [amaxes[each] for each in (planes if apart else planes[:1])]
+    if fmt.hadamard and Usage.COLUMNWISE in planes:
+        options["hadamard"] = True
+    if fmt.stochastic:
+        assert draws is not None
+        operands += [draws.seed, draws.first]
+        options |= {
+            "row_step": x.shape[-1] if draws.row_step is None else draws.row_step,
+            "col_step": draws.col_step,
+        }
     if op.endswith("_t") or fmt.turns_columns and usage is Usage.BOTH:  # Some of it is transposed.
         options |= _outer(x)
     made = getattr(ops, op)(*operands, block_rows=block[0], block_cols=block[1], **options)
-    global_scale_inv = _global_scale_inv(ops, fmt, whole)
-    pairs = zip(usage.planes, made[::2], made[1::2], strict=True)
-    return {each: Plane(data, scale_inv, global_scale_inv) for each, data, scale_inv in pairs}
+    global_scale_inv, found = _global_scale_inv(ops, fmt, amaxes[planes[0]]), {}
+    for each, data, scale_inv in zip(planes, made[::2], made[1::2], strict=True):
+        if amaxes[each] is not amaxes[planes[0]]:
+            global_scale_inv = _global_scale_inv(ops, fmt, amaxes[each])
+        found[each] = Plane(data, scale_inv, global_scale_inv)
+    return found
 
 
 # The ops that make both planes: of square blocks, of vectors that are stored transposed, and in the order of `x`.
@@ -321,4 +337,5 @@ _BOTH = {
     ("quantize_block", "both"): "quantize_block_both",
     ("quantize_nvfp4", "square_both"): "quantize_nvfp4_square_both",
     ("quantize_nvfp4", "both_t"): "quantize_nvfp4_both",
+    ("quantize_nvfp4_stochastic", "both_t"): "quantize_nvfp4_stochastic_both",
 }

@@ -164,7 +164,8 @@ int64_t Binding::Length(int term) const {
 int64_t Binding::Run(const Operand& operand, const Buffer& buffer) const {
   int64_t skip = buffer.rank, run = 1;
   for (const Term& t : operand.terms) skip -= t.kind == Term::kAxis;
-  if (row_.shared >= 0 && values_[row_.shared].integer != 0) skip = 0;
+  const bool one_each = operand.terms.size() == 1;  // `...`, with nothing after it
+  if (one_each && row_.shared >= 0 && values_[row_.shared].integer != 0) skip = 0;
   ForMajors(kMaxRank, [&](int, int64_t, int64_t size) {
     if (--skip < 0) run *= size;
   });

@@ -10,6 +10,11 @@ namespace qshard::kernels {
 // are whole, 1 x 16 or 16 x 1.
 QSHARD_LAUNCHER_TEMPLATE((class In), Hadamard, const In* x, const Blocks& blocks, bfloat16* y);
 
+// amax[block] = max |x|, amax_t[block] = max |y| with y = Hadamard of x in blocks 16 x 1, as maxima
+// over bit patterns; any NaN gives the canonical one. `blocks` are whole, of a multiple of 16 rows.
+QSHARD_LAUNCHER_TEMPLATE((class In), AmaxHadamard, const In* x, const Blocks& blocks, float* amax,
+                         float* amax_t);
+
 // Matrices [batch, rows, cols] of elements of `bits`, and their transposes. Bits are 4, two
 // elements a byte along rows before and after; 8; or 32.
 struct TransposePair {

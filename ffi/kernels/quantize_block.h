@@ -3,6 +3,7 @@
 #ifndef QSHARD_KERNELS_QUANTIZE_BLOCK_H_
 #define QSHARD_KERNELS_QUANTIZE_BLOCK_H_
 
+#include "kernels/block_cast.h"
 #include "kernels/block_scale.h"
 
 namespace qshard::kernels {
@@ -51,6 +52,25 @@ struct BothPlanes {
 QSHARD_LAUNCHER_TEMPLATE((class In, class Code, class Scales), QuantizeBlockBoth, const In* x,
                          const Scales& scales, const Blocks& blocks,
                          const BothPlanes<typename Scales::Stored>& out);
+
+// --- NVFP4, rotated or rounded at random ---
+
+struct Nvfp4Options {
+  bool hadamard = false;           // blocks along columns are of Hadamard(x) (block_layout.h)
+  const Places* places = nullptr;  // with it, codes are those of CastBlockStochastic
+};
+
+// QuantizeBlock to E2M1. Blocks are 1 x 16, 16 x 1 or 16 x 16, and whole; with `hadamard` they are
+// 16 x 1, and with either option `out` has one plane.
+QSHARD_LAUNCHER_TEMPLATE((class In), QuantizeNvfp4, const In* x, const Nvfp4Scales& scales,
+                         const Nvfp4Options& options, const Blocks& blocks,
+                         const BlockPlane<uint8_t>& out);
+
+// QuantizeBlockBoth to E2M1, of whole blocks 16 x 16, which are those of `places`. The transposed
+// plane has scales of its own.
+QSHARD_LAUNCHER_TEMPLATE((class In), QuantizeNvfp4Both, const In* x, const Nvfp4Scales& scales,
+                         const Nvfp4Scales& second_scales, const Nvfp4Options& options,
+                         const Blocks& blocks, const BothPlanes<uint8_t>& out);
 
 }  // namespace qshard::kernels
 

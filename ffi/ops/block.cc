@@ -2,6 +2,7 @@
 // two a byte along the last axis.
 #include "core/handler.h"
 #include "kernels/block_cast.h"
+#include "ops/places.h"
 
 namespace qshard {
 
@@ -28,27 +29,16 @@ QSHARD_DEFINE_OP(cast_block) {
 //
 // The random bits of an element are a function of a seed and of its index in the whole tensor
 // (core/stochastic.h), so a shard gives the bytes of the whole. Where the shard is, is an operand,
-// as SPMD runs one program on all: `first` has the index of the first element of x, or of each of
-// its rows of blocks, or of each block; `seed` goes with it. From there the index grows by row_step
-// a row and by col_step a column: by (columns of the whole tensor, 1), or (1, columns) where x is a
-// transpose. `turned` says of a transpose [k, *outer, m] that from one k to the next nothing but
-// the row changes: the seed is the same, and the index grows by row_step.
+// as SPMD runs one program on all (ops/places.h). `turned` says of a transpose [k, *outer, m] that
+// from one k to the next nothing but the row changes: the seed is the same, and the index grows by
+// row_step.
 QSHARD_DEFINE_OP(cast_block_stochastic) {
   Blocks blocks = BlocksOf(call.binding);
-  const Buffer &seed = call.arg(2), &first = call.arg(3);
-  QSHARD_REQUIRE(seed.rank == first.rank, call.op(), ": seed ", Shape(seed),
-                 " does not have the shape of first ", Shape(first), "; broadcast it");
+  kernels::Places places;
+  QSHARD_RETURN_IF_ERROR(PlacesOf(call, 2, blocks, &places));
   QSHARD_REQUIRE(blocks.block_cols <= kernels::kMaxStochasticBlockCols, call.op(), ": block_cols (",
                  blocks.block_cols, ") is more than ", kernels::kMaxStochasticBlockCols,
                  "; take smaller blocks");
-  const IndexSteps steps{call.integer("row_step"), call.integer("col_step")};
-  int64_t down, right;
-  QSHARD_REQUIRE(Multiply(blocks.batch * blocks.rows, steps.row, &down) &&
-                     Multiply(blocks.cols, steps.col, &right) &&
-                     !__builtin_add_overflow(down, right, &down),
-                 call.op(), ": steps (", steps.row, ", ", steps.col,
-                 ") lead to an index that 64 bits do not hold; give those of the whole tensor");
-  kernels::Places places{Data<uint32_t>(seed), Data<uint32_t>(first), call.ArgRun(3), steps};
   const bool in_rows = blocks.block_rows == 1 && blocks.cols % blocks.block_cols == 0 &&
                        places.run > 0 && blocks.GridCols() % places.run == 0;
   const int64_t k = call.arg(0).dims[0];

@@ -1,4 +1,5 @@
 // Ops that move codes and scales, and the rotation before NVFP4.
+#include "core/hadamard.h"
 #include "core/handler.h"
 #include "kernels/block_layout.h"
 
@@ -47,6 +48,19 @@ QSHARD_DEFINE_OP(hadamard) {
   return DispatchFloat(call.arg(0), [&](auto in) {
     return call(kernels::Hadamard(call.exec, Data<decltype(in)>(call.arg(0)),
                                   BlocksOf(call.binding), Mutable<bfloat16>(call.ret(0))));
+  });
+}
+
+// The largest |x| of each block, and the largest of what `hadamard` makes of the block down its
+// columns, from one read of x: what the global scales of both planes come from.
+QSHARD_DEFINE_OP(amax_hadamard) {
+  const Blocks blocks = BlocksOf(call.binding);
+  QSHARD_REQUIRE(blocks.block_rows % kHadamardSize == 0, call.op(), ": block (", blocks.block_rows,
+                 "x", blocks.block_cols, ") must have a multiple of ", kHadamardSize,
+                 " rows; that many are rotated together");
+  return DispatchFloat(call.arg(0), [&](auto in) {
+    return call(kernels::AmaxHadamard(call.exec, Data<decltype(in)>(call.arg(0)), blocks,
+                                      Mutable<float>(call.ret(0)), Mutable<float>(call.ret(1))));
   });
 }
 

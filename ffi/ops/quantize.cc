@@ -1,6 +1,7 @@
 // Blocks with one read of x: amax, scale and codes. The bits are those of the steps one by one.
 #include "core/handler.h"
 #include "kernels/quantize_block.h"
+#include "ops/places.h"
 
 namespace qshard {
 namespace {
@@ -65,12 +66,11 @@ Error Quantize(const Call<Platform>& call) {
                      kernels::FloatScales{call.number("eps"), call.flag("pow2"), call.nonfinite()});
 }
 
-// Packed E2M1 codes with E4M3 scales, once the global amax is known: the first axes of the grid.
+// The scales that operand `operand` makes, a global amax: the first axes of the grid.
 template <Planes kPlanes, class Platform>
-Error QuantizeNvfp4(const Call<Platform>& call) {
-  const Blocks blocks = BlocksOf(call.binding);
-  kernels::Nvfp4Scales scales{Data<float>(call.arg(1)), call.ArgRun(1), 1, call.number("scale_max"),
-                              call.nonfinite()};
+kernels::Nvfp4Scales ScalesOf(const Call<Platform>& call, int operand, const Blocks& blocks) {
+  kernels::Nvfp4Scales scales{Data<float>(call.arg(operand)), call.ArgRun(operand), 1,
+                              call.number("scale_max"), call.nonfinite()};
   if constexpr (kTwoSets<kPlanes>) {
     // A matrix has one global amax, but an operand that is cut with x has to have axes of x: all
     // numbers of a matrix are the same, and the first is read.
@@ -78,8 +78,34 @@ Error QuantizeNvfp4(const Call<Platform>& call) {
     if (scales.run < matrix) scales.step = matrix / scales.run, scales.run = matrix;
     scales.run *= kNvfp4Block;  // A block of 16 x 16 is as many of 1 x 16, or of 16 x 1.
   }
+  return scales;
+}
+
+// Packed E2M1 codes with E4M3 scales, once the global amaxes are known.
+template <Planes kPlanes, bool kStochastic, class Platform>
+Error QuantizeNvfp4(const Call<Platform>& call) {
+  constexpr int kAmaxes = kTwoSets<kPlanes> ? 2 : 1;
+  const Blocks blocks = BlocksOf(call.binding);
+  kernels::Nvfp4Options options;
+  if constexpr (kPlanes == Planes::kTransposed || kTwoSets<kPlanes>)
+    options.hadamard = call.flag("hadamard");
+  QSHARD_REQUIRE(!options.hadamard || kTwoSets<kPlanes> || blocks.block_cols == 1, call.op(),
+                 ": block (", blocks.block_rows, "x", blocks.block_cols, ") with hadamard must be ",
+                 kNvfp4Block, "x1; rotated are blocks along columns");
+  kernels::Places places;
+  if constexpr (kStochastic) {
+    QSHARD_RETURN_IF_ERROR(PlacesOf(call, 1 + kAmaxes, blocks, &places));
+    options.places = &places;
+  }
+  const kernels::Nvfp4Scales scales = ScalesOf<kPlanes>(call, 1, blocks);
+  const auto out = PlanesOf<kPlanes, uint8_t>(call);
   return DispatchFloat(call.arg(0), [&](auto in) {
-    return Launch<kPlanes, decltype(in), E2M1>(call, scales, blocks);
+    const auto* x = Data<decltype(in)>(call.arg(0));
+    if constexpr (kTwoSets<kPlanes>)
+      return call(kernels::QuantizeNvfp4Both(
+          call.exec, x, scales, ScalesOf<kPlanes>(call, 2, blocks), options, blocks, out));
+    else
+      return call(kernels::QuantizeNvfp4(call.exec, x, scales, options, blocks, out));
   });
 }
 
@@ -91,9 +117,20 @@ QSHARD_DEFINE_OP(quantize_block_both) { return Quantize<Planes::kBoth>(call); }
 QSHARD_DEFINE_OP(quantize_block_both_t) { return Quantize<Planes::kBothTransposed>(call); }
 QSHARD_DEFINE_OP(quantize_square_both) { return Quantize<Planes::kSquareBoth>(call); }
 
-QSHARD_DEFINE_OP(quantize_nvfp4) { return QuantizeNvfp4<Planes::kRowMajor>(call); }
-QSHARD_DEFINE_OP(quantize_nvfp4_t) { return QuantizeNvfp4<Planes::kTransposed>(call); }
-QSHARD_DEFINE_OP(quantize_nvfp4_both) { return QuantizeNvfp4<Planes::kBothTransposed>(call); }
-QSHARD_DEFINE_OP(quantize_nvfp4_square_both) { return QuantizeNvfp4<Planes::kSquareBoth>(call); }
+QSHARD_DEFINE_OP(quantize_nvfp4) { return QuantizeNvfp4<Planes::kRowMajor, false>(call); }
+QSHARD_DEFINE_OP(quantize_nvfp4_t) { return QuantizeNvfp4<Planes::kTransposed, false>(call); }
+QSHARD_DEFINE_OP(quantize_nvfp4_both) {
+  return QuantizeNvfp4<Planes::kBothTransposed, false>(call);
+}
+QSHARD_DEFINE_OP(quantize_nvfp4_square_both) {
+  return QuantizeNvfp4<Planes::kSquareBoth, false>(call);
+}
+QSHARD_DEFINE_OP(quantize_nvfp4_stochastic) { return QuantizeNvfp4<Planes::kRowMajor, true>(call); }
+QSHARD_DEFINE_OP(quantize_nvfp4_stochastic_t) {
+  return QuantizeNvfp4<Planes::kTransposed, true>(call);
+}
+QSHARD_DEFINE_OP(quantize_nvfp4_stochastic_both) {
+  return QuantizeNvfp4<Planes::kBothTransposed, true>(call);
+}
 
 }  // namespace qshard

@@ -31,8 +31,8 @@ from qshard.ops import multi_table, table
 def __getattr__(name: str) -> Any:
     if name in multi_table():
         return list_ops.bind(name)
-    operands = [operand.name for operand in table()[name].inputs] if name in table() else []
-    if operands[1:] and operands[-1] in ("global_amax", "global_scale_inv"):
+    operands = table()[name].inputs if name in table() else ()
+    if any(operand.name in ("global_amax", "global_scale_inv") for operand in operands[1:]):
         return functools.partial(_under_global, name)
     return getattr(ops, name)
 
@@ -45,7 +45,7 @@ class OfCut:
 
     def __getattr__(self, name: str) -> Any:
         op = globals().get(name) or __getattr__(name)
-        takes_runs = op is transposed_squares or getattr(op, "func", None) is _by_runs
+        takes_runs = op in (transposed_squares, amax_hadamard) or getattr(op, "func", None) is _by_runs
         return functools.partial(op, shards=self._shards) if takes_runs else op
 
 
@@ -77,16 +77,34 @@ dequantize = functools.partial(_by_runs, "dequantize")
 transpose = functools.partial(_by_runs, "transpose")
 
 
+def amax_hadamard(x: jax.Array, *, block_rows: int, block_cols: int, shards: int = 1) -> tuple[jax.Array, ...]:
+    """Of all of `x` `[*outer, M, K]`, by blocks that XLA may cut."""
+    run = _run(x, shards)
+    if run is None:
+        x = x.reshape(-1, block_cols)
+        block = {"block_rows": x.shape[0], "block_cols": block_cols}
+    else:
+        block = {"block_rows": math.gcd(block_rows, 16), "block_cols": run}
+    return tuple(integer_max(amax, 0) for amax in ops.amax_hadamard(x, **block))
+
+
 def _under_global(op: str, *operands: jax.Array, **options: Any) -> Any:
-    """An op on blocks whose last operand serves the whole tensor: it is repeated for each block."""
-    *arrays, value = operands
+    """An op on blocks with operands that serve the whole tensor: they are repeated for each block. So is where the
+    tensor begins, as where each block does.
+    """
+    named = dict(zip((operand.name for operand in table()[op].inputs), operands, strict=True))
+    arrays = [a for name, a in named.items() if not name.startswith("global_") and name not in ("seed", "first")]
     if ops.may_be_cut(arrays[0]):
         grid = arrays[-1].shape  # Of scales or amaxes.
         if len(arrays) == 1 and "block_rows" in options:
             *lead, rows, cols = grid
             grid = (*lead, rows // options["block_rows"], cols // options["block_cols"])
-        value = _repeated(value, grid, options)
-    return getattr(ops, op)(*arrays, value, **options)
+        if "first" in named:
+            named |= _words_of_blocks(grid, arrays[0], named["seed"], named["first"], **options)
+        named |= {name: _repeated(a, grid, options) for name, a in list(named.items()) if name.startswith("global_")}
+    elif "first" in named:
+        named["seed"] = jnp.broadcast_to(named["seed"], named["first"].shape)
+    return getattr(ops, op)(*named.values(), **options)
 
 
 def _repeated(value: jax.Array, shape: tuple[int, ...], options: dict[str, Any]) -> jax.Array:
@@ -97,7 +115,15 @@ def _repeated(value: jax.Array, shape: tuple[int, ...], options: dict[str, Any])
 
 
 def split_rows(x: jax.Array, shards: int = 1) -> jax.Array:
-    """`x` `[..., K]` as runs `[..., K / run, run]` that no shard boundary cuts, or as it is.
+    """`x` `[..., K]` as runs `[..., K / run, run]` that no shard boundary cuts, or as it is."""
+    run = _run(x, shards)
+    if run is None:
+        return x
+    return x.reshape(*x.shape[:-1], x.shape[-1] // run, run) if run else x[..., None]
+
+
+def _run(x: jax.Array, shards: int) -> int | None:
+    """How long runs of a row are; None if nothing can be cut.
 
     In `shard_map`, and where there is one device, all is local: one run is everything. On Explicit meshes the type
     tells how K is cut: a run is a shard's part of a row. Else XLA decides after tracing: a run is then `gcd(K, 128)`,
@@ -109,13 +135,11 @@ def split_rows(x: jax.Array, shards: int = 1) -> jax.Array:
     mesh, spec = ops.mesh_around(x), jax.typeof(x).sharding.spec
     kinds = set(mesh.axis_types)
     if x.ndim == 0 or kinds == {AxisType.Manual} or (mesh.empty and jax.device_count() == 1):
-        return x
+        return None
     row = x.shape[-1] // math.prod(mesh.shape[name] for name in ops.names_of(spec[-1]))
     row = row // shards if (not kinds or AxisType.Auto in kinds) and row % shards == 0 else row
     run = math.gcd(row, 128)
-    if run < 32 or (kinds and AxisType.Auto not in kinds):
-        run = row
-    return x.reshape(*x.shape[:-1], x.shape[-1] // run, run) if run else x[..., None]
+    return row if run < 32 or (kinds and AxisType.Auto not in kinds) else run
 
 
 def _turned_as(y: jax.Array, x: jax.Array, batch: int) -> jax.Array:
@@ -150,15 +174,29 @@ def transposed_squares(
     return data_t, transposed(scale_inv)
 
 
-def cast_block_stochastic(
-    x: jax.Array, scale: jax.Array, seed: jax.Array, first: jax.Array, *, row_step: int, col_step: int, **block: int
-) -> Any:
+def cast_block_stochastic(x: jax.Array, scale: jax.Array, seed: jax.Array, first: jax.Array, **options: Any) -> Any:
     if ops.may_be_cut(x) or first.ndim > 1:
-        seed, x = together(seed, x)  # Words for each block are not made, and kept, before they are needed.
-        first = _first_of_blocks(scale.shape, first, block["block_rows"] * row_step, block["block_cols"] * col_step)
-        seed = jnp.broadcast_to(seed, first.shape)
-    steps = {"row_step": row_step, "col_step": col_step, "turned": col_step > row_step}
-    return ops.cast_block_stochastic(x, scale, seed, first, **steps, **block)
+        x, seed, first = _words_of_blocks(scale.shape, x, seed, first, **options).values()
+    turned = options["col_step"] > options["row_step"]
+    return ops.cast_block_stochastic(x, scale, seed, first, turned=turned, **options)
+
+
+def _words_of_blocks(
+    grid: tuple[int, ...],
+    x: jax.Array,
+    seed: jax.Array,
+    first: jax.Array,
+    *,
+    row_step: int,
+    col_step: int,
+    block_rows: int,
+    block_cols: int,
+    **_: Any,
+) -> dict[str, jax.Array]:
+    """The words of each block; and `x`, without which they are not made, and kept, before they are needed."""
+    seed, x = together(seed, x)
+    first = _first_of_blocks(grid, first, block_rows * row_step, block_cols * col_step)
+    return {"x": x, "seed": jnp.broadcast_to(seed, first.shape), "first": first}
 
 
 def _first_of_blocks(grid: tuple[int, ...], first: jax.Array, row_step: int, col_step: int) -> jax.Array:

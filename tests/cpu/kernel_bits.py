@@ -9,6 +9,7 @@ knows, and all give the bytes of the reference (support/oracle.py).
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
@@ -79,6 +80,36 @@ def check_turned() -> None:
             op_calls.check(filled(made, number))
 
 
+def check_thresholds() -> None:
+    """Elements that random rounding takes up or not by the last bit of theirs, or of the sum that it rounds."""
+    rng, shape = np.random.default_rng(0), (256, 512)
+    words = {"seed": np.uint32([7, 9]), "first": np.uint32([16, 0])}
+    random = reference.random_bytes(7 | 9 << 32, 16 + np.arange(math.prod(shape), dtype=np.uint64)).astype(np.float64)
+    values = np.float64([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    code = rng.integers(0, 7, random.size)
+    x = values[code + 1] - (values[code + 1] - values[code]) * random / 256  # Exactly up, or below.
+    x = (x - rng.choice([0, 0, *2.0 ** -np.arange(24, 40)], x.size)).astype(np.float32).view(np.int32)
+    x = np.abs((x + rng.integers(-2, 3, x.size)).astype(np.int32).view(np.float32)) * rng.choice(
+        np.float32([1, -1]), x.size
+    )
+    x = x.reshape(shape)
+    x[:, ::16] = 6  # And S is 1, so all scales are.
+    x[::16] = 6
+    whole = np.float32(6 * 448)
+    steps = {"row_step": shape[1], "col_step": 1, "scale_max": 448.0}
+    for name, block, amaxes, options in [
+        ("quantize_nvfp4_stochastic", (1, 16), 1, {}),
+        ("quantize_nvfp4_stochastic", (16, 16), 1, {}),
+        ("quantize_nvfp4_stochastic_t", (16, 1), 1, {"outer": 0}),
+        ("quantize_nvfp4_stochastic_both", (16, 16), 2, {"outer": 0}),
+    ]:
+        options = {"block_rows": block[0], "block_cols": block[1], "nonfinite": "nan", **steps, **options}
+        options |= {"hadamard": False} if "outer" in options else {}
+        made = Call(SPECS[name], options, [], [x, *[whole] * amaxes, *words.values()])
+        made.tensors = [[(np.shape(a), str(np.asarray(a).dtype))] for a in made.operands]
+        op_calls.check(made)
+
+
 def main(device: str = "cpu", *ops: str) -> None:
     np.seterr(all="ignore")
     torch.set_num_threads(1)
@@ -86,7 +117,7 @@ def main(device: str = "cpu", *ops: str) -> None:
     print(f"{device}, SIMD target", _ffi.simd())
     there = [spec for name, spec in SPECS.items() if device == "cpu" or name not in IN_ANY_ORDER]
     checks = {spec.name: (lambda spec=spec: check_op(spec)) for spec in there}
-    checks |= {"streaming": check_streaming, "turned": check_turned}
+    checks |= {"streaming": check_streaming, "turned": check_turned, "thresholds": check_thresholds}
     for name in ops or checks:
         start = time.perf_counter()
         checks[name]()

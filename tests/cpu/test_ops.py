@@ -211,6 +211,14 @@ WORDS = [
         {"scale_max": 448.0},
         "not the first axes of blocks of x",
     ),
+    (
+        "quantize_nvfp4_t",
+        [(16, 32), ()],
+        (16, 16),
+        {"scale_max": 448.0, "hadamard": True, "outer": 0},
+        r"block \(16x16\) with hadamard must be 16x1",
+    ),
+    ("amax_hadamard", [(24, 32)], (24, 32), {}, r"block \(24x32\) must have a multiple of 16 rows"),
     ("update_delayed_scale", [(), (0,), ()], None, {"element": E4M3, "margin": 0, "most_recent": True}, "has no amax"),
 ]
 

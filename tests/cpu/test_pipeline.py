@@ -6,12 +6,43 @@ import numpy as np
 import pytest
 
 from qshard import pipeline, reference
+from qshard.formats import NVFP4, Usage
 from qshard.torch_bridge.ops import ops
 from support.awkward import assert_bits_equal, awkward_values
 from support.formats import NAMED
 from support.fronts import TorchFront
 
 FRONT = TorchFront("cpu")
+
+
+class Reads:
+    """The ops, and the names of those that read `x`."""
+
+    def __init__(self, x):
+        self.x, self.names = x, []
+
+    def __getattr__(self, name):
+        def call(*operands, **options):
+            if any(operand is self.x for operand in operands):
+                self.names.append(name)
+            return getattr(ops, name)(*operands, **options)
+
+        return call
+
+
+@pytest.mark.parametrize("usage", [Usage.ROWWISE, Usage.COLUMNWISE, Usage.BOTH])
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("hadamard", [False, True])
+def test_nvfp4_reads_twice(hadamard, rounding, usage):
+    """Once for amaxes, once for codes, whatever the options; and nothing rotated or transposed is made in between."""
+    x = FRONT.array(awkward_values((64, 96), 1))
+    draws = pipeline.Draws(FRONT.array(np.int32([1, 2])), FRONT.array(np.int32([0, 0])))
+    reads = Reads(x)
+    fmt = NVFP4.with_options(hadamard=hadamard, rounding=rounding)
+    pipeline.quantize(reads, x, fmt, usage, draws=draws)
+    amaxes = "amax_hadamard" if hadamard and usage is not Usage.ROWWISE else "amax_tensor"
+    assert reads.names[0] == amaxes
+    assert len(reads.names) == 2, reads.names
 
 
 @pytest.mark.parametrize("fmt", [fmt for fmt in NAMED if fmt.block is not None], ids=str)

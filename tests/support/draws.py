@@ -103,6 +103,10 @@ def legal(options: dict[str, Any], row: Any) -> bool:
     packed = element is E2M1 and row.name.startswith(("quantize_block", "quantize_square"))
     if packed and any(side and side > 1 and (side % 2 or side > 256) for side in block):
         return False
+    if options.get("hadamard") and row.name.endswith("_t") and block[1] not in (None, 1):
+        return False
+    if row.name == "amax_hadamard" and block[0] is not None and block[0] % 16:
+        return False
     return row.name != "quantize_square_both" or block[0] == block[1]
 
 
@@ -338,8 +342,9 @@ def _values(call: Call, operand: Operand, shape: Shape, dtype: str, rng: np.rand
         if name == "data" and call.options.get("pieces"):
             return np.zeros(shape, np.uint8)
         return rng.integers(0, 2 ** (8 if bits == 4 and name != "codes" else bits), shape, np.uint8)
-    if call.spec.name == "hadamard" and rng.integers(2):
-        return _far_apart(shape, rng).astype(dtype)
+    if name == "x" and "hadamard" in (call.spec.name.removeprefix("amax_"), *call.options) and rng.integers(2):
+        with np.errstate(over="ignore"):
+            return _far_apart(shape, rng).astype(dtype)
     kinds = [KINDS, TAME, ("normal", "ties", "wide"), ("normal", "max"), None][int(rng.integers(5))]
     if kinds is None or count >= 2**16:
         x = every_value(dtype, count).reshape(shape)
@@ -350,7 +355,7 @@ def _values(call: Call, operand: Operand, shape: Shape, dtype: str, rng: np.rand
         x = np.where(np.isnan(x), x.dtype.type(np.nan), np.abs(x))
     if name == "scale" and "margin" in call.options:  # 0: none yet.
         x = np.where(rng.integers(0, 2, shape), x, x.dtype.type(0))
-    if call.spec.name == "quantize_nvfp4_both" and name == "global_amax":
+    if call.spec.name in ("quantize_nvfp4_both", "quantize_nvfp4_stochastic_both") and "global_amax" in name:
         batch = (
             len(call.tensors[0][0][0]) - 2 - call.options["outer"]
         )  # One a matrix, repeated over axes that a front end may cut.

@@ -167,29 +167,44 @@ def dequantize_nvfp4(data, scale_inv, global_scale_inv, *, dtype, **block):
     return dequantize_block(data, scale, element=E2M1.name, scale_dtype="float32", dtype=dtype, **block)
 
 
-def cast_block_stochastic(x, scale, seed, first, *, row_step, col_step, block_rows, block_cols):
-    """Each region of blocks has a seed, and the index of its first element in the whole tensor."""
-    rows, cols = np.indices((math.prod(x.shape[:-1]), x.shape[-1]), np.int64)
-    matrix = x.shape[-2]
-    grid_rows, grid_cols = scale.shape[-2:]
+def drawn(shape, grid, seed, first, *, row_step, col_step, block_rows, block_cols):
+    """Random bytes: each region of blocks has a seed, and the index of its first element in the whole tensor."""
+    rows, cols = np.indices((math.prod(shape[:-1]), shape[-1]), np.int64)
+    matrix = shape[-2]
+    grid_rows, grid_cols = grid[-2:]
     grid_row = rows // max(matrix, 1) * grid_rows + rows % max(matrix, 1) // block_rows
     block = grid_row * grid_cols + cols // block_cols
     regions = first.size // 2
-    run = scale.size // regions if regions else 1
+    run = math.prod(grid) // regions if regions else 1
     begin = block // max(run, 1) * run  # The first block of the region of each element.
     begin_row = begin // max(grid_cols, 1)
     begin_row = begin_row // max(grid_rows, 1) * matrix + begin_row % max(grid_rows, 1) * block_rows
     down = (rows - begin_row).astype(np.uint64) * np.uint64(row_step)
     right = (cols - begin % max(grid_cols, 1) * block_cols).astype(np.uint64) * np.uint64(col_step)
-    values = (wide(x) * over(scale, block_rows, block_cols, x.shape)).reshape(rows.shape)
     numbers = [np.ascontiguousarray(words).view(np.uint64).reshape(-1) for words in (seed, first)]
-    codes = np.zeros(rows.shape, np.uint8)
-    seeds, firsts = (each[block // max(run, 1)] if codes.size else codes for each in numbers)
+    made = np.zeros(rows.shape, np.uint8)
+    seeds, firsts = (each[block // max(run, 1)] if made.size else made for each in numbers)
     for own in np.unique(seeds):
         here = seeds == own
-        random = reference.random_bytes(int(own), firsts[here] + down[here] + right[here])
-        codes[here] = reference.encode_stochastic(values[here], random)
-    return reference.pack(codes.reshape(x.shape))
+        made[here] = reference.random_bytes(int(own), firsts[here] + down[here] + right[here])
+    return made.reshape(shape)
+
+
+def cast_under(x, scale, random, block_rows, block_cols):
+    return reference.pack(reference.encode_stochastic(wide(x) * over(scale, block_rows, block_cols, x.shape), random))
+
+
+def cast_block_stochastic(x, scale, seed, first, *, row_step, col_step, **block):
+    random = drawn(x.shape, scale.shape, seed, first, row_step=row_step, col_step=col_step, **block)
+    return cast_under(x, scale, random, **block)
+
+
+def rotated(x):
+    return hadamard(x, block_rows=16, block_cols=1)
+
+
+def amax_hadamard(x, **block):
+    return amax_block(x, **block), amax_block(rotated(x), **block)
 
 
 def hadamard(x, *, block_rows, block_cols):
@@ -285,9 +300,11 @@ def quantize_block(x, *, element, eps, pow2, rounding, scale_dtype, nonfinite, *
     return cast_block(x, scale, element=element, **block), scale_inv
 
 
-def quantize_nvfp4(x, global_amax, *, nonfinite, scale_max, **block):
+def quantize_nvfp4(x, global_amax, *, nonfinite, scale_max, random=None, **block):
     amax = amax_block(x, **block)
     scale, scale_inv = scale_nvfp4(amax, global_amax, nonfinite=nonfinite, scale_max=scale_max)
+    if random is not None:
+        return cast_under(x, scale, random, **block), scale_inv
     return cast_block(x, scale, element=E2M1.name, **block), scale_inv
 
 
@@ -319,21 +336,46 @@ def quantize_square_both(x, *, element, outer, **options):
     return *plane, *_turned_planes(*plane, element, outer)
 
 
-def quantize_nvfp4_t(x, global_amax, *, outer, **options):
+def quantize_nvfp4_t(x, global_amax, *, outer, hadamard=False, **options):
+    x = rotated(x) if hadamard else x
     return _turned_planes(*quantize_nvfp4(x, global_amax, **options), E2M1.name, outer)
 
 
-def quantize_nvfp4_both(x, global_amax, *, outer, **options):
+def quantize_nvfp4_both(x, *amaxes, outer, hadamard=False, block_rows, block_cols, random=None, **options):
     """A matrix has one global amax: if there are several, all are the same, and the first is read."""
     batch = x.ndim - 2 - outer
-    whole = global_amax[(..., *(0,) * (global_amax.ndim - batch))] if x.size else np.zeros(x.shape[:batch], np.float32)
-    first, second = _in_rows_and_columns(quantize_nvfp4, x, whole, **options)
-    return *first, *_turned_planes(*second, E2M1.name, outer)
+    first, second = (
+        a[(..., *(0,) * (a.ndim - batch))] if x.size else np.zeros(x.shape[:batch], np.float32) for a in amaxes
+    )
+    rowwise = quantize_nvfp4(x, first, block_rows=1, block_cols=block_cols, random=random, **options)
+    x = rotated(x) if hadamard else x
+    columnwise = quantize_nvfp4(x, second, block_rows=block_rows, block_cols=1, random=random, **options)
+    return *rowwise, *_turned_planes(*columnwise, E2M1.name, outer)
 
 
 def quantize_nvfp4_square_both(x, global_amax, *, outer, **options):
     plane = quantize_nvfp4(x, global_amax, **options)
     return *plane, *_turned_planes(*plane, E2M1.name, outer)
+
+
+def _at_random(nearest, x, operands, *, row_step, col_step, block_rows, block_cols, **options):
+    *amaxes, seed, first = operands
+    block = {"block_rows": block_rows, "block_cols": block_cols}
+    grid = (*x.shape[:-2], x.shape[-2] // block_rows, x.shape[-1] // block_cols)
+    random = drawn(x.shape, grid, seed, first, row_step=row_step, col_step=col_step, **block)
+    return nearest(x, *amaxes, random=random, **block, **options)
+
+
+def quantize_nvfp4_stochastic(x, *operands, **options):
+    return _at_random(quantize_nvfp4, x, operands, **options)
+
+
+def quantize_nvfp4_stochastic_t(x, *operands, **options):
+    return _at_random(quantize_nvfp4_t, x, operands, **options)
+
+
+def quantize_nvfp4_stochastic_both(x, *operands, **options):
+    return _at_random(quantize_nvfp4_both, x, operands, **options)
 
 
 # --- lists: what they write, in the order of the results ---

@@ -2,9 +2,9 @@
 // row.
 #include "kernels/block_cast.h"
 
-#include "core/slices.h"
 #include "kernels/cpu/block_pieces.h"
 #include "kernels/cpu/coded_rows.h"
+#include "kernels/cpu/random_rows.h"
 
 namespace qshard::kernels {
 
@@ -31,47 +31,14 @@ Status CastBlock(const Exec<Cpu>& exec, const In* x, const float* scale, const B
   return {};
 }
 
-namespace {
-
-// Calls body(region, row, col, begin, end) for the columns [begin, end) of a row of a piece that
-// lie in one region, counted from the piece's first column; (row, col) is where `begin` is in the
-// region.
-template <class Body>
-void ForEachRegion(const Piece& piece, const Blocks& blocks, int64_t row, int64_t run,
-                   const Body& body) {
-  const int64_t grid_rows = blocks.GridRows(), grid_cols = blocks.GridCols();
-  const int64_t from_top = piece.batch * blocks.rows + piece.grid_row * blocks.block_rows + row;
-  for (int64_t b = 0; b < piece.num_blocks;) {
-    const int64_t region = (piece.grid + b) / run;
-    const int64_t first = region * run;  // its first block, in the grid
-    const int64_t next = std::min(piece.num_blocks, first + run - piece.grid);
-    const int64_t first_row = first / grid_cols / grid_rows * blocks.rows +
-                              first / grid_cols % grid_rows * blocks.block_rows;
-    const int64_t begin = b * blocks.block_cols;
-    body(region, from_top - first_row,
-         (piece.first_block - first % grid_cols) * blocks.block_cols + begin, begin,
-         std::min(piece.cols, next * blocks.block_cols));
-    b = next;
-  }
-}
-
-}  // namespace
-
 template <class In>
 Status CastBlockStochastic(const Exec<Cpu>& exec, const In* x, const float* scale,
                            const Places& places, const Blocks& blocks, uint8_t* data) {
-  const auto random_row = Simd().random;
   ParallelPieces(exec, blocks, [&](const Piece& piece) {
     uint8_t random[kPieceCols];
     for (int64_t r = 0; r < piece.rows; ++r) {
-      ForEachRegion(piece, blocks, r, places.run,
-                    [&](int64_t region, int64_t row, int64_t col, int64_t begin, int64_t end) {
-                      const uint64_t first = FromWords(places.first + 2 * region) +
-                                             static_cast<uint64_t>(row) * places.steps.row +
-                                             static_cast<uint64_t>(col) * places.steps.col;
-                      random_row(FromWords(places.seed + 2 * region), first, places.steps.col,
-                                 end - begin, random + begin);
-                    });
+      RandomRow(places, blocks, piece.batch, piece.grid_row * blocks.block_rows + r,
+                piece.first_block * blocks.block_cols, piece.cols, random);
       const int64_t start = piece.start + r * blocks.cols;
       CastRowStochastic<E2M1>(x + start, piece.cols, {scale + piece.grid, blocks.block_cols},
                               random, data + start / 2);

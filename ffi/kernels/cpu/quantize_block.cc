@@ -3,10 +3,13 @@
 #include "kernels/quantize_block.h"
 
 #include <cstring>
+#include <type_traits>
 
+#include "core/hadamard.h"
 #include "kernels/cpu/block_pieces.h"
 #include "kernels/cpu/coded_rows.h"
 #include "kernels/cpu/panel.h"
+#include "kernels/cpu/random_rows.h"
 #include "kernels/cpu/scales_of.h"
 
 namespace qshard::kernels {
@@ -19,6 +22,14 @@ struct Rectangle {
 
 // --- one plane ---
 
+// Rows of elements, and where the first of them is in the matrices.
+template <class In>
+struct Elements {
+  const In* at;
+  int64_t stride;
+  Rectangle where;
+};
+
 template <class In, class Code, class Scales>
 struct PlaneOf {
   using Stored = typename Scales::Stored;
@@ -27,6 +38,8 @@ struct PlaneOf {
   Scales scales;
   Blocks blocks;
   BlockPlane<Stored> out;
+  Nvfp4Options options = {};
+  Blocks places_blocks = {};
 
   // Does all that is wanted of a rectangle.
   void Quantize(const Rectangle& all, Panel* panel) const {
@@ -42,14 +55,11 @@ struct PlaneOf {
       for (int64_t row = 0; row < part.rows; row += blocks.block_rows) {
         strip.row = part.row + row;
         strip.rows = std::min(blocks.block_rows, part.rows - row);
-        float scale[kPieceBlocks];
-        MakeScales(strip, scale);
-        if (!out.data_t)
-          Cast(strip, scale);
-        else if (in_panel)
-          CastToPanel(strip, {scale, blocks.block_cols}, row, *panel);
+        Panel* whole = in_panel ? panel : nullptr;
+        if (options.hadamard)
+          QuantizeRotated(strip, row, whole, *panel);
         else
-          CastByPanels(strip, scale, *panel);
+          QuantizeStrip(Elements<In>{x + ElementAt(strip), blocks.cols, strip}, row, whole, *panel);
       }
       if (in_panel) Turn(part, *panel);
     }
@@ -60,13 +70,38 @@ struct PlaneOf {
     return (r.batch * blocks.rows + r.row) * blocks.cols + r.col;
   }
 
+  // A row of blocks, into rows of `whole` from `row` on, which turns later; if there is one.
+  template <class T>
+  void QuantizeStrip(const Elements<T>& strip, int64_t row, Panel* whole, Panel& panel) const {
+    float scale[kPieceBlocks];
+    MakeScales(strip, scale);
+    if (!out.data_t)
+      Cast(strip, scale);
+    else if (whole)
+      CastToPanel(strip, {scale, blocks.block_cols}, row, *whole);
+    else
+      CastByPanels(strip, scale, panel);
+  }
+
+  // The same of what Hadamard makes of a strip of 16 rows, at most as wide as a panel.
+  void QuantizeRotated(const Rectangle& strip, int64_t row, Panel* whole, Panel& panel) const {
+    In copy[kHadamardSize][kPanelCols];
+    bfloat16 rotated[kHadamardSize][kPanelCols];
+    for (int64_t r = 0; r < kHadamardSize; ++r)
+      std::memcpy(copy[r], x + ElementAt(strip) + r * blocks.cols, strip.cols * sizeof(In));
+    Simd().hadamard[kInputIndex<In>](copy, strip.cols, kPanelCols, 1, rotated[0]);
+    QuantizeStrip(Elements<bfloat16>{rotated[0], kPanelCols, strip}, row, whole, panel);
+  }
+
   // Amaxes and scales of one row of blocks.
-  void MakeScales(const Rectangle& strip, float* scale) const {
+  template <class T>
+  void MakeScales(const Elements<T>& elements, float* scale) const {
+    const Rectangle& strip = elements.where;
     const int64_t n = (strip.cols + blocks.block_cols - 1) / blocks.block_cols;
     float amax[kPieceBlocks];
     Stored scale_inv[kPieceBlocks];
-    Simd().amax[kInputIndex<In>](x + ElementAt(strip), blocks.cols, strip.rows, strip.cols,
-                                 blocks.block_cols, amax);
+    Simd().amax[kInputIndex<T>](elements.at, elements.stride, strip.rows, strip.cols,
+                                blocks.block_cols, amax);
     const int64_t row = strip.row / blocks.block_rows, col = strip.col / blocks.block_cols;
     const int64_t rows = blocks.GridRows(), cols = blocks.GridCols();
     const int64_t grid = (strip.batch * rows + row) * cols + col;
@@ -78,37 +113,66 @@ struct PlaneOf {
     }
   }
 
-  void Cast(const Rectangle& strip, const float* scale) const {
-    const int64_t first = ElementAt(strip);
-    for (int64_t i = first; i < first + strip.rows * blocks.cols; i += blocks.cols)
-      CastRow<Code>(x + i, strip.cols, {scale, blocks.block_cols},
-                    out.data + i / kCodesPerByte<Code>);
+  // The random bytes of row r of a rectangle.
+  void Random(const Rectangle& part, int64_t r, uint8_t* random) const {
+    RandomRow(*options.places, places_blocks, part.batch, part.row + r, part.col, part.cols,
+              random);
   }
 
-  // Casts a rectangle into rows of the panel from `row` on, and into data if that is wanted too.
-  void CastToPanel(const Rectangle& part, const RowScales& scales, int64_t row,
+  template <class T>
+  void Cast(const Elements<T>& strip, const float* scale) const {
+    const RowScales of_row{scale, blocks.block_cols};
+    for (int64_t r = 0; r < strip.where.rows; ++r) {
+      const T* from = strip.at + r * strip.stride;
+      uint8_t* to = out.data + (ElementAt(strip.where) + r * blocks.cols) / kCodesPerByte<Code>;
+      if constexpr (std::is_same_v<Code, E2M1>) {
+        if (options.places) {
+          uint8_t random[kPieceCols];
+          Random(strip.where, r, random);
+          CastRowStochastic<Code>(from, strip.where.cols, of_row, random, to);
+          continue;
+        }
+      }
+      CastRow<Code>(from, strip.where.cols, of_row, to);
+    }
+  }
+
+  // Casts elements into rows of the panel from `row` on, and into data if that is wanted too.
+  template <class T>
+  void CastToPanel(const Elements<T>& part, const RowScales& scales, int64_t row,
                    Panel& panel) const {
-    const auto cast = Simd().cast[kInputIndex<In>][kElementIndex<Code>];
-    for (int64_t r = 0; r < part.rows; ++r) {
-      const int64_t i = ElementAt(part) + r * blocks.cols;
+    const auto cast = Simd().cast[kInputIndex<T>][kElementIndex<Code>];
+    const int64_t cols = part.where.cols;
+    for (int64_t r = 0; r < part.where.rows; ++r) {
+      const T* from = part.at + r * part.stride;
       uint8_t* codes = panel.codes[row + r];
-      cast(x + i, part.cols, scales, /*ahead=*/0, codes);
+      if (options.places) {
+        uint8_t random[kPanelCols];
+        Random(part.where, r, random);
+        Simd().cast_stochastic[kInputIndex<T>](from, cols, scales, random, codes);
+      } else {
+        cast(from, cols, scales, /*ahead=*/0, codes);
+      }
       if (!out.data) continue;
+      const int64_t i = ElementAt(part.where) + r * blocks.cols;
       if (kCodesPerByte<Code> == 2)
-        Simd().pack_pairs(codes, part.cols / 2, out.data + i / 2);
+        Simd().pack_pairs(codes, cols / 2, out.data + i / 2);
       else
-        std::memcpy(out.data + i, codes, part.cols);
+        std::memcpy(out.data + i, codes, cols);
     }
   }
 
   // A row of blocks that are larger than a panel.
-  void CastByPanels(const Rectangle& strip, const float* scale, Panel& panel) const {
-    for (int64_t row = 0; row < strip.rows; row += kPanelRows) {
-      for (int64_t col = 0; col < strip.cols; col += kPanelCols) {
-        const Rectangle part{strip.batch, strip.row + row, strip.col + col,
-                             std::min(kPanelRows, strip.rows - row),
-                             std::min(kPanelCols, strip.cols - col)};
-        CastToPanel(part, {scale, blocks.block_cols, col}, 0, panel);
+  template <class T>
+  void CastByPanels(const Elements<T>& strip, const float* scale, Panel& panel) const {
+    const Rectangle& all = strip.where;
+    for (int64_t row = 0; row < all.rows; row += kPanelRows) {
+      for (int64_t col = 0; col < all.cols; col += kPanelCols) {
+        const Rectangle part{all.batch, all.row + row, all.col + col,
+                             std::min(kPanelRows, all.rows - row),
+                             std::min(kPanelCols, all.cols - col)};
+        CastToPanel(Elements<T>{strip.at + row * strip.stride + col, strip.stride, part},
+                    {scale, blocks.block_cols, col}, 0, panel);
         Turn(part, panel);
       }
     }
@@ -140,36 +204,66 @@ void ParallelRectangles(const Exec<Cpu>& exec, Blocks blocks, bool transposed, c
   });
 }
 
+template <class Plane>
+Status QuantizeOne(const Exec<Cpu>& exec, const Plane& plane) {
+  ParallelRectangles(exec, plane.blocks, plane.out.data_t != nullptr,
+                     [&](const Rectangle& all, Panel* panel) { plane.Quantize(all, panel); });
+  return {};
+}
+
+// Two planes of `blocks`, of which the first goes along rows; where they are stored is not said
+// yet.
+template <class Plane, class Stored>
+Status QuantizeTwo(const Exec<Cpu>& exec, const Blocks& blocks, Plane rows, Plane columns,
+                   const BothPlanes<Stored>& out) {
+  rows.blocks = columns.blocks = blocks;
+  rows.blocks.block_rows = columns.blocks.block_cols = 1;
+  rows.out.data = out.data;
+  rows.out.scale_inv = out.scale_inv;
+  (out.second_transposed ? columns.out.data_t : columns.out.data) = out.second_data;
+  (out.second_transposed ? columns.out.scale_inv_t : columns.out.scale_inv) = out.second_scale_inv;
+  ParallelRectangles(exec, blocks, out.second_transposed, [&](const Rectangle& all, Panel* panel) {
+    rows.Quantize(all, panel);
+    columns.Quantize(all, panel);
+  });
+  return {};
+}
+
 }  // namespace
 
 template <class In, class Code, class Scales>
 Status QuantizeBlock(const Exec<Cpu>& exec, const In* x, const Scales& scales, const Blocks& blocks,
                      const BlockPlane<typename Scales::Stored>& out) {
-  const PlaneOf<In, Code, Scales> plane{x, scales, blocks, out};
-  ParallelRectangles(exec, blocks, out.data_t != nullptr,
-                     [&](const Rectangle& all, Panel* panel) { plane.Quantize(all, panel); });
-  return {};
+  return QuantizeOne(exec, PlaneOf<In, Code, Scales>{x, scales, blocks, out});
 }
 
 template <class In, class Code, class Scales>
 Status QuantizeBlockBoth(const Exec<Cpu>& exec, const In* x, const Scales& scales,
                          const Blocks& blocks, const BothPlanes<typename Scales::Stored>& out) {
-  using Plane = PlaneOf<In, Code, Scales>;
-  Blocks rowwise = blocks, columnwise = blocks;
-  rowwise.block_rows = columnwise.block_cols = 1;
-  BlockPlane<typename Scales::Stored> first, second;
-  first.data = out.data;
-  first.scale_inv = out.scale_inv;
-  (out.second_transposed ? second.data_t : second.data) = out.second_data;
-  (out.second_transposed ? second.scale_inv_t : second.scale_inv) = out.second_scale_inv;
-  const Plane planes[] = {{x, scales, rowwise, first}, {x, scales, columnwise, second}};
-  ParallelRectangles(exec, blocks, out.second_transposed, [&](const Rectangle& all, Panel* panel) {
-    for (const Plane& plane : planes) plane.Quantize(all, panel);
-  });
-  return {};
+  const PlaneOf<In, Code, Scales> plane{x, scales, blocks, {}};
+  return QuantizeTwo(exec, blocks, plane, plane, out);
+}
+
+template <class In>
+Status QuantizeNvfp4(const Exec<Cpu>& exec, const In* x, const Nvfp4Scales& scales,
+                     const Nvfp4Options& options, const Blocks& blocks,
+                     const BlockPlane<uint8_t>& out) {
+  return QuantizeOne(exec, PlaneOf<In, E2M1, Nvfp4Scales>{x, scales, blocks, out, options, blocks});
+}
+
+template <class In>
+Status QuantizeNvfp4Both(const Exec<Cpu>& exec, const In* x, const Nvfp4Scales& scales,
+                         const Nvfp4Scales& second_scales, const Nvfp4Options& options,
+                         const Blocks& blocks, const BothPlanes<uint8_t>& out) {
+  using Plane = PlaneOf<In, E2M1, Nvfp4Scales>;
+  const Plane rows{x, scales, blocks, {}, {false, options.places}, blocks};
+  const Plane columns{x, second_scales, blocks, {}, options, blocks};
+  return QuantizeTwo(exec, blocks, rows, columns, out);
 }
 
 QSHARD_FOR_EACH_INPUT(QSHARD_FOR_EACH_SCALED_CODE, QSHARD_INSTANTIATE_FOR, Cpu, QuantizeBlock)
 QSHARD_FOR_EACH_INPUT(QSHARD_FOR_EACH_SCALED_CODE, QSHARD_INSTANTIATE_FOR, Cpu, QuantizeBlockBoth)
+QSHARD_FOR_EACH_INPUT(QSHARD_INSTANTIATE_FOR, Cpu, QuantizeNvfp4)
+QSHARD_FOR_EACH_INPUT(QSHARD_INSTANTIATE_FOR, Cpu, QuantizeNvfp4Both)
 
 }  // namespace qshard::kernels

@@ -8,8 +8,7 @@
 // - Rows: a warp takes a run, or from 256 loads up a block does.
 // - Long runs: many blocks share a run, each taking every so many pieces of it. Their maxima meet
 //   in an integer atomicMax on the bits of an amax of 0; a maximum is exact, so the order they come
-//   in does not show. A kernel of one warp makes the zeros while the blocks start: a memset would
-//   take time of its own.
+//   in does not show.
 //
 // Loads are of 16 bytes; the elements of a run before the first 16-byte boundary and after the last
 // whole load go one by one, so x needs only its natural alignment. 16-bit inputs are compared as
@@ -99,14 +98,7 @@ __device__ __forceinline__ Magnitude<In> ScanRun(const In* run, int64_t length, 
   return m;
 }
 
-// Lets the kernel after it on the stream start at once.
-__global__ void __launch_bounds__(kWarp) ZeroAmax(float* amax, int64_t runs) {
-  asm volatile("griddepcontrol.launch_dependents;");
-  for (int64_t i = threadIdx.x; i < runs; i += kWarp) amax[i] = 0.0f;
-}
-
-// Grid: x for runs, y for splits. With more than one split it is launched to start with ZeroAmax,
-// which itself comes after all that went before, so that x is there to be read.
+// Grid: x for runs, y for splits (LaunchRaising).
 template <class In, int kTeam>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     AmaxRuns(const In* x, int64_t runs, int64_t length, float* amax) {
@@ -118,12 +110,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
       ScanRun<In, kTeam>(x + run * length, length, blockIdx.y, gridDim.y, thread);
   const int32_t bits = TeamMax<kTeam>(m.AsFloatBits());
   if (thread != 0) return;
-  if (gridDim.y == 1) {
-    amax[run] = FloatFromBits(bits);
-  } else {
-    asm volatile("griddepcontrol.wait;" ::: "memory");  // for the zeros
-    atomicMax(reinterpret_cast<int32_t*>(amax) + run, bits);
-  }
+  AwaitZeros();
+  StoreOrRaise(amax + run, bits);
 }
 
 // A team a run. Where there is a scale nothing is read of x.
@@ -176,20 +164,9 @@ Status Amax(const Exec<Cuda>& exec, const In* x, int64_t runs, int64_t length, f
                   length, amax);
   const int64_t splits =
       std::max<int64_t>(1, std::min(CeilDiv(loads, kThreads * kUnroll), room / runs));
-  cudaLaunchAttribute early = {};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(runs), static_cast<unsigned>(splits));
-  config.blockDim = dim3(kThreads);
-  config.stream = exec.stream;
-  if (splits > 1) {
-    ZeroAmax<<<1, kWarp, 0, exec.stream>>>(amax, runs);
-    config.attrs = &early;
-    config.numAttrs = 1;
-  }
-  (void)cudaLaunchKernelEx(&config, AmaxRuns<In, kThreads>, x, runs, length, amax);
-  return LaunchStatus();
+  const dim3 grid(static_cast<unsigned>(runs), static_cast<unsigned>(splits));
+  return LaunchRaising(exec, AmaxRuns<In, kThreads>, grid, kThreads, amax, nullptr, runs, x, runs,
+                       length, amax);
 }
 
 QSHARD_FOR_EACH_INPUT(QSHARD_INSTANTIATE_FOR, Cuda, Amax)

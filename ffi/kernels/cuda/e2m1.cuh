@@ -66,6 +66,38 @@ __device__ __forceinline__ int32_t Down(float u) {
              __float_as_int(__fmaf_rz(u, 0.5f, kOne + 4)));
 }
 
+// Rounded at random, two at a time, of magnitudes as fp32 products are. The bits of a half as it
+// grows from 0 through the subnormals are E2M1's curve: those of u * 2^-14 have the code of u in
+// bits 9 to 11, and the part of a step that is above it in bits 0 to 8. A random byte, doubled,
+// carries into the code where it is to be rounded up. Halves are rounded towards 0, as all that
+// matters is how u compares with whole 256ths of a step; but for the rounding of the sum in
+// core/stochastic.h, which takes 2^-26 below 1/2 up to it. That much more shows nowhere else: from
+// 1/4 on, magnitudes have steps of 2^-25 and more.
+constexpr uint32_t kLargestHalves = 0x0E000E00u;  // the code 7; NaN is above it
+
+__device__ __forceinline__ uint32_t HalvesOf(float lo, float hi) {
+  const float a = __fmaf_rz(lo, PowerOfTwo(-14), PowerOfTwo(-40));
+  const float b = __fmaf_rz(hi, PowerOfTwo(-14), PowerOfTwo(-40));
+  uint32_t halves;
+  asm("cvt.rz.f16x2.f32 %0, %1, %2;" : "=r"(halves) : "f"(b), "f"(a));
+  return __vminu2(halves, kLargestHalves);
+}
+// Bytes `first` and `first` + 1 of random bytes, in halves.
+template <int kFirst>
+__device__ __forceinline__ uint32_t SpreadBytes(uint32_t random) {
+  return __byte_perm(random, 0, kFirst == 0 ? 0x4140 : 0x4342);
+}
+// Rounded: codes in bits 9 to 11 of halves, signs, the highest bits of `signs`, in bit 15.
+__device__ __forceinline__ uint32_t RoundedHalves(float lo, float hi, uint32_t random,
+                                                  uint32_t signs) {
+  return (HalvesOf(lo, hi) + 2 * random) | (signs & 0x80008000u);
+}
+// Eight of those as packed codes, from the higher bytes of numbers 0, 2, 4, 6 and of 1, 3, 5, 7.
+__device__ __forceinline__ uint32_t PackHalves(uint32_t even, uint32_t odd) {
+  const uint32_t low = (even >> 1 & 0x07070707u) | (even >> 4 & 0x08080808u);
+  return low | (odd << 3 & 0x70707070u) | (odd & 0x80808080u);
+}
+
 // v within +-6. NaN becomes 6, whose code is what NaN has: minimum and maximum drop NaNs.
 __device__ __forceinline__ float Clamp(float v) { return fmaxf(fminf(v, E2M1::kMax), -E2M1::kMax); }
 

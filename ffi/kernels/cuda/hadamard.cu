@@ -1,3 +1,5 @@
+// hadamard and amax_hadamard.
+//
 // hadamard: HadamardTransform (core/hadamard.h) of 16 consecutive elements of a row, or of a
 // column.
 //
@@ -6,112 +8,21 @@
 // moves whole lines. Needs rows aligned to 16 bytes, or columns to a pair of elements; otherwise an
 // element at a time moves.
 //
-// Sums are exact in fp32 while the largest is less than 2^24 units of the smallest element, which
-// holds for exponents that span at most 12: then the order does not matter and fp32 additions do.
-// A block that is wider, not one in a hundred of ordinary data, but in a third of the warps, has
-// its sums in fp64, which are exact while exponents span at most 41, and are rounded once; what is
-// left goes through core/hadamard.h. Equals it bit for bit.
-#include <type_traits>
-
-#include "core/hadamard.h"
+// amax_hadamard: the largest of x, and of that, by block. Reads x once, 2 bytes an element for a
+// 16-bit x, and writes 8 bytes a block. A thread takes 16 rows of two columns side by side, or of
+// one if columns are not aligned to pairs; small blocks are a warp's, large ones of as many blocks
+// of threads as there is room for (amax.cu says how they meet).
 #include "kernels/block_layout.h"
-#include "kernels/cuda/block_map.cuh"
-#include "kernels/cuda/convert.cuh"
+#include "kernels/cuda/divider.cuh"
+#include "kernels/cuda/hadamard.cuh"
+#include "kernels/cuda/launch.cuh"
+#include "kernels/cuda/magnitude.cuh"
 
 namespace qshard::kernels {
 namespace {
 
+using hadamard::Transform;
 constexpr int kSize = kHadamardSize;
-constexpr int kExactSpan = 12;         // 8 bits of significand + 12 + 4 of summing 16 numbers = 24
-constexpr int kDoubleSpan = 41;        // 8 + 41 + 4 = 53
-constexpr int kLargestExponent = 249;  // sums of 16 / 4 stay finite
-
-__device__ __noinline__ Words<32> TransformByDefinition(Words<32> x) {
-  bfloat16 in[kSize], out[kSize];
-#pragma unroll
-  for (int i = 0; i < kSize; ++i) in[i] = {static_cast<uint16_t>(x.w[i / 2] >> (i % 2 * 16))};
-  HadamardTransform(in, out);
-#pragma unroll
-  for (int i = 0; i < kSize / 2; ++i)
-    x.w[i] = out[2 * i].bits | static_cast<uint32_t>(out[2 * i + 1].bits) << 16;
-  return x;
-}
-
-// Sums and differences of x * s / 4, which are exact in T.
-template <class T, class Add>
-__device__ __forceinline__ void Butterflies(T (&v)[kSize], const Add& add) {
-#pragma unroll
-  for (int half = 1; half < kSize; half *= 2) {
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) {
-      if (i & half) continue;
-      const T a = v[i], b = v[i + half];
-      v[i] = add(a, b);
-      v[i + half] = add(a, -b);
-    }
-  }
-}
-
-__device__ __noinline__ Words<32> TransformInDouble(Words<32> x) {
-  float f[kSize];
-  WidenWords<bfloat16>(x, f);
-  double v[kSize];
-  // + 0 leaves no -0, and so neither do sums.
-#pragma unroll
-  for (int i = 0; i < kSize; ++i)
-    v[i] = __fma_rn(static_cast<double>(f[i]), kHadamardSigns >> i & 1 ? -0.25 : 0.25, 0.0);
-  Butterflies(v, [](double a, double b) { return __dadd_rn(a, b); });
-  // Towards 0 with the last bit set if anything is lost: rounding that is rounding the sum.
-#pragma unroll
-  for (int i = 0; i < kSize; ++i) {
-    const float toward_zero = __double2float_rz(v[i]);
-    f[i] = __uint_as_float(__float_as_uint(toward_zero) |
-                           (static_cast<double>(toward_zero) != v[i] ? 1 : 0));
-  }
-  return NarrowWords<bfloat16>(f);
-}
-
-// The transform of 16 numbers, packed in pairs.
-__device__ __forceinline__ Words<32> Transform(const Words<32>& x) {
-  // The largest magnitude; and the smallest but zero: in a signed comparison of magnitude + 0x7FFF,
-  // zero is above all.
-  uint32_t high = 0, low = 0x7FFF7FFFu;
-#pragma unroll
-  for (int i = 0; i < kSize / 2; ++i) {
-    const uint32_t m = x.w[i] & 0x7FFF7FFFu;
-    high = __vmaxu2(high, m);
-    low = __vmins2(low, m + 0x7FFF7FFFu);
-  }
-  high = max(high & 0xFFFF, high >> 16);
-  low = __vmins2(low, low >> 16 | low << 16);
-  low = (low - 0x8000) & 0xFFFF;  // magnitude - 1, or all ones
-  const int top = static_cast<int>(high >> 7), bottom = static_cast<int>(low >> 7);
-  if (top - bottom <= kExactSpan && top <= kLargestExponent) {
-    float v[kSize];
-    WidenWords<bfloat16>(x, v);
-    // + 0 leaves no -0, and so neither do sums.
-#pragma unroll
-    for (int i = 0; i < kSize; ++i)
-      v[i] = __fmaf_rn(v[i], kHadamardSigns >> i & 1 ? -0.25f : 0.25f, 0.0f);
-    Butterflies(v, [](float a, float b) { return __fadd_rn(a, b); });
-    return NarrowWords<bfloat16>(v);
-  }
-  if (top - bottom <= kDoubleSpan && top <= kLargestExponent) return TransformInDouble(x);
-  return TransformByDefinition(x);
-}
-
-// To bfloat16; a NaN is some NaN, which is all that the transform asks.
-template <class In, int kCount>
-__device__ __forceinline__ Words<kCount * 2> ToBfloat16(const Words<kCount * sizeof(In)>& x) {
-  if constexpr (std::is_same_v<In, bfloat16>) {
-    return x;
-  } else {
-    float v[kCount];
-    WidenWords<In>(x, v);
-    return NarrowWords<bfloat16>(v);
-  }
-}
-
 constexpr int kThreads = 256;
 
 // Blocks of a row: n of them, one after the other.
@@ -142,26 +53,112 @@ __global__ void __launch_bounds__(kThreads, 3)
   if (t >= n) return;
   const int64_t strip = t / pairs;
   const int64_t start = (strip * kSize * pairs + (t - strip * pairs)) * 2;
+  const auto word = [=](int i) {
+    return ToBfloat16<In, 2>(Load<2 * sizeof(In)>(x + start + i * pairs * 2)).w[0];
+  };
   uint32_t w[kSize];
 #pragma unroll
-  for (int i = 0; i < kSize; ++i)
-    w[i] = ToBfloat16<In, 2>(Load<2 * sizeof(In)>(x + start + i * pairs * 2)).w[0];
-  Words<32> left, right;
+  for (int i = 0; i < kSize; ++i) w[i] = word(i);
+  hadamard::TransformTwo(w, word);
 #pragma unroll
-  for (int i = 0; i < kSize / 2; ++i) {
-    left.w[i] = __byte_perm(w[2 * i], w[2 * i + 1], 0x5410);
-    right.w[i] = __byte_perm(w[2 * i], w[2 * i + 1], 0x7632);
+  for (int i = 0; i < kSize; ++i)
+    Store<Write::kStream>(y + start + i * pairs * 2, Words<4>{{w[i]}});
+}
+
+// --- amax_hadamard ---
+
+// Blocks of a grid, in units of 16 rows of two columns (kPairs), or of one.
+struct AmaxGrid {
+  AmaxGrid(const Blocks& b, bool pairs)
+      : blocks(b),
+        across(b.block_cols / (pairs ? 2 : 1)),
+        units(b.block_rows / kSize * across),
+        divider(std::min(across, kMaxDivided - 1)) {}
+  Blocks blocks;
+  int64_t across, units;  // in a row of units, and in a block
+  Divider divider;
+};
+
+template <class In, int kTeam, bool kPairs>
+__global__ void __launch_bounds__(kThreads, 3)
+    AmaxHadamardBlocks(const In* x, const AmaxGrid g, float* amax, float* amax_t) {
+  using Abs = Magnitudes<In>;
+  constexpr int kTeams = kThreads / kTeam, kWidth = kPairs ? 2 : 1;
+  const int thread = threadIdx.x % kTeam;
+  const int64_t block = int64_t{blockIdx.x} * kTeams + threadIdx.x / kTeam;
+  const Blocks& b = g.blocks;
+  const int64_t grid_cols = b.GridCols(), grid_rows = b.GridRows();
+  if (block >= b.GridSize()) return;  // the whole team
+  const int64_t strip = block / grid_cols, matrix = strip / grid_rows;
+  const In* from = x + (matrix * b.rows + (strip - matrix * grid_rows) * b.block_rows) * b.cols +
+                   (block - strip * grid_cols) * b.block_cols;
+  const int64_t step = int64_t{gridDim.y} * kTeam;
+  Magnitude<In> m;
+  uint32_t rotated = 0;
+  for (int64_t unit = int64_t{blockIdx.y} * kTeam + thread; unit < g.units; unit += step) {
+    const int64_t down =
+        g.units < kMaxDivided ? g.divider.Divide(static_cast<uint32_t>(unit)) : unit / g.across;
+    const In* at = from + down * kSize * b.cols + (unit - down * g.across) * kWidth;
+    const auto load = [=](int i) {
+      if constexpr (kPairs) {
+        return Load<2 * sizeof(In)>(at + i * b.cols);
+      } else {
+        const In one[2] = {at[i * b.cols], In{}};
+        Words<2 * sizeof(In)> two;
+        memcpy(&two, one, sizeof(two));
+        return two;
+      }
+    };
+    Words<2 * sizeof(In)> raw[kSize];
+    uint32_t w[kSize], high;
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) raw[i] = load(i);
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
+      w[i] = ToBfloat16<In, 2>(raw[i]).w[0];
+      if constexpr (!std::is_same_v<In, bfloat16>) m.Add(raw[i]);
+    }
+    const auto again = [=](int i) { return ToBfloat16<In, 2>(load(i)).w[0]; };
+    rotated = __vmaxu2(rotated, hadamard::LargestOfTwo(w, again, &high));
+    if constexpr (std::is_same_v<In, bfloat16>) m.AddBits(high);
   }
-  left = Transform(left);
-  right = Transform(right);
-#pragma unroll
-  for (int i = 0; i < kSize; ++i)
-    Store<Write::kStream>(
-        y + start + i * pairs * 2,
-        Words<4>{{__byte_perm(left.w[i / 2], right.w[i / 2], i % 2 == 0 ? 0x5410 : 0x7632)}});
+  Magnitude<bfloat16> m_t;
+  m_t.AddBits(rotated);
+  const int32_t bits = TeamMax<kTeam>(m.AsFloatBits());
+  if constexpr (kTeam > kWarp) __syncthreads();
+  const int32_t bits_t = TeamMax<kTeam>(m_t.AsFloatBits());
+  if (thread != 0) return;
+  AwaitZeros();
+  StoreOrRaise(amax + block, bits);
+  StoreOrRaise(amax_t + block, bits_t);
+}
+
+template <class In, bool kPairs>
+Status LaunchAmaxHadamard(const Exec<Cuda>& exec, const In* x, const Blocks& blocks, float* amax,
+                          float* amax_t) {
+  const AmaxGrid g(blocks, kPairs);
+  const int64_t count = blocks.GridSize(), room = int64_t{Multiprocessors()} * 3;
+  if (g.units <= 8 * kWarp && count >= room)
+    return Launch(exec, AmaxHadamardBlocks<In, kWarp, kPairs>, CeilDiv(count, kThreads / kWarp),
+                  kThreads, x, g, amax, amax_t);
+  const int64_t splits =
+      std::max<int64_t>(1, std::min(CeilDiv(g.units, int64_t{kThreads}), room / count));
+  const dim3 grid(static_cast<unsigned>(count), static_cast<unsigned>(splits));
+  return LaunchRaising(exec, AmaxHadamardBlocks<In, kThreads, kPairs>, grid, kThreads, amax, amax_t,
+                       count, x, g, amax, amax_t);
 }
 
 }  // namespace
+
+template <class In>
+Status AmaxHadamard(const Exec<Cuda>& exec, const In* x, const Blocks& blocks, float* amax,
+                    float* amax_t) {
+  if (blocks.GridSize() == 0) return {};
+  const bool pairs =
+      blocks.cols % 2 == 0 && blocks.block_cols % 2 == 0 && IsAligned(x, 2 * sizeof(In));
+  return pairs ? LaunchAmaxHadamard<In, true>(exec, x, blocks, amax, amax_t)
+               : LaunchAmaxHadamard<In, false>(exec, x, blocks, amax, amax_t);
+}
 
 template <class In>
 Status Hadamard(const Exec<Cuda>& exec, const In* x, const Blocks& blocks, bfloat16* y) {
@@ -190,5 +187,6 @@ Status Hadamard(const Exec<Cuda>& exec, const In* x, const Blocks& blocks, bfloa
 }
 
 QSHARD_FOR_EACH_INPUT(QSHARD_INSTANTIATE_FOR, Cuda, Hadamard)
+QSHARD_FOR_EACH_INPUT(QSHARD_INSTANTIATE_FOR, Cuda, AmaxHadamard)
 
 }  // namespace qshard::kernels

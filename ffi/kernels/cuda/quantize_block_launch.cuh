@@ -17,17 +17,6 @@
 
 namespace qshard::kernels {
 
-// How many matrices in a row have one global scale; 0 if a matrix has more than one.
-template <class Scales>
-int64_t MatricesOfGlobal(const Scales& scales, const Blocks& b) {
-  if constexpr (Fast<Scales>::kGlobal) {
-    const int64_t grid = b.GridRows() * b.GridCols();
-    return scales.run % grid == 0 ? scales.run / grid : 0;
-  } else {
-    return 1;
-  }
-}
-
 template <class Code, class In, class Scales>
 TileArguments<In, Scales> ArgumentsOfTiles(const In* x, const Scales& scales, const Blocks& b,
                                            uint8_t* data, typename Scales::Stored* scale_inv,

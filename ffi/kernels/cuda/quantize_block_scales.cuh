@@ -58,6 +58,17 @@ struct Fast<GivenScales<kWithAmax>> : FastScales<128, false, true, kWithAmax> {}
 template <class Scales>
 constexpr int kFastBlock = Fast<Scales>::kBlock;
 
+// How many matrices in a row have one global scale; 0 if a matrix has more than one.
+template <class Scales>
+int64_t MatricesOfGlobal(const Scales& scales, const Blocks& b) {
+  if constexpr (Fast<Scales>::kGlobal) {
+    const int64_t grid = b.GridRows() * b.GridCols();
+    return scales.run % grid == 0 ? scales.run / grid : 0;
+  } else {
+    return 1;
+  }
+}
+
 // What is known of a block. `common`: the case that has code of its own.
 template <class Scales>
 constexpr Known KnownOf(bool common) {

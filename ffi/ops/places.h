@@ -1,0 +1,33 @@
+// Where the random bits of stochastic rounding come from, as ops are told.
+#ifndef QSHARD_OPS_PLACES_H_
+#define QSHARD_OPS_PLACES_H_
+
+#include "core/handler.h"
+#include "kernels/block_cast.h"
+
+namespace qshard {
+
+// From operands `seed` and `seed` + 1, `first`, and the steps. `first` has the index of the first
+// element of x, or of each of its rows of blocks, or of each block; `seed` goes with it. From there
+// the index grows by row_step a row and by col_step a column: by (columns of the whole tensor, 1),
+// or (1, columns) where x is a transpose.
+template <class Platform>
+Error PlacesOf(const Call<Platform>& call, int operand, const Blocks& blocks,
+               kernels::Places* places) {
+  const Buffer &seed = call.arg(operand), &first = call.arg(operand + 1);
+  QSHARD_REQUIRE(seed.rank == first.rank, call.op(), ": seed ", Shape(seed),
+                 " does not have the shape of first ", Shape(first), "; broadcast it");
+  const IndexSteps steps{call.integer("row_step"), call.integer("col_step")};
+  int64_t down, right;
+  QSHARD_REQUIRE(Multiply(blocks.batch * blocks.rows, steps.row, &down) &&
+                     Multiply(blocks.cols, steps.col, &right) &&
+                     !__builtin_add_overflow(down, right, &down),
+                 call.op(), ": steps (", steps.row, ", ", steps.col,
+                 ") lead to an index that 64 bits do not hold; give those of the whole tensor");
+  *places = {Data<uint32_t>(seed), Data<uint32_t>(first), call.ArgRun(operand + 1), steps};
+  return {};
+}
+
+}  // namespace qshard
+
+#endif  // QSHARD_OPS_PLACES_H_
