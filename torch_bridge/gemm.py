@@ -81,7 +81,7 @@ def _sizes(a: Operand, b: Operand) -> Sizes:
 
 def _runs_on_tensor_cores(a: Operand, b: Operand, sizes: Sizes) -> bool:
     device, kind = a.parts.data.device, products.kind_of(a.format, b.format)
-    if device.type != "cuda" or kind is None or not products.fits(sizes):
+    if device.type != "cuda" or kind is None or not products.fits(kind, sizes):
         return False
     in_order = all(products.contracts_last(each.format, each.usage) for each in (a, b))
     return in_order and _runs_on(kind, device.index)
