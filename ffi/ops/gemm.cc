@@ -39,7 +39,7 @@ Error CheckForCuda(const char* op, const GemmProblem& gemm, const Buffer& worksp
                  ", as tensor cores take them; pad the matrices, or multiply dequantized values");
   for (const void* data :
        {static_cast<const void*>(gemm.a.codes), static_cast<const void*>(gemm.b.codes),
-        static_cast<const void*>(out.data)})
+        static_cast<const void*>(out.data), static_cast<const void*>(workspace.data)})
     QSHARD_REQUIRE(reinterpret_cast<uintptr_t>(data) % kernels::kGemmUnit == 0, op,
                    ": codes, result or workspace are not aligned to ", kernels::kGemmUnit,
                    " bytes, as tensor cores take them; copy them");
