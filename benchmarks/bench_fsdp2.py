@@ -1,14 +1,28 @@
-"""A step of a 2.0 B model under FSDP2, for every recipe and kind of weight: time, memory, bytes that travel.
+"""A step of a 2.0 B model under FSDP2 and ZeRO, for every recipe and kind of weight: time, memory, bytes that travel.
 
 The model is Llama-like: 8 layers of width 4096, FFN 14336, vocabulary 32000; 2 x 4096 tokens a GPU, AdamW. The linear
 layers of the blocks are quantized, the embedding and the head are not. Weights are gathered in bfloat16 otherwise, and
-gradients are reduced in it. Kinds: shards in float32, primary weights, and ZeroOptimizer with sharded weights. The
-baseline is nn.Linear under the same fully_shard, with torch's fused AdamW. All of it is eager.
+gradients are reduced in it. All of it is eager. Kinds, sharded:
+
+    shard, primary    FSDP2 with shards in float32, and with primary weights
+    zero              ZeroOptimizer(shard_weights=True) of a bfloat16 model, codes of float32 masters, gradients too in
+                      bfloat16 on the wire: what autograd has made, unrounded
+    zero-float32      the same with ZeroOptimizer's default, float32 on the wire
+    nn.Linear         of bf16: the same fully_shard, with torch's fused AdamW
+
+Whole on each rank, of a bfloat16 model:
+
+    zero1             ZeroOptimizer, float32 masters and states, gradients as in `zero`
+    ddp               of bf16: DistributedDataParallel and fused AdamW, states in bfloat16 and no masters
+    zero-redundancy   of bf16: the same with torch's ZeroRedundancyOptimizer
 
 What a rank holds is counted from its tensors, in bytes for each element of the weights that are quantized, times the
-ranks: what a float32 shard is to one GPU is 4. Peak memory is PyTorch's, of a step after the first.
+ranks: what a float32 shard is to one GPU is 4. Of kinds that are not FSDP2's all weights are counted. Peak memory is
+PyTorch's, of a step after the first.
 
     python benchmarks/bench_fsdp2.py [--layers 8] [--steps 6] [--recipes fp8,mxfp8] [--kinds shard,primary,zero]
+    python benchmarks/bench_fsdp2.py --recipes bf16,fp8 --kinds zero1,ddp,zero-redundancy --out zero1
+    python benchmarks/bench_fsdp2.py --flat --recipes fp8 --kinds zero,zero1    # 50 steps, alike in time and memory?
 """
 
 from __future__ import annotations
@@ -29,7 +43,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import qshard.torch_bridge as qshard
@@ -41,6 +57,9 @@ import options
 
 WIDTH, FFN, VOCABULARY, HEADS, BATCH, CONTEXT = 4096, 14336, 32000, 32, 2, 4096
 KINDS = ("shard", "primary", "zero")
+OF_BF16 = {"nn.Linear", "ddp", "zero-redundancy"}  # What has no codes.
+ALL_KINDS = (*KINDS, "zero-float32", "zero1", "ddp", "zero-redundancy", "nn.Linear")
+FLAT_STEPS, PART = 50, 10  # The first and the last so many of them are compared.
 
 
 class Block(nn.Module):
@@ -84,13 +103,19 @@ def build(recipe: Any, kind: str, layers: int) -> tuple[nn.Module, Any]:
             nn.init.normal_(weight, std=0.02)
     if recipe is not None:
         qshard.convert(model, recipe, filter=lambda _, name: "blocks" in name, primary=kind == "primary")
-    if kind == "zero":
-        for name, part in model.named_children():
-            part.to(torch.bfloat16) if name in ("norm", "head") else None
-        for block in model.blocks:
-            block.attention_norm.to(torch.bfloat16), block.ffn_norm.to(torch.bfloat16)
-        options = {"decoupled_weight_decay": True, "weight_decay": 0.01}
-        return model, qshard.ZeroOptimizer(model, lr=1e-4, shard_weights=True, units=[*model.blocks], **options)
+    if kind in ("ddp", "zero-redundancy"):
+        model = DistributedDataParallel(model.to(torch.bfloat16), gradient_as_bucket_view=True)
+        if kind == "ddp":
+            return model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        return model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-4, fused=True)
+    if kind.startswith("zero"):
+        model.to(torch.bfloat16)
+        given: dict[str, Any] = {"decoupled_weight_decay": True, "weight_decay": 0.01, "parity": "master"}
+        if kind != "zero1":
+            given.update(shard_weights=True, units=[*model.blocks])
+        if kind != "zero-float32":
+            given["reduce_dtype"] = torch.bfloat16
+        return model, qshard.ZeroOptimizer(model, lr=1e-4, **given)
     mesh = init_device_mesh("cuda", (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     for module in (*model.blocks, model):
@@ -113,6 +138,10 @@ class Wire(TorchDispatchMode):
             self.bytes["gathered"] += args[0].nbytes
         elif "_reduce_scatter_base_" in name or "alltoall_base_" in name:
             self.bytes["reduced"] += args[1].nbytes
+        elif "c10d.allreduce_" in name and args[0][0].dtype.is_floating_point:
+            self.bytes["reduced"] += args[0][0].nbytes
+        elif "c10d.broadcast_" in name:  # Of ZeroRedundancyOptimizer.
+            self.bytes["gathered"] += args[0][0].nbytes
         elif "c10d.allreduce_" in name:
             self.bytes["amaxes"] += args[0][0].nbytes
         return op(*args, **(kwargs or {}))
@@ -123,9 +152,14 @@ def held(model: nn.Module, optimizer: Any) -> dict[str, float]:
     own = {"codes": 0, "high precision": 0, "states": 0}
     if isinstance(optimizer, qshard.ZeroOptimizer):
         elements = sum(w.size for flat in optimizer._flats for w in flat.weights)  # All of them: they share buffers.
-        own["codes"] = sum(flat.shard.nbytes for flat in optimizer._flats)
+        own["codes"] = sum(flat.kept for flat in optimizer._flats)
         own["high precision"] = sum(flat.masters.nbytes for flat in optimizer._flats)
         states = list(optimizer.state.values())
+    elif isinstance(model, DistributedDataParallel):
+        elements = sum(p.numel() for p in model.parameters())
+        own["high precision"] = sum(p.nbytes for p in model.parameters())
+        inner = optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
+        states = list(inner.state.values())
     else:
         weights = [p for name, p in model.named_parameters() if "blocks" in name and p.ndim == 2]
         elements = sum(p.numel() for p in weights)
@@ -142,7 +176,7 @@ def held(model: nn.Module, optimizer: Any) -> dict[str, float]:
     return {f"{name}, B": size * dist.get_world_size() / elements for name, size in own.items()}
 
 
-def measure(name: str, kind: str, layers: int, steps: int) -> dict[str, object]:
+def measure(name: str, kind: str, layers: int, steps: int, flat: bool) -> dict[str, object]:
     gc.collect()
     torch.cuda.empty_cache()
     recipe = options.RECIPES[name]
@@ -166,8 +200,8 @@ def measure(name: str, kind: str, layers: int, steps: int) -> dict[str, object]:
         step()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    times = []
-    for _ in range(steps):
+    times, live = [], []
+    for _ in range(FLAT_STEPS if flat else steps):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         dist.barrier()
         begin.record()
@@ -175,10 +209,11 @@ def measure(name: str, kind: str, layers: int, steps: int) -> dict[str, object]:
         end.record()
         torch.cuda.synchronize()
         times.append(begin.elapsed_time(end))
+        live.append(torch.cuda.memory_allocated())
     peak = torch.cuda.max_memory_allocated()
     row: dict[str, object] = {
         "recipe": name,
-        "kind": kind if recipe is not None else "nn.Linear",
+        "kind": kind,
         "ranks": dist.get_world_size(),
         "layers": layers,
         "ms": f"{statistics.median(times):.1f}",
@@ -187,14 +222,23 @@ def measure(name: str, kind: str, layers: int, steps: int) -> dict[str, object]:
         **{key.replace(", B", "_B").replace(" ", "_"): f"{value:.2f}" for key, value in held(model, optimizer).items()},
         "loss": f"{loss.item():.4f}",
     }
+    if flat:
+        first, last = (statistics.median(part) for part in (times[:PART], times[-PART:]))
+        row |= {"first_ms": f"{first:.1f}", "last_ms": f"{last:.1f}", "grown_bytes": live[-1] - live[PART]}
     if dist.get_rank() == 0:
         print(row, flush=True)
     return row
 
 
 def cases(arguments: argparse.Namespace) -> Iterator[tuple[str, str]]:
+    kinds = arguments.kinds.split(",")
     for name in arguments.recipes.split(","):
-        yield from ((name, kind) for kind in (arguments.kinds.split(",") if name != "bf16" else ["nn.Linear"]))
+        if name == "bf16":  # Of the FSDP2 kinds it has one; ZeroOptimizer takes plain layers too.
+            kinds_of_fsdp2 = ["nn.Linear"] if {"shard", "primary", "nn.Linear"} & set(kinds) else []
+            others = [kind for kind in kinds if kind not in ("shard", "primary", "nn.Linear")]
+            yield from ((name, kind) for kind in (*kinds_of_fsdp2, *others))
+        else:
+            yield from ((name, kind) for kind in kinds if kind not in OF_BF16)
 
 
 def worker(rank: int, arguments: argparse.Namespace, store: str) -> None:
@@ -203,9 +247,9 @@ def worker(rank: int, arguments: argparse.Namespace, store: str) -> None:
     dist.init_process_group("nccl", f"file://{store}", world_size=arguments.ranks, rank=rank, device_id=device)
     found = []
     for name, kind in cases(arguments):
-        found.append(measure(name, kind, arguments.layers, arguments.steps))
+        found.append(measure(name, kind, arguments.layers, arguments.steps, arguments.flat))
         if rank == 0:  # After each: what was measured stays if a later one fails.
-            rows.write("fsdp2", torch.cuda.get_device_name(), found)
+            rows.write(arguments.out + "_flat" * arguments.flat, torch.cuda.get_device_name(), found)
     dist.destroy_process_group()
 
 
@@ -215,8 +259,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--ranks", type=int, default=torch.cuda.device_count())
     parser.add_argument("--recipes", default=",".join(options.RECIPES))
-    parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("--kinds", default=",".join(KINDS), help=f"some of {', '.join(ALL_KINDS)}")
+    parser.add_argument("--flat", action="store_true", help=f"{FLAT_STEPS} steps: the first and the last {PART}")
+    parser.add_argument("--out", default="fsdp2", help="the file of results, without .csv")
     arguments = parser.parse_args()
+    if unknown := set(arguments.kinds.split(",")) - set(ALL_KINDS):
+        parser.error(f"--kinds: {sorted(unknown)[0]!r} is not one of {', '.join(ALL_KINDS)}")
     if not torch.cuda.is_available():
         parser.exit(message="bench_fsdp2: no CUDA device, nothing to measure\n")
     os.environ.setdefault("NCCL_DEBUG", "WARN")

@@ -119,30 +119,6 @@ def jax_microseconds(contenders: dict[str, tuple[float, Callable]], x: list, rou
     return {name: statistics.median(t) for name, t in times.items()}
 
 
-def host_rows() -> dict[str, float]:
-    """Microseconds of host time a call takes, small enough that the device keeps up with the queue."""
-    from qshard.torch_bridge.ops import call_into
-
-    x, scale = torch.randn(64, 64, device="cuda"), torch.tensor(2.0, device="cuda")
-    code = torch.empty(64, 64, device="cuda", dtype=torch.uint8)
-    out = torch.empty_like(x)
-    contenders: dict[str, Callable[[], object]] = {
-        "host: cast_tensor into given outputs": lambda: call_into("cast_tensor", (x, scale), (code,), E4M3),
-        "host: torch.ops.qshard.cast_tensor": lambda: torch.ops.qshard.cast_tensor(x, scale, **E4M3),
-        "host: torch.add into given output": lambda: torch.add(x, x, out=out),
-    }
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    calls = 100
-    for _ in range(100):
-        for name, call in contenders.items():
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            for _ in range(calls):
-                call()
-            times[name].append((time.perf_counter() - start) / calls * 1e6)
-    return {name: statistics.median(t) for name, t in times.items()}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", type=int, default=8192)
@@ -155,8 +131,6 @@ def main() -> None:
     table = rows_of(of_torch, microseconds(of_torch, options.rounds), size**2, shape, "copy")
     of_jax, x = jax_contenders(size)
     table += rows_of(of_jax, jax_microseconds(of_jax, x, options.rounds), size**2, shape, "jax copy")
-    empty = dict.fromkeys(table[0], "")
-    table += [{**empty, "operation": name, "shape": "64x64", "us": round(us, 2)} for name, us in host_rows().items()]
     rows.write("gpu_ops", torch.cuda.get_device_name(), table)
 
 

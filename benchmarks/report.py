@@ -27,7 +27,7 @@ GPU_SECTIONS = {
     "gpu_adam": "A step of Adam on one GPU",
     "gpu_master": "The steps of cast_master on one GPU",
 }
-JUDGED = (*GPU_SECTIONS, "numerics")
+JUDGED = (*GPU_SECTIONS, "host", "numerics")
 """Files whose rows have targets in `TARGETS`."""
 # README's table: label, qshard's operations, those of torch.compile. Numbers of one line are apart by " / ".
 README_GPU = (
@@ -115,16 +115,33 @@ def judged(name: str, tables: Tables) -> list[tuple[Target, Row, float]]:
 
 def gpu_section(name: str, tables: Tables) -> str:
     rows = tables[name]
+    verdicts = verdicts_of(name, tables)
+    columns = ["operation", "shape", "bytes_per_element", "us", "GB_per_s", "percent_of_copy"]
+    header = ["operation", "shape", "bytes an element", "us", "GB/s", "% of copy", "target"]
+    lines = [[*(number(row, c) for c in columns), verdicts.get(row["operation"], "")] for row in rows]
+    return f"## {GPU_SECTIONS[name]}\n\n{origin(rows)}\n\n{table(header, lines)}\n"
+
+
+def verdicts_of(name: str, tables: Tables) -> dict[str, str]:
+    """What a table says of each operation that has a target."""
     verdicts: dict[str, str] = {}
     for target, row, value in judged(name, tables):
         got = f" ({target.text(value)})" if target.of else ""
         verdict = f"{'met' if target.met(value) else 'missed'}{got}"
         limit = f"{'at most' if target.at_most else 'at least'} {target.text(target.bound)}{target.unit}"
         verdicts[row["operation"]] = f"{limit}: {verdict}"
-    columns = ["operation", "shape", "bytes_per_element", "us", "GB_per_s", "percent_of_copy"]
-    header = ["operation", "shape", "bytes an element", "us", "GB/s", "% of copy", "target"]
-    lines = [[*(number(row, c) for c in columns), verdicts.get(row["operation"], "")] for row in rows]
-    return f"## {GPU_SECTIONS[name]}\n\n{origin(rows)}\n\n{table(header, lines)}\n"
+    return verdicts
+
+
+def host_section(tables: Tables) -> str:
+    rows, verdicts = tables["host"], verdicts_of("host", tables)
+    lines = [
+        [row["operation"], row["us"], row["times"], row["beside"], verdicts.get(row["operation"], "")] for row in rows
+    ]
+    text = "Small tensors, eager: what a call costs on the host. `bench_host.py` says what is in a row."
+    return (
+        f"## Host time\n\n{origin(rows)} {text}\n\n{table(['operation', 'us', 'times', 'that of', 'target'], lines)}\n"
+    )
 
 
 def gemm_section(rows: Rows) -> str:
@@ -288,7 +305,7 @@ def missed(tables: Tables) -> list[str]:
     for name in JUDGED:
         for target, row, value in judged(name, tables):
             if not target.met(value):
-                operation = re.sub(r",? qshard$|^(de)?quantize |^host: |, amax given", "", row["operation"])
+                operation = re.sub(r",? qshard$|^(de)?quantize |, amax given", "", row["operation"])
                 found.setdefault(target.name, []).append(f"{operation} {target.text(value)}")
     for name in sorted(name for name in tables if name.startswith("cpu_kernels")):
         rows = tables[name]
@@ -313,6 +330,8 @@ def results(tables: Tables) -> str:
         "## Targets missed\n\n" + ("\n".join(missed(tables)) or "None.") + "\n",
     ]
     parts += [gpu_section(name, tables) for name in GPU_SECTIONS if name in tables]
+    if "host" in tables:
+        parts.append(host_section(tables))
     if "gpu_gemm" in tables:
         parts.append(gemm_section(tables["gpu_gemm"]))
     parts += [cpu_section(rows) for name, rows in tables.items() if name.startswith("cpu_kernels")]

@@ -61,14 +61,6 @@ TARGETS = (
     Target("gpu_ops", "dequantize qshard", "dequantize, 85 %", 85, "as a transpose, which moves as few bytes"),
     Target("gpu_formats", "dequantize .*", "dequantize, 85 %", 85, "as a transpose, which moves as few bytes"),
     Target(
-        "gpu_ops",
-        "host: cast_tensor into given outputs",
-        "host time of a call into given outputs, 4 us",
-        4,
-        "`torch.add` into a given output takes 5 to 6 us",
-        column="us",
-    ),
-    Target(
         "gpu_formats",
         "current scaling qshard",
         "current scaling, 0.9 of the time of two separate passes",
@@ -121,6 +113,24 @@ TARGETS = (
         3,
         "the same formulas in NumPy on the whole array take 21 times",
         column="memory_per_array",
+    ),
+    Target(
+        "host",
+        "cast_tensor into given outputs",
+        "host time of a call into given outputs, 4 us",
+        4,
+        "`torch.add` into a given output takes 5 to 6 us",
+        column="us",
+    ),
+    *(
+        Target("host", operation, f"host time of {what}, {bound:g} times that of {beside}", bound, why, column="times")
+        for operation, what, bound, beside, why in (
+            (r"quantize (FP8|MXFP8)_\w+ both", "quantize, both planes", 4, "torch.add", "it makes up to five tensors"),
+            (r"Linear (?!nvfp4).*", "a layer, forward and backward", 2, "nn.Linear", "three GEMMs, and four casts"),
+            (r"Linear nvfp4", "a layer in NVFP4", 3, "nn.Linear", "rotations, and two scales"),
+            (r"GPT (?!bf16).*", "a step of a small GPT", 1.3, "bf16", "a third of it is Adam and attention"),
+            (r"qshard\.jax\.quantize .*", "an eager quantize in JAX", 1.5, "jnp.add", "up to four results, not one"),
+        )
     ),
     Target("gpu_master", r"codes NVFP4.* qshard", "codes of NVFP4 slices, 80 %", 80, "one pass, but bytes are shared"),
 )

@@ -7,6 +7,7 @@
 
 #include "core/format.h"
 #include "host/call.h"
+#include "host/program.h"
 #include "host/thread_pool.h"
 #include "kernels/cpu/simd.h"
 #include "xla/ffi/api/c_api.h"
@@ -73,6 +74,7 @@ NB_MODULE(_ffi, m) {
   // Rows live as long as the process, and Python at its end does not collect what holds them.
   nb::set_leak_warnings(false);
   qshard::host::DefineRows(m);
+  qshard::host::DefineProgram(m);
   m.def("handlers", qshard::host::Handlers, nb::arg("platform"),
         "{op name: capsule} for \"cpu\" or \"cuda\"; empty for a platform this build lacks.");
   m.def("formats", Formats, "{name: traits}, as core/format.h has them.");

@@ -104,7 +104,9 @@ class Usage(enum.Flag):
     @property
     def planes(self) -> tuple[Usage, ...]:
         """The usages that each are one plane. `list` of it gives the same, but not under every `torch.compile`."""
-        return tuple(one for one in (Usage.ROWWISE, Usage.COLUMNWISE) if one in self)
+        if self is Usage.BOTH:
+            return (Usage.ROWWISE, Usage.COLUMNWISE)
+        return (self,) if self else ()
 
 
 class Scaling:

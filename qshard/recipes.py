@@ -79,6 +79,8 @@ class Recipe:
     activation: Format
     gradient: Format
     accepts: ClassVar[Format | None] = None
+    _contracted_unit: ClassVar[int]  # No fields: worked out once, as every call of every layer asks.
+    _stochastic: ClassVar[bool]
 
     def __post_init__(self) -> None:
         for role in Role:
@@ -95,6 +97,10 @@ class Recipe:
                 f"{type(self).__name__}: rotations (weight: {weight}, activation: {activation}, gradient: {gradient}) "
                 "do not cancel in every product; rotate both activation and gradient, or none"
             )
+        contracted = (whole_units(fmt, Usage.COLUMNWISE)[0] for fmt in (self.activation, self.gradient))
+        object.__setattr__(self, "_contracted_unit", max(contracted))
+        all_formats = (self.weight, self.activation, self.gradient)
+        object.__setattr__(self, "_stochastic", any(fmt.stochastic for fmt in all_formats))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Travels as its fields, and is checked where it arrives."""
@@ -102,13 +108,13 @@ class Recipe:
 
     def format(self, role: Role) -> Format:
         """The format of the tensor in `role`."""
-        fmt: Format = getattr(self, role.value)
+        fmt: Format = getattr(self, role._value_)
         return fmt
 
     @property
     def stochastic(self) -> bool:
         """Whether a format rounds stochastically, so that a layer needs a seed."""
-        return any(fmt.stochastic for fmt in (self.weight, self.activation, self.gradient))
+        return self._stochastic
 
     @property
     def stateful(self) -> bool:
@@ -131,11 +137,9 @@ class Recipe:
         >>> [MXFP8().added_rows(Role.ACTIVATION, usage, 40) for usage in (Usage.ROWWISE, Usage.BOTH)]
         [0, 24]
         """
-        read = (Usage.COLUMNWISE, source(self.format(role), Usage.COLUMNWISE))
-        if role is Role.WEIGHT or not any(each in usage.planes for each in read):
+        if role is Role.WEIGHT or (usage is Usage.ROWWISE and source(self.format(role), Usage.COLUMNWISE) is not usage):
             return 0
-        unit = max(whole_units(fmt, Usage.COLUMNWISE)[0] for fmt in (self.activation, self.gradient))
-        return -rows % unit
+        return -rows % self._contracted_unit
 
 
 def _recipe(kind: type[Recipe], options: dict[str, Any]) -> Recipe:

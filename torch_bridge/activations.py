@@ -120,6 +120,11 @@ def _surroundings(x: Tensor) -> tuple[Any, ...]:
     return stream, None if mode is None else weakref.ref(mode)
 
 
+def are_hooks_there() -> bool:
+    """Whether `saved_tensors_hooks` are in force, as under activation checkpointing."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
 def source_of(x: Tensor) -> tuple[Tensor, ...]:
     """What autograd keeps anyway and x can be had of again: x itself; two factors; or nothing, so no tensors."""
     if type(x) is not Tensor:
@@ -132,7 +137,7 @@ def source_of(x: Tensor) -> tuple[Tensor, ...]:
     # Asked of the type, as to get the attribute is to unpack the tensor.
     if any(hasattr(type(node), name) for name in ("_saved_result", "_saved_output")):
         return (x.detach(),)
-    if type(node).__name__ != "MulBackward0" or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+    if type(node).__name__ != "MulBackward0" or are_hooks_there():
         return ()
     if x._version or x.shape.numel() != whole.shape.numel() or not (x.is_contiguous() and whole.is_contiguous()):
         return ()

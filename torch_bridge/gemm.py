@@ -13,17 +13,18 @@ times such a scale exactly; one rounding of 2^-9 for each element of NVFP4, whos
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from contextlib import nullcontext
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from qshard import pipeline, products
+from qshard import products
 from qshard.formats import Format, Usage
 from qshard.layout import is_transposed, multiplies_codes
 from qshard.pipeline import Plane
 from qshard.products import Gpu, Kind, Sizes
-from qshard.torch_bridge.ops import ops
+from qshard.torch_bridge.planes import dequantized, multiplied
 
 
 class Operand(NamedTuple):
@@ -35,8 +36,7 @@ class Operand(NamedTuple):
 
     def values(self, dtype: torch.dtype) -> Tensor:
         """`[rows, K]`, rounded to `dtype`."""
-        result: Any = dtype  # To the pipeline a dtype is whatever the ops take.
-        values: Tensor = pipeline.dequantize(ops, self.parts, self.format, self.usage, result)
+        values = dequantized(self.parts, self.format, self.usage, dtype)
         in_order = self.usage is Usage.ROWWISE or is_transposed(self.format, self.usage)
         return values if in_order else values.t()
 
@@ -48,17 +48,8 @@ def matmul(a: Operand, b: Operand, dtype: torch.dtype, *, fast: bool = False) ->
     """
     sizes = _sizes(a, b)
     if _runs_on_tensor_cores(a, b, sizes):
-        made: Tensor = products.multiply(
-            ops,
-            a.parts,
-            a.format,
-            b.parts,
-            b.format,
-            dtype=dtype,
-            fast=fast,
-            workspace=products.workspace_size(a.format, b.format, sizes),
-        )
-        return made
+        workspace = products.workspace_size(a.format, b.format, sizes)
+        return multiplied(a.parts, a.format, b.parts, b.format, dtype, fast, workspace)
     device = a.parts.data.device.type
     exact = device != "cuda" or multiplies_codes(a.format, b.format)
     # Values take several times the bytes of codes. Who passes an operand that is of no more use lets its codes go here.
@@ -66,7 +57,10 @@ def matmul(a: Operand, b: Operand, dtype: torch.dtype, *, fast: bool = False) ->
     del a
     y = b.values(x.dtype).t()
     del b
-    with torch.autocast(device, enabled=False):  # It would round the operands once more.
+    autocasts = torch.is_autocast_enabled(device)
+    with (
+        torch.autocast(device, enabled=False) if autocasts else nullcontext()
+    ):  # It would round the operands once more.
         if not exact and dtype == torch.float32 and x.numel() and y.numel():
             return torch.mm(x, y, out_dtype=dtype)
         product = torch.mm(x, y)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from qshard import pipeline
 from qshard.formats import Format, Usage
 from qshard.layout import plane, whole_units
 from qshard.names import seed_missing, shown
@@ -22,8 +21,8 @@ from qshard.torch_bridge.dtensor import local_of
 from qshard.torch_bridge.fsdp.weight import ShardedWeight
 from qshard.torch_bridge.gemm import Operand, matmul
 from qshard.torch_bridge.operands import ROLES, matrix_of, planes_of, quantized, values_of
-from qshard.torch_bridge.ops import ops
 from qshard.torch_bridge.parallel import Part, cut_of
+from qshard.torch_bridge.planes import transposed
 from qshard.torch_bridge.tensor import QuantizedTensor
 from qshard.torch_bridge.words import words
 
@@ -192,7 +191,11 @@ def _product(
     # Dynamo takes no tensor twice, and what is kept as codes has its scale.
     scales = [scale if eager or i >= _X_SCALES.stop else None for i, scale in enumerate(given)]
     how = _How(recipe, dtype, bool(source), w_again, w_format, kept_usage, len(given), len(of_x), parts)
-    y = _Gradients.apply(x, weight, how, seed, *scales, *of_x, *of_w)
+    y: Tensor
+    if eager and not activations.are_hooks_there():  # So nothing is recomputed, and one node will do.
+        y = _Gradients.apply(x, weight, how, seed, (x_row, w_row), *scales, *of_x, *of_w)
+        return y
+    y = _Gradients.apply(x, weight, how, seed, None, *scales, *of_x, *of_w)
     made: Tensor = _Product.apply(y, dtype, x_row.format, w_row.format, *x_row.parts, *w_row.parts)
     return made
 
@@ -287,20 +290,32 @@ class _How(NamedTuple):
 class _Gradients(torch.autograd.Function):
     """The backward pass of `linear`: it keeps what that needs.
 
-    A node of its own, before that of the product: activation checkpointing ends when the last tensor is kept, so what
-    it recomputes last need not be multiplied.
+    A node of its own, before that of the product, where hooks see what is kept: activation checkpointing ends when the
+    last tensor is, so what it recomputes last need not be multiplied.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, how: _How, seed: Tensor | None, *tensors: Tensor | None) -> Tensor:
-        """`tensors`: of delayed scaling, the scale of each role and the amax of the gradient, else none;
-        then those of x, then those of the weight. Returns y without memory.
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        how: _How,
+        seed: Tensor | None,
+        product: tuple[Operand, Operand] | None,
+        *tensors: Tensor | None,
+    ) -> Tensor:
+        """`product`: what y is the product of; None: y has no memory, and `_Product` gives it some. `tensors`: of
+        delayed scaling, the scale of each role and the amax of the gradient, else none; then those of x, then those of
+        the weight.
         """
         given, kept = tensors[: how.given], tensors[how.given :]
         ctx.save_for_backward(*kept, *([weight] if how.w_again else []), seed)
         ctx.how, ctx.x_shape, ctx.x_dtype, ctx.w_dtype = how, x.shape, x.dtype, weight.dtype
         ctx.given = given  # Not saved: autograd would object to the amax that is noted in it.
-        return x.new_empty((), dtype=how.dtype).expand((*x.shape[:-1], weight.shape[0]))
+        shape = (*x.shape[:-1], weight.shape[0])
+        if product is None:
+            return x.new_empty((), dtype=how.dtype).expand(shape)
+        return _multiplied(*product, how.dtype, shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -322,7 +337,7 @@ class _Gradients(torch.autograd.Function):
         if need_x:
             grad_x = matmul(dys.pop(Usage.ROWWISE), _w_of(how, of_w, seed, ctx), how.dtype)
             grad_x = grad_x.view(ctx.x_shape).to(ctx.x_dtype)
-        return grad_x, grad_w, None, None, *(None for _ in range(how.given + count - how.w_again))
+        return grad_x, grad_w, *(None,) * (3 + how.given + count - how.w_again)
 
 
 def _x_of(how: _How, kept: list[Any], seed: Tensor | None, ctx: Any) -> Operand:
@@ -344,8 +359,14 @@ def _w_of(how: _How, kept: list[Any], seed: Tensor | None, ctx: Any) -> Operand:
         return quantized(w, how.recipe, Usage.COLUMNWISE, Role.WEIGHT, seed, how.parts, ctx.given)[0][Usage.COLUMNWISE]
     codes = Plane(*parts)
     if how.w_usage is Usage.ROWWISE:
-        codes = pipeline.transposed(ops, codes, how.w_format)
+        codes = transposed(codes, how.w_format)
     return Operand(how.w_format, codes, Usage.COLUMNWISE)
+
+
+def _multiplied(x: Operand, w: Operand, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+    """y. Not a view, to which FSDP2 could not attach its hooks."""
+    made: Tensor = aten._unsafe_view.default(matmul(x, w, dtype, fast=True), shape)
+    return made
 
 
 class _Product(torch.autograd.Function):
@@ -358,9 +379,7 @@ class _Product(torch.autograd.Function):
         half = len(Plane._fields)
         ctx.count = len(parts)
         x, w = Operand(x_format, Plane(*parts[:half])), Operand(w_format, Plane(*parts[half:]))
-        # Not a view, to which FSDP2 could not attach its hooks.
-        made: Tensor = aten._unsafe_view.default(matmul(x, w, dtype, fast=True), y.shape)
-        return made
+        return _multiplied(x, w, dtype, y.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

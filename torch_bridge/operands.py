@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from qshard import pipeline
-from qshard.formats import Usage
+from qshard.formats import Format, Usage
 from qshard.layout import plane, source
 from qshard.pipeline import Draws, Plane
 from qshard.recipes import ROLE_SEEDS, DelayedScaling, Recipe, Role
-from qshard.torch_bridge.constants import as_constant
+from qshard.torch_bridge import planes
 from qshard.torch_bridge.fsdp.weight import ShardedWeight
 from qshard.torch_bridge.gemm import Operand
 from qshard.torch_bridge.ops import ops
@@ -30,6 +30,8 @@ OPERANDS = {Role.WEIGHT: "weight", Role.ACTIVATION: "x", Role.GRADIENT: "the gra
 
 def matrix_of(x: Tensor, dtype: torch.dtype, columns: int | None = None) -> Tensor:
     """`[M, K]` of `[*lead, K]`."""
+    if x.ndim == 2 and x.dtype == dtype and columns in (None, x.shape[1]) and x.is_contiguous():
+        return x.detach() if x.requires_grad else x
     columns = x.shape[-1] if columns is None else columns
     rows = x.shape[:-1].numel() if columns == x.shape[-1] else x.numel() // columns  # Also where a part has no columns.
     return x.detach().to(dtype).reshape(rows, columns).contiguous()
@@ -42,15 +44,15 @@ def values_of(weight: Tensor) -> Tensor:
 def planes_of(weight: QuantizedTensor, columnwise: bool) -> dict[Usage, Operand]:
     """The planes that a weight has, of which products need the rowwise one and what gives the `columnwise` one."""
     fmt = weight.format
-    planes = {u: Operand(fmt, parts, u) for u in Usage.BOTH.planes if (parts := weight.parts(u)) is not None}
-    if Usage.ROWWISE not in planes:
+    there = {u: Operand(fmt, parts, u) for u in Usage.BOTH.planes if (parts := weight.parts(u)) is not None}
+    if Usage.ROWWISE not in there:
         raise ValueError("linear: weight (columnwise) has no rowwise plane; quantize it with usage=Usage.BOTH")
-    if columnwise and Usage.COLUMNWISE not in planes and source(fmt, Usage.COLUMNWISE) not in planes:
+    if columnwise and Usage.COLUMNWISE not in there and source(fmt, Usage.COLUMNWISE) not in there:
         raise ValueError(
             f"linear: weight ({fmt}, rowwise) has no columnwise plane, which its rowwise one does not give; "
             "quantize it with usage=Usage.BOTH"
         )
-    return planes
+    return there
 
 
 def quantized(
@@ -68,15 +70,16 @@ def quantized(
     """
     fmt, amaxes, part = recipe.format(role), [], parts.get(role)
     if given:
-        margin = cast(DelayedScaling, recipe).margin
-        # It may be the first scale, which all parts share.
-        merged = part.merged if part is not None and part.groups() else None
-        scale = given[ROLES.index(role)]
-        planes, amax = pipeline.quantize_delayed(ops, x, fmt, usage, scale, margin, reduce_max=merged)
+        margin, scale = cast(DelayedScaling, recipe).margin, given[ROLES.index(role)]
+        if part is not None and part.groups():  # It may be the first scale, which all parts share.
+            there, amax = pipeline.quantize_delayed(ops, x, fmt, usage, scale, margin, reduce_max=part.merged)
+        else:
+            made, amax = planes.quantized_delayed(x, scale, fmt, usage, margin)
+            there = planes.planes_of(made)
         amaxes = [amax]
     else:
-        planes = _scaled(x, recipe, usage, role, seed, part)
-    return {one: Operand(fmt, parts, one) for one, parts in planes.items()}, amaxes
+        there = _scaled(x, recipe, usage, role, seed, part)
+    return {one: Operand(fmt, parts, one) for one, parts in there.items()}, amaxes
 
 
 def _scaled(
@@ -86,16 +89,21 @@ def _scaled(
     added = recipe.added_rows(role, usage, rows)
     if added:
         x = torch.nn.functional.pad(x, (0, 0, 0, added))
-    for one in usage.planes:
-        plane(fmt, tuple(x.shape), one, op="linear", name=OPERANDS[role])
-    fmt = as_constant(fmt)
-    draws = None
+    draws = merged = None
     if fmt.stochastic and seed is not None:
         if ROLE_SEEDS[role]:
             seed = seed ^ words("linear", "seed", ROLE_SEEDS[role], x.device)
         draws = Draws(seed, words("linear", "first", 0, x.device)) if part is None else part.draws(seed)
-    merged = None if part is None else functools.partial(part.merged, by_row=fmt.scaling.global_scale == "row")
-    planes = pipeline.quantize(ops, x, fmt, usage, reduce_max=merged, draws=draws)
+    if part is not None:
+        merged = functools.partial(part.merged, by_row=fmt.scaling.global_scale == "row")
+    check = functools.partial(_check, x, fmt, usage, role)
+    made = planes.quantized(x, fmt, usage, draws=draws, reduce_max=merged, check=check)
+    there = planes.planes_of(made)
     if added and Usage.ROWWISE in usage.planes:
-        planes[Usage.ROWWISE] = pipeline.without_added_rows(planes[Usage.ROWWISE], fmt, rows)
-    return planes
+        there[Usage.ROWWISE] = pipeline.without_added_rows(there[Usage.ROWWISE], fmt, rows)
+    return there
+
+
+def _check(x: Tensor, fmt: Format, usage: Usage, role: Role) -> None:
+    for one in usage.planes:
+        plane(fmt, tuple(x.shape), one, op="linear", name=OPERANDS[role])

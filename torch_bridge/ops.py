@@ -27,6 +27,7 @@ from torch import Tensor
 from qshard import _ffi
 from qshard.formats import ELEMENTS
 from qshard.ops import OpSpec, multi_table, table
+from qshard.torch_bridge.listeners import nobody_looks_on
 
 __all__ = ["bind", "call_in_place", "call_into", "dtype_name", "into", "ops", "seen_size"]
 
@@ -72,7 +73,7 @@ def call_in_place(op: str, operands: Sequence[Tensor | Sequence[Tensor]], attrib
     No autograd, no tracing.
     """
     spec = multi_table()[op]
-    inputs, outputs = _flat(spec, operands)
+    inputs, outputs = by_lists(spec, operands)
     try:
         _ffi.call(op, inputs, outputs, attributes)
     except ValueError:
@@ -81,8 +82,8 @@ def call_in_place(op: str, operands: Sequence[Tensor | Sequence[Tensor]], attrib
     torch.autograd.graph.increment_version([t for t in outputs if not t.is_inference()])
 
 
-def _flat(spec: OpSpec, operands: Sequence[Any]) -> tuple[list[Tensor], list[Tensor]]:
-    """All tensors in order, and those that are written."""
+def by_lists(spec: OpSpec, operands: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """All tensors of an op on lists in order, and those that are written."""
     lists = [tensors if operand.many else (tensors,) for operand, tensors in zip(spec.inputs, operands, strict=True)]
     written = [tensors for operand, tensors in zip(spec.inputs, lists, strict=True) if operand.name in spec.written]
     return [t for tensors in lists for t in tensors], [t for tensors in written for t in tensors]
@@ -137,7 +138,7 @@ def bind(spec: OpSpec) -> Callable[..., Any]:
     Traceback (most recent call last):
     ValueError: cast_tensor: scale (2,) is not the first axes of x (3,); give it one element for each run of x
     """
-    plan = functools.partial(_plan, spec)
+    plan = functools.partial(planned, spec)
     cached_plan = functools.lru_cache(maxsize=4096)(plan)
     single = len(spec.outputs) == 1
 
@@ -174,22 +175,28 @@ def bind(spec: OpSpec) -> Callable[..., Any]:
     torch.library.register_fake(f"qshard::{spec.name}", fake, lib=_LIBRARY)
     op: Callable[..., Any] = getattr(torch.ops.qshard, spec.name).default
     if not spec.many:
-        return op
+        return lambda *operands, **keywords: (run if nobody_looks_on(operands) else op)(*operands, **keywords)
 
     def changed(*operands: Any, **attributes: Any) -> Any:
-        op(*operands, **attributes)
+        is_direct = nobody_looks_on([x for _, x in _named(spec, operands)])
+        (run_in_place if is_direct else op)(*operands, **attributes)
         written = [x for x, operand in zip(operands, spec.inputs, strict=True) if operand.name in spec.written]
         return written[0] if single else tuple(written)
 
     return changed
 
 
-def _plan(
+def planned(
     spec: OpSpec,
     shapes: tuple[tuple[int, ...], ...],
     dtypes: tuple[torch.dtype, ...],
     keywords: tuple[tuple[str, Any], ...],
 ) -> _Plan:
+    """What a call of an op on single tensors comes down to.
+
+    Raises:
+      ValueError, TypeError: it does not fit the row.
+    """
     given = dict(keywords)
     dtype = given.pop("dtype", None)
     sizes = [tuple(map(seen_size, shape)) for shape in shapes]
@@ -289,7 +296,7 @@ def _transposed(x: Tensor) -> Tensor:
     return x.transpose(-1, -2).contiguous()
 
 
-def _transposed_squares(data: Tensor, scale_inv: Tensor, *, packed: bool) -> tuple[Tensor, Tensor]:
+def transposed_squares(ops: Any, data: Any, scale_inv: Any, *, packed: bool) -> tuple[Any, Any]:
     """Codes and scales in one launch: scales are few, and a launch of their own takes longer than they do."""
     per_byte = 2 if packed else 1
     data_t = data.new_empty((*data.shape[:-2], data.shape[-1] * per_byte, data.shape[-2] // per_byte))
@@ -299,8 +306,8 @@ def _transposed_squares(data: Tensor, scale_inv: Tensor, *, packed: bool) -> tup
 
 
 # What `qshard.pipeline` and `qshard.master` ask of a front end: every op, and copies with the last two axes swapped.
-ops = SimpleNamespace(
+ops: Any = SimpleNamespace(
     **{_spec.name: bind(_spec) for _spec in (*table().values(), *multi_table().values())},
     transposed=_transposed,
-    transposed_squares=_transposed_squares,
+    transposed_squares=lambda data, scale_inv, *, packed: transposed_squares(ops, data, scale_inv, packed=packed),
 )

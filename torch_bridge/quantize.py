@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from qshard import pipeline
-from qshard.formats import Usage
-from qshard.layout import matrix_shape, plane
+from qshard.formats import Format, Usage
+from qshard.layout import plane
 from qshard.names import FormatLike, as_format, as_usage
 from qshard.pipeline import Draws
 from qshard.torch_bridge.arguments import check_contiguous, check_group, check_tensor
-from qshard.torch_bridge.ops import ops
-from qshard.torch_bridge.tensor import QuantizedTensor, viewed
+from qshard.torch_bridge.planes import planes_of, quantized
+from qshard.torch_bridge.tensor import QuantizedTensor
 from qshard.torch_bridge.words import words
 
 
@@ -66,27 +67,25 @@ def quantize(
     arXiv:2506.08027 (MXFP8); arXiv:2509.25149 (NVFP4).
     """
     fmt, usage = as_format(fmt, "quantize"), as_usage(usage, "quantize")
-    check_tensor("quantize", "x", x, sharded="pass x.to_local(), with group= the ranks that its amax spans")
-    check_group("quantize", group)
-    shape, x = tuple(x.shape), x.detach()
-    layouts = {one: plane(fmt, shape, one) for one in usage.planes}
-    check_contiguous("quantize", "x", x)
-    draws = None
+    draws = reduce_max = None
+    if group is not None:
+        check_group("quantize", group)
+        if fmt.scaling.global_scale != "row":  # A row's scale is of its own elements, all of which are here.
+            reduce_max = functools.partial(max_over_ranks, group=group)
     if fmt.stochastic and seed is not None:
+        _check(x, fmt, usage)
         draws = Draws(words("quantize", "seed", seed, x.device), words("quantize", "first", first, x.device), row_step)
-    # A row's scale is of its own elements, all of which are here.
-    over_ranks = group is not None and not any(where.row_scaled for where in layouts.values())
-    made = pipeline.quantize(
-        ops,
-        x.view(matrix_shape(shape)),
-        fmt,
-        usage,
-        reduce_max=(lambda amax: max_over_ranks(amax, group)) if over_ranks else None,
-        draws=draws,
-    )
-    planes = {one: viewed(parts, layouts[one]) for one, parts in made.items()}
+    check = functools.partial(_check, x, fmt, usage)
+    planes = planes_of(quantized(x, fmt, usage, draws=draws, reduce_max=reduce_max, check=check))
     rowwise, columnwise = planes.get(Usage.ROWWISE), planes.get(Usage.COLUMNWISE)
-    return QuantizedTensor(fmt, shape, x.dtype, rowwise=rowwise, columnwise=columnwise)
+    return QuantizedTensor(fmt, tuple(x.shape), x.dtype, rowwise=rowwise, columnwise=columnwise)
+
+
+def _check(x: Tensor, fmt: Format, usage: Usage) -> None:
+    check_tensor("quantize", "x", x, sharded="pass x.to_local(), with group= the ranks that its amax spans")
+    for one in usage.planes:
+        plane(fmt, tuple(x.shape), one)
+    check_contiguous("quantize", "x", x)
 
 
 def max_over_ranks(amax: Tensor, group: dist.ProcessGroup | None) -> Tensor:

@@ -10,24 +10,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.hooks import warn_if_has_hooks
 
-from qshard import pipeline
 from qshard.formats import FLOATS, Format, Usage
-from qshard.layout import PlaneLayout, matrix_shape, plane
 from qshard.names import as_plane, listed, shown
 from qshard.pipeline import Plane
 from qshard.plain import Description, described, flat, text_of
-from qshard.torch_bridge.ops import dtype_name, ops
+from qshard.torch_bridge.ops import dtype_name
+from qshard.torch_bridge.planes import NO_PLANE, dequantized
 
 aten = torch.ops.aten
 _FLOATS = tuple(getattr(torch, name) for name in FLOATS)
-
-
-def viewed(parts: Plane, where: PlaneLayout) -> Plane:
-    """A plane in the shapes of a layout of as many elements: those of a tensor, or of it as a matrix."""
-    data, scale_inv, global_scale_inv = parts
-    if global_scale_inv is not None:
-        global_scale_inv = global_scale_inv.view(where.global_scale_shape)
-    return Plane(data.view(where.data_shape), scale_inv.view(where.scale_shape), global_scale_inv)
 
 
 class QuantizedTensor(Tensor):
@@ -68,8 +59,9 @@ class QuantizedTensor(Tensor):
     # Each part has an attribute of its own, as `__tensor_flatten__` names them.
     _PLANES: ClassVar = {
         usage: tuple(f"_{usage.name.lower()}_{part}" for part in Plane._fields)  # type: ignore[union-attr]
-        for usage in Usage
+        for usage in Usage.BOTH.planes
     }
+    _NAMES: ClassVar = tuple(name for names in _PLANES.values() for name in names)
 
     @staticmethod
     def __new__(
@@ -90,15 +82,14 @@ class QuantizedTensor(Tensor):
         if either is None:
             raise ValueError("QuantizedTensor: rowwise (None) and columnwise (None) are no plane; use quantize")
         self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=either.data.device)
-        self.format = fmt
-        self.set(Usage.ROWWISE, rowwise)
-        self.set(Usage.COLUMNWISE, columnwise)
-        self.columnwise_is_stale = columnwise_is_stale
+        self.format, self.columnwise_is_stale = fmt, columnwise_is_stale
+        for name, part in zip(cls._NAMES, (*(rowwise or NO_PLANE), *(columnwise or NO_PLANE)), strict=True):
+            setattr(self, name, part)
         return self
 
     def set(self, usage: Usage, parts: Plane | None) -> None:
         """Puts other memory in the place of a plane, which is current then."""
-        for name, part in zip(self._PLANES[usage], parts or (None,) * len(Plane._fields), strict=True):
+        for name, part in zip(self._PLANES[usage], parts or NO_PLANE, strict=True):
             setattr(self, name, part)
         if usage is Usage.COLUMNWISE:
             self.columnwise_is_stale = False
@@ -149,21 +140,14 @@ class QuantizedTensor(Tensor):
         usage = as_plane(next(iter(there), Usage.ROWWISE) if usage is None else usage, "dequantize", there)
         if dtype is not None and dtype not in _FLOATS:
             raise TypeError(f"dequantize: dtype ({shown(dtype)}) is not {listed(map(str, _FLOATS))}; ask for one")
-        parts = there[usage]
-        where = plane(self.format, matrix_shape(tuple(self.shape)), usage)
-        result: Any = dtype or self.dtype  # To the pipeline a dtype is whatever the ops take.
-        values: Tensor = pipeline.dequantize(ops, viewed(parts, where), self.format, usage, result)
-        if where.transposed:
-            values = values.t().contiguous()
-        return values.view(self.shape)
+        return dequantized(there[usage], self.format, usage, dtype or self.dtype, tuple(self.shape))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"QuantizedTensor({self.format}, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Format, torch.dtype, bool]]:
-        names = [name for plane_names in self._PLANES.values() for name in plane_names]
         context = (self.format, self.dtype, self.columnwise_is_stale)
-        return [name for name in names if getattr(self, name) is not None], context
+        return [name for name in self._NAMES if getattr(self, name) is not None], context
 
     @classmethod
     def __tensor_unflatten__(
@@ -295,7 +279,7 @@ def _keeps_shape(self: QuantizedTensor, shape: Any, stride: Any = None, *offset:
     return tuple(shape) == self.shape and (stride is None or tuple(stride) == self.stride()) and not any(offset)
 
 
-_OWN = {"format", "columnwise_is_stale", *(name for of_plane in QuantizedTensor._PLANES.values() for name in of_plane)}
+_OWN = {"format", "columnwise_is_stale", *QuantizedTensor._NAMES}
 
 
 def _is_all_of_its_memory(part: Tensor) -> bool:

@@ -20,9 +20,20 @@ CASES = [
     ("_state", "test_load_state_dict", {"stage": True}),
     ("_state", "test_to_and_from_plain_programs", {"stage": False}),
     ("_compile", "test_bits_of_eager", {"way": "units", "stage": True, "recipe": "CurrentScaling"}),
+    ("_schedule", "test_passes_that_are_not_as_the_one_before", {"change": "twice"}),
+    ("_schedule", "test_passes_that_are_not_as_the_one_before", {"change": "recomputed_together"}),
+    ("_schedule", "test_after_an_exception", {"where": "forward"}),
+    ("_schedule", "test_after_an_exception", {"where": "backward"}),
+    ("_schedule", "test_bits_of_other_ways_to_run", {}),
+    ("_schedule", "test_gradients_travel_in_pieces", {"stage": True}),
+    ("_schedule", "test_gradients_travel_in_few_bits", {"stage": True, "dtype": "bfloat16"}),
+    ("_schedule", "test_memory_of_a_step", {"recipe": "CurrentScaling"}),
+    ("_schedule", "bits_with_slow_streams", {}),
+    ("_schedule", "captured_graphs_are_refused", {}),
+    ("_schedule", "peak_of_a_step", {}),
     ("_meta", "test_never_more_than_a_module_is_whole", {"stage": True}),
 ]
-NEED_TWO = ("test_norms_that_are_not_finite", "test_zero_grad_of_the_model")
+NEED_TWO = ("test_norms_that_are_not_finite", "test_zero_grad_of_the_model", "test_memory_of_a_step")
 
 
 @pytest.mark.parametrize("world", [1, 2])

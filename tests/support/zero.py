@@ -44,10 +44,10 @@ def loss_of(model, step, rank):
     return nn.functional.cross_entropy(logits, tokens[:, 1] % 5)
 
 
-def in_one_process(recipe, steps, dtype, clip=None, **options):
+def in_one_process(recipe, steps, dtype, clip=None, reduce_dtype=torch.float32, **options):
     """All ranks' batches one after the other, plain weights, float32 masters: no code of ZeRO.
 
-    With `clip` gradients are clipped to that norm, and norms come with losses.
+    With `clip` gradients are clipped to that norm, and norms come with losses. Gradients are rounded to `reduce_dtype`.
     """
     world, rank = dist.get_world_size(), dist.get_rank()
     model = model_of(recipe, dtype)
@@ -67,7 +67,8 @@ def in_one_process(recipe, steps, dtype, clip=None, **options):
             loss.backward()
             losses[r].append(loss.item())
             for i, p in enumerate(model.parameters()):
-                total[i] = p.grad.float() if total[i] is None else total[i] + p.grad.float()
+                grad = p.grad.to(reduce_dtype).float()
+                total[i] = grad if total[i] is None else total[i] + grad
                 p.grad = None
         with torch.no_grad():
             for master, grad in zip(masters, total, strict=True):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import collections
 import copy
+import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
@@ -149,7 +151,9 @@ class ShardedWeight(Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        states = [t.scale_state for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, ShardedWeight)]
+        states: list[ScaleState] = []
+        plain_args = [_inside(value, states) for value in args]
+        plain_kwargs = {name: _inside(value, states) for name, value in kwargs.items()}
         if any(state.is_sealed for state in states):
             return _run_on_sealed(func, args, kwargs)
         if func is aten.erfinv_.default and states[0].gathers:
@@ -157,17 +161,16 @@ class ShardedWeight(Tensor):
             return args[0]
         if func in RANDOM and args[0].ndim == 2 and (place := place_of(states[0], args[0].shape[1])) is not None:
             return args[0]._fill(place, func, *args[1:], **kwargs)
-        plain_args, plain_kwargs = pytree.tree_map_only(ShardedWeight, lambda t: t.shard, (args, kwargs))
         out = func(*plain_args, **plain_kwargs)
         if func in _STAYS_SHARDED or _is_view(func):
             with torch.inference_mode(False):  # Within it, torch cannot make the wrapper a view of the parameter.
-                made = pytree.tree_map_only(Tensor, lambda t: ShardedWeight(t, states[0]), out)
+                made = _wrapped(out, states[0])
             if func is aten.split.Tensor and len(args[0].shape) == 2:
                 _note_cut(*args, made)
             return made
         if func is aten.copy_.default and len(states) == 2:
             states[0].note_place(getattr(args[1], "first", 0))
-        if func._schema.is_mutable and isinstance(out, Tensor):  # In place, alone: what was written comes back.
+        if isinstance(out, Tensor) and _is_mutable(func):  # In place, alone: what was written comes back.
             return args[0] if plain_args and out is plain_args[0] else out
         return out
 
@@ -239,6 +242,8 @@ class ShardedWeight(Tensor):
         columns = JoinedColumns(state, padded) if plan.packs_columns else None
         assert state.refresh is not None
         return (padded,), _Gather(plan, state.refresh, columns)
+
+    cast(Any, _cast_shard).__signature__ = inspect.signature(_cast_shard)  # FSDP2 asks before each gather.
 
     def _cast(self, plan: ShardPlan, shard: Tensor, scales: Scales, room: Tensor) -> None:
         delayed = self.scale_state.delayed
@@ -339,6 +344,27 @@ _MAKES_PLAIN = {
 }
 
 
+def _inside(value: Any, states: list[ScaleState]) -> Any:
+    """An argument of an op, with what is inside of sharded weights in their place; notes whose they are."""
+    if isinstance(value, ShardedWeight):
+        states.append(value.scale_state)
+        return value.shard
+    return [_inside(each, states) for each in value] if isinstance(value, list | tuple) else value
+
+
+def _wrapped(out: Any, state: ScaleState) -> Any:
+    """Results of an op as sharded weights."""
+    if isinstance(out, Tensor):
+        return ShardedWeight(out, state)
+    return type(out)(_wrapped(each, state) for each in out) if isinstance(out, list | tuple) else out
+
+
+@functools.cache
+def _is_mutable(func: Any) -> bool:
+    return bool(func._schema.is_mutable)
+
+
+@functools.cache
 def _is_view(func: Any) -> bool:
     """Whether a result is memory of an argument, so that who writes to it writes to the weight."""
     return any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)

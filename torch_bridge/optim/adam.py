@@ -171,6 +171,10 @@ class Adam(Optimizer):
         return loss
 
     def _update(self, inv_grad_scale: Tensor | float | None) -> None:
+        self._update_values(inv_grad_scale)
+        recast(p for group in self.param_groups for p in group["params"] if p.grad is not None)
+
+    def _update_values(self, inv_grad_scale: Tensor | float | None) -> None:
         for index, group in enumerate(self.param_groups):
             decay = ("decoupled" if group["decoupled_weight_decay"] else "coupled") if group["weight_decay"] else "none"
             for kind, members in self._by_kind(group).items():
@@ -179,7 +183,6 @@ class Adam(Optimizer):
                     self._hyper((index, kind[0]), group, inv_grad_scale),
                 )
                 _run(constants, [tensors for _, tensors in members], decay)
-        recast(p for group in self.param_groups for p in group["params"] if p.grad is not None)
 
     def _trained(self, group: dict[str, Any]) -> Iterable[tuple[dict[str, Any], Tensor]]:
         """What a step updates: states, and parameters that have a gradient."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from qshard.pipeline import Scales
 from qshard.torch_bridge.optim.master import CastPlan, Parity, cast_master
 from qshard.torch_bridge.quantize import max_over_ranks
-from qshard.torch_bridge.zero.flat import Weight
+from qshard.torch_bridge.zero.weight import Weight
 
 
 class Cast:

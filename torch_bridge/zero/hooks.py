@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from qshard.torch_bridge.zero.flat import Flat
+from qshard.torch_bridge.zero.schedule import Schedule
 from qshard.torch_bridge.zero.shown import weakly
 
 
@@ -27,44 +28,27 @@ class Hook:
         return Hook, ()
 
 
-class Backward:
-    """The backward pass that runs, and what is to be done at its end."""
-
-    def __init__(self) -> None:
-        self.flats: list[Flat] = []
-        self.queued = False
-
-    def begin(self) -> None:
-        if not self.queued:
-            self.queued = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._end)
-
-    def _end(self) -> None:
-        """Units of which some parameter had no gradient."""
-        self.queued = False
-        for flat in self.flats:
-            flat.end_backward()
-
-
 def watch_gradients(flat: Flat) -> None:
     """Takes gradients as soon as they are made."""
-
     for index, weight in enumerate(flat.weights):
         weight.parameter.register_post_accumulate_grad_hook(weakly(flat.take_arrived, index))
 
 
-def watch_uses(module: nn.Module, flat: Flat, backward: Backward, renew: Callable[[], None]) -> None:
+def watch_uses(module: nn.Module, flat: Flat, schedule: Schedule, renew: Callable[[], None]) -> None:
     """Gathers sharded weights before their module runs, and frees them after it, so too in backward."""
-    backward.flats.append(flat)
+    schedule.flats.append(flat)
+    flat.gradient_is_whole = schedule.pass_on
 
     def before_backward(_: Tensor) -> None:
+        if not schedule.in_backward:
+            schedule.begin_backward()
+            torch.autograd.Variable._execution_engine.queue_callback(schedule.end_backward)
         flat.in_backward = True
-        flat.gather()
-        backward.begin()
+        schedule.take(flat)
 
     def before_forward(*_: Any) -> None:
         renew()
-        flat.gather()
+        schedule.take(flat)
 
     def after_forward(_module: nn.Module, _args: Any, output: Any) -> None:
         tensors = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor)]
@@ -82,7 +66,7 @@ def watch_uses(module: nn.Module, flat: Flat, backward: Backward, renew: Callabl
             if t.requires_grad:
                 t.register_hook(before_backward)
         if not flat.in_backward:  # Else activation checkpointing runs it, and backward goes on to use it.
-            flat.free()
+            schedule.leave(flat)
 
     def refuse_copies(protocol: Any) -> Any:
         raise TypeError(
@@ -95,8 +79,8 @@ def watch_uses(module: nn.Module, flat: Flat, backward: Backward, renew: Callabl
     module.__reduce_ex__ = refuse_copies  # type: ignore[method-assign]
 
 
-def watch_model(model: nn.Module, renew: Callable[[], None]) -> None:
-    """Before the model runs: masters that were loaded are published, and wrappers are refused."""
+def watch_model(model: nn.Module, schedule: Schedule, renew: Callable[[], None]) -> None:
+    """Before the model runs: masters that were loaded are published, and wrappers are refused. To call last."""
 
     def before_forward(*_: Any) -> None:
         wrapper = DistributedDataParallel._get_active_ddp_module()
@@ -106,8 +90,11 @@ def watch_model(model: nn.Module, renew: Callable[[], None]) -> None:
                 "the gradients of all ranks"
             )
         renew()
+        schedule.begin_forward()
 
-    model.register_forward_pre_hook(Hook(before_forward))
+    # Outside of those of the model as a unit.
+    model.register_forward_pre_hook(Hook(before_forward), prepend=True)
+    model.register_forward_hook(Hook(lambda *_: schedule.end_forward()))
 
 
 def check_shown(model: nn.Module, flats: list[Flat]) -> None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from qshard.torch_bridge.delayed import DelayedScale
-from qshard.torch_bridge.zero.flat import Ranks, Weight
+from qshard.torch_bridge.zero.weight import Ranks, Weight
 
 Init = Callable[[nn.Module], object]
 

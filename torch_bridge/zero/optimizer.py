@@ -10,8 +10,8 @@ Stage 1: each rank has all weights, quantized once a step, not once a forward, a
     gradients summed and scattered -> Adam on the own slice -> ONE max-reduction -> codes of the own slice -> ONE gather
 
 Fully sharded, `shard_weights=True`: each rank has a part of the codes too. Those of a unit, one or more layers, are
-gathered before its forward and before its backward pass and freed after; its gradients are scattered as soon as they
-are all there.
+gathered while the unit before it runs, in forward and in backward, and freed after it; its gradients are scattered as
+soon as they are all there, while the next one runs (`schedule.py`).
 
 The bits do not depend on the stage or on how weights are cut, and those of W ranks are those of one process that runs
 the W batches one after the other and adds their gradients: gradients are added in float32, in the order of ranks, then
@@ -31,20 +31,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from qshard.torch_bridge.arguments import check_group, check_model
+from qshard.torch_bridge.arguments import check_dtype, check_group, check_model
 from qshard.torch_bridge.delayed import update_delayed
 from qshard.torch_bridge.fsdp.weight import memory_of
 from qshard.torch_bridge.optim.adam import Adam, initialize_state
 from qshard.torch_bridge.optim.master import CastPlan, Parity
 from qshard.torch_bridge.optim.state import SCALED
+from qshard.torch_bridge.zero.buckets import buckets_of
 from qshard.torch_bridge.zero.cast import Cast
 from qshard.torch_bridge.zero.clip import clip_by_norm, norm_over_ranks
-from qshard.torch_bridge.zero.flat import ALIGNMENT, BLOCK_ALIGNMENT, Flat, Ranks, Weight
-from qshard.torch_bridge.zero.hooks import Backward, check_shown, watch_gradients, watch_model, watch_uses
+from qshard.torch_bridge.zero.flat import ALIGNMENT, BLOCK_ALIGNMENT, Flat
+from qshard.torch_bridge.zero.hooks import check_shown, watch_gradients, watch_model, watch_uses
 from qshard.torch_bridge.zero.initial import Init, Initial, check_init, default_device
+from qshard.torch_bridge.zero.schedule import Schedule, autograd_runs
 from qshard.torch_bridge.zero.shown import weakly
 from qshard.torch_bridge.zero.state import States
 from qshard.torch_bridge.zero.units import TAKEN, by_setting, units_of, weights_of
+from qshard.torch_bridge.zero.weight import Ranks, Weight
 
 
 class ZeroOptimizer(Adam):
@@ -64,6 +67,8 @@ class ZeroOptimizer(Adam):
         that has parameters of its own. A parameter of two modules needs a unit that holds both.
       settings: called with the name and the parameter, gives options of `Adam` for it: `{"weight_decay": 0.0}`.
       parity: "model": codes are those of the master rounded to the dtype of the parameter; "master": of the master.
+      reduce_dtype: in which gradients travel: float32, bfloat16 or float16. Sums are float32. Of a model in that dtype
+        bits are those of float32, if each gradient is made by one backward pass, and half as much travels.
       init, device: of a model on meta, which goes to `device`, by default the accelerator there is. `init` is called
         with each module that has parameters or buffers of its own, to fill them; by default their `reset_parameters`
         or `init_weights` is. A rank has one module whole at a time. Values follow from the names of modules and from
@@ -88,9 +93,15 @@ class ZeroOptimizer(Adam):
     masters, whole, on every rank. There is no pickle or copy of a model with sharded weights.
 
     `step` is collective, also on a rank whose slices are empty. Whatever the number of weights, it takes one all-to-all
-    of float32 gradients, one max all-reduce of amaxes and one all-gather of bytes; with sharded weights the first and
-    the last once for each unit, and the last again in backward. `DelayedScaling` takes an all-reduce of its own and
-    needs no other. All ranks must run the same units in the same order; a gather begins when its unit is run.
+    of gradients for every 128 MiB, one max all-reduce of amaxes and one all-gather of bytes; with sharded weights the
+    first and the last for each unit, and the last again in backward, but for the unit that forward ends with.
+    `DelayedScaling` takes an all-reduce of its own and needs no other. All ranks must run the same units in the same
+    order, and have gradients for the same parameters.
+
+    Sharded weights are gathered one unit ahead, in the order of the last pass. In another order, or when a part of the
+    model is run alone, all is as right: what was gathered for nothing is freed. Two units are whole at a time, beside
+    those that hold others, so choose `units` alike in size, as the blocks of a transformer. On CUDA gathers and sums
+    have streams of their own; such weights refuse to be captured in a graph.
 
     Raises:
       ValueError: the model, or an option, cannot be taken: on all ranks, also if one rank alone sees why.
@@ -119,6 +130,7 @@ class ZeroOptimizer(Adam):
         units: Sequence[nn.Module] | None = None,
         settings: Callable[[str, nn.Parameter], dict[str, Any]] | None = None,
         parity: Parity = "model",
+        reduce_dtype: torch.dtype = torch.float32,
         init: Init | None = None,
         device: torch.device | str | None = None,
         **options: Any,
@@ -136,6 +148,7 @@ class ZeroOptimizer(Adam):
             groups_of = by_setting(weights, settings)
             # What these would refuse, before any collective.
             CastPlan([], parity=parity, op="ZeroOptimizer")
+            check_dtype("ZeroOptimizer", "reduce_dtype", reduce_dtype)
             trial = [{"params": [nn.Parameter(torch.empty(0))], **given} for given, _ in groups_of]
             adam = _Trial(trial, lr, **options)
             if unknown := {key for given, _ in groups_of for key in given} - set(adam.defaults):
@@ -150,14 +163,21 @@ class ZeroOptimizer(Adam):
         self._layout = hashlib.sha256(
             repr((self._ranks.size, shard_weights, parity, alignment, kinds)).encode()
         ).hexdigest()
-        self._agree(problem, "has another model or other options; make them alike")
+        self._agree(problem, "has another model or other options; make them alike", also=reduce_dtype)
         initial = Initial(model, weights, init, self._ranks, self._device)
         if self._ranks.size > 1:
             for tensor in (*model.parameters(), *model.buffers()):
                 if not tensor.is_meta:
                     dist.broadcast(memory_of(tensor), group=self._ranks.group, group_src=0)
         self._stale = False  # Whether masters have been loaded that the weights were not made of yet.
-        make: dict[str, Any] = {"device": self._device, "written": weakly(self._note_write), "make": initial.make}
+        self._schedule = Schedule(self._device)
+        make: dict[str, Any] = {
+            "device": self._device,
+            "written": weakly(self._note_write),
+            "make": initial.make,
+            "reduce_dtype": reduce_dtype,
+            "reductions": self._schedule.reductions,
+        }
         self._flats = [Flat(of_unit, self._ranks, shard_weights, alignment, **make) for _, of_unit in chosen]
         self._weights = [weight for flat in self._flats for weight in flat.weights]
         super().__init__(
@@ -166,16 +186,16 @@ class ZeroOptimizer(Adam):
         self._of_groups = [of_group for _, of_group in groups_of]
         for made, of_group in zip(self.param_groups, self._of_groups, strict=True):
             made["params"] = [w.shown for w in of_group]  # What users know of: the same on every rank.
+        self._buckets = buckets_of(self._flats, self._of_groups)
         self._initialize_states()
         self._current = Cast([w for w in self._weights if w.quantized and not w.delayed], parity)
         self._delayed = Cast([w for w in self._weights if w.quantized and w.delayed], parity)
         TAKEN.update((shown, True) for weight in self._weights for shown in (weight.shown, weight.parameter))
-        self._backward = Backward()
         for (module, _), flat in zip(chosen, self._flats, strict=True):
             watch_gradients(flat)
             if shard_weights:
-                watch_uses(module, flat, self._backward, self._renew)
-        watch_model(model, self._renew)
+                watch_uses(module, flat, self._schedule, self._renew)
+        watch_model(model, self._schedule, self._renew)
         self._states = States(self._ranks, self._device, self._note_write)
         self._states.watch(model, self._flats, self._renew)
         self._publish()
@@ -198,19 +218,26 @@ class ZeroOptimizer(Adam):
 
     def _trained(self, group: dict[str, Any]) -> Iterable[tuple[dict[str, Any], Tensor]]:
         index = next(i for i, one in enumerate(self.param_groups) if one is group)
-        return [(self.state[weight.shown], weight.master) for weight in self._of_groups[index]]
+        return [(self.state[weight.shown], weight.master) for weight in self._bucket.of_groups[index]]
+
+    def _by_kind(self, group: dict[str, Any]) -> dict[Any, list[tuple[dict[str, Any], dict[str, Tensor]]]]:
+        """As in `Adam`, by bucket too: each has its step numbers in memory that stays."""
+        return {(*kind, self._bucket.number): members for kind, members in super()._by_kind(group).items()}
 
     def _update(self, inv_grad_scale: Tensor | float | None) -> None:
         """Updates the own slices with the mean of all ranks' gradients, and the weights that layers see. Collective."""
         check_shown(self._model, self._flats)
+        self._schedule.abandon()
         self._delayed.observe()  # Of the weights that this step's forward has used.
         for flat in self._flats:
-            mean = flat.mean_gradient()
-            for weight, grad in zip(flat.weights, mean.split([w.master.numel() for w in flat.weights]), strict=True):
-                weight.master.grad = grad.view(weight.master.shape)
-        super()._update(inv_grad_scale)
-        for weight in self._weights:
-            weight.master.grad = None
+            flat.gradient.settle()
+        for bucket in self._buckets:
+            self._bucket = bucket
+            for flat in bucket.flats:
+                flat.give_gradient(flat.gradient.mean())
+            self._update_values(inv_grad_scale)
+            for flat in bucket.flats:
+                flat.give_gradient(None)
         if self._delayed.delayed:
             update_delayed(self._model, self._ranks.group)
         self._publish()
@@ -248,7 +275,9 @@ class ZeroOptimizer(Adam):
             raise ValueError(
                 f"clip_grad_norm_: norm_type ({norm_type!r}) is not a number above 0; pass 2.0, or math.inf"
             )
-        means = [flat.mean_gradient() for flat in self._flats]
+        for flat in self._flats:
+            flat.gradient.settle()
+        means = [flat.gradient.fixed_mean() for flat in self._flats]
         norm = norm_over_ranks(means, float(norm_type), self._ranks.group)
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(
@@ -256,15 +285,16 @@ class ZeroOptimizer(Adam):
                 "skip the step with zero_grad(), or pass error_if_nonfinite=False"
             )
         clip_by_norm(means, norm, max_norm)
-        for flat, mean in zip(self._flats, means, strict=True):
-            flat.keep_clipped(mean)
         return norm
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets all gradients. There is nothing to set to zeros."""
-        self._backward.queued = False  # A backward pass that raised has not seen to it.
+        if self._schedule.in_backward and not autograd_runs():
+            self._schedule.abandon()  # A backward pass that raised has not seen to it.
         for flat in self._flats:
-            flat.clear_gradient()
+            flat.gradient.clear()
+            for weight in flat.weights:
+                weight.parameter.grad = weight.shown.grad = None
 
     def state_dict(self) -> dict[str, Any]:
         """The states of `Adam`, in the shapes of whole weights, and, under "zero", the masters. No communication.
@@ -355,21 +385,21 @@ class ZeroOptimizer(Adam):
     def _publish(self) -> None:
         """Makes the own part of the weights of the masters and, unless it is sharded, sends it to all."""
         self._stale = False
+        self._schedule.abandon()
         self._current.cast(self._ranks.group)
         self._delayed.cast(self._ranks.group)
-        plain_ones = [(w.values, w.master) for w in self._weights if w.values is not None and w.values.numel()]
+        kept = (weight for flat in self._flats if not flat.values_alone for weight in flat.weights)
+        plain_ones = [(w.values, w.master) for w in kept if w.values is not None and w.values.numel()]
         if plain_ones:
             torch._foreach_copy_([values for values, _ in plain_ones], [master for _, master in plain_ones])
         for flat in self._flats:
-            if flat.sharded:
-                flat.free()
-            else:
+            if not flat.sharded:
                 flat.publish()
             flat.note_versions()
 
-    def _agree(self, problem: Exception | None, otherwise: str) -> None:
-        """Raises on all ranks if one has a problem, or if layouts differ. Collective."""
-        mine = hashlib.sha256(repr((str(problem), self._layout)).encode()).digest()
+    def _agree(self, problem: Exception | None, otherwise: str, also: object = None) -> None:
+        """Raises on all ranks if one has a problem, or if layouts, or something else, differ. Collective."""
+        mine = hashlib.sha256(repr((str(problem), self._layout, also)).encode()).digest()
         sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(self._device)
         everyone = [sent]
         if self._ranks.size > 1:

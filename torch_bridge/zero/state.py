@@ -21,9 +21,10 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from qshard.adam import BLOCK
 from qshard.torch_bridge.optim.slices import gather_parts
-from qshard.torch_bridge.zero.flat import Flat, Ranks, Weight
+from qshard.torch_bridge.zero.flat import Flat
 from qshard.torch_bridge.zero.hooks import Hook
 from qshard.torch_bridge.zero.shown import SlicedWeight, own_part
+from qshard.torch_bridge.zero.weight import Ranks, Weight
 
 aten = torch.ops.aten
 
@@ -241,7 +242,7 @@ class States:
 
         def after_load(module: nn.Module, held: list[tuple[str, Weight, Flat]]) -> None:
             for name, weight, flat in held:
-                module._parameters[name] = weight.shown if flat.freed else weight.parameter
+                module._parameters[name] = weight.parameter if flat.in_use else weight.shown
             if not loading:
                 publish()
 

@@ -15,7 +15,7 @@ from qshard.torch_bridge.arguments import check_contiguous, check_dtype
 from qshard.torch_bridge.fsdp.weight import ShardedWeight
 from qshard.torch_bridge.nn import Linear
 from qshard.torch_bridge.tensor import QuantizedTensor
-from qshard.torch_bridge.zero.flat import Weight
+from qshard.torch_bridge.zero.weight import Weight
 
 TAKEN: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """Parameters that a ZeroOptimizer trains. Their hooks keep it alive."""

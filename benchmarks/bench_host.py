@@ -1,0 +1,159 @@
+"""Host time of eager calls: what a user of small tensors waits for, beside what the framework's own calls take.
+
+On tensors so small that the device keeps up with the queue, a call costs what Python, the bridge and launches cost.
+Rows are the median over rounds of microseconds a call, and times those of the call that each is held against: an
+addition into a given tensor (`torch.add`, and `jnp.add` for JAX), `nn.Linear`, a step of the examples' GPT in bf16, on
+one device without sharding.
+
+    python benchmarks/bench_host.py [--rounds 15]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import qshard.torch_bridge as qshard
+import rows
+from qshard import formats
+from qshard.formats import Usage
+from qshard.torch_bridge.ops import call_into
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+import options
+import train_torch
+from gpt import initial_weights
+
+SIZE = 512
+FORMATS = ("FP8_E4M3", "FP8_1x128", "FP8_128x128", "MXFP8_E4M3", "MXFP8_32x32", "NVFP4", "NVFP4_16x16")
+E4M3 = {"element": "float8_e4m3fn"}
+
+Calls = dict[str, tuple[int, Callable[[], object]]]
+"""By name: how many in turn before the host waits for the device, and the call."""
+
+
+def small_calls() -> Calls:
+    x, scale = torch.randn(64, 64, device="cuda"), torch.tensor(2.0, device="cuda")
+    code, out = torch.empty(64, 64, device="cuda", dtype=torch.uint8), torch.empty_like(x)
+    y = torch.randn(SIZE, SIZE, device="cuda", dtype=torch.bfloat16)
+    calls: Calls = {
+        "torch.add into a given output": (100, lambda: torch.add(x, x, out=out)),
+        "cast_tensor into given outputs": (100, lambda: call_into("cast_tensor", (x, scale), (code,), E4M3)),
+        "torch.ops.qshard.cast_tensor": (100, lambda: torch.ops.qshard.cast_tensor(x, scale, **E4M3)),
+    }
+    for name in FORMATS:
+        for usage in (Usage.ROWWISE, Usage.BOTH):
+            what = "both" if usage is Usage.BOTH else "rowwise"
+            calls[f"quantize {name} {what}"] = (
+                50,
+                lambda name=name, usage=usage: qshard.quantize(y, getattr(formats, name), usage=usage),
+            )
+    return calls
+
+
+def layer_calls() -> Calls:
+    """Forward and backward of one layer."""
+    calls: Calls = {}
+    x = torch.randn(SIZE, SIZE, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    gradient = torch.ones(SIZE, SIZE, device="cuda", dtype=torch.bfloat16)
+    for name, recipe in options.RECIPES.items():
+        layer = nn.Sequential(nn.Linear(SIZE, SIZE, bias=False, device="cuda", dtype=torch.bfloat16))
+        if recipe is not None:
+            qshard.convert(layer, recipe)
+        what = "nn.Linear" if recipe is None else f"Linear {name}"
+        calls[what] = (10, lambda layer=layer: layer(x).backward(gradient))
+    return calls
+
+
+def gpt_calls() -> Calls:
+    """Steps of the examples' GPT, with torch's fused AdamW."""
+    calls: Calls = {}
+    tokens = torch.randint(0, 255, (16, train_torch.CONFIG.context + 1), device="cuda")
+    for name, recipe in options.RECIPES.items():
+        model = train_torch.GPT(train_torch.CONFIG, torch.bfloat16).to("cuda", torch.bfloat16)
+        values = {key: torch.from_numpy(value) for key, value in initial_weights(train_torch.CONFIG).items()}
+        model.load_state_dict(values)
+        if recipe is not None:
+            qshard.convert(model, recipe, filter=lambda _, name: "blocks" in name)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+
+        def step(model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer, name: str = name) -> None:
+            loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if name == "delayed":
+                qshard.update_scales(model)
+
+        calls["GPT bf16" if recipe is None else f"GPT {name}"] = (1, step)
+    return calls
+
+
+def jax_calls() -> Calls:
+    import jax
+    import jax.numpy as jnp
+
+    import qshard.jax
+
+    x = jax.device_put(jnp.ones((SIZE, SIZE), jnp.bfloat16), jax.devices()[0])
+    calls: Calls = {"jnp.add": (50, lambda: jnp.add(x, x))}
+    for name in FORMATS:
+        calls[f"qshard.jax.quantize {name} both"] = (
+            50,
+            lambda name=name: qshard.jax.quantize(x, getattr(formats, name), usage=Usage.BOTH),
+        )
+    return calls
+
+
+def microseconds(calls: Calls, rounds: int, wait: Callable[[object], object]) -> dict[str, float]:
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for round_ in range(rounds + 2):
+        for name, (count, call) in calls.items():
+            wait(call())
+            start = time.perf_counter()
+            for _ in range(count):
+                out = call()
+            times[name] += [(time.perf_counter() - start) / count * 1e6] * (
+                round_ > 1
+            )  # The first ones work things out.
+            wait(out)
+    return {name: statistics.median(found) for name, found in times.items()}
+
+
+def table(us: dict[str, float]) -> list[dict[str, object]]:
+    """Against the first of them."""
+    beside, base = next(iter(us.items()))
+    return [
+        {"operation": name, "us": round(each, 2), "beside": beside, "times": round(each / base, 2)}
+        for name, each in us.items()
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=15)
+    parsed = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.exit(message="bench_host: no CUDA device, nothing to measure\n")
+    made: list[dict[str, object]] = []
+    for calls in (small_calls, layer_calls, gpt_calls):
+        made += table(microseconds(calls(), parsed.rounds, lambda _: torch.cuda.synchronize()))
+    import jax
+
+    made += table(microseconds(jax_calls(), parsed.rounds, jax.block_until_ready))
+    rows.write("host", torch.cuda.get_device_name(), made)
+
+
+if __name__ == "__main__":
+    main()

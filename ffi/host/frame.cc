@@ -1,0 +1,198 @@
+#include "host/frame.h"
+
+#include <memory>
+#include <stdexcept>
+#include <string>
+
+#include "host/call.h"
+#include "host/thread_pool.h"
+
+#if defined(QSHARD_WITH_CUDA)
+#include <cuda_runtime_api.h>
+#endif
+
+namespace nb = nanobind;
+
+// An XLA FFI host without XLA: just enough of XLA_FFI_Api to run a handler of ours. It touches only
+// `call_frame->api`, never a global, so the two types that the C API leaves opaque are ours to
+// define.
+struct XLA_FFI_Error {
+  XLA_FFI_Error_Code code;
+  std::string message;
+};
+
+struct XLA_FFI_ExecutionContext {
+  void* stream = nullptr;  // the framework's current CUDA stream
+};
+
+namespace qshard::host {
+namespace {
+
+XLA_FFI_Error* CreateError(XLA_FFI_Error_Create_Args* args) {
+  return new XLA_FFI_Error{args->errc, args->message};
+}
+void DestroyError(XLA_FFI_Error_Destroy_Args* args) { delete args->error; }
+
+XLA_FFI_Error* GetStream(XLA_FFI_Stream_Get_Args* args) {
+  args->stream = args->ctx->stream;
+  return nullptr;
+}
+XLA_FFI_Error* ScheduleTask(XLA_FFI_ThreadPool_Schedule_Args* args) {
+  Schedule(args->task, args->data);
+  return nullptr;
+}
+XLA_FFI_Error* GetNumThreads(XLA_FFI_ThreadPool_NumThreads_Args* args) {
+  *args->num_threads = NumThreads();
+  return nullptr;
+}
+
+// What handlers of ours call, and nothing else.
+const XLA_FFI_Api* Api() {
+  static const XLA_FFI_Api api = [] {
+    XLA_FFI_Api a{};
+    a.struct_size = XLA_FFI_Api_STRUCT_SIZE;
+    a.api_version = {XLA_FFI_Api_Version_STRUCT_SIZE, nullptr, XLA_FFI_API_MAJOR,
+                     XLA_FFI_API_MINOR};
+    a.XLA_FFI_Error_Create = CreateError;
+    a.XLA_FFI_Error_Destroy = DestroyError;
+    a.XLA_FFI_Stream_Get = GetStream;
+    a.XLA_FFI_ThreadPool_Schedule = ScheduleTask;
+    a.XLA_FFI_ThreadPool_NumThreads = GetNumThreads;
+    return a;
+  }();
+  return &api;
+}
+
+// Makes the device of the tensors the current one, as XLA does before it calls a handler.
+class ScopedDevice {
+ public:
+  ScopedDevice(const ScopedDevice&) = delete;
+#if defined(QSHARD_WITH_CUDA)
+  explicit ScopedDevice(DLDevice device) {
+    if (device.device_type != kDLCUDA || cudaGetDevice(&previous_) != cudaSuccess) return;
+    changed_ = previous_ != device.device_id && cudaSetDevice(device.device_id) == cudaSuccess;
+  }
+  ~ScopedDevice() {
+    if (changed_) cudaSetDevice(previous_);
+  }
+
+ private:
+  int previous_ = 0;
+  bool changed_ = false;
+#else
+  explicit ScopedDevice(DLDevice) {}
+#endif
+};
+
+[[noreturn]] void Raise(XLA_FFI_Error* error) {
+  const std::unique_ptr<XLA_FFI_Error> owned(error);
+  if (error->code == XLA_FFI_Error_Code_INVALID_ARGUMENT)
+    throw nb::value_error(error->message.c_str());
+  throw std::runtime_error(error->message);
+}
+
+constexpr double kSmall = 1024;    // numbers whose handling is the work of microseconds
+constexpr double kShared = 16384;  // what more than one thread may share
+PyObject* get_num_threads = nullptr;
+
+XLA_FFI_Error* RunAll(XLA_FFI_ExecutionContext* context, const Step* steps, size_t count) {
+  XLA_FFI_CallFrame frame;
+  frame.extension_start = nullptr;
+  frame.future = nullptr;
+  frame.struct_size = XLA_FFI_CallFrame_STRUCT_SIZE;
+  frame.api = Api();
+  frame.ctx = context;
+  frame.stage = XLA_FFI_ExecutionStage_EXECUTE;
+  for (size_t i = 0; i < count; ++i) {
+    frame.args = steps[i].args;
+    frame.rets = steps[i].rets;
+    frame.attrs = steps[i].attrs;
+    if (XLA_FFI_Error* error = steps[i].handler(&frame)) return error;
+  }
+  return nullptr;
+}
+
+}  // namespace
+
+#define QSHARD_OP(name, ...) extern "C" XLA_FFI_Handler qshard_##name##_cpu, qshard_##name##_cuda;
+#include "ops.def"
+#undef QSHARD_OP
+
+nb::dict Handlers(const std::string& platform) {
+  nb::dict handlers;
+  const auto add = [&](const char* name, XLA_FFI_Handler* handler) {
+    handlers[name] = nb::capsule(reinterpret_cast<void*>(handler), kHandlerCapsule);
+  };
+  if (platform == "cpu") {
+#define QSHARD_OP(name, ...) add(#name, qshard_##name##_cpu);
+#include "ops.def"
+#undef QSHARD_OP
+  } else if (platform == "cuda") {
+#if defined(QSHARD_WITH_CUDA)
+#define QSHARD_OP(name, ...) add(#name, qshard_##name##_cuda);
+#include "ops.def"
+#undef QSHARD_OP
+#endif
+  } else {
+    throw nb::value_error("handlers: platform is not cpu or cuda");
+  }
+  return handlers;
+}
+
+XLA_FFI_Handler* HandlerOf(nb::str op, const DLDevice& device) {
+  static const nb::dict& cpu = *new nb::dict(Handlers("cpu"));
+  static const nb::dict& cuda = *new nb::dict(Handlers("cuda"));
+  const nb::dict& handlers = device.device_type == kDLCUDA ? cuda : cpu;
+  PyObject* handler = PyDict_GetItemWithError(handlers.ptr(), op.ptr());
+  if (handler != nullptr)
+    return reinterpret_cast<XLA_FFI_Handler*>(PyCapsule_GetPointer(handler, kHandlerCapsule));
+  if (PyErr_Occurred()) nb::raise_python_error();
+  if (handlers.size() > 0)
+    throw nb::value_error(("call: no op " + std::string(op.c_str())).c_str());
+  PyErr_Format(PyExc_NotImplementedError,
+               "%U: device (cuda:%d) is not one that this build of qshard has kernels for; "
+               "build it where nvcc is found, or move the tensors to the CPU",
+               op.ptr(), device.device_id);
+  nb::raise_python_error();
+}
+
+void Common::Add(nb::handle object, const Tensor& tensor) {
+  if (!any.is_valid()) device = tensor.device;
+  any = object;
+  if (tensor.device.device_type != device.device_type ||
+      tensor.device.device_id != device.device_id)
+    throw nb::value_error("call: the tensors are on different devices; move them to one");
+  double all = 1;
+  for (int64_t axis = 0; axis < tensor.buffer.rank; ++axis) all *= tensor.buffer.dims[axis];
+  numbers += all;
+}
+
+void FollowThreadsOf(nb::callable framework) {
+  Py_XDECREF(get_num_threads);
+  get_num_threads = framework.release().ptr();
+}
+
+void Run(const Common& common, const Step* steps, size_t count) {
+  const DLDevice device = common.device;
+  XLA_FFI_ExecutionContext context;
+  if (device.device_type == kDLCUDA) {
+    const DLPackExchangeAPI* api = FrameworkOf(Py_TYPE(common.any.ptr())).api;
+    if (api == nullptr || api->current_work_stream == nullptr)
+      throw nb::type_error("call: CUDA tensors of this framework do not tell their stream");
+    if (api->current_work_stream(device.device_type, device.device_id, &context.stream) != 0)
+      nb::raise_python_error();
+  } else if (common.numbers > kShared && get_num_threads != nullptr) {
+    FollowNumThreads(nb::cast<int64_t>(nb::handle(get_num_threads)()));
+  }
+  XLA_FFI_Error* error;
+  if (device.device_type == kDLCPU && common.numbers < kSmall) {
+    error = RunAll(&context, steps, count);  // To let go of the lock would take longer.
+  } else {
+    nb::gil_scoped_release unlocked;
+    const ScopedDevice current(device);
+    error = RunAll(&context, steps, count);
+  }
+  if (error != nullptr) Raise(error);
+}
+
+}  // namespace qshard::host

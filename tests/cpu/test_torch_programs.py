@@ -1,0 +1,217 @@
+"""Steps that run as one call: the bits of those that run one by one; and who looks on sees those."""
+
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from qshard import _ffi
+from qshard.formats import FP8_E4M3, MXFP8_E4M3, Usage
+from qshard.torch_bridge import planes, quantize
+from qshard.torch_bridge.programs import Steps
+from support.awkward import awkward_values
+from support.formats import VARIANTS
+
+SEED = torch.tensor([3, 4], dtype=torch.int32)
+
+
+class Watches(TorchDispatchMode):
+    """Someone who looks on: ops go one by one, and it knows them."""
+
+    def __init__(self):
+        super().__init__()
+        self.ops = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.ops.append(str(op))
+        return op(*args, **(kwargs or {}))
+
+
+def parts_of(q):
+    return [part for usage in Usage.BOTH.planes for part in (q.parts(usage) or ()) if part is not None]
+
+
+def usages_of(fmt):
+    return [Usage.ROWWISE] if fmt.scaling.global_scale == "row" else [*Usage.BOTH.planes, Usage.BOTH]
+
+
+@pytest.mark.parametrize("fmt", VARIANTS, ids=str)
+def test_one_call_gives_the_bits_of_the_steps(fmt):
+    seed = SEED if fmt.stochastic else None
+    for shape, dtype in (((32, 128), torch.bfloat16), ((2, 64, 64), torch.float32), ((128, 32), torch.float16)):
+        kinds = ["normal", "zeros", "ties", "wide"]
+        x = torch.from_numpy(awkward_values(shape, seed=5, kinds=kinds)).to(dtype)
+        for usage in usages_of(fmt):
+            made = quantize(x, fmt, usage=usage, seed=seed)
+            with Watches() as watches:
+                want = quantize(x, fmt, usage=usage, seed=seed)
+            assert any("qshard" in op for op in watches.ops)
+            assert len(parts_of(made)) == len(parts_of(want))
+            for got, one in zip(parts_of(made), parts_of(want), strict=True):
+                assert (got.dtype, got.shape, got.stride()) == (one.dtype, one.shape, one.stride())
+                assert torch.equal(got.flatten().view(torch.uint8), one.flatten().view(torch.uint8))
+            for one in usage.planes:
+                values = made.dequantize(usage=one)
+                with Watches():
+                    assert torch.equal(values.view(torch.int8), want.dequantize(usage=one).view(torch.int8))
+
+
+def test_steps_are_recorded_once_for_shapes_and_dtypes():
+    asked = []
+
+    def amaxes(ops, x, lead):
+        asked.append(type(x).__name__)
+        return (ops.amax_tensor(x, lead=lead), None)
+
+    steps = Steps(amaxes)
+    for x in (torch.ones(2, 3), torch.zeros(2, 3), torch.full((2, 3), 7.0)):
+        assert torch.equal(steps((x,), 1)[0], x[:, 0])
+    assert asked == ["_Slot"]
+    steps((torch.ones(2, 4),), 1), steps((torch.ones(2, 3).half(),), 1), steps((torch.ones(2, 3),), 0)
+    assert asked == ["_Slot"] * 4
+    with Watches():
+        assert steps((torch.ones(2, 3),), 1)[1] is None
+    assert asked == ["_Slot"] * 4 + ["Tensor"]
+
+
+class Functions(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize("who", ["dispatch", "function", "fake", "vmap", "trace", "subclass", "device", "compile"])
+def test_who_looks_on_sees_ops(who):
+    """The steps see tensors, and what is looked for sees each op."""
+    asked = []
+
+    def amax(ops, x):
+        asked.append(type(x).__name__)
+        return (ops.amax_tensor(x, lead=0),)
+
+    steps, x = Steps(amax), torch.tensor([1.0, -3.0])
+    if who == "dispatch":
+        with Watches() as watches:
+            steps((x,))
+        assert "qshard.amax_tensor.default" in watches.ops
+    elif who == "function":
+        with Functions():
+            steps((x,))
+    elif who == "fake":
+        with FakeTensorMode() as mode:
+            assert steps((mode.from_tensor(x),))[0].shape == ()
+    elif who == "vmap":
+        made = torch.vmap(lambda x: steps((x,))[0])(torch.tensor([[1.0, 2.0], [4.0, 3.0]]))
+        assert made.tolist() == [2, 4]
+    elif who == "trace":
+        with pytest.warns(DeprecationWarning, match="jit.trace"):
+            traced = torch.jit.trace(lambda x: steps((x,))[0], (x,), check_trace=False)
+        assert traced(torch.tensor([5.0, 1.0])) == 5
+    elif who == "subclass":
+        steps((x.as_subclass(Subclass),))
+    elif who == "device":
+        with torch.device("cpu"):
+            steps((x,))
+    elif who == "compile":
+        torch._dynamo.reset()
+        compiled = torch.compile(lambda x: steps((x,))[0], fullgraph=True, backend="eager")
+        assert compiled(x) == 3
+    assert set(asked) - {"_Slot"} == set(asked) != set()
+
+
+def test_a_profile_names_the_steps():
+    x = torch.ones(32, 64)
+    quantize(x, MXFP8_E4M3)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        quantize(x, MXFP8_E4M3)
+    assert "qshard::quantize" in [event.name for event in profile.events()]
+
+
+def test_what_is_wrong_is_said_as_without_them():
+    quantize(torch.ones(64, 64), FP8_E4M3)  # What a right call has left behind does not make these right.
+    with pytest.raises(ValueError, match=r"quantize: x \(strides \(1, 64\)\) is not contiguous"):
+        quantize(torch.ones(64, 64).t(), FP8_E4M3)
+    with pytest.raises(TypeError, match=r"quantize: x .sparse_coo. is not dense"):
+        quantize(torch.ones(64, 64).to_sparse(), FP8_E4M3)
+    with pytest.raises(ValueError, match="negated view"):
+        quantize(torch.complex(torch.ones(64, 64), torch.ones(64, 64)).conj().imag.contiguous()._neg_view(), FP8_E4M3)
+    with pytest.raises(TypeError, match=r"quantize: x .int32. is not float32"):
+        quantize(torch.ones(64, 64, dtype=torch.int32), FP8_E4M3)
+
+
+def test_values_of_what_has_a_gradient_are_taken():
+    x = torch.ones(4, 4, requires_grad=True)
+    assert not quantize(x, FP8_E4M3).rowwise.scale_inv.requires_grad
+    with Watches():
+        assert not quantize(x, FP8_E4M3).rowwise.scale_inv.requires_grad
+    with torch.inference_mode():
+        assert quantize(x, FP8_E4M3).rowwise.scale_inv.is_inference()
+
+
+def test_nothing_outlives_its_tensors_and_nothing_grows_without_end():
+    x = torch.ones(16, 16)
+    q = quantize(x, FP8_E4M3, usage=Usage.BOTH)
+    gone = [weakref.ref(t) for t in (x, q, *parts_of(q))]
+    del x, q
+    gc.collect()
+    assert not any(ref() is not None for ref in gone)
+    cache = planes._quantize._program
+    before = cache.cache_info().currsize
+    for _ in range(50):
+        quantize(torch.ones(16, 16), FP8_E4M3, usage=Usage.BOTH)
+    assert cache.cache_info().currsize == before
+    assert cache.cache_info().maxsize is not None
+
+
+def test_threads_share_programs():
+    results, count = [], 8
+    inputs = [torch.full((64, 64), float(i + 1)) for i in range(count)]
+
+    def work(x):
+        for _ in range(50):
+            results.append((x[0, 0].item(), quantize(x, FP8_E4M3, usage=Usage.BOTH).rowwise.scale_inv.item()))
+
+    threads = [threading.Thread(target=work, args=(x,)) for x in inputs]
+    [t.start() for t in threads], [t.join() for t in threads]
+    assert len(results) == 50 * count
+    assert all(abs(scale_inv * 448 - amax) < 1e-3 for amax, scale_inv in results)
+
+
+def program(shape=(4,), dtype="float32", source=0, offset=0, make=lambda: torch.empty(()), result=(1,)):
+    slots = [(dtype, shape, source, offset), ("float32", (), 1, 0)]
+    return _ffi.Program("cpu", 1, [make], slots, [("amax_tensor", [0], [1], {"lead": 0})], list(result))
+
+
+def test_a_program_takes_only_what_it_was_made_for():
+    x = torch.tensor([1.0, -3.0, 2.0, 0.0])
+    assert program()(x)[0] == 3
+    assert program(result=(None, 1))(x)[0] is None
+    wrong = [x.half(), x[:3], torch.ones(5), torch.empty(0), x.to(torch.float64)]
+    for other in wrong:
+        with pytest.raises(ValueError, match="is not what the program was made for"):
+            program()(other)
+    with pytest.raises(ValueError, match="another number of inputs"):
+        program()(x, x)
+    with pytest.raises(ValueError, match="is strided"):
+        program()(torch.ones(4, 2)[:, 0])
+    with pytest.raises(ValueError, match="is not what the program was made for"):
+        program(make=lambda: torch.empty(1, dtype=torch.uint8))(x)  # Room for less than the op writes.
+    with pytest.raises(ValueError, match="is not what the program was made for"):
+        program(source=1, offset=1 << 40)(x)
+    with pytest.raises(ZeroDivisionError):
+        program(make=lambda: 1 // 0)(x)
+    for bad in ({"dtype": "float99"}, {"source": 7}, {"result": (9,)}):
+        with pytest.raises(ValueError, match="Program"):
+            program(**bad)
+    with pytest.raises(ValueError, match="no op nothing"):
+        _ffi.Program("cpu", 1, [], [("float32", (4,), 0, 0)], [("nothing", [0], [0], {})], [])
+    with pytest.raises(ValueError, match="there is no such slot"):
+        _ffi.Program("cpu", 1, [], [("float32", (4,), 0, 0)], [("amax_tensor", [3], [0], {})], [])

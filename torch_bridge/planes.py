@@ -1,0 +1,155 @@
+"""Steps of `qshard.pipeline` on tensors, each one call where nobody looks on (`programs.py`).
+
+The parts of a tensor's planes are data, scale_inv and global_scale_inv of the rowwise plane, then of the columnwise
+one: six, of which those that are not there are None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qshard import pipeline, products
+from qshard.formats import Format, Usage
+from qshard.layout import PlaneLayout, matrix_shape, plane
+from qshard.pipeline import Draws, Plane, Reduce
+from qshard.torch_bridge.constants import as_constant
+from qshard.torch_bridge.ops import ops
+from qshard.torch_bridge.programs import Steps
+
+Parts = tuple[Any, ...]
+
+NO_PLANE = (None,) * len(Plane._fields)
+
+
+def planes_of(parts: Parts) -> dict[Usage, Plane]:
+    """The planes that are there."""
+    planes = {}
+    if parts[0] is not None:
+        planes[Usage.ROWWISE] = Plane(*parts[: len(NO_PLANE)])
+    if parts[len(NO_PLANE)] is not None:
+        planes[Usage.COLUMNWISE] = Plane(*parts[len(NO_PLANE) :])
+    return planes
+
+
+def viewed(parts: Plane, where: PlaneLayout) -> Plane:
+    """A plane in the shapes of a layout of as many elements: those of a tensor, or of it as a matrix."""
+    data, scale_inv, global_scale_inv = parts
+    if global_scale_inv is not None:
+        global_scale_inv = global_scale_inv.view(where.global_scale_shape)
+    return Plane(data.view(where.data_shape), scale_inv.view(where.scale_shape), global_scale_inv)
+
+
+def quantized(
+    x: Tensor,
+    fmt: Format,
+    usage: Usage,
+    *,
+    draws: Draws | None = None,
+    reduce_max: Reduce | None = None,
+    check: Callable[[], None] | None = None,
+) -> Parts:
+    """The parts of the planes of `x` `[*lead, K]`: `pipeline.quantize`, in the shapes of `layout.plane`.
+
+    `check` raises what is wrong with `x`, as the caller names it. It is asked unless all of it is one call.
+    """
+    if reduce_max is not None:  # A collective, amid the steps.
+        if check is not None:
+            check()
+        return _parts(ops, x, fmt, usage, draws, reduce_max)
+    if draws is None:
+        return _quantize((x,), fmt, usage, check=check)
+    if draws.col_step != 1:
+        raise ValueError(f"quantized: draws (col_step={draws.col_step}) are not in the order of x; pass those of x")
+    return _quantize_stochastic((x, draws.seed, draws.first), fmt, usage, draws.row_step, check=check)
+
+
+def quantized_delayed(x: Tensor, scale: Tensor, fmt: Format, usage: Usage, margin: int) -> tuple[Parts, Tensor]:
+    """The parts of the planes of a matrix under a scale of earlier steps, and its amax: `pipeline.quantize_delayed`."""
+    *parts, amax = _quantize_delayed((x, scale), fmt, usage, margin)
+    return tuple(parts), amax
+
+
+def dequantized(
+    parts: Plane, fmt: Format, usage: Usage, dtype: torch.dtype, shape: tuple[int, ...] | None = None
+) -> Tensor:
+    """The values of a plane of a matrix, in the order in which it is stored; with `shape`, those of such a tensor."""
+    tensors = tuple(part for part in parts if part is not None)
+    (values,) = _dequantize(tensors, fmt, usage, dtype, shape)
+    result: Tensor = values
+    return result
+
+
+def transposed(parts: Plane, fmt: Format) -> Plane:
+    """The columnwise plane of the rowwise one of a matrix, or back: `pipeline.transposed`."""
+    data, scale_inv = _transpose((parts.data, parts.scale_inv), fmt)
+    return parts._replace(data=data, scale_inv=scale_inv)
+
+
+def multiplied(
+    a: Plane, a_format: Format, b: Plane, b_format: Format, dtype: torch.dtype, fast: bool, workspace: int
+) -> Tensor:
+    """`a @ b.T` of two planes that tensor cores take as codes: `products.multiply`."""
+    tensors = tuple(part for parts in (a, b) for part in parts if part is not None)
+    (product,) = _multiply(tensors, a_format, b_format, dtype, fast, workspace)
+    result: Tensor = product
+    return result
+
+
+def _parts(
+    ops: Any, x: Any, fmt: Format, usage: Usage, draws: Draws | None = None, reduce_max: Reduce | None = None
+) -> Parts:
+    shape = tuple(x.shape)
+    layouts = {one: plane(fmt, shape, one) for one in usage.planes}
+    matrix = x if x.ndim == 2 else x.view(matrix_shape(shape))
+    made = pipeline.quantize(ops, matrix, as_constant(fmt), usage, reduce_max=reduce_max, draws=draws)
+    if x.ndim != 2:
+        made = {one: viewed(parts, layouts[one]) for one, parts in made.items()}
+    return _flat(made)
+
+
+@Steps
+def _quantize(ops: Any, x: Any, fmt: Format, usage: Usage) -> Parts:
+    return _parts(ops, x, fmt, usage)
+
+
+@Steps
+def _quantize_stochastic(
+    ops: Any, x: Any, seed: Any, first: Any, fmt: Format, usage: Usage, row_step: int | None
+) -> Parts:
+    return _parts(ops, x, fmt, usage, Draws(seed, first, row_step))
+
+
+@Steps
+def _quantize_delayed(ops: Any, x: Any, scale: Any, fmt: Format, usage: Usage, margin: int) -> Parts:
+    planes, amax = pipeline.quantize_delayed(ops, x, fmt, usage, scale, margin)
+    return (*_flat(planes), amax)
+
+
+@Steps
+def _dequantize(ops: Any, *args: Any) -> Parts:
+    *parts, fmt, usage, dtype, shape = args
+    if shape is None:
+        return (pipeline.dequantize(ops, Plane(*parts), fmt, usage, dtype),)
+    where = plane(fmt, matrix_shape(shape), usage)
+    values = pipeline.dequantize(ops, viewed(Plane(*parts), where), fmt, usage, dtype)
+    return ((ops.transposed(values) if where.transposed else values).view(shape),)
+
+
+@Steps
+def _transpose(ops: Any, data: Any, scale_inv: Any, fmt: Format) -> Parts:
+    return pipeline.transposed(ops, Plane(data, scale_inv), fmt)[:2]
+
+
+@Steps
+def _multiply(ops: Any, *args: Any) -> Parts:
+    *parts, a_format, b_format, dtype, fast, workspace = args
+    a, b = Plane(*parts[: len(parts) // 2]), Plane(*parts[len(parts) // 2 :])
+    return (products.multiply(ops, a, a_format, b, b_format, dtype=dtype, fast=fast, workspace=workspace),)
+
+
+def _flat(planes: Mapping[Usage, Plane]) -> Parts:
+    return (*planes.get(Usage.ROWWISE, NO_PLANE), *planes.get(Usage.COLUMNWISE, NO_PLANE))

@@ -1,0 +1,179 @@
+"""Steps over ops that are worked out once, for shapes, dtypes and formats, and are then one call into C++.
+
+`Steps` are a function over `ops`, as those of `qshard.pipeline` are, of values: nothing has a gradient. It is
+*recorded* by running it on `_Slot`s, which have shapes and dtypes and no memory, with an `ops` that notes what it is
+asked for. What comes of that, a `_ffi.Program`, makes the results and what lies between, and runs the handlers one
+after another. So each rule of the pipeline stands where it stood, and a call pays for none of them.
+
+Where somebody looks on (`listeners.py`), and where a call fails, the steps run as they are written, one op of
+`torch.ops.qshard` after another, each with its checks.
+
+Programs hold no tensors. They are kept by shapes, dtypes, device and constants, at most `_KEPT` of each kind of steps.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qshard import _ffi
+from qshard.ops import multi_table, table
+from qshard.torch_bridge.listeners import nobody_looks_on
+from qshard.torch_bridge.ops import by_lists, dtype_name, ops, planned, transposed_squares
+
+_KEPT = 1024
+_ALIGNMENT = 256  # Of what lies between: that of allocations on GPUs.
+_profiler_is_on = torch._C._autograd._profiler_enabled
+
+
+class Steps:
+    """A function over `ops` that is recorded.
+
+    Args:
+      function: `function(ops, *tensors, *constants)` gives a tuple of tensors, or None for some. Its results may be
+        views of what it makes, by `view`. Constants are hashable, and all that it depends on besides shapes and dtypes.
+
+    >>> def amaxes(ops, x):
+    ...     return ops.amax_tensor(x, lead=1), ops.amax_tensor(x, lead=0)
+    >>> Steps(amaxes)((torch.tensor([[1.0, -3.0], [2.0, 0.0]]),))
+    (tensor([3., 2.]), tensor(3.))
+    """
+
+    def __init__(self, function: Callable[..., tuple[Any, ...]]):
+        self._function = function
+        self._name = f"qshard::{function.__name__.strip('_')}"
+        self._program = functools.lru_cache(maxsize=_KEPT)(self._recorded)
+
+    def __call__(
+        self, tensors: tuple[Tensor, ...], *constants: Any, check: Callable[[], None] | None = None
+    ) -> tuple[Any, ...]:
+        """The results. Where the steps do not run as one call, `check` is asked first, to raise what is wrong."""
+        if nobody_looks_on(tensors):
+            try:
+                program = self._program(
+                    tuple([x.shape for x in tensors]), tuple([x.dtype for x in tensors]), tensors[0].device, constants
+                )
+                if program is not None:
+                    if not _profiler_is_on():
+                        return program(*tensors)
+                    with torch.profiler.record_function(self._name):
+                        return program(*tensors)
+            except (ValueError, TypeError, RuntimeError):
+                pass  # What is wrong is said below, by name.
+        if check is not None:
+            check()
+        return self._function(ops, *[x.detach() if x.requires_grad else x for x in tensors], *constants)
+
+    def _recorded(
+        self, shapes: tuple[torch.Size, ...], dtypes: tuple[torch.dtype, ...], device: torch.device, constants: Any
+    ) -> _ffi.Program | None:
+        recorder = _Recorder()
+        inputs = [recorder.slot(tuple(shape), dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+        try:
+            results = self._function(recorder, *inputs, *constants)
+        except _NoSuchOpError:
+            return None
+        return recorder.program(results, len(inputs), device)
+
+
+class _NoSuchOpError(Exception):
+    """A step is none of our ops."""
+
+
+class _Slot:
+    """A tensor to be. Those with the same number share memory."""
+
+    def __init__(self, recorder: _Recorder, number: int, shape: tuple[int, ...], dtype: torch.dtype):
+        self._recorder, self.number, self.shape, self.dtype = recorder, number, shape, dtype
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def view(self, shape: Sequence[int]) -> _Slot:
+        if math.prod(shape) != math.prod(self.shape):
+            raise ValueError(f"view: {self.shape} has not as many elements as {tuple(shape)}")
+        return _Slot(self._recorder, self.number, tuple(shape), self.dtype)
+
+    def new_empty(self, shape: Sequence[int]) -> _Slot:
+        return self._recorder.slot(tuple(shape), self.dtype)
+
+    def as_row(self) -> tuple[tuple[int, ...], torch.dtype, int]:
+        return self.shape, self.dtype, self.number
+
+
+class _Recorder:
+    """`ops` that notes what it is asked for."""
+
+    def __init__(self) -> None:
+        self._made: list[tuple[tuple[int, ...], torch.dtype]] = []
+        self._rows: dict[Any, int] = {}
+        self._steps: list[tuple[str, list[int], list[int], dict[str, Any]]] = []
+
+    def slot(self, shape: tuple[int, ...], dtype: torch.dtype) -> _Slot:
+        self._made.append((shape, dtype))
+        return _Slot(self, len(self._made) - 1, shape, dtype)
+
+    def __getattr__(self, op: str) -> Callable[..., Any]:
+        if op in multi_table():
+            return functools.partial(self._in_place, op)
+        return functools.partial(self._op, op)
+
+    def _op(self, op: str, *operands: _Slot, **keywords: Any) -> Any:
+        spec = table()[op]
+        plan = planned(
+            spec, tuple(x.shape for x in operands), tuple(x.dtype for x in operands), tuple(keywords.items())
+        )
+        made = [self.slot(shape, dtype) for shape, dtype in plan.outputs]
+        self._note(op, operands, made, plan.attributes)
+        return made[0] if len(made) == 1 else tuple(made)
+
+    def _in_place(self, op: str, *operands: Any, **attributes: Any) -> None:
+        self._note(op, *by_lists(multi_table()[op], operands), attributes)
+
+    def transposed(self, x: _Slot) -> _Slot:
+        raise _NoSuchOpError
+
+    def transposed_squares(self, data: _Slot, scale_inv: _Slot, *, packed: bool) -> Any:
+        return transposed_squares(self, data, scale_inv, packed=packed)
+
+    def _note(self, op: str, operands: Sequence[_Slot], written: Sequence[_Slot], attributes: dict[str, Any]) -> None:
+        taken, made = ([self._rows.setdefault(x.as_row(), len(self._rows)) for x in xs] for xs in (operands, written))
+        self._steps.append((op, taken, made, attributes))
+
+    def program(self, results: Sequence[_Slot | None], inputs: int, device: torch.device) -> _ffi.Program:
+        """Results in memory of their own each; what lies between in one piece."""
+        kept: dict[int, _Slot] = {}
+        for x in results:
+            if x is not None and x.shape != kept.setdefault(x.number, x).shape:
+                raise ValueError(
+                    f"Steps: a result {x.shape} is another's, which has another shape, {kept[x.number].shape}"
+                )
+        kept = {number: x for number, x in kept.items() if number >= inputs}
+        sources = {number: inputs + i for i, number in enumerate(kept)} | {i: i for i in range(inputs)}
+        offsets, end = {}, 0
+        for number, (shape, dtype) in enumerate(self._made):
+            if number not in sources:
+                offsets[number] = end
+                end += -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+        makers = [_maker(x.shape, x.dtype, device) for x in kept.values()]
+        if offsets:
+            makers.append(_maker((end,), torch.uint8, device))
+        between = inputs + len(kept)
+        slots = [
+            (dtype_name(dtype), shape, sources.get(number, between), offsets.get(number, 0))
+            for shape, dtype, number in self._rows
+        ]
+        found = [None if x is None else sources[x.number] for x in results]
+        return _ffi.Program(device.type, inputs, makers, slots, self._steps, found)
+
+
+def _maker(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:
+    """`torch.empty` of it, by a function that takes half as long."""
+    strides = torch.empty(shape, device="meta").stride()
+    return functools.partial(torch.empty_strided, shape, strides, dtype=dtype, device=device)
