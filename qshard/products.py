@@ -24,7 +24,7 @@ Kind = Literal["tensors", "blocks", "mxfp8", "nvfp4"]
 UNIT = 16
 """What each of the sizes of a product is a multiple of, if tensor cores take it."""
 
-_FP8 = (E4M3, E5M2)
+_FP8 = (E4M3.name, E5M2.name)
 _LIBRARY_BYTES = 32 * 2**20
 """What cuBLAS's documentation recommends for Hopper and later."""
 _TILE = (128, 4)
@@ -71,9 +71,10 @@ def kind_of(a: Format, b: Format) -> Kind | None:
     >>> kind_of(FP8_1x128, FP8_128x128), kind_of(FP8_128x128, FP8_128x128), kind_of(MXFP4, MXFP4)
     ('blocks', None, None)
     """
-    if a.element == b.element == E5M2:
+    elements = a.element.name, b.element.name  # Dynamo may take numbers of theirs for symbols.
+    if elements == (E5M2.name, E5M2.name):
         return None
-    fp8 = a.element in _FP8 and b.element in _FP8
+    fp8 = elements[0] in _FP8 and elements[1] in _FP8
     if a.block is None and b.block is None:
         return "tensors"
     if a.block is None or b.block is None or a.scale_dtype != b.scale_dtype or a.block[1] != b.block[1]:
@@ -106,13 +107,16 @@ def runs_on(kind: Kind, gpu: Gpu) -> bool:
     return gpu.capability[0] == 10 and gpu.library >= 120800
 
 
-def fits(sizes: Sizes) -> bool:
-    """Whether tensor cores take matrices of these sizes.
+def fits(kind: Kind, sizes: Sizes) -> bool:
+    """Whether tensor cores take matrices of these sizes: positive multiples of 16, and of 16 bytes along K.
 
-    >>> fits((128, 256, 512)), fits((128, 255, 512)), fits((0, 256, 512))
+    >>> fits("tensors", (128, 256, 528)), fits("tensors", (128, 255, 512)), fits("tensors", (0, 256, 512))
     (True, False, False)
+    >>> fits("nvfp4", (128, 256, 528))
+    False
     """
-    return all(size > 0 and size % UNIT == 0 for size in sizes)
+    whole = all(size > 0 and size % UNIT == 0 for size in sizes)
+    return whole and (kind != "nvfp4" or sizes[2] % (2 * UNIT) == 0)
 
 
 def workspace_size(a: Format, b: Format, sizes: Sizes) -> int:

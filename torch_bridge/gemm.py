@@ -46,19 +46,19 @@ def matmul(a: Operand, b: Operand, dtype: torch.dtype, *, fast: bool = False) ->
 
     `fast` lets tensor cores keep fewer bits while they sum, as is usual in the forward pass.
     """
-    sizes = _sizes(a, b)
-    if _runs_on_tensor_cores(a, b, sizes):
-        workspace = products.workspace_size(a.format, b.format, sizes)
+    (m, k), (n, _), device = a.parts.data.shape, b.parts.data.shape, a.parts.data.device
+    sizes = (m, n, k * a.format.element.codes_per_byte)
+    workspace = workspace_of((a.format, a.usage), (b.format, b.usage), sizes, device) if device.type == "cuda" else None
+    if workspace is not None:
         return multiplied(a.parts, a.format, b.parts, b.format, dtype, fast, workspace)
-    device = a.parts.data.device.type
-    exact = device != "cuda" or multiplies_codes(a.format, b.format)
+    exact = device.type != "cuda" or multiplies_codes(a.format, b.format)
     # Values take several times the bytes of codes. Who passes an operand that is of no more use lets its codes go here.
     x = a.values(torch.float32 if exact else torch.bfloat16)
     del a
     y = b.values(x.dtype).t()
     del b
     # Autocast would round the operands once more.
-    with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
+    with torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext():
         if not exact and dtype == torch.float32 and x.numel() and y.numel():
             return torch.mm(x, y, out_dtype=dtype)
         product = torch.mm(x, y)
@@ -66,24 +66,15 @@ def matmul(a: Operand, b: Operand, dtype: torch.dtype, *, fast: bool = False) ->
     return product.to(dtype)
 
 
-def _sizes(a: Operand, b: Operand) -> Sizes:
-    (m, k), (n, _) = a.parts.data.shape, b.parts.data.shape
-    return m, n, k * a.format.element.codes_per_byte
-
-
-def _runs_on_tensor_cores(a: Operand, b: Operand, sizes: Sizes) -> bool:
-    device = a.parts.data.device
-    kind = _kind_of(a.format, b.format) if device.type == "cuda" else None
-    if kind is None or not products.fits(sizes):
-        return False
-    in_order = all(products.contracts_last(each.format, each.usage) for each in (a, b))
-    return in_order and _runs_on(kind, device.index)
-
-
-@torch.compiler.assume_constant_result
-def _kind_of(a: Format, b: Format) -> Kind | None:
-    """Not traced: floats of elements may be symbols."""
-    return products.kind_of(a, b)
+def workspace_of(
+    a: tuple[Format, Usage], b: tuple[Format, Usage], sizes: Sizes, device: torch.device
+) -> int | None:
+    """Bytes that the product of two planes needs, if tensor cores take their codes; None if not."""
+    kind = products.kind_of(a[0], b[0]) if device.type == "cuda" else None
+    if kind is None or not products.fits(kind, sizes) or not _runs_on(kind, device.index):
+        return None
+    in_order = products.contracts_last(*a) and products.contracts_last(*b)
+    return products.workspace_size(a[0], b[0], sizes) if in_order else None
 
 
 @torch.compiler.assume_constant_result

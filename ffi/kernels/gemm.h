@@ -33,7 +33,7 @@ struct GemmProblem {
   bool fast;     // whether tensor cores may keep fewer bits of sums
 };
 
-// Memory for a call, 256-byte aligned on CUDA.
+// Memory for a call, 16-byte aligned on CUDA.
 struct Workspace {
   uint8_t* data;
   int64_t bytes;

@@ -30,17 +30,18 @@ ElementId ElementOf(const Call<Platform>& call, std::string_view attribute) {
 // (qshard/products.py); this is for who has not.
 Error CheckForCuda(const char* op, const GemmProblem& gemm, const Buffer& workspace,
                    const Buffer& out) {
-  const int64_t m = gemm.a.rows, n = gemm.b.rows, k = gemm.k;
-  QSHARD_REQUIRE(m % kernels::kGemmUnit == 0 && n % kernels::kGemmUnit == 0 &&
-                     k % kernels::kGemmUnit == 0 && k > 0,
-                 op, ": a product of (", m, ", ", k, ") and (", n, ", ", k,
-                 ") has sizes that are not positive multiples of ", kernels::kGemmUnit,
+  const int64_t m = gemm.a.rows, n = gemm.b.rows, k = gemm.k, unit = kernels::kGemmUnit;
+  const int64_t k_unit = gemm.a.element == ElementId::kE2M1 ? 2 * unit : unit;  // also in bytes
+  QSHARD_REQUIRE(m % unit == 0 && n % unit == 0 && k % k_unit == 0 && k > 0, op, ": a product of (",
+                 m, ", ", k, ") and (", n, ", ", k,
+                 ") has sizes that are not positive multiples of ", unit,
+                 k_unit == unit ? "" : ", and K of 32",
                  ", as tensor cores take them; pad the matrices, or multiply dequantized values");
   for (const void* data :
        {static_cast<const void*>(gemm.a.codes), static_cast<const void*>(gemm.b.codes),
-        static_cast<const void*>(out.data)})
+        static_cast<const void*>(out.data), static_cast<const void*>(workspace.data)})
     QSHARD_REQUIRE(reinterpret_cast<uintptr_t>(data) % kernels::kGemmUnit == 0, op,
-                   ": codes or result are not aligned to ", kernels::kGemmUnit,
+                   ": codes, result or workspace are not aligned to ", kernels::kGemmUnit,
                    " bytes, as tensor cores take them; copy them");
   const int64_t needed = kernels::ScaleBytes(gemm);
   QSHARD_REQUIRE(Elements(workspace) >= needed, op, ": workspace (", Elements(workspace),

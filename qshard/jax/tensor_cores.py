@@ -38,7 +38,7 @@ from qshard.jax.array import QuantizedArray
 from qshard.jax.ops import names_of
 from qshard.layout import Shape, is_transposed
 from qshard.pipeline import Plane
-from qshard.products import Gpu
+from qshard.products import Gpu, Kind
 
 OfPlanes = Callable[[Plane, Plane], jax.Array]
 Usages = tuple[Usage, Usage]
@@ -108,6 +108,7 @@ class Side:
 class Product:
     """What is static in a product."""
 
+    kind: Kind
     a: Side
     b: Side
     dtype: str
@@ -118,7 +119,7 @@ class Product:
         x, y = self.a.matrix(a), self.b.matrix(b)
         (m, k), (n, _) = x.data.shape, y.data.shape
         formats = self.a.format, self.b.format
-        if products.fits((m, n, k)):
+        if products.fits(self.kind, (m, n, k)):
             size = products.workspace_size(*formats, (m, n, k))
             made: jax.Array = products.multiply(
                 _local, x, formats[0], y, formats[1], dtype=self.dtype, fast=False, workspace=size
@@ -259,9 +260,10 @@ def _taken(a: QuantizedArray, b: QuantizedArray, usages: tuple[Usages, Usages], 
     if left is None or right is None:
         return None
     (a_rows, a_depth), (b_rows, b_depth) = left.sizes(a.plane(usages[0][0])), right.sizes(b.plane(usages[1][0]))
-    if a_depth != b_depth or not products.fits((math.prod(a_rows), math.prod(b_rows), math.prod(a_depth))):
+    sizes = math.prod(a_rows), math.prod(b_rows), math.prod(a_depth)
+    if a_depth != b_depth or not products.fits(kind, sizes):
         return None
-    return Product(left, right, jnp.dtype(dtype).name)
+    return Product(kind, left, right, jnp.dtype(dtype).name)
 
 
 def _of_codes(what: Product, planes: tuple[Plane, Plane], of_values: OfPlanes) -> OfPlanes | None:

@@ -174,7 +174,7 @@ def test_vmap_multiplies_values():
 )
 def test_parts(mesh, specs, out, want):
     """Of [256, 512] in blocks of 1x128 and [1024, 512] in squares: cuts of rows, of what is contracted, of blocks."""
-    what = Product(Side(FP8_1x128, (0,), (1,)), Side(FP8_128x128, (0,), (1,)), "float32")
+    what = Product("blocks", Side(FP8_1x128, (0,), (1,)), Side(FP8_128x128, (0,), (1,)), "float32")
     parts = Parts.of(what, mesh, ((256, 512), (1024, 512)), specs, out)
     assert [padded(spec) for spec in parts[:3]] == [padded(spec) for spec in want[:3]]
     assert parts[3:] == want[3:]

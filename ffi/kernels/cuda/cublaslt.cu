@@ -36,38 +36,38 @@ bool Find(void* library, const char* name, Function** function) {
   return *function != nullptr;
 }
 
-Library Opened() {
-  Library l{};
-  void* const library = Open();
-  if (library == nullptr) {
-    l.error =
-        "cuBLASLt is not found; install PyTorch or JAX for CUDA, or put libcublasLt.so on "
-        "LD_LIBRARY_PATH";
-    return l;
-  }
-  const bool found = Find(library, "cublasLtGetVersion", &l.version) &&
-                     Find(library, "cublasLtCreate", &l.create) &&
-                     Find(library, "cublasLtMatmulDescCreate", &l.desc_create) &&
-                     Find(library, "cublasLtMatmulDescDestroy", &l.desc_destroy) &&
-                     Find(library, "cublasLtMatmulDescSetAttribute", &l.desc_set) &&
-                     Find(library, "cublasLtMatrixLayoutCreate", &l.layout_create) &&
-                     Find(library, "cublasLtMatrixLayoutDestroy", &l.layout_destroy) &&
-                     Find(library, "cublasLtMatmulPreferenceCreate", &l.preference_create) &&
-                     Find(library, "cublasLtMatmulPreferenceDestroy", &l.preference_destroy) &&
-                     Find(library, "cublasLtMatmulPreferenceSetAttribute", &l.preference_set) &&
-                     Find(library, "cublasLtMatmulAlgoGetHeuristic", &l.heuristic) &&
-                     Find(library, "cublasLtMatmul", &l.matmul);
-  if (!found) l.error = "cuBLASLt lacks a function that it should have; update it";
-  return l;
+constexpr Library kNotFound{
+    "cuBLASLt is not found; install PyTorch or JAX for CUDA, or put libcublasLt.so on "
+    "LD_LIBRARY_PATH"};
+constexpr Library kIncomplete{"cuBLASLt lacks a function that it should have; update it"};
+
+bool FindAll(void* library, Library* l) {
+  return Find(library, "cublasLtGetVersion", &l->version) &&
+         Find(library, "cublasLtCreate", &l->create) &&
+         Find(library, "cublasLtMatmulDescCreate", &l->desc_create) &&
+         Find(library, "cublasLtMatmulDescDestroy", &l->desc_destroy) &&
+         Find(library, "cublasLtMatmulDescSetAttribute", &l->desc_set) &&
+         Find(library, "cublasLtMatrixLayoutCreate", &l->layout_create) &&
+         Find(library, "cublasLtMatrixLayoutDestroy", &l->layout_destroy) &&
+         Find(library, "cublasLtMatmulPreferenceCreate", &l->preference_create) &&
+         Find(library, "cublasLtMatmulPreferenceDestroy", &l->preference_destroy) &&
+         Find(library, "cublasLtMatmulPreferenceSetAttribute", &l->preference_set) &&
+         Find(library, "cublasLtMatmulAlgoGetHeuristic", &l->heuristic) &&
+         Find(library, "cublasLtMatmul", &l->matmul);
 }
 
 }  // namespace
 
 const Library& Load() {
-  static Library library{"cuBLASLt was not looked for yet"};
+  static const Library* loaded = nullptr;
   const std::lock_guard<std::mutex> lock(mutex);
-  if (library.error != nullptr) library = Opened();
-  return library;
+  if (loaded != nullptr) return *loaded;
+  void* const library = Open();
+  if (library == nullptr) return kNotFound;
+  Library found{};
+  if (!FindAll(library, &found)) return kIncomplete;
+  loaded = new Library(found);
+  return *loaded;
 }
 
 }  // namespace cublaslt

@@ -76,7 +76,7 @@ struct Heuristic {  // cublasLtMatmulHeuristicResult_t
 // The functions, loaded. `error` is null if they are; else it says why not.
 struct Library {
   const char* error;
-  size_t (*version)();  // 10000 * major + 100 * minor + patch, as of 12.x 120000 and so on
+  size_t (*version)();  // 10000 * major + 100 * minor + patch
   Result (*create)(Handle*);
   Result (*desc_create)(Desc*, Compute, Type scale);
   Result (*desc_destroy)(Desc);
