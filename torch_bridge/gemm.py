@@ -66,9 +66,7 @@ def matmul(a: Operand, b: Operand, dtype: torch.dtype, *, fast: bool = False) ->
     return product.to(dtype)
 
 
-def workspace_of(
-    a: tuple[Format, Usage], b: tuple[Format, Usage], sizes: Sizes, device: torch.device
-) -> int | None:
+def workspace_of(a: tuple[Format, Usage], b: tuple[Format, Usage], sizes: Sizes, device: torch.device) -> int | None:
     """Bytes that the product of two planes needs, if tensor cores take their codes; None if not."""
     kind = products.kind_of(a[0], b[0]) if device.type == "cuda" else None
     if kind is None or not products.fits(kind, sizes) or not _runs_on(kind, device.index):

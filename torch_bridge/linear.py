@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from qshard.layout import plane, whole_units
 from qshard.names import seed_missing, shown
 from qshard.pipeline import Plane
 from qshard.recipes import Recipe, RecipeLike, Role, as_recipe, check_weight_format
-from qshard.torch_bridge import activations
+from qshard.torch_bridge import activations, one_call
 from qshard.torch_bridge.arguments import check_contiguous, check_dtype, check_tensor
 from qshard.torch_bridge.delayed import DelayedScale
 from qshard.torch_bridge.dtensor import local_of
@@ -29,6 +29,7 @@ from qshard.torch_bridge.words import words
 aten = torch.ops.aten
 
 
+_W_SCALE = ROLES.index(Role.WEIGHT)
 _X_SCALES = slice(ROLES.index(Role.ACTIVATION), ROLES.index(Role.ACTIVATION) + 1)
 
 
@@ -165,19 +166,33 @@ def _product(
         amax, *given[_X_SCALES] = others  # The scale may be that of another layer.
         delayed[Role.ACTIVATION].observe(amax)
 
-    w_format, w_again = recipe.weight, False
+    x_row, w_format, w_again, ready = xs[Usage.ROWWISE], recipe.weight, False, None
+    ws: dict[Usage, Operand] = {}
+    # Under hooks something is recomputed, and the product comes in a node of its own.
+    one_node = eager and not activations.are_hooks_there()
     if isinstance(weight, QuantizedTensor):  # Gathered by FSDP2, for example. The hook before it has noted its amax.
         w_format, ws = weight.format, planes_of(weight, need_x)
     else:
         # What is no parameter may be there for this product alone, and has more bytes than its codes.
         w_again = need_x and eager and isinstance(weight, torch.nn.Parameter)
-        w_usage = Usage.BOTH if need_x and not w_again else Usage.ROWWISE
-        ws, amaxes = quantized(values_of(weight), recipe, w_usage, Role.WEIGHT, seed, parts, given)
+        if one_node and not parts and (w_again or not need_x):
+            scale = given[_W_SCALE] if given else None
+            ready = one_call.product(x_row.parts, x_row.format, values_of(weight), recipe, scale, dtype)
+        if ready is None:
+            w_usage = Usage.BOTH if need_x and not w_again else Usage.ROWWISE
+            ws, amaxes = quantized(values_of(weight), recipe, w_usage, Role.WEIGHT, seed, parts, given)
+        else:
+            amaxes = [cast(Tensor, ready[1])]
         if delayed is not None:
             delayed[Role.WEIGHT].observe(amaxes[0])
-    x_row, w_row = xs[Usage.ROWWISE], ws[Usage.ROWWISE]
-    if not (need_x or need_w):
-        return matmul(x_row, w_row, dtype, fast=True).view(*x.shape[:-1], weight.shape[0])
+    shape = (*x.shape[:-1], weight.shape[0])
+    y: Tensor | None = None
+    if ready is not None:
+        y = aten._unsafe_view.default(ready[0], shape)
+    elif one_node or not (need_x or need_w):
+        y = _multiplied(x_row, ws[Usage.ROWWISE], dtype, shape)
+    if y is not None and not (need_x or need_w):
+        return y
     of_x: Sequence[Tensor | None] = source or (xs[Usage.COLUMNWISE].parts if need_w else ())
     of_w: Sequence[Tensor | None] = ()
     kept_usage = None
@@ -186,17 +201,15 @@ def _product(
         of_w = (weight.shard,) if isinstance(weight, ShardedWeight) else ()
     elif need_x:
         # A gathered weight is kept as it is: FSDP2 frees its memory, and fills it with the same codes before backward.
-        kept = ws.get(Usage.COLUMNWISE, w_row)
+        kept = ws.get(Usage.COLUMNWISE, ws[Usage.ROWWISE])
         of_w, kept_usage = kept.parts, kept.usage
     # Dynamo takes no tensor twice, and what is kept as codes has its scale.
     scales = [scale if eager or i >= _X_SCALES.stop else None for i, scale in enumerate(given)]
     how = _How(recipe, dtype, bool(source), w_again, w_format, kept_usage, len(given), len(of_x), parts)
-    y: Tensor
-    if eager and not activations.are_hooks_there():  # So nothing is recomputed, and one node will do.
-        y = _Gradients.apply(x, weight, how, seed, (x_row, w_row), *scales, *of_x, *of_w)
-        return y
-    y = _Gradients.apply(x, weight, how, seed, None, *scales, *of_x, *of_w)
-    made: Tensor = _Product.apply(y, dtype, x_row.format, w_row.format, *x_row.parts, *w_row.parts)
+    made: Tensor = _Gradients.apply(x, weight, how, seed, None if y is None else (y,), *scales, *of_x, *of_w)
+    if y is None:
+        w_row = ws[Usage.ROWWISE]
+        made = _Product.apply(made, dtype, x_row.format, w_row.format, *x_row.parts, *w_row.parts)
     return made
 
 
@@ -301,21 +314,19 @@ class _Gradients(torch.autograd.Function):
         weight: Tensor,
         how: _How,
         seed: Tensor | None,
-        product: tuple[Operand, Operand] | None,
+        ready: tuple[Tensor] | None,
         *tensors: Tensor | None,
     ) -> Tensor:
-        """`product`: what y is the product of; None: y has no memory, and `_Product` gives it some. `tensors`: of
-        delayed scaling, the scale of each role and the amax of the gradient, else none; then those of x, then those of
-        the weight.
+        """`ready`: y; None: y has no memory yet, and `_Product` gives it some. `tensors`: of delayed scaling, the scale
+        of each role and the amax of the gradient, else none; then those of x, then those of the weight.
         """
         given, kept = tensors[: how.given], tensors[how.given :]
         ctx.save_for_backward(*kept, *([weight] if how.w_again else []), seed)
         ctx.how, ctx.x_shape, ctx.x_dtype, ctx.w_dtype = how, x.shape, x.dtype, weight.dtype
         ctx.given = given  # Not saved: autograd would object to the amax that is noted in it.
-        shape = (*x.shape[:-1], weight.shape[0])
-        if product is None:
-            return x.new_empty((), dtype=how.dtype).expand(shape)
-        return _multiplied(*product, how.dtype, shape)
+        if ready is not None:
+            return ready[0]
+        return x.new_empty((), dtype=how.dtype).expand((*x.shape[:-1], weight.shape[0]))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -324,20 +335,37 @@ class _Gradients(torch.autograd.Function):
         count, of_x, of_w = len(kept), list(kept[: how.of_x]), list(kept[how.of_x :])
         del kept  # Operands go as soon as they are multiplied: checkpointing has left no others of them.
         need_x, need_w = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
-        usage = Usage.BOTH if need_x and need_w else Usage.ROWWISE if need_x else Usage.COLUMNWISE
-        dys, amaxes = quantized(
-            matrix_of(grad, grad.dtype), how.recipe, usage, Role.GRADIENT, seed, how.parts, ctx.given
-        )
-        for amax in amaxes:
+        dy, plan = matrix_of(grad, grad.dtype), None
+        if not how.parts and not torch.compiler.is_compiling():
+            x_parts = 1 if how.x_again else sum(part is not None for part in of_x)
+            w_parts = 1 if how.w_again else sum(part is not None for part in of_w)
+            sizes = (*dy.shape, ctx.x_shape[-1])
+            dtypes = how.dtype if need_x else None, ctx.w_dtype if need_w else None
+            plan = one_call.backward_of(how.recipe, sizes, dy.device, dtypes, (x_parts, w_parts, how.w_usage))
+        if plan is not None:
+            x = [_again(how, of_x, ctx)] if how.x_again else [part for part in of_x if part is not None]
+            w = [values_of(of_w[-1])] if how.w_again else [part for part in of_w if part is not None]
+            grad_x, grad_w, amax = one_call.gradients(plan, how.recipe, dy, x, w, ctx.given[: len(ROLES)])
+        else:
+            usage = Usage.BOTH if need_x and need_w else Usage.ROWWISE if need_x else Usage.COLUMNWISE
+            dys, amaxes = quantized(dy, how.recipe, usage, Role.GRADIENT, seed, how.parts, ctx.given)
+            grad_x = grad_w = None
+            amax = amaxes[0] if amaxes else None
+            if need_w:
+                grad_w = matmul(dys.pop(Usage.COLUMNWISE), _x_of(how, of_x, seed, ctx), ctx.w_dtype)
+            if need_x:
+                grad_x = matmul(dys.pop(Usage.ROWWISE), _w_of(how, of_w, seed, ctx), how.dtype)
+        if amax is not None:
             noted = ctx.given[-1]
             noted.copy_(torch.maximum(noted, amax))
-        grad_x = grad_w = None
-        if need_w:
-            grad_w = matmul(dys.pop(Usage.COLUMNWISE), _x_of(how, of_x, seed, ctx), ctx.w_dtype)
-        if need_x:
-            grad_x = matmul(dys.pop(Usage.ROWWISE), _w_of(how, of_w, seed, ctx), how.dtype)
+        if grad_x is not None:
             grad_x = grad_x.view(ctx.x_shape).to(ctx.x_dtype)
         return grad_x, grad_w, *(None,) * (3 + how.given + count - how.w_again)
+
+
+def _again(how: _How, kept: Sequence[Any], ctx: Any) -> Tensor:
+    """x as a matrix, from what autograd keeps of it."""
+    return matrix_of(activations.had_again(tuple(kept)), how.dtype, ctx.x_shape[-1])
 
 
 def _x_of(how: _How, kept: list[Any], seed: Tensor | None, ctx: Any) -> Operand:
@@ -346,7 +374,7 @@ def _x_of(how: _How, kept: list[Any], seed: Tensor | None, ctx: Any) -> Operand:
     kept.clear()
     if not how.x_again:
         return Operand(how.recipe.format(Role.ACTIVATION), Plane(*parts), Usage.COLUMNWISE)
-    x = matrix_of(activations.had_again(parts), how.dtype, ctx.x_shape[-1])
+    x = _again(how, parts, ctx)
     return quantized(x, how.recipe, Usage.COLUMNWISE, Role.ACTIVATION, seed, how.parts, ctx.given)[0][Usage.COLUMNWISE]
 
 

@@ -20,7 +20,7 @@ from qshard.torch_bridge.gemm import Operand
 from qshard.torch_bridge.ops import ops
 from qshard.torch_bridge.parallel import Part
 from qshard.torch_bridge.tensor import QuantizedTensor
-from qshard.torch_bridge.words import words
+from qshard.torch_bridge.words import constant_words
 
 # Dynamo of torch 2.11 cannot iterate over an enum, on Python 3.12.
 ROLES = tuple(Role)
@@ -92,8 +92,8 @@ def _scaled(
     draws = merged = None
     if fmt.stochastic and seed is not None:
         if ROLE_SEEDS[role]:
-            seed = seed ^ words("linear", "seed", ROLE_SEEDS[role], x.device)
-        draws = Draws(seed, words("linear", "first", 0, x.device)) if part is None else part.draws(seed)
+            seed = seed ^ constant_words(ROLE_SEEDS[role], x.device)
+        draws = Draws(seed, constant_words(0, x.device)) if part is None else part.draws(seed)
     if part is not None:
         merged = functools.partial(part.merged, by_row=fmt.scaling.global_scale == "row")
     check = functools.partial(_check, x, fmt, usage, role)

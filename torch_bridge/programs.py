@@ -100,6 +100,8 @@ class _Slot:
             raise ValueError(f"view: {self.shape} has not as many elements as {tuple(shape)}")
         return _Slot(self._recorder, self.number, tuple(shape), self.dtype)
 
+    reshape = view
+
     def new_empty(self, shape: Sequence[int]) -> _Slot:
         return self._recorder.slot(tuple(shape), self.dtype)
 
@@ -146,8 +148,31 @@ class _Recorder:
         taken, made = ([self._rows.setdefault(x.as_row(), len(self._rows)) for x in xs] for xs in (operands, written))
         self._steps.append((op, taken, made, attributes))
 
+    def _placed(self, numbers: Sequence[int]) -> tuple[dict[int, int], int]:
+        """Where in one piece each is, and how long it is. Those that are not needed at the same time share bytes."""
+        lives: dict[int, list[int]] = {}
+        by_row = [number for *_, number in self._rows]
+        for i, (_, *sides, _) in enumerate(self._steps):
+            for row in (row for side in sides for row in side):
+                lives.setdefault(by_row[row], []).append(i)
+        placed: list[tuple[int, int, int, int]] = []  # First and last byte, first and last step.
+        offsets: dict[int, int] = {}
+        for number in numbers:
+            shape, dtype = self._made[number]
+            size = -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+            steps = lives.get(number, [-1])
+            beside = sorted(piece for piece in placed if piece[2] <= steps[-1] and steps[0] <= piece[3])
+            at = 0
+            for start, end, *_ in beside:
+                if at + size <= start:
+                    break
+                at = max(at, end)
+            offsets[number] = at
+            placed.append((at, at + size, steps[0], steps[-1]))
+        return offsets, max((end for _, end, *_ in placed), default=0)
+
     def program(self, results: Sequence[_Slot | None], inputs: int, device: torch.device) -> _ffi.Program:
-        """Results in memory of their own each; what lies between in one piece."""
+        """Each result has memory of its own; what lies between is in one piece."""
         kept: dict[int, _Slot] = {}
         for x in results:
             if x is not None and x.shape != kept.setdefault(x.number, x).shape:
@@ -156,11 +181,7 @@ class _Recorder:
                 )
         kept = {number: x for number, x in kept.items() if number >= inputs}
         sources = {number: inputs + i for i, number in enumerate(kept)} | {i: i for i in range(inputs)}
-        offsets, end = {}, 0
-        for number, (shape, dtype) in enumerate(self._made):
-            if number not in sources:
-                offsets[number] = end
-                end += -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+        offsets, end = self._placed([number for number in range(len(self._made)) if number not in sources])
         makers = [_maker(x.shape, x.dtype, device) for x in kept.values()]
         if offsets:
             makers.append(_maker((end,), torch.uint8, device))

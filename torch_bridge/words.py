@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from qshard.master import word_pair
 from qshard.names import shown
+from qshard.torch_bridge.listeners import nobody_looks_on
 
 _WORDS = (torch.int32, torch.uint32)
 
@@ -55,6 +57,24 @@ def words(op: str, name: str, numbers: Any, device: torch.device, count: int | N
     if tuple(made.shape) != shape:
         raise ValueError(f"{what} ({shown(given)}) is not one number for each of {count} weights; pass so many")
     return made
+
+
+def constant_words(number: int, device: torch.device) -> Tensor:
+    """`words` of a number that never changes: made once for a device, not to be written.
+
+    Not in a captured graph, which must not read what others made on another stream, nor where somebody looks on.
+    """
+    if not nobody_looks_on(()) or torch.is_inference_mode_enabled():
+        return words("words", "number", number, device)
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return words("words", "number", number, device)
+    return _kept_words(number, device)
+
+
+@functools.lru_cache(maxsize=64)
+def _kept_words(number: int, device: torch.device) -> Tensor:
+    # Its copy is waited for, so that any stream may read it.
+    return torch.tensor(_pair("words: number", number), dtype=torch.int32).to(device)
 
 
 def _one(what: str, number: Any, device: torch.device) -> Tensor:

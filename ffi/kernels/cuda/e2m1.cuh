@@ -73,14 +73,16 @@ __device__ __forceinline__ int32_t Down(float u) {
 // matters is how u compares with whole 256ths of a step; but for the rounding of the sum in
 // core/stochastic.h, which takes 2^-26 below 1/2 up to it. That much more shows nowhere else: from
 // 1/4 on, magnitudes have steps of 2^-25 and more.
-constexpr uint32_t kLargestHalves = 0x0E000E00u;  // the code 7; NaN is above it
+constexpr uint32_t kLargestHalves = 0x0E000E00u;  // the code 7, and that of NaN
 
 __device__ __forceinline__ uint32_t HalvesOf(float lo, float hi) {
   const float a = __fmaf_rz(lo, PowerOfTwo(-14), PowerOfTwo(-40));
   const float b = __fmaf_rz(hi, PowerOfTwo(-14), PowerOfTwo(-40));
   uint32_t halves;
   asm("cvt.rz.f16x2.f32 %0, %1, %2;" : "=r"(halves) : "f"(b), "f"(a));
-  return __vminu2(halves, kLargestHalves);
+  // Drops NaN. A minimum of integers would do, and is slow.
+  asm("min.f16x2 %0, %0, %1;" : "+r"(halves) : "r"(kLargestHalves));
+  return halves;
 }
 // Bytes `first` and `first` + 1 of random bytes, in halves.
 template <int kFirst>

@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(kThreads, 3)
   const int64_t strip = t / pairs;
   const int64_t start = (strip * kSize * pairs + (t - strip * pairs)) * 2;
   const auto word = [=](int i) {
-    return ToBfloat16<In, 2>(Load<2 * sizeof(In)>(x + start + i * pairs * 2)).w[0];
+    return ToBfloat16<In, 2>(Load<2 * sizeof(In), Read::kCached>(x + start + i * pairs * 2)).w[0];
   };
   uint32_t w[kSize];
 #pragma unroll
@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(kThreads, 3)
     const In* at = from + down * kSize * b.cols + (unit - down * g.across) * kWidth;
     const auto load = [=](int i) {
       if constexpr (kPairs) {
-        return Load<2 * sizeof(In)>(at + i * b.cols);
+        return Load<2 * sizeof(In), Read::kCached>(at + i * b.cols);
       } else {
         const In one[2] = {at[i * b.cols], In{}};
         Words<2 * sizeof(In)> two;

@@ -86,27 +86,31 @@ struct Span {
   }
 };
 
-// Of two blocks, one in the low halves and one in the high halves of words.
+// Of two blocks, one in the low halves and one in the high halves of words. Minima and maxima of
+// bfloat16, as those of integers are slow: `low` is the largest of 0x7F81 - magnitude, as numbers,
+// which for a zero is NaN, and maxima drop NaNs. An element that is NaN may take a 1 of its
+// neighbour's difference, which says nothing else of its exponent.
 struct Spans {
-  // In a signed comparison of magnitude + 0x7FFF, zero is above all.
   __device__ __forceinline__ void Add(uint32_t w) {
     const uint32_t m = w & 0x7FFF7FFFu;
-    high = __vmaxu2(high, m);
-    low = __vmins2(low, m + 0x7FFF7FFFu);
+    asm("max.NaN.bf16x2 %0, %0, %1;" : "+r"(high) : "r"(m));
+    asm("max.bf16x2 %0, %0, %1;" : "+r"(low) : "r"(0x7F817F81u - m));
   }
   __device__ __forceinline__ Span Of(int half) const {
+    const int smallest = 0x7F81 - static_cast<int>(low >> 16 * half & 0xFFFF);
     return {static_cast<int>(high >> (16 * half + 7) & 0x1FF),
-            static_cast<int>((low ^ 0x80008000u) >> (16 * half + 7) & 0x1FF)};
+            smallest == 0x7F81 ? 511 : (smallest - 1) >> 7};
   }
   // The largest magnitude.
   __device__ __forceinline__ float Largest(int half) const {
     return __uint_as_float(half == 0 ? high << 16 : high & 0xFFFF0000u);
   }
   __device__ __forceinline__ void Fold() {
-    high = __vmaxu2(high, high >> 16 | high << 16);
-    low = __vmins2(low, low >> 16 | low << 16);
+    const uint32_t h = high >> 16 | high << 16, l = low >> 16 | low << 16;
+    asm("max.NaN.bf16x2 %0, %0, %1;" : "+r"(high) : "r"(h));
+    asm("max.bf16x2 %0, %0, %1;" : "+r"(low) : "r"(l));
   }
-  uint32_t high = 0, low = 0x7FFF7FFFu;
+  uint32_t high = 0, low = 0;
 };
 
 static __device__ __noinline__ Words<32> Exactly(Words<32> x) {
