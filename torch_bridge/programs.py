@@ -28,7 +28,6 @@ from qshard.torch_bridge.ops import by_lists, dtype_name, ops, planned, transpos
 
 _KEPT = 1024
 _ALIGNMENT = 256  # Of what lies between: that of allocations on GPUs.
-_profiler_is_on = torch._C._autograd._profiler_enabled
 
 
 class Steps:
@@ -46,7 +45,6 @@ class Steps:
 
     def __init__(self, function: Callable[..., tuple[Any, ...]]):
         self._function = function
-        self._name = f"qshard::{function.__name__.strip('_')}"
         self._program = functools.lru_cache(maxsize=_KEPT)(self._recorded)
 
     def __call__(
@@ -59,10 +57,7 @@ class Steps:
                     tuple([x.shape for x in tensors]), tuple([x.dtype for x in tensors]), tensors[0].device, constants
                 )
                 if program is not None:
-                    if not _profiler_is_on():
-                        return program(*tensors)
-                    with torch.profiler.record_function(self._name):
-                        return program(*tensors)
+                    return program(*tensors)
             except (ValueError, TypeError, RuntimeError):
                 pass  # What is wrong is said below, by name.
         if check is not None:

@@ -448,6 +448,7 @@ def bits_with_slow_streams():
     """On GPUs: whichever stream is late, each waits for what it needs. Memory is used again all the time."""
     # Hooks are made on another stream than forward runs on, and autograd says that it synchronizes these.
     warnings.filterwarnings("ignore", ".*AccumulateGrad node's stream does not match", UserWarning)
+    warnings.filterwarnings("ignore", "Full backward hook is firing", UserWarning)  # That of the first unit: `sleep`.
     found = {}
     for late in ("none", "Channel", "computation", "side stream"):
         begin = Channel.begin

@@ -95,7 +95,9 @@ class JaxFront:
         codes = all(fmt.block is None for fmt in formats) and self.device == "cpu"
         # bfloat16 holds a code times a power of two as it is. Else both operands are rounded, each by 2^-8 at most.
         exact = codes or all(fmt.scaling.pow2 or fmt.scale_dtype == "float8_e8m0fnu" for fmt in formats)
-        return 0.0 if exact else ROUNDED_TO_BFLOAT16
+        # Tensor cores that multiply codes in blocks keep some 14 bits of sums.
+        on_tensor_cores = self.device == "cuda" and any(fmt.block and fmt.scale_dtype == "float32" for fmt in formats)
+        return 0.0 if exact and not on_tensor_cores else ROUNDED_TO_BFLOAT16
 
     def delayed_step(
         self, batches: Sequence[Products], recipe: Recipe, states: States
