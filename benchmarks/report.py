@@ -92,7 +92,8 @@ def origin(rows: Rows) -> str:
     later: dict[str, list[str]] = {}
     for row in rows:
         if row["commit"] != first["commit"]:
-            later.setdefault(row["commit"], []).append(next(iter(row.values())))
+            names = [row["recipe"], row["kind"]] if "recipe" in row and "kind" in row else [next(iter(row.values()))]
+            later.setdefault(row["commit"], []).append(" ".join(names))
     others = "".join(f", of a run of its own at {commit}: {', '.join(names)}" for commit, names in later.items())
     return f"{first['machine']}; {first['versions']}; commit {first['commit']}{others}; {first['date']}."
 

@@ -19,7 +19,7 @@ _ARRAY = re.compile(r"(?P<dtype>[a-z]\w*)\[(?P<dims>[\d,]*)\]")
 _CALLED = re.compile(r"(?:calls|body|to_apply)=%?([\w.-]+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 # Of libraries, and of Triton. Products that XLA has put into a fusion are found by what it calls.
-_GEMM = re.compile(r'custom_call_target="__cu(blas|dnn)|"kind":"__triton_gemm"')
+_GEMM = re.compile(r'custom_call_target="(__cublas|__cudnn|qshard_gemm)|"kind":"__triton_gemm"')
 
 
 @dataclass(frozen=True, order=True)
