@@ -36,15 +36,15 @@ class Gpu(NamedTuple):
 
     Attributes:
       capability: compute capability, such as (9, 0) of Hopper.
-      library: the version of cuBLASLt, 130400 being 13.4.0; 0 where there is none.
+      cublaslt: the version of the library, 130400 being 13.4.0; 0 where there is none.
     """
 
     capability: tuple[int, int]
-    library: int
+    cublaslt: int
 
 
 def library_version() -> int:
-    """The version of the cuBLASLt that products run on: `Gpu.library`.
+    """The version of the cuBLASLt that products run on: `Gpu.cublaslt`.
 
     It is that which the process has loaded, as PyTorch and JAX do; else what the system's loader finds; else what lies
     in Python's packages of NVIDIA. Without CUDA kernels in this build it is 0.
@@ -101,10 +101,10 @@ def runs_on(kind: Kind, gpu: Gpu) -> bool:
     Sources: cuBLAS documentation, "8-bit and 4-bit floating point data types usage" and "Scaling factors layouts".
     """
     if kind == "tensors":
-        return gpu.capability >= (8, 9) and gpu.library >= 120000
+        return gpu.capability >= (8, 9) and gpu.cublaslt >= 120000
     if kind == "blocks":
-        return gpu.capability == (9, 0) and gpu.library >= 120900
-    return gpu.capability[0] == 10 and gpu.library >= 120800
+        return gpu.capability == (9, 0) and gpu.cublaslt >= 120900
+    return gpu.capability[0] == 10 and gpu.cublaslt >= 120800
 
 
 def fits(kind: Kind, sizes: Sizes) -> bool:

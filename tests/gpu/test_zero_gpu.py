@@ -25,12 +25,12 @@ CASES = [
     ("_schedule", "test_after_an_exception", {"where": "forward"}),
     ("_schedule", "test_after_an_exception", {"where": "backward"}),
     ("_schedule", "test_bits_of_other_ways_to_run", {}),
-    ("_schedule", "test_gradients_travel_in_pieces", {"stage": True}),
-    ("_schedule", "test_gradients_travel_in_few_bits", {"stage": True, "dtype": "bfloat16"}),
-    ("_schedule", "test_memory_of_a_step", {"recipe": "CurrentScaling"}),
-    ("_schedule", "bits_with_slow_streams", {}),
-    ("_schedule", "captured_graphs_are_refused", {}),
-    ("_schedule", "peak_of_a_step", {}),
+    ("_travel", "test_gradients_travel_in_pieces", {"stage": True}),
+    ("_travel", "test_gradients_travel_in_few_bits", {"stage": True, "dtype": "bfloat16"}),
+    ("_travel", "test_memory_of_a_step", {"recipe": "CurrentScaling"}),
+    ("_travel", "bits_with_slow_streams", {}),
+    ("_travel", "captured_graphs_are_refused", {}),
+    ("_travel", "peak_of_a_step", {}),
     ("_meta", "test_never_more_than_a_module_is_whole", {"stage": True}),
 ]
 NEED_TWO = ("test_norms_that_are_not_finite", "test_zero_grad_of_the_model", "test_memory_of_a_step")
