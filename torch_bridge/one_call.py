@@ -9,7 +9,6 @@ Only where tensor cores take the codes of both operands. Else a product is PyTor
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -21,6 +20,7 @@ from qshard.formats import Format, Usage
 from qshard.pipeline import Plane
 from qshard.recipes import DelayedScaling, Recipe, Role
 from qshard.torch_bridge.gemm import workspace_of
+from qshard.torch_bridge.kept import Kept
 from qshard.torch_bridge.programs import Steps
 
 LARGE = 2**24
@@ -89,7 +89,7 @@ def gradients(
     return dx, dw, amax
 
 
-@functools.lru_cache(maxsize=1024)
+@Kept
 def backward_of(
     recipe: Recipe,
     sizes: tuple[int, int, int],
@@ -122,7 +122,7 @@ def backward_of(
     return Backward(dw, dx, _margin(recipe), *kept)
 
 
-@functools.lru_cache(maxsize=1024)
+@Kept
 def _forward(
     x: Format, recipe: Recipe, sizes: tuple[int, int, int], device: torch.device, dtype: torch.dtype
 ) -> _Product | None:

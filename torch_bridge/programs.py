@@ -8,7 +8,7 @@ after another. So each rule of the pipeline stands where it stood, and a call pa
 Where somebody looks on (`listeners.py`), and where a call fails, the steps run as they are written, one op of
 `torch.ops.qshard` after another, each with its checks.
 
-Programs hold no tensors. They are kept by shapes, dtypes, device and constants, at most `_KEPT` of each kind of steps.
+Programs hold no tensors. They are kept by shapes, dtypes, device and constants (`kept.py`).
 """
 
 from __future__ import annotations
@@ -23,19 +23,22 @@ from torch import Tensor
 
 from qshard import _ffi
 from qshard.ops import multi_table, table
+from qshard.torch_bridge.kept import Kept
 from qshard.torch_bridge.listeners import nobody_looks_on
 from qshard.torch_bridge.ops import by_lists, dtype_name, ops, planned, transposed_squares
 
-_KEPT = 1024
 _ALIGNMENT = 256  # Of what lies between: that of allocations on GPUs.
 
 
 class Steps:
     """A function over `ops` that is recorded.
 
+    Attributes:
+      programs: those that were recorded.
+
     Args:
       function: `function(ops, *tensors, *constants)` gives a tuple of tensors, or None for some. Its results may be
-        views of what it makes, by `view`. Constants are hashable, and all that it depends on besides shapes and dtypes.
+        views of what it makes, by `view`. It depends on nothing but constants, shapes and dtypes.
 
     >>> def amaxes(ops, x):
     ...     return ops.amax_tensor(x, lead=1), ops.amax_tensor(x, lead=0)
@@ -45,7 +48,7 @@ class Steps:
 
     def __init__(self, function: Callable[..., tuple[Any, ...]]):
         self._function = function
-        self._program = functools.lru_cache(maxsize=_KEPT)(self._recorded)
+        self.programs = Kept(self._recorded)
 
     def __call__(
         self, tensors: tuple[Tensor, ...], *constants: Any, check: Callable[[], None] | None = None
@@ -53,9 +56,8 @@ class Steps:
         """The results. Where the steps do not run as one call, `check` is asked first, to raise what is wrong."""
         if nobody_looks_on(tensors):
             try:
-                program = self._program(
-                    tuple([x.shape for x in tensors]), tuple([x.dtype for x in tensors]), tensors[0].device, constants
-                )
+                shapes, dtypes = tuple([x.shape for x in tensors]), tuple([x.dtype for x in tensors])
+                program = self.programs(shapes, dtypes, tensors[0].device, *constants)
                 if program is not None:
                     return program(*tensors)
             except (ValueError, TypeError, RuntimeError):
@@ -65,7 +67,7 @@ class Steps:
         return self._function(ops, *[x.detach() if x.requires_grad else x for x in tensors], *constants)
 
     def _recorded(
-        self, shapes: tuple[torch.Size, ...], dtypes: tuple[torch.dtype, ...], device: torch.device, constants: Any
+        self, shapes: tuple[torch.Size, ...], dtypes: tuple[torch.dtype, ...], device: torch.device, *constants: Any
     ) -> _ffi.Program | None:
         recorder = _Recorder()
         inputs = [recorder.slot(tuple(shape), dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]

@@ -31,11 +31,11 @@ def calls(monkeypatch):
             return steps(*args, **kwargs)
 
         monkeypatch.setattr(one_call, name, counted)
-    one_call._forward.cache_clear()
-    one_call.backward_of.cache_clear()
+    one_call._forward.clear()
+    one_call.backward_of.clear()
     yield counts
-    one_call._forward.cache_clear()
-    one_call.backward_of.cache_clear()
+    one_call._forward.clear()
+    one_call.backward_of.clear()
 
 
 def run(recipe, kind, *, dtype=torch.float32, steps=2):

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from qshard import _ffi
 from qshard.formats import FP8_E4M3, MXFP8_E4M3, Usage
 from qshard.torch_bridge import planes, quantize
+from qshard.torch_bridge.kept import Kept
 from qshard.torch_bridge.programs import Steps
 from support.awkward import awkward_values
 from support.formats import VARIANTS
@@ -163,12 +164,29 @@ def test_nothing_outlives_its_tensors_and_nothing_grows_without_end():
     del x, q
     gc.collect()
     assert not any(ref() is not None for ref in gone)
-    cache = planes._quantize._program
-    before = cache.cache_info().currsize
+    before = len(planes._quantize.programs)
     for _ in range(50):
         quantize(torch.ones(16, 16), FP8_E4M3, usage=Usage.BOTH)
-    assert cache.cache_info().currsize == before
-    assert cache.cache_info().maxsize is not None
+    assert len(planes._quantize.programs) == before
+
+
+def test_what_is_kept_is_bounded_and_told_apart():
+    made = []
+
+    def count(*args):
+        made.append(args)
+        return len(made)
+
+    kept = Kept(count, most=3)
+    formats = [FP8_E4M3.with_options(pow2=True) for _ in range(2)]  # Equal, and two objects.
+    assert [kept(fmt, 1) for fmt in formats] == [1, 2] == [kept(fmt, 1) for fmt in formats]
+    assert kept(formats[0], 2) == 3
+    assert kept((1, torch.bfloat16)) == 4  # A fourth: the others are forgotten.
+    assert len(kept) == 1
+    assert kept((1, torch.bfloat16)) == 4
+    seen = {kept(FP8_E4M3.with_options(pow2=True)) for _ in range(9)}  # None gets what was made of another.
+    assert len(seen) == 9
+    assert len(kept) <= 3
 
 
 def test_threads_share_programs():
