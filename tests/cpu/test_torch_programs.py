@@ -62,6 +62,27 @@ def test_one_call_gives_the_bits_of_the_steps(fmt):
                     assert torch.equal(values.view(torch.int8), want.dequantize(usage=one).view(torch.int8))
 
 
+def outcome(x, fmt, usage):
+    """The bits, or the error."""
+    try:
+        parts = parts_of(quantize(x, fmt, usage=usage, seed=SEED if fmt.stochastic else None))
+    except ValueError as error:
+        return str(error)
+    return [(part.shape, part.dtype, part.flatten().view(torch.uint8).tolist()) for part in parts]
+
+
+@pytest.mark.parametrize(
+    "shape", [(0, 64), (64, 0), (0, 0), (3, 0, 64), (), (64,), (1, 1), (33,), (5, 7), (37, 160)], ids=str
+)
+def test_awkward_shapes_have_the_same_bits_or_the_same_error(shape):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    for fmt in VARIANTS:
+        for usage in usages_of(fmt):
+            made = outcome(x, fmt, usage)
+            with Watches():
+                assert outcome(x, fmt, usage) == made, (fmt, usage)
+
+
 def test_steps_are_recorded_once_for_shapes_and_dtypes():
     asked = []
 
