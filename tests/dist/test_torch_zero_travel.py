@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import math
 import warnings
 
 import pytest
@@ -71,6 +73,25 @@ def test_bytes_of_gradients_that_travel():
             step(model, optimizer, 0)
         assert mode.dtypes == {dtype}
         assert mode.sent == UNITS * WIDTH * WIDTH * dtype.itemsize
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("stage", [False, True])
+def test_gradients_of_two_passes_are_added_in_float32(stage):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64, bias=False)).to(torch_ranks.device, torch.bfloat16)
+    alone = copy.deepcopy(model)
+    optimizer = ZeroOptimizer(model, **OPTIONS, shard_weights=stage)
+    grads = []
+    for _ in range(2):
+        x = torch.randn(16, 64, device=torch_ranks.device, dtype=torch.bfloat16)
+        for each in (model, alone):
+            each(x).float().square().sum().backward()
+        grads.append(alone[0].weight.grad)
+        alone.zero_grad()
+    norm, want = optimizer.clip_grad_norm_(math.inf), sum(grad.double() for grad in grads).norm()
+    assert abs(norm - want) < 1e-7 * want
+    assert abs(sum(grads).double().norm() - want) > 1e-6 * want  # In bfloat16 it would be another.
 
 
 @on_ranks(2)
