@@ -44,7 +44,7 @@ NUMBERS = {
     "cols": (1, 7, 16, 32, 128, 1000),
     "workspace": (0,),
 }
-IN_ANY_ORDER = ("gemm", "gemm_block", "gemm_nvfp4")
+IN_ANY_ORDER = tuple(name for name in SPECS if name.startswith("gemm"))
 """Ops whose sums have the order of the hardware: exact bits are those of the CPU."""
 MOST = 2**16
 """Elements of an operand, as the reference is slow."""
@@ -172,7 +172,8 @@ class _Draw:
         prefix = self.rng.choice([0, 0, 1, 2, 3])
         for operand in self.spec.inputs:
             shape = self._shape(operand, prefix)
-            made.tensors.append([(shape, self._dtype(operand))])
+            dtype = made.tensors[0][0][1] if operand.dtype == "same" else self._dtype(operand)
+            made.tensors.append([(shape, dtype)])
         if any(math.prod(shape) > max(MOST, (self.only or 0) ** 2) for ((shape, _),) in made.tensors):
             return None
         if self.sizes.get("length") == 0:  # A window of delayed scaling, which has an amax or more.
