@@ -24,6 +24,17 @@ QSHARD_INLINE float Reciprocal(float a) {
 #endif
 }
 
+// The same, where neither a nor 1 / a is subnormal: what __frcp_rn does once it has looked.
+QSHARD_INLINE float ReciprocalOfNormal(float a) {
+#if defined(__CUDA_ARCH__)
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(a));
+  return __fmaf_rn(r, __fmaf_rn(-a, r, 1.0f), r);
+#else
+  return 1.0f / a;
+#endif
+}
+
 QSHARD_INLINE float SquareRoot(float v) {
 #if defined(__CUDA_ARCH__)
   return __fsqrt_rn(v);

@@ -13,7 +13,7 @@ SUM_ROWS, ROW_LANES = 16, 16
 """Rows of a part of a sum over rows, and partial sums of parts."""
 
 ONE = np.float32(1)
-_LEAST, _MOST = np.float32(-88), np.float32(80)
+_LEAST, _MOST = np.float32(-87), np.float32(80)
 _MINUS_LOG2E, _INTEGER = np.float32(float.fromhex("-0x1.715476p+0")), np.float32(3 * 2**22)
 _POLYNOMIAL = [
     np.float32(float.fromhex(number))
