@@ -18,6 +18,7 @@ from qshard.names import shown
 from qshard.recipes import Recipe, RecipeLike, as_recipe
 from qshard.torch_bridge.arguments import check_dtype, check_model
 from qshard.torch_bridge.fsdp.weight import ShardedWeight
+from qshard.torch_bridge.fused import RMSNorm
 from qshard.torch_bridge.linear import check_shape
 from qshard.torch_bridge.nn import Linear, coded, extended, put
 
@@ -31,6 +32,7 @@ def convert(
     filter: Callable[[nn.Linear, str], bool] | None = None,
     *,
     primary: bool = False,
+    fuse: bool = False,
 ) -> nn.Module:
     """Turns every `nn.Linear` in `model` into a `Linear`, in place: same module objects, hooks, names and values.
 
@@ -51,6 +53,8 @@ def convert(
       primary: whether weights are kept as codes. Then `fully_shard` must follow, on one rank too; `Adam`, or any
         optimizer in `WithMasters`, has the float32 masters, which start as the weights are now, and `state_dict` shows
         them. Codes are made once a step, and no gather casts.
+      fuse: whether every `nn.RMSNorm` with a weight becomes a `RMSNorm`, which takes the amax that the layer after it
+        needs from the pass that makes its result. It changes the last bits of norms, as it adds in another order.
       filter: called with a layer and its qualified name; layers for which it is False stay as they are.
 
     Returns:
@@ -110,6 +114,8 @@ activation=FP8_E4M3[nonfinite=nan], gradient=FP8_E5M2[nonfinite=nan])
     for other in model.modules():
         if isinstance(other, nn.TransformerEncoderLayer) and {other.linear1, other.linear2} & {*chosen.values()}:
             other.activation_relu_or_gelu = 0  # Else where nothing trains it reads the weights, and calls no layer.
+        if fuse and type(other) is nn.RMSNorm and other.weight is not None and "forward" not in vars(other):
+            other.__class__ = RMSNorm
     return model
 
 

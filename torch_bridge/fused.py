@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from qshard.formats import FLOATS
+from qshard.names import shown
 from qshard.ops import table
 from qshard.torch_bridge.arguments import check_tensor
 from qshard.torch_bridge.noted import note_amax
@@ -98,6 +99,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
             f"rms_norm: weight {tuple(weight.shape)} does not fit x {tuple(x.shape)}; give weight as [K] and x as "
             "[*lead, K]"
         )
+    if not eps >= 0:
+        raise ValueError(f"rms_norm: eps ({shown(eps)}) is not 0 or more; give a small number, such as 1e-5")
     if not _is_ours(x, weight):
         return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
     noted: list[Tensor] = []
@@ -137,7 +140,7 @@ class RMSNorm(nn.RMSNorm):
             return super().forward(input)
         if input.shape[-axes:] != self.normalized_shape or weight.device != input.device:
             return super().forward(input)  # Its errors.
-        eps = torch.finfo(input.dtype).eps if self.eps is None else self.eps
+        eps = torch.finfo(torch.float32).eps if self.eps is None else self.eps  # Of what PyTorch computes in.
         if axes == 1:  # The very tensor, of which an amax is noted.
             return rms_norm(input, weight, eps)
         return rms_norm(input.flatten(-axes), weight.flatten(), eps).view(input.shape)

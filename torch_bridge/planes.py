@@ -61,10 +61,10 @@ def quantized(
         if check is not None:
             check()
         return _parts(ops, x, fmt, usage, draws, reduce_max, amax)
-    if draws is None and amax is None:
-        return _quantize((x,), fmt, usage, check=check)
     if draws is None:
-        return _quantize_known((x, amax), fmt, usage, check=check)
+        if amax is not None:
+            return _quantize_known((x, amax), fmt, usage, check=check)
+        return _quantize((x,), fmt, usage, check=check)
     if draws.col_step != 1:
         raise ValueError(f"quantized: draws (col_step={draws.col_step}) are not in the order of x; pass those of x")
     return _quantize_stochastic((x, draws.seed, draws.first), fmt, usage, draws.row_step, check=check)

@@ -21,14 +21,14 @@ _POLYNOMIAL = [
 ]
 
 
-def fma(a: Float32, b: Float32, c: Float32) -> Float32:
+def fma(a: Float32 | np.float32, b: Float32 | np.float32, c: Float32 | np.float32) -> Float32:
     """`a * b + c`, rounded once.
 
     The product is exact in fp64. So is its sum with c but for a rest, of which the last bit of the sum is told, so that
     rounding to fp32 sees on which side of a tie it is.
 
     >>> a, c = np.float32(1 + 2**-12), np.float32(2**-30)
-    >>> fma(a, a, c) == a * a, fma(a, a, np.float32(0)) == a * a
+    >>> bool(fma(a, a, c) == a * a), bool(fma(a, a, np.float32(0)) == a * a)
     (False, True)
     """
     product, other = np.asarray(a, np.float64) * np.asarray(b, np.float64), np.asarray(c, np.float64)
@@ -48,12 +48,13 @@ def sigmoid(x: Float32) -> Float32:
     y = np.where(x < _LEAST, _LEAST, np.where(x > _MOST, _MOST, x))
     shifted = fma(y, _MINUS_LOG2E, _INTEGER)
     f = fma(y, _MINUS_LOG2E, -(shifted - _INTEGER))
-    p = np.broadcast_to(_POLYNOMIAL[0], f.shape)
+    p: Float32 = np.broadcast_to(_POLYNOMIAL[0], f.shape)
     for coefficient in _POLYNOMIAL[1:]:
         p = fma(p, f, coefficient)
     power = np.ascontiguousarray(shifted).view(np.int32) << 23
     e = (np.ascontiguousarray(p).view(np.int32) + power).view(np.float32)
-    return np.where(x < _LEAST, np.float32(0), ONE / (ONE + e.reshape(x.shape)))
+    result: Float32 = np.where(x < _LEAST, np.float32(0), ONE / (ONE + e.reshape(x.shape)))
+    return result
 
 
 def swiglu(gate: Float32, up: Float32) -> Float32:

@@ -74,7 +74,7 @@ def cast_group(weight: ShardOf) -> Tensor:
     sizes = [-(-one.plan.room // _ALIGNMENT) * _ALIGNMENT for one in weights]
     whole = torch.empty(sum(sizes), dtype=torch.uint8, device=weight.shard.device)
     parts = zip(whole.split(sizes), weights, strict=True)
-    rooms = [part[: one.plan.room] for part, one in parts]
+    rooms: list[Tensor] = [part[: one.plan.room] for part, one in parts]
     for one, room in zip(weights, rooms, strict=True):
         end_with_zeros(one, room)
     cast_together(weights, rooms)
@@ -86,7 +86,7 @@ def cast_group(weight: ShardOf) -> Tensor:
 
 def _asked_next(weight: ShardOf) -> Iterator[ShardOf]:
     """What can be cast along: of the group of FSDP2, after this weight, with scales of the same refresh."""
-    group: Any = _group_of(weight.state)
+    group = _group_of(weight.state)
     begun = False
     for parameter in () if group is None else group.fsdp_params:
         local: Any = local_of(parameter.sharded_param)
@@ -99,7 +99,7 @@ def _asked_next(weight: ShardOf) -> Iterator[ShardOf]:
                 yield found
 
 
-def _group_of(state: ScaleState) -> object | None:
+def _group_of(state: ScaleState) -> Any:
     """FSDP2's group of a weight, which is found once for all weights of a model."""
     if state.group is None:
         for group in groups_of(state.passes.root):
@@ -123,4 +123,5 @@ def _joined(scales: Sequence[Tensor]) -> Tensor:
         if scale.data_ptr() != end or scale.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
             return torch.cat([*scales])
         end += scale.nbytes
-    return first.as_strided((sum(scale.numel() for scale in scales),), (1,))
+    whole: Tensor = first.as_strided((sum(scale.numel() for scale in scales),), (1,))
+    return whole
