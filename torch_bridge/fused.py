@@ -26,6 +26,7 @@ from qshard.formats import FLOATS
 from qshard.names import shown
 from qshard.ops import table
 from qshard.torch_bridge.arguments import check_tensor
+from qshard.torch_bridge.extend import Extends
 from qshard.torch_bridge.noted import note_amax
 from qshard.torch_bridge.ops import dtype_name, ops
 
@@ -120,7 +121,7 @@ class SwiGLU(nn.Module):
         return swiglu(gate, up)
 
 
-class RMSNorm(nn.RMSNorm):
+class RMSNorm(Extends, nn.RMSNorm):
     """`nn.RMSNorm` by `rms_norm`, for layers that quantize its result. `convert(fuse=True)` makes these of those.
 
     It is PyTorch's own where `rms_norm` is, under autocast, and without a weight.
@@ -130,16 +131,18 @@ class RMSNorm(nn.RMSNorm):
     (tensor([[0.8485, 1.1314]]), ['weight'])
     """
 
+    _of = nn.RMSNorm
+
     def forward(self, input: Tensor) -> Tensor:
         weight: Any = self.weight
         given: Any = input
         axes = len(self.normalized_shape)
         if weight is None or not isinstance(given, Tensor) or not _is_ours(input, weight):
-            return super().forward(input)
+            return nn.RMSNorm.forward(self, input)
         if torch.is_autocast_enabled(input.device.type) or dtype_name(input.dtype) not in FLOATS:
-            return super().forward(input)
+            return nn.RMSNorm.forward(self, input)
         if input.shape[-axes:] != self.normalized_shape or weight.device != input.device:
-            return super().forward(input)  # Its errors.
+            return nn.RMSNorm.forward(self, input)  # Its errors.
         eps = torch.finfo(torch.float32).eps if self.eps is None else self.eps  # Of what PyTorch computes in.
         if axes == 1:  # The very tensor, of which an amax is noted.
             return rms_norm(input, weight, eps)

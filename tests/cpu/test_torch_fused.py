@@ -237,3 +237,24 @@ def test_convert_fuses_norms_if_asked():
     assert list(fused.state_dict()) == list(left.state_dict())
     x = torch.randn(4, 64)
     torch.testing.assert_close(fused(x), left(x), rtol=0.1, atol=0.1)  # Codes on either side of a tie.
+
+
+class Norm(nn.RMSNorm):
+    """Of a user, who keeps what it does."""
+
+
+class OtherNorm(nn.RMSNorm):
+    def forward(self, x):
+        return super().forward(x) + 1
+
+
+def test_convert_fuses_norms_of_other_classes_that_keep_what_they_do():
+    model = nn.Sequential(Norm(64), nn.Linear(64, 64), OtherNorm(64))
+    model = qt.convert(model, "CurrentScaling", fuse=True)
+    assert isinstance(model[0], qt.RMSNorm)
+    assert isinstance(model[0], Norm)
+    assert type(model[2]) is OtherNorm
+    x = torch.randn(4, 64)
+    for each in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), qt.convert(model, "MXFP8", fuse=True)):
+        assert type(each[0]) is type(model[0])
+        assert torch.equal(each[0](x), model[0](x))
