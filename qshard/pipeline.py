@@ -81,6 +81,7 @@ def quantize(
     reduce_max: Reduce | None = None,
     draws: Draws | None = None,
     given: Scales | None = None,
+    amax: Array | None = None,
 ) -> dict[Usage, Plane]:
     """The planes of `x`, each from as few reads of it as its formula allows.
 
@@ -91,6 +92,7 @@ def quantize(
         global scale, serves all of them. Blocks are those of `x`: see `block_amax` for those that shards cut.
       draws: of stochastic rounding; needed by it alone.
       given: where one scale serves the whole tensor: the scale to use, in place of that of its amax.
+      amax: of `x`, if what made it has taken it: not read for it again, where a format needs just that.
 
     Raises:
       ValueError: `fmt` rounds stochastically and there is no `draws`.
@@ -98,12 +100,12 @@ def quantize(
     if fmt.stochastic and draws is None:  # Before the amax, which may be a collective.
         raise ValueError(seed_missing("quantize", fmt))
     if fmt.block is None:
-        made = scales(ops, fmt, global_amax(ops, x, fmt, reduce_max)) if given is None else given
+        made = scales(ops, fmt, global_amax(ops, x, fmt, reduce_max, amax)) if given is None else given
         if usage is Usage.ROWWISE:
             return _of_one_scale([ops.cast_tensor(x, made.scale, element=fmt.element.name)], usage, made.scale_inv)
         both = ops.cast_transpose(x, made.scale, element=fmt.element.name, **_outer(x))
         return _of_one_scale(both, usage, made.scale_inv)
-    amaxes = _global_amaxes(ops, x, fmt, usage, reduce_max)
+    amaxes = _global_amaxes(ops, x, fmt, usage, reduce_max, amax)
     if fmt.scaling.four_over_six is not None:
         sources = {source(fmt, each): None for each in usage.planes}
         planes = {each: _in_steps(ops, x, fmt, each, amaxes[each]) for each in sources}
@@ -125,20 +127,27 @@ def rotated(ops: Any, x: Array, fmt: Format) -> Array:
     return ops.hadamard(x, block_rows=fmt.block[1], block_cols=fmt.block[0])
 
 
-def global_amax(ops: Any, x: Array, fmt: Format, reduce_max: Reduce | None = None) -> Array | None:
-    """What one fp32 scale of the whole tensor, or of each row, is made of; None if the format has none."""
+def global_amax(
+    ops: Any, x: Array, fmt: Format, reduce_max: Reduce | None = None, amax: Array | None = None
+) -> Array | None:
+    """What one fp32 scale of the whole tensor, or of each row, is made of; None if the format has none.
+
+    `amax`: that of `x`, if it has been taken.
+    """
     if fmt.block is not None and fmt.scaling.global_scale is None:
         return None
-    amax = ops.amax_tensor(x, lead=x.ndim - 1 if fmt.scaling.global_scale == "row" else 0)
+    by_row = fmt.scaling.global_scale == "row"
+    if amax is None or by_row:
+        amax = ops.amax_tensor(x, lead=x.ndim - 1 if by_row else 0)
     return amax if reduce_max is None else reduce_max(amax)
 
 
 def _global_amaxes(
-    ops: Any, x: Array, fmt: Format, usage: Usage, reduce_max: Reduce | None
+    ops: Any, x: Array, fmt: Format, usage: Usage, reduce_max: Reduce | None, amax: Array | None
 ) -> dict[Usage, Array | None]:
     """What the global scale of each plane is made of, from one read of `x`."""
     if not fmt.hadamard or usage is Usage.ROWWISE or 0 in x.shape:
-        return dict.fromkeys(Usage.BOTH.planes, global_amax(ops, x, fmt, reduce_max))
+        return dict.fromkeys(Usage.BOTH.planes, global_amax(ops, x, fmt, reduce_max, amax))
     pair = [amax.reshape(()) for amax in ops.amax_hadamard(x, block_rows=x.shape[-2], block_cols=x.shape[-1])]
     amaxes = zip(Usage.BOTH.planes, pair, strict=True)
     return {each: amax if reduce_max is None else reduce_max(amax) for each, amax in amaxes if each in usage.planes}

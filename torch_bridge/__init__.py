@@ -26,6 +26,7 @@ from qshard.torch_bridge.export import quantized_state_dict
 from qshard.torch_bridge.fsdp.functional import gathered_weight, is_converted
 from qshard.torch_bridge.fsdp.scales import update_scales
 from qshard.torch_bridge.fsdp.weight import ShardedWeight
+from qshard.torch_bridge.fused import RMSNorm, SwiGLU, rms_norm, swiglu
 from qshard.torch_bridge.initialize import quantized_init
 from qshard.torch_bridge.linear import linear
 from qshard.torch_bridge.nn import Linear
@@ -48,7 +49,9 @@ __all__ = [
     "Plane",
     "QuantizedSlice",
     "QuantizedTensor",
+    "RMSNorm",
     "ShardedWeight",
+    "SwiGLU",
     "WithMasters",
     "ZeroOptimizer",
     "cast_master",
@@ -63,7 +66,9 @@ __all__ = [
     "quantize",
     "quantized_init",
     "quantized_state_dict",
+    "rms_norm",
     "scaling_state",
+    "swiglu",
     "to_plain",
     "update_columnwise",
     "update_delayed",

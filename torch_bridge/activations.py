@@ -21,10 +21,10 @@ them of that, the same bits.
 | x | what is kept anyway | by |
 | --- | --- | --- |
 | the result of attention, relu, softmax, .. | x | what made it: `_saved_output`, `_saved_result` |
-| `a * b`, as in SwiGLU | a and b | the product |
+| `a * b`, and `swiglu(a, b)` (`fused.py`) | a and b | what made it |
 
-The factors are asked for only where no `saved_tensors_hooks` are in force, as under activation checkpointing: those
-of a node may be unpacked once. There the codes are kept.
+The two are asked for only where no `saved_tensors_hooks` are in force, as under activation checkpointing: those of a
+node may be unpacked once. There the codes are kept.
 """
 
 from __future__ import annotations
@@ -32,13 +32,14 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils import _python_dispatch
 
 from qshard.formats import Usage
+from qshard.torch_bridge import fused
 from qshard.torch_bridge.gemm import Operand
 
 Planes = tuple[dict[Usage, Operand], list[Tensor]]
@@ -125,33 +126,52 @@ def are_hooks_there() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
-def source_of(x: Tensor) -> tuple[Tensor, ...]:
-    """What autograd keeps anyway and x can be had of again: x itself; two factors; or nothing, so no tensors."""
+class Source(NamedTuple):
+    """What autograd keeps anyway, and how x can be had of it again.
+
+    Attributes:
+      again: makes x, in some shape with the same rows, and its amax, if that comes with it, of the tensors.
+    """
+
+    again: Callable[..., tuple[Tensor, Tensor | None]]
+    tensors: tuple[Tensor, ...]
+
+
+def source_of(x: Tensor) -> Source | None:
+    """x itself, or two that it is made of; None where neither is kept."""
     if type(x) is not Tensor:
-        return ()
+        return None
     whole = x._base if x._is_view() else x
     assert whole is not None
     node = whole.grad_fn
     if node is None or whole.output_nr != 0:
-        return ()
+        return None
     # Asked of the type, as to get the attribute is to unpack the tensor.
     if any(hasattr(type(node), name) for name in ("_saved_result", "_saved_output")):
-        return (x.detach(),)
-    if type(node).__name__ != "MulBackward0" or are_hooks_there():
-        return ()
+        return Source(_itself, (x.detach(),))
+    made_by = _MADE_OF_TWO.get(type(node).__name__)
+    if made_by is None or are_hooks_there():
+        return None
     if x._version or x.shape.numel() != whole.shape.numel() or not (x.is_contiguous() and whole.is_contiguous()):
-        return ()
+        return None
     saved: Any = node
     try:
-        factors = (saved._saved_self, saved._saved_other)
+        two = saved.saved_tensors if made_by is fused.swiglu_again else (saved._saved_self, saved._saved_other)
     except RuntimeError:  # One was written since, or the graph is freed: whoever goes backward is told then.
-        return ()
+        return None
     # Parameters are left out: FSDP2 may have freed their memory when it is needed.
-    if all(factor is not None and factor.grad_fn is not None and factor.shape == whole.shape for factor in factors):
-        return tuple(factor.detach() for factor in factors)
-    return ()
+    if all(one is not None and one.grad_fn is not None and one.shape == whole.shape for one in two):
+        return Source(made_by, tuple(one.detach() for one in two))
+    return None
 
 
-def had_again(source: tuple[Tensor, ...]) -> Tensor:
-    """x, in some shape with the same rows, from what `source_of` found."""
-    return source[0] if len(source) == 1 else torch.mul(*source)
+def _itself(x: Tensor) -> tuple[Tensor, None]:
+    return x, None
+
+
+def _product(a: Tensor, b: Tensor) -> tuple[Tensor, None]:
+    return torch.mul(a, b), None
+
+
+_MADE_OF_TWO = {"MulBackward0": _product, fused.SWIGLU_NODE: fused.swiglu_again}
+"""By the name of a node."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import warnings
 import weakref
 from collections.abc import Callable
@@ -17,9 +18,11 @@ from torch.nn.utils import parametrize
 from qshard.names import shown
 from qshard.recipes import Recipe, RecipeLike, as_recipe
 from qshard.torch_bridge.arguments import check_dtype, check_model
+from qshard.torch_bridge.extend import extended
 from qshard.torch_bridge.fsdp.weight import ShardedWeight
+from qshard.torch_bridge.fused import RMSNorm
 from qshard.torch_bridge.linear import check_shape
-from qshard.torch_bridge.nn import Linear, coded, extended, put
+from qshard.torch_bridge.nn import Linear, coded, put
 
 _SHOWN = 3
 """How many layers a warning names."""
@@ -31,6 +34,7 @@ def convert(
     filter: Callable[[nn.Linear, str], bool] | None = None,
     *,
     primary: bool = False,
+    fuse: bool = False,
 ) -> nn.Module:
     """Turns every `nn.Linear` in `model` into a `Linear`, in place: same module objects, hooks, names and values.
 
@@ -51,6 +55,9 @@ def convert(
       primary: whether weights are kept as codes. Then `fully_shard` must follow, on one rank too; `Adam`, or any
         optimizer in `WithMasters`, has the float32 masters, which start as the weights are now, and `state_dict` shows
         them. Codes are made once a step, and no gather casts.
+      fuse: whether every `nn.RMSNorm` with a weight, of a subclass that keeps its `forward` too, becomes a `RMSNorm`.
+        That takes the amax that the layer after it needs as it makes its result. Last bits of norms change: it adds in
+        another order.
       filter: called with a layer and its qualified name; layers for which it is False stay as they are.
 
     Returns:
@@ -105,12 +112,21 @@ activation=FP8_E4M3[nonfinite=nan], gradient=FP8_E5M2[nonfinite=nan])
     for weight, made in weights.items():
         put(cast(nn.Parameter, weight), made)
     for module in chosen.values():
-        module.__class__ = extended(type(module))
+        module.__class__ = extended(Linear, type(module))
         cast(Linear, module).begin(recipe, cast(nn.Parameter, module.weight))
     for other in model.modules():
         if isinstance(other, nn.TransformerEncoderLayer) and {other.linear1, other.linear2} & {*chosen.values()}:
             other.activation_relu_or_gelu = 0  # Else where nothing trains it reads the weights, and calls no layer.
+        if fuse and _is_plain_norm(other):
+            other.__class__ = extended(RMSNorm, type(other))
     return model
+
+
+def _is_plain_norm(module: nn.Module) -> bool:
+    """Whether it is an `nn.RMSNorm`, or of a subclass that keeps its `forward`, with a weight."""
+    if not isinstance(module, nn.RMSNorm) or module.weight is None or "forward" in vars(module):
+        return False
+    return type(module).forward is nn.RMSNorm.forward and not copyreg._slotnames(type(module))  # type: ignore[attr-defined]
 
 
 def _weight(name: str) -> str:
@@ -151,7 +167,7 @@ def _unfit(layer: nn.Linear) -> str | None:
     if not isinstance(weight, DTensor) and type(weight) not in (nn.Parameter, ShardedWeight):
         return f"its weight is a {type(weight).__name__}"
     try:
-        extended(kind)
+        extended(Linear, kind)
     except TypeError as error:
         return f"cannot be extended: {error}"
     return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -20,6 +20,7 @@ from qshard.torch_bridge.delayed import DelayedScale
 from qshard.torch_bridge.dtensor import local_of
 from qshard.torch_bridge.fsdp.weight import ShardedWeight
 from qshard.torch_bridge.gemm import Operand, matmul
+from qshard.torch_bridge.noted import noted_amax
 from qshard.torch_bridge.operands import ROLES, matrix_of, planes_of, quantized, values_of
 from qshard.torch_bridge.parallel import Part, cut_of
 from qshard.torch_bridge.planes import transposed
@@ -150,11 +151,12 @@ def _product(
     """
     eager, stochastic = not torch.compiler.is_compiling(), recipe.format(Role.ACTIVATION).stochastic
     need_x, need_w = (torch.is_grad_enabled() and each.requires_grad for each in (x, weight))
-    source = activations.source_of(x) if need_w and eager and not stochastic and not parts else ()
-    x_usage = Usage.BOTH if need_w and not source else Usage.ROWWISE
+    source = activations.source_of(x) if need_w and eager and not stochastic and not parts else None
+    x_usage = Usage.BOTH if need_w and source is None else Usage.ROWWISE
 
     def make(usage: Usage) -> activations.Planes:
-        planes, amaxes = quantized(matrix_of(x, dtype), recipe, usage, Role.ACTIVATION, seed, parts, given)
+        known = noted_amax(x) if x.dtype == dtype else None
+        planes, amaxes = quantized(matrix_of(x, dtype), recipe, usage, Role.ACTIVATION, seed, parts, given, known)
         return planes, [*amaxes, *given[_X_SCALES]]
 
     if stochastic:
@@ -193,7 +195,9 @@ def _product(
         y = _multiplied(x_row, ws[Usage.ROWWISE], dtype, shape)
     if y is not None and not (need_x or need_w):
         return y
-    of_x: Sequence[Tensor | None] = source or (xs[Usage.COLUMNWISE].parts if need_w else ())
+    of_x: Sequence[Tensor | None] = ()
+    if need_w:
+        of_x = xs[Usage.COLUMNWISE].parts if source is None else source.tensors
     of_w: Sequence[Tensor | None] = ()
     kept_usage = None
     if w_again:
@@ -205,7 +209,8 @@ def _product(
         of_w, kept_usage = kept.parts, kept.usage
     # Dynamo takes no tensor twice, and what is kept as codes has its scale.
     scales = [scale if eager or i >= _X_SCALES.stop else None for i, scale in enumerate(given)]
-    how = _How(recipe, dtype, bool(source), w_again, w_format, kept_usage, len(given), len(of_x), parts)
+    x_again = None if source is None else source.again
+    how = _How(recipe, dtype, x_again, w_again, w_format, kept_usage, len(given), len(of_x), parts)
     made: Tensor = _Gradients.apply(x, weight, how, seed, None if y is None else (y,), *scales, *of_x, *of_w)
     if y is None:
         w_row = ws[Usage.ROWWISE]
@@ -282,7 +287,7 @@ class _How(NamedTuple):
 
     Attributes:
       dtype: of y.
-      x_again: x is quantized again, from what `activations.source_of` found; otherwise its codes are kept.
+      x_again: x is quantized again, from what `activations.source_of` found; None: its codes are kept.
       w_again: so is the weight, a parameter, which is there anyway. If codes are kept, `w_format` and `w_usage` say of
         which plane; None if there are none.
       given, of_x: how many of the tensors are those of delayed scaling, and how many are of x.
@@ -291,7 +296,7 @@ class _How(NamedTuple):
 
     recipe: Recipe
     dtype: torch.dtype
-    x_again: bool
+    x_again: Callable[..., tuple[Tensor, Tensor | None]] | None
     w_again: bool
     w_format: Format
     w_usage: Usage | None
@@ -343,12 +348,13 @@ class _Gradients(torch.autograd.Function):
             dtypes = how.dtype if need_x else None, ctx.w_dtype if need_w else None
             plan = one_call.backward_of(how.recipe, sizes, dy.device, dtypes, (x_parts, w_parts, how.w_usage))
         if plan is not None:
-            x = [_again(how, of_x, ctx)] if how.x_again else [part for part in of_x if part is not None]
+            x = [_again(how, of_x, ctx)[0]] if how.x_again else [part for part in of_x if part is not None]
             w = [values_of(of_w[-1])] if how.w_again else [part for part in of_w if part is not None]
             grad_x, grad_w, amax = one_call.gradients(plan, how.recipe, dy, x, w, ctx.given[: len(ROLES)], seed)
         else:
             usage = Usage.BOTH if need_x and need_w else Usage.ROWWISE if need_x else Usage.COLUMNWISE
-            dys, amaxes = quantized(dy, how.recipe, usage, Role.GRADIENT, seed, how.parts, ctx.given)
+            known = noted_amax(grad)
+            dys, amaxes = quantized(dy, how.recipe, usage, Role.GRADIENT, seed, how.parts, ctx.given, known)
             grad_x = grad_w = None
             amax = amaxes[0] if amaxes else None
             if need_w:
@@ -363,19 +369,21 @@ class _Gradients(torch.autograd.Function):
         return grad_x, grad_w, *(None,) * (3 + how.given + count - how.w_again)
 
 
-def _again(how: _How, kept: Sequence[Any], ctx: Any) -> Tensor:
-    """x as a matrix, from what autograd keeps of it."""
-    return matrix_of(activations.had_again(tuple(kept)), how.dtype, ctx.x_shape[-1])
+def _again(how: _How, kept: Sequence[Any], ctx: Any) -> tuple[Tensor, Tensor | None]:
+    """x as a matrix, from what autograd keeps of it, and its amax if that comes with it."""
+    assert how.x_again is not None
+    x, amax = how.x_again(*kept)
+    return matrix_of(x, how.dtype, ctx.x_shape[-1]), amax if x.dtype == how.dtype else None
 
 
 def _x_of(how: _How, kept: list[Any], seed: Tensor | None, ctx: Any) -> Operand:
     """x, columnwise, from what is kept of it, which leaves the list."""
-    parts = tuple(kept)
+    parts, recipe, role, columns = tuple(kept), how.recipe, Role.ACTIVATION, Usage.COLUMNWISE
     kept.clear()
-    if not how.x_again:
-        return Operand(how.recipe.format(Role.ACTIVATION), Plane(*parts), Usage.COLUMNWISE)
-    x = _again(how, parts, ctx)
-    return quantized(x, how.recipe, Usage.COLUMNWISE, Role.ACTIVATION, seed, how.parts, ctx.given)[0][Usage.COLUMNWISE]
+    if how.x_again is None:
+        return Operand(recipe.format(role), Plane(*parts), columns)
+    x, amax = _again(how, parts, ctx)
+    return quantized(x, recipe, columns, role, seed, how.parts, ctx.given, amax)[0][columns]
 
 
 def _w_of(how: _How, kept: list[Any], seed: Tensor | None, ctx: Any) -> Operand:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copyreg
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -17,6 +16,7 @@ from qshard.recipes import Recipe, RecipeLike, Role, as_recipe
 from qshard.torch_bridge.arguments import check_dtype, check_tensor
 from qshard.torch_bridge.delayed import DelayedScale
 from qshard.torch_bridge.dtensor import local_of
+from qshard.torch_bridge.extend import Extends
 from qshard.torch_bridge.fsdp.functional import is_converted, say_that_it_was_gathered
 from qshard.torch_bridge.fsdp.scales import ScaleState
 from qshard.torch_bridge.fsdp.weight import ShardedWeight, attributes_of, plain, wrap
@@ -80,7 +80,7 @@ def _rank_of(weight: Tensor) -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-class Linear(nn.Linear):
+class Linear(Extends, nn.Linear):
     """`nn.Linear` with quantized matrix products, whose weight FSDP2 gathers as codes.
 
     The weight stays what it was: a parameter in high precision, for any optimizer, saved as a plain tensor. Each
@@ -109,7 +109,7 @@ class Linear(nn.Linear):
     seed: Tensor | None
     delayed: nn.ModuleDict
     scaling_buffers = ("seed",)
-    _extends: type[nn.Linear]  # Of classes that `extended` has made: the class of the user.
+    _of = nn.Linear
 
     def __init__(
         self,
@@ -209,13 +209,6 @@ class Linear(nn.Linear):
                 cast(ShardedWeight, weight).scale_state.delayed = cast(DelayedScale, self.delayed[Role.WEIGHT.value])
             put(self.weight, weight)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """The classes that `convert` makes travel as those that they extend."""
-        reduced = super().__reduce_ex__(max(int(protocol), 2))
-        if "_extends" not in vars(type(self)) or reduced[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]
-            return reduced
-        return (_new, (type(self)._extends, *reduced[1][1:]), *reduced[2:])
-
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         """A checkpoint holds plain tensors: it loads without qshard, and under any other recipe."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -273,30 +266,3 @@ class Linear(nn.Linear):
     def extra_repr(self) -> str:
         roles = ", ".join(f"{role.value}={self.recipe.format(role)}" for role in Role)
         return f"{super().extra_repr()}, {roles}"
-
-
-_EXTENDED: dict[type[nn.Linear], type[Linear]] = {nn.Linear: Linear}
-
-
-def extended(base: type[nn.Linear]) -> type[Linear]:
-    """`Linear` for layers of a class of the user, which they stay instances of.
-
-    Raises:
-      TypeError: Python cannot make such a class, or make layers of `base` into layers of it.
-    """
-    if issubclass(base, Linear):
-        return base
-    if base in _EXTENDED:
-        return _EXTENDED[base]
-    if copyreg._slotnames(base):  # type: ignore[attr-defined]
-        raise TypeError(f"{base.__name__} has __slots__")
-    name = f"Quantized{base.__name__}"
-    made = type(name, (Linear, base), {"_extends": base, "__module__": base.__module__, "__doc__": base.__doc__})
-    object.__new__(base).__class__ = made
-    _EXTENDED[base] = made
-    return made
-
-
-def _new(base: type[nn.Linear], *given: Any) -> Linear:
-    made = extended(base)
-    return made.__new__(made, *given)

@@ -63,27 +63,35 @@ def quantized(
     seed: Tensor | None,
     parts: Mapping[Role, Part],
     given: Sequence[Tensor],
+    amax: Tensor | None = None,
 ) -> tuple[dict[Usage, Operand], list[Tensor]]:
     """The planes of a matrix `[M, K]`, and its amax if its scale does not come from it.
 
-    The rowwise plane is without the rows that are added for the columnwise one.
+    The rowwise plane is without the rows that are added for the columnwise one. `amax`: of x, if what made it has
+    taken it.
     """
     fmt, amaxes, part = recipe.format(role), [], parts.get(role)
     if given:
         margin, scale = cast(DelayedScaling, recipe).margin, given[ROLES.index(role)]
         if part is not None and part.groups():  # It may be the first scale, which all parts share.
-            there, amax = pipeline.quantize_delayed(ops, x, fmt, usage, scale, margin, reduce_max=part.merged)
+            there, seen = pipeline.quantize_delayed(ops, x, fmt, usage, scale, margin, reduce_max=part.merged)
         else:
-            made, amax = planes.quantized_delayed(x, scale, fmt, usage, margin)
+            made, seen = planes.quantized_delayed(x, scale, fmt, usage, margin)
             there = planes.planes_of(made)
-        amaxes = [amax]
+        amaxes = [seen]
     else:
-        there = _scaled(x, recipe, usage, role, seed, part)
+        there = _scaled(x, recipe, usage, role, seed, part, amax)
     return {one: Operand(fmt, parts, one) for one, parts in there.items()}, amaxes
 
 
 def _scaled(
-    x: Tensor, recipe: Recipe, usage: Usage, role: Role, seed: Tensor | None, part: Part | None
+    x: Tensor,
+    recipe: Recipe,
+    usage: Usage,
+    role: Role,
+    seed: Tensor | None,
+    part: Part | None,
+    amax: Tensor | None,
 ) -> dict[Usage, Plane]:
     fmt, rows = recipe.format(role), x.shape[0]
     added = recipe.added_rows(role, usage, rows)
@@ -95,7 +103,7 @@ def _scaled(
         draws = None if draws is None else part.draws(draws.seed)
         merged = functools.partial(part.merged, by_row=fmt.scaling.global_scale == "row")
     check = functools.partial(_check, x, fmt, usage, role)
-    made = planes.quantized(x, fmt, usage, draws=draws, reduce_max=merged, check=check)
+    made = planes.quantized(x, fmt, usage, draws=draws, reduce_max=merged, amax=amax, check=check)
     there = planes.planes_of(made)
     if added and Usage.ROWWISE in usage.planes:
         there[Usage.ROWWISE] = pipeline.without_added_rows(there[Usage.ROWWISE], fmt, rows)

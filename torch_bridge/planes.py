@@ -51,6 +51,7 @@ def quantized(
     *,
     draws: Draws | None = None,
     reduce_max: Reduce | None = None,
+    amax: Tensor | None = None,
     check: Callable[[], None] | None = None,
 ) -> Parts:
     """The parts of the planes of `x` `[*lead, K]`: `pipeline.quantize`, in the shapes of `layout.plane`.
@@ -60,8 +61,10 @@ def quantized(
     if reduce_max is not None:  # A collective, amid the steps.
         if check is not None:
             check()
-        return _parts(ops, x, fmt, usage, draws, reduce_max)
+        return _parts(ops, x, fmt, usage, draws, reduce_max, amax)
     if draws is None:
+        if amax is not None:
+            return _quantize_known((x, amax), fmt, usage, check=check)
         return _quantize((x,), fmt, usage, check=check)
     if draws.col_step != 1:
         raise ValueError(f"quantized: draws (col_step={draws.col_step}) are not in the order of x; pass those of x")
@@ -99,12 +102,18 @@ def multiplied(a: Plane, b: Plane, dtype: torch.dtype, fast: bool, way: Way) -> 
 
 
 def _parts(
-    ops: Any, x: Any, fmt: Format, usage: Usage, draws: Draws | None = None, reduce_max: Reduce | None = None
+    ops: Any,
+    x: Any,
+    fmt: Format,
+    usage: Usage,
+    draws: Draws | None = None,
+    reduce_max: Reduce | None = None,
+    amax: Any = None,
 ) -> Parts:
     shape = tuple(x.shape)
     layouts = {one: plane(fmt, shape, one) for one in usage.planes}
     matrix = x if x.ndim == 2 else x.view(matrix_shape(shape))
-    made = pipeline.quantize(ops, matrix, as_constant(fmt), usage, reduce_max=reduce_max, draws=draws)
+    made = pipeline.quantize(ops, matrix, as_constant(fmt), usage, reduce_max=reduce_max, draws=draws, amax=amax)
     if x.ndim != 2:
         made = {one: viewed(parts, layouts[one]) for one, parts in made.items()}
     return _flat(made)
@@ -113,6 +122,11 @@ def _parts(
 @Steps
 def _quantize(ops: Any, x: Any, fmt: Format, usage: Usage) -> Parts:
     return _parts(ops, x, fmt, usage)
+
+
+@Steps
+def _quantize_known(ops: Any, x: Any, amax: Any, fmt: Format, usage: Usage) -> Parts:
+    return _parts(ops, x, fmt, usage, amax=amax)
 
 
 @Steps

@@ -63,14 +63,6 @@ QSHARD_INLINE AdamConstants MakeAdamConstants(const float* hyper, float step) {
   return c;
 }
 
-QSHARD_INLINE float SquareRoot(float v) {
-#if defined(__CUDA_ARCH__)
-  return __fsqrt_rn(v);
-#else
-  return __builtin_sqrtf(v);
-#endif
-}
-
 // Updates m and v, and returns what is to be subtracted from p.
 template <Decay kDecay>
 QSHARD_INLINE float AdamUpdate(const AdamConstants& c, float p, float g, float& m, float& v) {

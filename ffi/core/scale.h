@@ -15,6 +15,43 @@ QSHARD_INLINE float Divide(float a, float b) {
 #endif
 }
 
+// 1 / a, as Divide rounds it.
+QSHARD_INLINE float Reciprocal(float a) {
+#if defined(__CUDA_ARCH__)
+  return __frcp_rn(a);
+#else
+  return 1.0f / a;
+#endif
+}
+
+// The same, where neither a nor 1 / a is subnormal: what __frcp_rn does once it has looked.
+QSHARD_INLINE float ReciprocalOfNormal(float a) {
+#if defined(__CUDA_ARCH__)
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(a));
+  return __fmaf_rn(r, __fmaf_rn(-a, r, 1.0f), r);
+#else
+  return 1.0f / a;
+#endif
+}
+
+QSHARD_INLINE float SquareRoot(float v) {
+#if defined(__CUDA_ARCH__)
+  return __fsqrt_rn(v);
+#else
+  return __builtin_sqrtf(v);
+#endif
+}
+
+// a * b + c, rounded once.
+QSHARD_INLINE float FusedMultiplyAdd(float a, float b, float c) {
+#if defined(__CUDA_ARCH__)
+  return __fmaf_rn(a, b, c);
+#else
+  return __builtin_fmaf(a, b, c);
+#endif
+}
+
 // What an infinite element becomes. kSaturate: the largest code. kNan: NaN, and all that shares a
 // scale with it, as a scale that was made of an amax which is not finite is NaN.
 enum class Nonfinite { kSaturate, kNan };

@@ -235,14 +235,20 @@ class Op:
         if not self._has_leading_axes:
             raise NotImplementedError(f"{self.spec.name}: has no leading axes for vmap to add to; use jax.lax.map")
         size = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
+        grow = [isinstance(operand.terms[0], str) for operand in self.spec.inputs]  # Others are one for all.
+        if any(axis is not None and not grows for axis, grows in zip(axes, grow, strict=True)):
+            fixed = next(o.name for o, grows in zip(self.spec.inputs, grow, strict=True) if not grows)
+            raise NotImplementedError(
+                f"{self.spec.name}: {fixed} has no leading axes for vmap to add to; use jax.lax.map"
+            )
         moved = [
-            jnp.broadcast_to(x, (size, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)
-            for x, axis in zip(operands, axes, strict=True)
+            x if not grows else jnp.broadcast_to(x, (size, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)
+            for x, axis, grows in zip(operands, axes, grow, strict=True)
         ]
         options |= {name: options.get(name, 0) + 1 for name in ("batch", "lead") if name in self.spec.attributes}
         # What one call says of its operands does not hold for many.
         options = {name: value for name, value in options.items() if name not in ("shared", "turned")}
-        shapes = tuple((size, *shape) for shape in shapes)
+        shapes = tuple((size, *shape) if grows else shape for shape, grows in zip(shapes, grow, strict=True))
         results = self._primitive.bind(*_alike(moved, self._bound(moved, options, shapes)), shapes=shapes, **options)
         return results, (0,) * len(results)
 

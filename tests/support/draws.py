@@ -172,8 +172,7 @@ class _Draw:
         prefix = self.rng.choice([0, 0, 1, 2, 3])
         for operand in self.spec.inputs:
             shape = self._shape(operand, prefix)
-            dtype = made.tensors[0][0][1] if operand.dtype == "same" else self._dtype(operand)
-            made.tensors.append([(shape, dtype)])
+            made.tensors.append([(shape, self._dtype(operand, made.tensors))])
         if any(math.prod(shape) > max(MOST, (self.only or 0) ** 2) for ((shape, _),) in made.tensors):
             return None
         if self.sizes.get("length") == 0:  # A window of delayed scaling, which has an amax or more.
@@ -227,12 +226,18 @@ class _Draw:
             return length
         return self.sizes[major] * run
 
-    def _dtype(self, operand: Operand) -> str:
+    def _dtype(self, operand: Operand, before: list[list[tuple[Shape, str]]]) -> str:
         named = {"code": "element", "scale": "scale_dtype"}.get(operand.dtype, operand.dtype)
         name = self.options.get(named, operand.dtype)
         if name in ELEMENTS:
             return "uint8"
-        some = {"float": [self.float], "word": ["uint32", "int32"], "byte": ["uint8"], "packed": ["uint8"]}
+        some = {
+            "float": FLOATS if before else [self.float],
+            "same": [dtype for ((_, dtype),) in before[:1]],
+            "word": ["uint32", "int32"],
+            "byte": ["uint8"],
+            "packed": ["uint8"],
+        }
         return self.rng.choice(some.get(name, [name]))
 
     # --- ops on lists: their rows leave most to attributes and bodies ---

@@ -13,6 +13,7 @@ import numpy as np
 
 from qshard import formats, reference
 from qshard.formats import E2M1, E4M3, E8M0, ELEMENTS, NVFP4
+from qshard.reference import activation
 from qshard.reference import adam as adam_reference
 from qshard.reference.planes import four_over_six
 from support.draws import Call
@@ -80,6 +81,31 @@ def turned(x, outer=0):
 def scaled(x, scale, nonfinite="saturate"):
     """Under a given scale, an option shows infinities: fl(fl(x * scale) + fl(x * 0)), as NUMERICS.md has it."""
     return wide(x) * scale + wide(x) * 0 if nonfinite == "nan" else wide(x) * scale
+
+
+# --- between products ---
+
+
+def swiglu(gate, up, *, lead):
+    h = rounded(activation.swiglu(wide(gate), wide(up)), gate.dtype)
+    return h, amax_tensor(h, lead=lead)
+
+
+def swiglu_grad(gate, up, grad, *, lead):
+    both = [rounded(x, gate.dtype) for x in activation.swiglu_grad(wide(gate), wide(up), wide(grad))]
+    return *both, *(amax_tensor(x, lead=lead) for x in both)
+
+
+def rms_norm(x, weight, *, eps, lead):
+    y, rstd = activation.rms_norm(wide(x).reshape(math.prod(x.shape[:-1]), x.shape[-1]), wide(weight), eps)
+    y = rounded(y.reshape(x.shape), x.dtype)
+    return y, rounded(rstd.reshape(x.shape[:-1]), "float32"), amax_tensor(y, lead=lead)
+
+
+def rms_norm_grad(x, weight, rstd, grad, *, rows):
+    assert rows == activation.SUM_ROWS
+    dx, dweight, parts = activation.rms_norm_grad(wide(x), wide(weight), rstd, wide(grad))
+    return rounded(dx, x.dtype), rounded(dweight, "float32"), rounded(parts, "float32")
 
 
 # --- tensors with one scale, and single elements ---

@@ -76,9 +76,9 @@ def _amaxes_on(device: torch.device, weights: Sequence[ShardOf], plans: tuple[Sh
     return amaxes
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=1024)
 def prepared(plans: tuple[ShardPlan, ...], device: torch.device) -> tuple[MasterPlan, SliceOps, Tensor]:
-    """What a refresh of some weights needs, step after step, without a copy from the host."""
+    """What a refresh or a cast of some weights needs, step after step, without a copy from the host."""
     plan = master.plan_master([p.shape for p in plans], [p.fmt for p in plans], dtype=[p.dtype for p in plans])
     starts = words("update_scales", "starts", [p.start for p in plans], device, len(plans))
     return plan, SliceOps(plan, device), starts

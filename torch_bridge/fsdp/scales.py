@@ -35,7 +35,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -45,13 +45,13 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from qshard import master
 from qshard.pipeline import Scales
 from qshard.recipes import Recipe, Role
 from qshard.torch_bridge.arguments import check_model
 from qshard.torch_bridge.delayed import DelayedScale, update_delayed
 from qshard.torch_bridge.dtensor import local_of
-from qshard.torch_bridge.fsdp.made import check_agree, delayed_scales, made_scales, prepared
+from qshard.torch_bridge.fsdp.casts import Ahead, cast_together
+from qshard.torch_bridge.fsdp.made import check_agree, delayed_scales, made_scales
 from qshard.torch_bridge.fsdp.passes import Passes
 from qshard.torch_bridge.fsdp.primary import Primary
 from qshard.torch_bridge.fsdp.shards import ShardPlan
@@ -74,6 +74,8 @@ class ScaleState:
       gathers: whether FSDP2 gathers it: it has asked for hooks.
       travels: whether codes have left, and have not arrived.
       staged, stored: its scales; None before the first refresh.
+      ahead: codes that were cast along with those of another weight.
+      group: a weak reference to FSDP2's group of parameters that it is in; None: nobody has looked.
       part: under tensor parallelism, which part of a larger weight this one is. One scale serves all parts.
     """
 
@@ -93,6 +95,8 @@ class ScaleState:
         self.staged: Scales | None = None
         self.stored: Scales | None = None
         self.refresh: Refresh | None = None
+        self.ahead: Ahead | None = None
+        self.group: Callable[[], object | None] | None = None
         self.passes = Passes.of(root)
         self.agreed = False
         self._recipe = recipe
@@ -129,6 +133,16 @@ class ScaleState:
         """Called for each part that is copied: FSDP2 copies the one of this rank, which begins at element `first`."""
         if not self.gathers:
             self.first = first
+
+    def shard_of(self, parameter: Tensor) -> ShardOf | None:
+        """What this rank has of the weight, which is `parameter`; None if it is not sharded now."""
+        if not isinstance(parameter, DTensor):
+            return None
+        axis = fsdp_axis(self.name, parameter, self.part)
+        shard: Tensor = local_of(parameter).shard  # type: ignore[attr-defined]
+        if self.primary is not None and self.primary.master is not None:
+            shard = self.primary.master
+        return ShardOf(self, shard, self.plan_of(shard, self.whole, parameter.device_mesh, axis))
 
     def plan_of(self, shard: Tensor, shape: tuple[int, ...], mesh: DeviceMesh, mesh_dim: int = 0) -> ShardPlan:
         """What `shard` is of the weight, which is cut over one axis of `mesh`."""
@@ -170,6 +184,11 @@ class ShardOf(NamedTuple):
     state: ScaleState
     shard: Tensor
     plan: ShardPlan
+
+    @property
+    def is_cast_in_gathers(self) -> bool:
+        """Whether each gather casts it: a slice, with scales that are there before."""
+        return self.state.primary is None and self.state.delayed is None and self.plan.columns is None
 
 
 class Refresh:
@@ -262,7 +281,7 @@ def recast(parameters: Iterable[Tensor]) -> None:
             continue
         if state.delayed is not None or not state.gathers:
             state.primary.load(state.primary.master)
-        elif (found := _shard_of(parameter, state)) is not None:
+        elif (found := state.shard_of(parameter)) is not None:
             groups.setdefault(found.plan.group.group_name, []).append(found)
     for weights in groups.values():
         _refresh(weights, None)
@@ -276,16 +295,11 @@ def _recast_all(weights: Sequence[ShardOf]) -> None:
         slices = [weight for weight in weights if weight.plan.columns is None and weight.shard.device == device]
         if not slices:
             continue
-        plan, ops, starts = prepared(tuple(plan for _, _, plan in slices), device)
-        rooms, scales = [], []
+        rooms = []
         for state, _, of_weight in slices:
             assert state.primary is not None
-            assert state.staged is not None
             rooms.append(state.primary.room(of_weight))
-            scales.append(state.staged.scale.view(-1))
-        of_buckets = [torch.cat([scales[i] for i in bucket.indices]).to(device) for bucket in plan.buckets]
-        masters = [shard.view(-1) for _, shard, _ in slices]
-        master.cast(ops, plan, rooms, masters, starts, of_buckets, pieces=True)
+        cast_together(slices, rooms)
     for state, _, of_weight in weights:
         assert state.primary is not None
         if of_weight.columns is None:
@@ -303,20 +317,9 @@ def _sharded_weights(model: nn.Module | None) -> Iterator[ShardOf]:
             continue
         if state.primary is not None and state.primary.codes is not None:
             continue
-        found = _shard_of(parameter, state)
+        found = state.shard_of(parameter)
         if found is not None:
             yield found
-
-
-def _shard_of(parameter: Tensor, state: ScaleState) -> ShardOf | None:
-    """What this rank has of a sharded weight; None of one that is not sharded now."""
-    if not isinstance(parameter, DTensor):
-        return None
-    axis = fsdp_axis(state.name, parameter, state.part)
-    shard: Tensor = local_of(parameter).shard  # type: ignore[attr-defined]
-    if state.primary is not None and state.primary.master is not None:
-        shard = state.primary.master
-    return ShardOf(state, shard, state.plan_of(shard, state.whole, parameter.device_mesh, axis))
 
 
 def _state_of(parameter: Tensor) -> ScaleState | None:

@@ -21,10 +21,11 @@ from qshard.formats import Usage
 from qshard.pipeline import Plane, Scales
 from qshard.torch_bridge.arguments import check_tensor
 from qshard.torch_bridge.dtensor import local_of, wrapped_like
+from qshard.torch_bridge.fsdp.casts import cast_group, end_with_zeros, taken_ahead
 from qshard.torch_bridge.fsdp.columns import JoinedColumns
 from qshard.torch_bridge.fsdp.initial import RANDOM, exact_erfinv, fill, place_of
 from qshard.torch_bridge.fsdp.meshes import check_reshards
-from qshard.torch_bridge.fsdp.scales import Refresh, ScaleState
+from qshard.torch_bridge.fsdp.scales import Refresh, ScaleState, ShardOf
 from qshard.torch_bridge.fsdp.shards import ShardPlan
 from qshard.torch_bridge.ops import into
 from qshard.torch_bridge.tensor import QuantizedTensor
@@ -230,10 +231,7 @@ class ShardedWeight(Tensor):
         plan = state.plan_of(shard, outer_size, mesh)
         scales = state.scales_for(shard, plan)
         if state.primary is None:
-            room = torch.empty(plan.room, dtype=torch.uint8, device=shard.device)
-            padded = plan.padded_in(room)
-            padded[shard.shape[0] :].zero_()
-            self._cast(plan, shard, scales, room)
+            padded = plan.padded_in(self._room(ShardOf(state, shard, plan), scales))
         else:
             if state.primary.codes is None:
                 self._cast(plan, shard, scales, state.primary.room(plan))
@@ -244,6 +242,18 @@ class ShardedWeight(Tensor):
         return (padded,), _Gather(plan, state.refresh, columns)
 
     cast(Any, _cast_shard).__signature__ = inspect.signature(_cast_shard)  # FSDP2 asks before each gather.
+
+    def _room(self, weight: ShardOf, scales: Scales) -> Tensor:
+        """Padded codes."""
+        ahead, device = taken_ahead(weight), weight.shard.device
+        if ahead is not None:
+            return ahead
+        if weight.is_cast_in_gathers:
+            return cast_group(weight)
+        room = torch.empty(weight.plan.room, dtype=torch.uint8, device=device)
+        end_with_zeros(weight, room)
+        self._cast(weight.plan, weight.shard, scales, room)
+        return room
 
     def _cast(self, plan: ShardPlan, shard: Tensor, scales: Scales, room: Tensor) -> None:
         delayed = self.scale_state.delayed

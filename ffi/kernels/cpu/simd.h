@@ -107,6 +107,20 @@ struct SimdKernels {
   // out[j * out_stride + i] = in[i * in_stride + j], bytes, i and j < kTile.
   void (*transpose)(const uint8_t* in, int64_t in_stride, uint8_t* out, int64_t out_stride);
 
+  // --- SwiGLU and RMSNorm: core/swiglu.h and core/norm.h, of rows and weights of n elements ---
+
+  void (*swiglu[kNumInputs])(const void* gate, const void* up, int64_t n, void* h);
+  void (*swiglu_grad[kNumInputs])(const void* gate, const void* up, const void* grad, int64_t n,
+                                  void* d_gate, void* d_up);
+  float (*squares[kNumInputs])(const void* x, int64_t n);
+  void (*rms_norm[kNumInputs])(const void* x, const float* weight, float rstd, int64_t n, void* y);
+  // The sum of grad * weight * x * rstd.
+  float (*grad_along[kNumInputs])(const void* x, const void* grad, const float* weight, float rstd,
+                                  int64_t n);
+  // `sums` are added to.
+  void (*rms_norm_grad[kNumInputs])(const void* x, const void* grad, const float* weight,
+                                    float rstd, float along, int64_t n, void* dx, float* sums);
+
   // --- Adam, of n <= kAdamBlock elements ---
 
   // x[i] = the value of from[i], in the type as it is or as a code of it with this scale.

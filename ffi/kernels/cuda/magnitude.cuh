@@ -80,6 +80,11 @@ class Magnitude {
   __device__ __forceinline__ uint32_t Bits() const { return bits_; }
   __device__ __forceinline__ void AddBits(uint32_t bits) { bits_ = Abs::Max(bits_, bits); }
 
+  __device__ __forceinline__ bool HasNan() const {
+    const uint32_t most = Abs::kPerWord == 2 ? max(bits_ & 0xFFFFu, bits_ >> 16) : bits_;
+    return most > Abs::kInfinity;
+  }
+
   __device__ __forceinline__ int32_t AsFloatBits() const {
     const uint32_t bits = Abs::kPerWord == 2 ? max(bits_ & 0xFFFFu, bits_ >> 16) : bits_;
     return FloatBits(CanonicalNan(Abs::Value(bits)));

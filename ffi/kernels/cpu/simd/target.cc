@@ -6,6 +6,7 @@
 // standard library is not used, so no function compiled for a newer machine can be picked by the
 // linker for an older one.
 #include "kernels/cpu/simd.h"
+#include "kernels/cpu/simd/activation.h"
 #include "kernels/cpu/simd/adam.h"
 #include "kernels/cpu/simd/amax.h"
 #include "kernels/cpu/simd/hadamard.h"
@@ -37,6 +38,12 @@ const SimdKernels kKernels = {
     PackRows,
     TurnPairs,
     TransposeTile,
+    {QSHARD_FOR_EACH_INPUT(QSHARD_ENTRY, SwiGluAll)},
+    {QSHARD_FOR_EACH_INPUT(QSHARD_ENTRY, SwiGluGradAll)},
+    {QSHARD_FOR_EACH_INPUT(QSHARD_ENTRY, SquaresOf)},
+    {QSHARD_FOR_EACH_INPUT(QSHARD_ENTRY, RmsNormAll)},
+    {QSHARD_FOR_EACH_INPUT(QSHARD_ENTRY, GradAlong)},
+    {QSHARD_FOR_EACH_INPUT(QSHARD_ENTRY, RmsNormGradAll)},
     {QSHARD_FOR_EACH_INPUT(QSHARD_ENTRY, DecodeAll) QSHARD_FOR_EACH_FP8(QSHARD_ENTRY, DecodeAll)},
     Join,
     {QSHARD_FOR_EACH_INPUT(QSHARD_ENTRY, NarrowAll)},

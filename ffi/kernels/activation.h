@@ -1,0 +1,34 @@
+// What stands between matrix products, with the amaxes of what is quantized next: SwiGLU, RMSNorm.
+#ifndef QSHARD_KERNELS_ACTIVATION_H_
+#define QSHARD_KERNELS_ACTIVATION_H_
+
+#include "core/norm.h"
+#include "core/swiglu.h"
+#include "kernels/launcher.h"
+
+namespace qshard::kernels {
+
+// h[i] = Narrow<In>(SwiGlu(gate[i], up[i])), and amax[r] = max |h| over run r of [runs, length].
+QSHARD_LAUNCHER_TEMPLATE((class In), SwiGluForward, const In* gate, const In* up, int64_t runs,
+                         int64_t length, In* h, float* amax);
+
+// d_gate and d_up, of the gradient of h, and the amax of each run of either.
+QSHARD_LAUNCHER_TEMPLATE((class In), SwiGluBackward, const In* gate, const In* up, const In* grad,
+                         int64_t runs, int64_t length, In* d_gate, In* d_up, float* amax_gate,
+                         float* amax_up);
+
+// Matrices [runs, rows, cols], as one of runs * rows rows: rstd[m] = RmsInverse of row m, y[m, i] =
+// Narrow<In>(RmsNorm(x[m, i], rstd[m], weight[i])), and the amax of each run of rows.
+QSHARD_LAUNCHER_TEMPLATE((class In, class Weight), RmsNormForward, const In* x,
+                         const Weight* weight, int64_t runs, int64_t rows, int64_t cols, float eps,
+                         In* y, float* rstd, float* amax);
+
+// Of the gradient of y [rows, cols]: dx, and that of the weight, of which parts
+// [ceil(rows / kSumRows), cols] come first.
+QSHARD_LAUNCHER_TEMPLATE((class In, class Weight), RmsNormBackward, const In* x,
+                         const Weight* weight, const float* rstd, const In* grad, int64_t rows,
+                         int64_t cols, In* dx, float* parts, float* dweight);
+
+}  // namespace qshard::kernels
+
+#endif  // QSHARD_KERNELS_ACTIVATION_H_

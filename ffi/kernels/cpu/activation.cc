@@ -1,0 +1,130 @@
+// SwiGLU and RMSNorm on the CPU. What is written is still in cache when its amax is taken.
+#include "kernels/activation.h"
+
+#include <algorithm>
+#include <vector>
+
+#include "kernels/cpu/parallel_for.h"
+#include "kernels/cpu/raise_amax.h"
+#include "kernels/cpu/simd.h"
+
+namespace qshard::kernels {
+namespace {
+
+constexpr int64_t kPiece = int64_t{1} << 12;
+
+// Ranges of [runs, length] in pieces that stay in cache: map(begin, end) writes them, and
+// raise(begin, end) has their amaxes.
+template <class Map, class Raise>
+void InPieces(const Exec<Cpu>& exec, int64_t runs, int64_t length, int64_t bytes, const Map& map,
+              const Raise& raise) {
+  ParallelRanges(exec, runs * length, bytes, [&](int64_t begin, int64_t end) {
+    for (int64_t stop; begin < end; begin = stop) {
+      stop = std::min(end, begin + kPiece);
+      map(begin, stop);
+      raise(begin, stop);
+    }
+  });
+}
+
+template <class Weight>
+std::vector<float> Widened(const Weight* weight, int64_t n) {
+  std::vector<float> wide(n);
+  for (int64_t i = 0; i < n; ++i) wide[i] = Widen(weight[i]);
+  return wide;
+}
+
+}  // namespace
+
+template <class In>
+Status SwiGluForward(const Exec<Cpu>& exec, const In* gate, const In* up, int64_t runs,
+                     int64_t length, In* h, float* amax) {
+  const auto map = Simd().swiglu[kInputIndex<In>];
+  std::fill_n(amax, runs, 0.0f);
+  InPieces(
+      exec, runs, length, 3 * sizeof(In),
+      [&](int64_t begin, int64_t end) { map(gate + begin, up + begin, end - begin, h + begin); },
+      [&](int64_t begin, int64_t end) { RaiseAmaxes(h, begin, end, length, amax); });
+  return {};
+}
+
+template <class In>
+Status SwiGluBackward(const Exec<Cpu>& exec, const In* gate, const In* up, const In* grad,
+                      int64_t runs, int64_t length, In* d_gate, In* d_up, float* amax_gate,
+                      float* amax_up) {
+  const auto map = Simd().swiglu_grad[kInputIndex<In>];
+  std::fill_n(amax_gate, runs, 0.0f);
+  std::fill_n(amax_up, runs, 0.0f);
+  InPieces(
+      exec, runs, length, 5 * sizeof(In),
+      [&](int64_t begin, int64_t end) {
+        map(gate + begin, up + begin, grad + begin, end - begin, d_gate + begin, d_up + begin);
+      },
+      [&](int64_t begin, int64_t end) {
+        RaiseAmaxes(d_gate, begin, end, length, amax_gate);
+        RaiseAmaxes(d_up, begin, end, length, amax_up);
+      });
+  return {};
+}
+
+template <class In, class Weight>
+Status RmsNormForward(const Exec<Cpu>& exec, const In* x, const Weight* weight, int64_t runs,
+                      int64_t rows, int64_t cols, float eps, In* y, float* rstd, float* amax) {
+  const SimdKernels& simd = Simd();
+  const std::vector<float> wide = Widened(weight, cols);
+  std::fill_n(amax, runs, 0.0f);
+  ParallelRanges(exec, runs * rows, 2 * cols * int64_t{sizeof(In)} + 1,
+                 [&](int64_t begin, int64_t end) {
+                   for (int64_t m = begin; m < end; ++m) {
+                     const In* row = x + m * cols;
+                     const float squares = simd.squares[kInputIndex<In>](row, cols);
+                     rstd[m] = CanonicalNan(RmsInverse(squares, cols, eps));
+                     simd.rms_norm[kInputIndex<In>](row, wide.data(), rstd[m], cols, y + m * cols);
+                     RaiseAmax(amax + m / rows, AmaxOf(y + m * cols, cols));
+                   }
+                 });
+  return {};
+}
+
+template <class In, class Weight>
+Status RmsNormBackward(const Exec<Cpu>& exec, const In* x, const Weight* weight, const float* rstd,
+                       const In* grad, int64_t rows, int64_t cols, In* dx, float* parts,
+                       float* dweight) {
+  const SimdKernels& simd = Simd();
+  const std::vector<float> wide = Widened(weight, cols);
+  const int64_t count = (rows + kSumRows - 1) / kSumRows;
+  ParallelFor(exec, count, [&](int64_t part) {
+    float* sums = parts + part * cols;
+    std::fill_n(sums, cols, 0.0f);
+    const int64_t end = std::min(rows, (part + 1) * kSumRows);
+    for (int64_t m = part * kSumRows; m < end; ++m) {
+      const In *row = x + m * cols, *dy = grad + m * cols;
+      const float sum = simd.grad_along[kInputIndex<In>](row, dy, wide.data(), rstd[m], cols);
+      const float along = Divide(sum, static_cast<float>(cols));
+      simd.rms_norm_grad[kInputIndex<In>](row, dy, wide.data(), rstd[m], along, cols, dx + m * cols,
+                                          sums);
+    }
+    for (int64_t i = 0; i < cols; ++i) sums[i] = CanonicalNan(sums[i]);
+  });
+  ParallelRanges(exec, cols, count * int64_t{sizeof(float)} + 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      float lanes[kRowLanes] = {};
+      for (int64_t part = 0; part < count; ++part)
+        lanes[part % kRowLanes] = lanes[part % kRowLanes] + parts[part * cols + i];
+      dweight[i] = CanonicalNan(SumHalves<kRowLanes>(lanes));
+    }
+  });
+  return {};
+}
+
+QSHARD_FOR_EACH_INPUT(QSHARD_INSTANTIATE_FOR, Cpu, SwiGluForward)
+QSHARD_FOR_EACH_INPUT(QSHARD_INSTANTIATE_FOR, Cpu, SwiGluBackward)
+#define QSHARD_INSTANTIATE_NORM(In, Weight)               \
+  QSHARD_INSTANTIATE_FOR(Cpu, RmsNormForward, In, Weight) \
+  QSHARD_INSTANTIATE_FOR(Cpu, RmsNormBackward, In, Weight)
+QSHARD_FOR_EACH_INPUT(QSHARD_INSTANTIATE_NORM, float)
+QSHARD_FOR_EACH_INPUT(QSHARD_INSTANTIATE_NORM, bfloat16)
+QSHARD_FOR_EACH_INPUT(QSHARD_INSTANTIATE_NORM, float16)
+#undef QSHARD_INSTANTIATE_NORM
+
+}  // namespace qshard::kernels

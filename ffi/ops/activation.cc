@@ -1,0 +1,59 @@
+// What stands between matrix products.
+#include "kernels/activation.h"
+
+#include "core/handler.h"
+
+namespace qshard {
+
+// h = silu(gate) * up, rounded once, and amax[lead] = max |h[lead, run]|, of what h was rounded to.
+QSHARD_DEFINE_OP(swiglu) {
+  return DispatchFloat(call.arg(0), [&](auto in) {
+    using In = decltype(in);
+    return call(kernels::SwiGluForward<In>(call.exec, Data<In>(call.arg(0)), Data<In>(call.arg(1)),
+                                           call.binding.Length(0), call.binding.Length(1),
+                                           Mutable<In>(call.ret(0)), Mutable<float>(call.ret(1))));
+  });
+}
+
+// The gradients of gate and up, of that of h, and the amaxes of both.
+QSHARD_DEFINE_OP(swiglu_grad) {
+  return DispatchFloat(call.arg(0), [&](auto in) {
+    using In = decltype(in);
+    return call(kernels::SwiGluBackward<In>(
+        call.exec, Data<In>(call.arg(0)), Data<In>(call.arg(1)), Data<In>(call.arg(2)),
+        call.binding.Length(0), call.binding.Length(1), Mutable<In>(call.ret(0)),
+        Mutable<In>(call.ret(1)), Mutable<float>(call.ret(2)), Mutable<float>(call.ret(3))));
+  });
+}
+
+// y = x / sqrt(mean(x^2) + eps) * weight over the last axis, rounded once; what x was multiplied
+// by; and the amax of y.
+QSHARD_DEFINE_OP(rms_norm) {
+  return DispatchFloat(call.arg(0), [&](auto in) {
+    return DispatchFloat(call.arg(1), [&](auto weight) {
+      using In = decltype(in);
+      using Weight = decltype(weight);
+      return call(kernels::RmsNormForward<In, Weight>(
+          call.exec, Data<In>(call.arg(0)), Data<Weight>(call.arg(1)), call.binding.Length(0),
+          call.binding.Length(1), call.binding.Length(2), call.number("eps"),
+          Mutable<In>(call.ret(0)), Mutable<float>(call.ret(1)), Mutable<float>(call.ret(2))));
+    });
+  });
+}
+
+// The gradients of x and of the weight, of that of y. `rows` is kSumRows.
+QSHARD_DEFINE_OP(rms_norm_grad) {
+  const Buffer& x = call.arg(0);
+  return DispatchFloat(x, [&](auto in) {
+    return DispatchFloat(call.arg(1), [&](auto weight) {
+      using In = decltype(in);
+      using Weight = decltype(weight);
+      return call(kernels::RmsNormBackward<In, Weight>(
+          call.exec, Data<In>(x), Data<Weight>(call.arg(1)), Data<float>(call.arg(2)),
+          Data<In>(call.arg(3)), x.dims[0], x.dims[1], Mutable<In>(call.ret(0)),
+          Mutable<float>(call.ret(2)), Mutable<float>(call.ret(1))));
+    });
+  });
+}
+
+}  // namespace qshard

@@ -1,0 +1,260 @@
+"""`swiglu` and `rms_norm`: the bits of the reference, and layers that take the amax of what they give."""
+
+import copy
+import pickle
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import qshard.torch_bridge as qt
+from qshard.recipes import NVFP4, BlockScaling, CurrentScaling, DelayedScaling
+from qshard.reference import activation
+from qshard.torch_bridge.noted import note_amax, noted_amax
+from support.awkward import assert_bits_equal, awkward_values
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+RECIPES = {"current": CurrentScaling(), "block": BlockScaling(), "delayed": DelayedScaling(), "nvfp4": NVFP4()}
+every_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+
+
+def awkward(shape, dtype, seed):
+    x = awkward_values(shape, seed, str(dtype).removeprefix("torch."), kinds=("normal", "ties", "wide", "max"))
+    return torch.from_numpy(x.view(np.uint8)).view(dtype).reshape(shape)
+
+
+def array(x):
+    name = str(x.dtype).removeprefix("torch.")
+    x = x.detach().contiguous()
+    return x.reshape(-1).view(torch.uint8).numpy().view(getattr(ml_dtypes, name, name)).reshape(x.shape)
+
+
+def rounded(values, like):
+    made = torch.from_numpy(np.ascontiguousarray(values)).to(like.dtype)
+    return array(torch.where(made.isnan(), torch.full_like(made, torch.nan), made))
+
+
+def wide(x):
+    return array(x).astype(np.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(3, 5, 40), (0, 8), (1030,), (2, 129)])
+def test_swiglu_is_the_reference_and_so_are_its_gradients(shape, dtype):
+    gate, up, grad = (awkward(shape, dtype, seed).requires_grad_(seed < 2) for seed in range(3))
+    h = qt.swiglu(gate, up)
+    got = torch.autograd.grad(h, (gate, up), grad)
+    with np.errstate(all="ignore"):
+        assert_bits_equal(array(h), rounded(activation.swiglu(wide(gate), wide(up)), h))
+        for mine, want in zip(got, activation.swiglu_grad(wide(gate), wide(up), wide(grad)), strict=True):
+            assert_bits_equal(array(mine), rounded(want, mine))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(2, 9, 40), (17, 1100), (0, 8), (300, 3)])
+def test_rms_norm_is_the_reference_and_so_are_its_gradients(shape, weights, dtype):
+    x, grad = (awkward(shape, dtype, seed) for seed in range(2))
+    weight = awkward(shape[-1:], weights, 2)
+    x.requires_grad_()
+    weight.requires_grad_()
+    y = qt.rms_norm(x, weight, 1e-5)
+    dx, dweight = torch.autograd.grad(y, (x, weight), grad)
+    assert (dx.dtype, dweight.dtype) == (dtype, weights)
+    rows = (x.numel() // shape[-1], shape[-1])
+    with np.errstate(all="ignore"):
+        want, rstd = activation.rms_norm(wide(x).reshape(rows), wide(weight), 1e-5)
+        assert_bits_equal(array(y), rounded(want.reshape(shape), y))
+        given = (wide(x).reshape(rows), wide(weight), rstd, wide(grad).reshape(rows))
+        of_x, of_weight, _ = activation.rms_norm_grad(*given)
+        assert_bits_equal(array(dx), rounded(of_x.reshape(shape), dx))
+        assert_bits_equal(rounded(wide(dweight), dweight), rounded(of_weight, dweight))  # PyTorch has rounded it.
+
+
+def test_they_are_what_torch_has_but_for_the_last_bits():
+    torch.manual_seed(0)
+    gate, up, x = (torch.randn(64, 200, dtype=torch.float64) for _ in range(3))
+    weight = torch.randn(200, dtype=torch.float64)
+    single = [t.float() for t in (gate, up, x, weight)]
+    for got, want in (
+        (qt.swiglu(*single[:2]), F.silu(gate) * up),
+        (qt.rms_norm(*single[2:], 1e-6), F.rms_norm(x, (200,), weight, 1e-6)),
+    ):
+        torch.testing.assert_close(got.double(), want, rtol=2e-6, atol=1e-7)  # A few units of fp32.
+
+
+class Block(nn.Module):
+    """What stands between products, and the products. `apart`: tensors of which no amax is noted."""
+
+    def __init__(self, recipe, apart=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.apart = qt.RMSNorm(64), apart
+        self.gate, self.up = nn.Linear(64, 128, bias=False), nn.Linear(64, 128, bias=False)
+        self.down = nn.Linear(128, 64, bias=False)
+        self.bfloat16()
+        qt.convert(self, recipe)
+        for layer in (self.gate, self.up, self.down):
+            if layer.seed is not None:
+                layer.seed.zero_()
+
+    def forward(self, x):
+        h = self._seen(self.norm(x))
+        return x + self.down(self._seen(qt.swiglu(self._seen(self.gate(h)), self._seen(self.up(h)))))
+
+    def _seen(self, x):
+        if self.apart:
+            x = x.clone()
+            x.register_hook(torch.clone)
+        return x
+
+
+def gradients(model, x, **options):
+    x = x.clone().requires_grad_()
+    y = checkpoint(model, x, use_reentrant=False) if options.get("checkpointed") else model(x)
+    y.square().sum().backward()
+    return [y.detach(), x.grad, *(p.grad for p in model.parameters())]
+
+
+@every_recipe
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_a_noted_amax_changes_no_bit(recipe, checkpointed):
+    x = torch.randn(32, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    mine = gradients(Block(recipe), x, checkpointed=checkpointed)
+    for got, want in zip(mine, gradients(Block(recipe, apart=True), x, checkpointed=checkpointed), strict=True):
+        assert torch.equal(got, want)
+
+
+class Amaxes(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.shapes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.qshard.amax_tensor.default:
+            self.shapes.append(tuple(args[0].shape))
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_was_made_with_its_amax_is_not_read_for_it():
+    """What is left: weights, forward and backward, and the gradient of what `down` gives."""
+    x = torch.randn(32, 64).bfloat16()
+    with Amaxes() as seen:
+        gradients(Block("CurrentScaling"), x)
+    assert sorted(seen.shapes) == sorted([(128, 64)] * 4 + [(64, 128)] * 2 + [(32, 64)])
+    with Amaxes() as seen:
+        gradients(Block("CurrentScaling", apart=True), x)
+    assert len(seen.shapes) == 7 + 4  # What the norm gives, h, and the gradients of gate and up.
+
+
+def test_the_layer_after_swiglu_keeps_no_codes():
+    """Autograd has gate and up, which make h again."""
+    gate, up = (torch.randn(32, 128, requires_grad=True).bfloat16() for _ in range(2))
+    layer = qt.convert(nn.Linear(128, 64, bias=False).bfloat16(), "CurrentScaling")
+    y = layer(qt.swiglu(gate, up))
+    kept = {t.data_ptr() for t in y.grad_fn.saved_tensors if t is not None and type(t) is torch.Tensor}
+    assert {gate.data_ptr(), up.data_ptr()} <= kept <= {gate.data_ptr(), up.data_ptr(), layer.weight.shard.data_ptr()}
+
+
+def test_an_amax_is_void_once_its_tensor_is_written():
+    h = qt.swiglu(torch.ones(4, 16), torch.ones(4, 16))
+    assert noted_amax(h) == h.max()
+    assert noted_amax(h[:2]) is None
+    h.mul_(3)
+    assert noted_amax(h) is None
+    layer = qt.convert(nn.Linear(16, 16, bias=False), "CurrentScaling")
+    assert torch.equal(layer(h), layer(h.clone()))
+    with torch.inference_mode():
+        x = torch.ones(2)
+        note_amax(x, torch.tensor(9.0))
+        assert noted_amax(x) is None
+
+
+def test_gradients_that_meet_another_are_read_again():
+    """gate goes two ways: what autograd adds up is no longer what the amax was taken of, in place or not."""
+    torch.manual_seed(0)
+    x, w = torch.randn(32, 64), torch.randn(48, 64)
+    results = []
+    for apart in (False, True):
+        layer = qt.Linear(64, 48, bias=False, recipe="CurrentScaling")
+        layer.weight.data.copy_(w)
+        gate = layer(x)
+        up = torch.ones_like(gate) * 1000
+        h = qt.swiglu(gate.clone() if apart else gate, up)
+        (h.sum() + (gate * 77).sum()).backward()
+        results.append(layer.weight.grad)
+    assert torch.equal(*results)
+
+
+def test_what_is_not_plain_takes_torchs_own():
+    gate, up = torch.randn(3, 8), torch.randn(3, 8)
+    layer = qt.RMSNorm(8, eps=1e-5)
+    assert torch.equal(torch.func.vmap(qt.swiglu)(gate, up), F.silu(gate) * up)
+    torch.testing.assert_close(torch.func.grad(lambda g: qt.swiglu(g, up).sum())(gate), _slope(gate, up))
+    assert qt.swiglu(gate.to("meta"), up.to("meta")).shape == (3, 8)
+    assert torch.equal(torch.func.vmap(layer)(gate), F.rms_norm(gate, (8,), layer.weight, 1e-5))
+    compiled = torch.compile(lambda g, u: layer(qt.swiglu(g, u)), backend="eager", fullgraph=True)
+    assert torch.equal(compiled(gate, up), F.rms_norm(F.silu(gate) * up, (8,), layer.weight, 1e-5))
+
+
+def _slope(gate, up):
+    s = torch.sigmoid(gate)
+    return up * s * (1 + gate * (1 - s))
+
+
+def test_the_module_is_nn_rmsnorm():
+    """State, copies, pickles, and what it does with other axes, dtypes, no weight, and wrong shapes."""
+    x = torch.randn(5, 2, 8, dtype=torch.bfloat16)
+    for options in ({}, {"eps": 1e-3}, {"elementwise_affine": False}):
+        for shape in (8, (2, 8)):
+            mine = qt.RMSNorm(shape, **options, dtype=torch.bfloat16)
+            theirs = nn.RMSNorm(shape, **options, dtype=torch.bfloat16)
+            theirs.load_state_dict(mine.state_dict())
+            for each in (mine, copy.deepcopy(mine), pickle.loads(pickle.dumps(mine))):
+                assert isinstance(each, nn.RMSNorm)
+                torch.testing.assert_close(each(x), theirs(x), rtol=2**-7, atol=0)  # A unit of bfloat16.
+    assert qt.RMSNorm(8, dtype=torch.float64)(x.double()).dtype == torch.float64
+    with torch.autocast("cpu", torch.bfloat16):
+        assert qt.RMSNorm(8)(x.float()).dtype == nn.RMSNorm(8)(x.float()).dtype
+    with pytest.raises(RuntimeError, match="normalized_shape"):
+        qt.RMSNorm(4)(x)
+
+
+def test_convert_fuses_norms_if_asked():
+    def model():
+        torch.manual_seed(0)
+        norms = nn.RMSNorm(64), nn.RMSNorm(64, elementwise_affine=False), nn.LayerNorm(64)
+        return nn.Sequential(nn.RMSNorm(64), nn.Linear(64, 64), *norms)
+
+    left, fused = (qt.convert(model(), "CurrentScaling", fuse=fuse) for fuse in (False, True))
+    assert [type(layer) for layer in left][0::2] == [nn.RMSNorm, nn.RMSNorm, nn.LayerNorm]
+    assert [type(layer) for layer in fused] == [qt.RMSNorm, qt.Linear, qt.RMSNorm, nn.RMSNorm, nn.LayerNorm]
+    assert list(fused.state_dict()) == list(left.state_dict())
+    x = torch.randn(4, 64)
+    torch.testing.assert_close(fused(x), left(x), rtol=0.1, atol=0.1)  # Codes on either side of a tie.
+
+
+class Norm(nn.RMSNorm):
+    """Of a user, who keeps what it does."""
+
+
+class OtherNorm(nn.RMSNorm):
+    def forward(self, x):
+        return super().forward(x) + 1
+
+
+def test_convert_fuses_norms_of_other_classes_that_keep_what_they_do():
+    model = nn.Sequential(Norm(64), nn.Linear(64, 64), OtherNorm(64))
+    model = qt.convert(model, "CurrentScaling", fuse=True)
+    assert isinstance(model[0], qt.RMSNorm)
+    assert isinstance(model[0], Norm)
+    assert type(model[2]) is OtherNorm
+    x = torch.randn(4, 64)
+    for each in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), qt.convert(model, "MXFP8", fuse=True)):
+        assert type(each[0]) is type(model[0])
+        assert torch.equal(each[0](x), model[0](x))

@@ -1,0 +1,34 @@
+"""Amaxes that were taken of tensors as they were made, for whoever quantizes them next.
+
+They are noted on the tensor itself, with its version: they die with it, and a write to it in place makes them void. As
+for what layers share (`activations.py`), a write that bumps no version is not seen: through `x.data`, NumPy or DLPack.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_NAME = "_qshard_amax"
+
+
+def note_amax(x: Tensor, amax: Tensor) -> None:
+    """Notes the largest magnitude in `x`, `[]`."""
+    if type(x) is Tensor and not x.is_inference():
+        setattr(x, _NAME, (x._version, amax))
+
+
+def noted_amax(x: Tensor) -> Tensor | None:
+    """What was noted of this very tensor, if nothing was written to it since.
+
+    >>> x = torch.ones(3)
+    >>> note_amax(x, torch.tensor(1.0))
+    >>> noted_amax(x), noted_amax(x.view(3)), noted_amax(x.add_(1))
+    (tensor(1.), None, None)
+    """
+    if torch.compiler.is_compiling():
+        return None
+    noted: Any = x.__dict__.get(_NAME)
+    return noted[1] if noted is not None and noted[0] == x._version else None
