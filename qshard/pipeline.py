@@ -194,6 +194,12 @@ def cast(ops: Any, x: Array, fmt: Format, scale: Array, block: tuple[int, int], 
     )
 
 
+def quantize_swiglu_again(ops: Any, gate: Array, up: Array, fmt: Format, amax: Array) -> Plane:
+    """The columnwise plane of `swiglu(gate, up)` `[M, K]`, whose amax is there, under one scale: without its memory."""
+    made = scales(ops, fmt, amax)
+    return Plane(ops.swiglu_cast_t(gate, up, made.scale, element=fmt.element.name), made.scale_inv)
+
+
 def quantize_delayed(
     ops: Any, x: Array, fmt: Format, usage: Usage, scale: Array, margin: int, *, reduce_max: Reduce | None = None
 ) -> tuple[dict[Usage, Plane], Array]:

@@ -41,6 +41,7 @@ from torch.utils import _python_dispatch
 from qshard.formats import Usage
 from qshard.torch_bridge import fused
 from qshard.torch_bridge.gemm import Operand
+from qshard.torch_bridge.noted import noted_amax
 
 Planes = tuple[dict[Usage, Operand], list[Tensor]]
 """Planes of one tensor, and, where its scale is given, its amax, to be noted, and that scale."""
@@ -130,7 +131,8 @@ class Source(NamedTuple):
     """What autograd keeps anyway, and how x can be had of it again.
 
     Attributes:
-      again: makes x, in some shape with the same rows, and its amax, if that comes with it, of the tensors.
+      again: makes x, in some shape with the same rows, and its amax, if that comes with it, of the tensors. The last of
+        those may be the amax.
     """
 
     again: Callable[..., tuple[Tensor, Tensor | None]]
@@ -160,9 +162,10 @@ def source_of(x: Tensor) -> Source | None:
     except RuntimeError:  # One was written since, or the graph is freed: whoever goes backward is told then.
         return None
     # Parameters are left out: FSDP2 may have freed their memory when it is needed.
-    if all(one is not None and one.grad_fn is not None and one.shape == whole.shape for one in two):
-        return Source(made_by, tuple(one.detach() for one in two))
-    return None
+    if not all(one is not None and one.grad_fn is not None and one.shape == whole.shape for one in two):
+        return None
+    amax = noted_amax(x) if made_by is fused.swiglu_again else None
+    return Source(made_by, (*(one.detach() for one in two), *([] if amax is None else [amax])))
 
 
 def _itself(x: Tensor) -> tuple[Tensor, None]:
@@ -173,5 +176,8 @@ def _product(a: Tensor, b: Tensor) -> tuple[Tensor, None]:
     return torch.mul(a, b), None
 
 
-_MADE_OF_TWO = {"MulBackward0": _product, fused.SWIGLU_NODE: fused.swiglu_again}
+_MADE_OF_TWO: dict[str, Callable[..., tuple[Tensor, Tensor | None]]] = {
+    "MulBackward0": _product,
+    fused.SWIGLU_NODE: fused.swiglu_again,
+}
 """By the name of a node."""

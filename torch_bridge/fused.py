@@ -156,10 +156,10 @@ def _is_ours(*tensors: Tensor) -> bool:
     return all(type(x) in (Tensor, nn.Parameter) and (x.is_cuda or x.is_cpu) for x in tensors)
 
 
-def swiglu_again(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+def swiglu_again(gate: Tensor, up: Tensor, amax: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """h of what autograd keeps of it, and its amax."""
-    h, amax = ops.swiglu(gate, up, lead=0)
-    return h, amax
+    h, made = ops.swiglu(gate, up, lead=0)
+    return h, made
 
 
 class _SwiGlu(torch.autograd.Function):

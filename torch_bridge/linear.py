@@ -14,7 +14,7 @@ from qshard.layout import plane, whole_units
 from qshard.names import seed_missing, shown
 from qshard.pipeline import Plane
 from qshard.recipes import Recipe, RecipeLike, Role, as_recipe, check_weight_format
-from qshard.torch_bridge import activations, one_call
+from qshard.torch_bridge import activations, fused, one_call
 from qshard.torch_bridge.arguments import check_contiguous, check_dtype, check_tensor
 from qshard.torch_bridge.delayed import DelayedScale
 from qshard.torch_bridge.dtensor import local_of
@@ -23,7 +23,7 @@ from qshard.torch_bridge.gemm import Operand, matmul
 from qshard.torch_bridge.noted import noted_amax
 from qshard.torch_bridge.operands import ROLES, matrix_of, planes_of, quantized, values_of
 from qshard.torch_bridge.parallel import Part, cut_of
-from qshard.torch_bridge.planes import transposed
+from qshard.torch_bridge.planes import quantized_swiglu_again, transposed
 from qshard.torch_bridge.tensor import QuantizedTensor
 from qshard.torch_bridge.words import words
 
@@ -380,8 +380,13 @@ def _x_of(how: _How, kept: list[Any], seed: Tensor | None, ctx: Any) -> Operand:
     """x, columnwise, from what is kept of it, which leaves the list."""
     parts, recipe, role, columns = tuple(kept), how.recipe, Role.ACTIVATION, Usage.COLUMNWISE
     kept.clear()
+    fmt = recipe.format(role)
     if how.x_again is None:
-        return Operand(recipe.format(role), Plane(*parts), columns)
+        return Operand(fmt, Plane(*parts), columns)
+    if how.x_again is fused.swiglu_again and fmt.block is None and not ctx.given and not how.parts:
+        gate, up = (matrix_of(part, part.dtype, ctx.x_shape[-1]) for part in parts[:2])
+        if len(parts) > 2 and gate.dtype == how.dtype:
+            return Operand(fmt, quantized_swiglu_again(gate, up, fmt, parts[2]), columns)
     x, amax = _again(how, parts, ctx)
     return quantized(x, recipe, columns, role, seed, how.parts, ctx.given, amax)[0][columns]
 

@@ -2,6 +2,7 @@
 
 They are noted on the tensor itself, with its version: they die with it, and a write to it in place makes them void. As
 for what layers share (`activations.py`), a write that bumps no version is not seen: through `x.data`, NumPy or DLPack.
+Another stream does not wait for them, and a CUDA graph does not read what was made outside of it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _NAME = "_qshard_amax"
 def note_amax(x: Tensor, amax: Tensor) -> None:
     """Notes the largest magnitude in `x`, `[]`."""
     if type(x) is Tensor and not x.is_inference():
-        setattr(x, _NAME, (x._version, amax))
+        setattr(x, _NAME, (x._version, _stream_of(x), amax))
 
 
 def noted_amax(x: Tensor) -> Tensor | None:
@@ -31,4 +32,14 @@ def noted_amax(x: Tensor) -> Tensor | None:
     if torch.compiler.is_compiling():
         return None
     noted: Any = x.__dict__.get(_NAME)
-    return noted[1] if noted is not None and noted[0] == x._version else None
+    if noted is None or noted[:2] != (x._version, _stream_of(x)):
+        return None
+    amax: Tensor = noted[2]
+    return amax
+
+
+def _stream_of(x: Tensor) -> tuple[int, bool] | None:
+    """Where work on x goes now, and whether it is captured."""
+    if not x.is_cuda:
+        return None
+    return torch.cuda.current_stream(x.device).cuda_stream, torch.cuda.is_current_stream_capturing()

@@ -77,6 +77,11 @@ def quantized_delayed(x: Tensor, scale: Tensor, fmt: Format, usage: Usage, margi
     return tuple(parts), amax
 
 
+def quantized_swiglu_again(gate: Tensor, up: Tensor, fmt: Format, amax: Tensor) -> Plane:
+    """The columnwise plane of `swiglu(gate, up)`, matrices: `pipeline.quantize_swiglu_again`."""
+    return Plane(*_quantize_swiglu_again((gate, up, amax), fmt))
+
+
 def dequantized(
     parts: Plane, fmt: Format, usage: Usage, dtype: torch.dtype, shape: tuple[int, ...] | None = None
 ) -> Tensor:
@@ -140,6 +145,11 @@ def _quantize_stochastic(
 def _quantize_delayed(ops: Any, x: Any, scale: Any, fmt: Format, usage: Usage, margin: int) -> Parts:
     planes, amax = pipeline.quantize_delayed(ops, x, fmt, usage, scale, margin)
     return (*_flat(planes), amax)
+
+
+@Steps
+def _quantize_swiglu_again(ops: Any, gate: Any, up: Any, amax: Any, fmt: Format) -> Parts:
+    return pipeline.quantize_swiglu_again(ops, gate, up, fmt, amax)[:2]
 
 
 @Steps

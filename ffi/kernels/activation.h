@@ -17,6 +17,10 @@ QSHARD_LAUNCHER_TEMPLATE((class In), SwiGluBackward, const In* gate, const In* u
                          int64_t runs, int64_t length, In* d_gate, In* d_up, float* amax_gate,
                          float* amax_up);
 
+// data_t[i, m] = Encode<Code>(h[m, i] * *scale), of h [rows, cols] as SwiGluForward makes it.
+QSHARD_LAUNCHER_TEMPLATE((class In, class Code), SwiGluCastTransposed, const In* gate, const In* up,
+                         const float* scale, int64_t rows, int64_t cols, uint8_t* data_t);
+
 // Matrices [runs, rows, cols], as one of runs * rows rows: rstd[m] = RmsInverse of row m, y[m, i] =
 // Narrow<In>(RmsNorm(x[m, i], rstd[m], weight[i])), and the amax of each run of rows.
 QSHARD_LAUNCHER_TEMPLATE((class In, class Weight), RmsNormForward, const In* x,

@@ -26,6 +26,17 @@ QSHARD_DEFINE_OP(swiglu_grad) {
   });
 }
 
+// data_t = encode(h * scale), transposed: h once more, without its memory.
+QSHARD_DEFINE_OP(swiglu_cast_t) {
+  const Buffer& gate = call.arg(0);
+  return DispatchFp8(call, gate, [&](auto code, auto in) {
+    using In = decltype(in);
+    return call(kernels::SwiGluCastTransposed<In, decltype(code)>(
+        call.exec, Data<In>(gate), Data<In>(call.arg(1)), Data<float>(call.arg(2)), gate.dims[0],
+        gate.dims[1], Mutable<uint8_t>(call.ret(0))));
+  });
+}
+
 // y = x / sqrt(mean(x^2) + eps) * weight over the last axis, rounded once; what x was multiplied
 // by; and the amax of y.
 QSHARD_DEFINE_OP(rms_norm) {

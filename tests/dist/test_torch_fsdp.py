@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from qshard.formats import FP8_E4M3, FP8_E5M2
-from qshard.recipes import CurrentScaling, DelayedScaling
+from qshard.recipes import MXFP8, CurrentScaling, DelayedScaling
 from qshard.torch_bridge import QuantizedTensor, ShardedWeight, convert, update_scales
 from support import torch_ranks
 from support.awkward import awkward_values
@@ -205,6 +206,37 @@ def test_one_reduction_a_pass():
 
     optimizer.step(closure)
     assert reductions_in(lambda: model(batch())) == one
+
+
+class Casts(TorchDispatchMode):
+    """How many shards each launch casts."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.qshard.cast_slices.default:
+            self.sizes.append(len(args[2]))
+        return func(*args, **(kwargs or {}))
+
+
+@on_ranks(1, 3)
+def test_what_is_gathered_together_is_cast_together():
+    """A launch for each group of FSDP2 and each format in it, forward and backward."""
+    torch_ranks.mesh()
+    model = nn.Sequential(*(nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(3))) for _ in range(2)))
+    convert(model, CurrentScaling(), filter=lambda _, name: not name.endswith("2"))
+    convert(model, MXFP8(), filter=lambda _, name: name == "1.2")
+    for block in model:
+        fully_shard(block)
+    fully_shard(model)
+    with Casts() as casts:
+        model(torch.ones(32, 32)).sum().backward()
+    assert sorted(casts.sizes) == 2 * [1] + 4 * [2]
+    with Casts() as casts:
+        model[1].unshard()
+    assert casts.sizes == [1, 1, 1]  # Outside a pass each has scales of its own.
 
 
 @on_ranks(2)

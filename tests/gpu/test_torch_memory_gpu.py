@@ -9,7 +9,8 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from qshard.recipes import CurrentScaling  # noqa: E402
-from qshard.torch_bridge import convert  # noqa: E402
+from qshard.torch_bridge import convert, rms_norm, swiglu  # noqa: E402
+from qshard.torch_bridge.noted import noted_amax  # noqa: E402
 from support.formats import RECIPES  # noqa: E402
 from support.llama import Held, Llama, turns_of  # noqa: E402
 
@@ -109,3 +110,42 @@ def test_shared_and_kept_codes_give_the_same_bits(name):
         made.append([y, x.grad, *(p.grad for p in own.parameters())])
     for a, b in zip(*made, strict=True):
         assert torch.equal(a, b)
+
+
+def test_a_captured_graph_takes_no_amax_from_outside():
+    """h was made before; what is written to it between replays has another amax."""
+    layer = convert(torch.nn.Linear(64, 64, bias=False, device="cuda"), "CurrentScaling")
+    h = swiglu(torch.ones(32, 64, device="cuda"), torch.ones(32, 64, device="cuda"))
+    with torch.no_grad():
+        layer(h.clone())
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = layer(h)
+        h.mul_(100)
+        graph.replay()
+        assert torch.equal(y, layer(h.clone()))
+
+
+def test_another_stream_takes_the_amax_again():
+    h = swiglu(torch.ones(32, 64, device="cuda"), torch.ones(32, 64, device="cuda"))
+    assert noted_amax(h) is not None
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        assert noted_amax(h) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_swiglu_and_norms_have_the_bits_of_a_cpu(dtype):
+    """Forward and backward, of widths that threads hold in registers and of others."""
+    for shape in [(64, 4096), (33, 200), (17, 9000), (5, 1001)]:
+        results = []
+        for device in ("cpu", "cuda"):
+            torch.manual_seed(0)
+            x, gate, up, grad = (torch.randn(shape, dtype=dtype).to(device).requires_grad_() for _ in range(4))
+            weight = torch.randn(shape[-1:], dtype=dtype).to(device).requires_grad_()
+            h, y = swiglu(gate, up), rms_norm(x, weight, 1e-5)
+            got = torch.autograd.grad([h, y], [gate, up, x, weight], [grad.detach(), grad.detach()])
+            results.append([t.detach().cpu() for t in (h, y, *got)])
+        for mine, theirs in zip(*results, strict=True):
+            assert torch.equal(mine, theirs), shape

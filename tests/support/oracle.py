@@ -91,6 +91,10 @@ def swiglu(gate, up, *, lead):
     return h, amax_tensor(h, lead=lead)
 
 
+def swiglu_cast_t(gate, up, scale, *, element):
+    return turned(cast_tensor(swiglu(gate, up, lead=0)[0], scale, element=element))
+
+
 def swiglu_grad(gate, up, grad, *, lead):
     both = [rounded(x, gate.dtype) for x in activation.swiglu_grad(wide(gate), wide(up), wide(grad))]
     return *both, *(amax_tensor(x, lead=lead) for x in both)

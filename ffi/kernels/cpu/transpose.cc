@@ -4,6 +4,7 @@
 // another row, where memory and TLB start anew.
 //
 // Tasks are whole panels: threads share no cache line of an output whose rows are whole lines.
+#include "kernels/activation.h"
 #include "kernels/block_layout.h"
 #include "kernels/cast.h"
 #include "kernels/cpu/coded_rows.h"
@@ -99,6 +100,21 @@ Status CastTranspose(const Exec<Cpu>& exec, const Scaled<In>& x, int64_t batch, 
   return {};
 }
 
+template <class In, class Code>
+Status SwiGluCastTransposed(const Exec<Cpu>& exec, const In* gate, const In* up, const float* scale,
+                            int64_t rows, int64_t cols, uint8_t* data_t) {
+  const auto map = Simd().swiglu[kInputIndex<In>];
+  const auto cast = Simd().cast[kInputIndex<In>][kElementIndex<Code>];
+  TransposePanels(exec, 1, rows, cols, 2 * sizeof(In) + 1, OutgrowsCache(rows * cols), data_t,
+                  [&](int64_t start, int64_t end, uint8_t* row) {
+                    alignas(kLineBytes) In h[kPanelCols];
+                    map(gate + start, up + start, end - start, h);
+                    cast(h, end - start, {scale, end - start}, /*ahead=*/0, row);
+                  });
+  return {};
+}
+
 QSHARD_FOR_EACH_INPUT(QSHARD_FOR_EACH_FP8, QSHARD_INSTANTIATE_FOR, Cpu, CastTranspose)
+QSHARD_FOR_EACH_INPUT(QSHARD_FOR_EACH_FP8, QSHARD_INSTANTIATE_FOR, Cpu, SwiGluCastTransposed)
 
 }  // namespace qshard::kernels

@@ -7,13 +7,14 @@
 #include "kernels/activation.h"
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/magnitude.cuh"
+#include "kernels/cuda/quantize_block_codes.cuh"
+#include "kernels/cuda/transpose_tile.cuh"
 #include "kernels/cuda/vector.cuh"
 
 namespace qshard::kernels {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kEightElements = 8;
 
 template <class In, int kCount>
 using Vector = Words<kCount * sizeof(In)>;
@@ -106,20 +107,20 @@ __global__ void __launch_bounds__(kThreads, Map::kBlocksPerSm)
   Magnitude<In> m[Map::kResults];
   if (vectors) {
     constexpr int kPiece = kThreads * kUnroll;
-    const int64_t count = length / kEightElements, step = int64_t{gridDim.y} * kPiece;
+    const int64_t count = length / kEight, step = int64_t{gridDim.y} * kPiece;
     int64_t i = int64_t{blockIdx.y} * kPiece + threadIdx.x;
     for (; i - threadIdx.x + kPiece <= count; i += step) {
-      Loaded<Map, In, kEightElements> x[kUnroll];
+      Loaded<Map, In, kEight> x[kUnroll];
 #pragma unroll
       for (int k = 0; k < kUnroll; ++k)
-        x[k] = LoadAll<kEightElements>(map, type, begin + (i + k * kThreads) * kEightElements);
+        x[k] = LoadAll<kEight>(map, type, begin + (i + k * kThreads) * kEight);
 #pragma unroll
       for (int k = 0; k < kUnroll; ++k)
-        MapAll<kEightElements>(map, x[k], begin + (i + k * kThreads) * kEightElements, m);
+        MapAll<kEight>(map, x[k], begin + (i + k * kThreads) * kEight, m);
     }
     for (int k = 0; k < kUnroll; ++k) {  // the run's last piece, cut short
-      const int64_t j = i + k * kThreads, at = begin + j * kEightElements;
-      if (j < count) MapAll<kEightElements>(map, LoadAll<kEightElements>(map, type, at), at, m);
+      const int64_t j = i + k * kThreads, at = begin + j * kEight;
+      if (j < count) MapAll<kEight>(map, LoadAll<kEight>(map, type, at), at, m);
     }
   } else {
     for (int64_t i = int64_t{blockIdx.y} * kThreads + threadIdx.x; i < length;
@@ -141,10 +142,10 @@ __global__ void __launch_bounds__(kThreads, Map::kBlocksPerSm)
 template <class In, class Map>
 Status LaunchMap(const Exec<Cuda>& exec, const Map& map, int64_t runs, int64_t length) {
   if (runs == 0) return {};
-  bool vectors = length % kEightElements == 0;
+  bool vectors = length % kEight == 0;
   for (const In* x : map.operand) vectors = vectors && IsAligned(x, 16);
   for (const In* x : map.result) vectors = vectors && IsAligned(x, 16);
-  const int64_t pieces = CeilDiv(length, kThreads * (vectors ? Map::kUnroll * kEightElements : 1));
+  const int64_t pieces = CeilDiv(length, kThreads * (vectors ? Map::kUnroll * kEight : 1));
   const int64_t room = int64_t{Multiprocessors()} * Map::kBlocksPerSm;
   // A block a run where there are runs enough; else all of a wave.
   const int64_t splits = std::max<int64_t>(1, std::min(pieces, room / runs));
@@ -154,7 +155,60 @@ Status LaunchMap(const Exec<Cuda>& exec, const Map& map, int64_t runs, int64_t l
                        static_cast<const In*>(nullptr), length, vectors);
 }
 
+// --- codes, transposed: tiles of 128 x 128 elements (transpose_tile.cuh) ---
+
+template <class In>
+struct Pair {
+  const In *gate, *up;
+};
+
+template <class In>
+__device__ __forceinline__ EightOf<In> SwiGluRow(const EightOf<In>& gate, const EightOf<In>& up) {
+  float g[kEight], u[kEight];
+  WidenWords<In>(gate, g);
+  WidenWords<In>(up, u);
+#pragma unroll
+  for (int i = 0; i < kEight; ++i) g[i] = SwiGlu(g[i], u[i]);
+  return NarrowWords<In>(g);  // The bits of a NaN do not matter to codes.
+}
+
+template <class In, class Code>
+__global__ void __launch_bounds__(kTileThreads, sizeof(In) == 4 ? 2 : 3)
+    SwiGluTiles(const Pair<In> x, const float* scale, const TileGrid grid, bool wide,
+                uint8_t* data_t) {
+  __shared__ alignas(16) uint8_t tile[sizeof(typename TransposedTile<Code>::Bytes)];
+  const int down = threadIdx.x / kPatches, across = threadIdx.x % kPatches;
+  const Tile t = grid.At(blockIdx.x);
+  const int height = t.PatchHeight(down * kPatch, across * kPatch);
+  const int64_t at = grid.Offset(t, down * kPatch, across * kPatch);
+  EightOf<In> gate[kPatch], up[kPatch];
+  LoadRows<Read::kOnce>(x.gate + at, grid.cols, height, gate);
+  LoadRows<Read::kOnce>(x.up + at, grid.cols, height, up);
+  const float s = __ldg(scale);
+  EightCodes<Code> codes[kPatch], columns[kPatch];
+#pragma unroll
+  for (int k = 0; k < kPatch; ++k) codes[k] = EncodeRow<In, Code>(SwiGluRow<In>(gate[k], up[k]), s);
+  TransposeCodes<Code>(codes, columns);
+  TransposedTile<Code>::Put(tile, down, across, columns);
+  __syncthreads();
+  TransposedTile<Code>::template WriteOut<Write::kStream>(tile, t, grid, wide, data_t);
+}
+
 }  // namespace
+
+template <class In, class Code>
+Status SwiGluCastTransposed(const Exec<Cuda>& exec, const In* gate, const In* up,
+                            const float* scale, int64_t rows, int64_t cols, uint8_t* data_t) {
+  if (rows * cols == 0) return {};
+  const TileGrid grid(1, rows, cols);
+  if (cols % kEight == 0 && IsAligned(gate, 16) && IsAligned(up, 16) && grid.tiles < kMaxDivided)
+    return Launch(exec, SwiGluTiles<In, Code>, grid.tiles, kTileThreads, Pair<In>{gate, up}, scale,
+                  grid, WideColumns<Code>(rows, data_t), data_t);
+  return ForEach(exec, rows * cols, [=] __device__(int64_t i) {
+    const float h = Widen(Narrow<In>(SwiGlu(Widen(gate[i]), Widen(up[i]))));
+    data_t[i % cols * rows + i / cols] = Encode<Code>(__fmul_rn(h, *scale));
+  });
+}
 
 template <class In>
 Status SwiGluForward(const Exec<Cuda>& exec, const In* gate, const In* up, int64_t runs,
@@ -172,5 +226,6 @@ Status SwiGluBackward(const Exec<Cuda>& exec, const In* gate, const In* up, cons
 
 QSHARD_FOR_EACH_INPUT(QSHARD_INSTANTIATE_FOR, Cuda, SwiGluForward)
 QSHARD_FOR_EACH_INPUT(QSHARD_INSTANTIATE_FOR, Cuda, SwiGluBackward)
+QSHARD_FOR_EACH_INPUT(QSHARD_FOR_EACH_FP8, QSHARD_INSTANTIATE_FOR, Cuda, SwiGluCastTransposed)
 
 }  // namespace qshard::kernels
