@@ -26,6 +26,7 @@ from qshard.names import shown
 from qshard.recipes import RecipeLike, Role, as_delayed
 from qshard.torch_bridge.arguments import check_group, check_model
 from qshard.torch_bridge.dtensor import local_of
+from qshard.torch_bridge.modules import modules_of, parameters_of
 from qshard.torch_bridge.ops import ops
 from qshard.torch_bridge.quantize import max_over_ranks
 from qshard.torch_bridge.scaling import loaded_if_there
@@ -77,7 +78,7 @@ class DelayedScale(nn.Module):
 
     def observe(self, amax: Tensor) -> None:
         """Takes the amax of one use of the tensor. The amax of several is their maximum, in any order."""
-        self.amax.copy_(torch.maximum(self.amax, amax))
+        note(self.amax, amax)
 
     @property
     def margin(self) -> int:
@@ -86,7 +87,7 @@ class DelayedScale(nn.Module):
 
     def knows_scale(self) -> bool:
         """Whether ranks know that there is a scale. One that writes it, as by loading a checkpoint, knows no longer."""
-        known = self._made is not None and self._made == _version_of(self.scale)
+        known = self._made is not None and self._made == _version_of(self._buffers["scale"])
         self._asked = self._asked or not known
         return known
 
@@ -119,6 +120,14 @@ class DelayedScale(nn.Module):
             super()._load_from_state_dict(state_dict, prefix, *others)
 
 
+def note(noted: Tensor, amax: Tensor) -> None:
+    """Raises an amax to another one, in its memory."""
+    if torch.compiler.is_compiling():  # Dynamo does not take every `out=`.
+        noted.copy_(torch.maximum(noted, amax))
+    else:
+        torch.maximum(noted, amax, out=noted)
+
+
 @torch.no_grad()
 def update_delayed(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
     """Makes the scales of the next step from the amaxes of this one, for all tensors of `model` at once.
@@ -147,38 +156,40 @@ def update_delayed(model: nn.Module, group: dist.ProcessGroup | None = None) -> 
     """
     check_model("update_delayed", model)
     check_group("update_delayed", group)
-    named = [(name, module) for name, module in model.named_modules() if isinstance(module, DelayedScale)]
-    states = [state for _, state in named]
+    states = [module for module in modules_of(model) if isinstance(module, DelayedScale)]
     if not states:
         return
     groups = _groups_of(model, group)
-    _check_alike(model, named, groups)
-    amax = torch.stack([state.amax for state in states])
+    _check_alike(model, states, groups)
+    buffers: list[dict[str, Any]] = [state._buffers for state in states]  # Attributes of modules are slow to get.
+    amax = torch.stack([each["amax"] for each in buffers])
     for each in groups:
         max_over_ranks(amax, each)
     old: list[Tensor] = []
     new: list[Tensor] = []
     kinds: dict[Any, list[int]] = {}
-    for i, state in enumerate(states):
-        kinds.setdefault((*state.options.values(), state.amax_history.shape), []).append(i)
+    for i, (state, of_state) in enumerate(zip(states, buffers, strict=True)):
+        kinds.setdefault((*state.options.values(), of_state["amax_history"].shape), []).append(i)
+    amaxes = amax.unbind()
     for chosen in kinds.values():
-        alike = [states[i] for i in chosen]
+        alike = [buffers[i] for i in chosen]
         histories, scales, inverses = ops.update_delayed_scale(
-            amax if len(kinds) == 1 else torch.stack([amax[i] for i in chosen]),
-            torch.stack([state.amax_history for state in alike]),
-            torch.stack([state.scale for state in alike]),
-            **alike[0].options,
+            amax if len(kinds) == 1 else torch.stack([amaxes[i] for i in chosen]),
+            torch.stack([each["amax_history"] for each in alike]),
+            torch.stack([each["scale"] for each in alike]),
+            **states[chosen[0]].options,
         )
-        old += [buffer for state in alike for buffer in (state.amax_history, state.scale, state.scale_inv)]
-        new += [part for parts in zip(histories, scales, inverses, strict=True) for part in parts]
+        for name, parts in (("amax_history", histories), ("scale", scales), ("scale_inv", inverses)):
+            old += [each[name] for each in alike]
+            new += parts.unbind()
     made = [state for state in states if _is_made(state)]
     torch._foreach_copy_(old, new)
-    torch._foreach_zero_([state.amax for state in states])
+    torch._foreach_zero_([each["amax"] for each in buffers])
     for state in made:
-        state._made = _version_of(state.scale)
+        vars(state)["_made"] = _version_of(state._buffers["scale"])  # To set attributes of modules is slow, too.
     _look_at([state for state in states if state._asked and state._made is None])
     for state in states:
-        state.stepped = False
+        vars(state)["stepped"] = False
 
 
 class _Look:
@@ -202,11 +213,12 @@ class _Look:
 
 def _is_made(state: DelayedScale) -> bool:
     """Whether this rank knows that there is a scale. All ranks see the same scales, so the same."""
-    if state._look is not None and not _is_capturing(state.scale):
+    scale = state._buffers["scale"]
+    if state._look is not None and not _is_capturing(scale):
         if state._look.shows(state):
-            state._made = _version_of(state.scale)
+            state._made = _version_of(scale)
         state._look = None
-    return state._made is not None and state._made == _version_of(state.scale)
+    return state._made is not None and state._made == _version_of(scale)
 
 
 def _look_at(states: Sequence[DelayedScale]) -> None:
@@ -216,12 +228,12 @@ def _look_at(states: Sequence[DelayedScale]) -> None:
             state._look = look
 
 
-def _is_capturing(tensor: Tensor) -> bool:
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+def _is_capturing(tensor: Tensor | None) -> bool:
+    return tensor is not None and tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def _version_of(tensor: Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
+def _version_of(tensor: Tensor | None) -> int:
+    return -1 if tensor is None or tensor.is_inference() else tensor._version
 
 
 def _groups_of(model: nn.Module, group: dist.ProcessGroup | None) -> Sequence[dist.ProcessGroup]:
@@ -230,9 +242,12 @@ def _groups_of(model: nn.Module, group: dist.ProcessGroup | None) -> Sequence[di
         return [] if group is None else [group]
     everyone: Any = dist.group.WORLD
     meshes: dict[DeviceMesh, set[int]] = {}
-    for parameter in model.parameters():
-        if isinstance(parameter, DTensor) and parameter.device_mesh not in meshes:
-            meshes[parameter.device_mesh] = set(parameter.device_mesh.mesh.flatten().tolist())
+    last: DeviceMesh | None = None
+    for parameter in parameters_of(model):
+        if isinstance(parameter, DTensor) and (mesh := parameter.device_mesh) is not last:
+            last = mesh
+            if mesh not in meshes:
+                meshes[mesh] = set(mesh.mesh.flatten().tolist())
     if not meshes:
         return [everyone]
     mesh = max(meshes, key=lambda mesh: len(meshes[mesh]))
@@ -254,15 +269,14 @@ def _shown(ranks: set[int]) -> str:
 _agreed: weakref.WeakKeyDictionary[nn.Module, tuple[Any, ...]] = weakref.WeakKeyDictionary()
 
 
-def _check_alike(
-    model: nn.Module, named: Sequence[tuple[str, DelayedScale]], groups: Sequence[dist.ProcessGroup]
-) -> None:
+def _check_alike(model: nn.Module, states: Sequence[DelayedScale], groups: Sequence[dist.ProcessGroup]) -> None:
     """Raises on all ranks unless all have the same states. Collective, until they agree; then not until they change."""
-    if not groups or _is_capturing(named[0][1].amax):
+    if not groups or _is_capturing(states[0].amax):
         return
-    key = (*(group.group_name for group in groups), *(id(state) for _, state in named))
+    key = (*[group.group_name for group in groups], *map(id, states))
     if _agreed.get(model) == key:
         return
+    named = [(name, module) for name, module in model.named_modules() if isinstance(module, DelayedScale)]
     what = repr([(name, tuple(state.options.values()), tuple(state.amax_history.shape)) for name, state in named])
     digest = hashlib.sha256(what.encode()).digest()
     numbers = [len(named), *(int.from_bytes(digest[i : i + 4], "big") for i in range(0, 32, 4))]

@@ -28,6 +28,9 @@ from qshard.torch_bridge.kept import Kept
 from qshard.torch_bridge.ops import ops
 from qshard.torch_bridge.planes import dequantized, multiplied
 
+PLATFORM = "cuda"
+"""Where ops make products. Tests have the CPU do it."""
+
 LARGE = 2**24
 """Elements of the largest operand from which on kernels take longer than the host: on an H200 a GEMM of 4096 x 4096 x
 4096 takes 0.2 ms, and the calls of a layer half of that."""
@@ -45,13 +48,6 @@ class Operand(NamedTuple):
         """Whether it is stored as `[rows, K]`."""
         return products.contracts_last(self.format, self.usage)
 
-    @property
-    def sizes(self) -> tuple[int, int]:
-        """Of rows and K."""
-        first, last = self.parts.data.shape
-        last *= self.format.element.codes_per_byte
-        return (first, last) if self.in_order else (last, first)
-
     def stored_values(self, dtype: torch.dtype) -> Tensor:
         """As they are stored, rounded to `dtype`."""
         return dequantized(self.parts, self.format, self.usage, dtype)
@@ -66,13 +62,15 @@ def matmul(a: Operand, b: Operand, dtype: torch.dtype, *, fast: bool = False) ->
 
     `fast` lets tensor cores keep fewer bits while they sum, as is usual in the forward pass.
     """
-    (m, k), (n, _), device = a.sizes, b.sizes, a.parts.data.device
-    way = way_of(a.format, a.usage, b.format, b.usage, (m, n, k), device, dtype)
-    if way is not None and (way.values is None or max(m * k, n * k, m * n) <= LARGE):
-        return multiplied(a.parts, b.parts, dtype, fast, way)
+    device, way = a.parts.data.device, None
+    if device.type == PLATFORM:
+        sides = a.format, a.usage, a.parts.data.shape, b.format, b.usage, b.parts.data.shape
+        way, at_once = (_way_of_shapes if torch.compiler.is_compiling() else _ways)(*sides, device, dtype)
+        if way is not None and at_once:
+            return multiplied(a.parts, b.parts, dtype, fast, way)
     exact = device.type != "cuda" or multiplies_codes(a.format, b.format)
     # Values take several times the bytes of codes. Who passes an operand that is of no more use lets its codes go here.
-    kind = torch.float32 if exact else torch.bfloat16
+    kind = way.values if way is not None else torch.float32 if exact else torch.bfloat16
     in_order = a.in_order, b.in_order
     x = a.stored_values(kind)
     del a
@@ -97,14 +95,8 @@ def way_of(
     a: Format, a_usage: Usage, b: Format, b_usage: Usage, sizes: Sizes, device: torch.device, dtype: torch.dtype
 ) -> Way | None:
     """How an op makes the product of two planes in `dtype`; None: PyTorch does, of values."""
-    if device.type != "cuda":
+    if device.type != PLATFORM:
         return None
-    return (_way_of if torch.compiler.is_compiling() else _kept_ways)(a, a_usage, b, b_usage, sizes, device, dtype)
-
-
-def _way_of(
-    a: Format, a_usage: Usage, b: Format, b_usage: Usage, sizes: Sizes, device: torch.device, dtype: torch.dtype
-) -> Way | None:
     planes = (a, a_usage), (b, b_usage)
     kind = products.kind_of(a, b)
     in_order = products.contracts_last(*planes[0]) and products.contracts_last(*planes[1])
@@ -116,7 +108,32 @@ def _way_of(
     return Way(*planes, products.LIBRARY_BYTES, torch.bfloat16)
 
 
-_kept_ways = Kept(_way_of)
+def _way_of_shapes(
+    a: Format,
+    a_usage: Usage,
+    a_shape: tuple[int, int],
+    b: Format,
+    b_usage: Usage,
+    b_shape: tuple[int, int],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> tuple[Way | None, bool]:
+    """`way_of` planes whose codes have these shapes, and whether to dequantize and multiply in one call."""
+    (m, k), (n, _) = _sizes(a, a_usage, a_shape), _sizes(b, b_usage, b_shape)
+    way = way_of(a, a_usage, b, b_usage, (m, n, k), device, dtype)
+    if way is None or way.values is None or torch.compiler.is_compiling():  # Whose graph is the same either way.
+        return way, True
+    return way, max(m * k, n * k, m * n) <= LARGE
+
+
+_ways = Kept(_way_of_shapes)
+
+
+def _sizes(fmt: Format, usage: Usage, shape: tuple[int, int]) -> tuple[int, int]:
+    """Rows and K of a plane whose codes have a shape."""
+    first, last = shape
+    last *= fmt.element.codes_per_byte
+    return (first, last) if products.contracts_last(fmt, usage) else (last, first)
 
 
 @torch.compiler.assume_constant_result

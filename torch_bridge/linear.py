@@ -16,7 +16,7 @@ from qshard.pipeline import Plane
 from qshard.recipes import Recipe, RecipeLike, Role, as_recipe, check_weight_format
 from qshard.torch_bridge import activations, fused, one_call
 from qshard.torch_bridge.arguments import check_contiguous, check_dtype, check_tensor
-from qshard.torch_bridge.delayed import DelayedScale
+from qshard.torch_bridge.delayed import DelayedScale, note
 from qshard.torch_bridge.dtensor import local_of
 from qshard.torch_bridge.fsdp.weight import ShardedWeight
 from qshard.torch_bridge.gemm import Operand, matmul
@@ -150,7 +150,8 @@ def _product(
       layer: which layer it is.
     """
     eager, stochastic = not torch.compiler.is_compiling(), recipe.format(Role.ACTIVATION).stochastic
-    need_x, need_w = (torch.is_grad_enabled() and each.requires_grad for each in (x, weight))
+    has_grad = torch.is_grad_enabled()
+    need_x, need_w = has_grad and x.requires_grad, has_grad and weight.requires_grad
     source = activations.source_of(x) if need_w and eager and not stochastic and not parts else None
     x_usage = Usage.BOTH if need_w and source is None else Usage.ROWWISE
 
@@ -362,8 +363,7 @@ class _Gradients(torch.autograd.Function):
             if need_x:
                 grad_x = matmul(dys.pop(Usage.ROWWISE), _w_of(how, of_w, seed, ctx), how.dtype)
         if amax is not None:
-            noted = ctx.given[-1]
-            noted.copy_(torch.maximum(noted, amax))
+            note(ctx.given[-1], amax)
         if grad_x is not None:
             grad_x = grad_x.view(ctx.x_shape).to(ctx.x_dtype)
         return grad_x, grad_w, *(None,) * (3 + how.given + count - how.w_again)

@@ -43,11 +43,13 @@ def values_of(weight: Tensor) -> Tensor:
 
 def planes_of(weight: QuantizedTensor, columnwise: bool) -> dict[Usage, Operand]:
     """The planes that a weight has, of which products need the rowwise one and what gives the `columnwise` one."""
-    fmt = weight.format
-    there = {u: Operand(fmt, parts, u) for u in Usage.BOTH.planes if (parts := weight.parts(u)) is not None}
-    if Usage.ROWWISE not in there:
+    fmt, parts, others = weight.format, weight.parts(Usage.ROWWISE), weight.parts(Usage.COLUMNWISE)
+    if parts is None:
         raise ValueError("linear: weight (columnwise) has no rowwise plane; quantize it with usage=Usage.BOTH")
-    if columnwise and Usage.COLUMNWISE not in there and source(fmt, Usage.COLUMNWISE) not in there:
+    there = {Usage.ROWWISE: Operand(fmt, parts)}
+    if others is not None:
+        there[Usage.COLUMNWISE] = Operand(fmt, others, Usage.COLUMNWISE)
+    elif columnwise and source(fmt, Usage.COLUMNWISE) is not Usage.ROWWISE:
         raise ValueError(
             f"linear: weight ({fmt}, rowwise) has no columnwise plane, which its rowwise one does not give; "
             "quantize it with usage=Usage.BOTH"

@@ -73,9 +73,18 @@ def call_in_place(op: str, operands: Sequence[Tensor | Sequence[Tensor]], attrib
     No autograd, no tracing.
     """
     spec = multi_table()[op]
-    inputs, outputs = by_lists(spec, operands)
+    _call_lists(spec, *by_lists(spec, operands), operands, attributes)
+
+
+def _call_lists(
+    spec: OpSpec,
+    inputs: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    operands: Sequence[Any],
+    attributes: Mapping[str, Any],
+) -> None:
     try:
-        _ffi.call(op, inputs, outputs, attributes)
+        _ffi.call(spec.name, inputs, outputs, attributes)
     except ValueError:
         _check_memory(spec, operands)  # The host names no operands. Looked at only now, to keep good calls short.
         raise
@@ -84,9 +93,14 @@ def call_in_place(op: str, operands: Sequence[Tensor | Sequence[Tensor]], attrib
 
 def by_lists(spec: OpSpec, operands: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     """All tensors of an op on lists in order, and those that are written."""
-    lists = [tensors if operand.many else (tensors,) for operand, tensors in zip(spec.inputs, operands, strict=True)]
-    written = [tensors for operand, tensors in zip(spec.inputs, lists, strict=True) if operand.name in spec.written]
-    return [t for tensors in lists for t in tensors], [t for tensors in written for t in tensors]
+    every: list[Any] = []
+    written: list[Any] = []
+    for operand, given in zip(spec.inputs, operands, strict=True):
+        tensors = given if operand.many else (given,)
+        every += tensors
+        if operand.name in spec.written:
+            written += tensors
+    return every, written
 
 
 class into:
@@ -166,8 +180,12 @@ def bind(spec: OpSpec) -> Callable[..., Any]:
         return made[0] if single else tuple(made)
 
     def run_in_place(*operands: Any, **attributes: Any) -> None:
-        _check_no_grad(spec, operands)
-        call_in_place(spec.name, operands, attributes)
+        run_lists(*by_lists(spec, operands), operands, attributes)
+
+    def run_lists(inputs: Any, outputs: Any, operands: Any, attributes: Any) -> None:
+        if torch.is_grad_enabled():
+            _check_no_grad(spec, operands)
+        _call_lists(spec, inputs, outputs, operands, attributes)
 
     _LIBRARY.define(_schema(spec), tags=[torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag])
     for device in ("CPU", "CUDA"):
@@ -178,8 +196,11 @@ def bind(spec: OpSpec) -> Callable[..., Any]:
         return lambda *operands, **keywords: (run if nobody_looks_on(operands) else op)(*operands, **keywords)
 
     def changed(*operands: Any, **attributes: Any) -> Any:
-        is_direct = nobody_looks_on([x for _, x in _named(spec, operands)])
-        (run_in_place if is_direct else op)(*operands, **attributes)
+        inputs, outputs = by_lists(spec, operands)
+        if nobody_looks_on(inputs):
+            run_lists(inputs, outputs, operands, attributes)
+        else:
+            op(*operands, **attributes)
         written = [x for x, operand in zip(operands, spec.inputs, strict=True) if operand.name in spec.written]
         return written[0] if single else tuple(written)
 

@@ -197,6 +197,8 @@ def merge_parts(parts: Sequence[Part | None], amaxes: Sequence[Tensor]) -> None:
 
 def merge_plan(parts: Sequence[Part | None], plan: MasterPlan, amaxes: Tensor) -> None:
     """`merge_parts` of those amaxes, of all weights of `plan`, that are of whole tensors. Those of blocks stay."""
+    if not any(parts):
+        return
     found: dict[int, Tensor] = {}
     for bucket in plan.buckets:
         for i, (grid, whole) in zip(bucket.indices, bucket.split(*bucket.found(amaxes)), strict=True):

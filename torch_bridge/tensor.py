@@ -98,8 +98,9 @@ class QuantizedTensor(Tensor):
         """A plane as bytes; None if it is absent, or if it is stale and `stale` does not ask for it all the same."""
         if usage is Usage.COLUMNWISE and self.columnwise_is_stale and not stale:
             return None
-        data, scale_inv, global_scale_inv = (getattr(self, name) for name in self._PLANES[usage])
-        return None if data is None else Plane(data, scale_inv, global_scale_inv)
+        names = self._PLANES[usage]
+        data = getattr(self, names[0])
+        return None if data is None else Plane(data, getattr(self, names[1]), getattr(self, names[2]))
 
     def _shown(self, usage: Usage) -> Plane | None:
         parts = self.parts(usage)

@@ -48,6 +48,7 @@ def calls(monkeypatch):
             return None
         return Way(*planes, 0, None if is_coded else torch.float32)
 
+    monkeypatch.setattr(gemm, "PLATFORM", "cpu")
     for module in (gemm, one_call):
         monkeypatch.setattr(module, "way_of", way_of)
     for name in ("_multiply_weight", "_gradients"):
@@ -58,11 +59,14 @@ def calls(monkeypatch):
             return steps(*args, **kwargs)
 
         monkeypatch.setattr(one_call, name, counted)
-    one_call._forward.clear()
-    one_call.backward_of.clear()
+    forget()
     yield counts
-    one_call._forward.clear()
-    one_call.backward_of.clear()
+    forget()
+
+
+def forget():
+    for kept in (one_call._forward, one_call.backward_of, gemm._ways):
+        kept.clear()
 
 
 def run(recipe, kind, *, dtype=torch.float32, steps=2):
@@ -127,8 +131,7 @@ def test_bits_are_those_of_the_ops_one_after_another(name, kind, calls, monkeypa
     assert_few_calls(calls, kind)
     for module in (gemm, one_call):
         monkeypatch.setattr(module, "LARGE", 0)
-    one_call._forward.clear()
-    one_call.backward_of.clear()
+    forget()
     want = run(recipe, kind)
     assert_few_calls(calls, kind)  # No more of them.
     assert got.keys() == want.keys()

@@ -305,7 +305,10 @@ KINDS = [
     (torch.float16, torch.float32),
     (torch.float32, torch.float32),
 ]
-ODD_SHAPES = [(1, 1, 1), (7, 33, 257), (128, 256, 8), (64, 48, 40000), (272, 400, 2064), (5, 0, 7), (3, 9, 0)]
+ODD_SHAPES = [
+    *((1, 1, 1), (1, 256, 512), (256, 1, 512), (256, 256, 1), (7, 33, 257), (128, 256, 8), (64, 48, 40000)),
+    *((272, 400, 2064), (0, 5, 7), (5, 0, 7), (3, 9, 0)),
+]
 
 
 def stored(a, b, letters):
@@ -459,7 +462,7 @@ def test_one_call_has_the_bits_of_the_ops_one_after_another(recipe, shape, monke
     for large in (gemm.LARGE, 0):
         for module in (gemm, one_call):
             monkeypatch.setattr(module, "LARGE", large)
-        for kept in (one_call._forward, one_call.backward_of):
+        for kept in (one_call._forward, one_call.backward_of, gemm._ways):
             kept.clear()
         torch.manual_seed(0)
         layer = Linear(k, n, bias=False, recipe=recipe, dtype=torch.bfloat16, device="cuda")
@@ -469,7 +472,7 @@ def test_one_call_has_the_bits_of_the_ops_one_after_another(recipe, shape, monke
         made.append((y, x.grad, layer.weight.grad))
     for got, want in zip(*made, strict=True):
         assert torch.equal(got, want)
-    for kept in (one_call._forward, one_call.backward_of):
+    for kept in (one_call._forward, one_call.backward_of, gemm._ways):
         kept.clear()
 
 

@@ -41,9 +41,9 @@ class Ahead(NamedTuple):
 
 def end_with_zeros(weight: ShardOf, room: Tensor) -> None:
     """Of padded codes: those past the end of a shard that is shorter than others."""
-    padded = weight.plan.padded_in(room)
-    if weight.shard.shape[0] < padded.shape[0]:
-        padded[weight.shard.shape[0] :].zero_()
+    rows = weight.shard.shape[0]
+    if rows < weight.plan.padded_shape[0]:
+        weight.plan.padded_in(room)[rows:].zero_()
 
 
 def cast_together(weights: Sequence[ShardOf], rooms: Sequence[Tensor]) -> None:
@@ -53,9 +53,9 @@ def cast_together(weights: Sequence[ShardOf], rooms: Sequence[Tensor]) -> None:
     scales = []
     for state, _, _ in weights:
         assert state.staged is not None
-        scales.append(state.staged.scale.view(-1))
+        scales.append(state.staged.scale)
     of_buckets = [_joined([scales[i] for i in bucket.indices]).to(device) for bucket in plan.buckets]
-    shards = [shard.view(-1) for _, shard, _ in weights]
+    shards = [shard for _, shard, _ in weights]
     master.cast(ops, plan, rooms, shards, starts, of_buckets, pieces=True)
 
 
@@ -73,8 +73,7 @@ def cast_group(weight: ShardOf) -> Tensor:
     weights = [weight, *_asked_next(weight)]
     sizes = [-(-one.plan.room // _ALIGNMENT) * _ALIGNMENT for one in weights]
     whole = torch.empty(sum(sizes), dtype=torch.uint8, device=weight.shard.device)
-    parts = zip(whole.split(sizes), weights, strict=True)
-    rooms: list[Tensor] = [part[: one.plan.room] for part, one in parts]
+    rooms = [one.plan.room_in(part) for one, part in zip(weights, whole.split(sizes), strict=True)]
     for one, room in zip(weights, rooms, strict=True):
         end_with_zeros(one, room)
     cast_together(weights, rooms)
@@ -118,10 +117,12 @@ def _nothing() -> None:
 
 def _joined(scales: Sequence[Tensor]) -> Tensor:
     """One after the other, without a copy where they lie so, as a refresh makes them."""
-    first, end = scales[0], scales[0].data_ptr()
+    first, last, end, count = scales[0], scales[-1], scales[0].data_ptr(), 0
+    lie_so = last is first or first.untyped_storage().data_ptr() == last.untyped_storage().data_ptr()
     for scale in scales:
-        if scale.data_ptr() != end or scale.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
-            return torch.cat([*scales])
+        if not lie_so or scale.data_ptr() != end:
+            return torch.cat([scale.view(-1) for scale in scales])
         end += scale.nbytes
-    whole: Tensor = first.as_strided((sum(scale.numel() for scale in scales),), (1,))
+        count += scale.numel()
+    whole: Tensor = first.as_strided((count,), (1,))
     return whole

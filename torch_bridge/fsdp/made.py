@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from qshard import master
-from qshard.master import MasterPlan
+from qshard.master import Bucket, MasterPlan
 from qshard.pipeline import Scales
 from qshard.torch_bridge.fsdp.shards import ShardPlan
 from qshard.torch_bridge.ops import ops
@@ -56,15 +57,32 @@ def made_scales(weights: Sequence[ShardOf]) -> list[Scales]:
     merge_plan([state.part for state, _, _ in weights], plan, amaxes)
     made: dict[int, Scales] = {}
     for bucket, of_bucket in zip(plan.buckets, master.scales(of_slices, plan, amaxes), strict=True):
-        made.update(zip(bucket.indices, bucket.split_scales(of_bucket), strict=True))
+        made.update(zip(bucket.indices, _of_weights(bucket, of_bucket), strict=True))
     return [made[i] for i in range(len(weights))]
+
+
+def _of_weights(bucket: Bucket, made: Scales) -> Iterator[Scales]:
+    """`Bucket.split_scales`, in a few calls for all weights."""
+    grids = [where.scale_shape for where in bucket.planes]
+    parts = [_parts(made.scale, grids), _parts(made.scale_inv, grids)]
+    if made.global_scale_inv is not None:
+        parts.append(_parts(made.global_scale_inv, [where.global_scale_shape or () for where in bucket.planes]))
+    return (Scales(*each) for each in zip(*parts, strict=True))
+
+
+def _parts(numbers: Tensor, shapes: Sequence[tuple[int, ...]]) -> Sequence[Tensor]:
+    """Tensors of these shapes, one after the other."""
+    if not any(shapes):
+        return numbers.unbind()
+    sizes = [math.prod(shape) for shape in shapes]
+    return [part.view(shape) for part, shape in zip(numbers.split(sizes), shapes, strict=True)]
 
 
 def _amaxes_on(device: torch.device, weights: Sequence[ShardOf], plans: tuple[ShardPlan, ...]) -> Tensor:
     """What the shards on one device know of the amaxes of all weights."""
     plan, of_slices, starts = prepared(plans, device)
     slices = [  # Of shards on other devices, and of columns of blocks, empty ones.
-        shard.view(-1) if shard.device == device and of_weight.columns is None else shard.new_empty(0, device=device)
+        shard if shard.device == device and of_weight.columns is None else shard.new_empty(0, device=device)
         for _, shard, of_weight in weights
     ]
     amaxes: Tensor = master.amaxes(of_slices, plan, slices, starts)

@@ -55,6 +55,7 @@ from qshard.torch_bridge.fsdp.made import check_agree, delayed_scales, made_scal
 from qshard.torch_bridge.fsdp.passes import Passes
 from qshard.torch_bridge.fsdp.primary import Primary
 from qshard.torch_bridge.fsdp.shards import ShardPlan
+from qshard.torch_bridge.modules import parameters_of
 from qshard.torch_bridge.parallel import Part, fsdp_axis
 
 
@@ -101,6 +102,8 @@ class ScaleState:
         self.agreed = False
         self._recipe = recipe
         self._plans: dict[Any, ShardPlan] = {}
+        self._last: tuple[Any, ShardPlan] | None = None
+        self._axis: tuple[weakref.ref[Tensor] | None, int] = (None, 0)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ScaleState:
         """A copied weight goes its own way. Its passes are those of the copied model, if that is what is copied."""
@@ -138,7 +141,10 @@ class ScaleState:
         """What this rank has of the weight, which is `parameter`; None if it is not sharded now."""
         if not isinstance(parameter, DTensor):
             return None
-        axis = fsdp_axis(self.name, parameter, self.part)
+        known, axis = self._axis
+        if known is None or known() is not parameter:
+            axis = fsdp_axis(self.name, parameter, self.part)
+            self._axis = (weakref.ref(parameter), axis)
         shard: Tensor = local_of(parameter).shard  # type: ignore[attr-defined]
         if self.primary is not None and self.primary.master is not None:
             shard = self.primary.master
@@ -147,9 +153,12 @@ class ScaleState:
     def plan_of(self, shard: Tensor, shape: tuple[int, ...], mesh: DeviceMesh, mesh_dim: int = 0) -> ShardPlan:
         """What `shard` is of the weight, which is cut over one axis of `mesh`."""
         key = (mesh, mesh_dim, shape, shard.shape, shard.dtype, shard.device)
+        if self._last is not None and self._last[0] == key:  # To hash it takes longer.
+            return self._last[1]
         plan = self._plans.get(key)
         if plan is None:
             plan = self._plans[key] = ShardPlan(self.name, self.fmt, shape, shard, mesh, mesh_dim)
+        self._last = (key, plan)
         return plan
 
     def scales_for(self, shard: Tensor, plan: ShardPlan) -> Scales:
@@ -163,7 +172,7 @@ class ScaleState:
         if now is None or self.refresh is None or self.refresh.made_in != now:
             weights = [mine]
             if now is not None:
-                others = (mine if other.state is self else other for other in _sharded_weights(self.passes.root))
+                others = [mine if other.state is self else other for other in _sharded_weights(self.passes.root)]
                 weights = [other for other in others if other.plan.group.group_name == plan.group.group_name]
             _refresh(weights if any(each is mine for each in weights) else [mine], now)
         assert self.staged is not None
@@ -262,7 +271,7 @@ def update_scales(model: nn.Module, group: dist.ProcessGroup | None = None) -> N
     """
     check_model("update_scales", model)
     passes = Passes.of(model)
-    for parameter in model.parameters():
+    for parameter in parameters_of(model):
         state = _state_of(parameter)
         if state is not None and state.passes.root is None:
             state.passes = passes
@@ -311,7 +320,7 @@ def _recast_all(weights: Sequence[ShardOf]) -> None:
 
 def _sharded_weights(model: nn.Module | None) -> Iterator[ShardOf]:
     """Those of our weights that are sharded now, and need scales, in the order of the model: on all ranks the same."""
-    for parameter in () if model is None else model.parameters():
+    for parameter in () if model is None else parameters_of(model):
         state = _state_of(parameter)
         if state is None or not state.gathers or state.travels:
             continue

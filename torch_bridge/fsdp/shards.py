@@ -88,8 +88,16 @@ class ShardPlan:
         if whole is not None:
             whole.copy_(ops.amax_tensor(found))
 
+    def room_in(self, part: Tensor) -> Tensor:
+        """Room to cast into, at the beginning of some bytes: where codes have a byte each, as padded codes."""
+        if self.room == self.padded_shape[0] * self.padded_shape[1]:
+            return part.as_strided(self.padded_shape, (self.padded_shape[1], 1))
+        return part[: self.room]
+
     def padded_in(self, room: Tensor) -> Tensor:
-        return room[: math.prod(self.padded_shape)].view(self.padded_shape)
+        if room.shape == self.padded_shape:
+            return room
+        return room.as_strided(self.padded_shape, (self.padded_shape[1], 1))
 
     def cast(self, shard: Tensor, scale: Tensor, room: Tensor) -> None:
         if self.columns is None:
@@ -108,4 +116,4 @@ class ShardPlan:
 
     def codes(self, gathered: Tensor) -> Tensor:
         """The codes of the weight: the memory that was gathered, without the padding at its end."""
-        return gathered.view(-1)[: math.prod(self.data_shape)].view(self.data_shape)
+        return gathered.as_strided(self.data_shape, (self.data_shape[1], 1))

@@ -202,10 +202,12 @@ class ShardedWeight(Tensor):
                 f"fully_shard: {state.name} ({state.fmt}) is not a format that FSDP2 can gather: {state.refusal}; "
                 "choose a weight format of square blocks, such as MXFP8_32x32, or of one scale a tensor"
             )
-        state.gathers = True
-        state.passes.watch()
-        of_rows = self.shape[-1] == state.whole[-1]
-        return self._cast_packed_rows if state.fmt.element.codes_per_byte > 1 and of_rows else self._cast_shard
+        if not state.gathers:
+            state.gathers = True
+            state.passes.watch()
+        if state.fmt.element.codes_per_byte > 1 and self.shape[-1] == state.whole[-1]:
+            return _Hook(self._cast_packed_rows, _CAST_PACKED_ROWS)
+        return _Hook(self._cast_shard, _CAST_SHARD)
 
     def _cast_packed_rows(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], _Gather]:
         """The hook in its old form. Of the new one FSDP2 wants an element of codes for each element of an uneven shard.
@@ -224,6 +226,7 @@ class ShardedWeight(Tensor):
     ) -> tuple[tuple[Tensor, ...], _Gather]:
         """Casts the shard to padded codes. FSDP2 calls it on every rank alike, before each gather."""
         state, shard = self.scale_state, self.shard
+        state.passes.watch()  # Hooks may have come before ours.
         if not state.agreed:  # The first time.
             check_reshards(state.passes.root)
         if state.primary is not None:
@@ -240,8 +243,6 @@ class ShardedWeight(Tensor):
         columns = JoinedColumns(state, padded) if plan.packs_columns else None
         assert state.refresh is not None
         return (padded,), _Gather(plan, state.refresh, columns)
-
-    cast(Any, _cast_shard).__signature__ = inspect.signature(_cast_shard)  # FSDP2 asks before each gather.
 
     def _room(self, weight: ShardOf, scales: Scales) -> Tensor:
         """Padded codes."""
@@ -286,6 +287,28 @@ class ShardedWeight(Tensor):
         assert isinstance(unsharded, QuantizedTensor)
         unsharded.set(Usage.ROWWISE, parts)
         return None
+
+
+class _Hook:
+    """A method with a signature that is made once. FSDP2 asks for it before each gather, and `inspect` is slow."""
+
+    __slots__ = ("__signature__", "_method")
+
+    def __init__(self, method: Callable[..., Any], signature: inspect.Signature):
+        self._method, self.__signature__ = method, signature
+
+    def __call__(self, *args: Any) -> Any:
+        return self._method(*args)
+
+
+def _signature(method: Callable[..., Any]) -> inspect.Signature:
+    """Without `self`."""
+    signature = inspect.signature(method)
+    return signature.replace(parameters=[*signature.parameters.values()][1:])
+
+
+_CAST_SHARD = _signature(ShardedWeight._cast_shard)
+_CAST_PACKED_ROWS = _signature(ShardedWeight._cast_packed_rows)
 
 
 class _Gather(NamedTuple):
@@ -388,8 +411,8 @@ def attributes_of(weight: Tensor) -> dict[str, Any]:
 
 def memory_of(tensor: Tensor) -> Tensor:
     """The plain, high-precision tensor of this rank."""
-    local = local_of(tensor)
-    if isinstance(local, ShardedWeight):
+    local = tensor if type(tensor) is Tensor else local_of(tensor)
+    if type(local) is not Tensor and isinstance(local, ShardedWeight):
         primary = local.scale_state.primary
         local = local.shard if primary is None or primary.master is None else primary.master
     return local.detach() if local.requires_grad else local

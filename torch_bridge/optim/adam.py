@@ -199,8 +199,9 @@ class Adam(Optimizer):
             low = state.get("remainder", state.get("master"))
             given = {"grad": parameter.grad, "param": parameter, "low": low, **state}
             tensors = {name: memory_of(t) for name in _LISTS if (t := given.get(name)) is not None}
-            tensors["grad"] = tensors["grad"].contiguous()
-            kind = (tensors["param"].device, *((name, t.dtype) for name, t in tensors.items()))
+            if not tensors["grad"].is_contiguous():
+                tensors["grad"] = tensors["grad"].contiguous()
+            kind = (tensors["param"].device, *tensors, *[t.dtype for t in tensors.values()])
             found.setdefault(kind, []).append((state, tensors))
         return found
 
@@ -273,17 +274,31 @@ class AdamW(Adam):
 def _run(constants: Tensor, members: Sequence[dict[str, Tensor]], decay: str) -> None:
     first = members[0]
     low = "none" if "low" not in first else "remainder" if first["low"].dtype == torch.int16 else "master"
-    lists = [[_as_bytes(tensors[name]) for tensors in members if name in tensors] for name in _LISTS]
+    lists = [[tensors[name] for tensors in members if name in tensors] for name in _LISTS]
+    lists = [[t.view(torch.uint8) for t in each] if each and each[0].dtype.itemsize == 1 else each for each in lists]
     dtypes = {f"{name}_dtype": dtype_name(first[name].dtype) for name in ("exp_avg", "exp_avg_sq")}
     call_in_place("adam", [constants, *lists], {"decay": decay, **dtypes, "keeps": low, "update": False})
 
 
-def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
-
-
 def initialize_state(state: dict[str, Any], parameter: Tensor, group: dict[str, Any]) -> None:
     """Puts what a state lacks before the first step."""
+    if not _is_complete(state, parameter, group):
+        _complete(state, parameter, group)
+
+
+def _is_complete(state: dict[str, Any], parameter: Tensor, group: dict[str, Any]) -> bool:
+    """Asked in every step."""
+    if "step" not in state or "exp_avg" not in state or "exp_avg_sq" not in state:
+        return False
+    if state["exp_avg"].dtype in SCALED and "exp_avg_scale_inv" not in state:
+        return False
+    if state["exp_avg_sq"].dtype in SCALED and "exp_avg_sq_scale_inv" not in state:
+        return False
+    has_all = parameter.dtype == torch.float32 or group["master_weights"] is None
+    return has_all or "master" in state or "remainder" in state
+
+
+def _complete(state: dict[str, Any], parameter: Tensor, group: dict[str, Any]) -> None:
     memory = memory_of(parameter)
 
     def zeros(dtype: torch.dtype) -> Tensor:
