@@ -1,4 +1,4 @@
-"""GEMMs of codes on one GPU, beside torch._scaled_mm on the same codes and bfloat16 of the same shapes.
+"""GEMMs on one GPU: of codes, beside torch._scaled_mm on the same codes, and of bfloat16 of the same shapes.
 
 The shapes are those of a model of 2.0 B parameters on 8192 tokens. `TFLOP_per_s` counts 2 M N K. Scales of blocks are
 as they are stored: what moves them into the order that cuBLASLt reads is part of a call, in the handler for qshard and
@@ -21,6 +21,7 @@ from qshard import products
 from qshard.formats import E5M2, FP8_E4M3, FP8_E5M2, Format, FP8_1x128, FP8_128x128
 from qshard.pipeline import Plane
 from qshard.torch_bridge.gemm import Operand, matmul
+from qshard.torch_bridge.ops import ops
 
 M, SIZES = 8192, (4096, 14336)
 BF16 = torch.bfloat16
@@ -51,6 +52,8 @@ def by_torch(a: Operand, b: Operand, fast: bool) -> torch.Tensor:
 def contenders(n: int, k: int) -> dict[str, tuple[float, Call]]:
     x, w = ([torch.randn(size, k, device="cuda", dtype=BF16) for _ in range(COPIES)] for size in (M, n))
     found: dict[str, Callable[[int], object]] = {"bfloat16 torch.mm": lambda i: torch.mm(x[i], w[i].t())}
+    options = {"dtype": BF16, "workspace": products.LIBRARY_BYTES}
+    found["bfloat16 qshard"] = lambda i: ops.gemm_values_nt(x[i], w[i], **options)
     kinds = {
         "E4M3, fast": (FP8_E4M3, FP8_E4M3, True),
         "E4M3": (FP8_E4M3, FP8_E4M3, False),

@@ -1,7 +1,7 @@
 """Products of quantized matrices: which ones tensor cores take as codes, and the op that multiplies them.
 
 Both front ends ask first: `kind_of` of the formats, `contracts_last` of the planes, `fits` of the sizes, `runs_on` of
-the GPU. Where one says no, they multiply dequantized values.
+the GPU. Where one says no, they multiply dequantized values: XLA's dot, PyTorch's `mm`, or an op (`multiply_values`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from qshard import _ffi
+from qshard import _ffi, pipeline
 from qshard.formats import E4M3, E5M2, E8M0, Format, Usage
 from qshard.layout import is_transposed
 from qshard.pipeline import Plane
@@ -19,14 +19,14 @@ Array = Any
 Sizes = tuple[int, int, int]
 """M, N and K of `[M, K] @ [N, K].T`."""
 
-Kind = Literal["tensors", "blocks", "mxfp8", "nvfp4"]
+Kind = Literal["tensors", "blocks", "mxfp8", "nvfp4", "values"]
 
 UNIT = 16
 """What each of the sizes of a product is a multiple of, if tensor cores take it."""
 
 _FP8 = (E4M3.name, E5M2.name)
-_LIBRARY_BYTES = 32 * 2**20
-"""What cuBLAS's documentation recommends for Hopper and later."""
+LIBRARY_BYTES = 32 * 2**20
+"""What cuBLASLt may use, as its documentation recommends for Hopper and later: the workspace of products of values."""
 _TILE = (128, 4)
 """Rows and columns that scales are padded to."""
 
@@ -95,11 +95,14 @@ def runs_on(kind: Kind, gpu: Gpu) -> bool:
     | blocks | FP8 in 1x128 with fp32 scales; one of the two may be in 128x128 | 9.0 | 12.9 |
     | mxfp8 | FP8 in 1x32 or 32x32 with E8M0 scales | 10.x | 12.8 |
     | nvfp4 | NVFP4 with a global scale for the tensor | 10.x | 12.8 |
+    | values | bfloat16, of any format | 8.0 and later | 12.0 |
 
     Two operands of E5M2 have no kind, nor have MXFP6 and MXFP4.
 
     Sources: cuBLAS documentation, "8-bit and 4-bit floating point data types usage" and "Scaling factors layouts".
     """
+    if kind == "values":
+        return gpu.capability >= (8, 0) and gpu.cublaslt >= 120000
     if kind == "tensors":
         return gpu.capability >= (8, 9) and gpu.cublaslt >= 120000
     if kind == "blocks":
@@ -120,12 +123,12 @@ def fits(kind: Kind, sizes: Sizes) -> bool:
 
 
 def workspace_size(a: Format, b: Format, sizes: Sizes) -> int:
-    """Bytes that a product needs besides its operands and result: what cuBLASLt may use, and scales in its order.
+    """Bytes that a product of codes needs besides operands and result: what cuBLASLt may use, and scales in its order.
 
     It is at least what `ffi/kernels/gemm_scales.h` has for scales; some kilobytes more, but for tensors that would not
     fit a GPU.
     """
-    size = _LIBRARY_BYTES
+    size = LIBRARY_BYTES
     if a.block is None or b.block is None:
         return size
     m, n, k = sizes
@@ -157,3 +160,42 @@ def multiply(
         return ops.gemm_nvfp4(*a, *b, **how)[0]
     how |= elements | {"cols": a_format.block[1], "scale_dtype": a_format.scale_dtype}
     return ops.gemm_block(a.data, a.scale_inv, b.data, b.scale_inv, **how)[0]
+
+
+def multiply_values(
+    ops: Any, a: Array, a_in_order: bool, b: Array, b_in_order: bool, *, dtype: Any, workspace: int
+) -> Array:
+    """`a @ b.T` of floats of one dtype, summed in fp32.
+
+    Args:
+      a, b: `[M, K]` and `[N, K]`.
+      a_in_order, b_in_order: whether each is stored so; if not, with K first.
+      dtype: of the result: that of the operands, or float32.
+      workspace: bytes that cuBLASLt may use; 0 on the CPU.
+    """
+    multiplied = getattr(ops, f"gemm_values_{'n' if a_in_order else 't'}{'t' if b_in_order else 'n'}")
+    return multiplied(a, b, dtype=dtype, workspace=workspace)[0]
+
+
+class Way(NamedTuple):
+    """How ops multiply two planes, if they do.
+
+    Attributes:
+      a, b: the format of each plane, and the usage that it is for.
+      workspace: bytes.
+      values: what the planes are dequantized to; None: their codes are multiplied.
+    """
+
+    a: tuple[Format, Usage]
+    b: tuple[Format, Usage]
+    workspace: int
+    values: Any = None
+
+    def product(self, ops: Any, a: Plane, b: Plane, *, dtype: Any, fast: bool = False) -> Array:
+        """`a @ b.T`; `dtype` and `fast` as `multiply` has them."""
+        if self.values is None:
+            options = {"dtype": dtype, "fast": fast, "workspace": self.workspace}
+            return multiply(ops, a, self.a[0], b, self.b[0], **options)
+        x, y = (pipeline.dequantize(ops, each, *of, self.values) for each, of in ((a, self.a), (b, self.b)))
+        in_order = contracts_last(*self.a), contracts_last(*self.b)
+        return multiply_values(ops, x, in_order[0], y, in_order[1], dtype=dtype, workspace=self.workspace)

@@ -3,8 +3,8 @@
 On NVIDIA GPUs it runs on tensor cores as it is, by an op of qshard over cuBLASLt, where the hardware multiplies codes
 of the two formats (`qshard.products`): per-tensor FP8 from compute capability 8.9 on, and on Hopper FP8 in
 blocks of 1x128, one of which may be of 128x128. In all other cases, so always on the CPU, the operands are dequantized
-and multiplied: in float32 for per-tensor formats and on the CPU, in bfloat16 on GPUs if blocks are involved. All sum in
-float32, in an order of their own: results agree to rounding, not in bits.
+and multiplied: in float32 for per-tensor formats and on the CPU, by PyTorch; in bfloat16 on GPUs if blocks are
+involved, by an op again. All sum in float32, in an order of their own: results agree to rounding, not in bits.
 
 What bfloat16 costs: nothing where scales are powers of two (MXFP8, and FP8 blocks by default), as it holds every code
 times such a scale exactly; one rounding of 2^-9 for each element of NVFP4, whose own steps are 2^-2.
@@ -21,10 +21,16 @@ from torch import Tensor
 
 from qshard import products
 from qshard.formats import Format, Usage
-from qshard.layout import is_transposed, multiplies_codes
+from qshard.layout import multiplies_codes
 from qshard.pipeline import Plane
-from qshard.products import Gpu, Kind, Sizes
+from qshard.products import Gpu, Kind, Sizes, Way
+from qshard.torch_bridge.kept import Kept
+from qshard.torch_bridge.ops import ops
 from qshard.torch_bridge.planes import dequantized, multiplied
+
+LARGE = 2**24
+"""Elements of the largest operand from which on kernels take longer than the host: on an H200 a GEMM of 4096 x 4096 x
+4096 takes 0.2 ms, and the calls of a layer half of that."""
 
 
 class Operand(NamedTuple):
@@ -34,11 +40,25 @@ class Operand(NamedTuple):
     parts: Plane
     usage: Usage = Usage.ROWWISE
 
+    @property
+    def in_order(self) -> bool:
+        """Whether it is stored as `[rows, K]`."""
+        return products.contracts_last(self.format, self.usage)
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Of rows and K."""
+        first, last = self.parts.data.shape
+        last *= self.format.element.codes_per_byte
+        return (first, last) if self.in_order else (last, first)
+
+    def stored_values(self, dtype: torch.dtype) -> Tensor:
+        """As they are stored, rounded to `dtype`."""
+        return dequantized(self.parts, self.format, self.usage, dtype)
+
     def values(self, dtype: torch.dtype) -> Tensor:
         """`[rows, K]`, rounded to `dtype`."""
-        values = dequantized(self.parts, self.format, self.usage, dtype)
-        in_order = self.usage is Usage.ROWWISE or is_transposed(self.format, self.usage)
-        return values if in_order else values.t()
+        return self.stored_values(dtype) if self.in_order else self.stored_values(dtype).t()
 
 
 def matmul(a: Operand, b: Operand, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
@@ -46,17 +66,24 @@ def matmul(a: Operand, b: Operand, dtype: torch.dtype, *, fast: bool = False) ->
 
     `fast` lets tensor cores keep fewer bits while they sum, as is usual in the forward pass.
     """
-    (m, k), (n, _), device = a.parts.data.shape, b.parts.data.shape, a.parts.data.device
-    sizes = (m, n, k * a.format.element.codes_per_byte)
-    workspace = workspace_of((a.format, a.usage), (b.format, b.usage), sizes, device) if device.type == "cuda" else None
-    if workspace is not None:
-        return multiplied(a.parts, a.format, b.parts, b.format, dtype, fast, workspace)
+    (m, k), (n, _), device = a.sizes, b.sizes, a.parts.data.device
+    way = way_of(a.format, a.usage, b.format, b.usage, (m, n, k), device, dtype)
+    if way is not None and (way.values is None or max(m * k, n * k, m * n) <= LARGE):
+        return multiplied(a.parts, b.parts, dtype, fast, way)
     exact = device.type != "cuda" or multiplies_codes(a.format, b.format)
     # Values take several times the bytes of codes. Who passes an operand that is of no more use lets its codes go here.
-    x = a.values(torch.float32 if exact else torch.bfloat16)
+    kind = torch.float32 if exact else torch.bfloat16
+    in_order = a.in_order, b.in_order
+    x = a.stored_values(kind)
     del a
-    y = b.values(x.dtype).t()
+    y = b.stored_values(kind)
     del b
+    if way is not None:
+        made: Tensor = products.multiply_values(
+            ops, x, in_order[0], y, in_order[1], dtype=dtype, workspace=way.workspace
+        )
+        return made
+    x, y = x if in_order[0] else x.t(), y.t() if in_order[1] else y
     # Autocast would round the operands once more.
     with torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext():
         if not exact and dtype == torch.float32 and x.numel() and y.numel():
@@ -66,13 +93,30 @@ def matmul(a: Operand, b: Operand, dtype: torch.dtype, *, fast: bool = False) ->
     return product.to(dtype)
 
 
-def workspace_of(a: tuple[Format, Usage], b: tuple[Format, Usage], sizes: Sizes, device: torch.device) -> int | None:
-    """Bytes that the product of two planes needs, if tensor cores take their codes; None if not."""
-    kind = products.kind_of(a[0], b[0]) if device.type == "cuda" else None
-    if kind is None or not products.fits(kind, sizes) or not _runs_on(kind, device.index):
+def way_of(
+    a: Format, a_usage: Usage, b: Format, b_usage: Usage, sizes: Sizes, device: torch.device, dtype: torch.dtype
+) -> Way | None:
+    """How an op makes the product of two planes in `dtype`; None: PyTorch does, of values."""
+    if device.type != "cuda":
         return None
-    in_order = products.contracts_last(*a) and products.contracts_last(*b)
-    return products.workspace_size(a[0], b[0], sizes) if in_order else None
+    return (_way_of if torch.compiler.is_compiling() else _kept_ways)(a, a_usage, b, b_usage, sizes, device, dtype)
+
+
+def _way_of(
+    a: Format, a_usage: Usage, b: Format, b_usage: Usage, sizes: Sizes, device: torch.device, dtype: torch.dtype
+) -> Way | None:
+    planes = (a, a_usage), (b, b_usage)
+    kind = products.kind_of(a, b)
+    in_order = products.contracts_last(*planes[0]) and products.contracts_last(*planes[1])
+    if kind is not None and in_order and products.fits(kind, sizes) and _runs_on(kind, device.index):
+        return Way(*planes, products.workspace_size(a, b, sizes))
+    # cuBLASLt gives no float16 of bfloat16 values, and PyTorch says how float32 ones are multiplied.
+    if multiplies_codes(a, b) or dtype == torch.float16 or not _runs_on("values", device.index):
+        return None
+    return Way(*planes, products.LIBRARY_BYTES, torch.bfloat16)
+
+
+_kept_ways = Kept(_way_of)
 
 
 @torch.compiler.assume_constant_result

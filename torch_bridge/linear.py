@@ -179,7 +179,7 @@ def _product(
         w_again = need_x and eager and isinstance(weight, torch.nn.Parameter)
         if one_node and not parts and (w_again or not need_x):
             scale = given[_W_SCALE] if given else None
-            ready = one_call.product(x_row.parts, x_row.format, values_of(weight), recipe, scale, dtype)
+            ready = one_call.product(x_row.parts, x_row.format, values_of(weight), recipe, scale, seed, dtype)
         if ready is None:
             w_usage = Usage.BOTH if need_x and not w_again else Usage.ROWWISE
             ws, amaxes = quantized(values_of(weight), recipe, w_usage, Role.WEIGHT, seed, parts, given)
@@ -350,7 +350,7 @@ class _Gradients(torch.autograd.Function):
         if plan is not None:
             x = [_again(how, of_x, ctx)[0]] if how.x_again else [part for part in of_x if part is not None]
             w = [values_of(of_w[-1])] if how.w_again else [part for part in of_w if part is not None]
-            grad_x, grad_w, amax = one_call.gradients(plan, how.recipe, dy, x, w, ctx.given[: len(ROLES)])
+            grad_x, grad_w, amax = one_call.gradients(plan, how.recipe, dy, x, w, ctx.given[: len(ROLES)], seed)
         else:
             usage = Usage.BOTH if need_x and need_w else Usage.ROWWISE if need_x else Usage.COLUMNWISE
             known = noted_amax(grad)

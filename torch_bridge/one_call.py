@@ -4,41 +4,36 @@ A weight is quantized and multiplied in one call, and so are both gradients: pro
 in the same order, as `linear.py` runs one after another; so the bits are the same. What lies between is held until the
 end of the call, which is why large layers, which wait for no host, go one op after another.
 
-Only where tensor cores take the codes of both operands. Else a product is PyTorch's own, of values.
+Only where an op makes the products (`gemm.way_of`), of codes or of values: so on GPUs. Else they are PyTorch's own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from qshard import pipeline, products
+from qshard import pipeline
 from qshard.formats import Format, Usage
-from qshard.pipeline import Plane
+from qshard.pipeline import Draws, Plane
+from qshard.products import Way
 from qshard.recipes import DelayedScaling, Recipe, Role
-from qshard.torch_bridge.gemm import workspace_of
+from qshard.torch_bridge.gemm import LARGE, way_of
 from qshard.torch_bridge.kept import Kept
+from qshard.torch_bridge.operands import ROLES, draws_of
 from qshard.torch_bridge.programs import Steps
-
-LARGE = 2**24
-"""Elements of the largest operand from which on kernels take longer than the host: on an H200 a GEMM of 4096 x 4096 x
-4096 takes 0.2 ms, and the calls of a layer half of that."""
 
 
 class _Product(NamedTuple):
-    """`a @ b.T`, of planes for two usages."""
+    """`a @ b.T` of two planes."""
 
-    a: Format
-    b: Format
-    workspace: int
+    way: Way
     dtype: torch.dtype
 
     def of(self, ops: Any, a: Plane, b: Plane, *, fast: bool = False) -> Any:
-        options: dict[str, Any] = {"dtype": self.dtype, "fast": fast, "workspace": self.workspace}
-        return products.multiply(ops, a, self.a, b, self.b, **options)
+        return self.way.product(ops, a, b, dtype=self.dtype, fast=fast)
 
 
 class Backward(NamedTuple):
@@ -46,21 +41,27 @@ class Backward(NamedTuple):
 
     Attributes:
       dw, dx: the products for the gradients that are needed.
-      margin: of delayed scaling.
       x_parts, w_parts: how many tensors x and the weight are: the parts of a plane, or values, which are quantized.
       w_usage: which plane of the weight. Of x it is the columnwise one.
+      drawn: the tensors that are rounded at random.
     """
 
     dw: _Product | None
     dx: _Product | None
-    margin: int | None
     x_parts: int
     w_parts: int
     w_usage: Usage | None
+    drawn: tuple[Role, ...]
 
 
 def product(
-    x: Plane, x_format: Format, weight: Tensor, recipe: Recipe, scale: Tensor | None, dtype: torch.dtype
+    x: Plane,
+    x_format: Format,
+    weight: Tensor,
+    recipe: Recipe,
+    scale: Tensor | None,
+    seed: Tensor | None,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor | None] | None:
     """`y = x @ w.T` of the codes of x and values of a weight, and the amax of a weight whose `scale` is given.
 
@@ -70,13 +71,21 @@ def product(
     how = _forward(x_format, recipe, sizes, weight.device, dtype)
     if how is None:
         return None
-    tensors = (*_there(x), weight) if scale is None else (*_there(x), weight, scale)
-    y, amax = _multiply_weight(tensors, how, _margin(recipe))
+    of_x = _there(x)
+    given = () if scale is None else (scale,)
+    drawn = _draws(recipe, (Role.WEIGHT,) if recipe.weight.stochastic else (), seed, weight.device)
+    y, amax = _multiply_weight((*of_x, weight, *given, *drawn), len(of_x), how, recipe)
     return y, amax
 
 
 def gradients(
-    how: Backward, recipe: Recipe, grad: Tensor, x: Sequence[Tensor], w: Sequence[Tensor], scales: Sequence[Tensor]
+    how: Backward,
+    recipe: Recipe,
+    grad: Tensor,
+    x: Sequence[Tensor],
+    w: Sequence[Tensor],
+    scales: Sequence[Tensor],
+    seed: Tensor | None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The gradients of x and of the weight, and the amax of that of y if its scale is given.
 
@@ -84,8 +93,10 @@ def gradients(
       grad: of y, a matrix.
       x, w: what `how` says.
       scales: of weight, x and gradient, under delayed scaling.
+      seed: of the layer, where something is rounded at random.
     """
-    dx, dw, amax = _gradients((grad, *x, *w, *scales), how, recipe)
+    drawn = _draws(recipe, how.drawn, seed, grad.device)
+    dx, dw, amax = _gradients((grad, *x, *w, *scales, *drawn), how, recipe)
     return dx, dw, amax
 
 
@@ -106,20 +117,23 @@ def backward_of(
     (m, n, k), (x_dtype, w_dtype) = sizes, dtypes
     usage = Usage.BOTH if x_dtype and w_dtype else Usage.ROWWISE if x_dtype else Usage.COLUMNWISE
     dy, x, w = recipe.gradient, recipe.activation, recipe.weight
-    if max(m * k, n * k, m * n) > LARGE or recipe.stochastic or recipe.added_rows(Role.GRADIENT, usage, m):
+    if max(m * k, n * k, m * n) > LARGE or recipe.added_rows(Role.GRADIENT, usage, m):
         return None
     dw = dx = None
     if w_dtype is not None:
-        found = workspace_of((dy, Usage.COLUMNWISE), (x, Usage.COLUMNWISE), (n, k, m), device)
-        if found is None:
+        way = way_of(dy, Usage.COLUMNWISE, x, Usage.COLUMNWISE, (n, k, m), device, w_dtype)
+        if way is None:
             return None
-        dw = _Product(dy, x, found, w_dtype)
+        dw = _Product(way, w_dtype)
     if x_dtype is not None:
-        found = workspace_of((dy, Usage.ROWWISE), (w, Usage.COLUMNWISE), (m, k, n), device)
-        if found is None:
+        way = way_of(dy, Usage.ROWWISE, w, Usage.COLUMNWISE, (m, k, n), device, x_dtype)
+        if way is None:
             return None
-        dx = _Product(dy, w, found, x_dtype)
-    return Backward(dw, dx, _margin(recipe), *kept)
+        dx = _Product(way, x_dtype)
+    x_parts, w_parts, _ = kept
+    made = {Role.GRADIENT: True, Role.ACTIVATION: bool(dw) and x_parts == 1, Role.WEIGHT: bool(dx) and w_parts == 1}
+    drawn = tuple(role for role, here in made.items() if here and recipe.format(role).stochastic)
+    return Backward(dw, dx, *kept, drawn)
 
 
 @Kept
@@ -127,18 +141,26 @@ def _forward(
     x: Format, recipe: Recipe, sizes: tuple[int, int, int], device: torch.device, dtype: torch.dtype
 ) -> _Product | None:
     m, n, k = sizes
-    if max(m * k, n * k, m * n) > LARGE or recipe.stochastic:
+    if max(m * k, n * k, m * n) > LARGE:
         return None
-    found = workspace_of((x, Usage.ROWWISE), (recipe.weight, Usage.ROWWISE), sizes, device)
-    return None if found is None else _Product(x, recipe.weight, found, dtype)
+    way = way_of(x, Usage.ROWWISE, recipe.weight, Usage.ROWWISE, sizes, device, dtype)
+    return None if way is None else _Product(way, dtype)
+
+
+def _draws(recipe: Recipe, roles: Iterable[Role], seed: Tensor | None, device: torch.device) -> Iterator[Tensor]:
+    """Seed and first index of each."""
+    for role in roles:
+        draws = draws_of(recipe.format(role), role, seed, device)
+        assert draws is not None
+        yield from (draws.seed, draws.first)
 
 
 @Steps
 def _multiply_weight(ops: Any, *args: Any) -> tuple[Any, ...]:
-    *tensors, how, margin = args
-    scale = tensors.pop() if margin is not None else None
-    *x, weight = tensors
-    w, amax = _made(ops, weight, how.b, Usage.ROWWISE, scale, margin)
+    *tensors, of_x, how, recipe = args
+    x, weight, rest = tensors[:of_x], tensors[of_x], tensors[of_x + 1 :]
+    scale, draws = (None, Draws(*rest)) if recipe.weight.stochastic else (rest[0] if rest else None, None)
+    w, amax = _made(ops, weight, recipe, Role.WEIGHT, Usage.ROWWISE, scale, draws)
     return how.of(ops, Plane(*x), w[Usage.ROWWISE], fast=True), amax
 
 
@@ -146,38 +168,37 @@ def _multiply_weight(ops: Any, *args: Any) -> tuple[Any, ...]:
 def _gradients(ops: Any, *args: Any) -> tuple[Any, ...]:
     grad, *tensors, how, recipe = args
     x, w = tensors[: how.x_parts], tensors[how.x_parts : how.x_parts + how.w_parts]
-    w_scale, x_scale, scale = tensors[how.x_parts + how.w_parts :] or (None, None, None)
-    usage = Usage.BOTH if how.dx and how.dw else Usage.ROWWISE if how.dx else Usage.COLUMNWISE
-    dy, amax = _made(ops, grad, recipe.gradient, usage, scale, how.margin)
+    rest = tensors[how.x_parts + how.w_parts :]
+    drawn = [Draws(*pair) for pair in zip(rest[::2], rest[1::2], strict=True)] if how.drawn else []
+    scales: dict[Role, Any] = {} if how.drawn else dict(zip(ROLES, rest, strict=False))  # Not both.
+    draws = dict(zip(how.drawn, drawn, strict=True))
+
+    def made(x: Any, role: Role, usage: Usage) -> tuple[dict[Usage, Plane], Any]:
+        return _made(ops, x, recipe, role, usage, scales.get(role), draws.get(role))
+
+    def columnwise(parts: Sequence[Any], role: Role, kept: Usage | None) -> Plane:
+        """The columnwise plane of what is kept of an operand."""
+        if len(parts) == 1:
+            return made(parts[0], role, Usage.COLUMNWISE)[0][Usage.COLUMNWISE]
+        codes = Plane(*parts)
+        return codes if kept is Usage.COLUMNWISE else pipeline.transposed(ops, codes, recipe.format(role))
+
+    dy, amax = made(grad, Role.GRADIENT, Usage.BOTH if how.dx and how.dw else (how.dx or how.dw).way.a[1])
     dx = dw = None
     if how.dw is not None:
-        columns = _columnwise(ops, x, Usage.COLUMNWISE, recipe.activation, x_scale, how.margin)
-        dw = how.dw.of(ops, dy[Usage.COLUMNWISE], columns)
+        dw = how.dw.of(ops, dy[Usage.COLUMNWISE], columnwise(x, Role.ACTIVATION, Usage.COLUMNWISE))
     if how.dx is not None:
-        columns = _columnwise(ops, w, how.w_usage, recipe.weight, w_scale, how.margin)
-        dx = how.dx.of(ops, dy[Usage.ROWWISE], columns)
+        dx = how.dx.of(ops, dy[Usage.ROWWISE], columnwise(w, Role.WEIGHT, how.w_usage))
     return dx, dw, amax
 
 
-def _columnwise(ops: Any, parts: Sequence[Any], usage: Usage | None, fmt: Format, scale: Any, margin: Any) -> Plane:
-    """The columnwise plane of what is kept of an operand."""
-    if len(parts) == 1:
-        return _made(ops, parts[0], fmt, Usage.COLUMNWISE, scale, margin)[0][Usage.COLUMNWISE]
-    codes = Plane(*parts)
-    return codes if usage is Usage.COLUMNWISE else pipeline.transposed(ops, codes, fmt)
-
-
 def _made(
-    ops: Any, x: Any, fmt: Format, usage: Usage, scale: Any, margin: int | None
+    ops: Any, x: Any, recipe: Recipe, role: Role, usage: Usage, scale: Any, draws: Draws | None
 ) -> tuple[dict[Usage, Plane], Any]:
     """The planes of a matrix, and its amax if its scale is given."""
-    if margin is None:
-        return pipeline.quantize(ops, x, fmt, usage), None
-    return pipeline.quantize_delayed(ops, x, fmt, usage, scale, margin)
-
-
-def _margin(recipe: Recipe) -> int | None:
-    return recipe.margin if isinstance(recipe, DelayedScaling) else None
+    if isinstance(recipe, DelayedScaling):
+        return pipeline.quantize_delayed(ops, x, recipe.format(role), usage, scale, recipe.margin)
+    return pipeline.quantize(ops, x, recipe.format(role), usage, draws=draws), None
 
 
 def _there(parts: Plane) -> tuple[Tensor, ...]:

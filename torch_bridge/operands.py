@@ -97,12 +97,10 @@ def _scaled(
     added = recipe.added_rows(role, usage, rows)
     if added:
         x = torch.nn.functional.pad(x, (0, 0, 0, added))
-    draws = merged = None
-    if fmt.stochastic and seed is not None:
-        if ROLE_SEEDS[role]:
-            seed = seed ^ constant_words(ROLE_SEEDS[role], x.device)
-        draws = Draws(seed, constant_words(0, x.device)) if part is None else part.draws(seed)
+    merged = None
+    draws = draws_of(fmt, role, seed, x.device)
     if part is not None:
+        draws = None if draws is None else part.draws(draws.seed)
         merged = functools.partial(part.merged, by_row=fmt.scaling.global_scale == "row")
     check = functools.partial(_check, x, fmt, usage, role)
     made = planes.quantized(x, fmt, usage, draws=draws, reduce_max=merged, amax=amax, check=check)
@@ -110,6 +108,15 @@ def _scaled(
     if added and Usage.ROWWISE in usage.planes:
         there[Usage.ROWWISE] = pipeline.without_added_rows(there[Usage.ROWWISE], fmt, rows)
     return there
+
+
+def draws_of(fmt: Format, role: Role, seed: Tensor | None, device: torch.device) -> Draws | None:
+    """The random numbers of a matrix, by the seed of its layer; None: it takes none."""
+    if seed is None or not fmt.stochastic:
+        return None
+    if ROLE_SEEDS[role]:
+        seed = seed ^ constant_words(ROLE_SEEDS[role], device)
+    return Draws(seed, constant_words(0, device))
 
 
 def _check(x: Tensor, fmt: Format, usage: Usage, role: Role) -> None:

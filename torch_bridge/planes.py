@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qshard import pipeline, products
+from qshard import pipeline
 from qshard.formats import Format, Usage
 from qshard.layout import PlaneLayout, matrix_shape, plane
 from qshard.pipeline import Draws, Plane, Reduce
+from qshard.products import Way
 from qshard.torch_bridge.constants import as_constant
 from qshard.torch_bridge.ops import ops
 from qshard.torch_bridge.programs import Steps
@@ -97,12 +98,10 @@ def transposed(parts: Plane, fmt: Format) -> Plane:
     return parts._replace(data=data, scale_inv=scale_inv)
 
 
-def multiplied(
-    a: Plane, a_format: Format, b: Plane, b_format: Format, dtype: torch.dtype, fast: bool, workspace: int
-) -> Tensor:
-    """`a @ b.T` of two planes that tensor cores take as codes: `products.multiply`."""
-    tensors = tuple(part for parts in (a, b) for part in parts if part is not None)
-    (product,) = _multiply(tensors, a_format, b_format, dtype, fast, workspace)
+def multiplied(a: Plane, b: Plane, dtype: torch.dtype, fast: bool, way: Way) -> Tensor:
+    """`a @ b.T` of two planes, as `way` has it."""
+    tensors = [tuple(part for part in parts if part is not None) for parts in (a, b)]
+    (product,) = _multiply((*tensors[0], *tensors[1]), len(tensors[0]), dtype, fast, way)
     result: Tensor = product
     return result
 
@@ -170,9 +169,8 @@ def _transpose(ops: Any, data: Any, scale_inv: Any, fmt: Format) -> Parts:
 
 @Steps
 def _multiply(ops: Any, *args: Any) -> Parts:
-    *parts, a_format, b_format, dtype, fast, workspace = args
-    a, b = Plane(*parts[: len(parts) // 2]), Plane(*parts[len(parts) // 2 :])
-    return (products.multiply(ops, a, a_format, b, b_format, dtype=dtype, fast=fast, workspace=workspace),)
+    *parts, count, dtype, fast, way = args
+    return (way.product(ops, Plane(*parts[:count]), Plane(*parts[count:]), dtype=dtype, fast=fast),)
 
 
 def _flat(planes: Mapping[Usage, Plane]) -> Parts:

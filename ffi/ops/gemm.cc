@@ -26,7 +26,25 @@ ElementId ElementOf(const Call<Platform>& call, std::string_view attribute) {
   return ElementId::kE4M3;  // The row lets no other name through.
 }
 
-// What tensor cores need, where there are some. Front ends ask before they call
+// Of a buffer of floats.
+ElementId ValueOf(const Buffer& buffer) {
+  return buffer.dtype == kDataTypeOf<float>      ? ElementId::kFloat32
+         : buffer.dtype == kDataTypeOf<bfloat16> ? ElementId::kBFloat16
+                                                 : ElementId::kFloat16;
+}
+
+// What products of values need on a GPU.
+Error CheckValuesForCuda(const char* op, const Buffer& a, const Buffer& workspace,
+                         const Buffer& out) {
+  QSHARD_REQUIRE(out.dtype == a.dtype || out.dtype == kDataTypeOf<float>, op, ": a result of ",
+                 NameOf(out.dtype), " is not one that cuBLASLt makes of ", NameOf(a.dtype),
+                 "; ask for that, or for float32");
+  QSHARD_REQUIRE(reinterpret_cast<uintptr_t>(workspace.data) % kernels::kGemmUnit == 0, op,
+                 ": workspace is not aligned to ", kernels::kGemmUnit, " bytes; copy it");
+  return {};
+}
+
+// What tensor cores need of codes, where there are some. Front ends ask before they call
 // (qshard/products.py); this is for who has not.
 Error CheckForCuda(const char* op, const GemmProblem& gemm, const Buffer& workspace,
                    const Buffer& out) {
@@ -37,9 +55,8 @@ Error CheckForCuda(const char* op, const GemmProblem& gemm, const Buffer& worksp
                  ") has sizes that are not positive multiples of ", unit,
                  k_unit == unit ? "" : ", and K of 32",
                  ", as tensor cores take them; pad the matrices, or multiply dequantized values");
-  for (const void* data :
-       {static_cast<const void*>(gemm.a.codes), static_cast<const void*>(gemm.b.codes),
-        static_cast<const void*>(out.data), static_cast<const void*>(workspace.data)})
+  for (const void* data : {gemm.a.data, gemm.b.data, static_cast<const void*>(out.data),
+                           static_cast<const void*>(workspace.data)})
     QSHARD_REQUIRE(reinterpret_cast<uintptr_t>(data) % kernels::kGemmUnit == 0, op,
                    ": codes, result or workspace are not aligned to ", kernels::kGemmUnit,
                    " bytes, as tensor cores take them; copy them");
@@ -55,17 +72,28 @@ template <class Platform>
 Error Run(const Call<Platform>& call, GemmProblem gemm, const Buffer& a, const Buffer& b) {
   const Buffer &out = call.ret(0), &workspace = call.ret(1);
   if (Elements(out) == 0) return {};
-  gemm.a.codes = Data<uint8_t>(a);
-  gemm.b.codes = Data<uint8_t>(b);
-  gemm.a.rows = a.dims[0];
-  gemm.b.rows = b.dims[0];
-  gemm.k = call.binding.Length(1);
+  gemm.a.data = a.data;
+  gemm.b.data = b.data;
+  gemm.a.rows = a.dims[gemm.a.k_first ? 1 : 0];
+  gemm.b.rows = b.dims[gemm.b.k_first ? 1 : 0];
+  gemm.k = call.binding.Length(gemm.a.k_first ? 0 : 1);
   if constexpr (std::is_same_v<Platform, Cuda>)
-    QSHARD_RETURN_IF_ERROR(CheckForCuda(call.op(), gemm, workspace, out));
+    QSHARD_RETURN_IF_ERROR(IsValue(gemm.a.element)
+                               ? CheckValuesForCuda(call.op(), a, workspace, out)
+                               : CheckForCuda(call.op(), gemm, workspace, out));
   return DispatchFloat(out, [&](auto type) {
     return call(kernels::Gemm(call.exec, gemm, {Mutable<uint8_t>(workspace), Elements(workspace)},
                               Mutable<decltype(type)>(out)));
   });
+}
+
+// out = a @ b.T, of values that are stored as they are multiplied, or with k first.
+template <class Platform>
+Error RunValues(const Call<Platform>& call, bool a_k_first, bool b_k_first) {
+  GemmProblem gemm{};
+  gemm.a = {nullptr, ValueOf(call.arg(0)), 0, nullptr, 1, nullptr, a_k_first};
+  gemm.b = {nullptr, ValueOf(call.arg(1)), 0, nullptr, 1, nullptr, b_k_first};
+  return Run(call, gemm, call.arg(0), call.arg(1));
 }
 
 }  // namespace
@@ -73,8 +101,8 @@ Error Run(const Call<Platform>& call, GemmProblem gemm, const Buffer& a, const B
 // out = (a @ b.T) * a_scale_inv * b_scale_inv, of codes with one scale each.
 QSHARD_DEFINE_OP(gemm) {
   GemmProblem gemm{};
-  gemm.a = {{}, ElementOf(call, "a_element"), 0, nullptr, 1, Data<float>(call.arg(1))};
-  gemm.b = {{}, ElementOf(call, "b_element"), 0, nullptr, 1, Data<float>(call.arg(3))};
+  gemm.a = {nullptr, ElementOf(call, "a_element"), 0, nullptr, 1, Data<float>(call.arg(1)), false};
+  gemm.b = {nullptr, ElementOf(call, "b_element"), 0, nullptr, 1, Data<float>(call.arg(3)), false};
   gemm.fast = call.flag("fast");
   return Run(call, gemm, call.arg(0), call.arg(2));
 }
@@ -82,8 +110,13 @@ QSHARD_DEFINE_OP(gemm) {
 // out = a @ b.T, of codes in blocks of a_rows x cols and b_rows x cols, with fp32 or E8M0 scales.
 QSHARD_DEFINE_OP(gemm_block) {
   GemmProblem gemm{};
-  gemm.a = {{}, ElementOf(call, "a_element"), 0, call.arg(1).data, call.integer("a_rows"), nullptr};
-  gemm.b = {{}, ElementOf(call, "b_element"), 0, call.arg(3).data, call.integer("b_rows"), nullptr};
+  const auto operand = [&](int first, const char* element, const char* rows) {
+    return GemmOperand{
+        nullptr, ElementOf(call, element), 0, call.arg(first + 1).data, call.integer(rows), nullptr,
+        false};
+  };
+  gemm.a = operand(0, "a_element", "a_rows");
+  gemm.b = operand(2, "b_element", "b_rows");
   gemm.scales = call.text("scale_dtype") == E8M0::kName ? ScaleId::kE8M0 : ScaleId::kFloat;
   gemm.cols = call.integer("cols");
   return Run(call, gemm, call.arg(0), call.arg(2));
@@ -94,12 +127,13 @@ QSHARD_DEFINE_OP(gemm_block) {
 QSHARD_DEFINE_OP(gemm_nvfp4) {
   GemmProblem gemm{};
   const auto operand = [&](int first, const char* rows) {
-    return GemmOperand{{},
+    return GemmOperand{nullptr,
                        ElementId::kE2M1,
                        0,
                        call.arg(first + 1).data,
                        call.integer(rows),
-                       Data<float>(call.arg(first + 2))};
+                       Data<float>(call.arg(first + 2)),
+                       false};
   };
   gemm.a = operand(0, "a_rows");
   gemm.b = operand(3, "b_rows");
@@ -107,5 +141,11 @@ QSHARD_DEFINE_OP(gemm_nvfp4) {
   gemm.cols = kNvfp4Block;
   return Run(call, gemm, call.arg(0), call.arg(3));
 }
+
+// out = a @ b.T of values. A `t` says that a is stored as [k, m], or b as [n, k].
+QSHARD_DEFINE_OP(gemm_values_nt) { return RunValues(call, false, false); }
+QSHARD_DEFINE_OP(gemm_values_nn) { return RunValues(call, false, true); }
+QSHARD_DEFINE_OP(gemm_values_tn) { return RunValues(call, true, true); }
+QSHARD_DEFINE_OP(gemm_values_tt) { return RunValues(call, true, false); }
 
 }  // namespace qshard

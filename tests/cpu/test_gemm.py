@@ -78,6 +78,24 @@ def test_products_are_those_of_values(pair):
         assert (np.abs(got - exact) <= bound).all()
 
 
+@pytest.mark.parametrize("letters", ["nt", "nn", "tn", "tt"])
+@pytest.mark.parametrize("name", DTYPES)
+def test_products_of_values(name, letters):
+    """fp32 sums: K roundings of what was added, as many of products of float32, and one to the result."""
+    dtype = getattr(torch, name)
+    for m, n, k in ((7, 33, 0), (1, 1, 1), (65, 31, 300)):
+        generator = torch.Generator().manual_seed(k)
+        a, b = (torch.randn(rows, k, generator=generator).to(dtype) for rows in (m, n))
+        exact, size = a.double() @ b.double().T, a.double().abs() @ b.double().abs().T
+        x, y = a.T if letters[0] == "t" else a, b if letters[1] == "t" else b.T
+        op = getattr(ops, f"gemm_values_{letters}")
+        for result in (dtype, torch.float32):
+            got, _ = op(x.contiguous(), y.contiguous(), dtype=result, workspace=0)
+            bound = (2 * k + 2) * 2.0**-24 * size + torch.finfo(result).eps * exact.abs()
+            assert (got.dtype, got.shape) == (result, (m, n))
+            assert ((got.double() - exact).abs() <= bound).all()
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled_with_a_workspace_of_a_symbol(dynamic):
     """The size of the workspace is worked out of shapes, which may be symbols, and stays one."""
@@ -128,6 +146,11 @@ def test_what_tensor_cores_take(pair, runs):
     assert [gpu for gpu in everywhere if kind is not None and products.runs_on(kind, Gpu(*gpu))] == [
         gpu for gpu in everywhere if gpu in runs
     ]
+
+
+def test_where_an_op_multiplies_values():
+    everywhere = [HOPPER, ADA, BLACKWELL, AMPERE, OLD_HOPPER, NO_LIBRARY, ((7, 5), 130000)]
+    assert [products.runs_on("values", Gpu(*gpu)) for gpu in everywhere] == [True] * 5 + [False] * 2
 
 
 @pytest.mark.parametrize("fmt", formats.FORMATS.values(), ids=str)

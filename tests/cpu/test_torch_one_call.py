@@ -1,28 +1,55 @@
-"""Passes of a layer in one call: the results of the ops one after another, wherever the GPU would take them so.
+"""Passes of a layer in one call: the results of the ops one after another, wherever a GPU would make the products so.
 
-On a CPU no tensor cores take codes, so the question whether they do is answered for them; the product is then the op's
-own, whose sums have another order than PyTorch's.
+On a CPU PyTorch makes them, so the question how is answered for it: by the op for the codes of two formats, or by that
+for values. Its sums have another order than PyTorch's.
 """
 
 import pytest
 import torch
 
-from qshard.recipes import BlockScaling, CurrentScaling, DelayedScaling
-from qshard.torch_bridge import Linear, linear, one_call, quantize, update_scales
+from qshard import formats, products
+from qshard.formats import Usage
+from qshard.products import Way
+from qshard.recipes import MXFP4, MXFP6, MXFP8, NVFP4, BlockScaling, CurrentScaling, DelayedScaling, Recipe
+from qshard.torch_bridge import Linear, gemm, linear, one_call, quantize, update_scales
 from support.formats import every_recipe
 
-RECIPES = {"current": CurrentScaling(), "delayed": DelayedScaling(), "block": BlockScaling()}
+STOCHASTIC = {"rounding": "stochastic"}
+RECIPES = {
+    "current": CurrentScaling(),
+    "delayed": DelayedScaling(),
+    "block": BlockScaling(),
+    "mxfp8": MXFP8(),
+    "mxfp6": MXFP6(),
+    "mxfp4": MXFP4(),
+    "nvfp4": NVFP4(),
+    "mix": Recipe(weight=formats.MXFP8_E4M3, activation=formats.MXFP8_32x32, gradient=formats.NVFP4),
+    "random": Recipe(
+        weight=formats.NVFP4_16x16.with_options(**STOCHASTIC),
+        activation=formats.NVFP4.with_options(**STOCHASTIC),
+        gradient=formats.MXFP8_E5M2,
+    ),
+    "four over six": Recipe(
+        weight=formats.NVFP4_16x16, activation=formats.NVFP4.with_options(four_over_six="mse"), gradient=formats.NVFP4
+    ),
+}
+every_kind = pytest.mark.parametrize("kind", ["plain", "bias", "relu", "swiglu", "input", "frozen", "coded"])
 
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Tensor cores take everything; how often steps were asked, by name."""
+    """Ops make all products; how often steps were asked, by name."""
     counts: dict[str, int] = {}
 
-    def takes(a, b, sizes, device):
-        return 0 if all(size % 16 == 0 for size in sizes) else None
+    def way_of(a, a_usage, b, b_usage, sizes, device, dtype):
+        planes = (a, a_usage), (b, b_usage)
+        is_coded = products.kind_of(a, b) is not None and all(products.contracts_last(*plane) for plane in planes)
+        if any(size % 16 for size in sizes):
+            return None
+        return Way(*planes, 0, None if is_coded else torch.float32)
 
-    monkeypatch.setattr(one_call, "workspace_of", takes)
+    for module in (gemm, one_call):
+        monkeypatch.setattr(module, "way_of", way_of)
     for name in ("_multiply_weight", "_gradients"):
         steps = getattr(one_call, name)
 
@@ -65,24 +92,68 @@ def run(recipe, kind, *, dtype=torch.float32, steps=2):
 
 
 def _with_codes(x, weight, recipe):
-    return linear(x, quantize(weight, recipe.weight), None, recipe)
+    return linear(x, quantize(weight, recipe.weight, usage=Usage.BOTH), None, recipe, seed=5)
 
 
-@pytest.mark.parametrize("kind", ["plain", "bias", "relu", "swiglu", "input", "frozen", "coded"])
-@pytest.mark.parametrize("name", RECIPES)
-def test_results_are_those_of_the_ops_one_after_another(name, kind, request):
+@every_kind
+@pytest.mark.parametrize("name", ["current", "delayed", "block", "mxfp8"])
+def test_results_are_those_of_products_by_pytorch(name, kind, request):
     recipe = RECIPES[name]
     if kind == "coded" and recipe.stateful:
         pytest.skip("codes of a weight have a scale already")
     want = run(recipe, kind)
     counts = request.getfixturevalue("calls")
     got = run(recipe, kind)
-    assert counts.get("_gradients", 0) == 2
-    assert counts.get("_multiply_weight", 0) == (0 if kind == "coded" else 2)
+    assert_few_calls(counts, kind)
     assert got.keys() == want.keys()
     for key, value in want.items():
         # Sums of up to 256 products in float32, in two orders; then codes of what they are.
         torch.testing.assert_close(got[key], value, rtol=2e-3, atol=2e-4, msg=lambda m, key=key: f"{key}: {m}")
+
+
+def assert_few_calls(counts, kind):
+    assert counts.get("_gradients", 0) == 2
+    assert counts.get("_multiply_weight", 0) == (0 if kind == "coded" else 2)
+
+
+@every_kind
+@pytest.mark.parametrize("name", RECIPES)
+def test_bits_are_those_of_the_ops_one_after_another(name, kind, calls, monkeypatch):
+    """Of layers that are large, whose products are made by the same ops."""
+    recipe = RECIPES[name]
+    if kind == "coded" and (recipe.stateful or recipe.weight.stochastic):
+        pytest.skip("codes of a weight have a scale already, or a seed")
+    got = run(recipe, kind)
+    assert_few_calls(calls, kind)
+    for module in (gemm, one_call):
+        monkeypatch.setattr(module, "LARGE", 0)
+    one_call._forward.clear()
+    one_call.backward_of.clear()
+    want = run(recipe, kind)
+    assert_few_calls(calls, kind)  # No more of them.
+    assert got.keys() == want.keys()
+    for key, value in want.items():
+        assert torch.equal(got[key], value), key
+
+
+# Dynamo of torch 2.13 does what torch.autograd 2.13 has deprecated.
+@pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "mix"])
+def test_compiled_layers_have_the_same_bits(name, calls):
+    recipe = RECIPES[name]
+    weight = torch.randn(128, 256, requires_grad=True)
+    seed = torch.tensor([1, 2], dtype=torch.int32) if recipe.stochastic else None
+
+    def layer(x):
+        return linear(x, weight, None, recipe, seed=seed)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
+    for rows in (32, 96):
+        x, dy = torch.randn(rows, 256, requires_grad=True), torch.randn(rows, 128)
+        found = [(y := one(x), *torch.autograd.grad(y, [x, weight], dy)) for one in (compiled, layer)]
+        for got, want in zip(*found, strict=True):
+            assert torch.equal(got, want)
 
 
 @every_recipe
@@ -97,6 +168,7 @@ def test_what_tensor_cores_do_not_take_goes_as_ever(recipe, calls):
 
 def test_large_layers_hold_no_more_than_one_product_needs(calls, monkeypatch):
     monkeypatch.setattr(one_call, "LARGE", 2**10)
+    monkeypatch.setattr(gemm, "LARGE", 2**10)
     layer = Linear(64, 32, bias=False, recipe=CurrentScaling())
     layer(torch.randn(32, 64)).sum().backward()
     assert not calls

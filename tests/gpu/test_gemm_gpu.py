@@ -1,4 +1,4 @@
-"""GEMMs of codes on a GPU: all combinations that `qshard.products` lets through, against fp64 and the op of the CPU."""
+"""GEMMs on a GPU: of codes, in all combinations that `qshard.products` lets through, and of values; against fp64."""
 
 import gc
 import subprocess
@@ -25,10 +25,12 @@ from qshard.formats import (  # noqa: E402
 )
 from qshard.pipeline import Plane  # noqa: E402
 from qshard.products import Gpu  # noqa: E402
-from qshard.recipes import BlockScaling, CurrentScaling  # noqa: E402
-from qshard.torch_bridge import linear, quantize  # noqa: E402
+from qshard.recipes import MXFP8, BlockScaling, CurrentScaling  # noqa: E402
+from qshard.recipes import NVFP4 as NVFP4Recipe  # noqa: E402
+from qshard.torch_bridge import Linear, linear, quantize  # noqa: E402
 from qshard.torch_bridge.gemm import Operand, matmul  # noqa: E402
 from qshard.torch_bridge.ops import ops  # noqa: E402
+from support.formats import every_recipe  # noqa: E402
 
 FORMATS = {
     (block, element.name): Format(name=f"{element.name} {block}", element=element, block=block, scaling=FloatScaling())
@@ -293,6 +295,97 @@ def test_nothing_is_allocated_but_results():
     assert torch.cuda.mem_get_info()[0] >= free - 2**26  # A segment of torch's own, at most.
 
 
+# --- values ---
+
+LETTERS = ("nt", "nn", "tn", "tt")
+KINDS = [
+    (torch.bfloat16, torch.bfloat16),
+    (torch.bfloat16, torch.float32),
+    (torch.float16, torch.float16),
+    (torch.float16, torch.float32),
+    (torch.float32, torch.float32),
+]
+ODD_SHAPES = [(1, 1, 1), (7, 33, 257), (128, 256, 8), (64, 48, 40000), (272, 400, 2064), (5, 0, 7), (3, 9, 0)]
+
+
+def stored(a, b, letters):
+    """`[M, K]` and `[N, K]` as an op takes them."""
+    return (a.T if letters[0] == "t" else a).contiguous(), (b if letters[1] == "t" else b.T).contiguous()
+
+
+def of_values(a, b, letters, dtype):
+    return getattr(ops, f"gemm_values_{letters}")(*stored(a, b, letters), dtype=dtype, workspace=2**25)[0]
+
+
+def assert_is_product_of_values(got, a, b):
+    """fp32 sums, in any order, also where a long one is split: K roundings of each, and one to the result's dtype.
+
+    Tensor cores keep at least 24 bits of sums of 16-bit products, but cut what they keep: twice a rounding.
+    """
+    x, y = a.double(), b.double()
+    exact, size = x @ y.T, x.abs() @ y.abs().T
+    rounding = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}[got.dtype]
+    bound = (a.shape[1] + 1) * 2.0**-22 * size + rounding * exact.abs() + 2.0**-24
+    error = (got.double() - exact).abs()
+    assert (error <= bound).all(), float((error / bound).max())
+
+
+@pytest.mark.parametrize("letters", LETTERS)
+@pytest.mark.parametrize(("dtype", "result"), KINDS, ids=str)
+def test_values(dtype, result, letters, monkeypatch):
+    """On shapes that no tile fits, too; two calls have the same bits. TF32 is PyTorch's to use, not ours."""
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
+    for m, n, k in ODD_SHAPES:
+        generator = torch.Generator().manual_seed(k)
+        a, b = (torch.randn(rows, k, generator=generator).to("cuda", dtype) for rows in (m, n))
+        if dtype == torch.float16:
+            a /= 8
+        got = of_values(a, b, letters, result)
+        assert (got.dtype, got.shape) == (result, (m, n))
+        assert_is_product_of_values(got, a, b)
+        assert torch.equal(got, of_values(a, b, letters, result))
+
+
+def test_sums_of_values_are_not_put_together_in_bfloat16():
+    """Long sums of few results, which the library splits: rounding each part would show beside that of the result."""
+    a, b = (torch.rand(16, 2**16, device="cuda").bfloat16() for _ in range(2))
+    exact = a.double() @ b.double().T
+    error = (of_values(a, b, "nt", torch.bfloat16).double() - exact).abs() / exact
+    assert float(error.max()) <= 1.25 * 2.0**-9
+
+
+def test_values_that_are_not_finite():
+    a, b = (torch.randn(32, 64, device="cuda").bfloat16() for _ in range(2))
+    a[3, 5], a[7, 9], b[11, 20] = float("inf"), float("nan"), float("nan")
+    got, want = of_values(a, b, "nt", torch.float32), a.float() @ b.float().T
+    assert torch.equal(got.isnan(), want.isnan())
+    assert torch.equal(got.isinf(), want.isinf())
+
+
+def test_values_in_dtypes_that_the_library_does_not_make():
+    a = torch.ones(16, 16, device="cuda")
+    for dtype, result in ((torch.bfloat16, torch.float16), (torch.float32, torch.bfloat16)):
+        with pytest.raises(ValueError, match=f"a result of {str(result)[6:]} is not one that cuBLASLt makes"):
+            of_values(a.to(dtype), a.to(dtype), "nt", result)
+
+
+@pytest.mark.parametrize("letters", LETTERS)
+def test_a_captured_product_of_values(letters):
+    a, b = (torch.randn(rows, 1040, device="cuda").bfloat16() for rows in (184, 216))
+    x, y = stored(a, b, letters)
+    graph, op = torch.cuda.CUDAGraph(), getattr(ops, f"gemm_values_{letters}")
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        out, _ = op(x, y, dtype=torch.bfloat16, workspace=2**25)
+    for _ in range(2):
+        a, b = torch.randn_like(a), torch.randn_like(b)
+        for old, new in zip((x, y), stored(a, b, letters), strict=True):
+            old.copy_(new)
+        graph.replay()
+        assert torch.equal(out, of_values(a, b, letters, torch.bfloat16))
+    assert_is_product_of_values(out, a, b)
+
+
 # --- PyTorch's layers ---
 
 
@@ -307,38 +400,77 @@ def calls(function):
 @pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")
 @pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("recipe", [CurrentScaling(), BlockScaling()], ids=lambda recipe: type(recipe).__name__)
+@pytest.mark.parametrize(
+    "recipe", [CurrentScaling(), BlockScaling(), MXFP8(), NVFP4Recipe()], ids=lambda recipe: type(recipe).__name__
+)
 def test_compiled_layers_run_the_same_gemms(recipe, dynamic):
     """Forward and backward, bit for bit those of eager mode; with symbols for shapes too."""
     torch._dynamo.reset()
     w = torch.randn(384, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     compiled = torch.compile(linear, fullgraph=True, dynamic=dynamic)
-    op = "qshard::gemm" if recipe == CurrentScaling() else "qshard::gemm_block"
+    values = {"qshard::gemm_values_nt": 2, "qshard::gemm_values_tn": 1}
+    of_hopper = {
+        "CurrentScaling": {"qshard::gemm": 3},
+        "BlockScaling": {"qshard::gemm_block": 3},
+        "MXFP8": values,
+        "NVFP4": {"qshard::gemm_values_nt": 3},
+    }
+    key = torch.tensor([1, 2], dtype=torch.int32, device="cuda") if recipe.stochastic else None
     for rows in (128, 256, 1024):
         x = torch.randn(rows, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         seed = torch.randn(rows, 384, device="cuda", dtype=torch.bfloat16)
 
         def step(linear, x=x, seed=seed):
-            y = linear(x, w, None, recipe)
+            y = linear(x, w, None, recipe, seed=key)
             return (y, *torch.autograd.grad(y, [x, w], seed))
 
         for got, want in zip(step(compiled), step(linear), strict=True):
             assert torch.equal(got, want)
         step(compiled)  # What it compiles it compiles now.
         counted = [calls(lambda: step(one)) for one in (linear, compiled)]  # noqa: B023
-        assert counted == [{op: 3}] * 2
+        assert counted == [of_hopper[type(recipe).__name__]] * 2
 
 
 @pytest.mark.parametrize("sizes", [(256, 384, 512), (96, 256, 640), (33, 256, 512)], ids=str)
-def test_matmul_falls_back_where_it_must(sizes):
+def test_matmul_multiplies_values_where_it_must(sizes):
     m, n, k = sizes
     a, b = plane(m, k, FP8_1x128, 0), plane(n, k, FP8_128x128, 1)
     pair = (FORMATS[(1, 128), E4M3.name], FORMATS[(128, 128), E4M3.name])
     powers = [x._replace(scale_inv=2.0 ** torch.floor(torch.log2(x.scale_inv))) for x in (a, b)]
     operands = [Operand(fmt, x) for fmt, x in zip(pair, powers, strict=True)]
-    used = calls(lambda: matmul(*operands, torch.bfloat16))
-    assert used == ({"aten::mm": 1} if m % 16 else {"qshard::gemm_block": 1})
-    assert_is_product(matmul(*operands, torch.bfloat16), *powers, pair)
+    for dtype in DTYPES:  # cuBLASLt makes no float16 of bfloat16.
+        of_values = "aten::mm" if dtype == torch.float16 else "qshard::gemm_values_nt"
+        used = calls(lambda: matmul(*operands, dtype))  # noqa: B023
+        assert used == ({of_values: 1} if m % 16 else {"qshard::gemm_block": 1})
+        if dtype != torch.float16 or m % 16 == 0:
+            assert_is_product(matmul(*operands, dtype), *powers, pair)
+
+
+@every_recipe
+@pytest.mark.parametrize("shape", [(64, 128, 256), (40, 144, 96)], ids=str)
+def test_one_call_has_the_bits_of_the_ops_one_after_another(recipe, shape, monkeypatch):
+    """Rows that the second shape's blocks do not divide go op after op in both."""
+    from qshard.torch_bridge import gemm, one_call
+
+    m, n, k = shape
+    if any(size % 128 for size in (n, k)) and type(recipe).__name__ != "MXFP8":
+        n, k = 128, 256
+    made = []
+    for large in (gemm.LARGE, 0):
+        for module in (gemm, one_call):
+            monkeypatch.setattr(module, "LARGE", large)
+        for kept in (one_call._forward, one_call.backward_of):
+            kept.clear()
+        torch.manual_seed(0)
+        layer = Linear(k, n, bias=False, recipe=recipe, dtype=torch.bfloat16, device="cuda")
+        x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        y = layer(x)
+        y.backward(torch.randn_like(y))
+        made.append((y, x.grad, layer.weight.grad))
+    for got, want in zip(*made, strict=True):
+        assert torch.equal(got, want)
+    for kept in (one_call._forward, one_call.backward_of):
+        kept.clear()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 10, reason="of Blackwell")

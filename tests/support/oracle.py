@@ -311,6 +311,22 @@ def gemm_nvfp4(
     return _product(*values, dtype, workspace, blocks=blocks, scales=scales, cols=cols, **rows)
 
 
+def gemm_values_nt(a, b, *, workspace, dtype):
+    return _product(wide(a), wide(b), dtype, workspace)
+
+
+def gemm_values_nn(a, b, **options):
+    return gemm_values_nt(a, b.T, **options)
+
+
+def gemm_values_tn(a, b, **options):
+    return gemm_values_nt(a.T, b.T, **options)
+
+
+def gemm_values_tt(a, b, **options):
+    return gemm_values_nt(a.T, b, **options)
+
+
 def _product(a, b, dtype, workspace, *, blocks=None, a_rows=1, b_rows=1, cols=None, scales=(ONE, ONE)):
     if blocks is not None:
         each = zip(blocks, (a_rows, b_rows), (a, b), strict=True)

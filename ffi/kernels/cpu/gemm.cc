@@ -38,15 +38,28 @@ const ElementTraits& TraitsOf(ElementId id) {
 }
 
 // One operand, for reading.
-class Codes {
+class Reader {
  public:
-  Codes(const GemmOperand& operand, int64_t k)
-      : operand_(operand), traits_(TraitsOf(operand.element)), k_(k) {}
+  Reader(const GemmOperand& operand, int64_t k)
+      : operand_(operand),
+        traits_(IsValue(operand.element) ? nullptr : &TraitsOf(operand.element)),
+        k_(k) {}
 
   float Value(int64_t row, int64_t col) const {
-    const int64_t i = row * k_ + col;
-    if (traits_.per_byte == 1) return traits_.values[operand_.codes[i]];
-    return traits_.values[operand_.codes[i / 2] >> i % 2 * 4 & 0xF];
+    const int64_t i = operand_.k_first ? col * operand_.rows + row : row * k_ + col;
+    switch (operand_.element) {
+      case ElementId::kFloat32:
+        return static_cast<const float*>(operand_.data)[i];
+      case ElementId::kBFloat16:
+        return Widen(static_cast<const bfloat16*>(operand_.data)[i]);
+      case ElementId::kFloat16:
+        return Widen(static_cast<const float16*>(operand_.data)[i]);
+      default:
+        break;
+    }
+    const auto* const codes = static_cast<const uint8_t*>(operand_.data);
+    if (traits_->per_byte == 1) return traits_->values[codes[i]];
+    return traits_->values[codes[i / 2] >> i % 2 * 4 & 0xF];
   }
 
   float Scale(ScaleId kind, int64_t row, int64_t block, int64_t blocks) const {
@@ -71,7 +84,7 @@ class Codes {
 
  private:
   const GemmOperand& operand_;
-  const ElementTraits& traits_;
+  const ElementTraits* const traits_;
   const int64_t k_;
 };
 
@@ -85,7 +98,7 @@ struct Tile {
 
 template <class Out>
 Status Gemm(const Exec<Cpu>& exec, const GemmProblem& gemm, const Workspace&, Out* out) {
-  const Codes a(gemm.a, gemm.k), b(gemm.b, gemm.k);
+  const Reader a(gemm.a, gemm.k), b(gemm.b, gemm.k);
   const int64_t rows = gemm.a.rows, cols = gemm.b.rows, k = gemm.k;
   const int64_t length = gemm.scales == ScaleId::kNone ? std::max<int64_t>(k, 1) : gemm.cols;
   const int64_t blocks = k / length + (k % length != 0);

@@ -35,6 +35,7 @@ enum Compute : int { kCompute32F = 68 };  // cublasComputeType_t
 enum DescAttribute : int {  // cublasLtMatmulDescAttributes_t
   kPointerMode = 2,
   kTransA = 3,
+  kTransB = 4,
   kScalePointerA = 17,
   kScalePointerB = 18,
   kFastAccumulation = 25,
@@ -42,6 +43,7 @@ enum DescAttribute : int {  // cublasLtMatmulDescAttributes_t
   kScaleModeB = 32,
 };
 
+constexpr int32_t kAsItIs = 0;         // CUBLAS_OP_N
 constexpr int32_t kTransposed = 1;     // CUBLAS_OP_T
 constexpr int32_t kDevicePointer = 1;  // CUBLASLT_POINTER_MODE_DEVICE, of alpha and beta
 
@@ -55,11 +57,14 @@ enum ScaleMode : int32_t {  // cublasLtMatmulMatrixScale_t
 
 enum PreferenceAttribute : int {  // cublasLtMatmulPreferenceAttributes_t
   kMaxWorkspaceBytes = 1,         // uint64_t
+  kReductionSchemes = 3,          // uint32_t, a mask
   kMinAlignmentA = 5,             // uint32_t, in bytes; also of the three that follow
   kMinAlignmentB = 6,
   kMinAlignmentC = 7,
   kMinAlignmentD = 8,
 };
+
+constexpr uint32_t kSumsInComputeType = 2;  // CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE
 
 struct Algorithm {  // cublasLtMatmulAlgo_t
   uint64_t data[8];

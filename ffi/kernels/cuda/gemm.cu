@@ -15,7 +15,7 @@ namespace {
 using cublaslt::ScaleMode;
 using cublaslt::Type;
 
-// Of what the library takes no codes of, a type that it refuses.
+// Of elements that the library does not take, a type that it refuses.
 Type TypeOf(ElementId element) {
   switch (element) {
     case ElementId::kE4M3:
@@ -24,6 +24,12 @@ Type TypeOf(ElementId element) {
       return cublaslt::kE5M2;
     case ElementId::kE2M1:
       return cublaslt::kE2M1;
+    case ElementId::kFloat32:
+      return cublaslt::kFloat32;
+    case ElementId::kBFloat16:
+      return cublaslt::kBFloat16;
+    case ElementId::kFloat16:
+      return cublaslt::kFloat16;
     default:
       return static_cast<Type>(-1);
   }
@@ -122,6 +128,8 @@ int64_t AlignmentOf(const void* a, const void* b, const void* c) {
 
 template <class Out>
 Status Gemm(const Exec<Cuda>& exec, const GemmProblem& gemm, const Workspace& workspace, Out* out) {
+  if (gemm.k == 0)
+    return ToStatus(cudaMemsetAsync(out, 0, gemm.a.rows * gemm.b.rows * sizeof(Out), exec.stream));
   GemmKey key{};
   if (cudaGetDevice(&key.device) != cudaSuccess) return LaunchStatus();
   if (!ModeOf(gemm, gemm.a, &key.a_mode) || !ModeOf(gemm, gemm.b, &key.b_mode))
@@ -135,9 +143,11 @@ Status Gemm(const Exec<Cuda>& exec, const GemmProblem& gemm, const Workspace& wo
   key.a = TypeOf(gemm.a.element);
   key.b = TypeOf(gemm.b.element);
   key.out = kTypeOf<Out>;
+  key.a_k_first = gemm.a.k_first;
+  key.b_k_first = gemm.b.k_first;
   key.fast = gemm.fast;
   key.device_alpha = gemm.scales == ScaleId::kE4M3;
-  key.alignment = AlignmentOf(gemm.a.codes, gemm.b.codes, out);
+  key.alignment = AlignmentOf(gemm.a.data, gemm.b.data, out);
   key.workspace_bytes = workspace.bytes - scale_bytes;
   const std::shared_ptr<GemmPlan> plan = PlanOf(key);
   if (plan->error != nullptr) return {plan->error};
@@ -162,11 +172,11 @@ Status Gemm(const Exec<Cuda>& exec, const GemmProblem& gemm, const Workspace& wo
   const cublaslt::Library& lt = cublaslt::Load();
   const std::lock_guard<std::mutex> lock(plan->mutex);
   const bool done =
-      lt.desc_set(plan->desc, cublaslt::kScalePointerA, &b_scale, sizeof(b_scale)) ==
-          cublaslt::kSuccess &&
-      lt.desc_set(plan->desc, cublaslt::kScalePointerB, &a_scale, sizeof(a_scale)) ==
-          cublaslt::kSuccess &&
-      lt.matmul(plan->handle, plan->desc, alpha, gemm.b.codes, plan->b, gemm.a.codes, plan->a, beta,
+      (IsValue(gemm.a.element) || (lt.desc_set(plan->desc, cublaslt::kScalePointerA, &b_scale,
+                                               sizeof(b_scale)) == cublaslt::kSuccess &&
+                                   lt.desc_set(plan->desc, cublaslt::kScalePointerB, &a_scale,
+                                               sizeof(a_scale)) == cublaslt::kSuccess)) &&
+      lt.matmul(plan->handle, plan->desc, alpha, gemm.b.data, plan->b, gemm.a.data, plan->a, beta,
                 out, plan->out, out, plan->out, &plan->algorithm, workspace.data + scale_bytes,
                 key.workspace_bytes, exec.stream) == cublaslt::kSuccess;
   if (!done) return {"cuBLASLt failed; look for errors of CUDA before this one"};

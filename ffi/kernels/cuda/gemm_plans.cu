@@ -8,7 +8,9 @@
 namespace qshard::kernels {
 namespace {
 
+using cublaslt::kAsItIs;
 using cublaslt::kSuccess;
+using cublaslt::kTransposed;
 
 // One for each device. What creates it may allocate, which a stream that is captured elsewhere in
 // this thread would not survive in its default mode.
@@ -35,10 +37,17 @@ bool Set(const cublaslt::Library& lt, cublaslt::Preference preference,
   return lt.preference_set(preference, attribute, &value, sizeof(value)) == kSuccess;
 }
 
+bool LayOut(const cublaslt::Library& lt, cublaslt::Type type, int64_t rows, int64_t k, bool k_first,
+            cublaslt::Layout* layout) {
+  return (k_first ? lt.layout_create(layout, type, rows, k, rows)
+                  : lt.layout_create(layout, type, k, rows, k)) == kSuccess;
+}
+
 // The library counts columns first: its A is our b, its result [n, m].
 bool Describe(const cublaslt::Library& lt, const GemmKey& key, GemmPlan* plan) {
   return lt.desc_create(&plan->desc, cublaslt::kCompute32F, cublaslt::kFloat32) == kSuccess &&
-         Set(lt, plan->desc, cublaslt::kTransA, cublaslt::kTransposed) &&
+         Set(lt, plan->desc, cublaslt::kTransA, key.b_k_first ? kAsItIs : kTransposed) &&
+         Set(lt, plan->desc, cublaslt::kTransB, key.a_k_first ? kTransposed : kAsItIs) &&
          Set(lt, plan->desc, cublaslt::kFastAccumulation, static_cast<int8_t>(key.fast)) &&
          (key.b_mode == cublaslt::kScalar ||
           Set(lt, plan->desc, cublaslt::kScaleModeA, key.b_mode)) &&
@@ -46,17 +55,20 @@ bool Describe(const cublaslt::Library& lt, const GemmKey& key, GemmPlan* plan) {
           Set(lt, plan->desc, cublaslt::kScaleModeB, key.a_mode)) &&
          (!key.device_alpha ||
           Set(lt, plan->desc, cublaslt::kPointerMode, cublaslt::kDevicePointer)) &&
-         lt.layout_create(&plan->b, key.b, key.k, key.n, key.k) == kSuccess &&
-         lt.layout_create(&plan->a, key.a, key.k, key.m, key.k) == kSuccess &&
+         LayOut(lt, key.b, key.n, key.k, key.b_k_first, &plan->b) &&
+         LayOut(lt, key.a, key.m, key.k, key.a_k_first, &plan->a) &&
          lt.layout_create(&plan->out, key.out, key.n, key.m, key.n) == kSuccess;
 }
 
-// A pointer must be there for the library to choose, as it tells that there is a scale; it is not
-// read.
+// Where operands have scales, a pointer must be there for the library to choose, as it tells so; it
+// is not read. A sum of values that is split is put together in fp32: by default the library may do
+// that in the dtype of the result.
 bool Choose(const cublaslt::Library& lt, const GemmKey& key, GemmPlan* plan) {
   const void* const some = plan;
-  Set(lt, plan->desc, cublaslt::kScalePointerA, some);
-  Set(lt, plan->desc, cublaslt::kScalePointerB, some);
+  if (!key.OfValues()) {
+    Set(lt, plan->desc, cublaslt::kScalePointerA, some);
+    Set(lt, plan->desc, cublaslt::kScalePointerB, some);
+  }
   cublaslt::Preference preference = nullptr;
   if (lt.preference_create(&preference) != kSuccess) return false;
   const auto alignment = static_cast<uint32_t>(key.alignment);
@@ -64,6 +76,8 @@ bool Choose(const cublaslt::Library& lt, const GemmKey& key, GemmPlan* plan) {
   int count = 0;
   const bool chosen = Set(lt, preference, cublaslt::kMaxWorkspaceBytes,
                           static_cast<uint64_t>(key.workspace_bytes)) &&
+                      (!key.OfValues() || Set(lt, preference, cublaslt::kReductionSchemes,
+                                              cublaslt::kSumsInComputeType)) &&
                       Set(lt, preference, cublaslt::kMinAlignmentA, alignment) &&
                       Set(lt, preference, cublaslt::kMinAlignmentB, alignment) &&
                       Set(lt, preference, cublaslt::kMinAlignmentC, alignment) &&
@@ -103,7 +117,7 @@ GemmPlan::~GemmPlan() {
 }
 
 std::shared_ptr<GemmPlan> PlanOf(const GemmKey& key) {
-  using Values = std::array<int64_t, 13>;
+  using Values = std::array<int64_t, 15>;
   constexpr size_t kMost = 1024;
   static auto& mutex = *new std::mutex;
   static auto& plans = *new std::map<Values, std::shared_ptr<GemmPlan>>;

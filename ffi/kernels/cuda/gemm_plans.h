@@ -17,12 +17,31 @@ struct GemmKey {
   int64_t m, n, k;
   cublaslt::Type a, b, out;
   cublaslt::ScaleMode a_mode, b_mode;
+  bool a_k_first, b_k_first;
   bool fast, device_alpha;
-  int64_t alignment;        // in bytes, of codes and result
+  int64_t alignment;        // in bytes, of operands and result
   int64_t workspace_bytes;  // that are left to the library
 
-  std::array<int64_t, 13> Values() const {
-    return {device,         m, n, k, a, b, out, a_mode, b_mode, fast, device_alpha, alignment,
+  // Whether operands are values, which have no scales.
+  bool OfValues() const {
+    return a == cublaslt::kFloat32 || a == cublaslt::kBFloat16 || a == cublaslt::kFloat16;
+  }
+
+  std::array<int64_t, 15> Values() const {
+    return {device,
+            m,
+            n,
+            k,
+            a,
+            b,
+            out,
+            a_mode,
+            b_mode,
+            a_k_first,
+            b_k_first,
+            fast,
+            device_alpha,
+            alignment,
             workspace_bytes};
   }
 };
