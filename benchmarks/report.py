@@ -9,17 +9,16 @@ there is left as it is.
 from __future__ import annotations
 
 import argparse
-import csv
 import re
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 
+from report_steps import fsdp2_section, step_jax_section, wire_jax_section
 from rows import RESULTS
+from tables import Rows, Tables, number, origin, read, table
 from targets import CPU_TIMES_FASTER, TARGETS, Row, Target, training_bound
 
 ROOT = RESULTS.parent.parent
-Rows = list[dict[str, str]]
-Tables = dict[str, Rows]  # by the name of their file
 
 GPU_SECTIONS = {
     "gpu_ops": "Ops on one GPU",
@@ -71,35 +70,6 @@ how GPUs are timed, each `bench_*.py` what its rows are, `benchmarks/targets.py`
 within one table count.
 """
 README_RECIPES = {"fp8": "fp8, current scaling", "delayed": "fp8, delayed scaling", "block": "blocks of 128"}
-
-
-def read() -> Tables:
-    found = {}
-    for path in sorted(RESULTS.glob("*.csv")):
-        with path.open(newline="") as file:
-            found[path.stem] = list(csv.DictReader(file))
-    return found
-
-
-def table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    rule = ["---"] * len(header)
-    return "\n".join(f"| {' | '.join(line)} |" for line in (header, rule, *lines))
-
-
-def origin(rows: Rows) -> str:
-    """Where rows come from, once for all of a file; of what was run later, which rows those are."""
-    first = rows[0]
-    later: dict[str, list[str]] = {}
-    for row in rows:
-        if row["commit"] != first["commit"]:
-            names = [row["recipe"], row["kind"]] if "recipe" in row and "kind" in row else [next(iter(row.values()))]
-            later.setdefault(row["commit"], []).append(" ".join(names))
-    others = "".join(f", of a run of its own at {commit}: {', '.join(names)}" for commit, names in later.items())
-    return f"{first['machine']}; {first['versions']}; commit {first['commit']}{others}; {first['date']}."
-
-
-def number(row: Row | None, column: str) -> str:
-    return (row or {}).get(column, "") or "-"
 
 
 def judged(name: str, tables: Tables) -> list[tuple[Target, Row, float]]:
@@ -204,73 +174,6 @@ def numerics_section(tables: Tables) -> str:
     lines = [[*(row[c] for c in columns), "missed" if row["operation"] in missed else "met"] for row in rows]
     text = "Memory is beyond that of the array, in multiples of it. A load of more than 0 is that of other processes."
     return f"## Numerics, {threads(rows)}\n\n{origin(rows)} {text}\n\n{table(header, lines)}\n"
-
-
-def fsdp2_section(tables: Tables) -> str:
-    rows = tables["fsdp2"]
-    base = next((row for row in rows if row["recipe"] == "bf16"), None)
-    columns = [
-        "recipe",
-        "kind",
-        "ms",
-        "peak_GiB",
-        "gathered_MB",
-        "reduced_MB",
-        "amaxes_MB",
-        "codes_B",
-        "high_precision_B",
-    ]
-    columns += ["states_B"]
-    header = [*columns[:3], "of bf16", *(column.replace("_", " ") for column in columns[3:])]
-    lines = []
-    for row in rows:
-        ratio = f"{float(row['ms']) / float(base['ms']):.2f}" if base else "-"
-        lines.append([*(row[c] for c in columns[:3]), ratio, *(row[c] for c in columns[3:])])
-    text = (
-        f"A step of a 2.0 B model on {rows[0]['ranks']} GPUs, eager; `bench_fsdp2.py` says what is in a row. "
-        "Bytes are those that a rank keeps for an element of its part; of ZeRO, all its weights are counted."
-    )
-    return f"## FSDP2\n\n{origin(rows)} {text}\n\n{table(header, lines)}\n"
-
-
-def against_bf16(rows: Rows, column: str, columns: Sequence[str]) -> str:
-    """A table of rows; with the ratio of `column` to that of bf16 on as many devices."""
-    base = {row["devices"]: float(row[column]) for row in rows if row["kind"] == "bf16"}
-    header = [part.replace("_", " ") for part in columns]
-    lines = []
-    for row in rows:
-        of = base.get(row["devices"])
-        lines.append([*(row[c] for c in columns), f"{float(row[column]) / of:.2f}" if of else "-"])
-    return table([*header, f"{column.split('_')[0]} of bf16"], lines)
-
-
-def step_jax_section(tables: Tables) -> str:
-    rows = tables["step_jax"]
-    text = (
-        f"A step of a 2.0 B model on {rows[0]['devices']} GPUs, that of `step_jax.py`, as `bench_step_jax.py` times it."
-    )
-    body = against_bf16(rows, "ms", ["kind", "devices", "ms", "peak_GiB", "compile_s"])
-    return f"## FSDP in JAX\n\n{origin(rows)} {text}\n\n{body}\n"
-
-
-def wire_jax_section(tables: Tables) -> str:
-    rows = tables["wire_jax"]
-    text = (
-        f"What a step of {rows[0]['layers']} layers of that model moves, read off the program that XLA makes for so "
-        "many GPUs; `bench_wire_jax.py` says what is in a row."
-    )
-    columns = [
-        "kind",
-        "devices",
-        "collectives",
-        "gathered_MB",
-        "reduced_MB",
-        "scattered_MB",
-        "other_MB",
-        "gathers",
-        "hidden",
-    ]
-    return f"## What FSDP moves in JAX\n\n{origin(rows)} {text}\n\n{against_bf16(rows, 'gathered_MB', columns)}\n"
 
 
 def training_section(tables: Tables) -> str:
