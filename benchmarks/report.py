@@ -9,11 +9,12 @@ there is left as it is.
 from __future__ import annotations
 
 import argparse
+import fnmatch
 import re
 import statistics
 from collections.abc import Callable
 
-from report_steps import fsdp2_section, step_jax_section, wire_jax_section
+from report_steps import README_RECIPES, STEP_SECTIONS, readme_step_torch
 from rows import RESULTS
 from tables import Rows, Tables, number, origin, read, table
 from targets import CPU_TIMES_FASTER, TARGETS, Row, Target, training_bound
@@ -69,7 +70,6 @@ Every row of `benchmarks/results`, by `python benchmarks/report.py`: edit nothin
 how GPUs are timed, each `bench_*.py` what its rows are, `benchmarks/targets.py` what they are to reach. Only ratios
 within one table count.
 """
-README_RECIPES = {"fp8": "fp8, current scaling", "delayed": "fp8, delayed scaling", "block": "blocks of 128"}
 
 
 def judged(name: str, tables: Tables) -> list[tuple[Target, Row, float]]:
@@ -241,12 +241,7 @@ def results(tables: Tables) -> str:
     parts += [cpu_section(rows) for name, rows in tables.items() if name.startswith("cpu_kernels")]
     if "numerics" in tables:
         parts.append(numerics_section(tables))
-    if "fsdp2" in tables:
-        parts.append(fsdp2_section(tables))
-    if "step_jax" in tables:
-        parts.append(step_jax_section(tables))
-    if "wire_jax" in tables:
-        parts.append(wire_jax_section(tables))
+    parts += [section(tables) for name, section in STEP_SECTIONS.items() if name in tables]
     if "training_jax" in tables or "training_torch" in tables:
         parts.append(training_section(tables))
     return "\n".join(parts)
@@ -310,19 +305,20 @@ def readme_training(tables: Tables) -> str:
     return f"{head}\n\n{table(header, lines)}"
 
 
-# The block, the files that it needs (by how their names begin), and who writes it.
+# The block, the files that it needs, and who writes it.
 README_BLOCKS: dict[str, tuple[tuple[str, ...], Callable[[Tables], str]]] = {
     "training": (("training_jax", "training_torch"), readme_training),
+    "step_torch": (("step_torch",), readme_step_torch),
     "gpu": (tuple(GPU_SECTIONS)[:3], readme_gpu),
     "missed": (tuple(GPU_SECTIONS)[:3], readme_missed),
-    "cpu": (("cpu_kernels",), readme_cpu),
+    "cpu": (("cpu_kernels*",), readme_cpu),
 }
 
 
 def readme(text: str, tables: Tables) -> str:
     """README.md with its blocks written anew."""
     for name, (needed, write) in README_BLOCKS.items():
-        if not all(any(file.startswith(prefix) for file in tables) for prefix in needed):
+        if not all(fnmatch.filter(tables, pattern) for pattern in needed):
             continue
         begin, end = f"<!-- rows: {name} -->", "<!-- end -->"
         before, found, rest = text.partition(begin)
