@@ -98,7 +98,8 @@ struct TileTuning {
       !kNvfp4 && (kWork == Work::kSquareTransposed || (kFloat && kWork == Work::kColumns));
   static constexpr Read kRead = !kNvfp4 && kWork == Work::kSquareBoth ? Read::kOnce : Read::kCached;
   static constexpr Write kWrite =
-      kE8M0 && kWork == Work::kColumns ? Write::kCached : Write::kStream;
+      !kNvfp4 && (kWork == Work::kBoth || (kE8M0 && kWork == Work::kColumns)) ? Write::kCached
+                                                                              : Write::kStream;
 };
 // From the end of x, which an amax before, that walks forwards, has left in L2.
 template <class In, bool kAmax, Work kWork>
