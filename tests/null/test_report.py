@@ -45,7 +45,10 @@ def test_steps_in_percent_of_bf16(tmp_path):
     shutil.copytree(REPOSITORY / "benchmarks", tmp_path / "benchmarks")
     for name in ("RESULTS.md", "README.md"):
         shutil.copy(REPOSITORY / name, tmp_path)
-    steps = [{"kind": kind, "ranks": 2, "ms": ms, "peak_GiB": peak, "first_s": "9.0"} for kind, ms, peak in STEPS]
+    steps = [
+        {"kind": kind, "ranks": 2, "ms": ms, "running_ms": ms, "peak_GiB": peak, "first_s": "9.0"}
+        for kind, ms, peak in STEPS
+    ]
     parts = ["step", *part_names()]
     profile = [{"kind": "bf16", **{name: f"{i}.5" for i, name in enumerate(parts)}}]
     flat = {"first_ms": "200.1", "last_ms": "200.2", "first_peak_GiB": "25.00", "last_peak_GiB": "25.00"}
@@ -57,11 +60,11 @@ def test_steps_in_percent_of_bf16(tmp_path):
             writer.writerows({**line, **ORIGIN} for line in lines)
     assert report(tmp_path).returncode == 0
     speed = (tmp_path / "README.md").read_text().partition("## Speed\n\n<!-- rows: step_torch -->\n")[2]
-    assert "| bf16 | 200.0 | 100 | 25.00 | 100 |" in speed
-    assert "| fp8, current scaling, compiled, Adam's states in bf16 | 150.0 | 75 | 20.00 | 80 |" in speed
-    assert "| TransformerEngine, blocks of 128 | 190.0 | 95 | 30.00 | 120 |" in speed
+    assert "| bf16 | 200.0 | 100 | 200.0 | 100 | 25.00 | 100 |" in speed
+    assert "| fp8, current scaling, compiled, Adam's states in bf16 | 150.0 | 75 | 150.0 | 75 | 20.00 | 80 |" in speed
+    assert "| TransformerEngine, blocks of 128 | 190.0 | 95 | 190.0 | 95 | 30.00 | 120 |" in speed
     results = (tmp_path / "RESULTS.md").read_text()
-    assert "| fp8 compiled bf16-states | 150.0 | 75 | 20.00 | 80 | 9.0 |" in results
+    assert "| fp8 compiled bf16-states | 150.0 | 75 | 150.0 | 75 | 20.00 | 80 | 9.0 |" in results
     assert f"| kind | {' | '.join(parts)} |" in results
     assert "| bf16 | 200.1 | 200.2 | 25.00 | 25.00 | 0 |" in results
     assert report(tmp_path, "--check").returncode == 0
