@@ -93,8 +93,8 @@ gpu:  ## on a machine with CUDA: build into the CURRENT environment, run what ne
 
 BENCH_NEEDS := $(STAMP)run $(STAMP)package
 bench: $(BENCH_NEEDS)  ## run every benchmarks/bench_*.py, then make report
-	set -e; for script in $(sort $(wildcard benchmarks/bench_*.py)); do $(PY) $$script; done
-	$(PY) benchmarks/report.py
+	failed=; for script in $(sort $(wildcard benchmarks/bench_*.py)); do $(PY) $$script || failed="$$failed $$script"; done; \
+	    $(PY) benchmarks/report.py && if test "$$failed"; then echo "failed:$$failed" >&2; exit 1; fi
 
 report:  ## write RESULTS.md, and the numbers in README.md, from the rows in benchmarks/results
 	$(PYTHON) benchmarks/report.py

@@ -1,8 +1,8 @@
 """A step of a 2.0 B model under FSDP2 and ZeRO, for every recipe and kind of weight: time, memory, bytes that travel.
 
-The model is Llama-like: 8 layers of width 4096, FFN 14336, vocabulary 32000; 2 x 4096 tokens a GPU, AdamW. The linear
-layers of the blocks are quantized, the embedding and the head are not. Weights are gathered in bfloat16 otherwise, and
-gradients are reduced in it. All of it is eager. Kinds, sharded:
+The model is that of `step_torch.py`, with AdamW. The linear layers of the blocks are quantized, the embedding and the
+head are not. Weights are gathered in bfloat16 otherwise, and gradients are reduced in it. All of it is eager. Kinds,
+sharded:
 
     shard, primary    FSDP2 with shards in float32, and with primary weights
     zero              ZeroOptimizer(shard_weights=True) of a bfloat16 model, codes of float32 masters, gradients too in
@@ -29,80 +29,36 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
-import statistics
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import qshard.torch_bridge as qshard
-import rows
+import step_torch
+from cases import measure_cases
 from qshard.torch_bridge import ShardedWeight
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 import options
 
-WIDTH, FFN, VOCABULARY, HEADS, BATCH, CONTEXT = 4096, 14336, 32000, 32, 2, 4096
 KINDS = ("shard", "primary", "zero")
 OF_BF16 = {"nn.Linear", "ddp", "zero-redundancy"}  # What has no codes.
 ALL_KINDS = (*KINDS, "zero-float32", "zero1", "ddp", "zero-redundancy", "nn.Linear")
-FLAT_STEPS, PART = 50, 10  # The first and the last so many of them are compared.
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention_norm = nn.RMSNorm(WIDTH)
-        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
-        self.ffn_norm = nn.RMSNorm(WIDTH)
-        self.gate, self.up = (nn.Linear(WIDTH, FFN, bias=False) for _ in range(2))
-        self.down = nn.Linear(FFN, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.attention_norm(x)
-        q, k, v = (layer(h).unflatten(-1, (HEADS, -1)).transpose(1, 2) for layer in (self.q, self.k, self.v))
-        x = x + self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2))
-        h = self.ffn_norm(x)
-        return x + self.down(F.silu(self.gate(h)) * self.up(h))
-
-
-class Model(nn.Module):
-    def __init__(self, layers: int) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(layers))
-        self.norm = nn.RMSNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens).to(torch.bfloat16)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
 
 
 def build(recipe: Any, kind: str, layers: int) -> tuple[nn.Module, Any]:
-    torch.manual_seed(0)
-    with torch.device("cuda"):
-        model = Model(layers)
-    for weight in model.parameters():
-        if weight.ndim == 2:
-            nn.init.normal_(weight, std=0.02)
+    model = step_torch.fresh(layers)
     if recipe is not None:
-        qshard.convert(model, recipe, filter=lambda _, name: "blocks" in name, primary=kind == "primary")
+        qshard.convert(model, recipe, filter=step_torch.is_quantized, primary=kind == "primary")
     if kind in ("ddp", "zero-redundancy"):
         model = DistributedDataParallel(model.to(torch.bfloat16), gradient_as_bucket_view=True)
         if kind == "ddp":
@@ -116,10 +72,7 @@ def build(recipe: Any, kind: str, layers: int) -> tuple[nn.Module, Any]:
         if kind != "zero-float32":
             given["reduce_dtype"] = torch.bfloat16
         return model, qshard.ZeroOptimizer(model, lr=1e-4, **given)
-    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-    for module in (*model.blocks, model):
-        fully_shard(module, mesh=mesh, mp_policy=policy)
+    step_torch.shard(model)
     if recipe is None:
         return model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     return model, qshard.AdamW(model.parameters(), lr=1e-4)
@@ -176,58 +129,30 @@ def held(model: nn.Module, optimizer: Any) -> dict[str, float]:
     return {f"{name}, B": size * dist.get_world_size() / elements for name, size in own.items()}
 
 
-def measure(name: str, kind: str, layers: int, steps: int, flat: bool) -> dict[str, object]:
+def measure(case: tuple[str, str], arguments: argparse.Namespace) -> dict[str, dict[str, object]]:
     gc.collect()
     torch.cuda.empty_cache()
+    name, kind = case
     recipe = options.RECIPES[name]
-    model, optimizer = build(recipe, kind, layers)
-    generator = torch.Generator(device="cuda").manual_seed(dist.get_rank())
-    tokens = torch.randint(VOCABULARY, (BATCH, CONTEXT + 1), device="cuda", generator=generator)
-
-    def step() -> Tensor:
-        logits = model(tokens[:, :-1])
-        loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if recipe is not None:
-            qshard.update_scales(model)
-        return loss
-
+    model, optimizer = build(recipe, kind, arguments.layers)
+    step = step_torch.step_of(model, optimizer, lambda: None if recipe is None else qshard.update_scales(model))
     for _ in range(2):
         step()
     with Wire() as wire:
         step()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    times, live = [], []
-    for _ in range(FLAT_STEPS if flat else steps):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        dist.barrier()
-        begin.record()
-        loss = step()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end))
-        live.append(torch.cuda.memory_allocated())
-    peak = torch.cuda.max_memory_allocated()
+    found = step_torch.timed(step, step_torch.FLAT_STEPS if arguments.flat else arguments.steps)
     row: dict[str, object] = {
         "recipe": name,
         "kind": kind,
         "ranks": dist.get_world_size(),
-        "layers": layers,
-        "ms": f"{statistics.median(times):.1f}",
-        "peak_GiB": f"{peak / 2**30:.2f}",
+        "layers": arguments.layers,
+        **found.row(),
         **{f"{key}_MB": f"{size / 1e6:.1f}" for key, size in wire.bytes.items()},
         **{key.replace(", B", "_B").replace(" ", "_"): f"{value:.2f}" for key, value in held(model, optimizer).items()},
-        "loss": f"{loss.item():.4f}",
+        "loss": f"{found.loss:.4f}",
+        **(found.flat_row() if arguments.flat else {}),
     }
-    if flat:
-        first, last = (statistics.median(part) for part in (times[:PART], times[-PART:]))
-        row |= {"first_ms": f"{first:.1f}", "last_ms": f"{last:.1f}", "grown_bytes": live[-1] - live[PART]}
-    if dist.get_rank() == 0:
-        print(row, flush=True)
-    return row
+    return {arguments.out + "_flat" * arguments.flat: row}
 
 
 def cases(arguments: argparse.Namespace) -> Iterator[tuple[str, str]]:
@@ -241,35 +166,17 @@ def cases(arguments: argparse.Namespace) -> Iterator[tuple[str, str]]:
             yield from ((name, kind) for kind in kinds if kind not in OF_BF16)
 
 
-def worker(rank: int, arguments: argparse.Namespace, store: str) -> None:
-    torch.cuda.set_device(rank)
-    device = torch.device("cuda", rank)
-    dist.init_process_group("nccl", f"file://{store}", world_size=arguments.ranks, rank=rank, device_id=device)
-    found = []
-    for name, kind in cases(arguments):
-        found.append(measure(name, kind, arguments.layers, arguments.steps, arguments.flat))
-        if rank == 0:  # After each: what was measured stays if a later one fails.
-            rows.write(arguments.out + "_flat" * arguments.flat, torch.cuda.get_device_name(), found)
-    dist.destroy_process_group()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--ranks", type=int, default=torch.cuda.device_count())
+    step_torch.add_arguments(parser, "fsdp2")
     parser.add_argument("--recipes", default=",".join(options.RECIPES))
     parser.add_argument("--kinds", default=",".join(KINDS), help=f"some of {', '.join(ALL_KINDS)}")
-    parser.add_argument("--flat", action="store_true", help=f"{FLAT_STEPS} steps: the first and the last {PART}")
-    parser.add_argument("--out", default="fsdp2", help="the file of results, without .csv")
     arguments = parser.parse_args()
     if unknown := set(arguments.kinds.split(",")) - set(ALL_KINDS):
         parser.error(f"--kinds: {sorted(unknown)[0]!r} is not one of {', '.join(ALL_KINDS)}")
     if not torch.cuda.is_available():
         parser.exit(message="bench_fsdp2: no CUDA device, nothing to measure\n")
-    os.environ.setdefault("NCCL_DEBUG", "WARN")
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(worker, (arguments, f"{folder}/store"), nprocs=arguments.ranks)
+    sys.exit(measure_cases(measure, list(cases(arguments)), arguments))
 
 
 if __name__ == "__main__":

@@ -9,17 +9,17 @@ there is left as it is.
 from __future__ import annotations
 
 import argparse
-import csv
+import fnmatch
 import re
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 
+from report_steps import README_RECIPES, STEP_SECTIONS, readme_step_torch
 from rows import RESULTS
+from tables import Rows, Tables, number, origin, read, table
 from targets import CPU_TIMES_FASTER, TARGETS, Row, Target, training_bound
 
 ROOT = RESULTS.parent.parent
-Rows = list[dict[str, str]]
-Tables = dict[str, Rows]  # by the name of their file
 
 GPU_SECTIONS = {
     "gpu_ops": "Ops on one GPU",
@@ -70,36 +70,6 @@ Every row of `benchmarks/results`, by `python benchmarks/report.py`: edit nothin
 how GPUs are timed, each `bench_*.py` what its rows are, `benchmarks/targets.py` what they are to reach. Only ratios
 within one table count.
 """
-README_RECIPES = {"fp8": "fp8, current scaling", "delayed": "fp8, delayed scaling", "block": "blocks of 128"}
-
-
-def read() -> Tables:
-    found = {}
-    for path in sorted(RESULTS.glob("*.csv")):
-        with path.open(newline="") as file:
-            found[path.stem] = list(csv.DictReader(file))
-    return found
-
-
-def table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    rule = ["---"] * len(header)
-    return "\n".join(f"| {' | '.join(line)} |" for line in (header, rule, *lines))
-
-
-def origin(rows: Rows) -> str:
-    """Where rows come from, once for all of a file; of what was run later, which rows those are."""
-    first = rows[0]
-    later: dict[str, list[str]] = {}
-    for row in rows:
-        if row["commit"] != first["commit"]:
-            names = [row["recipe"], row["kind"]] if "recipe" in row and "kind" in row else [next(iter(row.values()))]
-            later.setdefault(row["commit"], []).append(" ".join(names))
-    others = "".join(f", of a run of its own at {commit}: {', '.join(names)}" for commit, names in later.items())
-    return f"{first['machine']}; {first['versions']}; commit {first['commit']}{others}; {first['date']}."
-
-
-def number(row: Row | None, column: str) -> str:
-    return (row or {}).get(column, "") or "-"
 
 
 def judged(name: str, tables: Tables) -> list[tuple[Target, Row, float]]:
@@ -206,73 +176,6 @@ def numerics_section(tables: Tables) -> str:
     return f"## Numerics, {threads(rows)}\n\n{origin(rows)} {text}\n\n{table(header, lines)}\n"
 
 
-def fsdp2_section(tables: Tables) -> str:
-    rows = tables["fsdp2"]
-    base = next((row for row in rows if row["recipe"] == "bf16"), None)
-    columns = [
-        "recipe",
-        "kind",
-        "ms",
-        "peak_GiB",
-        "gathered_MB",
-        "reduced_MB",
-        "amaxes_MB",
-        "codes_B",
-        "high_precision_B",
-    ]
-    columns += ["states_B"]
-    header = [*columns[:3], "of bf16", *(column.replace("_", " ") for column in columns[3:])]
-    lines = []
-    for row in rows:
-        ratio = f"{float(row['ms']) / float(base['ms']):.2f}" if base else "-"
-        lines.append([*(row[c] for c in columns[:3]), ratio, *(row[c] for c in columns[3:])])
-    text = (
-        f"A step of a 2.0 B model on {rows[0]['ranks']} GPUs, eager; `bench_fsdp2.py` says what is in a row. "
-        "Bytes are those that a rank keeps for an element of its part; of ZeRO, all its weights are counted."
-    )
-    return f"## FSDP2\n\n{origin(rows)} {text}\n\n{table(header, lines)}\n"
-
-
-def against_bf16(rows: Rows, column: str, columns: Sequence[str]) -> str:
-    """A table of rows; with the ratio of `column` to that of bf16 on as many devices."""
-    base = {row["devices"]: float(row[column]) for row in rows if row["kind"] == "bf16"}
-    header = [part.replace("_", " ") for part in columns]
-    lines = []
-    for row in rows:
-        of = base.get(row["devices"])
-        lines.append([*(row[c] for c in columns), f"{float(row[column]) / of:.2f}" if of else "-"])
-    return table([*header, f"{column.split('_')[0]} of bf16"], lines)
-
-
-def step_jax_section(tables: Tables) -> str:
-    rows = tables["step_jax"]
-    text = (
-        f"A step of a 2.0 B model on {rows[0]['devices']} GPUs, that of `step_jax.py`, as `bench_step_jax.py` times it."
-    )
-    body = against_bf16(rows, "ms", ["kind", "devices", "ms", "peak_GiB", "compile_s"])
-    return f"## FSDP in JAX\n\n{origin(rows)} {text}\n\n{body}\n"
-
-
-def wire_jax_section(tables: Tables) -> str:
-    rows = tables["wire_jax"]
-    text = (
-        f"What a step of {rows[0]['layers']} layers of that model moves, read off the program that XLA makes for so "
-        "many GPUs; `bench_wire_jax.py` says what is in a row."
-    )
-    columns = [
-        "kind",
-        "devices",
-        "collectives",
-        "gathered_MB",
-        "reduced_MB",
-        "scattered_MB",
-        "other_MB",
-        "gathers",
-        "hidden",
-    ]
-    return f"## What FSDP moves in JAX\n\n{origin(rows)} {text}\n\n{against_bf16(rows, 'gathered_MB', columns)}\n"
-
-
 def training_section(tables: Tables) -> str:
     columns = ["framework", "recipe", "device", "ranks", "steps", "validation_loss", "percent_to_bf16"]
     columns += ["gathered_bytes_a_step", "ms_a_step", "gathered_sha256"]
@@ -338,12 +241,7 @@ def results(tables: Tables) -> str:
     parts += [cpu_section(rows) for name, rows in tables.items() if name.startswith("cpu_kernels")]
     if "numerics" in tables:
         parts.append(numerics_section(tables))
-    if "fsdp2" in tables:
-        parts.append(fsdp2_section(tables))
-    if "step_jax" in tables:
-        parts.append(step_jax_section(tables))
-    if "wire_jax" in tables:
-        parts.append(wire_jax_section(tables))
+    parts += [section(tables) for name, section in STEP_SECTIONS.items() if name in tables]
     if "training_jax" in tables or "training_torch" in tables:
         parts.append(training_section(tables))
     return "\n".join(parts)
@@ -407,19 +305,20 @@ def readme_training(tables: Tables) -> str:
     return f"{head}\n\n{table(header, lines)}"
 
 
-# The block, the files that it needs (by how their names begin), and who writes it.
+# The block, the files that it needs, and who writes it.
 README_BLOCKS: dict[str, tuple[tuple[str, ...], Callable[[Tables], str]]] = {
     "training": (("training_jax", "training_torch"), readme_training),
+    "step_torch": (("step_torch",), readme_step_torch),
     "gpu": (tuple(GPU_SECTIONS)[:3], readme_gpu),
     "missed": (tuple(GPU_SECTIONS)[:3], readme_missed),
-    "cpu": (("cpu_kernels",), readme_cpu),
+    "cpu": (("cpu_kernels*",), readme_cpu),
 }
 
 
 def readme(text: str, tables: Tables) -> str:
     """README.md with its blocks written anew."""
     for name, (needed, write) in README_BLOCKS.items():
-        if not all(any(file.startswith(prefix) for file in tables) for prefix in needed):
+        if not all(fnmatch.filter(tables, pattern) for pattern in needed):
             continue
         begin, end = f"<!-- rows: {name} -->", "<!-- end -->"
         before, found, rest = text.partition(begin)

@@ -46,12 +46,12 @@ def versions(*packages: str) -> str:
     return ", ".join(found)
 
 
-def write(name: str, machine: str, rows: list[dict[str, object]]) -> pathlib.Path:
-    """Writes `results/<name>.csv`, each row with machine, commit, versions and date; prints a table too."""
+def write(name: str, machine: str, rows: list[dict[str, object]], quiet: bool = False) -> pathlib.Path:
+    """Writes `results/<name>.csv`, each row with machine, commit, versions and date; prints a table too, or not."""
     common = {
         "machine": machine,
         "commit": commit(),
-        "versions": versions("qshard", "torch", "jax", "torchao"),
+        "versions": versions("qshard", "torch", "jax", "torchao", "transformer_engine"),
         "date": datetime.date.today().isoformat(),
     }
     RESULTS.mkdir(exist_ok=True)
@@ -60,6 +60,8 @@ def write(name: str, machine: str, rows: list[dict[str, object]]) -> pathlib.Pat
         writer = csv.DictWriter(file, [*rows[0], *common], lineterminator="\n")
         writer.writeheader()
         writer.writerows({**row, **common} for row in rows)
+    if quiet:
+        return path
     columns = list(rows[0])
     table = [columns, *[[str(row[column]) for column in columns] for row in rows]]
     widths = [max(len(line[i]) for line in table) for i in range(len(columns))]

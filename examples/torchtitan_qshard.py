@@ -34,11 +34,14 @@ class QshardConverter(QuantizationConverter):
         filter_fqns: list[str] = field(default_factory=list)
         """Regular expressions: layers whose names one of them is found in stay in high precision."""
 
+        fuse: bool = False
+        """Whether RMSNorms take the amax of what they give as they make it; for runs without `torch.compile`."""
+
     def __init__(self, config: Config):
         self.config = config
 
     def convert(self, model_config: Module.Config) -> Module.Config:
-        recipe, left_out = self.config.recipe, self.config.filter_fqns
+        recipe, left_out, fuse = self.config.recipe, self.config.filter_fqns, self.config.fuse
 
         class Quantized(type(model_config)):
             __slots__ = ()
@@ -46,7 +49,11 @@ class QshardConverter(QuantizationConverter):
             def build(self, **kwargs: Any) -> nn.Module:
                 model = super().build(**kwargs)
                 model.verify_module_protocol()
-                convert(model, recipe, filter=lambda _, name: not any(re.search(each, name) for each in left_out))
+
+                def is_quantized(_: nn.Linear, name: str) -> bool:
+                    return not any(re.search(each, name) for each in left_out)
+
+                convert(model, recipe, filter=is_quantized, fuse=fuse)
                 # The states of delayed scaling are modules of qshard, not of torchtitan.
                 model.verify_module_protocol = lambda: None
                 return model

@@ -93,7 +93,8 @@ def linear(
     Sources: arXiv:2209.05433.
     """
     recipe = as_recipe(recipe, "linear")
-    cut, shared, layer = None, x, id(weight)
+    # Dynamo would hold a graph to the id, and compile alike layers one by one, of which a few are its limit.
+    cut, shared, layer = None, x, 0 if torch.compiler.is_compiling() else id(weight)
     if isinstance(x, DTensor) and isinstance(weight, DTensor):
         _check_shapes(x, weight, bias)
         cut = cut_of("linear", x, weight, recipe)

@@ -93,21 +93,54 @@ def check_thresholds() -> None:
         np.float32([1, -1]), x.size
     )
     x = x.reshape(shape)
-    x[:, ::16] = 6  # And S is 1, so all scales are.
-    x[::16] = 6
-    whole = np.float32(6 * 448)
-    steps = {"row_step": shape[1], "col_step": 1, "scale_max": 448.0}
-    for name, block, amaxes, options in [
-        ("quantize_nvfp4_stochastic", (1, 16), 1, {}),
-        ("quantize_nvfp4_stochastic", (16, 16), 1, {}),
-        ("quantize_nvfp4_stochastic_t", (16, 1), 1, {"outer": 0}),
-        ("quantize_nvfp4_stochastic_both", (16, 16), 2, {"outer": 0}),
+    steps = {"row_step": shape[1], "col_step": 1}
+    for name, block, amaxes in [
+        ("quantize_nvfp4_stochastic", (1, 16), 1),
+        ("quantize_nvfp4_stochastic", (16, 16), 1),
+        ("quantize_nvfp4_stochastic_t", (16, 1), 1),
+        ("quantize_nvfp4_stochastic_both", (16, 16), 2),
     ]:
-        options = {"block_rows": block[0], "block_cols": block[1], "nonfinite": "nan", **steps, **options}
-        options |= {"hadamard": False} if "outer" in options else {}
-        made = Call(SPECS[name], options, [], [x, *[whole] * amaxes, *words.values()])
-        made.tensors = [[(np.shape(a), str(np.asarray(a).dtype))] for a in made.operands]
-        op_calls.check(made)
+        check_unscaled(name, x, block, amaxes, steps, *words.values())
+
+
+def check_midpoints() -> None:
+    """Elements halfway between two values of E2M1, or a few bits of theirs beside, of every dtype."""
+    rng, shape = np.random.default_rng(0), (256, 512)
+    values = np.float32([0, 0.5, 1, 1.5, 2, 3, 4, 6, 8, np.inf])
+    middle = rng.choice(np.append((values[1:-1] + values[:-2]) / 2, values), shape) * rng.choice([1, -1], shape)
+    for dtype, bits in (("float32", "int32"), ("float16", "int16"), ("bfloat16", "int16")):
+        x = middle.astype(dtype)
+        x = np.where(np.isfinite(middle), (x.view(bits) + rng.integers(-2, 3, shape).astype(bits)).view(dtype), x)
+        x = np.where(np.isfinite(x) & (np.abs(x) <= 8), x, middle.astype(dtype))  # 0 less a bit is NaN.
+        for name, block, amaxes in [
+            ("quantize_nvfp4", (1, 16), 1),
+            ("quantize_nvfp4", (16, 16), 1),
+            ("quantize_nvfp4_t", (16, 1), 1),
+            ("quantize_nvfp4_t", (16, 16), 1),
+            ("quantize_nvfp4_both", (16, 16), 2),
+            ("quantize_nvfp4_square_both", (16, 16), 1),
+        ]:
+            check_unscaled(name, np.clip(x, -6, 6).astype(dtype), block, amaxes, {})
+        options = {"block_rows": 256, "block_cols": 512, "element": "float4_e2m1fn"}
+        check_made("cast_block", options, x, np.float32([[1]]))
+
+
+def check_unscaled(
+    name: str, x: np.ndarray, block: tuple[int, int], amaxes: int, options: dict[str, object], *more: np.ndarray
+) -> None:
+    """An op that makes NVFP4 of x, which is given a 6 in every block, under an S of 1: all scales are 1."""
+    x = x.copy()
+    x[:, ::16] = x[::16] = 6
+    options = {"block_rows": block[0], "block_cols": block[1], "nonfinite": "nan", "scale_max": 448.0, **options}
+    if name.endswith(("_t", "_both")):
+        options["outer"] = 0
+        options |= {"hadamard": False} if "square" not in name else {}
+    check_made(name, options, x, *[np.float32(6 * 448)] * amaxes, *more)
+
+
+def check_made(name: str, options: dict[str, object], *operands: np.ndarray) -> None:
+    tensors = [[(np.shape(a), str(np.asarray(a).dtype))] for a in operands]
+    op_calls.check(Call(SPECS[name], options, tensors, list(operands)))
 
 
 def main(device: str = "cpu", *ops: str) -> None:
@@ -118,6 +151,7 @@ def main(device: str = "cpu", *ops: str) -> None:
     there = [spec for name, spec in SPECS.items() if device == "cpu" or name not in IN_ANY_ORDER]
     checks = {spec.name: (lambda spec=spec: check_op(spec)) for spec in there}
     checks |= {"streaming": check_streaming, "turned": check_turned, "thresholds": check_thresholds}
+    checks["midpoints"] = check_midpoints
     for name in ops or checks:
         start = time.perf_counter()
         checks[name]()

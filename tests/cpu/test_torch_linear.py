@@ -138,6 +138,19 @@ def test_compiled_steps_give_the_same_bits(recipe, backend):
     assert count.frame_count <= (2 if dynamic else 3)
 
 
+@pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")
+@every_recipe
+def test_alike_layers_share_what_is_compiled(recipe):
+    """Else a model of more layers than Dynamo compiles versions of a function runs the rest eagerly, without a word."""
+    torch._dynamo.reset()
+    blocks = [convert(nn.Sequential(nn.Linear(64, 64, bias=False), nn.GELU()), recipe) for _ in range(3)]
+    x = torch.randn(32, 64, requires_grad=True)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for block in blocks:
+            block.compile(backend="aot_eager")
+            block(x).sum().backward()
+
+
 def test_seeds_of_stochastic_rounding():
     """Each forward takes the next one; the same run again gives the same bits."""
     torch.manual_seed(0)

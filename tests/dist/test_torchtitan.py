@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from qshard import reference
-from qshard.torch_bridge import Linear, QuantizedTensor
+from qshard.torch_bridge import Linear, QuantizedTensor, RMSNorm
 from support.formats import RECIPES
 from support.fronts import TorchFront, assert_plane
 from support.torch_ranks import on_ranks
@@ -62,7 +62,7 @@ def made(recipe):
 
     from torchtitan_qshard import QshardConverter, update_scales_after_steps
 
-    converters = [] if recipe is None else [QshardConverter.Config(recipe=recipe)]
+    converters = [] if recipe is None else [QshardConverter.Config(recipe=recipe, fuse=True)]
     spec = model_registry("debugmodel", converters=converters)
     for layer in spec.model.layers:  # Flex attention has no backward pass on CPUs.
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
@@ -92,6 +92,7 @@ def made(recipe):
         model.init_weights()
     optimizers = default_adamw(lr=8e-4).build(model_parts=[model])
     if recipe is not None:
+        assert sum(isinstance(module, RMSNorm) for module in model.modules()) == 2 * len(model.layers) + 1
         update_scales_after_steps(optimizers, [model], dims)
     return model, optimizers
 

@@ -5,7 +5,7 @@
 // threads as slices.cuh says. A lane has the four elements of 4, or 2, bytes, so it alone writes
 // them: whole where the slice has all, else byte by byte, and of a byte that the slice has half of,
 // the other half is what was there. Equals the loop over core/slices.h: multiplication by
-// __fmul_rn, EncodePair and EncodeE2M1 for Encode.
+// __fmul_rn, EncodePair and FourE2M1 for Encode.
 #include <type_traits>
 
 #include "core/stochastic.h"
@@ -25,10 +25,7 @@ struct Nearest {
   __device__ __forceinline__ void Begin(int) {}
   __device__ __forceinline__ uint32_t operator()(const float (&v)[kSliceLane], int64_t) const {
     if constexpr (kPacked<Code>) {
-      uint32_t codes = 0;
-#pragma unroll
-      for (int j = 0; j < kSliceLane; ++j) codes |= EncodeE2M1(v[j]) << (4 * j);
-      return codes;
+      return FourE2M1(v);
     } else {
       return EncodeWords<Code>(v).w[0];
     }

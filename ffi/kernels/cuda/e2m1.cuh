@@ -1,10 +1,10 @@
 // E2M1 in a few instructions an element, for hardware without FP4 conversions. Bit for bit the
 // results of core/round.h and core/stochastic.h.
 //
-// How: on magnitudes u, codes are the nearest whole numbers to a curve of straight lines: 2u up to
-// 2, then u + 2 up to 4, then u / 2 + 4. It is concave, so the least of the lines; rounding keeps
-// order, and what is added is even, so that ties go the same way. Beside 2^23, one addition rounds
-// each.
+// How: on magnitudes u, codes are whole numbers near a curve of straight lines: 2u up to 2, then
+// u + 2 up to 4, then u / 2 + 4. Beside 2^23, one addition rounds a line. And the bits of a half as
+// it grows from 0 through the subnormals are the curve: those of u * 2^-14 have the code of u in
+// bits 9 to 11, and the part of a step that is above it in bits 0 to 8.
 #ifndef QSHARD_KERNELS_CUDA_E2M1_CUH_
 #define QSHARD_KERNELS_CUDA_E2M1_CUH_
 
@@ -24,51 +24,16 @@ namespace qshard::kernels {
 
 namespace e2m1 {
 
-#if defined(QSHARD_CUDA_FP4)
-constexpr bool kIsInHardware = true;
-#else
-constexpr bool kIsInHardware = false;
-#endif
-
 constexpr float kOne = 8388608.0f;  // 2^23, whose last bit is 1
 
-// The code of a magnitude below 7, in the bits of a float after those of 2^23. Of any magnitude, or
-// NaN, more than the largest code if it is above.
-__device__ __forceinline__ int32_t Nearest(float u) {
-  return min(min(__float_as_int(__fmaf_rn(u, 2.0f, kOne)), __float_as_int(__fadd_rn(u, kOne + 2))),
-             __float_as_int(__fmaf_rn(u, 0.5f, kOne + 4)));
-}
-
-// Two at a time, of bfloat16 elements under powers of two: such a product has 8 bits like its
-// factors, so beside 2^7 one addition rounds each line, as above. The bits are those of 2^7 plus
-// the code of the magnitude, with the largest for all above it and for NaN.
-constexpr uint32_t kOneOfTwo = 0x43004300;
-
-__device__ __forceinline__ uint32_t FmaOfTwo(uint32_t a, uint32_t b, uint32_t c) {
-  uint32_t d;
-  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
-  return d;
-}
-__device__ __forceinline__ uint32_t PowersOfTwo(float lo, float hi) {
-  return __byte_perm(__float_as_uint(lo), __float_as_uint(hi), 0x7632);
-}
-__device__ __forceinline__ uint32_t NearestOfTwo(uint32_t x, uint32_t scales) {
-  const uint32_t u = FmaOfTwo(x & 0x7FFF7FFFu, scales, 0);
-  const uint32_t twice = FmaOfTwo(u, 0x40004000u, kOneOfTwo);
-  const uint32_t once = FmaOfTwo(u, 0x3F803F80u, kOneOfTwo + 0x00020002u);
-  const uint32_t half = FmaOfTwo(u, 0x3F003F00u, kOneOfTwo + 0x00040004u);
-  return __vminu2(__vminu2(twice, once), __vminu2(half, kOneOfTwo + E2M1::kNan * 0x00010001u));
-}
-
-// The same of a magnitude below 8, rounded down.
+// The code of a magnitude below 8, rounded down, in the bits of a float after those of 2^23. The
+// curve is concave, so the least of the lines.
 __device__ __forceinline__ int32_t Down(float u) {
   return min(min(__float_as_int(__fmaf_rz(u, 2.0f, kOne)), __float_as_int(__fadd_rz(u, kOne + 2))),
              __float_as_int(__fmaf_rz(u, 0.5f, kOne + 4)));
 }
 
-// Rounded at random, two at a time, of magnitudes as fp32 products are. The bits of a half as it
-// grows from 0 through the subnormals are E2M1's curve: those of u * 2^-14 have the code of u in
-// bits 9 to 11, and the part of a step that is above it in bits 0 to 8. A random byte, doubled,
+// Rounded at random, two at a time, of magnitudes as fp32 products are. A random byte, doubled,
 // carries into the code where it is to be rounded up. Halves are rounded towards 0, as all that
 // matters is how u compares with whole 256ths of a step; but for the rounding of the sum in
 // core/stochastic.h, which takes 2^-26 below 1/2 up to it. That much more shows nowhere else: from
@@ -100,6 +65,42 @@ __device__ __forceinline__ uint32_t PackHalves(uint32_t even, uint32_t odd) {
   return low | (odd << 3 & 0x70707070u) | (odd & 0x80808080u);
 }
 
+// Rounded to the nearest, ties to even codes, two at a time. Halves are rounded towards 0, so bit 8
+// says whether u is at least halfway to the next code, and a tie has to be moved off that point if
+// it goes down. Ties are 1/4, 3/4, 1 1/4, 1 3/4, 2 1/2, 3 1/2 and 5; those with a significand of
+// 1 1/2 or 1 3/4 go up, those with 1 or 1 1/4 down. The first step adds a unit in the last place
+// where the significand is above 1 1/3, the second takes one away, from all. So what is above
+// halfway stays at least there, what is below stays below, and of ties those that go up stay.
+constexpr float kTiesUp = 0.375f * PowerOfTwo(-23);
+constexpr float kUnitDown = (1.0f - PowerOfTwo(-24)) * PowerOfTwo(-14);
+static_assert(1.25f * kTiesUp < PowerOfTwo(-24) && 1.5f * kTiesUp > PowerOfTwo(-24));
+
+// Of |v| below 7; with kLimit of any, and of NaN, which has no sign. The highest byte of a half is
+// the sign, three zeros, the code rounded down, and whether it goes up.
+template <bool kLimit>
+__device__ __forceinline__ uint32_t NearestHalves(float lo, float hi) {
+  const float a = __fmul_rz(__fmaf_rn(lo, kTiesUp, lo), kUnitDown);
+  const float b = __fmul_rz(__fmaf_rn(hi, kTiesUp, hi), kUnitDown);
+  uint32_t halves;
+  asm("cvt.rz.f16x2.f32 %0, %1, %2;" : "=r"(halves) : "f"(b), "f"(a));
+  if constexpr (kLimit)
+    asm("min.xorsign.abs.f16x2 %0, %0, %1;" : "+r"(halves) : "r"(kLargestHalves));
+  return halves;
+}
+
+// Eight of those as packed codes, from halves of numbers 0 and 2, 4 and 6, 1 and 3, 5 and 7.
+__device__ __forceinline__ uint32_t PackNearest(uint32_t h02, uint32_t h46, uint32_t h13,
+                                                uint32_t h57) {
+  const uint32_t even = __byte_perm(h02, h46, 0x7531) + 0x01010101u;
+  const uint32_t odd = __byte_perm(h13, h57, 0x7531);
+  const auto select = [](uint32_t mask, uint32_t a, uint32_t b) {
+    return (a & mask) | (b & ~mask);
+  };
+  const uint32_t low = select(0x07070707u, even >> 1, even >> 4);
+  const uint32_t codes = select(0x70707070u, (odd << 3) + 0x08080808u, low);
+  return select(0x80808080u, odd, codes);
+}
+
 // v within +-6. NaN becomes 6, whose code is what NaN has: minimum and maximum drop NaNs.
 __device__ __forceinline__ float Clamp(float v) { return fmaxf(fminf(v, E2M1::kMax), -E2M1::kMax); }
 
@@ -113,12 +114,6 @@ __device__ __forceinline__ uint32_t Signed(int32_t code, float v) {
 }
 
 }  // namespace e2m1
-
-// Encode<E2M1>(v).
-__device__ __forceinline__ uint32_t EncodeE2M1(float v) {
-  const float c = e2m1::Clamp(v);
-  return e2m1::Signed(e2m1::Nearest(fabsf(c)), c);
-}
 
 // Decode<E2M1>(Encode<E2M1>(v)): the fp32 adder rounds to a whole number of steps.
 __device__ __forceinline__ float RoundE2M1(float v) {
@@ -136,33 +131,32 @@ __device__ __forceinline__ uint32_t EncodeStochasticE2M1(float v, uint32_t rando
   return e2m1::Signed(e2m1::Down(__fmaf_rn(unit, r, m)), c);
 }
 
-// --- eight codes a word ---
+// --- codes to the nearest: eight a word, or fewer ---
 
-// Signs of eight elements, each in the highest bit of its nibble.
-// From the highest bytes of elements 0, 2, 4, 6 and of elements 1, 3, 5, 7.
-__device__ __forceinline__ uint32_t SignNibbles(uint32_t even, uint32_t odd) {
-  return (even >> 4 & 0x08080808u) | (odd & 0x80808080u);
-}
-__device__ __forceinline__ uint32_t WordTops(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
-  return __byte_perm(__byte_perm(a, b, 0x0073), __byte_perm(c, d, 0x0073), 0x5410);
-}
-
-// code(i) for 0 <= i < 8, as Nearest gives them.
-template <class Code>
-__device__ __forceinline__ uint32_t PackMagnitudes(const Code& code) {
-  uint32_t word = 0;
-#pragma unroll
-  for (int i = 7; i >= 0; --i) word = word * 16 + static_cast<uint32_t>(code(i));
-  return word - 0xFB000000u;  // what the 2^23s have summed up to, modulo 2^32
-}
-
-// Encode<E2M1> of eight elements, packed.
+// Encode<E2M1> of eight elements, packed. Without kLimit they are below 7.
+template <bool kLimit = true>
 __device__ __forceinline__ uint32_t PackE2M1(const float* v) {
-  uint32_t c[8];
-#pragma unroll
-  for (int j = 0; j < 8; ++j) c[j] = __float_as_uint(e2m1::Clamp(v[j]));
-  return PackMagnitudes([&](int j) { return e2m1::Nearest(fabsf(__uint_as_float(c[j]))); }) |
-         SignNibbles(WordTops(c[0], c[2], c[4], c[6]), WordTops(c[1], c[3], c[5], c[7]));
+#if defined(QSHARD_CUDA_FP4)
+  uint32_t codes;
+  asm("{ .reg .b8 a, b, c, d; cvt.rn.satfinite.e2m1x2.f32 a, %2, %1; "
+      "cvt.rn.satfinite.e2m1x2.f32 b, %4, %3; cvt.rn.satfinite.e2m1x2.f32 c, %6, %5; "
+      "cvt.rn.satfinite.e2m1x2.f32 d, %8, %7; mov.b32 %0, {a, b, c, d}; }"
+      : "=r"(codes)
+      : "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "f"(v[4]), "f"(v[5]), "f"(v[6]), "f"(v[7]));
+  return codes;
+#else
+  const auto two = [&](int i) { return e2m1::NearestHalves<kLimit>(v[i], v[i + 2]); };
+  return e2m1::PackNearest(two(0), two(4), two(1), two(5));
+#endif
+}
+
+// Encode<E2M1> of four elements, packed, and of one.
+__device__ __forceinline__ uint32_t FourE2M1(const float* v) {
+  return e2m1::PackNearest(e2m1::NearestHalves<true>(v[0], v[2]), 0,
+                           e2m1::NearestHalves<true>(v[1], v[3]), 0);
+}
+__device__ __forceinline__ uint32_t EncodeE2M1(float v) {
+  return e2m1::PackNearest(e2m1::NearestHalves<true>(v, 0.0f), 0, 0, 0);
 }
 
 // Decode<E2M1> of a word. As halves: the bits of a code, moved to the top of the significand and

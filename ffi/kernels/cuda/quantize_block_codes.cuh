@@ -76,111 +76,32 @@ constexpr int WordsLeft(int offset, int to, int count) {
   return offset < to || count == 1 ? count : WordsLeft(offset / 2, to, count / 2);
 }
 
-// --- signs of eight elements ---
-
-// The highest bytes of both halves of a, and of both halves of b: lows first.
-__device__ __forceinline__ uint32_t HalfTops(uint32_t a, uint32_t b) {
-  return __byte_perm(a, b, 0x7351);
-}
-template <class In>
-__device__ __forceinline__ uint32_t RowSigns(const EightOf<In>& x) {
-  if constexpr (sizeof(In) == 4) {
-    return SignNibbles(WordTops(x.w[0], x.w[2], x.w[4], x.w[6]),
-                       WordTops(x.w[1], x.w[3], x.w[5], x.w[7]));
-  } else {
-    const uint32_t a = HalfTops(x.w[0], x.w[1]), b = HalfTops(x.w[2], x.w[3]);
-    return SignNibbles(__byte_perm(a, b, 0x5410), __byte_perm(a, b, 0x7632));
-  }
-}
-
-// Of the columns of eight rows.
-template <class In>
-__device__ __forceinline__ void ColumnSigns(const EightOf<In> (&rows)[kEight],
-                                            uint32_t (&signs)[kEight]) {
-  if constexpr (sizeof(In) == 4) {
-#pragma unroll
-    for (int i = 0; i < kEight; ++i)
-      signs[i] = SignNibbles(WordTops(rows[0].w[i], rows[2].w[i], rows[4].w[i], rows[6].w[i]),
-                             WordTops(rows[1].w[i], rows[3].w[i], rows[5].w[i], rows[7].w[i]));
-  } else {
-#pragma unroll
-    for (int i = 0; i < kEight / 2; ++i) {
-      const uint32_t a = HalfTops(rows[0].w[i], rows[2].w[i]);
-      const uint32_t b = HalfTops(rows[4].w[i], rows[6].w[i]);
-      const uint32_t c = HalfTops(rows[1].w[i], rows[3].w[i]);
-      const uint32_t d = HalfTops(rows[5].w[i], rows[7].w[i]);
-      signs[2 * i] = SignNibbles(__byte_perm(a, b, 0x5410), __byte_perm(c, d, 0x5410));
-      signs[2 * i + 1] = SignNibbles(__byte_perm(a, b, 0x7632), __byte_perm(c, d, 0x7632));
-    }
-  }
-}
-
 // --- codes of eight elements under one scale ---
 
-// What is known of elements and their scale, beyond that only the scale makes a product NaN.
-enum class Known {
-  kNothing,
-  kPlain,      // products are below 7, so that codes of E2M1 need no limit, and no NaN
-  kPowerOfTwo  // the scale is one, or NaN
-};
-
+// Whether products are plain: below 7, so that codes of E2M1 need no limit. `kPlain` below: they
+// are; it says nothing of other codes.
 __device__ __forceinline__ bool IsPlainE2M1(float amax, float scale) {
   return __fmul_rn(amax, scale) < 7.0f;
 }
 
-// Encode<Code>(x[i] * scale). E2M1: `signs` are those of x.
-template <class Code, Known kKnown>
-__device__ __forceinline__ EightCodes<Code> EncodeEight(const float (&x)[kEight], float scale,
-                                                        uint32_t signs) {
-  if constexpr (!kPacked<Code>) {
-    float v[kEight];
+// Encode<Code>(x[i] * scale).
+template <class Code, bool kPlain>
+__device__ __forceinline__ EightCodes<Code> EncodeEight(const float (&x)[kEight], float scale) {
+  float v[kEight];
 #pragma unroll
-    for (int i = 0; i < kEight; ++i) v[i] = __fmul_rn(x[i], scale);
+  for (int i = 0; i < kEight; ++i) v[i] = __fmul_rn(x[i], scale);
+  if constexpr (kPacked<Code>)
+    return {{PackE2M1<!kPlain>(v)}};
+  else
     return EncodeWords<Code>(v);
-  } else {
-    EightCodes<Code> codes;
-#if defined(QSHARD_CUDA_FP4)
-    float v[kEight];
-#pragma unroll
-    for (int i = 0; i < kEight; ++i) v[i] = __fmul_rn(x[i], scale);
-    asm("{ .reg .b8 a, b, c, d; cvt.rn.satfinite.e2m1x2.f32 a, %2, %1; "
-        "cvt.rn.satfinite.e2m1x2.f32 b, %4, %3; cvt.rn.satfinite.e2m1x2.f32 c, %6, %5; "
-        "cvt.rn.satfinite.e2m1x2.f32 d, %8, %7; mov.b32 %0, {a, b, c, d}; }"
-        : "=r"(codes.w[0])
-        : "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "f"(v[4]), "f"(v[5]), "f"(v[6]), "f"(v[7]));
-#else
-    const uint32_t magnitudes = PackMagnitudes([&](int i) {
-      const int32_t code = e2m1::Nearest(__fmul_rn(fabsf(x[i]), scale));
-      return kKnown == Known::kPlain ? code : min(code, FloatBits(e2m1::kOne) + E2M1::kNan);
-    });
-    // The code of NaN has no sign.
-    codes.w[0] = magnitudes + (kKnown != Known::kPlain && isnan(scale) ? 0 : signs);
-#endif
-    return codes;
-  }
 }
 
-// Whether elements go two at a time.
-template <class In, class Code, Known kKnown>
-constexpr bool kPairs = kPacked<Code> && std::is_same_v<In, bfloat16> &&
-                        kKnown == Known::kPowerOfTwo && !e2m1::kIsInHardware;
-
 // Of a row of x.
-template <class In, class Code, Known kKnown = Known::kNothing>
+template <class In, class Code, bool kPlain = false>
 __device__ __forceinline__ EightCodes<Code> EncodeRow(const EightOf<In>& x, float scale) {
-  if constexpr (kPairs<In, Code, kKnown>) {
-    const uint32_t scales = e2m1::PowersOfTwo(scale, scale);
-    uint32_t c[kEight / 2];
-#pragma unroll
-    for (int i = 0; i < kEight / 2; ++i) c[i] = e2m1::NearestOfTwo(x.w[i], scales);
-    const uint32_t lo = __byte_perm(c[0], c[1], 0x6420), hi = __byte_perm(c[2], c[3], 0x6420);
-    const uint32_t codes = __byte_perm(lo | lo >> 4, hi | hi >> 4, 0x6420);
-    return {{codes | (isnan(scale) ? 0 : RowSigns<In>(x))}};
-  } else {
-    float v[kEight];
-    WidenWords<In>(x, v);
-    return EncodeEight<Code, kKnown>(v, scale, kPacked<Code> ? RowSigns<In>(x) : 0);
-  }
+  float v[kEight];
+  WidenWords<In>(x, v);
+  return EncodeEight<Code, kPlain>(v, scale);
 }
 
 // Of a row of x under a scale for each element.
@@ -195,35 +116,16 @@ __device__ __forceinline__ EightCodes<Code> EncodeRow(const EightOf<In>& x,
 }
 
 // Of the columns of eight rows, each under its scale.
-template <class In, class Code, Known kKnown = Known::kNothing>
+template <class In, class Code, bool kPlain = false>
 __device__ __forceinline__ void EncodeColumns(const EightOf<In> (&rows)[kEight],
                                               const float (&scale)[kEight],
                                               EightCodes<Code> (&codes)[kEight]) {
-  uint32_t signs[kEight] = {};
-  if constexpr (kPacked<Code>) ColumnSigns<In>(rows, signs);
-  if constexpr (kPairs<In, Code, kKnown>) {
 #pragma unroll
-    for (int i = 0; i < kEight; i += 2) {
-      const uint32_t scales = e2m1::PowersOfTwo(scale[i], scale[i + 1]);
-      const auto four = [&](int first) {
-        uint32_t c = e2m1::NearestOfTwo(rows[first + 3].w[i / 2], scales);
+  for (int i = 0; i < kEight; ++i) {
+    float v[kEight];
 #pragma unroll
-        for (int k = 2; k >= 0; --k)
-          c = c * 16 + e2m1::NearestOfTwo(rows[first + k].w[i / 2], scales);
-        return c - e2m1::kOneOfTwo * 0x1111;
-      };
-      const uint32_t lo = four(0), hi = four(4);
-      codes[i].w[0] = __byte_perm(lo, hi, 0x5410) | (isnan(scale[i]) ? 0 : signs[i]);
-      codes[i + 1].w[0] = __byte_perm(lo, hi, 0x7632) | (isnan(scale[i + 1]) ? 0 : signs[i + 1]);
-    }
-  } else {
-#pragma unroll
-    for (int i = 0; i < kEight; ++i) {
-      float v[kEight];
-#pragma unroll
-      for (int k = 0; k < kEight; ++k) v[k] = ElementOf<In>(rows[k], i);
-      codes[i] = EncodeEight<Code, kKnown>(v, scale[i], signs[i]);
-    }
+    for (int k = 0; k < kEight; ++k) v[k] = ElementOf<In>(rows[k], i);
+    codes[i] = EncodeEight<Code, kPlain>(v, scale[i]);
   }
 }
 

@@ -22,11 +22,13 @@ TileArguments<In, Scales> ArgumentsOfTiles(const In* x, const Scales& scales, co
                                            uint8_t* data, typename Scales::Stored* scale_inv,
                                            uint8_t* second_data,
                                            typename Scales::Stored* second_scale_inv) {
+  const int64_t matrices = MatricesOfGlobal(scales, b);
   return {x,
           scales,
           TileGrid(b.batch, b.rows, b.cols),
           Divider(b.batch * CeilDiv(b.rows, kTile)),
-          MatricesOfGlobal(scales, b),
+          Divider(std::clamp<int64_t>(matrices, 1, kMaxDivided - 1)),
+          matrices > 0,
           WideColumns<Code>(b.rows, second_data),
           data,
           scale_inv,
@@ -39,7 +41,7 @@ TileArguments<In, Scales> ArgumentsOfTiles(const In* x, const Scales& scales, co
 template <class Code, class In, class Scales>
 bool TakesTiles(const TileArguments<In, Scales>& a) {
   return a.grid.cols % kEight == 0 && IsAligned(a.x, 16) && IsAligned(a.data, kStoredBits<Code>) &&
-         (!kPacked<Code> || a.second_data == nullptr || a.wide) && a.matrices > 0 &&
+         (!kPacked<Code> || a.second_data == nullptr || a.wide) && a.one_global &&
          a.grid.tiles < kMaxDivided;
 }
 

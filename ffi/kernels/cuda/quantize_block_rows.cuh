@@ -124,7 +124,7 @@ __global__ void __launch_bounds__(QuantizeRowsTuning<In, Scales>::kThreads,
     const float s = __shfl_sync(0xFFFFFFFFu, scale[kOwn == 2 ? u % 2 : 0], from_lane);
     if (u * kWarp < left)
       Store<Write::kStream>(data + (first + u * kWarp + lane) * kStoredBits<Code>,
-                            EncodeRow<In, Code, KnownOf<Scales>(false)>(v[u], s));
+                            EncodeRow<In, Code>(v[u], s));
   }
 }
 

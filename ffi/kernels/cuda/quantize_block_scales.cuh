@@ -69,13 +69,6 @@ int64_t MatricesOfGlobal(const Scales& scales, const Blocks& b) {
   }
 }
 
-// What is known of a block. `common`: the case that has code of its own.
-template <class Scales>
-constexpr Known KnownOf(bool common) {
-  if (std::is_same_v<Scales, E8M0Scales>) return Known::kPowerOfTwo;
-  return Fast<Scales>::kGlobal && common ? Known::kPlain : Known::kNothing;
-}
-
 // `place`: which run of blocks.
 template <class Scales>
 __device__ __forceinline__ NoGlobal GlobalAt(const Scales&, int64_t) {
@@ -160,11 +153,14 @@ __device__ __forceinline__ void FillMultipliers(GlobalNvfp4 global, float (&tabl
     table[threadIdx.x] = MultiplierOf(static_cast<uint16_t>(threadIdx.x), global);
 }
 
-// The codes of four blocks' scales.
+// The codes of four blocks' scales. Without kShows no amax is above the largest that does not show.
+template <bool kShows>
 __device__ __forceinline__ uint32_t FourScalesNvfp4(const float (&amax)[4], GlobalNvfp4 global) {
-  const uint32_t lo = EncodePair<E4M3>(UnderSixth(amax[0], global), UnderSixth(amax[1], global));
-  const uint32_t hi = EncodePair<E4M3>(UnderSixth(amax[2], global), UnderSixth(amax[3], global));
-  return lo | hi << 16;
+  float v[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    v[i] = kShows ? UnderSixth(amax[i], global) : __fmul_rn(amax[i], global.sixth);
+  return EncodePair<E4M3>(v[0], v[1]) | EncodePair<E4M3>(v[2], v[3]) << 16;
 }
 
 }  // namespace qshard::kernels

@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(kTileThreads, TileTuning<In, Scales, kWork>::k
           ScaleOrFirst(scale, *static_cast<volatile float*>(a.scales.amax + run), a.scales.target);
   } else if constexpr (kGlobal) {
     if (warp == 0) {
-      const auto g = GlobalAt(a.scales, t.matrix / a.matrices);
+      const auto g = GlobalAt(a.scales, a.matrices.Divide(t.matrix));
       if (lane == 0) global = g;
     }
   }
@@ -126,14 +126,13 @@ __global__ void __launch_bounds__(kTileThreads, TileTuning<In, Scales, kWork>::k
   const auto encode = [&](auto is_common) {
     constexpr bool kCommon = decltype(is_common)::value;
 #pragma unroll
-    for (int k = 0; k < kPatch; ++k)
-      codes[k] = EncodeRow<In, Code, KnownOf<Scales>(kCommon)>(rows[k], scale);
+    for (int k = 0; k < kPatch; ++k) codes[k] = EncodeRow<In, Code, kCommon>(rows[k], scale);
     if (!kTransposed || a.data != nullptr)
       StoreRows<Code, Tuning::kWrite, kCommon>(a.data, a.grid, t, p, height,
                                                [&](int k) { return codes[k]; });
   };
   bool common = height >= kPatch;
-  if constexpr (kGlobal) common = common && IsPlainE2M1(Abs::Value(m), scale);
+  if constexpr (kPacked<Code>) common = common && IsPlainE2M1(Abs::Value(m), scale);
   if (__all_sync(0xFFFFFFFFu, common))
     encode(std::true_type{});
   else

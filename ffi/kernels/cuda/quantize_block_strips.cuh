@@ -2,9 +2,9 @@
 // warps that hardly wait for each other.
 //
 // A lane holds a strip of 16 rows x 8 columns in registers: whole blocks along columns, halves of
-// blocks along rows, which it completes with its neighbour. So scales need no shared memory, and
-// the codes of a column leave from the lanes below each other. Only the codes of scales go through
-// shared memory, to be stored eight at a time.
+// blocks along rows, which it completes with its neighbour. So the codes of a column leave from the
+// lanes below each other. Only scales go through shared memory: those of rows, of which each of two
+// neighbours works out half, and the codes of all, to be stored eight at a time.
 #ifndef QSHARD_KERNELS_CUDA_QUANTIZE_BLOCK_STRIPS_CUH_
 #define QSHARD_KERNELS_CUDA_QUANTIZE_BLOCK_STRIPS_CUH_
 
@@ -24,27 +24,34 @@ constexpr int kLineBlocks = kTile / kStripRows;
 using LineCodes = uint8_t[kTile][kLineBlocks];
 
 // Multipliers and codes of eight blocks, of lines that follow each other, from their magnitudes,
-// two a word. Returns whether all elements are plain (IsPlainE2M1).
+// two a word. Returns whether all elements are known to be plain (IsPlainE2M1): E4M3's normal
+// numbers are within 1/16 of what they stand for, so that amax * scale is at most 6 * 17/16; and so
+// is the largest one while it does not stand for more.
 template <class In>
 __device__ __forceinline__ bool EightScales(const uint32_t (&amax)[kPatch / 2], GlobalNvfp4 global,
                                             const float (&table)[kScaleCodes],
                                             float (&scale)[kPatch], uint8_t* codes) {
-  bool plain = true;
+  using Abs = Magnitudes<In>;
+  const uint32_t top = Abs::Max(Abs::Max(amax[0], amax[1]), Abs::Max(amax[2], amax[3]));
+  const float largest = Abs::Value(max(top & 0xFFFFu, top >> 16));
+  const bool shows = !(largest <= global.largest);
+  uint32_t below = 0;
 #pragma unroll
   for (int i = 0; i < kPatch; i += 4) {
-    const float v[4] = {Magnitudes<In>::Value(amax[i / 2] & 0xFFFFu),
-                        Magnitudes<In>::Value(amax[i / 2] >> 16),
-                        Magnitudes<In>::Value(amax[i / 2 + 1] & 0xFFFFu),
-                        Magnitudes<In>::Value(amax[i / 2 + 1] >> 16)};
-    const uint32_t four = FourScalesNvfp4(v, global);
+    const float v[4] = {Abs::Value(amax[i / 2] & 0xFFFFu), Abs::Value(amax[i / 2] >> 16),
+                        Abs::Value(amax[i / 2 + 1] & 0xFFFFu), Abs::Value(amax[i / 2 + 1] >> 16)};
+    const uint32_t four =
+        shows ? FourScalesNvfp4<true>(v, global) : FourScalesNvfp4<false>(v, global);
+    constexpr uint32_t kLeastNormal = (1u << E4M3::kMantissaBits) * 0x01010101u;
+    below |= four - kLeastNormal;  // a smaller code sets the highest bit of its byte
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
       scale[i + k] = table[four >> (8 * k) & (kScaleCodes - 1)];
-      plain &= IsPlainE2M1(v[k], scale[i + k]);
       codes[(i + k) * kLineBlocks] = static_cast<uint8_t>(four >> (8 * k));
     }
   }
-  return plain;
+  return (below & 0x80808080u) == 0 &&
+         __fmul_rn(largest, global.sixth) <= E4M3::kMax * (1 + 1.0f / 16);
 }
 
 // Of a line, of which `left` blocks exist.
@@ -68,9 +75,11 @@ __global__ void __launch_bounds__(kStripThreads, 4)
   constexpr int kWords = EightOf<In>::kCount;
   constexpr int kAcross = 8, kDown = kWarp / kAcross;  // lanes side by side, as an H200 is fastest
   constexpr int kWarpsAcross = kPatches / kAcross;
+  __shared__ GlobalNvfp4 global;
   __shared__ float table[kScaleCodes];
   __shared__ alignas(8) LineCodes row_codes;
   __shared__ alignas(8) LineCodes column_codes;
+  __shared__ alignas(16) float row_scales[kRows ? kLineBlocks * kScaleStride : 1];
 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int down = warp / kWarpsAcross * kDown + lane / kAcross;
@@ -82,7 +91,8 @@ __global__ void __launch_bounds__(kStripThreads, 4)
   const In* from = a.x + a.grid.Offset(t, row0, col0);
   LoadRows<Tuning::kRead>(from, a.grid.cols, height, rows[0]);
   LoadRows<Tuning::kRead>(from + kPatch * a.grid.cols, a.grid.cols, height - kPatch, rows[1]);
-  const GlobalNvfp4 global = GlobalAt(a.scales, t.matrix / a.matrices);
+  if (threadIdx.x == 0) global = GlobalAt(a.scales, a.matrices.Divide(t.matrix));
+  __syncthreads();
   FillMultipliers(global, table);
   __syncthreads();
 
@@ -112,9 +122,6 @@ __global__ void __launch_bounds__(kStripThreads, 4)
     in_case(plain, [&](auto is_common) {
       constexpr bool kCommon = decltype(is_common)::value;
       uint8_t* to = a.second_data + a.grid.OffsetT(t, row0, col0) / 2;
-      uint32_t signs[2][kPatch];
-      ColumnSigns<In>(rows[0], signs[0]);
-      ColumnSigns<In>(rows[1], signs[1]);
 #pragma unroll
       for (int i = 0; i < kPatch; ++i, to += a.grid.rows / 2) {
         Words<kStripRows / 2> codes;
@@ -123,8 +130,7 @@ __global__ void __launch_bounds__(kStripThreads, 4)
           float v[kEight];
 #pragma unroll
           for (int k = 0; k < kEight; ++k) v[k] = ElementOf<In>(rows[h][k], i);
-          codes.w[h] =
-              EncodeEight<E2M1, KnownOf<Nvfp4Scales>(kCommon)>(v, scale[i], signs[h][i]).w[0];
+          codes.w[h] = EncodeEight<E2M1, kCommon>(v, scale[i]).w[0];
         }
         if (kCommon || height > 0) Store<Tuning::kWrite>(to, codes);
       }
@@ -144,25 +150,25 @@ __global__ void __launch_bounds__(kStripThreads, 4)
     }
     // Of two lanes that share blocks, each works out the scales of eight rows.
     ReduceScatter<In, 1, 1, kPatch>(amax, lane);
-    const bool odd = lane % 2 == 1;
+    const int half = lane % 2 * kPatch;
     const uint32_t own[kPatch / 2] = {amax[0], amax[1], amax[2], amax[3]};
-    float half[kPatch], scale[kStripRows];
-    const bool plain = EightScales<In>(own, global, table, half,
-                                       &row_codes[row0 + (odd ? kPatch : 0)][col0 / kStripRows]);
-#pragma unroll
-    for (int i = 0; i < kPatch; ++i) {
-      const float other = __shfl_xor_sync(0xFFFFFFFFu, half[i], 1);
-      scale[i] = odd ? other : half[i];
-      scale[kPatch + i] = odd ? half[i] : other;
-    }
+    float of_half[kPatch];
+    const bool plain =
+        EightScales<In>(own, global, table, of_half, &row_codes[row0 + half][col0 / kStripRows]);
+    float* const scale = row_scales + col0 / kStripRows * kScaleStride + row0;
+    StoreScales(of_half, scale + half);
+    __syncwarp();
     in_case(plain, [&](auto is_common) {
       constexpr bool kCommon = decltype(is_common)::value;
+      float of_rows[2][kPatch];
+      LoadScales(scale, of_rows[0]);
+      LoadScales(scale + kPatch, of_rows[1]);
       uint8_t* to = a.data + a.grid.Offset(t, row0, col0) / 2;
 #pragma unroll
       for (int k = 0; k < kStripRows; ++k, to += a.grid.cols / 2) {
         if (kCommon || k < height)
-          Store<Tuning::kWrite>(to, EncodeRow<In, E2M1, KnownOf<Nvfp4Scales>(kCommon)>(
-                                        rows[k / kPatch][k % kPatch], scale[k]));
+          Store<Tuning::kWrite>(to, EncodeRow<In, E2M1, kCommon>(rows[k / kPatch][k % kPatch],
+                                                                 of_rows[k / kPatch][k % kPatch]));
       }
     });
   }

@@ -24,7 +24,8 @@ struct TileArguments {
   Scales scales;
   TileGrid grid;
   Divider tile_rows;  // of all matrices
-  int64_t matrices;   // that share a global scale
+  Divider matrices;   // that share a global scale,
+  bool one_global;    // if none has more than one
   bool wide;          // WideColumns of the transposed codes
   // Null for what is not wanted.
   uint8_t* data;
@@ -97,7 +98,8 @@ struct TileTuning {
       !kNvfp4 && (kWork == Work::kSquareTransposed || (kFloat && kWork == Work::kColumns));
   static constexpr Read kRead = !kNvfp4 && kWork == Work::kSquareBoth ? Read::kOnce : Read::kCached;
   static constexpr Write kWrite =
-      kE8M0 && kWork == Work::kColumns ? Write::kCached : Write::kStream;
+      !kNvfp4 && (kWork == Work::kBoth || (kE8M0 && kWork == Work::kColumns)) ? Write::kCached
+                                                                              : Write::kStream;
 };
 // From the end of x, which an amax before, that walks forwards, has left in L2.
 template <class In, bool kAmax, Work kWork>
@@ -139,6 +141,19 @@ template <class In>
 constexpr int kBitsStride = kTile + 16 / sizeof(typename Magnitudes<In>::Bits);
 constexpr int kScaleStride = kTile + 4;
 
+// Scales of lines that follow each other.
+__device__ __forceinline__ void StoreScales(const float (&scale)[kPatch], float* to) {
+  auto* four = reinterpret_cast<float4*>(to);
+  four[0] = make_float4(scale[0], scale[1], scale[2], scale[3]);
+  four[1] = make_float4(scale[4], scale[5], scale[6], scale[7]);
+}
+__device__ __forceinline__ void LoadScales(const float* from, float (&scale)[kPatch]) {
+  const auto* four = reinterpret_cast<const float4*>(from);
+  const float4 lo = four[0], hi = four[1];
+  scale[0] = lo.x, scale[1] = lo.y, scale[2] = lo.z, scale[3] = lo.w;
+  scale[4] = hi.x, scale[5] = hi.y, scale[6] = hi.z, scale[7] = hi.w;
+}
+
 template <class In, class Code, class Scales, Work kWork>
 __global__ void __launch_bounds__(kTileThreads, TileTuning<In, Scales, kWork>::kBlocksPerSm)
     QuantizeTiles(const TileArguments<In, Scales> a) {
@@ -166,7 +181,7 @@ __global__ void __launch_bounds__(kTileThreads, TileTuning<In, Scales, kWork>::k
   EightOf<In> rows[kPatch];
   LoadPatch<Tuning>(a.x, a.grid, t, p, height, rows);
   if constexpr (Fast<Scales>::kGlobal) {
-    if (threadIdx.x == 0) global = GlobalAt(a.scales, t.matrix / a.matrices);
+    if (threadIdx.x == 0) global = GlobalAt(a.scales, a.matrices.Divide(t.matrix));
   }
 
   // The largest magnitudes of rows and columns, as far as warps go.
@@ -214,14 +229,16 @@ __global__ void __launch_bounds__(kTileThreads, TileTuning<In, Scales, kWork>::k
 
   // The scales.
   constexpr int kScales = kTile * kAcross;
+  bool common = t.height == kTile && t.width == kTile;
   if constexpr (kRows) {
     const int64_t grid_cols = CeilDiv(a.grid.cols, int64_t{kBlock});
 #pragma unroll
     for (int i = 0; i < CeilDiv(kScales, kTileThreads); ++i) {
       const int s = i * kTileThreads + threadIdx.x, b = s % kAcross, row = s / kAcross;
       if (kScales % kTileThreads != 0 && row >= kTile) break;
-      const auto scale =
-          ScaleOf<Code>(a.scales, global, Abs::Value(row_amax[b * kBitsStride<In> + row]));
+      const float amax = Abs::Value(row_amax[b * kBitsStride<In> + row]);
+      const auto scale = ScaleOf<Code>(a.scales, global, amax);
+      if constexpr (kPacked<Code>) common = common && IsPlainE2M1(amax, scale.scale);
       row_scale[b * kScaleStride + row] = scale.scale;
       if (row < t.height && b * kBlock < t.width && a.scale_inv != nullptr)
         StoreScale(
@@ -246,7 +263,9 @@ __global__ void __launch_bounds__(kTileThreads, TileTuning<In, Scales, kWork>::k
 #pragma unroll
       for (int j = 1; j < kBlock / kWarpRows; ++j)
         bits = max(bits, uint32_t{from[j * kBitsStride<In>]});
-      const auto scale = ScaleOf<Code>(a.scales, global, Abs::Value(bits));
+      const float amax = Abs::Value(bits);
+      const auto scale = ScaleOf<Code>(a.scales, global, amax);
+      if constexpr (kPacked<Code>) common = common && IsPlainE2M1(amax, scale.scale);
       column_scale[b * kScaleStride + col] = scale.scale;
       const int64_t grid_row = t.row / kBlock + b, x_col = t.col + col;
       if (b * kBlock < t.height && col < t.width && a.second_scale_inv != nullptr)
@@ -256,32 +275,28 @@ __global__ void __launch_bounds__(kTileThreads, TileTuning<In, Scales, kWork>::k
                    scale.scale_inv);
     }
   }
-  __syncthreads();
+  // The common case, whole tiles of plain elements, has code of its own.
+  if constexpr (kPacked<Code>)
+    common = __syncthreads_and(common);
+  else
+    __syncthreads();
 
   // The codes.
-  const auto load_scales = [](const float* from, float (&scale)[kPatch]) {
-    const auto* four = reinterpret_cast<const float4*>(from);
-    const float4 lo = four[0], hi = four[1];
-    scale[0] = lo.x, scale[1] = lo.y, scale[2] = lo.z, scale[3] = lo.w;
-    scale[4] = hi.x, scale[5] = hi.y, scale[6] = hi.z, scale[7] = hi.w;
-  };
   const auto encode = [&](auto is_common) {
     constexpr bool kCommon = decltype(is_common)::value;
-    [[maybe_unused]] constexpr Known kKnown = KnownOf<Scales>(false);
     if constexpr (kRows) {
       float scale[kPatch];
-      load_scales(row_scale + p.across * kPatch / kBlock * kScaleStride + p.down * kPatch, scale);
+      LoadScales(row_scale + p.across * kPatch / kBlock * kScaleStride + p.down * kPatch, scale);
       StoreRows<Code, Tuning::kWrite, kCommon>(a.data, a.grid, t, p, height, [&](int k) {
-        return EncodeRow<In, Code, kKnown>(rows[k], scale[k]);
+        return EncodeRow<In, Code, kCommon>(rows[k], scale[k]);
       });
     }
     if constexpr (kAlongColumns) {
       float scale[kPatch];
-      load_scales(column_scale + p.down * kPatch / kBlock * kScaleStride + p.across * kPatch,
-                  scale);
+      LoadScales(column_scale + p.down * kPatch / kBlock * kScaleStride + p.across * kPatch, scale);
       if constexpr (kTransposed) {
         EightCodes<Code> columns[kPatch];
-        EncodeColumns<In, Code, kKnown>(rows, scale, columns);
+        EncodeColumns<In, Code, kCommon>(rows, scale, columns);
         TransposedTile<Code>::Put(tile, p.down, p.across, columns);
       } else {
         StoreRows<Code, Tuning::kWrite, kCommon>(a.second_data, a.grid, t, p, height, [&](int k) {
@@ -290,7 +305,7 @@ __global__ void __launch_bounds__(kTileThreads, TileTuning<In, Scales, kWork>::k
       }
     }
   };
-  if (t.height == kTile && t.width == kTile)  // the common case has code of its own
+  if (common)
     encode(std::true_type{});
   else
     encode(std::false_type{});

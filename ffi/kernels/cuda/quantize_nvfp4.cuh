@@ -112,17 +112,6 @@ __device__ __forceinline__ void EncodeTwoColumns(const PairOf<T> (&x)[kBlock16],
                                                  Words<8> (&codes)[2]) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    // Rows 0, 2, 4, 6 and rows 1, 3, 5, 7 of both columns: the highest bytes of their halves.
-    const auto tops = [&](const auto& of, uint32_t (&even)[2], uint32_t (&odd)[2]) {
-#pragma unroll
-      for (int parity = 0; parity < 2; ++parity) {
-        const uint32_t a = __byte_perm(of(parity), of(parity + 2), 0x7351);
-        const uint32_t b = __byte_perm(of(parity + 4), of(parity + 6), 0x7351);
-        (parity == 0 ? even : odd)[0] = __byte_perm(a, b, 0x5410);
-        (parity == 0 ? even : odd)[1] = __byte_perm(a, b, 0x7632);
-      }
-    };
-    uint32_t even[2], odd[2];
     if constexpr (kRandom) {
       uint32_t t[kEight];
 #pragma unroll
@@ -132,21 +121,27 @@ __device__ __forceinline__ void EncodeTwoColumns(const PairOf<T> (&x)[kBlock16],
                                    __fmul_rn(fabsf(pair.Value(1)), scale[1]),
                                    random(h * kEight + k), pair.Signs());
       }
-      tops([&](int k) { return t[k]; }, even, odd);
+      // Rows 0, 2, 4, 6 and rows 1, 3, 5, 7 of both columns: the highest bytes of their halves.
+      uint32_t even[2], odd[2];
+#pragma unroll
+      for (int parity = 0; parity < 2; ++parity) {
+        const uint32_t a = __byte_perm(t[parity], t[parity + 2], 0x7351);
+        const uint32_t b = __byte_perm(t[parity + 4], t[parity + 6], 0x7351);
+        (parity == 0 ? even : odd)[0] = __byte_perm(a, b, 0x5410);
+        (parity == 0 ? even : odd)[1] = __byte_perm(a, b, 0x7632);
+      }
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         const uint32_t word = e2m1::PackHalves(even[c], odd[c]);
         codes[c].w[h] = isnan(scale[c]) ? word & 0x77777777u : word;
       }
     } else {
-      tops([&](int k) { return x[h * kEight + k].Signs(); }, even, odd);
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         float v[kEight];
 #pragma unroll
         for (int k = 0; k < kEight; ++k) v[k] = x[h * kEight + k].Value(c);
-        codes[c].w[h] =
-            EncodeEight<E2M1, Known::kNothing>(v, scale[c], SignNibbles(even[c], odd[c])).w[0];
+        codes[c].w[h] = EncodeEight<E2M1, false>(v, scale[c]).w[0];
       }
     }
   }

@@ -1,0 +1,190 @@
+"""A step of a 2.0 B model under FSDP2 in PyTorch: bfloat16, qshard's recipes, and others: time, memory, a profile.
+
+`step_torch.py` is the model: float32 shards, gathered and reduced in bfloat16 where nothing is quantized, and AdamW.
+The linear layers of the blocks are those of a recipe, the embedding and the head are not. A kind is a recipe and words:
+
+    bf16, fp8, ...    nothing quantized, with torch's fused AdamW; the recipes of `examples/options.py`, with qshard's
+    torchao           dynamic scaling of whole tensors, float8 gathers and scales made once a step, torch's fused AdamW
+    te-delayed, te-current, te-block    TransformerEngine's Linear, which gathers bfloat16; torch's fused AdamW
+
+    compiled          each block by torch.compile
+    fused             convert(fuse=True) for the norms, and qshard's swiglu
+    bf16-states       states of qshard's AdamW in bfloat16
+    primary           codes as parameters, masters in the optimizer
+    zero              ZeroOptimizer(shard_weights=True) of a bfloat16 model, gradients in bfloat16 on the wire
+
+Peak memory is PyTorch's, of a step after the first. The profile is of rank 0, in milliseconds a step; `step_profile.py`
+says what its parts are. A kind whose library is not installed is left out; one that fails takes no other with it.
+
+    python benchmarks/bench_step_torch.py [--layers 8] [--steps 6] [--kinds "bf16,bf16 compiled,fp8"] [--kernels 20]
+    python benchmarks/bench_step_torch.py --flat --kinds bf16,fp8    # 50 steps, alike in time and memory?
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import importlib.util
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import qshard.torch_bridge as qshard
+import step_profile
+import step_torch
+from cases import measure_cases
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+import options
+
+OF_TE = {"te-delayed": "DelayedScaling", "te-current": "Float8CurrentScaling", "te-block": "Float8BlockScaling"}
+LIBRARIES = {"torchao": "torchao", **dict.fromkeys(OF_TE, "transformer_engine")}
+WORDS = ("compiled", "fused", "bf16-states", "primary", "zero")
+KINDS = (
+    *("bf16", "bf16 compiled", "torchao", "torchao compiled"),
+    *("fp8", "fp8 fused", "fp8 compiled", "fp8 compiled bf16-states", "fp8 zero"),
+    *("delayed", "delayed fused", "delayed compiled", "block", "block compiled", "nvfp4"),
+    *OF_TE,
+)
+WARM_UP = 3
+COMPILER = "inductor"
+"""The backend of torch.compile."""
+
+
+def wrong_with(kind: str) -> str | None:
+    """Why there is no such kind, or None."""
+    recipe, *words = kind.split() or [""]
+    if recipe not in options.RECIPES and recipe not in LIBRARIES:
+        return f"{recipe!r} is not one of {', '.join((*options.RECIPES, *LIBRARIES))}"
+    if unknown := [word for word in words if word not in WORDS]:
+        return f"{unknown[0]!r} is not one of {', '.join(WORDS)}"
+    if {"primary", "zero"} <= {*words}:
+        return "of primary and zero there can be one"
+    takes = {"compiled"} if recipe == "torchao" else set() if recipe in OF_TE else set(WORDS)
+    if recipe == "bf16":
+        takes -= {"fused", "primary"}
+    if misplaced := [word for word in words if word not in takes]:
+        return f"{recipe} is not there in {misplaced[0]!r}"
+    return None
+
+
+def is_missing(kind: str) -> bool:
+    """Whether its library is not installed."""
+    library = LIBRARIES.get(kind.split()[0])
+    return library is not None and importlib.util.find_spec(library) is None
+
+
+def build(kind: str, layers: int) -> Callable[[], torch.Tensor]:
+    recipe, *words = kind.split()
+    model = step_torch.fresh(layers)
+    after: Callable[[], Any] = lambda: None  # noqa: E731
+    around: Callable[[], Any] = contextlib.nullcontext
+    if recipe == "torchao":
+        after = convert_to_torchao(model)
+    elif recipe in OF_TE:
+        around = convert_to_te(model, OF_TE[recipe])
+    elif options.RECIPES[recipe] is not None:
+        given = {"primary": "primary" in words, "fuse": "fused" in words}
+        qshard.convert(model, options.RECIPES[recipe], filter=step_torch.is_quantized, **given)
+        if "zero" not in words:
+            after = partial(qshard.update_scales, model)
+    for block in model.blocks:
+        if "fused" in words:
+            block.swiglu = qshard.swiglu
+        if "compiled" in words:
+            block.compile(backend=COMPILER)
+    states = dict.fromkeys(("exp_avg_dtype", "exp_avg_sq_dtype"), torch.bfloat16) if "bf16-states" in words else {}
+    if "zero" in words:
+        model.to(torch.bfloat16)
+        given = {"shard_weights": True, "units": [*model.blocks], "reduce_dtype": torch.bfloat16, "parity": "master"}
+        given |= {"decoupled_weight_decay": True, "weight_decay": 0.01}
+        optimizer: Any = qshard.ZeroOptimizer(model, lr=1e-4, **given, **states)
+    else:
+        step_torch.shard(model)
+        if states or options.RECIPES.get(recipe) is not None:
+            optimizer = qshard.AdamW(model.parameters(), lr=1e-4, **states)
+        else:
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    return step_torch.step_of(model, optimizer, after, around)
+
+
+def convert_to_torchao(model: step_torch.Model) -> Callable[[], Any]:
+    """Returns what ends a step: the scales of all weights, with one all-reduce."""
+    from torchao.float8 import (
+        Float8LinearConfig,
+        convert_to_float8_training,
+        precompute_float8_dynamic_scale_for_fsdp,
+    )
+
+    config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+    convert_to_float8_training(model, config=config, module_filter_fn=step_torch.is_quantized)
+    return partial(precompute_float8_dynamic_scale_for_fsdp, model)
+
+
+def convert_to_te(model: step_torch.Model, recipe: str) -> Callable[[], Any]:
+    """Returns what forward passes run in."""
+    import transformer_engine.common.recipe as recipes
+    import transformer_engine.pytorch as te
+
+    for block in model.blocks:
+        for name, layer in [*block.named_children()]:
+            if isinstance(layer, nn.Linear):
+                made = te.Linear(layer.in_features, layer.out_features, bias=False, params_dtype=layer.weight.dtype)
+                with torch.no_grad():
+                    made.weight.copy_(layer.weight)
+                setattr(block, name, made)
+    autocast = getattr(te, "autocast", None) or te.fp8_autocast  # The old name; the third argument is the recipe.
+    return partial(autocast, True, False, getattr(recipes, recipe)())
+
+
+def measure(kind: str, arguments: argparse.Namespace) -> dict[str, dict[str, object]]:
+    torch._dynamo.reset()  # A kind compiles the same functions as the one before it, and a few versions are the limit.
+    torch._dynamo.config.fail_on_recompile_limit_hit = True  # In place of eager, without a word.
+    gc.collect()
+    torch.cuda.empty_cache()
+    step = build(kind, arguments.layers)
+    began = time.perf_counter()
+    step().item()
+    first = time.perf_counter() - began
+    for _ in range(WARM_UP - 1):
+        step()
+    found = step_torch.timed(step, step_torch.FLAT_STEPS if arguments.flat else arguments.steps)
+    of_case = {"kind": kind, "ranks": dist.get_world_size(), "layers": arguments.layers}
+    row = {**of_case, **found.row(), "first_s": f"{first:.1f}", "loss": f"{found.loss:.4f}"}
+    if arguments.flat:
+        return {f"{arguments.out}_flat": row | found.flat_row()}
+    parts, kernels = step_profile.profile(step)
+    if dist.get_rank() == 0:
+        for name, ms in [*kernels.items()][: arguments.kernels]:
+            print(f"{ms:8.2f} ms  {step_profile.part_of(name)}: {name[:200]}")
+    profile = {name: f"{ms:.1f}" for name, ms in parts.items()}
+    return {arguments.out: row, f"{arguments.out}_profile": of_case | profile}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    step_torch.add_arguments(parser, "step_torch")
+    parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("--kernels", type=int, default=0, help="print so many kernels of each kind, longest first")
+    arguments = parser.parse_args()
+    kinds = [" ".join(kind.split()) for kind in arguments.kinds.split(",")]
+    for kind in kinds:
+        if wrong := wrong_with(kind):
+            parser.error(f"--kinds: {kind!r}: {wrong}")
+    if not torch.cuda.is_available():
+        parser.exit(message="bench_step_torch: no CUDA device, nothing to measure\n")
+    if missing := [kind for kind in kinds if is_missing(kind)]:
+        print(f"bench_step_torch: left out, their libraries are not installed: {', '.join(missing)}")
+    sys.exit(measure_cases(measure, [kind for kind in kinds if kind not in missing], arguments))
+
+
+if __name__ == "__main__":
+    main()

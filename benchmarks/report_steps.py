@@ -1,0 +1,163 @@
+"""What RESULTS.md says of training steps, from their rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from step_profile import NAMES
+from tables import Rows, Tables, origin, table
+
+README_RECIPES = {
+    "fp8": "fp8, current scaling",
+    "delayed": "fp8, delayed scaling",
+    "block": "blocks of 128",
+    "torchao": "torchao, float8",
+    "te-delayed": "TransformerEngine, delayed scaling",
+    "te-current": "TransformerEngine, current scaling",
+    "te-block": "TransformerEngine, blocks of 128",
+}
+README_WORDS = {
+    "fused": "fused norms and SwiGLU",
+    "bf16-states": "Adam's states in bf16",
+    "primary": "primary weights",
+    "zero": "ZeroOptimizer",
+}
+
+
+def fsdp2_section(tables: Tables) -> str:
+    rows = tables["fsdp2"]
+    base = next((row for row in rows if row["recipe"] == "bf16"), None)
+    columns = [
+        "recipe",
+        "kind",
+        "ms",
+        "peak_GiB",
+        "gathered_MB",
+        "reduced_MB",
+        "amaxes_MB",
+        "codes_B",
+        "high_precision_B",
+    ]
+    columns += ["states_B"]
+    header = [*columns[:3], "of bf16", *(column.replace("_", " ") for column in columns[3:])]
+    lines = []
+    for row in rows:
+        ratio = f"{float(row['ms']) / float(base['ms']):.2f}" if base else "-"
+        lines.append([*(row[c] for c in columns[:3]), ratio, *(row[c] for c in columns[3:])])
+    text = (
+        f"A step of a 2.0 B model on {rows[0]['ranks']} GPUs, eager; `bench_fsdp2.py` says what is in a row. "
+        "Bytes are those that a rank keeps for an element of its part; of ZeRO, all its weights are counted."
+    )
+    return f"## FSDP2\n\n{origin(rows)} {text}\n\n{table(header, lines)}\n"
+
+
+def against_bf16(rows: Rows, column: str, columns: Sequence[str]) -> str:
+    """A table of rows; with the ratio of `column` to that of bf16 on as many devices."""
+    base = {row["devices"]: float(row[column]) for row in rows if row["kind"] == "bf16"}
+    header = [part.replace("_", " ") for part in columns]
+    lines = []
+    for row in rows:
+        of = base.get(row["devices"])
+        lines.append([*(row[c] for c in columns), f"{float(row[column]) / of:.2f}" if of else "-"])
+    return table([*header, f"{column.split('_')[0]} of bf16"], lines)
+
+
+def step_jax_section(tables: Tables) -> str:
+    rows = tables["step_jax"]
+    text = (
+        f"A step of a 2.0 B model on {rows[0]['devices']} GPUs, that of `step_jax.py`, as `bench_step_jax.py` times it."
+    )
+    body = against_bf16(rows, "ms", ["kind", "devices", "ms", "peak_GiB", "compile_s"])
+    return f"## FSDP in JAX\n\n{origin(rows)} {text}\n\n{body}\n"
+
+
+def wire_jax_section(tables: Tables) -> str:
+    rows = tables["wire_jax"]
+    text = (
+        f"What a step of {rows[0]['layers']} layers of that model moves, read off the program that XLA makes for so "
+        "many GPUs; `bench_wire_jax.py` says what is in a row."
+    )
+    columns = [
+        "kind",
+        "devices",
+        "collectives",
+        "gathered_MB",
+        "reduced_MB",
+        "scattered_MB",
+        "other_MB",
+        "gathers",
+        "hidden",
+    ]
+    return f"## What FSDP moves in JAX\n\n{origin(rows)} {text}\n\n{against_bf16(rows, 'gathered_MB', columns)}\n"
+
+
+def step_torch_lines(rows: Rows) -> list[list[str]]:
+    """Milliseconds of a step, and of one of many, and GiB of each kind, all in percent of eager bf16 too."""
+    base = next((row for row in rows if row["kind"] == "bf16"), None)
+    lines = []
+    for row in rows:
+        cells = [row["kind"]]
+        for column in ("ms", "running_ms", "peak_GiB"):
+            cells += [row[column], f"{100 * float(row[column]) / float(base[column]):.0f}" if base else "-"]
+        lines.append(cells)
+    return lines
+
+
+def step_torch_section(tables: Tables) -> str:
+    rows = tables["step_torch"]
+    text = (
+        f"A step of a 2.0 B model on {rows[0]['ranks']} GPUs under FSDP2, that of `step_torch.py`; "
+        "`bench_step_torch.py` says what a kind is. A step by itself, and one of many that follow each other. Percent are "
+        "those of bf16, eager. The first step compiles."
+    )
+    first = [[*line, row["first_s"]] for line, row in zip(step_torch_lines(rows), rows, strict=True)]
+    header = ["kind", "ms", "% of bf16", "ms, one of many", "% of bf16", "peak GiB", "% of bf16", "first step, s"]
+    return f"## A step in PyTorch\n\n{origin(rows)} {text}\n\n{table(header, first)}\n"
+
+
+def step_profile_section(tables: Tables) -> str:
+    rows = tables["step_torch_profile"]
+    text = (
+        "Milliseconds a step of one of the GPUs, by what its kernels are for, as `step_profile.py` tells them apart. "
+        "Parts run beside each other, so they add up to more. Where no kernel computes, either only collectives run "
+        "(exposed), or nothing does (idle)."
+    )
+    columns = ["kind", "step", *NAMES]
+    body = table(columns, [[row[column] for column in columns] for row in rows])
+    return f"## Where a step in PyTorch spends its time\n\n{origin(rows)} {text}\n\n{body}\n"
+
+
+def step_flat_section(tables: Tables) -> str:
+    rows = tables["step_torch_flat"]
+    columns = ["kind", "first_ms", "last_ms", "first_peak_GiB", "last_peak_GiB", "grown_bytes"]
+    body = table(
+        [column.replace("_", " ") for column in columns], [[row[column] for column in columns] for row in rows]
+    )
+    text = "The first and the last 10 of 50 steps: medians of time, peaks of memory, and what stays in use beyond them."
+    return f"## 50 steps in PyTorch\n\n{origin(rows)} {text}\n\n{body}\n"
+
+
+def readme_step_torch(tables: Tables) -> str:
+    rows = tables["step_torch"]
+    lines = []
+    for line in step_torch_lines(rows):
+        recipe, *words = line[0].split()
+        name = ", ".join([README_RECIPES.get(recipe, recipe), *(README_WORDS.get(word, word) for word in words)])
+        lines.append([name, *line[1:]])
+    first = rows[0]
+    head = (
+        f"A training step of a 2.0 B model under FSDP2 on {first['ranks']} GPUs ({first['machine']}), eager where not "
+        "compiled; by itself, and one of many that follow each other:"
+    )
+    header = ["", "ms", "% of bf16", "ms, one of many", "% of bf16", "peak GiB", "% of bf16"]
+    return f"{head}\n\n{table(header, lines)}"
+
+
+STEP_SECTIONS: dict[str, Callable[[Tables], str]] = {
+    "step_torch": step_torch_section,
+    "step_torch_profile": step_profile_section,
+    "step_torch_flat": step_flat_section,
+    "fsdp2": fsdp2_section,
+    "step_jax": step_jax_section,
+    "wire_jax": wire_jax_section,
+}

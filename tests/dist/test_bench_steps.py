@@ -1,0 +1,71 @@
+"""Benchmarks of steps on several ranks: what they measure runs, and one case that fails takes no other with it."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+from torch.profiler import ProfilerActivity, profile
+
+from qshard.torch_bridge.listeners import nobody_looks_on
+from support.bench_cases import measure_or_fail
+from support.torch_ranks import on_ranks
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+import bench_step_torch
+import step_profile
+import step_torch
+from cases import measure_cases
+
+
+def test_a_case_that_fails_takes_no_other_with_it(tmp_path, capfd):
+    arguments = argparse.Namespace(ranks=2, out=str(tmp_path))
+    assert measure_cases(measure_or_fail, ["a", "raises", "b", "dies"], arguments, device="cpu") == 1
+    for name in ("time", "profile"):
+        with (tmp_path / f"{name}.csv").open(newline="") as file:
+            assert [(row["kind"], row["of"]) for row in csv.DictReader(file)] == [("a", name), ("b", name)]
+    errors = capfd.readouterr().err
+    assert "this case cannot be" in errors
+    assert errors.endswith("2 of 4 failed: raises, dies\n")
+    assert measure_cases(measure_or_fail, ["a"], arguments, device="cpu") == 0
+
+
+TINY = {"DEVICE": "cpu", "WIDTH": 128, "FFN": 256, "VOCABULARY": 64, "HEADS": 2, "BATCH": 1, "CONTEXT": 32}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", ["bf16", "fp8 fused bf16-states", "fp8 compiled", "delayed primary", "nvfp4 zero"])
+def test_kinds_of_steps(kind):
+    """Each trains: the loss falls on tokens that are the same in every step."""
+    for name, value in TINY.items():
+        setattr(step_torch, name, value)
+    bench_step_torch.COMPILER = "aot_eager"
+    # What dynamo of torch 2.13 does against torch 2.13's own advice.
+    warnings.filterwarnings("ignore", ".* should not be instantiated", DeprecationWarning)
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
+    step = bench_step_torch.build(kind, 2)
+    losses = [step().item() for _ in range(4)]
+    assert losses[-1] < losses[0] < 10
+
+
+@pytest.mark.parametrize(
+    "kind", ["fp7", "fp8 fast", "bf16 primary", "torchao zero", "te-block compiled", "fp8 primary zero", ""]
+)
+def test_kinds_that_are_not_there(kind):
+    assert bench_step_torch.wrong_with(kind)
+
+
+def test_kinds_by_default_are_there():
+    assert not any(bench_step_torch.wrong_with(kind) for kind in bench_step_torch.KINDS)
+
+
+def test_a_profile_leaves_qshard_its_fast_way():
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True):
+        assert not nobody_looks_on([])
+        with step_profile.host_as_without_profiler():
+            assert nobody_looks_on([])
+        assert not nobody_looks_on([])
