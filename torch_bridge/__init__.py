@@ -26,7 +26,7 @@ from qshard.torch_bridge.export import quantized_state_dict
 from qshard.torch_bridge.fsdp.functional import gathered_weight, is_converted
 from qshard.torch_bridge.fsdp.scales import update_scales
 from qshard.torch_bridge.fsdp.weight import ShardedWeight
-from qshard.torch_bridge.fused import RMSNorm, SwiGLU, rms_norm, swiglu
+from qshard.torch_bridge.fused import RMSNorm, SwiGLU, rms_norm, rms_norm_quantize, swiglu, swiglu_quantize
 from qshard.torch_bridge.initialize import quantized_init
 from qshard.torch_bridge.linear import linear
 from qshard.torch_bridge.nn import Linear
@@ -67,8 +67,10 @@ __all__ = [
     "quantized_init",
     "quantized_state_dict",
     "rms_norm",
+    "rms_norm_quantize",
     "scaling_state",
     "swiglu",
+    "swiglu_quantize",
     "to_plain",
     "update_columnwise",
     "update_delayed",

@@ -22,13 +22,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from qshard.formats import FLOATS
-from qshard.names import shown
+from qshard import layout
+from qshard.formats import FLOATS, Usage
+from qshard.names import FormatLike, as_format, as_usage, shown
 from qshard.ops import table
 from qshard.torch_bridge.arguments import check_tensor
 from qshard.torch_bridge.extend import Extends
-from qshard.torch_bridge.noted import note_amax
+from qshard.torch_bridge.noted import note_amax, noted_amax
 from qshard.torch_bridge.ops import dtype_name, ops
+from qshard.torch_bridge.planes import planes_of, quantized
+from qshard.torch_bridge.tensor import QuantizedTensor
 
 _SUM_ROWS = int(table()["rms_norm_grad"].attributes["rows"][1][0])
 """Rows of x in a part of the gradient of the weight: the one number that the op takes."""
@@ -108,6 +111,71 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     y: Tensor = _RmsNorm.apply(x, weight, eps, noted)
     note_amax(y, noted[0])
     return y
+
+
+def swiglu_quantize(gate: Tensor, up: Tensor, fmt: FormatLike, *, usage: Usage = Usage.ROWWISE) -> QuantizedTensor:
+    """`quantize(swiglu(gate, up), fmt)`, which does not read h for the amax of it.
+
+    Args:
+      gate, up: as for `swiglu`, not DTensors.
+      fmt, usage: as for `quantize`. Not a format that rounds stochastically: it needs a seed, so call the two.
+
+    Returns:
+      A `QuantizedTensor` of the shape and dtype of gate, in the bits of the two calls.
+
+    Raises:
+      TypeError, ValueError: as `swiglu` and `quantize` do.
+
+    A format with an amax of the tensor takes that of the pass that makes h; with others it is the two calls. Not
+    differentiable: to train, give `swiglu(gate, up)` to `Linear`. Of a shard of rows it is the tensor by itself.
+
+    >>> swiglu_quantize(torch.ones(2, 4), torch.ones(2, 4), "FP8_E4M3").dequantize()[0, 0]
+    tensor(0.7311)
+
+    Source: arXiv:2002.05202.
+    """
+    check_tensor("swiglu_quantize", "gate", gate)
+    check_tensor("swiglu_quantize", "up", up)
+    with torch.no_grad():
+        return _quantized("swiglu_quantize", swiglu(gate, up), fmt, usage)
+
+
+def rms_norm_quantize(
+    x: Tensor, weight: Tensor, eps: float, fmt: FormatLike, *, usage: Usage = Usage.ROWWISE
+) -> QuantizedTensor:
+    """`quantize(rms_norm(x, weight, eps), fmt)`, which does not read y for the amax of it.
+
+    Args:
+      x, weight, eps: as for `rms_norm`, not DTensors.
+      fmt, usage: as for `swiglu_quantize`.
+
+    Returns:
+      A `QuantizedTensor` of the shape and dtype of x, in the bits of the two calls.
+
+    Raises:
+      TypeError, ValueError: as `rms_norm` and `quantize` do.
+
+    As `swiglu_quantize`: not differentiable, and of a shard of rows the tensor by itself.
+
+    >>> rms_norm_quantize(torch.tensor([[3.0, 4.0]]), torch.ones(2), 0.0, "FP8_E4M3").rowwise.data.shape
+    torch.Size([1, 2])
+
+    Source: arXiv:1910.07467.
+    """
+    check_tensor("rms_norm_quantize", "x", x)
+    check_tensor("rms_norm_quantize", "weight", weight)
+    with torch.no_grad():
+        return _quantized("rms_norm_quantize", rms_norm(x, weight, eps), fmt, usage)
+
+
+def _quantized(op: str, x: Tensor, fmt: FormatLike, usage: Usage) -> QuantizedTensor:
+    """`x` quantized, with the amax that was noted of it."""
+    fmt, usage = as_format(fmt, op), as_usage(usage, op)
+    for each in usage.planes:
+        layout.plane(fmt, tuple(x.shape), each, op=op)
+    planes = planes_of(quantized(x, fmt, usage, amax=noted_amax(x)))
+    rowwise, columnwise = planes.get(Usage.ROWWISE), planes.get(Usage.COLUMNWISE)
+    return QuantizedTensor(fmt, tuple(x.shape), x.dtype, rowwise=rowwise, columnwise=columnwise)
 
 
 class SwiGLU(nn.Module):

@@ -21,6 +21,7 @@ from qshard.jax.delayed import (
     update_delayed,
 )
 from qshard.jax.dot import DotGeneral, einsum
+from qshard.jax.fused import swiglu, swiglu_quantize
 from qshard.jax.gather import CodedWeight, Shards, gather
 from qshard.jax.grouped import ragged_dot
 from qshard.jax.linear import gathered_weight, linear
@@ -75,6 +76,8 @@ __all__ = [
     "ragged_dot",
     "rebuild",
     "spread_states",
+    "swiglu",
+    "swiglu_quantize",
     "to_plain",
     "update_delayed",
     "value_and_grad",

@@ -1,0 +1,145 @@
+"""`qshard.jax.swiglu` and `swiglu_quantize`: the bits of the reference in every mode of JAX, and nothing gathered."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import qshard.jax as qj
+from qshard.formats import FP8_E4M3, MXFP8_E4M3, NVFP4, Usage
+from support import hlo, oracle
+from support.awkward import DTYPES, assert_bits_equal, awkward_values
+
+KINDS = ("normal", "ties", "wide", "max")
+CUTS = {"rows": P(("a", "b"), None), "K": P(None, ("a", "b")), "both": P("a", "b")}
+
+
+def drawn(shape, dtype="bfloat16", kinds=KINDS):
+    return [awkward_values(shape, seed, dtype, kinds=kinds) for seed in range(3)]
+
+
+def step(gate, up, grad):
+    """h and both gradients."""
+    h, back = jax.vjp(qj.swiglu, gate, up)
+    return h, *back(grad)
+
+
+def expected(gate, up, grad):
+    with np.errstate(all="ignore"):
+        return oracle.swiglu(gate, up, lead=0)[0], *oracle.swiglu_grad(gate, up, grad, lead=0)[:2]
+
+
+def assert_step(actual, arrays):
+    for mine, want in zip(actual, expected(*arrays), strict=True):
+        assert_bits_equal(mine, want)
+
+
+def mesh_of(kind):
+    return jax.make_mesh((4, 2), ("a", "b"), axis_types=(kind,) * 2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(3, 5, 40), (0, 8), (1030,), (2, 129)])
+def test_is_the_reference_and_so_are_its_gradients(shape, dtype):
+    arrays = drawn(shape, dtype)
+    assert_step(step(*map(jnp.asarray, arrays)), arrays)
+    assert_step(jax.jit(step)(*arrays), arrays)
+
+
+@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
+@pytest.mark.parametrize("mode", ["Auto", "Explicit", "shard_map"])
+def test_shards_stay_where_they_are(mode, cut):
+    arrays = drawn((16, 1024))
+    mesh = mesh_of(AxisType.Explicit if mode == "Explicit" else AxisType.Auto)
+    run = jax.shard_map(step, mesh=mesh, in_specs=cut, out_specs=cut) if mode == "shard_map" else step
+    with jax.set_mesh(mesh):
+        placed = [jax.device_put(x, NamedSharding(mesh, cut)) for x in arrays]
+        compiled = jax.jit(run).lower(*placed).compile()
+        assert hlo.kinds(compiled) == []
+        actual = compiled(*placed)
+    assert all(x.sharding.is_equivalent_to(placed[0].sharding, 2) for x in actual)
+    assert_step(actual, arrays)
+
+
+def test_gradient_of_what_shards_share_is_summed():
+    """In `shard_map`, `up` is the same on all of an axis: its gradient is the sum of theirs."""
+    gate, up, grad = (x.astype(np.float32) for x in drawn((8, 16), "float16"))
+    mesh = mesh_of(AxisType.Auto)
+
+    def local(gate, up, grad):
+        return jax.vjp(qj.swiglu, gate, up)[1](grad)[1]
+
+    up = up[:2]
+    summed = jax.shard_map(local, mesh=mesh, in_specs=(P("a"), P(), P("a")), out_specs=P())(gate, up, grad)
+    parts = [oracle.swiglu_grad(g, up, d, lead=0)[1] for g, d in zip(np.split(gate, 4), np.split(grad, 4), strict=True)]
+    np.testing.assert_allclose(summed, sum(parts), rtol=1e-5, atol=1e-5 * np.abs(parts).max())
+
+
+def test_explicit_up_is_cut_as_gate():
+    gate, up, grad = drawn((16, 1024))
+    with jax.set_mesh(mesh := mesh_of(AxisType.Explicit)):
+        cut = NamedSharding(mesh, P("a", "b"))
+        placed = jax.device_put(gate, cut), jax.device_put(up, NamedSharding(mesh, P())), jax.device_put(grad, cut)
+        assert_step(jax.jit(step)(*placed), (gate, up, grad))
+
+
+@pytest.mark.parametrize("transform", [jax.vmap, jax.checkpoint])
+def test_transforms(transform):
+    arrays = drawn((4, 3, 256))
+    assert_step(jax.jit(lambda *a: step_of(transform(qj.swiglu), *a))(*arrays), arrays)
+
+
+def step_of(function, gate, up, grad):
+    h, back = jax.vjp(function, gate, up)
+    return h, *back(grad)
+
+
+@pytest.mark.parametrize("fmt", [FP8_E4M3, MXFP8_E4M3, NVFP4], ids=str)
+@pytest.mark.parametrize("mode", ["eager", "Auto", "Explicit", "shard_map", "vmap"])
+def test_quantize_is_that_of_the_result(fmt, mode):
+    gate, up, _ = drawn((64, 512), kinds=("normal", "outlier"))
+    cut = P("a", "b") if fmt is FP8_E4M3 else P("a")
+    quantized = functools.partial(qj.swiglu_quantize, fmt=fmt, usage=Usage.BOTH)
+    want = oracle.swiglu(gate, up, lead=0)[0]
+    if mode == "vmap":
+        actual = jax.vmap(quantized)(gate.reshape(2, 32, 512)[:, None], up.reshape(2, 32, 512)[:, None])
+        wants = [qj.quantize(part[None], fmt, usage=Usage.BOTH) for part in np.split(want, 2)]
+        want_q = jax.tree.map(lambda *leaves: np.stack(leaves), *wants)
+    else:
+        want_q = qj.quantize(want, fmt, usage=Usage.BOTH)
+        if mode == "eager":
+            actual = quantized(gate, up)
+        else:
+            with jax.set_mesh(mesh := mesh_of(AxisType.Explicit if mode == "Explicit" else AxisType.Auto)):
+                placed = [jax.device_put(x, NamedSharding(mesh, cut)) for x in (gate, up)]
+                run = jax.jit(quantized)
+                if mode == "shard_map":
+                    names = ("a", "b") if fmt is FP8_E4M3 else "a"
+                    whole = functools.partial(quantized, axis_name=names, spec=cut)
+                    run = jax.jit(
+                        jax.shard_map(lambda *a: whole(*a).dequantize(), mesh=mesh, in_specs=cut, out_specs=cut)
+                    )
+                    assert_bits_equal(run(*placed), want_q.dequantize())
+                    return
+                actual = run(*placed)
+    for mine, other in zip(jax.tree.leaves(actual), jax.tree.leaves(want_q), strict=True):
+        assert_bits_equal(mine, other)
+
+
+def test_amax_is_of_the_pass_that_makes_it():
+    text = jax.jit(lambda *a: qj.swiglu_quantize(*a, "FP8_E4M3")).lower(*drawn((8, 128))[:2]).as_text()
+    assert "qshard_swiglu" in text
+    assert "qshard_amax_tensor" not in text
+
+
+def test_what_does_not_fit():
+    with pytest.raises(ValueError, match=r"swiglu: up \(\(3,\), float32\) is not as gate"):
+        qj.swiglu(jnp.ones(2), jnp.ones(3))
+    with pytest.raises(TypeError, match="swiglu: gate"):
+        qj.swiglu(jnp.ones(2, jnp.int32), jnp.ones(2))
+    with pytest.raises(TypeError, match="no derivative"):
+        jax.grad(lambda x: qj.swiglu_quantize(x, x, "FP8_E4M3").dequantize().sum())(jnp.ones((2, 4)))
