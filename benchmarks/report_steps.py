@@ -107,8 +107,8 @@ def step_torch_section(tables: Tables) -> str:
     rows = tables["step_torch"]
     text = (
         f"A step of a 2.0 B model on {rows[0]['ranks']} GPUs under FSDP2, that of `step_torch.py`; "
-        "`bench_step_torch.py` says what a kind is. A step by itself, and one of many that follow each other. Percent are "
-        "those of bf16, eager. The first step compiles."
+        "`bench_step_torch.py` says what a kind is. A step by itself, and one of many that follow each other. Percent "
+        "are those of bf16, eager. The first step compiles."
     )
     first = [[*line, row["first_s"]] for line, row in zip(step_torch_lines(rows), rows, strict=True)]
     header = ["kind", "ms", "% of bf16", "ms, one of many", "% of bf16", "peak GiB", "% of bf16", "first step, s"]

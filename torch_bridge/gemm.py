@@ -7,7 +7,7 @@ and multiplied: in float32 for per-tensor formats and on the CPU, by PyTorch; in
 involved, by an op again. All sum in float32, in an order of their own: results agree to rounding, not in bits.
 
 What bfloat16 costs: nothing where scales are powers of two (MXFP8, and FP8 blocks by default), as it holds every code
-times such a scale exactly; one rounding of 2^-9 for each element of NVFP4, whose own steps are 2^-2.
+times such a scale exactly; one rounding by 2^-8 of itself for each element of NVFP4, whose own steps are 2^-2.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from qshard.products import Way
 from qshard.recipes import DelayedScaling, Recipe, Role
 from qshard.torch_bridge.gemm import LARGE, way_of
 from qshard.torch_bridge.kept import Kept
-from qshard.torch_bridge.operands import ROLES, draws_of
+from qshard.torch_bridge.operands import ROLES, check_planes, draws_of
 from qshard.torch_bridge.programs import Steps
 
 
@@ -131,6 +131,11 @@ def backward_of(
             return None
         dx = _Product(way, x_dtype)
     x_parts, w_parts, _ = kept
+    check_planes((m, n), dy, usage, Role.GRADIENT)  # What ops take may be less than whole blocks.
+    if dw and x_parts == 1:
+        check_planes((m, k), x, Usage.COLUMNWISE, Role.ACTIVATION)
+    if dx and w_parts == 1:
+        check_planes((n, k), w, Usage.COLUMNWISE, Role.WEIGHT)
     made = {Role.GRADIENT: True, Role.ACTIVATION: bool(dw) and x_parts == 1, Role.WEIGHT: bool(dx) and w_parts == 1}
     drawn = tuple(role for role, here in made.items() if here and recipe.format(role).stochastic)
     return Backward(dw, dx, *kept, drawn)
@@ -144,7 +149,10 @@ def _forward(
     if max(m * k, n * k, m * n) > LARGE:
         return None
     way = way_of(x, Usage.ROWWISE, recipe.weight, Usage.ROWWISE, sizes, device, dtype)
-    return None if way is None else _Product(way, dtype)
+    if way is None:
+        return None
+    check_planes((n, k), recipe.weight, Usage.ROWWISE, Role.WEIGHT)
+    return _Product(way, dtype)
 
 
 def _draws(recipe: Recipe, roles: Iterable[Role], seed: Tensor | None, device: torch.device) -> Iterator[Tensor]:

@@ -122,5 +122,10 @@ def draws_of(fmt: Format, role: Role, seed: Tensor | None, device: torch.device)
 
 
 def _check(x: Tensor, fmt: Format, usage: Usage, role: Role) -> None:
+    check_planes(tuple(x.shape), fmt, usage, role)
+
+
+def check_planes(shape: tuple[int, ...], fmt: Format, usage: Usage, role: Role) -> None:
+    """Raises ValueError unless a matrix has these planes: some formats need whole blocks."""
     for one in usage.planes:
-        plane(fmt, tuple(x.shape), one, op="linear", name=OPERANDS[role])
+        plane(fmt, shape, one, op="linear", name=OPERANDS[role])

