@@ -481,6 +481,13 @@ def transpose_each(data, data_t):
     return [turned(a) if a.shape == turned(b).shape else transpose_packed(a) for a, b in zip(data, data_t, strict=True)]
 
 
+def add_ranks(parts, total, *, fresh):
+    made = np.zeros(total.shape, np.float32)
+    for rank, part in enumerate(wide(parts)):
+        made = part if rank == 0 else made + part
+    return rounded(made if fresh else total + made, "float32")
+
+
 def adam_constants(step, hyper):
     rows = []
     for number in step.reshape(-1):

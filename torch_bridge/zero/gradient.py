@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from qshard.torch_bridge.ops import call_into
 from qshard.torch_bridge.zero.channel import Channel, Pending, Steps
 from qshard.torch_bridge.zero.weight import Ranks, Weight
 
@@ -150,17 +151,23 @@ class Gradient:
         """After `settle`, the mean over ranks of the gradients of this rank's elements; zeros where there are none."""
         if self._clipped is not None:
             return self._clipped
-        total = self._total()
+        total = self.total()
         return torch.div(total, self._divisor(), out=None if total is self._reduced else total)
 
     def fixed_mean(self) -> Tensor:
         """After `settle`, the mean in the place of the sum, to clip. Until `clear` nothing can be added to it."""
         if self._clipped is None:
-            self._clipped = self._total().div_(self._divisor())
+            self._clipped = self.total().div_(self._divisor())
             self._reduced, self._held, self._added = None, {}, set()
         return self._clipped
 
-    def _total(self) -> Tensor:
+    @property
+    def is_clipped(self) -> bool:
+        """Whether there is a mean, and no sum any more."""
+        return self._clipped is not None
+
+    def total(self) -> Tensor:
+        """After `settle`, the sum over ranks, for who divides by their number."""
         if self._sharded:
             return torch.zeros(self._own, device=self._device) if self._reduced is None else self._reduced
         total = torch.empty(self._own, device=self._device)
@@ -196,15 +203,8 @@ class Gradient:
                     group=self._ranks.group,
                     async_op=asynchronous,
                 )
-            first, *others = received.view(size, own)
-            first = first.float()
-            for other in others:
-                first += other
             there = total[at : at + own]
-            if fresh:
-                there.copy_(first)
-            else:
-                there += first
+            call_into("add_ranks", (received.view(size, own), there), (there,), {"fresh": fresh})
 
     def _packed(self, held: Mapping[int, Tensor], cuts: Sequence[tuple[int, int]]) -> Tensor:
         """Some elements of all weights, one after the other, as they travel; zeros where nothing is held."""

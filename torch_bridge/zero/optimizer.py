@@ -231,11 +231,14 @@ class ZeroOptimizer(Adam):
         self._delayed.observe()  # Of the weights that this step's forward has used.
         for flat in self._flats:
             flat.gradient.settle()
+        # Adam may divide sums by a power of two: it multiplies, which is the same.
+        sums = inv_grad_scale is None and self._ranks.size.bit_count() == 1
+        sums = sums and not any(flat.gradient.is_clipped for flat in self._flats)
         for bucket in self._buckets:
             self._bucket = bucket
             for flat in bucket.flats:
-                flat.give_gradient(flat.gradient.mean())
-            self._update_values(inv_grad_scale)
+                flat.give_gradient(flat.gradient.total() if sums else flat.gradient.mean())
+            self._update_values(1 / self._ranks.size if sums else inv_grad_scale)
             for flat in bucket.flats:
                 flat.give_gradient(None)
         if self._delayed.delayed:

@@ -107,6 +107,9 @@ struct SimdKernels {
   // out[j * out_stride + i] = in[i * in_stride + j], bytes, i and j < kTile.
   void (*transpose)(const uint8_t* in, int64_t in_stride, uint8_t* out, int64_t out_stride);
 
+  // sums[i] = Widen(x[i]) if `first`, else sums[i] + Widen(x[i]).
+  void (*add[kNumInputs])(const void* x, int64_t n, bool first, float* sums);
+
   // --- SwiGLU and RMSNorm: core/swiglu.h and core/norm.h, of rows and weights of n elements ---
 
   void (*swiglu[kNumInputs])(const void* gate, const void* up, int64_t n, void* h);

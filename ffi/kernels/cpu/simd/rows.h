@@ -208,6 +208,17 @@ void TurnPairs(const uint8_t* __restrict even, const uint8_t* __restrict odd, in
   }
 }
 
+// --- sums ---
+
+template <class In>
+void AddAll(const void* x, int64_t n, bool first, float* __restrict sums) {
+  const In* __restrict in = static_cast<const In*>(x);
+  if (first)
+    for (int64_t i = 0; i < n; ++i) sums[i] = Widen(in[i]);
+  else
+    for (int64_t i = 0; i < n; ++i) sums[i] = sums[i] + Widen(in[i]);
+}
+
 }  // namespace
 }  // namespace qshard::kernels
 

@@ -38,6 +38,7 @@ const SimdKernels kKernels = {
     PackRows,
     TurnPairs,
     TransposeTile,
+    {QSHARD_FOR_EACH_INPUT(QSHARD_ENTRY, AddAll)},
     {QSHARD_FOR_EACH_INPUT(QSHARD_ENTRY, SwiGluAll)},
     {QSHARD_FOR_EACH_INPUT(QSHARD_ENTRY, SwiGluGradAll)},
     {QSHARD_FOR_EACH_INPUT(QSHARD_ENTRY, SquaresOf)},
