@@ -207,25 +207,22 @@ class Gradient:
             call_into("add_ranks", (received.view(size, own), there), (there,), {"fresh": fresh})
 
     def _packed(self, held: Mapping[int, Tensor], cuts: Sequence[tuple[int, int]]) -> Tensor:
-        """Some elements of all weights, one after the other, as they travel; zeros where nothing is held."""
-        packed = torch.empty(sum(stop - start for start, stop in cuts), dtype=self._dtype, device=self._device)
-        filled: list[Tensor] = []
-        given: list[Tensor] = []
-        absent: list[Tensor] = []
-        to = 0
+        """Some elements of all weights, one after the other, as they travel; zeros where nothing is held.
+
+        `cat` copies vectors of 16 bytes, where `_foreach_copy_` copies 4 elements, but it rounds by way of more memory.
+        """
+        pieces: list[Tensor] = []
         for start, stop in cuts:
             index = bisect_right(self._firsts, start) - 1
             while start < stop:
                 first, end = self._firsts[index], min(stop, self._firsts[index + 1])
-                there = packed[to : to + end - start]
                 if index in held:
-                    filled.append(there)
-                    given.append(held[index][start - first : end - first])
+                    pieces.append(held[index][start - first : end - first])
                 else:
-                    absent.append(there)
-                to, start, index = to + end - start, end, index + 1
-        if filled:
-            torch._foreach_copy_(filled, given)
-        if absent:
-            torch._foreach_zero_(absent)
+                    pieces.append(torch.zeros(end - start, dtype=self._dtype, device=self._device))
+                start, index = end, index + 1
+        if all(piece.dtype == self._dtype for piece in pieces):
+            return torch.cat(pieces)
+        packed = torch.empty(sum(map(torch.numel, pieces)), dtype=self._dtype, device=self._device)
+        torch._foreach_copy_(packed.split([*map(torch.numel, pieces)]), pieces)
         return packed
