@@ -76,10 +76,16 @@ class Bucket:
     def amaxes(self) -> int:
         return self.blocks + sum(self.wholes)
 
-    @property
-    def repeats(self) -> list[tuple[int, int]]:
-        """For each weight: how many amaxes of the tensor or of rows it has, and how many blocks each of them serves."""
-        return [(w, g // w if w else 0) for w, g in zip(self.wholes, self.grids, strict=True)]
+    @functools.cached_property
+    def run(self) -> int:
+        """Blocks of the longest runs of which each amax of a tensor, or of a row, serves a whole number."""
+        return math.gcd(*(blocks // wholes for wholes, blocks in zip(self.wholes, self.grids, strict=True) if wholes)) or 1
+
+    @functools.cached_property
+    def runs(self) -> tuple[int, ...]:
+        """How many runs each amax of a tensor, or of a row, serves."""
+        each = zip(self.wholes, self.grids, strict=True)
+        return tuple(blocks // wholes // self.run for wholes, blocks in each for _ in range(wholes))
 
     def found(self, amaxes: Array) -> tuple[Array, Array | None]:
         """The amaxes of blocks, and of tensors or rows, of all weights of the bucket, among those of the plan."""
@@ -201,7 +207,7 @@ def cast_master(
     Args:
       ops: of a front end: the ops of `qshard.ops.table`, and those of `multi_table` as functions that return what they
         changed; `zeros(count)`, fp32; `joined(arrays)`, one array after the other; `of_bucket(pairs, bucket)`, the
-        rows of its weights; `repeated(values, bucket)`, each of its whole-weight amaxes for each block that it serves.
+        rows of its weights; `repeated(values, bucket)`, each of its whole-weight amaxes for each run (`Bucket.run`) that it serves.
       data: uint8 codes of each weight, of any shape: of all of it, or with `pieces` those of the slice (`piece_bytes`).
       masters: the slices, flat, of the dtype of the plan; empty where a rank has none.
       starts: the index of the first element of each slice in its weight, `[n, 2]` words, the low one first.
@@ -259,10 +265,15 @@ def scales(ops: Any, plan: MasterPlan, found: Array) -> list[Scales]:
 
     `Bucket.split_scales` has those of each weight.
     """
-    return [
-        pipeline.scales(ops, b.fmt, *b.found(found), repeated=functools.partial(ops.repeated, bucket=b))
-        for b in plan.buckets
-    ]
+    return [_scales(ops, bucket, *bucket.found(found)) for bucket in plan.buckets]
+
+
+def _scales(ops: Any, bucket: Bucket, amax: Array, wholes: Array | None) -> Scales:
+    if wholes is None:
+        return pipeline.scales(ops, bucket.fmt, amax)
+    runs = amax.reshape(bucket.blocks // bucket.run, bucket.run)
+    made = pipeline.scales(ops, bucket.fmt, runs, wholes, repeated=functools.partial(ops.repeated, bucket=bucket))
+    return Scales(made.scale.reshape(-1), made.scale_inv.reshape(-1), made.global_scale_inv)
 
 
 def cast(

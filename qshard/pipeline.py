@@ -163,7 +163,8 @@ def scales(ops: Any, fmt: Format, amax: Array, whole: Array | None = None, *, re
 
     The one scale of a format without blocks is that of `amax`.
 
-    `repeated` gives each of several `whole` to all the blocks that it serves, where there are those of many tensors.
+    `repeated` gives each of several `whole` to all the leading parts of `amax` that it serves, where there are those of
+    many tensors.
     Not for four over six, whose scales depend on more than amaxes.
     """
     if fmt.scaling.global_scale is not None:

@@ -22,11 +22,7 @@ class SliceOps:
         self._plan, self._device = plan, device
         # By the first weight, which is of one bucket.
         self._rows = {b.indices[0]: self._tensor(b.indices) for b in plan.buckets if len(plan.buckets) > 1}
-        self._repeats = {
-            b.indices[0]: self._tensor([each for count, each in b.repeats for _ in range(count)])
-            for b in plan.buckets
-            if any(count > 1 for count, _ in b.repeats)
-        }
+        self._runs = {b.indices[0]: self._tensor(b.runs) for b in plan.buckets if any(each != 1 for each in b.runs)}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return SliceOps, (self._plan, self._device)
@@ -46,8 +42,5 @@ class SliceOps:
         return pairs if rows is None else pairs.view(torch.int32)[rows].view(pairs.dtype)
 
     def repeated(self, values: Tensor, bucket: Bucket) -> Tensor:
-        if (repeats := self._repeats.get(bucket.indices[0])) is not None:
-            return torch.repeat_interleave(values, repeats, output_size=bucket.blocks)
-        # repeat_interleave has one warp for each value, which is slow where values are few and blocks many.
-        each = zip(values.split(1), bucket.grids, strict=True)
-        return torch.cat([value.expand(blocks) for value, blocks in each])
+        runs = self._runs.get(bucket.indices[0])
+        return values if runs is None else torch.repeat_interleave(values, runs, output_size=sum(bucket.runs))

@@ -233,8 +233,4 @@ def of_bucket(pairs: jax.Array, bucket: Bucket) -> jax.Array:
 
 
 def repeated(values: jax.Array, bucket: Bucket) -> jax.Array:
-    parts, at = [], 0
-    for count, each in bucket.repeats:
-        parts.append(jnp.broadcast_to(values[at : at + count, None], (count, each)).reshape(-1))
-        at += count
-    return jnp.concatenate(parts)
+    return jnp.repeat(values, np.array(bucket.runs), total_repeat_length=sum(bucket.runs))
