@@ -1,10 +1,11 @@
 // Scales from amaxes, elementwise; scale_four_over_six, which also reads x; and
 // update_delayed_scale.
 //
-// One thread a scale, of which most calls have one, one for each weight of a model, or one for each
-// block; of scale_four_over_six one thread a row of a block, 16 elements, whose errors
-// 16 neighbouring lanes add up where a block has 16 rows. Not for speed but for x: the rest is a
-// sixteenth of a matrix or less. Equals core/scale.h and core/block_scale.h bit for bit.
+// One thread a scale, of which most calls have one, or one for each weight of a model; or four, of
+// blocks, which share what follows from the amax of their tensor. Of scale_four_over_six one thread
+// a row of a block, 16 elements, whose errors 16 neighbouring lanes add up where a block has 16
+// rows. Not for speed but for x: the rest is a sixteenth of a matrix or less. Equals core/scale.h
+// and core/block_scale.h bit for bit.
 #include "core/block_scale.h"
 #include "core/scale.h"
 #include "kernels/block_scale.h"
@@ -17,6 +18,7 @@ namespace qshard::kernels {
 namespace {
 
 constexpr int kThreads = 256;
+constexpr int kBlocks = 4;  // of a thread of BlockScales
 
 // FourOverSixDifference, with the element rounded in fewer steps.
 __device__ __forceinline__ float Difference(float x, BlockScale<uint8_t> candidate, float d,
@@ -110,10 +112,36 @@ __global__ void __launch_bounds__(kUpdateThreads)
 template <class Code, class Scales>
 Status BlockScales(const Exec<Cuda>& exec, const float* amax, int64_t n, const Scales& scales,
                    float* scale, typename Scales::Stored* scale_inv) {
-  return ForEach(exec, n, [=] __device__(int64_t i) {
-    const auto s = scales.Of(amax[i], scales.template Shared<Code>(i));
-    scale[i] = s.scale;
-    scale_inv[i] = s.scale_inv;
+  using Stored = typename Scales::Stored;
+  using Codes = Words<kBlocks * sizeof(Stored)>;
+  const bool vectors = IsAligned(amax, 16) && IsAligned(scale, 16) &&
+                       IsAligned(scale_inv, std::min<int64_t>(16, sizeof(Codes)));
+  const bool alike = scales.run % kBlocks == 0 || scales.run >= n;
+  return ForEach(exec, CeilDiv(n, kBlocks), [=] __device__(int64_t thread) {
+    const int64_t begin = thread * kBlocks;
+    const int count = static_cast<int>(min(n - begin, int64_t{kBlocks}));
+    const bool whole = vectors && count == kBlocks;
+    float found[kBlocks], made[kBlocks];
+    Stored inverse[kBlocks];
+    if (whole) WidenWords<float>(Load<sizeof(found)>(amax + begin), found);
+    float shared = scales.template Shared<Code>(begin);
+#pragma unroll
+    for (int i = 0; i < kBlocks; ++i) {
+      if (i >= count) break;
+      if (!whole) found[i] = amax[begin + i];
+      if (i > 0 && !alike) shared = scales.template Shared<Code>(begin + i);
+      const auto s = scales.Of(found[i], shared);
+      made[i] = s.scale;
+      inverse[i] = s.scale_inv;
+      if (whole) continue;
+      scale[begin + i] = made[i];
+      scale_inv[begin + i] = inverse[i];
+    }
+    if (!whole) return;
+    Codes codes;
+    memcpy(&codes, inverse, sizeof(codes));
+    Store<Write::kCached>(scale + begin, NarrowWords<float>(made));
+    Store<Write::kCached>(scale_inv + begin, codes);
   });
 }
 
