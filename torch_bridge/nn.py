@@ -21,26 +21,32 @@ from qshard.torch_bridge.fsdp.functional import is_converted, say_that_it_was_ga
 from qshard.torch_bridge.fsdp.scales import ScaleState
 from qshard.torch_bridge.fsdp.weight import ShardedWeight, attributes_of, plain, wrap
 from qshard.torch_bridge.linear import check_shape, linear
+from qshard.torch_bridge.listeners import nobody_looks_on
 from qshard.torch_bridge.operands import ROLES
 from qshard.torch_bridge.ops import dtype_name
 from qshard.torch_bridge.parallel import Part, first_rank
 from qshard.torch_bridge.scaling import loaded_if_there
 
 
-@torch.library.custom_op("qshard::take_seed", mutates_args=("seed",))
 def _take_seed(seed: Tensor, rank: int) -> Tensor:
-    """What `seed` is, for this rank; `seed` becomes the next one.
+    """What `seed` is, for this rank; `seed` becomes the next one."""
+    return _seed_taken(seed, rank) if nobody_looks_on((seed,)) else _take_seed_op(seed, rank)
 
-    One op, since compilers of torch 2.13 move a copy that only the backward pass needs into it, where it reads the
-    next seed.
-    """
+
+def _seed_taken(seed: Tensor, rank: int) -> Tensor:
     taken = seed.clone()
-    taken[1].add_(rank)
+    if rank:
+        taken[1].add_(rank)
     seed[0].add_(1)
     return taken
 
 
-@_take_seed.register_fake
+# One op, since compilers of torch 2.13 move a copy that only the backward pass needs into it, where it reads the next
+# seed.
+_take_seed_op = torch.library.custom_op("qshard::take_seed", _seed_taken, mutates_args=("seed",))
+
+
+@_take_seed_op.register_fake
 def _(seed: Tensor, rank: int) -> Tensor:
     return torch.empty_like(seed)
 

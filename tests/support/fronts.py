@@ -217,7 +217,8 @@ class JaxFront:
         specs = {"in_specs": jax.P("d"), "out_specs": (jax.P("d"), jax.P())}
         cast = jax.jit(jax.shard_map(local, mesh=mesh, **specs)).lower(masters, starts).compile()
         one = [("all-reduce", (f"s32[{plan.amaxes}]",))]
-        assert world == 1 or collectives(cast) == one, "one for all weights"
+        found = collectives(cast)
+        assert world == 1 or found == one, f"{found} is not one for all weights"
         pieces, scales = cast(masters, starts)
         joined = jax.jit(
             lambda pieces: [
