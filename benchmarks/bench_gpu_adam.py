@@ -18,13 +18,15 @@ import rows
 from gpu_timing import Contenders, microseconds, rows_of
 from qshard.torch_bridge import AdamW
 
-SHAPE = (1024, 1024)
+SHAPE, CUT_SHAPE = (1024, 1024), (1024, 1000)  # Rows of the second end amid a block of states with scales.
 FP8 = {"exp_avg_dtype": torch.float8_e4m3fn, "exp_avg_sq_dtype": torch.float8_e5m2}
+FP16 = {"exp_avg_dtype": torch.float16, "exp_avg_sq_dtype": torch.float16}
 BF16 = {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16}
 SCALES = 2 * 2 * 4 / 128  # bytes an element: of two states, read and written
 SETTINGS: dict[str, tuple[float, torch.dtype, dict[str, Any]]] = {
     "adam float32": (28, torch.float32, {}),
     "adam float32, states bfloat16": (20, torch.float32, BF16),
+    "adam float32, states float16": (20 + SCALES, torch.float32, FP16),
     "adam float32, states FP8": (16 + SCALES, torch.float32, FP8),
     "adam bfloat16 + float32 master": (28, torch.bfloat16, {"master_weights": "float32"}),
     "adam bfloat16 + remainder, states bfloat16": (18, torch.bfloat16, {**BF16, "master_weights": "remainder"}),
@@ -32,8 +34,8 @@ SETTINGS: dict[str, tuple[float, torch.dtype, dict[str, Any]]] = {
 }
 
 
-def parameters(count: int, dtype: torch.dtype) -> list[torch.nn.Parameter]:
-    made = [torch.nn.Parameter(torch.randn(SHAPE, device="cuda").to(dtype)) for _ in range(count)]
+def parameters(count: int, dtype: torch.dtype, shape: tuple[int, int] = SHAPE) -> list[torch.nn.Parameter]:
+    made = [torch.nn.Parameter(torch.randn(shape, device="cuda").to(dtype)) for _ in range(count)]
     for p in made:
         p.grad = torch.randn_like(p)
     return made
@@ -50,10 +52,13 @@ def main() -> None:
     source = torch.randn(elements, device="cuda")
     target = torch.empty_like(source)
     contenders: Contenders = {"copy": (8, lambda _: target.copy_(source))}
+    lr = torch.tensor(1e-3, device="cuda")
     for name, (size, dtype, settings) in SETTINGS.items():
-        lr = torch.tensor(1e-3, device="cuda")
         adam = AdamW(parameters(options.tensors, dtype), lr=lr, weight_decay=0.1, **settings)
         contenders[name] = (size, lambda _, adam=adam: adam.step())
+    cut = AdamW(parameters(options.tensors, torch.float32, CUT_SHAPE), lr=lr, weight_decay=0.1, **FP8)
+    moved = (16 + SCALES) * CUT_SHAPE[1] / SHAPE[1]  # An element of the others.
+    contenders["adam float32, states FP8, rows of 1000"] = (moved, lambda _: cut.step())
     fused = torch.optim.AdamW(
         parameters(options.tensors, torch.float32), lr=1e-3, weight_decay=0.1, fused=True, capturable=True
     )

@@ -3,9 +3,8 @@
 // Reads and writes every buffer once: for float32 throughout 28 bytes an element, for a bfloat16
 // with a remainder, bfloat16 gradients and FP8 states 14. A warp takes the blocks of kAdamBlock
 // elements, four of each to a lane, and finds the amax of a block within itself; so blocks with
-// scales cost no second pass. Where a block is whole and its memory aligned, a lane has
-// neighbouring elements and moves them at once; elsewhere a lane has every 32nd and moves them one
-// by one.
+// scales cost no second pass. Where rows are aligned, a lane has neighbouring elements and moves
+// them at once; elsewhere a lane has every 32nd and moves them one by one.
 //
 // Types are told at run time, alike for all threads: a handful of uniform branches a block, against
 // some hundred and fifty kernels; the usual combinations have kernels of their own. Equals
@@ -69,19 +68,19 @@ __host__ __device__ __forceinline__ bool ReadsParam(const AdamKinds& kinds) {
   return !kinds.update || kinds.decay != Decay::kNone;
 }
 
-template <bool kWhole>
+template <bool kNeighbours>
 __device__ __forceinline__ Loaded LoadBlock(const AdamTensor& t, const AdamKinds& kinds,
                                             const Place& at) {
   Loaded x = {};
-  if (ReadsParam(kinds)) x.param = LoadFour<kWhole>(t.param, kinds.param, at);
-  if (kinds.low != AdamLow::kNone) x.low = LoadFour<kWhole>(t.low, LowType(kinds), at);
-  x.grad = LoadFour<kWhole>(t.grad, kinds.grad, at);
-  x.exp_avg = LoadFour<kWhole>(t.exp_avg.data, kinds.exp_avg, at);
-  x.exp_avg_sq = LoadFour<kWhole>(t.exp_avg_sq.data, kinds.exp_avg_sq, at);
+  if (ReadsParam(kinds)) x.param = LoadFour<kNeighbours>(t.param, kinds.param, at);
+  if (kinds.low != AdamLow::kNone) x.low = LoadFour<kNeighbours>(t.low, LowType(kinds), at);
+  x.grad = LoadFour<kNeighbours>(t.grad, kinds.grad, at);
+  x.exp_avg = LoadFour<kNeighbours>(t.exp_avg.data, kinds.exp_avg, at);
+  x.exp_avg_sq = LoadFour<kNeighbours>(t.exp_avg_sq.data, kinds.exp_avg_sq, at);
   return x;
 }
 
-template <bool kWhole>
+template <bool kNeighbours>
 __device__ __forceinline__ Scales StepBlock(const AdamTensor& t, const AdamKinds& kinds,
                                             const AdamConstants& c, const Place& at,
                                             const Loaded& x, const Scales& scales) {
@@ -108,24 +107,24 @@ __device__ __forceinline__ Scales StepBlock(const AdamTensor& t, const AdamKinds
     p[j] = p[j] - u[j];
     u[j] = -u[j];
     // What lies past the end of a block that is cut must not count for its amax.
-    if (!kWhole && Lane() + kWarp * j >= at.length) m[j] = v[j] = 0.0f;
+    if (!IsThere<kNeighbours>(at, j)) m[j] = v[j] = 0.0f;
   }
   Scales made = {};
-  StoreFour<kWhole>(t.new_exp_avg.data, kinds.exp_avg, at,
-                    EncodeState(m, kinds.exp_avg, /*positive=*/false, made.exp_avg));
-  StoreFour<kWhole>(t.new_exp_avg_sq.data, kinds.exp_avg_sq, at,
-                    EncodeState(v, kinds.exp_avg_sq, /*positive=*/true, made.exp_avg_sq));
+  StoreFour<kNeighbours>(t.new_exp_avg.data, kinds.exp_avg, at,
+                         EncodeState(m, kinds.exp_avg, /*positive=*/false, made.exp_avg));
+  StoreFour<kNeighbours>(t.new_exp_avg_sq.data, kinds.exp_avg_sq, at,
+                         EncodeState(v, kinds.exp_avg_sq, /*positive=*/true, made.exp_avg_sq));
   if (kinds.low == AdamLow::kRemainder) {
     Four upper, lower;
     SplitFour(p, upper, lower);
-    StoreFour<kWhole>(t.new_param, kAdamBFloat16, at, upper);
-    StoreFour<kWhole>(t.new_low, kAdamBFloat16, at, lower);
+    StoreFour<kNeighbours>(t.new_param, kAdamBFloat16, at, upper);
+    StoreFour<kNeighbours>(t.new_low, kAdamBFloat16, at, lower);
     return made;
   }
   if (kinds.low == AdamLow::kMaster)
-    StoreFour<kWhole>(t.new_low, kAdamFloat32, at, NarrowFour(p, kAdamFloat32));
+    StoreFour<kNeighbours>(t.new_low, kAdamFloat32, at, NarrowFour(p, kAdamFloat32));
   if (!kinds.update) {
-    StoreFour<kWhole>(t.new_param, kinds.param, at, NarrowFour(p, kinds.param));
+    StoreFour<kNeighbours>(t.new_param, kinds.param, at, NarrowFour(p, kinds.param));
     return made;
   }
   if (kinds.low == AdamLow::kMaster) {
@@ -135,7 +134,7 @@ __device__ __forceinline__ Scales StepBlock(const AdamTensor& t, const AdamKinds
 #pragma unroll
     for (int j = 0; j < kFour; ++j) u[j] = u[j] - old[j];
   }
-  StoreFour<kWhole>(t.new_param, kAdamFloat32, at, NarrowFour(u, kAdamFloat32));
+  StoreFour<kNeighbours>(t.new_param, kAdamFloat32, at, NarrowFour(u, kAdamFloat32));
   return made;
 }
 
@@ -218,16 +217,33 @@ __global__ void __launch_bounds__(kWarps* kWarp, 4)
       for (int k = 0; k < kAtOnce; ++k) step(std::true_type(), i + k, at[k], x[k]);
     }
   } else {
+    int64_t row = t.rows == 1 ? 0 : first / in_row, block = first - row * in_row;
+    const auto next = [&](int i) -> Place {
+      if (i >= count) return {0, 0};
+      const int64_t col = block * kAdamBlock, begin = row * t.cols + col;
+      if (++block == in_row) block = 0, ++row;
+      return {begin, static_cast<int>(min(int64_t{kAdamBlock}, t.cols - col))};
+    };
+    constexpr int kAtOnce = Kinds::kAtOnce;
 #pragma unroll 1
-    for (int i = 0; i < count; ++i) {
-      const int64_t row = t.rows == 1 ? 0 : (first + i) / in_row;
-      const int64_t col = (first + i - row * in_row) * kAdamBlock;
-      const int length = static_cast<int>(min(int64_t{kAdamBlock}, t.cols - col));
-      const Place at = {row * t.cols + col, length};
-      if (four && length == kAdamBlock)
-        step(std::true_type(), i, at, LoadBlock<true>(t, kinds, at));
-      else
-        step(std::false_type(), i, at, LoadBlock<false>(t, kinds, at));
+    for (int i = 0; i < count; i += kAtOnce) {
+      Place at[kAtOnce];
+      Loaded x[kAtOnce];
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) at[k] = next(i + k);
+      int odd = 0;  // The last block of a tensor alone may have a length that is no multiple.
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) odd |= at[k].length % kFour;
+      if (four && odd == 0) {
+#pragma unroll
+        for (int k = 0; k < kAtOnce; ++k) x[k] = LoadBlock<true>(t, kinds, at[k]);
+#pragma unroll
+        for (int k = 0; k < kAtOnce; ++k) step(std::true_type(), i + k, at[k], x[k]);
+      } else {
+#pragma unroll
+        for (int k = 0; k < kAtOnce; ++k)
+          step(std::false_type(), i + k, at[k], LoadBlock<false>(t, kinds, at[k]));
+      }
     }
   }
   if (lane < count) StoreScales(t, kinds, first + lane, made);
@@ -243,14 +259,16 @@ Kernel KernelFor(const AdamKinds& kinds) {
 }
 
 Kernel ChooseKernel(const AdamKinds& kinds) {
-  constexpr AdamType f32 = kAdamFloat32, bf16 = kAdamBFloat16, e4m3 = kAdamE4M3, e5m2 = kAdamE5M2;
+  constexpr AdamType f32 = kAdamFloat32, bf16 = kAdamBFloat16, f16 = kAdamFloat16, e4m3 = kAdamE4M3,
+                     e5m2 = kAdamE5M2;
   constexpr AdamLow none = AdamLow::kNone, remainder = AdamLow::kRemainder,
                     master = AdamLow::kMaster;
   return KernelFor<Only<f32, none, f32, f32, f32>, Only<f32, none, f32, bf16, bf16>,
-                   Only<f32, none, f32, e4m3, e5m2>, Only<f32, none, f32, e4m3, e4m3>,
-                   Only<bf16, master, bf16, f32, f32>, Only<bf16, remainder, bf16, f32, f32>,
-                   Only<bf16, remainder, bf16, bf16, bf16>, Only<bf16, remainder, bf16, e4m3, e5m2>,
-                   Only<bf16, remainder, bf16, e4m3, e4m3>, AnyKinds>(kinds);
+                   Only<f32, none, f32, f16, f16>, Only<f32, none, f32, e4m3, e5m2>,
+                   Only<f32, none, f32, e4m3, e4m3>, Only<bf16, master, bf16, f32, f32>,
+                   Only<bf16, remainder, bf16, f32, f32>, Only<bf16, remainder, bf16, bf16, bf16>,
+                   Only<bf16, remainder, bf16, e4m3, e5m2>, Only<bf16, remainder, bf16, e4m3, e4m3>,
+                   AnyKinds>(kinds);
 }
 
 }  // namespace

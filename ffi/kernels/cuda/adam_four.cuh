@@ -19,8 +19,8 @@ struct Four {
   uint32_t w[4];
 };
 
-// Where a block is: of its `length` elements a lane has 4 * lane .. + 3 if kWhole, else lane, lane
-// + 32, ...
+// Where a block is. Of its `length` elements a lane has 4 * lane .. + 3 if kNeighbours, for which
+// length is a multiple of four; else lane, lane + 32, ...
 struct Place {
   int64_t begin;  // elements before it in the tensor
   int length;
@@ -28,18 +28,25 @@ struct Place {
 
 __device__ __forceinline__ int Lane() { return threadIdx.x % kWarp; }
 
+// Whether element j of the lane is one of the block's.
+template <bool kNeighbours>
+__device__ __forceinline__ bool IsThere(const Place& at, int j) {
+  return (kNeighbours ? kFour * Lane() : Lane() + kWarp * j) < at.length;
+}
+
 template <class Word>
 __device__ __forceinline__ const Word* WordsAt(const void* data, int64_t begin, int64_t i) {
   return reinterpret_cast<const Word*>(static_cast<const char*>(data) + begin) + i;
 }
 
 // Streaming: nothing here is read twice.
-template <bool kWhole>
+template <bool kNeighbours>
 __device__ __forceinline__ Four LoadFour(const void* data, AdamType type, const Place& at) {
   Four x = {};
   const int lane = Lane(), size = SizeOf(type);
   const int64_t begin = at.begin * size;
-  if constexpr (kWhole) {
+  if constexpr (kNeighbours) {
+    if (!IsThere<true>(at, 0)) return x;
     if (size == 4) {
       const uint4 u = __ldcs(WordsAt<uint4>(data, begin, lane));
       x.w[0] = u.x, x.w[1] = u.y, x.w[2] = u.z, x.w[3] = u.w;
@@ -53,7 +60,7 @@ __device__ __forceinline__ Four LoadFour(const void* data, AdamType type, const 
 #pragma unroll
     for (int j = 0; j < kFour; ++j) {
       const int i = lane + kWarp * j;
-      if (i >= at.length) continue;
+      if (!IsThere<false>(at, j)) continue;
       if (size == 4)
         x.w[j] = *WordsAt<uint32_t>(data, begin, i);
       else if (size == 2)
@@ -65,12 +72,13 @@ __device__ __forceinline__ Four LoadFour(const void* data, AdamType type, const 
   return x;
 }
 
-template <bool kWhole>
+template <bool kNeighbours>
 __device__ __forceinline__ void StoreFour(void* data, AdamType type, const Place& at,
                                           const Four& x) {
   const int lane = Lane(), size = SizeOf(type);
   char* to = static_cast<char*>(data) + at.begin * size;
-  if constexpr (kWhole) {
+  if constexpr (kNeighbours) {
+    if (!IsThere<true>(at, 0)) return;
     if (size == 4)
       reinterpret_cast<uint4*>(to)[lane] = {x.w[0], x.w[1], x.w[2], x.w[3]};
     else if (size == 2)
@@ -81,7 +89,7 @@ __device__ __forceinline__ void StoreFour(void* data, AdamType type, const Place
 #pragma unroll
     for (int j = 0; j < kFour; ++j) {
       const int i = lane + kWarp * j;
-      if (i >= at.length) continue;
+      if (!IsThere<false>(at, j)) continue;
       if (size == 4)
         reinterpret_cast<uint32_t*>(to)[i] = x.w[j];
       else if (size == 2)
