@@ -79,7 +79,8 @@ class Bucket:
     @functools.cached_property
     def run(self) -> int:
         """Blocks of the longest runs of which each amax of a tensor, or of a row, serves a whole number."""
-        return math.gcd(*(blocks // wholes for wholes, blocks in zip(self.wholes, self.grids, strict=True) if wholes)) or 1
+        each = zip(self.wholes, self.grids, strict=True)
+        return math.gcd(*(blocks // wholes for wholes, blocks in each if wholes)) or 1
 
     @functools.cached_property
     def runs(self) -> tuple[int, ...]:
@@ -207,7 +208,8 @@ def cast_master(
     Args:
       ops: of a front end: the ops of `qshard.ops.table`, and those of `multi_table` as functions that return what they
         changed; `zeros(count)`, fp32; `joined(arrays)`, one array after the other; `of_bucket(pairs, bucket)`, the
-        rows of its weights; `repeated(values, bucket)`, each of its whole-weight amaxes for each run (`Bucket.run`) that it serves.
+        rows of its weights; `repeated(values, bucket)`, each of its whole-weight amaxes for each run of blocks that it
+        serves (`Bucket.run`).
       data: uint8 codes of each weight, of any shape: of all of it, or with `pieces` those of the slice (`piece_bytes`).
       masters: the slices, flat, of the dtype of the plan; empty where a rank has none.
       starts: the index of the first element of each slice in its weight, `[n, 2]` words, the low one first.

@@ -268,5 +268,5 @@ class _RmsNorm(torch.autograd.Function):
         x, weight, rstd = ctx.saved_tensors
         rows = (rstd.numel(), weight.shape[0])
         grad = grad.to(x.dtype).contiguous().view(rows)
-        dx, dweight, _ = ops.rms_norm_grad(x.view(rows), weight, rstd.view(-1), grad, rows=_SUM_ROWS)
+        dx, dweight, _ = ops.rms_norm_grad(x.view(rows), weight, rstd.view(-1), grad, lead=0, rows=_SUM_ROWS)
         return dx.view(x.shape), dweight.to(weight.dtype), None, None

@@ -21,17 +21,18 @@ QSHARD_LAUNCHER_TEMPLATE((class In), SwiGluBackward, const In* gate, const In* u
 QSHARD_LAUNCHER_TEMPLATE((class In, class Code), SwiGluCastTransposed, const In* gate, const In* up,
                          const float* scale, int64_t rows, int64_t cols, uint8_t* data_t);
 
-// Matrices [runs, rows, cols], as one of runs * rows rows: rstd[m] = RmsInverse of row m, y[m, i] =
-// Narrow<In>(RmsNorm(x[m, i], rstd[m], weight[i])), and the amax of each run of rows.
+// Matrices [runs, rows, cols], each with weights of its own [runs, cols]: rstd = RmsInverse of a
+// row, y[r, m, i] = Narrow<In>(RmsNorm(x[r, m, i], rstd[r, m], weight[r, i])), and the amax of
+// each.
 QSHARD_LAUNCHER_TEMPLATE((class In, class Weight), RmsNormForward, const In* x,
                          const Weight* weight, int64_t runs, int64_t rows, int64_t cols, float eps,
                          In* y, float* rstd, float* amax);
 
-// Of the gradient of y [rows, cols]: dx, and that of the weight, of which parts
-// [ceil(rows / kSumRows), cols] come first.
+// Of the gradient of y [runs, rows, cols]: dx, and that of the weights, of which parts
+// [runs, ceil(rows / kSumRows), cols] come first.
 QSHARD_LAUNCHER_TEMPLATE((class In, class Weight), RmsNormBackward, const In* x,
-                         const Weight* weight, const float* rstd, const In* grad, int64_t rows,
-                         int64_t cols, In* dx, float* parts, float* dweight);
+                         const Weight* weight, const float* rstd, const In* grad, int64_t runs,
+                         int64_t rows, int64_t cols, In* dx, float* parts, float* dweight);
 
 }  // namespace qshard::kernels
 

@@ -55,13 +55,14 @@ QSHARD_DEFINE_OP(rms_norm) {
 // The gradients of x and of the weight, of that of y. `rows` is kSumRows.
 QSHARD_DEFINE_OP(rms_norm_grad) {
   const Buffer& x = call.arg(0);
+  const int64_t rows = x.dims[x.rank - 2], cols = x.dims[x.rank - 1];
   return DispatchFloat(x, [&](auto in) {
     return DispatchFloat(call.arg(1), [&](auto weight) {
       using In = decltype(in);
       using Weight = decltype(weight);
       return call(kernels::RmsNormBackward<In, Weight>(
           call.exec, Data<In>(x), Data<Weight>(call.arg(1)), Data<float>(call.arg(2)),
-          Data<In>(call.arg(3)), x.dims[0], x.dims[1], Mutable<In>(call.ret(0)),
+          Data<In>(call.arg(3)), call.binding.Length(0), rows, cols, Mutable<In>(call.ret(0)),
           Mutable<float>(call.ret(2)), Mutable<float>(call.ret(1))));
     });
   });

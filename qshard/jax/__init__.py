@@ -21,7 +21,7 @@ from qshard.jax.delayed import (
     update_delayed,
 )
 from qshard.jax.dot import DotGeneral, einsum
-from qshard.jax.fused import swiglu, swiglu_quantize
+from qshard.jax.fused import rms_norm, rms_norm_quantize, swiglu, swiglu_quantize
 from qshard.jax.gather import CodedWeight, Shards, gather
 from qshard.jax.grouped import ragged_dot
 from qshard.jax.linear import gathered_weight, linear
@@ -75,6 +75,8 @@ __all__ = [
     "quantize",
     "ragged_dot",
     "rebuild",
+    "rms_norm",
+    "rms_norm_quantize",
     "spread_states",
     "swiglu",
     "swiglu_quantize",

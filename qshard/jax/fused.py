@@ -1,16 +1,19 @@
-"""SwiGLU, in the bits of PyTorch's front end and of the reference, and quantized with the amax of its own pass.
+"""SwiGLU and RMSNorm, in the bits of PyTorch's front end and of the reference; and quantized with their own amax.
 
-XLA merges nothing across custom calls: `linear` takes h, and reads it for its amax where its format has one of a
-tensor. `swiglu_quantize` does not, for who needs codes and no gradient.
+XLA merges nothing across custom calls: `linear` takes what they make, and reads it for its amax where its format has
+one of a tensor. `swiglu_quantize` and `rms_norm_quantize` do not, for who needs codes and no gradient.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from qshard import pipeline
 from qshard.formats import Format, Usage
@@ -20,7 +23,11 @@ from qshard.jax.array import QuantizedArray
 from qshard.jax.cuts import AxisName, Cut, Spec, max_over, mesh_of, vary_alike
 from qshard.jax.quantize import WeightScales, quantize
 from qshard.jax.words import Seed
-from qshard.names import FormatLike, as_format, as_usage
+from qshard.names import FormatLike, as_format, as_usage, shown
+from qshard.ops import table
+
+_SUM_ROWS = int(table()["rms_norm_grad"].attributes["rows"][1][0])
+"""Rows of x in a part of the gradient of the weight: the one number that the op takes."""
 
 
 def swiglu(gate: jax.typing.ArrayLike, up: jax.typing.ArrayLike) -> jax.Array:
@@ -83,32 +90,127 @@ def swiglu_quantize(
 
     Source: arXiv:2002.05202.
     """
-    gate, up = _checked("swiglu_quantize", gate, up)
-    fmt, usage = as_format(fmt, "swiglu_quantize"), as_usage(usage, "swiglu_quantize")
-    check_spec("swiglu_quantize", "spec", spec)
-    axes = as_axes("swiglu_quantize", axis_name)
-    h, scales = _with_scales(gate, up, fmt=fmt, axis_names=axes, spec=spec)
+    arrays = _checked("swiglu_quantize", gate, up)
+    return _quantized("swiglu_quantize", _swiglu_made, arrays, (), fmt, usage, axis_name, spec, seed)
+
+
+def rms_norm(x: jax.typing.ArrayLike, weight: jax.typing.ArrayLike, eps: float) -> jax.Array:
+    """`x / sqrt(mean(x^2) + eps) * weight`, over the last axis, in fp32 and rounded once.
+
+    Args:
+      x: float32, bfloat16 or float16, `[*lead, K]`.
+      weight: any of these dtypes, `[K]`.
+      eps: not negative; it is static.
+
+    Returns:
+      `[*lead, K]` of the dtype of x, and cut as x is.
+
+    Raises:
+      TypeError: the two are not arrays of such dtypes, or `eps` is traced.
+      ValueError: shapes do not fit, or `eps` is negative.
+
+    The bits, and those of the gradient of x, are the same however leading axes are cut, and x stays where it is: on
+    Auto meshes if shards of the last of these are whole runs of `gcd(its size, 32)` rows. K is gathered where it is
+    cut, of x and of weight. The gradient of weight is a sum over rows, to which devices add up theirs.
+
+    >>> rms_norm(jnp.array([[3.0, 4.0]]), jnp.array([1.0, 2.0]), 0.0)
+    Array([[0.84852815, 2.2627418 ]], dtype=float32)
+
+    Source: arXiv:1910.07467.
+    """
+    y = _rms_norm(*_checked_norm("rms_norm", x, weight, eps), float(eps))
+    cut = jax.typeof(jnp.asarray(x)).sharding
+    return jax.sharding.reshard(y, cut) if jax.typeof(y).sharding.spec != cut.spec else y
+
+
+def rms_norm_quantize(
+    x: jax.typing.ArrayLike,
+    weight: jax.typing.ArrayLike,
+    eps: float,
+    fmt: FormatLike,
+    *,
+    usage: Usage = Usage.ROWWISE,
+    axis_name: AxisName = None,
+    spec: Spec = None,
+    seed: Seed = None,
+) -> QuantizedArray:
+    """`quantize(rms_norm(x, weight, eps), fmt)`, which does not read y for its amax.
+
+    A format with one scale for the tensor takes the amax of the pass that makes y. With other formats it is the two
+    calls. Not differentiable: to train, pass `rms_norm(x, weight, eps)` to `linear`.
+
+    Args:
+      x, weight, eps: as for `rms_norm`.
+      fmt, usage, axis_name, spec, seed: as for `quantize`, of y.
+
+    Returns:
+      A QuantizedArray, in the bits of the two calls.
+
+    Raises:
+      TypeError, ValueError: as `rms_norm` and `quantize` do.
+
+    Sharded `x` stays where it is, as for `rms_norm`; y is cut and reduced as `quantize` says.
+
+    >>> rms_norm_quantize(jnp.ones((2, 4)), jnp.ones(4), 0.0, "FP8_E4M3").dequantize()[0, 0]
+    Array(1., dtype=float32)
+
+    Source: arXiv:1910.07467.
+    """
+    arrays = _checked_norm("rms_norm_quantize", x, weight, eps)
+    return _quantized("rms_norm_quantize", _rms_norm_made, arrays, (float(eps),), fmt, usage, axis_name, spec, seed)
+
+
+def _quantized(
+    op: str,
+    make: Callable[..., tuple[jax.Array, jax.Array]],
+    arrays: tuple[jax.Array, ...],
+    given: tuple[float, ...],
+    fmt: FormatLike,
+    usage: Usage,
+    axis_name: AxisName,
+    spec: Spec,
+    seed: Seed,
+) -> QuantizedArray:
+    """What `make(*arrays, *given)` makes, which gives an amax with it, quantized."""
+    fmt, usage = as_format(fmt, op), as_usage(usage, op)
+    check_spec(op, "spec", spec)
+    axes = as_axes(op, axis_name)
+    h, scales = _with_scales(arrays, op=op, make=make, given=given, fmt=fmt, axis_names=axes, spec=spec)
     return quantize(h, fmt, usage=usage, axis_name=axis_name, spec=spec, scales=scales, seed=seed)
 
 
-@functools.partial(jax.jit, static_argnames=("fmt", "axis_names", "spec"), inline=True)
+@functools.partial(jax.jit, static_argnames=("op", "make", "given", "fmt", "axis_names", "spec"), inline=True)
 def _with_scales(
-    gate: jax.Array, up: jax.Array, *, fmt: Format, axis_names: tuple[str, ...], spec: Spec
+    arrays: tuple[jax.Array, ...],
+    *,
+    op: str,
+    make: Callable[..., tuple[jax.Array, jax.Array]],
+    given: tuple[float, ...],
+    fmt: Format,
+    axis_names: tuple[str, ...],
+    spec: Spec,
 ) -> tuple[jax.Array, WeightScales | None]:
-    """h, and what its one scale is made of its amax, if `fmt` has one scale and no blocks."""
-    h, amax = _over_runs("swiglu", gate, up)
+    """What is made, and what its one scale is made of its amax, if `fmt` has one scale and no blocks."""
+    h, amax = make(*arrays, *given)
     if fmt.block is not None:
         return h, None
-    check_spec_fits("swiglu_quantize", "spec", spec, mesh_of(h, spec), h.ndim)
+    check_spec_fits(op, "spec", spec, mesh_of(h, spec), h.ndim)
     cut = Cut.of(h, axis_names, spec)
     made = pipeline.scales(steps, fmt, max_over(cut.axes if cut.local else ())(amax))
     return h, WeightScales(made.scale, made.scale_inv)
 
 
+# --- SwiGLU ---
+
+
 @jax.custom_vjp
 def _swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
-    h: jax.Array = _over_runs("swiglu", gate, up)[0]
-    return h
+    return _swiglu_made(gate, up)[0]
+
+
+def _swiglu_made(gate: jax.Array, up: jax.Array) -> tuple[jax.Array, jax.Array]:
+    h, amax = _over_runs("swiglu", gate, up)
+    return h, amax
 
 
 def _swiglu_forward(gate: jax.Array, up: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
@@ -149,3 +251,73 @@ def _over_runs(op: str, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     elements = len(made) // 2  # The amaxes follow, in the same order.
     wholes = (steps.reshape_as(y, like) for y in made[:elements])
     return *wholes, *(steps.integer_max(amax, 0) for amax in made[elements:])
+
+
+# --- RMSNorm ---
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    return _rms_norm_made(x, weight, eps)[0]
+
+
+def _rms_norm_forward(x: jax.Array, weight: jax.Array, eps: float) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    y, _, rstd = _normed(x, weight, eps)
+    return y, (x, weight, rstd)
+
+
+def _rms_norm_backward(_: float, kept: tuple[jax.Array, ...], grad: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, weight, rstd = kept
+    rows, lead = steps.split_lead(x)
+    grad_rows, _ = steps.split_lead(grad)
+    dx, dweight, _ = ops.rms_norm_grad(rows, _for_each(weight, rows, lead), rstd, grad_rows, lead=lead, rows=_SUM_ROWS)
+    return steps.reshape_as(dx, x), jnp.sum(dweight, axis=tuple(range(lead))).astype(weight.dtype)
+
+
+_rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
+
+
+def _rms_norm_made(x: jax.Array, weight: jax.Array, eps: float) -> tuple[jax.Array, jax.Array]:
+    y, amax, _ = _normed(x, weight, eps)
+    return y, amax
+
+
+def _normed(x: jax.Array, weight: jax.Array, eps: float) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """y, its amax `[]`, and what rows were multiplied by, by matrices of `split_lead`."""
+    rows, lead = steps.split_lead(x)
+    y, rstd, amax = ops.rms_norm(rows, _for_each(weight, rows, lead), eps=eps, lead=lead)
+    return steps.reshape_as(y, x), steps.integer_max(amax, 0), rstd
+
+
+def _for_each(weight: jax.Array, rows: jax.Array, lead: int) -> jax.Array:
+    """The weight once for each matrix: XLA cuts an op along axes that all its operands have. It is short beside x."""
+    return jnp.broadcast_to(weight, (*rows.shape[:lead], weight.shape[0])) if lead else weight
+
+
+def _checked_norm(op: str, x: Any, weight: Any, eps: Any) -> tuple[jax.Array, jax.Array]:
+    """The two as arrays that vary over the same manual axes; the weight whole on all devices, x whole along K.
+
+    Else a cut of the weight, as FSDP has it, would spread to y on Auto meshes.
+    """
+    for name, array in (("x", x), ("weight", weight)):
+        check_array(op, name, array)
+        check_dtype(op, name, array)
+    x, weight = jnp.asarray(x), jnp.asarray(weight)
+    if weight.ndim != 1 or x.ndim < 1 or x.shape[-1] != weight.shape[0]:
+        raise ValueError(
+            f"{op}: weight {weight.shape} does not fit x {x.shape}; give weight as [K] and x as [*lead, K]"
+        )
+    if isinstance(eps, jax.core.Tracer):
+        raise TypeError(f"{op}: eps ({shown(eps)}) is traced; pass a number, which is static")
+    if not eps >= 0:
+        raise ValueError(f"{op}: eps ({shown(eps)}) is not 0 or more; give a small number, such as 1e-5")
+    x, weight = vary_alike(x, weight)
+    mesh, cut = ops.mesh_around(x), jax.typeof(x).sharding
+    # Outside of custom_vjp, so that gradients are cut as these are.
+    if mesh.explicit_axes:
+        whole = NamedSharding(mesh, PartitionSpec(*cut.spec[:-1], None))
+        x = x if cut.spec == whole.spec else jax.sharding.reshard(x, whole)
+        weight = jax.sharding.reshard(weight, NamedSharding(mesh, PartitionSpec(None)))
+    elif mesh.auto_axes:
+        weight = lax.with_sharding_constraint(weight, NamedSharding(mesh, PartitionSpec(None)))
+    return x, weight

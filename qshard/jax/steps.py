@@ -114,6 +114,10 @@ def _repeated(value: jax.Array, shape: tuple[int, ...], options: dict[str, Any])
     return lax.broadcast_in_dim(value, shape, tuple(range(value.ndim)))
 
 
+_RUN, _LEAD_RUN = 128, 32
+"""The longest runs of elements of a row, and of rows, where what cuts them is not known."""
+
+
 def split_rows(x: jax.Array, shards: int = 1) -> jax.Array:
     """`x` `[..., K]` as runs `[..., K / run, run]` that no shard boundary cuts, or as it is."""
     run = _run(x, shards)
@@ -122,8 +126,28 @@ def split_rows(x: jax.Array, shards: int = 1) -> jax.Array:
     return x.reshape(*x.shape[:-1], x.shape[-1] // run, run) if run else x[..., None]
 
 
-def _run(x: jax.Array, shards: int) -> int | None:
-    """How long runs of a row are; None if nothing can be cut.
+def split_lead(x: jax.Array) -> tuple[jax.Array, int]:
+    """`x` `[*rows, K]` as matrices `[*lead, M, K]` that no shard boundary cuts but along K, and how many axes lead.
+
+    On Auto meshes they have `gcd(rows, 32)` rows of the last axis of rows, or all of it, as `split_rows` has 128
+    elements. Axes of one row are left out.
+    """
+    if not ops.may_be_cut(x):
+        return ops.reshaped(x, (math.prod(x.shape[:-1]), x.shape[-1]), (None, None)), 0
+    entries = jax.typeof(x).sharding.spec
+    kept = [i for i, size in enumerate(x.shape[:-1]) if size != 1] or [0][: x.ndim - 1]
+    *outer, inner = [(x.shape[i], entries[i]) for i in kept] or [(1, None)]
+    x = ops.reshaped(
+        x, [*(n for n, _ in outer), inner[0], x.shape[-1]], [*(e for _, e in outer), inner[1], entries[-1]]
+    )
+    run = _run(x, 1, axis=-2, longest=_LEAD_RUN) or inner[0]
+    count = inner[0] // run if run else 1
+    sizes = [*x.shape[:-2], count, run, x.shape[-1]]
+    return ops.reshaped(x, sizes, [*(e for _, e in outer), inner[1], None, entries[-1]]), len(outer) + 1
+
+
+def _run(x: jax.Array, shards: int, axis: int = -1, longest: int = _RUN) -> int | None:
+    """How long runs of a row, or along another axis, are; None if nothing can be cut.
 
     In `shard_map`, and where there is one device, all is local: one run is everything. On Explicit meshes the type
     tells how K is cut: a run is a shard's part of a row. Else XLA decides after tracing: a run is then `gcd(K, 128)`,
@@ -136,10 +160,10 @@ def _run(x: jax.Array, shards: int) -> int | None:
     kinds = set(mesh.axis_types)
     if x.ndim == 0 or kinds == {AxisType.Manual} or (mesh.empty and jax.device_count() == 1):
         return None
-    row = x.shape[-1] // math.prod(mesh.shape[name] for name in ops.names_of(spec[-1]))
+    row = x.shape[axis] // math.prod(mesh.shape[name] for name in ops.names_of(spec[axis]))
     row = row // shards if (not kinds or AxisType.Auto in kinds) and row % shards == 0 else row
-    run = math.gcd(row, 128)
-    return row if run < 32 or (kinds and AxisType.Auto not in kinds) else run
+    run = math.gcd(row, longest)
+    return row if run < longest // 4 or (kinds and AxisType.Auto not in kinds) else run
 
 
 def _turned_as(y: jax.Array, x: jax.Array, batch: int) -> jax.Array:

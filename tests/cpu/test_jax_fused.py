@@ -1,4 +1,4 @@
-"""`qshard.jax.swiglu` and `swiglu_quantize`: the bits of the reference in every mode of JAX, and nothing gathered."""
+"""SwiGLU and RMSNorm in JAX: the bits of the reference in every mode, nothing gathered, and what quantizes them."""
 
 import functools
 
@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import qshard.jax as qj
 from qshard.formats import FP8_E4M3, MXFP8_E4M3, NVFP4, Usage
+from qshard.reference import activation
 from support import hlo, oracle
 from support.awkward import DTYPES, assert_bits_equal, awkward_values
 
@@ -143,3 +144,143 @@ def test_what_does_not_fit():
         qj.swiglu(jnp.ones(2, jnp.int32), jnp.ones(2))
     with pytest.raises(TypeError, match="no derivative"):
         jax.grad(lambda x: qj.swiglu_quantize(x, x, "FP8_E4M3").dequantize().sum())(jnp.ones((2, 4)))
+
+
+# --- RMSNorm ---
+
+EPS = 1e-5
+ROW_CUTS = {"outer": P("a"), "inner": P(None, ("a", "b")), "both": P("a", "b")}
+
+
+def norm_arrays(shape, dtype="bfloat16", weight_dtype="float32", kinds=KINDS):
+    x, grad = (awkward_values(shape, seed, dtype, kinds=kinds) for seed in range(2))
+    return x, awkward_values(shape[-1:], 2, weight_dtype, kinds=("normal",)), grad
+
+
+def norm_step(x, weight, grad):
+    """y and both gradients."""
+    y, back = jax.vjp(functools.partial(qj.rms_norm, eps=EPS), x, weight)
+    return y, *back(grad)
+
+
+def assert_norm(actual, x, weight, grad, *, exact):
+    """`exact`: the gradient of the weight is one sum, in the order of the op."""
+    rows = (-1, x.shape[-1]) if x.size else (0, x.shape[-1])
+    with np.errstate(all="ignore"):
+        y, rstd, _ = oracle.rms_norm(x, weight, eps=EPS, lead=0)
+        given = (x.reshape(rows), weight, rstd.reshape(-1), grad.reshape(rows))
+        dx, dweight, _ = oracle.rms_norm_grad(*given, lead=0, rows=activation.SUM_ROWS)
+        of_weight = oracle.rounded(dweight, weight.dtype)
+    for mine, want in zip(actual[:2], (y, dx.reshape(x.shape)), strict=True):
+        assert_bits_equal(mine, want)
+    if exact:
+        assert_bits_equal(actual[2], of_weight)
+    else:  # Devices add up what each has of the sum.
+        scale = np.abs(dweight).max()
+        np.testing.assert_allclose(np.asarray(actual[2], np.float32), dweight, rtol=1e-5, atol=1e-5 * scale)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "weight_dtype"), [("float32", "float16"), ("bfloat16", "float32"), ("float16", "bfloat16")]
+)
+@pytest.mark.parametrize("shape", [(3, 5, 40), (0, 8), (129,), (1, 1, 33), (37, 256)])
+def test_norm_is_the_reference_on_one_device(shape, dtype, weight_dtype):
+    arrays = norm_arrays(shape, dtype, weight_dtype)
+    with jax.set_mesh(jax.make_mesh((1,), ("a",), devices=jax.devices()[:1])):
+        assert_norm(norm_step(*map(jnp.asarray, arrays)), *arrays, exact=True)
+        assert_norm(jax.jit(norm_step)(*arrays), *arrays, exact=True)
+
+
+@pytest.mark.parametrize("weight_cut", [P(), P("b")], ids=["whole", "cut"])
+@pytest.mark.parametrize("cut", ROW_CUTS.values(), ids=ROW_CUTS)
+@pytest.mark.parametrize("mode", ["Auto", "Explicit", "shard_map"])
+def test_norm_moves_no_rows(mode, cut, weight_cut):
+    x, weight, grad = arrays = norm_arrays((8, 256, 512), "float32", kinds=("normal", "outlier"))
+    if mode == "shard_map" and weight_cut != P():
+        pytest.skip("a shard of the weight is not the weight")
+    mesh = mesh_of(AxisType.Explicit if mode == "Explicit" else AxisType.Auto)
+    specs = (cut, weight_cut, cut)
+    run = (
+        jax.shard_map(norm_step, mesh=mesh, in_specs=specs, out_specs=(cut, cut, P()))
+        if mode == "shard_map"
+        else norm_step
+    )
+    with jax.set_mesh(mesh):
+        placed = [jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip(arrays, specs, strict=True)]
+        compiled = jax.jit(run).lower(*placed).compile()
+        moved = [(kind, shapes) for kind, shapes in hlo.collectives(compiled)]
+        assert all(shapes == (f"f32[{weight.size}]",) for _, shapes in moved), moved
+        assert [kind for kind, _ in moved].count("all-gather") == (weight_cut != P())
+        actual = compiled(*placed)
+    assert all(x.sharding.is_equivalent_to(placed[0].sharding, 3) for x in actual[:2])
+    assert_norm(actual, x, weight, grad, exact=False)
+
+
+def test_norm_of_what_is_cut_along_k():
+    """It is gathered, with the same bits."""
+    arrays = norm_arrays((64, 512), "float32", kinds=("normal",))
+    for kind in (AxisType.Auto, AxisType.Explicit):
+        with jax.set_mesh(mesh := mesh_of(kind)):
+            placed = [jax.device_put(a, NamedSharding(mesh, P("a", "b") if a.ndim > 1 else P("b"))) for a in arrays]
+            actual = jax.jit(norm_step)(*placed)
+        assert_norm(actual, *arrays, exact=False)
+        if kind is AxisType.Explicit:
+            assert actual[1].sharding.spec == P("a", "b")
+            assert actual[2].sharding.spec == P("b")
+
+
+@pytest.mark.parametrize("transform", ["vmap", "vmap of both", "remat", "grad of a sum"])
+def test_norm_under_transforms(transform):
+    x, weight, grad = norm_arrays((4, 6, 64), "float32", kinds=("normal",))
+    norm = functools.partial(qj.rms_norm, eps=EPS)
+    want = np.asarray(jax.jit(norm)(x, weight))
+    if transform == "vmap":
+        assert_bits_equal(jax.jit(jax.vmap(norm, in_axes=(0, None)))(x, weight), want)
+    elif transform == "vmap of both":
+        assert_bits_equal(jax.jit(jax.vmap(norm))(x, np.stack([weight] * 4)), want)
+    else:
+        norm = jax.checkpoint(norm) if transform == "remat" else norm
+
+        def plain(x, weight):
+            return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + EPS) * weight
+
+        def loss(of):
+            return jax.jit(jax.grad(lambda x, weight: jnp.sum(of(x, weight) * grad), argnums=(0, 1)))(x, weight)
+
+        for mine, other in zip(loss(norm), loss(plain), strict=True):  # Sums in another order.
+            np.testing.assert_allclose(mine, other, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("fmt", [FP8_E4M3, MXFP8_E4M3, NVFP4], ids=str)
+@pytest.mark.parametrize("mode", ["eager", "Auto", "Explicit"])
+def test_quantize_is_that_of_the_norm(fmt, mode):
+    x, weight, _ = norm_arrays((64, 512), kinds=("normal", "outlier"))
+    quantized = functools.partial(qj.rms_norm_quantize, eps=EPS, fmt=fmt, usage=Usage.BOTH)
+    want = qj.quantize(oracle.rms_norm(x, weight, eps=EPS, lead=0)[0], fmt, usage=Usage.BOTH)
+    if mode == "eager":
+        actual = quantized(x, weight)
+    else:
+        with jax.set_mesh(mesh := mesh_of(getattr(AxisType, mode))):
+            actual = jax.jit(quantized)(
+                jax.device_put(x, NamedSharding(mesh, P("a"))), jax.device_put(weight, NamedSharding(mesh, P()))
+            )
+    for mine, other in zip(jax.tree.leaves(actual), jax.tree.leaves(want), strict=True):
+        assert_bits_equal(mine, other)
+
+
+def test_amax_of_the_norm_is_of_its_pass():
+    x, weight, _ = norm_arrays((8, 128))
+    text = jax.jit(lambda *a: qj.rms_norm_quantize(*a, EPS, "FP8_E4M3")).lower(x, weight).as_text()
+    assert "qshard_rms_norm" in text
+    assert "qshard_amax_tensor" not in text
+
+
+def test_what_does_not_fit_a_norm():
+    with pytest.raises(ValueError, match=r"rms_norm: weight \(3,\) does not fit x \(2, 4\)"):
+        qj.rms_norm(jnp.ones((2, 4)), jnp.ones(3), EPS)
+    with pytest.raises(ValueError, match=r"rms_norm: eps \(-1.0\) is not 0 or more"):
+        qj.rms_norm(jnp.ones((2, 4)), jnp.ones(4), -1.0)
+    with pytest.raises(TypeError, match=r"rms_norm: eps .* is traced"):
+        jax.jit(qj.rms_norm)(jnp.ones((2, 4)), jnp.ones(4), 1.0)
+    with pytest.raises(TypeError, match="rms_norm: weight"):
+        qj.rms_norm(jnp.ones((2, 4)), jnp.ones(4, jnp.int32), EPS)

@@ -101,15 +101,26 @@ def swiglu_grad(gate, up, grad, *, lead):
 
 
 def rms_norm(x, weight, *, eps, lead):
-    y, rstd = activation.rms_norm(wide(x).reshape(math.prod(x.shape[:-1]), x.shape[-1]), wide(weight), eps)
-    y = rounded(y.reshape(x.shape), x.dtype)
-    return y, rounded(rstd.reshape(x.shape[:-1]), "float32"), amax_tensor(y, lead=lead)
+    def one(x, weight):
+        return activation.rms_norm(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), weight, eps)
+
+    made = [one(wide(x)[i], wide(weight)[i]) for i in np.ndindex(x.shape[:lead])]
+    y = rounded(np.array([y for y, _ in made], np.float32).reshape(x.shape), x.dtype)
+    rstd = np.array([rstd for _, rstd in made], np.float32).reshape(x.shape[:-1])
+    return y, rounded(rstd, "float32"), amax_tensor(y, lead=lead)
 
 
-def rms_norm_grad(x, weight, rstd, grad, *, rows):
+def rms_norm_grad(x, weight, rstd, grad, *, lead, rows):
     assert rows == activation.SUM_ROWS
-    dx, dweight, parts = activation.rms_norm_grad(wide(x), wide(weight), rstd, wide(grad))
-    return rounded(dx, x.dtype), rounded(dweight, "float32"), rounded(parts, "float32")
+    each_lead = np.ndindex(x.shape[:lead])
+    made = [activation.rms_norm_grad(wide(x)[i], wide(weight)[i], rstd[i], wide(grad)[i]) for i in each_lead]
+    shapes = [x.shape, weight.shape, (*x.shape[:lead], -(-x.shape[-2] // rows), x.shape[-1])]
+    dtypes = [x.dtype, "float32", "float32"]
+    each = [[result[k] for result in made] for k in range(len(shapes))]
+    return tuple(
+        rounded(np.array(of, np.float32).reshape(shape), dtype)
+        for of, shape, dtype in zip(each, shapes, dtypes, strict=True)
+    )
 
 
 # --- tensors with one scale, and single elements ---

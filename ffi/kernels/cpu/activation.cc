@@ -28,10 +28,8 @@ void InPieces(const Exec<Cpu>& exec, int64_t runs, int64_t length, int64_t bytes
 }
 
 template <class Weight>
-std::vector<float> Widened(const Weight* weight, int64_t n) {
-  std::vector<float> wide(n);
-  for (int64_t i = 0; i < n; ++i) wide[i] = Widen(weight[i]);
-  return wide;
+void WidenTo(const Weight* weight, std::vector<float>& wide) {
+  for (size_t i = 0; i < wide.size(); ++i) wide[i] = Widen(weight[i]);
 }
 
 }  // namespace
@@ -71,16 +69,18 @@ template <class In, class Weight>
 Status RmsNormForward(const Exec<Cpu>& exec, const In* x, const Weight* weight, int64_t runs,
                       int64_t rows, int64_t cols, float eps, In* y, float* rstd, float* amax) {
   const SimdKernels& simd = Simd();
-  const std::vector<float> wide = Widened(weight, cols);
   std::fill_n(amax, runs, 0.0f);
   ParallelRanges(exec, runs * rows, 2 * cols * int64_t{sizeof(In)} + 1,
                  [&](int64_t begin, int64_t end) {
+                   std::vector<float> wide(cols);
                    for (int64_t m = begin; m < end; ++m) {
+                     const int64_t run = m / rows;
+                     if (m == begin || m % rows == 0) WidenTo(weight + run * cols, wide);
                      const In* row = x + m * cols;
                      const float squares = simd.squares[kInputIndex<In>](row, cols);
                      rstd[m] = CanonicalNan(RmsInverse(squares, cols, eps));
                      simd.rms_norm[kInputIndex<In>](row, wide.data(), rstd[m], cols, y + m * cols);
-                     RaiseAmax(amax + m / rows, AmaxOf(y + m * cols, cols));
+                     RaiseAmax(amax + run, AmaxOf(y + m * cols, cols));
                    }
                  });
   return {};
@@ -88,16 +88,19 @@ Status RmsNormForward(const Exec<Cpu>& exec, const In* x, const Weight* weight, 
 
 template <class In, class Weight>
 Status RmsNormBackward(const Exec<Cpu>& exec, const In* x, const Weight* weight, const float* rstd,
-                       const In* grad, int64_t rows, int64_t cols, In* dx, float* parts,
-                       float* dweight) {
+                       const In* grad, int64_t runs, int64_t rows, int64_t cols, In* dx,
+                       float* parts, float* dweight) {
   const SimdKernels& simd = Simd();
-  const std::vector<float> wide = Widened(weight, cols);
-  const int64_t count = (rows + kSumRows - 1) / kSumRows;
-  ParallelFor(exec, count, [&](int64_t part) {
+  const int64_t count = (rows + kSumRows - 1) / kSumRows;  // of parts, of a run
+  ParallelFor(exec, runs * count, [&](int64_t part) {
+    std::vector<float> wide(cols);
+    const int64_t run = part / count;
+    WidenTo(weight + run * cols, wide);
     float* sums = parts + part * cols;
     std::fill_n(sums, cols, 0.0f);
-    const int64_t end = std::min(rows, (part + 1) * kSumRows);
-    for (int64_t m = part * kSumRows; m < end; ++m) {
+    const int64_t begin = run * rows + (part - run * count) * kSumRows;
+    const int64_t end = std::min((run + 1) * rows, begin + kSumRows);
+    for (int64_t m = begin; m < end; ++m) {
       const In *row = x + m * cols, *dy = grad + m * cols;
       const float sum = simd.grad_along[kInputIndex<In>](row, dy, wide.data(), rstd[m], cols);
       const float along = Divide(sum, static_cast<float>(cols));
@@ -106,14 +109,16 @@ Status RmsNormBackward(const Exec<Cpu>& exec, const In* x, const Weight* weight,
     }
     for (int64_t i = 0; i < cols; ++i) sums[i] = CanonicalNan(sums[i]);
   });
-  ParallelRanges(exec, cols, count * int64_t{sizeof(float)} + 1, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      float lanes[kRowLanes] = {};
-      for (int64_t part = 0; part < count; ++part)
-        lanes[part % kRowLanes] = lanes[part % kRowLanes] + parts[part * cols + i];
-      dweight[i] = CanonicalNan(SumHalves<kRowLanes>(lanes));
-    }
-  });
+  ParallelRanges(exec, runs * cols, count * int64_t{sizeof(float)} + 1,
+                 [&](int64_t begin, int64_t end) {
+                   for (int64_t i = begin; i < end; ++i) {
+                     const float* first = parts + i / cols * count * cols + i % cols;
+                     float lanes[kRowLanes] = {};
+                     for (int64_t part = 0; part < count; ++part)
+                       lanes[part % kRowLanes] = lanes[part % kRowLanes] + first[part * cols];
+                     dweight[i] = CanonicalNan(SumHalves<kRowLanes>(lanes));
+                   }
+                 });
   return {};
 }
 

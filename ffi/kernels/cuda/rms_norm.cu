@@ -40,6 +40,12 @@ constexpr WeightType kWeightType = std::is_same_v<Weight, float>      ? WeightTy
 struct Weights {
   const void* data;
   WeightType type;
+
+  // From element i on.
+  __device__ __forceinline__ Weights From(int64_t i) const {
+    const int size = type == WeightType::kFloat ? sizeof(float) : sizeof(bfloat16);
+    return {static_cast<const char*>(data) + i * size, type};
+  }
 };
 
 template <class T, bool kVectors>
@@ -149,9 +155,10 @@ __device__ __forceinline__ void Hold(const In* row, int64_t cols,
 // Grid: x for runs, y for splits of their rows (LaunchRaising).
 template <class In, class Shape>
 __global__ void __launch_bounds__(kThreads)
-    RmsNormKernel(const In* x, const Weights weight, int64_t rows, int64_t cols, float eps, In* y,
+    RmsNormKernel(const In* x, const Weights weights, int64_t rows, int64_t cols, float eps, In* y,
                   float* rstd, float* amax) {
   Magnitude<In> m;
+  const Weights weight = weights.From(blockIdx.x * cols);
   const int team = threadIdx.x / Shape::kTeam;
   // All teams of a block go around as often: they meet in no row, but at the end.
   for (int64_t r = int64_t{blockIdx.y} * Shape::kTeams + team; r < rows;
@@ -188,12 +195,15 @@ __global__ void __launch_bounds__(kThreads)
 // A team takes the rows of a part.
 template <class In, class Shape>
 __global__ void __launch_bounds__(kThreads)
-    RmsNormGradKernel(const In* x, const Weights weight, const float* rstd, const In* grad,
-                      int64_t rows, int64_t cols, In* dx, float* parts) {
+    RmsNormGradKernel(const In* x, const Weights weights, const float* rstd, const In* grad,
+                      int64_t runs, int64_t rows, int64_t cols, In* dx, float* parts) {
   constexpr bool kVectors = Shape::kVectors;
   const int64_t part = int64_t{blockIdx.x} * Shape::kTeams + threadIdx.x / Shape::kTeam;
-  const int64_t begin = part * kSumRows, end = min(rows, begin + kSumRows);
-  if (begin >= rows) return;  // the whole team, which is a warp where a block has several
+  const int64_t count = (rows + kSumRows - 1) / kSumRows, run = runs == 1 ? 0 : part / count;
+  if (part >= runs * count) return;  // the whole team, which is a warp where a block has several
+  const int64_t begin = run * rows + (part - run * count) * kSumRows;
+  const int64_t end = min((run + 1) * rows, begin + kSumRows);
+  const Weights weight = weights.From(run * cols);
   float* own = parts + part * cols;
   float sums[kHeldOrOne<Shape>][kEach] = {};
 #pragma unroll 1
@@ -243,12 +253,14 @@ __global__ void __launch_bounds__(kThreads)
     });
 }
 
-// A block has kWarp columns, and the partial sums of each side by side.
+// A block has kWarp columns of a run, and the partial sums of each side by side.
 __global__ void __launch_bounds__(kWarp* kRowLanes)
     SumPartsKernel(const float* parts, int64_t count, int64_t cols, float* dweight) {
   __shared__ float lanes[kRowLanes][kWarp];
+  const int64_t blocks = (cols + kWarp - 1) / kWarp, run = blockIdx.x / blocks;
   const int lane = threadIdx.x / kWarp, column = threadIdx.x % kWarp;
-  const int64_t i = int64_t{blockIdx.x} * kWarp + column;
+  const int64_t i = (blockIdx.x - run * blocks) * kWarp + column;
+  parts += run * count * cols;
   float sum = 0.0f;
   if (i < cols)
     for (int64_t part = lane; part < count; part += kRowLanes) sum = sum + parts[part * cols + i];
@@ -258,7 +270,7 @@ __global__ void __launch_bounds__(kWarp* kRowLanes)
   float all[kRowLanes];
 #pragma unroll
   for (int k = 0; k < kRowLanes; ++k) all[k] = lanes[k][column];
-  dweight[i] = CanonicalNan(SumHalves<kRowLanes>(all));
+  dweight[run * cols + i] = CanonicalNan(SumHalves<kRowLanes>(all));
 }
 
 // Calls launch(RowShape{}) with that for rows of `cols`.
@@ -299,19 +311,19 @@ Status RmsNormForward(const Exec<Cuda>& exec, const In* x, const Weight* weight,
 
 template <class In, class Weight>
 Status RmsNormBackward(const Exec<Cuda>& exec, const In* x, const Weight* weight, const float* rstd,
-                       const In* grad, int64_t rows, int64_t cols, In* dx, float* parts,
-                       float* dweight) {
+                       const In* grad, int64_t runs, int64_t rows, int64_t cols, In* dx,
+                       float* parts, float* dweight) {
   const int64_t count = CeilDiv(rows, kSumRows);
   const Status status =
       ForShape<In>(AreVectors(cols, {x, weight, grad, dx}), cols, [&](auto shape) {
         using Shape = decltype(shape);
         const Weights weights{weight, kWeightType<Weight>};
-        return Launch(exec, RmsNormGradKernel<In, Shape>, CeilDiv(count, Shape::kTeams), kThreads,
-                      x, weights, rstd, grad, rows, cols, dx, parts);
+        return Launch(exec, RmsNormGradKernel<In, Shape>, CeilDiv(runs * count, Shape::kTeams),
+                      kThreads, x, weights, rstd, grad, runs, rows, cols, dx, parts);
       });
   if (status.error != nullptr) return status;
-  return Launch(exec, SumPartsKernel, CeilDiv(cols, kWarp), kWarp * kRowLanes, parts, count, cols,
-                dweight);
+  return Launch(exec, SumPartsKernel, runs * CeilDiv(cols, kWarp), kWarp * kRowLanes, parts, count,
+                cols, dweight);
 }
 
 #define QSHARD_INSTANTIATE_NORM(In, Weight)                \
