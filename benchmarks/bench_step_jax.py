@@ -19,7 +19,7 @@ import sys
 import time
 
 OPTIONS = {"xla_gpu_enable_triton_gemm": False}
-KINDS = "bf16,naive,fp8,fp8 local,delayed,block,mxfp8,mxfp6,mxfp4,nvfp4"
+KINDS = "bf16,naive,fp8,fp8 fused,fp8 local,delayed,block,mxfp8,mxfp6,mxfp4,nvfp4"
 
 
 def measure(kind: str, layers: int, steps: int) -> dict[str, object]:

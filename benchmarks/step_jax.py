@@ -3,7 +3,11 @@
 8 layers of width 4096, FFN 14336, vocabulary 32000; 2 x 4096 tokens a device, AdamW of optax. One program under `jit`
 on an Auto mesh: float32 weights, states and gradients are cut along their first axis. The linear layers of the blocks
 are those of a recipe; the embedding and the head are bfloat16, and gradients are reduced in it. `bf16` has bfloat16
-linear layers everywhere, `naive` is per-tensor FP8 in jnp, as one writes it by hand.
+linear layers everywhere, `naive` is per-tensor FP8 in jnp, as one writes it by hand. A kind is a recipe and words:
+
+    kept     keeps what it has gathered for the backward pass, as the others but bf16 do not
+    local    a scale on each device for activations and their gradients, and no amax reduced
+    fused    qshard's norms and SwiGLU, in place of those in jnp, which XLA fuses with what is around them
 """
 
 from __future__ import annotations
@@ -34,10 +38,6 @@ LINEARS = {
 }
 RECIPES: dict[str, Recipe | str | None] = {**options.RECIPES, "naive": "naive"}
 """What the linear layers of the blocks are; None: bfloat16."""
-KEPT = " kept"
-"""Ends the name of a kind that keeps what it has gathered for the backward pass, as the others but bf16 do not."""
-LOCAL = " local"
-"""Ends the name of a kind whose activations and their gradients have a scale on each device, and no amax reduced."""
 AXIS = "data"
 OPTIMIZER = optax.adamw(1e-4)
 
@@ -75,7 +75,7 @@ def fresh(layers: int, kind: str) -> Tree:
 
 
 def recipe_of(kind: str) -> Recipe | str | None:
-    return RECIPES[kind.removesuffix(KEPT).removesuffix(LOCAL)]
+    return RECIPES[kind.split()[0]]
 
 
 def product(x: jax.Array, w: jax.Array, kind: str, state: Any, seed: jax.Array) -> jax.Array:
@@ -84,9 +84,9 @@ def product(x: jax.Array, w: jax.Array, kind: str, state: Any, seed: jax.Array) 
         return bf16_product(x, w)
     if recipe == "naive":
         return naive_product(x, w)
-    again = not kind.endswith(KEPT)
+    again = "kept" not in kind.split()
     where = {"weight_spec": P(AXIS), "gather_axis": AXIS, "reshard_after_forward": again, "grad_dtype": jnp.bfloat16}
-    own = {"local_axes": AXIS} if kind.endswith(LOCAL) else {}
+    own = {"local_axes": AXIS} if "local" in kind.split() else {}
     return qshard.linear(x, w, recipe, **where, **own, state=state, seed=seed)
 
 
@@ -122,7 +122,9 @@ def _naive_backward(kept: Any, dy: jax.Array) -> tuple[jax.Array, jax.Array]:
 naive_product.defvjp(_naive_forward, _naive_backward)
 
 
-def norm(x: jax.Array, weight: jax.Array) -> jax.Array:
+def norm(x: jax.Array, weight: jax.Array, kind: str) -> jax.Array:
+    if "fused" in kind.split():
+        return qshard.rms_norm(x, weight, 1e-6)
     values = x.astype(jnp.float32)
     scale = lax.rsqrt(jnp.mean(values * values, axis=-1, keepdims=True) + 1e-6)
     return (values * scale * weight).astype(x.dtype)
@@ -133,12 +135,13 @@ def block(x: jax.Array, weights: Tree, states: Tree, key: jax.Array, kind: str, 
         seed = jax.random.fold_in(key, list(LINEARS).index(name))
         return product(x, weights[name], kind, None if states is None else states[name], seed)
 
-    h = norm(x, weights["attention_norm"])
+    h = norm(x, weights["attention_norm"], kind)
     q, k, v = (layer(name, h).reshape(*h.shape[:-1], HEADS, -1) for name in "qkv")
     mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=attention)
     x = x + layer("o", mixed.reshape(h.shape))
-    h = norm(x, weights["ffn_norm"])
-    return x + layer("down", jax.nn.silu(layer("gate", h)) * layer("up", h))
+    h = norm(x, weights["ffn_norm"], kind)
+    gate, up = layer("gate", h), layer("up", h)
+    return x + layer("down", qshard.swiglu(gate, up) if "fused" in kind.split() else jax.nn.silu(gate) * up)
 
 
 def loss_of(weights: Tree, states: Tree, tokens: jax.Array, key: jax.Array, kind: str, attention: str) -> jax.Array:
@@ -148,7 +151,7 @@ def loss_of(weights: Tree, states: Tree, tokens: jax.Array, key: jax.Array, kind
     for i, of_block in enumerate(weights["blocks"]):
         own = None if states is None else states[i]
         x = block(x, of_block, own, jax.random.fold_in(key, i), kind, attention)
-    logits = bf16_product(norm(x, weights["norm"]), weights["head"])
+    logits = bf16_product(norm(x, weights["norm"], kind), weights["head"])
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), tokens[:, 1:]))
 
 
