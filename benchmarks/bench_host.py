@@ -5,6 +5,10 @@ Rows are the median over rounds of microseconds a call, and times those of the c
 addition into a given tensor (`torch.add`, and `jnp.add` for JAX), `nn.Linear`, a step of the examples' GPT in bf16, on
 one device without sharding.
 
+Floors are what is left of a call if all of qshard is taken away: a layer that an `autograd.Function` makes of the three
+products alone, or of these and of as many launches as the layer of CurrentScaling has; in JAX, a jitted function that
+gives as many zeros as a tensor has codes and scales.
+
     python benchmarks/bench_host.py [--rounds 15]
 """
 
@@ -17,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
@@ -36,6 +41,7 @@ import train_torch
 from gpt import initial_weights
 
 SIZE = 512
+LAUNCHES = 8, 5  # Of CurrentScaling beside products: x and w in forward, dy and the transpose of w in backward.
 FORMATS = ("FP8_E4M3", "FP8_1x128", "FP8_128x128", "MXFP8_E4M3", "MXFP8_32x32", "NVFP4", "NVFP4_16x16")
 E4M3 = {"element": "float8_e4m3fn"}
 
@@ -62,6 +68,28 @@ def small_calls() -> Calls:
     return calls
 
 
+class Products(torch.autograd.Function):
+    """A layer of nothing but products in bfloat16, and of more launches, forward and backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, w: torch.Tensor, launches: tuple[int, int], out: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, w)
+        ctx.rest = launches[1], out
+        for _ in range(launches[0]):
+            torch.add(out, out, out=out)
+        return torch.mm(x, w.t())
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, w = ctx.saved_tensors
+        launches, out = ctx.rest
+        for _ in range(launches):
+            torch.add(out, out, out=out)
+        return torch.mm(grad, w), torch.mm(grad.t(), x), None, None
+
+
 def layer_calls() -> Calls:
     """Forward and backward of one layer."""
     calls: Calls = {}
@@ -73,6 +101,10 @@ def layer_calls() -> Calls:
             qshard.convert(layer, recipe)
         what = "nn.Linear" if recipe is None else f"Linear {name}"
         calls[what] = (10, lambda layer=layer: layer(x).backward(gradient))
+    w = torch.nn.Parameter(torch.randn(SIZE, SIZE, device="cuda", dtype=torch.bfloat16))
+    out = torch.zeros(64, 64, device="cuda")
+    for what, launches in (("three products", (0, 0)), (f"three products and {sum(LAUNCHES)} launches", LAUNCHES)):
+        calls[f"floor: {what}"] = (10, lambda n=launches: Products.apply(x, w, n, out).backward(gradient))
     return calls
 
 
@@ -113,6 +145,9 @@ def jax_calls() -> Calls:
             50,
             lambda name=name: qshard.jax.quantize(x, getattr(formats, name), usage=Usage.BOTH),
         )
+    for count in (2, 4, 6):
+        made = jax.jit(lambda x, count=count: tuple(jnp.zeros_like(x) for _ in range(count)))
+        calls[f"floor: {count} results"] = (50, lambda made=made: made(x))
     return calls
 
 
