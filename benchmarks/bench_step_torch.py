@@ -49,10 +49,9 @@ OF_TE = {"te-delayed": "DelayedScaling", "te-current": "Float8CurrentScaling", "
 LIBRARIES = {"torchao": "torchao", **dict.fromkeys(OF_TE, "transformer_engine")}
 WORDS = ("compiled", "fused", "bf16-states", "primary", "zero")
 KINDS = (
-    *("bf16", "bf16 compiled", "torchao", "torchao compiled"),
-    *("fp8", "fp8 fused", "fp8 compiled", "fp8 compiled bf16-states", "fp8 zero"),
-    *("delayed", "delayed fused", "delayed compiled", "block", "block compiled", "nvfp4"),
-    *OF_TE,
+    *("bf16", "bf16 compiled", "torchao compiled", *OF_TE),
+    *("fp8", "fp8 compiled", "fp8 fused", "fp8 fused bf16-states", "fp8 fused zero", "fp8 fused zero bf16-states"),
+    *("delayed fused", "block", "block compiled", "block fused", "mxfp8 fused", "nvfp4 fused"),
 )
 WARM_UP = 3
 COMPILER = "inductor"
