@@ -118,8 +118,10 @@ def _of(computations: Any, name: str, times: int) -> list[Collective]:
     gemms = 0
     for instruction in computations[name]:
         op, rest = instruction["op"], instruction["rest"]
-        if match := _COLLECTIVE.match(op):
-            arrays = _arrays(instruction["result"])
+        # One in a fusion is asynchronous as that is; what is started is what is within.
+        within = [i for i in _fused(computations, instruction) if op == "fusion-start" and _COLLECTIVE.match(i["op"])]
+        if match := _COLLECTIVE.match(within[0]["op"] if within else op):
+            arrays = _arrays((within[0] if within else instruction)["result"])
             # The start of an asynchronous one gives (operands, results); of a reduction, up to JAX 0.10, its results.
             given = arrays
             if match["start"] and (match["kind"] != "all-reduce" or instruction["result"].startswith("((")):
