@@ -17,7 +17,7 @@ from collections.abc import Callable
 from report_steps import README_RECIPES, STEP_SECTIONS, readme_step_torch
 from rows import RESULTS
 from tables import Rows, Tables, number, origin, read, table
-from targets import CPU_TIMES_FASTER, TARGETS, Row, Target, training_bound
+from targets import CPU_TIMES_FASTER, TARGETS, Row, Target, training_bound, what_of
 
 ROOT = RESULTS.parent.parent
 
@@ -27,7 +27,7 @@ GPU_SECTIONS = {
     "gpu_adam": "A step of Adam on one GPU",
     "gpu_master": "The steps of cast_master on one GPU",
 }
-JUDGED = (*GPU_SECTIONS, "host", "numerics")
+JUDGED = ("step_torch", *GPU_SECTIONS, "host", "numerics")
 """Files whose rows have targets in `TARGETS`."""
 # README's table: label, qshard's operations, those of torch.compile. Numbers of one line are apart by " / ".
 README_GPU = (
@@ -209,7 +209,7 @@ def missed(tables: Tables) -> list[str]:
     for name in JUDGED:
         for target, row, value in judged(name, tables):
             if not target.met(value):
-                operation = re.sub(r",? qshard$|^(de)?quantize |, amax given", "", row["operation"])
+                operation = re.sub(r",? qshard$|^(de)?quantize |, amax given", "", what_of(row))
                 found.setdefault(target.name, []).append(f"{operation} {target.text(value)}")
     for name in sorted(name for name in tables if name.startswith("cpu_kernels")):
         rows = tables[name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 from step_profile import NAMES
@@ -24,8 +25,8 @@ README_WORDS = {
 }
 
 
-def fsdp2_section(tables: Tables) -> str:
-    rows = tables["fsdp2"]
+def sharded_section(tables: Tables, name: str, title: str) -> str:
+    rows = tables[name]
     base = next((row for row in rows if row["recipe"] == "bf16"), None)
     columns = [
         "recipe",
@@ -46,9 +47,9 @@ def fsdp2_section(tables: Tables) -> str:
         lines.append([*(row[c] for c in columns[:3]), ratio, *(row[c] for c in columns[3:])])
     text = (
         f"A step of a 2.0 B model on {rows[0]['ranks']} GPUs, eager; `bench_fsdp2.py` says what is in a row. "
-        "Bytes are those that a rank keeps for an element of its part; of ZeRO, all its weights are counted."
+        "Bytes are those that a rank keeps for an element of its part; of what is not FSDP2, all weights are counted."
     )
-    return f"## FSDP2\n\n{origin(rows)} {text}\n\n{table(header, lines)}\n"
+    return f"## {title}\n\n{origin(rows)} {text}\n\n{table(header, lines)}\n"
 
 
 def against_bf16(rows: Rows, column: str, columns: Sequence[str]) -> str:
@@ -157,7 +158,8 @@ STEP_SECTIONS: dict[str, Callable[[Tables], str]] = {
     "step_torch": step_torch_section,
     "step_torch_profile": step_profile_section,
     "step_torch_flat": step_flat_section,
-    "fsdp2": fsdp2_section,
+    "fsdp2": functools.partial(sharded_section, name="fsdp2", title="FSDP2"),
+    "zero1": functools.partial(sharded_section, name="zero1", title="Weights whole on every rank"),
     "step_jax": step_jax_section,
     "wire_jax": wire_jax_section,
 }

@@ -11,13 +11,13 @@ Row = Mapping[str, str]
 
 @dataclass(frozen=True)
 class Target:
-    """A bound for a column of every row of a file whose operation fits `operation`, a regular expression.
+    """A bound for a column of every row of a file whose operation, or kind, fits `operation`, a regular expression.
 
     Attributes:
       name: what is to be reached, in words.
       bound: at least so much of `percent_of_copy`; at most so much of other columns.
       beside: what it compares with; of GPUs, on an H200.
-      of: another operation of the file: the bound is for the ratio of microseconds.
+      of: another operation of the file: the bound is for the ratio to it, of microseconds if no column is named.
     """
 
     rows: str
@@ -30,12 +30,13 @@ class Target:
 
     def value(self, row: Row, rows: Sequence[Row]) -> float | None:
         """What the bound is for, or None: the target is not about this row, or has nothing to compare it with."""
-        if not re.fullmatch(self.operation, row["operation"]):
+        if not re.fullmatch(self.operation, what_of(row)):
             return None
         if not self.of:
             return float(row[self.column])
-        other = [float(r["us"]) for r in rows if r["operation"] == self.of]
-        return float(row["us"]) / other[0] if other else None
+        column = "us" if self.column == "percent_of_copy" else self.column
+        other = [float(r[column]) for r in rows if what_of(r) == self.of]
+        return float(row[column]) / other[0] if other else None
 
     @property
     def at_most(self) -> bool:
@@ -50,6 +51,10 @@ class Target:
     @property
     def unit(self) -> str:
         return f" of {self.of}" if self.of else " %" if self.column == "percent_of_copy" else f" {self.column}"
+
+
+def what_of(row: Row) -> str:
+    return row["operation"] if "operation" in row else row["kind"]
 
 
 _ONE_READ = r"(FP8_|MXFP)\w+"
@@ -130,6 +135,25 @@ TARGETS = (
             (r"Linear nvfp4", "a layer in NVFP4", 3, "nn.Linear", "rotations, and two scales"),
             (r"GPT (?!bf16).*", "a step of a small GPT", 1.3, "bf16", "a third of it is Adam and attention"),
             (r"qshard\.jax\.quantize .*", "an eager quantize in JAX", 1.5, "jnp.add", "up to four results, not one"),
+        )
+    ),
+    *(
+        Target("step_torch", kind, f"a step of 2.0 B weights, {what}", bound, why, column=column, of=of)
+        for kind, what, bound, why, column, of in (
+            (r"(fp8|delayed) fused( zero)?", "one of many, 145 ms", 145, "torchao's takes 165", "running_ms", ""),
+            (r"(fp8|delayed) fused( zero)?", "in 22 GiB", 22, "torchao's takes 22.8", "peak_GiB", ""),
+            (
+                r"fp8 fused( zero)? bf16-states",
+                "with low-precision states in 18 GiB",
+                18,
+                "of 26 with bf16",
+                "peak_GiB",
+                "",
+            ),
+            (r"block.*", "one of many in blocks of 128, 180 ms", 180, "TransformerEngine's took 195", "running_ms", ""),
+            ("mxfp8 fused", "one of many in MXFP8, 1.08 of bf16", 1.08, "GEMMs of bf16", "running_ms", "bf16"),
+            ("nvfp4 fused", "one of many in NVFP4, 1.15 of bf16", 1.15, "GEMMs of bf16", "running_ms", "bf16"),
+            ("fp8 fused zero", "one of many, ZeRO at most FSDP2", 1.0, "the same recipe", "running_ms", "fp8 fused"),
         )
     ),
     Target("gpu_master", r"codes NVFP4.* qshard", "codes of NVFP4 slices, 80 %", 80, "one pass, but bytes are shared"),
