@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -95,32 +96,24 @@ def quantize(
     """
     check_array("quantize", "x", x)
     check_spec("quantize", "spec", spec)
-    q: QuantizedArray = _quantize(
-        x,
-        as_scales("quantize", "scales", scales),
-        seed_words("quantize", seed),
-        fmt=as_format(fmt, "quantize"),  # Before jit, for a name to be the same call as its format.
-        usage=as_usage(usage, "quantize"),
-        axis_names=as_axes("quantize", axis_name),
-        spec=spec,
-    )
+    scales, seed = as_scales("quantize", "scales", scales), seed_words("quantize", seed)
+    program = _program(as_format(fmt, "quantize"), as_usage(usage, "quantize"), as_axes("quantize", axis_name), spec)
+    q: QuantizedArray = program(x, scales, seed)
     return q
 
 
-# Jitted for eager callers: one dispatch, and all checks done once for a shape.
-@functools.partial(jax.jit, static_argnames=("fmt", "usage", "axis_names", "spec"), inline=True)
-def _quantize(
-    x: jax.Array,
-    scales: WeightScales | None,
-    seed: jax.Array | None,
-    *,
-    fmt: Format,
-    usage: Usage,
-    axis_names: tuple[str, ...],
-    spec: Spec,
-) -> QuantizedArray:
-    check_spec_fits("quantize", "spec", spec, mesh_of(x, spec), x.ndim)
-    return quantized(x, fmt, usage, Cut.of(x, axis_names, spec), scales, seed)[0]
+@functools.lru_cache(maxsize=1024)
+def _program(fmt: Format, usage: Usage, axis_names: tuple[str, ...], spec: Spec) -> Callable[..., QuantizedArray]:
+    """`quantize` jitted, for eager callers: one dispatch, and all checks of x done once for a shape.
+
+    One for all that is no array: `jit` would hash and compare static arguments in each call, which takes longer.
+    """
+
+    def _quantize(x: jax.Array, scales: WeightScales | None, seed: jax.Array | None) -> QuantizedArray:
+        check_spec_fits("quantize", "spec", spec, mesh_of(x, spec), x.ndim)
+        return quantized(x, fmt, usage, Cut.of(x, axis_names, spec), scales, seed)[0]
+
+    return jax.jit(_quantize, inline=True)
 
 
 def quantized(

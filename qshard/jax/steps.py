@@ -180,6 +180,8 @@ def reshape_as(y: jax.Array, x: jax.Array) -> jax.Array:
 
 def integer_max(amax: jax.Array, lead: int) -> jax.Array:
     """The maximum over all but the `lead` first axes, of bits as integers: exact in any order, and NaN wins."""
+    if amax.ndim == lead:  # XLA would launch a kernel for it.
+        return amax
     bits = lax.bitcast_convert_type(amax, jnp.int32)
     return lax.bitcast_convert_type(jnp.max(bits, axis=tuple(range(lead, amax.ndim)), initial=0), jnp.float32)
 

@@ -12,7 +12,7 @@ import qshard.jax as qj
 from qshard import formats, recipes
 from qshard.formats import Usage
 from qshard.jax.linear import _jitted_linear
-from qshard.jax.quantize import _quantize
+from qshard.jax.quantize import _program
 from qshard.master import plan_master
 from support.mistakes import mistakes, said
 
@@ -45,13 +45,20 @@ def test_mistakes(wrong):
 
 
 def test_a_name_is_the_same_call():
-    """Nothing is traced again for a name."""
-    for jitted, call, ways in [
-        (_quantize, lambda fmt: qj.quantize(X, fmt), ["FP8_E5M2", formats.FP8_E5M2]),
-        (_jitted_linear, lambda recipe: qj.linear(X, X, recipe), [recipes.MXFP6(), "MXFP6"]),
+    """Nothing is traced again for a name, nor for a format that is equal."""
+
+    def programs():
+        own = _program(formats.FP8_E5M2, Usage.ROWWISE, (), None)
+        return _program.cache_info().currsize, own._cache_size()
+
+    again = formats.FP8_E5M2.with_options(pow2=True).with_options(pow2=False)
+    for traced, call, ways in [
+        (programs, lambda fmt: qj.quantize(X, fmt), ["FP8_E5M2", formats.FP8_E5M2, again]),
+        (_jitted_linear._cache_size, lambda recipe: qj.linear(X, X, recipe), [recipes.MXFP6(), "MXFP6"]),
     ]:
         call(ways[0])
-        traced = jitted._cache_size()
-        call(ways[1])
-        assert jitted._cache_size() == traced
+        before = traced()
+        for way in ways[1:]:
+            call(way)
+            assert traced() == before
     assert qj.init_delayed("DelayedScaling").weight.amax_history.shape == (recipes.DelayedScaling().history,)

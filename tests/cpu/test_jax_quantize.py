@@ -3,6 +3,7 @@
 The bits of every format and shape are in test_quantize.py.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -37,6 +38,15 @@ def test_one_device(fmt, monkeypatch):
     assert_quantized(actual, expected)
     for each in usage:
         assert_bits_equal(actual.dequantize(usage=each), expected.dequantize(usage=each), f"values, {each}")
+
+
+@pytest.mark.parametrize("fmt", [FP8_E4M3, NVFP4, ROWS], ids=str)
+def test_one_device_runs_ops_alone(fmt, monkeypatch):
+    """An amax that nothing is left to be merged with goes on as it is: XLA would launch a kernel for each step."""
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    usage = usages_of(fmt)[-1]
+    program = jax.make_jaxpr(lambda x: jax.tree.leaves(qj.quantize(x, fmt, usage=usage)))(np.ones((48, 32), np.float32))
+    assert {equation.primitive.name.partition("_")[0] for equation in program.eqns} == {"qshard"}
 
 
 @pytest.mark.parametrize("fmt", [*NAMED, *(fmt for fmt in VARIANTS if stochastic(fmt))], ids=str)
@@ -93,6 +103,12 @@ def test_is_a_pytree():
     assert str(q) == str(specs) == "QuantizedArray(FP8_E4M3, float32, rowwise and columnwise)"
     assert q.global_scale_inv is None
     assert jax.tree.structure(q) != jax.tree.structure(qj.quantize(np.ones((4, 32), np.float32), FP8_E5M2))
+    again = dataclasses.replace(q)
+    assert all(getattr(again, field.name) is getattr(q, field.name) for field in dataclasses.fields(q))
+    assert q.with_planes({}) is not q
+    assert q.with_planes({}).rowwise is None
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        q.rowwise = None
 
 
 X = np.ones((4, 32), np.float32)
