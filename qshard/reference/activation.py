@@ -14,7 +14,7 @@ SUM_ROWS, ROW_LANES = 16, 16
 
 ONE = np.float32(1)
 _LEAST, _MOST = np.float32(-87), np.float32(80)
-_MINUS_LOG2E, _INTEGER = np.float32(float.fromhex("-0x1.715476p+0")), np.float32(3 * 2**22)
+_LOG2E, _INTEGER = np.float32(float.fromhex("0x1.715476p+0")), np.float32(3 * 2**22)
 _POLYNOMIAL = [
     np.float32(float.fromhex(number))
     for number in ("0x1.5bba14p-10", "0x1.3cea88p-7", "0x1.c6b752p-5", "0x1.ebf9bcp-3", "0x1.62e42ap-1", "0x1p0")
@@ -43,16 +43,21 @@ def fma(a: Float32 | np.float32, b: Float32 | np.float32, c: Float32 | np.float3
     return result
 
 
-def sigmoid(x: Float32) -> Float32:
-    """1 / (1 + e^-x), where e^-x is 2^n * 2^f, of a polynomial for 2^f."""
-    y = np.where(x < _LEAST, _LEAST, np.where(x > _MOST, _MOST, x))
-    shifted = fma(y, _MINUS_LOG2E, _INTEGER)
-    f = fma(y, _MINUS_LOG2E, -(shifted - _INTEGER))
+def exp_in_parts(y: Float32) -> tuple[Float32, NDArray[np.int32]]:
+    """e^y as 2^f, of a polynomial, and n in the place of an exponent, of 2^n."""
+    shifted = fma(y, _LOG2E, _INTEGER)
+    f = fma(y, _LOG2E, -(shifted - _INTEGER))
     p: Float32 = np.broadcast_to(_POLYNOMIAL[0], f.shape)
     for coefficient in _POLYNOMIAL[1:]:
         p = fma(p, f, coefficient)
-    power = np.ascontiguousarray(shifted).view(np.int32) << 23
-    e = (np.ascontiguousarray(p).view(np.int32) + power).view(np.float32)
+    return np.ascontiguousarray(p), np.ascontiguousarray(shifted).view(np.int32) << 23
+
+
+def sigmoid(x: Float32) -> Float32:
+    """1 / (1 + e^-x)."""
+    y = np.where(x < _LEAST, _LEAST, np.where(x > _MOST, _MOST, x))
+    fraction, power = exp_in_parts(-y)
+    e = (fraction.view(np.int32) + power).view(np.float32)
     result: Float32 = np.where(x < _LEAST, np.float32(0), ONE / (ONE + e.reshape(x.shape)))
     return result
 
@@ -77,7 +82,7 @@ def row_sum(a: Float32, b: Float32) -> Float32:
         width = min(SUM_LANES, columns - begin)
         lanes[:, :width] = fma(a[:, begin : begin + width], b[:, begin : begin + width], lanes[:, :width])
     warps = lanes.reshape(rows, SUM_LANES // LANES_OF_WARP, LANES_OF_WARP // LANES_OF_THREAD, LANES_OF_THREAD)
-    return _halves(_halves(_halves(warps)))
+    return halves(halves(halves(warps)))
 
 
 def rms_norm(x: Float32, weight: Float32, eps: float) -> tuple[Float32, Float32]:
@@ -100,10 +105,10 @@ def rms_norm_grad(
     lanes = np.zeros((ROW_LANES, x.shape[1]), np.float32)
     for part, sums in enumerate(np.where(np.isnan(parts), np.float32(np.nan), parts)):
         lanes[part % ROW_LANES] = lanes[part % ROW_LANES] + sums
-    return dx, _halves(lanes.T), parts
+    return dx, halves(lanes.T), parts
 
 
-def _halves(x: Float32) -> Float32:
+def halves(x: Float32) -> Float32:
     """The sum over the last axis, of a power of two: its upper half is added to its lower."""
     while x.shape[-1] > 1:
         half = x.shape[-1] // 2

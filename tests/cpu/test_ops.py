@@ -77,10 +77,13 @@ def test_torch(spec):
 def test_torch_finds_nothing_wrong_with_the_op(spec):
     for made in draws(spec, 2, lengths=FEW):
         op, operands, keywords = torch_call(made)
-        # NaN equals nothing, and codes of NaN become it.
+        # NaN equals nothing; codes of NaN become it, and labels that are no classes, and the loss of no logits.
+        if spec.name == "cross_entropy" and not math.prod(made.tensors[0][0][0]):
+            continue
+        least, bits = (0.1, 0) if "classes" in made.options else (0.0, 0x33)
         with torch.no_grad():
             for x in (x for o in operands for x in (o if isinstance(o, list) else [o])):
-                x.copy_(x.nan_to_num(1.0, 1.0, 1.0).abs().clamp_max(1e4) if x.is_floating_point() else x & 0x33)
+                x.copy_(x.nan_to_num(1.0, 1.0, 1.0).abs().clamp(least, 1e4) if x.is_floating_point() else x & bits)
         torch.library.opcheck(op, operands, keywords)
 
 

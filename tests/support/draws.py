@@ -43,6 +43,9 @@ NUMBERS = {
     "b_rows": (1, 3, 32, 128),
     "cols": (1, 7, 16, 32, 128, 1000),
     "workspace": (0,),
+    "classes": (1, 5, 300, 2**31 - 1),
+    "first": (0, 3, 1000),
+    "ignore_index": (-100, -1, 2),
 }
 IN_ANY_ORDER = tuple(name for name in SPECS if name.startswith("gemm"))
 """Ops whose sums have the order of the hardware: exact bits are those of the CPU."""
@@ -335,6 +338,8 @@ def _values(call: Call, operand: Operand, shape: Shape, dtype: str, rng: np.rand
     name, count, seed = operand.name, math.prod(shape), int(rng.integers(2**31))
     if name in ("starts", "seeds", "seed", "first"):
         return _words(call, name, shape, rng).view(dtype)
+    if name == "labels":
+        return _labels(call, shape, rng).view(dtype)
     if call.spec.name == "adam":
         return _adam_values(call, name, shape, dtype, rng, i)
     if name == "hyper":
@@ -397,6 +402,14 @@ def _words(call: Call, name: str, shape: Shape, rng: np.random.Generator) -> np.
         down = np.arange(len(numbers), dtype=np.uint64) * np.uint64(call.options["row_step"] if name == "first" else 0)
         numbers = numbers[:1] + down.reshape(-1, *(1,) * (numbers.ndim - 1))
     return np.ascontiguousarray(numbers[..., None]).view(np.uint32).reshape(shape)
+
+
+def _labels(call: Call, shape: Shape, rng: np.random.Generator) -> np.ndarray:
+    """Most of classes that are there; next to them, ignored, and none."""
+    first, columns = call.options.get("first", 0), call.tensors[0][0][0][-1]
+    here = first + rng.integers(-1, columns + 2, shape)
+    others = rng.choice([call.options.get("ignore_index", 0), -1, -(2**31), 2**31 - 1], shape)
+    return np.where(rng.integers(0, 5, shape) > 0, np.clip(here, -(2**31), 2**31 - 1), others).astype(np.int32)
 
 
 def _adam_values(call: Call, name: str, shape: Shape, dtype: str, rng: np.random.Generator, i: int) -> np.ndarray:

@@ -15,6 +15,7 @@ from qshard import formats, reference
 from qshard.formats import E2M1, E4M3, E8M0, ELEMENTS, NVFP4
 from qshard.reference import activation
 from qshard.reference import adam as adam_reference
+from qshard.reference import cross_entropy as cross_entropy_reference
 from qshard.reference.planes import four_over_six
 from support.draws import Call
 
@@ -121,6 +122,37 @@ def rms_norm_grad(x, weight, rstd, grad, *, lead, rows):
         rounded(np.array(of, np.float32).reshape(shape), dtype)
         for of, shape, dtype in zip(each, shapes, dtypes, strict=True)
     )
+
+
+# --- cross entropy ---
+
+
+def cross_entropy_stats(logits, labels, *, first, total):
+    x, labels = wide(logits).reshape(labels.size, logits.shape[-1]), labels.reshape(-1).view(np.int32)
+    found = cross_entropy_reference.row_stats(x, total=total)
+    columns = labels.astype(np.int64) - first
+    here = (columns >= 0) & (columns < x.shape[1])
+    logit = np.zeros(len(x), np.float32)
+    logit[here] = x[here, columns[here]]
+    stats = np.stack([found[0], found[1], logit, found[2]], axis=-1)
+    return rounded(stats.reshape(*logits.shape[:-1], 4), "float32")
+
+
+def cross_entropy(stats, labels, **rule):
+    stats, shape = stats.reshape(labels.size, stats.shape[-2], 4), labels.shape
+    found, logit = cross_entropy_reference.no_logits(len(stats)), np.zeros(len(stats), np.float32)
+    for part in range(stats.shape[1]):
+        each = stats[:, part]
+        found = cross_entropy_reference.merge(found, (each[:, 0], each[:, 1], each[:, 3]))
+        logit = logit + each[:, 2]
+    made = cross_entropy_reference.losses(found, logit, labels.reshape(-1).view(np.int32), **rule)
+    return tuple(rounded(each, "float32").reshape(shape) for each in made)
+
+
+def cross_entropy_grad(logits, labels, lse, grad, **rule):
+    x = wide(logits).reshape(labels.size, logits.shape[-1])
+    rows = (labels.reshape(-1).view(np.int32), lse.reshape(-1), grad.reshape(-1))
+    return rounded(cross_entropy_reference.gradients(x, *rows, **rule).reshape(logits.shape), logits.dtype)
 
 
 # --- tensors with one scale, and single elements ---

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "core/cross_entropy.h"
 #include "kernels/adam.h"
 #include "kernels/block_scale.h"
 
@@ -123,6 +124,14 @@ struct SimdKernels {
   // `sums` are added to.
   void (*rms_norm_grad[kNumInputs])(const void* x, const void* grad, const float* weight,
                                     float rstd, float along, int64_t n, void* dx, float* sums);
+
+  // --- cross entropy: core/cross_entropy.h ---
+
+  // Of a part of n <= kSoftmaxPart logits.
+  void (*softmax_part[kNumInputs])(const void* x, int64_t n, bool total, RowStats* stats);
+  // d[i] = Narrow(of.Of(logits[i])). `d` may be `logits`.
+  void (*softmax_grad[kNumInputs])(const void* logits, int64_t n, const CrossEntropyGrad& of,
+                                   void* d);
 
   // --- Adam, of n <= kAdamBlock elements ---
 

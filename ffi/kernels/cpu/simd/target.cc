@@ -9,6 +9,7 @@
 #include "kernels/cpu/simd/activation.h"
 #include "kernels/cpu/simd/adam.h"
 #include "kernels/cpu/simd/amax.h"
+#include "kernels/cpu/simd/cross_entropy.h"
 #include "kernels/cpu/simd/hadamard.h"
 #include "kernels/cpu/simd/rows.h"
 #include "kernels/cpu/simd/scales.h"
@@ -45,6 +46,8 @@ const SimdKernels kKernels = {
     {QSHARD_FOR_EACH_INPUT(QSHARD_ENTRY, RmsNormAll)},
     {QSHARD_FOR_EACH_INPUT(QSHARD_ENTRY, GradAlong)},
     {QSHARD_FOR_EACH_INPUT(QSHARD_ENTRY, RmsNormGradAll)},
+    {QSHARD_FOR_EACH_INPUT(QSHARD_ENTRY, SoftmaxPart)},
+    {QSHARD_FOR_EACH_INPUT(QSHARD_ENTRY, SoftmaxGrad)},
     {QSHARD_FOR_EACH_INPUT(QSHARD_ENTRY, DecodeAll) QSHARD_FOR_EACH_FP8(QSHARD_ENTRY, DecodeAll)},
     Join,
     {QSHARD_FOR_EACH_INPUT(QSHARD_ENTRY, NarrowAll)},
