@@ -9,6 +9,7 @@ The linear layers of the blocks are those of a recipe, the embedding and the hea
 
     compiled          each block by torch.compile
     fused             convert(fuse=True) for the norms, and qshard's swiglu
+    loss              LinearCrossEntropy in place of the head and torch's cross_entropy
     bf16-states       states of qshard's AdamW in bfloat16
     primary           codes as parameters, masters in the optimizer
     zero              ZeroOptimizer(shard_weights=True) of a bfloat16 model, gradients in bfloat16 on the wire
@@ -47,10 +48,11 @@ import options
 
 OF_TE = {"te-delayed": "DelayedScaling", "te-current": "Float8CurrentScaling", "te-block": "Float8BlockScaling"}
 LIBRARIES = {"torchao": "torchao", **dict.fromkeys(OF_TE, "transformer_engine")}
-WORDS = ("compiled", "fused", "bf16-states", "primary", "zero")
+WORDS = ("compiled", "fused", "loss", "bf16-states", "primary", "zero")
 KINDS = (
     *("bf16", "bf16 compiled", "torchao compiled", *OF_TE),
     *("fp8", "fp8 compiled", "fp8 fused", "fp8 fused bf16-states", "fp8 fused zero", "fp8 fused zero bf16-states"),
+    *("fp8 fused loss", "fp8 fused loss zero", "fp8 fused loss bf16-states", "fp8 fused loss zero bf16-states"),
     *("delayed fused", "block", "block compiled", "block fused", "mxfp8 fused", "nvfp4 fused"),
 )
 WARM_UP = 3
@@ -112,7 +114,7 @@ def build(kind: str, layers: int) -> Callable[[], torch.Tensor]:
             optimizer = qshard.AdamW(model.parameters(), lr=1e-4, **states)
         else:
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    return step_torch.step_of(model, optimizer, after, around)
+    return step_torch.step_of(model, optimizer, after, around, fused_loss="loss" in words)
 
 
 def convert_to_torchao(model: step_torch.Model) -> Callable[[], Any]:

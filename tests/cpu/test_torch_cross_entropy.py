@@ -1,0 +1,209 @@
+"""`cross_entropy` and `linear_cross_entropy` in PyTorch, against fp64, in every reduction and under every gradient."""
+
+import functools
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import qshard.torch_bridge as qt
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+REDUCTIONS = ["mean", "sum", "none"]
+SHAPES = [((5,), 7), ((2, 3), 1000), ((3,), 4099), ((0,), 5), ((4,), 9000), ((1,), 1)]
+RULES = {
+    "plain": {},
+    "smooth": {"label_smoothing": 0.1},
+    "z": {"z_loss": 1e-2},
+    "both": {"label_smoothing": 0.3, "z_loss": 0.1},
+}
+
+
+def drawn(rows, classes, dtype, device, *, ignored=True):
+    generator = torch.Generator().manual_seed(classes)
+    logits = (3 * torch.randn(*rows, classes, generator=generator)).to(dtype)
+    labels = torch.randint(classes, rows, generator=generator)
+    if ignored and labels.numel() > 2:
+        labels.view(-1)[1] = -100
+    return logits.to(device).requires_grad_(), labels.to(device)
+
+
+def expected(logits, labels, reduction, *, label_smoothing=0.0, z_loss=0.0):
+    """By PyTorch, in fp64."""
+    logits = logits.detach().double().requires_grad_()
+    flat = logits.flatten(0, -2)
+    losses = F.cross_entropy(flat, labels.flatten(), reduction="none", label_smoothing=label_smoothing)
+    losses = losses + z_loss * torch.where(labels.flatten() == -100, 0.0, flat.logsumexp(-1) ** 2)
+    made = losses.view(labels.shape)
+    if reduction != "none":
+        made = losses.sum() / ((labels != -100).sum() if reduction == "mean" else 1)
+    return logits, made
+
+
+def assert_near(actual, wanted, dtype):
+    """Rounded once: half a unit of 8, 11 or 24 bits, and what fp32 has lost before."""
+    bits = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 19}[dtype]
+    scale = wanted.nan_to_num().abs().max().item() if wanted.numel() else 0.0
+    torch.testing.assert_close(actual.double(), wanted, rtol=2.0**-bits, atol=scale * 2.0**-22 + 1e-9, equal_nan=True)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_is_that_of_fp64(dtype, reduction, rule, device):
+    for rows, classes in SHAPES:
+        logits, labels = drawn(rows, classes, dtype, device)
+        loss = qt.cross_entropy(logits, labels, reduction=reduction, **rule)
+        wide, want = expected(logits, labels, reduction, **rule)
+        assert loss.dtype == torch.float32
+        assert_near(loss.detach(), want.detach(), torch.float32)
+        grad = torch.randn(want.shape, generator=torch.Generator().manual_seed(1)).to(device)
+        loss.backward(grad)
+        want.backward(grad.double())
+        assert logits.grad.dtype == dtype
+        assert_near(logits.grad, wide.grad, dtype)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_gradients_take_that_of_the_loss(reduction):
+    """Twice, and each time by itself: nothing is scaled in place."""
+    logits, labels = drawn((6,), 50, torch.float32, "cpu")
+    w = torch.randn(50, 16, requires_grad=True)
+    x = torch.randn(6, 16, requires_grad=True)
+    for loss, leaves in (
+        (qt.cross_entropy(logits, labels, reduction=reduction).sum(), (logits,)),
+        (qt.linear_cross_entropy(x, w, labels, reduction=reduction, chunk=4).sum(), (x, w)),
+    ):
+        first = torch.autograd.grad(loss, leaves, torch.tensor(3.0), retain_graph=True)
+        again = torch.autograd.grad(loss, leaves, torch.tensor(3.0), retain_graph=True)
+        once = torch.autograd.grad(loss, leaves, torch.tensor(1.0))
+        for a, b, c in zip(first, again, once, strict=True):
+            assert torch.equal(a, b)
+            torch.testing.assert_close(a, 3 * c, rtol=1e-4, atol=1e-6)
+
+
+def test_a_second_derivative_raises():
+    logits, labels = drawn((3,), 5, torch.float32, "cpu")
+    (grad,) = torch.autograd.grad(qt.cross_entropy(logits, labels) ** 2, logits, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"once_differentiable|differentiate"):
+        torch.autograd.grad(grad.sum(), logits)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("chunk", [None, 1, 4, 100])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_linear_is_the_two(reduction, chunk, dtype, device):
+    if dtype is torch.float16 and device == "cpu" and chunk == 1:
+        pytest.skip("slow, and like the others")
+    torch.manual_seed(0)
+    rule = {"label_smoothing": 0.1, "z_loss": 1e-3, "reduction": reduction}
+    x = torch.randn(2, 5, 24, dtype=dtype, device=device).requires_grad_()
+    w = (torch.randn(130, 24, device=device) / 5).to(dtype).requires_grad_()
+    labels = torch.randint(130, (2, 5), device=device)
+    labels[0, 2] = -100
+    loss = qt.linear_cross_entropy(x, w, labels, chunk=chunk, **rule)
+    logits = F.linear(x, w)
+    other = qt.cross_entropy(logits, labels, **rule)
+    # Products of fewer rows may add in another order, so a logit may be rounded to its neighbour.
+    close = {"rtol": 2e-2, "atol": 2e-2} if dtype != torch.float32 else {"rtol": 1e-4, "atol": 1e-5}
+    torch.testing.assert_close(loss, other, **close)
+    grad = torch.full(loss.shape, 0.5, device=device)
+    for mine, want in zip(
+        torch.autograd.grad(loss, (x, w), grad), torch.autograd.grad(other, (x, w), grad), strict=True
+    ):
+        assert mine.dtype == dtype
+        torch.testing.assert_close(mine, want, **close)
+
+
+def test_float16_takes_a_loss_that_is_scaled_up():
+    """A gradient of 2^-30 is no float16; times 2^20 it is."""
+    x = torch.full((1, 1), 1.0, dtype=torch.float16, requires_grad=True)
+    w = torch.tensor([[20.0], [0.0]], dtype=torch.float16, requires_grad=True)
+    loss = qt.linear_cross_entropy(x, w, torch.tensor([0]))
+    (of_w,) = torch.autograd.grad(loss, w, torch.tensor(2.0**20))
+    assert of_w[1, 0] == pytest.approx(2.0**20 * 2.0611537e-09, rel=2e-3)
+
+
+def test_without_gradients_none_are_made(monkeypatch):
+    module = sys.modules["qshard.torch_bridge.cross_entropy"]
+    monkeypatch.setattr(module._Gradients, "add", lambda *_: pytest.fail("a gradient"))
+    x, w = torch.randn(4, 8, requires_grad=True), torch.randn(9, 8, requires_grad=True)
+    with torch.no_grad():
+        qt.linear_cross_entropy(x, w, torch.tensor([0, 1, 2, 3]))
+    qt.linear_cross_entropy(x.detach(), w.detach(), torch.tensor([0, 1, 2, 3]))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_no_numbers(device):
+    """Infinite logits of classes that are left out are fine; rows of nothing else, or with NaN, have NaN."""
+    inf = float("inf")
+    rows = [[-inf, 1.0, 2.0], [-inf, -inf, -inf], [float("nan"), 1.0, 2.0], [inf, 1.0, 2.0], [0.0, 0.0, 0.0]]
+    logits = torch.tensor(rows, device=device, requires_grad=True)
+    labels = torch.tensor([2, 0, 1, 1, -100], device=device)
+    losses = qt.cross_entropy(logits, labels, reduction="none")
+    assert losses.isnan().tolist() == [False, True, True, True, False]
+    assert losses[0].item() == pytest.approx(0.3132617)
+    losses.sum().backward()
+    torch.testing.assert_close(logits.grad[0].cpu(), torch.tensor([0.0, 0.2689414, -0.2689414]))
+    assert not logits.grad[4].any()
+
+
+@pytest.mark.gpu
+def test_labels_that_are_no_classes_are_nan_on_a_gpu():
+    logits = torch.zeros(3, 4, device="cuda", requires_grad=True)
+    losses = qt.cross_entropy(logits, torch.tensor([4, -1, 2**40], device="cuda"), reduction="none")
+    losses.sum().backward()
+    assert losses.isnan().all()
+    assert logits.grad.isnan().all()
+
+
+def test_module_gives_logits_or_the_loss():
+    head = qt.LinearCrossEntropy(8, 16, z_loss=1e-3)
+    x, labels = torch.randn(2, 3, 8), torch.randint(16, (2, 3))
+    torch.testing.assert_close(head(x, labels), qt.cross_entropy(head(x), labels, z_loss=1e-3))
+    assert list(head.state_dict()) == ["weight"]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert head(x, labels).dtype == torch.float32
+
+
+@pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # Dynamo's own.
+@pytest.mark.parametrize("call", ["cross_entropy", "linear_cross_entropy"])
+def test_compiled_it_is_the_same(call):
+    logits, labels = drawn((6,), 40, torch.float32, "cpu")
+    w = torch.randn(40, 40)
+    function = qt.cross_entropy if call == "cross_entropy" else lambda x, labels: qt.linear_cross_entropy(x, w, labels)
+    want = torch.autograd.grad(function(logits, labels), logits)
+    actual = torch.autograd.grad(torch.compile(function, backend="aot_eager")(logits, labels), logits)
+    assert torch.equal(actual[0], want[0])
+
+
+WRONG = [
+    ({"labels": torch.zeros(3, dtype=torch.int64)}, ValueError, r"labels \(\(3,\) on cpu\) are not one for each row"),
+    ({"labels": torch.zeros(2)}, TypeError, r"labels \(float32\) are not int64 or int32"),
+    ({"labels": torch.tensor([0, 5])}, ValueError, r"labels \(5 among them\) are not all from 0 to 4"),
+    ({"logits": torch.zeros(2, 5).double()}, TypeError, "logits .float64. is not float32, bfloat16 or float16"),
+    ({"reduction": "max"}, ValueError, "reduction .'max'. is not"),
+    ({"label_smoothing": 1.5}, ValueError, "label_smoothing .1.5. is not from 0 to 1"),
+    ({"z_loss": -1.0}, ValueError, "z_loss .-1.0. is not 0 or more"),
+    ({"ignore_index": 2**40}, ValueError, "does not fit into 32 bits"),
+    ({"logits": torch.zeros(2, 0), "labels": torch.zeros(2, dtype=torch.int64)}, ValueError, "has no classes"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "error", "text"), WRONG)
+def test_what_does_not_fit(wrong, error, text):
+    given = {"logits": torch.zeros(2, 5), "labels": torch.tensor([0, 1])} | wrong
+    with pytest.raises(error, match="cross_entropy: .*" + text):
+        qt.cross_entropy(given.pop("logits"), given.pop("labels"), **given)
+
+
+def test_what_does_not_fit_a_product():
+    call = functools.partial(qt.linear_cross_entropy, torch.zeros(2, 3), labels=torch.tensor([0, 1]))
+    with pytest.raises(ValueError, match=r"linear_cross_entropy: w \(\(4, 2\), float32\) does not fit x"):
+        call(torch.zeros(4, 2))
+    with pytest.raises(ValueError, match=r"chunk .0. is not a number of rows"):
+        call(torch.zeros(4, 3), chunk=0)

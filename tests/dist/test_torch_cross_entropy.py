@@ -1,0 +1,60 @@
+"""Cross entropy whose classes are cut over ranks: the loss, and the gradients, of whole logits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import qshard.torch_bridge as qt
+from support.torch_ranks import on_ranks
+
+RULE = {"label_smoothing": 0.1, "z_loss": 1e-2}
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_classes_of_ranks(dtype, reduction):
+    """One gather of 16 bytes a row; sums are in another order, so the last bits may differ."""
+    world, rank, columns = dist.get_world_size(), dist.get_rank(), 1030
+    torch.manual_seed(0)
+    logits = (3 * torch.randn(2, 3, world * columns)).to(getattr(torch, dtype))
+    labels = torch.randint(world * columns, (2, 3))
+    labels[0, 0], labels[1, 2] = -100, world * columns - 1
+    given = {"reduction": reduction, **RULE}
+    whole = logits.clone().requires_grad_()
+    want = qt.cross_entropy(whole, labels, **given)
+    grad = torch.full(want.shape, 0.25)
+    want.backward(grad)
+    part = logits[..., rank * columns : (rank + 1) * columns].clone().requires_grad_()
+    loss = qt.cross_entropy(part, labels, group=dist.group.WORLD, **given)
+    loss.backward(grad)
+    torch.testing.assert_close(loss, want, rtol=1e-5, atol=1e-5)
+    mine = whole.grad[..., rank * columns : (rank + 1) * columns]
+    torch.testing.assert_close(part.grad, mine, rtol=1e-2 if dtype == "bfloat16" else 1e-5, atol=1e-7)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_head_whose_classes_are_cut(reduction):
+    world, rank, columns = dist.get_world_size(), dist.get_rank(), 40
+    torch.manual_seed(0)
+    x, w = torch.randn(7, 16), torch.randn(world * columns, 16) / 4
+    labels = torch.randint(world * columns, (7,))
+    leaves = [x.clone().requires_grad_(), w.clone().requires_grad_()]
+    want = qt.linear_cross_entropy(*leaves, labels, reduction=reduction, **RULE)
+    of_x, of_w = torch.autograd.grad(want.sum(), leaves)
+    own = [x.clone().requires_grad_(), w[rank * columns : (rank + 1) * columns].clone().requires_grad_()]
+    given = {"reduction": reduction, "chunk": 3, "group": dist.group.WORLD, **RULE}
+    loss = qt.linear_cross_entropy(*own, labels, **given)
+    mine = torch.autograd.grad(loss.sum(), own)
+    torch.testing.assert_close(loss, want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(mine[0], of_x, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(mine[1], of_w[rank * columns : (rank + 1) * columns], rtol=1e-4, atol=1e-6)
+
+
+@on_ranks(2)
+def test_a_wrong_label_raises_on_every_rank():
+    with pytest.raises(ValueError, match=r"labels .9 among them. are not all from 0 to 7"):
+        qt.cross_entropy(torch.zeros(1, 4), torch.tensor([9]), group=dist.group.WORLD)
