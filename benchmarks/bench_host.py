@@ -5,9 +5,9 @@ Rows are the median over rounds of microseconds a call, and times those of the c
 addition into a given tensor (`torch.add`, and `jnp.add` for JAX), `nn.Linear`, a step of the examples' GPT in bf16, on
 one device without sharding.
 
-Floors are what is left of a call if all of qshard is taken away: a layer that an `autograd.Function` makes of the three
-products alone, or of these and of as many launches as the layer of CurrentScaling has; in JAX, a jitted function that
-gives as many zeros as a tensor has codes and scales.
+Some rows say what is the least that can be had, and have no target. A layer written with a Python `autograd.Function`
+takes what such a function of three `torch.mm` takes, and launches; here as many as qshard's layer makes, by `torch.add`
+into a given tensor. A jitted function in JAX takes what one kernel with four results takes, as a tuple or a dataclass.
 
     python benchmarks/bench_host.py [--rounds 15]
 """
@@ -15,11 +15,14 @@ gives as many zeros as a tensor has codes and scales.
 from __future__ import annotations
 
 import argparse
+import functools
+import multiprocessing
 import os
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +37,7 @@ import rows
 from qshard import formats
 from qshard.formats import Usage
 from qshard.torch_bridge.ops import call_into
+from step_profile import kernels_of
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 import options
@@ -41,9 +45,9 @@ import train_torch
 from gpt import initial_weights
 
 SIZE = 512
-LAUNCHES = 8, 5  # Of CurrentScaling beside products: x and w in forward, dy and the transpose of w in backward.
 FORMATS = ("FP8_E4M3", "FP8_1x128", "FP8_128x128", "MXFP8_E4M3", "MXFP8_32x32", "NVFP4", "NVFP4_16x16")
 E4M3 = {"element": "float8_e4m3fn"}
+LEAST = "autograd.Function of three torch.mm"
 
 Calls = dict[str, tuple[int, Callable[[], object]]]
 """By name: how many in turn before the host waits for the device, and the call."""
@@ -68,44 +72,79 @@ def small_calls() -> Calls:
     return calls
 
 
-class Products(torch.autograd.Function):
-    """A layer of nothing but products in bfloat16, and of more launches, forward and backward."""
+class ThreeProducts(torch.autograd.Function):
+    """`nn.Linear` as a Python function, with other launches in each pass: so many in forward, so many in backward."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, w: torch.Tensor, launches: tuple[int, int], out: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor, more: tuple[int, int], out: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x, w)
-        ctx.rest = launches[1], out
-        for _ in range(launches[0]):
-            torch.add(out, out, out=out)
+        ctx.more, ctx.out = more[1], out
+        launch(more[0], out)
         return torch.mm(x, w.t())
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, w = ctx.saved_tensors
-        launches, out = ctx.rest
-        for _ in range(launches):
-            torch.add(out, out, out=out)
+        launch(ctx.more, ctx.out)
         return torch.mm(grad, w), torch.mm(grad.t(), x), None, None
 
 
-def layer_calls() -> Calls:
-    """Forward and backward of one layer."""
-    calls: Calls = {}
-    x = torch.randn(SIZE, SIZE, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    gradient = torch.ones(SIZE, SIZE, device="cuda", dtype=torch.bfloat16)
+def launch(count: int, out: torch.Tensor) -> None:
+    for _ in range(count):
+        torch.add(out, out, out=out)
+
+
+def layers() -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
+    """The last one of them takes other launches, too, as `more`."""
+    made: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}
     for name, recipe in options.RECIPES.items():
         layer = nn.Sequential(nn.Linear(SIZE, SIZE, bias=False, device="cuda", dtype=torch.bfloat16))
         if recipe is not None:
             qshard.convert(layer, recipe)
-        what = "nn.Linear" if recipe is None else f"Linear {name}"
-        calls[what] = (10, lambda layer=layer: layer(x).backward(gradient))
-    w = torch.nn.Parameter(torch.randn(SIZE, SIZE, device="cuda", dtype=torch.bfloat16))
+        made["nn.Linear" if recipe is None else f"Linear {name}"] = layer
+    weight = torch.randn(SIZE, SIZE, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     out = torch.zeros(64, 64, device="cuda")
-    for what, launches in (("three products", (0, 0)), (f"three products and {sum(LAUNCHES)} launches", LAUNCHES)):
-        calls[f"floor: {what}"] = (10, lambda n=launches: Products.apply(x, w, n, out).backward(gradient))
-    return calls
+
+    def function(x: torch.Tensor, more: tuple[int, int] = (0, 0)) -> torch.Tensor:
+        product: torch.Tensor = ThreeProducts.apply(x, weight, more, out)
+        return product
+
+    return made | {LEAST: function}
+
+
+def launches() -> dict[str, tuple[int, int]]:
+    """Of the passes of `layers`, forward and backward, which adds to gradients that are there."""
+    x = torch.randn(SIZE, SIZE, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    gradient = torch.ones(SIZE, SIZE, device="cuda", dtype=torch.bfloat16)
+    found = {}
+    for name, layer in layers().items():
+
+        def call(layer: Callable[[torch.Tensor], torch.Tensor] = layer) -> None:
+            layer(x).backward(gradient)
+
+        for _ in range(3):
+            call()  # Until all is worked out.
+        forward = len(kernels_of(functools.partial(layer, x)))
+        found[name] = forward, len(kernels_of(call)) - forward
+    return found
+
+
+def layer_calls() -> Calls:
+    """Forward and backward of one layer."""
+    x = torch.randn(SIZE, SIZE, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    gradient = torch.ones(SIZE, SIZE, device="cuda", dtype=torch.bfloat16)
+    # In another process, since a profiler may slow down what comes after it.
+    with multiprocessing.get_context("spawn").Pool(1) as child:
+        launched = child.apply(launches)
+    made, own = layers(), launched.pop(LEAST)
+    ours: dict[tuple[int, int], str] = {}  # By launches, the first recipe that makes so many.
+    for name, passes in launched.items():
+        if name != "nn.Linear":
+            ours.setdefault(passes, name)
+    for passes, name in sorted(ours.items()):
+        more = passes[0] - own[0], passes[1] - own[1]
+        made[f"{LEAST}, and the {sum(passes)} launches of {name}"] = functools.partial(made[LEAST], more=more)
+    return {name: (10, lambda layer=layer: layer(x).backward(gradient)) for name, layer in made.items()}
 
 
 def gpt_calls() -> Calls:
@@ -132,22 +171,34 @@ def gpt_calls() -> Calls:
     return calls
 
 
+@dataclass
+class FourFields:
+    a: Any
+    b: Any
+    c: Any
+    d: Any
+
+
 def jax_calls() -> Calls:
     import jax
     import jax.numpy as jnp
 
     import qshard.jax
 
+    jax.tree_util.register_dataclass(FourFields, data_fields=list("abcd"), meta_fields=[])
     x = jax.device_put(jnp.ones((SIZE, SIZE), jnp.bfloat16), jax.devices()[0])
-    calls: Calls = {"jnp.add": (50, lambda: jnp.add(x, x))}
+    four = jax.jit(lambda x: tuple(x + i for i in range(1, 5)))
+    four_fields = jax.jit(lambda x: FourFields(*four(x)))
+    calls: Calls = {
+        "jnp.add": (50, lambda: jnp.add(x, x)),
+        "a jitted function of four results": (50, lambda: four(x)),
+        "a jitted function of a dataclass of four": (50, lambda: four_fields(x)),
+    }
     for name in FORMATS:
         calls[f"qshard.jax.quantize {name} both"] = (
             50,
             lambda name=name: qshard.jax.quantize(x, getattr(formats, name), usage=Usage.BOTH),
         )
-    for count in (2, 4, 6):
-        made = jax.jit(lambda x, count=count: tuple(jnp.zeros_like(x) for _ in range(count)))
-        calls[f"floor: {count} results"] = (50, lambda made=made: made(x))
     return calls
 
 

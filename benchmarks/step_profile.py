@@ -65,6 +65,11 @@ def part_of(kernel: str) -> str:
 
 def profile(step: Callable[[], Any], steps: int = 3) -> tuple[dict[str, float], dict[str, float]]:
     """What `summary` says of some steps. `step` has run before."""
+    return summary(kernels_of(step, steps), steps)
+
+
+def kernels_of(step: Callable[[], Any], steps: int = 1) -> list[Kernel]:
+    """What some steps launch, copies and fills too. `step` has run before."""
     import torch
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as record
@@ -74,12 +79,11 @@ def profile(step: Callable[[], Any], steps: int = 3) -> tuple[dict[str, float], 
         for _ in range(steps):
             step()
         torch.cuda.synchronize()
-    kernels = [
+    return [
         (event.name, event.time_range.start, event.time_range.end)
         for event in found.events()
         if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation
     ]
-    return summary(kernels, steps)
 
 
 @contextlib.contextmanager

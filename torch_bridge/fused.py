@@ -30,7 +30,7 @@ from qshard.torch_bridge.arguments import check_tensor
 from qshard.torch_bridge.extend import Extends
 from qshard.torch_bridge.noted import note_amax, noted_amax
 from qshard.torch_bridge.ops import dtype_name, ops
-from qshard.torch_bridge.planes import planes_of, quantized
+from qshard.torch_bridge.planes import pair_of, quantized
 from qshard.torch_bridge.tensor import QuantizedTensor
 
 _SUM_ROWS = int(table()["rms_norm_grad"].attributes["rows"][1][0])
@@ -173,8 +173,7 @@ def _quantized(op: str, x: Tensor, fmt: FormatLike, usage: Usage) -> QuantizedTe
     fmt, usage = as_format(fmt, op), as_usage(usage, op)
     for each in usage.planes:
         layout.plane(fmt, tuple(x.shape), each, op=op)
-    planes = planes_of(quantized(x, fmt, usage, amax=noted_amax(x)))
-    rowwise, columnwise = planes.get(Usage.ROWWISE), planes.get(Usage.COLUMNWISE)
+    rowwise, columnwise = pair_of(quantized(x, fmt, usage, amax=noted_amax(x)))
     return QuantizedTensor(fmt, tuple(x.shape), x.dtype, rowwise=rowwise, columnwise=columnwise)
 
 

@@ -28,12 +28,13 @@ NO_PLANE = (None,) * len(Plane._fields)
 
 def planes_of(parts: Parts) -> dict[Usage, Plane]:
     """The planes that are there."""
-    planes = {}
-    if parts[0] is not None:
-        planes[Usage.ROWWISE] = Plane(*parts[: len(NO_PLANE)])
-    if parts[len(NO_PLANE)] is not None:
-        planes[Usage.COLUMNWISE] = Plane(*parts[len(NO_PLANE) :])
-    return planes
+    return {usage: plane for usage, plane in zip(Usage.BOTH.planes, pair_of(parts), strict=True) if plane is not None}
+
+
+def pair_of(parts: Parts) -> tuple[Plane | None, Plane | None]:
+    """The rowwise and the columnwise plane; None for one that is not there."""
+    rowwise, columnwise = parts[: len(NO_PLANE)], parts[len(NO_PLANE) :]
+    return None if rowwise[0] is None else Plane(*rowwise), None if columnwise[0] is None else Plane(*columnwise)
 
 
 def viewed(parts: Plane, where: PlaneLayout) -> Plane:

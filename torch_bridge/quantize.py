@@ -13,7 +13,7 @@ from qshard.layout import plane
 from qshard.names import FormatLike, as_format, as_usage
 from qshard.pipeline import Draws
 from qshard.torch_bridge.arguments import check_contiguous, check_group, check_tensor
-from qshard.torch_bridge.planes import planes_of, quantized
+from qshard.torch_bridge.planes import pair_of, quantized
 from qshard.torch_bridge.tensor import QuantizedTensor
 from qshard.torch_bridge.words import words
 
@@ -76,8 +76,7 @@ def quantize(
         _check(x, fmt, usage)
         draws = Draws(words("quantize", "seed", seed, x.device), words("quantize", "first", first, x.device), row_step)
     check = functools.partial(_check, x, fmt, usage)
-    planes = planes_of(quantized(x, fmt, usage, draws=draws, reduce_max=reduce_max, check=check))
-    rowwise, columnwise = planes.get(Usage.ROWWISE), planes.get(Usage.COLUMNWISE)
+    rowwise, columnwise = pair_of(quantized(x, fmt, usage, draws=draws, reduce_max=reduce_max, check=check))
     return QuantizedTensor(fmt, tuple(x.shape), x.dtype, rowwise=rowwise, columnwise=columnwise)
 
 
