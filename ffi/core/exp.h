@@ -41,9 +41,9 @@ QSHARD_INLINE float ExpOfNegative(float x) {
   return FloatFromBits(Select(x < kLeastExp, 0, FloatBits(e.fraction * power)));
 }
 
-// The natural logarithm in fp64, off by less than half of an fp32 unit in the last place; of what is
-// below all normal numbers that of 0, of negative ones NaN. It is 2 atanh((m - 1) / (m + 1)) of the
-// significand m between sqrt(1/2) and sqrt(2), by its series.
+// The natural logarithm in fp64, off by less than half of an fp32 unit in the last place; of what
+// is below all normal numbers that of 0, of negative ones NaN. It is 2 atanh((m - 1) / (m + 1)) of
+// the significand m between sqrt(1/2) and sqrt(2), by its series.
 QSHARD_INLINE double LogOf(float x) {
   constexpr int32_t kNormal = 1 << 23;  // Bits of the least.
   if (!(x >= 0.0f)) return FloatFromBits(kNanBits);
