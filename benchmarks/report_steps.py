@@ -19,6 +19,7 @@ README_RECIPES = {
 }
 README_WORDS = {
     "fused": "fused norms and SwiGLU",
+    "loss": "fused loss",
     "bf16-states": "Adam's states in bf16",
     "primary": "primary weights",
     "zero": "ZeroOptimizer",

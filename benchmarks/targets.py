@@ -140,10 +140,17 @@ TARGETS = (
     *(
         Target("step_torch", kind, f"a step of 2.0 B weights, {what}", bound, why, column=column, of=of)
         for kind, what, bound, why, column, of in (
-            (r"(fp8|delayed) fused( zero)?", "one of many, 145 ms", 145, "torchao's takes 165", "running_ms", ""),
-            (r"(fp8|delayed) fused( zero)?", "in 22 GiB", 22, "torchao's takes 22.8", "peak_GiB", ""),
             (
-                r"fp8 fused( zero)? bf16-states",
+                r"(fp8|delayed) fused( loss)?( zero)?",
+                "one of many, 145 ms",
+                145,
+                "torchao's takes 165",
+                "running_ms",
+                "",
+            ),
+            (r"(fp8|delayed) fused( loss)?( zero)?", "in 22 GiB", 22, "torchao's takes 22.8", "peak_GiB", ""),
+            (
+                r"fp8 fused( loss)?( zero)? bf16-states",
                 "with low-precision states in 18 GiB",
                 18,
                 "of 26 with bf16",

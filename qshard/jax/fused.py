@@ -26,6 +26,9 @@ from qshard.jax.words import Seed
 from qshard.names import FormatLike, as_format, as_usage, shown
 from qshard.ops import table
 
+_PARTS = 8
+"""Into how many parts XLA may cut K of SwiGLU: each has an amax, and to kernels shorter ones are slow."""
+
 _SUM_ROWS = int(table()["rms_norm_grad"].attributes["rows"][1][0])
 """Rows of x in a part of the gradient of the weight: the one number that the op takes."""
 
@@ -44,7 +47,8 @@ def swiglu(gate: jax.typing.ArrayLike, up: jax.typing.ArrayLike) -> jax.Array:
       ValueError: they are not of one shape and dtype.
 
     The bits, and those of gradients, are the same however the two are sharded, and nothing moves: shards may cut any
-    axis. On Auto meshes that is so for the last one if its shards are whole runs of `gcd(K, 128)`; others are gathered.
+    axis. On Auto meshes that is so for the last one if its shards are whole runs of `gcd(K, max(128, K // 8))`; others
+    are gathered.
     On Explicit meshes, `up` is first cut as `gate` is.
 
     >>> gate, ones = jnp.array([-1.0, 0.0, 2.0]), jnp.ones(3)
@@ -245,7 +249,7 @@ def _checked(op: str, gate: Any, up: Any) -> tuple[jax.Array, jax.Array]:
 def _over_runs(op: str, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     """An op on elements of arrays that are cut alike: results in their shape, and the amax of each, `[]`."""
     like = arrays[0]
-    runs = [steps.split_rows(x) for x in arrays]
+    runs = [steps.split_rows(x, longest=x.shape[-1] // _PARTS) if x.ndim else x for x in arrays]
     lead = 0 if runs[0] is like else like.ndim
     made = getattr(ops, op)(*runs, lead=lead)
     elements = len(made) // 2  # The amaxes follow, in the same order.

@@ -118,9 +118,12 @@ _RUN, _LEAD_RUN = 128, 32
 """The longest runs of elements of a row, and of rows, where what cuts them is not known."""
 
 
-def split_rows(x: jax.Array, shards: int = 1) -> jax.Array:
-    """`x` `[..., K]` as runs `[..., K / run, run]` that no shard boundary cuts, or as it is."""
-    run = _run(x, shards)
+def split_rows(x: jax.Array, shards: int = 1, longest: int = _RUN) -> jax.Array:
+    """`x` `[..., K]` as runs `[..., K / run, run]` that no shard boundary cuts, or as it is.
+
+    `longest`: what of K runs have at most where XLA decides on cuts, in place of 128.
+    """
+    run = _run(x, shards, longest=max(_RUN, longest))
     if run is None:
         return x
     return x.reshape(*x.shape[:-1], x.shape[-1] // run, run) if run else x[..., None]
