@@ -96,8 +96,9 @@ def test_amaxes_of_parts_merge_to_that_of_the_whole(name):
     x = np.random.default_rng(0).standard_normal(made.operands[0].shape).astype(made.operands[0].dtype)
 
     def amax(x, options):
-        """Of others there is one number, or ones in the shape of x, or of its last axis."""
-        shapes = {("...",): (), spec.inputs[0].terms: x.shape, spec.inputs[0].terms[-1:]: x.shape[-1:]}
+        """Of others there is one number, or ones in the shape of x, or of its leading axes and its last one."""
+        terms, lead = spec.inputs[0].terms, x.shape[: options.get("lead", 0)]
+        shapes = {("...",): (), terms: x.shape, (terms[0], terms[-1]): (*lead, *x.shape[-1:])}
         others = [np.ones(shapes[o.terms], y.dtype) for o, y in zip(spec.inputs[1:], made.operands[1:], strict=True)]
         results = call(name, x, *others, **options)
         return results[-1] if isinstance(results, list) else results
