@@ -7,6 +7,7 @@ sums are added in one order, so results do not depend on the number of threads.
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ TILES_OF_A_JOB = 16
 LEAST = -149
 """The exponent of the smallest float32."""
 EXPONENTS = 128 - LEAST
+_POOLS = itertools.count()
 
 Advance = Callable[[int], None]
 Tile = tuple[slice, slice]
@@ -191,11 +193,17 @@ def _in_order(run: Callable[[Any], Sums], jobs: list[Any]) -> Iterator[Sums]:
     if threads <= 1:
         yield from map(run, jobs)
         return
-    pool = ThreadPoolExecutor(threads, "qshard.numerics")
+    name = f"qshard.numerics.{next(_POOLS)}"
+    pool = ThreadPoolExecutor(threads, name)
     try:
         yield from pool.map(run, jobs)
     finally:
-        pool.shutdown(cancel_futures=True)
+        try:
+            pool.shutdown(cancel_futures=True)
+        finally:  # If Ctrl-C comes as a thread starts or ends, the pool forgets it.
+            for thread in threading.enumerate():
+                if thread.name.startswith(f"{name}_") and thread.is_alive():
+                    thread.join()
 
 
 def _magnitudes(data: NDArray[np.uint8], fmt: Format) -> NDArray[np.uint8]:
