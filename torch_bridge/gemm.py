@@ -25,7 +25,7 @@ from qshard.layout import multiplies_codes
 from qshard.pipeline import Plane
 from qshard.products import Gpu, Kind, Sizes, Way
 from qshard.torch_bridge.kept import Kept
-from qshard.torch_bridge.ops import ops
+from qshard.torch_bridge.ops import into, ops
 from qshard.torch_bridge.planes import dequantized, multiplied
 
 PLATFORM = "cuda"
@@ -42,6 +42,10 @@ class Operand(NamedTuple):
     format: Format
     parts: Plane
     usage: Usage = Usage.ROWWISE
+
+    @property
+    def rows(self) -> int:
+        return _sizes(self.format, self.usage, self.parts.data.shape)[0]
 
     @property
     def in_order(self) -> bool:
@@ -89,6 +93,19 @@ def matmul(a: Operand, b: Operand, dtype: torch.dtype, *, fast: bool = False) ->
         product = torch.mm(x, y)
     del x, y
     return product.to(dtype)
+
+
+def matmul_into(a: Operand, b: Operand, out: Tensor, *, fast: bool = False) -> None:
+    """`matmul`, into contiguous memory that is there."""
+    device = out.device
+    if device.type == PLATFORM:
+        sides = a.format, a.usage, a.parts.data.shape, b.format, b.usage, b.parts.data.shape
+        way, _ = _ways(*sides, device, out.dtype)
+        if way is not None and way.values is None:
+            workspace = torch.empty(way.workspace, dtype=torch.uint8, device=device)
+            way.product(into(out, workspace), a.parts, b.parts, dtype=out.dtype, fast=fast)
+            return
+    out.copy_(matmul(a, b, out.dtype, fast=fast))
 
 
 def way_of(

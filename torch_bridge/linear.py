@@ -22,8 +22,9 @@ from qshard.torch_bridge.fsdp.weight import ShardedWeight
 from qshard.torch_bridge.gemm import Operand, matmul
 from qshard.torch_bridge.noted import noted_amax
 from qshard.torch_bridge.operands import ROLES, matrix_of, planes_of, quantized, values_of
-from qshard.torch_bridge.parallel import Part, cut_of
+from qshard.torch_bridge.parallel import Cut, Part, cut_of
 from qshard.torch_bridge.planes import quantized_swiglu_again, transposed
+from qshard.torch_bridge.sequence import Rows
 from qshard.torch_bridge.tensor import QuantizedTensor
 from qshard.torch_bridge.words import words
 
@@ -43,6 +44,8 @@ def linear(
     seed: int | Tensor | None = None,
     delayed: Mapping[Role, DelayedScale] | None = None,
     dtype: torch.dtype | None = None,
+    scatter_dim: int | None = None,
+    overlap: bool = False,
 ) -> Tensor:
     """`y = x @ weight.T + bias`, with x, weight and the gradient of y quantized.
 
@@ -63,6 +66,9 @@ def linear(
       delayed: the state of each tensor under `DelayedScaling`. Its scales are used, and amaxes noted: those of x and
         weight now, that of the gradient in the backward pass.
       dtype: x is rounded to it first, and y has it; by default that of x.
+      scatter_dim: of DTensors whose weight is cut along K: the axis of rows along which y is cut as it is summed. The
+        codes of its gradient are gathered, not its values.
+      overlap: whether rows that are cut (`sequence.py`) travel while others are multiplied. The bits are the same.
 
     Returns:
       `[..., N]`. Gradients have the dtypes of what they are gradients of.
@@ -97,10 +103,16 @@ def linear(
     cut, shared, layer = None, x, 0 if torch.compiler.is_compiling() else id(weight)
     if isinstance(x, DTensor) and isinstance(weight, DTensor):
         _check_shapes(x, weight, bias)
-        cut = cut_of("linear", x, weight, recipe)
+        if scatter_dim is not None and scatter_dim < 0:
+            scatter_dim += x.ndim
+        cut = cut_of("linear", x, weight, recipe, scatter_dim, overlap)
         is_there = x.placements == cut.parts[Role.ACTIVATION].placements
         given_x, x, weight = local_of(x), cut.x(x), cut.weight(weight)
         shared = given_x if is_there else x  # Each call makes another object of the one part that layers share.
+    elif scatter_dim is not None:
+        raise ValueError(
+            f"linear: scatter_dim ({scatter_dim}) is not for plain tensors; pass DTensors, or leave it out"
+        )
     parts = {} if cut is None else cut.parts
     _check_operands(x, weight, recipe)
     if cut is None:
@@ -126,7 +138,7 @@ def linear(
             if role not in delayed:
                 raise ValueError(f"linear: delayed has no state for {role}; pass a DelayedScale for each role")
         given = [*(delayed[role].scale for role in ROLES), delayed[Role.GRADIENT].amax]
-    y = _product(x, weight, recipe, seed, given, delayed, x.dtype if dtype is None else dtype, parts, shared, layer)
+    y = _product(x, weight, recipe, seed, given, delayed, x.dtype if dtype is None else dtype, cut, shared, layer)
     y = y if cut is None else cut.y(y)
     return y if bias is None else y + bias.to(y.dtype)
 
@@ -139,17 +151,19 @@ def _product(
     given: list[Tensor],
     delayed: Mapping[Role, DelayedScale] | None,
     dtype: torch.dtype,
-    parts: Mapping[Role, Part],
+    cut: Cut | None,
     shared: Tensor,
     layer: int,
 ) -> Tensor:
     """`linear` of plain tensors, without bias.
 
     Args:
-      parts: which they are of larger tensors, if they are.
+      cut: which parts they are of larger tensors, if they are.
       shared: what tells one x from another, for layers that take the same.
       layer: which layer it is.
     """
+    parts: Mapping[Role, Part] = {} if cut is None else cut.parts
+    x_rows, y_rows = (None, None) if cut is None else (cut.x_rows, cut.y_rows)
     eager, stochastic = not torch.compiler.is_compiling(), recipe.format(Role.ACTIVATION).stochastic
     has_grad = torch.is_grad_enabled()
     need_x, need_w = has_grad and x.requires_grad, has_grad and weight.requires_grad
@@ -189,12 +203,12 @@ def _product(
             amaxes = [cast(Tensor, ready[1])]
         if delayed is not None:
             delayed[Role.WEIGHT].observe(amaxes[0])
-    shape = (*x.shape[:-1], weight.shape[0])
+    shape = (*x.shape[:-1], weight.shape[0]) if cut is None else cut.y_shape(x, weight.shape[0])
     y: Tensor | None = None
     if ready is not None:
         y = aten._unsafe_view.default(ready[0], shape)
     elif one_node or not (need_x or need_w):
-        y = _multiplied(x_row, ws[Usage.ROWWISE], dtype, shape)
+        y = _multiplied(x_row, ws[Usage.ROWWISE], dtype, shape, x_rows, y_rows)
     if y is not None and not (need_x or need_w):
         return y
     of_x: Sequence[Tensor | None] = ()
@@ -212,11 +226,13 @@ def _product(
     # Dynamo takes no tensor twice, and what is kept as codes has its scale.
     scales = [scale if eager or i >= _X_SCALES.stop else None for i, scale in enumerate(given)]
     x_again = None if source is None else source.again
-    how = _How(recipe, dtype, x_again, w_again, w_format, kept_usage, len(given), len(of_x), parts)
+    how = _How(
+        recipe, dtype, x_again, w_again, w_format, kept_usage, len(given), len(of_x), shape, parts, x_rows, y_rows
+    )
     made: Tensor = _Gradients.apply(x, weight, how, seed, None if y is None else (y,), *scales, *of_x, *of_w)
     if y is None:
         w_row = ws[Usage.ROWWISE]
-        made = _Product.apply(made, dtype, x_row.format, w_row.format, *x_row.parts, *w_row.parts)
+        made = _Product.apply(made, dtype, x_row.format, w_row.format, (x_rows, y_rows), *x_row.parts, *w_row.parts)
     return made
 
 
@@ -293,7 +309,9 @@ class _How(NamedTuple):
       w_again: so is the weight, a parameter, which is there anyway. If codes are kept, `w_format` and `w_usage` say of
         which plane; None if there are none.
       given, of_x: how many of the tensors are those of delayed scaling, and how many are of x.
+      y_shape: of y.
       parts: which parts of larger tensors the operands are, if they are.
+      x_rows, y_rows: how rows of theirs are cut, of whose planes others have the rest.
     """
 
     recipe: Recipe
@@ -304,7 +322,10 @@ class _How(NamedTuple):
     w_usage: Usage | None
     given: int
     of_x: int
+    y_shape: tuple[int, ...]
     parts: Mapping[Role, Part]
+    x_rows: Rows | None
+    y_rows: Rows | None
 
 
 class _Gradients(torch.autograd.Function):
@@ -333,7 +354,7 @@ class _Gradients(torch.autograd.Function):
         ctx.given = given  # Not saved: autograd would object to the amax that is noted in it.
         if ready is not None:
             return ready[0]
-        return x.new_empty((), dtype=how.dtype).expand((*x.shape[:-1], weight.shape[0]))
+        return x.new_empty((), dtype=how.dtype).expand(how.y_shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -359,10 +380,19 @@ class _Gradients(torch.autograd.Function):
             dys, amaxes = quantized(dy, how.recipe, usage, Role.GRADIENT, seed, how.parts, ctx.given, known)
             grad_x = grad_w = None
             amax = amaxes[0] if amaxes else None
-            if need_w:
+            travelling = None
+            if need_w and (how.x_rows or how.y_rows):
+                sides = (dys.pop(Usage.COLUMNWISE), how.y_rows), (_x_of(how, of_x, seed, ctx), how.x_rows)
+                travelling = [(lambda own=own: own) if rows is None else rows.gathered(own) for own, rows in sides]
+                del sides
+            elif need_w:
                 grad_w = matmul(dys.pop(Usage.COLUMNWISE), _x_of(how, of_x, seed, ctx), ctx.w_dtype)
             if need_x:
-                grad_x = matmul(dys.pop(Usage.ROWWISE), _w_of(how, of_w, seed, ctx), how.dtype)
+                dy_row, w_column = dys.pop(Usage.ROWWISE), _w_of(how, of_w, seed, ctx)
+                grad_x = _product_of(dy_row, w_column, how.dtype, how.y_rows, how.x_rows)
+            if travelling is not None:
+                dy_column, x_column = (wait() for wait in travelling)
+                grad_w = matmul(dy_column, x_column, ctx.w_dtype)
         if amax is not None:
             note(ctx.given[-1], amax)
         if grad_x is not None:
@@ -405,10 +435,23 @@ def _w_of(how: _How, kept: list[Any], seed: Tensor | None, ctx: Any) -> Operand:
     return Operand(how.w_format, codes, Usage.COLUMNWISE)
 
 
-def _multiplied(x: Operand, w: Operand, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+def _multiplied(
+    x: Operand, w: Operand, dtype: torch.dtype, shape: Sequence[int], x_rows: Rows | None, y_rows: Rows | None
+) -> Tensor:
     """y. Not a view, to which FSDP2 could not attach its hooks."""
-    made: Tensor = aten._unsafe_view.default(matmul(x, w, dtype, fast=True), shape)
+    made: Tensor = aten._unsafe_view.default(_product_of(x, w, dtype, x_rows, y_rows, fast=True), shape)
     return made
+
+
+def _product_of(
+    x: Operand, w: Operand, dtype: torch.dtype, x_rows: Rows | None, y_rows: Rows | None, *, fast: bool = False
+) -> Tensor:
+    """`x @ w.T`, where rows of x, or of what it gives, are cut or not."""
+    if x_rows is not None:
+        return x_rows.product_of_own(x, w, dtype, fast=fast)
+    if y_rows is not None:
+        return y_rows.own_product(x, w, dtype, fast=fast)
+    return matmul(x, w, dtype, fast=fast)
 
 
 class _Product(torch.autograd.Function):
@@ -416,13 +459,19 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, y: Tensor, dtype: torch.dtype, x_format: Format, w_format: Format, *parts: Tensor | None
+        ctx: Any,
+        y: Tensor,
+        dtype: torch.dtype,
+        x_format: Format,
+        w_format: Format,
+        rows: tuple[Rows | None, Rows | None],
+        *parts: Tensor | None,
     ) -> Tensor:
         half = len(Plane._fields)
         ctx.count = len(parts)
         x, w = Operand(x_format, Plane(*parts[:half])), Operand(w_format, Plane(*parts[half:]))
-        return _multiplied(x, w, dtype, y.shape)
+        return _multiplied(x, w, dtype, y.shape, *rows)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad, None, None, None, *(None for _ in range(ctx.count))
+        return grad, None, None, None, None, *(None for _ in range(ctx.count))

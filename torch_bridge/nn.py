@@ -104,6 +104,7 @@ class Linear(Extends, nn.Linear):
         one that a checkpoint of one rank has put everywhere, draw other bits on each rank. It begins at random, by
         `torch.manual_seed`.
       delayed: under `DelayedScaling`, the `DelayedScale` of each role, which `update_scales` brings up to date.
+      scatter_dim, overlap: of `linear`, under tensor parallelism. The styles of `tensor_parallel.py` set them.
 
     >>> from qshard.recipes import CurrentScaling
     >>> layer = Linear(8, 4, bias=False, recipe=CurrentScaling())
@@ -114,6 +115,8 @@ class Linear(Extends, nn.Linear):
     recipe: Recipe
     seed: Tensor | None
     delayed: nn.ModuleDict
+    scatter_dim: int | None = None
+    overlap: bool = False
     scaling_buffers = ("seed",)
     _of = nn.Linear
 
@@ -267,7 +270,8 @@ class Linear(Extends, nn.Linear):
             delayed = {role: cast(DelayedScale, self.delayed[role.value]) for role in ROLES}
         if type(weight) is Tensor and is_converted(self._parameters.get("weight")):
             say_that_it_was_gathered(weight)
-        return linear(input, weight, self.bias, self.recipe, seed=seed, delayed=delayed, dtype=dtype)
+        how: dict[str, Any] = {"scatter_dim": self.scatter_dim, "overlap": self.overlap}
+        return linear(input, weight, self.bias, self.recipe, seed=seed, delayed=delayed, dtype=dtype, **how)
 
     def extra_repr(self) -> str:
         roles = ", ".join(f"{role.value}={self.recipe.format(role)}" for role in Role)

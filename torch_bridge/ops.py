@@ -115,8 +115,8 @@ class into:
         self._outputs = outputs
 
     def __getattr__(self, op: str) -> Callable[..., Any]:
-        def run(*inputs: Tensor, **attributes: Any) -> Any:
-            call_into(op, inputs, self._outputs, attributes)
+        def run(*inputs: Tensor, dtype: torch.dtype | None = None, **attributes: Any) -> Any:
+            call_into(op, inputs, self._outputs, attributes)  # Whose dtypes are those of the results.
             return self._outputs[0] if len(self._outputs) == 1 else self._outputs
 
         return run

@@ -8,6 +8,9 @@
 Each rank multiplies plain tensors: its parts. DTensor redistributes x before that where it has to, adds the bias, and
 finds the gradients, which have the placements of what they are gradients of.
 
+Where x of a colwise layer is cut along rows over the same ranks, it stays so, and codes are gathered; where y of a
+rowwise one is to be, partial sums are scattered, and codes of its gradient gathered: `sequence.py`.
+
 Cuts run between blocks, so the scales of blocks are those of the whole tensor. A scale of the whole tensor needs the
 amax of all parts: of x in rowwise layers, of the gradient of y in colwise ones, of the weight in both: an all-reduce of
 4 bytes each. Then codes and scales of all three are, bit for bit, those that one device makes of the whole tensors. y
@@ -31,6 +34,7 @@ from qshard.master import MasterPlan
 from qshard.pipeline import Draws
 from qshard.recipes import Recipe, Role
 from qshard.torch_bridge.quantize import max_over_ranks
+from qshard.torch_bridge.sequence import Rows, rows_of
 from qshard.torch_bridge.words import words
 
 
@@ -89,13 +93,24 @@ class Part(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """How a linear layer is cut: which parts of its operands, and of the gradient of y, this rank has."""
+    """How a linear layer is cut.
+
+    Attributes:
+      parts: which parts of its operands, and of the gradient of y, this rank has.
+      x_rows, y_rows: how rows of x, or of y, are cut over the ranks that have parts of the weight, if they are.
+      scatter_dim: the axis along which y is to be cut, if it is one of rows.
+    """
 
     parts: dict[Role, Part]
+    x_rows: Rows | None = None
+    y_rows: Rows | None = None
+    scatter_dim: int | None = None
 
     def x(self, x: DTensor) -> Tensor:
         part = self.parts[Role.ACTIVATION]
-        over = [Partial() if isinstance(w, Shard) and w.dim == 0 else p for w, p in self._beside(part)]
+        over = list(part.placements)
+        if self.x_rows is None:
+            over = [Partial() if isinstance(w, Shard) and w.dim == 0 else p for w, p in self._beside(part)]
         return x.redistribute(placements=part.placements).to_local(grad_placements=over)
 
     def weight(self, weight: DTensor) -> Tensor:
@@ -106,16 +121,35 @@ class Cut(NamedTuple):
 
     def y(self, y: Tensor) -> Tensor:
         part = self.parts[Role.GRADIENT]
-        over = [Partial() if isinstance(w, Shard) and w.dim == 1 else p for w, p in self._beside(part)]
+        over = list(part.placements)
+        if self.y_rows is None:
+            over = [Partial() if isinstance(w, Shard) and w.dim == 1 else p for w, p in self._beside(part)]
         stride = torch.empty(part.shape, device="meta").stride()
-        return DTensor.from_local(y, part.mesh, over, run_check=False, shape=torch.Size(part.shape), stride=stride)
+        made = DTensor.from_local(y, part.mesh, over, run_check=False, shape=torch.Size(part.shape), stride=stride)
+        return made if self.scatter_dim is None else made.redistribute(placements=[Shard(self.scatter_dim)])
+
+    def y_shape(self, x: Tensor, rows: int) -> tuple[int, ...]:
+        """That of what this rank makes of y, of its parts of x and of the weight, which has so many rows."""
+        whole = self.parts[Role.GRADIENT].shape
+        if self.x_rows is not None:
+            return (*whole[:-1], rows)
+        if self.y_rows is None:
+            return (*x.shape[:-1], rows)
+        cut, ranks = self.scatter_dim, self.y_rows.ranks
+        return (*(size // ranks if axis == cut else size for axis, size in enumerate(whole[:-1])), rows)
 
     def _beside(self, part: Part) -> list[tuple[Placement, Placement]]:
         return list(zip(self.parts[Role.WEIGHT].placements, part.placements, strict=True))
 
 
-def cut_of(op: str, x: DTensor, weight: DTensor, recipe: Recipe) -> Cut:
+def cut_of(
+    op: str, x: DTensor, weight: DTensor, recipe: Recipe, scatter_dim: int | None = None, overlap: bool = False
+) -> Cut:
     """How `x @ weight.T` is cut over the mesh of both.
+
+    Args:
+      scatter_dim: the axis of y along which a rowwise layer cuts what it gives.
+      overlap: whether rows travel while others are multiplied.
 
     Raises:
       ValueError: they are on different meshes, or cut in another way than those at the top of this file. All ranks
@@ -128,23 +162,35 @@ def cut_of(op: str, x: DTensor, weight: DTensor, recipe: Recipe) -> Cut:
             "wraps, which gathers the weight over its axes"
         )
     check_cut(op, "weight", recipe, tuple(weight.shape), mesh, weight.placements)
-    last = x.ndim - 1
+    last, y_shape = x.ndim - 1, (*x.shape[:-1], weight.shape[0])
+    if scatter_dim is not None and (weight.placements != (Shard(1),) or not 0 <= scatter_dim < last):
+        raise ValueError(
+            f"{op}: scatter_dim ({scatter_dim}) is not for y {y_shape} of a weight that is cut as "
+            f"{weight.placements}; it is an axis of rows, and the weight is cut along K, over a mesh of one axis"
+        )
     of_x: list[Placement] = []
     of_y: list[Placement] = []
+    x_rows = y_rows = None
     for w, p in zip(weight.placements, x.placements, strict=True):
         rows: Placement = p if isinstance(p, Shard) and p.dim != last else Replicate()
+        x_part, y_part = rows, rows
         if isinstance(w, Shard):
-            rows = Replicate()
-        of_x.append(Shard(last) if w == Shard(1) else rows)
-        of_y.append(Shard(last) if w == Shard(0) else rows)
-    y_shape = (*x.shape[:-1], weight.shape[0])
-    return Cut(
-        {
-            Role.WEIGHT: Part(tuple(weight.shape), mesh, weight.placements),
-            Role.ACTIVATION: Part(tuple(x.shape), mesh, tuple(of_x)),
-            Role.GRADIENT: Part(y_shape, mesh, tuple(of_y)),
-        }
-    )
+            x_part, y_part = (Shard(last), Replicate()) if w.dim else (Replicate(), Shard(last))
+            if mesh.ndim == 1 and mesh.size() > 1:
+                if w.dim == 0 and isinstance(rows, Shard):
+                    x_rows = rows_of(recipe, Role.ACTIVATION, tuple(x.shape), rows.dim, mesh.get_group(), overlap)
+                    x_part = x_part if x_rows is None else rows
+                if scatter_dim is not None:
+                    y_rows = rows_of(recipe, Role.GRADIENT, y_shape, scatter_dim, mesh.get_group(), overlap)
+                    y_part = y_part if y_rows is None else Shard(scatter_dim)
+        of_x.append(x_part)
+        of_y.append(y_part)
+    parts = {
+        Role.WEIGHT: Part(tuple(weight.shape), mesh, weight.placements),
+        Role.ACTIVATION: Part(tuple(x.shape), mesh, tuple(of_x)),
+        Role.GRADIENT: Part(y_shape, mesh, tuple(of_y)),
+    }
+    return Cut(parts, x_rows, y_rows, scatter_dim)
 
 
 def check_cut(

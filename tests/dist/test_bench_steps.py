@@ -17,6 +17,7 @@ from support.torch_ranks import on_ranks
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import bench_step_torch
+import bench_tensor_parallel
 import step_profile
 import step_torch
 from cases import measure_cases
@@ -59,8 +60,24 @@ def test_kinds_that_are_not_there(kind):
     assert bench_step_torch.wrong_with(kind)
 
 
-def test_kinds_by_default_are_there():
-    assert not any(bench_step_torch.wrong_with(kind) for kind in bench_step_torch.KINDS)
+@pytest.mark.parametrize("bench", [bench_step_torch, bench_tensor_parallel])
+def test_kinds_by_default_are_there(bench):
+    assert not any(bench.wrong_with(kind) for kind in bench.KINDS)
+
+
+@pytest.mark.parametrize("kind", ["fp7", "fp8 fast", "fp8 async", "bf16 codes", "fp8 codes overlap", ""])
+def test_kinds_of_tensor_parallelism_that_are_not_there(kind):
+    assert bench_tensor_parallel.wrong_with(kind)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", ["bf16", "fp8", "fp8 codes", "block overlap"])
+def test_kinds_of_tensor_parallelism(kind):
+    for name, value in {"WIDTH": 256, "FFN": 512, "HEAD": 64, "SEQUENCE": 256}.items():
+        setattr(bench_tensor_parallel, name, value)
+    step_torch.DEVICE = "cpu"
+    step = bench_tensor_parallel.build(kind, 2)
+    assert step() == step()
 
 
 def test_a_profile_leaves_qshard_its_fast_way():

@@ -1,0 +1,171 @@
+"""A block of a large model under tensor and sequence parallelism in PyTorch: forward and backward, no optimizer.
+
+Width 8192, FFN 28672, heads of 128, a sequence of 8192; weights and values in bfloat16. What is between layers is cut
+along the sequence. A kind is a recipe and a word:
+
+    bf16, fp8, ...    PyTorch's styles, which gather values: bfloat16, or the recipes of `examples/options.py`
+    codes             qshard's styles: codes are gathered
+    overlap           qshard's, and codes and sums travel while others are multiplied
+    async             PyTorch's, by torch.compile with its own async tensor parallelism
+
+Time and peak memory are as `step_torch.py` has them.
+
+    python benchmarks/bench_tensor_parallel.py [--layers 2] [--steps 10] [--kinds "bf16,fp8 codes,fp8 overlap"]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+import qshard.torch_bridge as qshard
+import step_torch
+from cases import measure_cases
+from qshard.torch_bridge import tensor_parallel
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+import options
+
+WIDTH, FFN, HEAD, SEQUENCE = 8192, 28672, 128, 8192
+KINDS = (
+    *("bf16", "fp8", "fp8 codes", "fp8 overlap", "block", "block codes", "block overlap"),
+    *("mxfp8 codes", "nvfp4 codes", "bf16 async"),
+)
+WORDS = ("codes", "overlap", "async")
+WARM_UP = 3
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (layer(x).unflatten(-1, (-1, HEAD)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        return self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2))
+
+
+class FeedForward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = (nn.Linear(WIDTH, FFN, bias=False) for _ in range(2))
+        self.down = nn.Linear(FFN, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention_norm, self.ffn_norm = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
+        self.attention, self.ffn = Attention(), FeedForward()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.ffn(self.ffn_norm(x))
+
+
+def wrong_with(kind: str) -> str | None:
+    """Why there is no such kind, or None."""
+    recipe, *words = kind.split() or [""]
+    if recipe not in options.RECIPES:
+        return f"{recipe!r} is not one of {', '.join(options.RECIPES)}"
+    if len(words) > 1 or not set(words) <= set(WORDS):
+        return f"{' '.join(words)!r} is not one of {', '.join(WORDS)}"
+    if (recipe == "bf16") != (words in ([], ["async"])) and words:
+        return f"{recipe} is not there in {words[0]!r}"
+    return None
+
+
+def parallelized(block: Block, word: str) -> None:
+    mesh = init_device_mesh(step_torch.DEVICE, (dist.get_world_size(),), mesh_dim_names=("tp",))
+    if word in ("codes", "overlap"):
+        into = {"input_layouts": Shard(1), "desired_input_layouts": Shard(1)}
+        colwise = tensor_parallel.ColwiseParallel(input_layouts=Shard(1), overlap=word == "overlap")
+        rowwise = tensor_parallel.RowwiseParallel(output_layouts=Shard(1), overlap=word == "overlap")
+    else:
+        into = {"input_layouts": Shard(1), "desired_input_layouts": Replicate()}
+        colwise, rowwise = ColwiseParallel(), RowwiseParallel(output_layouts=Shard(1))
+    plan = {
+        **{name: SequenceParallel() for name in ("attention_norm", "ffn_norm")},
+        **{name: PrepareModuleInput(**into) for name in ("attention", "ffn")},
+        **{f"attention.{name}": colwise for name in "qkv"},
+        **{f"ffn.{name}": colwise for name in ("gate", "up")},
+        **dict.fromkeys(("attention.o", "ffn.down"), rowwise),
+    }
+    parallelize_module(block, mesh, plan)
+
+
+def build(kind: str, layers: int) -> Callable[[], Tensor]:
+    recipe, word = (*kind.split(), "")[:2]
+    torch.manual_seed(0)
+    with torch.device(step_torch.DEVICE):
+        model = nn.Sequential(*(Block() for _ in range(layers))).to(torch.bfloat16)
+    if options.RECIPES[recipe] is not None:
+        qshard.convert(model, options.RECIPES[recipe])
+    for block in model:
+        parallelized(block, word)
+        if word == "async":
+            torch._inductor.config._micro_pipeline_tp = True
+            block.compile()
+    shape = (1, SEQUENCE // dist.get_world_size(), WIDTH)
+    x, dy = (torch.randn(shape, device=step_torch.DEVICE, dtype=torch.bfloat16) for _ in range(2))
+    x.requires_grad_()
+
+    def step() -> Tensor:
+        y = model(x)
+        y.backward(dy)
+        for parameter in (x, *model.parameters()):
+            parameter.grad = None
+        return y.detach()[0, 0, 0]
+
+    return step
+
+
+def measure(kind: str, arguments: argparse.Namespace) -> dict[str, dict[str, object]]:
+    torch._dynamo.reset()
+    gc.collect()
+    torch.cuda.empty_cache()
+    step = build(kind, arguments.layers)
+    for _ in range(WARM_UP):
+        step()
+    found = step_torch.timed(step, arguments.steps)
+    row = {"kind": kind, "ranks": dist.get_world_size(), "layers": arguments.layers, **found.row()}
+    return {arguments.out: row}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    step_torch.add_arguments(parser, "tensor_parallel")
+    parser.set_defaults(layers=2, steps=10)
+    parser.add_argument("--kinds", default=",".join(KINDS))
+    arguments = parser.parse_args()
+    kinds = [" ".join(kind.split()) for kind in arguments.kinds.split(",")]
+    for kind in kinds:
+        if wrong := wrong_with(kind):
+            parser.error(f"--kinds: {kind!r}: {wrong}")
+    if not torch.cuda.is_available():
+        parser.exit(message="bench_tensor_parallel: no CUDA device, nothing to measure\n")
+    sys.exit(measure_cases(measure, kinds, arguments))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,329 @@
+"""Sequence parallelism: codes of rows that are cut over ranks travel, against one process."""
+
+import contextlib
+import copy
+import gc
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import PrepareModuleInput, SequenceParallel, parallelize_module
+
+from qshard.formats import Usage
+from qshard.recipes import MXFP8, CurrentScaling, Role
+from qshard.torch_bridge import convert, linear, sequence, update_scales
+from qshard.torch_bridge.tensor_parallel import ColwiseParallel, RowwiseParallel
+from support import torch_ranks
+from support.formats import MIXES, RECIPES, nearest
+from support.torch_models import Wire
+from support.torch_parallel import assert_part, llama, mesh_of, parallelized, quantized, unit_of
+from support.torch_ranks import on_ranks
+
+ALL = {**RECIPES, **MIXES}
+CUT = {
+    ColwiseParallel: {Role.WEIGHT: True, Role.ACTIVATION: True, Role.GRADIENT: True},
+    RowwiseParallel: {Role.WEIGHT: True, Role.ACTIVATION: True, Role.GRADIENT: True},
+}
+
+
+def styled(style, dim=1, **options):
+    """With rows of what comes in, or goes out, cut along `dim`."""
+    name = "input_layouts" if style is ColwiseParallel else "output_layouts"
+    return style(**{name: Shard(dim)}, use_local_output=False, **options)
+
+
+@contextlib.contextmanager
+def gathered():
+    """What is gathered meanwhile, by usage."""
+    found, real = {}, sequence._remember
+
+    def noting(own, whole):
+        found.setdefault(own.usage, []).append(whole)
+        real(own, whole)
+
+    sequence._remember = noting
+    try:
+        yield found
+    finally:
+        sequence._remember = real
+
+
+def codes_of(name, style, batch, overlap):
+    recipe, rank, world = ALL[name], dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    size = unit_of(recipe) * world
+    x, dy = (t.to(torch_ranks.device) for t in (torch.randn(batch, size, size), torch.randn(batch, size, 2 * size)))
+    x[-1, -1, -1], dy[0, 1, 3] = 30, 300  # The largest are of one rank.
+    one = convert(nn.Linear(size, 2 * size), recipe).to(torch_ranks.device)
+    many = copy.deepcopy(one)
+    if one.seed is not None:
+        one.seed[1] -= rank  # Which a layer that is not cut adds.
+    parallelize_module(many, mesh_of("tp"), styled(style, overlap=overlap))
+    mine = x.clone().requires_grad_()
+    with quantized() as whole:
+        y = one(mine)
+        y.backward(dy)
+    expected = [y.detach(), mine.grad, one.weight.grad, one.bias.grad]
+    cut = Shard(1 if style is ColwiseParallel else 2)
+    mine = DTensor.from_local(
+        x.chunk(world, cut.dim)[rank].contiguous(), many.weight.device_mesh, [cut]
+    ).requires_grad_()
+    out = Shard(2 if style is ColwiseParallel else 1)
+    with quantized() as local, gathered() as found:
+        y = many(mine)
+        y.backward(DTensor.from_local(dy.chunk(world, out.dim)[rank].contiguous(), y.device_mesh, [out]))
+    assert y.placements == (out,)
+    assert mine.grad.placements == (cut,)
+    got = [t.full_tensor() for t in (y.detach(), mine.grad, many.weight.grad, many.bias.grad)]
+    role = Role.ACTIVATION if style is ColwiseParallel else Role.GRADIENT
+    if batch == 1:  # Else rows of a part are not next to each other.
+        for each, planes in local.items():
+            assert_part(planes, whole[each], rank, world, True)
+    for usage, (plane,) in found.items():  # Once each.
+        for mine, theirs in zip(plane, whole[role][usage], strict=True):
+            if usage is Usage.ROWWISE and mine is not None and mine.ndim:
+                mine = mine.unflatten(0, (world, batch, -1)).transpose(0, 1).flatten(0, 2)
+            is_random = batch > 1 and recipe.format(role).stochastic
+            assert (mine is None) == (theirs is None)
+            assert (
+                mine is None
+                or is_random
+                or torch.equal(*(t.contiguous().view(-1).view(torch.uint8) for t in (mine, theirs)))
+            )
+    assert set(found) == {Usage.ROWWISE, Usage.COLUMNWISE}
+    random = batch > 1 and recipe.stochastic
+    # Sums in fp32, of which each order rounds otherwise; tensor cores keep fewer bits of them.
+    error = 1e-1 if random else 1e-5 if torch_ranks.device == "cpu" else 1e-2
+    for a, b in zip(got, expected, strict=True):
+        assert torch.allclose(a, b, rtol=error, atol=error * b.abs().max().item())
+
+
+@pytest.mark.parametrize("style", CUT, ids=lambda style: style.__name__)
+@pytest.mark.parametrize(
+    ("world", "batch", "name", "overlap"),
+    [
+        *((2, 1, name, False) for name in ALL),
+        *((2, 2, name, True) for name in RECIPES),
+        *((4, 1, name, True) for name in ("BlockScaling", "NVFP4", "DelayedScaling")),
+        *((3, 2, name, False) for name in ("CurrentScaling", "MXFP8")),
+    ],
+    ids=str,
+)
+def test_what_is_gathered_is_the_whole(world, batch, name, overlap, style):
+    """Codes and scales of x, or of the gradient of y, bit for bit. Sums agree to the rounding of their order."""
+    torch_ranks.run(world, codes_of, name=name, style=style, batch=batch, overlap=overlap)
+
+
+def results_of(model, x, dy):
+    mine = x.detach().clone().requires_grad_()
+    y = model(mine)
+    y.backward(dy)
+    gradients = [mine.grad, *(p.grad for p in model.parameters())]
+    model.zero_grad()
+    return [t.to_local() if isinstance(t, DTensor) else t for t in (y.detach(), *gradients)]
+
+
+def an_mlp(name, rows, overlap=False, dim=1):
+    """Two layers, of which the first takes rows that are cut, and the second gives such."""
+    torch.manual_seed(0)
+    recipe = nearest(ALL[name])
+    hidden = 128 * dist.get_world_size()
+    model = convert(nn.Sequential(nn.Linear(256, hidden), nn.GELU(), nn.Linear(hidden, 256)), recipe)
+    model = model.to(torch_ranks.device)
+    plan = {"0": ColwiseParallel(input_layouts=Shard(dim), overlap=overlap)}
+    plan["2"] = RowwiseParallel(output_layouts=Shard(dim), overlap=overlap)
+    return parallelize_module(model, mesh_of("tp"), plan), torch.randn(*rows, 256, device=torch_ranks.device)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(("world", "rows", "dim"), [(2, (1, 256), 1), (3, (2, 384), 1), (4, (512,), 0)], ids=str)
+def test_overlapped_is_the_same(world, rows, dim, name):
+    torch_ranks.run(world, overlaps, rows=rows, dim=dim, name=name)
+
+
+def overlaps(rows, dim, name):
+    """Bit for bit."""
+    results = []
+    for overlap in (False, True):
+        model, x = an_mlp(name, rows, overlap, dim)
+        results.append(results_of(model, x, torch.ones_like(x) * torch.arange(256, device=x.device)))
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+@on_ranks(2)
+def test_what_travels():
+    """Codes of x, their columns in backward, those of the gradient of y, amaxes, and sums as values."""
+    for name, scales in (("CurrentScaling", 0), ("MXFP8", 256 * 64 // 32)):
+        model, x = an_mlp(name, (1, 64))
+        x.requires_grad_()
+        with Wire() as wire:
+            y = model(x)
+            seen = len(wire.calls)
+            y.sum().backward()
+        codes = [("allgather", torch.uint8, 64 * 256)] + [("allgather", torch.uint8, scales)] * bool(scales)
+        sums = ("alltoall", torch.float32, 2 * 64 * 256)
+        travelled = [call for call in wire.calls if call[2] > 1]
+        assert travelled[: len(codes)] == codes
+        assert travelled[len(codes)] == sums
+        assert len([call for call in wire.calls[:seen] if call[2] > 1]) == len(codes) + 1
+        assert sorted(map(str, travelled[len(codes) + 1 :])) == sorted(map(str, [*codes * 3, sums]))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_layers_share_what_is_gathered(overlap):
+    """q, k and v: one gather forward, and one backward."""
+    torch.manual_seed(0)
+    layers = nn.ModuleList(convert(nn.Linear(64, 64, bias=False), CurrentScaling()) for _ in range(3))
+    mesh = mesh_of("tp")
+    for layer in layers:
+        parallelize_module(layer, mesh, styled(ColwiseParallel, overlap=overlap))
+    for _ in range(2):
+        x = DTensor.from_local(torch.randn(1, 32, 64), mesh, [Shard(1)]).requires_grad_()
+        assert sequence._slots.__dict__.get("gathered") is None
+        with gathered() as found:
+            ys = [layer(x) for layer in layers]
+            assert {usage: len(planes) for usage, planes in found.items()} == {Usage.ROWWISE: 1}
+            sum(y.to_local().sum() for y in ys).backward()
+            assert {usage: len(planes) for usage, planes in found.items()} == dict.fromkeys(Usage.BOTH.planes, 1)
+        assert x.grad.placements == (Shard(1),)
+        del x, ys, found  # What was gathered goes with what it was gathered of.
+        gc.collect()
+
+
+@on_ranks(2)
+def test_a_write_in_place_is_seen():
+    model, x = an_mlp("CurrentScaling", (1, 64))
+    with torch.no_grad():
+        before = model(x)
+        x.mul_(2)
+        assert torch.equal(model(x), model(x.clone()))
+        assert not torch.equal(model(x), before)
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize(
+    ("name", "rows"), [("CurrentScaling", (1, 31)), ("MXFP8", (2, 24)), ("BlockScaling", (1, 128))]
+)
+def test_rows_that_codes_cannot_be_cut_as(name, rows):
+    """Values travel, and all is as with PyTorch's styles."""
+    torch.manual_seed(0)
+    recipe, mesh = nearest(ALL[name]), mesh_of("tp")
+    world, rank = dist.get_world_size(), dist.get_rank()
+    one = convert(nn.Sequential(nn.Linear(256 * 3, 256 * 3), nn.GELU(), nn.Linear(256 * 3, 256 * 3)), recipe)
+    many = copy.deepcopy(one)
+    parallelize_module(many, mesh, {"0": styled(ColwiseParallel), "2": styled(RowwiseParallel)})
+    x = torch.randn(*rows, 256 * 3)
+    part = x.split(-(-rows[1] // world), 1)[rank].contiguous()  # As torch cuts: the last may be the shortest.
+    mine = DTensor.from_local(part, mesh, [Shard(1)], shape=x.shape, stride=x.stride())
+    with gathered() as found:
+        y = many(mine)
+        y.sum().backward()
+    assert not found
+    assert y.placements == (Shard(1),)
+    assert torch.allclose(y.full_tensor(), one(x), rtol=1e-5, atol=1e-4)
+
+
+def sequence_plan(model, tp, overlap):
+    """As `parallelized`, with styles under which codes travel."""
+    into = {"input_layouts": Shard(1), "desired_input_layouts": Shard(1)}
+    colwise = ColwiseParallel(input_layouts=Shard(1), overlap=overlap)
+    rowwise = RowwiseParallel(output_layouts=Shard(1), overlap=overlap)
+    for block in model.blocks:
+        plan = {
+            "norm1": SequenceParallel(),
+            "attention": PrepareModuleInput(**into),
+            **{f"attention.{name}": colwise for name in "qkv"},
+            "attention.o": rowwise,
+            "norm2": SequenceParallel(),
+            "mlp": PrepareModuleInput(**into),
+            "mlp.gate": colwise,
+            "mlp.up": colwise,
+            "mlp.down": rowwise,
+        }
+        parallelize_module(block, tp, plan)
+    plan = {
+        "embedding": parallelized_embedding(),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate(), overlap=overlap),
+    }
+    return parallelize_module(model, tp, plan)
+
+
+def parallelized_embedding():
+    return RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
+
+
+@on_ranks(2, (2, 2))
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("name", ["CurrentScaling", "DelayedScaling", "MXFP8", "NVFP4"])
+def test_training_is_that_of_pytorchs_styles(name, overlap):
+    """Also with FSDP2 over the other axis: codes are the same, and sums differ in their order."""
+    trains(name, overlap)
+
+
+def trains(name, overlap):
+    recipe, losses = nearest(RECIPES[name]), []
+    for ours in (False, True):
+        model = llama(recipe)
+        mesh = mesh_of("shard", "tp") if len(torch_ranks.shape) > 1 else mesh_of("tp")
+        tp = mesh["tp"] if mesh.ndim > 1 else mesh
+        if ours:
+            sequence_plan(model, tp, overlap)
+        else:
+            parallelized(model, tp)
+        if mesh.ndim > 1:
+            for module in (*model.blocks, model):
+                fully_shard(module, mesh=mesh["shard"])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        losses.append([])
+        for step in range(3):
+            size, generator = model.embedding.num_embeddings, torch.Generator().manual_seed(step)
+            tokens = torch.randint(size, (2, 65), generator=generator).to(torch_ranks.device)
+            optimizer.zero_grad()
+            loss = model(tokens[:, :-1], (3 * tokens[:, :-1] + 1) % size)
+            loss.backward()
+            optimizer.step()
+            update_scales(model)
+            losses[-1].append(loss.item())
+    a, b = (torch.tensor(each) for each in losses)
+    assert torch.allclose(a, b, rtol=3e-3), (a, b)  # A sum that rounds otherwise makes another code here and there.
+    assert b[-1] < b[0]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["CurrentScaling", "NVFP4"])
+def test_compiled_layers(name):
+    # What dynamo of torch 2.13 does against torch 2.13's own advice.
+    warnings.filterwarnings("ignore", ".* should not be instantiated", DeprecationWarning)
+    torch._dynamo.reset()
+    results = []
+    for compiled in (False, True):
+        model, x = an_mlp(name, (1, 64), overlap=True)
+        run = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
+        y = run(x)
+        y.square().sum().backward()
+        results.append([y.detach(), *(p.grad.to_local() for p in model.parameters())])
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+@on_ranks(2)
+def test_what_is_refused():
+    mesh = mesh_of("tp")
+    layer, x = convert(nn.Linear(64, 64), MXFP8()), torch.ones(1, 64, 64)
+    with pytest.raises(ValueError, match=r"scatter_dim \(1\) is not for plain tensors; pass DTensors"):
+        linear(x, layer.weight, None, layer.recipe, scatter_dim=1)
+    parallelize_module(layer, mesh, ColwiseParallel())
+    with pytest.raises(
+        ValueError, match=r"scatter_dim \(1\) is not for y .*; it is an axis of rows, and the weight is cut"
+    ):
+        linear(DTensor.from_local(x, mesh, [Replicate()]), layer.weight, None, layer.recipe, scatter_dim=1)
+    layer = parallelize_module(convert(nn.Linear(64, 64), MXFP8()), mesh, RowwiseParallel(output_layouts=Shard(2)))
+    with pytest.raises(ValueError, match=r"scatter_dim \(2\) is not for y \(1, 64, 64\)"):
+        layer(x.chunk(2, -1)[0])
