@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import PrepareModuleInput, SequenceParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
 
 from qshard.formats import Usage
 from qshard.recipes import MXFP8, CurrentScaling, Role
@@ -118,9 +119,9 @@ def test_what_is_gathered_is_the_whole(world, batch, name, overlap, style):
     torch_ranks.run(world, codes_of, name=name, style=style, batch=batch, overlap=overlap)
 
 
-def results_of(model, x, dy):
-    mine = x.detach().clone().requires_grad_()
-    y = model(mine)
+def results_of(run, x, dy, model=None):
+    mine, model = x.detach().clone().requires_grad_(), model or run
+    y = run(mine)
     y.backward(dy)
     gradients = [mine.grad, *(p.grad for p in model.parameters())]
     model.zero_grad()
@@ -311,6 +312,29 @@ def test_compiled_layers(name):
         results.append([y.detach(), *(p.grad.to_local() for p in model.parameters())])
     for a, b in zip(*results, strict=True):
         assert torch.equal(a, b)
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("name", ["CurrentScaling", "MXFP8"])
+def test_what_may_not_change_bits(name, overlap):
+    """Checkpointing, bfloat16 by autocast, one rank; and gradients of which some are not asked for."""
+    model, x = an_mlp(name, (1, 64), overlap)
+    dy = torch.randn_like(x)
+    expected = results_of(model, x, dy)
+    again = results_of(lambda x: checkpoint(model, x, use_reentrant=False), x, dy, model)
+    assert all(torch.equal(a, b) for a, b in zip(expected, again, strict=True))
+    with torch.autocast("cpu", torch.bfloat16):
+        y = model(x)
+    assert y.dtype == torch.bfloat16
+    assert torch.allclose(y.float(), expected[0], atol=5e-2 * expected[0].abs().max().item())  # 2^-8, and other codes.
+    with torch.no_grad():
+        assert torch.equal(model(x), expected[0])
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name != "0.weight")
+    model(x).backward(dy)
+    assert model[0].weight.grad is None
+    assert torch.equal(model[2].weight.grad.to_local(), expected[-2])
 
 
 @on_ranks(2)
