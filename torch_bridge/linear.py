@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -18,6 +18,7 @@ from qshard.torch_bridge import activations, fused, one_call
 from qshard.torch_bridge.arguments import check_contiguous, check_dtype, check_tensor
 from qshard.torch_bridge.delayed import DelayedScale, note
 from qshard.torch_bridge.dtensor import local_of
+from qshard.torch_bridge.flat import flat_of
 from qshard.torch_bridge.fsdp.weight import ShardedWeight
 from qshard.torch_bridge.gemm import Operand, matmul
 from qshard.torch_bridge.noted import noted_amax
@@ -94,7 +95,7 @@ def linear(
     """
     recipe = as_recipe(recipe, "linear")
     # Dynamo would hold a graph to the id, and compile alike layers one by one, of which a few are its limit.
-    cut, shared, layer = None, x, 0 if torch.compiler.is_compiling() else id(weight)
+    cut, shared, layer = None, x, 0 if torch.compiler.is_compiling() else _id_of(weight)
     if isinstance(x, DTensor) and isinstance(weight, DTensor):
         _check_shapes(x, weight, bias)
         cut = cut_of("linear", x, weight, recipe)
@@ -141,7 +142,7 @@ def _product(
     dtype: torch.dtype,
     parts: Mapping[Role, Part],
     shared: Tensor,
-    layer: int,
+    layer: Hashable,
 ) -> Tensor:
     """`linear` of plain tensors, without bias.
 
@@ -178,7 +179,7 @@ def _product(
         w_format, ws = weight.format, planes_of(weight, need_x)
     else:
         # What is no parameter may be there for this product alone, and has more bytes than its codes.
-        w_again = need_x and eager and isinstance(weight, torch.nn.Parameter)
+        w_again = need_x and eager and (isinstance(weight, torch.nn.Parameter) or flat_of(weight) is not None)
         if one_node and not parts and (w_again or not need_x):
             scale = given[_W_SCALE] if given else None
             ready = one_call.product(x_row.parts, x_row.format, values_of(weight), recipe, scale, seed, dtype)
@@ -218,6 +219,12 @@ def _product(
         w_row = ws[Usage.ROWWISE]
         made = _Product.apply(made, dtype, x_row.format, w_row.format, *x_row.parts, *w_row.parts)
     return made
+
+
+def _id_of(weight: Tensor) -> Hashable:
+    """Tells one weight from others, in all passes. FSDP1 makes a new view of its flat parameter for each."""
+    flat = flat_of(weight)
+    return id(weight) if flat is None else (id(flat), weight.storage_offset())
 
 
 def _key(recipe: Recipe, dtype: torch.dtype) -> tuple[Any, ...]:

@@ -14,7 +14,7 @@ from qshard.formats import FLOATS
 from qshard.names import shown
 from qshard.recipes import Recipe, RecipeLike, Role, as_recipe
 from qshard.torch_bridge.arguments import check_dtype, check_tensor
-from qshard.torch_bridge.delayed import DelayedScale
+from qshard.torch_bridge.delayed import DelayedScale, keep_amaxes
 from qshard.torch_bridge.dtensor import local_of
 from qshard.torch_bridge.extend import Extends
 from qshard.torch_bridge.fsdp.functional import is_converted, say_that_it_was_gathered
@@ -74,9 +74,8 @@ def put(weight: nn.Parameter, made: nn.Parameter) -> None:
         if isinstance(each, ShardedWeight) and each.scale_state.primary is not None:
             each.scale_state.primary.forget_handle(each)  # What is referred to weakly is not swapped.
     torch.utils.swap_tensors(weight, made)
-    primary = cast(ShardedWeight, weight).scale_state.primary
-    if primary is not None:
-        primary.add_handle(weight)
+    if isinstance(weight, ShardedWeight) and weight.scale_state.primary is not None:
+        weight.scale_state.primary.add_handle(weight)
 
 
 def _rank_of(weight: Tensor) -> int:
@@ -265,6 +264,10 @@ class Linear(Extends, nn.Linear):
             seed = _take_seed(self.seed, _rank_of(weight))
         if "delayed" in self._modules:
             delayed = {role: cast(DelayedScale, self.delayed[role.value]) for role in ROLES}
+            if not torch.compiler.is_compiling():
+                keep_amaxes()
+                for state in delayed.values():
+                    state.restore_buffers()
         if type(weight) is Tensor and is_converted(self._parameters.get("weight")):
             say_that_it_was_gathered(weight)
         return linear(input, weight, self.bias, self.recipe, seed=seed, delayed=delayed, dtype=dtype)
