@@ -89,7 +89,7 @@ def test_accumulation(sync, strategy, orig):
 
 @ORIG
 @pytest.mark.parametrize("recipe", ["current", "delayed"])
-@pytest.mark.parametrize("kind", CheckpointImpl, ids=lambda kind: kind.name.lower())
+@pytest.mark.parametrize("kind", CheckpointImpl.__members__)
 @pytest.mark.parametrize("inside", [True, False])
 @on_ranks(2)
 def test_activation_checkpointing(inside, kind, recipe, orig):
@@ -97,11 +97,11 @@ def test_activation_checkpointing(inside, kind, recipe, orig):
     model, one = ready(RECIPES[recipe])
     if inside:
         for i in (0, 2, 4):
-            model[i] = checkpoint_wrapper(model[i], checkpoint_impl=kind)
+            model[i] = checkpoint_wrapper(model[i], checkpoint_impl=CheckpointImpl[kind])
     model = in_fsdp1(model, orig)
     if not inside:
         for i in (0, 2, 4):
-            model.module[i] = checkpoint_wrapper(model.module[i], checkpoint_impl=kind)
+            model.module[i] = checkpoint_wrapper(model.module[i], checkpoint_impl=CheckpointImpl[kind])
     follow(model, sgd(model), one)
 
 
@@ -154,16 +154,17 @@ def test_models_on_meta(orig):
 
 
 class Block(nn.Module):
-    """What `convert` fuses, and a loss without logits."""
+    """What `convert` fuses, and a loss without logits. In a flat parameter all comes after three elements."""
 
     def __init__(self):
         super().__init__()
+        self.shift = nn.Parameter(torch.zeros(3))
         self.norm, self.down = nn.RMSNorm(48), nn.Linear(96, 48, bias=False)
         self.gate, self.up = nn.Linear(48, 96, bias=False), nn.Linear(48, 96, bias=False)
         self.head = LinearCrossEntropy(48, 50)
 
     def forward(self, x, labels):
-        h = self.norm(x)
+        h = self.norm(x + self.shift.sum())
         return self.head(x + self.down(swiglu(self.gate(h), self.up(h))), labels)
 
 
@@ -173,7 +174,7 @@ def test_fused_modules(orig):
     torch.manual_seed(0)
     with pytest.warns(UserWarning, match="LinearCrossEntropy overrides forward"):
         one = convert(Block().to(device()), "CurrentScaling", fuse=True)
-    model = in_fsdp1(prepare_modules_for_fsdp1(copy.deepcopy(one)), orig)
+    model = in_fsdp1(prepare_modules_for_fsdp1(copy.deepcopy(one)), orig, units=False)
     optimizer = sgd(model)
     x, labels = batch(dist.get_rank(), 48), torch.arange(6, device=device())
     for _ in range(3):

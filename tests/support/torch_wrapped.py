@@ -22,15 +22,15 @@ def device():
     return torch.device("cuda", torch.cuda.current_device()) if torch_ranks.device == "cuda" else torch.device("cpu")
 
 
-def in_fsdp1(model, orig=True, strategy=ShardingStrategy.FULL_SHARD, **options):
-    """Each child that has parameters is a unit, and the model another one."""
+def in_fsdp1(model, orig=True, strategy=ShardingStrategy.FULL_SHARD, units=True, **options):
+    """With `units` each child that has parameters is one, and the model another one."""
     options = {"use_orig_params": orig, "sharding_strategy": strategy, "device_id": device(), **options}
     if strategy in HYBRID:
         options["device_mesh"] = torch_ranks.mesh()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*NO_SHARD.* is deprecated", FutureWarning)
         for name, child in model.named_children():
-            if next(child.parameters(), None) is not None:
+            if units and next(child.parameters(), None) is not None:
                 setattr(model, name, FullyShardedDataParallel(child, **options))
         return FullyShardedDataParallel(model, **options)
 
