@@ -415,7 +415,7 @@ def _stepped_by(parameter: Tensor) -> Sequence[tuple[str, DelayedScale]]:
     if noted is not None:
         return [noted]
     if isinstance(parameter, FlatParameter):
-        infos: Any = parameter._param_infos  # type: ignore[attr-defined]
+        infos: Any = parameter._param_infos
         names = [(f"{info.module_name}.{info.param_name}".lstrip("."), info.module) for info in infos]
         return [
             (name, module.delayed[Role.WEIGHT.value])

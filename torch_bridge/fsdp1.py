@@ -7,26 +7,28 @@ them. What layers keep between their passes:
 | what | between forward and backward |
 | --- | --- |
 | weights | nothing: the backward pass makes codes of what FSDP1 gathers for it |
-| x | its codes, as anywhere. They differ between ranks that have other batches, so no rank has a part for others |
+| x | its codes, as anywhere; or a part of them on each rank of `activation_group`, which all have that x (`saved.py`) |
 | scales and amaxes | buffers, in float32 whatever FSDP1 casts buffers to; `update_scales` max-reduces amaxes |
 """
 
 from __future__ import annotations
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from qshard.torch_bridge.arguments import check_model
+from qshard.torch_bridge.arguments import check_group, check_model
 from qshard.torch_bridge.delayed import STATE_OF, DelayedScale
 from qshard.torch_bridge.fsdp.weight import ShardedWeight, plain
 from qshard.torch_bridge.modules import modules_of, parameters_of
-from qshard.torch_bridge.nn import put
+from qshard.torch_bridge.nn import Linear, put
+from qshard.torch_bridge.saved import KeptInParts
 from qshard.torch_bridge.tensor import QuantizedTensor
 
 
-def prepare_modules_for_fsdp1(model: nn.Module) -> nn.Module:
+def prepare_modules_for_fsdp1(model: nn.Module, *, activation_group: dist.ProcessGroup | None = None) -> nn.Module:
     """Makes converted layers ready for `FullyShardedDataParallel`, in place: call it before the model is wrapped.
 
     Weights become plain parameters again, the same objects with the same values: FSDP1 has no hooks by which FSDP2
@@ -37,6 +39,11 @@ def prepare_modules_for_fsdp1(model: nn.Module) -> nn.Module:
 
     Args:
       model: after `convert`, or with `Linear`s in it, on any device, also meta.
+      activation_group: ranks that have the very same activations, as those of tensor parallelism by hand. Each keeps
+        1/W of the codes of x from forward to backward, which then gathers them, a byte an element or half a byte. Not
+        the ranks of FSDP1: they have other batches, and with the same ones would train no faster. The first time that
+        a layer keeps codes, ranks compare them, and raise ValueError, all of them, if they differ. Under
+        `torch.compile` each rank keeps all.
 
     Returns:
       `model`.
@@ -57,10 +64,13 @@ def prepare_modules_for_fsdp1(model: nn.Module) -> nn.Module:
     Sources: TransformerEngine, `prepare_te_modules_for_fsdp`.
     """
     check_model("prepare_modules_for_fsdp1", model)
+    check_group("prepare_modules_for_fsdp1", activation_group)
     _check(model)
     for module in modules_of(model):
         if isinstance(module, DelayedScale):
             module.keep_bits()
+        elif isinstance(module, Linear):
+            module.kept = None if activation_group is None else KeptInParts(activation_group)
     for weight in parameters_of(model):
         if isinstance(weight, ShardedWeight):
             name, delayed = weight.scale_state.name, weight.scale_state.delayed

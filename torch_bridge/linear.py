@@ -25,6 +25,7 @@ from qshard.torch_bridge.noted import noted_amax
 from qshard.torch_bridge.operands import ROLES, matrix_of, planes_of, quantized, values_of
 from qshard.torch_bridge.parallel import Part, cut_of
 from qshard.torch_bridge.planes import quantized_swiglu_again, transposed
+from qshard.torch_bridge.saved import KeptInParts
 from qshard.torch_bridge.tensor import QuantizedTensor
 from qshard.torch_bridge.words import words
 
@@ -44,6 +45,7 @@ def linear(
     seed: int | Tensor | None = None,
     delayed: Mapping[Role, DelayedScale] | None = None,
     dtype: torch.dtype | None = None,
+    kept: KeptInParts | None = None,
 ) -> Tensor:
     """`y = x @ weight.T + bias`, with x, weight and the gradient of y quantized.
 
@@ -64,6 +66,8 @@ def linear(
       delayed: the state of each tensor under `DelayedScaling`. Its scales are used, and amaxes noted: those of x and
         weight now, that of the gradient in the backward pass.
       dtype: x is rounded to it first, and y has it; by default that of x.
+      kept: ranks that have this very x, and keep codes of it together (`prepare_modules_for_fsdp1`). Its backward pass
+        is collective then.
 
     Returns:
       `[..., N]`. Gradients have the dtypes of what they are gradients of.
@@ -127,7 +131,8 @@ def linear(
             if role not in delayed:
                 raise ValueError(f"linear: delayed has no state for {role}; pass a DelayedScale for each role")
         given = [*(delayed[role].scale for role in ROLES), delayed[Role.GRADIENT].amax]
-    y = _product(x, weight, recipe, seed, given, delayed, x.dtype if dtype is None else dtype, parts, shared, layer)
+    dtype = x.dtype if dtype is None else dtype
+    y = _product(x, weight, recipe, seed, given, delayed, dtype, parts, shared, layer, kept)
     y = y if cut is None else cut.y(y)
     return y if bias is None else y + bias.to(y.dtype)
 
@@ -143,6 +148,7 @@ def _product(
     parts: Mapping[Role, Part],
     shared: Tensor,
     layer: Hashable,
+    kept: KeptInParts | None,
 ) -> Tensor:
     """`linear` of plain tensors, without bias.
 
@@ -150,6 +156,7 @@ def _product(
       parts: which they are of larger tensors, if they are.
       shared: what tells one x from another, for layers that take the same.
       layer: which layer it is.
+      kept: who keeps parts of the codes of x.
     """
     eager, stochastic = not torch.compiler.is_compiling(), recipe.format(Role.ACTIVATION).stochastic
     has_grad = torch.is_grad_enabled()
@@ -201,6 +208,11 @@ def _product(
     of_x: Sequence[Tensor | None] = ()
     if need_w:
         of_x = xs[Usage.COLUMNWISE].parts if source is None else source.tensors
+    cut: _Cut | None = None
+    if kept is not None and need_w and source is None and eager:
+        x_col = xs[Usage.COLUMNWISE].parts
+        cut = _Cut(kept, x_col.data.shape, x_col.data.dtype)
+        of_x = x_col._replace(data=kept.cut(x_col.data))
     of_w: Sequence[Tensor | None] = ()
     kept_usage = None
     if w_again:
@@ -208,12 +220,12 @@ def _product(
         of_w = (weight.shard,) if isinstance(weight, ShardedWeight) else ()
     elif need_x:
         # A gathered weight is kept as it is: FSDP2 frees its memory, and fills it with the same codes before backward.
-        kept = ws.get(Usage.COLUMNWISE, ws[Usage.ROWWISE])
-        of_w, kept_usage = kept.parts, kept.usage
+        w = ws.get(Usage.COLUMNWISE, ws[Usage.ROWWISE])
+        of_w, kept_usage = w.parts, w.usage
     # Dynamo takes no tensor twice, and what is kept as codes has its scale.
     scales = [scale if eager or i >= _X_SCALES.stop else None for i, scale in enumerate(given)]
     x_again = None if source is None else source.again
-    how = _How(recipe, dtype, x_again, w_again, w_format, kept_usage, len(given), len(of_x), parts)
+    how = _How(recipe, dtype, x_again, w_again, w_format, kept_usage, len(given), len(of_x), parts, cut)
     made: Tensor = _Gradients.apply(x, weight, how, seed, None if y is None else (y,), *scales, *of_x, *of_w)
     if y is None:
         w_row = ws[Usage.ROWWISE]
@@ -291,6 +303,14 @@ _NOT_GATHERED = (
 )
 
 
+class _Cut(NamedTuple):
+    """How the codes of x come back: who has the parts, and what they are of."""
+
+    kept: KeptInParts
+    shape: torch.Size
+    dtype: torch.dtype
+
+
 class _How(NamedTuple):
     """How the backward pass has its operands, and in which of the tensors that it is given.
 
@@ -301,6 +321,7 @@ class _How(NamedTuple):
         which plane; None if there are none.
       given, of_x: how many of the tensors are those of delayed scaling, and how many are of x.
       parts: which parts of larger tensors the operands are, if they are.
+      cut: of the codes of x a part is kept; None: all of them.
     """
 
     recipe: Recipe
@@ -312,6 +333,7 @@ class _How(NamedTuple):
     given: int
     of_x: int
     parts: Mapping[Role, Part]
+    cut: _Cut | None
 
 
 class _Gradients(torch.autograd.Function):
@@ -348,6 +370,8 @@ class _Gradients(torch.autograd.Function):
         *kept, seed = ctx.saved_tensors
         count, of_x, of_w = len(kept), list(kept[: how.of_x]), list(kept[how.of_x :])
         del kept  # Operands go as soon as they are multiplied: checkpointing has left no others of them.
+        if how.cut is not None:
+            of_x[0] = how.cut.kept.join(of_x[0], *how.cut[1:])
         need_x, need_w = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
         dy, plan = matrix_of(grad, grad.dtype), None
         if not how.parts and not torch.compiler.is_compiling():

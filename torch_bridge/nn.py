@@ -25,6 +25,7 @@ from qshard.torch_bridge.listeners import nobody_looks_on
 from qshard.torch_bridge.operands import ROLES
 from qshard.torch_bridge.ops import dtype_name
 from qshard.torch_bridge.parallel import Part, first_rank
+from qshard.torch_bridge.saved import KeptInParts
 from qshard.torch_bridge.scaling import loaded_if_there
 
 
@@ -103,6 +104,7 @@ class Linear(Extends, nn.Linear):
         one that a checkpoint of one rank has put everywhere, draw other bits on each rank. It begins at random, by
         `torch.manual_seed`.
       delayed: under `DelayedScaling`, the `DelayedScale` of each role, which `update_scales` brings up to date.
+      kept: who keeps codes of x together, if `prepare_modules_for_fsdp1` was told.
 
     >>> from qshard.recipes import CurrentScaling
     >>> layer = Linear(8, 4, bias=False, recipe=CurrentScaling())
@@ -113,6 +115,7 @@ class Linear(Extends, nn.Linear):
     recipe: Recipe
     seed: Tensor | None
     delayed: nn.ModuleDict
+    kept: KeptInParts | None = None
     scaling_buffers = ("seed",)
     _of = nn.Linear
 
@@ -270,7 +273,7 @@ class Linear(Extends, nn.Linear):
                     state.restore_buffers()
         if type(weight) is Tensor and is_converted(self._parameters.get("weight")):
             say_that_it_was_gathered(weight)
-        return linear(input, weight, self.bias, self.recipe, seed=seed, delayed=delayed, dtype=dtype)
+        return linear(input, weight, self.bias, self.recipe, seed=seed, delayed=delayed, dtype=dtype, kept=self.kept)
 
     def extra_repr(self) -> str:
         roles = ", ".join(f"{role.value}={self.recipe.format(role)}" for role in Role)
