@@ -27,6 +27,7 @@ from qshard.torch_bridge.export import quantized_state_dict
 from qshard.torch_bridge.fsdp.functional import gathered_weight, is_converted
 from qshard.torch_bridge.fsdp.scales import update_scales
 from qshard.torch_bridge.fsdp.weight import ShardedWeight
+from qshard.torch_bridge.fsdp1 import prepare_modules_for_fsdp1
 from qshard.torch_bridge.fused import RMSNorm, SwiGLU, rms_norm, rms_norm_quantize, swiglu, swiglu_quantize
 from qshard.torch_bridge.initialize import quantized_init
 from qshard.torch_bridge.linear import linear
@@ -67,6 +68,7 @@ __all__ = [
     "linear",
     "linear_cross_entropy",
     "load_scaling_state",
+    "prepare_modules_for_fsdp1",
     "quantize",
     "quantized_init",
     "quantized_state_dict",

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import torch
@@ -52,12 +52,12 @@ class _Made:
 
     def __init__(self, x: weakref.ref[Tensor], version: int, key: Any):
         self.x, self.version, self.key = x, version, key
-        self.layers: set[int] = set()
+        self.layers: set[Hashable] = set()
         self.planes: dict[Usage, Operand] = {}
         self.others: list[Tensor] = []
         self.versions: list[int] = []
 
-    def serves(self, x: Tensor, key: Any, layer: int) -> bool:
+    def serves(self, x: Tensor, key: Any, layer: Hashable) -> bool:
         """Not so if the scale has been updated: codes are of the old one."""
         is_same = self.x() is x and self.version == x._version and bool(self.key == key) and layer not in self.layers
         return is_same and self.versions == [other._version for other in self.others]
@@ -78,7 +78,7 @@ class _Slot:
 _slots = threading.local()
 
 
-def planes_of(x: Tensor, usage: Usage, key: Any, layer: int, make: Callable[[Usage], Planes]) -> Planes:
+def planes_of(x: Tensor, usage: Usage, key: Any, layer: Hashable, make: Callable[[Usage], Planes]) -> Planes:
     """What `make(usage)` gives, of which those planes that were made of this x before are not made again.
 
     Args:

@@ -189,7 +189,7 @@ def _check(name: str, weight: Tensor, recipe: Recipe) -> None:
         raise ValueError(f"convert: {name} (DTensor) is not a plain tensor; convert before sharding the model")
     held: Any = weight
     referred = weakref.getweakrefs(held) and not (isinstance(weight, ShardedWeight) and weight.scale_state.primary)
-    if held._use_count() > 1 or referred or hasattr(held, "_fsdp_flattened"):
+    if held._use_count() > 1 or referred or "_fsdp_flattened" in vars(held):
         raise ValueError(
             f"convert: {name} (held by DistributedDataParallel, FullyShardedDataParallel or an autograd graph) is not "
             "free to be replaced; convert before wrapping the model, and drop losses and views of before"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,7 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FlatParameter, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from qshard.names import shown
@@ -64,6 +67,7 @@ class DelayedScale(nn.Module):
         self._asked = False  # Whether a cut weight needs to know if there is a scale.
         self._made: int | None = None  # The version of `scale` that this rank knows to be a scale.
         self._look: _Look | None = None
+        self._kept: dict[str, Tensor] | None = None  # The memory of each buffer, once `keep_bits` was called.
         shapes = recipe.state_shapes
         for name in ("scale", "scale_inv", "amax", "amax_history"):
             shape = shapes.get(name, shapes["scale"])
@@ -73,8 +77,33 @@ class DelayedScale(nn.Module):
     def reset(self) -> None:
         """The state before the first step."""
         self._made = self._look = None
+        self.restore_buffers()
         for buffer in (self.scale, self.scale_inv, self.amax, self.amax_history):
             buffer.zero_()
+
+    def reset_parameters(self) -> None:
+        """`reset`, by the name by which FSDP1 calls it of modules on meta."""
+        self.reset()
+
+    def keep_bits(self) -> None:
+        """From now on `restore_buffers` gives buffers back their float32 bits, whatever a wrapper casts them to.
+
+        FSDP1 casts with `MixedPrecision(buffer_dtype=)`, once, before the first forward pass.
+        """
+        if self._kept is None:
+            self._kept = {}
+        self.restore_buffers()
+
+    def restore_buffers(self) -> None:
+        """Undoes a cast of the buffers. Called before they are used, where `keep_bits` was."""
+        if self._kept is None:
+            return
+        for name, buffer in self._buffers.items():
+            assert buffer is not None
+            if buffer.dtype is not torch.float32:
+                buffer.data = self._kept[name].to(buffer.device)
+            elif name not in self._kept or self._kept[name].data_ptr() != buffer.data_ptr():
+                self._kept[name] = buffer.detach()
 
     def observe(self, amax: Tensor) -> None:
         """Takes the amax of one use of the tensor. The amax of several is their maximum, in any order."""
@@ -99,25 +128,48 @@ class DelayedScale(nn.Module):
         return made
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what belongs to this process."""
-        return {**self.__dict__, "_made": None, "_look": None}
+        """Without what belongs to this process, or is memory of the buffers."""
+        self.restore_buffers()
+        return {**self.__dict__, "_made": None, "_look": None, "_kept": None if self._kept is None else {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({"_kept": None, **state})  # Older files have none.
+        self.restore_buffers()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DelayedScale:
         """As bits: what changes the dtype of a model changes that of floats."""
+        self.restore_buffers()
         was_meta = self.scale.is_meta
         for name, buffer in self._buffers.items():
             assert buffer is not None
             self._buffers[name] = fn(buffer.view(torch.int32)).view(torch.float32)
         self._made = self._look = None
+        self.restore_buffers()
         if was_meta and not self.scale.is_meta:
             self.reset()
         return self
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *others: Any) -> None:
         """The state is in no state dict, but in those of old files."""
+        self.restore_buffers()
         self._made = self._look = None
         with loaded_if_there(self, state_dict, prefix):
             super()._load_from_state_dict(state_dict, prefix, *others)
+
+
+def keep_amaxes() -> None:
+    """Called in forward passes: DistributedDataParallel lets each rank keep its amaxes.
+
+    Before a pass it gives all ranks the buffers of the first, where gradients were reduced in the pass before.
+    """
+    ddp = DistributedDataParallel._active_ddp_module
+    if ddp is not None and ddp not in _told:
+        _told.add(ddp)
+        states = [name for name, module in ddp.module.named_modules() if isinstance(module, DelayedScale)]
+        ddp.parameters_to_ignore |= {f"{name}.amax" for name in states}
+
+
+_told: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def note(noted: Tensor, amax: Tensor) -> None:
@@ -142,11 +194,12 @@ def update_delayed(model: nn.Module, group: dist.ProcessGroup | None = None) -> 
     Args:
       model: layers of it have a `DelayedScaling` recipe. Without any there is nothing to do.
       group: the ranks that train this model, or this stage of a pipeline. By default, those of the mesh that its
-        parameters are on; if none is a DTensor, all ranks. Collective: an all-reduce of 4 bytes a tensor, for each axis
-        of a mesh that is not all ranks.
+        parameters are on; if none is a DTensor, those of the FullyShardedDataParallel or DistributedDataParallel that
+        `model` is or has; without any, all ranks. Collective: an all-reduce of 4 bytes a tensor, for each axis of a
+        mesh that is not all ranks, and with HYBRID_SHARD for shards and for replicas.
 
     Raises:
-      ValueError: parameters are on meshes of which none has all ranks of the others.
+      ValueError: parameters are on meshes of which none has all ranks of the others; or wrappers have other groups.
       RuntimeError: models of these ranks differ in their delayed scales; on all of them, in the first update.
 
     Call it on all ranks once a step, after backward; `update_scales` does. A second step of an optimizer without it is
@@ -159,6 +212,8 @@ def update_delayed(model: nn.Module, group: dist.ProcessGroup | None = None) -> 
     states = [module for module in modules_of(model) if isinstance(module, DelayedScale)]
     if not states:
         return
+    for state in states:
+        state.restore_buffers()
     groups = _groups_of(model, group)
     _check_alike(model, states, groups)
     buffers: list[dict[str, Any]] = [state._buffers for state in states]  # Attributes of modules are slow to get.
@@ -249,7 +304,7 @@ def _groups_of(model: nn.Module, group: dist.ProcessGroup | None) -> Sequence[di
             if mesh not in meshes:
                 meshes[mesh] = set(mesh.mesh.flatten().tolist())
     if not meshes:
-        return [everyone]
+        return _groups_of_wrappers(model) or [everyone]
     mesh = max(meshes, key=lambda mesh: len(meshes[mesh]))
     for other, ranks in meshes.items():
         if not ranks <= meshes[mesh]:
@@ -260,6 +315,25 @@ def _groups_of(model: nn.Module, group: dist.ProcessGroup | None) -> Sequence[di
     if mesh.size() == dist.get_world_size():
         return [everyone]
     return [mesh.get_group(axis) for axis in range(mesh.ndim)]
+
+
+def _groups_of_wrappers(model: nn.Module) -> Sequence[dist.ProcessGroup]:
+    """Groups of FSDP1 or DistributedDataParallel that together are the ranks which train `model`; none: all ranks."""
+    found: dict[tuple[str, ...], list[dist.ProcessGroup]] = {}
+    for module in modules_of(model):
+        if isinstance(module, FullyShardedDataParallel | DistributedDataParallel):
+            both: Any = (module.process_group, getattr(module, "_inter_node_pg", None))
+            groups = [each for each in both if each is not None]
+            found[tuple(each.group_name for each in groups)] = groups
+    sizes = {names: math.prod(dist.get_world_size(each) for each in groups) for names, groups in found.items()}
+    if not found or max(sizes.values()) == dist.get_world_size():
+        return []
+    if len(found) > 1:
+        raise ValueError(
+            f"update_scales: modules (wrapped with {len(found)} groups, of {min(sizes.values())} to "
+            f"{max(sizes.values())} ranks) are not on one group; pass group=, the ranks that train this model"
+        )
+    return next(iter(found.values()))
 
 
 def _shown(ranks: set[int]) -> str:
@@ -320,15 +394,37 @@ def _note_step(optimizer: Optimizer) -> None:
         if not (isinstance(lr, Tensor) and lr.is_cuda) and lr == 0:  # As PyTorch steps to make states for a checkpoint.
             continue
         for parameter in group["params"]:
-            state = getattr(local_of(parameter), "scale_state", None)
-            delayed: DelayedScale | None = getattr(state, "delayed", None)
-            if delayed is None or parameter.grad is None:
-                continue
-            if delayed.stepped and delayed.stepper not in _running:
-                raise RuntimeError(
-                    f"DelayedScaling: {state.name} (a second optimizer step) has had no update of its scales since the "  # type: ignore[union-attr]
-                    "first; call update_scales(model) once a step, on all ranks"
-                )
-            if not delayed.stepped:
-                delayed.stepped, delayed.stepper = True, id(optimizer)
+            for name, delayed in _stepped_by(parameter):
+                if delayed.stepped and delayed.stepper not in _running:
+                    raise RuntimeError(
+                        f"DelayedScaling: {name} (a second optimizer step) has had no update of its scales since the "
+                        "first; call update_scales(model) once a step, on all ranks"
+                    )
+                if not delayed.stepped:
+                    delayed.stepped, delayed.stepper = True, id(optimizer)
     _running.append(id(optimizer))
+
+
+def _stepped_by(parameter: Tensor) -> Sequence[tuple[str, DelayedScale]]:
+    """Names and states of the weights that a step on `parameter` changes: one, or those in a flat parameter."""
+    noted: tuple[str, DelayedScale] | None = parameter.__dict__.get(STATE_OF)
+    if noted is not None and parameter.requires_grad and not parameter.numel():
+        return [noted]  # FSDP1 gives no gradient to a rank without elements, which has to hear of it like all others.
+    if parameter.grad is None:
+        return []
+    if noted is not None:
+        return [noted]
+    if isinstance(parameter, FlatParameter):
+        infos: Any = parameter._param_infos
+        names = [(f"{info.module_name}.{info.param_name}".lstrip("."), info.module) for info in infos]
+        return [
+            (name, module.delayed[Role.WEIGHT.value])
+            for name, module in names
+            if name.endswith("weight") and "delayed" in module._modules
+        ]
+    state = getattr(local_of(parameter), "scale_state", None)
+    return [] if state is None or state.delayed is None else [(state.name, state.delayed)]
+
+
+STATE_OF = "_qshard_delayed"
+"""The attribute of a parameter that FSDP1 is to take: its name, and its `DelayedScale`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -18,12 +18,14 @@ from qshard.torch_bridge import activations, fused, one_call
 from qshard.torch_bridge.arguments import check_contiguous, check_dtype, check_tensor
 from qshard.torch_bridge.delayed import DelayedScale, note
 from qshard.torch_bridge.dtensor import local_of
+from qshard.torch_bridge.flat import flat_of
 from qshard.torch_bridge.fsdp.weight import ShardedWeight
 from qshard.torch_bridge.gemm import Operand, matmul
 from qshard.torch_bridge.noted import noted_amax
 from qshard.torch_bridge.operands import ROLES, matrix_of, planes_of, quantized, values_of
 from qshard.torch_bridge.parallel import Cut, Part, cut_of
 from qshard.torch_bridge.planes import quantized_swiglu_again, transposed
+from qshard.torch_bridge.saved import KeptInParts
 from qshard.torch_bridge.sequence import Rows
 from qshard.torch_bridge.tensor import QuantizedTensor
 from qshard.torch_bridge.words import words
@@ -46,6 +48,7 @@ def linear(
     dtype: torch.dtype | None = None,
     scatter_dim: int | None = None,
     overlap: bool = False,
+    kept: KeptInParts | None = None,
 ) -> Tensor:
     """`y = x @ weight.T + bias`, with x, weight and the gradient of y quantized.
 
@@ -69,6 +72,8 @@ def linear(
       scatter_dim: of DTensors whose weight is cut along K: the axis of rows along which y is cut as it is summed. The
         codes of its gradient are gathered, not its values.
       overlap: whether rows that are cut (`sequence.py`) travel while others are multiplied. The bits are the same.
+      kept: ranks that have this very x, and keep codes of it together (`prepare_modules_for_fsdp1`). Its backward pass
+        is collective then.
 
     Returns:
       `[..., N]`. Gradients have the dtypes of what they are gradients of.
@@ -100,7 +105,7 @@ def linear(
     """
     recipe = as_recipe(recipe, "linear")
     # Dynamo would hold a graph to the id, and compile alike layers one by one, of which a few are its limit.
-    cut, shared, layer = None, x, 0 if torch.compiler.is_compiling() else id(weight)
+    cut, shared, layer = None, x, 0 if torch.compiler.is_compiling() else _id_of(weight)
     if isinstance(x, DTensor) and isinstance(weight, DTensor):
         _check_shapes(x, weight, bias)
         if scatter_dim is not None and scatter_dim < 0:
@@ -138,7 +143,8 @@ def linear(
             if role not in delayed:
                 raise ValueError(f"linear: delayed has no state for {role}; pass a DelayedScale for each role")
         given = [*(delayed[role].scale for role in ROLES), delayed[Role.GRADIENT].amax]
-    y = _product(x, weight, recipe, seed, given, delayed, x.dtype if dtype is None else dtype, cut, shared, layer)
+    dtype = x.dtype if dtype is None else dtype
+    y = _product(x, weight, recipe, seed, given, delayed, dtype, cut, shared, layer, kept)
     y = y if cut is None else cut.y(y)
     return y if bias is None else y + bias.to(y.dtype)
 
@@ -153,7 +159,8 @@ def _product(
     dtype: torch.dtype,
     cut: Cut | None,
     shared: Tensor,
-    layer: int,
+    layer: Hashable,
+    kept: KeptInParts | None,
 ) -> Tensor:
     """`linear` of plain tensors, without bias.
 
@@ -161,6 +168,7 @@ def _product(
       cut: which parts they are of larger tensors, if they are.
       shared: what tells one x from another, for layers that take the same.
       layer: which layer it is.
+      kept: who keeps parts of the codes of x.
     """
     parts: Mapping[Role, Part] = {} if cut is None else cut.parts
     x_rows, y_rows = (None, None) if cut is None else (cut.x_rows, cut.y_rows)
@@ -192,7 +200,7 @@ def _product(
         w_format, ws = weight.format, planes_of(weight, need_x)
     else:
         # What is no parameter may be there for this product alone, and has more bytes than its codes.
-        w_again = need_x and eager and isinstance(weight, torch.nn.Parameter)
+        w_again = need_x and eager and (isinstance(weight, torch.nn.Parameter) or flat_of(weight) is not None)
         if one_node and not parts and (w_again or not need_x):
             scale = given[_W_SCALE] if given else None
             ready = one_call.product(x_row.parts, x_row.format, values_of(weight), recipe, scale, seed, dtype)
@@ -214,6 +222,11 @@ def _product(
     of_x: Sequence[Tensor | None] = ()
     if need_w:
         of_x = xs[Usage.COLUMNWISE].parts if source is None else source.tensors
+    joined: _Joined | None = None
+    if kept is not None and need_w and source is None and eager:
+        x_col = xs[Usage.COLUMNWISE].parts
+        joined = _Joined(kept, x_col.data.shape, x_col.data.dtype)
+        of_x = x_col._replace(data=kept.cut(x_col.data))
     of_w: Sequence[Tensor | None] = ()
     kept_usage = None
     if w_again:
@@ -221,19 +234,24 @@ def _product(
         of_w = (weight.shard,) if isinstance(weight, ShardedWeight) else ()
     elif need_x:
         # A gathered weight is kept as it is: FSDP2 frees its memory, and fills it with the same codes before backward.
-        kept = ws.get(Usage.COLUMNWISE, ws[Usage.ROWWISE])
-        of_w, kept_usage = kept.parts, kept.usage
+        w = ws.get(Usage.COLUMNWISE, ws[Usage.ROWWISE])
+        of_w, kept_usage = w.parts, w.usage
     # Dynamo takes no tensor twice, and what is kept as codes has its scale.
     scales = [scale if eager or i >= _X_SCALES.stop else None for i, scale in enumerate(given)]
     x_again = None if source is None else source.again
-    how = _How(
-        recipe, dtype, x_again, w_again, w_format, kept_usage, len(given), len(of_x), shape, parts, x_rows, y_rows
-    )
+    sizes = len(given), len(of_x), shape
+    how = _How(recipe, dtype, x_again, w_again, w_format, kept_usage, *sizes, parts, x_rows, y_rows, joined)
     made: Tensor = _Gradients.apply(x, weight, how, seed, None if y is None else (y,), *scales, *of_x, *of_w)
     if y is None:
         w_row = ws[Usage.ROWWISE]
         made = _Product.apply(made, dtype, x_row.format, w_row.format, (x_rows, y_rows), *x_row.parts, *w_row.parts)
     return made
+
+
+def _id_of(weight: Tensor) -> Hashable:
+    """Tells one weight from others, in all passes. FSDP1 makes a new view of its flat parameter for each."""
+    flat = flat_of(weight)
+    return id(weight) if flat is None else (id(flat), weight.storage_offset())
 
 
 def _key(recipe: Recipe, dtype: torch.dtype) -> tuple[Any, ...]:
@@ -300,6 +318,14 @@ _NOT_GATHERED = (
 )
 
 
+class _Joined(NamedTuple):
+    """How the codes of x come back: who has the parts, and what they are of."""
+
+    kept: KeptInParts
+    shape: torch.Size
+    dtype: torch.dtype
+
+
 class _How(NamedTuple):
     """How the backward pass has its operands, and in which of the tensors that it is given.
 
@@ -312,6 +338,7 @@ class _How(NamedTuple):
       y_shape: of y.
       parts: which parts of larger tensors the operands are, if they are.
       x_rows, y_rows: how rows of theirs are cut, of whose planes others have the rest.
+      joined: of the codes of x a part is kept; None: all of them.
     """
 
     recipe: Recipe
@@ -326,6 +353,7 @@ class _How(NamedTuple):
     parts: Mapping[Role, Part]
     x_rows: Rows | None
     y_rows: Rows | None
+    joined: _Joined | None
 
 
 class _Gradients(torch.autograd.Function):
@@ -362,6 +390,8 @@ class _Gradients(torch.autograd.Function):
         *kept, seed = ctx.saved_tensors
         count, of_x, of_w = len(kept), list(kept[: how.of_x]), list(kept[how.of_x :])
         del kept  # Operands go as soon as they are multiplied: checkpointing has left no others of them.
+        if how.joined is not None:
+            of_x[0] = how.joined.kept.join(of_x[0], *how.joined[1:])
         need_x, need_w = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
         dy, plan = matrix_of(grad, grad.dtype), None
         if not how.parts and not torch.compiler.is_compiling():

@@ -14,7 +14,7 @@ from qshard.formats import FLOATS
 from qshard.names import shown
 from qshard.recipes import Recipe, RecipeLike, Role, as_recipe
 from qshard.torch_bridge.arguments import check_dtype, check_tensor
-from qshard.torch_bridge.delayed import DelayedScale
+from qshard.torch_bridge.delayed import DelayedScale, keep_amaxes
 from qshard.torch_bridge.dtensor import local_of
 from qshard.torch_bridge.extend import Extends
 from qshard.torch_bridge.fsdp.functional import is_converted, say_that_it_was_gathered
@@ -25,6 +25,7 @@ from qshard.torch_bridge.listeners import nobody_looks_on
 from qshard.torch_bridge.operands import ROLES
 from qshard.torch_bridge.ops import dtype_name
 from qshard.torch_bridge.parallel import Part, first_rank
+from qshard.torch_bridge.saved import KeptInParts
 from qshard.torch_bridge.scaling import loaded_if_there
 
 
@@ -74,9 +75,8 @@ def put(weight: nn.Parameter, made: nn.Parameter) -> None:
         if isinstance(each, ShardedWeight) and each.scale_state.primary is not None:
             each.scale_state.primary.forget_handle(each)  # What is referred to weakly is not swapped.
     torch.utils.swap_tensors(weight, made)
-    primary = cast(ShardedWeight, weight).scale_state.primary
-    if primary is not None:
-        primary.add_handle(weight)
+    if isinstance(weight, ShardedWeight) and weight.scale_state.primary is not None:
+        weight.scale_state.primary.add_handle(weight)
 
 
 def _rank_of(weight: Tensor) -> int:
@@ -105,6 +105,7 @@ class Linear(Extends, nn.Linear):
         `torch.manual_seed`.
       delayed: under `DelayedScaling`, the `DelayedScale` of each role, which `update_scales` brings up to date.
       scatter_dim, overlap: of `linear`, under tensor parallelism. The styles of `tensor_parallel.py` set them.
+      kept: who keeps codes of x together, if `prepare_modules_for_fsdp1` was told.
 
     >>> from qshard.recipes import CurrentScaling
     >>> layer = Linear(8, 4, bias=False, recipe=CurrentScaling())
@@ -117,6 +118,7 @@ class Linear(Extends, nn.Linear):
     delayed: nn.ModuleDict
     scatter_dim: int | None = None
     overlap: bool = False
+    kept: KeptInParts | None = None
     scaling_buffers = ("seed",)
     _of = nn.Linear
 
@@ -268,9 +270,13 @@ class Linear(Extends, nn.Linear):
             seed = _take_seed(self.seed, _rank_of(weight))
         if "delayed" in self._modules:
             delayed = {role: cast(DelayedScale, self.delayed[role.value]) for role in ROLES}
+            if not torch.compiler.is_compiling():
+                keep_amaxes()
+                for state in delayed.values():
+                    state.restore_buffers()
         if type(weight) is Tensor and is_converted(self._parameters.get("weight")):
             say_that_it_was_gathered(weight)
-        how: dict[str, Any] = {"scatter_dim": self.scatter_dim, "overlap": self.overlap}
+        how: dict[str, Any] = {"scatter_dim": self.scatter_dim, "overlap": self.overlap, "kept": self.kept}
         return linear(input, weight, self.bias, self.recipe, seed=seed, delayed=delayed, dtype=dtype, **how)
 
     def extra_repr(self) -> str:

@@ -88,8 +88,10 @@ def _fits(given: Any, own: Tensor) -> bool:
 
 
 def _named_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Of each module that keeps some: its `scaling_buffers` says which."""
+    """Of each module that keeps some: its `scaling_buffers` says which, and `restore_buffers` undoes casts of them."""
     for name, module in model.named_modules():
+        if (restore := getattr(module, "restore_buffers", None)) is not None:
+            restore()
         for kept in getattr(module, "scaling_buffers", ()):
             buffer = module._buffers.get(kept)
             if buffer is not None:

@@ -1,7 +1,5 @@
 """What docs/fsdp2.md says: its code as one script, and its tables against what two ranks really send and keep."""
 
-import gc
-import re
 from fractions import Fraction
 
 import pytest
@@ -10,8 +8,8 @@ import torch.distributed as dist
 from torch import nn
 
 from qshard.torch_bridge import WithMasters, ZeroOptimizer, convert
-from support.pages import Page, run
-from support.torch_models import Wire, shard
+from support.pages import Page, run_as_told
+from support.torch_models import Wire, resident, shard
 from support.torch_ranks import on_ranks
 
 PAGE = Page("docs/fsdp2.md")
@@ -24,21 +22,8 @@ OF_TORCH = ["DTensor random operators may not have complete support", "returned 
 
 def test_its_code_runs(tmp_path):
     """All blocks as one script, started as it says."""
-    (command,) = re.findall(r"^`(torchrun .*)`$", PAGE.text, re.MULTILINE)
-    script = tmp_path / command.split()[-1]
-    script.write_text("\n".join(PAGE.python))
-    result = run(script, command.split())
-    assert result.returncode == 0, result.stderr
-    warned = [line for line in result.stderr.splitlines() if "Warning: " in line]
+    warned = run_as_told(PAGE, tmp_path)
     assert [line for line in warned if not any(known in line for known in OF_TORCH)] == []
-
-
-def resident() -> int:
-    """Bytes of all tensors of this process."""
-    while gc.collect():  # What tensors refer to is freed a turn later.
-        pass
-    plain = [t for t in gc.get_objects() if type(t) in (torch.Tensor, nn.Parameter) and not t.is_meta]
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in plain}.values())
 
 
 def model_of():

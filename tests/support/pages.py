@@ -53,3 +53,17 @@ def run(script: Path, command: list[str]) -> subprocess.CompletedProcess[str]:
         check=False,
         timeout=300,
     )
+
+
+def run_as_told(page: Page, folder: Path) -> list[str]:
+    """Runs all blocks of Python as one script, by the line that says how; asserts that it ends well.
+
+    Returns:
+      The lines with warnings.
+    """
+    (command,) = re.findall(r"`(torchrun .*)`$", page.text, re.MULTILINE)
+    script = folder / command.split()[-1]
+    script.write_text("\n".join(page.python))
+    result = run(script, command.split())
+    assert result.returncode == 0, result.stderr
+    return [line for line in result.stderr.splitlines() if "Warning: " in line]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 
 import torch
@@ -113,6 +114,14 @@ def assert_gathers_the_whole(model, values=None, scales=None):
     values = values or [FRONT.numpy(layer.weight.full_tensor().detach().clone()) for layer in layers]
     for plane, w, fmt, scale in zip(planes(model), values, formats, scales or [None] * len(layers), strict=True):
         assert_plane(FRONT, plane, reference.quantize(w, fmt, scale=scale).rowwise, f"weight of {fmt}")
+
+
+def resident() -> int:
+    """Bytes of all tensors of this process."""
+    while gc.collect():  # What tensors refer to is freed a turn later.
+        pass
+    plain = [t for t in gc.get_objects() if type(t) in (torch.Tensor, nn.Parameter) and not t.is_meta]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in plain}.values())
 
 
 def losses_of(model, optimizer, steps=4, update=True, micro_batches=1):

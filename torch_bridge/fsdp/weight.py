@@ -190,6 +190,22 @@ class ShardedWeight(Tensor):
         return self
 
     @property
+    def _fsdp_flattened(self) -> bool:
+        """FSDP1 asks each parameter of a module that it is to wrap, on every rank, before it moves or sends anything.
+
+        Raises:
+          ValueError: always. FSDP1 flattens values: it would lose what FSDP2 gathers this weight by.
+        """
+        state = self.scale_state
+        do = "call prepare_modules_for_fsdp1(model) before you wrap it"
+        if state.primary is not None:
+            do = f"convert with primary=False and {do}, or use fully_shard"
+        kind = f"{'primary, ' if state.primary is not None else ''}{state.fmt}"
+        raise ValueError(
+            f"FullyShardedDataParallel: {state.name} ({kind}) is not a plain parameter, as FSDP1 flattens; {do}"
+        )
+
+    @property
     def fsdp_pre_all_gather(self) -> Callable[..., tuple[tuple[Tensor, ...], Any]]:
         """FSDP2 asks whether there is such a hook when it shards: there and then, on every rank, is the time to refuse.
 
