@@ -6,7 +6,6 @@ gradient of logits takes that of the loss, row by row, whatever the reduction.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,15 +15,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from qshard.names import listed, shown
-from qshard.torch_bridge.arguments import check_tensor
+from qshard.losses import WORD, LossRule, check_head, check_rows, rows_at_a_time, wrong_label
+from qshard.names import shown
+from qshard.torch_bridge.arguments import check_group, check_tensor
 from qshard.torch_bridge.ops import call_into, dtype_name, ops
 from qshard.torch_bridge.optim.slices import all_gather
-
-CHUNK_BYTES = 1 << 28
-"""Logits that `linear_cross_entropy` has at a time."""
-_REDUCTIONS = ("mean", "sum", "none")
-_LABELS = (torch.int64, torch.int32)
 
 
 def cross_entropy(
@@ -62,7 +57,7 @@ def cross_entropy(
     Each loss is within 4 units in the last place of lse of what fp64 gives. A second derivative raises. Sharded rows
     are rows by themselves: average losses by the number of their labels.
 
-    >>> logits = torch.tensor([[0.0, 0.0], [0.0, math.log(3.0)]], requires_grad=True)
+    >>> logits = torch.tensor([[0.0, 0.0], [0.0, 1.0986123]], requires_grad=True)
     >>> loss = cross_entropy(logits, torch.tensor([0, 1]))
     >>> loss.backward()
     >>> loss.detach(), logits.grad
@@ -121,19 +116,11 @@ def linear_cross_entropy(
     check_tensor("linear_cross_entropy", "w", w)
     if torch.is_autocast_enabled(x.device.type):
         x, w = (tensor.to(torch.get_autocast_dtype(x.device.type)) for tensor in (x, w))
-    if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[-1] or x.dtype != w.dtype:
-        raise ValueError(
-            f"linear_cross_entropy: w ({tuple(w.shape)}, {dtype_name(w.dtype)}) does not fit x ({tuple(x.shape)}, "
-            f"{dtype_name(x.dtype)}); give w as [classes, K] and x as [*rows, K], of one dtype"
-        )
-    if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
-        raise ValueError(
-            f"linear_cross_entropy: chunk ({shown(chunk)}) is not a number of rows; pass 1 or more, or None"
-        )
+    check_head("linear_cross_entropy", x.shape, dtype_name(x.dtype), w.shape, dtype_name(w.dtype), chunk)
     rule = _rule("linear_cross_entropy", w.shape[0], ignore_index, label_smoothing, z_loss, group)
     _check("linear_cross_entropy", "x", x, labels, rule, reduction)
-    rows = chunk or max(1, CHUNK_BYTES // max(1, w.shape[0] * x.dtype.itemsize))
     flat, words = x.reshape(-1, x.shape[-1]), _as_words(labels).reshape(-1)
+    rows = rows_at_a_time(chunk, len(flat), w.shape[0], x.dtype.itemsize)
     if reduction == "none" or x.dtype == torch.float16 or not torch.is_grad_enabled():
         losses: Tensor = _LateLosses.apply(flat, w, words, rule, rows)
         return _reduced(losses.view(labels.shape), labels, reduction, ignore_index)
@@ -173,14 +160,12 @@ class _Rule:
 
     classes: int
     first: int
-    ignore_index: int
-    smoothing: float
-    z_loss: float
+    of: LossRule
     group: dist.ProcessGroup | None
 
     def losses(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """The loss of each row, and its lse."""
-        stats = ops.cross_entropy_stats(logits, labels, first=self.first, total=self.smoothing > 0)
+        stats = ops.cross_entropy_stats(logits, labels, first=self.first, total=self.of.smoothing > 0)
         if self.group is None:
             parts = stats.unsqueeze(-2)
         else:
@@ -188,21 +173,17 @@ class _Rule:
             gathered = stats.new_empty(world * stats.numel())
             all_gather(gathered, stats.view(-1), group=self.group)
             parts = gathered.view(world, *stats.shape).movedim(0, -2).contiguous()
-        loss, lse = ops.cross_entropy(parts, labels, classes=self.classes, **self._shared)
+        loss, lse = ops.cross_entropy(parts, labels, classes=self.classes, **self.of.options)
         return loss, lse
 
     def gradient(self, logits: Tensor, labels: Tensor, lse: Tensor, grad: Tensor, *, in_place: bool) -> Tensor:
         """That of logits, of that of each loss."""
-        options = {"classes": self.classes, "first": self.first, **self._shared}
+        options = {"classes": self.classes, "first": self.first, **self.of.options}
         if in_place:
             call_into("cross_entropy_grad", (logits, labels, lse, grad), (logits,), options)
             return logits
         d: Tensor = ops.cross_entropy_grad(logits, labels, lse, grad, **options)
         return d
-
-    @property
-    def _shared(self) -> dict[str, Any]:
-        return {"ignore_index": self.ignore_index, "smoothing": self.smoothing, "z_loss": self.z_loss}
 
 
 class _RowLosses(torch.autograd.Function):
@@ -332,44 +313,25 @@ def _as_words(labels: Tensor) -> Tensor:
     """As int32; what that cannot hold is no class either way."""
     if labels.dtype == torch.int32:
         return labels.contiguous()
-    limits = torch.iinfo(torch.int32)
-    return labels.clamp(limits.min, limits.max).to(torch.int32).contiguous()
+    return labels.clamp(*WORD).to(torch.int32).contiguous()
 
 
 def _rule(
     op: str, columns: int, ignore_index: int, smoothing: float, z_loss: float, group: dist.ProcessGroup | None
 ) -> _Rule:
-    limits = torch.iinfo(torch.int32)
-    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
-        raise TypeError(f"{op}: ignore_index ({shown(ignore_index)}) is not an integer; pass one")
-    if not limits.min <= ignore_index <= limits.max:
-        raise ValueError(f"{op}: ignore_index ({ignore_index}) does not fit into 32 bits; pass a number such as -100")
-    if not 0 <= smoothing <= 1:
-        raise ValueError(f"{op}: label_smoothing ({shown(smoothing)}) is not from 0 to 1; pass such a number")
-    if not 0 <= z_loss < math.inf:
-        raise ValueError(f"{op}: z_loss ({shown(z_loss)}) is not 0 or more; pass a small number, such as 1e-4")
+    rule = LossRule.of(op, ignore_index, smoothing, z_loss)
+    check_group(op, group)
     world, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
-    return _Rule(columns * world, columns * rank, ignore_index, float(smoothing), float(z_loss), group)
+    return _Rule(columns * world, columns * rank, rule, group)
 
 
 def _check(op: str, name: str, x: Tensor, labels: Any, rule: _Rule, reduction: str) -> None:
     if not isinstance(labels, Tensor):
         raise TypeError(f"{op}: labels ({shown(labels)}) is not a torch.Tensor; pass torch.tensor(labels)")
-    if reduction not in _REDUCTIONS:
-        raise ValueError(f"{op}: reduction ({shown(reduction)}) is not {listed(_REDUCTIONS)}; pass one of these")
-    if labels.dtype not in _LABELS:
-        raise TypeError(f"{op}: labels ({dtype_name(labels.dtype)}) are not int64 or int32; cast them first")
-    if labels.shape != x.shape[:-1] or labels.device != x.device:
-        raise ValueError(
-            f"{op}: labels ({tuple(labels.shape)} on {labels.device}) are not one for each row of {name} "
-            f"({tuple(x.shape)} on {x.device}); classes are the last axis"
-        )
-    if not rule.classes:
-        raise ValueError(f"{op}: {name} has no classes; give one or more")
+    shapes, where = (x.shape, labels.shape), (x.device, labels.device)
+    check_rows(op, name, *shapes, dtype_name(labels.dtype), rule.classes, reduction, where=where)
     if labels.device.type == "cpu" and not torch.compiler.is_compiling() and type(labels) is Tensor:
-        wrong = labels[(labels != rule.ignore_index) & ((labels < 0) | (labels >= rule.classes))]
+        ignored = rule.of.ignore_index
+        wrong = labels[(labels != ignored) & ((labels < 0) | (labels >= rule.classes))]
         if wrong.numel():
-            raise ValueError(
-                f"{op}: labels ({int(wrong[0])} among them) are not all from 0 to {rule.classes - 1}, nor ignore_index "
-                f"({rule.ignore_index}); mark rows to leave out with ignore_index"
-            )
+            raise wrong_label(op, int(wrong[0]), rule.classes, ignored)

@@ -11,6 +11,7 @@ if _lack := missing("jax", __name__):
 from qshard.jax import ops, policies
 from qshard.jax.array import QuantizedArray
 from qshard.jax.convert import convert
+from qshard.jax.cross_entropy import cross_entropy
 from qshard.jax.delayed import (
     LinearState,
     Observed,
@@ -58,6 +59,7 @@ __all__ = [
     "cast_master",
     "compute_scales",
     "convert",
+    "cross_entropy",
     "describe",
     "disabled_checks",
     "einsum",
