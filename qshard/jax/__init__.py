@@ -26,6 +26,7 @@ from qshard.jax.fused import rms_norm, rms_norm_quantize, swiglu, swiglu_quantiz
 from qshard.jax.gather import CodedWeight, Shards, gather
 from qshard.jax.grouped import ragged_dot
 from qshard.jax.linear import gathered_weight, linear
+from qshard.jax.linear_cross_entropy import linear_cross_entropy
 from qshard.jax.ops import disabled_checks
 from qshard.jax.optim.adam import adam, adamw
 from qshard.jax.optim.master import cast_master, join_pieces
@@ -69,6 +70,7 @@ __all__ = [
     "init_delayed",
     "join_pieces",
     "linear",
+    "linear_cross_entropy",
     "merge_observed",
     "ops",
     "optimizer",

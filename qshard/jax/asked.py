@@ -19,7 +19,7 @@ import jax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from qshard.jax import ops
 
@@ -50,9 +50,9 @@ def asking(whole: Callable[..., Any], partition: Callable[..., Any], rule: str, 
 def specs_of(op: str, arrays: Sequence[Any]) -> list[Any]:
     """How arrays are cut, of what XLA tells when it asks."""
     shardings = [array.sharding for array in arrays]
-    if not all(isinstance(sharding, NamedSharding) for sharding in shardings):
+    if not all(isinstance(sharding, NamedSharding) or sharding.is_fully_replicated for sharding in shardings):
         raise ValueError(f"{op}: operands are cut over devices of which no mesh tells; trace within jax.set_mesh(mesh)")
-    return [sharding.spec for sharding in shardings]
+    return [sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec() for sharding in shardings]
 
 
 def asked(function: Callable[..., Any], exported: Callable[..., Any], *operands: Any) -> list[jax.Array]:

@@ -75,9 +75,11 @@ def cross_entropy(
     check_dtype("cross_entropy", "logits", logits)
     classes, logits = as_axes("cross_entropy", axis_name), jnp.asarray(logits)
     columns = logits.shape[-1] if logits.ndim else 0
-    of = Rows(LossRule.of("cross_entropy", ignore_index, label_smoothing, z_loss), columns * count_of(classes), classes)
+    of = Rows(
+        LossRule.of("cross_entropy", ignore_index, label_smoothing, z_loss), columns * shards_of(classes), classes
+    )
     words = as_words("cross_entropy", "logits", logits.shape, labels, of, reduction)
-    logits, words = vary(logits, words, classes)
+    (logits,), words = vary((logits,), words, classes)
     return reduced(_losses(of, logits, words), words, reduction, ignore_index)
 
 
@@ -122,6 +124,7 @@ class Rows:
 @dataclass(frozen=True)
 class _Losses:
     op: ClassVar[str] = "cross_entropy"
+    is_cut: ClassVar[bool] = True
     takes: ClassVar[tuple[str, ...]] = ("rows classes", "rows")
     gives: ClassVar[tuple[str, ...]] = ("rows", "rows")
     of: Rows
@@ -133,6 +136,7 @@ class _Losses:
 @dataclass(frozen=True)
 class _Gradient:
     op: ClassVar[str] = "cross_entropy"
+    is_cut: ClassVar[bool] = True
     takes: ClassVar[tuple[str, ...]] = ("rows classes", "rows", "rows", "rows")
     gives: ClassVar[tuple[str, ...]] = ("rows classes",)
     of: Rows
@@ -168,25 +172,26 @@ def cut_as(made: jax.Array, like: jax.Array) -> jax.Array:
 def reduced(losses: jax.Array, labels: jax.Array, reduction: str, ignore_index: int) -> jax.Array:
     if reduction == "none":
         return losses
-    return losses.sum() if reduction == "sum" else losses.sum() / count(labels, ignore_index)
+    return losses.sum() if reduction == "sum" else losses.sum() / rows_that_count(labels, ignore_index)
 
 
-def count(labels: jax.Array, ignore_index: int) -> jax.Array:
+def rows_that_count(labels: jax.Array, ignore_index: int) -> jax.Array:
     """How many labels count, as float32."""
     return jnp.sum(labels != ignore_index).astype(jnp.float32)
 
 
-def count_of(classes: Names) -> int:
+def shards_of(classes: Names) -> int:
     """How many devices have parts of the classes, in `shard_map`."""
     return int(lax.axis_size(classes)) if classes else 1
 
 
-def vary(x: jax.Array, labels: jax.Array, classes: Names) -> tuple[jax.Array, jax.Array]:
-    """The two, typed as varying over the same manual axes; but where all labels are the same, x has other classes."""
-    own, of_labels = (frozenset(jax.typeof(a).manual_axis_type.varying) for a in (x, labels))
-    both = own | of_labels
+def vary(arrays: Sequence[jax.Array], labels: jax.Array, classes: Names) -> tuple[tuple[jax.Array, ...], jax.Array]:
+    """All, typed as varying over the same manual axes, but labels not over those of classes: losses are the same."""
+    own = [frozenset(jax.typeof(a).manual_axis_type.varying) for a in (*arrays, labels)]
     parts = frozenset(classes) if types_tell(classes) else frozenset()
-    return _cast(x, (both | parts) - own), _cast(labels, both - parts - of_labels)
+    every = parts.union(*own)
+    wide = tuple(_cast(a, every - axes) for a, axes in zip(arrays, own[:-1], strict=True))
+    return wide, _cast(labels, every - parts - own[-1])
 
 
 def _cast(x: jax.Array, missing: frozenset[str]) -> jax.Array:

@@ -37,13 +37,13 @@ class Held:
     Attributes:
       classes: the mesh axes that cut classes.
       rows: those that cut each axis of rows, if `own`.
-      scattered: those of them over which a sum of "classes K" is then cut, after `classes`.
+      scattered: those of them over which a sum of "classes K" is then cut, along which of its axes; after `classes`.
       own: whether this module put arrays on devices, so that XLA cuts none of them and JAX adds nothing up.
     """
 
     classes: Names = ()
     rows: tuple[Names, ...] = ()
-    scattered: Names = ()
+    scattered: tuple[tuple[int, str], ...] = ()
     own: bool = False
 
     @property
@@ -73,19 +73,19 @@ class Held:
 
     def of_w(self, made: jax.Array) -> jax.Array:
         """A gradient of "classes K", to which all rows add."""
-        for name in self.scattered:
-            made = lax.psum_scatter(made, name, scatter_dimension=0, tiled=True)
-        left = tuple(name for names in self.rows for name in names if name not in self.scattered)
+        for axis, name in self.scattered:
+            made = lax.psum_scatter(made, name, scatter_dimension=axis, tiled=True)
+        scattered = {name for _, name in self.scattered}
+        left = tuple(name for names in self.rows for name in names if name not in scattered)
         return lax.psum(made, left) if left else made
 
     def spec(self, form: str, *, is_sum: bool = False) -> PartitionSpec:
         """How an array of this form is cut. `is_sum`: it is a result."""
         entries: list[Names] = []
         for word in form.split():
-            if word == "rows":
-                entries += self.rows
-            else:
-                entries.append((*self.classes, *(self.scattered if is_sum else ())) if word == "classes" else ())
+            entries += self.rows if word == "rows" else [self.classes if word == "classes" else ()]
+        if is_sum and form == "classes K":
+            entries = [(*own, *(name for at, name in self.scattered if at == i)) for i, own in enumerate(entries)]
         return PartitionSpec(*(names or None for names in entries))
 
 
@@ -94,10 +94,12 @@ class RowFunction(Protocol):
 
     Attributes:
       op: what errors call it.
+      is_cut: whether XLA can cut it along rows without being told, as it cuts ops.
       takes, gives: the forms of operands and results, of which the first one has rows.
     """
 
     op: ClassVar[str]
+    is_cut: ClassVar[bool]
     takes: ClassVar[tuple[str, ...]]
     gives: ClassVar[tuple[str, ...]]
 
@@ -158,19 +160,24 @@ def _spread(function: RowFunction, classes: Names, operands: Sequence[jax.Array]
 
 
 def _check_mixed(function: RowFunction, operands: Sequence[jax.Array]) -> None:
+    """Raises where types say of a mesh of several kinds of axes that it cuts what XLA would gather."""
     for form, x in zip(function.takes, operands, strict=True):
-        at = form.split().index("classes") - len(form.split()) if "classes" in form else None
         sharding = jax.typeof(x).sharding
-        if at is not None and any(sharding.mesh.shape[name] > 1 for name in names_of(sharding.spec[at])):
-            raise ValueError(
-                f"{function.op}: classes of {x.shape} are cut over {sharding.spec[at]!r} of a mesh whose axes are of "
-                f"several kinds, {sharding.mesh.axis_types}; cut them in shard_map and pass axis_name"
-            )
+        words = ["rows"] * (x.ndim - len(form.split()) + 1) + form.split()[1:] if "rows" in form else form.split()
+        for word, entry in zip(words, sharding.spec, strict=True):
+            if not (function.is_cut and word == "rows") and any(
+                sharding.mesh.shape[name] > 1 for name in names_of(entry)
+            ):
+                raise ValueError(
+                    f"{function.op}: {word} of {x.shape} are cut over {entry!r} of a mesh whose axes are of several "
+                    f"kinds, {sharding.mesh.axis_types}; enter shard_map over all of them, and pass axis_name for "
+                    "classes"
+                )
 
 
 def _explicit(function: RowFunction, *operands: jax.Array) -> tuple[jax.Array, ...]:
     types = [jax.typeof(x) for x in operands]
-    mesh, specs = types[0].sharding.mesh, [own.sharding.spec for own in types]
+    mesh, specs = ops.mesh_around(operands[0]), [own.sharding.spec for own in types]
     wanted = specs[function.takes.index("classes K")] if "classes K" in function.gives else ()
     held = _held(function, mesh.shape, [own.shape for own in types], specs, wanted)
     takes = tuple(held.spec(form) for form in function.takes)
@@ -200,8 +207,10 @@ def _asking(function: RowFunction, ndim: int) -> Callable[..., Any]:
         gives = tuple(NamedSharding(mesh, held.spec(form, is_sum=True)) for form in function.gives)
         return mesh, functools.partial(function, held), gives, takes
 
-    factors = {"rows": " ".join(f"r{i}" for i in range(rows)), "classes": "c", "K": "k"}
-    sides = [[" ".join(factors[word] for word in form.split()) for form in s] for s in (function.takes, function.gives)]
+    lead = " ".join(f"r{i}" for i in range(rows))
+    # What cuts K of the one is not to spread to the other.
+    factors = {"rows": lead, "rows classes": f"{lead} c", "rows K": f"{lead} k", "classes K": "c h"}
+    sides = [[factors[form] for form in forms] for forms in (function.takes, function.gives)]
     whole = functools.partial(function, Held(own=True))
     return asking(whole, partition, " -> ".join(", ".join(side) for side in sides))
 
@@ -229,9 +238,11 @@ def _held(
     having = next(i for i, form in enumerate(function.takes) if "classes" in form)
     axis = count if function.takes[having].startswith("rows") else 0
     classes = taken(entries[having][axis], shapes[having][axis])
-    left, scattered = shapes[having][axis] // math.prod(mesh[name] for name in classes), []
-    for name in names_of(next(iter(wanted), None)):
-        if name in used and name not in classes and left % mesh[name] == 0:
-            scattered.append(name)
-            left //= mesh[name]
+    summed, scattered = {name for names in rows for name in names}, []
+    for at, entry in enumerate(wanted):
+        left = shapes[having][at] // (math.prod(mesh[name] for name in classes) if at == 0 else 1)
+        for name in names_of(entry):
+            if name in summed and left % mesh[name] == 0:
+                scattered.append((at, name))
+                left //= mesh[name]
     return Held(classes, rows, tuple(scattered), own=True)
