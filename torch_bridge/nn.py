@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -86,6 +86,15 @@ def _rank_of(weight: Tensor) -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
+class Taken(NamedTuple):
+    """What a call of a layer multiplies; `dtype`: in which, under autocast."""
+
+    input: Tensor
+    weight: Tensor
+    seed: Tensor | None
+    dtype: torch.dtype | None
+
+
 class Linear(Extends, nn.Linear):
     """`nn.Linear` with quantized matrix products, whose weight FSDP2 gathers as codes.
 
@@ -115,7 +124,7 @@ class Linear(Extends, nn.Linear):
     seed: Tensor | None
     delayed: nn.ModuleDict
     scaling_buffers = ("seed",)
-    _of = nn.Linear
+    _of: type[nn.Module] = nn.Linear
 
     def __init__(
         self,
@@ -252,10 +261,18 @@ class Linear(Extends, nn.Linear):
         return self
 
     def forward(self, input: Tensor) -> Tensor:
+        taken, delayed = self.taken(input), None
+        if "delayed" in self._modules:
+            delayed = {role: cast(DelayedScale, self.delayed[role.value]) for role in ROLES}
+        x, weight, seed, dtype = taken
+        return linear(x, weight, self.bias, self.recipe, seed=seed, delayed=delayed, dtype=dtype)
+
+    def taken(self, input: Tensor) -> Taken:
+        """What a call multiplies, and the seed that it takes."""
         given: Any = input
         if not isinstance(given, Tensor):
             check_tensor("Linear", "input", given)
-        seed = delayed = dtype = None
+        seed = dtype = None
         if torch.is_autocast_enabled(input.device.type):
             dtype = torch.get_autocast_dtype(input.device.type)  # Given on, so that layers which share x round it once.
             if dtype_name(input.dtype) not in FLOATS:
@@ -263,11 +280,9 @@ class Linear(Extends, nn.Linear):
         weight: Tensor = self.weight  # Once: it may be a property, as of a parametrization that gathers.
         if self.seed is not None:
             seed = _take_seed(self.seed, _rank_of(weight))
-        if "delayed" in self._modules:
-            delayed = {role: cast(DelayedScale, self.delayed[role.value]) for role in ROLES}
         if type(weight) is Tensor and is_converted(self._parameters.get("weight")):
             say_that_it_was_gathered(weight)
-        return linear(input, weight, self.bias, self.recipe, seed=seed, delayed=delayed, dtype=dtype)
+        return Taken(input, weight, seed, dtype)
 
     def extra_repr(self) -> str:
         roles = ", ".join(f"{role.value}={self.recipe.format(role)}" for role in Role)
