@@ -95,3 +95,30 @@ def test_a_head_that_fsdp2_gathers(recipe, primary):
     loss.backward()
     for mine, other in zip(model.parameters(), alone.parameters(), strict=True):
         assert torch.equal(mine.grad.full_tensor(), other.grad)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("shard_weights", [False, True])
+@pytest.mark.parametrize("recipe", [None, "MXFP8"])
+def test_a_head_that_zero_has(recipe, shard_weights):
+    """As above, with a step: the loss of the weights after it is that of Adam on one rank, to rounding."""
+    torch.manual_seed(0)
+    model, x, labels = Classifier(), torch.randn(40, 64), torch.randint(256, (40,))
+    alone = Classifier()
+    alone.load_state_dict(model.state_dict())
+    if recipe is not None:
+        qt.convert(alone, recipe)
+        qt.convert(model, recipe)
+    optimizers = qt.ZeroOptimizer(model, shard_weights=shard_weights), qt.AdamW(alone.parameters())
+    losses = []
+    for each, optimizer in zip((model, alone), optimizers, strict=True):
+        for group in optimizer.param_groups:
+            group.update(lr=1e-3, weight_decay=0.0)
+        loss = each(x, labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append([loss.item(), each(x, labels).item()])
+    assert losses[0][0] == losses[1][0]
+    assert losses[0][1] == pytest.approx(losses[1][1], rel=1e-3)
+    assert losses[0][1] < losses[0][0]
