@@ -104,18 +104,21 @@ def jax_contenders(size: int) -> tuple[dict[str, tuple[float, Callable]], list]:
     }, x
 
 
-def jax_microseconds(contenders: dict[str, tuple[float, Callable]], x: list, rounds: int) -> dict[str, float]:
+def jax_microseconds(
+    contenders: dict[str, tuple[float, Callable]], x: list, rounds: int, calls: int = JAX_CALLS
+) -> dict[str, float]:
+    """`calls`: in a queue."""
     import jax
 
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for r in range(rounds + 1):
         for name, (_, call) in contenders.items():
             start = time.perf_counter()
-            for i in range(JAX_CALLS):
+            for i in range(calls):
                 out = call(x[i % COPIES])
             jax.block_until_ready(out)
             if r:  # The first round compiles.
-                times[name].append((time.perf_counter() - start) / JAX_CALLS * 1e6)
+                times[name].append((time.perf_counter() - start) / calls * 1e6)
     return {name: statistics.median(t) for name, t in times.items()}
 
 

@@ -27,7 +27,7 @@ GPU_SECTIONS = {
     "gpu_adam": "A step of Adam on one GPU",
     "gpu_master": "The steps of cast_master on one GPU",
 }
-JUDGED = ("step_torch", *GPU_SECTIONS, "host", "numerics")
+JUDGED = ("step_torch", *GPU_SECTIONS, "cross_entropy", "host", "numerics")
 """Files whose rows have targets in `TARGETS`."""
 # README's table: label, qshard's operations, those of torch.compile. Numbers of one line are apart by " / ".
 README_GPU = (
@@ -95,13 +95,22 @@ def gpu_section(name: str, tables: Tables) -> str:
 
 def verdicts_of(name: str, tables: Tables) -> dict[str, str]:
     """What a table says of each operation that has a target."""
-    verdicts: dict[str, str] = {}
+    verdicts: dict[str, list[str]] = {}
     for target, row, value in judged(name, tables):
         got = f" ({target.text(value)})" if target.of else ""
         verdict = f"{'met' if target.met(value) else 'missed'}{got}"
         limit = f"{'at most' if target.at_most else 'at least'} {target.text(target.bound)}{target.unit}"
-        verdicts[row["operation"]] = f"{limit}: {verdict}"
-    return verdicts
+        verdicts.setdefault(row["operation"], []).append(f"{limit}: {verdict}")
+    return {operation: "; ".join(found) for operation, found in verdicts.items()}
+
+
+def cross_entropy_section(tables: Tables) -> str:
+    rows, verdicts = tables["cross_entropy"], verdicts_of("cross_entropy", tables)
+    columns = ["operation", "shape", "us", "peak_GiB", "percent_of_copy"]
+    lines = [[*(number(row, c) for c in columns), verdicts.get(row["operation"], "")] for row in rows]
+    text = "Forward and backward; the peak is beside operands. `bench_cross_entropy.py` says what is in a row."
+    header = ["operation", "shape", "us", "peak, GiB", "% of copy", "target"]
+    return f"## Cross entropy on one GPU\n\n{origin(rows)} {text}\n\n{table(header, lines)}\n"
 
 
 def host_section(tables: Tables) -> str:
@@ -234,6 +243,8 @@ def results(tables: Tables) -> str:
         "## Targets missed\n\n" + ("\n".join(missed(tables)) or "None.") + "\n",
     ]
     parts += [gpu_section(name, tables) for name in GPU_SECTIONS if name in tables]
+    if "cross_entropy" in tables:
+        parts.append(cross_entropy_section(tables))
     if "host" in tables:
         parts.append(host_section(tables))
     if "gpu_gemm" in tables:

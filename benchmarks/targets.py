@@ -163,6 +163,38 @@ TARGETS = (
             ("fp8 fused zero", "one of many, ZeRO at most FSDP2", 1.0, "the same recipe", "running_ms", "fp8 fused"),
         )
     ),
+    Target(
+        "cross_entropy",
+        r"cross entropy qshard(\.jax)?",
+        "cross entropy, both ways, 85 % of a copy",
+        85,
+        "it reads logits twice and writes their gradient",
+    ),
+    *(
+        Target("cross_entropy", operation, f"{what} in at most the time of {peer.split()[-1]}", 1, why, of=peer)
+        for what in ("cross entropy", "linear cross entropy")
+        for operation, peer, why in (
+            (f"{what} qshard", f"{what} float32 torch", "F.cross_entropy of logits that are widened"),
+            (f"{what} qshard", f"{what} float32 torch.compile", "one kernel forward, one backward"),
+            (f"{what} qshard\\.jax", f"{what} float32 optax", "XLA fuses what optax writes"),
+        )
+    ),
+    Target(
+        "cross_entropy",
+        "cross entropy qshard",
+        "cross entropy in at most the time of torch, of bfloat16 logits",
+        1,
+        "F.cross_entropy",
+        of="cross entropy torch",
+    ),
+    Target(
+        "cross_entropy",
+        r"linear cross entropy( FP8)? qshard",
+        "a head, 3 GiB less at peak than F.linear and F.cross_entropy(logits.float())",
+        -3,
+        "logits of 8192 x 32000 take 0.5 GiB in bfloat16, and 1 in float32",
+        column="peak_beside_torch_GiB",
+    ),
     Target("gpu_master", r"codes NVFP4.* qshard", "codes of NVFP4 slices, 80 %", 80, "one pass, but bytes are shared"),
 )
 

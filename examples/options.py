@@ -28,7 +28,17 @@ RECIPES: dict[str, Recipe | None] = {
 KINDS = ("shard", "primary", "zero")
 # The axes of devices, by what `--mesh` calls them.
 MESHES = {"fsdp": ("fsdp",), "hsdp": ("replicate", "fsdp"), "fsdp,tp": ("fsdp", "tp")}
-SHOWN = ("primary", "zero", "hsdp", "fsdp,tp", "auto", "explicit")  # kinds, meshes and modes that the report names
+# How the loss is made: of whole logits, by the framework, or a chunk of them at a time, by qshard.
+LOSSES = ("plain", "fused")
+SHOWN = (
+    "fused",
+    "primary",
+    "zero",
+    "hsdp",
+    "fsdp,tp",
+    "auto",
+    "explicit",
+)  # losses, kinds, meshes and modes that the report names
 
 
 class Parser(argparse.ArgumentParser):
@@ -98,6 +108,7 @@ def parse(
     number("--ranks", 1 << (devices.bit_length() - 1), 65536, f"{rank} to shard over")
     parser.add_argument("--text", type=text_file, metavar="FILE", help="train on it (default: Python's help topics)")
     parser.add_argument("--out", type=output_directory, default="build/train", help="results (default: %(default)s)")
+    parser.add_argument("--loss", choices=LOSSES, default="plain", help="whether the head gives it, without logits")
     parser.add_argument("--weights", choices=kinds, default="shard", help="what a rank keeps of a weight")
     parser.add_argument("--mesh", choices=MESHES, default="fsdp", help="which ranks have parts of it")
     if modes:
@@ -137,5 +148,5 @@ def refusal(options: argparse.Namespace) -> str | None:
 
 def chosen(options: argparse.Namespace, kind: str) -> list[str]:
     """Return what of the command line the report names, for weights of `kind`."""
-    given = {"weights": kind, "mesh": options.mesh, "mode": getattr(options, "mode", None)}
+    given = {"loss": options.loss, "weights": kind, "mesh": options.mesh, "mode": getattr(options, "mode", None)}
     return [f"--{name} {value}" for name, value in given.items() if value in SHOWN]

@@ -2,7 +2,7 @@
 
     python examples/train_jax.py [--recipe fp8 | --formats bf16,fp8,mxfp8] [--steps N] [--text FILE]
         [--mode shard_map|auto|explicit] [--mesh fsdp|hsdp|fsdp,tp] [--weights shard|primary]
-        [--checkpoint DIR [--every N] [--resume]]
+        [--loss plain|fused] [--checkpoint DIR [--every N] [--resume]]
 
 Runs on the GPUs present, or on eight host devices of the CPU. What a recipe changes is marked (1), (2), (3).
 """
@@ -45,7 +45,7 @@ States = dict[str, qshard.LinearState]  # of delayed scaling; other recipes have
 Training = dict[str, Any]  # all that the next step depends on: weights, states, and the state of the optimizer
 
 
-def logits_of(
+def last_of(
     layout: Layout,
     weights: Weights,
     states: States,
@@ -54,8 +54,8 @@ def logits_of(
     key: jax.Array,
     recipe: Recipe | None,
     gathered: dict[str, Any] | None,
-) -> jax.Array:
-    """Map tokens [batch, context] to float32 logits [batch, context, vocabulary].
+) -> tuple[jax.Array, jax.Array]:
+    """Map tokens [batch, context] to what the head multiplies, [batch, context, width], and return its weight too.
 
     `weights` and `tokens` are what `layout` says. Every weight is put into `gathered`, if that is given, as its layer
     gathers it.
@@ -103,7 +103,7 @@ def logits_of(
     x = layout.take(whole("embedding"), tokens) + whole("position")
     for layer in range(CONFIG.layers):
         x = block(x, f"blocks.{layer}")
-    return (norm(x, "norm") @ whole("head").T).astype(jnp.float32)
+    return norm(x, "norm"), whole("head")
 
 
 def loss_of(
@@ -115,6 +115,7 @@ def loss_of(
     key: jax.Array,
     recipe: Recipe | None,
     record: bool,
+    fused: bool,
 ) -> tuple[jax.Array, dict[str, Any]]:
     """Return the mean loss over the whole batch and, to `record` them, the weights that the layers gathered.
 
@@ -127,8 +128,12 @@ def loss_of(
     ):  # (2) one all-reduce finds what the scales of all weights follow from
         scales = layout.scales(jax.lax.stop_gradient(shards), recipe)
     gathered: dict[str, Any] | None = {} if record else None
-    logits = logits_of(layout, weights, states, scales, tokens, layout.key(key), recipe, gathered)
-    loss = optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
+    x, head = last_of(layout, weights, states, scales, tokens, layout.key(key), recipe, gathered)
+    if fused:  # Its logits are there for some rows at a time, and their gradient takes their place.
+        loss = qshard.linear_cross_entropy(x, head, targets)
+    else:
+        logits = (x @ head.T).astype(jnp.float32)
+        loss = optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
     return layout.mean(loss), jax.tree.map(lambda part: part[None], gathered or {})
 
 
@@ -213,7 +218,7 @@ def train(name: str, corpus: Corpus, arguments: Namespace, progress: TrainingPro
     layout = modes.Device(mesh) if arguments.mode == "shard_map" else modes.Whole(mesh)
     recipe = options.RECIPES[name]
     kind = arguments.weights if recipe is not None else "shard"  # the bf16 that is trained beside a recipe
-    on_gpus = jax.default_backend() == "gpu"
+    on_gpus, fused = jax.default_backend() == "gpu", arguments.loss == "fused"
     ranks = " ".join([f"{mesh.size} {'GPUs' if on_gpus else 'CPU devices'}", *options.chosen(arguments, kind)])
     device = jax.devices()[0].device_kind if on_gpus else "CPU"
     run = report.Run("jax", name, ranks, corpus.name, schedule.steps, device=device)
@@ -230,7 +235,7 @@ def train(name: str, corpus: Corpus, arguments: Namespace, progress: TrainingPro
 
     @jax.jit
     def evaluate(training: Training, tokens: jax.Array, targets: jax.Array, key: jax.Array) -> jax.Array:
-        loss = partial(loss_of, layout, recipe=recipe, record=False)
+        loss = partial(loss_of, layout, recipe=recipe, record=False, fused=fused)
         value, _ = layout.over_devices(loss, in_specs, (P(), P()))(
             training["weights"], training["states"], tokens, targets, key
         )
@@ -241,7 +246,7 @@ def train(name: str, corpus: Corpus, arguments: Namespace, progress: TrainingPro
         training: Training, tokens: jax.Array, targets: jax.Array, key: jax.Array, record: bool = False
     ) -> tuple[Training, jax.Array, dict[str, Any]]:
         weights, states = training["weights"], training["states"]
-        loss = partial(loss_of, layout, recipe=recipe, record=record)
+        loss = partial(loss_of, layout, recipe=recipe, record=record, fused=fused)
         differentiate = layout.over_devices(
             value_and_grad(loss, argnums=(0, 1), has_aux=True), in_specs, ((P(), P("fsdp")), (cut, P()))
         )

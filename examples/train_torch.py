@@ -1,7 +1,8 @@
 """Train the byte-level GPT with PyTorch FSDP2, first with bfloat16 weights on the wire, then with quantized ones.
 
     python examples/train_torch.py [--recipe fp8 | --formats bf16,fp8,mxfp8] [--steps N] [--text FILE]
-        [--weights shard|primary|zero] [--mesh fsdp|hsdp|fsdp,tp] [--checkpoint DIR [--every N] [--resume]]
+        [--weights shard|primary|zero] [--mesh fsdp|hsdp|fsdp,tp] [--loss plain|fused]
+        [--checkpoint DIR [--every N] [--resume]]
 
 Runs on the GPUs present through NCCL, or on the CPU with two gloo ranks. What a recipe changes is marked (1) and (2).
 """
@@ -16,6 +17,7 @@ import time
 from argparse import Namespace
 from contextlib import closing
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -64,22 +66,27 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    def __init__(self, config: GPTConfig, compute_dtype: torch.dtype) -> None:
+    def __init__(self, config: GPTConfig, compute_dtype: torch.dtype, loss: str = "plain") -> None:
         super().__init__()
         self.compute_dtype = compute_dtype
         self.embedding = nn.Embedding(config.vocabulary, config.width)
         self.position = nn.Embedding(config.context, config.width)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width, bias=False)
-        self.head = nn.Linear(config.width, config.vocabulary, bias=False)
+        self.fused = loss == "fused"
+        head = qshard.LinearCrossEntropy if self.fused else partial(nn.Linear, bias=False)
+        self.head = head(config.width, config.vocabulary)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Map tokens [batch, context] to float32 logits [batch, context, vocabulary]."""
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean loss of tokens [batch, context]."""
         positions = torch.arange(tokens.shape[-1], device=tokens.device)
         x = (self.embedding(tokens) + self.position(positions)).to(self.compute_dtype)
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x)).float()
+        if self.fused:  # Its logits are there for some rows at a time, and their gradient takes their place.
+            return self.head(self.norm(x), targets)
+        logits = self.head(self.norm(x)).float()  # [batch, context, vocabulary]
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 # FSDP gathers bfloat16 weights. A GPU also computes in bfloat16, but most CPUs are many times slower in it than in
@@ -101,9 +108,9 @@ def widen(model: nn.Module) -> None:
         layer.__class__ = widening.get(type(layer), type(layer))
 
 
-def make_model(kind: str, recipe: Recipe | None, mesh: DeviceMesh, device: torch.device) -> GPT:
+def make_model(kind: str, recipe: Recipe | None, mesh: DeviceMesh, device: torch.device, loss: str) -> GPT:
     """Build the model from the shared initial weights and shard it over the mesh."""
-    model = GPT(CONFIG, torch.bfloat16 if device.type == "cuda" else torch.float32).to(device)
+    model = GPT(CONFIG, torch.bfloat16 if device.type == "cuda" else torch.float32, loss).to(device)
     model.load_state_dict({name: torch.from_numpy(weight) for name, weight in initial_weights(CONFIG).items()})
     if recipe is not None:  # (1) the linear layers of the blocks gather and multiply in the formats of the recipe
         weights.quantize_layers(model, kind, recipe)
@@ -132,7 +139,7 @@ def train(name: str, corpus: Corpus, arguments: Namespace, device: torch.device,
 
     torch.manual_seed(0)  # of NVFP4's stochastic rounding: on all ranks the same, and in each run
     before = weights.resident_bytes()
-    model = make_model(kind, recipe, mesh, device)
+    model = make_model(kind, recipe, mesh, device, arguments.loss)
     optimizer = weights.make_optimizer(model, kind, recipe, schedule)
     if kind == "zero":
         weights.load_exactly(model, CONFIG)
@@ -141,7 +148,7 @@ def train(name: str, corpus: Corpus, arguments: Namespace, device: torch.device,
         parts, index = ranks // tensor_parallel, rank // tensor_parallel  # ranks of one layer take the same windows
         part = slice(index * schedule.batch // parts, (index + 1) * schedule.batch // parts)
         tokens, targets = (torch.from_numpy(half[part]).long().to(device) for half in batch)
-        return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+        return model(tokens, targets)
 
     def mean_over_ranks(loss: Tensor) -> float:
         loss = loss.detach().clone()

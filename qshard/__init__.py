@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from qshard import formats as formats
     from qshard import jax as jax
     from qshard import layout as layout
+    from qshard import losses as losses
     from qshard import master as master
     from qshard import names as names
     from qshard import numerics as numerics
@@ -38,7 +39,19 @@ __all__ = ["Role", "Usage", "__version__", "build_info", "formats", "num_threads
 
 # Modules, and the modules of names, that are imported when they are first used.
 _NEEDS = {"jax": "jax", "torch_bridge": "torch"}
-_MODULES = {"adam", "environment", "formats", "layout", "master", "names", "numerics", "ops", "pipeline", "plain"}
+_MODULES = {
+    "adam",
+    "environment",
+    "formats",
+    "layout",
+    "losses",
+    "master",
+    "names",
+    "numerics",
+    "ops",
+    "pipeline",
+    "plain",
+}
 _MODULES |= {"products", "recipes", "reference"}
 _HOMES = {"Role": "recipes", "Usage": "formats", "__version__": "environment", "build_info": "environment"}
 

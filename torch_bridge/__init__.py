@@ -21,7 +21,7 @@ if _lack := missing("torch", __name__):
 
 from qshard.pipeline import Plane
 from qshard.torch_bridge.convert import convert
-from qshard.torch_bridge.cross_entropy import LinearCrossEntropy, cross_entropy, linear_cross_entropy
+from qshard.torch_bridge.cross_entropy import cross_entropy
 from qshard.torch_bridge.delayed import DelayedScale, update_delayed
 from qshard.torch_bridge.export import quantized_state_dict
 from qshard.torch_bridge.fsdp.functional import gathered_weight, is_converted
@@ -31,6 +31,7 @@ from qshard.torch_bridge.fsdp1 import prepare_modules_for_fsdp1
 from qshard.torch_bridge.fused import RMSNorm, SwiGLU, rms_norm, rms_norm_quantize, swiglu, swiglu_quantize
 from qshard.torch_bridge.initialize import quantized_init
 from qshard.torch_bridge.linear import linear
+from qshard.torch_bridge.linear_cross_entropy import LinearCrossEntropy, linear_cross_entropy
 from qshard.torch_bridge.nn import Linear
 from qshard.torch_bridge.optim.adam import Adam, AdamW
 from qshard.torch_bridge.optim.master import CastPlan, cast_master, update_columnwise

@@ -22,6 +22,7 @@ from qshard.torch_bridge.extend import extended
 from qshard.torch_bridge.fsdp.weight import ShardedWeight
 from qshard.torch_bridge.fused import RMSNorm
 from qshard.torch_bridge.linear import check_shape
+from qshard.torch_bridge.linear_cross_entropy import LinearCrossEntropy, QuantizedHead
 from qshard.torch_bridge.nn import Linear, coded, put
 
 _SHOWN = 3
@@ -40,8 +41,9 @@ def convert(
 
     Layers of a subclass that keeps the `forward` of `nn.Linear` stay instances of it, with its methods and attributes.
     Parameters stay the objects that they are: an optimizer that holds them trains them on. Weights that layers share
-    stay shared. A `Linear` takes the new recipe. `fully_shard` takes weights of square blocks, or of one scale a
-    tensor; it refuses those of vectors, whose two planes are different numbers.
+    stay shared. A `Linear` takes the new recipe, and a `LinearCrossEntropy` still gives the loss. `fully_shard` takes
+    weights of square blocks, or of one scale a tensor; it refuses those of vectors, whose two planes are different
+    numbers.
 
     What it cannot convert it leaves as it is, with a warning that says why, unless `filter` leaves it out: layers with
     a `forward` of their own, whose weight is computed (parametrized, pruned) or has no shape yet (lazy), or is used
@@ -88,7 +90,7 @@ activation=FP8_E4M3[nonfinite=nan], gradient=FP8_E5M2[nonfinite=nan])
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and (filter is None or filter(module, name))
     }
-    why = {name: reason for name, layer in layers.items() if (reason := _unfit(layer)) is not None}
+    why = {name: reason for name, layer in layers.items() if (reason := _unfit(layer, recipe)) is not None}
     why |= _tied(model, {name: layer for name, layer in layers.items() if name not in why})
     left = {name: why[name] for name in layers if name in why}
     chosen = {name: layer for name, layer in layers.items() if name not in why}
@@ -112,7 +114,7 @@ activation=FP8_E4M3[nonfinite=nan], gradient=FP8_E5M2[nonfinite=nan])
     for weight, made in weights.items():
         put(cast(nn.Parameter, weight), made)
     for module in chosen.values():
-        module.__class__ = extended(Linear, type(module))
+        module.__class__ = extended(_kind_of(type(module)), type(module))
         cast(Linear, module).begin(recipe, cast(nn.Parameter, module.weight))
     for other in model.modules():
         if isinstance(other, nn.TransformerEncoderLayer) and {other.linear1, other.linear2} & {*chosen.values()}:
@@ -151,13 +153,19 @@ def _check_not_wrapped(model: nn.Module) -> None:
             )
 
 
-def _unfit(layer: nn.Linear) -> str | None:
+def _kind_of(kind: type[nn.Module]) -> type[Linear]:
+    return QuantizedHead if issubclass(kind, LinearCrossEntropy) else Linear
+
+
+def _unfit(layer: nn.Linear, recipe: Recipe) -> str | None:
     """Why a layer has to stay as it is."""
     kind, weight = type(layer), layer._parameters.get("weight")
     if isinstance(layer, NonDynamicallyQuantizableLinear):
         return "nn.MultiheadAttention reads its weight"
-    if kind.forward not in (nn.Linear.forward, Linear.forward):
+    if kind.forward not in (nn.Linear.forward, Linear.forward, LinearCrossEntropy.forward, QuantizedHead.forward):
         return f"{kind.__name__} overrides forward"
+    if issubclass(kind, LinearCrossEntropy) and recipe.stateful:
+        return f"chunks of its rows have no scales of {type(recipe).__name__}"
     if "forward" in vars(layer):
         return "its forward was replaced"
     if weight is None or parametrize.is_parametrized(layer):
@@ -167,7 +175,7 @@ def _unfit(layer: nn.Linear) -> str | None:
     if not isinstance(weight, DTensor) and type(weight) not in (nn.Parameter, ShardedWeight):
         return f"its weight is a {type(weight).__name__}"
     try:
-        extended(Linear, kind)
+        extended(_kind_of(kind), kind)
     except TypeError as error:
         return f"cannot be extended: {error}"
     return None

@@ -123,7 +123,7 @@ def linear(
     if cut is None:
         _check_shapes(x, weight, bias)
     if not (parts and torch.compiler.is_compiling()):  # Dynamo knows no state of a part that it has made.
-        _check_gathered(weight)
+        check_gathered(weight)
     if dtype is not None:
         check_dtype("linear", "dtype", dtype)
     if not recipe.stochastic:
@@ -283,7 +283,7 @@ def _check_operands(x: Tensor, weight: Tensor, recipe: Recipe) -> None:
         check_contiguous("linear", "weight", weight)
 
 
-def _check_gathered(weight: Tensor) -> None:
+def check_gathered(weight: Tensor) -> None:
     if isinstance(weight, ShardedWeight) and weight.scale_state.primary is not None:
         raise ValueError(
             f"linear: {weight.scale_state.name} (primary) is not gathered; call fully_shard(model) after "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -86,6 +86,16 @@ def _rank_of(weight: Tensor) -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
+class Taken(NamedTuple):
+    """What a call of a layer multiplies, as `linear` takes it; `dtype`: in which, under autocast."""
+
+    input: Tensor
+    weight: Tensor
+    seed: Tensor | None
+    delayed: dict[Role, DelayedScale] | None
+    dtype: torch.dtype | None
+
+
 class Linear(Extends, nn.Linear):
     """`nn.Linear` with quantized matrix products, whose weight FSDP2 gathers as codes.
 
@@ -120,7 +130,7 @@ class Linear(Extends, nn.Linear):
     overlap: bool = False
     kept: KeptInParts | None = None
     scaling_buffers = ("seed",)
-    _of = nn.Linear
+    _of: type[nn.Module] = nn.Linear
 
     def __init__(
         self,
@@ -257,6 +267,12 @@ class Linear(Extends, nn.Linear):
         return self
 
     def forward(self, input: Tensor) -> Tensor:
+        x, weight, seed, delayed, dtype = self.taken(input)
+        how: dict[str, Any] = {"scatter_dim": self.scatter_dim, "overlap": self.overlap, "kept": self.kept}
+        return linear(x, weight, self.bias, self.recipe, seed=seed, delayed=delayed, dtype=dtype, **how)
+
+    def taken(self, input: Tensor) -> Taken:
+        """What a call multiplies, and the seed and the states that it takes."""
         given: Any = input
         if not isinstance(given, Tensor):
             check_tensor("Linear", "input", given)
@@ -276,8 +292,7 @@ class Linear(Extends, nn.Linear):
                     state.restore_buffers()
         if type(weight) is Tensor and is_converted(self._parameters.get("weight")):
             say_that_it_was_gathered(weight)
-        how: dict[str, Any] = {"scatter_dim": self.scatter_dim, "overlap": self.overlap, "kept": self.kept}
-        return linear(input, weight, self.bias, self.recipe, seed=seed, delayed=delayed, dtype=dtype, **how)
+        return Taken(input, weight, seed, delayed, dtype)
 
     def extra_repr(self) -> str:
         roles = ", ".join(f"{role.value}={self.recipe.format(role)}" for role in Role)

@@ -11,6 +11,7 @@ if _lack := missing("jax", __name__):
 from qshard.jax import ops, policies
 from qshard.jax.array import QuantizedArray
 from qshard.jax.convert import convert
+from qshard.jax.cross_entropy import cross_entropy
 from qshard.jax.delayed import (
     LinearState,
     Observed,
@@ -25,6 +26,7 @@ from qshard.jax.fused import rms_norm, rms_norm_quantize, swiglu, swiglu_quantiz
 from qshard.jax.gather import CodedWeight, Shards, gather
 from qshard.jax.grouped import ragged_dot
 from qshard.jax.linear import gathered_weight, linear
+from qshard.jax.linear_cross_entropy import linear_cross_entropy
 from qshard.jax.ops import disabled_checks
 from qshard.jax.optim.adam import adam, adamw
 from qshard.jax.optim.master import cast_master, join_pieces
@@ -58,6 +60,7 @@ __all__ = [
     "cast_master",
     "compute_scales",
     "convert",
+    "cross_entropy",
     "describe",
     "disabled_checks",
     "einsum",
@@ -67,6 +70,7 @@ __all__ = [
     "init_delayed",
     "join_pieces",
     "linear",
+    "linear_cross_entropy",
     "merge_observed",
     "ops",
     "optimizer",

@@ -247,6 +247,13 @@ def vary_alike(*arrays: jax.Array) -> tuple[jax.Array, ...]:
     return tuple(lax.pcast(a, m, to="varying") if m else a for a, m in zip(arrays, missing, strict=True))
 
 
+def types_tell(axes: Sequence[str] | None = None) -> bool:
+    """Whether types say over which mesh axes an array varies, all manual ones or these: not under `check_vma=False`."""
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = [axis for axis in mesh.manual_axes if mesh.shape[axis] > 1] if axes is None else axes
+    return all(axis in jax.typeof(lax.axis_index(axis)).manual_axis_type.varying for axis in axes)
+
+
 def matrix_of(x: jax.Array, added: int = 0) -> jax.Array:
     """`x` `[*lead, K]` as a matrix `[M, K]`, after `added` axes. On Explicit meshes, only its ends stay cut."""
     own = x.ndim - added

@@ -21,7 +21,7 @@ from jax import lax
 
 from qshard.jax import ops, steps
 from qshard.jax.arguments import as_axes
-from qshard.jax.cuts import AxisName, as_bits, as_float, max_over
+from qshard.jax.cuts import AxisName, as_bits, as_float, max_over, types_tell
 from qshard.names import shown
 from qshard.recipes import DelayedScaling, Role, as_delayed
 
@@ -100,20 +100,13 @@ def check_shared(op: str, state: Any, axis_name: Any) -> None:
 
     The amaxes of one device would then leave as if they were those of all.
     """
-    if state is None or axis_name is not None or _types_tell():
+    if state is None or axis_name is not None or types_tell():
         return
     axes = jax.sharding.get_abstract_mesh().manual_axes
     raise ValueError(
         f"{op}: axis_name (None) does not say which devices share state, nor do types under check_vma=False; name "
         f"those of {axes} that cut x, w or dy, pass () for a state a device, or leave check_vma on"
     )
-
-
-def _types_tell() -> bool:
-    """Whether types say over which mesh axes an array varies: not in `shard_map(check_vma=False)`."""
-    mesh = jax.sharding.get_abstract_mesh()
-    axes = [axis for axis in mesh.manual_axes if mesh.shape[axis] > 1]
-    return all(axis in jax.typeof(lax.axis_index(axis)).manual_axis_type.varying for axis in axes)
 
 
 def observe(state: TensorState, amax: jax.Array, axes: tuple[str, ...] = ()) -> TensorState:
@@ -123,7 +116,7 @@ def observe(state: TensorState, amax: jax.Array, axes: tuple[str, ...] = ()) -> 
     nothing, and it is `axes`.
     """
     own, shared = (jax.typeof(a).manual_axis_type.varying for a in (amax, state.scale))
-    amax = max_over(tuple(sorted(own - shared)) if _types_tell() else axes)(amax)
+    amax = max_over(tuple(sorted(own - shared)) if types_tell() else axes)(amax)
     seen = Observed(amax, _hash(amax))
     return TensorState(jnp.zeros_like(state.scale), jnp.zeros_like(state.amax_history), seen)
 

@@ -6,12 +6,9 @@ operands of a device are multiplied, and what is added up over devices, is the s
 - on one device, and in `shard_map`, arrays are what a device has;
 - on Explicit meshes their types say how they are cut, and a `shard_map` multiplies what each device has;
 - on Auto meshes XLA decides after tracing. It can cut an op over axes that all its buffers share (`ops.py`), and a
-  product has none. So it asks back, by JAX's `custom_partitioning`.
+  product has none. So it asks back (`asked.py`).
 
-What asks back are functions of this process: JAX's persistent cache does not find such a program in another one, and
-`jax.export` cannot save it, so exports for several devices multiply values.
-
-Sources: `jax.experimental.custom_partitioning`; Shardy, `sdy.op_sharding_rule`.
+Exports for several devices multiply values (`asked.py`).
 """
 
 from __future__ import annotations
@@ -21,20 +18,18 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.custom_partitioning import custom_partitioning
-from jax.extend.core import Primitive, jaxpr_as_fun
-from jax.interpreters import mlir
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from qshard import pipeline, products
 from qshard.formats import Format, Usage
 from qshard.jax import ops
 from qshard.jax.array import QuantizedArray
+from qshard.jax.asked import asked, asking, local, specs_of
 from qshard.jax.ops import names_of
 from qshard.layout import Shape, is_transposed
 from qshard.pipeline import Plane
@@ -98,7 +93,7 @@ class Side:
         """What a device has of the plane, as matrices with the contracted axis last."""
         data, scale_inv = plane.data, plane.scale_inv
         if self.contracted[-1] != data.ndim - 1:  # Squares, and so a matrix.
-            data, scale_inv = _local.transpose(data), scale_inv.T
+            data, scale_inv = local.transpose(data), scale_inv.T
         rows, depth = map(math.prod, self.sizes(plane))
         block = self.format.block or (1, 1)
         return Plane(data.reshape(rows, depth), scale_inv.reshape(rows // block[0], depth // block[1]))
@@ -122,11 +117,11 @@ class Product:
         if products.fits(self.kind, (m, n, k)):
             size = products.workspace_size(*formats, (m, n, k))
             made: jax.Array = products.multiply(
-                _local, x, formats[0], y, formats[1], dtype=self.dtype, fast=False, workspace=size
+                local, x, formats[0], y, formats[1], dtype=self.dtype, fast=False, workspace=size
             )
         else:
             left, right = (
-                pipeline.dequantize(_local, plane, fmt, Usage.ROWWISE, "bfloat16")
+                pipeline.dequantize(local, plane, fmt, Usage.ROWWISE, "bfloat16")
                 for plane, fmt in zip((x, y), formats, strict=True)
             )
             contracted = (((1,), (1,)), ((), ()))
@@ -139,16 +134,6 @@ class Product:
         for axis, name in parts.scattered:
             made = lax.psum_scatter(made, name, scatter_dimension=axis, tiled=True)
         return lax.psum(made, parts.summed) if parts.summed else made
-
-
-class _Local:
-    """The ops, on what a device has: XLA cuts none of it."""
-
-    def __getattr__(self, name: str) -> Any:
-        return functools.partial(getattr(ops, name), cuttable=False)
-
-
-_local = _Local()
 
 
 class Parts(NamedTuple):
@@ -299,27 +284,8 @@ def _auto(what: Product, of_values: OfPlanes, a: Plane, b: Plane) -> jax.Array:
     def codes(a: Plane, b: Plane) -> jax.Array:
         return _partitioned(what)(a.data, a.scale_inv, b.data, b.scale_inv)
 
-    both = {"codes": jax.make_jaxpr(codes)(a, b), "values": jax.make_jaxpr(of_values)(a, b)}
-    (made,) = _auto_primitive.bind(*jax.tree.leaves((a, b)), **both)
-    return cast(jax.Array, made)
-
-
-def _lower_auto(ctx: Any, *operands: Any, codes: Any, values: Any) -> Any:
-    devices = getattr(ctx.module_context.axis_context, "num_devices", 1) or 1
-    is_saved = devices > 1 and ctx.module_context.lowering_parameters.for_export
-    return mlir.lower_fun(jaxpr_as_fun(values if is_saved else codes), multiple_results=True)(ctx, *operands)
-
-
-def _run_auto(*operands: Any, codes: Any, values: Any) -> Any:
-    return jax.jit(jaxpr_as_fun(codes))(*operands)
-
-
-# What JAX lowers it to depends on what for.
-_auto_primitive = Primitive("qshard_product")
-_auto_primitive.multiple_results = True
-_auto_primitive.def_impl(_run_auto)
-_auto_primitive.def_abstract_eval(lambda *operands, codes, values: codes.out_avals)
-mlir.register_lowering(_auto_primitive, _lower_auto)
+    (made,) = asked(codes, of_values, a, b)
+    return made
 
 
 @functools.cache
@@ -330,13 +296,8 @@ def _partitioned(what: Product) -> Callable[..., jax.Array]:
         return what.local(Plane(a, a_scale_inv), Plane(b, b_scale_inv))
 
     def partition(mesh: Any, operands: Any, result: Any) -> Any:
-        shardings = [x.sharding for x in (operands[0], operands[2], result)]
-        if not all(isinstance(sharding, NamedSharding) for sharding in shardings):
-            raise ValueError(
-                "linear: operands are cut over devices of which no mesh tells; trace within jax.set_mesh(mesh)"
-            )
+        a, b, out = specs_of("linear", (operands[0], operands[2], result))
         shapes = tuple(operands[0].shape), tuple(operands[2].shape)
-        a, b, out = (sharding.spec for sharding in shardings)
         parts = Parts.of(what, dict(mesh.shape), shapes, (a, b), out)
 
         def each(a: jax.Array, a_scale_inv: jax.Array, b: jax.Array, b_scale_inv: jax.Array) -> jax.Array:
@@ -346,9 +307,7 @@ def _partitioned(what: Product) -> Callable[..., jax.Array]:
         return mesh, each, out, (a, a, b, b)
 
     rule, units = _rule(what)
-    made: Any = custom_partitioning(whole)
-    made.def_partition(partition=partition, sharding_rule=rule, **units)
-    return jax.jit(made, inline=True)
+    return asking(whole, partition, rule, **units)
 
 
 def _rule(what: Product) -> tuple[str, dict[str, int]]:

@@ -22,6 +22,7 @@ REFUSED = {
     "--batch 1000000000": "argument --batch: '1000000000' is not a whole number from 1 to 65536",
     "--batch 32000 --ranks 1": "--text pydoc_data.topics has ",
     "--ranks 4096 --batch 4096": "--ranks 4096 is more than ",
+    "--loss fast": "argument --loss: invalid choice: 'fast' (choose from ",
     "--ranks 3": "--batch 32 cannot be divided over 3 ranks",
     "--text empty.txt": "--text empty.txt is empty; give a file of text",
     "--text picture.png": "--text picture.png is not UTF-8 text (byte 0x89 at 0); give a file of text",

@@ -57,6 +57,19 @@ def test_cast(compiled, name):
     assert sorted(program["calls"]) == ["qshard_amax_tensor", "qshard_cast_transpose", "qshard_scale_from_amax"]
 
 
+@pytest.mark.parametrize("mode", ["Auto", "Explicit"])
+def test_head(compiled, mode):
+    """Gradients take the place of logits, and add up in GEMMs: nothing of the size of a chunk, or of w, is copied."""
+    program = compiled[f"head, {mode}"]
+    assert program["ops"] == []
+    assert program["gemms"] == ["bf16[512,4096]", "bf16[512,512]", "f32[4096,512]"]
+    assert [call for call in program["calls"] if call.startswith("qshard")] == [
+        *("qshard_cross_entropy_stats", "qshard_cross_entropy", "qshard_cross_entropy_grad")
+    ]
+    assert moved(program, "all-gather") == ["bf16[4096,512]"]
+    assert moved(program, "reduce-scatter") == ["f32[512,512]"]
+
+
 @pytest.mark.parametrize("name", STEPS)
 def test_step_gathers_codes_and_scatters_gradients(compiled, name):
     """Two layers: their codes are gathered forward, and those of the second again, since x has no gradient."""

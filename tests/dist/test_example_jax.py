@@ -29,12 +29,22 @@ class Progress:
         return lambda *values: None
 
 
-def trained(name, mode="shard_map", mesh="fsdp", ranks=2, steps=2, folder=None, resume=False, stops=None, kind="shard"):
+def trained(
+    name,
+    mode="shard_map",
+    mesh="fsdp",
+    ranks=2,
+    steps=2,
+    folder=None,
+    resume=False,
+    stops=None,
+    kind="shard",
+    loss="plain",
+):
     """The run; it may stop before a step."""
     script, modes = small("train_jax"), example("modes")
-    arguments = Namespace(
-        steps=steps, batch=BATCH, weights=kind, mesh=mesh, mode=mode, checkpoint=folder, every=2, resume=resume
-    )
+    arguments = Namespace(steps=steps, batch=BATCH, weights=kind, mesh=mesh, mode=mode, loss=loss)
+    arguments.checkpoint, arguments.every, arguments.resume = folder, 2, resume
     with jax.set_mesh(modes.make_mesh(mesh, mode, jax.devices()[:ranks])):
         return script.train(name, text(script, stops), arguments, Progress())
 
@@ -60,6 +70,14 @@ def test_primary_weights_have_the_same_losses():
     assert primary.gathered_sha256 == shard.gathered_sha256
     assert primary.losses == shard.losses
     assert shard.resident_bytes < primary.resident_bytes < 1.1 * shard.resident_bytes
+
+
+@pytest.mark.parametrize(("mode", "mesh"), [("shard_map", "fsdp"), ("auto", "fsdp,tp"), ("explicit", "hsdp")])
+def test_a_fused_loss_is_the_loss(mode, mesh):
+    plain, fused = (trained("mxfp8", mode, mesh, 2 if mesh == "fsdp" else 4, loss=loss) for loss in ("plain", "fused"))
+    assert fused.gathered_sha256 == plain.gathered_sha256
+    assert fused.losses == pytest.approx(plain.losses, rel=1e-4)
+    assert "--loss fused" in fused.ranks
 
 
 def test_meshes_gather_the_same_bytes():

@@ -19,13 +19,12 @@ class Events(list):
     put = list.append
 
 
-def trained(name, kind="shard", mesh="fsdp", steps=2, folder=None, resume=False, stops=None):
+def trained(name, kind="shard", mesh="fsdp", steps=2, folder=None, resume=False, stops=None, loss="plain"):
     """The run that rank 0 reports; None on others. It may stop before a step."""
     _clear_sharding_prop_cache()  # It holds meshes of process groups of cases before.
     script, events = small("train_torch"), Events()
-    arguments = Namespace(
-        steps=steps, batch=BATCH, weights=kind, mesh=mesh, checkpoint=folder, every=2, resume=resume, formats=[name]
-    )
+    arguments = Namespace(steps=steps, batch=BATCH, weights=kind, mesh=mesh, loss=loss, formats=[name])
+    arguments.checkpoint, arguments.every, arguments.resume = folder, 2, resume
     script.train(name, text(script, stops), arguments, torch.device(torch_ranks.device), events)
     return events[-1][1] if events else None
 
@@ -44,6 +43,18 @@ def test_all_kinds_gather_the_same_bytes(name):
         assert shard.gathered_bytes == primary.gathered_bytes
         assert shard.losses == primary.losses
         assert zero.losses == pytest.approx(shard.losses, rel=1e-2)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_fused_loss_is_the_loss(kind):
+    """Of a head that FSDP2, or ZeRO, gathers; weights are gathered as they were."""
+    plain, fused = (trained("mxfp8", kind, loss=loss) for loss in ("plain", "fused"))
+    if dist.get_rank() == 0:
+        assert fused.gathered_sha256 == plain.gathered_sha256
+        assert fused.gathered_bytes == plain.gathered_bytes
+        assert fused.losses == pytest.approx(plain.losses, rel=1e-4)
+        assert "--loss fused" in fused.ranks
 
 
 @on_ranks(4)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import qshard.torch_bridge as qt
 from support.torch_ranks import on_ranks
@@ -58,3 +60,65 @@ def test_a_head_whose_classes_are_cut(reduction):
 def test_a_wrong_label_raises_on_every_rank():
     with pytest.raises(ValueError, match=r"labels .9 among them. are not all from 0 to 7"):
         qt.cross_entropy(torch.zeros(1, 4), torch.tensor([9]), group=dist.group.WORLD)
+
+
+class Classifier(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(64, 64), qt.LinearCrossEntropy(64, 256, chunk=16)
+
+    def forward(self, x, labels):
+        return self.head(self.body(x).relu(), labels)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("primary", [False, True])
+@pytest.mark.parametrize("recipe", [None, "CurrentScaling", "MXFP8"])
+def test_a_head_that_fsdp2_gathers(recipe, primary):
+    """All ranks have one batch, so gradients, averaged, are those of one rank; codes are those of the whole weight."""
+    if primary and recipe is None:
+        return
+    torch.manual_seed(0)
+    model, x, labels = Classifier(), torch.randn(40, 64), torch.randint(256, (40,))
+    alone = Classifier()
+    alone.load_state_dict(model.state_dict())
+    if recipe is not None:
+        qt.convert(alone, recipe)
+        qt.convert(model, recipe, primary=primary)
+    fully_shard(model)
+    want, loss = alone(x, labels), model(x, labels)
+    assert torch.equal(loss, want)
+    if primary:
+        loss.backward()
+        return
+    want.backward()
+    loss.backward()
+    for mine, other in zip(model.parameters(), alone.parameters(), strict=True):
+        assert torch.equal(mine.grad.full_tensor(), other.grad)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("shard_weights", [False, True])
+@pytest.mark.parametrize("recipe", [None, "MXFP8"])
+def test_a_head_that_zero_has(recipe, shard_weights):
+    """As above, with a step: the loss of the weights after it is that of Adam on one rank, to rounding."""
+    torch.manual_seed(0)
+    model, x, labels = Classifier(), torch.randn(40, 64), torch.randint(256, (40,))
+    alone = Classifier()
+    alone.load_state_dict(model.state_dict())
+    if recipe is not None:
+        qt.convert(alone, recipe)
+        qt.convert(model, recipe)
+    optimizers = qt.ZeroOptimizer(model, shard_weights=shard_weights), qt.AdamW(alone.parameters())
+    losses = []
+    for each, optimizer in zip((model, alone), optimizers, strict=True):
+        for group in optimizer.param_groups:
+            group.update(lr=1e-3, weight_decay=0.0)
+        loss = each(x, labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append([loss.item(), each(x, labels).item()])
+    assert losses[0][0] == losses[1][0]
+    assert losses[0][1] == pytest.approx(losses[1][1], rel=1e-3)
+    assert losses[0][1] < losses[0][0]

@@ -68,6 +68,11 @@ class Front(Protocol):
     def linear(self, x: np.ndarray, w: np.ndarray, dy: np.ndarray, recipe: Recipe, *, seed: int = 0) -> Products:
         """y, and the gradients of x and w where that of y is `dy`."""
 
+    def cross_entropy(
+        self, logits: np.ndarray, labels: np.ndarray, grad: np.ndarray, **options: Any
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The loss, and the gradient of logits where that of the loss is `grad`."""
+
     def operand_rounding(self, recipe: Recipe) -> float:
         """What a product may lose of the sum of its terms' magnitudes because operands are rounded."""
 

@@ -78,6 +78,13 @@ class JaxFront:
         y, dx, dw = map(self.numpy, made[:3])
         return y, dx, dw
 
+    def cross_entropy(
+        self, logits: np.ndarray, labels: np.ndarray, grad: np.ndarray, **options: Any
+    ) -> tuple[np.ndarray, np.ndarray]:
+        logits, labels, grad = map(self.array, (logits, labels, grad))
+        loss, back = self.jax.vjp(lambda x: self.qshard.cross_entropy(x, labels, **options), logits)
+        return self.numpy(loss), self.numpy(back(grad)[0])
+
     @functools.cache  # noqa: B019 - an adapter lives as long as a test.
     def step(self, recipe: Recipe) -> Any:
         """Compiled once for each recipe and shape: y, dx, dw and what the gradient of `states` brings."""
@@ -281,6 +288,14 @@ class TorchFront:
         y.backward(self.array(dy))
         y, dx, dw = map(self.numpy, (y, *(leaf.grad for leaf in leaves)))
         return y, dx, dw
+
+    def cross_entropy(
+        self, logits: np.ndarray, labels: np.ndarray, grad: np.ndarray, **options: Any
+    ) -> tuple[np.ndarray, np.ndarray]:
+        leaf = self.array(logits).requires_grad_()
+        loss = self.qshard.cross_entropy(leaf, self.array(labels), **options)
+        loss.backward(self.array(grad))
+        return self.numpy(loss), self.numpy(leaf.grad)
 
     def operand_rounding(self, recipe: Recipe) -> float:
         return 0.0 if self.device == "cpu" else ROUNDED_TO_BFLOAT16

@@ -17,7 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from qshard.formats import FP8_E4M3, MXFP8_32x32, Usage
-from qshard.jax import compute_scales, gather, init_delayed, linear, quantize
+from qshard.jax import compute_scales, gather, init_delayed, linear, linear_cross_entropy, quantize
 from qshard.recipes import MXFP8, NVFP4, BlockScaling, CurrentScaling, DelayedScaling
 from support.hlo import collectives
 
@@ -156,6 +156,12 @@ def programs():
     cut = argument(both, (512, 128), jnp.float32, P("tp", "fsdp")), argument(both, (1024, 128), x.dtype, P("fsdp"))
     for recipe in (CurrentScaling(), NVFP4()):
         yield f"two axes, {type(recipe).__name__}", partial(two_axes_step, recipe=recipe), cut
+    for mesh in (auto, explicit):
+        rows, labels = argument(mesh, (8, 2048, 512), jnp.bfloat16, P("fsdp")), P("fsdp")
+        labels = argument(mesh, (8, 2048), jnp.int32, labels)
+        head = jax.value_and_grad(partial(linear_cross_entropy, chunk=512), argnums=(0, 1))
+        w = argument(mesh, (4096, 512), jnp.bfloat16, P("fsdp"))
+        yield f"head, {mesh.axis_types[0].name}", head, (rows, w, labels)
     stacked = argument(auto, (4, 2048, 2048), jnp.float32, P(None, "fsdp"))
     yield "step, scan and remat", scanned_step, (stacked, x)
 

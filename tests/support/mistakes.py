@@ -76,6 +76,9 @@ class Caller:
     def linear(self, x: Any, w: Any, recipe: RecipeLike, **options: Any) -> Any:
         return self.qshard.linear(self.array(x), self.array(w), *(() if self.jax else (None,)), recipe, **options)
 
+    def cross_entropy(self, logits: Any, labels: Any, **options: Any) -> Any:
+        return self.qshard.cross_entropy(self.array(logits), self.array(labels), **options)
+
     def gradient(self, x: Any, w: Any, recipe: RecipeLike) -> Any:
         """Of the sum of `linear` by x."""
         if self.jax:

@@ -1,0 +1,80 @@
+"""Functions of which XLA asks how they are cut, on Auto meshes, once it knows how their operands are.
+
+XLA cuts an op over axes that all its buffers share (`ops.py`). What adds up over other axes, or has none in common,
+says itself what each device does, by JAX's `custom_partitioning`.
+
+What is asked are functions of this process: JAX's persistent cache does not find such a program in another one, and
+`jax.export` cannot save it, so exports for several devices have another function in its place.
+
+Sources: `jax.experimental.custom_partitioning`; Shardy, `sdy.op_sharding_rule`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.interpreters import mlir
+from jax.sharding import NamedSharding, PartitionSpec
+
+from qshard.jax import ops
+
+
+class _Local:
+    """The ops, on what a device has: XLA cuts none of it."""
+
+    def __getattr__(self, name: str) -> Any:
+        return functools.partial(getattr(ops, name), cuttable=False)
+
+
+local = _Local()
+
+
+def asking(whole: Callable[..., Any], partition: Callable[..., Any], rule: str, **sizes: int) -> Callable[..., Any]:
+    """`whole`, of which XLA asks `partition`.
+
+    Args:
+      partition: as `custom_partitioning` calls it: gives the mesh, what each device does, and how results and operands
+        are cut.
+      rule: how Shardy carries cuts through, in the notation of einsum. `sizes` are those of factors of axes.
+    """
+    made: Any = custom_partitioning(whole)
+    made.def_partition(partition=partition, sharding_rule=rule, **sizes)
+    return jax.jit(made, inline=True)
+
+
+def specs_of(op: str, arrays: Sequence[Any]) -> list[Any]:
+    """How arrays are cut, of what XLA tells when it asks."""
+    shardings = [array.sharding for array in arrays]
+    if not all(isinstance(sharding, NamedSharding) or sharding.is_fully_replicated for sharding in shardings):
+        raise ValueError(f"{op}: operands are cut over devices of which no mesh tells; trace within jax.set_mesh(mesh)")
+    return [sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec() for sharding in shardings]
+
+
+def asked(function: Callable[..., Any], exported: Callable[..., Any], *operands: Any) -> list[jax.Array]:
+    """The leaves of what `function` gives, which `asking` made; in exports for several devices, of `exported`."""
+    both = {"function": jax.make_jaxpr(function)(*operands), "exported": jax.make_jaxpr(exported)(*operands)}
+    made: list[jax.Array] = _asked.bind(*jax.tree.leaves(operands), **both)
+    return made
+
+
+def _lower(ctx: Any, *operands: Any, function: Any, exported: Any) -> Any:
+    devices = getattr(ctx.module_context.axis_context, "num_devices", 1) or 1
+    is_saved = devices > 1 and ctx.module_context.lowering_parameters.for_export
+    return mlir.lower_fun(jaxpr_as_fun(exported if is_saved else function), multiple_results=True)(ctx, *operands)
+
+
+def _run(*operands: Any, function: Any, **_: Any) -> Any:
+    return jax.jit(jaxpr_as_fun(function))(*operands)
+
+
+# What JAX lowers it to depends on what for.
+_asked = Primitive("qshard_asked")
+_asked.multiple_results = True
+_asked.def_impl(_run)
+_asked.def_abstract_eval(lambda *operands, function, exported: function.out_avals)
+mlir.register_lowering(_asked, _lower)

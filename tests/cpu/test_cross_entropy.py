@@ -1,0 +1,59 @@
+"""Cross entropy in both front ends, on CPU and GPU: the bits of the reference."""
+
+import math
+
+import numpy as np
+import pytest
+
+from support import oracle
+from support.awkward import DTYPES, assert_bits_equal, awkward_values
+
+RULES = {"plain": {}, "all": {"label_smoothing": 0.1, "z_loss": 1e-2, "ignore_index": 3}}
+SHAPES = [((2, 3), 7), ((5,), 1030), ((), 9), ((0, 2), 4), ((3,), 1)]
+
+
+def drawn(rows, classes, dtype):
+    shape = (*rows, classes)
+    logits = awkward_values((math.prod(rows), classes), 0, dtype, kinds=("normal", "ties", "wide")).reshape(shape)
+    labels = np.random.default_rng(classes).integers(0, classes, rows, np.int32)
+    grad = awkward_values((math.prod(rows),), 1, "float32", kinds=("normal",)).reshape(rows)
+    return logits, np.asarray(labels), grad
+
+
+def expected(logits, labels, grad, *, ignore_index=-100, label_smoothing=0.0, z_loss=0.0):
+    """The loss of each row, and the gradient of logits."""
+    rule = {"ignore_index": ignore_index, "smoothing": label_smoothing, "z_loss": z_loss, "classes": logits.shape[-1]}
+    with np.errstate(all="ignore"):
+        stats = oracle.cross_entropy_stats(logits, labels, first=0, total=label_smoothing > 0)
+        loss, lse = oracle.cross_entropy(stats[..., None, :], labels, **rule)
+        return loss, oracle.cross_entropy_grad(logits, labels, lse, grad, first=0, **rule)
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_is_the_reference(front, dtype, rule):
+    for rows, classes in SHAPES:
+        arrays = drawn(rows, classes, dtype)
+        actual = front.cross_entropy(*arrays, reduction="none", **rule)
+        for mine, want in zip(actual, expected(*arrays, **rule), strict=True):
+            assert_bits_equal(mine, want)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_every_row_has_the_gradient_of_the_loss(front, reduction):
+    """In bits; the sum of losses is the framework's."""
+    logits, labels, _ = drawn((4, 8), 1030, "bfloat16")
+    labels[1, 2:5] = -100
+    grad = np.float32(0.37)
+    loss, d = front.cross_entropy(logits, labels, grad, reduction=reduction)
+    count = np.float32(29 if reduction == "mean" else 1)
+    losses, want = expected(logits, labels, np.full(labels.shape, grad / count, np.float32))
+    assert_bits_equal(d, want)
+    np.testing.assert_allclose(loss, losses.sum(dtype=np.float64) / count, rtol=1e-6)
+
+
+def test_rows_that_are_all_ignored(front):
+    logits, labels, _ = drawn((3,), 7, "float32")
+    loss, d = front.cross_entropy(logits, np.full_like(labels, -100), np.float32(1), reduction="mean")
+    assert np.isnan(loss)  # As in PyTorch: 0 / 0.
+    assert not np.nan_to_num(d).any()

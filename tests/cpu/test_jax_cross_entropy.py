@@ -1,0 +1,234 @@
+"""Cross entropy in JAX: nothing but 16 bytes a row moves, in every mode; gradients, transforms, and what is refused."""
+
+import contextlib
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import qshard.jax as qj
+from support import hlo
+from support.awkward import assert_bits_equal
+
+RULE = {"label_smoothing": 0.1, "z_loss": 1e-2}
+ROWS, CLASSES = (8, 4), 1040
+ROW_CUTS = {"outer": P("a"), "inner": P(None, "b"), "both": P("a", "b"), "two": P(("a", "b"))}
+CLASS_CUTS = {"classes": P(None, None, "b"), "of two": P(None, None, ("b", "a")), "and rows": P("a", None, "b")}
+MODES = ("Auto", "Explicit")
+
+
+def drawn(dtype="float32"):
+    rng = np.random.default_rng(0)
+    logits = jnp.asarray(3 * rng.normal(size=(*ROWS, CLASSES)), dtype)
+    labels = rng.integers(0, CLASSES, ROWS).astype(np.int32)
+    labels[0, 0], labels[1, 2] = -100, CLASSES - 1
+    return np.asarray(logits), labels
+
+
+def step(logits, labels, reduction="mean", **options):
+    """The loss, and the gradient of half of it."""
+    loss, back = jax.vjp(lambda x: qj.cross_entropy(x, labels, reduction=reduction, **RULE, **options), logits)
+    return loss, back(jnp.full_like(loss, 0.5))[0]
+
+
+def mesh_of(kind):
+    return jax.make_mesh((4, 2), ("a", "b"), axis_types=(kind,) * 2)
+
+
+def placed(mesh, cut, logits, labels):
+    return (
+        jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in ((logits, cut), (labels, P(*cut[: labels.ndim])))
+    )
+
+
+def moved(compiled):
+    """What is not a number."""
+    found = [(kind, array) for kind, arrays in hlo.collectives(compiled) for array in arrays]
+    return [(kind, array) for kind, array in found if not array.endswith("[]")]
+
+
+@pytest.mark.parametrize("cut", ROW_CUTS.values(), ids=ROW_CUTS)
+@pytest.mark.parametrize("mode", [*MODES, "no context", "shard_map"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_stay_where_they_are(dtype, mode, cut):
+    """In the bits of one device; `shard_map` of rows, and a mesh that only arrays know of, too."""
+    arrays = drawn(dtype)
+    run = functools.partial(step, reduction="none")
+    want = run(*arrays)
+    mesh = mesh_of(getattr(AxisType, mode, AxisType.Auto))
+    there = list(placed(mesh, cut, *arrays))
+    if mode == "shard_map":
+        run = jax.shard_map(run, mesh=mesh, in_specs=(cut, cut), out_specs=(cut, cut))
+    with jax.set_mesh(mesh) if mode != "no context" else contextlib.nullcontext():
+        compiled = jax.jit(run).lower(*there).compile()
+        assert moved(compiled) == []
+        actual = compiled(*there)
+    assert actual[1].sharding.is_equivalent_to(there[0].sharding, 3)
+    for mine, other in zip(actual, want, strict=True):
+        assert_bits_equal(mine, other)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("cut", CLASS_CUTS.values(), ids=CLASS_CUTS)
+@pytest.mark.parametrize("mode", MODES)
+def test_classes_stay_where_they_are(mode, cut, reduction):
+    """Sums are in another order, so the last bits may differ."""
+    arrays = drawn()
+    want = step(*arrays, reduction)
+    with jax.set_mesh(mesh := mesh_of(getattr(AxisType, mode))):
+        there = list(placed(mesh, cut, *arrays))
+        compiled = jax.jit(step, static_argnums=2).lower(*there, reduction).compile()
+        actual = compiled(*there)
+    parts = np.prod([mesh.shape[name] for name in np.atleast_1d(cut[2])])
+    rows = ROWS[0] // (4 if cut[0] else 1)
+    assert moved(compiled) == [("all-gather", f"f32[{rows},{ROWS[1]},{parts},4]")]
+    assert actual[1].sharding.is_equivalent_to(there[0].sharding, 3)
+    assert_near(actual, want)
+
+
+def assert_near(actual, want):
+    for mine, other in zip(actual, want, strict=True):
+        np.testing.assert_allclose(mine, other, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("names", ["b", ("b", "a")], ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_axis_name_has_classes(reduction, names, check_vma):
+    """Differentiated around `shard_map`, and within, where types tell that all have the one loss."""
+    arrays, cut = drawn(), P(None, None, names)
+    want = step(*arrays, reduction)
+    over = functools.partial(jax.shard_map, mesh=mesh_of(AxisType.Auto), in_specs=(cut, P()), check_vma=check_vma)
+    local = functools.partial(qj.cross_entropy, axis_name=names, reduction=reduction, **RULE)
+    loss, back = jax.vjp(lambda x: over(local, out_specs=P())(x, arrays[1]), arrays[0])
+    assert_near((loss, back(jnp.full_like(loss, 0.5))[0]), want)
+    within = over(functools.partial(step, reduction=reduction, axis_name=names), out_specs=(P(), cut))
+    loss, d = within(*arrays)
+    devices = 1 if check_vma else 2 if names == "b" else 8  # As behind `lax.psum`.
+    assert_near((loss, d / devices), want)
+
+
+@pytest.mark.parametrize("ignored", [-100, 0, 600, -1, -2])
+def test_labels_of_other_devices(ignored):
+    """An ignored label may be a class, of any device, or what a label of another device becomes."""
+    logits, labels = drawn()
+    labels[0, 1], labels[2, 0], labels[3, 3] = 0, 600, CLASSES
+    labels = np.where(labels == -100, ignored, labels)
+    run = functools.partial(step, reduction="none", ignore_index=ignored)
+    want = jax.jit(run)(logits, labels)
+    assert np.isnan(want[0][3, 3])
+    assert np.isnan(want[1][3, 3]).all()
+    with jax.set_mesh(mesh := mesh_of(AxisType.Explicit)):
+        actual = jax.jit(run)(*placed(mesh, P(None, None, ("a", "b")), logits, labels))
+    assert_near(actual, want)
+
+
+@pytest.mark.parametrize("cut", [P("a"), P(None, "a"), P("a", None, "b")], ids=str)
+@pytest.mark.parametrize("mode", MODES)
+def test_vmap_adds_rows(mode, cut):
+    arrays = drawn()
+    want = step(*arrays, "none")
+
+    def run(logits, labels):
+        mapped = jax.vmap(functools.partial(qj.cross_entropy, reduction="none", **RULE))
+        loss, back = jax.vjp(lambda x: mapped(x, labels), logits)
+        return loss, back(jnp.full_like(loss, 0.5))[0]
+
+    with jax.set_mesh(mesh := mesh_of(getattr(AxisType, mode))):
+        there = list(placed(mesh, cut, *arrays))
+        compiled = jax.jit(run).lower(*there).compile()
+        assert [kind for kind, _ in moved(compiled)] == ["all-gather"] * (len(cut) == 3)
+        assert_near(compiled(*there), want)
+
+
+def test_other_transforms():
+    logits, labels = drawn()
+    want = step(logits, labels)[1]
+    loss = functools.partial(qj.cross_entropy, **RULE)
+    shared = jax.vmap(loss, in_axes=(0, None))(logits[:, :1], labels[0, :1])
+    assert_near(shared[1:2], [loss(logits[1, :1], labels[0, :1])])
+    assert_bits_equal(jax.jit(jax.grad(jax.checkpoint(lambda x: 0.5 * loss(x, labels))))(logits), want)
+    saved = jax.export.export(jax.jit(step), disabled_checks=qj.disabled_checks())(logits, labels)
+    assert_bits_equal(jax.export.deserialize(saved.serialize()).call(logits, labels)[1], want)
+
+
+def test_an_export_for_several_devices():
+    logits, labels = drawn()
+    want = step(logits, labels, "none")
+    with jax.set_mesh(mesh := mesh_of(AxisType.Auto)):
+        there = list(placed(mesh, P("a", "b"), logits, labels))
+        run = jax.jit(functools.partial(step, reduction="none"))
+        saved = jax.export.export(run, disabled_checks=qj.disabled_checks())(*there)
+        for mine, other in zip(saved.call(*there), want, strict=True):
+            assert_bits_equal(mine, other)
+
+
+def test_a_second_derivative_raises():
+    logits, labels = drawn()
+
+    def slope(x):
+        return jax.grad(lambda x: qj.cross_entropy(x, labels))(x).sum()
+
+    for run in (jax.grad(slope), jax.jit(jax.grad(slope))):
+        with pytest.raises(TypeError, match=r"cross_entropy: a gradient that it makes has none of its own; diff"):
+            run(logits)
+
+
+def test_labels_that_are_no_classes():
+    """Where the host knows them, an error; else NaN."""
+    logits = np.zeros((2, 4), np.float32)
+    for labels in (np.array([0, 4]), np.array([0, -1], np.int32), jnp.array([4, 0]), np.array([2**32, 0])):
+        with pytest.raises(ValueError, match=r"cross_entropy: labels \(-?\d+ among them\) are not all from 0 to 3"):
+            qj.cross_entropy(logits, labels)
+    losses, d = jax.jit(functools.partial(step, reduction="none"))(logits, np.array([0, 4]))
+    assert np.isnan(losses).tolist() == [False, True]
+    assert np.isnan(d).any(axis=1).tolist() == [False, True]
+
+
+def test_labels_of_64_bits_keep_them():
+    with jax.enable_x64(True):
+        run = jax.jit(functools.partial(qj.cross_entropy, reduction="none"))
+        losses = run(jnp.zeros((2, 4), jnp.float32), jnp.array([2**32, 1]))
+    assert np.isnan(losses).tolist() == [True, False]
+
+
+WRONG = [
+    (
+        {"labels": np.zeros(3, np.int32)},
+        ValueError,
+        r"labels \(\(3,\)\) are not one for each row of logits",
+    ),
+    ({"labels": np.zeros(2, np.float32)}, TypeError, r"labels \(float32\) are not int64 or int32"),
+    ({"labels": [0, 1]}, TypeError, r"labels \(\[0, 1\]\) is not an array"),
+    ({"logits": np.zeros((2, 5), np.int32)}, TypeError, "logits .int32. is not float32, bfloat16 or float16"),
+    ({"reduction": "max"}, ValueError, "reduction .'max'. is not mean, sum or none"),
+    ({"label_smoothing": 1.5}, ValueError, "label_smoothing .1.5. is not from 0 to 1"),
+    ({"z_loss": -1.0}, ValueError, "z_loss .-1.0. is not 0 or more"),
+    ({"z_loss": jnp.ones(())}, TypeError, "z_loss .* is not a number of the host"),
+    ({"ignore_index": 2**40}, ValueError, "ignore_index .* does not fit into 32 bits"),
+    ({"ignore_index": 1.0}, TypeError, "ignore_index .1.0. is not an integer"),
+    ({"logits": np.zeros((2, 0), np.float32)}, ValueError, "logits has no classes"),
+    ({"axis_name": "tp"}, ValueError, "axis_name .'tp'. is not an axis of a jax.shard_map around this call"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "error", "text"), WRONG)
+def test_what_does_not_fit(wrong, error, text):
+    given = {"logits": np.zeros((2, 5), np.float32), "labels": np.array([0, 1], np.int32)} | wrong
+    with pytest.raises(error, match="cross_entropy: " + text):
+        qj.cross_entropy(given.pop("logits"), given.pop("labels"), **given)
+
+
+def test_classes_that_a_mixed_mesh_cuts():
+    logits, labels = drawn()
+    with jax.set_mesh(mesh := mesh_of(AxisType.Explicit)):
+        there = list(placed(mesh, P("a", None, "b"), logits, labels))
+        local = jax.shard_map(
+            lambda x, y: qj.cross_entropy(x, y, reduction="none"), in_specs=P("a"), out_specs=P("a"), axis_names={"a"}
+        )
+        with pytest.raises(ValueError, match=r"cross_entropy: classes of \(2, 4, 1040\) are cut over 'b' of a mesh"):
+            jax.jit(local)(*there)

@@ -1,0 +1,227 @@
+"""The head whose logits are never whole, in JAX: what it holds, what moves, and the gradients of the two calls."""
+
+import contextlib
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import qshard.jax as qj
+from support import hlo
+
+RULE = {"label_smoothing": 0.1, "z_loss": 1e-3}
+ROWS, K, CLASSES = (8, 4), 32, 208
+OF_W, OF_X = f"f32[{CLASSES},{K}]", "f32[8,4,32]"
+CUTS = {
+    "rows": (P("a"), P(), [("all-reduce", OF_W)]),
+    "both axes of rows": (P("a", "b"), P(), [("all-reduce", OF_W)]),
+    "classes": (P(), P("b"), [("all-reduce", OF_X)]),
+    "rows and classes": (P("a"), P("b"), [("all-reduce", "f32[104,32]"), ("all-reduce", "f32[2,4,32]")]),
+    "fsdp": (P("a"), P("a"), [("all-gather", OF_W), ("reduce-scatter", "f32[52,32]")]),
+    "fsdp along K": (P("a"), P(None, "a"), [("all-gather", OF_W), ("reduce-scatter", "f32[208,8]")]),
+    "K of both": (P(None, None, "b"), P(None, "b"), [("all-gather", OF_W), ("all-gather", OF_X)]),
+}
+"""How x and w are cut, and what moves beside numbers and the 16 bytes a row."""
+
+
+def drawn(dtype="float32"):
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(*ROWS, K)), dtype)
+    w = jnp.asarray(rng.normal(size=(CLASSES, K)) / 5, dtype)
+    labels = rng.integers(0, CLASSES, ROWS).astype(np.int32)
+    labels[0, 0], labels[1, 2] = -100, CLASSES - 1
+    return np.asarray(x), np.asarray(w), labels
+
+
+def two_calls(x, w, labels, **options):
+    return qj.cross_entropy(jnp.dot(x, w.T), labels, **options)
+
+
+def step(x, w, labels, loss=qj.linear_cross_entropy, **options):
+    """The loss, and the gradients of half of it."""
+    loss, back = jax.vjp(functools.partial(loss, labels=labels, **RULE, **options), x, w)
+    return loss, *back(jnp.full_like(loss, 0.5))
+
+
+def assert_near(actual, want, dtype="float32"):
+    # Products of other rows may add in another order, so a logit may be rounded to its neighbour.
+    close = {"rtol": 1e-4, "atol": 1e-6} if dtype == "float32" else {"rtol": 2e-2, "atol": 2e-3}
+    for mine, other in zip(actual, want, strict=True):
+        assert mine.dtype == other.dtype
+        np.testing.assert_allclose(np.asarray(mine, np.float32), np.asarray(other, np.float32), **close)
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 5, 8, 100])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_is_the_two_calls(dtype, reduction, chunk):
+    arrays = drawn(dtype)
+    actual = jax.jit(functools.partial(step, reduction=reduction, chunk=chunk))(*arrays)
+    assert_near(actual, step(*arrays, two_calls, reduction=reduction), dtype)
+
+
+def test_is_that_of_pytorch():
+    torch = pytest.importorskip("torch")
+    import qshard.torch_bridge as qt
+
+    x, w, labels = drawn()
+    actual = step(x, w, labels, chunk=7)
+    leaves = [torch.from_numpy(np.array(a)).requires_grad_() for a in (x, w)]
+    loss = qt.linear_cross_entropy(*leaves, torch.from_numpy(labels), chunk=7, **RULE)
+    (loss * 0.5).backward()
+    assert_near(actual, [a.detach().numpy() for a in (loss, *(leaf.grad for leaf in leaves))])
+
+
+def test_float16_takes_a_loss_that_is_scaled_up():
+    """A gradient of 2^-30 is no float16; times 2^20 it is."""
+    x, w = np.ones((1, 1), np.float16), np.array([[20.0], [0.0]], np.float16)
+    loss = functools.partial(qj.linear_cross_entropy, labels=np.array([0]))
+    of_w = jax.grad(lambda w: 2.0**20 * loss(x, w))(w)
+    assert of_w[1, 0] == pytest.approx(2.0**20 * 2.0611537e-09, rel=2e-3)
+
+
+def test_no_rows():
+    x, w, labels = np.zeros((0, K), np.float32), np.ones((4, K), np.float32), np.zeros(0, np.int32)
+    loss, dx, dw = step(x, w, labels, reduction="sum")
+    assert (float(loss), dx.shape, dw.any()) == (0, (0, K), False)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_logits_are_never_whole(reduction):
+    """By the arrays of the compiled program, and by what it needs beside operands and results."""
+    rows, classes, k, chunk = 4096, 2048, 16, 128
+    given = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((rows, k), (classes, k))]
+    labels = jax.ShapeDtypeStruct((rows,), jnp.int32)
+
+    def program(loss, **options):
+        return (
+            jax.jit(functools.partial(step, loss=loss, reduction=reduction, **options)).lower(*given, labels).compile()
+        )
+
+    whole, mine = program(two_calls), program(qj.linear_cross_entropy, chunk=chunk)
+    assert f"f32[{rows},{classes}]" in whole.as_text()
+    assert f"f32[{rows},{classes}]" not in mine.as_text()
+    assert f"f32[{chunk},{classes}]" in mine.as_text()
+    size = 4 * classes * chunk
+    assert whole.memory_analysis().temp_size_in_bytes >= 4 * classes * rows
+    assert mine.memory_analysis().temp_size_in_bytes < 4 * size  # A chunk, and small things.
+
+
+@pytest.mark.parametrize("name", CUTS)
+@pytest.mark.parametrize("mode", ["Auto", "Explicit", "no context"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_rows_stay_where_they_are(reduction, mode, name):
+    cut, arrays = CUTS[name], drawn()
+    run = functools.partial(step, reduction=reduction, chunk=3)
+    want = step(*arrays, two_calls, reduction=reduction)
+    mesh = jax.make_mesh(
+        (4, 2), ("a", "b"), axis_types=(AxisType.Explicit if mode == "Explicit" else AxisType.Auto,) * 2
+    )
+    specs = (*cut[:2], P(*cut[0][:2]))
+    with jax.set_mesh(mesh) if mode != "no context" else contextlib.nullcontext():
+        there = [jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip(arrays, specs, strict=True)]
+        compiled = jax.jit(run).lower(*there).compile()
+        moved = [(kind, array) for kind, arrays in hlo.collectives(compiled) for array in arrays]
+        actual = compiled(*there)
+    assert sorted((kind, array) for kind, array in moved if not array.endswith(("[]", ",4]"))) == cut[2]
+    assert ("all-gather", "f32[3,2,4]") in moved or "classes" not in name
+    assert_near(actual, want)
+    if mode == "Explicit":
+        for mine, given in zip(actual[1:], there, strict=False):
+            assert mine.sharding.is_equivalent_to(given.sharding, mine.ndim)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_axis_name_has_classes(reduction, check_vma):
+    """Rows are cut over the other axis, where the losses of devices are added up."""
+    x, w, labels = drawn()
+    want = step(x, w, labels, two_calls, reduction="sum")
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+
+    def local(x, w, labels):
+        options = {**RULE, "axis_name": "b", "chunk": 3, "reduction": reduction}
+        loss = qj.linear_cross_entropy(x, w, labels, **options)
+        summed = loss * (labels != -100).sum() if reduction == "mean" else loss.sum()
+        return jax.lax.psum(summed, "a")
+
+    specs = {"in_specs": (P("a"), P("b"), P("a")), "out_specs": P(), "check_vma": check_vma}
+    loss, back = jax.vjp(lambda x, w: jax.shard_map(local, mesh=mesh, **specs)(x, w, labels), x, w)
+    assert_near((loss, *back(jnp.float32(0.5))), want)
+
+
+@pytest.mark.parametrize("mode", ["Auto", "Explicit", "one device"])
+def test_vmap_has_a_head_for_each_example(mode):
+    x, w, labels = drawn()
+    ws = np.stack([w * (1 + i / 8) for i in range(len(x))])
+    run = jax.vmap(functools.partial(step, reduction="sum", chunk=3))
+    want = [np.stack(each) for each in zip(*map(functools.partial(step, reduction="sum"), x, ws, labels), strict=True)]
+    mesh = jax.make_mesh(
+        (1,) if mode == "one device" else (8,),
+        ("a",),
+        axis_types=(AxisType.Explicit if mode == "Explicit" else AxisType.Auto,),
+    )
+    with jax.set_mesh(mesh):
+        there = [jax.device_put(a, NamedSharding(mesh, P())) for a in (x, ws, labels)]
+        assert_near(jax.jit(run)(*there), want)
+        shared = jax.vmap(functools.partial(step, reduction="sum"), in_axes=(0, None, 0))
+        many = jax.vmap(functools.partial(step, reduction="sum"))(x, np.stack([w] * len(x)), labels)
+        assert_near(jax.jit(shared)(there[0], w, there[2]), many)
+
+
+@pytest.mark.parametrize("mode", ["Auto", "Explicit"])
+def test_arrays_that_no_mesh_has(mode):
+    """Of the host, on a mesh around the call: all devices do the same."""
+    arrays = drawn()
+    want = step(*arrays, two_calls)
+    with jax.set_mesh(jax.make_mesh((8,), ("a",), axis_types=(getattr(AxisType, mode),))):
+        assert_near(step(*arrays), want)
+        assert_near(jax.jit(step)(*arrays), want)
+        assert_near(jax.jit(functools.partial(step, loss=two_calls))(*arrays), want)
+
+
+def test_transforms():
+    x, w, labels = drawn()
+    want = step(x, w, labels)
+    loss = jax.checkpoint(lambda x, w: 0.5 * qj.linear_cross_entropy(x, w, labels, **RULE))
+    assert_near(jax.jit(jax.grad(loss, argnums=(0, 1)))(x, w), want[1:])
+    saved = jax.export.export(jax.jit(step), disabled_checks=qj.disabled_checks())(x, w, labels)
+    assert_near(jax.export.deserialize(saved.serialize()).call(x, w, labels), want)
+    with pytest.raises(TypeError, match="linear_cross_entropy: a gradient that it makes has none of its own"):
+        jax.grad(lambda x: jax.grad(lambda x: qj.linear_cross_entropy(x, w, labels))(x).sum())(x)
+
+
+def test_an_export_for_several_devices():
+    arrays = drawn()
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    with jax.set_mesh(mesh):
+        there = [jax.device_put(a, NamedSharding(mesh, P("a"))) for a in arrays]
+        saved = jax.export.export(jax.jit(step), disabled_checks=qj.disabled_checks())(*there)
+        assert_near(saved.call(*there), step(*arrays))
+
+
+def test_a_label_that_is_no_class_is_nan_under_jit():
+    x, w, labels = drawn()
+    labels[2, 1] = CLASSES
+    losses, dx, dw = jax.jit(functools.partial(step, reduction="none", chunk=4))(x, w, labels)
+    assert np.isnan(losses).sum() == 1
+    assert np.isnan(dx).any(axis=-1).sum() == 1
+    assert np.isnan(dw).all()
+
+
+def test_what_does_not_fit():
+    x, w, labels = drawn()
+    with pytest.raises(
+        ValueError, match=r"linear_cross_entropy: w \(\(208, 31\), float32\) does not fit x \(\(8, 4, 32"
+    ):
+        qj.linear_cross_entropy(x, w[:, 1:], labels)
+    with pytest.raises(ValueError, match=r"linear_cross_entropy: w .* of one dtype"):
+        qj.linear_cross_entropy(x, w.astype(jnp.bfloat16), labels)
+    with pytest.raises(ValueError, match=r"linear_cross_entropy: chunk \(0\) is not a number of rows"):
+        qj.linear_cross_entropy(x, w, labels, chunk=0)
+    with pytest.raises(ValueError, match=r"linear_cross_entropy: labels .* are not one for each row of x"):
+        qj.linear_cross_entropy(x, w, labels[0])

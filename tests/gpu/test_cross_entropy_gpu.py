@@ -1,0 +1,114 @@
+"""Heads without logits on a GPU: their gradients, under recipes too, what they hold, and in a captured graph."""
+
+import functools
+
+import numpy as np
+import pytest
+
+ROWS, K, CLASSES = 1024, 256, 4096
+RULE = {"label_smoothing": 0.1, "z_loss": 1e-3}
+
+
+def drawn(torch, dtype):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(ROWS, K, generator=generator).to("cuda", dtype).requires_grad_()
+    w = (torch.randn(CLASSES, K, generator=generator) / 16).to("cuda", dtype).requires_grad_()
+    labels = torch.randint(CLASSES, (ROWS,), generator=generator).cuda()
+    labels[::7] = -100
+    return x, w, labels
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("recipe", ["CurrentScaling", "BlockScaling", "MXFP8", "NVFP4"])
+def test_recipes_are_the_two_calls(recipe, reduction):
+    """In one chunk; sums of products, and of scales of a half gradient, may be rounded to neighbours."""
+    torch = pytest.importorskip("torch")
+    import qshard.torch_bridge as qt
+
+    x, w, labels = drawn(torch, torch.bfloat16)
+    seed = 5 if recipe == "NVFP4" else None
+    loss = qt.linear_cross_entropy(x, w, labels, recipe=recipe, seed=seed, chunk=ROWS, reduction=reduction, **RULE)
+    other = qt.cross_entropy(qt.linear(x, w, None, recipe, seed=seed), labels, reduction=reduction, **RULE)
+    torch.testing.assert_close(loss, other, rtol=1e-3, atol=1e-3)
+    if recipe == "NVFP4":
+        return  # Its gradients are rounded by numbers that fall elsewhere.
+    grad = torch.full(loss.shape, 0.5, device="cuda")
+    for mine, want in zip(*(torch.autograd.grad(each, (x, w), grad) for each in (loss, other)), strict=True):
+        assert mine.dtype == want.dtype
+        error = (mine.float() - want.float()).norm() / want.float().norm()
+        assert error < 0.05, error
+
+
+def test_torch_holds_a_chunk():
+    torch = pytest.importorskip("torch")
+    import qshard.torch_bridge as qt
+
+    x, w, labels = drawn(torch, torch.bfloat16)
+    whole = ROWS * CLASSES * 2
+
+    def peak(**options):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        torch.autograd.grad(qt.linear_cross_entropy(x, w, labels, **options), (x, w))
+        return torch.cuda.max_memory_allocated() - before
+
+    peak()
+    many, one = peak(chunk=128), peak(chunk=ROWS)
+    assert one - many > 0.5 * whole
+
+
+def test_torch_captures_it():
+    torch = pytest.importorskip("torch")
+    import qshard.torch_bridge as qt
+
+    x, w, labels = drawn(torch, torch.bfloat16)
+
+    def run():
+        loss = qt.linear_cross_entropy(x, w, labels, chunk=256, **RULE)
+        return loss.detach(), *torch.autograd.grad(loss, (x, w))
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        want = run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = run()
+    graph.replay()
+    torch.cuda.synchronize()
+    for mine, other in zip(made, want, strict=True):
+        assert torch.equal(mine, other)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_jax_is_that_of_the_cpu(dtype, reduction):
+    jax = pytest.importorskip("jax")
+    import jax.numpy as jnp
+
+    import qshard.jax as qj
+
+    rng = np.random.default_rng(0)
+    x, w = rng.normal(size=(ROWS, K)), rng.normal(size=(CLASSES, K)) / 16
+    labels = rng.integers(0, CLASSES, ROWS).astype(np.int32)
+    given = [np.asarray(jnp.asarray(a, dtype)) for a in (x, w)]
+
+    @jax.jit
+    def step(x, w, labels):
+        loss = functools.partial(qj.linear_cross_entropy, labels=labels, reduction=reduction, chunk=384, **RULE)
+        made, back = jax.vjp(loss, x, w)
+        return made, *back(jnp.full_like(made, 0.5))
+
+    made = []
+    with jax.default_matmul_precision("highest"):
+        for platform in ("cpu", "cuda"):
+            there = [jax.device_put(a, jax.devices(platform)[0]) for a in (*given, labels)]
+            made.append([np.asarray(a, np.float32) for a in step(*there)])
+            if platform == "cuda":
+                compiled = step.lower(*there).compile()
+                assert f"[{ROWS},{CLASSES}]" not in compiled.as_text()
+    for mine, want in zip(*made, strict=True):
+        # bfloat16 logits may be rounded to neighbours.
+        rtol = 2e-2 if dtype == "bfloat16" else 1e-3
+        np.testing.assert_allclose(mine, want, rtol=rtol, atol=rtol * np.abs(want).max())

@@ -1,0 +1,352 @@
+"""Cross entropy of a linear layer, whose logits are never whole: a chunk of rows at a time, of values or of codes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from qshard.formats import Format, Usage
+from qshard.losses import check_head, rows_at_a_time
+from qshard.names import seed_missing
+from qshard.pipeline import Plane
+from qshard.recipes import Recipe, RecipeLike, Role, as_recipe, check_weight_format
+from qshard.torch_bridge.arguments import check_tensor
+from qshard.torch_bridge.cross_entropy import LossOfRows, as_words, check_labels, count_of, reduced, rule_of
+from qshard.torch_bridge.fsdp.weight import ShardedWeight
+from qshard.torch_bridge.gemm import Operand, matmul
+from qshard.torch_bridge.linear import check_gathered, check_shape
+from qshard.torch_bridge.nn import Linear
+from qshard.torch_bridge.operands import matrix_of, planes_of, quantized, values_of
+from qshard.torch_bridge.ops import dtype_name
+from qshard.torch_bridge.planes import transposed
+from qshard.torch_bridge.tensor import QuantizedTensor
+from qshard.torch_bridge.words import constant_words, words
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    w: Tensor,
+    labels: Tensor,
+    *,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    group: dist.ProcessGroup | None = None,
+    chunk: int | None = None,
+    recipe: RecipeLike | None = None,
+    seed: int | Tensor | None = None,
+) -> Tensor:
+    """`cross_entropy(x @ w.T, labels)`, a chunk of rows at a time, whose gradient then takes the place of its logits.
+
+    Args:
+      x: float32, bfloat16 or float16, `[*rows, K]`.
+      w: of the dtype of x, `[classes, K]`; with `group` a part of the classes. With `recipe` of any such dtype, or a
+        `QuantizedTensor`.
+      labels, reduction, ignore_index, label_smoothing, z_loss, group: as for `cross_entropy`. With `group` x is the
+        same on all ranks, and so is its gradient, which they add up.
+      chunk: rows at a time. By default as many as have 256 MiB of logits, in chunks alike.
+      recipe, seed: as for `linear`, whose three products are then made of each chunk: w is quantized once, x and the
+        gradient of logits a chunk at a time. Formats with a scale for the tensor have one for each chunk, so results
+        depend on `chunk` as those of `linear` depend on the batch. DelayedScaling is refused: chunks have no scales
+        of earlier steps. None: products of values.
+
+    Returns:
+      As `cross_entropy`. Logits are rounded to the dtype of x. The gradient of w is summed over chunks in float32.
+
+    Raises:
+      TypeError, ValueError: as `cross_entropy` does, or x and w do not fit.
+
+    With "mean" and "sum" gradients are made as the loss is, and multiplied by that of the loss, a number, in backward.
+    In float16 a loss that was scaled up could not bring back what has been rounded to 0; so there, and with "none",
+    logits are made again in backward. Under autocast x and w are cast to its dtype.
+
+    >>> x, w = torch.ones(2, 3, requires_grad=True), torch.zeros(4, 3)
+    >>> loss = linear_cross_entropy(x, w, torch.tensor([0, 3]))
+    >>> loss.backward()
+    >>> loss.detach(), x.grad.abs().max()
+    (tensor(1.3863), tensor(0.))
+
+    Source: Wijmans et al., arXiv:2411.09009.
+    """
+    op = "linear_cross_entropy"
+    check_tensor(op, "x", x)
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, w = x.to(dtype), w.to(dtype) if recipe is None else w
+    how = None if recipe is None else _How.of(op, w, recipe, seed, x.device)
+    if how is None:
+        check_tensor(op, "w", w)
+    check_head(op, x.shape, dtype_name(x.dtype), w.shape, dtype_name((w if how is None else x).dtype), chunk)
+    rule = rule_of(op, w.shape[0], ignore_index, label_smoothing, z_loss, group)
+    check_labels(op, "x", x, labels, rule, reduction)
+    flat, words = x.reshape(-1, x.shape[-1]), as_words(labels).reshape(-1)
+    rows = rows_at_a_time(chunk, len(flat), w.shape[0], x.dtype.itemsize)
+    if reduction == "none" or x.dtype == torch.float16 or not torch.is_grad_enabled():
+        losses: Tensor = _LateLosses.apply(flat, w, words, rule, rows, how)
+        return reduced(losses.view(labels.shape), labels, reduction, ignore_index)
+    count = count_of(labels, ignore_index) if reduction == "mean" else torch.ones((), device=x.device)
+    loss: Tensor = _EarlyLoss.apply(flat, w, words, count, rule, rows, how)
+    return loss
+
+
+class LinearCrossEntropy(nn.Linear):
+    """The head of a model, which gives the loss of labels, by `linear_cross_entropy`, and without labels logits.
+
+    As it is a module, FSDP2 and ZeRO gather its weight for it. `convert` makes it multiply with quantized operands, but
+    for DelayedScaling. Biases are not taken.
+
+    Args:
+      in_features, out_features, device, dtype: as for `nn.Linear`.
+      loss: the options of `linear_cross_entropy`, such as `z_loss`.
+
+    >>> head = LinearCrossEntropy(8, 16, z_loss=1e-4)
+    >>> x = torch.ones(2, 3, 8)
+    >>> head(x).shape, head(x, torch.zeros(2, 3, dtype=torch.int64)).shape
+    (torch.Size([2, 3, 16]), torch.Size([]))
+    """
+
+    def __init__(self, in_features: int, out_features: int, *, device: Any = None, dtype: Any = None, **loss: Any):
+        super().__init__(in_features, out_features, bias=False, device=device, dtype=dtype)
+        self.loss = loss
+
+    def forward(self, input: Tensor, labels: Tensor | None = None) -> Tensor:
+        if labels is None:
+            return super().forward(input)
+        weight = self.weight if "recipe" in self.loss else self.weight.to(input.dtype)
+        return linear_cross_entropy(input, weight, labels, **self.loss)
+
+
+class QuantizedHead(Linear, LinearCrossEntropy):
+    """What `convert` makes of a `LinearCrossEntropy`."""
+
+    _of = LinearCrossEntropy
+
+    def forward(self, input: Tensor, labels: Tensor | None = None) -> Tensor:
+        if labels is None:
+            return super().forward(input)
+        taken = self.taken(input)
+        x = taken.input if taken.dtype is None else taken.input.to(taken.dtype)
+        given = {**self.loss, "recipe": self.recipe, "seed": taken.seed}
+        return linear_cross_entropy(x, taken.weight, labels, **given)
+
+
+class _How(NamedTuple):
+    """How the products are quantized."""
+
+    recipe: Recipe
+    seed: Tensor | None
+
+    @classmethod
+    def of(cls, op: str, w: Tensor, recipe: RecipeLike, seed: Any, device: torch.device) -> _How:
+        """Of what a caller gave, checked against the weight."""
+        recipe = as_recipe(recipe, op)
+        if recipe.stateful:
+            raise ValueError(
+                f"{op}: recipe ({type(recipe).__name__}) has scales of earlier steps, of whole tensors, and chunks "
+                "have none; pass another, such as CurrentScaling()"
+            )
+        if isinstance(w, QuantizedTensor):
+            check_weight_format(op, "w", w.format, recipe)
+        else:
+            check_tensor(op, "w", w)
+            check_gathered(w)
+        if w.ndim == 2:
+            check_shape(op, "w", recipe, tuple(w.shape))
+        if recipe.stochastic and seed is None:
+            raise ValueError(seed_missing(op, type(recipe).__name__))
+        return cls(recipe, words(op, "seed", seed, device).view(torch.int32) if recipe.stochastic else None)
+
+    def of_chunk(self, number: int, device: torch.device) -> Tensor | None:
+        """The seed of a chunk: in bits that neither layers nor ranks count in."""
+        return self.seed if self.seed is None or not number else self.seed ^ constant_words(number << 48, device)
+
+
+class _Values:
+    """The three products of chunks, of values."""
+
+    def __init__(self, x: Tensor, w: Tensor, needed: tuple[bool, bool], rows: int):
+        self.x, self._w, self.rows, self._begun = x, w, rows, False
+        self.dx = torch.empty_like(x) if needed[0] else None
+        # Of one chunk the product is the gradient.
+        dtype = torch.float32 if len(x) > rows else w.dtype
+        self.dw = torch.empty(w.shape, dtype=dtype, device=w.device) if needed[1] else None
+
+    def logits(self, chunk: slice) -> Tensor:
+        return torch.mm(self.x[chunk], self._w.t())
+
+    def add(self, chunk: slice, d: Tensor) -> None:
+        """Takes the gradient of the logits that were made last."""
+        if self.dx is not None:
+            self._put_dx(d, self.dx[chunk])
+        if self.dw is not None:
+            self._add_dw(d, self.x[chunk], self.dw)
+        self._begun = True
+
+    def _put_dx(self, d: Tensor, dx: Tensor) -> None:
+        torch.mm(d, self._w, out=dx)
+
+    def _add_dw(self, d: Tensor, x: Tensor, dw: Tensor) -> None:
+        if dw.dtype == d.dtype:
+            torch.addmm(dw, d.t(), x, beta=float(self._begun), out=dw)
+        elif d.is_cuda and self._begun:
+            torch.addmm(dw, d.t(), x, out_dtype=torch.float32, out=dw)
+        elif d.is_cuda:
+            torch.mm(d.t(), x, out_dtype=torch.float32, out=dw)
+        else:
+            self._plus(torch.mm(d.t(), x), dw)
+
+    def _plus(self, made: Tensor, dw: Tensor) -> None:
+        dw.add_(made) if self._begun else dw.copy_(made)
+
+    def reduced(self, group: dist.ProcessGroup | None) -> tuple[Tensor | None, Tensor | None]:
+        for made in (self.dx, self.dw):
+            if made is not None and not self._begun:
+                made.zero_()
+        if group is not None and self.dx is not None:
+            dist.all_reduce(self.dx, group=group)
+        return self.dx, self.dw
+
+
+class _Codes(_Values):
+    """The same of codes: those of w are made once."""
+
+    def __init__(self, x: Tensor, w: _Weight, needed: tuple[bool, bool], rows: int, how: _How):
+        super().__init__(x, w.like(x), needed, rows)
+        self._how, self._planes = how, w.planes(how, needed[0])
+        self._ds: dict[Usage, Operand] = {}
+        self._xs: dict[Usage, Operand] = {}
+
+    def logits(self, chunk: slice) -> Tensor:
+        usage = Usage.ROWWISE if self.dw is None else Usage.BOTH
+        self._seed = self._how.of_chunk(chunk.start // self.rows, self.x.device)
+        self._xs = self._quantized(self.x[chunk], usage, Role.ACTIVATION)
+        return matmul(self._xs.pop(Usage.ROWWISE), self._planes[Usage.ROWWISE], self.x.dtype, fast=True)
+
+    def add(self, chunk: slice, d: Tensor) -> None:
+        usages = [one for one, made in ((Usage.ROWWISE, self.dx), (Usage.COLUMNWISE, self.dw)) if made is not None]
+        self._ds = self._quantized(d, Usage.BOTH if len(usages) > 1 else usages[0], Role.GRADIENT)
+        super().add(chunk, d)
+
+    def _put_dx(self, d: Tensor, dx: Tensor) -> None:
+        dx.copy_(matmul(self._ds.pop(Usage.ROWWISE), self._planes[Usage.COLUMNWISE], dx.dtype))
+
+    def _add_dw(self, d: Tensor, x: Tensor, dw: Tensor) -> None:
+        self._plus(matmul(self._ds.pop(Usage.COLUMNWISE), self._xs.pop(Usage.COLUMNWISE), dw.dtype), dw)
+
+    def _quantized(self, x: Tensor, usage: Usage, role: Role) -> dict[Usage, Operand]:
+        return quantized(matrix_of(x, x.dtype), self._how.recipe, usage, role, self._seed, {}, [])[0]
+
+
+class _Weight(NamedTuple):
+    """A weight as autograd keeps it: a parameter as it is, or the codes that were gathered."""
+
+    tensors: tuple[Tensor | None, ...]
+    dtype: torch.dtype
+    shape: torch.Size
+    format: Format | None
+    usages: tuple[Usage, ...] = ()
+
+    @classmethod
+    def of(cls, w: Tensor, columnwise: bool) -> _Weight:
+        if not isinstance(w, QuantizedTensor):
+            return cls((w.shard if isinstance(w, ShardedWeight) else w,), w.dtype, w.shape, None)
+        there = planes_of(w, columnwise)
+        parts = tuple(part for operand in there.values() for part in operand.parts)
+        return cls(parts, w.dtype, w.shape, w.format, tuple(there))
+
+    def like(self, x: Tensor) -> Tensor:
+        """What tells its shape and dtype."""
+        return x.new_empty((), dtype=self.dtype).expand(self.shape)
+
+    def planes(self, how: _How, columnwise: bool) -> dict[Usage, Operand]:
+        if self.format is None:
+            (w,) = self.tensors
+            assert w is not None
+            usage = Usage.BOTH if columnwise else Usage.ROWWISE
+            return quantized(values_of(w), how.recipe, usage, Role.WEIGHT, how.seed, {}, [])[0]
+        size = len(Plane._fields)
+        there = {
+            usage: Operand(self.format, Plane(*self.tensors[i * size : (i + 1) * size]), usage)
+            for i, usage in enumerate(self.usages)
+        }
+        if columnwise and Usage.COLUMNWISE not in there:
+            parts = transposed(there[Usage.ROWWISE].parts, self.format)
+            there[Usage.COLUMNWISE] = Operand(self.format, parts, Usage.COLUMNWISE)
+        return there
+
+
+def _products(x: Tensor, w: _Weight, needed: tuple[bool, bool], rows: int, how: _How | None) -> _Values:
+    if how is not None:
+        return _Codes(x, w, needed, rows, how)
+    (values,) = w.tensors
+    assert values is not None
+    return _Values(x, values.contiguous(), needed, rows)
+
+
+class _EarlyLoss(torch.autograd.Function):
+    """The sum of losses over `count`, with gradients made at once."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, w: Tensor, labels: Tensor, count: Tensor, rule: LossOfRows, rows: int, how: _How | None
+    ) -> Tensor:
+        x, needed = x.contiguous(), ctx.needs_input_grad[:2]
+        products = _products(x, _Weight.of(w, needed[0]), needed, rows, how)
+        share = count.reciprocal().expand(min(rows, len(x))).contiguous()
+        losses = torch.empty(len(x), dtype=torch.float32, device=x.device)
+        for chunk in _chunks(len(x), rows):
+            logits = products.logits(chunk)
+            losses[chunk], lse = rule.losses(logits, labels[chunk])
+            if any(needed):
+                grad = share[: len(logits)]
+                products.add(chunk, rule.gradient(logits, labels[chunk], lse, grad, in_place=True))
+        ctx.save_for_backward(*products.reduced(rule.group))
+        ctx.dtype = w.dtype
+        return losses.sum() / count
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        dx, dw = ctx.saved_tensors
+        of_x = None if dx is None else dx * grad
+        return of_x, None if dw is None else (dw * grad).to(ctx.dtype), None, None, None, None, None
+
+
+class _LateLosses(torch.autograd.Function):
+    """The loss of each row; logits are made again for gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, w: Tensor, labels: Tensor, rule: LossOfRows, rows: int, how: _How | None
+    ) -> Tensor:
+        x, weight = x.contiguous(), _Weight.of(w, ctx.needs_input_grad[0])
+        products = _products(x, weight, (False, False), rows, how)
+        losses, lses = (torch.empty(len(x), dtype=torch.float32, device=x.device) for _ in range(2))
+        for chunk in _chunks(len(x), rows):
+            losses[chunk], lses[chunk] = rule.losses(products.logits(chunk), labels[chunk])
+        ctx.save_for_backward(x, labels, lses, *weight.tensors)
+        ctx.rest = rule, rows, how, weight._replace(tensors=())
+        return losses
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, labels, lses, *tensors = ctx.saved_tensors
+        rule, rows, how, weight = ctx.rest
+        products = _products(x, weight._replace(tensors=tuple(tensors)), ctx.needs_input_grad[:2], rows, how)
+        grad = grad.contiguous()
+        for chunk in _chunks(len(x), rows):
+            logits = products.logits(chunk)
+            products.add(chunk, rule.gradient(logits, labels[chunk], lses[chunk], grad[chunk], in_place=True))
+        dx, dw = products.reduced(rule.group)
+        return dx, None if dw is None else dw.to(weight.dtype), None, None, None, None
+
+
+def _chunks(count: int, rows: int) -> Iterator[slice]:
+    return (slice(at, min(at + rows, count)) for at in range(0, count, rows))
