@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -84,6 +84,16 @@ def _rank_of(weight: Tensor) -> int:
     if isinstance(weight, DTensor):
         return first_rank(weight.device_mesh)
     return dist.get_rank() if dist.is_initialized() else 0
+
+
+class Call(NamedTuple):
+    """What a layer hands to `linear`, under the names that it has there."""
+
+    input: Tensor
+    weight: Tensor
+    seed: Tensor | None
+    delayed: dict[Role, DelayedScale] | None
+    dtype: torch.dtype | None
 
 
 class Linear(Extends, nn.Linear):
@@ -255,6 +265,13 @@ class Linear(Extends, nn.Linear):
         return self
 
     def forward(self, input: Tensor) -> Tensor:
+        call = self.called(input)
+        how: dict[str, Any] = {"scatter_dim": self.scatter_dim, "overlap": self.overlap}
+        given: dict[str, Any] = {"seed": call.seed, "delayed": call.delayed, "dtype": call.dtype}
+        return linear(call.input, call.weight, self.bias, self.recipe, **given, **how)
+
+    def called(self, input: Tensor) -> Call:
+        """What `linear` takes in a call; that of stochastic rounding takes its seed."""
         given: Any = input
         if not isinstance(given, Tensor):
             check_tensor("Linear", "input", given)
@@ -270,8 +287,7 @@ class Linear(Extends, nn.Linear):
             delayed = {role: cast(DelayedScale, self.delayed[role.value]) for role in ROLES}
         if type(weight) is Tensor and is_converted(self._parameters.get("weight")):
             say_that_it_was_gathered(weight)
-        how: dict[str, Any] = {"scatter_dim": self.scatter_dim, "overlap": self.overlap}
-        return linear(input, weight, self.bias, self.recipe, seed=seed, delayed=delayed, dtype=dtype, **how)
+        return Call(input, weight, seed, delayed, dtype)
 
     def extra_repr(self) -> str:
         roles = ", ".join(f"{role.value}={self.recipe.format(role)}" for role in Role)
