@@ -148,7 +148,8 @@ def _global_amaxes(
     """What the global scale of each plane is made of, from one read of `x`."""
     if not fmt.hadamard or usage is Usage.ROWWISE or 0 in x.shape:
         return dict.fromkeys(Usage.BOTH.planes, global_amax(ops, x, fmt, reduce_max, amax))
-    pair = [amax.reshape(()) for amax in ops.amax_hadamard(x, block_rows=x.shape[-2], block_cols=x.shape[-1])]
+    both = ops.amax_hadamard(x, block_rows=x.shape[-2], block_cols=x.shape[-1])
+    pair = [amax.reshape(amax.shape[:-2]) for amax in both]
     amaxes = zip(Usage.BOTH.planes, pair, strict=True)
     return {each: amax if reduce_max is None else reduce_max(amax) for each, amax in amaxes if each in usage.planes}
 
@@ -202,17 +203,26 @@ def quantize_swiglu_again(ops: Any, gate: Array, up: Array, fmt: Format, amax: A
 
 
 def quantize_delayed(
-    ops: Any, x: Array, fmt: Format, usage: Usage, scale: Array, margin: int, *, reduce_max: Reduce | None = None
+    ops: Any,
+    x: Array,
+    fmt: Format,
+    usage: Usage,
+    scale: Array,
+    margin: int,
+    *,
+    reduce_max: Reduce | None = None,
+    lead: int = 0,
 ) -> tuple[dict[Usage, Plane], Array]:
     """The planes of `x` under a scale of earlier steps, and the amax of `x`, from one read of it.
 
     A scale of 0 says that there was none: the amax of `x` makes it, and `x` is read twice. With `reduce_max`, which
     merges the amax with those of other shards, it always is: before the cast it may be needed, for all that one knows.
+    Then `x` may be several tensors along `lead` axes, each with a scale.
     """
     element, rowwise = {"element": fmt.element.name}, usage is Usage.ROWWISE
     shown: dict[str, Any] = {**element, "nonfinite": fmt.nonfinite}
     if reduce_max is not None:
-        amax = reduce_max(ops.amax_tensor(x, lead=0))
+        amax = reduce_max(ops.amax_tensor(x, lead=lead))
         scale, scale_inv = ops.delayed_scale(amax, scale, margin=margin, **element)
         both = (ops.cast_tensor(x, scale, **shown),) if rowwise else ops.cast_transpose(x, scale, **_outer(x), **shown)
         return _of_one_scale(both, usage, scale_inv), amax

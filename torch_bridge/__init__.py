@@ -29,6 +29,7 @@ from qshard.torch_bridge.fsdp.scales import update_scales
 from qshard.torch_bridge.fsdp.weight import ShardedWeight
 from qshard.torch_bridge.fsdp1 import prepare_modules_for_fsdp1
 from qshard.torch_bridge.fused import RMSNorm, SwiGLU, rms_norm, rms_norm_quantize, swiglu, swiglu_quantize
+from qshard.torch_bridge.grouped import GroupedLinear, grouped_linear
 from qshard.torch_bridge.initialize import quantized_init
 from qshard.torch_bridge.linear import linear
 from qshard.torch_bridge.linear_cross_entropy import LinearCrossEntropy, linear_cross_entropy
@@ -48,6 +49,7 @@ __all__ = [
     "AdamW",
     "CastPlan",
     "DelayedScale",
+    "GroupedLinear",
     "Linear",
     "LinearCrossEntropy",
     "Plane",
@@ -64,6 +66,7 @@ __all__ = [
     "from_plain",
     "gather_slices",
     "gathered_weight",
+    "grouped_linear",
     "is_converted",
     "join_pieces",
     "linear",

@@ -119,7 +119,8 @@ def linear(
             f"linear: scatter_dim ({scatter_dim}) is not for plain tensors; pass DTensors, or leave it out"
         )
     parts = {} if cut is None else cut.parts
-    _check_operands(x, weight, recipe)
+    check_tensor("linear", "x", x)
+    check_operand("linear", weight, recipe)
     if cut is None:
         _check_shapes(x, weight, bias)
     if not (parts and torch.compiler.is_compiling()):  # Dynamo knows no state of a part that it has made.
@@ -273,14 +274,14 @@ def check_shape(op: str, name: str, recipe: Recipe, shape: tuple[int, ...]) -> N
             )
 
 
-def _check_operands(x: Tensor, weight: Tensor, recipe: Recipe) -> None:
-    check_tensor("linear", "x", x)
+def check_operand(op: str, weight: Tensor, recipe: Recipe) -> None:
+    """Raises unless it is a weight for a recipe, gathered if it is sharded."""
     if isinstance(weight, QuantizedTensor):
         if weight.format is not recipe.weight and not torch.compiler.is_compiling():
-            check_weight_format("linear", "weight", weight.format, recipe)
+            check_weight_format(op, "weight", weight.format, recipe)
     else:
-        check_tensor("linear", "weight", weight, sharded=_NOT_GATHERED)
-        check_contiguous("linear", "weight", weight)
+        check_tensor(op, "weight", weight, sharded=_NOT_GATHERED)
+        check_contiguous(op, "weight", weight)
 
 
 def check_gathered(weight: Tensor) -> None:

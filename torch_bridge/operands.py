@@ -114,11 +114,15 @@ def _scaled(
 
 def draws_of(fmt: Format, role: Role, seed: Tensor | None, device: torch.device) -> Draws | None:
     """The random numbers of a matrix, by the seed of its layer; None: it takes none."""
+    seed = seeds_of(fmt, role, seed)
+    return None if seed is None else Draws(seed, constant_words(0, device))
+
+
+def seeds_of(fmt: Format, role: Role, seed: Tensor | None) -> Tensor | None:
+    """The seed of a tensor, by that of its layer; or of several, `[.., 2]`. None: it takes none."""
     if seed is None or not fmt.stochastic:
         return None
-    if ROLE_SEEDS[role]:
-        seed = seed ^ constant_words(ROLE_SEEDS[role], device)
-    return Draws(seed, constant_words(0, device))
+    return seed ^ constant_words(ROLE_SEEDS[role], seed.device) if ROLE_SEEDS[role] else seed
 
 
 def _check(x: Tensor, fmt: Format, usage: Usage, role: Role) -> None:

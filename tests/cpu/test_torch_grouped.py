@@ -1,0 +1,246 @@
+"""Experts in PyTorch: `GroupedLinear` against a loop of its layers.
+
+Operands are such that products are exact: codes of a few bits of mantissa and one exponent or two. Then the order of
+sums is of no matter, and results are compared bit for bit.
+"""
+
+import copy
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from qshard.formats import Usage
+from qshard.recipes import CurrentScaling, Role
+from qshard.torch_bridge import GroupedLinear, Linear, convert, grouped_linear, tiles, update_scales
+from qshard.torch_bridge.operands import quantized, seeds_of
+from support.formats import MIXES, RECIPES
+from support.torch_models import Wire
+
+SIZES = (40, 0, 3, 129, 0, 17)
+E, M, N, K = len(SIZES), 200, 64, 96
+ENDS = torch.tensor(SIZES).cumsum(0).tolist()
+ROWS = [slice(end - size, end) for size, end in zip(SIZES, ENDS, strict=True)]
+ALL = {**RECIPES, **MIXES}
+
+
+def exact(*shape, seed=0):
+    """Signed numbers of {4, 5, 6, 7}, in each scale that a block or an expert has."""
+    generator = torch.Generator().manual_seed(seed)
+    signs, numbers = (torch.randint(*range_, shape, generator=generator) for range_ in ((0, 2), (4, 8)))
+    return ((2 * signs - 1) * numbers).float()
+
+
+def layer_of(recipe, device="cpu", n=N, k=K):
+    torch.manual_seed(0)
+    layer = GroupedLinear(E, k, n, recipe=recipe, device=device)
+    with torch.no_grad():
+        for i, expert in enumerate(layer.experts):
+            expert.weight.copy_(exact(n, k, seed=10 + i))
+    return layer
+
+
+def step(layer, x, dy, sizes=SIZES, call=None):
+    x = x.clone().requires_grad_()
+    y = (call or layer)(x, torch.tensor(sizes))
+    y.backward(dy)
+    return y.detach(), x.grad, [expert.weight.grad for expert in layer.experts]
+
+
+def looped(layer, x, dy, rows=ROWS):
+    """The layer of each expert, alone on its rows."""
+    y, dx = torch.zeros(len(x), dy.shape[1]), torch.zeros_like(x)
+    for expert, own in zip(layer.experts, rows, strict=True):
+        if own.start == own.stop:
+            expert.weight.grad = torch.zeros_like(expert.weight)
+            continue
+        mine = x[own].clone().requires_grad_()
+        made = expert(mine)
+        made.backward(dy[own])
+        y[own], dx[own] = made.detach(), mine.grad
+    return y, dx, [expert.weight.grad for expert in layer.experts]
+
+
+@pytest.fixture(params=["a call for each", "one call"])
+def way(request, monkeypatch):
+    """Of products: as where the host knows the sizes, or on a GPU where it does not."""
+    if request.param == "one call":
+        monkeypatch.setattr("qshard.torch_bridge.grouped._stops", lambda how, tiles: None)
+    return request.param
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_loop_over_experts(name, way):
+    """In forward and both gradients, empty experts and rows of none among them."""
+    recipe = ALL[name]
+    if recipe.stochastic and name in MIXES and way == "one call":
+        pytest.skip("as by a call for each, of which products are others")
+    layer = layer_of(recipe)
+    alone, x, dy = copy.deepcopy(layer), exact(M, K), exact(M, N, seed=2)
+    (y, dx, dws), (want_y, want_dx, want_dws) = step(layer, x, dy), looped(alone, x, dy)
+    one = way == "one call"
+    for got, want in ((y, want_y), (dx, want_dx), *zip(dws, want_dws, strict=True)):
+        if one:  # Rounded to bfloat16, twice where there is a factor.
+            assert torch.allclose(got, want, rtol=2**-7, atol=2**-7 * want.abs().max().item())
+        elif any(recipe.format(role).scaling.global_scale for role in Role):  # Sums of its values are rounded.
+            assert torch.allclose(got, want, rtol=1e-6, atol=1e-6 * want.abs().max().item())
+        else:
+            assert torch.equal(got, want)
+    assert not y[ENDS[-1] :].any()
+    assert not dx[ENDS[-1] :].any()
+    assert not any(dw.any() for dw, size in zip(dws, SIZES, strict=True) if not size)
+    if recipe.stateful:
+        for a, b, size in zip(layer.experts, alone.experts, SIZES, strict=True):
+            for role in [*Role] * bool(size):
+                assert torch.equal(a.delayed[role.value].amax, b.delayed[role.value].amax)
+        update_scales(layer)
+        update_scales(alone)
+        again, want = step(layer, x, dy)[0], looped(alone, x, dy)[0]
+        assert torch.allclose(again, want, rtol=2**-7) if one else torch.equal(again, want)
+
+
+@pytest.mark.parametrize("role", [Role.ACTIVATION, Role.GRADIENT], ids=str)
+@pytest.mark.parametrize("name", ALL)
+def test_codes_are_those_of_each_expert_alone(name, role):
+    recipe = ALL[name]
+    fmt, seeds = recipe.format(role), torch.arange(2 * E, dtype=torch.int32).view(E, 2)
+    torch.manual_seed(1)
+    x = torch.randn(M, K) * torch.logspace(-3, 3, M)[:, None]
+    x[2, 3], x[60, 1] = torch.inf, torch.nan
+    where = tiles.tiles_of(recipe, M, torch.tensor(SIZES))
+    scale, given = None, []
+    if recipe.stateful:
+        scale = torch.tensor([0.0, 1.0, 2.0, 0.0, 4.0, 0.5])
+    made, amaxes = tiles.quantized_places(
+        where.spread(x), fmt, Usage.BOTH, where, seeds=seeds_of(fmt, role, seeds), scale=scale
+    )
+    for expert, own in enumerate(ROWS):
+        if own.start == own.stop:
+            continue
+        if recipe.stateful:
+            given = [scale[expert]] * 3
+        expected, seen = quantized(x[own], recipe, Usage.BOTH, role, seeds[expert], {}, given)
+        start, stop = where.starts[expert].item(), where.stops[expert].item()
+        if seen:
+            assert_begins_with(amaxes[expert], seen[0])
+        for usage, operand in expected.items():
+            got = made[usage].part_of(expert, start, stop).parts
+            for a, b in zip(got, operand.parts, strict=True):
+                assert (a is None) == (b is None)
+                if a is not None:
+                    assert_begins_with(a, b)
+
+
+def assert_begins_with(got, want):
+    """Bit for bit; what is after it belongs to rows of zeros."""
+    assert got.ndim == want.ndim
+    own = got[tuple(slice(size) for size in want.shape)]
+    assert torch.equal(*(t.contiguous().view(-1).view(torch.uint8) for t in (own, want)))
+
+
+@pytest.mark.parametrize("sizes", [(0,) * E, (M, 0, 0, 0, 0, 0), (0, 0, 0, 0, 0, M), (1,) * E], ids=str)
+@pytest.mark.parametrize("name", ["CurrentScaling", "BlockScaling", "NVFP4"])
+def test_sizes(sizes, name, way):
+    layer, ends = layer_of(RECIPES[name]), torch.tensor(sizes).cumsum(0).tolist()
+    rows = [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+    alone, x, dy = copy.deepcopy(layer), exact(M, K), exact(M, N, seed=2)
+    (y, dx, dws), (want_y, want_dx, want_dws) = step(layer, x, dy, sizes), looped(alone, x, dy, rows)
+    for got, want in ((y, want_y), (dx, want_dx), *zip(dws, want_dws, strict=True)):
+        assert torch.allclose(got, want, rtol=2**-7, atol=2**-7 * want.abs().max().item())
+    assert not y[ends[-1] :].any()
+
+
+def test_no_rows_at_all():
+    layer = layer_of(CurrentScaling())
+    x = torch.zeros(0, K, requires_grad=True)
+    y = layer(x, torch.zeros(E, dtype=torch.int32))
+    y.sum().backward()
+    assert (y.shape, x.grad.shape) == ((0, N), (0, K))
+    assert not any(expert.weight.grad.any() for expert in layer.experts)
+
+
+@pytest.mark.parametrize("name", ["CurrentScaling", "MXFP8"])
+def test_what_may_not_change_bits(name, way):
+    layer, x, dy = layer_of(RECIPES[name]), torch.randn(M, K), torch.randn(M, N)
+    y, dx, dws = step(layer, x, dy)
+    layer.zero_grad()
+    again = step(layer, x, dy, call=lambda *given: checkpoint(layer, *given, use_reentrant=False))
+    assert torch.equal(again[0], y)
+    assert torch.equal(again[1], dx)
+    assert all(torch.equal(a, b) for a, b in zip(again[2], dws, strict=True))
+    with torch.no_grad():
+        assert torch.equal(layer(x, torch.tensor(SIZES, dtype=torch.int32)), y)
+    stacked = torch.stack([expert.weight.detach() for expert in layer.experts]).requires_grad_()
+    made = grouped_linear(x, stacked, torch.tensor(SIZES), RECIPES[name])
+    made.backward(dy)
+    assert torch.equal(made, y)
+    assert torch.equal(stacked.grad, torch.stack(dws))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(x, torch.tensor(SIZES)).dtype == torch.bfloat16
+    for expert in layer.experts:
+        expert.weight.requires_grad_(False)
+    mine = x.clone().requires_grad_()
+    layer(mine, torch.tensor(SIZES)).backward(dy)
+    assert torch.equal(mine.grad, dx)
+
+
+def test_a_second_derivative_raises():
+    x = torch.randn(M, K, requires_grad=True)
+    (dx,) = torch.autograd.grad(layer_of(CurrentScaling())(x, torch.tensor(SIZES)).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.sum().backward()
+
+
+@pytest.mark.parametrize("name", ["CurrentScaling", "BlockScaling", "MXFP8", "MXFP4"])
+def test_launches_do_not_grow_with_experts(name, monkeypatch):
+    monkeypatch.setattr("qshard.torch_bridge.grouped._stops", lambda how, tiles: None)
+    counts = []
+    for experts in (2, 16):
+        layer = GroupedLinear(experts, 128, 128, recipe=name)
+        x = torch.randn(64, 128, requires_grad=True)
+        sizes = torch.full((experts,), 64 // experts)
+        with Wire() as wire:
+            layer(x, sizes).sum().backward()
+        counts.append(sum(launch.startswith("qshard") for launch in wire.launches))
+    assert counts[0] == counts[1]
+
+
+def test_layers_that_are_there():
+    layers = torch.nn.ModuleList(torch.nn.Linear(K, N, bias=False) for _ in range(E))
+    with pytest.raises(ValueError, match=r"GroupedLinear.of: layers .* are not Linear without bias.*call convert"):
+        GroupedLinear.of(layers)
+    layer = GroupedLinear.of(convert(layers, "MXFP8"))
+    assert isinstance(layer.experts[0], Linear)
+    x = torch.randn(M, K)
+    assert torch.allclose(layer(x, torch.tensor(SIZES))[: SIZES[0]], layers[0](x[: SIZES[0]]), rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match=r"not Linear without bias, of one recipe and shape"):
+        GroupedLinear.of([convert(torch.nn.Linear(K, N), "MXFP8")])
+
+
+WRONG = [
+    (
+        {"sizes": [200, 1, 0, 0, 0, 0]},
+        ValueError,
+        r"group_sizes \(201 in all, 0 the least\) do not count the rows of x",
+    ),
+    ({"sizes": [9, -1, 0, 0, 0, 0]}, ValueError, r"group_sizes \(8 in all, -1 the least\) do not count the rows"),
+    ({"sizes": [9, 1]}, ValueError, r"group_sizes \(int64 \(2,\)\) is not an int32 or int64 for each of 6 experts"),
+    ({"sizes": [9.0] * 6}, ValueError, r"group_sizes \(float32 \(6,\)\) is not an int32 or int64"),
+    ({"x": torch.ones(4, 7)}, ValueError, r"weights \(64, 96\) do not fit x \(4, 7\); give each as \[N, K\]"),
+    ({"x": torch.ones(4, 2, K)}, ValueError, r"weights \(64, 96\) do not fit x \(4, 2, 96\)"),
+    ({"x": torch.ones(4, K, dtype=torch.int32)}, TypeError, r"grouped_linear: x \(int32\)"),
+    ({"weights": []}, ValueError, r"weights \(none\) do not fit x"),
+    ({"weights": [torch.ones(N, K), torch.ones(N, 2 * K)]}, ValueError, r"weights \(64, 96\), \(64, 192\) do not fit"),
+    ({"recipe": "NVFP4"}, ValueError, r"seeds \(None\) is not what NVFP4 takes for 6 experts; pass 6"),
+    ({"recipe": "DelayedScaling"}, ValueError, r"delayed \(None\) is not what DelayedScaling takes for 6 experts"),
+    ({"delayed": [{}] * 6}, ValueError, r"delayed \(6\) is not what CurrentScaling takes for 6 experts; pass None"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "kind", "text"), WRONG, ids=[text[:24] for *_, text in WRONG])
+def test_what_is_refused(wrong, kind, text):
+    given = {"x": torch.ones(M, K), "weights": [torch.ones(N, K)] * E, "sizes": list(SIZES), "recipe": "CurrentScaling"}
+    given |= wrong
+    delayed = {"delayed": given.pop("delayed")} if "delayed" in given else {}
+    with pytest.raises(kind, match=text):
+        grouped_linear(given["x"], given["weights"], torch.tensor(given["sizes"]), given["recipe"], **delayed)
