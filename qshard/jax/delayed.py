@@ -100,7 +100,7 @@ def check_shared(op: str, state: Any, axis_name: Any) -> None:
 
     The amaxes of one device would then leave as if they were those of all.
     """
-    if state is None or axis_name is not None or _types_tell():
+    if state is None or axis_name is not None or types_tell():
         return
     axes = jax.sharding.get_abstract_mesh().manual_axes
     raise ValueError(
@@ -109,7 +109,7 @@ def check_shared(op: str, state: Any, axis_name: Any) -> None:
     )
 
 
-def _types_tell() -> bool:
+def types_tell() -> bool:
     """Whether types say over which mesh axes an array varies: not in `shard_map(check_vma=False)`."""
     mesh = jax.sharding.get_abstract_mesh()
     axes = [axis for axis in mesh.manual_axes if mesh.shape[axis] > 1]
@@ -123,7 +123,7 @@ def observe(state: TensorState, amax: jax.Array, axes: tuple[str, ...] = ()) -> 
     nothing, and it is `axes`.
     """
     own, shared = (jax.typeof(a).manual_axis_type.varying for a in (amax, state.scale))
-    amax = max_over(tuple(sorted(own - shared)) if _types_tell() else axes)(amax)
+    amax = max_over(tuple(sorted(own - shared)) if types_tell() else axes)(amax)
     seen = Observed(amax, _hash(amax))
     return TensorState(jnp.zeros_like(state.scale), jnp.zeros_like(state.amax_history), seen)
 
