@@ -58,9 +58,7 @@ class TensorParallel(NamedTuple):
         given = {name: axis for name, axis in given.items() if axis is not None}
         if not given:
             if overlap:
-                raise ValueError(
-                    f"{op}: overlap (True) has nothing to overlap; pass gather_rows or scatter_rows with it"
-                )
+                raise ValueError(f"{op}: overlap (True) has nothing to overlap; pass gather_rows or scatter_rows too")
             return None
         if len(given) > 1:
             raise ValueError(
@@ -125,8 +123,8 @@ class TensorParallel(NamedTuple):
         at = told[0] if told and rows is not None else len(lead) - 1
         if rows is not None and told and entries[at][-1] != axis:
             raise ValueError(
-                f"{op}: axis_name ({rows}) has {entries[at][-1]!r} after {name} ({axis!r}), so that rows of its devices "
-                "do not follow one another; name it last"
+                f"{op}: axis_name ({rows}) has {entries[at][-1]!r} after {name} ({axis!r}), so that rows of devices of "
+                "that do not follow one another; name it last"
             )
         tells = types_tell()
         if size > 1 and tells:
@@ -153,7 +151,7 @@ class TensorParallel(NamedTuple):
         return made
 
     def _check_rows(self, op: str, x: jax.Array, size: int, at: int, recipe: Recipe) -> None:
-        """Raises ValueError unless rows are those of whole blocks, in every plane: so blocks are those of one device."""
+        """Raises ValueError unless rows are whole blocks, in every plane: so blocks are those of one device."""
         parts = 1 if self.gathers else size
         if x.shape[at] % parts:
             raise ValueError(
@@ -239,7 +237,7 @@ class Parallel:
         if self.has_part_of_rows(role):
             # One copy puts them side by side; gathered along their axis, XLA makes two, and transposes both.
             every = rows.changed(lambda x, _: lax.all_gather(x, self.axis))
-            rows = every.changed(lambda x, axis: lax.concatenate([x[i] for i in range(self.size)], axis))
+            rows = every.changed(lambda x, axis: lax.concatenate([*x], axis))
         return rows.matrix
 
     def _of_gathered(
@@ -251,7 +249,7 @@ class Parallel:
             q = all_rows(q)
             every = rows.changed(lambda x, _: lax.all_gather(x, self.axis))
             for i in range(self.size):
-                chunk = every.changed(lambda x, _, i=i: x[i]).matrix
+                chunk = every._replace(parts=tuple(part if part is None else part[i] for part in every.parts)).matrix
                 made.append(multiply(chunk, chunk.shape[:-1]))
             return lax.concatenate([_apart(part, rows.outer) for part, _ in made], 1), made[0][1], q
         from_next = [((i + 1) % self.size, i) for i in range(self.size)]

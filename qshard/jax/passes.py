@@ -233,7 +233,7 @@ folding_product = folding(product, _product_fwd, _product_bwd)
 def _row_product(
     config: Config, q: QuantizedArray, role: Role, w: QuantizedArray, lead: Shape, contracted: Usage | None = None
 ) -> tuple[jax.Array, jax.Array | None, QuantizedArray]:
-    """The product of x or dy, whose codes are `q`, and the whole w; and all rows of `q` in a plane that dw contracts."""
+    """The product of x or dy, whose codes are `q`, and the whole w; and all rows of `q` in the plane `contracted`."""
     backward = role is Role.GRADIENT
     options: dict[str, Any] = {
         "precise": backward,

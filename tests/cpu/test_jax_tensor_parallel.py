@@ -136,7 +136,7 @@ def arrays_of(compiled, kind):
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("name", ["CurrentScaling", "MXFP8"])
 def test_what_travels(name, side):
-    """Of values, products alone; overlapped, 3 pieces of codes and 3 of products a pass. Amaxes of one scale are 4 B."""
+    """Of values, products alone; overlapped, 3 pieces of codes and 3 of products in both passes. Amaxes are 4 bytes."""
     devices, recipe = 4, RECIPES[name]
     given = operands(recipe, devices)
     size = given[0].shape[1]
@@ -239,6 +239,43 @@ def test_parts_of_sums_beyond_float16(name):
     w[:, w.shape[1] // 2 :] = -256
     y = in_parts(recipe, "scatter_rows", 2)(x, w, dy)[0]
     np.testing.assert_array_equal(y, np.zeros_like(y))
+
+
+def test_refusals():
+    """What test_error_catalogue_jax.py cannot have, on a mesh of one axis."""
+
+    def call(local):
+        mesh, x = mesh_of(fsdp=2, tp=2), np.ones((64, 64), np.float32)
+        jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(P("tp"), P("tp")), out_specs=P(None, "tp")))(x, x)
+
+    with pytest.raises(ValueError, match=r"axis_name .* has 'fsdp' after gather_rows \('tp'\), .*; name it last"):
+        call(lambda x, w: linear(x, w, "MXFP8", gather_rows="tp", axis_name=P(("tp", "fsdp"))))
+    states = init_delayed("DelayedScaling")
+
+    def with_own_state(x, w):
+        own = jax.tree.map(lambda leaf: jax.lax.pcast(leaf, "tp", to="varying"), states)
+        return linear(x, w, "DelayedScaling", gather_rows="tp", state=own)
+
+    with pytest.raises(ValueError, match=r"state varies over gather_rows \('tp'\), whose devices have one layer; give"):
+        call(with_own_state)
+
+
+def test_codes_with_scales_of_their_own():
+    """Frozen codes of parts of w, each under the scale of its part: products are scaled before they are added."""
+    recipe = recipes.CurrentScaling()
+    x, w, _ = operands(recipe, 2)
+    w = w * np.repeat(np.float32([1, 64]), w.shape[1] // 2)
+    for check_vma in (True, False):
+
+        def local(x, w):
+            q = quantize(w, recipe.weight)
+            return linear(x, q, recipe, scatter_rows="tp", overlap=True, axis_name=())
+
+        specs = SPECS["scatter_rows"]
+        mapped = jax.shard_map(local, mesh=mesh_of(tp=2), in_specs=specs[:2], out_specs=CUT, check_vma=check_vma)
+        halves = [quantize(half, recipe.weight).dequantize() for half in np.split(w, 2, axis=1)]
+        want = quantize(x, recipe.activation).dequantize() @ jnp.concatenate(halves, axis=1).T
+        np.testing.assert_allclose(jax.jit(mapped)(x, w), want, rtol=1e-4, atol=1e-5 * np.abs(want).max())
 
 
 @pytest.mark.parametrize("side", SIDES)
