@@ -11,11 +11,18 @@ A mesh axis cuts the rows of x and the N of w (`gather_rows`), or the K of both,
 Rows are multiplied in chunks, one for each device. So how they travel, all at once or each behind the product of the
 one before, changes no bit. Products travel in the dtype of x. A device adds those of the devices before it, the
 nearest first, then its own, in fp32, and rounds once.
+
+XLA for GPUs would put all that travels where it likes. Ties (`order.py`) leave it one thing at a time and one GEMM to
+hide it behind:
+
+    gathered rows    GEMM of own rows | next codes;  GEMM | next codes;  ...  last GEMM | codes for dw
+    scattered sums   GEMM for the next device | codes for dw;  GEMM | product before;  ...  GEMM of own rows, dw | last
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -41,6 +48,19 @@ from qshard.recipes import Recipe, Role
 
 _Multiply = Callable[[QuantizedArray, Shape], tuple[jax.Array, jax.Array | None]]
 """The product of rows and w, of a leading shape, and what it is still to be scaled by."""
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["operands"], meta_fields=["gather"])
+@dataclass(frozen=True, eq=False)
+class OfDw:
+    """What dw is the product of, codes of dy and x; and how all rows of both are gathered, while dx is made."""
+
+    operands: Any = None
+    gather: Callable[[Any], Any] | None = None
+
+    @property
+    def gathered(self) -> Any:
+        return self.operands if self.gather is None else self.gather(self.operands)
 
 
 class TensorParallel(NamedTuple):
@@ -213,26 +233,23 @@ class Parallel:
             )
 
     def row_products(
-        self, q: QuantizedArray, lead: Shape, role: Role, multiply: _Multiply, contracted: Usage | None
-    ) -> tuple[jax.Array, jax.Array | None, QuantizedArray]:
-        """`multiply` of the rows of x or dy, `q`, that make what this device has of y or dx; and `all_rows` for dw."""
+        self, q: QuantizedArray, lead: Shape, role: Role, multiply: _Multiply, of_dw: OfDw
+    ) -> tuple[jax.Array, jax.Array | None, Any]:
+        """`multiply` of the rows of x or dy, `q`, that make what this device has of y or dx; and all rows for dw."""
         if self.size == 1:
-            return *multiply(q, lead), q
+            return *multiply(q, lead), of_dw.operands
         rows = _Rows.of(q, Usage.ROWWISE, math.prod(lead[: self.at]))
         sizes = list(lead)
         if self.has_part_of_rows(role):
             sizes[self.at] *= self.size
-            made, scale, q = self._of_gathered(rows, multiply, lambda q: self.all_rows(q, contracted, lead, role))
+            made, scale, operands = self._of_gathered(rows, multiply, of_dw)
         else:
             sizes[self.at] //= self.size
-            made, scale = self._scattered(rows, multiply)
-            q = self.all_rows(q, contracted, lead, role)
-        return made.reshape(*sizes, made.shape[-1]), scale, q
+            made, scale, operands = self._scattered(rows, multiply, of_dw)
+        return made.reshape(*sizes, made.shape[-1]), scale, operands
 
-    def all_rows(self, q: QuantizedArray, usage: Usage | None, lead: Shape, role: Role) -> QuantizedArray:
+    def all_rows(self, q: QuantizedArray, usage: Usage, lead: Shape, role: Role) -> QuantizedArray:
         """All rows of x or dy as a matrix, in its plane for one usage, which is gathered where devices have parts."""
-        if self.size == 1 or usage is None:
-            return q
         rows = _Rows.of(q, usage, math.prod(lead[: self.at]))
         if self.has_part_of_rows(role):
             # One copy puts them side by side; gathered along their axis, XLA makes two, and transposes both.
@@ -240,44 +257,40 @@ class Parallel:
             rows = every.changed(lambda x, axis: lax.concatenate([*x], axis))
         return rows.matrix
 
-    def _of_gathered(
-        self, rows: _Rows, multiply: _Multiply, all_rows: Callable[[QuantizedArray], QuantizedArray]
-    ) -> tuple[jax.Array, Any, QuantizedArray]:
+    def _of_gathered(self, rows: _Rows, multiply: _Multiply, of_dw: OfDw) -> tuple[jax.Array, Any, Any]:
         made: list[tuple[jax.Array, Any]] = []
-        q = rows.q
         if not self.overlap:
-            q = all_rows(q)
             every = rows.changed(lambda x, _: lax.all_gather(x, self.axis))
             for i in range(self.size):
                 chunk = every._replace(parts=tuple(part if part is None else part[i] for part in every.parts)).matrix
                 made.append(multiply(chunk, chunk.shape[:-1]))
-            return lax.concatenate([_apart(part, rows.outer) for part, _ in made], 1), made[0][1], q
+            products = [_apart(each, rows.outer) for each, _ in made]
+            return lax.concatenate(products, 1), made[0][1], of_dw.gathered
         from_next = [((i + 1) % self.size, i) for i in range(self.size)]
         arriving = rows
         for step in range(self.size):
-            if step:  # Not multiplied before the one that it travelled behind; the rows for dw travel behind the last.
-                (parts, q), made = together((arriving.parts, q), made)
+            if step:  # Not multiplied before the one that it travelled behind.
+                (parts, of_dw), made = together((arriving.parts, of_dw), made)
                 arriving = arriving._replace(parts=parts)
             chunk = arriving.matrix
             if step + 1 < self.size:
                 arriving = arriving.changed(lambda x, _: lax.ppermute(x, self.axis, from_next))
-            else:
-                q = all_rows(q)
             made.append(multiply(chunk, chunk.shape[:-1]))
-        products, q = together([_apart(each, rows.outer) for each, _ in made], q)
+        # Operands of dw travel behind the last product.
+        products, operands = together([_apart(each, rows.outer) for each, _ in made], of_dw.gathered)
         # Chunks begin with that of this device.
         count = products[0].shape[1]
         start = (self.size - lax.axis_index(self.axis)) % self.size * count
         turned = lax.concatenate([*products, *products[:-1]], 1)
-        return lax.dynamic_slice_in_dim(turned, start, self.size * count, axis=1), made[0][1], q
+        return lax.dynamic_slice_in_dim(turned, start, self.size * count, axis=1), made[0][1], operands
 
-    def _scattered(self, rows: _Rows, multiply: _Multiply) -> tuple[jax.Array, Any]:
-        rank = lax.axis_index(self.axis)
+    def _scattered(self, rows: _Rows, multiply: _Multiply, of_dw: OfDw) -> tuple[jax.Array, Any, Any]:
+        rank, operands = lax.axis_index(self.axis), of_dw.gathered
         scale: Any = None
         # A part of a sum may be beyond float16 where the sum is not.
         dtype = jnp.dtype(jnp.float32) if rows.q.dtype == jnp.float16 else rows.q.dtype
 
-        def product(i: Any) -> jax.Array:
+        def product(rows: _Rows, i: Any) -> jax.Array:
             """Of the rows that one device keeps."""
             nonlocal scale
             chunk = dataclasses.replace(self._chunk(rows, i).matrix, dtype=dtype)
@@ -287,20 +300,26 @@ class Parallel:
             return _apart(made, rows.outer)
 
         if self.overlap:
-            arrived = []
+            arrived: list[jax.Array] = []
+            made = product(rows, (rank + 1) % self.size)
             for step in range(1, self.size):
+                # Each travels behind the next, which is multiplied once the one before has arrived; operands of dw
+                # behind the first.
+                (parts, made), (arrived, operands) = together((rows.parts, made), (arrived, operands))
+                rows = rows._replace(parts=parts)
                 there = [(i, (i + step) % self.size) for i in range(self.size)]
-                arrived.append(lax.ppermute(product((rank + step) % self.size), self.axis, there))
-            arrived.append(product(rank))
+                arrived.append(lax.ppermute(made, self.axis, there))
+                made = product(rows, (rank + step + 1) % self.size)
+            arrived.append(made)
         else:
-            made = jnp.stack([product(i) for i in range(self.size)])
+            made = jnp.stack([product(rows, i) for i in range(self.size)])
             every = lax.all_to_all(made, self.axis, 0, 0)
             before = [(rank - step) % self.size for step in range(1, self.size + 1)]
             arrived = [lax.dynamic_index_in_dim(every, i, keepdims=False) for i in before]
         total = arrived[0].astype(jnp.float32)
         for each in arrived[1:]:
             total = total + each.astype(jnp.float32)
-        return total, scale
+        return total, scale, operands
 
     def _chunk(self, rows: _Rows, i: Any) -> _Rows:
         """The rows that one device keeps of the sum."""

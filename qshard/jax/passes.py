@@ -21,7 +21,7 @@ from qshard.jax.folding import folding
 from qshard.jax.gather import CodedWeight, CutWeight, Shards
 from qshard.jax.gemm import gemm, row_product, scaled, stored_for
 from qshard.jax.order import once, together
-from qshard.jax.parallel import Parallel
+from qshard.jax.parallel import OfDw, Parallel
 from qshard.jax.quantize import WeightScales, quantized
 from qshard.jax.words import words_of
 from qshard.layout import Shape, multiplies_codes, source
@@ -174,7 +174,7 @@ def _forward(
         kept_w = whole if w_kept is read else _whole(config, wq, w_kept)
     elif w_kept is read and config.gathers:
         scales = whole.plane(read)._replace(data=None)
-    y, scale, _ = _row_product(config, xq, Role.ACTIVATION, whole, x.shape[:-1])
+    y, scale, _ = _row_product(config, xq, Role.ACTIVATION, whole, x.shape[:-1], OfDw())
     kept_x = _only(xq, x_kept)
     if x_kept and x_kept is not Usage.ROWWISE and makes_planes_apart(config.recipe.activation):
         y, kept_x = together(y, kept_x)  # Else XLA keeps x, and makes the plane for backward there.
@@ -191,10 +191,9 @@ def _product_fwd(config: Config, x: jax.Array, w: CodedWeight, given: Given) -> 
 def _product_bwd(config: Config, kept: Kept, dy: jax.Array) -> tuple[jax.Array, CodedWeight, Given]:
     recipe, xq, wq = config.recipe, kept.x, kept.w
     columns = Usage.COLUMNWISE
-    read, contracted = stored_for(recipe.gradient, recipe.weight, Usage.ROWWISE), None
+    read = stored_for(recipe.gradient, recipe.weight, Usage.ROWWISE)
     if config.learns:
-        contracted = stored_for(recipe.gradient, recipe.activation, columns)
-        read |= contracted
+        read |= stored_for(recipe.gradient, recipe.activation, columns)
     dyq, dy_amax = _quantized(config, dy, kept.given, Role.GRADIENT, read)
     if config.gathers and config.reshard_after_forward:
         # Not before dy: XLA would see one gather where two are written, and keep its result from forward to backward.
@@ -205,10 +204,10 @@ def _product_bwd(config: Config, kept: Kept, dy: jax.Array) -> tuple[jax.Array, 
             wq = wq.with_planes({stored: kept.scales._replace(data=wq.plane(stored).data)})
     if config.learns and (config.parallel or not multiplies_codes(recipe.gradient, recipe.activation)):
         dyq, xq = together(dyq, xq)  # Else XLA may dequantize, or gather, what all layers keep, long before it is due.
+    of_dw = OfDw((dyq, xq))
     if config.learns and config.parallel is not None:
-        x_stored = stored_for(recipe.activation, recipe.gradient, columns)
-        xq = config.parallel.all_rows(xq, x_stored, dy.shape[:-1], Role.ACTIVATION)
-    dx, dx_scale, dyq = _row_product(config, dyq, Role.GRADIENT, wq, dy.shape[:-1], contracted)
+        of_dw = OfDw((dyq, xq), functools.partial(_all_rows, config, dy.shape[:-1]))
+    dx, dx_scale, (dyq, xq) = _row_product(config, dyq, Role.GRADIENT, wq, dy.shape[:-1], of_dw)
     dw: jax.Array | None = None
     if config.learns:
         pair = (dyq, xq) if config.layout == "NK" else (xq, dyq)
@@ -231,9 +230,9 @@ folding_product = folding(product, _product_fwd, _product_bwd)
 
 
 def _row_product(
-    config: Config, q: QuantizedArray, role: Role, w: QuantizedArray, lead: Shape, contracted: Usage | None = None
-) -> tuple[jax.Array, jax.Array | None, QuantizedArray]:
-    """The product of x or dy, whose codes are `q`, and the whole w; and all rows of `q` in the plane `contracted`."""
+    config: Config, q: QuantizedArray, role: Role, w: QuantizedArray, lead: Shape, of_dw: OfDw
+) -> tuple[jax.Array, jax.Array | None, Any]:
+    """The product of x or dy, whose codes are `q`, and the whole w; and the operands of dw, of all rows."""
     backward = role is Role.GRADIENT
     options: dict[str, Any] = {
         "precise": backward,
@@ -245,8 +244,22 @@ def _row_product(
         return row_product(q, w, of_w, lead, config.columns, **options)
 
     if config.parallel is None:
-        return *multiply(q, lead), q
-    return config.parallel.row_products(q, lead, role, multiply, contracted)
+        return *multiply(q, lead), of_dw.operands
+    return config.parallel.row_products(q, lead, role, multiply, of_dw)
+
+
+def _all_rows(config: Config, lead: Shape, operands: Any) -> Any:
+    """Codes of dy and x, of this leading shape where a device has all rows, as matrices of all rows: what dw reads."""
+    gradient, activation = config.recipe.gradient, config.recipe.activation
+    stored = (
+        stored_for(gradient, activation, Usage.COLUMNWISE),
+        stored_for(activation, gradient, Usage.COLUMNWISE),
+    )
+    assert config.parallel is not None
+    return tuple(
+        config.parallel.all_rows(q, usage, lead, role)
+        for q, usage, role in zip(operands, stored, (Role.GRADIENT, Role.ACTIVATION), strict=True)
+    )
 
 
 def _reduces(config: Config, x: jax.Array) -> bool:
