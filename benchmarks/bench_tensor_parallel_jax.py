@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -152,7 +153,8 @@ def main() -> None:
     if arguments.one:
         print(json.dumps(measure(arguments.one, arguments.steps)))
         return
-    if subprocess.run(["nvidia-smi", "-L"], capture_output=True, check=False).returncode:
+    smi = shutil.which("nvidia-smi")
+    if smi is None or subprocess.run([smi, "-L"], capture_output=True, check=False).returncode:
         parser.exit(message="bench_tensor_parallel_jax: no CUDA device, nothing to measure\n")
     import rows
 
