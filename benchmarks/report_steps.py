@@ -93,6 +93,17 @@ def wire_jax_section(tables: Tables) -> str:
     return f"## What FSDP moves in JAX\n\n{origin(rows)} {text}\n\n{against_bf16(rows, 'gathered_MB', columns)}\n"
 
 
+def tensor_parallel_jax_section(tables: Tables) -> str:
+    rows = tables["tensor_parallel_jax"]
+    text = (
+        f"A block of width 8192, forward and backward, cut over {rows[0]['devices']} GPUs: "
+        "`bench_tensor_parallel_jax.py` says what is in a row."
+    )
+    columns = ["kind", "devices", "ms", "times_bf16", "peak_GiB", "compile_s"]
+    lines = [[row[column] for column in columns] for row in rows]
+    return f"## Tensor parallelism in JAX\n\n{origin(rows)} {text}\n\n{table(columns, lines)}\n"
+
+
 def step_torch_lines(rows: Rows) -> list[list[str]]:
     """Milliseconds of a step, and of one of many, and GiB of each kind, all in percent of eager bf16 too."""
     base = next((row for row in rows if row["kind"] == "bf16"), None)
@@ -163,4 +174,5 @@ STEP_SECTIONS: dict[str, Callable[[Tables], str]] = {
     "zero1": functools.partial(sharded_section, name="zero1", title="Weights whole on every rank"),
     "step_jax": step_jax_section,
     "wire_jax": wire_jax_section,
+    "tensor_parallel_jax": tensor_parallel_jax_section,
 }

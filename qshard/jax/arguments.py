@@ -70,20 +70,20 @@ def as_float_name(op: str, dtype: Any, argument: str = "dtype") -> str:
     return name
 
 
-def as_axes(op: str, axis_name: Any) -> tuple[str, ...]:
-    """The mesh axes of `shard_map` that a caller named as `axis_name`: one, several or none."""
+def as_axes(op: str, axis_name: Any, name: str = "axis_name") -> tuple[str, ...]:
+    """The mesh axes of `shard_map` that a caller named as `axis_name`, or as `name`: one, several or none."""
     if axis_name is None:
         return ()
     axes = (axis_name,) if isinstance(axis_name, str) else axis_name
     if not isinstance(axes, Iterable) or not all(isinstance(axis, str) for axis in axes):
-        raise TypeError(f"{op}: axis_name ({shown(axis_name)}) is not the name of a mesh axis, or several; pass names")
+        raise TypeError(f"{op}: {name} ({shown(axis_name)}) is not the name of a mesh axis, or several; pass names")
     axes = tuple(axes)
     manual = jax.sharding.get_abstract_mesh().manual_axes
     for axis in axes:
         if axis not in manual:
             raise ValueError(
-                f"{op}: axis_name ({axis!r}) is not an axis of a jax.shard_map around this call ({manual or 'none'}); "
-                "name one of its axes, or leave axis_name out"
+                f"{op}: {name} ({axis!r}) is not an axis of a jax.shard_map around this call ({manual or 'none'}); "
+                f"name one of its axes, or leave {name} out"
             )
     return axes
 

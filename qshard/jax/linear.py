@@ -26,6 +26,7 @@ from qshard.jax.cuts import AxisName, Cut, Spec, matrix_of, mesh_of, shaped, spe
 from qshard.jax.delayed import LinearState, check_shared
 from qshard.jax.gather import CodedWeight, CutWeight, cut_of
 from qshard.jax.ops import names_of
+from qshard.jax.parallel import TensorParallel
 from qshard.jax.passes import Config, Given, WeightLayout, folding_product, product, whole_weight
 from qshard.jax.primary import PrimaryWeight, opened
 from qshard.jax.quantize import WeightScales, as_scales
@@ -46,6 +47,9 @@ def linear(
     weight_scales: WeightScales | None = None,
     axis_name: AxisName | PartitionSpec = None,
     local_axes: AxisName = None,
+    gather_rows: str | None = None,
+    scatter_rows: str | None = None,
+    overlap: bool = False,
     out_sharding: Spec = None,
     grad_dtype: Any = None,
     vmap_as_rows: bool = False,
@@ -83,6 +87,15 @@ def linear(
         has a scale of its own for `x`, and for the gradient of the result, as in `shard_map` without `axis_name`, and
         draws the random numbers that the others draw. That saves two all-reduces, for which GEMMs wait. Without it, one
         scale serves all of `x`.
+      gather_rows: in `shard_map`, the mesh axis of tensor and sequence parallelism that cuts the rows of `x` and the N
+        of `w`. Codes of x are gathered; y has all rows, and a part of N; the gradient of x is reduce-scattered. One
+        scale serves all of x, of w and of the gradient of y. Of x, the last axis before K is cut, unless a spec in
+        `axis_name` says else. `weight_spec`, if it is given, names this axis along N.
+      scatter_rows: the other way round, for the layer that follows: the mesh axis cuts the K of `x` and of `w`, and the
+        rows of y, which is reduce-scattered; codes of the gradient of y are gathered. What travels to be added are
+        products in the dtype of x, of float16 in float32; they are added in float32, in an order that is defined.
+      overlap: with one of these two, the rows of one device are multiplied while those of another, or their products,
+        travel. The same bits.
       out_sharding: of the result, on Explicit meshes where `x` and `w` leave it open: K is cut.
       grad_dtype: in which the gradient of `w` is made and reduce-scattered: float32 or bfloat16; None: that of `w`.
         float32 is 4 bytes an element on the wire, with no rounding but that of sums. bfloat16, as of weights that are
@@ -98,14 +111,14 @@ def linear(
         of this call, reduced over all shards.
 
     Returns:
-      `[*lead, N]`, of the dtype of `x`.
+      `[*lead, N]`, of the dtype of `x`. With `gather_rows` of more rows than `x` has, with `scatter_rows` of fewer.
 
     Raises:
       TypeError: an operand is not of a float dtype, or another argument not of its type.
       ValueError: shapes do not fit each other or the formats (of MX and NVFP4, all that is contracted must be whole
         blocks: K, and for gradients N; and the product of `lead` where a mesh may cut it, outside of `shard_map`: else
-        rows of zeros make up for it); the recipe needs a seed or a state; or `gather_axis` is not in the mesh or
-        `weight_spec`.
+        rows of zeros make up for it); with `gather_rows` or `scatter_rows`, a device has no whole blocks of rows or
+        columns; the recipe needs a seed or a state; or `gather_axis` is not in the mesh or `weight_spec`.
 
     Works under `jit` on Auto and Explicit meshes, and in `shard_map`, where `w` is the shard. With `gather_axis`, codes
     of the weight are gathered in the forward and again in the backward pass, a byte or half of one an element, with the
@@ -130,6 +143,7 @@ def linear(
     rows, names = None, axis_name
     if isinstance(axis_name, PartitionSpec):
         rows, names = axis_name, tuple(name for entry in axis_name for name in names_of(entry))
+    tensor_parallel = TensorParallel.of("linear", gather_rows, scatter_rows, overlap, vmap_as_rows)
     check_shared("linear", state, names)
     given = _given("linear", w, weight_spec, weight_scales, seed, state)
     gather_axes = as_names("linear", "gather_axis", gather_axis)
@@ -143,6 +157,7 @@ def linear(
         gather_axes=gather_axes,
         axes=as_axes("linear", names),
         rows=rows,
+        tensor_parallel=tensor_parallel,
         reshard_after_forward=reshard_after_forward,
         out_sharding=out_sharding,
         grad_dtype=_as_grad_dtype(grad_dtype),
@@ -266,6 +281,7 @@ def _checked_linear(
     weight_spec: Spec,
     gather_axes: tuple[str, ...],
     vmap_as_rows: bool,
+    tensor_parallel: TensorParallel | None,
     **options: Any,
 ) -> jax.Array:
     check_dtype("linear", "x", x)
@@ -273,6 +289,10 @@ def _checked_linear(
     w, amax = opened(w)
     given = given._replace(weight_amax=amax)
     lead = x.shape[:-1]
+    if tensor_parallel is not None:
+        weight_spec = tensor_parallel.weight_spec("linear", options["layout"], gather_axes, weight_spec)
+        parallel = tensor_parallel.parallel("linear", x, w, given, recipe, options["axes"], options["rows"])
+        options |= {"parallel": parallel, "axes": tuple(dict.fromkeys((*options["axes"], parallel.axis)))}
     if vmap_as_rows:
         x = matrix_of(x)
     config, weight = _configured(
@@ -292,6 +312,7 @@ _jitted_linear = jax.jit(
     _checked_linear,
     static_argnames=(
         *("recipe", "layout", "weight_spec", "gather_axes", "axes", "rows"),
+        "tensor_parallel",
         *("reshard_after_forward", "out_sharding", "grad_dtype", "vmap_as_rows"),
     ),
     inline=True,

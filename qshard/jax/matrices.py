@@ -64,7 +64,7 @@ def draws_of(
     if not cut.local:
         return pipeline.Draws(seed, jnp.asarray(words_of(0)), columns)
     row_step = columns * cut.shards[1]
-    if any(cut.entries[1:-1]):
+    if cut.inner_axes:
         row = _first_rows(cut, shape)
         col = cut.start(shape[-2:])[1]
     else:

@@ -21,9 +21,10 @@ from qshard.jax.folding import folding
 from qshard.jax.gather import CodedWeight, CutWeight, Shards
 from qshard.jax.gemm import gemm, row_product, scaled, stored_for
 from qshard.jax.order import once, together
+from qshard.jax.parallel import OfDw, Parallel
 from qshard.jax.quantize import WeightScales, quantized
 from qshard.jax.words import words_of
-from qshard.layout import multiplies_codes, source
+from qshard.layout import Shape, multiplies_codes, source
 from qshard.pipeline import Plane, makes_planes_apart
 from qshard.recipes import ROLE_SEEDS, DelayedScaling, Recipe, Role, check_weight_format
 
@@ -46,6 +47,7 @@ class Config:
       axes: in `shard_map`, the mesh axes along which leading axes of x are cut.
       rows: which of them cut which axis; None: all cut the first.
       layout: of w, its gradient and its codes.
+      parallel: what a mesh axis does that cuts rows of x or of y, and w; it is in `axes` too.
     """
 
     op: str
@@ -63,6 +65,13 @@ class Config:
     reshard_after_forward: bool = True
     out_sharding: Spec = None
     layout: WeightLayout = "NK"
+    parallel: Parallel | None = None
+
+    def cut_of(self, x: jax.Array, role: Role) -> Cut:
+        """How x or dy is cut. Blocks are those of a shard: what it multiplies is its own."""
+        if self.parallel is not None:
+            return self.parallel.cut_of(x, role, self.axes)
+        return Cut.of(x, self.axes, self.rows, own_blocks=True)
 
     @property
     def contracted(self) -> Usage:
@@ -133,7 +142,7 @@ def product(config: Config, x: jax.Array, w: CodedWeight, given: Given) -> jax.A
 def _forward(
     config: Config, x: jax.Array, w: CodedWeight, given: Given, x_kept: Usage, w_kept: Usage
 ) -> tuple[jax.Array, Kept]:
-    fmt, whole_x = config.recipe.activation, Cut.of(x, config.axes, config.rows, own_blocks=True).whole(x.shape)
+    fmt, whole_x = config.recipe.activation, config.cut_of(x, Role.ACTIVATION).whole(x.shape)
     if whole_x and whole_x[-1] % layout.whole_units(fmt, Usage.ROWWISE)[1]:
         # Raised before w is cast: who gives both wrongly hears of x, as in PyTorch.
         layout.plane(fmt, whole_x, Usage.ROWWISE, op=config.op, name="x")
@@ -147,13 +156,16 @@ def _forward(
         raise ValueError(
             f"linear: w {whole.shape} does not fit x {x.shape}; give w as [{axes}] and x as [*lead, K]{told}"
         )
+    if config.parallel is not None:
+        n = whole.shape[config.layout.index("N")]
+        config.parallel.check_columns(config.op, "the gradient of y", n, Role.GRADIENT, config.recipe)
     there = x
     if config.gathers and _reduces(config, x):
         whole, there = together(whole, x)  # So that the gather of w comes before the all-reduce of the amax.
     made = _quantized(config, there, given, Role.ACTIVATION, Usage.ROWWISE | x_kept)
     seed = given.seed if config.recipe.activation.stochastic else None
     state = None if given.state is None else given.state.activation.scale
-    how = (config.recipe, x_kept, config.axes, config.rows, config.out_sharding)
+    how = (config.recipe, x_kept, config.axes, config.rows, config.out_sharding, config.parallel)
     xq, x_amax = once(made, of=(x, seed, state), how=how)
     xq = _named(xq, x_kept, policies.X_CODES)
     x_amax, w_amax = (None if amax is None else policies.named(amax, policies.SCALES) for amax in (x_amax, w_amax))
@@ -162,8 +174,7 @@ def _forward(
         kept_w = whole if w_kept is read else _whole(config, wq, w_kept)
     elif w_kept is read and config.gathers:
         scales = whole.plane(read)._replace(data=None)
-    lead, cut = x.shape[:-1], config.out_sharding
-    y, scale = row_product(xq, whole, config.contracted, lead, config.columns, precise=False, out_sharding=cut)
+    y, scale, _ = _row_product(config, xq, Role.ACTIVATION, whole, x.shape[:-1], OfDw())
     kept_x = _only(xq, x_kept)
     if x_kept and x_kept is not Usage.ROWWISE and makes_planes_apart(config.recipe.activation):
         y, kept_x = together(y, kept_x)  # Else XLA keeps x, and makes the plane for backward there.
@@ -191,10 +202,12 @@ def _product_bwd(config: Config, kept: Kept, dy: jax.Array) -> tuple[jax.Array, 
         wq = _whole(config, wq, stored)
         if kept.scales is not None:
             wq = wq.with_planes({stored: kept.scales._replace(data=wq.plane(stored).data)})
-    if config.learns and not multiplies_codes(recipe.gradient, recipe.activation):
-        dyq, xq = together(dyq, xq)  # Else XLA may dequantize what all layers keep, long before it multiplies it.
-    lead, cut = dy.shape[:-1], config.x_type
-    dx, dx_scale = row_product(dyq, wq, config.contracted_back, lead, config.columns, precise=True, out_sharding=cut)
+    if config.learns and (config.parallel or not multiplies_codes(recipe.gradient, recipe.activation)):
+        dyq, xq = together(dyq, xq)  # Else XLA may dequantize, or gather, what all layers keep, long before it is due.
+    of_dw = OfDw((dyq, xq))
+    if config.learns and config.parallel is not None:
+        of_dw = OfDw((dyq, xq), functools.partial(_all_rows, config, dy.shape[:-1]))
+    dx, dx_scale, (dyq, xq) = _row_product(config, dyq, Role.GRADIENT, wq, dy.shape[:-1], of_dw)
     dw: jax.Array | None = None
     if config.learns:
         pair = (dyq, xq) if config.layout == "NK" else (xq, dyq)
@@ -214,6 +227,39 @@ def _product_bwd(config: Config, kept: Kept, dy: jax.Array) -> tuple[jax.Array, 
 
 product.defvjp(_product_fwd, _product_bwd)
 folding_product = folding(product, _product_fwd, _product_bwd)
+
+
+def _row_product(
+    config: Config, q: QuantizedArray, role: Role, w: QuantizedArray, lead: Shape, of_dw: OfDw
+) -> tuple[jax.Array, jax.Array | None, Any]:
+    """The product of x or dy, whose codes are `q`, and the whole w; and the operands of dw, of all rows."""
+    backward = role is Role.GRADIENT
+    options: dict[str, Any] = {
+        "precise": backward,
+        "out_sharding": config.x_type if backward else config.out_sharding,
+    }
+
+    def multiply(q: QuantizedArray, lead: Shape) -> tuple[jax.Array, jax.Array | None]:
+        of_w = config.contracted_back if backward else config.contracted
+        return row_product(q, w, of_w, lead, config.columns, **options)
+
+    if config.parallel is None:
+        return *multiply(q, lead), of_dw.operands
+    return config.parallel.row_products(q, lead, role, multiply, of_dw)
+
+
+def _all_rows(config: Config, lead: Shape, operands: Any) -> Any:
+    """Codes of dy and x, of this leading shape where a device has all rows, as matrices of all rows: what dw reads."""
+    gradient, activation = config.recipe.gradient, config.recipe.activation
+    stored = (
+        stored_for(gradient, activation, Usage.COLUMNWISE),
+        stored_for(activation, gradient, Usage.COLUMNWISE),
+    )
+    assert config.parallel is not None
+    return tuple(
+        config.parallel.all_rows(q, usage, lead, role)
+        for q, usage, role in zip(operands, stored, (Role.GRADIENT, Role.ACTIVATION), strict=True)
+    )
 
 
 def _reduces(config: Config, x: jax.Array) -> bool:
@@ -253,8 +299,7 @@ def _quantized(
     if given.state is not None:
         state: TensorState = getattr(given.state, role.value)
         scales, margin = WeightScales(state.scale), cast(DelayedScaling, config.recipe).margin
-    # Blocks of x and dy are those of a shard: what it multiplies is its own.
-    cut = config.cut if weight else Cut.of(x, config.axes, config.rows, own_blocks=True)
+    cut = config.cut if weight else config.cut_of(x, role)
     if seed is not None and fmt.stochastic:
         seed = seed ^ words_of(ROLE_SEEDS[role]).view(seed.dtype)
     added = config.recipe.added_rows(role, usage, math.prod(x.shape[:-1]))

@@ -164,7 +164,7 @@ class Parts(NamedTuple):
         """Of operands of these shapes, cut so, and of a result that is wanted cut so.
 
         A mesh axis cuts what both operands contract, if it cuts that of one and nothing else of the other; else rows,
-        those of `a` first. It cuts whole blocks, or nothing.
+        those of `a` first, unless those of `b` are wanted cut along it. It cuts whole blocks, or nothing.
         """
         a, b = (
             [names_of(entry) for entry in (*spec, *[None] * len(shape))]
@@ -189,11 +189,16 @@ class Parts(NamedTuple):
             unit = max(product.a.unit(i), product.b.unit(j))
             entries[0][i] = entries[1][j] = taken(names, shapes[0][i], unit)
         summed = [name for names in entries[0].values() for name in names]
+        of_b = zip(product.b.rows, (*out, *[None] * len(shapes[1]))[len(product.a.rows) :], strict=False)
+        left_to_b = {name for axis, entry in of_b for name in names_of(entry) if name in b[axis]}
         rows: list[tuple[str, ...]] = []
         left: list[int] = []
-        for side, its, shape, found in zip((product.a, product.b), (a, b), shapes, entries, strict=True):
+        for of_a, side, its, shape, found in zip(
+            (True, False), (product.a, product.b), (a, b), shapes, entries, strict=True
+        ):
             for axis in side.rows:
-                found[axis] = taken(its[axis], shape[axis], side.unit(axis))
+                names = [name for name in its[axis] if not (of_a and name in left_to_b)]
+                found[axis] = taken(names, shape[axis], side.unit(axis))
                 rows.append(found[axis])
                 left.append(shape[axis] // math.prod(mesh[name] for name in found[axis]))
         scattered = []

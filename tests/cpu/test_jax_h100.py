@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from support import h100
-from support.hlo import Collective
+from support.hlo import Collective, size
 
 REPOSITORY = Path(__file__).parents[2]
 STEPS = ["step, Auto", "step, Explicit", "step, shard_map"]
@@ -304,3 +304,46 @@ def test_each_operand_is_cast_once(overlap):
     assert casts(overlap["CurrentScaling,auto"]) == 24
     assert casts(overlap["CurrentScaling,auto,apart"]) == 14 + 14 + 8
     assert casts(overlap["NVFP4,auto,products"]) == casts(overlap["CurrentScaling,auto"])
+
+
+# --- tensor and sequence parallelism ---
+
+PARALLEL = {
+    **{f"{recipe},overlap": None for recipe in ("CurrentScaling", "BlockScaling", "MXFP8", "NVFP4")},
+    **{f"{recipe},{mode}": None for recipe in ("CurrentScaling", "BlockScaling") for mode in ("auto", "explicit")},
+}
+
+
+@pytest.fixture(scope="module")
+def parallel():
+    """{case: its collectives}"""
+    return run("jax_parallel", *PARALLEL)
+
+
+LARGE = 2**21
+"""Bytes of what is to hide. Scales of blocks that XLA has not combined with their codes are smaller, as amaxes are."""
+
+
+@pytest.mark.parametrize("recipe", ["CurrentScaling", "BlockScaling", "MXFP8", "NVFP4"])
+def test_chunks_travel_behind_products(parallel, recipe):
+    """Of both layers and passes: 3 pieces of codes, 3 of products, and the codes for dw, each while a GEMM runs."""
+    program = parallel[f"{recipe},overlap"]
+    permuted = [each for each in collectives(program, "collective-permute") if each.bytes >= LARGE]
+    gathered = [each for each in collectives(program, "all-gather") if each.bytes >= LARGE]
+    products = [each for each in permuted if each.arrays[0].startswith("bf16")]
+    assert (len(products), len(permuted) - len(products), len(gathered)) == (6, 6, 2)
+    assert all(each.arrays[0].startswith("u8") for each in [*permuted, *gathered] if each not in products)
+    assert all(each.hidden for each in [*permuted, *gathered])
+
+
+@pytest.mark.parametrize("mode", ["auto", "explicit"])
+@pytest.mark.parametrize("recipe", ["CurrentScaling", "BlockScaling"])
+def test_xla_gathers_codes_of_rows(parallel, recipe, mode):
+    """Where XLA cuts products too: codes of x and of dy are gathered for each, and y and dx are reduce-scattered."""
+    program = parallel[f"{recipe},{mode}"]
+    gathered = [a for each in collectives(program, "all-gather") for a in each.arrays if size(a) > LARGE]
+    assert all(array.startswith(("f8", "u8")) for array in gathered)
+    assert len(gathered) == 4
+    assert [size(a) for each in collectives(program, "reduce-scatter") for a in each.arrays] == [2 * 1024 * 4096] * 2
+    others = {"all-gather", "reduce-scatter", "all-reduce"}
+    assert {found["kind"] for found in program["collectives"]} <= others

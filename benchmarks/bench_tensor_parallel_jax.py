@@ -1,0 +1,180 @@
+"""A transformer block under tensor and sequence parallelism in JAX, forward and backward, in `shard_map` over all GPUs.
+
+Width 8192, 64 heads of 128, FFN 28672 with SwiGLU, one sequence of 8192 tokens; everything in bfloat16 but what is
+quantized. Between layers x is cut along the sequence; w of q, k and v, and of gate and up, along N; the other two along
+K.
+
+    bf16            `all_gather` of x and of dy, `psum_scatter` of y and of dx, which XLA overlaps as it sees fit
+    fp8             `linear(gather_rows=)` and `linear(scatter_rows=)`: codes are gathered
+    fp8 overlapped  with `overlap=True`
+    mlp ...         the same without attention and its layers
+
+Each kind runs in a process of its own. Steps are issued one after the other, and timed together; the median of rounds.
+
+    python benchmarks/bench_tensor_parallel_jax.py [--steps 8] [--kinds bf16,fp8,fp8 overlapped]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from functools import partial
+from typing import Any
+
+WIDTH, HEAD, FFN, LENGTH = 8192, 128, 28672, 8192
+SHAPES = {"qkv": (3 * WIDTH, WIDTH), "o": (WIDTH, WIDTH), "gate_up": (2 * FFN, WIDTH), "down": (WIDTH, FFN)}
+SCATTERED = ("o", "down")
+AXIS = "tp"
+OPTIONS = {"xla_gpu_enable_triton_gemm": False}
+RECIPES = {"bf16": None, "fp8": "CurrentScaling", "block": "BlockScaling", "mxfp8": "MXFP8"}
+KINDS = "bf16,fp8,fp8 overlapped,mlp bf16,mlp fp8,mlp fp8 overlapped"
+ROUNDS = 3
+
+Tree = Any
+
+
+def names_of(kind: str) -> list[str]:
+    """The layers of a kind."""
+    return ["gate_up", "down"] if kind.startswith("mlp") else list(SHAPES)
+
+
+def block(x: Any, weights: Tree, kind: str, attention: str) -> Any:
+    """x `[1, LENGTH / devices, WIDTH]` and the result: of what one device has."""
+    import jax
+    import jax.numpy as jnp
+    from jax import lax
+
+    import qshard.jax as qshard
+
+    recipe = RECIPES[kind.removeprefix("mlp ").split()[0]]
+    overlap = "overlapped" in kind.split()
+
+    def norm(x: Any) -> Any:
+        values = x.astype(jnp.float32)
+        return (values * lax.rsqrt(jnp.mean(values * values, axis=-1, keepdims=True) + 1e-6)).astype(x.dtype)
+
+    def gathered(x: Any, name: str, count: int) -> Any:
+        """The parts of a product with weights that share x."""
+        if recipe is None:
+            y = jnp.einsum("bsk,nk->bsn", lax.all_gather(x, AXIS, axis=1, tiled=True), weights[name])
+        else:
+            y = qshard.linear(x, weights[name], recipe, gather_rows=AXIS, overlap=overlap)
+        return jnp.split(y, count, axis=-1)
+
+    def scattered(x: Any, name: str) -> Any:
+        if recipe is None:
+            y = jnp.einsum("bsk,nk->bsn", x, weights[name])
+            return lax.psum_scatter(y, AXIS, scatter_dimension=1, tiled=True)
+        return qshard.linear(x, weights[name], recipe, scatter_rows=AXIS, overlap=overlap)
+
+    if "qkv" in weights:
+        q, k, v = (y.reshape(*y.shape[:-1], -1, HEAD) for y in gathered(norm(x), "qkv", 3))
+        mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=attention)
+        x = x + scattered(mixed.reshape(*mixed.shape[:-2], -1), "o")
+    gate, up = gathered(norm(x), "gate_up", 2)
+    return x + scattered(jax.nn.silu(gate) * up, "down")
+
+
+def lowered(devices: Any, kind: str, attention: str) -> Any:
+    """The gradients of x and of weights, for devices that need not be there; and the shapes that it takes."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import AxisType, Mesh, NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    mesh = Mesh(devices, (AXIS,), axis_types=(AxisType.Auto,))
+    cuts = (P(None, AXIS), {name: P(None, AXIS) if name in SCATTERED else P(AXIS) for name in names_of(kind)})
+
+    def gradients(x: Any, weights: Tree) -> Tree:
+        y, vjp = jax.vjp(partial(block, kind=kind, attention=attention), x, weights)
+        return vjp(y)  # A gradient of y that costs nothing to make.
+
+    step = jax.shard_map(gradients, mesh=mesh, in_specs=cuts, out_specs=cuts)
+    shapes = ((1, LENGTH, WIDTH), {name: SHAPES[name] for name in names_of(kind)})
+    given = jax.tree.map(
+        lambda shape, cut: jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, cut)),
+        shapes,
+        cuts,
+        is_leaf=lambda node: isinstance(node, tuple) and isinstance(node[0], int),
+    )
+    with jax.set_mesh(mesh):
+        return jax.jit(step).lower(*given), given
+
+
+def measure(kind: str, steps: int) -> dict[str, object]:
+    import jax
+    import numpy as np
+
+    devices = jax.devices()
+    began = time.perf_counter()
+    program, given = lowered(np.array(devices), kind, "cudnn")
+    compiled = program.compile(compiler_options=OPTIONS)
+    took = time.perf_counter() - began
+
+    def values(i: int, like: Any) -> Any:
+        scale = 1.0 if i == 0 else like.shape[-1] ** -0.5
+        make = jax.jit(lambda key: scale * jax.random.normal(key, like.shape, like.dtype), out_shardings=like.sharding)
+        return make(jax.random.key(i))
+
+    leaves, structure = jax.tree.flatten(given)
+    arguments = jax.tree.unflatten(structure, [values(i, like) for i, like in enumerate(leaves)])
+    for _ in range(2):
+        jax.block_until_ready(compiled(*arguments))
+    times = []
+    for _ in range(ROUNDS):  # Of each, the average of some steps.
+        began = time.perf_counter()
+        for _ in range(steps):
+            made = compiled(*arguments)
+        jax.block_until_ready(made)
+        times.append((time.perf_counter() - began) / steps)
+    stats = devices[0].memory_stats()
+    return {
+        "kind": kind,
+        "devices": len(devices),
+        "ms": f"{1e3 * statistics.median(times):.2f}",
+        "peak_GiB": f"{stats['peak_bytes_in_use'] / 2**30:.2f}",
+        "compile_s": f"{took:.1f}",
+        "machine": devices[0].device_kind,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--kinds", default=KINDS)
+    parser.add_argument("--one", help="measure one kind, and print its row as JSON")
+    arguments = parser.parse_args()
+    if arguments.one:
+        print(json.dumps(measure(arguments.one, arguments.steps)))
+        return
+    smi = shutil.which("nvidia-smi")
+    if smi is None or subprocess.run([smi, "-L"], capture_output=True, check=False).returncode:
+        parser.exit(message="bench_tensor_parallel_jax: no CUDA device, nothing to measure\n")
+    import rows
+
+    found = []
+    for kind in arguments.kinds.split(","):
+        command = [sys.executable, __file__, "--one", kind, "--steps", str(arguments.steps)]
+        environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        if result.returncode:
+            print(f"{kind}: {result.stderr[-2000:]}", file=sys.stderr)
+            continue
+        row = json.loads(result.stdout.splitlines()[-1])
+        machine = str(row.pop("machine"))
+        plain = "mlp bf16" if kind.startswith("mlp") else "bf16"
+        base = next((each["ms"] for each in (*found, row) if each["kind"] == plain), None)
+        row["times_bf16"] = f"{float(base) / float(row['ms']):.2f}" if base else ""
+        found.append(row)
+        print(found[-1], flush=True)
+        rows.write("tensor_parallel_jax", machine, found)
+
+
+if __name__ == "__main__":
+    main()
