@@ -25,6 +25,7 @@ from qshard.names import shown
 from qshard.pipeline import Plane
 from qshard.recipes import DelayedScaling, Recipe, RecipeLike, Role, as_recipe
 from qshard.torch_bridge.arguments import check_dtype, check_tensor
+from qshard.torch_bridge.fsdp.passes import Passes
 from qshard.torch_bridge.linear import check_operand
 from qshard.torch_bridge.nn import Linear
 from qshard.torch_bridge.operands import ROLES, check_planes, planes_of, quantized, seeds_of, values_of
@@ -280,6 +281,9 @@ def _prepared(
 class GroupedLinear(nn.Module):
     """A `Linear` for each expert, called at once on tokens that are sorted by expert.
 
+    Under FSDP2 call `update_scales(model)` once, after `fully_shard`: then one reduction of amaxes serves the model, not
+    one each such layer.
+
     Args:
       num_experts: how many.
       in_features, out_features, device, dtype: of each.
@@ -294,6 +298,8 @@ class GroupedLinear(nn.Module):
     >>> layer(torch.ones(6, 32), torch.tensor([2, 0, 3])).shape, sorted(layer.state_dict())[0]
     (torch.Size([6, 16]), 'experts.0.weight')
     """
+
+    is_one_layer = True
 
     def __init__(
         self,
@@ -312,6 +318,8 @@ class GroupedLinear(nn.Module):
             )
         layer = {"bias": False, "recipe": recipe, "device": device, "dtype": dtype}
         self.experts = nn.ModuleList(Linear(in_features, out_features, **layer) for _ in range(num_experts))
+        for expert in self.experts:
+            expert.weight.scale_state.passes = Passes.of(self)  # One refresh for all of them.
 
     @classmethod
     def of(cls, layers: Iterable[nn.Module]) -> GroupedLinear:

@@ -129,6 +129,7 @@ class Linear(Extends, nn.Linear):
     scatter_dim: int | None = None
     overlap: bool = False
     kept: KeptInParts | None = None
+    is_one_layer = True
     scaling_buffers = ("seed",)
     _of: type[nn.Module] = nn.Linear
 

@@ -273,7 +273,10 @@ def update_scales(model: nn.Module, group: dist.ProcessGroup | None = None) -> N
     passes = Passes.of(model)
     for parameter in parameters_of(model):
         state = _state_of(parameter)
-        if state is not None and state.passes.root is None:
+        if state is None or state.passes is passes:
+            continue
+        root = state.passes.root
+        if root is None or getattr(root, "is_one_layer", False):  # Made by itself, it knows of no model but itself.
             state.passes = passes
     update_delayed(model, group)
 

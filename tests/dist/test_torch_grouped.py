@@ -1,0 +1,214 @@
+"""Experts over ranks: `GroupedLinear` under FSDP2, DDP and ZeRO, and with experts of its own on each rank."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from qshard.formats import Usage
+from qshard.recipes import BlockScaling, CurrentScaling
+from qshard.torch_bridge import GroupedLinear, QuantizedTensor, ZeroOptimizer, convert, quantize, update_scales
+from support import torch_ranks
+from support.formats import GATHERED, nearest
+from support.torch_models import Wire
+from support.torch_ranks import on_ranks
+
+WIDTH, HIDDEN, ROWS = 128, 256, 96
+
+
+class Experts(nn.Module):
+    """Two layers of experts, and sizes that come with the rows."""
+
+    def __init__(self, experts, recipe):
+        super().__init__()
+        self.up = GroupedLinear(experts, WIDTH, HIDDEN, recipe=recipe)
+        self.down = GroupedLinear(experts, HIDDEN, WIDTH, recipe=recipe)
+
+    def forward(self, x, sizes):
+        return x + self.down(torch.relu(self.up(x, sizes)), sizes)
+
+
+def model_of(experts, recipe):
+    torch.manual_seed(0)
+    return Experts(experts, recipe).to(torch_ranks.device)
+
+
+def rows_of(rank, experts, step=0):
+    """What a rank has: other rows, and experts without any, which are others on each rank and in each step."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    x = torch.randn(ROWS, WIDTH, generator=generator)
+    sizes = torch.zeros(experts, dtype=torch.int64)
+    sizes[(rank + step) % experts] = ROWS // 2
+    sizes[(rank + step + 2) % experts] += ROWS // 3
+    return x.to(torch_ranks.device), sizes
+
+
+def loss_of(model, rank, experts, step=0):
+    return model(*rows_of(rank, experts, step)).square().mean()
+
+
+def wholes(model):
+    return [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in model.parameters()]
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("name", GATHERED)
+def test_fsdp2_is_one_process(name):
+    """Codes that are gathered are those of the whole, and gradients the mean over ranks."""
+    fsdp2_is_one_process(name)
+
+
+def fsdp2_is_one_process(name):
+    error = 1e-4 if torch_ranks.device == "cpu" else 2e-2  # Tensor cores keep fewer bits of sums.
+    recipe, world, experts = nearest(GATHERED[name]), dist.get_world_size(), 5
+    one, many = model_of(experts, recipe), model_of(experts, recipe)
+    mesh = torch_ranks.mesh()
+    for module in (many.up, many.down, many):
+        fully_shard(module, mesh=mesh)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (one, many)]
+    for step in range(3):
+        losses = []
+        for rank in range(world):
+            loss = loss_of(one, rank, experts, step)
+            loss.backward()
+            losses.append(loss.item())
+        for parameter in one.parameters():
+            parameter.grad /= world
+        mine = loss_of(many, dist.get_rank(), experts, step)
+        mine.backward()
+        if not recipe.stateful or step == 0:
+            assert mine.item() == pytest.approx(losses[dist.get_rank()], rel=10 * error)
+        for a, b in zip(wholes(many), wholes(one), strict=True):
+            assert torch.allclose(a, b, rtol=error, atol=error * b.abs().max().item())
+        for model, optimizer in zip((one, many), optimizers, strict=True):
+            optimizer.step()
+            optimizer.zero_grad()
+            update_scales(model)
+    if not recipe.stateful:
+        many.up.unshard()
+        for expert, source in zip(many.up.experts, one.up.experts, strict=True):
+            assert isinstance(expert.weight, QuantizedTensor)
+            assert expert.weight.shape == source.weight.shape
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("recipe", [CurrentScaling(), BlockScaling()], ids=["tensor", "blocks"])
+def test_what_is_gathered(recipe):
+    """Codes of each expert, with one reduction of amaxes for all of them."""
+    model = model_of(4, recipe)
+    values = [expert.weight.detach().clone() for expert in model.up.experts]
+    mesh = torch_ranks.mesh()
+    for module in (model.up, model.down, model):
+        fully_shard(module, mesh=mesh)
+    for reductions in (2, 1):  # One each layer, until the model is known.
+        for _ in range(2):  # The first time ranks send digests too.
+            with Wire() as wire:
+                loss = loss_of(model, 0, 4)
+            loss.backward()
+        assert len(wire.of("allreduce")) == reductions
+        update_scales(model)
+    gathers = wire.of("allgather")
+    assert {dtype for dtype, _ in gathers} == {torch.uint8}
+    assert sum(size for _, size in gathers) * 2 == sum(p.numel() for p in model.parameters())
+    model.up.unshard()
+    for expert, value in zip(model.up.experts, values, strict=True):
+        expected = quantize(value, recipe.weight).parts(Usage.ROWWISE)
+        for a, b in zip(expert.weight.parts(Usage.ROWWISE), expected, strict=True):
+            assert (a is None) == (b is None)
+            assert a is None or torch.equal(*(t.contiguous().view(-1).view(torch.uint8) for t in (a, b)))
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("name", ["CurrentScaling", "MXFP8", "DelayedScaling"])
+def test_ddp_with_accumulation(name):
+    """Experts that saw no token on any rank have gradients of zeros; nothing hangs."""
+    recipe, world, experts = nearest(GATHERED.get(name) or name), dist.get_world_size(), 7
+    one = model_of(experts, recipe)
+    many = DistributedDataParallel(model_of(experts, recipe))
+    for step in range(2):
+        if not recipe.stateful:
+            for rank in range(world):
+                for part in range(2):
+                    loss_of(one, rank, experts, 2 * step + part).backward()
+            for parameter in one.parameters():
+                parameter.grad /= world
+        with many.no_sync():
+            many(*rows_of(dist.get_rank(), experts, 2 * step)).square().mean().backward()
+        many(*rows_of(dist.get_rank(), experts, 2 * step + 1)).square().mean().backward()
+        assert all(p.grad is not None for p in many.parameters())
+        if not recipe.stateful:
+            for a, b in zip(wholes(many.module), wholes(one), strict=True):
+                assert torch.allclose(a, b, rtol=1e-4, atol=1e-5)
+        update_scales(many)
+        one.zero_grad()
+        many.zero_grad()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [False, True], ids=["states", "weights"])
+def test_zero(stage):
+    recipe, experts = CurrentScaling(), 5
+    model = model_of(experts, recipe)
+    optimizer = ZeroOptimizer(model, lr=1e-2, shard_weights=stage, units=[model.up, model.down] if stage else ())
+    losses = []
+    for _ in range(4):
+        loss = loss_of(model, 0, experts)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+
+
+@on_ranks(2, 3)
+def test_experts_of_a_rank():
+    """Tokens travel to the rank of their expert by `all_to_all`; ranks may get none for some, or for any."""
+    world, rank, each = dist.get_world_size(), dist.get_rank(), 2
+    recipe = CurrentScaling()
+    whole = model_of(each * world, recipe)
+    mine = Experts(each, recipe)
+    with torch.no_grad():
+        for layer, of_all in ((mine.up, whole.up), (mine.down, whole.down)):
+            for i, expert in enumerate(layer.experts):
+                expert.weight.copy_(of_all.experts[rank * each + i].weight)
+    # Rank r has tokens for experts r and r + 1 alone, so ranks may have none.
+    sizes = torch.zeros(each * world, dtype=torch.int64)
+    sizes[rank], sizes[(rank + 1) % (each * world)] = 24, 40
+    x = torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(rank))
+    order = torch.argsort(
+        torch.repeat_interleave(torch.tensor([rank, (rank + 1) % (each * world)]), torch.tensor([24, 40]))
+    )
+    x = x[order]
+    counts = sizes.view(world, each).sum(1).tolist()
+    from_others = torch.empty(world * each, dtype=torch.int64)
+    dist.all_to_all_single(from_others, sizes)
+    received = from_others.view(world, each)
+    came = x.new_empty(int(received.sum()), WIDTH)
+    dist.all_to_all_single(came, x, received.sum(1).tolist(), counts)
+    by_expert = torch.argsort(
+        torch.repeat_interleave(torch.arange(each).repeat(world), received.flatten()), stable=True
+    )
+    came = came[by_expert].requires_grad_()
+    y = mine(came, received.sum(0))
+    y.square().sum().backward()
+    assert all(p.grad is not None for p in mine.parameters())
+    for i, layer in enumerate((mine.up, mine.down)):
+        for expert, count in zip(layer.experts, received.sum(0).tolist(), strict=True):
+            assert bool(expert.weight.grad.any()) == bool(count), i
+
+
+@on_ranks(2)
+def test_a_converted_list_of_layers():
+    """`GroupedLinear.of` layers that `convert` has made, before or after FSDP2."""
+    layers = convert(nn.ModuleList(nn.Linear(WIDTH, HIDDEN, bias=False) for _ in range(3)), "MXFP8")
+    alone = copy.deepcopy(layers)
+    grouped = GroupedLinear.of(layers)
+    fully_shard(grouped, mesh=torch_ranks.mesh())
+    x, sizes = torch.randn(40, WIDTH), torch.tensor([8, 0, 32])
+    expected = torch.cat([alone[0](x[:8]), alone[2](x[8:])])
+    assert torch.allclose(grouped(x, sizes), expected, rtol=1e-5, atol=1e-5)
