@@ -104,6 +104,16 @@ def tensor_parallel_jax_section(tables: Tables) -> str:
     return f"## Tensor parallelism in JAX\n\n{origin(rows)} {text}\n\n{table(columns, lines)}\n"
 
 
+def tensor_parallel_section(tables: Tables) -> str:
+    rows = tables["tensor_parallel"]
+    text = (
+        f"{rows[0]['layers']} blocks of width 8192, forward and backward, cut over {rows[0]['ranks']} GPUs; "
+        "`bench_tensor_parallel.py` says what a kind is. A step by itself, and one of many. Percent are those of bf16."
+    )
+    header = ["kind", "ms", "% of bf16", "ms, one of many", "% of bf16", "peak GiB", "% of bf16"]
+    return f"## Tensor parallelism in PyTorch\n\n{origin(rows)} {text}\n\n{table(header, step_torch_lines(rows))}\n"
+
+
 def step_torch_lines(rows: Rows) -> list[list[str]]:
     """Milliseconds of a step, and of one of many, and GiB of each kind, all in percent of eager bf16 too."""
     base = next((row for row in rows if row["kind"] == "bf16"), None)
@@ -174,5 +184,6 @@ STEP_SECTIONS: dict[str, Callable[[Tables], str]] = {
     "zero1": functools.partial(sharded_section, name="zero1", title="Weights whole on every rank"),
     "step_jax": step_jax_section,
     "wire_jax": wire_jax_section,
+    "tensor_parallel": tensor_parallel_section,
     "tensor_parallel_jax": tensor_parallel_jax_section,
 }

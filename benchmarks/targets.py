@@ -163,6 +163,23 @@ TARGETS = (
             ("fp8 fused zero", "one of many, ZeRO at most FSDP2", 1.0, "the same recipe", "running_ms", "fp8 fused"),
         )
     ),
+    *(
+        Target(rows, kind, what, round(1 / times, 3), why, column=column, of=of)
+        for rows, column, kinds in (
+            ("tensor_parallel", "running_ms", (r"(fp8|block) codes", "fp8 overlap", "fp8 codes")),
+            ("tensor_parallel_jax", "ms", ("fp8", "fp8 overlapped", "fp8")),
+        )
+        for kind, what, times, why, of in (
+            (
+                kinds[0],
+                "tensor parallelism, 1.2 times as fast as bf16",
+                1.2,
+                "GEMMs of codes, half of the bytes",
+                "bf16",
+            ),
+            (kinds[1], "1.1 times as fast overlapped", 1.1, "what travels is hidden", kinds[2]),
+        )
+    ),
     Target(
         "cross_entropy",
         r"cross entropy qshard(\.jax)?",
