@@ -26,6 +26,7 @@ from qshard.pipeline import Plane
 from qshard.recipes import DelayedScaling, Recipe, RecipeLike, Role, as_recipe
 from qshard.torch_bridge.arguments import check_dtype, check_tensor
 from qshard.torch_bridge.fsdp.passes import Passes
+from qshard.torch_bridge.fsdp.weight import ShardedWeight
 from qshard.torch_bridge.linear import check_operand
 from qshard.torch_bridge.nn import Linear
 from qshard.torch_bridge.operands import ROLES, check_planes, planes_of, quantized, seeds_of, values_of
@@ -281,8 +282,8 @@ def _prepared(
 class GroupedLinear(nn.Module):
     """A `Linear` for each expert, called at once on tokens that are sorted by expert.
 
-    Under FSDP2 call `update_scales(model)` once, after `fully_shard`: then one reduction of amaxes serves the model, not
-    one each such layer.
+    Under FSDP2 call `update_scales(model)` once, after `fully_shard`: then one reduction of amaxes serves the model,
+    where else each such layer has its own.
 
     Args:
       num_experts: how many.
@@ -319,7 +320,8 @@ class GroupedLinear(nn.Module):
         layer = {"bias": False, "recipe": recipe, "device": device, "dtype": dtype}
         self.experts = nn.ModuleList(Linear(in_features, out_features, **layer) for _ in range(num_experts))
         for expert in self.experts:
-            expert.weight.scale_state.passes = Passes.of(self)  # One refresh for all of them.
+            weight = cast(ShardedWeight, expert.weight)
+            weight.scale_state.passes = Passes.of(self)  # One refresh for all of them.
 
     @classmethod
     def of(cls, layers: Iterable[nn.Module]) -> GroupedLinear:

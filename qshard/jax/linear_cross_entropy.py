@@ -14,11 +14,14 @@ from jax import lax
 
 from qshard.jax import ops
 from qshard.jax.arguments import as_axes, check_array, check_dtype
+from qshard.jax.coded_head import Codes, recipe_of
 from qshard.jax.cross_entropy import Rows, as_words, cut_as, reduced, rows_that_count, shards_of, vary
 from qshard.jax.cuts import AxisName
 from qshard.jax.rows import Held, on_devices
+from qshard.jax.words import Seed, seed_words
 from qshard.losses import LossRule, check_head, rows_at_a_time
 from qshard.ops import table
+from qshard.recipes import Recipe, RecipeLike
 
 
 def linear_cross_entropy(
@@ -32,15 +35,22 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     chunk: int | None = None,
     axis_name: AxisName = None,
+    recipe: RecipeLike | None = None,
+    seed: Seed = None,
 ) -> jax.Array:
     """`cross_entropy(x @ w.T, labels)`, a chunk of rows at a time, whose gradient then takes the place of its logits.
 
     Args:
       x: float32, bfloat16 or float16, `[*rows, K]`.
-      w: of the dtype of x, `[classes, K]`; with `axis_name` a part of the classes.
+      w: of the dtype of x, `[classes, K]`; with `axis_name` a part of the classes. With `recipe` of any such dtype.
       labels, reduction, ignore_index, label_smoothing, z_loss, axis_name: as for `cross_entropy`. With `axis_name` x is
         the same on all devices that have parts of the classes, and its gradient is the sum of theirs.
       chunk: rows at a time, on each device. By default as many as have 256 MiB of logits, in chunks alike.
+      recipe, seed: as for `linear`, whose three products are then made of each chunk: w is quantized once, x and the
+        gradient of logits a chunk at a time. Formats with a scale for the tensor have one for each chunk, and for the
+        classes of each device, so results depend on `chunk` as those of `linear` depend on the batch. It is for one
+        device and for `shard_map`: on Auto meshes XLA gathers rows that are cut, on Explicit ones they raise.
+        DelayedScaling is refused: chunks have no scales of earlier steps. None: products of values.
 
     Returns:
       As `cross_entropy`. Logits are rounded to the dtype of x. The gradient of w is summed in float32, over chunks and,
@@ -69,14 +79,16 @@ def linear_cross_entropy(
         check_array(op, name, array)
         check_dtype(op, name, array)
     classes, x, w = as_axes(op, axis_name), jnp.asarray(x), jnp.asarray(w)
-    check_head(op, x.shape, str(x.dtype), w.shape, str(w.dtype), chunk)
+    check_head(op, x.shape, str(x.dtype), w.shape, str((w if recipe is None else x).dtype), chunk)
     rule = LossRule.of(op, ignore_index, label_smoothing, z_loss)
-    head = Head(Rows(rule, w.shape[0] * shards_of(classes), classes), reduction, chunk)
+    coded = None if recipe is None else recipe_of(recipe, x, w, seed)
+    drawn = seed_words(op, seed) if coded is not None and coded.stochastic else None
+    head = Head(Rows(rule, w.shape[0] * shards_of(classes), classes), reduction, chunk, str(w.dtype), coded)
     words = as_words(op, "x", x.shape, labels, head.of, reduction)
     (x, w), words = vary((x, w), words, classes)
     if reduction == "none" or x.dtype == jnp.float16:
-        return reduced(_late(head, x, w, words), words, reduction, ignore_index)
-    return _early(head, x, w, words)
+        return reduced(_late(head, x, w, words, drawn), words, reduction, ignore_index)
+    return _early(head, x, w, words, drawn)
 
 
 @dataclass(frozen=True)
@@ -86,16 +98,25 @@ class Head:
     of: Rows
     reduction: str
     chunk: int | None
+    w_dtype: str
+    recipe: Recipe | None = None
 
     def count(self, labels: jax.Array) -> jax.Array:
         """What the sum of losses is divided by."""
         return rows_that_count(labels, self.of.rule.ignore_index) if self.reduction == "mean" else jnp.float32(1)
 
-    def losses(self, held: Held, x: jax.Array, w: jax.Array, labels: jax.Array) -> tuple[jax.Array, ...]:
-        """The loss of each row, and its lse."""
+    def products(self, w: jax.Array, seed: jax.Array | None, *, backward: bool) -> _Values | _Codes:
+        return _Values(w) if self.recipe is None else _Codes(w, Codes(self.recipe, seed), backward)
 
-        def step(made: Any, part: Any, put: Any) -> Any:
-            loss, lse = self.of.losses(held, _product(part(x), w), part(labels))
+    def losses(
+        self, held: Held, x: jax.Array, w: jax.Array, labels: jax.Array, seed: jax.Array | None = None
+    ) -> tuple[jax.Array, ...]:
+        """The loss of each row, and its lse."""
+        products = self.products(w, seed, backward=False)
+
+        def step(made: Any, chunk: Any, part: Any, put: Any) -> Any:
+            logits, _ = products.logits(part(x), chunk)
+            loss, lse = self.of.losses(held, logits, part(labels))
             return put(made[0], loss), put(made[1], lse)
 
         flat, x, labels = labels.shape, *_flat(x, labels)
@@ -110,45 +131,47 @@ class Head:
         labels: jax.Array,
         grad: jax.Array,
         lse: jax.Array | None = None,
+        seed: jax.Array | None = None,
     ) -> tuple[jax.Array, ...]:
         """Losses, and the gradients of x and w, that of w in float32, of that of each loss."""
         in_place = functools.partial(_grad_in_place(), **({"cuttable": False} if held.own else {}))
         flat, shape = labels.shape, x.shape
         x, labels, grad = _flat(x, labels, grad)
-        lses = None if lse is None else lse.reshape(-1)
+        lses, products = None if lse is None else lse.reshape(-1), self.products(w, seed, backward=True)
 
-        def step(made: Any, part: Any, put: Any) -> Any:
+        def step(made: Any, chunk: Any, part: Any, put: Any) -> Any:
             losses, dx, dw = made
             rows, own = part(x), part(labels)
-            logits = _product(rows, w)
+            logits, kept = products.logits(rows, chunk)
             if lses is None:
                 loss, lse = self.of.losses(held, logits, own)
                 losses = put(losses, loss)
             else:
                 lse = part(lses)
             d = self.of.gradient(held, logits, own, lse, part(grad), in_place)
-            dx = put(dx, lax.dot_general(d, w, (((1,), (0,)), ((), ())), preferred_element_type=x.dtype))
-            dw += lax.dot_general(d, rows, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
-            return losses, dx, dw
+            of_rows, of_w = products.gradients(d, kept, chunk, x.dtype)
+            return losses, put(dx, of_rows), dw + of_w
 
         begin = _zeros(labels.shape, labels), _zeros(x.shape, x, x.dtype), _zeros(w.shape, w)
         losses, dx, dw = self._over_chunks(x, w, step, begin)
         return losses.reshape(flat), held.of_x(dx.reshape(shape)), held.of_w(dw)
 
     def _over_chunks(self, x: jax.Array, w: jax.Array, step: Callable[..., Any], made: Any) -> Any:
-        """`made` after `step(made, part, put)` of each chunk: `part` of an array of all rows, and `put` there."""
+        """`made` after `step(made, chunk, part, put)` of each: `part` of an array of all rows, and `put` there."""
         rows = rows_at_a_time(self.chunk, len(x), w.shape[0], x.dtype.itemsize)
         whole, rest = divmod(len(x), rows)
 
-        def of(made: Any, start: Any, size: int) -> Any:
+        def of(made: Any, chunk: Any, size: int) -> Any:
+            start = chunk * rows
             part = functools.partial(lax.dynamic_slice_in_dim, start_index=start, slice_size=size)
-            return step(made, part, functools.partial(lax.dynamic_update_slice_in_dim, start_index=start, axis=0))
+            put = functools.partial(lax.dynamic_update_slice_in_dim, start_index=start, axis=0)
+            return step(made, chunk, part, put)
 
         if whole > 1:
-            made, _ = lax.scan(lambda made, i: (of(made, i * rows, rows), None), made, jnp.arange(whole))
+            made, _ = lax.scan(lambda made, i: (of(made, i, rows), None), made, jnp.arange(whole))
         elif whole:
             made = of(made, 0, rows)
-        return of(made, whole * rows, rest) if rest else made
+        return of(made, whole, rest) if rest else made
 
 
 @functools.cache
@@ -157,8 +180,34 @@ def _grad_in_place() -> ops.Op:
     return ops.Op(table()["cross_entropy_grad"], {0: 0})
 
 
-def _product(x: jax.Array, w: jax.Array) -> jax.Array:
-    return lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=x.dtype)
+class _Values:
+    """The three products of chunks, of values."""
+
+    def __init__(self, w: jax.Array):
+        self.w = w
+
+    def logits(self, x: jax.Array, chunk: Any) -> tuple[jax.Array, Any]:
+        """And what `gradients` takes of rows."""
+        return lax.dot_general(x, self.w, (((1,), (1,)), ((), ())), preferred_element_type=x.dtype), x
+
+    def gradients(self, d: jax.Array, x: jax.Array, chunk: Any, dtype: Any) -> tuple[jax.Array, jax.Array]:
+        """Of rows, and of w, in float32."""
+        dx = lax.dot_general(d, self.w, (((1,), (0,)), ((), ())), preferred_element_type=dtype)
+        return dx, lax.dot_general(d, x, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+class _Codes:
+    """The same of codes: those of w are made once."""
+
+    def __init__(self, w: jax.Array, codes: Codes, backward: bool):
+        self.codes, self.backward, self.w = codes, backward, codes.weight(w, backward=backward)
+
+    def logits(self, x: jax.Array, chunk: Any) -> tuple[jax.Array, Any]:
+        xq = self.codes.rows(x, chunk, backward=self.backward)
+        return self.codes.logits(xq, self.w, len(x), x.dtype), xq
+
+    def gradients(self, d: jax.Array, xq: Any, chunk: Any, dtype: Any) -> tuple[jax.Array, jax.Array]:
+        return self.codes.gradients(d, xq, self.w, chunk, dtype)
 
 
 def _flat(x: jax.Array, *others: jax.Array) -> tuple[jax.Array, ...]:
@@ -193,7 +242,8 @@ class _LossesAndGradients:
     head: Head
 
     def __call__(self, held: Held, *operands: jax.Array) -> tuple[jax.Array, ...]:
-        return self.head.gradients(held, *operands)
+        x, w, labels, grad, *seed = operands
+        return self.head.gradients(held, x, w, labels, grad, None, *seed)
 
 
 @dataclass(frozen=True)
@@ -205,29 +255,32 @@ class _Gradients:
     head: Head
 
     def __call__(self, held: Held, *operands: jax.Array) -> tuple[jax.Array, ...]:
-        return self.head.gradients(held, *operands)[1:]
+        x, w, labels, grad, lse, *seed = operands
+        return self.head.gradients(held, x, w, labels, grad, lse, *seed)[1:]
 
 
 # --- gradients with the loss ---
 
+Seeds = jax.Array | None
+
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _early(head: Head, x: jax.Array, w: jax.Array, labels: jax.Array) -> jax.Array:
-    losses, _ = on_devices(_Losses(head), head.of.names, x, w, labels)
+def _early(head: Head, x: jax.Array, w: jax.Array, labels: jax.Array, seed: Seeds) -> jax.Array:
+    losses, _ = _made(head, _Losses(head), x, w, labels, *_there(seed))
     return losses.sum() / head.count(labels)
 
 
-def _early_forward(head: Head, x: jax.Array, w: jax.Array, labels: jax.Array) -> tuple[jax.Array, Any]:
+def _early_forward(head: Head, x: jax.Array, w: jax.Array, labels: jax.Array, seed: Seeds) -> tuple[jax.Array, Any]:
     count = head.count(labels)
     share = jnp.broadcast_to(1 / count, labels.shape)
-    losses, dx, dw = on_devices(_LossesAndGradients(head), head.of.names, x, w, labels, share)
+    losses, dx, dw = _made(head, _LossesAndGradients(head), x, w, labels, share, *_there(seed))
     return losses.sum() / count, (cut_as(dx, x), cut_as(dw, w))
 
 
-def _early_backward(head: Head, kept: Any, grad: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+def _early_backward(head: Head, kept: Any, grad: jax.Array) -> tuple[jax.Array | None, ...]:
     dx, dw = kept
     grad = Held(head.of.names).of_losses(grad)
-    return (dx * grad).astype(dx.dtype), (dw * grad).astype(dx.dtype), None
+    return (dx * grad).astype(dx.dtype), (dw * grad).astype(head.w_dtype), None, None
 
 
 _early.defvjp(_early_forward, _early_backward)
@@ -237,20 +290,28 @@ _early.defvjp(_early_forward, _early_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _late(head: Head, x: jax.Array, w: jax.Array, labels: jax.Array) -> jax.Array:
-    return on_devices(_Losses(head), head.of.names, x, w, labels)[0]
+def _late(head: Head, x: jax.Array, w: jax.Array, labels: jax.Array, seed: Seeds) -> jax.Array:
+    return _made(head, _Losses(head), x, w, labels, *_there(seed))[0]
 
 
-def _late_forward(head: Head, x: jax.Array, w: jax.Array, labels: jax.Array) -> tuple[jax.Array, Any]:
-    losses, lse = on_devices(_Losses(head), head.of.names, x, w, labels)
-    return losses, (x, w, labels, lse)
+def _late_forward(head: Head, x: jax.Array, w: jax.Array, labels: jax.Array, seed: Seeds) -> tuple[jax.Array, Any]:
+    losses, lse = _made(head, _Losses(head), x, w, labels, *_there(seed))
+    return losses, (x, w, labels, lse, seed)
 
 
-def _late_backward(head: Head, kept: Any, grad: jax.Array) -> tuple[jax.Array, jax.Array, None]:
-    x, w, labels, lse = kept
+def _late_backward(head: Head, kept: Any, grad: jax.Array) -> tuple[jax.Array | None, ...]:
+    x, w, labels, lse, seed = kept
     grad = Held(head.of.names).of_losses(grad)
-    dx, dw = on_devices(_Gradients(head), head.of.names, x, w, labels, grad, lse)
-    return cut_as(dx, x), cut_as(dw.astype(w.dtype), w), None
+    dx, dw = _made(head, _Gradients(head), x, w, labels, grad, lse, *_there(seed))
+    return cut_as(dx, x), cut_as(dw.astype(w.dtype), w), None, None
 
 
 _late.defvjp(_late_forward, _late_backward)
+
+
+def _made(head: Head, function: Any, *operands: jax.Array) -> tuple[jax.Array, ...]:
+    return on_devices(function, head.of.names, *operands, spreads=head.recipe is None)
+
+
+def _there(seed: Seeds) -> tuple[jax.Array, ...]:
+    return () if seed is None else (seed,)

@@ -108,15 +108,17 @@ class RowFunction(Protocol):
     def __hash__(self) -> int: ...
 
 
-def on_devices(function: RowFunction, classes: Names, *operands: jax.Array) -> tuple[jax.Array, ...]:
+def on_devices(
+    function: RowFunction, classes: Names, *operands: jax.Array, spreads: bool = True
+) -> tuple[jax.Array, ...]:
     """What `function` gives of arrays as a caller has them. `classes`: in `shard_map`, the axes that cut classes.
 
-    It is not to be differentiated: rules of gradients call it.
+    It is not to be differentiated: rules of gradients call it. If it does not spread, XLA cuts and gathers as it does.
     """
 
     @jax.custom_jvp
     def call(*operands: jax.Array) -> tuple[jax.Array, ...]:
-        return _spread(function, classes, operands)
+        return _spread(function, classes, operands) if spreads else function(Held(classes), *operands)
 
     @call.defjvp
     def _(*_: Any) -> Any:
