@@ -45,6 +45,7 @@ from qshard.torch_bridge.tiles import (
 )
 
 
+@torch.compiler.disable
 def grouped_linear(
     x: Tensor,
     weights: Sequence[Tensor] | Tensor,
@@ -76,7 +77,8 @@ def grouped_linear(
     another order. On GPUs whose host does not know the sizes, they are of bfloat16, or on Hopper of E4M3 codes with one
     scale, and the result is rounded to bfloat16.
 
-    Scales of an expert are those of this rank's rows. Every rank may have other experts, or other rows.
+    Scales of an expert are those of this rank's rows. Every rank may have other experts, or other rows. Under
+    `torch.compile` it runs as it is, between graphs.
 
     Raises:
       TypeError: an argument is not of its type.
@@ -346,7 +348,8 @@ class GroupedLinear(nn.Module):
         delayed = None if first.delayed is None else [one.delayed for one in called]
         weights = [one.weight for one in called]
         how: dict[str, Any] = {"seeds": seeds, "delayed": delayed, "dtype": first.dtype}
-        return grouped_linear(first.input, weights, group_sizes, layers[0].recipe, **how)
+        y: Tensor = grouped_linear(first.input, weights, group_sizes, layers[0].recipe, **how)
+        return y
 
     def extra_repr(self) -> str:
         return f"num_experts={len(self.experts)}"

@@ -52,9 +52,9 @@ def linear_cross_entropy(
         same on all ranks, and so is its gradient, which they add up.
       chunk: rows at a time. By default as many as have 256 MiB of logits, in chunks alike.
       recipe, seed: as for `linear`, whose three products are then made of each chunk: w is quantized once, x and the
-        gradient of logits a chunk at a time. Formats with a scale for the tensor have one for each chunk, so results
-        depend on `chunk` as those of `linear` depend on the batch. DelayedScaling is refused: chunks have no scales
-        of earlier steps. None: products of values.
+        gradient of logits a chunk at a time. Formats with a scale for the tensor have one for each chunk, and for the
+        classes of each rank, so results depend on `chunk` as those of `linear` depend on the batch. DelayedScaling is
+        refused: chunks have no scales of earlier steps. None: products of values.
 
     Returns:
       As `cross_entropy`. Logits are rounded to the dtype of x. The gradient of w is summed over chunks in float32.

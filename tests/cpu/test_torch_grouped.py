@@ -42,7 +42,7 @@ def layer_of(recipe, device="cpu", n=N, k=K):
 
 def step(layer, x, dy, sizes=SIZES, call=None):
     x = x.clone().requires_grad_()
-    y = (call or layer)(x, torch.tensor(sizes))
+    y = (layer if call is None else call)(x, torch.tensor(sizes))
     y.backward(dy)
     return y.detach(), x.grad, [expert.weight.grad for expert in layer.experts]
 
@@ -203,6 +203,16 @@ def test_launches_do_not_grow_with_experts(name, monkeypatch):
             layer(x, sizes).sum().backward()
         counts.append(sum(launch.startswith("qshard") for launch in wire.launches))
     assert counts[0] == counts[1]
+
+
+def test_compiled():
+    torch._dynamo.reset()
+    layer, x, dy = layer_of(CurrentScaling()), torch.randn(M, K), torch.randn(M, N)
+    expected = step(layer, x, dy)
+    layer.zero_grad()
+    got = step(layer, x, dy, call=torch.compile(layer, backend="aot_eager"))
+    for a, b in zip((*got[:2], *got[2]), (*expected[:2], *expected[2]), strict=True):
+        assert torch.equal(a, b)
 
 
 def test_layers_that_are_there():

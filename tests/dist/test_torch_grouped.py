@@ -1,6 +1,7 @@
 """Experts over ranks: `GroupedLinear` under FSDP2, DDP and ZeRO, and with experts of its own on each rank."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -12,7 +13,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from qshard.formats import Usage
 from qshard.recipes import BlockScaling, CurrentScaling
-from qshard.torch_bridge import GroupedLinear, QuantizedTensor, ZeroOptimizer, convert, quantize, update_scales
+from qshard.torch_bridge import (
+    GroupedLinear,
+    QuantizedTensor,
+    WithMasters,
+    ZeroOptimizer,
+    convert,
+    quantize,
+    quantized_state_dict,
+    update_scales,
+)
 from support import torch_ranks
 from support.formats import GATHERED, nearest
 from support.torch_models import Wire
@@ -212,3 +222,51 @@ def test_a_converted_list_of_layers():
     x, sizes = torch.randn(40, WIDTH), torch.tensor([8, 0, 32])
     expected = torch.cat([alone[0](x[:8]), alone[2](x[8:])])
     assert torch.allclose(grouped(x, sizes), expected, rtol=1e-5, atol=1e-5)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["CurrentScaling", "MXFP8", "NVFP4"])
+def test_primary_weights(name):
+    """Codes as parameters: the losses of masters that are quantized in each pass."""
+    losses, recipe = [], nearest(GATHERED[name])
+    for primary in (False, True):
+        model = model_of(3, recipe)
+        if primary:
+            convert(model, recipe, primary=True)
+        mesh = torch_ranks.mesh()
+        for module in (model.up, model.down, model):
+            fully_shard(module, mesh=mesh)
+        if primary:
+            optimizer = WithMasters(model.parameters(), torch.optim.SGD, lr=0.1)
+        else:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses.append([])
+        for step in range(3):
+            loss = loss_of(model, dist.get_rank(), 3, step)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[-1].append(loss.item())
+    assert losses[0] == losses[1]
+
+
+@on_ranks(2)
+def test_a_checkpoint_and_copies():
+    model = model_of(3, CurrentScaling())
+    x, sizes = rows_of(0, 3)
+    expected = model(x, sizes)
+    again = model_of(3, CurrentScaling())
+    with torch.no_grad():
+        for parameter in again.parameters():
+            parameter.zero_()
+    again.load_state_dict(model.state_dict())
+    copied = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    for other in (again, copied):
+        assert torch.equal(other(x, sizes), expected)
+    exported = quantized_state_dict(model)
+    assert isinstance(exported["up.experts.0.weight"], QuantizedTensor)
+    with torch.device("meta"):
+        bare = Experts(3, CurrentScaling())
+    bare.to_empty(device="cpu")
+    bare.load_state_dict(model.state_dict())
+    assert torch.equal(bare(x, sizes), expected)
