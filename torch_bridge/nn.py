@@ -269,8 +269,18 @@ class Linear(Extends, nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         x, weight, seed, delayed, dtype = self.taken(input)
-        how: dict[str, Any] = {"scatter_dim": self.scatter_dim, "overlap": self.overlap, "kept": self.kept}
-        return linear(x, weight, self.bias, self.recipe, seed=seed, delayed=delayed, dtype=dtype, **how)
+        return linear(
+            x,
+            weight,
+            self.bias,
+            self.recipe,
+            seed=seed,
+            delayed=delayed,
+            dtype=dtype,
+            scatter_dim=self.scatter_dim,
+            overlap=self.overlap,
+            kept=self.kept,
+        )
 
     def taken(self, input: Tensor) -> Taken:
         """What a call multiplies, and the seed and the states that it takes."""
