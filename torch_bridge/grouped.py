@@ -186,7 +186,7 @@ class _Grouped(torch.autograd.Function):
         kept_w = [weight if need_x else None for weight in weights]
         tensors, ctx.rest = _flat((tiles, kept_x, seeds, kept_w))
         ctx.save_for_backward(*tensors)
-        ctx.how, ctx.x_dtype, ctx.w_dtype = how, x.dtype, weights[0].dtype
+        ctx.how, ctx.x_dtype, ctx.w_dtype, ctx.w_shape = how, x.dtype, weights[0].dtype, weights[0].shape
         return tiles.gathered(y)
 
     @staticmethod
@@ -200,7 +200,8 @@ class _Grouped(torch.autograd.Function):
         grad_x, stops, columns = None, _stops(how, tiles), Usage.COLUMNWISE
         of_weights: Sequence[Tensor | None] = [None] * (len(ctx.needs_input_grad) - 4)
         if need_w:
-            of_weights = products_of_experts(sides.pop(columns), x, tiles, stops, ctx.w_dtype).unbind()
+            shape = (len(weights), *ctx.w_shape)
+            of_weights = products_of_experts(sides.pop(columns), x, tiles, stops, shape, ctx.w_dtype).unbind()
         if need_x:
             plane = source(how.recipe.weight, columns)
             (w,) = _weights(weights, how, plane, seeds, again=True).values()

