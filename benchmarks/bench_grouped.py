@@ -2,8 +2,8 @@
 
 Tokens are sorted by expert, as many for one as for another by chance. "host": the sizes of groups are known there, and
 each expert's product is a call; "device": they are not, and one call makes all products. Operands are bfloat16, and so
-are weights, which are quantized in each call. Calls are issued one after the other, as in training; the median over
-rounds of all contenders in turn.
+are weights, which are quantized in each call, but for "codes": such as FSDP2 and ZeRO gather. Calls are issued one
+after the other, as in training; the median over rounds of all contenders in turn.
 
     python benchmarks/bench_grouped.py [--tokens 16384] [--width 4096] [--hidden 14336] [--experts 8,64] [--rounds 5]
 """
@@ -12,21 +12,23 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import rows
+from qshard.formats import Usage
 from qshard.recipes import Recipe, RecipeLike
-from qshard.torch_bridge import grouped_linear
+from qshard.torch_bridge import grouped_linear, quantize
 
 DEVICE = "cuda"
 CALLS = 5  # of a contender in a round
+CODES = Recipe(weight="FP8_E4M3", activation="FP8_E4M3", gradient="FP8_E4M3")
 RECIPES: dict[str, RecipeLike] = {
     "fp8": "CurrentScaling",
-    "fp8 E4M3": Recipe(weight="FP8_E4M3", activation="FP8_E4M3", gradient="FP8_E4M3"),
+    "fp8 E4M3": CODES,
     "block": "BlockScaling",
     "mxfp8": "MXFP8",
 }
@@ -51,8 +53,8 @@ def contenders(tokens: int, width: int, hidden: int, experts: int) -> dict[str, 
     w = torch.randn(experts, hidden, width, device=DEVICE, dtype=torch.bfloat16).mul_(width**-0.5).requires_grad_()
     dy = torch.randn(tokens, hidden, device=DEVICE, dtype=torch.bfloat16)
 
-    def both_ways(run: Callable[[], Tensor]) -> Call:
-        return lambda: torch.autograd.grad(run(), (x, w), dy)
+    def both_ways(run: Callable[[], Tensor], weights: Sequence[Tensor] = (w,)) -> Call:
+        return lambda: torch.autograd.grad(run(), (x, *weights), dy)
 
     on_device = sizes.to(DEVICE)
     made = {BASE: both_ways(lambda: grouped_mm(x, w, on_device))}
@@ -61,6 +63,12 @@ def contenders(tokens: int, width: int, hidden: int, experts: int) -> dict[str, 
             made[f"{name}, {where}"] = both_ways(
                 lambda recipe=recipe, given=given: grouped_linear(x, w, given, recipe)  # type: ignore[misc]
             )
+    codes = [quantize(each, CODES.weight, usage=Usage.BOTH).requires_grad_() for each in w.detach()]
+    for where, given in (("device", on_device), ("host", sizes)):
+        made[f"fp8 E4M3 codes, {where}"] = both_ways(
+            lambda given=given: grouped_linear(x, codes, given, CODES),  # type: ignore[misc]
+            codes,
+        )
     return made
 
 

@@ -22,11 +22,12 @@ from qshard import master
 from qshard.formats import Format, Usage
 from qshard.layout import source
 from qshard.names import shown
-from qshard.pipeline import Plane
+from qshard.pipeline import Plane, Scales
 from qshard.recipes import DelayedScaling, Recipe, RecipeLike, Role, as_recipe
 from qshard.torch_bridge.arguments import check_dtype, check_tensor
 from qshard.torch_bridge.fsdp.passes import Passes
 from qshard.torch_bridge.fsdp.weight import ShardedWeight
+from qshard.torch_bridge.gemm import Operand
 from qshard.torch_bridge.linear import check_operand
 from qshard.torch_bridge.nn import Linear
 from qshard.torch_bridge.operands import ROLES, check_planes, planes_of, quantized, seeds_of, values_of
@@ -95,12 +96,13 @@ def grouped_linear(
     """
     recipe = as_recipe(recipe, "grouped_linear")
     check_tensor("grouped_linear", "x", x)
-    each = [*(weights.unbind() if isinstance(weights, Tensor) else weights)]
+    whole = weights if isinstance(weights, Tensor) and not isinstance(weights, QuantizedTensor) else None
+    each = [*(weights if whole is None else whole.detach().unbind())]
     for weight in each:
         check_operand("grouped_linear", weight, recipe)
     if dtype is not None:
         check_dtype("grouped_linear", "dtype", dtype)
-    stops = _check_groups(x, each, group_sizes)
+    sizes = _check_groups(x, each, group_sizes)
     for count, name, given, is_needed in (
         (0 if seeds is None else len(seeds), "seeds", seeds, recipe.stochastic),
         (0 if delayed is None else len(delayed), "delayed", delayed, recipe.stateful),
@@ -113,8 +115,9 @@ def grouped_linear(
                 f"grouped_linear: {name} ({'None' if given is None else count}) is not what {type(recipe).__name__} "
                 f"takes for {len(each)} experts; pass {'one for each' if is_needed else 'None'}"
             )
-    how = _How(recipe, x.dtype if dtype is None else dtype, stops, delayed)
-    y: Tensor = _Grouped.apply(x, group_sizes.to(x.device, non_blocking=True), seeds, how, *each)
+    how = _How(recipe, x.dtype if dtype is None else dtype, sizes, delayed)
+    given = each if whole is None else [whole]
+    y: Tensor = _Grouped.apply(x, group_sizes.to(x.device, non_blocking=True), seeds, how, *given)
     return y
 
 
@@ -171,6 +174,8 @@ class _How(NamedTuple):
 
 
 class _Grouped(torch.autograd.Function):
+    """Weights are of each expert; or one tensor `[E, N, K]`."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, sizes: Tensor, seeds: Tensor | None, how: _How, *weights: Tensor) -> Tensor:
         need_x, need_w = ctx.needs_input_grad[0], any(ctx.needs_input_grad[4:])
@@ -178,12 +183,13 @@ class _Grouped(torch.autograd.Function):
         tiles = tiles_of(recipe, x.shape[0], sizes)
         usage = Usage.BOTH if need_w else Usage.ROWWISE
         sides = _quantized(x, how, usage, Role.ACTIVATION, tiles, seeds)
-        ws = _weights(weights, how, Usage.ROWWISE, seeds)
+        ws, scales = _weights(weights, how, Usage.ROWWISE, seeds)
         stops = _stops(how, tiles)
-        y = products_of_rows(sides[Usage.ROWWISE], ws[Usage.ROWWISE], Usage.ROWWISE, tiles, stops, how.dtype, fast=True)
+        row, columns = Usage.ROWWISE, weights[0].shape[-2]
+        y = products_of_rows(sides[row], ws[row], row, tiles, stops, columns, how.dtype, fast=True)
         kept_x = sides[Usage.COLUMNWISE] if need_w else None
         # Codes that FSDP2 has gathered are kept as they are: it frees their memory, and fills it again.
-        kept_w = [weight if need_x else None for weight in weights]
+        kept_w = (weights, scales) if need_x else None
         tensors, ctx.rest = _flat((tiles, kept_x, seeds, kept_w))
         ctx.save_for_backward(*tensors)
         ctx.how, ctx.x_dtype, ctx.w_dtype, ctx.w_shape = how, x.dtype, weights[0].dtype, weights[0].shape
@@ -193,19 +199,21 @@ class _Grouped(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         how: _How = ctx.how
-        tiles, x, seeds, weights = _whole(ctx.saved_tensors, ctx.rest)
+        tiles, x, seeds, kept_w = _whole(ctx.saved_tensors, ctx.rest)
         need_x, need_w = ctx.needs_input_grad[0], any(ctx.needs_input_grad[4:])
         usage = Usage.BOTH if need_x and need_w else Usage.ROWWISE if need_x else Usage.COLUMNWISE
         sides = _quantized(grad, how._replace(dtype=grad.dtype), usage, Role.GRADIENT, tiles, seeds)
         grad_x, stops, columns = None, _stops(how, tiles), Usage.COLUMNWISE
         of_weights: Sequence[Tensor | None] = [None] * (len(ctx.needs_input_grad) - 4)
         if need_w:
-            shape = (len(weights), *ctx.w_shape)
-            of_weights = products_of_experts(sides.pop(columns), x, tiles, stops, shape, ctx.w_dtype).unbind()
+            shape = (len(tiles.sizes), *ctx.w_shape[-2:])
+            dw = products_of_experts(sides.pop(columns), x, tiles, stops, shape, ctx.w_dtype)
+            of_weights = [dw] if len(ctx.w_shape) == 3 else dw.unbind()
         if need_x:
             plane = source(how.recipe.weight, columns)
-            (w,) = _weights(weights, how, plane, seeds, again=True).values()
-            made = products_of_rows(sides.pop(Usage.ROWWISE), w, columns, tiles, stops, how.dtype, fast=False)
+            (w,) = _weights(kept_w[0], how, plane, seeds, kept_w)[0].values()
+            row = sides.pop(Usage.ROWWISE)
+            made = products_of_rows(row, w, columns, tiles, stops, ctx.w_shape[-1], how.dtype, fast=False)
             grad_x = tiles.gathered(made).to(ctx.x_dtype)
         return grad_x, None, None, None, *of_weights
 
@@ -241,37 +249,51 @@ def _quantized(x: Tensor, how: _How, usage: Usage, role: Role, tiles: Tiles, see
 
 
 def _weights(
-    weights: Sequence[Tensor], how: _How, usage: Usage, seeds: Tensor | None, *, again: bool = False
-) -> dict[Usage, Side]:
-    """Those planes of the weights of all experts that are there, or are to be made."""
+    weights: Sequence[Tensor],
+    how: _How,
+    usage: Usage,
+    seeds: Tensor | None,
+    kept: tuple[Any, Scales | None] | None = None,
+) -> tuple[dict[Usage, Side | Sequence[Operand]], Scales | None]:
+    """Those planes of all weights that are there, or are to be made; and scales to make them again by.
+
+    `kept`, in backward: weights, and the scales that they had in forward.
+    """
     recipe = how.recipe
+
+    def together(each: list[dict[Usage, Operand]], usages: Iterable[Usage]) -> dict[Usage, Side | Sequence[Operand]]:
+        of = {usage: [planes[usage] for planes in each] for usage in usages}
+        return {usage: planes if how.sizes is not None else stacked(planes) for usage, planes in of.items()}
+
     if isinstance(weights[0], QuantizedTensor):
         there = [planes_of(cast(QuantizedTensor, weight), Usage.COLUMNWISE in usage) for weight in weights]
-        common = [one for one in usage.planes if all(one in planes for planes in there)]
-        return {one: stacked(there[0][one].format, one, [planes[one].parts for planes in there]) for one in common}
-    fmt, values = recipe.weight, [values_of(weight) for weight in weights]
+        return together(there, [one for one in usage.planes if all(one in planes for planes in there)]), None
+    fmt = recipe.weight
+    values = weights[0].detach().unbind() if weights[0].ndim == 3 else [values_of(weight) for weight in weights]
     if how.delayed is None and fmt.transposes and not fmt.stochastic and fmt.slice_refusal is None:
-        return {Usage.ROWWISE: _cast_at_once(values, fmt)}
-    made: list[dict[Usage, Plane]] = []
+        side, scales = _cast_at_once(values, fmt, None if kept is None else kept[1])
+        return {Usage.ROWWISE: side}, scales
+    made = []
     for i, value in enumerate(values):
         given = [] if how.delayed is None else [how.delayed[i][role].scale for role in ROLES]
-        found, amaxes = quantized(value, recipe, usage, Role.WEIGHT, None if seeds is None else seeds[i], {}, given)
-        made.append({one: operand.parts for one, operand in found.items()})
-        if how.delayed is not None and not again:
+        planes, amaxes = quantized(value, recipe, usage, Role.WEIGHT, None if seeds is None else seeds[i], {}, given)
+        made.append(planes)
+        if how.delayed is not None and kept is None:
             how.delayed[i][Role.WEIGHT].observe(amaxes[0])
-    return {one: stacked(fmt, one, [planes[one] for planes in made]) for one in usage.planes}
+    return together(made, usage.planes), None
 
 
-def _cast_at_once(values: Sequence[Tensor], fmt: Format) -> Side:
+def _cast_at_once(values: Sequence[Tensor], fmt: Format, scales: Scales | None) -> tuple[Side, Scales]:
     """The rowwise plane of all weights, by the ops on lists that ZeRO and FSDP2 have for theirs."""
     plan, on_lists, starts = _prepared(len(values), tuple(values[0].shape), fmt, values[0].dtype, values[0].device)
     flat = [value.reshape(-1) for value in values]
-    (made,) = master.scales(on_lists, plan, master.amaxes(on_lists, plan, flat, starts))
+    if scales is None:
+        (scales,) = master.scales(on_lists, plan, master.amaxes(on_lists, plan, flat, starts))
     where = plan.buckets[0].planes[0]
     data = torch.empty((len(values), *where.data_shape), dtype=torch.uint8, device=values[0].device)
-    master.cast(on_lists, plan, [*data.unbind()], flat, starts, [made.scale])
-    scale_inv = made.scale_inv.view(len(values), *where.scale_shape)
-    return side_of(fmt, Usage.ROWWISE, Plane(data, scale_inv, made.global_scale_inv))
+    master.cast(on_lists, plan, [*data.unbind()], flat, starts, [scales.scale])
+    scale_inv = scales.scale_inv.view(len(values), *where.scale_shape)
+    return side_of(fmt, Usage.ROWWISE, Plane(data, scale_inv, scales.global_scale_inv)), scales
 
 
 @functools.lru_cache(maxsize=256)

@@ -13,7 +13,7 @@ nobody's. An expert's rows are quantized by the ops that quantize a matrix, all 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -114,31 +114,27 @@ class Side(NamedTuple):
         """As they are stored, up to the factor: exact in bfloat16."""
         return pipeline.dequantize(ops, self.parts, self.format, self.usage, dtype)  # type: ignore[no-any-return]
 
-    def apart(self) -> Side:
-        """With factors that products of one expert read where they are: cuBLASLt wants addresses of 16 bytes."""
-        if self.factor is None or self.format.block is not None:
-            return self
-        return self._replace(factor=torch.nn.functional.pad(self.factor[:, None], (0, 3))[:, 0])
+    def by_expert(self, stops: Sequence[int] | None = None) -> list[Operand]:
+        """The weight of each expert; or its places, which are given by where they stop."""
+        axis = 1 if is_transposed(self.format, self.usage) else 0
+        places = self.parts.data.shape[axis] * (self.format.element.codes_per_byte if axis else 1)
 
-    def part_of(self, expert: int, start: int | None = None, stop: int | None = None) -> Operand:
-        """The weight of an expert, or some places."""
-        if start is None:
-            parts = [None if part is None or not part.ndim else part[expert] for part in self.parts]
-        else:
-            axis = 1 if is_transposed(self.format, self.usage) else 0
-            parts = [
-                None if part is None or not part.ndim else self._cut(part, axis, start, stop) for part in self.parts
-            ]
+        def cut(part: Tensor | None) -> Iterable[Tensor | None]:
+            if part is None or not part.ndim:
+                return itertools.repeat(part)
+            if stops is None:
+                return part.unbind()
+            size = part.shape[axis]
+            ends = [0, *(stop * size // places for stop in stops), size]
+            *each, _ = part.split([end - start for start, end in itertools.pairwise(ends)], axis)
+            return [one.contiguous() for one in each]
+
+        parts = [cut(part) for part in self.parts]
         if self.factor is not None:
-            parts[1 if self.format.block is None else 2] = self.factor[expert]
-        return Operand(self.format, Plane(*parts), self.usage)
-
-    def _cut(self, part: Tensor, axis: int, start: int, stop: int | None) -> Tensor:
-        data = self.parts.data
-        places = data.shape[axis] * (self.format.element.codes_per_byte if axis else 1)
-        assert stop is not None
-        first, last = (at * part.shape[axis] // places for at in (start, stop))
-        return part.narrow(axis, first, last - first).contiguous()
+            # Apart, since cuBLASLt would have each moved to an address of 16 bytes.
+            apart = torch.nn.functional.pad(self.factor[:, None], (0, 3))[:, 0]
+            parts[1 if self.format.block is None else 2] = apart.unbind()
+        return [Operand(self.format, Plane(*each), self.usage) for each in zip(*parts, strict=False)]
 
 
 def has_factor(fmt: Format) -> bool:
@@ -156,10 +152,10 @@ def side_of(fmt: Format, usage: Usage, parts: Plane, factors: Tensor | None = No
     return Side(fmt, usage, parts._replace(global_scale_inv=one), factors)
 
 
-def stacked(fmt: Format, usage: Usage, planes: Sequence[Plane]) -> Side:
-    """The weights of all experts, each with one plane."""
-    parts = [None if part[0] is None else torch.stack(part) for part in zip(*planes, strict=True)]
-    return side_of(fmt, usage, Plane(*parts))
+def stacked(weights: Sequence[Operand]) -> Side:
+    """The weights of all experts, each in one plane."""
+    parts = [None if part[0] is None else torch.stack(part) for part in zip(*(w.parts for w in weights), strict=True)]
+    return side_of(weights[0].format, weights[0].usage, Plane(*parts))
 
 
 def quantized_places(
@@ -239,27 +235,37 @@ def _as_matrix(part: Tensor | None, fmt: Format, usage: Usage, apart: bool) -> T
 
 
 def products_of_rows(
-    x: Side, w: Side, contracted: Usage, tiles: Tiles, stops: Sequence[int] | None, dtype: torch.dtype, *, fast: bool
+    x: Side,
+    w: Side | Sequence[Operand],
+    contracted: Usage,
+    tiles: Tiles,
+    stops: Sequence[int] | None,
+    columns: int,
+    dtype: torch.dtype,
+    *,
+    fast: bool,
 ) -> Tensor:
-    """Each row with the weight of its expert, in places: `[places, N]`. Those of nobody are anything.
+    """Each row with the weight of its expert, in places: `[places, columns]`. Those of nobody are anything.
 
     Args:
       x: rowwise.
-      w: the plane that the product reads, or the one that gives it by a transpose.
+      w: the plane that the product reads, or the one that gives it by a transpose. With `stops` also those of each
+        expert, which then need not be put together.
       contracted: for which axis of the weights the product is.
       stops: those of the tiles, as the host knows them: then a product is a call for each expert. None: one for all.
     """
-    if w.usage is not contracted and w.format.block is None and (stops is not None or _grouped_codes(x, w, dtype)):
+    turns = isinstance(w, Side) and w.usage is not contracted and w.format.block is None
+    if isinstance(w, Side) and turns and (stops is not None or _grouped_codes(x, w, dtype)):
         w = w._replace(usage=contracted, parts=w.parts._replace(data=ops.transpose(w.parts.data, batch=1)))
     if stops is not None:
-        rows, x, w = x.parts.data.shape[0], x.apart(), w.apart()
-        y = torch.empty((rows, _columns(w, contracted)), dtype=dtype, device=x.parts.data.device)
-        for expert, (start, stop) in enumerate(itertools.pairwise((0, *stops))):
-            operand = w.part_of(expert)
-            if operand.usage is not contracted:
-                operand = Operand(w.format, transposed(operand.parts, w.format), contracted)
-            matmul_into(x.part_of(expert, start, stop), operand, y[start:stop], fast=fast)
+        y = torch.empty((x.parts.data.shape[0], columns), dtype=dtype, device=x.parts.data.device)
+        weights = w.by_expert() if isinstance(w, Side) else w
+        for rows, weight, start, stop in zip(x.by_expert(stops), weights, (0, *stops[:-1]), stops, strict=True):
+            if weight.usage is not contracted:
+                weight = Operand(weight.format, transposed(weight.parts, weight.format), contracted)
+            matmul_into(rows, weight, y[start:stop], fast=fast)
         return y
+    assert isinstance(w, Side)
     ends = tiles.stops.to(torch.int32)
     if _grouped_codes(x, w, dtype):
         (a, b), of_x, of_w = _codes(x, w), cast(Tensor, x.factor), cast(Tensor, w.factor)
@@ -283,10 +289,9 @@ def products_of_experts(
 ) -> Tensor:
     """The gradients of all weights, `[E, N, K]`: the rows of each expert contracted. Both are columnwise."""
     if stops is not None:
-        dy, x = dy.apart(), x.apart()
         dw = torch.empty(shape, dtype=dtype, device=dy.parts.data.device)
-        for expert, (start, stop) in enumerate(itertools.pairwise((0, *stops))):
-            matmul_into(dy.part_of(expert, start, stop), x.part_of(expert, start, stop), dw[expert])
+        for of_dy, of_x, out in zip(dy.by_expert(stops), x.by_expert(stops), dw, strict=True):
+            matmul_into(of_dy, of_x, out)
         return dw
     ends = tiles.stops.to(torch.int32)
     if _grouped_codes(dy, x, dtype):
@@ -308,15 +313,6 @@ def _factors(a: Side, b: Side) -> Tensor | None:
     if a.factor is None or b.factor is None:
         return b.factor if a.factor is None else a.factor
     return a.factor * b.factor
-
-
-def _columns(w: Side, contracted: Usage) -> int:
-    """Of the product."""
-    rows, columns = map(int, w.parts.data.shape[1:])
-    columns *= w.format.element.codes_per_byte
-    if is_transposed(w.format, w.usage):
-        rows, columns = columns, rows
-    return rows if contracted is Usage.ROWWISE else columns
 
 
 def _grouped_codes(a: Side, b: Side, dtype: torch.dtype) -> bool:

@@ -38,6 +38,8 @@ def in_fsdp1(model, orig=True, strategy=ShardingStrategy.FULL_SHARD, units=True,
 def values(model):
     """Whole parameters, as copies, by the names of a plain model."""
     is_sharded = isinstance(model, FullyShardedDataParallel)
+    # On GPUs autograd says so of plain layers too, once their flat parameter has been summoned.
+    warnings.filterwarnings("ignore", ".*AccumulateGrad node's stream does not match", UserWarning)
     whole = FullyShardedDataParallel.summon_full_params(model, writeback=False) if is_sharded else None
     with whole or contextlib.nullcontext():
         return {
