@@ -55,7 +55,8 @@ def rows_of(rank, experts, step=0):
     sizes = torch.zeros(experts, dtype=torch.int64)
     sizes[(rank + step) % experts] = ROWS // 2
     sizes[(rank + step + 2) % experts] += ROWS // 3
-    return x.to(torch_ranks.device), sizes
+    # FSDP2 sends what a module is called with to its GPU; products there are others than those of sizes on the host.
+    return x.to(torch_ranks.device), sizes.to(torch_ranks.device)
 
 
 def loss_of(model, rank, experts, step=0):

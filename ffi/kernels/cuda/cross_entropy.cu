@@ -89,36 +89,53 @@ __global__ void __launch_bounds__(kThreads, 3)
   to[2] = column >= 0 && column < cols ? CanonicalNan(Widen(x[column])) : 0.0f;
 }
 
-constexpr int kGradVectors = 2;  // of a thread
+constexpr int kGradVectors = 4;  // of a thread
 template <class In>
 constexpr int kGradEach = 16 / sizeof(In);
 
-// A block takes a piece of a row.
+// A block takes a piece of a row. What is one for the row, with its division in fp64, is made by
+// one thread, while logits come.
 template <class In, int kCount>
 __global__ void __launch_bounds__(kThreads)
     GradKernel(const In* logits, const int32_t* labels, const float* lse, const float* grad,
-               int64_t cols, int64_t pieces, int64_t first, const CrossEntropyRule rule, In* d) {
-  const int64_t row = blockIdx.x / pieces, piece = blockIdx.x - row * pieces;
+               int64_t cols, uint32_t pieces, int64_t first, const CrossEntropyRule rule, In* d) {
+  const uint32_t row = blockIdx.x / pieces, piece = blockIdx.x - row * pieces;
+  const int64_t begin = (int64_t{piece} * kThreads * kGradVectors + threadIdx.x) * kCount;
+  constexpr int kStep = kThreads * kCount;
+  logits += row * cols;
+  d += row * cols;
   const int32_t label = labels[row];
-  const bool ignored = rule.IsIgnored(label);
-  const CrossEntropyGrad of = CrossEntropyGradOf(rule, label, lse[row], grad[row]);
-  const int64_t begin = piece * kThreads * kGradVectors * kCount;
-  const int64_t column = label - first;
+  if (rule.IsIgnored(label)) {
+#pragma unroll
+    for (int j = 0; j < kGradVectors; ++j)
+      if (const int64_t at = begin + j * kStep; at < cols)
+        Store<Write::kCached>(d + at, Words<kCount * sizeof(In)>{});
+    return;
+  }
+  Words<kCount * sizeof(In)> words[kGradVectors];
+#pragma unroll
+  for (int j = 0; j < kGradVectors; ++j)
+    if (const int64_t at = begin + j * kStep; at < cols)
+      words[j] = Load<kCount * sizeof(In), Read::kStream>(logits + at);
+  __shared__ CrossEntropyGrad shared;
+  if (threadIdx.x == 0) shared = CrossEntropyGradOf(rule, label, lse[row], grad[row]);
+  __syncthreads();
+  const CrossEntropyGrad of = shared;
 #pragma unroll
   for (int j = 0; j < kGradVectors; ++j) {
-    const int64_t at = begin + (j * kThreads + threadIdx.x) * kCount;
-    if (at >= cols) continue;
+    const int64_t at = begin + j * kStep, column = label - first - at;
+    if (at >= cols) return;
+    const int own = column >= 0 && column < kCount ? static_cast<int>(column) : -1;
     float v[kCount];
-    WidenWords<In>(Load<kCount * sizeof(In), Read::kStream>(logits + row * cols + at), v);
+    WidenWords<In>(words[j], v);
     bool nan = false;
 #pragma unroll
     for (int e = 0; e < kCount; ++e) {
       v[e] = of.Of(v[e]);
-      if (at + e == column) v[e] = v[e] - of.own;
-      if (ignored) v[e] = 0.0f;
+      if (e == own) v[e] = v[e] - of.own;
       nan |= isnan(v[e]);
     }
-    Store<Write::kCached>(d + row * cols + at, NarrowExactly<In>(v, nan));
+    Store<Write::kCached>(d + at, NarrowExactly<In>(v, nan));
   }
 }
 
@@ -144,8 +161,8 @@ Status CrossEntropyBackward(const Exec<Cuda>& exec, const In* logits, const int3
                             const float* lse, const float* grad, int64_t rows, int64_t cols,
                             int64_t first, const CrossEntropyRule& rule, In* d) {
   const bool vectors = cols % kGradEach<In> == 0 && IsAligned(logits, 16) && IsAligned(d, 16);
-  const int64_t pieces =
-      CeilDiv(cols, int64_t{kThreads} * kGradVectors * (vectors ? kGradEach<In> : 1));
+  const auto pieces = static_cast<uint32_t>(
+      CeilDiv(cols, int64_t{kThreads} * kGradVectors * (vectors ? kGradEach<In> : 1)));
   const auto kernel = vectors ? GradKernel<In, kGradEach<In>> : GradKernel<In, 1>;
   return Launch(exec, kernel, rows * pieces, kThreads, logits, labels, lse, grad, cols, pieces,
                 first, rule, d);
