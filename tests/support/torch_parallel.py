@@ -40,8 +40,9 @@ def unit_of(recipe):
 @contextlib.contextmanager
 def quantized():
     """What a layer quantizes meanwhile: the planes of each role. On GPUs too step by step, not in one call."""
-    linear_module = sys.modules["qshard.torch_bridge.linear"]  # The package has a function of this name.
-    found, real, one_call = {}, linear_module.quantized, linear_module.one_call
+    # The package has a function of the name of the first.
+    modules = [sys.modules[f"qshard.torch_bridge.{name}"] for name in ("linear", "linear_nodes")]
+    found, real, one_call = {}, modules[0].quantized, modules[0].one_call
     steps = SimpleNamespace(product=lambda *given: None, backward_of=lambda *given: None)
 
     def noting(x, recipe, usage, role, *others):
@@ -49,11 +50,15 @@ def quantized():
         found.setdefault(role, {}).update((one, operand.parts) for one, operand in made[0].items())
         return made
 
-    linear_module.quantized, linear_module.one_call = noting, steps
+    def put(quantized, one_call):
+        for module in modules:
+            module.quantized, module.one_call = quantized, one_call
+
+    put(noting, steps)
     try:
         yield found
     finally:
-        linear_module.quantized, linear_module.one_call = real, one_call
+        put(real, one_call)
 
 
 def assert_part(local, whole, rank, world, cut):
