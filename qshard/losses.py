@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
-from qshard.names import listed, shown
+from qshard.names import listed, seed_missing, shown
+from qshard.recipes import Recipe, RecipeLike, as_recipe
 
 CHUNK_BYTES = 1 << 28
 """Logits that `linear_cross_entropy` has at a time."""
@@ -121,3 +122,16 @@ def rows_at_a_time(chunk: int | None, rows: int, classes: int, itemsize: int) ->
     most = max(1, CHUNK_BYTES // (classes * itemsize))
     each = -(-rows // max(1, -(-rows // most)))
     return max(1, min(most, -(-each // _ROWS) * _ROWS))
+
+
+def head_recipe(op: str, given: RecipeLike, seed: Any) -> Recipe:
+    """The recipe by which a head multiplies chunks of rows, of what a caller of `op` gave."""
+    recipe = as_recipe(given, op)
+    if recipe.stateful:
+        raise ValueError(
+            f"{op}: recipe ({type(recipe).__name__}) has scales of earlier steps, of whole tensors, and chunks have "
+            "none; pass another, such as CurrentScaling()"
+        )
+    if recipe.stochastic and seed is None:
+        raise ValueError(seed_missing(op, type(recipe).__name__))
+    return recipe

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 
 from qshard import formats
 from qshard.formats import Format, Usage
-from qshard.layout import source, whole_units
+from qshard.layout import plane, source, whole_units
 from qshard.names import as_format, closest, shown
 
 __all__ = [
@@ -318,3 +318,16 @@ def check_weight_format(op: str, name: str, fmt: Format, recipe: Recipe) -> None
         raise ValueError(
             f"{op}: {name} ({fmt}) is not in the format that the recipe has for weights; quantize it to {recipe.weight}"
         )
+
+
+def check_weight_shape(op: str, name: str, recipe: Recipe, shape: tuple[int, ...]) -> None:
+    """Raises ValueError unless a weight `[N, K]`, and what is multiplied with it, are whole blocks of their formats."""
+    for one in Usage.BOTH.planes:
+        plane(recipe.weight, shape, one, op=op, name=name)
+    for role, axis, size in ((Role.ACTIVATION, "columns", shape[1]), (Role.GRADIENT, "rows", shape[0])):
+        unit = whole_units(recipe.format(role), Usage.ROWWISE)[1]
+        if size % unit:
+            raise ValueError(
+                f"{op}: {name} {shape} is multiplied with {role.value}s in blocks of {unit}, of "
+                f"{recipe.format(role)}; pad the {axis} to {size + -size % unit}"
+            )

@@ -16,12 +16,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
 
 from qshard.names import shown
-from qshard.recipes import Recipe, RecipeLike, as_recipe
+from qshard.recipes import Recipe, RecipeLike, as_recipe, check_weight_shape
 from qshard.torch_bridge.arguments import check_dtype, check_model
 from qshard.torch_bridge.extend import extended
 from qshard.torch_bridge.fsdp.weight import ShardedWeight
 from qshard.torch_bridge.fused import RMSNorm
-from qshard.torch_bridge.linear import check_shape
 from qshard.torch_bridge.linear_cross_entropy import LinearCrossEntropy, QuantizedHead
 from qshard.torch_bridge.nn import Linear, coded, put
 
@@ -204,6 +203,6 @@ def _check(name: str, weight: Tensor, recipe: Recipe) -> None:
         )
     try:
         check_dtype("convert", name, weight.dtype)
-        check_shape("convert", name, recipe, tuple(weight.shape))
+        check_weight_shape("convert", name, recipe, tuple(weight.shape))
     except (TypeError, ValueError) as error:
         raise type(error)(f"{error}, or leave the layer out with filter=") from None

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from qshard.formats import Usage
-from qshard.layout import plane, whole_units
 from qshard.names import seed_missing, shown
 from qshard.recipes import Recipe, RecipeLike, Role, as_recipe, check_weight_format
 from qshard.torch_bridge import activations, one_call
@@ -257,19 +256,6 @@ def _key(recipe: Recipe, dtype: torch.dtype) -> tuple[Any, ...]:
     """All that the planes of an activation depend on, besides its values."""
     rows = recipe.added_rows(Role.ACTIVATION, Usage.BOTH, 1)
     return recipe.format(Role.ACTIVATION), rows, dtype, recipe if recipe.stateful else None
-
-
-def check_shape(op: str, name: str, recipe: Recipe, shape: tuple[int, ...]) -> None:
-    """Raises ValueError unless a weight `[N, K]`, and what is multiplied with it, are whole blocks of their formats."""
-    for one in Usage.BOTH.planes:
-        plane(recipe.weight, shape, one, op=op, name=name)
-    for role, axis, size in ((Role.ACTIVATION, "columns", shape[1]), (Role.GRADIENT, "rows", shape[0])):
-        unit = whole_units(recipe.format(role), Usage.ROWWISE)[1]
-        if size % unit:
-            raise ValueError(
-                f"{op}: {name} {shape} is multiplied with {role.value}s in blocks of {unit}, of "
-                f"{recipe.format(role)}; pad the {axis} to {size + -size % unit}"
-            )
 
 
 def check_operand(op: str, weight: Tensor, recipe: Recipe) -> None:

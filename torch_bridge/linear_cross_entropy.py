@@ -11,15 +11,14 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from qshard.formats import Format, Usage
-from qshard.losses import check_head, rows_at_a_time
-from qshard.names import seed_missing
+from qshard.losses import check_head, head_recipe, rows_at_a_time
 from qshard.pipeline import Plane
-from qshard.recipes import Recipe, RecipeLike, Role, as_recipe, check_weight_format
+from qshard.recipes import Recipe, RecipeLike, Role, check_weight_format, check_weight_shape
 from qshard.torch_bridge.arguments import check_tensor
 from qshard.torch_bridge.cross_entropy import LossOfRows, as_words, check_labels, count_of, reduced, rule_of
 from qshard.torch_bridge.fsdp.weight import ShardedWeight
 from qshard.torch_bridge.gemm import Operand, matmul
-from qshard.torch_bridge.linear import check_gathered, check_shape
+from qshard.torch_bridge.linear import check_gathered
 from qshard.torch_bridge.nn import Linear
 from qshard.torch_bridge.operands import matrix_of, planes_of, quantized, values_of
 from qshard.torch_bridge.ops import dtype_name
@@ -145,21 +144,14 @@ class _How(NamedTuple):
     @classmethod
     def of(cls, op: str, w: Tensor, recipe: RecipeLike, seed: Any, device: torch.device) -> _How:
         """Of what a caller gave, checked against the weight."""
-        recipe = as_recipe(recipe, op)
-        if recipe.stateful:
-            raise ValueError(
-                f"{op}: recipe ({type(recipe).__name__}) has scales of earlier steps, of whole tensors, and chunks "
-                "have none; pass another, such as CurrentScaling()"
-            )
+        recipe = head_recipe(op, recipe, seed)
         if isinstance(w, QuantizedTensor):
             check_weight_format(op, "w", w.format, recipe)
         else:
             check_tensor(op, "w", w)
             check_gathered(w)
         if w.ndim == 2:
-            check_shape(op, "w", recipe, tuple(w.shape))
-        if recipe.stochastic and seed is None:
-            raise ValueError(seed_missing(op, type(recipe).__name__))
+            check_weight_shape(op, "w", recipe, tuple(w.shape))
         return cls(recipe, words(op, "seed", seed, device).view(torch.int32) if recipe.stochastic else None)
 
     def of_chunk(self, number: int, device: torch.device) -> Tensor | None:

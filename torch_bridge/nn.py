@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from qshard.formats import FLOATS
 from qshard.names import shown
-from qshard.recipes import Recipe, RecipeLike, Role, as_recipe
+from qshard.recipes import Recipe, RecipeLike, Role, as_recipe, check_weight_shape
 from qshard.torch_bridge.arguments import check_dtype, check_tensor
 from qshard.torch_bridge.delayed import DelayedScale, keep_amaxes
 from qshard.torch_bridge.dtensor import local_of
@@ -20,7 +20,7 @@ from qshard.torch_bridge.extend import Extends
 from qshard.torch_bridge.fsdp.functional import is_converted, say_that_it_was_gathered
 from qshard.torch_bridge.fsdp.scales import ScaleState
 from qshard.torch_bridge.fsdp.weight import ShardedWeight, attributes_of, plain, wrap
-from qshard.torch_bridge.linear import check_shape, linear
+from qshard.torch_bridge.linear import linear
 from qshard.torch_bridge.listeners import nobody_looks_on
 from qshard.torch_bridge.operands import ROLES
 from qshard.torch_bridge.ops import dtype_name
@@ -150,7 +150,7 @@ class Linear(Extends, nn.Linear):
         for name, size in (("in_features", in_features), ("out_features", out_features)):
             if not hasattr(size, "__index__") or size < 0:
                 raise ValueError(f"Linear: {name} ({shown(size)}) is not a size; pass an int from 0 up")
-        check_shape("Linear", "weight", recipe, (out_features, in_features))
+        check_weight_shape("Linear", "weight", recipe, (out_features, in_features))
         check_dtype("Linear", "dtype", torch.get_default_dtype() if dtype is None else dtype)
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
         self.begin(recipe, coded(self.weight, recipe, "weight", self))

@@ -15,9 +15,9 @@ from qshard.jax.gemm import gemm, row_product, scaled, stored_for
 from qshard.jax.ops import names_of
 from qshard.jax.quantize import quantized
 from qshard.jax.words import words_of
-from qshard.layout import plane, source, whole_units
-from qshard.names import seed_missing
-from qshard.recipes import ROLE_SEEDS, Recipe, RecipeLike, Role, as_recipe
+from qshard.layout import source
+from qshard.losses import head_recipe
+from qshard.recipes import ROLE_SEEDS, Recipe, RecipeLike, Role, check_weight_shape
 
 _OP = "linear_cross_entropy"
 _NAMES = {Role.WEIGHT: "w", Role.ACTIVATION: "x", Role.GRADIENT: "the gradient of logits"}
@@ -32,14 +32,7 @@ def recipe_of(given: RecipeLike, x: jax.Array, w: jax.Array, seed: Any) -> Recip
       ValueError: a head has none such; shapes do not fit its formats; there is no seed; or types say that a mesh cuts
         arrays.
     """
-    recipe = as_recipe(given, _OP)
-    if recipe.stateful:
-        raise ValueError(
-            f"{_OP}: recipe ({type(recipe).__name__}) has scales of earlier steps, of whole tensors, and chunks have "
-            "none; pass another, such as CurrentScaling()"
-        )
-    if recipe.stochastic and seed is None:
-        raise ValueError(seed_missing(_OP, type(recipe).__name__))
+    recipe = head_recipe(_OP, given, seed)
     for name, array in (("x", x), ("w", w)):
         sharding = jax.typeof(array).sharding
         if any(sharding.mesh.shape[axis] > 1 for entry in sharding.spec for axis in names_of(entry)):
@@ -47,15 +40,7 @@ def recipe_of(given: RecipeLike, x: jax.Array, w: jax.Array, seed: Any) -> Recip
                 f"{_OP}: recipe ({type(recipe).__name__}) is for what one device has, and {name} {array.shape} is cut "
                 f"as {sharding.spec}; call it inside jax.shard_map, with axis_name if classes are cut"
             )
-    for usage in Usage.BOTH.planes:
-        plane(recipe.weight, w.shape, usage, op=_OP, name="w")
-    for role, size, axis in ((Role.ACTIVATION, w.shape[1], "columns"), (Role.GRADIENT, w.shape[0], "rows")):
-        unit = whole_units(recipe.format(role), Usage.ROWWISE)[1]
-        if size % unit:
-            raise ValueError(
-                f"{_OP}: w {w.shape} is multiplied with {role.value}s in blocks of {unit}, of {recipe.format(role)}; "
-                f"pad the {axis} to {size + -size % unit}"
-            )
+    check_weight_shape(_OP, "w", recipe, w.shape)
     return recipe
 
 
