@@ -306,8 +306,10 @@ class _EarlyLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         dx, dw = ctx.saved_tensors
-        of_x = None if dx is None else dx * grad
-        return of_x, None if dw is None else (dw * grad).to(ctx.dtype), None, None, None, None, None
+        of_w = None
+        if dw is not None:  # Rounded as it is multiplied: in float32 it is the largest that there is.
+            of_w = torch.mul(dw, grad, out=torch.empty_like(dw, dtype=ctx.dtype))
+        return None if dx is None else dx * grad, of_w, None, None, None, None, None
 
 
 class _LateLosses(torch.autograd.Function):
