@@ -23,7 +23,7 @@ from qshard.formats import Format, Usage
 from qshard.layout import source
 from qshard.names import shown
 from qshard.pipeline import Plane, Scales
-from qshard.recipes import DelayedScaling, Recipe, RecipeLike, Role, as_recipe
+from qshard.recipes import DelayedScaling, Recipe, RecipeLike, Role, as_recipe, check_weight_shape
 from qshard.torch_bridge.arguments import check_dtype, check_tensor
 from qshard.torch_bridge.fsdp.passes import Passes
 from qshard.torch_bridge.fsdp.weight import ShardedWeight
@@ -96,62 +96,83 @@ def grouped_linear(
     """
     recipe = as_recipe(recipe, "grouped_linear")
     check_tensor("grouped_linear", "x", x)
+    if not isinstance(weights, Tensor | Sequence):
+        raise TypeError(
+            f"grouped_linear: weights ({shown(weights)}) are not tensors; pass one [E, N, K], or [N, K] for each expert"
+        )
     whole = weights if isinstance(weights, Tensor) and not isinstance(weights, QuantizedTensor) else None
     each = [*(weights if whole is None else whole.detach().unbind())]
     for weight in each:
         check_operand("grouped_linear", weight, recipe)
     if dtype is not None:
         check_dtype("grouped_linear", "dtype", dtype)
-    sizes = _check_groups(x, each, group_sizes)
-    for count, name, given, is_needed in (
-        (0 if seeds is None else len(seeds), "seeds", seeds, recipe.stochastic),
-        (0 if delayed is None else len(delayed), "delayed", delayed, recipe.stateful),
-    ):
-        if is_needed != (given is not None) or given is not None and count != len(each):
-            if name == "seeds" and given is not None and not is_needed:
-                seeds = None
-                continue
-            raise ValueError(
-                f"grouped_linear: {name} ({'None' if given is None else count}) is not what {type(recipe).__name__} "
-                f"takes for {len(each)} experts; pass {'one for each' if is_needed else 'None'}"
-            )
-    how = _How(recipe, x.dtype if dtype is None else dtype, sizes, delayed)
+    _check_shapes(x, each)
+    check_weight_shape("grouped_linear", "weights", recipe, tuple(each[0].shape))
+    seeds = _checked_seeds(seeds, recipe, len(each))
+    if recipe.stateful != (delayed is not None) or (delayed is not None and len(delayed) != len(each)):
+        raise ValueError(
+            f"grouped_linear: delayed ({'None' if delayed is None else len(delayed)}) is not what "
+            f"{type(recipe).__name__} takes for {len(each)} experts; "
+            f"pass {'states for each' if recipe.stateful else 'None'}"
+        )
+    how = _How(recipe, x.dtype if dtype is None else dtype, _checked_sizes(x, len(each), group_sizes), delayed)
     given = each if whole is None else [whole]
     y: Tensor = _Grouped.apply(x, group_sizes.to(x.device, non_blocking=True), seeds, how, *given)
     return y
 
 
-def _check_groups(x: Tensor, weights: Sequence[Tensor], group_sizes: Tensor) -> tuple[int, ...] | None:
-    """Raises unless rows, weights and sizes belong together. Returns the sizes, if the host has them."""
+def _check_shapes(x: Tensor, weights: Sequence[Tensor]) -> None:
+    """Raises unless rows and weights belong together."""
     shapes = list(dict.fromkeys(tuple(weight.shape) for weight in weights))
     if len(shapes) != 1 or len(shapes[0]) != 2 or x.ndim != 2 or x.shape[1] != shapes[0][1]:
         raise ValueError(
             f"grouped_linear: weights {', '.join(map(str, shapes)) or '(none)'} do not fit x {tuple(x.shape)}; give "
             "each as [N, K], all alike, and x as [M, K]"
         )
-    if not isinstance(group_sizes, Tensor):
-        raise TypeError(f"grouped_linear: group_sizes ({shown(group_sizes)}) is not a torch.Tensor; pass int32 [E]")
-    if tuple(group_sizes.shape) != (len(weights),) or group_sizes.dtype not in (torch.int32, torch.int64):
-        raise ValueError(
-            f"grouped_linear: group_sizes ({dtype_name(group_sizes.dtype)} {tuple(group_sizes.shape)}) is not an "
-            f"int32 or int64 for each of {len(weights)} experts; count the rows of each"
-        )
     for weight in weights:
         if weight.device != x.device:
             raise ValueError(
                 f"grouped_linear: weights (on {weight.device}) are not on the device of x, {x.device}; move them there"
             )
-    if group_sizes.device.type != "cpu":
-        fits = (group_sizes >= 0).all() & (group_sizes.sum() <= x.shape[0])
-        torch._assert_async(fits, "grouped_linear: group_sizes are negative, or have more rows than x; count again")
+
+
+def _checked_seeds(seeds: Any, recipe: Recipe, experts: int) -> Tensor | None:
+    if not recipe.stochastic:
         return None
-    sizes = tuple(group_sizes.tolist())
-    if min(sizes) < 0 or sum(sizes) > x.shape[0]:
-        raise ValueError(
-            f"grouped_linear: group_sizes ({sum(sizes)} in all, {min(sizes)} the least) do not count the rows of x "
-            f"{tuple(x.shape)}; count again"
+    what = shown(seeds) if not isinstance(seeds, Tensor) else f"{dtype_name(seeds.dtype)} {tuple(seeds.shape)}"
+    if not isinstance(seeds, Tensor) or seeds.dtype != torch.int32 or tuple(seeds.shape) != (experts, 2):
+        raise (ValueError if seeds is None or isinstance(seeds, Tensor) else TypeError)(
+            f"grouped_linear: seeds ({what}) are not int32 {(experts, 2)}, and {type(recipe).__name__} rounds at "
+            "random; pass two words for each expert"
         )
-    return sizes
+    return seeds
+
+
+def _checked_sizes(x: Tensor, experts: int, group_sizes: Tensor) -> tuple[int, ...] | None:
+    """Raises unless they count rows of x. Returns the sizes, if the host has them."""
+    if not isinstance(group_sizes, Tensor):
+        raise TypeError(f"grouped_linear: group_sizes ({shown(group_sizes)}) is not a torch.Tensor; pass int32 [E]")
+    if tuple(group_sizes.shape) != (experts,) or group_sizes.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"grouped_linear: group_sizes ({dtype_name(group_sizes.dtype)} {tuple(group_sizes.shape)}) is not an "
+            f"int32 or int64 for each of {experts} experts; count the rows of each"
+        )
+    if group_sizes.device.type == "cpu":
+        sizes = tuple(group_sizes.tolist())
+        if min(sizes) < 0 or sum(sizes) > x.shape[0]:
+            raise ValueError(
+                f"grouped_linear: group_sizes ({sum(sizes)} in all, {min(sizes)} the least) do not count the rows of x "
+                f"{tuple(x.shape)}; count again"
+            )
+        return sizes
+    if group_sizes.device != x.device:
+        raise ValueError(
+            f"grouped_linear: group_sizes (on {group_sizes.device}) are neither on the host nor on {x.device}, where x "
+            "is; move them"
+        )
+    fits = (group_sizes >= 0).all() & (group_sizes.sum() <= x.shape[0])
+    torch._assert_async(fits, "grouped_linear: group_sizes are negative, or have more rows than x; count again")
+    return None
 
 
 class _How(NamedTuple):

@@ -66,8 +66,8 @@ def looped(layer, x, dy, rows=ROWS):
 def way(request, monkeypatch):
     """Of products: as where the host knows the sizes, or on a GPU where it does not."""
     if request.param == "one call":
-        known = grouped._check_groups
-        monkeypatch.setattr(grouped, "_check_groups", lambda *given: known(*given) and None)
+        known = grouped._checked_sizes
+        monkeypatch.setattr(grouped, "_checked_sizes", lambda *given: known(*given) and None)
     return request.param
 
 
@@ -245,7 +245,16 @@ WRONG = [
     ({"x": torch.ones(4, K, dtype=torch.int32)}, TypeError, r"grouped_linear: x \(int32\)"),
     ({"weights": []}, ValueError, r"weights \(none\) do not fit x"),
     ({"weights": [torch.ones(N, K), torch.ones(N, 2 * K)]}, ValueError, r"weights \(64, 96\), \(64, 192\) do not fit"),
-    ({"recipe": "NVFP4"}, ValueError, r"seeds \(None\) is not what NVFP4 takes for 6 experts; pass one for each"),
+    ({"weights": 2}, TypeError, r"weights \(2\) are not tensors; pass one \[E, N, K\]"),
+    ({"weights": [torch.ones(48, K)] * E, "recipe": "MXFP8"}, ValueError, r"weights \(48, 96\) is not a whole number"),
+    ({"recipe": "NVFP4"}, ValueError, r"seeds \(None\) are not int32 \(6, 2\), and NVFP4 rounds at random; pass two"),
+    ({"recipe": "NVFP4", "seeds": torch.zeros(6, 2)}, ValueError, r"seeds \(float32 \(6, 2\)\) are not int32"),
+    (
+        {"recipe": "NVFP4", "seeds": torch.zeros(6, 3, dtype=torch.int32)},
+        ValueError,
+        r"seeds \(int32 \(6, 3\)\) are not int32 \(6, 2\)",
+    ),
+    ({"recipe": "NVFP4", "seeds": [5] * 6}, TypeError, r"seeds \(\[5, 5, 5, 5, 5, 5\]\) are not int32"),
     ({"recipe": "DelayedScaling"}, ValueError, r"delayed \(None\) is not what DelayedScaling takes for 6 experts"),
     ({"delayed": [{}] * 6}, ValueError, r"delayed \(6\) is not what CurrentScaling takes for 6 experts; pass None"),
 ]
@@ -255,6 +264,6 @@ WRONG = [
 def test_what_is_refused(wrong, kind, text):
     given = {"x": torch.ones(M, K), "weights": [torch.ones(N, K)] * E, "sizes": list(SIZES), "recipe": "CurrentScaling"}
     given |= wrong
-    delayed = {"delayed": given.pop("delayed")} if "delayed" in given else {}
+    options = {name: given[name] for name in ("delayed", "seeds") if name in given}
     with pytest.raises(kind, match=text):
-        grouped_linear(given["x"], given["weights"], torch.tensor(given["sizes"]), given["recipe"], **delayed)
+        grouped_linear(given["x"], given["weights"], torch.tensor(given["sizes"]), given["recipe"], **options)
