@@ -1,11 +1,12 @@
 """What is wrong with a built site, as a browser sees it.
 
-Each link leads to a file, and to a place in it, that are there; nothing is loaded from elsewhere; and no text was taken
-for HTML, as `<name>` outside of code is, of which nothing would show.
+Each link leads to a file, and to a place in it, that are there; nothing is loaded from elsewhere; no text was taken for
+HTML, as `<name>` outside of code is, of which nothing would show; and no markup was taken for text.
 """
 
 from __future__ import annotations
 
+import re
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -20,6 +21,13 @@ TAGS = frozenset(
 )
 
 
+MARKUP = re.compile(r"\n *(?:[-*]|\d+\.) |```|\]\(|\n *\|.*\|")
+"""A list, a block of code, a link or a table, where it is text."""
+SHOWN = 60
+"""Characters of a text that a fault shows."""
+VERBATIM = ("code", "pre", "script", "style")
+
+
 class _Page(HTMLParser):
     """Where one page leads, what it loads, the places in it, and what is in it that no page has."""
 
@@ -29,10 +37,13 @@ class _Page(HTMLParser):
         self.links: list[str] = []
         self.loaded: list[str] = []
         self.unknown: list[str] = []
+        self.markup: list[str] = []
+        self._verbatim = 0
         self.feed(path.read_text())
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         given = dict(attrs)
+        self._verbatim += tag in VERBATIM
         if tag not in TAGS:
             self.unknown.append(tag)
         self.places |= {place for place in (given.get("id"), given.get("name")) if place}
@@ -41,6 +52,13 @@ class _Page(HTMLParser):
             self.links.append(target)
         elif target and given.get("rel") != "canonical":
             self.loaded.append(target)
+
+    def handle_endtag(self, tag: str) -> None:
+        self._verbatim -= tag in VERBATIM
+
+    def handle_data(self, data: str) -> None:
+        if not self._verbatim and (seen := MARKUP.search(data)):
+            self.markup.append(data[max(seen.start(), 0) :][:SHOWN].strip())
 
 
 def faults(site: Path) -> list[str]:
@@ -52,6 +70,7 @@ def faults(site: Path) -> list[str]:
         found += [
             f"{where} has <{tag}>, which is text that was taken for markup; put it in backticks" for tag in page.unknown
         ]
+        found += [f"{where} shows markup as text: {text!r}; put an empty line before it" for text in page.markup]
         for target in page.links + page.loaded:
             parts = urlsplit(target)
             if parts.scheme or parts.netloc:

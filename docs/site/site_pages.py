@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import site_api
+import site_markdown
 import site_ops
 import site_pictures
 
@@ -55,7 +56,12 @@ def pages() -> dict[str, Callable[[], str]]:
     }
     own |= {f"api/{module}.md": lambda module=module: site_api.page(module) for module in site_api.MODULES}
     taken = [*(name for name in NAV["About"] if name not in own), "NUMERICS.md", *docs]
-    return own | {path: lambda path=path: site_pictures.drawn(text_of(path)) for path in taken}
+    return own | {path: lambda path=path: as_page(text_of(path)) for path in taken}
+
+
+def as_page(text: str) -> str:
+    """A text of the repository as mkdocs is to read it, with its pictures."""
+    return site_pictures.drawn(site_markdown.with_indented_lists(text))
 
 
 def nav() -> list[dict[str, list[str | dict[str, str]]]]:
@@ -94,12 +100,12 @@ def linked_files() -> list[str]:
 def home() -> str:
     """README.md without its first steps, with the way into the site in their place."""
     before, _, after = readme()
-    return before + text_of("docs/site/ways.md") + "\n" + after
+    return as_page(before + text_of("docs/site/ways.md") + "\n" + after)
 
 
 def start() -> str:
     """The first steps of README.md, a level up."""
-    return re.sub(r"^##(?=#* )", "#", readme()[1], flags=re.MULTILINE)
+    return as_page(re.sub(r"^##(?=#* )", "#", readme()[1], flags=re.MULTILINE))
 
 
 def readme() -> tuple[str, str, str]:

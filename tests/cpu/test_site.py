@@ -11,6 +11,7 @@ import pytest
 import site_api
 import site_docstrings
 import site_faults
+import site_markdown
 import site_ops
 import site_pages
 import site_pictures
@@ -57,9 +58,9 @@ def test_the_nav_names_no_page_that_is_not_there(monkeypatch):
 
 def test_no_line_of_the_readme_is_lost():
     """It is on two pages, and every heading is on one of them."""
-    shown = site_pages.home().splitlines() + site_pages.start().splitlines()
+    shown = [line.strip() for line in site_pages.home().splitlines() + site_pages.start().splitlines()]
     for line in (REPOSITORY / "README.md").read_text().splitlines():
-        assert line in shown or (line.startswith("##") and line[1:] in shown)
+        assert line.strip() in shown or (line.startswith("##") and line[1:] in shown)
     assert site_pages.start().startswith(f"# {site_pages.STEPS}\n")
 
 
@@ -92,6 +93,48 @@ def test_citation_is_of_this_version():
     assert f"\nlicense: {project['project']['license']}\n" in said
     assert all(f"{{{value}}}" in site_pages.cite() for value in (version, project["project"]["license"]))
     assert "title = {qshard: sharded weights" in site_pages.cite()
+
+
+def test_what_belongs_to_an_item_is_indented_by_four():
+    text = """\
+- one
+  goes on
+
+      code
+  text
+  1. inner
+
+     its text
+- two
+
+after, with
+- three
+lazily
+```
+- code
+  as it is
+```
+"""
+    made = """\
+- one
+    goes on
+
+        code
+    text
+    1. inner
+
+        its text
+- two
+
+after, with
+- three
+    lazily
+```
+- code
+  as it is
+```
+"""
+    assert site_markdown.with_indented_lists(text) == made
 
 
 # --- the API ---
@@ -297,6 +340,9 @@ def test_cut_blocks_are_those_that_ranks_share():
         ('<a href="#gone">x</a>', "a.html leads to #gone, and there is no such place on that page"),
         ('<img src="gone.png">', "a.html leads to gone.png, which is not there"),
         ('<script src="https://a.org/x.js"></script>', "a.html loads https://a.org/x.js, which is not of the site"),
+        ("<p>x\n- y</p>", "a.html shows markup as text: '- y'; put an empty line before it"),
+        ("<p>[x](y.md)</p>", "a.html shows markup as text: '](y.md)'; put an empty line before it"),
+        ("<pre>\n- y\n```</pre><p>x - y | z</p>", None),
         ("<p>torch.ops.<op></p>", "a.html has <op>, which is text that was taken for markup; put it in backticks"),
         (
             "<blockquote>1 + 1</blockquote>",
