@@ -49,7 +49,7 @@ def public_names(module: str) -> list[str]:
     """`__all__`; of a module without, what it defines and does not mark as its own by an underscore."""
     defined = definitions(module)
     if "__all__" in defined:
-        listed = ast.literal_eval(defined["__all__"].value)  # type: ignore[attr-defined]
+        listed = ast.literal_eval(defined["__all__"].value)
         return sorted(listed, key=lambda name: (name.lower(), name))
     return [name for name in defined if not name.startswith("_")]
 

@@ -1,4 +1,4 @@
-"""Docstrings as Markdown: a doctest becomes a block of code, and `a, b: text` of two arguments becomes two entries."""
+"""Docstrings as griffe and Markdown want them: doctests as code, an entry for each argument, results as prose."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import inspect
 import re
 
 SECTIONS = ("Args:", "Attributes:")
+RETURNS = "Returns:"
+NAMED = re.compile(r"^(\w+(?:, \w+)*):(?= )")
 ENTRY = 2
 """Spaces before the name of an argument."""
 SHARED = re.compile(rf"^ {{{ENTRY}}}(\w+(?:, \w+)+): (.*)$")
 
 
 def as_markdown(text: str) -> str:
-    return "\n".join(_fenced(_apart(inspect.cleandoc(text).splitlines())))
+    return "\n".join(_fenced(_told(_apart(inspect.cleandoc(text).splitlines()))))
 
 
 def _fenced(lines: list[str]) -> list[str]:
@@ -28,6 +30,20 @@ def _fenced(lines: list[str]) -> list[str]:
             open_at = None
         found.append(line)
     return found[:-1]
+
+
+def _told(lines: list[str]) -> list[str]:
+    """What is returned is prose, of which griffe would take all before a colon as a type; or entries, a list."""
+    found, within = [], False
+    for line in lines:
+        if line.strip() and not line.startswith(" "):
+            within = line == RETURNS
+            found += [f"**{RETURNS}**", ""] if within else [line]
+        elif within:
+            found.append(NAMED.sub(r"- `\1`:", line[ENTRY:]))
+        else:
+            found.append(line)
+    return found
 
 
 def _apart(lines: list[str]) -> list[str]:

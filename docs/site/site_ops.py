@@ -109,10 +109,7 @@ def notation_of(comment: list[str]) -> list[str]:
 
 def sides(operands: str) -> list[list[tuple[str, str]]]:
     """Operands and results of a row, each as its name and the rest, which is its dtype and axes."""
-    return [
-        [tuple(part.strip().partition(": ")[::2]) for part in side.split(",")]  # type: ignore[misc]
-        for side in operands.split("->")
-    ]
+    return [[tuple(part.strip().partition(": ")[::2]) for part in side.split(",")] for side in operands.split("->")]
 
 
 def table_of(operands: str, attributes: str) -> list[str]:

@@ -38,6 +38,7 @@ def in_nav() -> list[str]:
 def test_every_page_is_in_the_nav_once():
     assert sorted(in_nav()) == sorted(site_pages.pages())
     assert set(DOCS) <= set(in_nav())
+    assert set(site_pages.TITLES) <= set(in_nav())
 
 
 def test_a_page_that_no_section_names_is_under_more(monkeypatch):
@@ -81,8 +82,8 @@ def test_links_lead_to_pages_or_files(path):
 def test_examples_of_pages_are_true(path):
     blocks = re.findall(r"^```pycon\n(.*?)^```$", Page(path).text, re.MULTILINE | re.DOTALL)
     test = doctest.DocTestParser().get_doctest("\n".join(blocks), {}, path, path, 0)
-    assert doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE).run(test).failed == 0
-    assert bool(blocks) == (path in ("docs/formats.md", "docs/sharding.md"))
+    assert doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS).run(test).failed == 0
+    assert blocks or path not in ("docs/formats.md", "docs/sharding.md")
 
 
 def test_citation_is_of_this_version():
@@ -170,7 +171,7 @@ def test_modules_that_users_are_told_of_have_a_page():
     told = "".join(path.read_text() for path in [REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md")])
     used = set(re.findall(r"^(?:from|import) (qshard(?:\.\w+)*)", told, re.MULTILINE))
     assert "qshard.jax" in used
-    assert used <= set(site_api.MODULES)
+    assert not used - set(site_api.MODULES), "pages import these: give them a place in MODULES of docs/site/site_api.py"
 
 
 def test_a_name_is_shown_in_one_place():
@@ -190,6 +191,11 @@ def test_docstrings_as_markdown():
         in one.
       c: another.
 
+    Returns:
+      what: of this
+        and that.
+      A pair: told in prose.
+
     >>> 1 + 1
     2
 
@@ -205,6 +211,12 @@ def test_docstrings_as_markdown():
         "    in one.",
         "  b: see `a`.",
         "  c: another.",
+        "",
+        "**Returns:**",
+        "",
+        "- `what`: of this",
+        "  and that.",
+        "A pair: told in prose.",
         "",
         "```pycon",
         ">>> 1 + 1",
