@@ -25,7 +25,7 @@ rm -rf $(1) && mkdir -p $(1)/qshard
 ln -s $(CURDIR)/qshard/* $(CURDIR)/torch_bridge $(1)/qshard/
 endef
 
-.PHONY: help train test slow fuzz sanitize h100 titan notebooks gpu bench report lint format tree wheel bare smoke matrix clean
+.PHONY: help train test slow fuzz sanitize h100 titan notebooks docs gpu bench report lint format tree wheel bare smoke matrix clean
 .DELETE_ON_ERROR:
 # Two pips must not write one environment at a time; the compiler runs in parallel all the same.
 .NOTPARALLEL:
@@ -85,6 +85,10 @@ build/titan: requirements/titan.txt | $(PY)
 
 notebooks: $(STAMP)test $(STAMP)notebooks $(STAMP)package  ## execute the notebooks
 	$(BIN)/pytest -W default --nbmake notebooks  # warnings here are the notebook tools' own
+
+# -P: what is imported is the package as installed, and the sources that are read are those it is made of.
+docs: $(STAMP)docs $(STAMP)package tree  ## build the documentation site into build/docs; a warning or a dead link is an error
+	NO_MKDOCS_2_WARNING=1 $(PY) -P -m mkdocs build --config-file docs/site/mkdocs.yml
 
 gpu:  ## on a machine with CUDA: build into the CURRENT environment, run what needs a GPU, then the benchmarks
 	QSHARD_CUDA=ON $(PYTHON) -m pip install $(PIP_FLAGS) --no-build-isolation --no-deps .
@@ -173,6 +177,7 @@ $(PY):
 	$(PYTHON) -m venv $(VENV)
 
 $(STAMP)test: requirements/build.txt requirements/run.txt requirements/bare.txt requirements/pytest.txt
+$(STAMP)docs: requirements/bare.txt requirements/pytest.txt
 $(STAMP)package: $(STAMP)build
 
 $(STAMP)package: pyproject.toml $(CPP_SOURCES)

@@ -30,8 +30,8 @@ class ColwiseParallel(_ColwiseParallel):
     reduce-scattered. A sequence that is not cut evenly, or not between blocks, is gathered as values.
 
     Args:
-      input_layouts, output_layouts, use_local_output: as for PyTorch's. With `Shard(1)` of `[batch, sequence, K]` as
-        `input_layouts` codes travel.
+      layouts: `input_layouts`, `output_layouts` and `use_local_output`, as for PyTorch's. With `Shard(1)` of
+        `[batch, sequence, K]` as `input_layouts` codes travel.
       overlap: codes of one rank travel while those of another are multiplied. The bits are the same.
 
     Layers that are not qshard's are PyTorch's matter.
@@ -65,8 +65,8 @@ class RowwiseParallel(_RowwiseParallel):
     Partial sums of the output are scattered as values, and each rank adds those of its rows in the order of ranks.
 
     Args:
-      input_layouts, output_layouts, use_local_output: as for PyTorch's. With `Shard(1)` of `[batch, sequence, N]` as
-        `output_layouts` codes travel in the backward pass.
+      layouts: `input_layouts`, `output_layouts` and `use_local_output`, as for PyTorch's. With `Shard(1)` of
+        `[batch, sequence, N]` as `output_layouts` codes travel in the backward pass.
       overlap: sums travel while others are made, and codes of the gradient likewise. The bits are the same.
 
     Layers that are not qshard's are PyTorch's matter.

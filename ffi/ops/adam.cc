@@ -1,5 +1,4 @@
-// A step of Adam or AdamW for any number of tensors, each by its row of `constants`, which
-// adam_constants made. What the lists are:
+// The optimizers. What the lists of adam are:
 //   grad                      float32 or bfloat16 or float16
 //   param                     left out if neither `decay` nor `low` nor the result needs it
 //   low                       with `low` "remainder" int16, the lower halves of the fp32 parameters
@@ -8,8 +7,6 @@
 //   exp_avg, its scale_inv    scales of float16 and FP8 alone: [*lead, blocks] for a parameter
 //                             [*lead, *run], one for every kAdamBlock elements of a run
 //   exp_avg_sq, its scale_inv likewise
-// With `update` the first result is, as float32, what is to be added to a parameter in place of the
-// parameter.
 #include "kernels/adam.h"
 
 #include "core/handler.h"
@@ -138,6 +135,9 @@ QSHARD_DEFINE_OP(adam_constants) {
                                        Mutable<float>(call.ret(0))));
 }
 
+// A step of Adam or AdamW for any number of tensors, each by its row of `constants`, which
+// adam_constants made. With `update` the first result is, as float32, what is to be added to a
+// parameter in place of the parameter.
 QSHARD_DEFINE_OP(adam) {
   const int64_t count = call.binding.list_length();
   AdamKinds kinds{};

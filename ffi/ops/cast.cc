@@ -56,13 +56,13 @@ Error CastTranspose(const Call<Platform>& call, int amax = 0) {
 
 }  // namespace
 
-// data = encode(x * scale), and its transpose.
+// data = encode(x * scale); cast_transpose gives its transpose too, from the same read of x.
 QSHARD_DEFINE_OP(cast_tensor) { return Cast(call); }
 QSHARD_DEFINE_OP(cast_transpose) { return CastTranspose(call); }
 
-// The same for delayed scaling, of tensors, each with a scale: from one read of x also its amax, of
-// which the next scale is made, and the inverse of the scale. A tensor without history has scale 0;
-// its first scale is made of its own amax, which takes a read before.
+// As cast_tensor and cast_transpose, for delayed scaling, of tensors, each with a scale: from one
+// read of x also its amax, of which the next scale is made, and the inverse of the scale. A tensor
+// without history has scale 0; its first scale is made of its own amax, which takes a read before.
 QSHARD_DEFINE_OP(cast_delayed) { return Cast(call, 1); }
 QSHARD_DEFINE_OP(cast_transpose_delayed) { return CastTranspose(call, 2); }
 

@@ -16,6 +16,7 @@ int64_t LastOf(const Buffer& buffer) { return buffer.dims[buffer.rank - 1]; }
 
 }  // namespace
 
+// What the loss of a row needs of its logits: stats, of the classes from `first` on.
 QSHARD_DEFINE_OP(cross_entropy_stats) {
   const Buffer& logits = call.arg(0);
   return DispatchFloat(logits, [&](auto in) {
@@ -26,6 +27,7 @@ QSHARD_DEFINE_OP(cross_entropy_stats) {
   });
 }
 
+// The loss of each row and its lse, of the stats of all parts of its classes.
 QSHARD_DEFINE_OP(cross_entropy) {
   const Buffer& stats = call.arg(0);
   return call(kernels::CrossEntropy(call.exec, Data<float>(stats), Data<int32_t>(call.arg(1)),
@@ -33,6 +35,7 @@ QSHARD_DEFINE_OP(cross_entropy) {
                                     Mutable<float>(call.ret(0)), Mutable<float>(call.ret(1))));
 }
 
+// The gradient of logits, which may take their memory, of that of the loss of each row.
 QSHARD_DEFINE_OP(cross_entropy_grad) {
   const Buffer& logits = call.arg(0);
   return DispatchFloat(logits, [&](auto in) {

@@ -111,12 +111,16 @@ Error QuantizeNvfp4(const Call<Platform>& call) {
 
 }  // namespace
 
+// amax_block, a scale of each block (scale_from_amax of fp32 scales, scale_e8m0 of E8M0) and
+// cast_block, in one read of x.
 QSHARD_DEFINE_OP(quantize_block) { return Quantize<Planes::kRowMajor>(call); }
 QSHARD_DEFINE_OP(quantize_block_t) { return Quantize<Planes::kTransposed>(call); }
 QSHARD_DEFINE_OP(quantize_block_both) { return Quantize<Planes::kBoth>(call); }
 QSHARD_DEFINE_OP(quantize_block_both_t) { return Quantize<Planes::kBothTransposed>(call); }
 QSHARD_DEFINE_OP(quantize_square_both) { return Quantize<Planes::kSquareBoth>(call); }
 
+// Codes in E2M1 and E4M3 scales of blocks of 16, under the scale that the amax of the whole tensor
+// gives: amax_block, scale_nvfp4 and cast_block, or cast_block_stochastic, in one read of x.
 QSHARD_DEFINE_OP(quantize_nvfp4) { return QuantizeNvfp4<Planes::kRowMajor, false>(call); }
 QSHARD_DEFINE_OP(quantize_nvfp4_t) { return QuantizeNvfp4<Planes::kTransposed, false>(call); }
 QSHARD_DEFINE_OP(quantize_nvfp4_both) {

@@ -191,7 +191,7 @@ def plan_zero(
 
     Args:
       params: a tree of arrays, or of what has their shapes and dtypes.
-      formats: called with the path of a parameter, such as "['up']['w']", and the parameter: the format of its codes,
+      formats: called with the path of a parameter, such as `"['up']['w']"`, and the parameter: the format of its codes,
         or its name, for weights of `linear`; None for all others, which are gathered as they are. So must be weights
         under `DelayedScaling`, and of formats with vectors as blocks, whose two planes are different numbers.
       world: how many devices `axis_name` has.

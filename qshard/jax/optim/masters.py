@@ -226,7 +226,7 @@ def optimizer(
       inner: a `GradientTransformation`: of masters in place of primary weights, and of all other parameters as they
         are. Whatever else is to be done to gradients or updates goes in here, such as `optax.chain(clip, adamw)`.
       recipe: of the calls of `linear`; its format for weights is what masters are cast to.
-      filter: called with the path of a parameter, such as "['up']['w']", and the parameter: whether it is a primary
+      filter: called with the path of a parameter, such as `"['up']['w']"`, and the parameter: whether it is a primary
         weight. None: those with two axes or more, so name others than weights of `linear`, such as embeddings. The
         last two axes are `[N, K]`; axes before them are of stacked weights, each with scales of its own.
       spec: how weights are cut: for all, or a function as `filter` is. Types of Explicit meshes say it.
