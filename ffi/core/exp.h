@@ -31,12 +31,11 @@ QSHARD_INLINE ExpParts ExpInParts(float y) {
   return {p, static_cast<uint32_t>(FloatBits(shifted)) << 23};
 }
 
-// e^x for x <= 0, 0 below kLeastExp; NaN for NaN.
-constexpr float kLeastExp = -87.0f;  // Beyond, 2^n is not normal.
+// e^x for x <= 0, 0 below kLeastExp, where 2^n would not be normal and is not taken; NaN for NaN.
+constexpr float kLeastExp = -87.0f;
 QSHARD_INLINE float ExpOfNegative(float x) {
   constexpr uint32_t kOneBits = 0x3F800000;
-  const float y = FloatFromBits(Select(x < kLeastExp, FloatBits(kLeastExp), FloatBits(x)));
-  const ExpParts e = ExpInParts(y);
+  const ExpParts e = ExpInParts(x);
   const float power = FloatFromBits(static_cast<int32_t>(e.power + kOneBits));
   return FloatFromBits(Select(x < kLeastExp, 0, FloatBits(e.fraction * power)));
 }

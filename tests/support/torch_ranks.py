@@ -140,7 +140,9 @@ class _Pool:
                 try:
                     failure = connection.recv()
                 except EOFError:
-                    failure = "died"
+                    process = self.ranks[rank][0]
+                    process.join(GRACE)
+                    failure = f"{self._stack(rank)}\nexit code {process.exitcode}, died"
                 if failure is not None:
                     failures.append(f"rank {rank} of {world}: {failure}")
                     deadline = min(deadline, time.monotonic() + GRACE)
@@ -154,10 +156,9 @@ class _Pool:
 
     def _stack(self, rank: int) -> str:
         process = self.ranks[rank][0]
-        if process.pid is None or not process.is_alive():
-            return "(dead)"
-        os.kill(process.pid, signal.SIGUSR1)
-        time.sleep(0.5)
+        if process.pid is not None and process.is_alive():
+            os.kill(process.pid, signal.SIGUSR1)
+            time.sleep(0.5)
         return Path(self.folder.name, f"stack{rank}").read_text()
 
     def stop(self) -> None:
@@ -190,6 +191,7 @@ def _serve(rank: int, connection: Connection, folder: str) -> None:
     """What a rank does, until its connection closes."""
     stack = Path(folder, f"stack{rank}").open("w")  # noqa: SIM115 - faulthandler writes to it until the end.
     faulthandler.register(signal.SIGUSR1, file=stack)
+    faulthandler.enable(file=stack)
     os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
     if SHARE_GPUS > 1:  # NCCL takes one rank a GPU and host; ranks of several hosts talk by sockets.
         os.environ.update(NCCL_HOSTID=str(rank), NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")

@@ -1,9 +1,10 @@
 // Cross entropy of rows of logits, from one read of them forward, and one read and write backward.
 //
 // Forward, a block takes a row and a warp a part of it at a time, of which a lane holds four
-// vectors of eight logits. Teams of core/cross_entropy.h are warps, so they merge what they find
-// without a word to each other until the row ends. Backward, a thread takes vectors. Logits go one
-// by one where rows are not aligned vectors. Equals core/cross_entropy.h bit for bit.
+// vectors of eight logits, and loads those of the next. Teams of core/cross_entropy.h are warps, so
+// they merge what they find without a word to each other until the row ends. Backward, a thread
+// takes vectors. Logits go one by one where rows are not aligned vectors. Equals
+// core/cross_entropy.h bit for bit.
 #include "core/norm.h"
 #include "kernels/cross_entropy.h"
 #include "kernels/cuda/convert.cuh"
@@ -17,16 +18,32 @@ constexpr int kEach = 8, kVectors = kSoftmaxPart / (kWarp * kEach);
 static_assert(kPartLanes == kWarp * kEach && kEach == kLanesOfThread);
 constexpr int kThreads = kTeams * kWarp;
 
+template <class In>
+using Eight = Words<kEach * sizeof(In)>;
+
 // Eight logits from `at` on; what is beyond the row is -inf.
 template <class In, bool kAligned>
-__device__ __forceinline__ void LoadEight(const In* row, int64_t at, int64_t cols,
-                                          float (&v)[kEach]) {
-  if (kAligned && at < cols) {
-    WidenWords<In>(Load<kEach * sizeof(In), Read::kStream>(row + at), v);
-  } else {
+__device__ __forceinline__ Eight<In> LoadEight(const In* row, int64_t at, int64_t cols) {
+  if (kAligned && at < cols) return Load<kEach * sizeof(In), Read::kStream>(row + at);
+  In logits[kEach];
 #pragma unroll
-    for (int e = 0; e < kEach; ++e) v[e] = at + e < cols ? Widen(row[at + e]) : NoLogits().max;
-  }
+  for (int e = 0; e < kEach; ++e)
+    logits[e] = at + e < cols ? row[at + e] : Narrow<In>(NoLogits().max);
+  Eight<In> words;
+  memcpy(&words, logits, sizeof(words));
+  return words;
+}
+
+// The largest in each lane of 32 bits, of what is not NaN: of one fp32 logit, or of two of 16 bits.
+template <class In>
+__device__ __forceinline__ uint32_t MaxOfWords(uint32_t a, uint32_t b) {
+  if constexpr (std::is_same_v<In, float>)
+    return __float_as_uint(fmaxf(__uint_as_float(a), __uint_as_float(b)));
+  else if constexpr (std::is_same_v<In, bfloat16>)
+    asm("max.bf16x2 %0, %0, %1;" : "+r"(a) : "r"(b));
+  else
+    asm("max.f16x2 %0, %0, %1;" : "+r"(a) : "r"(b));
+  return a;
 }
 
 __device__ __forceinline__ float WarpSum(float (&lanes)[kEach]) {
@@ -37,47 +54,80 @@ __device__ __forceinline__ float WarpSum(float (&lanes)[kEach]) {
   return sum;
 }
 
-// Of a part that begins at `at`, in all lanes of the warp.
+// Logits of a part that a lane has.
+template <class In>
+struct Part {
+  Eight<In> words[kVectors];
+};
+
 template <class In, bool kAligned>
-__device__ __forceinline__ RowStats PartStats(const In* row, int64_t at, int64_t cols, bool total) {
-  const int64_t first = at + threadIdx.x % kWarp * kEach;
-  float x[kVectors][kEach], max = NoLogits().max;
+__device__ __forceinline__ Part<In> LoadPart(const In* row, int64_t at, int64_t cols) {
+  Part<In> part;
 #pragma unroll
   for (int j = 0; j < kVectors; ++j)
-    LoadEight<In, kAligned>(row, first + j * kPartLanes, cols, x[j]);
+    part.words[j] =
+        LoadEight<In, kAligned>(row, at + threadIdx.x % kWarp * kEach + j * kPartLanes, cols);
+  return part;
+}
+
+// Of a part that begins at `at`, in all lanes of the warp.
+template <class In>
+__device__ __forceinline__ RowStats PartStats(const Part<In>& part, int64_t at, int64_t cols,
+                                              bool total) {
+  uint32_t largest = part.words[0].w[0];
 #pragma unroll
   for (int j = 0; j < kVectors; ++j)
 #pragma unroll
-    for (int e = 0; e < kEach; ++e) max = fmaxf(max, x[j][e]);
+    for (const uint32_t word : part.words[j].w) largest = MaxOfWords<In>(largest, word);
+  float pair[4 / sizeof(In)], max;
+  WidenWords<In>(Words<4>{{largest}}, pair);
+  max = fmaxf(pair[0], pair[4 / sizeof(In) - 1]);
 #pragma unroll
   for (int offset = kWarp / 2; offset > 0; offset /= 2)
     max = fmaxf(max, __shfl_xor_sync(kAllLanes, max, offset));
   max = max + 0.0f;  // No -0.
   const float shift = Shift(max);
-  float sums[kEach] = {}, totals[kEach] = {};
+  float lanes[kEach] = {}, x[kEach];
 #pragma unroll
-  for (int j = 0; j < kVectors; ++j)
+  for (int j = 0; j < kVectors; ++j) {
+    WidenWords<In>(part.words[j], x);
 #pragma unroll
-    for (int e = 0; e < kEach; ++e) sums[e] = sums[e] + ExpOfNegative(x[j][e] - shift);
-  if (total)
+    for (int e = 0; e < kEach; ++e) lanes[e] = lanes[e] + ExpOfNegative(x[e] - shift);
+  }
+  const float sum = WarpSum(lanes);
+  if (!total) return {max, sum, 0.0f};
 #pragma unroll
-    for (int j = 0; j < kVectors; ++j)
+  for (int e = 0; e < kEach; ++e) lanes[e] = 0.0f;
 #pragma unroll
-      for (int e = 0; e < kEach; ++e)
-        totals[e] = totals[e] + (first + j * kPartLanes + e < cols ? x[j][e] : 0.0f);
-  return {max, WarpSum(sums), total ? WarpSum(totals) : 0.0f};
+  for (int j = 0; j < kVectors; ++j) {
+    WidenWords<In>(part.words[j], x);
+    const int64_t first = at + threadIdx.x % kWarp * kEach + j * kPartLanes;
+#pragma unroll
+    for (int e = 0; e < kEach; ++e) lanes[e] = lanes[e] + (first + e < cols ? x[e] : 0.0f);
+  }
+  return {max, sum, WarpSum(lanes)};
 }
 
+// Blocks of a multiprocessor: as registers hold this part and the next one.
+template <class In>
+constexpr int kStatsBlocks = sizeof(In) == 2 ? 3 : 2;
+
 template <class In, bool kAligned>
-__global__ void __launch_bounds__(kThreads, 3)
+__global__ void __launch_bounds__(kThreads, kStatsBlocks<In>)
     StatsKernel(const In* logits, const int32_t* labels, int64_t cols, int64_t first, bool total,
                 float* stats) {
   const int64_t row = blockIdx.x;
   const In* x = logits + row * cols;
   const int team = threadIdx.x / kWarp;
+  constexpr int64_t kStep = int64_t{kTeams} * kSoftmaxPart;
   RowStats found = NoLogits();
-  for (int64_t at = int64_t{team} * kSoftmaxPart; at < cols; at += int64_t{kTeams} * kSoftmaxPart)
-    found = Merge(found, PartStats<In, kAligned>(x, at, cols, total));
+  int64_t at = int64_t{team} * kSoftmaxPart;
+  Part<In> next = LoadPart<In, kAligned>(x, at, cols);
+  for (; at < cols; at += kStep) {
+    const Part<In> part = next;
+    next = LoadPart<In, kAligned>(x, at + kStep, cols);
+    found = Merge(found, PartStats<In>(part, at, cols, total));
+  }
   __shared__ RowStats teams[kTeams];
   if (threadIdx.x % kWarp == 0) teams[team] = found;
   __syncthreads();
