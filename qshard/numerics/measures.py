@@ -54,6 +54,8 @@ class Stats:
       counted: share with `x` and `value` finite. `counted + nonfinite_given + nonfinite_made = 1`.
       nonfinite_given: share with `x` infinite or NaN.
       nonfinite_made: share with `x` finite and `value` not, for example because a NaN shares its block.
+      worst_block_db: `sqnr_db` of the block that shares a scale and has the least; of the whole, where all shares one.
+      worst_block: its row and column in `scale_inv` as a matrix; None where no block has a signal.
       beyond_float32: share that is finite and not 0 in what was given, but infinite or 0 in float32.
       bits_per_element: of data and all scales.
       scale_histogram: `floor(log2(scale))` -> number of blocks; `scale` is all that the elements of the block are
@@ -73,6 +75,8 @@ class Stats:
     counted: float
     nonfinite_given: float
     nonfinite_made: float
+    worst_block_db: float
+    worst_block: tuple[int, int] | None
     beyond_float32: float
     bits_per_element: float
     scale_histogram: Mapping[int, int]
@@ -168,11 +172,12 @@ def measured(x: Floats, formats: list[Format], usage: Usage, seed: int, progress
     for fmt in formats:  # Before any is measured.
         plane(fmt, x.array.shape, usage, op=op)
     with progress_of(progress, [str(fmt) for fmt in formats], x.array.size, op) as advance:
-        return [_stats(x, fmt, usage, seed, op, advance) for fmt in formats]
+        return [stats_of(x, fmt, usage, seed, op, advance) for fmt in formats]
 
 
 @np.errstate(all="ignore")
-def _stats(x: Floats, fmt: Format, usage: Usage, seed: int, op: str, advance: Callable[[int], None]) -> Stats:
+def stats_of(x: Floats, fmt: Format, usage: Usage, seed: int, op: str, advance: Callable[[int], None]) -> Stats:
+    """`stats`, which tells `advance` how many elements are done."""
     from qshard.numerics import kernels  # What shows formats to people can be imported without the extension.
     from qshard.numerics.sums import LEAST, Compared, exponent_counts
 
@@ -189,7 +194,7 @@ def _stats(x: Floats, fmt: Format, usage: Usage, seed: int, op: str, advance: Ca
     errors, counts = {}, total.counts
     for i in np.flatnonzero(counts).tolist():
         errors[i + LEAST] = float(total.errors[i] / counts[i])
-    number = int(counts.sum())
+    number, worst = int(counts.sum()), total.worst_block
 
     def share(count: int) -> float:
         return count / matrix.size if matrix.size else 0.0
@@ -198,7 +203,7 @@ def _stats(x: Floats, fmt: Format, usage: Usage, seed: int, op: str, advance: Ca
         format=fmt,
         usage=usage,
         shape=shape,
-        sqnr_db=_decibels(total.signal, total.noise),
+        sqnr_db=decibels(total.signal, total.noise),
         max_relative_error=total.largest if number else math.nan,
         mean_relative_error=float(total.errors.sum()) / number if number else math.nan,
         zeros_made=share(total.zeros_made),
@@ -207,6 +212,8 @@ def _stats(x: Floats, fmt: Format, usage: Usage, seed: int, op: str, advance: Ca
         counted=share(matrix.size - total.nonfinite_given - total.nonfinite_made),
         nonfinite_given=share(total.nonfinite_given),
         nonfinite_made=share(total.nonfinite_made),
+        worst_block_db=decibels(1.0, worst.ratio) if worst else math.nan,
+        worst_block=(worst.block if stored is usage else worst.block[::-1]) if worst else None,
         beyond_float32=share(x.beyond),
         bits_per_element=share(sum(8 * part.nbytes for part in parts if part is not None)),
         scale_histogram=exponent_counts(scales),
@@ -214,7 +221,8 @@ def _stats(x: Floats, fmt: Format, usage: Usage, seed: int, op: str, advance: Ca
     )
 
 
-def _decibels(signal: float, noise: float) -> float:
+def decibels(signal: float, noise: float) -> float:
+    """SQNR: NaN without a signal, infinity without noise."""
     if not signal:
         return math.nan
     return 10 * math.log10(signal / noise) if noise else math.inf

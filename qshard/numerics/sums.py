@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,8 +31,17 @@ EXPONENTS = 128 - LEAST
 _POOLS = itertools.count()
 
 Advance = Callable[[int], None]
+Block = tuple[int, int]
+"""Row and column of a block in the grid of `scale_inv`."""
 Tile = tuple[slice, slice]
 """Rows and columns of the matrix as it is stored."""
+
+
+class WorstBlock(NamedTuple):
+    """A block, and its noise for its signal."""
+
+    ratio: float
+    block: Block
 
 
 @dataclass
@@ -45,6 +54,8 @@ class Sums:
       errors, counts: sums of relative errors, and numbers of elements.
       zeros_made, saturated, subnormal, nonfinite_given, nonfinite_made: numbers of elements.
       elements: number of all.
+      worst: of all whole blocks with a signal, that with the most noise for it; of equal ones the first.
+      parts: signal and noise of blocks that are longer than a tile, so far.
     """
 
     signal: float = 0.0
@@ -58,13 +69,26 @@ class Sums:
     nonfinite_given: int = 0
     nonfinite_made: int = 0
     elements: int = 0
+    worst: WorstBlock | None = None
+    parts: dict[Block, tuple[float, float]] = field(default_factory=dict)
 
     def __iadd__(self, other: Sums) -> Sums:
-        largest = max(self.largest, other.largest)
-        for name, value in vars(other).items():
-            setattr(self, name, getattr(self, name) + value)
-        self.largest = largest
+        largest, worst, parts = max(self.largest, other.largest), _worse(self.worst, other.worst), self.parts
+        for block, (signal, noise) in other.parts.items():
+            before = parts.get(block, (0.0, 0.0))
+            parts[block] = before[0] + signal, before[1] + noise
+        for name in vars(other).keys() - {"largest", "worst", "parts"}:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.largest, self.worst = largest, worst
         return self
+
+    @property
+    def worst_block(self) -> WorstBlock | None:
+        """`worst` of all blocks."""
+        worst = self.worst
+        for block, (signal, noise) in self.parts.items():
+            worst = _worse(worst, WorstBlock(noise / signal, block) if signal else None)
+        return worst
 
 
 @dataclass(frozen=True)
@@ -87,7 +111,7 @@ class Compared:
 
     def sums(self, advance: Advance) -> Sums:
         """Those of all elements. `advance` is told of elements as they are done, on the calling thread."""
-        shape = self.x.shape[::-1] if self.where.transposed else self.x.shape
+        shape = self._stored_shape
         block = self.where.block or shape
         steps = [SIZE // max(min(other, size), 1) for other, size in zip(shape[::-1], TILE[::-1], strict=True)]
         tiles = list(itertools.product(*map(cuts, shape, block, steps)))
@@ -97,6 +121,10 @@ class Compared:
             total += part
             advance(part.elements)
         return total
+
+    @property
+    def _stored_shape(self) -> tuple[int, ...]:
+        return self.x.shape[::-1] if self.where.transposed else self.x.shape
 
     @np.errstate(all="ignore")  # Of the thread that runs it.
     def _job(self, tiles: list[Tile]) -> Sums:
@@ -123,6 +151,7 @@ class Compared:
             nonfinite_made=given.size - nonfinite - _count(counted),
         )
         counted &= nonzero  # A zero stays zero, so it adds nothing to any sum.
+        self._add_blocks(total, given, value, counted, tile)
         if not counted.all():
             given, value = given[counted], value[counted]
         if given.size:
@@ -142,6 +171,28 @@ class Compared:
             whole = whole[rows]
         return Plane(np.ascontiguousarray(data[rows, cols.start // per : cols.stop // per]), scale_inv, whole)
 
+    def _add_blocks(
+        self, total: Sums, given: NDArray[np.float32], value: NDArray[np.float32], counted: NDArray[np.bool_], tile: Tile
+    ) -> None:
+        """Signal and noise of the blocks of a tile: whole ones, or parts of those that are longer than it."""
+        size = given.astype(np.float64)
+        error = np.subtract(value, size)
+        if not counted.all():
+            size[~counted] = error[~counted] = 0
+        block = self.where.block or self._stored_shape
+        row, col = (cut.start // length for cut, length in zip(tile, block, strict=True))
+        signal, noise = (_of_blocks(np.square(part, out=part), block) for part in (size, error))
+        ends = zip(tile, block, self._stored_shape, strict=True)
+        if any(cut.start % length or (cut.stop % length and cut.stop != end) for cut, length, end in ends):
+            for i, j in np.ndindex(signal.shape):
+                total.parts[row + i, col + j] = float(signal[i, j]), float(noise[i, j])
+            return
+        there = signal > 0
+        ratio = np.divide(noise, signal, out=np.full_like(noise, -1), where=there)
+        if there.any():
+            i, j = divmod(int(ratio.argmax()), ratio.shape[1])
+            total.worst = WorstBlock(float(ratio[i, j]), (row + i, col + j))
+
     def _saturated(self, given: NDArray[np.float32], codes: NDArray[np.uint8], tile: Tile) -> int:
         """How many elements are too large for their scale. Only what is stored as the largest can be."""
         element, block = self.format.element, self.where.block
@@ -154,6 +205,22 @@ class Compared:
         scale = scale.astype(np.float64)
         size = np.abs(given.reshape(-1)[largest]).astype(np.float64)
         return _count((scale > 0) & (size > (element.max + step / 2) * scale))
+
+
+def _worse(a: WorstBlock | None, b: WorstBlock | None) -> WorstBlock | None:
+    if a is None or b is None:
+        return a or b
+    return min(a, b, key=lambda each: (-each.ratio, each.block))
+
+
+def _of_blocks(x: NDArray[np.float64], block: tuple[int, int]) -> NDArray[np.float64]:
+    """Sums over blocks, of which the last of each axis may be cut short."""
+    for axis in (1, 0):
+        if x.shape[axis] % block[axis]:
+            x = np.add.reduceat(x, range(0, x.shape[axis], block[axis]), axis)
+        else:
+            x = x.reshape(*x.shape[:axis], -1, block[axis], *x.shape[axis + 1 :]).sum(axis + 1)
+    return x
 
 
 def cuts(size: int, block: int, step: int) -> list[slice]:
