@@ -123,8 +123,9 @@ class Compared:
         return total
 
     @property
-    def _stored_shape(self) -> tuple[int, ...]:
-        return self.x.shape[::-1] if self.where.transposed else self.x.shape
+    def _stored_shape(self) -> tuple[int, int]:
+        rows, cols = self.x.shape
+        return (cols, rows) if self.where.transposed else (rows, cols)
 
     @np.errstate(all="ignore")  # Of the thread that runs it.
     def _job(self, tiles: list[Tile]) -> Sums:
@@ -172,7 +173,12 @@ class Compared:
         return Plane(np.ascontiguousarray(data[rows, cols.start // per : cols.stop // per]), scale_inv, whole)
 
     def _add_blocks(
-        self, total: Sums, given: NDArray[np.float32], value: NDArray[np.float32], counted: NDArray[np.bool_], tile: Tile
+        self,
+        total: Sums,
+        given: NDArray[np.float32],
+        value: NDArray[np.float32],
+        counted: NDArray[np.bool_],
+        tile: Tile,
     ) -> None:
         """Signal and noise of the blocks of a tile: whole ones, or parts of those that are longer than it."""
         size = given.astype(np.float64)

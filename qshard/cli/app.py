@@ -1,0 +1,91 @@
+"""The commands together, and how the process ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any, TextIO
+
+import click
+
+from qshard import environment
+from qshard.cli import USAGE
+from qshard.cli.bench import bench
+from qshard.cli.convert import convert
+from qshard.cli.errors import Failure, printable
+from qshard.cli.info import info
+from qshard.cli.report import report
+
+INTERRUPTED = 128 + signal.SIGINT
+TERMINATED = 128 + signal.SIGTERM
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@click.version_option(environment.__version__, message="qshard %(version)s")
+def group() -> None:
+    """Formats of few bits: what they do to checkpoints, and checkpoints in them."""
+
+
+for command in (report, convert, bench, info):
+    group.add_command(command)
+
+
+def run(arguments: Sequence[str] | None) -> int:
+    """Runs a command, and says in one line why it did not go on.
+
+    Returns:
+      The exit status.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")  # Names have characters that not every terminal has.
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _terminated)
+    given = None if arguments is None else list(arguments)
+    return _ended(lambda: group.main(args=given, prog_name="qshard", standalone_mode=False))
+
+
+def _terminated(number: int, frame: FrameType | None) -> None:
+    sys.exit(TERMINATED)  # What is half done is cleaned up.
+
+
+def _ended(work: Callable[[], Any]) -> int:
+    try:
+        work()
+        sys.stdout.flush()
+    except click.exceptions.NoArgsIsHelpError as error:
+        print(error.format_message(), file=sys.stderr)
+        return USAGE
+    except click.UsageError as error:
+        where = error.ctx.command_path if error.ctx else "qshard"
+        return _said(f"{error.format_message().rstrip('.')}; {where} --help has what there is", USAGE)
+    except click.ClickException as error:
+        return _said(error.format_message(), error.exit_code)
+    except Failure as error:
+        return _said(str(error), error.status)
+    except (KeyboardInterrupt, click.Abort):
+        return _said("interrupted", INTERRUPTED)
+    except BrokenPipeError:
+        _closed(sys.stdout)  # Python would complain at its end.
+        return 1
+    except MemoryError as error:
+        return _said(f"out of memory: {error}; the largest tensor and its codes have to fit", 1)
+    except OSError as error:
+        what = f"{error.filename}: " if error.filename is not None else ""
+        return _said(f"{what}{error.strerror or error}", 1)
+    except ImportError as error:
+        return _said(str(error), 1)
+    return 0
+
+
+def _said(text: str, status: int) -> int:
+    print(f"qshard: {printable(' '.join(text.split()))}", file=sys.stderr, flush=True)
+    return status
+
+
+def _closed(stream: TextIO) -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
