@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
-import threading
-from collections.abc import Callable, Sequence
-from types import FrameType
-from typing import Any, TextIO
+from collections.abc import Sequence
+from typing import TextIO
 
 import click
 
@@ -19,9 +16,6 @@ from qshard.cli.convert import convert
 from qshard.cli.errors import Failure, printable
 from qshard.cli.info import info
 from qshard.cli.report import report
-
-INTERRUPTED = 128 + signal.SIGINT
-TERMINATED = 128 + signal.SIGTERM
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
@@ -43,20 +37,16 @@ def run(arguments: Sequence[str] | None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # Names have characters that not every terminal has.
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, _terminated)
-    given = None if arguments is None else list(arguments)
-    return _ended(lambda: group.main(args=given, prog_name="qshard", standalone_mode=False))
+    return _ended(list(sys.argv[1:] if arguments is None else arguments))
 
 
-def _terminated(number: int, frame: FrameType | None) -> None:
-    sys.exit(TERMINATED)  # What is half done is cleaned up.
-
-
-def _ended(work: Callable[[], Any]) -> int:
+def _ended(arguments: list[str]) -> int:
     try:
-        work()
+        with group.make_context("qshard", arguments) as context:  # `main` has words of its own for Ctrl-C.
+            group.invoke(context)
         sys.stdout.flush()
+    except click.exceptions.Exit as end:  # Of --help.
+        return end.exit_code
     except click.exceptions.NoArgsIsHelpError as error:
         print(error.format_message(), file=sys.stderr)
         return USAGE
@@ -67,8 +57,6 @@ def _ended(work: Callable[[], Any]) -> int:
         return _said(error.format_message(), error.exit_code)
     except Failure as error:
         return _said(str(error), error.status)
-    except (KeyboardInterrupt, click.Abort):
-        return _said("interrupted", INTERRUPTED)
     except BrokenPipeError:
         _closed(sys.stdout)  # Python would complain at its end.
         return 1

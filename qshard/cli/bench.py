@@ -37,7 +37,7 @@ class Timing:
 @click.command()
 @click.option(
     "--size",
-    type=click.IntRange(128, 2**15),
+    type=click.IntRange(1, 2**15),
     default=2048,
     show_default=True,
     help="Rows and columns, rounded up to 128.",

@@ -63,7 +63,7 @@ def find(checkpoint: Checkpoint, question: Question, globs: Sequence[str], budge
         raise Misuse(f"{shown(checkpoint.path)} has no layer to measure: {some}; name layers with --layers")
     if budget is not None:
         least = sum(map(question.least_bytes, entries)) / sum(entry.elements for entry in entries)
-        if budget < least:
+        if not budget >= least:  # NaN, too.
             raise Misuse(f"--budget {budget:g} is too small: the formats take {least:.4f} bytes an element at least")
     layers = tuple(measured(entries, question, set(checkpoint.entries)))
     ranked_by, ranking = ranked(layers)
@@ -102,6 +102,11 @@ def draws(layer: Layer) -> list[str]:
         for row in layer.rows
         if len(row.draws) > 1
     ]
+
+
+def level(harm: float) -> str:
+    """`decibels` in a sentence."""
+    return f"{decibels(harm)} dB" if harm else "no noise"
 
 
 def decibels(harm: float | None) -> str:

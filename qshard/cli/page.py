@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from qshard import environment
 from qshard.cli.curve import svg
 from qshard.cli.errors import printable
-from qshard.cli.findings import HARM, RANKING, Findings, decibels, draws, title
+from qshard.cli.findings import HARM, RANKING, Findings, decibels, draws, level, title
 from qshard.cli.layers import Layer
 
 STYLE = """
@@ -61,7 +61,7 @@ def _parts(findings: Findings) -> Iterator[str]:
         yield "What keeps all numbers has no noise, and is not on it.</p>"
     if chosen is not None:
         yield f"<h2>For {findings.budget:g} bytes an element</h2>"
-        yield f"<p>{chosen.point.bytes_per_element:.3f} bytes an element, {decibels(chosen.point.harm)} dB.</p>"
+        yield f"<p>{chosen.point.bytes_per_element:.3f} bytes an element, {level(chosen.point.harm)}.</p>"
         rows = [(name, each.name, f"{each.nbytes:.0f}", decibels(each.harm)) for name, each in chosen.choices.items()]
         yield _table(("layer", "format", "bytes", "dB"), rows)
     if findings.ranking:

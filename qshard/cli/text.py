@@ -13,7 +13,7 @@ from rich.text import Text
 
 from qshard.cli.choose import Point
 from qshard.cli.errors import shown
-from qshard.cli.findings import HARM, RANKING, Findings, decibels, draws, title
+from qshard.cli.findings import HARM, RANKING, Findings, decibels, draws, level, title
 from qshard.cli.layers import Layer
 from qshard.cli.quantizing import Conversion
 from qshard.formats import Format, Usage
@@ -106,7 +106,7 @@ def _print_recommendation(out: Console, findings: Findings) -> None:
         return
     out.print()
     point = chosen.point
-    what = f"{point.bytes_per_element:.3f}, {decibels(point.harm)} dB"
+    what = f"{point.bytes_per_element:.3f}, {level(point.harm)}"
     out.print(Text(f"for {findings.budget:g} bytes an element: {what}", style="bold"))
     rows = [
         [shown(name), choice.name, f"{choice.nbytes:.0f}", decibels(choice.harm)]
