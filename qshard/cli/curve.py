@@ -15,6 +15,11 @@ TICKS = 6
 """On an axis, about."""
 LINE = 15
 """Between two lines of text."""
+LETTER = 7.0
+"""The width of a letter, about."""
+DROP = 4
+"""From the middle of a line of text down to where its letters stand."""
+DOT = 4
 STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
 
 
@@ -49,15 +54,16 @@ def _drawn(
     for value in up:
         _, y = at(Point(across[0], 10 ** (value / 10)))
         yield f'<line class="grid" x1="{LEFT}" y1="{y:.1f}" x2="{WIDTH - RIGHT}" y2="{y:.1f}"/>'
-        yield f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{value:g}</text>'
+        yield f'<text x="{LEFT - 8}" y="{y + DROP:.1f}" text-anchor="end">{value:g}</text>'
     yield f'<text x="{WIDTH / 2}" y="{HEIGHT - 10}" text-anchor="middle">bytes an element</text>'
     yield f'<text x="{LEFT}" y="{TOP - 12}">dB of {html.escape(HARM)}</text>'
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in map(at, curve))
     yield f'<polyline class="curve" points="{path}"/>'
-    taken: list[tuple[float, float, float]] = []
+    # Dots are in the way of names, too.
+    taken = [(x - DOT, x + DOT, y + DROP) for x, y in map(at, uniform.values())]
     for name, point in sorted(uniform.items(), key=lambda each: at(each[1])[1]):
         x, y = at(point)
-        yield f'<circle class="uniform" cx="{x:.1f}" cy="{y:.1f}" r="4"/>'
+        yield f'<circle class="uniform" cx="{x:.1f}" cy="{y:.1f}" r="{DOT}"/>'
         yield _label(name, x, y, taken)
     if chosen is not None:
         x, y = at(chosen)
@@ -66,16 +72,18 @@ def _drawn(
 
 
 def _label(name: str, x: float, y: float, taken: list[tuple[float, float, float]]) -> str:
-    """A name beside its dot, on the side that has room, below the names that are there."""
-    width = 7.0 * len(name)
-    right = x + 8 + width < WIDTH - RIGHT
-    start = x + 8 if right else x - 8 - width
-    row = y + 4
+    """A name beside its dot, on the side that has room, below what is there, with a line where that is far."""
+    width = LETTER * len(name)
+    right = x + 2 * DOT + width < WIDTH - RIGHT
+    edge = x + 2 * DOT if right else x - 2 * DOT
+    start = edge if right else edge - width
+    row = y + DROP
     while any(start < end and begin < start + width and abs(row - other) < LINE for begin, end, other in taken):
         row += 1
     taken.append((start, start + width, row))
-    anchor = f'x="{x + 8:.1f}"' if right else f'x="{x - 8:.1f}" text-anchor="end"'
-    return f'<text {anchor} y="{row:.1f}">{html.escape(name)}</text>'
+    line = f'<line class="lead" x1="{x:.1f}" y1="{y:.1f}" x2="{edge:.1f}" y2="{row - DROP:.1f}"/>'
+    text = f'<text x="{edge:.1f}" y="{row:.1f}" text-anchor="{"start" if right else "end"}">{html.escape(name)}</text>'
+    return (line if row > y + DROP else "") + text
 
 
 def _level(point: Point) -> float:

@@ -22,7 +22,7 @@ td:first-child, th:first-child { text-align: left; overflow-wrap: anywhere }
 th { border-bottom: 1px solid #8b949e } .small, footer { color: #57606a; font-size: .85em }
 svg { max-width: 100%; font: 12px system-ui, sans-serif; fill: #1b1f24 }
 .grid { stroke: #d0d7de } .curve { fill: none; stroke: #0969da; stroke-width: 2 }
-.uniform { fill: #bc4c00 } .chosen { fill: none; stroke: #1a7f37; stroke-width: 3 }
+.lead { stroke: #8b949e } .uniform { fill: #bc4c00 } .chosen { fill: none; stroke: #1a7f37; stroke-width: 3 }
 .wide { overflow-x: auto }
 """
 HEADS = (
