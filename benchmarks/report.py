@@ -27,7 +27,16 @@ GPU_SECTIONS = {
     "gpu_adam": "A step of Adam on one GPU",
     "gpu_master": "The steps of cast_master on one GPU",
 }
-JUDGED = ("step_torch", "tensor_parallel", "tensor_parallel_jax", *GPU_SECTIONS, "cross_entropy", "host", "numerics")
+JUDGED = (
+    "step_torch",
+    "tensor_parallel",
+    "tensor_parallel_jax",
+    "grouped",
+    *GPU_SECTIONS,
+    "cross_entropy",
+    "host",
+    "numerics",
+)
 """Files whose rows have targets in `TARGETS`."""
 # README's table: label, qshard's operations, those of torch.compile. Numbers of one line are apart by " / ".
 README_GPU = (

@@ -114,6 +114,13 @@ def tensor_parallel_section(tables: Tables) -> str:
     return f"## Tensor parallelism in PyTorch\n\n{origin(rows)} {text}\n\n{table(header, step_torch_lines(rows))}\n"
 
 
+def grouped_section(tables: Tables) -> str:
+    rows = tables["grouped"]
+    columns = ["kind", "ms", "times_bf16"]
+    text = "A layer of experts on one GPU, forward and backward; `bench_grouped.py` says what a kind is."
+    return f"## Experts\n\n{origin(rows)} {text}\n\n{table(columns, [[row[c] for c in columns] for row in rows])}\n"
+
+
 def step_torch_lines(rows: Rows) -> list[list[str]]:
     """Milliseconds of a step, and of one of many, and GiB of each kind, all in percent of eager bf16 too."""
     base = next((row for row in rows if row["kind"] == "bf16"), None)
@@ -185,5 +192,6 @@ STEP_SECTIONS: dict[str, Callable[[Tables], str]] = {
     "step_jax": step_jax_section,
     "wire_jax": wire_jax_section,
     "tensor_parallel": tensor_parallel_section,
+    "grouped": grouped_section,
     "tensor_parallel_jax": tensor_parallel_jax_section,
 }

@@ -180,6 +180,18 @@ TARGETS = (
             (kinds[1], "1.1 times as fast overlapped", 1.1, "what travels is hidden", kinds[2]),
         )
     ),
+    *(
+        Target(
+            "grouped",
+            rf"(fp8( E4M3)?|block), (host|device), {experts} experts",
+            f"{experts} experts in at most the time of bfloat16",
+            1,
+            "torch._grouped_mm",
+            column="ms",
+            of=f"bf16 torch, device, {experts} experts",
+        )
+        for experts in (8, 64)
+    ),
     Target(
         "cross_entropy",
         r"cross entropy qshard(\.jax)?",

@@ -59,8 +59,8 @@ def refusal(directory: Path | None, formats: list[str], resume: bool, settings: 
     if resume and not found:
         return f"--checkpoint {directory} has none of {', '.join(formats)}; leave --resume out"
     for path in found.values():
-        old = json.loads((path / "run.json").read_text())["settings"]
-        same = [*settings] if old["framework"] == settings["framework"] else ["text", "steps", "batch"]
+        old = {"experts": 0, **json.loads((path / "run.json").read_text())["settings"]}
+        same = [*settings] if old["framework"] == settings["framework"] else ["text", "steps", "batch", "experts"]
         for name in same:
             if old[name] != settings[name]:
                 return (

@@ -12,6 +12,7 @@ import optax
 import checkpoint
 import qshard.jax as qshard
 from checkpoint import Whole
+from gpt import expert_names, is_stacked, stacked
 from report import Run
 
 MOMENTS = {"exp_avg": "mu", "exp_avg_sq": "nu"}
@@ -68,7 +69,19 @@ def _whole(training: dict[str, Any]) -> Whole:
                 f"scale.{role}": np.asarray(tensor.scale),
                 f"history.{role}": np.asarray(tensor.amax_history),
             }
-    return whole
+    return _each_expert(whole)
+
+
+def _each_expert(whole: Whole) -> Whole:
+    """Weights of experts under a name for each, as train_torch.py has them."""
+    each: Whole = {}
+    for name, parts in whole.items():
+        if is_stacked(name):
+            for i, own in enumerate(expert_names(name, len(parts["weight"]))):
+                each[own] = {part: np.asarray(array[i]) for part, array in parts.items()}
+        else:
+            each[name] = parts
+    return each
 
 
 def _adam(training: dict[str, Any]) -> optax.ScaleByAdamState:
@@ -85,7 +98,8 @@ def _masters(training: dict[str, Any]) -> dict[str, jax.Array | None]:
 
 def _from_whole(whole: Whole, training: dict[str, Any], done: int) -> dict[str, Any]:
     """The training that train_torch.py has saved, cut as `training` is."""
-    parts = {part: checkpoint.parts_of(whole, part) for part in ("weight", *MOMENTS)}
+    kinds = dict.fromkeys(part for parts in whole.values() for part in parts)
+    parts = {part: stacked(checkpoint.parts_of(whole, part)) for part in kinds}
 
     def taken(tree: Any) -> Any:
         if isinstance(tree, optax.ScaleByAdamState):
@@ -96,7 +110,7 @@ def _from_whole(whole: Whole, training: dict[str, Any], done: int) -> dict[str, 
     def state_of(name: str, state: qshard.LinearState) -> qshard.LinearState:
         tensors = {
             role: qshard.TensorState(
-                whole[name][f"scale.{role}"], whole[name][f"history.{role}"], getattr(state, role).observed
+                parts[f"scale.{role}"][name], parts[f"history.{role}"][name], getattr(state, role).observed
             )
             for role in ROLES
         }

@@ -30,8 +30,12 @@ def record_gathered(model: nn.Module) -> dict[str, list[np.ndarray]]:
     gathered: dict[str, list[np.ndarray]] = {}
     hooks = {}
 
-    def copy(layer: nn.Module, inputs: object, name: str) -> None:
-        weight: Any = layer.weight
+    def copy(layer: nn.Module, inputs: object, names: list[str]) -> None:
+        for name in names:
+            copy_of(model.get_submodule(name.removesuffix(".weight")).weight, name)
+        hooks.pop(layer).remove()
+
+    def copy_of(weight: Any, name: str) -> None:
         local = weight.to_local() if isinstance(weight, DTensor) else weight
         parts = [part for part in local.rowwise if part is not None] if hasattr(local, "rowwise") else [local]
         if isinstance(weight, DTensor):
@@ -39,12 +43,13 @@ def record_gathered(model: nn.Module) -> dict[str, list[np.ndarray]]:
         gathered[name] = [
             part.detach().clone().contiguous().flatten().view(torch.uint8).cpu().numpy() for part in parts
         ]
-        hooks.pop(name).remove()
 
     for layer_name, layer in model.named_modules():
-        if hasattr(layer, "weight"):
-            name = f"{layer_name}.weight"
-            hooks[name] = layer.register_forward_pre_hook(partial(copy, name=name))
+        names = [f"{layer_name}.weight"] if hasattr(layer, "weight") else []
+        if hasattr(layer, "experts"):  # It is called for all of them, and they are not.
+            names = [f"{layer_name}.experts.{expert}.weight" for expert in range(len(layer.experts))]
+        if names:
+            hooks[layer] = layer.register_forward_pre_hook(partial(copy, names=names))
     return gathered
 
 

@@ -2,12 +2,23 @@
 
 A pre-norm GPT over bytes: learned positions, causal attention, squared-ReLU MLP, no biases. Linear weights are stored
 `[out_features, in_features]`, as torch does, and every weight is sharded over its first axis.
+
+With experts the MLP of a block is several, of which each token passes one, as in Switch Transformer, arXiv:2101.03961:
+
+    p = softmax(x @ router), e = argmax p, y = p[e] MLP_e(x)
+
+The loss has BALANCE E sum_e f[e] mean(p[:, e]) added for each block, where f[e] is the part of tokens that expert e has
+(its equation 4), but only in gradients: losses that are shown are those of the text. Routers are `[width, experts]`.
 """
 
 import math
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
+
+BALANCE = 0.01  # how much it counts that experts have as many tokens each
 
 
 @dataclass(frozen=True)
@@ -19,6 +30,7 @@ class GPTConfig:
     heads: int = 4
     context: int = 32
     vocabulary: int = 256  # a token is a byte
+    experts: int = 0  # MLPs of a block, of which each token passes one; 0: it has one, for all tokens
 
 
 @dataclass(frozen=True)
@@ -47,9 +59,9 @@ class Schedule:
 def is_quantized(name: str) -> bool:
     """Return whether a recipe applies to the weight called `name`: the linear layers of the blocks, 96 % of the model.
 
-    Embeddings, norms and the head stay in high precision, as is usual for FP8 training.
+    Embeddings, norms, routers and the head stay in high precision, as is usual for FP8 training.
     """
-    return name.startswith("blocks.") and not name.endswith("norm.weight")
+    return name.startswith("blocks.") and not name.endswith(("norm.weight", "router.weight"))
 
 
 def initial_weights(config: GPTConfig, seed: int = 0) -> dict[str, np.ndarray]:
@@ -76,7 +88,29 @@ def initial_weights(config: GPTConfig, seed: int = 0) -> dict[str, np.ndarray]:
     for layer in range(config.layers):
         for norm in ("attention_norm", "mlp_norm"):
             weights[f"blocks.{layer}.{norm}.weight"] = np.ones(width, np.float32)
+        if config.experts:
+            weights[f"blocks.{layer}.router.weight"] = normal(width, config.experts, width**-0.5)
         for name, (rows, columns) in shapes.items():
             gain = residual if name in ("projection", "down") else 1
-            weights[f"blocks.{layer}.{name}.weight"] = normal(rows, columns, gain * columns**-0.5)
+            parts = config.experts if name in ("up", "down") else 0
+            for each in [f"{name}.experts.{expert}" for expert in range(parts)] or [name]:
+                weights[f"blocks.{layer}.{each}.weight"] = normal(rows, columns, gain * columns**-0.5)
     return weights
+
+
+def expert_names(name: str, experts: int) -> list[str]:
+    """Return the names of the weights that `name`, such as "blocks.0.up.experts.weight", is of."""
+    return [name.replace(".experts.", f".experts.{expert}.") for expert in range(experts)]
+
+
+def stacked(weights: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Put the weights of a layer's experts into one `[experts, rows, columns]`, as JAX has them."""
+    found: dict[str, list[np.ndarray]] = {}
+    for name, weight in weights.items():
+        found.setdefault(re.sub(r"\.experts\.\d+\.", ".experts.", name), []).append(weight)
+    return {name: np.stack(parts) if is_stacked(name) else parts[0] for name, parts in found.items()}
+
+
+def is_stacked(name: str) -> bool:
+    """Return whether a weight is that of all experts of a layer."""
+    return name.endswith(".experts.weight")

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import options
 import qshard.jax as qshard
+from gpt import is_stacked
 from qshard.recipes import Recipe
 
 MODES = ("shard_map", "auto", "explicit")
@@ -31,6 +32,10 @@ def refusal(arguments: Any) -> str | None:
     """Say why this mode cannot do what is asked, if it cannot."""
     if arguments.mode == "shard_map" and arguments.mesh == "fsdp,tp":
         return "--mesh fsdp,tp is not for --mode shard_map, whose program would have to say it; give --mode auto"
+    if arguments.mode == "explicit" and arguments.experts:
+        return (
+            f"--experts {arguments.experts} is not for --mode explicit: JAX types no ragged product; give --mode auto"
+        )
     return None
 
 
@@ -43,6 +48,8 @@ def make_mesh(name: str, mode: str, devices: list[jax.Device]) -> Mesh:
 
 def spec_of(mesh: Mesh, name: str) -> P:
     """Return how a weight is cut: by rows, and under tensor parallelism by what two devices share of a layer first."""
+    if is_stacked(name):
+        return P(None, "fsdp")
     if "tp" in mesh.axis_names and name.endswith(COLUMNS):
         return P(("tp", "fsdp"))
     return P("fsdp", "tp") if "tp" in mesh.axis_names and name.endswith(ROWS) else P("fsdp")

@@ -30,6 +30,7 @@ KINDS = ("shard", "primary", "zero")
 MESHES = {"fsdp": ("fsdp",), "hsdp": ("replicate", "fsdp"), "fsdp,tp": ("fsdp", "tp")}
 # How the loss is made: of whole logits, by the framework, or a chunk of them at a time, by qshard.
 LOSSES = ("plain", "fused")
+MOST_EXPERTS = 256
 SHOWN = (
     "fused",
     "primary",
@@ -59,6 +60,17 @@ def whole_number(value: str, most: int) -> int:
     """Parse a whole number from 1 to `most`."""
     if not (value.isdecimal() and len(value) <= len(str(most)) and 1 <= int(value) <= most):
         raise argparse.ArgumentTypeError(f"{value[:20]!r} is not a whole number from 1 to {most}")
+    return int(value)
+
+
+def expert_count(value: str) -> int:
+    """Parse a number of experts."""
+    if not (
+        value.isdecimal()
+        and len(value) <= len(str(MOST_EXPERTS))
+        and (int(value) == 0 or 2 <= int(value) <= MOST_EXPERTS)
+    ):
+        raise argparse.ArgumentTypeError(f"{value[:20]!r} is not 0, or a whole number from 2 to {MOST_EXPERTS}")
     return int(value)
 
 
@@ -109,6 +121,9 @@ def parse(
     parser.add_argument("--text", type=text_file, metavar="FILE", help="train on it (default: Python's help topics)")
     parser.add_argument("--out", type=output_directory, default="build/train", help="results (default: %(default)s)")
     parser.add_argument("--loss", choices=LOSSES, default="plain", help="whether the head gives it, without logits")
+    parser.add_argument(
+        "--experts", type=expert_count, metavar="N", default=0, help="MLPs of a block, of which each token passes one"
+    )
     parser.add_argument("--weights", choices=kinds, default="shard", help="what a rank keeps of a weight")
     parser.add_argument("--mesh", choices=MESHES, default="fsdp", help="which ranks have parts of it")
     if modes:
@@ -141,6 +156,8 @@ def refusal(options: argparse.Namespace) -> str | None:
         return f"--weights {kind} is not for bf16, which has no codes to keep; leave bf16 out, or --weights"
     if kind == "zero" and mesh != "fsdp":
         return f"--weights zero cuts weights over all ranks alike, not over --mesh {mesh}; leave --mesh out"
+    if options.experts and mesh == "fsdp,tp":
+        return f"--experts {options.experts} is not for --mesh {mesh}, whose layers all tokens pass; leave --mesh out"
     if mesh != "fsdp" and (ranks < 4 or ranks % 2):
         return f"--mesh {mesh} needs an even number of ranks, 4 or more, not {ranks}; give --ranks 4"
     return None
@@ -149,4 +166,5 @@ def refusal(options: argparse.Namespace) -> str | None:
 def chosen(options: argparse.Namespace, kind: str) -> list[str]:
     """Return what of the command line the report names, for weights of `kind`."""
     given = {"loss": options.loss, "weights": kind, "mesh": options.mesh, "mode": getattr(options, "mode", None)}
-    return [f"--{name} {value}" for name, value in given.items() if value in SHOWN]
+    shown = [f"--{name} {value}" for name, value in given.items() if value in SHOWN]
+    return [*shown, *([f"--experts {options.experts}"] if options.experts else [])]

@@ -7,6 +7,7 @@ import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ class Run:
       first_step: that step: of a run that goes on from the other framework's checkpoint, its own first.
       validation: (steps trained, loss on the held-out text).
       device: the name of what a rank runs on.
+      experts: MLPs of a block.
     """
 
     framework: str
@@ -53,6 +55,7 @@ class Run:
     validation: list[tuple[int, float]] = field(default_factory=list)
     device: str = "CPU"
     first_step: int = 1
+    experts: int = 0
 
     @property
     def milliseconds_a_step(self) -> float:
@@ -124,7 +127,8 @@ def present(runs: list[Run], directory: Path) -> None:
     console = Console()
     if not console.is_terminal:
         console.width = 120  # a log has no width of its own
-    everything = [run for run in load(directory) if (run.text, run.steps) == (runs[0].text, runs[0].steps)]
+    same = attrgetter("text", "steps", "experts")
+    everything = [run for run in load(directory) if same(run) == same(runs[0])]
     console.print(table(everything))
     path = directory / "loss.png"
     plot(everything).savefig(path, dpi=150)

@@ -2,7 +2,7 @@
 
     python examples/train_jax.py [--recipe fp8 | --formats bf16,fp8,mxfp8] [--steps N] [--text FILE]
         [--mode shard_map|auto|explicit] [--mesh fsdp|hsdp|fsdp,tp] [--weights shard|primary]
-        [--loss plain|fused] [--checkpoint DIR [--every N] [--resume]]
+        [--loss plain|fused] [--experts N] [--checkpoint DIR [--every N] [--resume]]
 
 Runs on the GPUs present, or on eight host devices of the CPU. What a recipe changes is marked (1), (2), (3).
 """
@@ -16,6 +16,7 @@ import math
 import re
 import time
 from argparse import Namespace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -28,12 +29,13 @@ from jax.sharding import PartitionSpec as P
 
 import checkpoint
 import checkpoint_jax
+import experts_jax
 import modes
 import options
 import qshard.jax as qshard
 import report
 from corpus import Batch, Corpus, load
-from gpt import GPTConfig, Schedule, initial_weights, is_quantized
+from gpt import BALANCE, GPTConfig, Schedule, initial_weights, is_quantized, is_stacked, stacked
 from modes import Layout, bf16_linear, gather
 from progress import TrainingProgress
 from qshard.recipes import DelayedScaling, Recipe
@@ -54,14 +56,17 @@ def last_of(
     key: jax.Array,
     recipe: Recipe | None,
     gathered: dict[str, Any] | None,
-) -> tuple[jax.Array, jax.Array]:
-    """Map tokens [batch, context] to what the head multiplies, [batch, context, width], and return its weight too.
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Map tokens [batch, context] to what the head multiplies, [batch, context, width].
+
+    Return its weight too, and how unevenly experts have tokens.
 
     `weights` and `tokens` are what `layout` says. Every weight is put into `gathered`, if that is given, as its layer
     gathers it.
     """
     # A GPU computes in bfloat16, like the weights it gathers; most CPUs are slow in it.
     compute_dtype = jnp.bfloat16 if jax.default_backend() == "gpu" else jnp.float32
+    uneven = []
 
     def whole(name: str) -> jax.Array:
         weight = gather(layout, f"{name}.weight", weights[f"{name}.weight"])
@@ -75,6 +80,12 @@ def last_of(
         x = centred * jax.lax.rsqrt((centred**2).mean(-1, keepdims=True) + 1e-5)
         return x.astype(compute_dtype) * whole(name)
 
+    def given_to(weight: str) -> dict[str, Any]:
+        return {
+            "state": states.get(weight),
+            "seed": jax.random.fold_in(key, list(weights).index(weight)),  # each layer rounds by numbers of its own
+        }
+
     def linear(x: jax.Array, name: str) -> jax.Array:
         weight = f"{name}.weight"
         shard = weights[weight]
@@ -83,27 +94,38 @@ def last_of(
                 gathered[weight] = gather(layout, weight, shard)
             return bf16_linear(layout, weight, x, shard)
         # (1) quantize the shard, gather its codes, multiply what the recipe makes of x and of the weight
-        given: dict[str, Any] = {
-            "weight_scales": scales.get(weight),
-            "state": states.get(weight),
-            "seed": jax.random.fold_in(key, list(weights).index(weight)),  # each layer rounds by numbers of its own
-        }
+        given = {**given_to(weight), "weight_scales": scales.get(weight)}
         if gathered is not None:
             gathered[weight] = layout.gathered_weight(shard, weight, recipe, given)
         return layout.linear(x, shard, weight, recipe, given)
+
+    def grouped(x: jax.Array, sizes: jax.Array, name: str) -> jax.Array:
+        weight = f"{name}.experts.weight"
+        shard, given = weights[weight], given_to(weight)
+        if gathered is not None:
+            gathered.update(experts_jax.gathered_weights(layout, shard, weight, recipe, given["state"]))
+        return experts_jax.grouped_linear(layout, x, shard, sizes, weight, recipe, given)
+
+    def mlp(x: jax.Array, name: str) -> jax.Array:
+        if f"{name}.router.weight" not in weights:
+            return linear(jax.nn.relu(linear(x, f"{name}.up")) ** 2, f"{name}.down")
+        y, more = experts_jax.routed(
+            x, whole(f"{name}.router"), lambda rows, sizes, layer: grouped(rows, sizes, f"{name}.{layer}")
+        )
+        uneven.append(more)
+        return layout.rows(y)
 
     def block(x: jax.Array, name: str) -> jax.Array:
         qkv = layout.rows(linear(norm(x, f"{name}.attention_norm"), f"{name}.qkv"))
         q, k, v = jnp.unstack(qkv.reshape(*x.shape[:-1], 3, CONFIG.heads, -1), axis=-3)
         attention = jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape)
         x = x + linear(attention, f"{name}.projection")
-        hidden = jax.nn.relu(linear(norm(x, f"{name}.mlp_norm"), f"{name}.up")) ** 2
-        return x + linear(hidden, f"{name}.down")
+        return x + mlp(norm(x, f"{name}.mlp_norm"), name)
 
     x = layout.take(whole("embedding"), tokens) + whole("position")
     for layer in range(CONFIG.layers):
         x = block(x, f"blocks.{layer}")
-    return norm(x, "norm"), whole("head")
+    return norm(x, "norm"), whole("head"), sum(uneven, jnp.float32(0))
 
 
 def loss_of(
@@ -122,18 +144,23 @@ def loss_of(
     In `shard_map` all of it is one device's part, and recorded weights get a first axis of one, for devices.
     """
     scales = {}
-    shards = {name: weight for name, weight in weights.items() if is_quantized(name) and isinstance(weight, jax.Array)}
+    shards = {
+        name: weight
+        for name, weight in weights.items()
+        if is_quantized(name) and not is_stacked(name) and isinstance(weight, jax.Array)
+    }
     if (
         recipe is not None and shards and not states
     ):  # (2) one all-reduce finds what the scales of all weights follow from
         scales = layout.scales(jax.lax.stop_gradient(shards), recipe)
     gathered: dict[str, Any] | None = {} if record else None
-    x, head = last_of(layout, weights, states, scales, tokens, layout.key(key), recipe, gathered)
+    x, head, uneven = last_of(layout, weights, states, scales, tokens, layout.key(key), recipe, gathered)
     if fused:  # Its logits are there for some rows at a time, and their gradient takes their place.
         loss = qshard.linear_cross_entropy(x, head, targets)
     else:
         logits = (x @ head.T).astype(jnp.float32)
         loss = optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
+    loss += BALANCE * (uneven - jax.lax.stop_gradient(uneven))  # whose gradients alone are there
     return layout.mean(loss), jax.tree.map(lambda part: part[None], gathered or {})
 
 
@@ -168,7 +195,7 @@ def make_optimizer(mesh: Mesh, kind: str, recipe: Recipe | None, schedule: Sched
         *schedule.betas,
         schedule.eps,
         weight_decay=schedule.weight_decay,
-        mask=lambda weights: jax.tree.map(lambda weight: weight.ndim == 2, weights),
+        mask=lambda weights: jax.tree.map(lambda weight: weight.ndim >= 2, weights),
     )
     if kind != "primary" or recipe is None:
         return adamw
@@ -194,15 +221,15 @@ def like(weights: Weights, states: States) -> dict[str, Any] | None:
     return {name: states.get(name) for name in weights} if states else None
 
 
-def begin(mesh: Mesh, recipe: Recipe | None, optimizer: Any) -> Training:
+def begin(mesh: Mesh, recipe: Recipe | None, optimizer: Any, config: GPTConfig) -> Training:
     """Put the shared initial weights on the mesh, each device its part, and what goes with them."""
     weights = {
         name: jax.device_put(value, NamedSharding(mesh, modes.spec_of(mesh, name)))
-        for name, value in initial_weights(CONFIG).items()
+        for name, value in stacked(initial_weights(config)).items()
     }
     states = {}
     if isinstance(recipe, DelayedScaling):
-        states = {name: qshard.init_delayed(recipe) for name in weights if is_quantized(name)}
+        states = {name: qshard.init_delayed(recipe, w.shape[:-2]) for name, w in weights.items() if is_quantized(name)}
     training = {"weights": weights, "states": states, "optimizer": optimizer.init(weights)}
     everywhere = NamedSharding(mesh, P())
 
@@ -221,15 +248,16 @@ def train(name: str, corpus: Corpus, arguments: Namespace, progress: TrainingPro
     on_gpus, fused = jax.default_backend() == "gpu", arguments.loss == "fused"
     ranks = " ".join([f"{mesh.size} {'GPUs' if on_gpus else 'CPU devices'}", *options.chosen(arguments, kind)])
     device = jax.devices()[0].device_kind if on_gpus else "CPU"
-    run = report.Run("jax", name, ranks, corpus.name, schedule.steps, device=device)
+    config = replace(CONFIG, experts=arguments.experts)
+    run = report.Run("jax", name, ranks, corpus.name, schedule.steps, device=device, experts=config.experts)
     progress.start(f"jax {name}")
 
     optimizer = make_optimizer(mesh, kind, recipe, schedule)
-    training = begin(mesh, recipe, optimizer)
+    training = begin(mesh, recipe, optimizer, config)
     batches = P(modes.batch_axes(mesh))
     cut = {weight: modes.spec_of(mesh, weight) for weight in training["weights"]}
     primary = isinstance(optimizer, qshard.PrimaryOptimizer)
-    given = optimizer.specs(initial_weights(CONFIG), mesh) if primary else cut
+    given = optimizer.specs(stacked(initial_weights(config)), mesh) if primary else cut
     in_specs = (given, P(), batches, batches, P())
     value_and_grad = qshard.value_and_grad if primary else jax.value_and_grad
 
@@ -297,7 +325,7 @@ def settings(arguments: Namespace, corpus: Corpus) -> dict[str, Any]:
     return {
         "framework": "jax",
         "text": corpus.name,
-        **{name: getattr(arguments, name) for name in ("steps", "batch", "weights")},
+        **{name: getattr(arguments, name) for name in ("steps", "batch", "experts", "weights")},
     }
 
 

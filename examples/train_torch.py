@@ -1,7 +1,7 @@
 """Train the byte-level GPT with PyTorch FSDP2, first with bfloat16 weights on the wire, then with quantized ones.
 
     python examples/train_torch.py [--recipe fp8 | --formats bf16,fp8,mxfp8] [--steps N] [--text FILE]
-        [--weights shard|primary|zero] [--mesh fsdp|hsdp|fsdp,tp] [--loss plain|fused]
+        [--weights shard|primary|zero] [--mesh fsdp|hsdp|fsdp,tp] [--loss plain|fused] [--experts N]
         [--checkpoint DIR [--every N] [--resume]]
 
 Runs on the GPUs present through NCCL, or on the CPU with two gloo ranks. What a recipe changes is marked (1) and (2).
@@ -16,6 +16,7 @@ import os
 import time
 from argparse import Namespace
 from contextlib import closing
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -30,6 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import checkpoint
 import checkpoint_torch
+import experts_torch
 import options
 import qshard.torch_bridge as qshard
 import report
@@ -54,15 +56,25 @@ class Block(nn.Module):
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.projection = nn.Linear(width, width, bias=False)
         self.mlp_norm = nn.LayerNorm(width, bias=False)
-        self.up = nn.Linear(width, 4 * width, bias=False)
-        self.down = nn.Linear(4 * width, width, bias=False)
+        self.router = experts_torch.Router(width, config.experts) if config.experts else None
+        if config.experts:
+            self.up = experts_torch.Experts(config.experts, width, 4 * width)
+            self.down = experts_torch.Experts(config.experts, 4 * width, width)
+        else:
+            self.up = nn.Linear(width, 4 * width, bias=False)
+            self.down = nn.Linear(4 * width, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         qkv = self.qkv(self.attention_norm(x)).unflatten(-1, (3, self.heads, -1))
         q, k, v = (part.transpose(1, 2) for part in qkv.unbind(-3))  # [batch, heads, context, width / heads]
         attention = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2)
         x = x + self.projection(attention)
-        return x + self.down(F.relu(self.up(self.mlp_norm(x))).square())
+        return x + self.mlp(self.mlp_norm(x))
+
+    def mlp(self, x: Tensor) -> Tensor:
+        if self.router is not None:
+            return experts_torch.routed(x, self.router, self.up, self.down)
+        return self.down(F.relu(self.up(x)).square())
 
 
 class GPT(nn.Module):
@@ -108,10 +120,12 @@ def widen(model: nn.Module) -> None:
         layer.__class__ = widening.get(type(layer), type(layer))
 
 
-def make_model(kind: str, recipe: Recipe | None, mesh: DeviceMesh, device: torch.device, loss: str) -> GPT:
+def make_model(
+    config: GPTConfig, kind: str, recipe: Recipe | None, mesh: DeviceMesh, device: torch.device, loss: str
+) -> GPT:
     """Build the model from the shared initial weights and shard it over the mesh."""
-    model = GPT(CONFIG, torch.bfloat16 if device.type == "cuda" else torch.float32, loss).to(device)
-    model.load_state_dict({name: torch.from_numpy(weight) for name, weight in initial_weights(CONFIG).items()})
+    model = GPT(config, torch.bfloat16 if device.type == "cuda" else torch.float32, loss).to(device)
+    model.load_state_dict({name: torch.from_numpy(weight) for name, weight in initial_weights(config).items()})
     if recipe is not None:  # (1) the linear layers of the blocks gather and multiply in the formats of the recipe
         weights.quantize_layers(model, kind, recipe)
     if device.type == "cpu":
@@ -133,16 +147,17 @@ def train(name: str, corpus: Corpus, arguments: Namespace, device: torch.device,
     devices = f"{ranks} {'GPUs' if device.type == 'cuda' else 'CPU ranks'}"
     where = " ".join([devices, *options.chosen(arguments, kind)])
     device_name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-    run = report.Run("torch", name, where, corpus.name, schedule.steps, device=device_name)
+    config = replace(CONFIG, experts=arguments.experts)
+    run = report.Run("torch", name, where, corpus.name, schedule.steps, device=device_name, experts=config.experts)
     report_event = events.put if rank == 0 else lambda event: None
     report_event(("start", f"torch {name}"))
 
     torch.manual_seed(0)  # of NVFP4's stochastic rounding: on all ranks the same, and in each run
     before = weights.resident_bytes()
-    model = make_model(kind, recipe, mesh, device, arguments.loss)
+    model = make_model(config, kind, recipe, mesh, device, arguments.loss)
     optimizer = weights.make_optimizer(model, kind, recipe, schedule)
     if kind == "zero":
-        weights.load_exactly(model, CONFIG)
+        weights.load_exactly(model, config)
 
     def loss_of(batch: Batch) -> Tensor:
         parts, index = ranks // tensor_parallel, rank // tensor_parallel  # ranks of one layer take the same windows
@@ -199,7 +214,7 @@ def train(name: str, corpus: Corpus, arguments: Namespace, device: torch.device,
 
 def settings(arguments: Namespace, corpus: Corpus) -> dict[str, Any]:
     """What must be the same for a run to go on where another has stopped."""
-    names = ("steps", "batch", "weights", "mesh")
+    names = ("steps", "batch", "experts", "weights", "mesh")
     return {"framework": "torch", "text": corpus.name, **{name: getattr(arguments, name) for name in names}}
 
 

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+import experts_torch
 import options
 import qshard.torch_bridge as qshard
 from gpt import GPTConfig, Schedule, initial_weights, is_quantized
@@ -91,6 +92,7 @@ def load_exactly(model: nn.Module, config: GPTConfig) -> None:
 def quantize_layers(model: nn.Module, kind: str, recipe: Recipe) -> None:
     """The linear layers of the blocks gather and multiply in the formats of the recipe."""
     qshard.convert(model, recipe, filter=lambda layer, name: is_quantized(f"{name}.weight"), primary=kind == "primary")
+    experts_torch.group(model)
 
 
 def resident_bytes() -> int:

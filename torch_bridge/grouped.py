@@ -111,7 +111,7 @@ def grouped_linear(
                 continue
             raise ValueError(
                 f"grouped_linear: {name} ({'None' if given is None else count}) is not what {type(recipe).__name__} "
-                f"takes for {len(each)} experts; pass {len(each) if is_needed else 'None'}"
+                f"takes for {len(each)} experts; pass {'one for each' if is_needed else 'None'}"
             )
     how = _How(recipe, x.dtype if dtype is None else dtype, stops, delayed)
     y: Tensor = _Grouped.apply(x, group_sizes.to(x.device, non_blocking=True), seeds, how, *each)

@@ -114,6 +114,12 @@ class Side(NamedTuple):
         """As they are stored, up to the factor: exact in bfloat16."""
         return pipeline.dequantize(ops, self.parts, self.format, self.usage, dtype)  # type: ignore[no-any-return]
 
+    def apart(self) -> Side:
+        """With factors that products of one expert read where they are: cuBLASLt wants addresses of 16 bytes."""
+        if self.factor is None or self.format.block is not None:
+            return self
+        return self._replace(factor=torch.nn.functional.pad(self.factor[:, None], (0, 3))[:, 0])
+
     def part_of(self, expert: int, start: int | None = None, stop: int | None = None) -> Operand:
         """The weight of an expert, or some places."""
         if start is None:
@@ -244,7 +250,7 @@ def products_of_rows(
       stops: those of the tiles, as the host knows them: then a product is a call for each expert. None: one for all.
     """
     if stops is not None:
-        rows = x.parts.data.shape[0]
+        rows, x, w = x.parts.data.shape[0], x.apart(), w.apart()
         y = torch.empty((rows, _columns(w, contracted)), dtype=dtype, device=x.parts.data.device)
         for expert, (start, stop) in enumerate(itertools.pairwise((0, *stops))):
             operand = w.part_of(expert)
@@ -283,6 +289,7 @@ def products_of_rows(
 def products_of_experts(dy: Side, x: Side, tiles: Tiles, stops: Sequence[int] | None, dtype: torch.dtype) -> Tensor:
     """The gradients of all weights, `[E, N, K]`: the rows of each expert contracted. Both are columnwise."""
     if stops is not None:
+        dy, x = dy.apart(), x.apart()
         made = [
             matmul(dy.part_of(expert, start, stop), x.part_of(expert, start, stop), dtype)
             for expert, (start, stop) in enumerate(itertools.pairwise((0, *stops)))

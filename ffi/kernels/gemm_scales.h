@@ -23,8 +23,9 @@ inline int64_t GridCols(const GemmProblem& gemm) { return (gemm.k + gemm.cols - 
 
 // Bytes of the scales of an operand as GEMMs read them: fp32 ones of vectors as they are, though by
 // columns; of squares, in rows of whole tiles; of one byte, in whole tiles with a scale for every
-// row.
+// row; that of a tensor alone.
 inline int64_t ScaleBytes(const GemmProblem& gemm, const GemmOperand& operand) {
+  if (gemm.scales == ScaleId::kNone) return kScaleAlignment;
   const int64_t cols = RoundedUp(GridCols(gemm), kScaleTileCols);
   const int64_t bytes =
       gemm.scales != ScaleId::kFloat ? RoundedUp(operand.rows, kScaleTileRows) * cols
@@ -34,9 +35,18 @@ inline int64_t ScaleBytes(const GemmProblem& gemm, const GemmOperand& operand) {
   return RoundedUp(bytes, kScaleAlignment);
 }
 
+// Whether GEMMs read the scales of tensors where they are. Since cuBLAS 12.9.1 they need an address
+// of their unit; one of many scales in a tensor may have another. Source: TransformerEngine#1925.
+inline bool ScalesStay(const GemmProblem& gemm) {
+  const auto stays = [](const GemmOperand& operand) {
+    return reinterpret_cast<uintptr_t>(operand.tensor_scale_inv) % kGemmUnit == 0;
+  };
+  return gemm.scales == ScaleId::kNone && stays(gemm.a) && stays(gemm.b);
+}
+
 // Of both, and of two numbers that NVFP4 needs beside them.
 inline int64_t ScaleBytes(const GemmProblem& gemm) {
-  if (gemm.scales == ScaleId::kNone) return 0;
+  if (ScalesStay(gemm)) return 0;
   return ScaleBytes(gemm, gemm.a) + ScaleBytes(gemm, gemm.b) + kScaleAlignment;
 }
 

@@ -191,6 +191,7 @@ def _checked(
     _check_shapes(x, shape, group_sizes, recipe, seed, state)
     _check_mesh(x, parts, weight_spec)
     cut = _cut_of(codes, sink, gather_axes, weight_spec)
+    plane(recipe.weight, cut.whole(shape[1:]), Usage.ROWWISE, op="ragged_dot", name="w")
     config = _Config(
         recipe=recipe,
         cut=cut,
@@ -231,8 +232,7 @@ def _check_shapes(
             f"ragged_dot: state (scale {state.weight.scale.shape}) is not of {w[0]} experts; pass that of "
             f"init_delayed(recipe, ({w[0]},))"
         )
-    for role, name, shape in ((Role.ACTIVATION, "x", x.shape), (Role.WEIGHT, "w", w[1:])):
-        plane(recipe.format(role), shape, Usage.ROWWISE, op="ragged_dot", name=name)
+    plane(recipe.activation, x.shape, Usage.ROWWISE, op="ragged_dot", name="x")
 
 
 def _check_mesh(x: jax.Array, w: jax.Array, spec: Spec) -> None:

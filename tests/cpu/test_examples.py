@@ -22,6 +22,8 @@ REFUSED = {
     "--batch 1000000000": "argument --batch: '1000000000' is not a whole number from 1 to 65536",
     "--batch 32000 --ranks 1": "--text pydoc_data.topics has ",
     "--ranks 4096 --batch 4096": "--ranks 4096 is more than ",
+    "--experts 1": "argument --experts: '1' is not 0, or a whole number from 2 to 256 (--help lists the options)",
+    "--experts 257": "argument --experts: '257' is not 0, or a whole number from 2 to 256",
     "--loss fast": "argument --loss: invalid choice: 'fast' (choose from ",
     "--ranks 3": "--batch 32 cannot be divided over 3 ranks",
     "--text empty.txt": "--text empty.txt is empty; give a file of text",

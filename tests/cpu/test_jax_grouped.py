@@ -9,6 +9,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -19,6 +20,7 @@ from qshard.jax import (
     PrimaryWeight,
     init_delayed,
     linear,
+    optimizer,
     quantize,
     ragged_dot,
     update_delayed,
@@ -171,6 +173,31 @@ def test_experts_and_fsdp_in_shard_map(name):
         for i in range(2):
             parts = [np.asarray(seen[2 * i + j].activation.observed.amax) for j in range(2)]
             assert_bits_equal(np.asarray(got[3].activation.observed.amax)[3 * i : 3 * i + 3], np.maximum(*parts))
+
+
+@pytest.mark.parametrize("is_primary", [False, True], ids=["values", "codes"])
+@pytest.mark.parametrize("name", ["MXFP8", "NVFP4", "CurrentScaling"])
+def test_shards_that_end_within_blocks(name, is_primary):
+    """Of 8 rows, in blocks of 16 and 32: codes are those of the whole."""
+    recipe, mesh, cut = RECIPES[name], mesh_of(fsdp=8), P(None, "fsdp")
+    want = step(X, W, DY, SIZES, recipe)
+    masters = optimizer(optax.sgd(1.0), recipe, spec=cut)
+
+    def own(w, x, dy):
+        given = {"weight_spec": cut, "gather_axis": "fsdp", "seed": SEED}
+        loss = lambda w, x: (ragged_dot(x, w, SIZES, recipe, **given) * dy).sum()  # noqa: E731
+        return value_and_grad(loss, (0, 1))(w, x)[1], ragged_dot(x, w, SIZES, recipe, **given)
+
+    with jax.set_mesh(mesh):
+        w = jax.device_put(W, NamedSharding(mesh, cut))
+        w, specs = (masters.recast(masters.init(w), w), masters.specs(W, mesh)) if is_primary else (w, cut)
+        rows = P("fsdp")
+        run = jax.shard_map(own, in_specs=(specs, rows, rows), out_specs=((cut, rows), rows))
+        (dw, dx), y = jax.jit(run)(w, np.tile(X, (8, 1)), np.tile(DY, (8, 1)))
+    for got, expected in ((y, want[0]), (dx, want[1])):
+        for part in np.split(np.asarray(got), 8):
+            assert_bits_equal(part, np.asarray(expected))
+    np.testing.assert_allclose(dw, 8 * np.asarray(want[2]), rtol=1e-6, atol=1e-5 * np.abs(want[2]).max())
 
 
 def test_one_set_of_scales_for_rows_on_several_devices():

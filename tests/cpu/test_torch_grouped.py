@@ -244,7 +244,7 @@ WRONG = [
     ({"x": torch.ones(4, K, dtype=torch.int32)}, TypeError, r"grouped_linear: x \(int32\)"),
     ({"weights": []}, ValueError, r"weights \(none\) do not fit x"),
     ({"weights": [torch.ones(N, K), torch.ones(N, 2 * K)]}, ValueError, r"weights \(64, 96\), \(64, 192\) do not fit"),
-    ({"recipe": "NVFP4"}, ValueError, r"seeds \(None\) is not what NVFP4 takes for 6 experts; pass 6"),
+    ({"recipe": "NVFP4"}, ValueError, r"seeds \(None\) is not what NVFP4 takes for 6 experts; pass one for each"),
     ({"recipe": "DelayedScaling"}, ValueError, r"delayed \(None\) is not what DelayedScaling takes for 6 experts"),
     ({"delayed": [{}] * 6}, ValueError, r"delayed \(6\) is not what CurrentScaling takes for 6 experts; pass None"),
 ]

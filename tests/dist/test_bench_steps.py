@@ -16,6 +16,7 @@ from support.bench_cases import measure_or_fail
 from support.torch_ranks import on_ranks
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+import bench_grouped
 import bench_step_torch
 import bench_tensor_parallel
 import step_profile
@@ -86,3 +87,17 @@ def test_a_profile_leaves_qshard_its_fast_way():
         with step_profile.host_as_without_profiler():
             assert nobody_looks_on([])
         assert not nobody_looks_on([])
+
+
+def test_contenders_of_experts(monkeypatch):
+    """Each gives gradients of x and of all weights, near those of bfloat16."""
+    monkeypatch.setattr(bench_grouped, "DEVICE", "cpu")
+    calls = bench_grouped.contenders(64, 128, 256, 4)
+    expected = calls[bench_grouped.BASE]()
+    assert {name.split(",")[0] for name in calls} == {"bf16 torch", *bench_grouped.RECIPES}
+    for call in calls.values():
+        for a, b in zip(call(), expected, strict=True):
+            assert a.shape == b.shape
+            assert (a - b).float().norm() < 0.1 * b.float().norm()
+    found = bench_grouped.rows_of(dict.fromkeys(calls, 2.0) | {bench_grouped.BASE: 3.0}, 4)
+    assert found[1] == {"kind": "fp8, device, 4 experts", "ms": "2.00", "times_bf16": "1.50"}

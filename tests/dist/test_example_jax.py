@@ -1,5 +1,6 @@
 """examples/train_jax.py: modes and meshes, and runs that go on from checkpoints, their own and train_torch.py's."""
 
+import functools
 import importlib.util
 import json
 import signal
@@ -12,11 +13,23 @@ import jax
 import numpy as np
 import pytest
 
-from qshard import reference
 from qshard.recipes import DelayedScaling
 from support import torch_ranks
 from support.awkward import assert_bits_equal
-from support.examples import BATCH, ENVIRONMENT, EXAMPLES, TEXT, Stopped, assert_refused, example, refusals, small, text
+from support.examples import (
+    BATCH,
+    ENVIRONMENT,
+    EXAMPLES,
+    TEXT,
+    Stopped,
+    assert_refused,
+    digest_of,
+    example,
+    initial_weights,
+    refusals,
+    small,
+    text,
+)
 
 RECIPES = list(example("options").RECIPES)
 saves = pytest.mark.skipif(
@@ -40,10 +53,11 @@ def trained(
     stops=None,
     kind="shard",
     loss="plain",
+    experts=0,
 ):
     """The run; it may stop before a step."""
     script, modes = small("train_jax"), example("modes")
-    arguments = Namespace(steps=steps, batch=BATCH, weights=kind, mesh=mesh, mode=mode, loss=loss)
+    arguments = Namespace(steps=steps, batch=BATCH, weights=kind, mesh=mesh, mode=mode, loss=loss, experts=experts)
     arguments.checkpoint, arguments.every, arguments.resume = folder, 2, resume
     with jax.set_mesh(modes.make_mesh(mesh, mode, jax.devices()[:ranks])):
         return script.train(name, text(script, stops), arguments, Progress())
@@ -82,6 +96,44 @@ def test_a_fused_loss_is_the_loss(mode, mesh):
 
 def test_meshes_gather_the_same_bytes():
     assert_same_bytes([trained("mxfp8", *how, 4, steps=1) for how in (("explicit", "fsdp,tp"), ("shard_map", "hsdp"))])
+
+
+EXPERTS = 3
+
+
+@functools.cache
+def loss_in_bf16():
+    return trained("bf16", steps=1, experts=EXPERTS).losses[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "mesh"),
+    [
+        ("block", "shard_map", "fsdp"),  # whose shards end within blocks
+        ("fp8", "auto", "hsdp"),
+        ("bf16", "shard_map", "hsdp"),
+        *(
+            pytest.param(name, mode, mesh, marks=pytest.mark.slow)
+            for name in RECIPES[1:]
+            for mode, mesh in (("shard_map", "hsdp"), ("auto", "fsdp"))
+        ),
+    ],
+)
+def test_experts(name, mode, mesh):
+    """Each device sorts the tokens that it has, or XLA all of them. Bytes are those that PyTorch gathers."""
+    run = trained(name, mode, mesh, 4, steps=1, experts=EXPERTS)
+    recipe = example("options").RECIPES[name]
+    if not isinstance(recipe, DelayedScaling):
+        assert run.gathered_sha256 == digest_of(initial_weights(EXPERTS), recipe)
+    assert run.losses[0] == pytest.approx(loss_in_bf16(), rel=0.02)
+    assert f"--experts {EXPERTS}" in run.ranks
+
+
+def test_experts_of_primary_weights():
+    """With a scale for each, of earlier steps."""
+    shard, primary = (trained("delayed", kind=kind, experts=EXPERTS) for kind in ("shard", "primary"))
+    assert primary.gathered_sha256 == shard.gathered_sha256
+    assert primary.losses == shard.losses
 
 
 @pytest.mark.slow
@@ -218,21 +270,7 @@ def assert_same(got, want):
         assert_bits_equal(got[name], array, name)
 
 
-def digest_of(arrays, recipe):
-    """Of what the weights in a file are gathered as: codes by the reference, the rest in bfloat16."""
-    gathered = {}
-    for key, array in arrays.items():
-        name, _, part = key.rpartition(":")
-        if part == "weight" and example("gpt").is_quantized(name):
-            plane = reference.quantize(array, recipe.weight).rowwise
-            parts = plane.data, plane.scale_inv, plane.global_scale_inv
-            gathered[name] = [np.asarray(part) for part in parts if part is not None]
-        elif part == "weight":
-            gathered[name] = [np.asarray(jax.numpy.asarray(array).astype("bfloat16"))]
-    return example("report").digest(gathered)
-
-
-def resume_in_torch(name, folder, want, kind):
+def resume_in_torch(name, folder, want, kind, experts):
     """On each rank: go on to step 4 with what JAX has saved at step 2."""
     import torch.distributed as dist
 
@@ -240,40 +278,49 @@ def resume_in_torch(name, folder, want, kind):
     kinds = importlib.util.module_from_spec(module)
     module.loader.exec_module(kinds)
     with loaded("checkpoint_torch") as seen, pytest.raises(Stopped):
-        kinds.trained(name, kind, steps=6, folder=folder, resume=True, stops=4)
+        kinds.trained(name, kind, steps=6, folder=folder, resume=True, stops=4, experts=experts)
     if dist.get_rank() == 0:
         assert_same(seen[0], want)
 
 
 @saves
 @pytest.mark.parametrize(
-    ("name", "kind"),
+    ("name", "kind", "experts"),
     [
-        ("delayed", "shard"),
-        pytest.param("nvfp4", "primary", marks=pytest.mark.slow),
-        pytest.param("fp8", "shard", marks=pytest.mark.slow),
-        pytest.param("mxfp8", "zero", marks=pytest.mark.slow),
+        ("delayed", "shard", 0),
+        ("delayed", "primary", EXPERTS),
+        pytest.param("nvfp4", "primary", 0, marks=pytest.mark.slow),
+        pytest.param("fp8", "shard", 0, marks=pytest.mark.slow),
+        pytest.param("mxfp8", "zero", 0, marks=pytest.mark.slow),
+        pytest.param("fp8", "shard", EXPERTS, marks=pytest.mark.slow),
     ],
 )
-def test_the_other_framework_goes_on(name, kind, tmp_path):
+def test_the_other_framework_goes_on(name, kind, experts, tmp_path):
     """From JAX to PyTorch and back: weights, moments and scales keep their bytes, and so do the codes made of them."""
     ours = "primary" if kind == "primary" else "shard"
     with pytest.raises(Stopped):
-        trained(name, steps=6, folder=tmp_path, stops=2, kind=ours)
-    torch_ranks.run(2, resume_in_torch, name=name, folder=tmp_path, want=whole_of(tmp_path, name), kind=kind)
+        trained(name, steps=6, folder=tmp_path, stops=2, kind=ours, experts=experts)
+    given = {"name": name, "folder": tmp_path, "want": whole_of(tmp_path, name), "kind": kind, "experts": experts}
+    torch_ranks.run(2, resume_in_torch, **given)
     want = whole_of(tmp_path, name)
     with loaded("checkpoint_jax") as seen:
-        run = trained(name, steps=6, folder=tmp_path, resume=True, kind=ours)
+        run = trained(name, steps=6, folder=tmp_path, resume=True, kind=ours, experts=experts)
     assert_same(seen[0], want)
     assert (run.first_step, len(run.losses)) == (5, 6)
     recipe = example("options").RECIPES[name]
     if not isinstance(recipe, DelayedScaling):  # Whose scales are of earlier steps.
-        assert run.losses == pytest.approx(trained(name, steps=6).losses, rel=0.02)
-        assert run.gathered_sha256 == digest_of(want, recipe)
+        assert run.losses == pytest.approx(
+            trained(name, steps=6, experts=experts).losses, rel=0.02 if not experts else 0.1
+        )
+        weights = {key.removesuffix(":weight"): array for key, array in want.items() if key.endswith(".weight:weight")}
+        assert run.gathered_sha256 == digest_of(weights, recipe)
 
 
 REFUSED = {
     "--mode shard_map --mesh fsdp,tp": "--mesh fsdp,tp is not for --mode shard_map, whose program would have to say it",
+    "--experts 4 --mode explicit": "--experts 4 is not for --mode explicit: JAX types no ragged product; give",
+    "--experts 4 --mode auto --mesh fsdp,tp": "--experts 4 is not for --mesh fsdp,tp, whose layers all tokens pass",
+    "--resume --checkpoint some --steps 6 --experts 2": "--experts 2 is not that of some/fp8/step-4, 0; resume with",
     "--mesh hsdp --ranks 2": "--mesh hsdp needs an even number of ranks, 4 or more, not 2; give --ranks 4",
     "--weights primary --recipe bf16": "--weights primary is not for bf16, which has no codes to keep; leave bf16 out",
     "--resume": "--resume goes on from a checkpoint; give --checkpoint DIR",

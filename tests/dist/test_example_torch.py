@@ -111,6 +111,8 @@ def test_meshes(mesh, untouched, tmp_path):
 REFUSED = {
     "--mesh hsdp": "--mesh hsdp needs an even number of ranks, 4 or more, not 2; give --ranks 4",
     "--mesh fsdp,tp": "--mesh fsdp,tp needs an even number of ranks, 4 or more, not 2; give --ranks 4",
+    "--mesh fsdp,tp --experts 4": "--experts 4 is not for --mesh fsdp,tp, whose layers all tokens pass",
+    "--resume --checkpoint some --steps 6 --experts 2": "--experts 2 is not that of some/fp8/step-4, 0; resume with",
     "--mesh hsdp --weights zero": "--weights zero cuts weights over all ranks alike, not over --mesh hsdp; leave",
     "--weights primary --recipe bf16": "--weights primary is not for bf16, which has no codes to keep; leave bf16 out",
     "--weights zero --formats fp8,bf16": "--weights zero is not for bf16, which has no codes to keep; leave bf16 out",

@@ -7,8 +7,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+from qshard.recipes import DelayedScaling
 from support import torch_ranks
-from support.examples import BATCH, Stopped, example, small, text
+from support.examples import BATCH, Stopped, digest_of, example, initial_weights, small, text
 from support.torch_ranks import on_ranks
 
 RECIPES = ["fp8", "delayed", "block", "mxfp8", "mxfp6", "mxfp4", "nvfp4"]
@@ -19,11 +20,11 @@ class Events(list):
     put = list.append
 
 
-def trained(name, kind="shard", mesh="fsdp", steps=2, folder=None, resume=False, stops=None, loss="plain"):
+def trained(name, kind="shard", mesh="fsdp", steps=2, folder=None, resume=False, stops=None, loss="plain", experts=0):
     """The run that rank 0 reports; None on others. It may stop before a step."""
     _clear_sharding_prop_cache()  # It holds meshes of process groups of cases before.
     script, events = small("train_torch"), Events()
-    arguments = Namespace(steps=steps, batch=BATCH, weights=kind, mesh=mesh, loss=loss, formats=[name])
+    arguments = Namespace(steps=steps, batch=BATCH, weights=kind, mesh=mesh, loss=loss, formats=[name], experts=experts)
     arguments.checkpoint, arguments.every, arguments.resume = folder, 2, resume
     script.train(name, text(script, stops), arguments, torch.device(torch_ranks.device), events)
     return events[-1][1] if events else None
@@ -55,6 +56,43 @@ def test_a_fused_loss_is_the_loss(kind):
         assert fused.gathered_bytes == plain.gathered_bytes
         assert fused.losses == pytest.approx(plain.losses, rel=1e-4)
         assert "--loss fused" in fused.ranks
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", RECIPES)
+def test_experts_of_all_kinds(name):
+    """Codes of each expert are gathered, whatever a rank keeps, and losses are near those of bf16."""
+    runs = [trained(name, kind, experts=3) for kind in KINDS]
+    plain = trained("bf16", experts=3)
+    if dist.get_rank() == 0:
+        shard, primary, zero = runs
+        assert shard.gathered_sha256 == primary.gathered_sha256 == zero.gathered_sha256
+        assert shard.gathered_bytes == primary.gathered_bytes < 0.6 * plain.gathered_bytes
+        assert shard.losses == primary.losses
+        assert zero.losses == pytest.approx(shard.losses, rel=1e-2)
+        assert shard.losses[0] == pytest.approx(plain.losses[0], rel=2e-2)
+        assert "--experts 3" in shard.ranks
+        assert plain.gathered_sha256 == digest_of(initial_weights(3), None)
+        recipe = example("options").RECIPES[name]
+        if not isinstance(recipe, DelayedScaling):
+            assert shard.gathered_sha256 == digest_of(initial_weights(3), recipe)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["bf16", "mxfp8"])
+def test_experts_learn(name):
+    run = trained(name, steps=16, experts=4)
+    if dist.get_rank() == 0:
+        assert sum(run.losses[-4:]) / 4 < 0.8 * run.losses[0]
+        assert run.validation[-1][1] < 0.95 * run.validation[0][1]
+
+
+@on_ranks(4)
+def test_experts_over_replicas():
+    runs = [trained("block", kind, "hsdp", steps=1, experts=2) for kind in KINDS[:2]]
+    if dist.get_rank() == 0:
+        recipe = example("options").RECIPES["block"]
+        assert {run.gathered_sha256 for run in runs} == {digest_of(initial_weights(2), recipe)}
 
 
 @on_ranks(4)

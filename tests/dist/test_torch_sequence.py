@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import PrepareModuleInput, SequenceParallel, parallelize_module
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 from qshard.formats import Usage
@@ -230,36 +230,6 @@ def test_rows_that_codes_cannot_be_cut_as(name, rows):
     assert torch.allclose(y.full_tensor(), one(x), rtol=1e-5, atol=1e-4)
 
 
-def sequence_plan(model, tp, overlap):
-    """As `parallelized`, with styles under which codes travel."""
-    into = {"input_layouts": Shard(1), "desired_input_layouts": Shard(1)}
-    colwise = ColwiseParallel(input_layouts=Shard(1), overlap=overlap)
-    rowwise = RowwiseParallel(output_layouts=Shard(1), overlap=overlap)
-    for block in model.blocks:
-        plan = {
-            "norm1": SequenceParallel(),
-            "attention": PrepareModuleInput(**into),
-            **{f"attention.{name}": colwise for name in "qkv"},
-            "attention.o": rowwise,
-            "norm2": SequenceParallel(),
-            "mlp": PrepareModuleInput(**into),
-            "mlp.gate": colwise,
-            "mlp.up": colwise,
-            "mlp.down": rowwise,
-        }
-        parallelize_module(block, tp, plan)
-    plan = {
-        "embedding": parallelized_embedding(),
-        "norm": SequenceParallel(),
-        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate(), overlap=overlap),
-    }
-    return parallelize_module(model, tp, plan)
-
-
-def parallelized_embedding():
-    return RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
-
-
 @on_ranks(2, (2, 2))
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("name", ["CurrentScaling", "DelayedScaling", "MXFP8", "NVFP4"])
@@ -274,10 +244,7 @@ def trains(name, overlap):
         model = llama(recipe)
         mesh = mesh_of("shard", "tp") if len(torch_ranks.shape) > 1 else mesh_of("tp")
         tp = mesh["tp"] if mesh.ndim > 1 else mesh
-        if ours:
-            sequence_plan(model, tp, overlap)
-        else:
-            parallelized(model, tp)
+        parallelized(model, tp, overlap if ours else None)
         if mesh.ndim > 1:
             for module in (*model.blocks, model):
                 fully_shard(module, mesh=mesh["shard"])

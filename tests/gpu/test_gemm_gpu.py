@@ -372,6 +372,20 @@ def test_values_in_dtypes_that_the_library_does_not_make():
             of_values(a.to(dtype), a.to(dtype), "nt", result)
 
 
+@pytest.mark.parametrize("at", [(1, 0), (0, 1), (2, 3), (4, 4), (3, 3)])
+def test_scales_among_others(at):
+    """cuBLASLt reads a scale at multiples of 16 bytes; one of a tensor of scales may be elsewhere."""
+    pair, sizes = (FP8_E4M3, FP8_E5M2), (48, 64, 128)
+    a, b = (plane(rows, sizes[2], fmt, rows) for rows, fmt in zip(sizes, pair, strict=False))
+    want = product(a, b, pair, torch.float32)
+    moved = []
+    for each, i in zip((a, b), at, strict=True):
+        many = torch.full((8,), float("nan"), device="cuda")
+        many[i] = each.scale_inv
+        moved.append(each._replace(scale_inv=many[i]))
+    assert torch.equal(product(*moved, pair, torch.float32), want)
+
+
 @pytest.mark.parametrize("letters", LETTERS)
 def test_a_captured_product_of_values(letters):
     a, b = (torch.randn(rows, 1040, device="cuda").bfloat16() for rows in (184, 216))

@@ -109,7 +109,7 @@ BLOCKS = [fmt for fmt in NAMED if fmt.block is not None]
 
 
 @pytest.mark.parametrize("fmt", BLOCKS, ids=str)
-def test_blocks_of_more_elements_than_32_bits_count(fmt):
+def test_blocks_of_more_elements_than_32_bits_count(fmt, much_memory):
     """A matrix of equal bands: the codes, scales and values of the last are those of one alone, in both planes."""
     torch.manual_seed(0)
     band = torch.randn(256, 2**16, device="cuda", dtype=torch.bfloat16)

@@ -10,9 +10,6 @@ from support.torch_ranks import run  # noqa: E402
 @pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=str)
 @pytest.mark.parametrize("name", ["CurrentScaling", "DelayedScaling", "MXFP8", "NVFP4"])
 def test_training_is_that_of_one_process(shape, name):
-    world = torch.Size(shape).numel()
-    if world > torch.cuda.device_count():
-        pytest.skip(f"needs {world} GPUs")
     run(shape, "dist/test_torch_parallel_fsdp.py::trains_as_one_process", on="cuda", name=name)
 
 
@@ -22,7 +19,6 @@ def test_training_is_that_of_one_process(shape, name):
 def test_what_is_gathered_is_the_whole(name, style, overlap):
     from qshard.torch_bridge import tensor_parallel
 
-    needs_two()
     how = {"style": getattr(tensor_parallel, style), "batch": 1, "overlap": overlap}
     run(2, "dist/test_torch_sequence.py::codes_of", on="cuda", name=name, **how)
 
@@ -31,16 +27,9 @@ def test_what_is_gathered_is_the_whole(name, style, overlap):
 @pytest.mark.parametrize("name", ["CurrentScaling", "DelayedScaling", "BlockScaling", "MXFP8", "NVFP4"])
 def test_overlapped_is_the_same(name, rows, dim):
     """By copy engines, which gloo has none of."""
-    needs_two()
     run(2, "dist/test_torch_sequence.py::overlaps", on="cuda", name=name, rows=rows, dim=dim)
 
 
 @pytest.mark.parametrize("name", ["CurrentScaling", "NVFP4"])
 def test_training_is_that_of_pytorchs_styles(name):
-    needs_two()
     run(2, "dist/test_torch_sequence.py::trains", on="cuda", name=name, overlap=True)
-
-
-def needs_two():
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs 2 GPUs")

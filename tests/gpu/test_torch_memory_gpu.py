@@ -34,9 +34,15 @@ def most(recipe, recompute, width=2048, length=4096, sequences=8):
     return (torch.cuda.max_memory_allocated() - before) / x.numel()
 
 
-@pytest.fixture(scope="module")
-def bf16():
-    return {recompute: most(None, recompute) for recompute in (False, True)}
+_BF16: dict[bool, float] = {}
+
+
+@pytest.fixture
+def bf16(much_memory):
+    for recompute in (False, True):
+        if recompute not in _BF16:
+            _BF16[recompute] = most(None, recompute)
+    return _BF16
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["all kept", "checkpointing"])

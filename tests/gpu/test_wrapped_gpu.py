@@ -33,12 +33,6 @@ DDP = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def two():
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs 2 GPUs")
-
-
 @pytest.mark.parametrize("orig", [True, False], ids=["orig", "flat"])
 @pytest.mark.parametrize(("case", "arguments"), FSDP1)
 def test_fsdp1(case, arguments, orig):

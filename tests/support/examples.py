@@ -7,14 +7,21 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import ml_dtypes
+import numpy as np
+
+from qshard import reference
+from qshard.recipes import Recipe
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TEXT = Path(__file__).parents[1] / "dist" / "test_example_torch_kinds.py"
 BATCH = 4
+SMALL = {"layers": 1, "context": 8}
 # Without the host devices that conftest.py asks for: the scripts ask for their own.
 # As on a machine without a GPU, which has no number of GPUs for ranks to exceed.
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
@@ -36,8 +43,29 @@ def example(name: str) -> ModuleType:
 def small(name: str) -> ModuleType:
     """A script, with a model of one block."""
     script = example(name)
-    script.CONFIG = example("gpt").GPTConfig(layers=1, context=8)
+    script.CONFIG = example("gpt").GPTConfig(**SMALL)
     return script
+
+
+def initial_weights(experts: int) -> dict[str, np.ndarray]:
+    """Of the small model, by PyTorch's names."""
+    gpt = example("gpt")
+    weights: dict[str, np.ndarray] = gpt.initial_weights(gpt.GPTConfig(**SMALL, experts=experts))
+    return weights
+
+
+def digest_of(weights: Mapping[str, np.ndarray], recipe: Recipe | None) -> str:
+    """Of what weights are gathered as: codes by the reference, the rest in bfloat16."""
+    gathered = {}
+    for name, array in weights.items():
+        if recipe is not None and example("gpt").is_quantized(name):
+            plane = reference.quantize(array, recipe.weight).rowwise
+            parts = plane.data, plane.scale_inv, plane.global_scale_inv
+            gathered[name] = [np.asarray(part) for part in parts if part is not None]
+        else:
+            gathered[name] = [array.astype(ml_dtypes.bfloat16)]
+    digest: str = example("report").digest(gathered)
+    return digest
 
 
 def text(script: ModuleType, stops: int | None = None, batch: int = BATCH) -> Any:

@@ -255,7 +255,7 @@ class TorchFront:
         self.foreign = [(np.dtype(getattr(ml_dtypes, name)), getattr(torch, name)) for name in names]
 
     def devices(self) -> int:
-        return torch_ranks.RANKS if self.device == "cpu" else int(self.torch.cuda.device_count())
+        return torch_ranks.RANKS if self.device == "cpu" else torch_ranks.gpu_ranks()
 
     def array(self, x: np.ndarray) -> Any:
         x = np.ascontiguousarray(x).reshape(x.shape)  # ascontiguousarray makes a 0-d array 1-d.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,7 +21,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from qshard.recipes import Role
-from qshard.torch_bridge import convert
+from qshard.torch_bridge import convert, tensor_parallel
 from support import torch_ranks
 
 
@@ -119,28 +120,40 @@ def llama(recipe, seed=0):
     return convert(Llama(2 * unit_of(recipe)), recipe).to(torch_ranks.device)
 
 
-def parallelized(model, tp):
-    """As torchtitan does it: what is between layers is cut along the sequence."""
-    into = {"input_layouts": Shard(1), "desired_input_layouts": Replicate()}
-    rowwise = RowwiseParallel(output_layouts=Shard(1))
+def parallelized(model, tp, overlap=None):
+    """As torchtitan does it: what is between layers is cut along the sequence.
+
+    With `overlap` the styles are qshard's, under which codes travel; and sums and codes overlap with products, or not.
+    """
+    colwise, rowwise, desired = ColwiseParallel(), RowwiseParallel(output_layouts=Shard(1)), Replicate()
+    head = ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())
+    if overlap is not None:
+        cut: Any = {"input_layouts": Shard(1), "overlap": overlap}
+        colwise, desired = tensor_parallel.ColwiseParallel(**cut), Shard(1)
+        rowwise = tensor_parallel.RowwiseParallel(output_layouts=Shard(1), overlap=overlap)
+        head = tensor_parallel.ColwiseParallel(output_layouts=Replicate(), **cut)
+    into = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=desired)
     for block in model.blocks:
         plan = {
             "norm1": SequenceParallel(),
-            "attention": PrepareModuleInput(**into),
-            **{f"attention.{name}": ColwiseParallel() for name in "qkv"},
+            "attention": into,
+            **{f"attention.{name}": colwise for name in "qkv"},
             "attention.o": rowwise,
             "norm2": SequenceParallel(),
-            "mlp": PrepareModuleInput(**into),
-            "mlp.gate": ColwiseParallel(),
-            "mlp.up": ColwiseParallel(),
+            "mlp": into,
+            "mlp.gate": colwise,
+            "mlp.up": colwise,
             "mlp.down": RowwiseParallel(output_layouts=Replicate(), use_local_output=False),
         }
+        if overlap is not None:
+            plan["mlp.down"] = rowwise
         parallelize_module(block, tp, plan)
-        out = PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(1))
-        parallelize_module(block.mlp, tp, out)
+        if overlap is None:  # Given whole, and cut again.
+            out = PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(1))
+            parallelize_module(block.mlp, tp, out)
     plan = {
         "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "norm": SequenceParallel(),
-        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+        "head": head,
     }
     return parallelize_module(model, tp, plan)

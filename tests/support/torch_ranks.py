@@ -3,9 +3,9 @@
     @on_ranks(1, 3, (2, 2))
     def test_it(fmt): ...  # The body runs on every rank of each world; (2, 2): two replicas of two shards.
 
-Four processes import torch once and serve all cases of a test session, over gloo or, on GPUs, NCCL. They load the file
-of a test themselves. A case that hangs shows where each rank stood, and takes only its own test with it: the next case
-gets new processes.
+Four processes import torch once and serve all cases of a test session, over gloo or, on GPUs, NCCL. Each has a GPU of
+its own; with SHARE_GPUS=2 in the environment two share each, which is slow. They load the file of a test themselves. A
+case that hangs shows where each rank stood, and takes only its own test with it: the next case gets new processes.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ import pytest
 
 RANKS = 4
 TIMEOUT = 150.0  # Of a case, in seconds; a few times what the slowest takes on a busy machine.
+SHARE_GPUS = int(os.environ.get("SHARE_GPUS", "1"))
 GRACE = 10.0  # How long the others may take once one rank has failed.
 
 
@@ -64,21 +65,31 @@ def run(world: Shape, case: Callable[..., None] | str, *, on: str = "cpu", **arg
     Args:
       world: number of ranks, or the shape of their mesh.
       case: a function of a test module; "folder/file.py::name" for one of a module that is not imported.
-      on: "cpu", or "cuda" with a GPU for each rank.
+      on: "cpu", or "cuda": a test of more ranks than `gpu_ranks` is skipped.
       arguments: what pickles.
     """
     global _pool
+    shape = world if isinstance(world, tuple) else (world,)
+    if on == "cuda" and math.prod(shape) > gpu_ranks():
+        pytest.skip(f"needs {math.prod(shape)} GPUs, or SHARE_GPUS=2")
     if not isinstance(case, str):
         case = f"{case.__code__.co_filename}::{case.__name__}"
     path, _, name = case.partition("::")
     _pool = _pool or _Pool()
     try:
         file = str(Path(__file__).parents[1] / path)
-        _pool.run(_Case(file, name, arguments, world if isinstance(world, tuple) else (world,), on))
+        _pool.run(_Case(file, name, arguments, shape, on))
     except _Broken as broken:
         _pool.stop()
         _pool = None
         raise AssertionError(str(broken)) from None
+
+
+def gpu_ranks() -> int:
+    """How many ranks may be on GPUs."""
+    import torch
+
+    return min(RANKS, SHARE_GPUS * torch.cuda.device_count())
 
 
 def mesh() -> Any:
@@ -180,6 +191,8 @@ def _serve(rank: int, connection: Connection, folder: str) -> None:
     stack = Path(folder, f"stack{rank}").open("w")  # noqa: SIM115 - faulthandler writes to it until the end.
     faulthandler.register(signal.SIGUSR1, file=stack)
     os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+    if SHARE_GPUS > 1:  # NCCL takes one rank a GPU and host; ranks of several hosts talk by sockets.
+        os.environ.update(NCCL_HOSTID=str(rank), NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
     import torch
 
     from qshard import _ffi
@@ -214,8 +227,9 @@ def _run_case(case: _Case, function: Callable[..., None], rank: int) -> None:
 
     global device, shape
     device, shape = case.on, case.shape
+    gpu = rank % max(1, torch.cuda.device_count())
     if device == "cuda":
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(gpu)
     torch.manual_seed(0)
     dist.init_process_group(
         {"cpu": "gloo", "cuda": "nccl"}[device],
@@ -223,7 +237,7 @@ def _run_case(case: _Case, function: Callable[..., None], rank: int) -> None:
         rank=rank,
         world_size=math.prod(case.shape),
         timeout=timedelta(seconds=TIMEOUT),
-        device_id=torch.device(device, rank) if device == "cuda" else None,
+        device_id=torch.device(device, gpu) if device == "cuda" else None,
     )
     try:
         with warnings.catch_warnings():

@@ -3,6 +3,8 @@
 //
 // Sources: cuBLAS documentation, "8-bit and 4-bit floating point data types usage" (operands) and
 // "Scaling factors layouts"; pytorch/pytorch#158037 and #166752 (blocks of 128).
+#include <cstdio>
+
 #include "kernels/block_layout.h"
 #include "kernels/cuda/gemm_plans.h"
 #include "kernels/cuda/launch.cuh"
@@ -88,10 +90,21 @@ FloatScalesOf FloatScales(const GemmProblem& gemm, const GemmOperand& operand, u
           vectors ? 0 : RoundedUp(GridCols(gemm), kScaleTileCols)};
 }
 
-// Scales of blocks as the library reads them, at a_scales and b_scales; then, where each operand
-// has a scale of its own besides, alpha and beta, at `alpha`.
+// Scales as the library reads them, at a_scales and b_scales; then, where operands have one of the
+// whole besides those of blocks, alpha and beta, at `alpha`.
 Status MoveScales(const Exec<Cuda>& exec, const GemmProblem& gemm, uint8_t* a_scales,
                   uint8_t* b_scales, float* alpha) {
+  const float *a_scale = gemm.a.tensor_scale_inv, *b_scale = gemm.b.tensor_scale_inv;
+  if (gemm.scales == ScaleId::kNone) {
+    auto* const a = reinterpret_cast<float*>(a_scales);
+    auto* const b = reinterpret_cast<float*>(b_scales);
+    return ForEach(exec, 2, [=] __device__(int64_t i) {
+      if (i == 0)
+        *a = *a_scale;
+      else
+        *b = *b_scale;
+    });
+  }
   if (gemm.scales == ScaleId::kFloat) {
     const FloatScalesOf a = FloatScales(gemm, gemm.a, a_scales);
     const FloatScalesOf b = FloatScales(gemm, gemm.b, b_scales);
@@ -111,8 +124,8 @@ Status MoveScales(const Exec<Cuda>& exec, const GemmProblem& gemm, uint8_t* a_sc
   if (Status status = swizzle(gemm.a, a_scales); status.error != nullptr) return status;
   if (Status status = swizzle(gemm.b, b_scales); status.error != nullptr) return status;
   if (gemm.scales != ScaleId::kE4M3) return {};
-  const float *a = gemm.a.tensor_scale_inv, *b = gemm.b.tensor_scale_inv;
-  return ForEach(exec, 2, [=] __device__(int64_t i) { alpha[i] = i == 0 ? *a * *b : 0.0f; });
+  return ForEach(exec, 2,
+                 [=] __device__(int64_t i) { alpha[i] = i == 0 ? *a_scale * *b_scale : 0.0f; });
 }
 
 // The largest power of two, up to what the library asks for at most, that divides all addresses.
@@ -122,6 +135,18 @@ int64_t AlignmentOf(const void* a, const void* b, const void* c) {
   int64_t alignment = 256;
   while (all % alignment != 0) alignment /= 2;
   return alignment;
+}
+
+// What is said of a call that failed. It lasts until the thread's next one.
+const char* Refusal(const GemmKey& key, cublaslt::Result result) {
+  thread_local char text[160];
+  std::snprintf(text, sizeof(text),
+                "cuBLASLt gave status %d for a product of (%lld, %lld) and (%lld, %lld); look for "
+                "errors of CUDA before this one",
+                static_cast<int>(result), static_cast<long long>(key.m),
+                static_cast<long long>(key.k), static_cast<long long>(key.n),
+                static_cast<long long>(key.k));
+  return text;
 }
 
 }  // namespace
@@ -157,7 +182,7 @@ Status Gemm(const Exec<Cuda>& exec, const GemmProblem& gemm, const Workspace& wo
   const void *a_scale = gemm.a.tensor_scale_inv, *b_scale = gemm.b.tensor_scale_inv;
   constexpr float kOne = 1.0f, kZero = 0.0f;
   const float *alpha = &kOne, *beta = &kZero;
-  if (gemm.scales != ScaleId::kNone) {
+  if (scale_bytes > 0) {
     uint8_t* const b_scales = a_scales + ScaleBytes(gemm, gemm.a);
     auto* const numbers = reinterpret_cast<float*>(b_scales + ScaleBytes(gemm, gemm.b));
     const Status status = MoveScales(exec, gemm, a_scales, b_scales, numbers);
@@ -171,15 +196,18 @@ Status Gemm(const Exec<Cuda>& exec, const GemmProblem& gemm, const Workspace& wo
   }
   const cublaslt::Library& lt = cublaslt::Load();
   const std::lock_guard<std::mutex> lock(plan->mutex);
-  const bool done =
-      (IsValue(gemm.a.element) || (lt.desc_set(plan->desc, cublaslt::kScalePointerA, &b_scale,
-                                               sizeof(b_scale)) == cublaslt::kSuccess &&
-                                   lt.desc_set(plan->desc, cublaslt::kScalePointerB, &a_scale,
-                                               sizeof(a_scale)) == cublaslt::kSuccess)) &&
-      lt.matmul(plan->handle, plan->desc, alpha, gemm.b.data, plan->b, gemm.a.data, plan->a, beta,
-                out, plan->out, out, plan->out, &plan->algorithm, workspace.data + scale_bytes,
-                key.workspace_bytes, exec.stream) == cublaslt::kSuccess;
-  if (!done) return {"cuBLASLt failed; look for errors of CUDA before this one"};
+  cublaslt::Result result = cublaslt::kSuccess;
+  const auto run = [&](auto function, auto... arguments) {
+    if (result == cublaslt::kSuccess) result = function(arguments...);
+  };
+  if (!IsValue(gemm.a.element)) {
+    run(lt.desc_set, plan->desc, cublaslt::kScalePointerA, &b_scale, sizeof(b_scale));
+    run(lt.desc_set, plan->desc, cublaslt::kScalePointerB, &a_scale, sizeof(a_scale));
+  }
+  run(lt.matmul, plan->handle, plan->desc, alpha, gemm.b.data, plan->b, gemm.a.data, plan->a, beta,
+      out, plan->out, out, plan->out, &plan->algorithm, workspace.data + scale_bytes,
+      key.workspace_bytes, exec.stream);
+  if (result != cublaslt::kSuccess) return {Refusal(key, result)};
   return {};
 }
 
