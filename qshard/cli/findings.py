@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from qshard.cli.activations import open_activations
 from qshard.cli.choose import Recommendation, Tradeoff, ranked, recommended, tradeoff
 from qshard.cli.errors import Misuse, shown
 from qshard.cli.layers import Layer, Question, measured, reasons
@@ -44,15 +47,23 @@ class Findings:
         return found
 
 
-def find(checkpoint: Checkpoint, question: Question, globs: Sequence[str], budget: float | None) -> Findings:
+def find(
+    checkpoint: Checkpoint,
+    question: Question,
+    globs: Sequence[str],
+    budget: float | None,
+    activations: Path | None = None,
+) -> Findings:
     """Measures a checkpoint.
 
     Args:
       globs: of the layers; none for all.
+      activations: a file of `numpy.savez`.
 
     Raises:
       Misuse: there is no such layer, none can be measured, or the budget is too small for any choice.
     """
+    notes = list(checkpoint.notes)
     names = matching(checkpoint.entries, globs, "--layers") if globs else set(checkpoint.entries)
     asked = [entry for name, entry in checkpoint.entries.items() if name in names]
     left_out = reasons(asked, any_axes=bool(globs))
@@ -65,10 +76,13 @@ def find(checkpoint: Checkpoint, question: Question, globs: Sequence[str], budge
         least = sum(map(question.least_bytes, entries)) / sum(entry.elements for entry in entries)
         if not budget >= least:  # NaN, too.
             raise Misuse(f"--budget {budget:g} is too small: the formats take {least:.4f} bytes an element at least")
+    if activations is not None:
+        found, more = open_activations(activations, entries)
+        question, notes = dataclasses.replace(question, activations=found), notes + more
     layers = tuple(measured(entries, question, set(checkpoint.entries)))
     ranked_by, ranking = ranked(layers)
     return Findings(
-        checkpoint=checkpoint,
+        checkpoint=dataclasses.replace(checkpoint, notes=notes),
         layers=layers,
         left_out=left_out,
         ranked_by=ranked_by,
@@ -102,6 +116,12 @@ def draws(layer: Layer) -> list[str]:
         for row in layer.rows
         if len(row.draws) > 1
     ]
+
+
+def outputs(layer: Layer) -> list[str]:
+    """A line on the harm with activations, if they are there."""
+    found = [f"{row.stats.format} {decibels(row.output)}" for row in layer.rows if row.output is not None]
+    return [f"dB of noise for signal with its activations: {', '.join(found)}"] if found else []
 
 
 def level(harm: float) -> str:

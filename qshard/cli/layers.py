@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from qshard.cli.activations import Activations
 from qshard.cli.bar import bar
 from qshard.cli.checkpoint import Entry
 from qshard.cli.errors import shown
@@ -17,6 +18,7 @@ from qshard.formats import Format, Usage
 from qshard.layout import Shape, plane
 from qshard.numerics.measures import Floats, Note, Stats, as_float, stats_of
 from qshard.numerics.outliers import outlier_share
+from qshard.numerics.outputs import output_noise
 
 LEAST_AXES = 2
 """Of a weight of products. Norms and biases have fewer."""
@@ -30,10 +32,18 @@ class Row:
     Attributes:
       stats: of one draw; where the format rounds stochastically, the means over all.
       draws: the SQNR of each draw, where it does.
+      output: `output_noise` with the activations of the layer, the mean over draws; None if there are none.
     """
 
     stats: Stats
     draws: tuple[float, ...] = ()
+    output: float | None = None
+
+    @property
+    def harm(self) -> float | None:
+        """Noise for signal: of the output, if activations are there, else `harm_of`."""
+        known = harm_of(self.stats)
+        return known if known is None or self.output is None else self.output
 
 
 @dataclass(frozen=True)
@@ -43,7 +53,8 @@ class Choice:
     Attributes:
       name: of the format, or of the dtype that it has.
       nbytes: of codes and scales of all planes that are asked for.
-      harm: noise for signal, that of the worse plane: of the product with white activations, the relative variance.
+      harm: noise for signal, that of the worse plane: of the product with white activations, or with those that were
+        given, the relative variance.
         None where some of it is not known, as finite numbers became NaN or infinite.
     """
 
@@ -71,14 +82,14 @@ class Layer:
     @property
     def choices(self) -> dict[str, Choice]:
         """By name: the formats that were measured, and its own dtype, which costs no harm."""
-        by_format: dict[str, list[Stats]] = {}
+        by_format: dict[str, list[Row]] = {}
         for row in self.rows:
-            by_format.setdefault(str(row.stats.format), []).append(row.stats)
+            by_format.setdefault(str(row.stats.format), []).append(row)
         found = {self.entry.dtype: Choice(self.entry.dtype, self.entry.nbytes, 0.0)}
         for name, rows in by_format.items():
-            harms = [harm_of(stats) for stats in rows]
+            harms = [row.harm for row in rows]
             known = [harm for harm in harms if harm is not None]
-            nbytes = sum(stats.bits_per_element for stats in rows) * self.entry.elements / 8
+            nbytes = sum(row.stats.bits_per_element for row in rows) * self.entry.elements / 8
             found[name] = Choice(name, nbytes, max(known) if len(known) == len(harms) else None)
         return found
 
@@ -98,12 +109,14 @@ class Question:
       formats: all of them, those with options that were asked for too.
       usage: one plane or both. Of a format whose planes hold the same numbers one is measured.
       draws: how often a stochastic format is measured, from `seed` up.
+      activations: what layers are given, if it is known.
     """
 
     formats: tuple[Format, ...]
     usage: Usage
     draws: int
     seed: int
+    activations: Activations | None = None
 
     def planes(self, shape: Shape) -> tuple[list[tuple[Format, Usage]], dict[str, str]]:
         """What is measured of a layer of a shape, and by name why the other formats are not."""
@@ -172,18 +185,27 @@ def measured(entries: list[Entry], question: Question, names: set[str]) -> list[
 def _layer(entry: Entry, question: Question, names: set[str], advance: Any) -> Layer:
     x = as_float(entry.read(), OP)
     planes, left_out = question.planes(entry.shape)
-    rows = tuple(_row(x, fmt, usage, question, advance) for fmt, usage in planes)
+    given = question.activations.of(entry.name) if question.activations else None
+    rows = tuple(_row(x, fmt, usage, question, given, advance) for fmt, usage in planes)
     scales = [f"{entry.name}{end}" for end in ("_scale_inv", "_scale") if f"{entry.name}{end}" in names]
     remarks = [f"measured without its scales, {shown(name)}" for name in scales]
+    if question.activations is not None and given is None:
+        remarks.append("no activations: its harm is that with white ones")
+    if any(row.output is not None and math.isnan(row.output) for row in rows):
+        rows = tuple(dataclasses.replace(row, output=None) for row in rows)
+        remarks.append("its activations give no signal, or are not finite: its harm is that with white ones")
     return Layer(entry, outlier_share(x.array), rows, left_out, tuple(remarks))
 
 
-def _row(x: Floats, fmt: Format, usage: Usage, question: Question, advance: Any) -> Row:
-    if not fmt.stochastic:
-        return Row(stats_of(x, fmt, usage, question.seed, OP, advance))
-    seeds = range(question.seed, question.seed + question.draws)
+def _row(x: Floats, fmt: Format, usage: Usage, question: Question, given: Any, advance: Any) -> Row:
+    seeds = range(question.seed, question.seed + (question.draws if fmt.stochastic else 1))
     drawn = [stats_of(x, fmt, usage, seed, OP, advance) for seed in seeds]
-    return Row(_mean(drawn), tuple(stats.sqnr_db for stats in drawn))
+    output = None
+    if given is not None and (fmt.transposes or usage is Usage.ROWWISE):  # Others are for gradients.
+        output = float(np.mean([output_noise(given, x.array, fmt, seed=seed) for seed in seeds]))
+    if not fmt.stochastic:
+        return Row(drawn[0], output=output)
+    return Row(_mean(drawn), tuple(stats.sqnr_db for stats in drawn), output)
 
 
 def _mean(drawn: list[Stats]) -> Stats:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from qshard import environment
 from qshard.cli.curve import svg
 from qshard.cli.errors import printable
-from qshard.cli.findings import HARM, RANKING, Findings, decibels, draws, level, title
+from qshard.cli.findings import HARM, RANKING, Findings, decibels, draws, level, outputs, title
 from qshard.cli.layers import Layer
 
 STYLE = """
@@ -92,6 +92,7 @@ def _layer(layer: Layer) -> Iterator[str]:
     lines = [
         *notes,
         *draws(layer),
+        *outputs(layer),
         *layer.remarks,
         *(f"{name}: left out: {why}" for name, why in layer.left_out.items()),
     ]

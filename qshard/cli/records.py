@@ -11,7 +11,7 @@ from typing import Any
 
 from qshard.cli.choose import Point
 from qshard.cli.findings import Findings
-from qshard.cli.layers import Layer, Row, harm_of
+from qshard.cli.layers import Layer, Row
 
 NUMBERS = (
     "sqnr_db",
@@ -61,7 +61,19 @@ def as_json(findings: Findings) -> str:
 
 def as_csv(findings: Findings) -> str:
     """A line for each layer, format and plane, and for each pair that was left out, with the reason."""
-    heads = ["layer", "dtype", "shape", "format", "usage", *NUMBERS, "worst_block", "harm", "outliers", "notes"]
+    heads = [
+        "layer",
+        "dtype",
+        "shape",
+        "format",
+        "usage",
+        *NUMBERS,
+        "worst_block",
+        "harm",
+        "output_noise",
+        "outliers",
+        "notes",
+    ]
     made = io.StringIO()
     writer = csv.DictWriter(made, heads, lineterminator="\n")
     writer.writeheader()
@@ -111,7 +123,8 @@ def _row(row: Row) -> dict[str, Any]:
         "usage": str(stats.usage.name).lower(),
         **{name: _number(getattr(stats, name)) for name in NUMBERS},
         "worst_block": stats.worst_block,
-        "harm": harm_of(stats),
+        "harm": row.harm,
+        "output_noise": row.output,
         "draws": [_number(value) for value in row.draws],
         "notes": [str(note) for note in stats.notes],
     }

@@ -40,6 +40,12 @@ def weight_formats() -> list[Format]:
     metavar="BYTES",
     help="Recommend formats of so many bytes an element.",
 )
+@click.option(
+    "--activations",
+    type=options.PATH,
+    metavar="NPZ",
+    help="What layers are given, by their names: harm is then that of their outputs.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON in place of tables.")
 @click.option("--csv", "as_csv", is_flag=True, help="Print CSV in place of tables.")
 @click.option("--html", type=options.PATH, help="Write a page with the trade-off as a curve, too.")
@@ -52,6 +58,7 @@ def report(
     stochastic: int | None,
     seed: int,
     budget: float | None,
+    activations: Path | None,
     as_json: bool,
     as_csv: bool,
     html: Path | None,
@@ -74,7 +81,7 @@ def report(
     question = Question(formats=tuple(chosen), usage=options.USAGES[usage], draws=stochastic or 1, seed=seed)
     if html is not None and any(html.exists() and html.samefile(file) for file in opened.files):
         raise Misuse(f"--html {html} is a file of the checkpoint; name another")
-    findings = find(opened, question, layers, budget)
+    findings = find(opened, question, layers, budget, activations)
     if html is not None:
         from qshard.cli.page import page
 

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from qshard.cli.choose import Point
 from qshard.cli.errors import shown
-from qshard.cli.findings import HARM, RANKING, Findings, decibels, draws, level, title
+from qshard.cli.findings import HARM, RANKING, Findings, decibels, draws, level, outputs, title
 from qshard.cli.layers import Layer
 from qshard.cli.quantizing import Conversion
 from qshard.formats import Format, Usage
@@ -38,7 +38,7 @@ def print_text(findings: Findings) -> None:
     for layer in findings.layers:
         for report in _reports(layer):
             out.print(report)
-        for line in (*draws(layer), *layer.remarks):
+        for line in (*draws(layer), *outputs(layer), *layer.remarks):
             out.print(Text(line))
         out.print()
     for why, names in findings.grouped.items():

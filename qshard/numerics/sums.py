@@ -137,7 +137,7 @@ class Compared:
     def _tile(self, tile: Tile) -> Sums:
         rows, cols = tile
         given = np.ascontiguousarray(self.x[cols, rows].T if self.where.transposed else self.x[tile], np.float32)
-        part = self._part(tile)
+        part = self.part(tile)
         value = pipeline.dequantize(self.ops, part, self.format, self.where.usage, "float32")
         codes = _magnitudes(part.data, self.format)
         nonzero, finite, counted = given != 0, np.isfinite(given), np.isfinite(value)
@@ -159,7 +159,7 @@ class Compared:
             _add_errors(total, given.reshape(-1), value.reshape(-1))
         return total
 
-    def _part(self, tile: Tile) -> Plane:
+    def part(self, tile: Tile) -> Plane:
         """A tile of the plane."""
         (rows, cols), (data, scale_inv, whole) = tile, self.parts
         per, block = self.format.element.codes_per_byte, self.where.block
