@@ -100,6 +100,9 @@ class Compared:
       x: the matrix.
       parts, format, where: the plane, what it is in, and how it is laid out.
       scales: what the elements of each block are multiplied by.
+      first: which block of the whole its first one is; without blocks, which element.
+      own: what of the stored matrix is measured, where it has zeros around that; None: all of it.
+      shared: whether other pieces have parts of its one block.
     """
 
     ops: Any
@@ -108,6 +111,18 @@ class Compared:
     format: Format
     where: PlaneLayout
     scales: NDArray[np.float32]
+    first: Block = (0, 0)
+    own: Tile | None = None
+    shared: bool = False
+
+    @property
+    def begun(self) -> NDArray[np.float32]:
+        """The scales of the blocks that begin here: of all pieces together, each block's once."""
+        if self.own is None:
+            return self.scales if self.first == (0, 0) or not self.shared else self.scales.reshape(-1)[:0]
+        assert self.where.block is not None
+        rows, columns = (-(-own.start // length) for own, length in zip(self.own, self.where.block, strict=True))
+        return self.scales.reshape(-(-self._stored_shape[0] // self.where.block[0]), -1)[rows:, columns:]
 
     def sums(self, advance: Advance) -> Sums:
         """Those of all elements. `advance` is told of elements as they are done, on the calling thread."""
@@ -142,14 +157,16 @@ class Compared:
         codes = _magnitudes(part.data, self.format)
         nonzero, finite, counted = given != 0, np.isfinite(given), np.isfinite(value)
         counted &= finite
+        ours = self._ours(tile)
+        size = given[ours].size  # Zeros around them are no error, unless their scale is NaN.
         nonfinite = given.size - _count(finite)
         total = Sums(
-            elements=given.size,
+            elements=size,
             zeros_made=_count(nonzero & (value == 0)),
             subnormal=_count(codes - np.uint8(1) < 2**self.format.element.mantissa_bits - 1),  # 0 - 1 is 255.
             saturated=self._saturated(given, codes, tile),
             nonfinite_given=nonfinite,
-            nonfinite_made=given.size - nonfinite - _count(counted),
+            nonfinite_made=size - nonfinite - _count(counted[ours]),
         )
         counted &= nonzero  # A zero stays zero, so it adds nothing to any sum.
         self._add_blocks(total, given, value, counted, tile)
@@ -158,6 +175,22 @@ class Compared:
         if given.size:
             _add_errors(total, given.reshape(-1), value.reshape(-1))
         return total
+
+    def _ours(self, tile: Tile) -> Tile:
+        """What of a tile is measured."""
+        if self.own is None:
+            return slice(None), slice(None)
+        rows, columns = (
+            slice(max(own.start - cut.start, 0), max(min(own.stop, cut.stop) - cut.start, 0))
+            for own, cut in zip(self.own, tile, strict=True)
+        )
+        return rows, columns
+
+    def _has_others(self, tile: Tile) -> bool:
+        """Whether blocks of a tile have elements in other pieces."""
+        if self.own is None:
+            return self.shared
+        return any(cut.start < own.start or cut.stop > own.stop for own, cut in zip(self.own, tile, strict=True))
 
     def part(self, tile: Tile) -> Plane:
         """A tile of the plane."""
@@ -186,10 +219,14 @@ class Compared:
         if not counted.all():
             size[~counted] = error[~counted] = 0
         block = self.where.block or self._stored_shape
-        row, col = (cut.start // length for cut, length in zip(tile, block, strict=True))
+        row, col = (
+            first + cut.start // length
+            for first, cut, length in zip(self.first if self.where.block else (0, 0), tile, block, strict=True)
+        )
         signal, noise = (_of_blocks(np.square(part, out=part), block) for part in (size, error))
         ends = zip(tile, block, self._stored_shape, strict=True)
-        if any(cut.start % length or (cut.stop % length and cut.stop != end) for cut, length, end in ends):
+        cuts_blocks = any(cut.start % length or (cut.stop % length and cut.stop != end) for cut, length, end in ends)
+        if cuts_blocks or self._has_others(tile):
             for i, j in np.ndindex(signal.shape):
                 total.parts[row + i, col + j] = float(signal[i, j]), float(noise[i, j])
             return

@@ -93,3 +93,21 @@ def exponent(x: NDArray[Any]) -> NDArray[Any]:
 
 def share(mask: NDArray[Any]) -> float:
     return float(np.mean(mask)) if mask.size else 0.0
+
+
+def assert_same_stats(given: Any, whole: Any) -> None:
+    """Statistics of an array in pieces are those of the whole: counts and maxima exactly, sums to rounding."""
+    for name, want in vars(whole).items():
+        got = getattr(given, name)
+        if name in ("sqnr_db", "mean_relative_error", "worst_block_db"):  # Sums in float64, in another order.
+            assert math.isclose(got, want, rel_tol=1e-11, abs_tol=1e-11) or (math.isnan(got) and math.isnan(want)), (
+                f"{name}: {got}, whole {want}"
+            )
+        elif name == "error_by_exponent":
+            assert got.keys() == want.keys()
+            assert all(math.isclose(got[e], want[e], rel_tol=1e-11) for e in want)
+        elif name == "max_relative_error" and math.isnan(want):
+            assert math.isnan(got)
+        elif name != "worst_block":  # Of equals, rounding decides; the ratio is compared above.
+            assert got == want, f"{name}: {got}, whole {want}"
+    assert (given.worst_block is None) == (whole.worst_block is None)
