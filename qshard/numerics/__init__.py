@@ -7,5 +7,18 @@ the rest NumPy alone.
 
 from qshard.numerics.measures import Note, Stats, compare, stats
 from qshard.numerics.reports import Report, report
+from qshard.numerics.steps import LayerStats, Logged, StepStats, read_log, write_log
 
-__all__ = ["Note", "Report", "Stats", "compare", "report", "stats"]
+__all__ = [
+    "LayerStats",
+    "Logged",
+    "Note",
+    "Report",
+    "Stats",
+    "StepStats",
+    "compare",
+    "read_log",
+    "report",
+    "stats",
+    "write_log",
+]

@@ -109,10 +109,10 @@ def _seldom(update: Update) -> Update:
     return at_times
 
 
-def load(module: str, op: str) -> Any:
-    """A module of the extra, or an error that says how to get it."""
+def load(module: str, op: str, install: str = "'qshard[notebooks]'") -> Any:
+    """A module of the extra, or another that is needed here alone; else an error that says how to get it."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         package = module.split(".")[0]
-        raise ImportError(f"{op}: {package} is not installed; pip install 'qshard[notebooks]'") from error
+        raise ImportError(f"{op}: {package} is not installed; pip install {install}") from error
