@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from qshard.numerics.arrays import Shard, Whole, of_floats, of_shards
 from qshard.numerics.floats import as_float
-from qshard.torch_bridge.fsdp.weight import memory_of
+from qshard.numerics.models import Outputs, called, leaves
+from qshard.torch_bridge.arguments import check_model
+from qshard.torch_bridge.fsdp.weight import ShardedWeight, memory_of
 
 T = TypeVar("T")
 
@@ -74,3 +77,42 @@ def whole_of(x: Tensor, op: str) -> Whole:
     shards = [Shard(local, tuple(start))] if is_first else []
     as_float(local[:0] if local.ndim else local, op)  # Of replicas too, whose error is that of the first.
     return of_shards(tuple(x.shape), dtype, shards, Ranks.of_mesh(mesh), op)
+
+
+class OfModule:
+    """A module whose weights `sensitivity` changes one by one."""
+
+    def __init__(self, model: nn.Module, op: str):
+        check_model(op, model)
+        self._model, self._weights = model, {}
+        for name, weight in model.named_parameters():
+            kind = "DTensor" if isinstance(weight, DTensor) else "of a converted layer"
+            if isinstance(weight, DTensor | ShardedWeight):
+                raise ValueError(
+                    f"{op}: {name} ({kind}) is not a plain weight; pass the model as it is before it is converted or "
+                    "sharded"
+                )
+            if weight.ndim > 1 and weight.is_floating_point():
+                self._weights[name] = weight
+
+    def names(self) -> list[str]:
+        return list(self._weights)
+
+    def weight(self, name: str) -> NDArray[Any]:
+        return as_float(self._weights[name], "sensitivity").array
+
+    @contextlib.contextmanager
+    def replaced(self, name: str, value: NDArray[np.float32]) -> Iterator[None]:
+        weight = self._weights[name]
+        with torch.no_grad():
+            before = weight.detach().clone()
+            try:
+                weight.copy_(torch.from_numpy(value))
+                yield
+            finally:
+                weight.copy_(before)
+
+    @torch.no_grad()
+    def run(self, batch: Any) -> Outputs:
+        made = called(self._model, batch)
+        return [np.asarray(as_float(leaf, "sensitivity").array, np.float64) for _, leaf in leaves(made)]

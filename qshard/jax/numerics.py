@@ -61,3 +61,9 @@ def whole_of(x: Any, op: str) -> Whole:
     ]
     others = None if x.is_fully_addressable else Processes()
     return of_shards(x.shape, dtype, shards, others, op)
+
+
+def placed_like(leaf: jax.Array, value: NDArray[Any]) -> jax.Array:
+    """Values where an array is, cut as it is."""
+    placed: jax.Array = jax.device_put(value, leaf.sharding)
+    return placed

@@ -47,3 +47,14 @@ def lines_of(lines: Mapping[str, Mapping[int, float]], title: str, below: str) -
         columns = -(-len(lines) // ENTRIES)
         axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), ncols=columns, fontsize="small", frameon=False)
     return figure
+
+
+def columns_of(parts: Mapping[str, Mapping[str, int]]) -> Figure:
+    """Histograms below each other."""
+    figure: Figure = load("matplotlib.figure", "plot").Figure(figsize=(11, 3.2 * len(parts)), layout="constrained")
+    for axes, (title, counts) in zip(figure.subplots(len(parts), 1, squeeze=False)[:, 0], parts.items(), strict=True):
+        axes.bar(range(len(counts)), list(counts.values()))
+        step = -(-len(counts) // 32)
+        axes.set_xticks(range(0, len(counts), step), list(counts)[::step])
+        axes.set(title=title)
+    return figure

@@ -154,7 +154,7 @@ class Compared:
         given = np.ascontiguousarray(self.x[cols, rows].T if self.where.transposed else self.x[tile], np.float32)
         part = self.part(tile)
         value = pipeline.dequantize(self.ops, part, self.format, self.where.usage, "float32")
-        codes = _magnitudes(part.data, self.format)
+        codes = magnitudes(part.data, self.format)
         nonzero, finite, counted = given != 0, np.isfinite(given), np.isfinite(value)
         counted &= finite
         ours = self._ours(tile)
@@ -316,7 +316,7 @@ def _in_order(run: Callable[[Any], Sums], jobs: list[Any]) -> Iterator[Sums]:
                     thread.join()
 
 
-def _magnitudes(data: NDArray[np.uint8], fmt: Format) -> NDArray[np.uint8]:
+def magnitudes(data: NDArray[np.uint8], fmt: Format) -> NDArray[np.uint8]:
     """Codes without their signs, one a byte."""
     if fmt.element.codes_per_byte > 1:
         codes = np.empty((*data.shape, 2), np.uint8)
