@@ -93,6 +93,16 @@ def output_directory(value: str) -> Path:
     return path
 
 
+def log_file(value: str) -> Path:
+    """Make sure that a log can be written, before any time is spent on what goes into it."""
+    path = Path(value)
+    try:
+        path.open("a").close()
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"cannot write {value}: {error.strerror}") from error
+    return path
+
+
 def parse(
     description: str,
     rank: str,
@@ -130,6 +140,9 @@ def parse(
         parser.add_argument(
             "--mode", choices=modes, default=modes[0], help="who cuts the program (default: %(default)s)"
         )
+    parser.add_argument(
+        "--log-numerics", type=log_file, metavar="FILE", help="write what each step does to each tensor of each layer"
+    )
     parser.add_argument("--checkpoint", type=Path, metavar="DIR", help="save checkpoints in it")
     number("--every", 20, 1_000_000, "steps from one checkpoint to the next")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint, of either framework")
@@ -158,6 +171,8 @@ def refusal(options: argparse.Namespace) -> str | None:
         return f"--weights zero cuts weights over all ranks alike, not over --mesh {mesh}; leave --mesh out"
     if options.experts and mesh == "fsdp,tp":
         return f"--experts {options.experts} is not for --mesh {mesh}, whose layers all tokens pass; leave --mesh out"
+    if options.experts and options.log_numerics:
+        return f"--log-numerics is not for --experts {options.experts}, whose layers it would leave out; leave one out"
     if mesh != "fsdp" and (ranks < 4 or ranks % 2):
         return f"--mesh {mesh} needs an even number of ranks, 4 or more, not {ranks}; give --ranks 4"
     return None

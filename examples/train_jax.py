@@ -2,7 +2,7 @@
 
     python examples/train_jax.py [--recipe fp8 | --formats bf16,fp8,mxfp8] [--steps N] [--text FILE]
         [--mode shard_map|auto|explicit] [--mesh fsdp|hsdp|fsdp,tp] [--weights shard|primary]
-        [--loss plain|fused] [--experts N] [--checkpoint DIR [--every N] [--resume]]
+        [--loss plain|fused] [--experts N] [--checkpoint DIR [--every N] [--resume]] [--log-numerics FILE]
 
 Runs on the GPUs present, or on eight host devices of the CPU. What a recipe changes is marked (1), (2), (3).
 """
@@ -31,6 +31,7 @@ import checkpoint
 import checkpoint_jax
 import experts_jax
 import modes
+import numerics_log
 import options
 import qshard.jax as qshard
 import report
@@ -44,6 +45,7 @@ CONFIG = GPTConfig()
 CPU_DEVICES = 8
 Weights = dict[str, jax.Array]
 States = dict[str, qshard.LinearState]  # of delayed scaling; other recipes have none
+Probes = dict[str, qshard.Probe]  # of what is logged, by weight; none without --log-numerics
 Training = dict[str, Any]  # all that the next step depends on: weights, states, and the state of the optimizer
 
 
@@ -51,6 +53,7 @@ def last_of(
     layout: Layout,
     weights: Weights,
     states: States,
+    probes: Probes,
     scales: dict[str, Any],
     tokens: jax.Array,
     key: jax.Array,
@@ -97,7 +100,7 @@ def last_of(
         given = {**given_to(weight), "weight_scales": scales.get(weight)}
         if gathered is not None:
             gathered[weight] = layout.gathered_weight(shard, weight, recipe, given)
-        return layout.linear(x, shard, weight, recipe, given)
+        return layout.linear(x, shard, weight, recipe, {**given, "probe": probes.get(weight)})
 
     def grouped(x: jax.Array, sizes: jax.Array, name: str) -> jax.Array:
         weight = f"{name}.experts.weight"
@@ -132,6 +135,7 @@ def loss_of(
     layout: Layout,
     weights: Weights,
     states: States,
+    probes: Probes,
     tokens: jax.Array,
     targets: jax.Array,
     key: jax.Array,
@@ -154,7 +158,7 @@ def loss_of(
     ):  # (2) one all-reduce finds what the scales of all weights follow from
         scales = layout.scales(jax.lax.stop_gradient(shards), recipe)
     gathered: dict[str, Any] | None = {} if record else None
-    x, head, uneven = last_of(layout, weights, states, scales, tokens, layout.key(key), recipe, gathered)
+    x, head, uneven = last_of(layout, weights, states, probes, scales, tokens, layout.key(key), recipe, gathered)
     if fused:  # Its logits are there for some rows at a time, and their gradient takes their place.
         loss = qshard.linear_cross_entropy(x, head, targets)
     else:
@@ -258,33 +262,36 @@ def train(name: str, corpus: Corpus, arguments: Namespace, progress: TrainingPro
     cut = {weight: modes.spec_of(mesh, weight) for weight in training["weights"]}
     primary = isinstance(optimizer, qshard.PrimaryOptimizer)
     given = optimizer.specs(stacked(initial_weights(config)), mesh) if primary else cut
-    in_specs = (given, P(), batches, batches, P())
+    in_specs = (given, P(), P(), batches, batches, P())
+    logged = arguments.log_numerics is not None and recipe is not None
+    probes = {weight: qshard.init_numerics() for weight in cut if logged and is_quantized(weight)}
+    probes = jax.device_put(probes, NamedSharding(mesh, P()))
     value_and_grad = qshard.value_and_grad if primary else jax.value_and_grad
 
     @jax.jit
     def evaluate(training: Training, tokens: jax.Array, targets: jax.Array, key: jax.Array) -> jax.Array:
         loss = partial(loss_of, layout, recipe=recipe, record=False, fused=fused)
         value, _ = layout.over_devices(loss, in_specs, (P(), P()))(
-            training["weights"], training["states"], tokens, targets, key
+            training["weights"], training["states"], {}, tokens, targets, key
         )
         return value
 
     @partial(jax.jit, donate_argnums=0, static_argnames="record")
     def step(
         training: Training, tokens: jax.Array, targets: jax.Array, key: jax.Array, record: bool = False
-    ) -> tuple[Training, jax.Array, dict[str, Any]]:
+    ) -> tuple[Training, jax.Array, dict[str, Any], Probes]:
         weights, states = training["weights"], training["states"]
         loss = partial(loss_of, layout, recipe=recipe, record=record, fused=fused)
         differentiate = layout.over_devices(
-            value_and_grad(loss, argnums=(0, 1), has_aux=True), in_specs, ((P(), P("fsdp")), (cut, P()))
+            value_and_grad(loss, argnums=(0, 1, 2), has_aux=True), in_specs, ((P(), P("fsdp")), (cut, P(), P()))
         )
-        (loss_now, gathered), (gradients, amaxes) = differentiate(weights, states, tokens, targets, key)
+        (loss_now, gathered), (gradients, amaxes, seen) = differentiate(weights, states, probes, tokens, targets, key)
         if states:  # (3) the scales of the next step, from the amaxes of this one and of those before
             states = qshard.update_delayed(states, amaxes, recipe)
         scaled = {"states": like(weights, states)} if primary else {}
         updates, state = optimizer.update(gradients, training["optimizer"], weights, **scaled)
         weights = optax.apply_updates(weights, updates)
-        return {"weights": weights, "states": states, "optimizer": state}, loss_now, gathered
+        return {"weights": weights, "states": states, "optimizer": state}, loss_now, gathered, seen
 
     def put(batch: Batch) -> list[jax.Array]:
         return [jax.device_put(half, NamedSharding(mesh, batches)) for half in batch]
@@ -303,14 +310,18 @@ def train(name: str, corpus: Corpus, arguments: Namespace, progress: TrainingPro
         batch = put(corpus.batch(index, schedule.batch, CONFIG.context))
         start = time.perf_counter()
         if not run.gathered_sha256:  # the same step, in a program that also returns what its layers gathered
-            training, loss_now, gathered = step(training, *batch, keys[index], record=True)
+            training, loss_now, gathered, seen = step(training, *batch, keys[index], record=True)
             run.gathered_sha256 = report.digest(parts_of(gathered))
         else:
-            training, loss_now, _ = program(training, *batch, keys[index])
+            training, loss_now, _, seen = program(training, *batch, keys[index])
         # Each step is waited for: host devices share few threads, and queued steps could take all of them.
         run.losses.append(float(jax.block_until_ready((loss_now, training))[0]))
         run.seconds.append(time.perf_counter() - start)
         progress.step(run.losses[-1])
+        if logged:
+            layers = {weight.removesuffix(".weight"): probe for weight, probe in seen.items()}
+            found = qshard.numerics_of(layers, recipe)
+            numerics_log.append(arguments.log_numerics, name, index, run.losses[-1], found)
         if schedule.validates_after(index):
             losses = [evaluate(training, *batch, keys[0]) for batch in held_out]
             run.validation.append((index + 1, float(np.mean(losses))))
@@ -344,6 +355,7 @@ def main() -> None:
         options.fail(parser.prog, str(error))
     problem = options.refusal(arguments) or modes.refusal(arguments)
     checkpoint.check(parser.prog, arguments, problem, settings(arguments, corpus), "orbax.checkpoint")
+    numerics_log.begin(arguments)
     mesh = modes.make_mesh(arguments.mesh, arguments.mode, devices[: arguments.ranks])
     with jax.set_mesh(mesh), TrainingProgress(arguments.steps) as progress:
         runs = [train(name, corpus, arguments, progress) for name in arguments.formats]

@@ -2,7 +2,7 @@
 
     python examples/train_torch.py [--recipe fp8 | --formats bf16,fp8,mxfp8] [--steps N] [--text FILE]
         [--weights shard|primary|zero] [--mesh fsdp|hsdp|fsdp,tp] [--loss plain|fused] [--experts N]
-        [--checkpoint DIR [--every N] [--resume]]
+        [--checkpoint DIR [--every N] [--resume]] [--log-numerics FILE]
 
 Runs on the GPUs present through NCCL, or on the CPU with two gloo ranks. What a recipe changes is marked (1) and (2).
 """
@@ -32,6 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import checkpoint
 import checkpoint_torch
 import experts_torch
+import numerics_log
 import options
 import qshard.torch_bridge as qshard
 import report
@@ -40,6 +41,7 @@ from corpus import Batch, Corpus, load
 from gathered import GatheredBytes, record_gathered
 from gpt import GPTConfig, Schedule, initial_weights
 from progress import TrainingProgress
+from qshard.numerics import StepStats
 from qshard.recipes import DelayedScaling, Recipe
 from ranks import launch
 
@@ -170,11 +172,19 @@ def train(name: str, corpus: Corpus, arguments: Namespace, device: torch.device,
         dist.all_reduce(loss)
         return loss.item() / ranks
 
+    seen: list[StepStats] = []  # of the last step, if it is logged
+
     def step(batch: Batch, learning_rate: float) -> float:
         for group in optimizer.param_groups:
             group["lr"] = learning_rate
-        loss = loss_of(batch)
-        loss.backward()
+        if arguments.log_numerics and recipe is not None:
+            with qshard.numerics_of(model) as watch:
+                loss = loss_of(batch)
+                loss.backward()
+            seen.append(watch.stats())
+        else:
+            loss = loss_of(batch)
+            loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         if isinstance(recipe, DelayedScaling) and kind != "zero":  # (2) what it alone needs: scales of the next step
@@ -201,6 +211,9 @@ def train(name: str, corpus: Corpus, arguments: Namespace, device: torch.device,
         run.seconds.append(time.perf_counter() - start)
         run.losses.append(loss)
         report_event(("step", loss))
+        if seen and rank == 0:
+            numerics_log.append(arguments.log_numerics, name, index, loss, seen.pop())
+        seen.clear()
         if schedule.validates_after(index):
             with torch.no_grad():
                 losses = [mean_over_ranks(loss_of(batch)) for batch in held_out]
@@ -245,6 +258,7 @@ def main() -> None:
     except (OSError, ValueError) as error:
         options.fail(parser.prog, str(error))
     checkpoint.check(parser.prog, arguments, options.refusal(arguments), settings(arguments, corpus))
+    numerics_log.begin(arguments)
     runs: list[report.Run] = []
     ranks = closing(launch(worker, arguments.ranks, corpus, arguments))
     with TrainingProgress(arguments.steps) as progress, ranks as events:

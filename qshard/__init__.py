@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from qshard import adam as adam
+    from qshard import cli as cli
     from qshard import environment as environment
     from qshard import formats as formats
     from qshard import jax as jax
@@ -41,6 +42,7 @@ __all__ = ["Role", "Usage", "__version__", "build_info", "formats", "num_threads
 _NEEDS = {"jax": "jax", "torch_bridge": "torch"}
 _MODULES = {
     "adam",
+    "cli",
     "environment",
     "formats",
     "layout",

@@ -32,7 +32,7 @@ from qshard.formats import FLOATS, Format, Usage
 from qshard.layout import Shape, plane
 from qshard.pipeline import Plane
 
-__all__ = ["KEY", "Description", "described", "flat", "plain", "restored", "text_of"]
+__all__ = ["KEY", "Description", "described", "flat", "joined", "plain", "restored", "text_of"]
 
 KEY = "qshard"
 """Of the metadata."""
@@ -91,7 +91,7 @@ class Description:
         """
         found: dict[Usage, dict[str, Array]] = {usage: {} for usage in self.planes}
         for usage, part, (dtype, shape) in self._parts(op, name or "tensor"):
-            key = _joined(name, f"{_word(usage)}.{part}")
+            key = joined(name, f"{_word(usage)}.{part}")
             array = arrays.get(key)
             if array is None:
                 raise ValueError(f"{op}: {key} (absent) is not there, but its description is; keep the two together")
@@ -197,7 +197,7 @@ def plain(
         made = {name: value}
         if found is not None:
             descriptions[name], planes = found
-            made = {_joined(name, key): array for key, array in flat(planes).items()}
+            made = {joined(name, key): array for key, array in flat(planes).items()}
         if twice := sorted(made.keys() & arrays.keys()):
             raise ValueError(f"to_plain: {name} ({twice[0]}) is not the only one of that name; rename one of them")
         arrays.update(made)
@@ -221,7 +221,7 @@ def restored(
     for name, each in descriptions.items():
         made[name] = made_of(name, each, each.take(arrays, name))
         for key in each.arrays():
-            del rest[_joined(name, key)]
+            del rest[joined(name, key)]
     return rest | made
 
 
@@ -229,7 +229,8 @@ def _word(usage: Usage) -> str:
     return str(usage.name).lower()
 
 
-def _joined(name: str, part: str) -> str:
+def joined(name: str, part: str) -> str:
+    """The name of an array: of its tensor, and of what it is of that."""
     return f"{name}.{part}" if name else part
 
 

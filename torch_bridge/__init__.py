@@ -42,6 +42,7 @@ from qshard.torch_bridge.plain import from_plain, to_plain
 from qshard.torch_bridge.quantize import quantize
 from qshard.torch_bridge.scaling import load_scaling_state, scaling_state
 from qshard.torch_bridge.tensor import QuantizedTensor
+from qshard.torch_bridge.watch import numerics_of
 from qshard.torch_bridge.zero.optimizer import ZeroOptimizer
 
 __all__ = [
@@ -72,6 +73,7 @@ __all__ = [
     "linear",
     "linear_cross_entropy",
     "load_scaling_state",
+    "numerics_of",
     "prepare_modules_for_fsdp1",
     "quantize",
     "quantized_init",

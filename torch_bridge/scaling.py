@@ -95,10 +95,10 @@ def _named_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for kept in getattr(module, "scaling_buffers", ()):
             buffer = module._buffers.get(kept)
             if buffer is not None:
-                yield ".".join([*_plain(model, name), kept]), buffer
+                yield ".".join([*plain_name(model, name), kept]), buffer
 
 
-def _plain(model: nn.Module, name: str) -> Iterator[str]:
+def plain_name(model: nn.Module, name: str) -> Iterator[str]:
     """The parts of a qualified name, without those of wrappers."""
     module = model
     for part in name.split(".") if name else ():

@@ -36,6 +36,7 @@ from qshard.jax.policy import Policy, Weight
 from qshard.jax.primary import PrimaryWeight, value_and_grad
 from qshard.jax.quantize import WeightScales, compute_scales, quantize
 from qshard.jax.trees import describe, rebuild
+from qshard.jax.watch import Probe, init_numerics, numerics_of
 from qshard.jax.zero import ZeroPlan, plan_zero
 from qshard.pipeline import Plane
 
@@ -49,6 +50,7 @@ __all__ = [
     "PrimaryOptimizer",
     "PrimaryState",
     "PrimaryWeight",
+    "Probe",
     "QuantizedArray",
     "Shards",
     "TensorState",
@@ -68,10 +70,12 @@ __all__ = [
     "gather",
     "gathered_weight",
     "init_delayed",
+    "init_numerics",
     "join_pieces",
     "linear",
     "linear_cross_entropy",
     "merge_observed",
+    "numerics_of",
     "ops",
     "optimizer",
     "plan_zero",

@@ -95,8 +95,10 @@ def init_delayed(recipe: DelayedScaling | str, shape: Sequence[int] = ()) -> Lin
     return LinearState(tensor(), tensor(), tensor())
 
 
-def check_shared(op: str, state: Any, axis_name: Any) -> None:
-    """Raises ValueError where nothing tells which devices share a state: `shard_map(check_vma=False)`, no `axis_name`.
+def check_shared(op: str, state: Any, axis_name: Any, name: str = "state") -> None:
+    """Raises ValueError where nothing tells which devices share a state, or a probe.
+
+    That is in `shard_map(check_vma=False)`, without `axis_name`.
 
     The amaxes of one device would then leave as if they were those of all.
     """
@@ -104,8 +106,8 @@ def check_shared(op: str, state: Any, axis_name: Any) -> None:
         return
     axes = jax.sharding.get_abstract_mesh().manual_axes
     raise ValueError(
-        f"{op}: axis_name (None) does not say which devices share state, nor do types under check_vma=False; name "
-        f"those of {axes} that cut x, w or dy, pass () for a state a device, or leave check_vma on"
+        f"{op}: axis_name (None) does not say which devices share {name}, nor do types under check_vma=False; name "
+        f"those of {axes} that cut x, w or dy, pass () for a {name} a device, or leave check_vma on"
     )
 
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from qshard.jax import watch
 from qshard.jax.arguments import (
     as_axes,
     as_float_name,
@@ -55,6 +56,7 @@ def linear(
     vmap_as_rows: bool = False,
     seed: Seed = None,
     state: LinearState | None = None,
+    probe: watch.Probe | None = None,
 ) -> jax.Array:
     """`y = x @ w.T` in the formats of a recipe, differentiable.
 
@@ -109,6 +111,8 @@ def linear(
         seed draw the same numbers.
       state: of delayed scaling, from `init_delayed` and `update_delayed`. The gradient with respect to it is the amaxes
         of this call, reduced over all shards.
+      probe: from `init_numerics`, for this call alone. The gradient with respect to it is the statistics of this call's
+        operands and of the gradient of y, which `numerics_of` reads. No bit of the result changes.
 
     Returns:
       `[*lead, N]`, of the dtype of `x`. With `gather_rows` of more rows than `x` has, with `scatter_rows` of fewer.
@@ -150,6 +154,25 @@ def linear(
     staged = is_staged((x, w, given))
     if staged:  # There a jitted call is lowered apart from others, which may have quantized its x.
         x, w, given = jax.tree.map(jnp.asarray, (x, w, given))
+    if probe is not None:
+        apart = local_axes is not None or tensor_parallel is not None or vmap_as_rows
+        watch.check_probe("linear", probe, apart)
+        check_shared("linear", probe, names, "probe")
+        how = watch.How(as_recipe(recipe, "linear"), as_axes("linear", names), rows)
+        x = jnp.asarray(x)
+        if not isinstance(w, QuantizedArray | CodedWeight | PrimaryWeight):
+            whole = gathered_weight(
+                w,
+                recipe,
+                weight_layout=weight_layout,
+                weight_spec=weight_spec,
+                gather_axis=gather_axes,
+                weight_scales=weight_scales,
+                seed=seed,
+                state=state,
+            )
+            x = watch.of_weight(x, w, whole, probe, weight_spec, gather_axes)
+        x = watch.before(how, x, probe, given.seed, state)
     call = functools.partial(
         _checked_linear if staged else _jitted_linear,
         recipe=as_recipe(recipe, "linear"),  # Before jit, for a name to be the same call as its recipe.
@@ -166,7 +189,7 @@ def linear(
     if local_axes is not None:
         return _on_each_device(call, x, w, given, weight_spec, gather_axes, local_axes)
     y: jax.Array = call(x, w, given, weight_spec=weight_spec)
-    return y
+    return y if probe is None else watch.after(how, y, probe.gradient, given.seed, state)
 
 
 def gathered_weight(

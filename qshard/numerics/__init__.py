@@ -5,7 +5,36 @@ compiled kernels, and so of every front end and of `qshard.reference`. The repor
 the rest NumPy alone.
 """
 
+from qshard.numerics.analysis import (
+    GemmError,
+    Histogram,
+    LayerSensitivity,
+    Sensitivity,
+    gemm_error,
+    histogram,
+    sensitivity,
+)
 from qshard.numerics.measures import Note, Stats, compare, stats
 from qshard.numerics.reports import Report, report
+from qshard.numerics.steps import LayerStats, Logged, StepStats, read_log, write_log
 
-__all__ = ["Note", "Report", "Stats", "compare", "report", "stats"]
+__all__ = [
+    "GemmError",
+    "Histogram",
+    "LayerSensitivity",
+    "LayerStats",
+    "Logged",
+    "Note",
+    "Report",
+    "Sensitivity",
+    "Stats",
+    "StepStats",
+    "compare",
+    "gemm_error",
+    "histogram",
+    "read_log",
+    "report",
+    "sensitivity",
+    "stats",
+    "write_log",
+]

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import enum
 import math
-import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import ml_dtypes
 import numpy as np
-from numpy.typing import NDArray
 
-from qshard import pipeline
-from qshard.formats import FORMATS, Format, Usage
-from qshard.layout import Shape, matrix_shape, plane, source
+from qshard.formats import ELEMENTS, FORMATS, Format, Usage
+from qshard.layout import PlaneLayout, Shape, plane, source
 from qshard.names import FormatLike, as_format, as_formats
+from qshard.numerics.arrays import Whole, whole_of
+from qshard.numerics.cuts import check_pieces
+from qshard.numerics.floats import Floats as Floats
+from qshard.numerics.floats import as_float as as_float
 from qshard.numerics.progress import progress_of
 
 
@@ -54,6 +55,8 @@ class Stats:
       counted: share with `x` and `value` finite. `counted + nonfinite_given + nonfinite_made = 1`.
       nonfinite_given: share with `x` infinite or NaN.
       nonfinite_made: share with `x` finite and `value` not, for example because a NaN shares its block.
+      worst_block_db: `sqnr_db` of the block that shares a scale and has the least; of the whole, where all shares one.
+      worst_block: its row and column in `scale_inv` as a matrix; None where no block has a signal.
       beyond_float32: share that is finite and not 0 in what was given, but infinite or 0 in float32.
       bits_per_element: of data and all scales.
       scale_histogram: `floor(log2(scale))` -> number of blocks; `scale` is all that the elements of the block are
@@ -73,6 +76,8 @@ class Stats:
     counted: float
     nonfinite_given: float
     nonfinite_made: float
+    worst_block_db: float
+    worst_block: tuple[int, int] | None
     beyond_float32: float
     bits_per_element: float
     scale_histogram: Mapping[int, int]
@@ -118,10 +123,13 @@ def stats(x: Any, fmt: FormatLike, usage: Usage = Usage.ROWWISE, *, seed: int = 
 
     Raises:
       TypeError: `x` does not hold real numbers.
-      ValueError: `fmt` has no such plane of `x`, or `usage` is not one plane.
+      ValueError: `fmt` has no such plane of `x`, or `usage` is not one plane; or `x` is cut as said below.
 
-    Works on the host: a sharded JAX array comes there whole, and of a sharded torch tensor give the local part or the
-    full one. Formats whose scales are of blocks alone give the error of a shard whatever the other shards hold.
+    Sharded arrays of JAX, and torch's DTensor, as of FSDP2: each process measures what it holds, on the host, and
+    amaxes, sums and counts are reduced; no element travels to another process. Every process that has a part calls it,
+    with the same arguments, and has the result. Counts, scales and maxima are those of the whole array, and sums are
+    added in another order, in float64. Cuts may be anywhere, but not within blocks of formats whose scale depends on
+    more than amaxes: four over six, and a rotated plane.
 
     >>> from qshard.formats import FP8_E4M3
     >>> s = stats([448.0, 1.0, 17.0, 0.0009], FP8_E4M3)  # the scale is 1: 17 becomes 16, and 0.0009 becomes 0
@@ -130,7 +138,7 @@ def stats(x: Any, fmt: FormatLike, usage: Usage = Usage.ROWWISE, *, seed: int = 
 
     Sources: those of each format are in `qshard.formats`.
     """
-    return measured(as_float(x, "stats"), [as_format(fmt, "stats")], usage, seed, False, "stats")[0]
+    return measured(whole_of(x, "stats"), [as_format(fmt, "stats")], usage, seed, False, "stats")[0]
 
 
 def compare(
@@ -158,109 +166,88 @@ def compare(
     >>> [f"{s.format}: {s.bits_per_element}" for s in compare(np.ones((16, 48)), ["FP8_E4M3", "NVFP4"])]
     ['FP8_E4M3: 8.041666666666666', 'NVFP4: 4.541666666666667']
     """
-    x = as_float(x, "compare")
-    chosen = fitting(x.array.shape, usage, "compare")[0] if formats is None else as_formats(formats, "compare")
-    return measured(x, chosen, usage, seed, progress, "compare")
+    whole = whole_of(x, "compare")
+    chosen = fitting(whole, usage, "compare")[0] if formats is None else as_formats(formats, "compare")
+    return measured(whole, chosen, usage, seed, progress, "compare")
 
 
-def measured(x: Floats, formats: list[Format], usage: Usage, seed: int, progress: bool | None, op: str) -> list[Stats]:
-    """`compare` of what `as_float` made."""
+def measured(x: Whole, formats: list[Format], usage: Usage, seed: int, progress: bool | None, op: str) -> list[Stats]:
+    """`compare` of what `whole_of` made."""
     for fmt in formats:  # Before any is measured.
-        plane(fmt, x.array.shape, usage, op=op)
-    with progress_of(progress, [str(fmt) for fmt in formats], x.array.size, op) as advance:
-        return [_stats(x, fmt, usage, seed, op, advance) for fmt in formats]
+        check_pieces(plane(fmt, x.shape, usage, op=op), x, op)
+    with progress_of(progress, [str(fmt) for fmt in formats], x.size, op) as advance:
+        return [stats_of(x, fmt, usage, seed, op, advance) for fmt in formats]
 
 
 @np.errstate(all="ignore")
-def _stats(x: Floats, fmt: Format, usage: Usage, seed: int, op: str, advance: Callable[[int], None]) -> Stats:
-    from qshard.numerics import kernels  # What shows formats to people can be imported without the extension.
-    from qshard.numerics.sums import LEAST, Compared, exponent_counts
+def stats_of(x: Floats | Whole, fmt: Format, usage: Usage, seed: int, op: str, advance: Callable[[int], None]) -> Stats:
+    """`stats`, which tells `advance` how many elements of this process are done."""
+    from qshard.numerics.pieces import compared
+    from qshard.numerics.sums import LEAST, Sums, exponent_counts  # The package can be imported without the extension.
 
-    shape = x.array.shape
-    matrix = np.ascontiguousarray(x.array).reshape(matrix_shape(shape))
-    draws = kernels.draws(op, seed) if fmt.stochastic else None
-    plain = fmt
-    if plane(fmt, shape, usage).rotated:
-        matrix, plain = pipeline.rotated(kernels.ops, matrix, fmt), fmt.with_options(hadamard=False)
-    stored = source(fmt, usage)  # Where both planes hold the same numbers, those of the rowwise one.
-    parts = pipeline.quantize(kernels.ops, matrix, plain, stored, draws=draws)[stored]
-    scales, where = kernels.block_scales(parts, fmt), plane(plain, matrix.shape, stored)
-    total = Compared(kernels.ops, matrix, parts, plain, where, scales).sums(advance)
+    whole = whole_of(x, op)
+    own, own_scales = Sums(), Counter[int]()
+    for piece in compared(whole, fmt, usage, seed, op):
+        own += piece.sums(advance)
+        own_scales.update(exponent_counts(piece.begun))
+    total, scales, beyond = Sums(), Counter[int](), 0
+    for part, part_scales, part_beyond in whole.gathered((own, own_scales, whole.beyond)):
+        total += part
+        scales.update(part_scales)
+        beyond += part_beyond
     errors, counts = {}, total.counts
     for i in np.flatnonzero(counts).tolist():
         errors[i + LEAST] = float(total.errors[i] / counts[i])
-    number = int(counts.sum())
+    number, worst, size = int(counts.sum()), total.worst_block, math.prod(whole.shape)
+    where, stored = plane(fmt, whole.shape, usage), source(fmt, usage)
 
     def share(count: int) -> float:
-        return count / matrix.size if matrix.size else 0.0
+        return count / size if size else 0.0
 
     return Stats(
         format=fmt,
         usage=usage,
-        shape=shape,
-        sqnr_db=_decibels(total.signal, total.noise),
+        shape=whole.shape,
+        sqnr_db=decibels(total.signal, total.noise),
         max_relative_error=total.largest if number else math.nan,
         mean_relative_error=float(total.errors.sum()) / number if number else math.nan,
         zeros_made=share(total.zeros_made),
         saturated=share(total.saturated),
         subnormal=share(total.subnormal),
-        counted=share(matrix.size - total.nonfinite_given - total.nonfinite_made),
+        counted=share(size - total.nonfinite_given - total.nonfinite_made),
         nonfinite_given=share(total.nonfinite_given),
         nonfinite_made=share(total.nonfinite_made),
-        beyond_float32=share(x.beyond),
-        bits_per_element=share(sum(8 * part.nbytes for part in parts if part is not None)),
-        scale_histogram=exponent_counts(scales),
+        worst_block_db=decibels(1.0, worst.ratio) if worst else math.nan,
+        worst_block=(worst.block if stored is usage else worst.block[::-1]) if worst else None,
+        beyond_float32=share(beyond),
+        bits_per_element=share(8 * _stored_bytes(where)),
+        scale_histogram=dict(sorted(scales.items())),
         error_by_exponent=errors,
     )
 
 
-def _decibels(signal: float, noise: float) -> float:
+def _stored_bytes(where: PlaneLayout) -> int:
+    """Of data and all scales of a plane."""
+    wide = np.dtype(np.float32).itemsize
+    scales = math.prod(where.scale_shape) * (1 if where.format.scale_dtype in ELEMENTS else wide)
+    whole = where.global_scale_shape
+    return math.prod(where.data_shape) + scales + (0 if whole is None else wide * math.prod(whole))
+
+
+def decibels(signal: float, noise: float) -> float:
+    """SQNR: NaN without a signal, infinity without noise."""
     if not signal:
         return math.nan
     return 10 * math.log10(signal / noise) if noise else math.inf
 
 
-def fitting(shape: Shape, usage: Usage, op: str) -> tuple[list[Format], dict[str, str]]:
+def fitting(x: Whole, usage: Usage, op: str) -> tuple[list[Format], dict[str, str]]:
     """The formats that can hold this plane, and by name why the others cannot."""
-    plane(FORMATS["FP8_E4M3"], shape, usage, op=op)  # It holds any shape, so this raises if `usage` is not one plane.
+    plane(FORMATS["FP8_E4M3"], x.shape, usage, op=op)  # It holds any shape, so this raises if `usage` is not one plane.
     left_out = {}
     for name, fmt in FORMATS.items():
         try:
-            plane(fmt, shape, usage, op=name)
+            check_pieces(plane(fmt, x.shape, usage, op=name), x, name)
         except ValueError as error:
             left_out[name] = str(error)
     return [fmt for name, fmt in FORMATS.items() if name not in left_out], left_out
-
-
-@dataclass(frozen=True)
-class Floats:
-    """Numbers in a dtype that kernels take, and how many of them were beyond float32."""
-
-    array: NDArray[Any]
-    beyond: int = 0
-
-
-@np.errstate(all="ignore")
-def as_float(x: Any, op: str) -> Floats:
-    """`x` in NumPy, as float32, bfloat16 or float16. What has one of these dtypes is not copied on the host."""
-    if hasattr(x, "detach"):  # torch
-        x = _of_torch(x.detach().cpu())
-    array = np.from_dlpack(x) if hasattr(x, "__dlpack__") and not hasattr(x, "__array__") else np.asarray(x)
-    if array.dtype.kind in "cOSUMm" or array.dtype.names:
-        raise TypeError(f"{op}: x ({array.dtype}) is not an array of real numbers; take its parts")
-    if array.dtype.name in ("float32", "bfloat16", "float16") and array.dtype.isnative:
-        return Floats(array)
-    narrow = array.astype(np.float32)
-    if array.dtype.kind != "f" or array.dtype.itemsize <= 4:
-        return Floats(narrow)
-    return Floats(
-        narrow, int(np.count_nonzero((np.isinf(narrow) & np.isfinite(array)) | ((narrow == 0) & (array != 0))))
-    )
-
-
-def _of_torch(x: Any) -> Any:
-    """In NumPy. Of a bfloat16 tensor the same memory; those of fewer bits are exact in float32."""
-    torch = sys.modules["torch"]
-    if x.dtype == torch.bfloat16:
-        return x.view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
-    return x.numpy() if x.dtype in (torch.float16, torch.float64) or not x.is_floating_point() else x.float().numpy()

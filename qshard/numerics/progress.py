@@ -29,14 +29,14 @@ def progress_of(show: bool | None, names: list[str], size: int, op: str) -> Iter
       op: names the caller in errors.
     """
     total = len(names) * size
-    display = None
+    shown = None
     if total and (show or (show is None and total >= LONG and importlib.util.find_spec("rich") is not None)):
-        display = _display(load("rich.console", op).Console(stderr=True), total, lines=bool(show))
-    if display is None:
+        shown = display(load("rich.console", op).Console(stderr=True), total, lines=bool(show))
+    if shown is None:
         yield lambda elements: None
         return
     done = 0
-    with display as update:
+    with shown as update:
 
         def advance(elements: int) -> None:
             nonlocal done
@@ -48,7 +48,8 @@ def progress_of(show: bool | None, names: list[str], size: int, op: str) -> Iter
         yield advance
 
 
-def _display(console: Any, total: int, lines: bool) -> contextlib.AbstractContextManager[Update] | None:
+def display(console: Any, total: int, lines: bool) -> contextlib.AbstractContextManager[Update] | None:
+    """What shows how far a total is, as the console can; None if it cannot, and `lines` are not wanted."""
     if console.is_jupyter:
         return _in_jupyter(total)
     if console.is_terminal and not console.is_dumb_terminal:
@@ -108,10 +109,10 @@ def _seldom(update: Update) -> Update:
     return at_times
 
 
-def load(module: str, op: str) -> Any:
-    """A module of the extra, or an error that says how to get it."""
+def load(module: str, op: str, install: str = "'qshard[notebooks]'") -> Any:
+    """A module of the extra, or another that is needed here alone; else an error that says how to get it."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         package = module.split(".")[0]
-        raise ImportError(f"{op}: {package} is not installed; pip install 'qshard[notebooks]'") from error
+        raise ImportError(f"{op}: {package} is not installed; pip install {install}") from error

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from qshard.formats import Usage
 from qshard.names import FormatLike, as_formats
-from qshard.numerics.measures import Stats, as_float, fitting, measured
+from qshard.numerics.arrays import whole_of
+from qshard.numerics.measures import Stats, fitting, measured
 from qshard.numerics.plots import draw
 from qshard.numerics.progress import load
 from qshard.numerics.tables import footnotes, table, unplaced
@@ -51,18 +52,16 @@ def report(
     FP8_E4M3
     """
     load("rich", "report")
-    floats = as_float(x, "report")
-    shape = floats.array.shape
+    whole = whole_of(x, "report")
     left_out: dict[str, str] = {}
     if formats is None:
-        chosen, left_out = fitting(shape, usage, "report")
+        chosen, left_out = fitting(whole, usage, "report")
     else:
         chosen = as_formats(formats, "report")
     if title is None:
-        dtype = str(getattr(x, "dtype", floats.array.dtype)).removeprefix("torch.")
-        title = f"{' x '.join(map(str, shape)) or 'one number'}, {dtype}"
+        title = f"{' x '.join(map(str, whole.shape)) or 'one number'}, {whole.dtype.removeprefix('torch.')}"
         title += ", columnwise" if usage is Usage.COLUMNWISE else ""
-    rows = measured(floats, chosen, usage, seed, progress, "report")
+    rows = measured(whole, chosen, usage, seed, progress, "report")
     return Report(title=title, stats=tuple(rows), left_out=left_out)
 
 

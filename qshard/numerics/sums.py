@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,8 +31,17 @@ EXPONENTS = 128 - LEAST
 _POOLS = itertools.count()
 
 Advance = Callable[[int], None]
+Block = tuple[int, int]
+"""Row and column of a block in the grid of `scale_inv`."""
 Tile = tuple[slice, slice]
 """Rows and columns of the matrix as it is stored."""
+
+
+class WorstBlock(NamedTuple):
+    """A block, and its noise for its signal."""
+
+    ratio: float
+    block: Block
 
 
 @dataclass
@@ -45,6 +54,8 @@ class Sums:
       errors, counts: sums of relative errors, and numbers of elements.
       zeros_made, saturated, subnormal, nonfinite_given, nonfinite_made: numbers of elements.
       elements: number of all.
+      worst: of all whole blocks with a signal, that with the most noise for it; of equal ones the first.
+      parts: signal and noise of blocks that are longer than a tile, so far.
     """
 
     signal: float = 0.0
@@ -58,13 +69,26 @@ class Sums:
     nonfinite_given: int = 0
     nonfinite_made: int = 0
     elements: int = 0
+    worst: WorstBlock | None = None
+    parts: dict[Block, tuple[float, float]] = field(default_factory=dict)
 
     def __iadd__(self, other: Sums) -> Sums:
-        largest = max(self.largest, other.largest)
-        for name, value in vars(other).items():
-            setattr(self, name, getattr(self, name) + value)
-        self.largest = largest
+        largest, worst, parts = max(self.largest, other.largest), _worse(self.worst, other.worst), self.parts
+        for block, (signal, noise) in other.parts.items():
+            before = parts.get(block, (0.0, 0.0))
+            parts[block] = before[0] + signal, before[1] + noise
+        for name in vars(other).keys() - {"largest", "worst", "parts"}:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.largest, self.worst = largest, worst
         return self
+
+    @property
+    def worst_block(self) -> WorstBlock | None:
+        """`worst` of all blocks."""
+        worst = self.worst
+        for block, (signal, noise) in self.parts.items():
+            worst = _worse(worst, WorstBlock(noise / signal, block) if signal else None)
+        return worst
 
 
 @dataclass(frozen=True)
@@ -76,6 +100,9 @@ class Compared:
       x: the matrix.
       parts, format, where: the plane, what it is in, and how it is laid out.
       scales: what the elements of each block are multiplied by.
+      first: which block of the whole its first one is; without blocks, which element.
+      own: what of the stored matrix is measured, where it has zeros around that; None: all of it.
+      shared: whether other pieces have parts of its one block.
     """
 
     ops: Any
@@ -84,10 +111,22 @@ class Compared:
     format: Format
     where: PlaneLayout
     scales: NDArray[np.float32]
+    first: Block = (0, 0)
+    own: Tile | None = None
+    shared: bool = False
+
+    @property
+    def begun(self) -> NDArray[np.float32]:
+        """The scales of the blocks that begin here: of all pieces together, each block's once."""
+        if self.own is None:
+            return self.scales if self.first == (0, 0) or not self.shared else self.scales.reshape(-1)[:0]
+        assert self.where.block is not None
+        rows, columns = (-(-own.start // length) for own, length in zip(self.own, self.where.block, strict=True))
+        return self.scales.reshape(-(-self._stored_shape[0] // self.where.block[0]), -1)[rows:, columns:]
 
     def sums(self, advance: Advance) -> Sums:
         """Those of all elements. `advance` is told of elements as they are done, on the calling thread."""
-        shape = self.x.shape[::-1] if self.where.transposed else self.x.shape
+        shape = self._stored_shape
         block = self.where.block or shape
         steps = [SIZE // max(min(other, size), 1) for other, size in zip(shape[::-1], TILE[::-1], strict=True)]
         tiles = list(itertools.product(*map(cuts, shape, block, steps)))
@@ -97,6 +136,11 @@ class Compared:
             total += part
             advance(part.elements)
         return total
+
+    @property
+    def _stored_shape(self) -> tuple[int, int]:
+        rows, cols = self.x.shape
+        return (cols, rows) if self.where.transposed else (rows, cols)
 
     @np.errstate(all="ignore")  # Of the thread that runs it.
     def _job(self, tiles: list[Tile]) -> Sums:
@@ -108,28 +152,47 @@ class Compared:
     def _tile(self, tile: Tile) -> Sums:
         rows, cols = tile
         given = np.ascontiguousarray(self.x[cols, rows].T if self.where.transposed else self.x[tile], np.float32)
-        part = self._part(tile)
+        part = self.part(tile)
         value = pipeline.dequantize(self.ops, part, self.format, self.where.usage, "float32")
-        codes = _magnitudes(part.data, self.format)
+        codes = magnitudes(part.data, self.format)
         nonzero, finite, counted = given != 0, np.isfinite(given), np.isfinite(value)
         counted &= finite
+        ours = self._ours(tile)
+        size = given[ours].size  # Zeros around them are no error, unless their scale is NaN.
         nonfinite = given.size - _count(finite)
         total = Sums(
-            elements=given.size,
+            elements=size,
             zeros_made=_count(nonzero & (value == 0)),
             subnormal=_count(codes - np.uint8(1) < 2**self.format.element.mantissa_bits - 1),  # 0 - 1 is 255.
             saturated=self._saturated(given, codes, tile),
             nonfinite_given=nonfinite,
-            nonfinite_made=given.size - nonfinite - _count(counted),
+            nonfinite_made=size - nonfinite - _count(counted[ours]),
         )
         counted &= nonzero  # A zero stays zero, so it adds nothing to any sum.
+        self._add_blocks(total, given, value, counted, tile)
         if not counted.all():
             given, value = given[counted], value[counted]
         if given.size:
             _add_errors(total, given.reshape(-1), value.reshape(-1))
         return total
 
-    def _part(self, tile: Tile) -> Plane:
+    def _ours(self, tile: Tile) -> Tile:
+        """What of a tile is measured."""
+        if self.own is None:
+            return slice(None), slice(None)
+        rows, columns = (
+            slice(max(own.start - cut.start, 0), max(min(own.stop, cut.stop) - cut.start, 0))
+            for own, cut in zip(self.own, tile, strict=True)
+        )
+        return rows, columns
+
+    def _has_others(self, tile: Tile) -> bool:
+        """Whether blocks of a tile have elements in other pieces."""
+        if self.own is None:
+            return self.shared
+        return any(cut.start < own.start or cut.stop > own.stop for own, cut in zip(self.own, tile, strict=True))
+
+    def part(self, tile: Tile) -> Plane:
         """A tile of the plane."""
         (rows, cols), (data, scale_inv, whole) = tile, self.parts
         per, block = self.format.element.codes_per_byte, self.where.block
@@ -141,6 +204,37 @@ class Compared:
         if whole is not None and self.where.row_scaled:
             whole = whole[rows]
         return Plane(np.ascontiguousarray(data[rows, cols.start // per : cols.stop // per]), scale_inv, whole)
+
+    def _add_blocks(
+        self,
+        total: Sums,
+        given: NDArray[np.float32],
+        value: NDArray[np.float32],
+        counted: NDArray[np.bool_],
+        tile: Tile,
+    ) -> None:
+        """Signal and noise of the blocks of a tile: whole ones, or parts of those that are longer than it."""
+        size = given.astype(np.float64)
+        error = np.subtract(value, size)
+        if not counted.all():
+            size[~counted] = error[~counted] = 0
+        block = self.where.block or self._stored_shape
+        row, col = (
+            first + cut.start // length
+            for first, cut, length in zip(self.first if self.where.block else (0, 0), tile, block, strict=True)
+        )
+        signal, noise = (_of_blocks(np.square(part, out=part), block) for part in (size, error))
+        ends = zip(tile, block, self._stored_shape, strict=True)
+        cuts_blocks = any(cut.start % length or (cut.stop % length and cut.stop != end) for cut, length, end in ends)
+        if cuts_blocks or self._has_others(tile):
+            for i, j in np.ndindex(signal.shape):
+                total.parts[row + i, col + j] = float(signal[i, j]), float(noise[i, j])
+            return
+        there = signal > 0
+        ratio = np.divide(noise, signal, out=np.full_like(noise, -1), where=there)
+        if there.any():
+            i, j = divmod(int(ratio.argmax()), ratio.shape[1])
+            total.worst = WorstBlock(float(ratio[i, j]), (row + i, col + j))
 
     def _saturated(self, given: NDArray[np.float32], codes: NDArray[np.uint8], tile: Tile) -> int:
         """How many elements are too large for their scale. Only what is stored as the largest can be."""
@@ -154,6 +248,22 @@ class Compared:
         scale = scale.astype(np.float64)
         size = np.abs(given.reshape(-1)[largest]).astype(np.float64)
         return _count((scale > 0) & (size > (element.max + step / 2) * scale))
+
+
+def _worse(a: WorstBlock | None, b: WorstBlock | None) -> WorstBlock | None:
+    if a is None or b is None:
+        return a or b
+    return min(a, b, key=lambda each: (-each.ratio, each.block))
+
+
+def _of_blocks(x: NDArray[np.float64], block: tuple[int, int]) -> NDArray[np.float64]:
+    """Sums over blocks, of which the last of each axis may be cut short."""
+    for axis in (1, 0):
+        if x.shape[axis] % block[axis]:
+            x = np.add.reduceat(x, range(0, x.shape[axis], block[axis]), axis)
+        else:
+            x = x.reshape(*x.shape[:axis], -1, block[axis], *x.shape[axis + 1 :]).sum(axis + 1)
+    return x
 
 
 def cuts(size: int, block: int, step: int) -> list[slice]:
@@ -206,7 +316,7 @@ def _in_order(run: Callable[[Any], Sums], jobs: list[Any]) -> Iterator[Sums]:
                     thread.join()
 
 
-def _magnitudes(data: NDArray[np.uint8], fmt: Format) -> NDArray[np.uint8]:
+def magnitudes(data: NDArray[np.uint8], fmt: Format) -> NDArray[np.uint8]:
     """Codes without their signs, one a byte."""
     if fmt.element.codes_per_byte > 1:
         codes = np.empty((*data.shape, 2), np.uint8)

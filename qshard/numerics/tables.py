@@ -63,19 +63,20 @@ def _columns(rows: Sequence[Stats]) -> list[_Column]:
     letters = _letters(rows)
     columns = [
         _Column("format", lambda row: str(row.format)),
-        _Column("bits", lambda row: f"{row.bits_per_element:.3f}" if row.bits_per_element else "-", 4),
+        _Column("bits", lambda row: f"{row.bits_per_element:.3f}" if row.bits_per_element else "-", 5),
         _Column("SQNR dB", lambda row: _decibels(row.sqnr_db)),
         _Column("", lambda row: ",".join(letters[note] for note in row.notes), when=lambda row: row.notes),
         _Column(
-            "not counted", lambda row: _share(1 - row.counted), 8, lambda row: row.nonfinite_given or row.nonfinite_made
+            "not counted", lambda row: _share(1 - row.counted), 9, lambda row: row.nonfinite_given or row.nonfinite_made
         ),
-        _Column("mean error", lambda row: _percent(row.mean_relative_error), 9),
-        _Column("max error", lambda row: _percent(row.max_relative_error, 1), 5),
-        _Column("zeros made", lambda row: _share(row.zeros_made), 7),
-        _Column("saturated", lambda row: _share(row.saturated), 6),
-        _Column("subnormal", lambda row: _share(row.subnormal), 1),
-        _Column("non-finite made", lambda row: _share(row.nonfinite_made), 2, lambda row: row.nonfinite_made),
-        _Column("scale exponents", lambda row: _range(row.scale_histogram), 3),
+        _Column("mean error", lambda row: _percent(row.mean_relative_error), 10),
+        _Column("max error", lambda row: _percent(row.max_relative_error, 1), 6),
+        _Column("zeros made", lambda row: _share(row.zeros_made), 8),
+        _Column("saturated", lambda row: _share(row.saturated), 7),
+        _Column("worst block dB", lambda row: _decibels(row.worst_block_db), 1, lambda row: row.format.block),
+        _Column("subnormal", lambda row: _share(row.subnormal), 2),
+        _Column("non-finite made", lambda row: _share(row.nonfinite_made), 3, lambda row: row.nonfinite_made),
+        _Column("scale exponents", lambda row: _range(row.scale_histogram), 4),
     ]
     return [column for column in columns if column.when is None or any(map(column.when, rows))]
 

@@ -58,6 +58,7 @@ def trained(
     """The run; it may stop before a step."""
     script, modes = small("train_jax"), example("modes")
     arguments = Namespace(steps=steps, batch=BATCH, weights=kind, mesh=mesh, mode=mode, loss=loss, experts=experts)
+    arguments.log_numerics = None
     arguments.checkpoint, arguments.every, arguments.resume = folder, 2, resume
     with jax.set_mesh(modes.make_mesh(mesh, mode, jax.devices()[:ranks])):
         return script.train(name, text(script, stops), arguments, Progress())

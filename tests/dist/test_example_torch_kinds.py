@@ -25,6 +25,7 @@ def trained(name, kind="shard", mesh="fsdp", steps=2, folder=None, resume=False,
     _clear_sharding_prop_cache()  # It holds meshes of process groups of cases before.
     script, events = small("train_torch"), Events()
     arguments = Namespace(steps=steps, batch=BATCH, weights=kind, mesh=mesh, loss=loss, formats=[name], experts=experts)
+    arguments.log_numerics = None
     arguments.checkpoint, arguments.every, arguments.resume = folder, 2, resume
     script.train(name, text(script, stops), arguments, torch.device(torch_ranks.device), events)
     return events[-1][1] if events else None

@@ -1,6 +1,6 @@
 """One of several JAX processes, each with two host devices: `python -m support.jax_process ADDRESS COUNT INDEX CHECK`.
 
-CHECK is "law", or the name of a recipe that ZeRO trains with.
+CHECK is "law", "numerics", or the name of a recipe that ZeRO trains with.
 
 Run by tests/dist/test_jax_processes.py. Any assertion that fails ends the process with an error.
 """
@@ -19,11 +19,13 @@ from jax.sharding import AxisType, NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
 from qshard import reference  # noqa: E402
-from qshard.formats import FP8_E4M3, MXFP8_32x32, NVFP4_16x16, Usage  # noqa: E402
+from qshard.formats import FP8_E4M3, FP8_128x128, MXFP8_32x32, NVFP4_16x16, Usage  # noqa: E402
 from qshard.jax import compute_scales, gather, linear, quantize  # noqa: E402
+from qshard.numerics import compare, stats  # noqa: E402
 from qshard.recipes import MXFP8, CurrentScaling  # noqa: E402
 from support import jax_zero  # noqa: E402
 from support.awkward import TAME, assert_bits_equal, awkward_values  # noqa: E402
+from support.stats import assert_same_stats  # noqa: E402
 
 RECIPE = CurrentScaling()
 
@@ -104,6 +106,20 @@ def check_exact_step(mesh, mode):
         assert_shards(array, np.asarray(whole))
 
 
+def check_numerics():
+    """Statistics of an array that no process has all of are those of the whole."""
+    mesh = jax.make_mesh((jax.device_count(),), ("fsdp",))
+    whole = awkward_values((64, 96), seed=4, kinds=TAME)
+    whole[-1, -1] = 3e4  # on one process
+    for spec in (P("fsdp"), P(None, "fsdp"), P()):
+        x = spread(mesh, whole, spec)
+        for usage in Usage.BOTH.planes:
+            for found in compare(x, None, usage, seed=2):
+                assert_same_stats(found, stats(whole, found.format, usage, seed=2))
+    small = spread(mesh, whole[:8, :32], P("fsdp"))  # Blocks of several processes.
+    assert_same_stats(stats(small, FP8_128x128), stats(whole[:8, :32], FP8_128x128))
+
+
 def check_zero(name, steps=2):
     """Losses and masters have the bits of one device that runs all batches."""
     recipe, world = jax_zero.RECIPES[name], jax.device_count()
@@ -136,6 +152,8 @@ jax.distributed.initialize(ADDRESS, COUNT, INDEX)
 assert jax.device_count() == 2 * COUNT
 if CHECK == "law":
     check_all()
+elif CHECK == "numerics":
+    check_numerics()
 else:
     check_zero(CHECK)
 jax.distributed.shutdown()

@@ -1,0 +1,8 @@
+"""`python -m qshard`: the command `qshard`."""
+
+import sys
+
+from qshard.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,140 @@
+"""All that a report has found, for whoever shows it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from qshard.cli.activations import open_activations
+from qshard.cli.choose import Recommendation, Tradeoff, ranked, recommended, tradeoff
+from qshard.cli.errors import Misuse, shown
+from qshard.cli.layers import Layer, Question, measured, reasons
+from qshard.cli.sources import Checkpoint, matching
+
+RANKING = "noise for signal, from the layer that loses most"
+HARM = "noise for signal, mean over layers"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Findings:
+    """What is shown as text, JSON, CSV and HTML.
+
+    Attributes:
+      left_out: name of each tensor that is no layer -> why.
+      ranked_by, ranking: of `choose.ranked`.
+      budget, recommendation: None if no budget was given.
+    """
+
+    checkpoint: Checkpoint
+    layers: tuple[Layer, ...]
+    left_out: dict[str, str]
+    ranked_by: str
+    ranking: list[tuple[Layer, float | None]]
+    tradeoff: Tradeoff
+    budget: float | None
+    recommendation: Recommendation | None
+
+    @property
+    def grouped(self) -> dict[str, list[str]]:
+        """Reason -> the tensors that are left out for it."""
+        found: dict[str, list[str]] = {}
+        for name, why in self.left_out.items():
+            found.setdefault(why, []).append(name)
+        return found
+
+
+def find(
+    checkpoint: Checkpoint,
+    question: Question,
+    globs: Sequence[str],
+    budget: float | None,
+    activations: Path | None = None,
+) -> Findings:
+    """Measures a checkpoint.
+
+    Args:
+      globs: of the layers; none for all.
+      activations: a file of `numpy.savez`.
+
+    Raises:
+      Misuse: there is no such layer, none can be measured, or the budget is too small for any choice.
+    """
+    notes = list(checkpoint.notes)
+    names = matching(checkpoint.entries, globs, "--layers") if globs else set(checkpoint.entries)
+    asked = [entry for name, entry in checkpoint.entries.items() if name in names]
+    left_out = reasons(asked, any_axes=bool(globs))
+    entries = sorted((entry for entry in asked if entry.name not in left_out), key=lambda entry: natural(entry.name))
+    if not entries:
+        name, why = next(iter(left_out.items()), ("none", "it has no tensors"))
+        some = f"{len(left_out)} tensors, such as {shown(name)} ({why})" if left_out else why
+        raise Misuse(f"{shown(checkpoint.path)} has no layer to measure: {some}; name layers with --layers")
+    if budget is not None:
+        least = sum(map(question.least_bytes, entries)) / sum(entry.elements for entry in entries)
+        if not budget >= least:  # NaN, too.
+            raise Misuse(f"--budget {budget:g} is too small: the formats take {least:.4f} bytes an element at least")
+    if activations is not None:
+        found, more = open_activations(activations, entries)
+        question, notes = dataclasses.replace(question, activations=found), notes + more
+    layers = tuple(measured(entries, question, set(checkpoint.entries)))
+    ranked_by, ranking = ranked(layers)
+    return Findings(
+        checkpoint=dataclasses.replace(checkpoint, notes=notes),
+        layers=layers,
+        left_out=left_out,
+        ranked_by=ranked_by,
+        ranking=ranking,
+        tradeoff=tradeoff(layers),
+        budget=budget,
+        recommendation=None if budget is None else recommended(layers, budget),
+    )
+
+
+def natural(name: str) -> list[tuple[int, str]]:
+    """For sorting as people do: numbers by their size.
+
+    >>> sorted(["h.10.w", "h.9.w", "a"], key=natural)
+    ['a', 'h.9.w', 'h.10.w']
+    """
+    parts = re.split(r"([0-9]+)", name)
+    return [(len(part.lstrip("0")), part.lstrip("0")) if i % 2 else (0, part) for i, part in enumerate(parts)]
+
+
+def title(layer: Layer) -> str:
+    """What stands above the rows of a layer, after its name."""
+    shape = " x ".join(map(str, layer.entry.shape)) or "one number"
+    return f"{shape}, {layer.entry.dtype}, outliers {layer.outliers:.4%}"
+
+
+def draws(layer: Layer) -> list[str]:
+    """A line for each format of a layer that was drawn several times."""
+    return [
+        f"{row.stats.format}: the mean of {len(row.draws)} draws, of {min(row.draws):.2f} to {max(row.draws):.2f} dB"
+        for row in layer.rows
+        if len(row.draws) > 1
+    ]
+
+
+def outputs(layer: Layer) -> list[str]:
+    """A line on the harm with activations, if they are there."""
+    found = [f"{row.stats.format} {decibels(row.output)}" for row in layer.rows if row.output is not None]
+    return [f"dB of noise for signal with its activations: {', '.join(found)}"] if found else []
+
+
+def level(harm: float) -> str:
+    """`decibels` in a sentence."""
+    return f"{decibels(harm)} dB" if harm else "no noise"
+
+
+def decibels(harm: float | None) -> str:
+    """Noise for signal in dB.
+
+    >>> decibels(0.01), decibels(0.0), decibels(None)
+    ('-20.0', 'none', 'not known')
+    """
+    if harm is None:
+        return "not known"
+    return f"{10 * math.log10(harm):.1f}" if harm else "none"

@@ -1,0 +1,137 @@
+"""What `qshard convert` does: a plan of the file, then tensor by tensor, then reading it back."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qshard import pipeline
+from qshard.cli.bar import bar
+from qshard.cli.checkpoint import Entry
+from qshard.cli.errors import Failure, Misuse, shown
+from qshard.cli.layers import reasons
+from qshard.cli.output import replacing
+from qshard.cli.sources import Checkpoint, matching
+from qshard.cli.writer import Writer
+from qshard.formats import Format, Usage
+from qshard.layout import Shape, matrix_shape, plane
+from qshard.numerics import kernels
+from qshard.numerics.measures import as_float
+from qshard.plain import KEY, Description, described, flat, joined, text_of
+
+WORDS = {"uint8": "U8", "float32": "F32"}
+"""Dtypes of codes and scales, as safetensors writes them."""
+NAMED = "named by --keep"
+OP = "qshard convert"
+
+
+@dataclass
+class Conversion:
+    """What was written.
+
+    Attributes:
+      quantized: by name.
+      kept: name -> why it is as it was.
+      nbytes: before and after, of all tensors.
+      remarks: what else there is to know.
+    """
+
+    quantized: dict[str, Description]
+    kept: dict[str, str]
+    nbytes: tuple[int, int]
+    remarks: list[str] = field(default_factory=list)
+
+
+def quantize_to(
+    out: Path, checkpoint: Checkpoint, fmt: Format, usage: Usage, keep: Sequence[str], seed: int
+) -> Conversion:
+    """Converts a checkpoint.
+
+    Raises:
+      Misuse: nothing is left to quantize, or the checkpoint has codes already.
+      Failure: what was read back is not what was written.
+    """
+    entries, kept = checkpoint.entries, _kept(checkpoint, keep)
+    weights: dict[str, Description] = {}
+    for name, entry in entries.items():
+        if name in kept:
+            continue
+        try:
+            for each in usage.planes:
+                plane(fmt, entry.shape, each, op=str(fmt))
+        except ValueError as error:
+            kept[name] = str(error)
+            continue
+        weights[name] = Description(format=fmt, shape=entry.shape, dtype=entry.given_as, planes=usage.planes)
+    if not weights:
+        name, why = next(iter(kept.items()), ("none", "it has no tensors"))
+        raise Misuse(f"{shown(checkpoint.path)} has nothing to quantize: {shown(name)}: {why}; choose another format")
+    tensors = _tensors(entries, weights)
+    metadata = checkpoint.metadata | {KEY: text_of(weights)}
+    done = Conversion(weights, kept, (0, 0), list(checkpoint.notes))
+    with replacing(out) as file, bar(sum(entry.nbytes for entry in entries.values())) as update:
+        writer, read = Writer(file, tensors, metadata), 0
+        for i, (name, entry) in enumerate(entries.items()):
+            update(f"{i + 1} of {len(entries)}: {shown(name)}", read)
+            if name in weights:
+                for part, array in quantized(entry, weights[name], seed, done.remarks).items():
+                    writer.write(joined(name, part), [array.reshape(-1).view(np.uint8).data])
+            else:
+                writer.write(name, entry.bytes())
+            read += entry.nbytes
+        update("reading it back", read)
+        if described(writer.check(Path(file.name)).metadata[KEY], op=OP) != weights:
+            raise Failure(f"{shown(out)} was read back as something else; this is a bug of qshard")
+    before = sum(entry.nbytes for entry in entries.values())
+    done.nbytes = before, sum(slot.nbytes for slot in writer.slots.values())
+    return done
+
+
+def quantized(entry: Entry, what: Description, seed: int, remarks: list[str]) -> dict[str, NDArray[Any]]:
+    """The arrays of a weight, by their names without its own."""
+    fmt, x = what.format, as_float(entry.read(), OP)
+    matrix = np.ascontiguousarray(x.array).reshape(matrix_shape(entry.shape))
+    draws = kernels.draws(OP, seed_of(entry.name, seed)) if fmt.stochastic else None
+    usage = Usage.BOTH if len(what.planes) > 1 else what.planes[0]
+    planes = pipeline.quantize(kernels.ops, matrix, fmt, usage, draws=draws)
+    if not np.isfinite(kernels.ops.amax_tensor(matrix)):
+        remarks.append(f"{shown(entry.name)} has infinities or NaN, stored as nonfinite={fmt.nonfinite} of {fmt} says")
+    if x.beyond:
+        remarks.append(f"{shown(entry.name)} has {x.beyond} elements beyond float32, which became 0 or infinite first")
+    shapes = {part: shape for part, (_, shape) in what.arrays().items()}
+    return {part: array.reshape(shapes[part]) for part, array in flat(planes).items()}
+
+
+def seed_of(name: str, seed: int) -> int:
+    """The seed of a tensor: another one for each name, so that no two round alike."""
+    own = hashlib.blake2b(name.encode(), digest_size=8).digest()
+    return (seed + int.from_bytes(own, "little")) % 2**64
+
+
+def _kept(checkpoint: Checkpoint, keep: Sequence[str]) -> dict[str, str]:
+    if KEY in checkpoint.metadata:
+        raise Misuse(f"{shown(checkpoint.path)} has codes of qshard already; convert what it was made of")
+    named = matching(checkpoint.entries, keep, "--keep") if keep else set()
+    return reasons(checkpoint.entries.values()) | dict.fromkeys(sorted(named), NAMED)
+
+
+def _tensors(entries: dict[str, Entry], weights: dict[str, Description]) -> dict[str, tuple[str, Shape]]:
+    """Dtype and shape of all that is written, by name."""
+    found: dict[str, tuple[str, Shape]] = {}
+    for name, entry in entries.items():
+        made = {name: (entry.dtype, entry.shape)}
+        if name in weights:
+            arrays = weights[name].arrays(op=OP, name=name)
+            made = {joined(name, part): (WORDS[dtype], shape) for part, (dtype, shape) in arrays.items()}
+        if twice := sorted(made.keys() & found.keys()):
+            raise Misuse(
+                f"{shown(twice[0])} would be there twice, as the codes of {shown(name)} have that name; --keep it"
+            )
+        found |= made
+    return found

@@ -1,0 +1,129 @@
+"""Where the tensors of a checkpoint are: in a file, in the shards of an index, or in a folder of Hugging Face."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import re
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from qshard.cli.checkpoint import Entry, File, read_header
+from qshard.cli.errors import Failure, Misuse, shown
+from qshard.names import closest
+
+FILE, INDEX = ".safetensors", ".safetensors.index.json"
+LARGEST_INDEX = 2**26
+"""Bytes. That of a model with 100,000 tensors has 2**23."""
+MOST_NESTED = 1000
+"""Objects and lists in an index, of which two are needed."""
+STRING = re.compile(rb'"(?:[^"\\]|\\.)*"')
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """All tensors by name.
+
+    Attributes:
+      path: what was asked for.
+      files: that hold them.
+      metadata: the strings beside them, of all files.
+      notes: what else its reader has to know.
+    """
+
+    path: Path
+    files: list[Path]
+    entries: dict[str, Entry]
+    metadata: dict[str, str]
+    notes: list[str]
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """The checkpoint at a path: a file of safetensors, an index of shards, or a folder with either.
+
+    Raises:
+      Failure: there is none, a shard is missing, or a file is not whole.
+    """
+    if not path.exists():
+        raise Misuse(f"{shown(path)} does not exist; name a file, an index or a folder of safetensors")
+    if path.is_dir():
+        path = _in_folder(path)
+    if path.name.endswith(".json"):
+        return _sharded(path)
+    file = read_header(path)
+    return Checkpoint(path, [path], file.entries, file.metadata, [])
+
+
+def _in_folder(folder: Path) -> Path:
+    names = sorted(each.name for each in folder.iterdir() if each.is_file() and not each.name.startswith("."))
+    found = [name for name in names if name.endswith(INDEX)]
+    found = found or [name for name in names if name.endswith(FILE)]
+    if len(found) == 1:
+        return folder / found[0]
+    what = f"{len(found)} ({', '.join(map(shown, found[:3]))}{', ...' if len(found) > 3 else ''})" if found else "none"
+    raise Misuse(f"{shown(folder)} is not a folder with one checkpoint of safetensors, but with {what}; name a file")
+
+
+def _sharded(path: Path) -> Checkpoint:
+    where = _weight_map(path)
+    files = {name: path.parent / name for name in sorted(set(where.values()))}
+    missing = [name for name, file in files.items() if not file.is_file()]
+    if missing:
+        raise Failure(
+            f"{shown(path)} names {len(files)} shards, and {len(missing)} are missing, such as {shown(missing[0])}; "
+            "put them beside it"
+        )
+    read: dict[str, File] = {name: read_header(file) for name, file in files.items()}
+    entries = {}
+    for name, shard in where.items():
+        if name not in read[shard].entries:
+            raise Failure(
+                f"{shown(path)} has {shown(name)} in {shown(shard)}, where it is not; copy or save them again"
+            )
+        entries[name] = read[shard].entries[name]
+    extra = [name for file in read.values() for name in file.entries if name not in where]
+    notes = [f"not in the index, and left out: {_some(extra)}"] if extra else []
+    metadata = {key: value for file in read.values() for key, value in file.metadata.items()}
+    return Checkpoint(path, list(files.values()), entries, metadata, notes)
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    """Name of each tensor -> name of its file."""
+    size = path.stat().st_size
+    problem = f"{shown(path)} ({size} bytes) is not an index of safetensors"
+    text = path.read_bytes() if size <= LARGEST_INDEX else b""
+    bare = STRING.sub(b"", text)  # Small things of JSON are large in memory, so they are counted first.
+    read = None
+    if bare.count(b"{") + bare.count(b"[") <= MOST_NESTED:
+        try:
+            read = json.loads(text)
+        except (ValueError, RecursionError):
+            read = None
+    where = read.get("weight_map") if isinstance(read, dict) else None
+    if not isinstance(where, dict) or not where or not all(isinstance(file, str) for file in where.values()):
+        raise Failure(f'{problem}: it has no "weight_map" of names of files; copy it again')
+    for file in set(where.values()):
+        if Path(file).name != file or not file.endswith(FILE):
+            raise Failure(f"{problem}: {shown(file)} is not the name of a file of safetensors beside it")
+    return where
+
+
+def matching(names: Collection[str], globs: Iterable[str], option: str) -> set[str]:
+    """The names that any of some patterns is for. A name is a pattern for itself, whatever characters it has.
+
+    Raises:
+      Misuse: a pattern is for none.
+    """
+    found: set[str] = set()
+    for glob in globs:
+        these = {name for name in names if name == glob} or set(fnmatch.filter(names, glob))
+        if not these:
+            like = closest(glob, map(shown, names)) if len(names) else "it has none"
+            raise Misuse(f"{option} {shown(glob)} is the name of no tensor; {shown(like)}")
+        found |= these
+    return found
+
+
+def _some(names: list[str]) -> str:
+    return f"{len(names)} tensors, such as {shown(names[0])}"

@@ -1,0 +1,180 @@
+"""Probes of `qshard.jax.linear`: rows are those of `stats` of what a step makes, in every mode, and no bit changes."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from qshard.jax import init_delayed, init_numerics, linear, numerics_of
+from qshard.numerics import stats
+from qshard.recipes import MXFP8, DelayedScaling, Role
+from support.awkward import awkward_values
+from support.formats import RECIPES
+
+EXACT = ("zeros_made", "subnormal", "saturated", "nonfinite_given", "nonfinite_made")
+
+
+def operands(rows=64):
+    x = awkward_values((rows, 64), 1, kinds=("normal", "outlier", "zeros"))
+    w = np.random.default_rng(2).standard_normal((96, 64)).astype(np.float32) / 8
+    dy = np.random.default_rng(3).standard_normal((rows, 96)).astype(np.float32) * 1e-6
+    return x, w, dy
+
+
+def given_to(recipe):
+    return {
+        "seed": 7 if recipe.stochastic else None,
+        "state": init_delayed(recipe) if isinstance(recipe, DelayedScaling) else None,
+    }
+
+
+def step(recipe, x, w, dy, probe, **options):
+    """Loss, gradients of x and w, and what the probe has seen."""
+    options = {**given_to(recipe), **options}
+
+    def loss_of(x, w, probe):
+        more = {} if probe is None else {"probe": probe}
+        return jnp.sum(linear(x, w, recipe, **options, **more) * dy)
+
+    return jax.value_and_grad(loss_of, (0, 1) if probe is None else (0, 1, 2))(x, w, probe)
+
+
+def assert_row_is(row, x, fmt):
+    want = stats(x, fmt)
+    for name in EXACT:
+        assert getattr(row, name) == pytest.approx(getattr(want, name), rel=1e-12, abs=0), name
+    assert row.sqnr_db == pytest.approx(want.sqnr_db, rel=1e-5, nan_ok=True)
+    assert (row.amax, row.elements, row.format) == (np.abs(x).max(), x.size, str(fmt))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_on_one_device(name):
+    """The bits of the step are those without a probe."""
+    recipe, (x, w, dy) = RECIPES[name], operands()
+    run = functools.partial(jax.jit, static_argnums=0)(step)
+    plain = run(recipe, x, w, dy, None)
+    loss, (*grads, seen) = run(recipe, x, w, dy, init_numerics())
+    for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves((loss, grads)), strict=True):
+        np.testing.assert_array_equal(a, b)
+    rows = numerics_of({"up": seen}, recipe)
+    assert [(row.layer, row.role, row.calls) for row in rows.rows] == [("up", role, 1) for role in Role]
+    for role, array in zip((Role.WEIGHT, Role.ACTIVATION, Role.GRADIENT), (w, x, dy), strict=True):
+        if not recipe.format(role).stochastic:
+            assert_row_is(rows.of("up", role), array, recipe.format(role))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("name", RECIPES)
+def test_sharded_over_devices(name, kind):
+    """Under jit on eight devices counts are those of whole arrays."""
+    recipe, (x, w, dy) = RECIPES[name], operands(256)
+    want = numerics_of(step(recipe, x, w, dy, init_numerics())[1][2], recipe)
+    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(kind,))
+    with jax.set_mesh(mesh):
+        cut = [jax.device_put(array, NamedSharding(mesh, P("fsdp"))) for array in (x, w, dy)]
+        run = jax.jit(functools.partial(step, recipe, weight_spec=P("fsdp"), gather_axis="fsdp"))
+        rows = numerics_of(run(*cut, init_numerics())[1][2], recipe)
+    assert_alike(rows, want)
+
+
+def assert_alike(rows, want):
+    assert len(rows.rows) == len(want.rows) == 3
+    for row, whole in zip(rows.rows, want.rows, strict=True):
+        for name in ("elements", "amax", *EXACT):
+            assert getattr(row, name) == getattr(whole, name), (row.role, name)
+        for name in ("scale_low", "scale_high"):
+            assert getattr(row, name) == pytest.approx(getattr(whole, name), rel=1e-6)
+        assert row.sqnr_db == pytest.approx(whole.sqnr_db, rel=1e-4, nan_ok=True)
+
+
+@pytest.mark.parametrize(("name", "check_vma"), [*((name, True) for name in RECIPES), ("NVFP4", False)])
+def test_in_shard_map(name, check_vma):
+    """One scale for all of x, by axis_name: rows of the whole. Shards of w cut blocks of square formats."""
+    recipe, (x, w, dy) = RECIPES[name], operands(256)
+    want = numerics_of(step(recipe, x, w, dy, init_numerics())[1][2], recipe)
+    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
+
+    def one(x, w, dy, probe):
+        return step(recipe, x, w, dy, probe, gather_axis="fsdp", axis_name="fsdp")[1]
+
+    inside = jax.shard_map(
+        one,
+        mesh=mesh,
+        in_specs=(P("fsdp"), P("fsdp"), P("fsdp"), P()),
+        out_specs=(P("fsdp"), P("fsdp"), P()),
+        check_vma=check_vma,
+    )
+    assert_alike(numerics_of(jax.jit(inside)(x, w, dy, init_numerics())[2], recipe), want)
+
+
+def test_a_probe_for_each_device():
+    """Cut along a leading axis, it sees what its device has; without axis_name each has its own scale."""
+    x, w, dy = operands(256)
+    x *= np.linspace(1, 2, 256, dtype=np.float32)[:, None]
+    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
+
+    def one(x, w, dy, probe):
+        seen = step(RECIPES["CurrentScaling"], x, w, dy, jax.tree.map(lambda p: p[0], probe), gather_axis="fsdp")[1][2]
+        return jax.tree.map(lambda p: p[None], seen)
+
+    inside = jax.shard_map(one, mesh=mesh, in_specs=P("fsdp"), out_specs=P("fsdp"))
+    seen = jax.jit(inside)(x, w, dy, init_numerics((8,)))
+    for role in Role:
+        assert np.unique(getattr(seen, role.value)[:, 2]).size > 1
+    row = numerics_of(seen, "CurrentScaling").of("", Role.ACTIVATION)
+    assert (row.calls, row.elements, row.amax) == (8, x.size, np.abs(x).max())
+    assert row.scale_low < row.scale_high
+
+
+def test_scan_and_remat():
+    """A probe a layer, threaded as weights are; what remat computes again is seen once."""
+    x, w = jnp.ones((32, 64)), jnp.stack([jnp.eye(64) * factor for factor in (1.0, 2.0, 4.0)])
+
+    def loss_of(probes):
+        @jax.checkpoint
+        def layer(x, given):
+            return linear(x, given[0], MXFP8(), probe=given[1]), None
+
+        return jax.lax.scan(layer, x, (w, probes))[0].sum()
+
+    seen = jax.jit(jax.grad(loss_of))(init_numerics((3,)))
+    assert [float(a) for a in seen.activation[:, 2]] == [1.0, 1.0, 2.0]
+    assert numerics_of(seen, "MXFP8").of("", Role.WEIGHT).calls == 3
+
+
+def test_sums_of_probes_are_refused():
+    x, w, _ = operands()
+    seen = jax.grad(lambda p: sum(linear(x, w, "MXFP8", probe=p).sum() for _ in range(2)))(init_numerics())
+    with pytest.raises(ValueError, match=r"the probe of '0' \(weight\) has seen 2 calls, and sums of amaxes are none"):
+        numerics_of([seen], "MXFP8")
+    half = jax.tree.map(lambda p: p / 4, seen)
+    with pytest.raises(ValueError, match=r"has seen 0\.5 calls"):
+        numerics_of([half], "MXFP8")
+
+
+def test_not_finite_and_kn():
+    x, w, _ = operands()
+    x = x.copy()
+    x[0, :2] = np.inf, np.nan
+    seen = jax.grad(lambda p: linear(x, w.T, "CurrentScaling", weight_layout="KN", probe=p).sum())(init_numerics())
+    rows = numerics_of([seen], "CurrentScaling")
+    assert rows.of("0", Role.ACTIVATION).nonfinite_given == 2 / x.size
+    assert math.isfinite(rows.of("0", Role.ACTIVATION).amax)
+    assert_row_is(rows.of("0", Role.WEIGHT), w, RECIPES["CurrentScaling"].weight)
+
+
+def test_mistakes():
+    x, w, _ = operands()
+    with pytest.raises(TypeError, match=r"probe .* is not a Probe; pass one of init_numerics"):
+        linear(x, w, "MXFP8", probe=3)
+    with pytest.raises(TypeError, match=r"shape .* is not a tuple"):
+        init_numerics(3)
+    with pytest.raises(TypeError, match="is not a Probe; pass the gradient with respect to probes"):
+        numerics_of({"up": jnp.zeros(3)}, "MXFP8")
+    with pytest.raises(ValueError, match="probe is not for local_axes"):
+        linear(x, w, "MXFP8", probe=init_numerics(), vmap_as_rows=True)

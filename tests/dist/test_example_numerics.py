@@ -1,0 +1,82 @@
+"""`--log-numerics` of both examples: a record a step, layer and tensor; of weights, the same in both frameworks."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from qshard.numerics import read_log
+from qshard.recipes import Role
+from support.examples import ENVIRONMENT, EXAMPLES, assert_refused, refusals
+
+STEPS = 2
+LAYERS = [f"blocks.{i}.{name}" for i in range(4) for name in ("qkv", "projection", "up", "down")]
+COUNTS = ("amax", "zeros_made", "subnormal", "saturated", "format", "elements")
+
+
+def train(script, folder, *options):
+    """The log, and what the report has of the runs."""
+    log = folder / "log.jsonl"
+    command = [sys.executable, EXAMPLES / f"train_{script}.py", "--steps", str(STEPS), "--batch", "8", "--out", folder]
+    made = subprocess.run(
+        [*command, "--log-numerics", log, *options], env=ENVIRONMENT, capture_output=True, text=True, timeout=280
+    )
+    assert made.returncode == 0, made.stderr
+    return read_log(log), json.loads((folder / f"{script}.json").read_text())
+
+
+def test_both_examples_log_the_same_weights(tmp_path):
+    """The weights of step 0 are those that both begin with; losses are those of the report."""
+    logs = {}
+    for script in ("torch", "jax"):
+        folder = tmp_path / script
+        folder.mkdir()
+        (folder / "log.jsonl").write_text("of another run")
+        log, runs = train(script, folder, "--formats", "bf16,mxfp4")
+        assert set(log.layers) == set(LAYERS)
+        assert len(log.records()) == STEPS * len(LAYERS) * len(Role)
+        assert log.series("loss", LAYERS[0], Role.WEIGHT, run="mxfp4") == dict(enumerate(runs[1]["losses"]))
+        logs[script] = log
+    for layer in LAYERS:
+        for role in Role:
+            rows = [
+                next(r for r in log.records() if (r["step"], r["layer"], r["role"]) == (0, layer, role.value))
+                for log in logs.values()
+            ]
+            assert rows[0]["elements"] == rows[1]["elements"]
+            assert all(row["sqnr_db"] > 5 and row["amax"] > 0 for row in rows)
+            if role is Role.WEIGHT:
+                assert [rows[0][name] for name in COUNTS] == [rows[1][name] for name in COUNTS]
+                assert rows[0]["sqnr_db"] == pytest.approx(rows[1]["sqnr_db"], rel=1e-4)
+            else:  # bfloat16 weights elsewhere, and sums in another order.
+                assert rows[0]["amax"] == pytest.approx(rows[1]["amax"], rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("script", "options"),
+    [
+        ("torch", ["--formats", "delayed", "--weights", "primary"]),
+        ("torch", ["--formats", "fp8", "--weights", "zero"]),
+        ("torch", ["--formats", "fp8", "--mesh", "fsdp,tp", "--ranks", "4"]),
+        ("jax", ["--formats", "delayed", "--mode", "explicit", "--weights", "primary"]),
+        ("jax", ["--formats", "fp8", "--mode", "auto", "--mesh", "fsdp,tp"]),
+    ],
+    ids=str,
+)
+@pytest.mark.slow
+def test_kinds_of_weights_meshes_and_modes(script, options, tmp_path):
+    log, _ = train(script, tmp_path, *options)
+    assert set(log.layers) == set(LAYERS)
+    assert set(log.series("zeros_made", LAYERS[0], Role.GRADIENT)) == set(range(STEPS))
+
+
+def test_refused(tmp_path):
+    lines = {
+        "--log-numerics nowhere/log.jsonl": "argument --log-numerics: cannot write nowhere/log.jsonl: No such file",
+        "--log-numerics log.jsonl --experts 4": "--log-numerics is not for --experts 4, whose layers it would leave out",
+    }
+    for script in ("train_torch", "train_jax"):
+        said = refusals(script, lines, tmp_path)
+        for line, text in lines.items():
+            assert_refused(said[line], text)

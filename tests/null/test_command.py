@@ -1,0 +1,499 @@
+"""The command on good files: what it reports and writes, of every dtype, of shards, of odd names."""
+
+import csv
+import io
+import itertools
+import json
+import math
+import re
+import xml.etree.ElementTree as ElementTree
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from qshard import formats, reference
+from qshard.formats import FORMATS, Usage
+from qshard.layout import matrix_shape, plane
+from qshard.plain import KEY, described
+from support.awkward import awkward_values
+from support.checkpoints import DTYPES, qshard, read, sharded, write
+
+for _name in ("click", "rich", "safetensors"):
+    pytest.importorskip(_name)
+pytest.importorskip("qshard._ffi")
+
+ODD_NAMES = [
+    "λ/μ.ü",
+    "a b",
+    "x" * 3000,
+    "[0]",
+    "*",
+    "../up",
+    "<b>&amp;",
+    "\x1b[2J",
+    "new\nline",
+    "",
+    "w.0",
+    "w.10",
+    "w.9",
+    "‮",
+]
+
+
+def numbers(shape=(64, 64), seed=0):
+    return np.random.default_rng(seed).standard_t(4, shape).astype(np.float32)
+
+
+def ok(*arguments):
+    done = qshard(*arguments)
+    assert (done.returncode, done.stderr) == (0, ""), done
+    return done.stdout
+
+
+def reported(path, *options):
+    return json.loads(ok("report", path, "--json", *options))
+
+
+@pytest.fixture
+def model(tmp_path):
+    arrays = {f"layers.{i}.w": numbers((64, 96 + 32 * i), i) for i in range(4)}
+    arrays |= {"norm": np.ones(64, np.float32), "odd": numbers((33, 50)), "ids": np.arange(64).reshape(8, 8)}
+    return write(tmp_path / "model.safetensors", arrays)
+
+
+def test_info():
+    from qshard import build_info
+
+    text = ok("info")
+    assert text.startswith(build_info())
+    assert re.search(r"^libraries: click \S+, rich \S+, safetensors \S+$", text, re.MULTILINE)
+    facts = json.loads(ok("info", "--json"))
+    assert facts["build_info"] == build_info()
+    assert facts["simd"] in facts["build"]["simd"].split(",")
+
+
+def test_bench():
+    made = json.loads(ok("bench", "--size", "100", "--rounds", "1", "--formats", "all", "--json"))
+    rows = {row["name"]: row for row in made["timings"]}
+    assert made["size"] == 128
+    assert rows["copy float32"]["percent_of_copy"] == 100
+    assert {f"quantize bfloat16 to {name}" for name in FORMATS} < rows.keys()
+    assert all(row["us"] > 0 for row in rows.values())
+    read, written = 128 * 128 * 2, 128 * 128 * 0.5 + 128 * 8 + 4
+    row = rows["quantize bfloat16 to NVFP4"]
+    assert row["gb_per_s"] * row["us"] * 1e3 == pytest.approx(read + written)
+    assert "copy float32" in ok("bench", "--size", "128", "--rounds", "1", "--formats", "MXFP4")
+
+
+def test_numbers_are_those_of_stats(model):
+    from qshard.numerics import stats
+
+    found = reported(model, "--formats", "NVFP4,FP8_E4M3", "--usage", "both")
+    arrays = read(model)[0]
+    assert [layer["name"] for layer in found["layers"]] == [f"layers.{i}.w" for i in range(4)] + ["odd"]
+    for layer in found["layers"][:4]:
+        rows = [(row["format"], row["usage"]) for row in layer["formats"]]
+        assert rows == [("NVFP4", "rowwise"), ("NVFP4", "columnwise"), ("FP8_E4M3", "rowwise")]
+        for row in layer["formats"]:
+            expected = stats(arrays[layer["name"]], row["format"], Usage[row["usage"].upper()])
+            for name in (
+                "sqnr_db",
+                "max_relative_error",
+                "mean_relative_error",
+                "zeros_made",
+                "saturated",
+                "subnormal",
+            ):
+                assert row[name] == getattr(expected, name)
+            assert (row["worst_block_db"], tuple(row["worst_block"])) == (expected.worst_block_db, expected.worst_block)
+            assert row["harm"] == 10 ** (-expected.sqnr_db / 10)
+        x = arrays[layer["name"]].astype(np.float64)
+        assert layer["outliers"] == np.mean(np.abs(x) > 6 * np.sqrt(np.mean(x**2)))
+    assert "x (33, 50) is not a whole number of 1x16 blocks of NVFP4" in found["layers"][4]["left_out"]["NVFP4"]
+    assert found["left_out"] == {"norm": "fewer than 2 axes", "ids": "I64: not of real numbers"}
+
+
+def test_csv_has_the_same(model):
+    arguments = (
+        "--formats",
+        "MXFP4_32x32,FP8_E5M2",
+        "--layers",
+        "layers.[13].w",
+        "--layers",
+        "norm",
+        "--layers",
+        "odd",
+    )
+    rows = list(csv.DictReader(io.StringIO(ok("report", model, "--csv", *arguments))))
+    found = reported(model, *arguments)
+    assert [row["layer"] for row in rows if row["bits_per_element"]] == [
+        layer["name"] for layer in found["layers"] for _ in layer["formats"]
+    ]
+    assert {row["layer"] for row in rows} == {"layers.1.w", "layers.3.w", "norm", "odd"}
+    flat = [(layer, row) for layer in found["layers"] for row in layer["formats"]]
+    for line, (layer, row) in zip([row for row in rows if row["bits_per_element"]], flat, strict=True):
+        assert (line["layer"], line["format"], line["sqnr_db"]) == (
+            layer["name"],
+            row["format"],
+            str(row["sqnr_db"] or ""),
+        )
+    assert sum("left out: " in row["notes"] for row in rows) == 2
+
+
+@pytest.mark.parametrize("dtype", [name for name in DTYPES if name[0] in "FB" and name != "BOOL"])
+def test_every_dtype(dtype, tmp_path):
+    """Those of 8 bits are themselves in FP8, up to a scale that is a power of two."""
+    x = numbers().astype(DTYPES[dtype])
+    path = write(tmp_path / "a.safetensors", {"w": x})
+    (layer,) = reported(path, "--formats", "MXFP8_32x32")["layers"]
+    wide = x.astype(np.float32)
+    value = reference.quantize(wide, formats.MXFP8_32x32).dequantize(np.float32).astype(np.float64)
+    harm = np.sum((value - wide.astype(np.float64)) ** 2) / np.sum(wide.astype(np.float64) ** 2)
+    assert layer["formats"][0]["harm"] == pytest.approx(harm, rel=1e-9)
+    assert layer["dtype"] == dtype
+    out = tmp_path / "out.safetensors"
+    ok("convert", path, out, "--format", "MXFP8_32x32")
+    arrays, metadata = read(out)
+    stored = reference.quantize(wide, formats.MXFP8_32x32).rowwise
+    assert arrays["w.rowwise.data"].tobytes() == stored.data.tobytes()
+    assert described(metadata[KEY])["w"].dtype == {"F64": "float32", "F32": "float32", "F16": "float16"}.get(
+        dtype, "bfloat16"
+    )
+
+
+def test_float64_beyond_float32(tmp_path):
+    x = numbers().astype(np.float64)
+    x[0, 0], x[1, 1] = 1e300, 1e-300
+    path, out = write(tmp_path / "a.safetensors", {"w": x}), tmp_path / "o.safetensors"
+    (row,) = reported(path, "--formats", "FP8_E4M3")["layers"][0]["formats"]
+    assert row["beyond_float32"] == 2 / x.size
+    assert "beyond float32" in " ".join(row["notes"])
+    text = ok("convert", path, out, "--format", "FP8_E4M3")
+    assert "w has 2 elements beyond float32" in text
+    assert "w has infinities or NaN, stored as nonfinite=saturate" in text
+
+
+def test_shards_folders_and_files_are_alike(tmp_path):
+    arrays = {f"layers.{i}.w": numbers((32, 64), i) for i in range(12)}
+    whole = write(tmp_path / "whole.safetensors", arrays)
+    items = list(arrays.items())
+    folder = sharded(tmp_path / "model", [dict(items[:5]), dict(items[5:])])
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    write(alone / "model.safetensors", arrays)
+    given = [whole, folder, folder / "model.safetensors.index.json", alone]
+    found = [reported(path, "--formats", "MXFP4,NVFP4") | {"checkpoint": None} for path in given]
+    assert all(each == found[0] for each in found)
+    assert [layer["name"] for layer in found[0]["layers"]] == list(arrays)  # 2 before 10.
+    written = []
+    for i, path in enumerate(given):
+        out = tmp_path / f"{i}.safetensors"
+        ok("convert", path, out, "--format", "NVFP4")
+        written.append(read(out))
+    assert [metadata.get("format") for _, metadata in written] == [None, "pt", "pt", None]
+    for made, metadata in written:
+        assert described(metadata[KEY]) == described(written[0][1][KEY])
+        assert {name: array.tobytes() for name, array in made.items()} == {
+            name: array.tobytes() for name, array in written[0][0].items()
+        }
+
+
+def test_tensors_that_the_index_does_not_name(tmp_path):
+    folder = sharded(tmp_path / "model", [{"a": numbers(), "b": numbers()}])
+    index = folder / "model.safetensors.index.json"
+    read_index = json.loads(index.read_text())
+    del read_index["weight_map"]["b"]
+    index.write_text(json.dumps(read_index))
+    note = "not in the index, and left out: 1 tensors, such as b"
+    found = reported(folder)
+    assert ([layer["name"] for layer in found["layers"]], found["notes"]) == (["a"], [note])
+    assert note in ok("report", folder)
+    assert note in ok("convert", folder, tmp_path / "o.safetensors", "--format", "MXFP4")
+
+
+def test_odd_names(tmp_path):
+    arrays = {name: numbers((32, 32), i) for i, name in enumerate(ODD_NAMES)}
+    path, page, out = write(tmp_path / "a.safetensors", arrays), tmp_path / "a.html", tmp_path / "o.safetensors"
+    found = reported(path, "--html", page, "--budget", "1")
+    assert {layer["name"] for layer in found["layers"]} == set(ODD_NAMES)
+    assert found["recommendation"]["formats"].keys() == set(ODD_NAMES)
+    text = ok("report", path)
+    assert "\x1b" not in text
+    assert "‮" not in text
+    assert "x" * 101 not in text
+    for name in ("*", "[0]", "λ/μ.ü", ""):
+        (layer,) = reported(path, "--layers", name)["layers"]  # The name itself, not what it matches.
+        assert layer["name"] == name
+    html = page.read_text()
+    assert "<b>" not in html
+    assert "&lt;b&gt;&amp;amp;" in html
+    ok("convert", path, out, "--format", "FP8_E4M3", "--keep", "*")  # One tensor, of that name.
+    made, metadata = read(out)
+    assert described(metadata[KEY]).keys() == set(ODD_NAMES) - {"*"}
+    assert made["*"].tobytes() == arrays["*"].tobytes()
+    for name, each in described(metadata[KEY]).items():
+        stored = each.take(made, name)[Usage.ROWWISE]
+        assert stored.data.tobytes() == reference.quantize(arrays[name], formats.FP8_E4M3).rowwise.data.tobytes()
+
+
+def test_empty_scalar_and_integer_tensors(tmp_path):
+    arrays = {
+        "empty": np.zeros((0, 64), np.float32),
+        "scalar": np.array(3.0, np.float32),
+        "integers": np.arange(12).reshape(3, 4),
+        "flags": np.ones((2, 2), bool),
+        "complex": np.ones((2, 2), np.complex64),
+        "w": numbers(),
+    }
+    path, out = write(tmp_path / "a.safetensors", arrays), tmp_path / "o.safetensors"
+    found = reported(path)
+    assert [layer["name"] for layer in found["layers"]] == ["w"]
+    assert found["left_out"] == {
+        "empty": "no elements",
+        "scalar": "fewer than 2 axes",
+        "integers": "I64: not of real numbers",
+        "flags": "BOOL: not of real numbers",
+        "complex": "C64: not of real numbers",
+    }
+    assert reported(path, "--layers", "scalar", "--formats", "FP8_E4M3")["layers"][0]["shape"] == []
+    ok("convert", path, out, "--format", "MXFP4_32x32")
+    made = read(out)[0]
+    for name in arrays.keys() - {"w"}:
+        assert (made[name].dtype, made[name].shape) == (arrays[name].dtype, arrays[name].shape)
+        assert made[name].tobytes() == arrays[name].tobytes()
+    only = write(tmp_path / "b.safetensors", {"empty": arrays["empty"]})
+    done = qshard("report", only)
+    assert (done.returncode, "has no layer to measure: 1 tensors, such as empty (no elements)" in done.stderr) == (
+        2,
+        True,
+    )
+    nothing = write(tmp_path / "c.safetensors", {})
+    assert "it has no tensors" in qshard("report", nothing).stderr
+    assert "it has no tensors" in qshard("convert", nothing, tmp_path / "d.safetensors", "--format", "MXFP4").stderr
+
+
+@pytest.mark.parametrize("usage", ["rowwise", "columnwise", "both"])
+@pytest.mark.parametrize("name", [*FORMATS, "NVFP4[hadamard=True, rounding=stochastic]", "NVFP4[four_over_six=mse]"])
+def test_codes_are_those_of_the_reference(name, usage, tmp_path):
+    """Of awkward values, in three axes, and of a name that has a seed of its own."""
+    from qshard.cli.quantizing import quantize_to, seed_of
+    from qshard.cli.sources import open_checkpoint
+    from qshard.names import as_format
+
+    fmt = as_format(name, "test")
+    arrays = {
+        f"w{i}": awkward_values((2, 64, 128), seed=i, dtype=dtype) for i, dtype in enumerate(("float32", "bfloat16"))
+    }
+    path, out = write(tmp_path / "a.safetensors", arrays), tmp_path / "o.safetensors"
+    asked = Usage[usage.upper()]
+    done = quantize_to(out, open_checkpoint(path), fmt, asked, (), 7)
+    assert done.nbytes == (sum(x.nbytes for x in arrays.values()), sum(x.nbytes for x in read(out)[0].values()))
+    made, metadata = read(out)
+    for each, what in described(metadata[KEY]).items():
+        expected = reference.quantize(arrays[each], fmt, asked, seed=seed_of(each, 7))
+        assert (what.format, what.shape, what.planes) == (fmt, (2, 64, 128), asked.planes)
+        for one, parts in what.take(made, each).items():
+            of_it = expected.rowwise if one is Usage.ROWWISE else expected.columnwise
+            for part, array in parts._asdict().items():
+                wanted = getattr(of_it, part)
+                assert (array is None) == (wanted is None)
+                assert array is None or array.tobytes() == wanted.tobytes()
+
+
+def test_what_is_kept_and_why(model, tmp_path):
+    out = tmp_path / "o.safetensors"
+    text = ok("convert", model, out, "--format", "NVFP4_16x16", "--keep", "layers.[01].*")
+    assert "kept (named by --keep): 2: layers.0.w, layers.1.w" in text
+    assert "pad the rows to 48 and pad the columns to 64): 1: odd" in text
+    assert "kept (fewer than 2 axes): 1: norm" in text
+    assert "2 tensors in NVFP4_16x16, 5 as they were" in text
+    before, (after, metadata) = read(model)[0], read(out)
+    for name in ("layers.0.w", "layers.1.w", "norm", "odd", "ids"):
+        assert after[name].tobytes() == before[name].tobytes()
+    assert described(metadata[KEY]).keys() == {"layers.2.w", "layers.3.w"}
+    ok("convert", model, out, "--format", "FP8_E4M3", "--force")
+    assert len(described(read(out)[1][KEY])) == 5
+    done = qshard("convert", out, tmp_path / "p.safetensors", "--format", "FP8_E4M3")
+    assert (done.returncode, "has codes of qshard already" in done.stderr) == (2, True)
+
+
+def test_names_that_codes_would_take(tmp_path):
+    arrays = {"w": numbers(), "w.rowwise.data": np.ones(3, np.float32)}
+    path = write(tmp_path / "a.safetensors", arrays)
+    done = qshard("convert", path, tmp_path / "o.safetensors", "--format", "FP8_E4M3")
+    assert (done.returncode, "w.rowwise.data would be there twice" in done.stderr) == (2, True)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_link_stays_a_link(model, tmp_path):
+    target, link = tmp_path / "target.safetensors", tmp_path / "link.safetensors"
+    target.touch(mode=0o640)
+    link.symlink_to(target)
+    ok("convert", model, link, "--format", "FP8_E4M3", "--force")
+    assert link.is_symlink()
+    assert target.stat().st_mode & 0o777 == 0o640
+    assert KEY in read(target)[1]
+
+
+def test_what_is_read_back_is_compared(model, tmp_path, monkeypatch):
+    """A disk that keeps other bytes: the file does not get its name."""
+    from qshard.cli.errors import Failure
+    from qshard.cli.quantizing import quantize_to
+    from qshard.cli.sources import open_checkpoint
+    from qshard.cli.writer import Writer
+
+    checkpoint, check = open_checkpoint(model), Writer.check
+
+    def damaged(self, path):
+        self.file.seek(-1, 2)
+        last = self.file.read(1)
+        self.file.seek(-1, 2)
+        self.file.write(bytes([last[0] ^ 1]))
+        return check(self, path)
+
+    monkeypatch.setattr(Writer, "check", damaged)
+    with pytest.raises(Failure, match="was read back with other bytes than were written"):
+        quantize_to(tmp_path / "o.safetensors", checkpoint, FORMATS["NVFP4_16x16"], Usage.ROWWISE, (), 0)
+    assert list(tmp_path.iterdir()) == [model]
+
+
+def test_rotated_and_stochastic(model):
+    found = reported(model, "--formats", "NVFP4,NVFP4_16x16", "--usage", "both", "--rotate", "--stochastic", "4")
+    rows = {(row["format"], row["usage"]): row for row in found["layers"][0]["formats"]}
+    assert rows.keys() == {
+        ("NVFP4", "rowwise"),
+        ("NVFP4", "columnwise"),
+        ("NVFP4[hadamard=True]", "columnwise"),
+        ("NVFP4[rounding=stochastic]", "rowwise"),
+        ("NVFP4[rounding=stochastic]", "columnwise"),
+        ("NVFP4_16x16", "rowwise"),
+        ("NVFP4_16x16[rounding=stochastic]", "rowwise"),
+        ("NVFP4[hadamard=True, rounding=stochastic]", "columnwise"),
+    }
+    for row in rows.values():
+        assert len(set(row["draws"])) == (4 if "stochastic" in row["format"] else 0)
+    drawn = rows["NVFP4[rounding=stochastic]", "rowwise"]
+    assert drawn["sqnr_db"] == pytest.approx(np.mean(drawn["draws"]), rel=1e-12)
+    assert drawn["sqnr_db"] < rows["NVFP4", "rowwise"]["sqnr_db"]
+    assert "NVFP4[rounding=stochastic]: the mean of 2 draws, of " in ok(
+        "report", model, "--formats", "NVFP4", "--stochastic", "2"
+    )
+
+
+def test_nonfinite_and_zero_layers(tmp_path):
+    nan, inf = numbers(), numbers()
+    nan[3, 3], inf[5, 5] = math.nan, math.inf
+    all_nan = np.full((32, 32), np.nan, np.float32)
+    path = write(
+        tmp_path / "a.safetensors", {"nan": nan, "inf": inf, "zero": 0 * numbers(), "all": all_nan, "w": numbers()}
+    )
+    found = reported(path, "--formats", "FP8_E4M3,MXFP4_32x32", "--budget", "4")
+    harms = {layer["name"]: [row["harm"] for row in layer["formats"]] for layer in found["layers"]}
+    assert harms["zero"] == [0, 0]
+    assert harms["all"] == [None, None]
+    assert None in harms["nan"]
+    assert found["recommendation"]["formats"]["all"] == "F32"  # Nobody knows what else it may be.
+    assert found["ranking"]["layers"][0]["harm"] is None
+    assert found["tradeoff"]["curve"][-1]["harm"] == 0
+    text = ok("report", path)
+    assert "there is no error to measure" in text
+    assert "not known" in text
+
+
+def test_scales_of_others_are_not_overlooked(tmp_path):
+    x = numbers().astype(ml_dtypes.float8_e4m3fn)
+    path = write(tmp_path / "a.safetensors", {"w": x, "w_scale_inv": np.ones((1, 1), np.float32), "v": x})
+    found = {layer["name"]: layer["remarks"] for layer in reported(path)["layers"]}
+    assert found["w"] == ["measured without its scales, w_scale_inv"]
+    assert found["v"] == []
+    assert "measured without its scales, w_scale_inv" in ok("report", path)
+
+
+def test_the_recommendation_is_the_best_there_is(tmp_path):
+    """Of every mix, at the budgets that points of the curve have; between those no worse than the last point."""
+    arrays = {f"w{i}": numbers((32, 32 * (i + 1)), i) * np.exp(i * numbers((32, 1), 9)) for i in range(4)}
+    path = write(tmp_path / "a.safetensors", arrays)
+    found = reported(path, "--formats", "FP8_E4M3,MXFP4_32x32,NVFP4_16x16")
+    elements = sum(x.size for x in arrays.values())
+    choices = []
+    for layer in found["layers"]:
+        size = math.prod(layer["shape"])
+        own = [(4 * size, 0.0)]
+        choices.append(own + [(row["bits_per_element"] * size / 8, row["harm"]) for row in layer["formats"]])
+    mixes = [(sum(b for b, _ in mix), sum(h for _, h in mix)) for mix in itertools.product(*choices)]
+    curve = found["tradeoff"]["curve"]
+    assert len(curve) > 6
+    assert [point["harm"] for point in curve] == sorted((point["harm"] for point in curve), reverse=True)
+    for point in curve:
+        least = min(harm for size, harm in mixes if size <= point["bytes_per_element"] * elements * (1 + 1e-12))
+        assert 4 * point["harm"] == pytest.approx(least, rel=1e-9)
+    for budget in (0.55, 0.8, 1.5, 3.0, 100.0):
+        chosen = reported(path, "--formats", "FP8_E4M3,MXFP4_32x32,NVFP4_16x16", "--budget", budget)["recommendation"]
+        assert chosen["bytes_per_element"] <= budget
+        at_most = [point["harm"] for point in curve if point["bytes_per_element"] <= budget]
+        assert chosen["harm"] <= min(at_most) * (1 + 1e-12)
+    for name, point in found["tradeoff"]["uniform"].items():
+        sizes = [x.size * 4 for x in arrays.values()]
+        if name == "F32":
+            assert (point["bytes_per_element"], point["harm"]) == (sum(sizes) / elements, 0)
+
+
+def test_bytes_are_those_of_convert(model, tmp_path):
+    """What the budget counts is what is written."""
+    for usage in ("rowwise", "columnwise", "both"):
+        for name in ("NVFP4", "FP8_1x128", "MXFP8_E4M3"):
+            found = reported(model, "--formats", name, "--usage", usage, "--layers", "layers.2.w")
+            bits = sum(row["bits_per_element"] for row in found["layers"][0]["formats"])
+            array = read(model)[0]["layers.2.w"]
+            parts = [plane(name, array.shape, each) for each in Usage[usage.upper()].planes]
+            out = tmp_path / "o.safetensors"
+            ok(
+                "convert",
+                model,
+                out,
+                "--format",
+                name,
+                "--usage",
+                usage,
+                "--keep",
+                "layers.[013].w",
+                "--keep",
+                "odd",
+                "--force",
+            )
+            codes = [x for key, x in read(out)[0].items() if key.startswith("layers.2.w.")]
+            assert len(parts) * (3 if name == "NVFP4" else 2) == len(codes)
+            assert bits * array.size / 8 == sum(x.nbytes for x in codes)
+            assert matrix_shape(array.shape) == array.shape
+
+
+def test_the_page(model, tmp_path):
+    """Well formed, with the curve, a dot for each format that fits all, and the ring; it loads nothing."""
+    page = tmp_path / "a.html"
+    ok("report", model, "--formats", "FP8_E4M3,FP8_128x128,NVFP4", "--html", page, "--budget", "0.8")
+    html = page.read_text()
+    svg = ElementTree.fromstring(html[html.index("<svg") : html.index("</svg>") + 6])
+    kinds = [each.get("class") for each in svg]
+    assert kinds.count("curve") == 1
+    assert kinds.count("uniform") == 2  # NVFP4 does not fit `odd`.
+    assert kinds.count("chosen") == 1
+    _, _, width, height = map(float, svg.get("viewBox").split())
+    curve = next(each for each in svg if each.get("class") == "curve")
+    points = [tuple(map(float, point.split(","))) for point in curve.get("points").split()]
+    assert points == sorted(points)  # More bytes, less noise: down to the right.
+    assert [y for _, y in points] == sorted(y for _, y in points)
+    assert all(0 < x < width and 0 < y < height for x, y in points)
+    assert not re.search(r"(src|href)=|url\(|@import", html)
+    for name in ("layers.0.w", "odd", "norm", "FP8_128x128"):
+        assert name in html
+    exact = write(tmp_path / "b.safetensors", {"w": np.ones((32, 32), np.float32)})
+    ok("report", exact, "--html", page)
+    assert "No choice has any noise" in page.read_text()
+
+
+@pytest.mark.parametrize("arguments", [(), ("--help",), ("report", "--help"), ("convert", "-h"), ("--version",)])
+def test_help(arguments):
+    done = qshard(*arguments)
+    assert done.returncode == (2 if arguments == () else 0)
+    assert (done.stdout + done.stderr).startswith(("Usage: qshard", "qshard "))

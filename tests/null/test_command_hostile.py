@@ -1,0 +1,266 @@
+"""Files that nobody should write: one line each, no blow-up of memory, and nothing left behind."""
+
+import json
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from support.checkpoints import file_of, header_of, qshard, refused, sharded, write
+
+for _name in ("click", "rich", "safetensors"):
+    pytest.importorskip(_name)
+pytest.importorskip("qshard._ffi")
+
+W = np.ones((32, 32), np.float32)
+DATA = W.tobytes()
+
+
+def entry(**changes):
+    return {"w": {"dtype": "F32", "shape": [32, 32], "data_offsets": [0, 4096]} | changes}
+
+
+HOSTILE = {
+    "empty": (b"", "header too small"),
+    "three bytes": (b"abc", "header too small"),
+    "length of 2**62": (file_of(entry(), DATA, 2**62), "header too large"),
+    "length of 2**64 - 1": (file_of(entry(), DATA, 2**64 - 1), "header too large"),
+    "length beyond the file": (file_of(entry(), length=10**6), "invalid header length|header"),
+    "no data": (file_of(entry()), "not fully covered"),
+    "a byte less": (file_of(entry(), DATA[:-1]), "not fully covered"),
+    "a byte more": (file_of(entry(), DATA + b"x"), "not fully covered"),
+    "overlapping": (file_of(entry() | {"v": entry()["w"]}, DATA), "invalid offset"),
+    "a hole": (file_of(entry(data_offsets=[8, 4104]), DATA + b"x" * 8), "invalid offset"),
+    "backwards": (file_of(entry(data_offsets=[4096, 0]), DATA), "invalid offset"),
+    "beyond the end": (file_of(entry(data_offsets=[0, 2**60], shape=[2**58]), DATA), "not fully covered"),
+    "an unknown dtype": (file_of(entry(dtype="F99"), DATA), "F99"),
+    "a dtype that is a number": (file_of(entry(dtype=7), DATA), "JSON"),
+    "a negative size": (file_of(entry(shape=[-32, -32]), DATA), "-32"),
+    "a size that is no integer": (file_of(entry(shape=[32, 32.0]), DATA), "JSON"),
+    "a size that overflows": (file_of(entry(shape=[2**40, 2**40]), DATA), "overflow"),
+    "too small a size": (file_of(entry(shape=[32, 31]), DATA), "invalid|offset|shape"),
+    "a list": (file_of([1, 2]), "JSON"),
+    "nested lists": (file_of(b"[" * 10**6), "JSON"),
+    "nested objects": (file_of(b'{"w":' * 10**6), "JSON"),
+    "no JSON": (file_of(b"{'w': 1}"), "JSON"),
+    "no UTF-8": (file_of(b'{"\xff": 1}'), "UTF-8"),
+    "metadata that are numbers": (file_of({"__metadata__": {"a": 1}} | entry(), DATA), "JSON"),
+    "pickle": (b"PK\x03\x04" + b"x" * 100, "header too large|invalid"),
+    "a name that writes to terminals": (file_of({"\x1b[2J": entry(data_offsets=[8, 0])["w"]}, DATA), r"\\x1b"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_no_whole_file(name, tmp_path):
+    content, why = HOSTILE[name]
+    path = tmp_path / "bad.safetensors"
+    path.write_bytes(content)
+    for command in (("report", path), ("convert", path, tmp_path / "out.safetensors", "--format", "MXFP8_32x32")):
+        said = refused(*command, status=1)
+        assert "is not a whole file of safetensors: " in said
+        assert re.search(why, said), said
+        assert said.endswith("; copy or save it again")
+        assert "\x1b" not in said
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def limited():
+    """Of this process: Python, NumPy and OpenBLAS's threads reserve much, and use little."""
+    resource.setrlimit(resource.RLIMIT_AS, (3 * 2**30, 3 * 2**30))
+
+
+BOMBS = {
+    "lists": b'{"weight_map":[' + b"[]," * 2**22 + b"[]]}",
+    "objects": b'{"weight_map":{' + b'"a":{},' * 2**21 + b'"b":{}}}',
+    "deep": b"[" * 2**24,
+    "text": b'"' + b"x" * 2**24,
+    "numbers": b"[" + b"1.5," * 2**22 + b"1]",
+    "not there": b"{}",
+    "no names": b'{"weight_map": {"w": 1}}',
+    "none": b'{"weight_map": {}}',
+    "up": b'{"weight_map": {"w": "../w.safetensors"}}',
+    "root": b'{"weight_map": {"w": "/etc/passwd"}}',
+    "not UTF-8": b'{"weight_map": {"w": "\xff.safetensors"}}',
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_no_index(name, tmp_path):
+    path = tmp_path / "model.safetensors.index.json"
+    path.write_bytes(BOMBS[name])
+    said = refused("report", path, status=1, preexec_fn=limited)
+    assert "is not an index of safetensors: " in said
+
+
+def test_an_index_that_is_too_long(tmp_path):
+    path = tmp_path / "model.safetensors.index.json"
+    with path.open("wb") as file:
+        file.truncate(2**33)  # Without its bytes.
+    assert "is not an index of safetensors: " in refused("report", path, status=1, preexec_fn=limited)
+
+
+@pytest.mark.parametrize("shape", [[0, 2**63], [0] * 10_000, [2**62, 0, 2**62]], ids=["wide", "axes", "both"])
+def test_sizes_of_what_has_no_elements(shape, tmp_path):
+    path = tmp_path / "a.safetensors"
+    empty = {"dtype": "F32", "shape": shape, "data_offsets": [4096, 4096]}
+    path.write_bytes(file_of(entry() | {"none": empty}, DATA))
+    done = qshard("report", path, "--formats", "MXFP8_32x32", "--csv")
+    assert done.returncode == 0, done.stderr
+    assert "none,,,,,,,,,,,,,,,,,,,,left out: no elements" in done.stdout
+    out = tmp_path / "out.safetensors"
+    assert qshard("convert", path, out, "--format", "MXFP8_32x32").returncode == 0
+    written = out.read_bytes()
+    length = int.from_bytes(written[:8], "little")
+    assert json.loads(written[8 : 8 + length])["none"]["shape"] == shape
+
+
+def test_as_many_axes_as_one_likes(tmp_path):
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(file_of(entry(shape=[1] * 98 + [32, 32]), DATA))
+    assert "100 axes" in refused("report", path)
+
+
+def test_ways_to_name_no_checkpoint(tmp_path):
+    assert "does not exist" in refused("report", tmp_path / "absent.safetensors")
+    assert "with none" in refused("report", tmp_path)
+    for name in "abcd":
+        write(tmp_path / f"{name}.safetensors", {"w": W})
+    assert "with 4 (a.safetensors, b.safetensors, c.safetensors, ...); name a file" in refused("report", tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    assert "is not a file" in refused("report", tmp_path / "pipe", status=1)
+
+
+def test_shards_that_are_not_there(tmp_path):
+    folder = sharded(tmp_path / "model", [{"a": W}, {"b": W}])
+    (folder / "model-00002-of-00002.safetensors").rename(tmp_path / "elsewhere")
+    said = refused("report", folder, status=1)
+    assert "names 2 shards, and 1 are missing, such as model-00002-of-00002.safetensors" in said
+    folder = sharded(tmp_path / "other", [{"a": W}, {"b": W}], b="model-00001-of-00002.safetensors")
+    assert "has b in model-00001-of-00002.safetensors, where it is not" in refused("report", folder, status=1)
+
+
+def test_wrong_arguments(tmp_path):
+    path, out = write(tmp_path / "a.safetensors", {"layers.0.w": W, "b": W[0]}), tmp_path / "out.safetensors"
+    said = {
+        (
+            "report",
+            path,
+            "--layers",
+            "layer.*",
+        ): "--layers layer.* is the name of no tensor; did you mean 'layers.0.w'?",
+        ("report", path, "--formats", "nvfp4"): "--formats ('nvfp4') is not the name of a format; did you mean 'NVFP4'",
+        ("report", path, "--formats", "MXFP8_E4M3,"): "--formats ('') is not the name of a format",
+        ("report", path, "--json", "--csv"): "--json and --csv are both given",
+        ("report", path, "--budget", "0.1"): "--budget 0.1 is too small: the formats take 0.5",
+        ("report", path, "--budget", "0"): "Invalid value for '--budget'",
+        ("report", path, "--budget", "nan"): "--budget",
+        ("report", path, "--rotate"): "--rotate is for no format of these",
+        ("report", path, "--stochastic", "0"): "Invalid value for '--stochastic'",
+        ("report", path, "--html", path): "is a file of the checkpoint",
+        ("report", path, "--html", tmp_path): "is a folder",
+        ("report", path, "--html", tmp_path / "no" / "a.html"): "is not a folder; make it first",
+        ("report", path, "--colour"): "No such option",
+        ("report",): "Missing argument 'CHECKPOINT'",
+        ("convert", path, out): "Missing option '--format'",
+        ("convert", path, out, "--format", "E4M3"): "is not the name of a format",
+        ("convert", path, path, "--format", "MXFP4"): "is a file of the checkpoint itself",
+        ("convert", path, tmp_path / "a.bin", "--format", "MXFP4"): "does not end in .safetensors",
+        ("convert", path, out, "--format", "MXFP4", "--keep", "c"): "--keep c is the name of no tensor",
+        ("convert", path, out, "--format", "MXFP4", "--keep", "*"): "has nothing to quantize: b: named by --keep",
+        ("convert", path, out, "--format", "NVFP4[hadamard=True]", "--usage", "neither"): "Invalid value for '--usage'",
+        ("bench", "--size", "0"): "Invalid value for '--size'",
+        ("nothing",): "No such command 'nothing'",
+    }
+    for arguments, text in said.items():
+        assert text in refused(*arguments), arguments
+    assert list(tmp_path.iterdir()) == [path]
+    out.touch()
+    assert "is there already" in refused("convert", path, out, "--format", "MXFP4")
+
+
+def test_a_disk_that_is_full(tmp_path):
+    """A limit on the size of files is as good."""
+    path = write(tmp_path / "a.safetensors", {"w": np.ones((1024, 1024), np.float32)})
+
+    def small():
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, 2**16))
+
+    said = refused("convert", path, tmp_path / "o.safetensors", "--format", "MXFP4", status=1, preexec_fn=small)
+    assert "File too large" in said
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("command", ["report", "convert"])
+def test_interrupts(command, number, status, tmp_path):
+    """Early and late: whatever it was doing, nothing but what was there is there."""
+    arrays = {f"w{i}": np.ones((512, 512), np.float32) for i in range(400)}
+    path = write(tmp_path / "a.safetensors", {**arrays})
+    arguments = [path, tmp_path / "o.safetensors", "--format", "NVFP4_16x16"] if command == "convert" else [path]
+    for wait in (0.7, 1.2):
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "qshard", command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        try:
+            process.wait(wait)
+        except subprocess.TimeoutExpired:
+            process.send_signal(number)
+        said = process.communicate(timeout=60)[1].decode()
+        if process.returncode == 0:  # It was done before.
+            (tmp_path / "o.safetensors").unlink(missing_ok=True)
+            continue
+        if process.returncode == -number:  # Python itself was starting.
+            continue
+        assert (process.returncode, said) == (status, "qshard: interrupted\n" if number == signal.SIGINT else "")
+        assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_reader_that_goes_away(tmp_path):
+    path = write(tmp_path / "a.safetensors", {f"w{i}": W for i in range(50)})
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "qshard", "report", path], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    with process.stderr:
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.wait() == 1
+
+
+def test_what_changes_while_it_is_read(tmp_path):
+    """A tensor whose file was cut since its header was read."""
+    from qshard.cli.checkpoint import read_header
+    from qshard.cli.errors import Failure
+
+    path = write(tmp_path / "a.safetensors", {"w": W})
+    entry = read_header(path).entries["w"]
+    os.truncate(path, path.stat().st_size - 8)
+    with pytest.raises(Failure, match="ends within w: it was changed meanwhile"):
+        entry.read()
+
+
+def test_what_is_not_installed(tmp_path):
+    """One line, and `import qshard` needs none of it."""
+    code = (
+        "import importlib.util as u, sys; found = u.find_spec\n"
+        "u.find_spec = lambda name, *a: None if name in ('click', 'rich') else found(name, *a)\n"
+        "import qshard.cli; status = qshard.cli.main(['info'])\n"
+        "print(status, sorted({'click', 'rich', 'safetensors', 'numpy'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.stdout == "2 []\n"
+    assert done.stderr == "qshard: click and rich not installed; pip install 'qshard[cli]'\n"
+
+
+def test_headers_are_what_the_library_writes(tmp_path):
+    """`file_of` makes good files: what is refused above is refused for what was done to it."""
+    from safetensors.numpy import load_file
+
+    path = write(tmp_path / "a.safetensors", {"w": W})
+    assert header_of({"w": W}) == {"w": entry()["w"] | {"shape": (32, 32)}}
+    assert load_file(path)["w"].tobytes() == DATA

@@ -1,0 +1,94 @@
+"""The command as a process, and files of safetensors as bytes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+DTYPES = {
+    "F64": np.float64,
+    "F32": np.float32,
+    "F16": np.float16,
+    "BF16": ml_dtypes.bfloat16,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    "F8_E5M2": ml_dtypes.float8_e5m2,
+    "I64": np.int64,
+    "U8": np.uint8,
+    "BOOL": np.bool_,
+    "C64": np.complex64,
+}
+
+
+def qshard(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Runs `python -m qshard`."""
+    environment = os.environ | {"COLUMNS": "200", "OMP_NUM_THREADS": "1"} | options.pop("env", {})
+    command = [sys.executable, "-P", "-m", "qshard", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=250, **options)
+
+
+def refused(*arguments: object, status: int = 2, **options: Any) -> str:
+    """The one line that is all that a command says which does not go on."""
+    done = qshard(*arguments, **options)
+    assert (done.returncode, done.stdout) == (status, ""), done
+    assert done.stderr.startswith("qshard: ")
+    assert done.stderr.count("\n") == 1, done.stderr
+    return done.stderr.removeprefix("qshard: ").removesuffix("\n")
+
+
+def header_of(arrays: dict[str, NDArray[Any]], metadata: dict[str, str] | None = None) -> dict[str, Any]:
+    names = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
+    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    at = 0
+    for name, array in arrays.items():
+        header[name] = {"dtype": names[array.dtype], "shape": array.shape, "data_offsets": [at, at + array.nbytes]}
+        at += array.nbytes
+    return header
+
+
+def file_of(header: Any, data: bytes = b"", length: int | None = None) -> bytes:
+    """The bytes of a file; `header` is bytes already, or JSON. `length`: what it says of its header."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return (len(text) if length is None else length).to_bytes(8, "little") + text + data
+
+
+def write(path: Path, arrays: dict[str, NDArray[Any]], metadata: dict[str, str] | None = None) -> Path:
+    """A file of safetensors, written without the library."""
+    data = b"".join(array.tobytes() for array in arrays.values())
+    path.write_bytes(file_of(header_of(arrays, metadata), data))
+    return path
+
+
+def read(path: Path) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
+    """The inverse of `write`."""
+    raw = path.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + length])
+    metadata = header.pop("__metadata__", {})
+    arrays = {}
+    for name, each in header.items():
+        first, last = each["data_offsets"]
+        part = np.frombuffer(raw[8 + length + first : 8 + length + last], DTYPES[each["dtype"]])
+        arrays[name] = part.reshape(each["shape"])
+    return arrays, metadata
+
+
+def sharded(folder: Path, shards: list[dict[str, NDArray[Any]]], **changes: str) -> Path:
+    """A folder as Hugging Face has it; `changes`: names in the index, and the files that they are said to be in."""
+    folder.mkdir(exist_ok=True)
+    where = {}
+    for i, arrays in enumerate(shards):
+        name = f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
+        write(folder / name, arrays, {"format": "pt"})
+        where |= dict.fromkeys(arrays, name)
+    (folder / "config.json").write_text("{}")
+    index = {"metadata": {"total_size": 1}, "weight_map": where | changes}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
