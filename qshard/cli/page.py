@@ -19,7 +19,7 @@ h1 { font-size: 1.4em; overflow-wrap: anywhere } h2 { font-size: 1.15em; margin-
 h3 { font-size: 1em; margin: 1.6em 0 .3em; overflow-wrap: anywhere }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .9em }
 td, th { padding: 2px 10px 2px 0; text-align: right; vertical-align: bottom }
-td:first-child, th:first-child { text-align: left; overflow-wrap: anywhere }
+td + td { white-space: nowrap } td:first-child, th:first-child { text-align: left; overflow-wrap: anywhere }
 th { border-bottom: 1px solid #8b949e } .small, footer { color: #57606a; font-size: .85em }
 svg { max-width: 100%; font: 12px system-ui, sans-serif; fill: #1b1f24 }
 .grid { stroke: #d0d7de } .curve { fill: none; stroke: #0969da; stroke-width: 2 }

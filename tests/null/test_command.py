@@ -562,6 +562,29 @@ def test_the_page(model, tmp_path):
     assert "No choice has any noise" in page.read_text()
 
 
+def test_names_in_the_picture(tmp_path):
+    """Where most formats have a byte an element: no two over each other, and none outside."""
+    from qshard.cli.curve import HEIGHT, LETTER, LINE, WIDTH
+
+    page = tmp_path / "a.html"
+    path = write(tmp_path / "a.safetensors", {"w": numbers((128, 128)).astype(ml_dtypes.bfloat16)})
+    ok("report", path, "--formats", "all", "--html", page)
+    html = page.read_text()
+    svg = ElementTree.fromstring(html[html.index("<svg") : html.index("</svg>") + 6])
+    names = [each for each in svg if each.tag == "text" and each.text in FORMATS]
+    assert len(names) == len(FORMATS)
+    boxes = []
+    for each in names:
+        x, y, width = float(each.get("x")), float(each.get("y")), LETTER * len(each.text)
+        x -= width if each.get("text-anchor") == "end" else 0
+        assert x > 0
+        assert x + width < WIDTH
+        assert LINE < y < HEIGHT
+        boxes.append((x, x + width, y))
+    for one, other in itertools.combinations(boxes, 2):
+        assert one[1] <= other[0] or other[1] <= one[0] or abs(one[2] - other[2]) >= LINE - 0.1  # As it is rounded.
+
+
 @pytest.mark.parametrize("arguments", [(), ("--help",), ("report", "--help"), ("convert", "-h"), ("--version",)])
 def test_help(arguments):
     done = qshard(*arguments)
