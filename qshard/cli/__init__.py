@@ -18,7 +18,6 @@ NEEDS = ("click", "rich", "safetensors")
 USAGE = 2
 """The exit status of what was asked in a wrong way; 1 is that of what failed."""
 INTERRUPTED = 128 + signal.SIGINT
-TERMINATED = 128 + signal.SIGTERM
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,7 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"qshard: {' and '.join(absent)} not installed; pip install 'qshard[cli]'", file=sys.stderr)
         return USAGE
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, _terminated)
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # As nohup has it.
+                signal.signal(number, _terminated)
     try:
         from qshard.cli.app import run
 
@@ -49,4 +50,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _terminated(number: int, frame: FrameType | None) -> None:
-    sys.exit(TERMINATED)  # What is half done is cleaned up.
+    sys.exit(128 + number)  # What is half done is cleaned up.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import zipfile
+import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +21,12 @@ from qshard.layout import Shape
 END = ".weight"
 SUFFIX = ".npy"
 KINDS = "fiu"
+HEADER = 2**16
+"""Bytes that hold the header of an array."""
+PACKED = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
+"""As `numpy.savez` and `numpy.savez_compressed` do."""
+BROKEN = (zipfile.BadZipFile, zlib.error, ValueError, EOFError, RuntimeError)
+"""What zipfile and NumPy raise for files that are not whole, or not theirs."""
 
 
 @dataclass(frozen=True)
@@ -29,11 +37,18 @@ class Activations:
     names: dict[str, str]
 
     def of(self, name: str) -> NDArray[Any] | None:
-        """Those of a layer, `[..., K]`; None if there are none."""
+        """Those of a layer, `[..., K]`; None if there are none.
+
+        Raises:
+          Misuse: they are not there whole.
+        """
         if name not in self.names:
             return None
-        with np.load(self.path, allow_pickle=False) as file:
-            return cast(NDArray[Any], file[self.names[name]])
+        try:
+            with np.load(self.path, allow_pickle=False) as file:
+                return cast(NDArray[Any], file[self.names[name]])
+        except BROKEN as error:
+            raise _not_whole(self.path, f"{self.names[name]}: {error}") from None
 
 
 def open_activations(path: Path, entries: Iterable[Entry]) -> tuple[Activations, list[str]]:
@@ -69,12 +84,19 @@ def _headers(path: Path) -> dict[str, tuple[Shape, np.dtype[Any]]]:
     found = {}
     try:
         with zipfile.ZipFile(path) as file:
-            for name in file.namelist():
-                with file.open(name) as part:
-                    version = npy.read_magic(part)
-                    read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
-                    shape, _, dtype = read(part)
-                    found[name.removesuffix(SUFFIX)] = tuple(shape), dtype
-    except (zipfile.BadZipFile, ValueError, EOFError, NotImplementedError) as error:
-        raise Misuse(f"{shown(path)} is not a file of numpy.savez: {shown(error)}; save it again") from None
+            for member in file.infolist():
+                if member.compress_type not in PACKED:
+                    raise ValueError(f"{member.filename} is compressed in another way")
+                with file.open(member) as whole:
+                    part = io.BytesIO(whole.read(HEADER))
+                version = npy.read_magic(part)
+                read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
+                shape, _, dtype = read(part)
+                found[member.filename.removesuffix(SUFFIX)] = tuple(shape), dtype
+    except BROKEN as error:
+        raise _not_whole(path, error) from None
     return found
+
+
+def _not_whole(path: Path, why: object) -> Misuse:
+    return Misuse(f"{shown(path)} is not a file of numpy.savez: {shown(why)}; save it again")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -16,6 +17,8 @@ from qshard.cli.convert import convert
 from qshard.cli.errors import Failure, printable
 from qshard.cli.info import info
 from qshard.cli.report import report
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
@@ -34,8 +37,11 @@ def run(arguments: Sequence[str] | None) -> int:
     Returns:
       The exit status.
     """
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # It was closed; no other file may get its number.
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+        elif hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # Names have characters that not every terminal has.
     return _ended(list(sys.argv[1:] if arguments is None else arguments))
 
@@ -64,7 +70,8 @@ def _ended(arguments: list[str]) -> int:
         return _said(f"out of memory: {error}; the largest tensor and its codes have to fit", 1)
     except OSError as error:
         what = f"{error.filename}: " if error.filename is not None else ""
-        return _said(f"{what}{error.strerror or error}", 1)
+        then = "; nothing was kept of what was being written" if error.errno in FULL else ""
+        return _said(f"{what}{error.strerror or error}{then}", 1)
     except ImportError as error:
         return _said(str(error), 1)
     return 0

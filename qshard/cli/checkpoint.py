@@ -7,7 +7,8 @@ data lie without holes. Data are read and not mapped, so that no page of a file 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,8 +35,20 @@ FLOATS: dict[str, Any] = {
 BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "BOOL": 8, "U8": 8, "I8": 8, "F8_E8M0": 8}
 BITS |= {"I16": 16, "U16": 16, "I32": 32, "U32": 32, "I64": 64, "U64": 64, "C64": 64}
 BITS |= {name: 8 * np.dtype(dtype).itemsize for name, dtype in FLOATS.items()}
+CODES = ("F4", "F6_E2M3", "F6_E3M2", "F8_E8M0")
+"""Those of codes or scales, which are numbers only together with others."""
 MOST_AXES = 64
 """Of an array of NumPy."""
+OTHERS = {
+    b"PK\x03\x04": "torch.save or numpy.savez",
+    b"\x80\x02\x8a\nl": "an old torch.save",
+    b"\x89HDF": "HDF5",
+    b"GGUF": "GGUF",
+}
+"""How files begin that are checkpoints, too."""
+SAVE = "save it with save_file of safetensors.torch, .flax or .numpy"
+PLACE_KEY = "data_offsets"
+PLACE = re.compile(rb'"data_offsets"\s*:')
 LENGTH = 8
 """Bytes of the length of the header, in front of it."""
 
@@ -71,6 +84,8 @@ class Entry:
     @property
     def refusal(self) -> str | None:
         """Why no format is for it; None if one may be."""
+        if self.dtype in CODES:
+            return f"{self.dtype}: codes or scales already"
         if self.dtype not in FLOATS:
             return f"{self.dtype}: not of real numbers"
         if not self.elements:
@@ -130,9 +145,15 @@ def read_header(path: Path) -> File:
             there = [(name, each.get_dtype(), tuple(each.get_shape())) for name, each in slices]
             metadata = file.metadata() or {}
     except SafetensorError as error:
-        why = shown(str(error).removeprefix("Error while deserializing header: "))
+        with path.open("rb") as opened:
+            first = opened.read(LENGTH)
         what = f"{shown(path)} ({path.stat().st_size} bytes) is not a whole file of safetensors"
+        for begin, of in OTHERS.items():
+            if first.startswith(begin):
+                raise Failure(f"{what}, but begins as those of {of} do; {SAVE}") from None
+        why = shown(str(error).removeprefix("Error while deserializing header: "))
         raise Failure(f"{what}: {why}; copy or save it again") from None
+    _refuse_twice(path, [name for name, _, _ in there], metadata)
     # Data follow the header without holes up to the end, which safetensors has made sure of.
     total = sum(math.prod(shape) * _bits(path, dtype) // 8 for _, dtype, shape in there)
     offset = path.stat().st_size - total
@@ -143,6 +164,15 @@ def read_header(path: Path) -> File:
     if offset - total < LENGTH:
         raise Failure(f"{shown(path)} was changed while it was read; run again")
     return File(entries, metadata)
+
+
+def _refuse_twice(path: Path, names: Sequence[str], metadata: Mapping[str, str]) -> None:
+    """Of two tensors of one name safetensors has the last: they show in how often the header says where data are."""
+    with path.open("rb") as file:
+        header = file.read(int.from_bytes(file.read(LENGTH), "little"))
+    times = sum(1 for _ in PLACE.finditer(header))
+    if times > len(names) + names.count(PLACE_KEY) + (PLACE_KEY in metadata):
+        raise Failure(f"{shown(path)} has several tensors of one name; save it again")
 
 
 def _bits(path: Path, dtype: str) -> int:

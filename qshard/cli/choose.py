@@ -5,10 +5,12 @@ that the layer's own product gets. Layers count alike, however large they are.
 
 For each layer the choices that no mix of two others beats make a convex curve of harm over bytes. Steps along these
 curves, those with the largest gain a byte first, are the trade-off of the checkpoint: each of its points has the least
-harm that so many bytes can have.
+harm that so many bytes can have. A budget lies between two points, and the best mix for it need not lie on any curve:
+mixes are made layer by layer, without those that another beats in both.
 
-Source: Shoham and Gersho, "Efficient bit allocation for an arbitrary set of quantizers", IEEE Transactions on
-Acoustics, Speech and Signal Processing 36 (1988).
+Sources: Shoham and Gersho, "Efficient bit allocation for an arbitrary set of quantizers", IEEE Transactions on
+Acoustics, Speech and Signal Processing 36 (1988); of mixes, Nemhauser and Ullmann, "Discrete dynamic programming and
+capital allocation", Management Science 15 (1969).
 """
 
 from __future__ import annotations
@@ -17,8 +19,16 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from qshard.cli.layers import Choice, Layer
 
+MOST_MIXES = 2**14
+"""For a budget, at a time."""
+MIXES_IN_ALL = 2**21
+"""Over all layers."""
+ROUNDING = 1e-12
+AS_THEY_ARE = "as they are"
 Choices = Mapping[str, Choice]
 
 
@@ -36,7 +46,8 @@ class Tradeoff:
 
     Attributes:
       curve: from the fewest bytes to no harm, or as far as it goes.
-      uniform: the points of one format for all layers, of those that fit all.
+      uniform: by format, the point of that format for all layers that it fits, and others as they are, as
+        `qshard convert` has it, and that of all `AS_THEY_ARE`.
     """
 
     curve: tuple[Point, ...]
@@ -58,7 +69,7 @@ def ranked(layers: Sequence[Layer]) -> tuple[str, list[tuple[Layer, float | None
       The name of the format, and with each layer its harm: None where it is not known. Those come first, and those that
       the format does not fit are not there. The name is "" if there is no format.
     """
-    names = dict.fromkeys(str(row.stats.format) for layer in layers for row in layer.rows)
+    names = _formats(layers)
     fits = {name: [layer for layer in layers if name in layer.choices] for name in names}
     enough = min(max(map(len, fits.values()), default=0), len(layers) / 2)
 
@@ -74,7 +85,7 @@ def ranked(layers: Sequence[Layer]) -> tuple[str, list[tuple[Layer, float | None
 def front(choices: Choices) -> list[Choice]:
     """The choices that no other, and no mix of two, beats: by bytes, with ever smaller gains.
 
-    >>> made = [Choice("a", 1.0, 8.0), Choice("b", 2.0, 7.0), Choice("c", 3.0, 1.0), Choice("d", 4.0, 2.0)]
+    >>> made = [Choice("a", 1, 8.0), Choice("b", 2, 7.0), Choice("c", 3, 1.0), Choice("d", 4, 2.0)]
     >>> [choice.name for choice in front({choice.name: choice for choice in made})]
     ['a', 'c']
     """
@@ -113,34 +124,79 @@ def tradeoff(layers: Sequence[Layer]) -> Tradeoff:
     for _, before, after in reversed(steps):  # From the small to the large, so that small ones are not lost.
         harms.append(harms[-1] + _harm(before) - _harm(after))
     curve = [Point(size / elements, harm / len(layers)) for size, harm in zip(sizes, reversed(harms), strict=True)]
-    names = dict.fromkeys(name for layer in layers for name in layer.choices)
     uniform = {}
-    for name in names:
-        chosen = {layer.entry.name: layer.choices[name] for layer in layers if name in layer.choices}
-        if len(chosen) == len(layers) and all(choice.harm is not None for choice in chosen.values()):
+    for name in (*_formats(layers), AS_THEY_ARE):
+        chosen = {layer.entry.name: layer.choices.get(name, layer.choices[layer.entry.dtype]) for layer in layers}
+        if all(choice.harm is not None for choice in chosen.values()):
             uniform[name] = _point(chosen, layers)
     return Tradeoff(tuple(curve), uniform)
 
 
 def recommended(layers: Sequence[Layer], budget: float) -> Recommendation | None:
-    """The choices of least harm that the curve has for a budget, and what else still fits.
+    """The choices of least harm for a budget.
+
+    Of all mixes, as long as no more than `MOST_MIXES` at a time are beaten by no other. Of more, or of many layers,
+    some are kept that are spread over the bytes: what is found is at least as good as the last point of the curve.
 
     Args:
       budget: bytes an element, over all layers.
 
     Returns:
-      None if the smallest choices are too large.
+      None if the smallest choices of known harm are too large.
     """
+    left = budget * _elements(layers) * (1 + ROUNDING)  # Bytes are whole, and their quotients are not.
+    known = [[choice for choice in layer.choices.values() if choice.harm is not None] for layer in layers]
+    along = _along(layers, left)
+    if along is None:
+        return None
+    found = [dict(zip(along, mix, strict=True)) for mix in (list(along.values()), _mixed(known, left))]
+    best = min(found, key=lambda mix: (sum(map(_harm, mix.values())), sum(choice.nbytes for choice in mix.values())))
+    return Recommendation(best, _point(best, layers))
+
+
+def _along(layers: Sequence[Layer], left: float) -> dict[str, Choice] | None:
+    """The last point of the curve that so many bytes allow, and the steps after it that still fit."""
     fronts = {layer.entry.name: front(layer.choices) for layer in layers}
     at = {name: choices[0] for name, choices in fronts.items()}
-    left = budget * _elements(layers) - sum(choice.nbytes for choice in at.values())
+    left -= sum(choice.nbytes for choice in at.values())
     if left < 0:
         return None
     for name, before, after in _steps(fronts):
         if at[name] is before and after.nbytes - before.nbytes <= left:
             at[name] = after
             left -= after.nbytes - before.nbytes
-    return Recommendation(at, _point(at, layers))
+    return at
+
+
+def _mixed(known: Sequence[Sequence[Choice]], most: float) -> list[Choice]:
+    """The mix of least harm of at most so many bytes, a choice of each, if `MOST_MIXES` are enough."""
+    rest = sum(min(choice.nbytes for choice in choices) for choices in known)
+    kept = min(MOST_MIXES, MIXES_IN_ALL // len(known) + 1)
+    sizes, harms, trail = np.zeros(1), np.zeros(1), []
+    for choices in known:
+        rest -= min(choice.nbytes for choice in choices)
+        sizes = np.add.outer(sizes, [choice.nbytes for choice in choices]).reshape(-1)
+        harms = np.add.outer(harms, [_harm(choice) for choice in choices]).reshape(-1)
+        order = np.lexsort((harms, sizes))
+        order = order[sizes[order] + rest <= most]
+        order = order[
+            np.diff(np.minimum.accumulate(harms[order]), prepend=np.inf) < 0
+        ]  # Each with less than all before.
+        if len(order) > kept:
+            span = sizes[order[-1]] - sizes[order[0]]
+            place = ((sizes[order] - sizes[order[0]]) * (kept / span)).astype(np.int64)
+            order = order[np.diff(place, append=-1) != 0]  # The last of each has the least harm.
+        sizes, harms = sizes[order], harms[order]
+        trail.append(order)
+    at, mix = len(sizes) - 1, []
+    for choices, order in zip(reversed(known), reversed(trail), strict=True):
+        at, which = divmod(int(order[at]), len(choices))
+        mix.append(choices[which])
+    return mix[::-1]
+
+
+def _formats(layers: Sequence[Layer]) -> list[str]:
+    return list(dict.fromkeys(name for layer in layers for name in layer.choices if name != layer.entry.dtype))
 
 
 def _elements(layers: Sequence[Layer]) -> int:

@@ -61,29 +61,39 @@ def _drawn(
     yield f'<polyline class="curve" points="{path}"/>'
     # Dots are in the way of names, too.
     taken = [(x - DOT, x + DOT, y + DROP) for x, y in map(at, uniform.values())]
+    words = []
     for name, point in sorted(uniform.items(), key=lambda each: at(each[1])[1]):
         x, y = at(point)
-        yield f'<circle class="uniform" cx="{x:.1f}" cy="{y:.1f}" r="{DOT}"/>'
-        yield _label(name, x, y, taken)
+        lead, text = _label(name, x, y, taken)
+        yield lead
+        what = f"{html.escape(name)}: {point.bytes_per_element:.3f} bytes, {_level(point):.1f} dB"
+        words += [f'<circle class="uniform" cx="{x:.1f}" cy="{y:.1f}" r="{DOT}"><title>{what}</title></circle>', text]
+    yield from words  # Over all that leads to them.
     if chosen is not None:
         x, y = at(chosen)
         yield f'<circle class="chosen" cx="{x:.1f}" cy="{y:.1f}" r="8"><title>the recommendation</title></circle>'
     yield "</svg>"
 
 
-def _label(name: str, x: float, y: float, taken: list[tuple[float, float, float]]) -> str:
-    """A name beside its dot, on the side that has room, below what is there, with a line where that is far."""
+def _label(name: str, x: float, y: float, taken: list[tuple[float, float, float]]) -> tuple[str, str]:
+    """A line where it is far, and a name beside its dot, on the side that has room, as near as others leave it."""
     width = LETTER * len(name)
     right = x + 2 * DOT + width < WIDTH - RIGHT
     edge = x + 2 * DOT if right else x - 2 * DOT
     start = edge if right else edge - width
-    row = y + DROP
-    while any(start < end and begin < start + width and abs(row - other) < LINE for begin, end, other in taken):
-        row += 1
+    beside = y + DROP
+    near = [other for begin, end, other in taken if start < end and begin < start + width]
+    free = [row for row in _rows(beside) if all(abs(row - other) >= LINE for other in near)]
+    row = min(free, key=lambda row: abs(row - beside), default=beside)
     taken.append((start, start + width, row))
     line = f'<line class="lead" x1="{x:.1f}" y1="{y:.1f}" x2="{edge:.1f}" y2="{row - DROP:.1f}"/>'
     text = f'<text x="{edge:.1f}" y="{row:.1f}" text-anchor="{"start" if right else "end"}">{html.escape(name)}</text>'
-    return (line if row > y + DROP else "") + text
+    return line if row != beside else "", text
+
+
+def _rows(row: float) -> list[float]:
+    """Where a name may stand: at that height, and every unit up and down from it that lies in the picture."""
+    return [row + i for i in range(-HEIGHT, HEIGHT) if TOP + LINE <= row + i <= HEIGHT - BOTTOM - DROP or not i]
 
 
 def _level(point: Point) -> float:

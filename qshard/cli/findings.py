@@ -14,6 +14,7 @@ from qshard.cli.choose import Recommendation, Tradeoff, ranked, recommended, tra
 from qshard.cli.errors import Misuse, shown
 from qshard.cli.layers import Layer, Question, measured, reasons
 from qshard.cli.sources import Checkpoint, matching
+from qshard.formats import Usage
 
 RANKING = "noise for signal, from the layer that loses most"
 HARM = "noise for signal, mean over layers"
@@ -73,23 +74,34 @@ def find(
         some = f"{len(left_out)} tensors, such as {shown(name)} ({why})" if left_out else why
         raise Misuse(f"{shown(checkpoint.path)} has no layer to measure: {some}; name layers with --layers")
     if budget is not None:
+        if math.isinf(budget):
+            raise Misuse("--budget inf is no number of bytes; leave it out")
         least = sum(map(question.least_bytes, entries)) / sum(entry.elements for entry in entries)
         if not budget >= least:  # NaN, too.
-            raise Misuse(f"--budget {budget:g} is too small: the formats take {least:.4f} bytes an element at least")
+            at_least = f"{math.ceil(least * 1e4) / 1e4:.4f} bytes an element at least"
+            raise Misuse(f"--budget {budget:g} is too small: the formats take {at_least}")
     if activations is not None:
         found, more = open_activations(activations, entries)
         question, notes = dataclasses.replace(question, activations=found), notes + more
     layers = tuple(measured(entries, question, set(checkpoint.entries)))
     ranked_by, ranking = ranked(layers)
+    choice, curve = None if budget is None else recommended(layers, budget), tradeoff(layers)
+    if budget is not None and choice is None:
+        least = curve.curve[0].bytes_per_element
+        notes.append(f"no recommendation: choices whose harm is known take {least:.4f} bytes an element at least")
+    if any(fmt.hadamard for fmt in question.formats) and Usage.COLUMNWISE not in question.usage.planes:
+        notes.append(
+            "what is rotated is of the columnwise plane, and no choice: --usage columnwise or both makes it one"
+        )
     return Findings(
         checkpoint=dataclasses.replace(checkpoint, notes=notes),
         layers=layers,
         left_out=left_out,
         ranked_by=ranked_by,
         ranking=ranking,
-        tradeoff=tradeoff(layers),
+        tradeoff=curve,
         budget=budget,
-        recommendation=None if budget is None else recommended(layers, budget),
+        recommendation=choice,
     )
 
 

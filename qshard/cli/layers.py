@@ -59,7 +59,7 @@ class Choice:
     """
 
     name: str
-    nbytes: float
+    nbytes: int
     harm: float | None
 
 
@@ -71,6 +71,7 @@ class Layer:
       outliers: `outlier_share`.
       left_out: name of each format that does not fit -> why.
       remarks: what else is to be known of it.
+      usage: the planes that are asked for.
     """
 
     entry: Entry
@@ -78,18 +79,20 @@ class Layer:
     rows: tuple[Row, ...]
     left_out: dict[str, str]
     remarks: tuple[str, ...]
+    usage: Usage
 
     @property
     def choices(self) -> dict[str, Choice]:
-        """By name: the formats that were measured, and its own dtype, which costs no harm."""
+        """By name: the formats that were measured in what is asked for, and its own dtype, which costs no harm."""
         by_format: dict[str, list[Row]] = {}
         for row in self.rows:
-            by_format.setdefault(str(row.stats.format), []).append(row)
+            if row.stats.usage in self.usage.planes:
+                by_format.setdefault(str(row.stats.format), []).append(row)
         found = {self.entry.dtype: Choice(self.entry.dtype, self.entry.nbytes, 0.0)}
         for name, rows in by_format.items():
             harms = [row.harm for row in rows]
             known = [harm for harm in harms if harm is not None]
-            nbytes = sum(row.stats.bits_per_element for row in rows) * self.entry.elements / 8
+            nbytes = sum(round(row.stats.bits_per_element * self.entry.elements / 8) for row in rows)
             found[name] = Choice(name, nbytes, max(known) if len(known) == len(harms) else None)
         return found
 
@@ -107,7 +110,8 @@ class Question:
 
     Attributes:
       formats: all of them, those with options that were asked for too.
-      usage: one plane or both. Of a format whose planes hold the same numbers one is measured.
+      usage: one plane or both. Of a format whose planes hold the same numbers one is measured; of one that is rotated
+        the columnwise plane always, as the other is not.
       draws: how often a stochastic format is measured, from `seed` up.
       activations: what layers are given, if it is known.
     """
@@ -123,7 +127,8 @@ class Question:
         found, left_out = [], {}
         for fmt in self.formats:
             usages = self.usage.planes[:1] if fmt.transposes else self.usage.planes
-            usages = (Usage.COLUMNWISE,) if fmt.hadamard else usages  # The other plane is not rotated.
+            if fmt.hadamard and self.usage is Usage.ROWWISE:
+                usages = (Usage.COLUMNWISE,)
             try:
                 for usage in usages:
                     plane(fmt, shape, usage, op=str(fmt))
@@ -137,6 +142,8 @@ class Question:
         """Of the smallest way to store a layer, known without its numbers."""
         sizes: dict[str, float] = {entry.dtype: float(entry.nbytes)}
         for fmt, usage in self.planes(entry.shape)[0]:
+            if usage not in self.usage.planes:
+                continue
             where = plane(fmt, entry.shape, usage)
             scales = math.prod(where.scale_shape) * (4 if fmt.stored_scale_dtype == "float32" else 1)
             whole = 0 if where.global_scale_shape is None else 4 * math.prod(where.global_scale_shape)
@@ -194,7 +201,7 @@ def _layer(entry: Entry, question: Question, names: set[str], advance: Any) -> L
     if any(row.output is not None and math.isnan(row.output) for row in rows):
         rows = tuple(dataclasses.replace(row, output=None) for row in rows)
         remarks.append("its activations give no signal, or are not finite: its harm is that with white ones")
-    return Layer(entry, outlier_share(x.array), rows, left_out, tuple(remarks))
+    return Layer(entry, outlier_share(x.array), rows, left_out, tuple(remarks), question.usage)
 
 
 def _row(x: Floats, fmt: Format, usage: Usage, question: Question, given: Any, advance: Any) -> Row:

@@ -17,14 +17,17 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     """A file, open for reading and writing, that takes its name once all went well; else nothing is left of it.
 
     Raises:
-      Misuse: the folder is not there, or `path` is a folder.
+      Misuse: the folder is not there, or not for writing, or `path` is a folder.
     """
     if path.is_dir():
         raise Misuse(f"{shown(path)} is a folder; name a file in it")
     if not path.parent.is_dir():
         raise Misuse(f"{shown(path.parent)} is not a folder; make it first")
     path = path.resolve()  # What a link points to is what is written.
-    handle, temporary = tempfile.mkstemp(prefix=".qshard.", suffix=".part", dir=path.parent)
+    try:
+        handle, temporary = tempfile.mkstemp(prefix=".qshard.", suffix=".part", dir=path.parent)
+    except OSError as error:
+        raise Misuse(f"{shown(path.parent)} takes no new file: {error.strerror}; write to another folder") from None
     os.close(handle)
     try:
         with open(temporary, "w+b") as file:

@@ -11,6 +11,7 @@ from qshard.cli.curve import svg
 from qshard.cli.errors import printable
 from qshard.cli.findings import HARM, RANKING, Findings, decibels, draws, level, outputs, title
 from qshard.cli.layers import Layer
+from qshard.numerics.tables import percent, unplaced
 
 STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; max-width: 1000px; margin: 2em auto; padding: 0 1em; color: #1b1f24 }
@@ -18,11 +19,12 @@ h1 { font-size: 1.4em; overflow-wrap: anywhere } h2 { font-size: 1.15em; margin-
 h3 { font-size: 1em; margin: 1.6em 0 .3em; overflow-wrap: anywhere }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .9em }
 td, th { padding: 2px 10px 2px 0; text-align: right; vertical-align: bottom }
-td:first-child, th:first-child { text-align: left; overflow-wrap: anywhere }
+td + td { white-space: nowrap } td:first-child, th:first-child { text-align: left; overflow-wrap: anywhere }
 th { border-bottom: 1px solid #8b949e } .small, footer { color: #57606a; font-size: .85em }
 svg { max-width: 100%; font: 12px system-ui, sans-serif; fill: #1b1f24 }
 .grid { stroke: #d0d7de } .curve { fill: none; stroke: #0969da; stroke-width: 2 }
-.lead { stroke: #8b949e } .uniform { fill: #bc4c00 } .chosen { fill: none; stroke: #1a7f37; stroke-width: 3 }
+.lead { stroke: #8b949e } svg text { paint-order: stroke; stroke: #fff; stroke-width: 4px; stroke-linejoin: round }
+.uniform { fill: #bc4c00 } .chosen { fill: none; stroke: #1a7f37; stroke-width: 3 }
 .wide { overflow-x: auto }
 """
 HEADS = (
@@ -57,7 +59,7 @@ def _parts(findings: Findings) -> Iterator[str]:
         yield f"<h2>Bytes against {HARM}</h2>"
         yield svg(findings)
         yield "<p class=small>The line: each layer in a format of its own, so that no mix of its bytes has less noise. "
-        yield f"Dots: one format for all layers.{' The ring: what is recommended.' if chosen else ''} "
+        yield f"Dots: one format for all layers that it fits.{' The ring: what is recommended.' if chosen else ''} "
         yield "What keeps all numbers has no noise, and is not on it.</p>"
     if chosen is not None:
         yield f"<h2>For {findings.budget:g} bytes an element</h2>"
@@ -81,8 +83,8 @@ def _layer(layer: Layer) -> Iterator[str]:
     rows = []
     for each in (row.stats for row in layer.rows):
         where = "-" if each.worst_block is None else ", ".join(map(str, each.worst_block))
-        shares = [_share(part) for part in (each.zeros_made, each.saturated, each.subnormal)]
-        errors = [_share(error) for error in (each.mean_relative_error, each.max_relative_error)]
+        shares = [percent(part) if part else "-" for part in (each.zeros_made, each.saturated, each.subnormal)]
+        errors = [percent(each.mean_relative_error), percent(each.max_relative_error, 1)]
         name = f"{each.format}{'' if each.format.transposes else f', {str(each.usage.name).lower()}'}"
         numbers = [f"{each.bits_per_element:.3f}", _number(each.sqnr_db), *errors, *shares]
         rows.append((name, *numbers, _number(each.worst_block_db), where))
@@ -94,7 +96,7 @@ def _layer(layer: Layer) -> Iterator[str]:
         *draws(layer),
         *outputs(layer),
         *layer.remarks,
-        *(f"{name}: left out: {why}" for name, why in layer.left_out.items()),
+        *(f"left out: {line}" for line in unplaced(layer.left_out)),
     ]
     for line in lines:
         yield f"<p class=small>{_text(line)}</p>"
@@ -112,7 +114,3 @@ def _text(value: object) -> str:
 
 def _number(value: float) -> str:
     return "-" if math.isnan(value) else f"{value:.1f}"
-
-
-def _share(value: float) -> str:
-    return "-" if math.isnan(value) or not value else f"{value:.2%}"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
 import click
 
 from qshard.cli import options
-from qshard.cli.errors import Misuse
+from qshard.cli.errors import Misuse, shown
 from qshard.formats import FORMATS, Format
 from qshard.recipes import NAMED
 
@@ -69,6 +70,8 @@ def report(
     """
     if as_json and as_csv:
         raise Misuse("--json and --csv are both given; ask for one")
+    if html is not None and not html.name.endswith(".html"):
+        raise Misuse(f"--html {shown(html)} does not end in .html; name a page, which may be there already")
     chosen = options.formats_of(formats, "--formats") if formats else weight_formats()
     chosen = with_variants(chosen, rotate, stochastic is not None)
 
@@ -79,13 +82,11 @@ def report(
 
     opened = open_checkpoint(checkpoint)
     question = Question(formats=tuple(chosen), usage=options.USAGES[usage], draws=stochastic or 1, seed=seed)
-    if html is not None and any(html.exists() and html.samefile(file) for file in opened.files):
-        raise Misuse(f"--html {html} is a file of the checkpoint; name another")
-    findings = find(opened, question, layers, budget, activations)
-    if html is not None:
-        from qshard.cli.page import page
+    with replacing(html) if html else contextlib.nullcontext() as file:  # Whether it can be is known at once.
+        findings = find(opened, question, layers, budget, activations)
+        if file is not None:
+            from qshard.cli.page import page
 
-        with replacing(html) as file:
             file.write(page(findings).encode())
     if as_json or as_csv:
         from qshard.cli import records

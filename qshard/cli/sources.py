@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from qshard.cli.checkpoint import Entry, File, read_header
+from qshard.cli.checkpoint import SAVE, Entry, File, read_header
 from qshard.cli.errors import Failure, Misuse, shown
 from qshard.names import closest
 
@@ -61,7 +61,9 @@ def _in_folder(folder: Path) -> Path:
     found = found or [name for name in names if name.endswith(FILE)]
     if len(found) == 1:
         return folder / found[0]
-    what = f"{len(found)} ({', '.join(map(shown, found[:3]))}{', ...' if len(found) > 3 else ''})" if found else "none"
+    if not found:
+        raise Misuse(f"{shown(folder)} has no {FILE} file; name a folder that has, or {SAVE}")
+    what = f"{len(found)} ({', '.join(map(shown, found[:3]))}{', ...' if len(found) > 3 else ''})"
     raise Misuse(f"{shown(folder)} is not a folder with one checkpoint of safetensors, but with {what}; name a file")
 
 

@@ -31,7 +31,7 @@ def output_noise(x: Any, w: Any, fmt: FormatLike, *, seed: int = 0) -> float:
       seed: of stochastic rounding, 64 bits.
 
     Returns:
-      The ratio; NaN without a signal, as where `x` is not finite.
+      The ratio; NaN without a signal, or where that is not finite, as where `x` is not.
 
     Raises:
       TypeError: `x` or `w` does not hold real numbers.
@@ -69,7 +69,7 @@ def output_noise(x: Any, w: Any, fmt: FormatLike, *, seed: int = 0) -> float:
         value, exact = np.where(counted, value, 0), np.where(counted, exact, 0)
         signal += _energy(inputs @ exact.T)
         noise += _energy(inputs @ (value - exact).T)
-    return noise / signal if signal else math.nan
+    return noise / signal if 0 < signal < math.inf else math.nan
 
 
 def _step(fmt: Format) -> int:

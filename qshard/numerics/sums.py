@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -28,6 +29,10 @@ TILES_OF_A_JOB = 16
 LEAST = -149
 """The exponent of the smallest float32."""
 EXPONENTS = 128 - LEAST
+START = 5.0
+"""Seconds in which a thread has started, on a machine with much to do."""
+LOOK = 1e-3
+"""Seconds until one looks again."""
 _POOLS = itertools.count()
 
 Advance = Callable[[int], None]
@@ -310,10 +315,24 @@ def _in_order(run: Callable[[Any], Sums], jobs: list[Any]) -> Iterator[Sums]:
     finally:
         try:
             pool.shutdown(cancel_futures=True)
-        finally:  # If Ctrl-C comes as a thread starts or ends, the pool forgets it.
-            for thread in threading.enumerate():
-                if thread.name.startswith(f"{name}_") and thread.is_alive():
-                    thread.join()
+        finally:
+            _join_all(f"{name}_")
+
+
+def _join_all(prefix: str) -> None:
+    """Joins the threads of a pool that was shut down. It forgets those that started or ended as Ctrl-C came.
+
+    One that the system has not run yet cannot be joined, and ends as soon as it runs. It may also be that Ctrl-C came
+    before the system was asked for it, and so it will never run: `START` is enough.
+    """
+    end = time.monotonic() + START
+    for thread in threading.enumerate():
+        if not thread.name.startswith(prefix):
+            continue
+        while not thread.is_alive() and thread in threading.enumerate() and time.monotonic() < end:
+            time.sleep(LOOK)
+        if thread.is_alive():
+            thread.join()
 
 
 def magnitudes(data: NDArray[np.uint8], fmt: Format) -> NDArray[np.uint8]:

@@ -31,7 +31,12 @@ class _Column(NamedTuple):
     when: Callable[[Stats], Any] | None = None
 
 
-def _percent(share: float, digits: int = 2) -> str:
+def percent(share: float, digits: int = 2) -> str:
+    """A share in a table.
+
+    >>> percent(0.5), percent(1e-9), percent(math.nan)
+    ('50.00%', '<0.01%', '-')
+    """
     if math.isnan(share):
         return "-"
     least = 10.0**-digits
@@ -39,7 +44,7 @@ def _percent(share: float, digits: int = 2) -> str:
 
 
 def _share(share: float) -> str:
-    return _percent(share) if share else "-"
+    return percent(share) if share else "-"
 
 
 def _decibels(value: float) -> str:
@@ -69,8 +74,8 @@ def _columns(rows: Sequence[Stats]) -> list[_Column]:
         _Column(
             "not counted", lambda row: _share(1 - row.counted), 9, lambda row: row.nonfinite_given or row.nonfinite_made
         ),
-        _Column("mean error", lambda row: _percent(row.mean_relative_error), 10),
-        _Column("max error", lambda row: _percent(row.max_relative_error, 1), 6),
+        _Column("mean error", lambda row: percent(row.mean_relative_error), 10),
+        _Column("max error", lambda row: percent(row.max_relative_error, 1), 6),
         _Column("zeros made", lambda row: _share(row.zeros_made), 8),
         _Column("saturated", lambda row: _share(row.saturated), 7),
         _Column("worst block dB", lambda row: _decibels(row.worst_block_db), 1, lambda row: row.format.block),

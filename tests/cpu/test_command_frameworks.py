@@ -107,5 +107,8 @@ def test_a_model_of_flax(tmp_path):
 
 
 def test_other_files_of_torch(tmp_path):
-    torch.save({"w": torch.ones(4, 4)}, tmp_path / "a.safetensors")
-    assert "is not a whole file of safetensors" in refused("report", tmp_path / "a.safetensors", status=1)
+    for zipped, name in ((True, "torch.save or numpy.savez"), (False, "an old torch.save")):
+        torch.save({"w": torch.ones(4, 4)}, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
+        said = refused("report", tmp_path / "pytorch_model.bin", status=1)
+        assert f"begins as those of {name} do; save it with save_file of safetensors.torch" in said
+    assert "has no .safetensors file" in refused("report", tmp_path)

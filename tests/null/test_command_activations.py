@@ -1,6 +1,8 @@
 """Harm with the activations of a run: of the output, not of the weight."""
 
+import io
 import json
+import zipfile
 
 import numpy as np
 import pytest
@@ -50,6 +52,7 @@ def test_wrong_ones():
     with pytest.raises(TypeError, match="output_noise: x"):
         output_noise(np.array(["a"] * 8), np.ones((4, 8)), "FP8_E4M3")
     assert np.isnan(output_noise(np.zeros((3, 8)), np.ones((4, 8)), "FP8_E4M3"))
+    assert np.isnan(output_noise(np.full((3, 8), 1e38), np.full((4, 8), 17.0), "FP8_E4M3"))  # The product is infinite.
 
 
 def test_the_report_goes_by_the_output(tmp_path):
@@ -95,3 +98,18 @@ def test_files_that_are_none(tmp_path):
     for text, line in said.items():
         assert text in line
     refused("report", path, "--activations", tmp_path / "absent.npz", status=1)
+    np.savez(bad, w=np.ones((1000, 32)))
+    whole = bytearray(bad.read_bytes())
+    whole[100_000] ^= 1  # Of the numbers, which are read last.
+    bad.write_bytes(whole)
+    assert "is not a file of numpy.savez: w: Bad CRC" in refused("report", path, "--activations", bad)
+    for way, why in ((zipfile.ZIP_BZIP2, "compressed in another way"), (zipfile.ZIP_DEFLATED, "w: ")):
+        with zipfile.ZipFile(bad, "w", way) as file:
+            header = io.BytesIO()
+            np.lib.format.write_array_header_1_0(header, {"descr": "<f4", "fortran_order": False, "shape": (2**50, 32)})
+            file.writestr("w.npy", header.getvalue() + bytes(64))
+        said = refused("report", path, "--activations", bad, status=2 if way == zipfile.ZIP_BZIP2 else 1)
+        assert why in said or "out of memory" in said
+    with zipfile.ZipFile(bad, "w") as file:
+        file.writestr("w.npy", b"\x93NUMPY\x02\x00" + (2**32 - 1).to_bytes(4, "little") + bytes(64))
+    assert "is not a file of numpy.savez" in refused("report", path, "--activations", bad)

@@ -50,7 +50,6 @@ HOSTILE = {
     "no JSON": (file_of(b"{'w': 1}"), "JSON"),
     "no UTF-8": (file_of(b'{"\xff": 1}'), "UTF-8"),
     "metadata that are numbers": (file_of({"__metadata__": {"a": 1}} | entry(), DATA), "JSON"),
-    "pickle": (b"PK\x03\x04" + b"x" * 100, "header too large|invalid"),
     "a name that writes to terminals": (file_of({"\x1b[2J": entry(data_offsets=[8, 0])["w"]}, DATA), r"\\x1b"),
 }
 
@@ -67,6 +66,39 @@ def test_no_whole_file(name, tmp_path):
         assert said.endswith("; copy or save it again")
         assert "\x1b" not in said
     assert list(tmp_path.iterdir()) == [path]
+
+
+OTHERS = {
+    "torch.save or numpy.savez": b"PK\x03\x04" + b"x" * 100,
+    "HDF5": b"\x89HDF\r\n\x1a\n",
+    "GGUF": b"GGUF\x03\x00\x00\x00",
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_checkpoints_of_others(name, tmp_path):
+    path = tmp_path / "model.bin"
+    path.write_bytes(OTHERS[name])
+    assert f"begins as those of {name} do; save it with save_file" in refused("report", path, status=1)
+
+
+def test_two_tensors_of_one_name(tmp_path):
+    """Of which safetensors has the last."""
+    first, last = json.dumps(entry()), json.dumps(entry(dtype="I32"))
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(file_of(f"{first[:-1]}, {last[1:]}".encode(), DATA))
+    for command in (("report", path), ("convert", path, tmp_path / "out.safetensors", "--format", "MXFP8_32x32")):
+        assert "has several tensors of one name" in refused(*command, status=1)
+
+
+def test_what_has_codes_already(tmp_path):
+    path = tmp_path / "a.safetensors"
+    codes = {"dtype": "F4", "shape": [32, 32], "data_offsets": [4096, 4608]}
+    path.write_bytes(file_of(entry() | {"codes": codes}, DATA + b"\x12" * 512))
+    assert "codes,,,,,,,,,,,,,,,,,,,,left out: F4: codes or scales already" in qshard("report", path, "--csv").stdout
+    out = tmp_path / "out.safetensors"
+    assert qshard("convert", path, out, "--format", "MXFP8_32x32").returncode == 0
+    assert b"\x12" * 512 in out.read_bytes()
 
 
 def limited():
@@ -127,7 +159,7 @@ def test_as_many_axes_as_one_likes(tmp_path):
 
 def test_ways_to_name_no_checkpoint(tmp_path):
     assert "does not exist" in refused("report", tmp_path / "absent.safetensors")
-    assert "with none" in refused("report", tmp_path)
+    assert "has no .safetensors file" in refused("report", tmp_path)
     for name in "abcd":
         write(tmp_path / f"{name}.safetensors", {"w": W})
     assert "with 4 (a.safetensors, b.safetensors, c.safetensors, ...); name a file" in refused("report", tmp_path)
@@ -159,11 +191,14 @@ def test_wrong_arguments(tmp_path):
         ("report", path, "--budget", "0.1"): "--budget 0.1 is too small: the formats take 0.5",
         ("report", path, "--budget", "0"): "Invalid value for '--budget'",
         ("report", path, "--budget", "nan"): "--budget",
+        ("report", path, "--budget", "inf"): "--budget inf is no number of bytes",
         ("report", path, "--rotate"): "--rotate is for no format of these",
         ("report", path, "--stochastic", "0"): "Invalid value for '--stochastic'",
-        ("report", path, "--html", path): "is a file of the checkpoint",
-        ("report", path, "--html", tmp_path): "is a folder",
+        ("report", path, "--html", path): "does not end in .html",
+        ("report", path, "--html", tmp_path / ".." / tmp_path.name): "does not end in .html",
         ("report", path, "--html", tmp_path / "no" / "a.html"): "is not a folder; make it first",
+        ("report", path, "--html", "/proc/a.html"): "/proc takes no new file",
+        ("convert", path, "/proc/a.safetensors", "--format", "MXFP4_32x32"): "/proc takes no new file",
         ("report", path, "--colour"): "No such option",
         ("report",): "Missing argument 'CHECKPOINT'",
         ("convert", path, out): "Missing option '--format'",
@@ -192,11 +227,11 @@ def test_a_disk_that_is_full(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, 2**16))
 
     said = refused("convert", path, tmp_path / "o.safetensors", "--format", "MXFP4", status=1, preexec_fn=small)
-    assert "File too large" in said
+    assert "File too large; nothing was kept" in said
     assert list(tmp_path.iterdir()) == [path]
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 @pytest.mark.parametrize("command", ["report", "convert"])
 def test_interrupts(command, number, status, tmp_path):
     """Early and late: whatever it was doing, nothing but what was there is there."""
@@ -230,6 +265,31 @@ def test_a_reader_that_goes_away(tmp_path):
         process.stdout.close()
         assert process.stderr.read() == b""
     assert process.wait() == 1
+
+
+@pytest.mark.parametrize("command", ["info", "report"])
+def test_where_output_goes_nowhere(command, tmp_path):
+    path = write(tmp_path / "a.safetensors", {"w": W})
+    line = f'"{sys.executable}" -P -m qshard {command} {path if command == "report" else ""}'
+    for to, status in ((">&-", 0), ("2>&-", 0), ("</dev/null >/dev/full", 1)):
+        done = subprocess.run(f"{line} {to}", shell=True, capture_output=True, text=True, check=False)
+        said = "qshard: No space left on device; nothing was kept of what was being written\n"
+        assert (done.returncode, done.stderr) == (status, said if status else "")
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_page_that_cannot_be_is_refused_first(tmp_path):
+    """Not after hours of measuring: nothing of it is read."""
+    path = write(tmp_path / "a.safetensors", {"w": W})
+    cut = path.read_bytes()[:-1]
+    folder = tmp_path / "folder.html"
+    folder.mkdir()
+    assert "is a folder; name a file in it" in refused("report", path, "--html", folder)
+    path.write_bytes(cut)
+    page = tmp_path / "a.html"
+    page.write_text("before")
+    refused("report", path, "--html", page, status=1)
+    assert page.read_text() == "before"
 
 
 def test_what_changes_while_it_is_read(tmp_path):
