@@ -459,6 +459,11 @@ def test_the_recommendation_is_the_best_there_is(tmp_path):
         assert chosen["bytes_per_element"] <= budget
         least = min(harm for size, harm in mixes if size <= budget * elements)
         assert 4 * chosen["harm"] == pytest.approx(least, rel=1e-9)
+    arguments = ("--formats", "FP8_E4M3,MXFP4_32x32,NVFP4_16x16", "--budget")
+    assert reported(path, *arguments, f"{elements * 0.8 / 1000} kB")["recommendation"] == {
+        **reported(path, *arguments, "0.8")["recommendation"],
+        "budget": pytest.approx(0.8),
+    }
     uniform = found["tradeoff"]["uniform"]
     assert uniform.keys() == {"FP8_E4M3", "MXFP4_32x32", "NVFP4_16x16", "as they are"}
     assert uniform["as they are"] == {"bytes_per_element": 4, "harm": 0}
