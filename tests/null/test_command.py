@@ -316,8 +316,9 @@ def test_what_is_kept_and_why(model, tmp_path):
     assert described(metadata[KEY]).keys() == {"layers.2.w", "layers.3.w"}
     ok("convert", model, out, "--format", "FP8_E4M3", "--force")
     assert len(described(read(out)[1][KEY])) == 5
-    done = qshard("convert", out, tmp_path / "p.safetensors", "--format", "FP8_E4M3")
-    assert (done.returncode, "has codes of qshard already" in done.stderr) == (2, True)
+    for command in (("convert", out, tmp_path / "p.safetensors", "--format", "FP8_E4M3"), ("report", out)):
+        done = qshard(*command)
+        assert (done.returncode, "has codes of qshard already" in done.stderr) == (2, True)
 
 
 def test_names_that_codes_would_take(tmp_path):
