@@ -127,4 +127,4 @@ def timings(found: Contenders, rounds: int) -> list[Timing]:
             times[name].append((time.perf_counter() - start) / repeats[name])
     seconds = {name: statistics.median(each) for name, each in times.items()}
     rate = {name: found[name][0] / seconds[name] / 1e9 for name in found}
-    return [Timing(name, seconds[name] * 1e6, rate[name], 100 * rate[name] / rate[COPY]) for name in found]
+    return [Timing(name, seconds[name] * 1e6, rate[name], 100 * (rate[name] / rate[COPY])) for name in found]

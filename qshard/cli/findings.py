@@ -13,6 +13,7 @@ from qshard.cli.activations import open_activations
 from qshard.cli.choose import Recommendation, Tradeoff, ranked, recommended, tradeoff
 from qshard.cli.errors import Misuse, shown
 from qshard.cli.layers import Layer, Question, measured, reasons
+from qshard.cli.options import Budget
 from qshard.cli.sources import Checkpoint, matching
 from qshard.formats import Usage
 
@@ -27,6 +28,7 @@ class Findings:
     Attributes:
       left_out: name of each tensor that is no layer -> why.
       ranked_by, ranking: of `choose.ranked`.
+      budget: bytes an element.
       budget, recommendation: None if no budget was given.
     """
 
@@ -52,13 +54,14 @@ def find(
     checkpoint: Checkpoint,
     question: Question,
     globs: Sequence[str],
-    budget: float | None,
+    given: Budget | None,
     activations: Path | None = None,
 ) -> Findings:
     """Measures a checkpoint.
 
     Args:
       globs: of the layers; none for all.
+      given: the budget.
       activations: a file of `numpy.savez`.
 
     Raises:
@@ -73,13 +76,12 @@ def find(
         name, why = next(iter(left_out.items()), ("none", "it has no tensors"))
         some = f"{len(left_out)} tensors, such as {shown(name)} ({why})" if left_out else why
         raise Misuse(f"{shown(checkpoint.path)} has no layer to measure: {some}; name layers with --layers")
-    if budget is not None:
-        if math.isinf(budget):
-            raise Misuse("--budget inf is no number of bytes; leave it out")
-        least = sum(map(question.least_bytes, entries)) / sum(entry.elements for entry in entries)
-        if not budget >= least:  # NaN, too.
-            at_least = f"{math.ceil(least * 1e4) / 1e4:.4f} bytes an element at least"
-            raise Misuse(f"--budget {budget:g} is too small: the formats take {at_least}")
+    budget, elements = None, sum(entry.elements for entry in entries)
+    if given is not None:
+        budget, least = given.of_an_element(elements), sum(map(question.least_bytes, entries))
+        if budget < least / elements:
+            at_least = f"{least:.0f} bytes, {math.ceil(least / elements * 1e4) / 1e4:.4f} an element"
+            raise Misuse(f"--budget {shown(given.text)} is too small: the formats take {at_least}")
     if activations is not None:
         found, more = open_activations(activations, entries)
         question, notes = dataclasses.replace(question, activations=found), notes + more

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,44 @@ usage: Callable[[Any], Any] = click.option(
 seed: Callable[[Any], Any] = click.option(
     "--seed", type=click.IntRange(0, 2**64 - 1), default=0, show_default=True, help="Of stochastic rounding."
 )
+
+BYTES = {"": 0, "B": 1} | {f"{letter}B": 1000**i for i, letter in enumerate("kMGT", 1)}
+BYTES |= {f"{letter}iB": 1024**i for i, letter in enumerate("KMGT", 1)}
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Bytes that layers may take: of an element, or of all layers.
+
+    Attributes:
+      text: as it was given.
+    """
+
+    text: str
+    nbytes: float
+    in_all: bool
+
+    def of_an_element(self, elements: int) -> float:
+        return self.nbytes / elements if self.in_all else self.nbytes
+
+
+def budget_of(context: click.Context, parameter: click.Parameter, text: str | None) -> Budget | None:
+    """The value of `--budget`.
+
+    >>> budget_of(None, None, "0.8").of_an_element(1000), budget_of(None, None, "2 kB").of_an_element(1000)
+    (0.8, 2.0)
+    """
+    if text is None:
+        return None
+    found = re.fullmatch(r"\s*([0-9.]+(?:[eE][-+]?[0-9]+)?)\s*([a-zA-Z]*)\s*", text)
+    try:
+        nbytes = float(found[1]) * (BYTES[found[2]] or 1) if found else math.nan
+    except (ValueError, KeyError):
+        nbytes = math.nan
+    if found is None or not 0 < nbytes < math.inf:
+        units = ", ".join(list(BYTES)[1:])
+        raise click.BadParameter(f"{text!r} is not bytes an element, such as 0.8, or in all, such as 4GB ({units})")
+    return Budget(text, nbytes, bool(found[2]))
 
 
 def formats_of(texts: Iterable[str], option: str) -> list[Format]:

@@ -54,7 +54,7 @@ def quantize_to(
     """Converts a checkpoint.
 
     Raises:
-      Misuse: nothing is left to quantize, or the checkpoint has codes already.
+      Misuse: nothing is left to quantize.
       Failure: what was read back is not what was written.
     """
     entries, kept = checkpoint.entries, _kept(checkpoint, keep)
@@ -115,8 +115,6 @@ def seed_of(name: str, seed: int) -> int:
 
 
 def _kept(checkpoint: Checkpoint, keep: Sequence[str]) -> dict[str, str]:
-    if KEY in checkpoint.metadata:
-        raise Misuse(f"{shown(checkpoint.path)} has codes of qshard already; convert what it was made of")
     named = matching(checkpoint.entries, keep, "--keep") if keep else set()
     return reasons(checkpoint.entries.values()) | dict.fromkeys(sorted(named), NAMED)
 

@@ -37,9 +37,9 @@ def weight_formats() -> list[Format]:
 @options.seed
 @click.option(
     "--budget",
-    type=click.FloatRange(0, min_open=True),
+    callback=options.budget_of,
     metavar="BYTES",
-    help="Recommend formats of so many bytes an element.",
+    help="Recommend formats of so many bytes an element, such as 0.8, or in all, such as 4GB.",
 )
 @click.option(
     "--activations",
@@ -58,7 +58,7 @@ def report(
     rotate: bool,
     stochastic: int | None,
     seed: int,
-    budget: float | None,
+    budget: options.Budget | None,
     activations: Path | None,
     as_json: bool,
     as_csv: bool,

@@ -12,6 +12,7 @@ from pathlib import Path
 from qshard.cli.checkpoint import SAVE, Entry, File, read_header
 from qshard.cli.errors import Failure, Misuse, shown
 from qshard.names import closest
+from qshard.plain import KEY
 
 FILE, INDEX = ".safetensors", ".safetensors.index.json"
 LARGEST_INDEX = 2**26
@@ -43,16 +44,21 @@ def open_checkpoint(path: Path) -> Checkpoint:
     """The checkpoint at a path: a file of safetensors, an index of shards, or a folder with either.
 
     Raises:
-      Failure: there is none, a shard is missing, or a file is not whole.
+      Misuse: there is none, or what is there was written by `qshard convert`.
+      Failure: a shard is missing, or a file is not whole.
     """
     if not path.exists():
         raise Misuse(f"{shown(path)} does not exist; name a file, an index or a folder of safetensors")
     if path.is_dir():
         path = _in_folder(path)
     if path.name.endswith(".json"):
-        return _sharded(path)
-    file = read_header(path)
-    return Checkpoint(path, [path], file.entries, file.metadata, [])
+        found = _sharded(path)
+    else:
+        file = read_header(path)
+        found = Checkpoint(path, [path], file.entries, file.metadata, [])
+    if KEY in found.metadata:  # Its scales would pass for layers.
+        raise Misuse(f"{shown(path)} has codes of qshard already; take what it was made of")
+    return found
 
 
 def _in_folder(folder: Path) -> Path:

@@ -92,3 +92,26 @@ def sharded(folder: Path, shards: list[dict[str, NDArray[Any]]], **changes: str)
     index = {"metadata": {"total_size": 1}, "weight_map": where | changes}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return folder
+
+
+def numbers(shape: tuple[int, ...] = (64, 64), seed: int = 0) -> NDArray[np.float32]:
+    return np.random.default_rng(seed).standard_t(4, shape).astype(np.float32)
+
+
+def small_model(path: Path) -> Path:
+    """Layers, and what is none: a norm, numbers that most formats do not fit, integers."""
+    arrays = {f"layers.{i}.w": numbers((64, 96 + 32 * i), i) for i in range(4)}
+    arrays |= {"norm": np.ones(64, np.float32), "odd": numbers((33, 50)), "ids": np.arange(64).reshape(8, 8)}
+    return write(path, arrays)
+
+
+def ok(*arguments: object) -> str:
+    """What a command prints that goes well."""
+    done = qshard(*arguments)
+    assert (done.returncode, done.stderr) == (0, ""), done
+    return done.stdout
+
+
+def reported(path: Path, *options: object) -> Any:
+    """The JSON of a report."""
+    return json.loads(ok("report", path, "--json", *options))
