@@ -49,7 +49,7 @@ def test_both_examples_log_the_same_weights(tmp_path):
             if role is Role.WEIGHT:
                 assert [rows[0][name] for name in COUNTS] == [rows[1][name] for name in COUNTS]
                 assert rows[0]["sqnr_db"] == pytest.approx(rows[1]["sqnr_db"], rel=1e-4)
-            else:  # Shards of other sizes have other blocks, and that is of one element. Ranks have means of their halves.
+            else:  # One element, of blocks that other shards cut otherwise. Ranks have means of their halves.
                 halves = 2 if role is Role.GRADIENT else 1
                 assert rows[0]["amax"] == pytest.approx(halves * rows[1]["amax"], rel=0.5)
 
