@@ -223,7 +223,7 @@ class Watch:
         if not dist.is_available() or not dist.is_initialized() or dist.get_world_size(group) == 1:
             return
         device = torch.device("cpu")
-        if dist.get_backend(group) == "nccl":
+        if "nccl" in dist.get_backend(group):
             device = torch.device("cuda", torch.cuda.current_device())
         sums = torch.tensor([[float(getattr(t, name)) for name in SUMS] for t in totals], dtype=torch.float64)
         most = torch.tensor([[t.amax, t.scale_high, -t.scale_low] for t in totals], dtype=torch.float64)

@@ -156,14 +156,12 @@ def check_probe(op: str, probe: Any, apart: bool) -> None:
     if not isinstance(probe, Probe):
         raise TypeError(f"{op}: probe ({shown(probe)}) is not a Probe; pass one of init_numerics, for this call alone")
     if apart:
-        raise ValueError(
-            f"{op}: probe is not for local_axes, gather_rows, scatter_rows or vmap_as_rows; leave them out"
-        )
+        raise ValueError(f"{op}: probe is not for local_axes, gather_rows, scatter_rows, vmap_as_rows; leave them out")
 
 
 def before(how: How, x: jax.Array, probe: Probe, seed: Any, state: LinearState | None) -> jax.Array:
     """x, whose statistics will come with its gradient."""
-    given = lax.stop_gradient(x)
+    given, state = lax.stop_gradient((x, state))
     seen = _of_operand(how, given, Role.ACTIVATION, probe.activation, seed, state)
     return _carry(x, probe.activation, seen)
 

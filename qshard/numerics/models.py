@@ -72,9 +72,7 @@ class OfFunction:
         found = dict(leaves(params))
         self._paths = {".".join(map(str, path)): path for path, leaf in found.items() if getattr(leaf, "ndim", 0) > 1}
         if not self._paths:
-            raise ValueError(
-                f"{op}: params ({shown(params)}) has no array of two or more axes; pass nested dicts of them"
-            )
+            raise ValueError(f"{op}: params ({shown(params)}) has no array of two axes or more; pass dicts of them")
 
     def names(self) -> list[str]:
         return list(self._paths)

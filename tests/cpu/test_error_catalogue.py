@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from qshard import formats, layout, recipes, reference
+from qshard import formats, layout, numerics, recipes, reference
 from qshard.formats import FLOATS, FORMATS, Usage
 from qshard.master import plan_master, plan_shards
 from qshard.ops import OpSpec
@@ -15,6 +15,7 @@ X = np.ones((64, 64), np.float32)
 NAMES = {
     **{"X": X, "W": X, "ONE": X[0, 0], "STOCHASTIC": "NVFP4[rounding=stochastic]", "np": np, "ml_dtypes": ml_dtypes},
     **{"formats": formats, "layout": layout, "recipes": recipes, "reference": reference, "Usage": Usage},
+    **{"numerics": numerics},
     **{"plan_master": plan_master, "plan_shards": plan_shards, "Recipe": Recipe},
 }
 BOTH, ALONE = mistakes("both"), mistakes("alone")

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import qshard.torch_bridge as qt
-from qshard import formats, recipes
+from qshard import formats, numerics, recipes
 from qshard.formats import Usage
 from qshard.recipes import Recipe, Role
 from support.mistakes import mistakes, said
@@ -16,6 +16,12 @@ X, HALVES = torch.ones(64, 64), torch.full((64, 64), 0.5)
 
 def layers():
     return nn.Sequential(nn.Linear(64, 64))
+
+
+def watched_without_a_step():
+    with qt.numerics_of(qt.convert(layers(), "MXFP8")) as seen:
+        pass
+    seen.stats()
 
 
 def tied():
@@ -54,7 +60,8 @@ NAMES = {
     **{"X": X.numpy(), "W": X.numpy(), "STOCHASTIC": "NVFP4[rounding=stochastic]", "tensor": torch.from_numpy},
     **{"np": np, "torch": torch, "nn": nn, "qt": qt, "formats": formats, "recipes": recipes, "Usage": Usage},
     **{"Recipe": Recipe, "layers": layers, "tied": tied, "sparse_gradient": sparse_gradient},
-    **{"quantized_layer": quantized_layer, "twice": twice},
+    **{"quantized_layer": quantized_layer, "twice": twice, "numerics": numerics},
+    **{"watched_without_a_step": watched_without_a_step},
 }
 MISTAKES = mistakes("torch")
 

@@ -147,6 +147,19 @@ def test_scan_and_remat():
     assert numerics_of(seen, "MXFP8").of("", Role.WEIGHT).calls == 3
 
 
+def test_beside_the_gradient_of_a_state():
+    """A step of delayed scaling differentiates with respect to its states, too."""
+    recipe, (x, w, _) = DelayedScaling(), operands()
+
+    def loss_of(state, probe):
+        return linear(x, w, recipe, state=state, probe=probe).sum()
+
+    amaxes, seen = jax.jit(jax.grad(loss_of, (0, 1)))(init_delayed(recipe), init_numerics())
+    rows = numerics_of([seen], recipe)
+    for role in Role:
+        assert rows.of("0", role).amax == getattr(amaxes, role.value).observed.amax > 0
+
+
 def test_sums_of_probes_are_refused():
     x, w, _ = operands()
     seen = jax.grad(lambda p: sum(linear(x, w, "MXFP8", probe=p).sum() for _ in range(2)))(init_numerics())

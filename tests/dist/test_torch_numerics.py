@@ -64,7 +64,7 @@ def test_weights_of_a_sharded_model():
                 whole = getattr(whole, "shard", whole)
                 for fmt in ("FP8_E4M3", "MXFP8_32x32", "NVFP4", "NVFP4_16x16"):
                     assert_same_stats(stats(layer.weight, fmt), stats(whole, fmt))
-            model(torch.ones(32, 64, dtype=dtype)).sum().backward()
+            model(torch.ones(32, 64, dtype=dtype, device=torch_ranks.device)).sum().backward()
             gradient = model[0].weight.grad
             assert_same_stats(stats(gradient, "FP8_E5M2"), stats(gradient.full_tensor(), "FP8_E5M2"))
             optimizer.step()

@@ -22,7 +22,7 @@ SHAPE = (48, 64)  # of x, on all ranks together
 def make_model(recipe, features=(64, 96, 32)):
     torch.manual_seed(0)
     layers = [nn.Linear(a, b, bias=False) for a, b in itertools.pairwise(features)]
-    return convert(nn.Sequential(*layers), recipe)
+    return convert(nn.Sequential(*layers), recipe).to(torch_ranks.device)
 
 
 def assert_alike(rows, want, counts=("elements", "zeros_made", "subnormal", "saturated", "amax")):
@@ -43,7 +43,7 @@ def test_fsdp2():
         model, whole = make_model(recipe), make_model(recipe)
         fully_shard(model, mesh=torch_ranks.mesh())
         torch.manual_seed(1)
-        x = torch.randn(SHAPE)
+        x = torch.randn(SHAPE).to(torch_ranks.device)
         part = x[rank * 48 // ranks : (rank + 1) * 48 // ranks]
         with numerics_of(model) as seen:
             (model(part).square().sum() * ranks).backward()
@@ -72,7 +72,7 @@ def test_tensor_parallelism():
         model, whole = make_model(recipe, (64, 128, 64)), make_model(recipe, (64, 128, 64))
         parallelize_module(model, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
         torch.manual_seed(1)
-        x = torch.randn(SHAPE)
+        x = torch.randn(SHAPE).to(torch_ranks.device)
         with numerics_of(model) as seen:
             model(x).square().sum().backward()
         with numerics_of(whole, group=dist.new_group([dist.get_rank()], use_local_synchronization=True)) as alone:
