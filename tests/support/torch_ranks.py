@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import faulthandler
 import functools
+import gc
 import importlib.util
 import inspect
 import math
@@ -231,6 +232,7 @@ def _run_case(case: _Case, function: Callable[..., None], rank: int) -> None:
     device, shape = case.on, case.shape
     gpu = rank % max(1, torch.cuda.device_count())
     if device == "cuda":
+        gc.collect()  # What earlier cases have left would go while this one counts its memory.
         torch.cuda.set_device(gpu)
     torch.manual_seed(0)
     # Groups of some ranks would be split off a group that is bound to a device, which torch 2.11 does not survive in a
