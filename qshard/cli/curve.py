@@ -104,7 +104,7 @@ def ticks(values: Sequence[float]) -> list[float]:
     """Round numbers around some values, two at least.
 
     >>> ticks([0.53, 2.0]), ticks([3.0])
-    ([0.5, 1.0, 1.5, 2.0], [3.0, 4.0])
+    ([0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0], [3.0, 4.0])
     """
     low, high = min(values), max(values)
     rough = (high - low) / TICKS or 1.0

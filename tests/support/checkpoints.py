@@ -27,10 +27,12 @@ DTYPES = {
 }
 
 
-def qshard(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Runs `python -m qshard`."""
+def qshard(*arguments: object, limits: str = "", **options: Any) -> subprocess.CompletedProcess[str]:
+    """Runs `python -m qshard`, after what `limits` tells a shell: no fork of this process, which may have threads."""
     environment = os.environ | {"COLUMNS": "200", "OMP_NUM_THREADS": "1"} | options.pop("env", {})
     command = [sys.executable, "-P", "-m", "qshard", *map(str, arguments)]
+    if limits:
+        command = ["bash", "-c", f'{limits} && exec "$@"', "bash", *command]
     return subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=250, **options)
 
 
