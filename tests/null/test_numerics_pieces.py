@@ -90,6 +90,12 @@ def test_formats_that_pieces_cannot_hold_are_left_out():
     x = awkward_values((64, 64), 0, kinds=TAME)
     made = pieces_of(x, [0, 20, 64], [0, 64])
     assert [str(s.format) for s in compare(made)] == [str(s.format) for s in compare(x)]
+
+
+def test_title_of_pieces():
+    pytest.importorskip("rich")
+    x = awkward_values((64, 64), 0, kinds=TAME)
+    made = pieces_of(x, [0, 20, 64], [0, 64])
     assert report(made).title == report(x).title == "64 x 64, float32"
 
 

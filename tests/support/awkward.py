@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import ml_dtypes
@@ -52,25 +53,27 @@ def awkward_values(
     scale that the row has a part in.
     """
     dtype = np.dtype(dtype)
-    rng = np.random.default_rng(seed)
+    rng, info = np.random.default_rng(seed), ml_dtypes.finfo(dtype)
     rows, cols = int(np.prod(shape[:-1])), shape[-1]
     x = np.zeros((rows, cols), np.float64)
     first = rng.integers(len(kinds))
     for i in range(rows):
-        x[i] = _row(kinds[(first + i) % len(kinds)], cols, dtype, rng)
+        x[i] = _row(kinds[(first + i) % len(kinds)], cols, info, rng)
     with np.errstate(all="ignore"):
         return x.astype(np.float32).astype(dtype).reshape(shape)
 
 
-def _row(kind: str, cols: int, dtype: np.dtype, rng: np.random.Generator) -> np.ndarray:
+SIGNS = np.array([-1.0, 1.0])
+
+
+def _row(kind: str, cols: int, info: ml_dtypes.finfo, rng: np.random.Generator) -> np.ndarray:
     bell = rng.standard_normal(cols)
-    sign = rng.choice([-1.0, 1.0], cols)
-    info = ml_dtypes.finfo(dtype)
+    sign = SIGNS[rng.integers(2, size=cols)]
     if kind == "zeros":
         return 0.0 * sign
     if kind == "ties":
-        ties = ties_and_neighbours(FLOAT_ELEMENTS[rng.integers(len(FLOAT_ELEMENTS))]).astype(np.float64)
-        return sign * rng.choice(ties, cols)
+        ties = ties_and_neighbours(FLOAT_ELEMENTS[rng.integers(len(FLOAT_ELEMENTS))])
+        return sign * ties[rng.integers(len(ties), size=cols)]
     if kind == "subnormal":
         return sign * float(info.smallest_subnormal) * rng.integers(0, 2 ** min(info.nmant + 2, 12), cols)
     if kind == "wide":
@@ -83,6 +86,7 @@ def _row(kind: str, cols: int, dtype: np.dtype, rng: np.random.Generator) -> np.
     return bell
 
 
+@functools.cache
 def ties_and_neighbours(element: str) -> np.ndarray:
     """Non-negative fp32: every value of an ml_dtypes format of a byte, every midpoint, and the fp32 next to each."""
     dtype = getattr(ml_dtypes, element)
