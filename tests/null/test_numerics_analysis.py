@@ -3,6 +3,7 @@
 import importlib.util
 import itertools
 import math
+import sys
 
 import numpy as np
 import pytest
@@ -160,8 +161,20 @@ def test_results_have_records_html_and_plots():
         assert "<up>" not in page
         if importlib.util.find_spec("matplotlib"):
             assert result.plot().get_axes()
-        if importlib.util.find_spec("pandas"):
-            assert len(result.to_pandas()) == len(result.records())
-        else:
-            with pytest.raises(ImportError, match="to_pandas: pandas is not installed; pip install pandas"):
-                result.to_pandas()
+
+
+def test_results_are_frames_of_pandas():
+    pytest.importorskip("pandas")
+    for result in results():
+        frame, records = result.to_pandas(), result.records()
+        assert list(frame.columns) == list(dict.fromkeys(name for record in records for name in record))
+        for (_, row), record in zip(frame.iterrows(), records, strict=True):
+            for name, value in record.items():
+                assert row[name] == value or (row[name] != row[name] and value != value), name
+
+
+def test_without_pandas_an_error_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    for result in results():
+        with pytest.raises(ImportError, match="to_pandas: pandas is not installed; pip install pandas"):
+            result.to_pandas()
