@@ -6,6 +6,7 @@
 #include <string>
 
 #include "core/format.h"
+#include "core/pattern.h"
 #include "host/call.h"
 #include "host/program.h"
 #include "host/thread_pool.h"
@@ -66,10 +67,23 @@ nb::dict BuildInfo() {
   return info;
 }
 
+// What nanobind does to fill the module.
+int (*fill)(PyObject* m) = nullptr;
+
+// Types of nanobind belong to one interpreter, and the static data of this module point to them.
+int FillInMainInterpreter(PyObject* m) {
+  if (PyInterpreterState_Get() == PyInterpreterState_Main()) return fill(m);
+  PyErr_SetString(PyExc_ImportError,
+                  "qshard._ffi cannot be imported in a subinterpreter; use it in the main one, or "
+                  "start a process");
+  return -1;
+}
+
 }  // namespace
 
-NB_MODULE(_ffi, m) {
+NB_MODULE(_ffi_of_main, m) {
   qshard::kernels::Simd();  // ImportError if QSHARD_SIMD names no target of this machine
+  qshard::RowOf({});        // ImportError if a row of ops.def is not well written
   m.doc() = "XLA FFI handlers of qshard and a host that runs them on DLPack tensors.";
   // Rows live as long as the process, and Python at its end does not collect what holds them.
   nb::set_leak_warnings(false);
@@ -105,7 +119,24 @@ NB_MODULE(_ffi, m) {
         "Files of cuBLASLt to try if neither the process nor the loader has it.");
   m.def("gemm_library_version", qshard::kernels::GemmLibraryVersion,
         "Of the cuBLASLt that GEMMs run on, which this loads; 0 if there is none.");
+  m.def(
+      "gemm_counts",
+      [] {
+        const qshard::kernels::GemmCounts counts = qshard::kernels::CountGemms();
+        return nb::make_tuple(counts.hits, counts.misses, counts.searches);
+      },
+      "GEMMs whose plan was kept, those whose plan was not, and searches for an algorithm.");
 #else
   m.attr("cuda_built") = false;
 #endif
+}
+
+extern "C" NB_EXPORT PyObject* PyInit__ffi() {
+  PyObject* const definition = PyInit__ffi_of_main();
+  if (definition == nullptr || fill != nullptr) return definition;
+  auto* slot = reinterpret_cast<PyModuleDef*>(definition)->m_slots;
+  while (slot->slot != Py_mod_exec) ++slot;
+  fill = reinterpret_cast<int (*)(PyObject*)>(slot->value);
+  slot->value = reinterpret_cast<void*>(FillInMainInterpreter);
+  return definition;
 }

@@ -15,11 +15,15 @@ struct Cuda {};
 template <class Platform>
 struct Exec;
 
+// Whether a task runs, soon or already. kUnknown: the pool of a framework threw.
+enum class Scheduled { kYes, kNo, kUnknown };
+
 // The caller's thread and the framework's thread pool.
 template <>
 struct Exec<Cpu> {
   void* context = nullptr;  // what `schedule` needs
-  void (*schedule)(const Exec& exec, void (*task)(void*), void* data) = nullptr;
+  // Neither this nor a task throws.
+  Scheduled (*schedule)(const Exec& exec, void (*task)(void*), void* data) noexcept = nullptr;
   const void* api = nullptr;
   int64_t num_threads = 1;
 };

@@ -11,18 +11,23 @@
 namespace qshard {
 
 // e^y is 2^n * 2^f, with n the integer nearest to y * log2(e), which an addition rounds to, and a
-// polynomial for 2^f. `power` is n in the place of an exponent.
+// polynomial for 2^f. `power` is n in the place of an exponent. fp32 has log2(e) to 2^-26, which |y|
+// multiplies: e^y is off by up to 20 units in the last place, unless `kWithRest` adds what is left
+// of y * log2(e) to f.
 struct ExpParts {
   float fraction;
   uint32_t power;
 };
+template <bool kWithRest>
 QSHARD_INLINE ExpParts ExpInParts(float y) {
   constexpr float kLog2E = 0x1.715476p+0f, kInteger = 12582912.0f;  // 3 * 2^22
+  constexpr float kRest = 0x1.4ae0cp-26f;                           // log2(e) - kLog2E
   // 2^f - 1 over f, of the least relative error in 2^f for |f| up to 1/2.
   constexpr float k1 = 0x1.62e42ap-1f, k2 = 0x1.ebf9bcp-3f, k3 = 0x1.c6b752p-5f,
                   k4 = 0x1.3cea88p-7f, k5 = 0x1.5bba14p-10f;
   const float shifted = FusedMultiplyAdd(y, kLog2E, kInteger);
-  const float f = FusedMultiplyAdd(y, kLog2E, -(shifted - kInteger));
+  float f = FusedMultiplyAdd(y, kLog2E, -(shifted - kInteger));
+  if constexpr (kWithRest) f = FusedMultiplyAdd(y, kRest, f);
   float p = FusedMultiplyAdd(k5, f, k4);
   p = FusedMultiplyAdd(p, f, k3);
   p = FusedMultiplyAdd(p, f, k2);
@@ -32,10 +37,11 @@ QSHARD_INLINE ExpParts ExpInParts(float y) {
 }
 
 // e^x for x <= 0, 0 below kLeastExp, where 2^n would not be normal and is not taken; NaN for NaN.
+// Without the rest: the terms of a softmax that are off most are the least of them.
 constexpr float kLeastExp = -87.0f;
 QSHARD_INLINE float ExpOfNegative(float x) {
   constexpr uint32_t kOneBits = 0x3F800000;
-  const ExpParts e = ExpInParts(x);
+  const ExpParts e = ExpInParts<false>(x);
   const float power = FloatFromBits(static_cast<int32_t>(e.power + kOneBits));
   return FloatFromBits(Select(x < kLeastExp, 0, FloatBits(e.fraction * power)));
 }

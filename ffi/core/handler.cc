@@ -1,6 +1,8 @@
 #include "core/handler.h"
 
+#include <cstdio>
 #include <exception>
+#include <new>
 #include <string>
 
 namespace qshard {
@@ -10,10 +12,10 @@ namespace {
 static_assert(XLA_FFI_API_MAJOR == 0 && XLA_FFI_API_MINOR == 1,
               "qshard is built with the header in third_party; see its README");
 
-XLA_FFI_Error* ToXla(const XLA_FFI_Api* api, XLA_FFI_Error_Code code, const std::string& message) {
+XLA_FFI_Error* ToXla(const XLA_FFI_Api* api, XLA_FFI_Error_Code code, const char* message) {
   XLA_FFI_Error_Create_Args args{};
   args.struct_size = XLA_FFI_Error_Create_Args_STRUCT_SIZE;
-  args.message = message.c_str();
+  args.message = message;
   args.errc = code;
   return api->XLA_FFI_Error_Create(&args);
 }
@@ -23,7 +25,7 @@ XLA_FFI_Error* ToXla(const XLA_FFI_Api* api, const Error& error) {
   return ToXla(api,
                error.kind() == ErrorKind::kInternal ? XLA_FFI_Error_Code_INTERNAL
                                                     : XLA_FFI_Error_Code_INVALID_ARGUMENT,
-               error.text());
+               error.text().c_str());
 }
 
 void Destroy(const XLA_FFI_Api* api, XLA_FFI_Error* error) {
@@ -35,9 +37,10 @@ void Destroy(const XLA_FFI_Api* api, XLA_FFI_Error* error) {
 
 XLA_FFI_Error* CheckSize(const XLA_FFI_Api* api, const char* what, bool fits) {
   if (fits) return nullptr;
-  return ToXla(api, XLA_FFI_Error_Code_INVALID_ARGUMENT,
-               std::string("qshard: ") + what +
-                   " is not of the size it was built for; check the versions of jax and qshard");
+  const std::string message = std::string("qshard: ") + what +
+                              " has another layout than in the header that qshard was built " +
+                              "with; check the versions of jax and qshard";
+  return ToXla(api, XLA_FFI_Error_Code_INVALID_ARGUMENT, message.c_str());
 }
 
 template <class Platform>
@@ -67,16 +70,20 @@ XLA_FFI_Error* AnswerMetadata(const XLA_FFI_Api* api, XLA_FFI_Metadata_Extension
 XLA_FFI_Error* GetExec(const XLA_FFI_CallFrame& frame, Exec<Cpu>* exec) {
   exec->api = frame.api;
   exec->context = frame.ctx;
-  exec->schedule = [](const Exec<Cpu>& e, void (*task)(void*), void* data) {
+  exec->schedule = [](const Exec<Cpu>& e, void (*task)(void*), void* data) noexcept {
     auto* api = static_cast<const XLA_FFI_Api*>(e.api);
     XLA_FFI_ThreadPool_Schedule_Args args{};
     args.struct_size = XLA_FFI_ThreadPool_Schedule_Args_STRUCT_SIZE;
     args.ctx = static_cast<XLA_FFI_ExecutionContext*>(e.context);
     args.task = task;
     args.data = data;
-    if (XLA_FFI_Error* error = api->XLA_FFI_ThreadPool_Schedule(&args)) {
+    try {
+      XLA_FFI_Error* const error = api->XLA_FFI_ThreadPool_Schedule(&args);
+      if (error == nullptr) return Scheduled::kYes;
       Destroy(api, error);
-      task(data);
+      return Scheduled::kNo;
+    } catch (...) {  // XLA allocates.
+      return Scheduled::kUnknown;
     }
   };
   XLA_FFI_ThreadPool_NumThreads_Args args{};
@@ -108,9 +115,15 @@ bool AllEmpty(Buffers rets) {
 template <class Platform>
 XLA_FFI_Error* Decode(XLA_FFI_CallFrame* frame, const Row& row,
                       Error (*run)(const Call<Platform>& call)) {
+  // They lie within the frame: of another size, they move what follows.
+  if (XLA_FFI_Error* error = CheckSize(frame->api, "XLA_FFI_CallFrame",
+                                       frame->args.struct_size == XLA_FFI_Args_STRUCT_SIZE &&
+                                           frame->rets.struct_size == XLA_FFI_Rets_STRUCT_SIZE &&
+                                           frame->attrs.struct_size == XLA_FFI_Attrs_STRUCT_SIZE))
+    return error;
   if (frame->stage != XLA_FFI_ExecutionStage_EXECUTE)
-    return ToXla(frame->api, XLA_FFI_Error_Code_INVALID_ARGUMENT,
-                 row.name + ": is called at a stage that is not execution");
+    return ToXla(frame->api,
+                 ValueError(row.name, ": is called at a stage that is not execution"));
   const auto buffers = [](void** data, int64_t size) {
     return Buffers{reinterpret_cast<Buffer* const*>(data), size};
   };
@@ -130,26 +143,42 @@ XLA_FFI_Error* Decode(XLA_FFI_CallFrame* frame, const Row& row,
   return ToXla(frame->api, run(Call<Platform>{exec, binding, args, rets}));
 }
 
-}  // namespace
-
+// A jaxlib may be newer than the header here, and add to the end of its structs.
 template <class Platform>
-XLA_FFI_Error* Handle(XLA_FFI_CallFrame* frame, const Row& row,
-                      Error (*run)(const Call<Platform>& call)) {
+XLA_FFI_Error* Answer(XLA_FFI_CallFrame* frame, Op op, Error (*run)(const Call<Platform>& call)) {
   if (XLA_FFI_Error* error = CheckSize(frame->api, "XLA_FFI_CallFrame",
-                                       frame->struct_size == XLA_FFI_CallFrame_STRUCT_SIZE))
+                                       frame->struct_size >= XLA_FFI_CallFrame_STRUCT_SIZE))
     return error;
-  if (frame->extension_start != nullptr &&
-      frame->extension_start->type == XLA_FFI_Extension_Metadata)
-    return AnswerMetadata<Platform>(
-        frame->api, reinterpret_cast<XLA_FFI_Metadata_Extension*>(frame->extension_start));
-  try {
-    return Decode(frame, row, run);
-  } catch (const std::exception& e) {
-    return ToXla(frame->api, XLA_FFI_Error_Code_INTERNAL, row.name + ": " + e.what());
-  }
+  for (XLA_FFI_Extension_Base* e = frame->extension_start; e != nullptr; e = e->next)
+    if (e->type == XLA_FFI_Extension_Metadata)
+      return AnswerMetadata<Platform>(frame->api, reinterpret_cast<XLA_FFI_Metadata_Extension*>(e));
+  return Decode(frame, RowOf(op), run);
 }
 
-template XLA_FFI_Error* Handle<Cpu>(XLA_FFI_CallFrame*, const Row&, Error (*)(const Call<Cpu>&));
-template XLA_FFI_Error* Handle<Cuda>(XLA_FFI_CallFrame*, const Row&, Error (*)(const Call<Cuda>&));
+}  // namespace
+
+// Messages are put together on the stack: there may be no memory left.
+template <class Platform>
+XLA_FFI_Error* Handle(XLA_FFI_CallFrame* frame, Op op, const char* name,
+                      Error (*run)(const Call<Platform>& call)) {
+  char message[256];
+  try {
+    return Answer(frame, op, run);
+  } catch (const std::bad_alloc&) {
+    std::snprintf(message, sizeof(message),
+                  "%s: there is no memory left to work in; free some, or use fewer threads", name);
+    return ToXla(frame->api, XLA_FFI_Error_Code_RESOURCE_EXHAUSTED, message);
+  } catch (const std::exception& e) {
+    std::snprintf(message, sizeof(message), "%s: %s", name, e.what());
+  } catch (...) {
+    std::snprintf(message, sizeof(message), "%s: an exception of an unknown type", name);
+  }
+  return ToXla(frame->api, XLA_FFI_Error_Code_INTERNAL, message);
+}
+
+template XLA_FFI_Error* Handle<Cpu>(XLA_FFI_CallFrame*, Op, const char*,
+                                    Error (*)(const Call<Cpu>&));
+template XLA_FFI_Error* Handle<Cuda>(XLA_FFI_CallFrame*, Op, const char*,
+                                     Error (*)(const Call<Cuda>&));
 
 }  // namespace qshard

@@ -160,20 +160,20 @@ Error DispatchScaledElement(const Call<Platform>& call, Fn&& f) {
 
 // --- definition ---
 
-// Answers XLA's question for what the handler can do, or decodes, checks and runs a call. Never
-// throws.
+// Answers XLA's question for what the handler can do, or decodes, checks and runs a call. Throws
+// nothing of its own, only what XLA throws while it makes an error.
 template <class Platform>
-XLA_FFI_Error* Handle(XLA_FFI_CallFrame* frame, const Row& row,
+XLA_FFI_Error* Handle(XLA_FFI_CallFrame* frame, Op op, const char* name,
                       Error (*run)(const Call<Platform>& call));
-extern template XLA_FFI_Error* Handle<Cpu>(XLA_FFI_CallFrame*, const Row&,
+extern template XLA_FFI_Error* Handle<Cpu>(XLA_FFI_CallFrame*, Op, const char*,
                                            Error (*)(const Call<Cpu>&));
-extern template XLA_FFI_Error* Handle<Cuda>(XLA_FFI_CallFrame*, const Row&,
+extern template XLA_FFI_Error* Handle<Cuda>(XLA_FFI_CallFrame*, Op, const char*,
                                             Error (*)(const Call<Cuda>&));
 
-#define QSHARD_DEFINE_HANDLER(name, suffix, Platform)                              \
-  extern "C" XLA_FFI_Error* qshard_##name##_##suffix(XLA_FFI_CallFrame* frame) {   \
-    static const ::qshard::Row& row = *::qshard::FindRow(#name);                   \
-    return ::qshard::Handle<::qshard::Platform>(frame, row, Run_##name<Platform>); \
+#define QSHARD_DEFINE_HANDLER(name, suffix, Platform)                                           \
+  extern "C" XLA_FFI_Error* qshard_##name##_##suffix(XLA_FFI_CallFrame* frame) {                \
+    return ::qshard::Handle<::qshard::Platform>(frame, ::qshard::Op::name, #name,               \
+                                                Run_##name<Platform>);                          \
   }
 #if defined(QSHARD_WITH_CUDA)
 #define QSHARD_DEFINE_HANDLERS(name)    \

@@ -352,15 +352,13 @@ int Row::FindAttribute(std::string_view attribute) const {
   return -1;
 }
 
-const Row* FindRow(std::string_view name) {
+const Row& RowOf(Op op) {
   static const auto& rows = *new std::vector<Row>{
 #define QSHARD_OP(name, ...) Row(#name, __VA_ARGS__),
 #include "ops.def"
 #undef QSHARD_OP
   };
-  for (const Row& row : rows)
-    if (row.name == name) return &row;
-  return nullptr;
+  return rows[static_cast<size_t>(op)];
 }
 
 }  // namespace qshard

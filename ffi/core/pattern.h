@@ -2,6 +2,7 @@
 #ifndef QSHARD_CORE_PATTERN_H_
 #define QSHARD_CORE_PATTERN_H_
 
+#include <cstddef>
 #include <cstdint>
 #include <limits>
 #include <string>
@@ -96,8 +97,16 @@ struct Row {
   BlockRule blocks;
 };
 
-// The row of ops.def of this name, null for none.
-const Row* FindRow(std::string_view name);
+// The ops of ops.def, in its order.
+enum class Op : size_t {
+#define QSHARD_OP(name, ...) name,
+#include "ops.def"
+#undef QSHARD_OP
+};
+
+// The row of an op. The first call parses all rows, and throws std::invalid_argument if one is not
+// well written; the module makes it when it is imported.
+const Row& RowOf(Op op);
 
 }  // namespace qshard
 

@@ -22,8 +22,6 @@ class Attributes {
  public:
   // Delegates, so that what is held is let go of where this throws.
   explicit Attributes(nanobind::dict attributes) : Attributes() {
-    if (attributes.size() > kMaxAttributes)
-      throw nanobind::value_error("call: too many attributes");
     for (auto [key, value] : attributes) Add(key, value);
     for (size_t i = 0; i < size_; ++i) {
       Entry& entry = entries_[i];
@@ -84,6 +82,8 @@ class Attributes {
   }
 
   void Add(nanobind::handle key, nanobind::handle value) {
+    // Not of the dict: an attribute may change it while it becomes an int.
+    if (size_ == kMaxAttributes) throw nanobind::value_error("call: too many attributes");
     Entry& entry = entries_[size_++];
     entry.key = key.inc_ref().ptr();
     entry.given = value.inc_ref().ptr();

@@ -1,6 +1,7 @@
 #include "host/frame.h"
 
 #include <memory>
+#include <new>
 #include <stdexcept>
 #include <string>
 
@@ -28,10 +29,21 @@ struct XLA_FFI_ExecutionContext {
 namespace qshard::host {
 namespace {
 
-XLA_FFI_Error* CreateError(XLA_FFI_Error_Create_Args* args) {
-  return new XLA_FFI_Error{args->errc, args->message};
+// Of a process that has no memory for another one.
+XLA_FFI_Error no_memory{XLA_FFI_Error_Code_RESOURCE_EXHAUSTED, "call: no memory is left"};
+
+void Destroy(XLA_FFI_Error* error) {
+  if (error != &no_memory) delete error;
 }
-void DestroyError(XLA_FFI_Error_Destroy_Args* args) { delete args->error; }
+
+XLA_FFI_Error* CreateError(XLA_FFI_Error_Create_Args* args) {
+  try {
+    return new XLA_FFI_Error{args->errc, args->message};
+  } catch (const std::bad_alloc&) {
+    return &no_memory;
+  }
+}
+void DestroyError(XLA_FFI_Error_Destroy_Args* args) { Destroy(args->error); }
 
 XLA_FFI_Error* GetStream(XLA_FFI_Stream_Get_Args* args) {
   args->stream = args->ctx->stream;
@@ -69,25 +81,39 @@ class ScopedDevice {
   ScopedDevice(const ScopedDevice&) = delete;
 #if defined(QSHARD_WITH_CUDA)
   explicit ScopedDevice(DLDevice device) {
-    if (device.device_type != kDLCUDA || cudaGetDevice(&previous_) != cudaSuccess) return;
-    changed_ = previous_ != device.device_id && cudaSetDevice(device.device_id) == cudaSuccess;
+    if (device.device_type != kDLCUDA) return;
+    cudaError_t error = cudaGetDevice(&previous_);
+    if (error == cudaSuccess && previous_ != device.device_id) {
+      error = cudaSetDevice(device.device_id);
+      changed_ = error == cudaSuccess;
+    }
+    if (error == cudaSuccess) return;
+    (void)cudaGetLastError();  // It is told here, and not blamed on who calls CUDA next.
+    error_ = cudaGetErrorString(error);
   }
   ~ScopedDevice() {
     if (changed_) cudaSetDevice(previous_);
   }
+  const char* error() const { return error_; }  // null if the device is the current one
 
  private:
+  const char* error_ = nullptr;
   int previous_ = 0;
   bool changed_ = false;
 #else
   explicit ScopedDevice(DLDevice) {}
+  const char* error() const { return nullptr; }
 #endif
 };
 
 [[noreturn]] void Raise(XLA_FFI_Error* error) {
-  const std::unique_ptr<XLA_FFI_Error> owned(error);
+  const std::unique_ptr<XLA_FFI_Error, void (*)(XLA_FFI_Error*)> owned(error, Destroy);
   if (error->code == XLA_FFI_Error_Code_INVALID_ARGUMENT)
     throw nb::value_error(error->message.c_str());
+  if (error->code == XLA_FFI_Error_Code_RESOURCE_EXHAUSTED) {
+    PyErr_SetString(PyExc_MemoryError, error->message.c_str());
+    nb::raise_python_error();
+  }
   throw std::runtime_error(error->message);
 }
 
@@ -184,14 +210,19 @@ void Run(const Common& common, const Step* steps, size_t count) {
   } else if (common.numbers > kShared && get_num_threads != nullptr) {
     FollowNumThreads(nb::cast<int64_t>(nb::handle(get_num_threads)()));
   }
-  XLA_FFI_Error* error;
+  XLA_FFI_Error* error = nullptr;
+  const char* no_device = nullptr;
   if (device.device_type == kDLCPU && common.numbers < kSmall) {
     error = RunAll(&context, steps, count);  // To let go of the lock would take longer.
   } else {
     nb::gil_scoped_release unlocked;
     const ScopedDevice current(device);
-    error = RunAll(&context, steps, count);
+    no_device = current.error();
+    if (no_device == nullptr) error = RunAll(&context, steps, count);
   }
+  if (no_device != nullptr)
+    throw std::runtime_error("call: cuda:" + std::to_string(device.device_id) +
+                             " cannot be made the current device: " + no_device);
   if (error != nullptr) Raise(error);
 }
 

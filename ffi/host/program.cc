@@ -1,11 +1,10 @@
 #include "host/program.h"
 
 #include <nanobind/stl/string.h>
-#include <nanobind/stl/vector.h>
 
 #include <algorithm>
 
-#include "core/dtype.h"
+#include "core/bind.h"
 #include "host/short.h"
 #include "host/tensor.h"
 
@@ -14,10 +13,44 @@ namespace nb = nanobind;
 namespace qshard::host {
 namespace {
 
-size_t Bytes(XLA_FFI_DataType dtype, const int64_t* dims, size_t rank) {
-  size_t bytes = SizeOf(dtype);
-  for (size_t axis = 0; axis < rank; ++axis) bytes *= static_cast<size_t>(dims[axis]);
-  return bytes;
+// False if it is more than an int64 holds.
+bool Bytes(XLA_FFI_DataType dtype, const int64_t* dims, size_t rank, int64_t* bytes) {
+  *bytes = SizeOf(dtype);
+  for (size_t axis = 0; axis < rank; ++axis)
+    if (dims[axis] < 0 || !Multiply(*bytes, dims[axis], bytes)) return false;
+  return true;
+}
+
+[[noreturn]] void Refuse(const char* what) {
+  throw nb::value_error((std::string("Program: ") + what).c_str());
+}
+
+// Of an argument, which other code may change, and whose items may run some.
+nb::tuple Copied(nb::handle given) {
+  nb::object copy = nb::steal(PySequence_Tuple(given.ptr()));
+  if (!copy.is_valid()) nb::raise_python_error();
+  return nb::borrow<nb::tuple>(copy);
+}
+
+nb::tuple Copied(nb::handle given, size_t size, const char* what) {
+  nb::tuple copy = Copied(given);
+  if (copy.size() != size) Refuse(what);
+  return copy;
+}
+
+// An int from 0 to `end` - 1.
+int64_t Number(nb::handle given, int64_t end, const char* what) {
+  if (!PyLong_Check(given.ptr())) Refuse(what);
+  int overflow = 0;
+  const int64_t number = PyLong_AsLongLongAndOverflow(given.ptr(), &overflow);
+  if (overflow != 0 || number < 0 || number >= end) Refuse(what);
+  return number;
+}
+
+std::vector<int64_t> Numbers(nb::handle given, int64_t end, const char* what) {
+  std::vector<int64_t> numbers;
+  for (nb::handle number : Copied(given)) numbers.push_back(Number(number, end, what));
+  return numbers;
 }
 
 }  // namespace
@@ -25,38 +58,39 @@ size_t Bytes(XLA_FFI_DataType dtype, const int64_t* dims, size_t rank) {
 Program::Program(const std::string& platform, size_t inputs, nb::list makers, nb::list slots,
                  nb::list steps, nb::list results)
     : device_(platform == "cuda" ? kDLCUDA : kDLCPU), inputs_(inputs) {
-  for (nb::handle maker : makers) makers_.push_back(nb::borrow(maker));
-  const size_t sources = inputs_ + makers_.size();
-  for (nb::handle given : slots) {
-    const auto slot = nb::cast<nb::tuple>(given);
-    Slot made{DataTypeOf(nb::cast<std::string>(slot[0])), nb::cast<std::vector<int64_t>>(slot[1]),
-              nb::cast<size_t>(slot[2]), nb::cast<size_t>(slot[3]), 0};
-    if (made.dtype == XLA_FFI_DataType_INVALID || made.source >= sources)
-      throw nb::value_error("Program: a slot has no such dtype or source");
-    made.bytes = Bytes(made.dtype, made.dims.data(), made.dims.size());
+  constexpr size_t kMostInputs = 1 << 16;
+  constexpr int64_t kAny = INT64_MAX;
+  if (platform != "cpu" && platform != "cuda") Refuse("platform is not cpu or cuda");
+  if (inputs > kMostInputs) Refuse("there are more inputs than a call has");
+  for (nb::handle maker : Copied(makers)) makers_.push_back(nb::borrow(maker));
+  const auto sources = static_cast<int64_t>(inputs_ + makers_.size());
+  for (nb::handle given : Copied(slots)) {
+    const nb::tuple slot = Copied(given, 4, "a slot is not (dtype, shape, source, first byte)");
+    Slot made{DataTypeOf(nb::cast<std::string>(slot[0])),
+              Numbers(slot[1], kAny, "a shape is not of sizes"),
+              Number(slot[2], sources, "a slot has no such source"),
+              Number(slot[3], kAny, "the first byte of a slot is not one"), 0};
+    if (made.dtype == XLA_FFI_DataType_INVALID) Refuse("a slot has no such dtype");
+    if (!Bytes(made.dtype, made.dims.data(), made.dims.size(), &made.bytes))
+      Refuse("a slot is more than memory has");
     slots_.push_back(std::move(made));
   }
-  const auto numbers = [](nb::handle given, size_t end) {
-    auto listed = nb::cast<std::vector<size_t>>(given);
-    if (std::any_of(listed.begin(), listed.end(), [&](size_t i) { return i >= end; }))
-      throw nb::value_error("Program: there is no such slot");
-    return listed;
-  };
   size_t most = 0;
-  for (nb::handle given : steps) {
-    const auto step = nb::cast<nb::tuple>(given);
-    Op op{HandlerOf(nb::cast<nb::str>(step[0]), {device_, 0}), numbers(step[1], slots_.size()),
-          numbers(step[2], slots_.size()),
+  for (nb::handle given : Copied(steps)) {
+    const nb::tuple step = Copied(given, 4, "a step is not (op, slots, slots, attributes)");
+    const auto end = static_cast<int64_t>(slots_.size());
+    Op op{HandlerOf(nb::cast<nb::str>(step[0]), {device_, 0}),
+          Numbers(step[1], end, "there is no such slot"),
+          Numbers(step[2], end, "there is no such slot"),
           std::make_unique<Attributes>(nb::cast<nb::dict>(step[3]))};
+    for (int64_t slot : op.results)
+      if (slots_[slot].source < static_cast<int64_t>(inputs_)) Refuse("a step writes to an input");
     buffers_ += op.operands.size() + op.results.size();
     most = std::max({most, op.operands.size(), op.results.size()});
     ops_.push_back(std::move(op));
   }
-  for (nb::handle source : results) {
-    results_.push_back(source.is_none() ? -1 : nb::cast<int64_t>(source));
-    if (results_.back() >= static_cast<int64_t>(sources))
-      throw nb::value_error("Program: there is no such source");
-  }
+  for (nb::handle source : Copied(results))
+    results_.push_back(source.is_none() ? -1 : Number(source, sources, "there is no such source"));
   arg_types_.assign(most, XLA_FFI_ArgType_BUFFER);
   ret_types_.assign(most, XLA_FFI_RetType_BUFFER);
 }
@@ -67,9 +101,11 @@ nb::object Program::Run(nb::args inputs) const {
   Common common;
   Short<nb::object> objects(count), owners(count);  // held for the call
   Short<Tensor> sources(count);
+  // Makers first: they may change the memory of a tensor that was looked at before.
+  for (size_t i = 0; i < count; ++i)
+    objects[i] = i < inputs_ ? nb::borrow(inputs[i]) : makers_[i - inputs_]();
   for (size_t i = 0; i < count; ++i) {
     const bool is_input = i < inputs_;
-    objects[i] = is_input ? nb::borrow(inputs[i]) : makers_[i - inputs_]();
     const Use use{is_input ? "input" : "output", !is_input, is_input};
     owners[i] = Import(objects[i], use, i, sources[i]);
     common.Add(objects[i], sources[i]);
@@ -81,9 +117,11 @@ nb::object Program::Run(nb::args inputs) const {
   for (size_t i = 0; i < slots_.size(); ++i) {
     const Slot& slot = slots_[i];
     const XLA_FFI_Buffer& source = sources[slot.source].buffer;
-    const size_t there = Bytes(source.dtype, source.dims, source.rank);
-    const bool fits = slot.source < inputs_ ? slot.offset == 0 && slot.bytes == there
-                                            : slot.offset + slot.bytes <= there;
+    int64_t there;
+    bool fits = Bytes(source.dtype, source.dims, source.rank, &there) && slot.bytes <= there;
+    fits = fits && (slot.source < static_cast<int64_t>(inputs_)
+                        ? slot.offset == 0 && slot.bytes == there
+                        : slot.offset <= there - slot.bytes);
     if (!fits || (source.dtype != slot.dtype && source.dtype != XLA_FFI_DataType_U8))
       throw nb::value_error("Program: a tensor is not what the program was made for");
     slots[i] = {XLA_FFI_Buffer_STRUCT_SIZE,
@@ -97,9 +135,9 @@ nb::object Program::Run(nb::args inputs) const {
   Short<void*> buffers(buffers_);
   Short<Step> steps(ops_.size());
   void** next = buffers.data();
-  const auto pointers = [&](const std::vector<size_t>& numbers) {
+  const auto pointers = [&](const std::vector<int64_t>& numbers) {
     void** const first = next;
-    for (size_t number : numbers) *next++ = &slots[number];
+    for (int64_t number : numbers) *next++ = &slots[number];
     return first;
   };
   for (size_t i = 0; i < ops_.size(); ++i) {

@@ -24,7 +24,7 @@ class Program {
  public:
   // platform: "cpu" or "cuda".
   // slots: (dtype name, shape, source, first byte) each.
-  // steps: (op, slots that it takes, slots that it writes, attributes) each.
+  // steps: (op, slots that it takes, slots that it writes, none of an input, attributes) each.
   // results: a source each, or None.
   Program(const std::string& platform, size_t inputs, nanobind::list makers, nanobind::list slots,
           nanobind::list steps, nanobind::list results);
@@ -38,11 +38,11 @@ class Program {
   struct Slot {
     XLA_FFI_DataType dtype;
     std::vector<int64_t> dims;
-    size_t source, offset, bytes;
+    int64_t source, offset, bytes;
   };
   struct Op {
     XLA_FFI_Handler* handler;
-    std::vector<size_t> operands, results;
+    std::vector<int64_t> operands, results;
     std::unique_ptr<Attributes> attributes;
   };
 

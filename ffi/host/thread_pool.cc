@@ -9,9 +9,10 @@
 #include <condition_variable>
 #include <cstdlib>
 #include <deque>
+#include <exception>
 #include <fstream>
 #include <mutex>
-#include <system_error>
+#include <new>
 #include <thread>
 
 namespace qshard::host {
@@ -55,16 +56,23 @@ struct Task {
 
 class Pool {
  public:
-  // Returns false if there is no thread to run the task: none could be started.
+  // Returns false if the task will not run: there is no thread for it, or no memory.
   bool Push(Task task, int64_t threads) {
     {
       std::lock_guard<std::mutex> lock(mutex_);
       try {
-        for (; started_ < threads; ++started_) std::thread([this] { Loop(); }).detach();
-      } catch (const std::system_error&) {  // no more of them are to be had
+        if (started_ < threads && idle_ <= static_cast<int64_t>(tasks_.size())) {
+          std::thread([this] { Loop(); }).detach();
+          ++started_;
+        }
+      } catch (const std::exception&) {  // no more of them are to be had
       }
       if (started_ == 0) return false;
-      tasks_.push_back(task);
+      try {
+        tasks_.push_back(task);
+      } catch (const std::bad_alloc&) {
+        return false;
+      }
     }
     ready_.notify_one();
     return true;
@@ -76,7 +84,9 @@ class Pool {
       Task task;
       {
         std::unique_lock<std::mutex> lock(mutex_);
+        ++idle_;
         ready_.wait(lock, [this] { return !tasks_.empty(); });
+        --idle_;
         task = tasks_.front();
         tasks_.pop_front();
       }
@@ -87,23 +97,29 @@ class Pool {
   std::mutex mutex_;
   std::condition_variable ready_;
   std::deque<Task> tasks_;
-  int64_t started_ = 0;
+  int64_t started_ = 0, idle_ = 0;
 };
 
 // Never destroyed: its threads may outlive main. A forked child has the pool's memory but none of
 // its threads, maybe with the lock held, so it takes a new one.
+// Null if there was no memory for one.
 std::atomic<Pool*> pool{nullptr};
 std::atomic<int64_t> num_threads{0};
 std::atomic<bool> is_set{false};
 
-Pool& GetPool() {
-  static const bool registered [[maybe_unused]] = [] {
+void RenewPool() {
+  try {
     pool.store(new Pool);
-    pthread_atfork(nullptr, nullptr, [] { pool.store(new Pool); });
-    return true;
-  }();
-  return *pool.load(std::memory_order_acquire);
+  } catch (const std::bad_alloc&) {
+    pool.store(nullptr);
+  }
 }
+
+// When the module is loaded: what is static in a function has a lock, which a fork may take along.
+const bool registered [[maybe_unused]] = [] {
+  RenewPool();
+  return pthread_atfork(nullptr, nullptr, RenewPool) == 0;
+}();
 
 }  // namespace
 
@@ -125,8 +141,9 @@ void FollowNumThreads(int64_t n) {
   if (!is_set.load(std::memory_order_relaxed)) num_threads.store(n, std::memory_order_relaxed);
 }
 
-void Schedule(void (*task)(void*), void* data) {
-  if (!GetPool().Push({task, data}, NumThreads() - 1)) task(data);
+void Schedule(void (*task)(void*), void* data) noexcept {
+  Pool* const threads = pool.load(std::memory_order_acquire);
+  if (threads == nullptr || !threads->Push({task, data}, NumThreads() - 1)) task(data);
 }
 
 }  // namespace qshard::host

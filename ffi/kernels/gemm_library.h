@@ -14,6 +14,13 @@ void SetGemmLibraryPaths(std::vector<std::string> paths);
 // Of cuBLASLt, 130400 being 13.4.0; 0 where there is none.
 int64_t GemmLibraryVersion();
 
+// Of all GEMMs so far: those whose plan was there, those whose plan was not, and for how many of
+// the latter an algorithm was searched.
+struct GemmCounts {
+  int64_t hits, misses, searches;
+};
+GemmCounts CountGemms();
+
 }  // namespace qshard::kernels
 
 #endif  // QSHARD_KERNELS_GEMM_LIBRARY_H_

@@ -25,7 +25,7 @@ def exp_of_negative(x: Float32) -> Float32:
     >>> exp_of_negative(np.float32([0, -1, -88])).tolist()
     [1.0, 0.3678794801235199, 0.0]
     """
-    fraction, power = exp_in_parts(np.where(x < _LEAST, _LEAST, x))
+    fraction, power = exp_in_parts(np.where(x < _LEAST, _LEAST, x), rest=False)
     e = fraction * (power + np.int32(0x3F800000)).view(np.float32)
     result: Float32 = np.where(x < _LEAST, np.float32(0), e.reshape(np.shape(x)))
     return result

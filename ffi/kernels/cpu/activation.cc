@@ -2,7 +2,7 @@
 #include "kernels/activation.h"
 
 #include <algorithm>
-#include <vector>
+#include <type_traits>
 
 #include "kernels/cpu/parallel_for.h"
 #include "kernels/cpu/raise_amax.h"
@@ -28,8 +28,17 @@ void InPieces(const Exec<Cpu>& exec, int64_t runs, int64_t length, int64_t bytes
 }
 
 template <class Weight>
-void WidenTo(const Weight* weight, std::vector<float>& wide) {
-  for (size_t i = 0; i < wide.size(); ++i) wide[i] = Widen(weight[i]);
+constexpr bool kIsWide = std::is_same_v<Weight, float>;
+
+// Weights in fp32: widened to `wide`, which has room for them, unless they are in fp32 already.
+template <class Weight>
+const float* Widened(const Weight* weight, int64_t n, float* wide) {
+  if constexpr (kIsWide<Weight>) {
+    return weight;
+  } else {
+    for (int64_t i = 0; i < n; ++i) wide[i] = Widen(weight[i]);
+    return wide;
+  }
 }
 
 }  // namespace
@@ -70,19 +79,20 @@ Status RmsNormForward(const Exec<Cpu>& exec, const In* x, const Weight* weight, 
                       int64_t rows, int64_t cols, float eps, In* y, float* rstd, float* amax) {
   const SimdKernels& simd = Simd();
   std::fill_n(amax, runs, 0.0f);
-  ParallelRanges(exec, runs * rows, 2 * cols * int64_t{sizeof(In)} + 1,
-                 [&](int64_t begin, int64_t end) {
-                   std::vector<float> wide(cols);
-                   for (int64_t m = begin; m < end; ++m) {
-                     const int64_t run = m / rows;
-                     if (m == begin || m % rows == 0) WidenTo(weight + run * cols, wide);
-                     const In* row = x + m * cols;
-                     const float squares = simd.squares[kInputIndex<In>](row, cols);
-                     rstd[m] = CanonicalNan(RmsInverse(squares, cols, eps));
-                     simd.rms_norm[kInputIndex<In>](row, wide.data(), rstd[m], cols, y + m * cols);
-                     RaiseAmax(amax + run, AmaxOf(y + m * cols, cols));
-                   }
-                 });
+  ParallelRangesWithScratch<float>(
+      exec, runs * rows, 2 * cols * int64_t{sizeof(In)} + 1, kIsWide<Weight> ? 0 : cols,
+      [&](int64_t begin, int64_t end, float* scratch) {
+        const float* wide = nullptr;
+        for (int64_t m = begin; m < end; ++m) {
+          const int64_t run = m / rows;
+          if (m == begin || m % rows == 0) wide = Widened(weight + run * cols, cols, scratch);
+          const In* row = x + m * cols;
+          const float squares = simd.squares[kInputIndex<In>](row, cols);
+          rstd[m] = CanonicalNan(RmsInverse(squares, cols, eps));
+          simd.rms_norm[kInputIndex<In>](row, wide, rstd[m], cols, y + m * cols);
+          RaiseAmax(amax + run, AmaxOf(y + m * cols, cols));
+        }
+      });
   return {};
 }
 
@@ -92,19 +102,19 @@ Status RmsNormBackward(const Exec<Cpu>& exec, const In* x, const Weight* weight,
                        float* parts, float* dweight) {
   const SimdKernels& simd = Simd();
   const int64_t count = (rows + kSumRows - 1) / kSumRows;  // of parts, of a run
-  ParallelFor(exec, runs * count, [&](int64_t part) {
-    std::vector<float> wide(cols);
+  const int64_t size = kIsWide<Weight> ? 0 : cols;
+  ParallelForWithScratch<float>(exec, runs * count, size, [&](int64_t part, float* scratch) {
     const int64_t run = part / count;
-    WidenTo(weight + run * cols, wide);
+    const float* wide = Widened(weight + run * cols, cols, scratch);
     float* sums = parts + part * cols;
     std::fill_n(sums, cols, 0.0f);
     const int64_t begin = run * rows + (part - run * count) * kSumRows;
     const int64_t end = std::min((run + 1) * rows, begin + kSumRows);
     for (int64_t m = begin; m < end; ++m) {
       const In *row = x + m * cols, *dy = grad + m * cols;
-      const float sum = simd.grad_along[kInputIndex<In>](row, dy, wide.data(), rstd[m], cols);
+      const float sum = simd.grad_along[kInputIndex<In>](row, dy, wide, rstd[m], cols);
       const float along = Divide(sum, static_cast<float>(cols));
-      simd.rms_norm_grad[kInputIndex<In>](row, dy, wide.data(), rstd[m], along, cols, dx + m * cols,
+      simd.rms_norm_grad[kInputIndex<In>](row, dy, wide, rstd[m], along, cols, dx + m * cols,
                                           sums);
     }
     for (int64_t i = 0; i < cols; ++i) sums[i] = CanonicalNan(sums[i]);

@@ -5,7 +5,7 @@
 
 #include <algorithm>
 #include <array>
-#include <memory>
+#include <cstring>
 
 #include "core/round.h"
 #include "kernels/cpu/parallel_for.h"
@@ -30,19 +30,17 @@ struct ElementTraits {
   int64_t per_byte;
 };
 
-const ElementTraits& TraitsOf(ElementId id) {
+// Not static in a function: a process that forks while another thread fills it would wait for ever.
 #define QSHARD_TRAITS(Nothing, F) {ValuesOf<F>(), kCodesPerByte<F>},
-  static const ElementTraits traits[] = {QSHARD_FOR_EACH_ELEMENT(QSHARD_TRAITS, )};
+const ElementTraits kTraits[] = {QSHARD_FOR_EACH_ELEMENT(QSHARD_TRAITS, )};
 #undef QSHARD_TRAITS
-  return traits[static_cast<int>(id)];
-}
 
 // One operand, for reading.
 class Reader {
  public:
   Reader(const GemmOperand& operand, int64_t k)
       : operand_(operand),
-        traits_(IsValue(operand.element) ? nullptr : &TraitsOf(operand.element)),
+        traits_(IsValue(operand.element) ? nullptr : &kTraits[static_cast<int>(operand.element)]),
         k_(k) {}
 
   float Value(int64_t row, int64_t col) const {
@@ -104,8 +102,8 @@ Status Gemm(const Exec<Cpu>& exec, const GemmProblem& gemm, const Workspace&, Ou
   const int64_t blocks = k / length + (k % length != 0);
   const int64_t down = (rows + kTileRows - 1) / kTileRows;
   const int64_t across = (cols + kTileCols - 1) / kTileCols;
-  ParallelFor(exec, down * across, [&](int64_t task) {
-    const auto tile = std::make_unique<Tile>();  // With zeros.
+  ParallelForWithScratch<Tile>(exec, down * across, 1, [&](int64_t task, Tile* tile) {
+    std::memset(tile, 0, sizeof(*tile));
     const int64_t top = task / across * kTileRows, left = task % across * kTileCols;
     const int64_t height = std::min(kTileRows, rows - top);
     const int64_t width = std::min(kTileCols, cols - left);

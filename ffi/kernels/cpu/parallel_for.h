@@ -6,8 +6,10 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <mutex>
+#include <utility>
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -45,71 +47,154 @@ class ScopedFloatEnvironment {
 #endif
 };
 
-// Calls body(i) for every i in [0, blocks), each once, in any order, and returns when all are done.
-// At most exec.num_threads threads work, the caller's among them, and no more than there are
-// blocks.
-//
-// The caller works too and waits only for blocks that some thread has started, so a pool that is
-// busy, or that runs tasks in the caller's thread, cannot deadlock it. The state is shared: a task
-// that starts late finds nothing to do.
-template <class Body>
-void ParallelFor(const Exec<Cpu>& exec, int64_t blocks, const Body& body) {
-  const int64_t helpers = std::min(exec.num_threads, blocks) - 1;
-  if (helpers <= 0) {
-    ScopedFloatEnvironment environment;
-    for (int64_t i = 0; i < blocks; ++i) body(i);
-    return;
-  }
-  struct State {
-    std::atomic<int64_t> next{0}, done{0};
-    int64_t blocks;
-    const Body* body;
-    std::mutex mutex;
-    std::condition_variable all_done;
+// How many threads a loop over `blocks` blocks uses at most, the caller's among them.
+inline int64_t WorkersOf(const Exec<Cpu>& exec, int64_t blocks) {
+  return std::max<int64_t>(1, std::min(exec.num_threads, blocks));
+}
 
-    void Work() {
-      ScopedFloatEnvironment environment;
-      for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < blocks;) {
-        (*body)(i);
-        if (done.fetch_add(1, std::memory_order_acq_rel) + 1 == blocks) {
-          std::lock_guard<std::mutex> lock(mutex);
-          all_done.notify_all();
+// A loop that several threads work on. Each scheduled task holds a reference, and so does the
+// caller: a task that starts late finds nothing to do, in memory that is still there.
+template <class Body>
+class SharedLoop {
+ public:
+  SharedLoop(int64_t blocks, const Body& body) : blocks_(blocks), body_(body) {}
+
+  void AddReference() noexcept { references_.fetch_add(1, std::memory_order_relaxed); }
+  void Release() noexcept {
+    if (references_.fetch_sub(1, std::memory_order_acq_rel) == 1) delete this;
+  }
+
+  // Takes blocks until there are none left. A block that throws counts as done, and those that
+  // start after it are skipped: nothing leaves a thread of a pool, and nobody waits for ever.
+  void Work() noexcept {
+    const ScopedFloatEnvironment environment;
+    const int64_t worker = workers_.fetch_add(1, std::memory_order_relaxed);
+    for (int64_t i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < blocks_;) {
+      if (!failed_.load(std::memory_order_relaxed)) {
+        try {
+          body_(i, worker);
+        } catch (...) {
+          const std::lock_guard<std::mutex> lock(mutex_);
+          if (error_ == nullptr) error_ = std::current_exception();
+          failed_.store(true, std::memory_order_relaxed);
         }
       }
+      if (done_.fetch_add(1, std::memory_order_acq_rel) + 1 == blocks_) {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        all_done_.notify_all();
+      }
     }
-  };
-  auto state = std::make_shared<State>();
-  state->blocks = blocks;
-  state->body = &body;
-  for (int64_t i = 0; i < helpers; ++i) {
-    exec.schedule(
-        exec,
-        [](void* data) {
-          std::unique_ptr<std::shared_ptr<State>> own(static_cast<std::shared_ptr<State>*>(data));
-          (*own)->Work();
-        },
-        new std::shared_ptr<State>(state));
   }
-  state->Work();
-  std::unique_lock<std::mutex> lock(state->mutex);
-  state->all_done.wait(lock, [&] { return state->done.load(std::memory_order_acquire) == blocks; });
+
+  // Returns what the first block that threw has thrown, if any, once no thread uses the body.
+  std::exception_ptr Wait() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    all_done_.wait(lock, [&] { return done_.load(std::memory_order_acquire) == blocks_; });
+    return std::move(error_);
+  }
+
+ private:
+  ~SharedLoop() = default;
+
+  std::atomic<int64_t> references_{1}, workers_{0}, next_{0}, done_{0};
+  std::atomic<bool> failed_{false};
+  const int64_t blocks_;
+  const Body& body_;  // used by those alone who have a block
+  std::mutex mutex_;
+  std::condition_variable all_done_;
+  std::exception_ptr error_;
+};
+
+// Calls body(i, worker) for every i in [0, blocks), each once, in any order, and returns when all
+// are done. A worker has a number below WorkersOf(exec, blocks) and does one block at a time.
+//
+// The caller works too and waits only for blocks that some thread has started, so a pool that is
+// busy, or that runs tasks in the caller's thread, cannot deadlock it.
+//
+// Throws what a body throws, and std::bad_alloc before any body is called. Either way no thread
+// uses the body any more, nor what it writes to.
+template <class Body>
+void ParallelForWorkers(const Exec<Cpu>& exec, int64_t blocks, const Body& body) {
+  const int64_t helpers = WorkersOf(exec, blocks) - 1;
+  if (helpers == 0) {
+    const ScopedFloatEnvironment environment;
+    for (int64_t i = 0; i < blocks; ++i) body(i, 0);
+    return;
+  }
+  using Loop = SharedLoop<Body>;
+  auto* const loop = new Loop(blocks, body);
+  const auto task = [](void* data) {
+    auto* const own = static_cast<Loop*>(data);
+    own->Work();
+    own->Release();
+  };
+  for (int64_t i = 0; i < helpers; ++i) {
+    loop->AddReference();
+    const Scheduled scheduled = exec.schedule(exec, task, loop);
+    if (scheduled == Scheduled::kNo) loop->Release();
+    if (scheduled != Scheduled::kYes) break;  // The caller does what is left.
+  }
+  loop->Work();
+  const std::exception_ptr error = loop->Wait();
+  loop->Release();
+  if (error != nullptr) std::rethrow_exception(error);
+}
+
+// Calls body(i), likewise.
+template <class Body>
+void ParallelFor(const Exec<Cpu>& exec, int64_t blocks, const Body& body) {
+  ParallelForWorkers(exec, blocks, [&](int64_t i, int64_t) { body(i); });
+}
+
+// Calls body(i, scratch), likewise, where a worker has `count` elements of scratch. They are
+// allocated before the loop, because a body that allocates may fail halfway; they hold anything.
+template <class T, class Body>
+void ParallelForWithScratch(const Exec<Cpu>& exec, int64_t blocks, int64_t count,
+                            const Body& body) {
+  if (blocks == 0) return;
+  constexpr int64_t kLine = 64;  // of a cache: two workers share none
+  const int64_t stride = count + kLine / static_cast<int64_t>(sizeof(T));
+  const std::unique_ptr<T[]> all(new T[WorkersOf(exec, blocks) * stride]);
+  ParallelForWorkers(exec, blocks,
+                     [&](int64_t i, int64_t worker) { body(i, all.get() + worker * stride); });
 }
 
 // Bytes read and written that are worth a task: some 20 us, against a few to wake a thread. Smaller
 // work stays on the caller's thread.
 constexpr int64_t kTaskBytes = int64_t{1} << 18;
 
-// Splits [0, n) into ranges and calls body(begin, end) on each. `bytes`: read and written for each
-// element. Ranges of 64 or more start at multiples of 64, so that two threads share no cache line
-// of an aligned output.
+// [0, n) in ranges of kTaskBytes or more, each of which is a block of a loop. Ranges of 64 or more
+// start at multiples of 64, so that two threads share no cache line of an aligned output.
+class Ranges {
+ public:
+  // `bytes`: read and written for each element.
+  Ranges(int64_t n, int64_t bytes)
+      : n_(n), grain_(n == 0 ? 1 : std::max<int64_t>(1, kTaskBytes / bytes)) {
+    if (grain_ > 64) grain_ -= grain_ % 64;
+  }
+  int64_t count() const { return n_ == 0 ? 0 : std::max<int64_t>(1, n_ / grain_); }
+  int64_t Begin(int64_t i) const { return i * grain_; }
+  int64_t End(int64_t i) const { return i + 1 == count() ? n_ : (i + 1) * grain_; }
+
+ private:
+  int64_t n_, grain_;
+};
+
+// Splits [0, n) into ranges and calls body(begin, end) on each.
 template <class Body>
 void ParallelRanges(const Exec<Cpu>& exec, int64_t n, int64_t bytes, const Body& body) {
-  if (n == 0) return;
-  int64_t grain = std::max<int64_t>(1, kTaskBytes / bytes);
-  if (grain > 64) grain -= grain % 64;
-  const int64_t tasks = std::max<int64_t>(1, n / grain);
-  ParallelFor(exec, tasks,
-              [&](int64_t i) { body(i * grain, i + 1 == tasks ? n : (i + 1) * grain); });
+  const Ranges ranges(n, bytes);
+  ParallelFor(exec, ranges.count(), [&](int64_t i) { body(ranges.Begin(i), ranges.End(i)); });
+}
+
+// Calls body(begin, end, scratch), likewise.
+template <class T, class Body>
+void ParallelRangesWithScratch(const Exec<Cpu>& exec, int64_t n, int64_t bytes, int64_t count,
+                               const Body& body) {
+  const Ranges ranges(n, bytes);
+  ParallelForWithScratch<T>(exec, ranges.count(), count, [&](int64_t i, T* scratch) {
+    body(ranges.Begin(i), ranges.End(i), scratch);
+  });
 }
 
 }  // namespace qshard::kernels

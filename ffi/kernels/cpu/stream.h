@@ -15,16 +15,17 @@ namespace qshard::kernels {
 
 constexpr int64_t kLineBytes = 64;
 
+#if defined(_SC_LEVEL3_CACHE_SIZE)
+inline const int64_t kLastCacheBytes = sysconf(_SC_LEVEL3_CACHE_SIZE);
+#else
+inline const int64_t kLastCacheBytes = 0;
+#endif
+
 // True for outputs larger than the last-level cache. A plain store first reads the line it writes
 // to, and makes room by evicting another; neither helps an output whose beginning is gone before
 // its end is written.
 inline bool OutgrowsCache(int64_t bytes) {
-#if defined(_SC_LEVEL3_CACHE_SIZE)
-  static const int64_t cache = sysconf(_SC_LEVEL3_CACHE_SIZE);
-#else
-  static const int64_t cache = 0;
-#endif
-  return bytes > (cache > 0 ? cache : int64_t{32} << 20);
+  return bytes > (kLastCacheBytes > 0 ? kLastCacheBytes : int64_t{32} << 20);
 }
 
 // memcpy of whole cache lines that leaves `to` out of the caches; `to` is aligned to kLineBytes.

@@ -164,8 +164,7 @@ Status Amax(const Exec<Cuda>& exec, const In* x, int64_t runs, int64_t length, f
                   length, amax);
   const int64_t splits =
       std::max<int64_t>(1, std::min(CeilDiv(loads, kThreads * kUnroll), room / runs));
-  const dim3 grid(static_cast<unsigned>(runs), static_cast<unsigned>(splits));
-  return LaunchRaising(exec, AmaxRuns<In, kThreads>, grid, kThreads, amax, nullptr, runs, x, runs,
+  return LaunchRaising(exec, AmaxRuns<In, kThreads>, runs, splits, kThreads, amax, nullptr, x, runs,
                        length, amax);
 }
 

@@ -1,6 +1,7 @@
 // Loads cuBLASLt: the one that the process has, as frameworks load theirs; else the one that the
 // loader finds; else one of the files that Python has found in packages.
 #include <dlfcn.h>
+#include <pthread.h>
 
 #include <mutex>
 
@@ -12,6 +13,11 @@ namespace cublaslt {
 namespace {
 
 std::mutex mutex;
+
+// A process may fork while another thread has the mutex, and the child asks for the version. Plans
+// of GEMMs have mutexes, too, which a child does not take: CUDA fails there before.
+const bool registered [[maybe_unused]] =
+    pthread_atfork([] { mutex.lock(); }, [] { mutex.unlock(); }, [] { mutex.unlock(); }) == 0;
 
 std::vector<std::string>& Paths() {
   static auto& paths = *new std::vector<std::string>;
@@ -53,6 +59,7 @@ bool FindAll(void* library, Library* l) {
          Find(library, "cublasLtMatmulPreferenceDestroy", &l->preference_destroy) &&
          Find(library, "cublasLtMatmulPreferenceSetAttribute", &l->preference_set) &&
          Find(library, "cublasLtMatmulAlgoGetHeuristic", &l->heuristic) &&
+         Find(library, "cublasLtMatmulAlgoCheck", &l->check) &&
          Find(library, "cublasLtMatmul", &l->matmul);
 }
 

@@ -93,6 +93,9 @@ struct Library {
   Result (*preference_set)(Preference, PreferenceAttribute, const void* value, size_t bytes);
   Result (*heuristic)(Handle, Desc, Layout a, Layout b, Layout c, Layout d, Preference,
                       int requested, Heuristic* results, int* returned);
+  // Whether an algorithm can be run on these, and what it needs.
+  Result (*check)(Handle, Desc, Layout a, Layout b, Layout c, Layout d, const Algorithm*,
+                  Heuristic* result);
   Result (*matmul)(Handle, Desc, const void* alpha, const void* a, Layout, const void* b, Layout,
                    const void* beta, const void* c, Layout, void* d, Layout, const Algorithm*,
                    void* workspace, size_t workspace_bytes, CUstream_st* stream);

@@ -1,9 +1,10 @@
 #include <cuda_runtime_api.h>
 
-#include <deque>
 #include <map>
 
+#include "core/lru_cache.h"
 #include "kernels/cuda/gemm_plans.h"
+#include "kernels/gemm_library.h"
 
 namespace qshard::kernels {
 namespace {
@@ -90,6 +91,59 @@ bool Choose(const cublaslt::Library& lt, const GemmKey& key, GemmPlan* plan) {
   return chosen;
 }
 
+// A number rounded up to its four leading bits after the first.
+int64_t Rounded(int64_t size) {
+  int64_t unit = 1;
+  while (size / unit >= 32) unit *= 2;
+  return (size + unit - 1) / unit * unit;
+}
+
+// The product that an algorithm is looked for. Experts have other numbers of tokens each step, and
+// a search takes much longer than a launch: those of up to a sixteenth more tokens share one. That
+// is for codes, whose sizes are multiples of 16 rounded or not, so operands stay aligned.
+GemmKey Alike(GemmKey key) {
+  if (key.OfValues()) return key;
+  constexpr int64_t kUnit = int64_t{1} << 20;
+  key.m = Rounded(key.m);
+  key.k = Rounded(key.k);
+  if (key.workspace_bytes > kUnit) key.workspace_bytes -= key.workspace_bytes % kUnit;
+  return key;
+}
+
+using Values = std::array<int64_t, 15>;
+
+constexpr size_t kMostPlans = 1024;
+
+// Under the mutex of plans.
+LruCache<Values, cublaslt::Algorithm>& Algorithms() {
+  static auto& algorithms = *new LruCache<Values, cublaslt::Algorithm>(kMostPlans);
+  return algorithms;
+}
+
+bool CanRun(const cublaslt::Library& lt, const GemmKey& key, const GemmPlan& plan) {
+  cublaslt::Heuristic found{};
+  return lt.check(plan.handle, plan.desc, plan.b, plan.a, plan.out, plan.out, &plan.algorithm,
+                  &found) == kSuccess &&
+         found.workspace_bytes <= static_cast<size_t>(key.workspace_bytes);
+}
+
+// The algorithm of the product that is like this one, or else one for this alone: the same whatever
+// was multiplied before.
+bool ChooseAlike(const cublaslt::Library& lt, const GemmKey& key, GemmPlan* plan) {
+  const GemmKey alike = Alike(key);
+  const Values values = alike.Values();
+  if (const cublaslt::Algorithm* known = Algorithms().Find(values)) {
+    plan->algorithm = *known;
+  } else {
+    GemmPlan other;
+    other.handle = plan->handle;
+    if (!Describe(lt, alike, &other) || !Choose(lt, alike, &other)) return Choose(lt, key, plan);
+    Algorithms().Insert(values, other.algorithm);
+    plan->algorithm = other.algorithm;
+  }
+  return values == key.Values() || CanRun(lt, key, *plan) || Choose(lt, key, plan);
+}
+
 std::shared_ptr<GemmPlan> Made(const GemmKey& key) {
   auto plan = std::make_shared<GemmPlan>();
   const cublaslt::Library& lt = cublaslt::Load();
@@ -98,12 +152,22 @@ std::shared_ptr<GemmPlan> Made(const GemmKey& key) {
   plan->handle = HandleOf(lt, key.device);
   if (plan->handle == nullptr) {
     plan->error = "cuBLASLt does not start on this device; look for errors of CUDA before this one";
-  } else if (!Describe(lt, key, plan.get()) || !Choose(lt, key, plan.get())) {
+  } else if (!Describe(lt, key, plan.get()) || !ChooseAlike(lt, key, plan.get())) {
     plan->error =
         "cuBLASLt has no algorithm for these operands on this device; "
         "multiply dequantized values in place of codes";
   }
   return plan;
+}
+
+struct Plans {
+  std::mutex mutex;
+  LruCache<Values, std::shared_ptr<GemmPlan>> known{kMostPlans};
+};
+
+Plans& ThePlans() {
+  static auto& plans = *new Plans;
+  return plans;
 }
 
 }  // namespace
@@ -117,23 +181,20 @@ GemmPlan::~GemmPlan() {
 }
 
 std::shared_ptr<GemmPlan> PlanOf(const GemmKey& key) {
-  using Values = std::array<int64_t, 15>;
-  constexpr size_t kMost = 1024;
-  static auto& mutex = *new std::mutex;
-  static auto& plans = *new std::map<Values, std::shared_ptr<GemmPlan>>;
-  static auto& order = *new std::deque<Values>;
+  Plans& plans = ThePlans();
   const Values values = key.Values();
-  const std::lock_guard<std::mutex> lock(mutex);
-  if (const auto found = plans.find(values); found != plans.end()) return found->second;
+  const std::lock_guard<std::mutex> lock(plans.mutex);
+  if (const auto* found = plans.known.Find(values)) return *found;
   std::shared_ptr<GemmPlan> plan = Made(key);
-  if (plan->handle == nullptr) return plan;  // What is missing may come.
-  if (plans.size() >= kMost) {
-    plans.erase(order.front());
-    order.pop_front();
-  }
-  plans.emplace(values, plan);
-  order.push_back(values);
+  if (plan->handle != nullptr) plans.known.Insert(values, plan);  // What is missing may come.
   return plan;
+}
+
+GemmCounts CountGemms() {
+  Plans& plans = ThePlans();
+  const std::lock_guard<std::mutex> lock(plans.mutex);
+  const CacheCounts &known = plans.known.counts(), &algorithms = Algorithms().counts();
+  return {known.hits, known.misses, algorithms.misses};
 }
 
 }  // namespace qshard::kernels

@@ -59,7 +59,7 @@ struct GemmPlan {
   std::mutex mutex;  // of `desc`, which calls write pointers to
 };
 
-// The plan of a key, for as long as it is held. Plans are kept, some thousand of them.
+// The plan of a key, for as long as it is held. The thousand plans that were used last are kept.
 std::shared_ptr<GemmPlan> PlanOf(const GemmKey& key);
 
 }  // namespace qshard::kernels

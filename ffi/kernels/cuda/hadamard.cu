@@ -143,9 +143,8 @@ Status LaunchAmaxHadamard(const Exec<Cuda>& exec, const In* x, const Blocks& blo
                   kThreads, x, g, amax, amax_t);
   const int64_t splits =
       std::max<int64_t>(1, std::min(CeilDiv(g.units, int64_t{kThreads}), room / count));
-  const dim3 grid(static_cast<unsigned>(count), static_cast<unsigned>(splits));
-  return LaunchRaising(exec, AmaxHadamardBlocks<In, kThreads, kPairs>, grid, kThreads, amax, amax_t,
-                       count, x, g, amax, amax_t);
+  return LaunchRaising(exec, AmaxHadamardBlocks<In, kThreads, kPairs>, count, splits, kThreads,
+                       amax, amax_t, x, g, amax, amax_t);
 }
 
 }  // namespace

@@ -37,12 +37,17 @@ inline Status ToStatus(cudaError_t error) {
 // Of the launch just made. Clears the error, so that it is not blamed on whoever calls CUDA next.
 inline Status LaunchStatus() { return ToStatus(cudaGetLastError()); }
 
-// Launches `blocks` blocks of `threads` threads, if any. gridDim.x goes to 2^31 - 1; a block takes
-// enough elements that no buffer which fits in memory needs more.
+// Whether gridDim.x may be so many, and what is said if not.
+inline bool FitsGrid(int64_t blocks) { return blocks <= INT32_MAX; }
+constexpr Status kTooManyBlocks{
+    "the work is more blocks of threads than one launch takes (2^31 - 1); divide the rows"};
+
+// Launches `blocks` blocks of `threads` threads, if any.
 template <class... Params, class... Args>
 Status Launch(const Exec<Cuda>& exec, void (*kernel)(Params...), int64_t blocks, int threads,
               const Args&... args) {
   if (blocks == 0) return {};
+  if (!FitsGrid(blocks)) return kTooManyBlocks;
   kernel<<<static_cast<unsigned>(blocks), threads, 0, exec.stream>>>(args...);
   return LaunchStatus();
 }

@@ -126,21 +126,23 @@ static __global__ void __launch_bounds__(kWarp)
   }
 }
 
-// Launches a kernel of which gridDim.y blocks share a run, and raise its amaxes from 0 if they are
-// more than one, once AwaitZeros returns. A kernel of one warp makes the zeros while the blocks
+// Launches a kernel of which `splits` blocks share a run, gridDim.y of them, and raise its amaxes
+// from 0 if they are more than one, once AwaitZeros returns. A kernel of one warp makes the zeros while the blocks
 // start: a memset would take time of its own. It comes after all that went before on the stream, so
 // what the kernel reads is there.
 template <class... Params, class... Args>
-Status LaunchRaising(const Exec<Cuda>& exec, void (*kernel)(Params...), dim3 grid, int threads,
-                     float* amax, float* second, int64_t runs, const Args&... args) {
+Status LaunchRaising(const Exec<Cuda>& exec, void (*kernel)(Params...), int64_t runs,
+                     int64_t splits, int threads, float* amax, float* second,
+                     const Args&... args) {
+  if (!FitsGrid(runs)) return kTooManyBlocks;
   cudaLaunchAttribute early = {};
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   early.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
-  config.gridDim = grid;
+  config.gridDim = dim3(static_cast<unsigned>(runs), static_cast<unsigned>(splits));
   config.blockDim = dim3(threads);
   config.stream = exec.stream;
-  if (grid.y > 1) {
+  if (splits > 1) {
     ZeroAmaxes<<<1, kWarp, 0, exec.stream>>>(amax, second, runs);
     config.attrs = &early;
     config.numAttrs = 1;

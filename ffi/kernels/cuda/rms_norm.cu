@@ -302,9 +302,8 @@ Status RmsNormForward(const Exec<Cuda>& exec, const In* x, const Weight* weight,
     const int64_t room = int64_t{Multiprocessors()} * kBlocksPerSm;
     const int64_t splits =
         std::max<int64_t>(1, std::min(CeilDiv(rows, Shape::kTeams), room / runs));
-    const dim3 grid(static_cast<unsigned>(runs), static_cast<unsigned>(splits));
     const Weights weights{weight, kWeightType<Weight>};
-    return LaunchRaising(exec, RmsNormKernel<In, Shape>, grid, kThreads, amax, nullptr, runs, x,
+    return LaunchRaising(exec, RmsNormKernel<In, Shape>, runs, splits, kThreads, amax, nullptr, x,
                          weights, rows, cols, eps, y, rstd, amax);
   });
 }

@@ -149,9 +149,8 @@ Status LaunchMap(const Exec<Cuda>& exec, const Map& map, int64_t runs, int64_t l
   const int64_t room = int64_t{Multiprocessors()} * Map::kBlocksPerSm;
   // A block a run where there are runs enough; else all of a wave.
   const int64_t splits = std::max<int64_t>(1, std::min(pieces, room / runs));
-  const dim3 grid(static_cast<unsigned>(runs), static_cast<unsigned>(splits));
-  return LaunchRaising(exec, MapKernel<Map, In>, grid, kThreads, map.amax[0],
-                       Map::kResults > 1 ? map.amax[Map::kResults - 1] : nullptr, runs, map,
+  return LaunchRaising(exec, MapKernel<Map, In>, runs, splits, kThreads, map.amax[0],
+                       Map::kResults > 1 ? map.amax[Map::kResults - 1] : nullptr, map,
                        static_cast<const In*>(nullptr), length, vectors);
 }
 

@@ -49,6 +49,7 @@ Status ForEachTable(Table& table, int64_t n, const Enter& enter, const Launch& l
       entry.first = static_cast<unsigned>(parts);
       parts += more;
     }
+    if (parts > UINT32_MAX) return kTooManyBlocks;
     table.parts = static_cast<unsigned>(parts);
     const Status status = launch(begin);
     if (status.error != nullptr) return status;

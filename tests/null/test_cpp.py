@@ -1,0 +1,47 @@
+"""The parts of the C++ that have tests of their own, in `ffi/tests`: compiled here, with sanitizers where there are some."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+FFI = Path(__file__).parents[2] / "ffi"
+COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+
+
+def compiled(folder, sources, *options):
+    """The program, or None if the compiler lacks an option."""
+    program = folder / "program"
+    flags = ["-std=c++17", "-O1", "-g1", "-Wall", "-Wextra", "-Werror", "-pthread", *options]
+    includes = [f"-I{FFI}", "-isystem", FFI / "third_party"]
+    trial = folder / "trial.cc"
+    trial.write_text("int main() {}\n")
+    if subprocess.run([COMPILER, *flags, trial, "-o", program], capture_output=True, check=False).returncode:
+        return None
+    command = [COMPILER, *flags, *includes, *(FFI / source for source in sources), "-o", program]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    return program
+
+
+@pytest.mark.parametrize("sanitizers", ["address,undefined", "thread"])
+@pytest.mark.parametrize(
+    "sources", [["tests/parallel_for_test.cc", "host/thread_pool.cc"], ["tests/lru_cache_test.cc"]], ids=lambda s: s[0]
+)
+def test_programs(sources, sanitizers, tmp_path):
+    program = compiled(tmp_path, sources, f"-fsanitize={sanitizers}")
+    if program is None:
+        pytest.skip(f"the compiler has no -fsanitize={sanitizers}")
+    run = subprocess.run([program], capture_output=True, text=True, check=False, timeout=120)
+    assert (run.returncode, run.stdout) == (0, "passed\n"), run.stderr
+
+
+def test_rows_that_are_not_well_written_are_an_error_of_the_import(tmp_path):
+    """`NB_MODULE` parses all rows, and makes an ImportError of what is thrown."""
+    (tmp_path / "ops.def").write_text('QSHARD_OP(bad, "x: float *batch k", "")\n')
+    program = compiled(tmp_path, ["tests/rows_test.cc", "core/pattern.cc"], f"-I{tmp_path}")
+    run = subprocess.run([program], capture_output=True, text=True, check=False)
+    assert run.returncode == 0
+    assert run.stdout == 2 * "ops.def: bad: operands and results are not two sides\n"
