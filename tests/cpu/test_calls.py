@@ -49,6 +49,13 @@ def test_sizes_from_attributes_are_multiplied_with_care(case):
         HUGE[case]()
 
 
+@pytest.mark.parametrize("shape", [(1, 2**59), (2**59, 1), (0, 2**62), (2**62, 0), (2**40, 2**40)], ids=str)
+def test_weights_of_slices_are_no_larger_than_kernels_count(shape):
+    """Tiles of kernels are 16 rows: `cols * 16` is a number, too."""
+    with pytest.raises(ValueError, match=r"amax_slices: shapes \(.*\) of weight 0 are more than memory has"):
+        amax_slices(torch.zeros(4), WORDS[:1], [torch.ones(64)], shape, (1, 2**31 - 1))
+
+
 FP8 = {"eps": 0.0, "pow2": False, "rounding": "up", "scale_dtype": "float32", **CAST}
 
 
@@ -107,6 +114,49 @@ def test_negated_views_are_not_read_as_they_lie():
     assert torch.equal(OPS.cast_tensor(x, torch.ones(()), **CAST).view(torch.float8_e4m3fn).float(), -torch.ones(4))
     with pytest.raises(ValueError, match=r"input 0 \(.*Tensor\) is a negated view.* call .resolve_neg"):
         call_into("cast_tensor", (x, torch.ones(())), (torch.zeros(4, dtype=torch.uint8),), CAST)
+
+
+def test_more_threads_than_a_process_has_are_not_started():
+    code = (
+        "import threading, numpy as np; from pathlib import Path; from qshard import _ffi\n"
+        "_ffi.set_num_threads(2**62); x, amax = np.ones(2**20, np.float32), np.zeros((), np.float32)\n"
+        "for _ in range(3): _ffi.call('amax_tensor', (x,), (amax,), {'lead': 0})\n"
+        "print(amax, len(list(Path('/proc/self/task').iterdir())) < 64)"
+    )
+    run = subprocess.run([sys.executable, "-P", "-c", code], text=True, capture_output=True, check=True, timeout=60)
+    assert run.stdout.split() == ["1.0", "True"]
+
+
+FORKS = """
+import os, signal, threading, numpy as np
+from qshard import _ffi
+_ffi.set_num_threads(3)
+x, stop = np.ones(2**18, np.float32), threading.Event()
+def work():
+    amax = np.zeros((), np.float32)
+    _ffi.call("amax_tensor", (x,), (amax,), {"lead": 0})
+    return amax == 1
+def forever():
+    while not stop.is_set():
+        work()
+thread = threading.Thread(target=forever)
+thread.start()
+for _ in range(30):
+    child = os.fork()
+    if child == 0:
+        signal.alarm(30)
+        os._exit(0 if work() else 3)
+    assert os.waitpid(child, 0)[1] == 0
+stop.set()
+thread.join()
+"""
+
+
+def test_forked_processes_have_threads_of_their_own():
+    """While the pool of the parent is at work."""
+    command = [sys.executable, "-W", "ignore", "-P", "-c", FORKS]  # Python warns of forks of processes with threads.
+    run = subprocess.run(command, text=True, capture_output=True, check=False, timeout=200)
+    assert run.returncode == 0, run.stderr
 
 
 def test_threads(monkeypatch):
