@@ -67,10 +67,10 @@ nb::dict BuildInfo() {
   return info;
 }
 
-// What nanobind does to fill the module.
+// nanobind's function that fills the module.
 int (*fill)(PyObject* m) = nullptr;
 
-// Types of nanobind belong to one interpreter, and the static data of this module point to them.
+// nanobind's types belong to one interpreter, and static data of this module point to them.
 int FillInMainInterpreter(PyObject* m) {
   if (PyInterpreterState_Get() == PyInterpreterState_Main()) return fill(m);
   PyErr_SetString(PyExc_ImportError,
@@ -125,7 +125,7 @@ NB_MODULE(_ffi_of_main, m) {
         const qshard::kernels::GemmCounts counts = qshard::kernels::CountGemms();
         return nb::make_tuple(counts.hits, counts.misses, counts.searches);
       },
-      "GEMMs whose plan was kept, those whose plan was not, and searches for an algorithm.");
+      "(hits, misses) of the cache of GEMM plans, and misses of the cache of algorithms.");
 #else
   m.attr("cuda_built") = false;
 #endif

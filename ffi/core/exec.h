@@ -15,15 +15,15 @@ struct Cuda {};
 template <class Platform>
 struct Exec;
 
-// Whether a task runs, soon or already. kUnknown: the pool of a framework threw.
-enum class Scheduled { kYes, kNo, kUnknown };
+// kRuns: the task runs soon, or has run. kUnknown: the pool threw, and may still run the task.
+enum class ScheduleResult { kRuns, kRefused, kUnknown };
 
 // The caller's thread and the framework's thread pool.
 template <>
 struct Exec<Cpu> {
   void* context = nullptr;  // what `schedule` needs
-  // Neither this nor a task throws.
-  Scheduled (*schedule)(const Exec& exec, void (*task)(void*), void* data) noexcept = nullptr;
+  // `schedule` does not throw, and tasks must not throw.
+  ScheduleResult (*schedule)(const Exec& exec, void (*task)(void*), void* data) noexcept = nullptr;
   const void* api = nullptr;
   int64_t num_threads = 1;
 };

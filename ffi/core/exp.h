@@ -11,9 +11,10 @@
 namespace qshard {
 
 // e^y is 2^n * 2^f, with n the integer nearest to y * log2(e), which an addition rounds to, and a
-// polynomial for 2^f. `power` is n in the place of an exponent. fp32 has log2(e) to 2^-26, which |y|
-// multiplies: e^y is off by up to 20 units in the last place, unless `kWithRest` adds what is left
-// of y * log2(e) to f.
+// polynomial for 2^f. `power` is n in the place of an exponent.
+//
+// kLog2E is off by 2^-26, times |y|: e^y is off by up to 20 units in the last place. `kWithRest`
+// adds the rest of y * log2(e) to f.
 struct ExpParts {
   float fraction;
   uint32_t power;
@@ -37,7 +38,8 @@ QSHARD_INLINE ExpParts ExpInParts(float y) {
 }
 
 // e^x for x <= 0, 0 below kLeastExp, where 2^n would not be normal and is not taken; NaN for NaN.
-// Without the rest: the terms of a softmax that are off most are the least of them.
+// It leaves out the rest of log2(e): the error grows with |x|, and such terms of a softmax are
+// small.
 constexpr float kLeastExp = -87.0f;
 QSHARD_INLINE float ExpOfNegative(float x) {
   constexpr uint32_t kOneBits = 0x3F800000;

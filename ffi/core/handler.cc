@@ -79,11 +79,11 @@ XLA_FFI_Error* GetExec(const XLA_FFI_CallFrame& frame, Exec<Cpu>* exec) {
     args.data = data;
     try {
       XLA_FFI_Error* const error = api->XLA_FFI_ThreadPool_Schedule(&args);
-      if (error == nullptr) return Scheduled::kYes;
+      if (error == nullptr) return ScheduleResult::kRuns;
       Destroy(api, error);
-      return Scheduled::kNo;
-    } catch (...) {  // XLA allocates.
-      return Scheduled::kUnknown;
+      return ScheduleResult::kRefused;
+    } catch (...) {  // XLA allocates the task.
+      return ScheduleResult::kUnknown;
     }
   };
   XLA_FFI_ThreadPool_NumThreads_Args args{};
@@ -115,15 +115,14 @@ bool AllEmpty(Buffers rets) {
 template <class Platform>
 XLA_FFI_Error* Decode(XLA_FFI_CallFrame* frame, const Row& row,
                       Error (*run)(const Call<Platform>& call)) {
-  // They lie within the frame: of another size, they move what follows.
+  // These are members of the frame: another size would move the members after them.
   if (XLA_FFI_Error* error = CheckSize(frame->api, "XLA_FFI_CallFrame",
                                        frame->args.struct_size == XLA_FFI_Args_STRUCT_SIZE &&
                                            frame->rets.struct_size == XLA_FFI_Rets_STRUCT_SIZE &&
                                            frame->attrs.struct_size == XLA_FFI_Attrs_STRUCT_SIZE))
     return error;
   if (frame->stage != XLA_FFI_ExecutionStage_EXECUTE)
-    return ToXla(frame->api,
-                 ValueError(row.name, ": is called at a stage that is not execution"));
+    return ToXla(frame->api, ValueError(row.name, ": is called at a stage that is not execution"));
   const auto buffers = [](void** data, int64_t size) {
     return Buffers{reinterpret_cast<Buffer* const*>(data), size};
   };
@@ -143,7 +142,7 @@ XLA_FFI_Error* Decode(XLA_FFI_CallFrame* frame, const Row& row,
   return ToXla(frame->api, run(Call<Platform>{exec, binding, args, rets}));
 }
 
-// A jaxlib may be newer than the header here, and add to the end of its structs.
+// A newer jaxlib may append fields to its structs.
 template <class Platform>
 XLA_FFI_Error* Answer(XLA_FFI_CallFrame* frame, Op op, Error (*run)(const Call<Platform>& call)) {
   if (XLA_FFI_Error* error = CheckSize(frame->api, "XLA_FFI_CallFrame",
@@ -157,7 +156,7 @@ XLA_FFI_Error* Answer(XLA_FFI_CallFrame* frame, Op op, Error (*run)(const Call<P
 
 }  // namespace
 
-// Messages are put together on the stack: there may be no memory left.
+// Formats messages on the stack, because an allocation may have failed.
 template <class Platform>
 XLA_FFI_Error* Handle(XLA_FFI_CallFrame* frame, Op op, const char* name,
                       Error (*run)(const Call<Platform>& call)) {

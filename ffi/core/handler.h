@@ -160,8 +160,8 @@ Error DispatchScaledElement(const Call<Platform>& call, Fn&& f) {
 
 // --- definition ---
 
-// Answers XLA's question for what the handler can do, or decodes, checks and runs a call. Throws
-// nothing of its own, only what XLA throws while it makes an error.
+// Answers XLA's query of metadata, or decodes, checks and runs a call. Throws nothing itself; XLA
+// may throw while it allocates an error.
 template <class Platform>
 XLA_FFI_Error* Handle(XLA_FFI_CallFrame* frame, Op op, const char* name,
                       Error (*run)(const Call<Platform>& call));
@@ -170,10 +170,10 @@ extern template XLA_FFI_Error* Handle<Cpu>(XLA_FFI_CallFrame*, Op, const char*,
 extern template XLA_FFI_Error* Handle<Cuda>(XLA_FFI_CallFrame*, Op, const char*,
                                             Error (*)(const Call<Cuda>&));
 
-#define QSHARD_DEFINE_HANDLER(name, suffix, Platform)                                           \
-  extern "C" XLA_FFI_Error* qshard_##name##_##suffix(XLA_FFI_CallFrame* frame) {                \
-    return ::qshard::Handle<::qshard::Platform>(frame, ::qshard::Op::name, #name,               \
-                                                Run_##name<Platform>);                          \
+#define QSHARD_DEFINE_HANDLER(name, suffix, Platform)                             \
+  extern "C" XLA_FFI_Error* qshard_##name##_##suffix(XLA_FFI_CallFrame* frame) {  \
+    return ::qshard::Handle<::qshard::Platform>(frame, ::qshard::Op::name, #name, \
+                                                Run_##name<Platform>);            \
   }
 #if defined(QSHARD_WITH_CUDA)
 #define QSHARD_DEFINE_HANDLERS(name)    \

@@ -1,4 +1,4 @@
-// A cache of bounded size that forgets the entry that was not used for longest.
+// A cache of bounded size that evicts the least recently used entry.
 #ifndef QSHARD_CORE_LRU_CACHE_H_
 #define QSHARD_CORE_LRU_CACHE_H_
 
@@ -10,7 +10,6 @@
 
 namespace qshard {
 
-// How often an entry was found, and how often not.
 struct CacheCounts {
   int64_t hits = 0, misses = 0;
 };
@@ -21,7 +20,7 @@ class LruCache {
  public:
   explicit LruCache(size_t capacity) : capacity_(capacity) {}
 
-  // The value of `key`, or null. What is found was used last.
+  // Returns the value of `key` and makes it the most recently used; null on a miss.
   const Value* Find(const Key& key) {
     const auto found = entries_.find(key);
     ++(found == entries_.end() ? counts_.misses : counts_.hits);
@@ -30,7 +29,7 @@ class LruCache {
     return &found->second.value;
   }
 
-  // Adds an entry, whose key is not there. If it throws, it has changed nothing.
+  // Adds an entry for a new key. Has no effect if it throws.
   void Insert(const Key& key, Value value) {
     order_.push_front(key);
     try {
@@ -53,7 +52,7 @@ class LruCache {
   };
 
   size_t capacity_;
-  std::list<Key> order_;  // used last, first
+  std::list<Key> order_;  // the most recently used key first
   std::map<Key, Entry> entries_;
   CacheCounts counts_;
 };

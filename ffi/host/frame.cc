@@ -29,7 +29,7 @@ struct XLA_FFI_ExecutionContext {
 namespace qshard::host {
 namespace {
 
-// Of a process that has no memory for another one.
+// Stands for an error that could not be allocated.
 XLA_FFI_Error no_memory{XLA_FFI_Error_Code_RESOURCE_EXHAUSTED, "call: no memory is left"};
 
 void Destroy(XLA_FFI_Error* error) {
@@ -88,7 +88,7 @@ class ScopedDevice {
       changed_ = error == cudaSuccess;
     }
     if (error == cudaSuccess) return;
-    (void)cudaGetLastError();  // It is told here, and not blamed on who calls CUDA next.
+    (void)cudaGetLastError();  // Clears the error: the next caller of CUDA did not cause it.
     error_ = cudaGetErrorString(error);
   }
   ~ScopedDevice() {

@@ -25,15 +25,15 @@ bool Bytes(XLA_FFI_DataType dtype, const int64_t* dims, size_t rank, int64_t* by
   throw nb::value_error((std::string("Program: ") + what).c_str());
 }
 
-// Of an argument, which other code may change, and whose items may run some.
-nb::tuple Copied(nb::handle given) {
+// Copies a sequence: code that conversions of its items run may change the original.
+nb::tuple ToTuple(nb::handle given) {
   nb::object copy = nb::steal(PySequence_Tuple(given.ptr()));
   if (!copy.is_valid()) nb::raise_python_error();
   return nb::borrow<nb::tuple>(copy);
 }
 
-nb::tuple Copied(nb::handle given, size_t size, const char* what) {
-  nb::tuple copy = Copied(given);
+nb::tuple ToTuple(nb::handle given, size_t size, const char* what) {
+  nb::tuple copy = ToTuple(given);
   if (copy.size() != size) Refuse(what);
   return copy;
 }
@@ -49,7 +49,7 @@ int64_t Number(nb::handle given, int64_t end, const char* what) {
 
 std::vector<int64_t> Numbers(nb::handle given, int64_t end, const char* what) {
   std::vector<int64_t> numbers;
-  for (nb::handle number : Copied(given)) numbers.push_back(Number(number, end, what));
+  for (nb::handle number : ToTuple(given)) numbers.push_back(Number(number, end, what));
   return numbers;
 }
 
@@ -62,10 +62,10 @@ Program::Program(const std::string& platform, size_t inputs, nb::list makers, nb
   constexpr int64_t kAny = INT64_MAX;
   if (platform != "cpu" && platform != "cuda") Refuse("platform is not cpu or cuda");
   if (inputs > kMostInputs) Refuse("there are more inputs than a call has");
-  for (nb::handle maker : Copied(makers)) makers_.push_back(nb::borrow(maker));
+  for (nb::handle maker : ToTuple(makers)) makers_.push_back(nb::borrow(maker));
   const auto sources = static_cast<int64_t>(inputs_ + makers_.size());
-  for (nb::handle given : Copied(slots)) {
-    const nb::tuple slot = Copied(given, 4, "a slot is not (dtype, shape, source, first byte)");
+  for (nb::handle given : ToTuple(slots)) {
+    const nb::tuple slot = ToTuple(given, 4, "a slot is not (dtype, shape, source, first byte)");
     Slot made{DataTypeOf(nb::cast<std::string>(slot[0])),
               Numbers(slot[1], kAny, "a shape is not of sizes"),
               Number(slot[2], sources, "a slot has no such source"),
@@ -76,8 +76,8 @@ Program::Program(const std::string& platform, size_t inputs, nb::list makers, nb
     slots_.push_back(std::move(made));
   }
   size_t most = 0;
-  for (nb::handle given : Copied(steps)) {
-    const nb::tuple step = Copied(given, 4, "a step is not (op, slots, slots, attributes)");
+  for (nb::handle given : ToTuple(steps)) {
+    const nb::tuple step = ToTuple(given, 4, "a step is not (op, slots, slots, attributes)");
     const auto end = static_cast<int64_t>(slots_.size());
     Op op{HandlerOf(nb::cast<nb::str>(step[0]), {device_, 0}),
           Numbers(step[1], end, "there is no such slot"),
@@ -89,7 +89,7 @@ Program::Program(const std::string& platform, size_t inputs, nb::list makers, nb
     most = std::max({most, op.operands.size(), op.results.size()});
     ops_.push_back(std::move(op));
   }
-  for (nb::handle source : Copied(results))
+  for (nb::handle source : ToTuple(results))
     results_.push_back(source.is_none() ? -1 : Number(source, sources, "there is no such source"));
   arg_types_.assign(most, XLA_FFI_ArgType_BUFFER);
   ret_types_.assign(most, XLA_FFI_RetType_BUFFER);
@@ -119,9 +119,9 @@ nb::object Program::Run(nb::args inputs) const {
     const XLA_FFI_Buffer& source = sources[slot.source].buffer;
     int64_t there;
     bool fits = Bytes(source.dtype, source.dims, source.rank, &there) && slot.bytes <= there;
-    fits = fits && (slot.source < static_cast<int64_t>(inputs_)
-                        ? slot.offset == 0 && slot.bytes == there
-                        : slot.offset <= there - slot.bytes);
+    fits = fits &&
+           (slot.source < static_cast<int64_t>(inputs_) ? slot.offset == 0 && slot.bytes == there
+                                                        : slot.offset <= there - slot.bytes);
     if (!fits || (source.dtype != slot.dtype && source.dtype != XLA_FFI_DataType_U8))
       throw nb::value_error("Program: a tensor is not what the program was made for");
     slots[i] = {XLA_FFI_Buffer_STRUCT_SIZE,

@@ -56,7 +56,7 @@ struct Task {
 
 class Pool {
  public:
-  // Returns false if the task will not run: there is no thread for it, or no memory.
+  // Returns false if it cannot start a thread, or store the task.
   bool Push(Task task, int64_t threads) {
     {
       std::lock_guard<std::mutex> lock(mutex_);
@@ -65,7 +65,7 @@ class Pool {
           std::thread([this] { Loop(); }).detach();
           ++started_;
         }
-      } catch (const std::exception&) {  // no more of them are to be had
+      } catch (const std::exception&) {  // The threads that have started do the work.
       }
       if (started_ == 0) return false;
       try {
@@ -102,7 +102,7 @@ class Pool {
 
 // Never destroyed: its threads may outlive main. A forked child has the pool's memory but none of
 // its threads, maybe with the lock held, so it takes a new one.
-// Null if there was no memory for one.
+// Null if its allocation failed.
 std::atomic<Pool*> pool{nullptr};
 std::atomic<int64_t> num_threads{0};
 std::atomic<bool> is_set{false};
@@ -115,7 +115,8 @@ void RenewPool() {
   }
 }
 
-// When the module is loaded: what is static in a function has a lock, which a fork may take along.
+// Runs at load. A static of a function has a guard, which a child never gets back if its parent
+// forks while another thread holds it.
 const bool registered [[maybe_unused]] = [] {
   RenewPool();
   return pthread_atfork(nullptr, nullptr, RenewPool) == 0;

@@ -17,8 +17,9 @@ void SetNumThreads(int64_t n);
 // The same, unless SetNumThreads was called: the number that the framework of the tensors uses.
 void FollowNumThreads(int64_t n);
 
-// Runs task(data), which does not throw, on some thread of the pool, soon; where none can be
-// started, or memory lacks, here. After a fork the child starts threads of its own.
+// Runs task(data), which must not throw, on some thread of the pool, soon; or at once on this
+// thread, if no thread can start or an allocation fails. After a fork the child starts threads of
+// its own.
 void Schedule(void (*task)(void*), void* data) noexcept;
 
 }  // namespace qshard::host

@@ -14,8 +14,7 @@ void SetGemmLibraryPaths(std::vector<std::string> paths);
 // Of cuBLASLt, 130400 being 13.4.0; 0 where there is none.
 int64_t GemmLibraryVersion();
 
-// Of all GEMMs so far: those whose plan was there, those whose plan was not, and for how many of
-// the latter an algorithm was searched.
+// Lookups of plans, and of algorithms that no bucket had.
 struct GemmCounts {
   int64_t hits, misses, searches;
 };

@@ -44,10 +44,10 @@ Error SlicesOf(const Call<Platform>& call, int x, WholeAmax whole, bool pieces, 
   for (int64_t i = 0; i < n; ++i) {
     const int64_t rows = shapes.integers[2 * i], cols = shapes.integers[2 * i + 1];
     int64_t blocks = 1, elements;
-    // Kernels multiply sizes by some tens for their tiles.
+    // Kernels multiply sizes by up to 128 for their tiles.
     constexpr int64_t kMost = int64_t{1} << 56;
-    bool fits = rows <= kMost && cols <= kMost && Multiply(rows, cols, &elements) &&
-                elements <= kMost;
+    bool fits =
+        rows <= kMost && cols <= kMost && Multiply(rows, cols, &elements) && elements <= kMost;
     if (rule.block_rows > 0)
       fits &= Multiply(CeilDiv(rows, rule.block_rows), CeilDiv(cols, rule.block_cols), &blocks);
     const int64_t wholes = whole == WholeAmax::kNone ? 0 : whole == WholeAmax::kRow ? rows : 1;

@@ -1,4 +1,4 @@
-// What a cache of bounded size keeps.
+// Tests of LruCache.
 #include "core/lru_cache.h"
 
 #include <cstdio>
@@ -14,7 +14,7 @@
 
 using Cache = qshard::LruCache<int, std::string>;
 
-// Whether `key` was there; if not, it is now.
+// Returns whether `key` was a hit, and inserts it if not.
 bool Use(Cache* cache, int key) {
   if (const std::string* found = cache->Find(key)) {
     CHECK(*found == std::to_string(key));
@@ -27,13 +27,13 @@ bool Use(Cache* cache, int key) {
 int main() {
   Cache cache(1024);
   CHECK(!Use(&cache, -1));
-  for (int cold = 0; cold < 2000; ++cold) {  // One that is used between others stays.
+  for (int cold = 0; cold < 2000; ++cold) {  // A hot key survives cold ones.
     CHECK(!Use(&cache, cold));
     CHECK(Use(&cache, -1));
   }
   CHECK(cache.counts().misses == 2001 && cache.counts().hits == 2000);
   for (int recent = 1999; recent > 1999 - 1023; --recent) CHECK(Use(&cache, recent));
   CHECK(!Use(&cache, 1999 - 1023));
-  CHECK(!Use(&cache, -1));  // That was the oldest by then.
+  CHECK(!Use(&cache, -1));  // The oldest by now.
   std::puts("passed");
 }

@@ -1,5 +1,6 @@
-// ParallelFor and the pool, where bodies throw, pools refuse and memory lacks. tests/null/test_cpp.py
-// compiles it with sanitizers: they see a thread that is still at work on what is gone, and leaks.
+// Tests of ParallelFor and the thread pool: bodies that throw, pools that refuse tasks, allocations
+// that fail. tests/null/test_cpp.py compiles this file with AddressSanitizer and ThreadSanitizer,
+// which report threads that still use dead memory, and leaks.
 #include "kernels/cpu/parallel_for.h"
 
 #include <chrono>
@@ -16,7 +17,7 @@
 
 namespace {
 
-// Of this thread, the allocation that fails: 1 for the next one, 0 for none.
+// The allocation of this thread that fails: 1 for the next one, 0 for none.
 thread_local int failing_allocation = 0;
 
 }  // namespace
@@ -36,11 +37,11 @@ void operator delete[](void* memory, size_t) noexcept { operator delete(memory);
 namespace qshard::kernels {
 namespace {
 
-#define CHECK(condition)                                                    \
-  do {                                                                      \
-    if (condition) break;                                                   \
-    std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition);    \
-    std::abort();                                                           \
+#define CHECK(condition)                                                 \
+  do {                                                                   \
+    if (condition) break;                                                \
+    std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition); \
+    std::abort();                                                        \
   } while (false)
 
 struct Task {
@@ -48,12 +49,12 @@ struct Task {
   void* data;
 };
 
-// A pool that does with a task as it is told. Its destructor runs those that were kept.
+// A pool with a chosen behaviour for each task. The destructor runs late tasks.
 class FakePool {
  public:
   enum Way { kThread, kHere, kLate, kRefuse, kThrow };
 
-  // `ways`: of the first task, of the second, ...; of all that follow, the last.
+  // `ways`: one for each task; the last one repeats.
   explicit FakePool(std::vector<Way> ways) : ways_(std::move(ways)) {}
   ~FakePool() {
     for (std::thread& thread : threads_) thread.join();
@@ -73,24 +74,24 @@ class FakePool {
   size_t asked() const { return asked_; }
 
  private:
-  Scheduled Schedule(Task task) {
+  ScheduleResult Schedule(Task task) {
     switch (ways_[std::min(asked_++, ways_.size() - 1)]) {
       case kThread:
         threads_.emplace_back([task] { task.run(task.data); });
-        return Scheduled::kYes;
+        return ScheduleResult::kRuns;
       case kHere:
         task.run(task.data);
-        return Scheduled::kYes;
+        return ScheduleResult::kRuns;
       case kLate:
         late_.push_back(task);
-        return Scheduled::kYes;
+        return ScheduleResult::kRuns;
       case kRefuse:
-        return Scheduled::kNo;
-      case kThrow:  // It threw once it had the task.
+        return ScheduleResult::kRefused;
+      case kThrow:  // The pool throws after it has stored the task.
         late_.push_back(task);
-        return Scheduled::kUnknown;
+        return ScheduleResult::kUnknown;
     }
-    return Scheduled::kNo;
+    return ScheduleResult::kRefused;
   }
 
   std::vector<Way> ways_;
@@ -105,15 +106,16 @@ Exec<Cpu> RealPool(int64_t num_threads) {
   exec.num_threads = num_threads;
   exec.schedule = [](const Exec<Cpu>&, void (*task)(void*), void* data) noexcept {
     host::Schedule(task, data);
-    return Scheduled::kYes;
+    return ScheduleResult::kRuns;
   };
   return exec;
 }
 
 using Body = std::function<void(int64_t, int64_t)>;
 
-// What a loop threw, or "". Its blocks write to memory that is gone right after.
-std::string Thrown(const Exec<Cpu>& exec, int64_t blocks, const Body& body) {
+// Runs a loop and returns the text of its exception, or "". The body and its results die right
+// after the loop returns.
+std::string ErrorOf(const Exec<Cpu>& exec, int64_t blocks, const Body& body) {
   const auto results = std::make_unique<std::vector<std::atomic<int>>>(blocks);
   const auto loop = std::make_unique<Body>([&](int64_t i, int64_t worker) {
     CHECK(worker >= 0 && worker < WorkersOf(exec, blocks));
@@ -131,7 +133,7 @@ std::string Thrown(const Exec<Cpu>& exec, int64_t blocks, const Body& body) {
 
 void Sleep() { std::this_thread::sleep_for(std::chrono::milliseconds(1)); }
 
-// Blocks that take a while, of which those of some workers throw.
+// A slow body that throws on the chosen workers.
 Body Throwing(const std::function<bool(int64_t)>& of_worker) {
   return [of_worker](int64_t, int64_t worker) {
     Sleep();
@@ -140,46 +142,50 @@ Body Throwing(const std::function<bool(int64_t)>& of_worker) {
 }
 
 const std::vector<std::vector<FakePool::Way>> kWays = {
-    {FakePool::kThread}, {FakePool::kHere},   {FakePool::kLate},
-    {FakePool::kRefuse}, {FakePool::kThrow},  {FakePool::kThread, FakePool::kRefuse},
+    {FakePool::kThread},
+    {FakePool::kHere},
+    {FakePool::kLate},
+    {FakePool::kRefuse},
+    {FakePool::kThrow},
+    {FakePool::kThread, FakePool::kRefuse},
     {FakePool::kThread, FakePool::kLate, FakePool::kThrow}};
 
-void EveryBlockIsDoneOnce() {
+void EveryBlockRunsOnce() {
   for (const auto& ways : kWays)
     for (const int64_t threads : {1, 2, 4})
       for (const int64_t blocks : {0, 1, 2, 3, 100}) {
         FakePool pool(ways);
-        CHECK(Thrown(pool.Get(threads), blocks, [](int64_t, int64_t) {}).empty());
+        CHECK(ErrorOf(pool.Get(threads), blocks, [](int64_t, int64_t) {}).empty());
       }
 }
 
-void WhatIsThrownComesOutOnceNobodyIsAtWork() {
+void ExceptionsLeaveTheLoopAfterAllWorkersStop() {
   const auto always = [](int64_t) { return true; };
   const auto caller = [](int64_t worker) { return worker == 0; };
   const auto helper = [](int64_t worker) { return worker > 0; };
   for (const auto& ways : kWays) {
     FakePool pool(ways);
-    CHECK(Thrown(pool.Get(4), 40, Throwing(always)) == "block");
+    CHECK(ErrorOf(pool.Get(4), 40, Throwing(always)) == "block");
   }
   for (const int64_t threads : {1, 2, 4}) {
     FakePool pool({FakePool::kThread});
-    CHECK(Thrown(pool.Get(threads), 40, Throwing(caller)) == "block" || threads > 1);
-    CHECK(Thrown(pool.Get(threads), 40, Throwing(helper)) == (threads > 1 ? "block" : ""));
+    CHECK(ErrorOf(pool.Get(threads), 40, Throwing(caller)) == "block" || threads > 1);
+    CHECK(ErrorOf(pool.Get(threads), 40, Throwing(helper)) == (threads > 1 ? "block" : ""));
     for (int repeat = 0; repeat < 10; ++repeat) {
       const Exec<Cpu> exec = RealPool(threads);
-      CHECK(Thrown(exec, 40, Throwing(always)) == "block");
-      CHECK(Thrown(exec, 40, [](int64_t i, int64_t) {
+      CHECK(ErrorOf(exec, 40, Throwing(always)) == "block");
+      CHECK(ErrorOf(exec, 40, [](int64_t i, int64_t) {
               if (i == 39) throw std::bad_alloc();
             }) == std::bad_alloc().what());
-      CHECK(Thrown(exec, 40, [](int64_t, int64_t) {}).empty());
+      CHECK(ErrorOf(exec, 40, [](int64_t, int64_t) {}).empty());
     }
   }
 }
 
-// Nothing was scheduled where the loop itself has no memory.
-void NoMemoryIsToldBeforeAnyBodyIsCalled() {
+// A loop that cannot allocate its state or scratch schedules nothing.
+void FailedAllocationsPrecedeAllBodies() {
   for (int failing = 1; failing < 4; ++failing) {
-    FakePool pool({FakePool::kHere});  // That allocates nothing itself.
+    FakePool pool({FakePool::kHere});  // This pool allocates nothing.
     std::atomic<int> called{0};
     bool threw = false;
     const auto body = [&](int64_t, double* scratch) { ++called, scratch[3] = 1.0; };
@@ -196,23 +202,23 @@ void NoMemoryIsToldBeforeAnyBodyIsCalled() {
   }
 }
 
-void WorkersHaveScratchOfTheirOwn() {
+void EachWorkerHasItsOwnScratch() {
   FakePool pool({FakePool::kThread});
   std::atomic<int64_t> sum{0};
   const Exec<Cpu> exec = pool.Get(4);
-  ParallelRangesWithScratch<int64_t>(
-      exec, 1000, kTaskBytes / 10, 5, [&](int64_t begin, int64_t end, int64_t* scratch) {
-        for (int64_t k = 0; k < 5; ++k) scratch[k] = begin;
-        Sleep();
-        for (int64_t k = 0; k < 5; ++k) CHECK(scratch[k] == begin);
-        sum += end - begin;
-      });
+  ParallelRangesWithScratch<int64_t>(exec, 1000, kTaskBytes / 10, 5,
+                                     [&](int64_t begin, int64_t end, int64_t* scratch) {
+                                       for (int64_t k = 0; k < 5; ++k) scratch[k] = begin;
+                                       Sleep();
+                                       for (int64_t k = 0; k < 5; ++k) CHECK(scratch[k] == begin);
+                                       sum += end - begin;
+                                     });
   CHECK(sum == 1000);
-  ParallelRangesWithScratch<int64_t>(exec, 0, 0, 5, [](int64_t, int64_t, int64_t*) { CHECK(false); });
+  ParallelRangesWithScratch<int64_t>(exec, 0, 0, 5,
+                                     [](int64_t, int64_t, int64_t*) { CHECK(false); });
 }
 
-// Threads are started for tasks that wait, and not for the number alone.
-void APoolStartsNoMoreThreadsThanItHasTasks() {
+void ThePoolStartsOneThreadATaskAtMost() {
   const Exec<Cpu> exec = RealPool(1 << 30);
   std::atomic<int64_t> most{0};
   ParallelForWorkers(exec, 6, [&](int64_t, int64_t worker) {
@@ -228,10 +234,10 @@ void APoolStartsNoMoreThreadsThanItHasTasks() {
 
 int main() {
   using namespace qshard::kernels;
-  EveryBlockIsDoneOnce();
-  WhatIsThrownComesOutOnceNobodyIsAtWork();
-  NoMemoryIsToldBeforeAnyBodyIsCalled();
-  WorkersHaveScratchOfTheirOwn();
-  APoolStartsNoMoreThreadsThanItHasTasks();
+  EveryBlockRunsOnce();
+  ExceptionsLeaveTheLoopAfterAllWorkersStop();
+  FailedAllocationsPrecedeAllBodies();
+  EachWorkerHasItsOwnScratch();
+  ThePoolStartsOneThreadATaskAtMost();
   std::puts("passed");
 }

@@ -1,5 +1,5 @@
-// What is said of rows that are not well written. tests/null/test_cpp.py compiles it with an ops.def
-// of its own.
+// Prints the error of a badly written row, twice. tests/null/test_cpp.py compiles it with its own
+// ops.def.
 #include <cstdio>
 #include <stdexcept>
 

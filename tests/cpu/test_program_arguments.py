@@ -74,7 +74,9 @@ def test_what_is_wrong_is_refused(wrong):
         program(**WRONG[wrong])
 
 
-@pytest.mark.parametrize("slot", [("float32", (), 1, 61), ("float32", (), 1, 2**63 - 4), ("float32", (16,), 1, 4)], ids=str)
+@pytest.mark.parametrize(
+    "slot", [("float32", (), 1, 61), ("float32", (), 1, 2**63 - 4), ("float32", (16,), 1, 4)], ids=str
+)
 def test_what_does_not_fit_is_refused_by_the_call(slot):
     with pytest.raises(ValueError, match="a tensor is not what the program was made for"):
         program(**second_slot(*slot))(X)
@@ -104,7 +106,29 @@ def test_attributes_that_change_while_they_are_read_are_no_more_than_there_is_ro
         _ffi.call("amax_tensor", (X,), (torch.zeros(()),), attributes)
 
 
-NUMBERS = [0, 1, 2, 3, 4, 8, 16, 60, 64, -1, -2, -(2**63), 2**31, 2**32, 2**61, 2**62, 2**63 - 1, 2**63, 2**64 - 4, None, 1.5]
+NUMBERS = [
+    0,
+    1,
+    2,
+    3,
+    4,
+    8,
+    16,
+    60,
+    64,
+    -1,
+    -2,
+    -(2**63),
+    2**31,
+    2**32,
+    2**61,
+    2**62,
+    2**63 - 1,
+    2**63,
+    2**64 - 4,
+    None,
+    1.5,
+]
 
 
 def number(rng, *usual):

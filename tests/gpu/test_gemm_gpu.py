@@ -48,8 +48,9 @@ PAIRS = [
     ),
 ]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# One unit; blocks that are cut along every axis; rows of scales that are padded; several tiles.
-SHAPES = [(16, 16, 16), (48, 144, 272), (128, 256, 640), (384, 128, 1024), (272, 400, 2064)]
+# One unit; blocks that are cut along every axis; rows of scales that are padded; several tiles; and the algorithm of a
+# bucket: that of 544 rows, and of K = 1088.
+SHAPES = [(16, 16, 16), (48, 144, 272), (128, 256, 640), (384, 128, 1024), (272, 400, 2064), (528, 272, 1040)]
 
 
 def gpu():

@@ -106,7 +106,9 @@ def side(arrays):
     return Side(ctypes.sizeof(Side), None, len(arrays), address(types), address(values)), (dims, buffers, types, values)
 
 
-@pytest.mark.parametrize(("size", "args", "runs"), [(BUILT, 0, True), (GROWN, 0, True), (BUILT - 8, 0, False), (GROWN, 8, False)])
+@pytest.mark.parametrize(
+    ("size", "args", "runs"), [(BUILT, 0, True), (GROWN, 0, True), (BUILT - 8, 0, False), (GROWN, 8, False)]
+)
 def test_frames_may_grow_at_their_end(size, args, runs):
     x, amax = np.array([1.0, -3.0], np.float32), np.zeros((), np.float32)
     lead, name = ctypes.c_int64(0), Text(b"lead", 4)

@@ -9,6 +9,7 @@ It is a process of its own, because what goes wrong here ends it, or changes mem
 import contextlib
 import ctypes
 import faulthandler
+import functools
 import itertools
 import resource
 import sys
@@ -107,9 +108,9 @@ class Torch:
         self.placed = placed
 
     def __call__(self, limit) -> list[bytes]:
-        from support.op_calls import to_numpy
-
         import torch
+
+        from support.op_calls import to_numpy
 
         inputs, outputs = self.placed(self.made)
         if self.made.spec.many:
@@ -131,12 +132,9 @@ class Jax:
         from qshard.jax import list_ops
         from qshard.jax import ops as jax_ops
 
-        if made.spec.many:
-            function = lambda *operands: list_ops.bind(made.spec.name)(*operands, **made.options)
-        else:
-            function = lambda *operands: getattr(jax_ops, made.spec.name)(*operands, **made.options)
+        op = list_ops.bind(made.spec.name) if made.spec.many else getattr(jax_ops, made.spec.name)
         self.operands = jax.device_put(made.operands)
-        self.run = jax.jit(function).lower(*self.operands).compile()
+        self.run = jax.jit(functools.partial(op, **made.options)).lower(*self.operands).compile()
 
     def __call__(self, limit) -> list[bytes]:
         import jax

@@ -30,9 +30,9 @@ void InPieces(const Exec<Cpu>& exec, int64_t runs, int64_t length, int64_t bytes
 template <class Weight>
 constexpr bool kIsWide = std::is_same_v<Weight, float>;
 
-// Weights in fp32: widened to `wide`, which has room for them, unless they are in fp32 already.
+// Returns weights in fp32. Widens them into `wide` unless they have that dtype already.
 template <class Weight>
-const float* Widened(const Weight* weight, int64_t n, float* wide) {
+const float* WidenWeights(const Weight* weight, int64_t n, float* wide) {
   if constexpr (kIsWide<Weight>) {
     return weight;
   } else {
@@ -85,7 +85,7 @@ Status RmsNormForward(const Exec<Cpu>& exec, const In* x, const Weight* weight, 
         const float* wide = nullptr;
         for (int64_t m = begin; m < end; ++m) {
           const int64_t run = m / rows;
-          if (m == begin || m % rows == 0) wide = Widened(weight + run * cols, cols, scratch);
+          if (m == begin || m % rows == 0) wide = WidenWeights(weight + run * cols, cols, scratch);
           const In* row = x + m * cols;
           const float squares = simd.squares[kInputIndex<In>](row, cols);
           rstd[m] = CanonicalNan(RmsInverse(squares, cols, eps));
@@ -105,7 +105,7 @@ Status RmsNormBackward(const Exec<Cpu>& exec, const In* x, const Weight* weight,
   const int64_t size = kIsWide<Weight> ? 0 : cols;
   ParallelForWithScratch<float>(exec, runs * count, size, [&](int64_t part, float* scratch) {
     const int64_t run = part / count;
-    const float* wide = Widened(weight + run * cols, cols, scratch);
+    const float* wide = WidenWeights(weight + run * cols, cols, scratch);
     float* sums = parts + part * cols;
     std::fill_n(sums, cols, 0.0f);
     const int64_t begin = run * rows + (part - run * count) * kSumRows;
@@ -114,8 +114,7 @@ Status RmsNormBackward(const Exec<Cpu>& exec, const In* x, const Weight* weight,
       const In *row = x + m * cols, *dy = grad + m * cols;
       const float sum = simd.grad_along[kInputIndex<In>](row, dy, wide, rstd[m], cols);
       const float along = Divide(sum, static_cast<float>(cols));
-      simd.rms_norm_grad[kInputIndex<In>](row, dy, wide, rstd[m], along, cols, dx + m * cols,
-                                          sums);
+      simd.rms_norm_grad[kInputIndex<In>](row, dy, wide, rstd[m], along, cols, dx + m * cols, sums);
     }
     for (int64_t i = 0; i < cols; ++i) sums[i] = CanonicalNan(sums[i]);
   });

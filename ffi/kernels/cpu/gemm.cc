@@ -30,7 +30,7 @@ struct ElementTraits {
   int64_t per_byte;
 };
 
-// Not static in a function: a process that forks while another thread fills it would wait for ever.
+// Filled at load. A static of a function has a guard, which is not safe where other threads fork.
 #define QSHARD_TRAITS(Nothing, F) {ValuesOf<F>(), kCodesPerByte<F>},
 const ElementTraits kTraits[] = {QSHARD_FOR_EACH_ELEMENT(QSHARD_TRAITS, )};
 #undef QSHARD_TRAITS

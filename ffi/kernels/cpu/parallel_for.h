@@ -47,13 +47,13 @@ class ScopedFloatEnvironment {
 #endif
 };
 
-// How many threads a loop over `blocks` blocks uses at most, the caller's among them.
+// The largest number of threads, including the caller's, that a loop over `blocks` blocks uses.
 inline int64_t WorkersOf(const Exec<Cpu>& exec, int64_t blocks) {
   return std::max<int64_t>(1, std::min(exec.num_threads, blocks));
 }
 
-// A loop that several threads work on. Each scheduled task holds a reference, and so does the
-// caller: a task that starts late finds nothing to do, in memory that is still there.
+// State of a loop that several threads share. Each scheduled task and the caller hold a reference,
+// so the state outlives a task that starts late.
 template <class Body>
 class SharedLoop {
  public:
@@ -64,8 +64,8 @@ class SharedLoop {
     if (references_.fetch_sub(1, std::memory_order_acq_rel) == 1) delete this;
   }
 
-  // Takes blocks until there are none left. A block that throws counts as done, and those that
-  // start after it are skipped: nothing leaves a thread of a pool, and nobody waits for ever.
+  // Takes blocks until none are left. A block that throws counts as done, and later blocks are
+  // skipped: no exception may leave a pool thread, and Wait() must return.
   void Work() noexcept {
     const ScopedFloatEnvironment environment;
     const int64_t worker = workers_.fetch_add(1, std::memory_order_relaxed);
@@ -86,7 +86,8 @@ class SharedLoop {
     }
   }
 
-  // Returns what the first block that threw has thrown, if any, once no thread uses the body.
+  // Waits until all blocks are done; no thread uses the body after that. Returns the first
+  // exception, or null.
   std::exception_ptr Wait() {
     std::unique_lock<std::mutex> lock(mutex_);
     all_done_.wait(lock, [&] { return done_.load(std::memory_order_acquire) == blocks_; });
@@ -99,20 +100,20 @@ class SharedLoop {
   std::atomic<int64_t> references_{1}, workers_{0}, next_{0}, done_{0};
   std::atomic<bool> failed_{false};
   const int64_t blocks_;
-  const Body& body_;  // used by those alone who have a block
+  const Body& body_;  // valid while blocks are left
   std::mutex mutex_;
   std::condition_variable all_done_;
   std::exception_ptr error_;
 };
 
 // Calls body(i, worker) for every i in [0, blocks), each once, in any order, and returns when all
-// are done. A worker has a number below WorkersOf(exec, blocks) and does one block at a time.
+// are done. `worker` is less than WorkersOf(exec, blocks); a worker does one block at a time.
 //
 // The caller works too and waits only for blocks that some thread has started, so a pool that is
 // busy, or that runs tasks in the caller's thread, cannot deadlock it.
 //
-// Throws what a body throws, and std::bad_alloc before any body is called. Either way no thread
-// uses the body any more, nor what it writes to.
+// Rethrows the first exception of a body, after all workers have stopped. Throws std::bad_alloc
+// only before the first call of a body.
 template <class Body>
 void ParallelForWorkers(const Exec<Cpu>& exec, int64_t blocks, const Body& body) {
   const int64_t helpers = WorkersOf(exec, blocks) - 1;
@@ -130,9 +131,10 @@ void ParallelForWorkers(const Exec<Cpu>& exec, int64_t blocks, const Body& body)
   };
   for (int64_t i = 0; i < helpers; ++i) {
     loop->AddReference();
-    const Scheduled scheduled = exec.schedule(exec, task, loop);
-    if (scheduled == Scheduled::kNo) loop->Release();
-    if (scheduled != Scheduled::kYes) break;  // The caller does what is left.
+    const ScheduleResult result = exec.schedule(exec, task, loop);
+    // After kUnknown the task may still run and needs its reference: a leak is the lesser evil.
+    if (result == ScheduleResult::kRefused) loop->Release();
+    if (result != ScheduleResult::kRuns) break;
   }
   loop->Work();
   const std::exception_ptr error = loop->Wait();
@@ -140,19 +142,19 @@ void ParallelForWorkers(const Exec<Cpu>& exec, int64_t blocks, const Body& body)
   if (error != nullptr) std::rethrow_exception(error);
 }
 
-// Calls body(i), likewise.
+// ParallelForWorkers for a body(i) that does not need the worker.
 template <class Body>
 void ParallelFor(const Exec<Cpu>& exec, int64_t blocks, const Body& body) {
   ParallelForWorkers(exec, blocks, [&](int64_t i, int64_t) { body(i); });
 }
 
-// Calls body(i, scratch), likewise, where a worker has `count` elements of scratch. They are
-// allocated before the loop, because a body that allocates may fail halfway; they hold anything.
+// ParallelForWorkers for a body(i, scratch): each worker has `count` uninitialized elements of
+// scratch, allocated before the loop. Bodies themselves allocate nothing.
 template <class T, class Body>
 void ParallelForWithScratch(const Exec<Cpu>& exec, int64_t blocks, int64_t count,
                             const Body& body) {
   if (blocks == 0) return;
-  constexpr int64_t kLine = 64;  // of a cache: two workers share none
+  constexpr int64_t kLine = 64;  // bytes; workers must not share a cache line
   const int64_t stride = count + kLine / static_cast<int64_t>(sizeof(T));
   const std::unique_ptr<T[]> all(new T[WorkersOf(exec, blocks) * stride]);
   ParallelForWorkers(exec, blocks,
@@ -163,8 +165,8 @@ void ParallelForWithScratch(const Exec<Cpu>& exec, int64_t blocks, int64_t count
 // work stays on the caller's thread.
 constexpr int64_t kTaskBytes = int64_t{1} << 18;
 
-// [0, n) in ranges of kTaskBytes or more, each of which is a block of a loop. Ranges of 64 or more
-// start at multiples of 64, so that two threads share no cache line of an aligned output.
+// Splits [0, n) into ranges of kTaskBytes or more. Ranges of 64 or more elements start at multiples
+// of 64, so that two threads share no cache line of an aligned output.
 class Ranges {
  public:
   // `bytes`: read and written for each element.
@@ -187,7 +189,7 @@ void ParallelRanges(const Exec<Cpu>& exec, int64_t n, int64_t bytes, const Body&
   ParallelFor(exec, ranges.count(), [&](int64_t i) { body(ranges.Begin(i), ranges.End(i)); });
 }
 
-// Calls body(begin, end, scratch), likewise.
+// ParallelRanges with scratch for each worker, as ParallelForWithScratch has it.
 template <class T, class Body>
 void ParallelRangesWithScratch(const Exec<Cpu>& exec, int64_t n, int64_t bytes, int64_t count,
                                const Body& body) {

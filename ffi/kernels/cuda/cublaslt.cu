@@ -14,8 +14,8 @@ namespace {
 
 std::mutex mutex;
 
-// A process may fork while another thread has the mutex, and the child asks for the version. Plans
-// of GEMMs have mutexes, too, which a child does not take: CUDA fails there before.
+// Without this, a child of a fork could wait for ever for a mutex that another thread of its parent
+// held, when it reads the version. Plans of GEMMs need none: CUDA fails before in a child.
 const bool registered [[maybe_unused]] =
     pthread_atfork([] { mutex.lock(); }, [] { mutex.unlock(); }, [] { mutex.unlock(); }) == 0;
 

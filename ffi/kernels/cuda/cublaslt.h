@@ -93,7 +93,7 @@ struct Library {
   Result (*preference_set)(Preference, PreferenceAttribute, const void* value, size_t bytes);
   Result (*heuristic)(Handle, Desc, Layout a, Layout b, Layout c, Layout d, Preference,
                       int requested, Heuristic* results, int* returned);
-  // Whether an algorithm can be run on these, and what it needs.
+  // Checks that an algorithm supports these operands, and gives its workspace.
   Result (*check)(Handle, Desc, Layout a, Layout b, Layout c, Layout d, const Algorithm*,
                   Heuristic* result);
   Result (*matmul)(Handle, Desc, const void* alpha, const void* a, Layout, const void* b, Layout,

@@ -46,30 +46,31 @@ bool LayOut(const cublaslt::Library& lt, cublaslt::Type type, int64_t rows, int6
 
 // The library counts columns first: its A is our b, its result [n, m].
 bool Describe(const cublaslt::Library& lt, const GemmKey& key, GemmPlan* plan) {
-  return lt.desc_create(&plan->desc, cublaslt::kCompute32F, cublaslt::kFloat32) == kSuccess &&
-         Set(lt, plan->desc, cublaslt::kTransA, key.b_k_first ? kAsItIs : kTransposed) &&
-         Set(lt, plan->desc, cublaslt::kTransB, key.a_k_first ? kTransposed : kAsItIs) &&
-         Set(lt, plan->desc, cublaslt::kFastAccumulation, static_cast<int8_t>(key.fast)) &&
-         (key.b_mode == cublaslt::kScalar ||
-          Set(lt, plan->desc, cublaslt::kScaleModeA, key.b_mode)) &&
-         (key.a_mode == cublaslt::kScalar ||
-          Set(lt, plan->desc, cublaslt::kScaleModeB, key.a_mode)) &&
-         (!key.device_alpha ||
-          Set(lt, plan->desc, cublaslt::kPointerMode, cublaslt::kDevicePointer)) &&
-         LayOut(lt, key.b, key.n, key.k, key.b_k_first, &plan->b) &&
-         LayOut(lt, key.a, key.m, key.k, key.a_k_first, &plan->a) &&
-         lt.layout_create(&plan->out, key.out, key.n, key.m, key.n) == kSuccess;
-}
-
-// Where operands have scales, a pointer must be there for the library to choose, as it tells so; it
-// is not read. A sum of values that is split is put together in fp32: by default the library may do
-// that in the dtype of the result.
-bool Choose(const cublaslt::Library& lt, const GemmKey& key, GemmPlan* plan) {
+  const bool described =
+      lt.desc_create(&plan->desc, cublaslt::kCompute32F, cublaslt::kFloat32) == kSuccess &&
+      Set(lt, plan->desc, cublaslt::kTransA, key.b_k_first ? kAsItIs : kTransposed) &&
+      Set(lt, plan->desc, cublaslt::kTransB, key.a_k_first ? kTransposed : kAsItIs) &&
+      Set(lt, plan->desc, cublaslt::kFastAccumulation, static_cast<int8_t>(key.fast)) &&
+      (key.b_mode == cublaslt::kScalar || Set(lt, plan->desc, cublaslt::kScaleModeA, key.b_mode)) &&
+      (key.a_mode == cublaslt::kScalar || Set(lt, plan->desc, cublaslt::kScaleModeB, key.a_mode)) &&
+      (!key.device_alpha ||
+       Set(lt, plan->desc, cublaslt::kPointerMode, cublaslt::kDevicePointer)) &&
+      LayOut(lt, key.b, key.n, key.k, key.b_k_first, &plan->b) &&
+      LayOut(lt, key.a, key.m, key.k, key.a_k_first, &plan->a) &&
+      lt.layout_create(&plan->out, key.out, key.n, key.m, key.n) == kSuccess;
+  // The heuristic needs a non-null scale pointer to know that scales are used; it does not
+  // dereference it.
   const void* const some = plan;
-  if (!key.OfValues()) {
+  if (described && !key.OfValues()) {
     Set(lt, plan->desc, cublaslt::kScalePointerA, some);
     Set(lt, plan->desc, cublaslt::kScalePointerB, some);
   }
+  return described;
+}
+
+// Partial sums of values are added in fp32: by default the library may add them in the dtype of the
+// result.
+bool Choose(const cublaslt::Library& lt, const GemmKey& key, GemmPlan* plan) {
   cublaslt::Preference preference = nullptr;
   if (lt.preference_create(&preference) != kSuccess) return false;
   const auto alignment = static_cast<uint32_t>(key.alignment);
@@ -91,22 +92,23 @@ bool Choose(const cublaslt::Library& lt, const GemmKey& key, GemmPlan* plan) {
   return chosen;
 }
 
-// A number rounded up to its four leading bits after the first.
-int64_t Rounded(int64_t size) {
+// Rounds a size up to five significant bits.
+int64_t RoundUp(int64_t size) {
   int64_t unit = 1;
   while (size / unit >= 32) unit *= 2;
   return (size + unit - 1) / unit * unit;
 }
 
-// The product that an algorithm is looked for. Experts have other numbers of tokens each step, and
-// a search takes much longer than a launch: those of up to a sixteenth more tokens share one. That
-// is for codes, whose sizes are multiples of 16 rounded or not, so operands stay aligned.
-GemmKey Alike(GemmKey key) {
+// The key that the heuristic sees. Experts have new numbers of tokens each step, and the heuristic
+// takes much longer than a launch, so up to a sixteenth more tokens share an algorithm. Values are
+// exempt: their sizes need not be multiples of 16, so rounding would change alignments.
+GemmKey BucketOf(GemmKey key) {
   if (key.OfValues()) return key;
-  constexpr int64_t kUnit = int64_t{1} << 20;
-  key.m = Rounded(key.m);
-  key.k = Rounded(key.k);
-  if (key.workspace_bytes > kUnit) key.workspace_bytes -= key.workspace_bytes % kUnit;
+  constexpr int64_t kUnit = int64_t{1} << 20;  // Scales take a little of the workspace.
+  key.m = RoundUp(key.m);
+  key.k = RoundUp(key.k);
+  if (key.workspace_bytes > kUnit)
+    key.workspace_bytes = (key.workspace_bytes + kUnit / 2) / kUnit * kUnit;
   return key;
 }
 
@@ -114,7 +116,7 @@ using Values = std::array<int64_t, 15>;
 
 constexpr size_t kMostPlans = 1024;
 
-// Under the mutex of plans.
+// Guarded by the mutex of plans.
 LruCache<Values, cublaslt::Algorithm>& Algorithms() {
   static auto& algorithms = *new LruCache<Values, cublaslt::Algorithm>(kMostPlans);
   return algorithms;
@@ -127,17 +129,17 @@ bool CanRun(const cublaslt::Library& lt, const GemmKey& key, const GemmPlan& pla
          found.workspace_bytes <= static_cast<size_t>(key.workspace_bytes);
 }
 
-// The algorithm of the product that is like this one, or else one for this alone: the same whatever
-// was multiplied before.
-bool ChooseAlike(const cublaslt::Library& lt, const GemmKey& key, GemmPlan* plan) {
-  const GemmKey alike = Alike(key);
-  const Values values = alike.Values();
+// Takes the algorithm of the bucket, or one for this key if that does not support it. The choice
+// does not depend on earlier products.
+bool ChooseForBucket(const cublaslt::Library& lt, const GemmKey& key, GemmPlan* plan) {
+  const GemmKey bucket = BucketOf(key);
+  const Values values = bucket.Values();
   if (const cublaslt::Algorithm* known = Algorithms().Find(values)) {
     plan->algorithm = *known;
   } else {
     GemmPlan other;
     other.handle = plan->handle;
-    if (!Describe(lt, alike, &other) || !Choose(lt, alike, &other)) return Choose(lt, key, plan);
+    if (!Describe(lt, bucket, &other) || !Choose(lt, bucket, &other)) return Choose(lt, key, plan);
     Algorithms().Insert(values, other.algorithm);
     plan->algorithm = other.algorithm;
   }
@@ -152,7 +154,7 @@ std::shared_ptr<GemmPlan> Made(const GemmKey& key) {
   plan->handle = HandleOf(lt, key.device);
   if (plan->handle == nullptr) {
     plan->error = "cuBLASLt does not start on this device; look for errors of CUDA before this one";
-  } else if (!Describe(lt, key, plan.get()) || !ChooseAlike(lt, key, plan.get())) {
+  } else if (!Describe(lt, key, plan.get()) || !ChooseForBucket(lt, key, plan.get())) {
     plan->error =
         "cuBLASLt has no algorithm for these operands on this device; "
         "multiply dequantized values in place of codes";
@@ -186,7 +188,7 @@ std::shared_ptr<GemmPlan> PlanOf(const GemmKey& key) {
   const std::lock_guard<std::mutex> lock(plans.mutex);
   if (const auto* found = plans.known.Find(values)) return *found;
   std::shared_ptr<GemmPlan> plan = Made(key);
-  if (plan->handle != nullptr) plans.known.Insert(values, plan);  // What is missing may come.
+  if (plan->handle != nullptr) plans.known.Insert(values, plan);  // The library may appear later.
   return plan;
 }
 

@@ -37,7 +37,7 @@ inline Status ToStatus(cudaError_t error) {
 // Of the launch just made. Clears the error, so that it is not blamed on whoever calls CUDA next.
 inline Status LaunchStatus() { return ToStatus(cudaGetLastError()); }
 
-// Whether gridDim.x may be so many, and what is said if not.
+// The limit of gridDim.x.
 inline bool FitsGrid(int64_t blocks) { return blocks <= INT32_MAX; }
 constexpr Status kTooManyBlocks{
     "the work is more blocks of threads than one launch takes (2^31 - 1); divide the rows"};

@@ -127,13 +127,12 @@ static __global__ void __launch_bounds__(kWarp)
 }
 
 // Launches a kernel of which `splits` blocks share a run, gridDim.y of them, and raise its amaxes
-// from 0 if they are more than one, once AwaitZeros returns. A kernel of one warp makes the zeros while the blocks
-// start: a memset would take time of its own. It comes after all that went before on the stream, so
-// what the kernel reads is there.
+// from 0 if they are more than one, once AwaitZeros returns. A kernel of one warp makes the zeros
+// while the blocks start: a memset would take time of its own. It comes after all that went before
+// on the stream, so what the kernel reads is there.
 template <class... Params, class... Args>
 Status LaunchRaising(const Exec<Cuda>& exec, void (*kernel)(Params...), int64_t runs,
-                     int64_t splits, int threads, float* amax, float* second,
-                     const Args&... args) {
+                     int64_t splits, int threads, float* amax, float* second, const Args&... args) {
   if (!FitsGrid(runs)) return kTooManyBlocks;
   cudaLaunchAttribute early = {};
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
