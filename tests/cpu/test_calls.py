@@ -50,8 +50,8 @@ def test_sizes_from_attributes_are_multiplied_with_care(case):
 
 
 @pytest.mark.parametrize("shape", [(1, 2**59), (2**59, 1), (0, 2**62), (2**62, 0), (2**40, 2**40)], ids=str)
-def test_weights_of_slices_are_no_larger_than_kernels_count(shape):
-    """Tiles of kernels are 16 rows: `cols * 16` is a number, too."""
+def test_weights_of_slices_are_bounded(shape):
+    """Kernels compute `cols * 16`, which must not overflow."""
     with pytest.raises(ValueError, match=r"amax_slices: shapes \(.*\) of weight 0 are more than memory has"):
         amax_slices(torch.zeros(4), WORDS[:1], [torch.ones(64)], shape, (1, 2**31 - 1))
 
@@ -116,7 +116,7 @@ def test_negated_views_are_not_read_as_they_lie():
         call_into("cast_tensor", (x, torch.ones(())), (torch.zeros(4, dtype=torch.uint8),), CAST)
 
 
-def test_more_threads_than_a_process_has_are_not_started():
+def test_the_pool_starts_no_more_threads_than_tasks():
     code = (
         "import threading, numpy as np; from pathlib import Path; from qshard import _ffi\n"
         "_ffi.set_num_threads(2**62); x, amax = np.ones(2**20, np.float32), np.zeros((), np.float32)\n"
@@ -153,7 +153,7 @@ thread.join()
 
 
 def test_forked_processes_have_threads_of_their_own():
-    """While the pool of the parent is at work."""
+    """A fork while the pool of the parent works."""
     command = [sys.executable, "-W", "ignore", "-P", "-c", FORKS]  # Python warns of forks of processes with threads.
     run = subprocess.run(command, text=True, capture_output=True, check=False, timeout=200)
     assert run.returncode == 0, run.stderr

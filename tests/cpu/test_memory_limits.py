@@ -1,4 +1,4 @@
-"""Where memory runs out, ops give right results or one error, and write to nobody's memory. See support/limited_calls.py."""
+"""Ops under failing allocations: right results or one clear error, and no write outside results."""
 
 import os
 import shutil
@@ -10,9 +10,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tests" / "support" / "limited_calls.py"
-# What malloc keeps would hide the limit.
+# malloc must not serve from memory that it kept: the limit would not be reached.
 TIGHT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
-# Those that allocate to work in; and one that only divides its work.
+# Ops that allocate scratch, and one without scratch.
 SOME = ["rms_norm", "rms_norm_grad", "gemm", "adam", "cast_slices", "transpose"]
 pytestmark = pytest.mark.skipif(
     not sys.platform.startswith("linux") or "asan" in os.environ.get("LD_PRELOAD", ""),

@@ -1,4 +1,4 @@
-"""`_ffi.Program` with arguments of any kind: it refuses them, or writes to the memory of its makers alone."""
+"""`_ffi.Program` with arbitrary arguments: it raises, or writes only to the memory of its makers."""
 
 import random
 
@@ -27,7 +27,7 @@ def second_slot(*slot):
 
 
 class Clears:
-    """An int that changes the list it is in."""
+    """An integer whose conversion clears the list that holds it."""
 
     def __init__(self, given):
         self.given = given
@@ -37,7 +37,7 @@ class Clears:
         return 0
 
 
-def clears():
+def slots_with_a_list_that_changes():
     slots = [*GOOD["slots"]]
     shape = [4]
     shape.append(Clears(shape))
@@ -51,7 +51,7 @@ WRONG = {
     "a first byte that is no int": second_slot("float32", (), 1, 4.0),
     "sizes that wrap": second_slot("float32", (2**31, 2**31), 1, 0),
     "negative sizes": second_slot("float32", (-1, -1), 1, 0),
-    "a shape that changes": {"slots": clears()},
+    "a shape that changes": {"slots": slots_with_a_list_that_changes()},
     "a slot too short": second_slot("float32", (), 1),
     "a slot of no source": second_slot("float32", (), 2, 0),
     "a dtype that is none": second_slot("float33", (), 1, 0),
@@ -69,7 +69,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_what_is_wrong_is_refused(wrong):
+def test_wrong_arguments_are_refused(wrong):
     with pytest.raises((ValueError, TypeError), match=r"Program: |call: no op|incompatible"):
         program(**WRONG[wrong])
 
@@ -77,13 +77,13 @@ def test_what_is_wrong_is_refused(wrong):
 @pytest.mark.parametrize(
     "slot", [("float32", (), 1, 61), ("float32", (), 1, 2**63 - 4), ("float32", (16,), 1, 4)], ids=str
 )
-def test_what_does_not_fit_is_refused_by_the_call(slot):
+def test_slots_that_do_not_fit_are_refused_by_the_call(slot):
     with pytest.raises(ValueError, match="a tensor is not what the program was made for"):
         program(**second_slot(*slot))(X)
 
 
-def test_makers_come_before_inputs_are_looked_at():
-    """One that takes the memory of an input away."""
+def test_makers_run_before_inputs_are_imported():
+    """A maker that frees the memory of an input."""
     x = X.clone()
 
     def maker():
@@ -95,7 +95,7 @@ def test_makers_come_before_inputs_are_looked_at():
         program(makers=[maker])(x)
 
 
-def test_attributes_that_change_while_they_are_read_are_no_more_than_there_is_room_for():
+def test_attributes_that_grow_while_they_are_read_do_not_overflow():
     class Adds:
         def __index__(self):
             attributes.update({f"more {i}": i for i in range(40)})
@@ -131,17 +131,17 @@ NUMBERS = [
 ]
 
 
-def number(rng, *usual):
+def draw_number(rng, *usual):
     return rng.choice(usual) if rng.random() < 0.97 else rng.choice(NUMBERS)
 
 
-def drawn(rng, makers):
-    """Arguments, most of which are near what is right."""
+def draw_arguments(rng, makers):
+    """Arguments with few mistakes."""
     dtypes = [*["float32"] * 12, "uint8", "bfloat16", "float64", "nothing"]
 
     def slot(source):
-        shape = [number(rng, 4, 1, 2) for _ in range(rng.choice([0, 0, 0, 1, 2]))]
-        found = (rng.choice(dtypes), shape, number(rng, source), number(rng, 0, 0, 4, 16, 60))
+        shape = [draw_number(rng, 4, 1, 2) for _ in range(rng.choice([0, 0, 0, 1, 2]))]
+        found = (rng.choice(dtypes), shape, draw_number(rng, source), draw_number(rng, 0, 0, 4, 16, 60))
         return found if rng.random() < 0.98 else found[: rng.randrange(4)]
 
     slots = [("float32", (4,), 0, 0), ("float32", (), 1, 0), *(slot(i) for i in rng.choices([1, 2], k=2))]
@@ -149,10 +149,10 @@ def drawn(rng, makers):
     ops = [("amax_tensor", 1, 1, {"lead": 0}), ("scale_from_amax", 1, 2, fp8)]
     steps = []
     for op, taken, written, attributes in rng.choices(ops, weights=[4, 1], k=rng.choice([1, 1, 2, 3])):
-        sides = [[number(rng, *range(len(slots))) for _ in range(count)] for count in (taken, written)]
+        sides = [[draw_number(rng, *range(len(slots))) for _ in range(count)] for count in (taken, written)]
         steps.append((op, *sides, attributes))
-    results = [number(rng, 0, 1, None) for _ in range(rng.choice([0, 1, 2]))]
-    return ["cpu", number(rng, 1), makers, slots, steps, results]
+    results = [draw_number(rng, 0, 1, None) for _ in range(rng.choice([0, 1, 2]))]
+    return ["cpu", draw_number(rng, 1), makers, slots, steps, results]
 
 
 def test_drawn_programs_do_no_harm():
@@ -163,7 +163,7 @@ def test_drawn_programs_do_no_harm():
     for _ in range(4000):
         x = X.clone()
         try:
-            made = _ffi.Program(*drawn(rng, makers))
+            made = _ffi.Program(*draw_arguments(rng, makers))
             results = made(x)
         except (ValueError, TypeError, OverflowError):
             results = None

@@ -1,4 +1,4 @@
-"""The parts of the C++ that have tests of their own, in `ffi/tests`: compiled here, with sanitizers where there are some."""
+"""Tests in C++, of `ffi/tests`: compiled here with the sanitizers that the compiler has."""
 
 import shutil
 import subprocess
@@ -11,8 +11,8 @@ COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
 
-def compiled(folder, sources, *options):
-    """The program, or None if the compiler lacks an option."""
+def compile_program(folder, sources, *options):
+    """Returns the program, or None if the compiler lacks an option."""
     program = folder / "program"
     flags = ["-std=c++17", "-O1", "-g1", "-Wall", "-Wextra", "-Werror", "-pthread", *options]
     includes = [f"-I{FFI}", "-isystem", FFI / "third_party"]
@@ -31,17 +31,17 @@ def compiled(folder, sources, *options):
     "sources", [["tests/parallel_for_test.cc", "host/thread_pool.cc"], ["tests/lru_cache_test.cc"]], ids=lambda s: s[0]
 )
 def test_programs(sources, sanitizers, tmp_path):
-    program = compiled(tmp_path, sources, f"-fsanitize={sanitizers}")
+    program = compile_program(tmp_path, sources, f"-fsanitize={sanitizers}")
     if program is None:
         pytest.skip(f"the compiler has no -fsanitize={sanitizers}")
     run = subprocess.run([program], capture_output=True, text=True, check=False, timeout=120)
     assert (run.returncode, run.stdout) == (0, "passed\n"), run.stderr
 
 
-def test_rows_that_are_not_well_written_are_an_error_of_the_import(tmp_path):
-    """`NB_MODULE` parses all rows, and makes an ImportError of what is thrown."""
+def test_a_bad_row_is_an_error_when_rows_are_parsed(tmp_path):
+    """The module parses all rows at import, and nanobind turns exceptions into ImportError."""
     (tmp_path / "ops.def").write_text('QSHARD_OP(bad, "x: float *batch k", "")\n')
-    program = compiled(tmp_path, ["tests/rows_test.cc", "core/pattern.cc"], f"-I{tmp_path}")
+    program = compile_program(tmp_path, ["tests/rows_test.cc", "core/pattern.cc"], f"-I{tmp_path}")
     run = subprocess.run([program], capture_output=True, text=True, check=False)
     assert run.returncode == 0
     assert run.stdout == 2 * "ops.def: bad: operands and results are not two sides\n"

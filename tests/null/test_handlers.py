@@ -1,4 +1,4 @@
-"""Handlers as XLA may call them, now and later: frames that grow, extensions in any order. And interpreters."""
+"""Handlers under call frames of later versions of XLA, and the extension in subinterpreters."""
 
 import ctypes
 import itertools
@@ -37,13 +37,13 @@ EXECUTE, METADATA, F32, S64, BUFFER, SCALAR = 3, 1, 11, 5, 1, 3
 BUILT = Frame.future.offset  # XLA counts up to `attrs`.
 GROWN = BUILT + 8
 
-said = []
+messages = []
 Function = ctypes.CFUNCTYPE(P, P)
 
 
 @Function
 def create_error(arguments):
-    said.append(ErrorArguments.from_address(arguments).message.decode())
+    messages.append(ErrorArguments.from_address(arguments).message.decode())
     return 1
 
 
@@ -96,7 +96,7 @@ def test_metadata_are_given_whatever_extensions_come_first(size, before):
 
 
 def side(arrays):
-    """A side of a call, and what it points to."""
+    """The operands or results of a frame, and the objects that they point to."""
     dims = [(ctypes.c_int64 * max(1, x.ndim))(*x.shape) for x in arrays]
     buffers = [
         Buffer(ctypes.sizeof(Buffer), None, F32, x.ctypes.data, x.ndim, address(d))
@@ -119,15 +119,15 @@ def test_frames_may_grow_at_their_end(size, args, runs):
     inputs.struct_size += args
     table = api()
     frame = Frame(size, None, address(table), None, EXECUTE, inputs, outputs, attrs, None, 0)
-    said.clear()
+    messages.clear()
     error = handler("amax_tensor")(frame)
     assert held
     assert held_too
     if runs:
-        assert (error, float(amax), said) == (None, 3.0, [])
+        assert (error, float(amax), messages) == (None, 3.0, [])
     else:
         assert error is not None
-        assert "XLA_FFI_CallFrame has another layout" in said[0]
+        assert "XLA_FFI_CallFrame has another layout" in messages[0]
         assert amax == 0
 
 
@@ -161,6 +161,6 @@ print(len(qshard.ops.table()) > 10)
 
 
 def test_subinterpreters_are_refused():
-    """A type that one interpreter has made dies with it."""
+    """Types of nanobind die with the interpreter that created them."""
     run = subprocess.run([sys.executable, "-P", "-c", SUBINTERPRETER], capture_output=True, text=True, check=False)
     assert (run.returncode, run.stdout) == (0, "True\n"), run.stderr

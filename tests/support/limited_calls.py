@@ -1,9 +1,9 @@
-"""A program: calls of every op where memory runs out. Results are right or there is one error, and no other memory changes.
+"""A program that calls every op while allocations fail: each call is right or raises, and no other memory changes.
 
     python limited_calls.py address torch|jax [OP ...]     under limits of the address space
     python limited_calls.py new LIBRARY                    with one failing allocation of the extension (failing_new.cc)
 
-It is a process of its own, because what goes wrong here ends it, or changes memory of whoever comes next.
+It needs its own process: a defect would end it, or corrupt memory of later calls.
 """
 
 import contextlib
@@ -25,9 +25,9 @@ from support.draws import SPECS, Call, draw, filled
 
 THREADS = (1, 2, 4)
 ROOM = (0, 2**16, 2**18, 2**20, 2**22)
-"""Bytes beyond those that the process has: for nothing, for some results, for all of them."""
+"""Bytes of address space that a call may add: none, enough for some results, enough for all of them."""
 NO_MEMORY = ("memory", "alloc", "RESOURCE_EXHAUSTED")
-"""One of these is in what is said."""
+"""Errors of failed allocations contain one of these."""
 CANARY = 0x5A
 
 
@@ -48,7 +48,7 @@ def limited(room: int):
 
 
 def calls(names):
-    """Drawn calls of each op, and large ones of those that need memory to work in."""
+    """Drawn calls of each op, and large calls of ops that need scratch."""
     for name in names or SPECS:
         numbers = (n for n in itertools.count() if name != "adam" or not draw(SPECS[name], n).options["update"])
         for number in itertools.islice(numbers, 2):
@@ -65,7 +65,7 @@ def calls(names):
 
 
 class Watch:
-    """Memory that is taken after a call, which nobody else may write to."""
+    """Canaries: arrays that are allocated after a call, and that later writes of its threads would change."""
 
     def __init__(self):
         self.canaries = []
@@ -78,7 +78,7 @@ class Watch:
     def check(self, arrays):
         for array in arrays:
             if not (array == CANARY).all():
-                sys.exit("a call wrote to memory that is not its own")
+                sys.exit("a call wrote outside its results")
 
     def finish(self):
         time.sleep(0.3)
@@ -86,14 +86,13 @@ class Watch:
             self.check(arrays)
 
 
-def told(error: Exception, made: Call) -> str:
+def check_message(error: Exception, made: Call) -> None:
     text = str(error)
     if not any(word in text for word in NO_MEMORY):
-        sys.exit(f"{text!r} does not say that memory lacks: {made}")
-    return text
+        sys.exit(f"{text!r} does not say that an allocation failed: {made}")
 
 
-def same(got, want, made: Call) -> None:
+def check_results(got, want, made: Call) -> None:
     for a, b in zip(got, want, strict=True):
         if a != b:
             sys.exit(f"a wrong result of {made}")
@@ -157,10 +156,10 @@ def under_limits(framework, names) -> None:
             try:
                 got = call(limited(room))
             except (RuntimeError, MemoryError, ValueError) as error:  # The last is JAX's for RESOURCE_EXHAUSTED.
-                told(error, made)
+                check_message(error, made)
                 failed += 1
             else:
-                same(got, want, made)
+                check_results(got, want, made)
                 right += 1
             watch.take(map(len, want))
         del call
@@ -194,10 +193,10 @@ def with_failing_allocations(library) -> None:
                 try:
                     got, left = call(number)
                 except (RuntimeError, MemoryError) as error:
-                    told(error, made)
+                    check_message(error, made)
                     failed += 1
                 else:
-                    same(got, want, made)
+                    check_results(got, want, made)
                     if left > 0:
                         break
                 watch.take(map(len, want))
