@@ -29,16 +29,17 @@ def run(*arguments, **environment):
     return run.stdout.split()
 
 
-def test_torch():
+@pytest.mark.parametrize("draws", [1, pytest.param(20, marks=pytest.mark.slow)])
+def test_torch(draws):
     """Every op, with 1, 2 and 4 threads."""
-    right, failed = map(int, run("address", "torch", **TIGHT))
+    right, failed = map(int, run("address", "torch", str(draws), **TIGHT))
     assert right > 300
     assert failed > 10
 
 
 @pytest.mark.parametrize("threads", ["4", *(pytest.param(n, marks=pytest.mark.slow) for n in "12")])
 def test_jax(threads):
-    right, failed = map(int, run("address", "jax", *SOME, NPROC=threads, **TIGHT))
+    right, failed = map(int, run("address", "jax", "2", *SOME, NPROC=threads, **TIGHT))
     assert right > 30
     assert failed > 0
 
@@ -46,7 +47,7 @@ def test_jax(threads):
 @pytest.mark.slow
 @pytest.mark.parametrize("threads", ["1", "2", "4"])
 def test_jax_with_every_op(threads):
-    right, _ = map(int, run("address", "jax", NPROC=threads, **TIGHT))
+    right, _ = map(int, run("address", "jax", "2", NPROC=threads, **TIGHT))
     assert right > 300
 
 

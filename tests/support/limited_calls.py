@@ -1,7 +1,7 @@
 """A program that calls every op while allocations fail: each call is right or raises, and no other memory changes.
 
-    python limited_calls.py address torch|jax [OP ...]     under limits of the address space
-    python limited_calls.py new LIBRARY                    with one failing allocation of the extension (failing_new.cc)
+    python limited_calls.py address torch|jax DRAWS [OP ...]    under limits of the address space
+    python limited_calls.py new LIBRARY                         with one failing allocation of the extension (failing_new.cc)
 
 It needs its own process: a defect would end it, or corrupt memory of later calls.
 """
@@ -47,11 +47,11 @@ def limited(room: int):
         resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
 
 
-def calls(names):
+def calls(draws, names):
     """Drawn calls of each op, and large calls of ops that need scratch."""
     for name in names or SPECS:
         numbers = (n for n in itertools.count() if name != "adam" or not draw(SPECS[name], n).options["update"])
-        for number in itertools.islice(numbers, 2):
+        for number in itertools.islice(numbers, draws):
             yield filled(draw(SPECS[name], number), number)
     wide, rows = 2**20, 8
     x, weight = np.ones((rows, wide), np.float32), np.ones(wide, np.float16)
@@ -143,9 +143,9 @@ class Jax:
         return [np.asarray(x).tobytes() for x in jax.tree.leaves(results)]
 
 
-def under_limits(framework, names) -> None:
+def under_limits(framework, draws, names) -> None:
     watch, right, failed = Watch(), 0, 0
-    for made in calls(names):
+    for made in calls(draws, names):
         call = framework(made)
         want = call(contextlib.nullcontext())
         large = sum(map(len, want)) > 2**22
@@ -171,7 +171,7 @@ def with_failing_allocations(library) -> None:
     from support.op_calls import attributes_of, placed, to_numpy
 
     lib, watch, failed = ctypes.CDLL(library), Watch(), 0
-    for made in calls(SPECS):
+    for made in calls(2, SPECS):
         if made.spec.name.startswith("rms_norm") and made.operands[0].size > 2**20:
             continue
 
@@ -209,4 +209,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "new":
         with_failing_allocations(sys.argv[2])
     else:
-        under_limits({"torch": Torch, "jax": Jax}[sys.argv[2]], sys.argv[3:])
+        under_limits({"torch": Torch, "jax": Jax}[sys.argv[2]], int(sys.argv[3]), sys.argv[4:])
