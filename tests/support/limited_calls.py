@@ -1,7 +1,7 @@
 """A program that calls every op while allocations fail: each call is right or raises, and no other memory changes.
 
     python limited_calls.py address torch|jax DRAWS [OP ...]    under limits of the address space
-    python limited_calls.py new LIBRARY                         with one failing allocation of the extension (failing_new.cc)
+    python limited_calls.py new LIBRARY                         with one failing allocation (ffi/tests/failing_new.cc)
 
 It needs its own process: a defect would end it, or corrupt memory of later calls.
 """
@@ -53,7 +53,7 @@ def calls(draws, names):
         numbers = (n for n in itertools.count() if name != "adam" or not draw(SPECS[name], n).options["update"])
         for number in itertools.islice(numbers, draws):
             yield filled(draw(SPECS[name], number), number)
-    wide, rows = 2**20, 8
+    wide, rows = 2**18, 8
     x, weight = np.ones((rows, wide), np.float32), np.ones(wide, np.float16)
     rstd, whole = np.ones(rows, np.float32), ((rows, wide), "float32")
     of = [[whole], [((wide,), "float16")]]
@@ -148,7 +148,7 @@ def under_limits(framework, draws, names) -> None:
     for made in calls(draws, names):
         call = framework(made)
         want = call(contextlib.nullcontext())
-        large = sum(map(len, want)) > 2**22
+        large = sum(map(len, want)) > 2**23
         rooms = [sum(map(len, want)) + room for room in (2**16, 2**21)] if large else ROOM
         for threads, room in itertools.product(THREADS if framework is Torch else (0,), rooms):
             if threads:
