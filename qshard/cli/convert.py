@@ -10,7 +10,7 @@ from qshard.cli import options
 from qshard.cli.errors import Misuse, shown
 
 
-@click.command()
+@click.command(cls=options.Command)
 @click.argument("checkpoint", type=options.PATH)
 @click.argument("out", type=options.PATH)
 @click.option(

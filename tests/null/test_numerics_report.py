@@ -329,6 +329,7 @@ def test_report_in_a_notebook(x):
         warnings.simplefilter("error")
         html = report(x)._repr_html_()
     assert html.startswith("<pre")
+    assert "font-family:monospace" in html.partition(">")[0]  # Pages of nbconvert have another one.
     assert "NVFP4_16x16" in html
     assert html.count("data:image/png;base64,iVBOR") == 1
 
