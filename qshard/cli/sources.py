@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import json
 import re
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qshard.cli.checkpoint import SAVE, Entry, File, read_header
-from qshard.cli.errors import Failure, Misuse, shown
+from qshard.cli.errors import Failure, Misuse, counted, shown
 from qshard.names import closest
 from qshard.plain import KEY
 
@@ -19,6 +20,11 @@ LARGEST_INDEX = 2**26
 """Bytes. That of a model with 100,000 tensors has 2**23."""
 MOST_NESTED = 1000
 """Objects and lists in an index, of which two are needed."""
+CONFIGS = ("config.json", "hf_quant_config.json")
+QUANTIZATION = re.compile(rb'"(?:quantization_config|compression_config|quantization)"\s*:\s*(?!null|\{\s*\}|\s)')
+"""In such files, at any depth: configs of text models are in those of the whole."""
+PART = re.compile(r".*-[0-9]+-of-(?!0*1\.)[0-9]+\.safetensors", re.DOTALL)
+"""Names of one shard of several."""
 STRING = re.compile(rb'"(?:[^"\\]|\\.)*"')
 
 
@@ -31,6 +37,7 @@ class Checkpoint:
       files: that hold them.
       metadata: the strings beside them, of all files.
       notes: what else its reader has to know.
+      outside: names of tensors that are not read: the index leaves them out, or has them in other shards than this.
     """
 
     path: Path
@@ -38,6 +45,7 @@ class Checkpoint:
     entries: dict[str, Entry]
     metadata: dict[str, str]
     notes: list[str]
+    outside: frozenset[str] = frozenset()
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -55,7 +63,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         found = _sharded(path)
     else:
         file = read_header(path)
-        found = Checkpoint(path, [path], file.entries, file.metadata, [])
+        found = Checkpoint(path, [path], file.entries, file.metadata, [], _in_other_shards(path, file))
     if KEY in found.metadata:  # Its scales would pass for layers.
         raise Misuse(f"{shown(path)} has codes of qshard already; take what it was made of")
     return found
@@ -78,9 +86,10 @@ def _sharded(path: Path) -> Checkpoint:
     files = {name: path.parent / name for name in sorted(set(where.values()))}
     missing = [name for name, file in files.items() if not file.is_file()]
     if missing:
+        what = "1 is missing" if len(missing) == 1 else f"{len(missing)} are missing"
+        beside = "put it" if len(missing) == 1 else "put them"
         raise Failure(
-            f"{shown(path)} names {len(files)} shards, and {len(missing)} are missing, such as {shown(missing[0])}; "
-            "put them beside it"
+            f"{shown(path)} names {counted(len(files), 'shard')}, of which {what}, such as {shown(missing[0])}; {beside} beside it"
         )
     read: dict[str, File] = {name: read_header(file) for name, file in files.items()}
     entries = {}
@@ -93,28 +102,63 @@ def _sharded(path: Path) -> Checkpoint:
     extra = [name for file in read.values() for name in file.entries if name not in where]
     notes = [f"not in the index, and left out: {_some(extra)}"] if extra else []
     metadata = {key: value for file in read.values() for key, value in file.metadata.items()}
-    return Checkpoint(path, list(files.values()), entries, metadata, notes)
+    return Checkpoint(path, list(files.values()), entries, metadata, notes, frozenset(extra))
+
+
+def _in_other_shards(path: Path, file: File) -> frozenset[str]:
+    """Of a file that an index beside it names, the tensors in other files of the index."""
+    found: set[str] = set()
+    with contextlib.suppress(OSError):  # A folder that may not be listed.
+        for index in (each for each in path.parent.iterdir() if each.name.endswith(INDEX)):
+            where = _value_of("weight_map", _beside(index))
+            if isinstance(where, dict) and path.name in where.values():
+                found |= where.keys() - file.entries.keys()
+    return frozenset(found)
+
+
+def quantization_of(checkpoint: Checkpoint) -> str | None:
+    """What says that numbers of FP8 are codes although no scale is in sight, as a clause; None if nothing does."""
+    if key := next((key for key in checkpoint.metadata if "quant" in key.lower()), None):
+        return f"the metadata of the file has {shown(key)}"
+    for name in CONFIGS:
+        if QUANTIZATION.search(_beside(checkpoint.path.parent / name)):
+            return f"{name} beside it says that the checkpoint is quantized"
+    if not checkpoint.outside and PART.fullmatch(checkpoint.path.name):
+        return "the file is one shard of several, and others may have it"
+    return None
 
 
 def _weight_map(path: Path) -> dict[str, str]:
     """Name of each tensor -> name of its file."""
-    size = path.stat().st_size
-    problem = f"{shown(path)} ({size} bytes) is not an index of safetensors"
-    text = path.read_bytes() if size <= LARGEST_INDEX else b""
-    bare = STRING.sub(b"", text)  # Small things of JSON are large in memory, so they are counted first.
-    read = None
-    if bare.count(b"{") + bare.count(b"[") <= MOST_NESTED:
-        try:
-            read = json.loads(text)
-        except (ValueError, RecursionError):
-            read = None
-    where = read.get("weight_map") if isinstance(read, dict) else None
+    problem = f"{shown(path)} ({path.stat().st_size} bytes) is not an index of safetensors"
+    where = _value_of("weight_map", path.read_bytes() if path.stat().st_size <= LARGEST_INDEX else b"")
     if not isinstance(where, dict) or not where or not all(isinstance(file, str) for file in where.values()):
         raise Failure(f'{problem}: it has no "weight_map" of names of files; copy it again')
     for file in set(where.values()):
         if Path(file).name != file or not file.endswith(FILE):
             raise Failure(f"{problem}: {shown(file)} is not the name of a file of safetensors beside it")
     return where
+
+
+def _beside(path: Path) -> bytes:
+    """What a file beside a checkpoint holds, as far as it can be read: nobody asked for it."""
+    with contextlib.suppress(OSError):
+        if path.is_file():
+            with path.open("rb") as file:
+                return file.read(LARGEST_INDEX)
+    return b""
+
+
+def _value_of(key: str, text: bytes) -> object:
+    """The value of a key in an object of JSON; None if there is none, or the text is no JSON or much nested."""
+    bare = STRING.sub(b"", text)  # Small things of JSON are large in memory, so they are counted first.
+    if bare.count(b"{") + bare.count(b"[") > MOST_NESTED:
+        return None
+    try:
+        read = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return read.get(key) if isinstance(read, dict) else None
 
 
 def matching(names: Collection[str], globs: Iterable[str], option: str) -> set[str]:
@@ -134,4 +178,4 @@ def matching(names: Collection[str], globs: Iterable[str], option: str) -> set[s
 
 
 def _some(names: list[str]) -> str:
-    return f"{len(names)} tensors, such as {shown(names[0])}"
+    return f"{counted(len(names), 'tensor')}, such as {shown(names[0])}"

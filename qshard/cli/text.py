@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from qshard.cli.choose import Point
-from qshard.cli.errors import shown
+from qshard.cli.errors import counted, shown
 from qshard.cli.findings import HARM, RANKING, Findings, decibels, draws, level, outputs, title
 from qshard.cli.layers import Layer
 from qshard.cli.quantizing import Conversion
@@ -126,7 +126,7 @@ def print_conversion(out: Path, fmt: Format, done: Conversion) -> None:
     for line in done.remarks:
         to.print(Text(line))
     before, after = done.nbytes
-    what = f"{len(done.quantized)} tensors in {fmt}, {len(done.kept)} as they were; {before} bytes became {after}"
+    what = f"{counted(len(done.quantized), 'tensor')} in {fmt}, {len(done.kept)} as they were; {before} bytes became {after}"
     to.print(Text(f"{shown(out)}: {what}; read back bit for bit"))
 
 

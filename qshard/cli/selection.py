@@ -1,0 +1,84 @@
+"""Which tensors of a checkpoint are layers, for every command: what is measured is what is converted."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from qshard.cli.checkpoint import FLOATS, Entry
+from qshard.cli.errors import Misuse, counted, shown
+from qshard.cli.scales import FP8, doubts, reasons_by_name
+from qshard.cli.sources import Checkpoint
+
+LEAST_AXES = 2
+"""Of a weight of products. Norms and biases have fewer."""
+KEPT = "named by --keep"
+NAMED = 3
+"""Tensors in a note, by name."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The layers of a checkpoint.
+
+    Attributes:
+      layers: in the order of the checkpoint.
+      left_out: name of each tensor that is none -> why.
+      remarks: what else there is to know of some layers, by name.
+      notes: what else there is to know of all.
+    """
+
+    layers: list[Entry]
+    left_out: dict[str, str]
+    remarks: dict[str, str]
+    notes: list[str]
+
+
+def select(
+    checkpoint: Checkpoint, names: Collection[str], *, keep: Collection[str] = (), any_axes: bool = False, advice: str
+) -> Selection:
+    """The layers among some tensors.
+
+    Args:
+      names: the tensors.
+      keep: those of them that stay as they are, whatever they hold.
+      any_axes: also tensors of fewer than two axes.
+      advice: for the error, what else there is to do than to dequantize the checkpoint.
+
+    Raises:
+      Misuse: a tensor among them is codes whose scales are in other tensors.
+    """
+    never, doubtful = reasons_by_name(checkpoint), doubts(checkpoint)
+    found = Selection([], {}, {}, [])
+    codes: set[str] = set()
+    raw: list[str] = []
+    for name, entry in checkpoint.entries.items():
+        if name not in names:
+            continue
+        why = entry.refusal or never.get(name)
+        if why is None and not any_axes and len(entry.shape) < LEAST_AXES:
+            why = f"fewer than {LEAST_AXES} axes"
+        doubt = doubtful.get(name)
+        if name in keep:
+            found.left_out[name] = KEPT
+        elif doubt is not None and doubt.certain and (why is None or entry.dtype not in FLOATS):
+            codes.add(name)
+        elif why is not None:
+            found.left_out[name] = why
+        else:
+            found.layers.append(entry)
+            if doubt is not None:
+                found.remarks[name] = f"{shown(name)} {doubt.why}"
+            elif entry.dtype in FP8:
+                raw.append(name)
+    if codes:
+        first = next(name for name in doubtful if name in codes)
+        raise Misuse(
+            f"{shown(checkpoint.path)} is quantized already ({len(codes)} of {counted(len(checkpoint.entries), 'tensor')}): "
+            f"{shown(first)} ({checkpoint.entries[first].dtype}) {doubtful[first].why}; dequantize it first, or {advice}"
+        )
+    if raw:
+        more = f" and {len(raw) - NAMED} more" if len(raw) > NAMED else ""
+        some = ", ".join(map(shown, raw[:NAMED]))
+        found.notes.append(f"FP8 without scales, taken as plain numbers: {some}{more}")
+    return found
