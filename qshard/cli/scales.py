@@ -5,7 +5,7 @@ A file of safetensors does not say so; names, dtypes and shapes do. These are th
 | checkpoint | codes | scales |
 | --- | --- | --- |
 | DeepSeek FP8 | `weight` F8_E4M3 | `weight_scale_inv` |
-| FP8 of compressed-tensors, ModelOpt and fbgemm | `weight` F8_E4M3 | `weight_scale`, `input_scale`, `k_scale`, `v_scale` |
+| FP8 of compressed-tensors, ModelOpt, fbgemm | `weight` F8_E4M3 | `weight_scale`, `input_scale`, `k_scale`, ... |
 | NVFP4, MXFP4 and integers of compressed-tensors | `weight_packed` | `weight_scale`, `weight_global_scale` |
 | NVFP4 of ModelOpt | `weight` U8 | `weight_scale` F8_E4M3, `weight_scale_2` |
 | MXFP4 of gpt-oss | `NAME_blocks` U8 | `NAME_scales` U8 |

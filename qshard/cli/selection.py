@@ -73,10 +73,9 @@ def select(
                 raw.append(name)
     if codes:
         first = next(name for name in doubtful if name in codes)
-        raise Misuse(
-            f"{shown(checkpoint.path)} is quantized already ({len(codes)} of {counted(len(checkpoint.entries), 'tensor')}): "
-            f"{shown(first)} ({checkpoint.entries[first].dtype}) {doubtful[first].why}; dequantize it first, or {advice}"
-        )
+        what = f"{len(codes)} of {counted(len(checkpoint.entries), 'tensor')}"
+        why = f"{shown(first)} ({checkpoint.entries[first].dtype}) {doubtful[first].why}"
+        raise Misuse(f"{shown(checkpoint.path)} is quantized already ({what}): {why}; dequantize it first, or {advice}")
     if raw:
         more = f" and {len(raw) - NAMED} more" if len(raw) > NAMED else ""
         some = ", ".join(map(shown, raw[:NAMED]))

@@ -86,11 +86,8 @@ def _sharded(path: Path) -> Checkpoint:
     files = {name: path.parent / name for name in sorted(set(where.values()))}
     missing = [name for name, file in files.items() if not file.is_file()]
     if missing:
-        what = "1 is missing" if len(missing) == 1 else f"{len(missing)} are missing"
-        beside = "put it" if len(missing) == 1 else "put them"
-        raise Failure(
-            f"{shown(path)} names {counted(len(files), 'shard')}, of which {what}, such as {shown(missing[0])}; {beside} beside it"
-        )
+        many = f"{counted(len(files), 'shard')}, of which {len(missing)} {'is' if len(missing) == 1 else 'are'} missing"
+        raise Failure(f"{shown(path)} names {many}, such as {shown(missing[0])}; put what is missing beside it")
     read: dict[str, File] = {name: read_header(file) for name, file in files.items()}
     entries = {}
     for name, shard in where.items():

@@ -126,8 +126,8 @@ def print_conversion(out: Path, fmt: Format, done: Conversion) -> None:
     for line in done.remarks:
         to.print(Text(line))
     before, after = done.nbytes
-    what = f"{counted(len(done.quantized), 'tensor')} in {fmt}, {len(done.kept)} as they were; {before} bytes became {after}"
-    to.print(Text(f"{shown(out)}: {what}; read back bit for bit"))
+    what = f"{counted(len(done.quantized), 'tensor')} in {fmt}, {len(done.kept)} as they were"
+    to.print(Text(f"{shown(out)}: {what}; {before} bytes became {after}; read back bit for bit"))
 
 
 def _grouped(what: str, why: str, names: Sequence[str]) -> str:

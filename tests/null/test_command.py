@@ -5,7 +5,6 @@ import io
 import json
 import re
 
-import ml_dtypes
 import numpy as np
 import pytest
 

@@ -169,7 +169,9 @@ def test_shards_that_are_not_there(tmp_path):
     folder = sharded(tmp_path / "model", [{"a": W}, {"b": W}])
     (folder / "model-00002-of-00002.safetensors").rename(tmp_path / "elsewhere")
     said = refused("report", folder, status=1)
-    assert "names 2 shards, of which 1 is missing, such as model-00002-of-00002.safetensors; put it beside it" in said
+    assert (
+        "names 2 shards, of which 1 is missing, such as model-00002-of-00002.safetensors; put what is missing" in said
+    )
     (folder / "model-00001-of-00002.safetensors").unlink()
     assert "names 2 shards, of which 2 are missing, such as" in refused("report", folder, status=1)
     folder = sharded(tmp_path / "other", [{"a": W}, {"b": W}], b="model-00001-of-00002.safetensors")

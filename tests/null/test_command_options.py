@@ -2,13 +2,9 @@
 
 import pytest
 
-for _name in ("click", "rich", "safetensors"):
-    pytest.importorskip(_name)
-pytest.importorskip("qshard._ffi")
-
-import click
-
-from qshard.cli import app
+pytest.importorskip("rich")
+pytest.importorskip("safetensors")
+click, app = pytest.importorskip("click"), pytest.importorskip("qshard.cli.app")
 
 OPTIONS = [
     (name, option)

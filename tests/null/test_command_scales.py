@@ -1,4 +1,4 @@
-"""Checkpoints that others have quantized: the command applies their scales nowhere, so it refuses them, or keeps them."""
+"""Checkpoints that others have quantized: the command does not apply their scales, so it refuses or keeps them."""
 
 import contextlib
 import io
