@@ -17,12 +17,13 @@ A tensor of FP8 may also hold plain numbers. It passes for them only if nothing 
 
 from __future__ import annotations
 
+import functools
+import itertools
 import re
-from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
-from qshard.cli.checkpoint import FLOATS, Entry
+from qshard.cli.checkpoint import FLOATS
 from qshard.cli.errors import shown
 from qshard.cli.sources import Checkpoint, quantization_of
 from qshard.layout import Shape
@@ -50,6 +51,45 @@ BLOCKS = (16, 32, 64, 128, 256)
 """Elements that share a scale."""
 
 
+class Parts(NamedTuple):
+    """A name in its parts.
+
+    Attributes:
+      module: before the last `.` or `/`.
+      last: after it.
+      owner: of a scale, the tensor or the module that it belongs to; None for other names.
+      stem: what scales of the tensor are named after: its name, or that without the `_blocks` of packed codes.
+    """
+
+    module: str
+    last: str
+    owner: str | None
+    stem: str
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the name is that of packed codes."""
+        return not self.stem.endswith(self.last)
+
+
+def parts_of(name: str) -> Parts:
+    """The parts of a name.
+
+    >>> parts_of("mlp.up.weight_scale_inv").owner, parts_of("mlp.up.scales").owner, parts_of("mlp.up.upscale").owner
+    ('mlp.up.weight', 'mlp.up', None)
+    >>> parts_of("mlp.up_blocks").stem
+    'mlp.up'
+    """
+    cut = max(name.rfind("."), name.rfind("/"))
+    module, last, front = name[: max(cut, 0)], name[cut + 1 :], name[: cut + 1]
+    if len(last) > LONGEST:
+        return Parts(module, last, None, name)
+    scale = WEIGHT_SCALE.fullmatch(last) or SCALE.fullmatch(last)
+    packed = PACKED.fullmatch(last)
+    owner = None if scale is None else front + scale["stem"] if scale["stem"] else module
+    return Parts(module, last, owner, front + packed["stem"] if packed else name)
+
+
 @dataclass(frozen=True)
 class Doubt:
     """Why the numbers of a tensor are not those of its dtype.
@@ -63,153 +103,100 @@ class Doubt:
     certain: bool = True
 
 
-@dataclass
 class Names:
-    """The tensors of a checkpoint by their names.
+    """The tensors of a checkpoint by the parts of their names.
 
     Attributes:
-      scales: by the name of the tensor or module that they belong to.
-      strays: by module, scales that belong to no tensor of that name.
-      shapes: by module and shape, tensors that may be scales by their shape. One element counts as `()`.
+      parts: by name, of all tensors.
+      scales: by what they belong to, one of the scales of a tensor or a module.
+      strays: by module, a scale that belongs to no tensor.
+      shapes: by module and shape, a tensor that may be a scale by its shape. One element counts as `()`.
     """
 
-    scales: defaultdict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
-    strays: dict[str, str] = field(default_factory=dict)
-    shapes: dict[tuple[str, Shape], str] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, checkpoint: Checkpoint) -> Names:
-        found, scaled = cls(), []
-        known = {stem_of_packed(name) for name in checkpoint.entries}
-        for name in [*checkpoint.entries, *checkpoint.outside]:
-            owner = owner_of(name)
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.checkpoint = checkpoint
+        self.parts = {name: parts_of(name) for name in (*checkpoint.entries, *checkpoint.outside)}
+        self.scales: dict[str, str] = {}
+        self.strays: dict[str, str] = {}
+        self.shapes: dict[tuple[str, Shape], str] = {}
+        known = {self.parts[name].stem for name in checkpoint.entries}
+        for name, (module, last, owner, _) in self.parts.items():
             entry = checkpoint.entries.get(name)
             if owner is not None:
-                found.scales[owner].append(name)
-                scaled.append((name, owner))
-            elif entry is not None and entry.dtype in SCALES and entry.elements and not _match(BIAS, _last(name)):
-                module, shape = module_of(name), entry.shape if entry.elements > 1 else ()
-                found.shapes.setdefault((module, shape), name)
-                if "scale" in _last(name).lower() or entry.dtype == "F8_E8M0":
-                    found.strays.setdefault(module, name)
-        for name, owner in scaled:
-            if owner not in known:
-                found.strays.setdefault(module_of(name), name)
+                self.scales.setdefault(owner, name)
+                if owner not in known:
+                    self.strays.setdefault(module, name)
+            elif entry is None:  # In another shard: of which shape is not known.
+                if not BIAS.fullmatch(last):
+                    self.strays.setdefault(module, name)
+            elif entry.dtype in SCALES and entry.elements and not BIAS.fullmatch(last):
+                self.shapes.setdefault((module, entry.shape if entry.elements > 1 else ()), name)
+                if "scale" in last.lower() or entry.dtype == "F8_E8M0":
+                    self.strays.setdefault(module, name)
+
+    def reasons(self) -> dict[str, str]:
+        """By name, why tensors are never layers: scales, codes and zero points of a quantization that is there."""
+        scaled = {parts.module for parts in self.parts.values() if parts.owner is not None}
+        found = {}
+        for name, parts in self.parts.items():
+            if parts.owner is not None:
+                found[name] = "a scale, by its name"
+            elif parts.is_packed:
+                found[name] = "codes, by its name"
+            elif parts.module in scaled and OFFSET.fullmatch(parts.last):
+                found[name] = "a zero point, by its name, beside scales"
         return found
 
-    def scale(self, entry: Entry) -> str | None:
-        """The scale of a tensor, by its name."""
-        return next(iter(self.scales.get(stem_of_packed(entry.name), ())), None)
+    def doubts(self) -> dict[str, Doubt]:
+        """By name, tensors that are codes, or may be, whose scales are not applied.
 
-    def scale_of_module(self, entry: Entry) -> str | None:
-        """The scale of the module that a tensor is the weight of, by its name."""
-        return next(iter(self.scales.get(module_of(entry.name), ())), None)
+        Numbers of high precision beside a scale of a quantizer may be codes that were cast. Beside a plain `NAME_scale`,
+        which may be a parameter, it is not certain.
+        """
+        found, plain = {}, []
+        for name, entry in self.checkpoint.entries.items():
+            module, last, owner, stem = self.parts[name]
+            if owner is not None or not entry.elements or OFFSET.fullmatch(last):
+                continue
+            if entry.dtype in INTEGERS and len(entry.shape) < 2:  # Permutations, states.
+                continue
+            own, of_module = self.scales.get(stem), self.scales.get(module)
+            if entry.dtype in CODES and (own or of_module):
+                found[name] = Doubt(_scale_in(own or of_module))
+            elif entry.dtype in FLOATS and entry.dtype not in FP8 and own:
+                found[name] = Doubt(_scale_in(own, "may have"), not _is_plain(self.parts[own]))
+            elif entry.dtype in (*FP8, *SMALL) and (stray := self._stray(module, entry.shape)):
+                found[name] = Doubt(_scale_in(stray, "may have"))
+            elif entry.dtype in FP8:
+                plain.append(name)
+        if plain:
+            others = (each for each, doubt in found.items() if doubt.certain)
+            why = next((f"{shown(each)} has one" for each in others), None) or quantization_of(self.checkpoint)
+            if why is not None:
+                found |= dict.fromkeys(plain, Doubt(f"has no scale, but {why}"))
+        return found
 
-    def stray(self, entry: Entry) -> str | None:
-        """A tensor beside another one that may be its scale."""
-        module = module_of(entry.name)
-        grids = (grid for grid in _grids(entry.shape) if (module, grid) in self.shapes)
+    def _stray(self, module: str, shape: Shape) -> str | None:
+        """A tensor of a module that may be the scale of another one there."""
+        grids = (grid for grid in _grids(shape) if (module, grid) in self.shapes)
         return self.strays.get(module) or next((self.shapes[module, grid] for grid in grids), None)
 
 
-def owner_of(name: str) -> str | None:
-    """The tensor or the module that a scale is of; None if the name is not that of a scale.
-
-    >>> owner_of("mlp.up.weight_scale_inv"), owner_of("mlp.up.scales"), owner_of("mlp.up.weight._scale")
-    ('mlp.up.weight', 'mlp.up', 'mlp.up.weight')
-    >>> owner_of("mlp.up.weight"), owner_of("upscale")
-    (None, None)
-    """
-    last = _last(name)
-    found = _match(WEIGHT_SCALE, last) or _match(SCALE, last)
-    if found is None:
-        return None
-    return name[: len(name) - len(last)] + found["stem"] if found["stem"] else module_of(name)
-
-
-def stem_of_packed(name: str) -> str:
-    """What the scales of a tensor are named after: its name, or that without the `_blocks` of packed codes."""
-    last = _last(name)
-    found = _match(PACKED, last)
-    return name[: len(name) - len(last)] + found["stem"] if found else name
-
-
-def module_of(name: str) -> str:
-    """The name without its last part."""
-    return name[: -len(_last(name)) - 1] if len(_last(name)) < len(name) else ""
-
-
-def reasons_by_name(checkpoint: Checkpoint) -> dict[str, str]:
-    """By name, why tensors are never layers: scales, codes and zero points of a quantization that is there already."""
-    found, scaled = {}, set()
-    for name in [*checkpoint.entries, *checkpoint.outside]:
-        if owner_of(name) is not None:
-            found[name] = "a scale, by its name"
-            scaled.add(module_of(name))
-    for name in checkpoint.entries.keys() - found.keys():
-        if _match(PACKED, _last(name)):
-            found[name] = "codes, by its name"
-        elif module_of(name) in scaled and _match(OFFSET, _last(name)):
-            found[name] = "a zero point, by its name, beside scales"
-    return found
-
-
-def doubts(checkpoint: Checkpoint) -> dict[str, Doubt]:
-    """By name, tensors that are codes, or may be, whose scales are not applied.
-
-    Numbers of high precision beside a scale of a quantizer may be codes that were cast. Beside a plain `NAME_scale`,
-    which may be a parameter, it is not certain.
-    """
-    names, never = Names.of(checkpoint), reasons_by_name(checkpoint)
-    found, plain = {}, []
-    for name, entry in checkpoint.entries.items():
-        is_packed = stem_of_packed(name) != name
-        if (name in never and not is_packed) or owner_of(name) is not None or not entry.elements:
-            continue
-        if entry.dtype in INTEGERS and len(entry.shape) < 2:  # Zero points, permutations, states.
-            continue
-        own, of_module = names.scale(entry), names.scale_of_module(entry)
-        if own is not None and (entry.dtype in CODES or entry.dtype in FLOATS):
-            has = "has" if entry.dtype in CODES else "may have"
-            found[name] = Doubt(_scale_in(own, has), entry.dtype in CODES or not _is_plain(own))
-        elif of_module is not None and entry.dtype in CODES:
-            found[name] = Doubt(_scale_in(of_module))
-        elif entry.dtype in (*FP8, *SMALL) and (stray := names.stray(entry)) is not None:
-            found[name] = Doubt(_scale_in(stray, "may have"))
-        elif entry.dtype in FP8:
-            plain.append(name)
-    if plain:
-        others = (each for each, doubt in found.items() if doubt.certain)
-        why = next((f"{shown(each)} has one" for each in others), None) or quantization_of(checkpoint)
-        if why is not None:
-            found |= dict.fromkeys(plain, Doubt(f"has no scale, but {why}"))
-    return found
-
-
-def _scale_in(name: str, has: str = "has") -> str:
+def _scale_in(name: str | None, has: str = "has") -> str:
     return f"{has} its scale in {shown(name)}, which qshard does not apply"
 
 
-def _is_plain(scale: str) -> bool:
-    found = _match(SCALE, _last(scale))
-    return bool(found and found["plain"]) and not _match(WEIGHT_SCALE, _last(scale))
+def _is_plain(scale: Parts) -> bool:
+    """Whether a parameter of a model may have the name of a scale."""
+    found = SCALE.fullmatch(scale.last)
+    return bool(found and found["plain"]) and not WEIGHT_SCALE.fullmatch(scale.last)
 
 
-def _grids(shape: Shape) -> Iterator[Shape]:
+@functools.lru_cache
+def _grids(shape: Shape) -> tuple[Shape, ...]:
     """Shapes of scales of a tensor: one, one a row, one a block."""
-    yield ()
     if len(shape) < 2:
-        return
+        return ((),)
     *lead, rows, columns = shape
     parts = [{1, *(-(-size // block) for block in BLOCKS)} for size in (rows, columns)]
-    for row in sorted(parts[0] | {rows}):
-        for column in sorted(parts[1] - {columns}):
-            yield (*lead, row, column)
-
-
-def _last(name: str) -> str:
-    return name[max(name.rfind("."), name.rfind("/")) + 1 :]
-
-
-def _match(pattern: re.Pattern[str], last: str) -> re.Match[str] | None:
-    return pattern.fullmatch(last) if len(last) <= LONGEST else None
+    return (), *((*lead, *grid) for grid in itertools.product(parts[0] | {rows}, parts[1] - {columns}))

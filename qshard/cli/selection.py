@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from qshard.cli.checkpoint import FLOATS, Entry
 from qshard.cli.errors import Misuse, counted, shown
-from qshard.cli.scales import FP8, doubts, reasons_by_name
+from qshard.cli.scales import FP8, Names
 from qshard.cli.sources import Checkpoint
 
 LEAST_AXES = 2
@@ -48,7 +48,8 @@ def select(
     Raises:
       Misuse: a tensor among them is codes whose scales are in other tensors.
     """
-    never, doubtful = reasons_by_name(checkpoint), doubts(checkpoint)
+    by_name = Names(checkpoint)
+    never, doubtful = by_name.reasons(), by_name.doubts()
     found = Selection([], {}, {}, [])
     codes: set[str] = set()
     raw: list[str] = []
