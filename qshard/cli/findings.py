@@ -66,8 +66,8 @@ def find(
       activations: a file of `numpy.savez`.
 
     Raises:
-      Misuse: there is no such layer, none can be measured, the budget is too small for any choice, or a tensor is
-        quantized already.
+      Misuse: no layer has such a name, none can be measured, the budget is too small for every choice, or a tensor
+        holds codes.
     """
     notes = list(checkpoint.notes)
     names = matching(checkpoint.entries, globs, "--layers") if globs else set(checkpoint.entries)

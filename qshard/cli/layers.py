@@ -154,7 +154,7 @@ def measured(entries: list[Entry], question: Question, remarks: Mapping[str, str
     """The rows of every layer.
 
     Args:
-      remarks: what else there is to know of some of them, by name.
+      remarks: name of a layer -> a remark about it.
     """
     draws = question.draws
     total = sum(entry.elements * (draws if fmt.stochastic else 1) for entry in entries for fmt in question.formats)

@@ -35,7 +35,7 @@ seed: Callable[[Any], Any] = click.option(
 class Command(click.Command):
     """A command that refuses an option given twice, unless the option is declared with `multiple=True`.
 
-    click itself takes the last value without a word.
+    click itself takes the last value silently.
     """
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -53,7 +53,7 @@ class Command(click.Command):
 
 
 def repeatable(option: click.Option) -> bool:
-    """Whether an option may be given several times: all values count, or it ends the command, as --help does."""
+    """True if all values of an option count, or if the option ends the command, as --help does."""
     return option.multiple or option.count or option.is_eager
 
 

@@ -54,7 +54,7 @@ def quantize_to(
     """Converts a checkpoint.
 
     Raises:
-      Misuse: nothing is left to quantize, or a tensor that is not kept is quantized already.
+      Misuse: nothing is left to quantize, or a tensor holds codes and is not named by `keep`.
       Failure: what was read back is not what was written.
     """
     entries = checkpoint.entries
@@ -108,7 +108,7 @@ def seed_of(name: str, seed: int) -> int:
 
 
 def _fitting(selection: Selection, fmt: Format, usage: Usage) -> tuple[dict[str, Description], dict[str, str]]:
-    """The layers that a format fits, and why the others are not."""
+    """Descriptions of the layers that fit a format, and why the others do not."""
     weights, unfit = {}, {}
     for entry in selection.layers:
         try:
@@ -122,7 +122,7 @@ def _fitting(selection: Selection, fmt: Format, usage: Usage) -> tuple[dict[str,
 
 
 def _nothing(kept: dict[str, str], unfit: dict[str, str]) -> str:
-    """Why nothing is left to quantize, and what helps: the first tensor of the reason that is easiest to change."""
+    """Says why nothing is left to quantize: the reason that is easiest to change, with a tensor and a remedy."""
     by_name = {name: why for name, why in kept.items() if why == KEPT}
     for names, advice in (
         (unfit, "choose another format"),

@@ -1,6 +1,6 @@
-"""Checkpoints that are quantized already: which tensors are scales, and which are codes that need them.
+"""Detection of quantized checkpoints: scales by their names, and the codes that need them.
 
-A file of safetensors does not say so; names, dtypes and shapes do. These are the names that others write:
+A file of safetensors does not mark either. These are the names that other libraries write:
 
 | checkpoint | codes | scales |
 | --- | --- | --- |
@@ -12,7 +12,7 @@ A file of safetensors does not say so; names, dtypes and shapes do. These are th
 | GPTQ, AWQ, MLX | `qweight` I32, `weight` U32 | `scales`, beside `qzeros` or `biases` |
 | bitsandbytes | `weight` U8 or I8 | `weight.absmax`, `SCB` |
 
-A tensor of FP8 may also hold plain numbers. It passes for them only if nothing in the checkpoint speaks against it.
+A tensor of FP8 may also hold plain numbers. Only one without any sign of a scale counts as such.
 """
 
 from __future__ import annotations
@@ -37,28 +37,28 @@ WEIGHT_SCALE = re.compile(r"(?P<stem>.*weight)_scale.*", re.IGNORECASE | re.DOTA
 PACKED = re.compile(r"(?P<stem>.+)_(?:blocks|packed|qdata)", re.DOTALL)
 OFFSET = re.compile(r"_?(?:zeros?|zero_points?|qzeros|biases|shift)|.+_zero_points?")
 BIAS = re.compile(r"b|.*bias", re.DOTALL)
-"""All of the last part of a name, after `.` or `/`."""
+"""Patterns of the whole last part of a name, after `.` or `/`."""
 LONGEST = 200
-"""Characters of such a part. A longer one has no meaning, so that no name takes long to read."""
+"""Characters. A longer last part matches no pattern, so a hostile name takes no time."""
 FP8 = tuple(name for name in FLOATS if name.startswith("F8_"))
 SMALL = ("F4", "F6_E2M3", "F6_E3M2")
 INTEGERS = ("U8", "I8", "I32", "U32")
-"""Dtypes of codes that have no dtype of their own, and of several codes an element."""
+"""Dtypes of codes without a dtype of their own, and of packed codes."""
 CODES = (*FP8, *SMALL, *INTEGERS)
 SCALES = (*(name for name in FLOATS if name not in FP8), "F8_E8M0", "U8")
-"""Dtypes that a scale without the name of one may have."""
+"""Dtypes of scales."""
 BLOCKS = (16, 32, 64, 128, 256)
-"""Elements that share a scale."""
+"""Sizes of blocks, in elements."""
 
 
 class Parts(NamedTuple):
-    """A name in its parts.
+    """The parts of a name.
 
     Attributes:
-      module: before the last `.` or `/`.
-      last: after it.
-      owner: of a scale, the tensor or the module that it belongs to; None for other names.
-      stem: what scales of the tensor are named after: its name, or that without the `_blocks` of packed codes.
+      module: the text before the last `.` or `/`.
+      last: the text after it.
+      owner: for a scale, the name of its tensor or module; None for other tensors.
+      stem: the name without the `_blocks` of packed codes; names of scales begin with it.
     """
 
     module: str
@@ -68,12 +68,12 @@ class Parts(NamedTuple):
 
     @property
     def is_packed(self) -> bool:
-        """Whether the name is that of packed codes."""
+        """True for a name of packed codes."""
         return not self.stem.endswith(self.last)
 
 
 def parts_of(name: str) -> Parts:
-    """The parts of a name.
+    """Splits a name.
 
     >>> parts_of("mlp.up.weight_scale_inv").owner, parts_of("mlp.up.scales").owner, parts_of("mlp.up.upscale").owner
     ('mlp.up.weight', 'mlp.up', None)
@@ -92,11 +92,11 @@ def parts_of(name: str) -> Parts:
 
 @dataclass(frozen=True)
 class Doubt:
-    """Why the numbers of a tensor are not those of its dtype.
+    """A sign that a tensor holds codes, not numbers.
 
     Attributes:
-      why: for a sentence whose subject is the tensor.
-      certain: False if it may well hold plain numbers.
+      why: the sign, as the predicate of a sentence about the tensor.
+      certain: False for a tensor that may well hold plain numbers.
     """
 
     why: str
@@ -107,10 +107,10 @@ class Names:
     """The tensors of a checkpoint by the parts of their names.
 
     Attributes:
-      parts: by name, of all tensors.
-      scales: by what they belong to, one of the scales of a tensor or a module.
-      strays: by module, a scale that belongs to no tensor.
-      shapes: by module and shape, a tensor that may be a scale by its shape. One element counts as `()`.
+      parts: the parts of each name.
+      scales: tensor or module -> the first of its scales.
+      strays: module -> its first scale without a tensor.
+      shapes: module and shape -> the first tensor with them, except codes and biases. One element counts as `()`.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -126,7 +126,7 @@ class Names:
                 self.scales.setdefault(owner, name)
                 if owner not in known:
                     self.strays.setdefault(module, name)
-            elif entry is None:  # In another shard: of which shape is not known.
+            elif entry is None:  # In another shard; its shape is not known.
                 if not BIAS.fullmatch(last):
                     self.strays.setdefault(module, name)
             elif entry.dtype in SCALES and entry.elements and not BIAS.fullmatch(last):
@@ -135,7 +135,7 @@ class Names:
                     self.strays.setdefault(module, name)
 
     def reasons(self) -> dict[str, str]:
-        """By name, why tensors are never layers: scales, codes and zero points of a quantization that is there."""
+        """Name -> why the tensor is never a layer, for scales, packed codes and zero points."""
         scaled = {parts.module for parts in self.parts.values() if parts.owner is not None}
         found = {}
         for name, parts in self.parts.items():
@@ -148,10 +148,10 @@ class Names:
         return found
 
     def doubts(self) -> dict[str, Doubt]:
-        """By name, tensors that are codes, or may be, whose scales are not applied.
+        """Name -> doubt, for tensors with signs of a scale.
 
-        Numbers of high precision beside a scale of a quantizer may be codes that were cast. Beside a plain `NAME_scale`,
-        which may be a parameter, it is not certain.
+        Numbers of high precision beside a scale of a quantizer may be codes that were cast; beside `NAME_scale`, which
+        may be a parameter, that is not certain.
         """
         found, plain = {}, []
         for name, entry in self.checkpoint.entries.items():
@@ -162,11 +162,11 @@ class Names:
                 continue
             own, of_module = self.scales.get(stem), self.scales.get(module)
             if entry.dtype in CODES and (own or of_module):
-                found[name] = Doubt(_scale_in(own or of_module))
+                found[name] = Doubt(_predicate(own or of_module))
             elif entry.dtype in FLOATS and entry.dtype not in FP8 and own:
-                found[name] = Doubt(_scale_in(own, "may have"), not _is_plain(self.parts[own]))
+                found[name] = Doubt(_predicate(own, "may have"), not _is_plain(self.parts[own]))
             elif entry.dtype in (*FP8, *SMALL) and (stray := self._stray(module, entry.shape)):
-                found[name] = Doubt(_scale_in(stray, "may have"))
+                found[name] = Doubt(_predicate(stray, "may have"))
             elif entry.dtype in FP8:
                 plain.append(name)
         if plain:
@@ -177,24 +177,24 @@ class Names:
         return found
 
     def _stray(self, module: str, shape: Shape) -> str | None:
-        """A tensor of a module that may be the scale of another one there."""
+        """Finds a scale by its place and shape: a tensor of the same module."""
         grids = (grid for grid in _grids(shape) if (module, grid) in self.shapes)
         return self.strays.get(module) or next((self.shapes[module, grid] for grid in grids), None)
 
 
-def _scale_in(name: str | None, has: str = "has") -> str:
+def _predicate(name: str | None, has: str = "has") -> str:
     return f"{has} its scale in {shown(name)}, which qshard does not apply"
 
 
 def _is_plain(scale: Parts) -> bool:
-    """Whether a parameter of a model may have the name of a scale."""
+    """True for `NAME_scale`, which may also be a parameter of a model."""
     found = SCALE.fullmatch(scale.last)
     return bool(found and found["plain"]) and not WEIGHT_SCALE.fullmatch(scale.last)
 
 
 @functools.lru_cache
 def _grids(shape: Shape) -> tuple[Shape, ...]:
-    """Shapes of scales of a tensor: one, one a row, one a block."""
+    """Shapes of the scales of a tensor: per tensor, per row, per block."""
     if len(shape) < 2:
         return ((),)
     *lead, rows, columns = shape

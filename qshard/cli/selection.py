@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint are layers, for every command: what is measured is what is converted."""
+"""Selection of the layers of a checkpoint, the same for every command."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from qshard.cli.scales import FP8, Names
 from qshard.cli.sources import Checkpoint
 
 LEAST_AXES = 2
-"""Of a weight of products. Norms and biases have fewer."""
+"""A matrix has two; norms and biases have fewer."""
 KEPT = "named by --keep"
 NAMED = 3
-"""Tensors in a note, by name."""
+"""The most names in a note."""
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,9 @@ class Selection:
 
     Attributes:
       layers: in the order of the checkpoint.
-      left_out: name of each tensor that is none -> why.
-      remarks: what else there is to know of some layers, by name.
-      notes: what else there is to know of all.
+      left_out: name of each other tensor -> why.
+      remarks: name of a layer -> a remark about it.
+      notes: remarks about several layers.
     """
 
     layers: list[Entry]
@@ -37,16 +37,16 @@ class Selection:
 def select(
     checkpoint: Checkpoint, names: Collection[str], *, keep: Collection[str] = (), any_axes: bool = False, advice: str
 ) -> Selection:
-    """The layers among some tensors.
+    """Selects the layers among `names`.
 
     Args:
-      names: the tensors.
-      keep: those of them that stay as they are, whatever they hold.
-      any_axes: also tensors of fewer than two axes.
-      advice: for the error, what else there is to do than to dequantize the checkpoint.
+      names: names of tensors.
+      keep: names of tensors to leave out, even if they hold codes.
+      any_axes: True selects tensors of fewer than two axes, too.
+      advice: for the error, an alternative to dequantizing the checkpoint.
 
     Raises:
-      Misuse: a tensor among them is codes whose scales are in other tensors.
+      Misuse: a tensor of `names` holds codes, and its scales are in other tensors.
     """
     by_name = Names(checkpoint)
     never, doubtful = by_name.reasons(), by_name.doubts()

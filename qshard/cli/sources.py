@@ -22,7 +22,7 @@ MOST_NESTED = 1000
 """Objects and lists in an index, of which two are needed."""
 CONFIGS = ("config.json", "hf_quant_config.json")
 QUANTIZATION = re.compile(rb'"(?:quantization_config|compression_config|quantization)"\s*:\s*(?!null|\{\s*\}|\s)')
-"""In such files, at any depth: configs of text models are in those of the whole."""
+"""A key of such files with a value, at any depth: the config of a text model may be a part of another one."""
 PART = re.compile(r".*-[0-9]+-of-(?!0*1\.)[0-9]+\.safetensors", re.DOTALL)
 """Names of one shard of several."""
 STRING = re.compile(rb'"(?:[^"\\]|\\.)*"')
@@ -37,7 +37,7 @@ class Checkpoint:
       files: that hold them.
       metadata: the strings beside them, of all files.
       notes: what else its reader has to know.
-      outside: names of tensors that are not read: the index leaves them out, or has them in other shards than this.
+      outside: names of tensors that are not read: absent from the index, or in other shards.
     """
 
     path: Path
@@ -103,22 +103,22 @@ def _sharded(path: Path) -> Checkpoint:
 
 
 def _in_other_shards(path: Path, file: File) -> frozenset[str]:
-    """Of a file that an index beside it names, the tensors in other files of the index."""
+    """Names of the tensors in other shards, if an index beside the file lists it."""
     found: set[str] = set()
     with contextlib.suppress(OSError):  # A folder that may not be listed.
         for index in (each for each in path.parent.iterdir() if each.name.endswith(INDEX)):
-            where = _value_of("weight_map", _beside(index))
+            where = _json_value("weight_map", _read_optional(index))
             if isinstance(where, dict) and path.name in where.values():
                 found |= where.keys() - file.entries.keys()
     return frozenset(found)
 
 
 def quantization_of(checkpoint: Checkpoint) -> str | None:
-    """What says that numbers of FP8 are codes although no scale is in sight, as a clause; None if nothing does."""
+    """A sign beside the tensors that the checkpoint is quantized, as a clause, or None."""
     if key := next((key for key in checkpoint.metadata if "quant" in key.lower()), None):
         return f"the metadata of the file has {shown(key)}"
     for name in CONFIGS:
-        if QUANTIZATION.search(_beside(checkpoint.path.parent / name)):
+        if QUANTIZATION.search(_read_optional(checkpoint.path.parent / name)):
             return f"{name} beside it says that the checkpoint is quantized"
     if not checkpoint.outside and PART.fullmatch(checkpoint.path.name):
         return "the file is one shard of several, and others may have it"
@@ -128,7 +128,7 @@ def quantization_of(checkpoint: Checkpoint) -> str | None:
 def _weight_map(path: Path) -> dict[str, str]:
     """Name of each tensor -> name of its file."""
     problem = f"{shown(path)} ({path.stat().st_size} bytes) is not an index of safetensors"
-    where = _value_of("weight_map", path.read_bytes() if path.stat().st_size <= LARGEST_INDEX else b"")
+    where = _json_value("weight_map", path.read_bytes() if path.stat().st_size <= LARGEST_INDEX else b"")
     if not isinstance(where, dict) or not where or not all(isinstance(file, str) for file in where.values()):
         raise Failure(f'{problem}: it has no "weight_map" of names of files; copy it again')
     for file in set(where.values()):
@@ -137,8 +137,8 @@ def _weight_map(path: Path) -> dict[str, str]:
     return where
 
 
-def _beside(path: Path) -> bytes:
-    """What a file beside a checkpoint holds, as far as it can be read: nobody asked for it."""
+def _read_optional(path: Path) -> bytes:
+    """The first bytes of an optional file beside a checkpoint; none if it cannot be read."""
     with contextlib.suppress(OSError):
         if path.is_file():
             with path.open("rb") as file:
@@ -146,8 +146,8 @@ def _beside(path: Path) -> bytes:
     return b""
 
 
-def _value_of(key: str, text: bytes) -> object:
-    """The value of a key in an object of JSON; None if there is none, or the text is no JSON or much nested."""
+def _json_value(key: str, text: bytes) -> object:
+    """The value of a key in a JSON object; None if it is absent, or the text is not JSON or too deeply nested."""
     bare = STRING.sub(b"", text)  # Small things of JSON are large in memory, so they are counted first.
     if bare.count(b"{") + bare.count(b"[") > MOST_NESTED:
         return None

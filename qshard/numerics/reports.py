@@ -93,7 +93,7 @@ class Report:
         return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
 
     def _repr_html_(self) -> str:
-        # nbconvert's pages set the font of `pre` to that of the text around it, in which columns would fall apart.
+        # nbconvert gives `pre` the proportional font of the page; columns need a monospace one.
         style = "white-space:pre;overflow-x:auto;line-height:normal;font-family:monospace"
         page = f'<pre style="{style}">{{code}}</pre>'
         console = self._console(WIDE, record=True)
