@@ -160,12 +160,12 @@ class Names:
                 continue
             if entry.dtype in INTEGERS and len(entry.shape) < 2:  # Permutations, states.
                 continue
-            own, of_module = self.scales.get(stem), self.scales.get(module)
-            if entry.dtype in CODES and (own or of_module):
-                found[name] = Doubt(_predicate(own or of_module))
-            elif entry.dtype in FLOATS and entry.dtype not in FP8 and own:
+            own = self.scales.get(stem)
+            if entry.dtype in CODES and (scale := own or self.scales.get(module)) is not None:
+                found[name] = Doubt(_predicate(scale))
+            elif entry.dtype in FLOATS and entry.dtype not in FP8 and own is not None:
                 found[name] = Doubt(_predicate(own, "may have"), not _is_plain(self.parts[own]))
-            elif entry.dtype in (*FP8, *SMALL) and (stray := self._stray(module, entry.shape)):
+            elif entry.dtype in (*FP8, *SMALL) and (stray := self._stray(module, entry.shape)) is not None:
                 found[name] = Doubt(_predicate(stray, "may have"))
             elif entry.dtype in FP8:
                 plain.append(name)
@@ -178,11 +178,13 @@ class Names:
 
     def _stray(self, module: str, shape: Shape) -> str | None:
         """Finds a scale by its place and shape: a tensor of the same module."""
-        grids = (grid for grid in _grids(shape) if (module, grid) in self.shapes)
-        return self.strays.get(module) or next((self.shapes[module, grid] for grid in grids), None)
+        if module in self.strays:
+            return self.strays[module]
+        places = ((module, grid) for grid in _grids(shape))
+        return next((self.shapes[place] for place in places if place in self.shapes), None)
 
 
-def _predicate(name: str | None, has: str = "has") -> str:
+def _predicate(name: str, has: str = "has") -> str:
     return f"{has} its scale in {shown(name)}, which qshard does not apply"
 
 
