@@ -9,6 +9,7 @@ from torch import Tensor
 
 from qshard import plain
 from qshard.formats import Usage
+from qshard.names import shown
 from qshard.pipeline import Plane
 from qshard.plain import Description
 from qshard.torch_bridge.tensor import QuantizedTensor, of_description
@@ -54,6 +55,7 @@ def from_plain(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None
       Quantized tensors, which share memory with `tensors`, and the rest.
 
     Raises:
+      TypeError: an argument is not a dict, or one of `tensors` is not a tensor.
       ValueError: tensors are not those that the metadata describes, or it is of a later version.
     """
     return plain.restored(tensors, metadata, _made_of)
@@ -78,4 +80,8 @@ def _parts_of(name: str, value: Any) -> tuple[Description, dict[Usage, Plane]] |
 
 
 def _made_of(name: str, description: Description, planes: dict[Usage, Plane]) -> QuantizedTensor:
+    for part, array in plain.flat(planes).items():
+        if not isinstance(array, Tensor):
+            what = f"{plain.joined(name, part)} ({shown(array)}) is not a torch.Tensor"
+            raise TypeError(f"from_plain: {what}; load the file with safetensors.torch")
     return of_description("from_plain", name, description, planes)

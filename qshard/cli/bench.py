@@ -34,7 +34,7 @@ class Timing:
     percent_of_copy: float
 
 
-@click.command()
+@click.command(cls=options.Command)
 @click.option(
     "--size",
     type=click.IntRange(1, 2**15),

@@ -10,7 +10,7 @@ from qshard.cli import options
 from qshard.cli.errors import Misuse, shown
 
 
-@click.command()
+@click.command(cls=options.Command)
 @click.argument("checkpoint", type=options.PATH)
 @click.argument("out", type=options.PATH)
 @click.option(
@@ -27,8 +27,8 @@ from qshard.cli.errors import Misuse, shown
 def convert(checkpoint: Path, out: Path, fmt: str, keep: tuple[str, ...], usage: str, seed: int, force: bool) -> None:
     """Write CHECKPOINT, a file, an index or a folder of safetensors, to OUT with its weights as codes and scales.
 
-    Tensors of fewer than two axes, those that are not of real numbers and those that the format does not fit stay as
-    they are. OUT is read back before it gets its name.
+    Tensors of fewer than two axes, scales, those that are not of real numbers and those that the format does not fit
+    stay as they are. OUT is read back before it gets its name.
     """
     chosen = options.format_of(fmt, "--format")
 

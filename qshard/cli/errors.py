@@ -44,3 +44,12 @@ def shown(name: object) -> str:
     """
     text, half = printable(name), (LONGEST - 3) // 2
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 3 - half]}...{text[-half:]}"
+
+
+def counted(count: int, noun: str) -> str:
+    """A number of things.
+
+    >>> counted(1, "tensor"), counted(2, "tensor")
+    ('1 tensor', '2 tensors')
+    """
+    return f"{count} {noun}{'' if count == 1 else 's'}"

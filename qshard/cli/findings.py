@@ -11,9 +11,10 @@ from pathlib import Path
 
 from qshard.cli.activations import open_activations
 from qshard.cli.choose import Recommendation, Tradeoff, ranked, recommended, tradeoff
-from qshard.cli.errors import Misuse, shown
-from qshard.cli.layers import Layer, Question, measured, reasons
+from qshard.cli.errors import Misuse, counted, shown
+from qshard.cli.layers import Layer, Question, measured
 from qshard.cli.options import Budget
+from qshard.cli.selection import select
 from qshard.cli.sources import Checkpoint, matching
 from qshard.formats import Usage
 
@@ -65,16 +66,17 @@ def find(
       activations: a file of `numpy.savez`.
 
     Raises:
-      Misuse: there is no such layer, none can be measured, or the budget is too small for any choice.
+      Misuse: no layer has such a name, none can be measured, the budget is too small for every choice, or a tensor
+        holds codes.
     """
     notes = list(checkpoint.notes)
     names = matching(checkpoint.entries, globs, "--layers") if globs else set(checkpoint.entries)
-    asked = [entry for name, entry in checkpoint.entries.items() if name in names]
-    left_out = reasons(asked, any_axes=bool(globs))
-    entries = sorted((entry for entry in asked if entry.name not in left_out), key=lambda entry: natural(entry.name))
+    selection = select(checkpoint, names, any_axes=bool(globs), advice="name other layers with --layers")
+    notes, left_out = notes + selection.notes, selection.left_out
+    entries = sorted(selection.layers, key=lambda entry: natural(entry.name))
     if not entries:
         name, why = next(iter(left_out.items()), ("none", "it has no tensors"))
-        some = f"{len(left_out)} tensors, such as {shown(name)} ({why})" if left_out else why
+        some = f"{counted(len(left_out), 'tensor')}, such as {shown(name)} ({why})" if left_out else why
         raise Misuse(f"{shown(checkpoint.path)} has no layer to measure: {some}; name layers with --layers")
     budget, elements = None, sum(entry.elements for entry in entries)
     if given is not None:
@@ -85,7 +87,7 @@ def find(
     if activations is not None:
         found, more = open_activations(activations, entries)
         question, notes = dataclasses.replace(question, activations=found), notes + more
-    layers = tuple(measured(entries, question, set(checkpoint.entries)))
+    layers = tuple(measured(entries, question, selection.remarks))
     ranked_by, ranking = ranked(layers)
     choice, curve = None if budget is None else recommended(layers, budget), tradeoff(layers)
     if budget is not None and choice is None:

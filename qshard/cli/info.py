@@ -14,13 +14,14 @@ import click
 
 import qshard
 from qshard import environment
+from qshard.cli import options
 
 LIBRARIES = ("click", "rich", "safetensors")
 SMI_SECONDS = 20
 SMI = ("nvidia-smi", "--query-gpu=name,compute_cap,driver_version", "--format=csv,noheader")
 
 
-@click.command()
+@click.command(cls=options.Command)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def info(as_json: bool) -> None:
     """What the report of a bug should hold: build, kernels, CUDA, versions, machine."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +20,6 @@ from qshard.numerics.measures import Floats, Note, Stats, as_float, stats_of
 from qshard.numerics.outliers import outlier_share
 from qshard.numerics.outputs import output_noise
 
-LEAST_AXES = 2
-"""Of a weight of products. Norms and biases have fewer."""
 OP = "qshard report"
 
 
@@ -152,23 +150,11 @@ class Question:
         return min(sizes.values())
 
 
-def reasons(entries: Iterable[Entry], *, any_axes: bool = False) -> dict[str, str]:
-    """By name, why entries are no layers."""
-    found = {}
-    for entry in entries:
-        why = entry.refusal
-        if why is None and not any_axes and len(entry.shape) < LEAST_AXES:
-            why = f"fewer than {LEAST_AXES} axes"
-        if why is not None:
-            found[entry.name] = why
-    return found
-
-
-def measured(entries: list[Entry], question: Question, names: set[str]) -> list[Layer]:
+def measured(entries: list[Entry], question: Question, remarks: Mapping[str, str]) -> list[Layer]:
     """The rows of every layer.
 
     Args:
-      names: of all tensors of the checkpoint.
+      remarks: name of a layer -> a remark about it.
     """
     draws = question.draws
     total = sum(entry.elements * (draws if fmt.stochastic else 1) for entry in entries for fmt in question.formats)
@@ -184,18 +170,18 @@ def measured(entries: list[Entry], question: Question, names: set[str]) -> list[
                 done = min(done + elements, end)
                 update(what, done)
 
-            found.append(_layer(entry, question, names, advance))
+            known = [remarks[entry.name]] if entry.name in remarks else []
+            found.append(_layer(entry, question, known, advance))
             done = end  # Of formats that it is not measured in, too.
     return found
 
 
-def _layer(entry: Entry, question: Question, names: set[str], advance: Any) -> Layer:
+def _layer(entry: Entry, question: Question, known: list[str], advance: Any) -> Layer:
     x = as_float(entry.read(), OP)
     planes, left_out = question.planes(entry.shape)
     given = question.activations.of(entry.name) if question.activations else None
     rows = tuple(_row(x, fmt, usage, question, given, advance) for fmt, usage in planes)
-    scales = [f"{entry.name}{end}" for end in ("_scale_inv", "_scale") if f"{entry.name}{end}" in names]
-    remarks = [f"measured without its scales, {shown(name)}" for name in scales]
+    remarks = list(known)
     if question.activations is not None and given is None:
         remarks.append("no activations: its harm is that with white ones")
     if any(row.output is not None and math.isnan(row.output) for row in rows):

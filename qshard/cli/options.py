@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import math
 import re
 from collections.abc import Callable, Iterable
@@ -29,6 +30,32 @@ usage: Callable[[Any], Any] = click.option(
 seed: Callable[[Any], Any] = click.option(
     "--seed", type=click.IntRange(0, 2**64 - 1), default=0, show_default=True, help="Of stochastic rounding."
 )
+
+
+class Command(click.Command):
+    """A command that refuses an option given twice, unless the option is declared with `multiple=True`.
+
+    click itself takes the last value silently.
+    """
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parses the arguments, with a count of each option first.
+
+        Raises:
+          click.UsageError: an option is there twice.
+        """
+        if not ctx.resilient_parsing:  # Of shell completion.
+            _, _, order = self.make_parser(ctx).parse_args(list(args))
+            for parameter, times in collections.Counter(order).items():
+                if isinstance(parameter, click.Option) and times > 1 and not repeatable(parameter):
+                    raise click.UsageError(f"{parameter.opts[0]} is given {times} times; give it once", ctx)
+        return super().parse_args(ctx, args)
+
+
+def repeatable(option: click.Option) -> bool:
+    """True if all values of an option count, or if the option ends the command, as --help does."""
+    return option.multiple or option.count or option.is_eager
+
 
 BYTES = {"": 0, "B": 1} | {f"{letter}B": 1000**i for i, letter in enumerate("kMGT", 1)}
 BYTES |= {f"{letter}iB": 1024**i for i, letter in enumerate("KMGT", 1)}

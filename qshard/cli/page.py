@@ -65,10 +65,10 @@ def _parts(findings: Findings) -> Iterator[str]:
         yield f"<h2>For {findings.budget:g} bytes an element</h2>"
         yield f"<p>{chosen.point.bytes_per_element:.3f} bytes an element, {level(chosen.point.harm)}.</p>"
         rows = [(name, each.name, f"{each.nbytes:.0f}", decibels(each.harm)) for name, each in chosen.choices.items()]
-        yield _table(("layer", "format", "bytes", "dB"), rows)
+        yield _table(("layer", "format", "bytes", "noise dB"), rows)
     if findings.ranking:
         yield f"<h2>{_text(findings.ranked_by)}: {RANKING}</h2>"
-        yield _table(("layer", "dB"), [(layer.entry.name, decibels(harm)) for layer, harm in findings.ranking])
+        yield _table(("layer", "noise dB"), [(layer.entry.name, decibels(harm)) for layer, harm in findings.ranking])
     yield "<h2>Layers</h2>"
     for layer in findings.layers:
         yield from _layer(layer)

@@ -15,19 +15,19 @@ from qshard import pipeline
 from qshard.cli.bar import bar
 from qshard.cli.checkpoint import Entry
 from qshard.cli.errors import Failure, Misuse, shown
-from qshard.cli.layers import reasons
 from qshard.cli.output import replacing
+from qshard.cli.selection import KEPT, LEAST_AXES, Selection, select
 from qshard.cli.sources import Checkpoint, matching
 from qshard.cli.writer import Writer
 from qshard.formats import Format, Usage
 from qshard.layout import Shape, matrix_shape, plane
 from qshard.numerics import kernels
 from qshard.numerics.measures import as_float
+from qshard.numerics.tables import unplaced
 from qshard.plain import KEY, Description, described, flat, joined, text_of
 
 WORDS = {"uint8": "U8", "float32": "F32"}
 """Dtypes of codes and scales, as safetensors writes them."""
-NAMED = "named by --keep"
 OP = "qshard convert"
 
 
@@ -54,27 +54,20 @@ def quantize_to(
     """Converts a checkpoint.
 
     Raises:
-      Misuse: nothing is left to quantize.
+      Misuse: nothing is left to quantize, or a tensor holds codes and is not named by `keep`.
       Failure: what was read back is not what was written.
     """
-    entries, kept = checkpoint.entries, _kept(checkpoint, keep)
-    weights: dict[str, Description] = {}
-    for name, entry in entries.items():
-        if name in kept:
-            continue
-        try:
-            for each in usage.planes:
-                plane(fmt, entry.shape, each, op=str(fmt))
-        except ValueError as error:
-            kept[name] = str(error)
-            continue
-        weights[name] = Description(format=fmt, shape=entry.shape, dtype=entry.given_as, planes=usage.planes)
+    entries = checkpoint.entries
+    named = matching(entries, keep, "--keep") if keep else set()
+    selection = select(checkpoint, entries, keep=named, advice="name with --keep what is to stay as it is")
+    weights, unfit = _fitting(selection, fmt, usage)
+    kept = selection.left_out | unfit
     if not weights:
-        name, why = next(iter(kept.items()), ("none", "it has no tensors"))
-        raise Misuse(f"{shown(checkpoint.path)} has nothing to quantize: {shown(name)}: {why}; choose another format")
+        raise Misuse(f"{shown(checkpoint.path)} has nothing to quantize: {_nothing(kept, unfit)}")
     tensors = _tensors(entries, weights)
     metadata = checkpoint.metadata | {KEY: text_of(weights)}
-    done = Conversion(weights, kept, (0, 0), list(checkpoint.notes))
+    remarks = [*checkpoint.notes, *selection.notes, *selection.remarks.values()]
+    done = Conversion(weights, kept, (0, 0), remarks)
     with replacing(out) as file, bar(sum(entry.nbytes for entry in entries.values())) as update:
         writer, read = Writer(file, tensors, metadata), 0
         for i, (name, entry) in enumerate(entries.items()):
@@ -114,9 +107,31 @@ def seed_of(name: str, seed: int) -> int:
     return (seed + int.from_bytes(own, "little")) % 2**64
 
 
-def _kept(checkpoint: Checkpoint, keep: Sequence[str]) -> dict[str, str]:
-    named = matching(checkpoint.entries, keep, "--keep") if keep else set()
-    return reasons(checkpoint.entries.values()) | dict.fromkeys(sorted(named), NAMED)
+def _fitting(selection: Selection, fmt: Format, usage: Usage) -> tuple[dict[str, Description], dict[str, str]]:
+    """Descriptions of the layers that fit a format, and why the others do not."""
+    weights, unfit = {}, {}
+    for entry in selection.layers:
+        try:
+            for each in usage.planes:
+                plane(fmt, entry.shape, each, op=str(fmt), name="shape")
+        except ValueError as error:
+            (unfit[entry.name],) = unplaced({str(fmt): str(error)})
+            continue
+        weights[entry.name] = Description(format=fmt, shape=entry.shape, dtype=entry.given_as, planes=usage.planes)
+    return weights, unfit
+
+
+def _nothing(kept: dict[str, str], unfit: dict[str, str]) -> str:
+    """Says why nothing is left to quantize: the reason that is easiest to change, with a tensor and a remedy."""
+    by_name = {name: why for name, why in kept.items() if why == KEPT}
+    for names, advice in (
+        (unfit, "choose another format"),
+        (by_name, "keep fewer"),
+        (kept, f"take a checkpoint with tensors of real numbers and {LEAST_AXES} axes or more"),
+    ):
+        for name, why in names.items():
+            return f"{shown(name)}: {why}; {advice}"
+    return "it has no tensors; take a checkpoint that has some"
 
 
 def _tensors(entries: dict[str, Entry], weights: dict[str, Description]) -> dict[str, tuple[str, Shape]]:

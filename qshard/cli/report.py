@@ -20,7 +20,7 @@ def weight_formats() -> list[Format]:
     return list(dict.fromkeys(fmt.with_options(nonfinite=FORMATS[fmt.name].nonfinite) for fmt in found))
 
 
-@click.command()
+@click.command(cls=options.Command)
 @click.argument("checkpoint", type=options.PATH)
 @click.option(
     "--formats",

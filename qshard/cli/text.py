@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from qshard.cli.choose import Point
-from qshard.cli.errors import shown
+from qshard.cli.errors import counted, shown
 from qshard.cli.findings import HARM, RANKING, Findings, decibels, draws, level, outputs, title
 from qshard.cli.layers import Layer
 from qshard.cli.quantizing import Conversion
@@ -24,6 +24,9 @@ POINTS = 16
 BAR = 40
 NAMED = 3
 """Tensors that are left out for one reason, by name."""
+HINT = (
+    "--budget 0.8 recommends a format for each layer, of 0.8 bytes an element in all; --html FILE draws the trade-off"
+)
 
 
 def console() -> Console:
@@ -49,7 +52,9 @@ def print_text(findings: Findings) -> None:
         return
     out.print()
     out.print(Text(f"{findings.ranked_by}: {RANKING}", style="bold"))
-    out.print(table(["layer", "dB"], [[shown(layer.entry.name), decibels(harm)] for layer, harm in findings.ranking]))
+    out.print(
+        table(["layer", "noise dB"], [[shown(layer.entry.name), decibels(harm)] for layer, harm in findings.ranking])
+    )
     out.print()
     _print_curve(out, findings)
     _print_recommendation(out, findings)
@@ -87,7 +92,7 @@ def _print_curve(out: Console, findings: Findings) -> None:
         rows.append([name, f"{point.bytes_per_element:.3f}", decibels(point.harm), "#" * round(1 + (BAR - 1) * part)])
         rows[-1][-1] = rows[-1][-1].ljust(BAR) if point.harm else " " * BAR
     out.print(Text(f"bytes an element against dB of {HARM}", style="bold"))
-    out.print(table(["formats", "bytes", "dB", ""], rows))
+    out.print(table(["formats", "bytes", "noise dB", "more noise, longer bar".ljust(BAR)], rows))
 
 
 def _some(curve: Sequence[Point]) -> list[Point]:
@@ -102,6 +107,9 @@ def _some(curve: Sequence[Point]) -> list[Point]:
 
 def _print_recommendation(out: Console, findings: Findings) -> None:
     chosen = findings.recommendation
+    if findings.budget is None:
+        out.print()
+        out.print(Text(HINT))
     if chosen is None:
         return
     out.print()
@@ -112,7 +120,7 @@ def _print_recommendation(out: Console, findings: Findings) -> None:
         [shown(name), choice.name, f"{choice.nbytes:.0f}", decibels(choice.harm)]
         for name, choice in chosen.choices.items()
     ]
-    out.print(table(["layer", "format", "bytes", "dB"], rows))
+    out.print(table(["layer", "format", "bytes", "noise dB"], rows))
 
 
 def print_conversion(out: Path, fmt: Format, done: Conversion) -> None:
@@ -126,8 +134,8 @@ def print_conversion(out: Path, fmt: Format, done: Conversion) -> None:
     for line in done.remarks:
         to.print(Text(line))
     before, after = done.nbytes
-    what = f"{len(done.quantized)} tensors in {fmt}, {len(done.kept)} as they were; {before} bytes became {after}"
-    to.print(Text(f"{shown(out)}: {what}; read back bit for bit"))
+    what = f"{counted(len(done.quantized), 'tensor')} in {fmt}, {len(done.kept)} as they were"
+    to.print(Text(f"{shown(out)}: {what}; {before} bytes became {after}; read back bit for bit"))
 
 
 def _grouped(what: str, why: str, names: Sequence[str]) -> str:

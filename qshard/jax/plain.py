@@ -54,6 +54,7 @@ def from_plain(arrays: Mapping[str, Any], metadata: Mapping[str, str] | None) ->
       Quantized arrays, and the rest.
 
     Raises:
+      TypeError: an argument is not a dict, or one of `arrays` is not an array.
       ValueError: arrays are not those that the metadata describes, or it is of a later version.
     """
     return plain.restored(arrays, metadata, _made_of)

@@ -93,7 +93,9 @@ class Report:
         return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
 
     def _repr_html_(self) -> str:
-        page = '<pre style="white-space:pre;overflow-x:auto;line-height:normal">{code}</pre>'
+        # nbconvert gives `pre` the proportional font of the page; columns need a monospace one.
+        style = "white-space:pre;overflow-x:auto;line-height:normal;font-family:monospace"
+        page = f'<pre style="{style}">{{code}}</pre>'
         console = self._console(WIDE, record=True)
         console.print(self)
         text = console.export_html(inline_styles=True, code_format=page)

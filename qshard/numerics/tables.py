@@ -75,10 +75,10 @@ def _columns(rows: Sequence[Stats]) -> list[_Column]:
             "not counted", lambda row: _share(1 - row.counted), 9, lambda row: row.nonfinite_given or row.nonfinite_made
         ),
         _Column("mean error", lambda row: percent(row.mean_relative_error), 10),
-        _Column("max error", lambda row: percent(row.max_relative_error, 1), 6),
+        _Column("max error", lambda row: percent(row.max_relative_error, 1), 1),
         _Column("zeros made", lambda row: _share(row.zeros_made), 8),
         _Column("saturated", lambda row: _share(row.saturated), 7),
-        _Column("worst block dB", lambda row: _decibels(row.worst_block_db), 1, lambda row: row.format.block),
+        _Column("worst block dB", lambda row: _decibels(row.worst_block_db), 6, lambda row: row.format.block),
         _Column("subnormal", lambda row: _share(row.subnormal), 2),
         _Column("non-finite made", lambda row: _share(row.nonfinite_made), 3, lambda row: row.nonfinite_made),
         _Column("scale exponents", lambda row: _range(row.scale_histogram), 4),

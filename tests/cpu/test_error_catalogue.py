@@ -1,5 +1,7 @@
 """What a new user does wrong, and what both front ends say: the same of the same mistake. See support/mistakes.py."""
 
+import json
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -15,7 +17,7 @@ X = np.ones((64, 64), np.float32)
 NAMES = {
     **{"X": X, "W": X, "ONE": X[0, 0], "STOCHASTIC": "NVFP4[rounding=stochastic]", "np": np, "ml_dtypes": ml_dtypes},
     **{"formats": formats, "layout": layout, "recipes": recipes, "reference": reference, "Usage": Usage},
-    **{"numerics": numerics},
+    **{"numerics": numerics, "json": json},
     **{"plan_master": plan_master, "plan_shards": plan_shards, "Recipe": Recipe},
 }
 BOTH, ALONE = mistakes("both"), mistakes("alone")

@@ -212,3 +212,13 @@ def test_names_in_the_picture(tmp_path):
         boxes.append((x, x + width, y))
     for one, other in itertools.combinations(boxes, 2):
         assert one[1] <= other[0] or other[1] <= one[0] or abs(one[2] - other[2]) >= LINE - 0.1  # As it is rounded.
+
+
+def test_text_says_what_its_numbers_are_and_what_else_there_is(model):
+    """SQNR is signal for noise, harm noise for signal: their signs differ, so both are named."""
+    hint = "--budget 0.8 recommends a format for each layer"
+    text = ok("report", model, "--formats", "NVFP4")
+    assert re.search(r"^layer +noise dB$", text, re.MULTILINE)
+    assert re.search(r"^formats +bytes +noise dB +more noise, longer bar", text, re.MULTILINE)
+    assert text.splitlines()[-1].startswith(hint)
+    assert hint not in ok("report", model, "--formats", "NVFP4", "--budget", "2")

@@ -169,13 +169,18 @@ def test_shards_that_are_not_there(tmp_path):
     folder = sharded(tmp_path / "model", [{"a": W}, {"b": W}])
     (folder / "model-00002-of-00002.safetensors").rename(tmp_path / "elsewhere")
     said = refused("report", folder, status=1)
-    assert "names 2 shards, and 1 are missing, such as model-00002-of-00002.safetensors" in said
+    assert (
+        "names 2 shards, of which 1 is missing, such as model-00002-of-00002.safetensors; put what is missing" in said
+    )
+    (folder / "model-00001-of-00002.safetensors").unlink()
+    assert "names 2 shards, of which 2 are missing, such as" in refused("report", folder, status=1)
     folder = sharded(tmp_path / "other", [{"a": W}, {"b": W}], b="model-00001-of-00002.safetensors")
     assert "has b in model-00001-of-00002.safetensors, where it is not" in refused("report", folder, status=1)
 
 
 def test_wrong_arguments(tmp_path):
     path, out = write(tmp_path / "a.safetensors", {"layers.0.w": W, "b": W[0]}), tmp_path / "out.safetensors"
+    bias, odd = (write(tmp_path / f"{name}.safetensors", {name: x}) for name, x in (("b", W[0]), ("w", W[:3, :3])))
     said = {
         (
             "report",
@@ -213,14 +218,23 @@ def test_wrong_arguments(tmp_path):
         ("convert", path, path, "--format", "MXFP4"): "is a file of the checkpoint itself",
         ("convert", path, tmp_path / "a.bin", "--format", "MXFP4"): "does not end in .safetensors",
         ("convert", path, out, "--format", "MXFP4", "--keep", "c"): "--keep c is the name of no tensor",
-        ("convert", path, out, "--format", "MXFP4", "--keep", "*"): "has nothing to quantize: b: named by --keep",
+        ("convert", path, out, "--format", "MXFP4", "--keep", "*"): (
+            "has nothing to quantize: layers.0.w: named by --keep; keep fewer"
+        ),
+        ("convert", bias, out, "--format", "MXFP4"): (
+            "has nothing to quantize: b: fewer than 2 axes; take a checkpoint with tensors of real numbers and 2 axes"
+        ),
+        ("convert", odd, out, "--format", "MXFP4"): (
+            "has nothing to quantize: w: MXFP4: shape (3, 3) is not a whole number of 1x32 blocks; pad the columns to "
+            "32; choose another format"
+        ),
         ("convert", path, out, "--format", "NVFP4[hadamard=True]", "--usage", "neither"): "Invalid value for '--usage'",
         ("bench", "--size", "0"): "Invalid value for '--size'",
         ("nothing",): "No such command 'nothing'",
     }
     for arguments, text in said.items():
         assert text in refused(*arguments), arguments
-    assert list(tmp_path.iterdir()) == [path]
+    assert sorted(tmp_path.iterdir()) == [path, bias, odd]
     out.touch()
     assert "is there already" in refused("convert", path, out, "--format", "MXFP4")
 

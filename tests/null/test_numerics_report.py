@@ -132,6 +132,19 @@ def test_names_are_whole_and_lines_fit(width, spoiled, usage, monkeypatch):
     assert ("not shown at a width of" in shown) == (width <= 80)
 
 
+def test_the_largest_error_gives_way_before_the_worst_block(monkeypatch):
+    """It is 100 % wherever an element became 0."""
+    pytest.importorskip("rich")
+    x, shown = awkward_values((128, 128), kinds=("normal",)), set()
+    for width in range(60, 121, 5):
+        absent = " ".join(widths(x, ["NVFP4", "MXFP8_E4M3"], Usage.ROWWISE, width, monkeypatch)).partition("not shown")[
+            2
+        ]
+        assert "max error" in absent or "worst block" not in absent
+        shown.add(("max error" in absent, "worst block" in absent))
+    assert (True, False) in shown
+
+
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_long_names_break_between_their_options(width, monkeypatch):
     pytest.importorskip("rich")
@@ -329,6 +342,7 @@ def test_report_in_a_notebook(x):
         warnings.simplefilter("error")
         html = report(x)._repr_html_()
     assert html.startswith("<pre")
+    assert "font-family:monospace" in html.partition(">")[0]  # Pages of nbconvert have another one.
     assert "NVFP4_16x16" in html
     assert html.count("data:image/png;base64,iVBOR") == 1
 

@@ -150,3 +150,25 @@ def test_a_shape_that_the_format_cannot_hold():
     with pytest.raises(ValueError, match=r"from_plain: w \(4, 33\) is not a whole number of 1x32 blocks"):
         restored({}, {KEY: text_of({"w": of_w})}, lambda *_: None)
     assert isinstance(planes_of(OF_W)[Usage.ROWWISE], Plane)
+
+
+@pytest.mark.parametrize("part", list(OF_W.arrays()))
+@pytest.mark.parametrize(("value", "text"), [(3, "3"), (1.5, "1.5"), ("x", "'x'"), ([1, 2], "[1, 2]")])
+def test_a_number_is_no_array(part, value, text):
+    arrays = {f"w.{name}": np.zeros(shape, dtype) for name, (dtype, shape) in OF_W.arrays().items()}
+    metadata = {KEY: text_of({"w": OF_W})}
+    restored(arrays, metadata, lambda *made: made)
+    with pytest.raises(TypeError) as error:
+        restored(arrays | {f"w.{part}": value}, metadata, lambda *made: made)
+    said = f"from_plain: w.{part} ({text}) is not an array; pass what to_plain gave, unchanged"
+    assert str(error.value) == said
+
+
+@pytest.mark.parametrize(
+    ("arrays", "metadata", "name"), [(None, None, "arrays"), ([], {}, "arrays"), ({}, 5, "metadata")]
+)
+def test_arguments_that_are_no_dicts(arrays, metadata, name):
+    with pytest.raises(
+        TypeError, match=rf"^from_plain: {name} \(.*\) is not a dict; pass what to_plain gave, unchanged$"
+    ):
+        restored(arrays, metadata, lambda *made: made)
