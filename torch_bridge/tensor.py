@@ -242,10 +242,23 @@ class QuantizedTensor(Tensor):
     def is_shared(self) -> bool:
         return all(part.is_shared() for part in flat(self.described(stale=True)[1]).values())
 
-    def _of_planes(self, change: Any) -> QuantizedTensor:
-        names, context = self.__tensor_flatten__()
+    def _of_planes(self, change: Any, dtype: torch.dtype | None = None) -> QuantizedTensor:
+        names, (fmt, own_dtype, stale) = self.__tensor_flatten__()
         planes = {name: change(getattr(self, name)) for name in names}
+        context = fmt, dtype or own_dtype, stale
         return QuantizedTensor.__tensor_unflatten__(planes, context, self.shape, self.stride())
+
+    def _copy(self, other: QuantizedTensor) -> QuantizedTensor:
+        """Copies the codes and scales of a tensor that is stored alike."""
+        stored = [(t.format, tuple(t.shape), t.columnwise_is_stale, t.__tensor_flatten__()[0]) for t in (self, other)]
+        if stored[0] != stored[1]:
+            raise ValueError(
+                f"copy_: {other!r} is not stored as {self!r}, in format, shape or planes; quantize it alike, or replace "
+                "the tensor"
+            )
+        for name in stored[0][-1]:
+            getattr(self, name).copy_(getattr(other, name))
+        return self
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -258,9 +271,13 @@ class QuantizedTensor(Tensor):
                 return self._of_planes(lambda plane: plane.detach())
             if func is aten.clone.default:
                 return self._of_planes(lambda plane: plane.clone())
-            if func is aten._to_copy.default and kwargs.get("dtype", self.dtype) == self.dtype:
+            if func is aten._to_copy.default and (dtype := kwargs.get("dtype") or self.dtype) in _FLOATS:
                 keep = {name: value for name, value in kwargs.items() if name in ("device", "non_blocking")}
-                return self._of_planes(lambda plane: aten._to_copy.default(plane, **keep))
+                return self._of_planes(lambda plane: aten._to_copy.default(plane, **keep), dtype)
+            if func is aten.copy_.default and isinstance(args[1], QuantizedTensor):
+                return self._copy(args[1])
+            if func is aten.empty_like.default and kwargs.get("device") is not None:  # Of `nn.Module.to_empty`.
+                return self._of_planes(lambda plane: torch.empty_like(plane, device=kwargs["device"]))
             if func in _MAKES_PLAIN:
                 plain = torch.empty((), dtype=self.dtype, device=self.device).expand(self.shape)
                 return func(plain, *args[1:], **kwargs)

@@ -25,6 +25,7 @@ from qshard.torch_bridge.fsdp.casts import cast_group, end_with_zeros, taken_ahe
 from qshard.torch_bridge.fsdp.columns import JoinedColumns
 from qshard.torch_bridge.fsdp.initial import RANDOM, exact_erfinv, fill, place_of
 from qshard.torch_bridge.fsdp.meshes import check_reshards
+from qshard.torch_bridge.fsdp.primary import Values
 from qshard.torch_bridge.fsdp.scales import Refresh, ScaleState, ShardOf
 from qshard.torch_bridge.fsdp.shards import ShardPlan
 from qshard.torch_bridge.ops import into
@@ -48,8 +49,8 @@ class ShardedWeight(Tensor):
       scale_state: of the weight, which says what is current.
     """
 
-    shard: Tensor
     scale_state: ScaleState
+    _values: Values
 
     @staticmethod
     def __new__(cls, shard: Tensor, scale_state: ScaleState, device: torch.device | None = None) -> ShardedWeight:
@@ -62,10 +63,18 @@ class ShardedWeight(Tensor):
             dtype=shard.dtype,
             device=shard.device if device is None else device,
         )
-        self.shard, self.scale_state = shard, scale_state
+        self._values, self.scale_state = Values(shard), scale_state
         if scale_state.primary is not None:
-            scale_state.primary.add_handle(self)
+            scale_state.primary.add_values(self._values)
         return self
+
+    @property
+    def shard(self) -> Tensor:
+        return self._values.tensor
+
+    @shard.setter
+    def shard(self, value: Tensor) -> None:
+        self._values.tensor = value
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         if self.scale_state.is_sealed:
@@ -421,7 +430,7 @@ def _is_view(func: Any) -> bool:
 
 def attributes_of(weight: Tensor) -> dict[str, Any]:
     """What a user has put on a parameter, sharded or plain."""
-    own = ("shard", "scale_state", "first", "_is_param")
+    own = ("_values", "scale_state", "first", "_is_param")
     return {name: value for name, value in weight.__dict__.items() if name not in own}
 
 
