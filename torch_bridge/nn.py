@@ -314,7 +314,6 @@ class Linear(Extends, nn.Linear):
                 if cast(DelayedScale, state).scale.is_meta:
                     state.to_empty(device=device)  # It resets itself.
 
-
     def _apply(self, fn: Any, recurse: bool = True) -> Linear:
         check_not_sealed(self, fn)
         own = [parameter for parameter in self._parameters.values() if parameter is not None]

@@ -32,8 +32,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from qshard.torch_bridge.arguments import check_dtype, check_group, check_model
-from qshard.torch_bridge.delayed import update_delayed
+from qshard.torch_bridge.delayed import DelayedScale, update_delayed
 from qshard.torch_bridge.fsdp.weight import memory_of
+from qshard.torch_bridge.modules import modules_of
 from qshard.torch_bridge.optim.adam import Adam, initialize_state
 from qshard.torch_bridge.optim.master import CastPlan, Parity
 from qshard.torch_bridge.optim.state import SCALED
@@ -78,8 +79,8 @@ class ZeroOptimizer(Adam):
 
     Gradients leave `.grad` as soon as they are made, for a flat float32 buffer that `zero_grad`, of the optimizer or of
     the model, clears and `step` does not. What stands at `.grad` raises where it is read: clip with `clip_grad_norm_`.
-    A parameter without one counts as zeros; one that you put at `.grad` counts. `DelayedScaling` is taken care of: call
-    neither `update_scales` nor `update_delayed`.
+    A parameter without one counts as zeros; one that you put at `.grad` counts. `DelayedScaling` is taken care of: no
+    call of `update_scales` is needed; one more changes nothing.
 
     Sharded weights are there while their unit runs. Between, `model.parameters()` have shapes and dtypes, and all that
     would read values raises. Layers may be compiled: hooks that gather and free stay outside. A move to another
@@ -197,6 +198,9 @@ class ZeroOptimizer(Adam):
                 watch_uses(module, flat, self._schedule, self._renew)
         watch_model(model, self._schedule, self._renew)
         watch_moves(model, self._weights)
+        for module in modules_of(model):
+            if isinstance(module, DelayedScale):
+                module.group = self._ranks.group
         self._states = States(self._ranks, self._device, self._note_write)
         self._states.watch(model, self._flats, self._renew)
         self._publish()

@@ -18,7 +18,6 @@ from qshard.torch_bridge.tensor import QuantizedTensor
 from qshard.torch_bridge.zero.hooks import is_trained
 from qshard.torch_bridge.zero.weight import Weight
 
-
 _CALL_NO_CHILD = (GroupedLinear, nn.MultiheadAttention)
 """Modules that use the weights of the modules in them, and call none of these."""
 
@@ -85,8 +84,8 @@ def units_of(
         for unit in units:
             if (user := users.get(id(unit), unit)) is not unit:
                 raise ValueError(
-                    f"ZeroOptimizer: units ({type(unit).__name__}) is in a {type(user).__name__}, which uses its weight "
-                    "and does not call it; give that module, or one that holds it"
+                    f"ZeroOptimizer: units ({type(unit).__name__}) is in a {type(user).__name__}, which uses its "
+                    "weight without a call of it; give that module, or one that holds it"
                 )
     chosen = [module for module in modules if id(module) in asked]
     innermost: dict[int, nn.Module] = {}
