@@ -219,9 +219,14 @@ class ShardedWeight(Tensor):
         """FSDP2 asks whether there is such a hook when it shards: there and then, on every rank, is the time to refuse.
 
         Raises:
-          NotImplementedError: weights of this format cannot be cut.
+          NotImplementedError: weights of this format cannot be cut; or the weight has no elements.
         """
         state = self.scale_state
+        if 0 in state.shape:
+            raise NotImplementedError(
+                f"fully_shard: {state.name} {state.shape} has no elements, and FSDP2 fails in its backward pass, with a "
+                "plain weight too; remove the layer"
+            )
         if state.refusal is not None:  # Looked up, as FSDP2 asks for the hook three times a gather.
             raise NotImplementedError(
                 f"fully_shard: {state.name} ({state.fmt}) is not a format that FSDP2 can gather: {state.refusal}; "
