@@ -317,11 +317,13 @@ class Linear(Extends, nn.Linear):
     def _apply(self, fn: Any, recurse: bool = True) -> Linear:
         check_not_sealed(self, fn)
         own = [parameter for parameter in self._parameters.values() if parameter is not None]
-        hooks = [_hooks_of(parameter) for parameter in own]
+        belongings = [(_hooks_of(parameter), attributes_of(parameter)) for parameter in own]
         was_meta = self.weight.is_meta
         super()._apply(fn, recurse)
-        for parameter, of_parameter in zip(own, hooks, strict=True):
-            _put_hooks(parameter, *of_parameter)  # `swap_tensors` leaves them behind.
+        for parameter, (hooks, attributes) in zip(own, belongings, strict=True):
+            _put_hooks(parameter, *hooks)  # `swap_tensors`, by which subclasses move, leaves both behind.
+            for name, value in attributes.items():
+                parameter.__dict__.setdefault(name, value)
         if was_meta and not self.weight.is_meta:
             self._reset_state()
         return self

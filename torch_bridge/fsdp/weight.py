@@ -149,6 +149,10 @@ class ShardedWeight(Tensor):
             return torch._utils._rebuild_parameter_with_state, (*given, others)
         return torch._utils._rebuild_parameter, given
 
+    def data_ptr(self) -> int:
+        """The address of the values: some tools, accelerate among them, tell parameters apart by it."""
+        return memory_of(self).data_ptr()
+
     def share_memory_(self) -> ShardedWeight:
         self.shard.share_memory_()
         return self
