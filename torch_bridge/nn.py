@@ -79,9 +79,9 @@ def _hooks_of(parameter: Any) -> tuple[Any, Any]:
 
 
 def _put_hooks(parameter: Any, backward: Any, post_accumulate: Any) -> None:
-    if backward and parameter._backward_hooks is not backward:
+    if backward:
         parameter._backward_hooks = backward
-    if post_accumulate and parameter._post_accumulate_grad_hooks is not post_accumulate:
+    if post_accumulate:
         parameter._post_accumulate_grad_hooks = post_accumulate
 
 
