@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from qshard.formats import FLOATS, Usage
@@ -22,7 +23,7 @@ from qshard.torch_bridge.fsdp.scales import ScaleState
 from qshard.torch_bridge.fsdp.weight import ShardedWeight, attributes_of, plain, wrap
 from qshard.torch_bridge.linear import linear
 from qshard.torch_bridge.listeners import nobody_looks_on
-from qshard.torch_bridge.modules import parameters_of
+from qshard.torch_bridge.modules import modules_of, parameters_of
 from qshard.torch_bridge.moves import Move, changes
 from qshard.torch_bridge.operands import ROLES
 from qshard.torch_bridge.ops import dtype_name
@@ -87,6 +88,9 @@ def _put_hooks(parameter: Any, backward: Any, post_accumulate: Any) -> None:
 
 def check_not_sealed(module: nn.Module, move: Move) -> None:
     """Raises if a move would change a primary weight whose values are a master."""
+    for each in modules_of(module):
+        if isinstance(each, FSDPModule):
+            each.reshard()  # As it does itself to move: its parameters may be what is gathered.
     for parameter in parameters_of(module):
         state: ScaleState | None = getattr(local_of(parameter), "scale_state", None)
         if state is not None and state.is_sealed and changes(move, parameter):
