@@ -288,8 +288,8 @@ class Linear(Extends, nn.Linear):
 
     def _unfit(self, codes: Tensor, name: str, assign: bool) -> str | None:
         """Why codes of a state dict cannot be the weight, or be copied to it."""
-        what, state = f"load_state_dict: {name} ({codes!r})", self._state()
         assert isinstance(codes, QuantizedTensor)
+        what, state = f"load_state_dict: {name} ({codes.format})", self._state()
         if isinstance(self.weight, DTensor) or (state is not None and state.is_sealed):
             return f"{what} is codes, and the layer has shards of values or of a master; load codes.dequantize()"
         if state is not None and not assign:

@@ -253,8 +253,8 @@ class QuantizedTensor(Tensor):
         stored = [(t.format, tuple(t.shape), t.columnwise_is_stale, t.__tensor_flatten__()[0]) for t in (self, other)]
         if stored[0] != stored[1]:
             raise ValueError(
-                f"copy_: {other!r} is not stored as {self!r}, in format, shape or planes; quantize it alike, or assign "
-                "it instead"
+                f"copy_: codes ({other.format}, {tuple(other.shape)}) are not stored as those ({self.format}, "
+                f"{tuple(self.shape)}) that they would replace, in format, shape or planes; quantize them alike"
             )
         for name in stored[0][-1]:
             getattr(self, name).copy_(getattr(other, name))

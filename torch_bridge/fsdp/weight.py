@@ -228,8 +228,8 @@ class ShardedWeight(Tensor):
         state = self.scale_state
         if 0 in state.shape:
             raise NotImplementedError(
-                f"fully_shard: {state.name} {state.shape} has no elements, and the backward pass of FSDP2 takes no such "
-                "parameter, plain ones neither; remove the layer"
+                f"fully_shard: {state.name} {state.shape} has no elements, and the backward pass of FSDP2 takes no "
+                "such parameter, plain ones neither; remove the layer"
             )
         if state.refusal is not None:  # Looked up, as FSDP2 asks for the hook three times a gather.
             raise NotImplementedError(
