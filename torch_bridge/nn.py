@@ -123,7 +123,8 @@ class Linear(Extends, nn.Linear):
     The weight stays what it was: a parameter in high precision, for any optimizer, saved as a plain tensor. Each
     forward quantizes it; under `fully_shard` each rank quantizes its shard, and codes are gathered.
 
-    Layers, and models of them, can be pickled, copied, and shared with processes, as those of `nn.Linear`.
+    Layers, and models of them, can be moved, pickled, copied, and shared with processes, as those of `nn.Linear`.
+    `load_state_dict(assign=True)` takes a `QuantizedTensor` of the recipe's format for weights, too, and uses it as it is.
 
     Args:
       in_features, out_features, bias, device, dtype: as for `nn.Linear`.

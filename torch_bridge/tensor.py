@@ -26,7 +26,8 @@ class QuantizedTensor(Tensor):
 
     A container: it can be moved, copied, saved, shared and dequantized. All other ops on it raise, since each would
     have to choose between values and codes, and values cost what the format saved. It has no gradient of its own,
-    except as the weight of `Linear`, where it stands for a parameter of dtype `dtype`.
+    except as the weight of `Linear`, where it stands for a parameter of dtype `dtype`. `.to` another float dtype, as of
+    a model that is moved, changes `dtype` alone: codes and scales stay.
 
     Attributes:
       format: how it is stored.
