@@ -86,6 +86,18 @@ def _put_hooks(parameter: Any, backward: Any, post_accumulate: Any) -> None:
         parameter._post_accumulate_grad_hooks = post_accumulate
 
 
+def _move_of_codes(move: Move) -> Move:
+    """A move that takes codes along as they are: alone they refuse another dtype, and `to_empty` makes values of them."""
+
+    def moved(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, QuantizedTensor) or not changes(move, tensor):
+            return move(tensor)
+        target = move(torch.empty(1, dtype=tensor.dtype, device=tensor.device))
+        return tensor.moved(target.device, target.dtype)
+
+    return moved
+
+
 def check_not_sealed(module: nn.Module, move: Move) -> None:
     """Raises if a move would change a primary weight whose values are a master."""
     for each in modules_of(module):
@@ -324,7 +336,8 @@ class Linear(Extends, nn.Linear):
         own = [parameter for parameter in self._parameters.values() if parameter is not None]
         belongings = [(_hooks_of(parameter), attributes_of(parameter)) for parameter in own]
         was_meta = self.weight.is_meta
-        super()._apply(fn, recurse)
+        has_codes = isinstance(self._parameters.get("weight"), QuantizedTensor)
+        super()._apply(_move_of_codes(fn) if has_codes else fn, recurse)
         for parameter, (hooks, attributes) in zip(own, belongings, strict=True):
             _put_hooks(parameter, *hooks)  # `swap_tensors`, by which subclasses move, leaves both behind.
             for name, value in attributes.items():

@@ -26,8 +26,8 @@ class QuantizedTensor(Tensor):
 
     A container: it can be moved, copied, saved, shared and dequantized. All other ops on it raise, since each would
     have to choose between values and codes, and values cost what the format saved. It has no gradient of its own,
-    except as the weight of `Linear`, where it stands for a parameter of dtype `dtype`. `.to` another float dtype, as of
-    a model that is moved, changes `dtype` alone: codes and scales stay.
+    except as the weight of `Linear`, where it stands for a parameter of dtype `dtype`. There a move of
+    the model to another float dtype changes `dtype` alone: codes and scales stay.
 
     Attributes:
       format: how it is stored.
@@ -249,6 +249,14 @@ class QuantizedTensor(Tensor):
         context = fmt, dtype or own_dtype, stale
         return QuantizedTensor.__tensor_unflatten__(planes, context, self.shape, self.stride())
 
+    def moved(self, device: torch.device, dtype: torch.dtype) -> QuantizedTensor:
+        """The same codes on another device, where those of meta are any. They stand for `dtype`, if a float can be."""
+
+        def move(plane: Tensor) -> Tensor:
+            return torch.empty_like(plane, device=device) if plane.is_meta else plane.to(device)
+
+        return self._of_planes(move, dtype if dtype in _FLOATS else None)
+
     def _copy(self, other: QuantizedTensor) -> QuantizedTensor:
         """Copies the codes and scales of a tensor that is stored alike."""
         stored = [(t.format, tuple(t.shape), t.columnwise_is_stale, t.__tensor_flatten__()[0]) for t in (self, other)]
@@ -272,13 +280,11 @@ class QuantizedTensor(Tensor):
                 return self._of_planes(lambda plane: plane.detach())
             if func is aten.clone.default:
                 return self._of_planes(lambda plane: plane.clone())
-            if func is aten._to_copy.default and (dtype := kwargs.get("dtype") or self.dtype) in _FLOATS:
+            if func is aten._to_copy.default and kwargs.get("dtype", self.dtype) == self.dtype:
                 keep = {name: value for name, value in kwargs.items() if name in ("device", "non_blocking")}
-                return self._of_planes(lambda plane: aten._to_copy.default(plane, **keep), dtype)
+                return self._of_planes(lambda plane: aten._to_copy.default(plane, **keep))
             if func is aten.copy_.default and isinstance(args[1], QuantizedTensor):
                 return self._copy(args[1])
-            if func is aten.empty_like.default and kwargs.get("device") is not None:  # Of `nn.Module.to_empty`.
-                return self._of_planes(lambda plane: torch.empty_like(plane, device=kwargs["device"]))
             if func in _MAKES_PLAIN:
                 plain = torch.empty((), dtype=self.dtype, device=self.device).expand(self.shape)
                 return func(plain, *args[1:], **kwargs)

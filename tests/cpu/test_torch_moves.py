@@ -217,8 +217,10 @@ def test_codes_as_weights(recipe, future):
         with flag(future):
             model.float()
         assert_same(model, by_hand)
-    with pytest.raises(NotImplementedError, match=r"_to_copy.default is not an op on codes; call .dequantize\(\)"):
-        model[1].double()
+    with flag(future), pytest.raises(TypeError, match=r"x \(float64\) is not float32, bfloat16 or float16"):
+        model.double()(x_of(torch.float64))
+    with flag(future):
+        model.float()
     assert_same(model, by_hand)
     values = {**state, **{key: state[key].dequantize() for key in ("1.weight", "2.weight")}}
     with flag(future):
