@@ -91,7 +91,7 @@ class Bucket:
     def found(self, amaxes: Array) -> tuple[Array, Array | None]:
         """The amaxes of blocks, and of tensors or rows, of all weights of the bucket, among those of the plan."""
         middle, stop = self.begin + self.blocks, self.begin + self.amaxes
-        # Those of rows are none of weights that have no rows, and are there all the same.
+        # A weight without rows has a scale per row all the same: an empty array, not None.
         of_wholes = any(where.global_scale_shape is not None for where in self.planes)
         return amaxes[self.begin : middle], amaxes[middle:stop] if of_wholes else None
 

@@ -202,8 +202,7 @@ def update_delayed(model: nn.Module, group: dist.ProcessGroup | None = None) -> 
         tensor, for each axis of a mesh that is not all ranks, and with HYBRID_SHARD for shards and for replicas.
 
     Raises:
-      ValueError: parameters are on meshes of which none has all ranks of the others; or parts of the model have other
-        groups.
+      ValueError: no mesh of the parameters has the ranks of all others; or layers are trained by several groups.
       RuntimeError: models of these ranks differ in their delayed scales; on all of them, in the first update.
 
     Call it on all ranks once a step, after backward; `update_scales` does. A second step of an optimizer without it is

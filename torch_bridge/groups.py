@@ -1,4 +1,4 @@
-"""Which process groups train a model: those over which delayed scaling reduces its amaxes."""
+"""Process groups over which delayed scaling reduces the amaxes of a model: the ranks that train it."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def groups_of(
     """Groups that amaxes are reduced over, one after the other.
 
     Args:
-      group: what the user has passed.
-      told: of each layer, the group that a wrapper or an optimizer has noted there.
+      group: the argument of `update_scales`.
+      told: the group of each layer, as a wrapper or an optimizer has noted it there; None if none has.
 
     Raises:
-      ValueError: parts of the model have other groups.
+      ValueError: no single group serves the whole model.
     """
     if group is not None or not dist.is_initialized():
         return [] if group is None else [group]

@@ -1,7 +1,7 @@
-"""Moves of modules: `nn.Module.to` and its like, where something that belongs to a weight cannot move along.
+"""Checks before a module moves: `nn.Module.to`, `half`, `to_empty` and all else that calls `nn.Module._apply`.
 
-Such a move raises before any tensor of the model has moved. `nn.Module._apply`, by which all of them work, moves one
-module after the other, so a layer that refuses alone would leave those before it moved.
+A master weight or a flat buffer does not move with its module, so such a move has to raise. `_apply` moves one module
+after the other: an error in a layer would leave the layers before it moved. A `Guard` raises before the first one.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def changes(move: Move, tensor: Tensor) -> bool:
 
 
 class Guard:
-    """Stands at `_apply` of a module, and calls `check(module, move)` before the module is moved.
+    """Replaces `_apply` of a module: calls `check(module, move)`, then moves the module.
 
-    Copies of the module have one of their own, with a copy of `check`.
+    A copy of the module has a guard of its own, with a copy of `check`.
     """
 
     def __init__(self, module: nn.Module, check: Callable[[nn.Module, Move], None]):
@@ -47,5 +47,5 @@ class Guard:
 
 
 def guard_moves(module: nn.Module, check: Callable[[nn.Module, Move], None]) -> None:
-    """Makes `check` run before `module`, or a module that it is in, is moved."""
+    """Makes `check` run before `module` moves, alone or with a module that contains it."""
     module.__dict__["_apply"] = Guard(module, check)

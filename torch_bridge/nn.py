@@ -87,19 +87,19 @@ def _put_hooks(parameter: Any, backward: Any, post_accumulate: Any) -> None:
 
 
 def _move_of_codes(move: Move) -> Move:
-    """A move that takes codes along as they are: alone they refuse another dtype, and `to_empty` makes values of them."""
+    """A move that keeps codes. Without it another dtype raises, and `to_empty` replaces them by a float tensor."""
 
-    def moved(tensor: Tensor) -> Tensor:
+    def move_codes(tensor: Tensor) -> Tensor:
         if not isinstance(tensor, QuantizedTensor) or not changes(move, tensor):
             return move(tensor)
         target = move(torch.empty(1, dtype=tensor.dtype, device=tensor.device))
-        return tensor.moved(target.device, target.dtype)
+        return tensor.move_to(target.device, target.dtype)
 
-    return moved
+    return move_codes
 
 
 def check_not_sealed(module: nn.Module, move: Move) -> None:
-    """Raises if a move would change a primary weight whose values are a master."""
+    """Raises if a move would change a sealed primary weight: its master would stay."""
     for each in modules_of(module):
         if isinstance(each, FSDPModule):
             each.reshard()  # As it does itself to move: its parameters may be what is gathered.
@@ -135,8 +135,8 @@ class Linear(Extends, nn.Linear):
     The weight stays what it was: a parameter in high precision, for any optimizer, saved as a plain tensor. Each
     forward quantizes it; under `fully_shard` each rank quantizes its shard, and codes are gathered.
 
-    Layers, and models of them, can be moved, pickled, copied, and shared with processes, as those of `nn.Linear`.
-    `load_state_dict(assign=True)` takes a `QuantizedTensor` of the recipe's format for weights, too, and uses it as it is.
+    Layers and models can be moved, pickled, copied, and shared with processes, as those of `nn.Linear`.
+    `load_state_dict(assign=True)` also takes a `QuantizedTensor` of the recipe's weight format, and uses its codes.
 
     Args:
       in_features, out_features, bias, device, dtype: as for `nn.Linear`.
@@ -251,7 +251,7 @@ class Linear(Extends, nn.Linear):
         return local.scale_state if isinstance(local, ShardedWeight) else None
 
     def __getstate__(self) -> dict[str, Any]:
-        """A sharded weight travels as a plain parameter. With its name, and its kind, it becomes one again."""
+        """A sharded weight is pickled as a plain parameter, with the name and the kind that `__setstate__` restores."""
         state = self._state()
         name, primary = (None, False) if state is None else (state.name, state.primary is not None)
         return {**super().__getstate__(), "_weight_name": name, "_weight_primary": primary}
@@ -300,7 +300,7 @@ class Linear(Extends, nn.Linear):
             self._make_state(self.weight.device)
 
     def _unfit(self, codes: Tensor, name: str, assign: bool) -> str | None:
-        """Why codes of a state dict cannot be the weight, or be copied to it."""
+        """An error if codes of a state dict cannot be the weight, or be copied to it; else None."""
         assert isinstance(codes, QuantizedTensor)
         what, state = f"load_state_dict: {name} ({codes.format})", self._state()
         if isinstance(self.weight, DTensor) or (state is not None and state.is_sealed):
@@ -323,7 +323,7 @@ class Linear(Extends, nn.Linear):
         return weight
 
     def _make_state(self, device: torch.device) -> None:
-        """The state of scaling as it begins, where the weight has left meta and it has not."""
+        """Initializes seeds and delayed scales that are still on meta, once the weight has left it."""
         if self.seed is not None and self.seed.is_meta:
             self.seed = torch.empty_like(self.seed, device=device).random_(-(2**31), 2**31)
         for module in self.children():
@@ -339,7 +339,7 @@ class Linear(Extends, nn.Linear):
         has_codes = isinstance(self._parameters.get("weight"), QuantizedTensor)
         super()._apply(_move_of_codes(fn) if has_codes else fn, recurse)
         for parameter, (hooks, attributes) in zip(own, belongings, strict=True):
-            _put_hooks(parameter, *hooks)  # `swap_tensors`, by which subclasses move, leaves both behind.
+            _put_hooks(parameter, *hooks)  # `swap_tensors`, by which subclasses move, loses hooks and attributes.
             for name, value in attributes.items():
                 parameter.__dict__.setdefault(name, value)
         if was_meta and not self.weight.is_meta:

@@ -249,8 +249,8 @@ class QuantizedTensor(Tensor):
         context = fmt, dtype or own_dtype, stale
         return QuantizedTensor.__tensor_unflatten__(planes, context, self.shape, self.stride())
 
-    def moved(self, device: torch.device, dtype: torch.dtype) -> QuantizedTensor:
-        """The same codes on another device, where those of meta are any. They stand for `dtype`, if a float can be."""
+    def move_to(self, device: torch.device, dtype: torch.dtype) -> QuantizedTensor:
+        """Copies the codes to a device; codes from meta are uninitialized. A `dtype` that has no formats is ignored."""
 
         def move(plane: Tensor) -> Tensor:
             return torch.empty_like(plane, device=device) if plane.is_meta else plane.to(device)

@@ -70,7 +70,7 @@ def units_of(
 ) -> list[tuple[nn.Module, list[Weight]]]:
     """Modules, and the weights that each gathers, in the order of the model."""
     modules = list(model.modules())
-    # Hooks of modules that nobody calls never run: the weight of such a one is gathered with the module that uses it.
+    # Forward hooks of a module that is never called never run: the module that uses its weight is the unit.
     users = {id(m): user for user in modules if isinstance(user, _CALL_NO_CHILD) for m in user.modules()}
     if units is None:
         # A compiled module stands for the one in it, so that hooks are outside of what is compiled.
