@@ -130,7 +130,7 @@ class DelayedScale(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """Without what belongs to this process, or is memory of the buffers."""
         self.restore_buffers()
-        own = {"_made": None, "_look": None, "group": None, "_kept": None if self._kept is None else {}}
+        own: dict[str, Any] = {"_made": None, "_look": None, "group": None, "_kept": None if self._kept is None else {}}
         return {**self.__dict__, **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

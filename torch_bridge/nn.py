@@ -277,7 +277,7 @@ class Linear(Extends, nn.Linear):
         """The state of scaling is in no state dict, but in those of old files: that of another recipe is left out."""
         state, key, seed = self._state(), prefix + "weight", prefix + "seed"
         assign, was_meta = metadata.get("assign_to_params_buffers", False), self.weight.is_meta
-        loaded = state_dict.get(key)
+        loaded, held = state_dict.get(key), cast(Any, self._parameters.get("weight"))
         if isinstance(loaded, Tensor) and isinstance(local_of(loaded), QuantizedTensor):
             if (problem := self._unfit(local_of(loaded), key, assign)) is not None:
                 others[-1].append(problem)
@@ -289,7 +289,7 @@ class Linear(Extends, nn.Linear):
                 loaded = self.weight
             elif state is not None:
                 loaded = wrap(loaded, state)
-            elif type(self._parameters.get("weight")) is QuantizedTensor and type(loaded) in (Tensor, nn.Parameter):
+            elif isinstance(held, QuantizedTensor) and type(loaded) in (Tensor, nn.Parameter):
                 loaded = self._coded(loaded, key)  # Values in the place of codes.
             state_dict = {**state_dict, key: loaded}
         foreign = [prefix + "delayed."] * ("delayed" not in self._modules) + [seed] * (self.seed is None)

@@ -50,7 +50,7 @@ class ShardedWeight(Tensor):
     """
 
     scale_state: ScaleState
-    _values: Values
+    _inner: Values
 
     @staticmethod
     def __new__(cls, shard: Tensor, scale_state: ScaleState, device: torch.device | None = None) -> ShardedWeight:
@@ -63,18 +63,18 @@ class ShardedWeight(Tensor):
             dtype=shard.dtype,
             device=shard.device if device is None else device,
         )
-        self._values, self.scale_state = Values(shard), scale_state
+        self._inner, self.scale_state = Values(shard), scale_state
         if scale_state.primary is not None:
-            scale_state.primary.add_values(self._values)
+            scale_state.primary.add_values(self._inner)
         return self
 
     @property
     def shard(self) -> Tensor:
-        return self._values.tensor
+        return self._inner.tensor
 
     @shard.setter
     def shard(self, value: Tensor) -> None:
-        self._values.tensor = value
+        self._inner.tensor = value
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         if self.scale_state.is_sealed:
@@ -439,7 +439,7 @@ def _is_view(func: Any) -> bool:
 
 def attributes_of(weight: Tensor) -> dict[str, Any]:
     """What a user has put on a parameter, sharded or plain."""
-    own = ("_values", "scale_state", "first", "_is_param")
+    own = ("_inner", "scale_state", "first", "_is_param")
     return {name: value for name, value in weight.__dict__.items() if name not in own}
 
 
