@@ -91,7 +91,9 @@ class Bucket:
     def found(self, amaxes: Array) -> tuple[Array, Array | None]:
         """The amaxes of blocks, and of tensors or rows, of all weights of the bucket, among those of the plan."""
         middle, stop = self.begin + self.blocks, self.begin + self.amaxes
-        return amaxes[self.begin : middle], amaxes[middle:stop] if any(self.wholes) else None
+        # A weight without rows has a scale per row all the same: an empty array, not None.
+        of_wholes = any(where.global_scale_shape is not None for where in self.planes)
+        return amaxes[self.begin : middle], amaxes[middle:stop] if of_wholes else None
 
     def split(self, of_blocks: Array, of_wholes: Array | None) -> list[tuple[Array, Array | None]]:
         """What each weight has of numbers for all blocks, and of those for tensors or rows, in the shapes of scales."""

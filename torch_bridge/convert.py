@@ -22,7 +22,8 @@ from qshard.torch_bridge.extend import extended
 from qshard.torch_bridge.fsdp.weight import ShardedWeight
 from qshard.torch_bridge.fused import RMSNorm
 from qshard.torch_bridge.linear_cross_entropy import LinearCrossEntropy, QuantizedHead
-from qshard.torch_bridge.nn import Linear, coded, put
+from qshard.torch_bridge.moves import guard_moves
+from qshard.torch_bridge.nn import Linear, check_not_sealed, coded, put
 
 _SHOWN = 3
 """How many layers a warning names."""
@@ -120,6 +121,8 @@ activation=FP8_E4M3[nonfinite=nan], gradient=FP8_E5M2[nonfinite=nan])
             other.activation_relu_or_gelu = 0  # Else where nothing trains it reads the weights, and calls no layer.
         if fuse and _is_plain_norm(other):
             other.__class__ = extended(RMSNorm, type(other))
+    if primary:
+        guard_moves(model, check_not_sealed)
     return model
 
 
@@ -195,8 +198,7 @@ def _check(name: str, weight: Tensor, recipe: Recipe) -> None:
     if isinstance(weight, DTensor):
         raise ValueError(f"convert: {name} (DTensor) is not a plain tensor; convert before sharding the model")
     held: Any = weight
-    referred = weakref.getweakrefs(held) and not (isinstance(weight, ShardedWeight) and weight.scale_state.primary)
-    if held._use_count() > 1 or referred or "_fsdp_flattened" in vars(held):
+    if held._use_count() > 1 or weakref.getweakrefs(held) or "_fsdp_flattened" in vars(held):
         raise ValueError(
             f"convert: {name} (held by DistributedDataParallel, FullyShardedDataParallel or an autograd graph) is not "
             "free to be replaced; convert before wrapping the model, and drop losses and views of before"

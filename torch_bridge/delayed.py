@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import math
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,9 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FlatParameter, FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import FlatParameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -29,7 +26,8 @@ from qshard.names import shown
 from qshard.recipes import RecipeLike, Role, as_delayed
 from qshard.torch_bridge.arguments import check_group, check_model
 from qshard.torch_bridge.dtensor import local_of
-from qshard.torch_bridge.modules import modules_of, parameters_of
+from qshard.torch_bridge.groups import groups_of
+from qshard.torch_bridge.modules import modules_of
 from qshard.torch_bridge.ops import ops
 from qshard.torch_bridge.quantize import max_over_ranks
 from qshard.torch_bridge.scaling import loaded_if_there
@@ -44,6 +42,7 @@ class DelayedScale(nn.Module):
       amax: `[]`, the largest that this rank has seen since the last update, over all its microbatches.
       amax_history: `[history]`, of the steps before, the oldest first.
       stepped, stepper: of a weight, whether an optimizer has stepped since the last update, and which, by identity.
+      group: the ranks that train the layer, where a `ZeroOptimizer` or DistributedDataParallel has said so.
     """
 
     scale: Tensor
@@ -64,6 +63,7 @@ class DelayedScale(nn.Module):
             "most_recent": recipe.algorithm == "most_recent",
         }
         self.stepped, self.stepper = False, 0
+        self.group: dist.ProcessGroup | None = None
         self._asked = False  # Whether a cut weight needs to know if there is a scale.
         self._made: int | None = None  # The version of `scale` that this rank knows to be a scale.
         self._look: _Look | None = None
@@ -130,10 +130,11 @@ class DelayedScale(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """Without what belongs to this process, or is memory of the buffers."""
         self.restore_buffers()
-        return {**self.__dict__, "_made": None, "_look": None, "_kept": None if self._kept is None else {}}
+        own: dict[str, Any] = {"_made": None, "_look": None, "group": None, "_kept": None if self._kept is None else {}}
+        return {**self.__dict__, **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__({"_kept": None, **state})  # Older files have none.
+        super().__setstate__({"_kept": None, "group": None, **state})  # Older files have neither.
         self.restore_buffers()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DelayedScale:
@@ -165,8 +166,10 @@ def keep_amaxes() -> None:
     ddp = DistributedDataParallel._active_ddp_module
     if ddp is not None and ddp not in _told:
         _told.add(ddp)
-        states = [name for name, module in ddp.module.named_modules() if isinstance(module, DelayedScale)]
-        ddp.parameters_to_ignore |= {f"{name}.amax" for name in states}
+        for name, module in ddp.module.named_modules():
+            if isinstance(module, DelayedScale):
+                module.group = ddp.process_group
+                ddp.parameters_to_ignore.add(f"{name}.amax")
 
 
 _told: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -195,11 +198,11 @@ def update_delayed(model: nn.Module, group: dist.ProcessGroup | None = None) -> 
       model: layers of it have a `DelayedScaling` recipe. Without any there is nothing to do.
       group: the ranks that train this model, or this stage of a pipeline. By default, those of the mesh that its
         parameters are on; if none is a DTensor, those of the FullyShardedDataParallel or DistributedDataParallel that
-        `model` is or has; without any, all ranks. Collective: an all-reduce of 4 bytes a tensor, for each axis of a
-        mesh that is not all ranks, and with HYBRID_SHARD for shards and for replicas.
+        `model` is or has, or of its `ZeroOptimizer`; without any, all ranks. Collective: an all-reduce of 4 bytes a
+        tensor, for each axis of a mesh that is not all ranks, and with HYBRID_SHARD for shards and for replicas.
 
     Raises:
-      ValueError: parameters are on meshes of which none has all ranks of the others; or wrappers have other groups.
+      ValueError: no mesh of the parameters has the ranks of all others; or layers are trained by several groups.
       RuntimeError: models of these ranks differ in their delayed scales; on all of them, in the first update.
 
     Call it on all ranks once a step, after backward; `update_scales` does. A second step of an optimizer without it is
@@ -214,7 +217,7 @@ def update_delayed(model: nn.Module, group: dist.ProcessGroup | None = None) -> 
         return
     for state in states:
         state.restore_buffers()
-    groups = _groups_of(model, group)
+    groups = groups_of(model, group, [state.group for state in states])
     _check_alike(model, states, groups)
     buffers: list[dict[str, Any]] = [state._buffers for state in states]  # Attributes of modules are slow to get.
     amax = torch.stack([each["amax"] for each in buffers])
@@ -289,55 +292,6 @@ def _is_capturing(tensor: Tensor | None) -> bool:
 
 def _version_of(tensor: Tensor | None) -> int:
     return -1 if tensor is None or tensor.is_inference() else tensor._version
-
-
-def _groups_of(model: nn.Module, group: dist.ProcessGroup | None) -> Sequence[dist.ProcessGroup]:
-    """Groups that amaxes are reduced over, one after the other."""
-    if group is not None or not dist.is_initialized():
-        return [] if group is None else [group]
-    everyone: Any = dist.group.WORLD
-    meshes: dict[DeviceMesh, set[int]] = {}
-    last: DeviceMesh | None = None
-    for parameter in parameters_of(model):
-        if isinstance(parameter, DTensor) and (mesh := parameter.device_mesh) is not last:
-            last = mesh
-            if mesh not in meshes:
-                meshes[mesh] = set(mesh.mesh.flatten().tolist())
-    if not meshes:
-        return _groups_of_wrappers(model) or [everyone]
-    mesh = max(meshes, key=lambda mesh: len(meshes[mesh]))
-    for other, ranks in meshes.items():
-        if not ranks <= meshes[mesh]:
-            raise ValueError(
-                f"update_scales: parameters (on meshes of ranks {_shown(ranks)} and {_shown(meshes[mesh])}) are not on "
-                f"one mesh, {other.ndim} and {mesh.ndim} axes; pass group=, the ranks that train this model"
-            )
-    if mesh.size() == dist.get_world_size():
-        return [everyone]
-    return [mesh.get_group(axis) for axis in range(mesh.ndim)]
-
-
-def _groups_of_wrappers(model: nn.Module) -> Sequence[dist.ProcessGroup]:
-    """Groups of FSDP1 or DistributedDataParallel that together are the ranks which train `model`; none: all ranks."""
-    found: dict[tuple[str, ...], list[dist.ProcessGroup]] = {}
-    for module in modules_of(model):
-        if isinstance(module, FullyShardedDataParallel | DistributedDataParallel):
-            both: Any = (module.process_group, getattr(module, "_inter_node_pg", None))
-            groups = [each for each in both if each is not None]
-            found[tuple(each.group_name for each in groups)] = groups
-    sizes = {names: math.prod(dist.get_world_size(each) for each in groups) for names, groups in found.items()}
-    if not found or max(sizes.values()) == dist.get_world_size():
-        return []
-    if len(found) > 1:
-        raise ValueError(
-            f"update_scales: modules (wrapped with {len(found)} groups, of {min(sizes.values())} to "
-            f"{max(sizes.values())} ranks) are not on one group; pass group=, the ranks that train this model"
-        )
-    return next(iter(found.values()))
-
-
-def _shown(ranks: set[int]) -> str:
-    return f"{min(ranks)} to {max(ranks)}"
 
 
 _agreed: weakref.WeakKeyDictionary[nn.Module, tuple[Any, ...]] = weakref.WeakKeyDictionary()

@@ -8,11 +8,12 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from qshard.formats import FLOATS
+from qshard.formats import FLOATS, Usage
 from qshard.names import shown
-from qshard.recipes import Recipe, RecipeLike, Role, as_recipe, check_weight_shape
+from qshard.recipes import Recipe, RecipeLike, Role, as_recipe, check_weight_format, check_weight_shape
 from qshard.torch_bridge.arguments import check_dtype, check_tensor
 from qshard.torch_bridge.delayed import DelayedScale, keep_amaxes
 from qshard.torch_bridge.dtensor import local_of
@@ -22,11 +23,14 @@ from qshard.torch_bridge.fsdp.scales import ScaleState
 from qshard.torch_bridge.fsdp.weight import ShardedWeight, attributes_of, plain, wrap
 from qshard.torch_bridge.linear import linear
 from qshard.torch_bridge.listeners import nobody_looks_on
+from qshard.torch_bridge.modules import modules_of, parameters_of
+from qshard.torch_bridge.moves import Move, changes
 from qshard.torch_bridge.operands import ROLES
 from qshard.torch_bridge.ops import dtype_name
 from qshard.torch_bridge.parallel import Part, first_rank
 from qshard.torch_bridge.saved import KeptInParts
 from qshard.torch_bridge.scaling import loaded_if_there
+from qshard.torch_bridge.tensor import QuantizedTensor
 
 
 def _take_seed(seed: Tensor, rank: int) -> Tensor:
@@ -66,17 +70,46 @@ def put(weight: nn.Parameter, made: nn.Parameter) -> None:
     `made` is of no use afterwards.
     """
     made.grad = weight.grad
-    if hooks := weight._backward_hooks:
-        made._backward_hooks = hooks
-    if hooks := cast(Any, weight)._post_accumulate_grad_hooks:
-        cast(Any, made)._post_accumulate_grad_hooks = hooks
+    _put_hooks(made, *_hooks_of(weight))
     made.__dict__.update(attributes_of(weight))
-    for each in (weight, made):
-        if isinstance(each, ShardedWeight) and each.scale_state.primary is not None:
-            each.scale_state.primary.forget_handle(each)  # What is referred to weakly is not swapped.
     torch.utils.swap_tensors(weight, made)
-    if isinstance(weight, ShardedWeight) and weight.scale_state.primary is not None:
-        weight.scale_state.primary.add_handle(weight)
+
+
+def _hooks_of(parameter: Any) -> tuple[Any, Any]:
+    return parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+
+
+def _put_hooks(parameter: Any, backward: Any, post_accumulate: Any) -> None:
+    if backward:
+        parameter._backward_hooks = backward
+    if post_accumulate:
+        parameter._post_accumulate_grad_hooks = post_accumulate
+
+
+def _move_of_codes(move: Move) -> Move:
+    """A move that keeps codes. Without it another dtype raises, and `to_empty` replaces them by a float tensor."""
+
+    def move_codes(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, QuantizedTensor) or not changes(move, tensor):
+            return move(tensor)
+        target = move(torch.empty(1, dtype=tensor.dtype, device=tensor.device))
+        return tensor.move_to(target.device, target.dtype)
+
+    return move_codes
+
+
+def check_not_sealed(module: nn.Module, move: Move) -> None:
+    """Raises if a move would change a sealed primary weight: its master would stay."""
+    for each in modules_of(module):
+        if isinstance(each, FSDPModule):
+            each.reshard()  # As it does itself to move: its parameters may be what is gathered.
+    for parameter in parameters_of(module):
+        state: ScaleState | None = getattr(local_of(parameter), "scale_state", None)
+        if state is not None and state.is_sealed and changes(move, parameter):
+            raise NotImplementedError(
+                f"Linear: {state.name} (primary) has a master in its optimizer, which stays where it is; move the "
+                "model before its first forward, and before its optimizer is made"
+            )
 
 
 def _rank_of(weight: Tensor) -> int:
@@ -102,7 +135,8 @@ class Linear(Extends, nn.Linear):
     The weight stays what it was: a parameter in high precision, for any optimizer, saved as a plain tensor. Each
     forward quantizes it; under `fully_shard` each rank quantizes its shard, and codes are gathered.
 
-    Layers, and models of them, can be pickled, copied, and shared with processes, as those of `nn.Linear`.
+    Layers and models can be moved, pickled, copied, and shared with processes, as those of `nn.Linear`.
+    `load_state_dict(assign=True)` also takes a `QuantizedTensor` of the recipe's weight format, and uses its codes.
 
     Args:
       in_features, out_features, bias, device, dtype: as for `nn.Linear`.
@@ -217,19 +251,17 @@ class Linear(Extends, nn.Linear):
         return local.scale_state if isinstance(local, ShardedWeight) else None
 
     def __getstate__(self) -> dict[str, Any]:
-        """A sharded weight travels as a plain parameter. Its name goes along, so that it becomes one again."""
+        """A sharded weight is pickled as a plain parameter, with the name and the kind that `__setstate__` restores."""
         state = self._state()
-        return {**super().__getstate__(), "_weight_name": None if state is None else state.name}
+        name, primary = (None, False) if state is None else (state.name, state.primary is not None)
+        return {**super().__getstate__(), "_weight_name": name, "_weight_primary": primary}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         given = dict(state)
-        name = given.pop("_weight_name", None)
+        name, primary = given.pop("_weight_name", None), given.pop("_weight_primary", False)  # Older files lack it.
         super().__setstate__(given)
         if name is not None and type(self.weight) is nn.Parameter:  # Not so in a copy, nor if layers share it.
-            weight = coded(self.weight, self.recipe, name, None)
-            if "delayed" in self._modules:
-                cast(ShardedWeight, weight).scale_state.delayed = cast(DelayedScale, self.delayed[Role.WEIGHT.value])
-            put(self.weight, weight)
+            put(self.weight, self._coded(self.weight, name, primary))
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         """A checkpoint holds plain tensors: it loads without qshard, and under any other recipe."""
@@ -244,25 +276,72 @@ class Linear(Extends, nn.Linear):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, metadata: Any, strict: bool, *others: Any) -> None:
         """The state of scaling is in no state dict, but in those of old files: that of another recipe is left out."""
         state, key, seed = self._state(), prefix + "weight", prefix + "seed"
-        if state is not None and metadata.get("assign_to_params_buffers", False) and key in state_dict:
-            if state.is_sealed:
+        assign, was_meta = metadata.get("assign_to_params_buffers", False), self.weight.is_meta
+        loaded, held = state_dict.get(key), cast(Any, self._parameters.get("weight"))
+        if isinstance(loaded, Tensor) and isinstance(local_of(loaded), QuantizedTensor):
+            if (problem := self._unfit(local_of(loaded), key, assign)) is not None:
+                others[-1].append(problem)
+                state_dict = {**state_dict, key: self.weight}
+        elif isinstance(loaded, Tensor) and assign:
+            if state is not None and state.is_sealed:
                 assert state.primary is not None
-                state.primary.load(local_of(state_dict[key]))
-            state_dict = {**state_dict, key: self.weight if state.is_sealed else wrap(state_dict[key], state)}
+                state.primary.load(local_of(loaded))
+                loaded = self.weight
+            elif state is not None:
+                loaded = wrap(loaded, state)
+            elif isinstance(held, QuantizedTensor) and type(loaded) in (Tensor, nn.Parameter):
+                loaded = self._coded(loaded, key)  # Values in the place of codes.
+            state_dict = {**state_dict, key: loaded}
         foreign = [prefix + "delayed."] * ("delayed" not in self._modules) + [seed] * (self.seed is None)
         state_dict = {name: value for name, value in state_dict.items() if not name.startswith(tuple(foreign))}
         with loaded_if_there(self, state_dict, prefix):
             super()._load_from_state_dict(state_dict, prefix, metadata, strict, *others)
+        if was_meta and not self.weight.is_meta:
+            self._make_state(self.weight.device)
+
+    def _unfit(self, codes: Tensor, name: str, assign: bool) -> str | None:
+        """An error if codes of a state dict cannot be the weight, or be copied to it; else None."""
+        assert isinstance(codes, QuantizedTensor)
+        what, state = f"load_state_dict: {name} ({codes.format})", self._state()
+        if isinstance(self.weight, DTensor) or (state is not None and state.is_sealed):
+            return f"{what} is codes, and the layer has shards of values or of a master; load codes.dequantize()"
+        if state is not None and not assign:
+            return f"{what} is codes, which values are not copied from; pass assign=True, or load codes.dequantize()"
+        if codes.parts(Usage.ROWWISE) is None:
+            return f"{what} has no rowwise plane, which a layer needs; quantize with usage=Usage.ROWWISE or BOTH"
+        try:
+            check_weight_format("load_state_dict", name, codes.format, self.recipe)
+        except ValueError as error:
+            return str(error)
+        return None
+
+    def _coded(self, value: Tensor, name: str, primary: bool = False) -> nn.Parameter:
+        """`coded` for this layer, with its delayed state."""
+        weight = coded(value, self.recipe, name, None, primary)
+        if "delayed" in self._modules:
+            cast(ShardedWeight, weight).scale_state.delayed = cast(DelayedScale, self.delayed[Role.WEIGHT.value])
+        return weight
+
+    def _make_state(self, device: torch.device) -> None:
+        """Initializes seeds and delayed scales that are still on meta, once the weight has left it."""
+        if self.seed is not None and self.seed.is_meta:
+            self.seed = torch.empty_like(self.seed, device=device).random_(-(2**31), 2**31)
+        for module in self.children():
+            for state in module.children():
+                if cast(DelayedScale, state).scale.is_meta:
+                    state.to_empty(device=device)  # It resets itself.
 
     def _apply(self, fn: Any, recurse: bool = True) -> Linear:
-        state = self._state()
-        if state is not None and state.is_sealed:
-            raise NotImplementedError(
-                f"Linear: {state.name} (primary) has a master in its optimizer, which stays where it is; move the "
-                "model before its first forward"
-            )
+        check_not_sealed(self, fn)
+        own = [parameter for parameter in self._parameters.values() if parameter is not None]
+        belongings = [(_hooks_of(parameter), attributes_of(parameter)) for parameter in own]
         was_meta = self.weight.is_meta
-        super()._apply(fn, recurse)
+        has_codes = isinstance(self._parameters.get("weight"), QuantizedTensor)
+        super()._apply(_move_of_codes(fn) if has_codes else fn, recurse)
+        for parameter, (hooks, attributes) in zip(own, belongings, strict=True):
+            _put_hooks(parameter, *hooks)  # `swap_tensors`, by which subclasses move, loses hooks and attributes.
+            for name, value in attributes.items():
+                parameter.__dict__.setdefault(name, value)
         if was_meta and not self.weight.is_meta:
             self._reset_state()
         return self

@@ -26,7 +26,8 @@ class QuantizedTensor(Tensor):
 
     A container: it can be moved, copied, saved, shared and dequantized. All other ops on it raise, since each would
     have to choose between values and codes, and values cost what the format saved. It has no gradient of its own,
-    except as the weight of `Linear`, where it stands for a parameter of dtype `dtype`.
+    except as the weight of `Linear`, where it stands for a parameter of dtype `dtype`. There a move of
+    the model to another float dtype changes `dtype` alone: codes and scales stay.
 
     Attributes:
       format: how it is stored.
@@ -242,10 +243,31 @@ class QuantizedTensor(Tensor):
     def is_shared(self) -> bool:
         return all(part.is_shared() for part in flat(self.described(stale=True)[1]).values())
 
-    def _of_planes(self, change: Any) -> QuantizedTensor:
-        names, context = self.__tensor_flatten__()
+    def _of_planes(self, change: Any, dtype: torch.dtype | None = None) -> QuantizedTensor:
+        names, (fmt, own_dtype, stale) = self.__tensor_flatten__()
         planes = {name: change(getattr(self, name)) for name in names}
+        context = fmt, dtype or own_dtype, stale
         return QuantizedTensor.__tensor_unflatten__(planes, context, self.shape, self.stride())
+
+    def move_to(self, device: torch.device, dtype: torch.dtype) -> QuantizedTensor:
+        """Copies the codes to a device; codes from meta are uninitialized. A `dtype` that has no formats is ignored."""
+
+        def move(plane: Tensor) -> Tensor:
+            return torch.empty_like(plane, device=device) if plane.is_meta else plane.to(device)
+
+        return self._of_planes(move, dtype if dtype in _FLOATS else None)
+
+    def _copy(self, other: QuantizedTensor) -> QuantizedTensor:
+        """Copies the codes and scales of a tensor that is stored alike."""
+        stored = [(t.format, tuple(t.shape), t.columnwise_is_stale, t.__tensor_flatten__()[0]) for t in (self, other)]
+        if stored[0] != stored[1]:
+            raise ValueError(
+                f"copy_: codes ({other.format}, {tuple(other.shape)}) are not stored as those ({self.format}, "
+                f"{tuple(self.shape)}) that they would replace, in format, shape or planes; quantize them alike"
+            )
+        for name in stored[0][-1]:
+            getattr(self, name).copy_(getattr(other, name))
+        return self
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -261,6 +283,8 @@ class QuantizedTensor(Tensor):
             if func is aten._to_copy.default and kwargs.get("dtype", self.dtype) == self.dtype:
                 keep = {name: value for name, value in kwargs.items() if name in ("device", "non_blocking")}
                 return self._of_planes(lambda plane: aten._to_copy.default(plane, **keep))
+            if func is aten.copy_.default and isinstance(args[1], QuantizedTensor):
+                return self._copy(args[1])
             if func in _MAKES_PLAIN:
                 plain = torch.empty((), dtype=self.dtype, device=self.device).expand(self.shape)
                 return func(plain, *args[1:], **kwargs)

@@ -233,6 +233,7 @@ def plan_zero(
                     "let formats give None for it, and give the weight to linear"
                 )
             length = plan_shards([shape], fmt, world, op="plan_zero", name=name)[0].padded
+        length = max(1, length)  # Padding, of a parameter without elements: XLA has no all-gather of an empty array.
         if len(shape) > 1:
             length = -(-length // BLOCK) * BLOCK
         leaves.append(_Leaf(shape, str(jnp.dtype(p.dtype)), fmt, length, world, axis_name))

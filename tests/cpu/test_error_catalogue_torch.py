@@ -49,6 +49,25 @@ def twice():
     return kept, qt.ZeroOptimizer(model, shard_weights=True)
 
 
+def taken():
+    """A model that an optimizer has taken."""
+    model = layers()
+    qt.ZeroOptimizer(model)
+    return model
+
+
+def hollow():
+    """A layer without rows."""
+    layer = nn.Linear(64, 64)
+    layer.weight = nn.Parameter(torch.empty(0, 64))
+    return layer
+
+
+def experts_apart():
+    layer = qt.GroupedLinear(2, 64, 64, recipe="CurrentScaling")
+    qt.ZeroOptimizer(layer, shard_weights=True, units=[*layer.experts])
+
+
 def codes(*shape):
     return torch.zeros(shape, dtype=torch.uint8)
 
@@ -62,6 +81,7 @@ NAMES = {
     **{"Recipe": Recipe, "layers": layers, "tied": tied, "sparse_gradient": sparse_gradient},
     **{"quantized_layer": quantized_layer, "twice": twice, "numerics": numerics},
     **{"watched_without_a_step": watched_without_a_step},
+    **{"taken": taken, "hollow": hollow, "experts_apart": experts_apart},
 }
 MISTAKES = mistakes("torch")
 

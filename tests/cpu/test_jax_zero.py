@@ -56,6 +56,30 @@ def test_collectives(shard_weights):
     assert all(array.startswith("u8[") for arrays in gathers for array in arrays), gathers
 
 
+@pytest.mark.parametrize("shard_weights", [False, True])
+def test_parameters_without_elements(shard_weights):
+    params = {"w": jnp.ones((32, 32)), "none": jnp.zeros((0, 32)), "bias": jnp.zeros(0)}
+    recipe, world = RECIPES["NVFP4"], 2
+    fmt = lambda path, p: recipe.weight if p.ndim == 2 else None  # noqa: E731
+    plan = plan_zero(params, fmt, world, AXIS, shard_weights=shard_weights)
+    mesh = jax.make_mesh((world,), (AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:world])
+
+    def gradient(masters, x):
+        def loss(weights):
+            seeds = [jax.random.key(i) for i in range(2)]
+            pairs = zip(("w", "none"), seeds, strict=True)
+            y = [linear(x, weights[name], recipe, seed=seed) for name, seed in pairs]
+            return sum(map(jnp.sum, y)) + jnp.sum(y[1] + weights["bias"])
+
+        return plan.value_and_grad(loss, masters)[1]
+
+    made = jax.jit(jax.shard_map(gradient, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS)))
+    grads = plan.join(made(plan.cut(params), jnp.ones((64, 32))))
+    assert {name: g.shape for name, g in grads.items()} == {name: p.shape for name, p in params.items()}
+    assert jnp.all(grads["w"] == grads["w"][0, 0])
+    assert grads["w"][0, 0] != 0
+
+
 def test_bad_input():
     params = params_of()
     with pytest.raises(

@@ -95,6 +95,17 @@ def test_slices_are_those_of_the_reference(front, kinds):
         assert_slices(front, planes, weights, [bounds(w.size) for w in weights])
 
 
+def test_weights_without_elements(front):
+    """Alone in their calls, as where a format has a scale a row and no weight has rows, and beside others."""
+    row = formats.NVFP4.with_options(global_scale="row")
+    for fmt, usage in [(row, Usage.ROWWISE)] if front.name == "jax" else PLANES:
+        for shapes in ([(0, 96)], [(64, 0), (0, 0)], [(0, 32, 64), (64, 96), (0, 96)]):
+            planes = [(fmt, usage, shape) for shape in shapes]
+            weights = weights_of(planes)
+            for bounds in SLICES[:: 1 if fmt is row and front.name == "torch" else 5]:
+                assert_slices(front, planes, weights, [bounds(w.size) for w in weights])
+
+
 def test_parities(front):
     """Codes of the master as it is, or rounded to the dtype of the model first."""
     shapes, fmts = [(32, 64), (64, 96), (33, 35)], [formats.NVFP4_16x16, formats.MXFP8_E4M3, formats.FP8_E4M3]

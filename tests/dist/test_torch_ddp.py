@@ -131,12 +131,14 @@ def test_gradients_are_views_of_buckets():
 
 
 @on_ranks(4)
-def test_amaxes_are_those_of_the_group():
+@pytest.mark.parametrize("inner", [False, True])
+def test_amaxes_are_those_of_the_group(inner):
+    """Also where the update has the model that the wrapper has."""
     rank = dist.get_rank()
     pairs = init_device_mesh(torch_ranks.device, (2, 2), mesh_dim_names=("stage", "data"))
     model = ddp(pair(RECIPES["delayed"])[0], process_group=pairs["data"].get_group())
     model(torch.full((2, 20), 2.0**rank, device=torch_ranks.device)).sum().backward()
-    update_scales(model)
+    update_scales(model.module if inner else model)
     assert linears(model)[0].delayed["activation"].amax_history[-1] == 2.0 ** (2 * (rank // 2) + 1)
 
 

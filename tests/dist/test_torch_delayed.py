@@ -1,5 +1,7 @@
 """Delayed scaling over ranks: the first step, calibration, stages of a pipeline, and updates that are forgotten."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from qshard import reference
 from qshard.formats import E4M3
 from qshard.recipes import CurrentScaling, DelayedScaling
-from qshard.torch_bridge import QuantizedTensor, convert, update_scales
+from qshard.torch_bridge import QuantizedTensor, ZeroOptimizer, convert, scaling_state, update_scales
 from support import torch_ranks
 from support.awkward import awkward_values
 from support.torch_models import FRONT, Wire, assert_gathers_the_whole, batch, linears, losses_of, model_of, shard
@@ -98,6 +100,29 @@ def test_stages_of_a_pipeline_have_scales_of_their_own(way):
     model(x).sum().backward()
     update_scales(model, pair.get_group() if way == "group" else None)
     assert model[0].delayed["activation"].amax_history[-1] == 2.0 ** (2 * stage + 1)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("sharded", [False, True])
+def test_scales_of_zero_over_some_ranks(sharded):
+    """An update is theirs alone, and changes nothing after that of the step. Copies of a model know of no group."""
+    pair = init_device_mesh(torch_ranks.device, (2, 2), mesh_dim_names=("stage", "data"))["data"].get_group()
+    rank = dist.get_rank()
+    if rank >= 2:
+        return
+    model = convert(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4)), DelayedScaling()).to(torch_ranks.device)
+    optimizer = ZeroOptimizer(model, group=pair, shard_weights=sharded)
+    for step in range(2):
+        model(torch.full((2, 16), 2.0 ** (rank + step), device=torch_ranks.device)).sum().backward()
+        optimizer.step()
+        before = {name: value.clone() for name, value in scaling_state(model).items()}
+        update_scales(model)
+        assert before["0.delayed.activation.amax_history"][-1] == 2.0 ** (1 + step)
+        assert all(torch.equal(value, before[name]) for name, value in scaling_state(model).items())
+    assert model[0].delayed["weight"].group is pair
+    assert copy.deepcopy(model[0].delayed)["weight"].group is None
+    with pytest.raises(ValueError, match=r"layers \(trained by 2 groups of ranks\) are not trained by one; pass grou"):
+        update_scales(nn.ModuleList([model, convert(nn.Linear(4, 4), DelayedScaling()).to(torch_ranks.device)]))
 
 
 @on_ranks(4)

@@ -161,20 +161,29 @@ def test_ddp_with_accumulation(name):
         many.zero_grad()
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("stage", [False, True], ids=["states", "weights"])
-def test_zero(stage):
+@on_ranks(1, 2)
+def test_zero():
+    """The bits do not depend on the stage or on units. By default a layer is one with all of its experts."""
     recipe, experts = CurrentScaling(), 5
+    made = []
+    for stage, units in [(False, None), (True, None), (True, lambda model: [model.up, model.down])]:
+        model = model_of(experts, recipe)
+        optimizer = ZeroOptimizer(model, lr=1e-2, shard_weights=stage, units=units and units(model))
+        losses = []
+        for _ in range(3):
+            loss = loss_of(model, 0, experts)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        assert losses[-1] < losses[0]
+        made.append((losses, optimizer.full_weights()))
+    for losses, weights in made[1:]:
+        assert losses == made[0][0]
+        assert all(torch.equal(weights[name], value) for name, value in made[0][1].items())
     model = model_of(experts, recipe)
-    optimizer = ZeroOptimizer(model, lr=1e-2, shard_weights=stage, units=[model.up, model.down] if stage else ())
-    losses = []
-    for _ in range(4):
-        loss = loss_of(model, 0, experts)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0]
+    with pytest.raises(ValueError, match=r"units \(Linear\) is in a GroupedLinear, which uses its weight"):
+        ZeroOptimizer(model, shard_weights=True, units=[*model.up.experts])
 
 
 @on_ranks(2, 3)

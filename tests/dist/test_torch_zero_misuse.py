@@ -64,8 +64,10 @@ def test_freed_weights_raise():
                     read(p)
         assert sum(p.numel() for p in model.parameters()) == sum(w.numel() for w in optimizer.full_weights().values())
         train(model, optimizer, range(step, step + 1))
-    for change in (model.float, model.share_memory, lambda: model.to_empty(device=torch_ranks.device)):
-        with pytest.raises(RuntimeError, match="has no memory between uses"):
+    with pytest.raises(RuntimeError, match="has no memory between uses"):
+        model.share_memory()
+    for change in (model.float, lambda: model.to_empty(device=torch_ranks.device)):
+        with pytest.raises(RuntimeError, match=r"0.weight cannot be moved after the optimizer was made"):
             change()
     assert model.to(torch_ranks.device) is model
     train(model, optimizer, range(2, 3))
@@ -96,6 +98,36 @@ def test_weights_of_other_modules():
     optimizer = ZeroOptimizer(model, shard_weights=True, units=[])
     model(tokens).sum().backward()
     optimizer.step()
+    attention = nn.MultiheadAttention(8, 2).to(torch_ranks.device)  # It uses the weight of its child, too.
+    optimizer = ZeroOptimizer(attention, shard_weights=True)
+    x = torch.randn(3, 2, 8, device=torch_ranks.device)
+    attention(x, x, x)[0].square().sum().backward()
+    optimizer.step()
+
+
+@on_ranks(2)
+@every_stage
+def test_a_move_moves_nothing(stage):
+    """It raises before anything has moved, whatever module it is of. What changes nothing is no move."""
+    model, same = (model_of(RECIPES["CurrentScaling"]) for _ in range(2))
+    optimizer = ZeroOptimizer(model, **OPTIONS, shard_weights=stage)
+    others = ZeroOptimizer(same, **OPTIONS, shard_weights=stage)
+    losses, want = (train(*pair, range(1)) for pair in ((model, optimizer), (same, others)))
+    for part, name in ((model, "0.weight"), (model[1].up, "1.up.weight"), (model[1].norm, "1.norm.weight")):
+        for move in (part.half, part.double, lambda part=part: part.to("meta")):
+            with pytest.raises(RuntimeError, match=f"{name} cannot be moved after the optimizer was made, whose maste"):
+                move()
+    for swap in (False, True):
+        torch.__future__.set_swap_module_params_on_conversion(swap)
+        try:
+            assert model.to(torch_ranks.device).float() is model
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(False)
+        losses += train(model, optimizer, range(1, 3))
+        want += train(same, others, range(1, 3))
+    assert losses == want
+    if not stage:
+        assert copy.deepcopy(model).to(torch.device("meta"))[1].up.weight.is_meta
 
 
 @on_ranks(2)
@@ -116,8 +148,8 @@ def test_changes_after_construction(stage):
         with torch.no_grad():
             model[1].norm.weight.fill_(2.0)
 
-    def move(model):
-        model[1].norm.double()
+    def assign(model):
+        model[1].norm.weight.data = model[1].norm.weight.data.clone()
 
     def shard(model):
         fully_shard(model[1].norm, mesh=torch_ranks.mesh())
@@ -127,13 +159,13 @@ def test_changes_after_construction(stage):
         (replace, "1.norm.weight was replaced after the optimizer was made; change models before"),
         (add, "1.scale came to train after the optimizer was made; add and unfreeze parameters before"),
         (write, "1.norm.weight was written after the optimizer was made; write with load_state_dict"),
-        (move, "1.norm.weight was moved after the optimizer was made; call .to"),
+        (assign, "1.norm.weight was moved after the optimizer was made; call .to"),
         (shard, "1.norm.weight was replaced after the optimizer was made"),
     ]:
         model = model_of(RECIPES["CurrentScaling"])
         optimizer = ZeroOptimizer(model, **OPTIONS, shard_weights=stage)
         train(model, optimizer, range(1))
-        if stage and change in (write, move, shard):
+        if stage and change in (write, assign, shard):
             with pytest.raises(RuntimeError, match="has no memory between uses"):
                 change(model)
             train(model, optimizer, range(1))

@@ -20,13 +20,26 @@ have. If someone else has written there, the next gather raises.
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
     from qshard.torch_bridge.fsdp.shards import ShardPlan
+
+
+class Values:
+    """The tensor inside a `ShardedWeight`.
+
+    Sealing takes it out of every `ShardedWeight` of a weight. The list of them holds weak references to these objects,
+    and none to parameters: `torch.utils.swap_tensors`, by which `nn.Module.to` works, refuses those.
+    """
+
+    __slots__ = ("__weakref__", "tensor")
+
+    def __init__(self, tensor: Tensor):
+        self.tensor = tensor
 
 
 class Primary:
@@ -44,25 +57,22 @@ class Primary:
         self._room: Tensor | None = None
         self._copied: torch.cuda.Event | None = None
         self._version = 0
-        self._handles: list[weakref.ref[Any]] = []  # Everything that FSDP2, or anyone, has of the parameter.
+        self._values: list[weakref.ref[Values]] = []  # Of every view and copy of the parameter, FSDP2's too.
         self._shown: list[tuple[weakref.ref[Tensor], int]] = []
 
-    def add_handle(self, handle: Any) -> None:
-        self._handles = [ref for ref in self._handles if ref() is not None]
-        self._handles.append(weakref.ref(handle))
-
-    def forget_handle(self, handle: Any) -> None:
-        self._handles = [ref for ref in self._handles if ref() is not handle]
+    def add_values(self, values: Values) -> None:
+        self._values = [ref for ref in self._values if ref() is not None]
+        self._values.append(weakref.ref(values))
 
     def take_master(self, shard: Tensor) -> Tensor:
         """The master. The first time, all that stands for the parameter loses its values, and `shard` has them."""
         if self.master is None:
             with torch.no_grad(), torch.inference_mode(False):
                 self.master = shard.detach() if shard.dtype == torch.float32 else shard.detach().float()
-            for ref in self._handles:
-                handle = ref()
-                if handle is not None:
-                    handle.shard = without_memory(handle.shard)
+            for ref in self._values:
+                values = ref()
+                if values is not None:
+                    values.tensor = without_memory(values.tensor)
             self.note_version()
         return self.master
 

@@ -103,7 +103,7 @@ class ScaleState:
         self._recipe = recipe
         self._plans: dict[Any, ShardPlan] = {}
         self._last: tuple[Any, ShardPlan] | None = None
-        self._axis: tuple[weakref.ref[Tensor] | None, int] = (None, 0)
+        self._axis: tuple[Any, int] = (None, 0)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ScaleState:
         """A copied weight goes its own way. Its passes are those of the copied model, if that is what is copied."""
@@ -142,9 +142,9 @@ class ScaleState:
         if not isinstance(parameter, DTensor):
             return None
         known, axis = self._axis
-        if known is None or known() is not parameter:
+        if known is not parameter._spec:  # A weak reference to the parameter would keep torch from moving it.
             axis = fsdp_axis(self.name, parameter, self.part)
-            self._axis = (weakref.ref(parameter), axis)
+            self._axis = (parameter._spec, axis)
         shard: Tensor = local_of(parameter).shard  # type: ignore[attr-defined]
         if self.primary is not None and self.primary.master is not None:
             shard = self.primary.master

@@ -25,6 +25,7 @@ from qshard.torch_bridge.fsdp.casts import cast_group, end_with_zeros, taken_ahe
 from qshard.torch_bridge.fsdp.columns import JoinedColumns
 from qshard.torch_bridge.fsdp.initial import RANDOM, exact_erfinv, fill, place_of
 from qshard.torch_bridge.fsdp.meshes import check_reshards
+from qshard.torch_bridge.fsdp.primary import Values
 from qshard.torch_bridge.fsdp.scales import Refresh, ScaleState, ShardOf
 from qshard.torch_bridge.fsdp.shards import ShardPlan
 from qshard.torch_bridge.ops import into
@@ -48,8 +49,8 @@ class ShardedWeight(Tensor):
       scale_state: of the weight, which says what is current.
     """
 
-    shard: Tensor
     scale_state: ScaleState
+    _inner: Values
 
     @staticmethod
     def __new__(cls, shard: Tensor, scale_state: ScaleState, device: torch.device | None = None) -> ShardedWeight:
@@ -62,10 +63,18 @@ class ShardedWeight(Tensor):
             dtype=shard.dtype,
             device=shard.device if device is None else device,
         )
-        self.shard, self.scale_state = shard, scale_state
+        self._inner, self.scale_state = Values(shard), scale_state
         if scale_state.primary is not None:
-            scale_state.primary.add_handle(self)
+            scale_state.primary.add_values(self._inner)
         return self
+
+    @property
+    def shard(self) -> Tensor:
+        return self._inner.tensor
+
+    @shard.setter
+    def shard(self, value: Tensor) -> None:
+        self._inner.tensor = value
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         if self.scale_state.is_sealed:
@@ -140,6 +149,10 @@ class ShardedWeight(Tensor):
             return torch._utils._rebuild_parameter_with_state, (*given, others)
         return torch._utils._rebuild_parameter, given
 
+    def data_ptr(self) -> int:
+        """The address of the values: some tools, accelerate among them, tell parameters apart by it."""
+        return memory_of(self).data_ptr()
+
     def share_memory_(self) -> ShardedWeight:
         self.shard.share_memory_()
         return self
@@ -210,9 +223,14 @@ class ShardedWeight(Tensor):
         """FSDP2 asks whether there is such a hook when it shards: there and then, on every rank, is the time to refuse.
 
         Raises:
-          NotImplementedError: weights of this format cannot be cut.
+          NotImplementedError: weights of this format cannot be cut; or the weight has no elements.
         """
         state = self.scale_state
+        if 0 in state.shape:
+            raise NotImplementedError(
+                f"fully_shard: {state.name} {state.shape} has no elements, and the backward pass of FSDP2 takes no "
+                "such parameter, plain ones neither; remove the layer"
+            )
         if state.refusal is not None:  # Looked up, as FSDP2 asks for the hook three times a gather.
             raise NotImplementedError(
                 f"fully_shard: {state.name} ({state.fmt}) is not a format that FSDP2 can gather: {state.refusal}; "
@@ -421,7 +439,7 @@ def _is_view(func: Any) -> bool:
 
 def attributes_of(weight: Tensor) -> dict[str, Any]:
     """What a user has put on a parameter, sharded or plain."""
-    own = ("shard", "scale_state", "first", "_is_param")
+    own = ("_inner", "scale_state", "first", "_is_param")
     return {name: value for name, value in weight.__dict__.items() if name not in own}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,9 +10,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
+from qshard.torch_bridge.moves import Move, changes, guard_moves
 from qshard.torch_bridge.zero.flat import Flat
 from qshard.torch_bridge.zero.schedule import Schedule
-from qshard.torch_bridge.zero.shown import weakly
+from qshard.torch_bridge.zero.shown import SlicedWeight, weakly
+from qshard.torch_bridge.zero.weight import Weight
 
 
 class Hook:
@@ -28,10 +30,46 @@ class Hook:
         return Hook, ()
 
 
+class ArrivalHook:
+    """The hook of a parameter by which its gradient leaves as soon as it is made."""
+
+    def __init__(self, take: Callable[[Tensor], None]):
+        self._take = take
+
+    def __call__(self, parameter: Tensor) -> None:
+        self._take(parameter)
+
+
 def watch_gradients(flat: Flat) -> None:
     """Takes gradients as soon as they are made."""
     for index, weight in enumerate(flat.weights):
-        weight.parameter.register_post_accumulate_grad_hook(weakly(flat.take_arrived, index))
+        weight.parameter.register_post_accumulate_grad_hook(ArrivalHook(weakly(flat.take_arrived, index)))
+
+
+def is_trained(parameter: Any) -> bool:
+    """Whether a ZeroOptimizer trains a parameter."""
+    hooks = parameter._post_accumulate_grad_hooks or {}
+    return isinstance(parameter, SlicedWeight) or any(isinstance(hook, ArrivalHook) for hook in hooks.values())
+
+
+def watch_moves(model: nn.Module, weights: Sequence[Weight]) -> None:
+    """Sees to it that a move of the model, or of a module of it that has weights, raises before anything has moved."""
+    owned: dict[nn.Module, list[Weight]] = {model: [*weights]}
+    for weight in weights:
+        for module, _ in weight.owners:
+            if module is not model:
+                owned.setdefault(module, []).append(weight)
+
+    def check(module: nn.Module, move: Move) -> None:
+        for weight in owned[module]:
+            if changes(move, weight.shown):
+                raise RuntimeError(
+                    f"ZeroOptimizer: {weight.name} cannot be moved after the optimizer was made, whose masters and "
+                    "buffers would stay where they are; call .to() of the model before"
+                )
+
+    for module in owned:
+        guard_moves(module, Hook(check))
 
 
 def watch_uses(module: nn.Module, flat: Flat, schedule: Schedule, renew: Callable[[], None]) -> None:

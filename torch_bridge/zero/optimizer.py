@@ -32,8 +32,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from qshard.torch_bridge.arguments import check_dtype, check_group, check_model
-from qshard.torch_bridge.delayed import update_delayed
+from qshard.torch_bridge.delayed import DelayedScale, update_delayed
 from qshard.torch_bridge.fsdp.weight import memory_of
+from qshard.torch_bridge.modules import modules_of
 from qshard.torch_bridge.optim.adam import Adam, initialize_state
 from qshard.torch_bridge.optim.master import CastPlan, Parity
 from qshard.torch_bridge.optim.state import SCALED
@@ -41,12 +42,12 @@ from qshard.torch_bridge.zero.buckets import buckets_of
 from qshard.torch_bridge.zero.cast import Cast
 from qshard.torch_bridge.zero.clip import clip_by_norm, norm_over_ranks
 from qshard.torch_bridge.zero.flat import ALIGNMENT, BLOCK_ALIGNMENT, Flat
-from qshard.torch_bridge.zero.hooks import check_shown, watch_gradients, watch_model, watch_uses
+from qshard.torch_bridge.zero.hooks import check_shown, watch_gradients, watch_model, watch_moves, watch_uses
 from qshard.torch_bridge.zero.initial import Init, Initial, check_init, default_device
 from qshard.torch_bridge.zero.schedule import Schedule, autograd_runs
 from qshard.torch_bridge.zero.shown import weakly
 from qshard.torch_bridge.zero.state import States
-from qshard.torch_bridge.zero.units import TAKEN, by_setting, units_of, weights_of
+from qshard.torch_bridge.zero.units import by_setting, units_of, weights_of
 from qshard.torch_bridge.zero.weight import Ranks, Weight
 
 
@@ -78,12 +79,13 @@ class ZeroOptimizer(Adam):
 
     Gradients leave `.grad` as soon as they are made, for a flat float32 buffer that `zero_grad`, of the optimizer or of
     the model, clears and `step` does not. What stands at `.grad` raises where it is read: clip with `clip_grad_norm_`.
-    A parameter without one counts as zeros; one that you put at `.grad` counts. `DelayedScaling` is taken care of: call
-    neither `update_scales` nor `update_delayed`.
+    A parameter without one counts as zeros; one that you put at `.grad` counts. `DelayedScaling` is taken care of: no
+    call of `update_scales` is needed; one more changes nothing.
 
     Sharded weights are there while their unit runs. Between, `model.parameters()` have shapes and dtypes, and all that
-    would read values raises. Layers may be compiled: hooks that gather and free stay outside. A change of parameters
-    that a step would pass over, such as `model.to(...)`, freezing, or a write to them, raises in the next step.
+    would read values raises. Layers may be compiled: hooks that gather and free stay outside. A move to another
+    dtype or device, such as `model.half()`, raises and moves nothing. Any other change of parameters that a step would
+    pass over, such as freezing, or a write to them, raises in the next step.
 
     Checkpoints: `state_dict` of the model has the float32 masters, exactly, in whole shapes, that of the optimizer the
     states. With several ranks both are slices of this one: for `torch.distributed.checkpoint`, which loads them with
@@ -190,12 +192,15 @@ class ZeroOptimizer(Adam):
         self._initialize_states()
         self._current = Cast([w for w in self._weights if w.quantized and not w.delayed], parity)
         self._delayed = Cast([w for w in self._weights if w.quantized and w.delayed], parity)
-        TAKEN.update((shown, True) for weight in self._weights for shown in (weight.shown, weight.parameter))
         for (module, _), flat in zip(chosen, self._flats, strict=True):
             watch_gradients(flat)
             if shard_weights:
                 watch_uses(module, flat, self._schedule, self._renew)
         watch_model(model, self._schedule, self._renew)
+        watch_moves(model, self._weights)
+        for module in modules_of(model):
+            if isinstance(module, DelayedScale):
+                module.group = self._ranks.group
         self._states = States(self._ranks, self._device, self._note_write)
         self._states.watch(model, self._flats, self._renew)
         self._publish()

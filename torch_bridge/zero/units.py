@@ -8,17 +8,18 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
-from torch.utils.weak import WeakIdKeyDictionary
 
 from qshard.recipes import Role
 from qshard.torch_bridge.arguments import check_contiguous, check_dtype
 from qshard.torch_bridge.fsdp.weight import ShardedWeight
+from qshard.torch_bridge.grouped import GroupedLinear
 from qshard.torch_bridge.nn import Linear
 from qshard.torch_bridge.tensor import QuantizedTensor
+from qshard.torch_bridge.zero.hooks import is_trained
 from qshard.torch_bridge.zero.weight import Weight
 
-TAKEN: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""Parameters that a ZeroOptimizer trains. Their hooks keep it alive."""
+_CALL_NO_CHILD = (GroupedLinear, nn.MultiheadAttention)
+"""Modules that use the weights of the modules in them, and call none of these."""
 
 
 def weights_of(model: nn.Module) -> list[Weight]:
@@ -37,7 +38,7 @@ def weights_of(model: nn.Module) -> list[Weight]:
             weight.owners.append((module, name))
     for weight in found.values():
         parameter, what = weight.parameter, f"ZeroOptimizer: {weight.name} {weight.shape}"
-        if parameter in TAKEN:
+        if is_trained(parameter):
             raise ValueError(f"{what} is trained by another ZeroOptimizer; make one for a model, or another model")
         if isinstance(parameter, QuantizedTensor):
             raise ValueError(f"{what} (QuantizedTensor) has no float32 values; make the model anew and load them")
@@ -69,15 +70,23 @@ def units_of(
 ) -> list[tuple[nn.Module, list[Weight]]]:
     """Modules, and the weights that each gathers, in the order of the model."""
     modules = list(model.modules())
+    # Forward hooks of a module that is never called never run: the module that uses its weight is the unit.
+    users = {id(m): user for user in modules if isinstance(user, _CALL_NO_CHILD) for m in user.modules()}
     if units is None:
         # A compiled module stands for the one in it, so that hooks are outside of what is compiled.
         compiled = {id(m._modules["_orig_mod"]): m for m in modules if "_orig_mod" in m._modules}
-        owners = (module for weight in weights for module, _ in weight.owners)
+        owners = (users.get(id(module), module) for weight in weights for module, _ in weight.owners)
         asked = {id(compiled.get(id(module), module)) for module in owners}
     else:
         asked = {id(module) for module in (*units, model)}
         if strays := [type(unit).__name__ for unit in units if not any(unit is module for module in modules)]:
             raise ValueError(f"ZeroOptimizer: units ({strays[0]}) is not a module of the model; give some that are")
+        for unit in units:
+            if (user := users.get(id(unit), unit)) is not unit:
+                raise ValueError(
+                    f"ZeroOptimizer: units ({type(unit).__name__}) is in a {type(user).__name__}, which uses its "
+                    "weight without a call of it; give that module, or one that holds it"
+                )
     chosen = [module for module in modules if id(module) in asked]
     innermost: dict[int, nn.Module] = {}
     for unit in chosen:  # Outer modules come first, so inner ones have the last word.
