@@ -9,13 +9,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from qshard.formats import Format, Usage
-from qshard.losses import check_head, head_recipe, rows_at_a_time
+from qshard.losses import LossRule, check_head, head_recipe, rows_at_a_time
 from qshard.pipeline import Plane
 from qshard.recipes import Recipe, RecipeLike, Role, check_weight_format, check_weight_shape
 from qshard.torch_bridge.arguments import check_tensor
-from qshard.torch_bridge.cross_entropy import LossOfRows, as_words, check_labels, count_of, reduced, rule_of
+from qshard.torch_bridge.cross_entropy import LossOfRows, as_words, count_of, loss_of_rows, reduced
+from qshard.torch_bridge.dtensor import places_tensors
 from qshard.torch_bridge.fsdp.weight import ShardedWeight
 from qshard.torch_bridge.gemm import Operand, matmul
 from qshard.torch_bridge.linear import check_gathered
@@ -36,6 +38,7 @@ def linear_cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
+    num_classes: int | None = None,
     group: dist.ProcessGroup | None = None,
     chunk: int | None = None,
     recipe: RecipeLike | None = None,
@@ -45,10 +48,11 @@ def linear_cross_entropy(
 
     Args:
       x: float32, bfloat16 or float16, `[*rows, K]`.
-      w: of the dtype of x, `[classes, K]`; with `group` a part of the classes. With `recipe` of any such dtype, or a
-        `QuantizedTensor`.
-      labels, reduction, ignore_index, label_smoothing, z_loss, group: as for `cross_entropy`. With `group` x is the
-        same on all ranks, and so is its gradient, which they add up.
+      w: of the dtype of x, `[classes, K]`; with `group` a shard of the classes. With `recipe` of any such dtype, or a
+        `QuantizedTensor`. A DTensor that is sharded by classes over a mesh of one axis: `group` is then that of the
+        mesh, x and labels may be DTensors of it, and the loss is a plain tensor.
+      labels, reduction, ignore_index, label_smoothing, z_loss, num_classes, group: as for `cross_entropy`; columns of
+        logits are rows of w. With `group` x is the same on all ranks, and so is its gradient, which they add up.
       chunk: rows at a time. By default as many as have 256 MiB of logits, in chunks alike.
       recipe, seed: as for `linear`, whose three products are then made of each chunk: w is quantized once, x and the
         gradient of logits a chunk at a time. Formats with a scale for the tensor have one for each chunk, and for the
@@ -73,7 +77,10 @@ def linear_cross_entropy(
 
     Source: Wijmans et al., arXiv:2411.09009.
     """
-    op = "linear_cross_entropy"
+    op, total = "linear_cross_entropy", None
+    if isinstance(w, DTensor):
+        total = w.shape[0]
+        x, w, labels, group = _local_operands(op, x, w, labels, group)
     check_tensor(op, "x", x)
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
@@ -82,10 +89,12 @@ def linear_cross_entropy(
     if how is None:
         check_tensor(op, "w", w)
     check_head(op, x.shape, dtype_name(x.dtype), w.shape, dtype_name((w if how is None else x).dtype), chunk)
-    rule = rule_of(op, w.shape[0], ignore_index, label_smoothing, z_loss, group)
-    check_labels(op, "x", x, labels, rule, reduction)
+    of = LossRule.of(op, ignore_index, label_smoothing, z_loss)
+    rule = loss_of_rows(op, "x", x, w.shape[0], labels, reduction, of, group, num_classes, total)
+    for width in () if how is None else rule.shard.widths:  # Of all ranks, so that all raise.
+        check_weight_shape(op, "w", how.recipe, (width, w.shape[1]))
     flat, words = x.reshape(-1, x.shape[-1]), as_words(labels).reshape(-1)
-    rows = rows_at_a_time(chunk, len(flat), w.shape[0], x.dtype.itemsize)
+    rows = rows_at_a_time(chunk, len(flat), rule.shard.widest, x.dtype.itemsize)
     if reduction == "none" or x.dtype == torch.float16 or not torch.is_grad_enabled():
         losses: Tensor = _LateLosses.apply(flat, w, words, rule, rows, how)
         return reduced(losses.view(labels.shape), labels, reduction, ignore_index)
@@ -94,11 +103,37 @@ def linear_cross_entropy(
     return loss
 
 
+def _local_operands(
+    op: str, x: Tensor, w: DTensor, labels: Tensor, group: dist.ProcessGroup | None
+) -> tuple[Tensor, Tensor, Tensor, dist.ProcessGroup | None]:
+    """Of operands under tensor parallelism: whole x, the classes of this rank, whole labels, and the ranks."""
+    mesh, placements = w.device_mesh, tuple(w.placements)
+    if placements not in ((Shard(0),), (Replicate(),)):
+        raise ValueError(
+            f"{op}: w {tuple(w.shape)} is sharded as {placements}; shard it by classes over a mesh of one axis, as "
+            "ColwiseParallel does"
+        )
+    if group is not None:
+        raise ValueError(f"{op}: group is for plain tensors, and w is a DTensor; leave group out")
+    whole = [Replicate()]
+    for name, tensor in (("x", x), ("labels", labels)):
+        if isinstance(tensor, DTensor) and tensor.device_mesh != mesh:
+            raise ValueError(f"{op}: {name} (over {tensor.device_mesh}) is not on the mesh of w, {mesh}; move it there")
+    if isinstance(x, DTensor):
+        x = x.redistribute(placements=whole).to_local(grad_placements=whole)
+    if isinstance(labels, DTensor):
+        labels = labels.redistribute(placements=whole).to_local()
+    local = w.to_local(grad_placements=placements)
+    return x, local, labels, mesh.get_group() if placements == (Shard(0),) else None
+
+
 class LinearCrossEntropy(nn.Linear):
     """The head of a model, which gives the loss of labels, by `linear_cross_entropy`, and without labels logits.
 
     As it is a module, FSDP2 and ZeRO gather its weight for it. `convert` makes it multiply with quantized operands, but
-    for DelayedScaling. Biases are not taken.
+    for DelayedScaling. Biases are not taken. Under `parallelize_module` with a `ColwiseParallel`, PyTorch's or that of
+    `tensor_parallel`, each rank has a shard of the classes: the loss is that of all classes, a plain tensor on every
+    rank, whatever `output_layouts` says of logits. Labels are the same on all ranks.
 
     Args:
       in_features, out_features, device, dtype: as for `nn.Linear`.
@@ -119,6 +154,22 @@ class LinearCrossEntropy(nn.Linear):
             return super().forward(input)
         weight = self.weight if "recipe" in self.loss else self.weight.to(input.dtype)
         return linear_cross_entropy(input, weight, labels, **self.loss)
+
+    def register_forward_pre_hook(self, hook: Any, **options: Any) -> Any:
+        """Hooks that place inputs, as those of `parallelize_module`, return the first one alone: labels stay."""
+
+        def place(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+            return hook(module, inputs[:1]), *inputs[1:]
+
+        return super().register_forward_pre_hook(place if places_tensors(hook) else hook, **options)
+
+    def register_forward_hook(self, hook: Any, **options: Any) -> Any:
+        """Hooks that place outputs place logits: a loss is whole on every rank."""
+
+        def place(module: nn.Module, inputs: Any, output: Tensor) -> Any:
+            return hook(module, inputs, output) if isinstance(output, DTensor) else output
+
+        return super().register_forward_hook(place if places_tensors(hook) else hook, **options)
 
 
 class QuantizedHead(Linear, LinearCrossEntropy):
@@ -150,8 +201,6 @@ class _How(NamedTuple):
         else:
             check_tensor(op, "w", w)
             check_gathered(w)
-        if w.ndim == 2:
-            check_weight_shape(op, "w", recipe, tuple(w.shape))
         return cls(recipe, words(op, "seed", seed, device).view(torch.int32) if recipe.stochastic else None)
 
     def of_chunk(self, number: int, device: torch.device) -> Tensor | None:
