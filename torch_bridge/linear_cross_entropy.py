@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +29,10 @@ from qshard.torch_bridge.ops import dtype_name
 from qshard.torch_bridge.planes import transposed
 from qshard.torch_bridge.tensor import QuantizedTensor
 from qshard.torch_bridge.words import constant_words, words
+
+Observer = Callable[[Role, Tensor, Tensor | None], None]
+_OBSERVER: ContextVar[Observer | None] = ContextVar("observer", default=None)
+"""Who is called with the role, the values and the seed of each operand that a chunk quantizes, backward too."""
 
 
 def linear_cross_entropy(
@@ -177,13 +183,25 @@ class QuantizedHead(Linear, LinearCrossEntropy):
 
     _of = LinearCrossEntropy
 
+    observer: Observer | None = None
+
     def forward(self, input: Tensor, labels: Tensor | None = None) -> Tensor:
         if labels is None:
             return super().forward(input)
         taken = self.taken(input)
         x = taken.input if taken.dtype is None else taken.input.to(taken.dtype)
         given = {**self.loss, "recipe": self.recipe, "seed": taken.seed}
-        return linear_cross_entropy(x, taken.weight, labels, **given)
+        with contextlib.nullcontext() if self.observer is None else _observed(self.observer):
+            return linear_cross_entropy(x, taken.weight, labels, **given)
+
+
+@contextlib.contextmanager
+def _observed(observer: Observer) -> Iterator[None]:
+    token = _OBSERVER.set(observer)
+    try:
+        yield
+    finally:
+        _OBSERVER.reset(token)
 
 
 class _How(NamedTuple):
@@ -191,6 +209,7 @@ class _How(NamedTuple):
 
     recipe: Recipe
     seed: Tensor | None
+    observer: Observer | None
 
     @classmethod
     def of(cls, op: str, w: Tensor, recipe: RecipeLike, seed: Any, device: torch.device) -> _How:
@@ -201,7 +220,8 @@ class _How(NamedTuple):
         else:
             check_tensor(op, "w", w)
             check_gathered(w)
-        return cls(recipe, words(op, "seed", seed, device).view(torch.int32) if recipe.stochastic else None)
+        observer = None if torch.compiler.is_compiling() else _OBSERVER.get()
+        return cls(recipe, words(op, "seed", seed, device).view(torch.int32) if recipe.stochastic else None, observer)
 
     def of_chunk(self, number: int, device: torch.device) -> Tensor | None:
         """The seed of a chunk: in bits that neither layers nor ranks count in."""
@@ -281,6 +301,8 @@ class _Codes(_Values):
         self._plus(matmul(self._ds.pop(Usage.COLUMNWISE), self._xs.pop(Usage.COLUMNWISE), dw.dtype), dw)
 
     def _quantized(self, x: Tensor, usage: Usage, role: Role) -> dict[Usage, Operand]:
+        if self._how.observer is not None:
+            self._how.observer(role, x, self._seed)
         return quantized(matrix_of(x, x.dtype), self._how.recipe, usage, role, self._seed, {}, [])[0]
 
 
