@@ -237,7 +237,7 @@ def _names_of_examples(levels: Levels, specs: Sequence[Sequence[Any]]) -> list[N
 
 def _auto(function: RowFunction, *operands: jax.Array) -> tuple[jax.Array, ...]:
     plain = functools.partial(function, Held())
-    return tuple(asked(_asking(function, operands[0].ndim), plain, *operands))
+    return tuple(asked(_asking(function, operands[0].ndim), plain, function, *operands))
 
 
 @functools.lru_cache(maxsize=1024)
