@@ -104,7 +104,7 @@ def check_num_classes(op: str, num_classes: Any) -> None:
 
 
 def count_classes(op: str, name: str, columns: int, num_classes: int | None) -> int:
-    """The number of classes of `name`, which has so many columns on all ranks and devices together.
+    """The number of classes of `name`, given its columns on all ranks or devices together.
 
     Raises:
       ValueError: there are none, more than 32 bits hold, or fewer columns than classes.

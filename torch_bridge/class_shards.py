@@ -1,9 +1,10 @@
 """Shards of the classes of a loss over the ranks of a group, and the agreement of these ranks on errors.
 
-Every call begins with one gather of a few integers from each rank, so no call depends on what a rank remembers, and no
-rank can wait for a gather that another one leaves out. Where the host may read them, each rank learns the widths of all
-shards and finds the errors of all ranks. Where it may not, under `torch.compile` and in a CUDA graph, and on a GPU if
-`num_classes` tells the widths, each rank assumes a layout, and losses are NaN if the gathered widths are not those.
+Every call begins with one gather of a few integers from each rank. Nothing is cached: ranks could disagree about a
+cache hit, and one would wait for a gather that another one skips. Where the host may read the integers, each rank
+learns the widths of all shards and finds the errors of all ranks. The host may not under `torch.compile` and in a CUDA
+graph, and need not on a GPU if `num_classes` implies the widths. Each rank then assumes a layout, and losses are NaN if
+the gathered widths differ from it.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from qshard.torch_bridge.optim.slices import all_gather
 
 
 class ClassShard(NamedTuple):
-    """The classes whose logits this rank has.
+    """The shard of the classes on this rank.
 
     Attributes:
       classes: classes on all ranks, without padding.
       first: the first class of this rank.
       columns: classes on this rank; columns behind them are padding.
-      widest: columns of the widest shard, or what stands for them: the same number on all ranks.
+      widest: columns of the widest shard, or an estimate; the same number on all ranks.
       widths: columns of the shards of all ranks, if they are known, else of this one.
-      is_right: 1 where ranks have the widths that this one assumes, else NaN. None: they are known.
+      is_right: float32 []: 1 if the ranks have the assumed widths, else NaN. None: the widths are known.
     """
 
     classes: int
@@ -51,14 +52,14 @@ def class_shard(
     """The shard of this rank. Collective over `group`.
 
     Args:
-      op, name: the caller, and what it calls the tensor of classes, for errors.
+      op, name: the caller and its tensor of classes, for errors.
       columns: of the shard of this rank.
       num_classes: classes on all ranks; columns from it on are padding. None: all columns.
-      total: columns of all ranks, if they are shards of `torch.chunk`, as those of a DTensor.
+      total: columns of all ranks, if `torch.chunk` made the shards, as it does for a DTensor.
 
     Raises:
-      ValueError: on all ranks alike where the host may read: a label on any of them is no class, ranks have different
-        numbers of rows, or there are no classes.
+      ValueError: a label of any rank is not a class, ranks have different numbers of rows, or there are 0 classes. On
+        all ranks alike, where the host may read.
     """
     can_read = not torch.compiler.is_compiling() and type(labels) is Tensor and not _is_capturing(labels)
     on_host = can_read and labels.device.type == "cpu"
@@ -102,7 +103,7 @@ def _assumed(op: str, name: str, columns: int, num_classes: int | None, widths: 
     """Shards of equal widths or, by `num_classes`, of `torch.chunk`; checked on the device."""
     world = len(widths)
     if num_classes is None:
-        # A rank without columns assumes what is wrong, and must not raise alone.
+        # A rank without columns must not raise alone: its assumption is wrong, so losses are NaN.
         classes, each = count_classes(op, name, max(columns * world, 1), None), columns
         right = (widths == columns).all()
     else:
@@ -138,7 +139,7 @@ def _range(labels: Tensor, ignore_index: int) -> tuple[int, int]:
 
 
 def _chunks(total: int, world: int) -> list[int]:
-    """The widths that `torch.chunk` gives, with those of ranks beyond."""
+    """The widths of the shards of `torch.chunk`, 0 for ranks beyond its last one."""
     each = -(-total // world)
     return [max(0, min(each, total - each * rank)) for rank in range(world)]
 

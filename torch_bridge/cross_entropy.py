@@ -47,10 +47,9 @@ def cross_entropy(
       num_classes: how many classes there are, over all ranks. Columns from it on are padding: they add nothing to the
         loss, and their gradient is 0. None: every column is a class.
       group: ranks that have shards of the classes, in order, of any widths, also none; labels, and the loss, are the
-        same on all of them. They gather 16 bytes a row, and a few bytes in each call by which they learn the widths.
-        On a GPU the host waits for these, unless `num_classes` is passed: shards are then those of `torch.chunk`, or
-        of equal widths. Under `torch.compile` and in CUDA graphs they have equal widths without it. Other widths give
-        loss NaN there.
+        same on all of them. They gather 16 bytes a row, and first, in each call, their widths. On a GPU the host waits
+        for the widths, unless `num_classes` is passed. Then shards must have the widths of `torch.chunk`, or equal
+        ones; without it, in graphs of `torch.compile` and of CUDA, equal ones. Other widths give loss NaN there.
 
     Returns:
       float32, `[]`, or `[*rows]` with "none". The gradient of logits has their dtype; it is worked out in float32, and

@@ -39,6 +39,6 @@ def wrapped_like(tensor: Tensor, local: Tensor, shape: Sequence[int] | None = No
 def places_tensors(hook: Callable[..., Any]) -> bool:
     """Whether a hook of a module is one by which `distribute_module`, and so `parallelize_module`, places tensors."""
     name = getattr(hook, "__qualname__", "")
-    # Its module has another name than those of functions in it.
+    # Not by `__module__`: PyTorch renames that of public functions.
     is_there = getattr(hook, "__globals__", None) is distribute_module.__globals__
     return is_there and name.startswith(f"{distribute_module.__qualname__}.")

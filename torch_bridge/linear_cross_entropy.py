@@ -55,8 +55,8 @@ def linear_cross_entropy(
     Args:
       x: float32, bfloat16 or float16, `[*rows, K]`.
       w: of the dtype of x, `[classes, K]`; with `group` a shard of the classes. With `recipe` of any such dtype, or a
-        `QuantizedTensor`. A DTensor that is sharded by classes over a mesh of one axis: `group` is then that of the
-        mesh, x and labels may be DTensors of it, and the loss is a plain tensor.
+        `QuantizedTensor`. Or a DTensor, sharded by classes over a mesh of one axis: the ranks of the mesh take the
+        place of `group`, x and labels may be DTensors of it, and the loss is a plain tensor.
       labels, reduction, ignore_index, label_smoothing, z_loss, num_classes, group: as for `cross_entropy`; columns of
         logits are rows of w. With `group` x is the same on all ranks, and so is its gradient, which they add up.
       chunk: rows at a time. By default as many as have 256 MiB of logits, in chunks alike.
@@ -112,7 +112,7 @@ def linear_cross_entropy(
 def _local_operands(
     op: str, x: Tensor, w: DTensor, labels: Tensor, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor, Tensor, dist.ProcessGroup | None]:
-    """Of operands under tensor parallelism: whole x, the classes of this rank, whole labels, and the ranks."""
+    """Plain operands under tensor parallelism: x, the shard of w on this rank, labels, and the group of w."""
     mesh, placements = w.device_mesh, tuple(w.placements)
     if placements not in ((Shard(0),), (Replicate(),)):
         raise ValueError(
@@ -137,9 +137,9 @@ class LinearCrossEntropy(nn.Linear):
     """The head of a model, which gives the loss of labels, by `linear_cross_entropy`, and without labels logits.
 
     As it is a module, FSDP2 and ZeRO gather its weight for it. `convert` makes it multiply with quantized operands, but
-    for DelayedScaling. Biases are not taken. Under `parallelize_module` with a `ColwiseParallel`, PyTorch's or that of
-    `tensor_parallel`, each rank has a shard of the classes: the loss is that of all classes, a plain tensor on every
-    rank, whatever `output_layouts` says of logits. Labels are the same on all ranks.
+    for DelayedScaling. Biases are not taken. Under `parallelize_module` with a `ColwiseParallel`, PyTorch's or ours in
+    `tensor_parallel`, each rank has a shard of the classes. The loss is over all classes, a plain tensor on every rank;
+    `output_layouts` places logits alone. Labels are the same on all ranks.
 
     Args:
       in_features, out_features, device, dtype: as for `nn.Linear`.
@@ -162,7 +162,7 @@ class LinearCrossEntropy(nn.Linear):
         return linear_cross_entropy(input, weight, labels, **self.loss)
 
     def register_forward_pre_hook(self, hook: Any, **options: Any) -> Any:
-        """Hooks that place inputs, as those of `parallelize_module`, return the first one alone: labels stay."""
+        """Hooks of `parallelize_module` return the first input alone; labels are put back behind it."""
 
         def place(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
             return hook(module, inputs[:1]), *inputs[1:]
@@ -170,7 +170,7 @@ class LinearCrossEntropy(nn.Linear):
         return super().register_forward_pre_hook(place if places_tensors(hook) else hook, **options)
 
     def register_forward_hook(self, hook: Any, **options: Any) -> Any:
-        """Hooks that place outputs place logits: a loss is whole on every rank."""
+        """Hooks of `parallelize_module` place logits, not a loss, which is the same on every rank."""
 
         def place(module: nn.Module, inputs: Any, output: Tensor) -> Any:
             return hook(module, inputs, output) if isinstance(output, DTensor) else output

@@ -59,8 +59,8 @@ def numerics_of(model: nn.Module, *, group: dist.ProcessGroup | None = None, wei
     Each tensor is quantized once more, as the layer does it, and compared with what was given: the rowwise plane, with
     the layer's scales and random numbers. Weights are those of the moment when the block begins. Nothing of the step
     changes, no bit of its results either. Experts of a `GroupedLinear` are layers, `up.experts.0`, and have the rows of
-    their groups. A `LinearCrossEntropy` that is called with labels counts a call for each chunk of rows, and its
-    gradients are those of logits.
+    their groups. A `LinearCrossEntropy` with labels counts a call for each chunk of rows, and its gradients are of
+    logits.
 
     Args:
       model: on any device, sharded or not, with layers that `convert` made. `torch.compile` must not have it.
@@ -256,7 +256,7 @@ class Watch:
 
 
 class _Call:
-    """A call of a layer. What a backward pass computes again is not counted."""
+    """A call of a layer. Recomputation in a backward pass is not counted."""
 
     def __init__(self, watch: Watch, name: str, layer: Linear, input: Any = None, labels: Tensor | None = None):
         self.watch, self.name, self.layer = watch, name, layer
@@ -272,7 +272,7 @@ class _Call:
 
     @torch.no_grad()
     def of_gradient(self, grad: Tensor) -> None:
-        """The gradient of y; a loss has made those of logits before, or is about to."""
+        """Takes the gradient of y. Under a loss gradients of logits count instead, computed before or after this."""
         if not self.gives_loss:
             self.watch.note(self.name, Role.GRADIENT, self.layer, grad, grad.dtype, self.seed)
             return
@@ -321,7 +321,7 @@ def _is_in_backward() -> bool:
 
 
 def _dtype_of(x: Tensor) -> torch.dtype:
-    """In which a layer takes x."""
+    """The dtype in which a layer multiplies x."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 

@@ -3,10 +3,11 @@
 XLA cuts an op over axes that all its buffers share (`ops.py`). What adds up over other axes, or has none in common,
 says itself what each device does, by JAX's `custom_partitioning`.
 
-What is asked are functions of this process, and JAX writes the address of one into the program. `jax.export` cannot
-save it, so exports for several devices have another function in its place. JAX's persistent cache takes the address
-into its keys, and so misses in another process, unless `jax_remove_custom_partitioning_ptr_from_cache_key` is set. Then
-nothing of the function is left in a key but the name of the one around it, which has a digest of what it computes.
+XLA calls a Python function of this process, and JAX writes its address into the program. `jax.export` cannot save it,
+so exports for several devices have another function in its place. The keys of JAX's persistent cache have the address
+too, so another process misses, unless `jax_remove_custom_partitioning_ptr_from_cache_key` is set. Then the key has
+nothing of the function, and two functions of alike arrays would share an entry. So each op is called through a function
+with a digest of its parameters as a name, which stays in the key.
 
 Sources: `jax.experimental.custom_partitioning`; Shardy, `sdy.op_sharding_rule`.
 """

@@ -131,14 +131,14 @@ class Rows:
         return d if valid is None else jnp.where(valid, d, 0)
 
     def _valid(self, held: Held, logits: jax.Array) -> jax.Array | None:
-        """Which columns of this device are classes; None: all."""
+        """A mask of the columns of this device that are classes; None: all are."""
         if self.classes == self.columns:
             return None
         own = logits.shape[-1]
         return held.first(own) + jnp.arange(own, dtype=jnp.int32) < self.classes
 
     def _counted(self, held: Held, logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, dict[str, Any]]:
-        """Labels with the first class of the device as 0, and those of other devices as the last class; and the rule.
+        """Labels with the first class of this device as 0 and classes of other devices as the last one; and the rule.
 
         An op takes where its classes begin as an attribute, and one program serves all devices.
         """
@@ -238,7 +238,7 @@ def check_shapes(op: str, name: str, shape: Sequence[int], labels: Any, reductio
 
 
 def as_words(op: str, labels: Any, of: Rows) -> jax.Array:
-    """Labels as int32, checked where the host knows them; what int32 cannot hold is no class either way."""
+    """Labels as int32, clipped, and checked where the host knows them."""
     labels = labels if hasattr(labels, "dtype") else jnp.asarray(labels)
     if _is_known(labels):
         there, ignored = np.asarray(labels), of.rule.ignore_index
@@ -251,7 +251,7 @@ def as_words(op: str, labels: Any, of: Rows) -> jax.Array:
 
 
 def _masked(logits: jax.Array, valid: jax.Array) -> jax.Array:
-    """Logits whose padding adds nothing to the sum of exponentials."""
+    """Logits with -inf in padding, so that it adds 0 to the sum of exponentials."""
     return jnp.where(valid, logits, jnp.array(-jnp.inf, logits.dtype))
 
 
