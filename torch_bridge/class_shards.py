@@ -27,7 +27,7 @@ class ClassShard(NamedTuple):
       first: the first class of this rank.
       columns: classes on this rank; columns behind them are padding.
       widest: columns of the widest shard, or an estimate; the same number on all ranks.
-      widths: columns of the shards of all ranks, if they are known, else of this one.
+      widths: columns of the shards of all ranks, known or assumed.
       is_right: float32 []: 1 if the ranks have the assumed widths, else NaN. None: the widths are known.
     """
 
@@ -105,7 +105,7 @@ def _assumed(op: str, name: str, columns: int, num_classes: int | None, widths: 
     if num_classes is None:
         # A rank without columns must not raise alone: its assumption is wrong, so losses are NaN.
         classes, each = count_classes(op, name, max(columns * world, 1), None), columns
-        right = (widths == columns).all()
+        right, assumed = (widths == columns).all(), [columns] * world
     else:
         classes = num_classes
         chunk = -(-classes // world)
@@ -113,10 +113,11 @@ def _assumed(op: str, name: str, columns: int, num_classes: int | None, widths: 
         firsts = widths.clamp(min=chunk) * torch.arange(world, device=widths.device)
         ends = widths.cumsum(0)
         right = (firsts.clamp(max=classes) == (ends - widths).clamp(max=classes)).all() & (ends[-1] >= classes)
+        assumed = [columns] * world if columns > chunk else _chunks(classes, world)
     first = min(each * rank, classes)
     is_right = torch.where(right, 1.0, float("nan"))
     widest = columns if num_classes is None else -(-num_classes // world)
-    return ClassShard(classes, first, max(0, min(columns, classes - first)), widest, (columns,), is_right)
+    return ClassShard(classes, first, max(0, min(columns, classes - first)), widest, tuple(assumed), is_right)
 
 
 def _gathered(numbers: list[int], like: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -82,7 +82,7 @@ def cross_entropy(
 
 @dataclass(frozen=True)
 class LossOfRows:
-    """The rule of a loss, and the classes that this rank has."""
+    """The rule of a loss, and the shard of the classes on this rank."""
 
     shard: ClassShard
     of: LossRule
