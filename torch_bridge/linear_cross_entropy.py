@@ -97,8 +97,9 @@ def linear_cross_entropy(
     check_head(op, x.shape, dtype_name(x.dtype), w.shape, dtype_name((w if how is None else x).dtype), chunk)
     of = LossRule.of(op, ignore_index, label_smoothing, z_loss)
     rule = loss_of_rows(op, "x", x, w.shape[0], labels, reduction, of, group, num_classes, total)
-    for width in () if how is None else sorted(set(rule.shard.widths)):  # Of all ranks, so that all raise.
-        check_weight_shape(op, "w", how.recipe, (width, w.shape[1]))
+    if how is not None:
+        for width in sorted(set(rule.shard.widths)):  # Of all ranks, so that all raise.
+            check_weight_shape(op, "w", how.recipe, (width, w.shape[1]))
     flat, words = x.reshape(-1, x.shape[-1]), as_words(labels).reshape(-1)
     rows = rows_at_a_time(chunk, len(flat), rule.shard.widest, x.dtype.itemsize)
     if reduction == "none" or x.dtype == torch.float16 or not torch.is_grad_enabled():

@@ -139,11 +139,12 @@ class Watch:
         if self._weights:
             for name, layer in self._layers.items():
                 self._measure_weight(name, layer)
-        names = {layer: name for name, layer in self._layers.items()}
+        names: dict[nn.Module, str] = {layer: name for name, layer in self._layers.items()}
         for name, layer in self._layers.items():
             self._watch(layer, functools.partial(_Call, self, name, layer))
         for layers in self._grouped:
-            self._watch(layers, functools.partial(_ExpertsCall, self, [(names[each], each) for each in layers.experts]))
+            experts = [(names[each], cast(Linear, each)) for each in layers.experts]
+            self._watch(layers, functools.partial(_ExpertsCall, self, experts))
         return self
 
     def __exit__(self, *error: object) -> None:

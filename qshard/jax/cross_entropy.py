@@ -135,7 +135,8 @@ class Rows:
         if self.classes == self.columns:
             return None
         own = logits.shape[-1]
-        return held.first(own) + jnp.arange(own, dtype=jnp.int32) < self.classes
+        valid: jax.Array = held.first(own) + jnp.arange(own, dtype=jnp.int32) < self.classes
+        return valid
 
     def _counted(self, held: Held, logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, dict[str, Any]]:
         """Labels with the first class of this device as 0 and classes of other devices as the last one; and the rule.
