@@ -64,7 +64,6 @@ def check_rows(
     shape: Sequence[int],
     labels: Sequence[int],
     dtype: str,
-    classes: int,
     reduction: Any,
     *,
     where: tuple[object, object] = ("", ""),
@@ -86,10 +85,41 @@ def check_rows(
             f"{op}: labels ({tuple(labels)}{own}) are not one for each row of {name} ({tuple(shape)}{there}); classes "
             "are the last axis"
         )
+
+
+def check_num_classes(op: str, num_classes: Any) -> None:
+    """Raises unless `num_classes` is None or a number of classes.
+
+    >>> check_num_classes("cross_entropy", 0)
+    Traceback (most recent call last):
+    ValueError: cross_entropy: num_classes (0) is not a number of classes; pass 1 or more, or None for all columns
+    """
+    if num_classes is None:
+        return
+    if isinstance(num_classes, bool) or not isinstance(num_classes, int) or num_classes < 1:
+        raise ValueError(
+            f"{op}: num_classes ({shown(num_classes)}) is not a number of classes; pass 1 or more, or None for all "
+            "columns"
+        )
+
+
+def count_classes(op: str, name: str, columns: int, num_classes: int | None) -> int:
+    """The number of classes of `name`, given its columns on all ranks or devices together.
+
+    Raises:
+      ValueError: there are none, more than 32 bits hold, or fewer columns than classes.
+    """
+    if num_classes is not None and num_classes > columns:
+        raise ValueError(
+            f"{op}: num_classes ({num_classes}) is more than the columns of {name} ({columns}); pass how many of them "
+            "are classes, over all ranks or devices"
+        )
+    classes = columns if num_classes is None else num_classes
     if not classes:
         raise ValueError(f"{op}: {name} has no classes; give one or more")
     if classes > WORD[1]:
         raise ValueError(f"{op}: {name} has {classes} classes, which do not fit into 32 bits; give fewer")
+    return classes
 
 
 def wrong_label(op: str, label: int, classes: int, ignore_index: int) -> ValueError:

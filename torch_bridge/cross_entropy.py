@@ -14,9 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from qshard.losses import WORD, LossRule, check_rows, wrong_label
+from qshard.losses import WORD, LossRule, check_num_classes, check_rows
 from qshard.names import shown
 from qshard.torch_bridge.arguments import check_group, check_tensor
+from qshard.torch_bridge.class_shards import ClassShard, class_shard
 from qshard.torch_bridge.ops import call_into, dtype_name, ops
 from qshard.torch_bridge.optim.slices import all_gather
 
@@ -29,6 +30,7 @@ def cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
+    num_classes: int | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """`lse - logits[label] + z_loss * lse^2` for each row, with `lse = log(sum(exp(logits)))`.
@@ -42,16 +44,20 @@ def cross_entropy(
       ignore_index: a row with this label has loss 0 and gradients 0.
       label_smoothing: from 0 to 1.
       z_loss: what keeps lse near 0, 0 or more.
-      group: ranks that have parts of the classes, as many each, in order; labels, and the loss, are the same on all of
-        them. They gather 16 bytes a row.
+      num_classes: how many classes there are, over all ranks. Columns from it on are padding: they add nothing to the
+        loss, and their gradient is 0. None: every column is a class.
+      group: ranks that have shards of the classes, in order, of any widths, also none; labels, and the loss, are the
+        same on all of them. They gather 16 bytes a row, and first, in each call, their widths. On a GPU the host waits
+        for the widths, unless `num_classes` is passed. Then shards must have the widths of `torch.chunk`, or equal
+        ones; without it, in graphs of `torch.compile` and of CUDA, equal ones. Other widths give loss NaN there.
 
     Returns:
       float32, `[]`, or `[*rows]` with "none". The gradient of logits has their dtype; it is worked out in float32, and
       rounded once.
 
     Raises:
-      TypeError, ValueError: these are not such arguments, or, on the CPU, a label is none of the classes. On a GPU such
-        a row has loss NaN and gradients NaN.
+      TypeError, ValueError: these are not such arguments, or, on the CPU, a label is none of the classes: on every rank
+        of `group`, whichever has the label. On a GPU such a row has loss NaN and gradients NaN.
 
     Each loss is within 4 units in the last place of lse of what fp64 gives. A second derivative raises. Sharded rows
     are rows by themselves: average losses by the number of their labels.
@@ -65,27 +71,27 @@ def cross_entropy(
 
     Sources: Szegedy et al., arXiv:1512.00567 (smoothing); Chowdhery et al., arXiv:2204.02311 (z-loss).
     """
-    check_tensor("cross_entropy", "logits", logits)
-    rule = rule_of(
-        "cross_entropy", logits.shape[-1] if logits.ndim else 0, ignore_index, label_smoothing, z_loss, group
-    )
-    check_labels("cross_entropy", "logits", logits, labels, rule, reduction)
-    losses: Tensor = _RowLosses.apply(logits, as_words(labels), rule)
+    op, name = "cross_entropy", "logits"
+    check_tensor(op, name, logits, sharded=f"pass {name}.to_local(), and group= of its mesh if classes are sharded")
+    columns = logits.shape[-1] if logits.ndim else 0
+    rule = LossRule.of(op, ignore_index, label_smoothing, z_loss)
+    of = loss_of_rows(op, name, logits, columns, labels, reduction, rule, group, num_classes)
+    losses: Tensor = _RowLosses.apply(logits, as_words(labels), of)
     return reduced(losses, labels, reduction, ignore_index)
 
 
 @dataclass(frozen=True)
 class LossOfRows:
-    """What the ops are told, and who has the other classes."""
+    """The rule of a loss, and the shard of the classes on this rank."""
 
-    classes: int
-    first: int
+    shard: ClassShard
     of: LossRule
     group: dist.ProcessGroup | None
 
     def losses(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """The loss of each row, and its lse."""
-        stats = ops.cross_entropy_stats(logits, labels, first=self.first, total=self.of.smoothing > 0)
+        shard, logits = self.shard, self._unpadded(logits)
+        stats = ops.cross_entropy_stats(logits, labels, first=shard.first, total=self.of.smoothing > 0)
         if self.group is None:
             parts = stats.unsqueeze(-2)
         else:
@@ -93,17 +99,25 @@ class LossOfRows:
             gathered = stats.new_empty(world * stats.numel())
             all_gather(gathered, stats.view(-1), group=self.group)
             parts = gathered.view(world, *stats.shape).movedim(0, -2).contiguous()
-        loss, lse = ops.cross_entropy(parts, labels, classes=self.classes, **self.of.options)
-        return loss, lse
+        loss, lse = ops.cross_entropy(parts, labels, classes=shard.classes, **self.of.options)
+        return (loss, lse) if shard.is_right is None else (loss * shard.is_right, lse * shard.is_right)
 
     def gradient(self, logits: Tensor, labels: Tensor, lse: Tensor, grad: Tensor, *, in_place: bool) -> Tensor:
         """That of logits, of that of each loss."""
-        options = {"classes": self.classes, "first": self.first, **self.of.options}
+        options = {"classes": self.shard.classes, "first": self.shard.first, **self.of.options}
+        padding = logits.shape[-1] - self.shard.columns
+        logits = self._unpadded(logits)
         if in_place:
             call_into("cross_entropy_grad", (logits, labels, lse, grad), (logits,), options)
-            return logits
-        d: Tensor = ops.cross_entropy_grad(logits, labels, lse, grad, **options)
-        return d
+            d = logits
+        else:
+            d = ops.cross_entropy_grad(logits, labels, lse, grad, **options)
+        return torch.nn.functional.pad(d, (0, padding)) if padding else d
+
+    def _unpadded(self, logits: Tensor) -> Tensor:
+        """The logits of classes; `logits` itself if that is all."""
+        columns = self.shard.columns
+        return logits if columns == logits.shape[-1] else logits[..., :columns].contiguous()
 
 
 class _RowLosses(torch.autograd.Function):
@@ -140,22 +154,29 @@ def as_words(labels: Tensor) -> Tensor:
     return labels.clamp(*WORD).to(torch.int32).contiguous()
 
 
-def rule_of(
-    op: str, columns: int, ignore_index: int, smoothing: float, z_loss: float, group: dist.ProcessGroup | None
+def loss_of_rows(
+    op: str,
+    name: str,
+    x: Tensor,
+    columns: int,
+    labels: Any,
+    reduction: str,
+    rule: LossRule,
+    group: dist.ProcessGroup | None,
+    num_classes: int | None,
+    total: int | None = None,
 ) -> LossOfRows:
-    rule = LossRule.of(op, ignore_index, smoothing, z_loss)
+    """Checks the arguments of `op`, and gives the loss of rows of `x`. Collective over `group`.
+
+    Args:
+      name: of `x`, for errors.
+      columns, total: as for `class_shard`.
+    """
     check_group(op, group)
-    world, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
-    return LossOfRows(columns * world, columns * rank, rule, group)
-
-
-def check_labels(op: str, name: str, x: Tensor, labels: Any, rule: LossOfRows, reduction: str) -> None:
+    check_num_classes(op, num_classes)
     if not isinstance(labels, Tensor):
         raise TypeError(f"{op}: labels ({shown(labels)}) is not a torch.Tensor; pass torch.tensor(labels)")
     shapes, where = (x.shape, labels.shape), (x.device, labels.device)
-    check_rows(op, name, *shapes, dtype_name(labels.dtype), rule.classes, reduction, where=where)
-    if labels.device.type == "cpu" and not torch.compiler.is_compiling() and type(labels) is Tensor:
-        ignored = rule.of.ignore_index
-        wrong = labels[(labels != ignored) & ((labels < 0) | (labels >= rule.classes))]
-        if wrong.numel():
-            raise wrong_label(op, int(wrong[0]), rule.classes, ignored)
+    check_rows(op, name, *shapes, dtype_name(labels.dtype), reduction, where=where)
+    shard = class_shard(op, name, columns, labels, rule.ignore_index, num_classes, group, total)
+    return LossOfRows(shard, rule, group)

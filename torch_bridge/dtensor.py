@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_module
 from torch.distributed.tensor._dtensor_spec import TensorMeta
 
 
@@ -33,3 +34,11 @@ def wrapped_like(tensor: Tensor, local: Tensor, shape: Sequence[int] | None = No
         # As FSDP2 makes its own.
         return DTensor(local, dataclasses.replace(tensor._spec, tensor_meta=meta), requires_grad=False)
     return DTensor.from_local(local, tensor.device_mesh, tensor.placements, run_check=False, shape=size, stride=stride)
+
+
+def places_tensors(hook: Callable[..., Any]) -> bool:
+    """Whether a hook of a module is one by which `distribute_module`, and so `parallelize_module`, places tensors."""
+    name = getattr(hook, "__qualname__", "")
+    # Not by `__module__`: PyTorch renames that of public functions.
+    is_there = getattr(hook, "__globals__", None) is distribute_module.__globals__
+    return is_there and name.startswith(f"{distribute_module.__qualname__}.")

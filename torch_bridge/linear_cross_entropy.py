@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from qshard.formats import Format, Usage
-from qshard.losses import check_head, head_recipe, rows_at_a_time
+from qshard.losses import LossRule, check_head, head_recipe, rows_at_a_time
 from qshard.pipeline import Plane
 from qshard.recipes import Recipe, RecipeLike, Role, check_weight_format, check_weight_shape
 from qshard.torch_bridge.arguments import check_tensor
-from qshard.torch_bridge.cross_entropy import LossOfRows, as_words, check_labels, count_of, reduced, rule_of
+from qshard.torch_bridge.cross_entropy import LossOfRows, as_words, count_of, loss_of_rows, reduced
+from qshard.torch_bridge.dtensor import places_tensors
 from qshard.torch_bridge.fsdp.weight import ShardedWeight
 from qshard.torch_bridge.gemm import Operand, matmul
 from qshard.torch_bridge.linear import check_gathered
@@ -25,6 +29,10 @@ from qshard.torch_bridge.ops import dtype_name
 from qshard.torch_bridge.planes import transposed
 from qshard.torch_bridge.tensor import QuantizedTensor
 from qshard.torch_bridge.words import constant_words, words
+
+Observer = Callable[[Role, Tensor, Tensor | None], None]
+_OBSERVER: ContextVar[Observer | None] = ContextVar("observer", default=None)
+"""Who is called with the role, the values and the seed of each operand that a chunk quantizes, backward too."""
 
 
 def linear_cross_entropy(
@@ -36,6 +44,7 @@ def linear_cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
+    num_classes: int | None = None,
     group: dist.ProcessGroup | None = None,
     chunk: int | None = None,
     recipe: RecipeLike | None = None,
@@ -45,10 +54,11 @@ def linear_cross_entropy(
 
     Args:
       x: float32, bfloat16 or float16, `[*rows, K]`.
-      w: of the dtype of x, `[classes, K]`; with `group` a part of the classes. With `recipe` of any such dtype, or a
-        `QuantizedTensor`.
-      labels, reduction, ignore_index, label_smoothing, z_loss, group: as for `cross_entropy`. With `group` x is the
-        same on all ranks, and so is its gradient, which they add up.
+      w: of the dtype of x, `[classes, K]`; with `group` a shard of the classes. With `recipe` of any such dtype, or a
+        `QuantizedTensor`. Or a DTensor, sharded by classes over a mesh of one axis: the ranks of the mesh take the
+        place of `group`, x and labels may be DTensors of it, and the loss is a plain tensor.
+      labels, reduction, ignore_index, label_smoothing, z_loss, num_classes, group: as for `cross_entropy`; columns of
+        logits are rows of w. With `group` x is the same on all ranks, and so is its gradient, which they add up.
       chunk: rows at a time. By default as many as have 256 MiB of logits, in chunks alike.
       recipe, seed: as for `linear`, whose three products are then made of each chunk: w is quantized once, x and the
         gradient of logits a chunk at a time. Formats with a scale for the tensor have one for each chunk, and for the
@@ -73,7 +83,10 @@ def linear_cross_entropy(
 
     Source: Wijmans et al., arXiv:2411.09009.
     """
-    op = "linear_cross_entropy"
+    op, total = "linear_cross_entropy", None
+    if isinstance(w, DTensor):
+        total = w.shape[0]
+        x, w, labels, group = _local_operands(op, x, w, labels, group)
     check_tensor(op, "x", x)
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
@@ -82,10 +95,13 @@ def linear_cross_entropy(
     if how is None:
         check_tensor(op, "w", w)
     check_head(op, x.shape, dtype_name(x.dtype), w.shape, dtype_name((w if how is None else x).dtype), chunk)
-    rule = rule_of(op, w.shape[0], ignore_index, label_smoothing, z_loss, group)
-    check_labels(op, "x", x, labels, rule, reduction)
+    of = LossRule.of(op, ignore_index, label_smoothing, z_loss)
+    rule = loss_of_rows(op, "x", x, w.shape[0], labels, reduction, of, group, num_classes, total)
+    if how is not None:
+        for width in sorted(set(rule.shard.widths)):  # Of all ranks, so that all raise.
+            check_weight_shape(op, "w", how.recipe, (width, w.shape[1]))
     flat, words = x.reshape(-1, x.shape[-1]), as_words(labels).reshape(-1)
-    rows = rows_at_a_time(chunk, len(flat), w.shape[0], x.dtype.itemsize)
+    rows = rows_at_a_time(chunk, len(flat), rule.shard.widest, x.dtype.itemsize)
     if reduction == "none" or x.dtype == torch.float16 or not torch.is_grad_enabled():
         losses: Tensor = _LateLosses.apply(flat, w, words, rule, rows, how)
         return reduced(losses.view(labels.shape), labels, reduction, ignore_index)
@@ -94,11 +110,37 @@ def linear_cross_entropy(
     return loss
 
 
+def _local_operands(
+    op: str, x: Tensor, w: DTensor, labels: Tensor, group: dist.ProcessGroup | None
+) -> tuple[Tensor, Tensor, Tensor, dist.ProcessGroup | None]:
+    """Plain operands under tensor parallelism: x, the shard of w on this rank, labels, and the group of w."""
+    mesh, placements = w.device_mesh, tuple(w.placements)
+    if placements not in ((Shard(0),), (Replicate(),)):
+        raise ValueError(
+            f"{op}: w {tuple(w.shape)} is sharded as {placements}; shard it by classes over a mesh of one axis, as "
+            "ColwiseParallel does"
+        )
+    if group is not None:
+        raise ValueError(f"{op}: group is for plain tensors, and w is a DTensor; leave group out")
+    whole = [Replicate()]
+    for name, tensor in (("x", x), ("labels", labels)):
+        if isinstance(tensor, DTensor) and tensor.device_mesh != mesh:
+            raise ValueError(f"{op}: {name} (over {tensor.device_mesh}) is not on the mesh of w, {mesh}; move it there")
+    if isinstance(x, DTensor):
+        x = x.redistribute(placements=whole).to_local(grad_placements=whole)
+    if isinstance(labels, DTensor):
+        labels = labels.redistribute(placements=whole).to_local()
+    local = w.to_local(grad_placements=placements)
+    return x, local, labels, mesh.get_group() if placements == (Shard(0),) else None
+
+
 class LinearCrossEntropy(nn.Linear):
     """The head of a model, which gives the loss of labels, by `linear_cross_entropy`, and without labels logits.
 
     As it is a module, FSDP2 and ZeRO gather its weight for it. `convert` makes it multiply with quantized operands, but
-    for DelayedScaling. Biases are not taken.
+    for DelayedScaling. Biases are not taken. Under `parallelize_module` with a `ColwiseParallel`, PyTorch's or ours in
+    `tensor_parallel`, each rank has a shard of the classes. The loss is over all classes, a plain tensor on every rank;
+    `output_layouts` places logits alone. Labels are the same on all ranks.
 
     Args:
       in_features, out_features, device, dtype: as for `nn.Linear`.
@@ -120,11 +162,29 @@ class LinearCrossEntropy(nn.Linear):
         weight = self.weight if "recipe" in self.loss else self.weight.to(input.dtype)
         return linear_cross_entropy(input, weight, labels, **self.loss)
 
+    def register_forward_pre_hook(self, hook: Any, **options: Any) -> Any:
+        """Hooks of `parallelize_module` return the first input alone; labels are put back behind it."""
+
+        def place(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+            return hook(module, inputs[:1]), *inputs[1:]
+
+        return super().register_forward_pre_hook(place if places_tensors(hook) else hook, **options)
+
+    def register_forward_hook(self, hook: Any, **options: Any) -> Any:
+        """Hooks of `parallelize_module` place logits, not a loss, which is the same on every rank."""
+
+        def place(module: nn.Module, inputs: Any, output: Tensor) -> Any:
+            return hook(module, inputs, output) if isinstance(output, DTensor) else output
+
+        return super().register_forward_hook(place if places_tensors(hook) else hook, **options)
+
 
 class QuantizedHead(Linear, LinearCrossEntropy):
     """What `convert` makes of a `LinearCrossEntropy`."""
 
     _of = LinearCrossEntropy
+
+    observer: Observer | None = None
 
     def forward(self, input: Tensor, labels: Tensor | None = None) -> Tensor:
         if labels is None:
@@ -132,7 +192,17 @@ class QuantizedHead(Linear, LinearCrossEntropy):
         taken = self.taken(input)
         x = taken.input if taken.dtype is None else taken.input.to(taken.dtype)
         given = {**self.loss, "recipe": self.recipe, "seed": taken.seed}
-        return linear_cross_entropy(x, taken.weight, labels, **given)
+        with contextlib.nullcontext() if self.observer is None else _observed(self.observer):
+            return linear_cross_entropy(x, taken.weight, labels, **given)
+
+
+@contextlib.contextmanager
+def _observed(observer: Observer) -> Iterator[None]:
+    token = _OBSERVER.set(observer)
+    try:
+        yield
+    finally:
+        _OBSERVER.reset(token)
 
 
 class _How(NamedTuple):
@@ -140,6 +210,7 @@ class _How(NamedTuple):
 
     recipe: Recipe
     seed: Tensor | None
+    observer: Observer | None
 
     @classmethod
     def of(cls, op: str, w: Tensor, recipe: RecipeLike, seed: Any, device: torch.device) -> _How:
@@ -150,9 +221,8 @@ class _How(NamedTuple):
         else:
             check_tensor(op, "w", w)
             check_gathered(w)
-        if w.ndim == 2:
-            check_weight_shape(op, "w", recipe, tuple(w.shape))
-        return cls(recipe, words(op, "seed", seed, device).view(torch.int32) if recipe.stochastic else None)
+        observer = None if torch.compiler.is_compiling() else _OBSERVER.get()
+        return cls(recipe, words(op, "seed", seed, device).view(torch.int32) if recipe.stochastic else None, observer)
 
     def of_chunk(self, number: int, device: torch.device) -> Tensor | None:
         """The seed of a chunk: in bits that neither layers nor ranks count in."""
@@ -232,6 +302,8 @@ class _Codes(_Values):
         self._plus(matmul(self._ds.pop(Usage.COLUMNWISE), self._xs.pop(Usage.COLUMNWISE), dw.dtype), dw)
 
     def _quantized(self, x: Tensor, usage: Usage, role: Role) -> dict[Usage, Operand]:
+        if self._how.observer is not None:
+            self._how.observer(role, x, self._seed)
         return quantized(matrix_of(x, x.dtype), self._how.recipe, usage, role, self._seed, {}, [])[0]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -28,6 +29,8 @@ from qshard.torch_bridge.arguments import check_group, check_model
 from qshard.torch_bridge.delayed import DelayedScale
 from qshard.torch_bridge.dtensor import local_of
 from qshard.torch_bridge.fsdp.weight import ShardedWeight, memory_of
+from qshard.torch_bridge.grouped import GroupedLinear, _checked_sizes
+from qshard.torch_bridge.linear_cross_entropy import LinearCrossEntropy, QuantizedHead
 from qshard.torch_bridge.nn import Linear, _rank_of, _seed_taken
 from qshard.torch_bridge.numerics import whole_of
 from qshard.torch_bridge.operands import ROLES, matrix_of, quantized
@@ -55,7 +58,9 @@ def numerics_of(model: nn.Module, *, group: dist.ProcessGroup | None = None, wei
 
     Each tensor is quantized once more, as the layer does it, and compared with what was given: the rowwise plane, with
     the layer's scales and random numbers. Weights are those of the moment when the block begins. Nothing of the step
-    changes, no bit of its results either.
+    changes, no bit of its results either. Experts of a `GroupedLinear` are layers, `up.experts.0`, and have the rows of
+    their groups. A `LinearCrossEntropy` with labels counts a call for each chunk of rows, and its gradients are of
+    logits.
 
     Args:
       model: on any device, sharded or not, with layers that `convert` made. `torch.compile` must not have it.
@@ -69,6 +74,8 @@ def numerics_of(model: nn.Module, *, group: dist.ProcessGroup | None = None, wei
     Raises:
       TypeError: `model` is no module, or `group` no group.
       ValueError: `model` has no `Linear` of qshard.
+
+    A `LinearCrossEntropy` with a recipe of its own, which `convert` has not made, is not measured: a warning names it.
 
     Under FSDP2 each rank measures its shard of a weight and its own activations and gradients; amaxes are reduced as
     quantizing reduces them, and `stats()` is two all-reduces, of 15 numbers for each row. All ranks of the group begin
@@ -88,23 +95,38 @@ def numerics_of(model: nn.Module, *, group: dist.ProcessGroup | None = None, wei
     """
     check_model("numerics_of", model)
     check_group("numerics_of", group)
-    layers = {
-        ".".join(plain_name(model, name)): module
-        for name, module in model.named_modules()
-        if isinstance(module, Linear)
-    }
+    modules = {".".join(plain_name(model, name)): module for name, module in model.named_modules()}
+    layers = {name: module for name, module in modules.items() if isinstance(module, Linear)}
+    grouped = [module for module in modules.values() if isinstance(module, GroupedLinear)]
     if not layers:
         raise ValueError(
             f"numerics_of: model ({shown(type(model))}) has no Linear of qshard; convert it with a recipe first"
         )
-    return Watch(layers, group, weights)
+    others = [
+        name
+        for name, module in modules.items()
+        if isinstance(module, LinearCrossEntropy) and not isinstance(module, Linear) and "recipe" in module.loss
+    ]
+    if others:
+        warnings.warn(
+            f"numerics_of: {', '.join(others)} (LinearCrossEntropy with recipe=) will not be measured; convert them "
+            "with the recipe instead",
+            stacklevel=2,
+        )
+    return Watch(layers, group, weights, grouped)
 
 
 class Watch:
     """What `numerics_of` returns: a context in which layers are measured."""
 
-    def __init__(self, layers: dict[str, Linear], group: dist.ProcessGroup | None, weights: bool):
-        self._layers, self._group, self._weights = layers, group, weights
+    def __init__(
+        self,
+        layers: dict[str, Linear],
+        group: dist.ProcessGroup | None,
+        weights: bool,
+        grouped: Sequence[GroupedLinear] = (),
+    ):
+        self._layers, self._group, self._weights, self._grouped = layers, group, weights, grouped
         self._handles: list[Any] = []
         self._seen: dict[tuple[str, Role], list[tuple[Tensor, int]]] = {}
         self._totals: dict[tuple[str, Role], Totals] = {}
@@ -117,46 +139,43 @@ class Watch:
         if self._weights:
             for name, layer in self._layers.items():
                 self._measure_weight(name, layer)
+        names: dict[nn.Module, str] = {layer: name for name, layer in self._layers.items()}
         for name, layer in self._layers.items():
-            self._handles.append(layer.register_forward_hook(functools.partial(self._after, name)))
-            self._handles.append(layer.register_forward_pre_hook(functools.partial(self._before, name)))
+            self._watch(layer, functools.partial(_Call, self, name, layer))
+        for layers in self._grouped:
+            experts = [(names[each], cast(Linear, each)) for each in layers.experts]
+            self._watch(layers, functools.partial(_ExpertsCall, self, experts))
         return self
 
     def __exit__(self, *error: object) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        for layer in self._layers.values():
+            layer.__dict__.pop("observer", None)
 
-    @torch.no_grad()
-    def _before(self, name: str, layer: Linear, inputs: tuple[Any, ...]) -> None:
-        """Before a forward pass. One that a backward pass makes again is not counted."""
-        seed = None if layer.seed is None else _seed_taken(layer.seed.clone(), _rank_of(layer.weight))
-        layer.__dict__["_watched_seed"] = seed
-        if inputs and isinstance(inputs[0], Tensor) and torch._C._current_graph_task_id() == -1:
-            x = inputs[0]
-            kind = x.device.type
-            dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-            self._note(name, Role.ACTIVATION, layer, x, dtype, seed)
+    def _watch(self, module: nn.Module, call: Any) -> None:
+        """Has `call(inputs)` made before each call of the module, and its `after(y)` called after it."""
+        calls: list[Any] = []
 
-    def _after(self, name: str, layer: Linear, inputs: tuple[Any, ...], y: Any) -> None:
-        seed = layer.__dict__.pop("_watched_seed", None)
-        if isinstance(y, Tensor) and y.requires_grad:
-            self._handles.append(y.register_hook(functools.partial(self._of_gradient, name, layer, seed)))
+        @torch.no_grad()
+        def before(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+            calls[:] = [call(*inputs, **named)]
 
-    @torch.no_grad()
-    def _of_gradient(self, name: str, layer: Linear, seed: Tensor | None, grad: Tensor) -> None:
-        self._note(name, Role.GRADIENT, layer, grad, grad.dtype, seed)
+        def after(module: nn.Module, inputs: tuple[Any, ...], y: Any) -> None:
+            if calls and isinstance(y, Tensor) and y.requires_grad:
+                self._handles.append(y.register_hook(calls[0].of_gradient))
+            calls.clear()
 
-    def _note(self, name: str, role: Role, layer: Linear, x: Tensor, dtype: torch.dtype, seed: Tensor | None) -> None:
-        local = local_of(x).detach()
-        parts = {role: Part(tuple(x.shape), x.device_mesh, tuple(x.placements))} if isinstance(x, DTensor) else {}
-        matrix = matrix_of(local, dtype)
-        made, _ = quantized(matrix, layer.recipe, Usage.ROWWISE, role, seed, parts, _scales_of(layer))
-        operand = made[Usage.ROWWISE]
-        self._keep(name, role, matrix, operand.parts, operand.format)
+        self._handles.append(module.register_forward_hook(after))
+        self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
 
-    def _keep(self, name: str, role: Role, x: Tensor, parts: Plane, fmt: Format) -> None:
-        self._seen.setdefault((name, role), []).extend(_measured(x, parts, fmt))
+    def note(self, name: str, role: Role, layer: Linear, x: Tensor, dtype: torch.dtype, seed: Tensor | None) -> None:
+        self.keep(name, role, _measured_operand(role, layer, x, dtype, seed))
+
+    def keep(self, name: str, role: Role, measured: list[tuple[Tensor, int]]) -> None:
+        """Adds an operand of a call, as `_measured` gives it."""
+        self._seen.setdefault((name, role), []).extend(measured)
         self._totals.setdefault((name, role), Totals()).calls += 1
 
     @torch.no_grad()
@@ -180,7 +199,7 @@ class Watch:
         else:
             made = pipeline.quantize(ops, matrix, fmt, Usage.ROWWISE, reduce_max=reduce_max)
         if whole.pieces:  # Of replicas the first counts.
-            self._keep(name, Role.WEIGHT, matrix, made[Usage.ROWWISE], fmt)
+            self.keep(name, Role.WEIGHT, _measured(matrix, made[Usage.ROWWISE], fmt))
 
     def stats(self) -> StepStats:
         """The rows, of all ranks together; after the block, or in it, of what was seen so far.
@@ -235,6 +254,89 @@ class Watch:
             for name, value in zip(SUMS, of_sums, strict=True):
                 setattr(total, name, value if name in SUMS[:2] else int(value))
             total.amax, total.scale_high, total.scale_low = of_most[0], of_most[1], -of_most[2]
+
+
+class _Call:
+    """A call of a layer. Recomputation in a backward pass is not counted."""
+
+    def __init__(self, watch: Watch, name: str, layer: Linear, input: Any = None, labels: Tensor | None = None):
+        self.watch, self.name, self.layer = watch, name, layer
+        self.seed = _seed_of_next_call(layer)
+        self.pending: list[list[tuple[Tensor, int]]] | None = []
+        if isinstance(layer, QuantizedHead):
+            layer.observer = self._observe if labels is not None else None
+            self.gives_loss = labels is not None
+        else:
+            self.gives_loss = False
+        if not self.gives_loss and isinstance(input, Tensor) and not _is_in_backward():
+            watch.note(name, Role.ACTIVATION, layer, input, _dtype_of(input), self.seed)
+
+    @torch.no_grad()
+    def of_gradient(self, grad: Tensor) -> None:
+        """Takes the gradient of y. Under a loss gradients of logits count instead, computed before or after this."""
+        if not self.gives_loss:
+            self.watch.note(self.name, Role.GRADIENT, self.layer, grad, grad.dtype, self.seed)
+            return
+        for measured in self.pending or ():
+            self.watch.keep(self.name, Role.GRADIENT, measured)
+        self.pending = None
+
+    @torch.no_grad()
+    def _observe(self, role: Role, x: Tensor, seed: Tensor | None) -> None:
+        """An operand of a chunk of a head. Gradients that are made with the loss count if it is differentiated."""
+        if role is Role.ACTIVATION and _is_in_backward():
+            return
+        measured = _measured_operand(role, self.layer, x, x.dtype, seed)
+        if role is Role.ACTIVATION or self.pending is None:
+            self.watch.keep(self.name, role, measured)
+        else:
+            self.pending.append(measured)
+
+
+class _ExpertsCall:
+    """A call of a `GroupedLinear`: of each expert, with the rows of its group."""
+
+    def __init__(self, watch: Watch, experts: Sequence[tuple[str, Linear]], input: Tensor, group_sizes: Tensor):
+        _checked_sizes(input, len(experts), group_sizes)
+        self.watch, self.experts, self.sizes = watch, experts, group_sizes.tolist()
+        self.seeds = [_seed_of_next_call(layer) for _, layer in experts]
+        if not _is_in_backward():
+            self._note(Role.ACTIVATION, input, _dtype_of(input))
+
+    @torch.no_grad()
+    def of_gradient(self, grad: Tensor) -> None:
+        self._note(Role.GRADIENT, grad, grad.dtype)
+
+    def _note(self, role: Role, x: Tensor, dtype: torch.dtype) -> None:
+        rows = x[: sum(self.sizes)].split(self.sizes)
+        for (name, layer), seed, part in zip(self.experts, self.seeds, rows, strict=True):
+            self.watch.note(name, role, layer, part, dtype, seed)
+
+
+def _seed_of_next_call(layer: Linear) -> Tensor | None:
+    return None if layer.seed is None else _seed_taken(layer.seed.clone(), _rank_of(layer.weight))
+
+
+def _is_in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _dtype_of(x: Tensor) -> torch.dtype:
+    """The dtype in which a layer multiplies x."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+def _measured_operand(
+    role: Role, layer: Linear, x: Tensor, dtype: torch.dtype, seed: Tensor | None
+) -> list[tuple[Tensor, int]]:
+    """`_measured` of an operand of a layer, quantized as the layer does it."""
+    local = local_of(x).detach()
+    parts = {role: Part(tuple(x.shape), x.device_mesh, tuple(x.placements))} if isinstance(x, DTensor) else {}
+    matrix = matrix_of(local, dtype)
+    made, _ = quantized(matrix, layer.recipe, Usage.ROWWISE, role, seed, parts, _scales_of(layer))
+    operand = made[Usage.ROWWISE]
+    return _measured(matrix, operand.parts, operand.format)
 
 
 def _scales_of(layer: Linear) -> list[Tensor]:

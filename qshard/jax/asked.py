@@ -3,8 +3,11 @@
 XLA cuts an op over axes that all its buffers share (`ops.py`). What adds up over other axes, or has none in common,
 says itself what each device does, by JAX's `custom_partitioning`.
 
-What is asked are functions of this process: JAX's persistent cache does not find such a program in another one, and
-`jax.export` cannot save it, so exports for several devices have another function in its place.
+XLA calls a Python function of this process, and JAX writes its address into the program. `jax.export` cannot save it,
+so exports for several devices have another function in its place. The keys of JAX's persistent cache have the address
+too, so another process misses, unless `jax_remove_custom_partitioning_ptr_from_cache_key` is set. Then the key has
+nothing of the function, and two functions of alike arrays would share an entry. So each op is called through a function
+with a digest of its parameters as a name, which stays in the key.
 
 Sources: `jax.experimental.custom_partitioning`; Shardy, `sdy.op_sharding_rule`.
 """
@@ -12,6 +15,7 @@ Sources: `jax.experimental.custom_partitioning`; Shardy, `sdy.op_sharding_rule`.
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +25,7 @@ from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
+from qshard.environment import __version__
 from qshard.jax import ops
 
 
@@ -55,17 +60,28 @@ def specs_of(op: str, arrays: Sequence[Any]) -> list[Any]:
     return [sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec() for sharding in shardings]
 
 
-def asked(function: Callable[..., Any], exported: Callable[..., Any], *operands: Any) -> list[jax.Array]:
-    """The leaves of what `function` gives, which `asking` made; in exports for several devices, of `exported`."""
+def asked(function: Callable[..., Any], exported: Callable[..., Any], static: Any, *operands: Any) -> list[jax.Array]:
+    """The leaves of the results of `function`, which `asking` made; in exports for several devices, of `exported`.
+
+    `static`: dataclasses that tell `function` from others of its operands, by their `repr` in all processes.
+    """
     both = {"function": jax.make_jaxpr(function)(*operands), "exported": jax.make_jaxpr(exported)(*operands)}
-    made: list[jax.Array] = _asked.bind(*jax.tree.leaves(operands), **both)
+    text = f"{__version__} {static!r} {both['exported']}"
+    name = f"qshard_{hashlib.sha256(text.encode()).hexdigest()[:32]}"
+    made: list[jax.Array] = _asked.bind(*jax.tree.leaves(operands), **both, name=name)
     return made
 
 
-def _lower(ctx: Any, *operands: Any, function: Any, exported: Any) -> Any:
+def _lower(ctx: Any, *operands: Any, function: Any, exported: Any, name: str) -> Any:
     devices = getattr(ctx.module_context.axis_context, "num_devices", 1) or 1
     is_saved = devices > 1 and ctx.module_context.lowering_parameters.for_export
-    return mlir.lower_fun(jaxpr_as_fun(exported if is_saved else function), multiple_results=True)(ctx, *operands)
+    call = jaxpr_as_fun(exported if is_saved else function)
+
+    def named(*operands: Any) -> Any:
+        return call(*operands)
+
+    named.__name__ = named.__qualname__ = name
+    return mlir.lower_fun(jax.jit(named), multiple_results=True)(ctx, *operands)
 
 
 def _run(*operands: Any, function: Any, **_: Any) -> Any:
@@ -76,5 +92,5 @@ def _run(*operands: Any, function: Any, **_: Any) -> Any:
 _asked = Primitive("qshard_asked")
 _asked.multiple_results = True
 _asked.def_impl(_run)
-_asked.def_abstract_eval(lambda *operands, function, exported: function.out_avals)
+_asked.def_abstract_eval(lambda *operands, function, **_: function.out_avals)
 mlir.register_lowering(_asked, _lower)

@@ -18,7 +18,7 @@ from jax import lax
 from qshard.jax.arguments import as_axes, check_array, check_dtype
 from qshard.jax.cuts import AxisName, types_tell
 from qshard.jax.rows import Held, Names, on_devices
-from qshard.losses import WORD, LossRule, check_rows, wrong_label
+from qshard.losses import WORD, LossRule, check_num_classes, check_rows, count_classes, wrong_label
 
 _IGNORED, _NO_CLASS = -1, -2
 """What labels become where the classes of a device are counted from 0."""
@@ -32,6 +32,7 @@ def cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
+    num_classes: int | None = None,
     axis_name: AxisName = None,
 ) -> jax.Array:
     """`lse - logits[label] + z_loss * lse^2` for each row, with `lse = log(sum(exp(logits)))`.
@@ -45,6 +46,9 @@ def cross_entropy(
       ignore_index: a row with this label has loss 0 and gradients 0.
       label_smoothing: from 0 to 1.
       z_loss: what keeps lse near 0, 0 or more.
+      num_classes: how many classes there are, on all devices together. Columns from it on are padding, as of a
+        vocabulary that is padded so that devices divide it: they add nothing to the loss, and their gradient is 0.
+        None: every column is a class, also one that a caller meant as padding.
       axis_name: in `shard_map`, the mesh axis that cuts classes, or several, major to minor; the devices have as many
         classes each, and the same labels. They gather 16 bytes a row, and all have the loss.
 
@@ -73,28 +77,45 @@ def cross_entropy(
     """
     check_array("cross_entropy", "logits", logits)
     check_dtype("cross_entropy", "logits", logits)
-    classes, logits = as_axes("cross_entropy", axis_name), jnp.asarray(logits)
-    columns = logits.shape[-1] if logits.ndim else 0
-    of = Rows(
-        LossRule.of("cross_entropy", ignore_index, label_smoothing, z_loss), columns * shards_of(classes), classes
-    )
-    words = as_words("cross_entropy", "logits", logits.shape, labels, of, reduction)
-    (logits,), words = vary((logits,), words, classes)
+    names, logits = as_axes("cross_entropy", axis_name), jnp.asarray(logits)
+    rule = LossRule.of("cross_entropy", ignore_index, label_smoothing, z_loss)
+    check_num_classes("cross_entropy", num_classes)
+    columns = (logits.shape[-1] if logits.ndim else 0) * shards_of(names)
+    check_shapes("cross_entropy", "logits", logits.shape, labels, reduction)
+    of = Rows(rule, count_classes("cross_entropy", "logits", columns, num_classes), names, columns)
+    words = as_words("cross_entropy", labels, of)
+    (logits,), words = vary((logits,), words, names)
     return reduced(_losses(of, logits, words), words, reduction, ignore_index)
 
 
 @dataclass(frozen=True)
 class Rows:
-    """What is static in losses of rows: the rule, how many classes there are, and who, in `shard_map`, cuts them."""
+    """The static parts of losses of rows.
+
+    Attributes:
+      rule: the options.
+      classes: classes on all devices, without padding.
+      names: in `shard_map`, the mesh axes over which classes are sharded.
+      columns: of logits on all devices, with padding.
+    """
 
     rule: LossRule
     classes: int
-    names: Names = ()
+    names: Names
+    columns: int
 
     def losses(self, held: Held, logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The loss of each row, and its lse."""
         of_own, _ = self._counted(held, logits, labels)
-        stats = held.ops.cross_entropy_stats(logits, of_own, first=0, total=self.rule.smoothing > 0)
+        valid, smooth = self._valid(held, logits), self.rule.smoothing > 0
+        if valid is None:
+            stats = held.ops.cross_entropy_stats(logits, of_own, first=0, total=smooth)
+        else:
+            picked = jnp.where(of_own < jnp.sum(valid), of_own, _NO_CLASS)
+            stats = held.ops.cross_entropy_stats(_masked(logits, valid), picked, first=0, total=False)
+            if smooth:
+                total = jnp.sum(jnp.where(valid, logits, 0), -1, dtype=jnp.float32, keepdims=True)
+                stats = jnp.concatenate([stats[..., :3], total], -1)
         made = held.ops.cross_entropy(held.gathered(stats), labels, classes=self.classes, **self.rule.options)
         return made[0], made[1]
 
@@ -104,18 +125,30 @@ class Rows:
         """That of logits, of that of each loss. `op`: another primitive of `cross_entropy_grad`."""
         of_own, options = self._counted(held, logits, labels)
         options |= {"classes": self.classes, "first": 0}
+        valid = self._valid(held, logits)
+        logits = logits if valid is None else _masked(logits, valid)
         d: jax.Array = (op or held.ops.cross_entropy_grad)(logits, of_own, lse, grad, **options)
-        return d
+        return d if valid is None else jnp.where(valid, d, 0)
+
+    def _valid(self, held: Held, logits: jax.Array) -> jax.Array | None:
+        """A mask of the columns of this device that are classes; None: all are."""
+        if self.classes == self.columns:
+            return None
+        own = logits.shape[-1]
+        valid: jax.Array = held.first(own) + jnp.arange(own, dtype=jnp.int32) < self.classes
+        return valid
 
     def _counted(self, held: Held, logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, dict[str, Any]]:
-        """Labels with the first class of the device as 0, and the others after its own; and the rule for them.
+        """Labels with the first class of this device as 0 and classes of other devices as the last one; and the rule.
 
         An op takes where its classes begin as an attribute, and one program serves all devices.
         """
         if not held.classes:
             return labels, self.rule.options
-        turned = labels - held.first(logits.shape[-1])
-        turned = jnp.where(turned < 0, turned + self.classes, turned)
+        own = logits.shape[-1]
+        turned = labels - held.first(own)
+        # The last class is not on this device, or is padding on it.
+        turned = jnp.where((turned >= 0) & (turned < own), turned, self.classes - 1)
         turned = jnp.where((labels >= 0) & (labels < self.classes), turned, _NO_CLASS)
         turned = jnp.where(labels == self.rule.ignore_index, _IGNORED, turned)
         return turned.astype(jnp.int32), self.rule.options | {"ignore_index": _IGNORED}
@@ -198,11 +231,16 @@ def _cast(x: jax.Array, missing: frozenset[str]) -> jax.Array:
     return lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
 
 
-def as_words(op: str, name: str, shape: Sequence[int], labels: Any, of: Rows, reduction: Any) -> jax.Array:
-    """Checked, as int32; what that cannot hold is no class either way."""
+def check_shapes(op: str, name: str, shape: Sequence[int], labels: Any, reduction: Any) -> None:
+    """Raises unless there is a label for each row of `name`, and a reduction."""
     check_array(op, "labels", labels)
     labels = labels if hasattr(labels, "dtype") else jnp.asarray(labels)
-    check_rows(op, name, shape, labels.shape, str(labels.dtype), of.classes, reduction)
+    check_rows(op, name, shape, labels.shape, str(labels.dtype), reduction)
+
+
+def as_words(op: str, labels: Any, of: Rows) -> jax.Array:
+    """Labels as int32, clipped, and checked where the host knows them."""
+    labels = labels if hasattr(labels, "dtype") else jnp.asarray(labels)
     if _is_known(labels):
         there, ignored = np.asarray(labels), of.rule.ignore_index
         wrong = there[(there != ignored) & ((there < 0) | (there >= of.classes))]
@@ -211,6 +249,11 @@ def as_words(op: str, name: str, shape: Sequence[int], labels: Any, of: Rows, re
     if str(labels.dtype) != "int32":  # NumPy's would be cut to their low words.
         labels = (np if isinstance(labels, np.ndarray | np.generic) else jnp).clip(labels, *WORD).astype("int32")
     return jnp.asarray(labels)
+
+
+def _masked(logits: jax.Array, valid: jax.Array) -> jax.Array:
+    """Logits with -inf in padding, so that it adds 0 to the sum of exponentials."""
+    return jnp.where(valid, logits, jnp.array(-jnp.inf, logits.dtype))
 
 
 def _is_known(labels: Any) -> bool:

@@ -15,11 +15,11 @@ from jax import lax
 from qshard.jax import ops
 from qshard.jax.arguments import as_axes, check_array, check_dtype
 from qshard.jax.coded_head import Codes, recipe_of
-from qshard.jax.cross_entropy import Rows, as_words, cut_as, reduced, rows_that_count, shards_of, vary
+from qshard.jax.cross_entropy import Rows, as_words, check_shapes, cut_as, reduced, rows_that_count, shards_of, vary
 from qshard.jax.cuts import AxisName
 from qshard.jax.rows import Held, on_devices
 from qshard.jax.words import Seed, seed_words
-from qshard.losses import LossRule, check_head, rows_at_a_time
+from qshard.losses import LossRule, check_head, check_num_classes, count_classes, rows_at_a_time
 from qshard.ops import table
 from qshard.recipes import Recipe, RecipeLike
 
@@ -33,6 +33,7 @@ def linear_cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
+    num_classes: int | None = None,
     chunk: int | None = None,
     axis_name: AxisName = None,
     recipe: RecipeLike | None = None,
@@ -43,8 +44,9 @@ def linear_cross_entropy(
     Args:
       x: float32, bfloat16 or float16, `[*rows, K]`.
       w: of the dtype of x, `[classes, K]`; with `axis_name` a part of the classes. With `recipe` of any such dtype.
-      labels, reduction, ignore_index, label_smoothing, z_loss, axis_name: as for `cross_entropy`. With `axis_name` x is
-        the same on all devices that have parts of the classes, and its gradient is the sum of theirs.
+      labels, reduction, ignore_index, label_smoothing, z_loss, num_classes, axis_name: as for `cross_entropy`; columns
+        of logits are rows of w. With `axis_name` x is the same on all devices that have parts of the classes, and its
+        gradient is the sum of theirs.
       chunk: rows at a time, on each device. By default as many as have 256 MiB of logits, in chunks alike.
       recipe, seed: as for `linear`, whose three products are then made of each chunk: w is quantized once, x and the
         gradient of logits a chunk at a time. Formats with a scale for the tensor have one for each chunk, and for the
@@ -78,14 +80,18 @@ def linear_cross_entropy(
     for name, array in (("x", x), ("w", w)):
         check_array(op, name, array)
         check_dtype(op, name, array)
-    classes, x, w = as_axes(op, axis_name), jnp.asarray(x), jnp.asarray(w)
+    names, x, w = as_axes(op, axis_name), jnp.asarray(x), jnp.asarray(w)
     check_head(op, x.shape, str(x.dtype), w.shape, str((w if recipe is None else x).dtype), chunk)
     rule = LossRule.of(op, ignore_index, label_smoothing, z_loss)
     coded = None if recipe is None else recipe_of(recipe, x, w, seed)
     drawn = seed_words(op, seed) if coded is not None and coded.stochastic else None
-    head = Head(Rows(rule, w.shape[0] * shards_of(classes), classes), reduction, chunk, str(w.dtype), coded)
-    words = as_words(op, "x", x.shape, labels, head.of, reduction)
-    (x, w), words = vary((x, w), words, classes)
+    check_num_classes(op, num_classes)
+    check_shapes(op, "x", x.shape, labels, reduction)
+    columns = w.shape[0] * shards_of(names)
+    of = Rows(rule, count_classes(op, "x", columns, num_classes), names, columns)
+    head = Head(of, reduction, chunk, str(w.dtype), coded)
+    words = as_words(op, labels, of)
+    (x, w), words = vary((x, w), words, names)
     if reduction == "none" or x.dtype == jnp.float16:
         return reduced(_late(head, x, w, words, drawn), words, reduction, ignore_index)
     return _early(head, x, w, words, drawn)

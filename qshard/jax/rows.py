@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -139,17 +139,19 @@ def _spread(function: RowFunction, classes: Names, operands: Sequence[jax.Array]
     if len(kinds) > 1:
         _check_mixed(function, operands)
         return function(Held(), *operands)
-    spread = _explicit if kinds == {AxisType.Explicit} else _auto
+    is_explicit = kinds == {AxisType.Explicit}
 
     @custom_vmap
     def call(*operands: jax.Array) -> tuple[jax.Array, ...]:
-        return spread(function, *operands)
+        return _explicit(function, (), *operands) if is_explicit else _auto(function, *operands)
 
     @call.def_vmap
     def _(size: int, batched: Sequence[bool], *operands: jax.Array) -> Any:
         """`vmap` adds an axis of rows, unless results are sums over rows: those are of each example."""
         flags = (True,) * len(function.gives)
         if not all(form.startswith("rows") for form in (*function.takes, *function.gives)):
+            if is_explicit:
+                return _mapped(function, (tuple(batched),), *operands), flags
             axes = [0 if flag else None for flag in batched]
             return jax.vmap(functools.partial(function, Held()), axes)(*operands), flags
         grown = [
@@ -177,23 +179,65 @@ def _check_mixed(function: RowFunction, operands: Sequence[jax.Array]) -> None:
                 )
 
 
-def _explicit(function: RowFunction, *operands: jax.Array) -> tuple[jax.Array, ...]:
+Levels = tuple[tuple[bool, ...], ...]
+"""For each `vmap` around a function, the outermost first: which operands have its axis, among those that lead."""
+
+
+def _mapped(function: RowFunction, levels: Levels, *operands: jax.Array) -> tuple[jax.Array, ...]:
+    """`function` of each example, on Explicit meshes: all results have the axes of all `levels`."""
+
+    @custom_vmap
+    def call(*operands: jax.Array) -> tuple[jax.Array, ...]:
+        return _explicit(function, levels, *operands)
+
+    @call.def_vmap
+    def _(size: int, batched: Sequence[bool], *operands: jax.Array) -> Any:
+        return _mapped(function, (tuple(batched), *levels), *operands), (True,) * len(function.gives)
+
+    made: tuple[jax.Array, ...] = call(*operands)
+    return made
+
+
+def _explicit(function: RowFunction, levels: Levels, *operands: jax.Array) -> tuple[jax.Array, ...]:
     types = [jax.typeof(x) for x in operands]
-    mesh, specs = ops.mesh_around(operands[0]), [own.sharding.spec for own in types]
+    mesh, specs = ops.mesh_around(operands[0]), [tuple(own.sharding.spec) for own in types]
+    leads = [sum(level[i] for level in levels) for i in range(len(operands))]
+    examples = _names_of_examples(levels, specs)
+    specs = [spec[lead:] for spec, lead in zip(specs, leads, strict=True)]
     wanted = specs[function.takes.index("classes K")] if "classes K" in function.gives else ()
-    held = _held(function, mesh.shape, [own.shape for own in types], specs, wanted)
-    takes = tuple(held.spec(form) for form in function.takes)
-    gives = tuple(held.spec(form, is_sum=True) for form in function.gives)
+    shapes = [own.shape[lead:] for own, lead in zip(types, leads, strict=True)]
+    held = _held(function, mesh.shape, shapes, specs, wanted, used={name for names in examples for name in names})
+    takes = []
+    for i, form in enumerate(function.takes):
+        own = [names or None for names, level in zip(examples, levels, strict=True) if level[i]]
+        takes.append(PartitionSpec(*own, *held.spec(form)))
+    every = [names or None for names in examples]
+    gives = tuple(PartitionSpec(*every, *held.spec(form, is_sum=True)) for form in function.gives)
+    local: Callable[..., Any] = functools.partial(function, held)
+    for level in reversed(levels):
+        local = jax.vmap(local, [0 if flag else None for flag in level])
     # Types that vary are not needed where nothing is differentiated.
-    run = jax.shard_map(functools.partial(function, held), mesh=mesh, in_specs=takes, out_specs=gives, check_vma=False)
+    run = jax.shard_map(local, mesh=mesh, in_specs=tuple(takes), out_specs=gives, check_vma=False)
     cut = [jax.sharding.reshard(x, NamedSharding(mesh, spec)) for x, spec in zip(operands, takes, strict=True)]
     made: tuple[jax.Array, ...] = run(*cut)
     return made
 
 
+def _names_of_examples(levels: Levels, specs: Sequence[Sequence[Any]]) -> list[Names]:
+    """The mesh axes that shard the examples of each `vmap`."""
+    found: list[Names] = []
+    for depth, level in enumerate(levels):
+        names: Names = ()
+        for i, flag in enumerate(level):
+            if flag and not names:
+                names = names_of(specs[i][sum(outer[i] for outer in levels[:depth])])
+        found.append(names)
+    return found
+
+
 def _auto(function: RowFunction, *operands: jax.Array) -> tuple[jax.Array, ...]:
     plain = functools.partial(function, Held())
-    return tuple(asked(_asking(function, operands[0].ndim), plain, *operands))
+    return tuple(asked(_asking(function, operands[0].ndim), plain, function, *operands))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -218,20 +262,25 @@ def _asking(function: RowFunction, ndim: int) -> Callable[..., Any]:
 
 
 def _held(
-    function: RowFunction, mesh: Mapping[str, int], shapes: Sequence[Any], specs: Sequence[Any], wanted: Any
+    function: RowFunction,
+    mesh: Mapping[str, int],
+    shapes: Sequence[Any],
+    specs: Sequence[Any],
+    wanted: Any,
+    used: Collection[str] = (),
 ) -> Held:
     """Of operands that are cut so: what cuts rows stays, and so does what cuts classes, and not rows too.
 
-    `wanted`: how a result of "classes K" is to be cut.
+    `wanted`: how a result of "classes K" is to be cut. `used`: mesh axes that cut something else.
     """
-    used: set[str] = set()
+    known = set(used)
 
     def taken(entry: Any, size: int) -> Names:
         kept: list[str] = []
         for name in names_of(entry):
-            if name not in used and size % math.prod(mesh[each] for each in (*kept, name)) == 0:
+            if name not in known and size % math.prod(mesh[each] for each in (*kept, name)) == 0:
                 kept.append(name)
-                used.add(name)
+                known.add(name)
         return tuple(kept)
 
     entries = [(*spec, *[None] * (len(s) - len(spec))) for spec, s in zip(specs, shapes, strict=True)]

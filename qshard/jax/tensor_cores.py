@@ -289,7 +289,7 @@ def _auto(what: Product, of_values: OfPlanes, a: Plane, b: Plane) -> jax.Array:
     def codes(a: Plane, b: Plane) -> jax.Array:
         return _partitioned(what)(a.data, a.scale_inv, b.data, b.scale_inv)
 
-    (made,) = asked(codes, of_values, a, b)
+    (made,) = asked(codes, of_values, what, a, b)
     return made
 
 

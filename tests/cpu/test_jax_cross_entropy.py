@@ -26,7 +26,7 @@ def drawn(dtype="float32"):
     logits = jnp.asarray(3 * rng.normal(size=(*ROWS, CLASSES)), dtype)
     labels = rng.integers(0, CLASSES, ROWS).astype(np.int32)
     labels[0, 0], labels[1, 2] = -100, CLASSES - 1
-    return np.asarray(logits), labels
+    return np.array(logits), labels
 
 
 def step(logits, labels, reduction="mean", **options):
@@ -196,7 +196,64 @@ def test_labels_of_64_bits_keep_them():
     assert np.isnan(losses).tolist() == [True, False]
 
 
+PADDED_CUTS = {"one device": None, "classes": P(None, None, ("a", "b"))}
+
+
+@pytest.mark.parametrize("num_classes", [1037, 3])
+@pytest.mark.parametrize("cut", PADDED_CUTS.values(), ids=PADDED_CUTS)
+@pytest.mark.parametrize("mode", [*MODES, "shard_map"])
+def test_padding_is_no_class(mode, cut, num_classes):
+    """The loss and the gradients of logits without padding, whose own gradient is 0; devices may have padding alone."""
+    logits, labels = drawn()
+    logits[..., num_classes:] = 50.0  # What would count, were they classes.
+    labels = np.where(labels == -100, -100, labels % num_classes)
+    labels[0, 1], labels[0, 2] = num_classes - 1, 0
+    labels[3, 3], labels[3, 2] = num_classes, -1  # None of the classes, and known to no host in `jit`.
+    run = functools.partial(step, reduction="none")
+    want = jax.jit(run)(logits[..., :num_classes], labels)
+    options = {"num_classes": num_classes}
+    if mode == "shard_map":
+        mesh = mesh_of(AxisType.Auto)
+        axes = P(None, None, None) if cut is None else cut
+        local = functools.partial(run, axis_name=axes[2], **options)
+        loss, d = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(axes, P()), out_specs=(P(), axes)))(logits, labels)
+    else:
+        with jax.set_mesh(mesh := mesh_of(getattr(AxisType, mode))):
+            there = (logits, labels) if cut is None else placed(mesh, cut, logits, labels)
+            loss, d = jax.jit(functools.partial(run, **options))(*there)
+    loss, d = np.asarray(loss), np.asarray(d)
+    assert np.isnan(loss[3, 2:]).all()
+    assert np.isnan(d[3, 2:, :num_classes]).all()
+    assert not d[..., num_classes:].any()
+    assert_near((loss, d[..., :num_classes]), want)
+
+
+def test_labels_of_padding_raise():
+    logits, labels = np.zeros((2, 8), np.float32), np.array([0, 5], np.int32)
+    assert qj.cross_entropy(logits, labels, num_classes=6) == pytest.approx(np.log(6))
+    with pytest.raises(ValueError, match=r"cross_entropy: labels .5 among them. are not all from 0 to 4"):
+        qj.cross_entropy(logits, labels, num_classes=5)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_labels_that_are_no_classes_on_meshes(mode):
+    """The promise of one device: an error where the host knows them, also of sharded arrays, else NaN in that row."""
+    logits, labels = drawn()
+    labels[2, 1] = CLASSES
+    with jax.set_mesh(mesh := mesh_of(getattr(AxisType, mode))):
+        there = list(placed(mesh, P("a", None, "b"), logits, labels))
+        with pytest.raises(ValueError, match=f"cross_entropy: labels .{CLASSES} among them. are not all"):
+            qj.cross_entropy(*there)
+        loss, d = jax.jit(functools.partial(step, reduction="none"))(*there)
+    wrong = labels == CLASSES
+    np.testing.assert_array_equal(np.isnan(loss), wrong)
+    np.testing.assert_array_equal(np.isnan(d).all(-1), wrong)
+    np.testing.assert_array_equal(np.isnan(d).any(-1), wrong)
+
+
 WRONG = [
+    ({"num_classes": 6}, ValueError, r"num_classes \(6\) is more than the columns of logits \(5\)"),
+    ({"num_classes": 2.0}, ValueError, r"num_classes \(2.0\) is not a number of classes; pass 1 or more, or None"),
     (
         {"labels": np.zeros(3, np.int32)},
         ValueError,

@@ -1,5 +1,6 @@
 """Programs that outlive their process: `jax.export`, saved and loaded, and JAX's persistent compilation cache."""
 
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,15 @@ import numpy as np
 import pytest
 
 from qshard.formats import FP8_E4M3, Usage
-from qshard.jax import QuantizedArray, adamw, disabled_checks, linear, quantize
+from qshard.jax import (
+    QuantizedArray,
+    adamw,
+    cross_entropy,
+    disabled_checks,
+    linear,
+    linear_cross_entropy,
+    quantize,
+)
 from qshard.recipes import CurrentScaling
 from support.awkward import TAME, assert_bits_equal, awkward_values
 
@@ -75,6 +84,21 @@ def test_persistent_cache_hits(saved):
     """The second process finds what the first has compiled: nothing in a program's key changes from run to run."""
     _, (first, second) = saved
     assert first == second > 0
+
+
+def test_losses_of_auto_meshes_hit_the_persistent_cache(saved):
+    """With JAX's flag: XLA asks functions how losses are cut, and no two that differ share an entry."""
+    folder, (first, _) = saved
+    x, labels = np.load(folder / "x.npy"), np.arange(64) % 40
+    want = []
+    for _ in range(2):
+        for options in ({}, {"label_smoothing": 0.5}, {"z_loss": 0.5}, {"num_classes": 48}):
+            want.append(cross_entropy(x, labels, **options))
+            gradient = jax.grad(functools.partial(linear_cross_entropy, w=x, labels=labels, **options))(x)
+            want.append(gradient[0, 0])
+    for mode in ("save", "load"):
+        np.testing.assert_allclose(np.load(folder / f"losses_{mode}.npy"), np.asarray(want), rtol=1e-4, atol=1e-6)
+    assert first >= len(want)
 
 
 def test_quantized_arrays_are_serialized():

@@ -76,6 +76,82 @@ def test_is_that_of_pytorch():
     assert_near(actual, [a.detach().numpy() for a in (loss, *(leaf.grad for leaf in leaves))])
 
 
+VMAP_CUTS = {
+    "examples": (P("a"), P()),
+    "rows": (P(None, "a"), P()),
+    "examples and classes": (P("a"), P("b")),
+    "classes that rows cut": (P(None, "b"), P("b")),
+    "examples, rows and K": (P("a", "b"), P(None, "b")),
+}
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("cut", VMAP_CUTS.values(), ids=VMAP_CUTS)
+@pytest.mark.parametrize("mode", ["Explicit", pytest.param("Auto", marks=pytest.mark.slow)])
+def test_vmap_over_arrays_that_are_cut(mode, cut, reduction):
+    """Of examples that share w, and of heads that each have one; losses, and the gradients of both."""
+    x, w, labels = drawn()
+    options = {"reduction": reduction, **RULE}
+
+    def run(x, w, labels, of_w, loss=qj.linear_cross_entropy):
+        mapped = jax.vmap(functools.partial(loss, **options), in_axes=(0, of_w, 0))
+        made, back = jax.vjp(lambda x, w: mapped(x, w, labels), x, w)
+        return made, *back(jnp.full_like(made, 0.5))
+
+    with jax.set_mesh(mesh := jax.make_mesh((4, 2), ("a", "b"), axis_types=(getattr(AxisType, mode),) * 2)):
+        for of_w, weight, spec in ((None, w, cut[1]), (0, np.stack([w] * len(x)), P(cut[0][0], *cut[1]))):
+            want = run(x, weight, labels, of_w, two_calls)
+            there = (
+                jax.device_put(each, NamedSharding(mesh, own))
+                for each, own in ((x, cut[0]), (weight, spec), (labels, cut[0]))
+            )
+            actual = jax.jit(run, static_argnums=3)(*there, of_w)
+            assert_near(actual, want)
+
+
+def test_vmap_of_vmap_on_an_explicit_mesh():
+    x, w, labels = drawn()
+    call = functools.partial(qj.linear_cross_entropy, **RULE)
+    twice = jax.vmap(jax.vmap(call, in_axes=(0, None, 0)), in_axes=(0, None, 0))
+    want = twice(x[:, :, None], w, labels[:, :, None])
+    with jax.set_mesh(mesh := jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)):
+        cut = NamedSharding(mesh, P(None, "a"))
+        there = jax.device_put(x[:, :, None], cut), jax.device_put(w, NamedSharding(mesh, P("b")))
+        actual = jax.jit(twice)(*there, jax.device_put(labels[:, :, None], cut))
+    assert_near((actual,), (want,))
+
+
+@pytest.mark.parametrize("recipe", [None, "MXFP8"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("mode", ["one device", "Auto", "Explicit", "shard_map"])
+def test_padding_is_no_class(mode, reduction, recipe):
+    """The head of the classes alone; the gradient of rows of w that are padding is 0."""
+    x, w, labels = drawn()
+    classes = 192
+    w = np.concatenate([w[:classes], np.full((64, K), 9, np.float32)])
+    labels = np.where(labels == -100, -100, labels % classes)
+    options = {"reduction": reduction, "chunk": 12, "recipe": recipe}
+    if recipe is not None and mode in ("Auto", "Explicit"):
+        return  # Codes are for one device and for `shard_map`.
+    want = step(x, w[:classes], labels, **options)
+    options["num_classes"] = classes
+    if mode == "one device":
+        loss, dx, dw = jax.jit(functools.partial(step, **options))(x, w, labels)
+    elif mode == "shard_map":
+        mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+        local = functools.partial(step, axis_name="b", **options)
+        run = jax.shard_map(local, mesh=mesh, in_specs=(P(), P("b"), P()), out_specs=(P(), P(), P("b")))
+        loss, dx, dw = jax.jit(run)(x, w, labels)
+    else:
+        with jax.set_mesh(mesh := jax.make_mesh((4, 2), ("a", "b"), axis_types=(getattr(AxisType, mode),) * 2)):
+            there = (jax.device_put(a, NamedSharding(mesh, s)) for a, s in ((x, P("a")), (w, P("b")), (labels, P("a"))))
+            loss, dx, dw = jax.jit(functools.partial(step, **options))(*there)
+    dw = np.asarray(dw)
+    assert not dw[classes:].any()
+    # MXFP8 of a gradient has blocks of 32 classes, and so the same codes.
+    assert_near((loss, dx, dw[:classes]), want)
+
+
 def test_float16_takes_a_loss_that_is_scaled_up():
     """A gradient of 2^-30 is no float16; times 2^20 it is."""
     x, w = np.ones((1, 1), np.float16), np.array([[20.0], [0.0]], np.float16)

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from qshard.numerics import stats
 from qshard.recipes import DelayedScaling, Role
-from qshard.torch_bridge import convert, numerics_of, update_scales
+from qshard.torch_bridge import GroupedLinear, LinearCrossEntropy, convert, numerics_of, update_scales
 from support.awkward import TAME, awkward_values
 from support.formats import GATHERED, RECIPES
 
@@ -147,3 +147,101 @@ def test_hooks_go_and_mistakes_are_told():
         pass
     with pytest.raises(RuntimeError, match="no forward pass of its 2 layers was seen"):
         watch.stats()
+
+
+class Head(nn.Module):
+    def __init__(self, reduction="mean"):
+        super().__init__()
+        self.body, self.head = nn.Linear(64, 64), LinearCrossEntropy(64, 96, chunk=48, reduction=reduction)
+
+    def forward(self, x, labels=None):
+        return self.head(self.body(x), labels)
+
+
+@pytest.mark.parametrize("name", ["CurrentScaling", "MXFP8", "NVFP4"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_head_that_gives_the_loss(reduction, name):
+    """Chunks of 48 and of 16 rows are calls; gradients are those of logits; bits stay, and later calls are not seen."""
+    torch.manual_seed(0)
+    model = convert(Head(reduction), name)
+    other = copy.deepcopy(model)
+    x, labels = torch.randn(64, 64), torch.randint(96, (64,))
+    with numerics_of(model) as watch:
+        loss = model(x, labels)
+        loss.sum().backward()
+    want = other(x, labels)
+    want.sum().backward()
+    assert torch.equal(loss, want)
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)
+    rows = watch.stats()
+    assert {row.role: row.calls for row in rows.rows if row.layer == "head"} == {
+        Role.WEIGHT: 1,
+        Role.ACTIVATION: 2,
+        Role.GRADIENT: 2,
+    }
+    assert rows.of("head", Role.ACTIVATION).elements == 64 * 64
+    assert rows.of("head", Role.GRADIENT).elements == 64 * 96
+    with torch.no_grad():
+        body = model.body(x)
+        logits = torch.nn.functional.linear(body, model.head.weight.shard)
+        of_logits = (logits.softmax(-1) - torch.nn.functional.one_hot(labels, 96)) / (64 if reduction == "mean" else 1)
+    if name != "NVFP4":  # Whose body draws other numbers here.
+        assert rows.of("head", Role.ACTIVATION).amax == body.abs().max()
+        # Logits are products of codes.
+        assert rows.of("head", Role.GRADIENT).amax == pytest.approx(of_logits.abs().max().item(), rel=0.1)
+    model(x, labels)
+    assert model.head.observer is None
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_head_under_checkpointing_counts_once(reduction, reentrant):
+    model, labels = convert(Head(reduction), "MXFP8"), torch.zeros(64, dtype=torch.int64)
+    x = torch.randn(64, 64, requires_grad=True)
+    with numerics_of(model, weights=False) as watch:
+        checkpoint(model, x, labels, use_reentrant=reentrant).sum().backward()
+        model(x, labels).detach()  # Whose gradients nobody takes.
+    rows = watch.stats()
+    assert [rows.of("head", role).calls for role in (Role.ACTIVATION, Role.GRADIENT)] == [4, 2]
+    assert [rows.of("body", role).calls for role in (Role.ACTIVATION, Role.GRADIENT)] == [2, 1]
+
+
+def test_a_head_without_labels_is_a_layer():
+    model = convert(Head(), "MXFP8")
+    with numerics_of(model, weights=False) as watch:
+        model(inputs()).square().sum().backward()
+    assert [row.calls for row in watch.stats().rows] == [1] * 4
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_experts_have_the_rows_of_their_groups(name):
+    """As layers that are called alone; one without rows is called with none."""
+    recipe = RECIPES[name]
+    torch.manual_seed(0)
+    layers = [nn.Linear(64, 96, bias=False) for _ in range(3)]
+    alone = convert(nn.ModuleList(layers), recipe)
+    model = nn.Sequential()
+    model.up = GroupedLinear.of(copy.deepcopy(alone))
+    sizes, x = torch.tensor([33, 0, 30]), inputs().requires_grad_()
+    scale = torch.arange(96.0)
+    with numerics_of(model) as watch:
+        (model.up(x, group_sizes=sizes) * scale).square().sum().backward()
+    with numerics_of(alone) as other:
+        for layer, rows in zip(alone, x[:63].split(sizes.tolist()), strict=True):
+            (layer(rows) * scale).square().sum().backward()
+    seen, want = watch.stats(), other.stats()
+    assert [row.layer for row in seen.rows] == [f"up.experts.{i}" for i in range(3) for _ in Role]
+    for row, like in zip(seen.rows, want.rows, strict=True):
+        assert (row.role, row.calls, row.elements) == (like.role, like.calls, like.elements)
+        # Products of experts are summed in another order, so a gradient may be rounded to its neighbour.
+        close = {"rel": 1e-4 if row.role is Role.GRADIENT else 0, "abs": 0}
+        assert row.amax == pytest.approx(like.amax, **close)
+        assert row.sqnr_db == pytest.approx(like.sqnr_db, abs=0.1, nan_ok=True)
+
+
+def test_heads_that_are_not_measured_are_named():
+    model = nn.Sequential(nn.Linear(64, 64), LinearCrossEntropy(64, 96, recipe="MXFP8"))
+    convert(model, "MXFP8", filter=lambda module, name: name == "0")
+    with pytest.warns(UserWarning, match=r"numerics_of: 1 \(LinearCrossEntropy with recipe=\) will not be measured"):
+        numerics_of(model)

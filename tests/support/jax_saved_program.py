@@ -3,6 +3,7 @@
 Both compile the same function through JAX's persistent cache in DIR/cache and print how many programs that holds.
 """
 
+import functools
 import os
 import sys
 from pathlib import Path
@@ -17,10 +18,11 @@ from jax.sharding import AxisType, NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
 from qshard.formats import FP8_E4M3, Usage  # noqa: E402
-from qshard.jax import adamw, disabled_checks, linear, quantize  # noqa: E402
+from qshard.jax import adamw, cross_entropy, disabled_checks, linear, linear_cross_entropy, quantize  # noqa: E402
 from qshard.recipes import CurrentScaling  # noqa: E402
 
 SEED = np.int32(7)
+LABELS = np.arange(64) % 40
 
 
 def both(x):
@@ -37,6 +39,22 @@ def nvfp4(x, w, seed):
     optimizer = adamw(1e-3)
     gradient = jax.grad(lambda w: linear(x, w, "NVFP4", seed=seed).sum())(w)
     return optimizer.update(gradient, optimizer.init(w), w)[0]
+
+
+LOSSES = [
+    (cut, options)
+    for cut in ((P(None, "a"), P("a")), (P("a"), P()))
+    for options in ({}, {"label_smoothing": 0.5}, {"z_loss": 0.5}, {"num_classes": 48})
+]
+"""How logits, or x and w, are cut; programs that differ in nothing that XLA sees."""
+
+
+def loss(logits, _, **options):
+    return cross_entropy(logits, LABELS, **options)
+
+
+def linear_loss(x, w, **options):
+    return linear_cross_entropy(x, w, LABELS, **options)
 
 
 def main() -> None:
@@ -62,7 +80,14 @@ def main() -> None:
     jax.config.update("jax_compilation_cache_dir", str(FOLDER / "cache"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    jax.config.update("jax_remove_custom_partitioning_ptr_from_cache_key", True)  # For the losses.
     jax.jit(both).lower(sharded).compile()
+    losses = []
+    for cut, options in LOSSES:
+        operands = [jax.device_put(value, NamedSharding(mesh, spec)) for value, spec in zip((x, x), cut, strict=True)]
+        losses += [jax.jit(functools.partial(loss, **options))(*operands)]
+        losses += jax.jit(jax.grad(functools.partial(linear_loss, **options)))(*operands).ravel()[:1].tolist()
+    np.save(FOLDER / f"losses_{MODE}.npy", np.asarray(losses, np.float32))
     print(len([path for path in (FOLDER / "cache").iterdir() if path.name.endswith("-cache")]))
 
 
