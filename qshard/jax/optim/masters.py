@@ -171,7 +171,7 @@ class PrimaryOptimizer:
         if not isinstance(state, PrimaryState):
             raise TypeError(
                 f"optimizer: state ({shown(state)}) is not a PrimaryState; pass what init or update gave, and restore "
-                "a checkpoint to a target: jax.eval_shape(optimizer.init, values), of params before they were codes"
+                "checkpoints to a target, such as jax.eval_shape(optimizer.init, values) of float params"
             )
         structure: Any
         paths, structure = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_primary)
