@@ -41,7 +41,7 @@ from qshard.pipeline import Plane
     data_fields=["data", "scale_inv", "global_scale_inv", "amax", "guard"],
     meta_fields=["format", "dtype", "axes"],
 )
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True, init=False)
 class PrimaryWeight(NoArithmetic):
     """A parameter that is codes, for `linear`. Made by `PrimaryOptimizer.recast`.
 
@@ -69,23 +69,40 @@ class PrimaryWeight(NoArithmetic):
     dtype: np.dtype[Any]
     axes: tuple[int | None, ...]
 
-    def __post_init__(self) -> None:
-        scale = _UINTS[jnp.dtype(self.format.scale_dtype).itemsize]
-        for name, kind in (
-            *(("data", _UINTS[1]), ("scale_inv", scale), ("global_scale_inv", _UINTS[4])),
-            *(("amax", _UINTS[4]), ("guard", _GUARD)),
-        ):
-            array = getattr(self, name)
-            # Transforms also put specs, shardings and objects here; comparisons give bool, derivatives float0.
-            if (
-                getattr(array, "dtype", kind) != kind
-                and isinstance(array, jax.Array | np.ndarray | np.generic)
-                and jnp.issubdtype(array.dtype, np.number)
-            ):
-                raise TypeError(
-                    f"PrimaryWeight: {name} ({shown(array)}) is not {kind}: a function of trees computed with "
-                    "codes; give it qshard.jax.dequantize_tree(params), or the masters in the optimizer's state"
-                )
+    def __init__(
+        self,
+        *,
+        data: jax.Array,
+        scale_inv: jax.Array,
+        global_scale_inv: jax.Array | None,
+        amax: jax.Array | None,
+        guard: jax.Array | None,
+        format: Format,
+        dtype: np.dtype[Any],
+        axes: tuple[int | None, ...],
+    ) -> None:
+        # Each call of a jitted function that gives weights makes them: this is faster than `dataclass` is.
+        fields = self.__dict__
+        fields["data"], fields["scale_inv"], fields["global_scale_inv"] = data, scale_inv, global_scale_inv
+        fields["amax"], fields["guard"] = amax, guard
+        fields["format"], fields["dtype"], fields["axes"] = format, dtype, axes
+        for array in (data, scale_inv, global_scale_inv, amax):
+            own = getattr(array, "dtype", None)
+            if own is not None and (own.kind != "u" or (array is data and own.itemsize > 1)):
+                self._check(array)
+
+    def _check(self, array: Any) -> None:
+        """Raises if an array has the dtype of other numbers.
+
+        Transforms also put specs, shardings and objects here; comparisons give bool, and derivatives float0.
+        """
+        if isinstance(array, jax.Array | np.ndarray | np.generic) and jnp.issubdtype(array.dtype, np.number):
+            name = next(name for name, value in vars(self).items() if value is array)
+            raise TypeError(
+                f"PrimaryWeight: {name} ({shown(array)}) is not {'uint8' if name == 'data' else 'unsigned'}: a function "
+                "of trees computed with codes; give it qshard.jax.dequantize_tree(params), or the masters in the "
+                "optimizer's state"
+            )
 
     @classmethod
     def of(cls, codes: QuantizedArray, amax: jax.Array | None = None) -> PrimaryWeight:
@@ -136,7 +153,6 @@ class PrimaryWeight(NoArithmetic):
         return f"PrimaryWeight({self.format}, {self.shape})"
 
 
-_UINTS = {size: np.dtype(f"uint{8 * size}") for size in (1, 4)}
 _GUARD = jnp.dtype("float8_e5m2")
 
 

@@ -14,6 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from qshard.jax import (
+    CodedWeight,
     PrimaryState,
     PrimaryWeight,
     dequantize_tree,
@@ -30,7 +31,7 @@ VALUES = {"w": np.random.default_rng(1).standard_normal((32, 32)).astype(np.floa
 SGD = optax.sgd(0.1)
 AFTER = r"new codes of a PrimaryWeight: give other transforms to qshard.jax.optimizer, as inner"
 PARTS = r"a subtree of type\s+<class 'qshard.jax.(primary.PrimaryWeight|optim.updates.CodesUpdate)'>"
-CODES = r"PrimaryWeight: .* is not uint.*: a function of trees computed with codes; give it qshard.jax.dequantize_tree"
+CODES = r"PrimaryWeight: .* is not uint8: a function of trees computed with codes; give it qshard.jax.dequantize_tree"
 
 
 def fresh():
@@ -318,6 +319,9 @@ def test_a_penalty_on_weights():
     np.testing.assert_allclose(value, want[0], rtol=1e-6)  # XLA adds in another order under jit.
     with pytest.raises(TypeError, match=CODES):
         value_and_grad(optax.tree.norm)(params)
+    of_zero = CodedWeight(params["w"].codes, None, object())
+    with pytest.raises(TypeError, match=r"dequantize_tree: tree .* has a weight of ZeRO, .*; take the masters"):
+        dequantize_tree({"w": of_zero})
 
 
 def test_derivatives_of_codes_raise():

@@ -230,7 +230,8 @@ def optimizer(
 
     Args:
       inner: a `GradientTransformation`: of masters in place of primary weights, and of all other parameters as they
-        are. Whatever else is to be done to gradients or updates goes in here, such as `optax.chain(clip, adamw)`.
+        are. Whatever else is to be done to gradients or updates goes in here, such as `optax.chain(clip, adamw)`: a
+        transform after this one would change codes and not masters, so it raises.
       recipe: of the calls of `linear`; its format for weights is what masters are cast to.
       filter: called with the path of a parameter, such as `"['up']['w']"`, and the parameter: whether it is a primary
         weight. None: those with two axes or more, so name others than weights of `linear`, such as embeddings. The
