@@ -1,4 +1,4 @@
-"""Base class of quantized arrays, whose arithmetic raises and says what to do."""
+"""Base class of quantized arrays: arithmetic raises, and says what to do."""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@
     updates, state = optimizer.update(grads, state, params)       # masters change, and codes are made anew of them
     params = optax.apply_updates(params, updates)                 # exactly those codes
 
-Codes are bytes, so a function of trees would do arithmetic on bytes. `PrimaryWeight` refuses what changes its dtypes, and
-its `guard` all else that adds up leaves. `dequantize_tree` has the values, for norms, averages and casts.
+A function of trees would do arithmetic on the bytes of codes. So `PrimaryWeight` raises where a leaf changes its dtype,
+and its `guard` stops sums over leaves. `dequantize_tree` gives values, for norms, averages and casts.
 
 The words are those of `qshard.torch_bridge`: a *master* is the float32 values of a primary weight, and to *recast* is
 to make codes anew of masters. The optimizer is in `qshard.jax.optim.masters`.
@@ -45,9 +45,9 @@ from qshard.pipeline import Plane
 class PrimaryWeight(NoArithmetic):
     """A parameter that is codes, for `linear`. Made by `PrimaryOptimizer.recast`.
 
-    Its arrays are the bits of a rowwise plane as unsigned integers, so that arithmetic of functions of trees changes
-    their dtypes, which raises; and so that `jax.grad`, to which codes have no values to differentiate, refuses it.
-    `value_and_grad` takes it, `dequantize_tree` makes values of it, and `optax.apply_updates` gives it new codes.
+    Its arrays are the bits of a rowwise plane as unsigned integers. Arithmetic of a function of trees changes their
+    dtypes, which raises, and `jax.grad` refuses them. `value_and_grad` takes the weight, `dequantize_tree` gives its
+    values, and `optax.apply_updates` gives it new codes.
 
     Attributes:
       data, scale_inv, global_scale_inv: of `QuantizedArray.rowwise`, as uint8 or uint32.
@@ -57,7 +57,7 @@ class PrimaryWeight(NoArithmetic):
       format, dtype, axes: those of the `QuantizedArray`.
 
     Raises:
-      TypeError: an array has the dtype of numbers, as after arithmetic on the leaves of a tree.
+      TypeError: an array has another dtype, as after arithmetic on the leaves of a tree.
     """
 
     data: jax.Array
@@ -99,9 +99,9 @@ class PrimaryWeight(NoArithmetic):
         if isinstance(array, jax.Array | np.ndarray | np.generic) and jnp.issubdtype(array.dtype, np.number):
             name = next(name for name, value in vars(self).items() if value is array)
             raise TypeError(
-                f"PrimaryWeight: {name} ({shown(array)}) is not {'uint8' if name == 'data' else 'unsigned'}: a function "
-                "of trees computed with codes; give it qshard.jax.dequantize_tree(params), or the masters in the "
-                "optimizer's state"
+                f"PrimaryWeight: {name} ({shown(array)}) is not {'uint8' if name == 'data' else 'unsigned'}: a "
+                "function of trees computed with codes; give it qshard.jax.dequantize_tree(params), or the masters in "
+                "the optimizer's state"
             )
 
     @classmethod
@@ -168,15 +168,15 @@ def dequantize_tree(tree: Any, dtype: Any = None) -> Any:
     The values are those that `linear` multiplies with. The masters of primary weights, `state.masters`, have more bits.
 
     Args:
-      tree: a pytree, such as parameters of `PrimaryOptimizer.recast`. In a function that `value_and_grad` differentiates,
-        gradients of the values are gradients of the weights: a penalty on them is right.
-      dtype: float32, bfloat16 or float16 of the values; None: each that of its tensor.
+      tree: a pytree, such as parameters of `PrimaryOptimizer.recast`. Inside a function that `value_and_grad`
+        differentiates, gradients of the values are gradients of the weights, so penalties on weights train them.
+      dtype: float32, bfloat16 or float16; None: the dtype of each tensor.
 
     Returns:
       The tree with arrays in place of codes; all else stays.
 
     Raises:
-      TypeError: `dtype` is not one of them; or a weight is one of `ZeroPlan.value_and_grad`, of which a device has slices.
+      TypeError: `dtype` is not one of them, or a weight is sharded by a `ZeroPlan`.
       ValueError: a `QuantizedArray` is a shard with scales of the whole: gather it first.
 
     Sharded codes give values sharded alike, without communication.
@@ -211,7 +211,7 @@ def dequantize_tree(tree: Any, dtype: Any = None) -> Any:
 
 @jax.custom_vjp
 def _with_sink(values: jax.Array, sink: jax.Array) -> jax.Array:
-    """`values`, whose gradient goes to the sink."""
+    """Sends the gradient of `values` to the sink."""
     return values
 
 
@@ -294,7 +294,7 @@ def opened(w: Any) -> tuple[Any, jax.Array | None]:
     if isinstance(codes, PrimaryWeight):
         amax = None if codes.amax is None else lax.bitcast_convert_type(codes.amax, jnp.float32)
         codes, guard = codes.codes, codes.guard
-    codes, _ = _constant((codes, guard))  # The guard alone has a tangent where integers have none, as with allow_int.
+    codes, _ = _constant((codes, guard))  # Integers have no tangents under allow_int; the guard has one.
     return (dataclasses.replace(w, codes=codes) if isinstance(w, CodedWeight) else codes), amax
 
 

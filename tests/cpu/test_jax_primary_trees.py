@@ -216,6 +216,22 @@ def test_updates_pass_jit_and_cond():
     assert_codes_of(host["w"], state.masters["w"])
 
 
+def test_updates_leave_shard_map():
+    """By the specs of parameters, as they are pytrees like these."""
+    mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    own = optimizer(SGD, "CurrentScaling", spec=P("fsdp"), axis_name="fsdp")
+    values = {"w": jnp.array(VALUES["w"])}
+    cut, codes, masters = {"w": P("fsdp")}, own.specs(values, mesh), PrimaryState({"w": P("fsdp")}, P())
+    run = functools.partial(jax.shard_map, mesh=mesh)
+    state = own.init(values)
+    params = jax.jit(run(own.recast, in_specs=(masters, cut), out_specs=codes))(state, values)
+    update = run(own.update, in_specs=(cut, masters, codes), out_specs=(codes, masters))
+    updates, state = jax.jit(update)(values, state, params)
+    params = jax.jit(run(optax.apply_updates, in_specs=(codes, codes), out_specs=codes))(params, updates)
+    want = PrimaryWeight.of(quantize(state.masters["w"], "FP8_E4M3[nonfinite=nan]"))
+    jax.tree.map(lambda a, b: assert_bits_equal(np.asarray(a), np.asarray(b)), params["w"], want)
+
+
 def test_equinox_apply_updates_raises():
     """It maps over updates first; `optax.apply_updates` takes models of equinox."""
     eqx = pytest.importorskip("equinox")
@@ -250,8 +266,9 @@ LOOPS = {
 }
 
 
-@pytest.mark.parametrize("name", TREE_FUNCTIONS)
-@pytest.mark.parametrize("recipe", ["MXFP8", "CurrentScaling", "NVFP4"])
+@pytest.mark.parametrize(
+    ("name", "recipe"), [*((name, "MXFP8") for name in TREE_FUNCTIONS), ("norm", "CurrentScaling"), ("norm", "NVFP4")]
+)
 def test_functions_of_trees_raise(name, recipe):
     own = optimizer(SGD, recipe)
     params = own.recast(own.init(fresh()), fresh())
@@ -358,7 +375,7 @@ def test_a_state_that_is_restored_without_a_target(tmp_path):
     """It is dicts, which the error says, and what to restore it to."""
     ocp = pytest.importorskip("orbax.checkpoint")
     own = optimizer(optax.adam(0.1), RECIPE)
-    params, state = begin(own)
+    _, state = begin(own)
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "state", state)
         checkpointer.wait_until_finished()

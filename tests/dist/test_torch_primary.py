@@ -213,7 +213,7 @@ def test_norms_and_averages_of_sealed_weights():
         lambda: copy.deepcopy(weight),
         lambda: torch.equal(weight.to_local(), weight.to_local()),
     ):
-        with torch.no_grad(), pytest.raises(NotImplementedError, match=r"primary. is codes.* read values in state_dict"):
+        with torch.no_grad(), pytest.raises(NotImplementedError, match=r"primary. is codes.* values in state_dict"):
             wrong()
     with pytest.raises(ValueError, match=r"data of 0.weight .primary. is the master .* with load_state_dict"):
         weight.to_local().data = torch.zeros(1)

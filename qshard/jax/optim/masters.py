@@ -108,8 +108,8 @@ class PrimaryOptimizer:
           extra: for the optimizer within.
 
         Returns:
-          updates: for `optax.apply_updates`, as they are. That of a primary weight is its new codes, a `PrimaryWeight`
-            of `CodesUpdate`s; arithmetic on it raises, as codes would no longer be those of masters.
+          updates: for `optax.apply_updates`, unchanged. A primary weight is updated to its new codes: the update is a
+            `PrimaryWeight` of `CodesUpdate`s. Arithmetic on an update raises, since codes would differ from masters.
           state: the next one.
 
         Collective in `shard_map`, as `recast` is.
@@ -134,9 +134,7 @@ class PrimaryOptimizer:
         changes = structure.flatten_up_to(updates)
         masters = [None if m is None else (m + u).astype(m.dtype) for m, u in zip(masters, changes, strict=True)]
         made = iter(self._cast(names, masters, scales))
-        changes = [
-            u if m is None else CodesUpdate.of(next(made)) for m, u in zip(masters, changes, strict=True)
-        ]
+        changes = [u if m is None else CodesUpdate.of(next(made)) for m, u in zip(masters, changes, strict=True)]
         return structure.unflatten(changes), PrimaryState(structure.unflatten(masters), inner)
 
     def specs(self, params: Any, mesh: Any = None) -> Any:
@@ -177,7 +175,7 @@ class PrimaryOptimizer:
         paths, structure = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_primary)
         names = [jax.tree_util.keystr(path) for path, _ in paths]
         masters = structure.flatten_up_to(state.masters)
-        # Without arrays is also what optax.masked and optax.partition leave in the place of other parameters.
+        # optax.masked and optax.partition put nodes without arrays in the place of other parameters.
         masters = [m if jax.tree.leaves(m) else None for m in masters]
         return names, [p for _, p in paths], masters, structure
 

@@ -1,10 +1,10 @@
-"""Updates of primary weights: new codes, which `optax.apply_updates` puts in the place of old ones, and nothing else.
+"""Updates of primary weights: the new codes, which `optax.apply_updates` puts in the place of the old ones.
 
-The optimizer changes masters and makes codes of them. A transform of optax after it would change codes alone, so codes
-and masters would part. So an update has no leaf that arithmetic takes: beside each array of codes is a *seal*, a key of
-`jax.random`. Keys pass `jit`, `cond`, `where` and `device_put`; JAX refuses their arithmetic while it traces, and names
-their dtype, which says what to do. Zeros are the one thing that JAX makes of a key (`optax.set_to_zero`): the seal is
-not 0, and a broken one raises, or under `jit` makes the weight NaN.
+The optimizer changes masters and casts them. A transform of optax after it would change codes alone, and codes would
+differ from masters. So each array of codes has a *seal* beside it, a key of `jax.random`. Keys pass `jit`, `cond`,
+`where` and `device_put`. JAX refuses arithmetic on keys while it traces, and its error names their dtype, which says
+what to do. `jnp.zeros_like` does accept keys (`optax.set_to_zero`): a seal that is 0 raises, or under `jit` makes the
+weight NaN.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class CodesUpdate(NoArithmetic):
     """The update of one array of a primary weight: `old + update` is the new codes, whatever `old` has been.
 
     Attributes:
-      seal: a key, which no arithmetic takes. It has as many axes as the codes, so masks by `ndim` choose both.
-      codes: the new array; None of a guard, which stays.
+      seal: a key, for which JAX has no arithmetic. It has as many axes as the codes, so masks by `ndim` choose both.
+      codes: the new array; None: the old one stays, as a guard does.
     """
 
     seal: jax.Array
@@ -58,11 +58,11 @@ class CodesUpdate(NoArithmetic):
 
     @classmethod
     def of(cls, weight: PrimaryWeight) -> PrimaryWeight:
-        """A tree like a primary weight, of updates that make it of any other."""
+        """Updates of any primary weight to this one."""
 
         def update(codes: jax.Array | None, ndim: int) -> CodesUpdate:
             made = cls(jax.random.wrap_key_data(_SEAL.reshape((1,) * (ndim + 1)), impl=_SEALS), codes)
-            # A function of trees makes another object, of whose seal a value must be read.
+            # A function of trees makes other objects: only for these is the seal read.
             object.__setattr__(made, "_untouched", True)
             return made
 
@@ -83,7 +83,7 @@ class CodesUpdate(NoArithmetic):
     __radd__ = __add__
 
     def _sealed(self, codes: jax.Array) -> jax.Array:
-        sealed = jnp.all(jax.random.key_data(self.seal) == _SEAL)
+        sealed = jnp.all(jax.random.key_data(self.seal) == _SEAL[0])
         if not isinstance(sealed, jax.core.Tracer) and not sealed:
             raise ValueError(
                 f"apply_updates: the update of a PrimaryWeight was changed by a function of trees; {_REMEDY}"
