@@ -386,3 +386,23 @@ def test_a_state_that_is_restored_without_a_target(tmp_path):
     jax.tree.map(lambda a, b: assert_bits_equal(np.asarray(a), np.asarray(b)), again, state)
     assert jax.tree.structure(again) == jax.tree.structure(state)
     assert_codes_of(own.recast(again, fresh())["w"], state.masters["w"])
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        functools.partial(jax.debug_nans, True),
+        functools.partial(jax.numpy_rank_promotion, "raise"),
+        functools.partial(jax.numpy_dtype_promotion, "strict"),
+        jax.checking_leaks,
+    ],
+    ids=["debug_nans", "rank_promotion", "dtype_promotion", "checking_leaks"],
+)
+def test_updates_in_modes_of_jax(mode):
+    """Eager, and in programs of their own."""
+    with mode():
+        own = optimizer(SGD, RECIPE)
+        params, state = begin(own)
+        updates, state = jax.jit(own.update)(fresh(), state, params)
+        for apply in (optax.apply_updates, jax.jit(optax.apply_updates)):
+            assert_codes_of(apply(params, updates)["w"], state.masters["w"])

@@ -88,6 +88,7 @@ class CodesUpdate(NoArithmetic):
             raise ValueError(
                 f"apply_updates: the update of a PrimaryWeight was changed by a function of trees; {_REMEDY}"
             )
+        if self.codes is None:
+            return codes
         # All bits set are NaN in each dtype of scales.
-        broken = np.iinfo(codes.dtype).max if jnp.issubdtype(codes.dtype, jnp.integer) else jnp.nan
-        return jnp.where(sealed, codes, jnp.asarray(broken, codes.dtype))
+        return jnp.where(sealed, codes, np.array(np.iinfo(codes.dtype).max, codes.dtype))
