@@ -293,7 +293,8 @@ def opened(w: Any) -> tuple[Any, jax.Array | None]:
     amax = guard = None
     if isinstance(codes, PrimaryWeight):
         amax = None if codes.amax is None else lax.bitcast_convert_type(codes.amax, jnp.float32)
-        codes, guard = codes.codes, codes.guard
+        guard = codes.guard
+        codes = codes.codes
     codes, _ = _constant((codes, guard))  # Integers have no tangents under allow_int; the guard has one.
     return (dataclasses.replace(w, codes=codes) if isinstance(w, CodedWeight) else codes), amax
 

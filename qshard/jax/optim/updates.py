@@ -61,18 +61,21 @@ class CodesUpdate(NoArithmetic):
         """Updates of any primary weight to this one."""
 
         def update(codes: jax.Array | None, ndim: int) -> CodesUpdate:
-            made = cls(jax.random.wrap_key_data(_SEAL.reshape((1,) * (ndim + 1)), impl=_SEALS), codes)
+            seal = jnp.asarray(_SEAL.reshape((1,) * (ndim + 1)))
+            made = cls(jax.random.wrap_key_data(seal, impl=_SEALS), codes)
             # A function of trees makes other objects: only for these is the seal read.
             object.__setattr__(made, "_untouched", True)
             return made
 
-        updates = jax.tree.map(lambda codes: update(codes, codes.ndim), dataclasses.replace(weight, guard=None))
-        return updates if weight.guard is None else dataclasses.replace(updates, guard=update(None, weight.guard.ndim))
+        arrays = dataclasses.replace(weight, guard=None)
+        updates: PrimaryWeight = jax.tree.map(lambda codes: update(codes, codes.ndim), arrays)
+        guard: Any = None if weight.guard is None else update(None, weight.guard.ndim)
+        return dataclasses.replace(updates, guard=guard)
 
     def __add__(self, old: Any) -> jax.Array:
         if not isinstance(old, jax.Array | np.ndarray):
             self._refuse("+")
-        codes = old if self.codes is None else self.codes
+        codes = jnp.asarray(old) if self.codes is None else self.codes
         if (old.dtype, old.shape) != (codes.dtype, codes.shape):
             raise ValueError(
                 f"apply_updates: the update of a PrimaryWeight ({shown(codes)}) does not fit params ({shown(old)}): "
