@@ -314,10 +314,15 @@ def as_delayed(value: Any, op: str) -> DelayedScaling:
 def check_weight_format(op: str, name: str, fmt: Format, recipe: Recipe) -> None:
     """Raises ValueError unless codes of `fmt` can be the weight of a layer."""
     # What infinities become matters to casts, not to codes.
-    if fmt.with_options(nonfinite=recipe.weight.nonfinite) != recipe.weight:
-        raise ValueError(
-            f"{op}: {name} ({fmt}) is not in the format that the recipe has for weights; quantize it to {recipe.weight}"
-        )
+    if fmt.with_options(nonfinite=recipe.weight.nonfinite) == recipe.weight:
+        return
+    what, remedy = "is not in the format that the recipe has for weights", f"quantize it to {recipe.weight}"
+    own, wanted = fmt.options, recipe.weight.options
+    if fmt.name == recipe.weight.name and own.keys() == wanted.keys():
+        differ = [option for option in own if option != "nonfinite" and own[option] != wanted[option]]
+        had, needed = (", ".join(f"{option}={of[option]}" for option in differ) for of in (own, wanted))
+        what = f"has {had}, and weights of the recipe {needed}"
+    raise ValueError(f"{op}: {name} ({fmt}) {what}; {remedy}")
 
 
 def check_weight_shape(op: str, name: str, recipe: Recipe, shape: tuple[int, ...]) -> None:

@@ -33,7 +33,7 @@ from qshard.jax.optim.master import cast_master, join_pieces
 from qshard.jax.optim.masters import PrimaryOptimizer, PrimaryState, optimizer
 from qshard.jax.plain import from_plain, to_plain
 from qshard.jax.policy import Policy, Weight
-from qshard.jax.primary import PrimaryWeight, value_and_grad
+from qshard.jax.primary import PrimaryWeight, dequantize_tree, value_and_grad
 from qshard.jax.quantize import WeightScales, compute_scales, quantize
 from qshard.jax.trees import describe, rebuild
 from qshard.jax.watch import Probe, init_numerics, numerics_of
@@ -63,6 +63,7 @@ __all__ = [
     "compute_scales",
     "convert",
     "cross_entropy",
+    "dequantize_tree",
     "describe",
     "disabled_checks",
     "einsum",

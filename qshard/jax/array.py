@@ -22,6 +22,7 @@ from qshard.formats import Format, Usage
 from qshard.jax import steps
 from qshard.jax.arguments import as_float_name
 from qshard.jax.cuts import Cut, folded, matrix_of, pinned, shaped
+from qshard.jax.operators import NoArithmetic
 from qshard.jax.ops import names_of, reshaped
 from qshard.jax.pieces import Pieces, repeated
 from qshard.layout import is_transposed, stored_block
@@ -35,12 +36,14 @@ from qshard.pipeline import Plane
     meta_fields=["format", "dtype", "axes"],
 )
 @dataclass(frozen=True, eq=False, kw_only=True, init=False)
-class QuantizedArray:
+class QuantizedArray(NoArithmetic):
     """A quantized tensor: a pytree of arrays, with what it is of as static data.
 
     The leaves may be whatever a tree transformation puts there: shardings, None, arrays with a new leading axis
     (`vmap`, `scan`), shards of arrays (`shard_map`). So nothing static depends on a size that these change, and `shape`
     is read off the arrays.
+
+    A container: arithmetic and functions of arrays raise, since each would have to choose between values and codes.
 
     Attributes:
       format: how it is stored.

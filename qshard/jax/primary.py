@@ -4,6 +4,9 @@
     updates, state = optimizer.update(grads, state, params)       # masters change, and codes are made anew of them
     params = optax.apply_updates(params, updates)                 # exactly those codes
 
+A function of trees would do arithmetic on the bytes of codes. So `PrimaryWeight` raises where a leaf changes its dtype,
+and its `guard` stops sums over leaves. `dequantize_tree` gives values, for norms, averages and casts.
+
 The words are those of `qshard.torch_bridge`: a *master* is the float32 values of a primary weight, and to *recast* is
 to make codes anew of masters. The optimizer is in `qshard.jax.optim.masters`.
 """
@@ -22,9 +25,11 @@ import numpy as np
 from jax import lax
 
 from qshard.formats import Format, Usage
+from qshard.jax.arguments import as_float_name
 from qshard.jax.array import QuantizedArray
 from qshard.jax.cuts import vary_alike
 from qshard.jax.gather import CodedWeight
+from qshard.jax.operators import NoArithmetic
 from qshard.jax.ops import reshaped
 from qshard.layout import Shape
 from qshard.names import shown
@@ -33,30 +38,71 @@ from qshard.pipeline import Plane
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["data", "scale_inv", "global_scale_inv", "amax"],
+    data_fields=["data", "scale_inv", "global_scale_inv", "amax", "guard"],
     meta_fields=["format", "dtype", "axes"],
 )
-@dataclass(frozen=True, eq=False, kw_only=True)
-class PrimaryWeight:
+@dataclass(frozen=True, eq=False, kw_only=True, init=False)
+class PrimaryWeight(NoArithmetic):
     """A parameter that is codes, for `linear`. Made by `PrimaryOptimizer.recast`.
 
-    Its arrays are the bits of a rowwise plane as unsigned integers, so that an update of it is a difference of bits,
-    which `optax.apply_updates` adds exactly; so that checkpoints need no float8; and so that `jax.grad`, to which codes
-    have no values to differentiate, refuses it. `value_and_grad` takes it.
+    Its arrays are the bits of a rowwise plane as unsigned integers. Arithmetic of a function of trees changes their
+    dtypes, which raises, and `jax.grad` refuses them. `value_and_grad` takes the weight, `dequantize_tree` gives its
+    values, and `optax.apply_updates` gives it new codes.
 
     Attributes:
       data, scale_inv, global_scale_inv: of `QuantizedArray.rowwise`, as uint8 or uint32.
       amax: under `DelayedScaling`, that of the master, as uint32; else None.
+      guard: infinity in float8_e5m2, `[*lead, 1, 1]`: JAX does not promote float8, so a sum over leaves raises beside
+        values of another dtype, and is infinite elsewhere. No function reads it.
       format, dtype, axes: those of the `QuantizedArray`.
+
+    Raises:
+      TypeError: an array has another dtype, as after arithmetic on the leaves of a tree.
     """
 
     data: jax.Array
     scale_inv: jax.Array
     global_scale_inv: jax.Array | None
     amax: jax.Array | None
+    guard: jax.Array | None
     format: Format
     dtype: np.dtype[Any]
     axes: tuple[int | None, ...]
+
+    def __init__(
+        self,
+        *,
+        data: jax.Array,
+        scale_inv: jax.Array,
+        global_scale_inv: jax.Array | None,
+        amax: jax.Array | None,
+        guard: jax.Array | None,
+        format: Format,
+        dtype: np.dtype[Any],
+        axes: tuple[int | None, ...],
+    ) -> None:
+        # Each call of a jitted function that gives weights makes them: this is faster than `dataclass` is.
+        fields = self.__dict__
+        fields["data"], fields["scale_inv"], fields["global_scale_inv"] = data, scale_inv, global_scale_inv
+        fields["amax"], fields["guard"] = amax, guard
+        fields["format"], fields["dtype"], fields["axes"] = format, dtype, axes
+        for array in (data, scale_inv, global_scale_inv, amax):
+            own = getattr(array, "dtype", None)
+            if own is not None and (own.kind != "u" or (array is data and own.itemsize > 1)):
+                self._check(array)
+
+    def _check(self, array: Any) -> None:
+        """Raises if an array has the dtype of other numbers.
+
+        Transforms also put specs, shardings and objects here; comparisons give bool, and derivatives float0.
+        """
+        if isinstance(array, jax.Array | np.ndarray | np.generic) and jnp.issubdtype(array.dtype, np.number):
+            name = next(name for name, value in vars(self).items() if value is array)
+            raise TypeError(
+                f"PrimaryWeight: {name} ({shown(array)}) is not {'uint8' if name == 'data' else 'unsigned'}: a "
+                "function of trees computed with codes; give it qshard.jax.dequantize_tree(params), or the masters in "
+                "the optimizer's state"
+            )
 
     @classmethod
     def of(cls, codes: QuantizedArray, amax: jax.Array | None = None) -> PrimaryWeight:
@@ -72,6 +118,7 @@ class PrimaryWeight:
             scale_inv=scale_inv,
             global_scale_inv=whole,
             amax=amax,
+            guard=jnp.full((*data.shape[:-2], 1, 1), jnp.inf, _GUARD),
             format=codes.format,
             dtype=codes.dtype,
             axes=codes.axes,
@@ -106,8 +153,72 @@ class PrimaryWeight:
         return f"PrimaryWeight({self.format}, {self.shape})"
 
 
+_GUARD = jnp.dtype("float8_e5m2")
+
+
 def is_primary(node: Any) -> bool:
     return isinstance(node, PrimaryWeight)
+
+
+def dequantize_tree(tree: Any, dtype: Any = None) -> Any:
+    """Values in place of codes: for norms, averages, casts and other functions of trees.
+
+        each PrimaryWeight and QuantizedArray becomes its dequantize(dtype)
+
+    The values are those that `linear` multiplies with. The masters of primary weights, `state.masters`, have more bits.
+
+    Args:
+      tree: a pytree, such as parameters of `PrimaryOptimizer.recast`. Inside a function that `value_and_grad`
+        differentiates, gradients of the values are gradients of the weights, so penalties on weights train them.
+      dtype: float32, bfloat16 or float16; None: the dtype of each tensor.
+
+    Returns:
+      The tree with arrays in place of codes; all else stays.
+
+    Raises:
+      TypeError: `dtype` is not one of them, or a weight is sharded by a `ZeroPlan`.
+      ValueError: a `QuantizedArray` is a shard with scales of the whole: gather it first.
+
+    Sharded codes give values sharded alike, without communication.
+
+    >>> import optax
+    >>> from qshard.jax import quantize
+    >>> params = {"w": quantize(jnp.full((2, 8), 0.875), "FP8_E4M3"), "b": jnp.zeros(2)}
+    >>> float(optax.tree.norm(dequantize_tree(params)))
+    3.5
+
+    Sources: optax (`optax.tree.norm`, `optax.incremental_update`), whose arguments it makes.
+    """
+    if dtype is not None:
+        dtype = as_float_name("dequantize_tree", dtype)
+    is_codes = lambda node: isinstance(node, PrimaryWeight | QuantizedArray | CodedWeight)  # noqa: E731
+
+    def dequantize(node: Any) -> Any:
+        if not is_codes(node):
+            return node
+        if not isinstance(node, CodedWeight):
+            return node.dequantize(dtype)
+        if node.shards is not None:
+            raise TypeError(
+                f"dequantize_tree: tree ({shown(node)}) has a weight of ZeRO, whose slices are on all devices; "
+                "take the masters"
+            )
+        values = node.codes.dequantize(dtype)
+        return values if node.sink is None else _with_sink(values, node.sink)
+
+    return jax.tree.map(dequantize, tree, is_leaf=is_codes)
+
+
+@jax.custom_vjp
+def _with_sink(values: jax.Array, sink: jax.Array) -> jax.Array:
+    """Sends the gradient of `values` to the sink."""
+    return values
+
+
+_with_sink.defvjp(
+    lambda values, sink: (values, sink[..., :0]),
+    lambda empty, gradient: (None, gradient.astype(empty.dtype)),
+)
 
 
 def value_and_grad(
@@ -179,11 +290,12 @@ def opened(w: Any) -> tuple[Any, jax.Array | None]:
     codes = w.codes if isinstance(w, CodedWeight) else w
     if codes is None or not isinstance(w, CodedWeight | QuantizedArray | PrimaryWeight):
         return w, None
-    amax = None
+    amax = guard = None
     if isinstance(codes, PrimaryWeight):
         amax = None if codes.amax is None else lax.bitcast_convert_type(codes.amax, jnp.float32)
+        guard = codes.guard
         codes = codes.codes
-    codes = _constant(codes)
+    codes, _ = _constant((codes, guard))  # Integers have no tangents under allow_int; the guard has one.
     return (dataclasses.replace(w, codes=codes) if isinstance(w, CodedWeight) else codes), amax
 
 

@@ -32,7 +32,7 @@ VERSION = 1
 _Keys = tuple[str, ...]
 _FIELDS: dict[type, dict[str, type | None]] = {
     QuantizedArray: {"rowwise": Plane, "columnwise": Plane},
-    PrimaryWeight: dict.fromkeys(("data", "scale_inv", "global_scale_inv", "amax")),
+    PrimaryWeight: dict.fromkeys(("data", "scale_inv", "global_scale_inv", "amax", "guard")),
     Plane: dict.fromkeys(Plane._fields),
     LinearState: dict.fromkeys(("weight", "activation", "gradient"), TensorState),
     TensorState: {"scale": None, "amax_history": None, "observed": Observed},

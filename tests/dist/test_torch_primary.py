@@ -171,6 +171,56 @@ def test_what_a_sealed_weight_refuses():
     losses_of(model, Adam(model.parameters(), lr=1e-2), steps=1)  # It is as it was.
 
 
+@on_ranks(2)
+def test_a_copy_of_another_weight_has_its_values():
+    """Sealed or not, on either side."""
+    recipe = CurrentScaling()
+    sealed, other, unsealed, values = (made(recipe, primary) for primary in (True, True, True, False))
+    for model in (sealed, other):
+        model(batch())
+    optimizer = Adam(other.parameters(), lr=1e-2)
+    losses_of(other, optimizer, steps=1)
+    want = {name: value for name, value in masters_of(other).items() if name.endswith("weight")}
+    assert not torch.equal(want["0.weight"], masters_of(sealed)["0.weight"])
+    for target in (sealed, unsealed, values):
+        with torch.no_grad():
+            for mine, its in zip(linears(target), linears(other), strict=True):
+                mine.weight.copy_(its.weight)
+        assert all(torch.equal(masters_of(target)[name], value) for name, value in want.items())
+        assert_gathers_the_whole(target, [FRONT.numpy(value) for value in want.values()])
+    with torch.no_grad():
+        for mine, its in zip(linears(sealed), linears(made(recipe, True)), strict=True):
+            mine.weight.copy_(its.weight)
+    assert torch.equal(masters_of(sealed)["0.weight"], masters_of(made(recipe, False))["0.weight"])
+
+
+@on_ranks(2)
+def test_norms_and_averages_of_sealed_weights():
+    """Of gradients they are right; of weights they raise, and are those of the state dict."""
+    model = made(CurrentScaling(), True)
+    model(batch()).sum().backward()
+    parameters, weight = list(model.parameters()), model[0].weight
+    locals_ = [p.to_local() for p in parameters]
+    for wrong in (
+        lambda: nn.utils.get_total_norm(parameters),
+        lambda: torch._foreach_norm(locals_),
+        lambda: torch._foreach_mul_(locals_, 0.5),
+        lambda: torch._foreach_copy_(locals_, [torch.zeros_like(p) for p in locals_]),
+        lambda: torch.linalg.vector_norm(weight),
+        lambda: weight.data.mul_(0.5),
+        lambda: torch.zeros_like(weight).lerp_(weight, 0.5),
+        lambda: weight.detach().clone(),
+        lambda: copy.deepcopy(weight),
+        lambda: torch.equal(weight.to_local(), weight.to_local()),
+    ):
+        with torch.no_grad(), pytest.raises(NotImplementedError, match=r"primary. is codes.* values in state_dict"):
+            wrong()
+    with pytest.raises(ValueError, match=r"data of 0.weight .primary. is the master .* with load_state_dict"):
+        weight.to_local().data = torch.zeros(1)
+    average = {name: torch.zeros_like(value).lerp_(value, 0.5) for name, value in model.state_dict().items()}
+    assert torch.equal(average["0.weight"].full_tensor(), masters_of(model)["0.weight"] / 2)
+
+
 def test_primary_weights_want_to_be_sharded():
     model = convert(nn.Sequential(nn.Linear(32, 32)), CurrentScaling(), primary=True)
     with pytest.raises(ValueError, match=r"linear: 0.weight .primary. is not gathered; call fully_shard"):

@@ -370,9 +370,14 @@ def _run_on_sealed(func: Any, args: Any, kwargs: Any) -> Any:
     if func is aten.copy_.default:
         target, source = args[:2]
         if isinstance(target, ShardedWeight):
-            assert state.primary is not None
-            if not isinstance(source, ShardedWeight):
-                state.primary.load(source)
+            if isinstance(source, ShardedWeight) and source.scale_state is state:
+                return target  # FSDP2 pads a shard that has no values.
+            values = memory_of(source)
+            if state.is_sealed:
+                assert state.primary is not None
+                state.primary.load(values)
+            else:
+                target.shard.copy_(values)
             return target
     elif func in _MAKES_PLAIN:
         plain = torch.empty((), dtype=weight.dtype, device=weight.device).expand(weight.shape)

@@ -18,6 +18,7 @@ from qshard.jax.array import QuantizedArray
 from qshard.jax.cuts import AxisName, Cut, Spec, spec_of
 from qshard.jax.delayed import LinearState
 from qshard.jax.ops import names_of
+from qshard.jax.optim.updates import CodesUpdate
 from qshard.jax.primary import PrimaryWeight, is_primary
 from qshard.jax.quantize import WeightScales, compute_scales, quantize, quantized
 from qshard.names import shown
@@ -107,14 +108,14 @@ class PrimaryOptimizer:
           extra: for the optimizer within.
 
         Returns:
-          updates: for `optax.apply_updates`. That of a primary weight is the difference of new bits and old, modulo
-            their range, so that the sum is the new ones; XLA leaves out both the difference and the sum.
+          updates: for `optax.apply_updates`, unchanged. A primary weight is updated to its new codes: the update is a
+            `PrimaryWeight` of `CodesUpdate`s. Arithmetic on an update raises, since codes would differ from masters.
           state: the next one.
 
         Collective in `shard_map`, as `recast` is.
         """
         if params is None:
-            raise ValueError("optimizer: params (None) are not there, and their updates are of bits; pass them")
+            raise ValueError("optimizer: params (None) are not there, and updates are made for them; pass them")
         names, leaves, masters, structure = self._flat(state, params)
         given = structure.flatten_up_to(grads)
         for name, p, master, grad in zip(names, leaves, masters, given, strict=True):
@@ -122,7 +123,7 @@ class PrimaryOptimizer:
                 raise TypeError(
                     f"optimizer: params{name} ({shown(p)}) is not codes yet; begin with recast(state, params)"
                 )
-            if master is not None and jnp.shape(grad) != jnp.shape(master):
+            if master is not None and (_is_codes(grad) or jnp.shape(grad) != jnp.shape(master)):
                 raise ValueError(
                     f"optimizer: grads{name} ({shown(grad)}) is not the gradient of a weight {master.shape}; take "
                     "qshard.jax.value_and_grad"
@@ -133,10 +134,7 @@ class PrimaryOptimizer:
         changes = structure.flatten_up_to(updates)
         masters = [None if m is None else (m + u).astype(m.dtype) for m, u in zip(masters, changes, strict=True)]
         made = iter(self._cast(names, masters, scales))
-        changes = [
-            u if m is None else jax.tree.map(jnp.subtract, next(made), p)
-            for p, m, u in zip(leaves, masters, changes, strict=True)
-        ]
+        changes = [u if m is None else CodesUpdate.of(next(made)) for m, u in zip(masters, changes, strict=True)]
         return structure.unflatten(changes), PrimaryState(structure.unflatten(masters), inner)
 
     def specs(self, params: Any, mesh: Any = None) -> Any:
@@ -169,11 +167,17 @@ class PrimaryOptimizer:
     def _flat(self, state: PrimaryState, params: Any) -> tuple[list[str], list[Any], list[Any], Any]:
         """Of each parameter, primary weights as one: its name, itself, its master or None; and the tree."""
         if not isinstance(state, PrimaryState):
-            raise TypeError(f"optimizer: state ({shown(state)}) is not a PrimaryState; pass what init or update gave")
+            raise TypeError(
+                f"optimizer: state ({shown(state)}) is not a PrimaryState; pass what init or update gave, and restore "
+                "checkpoints to a target, such as jax.eval_shape(optimizer.init, values) of float params"
+            )
         structure: Any
         paths, structure = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_primary)
         names = [jax.tree_util.keystr(path) for path, _ in paths]
-        return names, [p for _, p in paths], structure.flatten_up_to(state.masters), structure
+        masters = structure.flatten_up_to(state.masters)
+        # optax.masked and optax.partition put nodes without arrays in the place of other parameters.
+        masters = [m if jax.tree.leaves(m) else None for m in masters]
+        return names, [p for _, p in paths], masters, structure
 
     def _spec(self, name: str, p: Any) -> Spec:
         spec: Spec = self.spec(name, p) if callable(self.spec) else self.spec
@@ -224,7 +228,8 @@ def optimizer(
 
     Args:
       inner: a `GradientTransformation`: of masters in place of primary weights, and of all other parameters as they
-        are. Whatever else is to be done to gradients or updates goes in here, such as `optax.chain(clip, adamw)`.
+        are. Whatever else is to be done to gradients or updates goes in here, such as `optax.chain(clip, adamw)`: a
+        transform after this one would change codes and not masters, so it raises.
       recipe: of the calls of `linear`; its format for weights is what masters are cast to.
       filter: called with the path of a parameter, such as `"['up']['w']"`, and the parameter: whether it is a primary
         weight. None: those with two axes or more, so name others than weights of `linear`, such as embeddings. The
@@ -352,6 +357,7 @@ def _specs_of(shape: layout.Shape, recipe: Recipe, entries: tuple[Any, ...], mes
         "scale_inv": scale,
         "global_scale_inv": None if where.global_scale_shape is None else whole,
         "amax": whole if recipe.stateful else None,
+        "guard": whole,
     }
     return PrimaryWeight(
         **parts,

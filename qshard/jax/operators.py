@@ -1,0 +1,39 @@
+"""Base class of quantized arrays: arithmetic raises, and says what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar, NoReturn
+
+_BINARY = {
+    **{"add": "+", "sub": "-", "mul": "*", "matmul": "@", "truediv": "/", "floordiv": "//", "mod": "%", "pow": "**"},
+    **{"and": "&", "or": "|", "xor": "^", "lshift": "<<", "rshift": ">>"},
+}
+_UNARY = {"neg": "-", "pos": "+", "abs": "abs", "invert": "~"}
+
+
+class NoArithmetic:
+    """Operators that raise, with the name of the operator and a remedy.
+
+    Without them Python says "unsupported operand type(s)", and NumPy makes an array of objects.
+    """
+
+    _REMEDY: ClassVar[str] = "an op on codes; call .dequantize() and use its result"
+    __array_ufunc__ = None  # NumPy's operators leave the answer to ours.
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise TypeError(f"{type(self).__name__}: {what} is not {self._REMEDY}")
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        self._refuse("an array of values")
+
+
+def _method(symbol: str) -> Callable[..., NoReturn]:
+    return lambda self, *others: self._refuse(symbol)
+
+
+for _name, _symbol in _BINARY.items():
+    for _form in (f"__{_name}__", f"__r{_name}__"):
+        setattr(NoArithmetic, _form, _method(_symbol))
+for _name, _symbol in _UNARY.items():
+    setattr(NoArithmetic, f"__{_name}__", _method(_symbol))
