@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -25,11 +25,21 @@ from qshard.jax.parallel import OfDw, Parallel
 from qshard.jax.quantize import WeightScales, quantized
 from qshard.jax.words import words_of
 from qshard.layout import Shape, multiplies_codes, source
+from qshard.names import shown
 from qshard.pipeline import Plane, makes_planes_apart
 from qshard.recipes import ROLE_SEEDS, DelayedScaling, Recipe, Role, check_weight_format
 
 WeightLayout = Literal["NK", "KN"]
 """How a weight lies in memory. "NK": `[N, K]`, as in PyTorch and equinox; "KN": `[K, N]`, as in flax."""
+
+
+def as_layout(op: str, layout: Any) -> WeightLayout:
+    """The layout that a caller named."""
+    if layout not in get_args(WeightLayout):
+        raise ValueError(
+            f"{op}: weight_layout ({shown(layout)}) is not how w lies; pass 'NK' for [N, K] or 'KN' for [K, N]"
+        )
+    return cast(WeightLayout, layout)
 
 
 @dataclass(frozen=True, kw_only=True)

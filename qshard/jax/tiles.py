@@ -160,15 +160,15 @@ def row_product(q: QuantizedArray, w: QuantizedArray, contracted: Usage, tiles: 
     return jnp.where(tiles.fits, back, jnp.nan)
 
 
-def expert_products(dyq: QuantizedArray, xq: QuantizedArray, tiles: Tiles, dtype: Any) -> jax.Array:
-    """The gradients of all weights: the rows of each expert contracted."""
-    codes, columns = multiplies_codes(dyq.format, xq.format), Usage.COLUMNWISE
-    dy, x = (_operand(q, columns, codes) for q in (dyq, xq))
-    dy, x = (rows.reshape(-1, rows.shape[-1]) for rows in (dy, x))
-    product = _ragged_product(dy, x, tiles, (0, 0), dtype)
+def expert_products(a: QuantizedArray, b: QuantizedArray, tiles: Tiles, dtype: Any) -> jax.Array:
+    """The gradients of all weights, of dy and x in the order of their layout: the rows of each expert contracted."""
+    codes, columns = multiplies_codes(a.format, b.format), Usage.COLUMNWISE
+    left, right = (_operand(q, columns, codes) for q in (a, b))
+    left, right = (rows.reshape(-1, rows.shape[-1]) for rows in (left, right))
+    product = _ragged_product(left, right, tiles, (0, 0), dtype)
     if codes:
-        of_tiles = dyq.plane(Usage.ROWWISE).scale_inv * xq.plane(Usage.ROWWISE).scale_inv
+        of_tiles = a.plane(Usage.ROWWISE).scale_inv * b.plane(Usage.ROWWISE).scale_inv
         scale, of_tiles, experts = vary_alike(jnp.zeros(tiles.sizes.shape, jnp.float32), of_tiles, tiles.experts)
         scale = scale.at[experts].set(of_tiles, mode="drop")
-        product = scaled(product, scale_of(dyq.format, xq.format, scale[:, None, None], product.dtype), dtype)
+        product = scaled(product, scale_of(a.format, b.format, scale[:, None, None], product.dtype), dtype)
     return product.astype(dtype)
