@@ -253,7 +253,7 @@ class Op:
         return results, (0,) * len(results)
 
     def _run(self, *operands: Any, **options: Any) -> Any:
-        return _jitted(self._primitive, tuple(sorted(options.items())))(*operands)
+        return run_jitted(_jitted(self._primitive, tuple(sorted(options.items()))), *operands)
 
     def _differentiate(self, *_: Any, **__: Any) -> Any:
         raise TypeError(
@@ -277,6 +277,17 @@ def __getattr__(name: str) -> Op:
 @functools.cache
 def _jitted(primitive: Primitive, options: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
     return jax.jit(functools.partial(primitive.bind, **dict(options)))
+
+
+def run_jitted(function: Callable[..., Any], *operands: Any) -> Any:
+    """Calls a jitted function that binds a primitive, as an eager call of the primitive: under `jax.disable_jit()` too.
+
+    There `jit` would call the primitive eagerly again, and again.
+    """
+    if not jax.config.jax_disable_jit:
+        return function(*operands)
+    with jax.disable_jit(False):
+        return function(*operands)
 
 
 def encoded(value: Any) -> Any:
