@@ -141,7 +141,16 @@ def _ragged_product(a: jax.Array, b: jax.Array, tiles: Tiles, contracted: tuple[
     groups = [0] if b.ndim == 3 else []
     dims = lax.RaggedDotDimensionNumbers((((contracted[0],), (contracted[1],)), ((), ())), [0], groups)
     narrow = jnp.bfloat16 if jnp.dtype(dtype) == jnp.bfloat16 else jnp.float32
-    product: jax.Array = lax.ragged_dot_general(a, b, tiles.sizes, dims, preferred_element_type=narrow)
+    plain = functools.partial(lax.ragged_dot_general, ragged_dot_dimension_numbers=dims, preferred_element_type=narrow)
+    multiply = jax.custom_batching.custom_vmap(plain)
+
+    @multiply.def_vmap
+    def _(size: int, batched: list[bool], *operands: jax.Array) -> tuple[jax.Array, bool]:
+        """JAX batches a ragged product along the first axis of every operand, and in no other way."""
+        each = zip(operands, batched, strict=True)
+        return jax.vmap(plain)(*(x if flag else jnp.broadcast_to(x, (size, *x.shape)) for x, flag in each)), True
+
+    product: jax.Array = multiply(a, b, tiles.sizes)
     return product
 
 
