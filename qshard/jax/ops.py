@@ -288,8 +288,8 @@ def check_sizes(op: str, name: str, shape: Sequence[Any]) -> None:
     if not all(isinstance(size, int | np.integer) for size in shape):
         sizes = ", ".join(map(str, shape))
         raise ValueError(
-            f"{op}: {name} [{sizes}] has a symbolic size, and blocks are laid out by numbers; export a program for each "
-            "shape"
+            f"{op}: {name} [{sizes}] has a symbolic size, and blocks are laid out by numbers; export a program for "
+            "each shape"
         )
 
 

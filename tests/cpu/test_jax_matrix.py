@@ -151,7 +151,7 @@ CELLS = [
 ]
 # Products of float32 are XLA's, which adds them up in another order within loops.
 IN_ANOTHER_ORDER = {(loops, "linear_cross_entropy")}
-NO_VMAP = (ValueError, "vmap is only supported for the ffi_call primitive when")
+NO_VMAP = (NotImplementedError, "vmap is only supported for the ffi_call primitive when")
 REFUSED = {
     (mapped, "master"): NO_VMAP,
     (mapped_over_devices, "master"): NO_VMAP,
