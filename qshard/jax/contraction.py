@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -56,47 +56,46 @@ class Folding(NamedTuple):
           ValueError: a group of axes is cut so that blocks of the folded matrix are not those of one device.
         """
         mesh, told = mesh_of(w, spec), entries_of(spec, w.ndim)
-        if spec is None and gathers:
+        manual = set(mesh.manual_axes)
+        if spec is None and not manual.isdisjoint(gathers):
             told[self.w[0][0]] = gathers
         typed = jax.typeof(w).sharding.spec
         names = [tuple(dict.fromkeys((*names_of(a), *names_of(b)))) for a, b in zip(typed, told, strict=True)]
 
-        def count(axes: Sequence[str], kept: Callable[[str], bool] = lambda _: True) -> int:
-            return math.prod(int(mesh.shape.get(name, 1)) for name in axes if kept(name))
+        def count(axes: Iterable[str]) -> int:
+            return math.prod(int(mesh.shape.get(name, 1)) for name in axes)
 
-        manual = set(mesh.manual_axes)
-        outside = [count(axes, lambda name: name not in manual) for axes in names]
-        gathered = [count(axes, lambda name: name in manual and name in gathers) for axes in names]
+        outside = [count(set(axes) - manual) for axes in names]
+        gathered = [count(manual.intersection(axes, gathers)) for axes in names]
         total = [count(axes) for axes in names]
-        of_x = [1] * x.ndim
-        for axis, own in zip(self.x[-1], self.group("K"), strict=True):
-            of_x[axis] = count(names_of(jax.typeof(x).sharding.spec[axis]))
-            if of_x[axis] > 1 and total[own] == 1:  # w is split as x is.
-                outside[own] = total[own] = of_x[axis]
-            elif of_x[axis] not in (1, total[own]):
-                raise ValueError(
-                    f"{op}: axis {axis} of x {x.shape} is cut into {of_x[axis]} parts, and axis {own} of w {w.shape}, "
-                    f"with which it is contracted, into {total[own]}; cut both alike, or x not at all"
-                )
-        for of, other in (("N", Role.GRADIENT), ("K", Role.ACTIVATION)):
-            group = self.group(of)  # type: ignore[arg-type]
+        k, of_x = self.group("K"), [1] * x.ndim
+        cut_x = [count(names_of(jax.typeof(x).sharding.spec[axis])) for axis in self.x[-1]]
+        if any(n > 1 for n in (*cut_x[1:], *(total[axis] for axis in k[1:]))):
+            for axis, own, n in zip(self.x[-1], k, cut_x, strict=True):
+                if total[own] == 1:  # w is split as x is cut.
+                    outside[own] = total[own] = n
+                elif total[own] % n:
+                    raise ValueError(
+                        f"{op}: axis {axis} of x {x.shape} is cut into {n} parts, and axis {own} of w {w.shape}, with "
+                        f"which it is contracted, into {total[own]}; cut both alike, or x not at all"
+                    )
+        for group, role in ((self.group("N"), Role.GRADIENT), (k, Role.ACTIVATION)):
             cut = [axis for axis in group[1:] if total[axis] > 1]
-            if not cut:
-                for axis in group:  # The first axis of a fold may be cut as it is.
+            if not cut:  # Where only the first axis is cut, the folded one is cut alike.
+                for axis in group:
                     outside[axis] = 1
                 continue
-            last, unit = cut[-1], max(max(recipe.format(role).block or (1,)) for role in (Role.WEIGHT, other))
-            size = w.shape[last] * count(names[last], lambda name: name in manual)
+            last, unit = cut[-1], max(max(recipe.format(each).block or (1,)) for each in (Role.WEIGHT, role))
+            size = w.shape[last] * count(manual.intersection(names[last]))
             run = size // total[last] * math.prod(w.shape[axis] for axis in group[group.index(last) + 1 :])
             if any(w.shape[axis] % outside[axis] for axis in group) or run % unit:
                 raise ValueError(
-                    f"{op}: axis {last} of w {w.shape} is folded after axis {group[0]} and cut into {total[last]} "
-                    f"parts of {run}, which break blocks of {unit}; cut it at blocks, or have it before axis {group[0]} in w"
+                    f"{op}: axis {last} of w {w.shape} is folded after axis {group[0]}, and cut into {total[last]} "
+                    f"parts that break blocks of {unit}; cut it at blocks, or have it before axis {group[0]} in w"
                 )
         merged = [a * b for a, b in zip(outside, gathered, strict=True)]
-        of_x = [1] * x.ndim
-        if any(merged[axis] > 1 for axis in self.group("K")[1:]):
-            for axis, own in zip(self.x[-1], self.group("K"), strict=True):
+        if any(merged[axis] > 1 for axis in k[1:]):
+            for axis, own in zip(self.x[-1], k, strict=True):
                 of_x[axis] = merged[own]
         return Parts(tuple(outside), tuple(of_x), tuple(gathered), tuple(merged), tuple(names))
 
