@@ -53,7 +53,7 @@ class Folding(NamedTuple):
         """How axes are split, by how the types of x and w, and `spec` of w, say that they are cut.
 
         Raises:
-          ValueError: a group of axes is cut so that blocks of the folded matrix are not those of one device.
+          ValueError: shards of a group of axes would change the blocks of the folded matrix.
         """
         mesh, told = mesh_of(w, spec), entries_of(spec, w.ndim)
         manual = set(mesh.manual_axes)
@@ -100,14 +100,14 @@ class Folding(NamedTuple):
         return Parts(tuple(outside), tuple(of_x), tuple(gathered), tuple(merged), tuple(names))
 
     def sizes(self, x: jax.Array, w: jax.Array, parts: Parts) -> tuple[int, ...]:
-        """Of the result: the axes of x that are left, then those of w, as many as are there once w is gathered."""
+        """The sizes of the result: the axes of x that are left, then the axes of the gathered w that are left."""
         left = (w.shape[axis] * parts.gathered[axis] for axis in self.group("N"))
         return (*(x.shape[axis] for (axis,) in self.x[:-1]), *left)
 
     def folded(self, x: jax.Array, groups: tuple[Axes, ...], parts: Sequence[int]) -> jax.Array:
-        """A tensor with each group of axes as one: of axes in parts, which part comes first, and what is in it last.
+        """Folds each group of axes into one axis. Axes in parts are split: the numbers of parts lead in the folded axis.
 
-        So what cuts any axes of a group cuts the one axis that they become, and a shard stays where it is.
+        So the folded axis is cut by the mesh axes that cut the group, and no element moves between devices.
         """
         entries = jax.typeof(x).sharding.spec
         cut = self.spec(entries, groups)
@@ -138,7 +138,7 @@ class Folding(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """How the axes of a product are split before they are folded, so that a shard is one part of the folded axis.
+    """Splits the axes of a product before they are folded, so that each shard is one run of the folded axis.
 
     Attributes:
       w, x: into how many parts each axis of an array in hand is split: in `shard_map`, w in 1.

@@ -116,7 +116,7 @@ def ragged_dot(
     Args:
       x: float32, bfloat16 or float16 `[M, K]`, rows sorted by expert.
       w: such an array, `[E, N, K]` or `[E, K, N]`; or codes of the recipe's format for weights, of which each expert
-        has its own scales: a `QuantizedArray`, as of `jax.vmap` of `quantize`, which is frozen; or a `PrimaryWeight`.
+        has its own scales: a frozen `QuantizedArray`, from `jax.vmap` of `quantize`; or a `PrimaryWeight`.
       group_sizes: integers `[E]`: how many rows each expert has; any may be 0. Rows after the last group give zeros.
       recipe: as for `linear`.
       weight_layout: "KN" for `w` `[E, K, N]`, which `jax.lax.ragged_dot` takes; "NK" for `[E, N, K]`, the default of
@@ -255,7 +255,7 @@ def _no_fit(x: jax.Array, w: tuple[int, ...], layout: WeightLayout) -> ValueErro
 
 
 def _gathered(shape: tuple[int, ...], cut: Cut, axes: tuple[str, ...]) -> tuple[int, ...]:
-    """The shape of a weight once it is gathered: in `shard_map`, that of a shard grows."""
+    """The shape of the gathered weight. In `shard_map`, each gathered axis of the shard grows."""
     if not (cut.local and axes):
         return shape
     grown = (cut.count(tuple(name for name in names if name in axes)) for names in cut.entries)

@@ -139,7 +139,7 @@ def test_cuts_of_folded_axes_in_shard_map(case, recipe, mode):
             (2, 64, 32),
             P(None, ("tp", "fsdp")),
             "MXFP8",
-            r"axis 1 of w \(2, 64, 32\) is folded after axis 0 and cut into 4",
+            r"axis 1 of w \(2, 64, 32\) is folded after axis 0, and cut into 4",
         ),
         ((2, 66, 32), P(None, ("tp", "fsdp")), "CurrentScaling", r"axis 1 of w .* cut into 4 parts that break"),
     ],
