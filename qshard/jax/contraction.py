@@ -105,7 +105,7 @@ class Folding(NamedTuple):
         return (*(x.shape[axis] for (axis,) in self.x[:-1]), *left)
 
     def folded(self, x: jax.Array, groups: tuple[Axes, ...], parts: Sequence[int]) -> jax.Array:
-        """Folds each group of axes into one axis. Axes in parts are split: the numbers of parts lead in the folded axis.
+        """Folds each group of axes into one. Axes in parts are split: the numbers of parts lead in the folded axis.
 
         So the folded axis is cut by the mesh axes that cut the group, and no element moves between devices.
         """

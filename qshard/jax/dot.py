@@ -50,9 +50,9 @@ class DotGeneral:
       otherwise: what to do with a product that no recipe can make: of batch axes, as the scores of attention are, or
         where K or N is no whole number of blocks. "raise" an error, or make a "plain" product, in the dtypes of the
         operands.
-      options: of `linear`, such as `gather_axis`. `weight_spec` names the axes of the weight as it lies, and may cut any
-        of them. Where several axes become K or N, shards of all but the first must hold whole blocks: codes are then
-        equal to those of one device. Stochastic rounding draws other random numbers there than one device does.
+      options: of `linear`, such as `gather_axis`. `weight_spec` names the axes of the weight as it lies, and may cut
+        any of them. Where several axes become K or N, shards of all but the first must hold whole blocks: codes are
+        then equal to those of one device. Stochastic rounding draws other random numbers there than one device does.
 
     Raises:
       TypeError, ValueError: an argument is not what it has to be.
