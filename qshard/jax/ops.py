@@ -298,7 +298,7 @@ def run_jitted(function: Callable[..., Any], *operands: Any) -> Any:
 
     There `jit` would call the primitive eagerly again, and again.
     """
-    if not jax.config.jax_disable_jit:
+    if not jax.config.jax_disable_jit:  # type: ignore[attr-defined]
         return function(*operands)
     with jax.disable_jit(False):
         return function(*operands)

@@ -287,8 +287,8 @@ def _whole_k(config: Config, q: QuantizedArray) -> QuantizedArray:
     planes = {}
     for usage, plane in q.planes.items():
         axis = 0 if layout.is_transposed(q.format, usage) else -1
-        gathered = [a if a is None or not a.ndim else whole_along(a, axis, config.cut.mesh) for a in plane[:2]]
-        planes[usage] = Plane(*gathered, plane.global_scale_inv)
+        data, scale_inv = (whole_along(a, axis, config.cut.mesh) if a.ndim else a for a in plane[:2])
+        planes[usage] = plane._replace(data=data, scale_inv=scale_inv)
     return q.with_planes(planes)
 
 
