@@ -93,7 +93,7 @@ def grouped_linear(
 
     >>> from qshard.recipes import CurrentScaling
     >>> x, w = torch.full((6, 32), 7.0), torch.stack([torch.full((16, 32), v) for v in (0.875, 1.75, 3.5)])
-    >>> grouped_linear(x, w, torch.tensor([2, 0, 3]), CurrentScaling())[:, 0]
+    >>> grouped_linear(x, w, torch.tensor([2, 0, 3]), CurrentScaling(), weight_layout="NK")[:, 0]
     tensor([196., 196., 784., 784., 784.,   0.])
 
     Sources: `torch._grouped_mm`; TransformerEngine (`GroupedLinear`: scales by expert, rows padded to blocks).
