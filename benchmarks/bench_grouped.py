@@ -61,7 +61,9 @@ def contenders(tokens: int, width: int, hidden: int, experts: int) -> dict[str, 
     for name, recipe in RECIPES.items():
         for where, given in (("device", on_device), ("host", sizes)):
             made[f"{name}, {where}"] = both_ways(
-                lambda recipe=recipe, given=given: grouped_linear(x, w, given, recipe)  # type: ignore[misc]
+                lambda recipe=recipe, given=given: grouped_linear(  # type: ignore[misc]
+                    x, w, given, recipe, weight_layout="NK"
+                )
             )
     codes = [quantize(each, CODES.weight, usage=Usage.BOTH).requires_grad_() for each in w.detach()]
     for where, given in (("device", on_device), ("host", sizes)):

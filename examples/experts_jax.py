@@ -48,7 +48,7 @@ def grouped_linear(
     """Return `x_e @ w[e].T` of the tokens of each expert, in the formats of the recipe, if there is one."""
     if recipe is None:
         return _bf16(layout, name, x, shard, sizes)
-    where = {"weight_spec": spec_of(layout.mesh, name), "gather_axis": "fsdp"}
+    where = {"weight_layout": "NK", "weight_spec": spec_of(layout.mesh, name), "gather_axis": "fsdp"}
     return qshard.ragged_dot(x, shard, sizes, recipe, **where, **given)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +53,7 @@ def grouped_linear(
     group_sizes: Tensor,
     recipe: RecipeLike,
     *,
+    weight_layout: Literal["NK", "KN"] | None = None,
     seeds: Tensor | None = None,
     delayed: Sequence[Any] | None = None,
     dtype: torch.dtype | None = None,
@@ -61,11 +62,14 @@ def grouped_linear(
 
     Args:
       x: float32, bfloat16 or float16 `[M, K]`, rows sorted by expert.
-      weights: `[N, K]` of each expert, as `linear` takes them; or one tensor `[E, N, K]`.
+      weights: `[N, K]` of each expert, as `linear` takes them; or one tensor of all experts.
       group_sizes: int32 or int64 `[E]`: how many rows each expert has; any may be 0. Rows after the last group give
         zeros. On a GPU it may be there, and nothing waits for it; or on the host, where each expert's product is then a
         call of its own.
       recipe: as for `linear`.
+      weight_layout: of one tensor of all experts, which needs it, as where N == K no shape shows which one is meant:
+        "NK" for `[E, N, K]`, "KN" for `[E, K, N]`, which `torch.nn.functional.grouped_mm` takes. Both give the same
+        bits; "KN" copies the weights in each call.
       seeds: of stochastic rounding, int32 `[E, 2]`: those that `linear` would take for each expert.
       delayed: for each expert the states that `linear` would take.
       dtype: as for `linear`.
@@ -83,13 +87,13 @@ def grouped_linear(
 
     Raises:
       TypeError: an argument is not of its type.
-      ValueError: shapes do not fit each other or the formats, a seed or a state is missing; or, where the host knows
-        them, sizes are negative or have more rows than x. Sizes on a GPU are checked there: a wrong one ends the
-        process's CUDA context with an assertion.
+      ValueError: shapes do not fit each other or the formats; a seed, a state or `weight_layout` is missing; or, where
+        the host knows them, sizes are negative or have more rows than x. Sizes on a GPU are checked there: a wrong one
+        ends the process's CUDA context with an assertion.
 
     >>> from qshard.recipes import CurrentScaling
     >>> x, w = torch.full((6, 32), 7.0), torch.stack([torch.full((16, 32), v) for v in (0.875, 1.75, 3.5)])
-    >>> grouped_linear(x, w, torch.tensor([2, 0, 3]), CurrentScaling())[:, 0]
+    >>> grouped_linear(x, w, torch.tensor([2, 0, 3]), CurrentScaling(), weight_layout="NK")[:, 0]
     tensor([196., 196., 784., 784., 784.,   0.])
 
     Sources: `torch._grouped_mm`; TransformerEngine (`GroupedLinear`: scales by expert, rows padded to blocks).
@@ -100,6 +104,7 @@ def grouped_linear(
         raise TypeError(
             f"grouped_linear: weights ({shown(weights)}) are not tensors; pass one [E, N, K], or [N, K] for each expert"
         )
+    weights = _in_rows(weights, weight_layout)
     whole = weights if isinstance(weights, Tensor) and not isinstance(weights, QuantizedTensor) else None
     each = [*(weights if whole is None else whole.detach().unbind())]
     for weight in each:
@@ -119,6 +124,23 @@ def grouped_linear(
     given = each if whole is None else [whole]
     y: Tensor = _Grouped.apply(x, group_sizes.to(x.device, non_blocking=True), seeds, how, *given)
     return y
+
+
+def _in_rows(weights: Sequence[Tensor] | Tensor, layout: Any) -> Sequence[Tensor] | Tensor:
+    """The weights as `[N, K]` of each expert, or one tensor as `[E, N, K]`."""
+    if not isinstance(weights, Tensor):
+        if layout not in (None, "NK"):
+            raise ValueError(
+                f"grouped_linear: weight_layout ({shown(layout)}) is of one tensor of all experts, and weights are one "
+                "for each; pass each as [N, K], and leave weight_layout out"
+            )
+        return weights
+    if layout not in ("NK", "KN"):
+        raise ValueError(
+            f"grouped_linear: weight_layout ({shown(layout)}) does not say how one tensor of all experts lies; pass "
+            "'NK' for [E, N, K], as nn.Linear has it, or 'KN' for [E, K, N], as grouped_mm takes it"
+        )
+    return weights if layout == "NK" or weights.ndim != 3 else weights.transpose(1, 2).contiguous()
 
 
 def _check_shapes(x: Tensor, weights: Sequence[Tensor]) -> None:

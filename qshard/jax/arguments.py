@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from qshard.formats import FLOATS, Format
-from qshard.jax.ops import names_of
+from qshard.jax.ops import check_sizes, names_of
 from qshard.names import check_float, listed, shown
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
@@ -55,8 +55,9 @@ def check_array(op: str, name: str, x: Any) -> None:
 
 
 def check_dtype(op: str, name: str, x: Any) -> None:
-    """Raises TypeError unless `x` is of numbers in high precision."""
+    """Raises TypeError unless `x` is of numbers in high precision, and ValueError unless its sizes are numbers."""
     check_float(op, name, str(jnp.result_type(x)))
+    check_sizes(op, name, jnp.shape(x))
 
 
 def as_float_name(op: str, dtype: Any, argument: str = "dtype") -> str:

@@ -85,7 +85,7 @@ def _lower(ctx: Any, *operands: Any, function: Any, exported: Any, name: str) ->
 
 
 def _run(*operands: Any, function: Any, **_: Any) -> Any:
-    return jax.jit(jaxpr_as_fun(function))(*operands)
+    return ops.run_jitted(jax.jit(jaxpr_as_fun(function)), *operands)
 
 
 # What JAX lowers it to depends on what for.

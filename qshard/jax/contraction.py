@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from qshard.jax.cuts import Spec, spec_of
-from qshard.jax.ops import reshaped
+from qshard.jax.cuts import Spec, mesh_of, spec_of
+from qshard.jax.ops import names_of, reshaped
 from qshard.jax.passes import WeightLayout
+from qshard.recipes import Recipe, Role
 
 Axes = tuple[int, ...]
 
@@ -38,35 +40,122 @@ class Folding(NamedTuple):
         lead = tuple((axis,) for axis in range(x_ndim) if axis not in x_axes)
         return cls((*lead, tuple(axis for _, axis in pairs)), (k, n) if layout == "KN" else (n, k), layout)
 
-    def sizes(self, x: jax.Array, w: jax.Array) -> tuple[int, ...]:
-        """Of the result: the axes of x that are left, then those of w."""
-        left = self.w[self.layout.index("N")]
-        return (*(x.shape[axis] for (axis,) in self.x[:-1]), *(w.shape[axis] for axis in left))
+    def group(self, of: Literal["N", "K"]) -> Axes:
+        """The axes of w that are left, or contracted."""
+        return self.w[self.layout.index(of)]
 
-    def spec(self, op: str, name: str, spec: Any, groups: tuple[Axes, ...]) -> PartitionSpec:
-        """How a tensor is cut once its axes are folded. Of those that become one, only the first may be cut."""
+    def spec(self, spec: Any, groups: tuple[Axes, ...]) -> PartitionSpec:
+        """How a tensor is cut once its axes are folded: along all that cuts the axes of a group, in their order."""
         entries = (*spec, *[None] * sum(map(len, groups)))
-        for group in groups:
-            for axis in group[1:]:
-                if entries[axis] is not None:
-                    raise ValueError(
-                        f"{op}: {name} ({PartitionSpec(*spec)}) cuts axis {axis}, which is folded into axis {group[0]} "
-                        f"for a product of matrices; cut axis {group[0]} in its place"
-                    )
-        return PartitionSpec(*(entries[group[0]] if group else None for group in groups))
+        return PartitionSpec(*(_merged(entries[axis] for axis in group) for group in groups))
 
-    def folded(self, op: str, name: str, x: jax.Array, groups: tuple[Axes, ...]) -> jax.Array:
-        """A tensor with each group of axes as one."""
-        cut = self.spec(op, name, jax.typeof(x).sharding.spec, groups)
+    def parts(self, op: str, x: jax.Array, w: jax.Array, spec: Spec, gathers: tuple[str, ...], recipe: Recipe) -> Parts:
+        """How axes are split, by how the types of x and w, and `spec` of w, say that they are cut.
+
+        Raises:
+          ValueError: shards of a group of axes would change the blocks of the folded matrix.
+        """
+        mesh, told = mesh_of(w, spec), entries_of(spec, w.ndim)
+        manual = set(mesh.manual_axes)
+        if spec is None and not manual.isdisjoint(gathers):
+            told[self.w[0][0]] = gathers
+        typed = jax.typeof(w).sharding.spec
+        names = [tuple(dict.fromkeys((*names_of(a), *names_of(b)))) for a, b in zip(typed, told, strict=True)]
+
+        def count(axes: Iterable[str]) -> int:
+            return math.prod(int(mesh.shape.get(name, 1)) for name in axes)
+
+        outside = [count(set(axes) - manual) for axes in names]
+        gathered = [count(manual.intersection(axes, gathers)) for axes in names]
+        total = [count(axes) for axes in names]
+        k, of_x = self.group("K"), [1] * x.ndim
+        cut_x = [count(names_of(jax.typeof(x).sharding.spec[axis])) for axis in self.x[-1]]
+        if any(n > 1 for n in (*cut_x[1:], *(total[axis] for axis in k[1:]))):
+            for axis, own, n in zip(self.x[-1], k, cut_x, strict=True):
+                if total[own] == 1:  # w is split as x is cut.
+                    outside[own] = total[own] = n
+                elif total[own] % n:
+                    raise ValueError(
+                        f"{op}: axis {axis} of x {x.shape} is cut into {n} parts, and axis {own} of w {w.shape}, with "
+                        f"which it is contracted, into {total[own]}; cut both alike, or x not at all"
+                    )
+        for group, role in ((self.group("N"), Role.GRADIENT), (k, Role.ACTIVATION)):
+            cut = [axis for axis in group[1:] if total[axis] > 1]
+            if not cut:  # Where only the first axis is cut, the folded one is cut alike.
+                for axis in group:
+                    outside[axis] = 1
+                continue
+            last, unit = cut[-1], max(max(recipe.format(each).block or (1,)) for each in (Role.WEIGHT, role))
+            size = w.shape[last] * count(manual.intersection(names[last]))
+            run = size // total[last] * math.prod(w.shape[axis] for axis in group[group.index(last) + 1 :])
+            if any(w.shape[axis] % outside[axis] for axis in group) or run % unit:
+                raise ValueError(
+                    f"{op}: axis {last} of w {w.shape} is folded after axis {group[0]}, and cut into {total[last]} "
+                    f"parts that break blocks of {unit}; cut it at blocks, or have it before axis {group[0]} in w"
+                )
+        merged = [a * b for a, b in zip(outside, gathered, strict=True)]
+        if any(merged[axis] > 1 for axis in k[1:]):
+            for axis, own in zip(self.x[-1], k, strict=True):
+                of_x[axis] = merged[own]
+        return Parts(tuple(outside), tuple(of_x), tuple(gathered), tuple(merged), tuple(names))
+
+    def sizes(self, x: jax.Array, w: jax.Array, parts: Parts) -> tuple[int, ...]:
+        """The sizes of the result: the axes of x that are left, then the axes of the gathered w that are left."""
+        left = (w.shape[axis] * parts.gathered[axis] for axis in self.group("N"))
+        return (*(x.shape[axis] for (axis,) in self.x[:-1]), *left)
+
+    def folded(self, x: jax.Array, groups: tuple[Axes, ...], parts: Sequence[int]) -> jax.Array:
+        """Folds each group of axes into one. Axes in parts are split: the numbers of parts lead in the folded axis.
+
+        So the folded axis is cut by the mesh axes that cut the group, and no element moves between devices.
+        """
+        entries = jax.typeof(x).sharding.spec
+        cut = self.spec(entries, groups)
         sizes = [math.prod(x.shape[axis] for axis in group) for group in groups]
-        order = tuple(axis for group in groups for axis in group)
-        if order != tuple(range(x.ndim)):
+        order = [axis for group in groups for axis in group]
+        if any(count > 1 for count in parts):
+            pairs = [(count, size // count) for size, count in zip(x.shape, parts, strict=True)]
+            ends = [(e, None) if count > 1 else (None, e) for e, count in zip(entries, parts, strict=True)]
+            x = reshaped(x, [size for pair in pairs for size in pair], [e for pair in ends for e in pair])
+            order = [2 * axis + minor for group in groups for minor in (0, 1) for axis in group]
+        if order != list(range(x.ndim)):
             x = lax.transpose(x, order)
         return reshaped(x, sizes, tuple(cut))
 
-    def unfolded(self, y: jax.Array, sizes: tuple[int, ...]) -> jax.Array:
+    def unfolded(self, y: jax.Array, sizes: tuple[int, ...], parts: Parts) -> jax.Array:
         """The result `[*lead, N]` with all axes of w that are left."""
-        return reshaped(y, sizes, (*jax.typeof(y).sharding.spec, *[None] * len(sizes))[: len(sizes)])
+        group, lead = self.group("N"), len(self.x) - 1
+        entries = (*jax.typeof(y).sharding.spec, *[None] * len(sizes))
+        counts = [parts.merged[axis] for axis in group]
+        if all(count == 1 for count in counts[1:]):
+            return reshaped(y, sizes, entries[: len(sizes)])
+        last = names_of(entries[lead])
+        own = [_merged([name for name in parts.names[axis] if name in last]) for axis in group]
+        within = [size // count for size, count in zip(sizes[lead:], counts, strict=True)]
+        y = reshaped(y, (*sizes[:lead], *counts, *within), (*entries[:lead], *own, *[None] * len(group)))
+        pairs = [lead + i + minor * len(group) for i in range(len(group)) for minor in (0, 1)]
+        return reshaped(lax.transpose(y, (*range(lead), *pairs)), sizes, (*entries[:lead], *own))
+
+
+class Parts(NamedTuple):
+    """Splits the axes of a product before they are folded, so that each shard is one run of the folded axis.
+
+    Attributes:
+      w, x: into how many parts each axis of an array in hand is split: in `shard_map`, w in 1.
+      gathered: how many shards `shard_map` puts together along each axis of w.
+      merged: the parts of each axis of w, once it is gathered, in the folded one.
+      names: the mesh axes that cut each axis of w.
+    """
+
+    w: tuple[int, ...]
+    x: tuple[int, ...]
+    gathered: tuple[int, ...]
+    merged: tuple[int, ...]
+    names: tuple[tuple[str, ...], ...]
+
+
+def _merged(entries: Iterable[Any]) -> tuple[str, ...] | None:
+    return tuple(name for entry in entries for name in names_of(entry)) or None
 
 
 def respec(spec: Spec, entries: Any) -> Spec:

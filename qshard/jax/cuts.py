@@ -223,6 +223,14 @@ def _pinned(bits: jax.Array, cut: Cut) -> jax.Array:
     return held
 
 
+def whole_along(x: jax.Array, axis: int, mesh: Any) -> jax.Array:
+    """`x`, whole along one axis on an Auto mesh, and cut along the others as XLA likes. It moves as integers."""
+    free = PartitionSpec.UNCONSTRAINED
+    spec = PartitionSpec(*(None if i == axis % x.ndim else free for i in range(x.ndim)))
+    bits = lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
+    return lax.bitcast_convert_type(lax.with_sharding_constraint(bits, NamedSharding(mesh, spec)), x.dtype)
+
+
 def _explicit(cut: Cut) -> bool:
     return bool(cut.mesh.explicit_axes) and set(cut.axes).isdisjoint(cut.mesh.auto_axes)
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from qshard.formats import Usage
-from qshard.jax.arguments import check_array, check_dtype, check_spec, check_spec_fits
+from qshard.jax.arguments import as_names, check_array, check_dtype, check_spec, check_spec_fits
 from qshard.jax.contraction import Folding, Terms, entries_of, respec
 from qshard.jax.cuts import Spec, mesh_of
 from qshard.jax.delayed import LinearState
@@ -50,8 +50,9 @@ class DotGeneral:
       otherwise: what to do with a product that no recipe can make: of batch axes, as the scores of attention are, or
         where K or N is no whole number of blocks. "raise" an error, or make a "plain" product, in the dtypes of the
         operands.
-      options: of `linear`, such as `gather_axis`. `weight_spec` is that of the weight as it lies: of folded axes it may
-        cut the first alone.
+      options: of `linear`, such as `gather_axis`. `weight_spec` names the axes of the weight as it lies, and may cut
+        any of them. Where several axes become K or N, shards of all but the first must hold whole blocks: codes are
+        then equal to those of one device. Stochastic rounding draws other random numbers there than one device does.
 
     Raises:
       TypeError, ValueError: an argument is not what it has to be.
@@ -186,29 +187,29 @@ class DotGeneral:
             return lax.dot_general(
                 x, w.astype(x.dtype), dims, precision, preferred_element_type=result, out_sharding=out_sharding
             )
-        sizes = fold.sizes(x, w)
+        options = dict(self.options)
+        spec, gathers = options.pop("weight_spec", None), as_names(op, "gather_axis", options.get("gather_axis"))
+        check_spec_fits(op, "weight_spec", spec, mesh_of(w, spec), w.ndim)
+        parts = fold.parts(op, x, w, spec, gathers, self.recipe)
+        sizes = fold.sizes(x, w, parts)
         if out_sharding is not None:
             lead = len(fold.x) - 1
             groups = (*((axis,) for axis in range(lead)), tuple(range(lead, len(sizes))))
-            entries = entries_of(out_sharding, len(sizes))
-            out_sharding = respec(out_sharding, fold.spec(op, "out_sharding", entries, groups))
-        options = dict(self.options)
-        if (spec := options.pop("weight_spec", None)) is not None:
-            check_spec_fits(op, "weight_spec", spec, mesh_of(w, spec), w.ndim)
-            entries = entries_of(spec, w.ndim)
-            options["weight_spec"] = respec(spec, fold.spec(op, "weight_spec", entries, fold.w))
+            out_sharding = respec(out_sharding, fold.spec(entries_of(out_sharding, len(sizes)), groups))
+        if spec is not None:
+            options["weight_spec"] = respec(spec, fold.spec(entries_of(spec, w.ndim), fold.w))
         # In the wider dtype, which holds x exactly, so that a product is rounded to no less than is asked for.
         x = x.astype(jnp.promote_types(x.dtype, result))
         y = linear(
-            fold.folded(op, "x", x, fold.x),
-            fold.folded(op, "w", w, fold.w),
+            fold.folded(x, fold.x, parts.x),
+            fold.folded(w, fold.w, parts.w),
             self.recipe,
             weight_layout=fold.layout,
             out_sharding=out_sharding,
             **options,
             **per_call,
         )
-        return fold.unfolded(y, sizes).astype(result)
+        return fold.unfolded(y, sizes, parts).astype(result)
 
     def _refusal(self, x: jax.Array, w: jax.Array, x_axes: Sequence[int], batch: Any, fold: Folding) -> str | None:
         """Why this is no product that a recipe can make, as far as `otherwise` decides what to do about it."""

@@ -23,6 +23,7 @@ from qshard.jax.cuts import AxisName, Cut, Spec, mesh_of, spec_of, vary_alike
 from qshard.jax.delayed import LinearState, check_shared, observe_all
 from qshard.jax.gather import CodedWeight, CutWeight, cut_of
 from qshard.jax.order import together
+from qshard.jax.passes import WeightLayout, as_layout
 from qshard.jax.primary import PrimaryWeight, opened
 from qshard.jax.quantize import WeightScales, quantized
 from qshard.jax.tiles import Tiles, expert_products, quantized_tiles, row_product, tiles_of
@@ -45,12 +46,14 @@ class _Config:
     """What is static in a call.
 
     Attributes:
+      layout: of the weight of one expert, its gradient and its codes.
       cut: of the weight of one expert.
       gathers: over which mesh axes, if any.
       axes: mesh axes over which the rows of an expert lie.
     """
 
     recipe: Recipe
+    layout: WeightLayout
     cut: Cut
     gathers: tuple[str, ...]
     axes: tuple[str, ...]
@@ -60,6 +63,16 @@ class _Config:
     @property
     def shards(self) -> CutWeight:
         return CutWeight(self.cut, self.gathers)
+
+    @property
+    def contracted(self) -> Usage:
+        """The plane of w, as it lies, that forward contracts K of."""
+        return Usage.ROWWISE if self.layout == "NK" else Usage.COLUMNWISE
+
+    @property
+    def contracted_back(self) -> Usage:
+        """The plane of w, as it lies, that backward contracts N of."""
+        return Usage.COLUMNWISE if self.layout == "NK" else Usage.ROWWISE
 
 
 class _Given(NamedTuple):
@@ -86,6 +99,7 @@ def ragged_dot(
     group_sizes: jax.Array,
     recipe: RecipeLike,
     *,
+    weight_layout: WeightLayout | None = None,
     weight_spec: Spec = None,
     gather_axis: str | Sequence[str] | None = None,
     reshard_after_forward: bool = True,
@@ -93,7 +107,7 @@ def ragged_dot(
     seed: Seed = None,
     state: LinearState | None = None,
 ) -> jax.Array:
-    """`linear` for each expert: rows of group e give `x_e @ w[e].T`, differentiable.
+    """`linear` for each expert: rows of group e give `x_e @ w[e].T`, or `x_e @ w[e]`, differentiable.
 
     Codes are those of `linear` on the rows of an expert alone, with scales of its own, whatever lies beside them. So
     are products, up to the order of fp32 sums: of formats with one scale, of codes; of those of blocks, of bfloat16
@@ -101,10 +115,12 @@ def ragged_dot(
 
     Args:
       x: float32, bfloat16 or float16 `[M, K]`, rows sorted by expert.
-      w: such an array `[E, N, K]`; or codes of the recipe's format for weights, of which each expert has its own
-        scales: a `QuantizedArray`, as of `jax.vmap` of `quantize`, which is frozen; or a `PrimaryWeight`.
+      w: such an array, `[E, N, K]` or `[E, K, N]`; or codes of the recipe's format for weights, of which each expert
+        has its own scales: a frozen `QuantizedArray`, from `jax.vmap` of `quantize`; or a `PrimaryWeight`.
       group_sizes: integers `[E]`: how many rows each expert has; any may be 0. Rows after the last group give zeros.
       recipe: as for `linear`.
+      weight_layout: "KN" for `w` `[E, K, N]`, which `jax.lax.ragged_dot` takes; "NK" for `[E, N, K]`, the default of
+        `linear`. Required: where N == K no shape shows which one is meant. Both give the same bits.
       weight_spec: how `w` is cut: with experts over one mesh axis and rows over another, `P("expert", "fsdp")`.
       gather_axis: the mesh axis along which FSDP has cut the weights, or several: codes are gathered, for all experts
         at once.
@@ -121,7 +137,7 @@ def ragged_dot(
     Raises:
       TypeError: an operand is not of a float dtype, or another argument not of its type.
       ValueError: shapes do not fit each other or the formats; the recipe needs a seed or a state; or a mesh has
-        Explicit axes, for which JAX has no ragged product.
+        Explicit axes, for which JAX has no ragged product; `weight_layout` is missing.
 
     In `shard_map` it runs on the tokens and experts that a device has: bring tokens to their experts first, as by
     `jax.lax.all_to_all`. On Auto meshes XLA decides how rows are multiplied. No weight is gathered but as codes.
@@ -130,12 +146,18 @@ def ragged_dot(
     for its speed.
 
     >>> x, w = jnp.full((6, 32), 7.0), jnp.stack([jnp.full((16, 32), value) for value in (0.875, 1.75, 3.5)])
-    >>> ragged_dot(x, w, jnp.array([2, 0, 3]), "CurrentScaling")[:, 0]
+    >>> ragged_dot(x, w, jnp.array([2, 0, 3]), "CurrentScaling", weight_layout="NK")[:, 0]
     Array([196., 196., 784., 784., 784.,   0.], dtype=float32)
 
     Sources: `jax.lax.ragged_dot`; TransformerEngine (`GroupedLinear`: scales by expert, rows padded to blocks).
     """
     recipe = as_recipe(recipe, "ragged_dot")
+    if weight_layout is None:
+        raise ValueError(
+            "ragged_dot: weight_layout (None) does not say how w lies; pass 'KN' for [E, K, N], as jax.lax.ragged_dot "
+            "takes it, or 'NK' for [E, N, K], as linear does"
+        )
+    layout = as_layout("ragged_dot", weight_layout)
     check_array("ragged_dot", "x", x)
     check_array("ragged_dot", "group_sizes", group_sizes)
     if not isinstance(w, QuantizedArray | CodedWeight | PrimaryWeight):
@@ -144,8 +166,7 @@ def ragged_dot(
     if state is not None and not isinstance(state, LinearState):
         raise TypeError(f"ragged_dot: state ({shown(state)}) is not a LinearState; pass that of init_delayed")
     check_shared("ragged_dot", state, axis_name)
-    if not isinstance(group_sizes, jax.core.Tracer) and (rows := int(np.sum(group_sizes))) > jnp.shape(x)[0]:
-        raise ValueError(f"ragged_dot: group_sizes ({rows} in all) has more rows than x {jnp.shape(x)}; count again")
+    _check_rows(x, group_sizes)
     y: jax.Array = _checked(
         x,
         w,
@@ -153,6 +174,7 @@ def ragged_dot(
         seed_words("ragged_dot", seed),
         state,
         recipe=recipe,
+        layout=layout,
         weight_spec=weight_spec,
         gather_axes=as_names("ragged_dot", "gather_axis", gather_axis),
         reshard_after_forward=reshard_after_forward,
@@ -163,7 +185,9 @@ def ragged_dot(
 
 # Jitted for eager callers, gradients included.
 @functools.partial(
-    jax.jit, static_argnames=("recipe", "weight_spec", "gather_axes", "reshard_after_forward", "axes"), inline=True
+    jax.jit,
+    static_argnames=("recipe", "layout", "weight_spec", "gather_axes", "reshard_after_forward", "axes"),
+    inline=True,
 )
 def _checked(
     x: jax.Array,
@@ -173,6 +197,7 @@ def _checked(
     state: LinearState | None,
     *,
     recipe: Recipe,
+    layout: WeightLayout,
     weight_spec: Spec,
     gather_axes: tuple[str, ...],
     reshard_after_forward: bool,
@@ -188,12 +213,17 @@ def _checked(
         check_dtype("ragged_dot", "w", sink)
     parts: Any = sink if codes is None else codes.plane(Usage.ROWWISE).data
     shape = jnp.shape(parts) if codes is None else codes.shape
-    _check_shapes(x, shape, group_sizes, recipe, seed, state)
+    if len(shape) != 3 or x.ndim != 2:
+        raise _no_fit(x, shape, layout)
     _check_mesh(x, parts, weight_spec)
     cut = _cut_of(codes, sink, gather_axes, weight_spec)
+    if x.shape[1] != _gathered(shape[1:], cut, gather_axes)[layout.index("K")]:
+        raise _no_fit(x, shape, layout)
+    _check_shapes(x, shape, group_sizes, recipe, seed, state)
     plane(recipe.weight, cut.whole(shape[1:]), Usage.ROWWISE, op="ragged_dot", name="w")
     config = _Config(
         recipe=recipe,
+        layout=layout,
         cut=cut,
         gathers=gather_axes,
         axes=axes,
@@ -210,11 +240,31 @@ def _checked(
     return _ragged(config, x, weight, _Given(group_sizes, seeds, state, weight_amax))
 
 
+def _check_rows(x: jax.Array, group_sizes: Any) -> None:
+    """Raises where the host can read sizes that are of more rows than x has."""
+    if isinstance(group_sizes, jax.core.Tracer) or not getattr(group_sizes, "is_fully_addressable", True):
+        return
+    # By NumPy: JAX would trace a sum within `jit`. `device_get` is a transfer that `jax.transfer_guard` allows.
+    rows = int(np.sum(np.asarray(jax.device_get(group_sizes))))
+    if rows > jnp.shape(x)[0]:
+        raise ValueError(f"ragged_dot: group_sizes ({rows} in all) has more rows than x {jnp.shape(x)}; count again")
+
+
+def _no_fit(x: jax.Array, w: tuple[int, ...], layout: WeightLayout) -> ValueError:
+    return ValueError(f"ragged_dot: w {w} does not fit x {x.shape}; give w as [E, {', '.join(layout)}] and x as [M, K]")
+
+
+def _gathered(shape: tuple[int, ...], cut: Cut, axes: tuple[str, ...]) -> tuple[int, ...]:
+    """The shape of the gathered weight. In `shard_map`, each gathered axis of the shard grows."""
+    if not (cut.local and axes):
+        return shape
+    grown = (cut.count(tuple(name for name in names if name in axes)) for names in cut.entries)
+    return tuple(size * n for size, n in zip(shape, grown, strict=True))
+
+
 def _check_shapes(
     x: jax.Array, w: tuple[int, ...], group_sizes: jax.Array, recipe: Recipe, seed: Any, state: LinearState | None
 ) -> None:
-    if len(w) != 3 or x.ndim != 2 or x.shape[1] != w[2]:
-        raise ValueError(f"ragged_dot: w {w} does not fit x {x.shape}; give w as [E, N, K] and x as [M, K]")
     if group_sizes.shape != w[:1] or not jnp.issubdtype(group_sizes.dtype, jnp.integer):
         raise ValueError(
             f"ragged_dot: group_sizes ({group_sizes.dtype} {group_sizes.shape}) is not an integer for each of "
@@ -275,14 +325,15 @@ def _forward(
 ) -> tuple[jax.Array, _Kept]:
     recipe, rows, columns, none = config.recipe, Usage.ROWWISE, Usage.COLUMNWISE, Usage(0)
     x_kept = source(recipe.activation, columns) if learns and config.learns else none
-    w_kept = source(recipe.weight, columns) if learns else none
+    read = source(recipe.weight, config.contracted)
+    w_kept = source(recipe.weight, config.contracted_back) if learns else none
     tiles = tiles_of(recipe, x.shape[0], given.group_sizes)
     xq, x_amax = _quantized(config, x, given, Role.ACTIVATION, rows | x_kept, tiles)
-    wq, w_amax = _weight(config, w, given, rows | w_kept)
-    whole = _whole(config, wq, rows)
-    y = row_product(xq, whole, rows, tiles, x.dtype)
+    wq, w_amax = _weight(config, w, given, read | w_kept)
+    whole = _whole(config, wq, read)
+    y = row_product(xq, whole, config.contracted, tiles, x.dtype)
     if learns and not config.reshard_after_forward:
-        wq = whole if w_kept is rows else _whole(config, wq, w_kept)
+        wq = whole if w_kept is read else _whole(config, wq, w_kept)
     return y, _Kept(_only(xq, x_kept), _only(wq, w_kept), given, (x_amax, w_amax))
 
 
@@ -290,14 +341,15 @@ def _backward(config: _Config, kept: _Kept, dy: jax.Array) -> tuple[jax.Array, C
     recipe, given, wq, columns = config.recipe, kept.given, kept.w, Usage.COLUMNWISE
     if config.gathers and config.reshard_after_forward:
         wq, dy = together(wq, dy)
-        wq = _whole(config, wq, source(recipe.weight, columns))
+        wq = _whole(config, wq, source(recipe.weight, config.contracted_back))
     tiles = tiles_of(recipe, dy.shape[0], given.group_sizes)
     read = Usage.ROWWISE | (source(recipe.gradient, columns) if config.learns else Usage(0))
     dyq, dy_amax = _quantized(config, dy, given, Role.GRADIENT, read, tiles)
-    dx = row_product(dyq, wq, columns, tiles, dy.dtype)
+    dx = row_product(dyq, wq, config.contracted_back, tiles, dy.dtype)
     dw = None
     if config.learns:
-        dw = jax.vmap(config.shards.scatter)(expert_products(dyq, kept.x, tiles, wq.dtype))
+        pair = (dyq, kept.x) if config.layout == "NK" else (kept.x, dyq)
+        dw = jax.vmap(config.shards.scatter)(expert_products(*pair, tiles, wq.dtype))
         if config.gathers:  # As in `linear`: order.py.
             dw, dx = together(dw, dx)
     x_amax, w_amax = kept.amaxes
@@ -343,7 +395,10 @@ def _weight(config: _Config, w: CodedWeight, given: _Given, usage: Usage) -> tup
 
     def cast(own: jax.Array, seed: Any, scale: Any) -> tuple[QuantizedArray, jax.Array | None]:
         made = None if scale is None else WeightScales(scale)
-        return quantized(own, fmt, usage, config.cut, made, seed, margin=delayed, op="ragged_dot", name="w")
+        turned = config.layout == "KN"
+        return quantized(
+            own, fmt, usage, config.cut, made, seed, margin=delayed, turned=turned, op="ragged_dot", name="w"
+        )
 
     made: tuple[QuantizedArray, jax.Array | None] = jax.vmap(cast)(w.sink, seeds, scales)
     return made

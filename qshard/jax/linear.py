@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, cast, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ from qshard.jax.delayed import LinearState, check_shared
 from qshard.jax.gather import CodedWeight, CutWeight, cut_of
 from qshard.jax.ops import names_of
 from qshard.jax.parallel import TensorParallel
-from qshard.jax.passes import Config, Given, WeightLayout, folding_product, product, whole_weight
+from qshard.jax.passes import Config, Given, WeightLayout, as_layout, folding_product, product, whole_weight
 from qshard.jax.primary import PrimaryWeight, opened
 from qshard.jax.quantize import WeightScales, as_scales
 from qshard.jax.words import Seed, seed_words
@@ -176,7 +176,7 @@ def linear(
     call = functools.partial(
         _checked_linear if staged else _jitted_linear,
         recipe=as_recipe(recipe, "linear"),  # Before jit, for a name to be the same call as its recipe.
-        layout=_as_layout("linear", weight_layout),
+        layout=as_layout("linear", weight_layout),
         gather_axes=gather_axes,
         axes=as_axes("linear", names),
         rows=rows,
@@ -226,16 +226,8 @@ def gathered_weight(
     w, given = lax.stop_gradient((w, _given("gathered_weight", w, weight_spec, weight_scales, seed, state)))
     axes = as_names("gathered_weight", "gather_axis", gather_axis)
     options = {"recipe": recipe, "weight_spec": weight_spec, "gather_axes": axes}
-    whole: QuantizedArray = _checked_weight(w, given, layout=_as_layout("gathered_weight", weight_layout), **options)
+    whole: QuantizedArray = _checked_weight(w, given, layout=as_layout("gathered_weight", weight_layout), **options)
     return whole
-
-
-def _as_layout(op: str, layout: Any) -> WeightLayout:
-    if layout not in get_args(WeightLayout):
-        raise ValueError(
-            f"{op}: weight_layout ({shown(layout)}) is not how w lies; pass 'NK' for [N, K] or 'KN' for [K, N]"
-        )
-    return cast(WeightLayout, layout)
 
 
 def _on_each_device(

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from qshard.jax.cuts import vary_alike
-from qshard.jax.ops import encoded, target_of
+from qshard.jax.ops import check_sizes, encoded, target_of
 from qshard.ops import multi_table
 
 __all__ = ["bind"]
@@ -40,6 +40,9 @@ def bind(name: str) -> Callable[..., Any]:
             [jnp.asarray(x) for x in operand] if o.many else [jnp.asarray(operand)]
             for o, operand in zip(spec.inputs, operands, strict=True)
         ]
+        for o, arrays in zip(spec.inputs, lists, strict=True):
+            for x in arrays:
+                check_sizes(name, o.name, x.shape)
         flat = vary_alike(*(x for arrays in lists for x in arrays))
         spec.results([x.shape for x in flat], [str(x.dtype) for x in flat], attributes)  # Raises what the op would.
         begins = np.cumsum([0, *map(len, lists)])

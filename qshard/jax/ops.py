@@ -45,12 +45,14 @@ from qshard.ops import Binding, Factor, Operand, OpSpec, View, multi_table, tabl
 __all__ = [
     "Op",
     "bind",
+    "check_sizes",
     "disabled_checks",
     "encoded",
     "may_be_cut",
     "names_of",
     "register_handlers",
     "reshaped",
+    "run_jitted",
     "target_of",
 ]
 
@@ -135,6 +137,8 @@ class Op:
           NotImplementedError: qshard was built without kernels for the device.
         """
         arrays = [jnp.asarray(operand) for operand in operands]
+        for operand, array in zip(self.spec.inputs, arrays, strict=False):
+            check_sizes(self.spec.name, operand.name, array.shape)
         options.setdefault("cuttable", may_be_cut(arrays[0]))
         if not self._elementwise or not 0 < arrays[0].ndim == self._bound(arrays, options).lead:
             return self._patterned(arrays, options)
@@ -253,7 +257,7 @@ class Op:
         return results, (0,) * len(results)
 
     def _run(self, *operands: Any, **options: Any) -> Any:
-        return _jitted(self._primitive, tuple(sorted(options.items())))(*operands)
+        return run_jitted(_jitted(self._primitive, tuple(sorted(options.items()))), *operands)
 
     def _differentiate(self, *_: Any, **__: Any) -> Any:
         raise TypeError(
@@ -277,6 +281,27 @@ def __getattr__(name: str) -> Op:
 @functools.cache
 def _jitted(primitive: Primitive, options: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
     return jax.jit(functools.partial(primitive.bind, **dict(options)))
+
+
+def check_sizes(op: str, name: str, shape: Sequence[Any]) -> None:
+    """Raises ValueError where `jax.export` gives a size as a symbol: tracing fits shapes to blocks and to the mesh."""
+    if not all(isinstance(size, int | np.integer) for size in shape):
+        sizes = ", ".join(map(str, shape))
+        raise ValueError(
+            f"{op}: {name} [{sizes}] has a symbolic size, and blocks are laid out by numbers; export a program for "
+            "each shape"
+        )
+
+
+def run_jitted(function: Callable[..., Any], *operands: Any) -> Any:
+    """Calls a jitted function that binds a primitive, as an eager call of the primitive: under `jax.disable_jit()` too.
+
+    There `jit` would call the primitive eagerly again, and again.
+    """
+    if not jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+        return function(*operands)
+    with jax.disable_jit(False):
+        return function(*operands)
 
 
 def encoded(value: Any) -> Any:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from qshard import layout
 from qshard.formats import Usage
 from qshard.jax import ops, policies
 from qshard.jax.array import QuantizedArray
-from qshard.jax.cuts import Cut, Spec, cuts_rows
+from qshard.jax.cuts import Cut, Spec, cuts_rows, whole_along
 from qshard.jax.delayed import LinearState, TensorState, observe_all
 from qshard.jax.folding import folding
 from qshard.jax.gather import CodedWeight, CutWeight, Shards
@@ -25,11 +25,21 @@ from qshard.jax.parallel import OfDw, Parallel
 from qshard.jax.quantize import WeightScales, quantized
 from qshard.jax.words import words_of
 from qshard.layout import Shape, multiplies_codes, source
+from qshard.names import shown
 from qshard.pipeline import Plane, makes_planes_apart
 from qshard.recipes import ROLE_SEEDS, DelayedScaling, Recipe, Role, check_weight_format
 
 WeightLayout = Literal["NK", "KN"]
 """How a weight lies in memory. "NK": `[N, K]`, as in PyTorch and equinox; "KN": `[K, N]`, as in flax."""
+
+
+def as_layout(op: str, layout: Any) -> WeightLayout:
+    """The layout that a caller named."""
+    if layout not in get_args(WeightLayout):
+        raise ValueError(
+            f"{op}: weight_layout ({shown(layout)}) is not how w lies; pass 'NK' for [N, K] or 'KN' for [K, N]"
+        )
+    return cast(WeightLayout, layout)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +110,14 @@ class Config:
         """Whether devices whose gradients of w are summed surely have the same scales of x and of the gradient of y."""
         shards = self.shards
         return isinstance(shards, CutWeight) and (not shards.cut.local or set(shards.axes) <= set(self.axes))
+
+    @property
+    def contracts_whole_k(self) -> bool:
+        """Whether the gradient of w is known to be whole along K, on an Auto mesh: so x is gathered if its K is cut."""
+        at = self.layout.index("K")
+        if self.cut.local or len(self.cut.entries) <= at or not isinstance(self.shards, CutWeight):
+            return False
+        return not self.cut.entries[at] and set(self.cut.mesh.axis_types) == {AxisType.Auto}
 
     def stored(self, usage: Usage) -> Usage:
         """The plane of w to quantize, gather and keep for one usage.
@@ -204,6 +222,8 @@ def _product_bwd(config: Config, kept: Kept, dy: jax.Array) -> tuple[jax.Array, 
             wq = wq.with_planes({stored: kept.scales._replace(data=wq.plane(stored).data)})
     if config.learns and (config.parallel or not multiplies_codes(recipe.gradient, recipe.activation)):
         dyq, xq = together(dyq, xq)  # Else XLA may dequantize, or gather, what all layers keep, long before it is due.
+    if config.learns and config.contracts_whole_k:
+        xq = _whole_k(config, xq)
     of_dw = OfDw((dyq, xq))
     if config.learns and config.parallel is not None:
         of_dw = OfDw((dyq, xq), functools.partial(_all_rows, config, dy.shape[:-1]))
@@ -260,6 +280,16 @@ def _all_rows(config: Config, lead: Shape, operands: Any) -> Any:
         config.parallel.all_rows(q, usage, lead, role)
         for q, usage, role in zip(operands, stored, (Role.GRADIENT, Role.ACTIVATION), strict=True)
     )
+
+
+def _whole_k(config: Config, q: QuantizedArray) -> QuantizedArray:
+    """The codes of x, whole along K: XLA would gather the values that they stand for."""
+    planes = {}
+    for usage, plane in q.planes.items():
+        axis = 0 if layout.is_transposed(q.format, usage) else -1
+        data, scale_inv = (whole_along(a, axis, config.cut.mesh) if a.ndim else a for a in plane[:2])
+        planes[usage] = plane._replace(data=data, scale_inv=scale_inv)
+    return q.with_planes(planes)
 
 
 def _reduces(config: Config, x: jax.Array) -> bool:

@@ -239,8 +239,8 @@ def _first_of_blocks(grid: tuple[int, ...], first: jax.Array, row_step: int, col
     cols = grid[-1:] if outer or not turned else grid[1:]
 
     def along(size: tuple[int, ...], step: int, before: int) -> Words:
-        index = lax.iota(jnp.uint32, math.prod(size)).reshape(size)
-        return words_times(index.reshape(*size, *(1,) * (len(grid) - before - len(size))), step)
+        index = lax.iota(jnp.uint32, math.prod(size))
+        return words_times(index.reshape(*(1,) * before, *size, *(1,) * (len(grid) - before - len(size))), step)
 
     row = along(rows, row_step, 0 if turned or not outer else outer)
     col = along(cols, col_step, len(grid) - len(cols))

@@ -141,7 +141,16 @@ def _ragged_product(a: jax.Array, b: jax.Array, tiles: Tiles, contracted: tuple[
     groups = [0] if b.ndim == 3 else []
     dims = lax.RaggedDotDimensionNumbers((((contracted[0],), (contracted[1],)), ((), ())), [0], groups)
     narrow = jnp.bfloat16 if jnp.dtype(dtype) == jnp.bfloat16 else jnp.float32
-    product: jax.Array = lax.ragged_dot_general(a, b, tiles.sizes, dims, preferred_element_type=narrow)
+    plain = functools.partial(lax.ragged_dot_general, ragged_dot_dimension_numbers=dims, preferred_element_type=narrow)
+    multiply = jax.custom_batching.custom_vmap(plain)
+
+    @multiply.def_vmap
+    def _(size: int, batched: list[bool], *operands: jax.Array) -> tuple[jax.Array, bool]:
+        """JAX batches a ragged product along the first axis of every operand, and in no other way."""
+        each = zip(operands, batched, strict=True)
+        return jax.vmap(plain)(*(x if flag else jnp.broadcast_to(x, (size, *x.shape)) for x, flag in each)), True
+
+    product: jax.Array = multiply(a, b, tiles.sizes)
     return product
 
 
@@ -160,15 +169,15 @@ def row_product(q: QuantizedArray, w: QuantizedArray, contracted: Usage, tiles: 
     return jnp.where(tiles.fits, back, jnp.nan)
 
 
-def expert_products(dyq: QuantizedArray, xq: QuantizedArray, tiles: Tiles, dtype: Any) -> jax.Array:
-    """The gradients of all weights: the rows of each expert contracted."""
-    codes, columns = multiplies_codes(dyq.format, xq.format), Usage.COLUMNWISE
-    dy, x = (_operand(q, columns, codes) for q in (dyq, xq))
-    dy, x = (rows.reshape(-1, rows.shape[-1]) for rows in (dy, x))
-    product = _ragged_product(dy, x, tiles, (0, 0), dtype)
+def expert_products(a: QuantizedArray, b: QuantizedArray, tiles: Tiles, dtype: Any) -> jax.Array:
+    """The gradients of all weights, of dy and x in the order of their layout: the rows of each expert contracted."""
+    codes, columns = multiplies_codes(a.format, b.format), Usage.COLUMNWISE
+    left, right = (_operand(q, columns, codes) for q in (a, b))
+    left, right = (rows.reshape(-1, rows.shape[-1]) for rows in (left, right))
+    product = _ragged_product(left, right, tiles, (0, 0), dtype)
     if codes:
-        of_tiles = dyq.plane(Usage.ROWWISE).scale_inv * xq.plane(Usage.ROWWISE).scale_inv
+        of_tiles = a.plane(Usage.ROWWISE).scale_inv * b.plane(Usage.ROWWISE).scale_inv
         scale, of_tiles, experts = vary_alike(jnp.zeros(tiles.sizes.shape, jnp.float32), of_tiles, tiles.experts)
         scale = scale.at[experts].set(of_tiles, mode="drop")
-        product = scaled(product, scale_of(dyq.format, xq.format, scale[:, None, None], product.dtype), dtype)
+        product = scaled(product, scale_of(a.format, b.format, scale[:, None, None], product.dtype), dtype)
     return product.astype(dtype)

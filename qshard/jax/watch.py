@@ -258,7 +258,7 @@ def _packed(x: jax.Array, value: jax.Array, scale: jax.Array, element: ElementFo
         return nothing
     x = x if x.ndim else x[None]
     seen = seen_of(jnp, x, value.reshape(x.shape), scale.reshape(x.shape), element, _count)
-    one = jnp.ones_like(seen.amax)
+    one = jnp.where(jnp.isnan(seen.amax), 1.0, 1.0)  # Under `vmap` on Explicit meshes cut as what it is joined to.
     numbers = jnp.stack([one, one, *(getattr(seen, name) for name in NUMBERS[2:])])
     rest, size = [], x.size
     for base in DIGITS:

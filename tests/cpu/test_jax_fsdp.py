@@ -249,6 +249,29 @@ def test_one_reduction_for_all_weights():
         assert scales.scale_inv == reference.quantize(weights[name], FP8_E4M3).rowwise.scale_inv
 
 
+@pytest.mark.parametrize("name", ["MXFP8", "NVFP4"])
+def test_codes_of_x_travel_where_its_k_is_cut(name):
+    """On an Auto mesh, for a gradient of w that is whole along K: one plane of x, a byte or less an element."""
+    recipe, mesh, spec = STATELESS[name], mesh_of(AxisType.Auto, fsdp=2, tp=2), P("fsdp", None, "tp")
+    wide = 256  # Runs of 128, which have one amax, are not cut.
+    x, w, dy = values(4, 64, wide), values(N, wide, seed=1), values(4, 64, N, seed=2)
+    options = {"weight_spec": P("fsdp"), "gather_axis": "fsdp"}
+    want = jax.jit(functools.partial(step, recipe=recipe))(x, w, dy, {})
+    with jax.set_mesh(mesh):
+        x, w = jax.device_put(x, NamedSharding(mesh, spec)), jax.device_put(w, NamedSharding(mesh, P("fsdp")))
+        dy = jax.device_put(dy, NamedSharding(mesh, P("fsdp")))
+        program = jax.jit(functools.partial(step, recipe=recipe, **options)).lower(x, w, dy, {}).compile()
+        got = program(x, w, dy, {})
+    for made, expected in zip(got[:3], want[:3], strict=True):
+        np.testing.assert_allclose(made, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())  # The order of sums.
+    sizes = [(array, np.prod(eval(array[array.index("[") :]))) for array in moved(program, "all-gather")]
+    per_byte, rows = recipe.activation.element.codes_per_byte, x.size // 2
+    assert all(array.startswith("u8") for array, _ in sizes), sizes
+    # Two gathers of w, its scales, and codes of the rows of x that a device has, with their scales.
+    assert sum(size for _, size in sizes) <= (2 * N * wide + rows) // per_byte + N * wide // 16 + rows // 16
+    assert sum(size == rows // per_byte for _, size in sizes) == 1
+
+
 def test_spec_may_name_the_mesh():
     """A NamedSharding says what an array without a mesh does not."""
     cut = NamedSharding(mesh_of(AxisType.Auto, fsdp=8), P("fsdp"))

@@ -51,10 +51,11 @@ def seed_of(expert):
     return jnp.asarray([SEED & 0xFFFFFFFF, (SEED >> 32) ^ expert], jnp.uint32)
 
 
-@functools.partial(jax.jit, static_argnames=("recipe", "weight_spec", "gather_axis"))
-def step(x, w, dy, sizes, recipe, state=None, **options):
+@functools.partial(jax.jit, static_argnames=("recipe", "weight_layout", "weight_spec", "gather_axis"))
+def step(x, w, dy, sizes, recipe, state=None, weight_layout="NK", **options):
     """y, the gradients of x and w, and what the state brings."""
-    call = lambda x, w, state: ragged_dot(x, w, sizes, recipe, seed=SEED, state=state, **options)  # noqa: E731
+    options |= {"weight_layout": weight_layout, "seed": SEED}
+    call = lambda x, w, state: ragged_dot(x, w, sizes, recipe, state=state, **options)  # noqa: E731
     y, vjp = jax.vjp(call, x, w, state)
     return y, *vjp(dy)
 
@@ -125,7 +126,7 @@ def per_device(name):
 def one_step(x, w, dy, sizes, recipe, state, gather, axis_name=None):
     options = {"weight_spec": P("expert", "fsdp"), "gather_axis": "fsdp"} if gather else {}
     call = lambda x, w, state: ragged_dot(  # noqa: E731
-        x, w, sizes, recipe, seed=SEED, state=state, axis_name=axis_name, **options
+        x, w, sizes, recipe, weight_layout="NK", seed=SEED, state=state, axis_name=axis_name, **options
     )
     y, vjp = jax.vjp(call, x, w, state)
     return y, *vjp(dy)
@@ -175,28 +176,30 @@ def test_experts_and_fsdp_in_shard_map(name):
             assert_bits_equal(np.asarray(got[3].activation.observed.amax)[3 * i : 3 * i + 3], np.maximum(*parts))
 
 
-@pytest.mark.parametrize("is_primary", [False, True], ids=["values", "codes"])
+@pytest.mark.parametrize(("is_primary", "layout"), [(False, "NK"), (True, "NK"), (False, "KN"), (True, "KN")])
 @pytest.mark.parametrize("name", ["MXFP8", "NVFP4", "CurrentScaling"])
-def test_shards_that_end_within_blocks(name, is_primary):
-    """Of 8 rows, in blocks of 16 and 32: codes are those of the whole."""
+def test_shards_that_end_within_blocks(name, is_primary, layout):
+    """Of 8 rows, or 12, in blocks of 16 and 32: codes are those of the whole."""
     recipe, mesh, cut = RECIPES[name], mesh_of(fsdp=8), P(None, "fsdp")
     want = step(X, W, DY, SIZES, recipe)
     masters = optimizer(optax.sgd(1.0), recipe, spec=cut)
+    values = W if layout == "NK" else W.swapaxes(1, 2)
 
     def own(w, x, dy):
-        given = {"weight_spec": cut, "gather_axis": "fsdp", "seed": SEED}
+        given = {"weight_layout": layout, "weight_spec": cut, "gather_axis": "fsdp", "seed": SEED}
         loss = lambda w, x: (ragged_dot(x, w, SIZES, recipe, **given) * dy).sum()  # noqa: E731
         return value_and_grad(loss, (0, 1))(w, x)[1], ragged_dot(x, w, SIZES, recipe, **given)
 
     with jax.set_mesh(mesh):
-        w = jax.device_put(W, NamedSharding(mesh, cut))
-        w, specs = (masters.recast(masters.init(w), w), masters.specs(W, mesh)) if is_primary else (w, cut)
+        w = jax.device_put(values, NamedSharding(mesh, cut))
+        w, specs = (masters.recast(masters.init(w), w), masters.specs(values, mesh)) if is_primary else (w, cut)
         rows = P("fsdp")
         run = jax.shard_map(own, in_specs=(specs, rows, rows), out_specs=((cut, rows), rows))
         (dw, dx), y = jax.jit(run)(w, np.tile(X, (8, 1)), np.tile(DY, (8, 1)))
     for got, expected in ((y, want[0]), (dx, want[1])):
         for part in np.split(np.asarray(got), 8):
             assert_bits_equal(part, np.asarray(expected))
+    dw = dw if layout == "NK" else dw.swapaxes(1, 2)
     np.testing.assert_allclose(dw, 8 * np.asarray(want[2]), rtol=1e-6, atol=1e-5 * np.abs(want[2]).max())
 
 
@@ -206,31 +209,77 @@ def test_one_set_of_scales_for_rows_on_several_devices():
     x = np.concatenate([exact(32, K), 4 * exact(32, K, seed=5)])
     sizes = np.array([[20, 12], [32, 0]], np.int32)
     run = jax.shard_map(
-        lambda x, sizes: ragged_dot(x, W[:2], sizes[0], recipe, axis_name="fsdp"),
+        lambda x, sizes: ragged_dot(x, W[:2], sizes[0], recipe, weight_layout="NK", axis_name="fsdp"),
         mesh=mesh,
         in_specs=P("fsdp"),
         out_specs=P("fsdp"),
     )
     order = np.concatenate([np.arange(20), np.arange(32, 64), np.arange(20, 32)])
     want = np.zeros((64, N), np.float32)
-    want[order] = ragged_dot(x[order], W[:2], np.array([52, 12]), recipe)
+    want[order] = ragged_dot(x[order], W[:2], np.array([52, 12]), recipe, weight_layout="NK")
     assert_bits_equal(np.asarray(jax.jit(run)(x, sizes)), want)
 
 
+@pytest.mark.parametrize("layout", ["NK", "KN"])
 @pytest.mark.parametrize("name", ["CurrentScaling", "MXFP8"])
-def test_codes_travel_on_auto_meshes(name):
+def test_codes_travel_on_auto_meshes(name, layout):
     recipe, mesh = RECIPES[name], mesh_of()
-    options = {"weight_spec": P("expert", "fsdp"), "gather_axis": "fsdp"}
+    spec = P("expert", "fsdp")
+    options = {"weight_layout": layout, "weight_spec": spec, "gather_axis": "fsdp"}
+    lies = np.asarray if layout == "NK" else lambda w: np.asarray(w).swapaxes(1, 2)
     with jax.set_mesh(mesh):
-        w = jax.device_put(W, NamedSharding(mesh, P("expert", "fsdp")))
+        w = jax.device_put(lies(W), NamedSharding(mesh, spec))
         program = step.lower(X, w, DY, SIZES, recipe, **options).compile()
         got = program(X, w, DY, SIZES)
     want = looped(X, W, DY, recipe)
-    for made, expected in zip(got[:3], want[:3], strict=True):
+    for made, expected in zip((*got[:2], lies(got[2])), want[:3], strict=True):
         assert_bits_equal(np.asarray(made), expected)
     assert got[2].sharding.is_equivalent_to(w.sharding, 3)
     moved = [array for kind, arrays in collectives(program) if kind == "all-gather" for array in arrays]
-    assert f"u8[3,{N},{K}]" in moved
+    assert f"u8[3,{','.join(map(str, w.shape[1:]))}]" in moved
+
+
+@pytest.mark.parametrize("name", often)
+def test_weights_of_the_layout_of_jax(name):
+    """`[E, K, N]` gives the bits of `[E, N, K]`, and gradients that lie as the weights do; of codes too."""
+    recipe = RECIPES[name]
+    state = init_delayed(recipe, (E,)) if recipe.stateful else None
+    turned = W.swapaxes(1, 2)
+    y, dx, dw, seen = step(X, W, DY, SIZES, recipe, state)
+    got = step(X, turned, DY, SIZES, recipe, state, weight_layout="KN")
+    for made, want in zip(got[:2], (y, dx), strict=True):
+        assert_bits_equal(np.asarray(made), np.asarray(want))
+    if recipe.gradient.hadamard:  # Sums of rotated values are rounded, in another order.
+        np.testing.assert_allclose(got[2].swapaxes(1, 2), dw, rtol=1e-6, atol=1e-6 * np.abs(dw).max())
+    else:
+        assert_bits_equal(np.asarray(got[2]).swapaxes(1, 2), np.asarray(dw))
+    jax.tree.map(lambda a, b: assert_bits_equal(np.asarray(a), np.asarray(b)), got[3], seen)
+    if not recipe.stateful and recipe.weight.transposes:
+        codes = jax.jit(jax.vmap(lambda w: quantize(w, recipe.weight)))(turned)
+        made = ragged_dot(X, codes, SIZES, recipe, weight_layout="KN", seed=SEED)
+        assert_bits_equal(np.asarray(made), np.asarray(y))
+
+
+def test_square_weights_say_how_they_lie():
+    """Where N == K no shape tells, and a call without `weight_layout` multiplies by neither order."""
+    x, w = exact(M, N), exact(E, N, N, seed=1)
+    assert_bits_equal(
+        np.asarray(ragged_dot(x, w, SIZES, "CurrentScaling", weight_layout="KN")),
+        np.asarray(jax.lax.ragged_dot(x, w, SIZES)),
+    )
+    with pytest.raises(
+        ValueError, match=r"weight_layout \(None\) does not say how w lies; pass 'KN' for \[E, K, N\], as"
+    ):
+        ragged_dot(x, w, SIZES, "CurrentScaling")
+
+
+def test_sizes_that_a_jitted_function_closes_over():
+    """A `jax.Array` that is no argument is still known to the host, and checked there."""
+    sizes = jnp.asarray(SIZES)
+    closed = jax.jit(lambda x, w: ragged_dot(x, w, sizes, "CurrentScaling", weight_layout="NK"))
+    assert_bits_equal(np.asarray(closed(X, W)), np.asarray(step(X, W, DY, SIZES, RECIPES["CurrentScaling"])[0]))
+    with pytest.raises(ValueError, match=r"group_sizes \(189 in all\) has more rows than x \(188, 96\)"):
+        closed(X[:188], W)
 
 
 @pytest.mark.parametrize("name", ["CurrentScaling", "DelayedScaling", "NVFP4"])
@@ -240,9 +289,10 @@ def test_codes_as_weights(name):
     state = init_delayed(recipe, (E,)) if recipe.stateful else None
     y, dx, dw, _ = step(X, W, DY, SIZES, recipe, state)
     q = jax.jit(jax.vmap(lambda w: quantize(w, recipe.weight, usage=Usage.ROWWISE)))(W)
-    call = lambda x, w: jnp.sum(ragged_dot(x, w, SIZES, recipe, seed=SEED, state=state) * DY)  # noqa: E731
+    given = {"weight_layout": "NK", "seed": SEED, "state": state}
+    call = lambda x, w: jnp.sum(ragged_dot(x, w, SIZES, recipe, **given) * DY)  # noqa: E731
     assert_bits_equal(np.asarray(jax.jit(jax.grad(call))(X, q)), np.asarray(dx))
-    assert_bits_equal(np.asarray(ragged_dot(X, q, SIZES, recipe, seed=SEED, state=state)), np.asarray(y))
+    assert_bits_equal(np.asarray(ragged_dot(X, q, SIZES, recipe, **given)), np.asarray(y))
     primary = PrimaryWeight.of(q)
     assert_bits_equal(np.asarray(jax.jit(value_and_grad(call, 1))(X, primary)[1]), np.asarray(dw))
     with pytest.raises(TypeError, match=r"w \(codes\) has no gradient|got uint8"):
@@ -315,8 +365,8 @@ def test_each_expert_draws_its_own_numbers():
 def test_more_rows_than_there_are():
     more = SIZES + np.array([0, 12, 0, 0, 0, 0], np.int32)
     with pytest.raises(ValueError, match=r"ragged_dot: group_sizes \(201 in all\) has more rows than x \(200, 96\)"):
-        ragged_dot(X, W, more, "CurrentScaling")
-    y = jax.jit(lambda sizes: ragged_dot(X, W, sizes, "CurrentScaling"))(more)
+        ragged_dot(X, W, more, "CurrentScaling", weight_layout="NK")
+    y = jax.jit(lambda sizes: ragged_dot(X, W, sizes, "CurrentScaling", weight_layout="NK"))(more)
     assert np.isnan(y).all()
 
 
@@ -334,26 +384,29 @@ def test_an_overflow_stays_with_its_expert():
     assert np.isfinite(dx).all()
 
 
+as_rows = functools.partial(ragged_dot, weight_layout="NK")
+
+
 @pytest.mark.parametrize(
     ("call", "text"),
     [
         (
-            lambda: ragged_dot(X, W[0], SIZES, "MXFP8"),
+            lambda: as_rows(X, W[0], SIZES, "MXFP8"),
             r"w \(64, 96\) does not fit x \(200, 96\); give w as",
         ),
-        (lambda: ragged_dot(X, W, SIZES[:2], "MXFP8"), r"group_sizes \(int32 \(2,\)\) is not an integer for each of 6"),
-        (lambda: ragged_dot(X, W[:, :50], SIZES, "MXFP8"), r"ragged_dot: w \(50, 96\) is not a whole number of 32x32"),
-        (lambda: ragged_dot(X, W, SIZES, "NVFP4"), r"seed \(None\) .* NVFP4 rounds"),
-        (lambda: ragged_dot(X, W, SIZES, "DelayedScaling"), r"state \(None\) is not what DelayedScaling takes"),
+        (lambda: as_rows(X, W, SIZES[:2], "MXFP8"), r"group_sizes \(int32 \(2,\)\) is not an integer for each of 6"),
+        (lambda: as_rows(X, W[:, :50], SIZES, "MXFP8"), r"ragged_dot: w \(50, 96\) is not a whole number of 32x32"),
+        (lambda: as_rows(X, W, SIZES, "NVFP4"), r"seed \(None\) .* NVFP4 rounds"),
+        (lambda: as_rows(X, W, SIZES, "DelayedScaling"), r"state \(None\) is not what DelayedScaling takes"),
         (
-            lambda: ragged_dot(X, W, SIZES, DelayedScaling(), state=init_delayed("DelayedScaling")),
+            lambda: as_rows(X, W, SIZES, DelayedScaling(), state=init_delayed("DelayedScaling")),
             r"state \(scale \(\)\) is not of 6 experts",
         ),
         (
-            lambda: ragged_dot(X, jax.vmap(lambda w: quantize(w, "MXFP8_32x32"))(W), SIZES, "CurrentScaling"),
+            lambda: as_rows(X, jax.vmap(lambda w: quantize(w, "MXFP8_32x32"))(W), SIZES, "CurrentScaling"),
             r"ragged_dot: w \(MXFP8_32x32\) is not in the format .* FP8_E4M3",
         ),
-        (lambda: ragged_dot(X, W, SIZES, recipes.MXFP8(), gather_axis="fsdp"), r"'fsdp'\) is not an axis of the mesh"),
+        (lambda: as_rows(X, W, SIZES, recipes.MXFP8(), gather_axis="fsdp"), r"'fsdp'\) is not an axis of the mesh"),
     ],
 )
 def test_errors(call, text):
@@ -367,4 +420,4 @@ def test_explicit_meshes_are_refused():
         jax.set_mesh(mesh),
         pytest.raises(ValueError, match=r"Explicit axes \('expert', 'fsdp'\).*inside jax.shard_map"),
     ):
-        ragged_dot(jax.device_put(X, NamedSharding(mesh, P())), W, SIZES, "CurrentScaling")
+        as_rows(jax.device_put(X, NamedSharding(mesh, P())), W, SIZES, "CurrentScaling")

@@ -173,10 +173,15 @@ def test_what_may_not_change_bits(name, way):
     with torch.no_grad():
         assert torch.equal(layer(x, torch.tensor(SIZES, dtype=torch.int32)), y)
     stacked = torch.stack([expert.weight.detach() for expert in layer.experts]).requires_grad_()
-    made = grouped_linear(x, stacked, torch.tensor(SIZES), RECIPES[name])
+    made = grouped_linear(x, stacked, torch.tensor(SIZES), RECIPES[name], weight_layout="NK")
     made.backward(dy)
     assert torch.equal(made, y)
     assert torch.equal(stacked.grad, torch.stack(dws))
+    turned = stacked.detach().transpose(1, 2).contiguous().requires_grad_()
+    made = grouped_linear(x, turned, torch.tensor(SIZES), RECIPES[name], weight_layout="KN")
+    made.backward(dy)
+    assert torch.equal(made, y)
+    assert torch.equal(turned.grad.transpose(1, 2), stacked.grad)
     with torch.autocast("cpu", torch.bfloat16):
         assert layer(x, torch.tensor(SIZES)).dtype == torch.bfloat16
     for expert in layer.experts:
@@ -243,6 +248,16 @@ WRONG = [
     ({"x": torch.ones(4, 7)}, ValueError, r"weights \(64, 96\) do not fit x \(4, 7\); give each as \[N, K\]"),
     ({"x": torch.ones(4, 2, K)}, ValueError, r"weights \(64, 96\) do not fit x \(4, 2, 96\)"),
     ({"x": torch.ones(4, K, dtype=torch.int32)}, TypeError, r"grouped_linear: x \(int32\)"),
+    (
+        {"weights": torch.ones(E, K, K)},
+        ValueError,
+        r"weight_layout \(None\) does not say how one tensor of all experts",
+    ),
+    (
+        {"weight_layout": "KN"},
+        ValueError,
+        r"weight_layout \('KN'\) is of one tensor of all experts, and weights are one",
+    ),
     ({"weights": []}, ValueError, r"weights \(none\) do not fit x"),
     ({"weights": [torch.ones(N, K), torch.ones(N, 2 * K)]}, ValueError, r"weights \(64, 96\), \(64, 192\) do not fit"),
     ({"weights": 2}, TypeError, r"weights \(2\) are not tensors; pass one \[E, N, K\]"),
@@ -264,6 +279,6 @@ WRONG = [
 def test_what_is_refused(wrong, kind, text):
     given = {"x": torch.ones(M, K), "weights": [torch.ones(N, K)] * E, "sizes": list(SIZES), "recipe": "CurrentScaling"}
     given |= wrong
-    options = {name: given[name] for name in ("delayed", "seeds") if name in given}
+    options = {name: given[name] for name in ("delayed", "seeds", "weight_layout") if name in given}
     with pytest.raises(kind, match=text):
         grouped_linear(given["x"], given["weights"], torch.tensor(given["sizes"]), given["recipe"], **options)
