@@ -28,7 +28,7 @@ from qshard.torch_bridge.arguments import check_group, check_model
 from qshard.torch_bridge.delayed import DelayedScale
 from qshard.torch_bridge.dtensor import local_of
 from qshard.torch_bridge.fsdp.weight import ShardedWeight, memory_of
-from qshard.torch_bridge.nn import Linear, _rank_of, _seed_taken
+from qshard.torch_bridge.nn import WeightLayer, _rank_of, _seed_taken
 from qshard.torch_bridge.numerics import whole_of
 from qshard.torch_bridge.operands import ROLES, matrix_of, quantized
 from qshard.torch_bridge.ops import ops
@@ -91,7 +91,7 @@ def numerics_of(model: nn.Module, *, group: dist.ProcessGroup | None = None, wei
     layers = {
         ".".join(plain_name(model, name)): module
         for name, module in model.named_modules()
-        if isinstance(module, Linear)
+        if isinstance(module, WeightLayer)
     }
     if not layers:
         raise ValueError(
@@ -103,7 +103,7 @@ def numerics_of(model: nn.Module, *, group: dist.ProcessGroup | None = None, wei
 class Watch:
     """What `numerics_of` returns: a context in which layers are measured."""
 
-    def __init__(self, layers: dict[str, Linear], group: dist.ProcessGroup | None, weights: bool):
+    def __init__(self, layers: dict[str, WeightLayer], group: dist.ProcessGroup | None, weights: bool):
         self._layers, self._group, self._weights = layers, group, weights
         self._handles: list[Any] = []
         self._seen: dict[tuple[str, Role], list[tuple[Tensor, int]]] = {}
@@ -128,7 +128,7 @@ class Watch:
         self._handles = []
 
     @torch.no_grad()
-    def _before(self, name: str, layer: Linear, inputs: tuple[Any, ...]) -> None:
+    def _before(self, name: str, layer: WeightLayer, inputs: tuple[Any, ...]) -> None:
         """Before a forward pass. One that a backward pass makes again is not counted."""
         seed = None if layer.seed is None else _seed_taken(layer.seed.clone(), _rank_of(layer.weight))
         layer.__dict__["_watched_seed"] = seed
@@ -138,16 +138,18 @@ class Watch:
             dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
             self._note(name, Role.ACTIVATION, layer, x, dtype, seed)
 
-    def _after(self, name: str, layer: Linear, inputs: tuple[Any, ...], y: Any) -> None:
+    def _after(self, name: str, layer: WeightLayer, inputs: tuple[Any, ...], y: Any) -> None:
         seed = layer.__dict__.pop("_watched_seed", None)
         if isinstance(y, Tensor) and y.requires_grad:
             self._handles.append(y.register_hook(functools.partial(self._of_gradient, name, layer, seed)))
 
     @torch.no_grad()
-    def _of_gradient(self, name: str, layer: Linear, seed: Tensor | None, grad: Tensor) -> None:
+    def _of_gradient(self, name: str, layer: WeightLayer, seed: Tensor | None, grad: Tensor) -> None:
         self._note(name, Role.GRADIENT, layer, grad, grad.dtype, seed)
 
-    def _note(self, name: str, role: Role, layer: Linear, x: Tensor, dtype: torch.dtype, seed: Tensor | None) -> None:
+    def _note(
+        self, name: str, role: Role, layer: WeightLayer, x: Tensor, dtype: torch.dtype, seed: Tensor | None
+    ) -> None:
         local = local_of(x).detach()
         parts = {role: Part(tuple(x.shape), x.device_mesh, tuple(x.placements))} if isinstance(x, DTensor) else {}
         matrix = matrix_of(local, dtype)
@@ -160,7 +162,7 @@ class Watch:
         self._totals.setdefault((name, role), Totals()).calls += 1
 
     @torch.no_grad()
-    def _measure_weight(self, name: str, layer: Linear) -> None:
+    def _measure_weight(self, name: str, layer: WeightLayer) -> None:
         """Of the shards that are there. Where they cut blocks, or draw random numbers, on the host."""
         weight, fmt = layer.weight, layer.recipe.weight
         if not isinstance(local_of(weight), ShardedWeight):  # Codes of a ZeroOptimizer, or computed.
@@ -237,7 +239,7 @@ class Watch:
             total.amax, total.scale_high, total.scale_low = of_most[0], of_most[1], -of_most[2]
 
 
-def _scales_of(layer: Linear) -> list[Tensor]:
+def _scales_of(layer: WeightLayer) -> list[Tensor]:
     """The scales of delayed scaling, by role."""
     if "delayed" not in layer._modules:
         return []

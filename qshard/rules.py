@@ -1,0 +1,154 @@
+"""Recipes by layer: patterns of qualified names, of which the first that matches a layer decides.
+
+`convert` of both front ends and `Policy` of JAX take a recipe for all layers, or a mapping from patterns to recipes.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from qshard.names import shown
+from qshard.recipes import Recipe, RecipeLike, as_recipe
+
+__all__ = ["RecipesLike", "Rules", "check_filter", "keeps", "list_layers"]
+
+RecipesLike = RecipeLike | Mapping[str, RecipeLike | None]
+"""A recipe for all layers, or recipes by pattern; None keeps the layers of a pattern in high precision."""
+
+_SHOWN = 3
+"""How many layers, of those that are not alike, a message names."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Which recipe each layer takes.
+
+    A pattern is a shell pattern over the whole name of a layer, as of `fnmatch`: `*` also matches dots, so
+    "*.experts.*" matches "layers.0.experts.3.up".
+
+    Attributes:
+      op: the caller, for errors.
+      recipes: by pattern, in order.
+
+    >>> rules = Rules.of({"*.experts.*": "BlockScaling", "head": None, "*": "MXFP8"}, "convert")
+    >>> [rules.pattern_of(name) for name in ("layers.0.experts.3.up", "head", "layers.0.q")]
+    ['*.experts.*', 'head', '*']
+    """
+
+    op: str
+    recipes: Mapping[str, Recipe | None]
+
+    @classmethod
+    def of(cls, value: Any, op: str) -> Rules:
+        """The rules that a caller of `op` passed as `recipe`.
+
+        Raises:
+          TypeError, ValueError: a value is no recipe, as `as_recipe` says, or a pattern is no string; or there is no
+            recipe at all.
+        """
+        if not isinstance(value, Mapping):
+            return cls(op, {"*": as_recipe(value, op)})
+        for pattern in value:
+            if not isinstance(pattern, str):
+                raise TypeError(f"{op}: pattern ({shown(pattern)}) is not a string; write names such as 'layers.0.*'")
+        recipes = {
+            pattern: None if recipe is None else as_recipe(recipe, op, f"recipe[{pattern!r}]")
+            for pattern, recipe in value.items()
+        }
+        if not any(recipe is not None for recipe in recipes.values()):
+            raise ValueError(
+                f"{op}: recipe ({shown(value)}) has no recipe for any layer; pass one, such as {{'*': 'MXFP8'}}"
+            )
+        return cls(op, recipes)
+
+    def pattern_of(self, *names: str) -> str | None:
+        """The first pattern that matches one of these names, which are all of one layer; None if none does."""
+        return next((pattern for pattern in self.recipes if any(fnmatchcase(name, pattern) for name in names)), None)
+
+    def check_used(self, layers: Iterable[Iterable[str]], others: Iterable[str] = ()) -> None:
+        """Raises ValueError where a pattern decides about no layer.
+
+        Args:
+          layers: the names of each layer.
+          others: names of what is no layer, such as embeddings: a pattern may keep them in high precision.
+        """
+        every = [tuple(names) for names in layers]
+        used = {self.pattern_of(*names) for names in every}
+        used |= {each for name in others if (each := self.pattern_of(name)) is not None and self.recipes[each] is None}
+        unused = next((each for each in self.recipes if each not in used), None)
+        if unused is None or not every:  # Without any layer, the caller says so.
+            return
+        known = [*dict.fromkeys(name for names in every for name in names)]
+        if (name := next((name for name in known if fnmatchcase(name, unused)), None)) is not None:
+            raise ValueError(
+                f"{self.op}: pattern {unused!r} decides nothing: {self.pattern_of(name)!r} before it matches all that "
+                f"it does, such as {name!r}; put the narrower pattern first"
+            )
+        like = difflib.get_close_matches(unused, known, n=_SHOWN, cutoff=0.0)
+        raise ValueError(
+            f"{self.op}: pattern {unused!r} matches no layer; the closest are {', '.join(map(repr, like))}"
+        )
+
+
+def check_filter(op: str, filter: Any, of: str = "a layer") -> None:
+    """Raises TypeError unless `filter` is None, or a function that two arguments can be passed to.
+
+    >>> check_filter("convert", lambda name: True)
+    Traceback (most recent call last):
+    TypeError: convert: filter (<lambda>(name)) does not take two arguments; pass a function of a layer and its name
+    """
+    if filter is None:
+        return
+    if not callable(filter):
+        raise TypeError(f"{op}: filter ({shown(filter)}) is not a function; pass one of {of} and its name")
+    try:
+        signature = inspect.signature(filter)
+    except (TypeError, ValueError):  # Functions of C need not have one.
+        return
+    try:
+        signature.bind(None, "")
+    except TypeError:
+        name = getattr(filter, "__name__", type(filter).__name__)
+        raise TypeError(
+            f"{op}: filter ({name}{signature}) does not take two arguments; pass a function of {of} and its name"
+        ) from None
+
+
+def keeps(filter: Callable[[Any, str], bool] | None, module: Any, name: str, is_layer: bool) -> bool:
+    """Whether `filter` keeps a module. A filter that reads what only linear layers have keeps all other modules."""
+    if filter is None:
+        return True
+    try:
+        return bool(filter(module, name))
+    except AttributeError:
+        if is_layer:
+            raise
+        return True
+
+
+def list_layers(reasons: Mapping[str, str]) -> str:
+    """The layers of a message, and why each is in it. Of those that differ in numbers alone it names the first.
+
+    >>> list_layers({f"layers.{i}.w1": "3-D" for i in range(32)} | {"head": "tied to embed"})
+    'layers.0.w1 (3-D; 31 more alike), head (tied to embed)'
+    """
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name, reason in reasons.items():
+        groups.setdefault((_without_numbers(name), _without_numbers(reason)), []).append(name)
+    listed = []
+    for names in [*groups.values()][:_SHOWN]:
+        alike = f"; {len(names) - 1} more alike" if len(names) > 1 else ""
+        listed.append(f"{names[0] or 'it'} ({reasons[names[0]]}{alike})")
+    more = sum(map(len, [*groups.values()][_SHOWN:]))
+    return ", ".join(listed) + (f" and {more} more" if more else "")
+
+
+def _without_numbers(text: str) -> str:
+    """`layers.3.w1` as `layers.*.w1`."""
+    return re.sub(r"(?<![\w])\d+(?=\.|$)", "*", text)
