@@ -124,8 +124,8 @@ def test_what_stays_as_it_is_and_why():
     types = {name: type(layer) for name, layer in model.items()}
     assert warning_of(copy.deepcopy(model)) == (
         "convert: 6 of 7 layers stay as they are: head (tied to embed.weight), doubled (Doubled overrides forward), "
-        "attention (it reads in_proj_weight of q, k, v and out_proj; write each as nn.Linear) and 3 more; leave them out "
-        "with filter= to say that they should"
+        "attention (it reads in_proj_weight of q, k, v and out_proj; write each as nn.Linear) and 3 more; leave them "
+        "out with filter= to say that they should"
     )
     late = {"first", "normed", "lazy", "slotted"}
     text = warning_of(copy.deepcopy(model), filter=lambda layer, name: name in late)

@@ -19,7 +19,7 @@ class Conv1D(nn.Module):
         return f"Conv1D(nf={self.nf}, nx={self.nx})"
 
     def forward(self, x):
-        size_out = x.size()[:-1] + (self.nf,)
+        size_out = (*x.size()[:-1], self.nf)
         x = torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight)
         return x.view(size_out)
 
