@@ -90,7 +90,8 @@ class Rules:
                 f"{self.op}: pattern {unused!r} decides nothing: {self.pattern_of(name)!r} before it matches all that "
                 f"it does, such as {name!r}; put the narrower pattern first"
             )
-        like = difflib.get_close_matches(unused, known, n=_SHOWN, cutoff=0.0)
+        different = {_without_numbers(name): name for name in reversed(known)}.values()  # The first of those alike.
+        like = difflib.get_close_matches(unused, different, n=_SHOWN, cutoff=0.0)
         raise ValueError(
             f"{self.op}: pattern {unused!r} matches no layer; the closest are {', '.join(map(repr, like))}"
         )
