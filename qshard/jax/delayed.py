@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 from qshard.jax import ops, steps
 from qshard.jax.arguments import as_axes
@@ -109,6 +110,40 @@ def check_shared(op: str, state: Any, axis_name: Any, name: str = "state") -> No
         f"{op}: axis_name (None) does not say which devices share {name}, nor do types under check_vma=False; name "
         f"those of {axes} that cut x, w or dy, pass () for a {name} a device, or leave check_vma on"
     )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def require_gradient(op: str, w: jax.Array, state: LinearState) -> tuple[jax.Array, LinearState]:
+    """`w` and `state` as they are.
+
+    Raises:
+      ValueError: where this is differentiated with respect to `w` and not to `state`. No amaxes would come back then,
+        and every step would scale by amaxes of its own, as current scaling does. Frozen weights need no amaxes.
+    """
+    return w, state
+
+
+def _require_gradient_fwd(op: str, w: Any, state: Any) -> tuple[Any, None]:
+    is_input = _is(CustomVJPPrimal)
+    inputs = [jax.tree.leaves(tree, is_leaf=is_input) for tree in (w, state)]
+    learns, observes = (any(each.perturbed for each in leaves) for leaves in inputs)
+    if learns and not observes:
+        raise ValueError(
+            f"{op}: state (not differentiated) brings back no amaxes, so DelayedScaling would never delay; take the "
+            "gradient by it too (nnx: wrt=nnx.DiffState(0, nnx.Any(nnx.Param, ScalingState))), for update_delayed"
+        )
+    return jax.tree.map(lambda leaf: leaf.value, (w, state), is_leaf=is_input), None
+
+
+def _require_gradient_bwd(op: str, _: None, gradients: tuple[Any, Any]) -> tuple[Any, Any]:
+    is_zero = _is(SymbolicZero)
+    made: tuple[Any, Any] = jax.tree.map(
+        lambda leaf: jnp.zeros(leaf.shape, leaf.dtype) if is_zero(leaf) else leaf, gradients, is_leaf=is_zero
+    )
+    return made
+
+
+require_gradient.defvjp(_require_gradient_fwd, _require_gradient_bwd, symbolic_zeros=True)
 
 
 def observe(state: TensorState, amax: jax.Array, axes: tuple[str, ...] = ()) -> TensorState:
