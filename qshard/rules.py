@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -16,13 +16,13 @@ from typing import Any
 from qshard.names import shown
 from qshard.recipes import Recipe, RecipeLike, as_recipe
 
-__all__ = ["RecipesLike", "Rules", "check_filter", "keeps", "list_layers"]
+__all__ = ["RecipesLike", "Rules", "check_filter", "closest_names", "is_name_of_table", "keeps", "list_layers"]
 
 RecipesLike = RecipeLike | Mapping[str, RecipeLike | None]
 """A recipe for all layers, or recipes by pattern; None keeps the layers of a pattern in high precision."""
 
-_SHOWN = 3
-"""How many layers, of those that are not alike, a message names."""
+_SHOWN, _NAMES = 3, 5
+"""How many reasons a message gives, and how many layers, of those that are not alike, it names for each."""
 
 
 @dataclass(frozen=True)
@@ -90,11 +90,7 @@ class Rules:
                 f"{self.op}: pattern {unused!r} decides nothing: {self.pattern_of(name)!r} before it matches all that "
                 f"it does, such as {name!r}; put the narrower pattern first"
             )
-        different = {_without_numbers(name): name for name in reversed(known)}.values()  # The first of those alike.
-        like = difflib.get_close_matches(unused, different, n=_SHOWN, cutoff=0.0)
-        raise ValueError(
-            f"{self.op}: pattern {unused!r} matches no layer; the closest are {', '.join(map(repr, like))}"
-        )
+        raise ValueError(f"{self.op}: pattern {unused!r} matches no layer; {closest_names(unused, known)}")
 
 
 def check_filter(op: str, filter: Any, of: str = "a layer") -> None:
@@ -134,20 +130,43 @@ def keeps(filter: Callable[[Any, str], bool] | None, module: Any, name: str, is_
 
 
 def list_layers(reasons: Mapping[str, str]) -> str:
-    """The layers of a message, and why each is in it. Of those that differ in numbers alone it names the first.
+    """The layers of a message by why they are in it. Of those that differ in numbers alone it names the first.
 
-    >>> list_layers({f"layers.{i}.w1": "3-D" for i in range(32)} | {"head": "tied to embed"})
-    'layers.0.w1 (3-D; 31 more alike), head (tied to embed)'
+    >>> list_layers({f"layers.{i}.{name}": "3-D" for name in ("w1", "w2") for i in range(32)} | {"head": "tied"})
+    'layers.0.w1, layers.0.w2 (3-D; 62 more alike), head (tied)'
     """
-    groups: dict[tuple[str, str], list[str]] = {}
+    groups: dict[str, dict[str, list[str]]] = {}
     for name, reason in reasons.items():
-        groups.setdefault((_without_numbers(name), _without_numbers(reason)), []).append(name)
-    listed = []
-    for names in [*groups.values()][:_SHOWN]:
-        alike = f"; {len(names) - 1} more alike" if len(names) > 1 else ""
-        listed.append(f"{names[0] or 'it'} ({reasons[names[0]]}{alike})")
-    more = sum(map(len, [*groups.values()][_SHOWN:]))
-    return ", ".join(listed) + (f" and {more} more" if more else "")
+        groups.setdefault(_without_numbers(reason), {}).setdefault(_without_numbers(name), []).append(name)
+    listed, left = [], len(reasons)
+    for alike in [*groups.values()][:_SHOWN]:
+        named = [names[0] for names in alike.values()][:_NAMES]
+        count = sum(map(len, alike.values()))
+        more = f"; {count - len(named)} more alike" if count > len(named) else ""
+        listed.append(f"{', '.join(name or 'it' for name in named)} ({reasons[named[0]]}{more})")
+        left -= count
+    return ", ".join(listed) + (f" and {left} more" if left else "")
+
+
+def closest_names(pattern: str, names: Sequence[str]) -> str:
+    """The names that a pattern without any may have meant; of those that differ in numbers alone, the first.
+
+    >>> closest_names("*.expert.*", [f"layers.{i}.experts" for i in range(4)])
+    "the closest are 'layers.0.experts'"
+    """
+    different = {_without_numbers(name): name for name in reversed(names)}.values()
+    like = difflib.get_close_matches(pattern, different, n=_SHOWN, cutoff=0.0)
+    return f"the closest are {', '.join(map(repr, like))}" if like else "the model has none"
+
+
+def is_name_of_table(module: str, parameter: str) -> bool:
+    """Whether a parameter, or the attribute that its module is, has the name of a table, of tokens or of a bias.
+
+    >>> [is_name_of_table("", name) for name in ("pos_embed", "cls_token", "w1")]
+    [True, True, False]
+    """
+    is_table = any(word in module.lower() for word in ("embed", "position", "pos_"))
+    return is_table or any(word in parameter.lower() for word in ("embed", "position", "pos_", "token", "bias"))
 
 
 def _without_numbers(text: str) -> str:

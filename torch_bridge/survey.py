@@ -11,6 +11,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import UninitializedTensorMixin
 from torch.nn.utils import parametrize
 
+from qshard.rules import is_name_of_table
 from qshard.torch_bridge.conv1d import is_conv1d
 
 _TABLES_AND_NORMS = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)
@@ -58,7 +59,7 @@ def survey(model: nn.Module) -> dict[str, Candidate]:
         weights = {
             each: parameter
             for each, parameter in _parameters_of(module)
-            if id(parameter) not in tables and _is_weight(parameter) and not _is_name_of_table(own, each)
+            if id(parameter) not in tables and _is_weight(parameter) and not is_name_of_table(own, each)
         }
         if weights:
             found[name] = Candidate(module, (name, *(prefix + each for each in weights)), _why(module, weights))
@@ -84,12 +85,6 @@ def _is_weight(parameter: Tensor) -> bool:
 def _is_table_or_norm(module: nn.Module) -> bool:
     kind = type(module).__name__.lower()
     return isinstance(module, _TABLES_AND_NORMS) or "embed" in kind or "norm" in kind
-
-
-def _is_name_of_table(module: str, parameter: str) -> bool:
-    """Whether a parameter, or the attribute that its module is, has the name of a table or a bias."""
-    is_table = any(word in module.lower() for word in ("embed", "position", "pos_"))
-    return is_table or any(word in parameter.lower() for word in ("embed", "position", "pos_", "token", "bias"))
 
 
 def _why(module: nn.Module, weights: Mapping[str, Tensor]) -> str:
