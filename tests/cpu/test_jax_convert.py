@@ -107,8 +107,8 @@ def recipes_of(model):
 def test_einsums_of_their_own_are_named():
     assert warned(Llama()) == (
         "convert: 9 of 13 layers stay as they are: layers.0.kv_einsum, layers.0.o_proj, layers.0.q_einsum, "
-        "layers.0.q_proj, lm_head (Einsum multiplies w itself; name its equation in einsums=; 4 more alike); leave them "
-        "out with filter= to say that they should"
+        "layers.0.q_proj, lm_head (Einsum multiplies w itself; name its equation in einsums=; 4 more alike); leave "
+        "them out with filter= to say that they should"
     )
 
 
