@@ -30,6 +30,7 @@ from typing import Any
 
 from qshard.formats import FLOATS, Format, Usage
 from qshard.layout import Shape, plane
+from qshard.names import shown
 from qshard.pipeline import Plane
 
 __all__ = ["KEY", "Description", "described", "flat", "joined", "plain", "restored", "text_of"]
@@ -87,6 +88,7 @@ class Description:
         """Its planes, of arrays that are called after `name`.
 
         Raises:
+          TypeError: one is no array.
           ValueError: one is not there, or is not of the dtype and the shape that the description asks for.
         """
         found: dict[Usage, dict[str, Array]] = {usage: {} for usage in self.planes}
@@ -95,6 +97,8 @@ class Description:
             array = arrays.get(key)
             if array is None:
                 raise ValueError(f"{op}: {key} (absent) is not there, but its description is; keep the two together")
+            if not hasattr(array, "dtype") or not hasattr(array, "shape"):
+                raise TypeError(f"{op}: {key} ({shown(array)}) is not an array; pass those of the file as they are")
             given = (_dtype_of(array), tuple(array.shape))
             if given != (dtype, shape):
                 raise ValueError(
@@ -215,6 +219,9 @@ def restored(
       arrays, metadata: as `plain` gave them. Other metadata is ignored; arrays that it does not describe stay.
       made_of: of a name, a description and planes as bytes: the quantized tensor.
     """
+    for what, given in (("arrays", arrays), ("metadata", {} if metadata is None else metadata)):
+        if not isinstance(given, Mapping):
+            raise TypeError(f"from_plain: {what} ({shown(given)}) is not a dict; pass what to_plain gave, by name")
     descriptions = described(metadata[KEY]) if metadata and KEY in metadata else {}
     rest = dict(arrays)
     made = {}

@@ -99,5 +99,5 @@ def _why(module: nn.Module, weights: Mapping[str, Tensor]) -> str:
         return "no recipe multiplies three operands"
     names = ", ".join(weights)
     if any(not isinstance(w, UninitializedTensorMixin) and w.ndim > 2 for w in weights.values()):
-        return f"{names} of 3 axes; make an nn.Linear of each expert, and a GroupedLinear of them"
+        return f"{names} of 3 axes; call grouped_linear with it, or make a GroupedLinear of nn.Linear layers"
     return f"{type(module).__name__} multiplies {names} itself; make it an nn.Linear"

@@ -84,7 +84,7 @@ def check_equation(op: str, name: str, module: nnx.Module, parameter: str, equat
         traced = jax.make_jaxpr(lambda arrays, x: nnx.merge(graph, jax.tree.unflatten(structure, arrays))(x))(arrays, x)
     except Exception as error:
         what = f"cannot be called with an x of {x.shape}: {str(error).partition(chr(10))[0][:80]}"
-        raise ValueError(f"{op}: {name} ({type(module).__name__}) {what}; give it the equation that it has") from error
+        raise ValueError(f"{op}: {name} ({type(module).__name__}) {what}; give it the equation that it has") from None
     found = _product_of(traced.jaxpr, w=at[0])
     if isinstance(found, str):
         raise ValueError(

@@ -126,3 +126,42 @@ def test_threads(monkeypatch):
     assert run.stdout.split() == ["1", "3", "5"]
     with pytest.raises(ValueError, match=r"set_num_threads: n \(0\) is not positive"):
         qshard.set_num_threads(0)
+
+
+NONE = {
+    "starts": (
+        lambda: amax_slices(torch.zeros(1), None, [torch.ones(64)], [1, 2]),
+        "starts .None. is not a torch.Tensor",
+    ),
+    "amax": (lambda: amax_slices(None, WORDS[:1], [torch.ones(64)], [1, 2]), "amax .None. is not a torch.Tensor"),
+    "x": (lambda: amax_slices(torch.zeros(1), WORDS[:1], None, [1, 2]), "x .None. is not a list of torch.Tensors"),
+    "x[0]": (lambda: amax_slices(torch.zeros(1), WORDS[:1], [None], [1, 2]), r"x\[0\] .None. is not a torch.Tensor"),
+    "a number": (lambda: OPS.amax_tensor(3.0, lead=1), r"x \(3.0\) is not a torch.Tensor; pass one"),
+    "alone": (lambda: OPS.amax_tensor(None, lead=1), r"x \(None\) is not a torch.Tensor; pass one"),
+    "second": (
+        lambda: OPS.cast_tensor(torch.ones(4), None, element="float8_e4m3fn"),
+        r"scale \(None\) is not a torch.T",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NONE)
+def test_what_is_no_tensor(case):
+    """Torch takes None for a tensor without memory, and calls the kernel with it."""
+    call, text = NONE[case]
+    with pytest.raises(TypeError, match=rf"^\w+: {text}"):
+        call()
+
+
+def test_what_is_no_array_of_jax():
+    jnp = pytest.importorskip("jax.numpy")
+    from qshard.jax.list_ops import bind
+
+    given = {"block_rows": 0, "block_cols": 0, "rounded_to": "float32", "shapes": (1, 2), "whole": "none"}
+    for operands, text in (
+        ((None, jnp.zeros(1), [jnp.ones(64)]), r"starts \(None\) is not an array of JAX or NumPy"),
+        ((jnp.zeros((1, 2), "uint32"), jnp.zeros(1), None), r"x \(None\) is not a list of arrays"),
+        ((jnp.zeros((1, 2), "uint32"), jnp.zeros(1), [None]), r"x\[0\] \(None\) is not an array of JAX or NumPy"),
+    ):
+        with pytest.raises(TypeError, match=f"^amax_slices: {text}"):
+            bind("amax_slices")(*operands, **given)

@@ -83,10 +83,10 @@ def kinds(model):
 def test_weights_of_three_axes_are_named_once():
     assert warned(Mixture()) == (
         "convert: 16 of 33 layers stay as they are: layers.0.router (Router multiplies weight itself; make it an "
-        "nn.Linear; 7 more alike), layers.0.experts (w1, w2 of 3 axes; make an nn.Linear of each expert, and a "
-        "GroupedLinear of them; 7 more alike); leave them out with filter= to say that they should"
+        "nn.Linear; 7 more alike), layers.0.experts (w1, w2 of 3 axes; call grouped_linear with it, or make a "
+        "GroupedLinear of nn.Linear layers; 7 more alike); leave them out with filter= to say that they should"
     )
-    assert "layers.0.experts (gate_up_proj of 3 axes; make an" in warned(Mixture(kind=OpenExperts))
+    assert "layers.0.experts (gate_up_proj of 3 axes; call" in warned(Mixture(kind=OpenExperts))
 
 
 @pytest.mark.parametrize(

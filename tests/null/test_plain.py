@@ -150,3 +150,19 @@ def test_a_shape_that_the_format_cannot_hold():
     with pytest.raises(ValueError, match=r"from_plain: w \(4, 33\) is not a whole number of 1x32 blocks"):
         restored({}, {KEY: text_of({"w": of_w})}, lambda *_: None)
     assert isinstance(planes_of(OF_W)[Usage.ROWWISE], Plane)
+
+
+def test_what_is_no_array_or_no_dict():
+    """Numbers and lists in the place of arrays, and other things in the place of dicts."""
+    from qshard.plain import KEY, Description, restored, text_of
+
+    of_w = Description(format=FORMATS["MXFP8_E4M3"], shape=(2, 64), dtype="float32", planes=(Usage.ROWWISE,))
+    metadata = {KEY: text_of({"w": of_w})}
+    for wrong in (3.0, [1, 2], "codes"):
+        with pytest.raises(
+            TypeError, match=r"^from_plain: w.rowwise.data \(.*\) is not an array; pass those of the file"
+        ):
+            restored({"w.rowwise.data": wrong, "w.rowwise.scale_inv": wrong}, metadata, None)
+    for arrays, given, name in ((None, metadata, "arrays"), ([1], metadata, "arrays"), ({}, 3, "metadata")):
+        with pytest.raises(TypeError, match=rf"^from_plain: {name} \(.*\) is not a dict; pass what to_plain gave"):
+            restored(arrays, given, None)
