@@ -88,7 +88,7 @@ class Description:
         """Its planes, of arrays that are called after `name`.
 
         Raises:
-          TypeError: one is no array.
+          TypeError: one is not an array.
           ValueError: one is not there, or is not of the dtype and the shape that the description asks for.
         """
         found: dict[Usage, dict[str, Array]] = {usage: {} for usage in self.planes}

@@ -1,4 +1,4 @@
-"""Recipes by layer: patterns of qualified names, of which the first that matches a layer decides.
+"""Recipes by layer: shell patterns of qualified names. The first match decides.
 
 `convert` of both front ends and `Policy` of JAX take a recipe for all layers, or a mapping from patterns to recipes.
 """
@@ -27,7 +27,7 @@ _SHOWN, _NAMES = 3, 5
 
 @dataclass(frozen=True)
 class Rules:
-    """Which recipe each layer takes.
+    """Recipes by pattern of layer names.
 
     A pattern is a shell pattern over the whole name of a layer, as of `fnmatch`: `*` also matches dots, so
     "*.experts.*" matches "layers.0.experts.3.up".
@@ -49,8 +49,7 @@ class Rules:
         """The rules that a caller of `op` passed as `recipe`.
 
         Raises:
-          TypeError, ValueError: a value is no recipe, as `as_recipe` says, or a pattern is no string; or there is no
-            recipe at all.
+          TypeError, ValueError: `as_recipe` rejects a value, a pattern is not a string, or all values are None.
         """
         if not isinstance(value, Mapping):
             return cls(op, {"*": as_recipe(value, op)})
@@ -68,7 +67,7 @@ class Rules:
         return cls(op, recipes)
 
     def pattern_of(self, *names: str) -> str | None:
-        """The first pattern that matches one of these names, which are all of one layer; None if none does."""
+        """The first pattern that matches a name of a layer, which may have several; None without a match."""
         return next((pattern for pattern in self.recipes if any(fnmatchcase(name, pattern) for name in names)), None)
 
     def check_used(self, layers: Iterable[Iterable[str]], others: Iterable[str] = ()) -> None:
@@ -76,7 +75,7 @@ class Rules:
 
         Args:
           layers: the names of each layer.
-          others: names of what is no layer, such as embeddings: a pattern may keep them in high precision.
+          others: names of all other modules, such as embeddings. A pattern with None may match one of these alone.
         """
         every = [tuple(names) for names in layers]
         used = {self.pattern_of(*names) for names in every}
@@ -118,7 +117,11 @@ def check_filter(op: str, filter: Any, of: str = "a layer") -> None:
 
 
 def keeps(filter: Callable[[Any, str], bool] | None, module: Any, name: str, is_layer: bool) -> bool:
-    """Whether `filter` keeps a module. A filter that reads what only linear layers have keeps all other modules."""
+    """Whether `filter` keeps a module.
+
+    A filter written for linear layers may read attributes such as `in_features`. Another module lacks them, and is
+    kept: the filter has not left it out.
+    """
     if filter is None:
         return True
     try:
@@ -130,7 +133,7 @@ def keeps(filter: Callable[[Any, str], bool] | None, module: Any, name: str, is_
 
 
 def list_layers(reasons: Mapping[str, str]) -> str:
-    """The layers of a message by why they are in it. Of those that differ in numbers alone it names the first.
+    """Lists layers by reason, for a message. It names the first of several layers whose names differ in numbers alone.
 
     >>> list_layers({f"layers.{i}.{name}": "3-D" for name in ("w1", "w2") for i in range(32)} | {"head": "tied"})
     'layers.0.w1, layers.0.w2 (3-D; 62 more alike), head (tied)'
@@ -149,7 +152,7 @@ def list_layers(reasons: Mapping[str, str]) -> str:
 
 
 def closest_names(pattern: str, names: Sequence[str]) -> str:
-    """The names that a pattern without any may have meant; of those that differ in numbers alone, the first.
+    """Names close to a pattern that matches nothing. It names the first of several that differ in numbers alone.
 
     >>> closest_names("*.expert.*", [f"layers.{i}.experts" for i in range(4)])
     "the closest are 'layers.0.experts'"

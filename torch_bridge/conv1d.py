@@ -1,6 +1,6 @@
-"""`Conv1D`: the layer of GPT-2 in Hugging Face's transformers, a linear layer whose weight is `[in, out]`.
+"""`Conv1D`, the linear layer of GPT-2 in Hugging Face's transformers, with a weight of `[in, out]`.
 
-transformers is not imported: a class is known by its name, its attributes and what its `forward` calls.
+This module does not import transformers: it recognizes a class by its name and by what its `forward` calls.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Conv1D(WeightLayer):
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Whether it is a `Conv1D` of transformers, of a subclass too, or what `convert` made of one.
+    """Whether `module` is a `Conv1D` of transformers, converted or not.
 
     >>> is_conv1d(nn.Conv1d(4, 4, 1))
     False
@@ -29,9 +29,9 @@ def is_conv1d(module: nn.Module) -> bool:
 
 
 def conv1d_class(kind: type[nn.Module]) -> Any:
-    """The `Conv1D` that `kind` is or extends; None if there is none.
+    """The class `Conv1D` of transformers among the bases of `kind`; None without one.
 
-    That of transformers has `nf` outputs, and calls `torch.addmm`. Convolutions of that name do neither.
+    Its `forward` reads `nf` and calls `torch.addmm`. A convolution with the name `Conv1D` does neither.
     """
     for base in kind.__mro__:
         code = getattr(vars(base).get("forward"), "__code__", None)

@@ -44,11 +44,11 @@ def convert(
     weights of square blocks, or of one scale a tensor; it refuses those of vectors, whose two planes are different
     numbers.
 
-    What it cannot convert it leaves as it is, with one warning that names it and says why and what to do, unless
-    `filter` or a pattern leaves it out: layers with a `forward` of their own, whose weight is computed (parametrized,
-    pruned) or has no shape yet (lazy), and weights that belong to another kind of module too, such as an embedding; and
-    all other modules with a floating-point parameter of two axes or more, that are no embeddings and no norms: experts
-    as one tensor of three axes, `nn.MultiheadAttention`, convolutions, recurrent layers.
+    One warning names all weights that stay in high precision, with the reason and what to do, unless `filter` or a
+    pattern leaves them out. Linear layers stay if they override `forward`, if their weight is computed (parametrized,
+    pruned), has no shape yet (lazy), or also belongs to another kind of module, such as an embedding. Other modules
+    stay if they have a floating-point parameter of two axes or more: experts as one tensor of three axes,
+    `nn.MultiheadAttention`, convolutions, recurrent layers. Embeddings and norms are not named.
 
     Args:
       model: on any device, also meta. Before it is sharded or wrapped: `parallelize_module`, `fully_shard`,
@@ -62,8 +62,8 @@ def convert(
       fuse: whether every `nn.RMSNorm` with a weight, of a subclass that keeps its `forward` too, becomes a `RMSNorm`.
         That takes the amax that the layer after it needs as it makes its result. Last bits of norms change: it adds in
         another order.
-      filter: called with a layer, or another module that would be named, and its qualified name; those for which it is
-        False stay as they are. `filter=lambda layer, name: "lora_" not in name` leaves out the adapters of peft.
+      filter: a function of a module with weights and its qualified name. A module stays as it is, and is not named, if
+        the function returns False. `filter=lambda layer, name: "lora_" not in name` leaves out the adapters of peft.
 
     Returns:
       `model`.
@@ -72,7 +72,7 @@ def convert(
       TypeError: a weight is not float32, bfloat16 or float16, or an argument is not of its type.
       ValueError: there is nothing to convert; or a weight is sharded already, is held by a wrapper or by a graph of
         autograd, is not whole blocks of the formats of the recipe, or is shared by layers of two recipes; or a pattern
-        decides about no layer. Nothing has been changed then.
+        matches no layer, or only layers that an earlier one matches. Nothing has been changed then.
 
     >>> from qshard.recipes import CurrentScaling
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))

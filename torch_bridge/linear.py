@@ -119,8 +119,8 @@ def linear(
             f"linear: weight_layout ({shown(weight_layout)}) is not how weight lies; pass 'NK' for [N, K] or 'KN' for "
             "[K, N]"
         )
-    turned = weight_layout == "KN"
-    if turned and (isinstance(x, DTensor) or isinstance(weight, DTensor)):
+    is_kn = weight_layout == "KN"
+    if is_kn and (isinstance(x, DTensor) or isinstance(weight, DTensor)):
         raise TypeError("linear: weight (DTensor, weight_layout='KN') cannot be a DTensor; pass it as [N, K]")
     # Dynamo would hold a graph to the id, and compile alike layers one by one, of which a few are its limit.
     cut, shared, layer = None, x, 0 if torch.compiler.is_compiling() else _id_of(weight)
@@ -140,7 +140,7 @@ def linear(
     check_tensor("linear", "x", x)
     check_operand("linear", weight, recipe)
     if cut is None:
-        _check_shapes(x, weight, bias, turned)
+        _check_shapes(x, weight, bias, is_kn)
     if not (parts and torch.compiler.is_compiling()):  # Dynamo knows no state of a part that it has made.
         check_gathered(weight)
     if dtype is not None:
@@ -163,7 +163,7 @@ def linear(
                 raise ValueError(f"linear: delayed has no state for {role}; pass a DelayedScale for each role")
         given = [*(delayed[role].scale for role in ROLES), delayed[Role.GRADIENT].amax]
     dtype = x.dtype if dtype is None else dtype
-    y = _product(x, weight, recipe, seed, given, delayed, dtype, cut, shared, layer, kept, turned)
+    y = _product(x, weight, recipe, seed, given, delayed, dtype, cut, shared, layer, kept, is_kn)
     y = y if cut is None else cut.y(y)
     return y if bias is None else y + bias.to(y.dtype)
 
@@ -180,7 +180,7 @@ def _product(
     shared: Tensor,
     layer: Hashable,
     kept: KeptInParts | None,
-    turned: bool,
+    is_kn: bool,
 ) -> Tensor:
     """`linear` of plain tensors, without bias.
 
@@ -189,7 +189,7 @@ def _product(
       shared: what tells one x from another, for layers that take the same.
       layer: which layer it is.
       kept: who keeps parts of the codes of x.
-      turned: the weight is `[K, N]`.
+      is_kn: the weight is `[K, N]`.
     """
     parts: Mapping[Role, Part] = {} if cut is None else cut.parts
     x_rows, y_rows = (None, None) if cut is None else (cut.x_rows, cut.y_rows)
@@ -215,18 +215,18 @@ def _product(
 
     x_row, w_format, w_again, ready = xs[Usage.ROWWISE], recipe.weight, False, None
     # The plane of the weight, as it lies, that each pass contracts.
-    forward, backward = (Usage.COLUMNWISE, Usage.ROWWISE) if turned else (Usage.ROWWISE, Usage.COLUMNWISE)
+    forward, backward = (Usage.COLUMNWISE, Usage.ROWWISE) if is_kn else (Usage.ROWWISE, Usage.COLUMNWISE)
     ws: dict[Usage, Operand] = {}
     # Under hooks something is recomputed, and the product comes in a node of its own.
     one_node = eager and not activations.are_hooks_there()
     if isinstance(weight, QuantizedTensor):  # Gathered by FSDP2, for example. The hook before it has noted its amax.
-        w_format, ws = weight.format, planes_of(weight, need_x or turned)
-        if turned and forward not in ws:
+        w_format, ws = weight.format, planes_of(weight, need_x or is_kn)
+        if is_kn and forward not in ws:
             ws[forward] = Operand(w_format, transposed(ws[backward].parts, w_format), forward)
     else:
         # What is no parameter may be there for this product alone, and has more bytes than its codes.
         w_again = need_x and eager and (isinstance(weight, torch.nn.Parameter) or flat_of(weight) is not None)
-        if one_node and not parts and not turned and (w_again or not need_x):
+        if one_node and not parts and not is_kn and (w_again or not need_x):
             scale = given[_W_SCALE] if given else None
             ready = one_call.product(x_row.parts, x_row.format, values_of(weight), recipe, scale, seed, dtype)
         if ready is None:
@@ -236,7 +236,7 @@ def _product(
             amaxes = [cast(Tensor, ready[1])]
         if delayed is not None:
             delayed[Role.WEIGHT].observe(amaxes[0])
-    shape = (*x.shape[:-1], weight.shape[1 if turned else 0]) if cut is None else cut.y_shape(x, weight.shape[0])
+    shape = (*x.shape[:-1], weight.shape[1 if is_kn else 0]) if cut is None else cut.y_shape(x, weight.shape[0])
     y: Tensor | None = None
     if ready is not None:
         y = aten._unsafe_view.default(ready[0], shape)
@@ -265,11 +265,11 @@ def _product(
     scales = [scale if eager or i >= _X_SCALES.stop else None for i, scale in enumerate(given)]
     x_again = None if source is None else source.again
     sizes = len(given), len(of_x), shape
-    how = How(recipe, dtype, x_again, w_again, w_format, kept_usage, *sizes, parts, x_rows, y_rows, joined, turned)
+    how = How(recipe, dtype, x_again, w_again, w_format, kept_usage, *sizes, parts, x_rows, y_rows, joined, is_kn)
     made: Tensor = Gradients.apply(x, weight, how, seed, None if y is None else (y,), *scales, *of_x, *of_w)
     if y is None:
         w = ws[forward]
-        made = Product.apply(made, dtype, x_row.format, w.format, turned, (x_rows, y_rows), *x_row.parts, *w.parts)
+        made = Product.apply(made, dtype, x_row.format, w.format, is_kn, (x_rows, y_rows), *x_row.parts, *w.parts)
     return made
 
 
@@ -303,11 +303,11 @@ def check_gathered(weight: Tensor) -> None:
         )
 
 
-def _check_shapes(x: Tensor, weight: Tensor, bias: Tensor | None, turned: bool = False) -> None:
-    lies = "[K, N]" if turned else "[N, K]"
+def _check_shapes(x: Tensor, weight: Tensor, bias: Tensor | None, is_kn: bool = False) -> None:
+    lies = "[K, N]" if is_kn else "[N, K]"
     if weight.ndim != 2:
         raise ValueError(f"linear: weight {tuple(weight.shape)} does not have two axes; give weight as {lies}")
-    if x.ndim < 1 or x.shape[-1] != weight.shape[0 if turned else 1]:
+    if x.ndim < 1 or x.shape[-1] != weight.shape[0 if is_kn else 1]:
         raise ValueError(
             f"linear: weight {tuple(weight.shape)} does not fit x {tuple(x.shape)}; give weight as {lies} and x as "
             "[*lead, K]"
@@ -317,7 +317,7 @@ def _check_shapes(x: Tensor, weight: Tensor, bias: Tensor | None, turned: bool =
             raise TypeError(f"linear: bias ({shown(bias)}) is not a torch.Tensor or None; pass a tensor of [N]")
         if isinstance(weight, DTensor) and not isinstance(bias, DTensor):
             raise TypeError("linear: bias (Tensor) is not a DTensor, as weight is; distribute both, or neither")
-        if tuple(bias.shape) != (weight.shape[1 if turned else 0],):
+        if tuple(bias.shape) != (weight.shape[1 if is_kn else 0],):
             raise ValueError(
                 f"linear: bias {tuple(bias.shape)} does not fit weight {tuple(weight.shape)}; give it as [N]"
             )

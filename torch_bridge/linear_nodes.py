@@ -52,7 +52,7 @@ class How(NamedTuple):
       parts: which parts of larger tensors the operands are, if they are.
       x_rows, y_rows: how rows of theirs are cut, of whose planes others have the rest.
       joined: of the codes of x a part is kept; None: all of them.
-      turned: the weight is `[K, N]`.
+      is_kn: the weight is `[K, N]`.
     """
 
     recipe: Recipe
@@ -68,7 +68,7 @@ class How(NamedTuple):
     x_rows: Rows | None
     y_rows: Rows | None
     joined: Joined | None
-    turned: bool
+    is_kn: bool
 
 
 class Gradients(torch.autograd.Function):
@@ -109,7 +109,7 @@ class Gradients(torch.autograd.Function):
             of_x[0] = how.joined.kept.join(of_x[0], *how.joined[1:])
         need_x, need_w = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
         dy, plan = matrix_of(grad, grad.dtype), None
-        if not how.parts and not how.turned and not torch.compiler.is_compiling():
+        if not how.parts and not how.is_kn and not torch.compiler.is_compiling():
             x_parts = 1 if how.x_again else sum(part is not None for part in of_x)
             w_parts = 1 if how.w_again else sum(part is not None for part in of_w)
             sizes = (*dy.shape, ctx.x_shape[-1])
@@ -132,7 +132,7 @@ class Gradients(torch.autograd.Function):
                 del sides
             elif need_w:
                 pair = [dys.pop(Usage.COLUMNWISE), _x_of(how, of_x, seed, ctx)]
-                if how.turned:
+                if how.is_kn:
                     pair.reverse()
                 grad_w = matmul(pair.pop(0), pair.pop(), ctx.w_dtype)
             if need_x:
@@ -174,7 +174,7 @@ def _w_of(how: How, kept: list[Any], seed: Tensor | None, ctx: Any) -> Operand:
     """The weight, in the plane that contracts N, likewise."""
     parts = tuple(kept)
     kept.clear()
-    usage = Usage.ROWWISE if how.turned else Usage.COLUMNWISE
+    usage = Usage.ROWWISE if how.is_kn else Usage.COLUMNWISE
     if how.w_again:
         return quantized(values_of(parts[-1]), how.recipe, usage, Role.WEIGHT, seed, how.parts, ctx.given)[0][usage]
     codes = Plane(*parts)
@@ -212,13 +212,13 @@ class Product(torch.autograd.Function):
         dtype: torch.dtype,
         x_format: Format,
         w_format: Format,
-        turned: bool,
+        is_kn: bool,
         rows: tuple[Rows | None, Rows | None],
         *parts: Tensor | None,
     ) -> Tensor:
         half = len(Plane._fields)
         ctx.count = len(parts)
-        usage = Usage.COLUMNWISE if turned else Usage.ROWWISE
+        usage = Usage.COLUMNWISE if is_kn else Usage.ROWWISE
         x, w = Operand(x_format, Plane(*parts[:half])), Operand(w_format, Plane(*parts[half:]), usage)
         return multiplied(x, w, dtype, y.shape, *rows)
 

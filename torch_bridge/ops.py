@@ -308,7 +308,7 @@ def _named(spec: OpSpec, operands: Sequence[Any]) -> Iterator[tuple[str, Tensor]
 
 
 def _check_tensors(spec: OpSpec, operands: Sequence[Any]) -> None:
-    """Raises TypeError for what is no tensor, or no list of tensors: torch takes None for a tensor without memory."""
+    """Raises TypeError unless operands are tensors and lists of them: torch passes None on, as an undefined tensor."""
     for operand, given in zip(spec.inputs, operands, strict=False):
         if operand.many and not isinstance(given, list | tuple):
             raise TypeError(f"{spec.name}: {operand.name} ({shown(given)}) is not a list of torch.Tensors; pass one")

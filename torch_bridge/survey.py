@@ -22,8 +22,8 @@ class Candidate(NamedTuple):
 
     Attributes:
       module: the module.
-      names: its qualified name, then those of its weights: a pattern may match any.
-      why: if it is no linear layer: why its weights stay as they are, and what to do; else None.
+      names: the qualified name of the module, then the names of its weights. A pattern may match any of them.
+      why: the reason to leave the module, and what to do; None for a linear layer.
     """
 
     module: nn.Module
@@ -34,8 +34,8 @@ class Candidate(NamedTuple):
 def survey(model: nn.Module) -> dict[str, Candidate]:
     """Modules with weights of products, by name, in the order of the model.
 
-    A weight is a floating-point parameter with two axes or more that are longer than 1, of a module that is no
-    embedding and no norm. Nothing tells from outside whether it is multiplied.
+    A weight is a floating-point parameter with two axes or more that are longer than 1. Embeddings and norms have none.
+    Whether the module multiplies it cannot be seen from outside.
 
     >>> model = nn.ModuleDict({"embed": nn.Embedding(8, 4), "conv": nn.Conv1d(4, 4, 3), "head": nn.Linear(4, 8)})
     >>> for name, (_, names, why) in survey(model).items():

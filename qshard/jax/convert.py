@@ -34,25 +34,25 @@ def convert(
     A kernel is quantized as it is, not as what `dtype` of the layer would make of it; the result has the dtype that it
     had before. A layer that was converted before takes the new recipe.
 
-    What it cannot convert it leaves as it is, with one warning that names it and says why and what to do, unless
-    `filter` or a pattern leaves it out: layers with a `__call__` or a `dot_general` of their own, that ask for a
-    precision, or whose kernel has batch axes; and all other modules with a floating-point `nnx.Param` of two axes or
-    more, that are no embeddings, norms or adapters. Of those, modules that multiply by one einsum, as in tunix and
-    gemma, are converted by `einsums`: a subclass of their class then makes the product.
+    One warning names all weights that stay in high precision, with the reason and what to do, unless `filter` or a
+    pattern leaves them out. Linear layers stay if they override `__call__`, have a `dot_general` of the user, ask for a
+    precision, or have a kernel with batch axes. Other modules stay if they have an `nnx.Param` of floats with two axes
+    or more; embeddings, norms and adapters are not named. `einsums` converts modules with one einsum, such as those of
+    tunix and gemma: they become instances of a subclass of their class.
 
     Args:
       model: an `nnx.Module`, also an abstract one of `nnx.eval_shape`.
       recipe: the format of each role, or the name of a recipe, such as "CurrentScaling". Or a mapping from patterns of
         names to recipes, such as `{"*.experts.*": "BlockScaling", "head": None, "*": "MXFP8"}`: the first pattern that
         matches the name of a layer decides, `*` also matches dots, and None keeps layers in high precision.
-      filter: called with a layer, or another module that would be named, and its qualified name, such as
-        "layers.0.attention.query"; those for which it is False stay as they are.
+      filter: a function of a module with weights and its qualified name, such as "layers.0.attention.query". A module
+        stays as it is, and is not named, if the function returns False.
       gather_axis: the mesh axis along which FSDP has cut the kernels: their codes are gathered. How each is cut is read
         off its array, or off the `out_sharding` of its metadata where it has none, so shard the model first.
       kept_axes: mesh axes along which kernels stay cut, as of tensor parallelism.
-      einsums: by pattern of names, the equation of modules whose `__call__(x)` is `jnp.einsum(equation, x, self.w)`,
-        such as `{"*.q_proj": "BTD,DNH->BTNH"}`; or the attribute that has it, such as `{"*": "einsum_str"}`. It is
-        held against the program that the module traces to.
+      einsums: equations by pattern of names, for modules with `jnp.einsum(equation, x, self.w)` in `__call__(x)`, such
+        as `{"*.q_proj": "BTD,DNH->BTNH"}`; or the name of their attribute with the equation, such as
+        `{"*": "einsum_str"}`. `convert` checks the equation against a trace of the module.
       rngs: an `nnx.Rngs`, of recipes that round stochastically; seeds are of its stream "qshard", or "default".
       options: of `DotGeneral`, such as `otherwise` or `reshard_after_forward`.
 
@@ -63,8 +63,8 @@ def convert(
       TypeError: a kernel is not float32, bfloat16 or float16, or an argument is not of its type.
       ValueError: there is nothing to convert; a kernel is not whole blocks of the formats of the recipe; it is cut
         along a mesh axis that is neither `gather_axis` nor in `kept_axes`, or none is cut along `gather_axis`; there
-        is no `rngs`; a pattern decides about no layer; or a module does not compute the equation that `einsums` gives
-        it, or more than that. Nothing has been changed then.
+        is no `rngs`; a pattern matches no layer, or only layers that an earlier one matches; or a module computes
+        another equation than `einsums` gives, or more. Nothing has been changed then.
 
     >>> import jax
     >>> from flax import nnx

@@ -38,7 +38,7 @@ class Layer:
 
     @property
     def parameter(self) -> str:
-        """The attribute that the kernel is."""
+        """The name of the attribute with the kernel."""
         return "kernel"
 
     @property
@@ -163,8 +163,8 @@ class OwnEinsum(Layer):
     """A module with an einsum of its own, as a linear layer.
 
     Attributes:
-      equation: of x and its weight.
-      weight: the attribute that its weight is.
+      equation: the einsum of x and the weight.
+      weight: the name of the attribute with the weight.
     """
 
     equation: str
@@ -213,8 +213,8 @@ class Candidate(NamedTuple):
     Attributes:
       layer: it as a linear layer, if it is one.
       module: the module.
-      names: its qualified name, then those of its weights: a pattern may match any.
-      why: if it is no linear layer: why its weights stay as they are, and what to do; else None.
+      names: the qualified name of the module, then the names of its weights. A pattern may match any of them.
+      why: the reason to leave the module, and what to do; None for a linear layer.
     """
 
     layer: Layer | None
@@ -226,13 +226,12 @@ class Candidate(NamedTuple):
 def survey(model: nnx.Module, einsums: Mapping[str, str]) -> dict[str, Candidate]:
     """Modules with weights of products, by name.
 
-    A weight is a floating-point parameter with two axes or more that are longer than 1, of a module that is no
-    embedding and no norm. Nothing tells from outside whether it is multiplied. Adapters (`nnx.LoRA`) are left as they
-    are.
+    A weight is an `nnx.Param` of floats with two axes or more that are longer than 1. Embeddings, norms and adapters
+    (`nnx.LoRA`) have none. Whether the module multiplies it cannot be seen from outside.
 
     Args:
       model: the model.
-      einsums: by pattern of names, the equation of modules with an einsum of their own, or the attribute that is it.
+      einsums: equations by pattern of names, or the name of the attribute with the equation.
 
     Raises:
       ValueError: a pattern of `einsums` matches no such module, or one with several weights.
@@ -279,7 +278,7 @@ def names_of(model: nnx.Module) -> list[str]:
 
 
 def _equation_of(module: Any, given: str) -> str | None:
-    """The equation that a rule gives to a module: as it is, or an attribute of the module; None if it has none."""
+    """The equation of a module: `given`, or its attribute of that name; None if the module has no such attribute."""
     if "->" in given:
         return given
     own = getattr(module, given, None)

@@ -91,7 +91,7 @@ def _or_refused(function: Callable[..., Any], enough: Callable[..., int], x: jax
 
 
 def refuse(tree: Any, error: ValueError) -> Any:
-    """Arrays like those of `tree` that raise `error` where they are computed: when the program is lowered.
+    """Arrays in the shapes of `tree`. A program that needs one raises `error` when it is lowered.
 
     A rule of a `custom_vjp` must not raise itself: JAX 0.10 has then lost what its cached traces know, and later calls
     that are right fail with "Store empty".

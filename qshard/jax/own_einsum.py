@@ -1,7 +1,7 @@
-"""nnx modules with an einsum of their own, as those of tunix and gemma: `jnp.einsum(equation, x, self.w)`.
+"""nnx modules with `jnp.einsum(equation, x, self.w)` in their `__call__`, as in tunix and gemma.
 
-`convert(einsums=)` says which modules have which equation. It is held against what their `__call__` traces to, so an
-equation that is not theirs, or a module that does more than its einsum, is an error and never another number.
+`convert(einsums=)` gives the equation of each module. `check_equation` compares it with a trace of `__call__`, so a
+wrong equation, or a module that also adds a bias, raises and never changes a result.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jax.extend import core
 
 from qshard.jax.contraction import Terms
 
-_PASS_ON = ("convert_element_type", "copy", "copy_p")
+_PASS_ON = ("convert_element_type", "copy")
 _CALLS = ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "checkpoint", "remat", "remat2")
 
 
@@ -24,11 +24,11 @@ _EXTENDED: dict[type, type] = {}
 
 
 def extended(kind: type[nnx.Module]) -> type[nnx.Module]:
-    """The class of modules of `kind` whose einsum is that of a recipe. It adds two attributes:
+    """The subclass of `kind` that multiplies in the formats of a recipe. Its instances need two attributes.
 
     Attributes:
-      einsum_op: the `qshard.jax.nnx.Einsum` that multiplies.
-      einsum_rule: the equation, and the attribute that the weight is.
+      einsum_op: a `qshard.jax.nnx.Einsum`.
+      einsum_rule: the equation, and the name of the attribute with the weight.
     """
     if is_extended(kind):
         return kind
@@ -41,7 +41,7 @@ def extended(kind: type[nnx.Module]) -> type[nnx.Module]:
 
 
 def is_extended(kind: type) -> bool:
-    """Whether it is a class that `extended` has made."""
+    """Whether `extended` has made this class."""
     return kind in _EXTENDED.values()
 
 
@@ -54,7 +54,7 @@ def _call(self: Any, x: jax.Array) -> jax.Array:
 
 
 def _reduce(self: Any, protocol: Any) -> Any:
-    """Classes that `extended` has made are pickled as those that they extend."""
+    """Pickles the class of the user, from which `extended` makes the subclass again."""
     reduced = super(type(self), self).__reduce_ex__(max(int(protocol), 2))
     return (_new, (self._extends,), *reduced[2:])
 
@@ -68,9 +68,9 @@ def check_equation(op: str, name: str, module: nnx.Module, parameter: str, equat
     """Raises ValueError unless `module(x)` is this einsum of x and a parameter of it, and nothing else.
 
     Args:
-      op, name: the caller, and what it calls the module.
-      parameter: the attribute that the weight is.
-      stacked: how many axes in front are those of layers, which `nnx.scan` or `nnx.vmap` take off.
+      op, name: the caller and the qualified name of the module, for errors.
+      parameter: the name of the attribute with the weight.
+      stacked: the number of leading axes of layers, which `nnx.scan` or `nnx.vmap` remove.
     """
     graph, state = nnx.split(module)
     flat, structure = jax.tree_util.tree_flatten_with_path(state)
@@ -99,7 +99,7 @@ def check_equation(op: str, name: str, module: nnx.Module, parameter: str, equat
 
 
 def terms_of(equation: str, ndim: int) -> Terms:
-    """The labels of an equation whose weight has `ndim` axes; an ellipsis stands for two axes of x."""
+    """The labels of an equation for a weight of `ndim` axes. An ellipsis stands for two axes of x."""
     first = equation.partition(",")[0].strip()
     x_ndim = len(first.replace("...", "").replace(" ", "")) + 2 * ("..." in first)
     return Terms.of(equation, *(jax.ShapeDtypeStruct((2,) * n, "float32") for n in (x_ndim, ndim)))
@@ -110,14 +110,14 @@ def _first_of(path: Any) -> str:
 
 
 class _Value(NamedTuple):
-    """What a trace knows of an array: which operand it is, or "y" of the product, and a label for each axis."""
+    """An array of a trace: the operand "x" or "w", or the product "y", with a label for each axis."""
 
     operand: str
     labels: tuple[int, ...]
 
 
 def _product_of(jaxpr: Any, w: int) -> Terms | str:
-    """The labels of the one product that a program is, of its last argument and argument `w`; or what else it does."""
+    """The labels of a program that is one product of its last argument and argument `w`; else its first other op."""
     values: dict[Any, _Value] = {}
     ndim = len(jaxpr.invars[w].aval.shape)
     values[jaxpr.invars[w]] = _Value("w", tuple(range(ndim)))
@@ -141,11 +141,11 @@ def _is_var(atom: Any) -> bool:
 
 
 def _walk(jaxpr: Any, values: dict[Any, _Value], same: dict[int, int]) -> str | None:
-    """Follows x and the weight through a program, and says what it cannot follow.
+    """Propagates labels through a program. Returns the name of the first op that is not part of a plain product.
 
     Args:
-      values: what is known of each array, to be added to.
-      same: labels of x that are those of w, to be added to.
+      values: the labels of arrays; this adds to them.
+      same: labels of x, and the labels of w that they are contracted with or share; this adds to them.
     """
     for eqn in jaxpr.eqns:
         known = [values.get(atom) if _is_var(atom) else None for atom in eqn.invars]

@@ -132,7 +132,7 @@ class Policy:
     Args:
       recipe: the format of each role, or the name of a recipe. Or a mapping from patterns of names to recipes, such as
         `{"*.experts.*": "BlockScaling", "head": None, "*": "MXFP8"}`: the first pattern that matches the name of a
-        weight decides, `*` also matches dots, and arrays whose recipe is None are no weights.
+        weight decides, `*` also matches dots, and None leaves arrays as they are.
       specs: a pytree as the weights: of each a PartitionSpec, or a NamedSharding; None for what is no weight.
       mesh: of the PartitionSpecs; None: that of `jax.set_mesh`.
       gather_axis: the mesh axis along which FSDP has cut weights: their codes are gathered.
@@ -140,7 +140,7 @@ class Policy:
       options: of `DotGeneral`, for all of them.
 
     Raises:
-      TypeError, ValueError: as above; or a pattern decides about no weight, or none about a weight.
+      TypeError, ValueError: as above; or a pattern matches no weight, or a weight has no pattern.
 
     >>> params = {"up": jnp.ones((16, 32)), "down": jnp.ones((32, 16)), "scale": jnp.ones(16)}
     >>> policy = Policy.of(params, "CurrentScaling")

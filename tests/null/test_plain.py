@@ -154,9 +154,7 @@ def test_a_shape_that_the_format_cannot_hold():
 
 def test_what_is_no_array_or_no_dict():
     """Numbers and lists in the place of arrays, and other things in the place of dicts."""
-    from qshard.plain import KEY, Description, restored, text_of
-
-    of_w = Description(format=FORMATS["MXFP8_E4M3"], shape=(2, 64), dtype="float32", planes=(Usage.ROWWISE,))
+    of_w = Description(format=MXFP8_E4M3, shape=(2, 64), dtype="float32", planes=(Usage.ROWWISE,))
     metadata = {KEY: text_of({"w": of_w})}
     for wrong in (3.0, [1, 2], "codes"):
         with pytest.raises(
