@@ -50,9 +50,9 @@ def convert(
       gather_axis: the mesh axis along which FSDP has cut the kernels: their codes are gathered. How each is cut is read
         off its array, or off the `out_sharding` of its metadata where it has none, so shard the model first.
       kept_axes: mesh axes along which kernels stay cut, as of tensor parallelism.
-      einsums: equations by pattern of names, for modules with `jnp.einsum(equation, x, self.w)` in `__call__(x)`, such
-        as `{"*.q_proj": "BTD,DNH->BTNH"}`; or the name of their attribute with the equation, such as
-        `{"*": "einsum_str"}`. `convert` checks the equation against a trace of the module.
+      einsums: equations by pattern of names, for modules with `jnp.einsum(equation, x, self.w)` in `__call__(x)`, or in
+        `__call__(equation, x)`, such as `{"*.q_proj": "BTD,DNH->BTNH"}`; or the name of their attribute with the
+        equation, such as `{"*": "einsum_str"}`. `convert` checks the equation against a trace of the module.
       rngs: an `nnx.Rngs`, of recipes that round stochastically; seeds are of its stream "qshard", or "default".
       options: of `DotGeneral`, such as `otherwise` or `reshard_after_forward`.
 

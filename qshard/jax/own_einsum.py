@@ -6,6 +6,7 @@ wrong equation, or a module that also adds a bias, raises and never changes a re
 
 from __future__ import annotations
 
+import inspect
 import types
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -45,10 +46,17 @@ def is_extended(kind: type) -> bool:
     return kind in _EXTENDED.values()
 
 
-def _call(self: Any, x: jax.Array) -> jax.Array:
-    """The einsum of x and the weight, in the dtype that it had before."""
+def _call(self: Any, *args: Any) -> jax.Array:
+    """The einsum of x, the last argument, and the weight, in the dtype of the user's class."""
     equation, name = self.einsum_rule
-    plain = jax.eval_shape(lambda x: self._extends.__call__(self, x), x)
+    *given, x = args
+    plain = jax.eval_shape(lambda x: self._extends.__call__(self, *given, x), x)
+    ndim = getattr(self, name).get_value().ndim
+    if given and _numbered(terms_of(given[0], ndim)) != _numbered(terms_of(equation, ndim)):
+        raise ValueError(
+            f"einsum: {given[0]!r} is not the equation that einsums= of convert gave this {self._extends.__name__}, "
+            f"{equation!r}; leave the module out of it"
+        )
     made: jax.Array = self.einsum_op(equation, x, getattr(self, name).get_value(), preferred_element_type=plain.dtype)
     return made
 
@@ -80,8 +88,12 @@ def check_equation(op: str, name: str, module: nnx.Module, parameter: str, equat
     terms = terms_of(equation, w.ndim)
     sizes = dict(zip(terms.w, w.shape, strict=True))
     x = jax.ShapeDtypeStruct(tuple(sizes.get(label, 2) for label in terms.x), w.dtype)
+    takes = [p for p in inspect.signature(type(module).__call__).parameters.values() if p.default is p.empty]
+    given = (equation,) * (len(takes) == 3)  # Modules of gemma are called with an equation and x.
     try:
-        traced = jax.make_jaxpr(lambda arrays, x: nnx.merge(graph, jax.tree.unflatten(structure, arrays))(x))(arrays, x)
+        traced = jax.make_jaxpr(
+            lambda arrays, x: nnx.merge(graph, jax.tree.unflatten(structure, arrays))(*given, x)  # type: ignore[operator]
+        )(arrays, x)
     except Exception as error:
         what = f"cannot be called with an x of {x.shape}: {str(error).partition(chr(10))[0][:80]}"
         raise ValueError(f"{op}: {name} ({type(module).__name__}) {what}; give it the equation that it has") from None

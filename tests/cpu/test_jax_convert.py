@@ -158,6 +158,28 @@ def test_converted_einsums_travel():
     assert_bits_equal(np.asarray(fresh(TOKENS)), np.asarray(want))
 
 
+class Called(nnx.Module):
+    """As `Einsum` of gemma (gm/nn/_layers.py), which is called with the equation."""
+
+    def __init__(self, shape, *, rngs):
+        self.shape = shape
+        self.w = nnx.Param(nnx.initializers.normal()(rngs.params(), shape))
+
+    def __call__(self, eqn, x):
+        return jnp.einsum(eqn, x, self.w[...])
+
+
+def test_modules_that_are_called_with_the_equation():
+    module, x = Called((N, D, H), rngs=nnx.Rngs(0)), jax.random.normal(jax.random.key(1), (2, 16, D))
+    convert(module, "CurrentScaling", einsums={"*": "BTD,NDH->BTNH"})
+    want = jax.jit(lambda x, w: einsum("BTD,NDH->BTNH", x, w, "CurrentScaling"))(x, module.w[...])
+    assert_bits_equal(np.asarray(nnx.jit(lambda m, x: m("btd,ndh->btnh", x))(module, x)), np.asarray(want))
+    with pytest.raises(
+        ValueError, match=r"^einsum: 'BTD,NDH->BNTH' is not the equation that einsums= of convert gave th"
+    ):
+        module("BTD,NDH->BNTH", x)
+
+
 class Scaled(Einsum):
     def __call__(self, x):
         return super().__call__(x) * 2
