@@ -126,7 +126,7 @@ activation=FP8_E4M3[nonfinite=nan], gradient=FP8_E5M2[nonfinite=nan])
     for weight, made in weights.items():
         put(cast(nn.Parameter, weight), made)
     for name, module in chosen.items():
-        module.__class__ = extended(_kind_of(type(module)), type(module))
+        cast(Any, module).__class__ = extended(_kind_of(type(module)), type(module))
         cast(WeightLayer, module).begin(recipes[name], cast(nn.Parameter, module.weight))
     for other in model.modules():
         if isinstance(other, nn.TransformerEncoderLayer) and {other.linear1, other.linear2} & {*chosen.values()}:
@@ -171,7 +171,7 @@ def _unfit(layer: nn.Module, recipe: Recipe) -> str | None:
     kind, weight = type(layer), layer._parameters.get("weight")
     if isinstance(layer, NonDynamicallyQuantizableLinear):
         return "nn.MultiheadAttention reads its weight"
-    known = [nn.Linear.forward, Linear.forward, LinearCrossEntropy.forward, QuantizedHead.forward]
+    known: list[Any] = [nn.Linear.forward, Linear.forward, LinearCrossEntropy.forward, QuantizedHead.forward]
     if not isinstance(layer, nn.Linear):
         known = [Conv1D.forward, getattr(conv1d_class(kind), "forward", None)]
     if kind.forward not in known:

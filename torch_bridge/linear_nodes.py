@@ -136,8 +136,8 @@ class Gradients(torch.autograd.Function):
                     pair.reverse()
                 grad_w = matmul(pair.pop(0), pair.pop(), ctx.w_dtype)
             if need_x:
-                dy_row, w = dys.pop(Usage.ROWWISE), _w_of(how, of_w, seed, ctx)
-                grad_x = _product_of(dy_row, w, how.dtype, how.y_rows, how.x_rows)
+                dy_row, w_back = dys.pop(Usage.ROWWISE), _w_of(how, of_w, seed, ctx)
+                grad_x = _product_of(dy_row, w_back, how.dtype, how.y_rows, how.x_rows)
             if travelling is not None:
                 dy_column, x_column = (wait() for wait in travelling)
                 grad_w = matmul(dy_column, x_column, ctx.w_dtype)

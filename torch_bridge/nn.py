@@ -106,8 +106,8 @@ class WeightLayer(Extends):
     """
 
     recipe: Recipe
-    weight: nn.Parameter
-    bias: Tensor | None
+    weight: Any
+    bias: Any
     weight_layout: ClassVar[WeightLayout] = "NK"
     seed: Tensor | None
     delayed: nn.ModuleDict

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils import parametrize
 
 from qshard.rules import is_name_of_table
@@ -77,7 +77,7 @@ def _parameters_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _is_weight(parameter: Tensor) -> bool:
-    if isinstance(parameter, UninitializedTensorMixin):
+    if isinstance(parameter, UninitializedParameter):
         return True
     return parameter.is_floating_point() and sum(size > 1 for size in parameter.shape) > 1
 
@@ -98,6 +98,6 @@ def _why(module: nn.Module, weights: Mapping[str, Tensor]) -> str:
     if isinstance(module, nn.Bilinear):
         return "no recipe multiplies three operands"
     names = ", ".join(weights)
-    if any(not isinstance(w, UninitializedTensorMixin) and w.ndim > 2 for w in weights.values()):
+    if any(not isinstance(w, UninitializedParameter) and w.ndim > 2 for w in weights.values()):
         return f"{names} of 3 axes; call grouped_linear with it, or make a GroupedLinear of nn.Linear layers"
     return f"{type(module).__name__} multiplies {names} itself; make it an nn.Linear"

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 from flax import nnx
@@ -245,7 +245,7 @@ def survey(model: nnx.Module, einsums: Mapping[str, str]) -> dict[str, Candidate
             found[name] = Candidate(Layer(module), module, (name, f"{prefix}kernel"), None)
             continue
         if own_einsum.is_extended(type(module)):
-            layer = OwnEinsum(module, *module.einsum_rule)
+            layer = OwnEinsum(module, *cast(Any, module).einsum_rule)
             found[name] = Candidate(layer, module, (name, prefix + layer.weight), None)
             used |= {pattern for pattern in einsums if fnmatchcase(name, pattern)}
             continue
@@ -301,7 +301,7 @@ def _weights_of(module: nnx.Module, own: Any) -> list[str]:
 def _is_weight(array: Any) -> bool:
     if not hasattr(array, "dtype") or not jax.numpy.issubdtype(array.dtype, jax.numpy.floating):
         return False
-    return sum(size > 1 for size in array.shape) > 1
+    return bool(sum(size > 1 for size in array.shape) > 1)
 
 
 def _why(module: nnx.Module, name: str, weights: list[str]) -> str:

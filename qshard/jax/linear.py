@@ -322,8 +322,8 @@ def _checked_linear(
         "linear", w, given, recipe, weight_spec, gather_axes, x_type=_explicit_type(x), **options
     )
     if given.state is not None and weight.sink is not None:
-        sink, state = require_gradient("linear", weight.sink, given.state)
-        weight, given = CodedWeight(weight.codes, sink, weight.shards), given._replace(state=state)
+        array, state = require_gradient("linear", weight.sink, given.state)
+        weight, given = CodedWeight(weight.codes, array, weight.shards), given._replace(state=state)
     # In shard_map, an operand that varies over fewer axes is cast to vary out here, where JAX sums its gradient.
     x, *sink = vary_alike(x, *jax.tree.leaves(weight.sink))
     weight = CodedWeight(weight.codes, sink[0] if sink else None, weight.shards)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 from flax import nnx
@@ -91,9 +91,9 @@ def check_equation(op: str, name: str, module: nnx.Module, parameter: str, equat
     takes = [p for p in inspect.signature(type(module).__call__).parameters.values() if p.default is p.empty]
     given = (equation,) * (len(takes) == 3)  # Modules of gemma are called with an equation and x.
     try:
-        traced = jax.make_jaxpr(
-            lambda arrays, x: nnx.merge(graph, jax.tree.unflatten(structure, arrays))(*given, x)  # type: ignore[operator]
-        )(arrays, x)
+        traced = jax.make_jaxpr(lambda arrays, x: nnx.merge(graph, jax.tree.unflatten(structure, arrays))(*given, x))(
+            arrays, x
+        )
     except Exception as error:
         what = f"cannot be called with an x of {x.shape}: {str(error).partition(chr(10))[0][:80]}"
         raise ValueError(f"{op}: {name} ({type(module).__name__}) {what}; give it the equation that it has") from None
@@ -114,7 +114,8 @@ def terms_of(equation: str, ndim: int) -> Terms:
     """The labels of an equation for a weight of `ndim` axes. An ellipsis stands for two axes of x."""
     first = equation.partition(",")[0].strip()
     x_ndim = len(first.replace("...", "").replace(" ", "")) + 2 * ("..." in first)
-    return Terms.of(equation, *(jax.ShapeDtypeStruct((2,) * n, "float32") for n in (x_ndim, ndim)))
+    x, w = (cast(Any, jax.ShapeDtypeStruct((2,) * n, "float32")) for n in (x_ndim, ndim))
+    return Terms.of(equation, x, w)
 
 
 def _first_of(path: Any) -> str:
