@@ -176,7 +176,7 @@ class OwnEinsum(Layer):
 
     @property
     def ndim(self) -> int:
-        return len(self.equation.partition("->")[0].partition(",")[2].strip())
+        return len(self.equation.partition("->")[0].partition(",")[2].replace(" ", ""))
 
     @property
     def contracted(self) -> tuple[int, ...]:
@@ -211,7 +211,7 @@ class Candidate(NamedTuple):
     """A module with weights.
 
     Attributes:
-      layer: it as a linear layer, if it is one.
+      layer: the module as a linear layer; None if it has to stay.
       module: the module.
       names: the qualified name of the module, then the names of its weights. A pattern may match any of them.
       why: the reason to leave the module, and what to do; None for a linear layer.
@@ -256,7 +256,7 @@ def survey(model: nnx.Module, einsums: Mapping[str, str]) -> dict[str, Candidate
         pattern = next((pattern for pattern in einsums if any(fnmatchcase(each, pattern) for each in names)), None)
         equation = None if pattern is None else _equation_of(module, einsums[pattern])
         if pattern is None or equation is None:
-            found[name] = Candidate(None, module, names, _why(module, name, weights))
+            found[name] = Candidate(None, module, names, _why(module, weights))
             continue
         used.add(pattern)
         if len(weights) > 1:
@@ -304,7 +304,7 @@ def _is_weight(array: Any) -> bool:
     return bool(sum(size > 1 for size in array.shape) > 1)
 
 
-def _why(module: nnx.Module, name: str, weights: list[str]) -> str:
+def _why(module: nnx.Module, weights: list[str]) -> str:
     """Why `convert` leaves the weights of a module, and what to do."""
     if isinstance(module, nnx.Conv | nnx.ConvTranspose):
         return "no recipe multiplies a convolution"
