@@ -15,52 +15,56 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
 
-from qshard.names import shown
-from qshard.recipes import Recipe, RecipeLike, as_recipe, check_weight_shape
+from qshard.recipes import Recipe, check_weight_shape
+from qshard.rules import RecipesLike, Rules, check_filter, keeps, list_layers
 from qshard.torch_bridge.arguments import check_dtype, check_model
+from qshard.torch_bridge.conv1d import Conv1D, conv1d_class
 from qshard.torch_bridge.extend import extended
 from qshard.torch_bridge.fsdp.weight import ShardedWeight
 from qshard.torch_bridge.fused import RMSNorm
 from qshard.torch_bridge.linear_cross_entropy import LinearCrossEntropy, QuantizedHead
 from qshard.torch_bridge.moves import guard_moves
-from qshard.torch_bridge.nn import Linear, check_not_sealed, coded, put
-
-_SHOWN = 3
-"""How many layers a warning names."""
+from qshard.torch_bridge.nn import Linear, WeightLayer, check_not_sealed, coded, put
+from qshard.torch_bridge.survey import survey
 
 
 def convert(
     model: nn.Module,
-    recipe: RecipeLike,
-    filter: Callable[[nn.Linear, str], bool] | None = None,
+    recipe: RecipesLike,
+    filter: Callable[[Any, str], bool] | None = None,
     *,
     primary: bool = False,
     fuse: bool = False,
 ) -> nn.Module:
     """Turns every `nn.Linear` in `model` into a `Linear`, in place: same module objects, hooks, names and values.
 
-    Layers of a subclass that keeps the `forward` of `nn.Linear` stay instances of it, with its methods and attributes.
+    So does every `Conv1D` of Hugging Face's GPT-2, whose weight stays `[in, out]`. Layers of a subclass that keeps the
+    `forward` of `nn.Linear` stay instances of it, with its methods and attributes.
     Parameters stay the objects that they are: an optimizer that holds them trains them on. Weights that layers share
     stay shared. A `Linear` takes the new recipe, and a `LinearCrossEntropy` still gives the loss. `fully_shard` takes
     weights of square blocks, or of one scale a tensor; it refuses those of vectors, whose two planes are different
     numbers.
 
-    What it cannot convert it leaves as it is, with a warning that says why, unless `filter` leaves it out: layers with
-    a `forward` of their own, whose weight is computed (parametrized, pruned) or has no shape yet (lazy), or is used
-    without a call of the layer (`nn.MultiheadAttention`), and weights that belong to another kind of module too, such
-    as an embedding.
+    One warning names all weights that stay in high precision, with the reason and what to do, unless `filter` or a
+    pattern leaves them out. Linear layers stay if they override `forward`, if their weight is computed (parametrized,
+    pruned), has no shape yet (lazy), or also belongs to another kind of module, such as an embedding. Other modules
+    stay if they have a floating-point parameter of two axes or more: experts as one tensor of three axes,
+    `nn.MultiheadAttention`, convolutions, recurrent layers. Embeddings and norms are not named.
 
     Args:
       model: on any device, also meta. Before it is sharded or wrapped: `parallelize_module`, `fully_shard`,
         DistributedDataParallel.
-      recipe: the format of each role, or the name of a recipe, such as "CurrentScaling".
+      recipe: the format of each role, or the name of a recipe, such as "CurrentScaling". Or a mapping from patterns of
+        names to recipes, such as `{"*.experts.*": "BlockScaling", "head": None, "*": "MXFP8"}`: the first pattern that
+        matches the name of a layer decides, `*` also matches dots, and None keeps layers in high precision.
       primary: whether weights are kept as codes. Then `fully_shard` must follow, on one rank too; `Adam`, or any
         optimizer in `WithMasters`, has the float32 masters, which start as the weights are now, and `state_dict` shows
         them. Codes are made once a step, and no gather casts.
       fuse: whether every `nn.RMSNorm` with a weight, of a subclass that keeps its `forward` too, becomes a `RMSNorm`.
         That takes the amax that the layer after it needs as it makes its result. Last bits of norms change: it adds in
         another order.
-      filter: called with a layer and its qualified name; layers for which it is False stay as they are.
+      filter: a function of a module with weights and its qualified name. A module stays as it is, and is not named, if
+        the function returns False. `filter=lambda layer, name: "lora_" not in name` leaves out the adapters of peft.
 
     Returns:
       `model`.
@@ -68,7 +72,8 @@ def convert(
     Raises:
       TypeError: a weight is not float32, bfloat16 or float16, or an argument is not of its type.
       ValueError: there is nothing to convert; or a weight is sharded already, is held by a wrapper or by a graph of
-        autograd, or is not whole blocks of the formats of the recipe. Nothing has been changed then.
+        autograd, is not whole blocks of the formats of the recipe, or is shared by layers of two recipes; or a pattern
+        matches no layer, or only layers that an earlier one matches. Nothing has been changed then.
 
     >>> from qshard.recipes import CurrentScaling
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -81,41 +86,49 @@ activation=FP8_E4M3[nonfinite=nan], gradient=FP8_E5M2[nonfinite=nan])
     )
     """
     check_model("convert", model)
-    recipe = as_recipe(recipe, "convert")
-    if filter is not None and not callable(filter):
-        raise TypeError(f"convert: filter ({shown(filter)}) is not a function; pass one of a layer and its name")
+    rules = Rules.of(recipe, "convert")
+    check_filter("convert", filter)
     _check_not_wrapped(model)
-    layers = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and (filter is None or filter(module, name))
-    }
-    why = {name: reason for name, layer in layers.items() if (reason := _unfit(layer, recipe)) is not None}
-    why |= _tied(model, {name: layer for name, layer in layers.items() if name not in why})
-    left = {name: why[name] for name in layers if name in why}
-    chosen = {name: layer for name, layer in layers.items() if name not in why}
+    candidates = survey(model)
+    rules.check_used([each.names for each in candidates.values()], [name for name, _ in model.named_modules()])
+    recipes: dict[str, Recipe] = {}  # Of the layers that may take one.
+    left: dict[str, str] = {}
+    for name, (module, names, why) in candidates.items():
+        pattern = rules.pattern_of(*names)
+        if not keeps(filter, module, name, why is None) or (pattern is not None and rules.recipes[pattern] is None):
+            continue
+        own = None if pattern is None else rules.recipes[pattern]
+        reason = why or ("no pattern matches it" if own is None else _unfit(module, own))
+        if reason is not None:
+            left[name] = reason
+        elif own is not None:
+            recipes[name] = own
+    tied = _tied(model, {name: candidates[name].module for name in recipes})
+    left = {name: reason for name in candidates if (reason := tied.get(name, left.get(name))) is not None}
+    chosen = {name: cast(nn.Linear, candidates[name].module) for name in recipes if name not in tied}
     if not chosen:
         kind = type(model).__name__
         if left:
-            raise ValueError(f"convert: model ({kind}) has nothing to convert: {_listed(left)}; pass one that has")
+            raise ValueError(f"convert: model ({kind}) has nothing to convert: {list_layers(left)}; pass one that has")
         raise ValueError(f"convert: model ({kind}) has no nn.Linear that filter= keeps; pass one that has")
     for name, module in chosen.items():
-        _check(_weight(name), module.weight, recipe)
+        _check(_weight(name), module, recipes[name])
+    _check_shared(chosen, recipes)
     weights: dict[Tensor, nn.Parameter] = {}
     for name, module in chosen.items():
         if module.weight not in weights:
-            weights[module.weight] = coded(module.weight, recipe, _weight(name), model, primary)
+            weights[module.weight] = coded(module.weight, recipes[name], _weight(name), model, primary)
     if left:
         warnings.warn(
-            f"convert: {len(left)} of {len(left) + len(chosen)} linear layers stay as they are: {_listed(left)}; leave "
+            f"convert: {len(left)} of {len(left) + len(chosen)} layers stay as they are: {list_layers(left)}; leave "
             "them out with filter= to say that they should",
             stacklevel=2,
         )
     for weight, made in weights.items():
         put(cast(nn.Parameter, weight), made)
-    for module in chosen.values():
-        module.__class__ = extended(_kind_of(type(module)), type(module))
-        cast(Linear, module).begin(recipe, cast(nn.Parameter, module.weight))
+    for name, module in chosen.items():
+        cast(Any, module).__class__ = extended(_kind_of(type(module)), type(module))
+        cast(WeightLayer, module).begin(recipes[name], cast(nn.Parameter, module.weight))
     for other in model.modules():
         if isinstance(other, nn.TransformerEncoderLayer) and {other.linear1, other.linear2} & {*chosen.values()}:
             other.activation_relu_or_gelu = 0  # Else where nothing trains it reads the weights, and calls no layer.
@@ -137,11 +150,6 @@ def _weight(name: str) -> str:
     return f"{name}.weight" if name else "weight"
 
 
-def _listed(left: dict[str, str]) -> str:
-    listed = [f"{name or 'it'} ({why})" for name, why in left.items()][:_SHOWN]
-    return ", ".join(listed) + (f" and {len(left) - _SHOWN} more" if len(left) > _SHOWN else "")
-
-
 def _check_not_wrapped(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if (
@@ -155,16 +163,21 @@ def _check_not_wrapped(model: nn.Module) -> None:
             )
 
 
-def _kind_of(kind: type[nn.Module]) -> type[Linear]:
+def _kind_of(kind: type[nn.Module]) -> type[WeightLayer]:
+    if not issubclass(kind, nn.Linear):
+        return Conv1D
     return QuantizedHead if issubclass(kind, LinearCrossEntropy) else Linear
 
 
-def _unfit(layer: nn.Linear, recipe: Recipe) -> str | None:
+def _unfit(layer: nn.Module, recipe: Recipe) -> str | None:
     """Why a layer has to stay as it is."""
     kind, weight = type(layer), layer._parameters.get("weight")
     if isinstance(layer, NonDynamicallyQuantizableLinear):
         return "nn.MultiheadAttention reads its weight"
-    if kind.forward not in (nn.Linear.forward, Linear.forward, LinearCrossEntropy.forward, QuantizedHead.forward):
+    known: list[Any] = [nn.Linear.forward, Linear.forward, LinearCrossEntropy.forward, QuantizedHead.forward]
+    if not isinstance(layer, nn.Linear):
+        known = [Conv1D.forward, getattr(conv1d_class(kind), "forward", None)]
+    if kind.forward not in known:
         return f"{kind.__name__} overrides forward"
     if issubclass(kind, LinearCrossEntropy) and recipe.stateful:
         return f"chunks of its rows have no scales of {type(recipe).__name__}"
@@ -183,7 +196,7 @@ def _unfit(layer: nn.Linear, recipe: Recipe) -> str | None:
     return None
 
 
-def _tied(model: nn.Module, chosen: dict[str, nn.Linear]) -> dict[str, str]:
+def _tied(model: nn.Module, chosen: dict[str, nn.Module]) -> dict[str, str]:
     """Of those chosen, the layers whose weight something else uses too, which would not know what to do with codes."""
     taken = set(map(id, chosen.values()))
     others: dict[int, str] = {}
@@ -194,7 +207,24 @@ def _tied(model: nn.Module, chosen: dict[str, nn.Linear]) -> dict[str, str]:
     return {name: f"tied to {others[id(layer.weight)]}" for name, layer in chosen.items() if id(layer.weight) in others}
 
 
-def _check(name: str, weight: Tensor, recipe: Recipe) -> None:
+def _check_shared(chosen: dict[str, nn.Linear], recipes: dict[str, Recipe]) -> None:
+    """Raises ValueError where layers that share a weight take several recipes."""
+    first: dict[Tensor, str] = {}
+    for name, layer in chosen.items():
+        other = first.setdefault(layer.weight, name)
+        if recipes[other] != recipes[name] or _layout(chosen[other]) != _layout(layer):
+            raise ValueError(
+                f"convert: {_weight(name)} ({type(recipes[name]).__name__}) is also {_weight(other)} "
+                f"({type(recipes[other]).__name__}), and a weight has one recipe; match both with one pattern"
+            )
+
+
+def _layout(layer: nn.Module) -> str:
+    return _kind_of(type(layer)).weight_layout
+
+
+def _check(name: str, layer: nn.Linear, recipe: Recipe) -> None:
+    weight = layer.weight
     if isinstance(weight, DTensor):
         raise ValueError(f"convert: {name} (DTensor) is not a plain tensor; convert before sharding the model")
     held: Any = weight
@@ -205,6 +235,9 @@ def _check(name: str, weight: Tensor, recipe: Recipe) -> None:
         )
     try:
         check_dtype("convert", name, weight.dtype)
-        check_weight_shape("convert", name, recipe, tuple(weight.shape))
+        if _layout(layer) == "NK":
+            check_weight_shape("convert", name, recipe, tuple(weight.shape))
+        else:
+            check_weight_shape("convert", f"{name}.T", recipe, tuple(weight.shape)[::-1])
     except (TypeError, ValueError) as error:
         raise type(error)(f"{error}, or leave the layer out with filter=") from None

@@ -23,7 +23,7 @@ from qshard.torch_bridge.arguments import check_group, check_model
 from qshard.torch_bridge.delayed import STATE_OF, DelayedScale
 from qshard.torch_bridge.fsdp.weight import ShardedWeight, plain
 from qshard.torch_bridge.modules import modules_of, parameters_of
-from qshard.torch_bridge.nn import Linear, put
+from qshard.torch_bridge.nn import WeightLayer, put
 from qshard.torch_bridge.saved import KeptInParts
 from qshard.torch_bridge.tensor import QuantizedTensor
 
@@ -69,7 +69,7 @@ def prepare_modules_for_fsdp1(model: nn.Module, *, activation_group: dist.Proces
     for module in modules_of(model):
         if isinstance(module, DelayedScale):
             module.keep_bits()
-        elif isinstance(module, Linear):
+        elif isinstance(module, WeightLayer):
             module.kept = None if activation_group is None else KeptInParts(activation_group)
     for weight in parameters_of(model):
         if isinstance(weight, ShardedWeight):

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from qshard.recipes import RecipeLike, as_recipe
+from qshard.rules import RecipesLike, Rules, check_filter
+from qshard.torch_bridge.conv1d import is_conv1d
 from qshard.torch_bridge.convert import convert
 
 
 @contextlib.contextmanager
 def quantized_init(
-    recipe: RecipeLike, filter: Callable[[nn.Linear, str], bool] | None = None, *, primary: bool = True
+    recipe: RecipesLike, filter: Callable[[Any, str], bool] | None = None, *, primary: bool = True
 ) -> Iterator[None]:
     """Models that are made in it are converted when it ends: `convert(model, recipe, filter, primary=primary)`.
 
@@ -33,7 +35,8 @@ def quantized_init(
     >>> type(model[0]).__module__
     'qshard.torch_bridge.nn'
     """
-    recipe = as_recipe(recipe, "quantized_init")
+    Rules.of(recipe, "quantized_init")
+    check_filter("quantized_init", filter)
     parents: dict[int, nn.Module] = {}
     children: set[int] = set()
 
@@ -49,5 +52,5 @@ def quantized_init(
     finally:
         handle.remove()
     for key, module in parents.items():
-        if key not in children and any(isinstance(m, nn.Linear) for m in module.modules()):
+        if key not in children and any(isinstance(m, nn.Linear) or is_conv1d(m) for m in module.modules()):
             convert(module, recipe, filter, primary=primary)

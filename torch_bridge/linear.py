@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -23,9 +23,13 @@ from qshard.torch_bridge.linear_nodes import Gradients, How, Joined, Product, mu
 from qshard.torch_bridge.noted import noted_amax
 from qshard.torch_bridge.operands import ROLES, matrix_of, planes_of, quantized, values_of
 from qshard.torch_bridge.parallel import Cut, Part, cut_of
+from qshard.torch_bridge.planes import transposed
 from qshard.torch_bridge.saved import KeptInParts
 from qshard.torch_bridge.tensor import QuantizedTensor
 from qshard.torch_bridge.words import words
+
+WeightLayout = Literal["NK", "KN"]
+"""How a weight lies in memory. "NK": `[N, K]`, as that of `nn.Linear`; "KN": `[K, N]`, as that of GPT-2's `Conv1D`."""
 
 aten = torch.ops.aten
 
@@ -38,7 +42,7 @@ def linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    recipe: RecipeLike,
+    recipe: RecipeLike | None = None,
     *,
     seed: int | Tensor | None = None,
     delayed: Mapping[Role, DelayedScale] | None = None,
@@ -46,6 +50,7 @@ def linear(
     scatter_dim: int | None = None,
     overlap: bool = False,
     kept: KeptInParts | None = None,
+    weight_layout: WeightLayout = "NK",
 ) -> Tensor:
     """`y = x @ weight.T + bias`, with x, weight and the gradient of y quantized.
 
@@ -71,6 +76,8 @@ def linear(
       overlap: whether rows that are cut (`sequence.py`) travel while others are multiplied. The bits are the same.
       kept: ranks that have this very x, and keep codes of it together (`prepare_modules_for_fsdp1`). Its backward pass
         is collective then.
+      weight_layout: "NK", or "KN" for a weight of `[K, N]`, as GPT-2's `Conv1D` has it: `y = x @ weight + bias`. Codes
+        of it lie as it does. Not for DTensors.
 
     Returns:
       `[..., N]`. Gradients have the dtypes of what they are gradients of.
@@ -100,7 +107,21 @@ def linear(
 
     Sources: arXiv:2209.05433.
     """
+    given_bias: Any = bias
+    if recipe is None and isinstance(given_bias, str | Recipe):
+        raise TypeError(
+            f"linear: bias ({shown(given_bias)}) is a recipe, and that comes after bias; write linear(x, weight, None, "
+            "recipe)"
+        )
     recipe = as_recipe(recipe, "linear")
+    if weight_layout not in ("NK", "KN"):
+        raise ValueError(
+            f"linear: weight_layout ({shown(weight_layout)}) is not how weight lies; pass 'NK' for [N, K] or 'KN' for "
+            "[K, N]"
+        )
+    is_kn = weight_layout == "KN"
+    if is_kn and (isinstance(x, DTensor) or isinstance(weight, DTensor)):
+        raise TypeError("linear: weight (DTensor, weight_layout='KN') cannot be a DTensor; pass it as [N, K]")
     # Dynamo would hold a graph to the id, and compile alike layers one by one, of which a few are its limit.
     cut, shared, layer = None, x, 0 if torch.compiler.is_compiling() else _id_of(weight)
     if isinstance(x, DTensor) and isinstance(weight, DTensor):
@@ -119,7 +140,7 @@ def linear(
     check_tensor("linear", "x", x)
     check_operand("linear", weight, recipe)
     if cut is None:
-        _check_shapes(x, weight, bias)
+        _check_shapes(x, weight, bias, is_kn)
     if not (parts and torch.compiler.is_compiling()):  # Dynamo knows no state of a part that it has made.
         check_gathered(weight)
     if dtype is not None:
@@ -142,7 +163,7 @@ def linear(
                 raise ValueError(f"linear: delayed has no state for {role}; pass a DelayedScale for each role")
         given = [*(delayed[role].scale for role in ROLES), delayed[Role.GRADIENT].amax]
     dtype = x.dtype if dtype is None else dtype
-    y = _product(x, weight, recipe, seed, given, delayed, dtype, cut, shared, layer, kept)
+    y = _product(x, weight, recipe, seed, given, delayed, dtype, cut, shared, layer, kept, is_kn)
     y = y if cut is None else cut.y(y)
     return y if bias is None else y + bias.to(y.dtype)
 
@@ -159,6 +180,7 @@ def _product(
     shared: Tensor,
     layer: Hashable,
     kept: KeptInParts | None,
+    is_kn: bool,
 ) -> Tensor:
     """`linear` of plain tensors, without bias.
 
@@ -167,6 +189,7 @@ def _product(
       shared: what tells one x from another, for layers that take the same.
       layer: which layer it is.
       kept: who keeps parts of the codes of x.
+      is_kn: the weight is `[K, N]`.
     """
     parts: Mapping[Role, Part] = {} if cut is None else cut.parts
     x_rows, y_rows = (None, None) if cut is None else (cut.x_rows, cut.y_rows)
@@ -191,30 +214,34 @@ def _product(
         delayed[Role.ACTIVATION].observe(amax)
 
     x_row, w_format, w_again, ready = xs[Usage.ROWWISE], recipe.weight, False, None
+    # The plane of the weight, as it lies, that each pass contracts.
+    forward, backward = (Usage.COLUMNWISE, Usage.ROWWISE) if is_kn else (Usage.ROWWISE, Usage.COLUMNWISE)
     ws: dict[Usage, Operand] = {}
     # Under hooks something is recomputed, and the product comes in a node of its own.
     one_node = eager and not activations.are_hooks_there()
     if isinstance(weight, QuantizedTensor):  # Gathered by FSDP2, for example. The hook before it has noted its amax.
-        w_format, ws = weight.format, planes_of(weight, need_x)
+        w_format, ws = weight.format, planes_of(weight, need_x or is_kn)
+        if is_kn and forward not in ws:
+            ws[forward] = Operand(w_format, transposed(ws[backward].parts, w_format), forward)
     else:
         # What is no parameter may be there for this product alone, and has more bytes than its codes.
         w_again = need_x and eager and (isinstance(weight, torch.nn.Parameter) or flat_of(weight) is not None)
-        if one_node and not parts and (w_again or not need_x):
+        if one_node and not parts and not is_kn and (w_again or not need_x):
             scale = given[_W_SCALE] if given else None
             ready = one_call.product(x_row.parts, x_row.format, values_of(weight), recipe, scale, seed, dtype)
         if ready is None:
-            w_usage = Usage.BOTH if need_x and not w_again else Usage.ROWWISE
+            w_usage = Usage.BOTH if need_x and not w_again else forward
             ws, amaxes = quantized(values_of(weight), recipe, w_usage, Role.WEIGHT, seed, parts, given)
         else:
             amaxes = [cast(Tensor, ready[1])]
         if delayed is not None:
             delayed[Role.WEIGHT].observe(amaxes[0])
-    shape = (*x.shape[:-1], weight.shape[0]) if cut is None else cut.y_shape(x, weight.shape[0])
+    shape = (*x.shape[:-1], weight.shape[1 if is_kn else 0]) if cut is None else cut.y_shape(x, weight.shape[0])
     y: Tensor | None = None
     if ready is not None:
         y = aten._unsafe_view.default(ready[0], shape)
     elif one_node or not (need_x or need_w):
-        y = multiplied(x_row, ws[Usage.ROWWISE], dtype, shape, x_rows, y_rows)
+        y = multiplied(x_row, ws[forward], dtype, shape, x_rows, y_rows)
     if y is not None and not (need_x or need_w):
         return y
     of_x: Sequence[Tensor | None] = ()
@@ -232,17 +259,17 @@ def _product(
         of_w = (weight.shard,) if isinstance(weight, ShardedWeight) else ()
     elif need_x:
         # A gathered weight is kept as it is: FSDP2 frees its memory, and fills it with the same codes before backward.
-        w = ws.get(Usage.COLUMNWISE, ws[Usage.ROWWISE])
+        w = ws[backward] if backward in ws else ws[forward]
         of_w, kept_usage = w.parts, w.usage
     # Dynamo takes no tensor twice, and what is kept as codes has its scale.
     scales = [scale if eager or i >= _X_SCALES.stop else None for i, scale in enumerate(given)]
     x_again = None if source is None else source.again
     sizes = len(given), len(of_x), shape
-    how = How(recipe, dtype, x_again, w_again, w_format, kept_usage, *sizes, parts, x_rows, y_rows, joined)
+    how = How(recipe, dtype, x_again, w_again, w_format, kept_usage, *sizes, parts, x_rows, y_rows, joined, is_kn)
     made: Tensor = Gradients.apply(x, weight, how, seed, None if y is None else (y,), *scales, *of_x, *of_w)
     if y is None:
-        w_row = ws[Usage.ROWWISE]
-        made = Product.apply(made, dtype, x_row.format, w_row.format, (x_rows, y_rows), *x_row.parts, *w_row.parts)
+        w = ws[forward]
+        made = Product.apply(made, dtype, x_row.format, w.format, is_kn, (x_rows, y_rows), *x_row.parts, *w.parts)
     return made
 
 
@@ -276,12 +303,13 @@ def check_gathered(weight: Tensor) -> None:
         )
 
 
-def _check_shapes(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+def _check_shapes(x: Tensor, weight: Tensor, bias: Tensor | None, is_kn: bool = False) -> None:
+    lies = "[K, N]" if is_kn else "[N, K]"
     if weight.ndim != 2:
-        raise ValueError(f"linear: weight {tuple(weight.shape)} does not have two axes; give weight as [N, K]")
-    if x.ndim < 1 or x.shape[-1] != weight.shape[1]:
+        raise ValueError(f"linear: weight {tuple(weight.shape)} does not have two axes; give weight as {lies}")
+    if x.ndim < 1 or x.shape[-1] != weight.shape[0 if is_kn else 1]:
         raise ValueError(
-            f"linear: weight {tuple(weight.shape)} does not fit x {tuple(x.shape)}; give weight as [N, K] and x as "
+            f"linear: weight {tuple(weight.shape)} does not fit x {tuple(x.shape)}; give weight as {lies} and x as "
             "[*lead, K]"
         )
     if bias is not None:
@@ -289,7 +317,7 @@ def _check_shapes(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
             raise TypeError(f"linear: bias ({shown(bias)}) is not a torch.Tensor or None; pass a tensor of [N]")
         if isinstance(weight, DTensor) and not isinstance(bias, DTensor):
             raise TypeError("linear: bias (Tensor) is not a DTensor, as weight is; distribute both, or neither")
-        if tuple(bias.shape) != (weight.shape[0],):
+        if tuple(bias.shape) != (weight.shape[1 if is_kn else 0],):
             raise ValueError(
                 f"linear: bias {tuple(bias.shape)} does not fit weight {tuple(weight.shape)}; give it as [N]"
             )

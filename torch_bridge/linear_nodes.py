@@ -52,6 +52,7 @@ class How(NamedTuple):
       parts: which parts of larger tensors the operands are, if they are.
       x_rows, y_rows: how rows of theirs are cut, of whose planes others have the rest.
       joined: of the codes of x a part is kept; None: all of them.
+      is_kn: the weight is `[K, N]`.
     """
 
     recipe: Recipe
@@ -67,6 +68,7 @@ class How(NamedTuple):
     x_rows: Rows | None
     y_rows: Rows | None
     joined: Joined | None
+    is_kn: bool
 
 
 class Gradients(torch.autograd.Function):
@@ -107,7 +109,7 @@ class Gradients(torch.autograd.Function):
             of_x[0] = how.joined.kept.join(of_x[0], *how.joined[1:])
         need_x, need_w = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
         dy, plan = matrix_of(grad, grad.dtype), None
-        if not how.parts and not torch.compiler.is_compiling():
+        if not how.parts and not how.is_kn and not torch.compiler.is_compiling():
             x_parts = 1 if how.x_again else sum(part is not None for part in of_x)
             w_parts = 1 if how.w_again else sum(part is not None for part in of_w)
             sizes = (*dy.shape, ctx.x_shape[-1])
@@ -129,10 +131,13 @@ class Gradients(torch.autograd.Function):
                 travelling = [(lambda own=own: own) if rows is None else rows.gathered(own) for own, rows in sides]
                 del sides
             elif need_w:
-                grad_w = matmul(dys.pop(Usage.COLUMNWISE), _x_of(how, of_x, seed, ctx), ctx.w_dtype)
+                pair = [dys.pop(Usage.COLUMNWISE), _x_of(how, of_x, seed, ctx)]
+                if how.is_kn:
+                    pair.reverse()
+                grad_w = matmul(pair.pop(0), pair.pop(), ctx.w_dtype)
             if need_x:
-                dy_row, w_column = dys.pop(Usage.ROWWISE), _w_of(how, of_w, seed, ctx)
-                grad_x = _product_of(dy_row, w_column, how.dtype, how.y_rows, how.x_rows)
+                dy_row, w_back = dys.pop(Usage.ROWWISE), _w_of(how, of_w, seed, ctx)
+                grad_x = _product_of(dy_row, w_back, how.dtype, how.y_rows, how.x_rows)
             if travelling is not None:
                 dy_column, x_column = (wait() for wait in travelling)
                 grad_w = matmul(dy_column, x_column, ctx.w_dtype)
@@ -166,16 +171,16 @@ def _x_of(how: How, kept: list[Any], seed: Tensor | None, ctx: Any) -> Operand:
 
 
 def _w_of(how: How, kept: list[Any], seed: Tensor | None, ctx: Any) -> Operand:
-    """The weight, columnwise, likewise."""
+    """The weight, in the plane that contracts N, likewise."""
     parts = tuple(kept)
     kept.clear()
+    usage = Usage.ROWWISE if how.is_kn else Usage.COLUMNWISE
     if how.w_again:
-        w = values_of(parts[-1])
-        return quantized(w, how.recipe, Usage.COLUMNWISE, Role.WEIGHT, seed, how.parts, ctx.given)[0][Usage.COLUMNWISE]
+        return quantized(values_of(parts[-1]), how.recipe, usage, Role.WEIGHT, seed, how.parts, ctx.given)[0][usage]
     codes = Plane(*parts)
-    if how.w_usage is Usage.ROWWISE:
+    if how.w_usage is not usage:
         codes = transposed(codes, how.w_format)
-    return Operand(how.w_format, codes, Usage.COLUMNWISE)
+    return Operand(how.w_format, codes, usage)
 
 
 def multiplied(
@@ -207,14 +212,16 @@ class Product(torch.autograd.Function):
         dtype: torch.dtype,
         x_format: Format,
         w_format: Format,
+        is_kn: bool,
         rows: tuple[Rows | None, Rows | None],
         *parts: Tensor | None,
     ) -> Tensor:
         half = len(Plane._fields)
         ctx.count = len(parts)
-        x, w = Operand(x_format, Plane(*parts[:half])), Operand(w_format, Plane(*parts[half:]))
+        usage = Usage.COLUMNWISE if is_kn else Usage.ROWWISE
+        x, w = Operand(x_format, Plane(*parts[:half])), Operand(w_format, Plane(*parts[half:]), usage)
         return multiplied(x, w, dtype, y.shape, *rows)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad, None, None, None, None, *(None for _ in range(ctx.count))
+        return grad, None, None, None, None, None, *(None for _ in range(ctx.count))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from qshard.torch_bridge.extend import Extends
 from qshard.torch_bridge.fsdp.functional import is_converted, say_that_it_was_gathered
 from qshard.torch_bridge.fsdp.scales import ScaleState
 from qshard.torch_bridge.fsdp.weight import ShardedWeight, attributes_of, plain, wrap
-from qshard.torch_bridge.linear import linear
+from qshard.torch_bridge.linear import WeightLayout, linear
 from qshard.torch_bridge.listeners import nobody_looks_on
 from qshard.torch_bridge.modules import modules_of, parameters_of
 from qshard.torch_bridge.moves import Move, changes
@@ -129,35 +129,19 @@ class Taken(NamedTuple):
     dtype: torch.dtype | None
 
 
-class Linear(Extends, nn.Linear):
-    """`nn.Linear` with quantized matrix products, whose weight FSDP2 gathers as codes.
-
-    The weight stays what it was: a parameter in high precision, for any optimizer, saved as a plain tensor. Each
-    forward quantizes it; under `fully_shard` each rank quantizes its shard, and codes are gathered.
-
-    Layers and models can be moved, pickled, copied, and shared with processes, as those of `nn.Linear`.
-    `load_state_dict(assign=True)` also takes a `QuantizedTensor` of the recipe's weight format, and uses its codes.
-
-    Args:
-      in_features, out_features, bias, device, dtype: as for `nn.Linear`.
-      recipe: the format of each role, for example `CurrentScaling()`, or a name, such as "CurrentScaling".
+class WeightLayer(Extends):
+    """A layer with one quantized weight: its recipe, seed and state of scaling, in checkpoints, copies and pickles.
 
     Attributes:
-      seed: of stochastic rounding, if the recipe has any: a buffer, int32 `[2]`. Each forward takes one and leaves the
-        next, on the device alone. Ranks add their number to the high word as they take it, so that equal buffers, or
-        one that a checkpoint of one rank has put everywhere, draw other bits on each rank. It begins at random, by
-        `torch.manual_seed`.
-      delayed: under `DelayedScaling`, the `DelayedScale` of each role, which `update_scales` brings up to date.
-      scatter_dim, overlap: of `linear`, under tensor parallelism. The styles of `tensor_parallel.py` set them.
-      kept: who keeps codes of x together, if `prepare_modules_for_fsdp1` was told.
-
-    >>> from qshard.recipes import CurrentScaling
-    >>> layer = Linear(8, 4, bias=False, recipe=CurrentScaling())
-    >>> layer(torch.ones(2, 8)).shape, layer.state_dict()["weight"].__class__.__name__
-    (torch.Size([2, 4]), 'Tensor')
+      recipe: the format of each role.
+      weight_layout: how the weight lies, as for `linear`.
+      seed, delayed, scatter_dim, overlap, kept: as of `Linear`.
     """
 
     recipe: Recipe
+    weight: Any
+    bias: Any
+    weight_layout: ClassVar[WeightLayout] = "NK"
     seed: Tensor | None
     delayed: nn.ModuleDict
     scatter_dim: int | None = None
@@ -165,29 +149,6 @@ class Linear(Extends, nn.Linear):
     kept: KeptInParts | None = None
     is_one_layer = True
     scaling_buffers = ("seed",)
-    _of: type[nn.Module] = nn.Linear
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        recipe: RecipeLike | None = None,
-        *,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-    ):
-        given: Any = bias
-        if isinstance(given, Recipe | str):
-            raise TypeError(f"Linear: bias ({shown(given)}) is not True or False; pass a recipe as recipe=")
-        recipe = as_recipe(recipe, "Linear")
-        for name, size in (("in_features", in_features), ("out_features", out_features)):
-            if not hasattr(size, "__index__") or size < 0:
-                raise ValueError(f"Linear: {name} ({shown(size)}) is not a size; pass an int from 0 up")
-        check_weight_shape("Linear", "weight", recipe, (out_features, in_features))
-        check_dtype("Linear", "dtype", torch.get_default_dtype() if dtype is None else dtype)
-        super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
-        self.begin(recipe, coded(self.weight, recipe, "weight", self))
 
     def begin(self, recipe: Recipe, weight: nn.Parameter) -> None:
         """Takes a recipe, and a weight that is wrapped for it."""
@@ -201,10 +162,6 @@ class Linear(Extends, nn.Linear):
             self.delayed = nn.ModuleDict({Role.WEIGHT.value: state.delayed, **own})
         seed = torch.empty(2, dtype=torch.int32, device=weight.device) if recipe.stochastic else None
         self.register_buffer("seed", seed, persistent=False)  # `scaling_state` has it.
-        self._reset_state()
-
-    def reset_parameters(self) -> None:
-        super().reset_parameters()
         self._reset_state()
 
     def _reset_state(self) -> None:
@@ -331,7 +288,7 @@ class Linear(Extends, nn.Linear):
                 if cast(DelayedScale, state).scale.is_meta:
                     state.to_empty(device=device)  # It resets itself.
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Linear:
+    def _apply(self, fn: Any, recurse: bool = True) -> WeightLayer:
         check_not_sealed(self, fn)
         own = [parameter for parameter in self._parameters.values() if parameter is not None]
         belongings = [(_hooks_of(parameter), attributes_of(parameter)) for parameter in own]
@@ -345,21 +302,6 @@ class Linear(Extends, nn.Linear):
         if was_meta and not self.weight.is_meta:
             self._reset_state()
         return self
-
-    def forward(self, input: Tensor) -> Tensor:
-        x, weight, seed, delayed, dtype = self.taken(input)
-        return linear(
-            x,
-            weight,
-            self.bias,
-            self.recipe,
-            seed=seed,
-            delayed=delayed,
-            dtype=dtype,
-            scatter_dim=self.scatter_dim,
-            overlap=self.overlap,
-            kept=self.kept,
-        )
 
     def taken(self, input: Tensor) -> Taken:
         """What a call multiplies, and the seed and the states that it takes."""
@@ -384,6 +326,79 @@ class Linear(Extends, nn.Linear):
             say_that_it_was_gathered(weight)
         return Taken(input, weight, seed, delayed, dtype)
 
+    def forward(self, input: Tensor) -> Tensor:
+        x, weight, seed, delayed, dtype = self.taken(input)
+        return linear(
+            x,
+            weight,
+            self.bias,
+            self.recipe,
+            seed=seed,
+            delayed=delayed,
+            dtype=dtype,
+            scatter_dim=self.scatter_dim,
+            overlap=self.overlap,
+            kept=self.kept,
+            weight_layout=self.weight_layout,
+        )
+
     def extra_repr(self) -> str:
-        roles = ", ".join(f"{role.value}={self.recipe.format(role)}" for role in Role)
-        return f"{super().extra_repr()}, {roles}"
+        own = super().extra_repr()
+        return ", ".join([own] * bool(own) + [f"{role.value}={self.recipe.format(role)}" for role in Role])
+
+
+class Linear(WeightLayer, nn.Linear):
+    """`nn.Linear` with quantized matrix products, whose weight FSDP2 gathers as codes.
+
+    The weight stays what it was: a parameter in high precision, for any optimizer, saved as a plain tensor. Each
+    forward quantizes it; under `fully_shard` each rank quantizes its shard, and codes are gathered.
+
+    Layers and models can be moved, pickled, copied, and shared with processes, as those of `nn.Linear`.
+    `load_state_dict(assign=True)` also takes a `QuantizedTensor` of the recipe's weight format, and uses its codes.
+
+    Args:
+      in_features, out_features, bias, device, dtype: as for `nn.Linear`.
+      recipe: the format of each role, for example `CurrentScaling()`, or a name, such as "CurrentScaling".
+
+    Attributes:
+      seed: of stochastic rounding, if the recipe has any: a buffer, int32 `[2]`. Each forward takes one and leaves the
+        next, on the device alone. Ranks add their number to the high word as they take it, so that equal buffers, or
+        one that a checkpoint of one rank has put everywhere, draw other bits on each rank. It begins at random, by
+        `torch.manual_seed`.
+      delayed: under `DelayedScaling`, the `DelayedScale` of each role, which `update_scales` brings up to date.
+      scatter_dim, overlap: of `linear`, under tensor parallelism. The styles of `tensor_parallel.py` set them.
+      kept: who keeps codes of x together, if `prepare_modules_for_fsdp1` was told.
+
+    >>> from qshard.recipes import CurrentScaling
+    >>> layer = Linear(8, 4, bias=False, recipe=CurrentScaling())
+    >>> layer(torch.ones(2, 8)).shape, layer.state_dict()["weight"].__class__.__name__
+    (torch.Size([2, 4]), 'Tensor')
+    """
+
+    _of: type[nn.Module] = nn.Linear
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        recipe: RecipeLike | None = None,
+        *,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ):
+        given: Any = bias
+        if isinstance(given, Recipe | str):
+            raise TypeError(f"Linear: bias ({shown(given)}) is not True or False; pass a recipe as recipe=")
+        recipe = as_recipe(recipe, "Linear")
+        for name, size in (("in_features", in_features), ("out_features", out_features)):
+            if not hasattr(size, "__index__") or size < 0:
+                raise ValueError(f"Linear: {name} ({shown(size)}) is not a size; pass an int from 0 up")
+        check_weight_shape("Linear", "weight", recipe, (out_features, in_features))
+        check_dtype("Linear", "dtype", torch.get_default_dtype() if dtype is None else dtype)
+        super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
+        self.begin(recipe, coded(self.weight, recipe, "weight", self))
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        self._reset_state()

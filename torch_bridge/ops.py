@@ -26,6 +26,7 @@ from torch import Tensor
 
 from qshard import _ffi
 from qshard.formats import ELEMENTS
+from qshard.names import shown
 from qshard.ops import OpSpec, multi_table, table
 from qshard.torch_bridge.listeners import nobody_looks_on
 
@@ -97,6 +98,8 @@ def by_lists(spec: OpSpec, operands: Sequence[Any]) -> tuple[list[Any], list[Any
     written: list[Any] = []
     for operand, given in zip(spec.inputs, operands, strict=True):
         tensors = given if operand.many else (given,)
+        if not isinstance(tensors, list | tuple):
+            _check_tensors(spec, operands)
         every += tensors
         if operand.name in spec.written:
             written += tensors
@@ -166,11 +169,14 @@ def bind(spec: OpSpec) -> Callable[..., Any]:
 
     def run(*inputs: Tensor, **keywords: Any) -> Any:
         x = inputs[0]
-        if torch.is_grad_enabled():
-            _check_no_grad(spec, inputs)
-        outputs, attributes = cached_plan(
-            tuple([t.shape for t in inputs]), tuple([t.dtype for t in inputs]), tuple(keywords.items())
-        )
+        try:
+            if torch.is_grad_enabled():
+                _check_no_grad(spec, inputs)
+            shapes, dtypes = tuple([t.shape for t in inputs]), tuple([t.dtype for t in inputs])
+        except AttributeError:
+            _check_tensors(spec, inputs)  # Looked at only now, to keep good calls short.
+            raise
+        outputs, attributes = cached_plan(shapes, dtypes, tuple(keywords.items()))
         made = [x.new_empty(shape, dtype=dtype) for shape, dtype in outputs]
         try:
             call_into(spec.name, inputs, made, attributes)
@@ -180,6 +186,7 @@ def bind(spec: OpSpec) -> Callable[..., Any]:
         return made[0] if single else tuple(made)
 
     def run_in_place(*operands: Any, **attributes: Any) -> None:
+        _check_tensors(spec, operands)
         run_lists(*by_lists(spec, operands), operands, attributes)
 
     def run_lists(inputs: Any, outputs: Any, operands: Any, attributes: Any) -> None:
@@ -193,13 +200,23 @@ def bind(spec: OpSpec) -> Callable[..., Any]:
     torch.library.register_fake(f"qshard::{spec.name}", fake, lib=_LIBRARY)
     op: Callable[..., Any] = getattr(torch.ops.qshard, spec.name).default
     if not spec.many:
-        return lambda *operands, **keywords: (run if nobody_looks_on(operands) else op)(*operands, **keywords)
+
+        def call(*operands: Any, **keywords: Any) -> Any:
+            if nobody_looks_on(operands):
+                return run(*operands, **keywords)
+            if not torch.compiler.is_compiling():
+                _check_tensors(spec, operands)
+            return op(*operands, **keywords)
+
+        return call
 
     def changed(*operands: Any, **attributes: Any) -> Any:
         inputs, outputs = by_lists(spec, operands)
         if nobody_looks_on(inputs):
             run_lists(inputs, outputs, operands, attributes)
         else:
+            if not torch.compiler.is_compiling():
+                _check_tensors(spec, operands)
             op(*operands, **attributes)
         written = [x for x, operand in zip(operands, spec.inputs, strict=True) if operand.name in spec.written]
         return written[0] if single else tuple(written)
@@ -283,11 +300,21 @@ def _schema(spec: OpSpec) -> str:
 
 def _named(spec: OpSpec, operands: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of a call, by a name for errors."""
-    for operand, given in zip(spec.inputs, operands, strict=True):
+    for operand, given in zip(spec.inputs, operands, strict=False):  # Torch says of one too few or too many.
         if operand.many:
             yield from ((f"{operand.name}[{i}]", x) for i, x in enumerate(given))
         else:
             yield operand.name, given
+
+
+def _check_tensors(spec: OpSpec, operands: Sequence[Any]) -> None:
+    """Raises TypeError unless operands are tensors and lists of them: torch passes None on, as an undefined tensor."""
+    for operand, given in zip(spec.inputs, operands, strict=False):
+        if operand.many and not isinstance(given, list | tuple):
+            raise TypeError(f"{spec.name}: {operand.name} ({shown(given)}) is not a list of torch.Tensors; pass one")
+    for name, x in _named(spec, operands):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{spec.name}: {name} ({shown(x)}) is not a torch.Tensor; pass one")
 
 
 def _check_no_grad(spec: OpSpec, operands: Sequence[Any]) -> None:

@@ -31,7 +31,7 @@ from qshard.torch_bridge.dtensor import local_of
 from qshard.torch_bridge.fsdp.weight import ShardedWeight, memory_of
 from qshard.torch_bridge.grouped import GroupedLinear, _checked_sizes
 from qshard.torch_bridge.linear_cross_entropy import LinearCrossEntropy, QuantizedHead
-from qshard.torch_bridge.nn import Linear, _rank_of, _seed_taken
+from qshard.torch_bridge.nn import WeightLayer, _rank_of, _seed_taken
 from qshard.torch_bridge.numerics import whole_of
 from qshard.torch_bridge.operands import ROLES, matrix_of, quantized
 from qshard.torch_bridge.ops import ops
@@ -96,7 +96,7 @@ def numerics_of(model: nn.Module, *, group: dist.ProcessGroup | None = None, wei
     check_model("numerics_of", model)
     check_group("numerics_of", group)
     modules = {".".join(plain_name(model, name)): module for name, module in model.named_modules()}
-    layers = {name: module for name, module in modules.items() if isinstance(module, Linear)}
+    layers = {name: module for name, module in modules.items() if isinstance(module, WeightLayer)}
     grouped = [module for module in modules.values() if isinstance(module, GroupedLinear)]
     if not layers:
         raise ValueError(
@@ -105,7 +105,7 @@ def numerics_of(model: nn.Module, *, group: dist.ProcessGroup | None = None, wei
     others = [
         name
         for name, module in modules.items()
-        if isinstance(module, LinearCrossEntropy) and not isinstance(module, Linear) and "recipe" in module.loss
+        if isinstance(module, LinearCrossEntropy) and not isinstance(module, WeightLayer) and "recipe" in module.loss
     ]
     if others:
         warnings.warn(
@@ -121,7 +121,7 @@ class Watch:
 
     def __init__(
         self,
-        layers: dict[str, Linear],
+        layers: dict[str, WeightLayer],
         group: dist.ProcessGroup | None,
         weights: bool,
         grouped: Sequence[GroupedLinear] = (),
@@ -143,7 +143,7 @@ class Watch:
         for name, layer in self._layers.items():
             self._watch(layer, functools.partial(_Call, self, name, layer))
         for layers in self._grouped:
-            experts = [(names[each], cast(Linear, each)) for each in layers.experts]
+            experts = [(names[each], cast(WeightLayer, each)) for each in layers.experts]
             self._watch(layers, functools.partial(_ExpertsCall, self, experts))
         return self
 
@@ -170,7 +170,9 @@ class Watch:
         self._handles.append(module.register_forward_hook(after))
         self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
 
-    def note(self, name: str, role: Role, layer: Linear, x: Tensor, dtype: torch.dtype, seed: Tensor | None) -> None:
+    def note(
+        self, name: str, role: Role, layer: WeightLayer, x: Tensor, dtype: torch.dtype, seed: Tensor | None
+    ) -> None:
         self.keep(name, role, _measured_operand(role, layer, x, dtype, seed))
 
     def keep(self, name: str, role: Role, measured: list[tuple[Tensor, int]]) -> None:
@@ -179,7 +181,7 @@ class Watch:
         self._totals.setdefault((name, role), Totals()).calls += 1
 
     @torch.no_grad()
-    def _measure_weight(self, name: str, layer: Linear) -> None:
+    def _measure_weight(self, name: str, layer: WeightLayer) -> None:
         """Of the shards that are there. Where they cut blocks, or draw random numbers, on the host."""
         weight, fmt = layer.weight, layer.recipe.weight
         if not isinstance(local_of(weight), ShardedWeight):  # Codes of a ZeroOptimizer, or computed.
@@ -259,7 +261,7 @@ class Watch:
 class _Call:
     """A call of a layer. Recomputation in a backward pass is not counted."""
 
-    def __init__(self, watch: Watch, name: str, layer: Linear, input: Any = None, labels: Tensor | None = None):
+    def __init__(self, watch: Watch, name: str, layer: WeightLayer, input: Any = None, labels: Tensor | None = None):
         self.watch, self.name, self.layer = watch, name, layer
         self.seed = _seed_of_next_call(layer)
         self.pending: list[list[tuple[Tensor, int]]] | None = []
@@ -296,7 +298,7 @@ class _Call:
 class _ExpertsCall:
     """A call of a `GroupedLinear`: of each expert, with the rows of its group."""
 
-    def __init__(self, watch: Watch, experts: Sequence[tuple[str, Linear]], input: Tensor, group_sizes: Tensor):
+    def __init__(self, watch: Watch, experts: Sequence[tuple[str, WeightLayer]], input: Tensor, group_sizes: Tensor):
         _checked_sizes(input, len(experts), group_sizes)
         self.watch, self.experts, self.sizes = watch, experts, group_sizes.tolist()
         self.seeds = [_seed_of_next_call(layer) for _, layer in experts]
@@ -313,7 +315,7 @@ class _ExpertsCall:
             self.watch.note(name, role, layer, part, dtype, seed)
 
 
-def _seed_of_next_call(layer: Linear) -> Tensor | None:
+def _seed_of_next_call(layer: WeightLayer) -> Tensor | None:
     return None if layer.seed is None else _seed_taken(layer.seed.clone(), _rank_of(layer.weight))
 
 
@@ -328,7 +330,7 @@ def _dtype_of(x: Tensor) -> torch.dtype:
 
 
 def _measured_operand(
-    role: Role, layer: Linear, x: Tensor, dtype: torch.dtype, seed: Tensor | None
+    role: Role, layer: WeightLayer, x: Tensor, dtype: torch.dtype, seed: Tensor | None
 ) -> list[tuple[Tensor, int]]:
     """`_measured` of an operand of a layer, quantized as the layer does it."""
     local = local_of(x).detach()
@@ -339,7 +341,7 @@ def _measured_operand(
     return _measured(matrix, operand.parts, operand.format)
 
 
-def _scales_of(layer: Linear) -> list[Tensor]:
+def _scales_of(layer: WeightLayer) -> list[Tensor]:
     """The scales of delayed scaling, by role."""
     if "delayed" not in layer._modules:
         return []

@@ -18,10 +18,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 from qshard.jax import ops, steps
 from qshard.jax.arguments import as_axes
 from qshard.jax.cuts import AxisName, as_bits, as_float, max_over, types_tell
+from qshard.jax.folding import refuse
 from qshard.names import shown
 from qshard.recipes import DelayedScaling, Role, as_delayed
 
@@ -109,6 +111,42 @@ def check_shared(op: str, state: Any, axis_name: Any, name: str = "state") -> No
         f"{op}: axis_name (None) does not say which devices share {name}, nor do types under check_vma=False; name "
         f"those of {axes} that cut x, w or dy, pass () for a {name} a device, or leave check_vma on"
     )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def require_gradient(op: str, w: jax.Array, state: LinearState) -> tuple[jax.Array, LinearState]:
+    """`w` and `state` as they are.
+
+    Where this is differentiated with respect to `w` and not to `state`, no amaxes would come back, and every step would
+    scale by amaxes of its own, as current scaling does: then both raise ValueError when the program is lowered. Frozen
+    weights need no amaxes.
+    """
+    return w, state
+
+
+def _require_gradient_fwd(op: str, w: Any, state: Any) -> tuple[Any, None]:
+    is_input = _is(CustomVJPPrimal)
+    inputs = [jax.tree.leaves(tree, is_leaf=is_input) for tree in (w, state)]
+    learns, observes = (any(each.perturbed for each in leaves) for leaves in inputs)
+    w, state = jax.tree.map(lambda leaf: leaf.value, (w, state), is_leaf=is_input)
+    if learns and not observes:
+        error = ValueError(
+            f"{op}: state (not differentiated) brings back no amaxes, so DelayedScaling would never delay; take the "
+            "gradient by it too (nnx: wrt=nnx.DiffState(0, nnx.Any(nnx.Param, ScalingState))), for update_delayed"
+        )
+        w, state = refuse((w, state), error)  # The gradient of w may need no w, but it needs scales.
+    return (w, state), None
+
+
+def _require_gradient_bwd(op: str, _: None, gradients: tuple[Any, Any]) -> tuple[Any, Any]:
+    is_zero = _is(SymbolicZero)
+    made: tuple[Any, Any] = jax.tree.map(
+        lambda leaf: jnp.zeros(leaf.shape, leaf.dtype) if is_zero(leaf) else leaf, gradients, is_leaf=is_zero
+    )
+    return made
+
+
+require_gradient.defvjp(_require_gradient_fwd, _require_gradient_bwd, symbolic_zeros=True)
 
 
 def observe(state: TensorState, amax: jax.Array, axes: tuple[str, ...] = ()) -> TensorState:

@@ -90,6 +90,16 @@ def _or_refused(function: Callable[..., Any], enough: Callable[..., int], x: jax
         return jax.tree.unflatten(structure, _refused.bind(avals=tuple(leaves), error=error))
 
 
+def refuse(tree: Any, error: ValueError) -> Any:
+    """Arrays in the shapes of `tree`. A program that needs one raises `error` when it is lowered.
+
+    A rule of a `custom_vjp` must not raise itself: JAX 0.10 has then lost what its cached traces know, and later calls
+    that are right fail with "Store empty".
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    return jax.tree.unflatten(structure, _refused.bind(avals=tuple(map(jax.typeof, leaves)), error=error))
+
+
 def _refuse(*, error: ValueError, **_: Any) -> Any:
     raise error
 
@@ -97,5 +107,7 @@ def _refuse(*, error: ValueError, **_: Any) -> Any:
 _refused = Primitive("qshard_refused")
 _refused.multiple_results = True
 _refused.def_impl(_refuse)
-_refused.def_abstract_eval(lambda *, avals, **_: [ShapedArray(each.shape, each.dtype) for each in avals])
+_refused.def_abstract_eval(
+    lambda *, avals, **_: [x if isinstance(x, ShapedArray) else ShapedArray(x.shape, x.dtype) for x in avals]
+)
 mlir.register_lowering(_refused, lambda _, **options: _refuse(**options))

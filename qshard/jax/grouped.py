@@ -20,7 +20,7 @@ from qshard.formats import Usage
 from qshard.jax.arguments import as_axes, as_names, check_array, check_dtype, check_spec, check_spec_fits
 from qshard.jax.array import QuantizedArray
 from qshard.jax.cuts import AxisName, Cut, Spec, mesh_of, spec_of, vary_alike
-from qshard.jax.delayed import LinearState, check_shared, observe_all
+from qshard.jax.delayed import LinearState, check_shared, observe_all, require_gradient
 from qshard.jax.gather import CodedWeight, CutWeight, cut_of
 from qshard.jax.order import together
 from qshard.jax.passes import WeightLayout, as_layout
@@ -234,6 +234,8 @@ def _checked(
     if seed is not None:
         high = seed[1] ^ lax.iota(seed.dtype, shape[0])
         seeds = jnp.stack([jnp.broadcast_to(seed[0], high.shape), high], axis=-1)
+    if state is not None and sink is not None:
+        sink, state = require_gradient("ragged_dot", sink, state)
     # In shard_map, an operand that varies over fewer axes is cast to vary out here, where JAX sums its gradient.
     x, *sinks = vary_alike(x, *([] if sink is None else [sink]))
     weight = CodedWeight(codes, sinks[0] if sinks else None, None)

@@ -24,7 +24,7 @@ from qshard.jax.arguments import (
 )
 from qshard.jax.array import QuantizedArray
 from qshard.jax.cuts import AxisName, Cut, Spec, matrix_of, mesh_of, shaped, spec_of, vary_alike
-from qshard.jax.delayed import LinearState, check_shared
+from qshard.jax.delayed import LinearState, check_shared, require_gradient
 from qshard.jax.gather import CodedWeight, CutWeight, cut_of
 from qshard.jax.ops import names_of
 from qshard.jax.parallel import TensorParallel
@@ -313,6 +313,9 @@ def _checked_linear(
     config, weight = _configured(
         "linear", w, given, recipe, weight_spec, gather_axes, x_type=_explicit_type(x), **options
     )
+    if given.state is not None and weight.sink is not None:
+        array, state = require_gradient("linear", weight.sink, given.state)
+        weight, given = CodedWeight(weight.codes, array, weight.shards), given._replace(state=state)
     # In shard_map, an operand that varies over fewer axes is cast to vary out here, where JAX sums its gradient.
     x, *sink = vary_alike(x, *jax.tree.leaves(weight.sink))
     weight = CodedWeight(weight.codes, sink[0] if sink else None, weight.shards)

@@ -17,8 +17,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from qshard.jax.arguments import check_array
 from qshard.jax.cuts import vary_alike
 from qshard.jax.ops import check_sizes, encoded, target_of
+from qshard.names import shown
 from qshard.ops import multi_table
 
 __all__ = ["bind"]
@@ -36,6 +38,11 @@ def bind(name: str) -> Callable[..., Any]:
     spec = multi_table()[name]
 
     def run(*operands: Any, **attributes: Any) -> Any:
+        for o, operand in zip(spec.inputs, operands, strict=True):
+            if o.many and not isinstance(operand, list | tuple):
+                raise TypeError(f"{name}: {o.name} ({shown(operand)}) is not a list of arrays; pass one")
+            for i, x in enumerate(operand if o.many else [operand]):
+                check_array(name, f"{o.name}[{i}]" if o.many else o.name, x)
         lists = [
             [jnp.asarray(x) for x in operand] if o.many else [jnp.asarray(operand)]
             for o, operand in zip(spec.inputs, operands, strict=True)

@@ -20,8 +20,7 @@ from qshard.jax.gather import CodedWeight
 from qshard.jax.linear import linear
 from qshard.jax.placement import Axes, Meaning, local_shape, sharding_of
 from qshard.jax.primary import PrimaryWeight
-from qshard.names import shown
-from qshard.recipes import RecipeLike
+from qshard.rules import RecipesLike, Rules, check_filter, list_layers
 
 _CODED = (QuantizedArray, CodedWeight, PrimaryWeight)
 
@@ -131,7 +130,9 @@ class Policy:
     in_shardings=policy.shardings(params))` makes JAX check it at each call, or call the policy once outside of `jit`.
 
     Args:
-      recipe: the format of each role, or the name of a recipe.
+      recipe: the format of each role, or the name of a recipe. Or a mapping from patterns of names to recipes, such as
+        `{"*.experts.*": "BlockScaling", "head": None, "*": "MXFP8"}`: the first pattern that matches the name of a
+        weight decides, `*` also matches dots, and None leaves arrays as they are.
       specs: a pytree as the weights: of each a PartitionSpec, or a NamedSharding; None for what is no weight.
       mesh: of the PartitionSpecs; None: that of `jax.set_mesh`.
       gather_axis: the mesh axis along which FSDP has cut weights: their codes are gathered.
@@ -139,7 +140,7 @@ class Policy:
       options: of `DotGeneral`, for all of them.
 
     Raises:
-      TypeError, ValueError: as above.
+      TypeError, ValueError: as above; or a pattern matches no weight, or a weight has no pattern.
 
     >>> params = {"up": jnp.ones((16, 32)), "down": jnp.ones((32, 16)), "scale": jnp.ones(16)}
     >>> policy = Policy.of(params, "CurrentScaling")
@@ -152,7 +153,7 @@ class Policy:
 
     def __init__(
         self,
-        recipe: RecipeLike,
+        recipe: RecipesLike,
         specs: Any,
         *,
         mesh: Any = None,
@@ -175,7 +176,7 @@ class Policy:
     def of(
         cls,
         params: Any,
-        recipe: RecipeLike,
+        recipe: RecipesLike,
         *,
         filter: Callable[[Any, str], bool] | None = None,
         gather_axis: Axes = None,
@@ -191,8 +192,7 @@ class Policy:
             embedding, is to be left out.
           recipe, gather_axis, kept_axes, options: as of `Policy`.
         """
-        if filter is not None and not callable(filter):
-            raise TypeError(f"Policy: filter ({shown(filter)}) is not a function; pass one of an array and its name")
+        check_filter("Policy", filter, "an array")
         given = {}
         for name, leaf in _named(params)[0].items():
             if not _is_matrix(leaf) or (filter is not None and not filter(leaf, name)):
@@ -212,17 +212,28 @@ class Policy:
         return policy
 
     def _begin(
-        self, recipe: RecipeLike, given: dict[str, Any], gather_axis: Axes, kept_axes: Axes, options: dict[str, Any]
+        self, recipe: RecipesLike, given: dict[str, Any], gather_axis: Axes, kept_axes: Axes, options: dict[str, Any]
     ) -> None:
         if not given:
             raise ValueError(
                 "Policy: there is no weight of two axes or more that filter= keeps; pass a pytree with some"
             )
+        rules = Rules.of(recipe, "Policy")
+        rules.check_used([(name,) for name in given])
+        patterns = {name: rules.pattern_of(name) for name in given}
+        if left := [name for name, pattern in patterns.items() if pattern is None]:
+            raise ValueError(
+                f"Policy: recipe has no pattern for {list_layers(dict.fromkeys(left, 'a weight'))}; add one, such as "
+                "'*', and give it None to leave them out"
+            )
+        recipes = {name: own for name, each in patterns.items() if (own := rules.recipes[str(each)]) is not None}
+        given = {name: given[name] for name in recipes}
         meaning = Meaning.of("Policy", gather_axis, kept_axes)
         placed = {name: meaning.options(name, sharding, ndim) for name, (_, sharding, ndim) in given.items()}
         meaning.check_used(placed)
         self._places = {
-            name: _Place(shape, DotGeneral(recipe, **options, **placed[name])) for name, (shape, _, _) in given.items()
+            name: _Place(shape, DotGeneral(recipes[name], **options, **placed[name]))
+            for name, (shape, _, _) in given.items()
         }
 
     def __call__(self, params: Any) -> Any:

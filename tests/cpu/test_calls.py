@@ -13,7 +13,7 @@ import torch
 import qshard
 from qshard import _ffi
 from qshard.formats import E4M3
-from qshard.torch_bridge.ops import call_into
+from qshard.torch_bridge.ops import call_into, ops
 
 OPS = torch.ops.qshard
 CAST = {"element": E4M3.name}
@@ -28,8 +28,8 @@ def test_drawn_calls_do_no_harm(tmp_path):
     assert run.returncode == 0, f"call {progress.read_text()}: {run.stdout}{run.stderr}"
 
 
-def amax_slices(amax, starts, x, shapes, block=(0, 0), whole="none"):
-    OPS.amax_slices(
+def amax_slices(amax, starts, x, shapes, block=(0, 0), whole="none", ops=OPS):
+    ops.amax_slices(
         starts, amax, x, block_rows=block[0], block_cols=block[1], rounded_to="float32", shapes=shapes, whole=whole
     )
 
@@ -176,3 +176,52 @@ def test_threads(monkeypatch):
     assert run.stdout.split() == ["1", "3", "5"]
     with pytest.raises(ValueError, match=r"set_num_threads: n \(0\) is not positive"):
         qshard.set_num_threads(0)
+
+
+def of_slices(amax, starts, x, shapes):
+    return amax_slices(amax, starts, x, shapes, ops=ops)
+
+
+NONE = {
+    "starts": (
+        lambda: of_slices(torch.zeros(1), None, [torch.ones(64)], [1, 2]),
+        "starts .None. is not a torch.Tensor",
+    ),
+    "amax": (lambda: of_slices(None, WORDS[:1], [torch.ones(64)], [1, 2]), "amax .None. is not a torch.Tensor"),
+    "x": (lambda: of_slices(torch.zeros(1), WORDS[:1], None, [1, 2]), "x .None. is not a list of torch.Tensors"),
+    "x[0]": (lambda: of_slices(torch.zeros(1), WORDS[:1], [None], [1, 2]), r"x\[0\] .None. is not a torch.Tensor"),
+    "a number": (lambda: ops.amax_tensor(3.0, lead=1), r"x \(3.0\) is not a torch.Tensor; pass one"),
+    "alone": (lambda: ops.amax_tensor(None, lead=1), r"x \(None\) is not a torch.Tensor; pass one"),
+    "second": (
+        lambda: ops.cast_tensor(torch.ones(4), None, element="float8_e4m3fn"),
+        r"scale \(None\) is not a torch.T",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NONE)
+def test_what_is_no_tensor(case):
+    """Torch takes None for a tensor without memory, and calls the kernel with it."""
+    call, text = NONE[case]
+    with pytest.raises(TypeError, match=rf"^\w+: {text}"):
+        call()
+
+
+def test_none_reaches_no_kernel():
+    for starts, amax, name in ((None, torch.zeros(1), "starts"), (WORDS[:1], None, "amax")):
+        with pytest.raises(TypeError, match=rf"^amax_slices: {name} \(None\) is not a torch.Tensor; pass one"):
+            amax_slices(amax, starts, [torch.ones(64)], [1, 2])
+
+
+def test_what_is_no_array_of_jax():
+    jnp = pytest.importorskip("jax.numpy")
+    from qshard.jax.list_ops import bind
+
+    given = {"block_rows": 0, "block_cols": 0, "rounded_to": "float32", "shapes": (1, 2), "whole": "none"}
+    for operands, text in (
+        ((None, jnp.zeros(1), [jnp.ones(64)]), r"starts \(None\) is not an array of JAX or NumPy"),
+        ((jnp.zeros((1, 2), "uint32"), jnp.zeros(1), None), r"x \(None\) is not a list of arrays"),
+        ((jnp.zeros((1, 2), "uint32"), jnp.zeros(1), [None]), r"x\[0\] \(None\) is not an array of JAX or NumPy"),
+    ):
+        with pytest.raises(TypeError, match=f"^amax_slices: {text}"):
+            bind("amax_slices")(*operands, **given)

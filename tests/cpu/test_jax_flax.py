@@ -224,7 +224,7 @@ def test_convert_says_what_it_leaves():
     ]
     for layer, why in left:
         model = nnx.Sequential(nnx.Linear(64, 64, rngs=rngs), layer)
-        text = rf"convert: 1 of 2 linear layers stay as they are: layers.1 \({why}\); leave them out with filter="
+        text = rf"convert: 1 of 2 layers stay as they are: layers.1 \({why}\); leave them out with filter="
         with pytest.warns(UserWarning, match=text):
             convert(model, "CurrentScaling")
         with warnings.catch_warnings():

@@ -290,11 +290,12 @@ def test_codes_as_weights(name):
     y, dx, dw, _ = step(X, W, DY, SIZES, recipe, state)
     q = jax.jit(jax.vmap(lambda w: quantize(w, recipe.weight, usage=Usage.ROWWISE)))(W)
     given = {"weight_layout": "NK", "seed": SEED, "state": state}
-    call = lambda x, w: jnp.sum(ragged_dot(x, w, SIZES, recipe, **given) * DY)  # noqa: E731
+    call = lambda x, w, state=state: jnp.sum(ragged_dot(x, w, SIZES, recipe, **given | {"state": state}) * DY)  # noqa: E731
     assert_bits_equal(np.asarray(jax.jit(jax.grad(call))(X, q)), np.asarray(dx))
     assert_bits_equal(np.asarray(ragged_dot(X, q, SIZES, recipe, **given)), np.asarray(y))
     primary = PrimaryWeight.of(q)
-    assert_bits_equal(np.asarray(jax.jit(value_and_grad(call, 1))(X, primary)[1]), np.asarray(dw))
+    grads = jax.jit(value_and_grad(call, (1, 2) if recipe.stateful else (1,)))(X, primary, state)[1]
+    assert_bits_equal(np.asarray(grads[0]), np.asarray(dw))
     with pytest.raises(TypeError, match=r"w \(codes\) has no gradient|got uint8"):
         jax.grad(call, 1)(X, q)
 

@@ -101,7 +101,8 @@ def test_policies_keep_what_was_cast(name):
     made, counted = {}, {}
     with jax.set_mesh(mesh):
         for policy in ("off", *POLICIES):
-            step = jax.value_and_grad(functools.partial(layered, recipe, policy), argnums=(0, 1))
+            wrt = (0, 1, 2) if recipe.stateful else (0, 1)
+            step = jax.value_and_grad(functools.partial(layered, recipe, policy), argnums=wrt)
             compiled = jax.jit(step).lower(x, ws, states).compile()
             made[policy], counted[policy] = compiled(x, ws, states), casts(compiled)
     for policy in POLICIES:

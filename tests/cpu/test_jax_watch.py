@@ -36,12 +36,15 @@ def given_to(recipe):
 def step(recipe, x, w, dy, probe, **options):
     """Loss, gradients of x and w, and what the probe has seen."""
     options = {**given_to(recipe), **options}
+    state = options.pop("state")
 
-    def loss_of(x, w, probe):
+    def loss_of(x, w, probe, state):
         more = {} if probe is None else {"probe": probe}
-        return jnp.sum(linear(x, w, recipe, **options, **more) * dy)
+        return jnp.sum(linear(x, w, recipe, **options, **more, state=state) * dy)
 
-    return jax.value_and_grad(loss_of, (0, 1) if probe is None else (0, 1, 2))(x, w, probe)
+    wrt = (0, 1) if probe is None else (0, 1, 2)
+    loss, grads = jax.value_and_grad(loss_of, (*wrt, *((3,) if state is not None else ())))(x, w, probe, state)
+    return loss, grads[: len(wrt)]
 
 
 def assert_row_is(row, x, fmt):

@@ -125,7 +125,7 @@ def test_a_tied_head_is_sharded_with_its_embedding():
 
     torch.manual_seed(0)
     model = Tied()
-    with pytest.warns(UserWarning, match=r"1 of 2 linear layers stay as they are: head \(tied to embed.weight\)"):
+    with pytest.warns(UserWarning, match=r"1 of 2 layers stay as they are: head \(tied to embed.weight\)"):
         convert(model, CurrentScaling())
     plain = copy.deepcopy(model.embed.weight)
     mesh = torch_ranks.mesh()

@@ -13,7 +13,7 @@ from qshard.recipes import Role
 from qshard.torch_bridge.arguments import check_contiguous, check_dtype
 from qshard.torch_bridge.fsdp.weight import ShardedWeight
 from qshard.torch_bridge.grouped import GroupedLinear
-from qshard.torch_bridge.nn import Linear
+from qshard.torch_bridge.nn import WeightLayer
 from qshard.torch_bridge.tensor import QuantizedTensor
 from qshard.torch_bridge.zero.hooks import is_trained
 from qshard.torch_bridge.zero.weight import Weight
@@ -48,7 +48,8 @@ def weights_of(model: nn.Module) -> list[Weight]:
         check_dtype("ZeroOptimizer", f"{weight.name} {weight.shape}", parameter.dtype)
         # A weight of quantized layers alone travels as codes, if its rowwise plane gives the other.
         formats = {
-            m.recipe.format(Role.WEIGHT) if isinstance(m, Linear) and n == "weight" else None for m, n in weight.owners
+            m.recipe.format(Role.WEIGHT) if isinstance(m, WeightLayer) and n == "weight" else None
+            for m, n in weight.owners
         }
         state = parameter.scale_state if isinstance(parameter, ShardedWeight) else None
         if state is not None and formats == {state.fmt} and state.refusal is None:
