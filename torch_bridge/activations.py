@@ -158,7 +158,7 @@ def source_of(x: Tensor) -> Source | None:
         return None
     saved: Any = node
     try:
-        two = saved.saved_tensors if made_by is fused.swiglu_again else (saved._saved_self, saved._saved_other)
+        two = saved.saved_tensors[:2] if made_by is fused.swiglu_again else (saved._saved_self, saved._saved_other)
     except RuntimeError:  # One was written since, or the graph is freed: whoever goes backward is told then.
         return None
     # Parameters are left out: FSDP2 may have freed their memory when it is needed.

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from qshard.losses import WORD, LossRule, check_rows, wrong_label
 from qshard.names import shown
 from qshard.torch_bridge.arguments import check_group, check_tensor
+from qshard.torch_bridge.node import Node
 from qshard.torch_bridge.ops import call_into, dtype_name, ops
 from qshard.torch_bridge.optim.slices import all_gather
 
@@ -106,19 +106,21 @@ class LossOfRows:
         return d
 
 
-class _RowLosses(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, rule: LossOfRows) -> Tensor:
-        logits = logits.contiguous()
-        loss, lse = rule.losses(logits, labels)
-        ctx.save_for_backward(logits, labels, lse)
-        ctx.rule = rule
-        return loss
+class _RowLosses(Node):
+    op, instead = "cross_entropy", "use torch.nn.functional.cross_entropy"
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        logits, labels, lse = ctx.saved_tensors
+    def forward(
+        ctx: Any, logits: Tensor, labels: Tensor, rule: LossOfRows
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        logits = logits.contiguous()
+        loss, lse = rule.losses(logits, labels)
+        ctx.rule = rule
+        return loss, (logits, labels, lse)
+
+    @staticmethod
+    def gradients(ctx: Any, saved: list[Tensor], grad: Tensor) -> tuple[Tensor | None, ...]:
+        logits, labels, lse = saved
         return ctx.rule.gradient(logits, labels, lse, grad.contiguous(), in_place=False), None, None
 
 

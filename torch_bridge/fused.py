@@ -28,6 +28,7 @@ from qshard.names import FormatLike, as_format, as_usage, shown
 from qshard.ops import table
 from qshard.torch_bridge.arguments import check_tensor
 from qshard.torch_bridge.extend import Extends
+from qshard.torch_bridge.node import Node
 from qshard.torch_bridge.noted import note_amax, noted_amax
 from qshard.torch_bridge.ops import dtype_name, ops
 from qshard.torch_bridge.planes import pair_of, quantized
@@ -229,19 +230,21 @@ def swiglu_again(gate: Tensor, up: Tensor, amax: Tensor | None = None) -> tuple[
     return h, made
 
 
-class _SwiGlu(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, noted: list[Tensor]) -> Tensor:
-        gate, up = gate.contiguous(), up.contiguous()
-        ctx.save_for_backward(gate, up)
-        h, amax = ops.swiglu(gate, up, lead=0)
-        noted.append(amax)
-        result: Tensor = h
-        return result
+class _SwiGlu(Node):
+    op, instead = "swiglu", "use torch.nn.functional.silu(gate) * up"
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        gate, up = ctx.saved_tensors
+    def forward(
+        ctx: Any, gate: Tensor, up: Tensor, noted: list[Tensor]
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        gate, up = gate.contiguous(), up.contiguous()
+        h, amax = ops.swiglu(gate, up, lead=0)
+        noted.append(amax)
+        return h, (gate, up)
+
+    @staticmethod
+    def gradients(ctx: Any, saved: list[Tensor], grad: Tensor) -> tuple[Tensor | None, ...]:
+        gate, up = saved
         *both, gate_amax, up_amax = ops.swiglu_grad(gate, up, grad.to(gate.dtype).contiguous(), lead=0)
         for x, amax in zip(both, (gate_amax, up_amax), strict=True):
             note_amax(x, amax)
@@ -252,19 +255,21 @@ SWIGLU_NODE = f"{_SwiGlu.__name__}Backward"
 """What autograd calls the node of `swiglu`, whose saved tensors are gate and up."""
 
 
-class _RmsNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, noted: list[Tensor]) -> Tensor:
-        x, weight = x.contiguous(), weight.contiguous()
-        y, rstd, amax = ops.rms_norm(x, weight, eps=eps, lead=0)
-        ctx.save_for_backward(x, weight, rstd)
-        noted.append(amax)
-        result: Tensor = y
-        return result
+class _RmsNorm(Node):
+    op, instead = "rms_norm", "use torch.nn.functional.rms_norm, which convert leaves in place with fuse=False"
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, rstd = ctx.saved_tensors
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, eps: float, noted: list[Tensor]
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        x, weight = x.contiguous(), weight.contiguous()
+        y, rstd, amax = ops.rms_norm(x, weight, eps=eps, lead=0)
+        noted.append(amax)
+        return y, (x, weight, rstd)
+
+    @staticmethod
+    def gradients(ctx: Any, saved: list[Tensor], grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, rstd = saved
         rows = (rstd.numel(), weight.shape[0])
         grad = grad.to(x.dtype).contiguous().view(rows)
         dx, dweight, _ = ops.rms_norm_grad(x.view(rows), weight, rstd.view(-1), grad, lead=0, rows=_SUM_ROWS)
