@@ -18,6 +18,7 @@ from torch.nn.utils import parametrize
 from qshard.names import shown
 from qshard.recipes import Recipe, RecipeLike, as_recipe, check_weight_shape
 from qshard.torch_bridge.arguments import check_dtype, check_model
+from qshard.torch_bridge.calls import follow_calls
 from qshard.torch_bridge.extend import extended
 from qshard.torch_bridge.fsdp.weight import ShardedWeight
 from qshard.torch_bridge.fused import RMSNorm
@@ -120,6 +121,9 @@ activation=FP8_E4M3[nonfinite=nan], gradient=FP8_E5M2[nonfinite=nan])
             other.activation_relu_or_gelu = 0  # Else where nothing trains it reads the weights, and calls no layer.
         if fuse and _is_plain_norm(other):
             other.__class__ = extended(RMSNorm, type(other))
+    for other in model.modules():
+        if any(isinstance(module, Linear | RMSNorm) and module is not other for module in other.modules()):
+            follow_calls(other)
     return model
 
 

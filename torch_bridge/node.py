@@ -44,9 +44,10 @@ class Node(torch.autograd.Function):
     degree: ClassVar[int | None] = None
 
     def __init_subclass__(cls) -> None:
-        """Methods of their own in each class: Dynamo traces these two, by source, and knows no `cls`."""
+        """Functions of their own in each class: Dynamo traces these two, and takes no class in their closures."""
         cls.forward = staticmethod(_with_anchor(cls.forward))  # type: ignore[method-assign]
-        cls.backward = staticmethod(_backward_of(cls, cls.gradients))  # type: ignore[attr-defined, method-assign]
+        backward = _backward_of(cls.gradients, cls.op, cls.instead, cls.degree)  # type: ignore[attr-defined]
+        cls.backward = staticmethod(backward)  # type: ignore[method-assign]
 
     @classmethod
     def apply(cls, *inputs: Any) -> Any:
@@ -60,7 +61,7 @@ class Node(torch.autograd.Function):
                 f"{cls.op}: transforms of torch.func (grad, jvp, vmap, hessian) do not apply to it; differentiate with "
                 f"torch.autograd.grad, or {cls.instead}"
             )
-        _check_no_tangent(cls, inputs)
+        _check_no_tangent(inputs, cls.op, cls.instead)
         result = super().apply(*inputs)  # type: ignore[no-untyped-call]
         return result[0] if type(result) is tuple else result
 
@@ -80,53 +81,50 @@ def _with_anchor(forward: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-def _backward_of(cls: type[Node], gradients: Callable[..., Gradients]) -> Callable[..., Any]:
+def _backward_of(
+    gradients: Callable[..., Gradients], op: str, instead: str, degree: int | None
+) -> Callable[..., Any]:
     @functools.wraps(gradients)
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> Any:
         saved = [*ctx.saved_tensors]  # Once: checkpointing unpacks once.
         anchor = saved.pop() if ctx.has_anchor else None
         if torch.compiler.is_compiling():  # AOTAutograd itself raises for second derivatives.
             return gradients(ctx, saved, grad)
-        _check_no_tangent(cls, (grad,))
+        _check_no_tangent((grad,), op, instead)
         if not torch.is_grad_enabled():
             return gradients(ctx, saved, grad)
         with torch.no_grad():
             made = gradients(ctx, saved, grad)
-        return made if anchor is None else _attached(cls, ctx.needs_input_grad, made, anchor, grad)
+        if anchor is None:
+            return made
+        needed = ctx.needs_input_grad
+        where = [i for i, each in enumerate(made) if each is not None and _depends(i, needed, degree, grad)]
+        attached = [*made]
+        if where:
+            text = no_second_derivative(op, instead)
+            results = _Refusal.apply(text, len(where), *(made[i] for i in where), anchor, grad)
+            for i, result in zip(where, results, strict=True):
+                attached[i] = result
+        return tuple(attached)
 
     return backward
 
 
-def _check_no_tangent(cls: type[Node], tensors: Sequence[Any]) -> None:
+def _depends(i: int, needed: Sequence[bool], degree: int | None, grad: Tensor) -> bool:
+    """Whether the gradient of input i depends on anything that requires grad."""
+    if grad.requires_grad or degree is None:
+        return True
+    return degree == 2 and (any(needed[1:]) if i == 0 else needed[0])
+
+
+def _check_no_tangent(tensors: Sequence[Any], op: str, instead: str) -> None:
     if forward_ad._current_level < 0:
         return
     if any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
         raise NotImplementedError(
-            f"{cls.op}: forward-mode differentiation (a dual tensor) is not defined; differentiate with "
-            f"torch.autograd.grad, or {cls.instead}"
+            f"{op}: forward-mode differentiation (a dual tensor) is not defined; differentiate with "
+            f"torch.autograd.grad, or {instead}"
         )
-
-
-def _attached(
-    cls: type[Node], needed: Sequence[bool], gradients: Gradients, anchor: Tensor, grad: Tensor
-) -> Gradients:
-    """Gradients that raise as they are differentiated, where they depend on what requires grad."""
-
-    def depends(i: int) -> bool:
-        if grad.requires_grad:
-            return True
-        if cls.degree is None:
-            return True
-        return cls.degree == 2 and (any(needed[1:]) if i == 0 else needed[0])
-
-    where = [i for i, made in enumerate(gradients) if made is not None and depends(i)]
-    attached = [*gradients]
-    if where:
-        text = no_second_derivative(cls.op, cls.instead)
-        made = _Refusal.apply(text, len(where), *(gradients[i] for i in where), anchor, grad)
-        for i, each in zip(where, made, strict=True):
-            attached[i] = each
-    return tuple(attached)
 
 
 class _Refusal(torch.autograd.Function):
