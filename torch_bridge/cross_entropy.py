@@ -110,9 +110,7 @@ class _RowLosses(Node):
     op, instead = "cross_entropy", "use torch.nn.functional.cross_entropy"
 
     @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, rule: LossOfRows
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, rule: LossOfRows) -> tuple[Tensor, tuple[Tensor, ...]]:
         logits = logits.contiguous()
         loss, lse = rule.losses(logits, labels)
         ctx.rule = rule

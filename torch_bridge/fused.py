@@ -247,9 +247,7 @@ class _SwiGlu(Node):
     op, instead = "swiglu", "use torch.nn.functional.silu(gate) * up"
 
     @staticmethod
-    def forward(
-        ctx: Any, gate: Tensor, up: Tensor, noted: list[Tensor]
-    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, noted: list[Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         gate, up = gate.contiguous(), up.contiguous()
         h, amax = ops.swiglu(gate, up, lead=0)
         noted.append(amax)

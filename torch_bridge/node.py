@@ -81,9 +81,7 @@ def _with_anchor(forward: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-def _backward_of(
-    gradients: Callable[..., Gradients], op: str, instead: str, degree: int | None
-) -> Callable[..., Any]:
+def _backward_of(gradients: Callable[..., Gradients], op: str, instead: str, degree: int | None) -> Callable[..., Any]:
     @functools.wraps(gradients)
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> Any:
         saved = [*ctx.saved_tensors]  # Once: checkpointing unpacks once.

@@ -218,7 +218,7 @@ def _swiglu_made(gate: jax.Array, up: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _swiglu_forward(gate: jax.Array, up: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return _swiglu(gate, up), (gate, up)
+    return _swiglu_made(gate, up)[0], (gate, up)
 
 
 def _swiglu_backward(kept: tuple[jax.Array, jax.Array], grad: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -43,19 +43,19 @@ NODES = {
     "linear without bias": lambda: layer(bias=False),
     "linear of a stochastic recipe": lambda: qt.Linear(WIDTH, WIDTH, recipe="NVFP4"),
     "linear under checkpointing": lambda: checkpointed(layer()),
-    "grouped_linear": lambda: lambda x, _g=qt.GroupedLinear(2, WIDTH, WIDTH, recipe="CurrentScaling"): _g(
-        x, torch.tensor([3, 5])
+    "grouped_linear": lambda: (
+        lambda x, _g=qt.GroupedLinear(2, WIDTH, WIDTH, recipe="CurrentScaling"): _g(x, torch.tensor([3, 5]))
     ),
     "swiglu": lambda: lambda x: qt.swiglu(x, x + 1),
     "rms_norm": lambda: lambda x: qt.rms_norm(x, W[0], 1e-6),
     "cross_entropy": lambda: lambda x: qt.cross_entropy(x, LABELS),
     "cross_entropy without reduction": lambda: lambda x: qt.cross_entropy(x, LABELS, reduction="none"),
     "linear_cross_entropy": lambda: lambda x: qt.linear_cross_entropy(x, W, LABELS, **HEAD),
-    "linear_cross_entropy without reduction": lambda: lambda x: qt.linear_cross_entropy(
-        x, W, LABELS, chunk=4, reduction="none"
+    "linear_cross_entropy without reduction": lambda: (
+        lambda x: qt.linear_cross_entropy(x, W, LABELS, chunk=4, reduction="none")
     ),
-    "linear_cross_entropy of codes": lambda: lambda x: qt.linear_cross_entropy(
-        x, W, LABELS, recipe="CurrentScaling", **HEAD
+    "linear_cross_entropy of codes": lambda: (
+        lambda x: qt.linear_cross_entropy(x, W, LABELS, recipe="CurrentScaling", **HEAD)
     ),
 }
 every_node = pytest.mark.parametrize("name", NODES)
@@ -101,7 +101,9 @@ def test_create_graph_without_a_second_derivative_gives_the_gradients(name):
 def critic(convert):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
-    return qt.convert(model, "CurrentScaling", filter=lambda layer, _: layer.out_features == WIDTH) if convert else model
+    return (
+        qt.convert(model, "CurrentScaling", filter=lambda layer, _: layer.out_features == WIDTH) if convert else model
+    )
 
 
 def penalty(model, x):
