@@ -39,6 +39,9 @@ def convert(
 ) -> nn.Module:
     """Turns every `nn.Linear` in `model` into a `Linear`, in place: same module objects, hooks, names and values.
 
+    Modules above these layers get two hooks, which tell when a call of theirs begins and ends: during it, layers that
+    take the same x share its codes. So pass modules that you build of `Linear` to `convert` too.
+
     Layers of a subclass that keeps the `forward` of `nn.Linear` stay instances of it, with its methods and attributes.
     Parameters stay the objects that they are: an optimizer that holds them trains them on. Weights that layers share
     stay shared. A `Linear` takes the new recipe, and a `LinearCrossEntropy` still gives the loss. `fully_shard` takes

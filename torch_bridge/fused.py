@@ -2,7 +2,7 @@
 
 A scale of a whole tensor comes of its amax. Taken as the tensor is made, it saves the read that only looks for it:
 forward that of y, or h, and backward those of both gradients of SwiGLU. `Linear` finds it where the very tensor is
-passed on (`noted.py`).
+passed on, in the call of a module that made it or in the same backward pass (`noted.py`).
 
 What they give is also less work by itself. Of SwiGLU autograd keeps gate and up alone, where `F.silu(gate) * up` keeps
 `silu(gate)` too; the layer that takes h makes it again (`activations.py`).
