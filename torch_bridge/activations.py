@@ -1,9 +1,9 @@
 """x of linear layers: quantized once for all layers that take it, and kept for their backward passes in little room.
 
 **Shared.** Layers that take the same tensor, such as q, k and v, or gate and up, use the same codes: the first
-quantizes x, the others find what it has made, and autograd keeps it once. Codes are shared only during one call of a
-module that `convert` has given hooks (`calls.py`): its `forward` passes x to the layers, and nobody else writes to x
-meanwhile. One x is remembered, by the object, its version, and all that codes depend on. It is forgotten when the call
+quantizes x, the others find the codes, and autograd keeps them once. Codes are shared only during one call of a
+converted module (`calls.py`): its `forward` passes x to the layers, and nobody else writes to x meanwhile. One x is
+remembered, by the object, its version, and all that codes depend on. It is forgotten when the call
 ends, when x dies, when another comes, and when a layer comes that has had it.
 
 A write to x in place, between two of the layers, bumps its version, so it is seen.

@@ -1,17 +1,16 @@
-"""Calls of modules: how long codes, amaxes and sources of a tensor may be reused.
+"""Calls of modules: how long codes, amaxes and factors of a tensor may be reused.
 
-PyTorch does not see every write to a tensor. NumPy, DLPack, `x.data` and kernels of others change values, and leave
-object and version as they are. So what is remembered of a tensor is valid only during one call of a module, in which
-nobody but the `forward` of that module writes to it. `convert` gives two hooks to every module above a layer that it
-converts, or above a norm that it fuses; they tell when its calls begin and end. Outside of such calls nothing is
-remembered.
+PyTorch does not see every write to a tensor. NumPy, DLPack, `x.data` and foreign kernels change values, and leave
+object and version as they are. So codes of a tensor are valid only during one call of a module: nobody but the
+`forward` of that module writes to the tensor meanwhile. `convert` registers two hooks on every module above a layer
+that it converts, or above a norm that it fuses; they open and close a call. Outside of such calls nothing is reused.
 
-    codes of x, shared by layers    the outermost running module to which its caller passed x, else the innermost one
-    amax of what a kernel made      the innermost module that was running; in a backward pass, that pass
-    the factors of a product        the innermost running module to which its caller did not pass the product
+    codes of x, shared by layers    valid in the outermost running module that received x, else in the innermost one
+    amax of a kernel's result       valid in the innermost module that ran then; in a backward pass, in that pass
+    factors of a product            valid in the innermost running module that did not receive the product
 
-One case is left: the `forward` of a module, or a hook that runs in it, writes to a tensor in a way that PyTorch does
-not see, between two layers that take this very tensor. Write through the tensor itself there, or pass `x.clone()`.
+One case is left: the `forward` of a module, or a hook within it, writes to a tensor unseen by PyTorch, between two
+layers that take this very tensor. Write through the tensor itself there, or pass `x.clone()`.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ class ModuleCall:
     """A call of a module that is running, or was.
 
     Attributes:
-      codes: what layers have made of their x, for others (`activations.py`).
+      codes: planes of the last x of its layers (`activations.py`).
       is_open: whether it is running.
       first_node: the number of the first autograd node that it can have made.
-      backward: the backward pass in which it runs, as under activation checkpointing, or -1.
+      backward: the number of the backward pass around it, as under activation checkpointing, or -1.
     """
 
     __slots__ = ("_inputs", "backward", "codes", "first_node", "is_open", "module", "outer")
@@ -75,7 +74,7 @@ def call_that_shares(x: Tensor) -> ModuleCall | None:
 
 
 def call_that_made(x: Tensor) -> ModuleCall | None:
-    """The call in which x was made, if it was made in one that is running."""
+    """The running call that made x, if there is one."""
     for call in running():
         if not call.was_given(x):
             node = x.grad_fn
@@ -84,7 +83,7 @@ def call_that_made(x: Tensor) -> ModuleCall | None:
 
 
 def moment() -> ModuleCall | int | None:
-    """When this thread makes a tensor: in which call or backward pass. None: in neither."""
+    """The call or the backward pass that this thread runs; None: neither."""
     call, backward = _thread.innermost, torch._C._current_graph_task_id()
     if backward != _NO_PASS and (call is None or call.backward != backward):
         return backward

@@ -75,10 +75,10 @@ def linear(
     Returns:
       `[..., N]`. Gradients have the dtypes of what they are gradients of.
 
-    Layers that a module calls with the same x, such as q, k and v, quantize it once, if `convert` was given the module
-    or one above it. What is kept for the backward pass are codes of x, unless autograd keeps x or what it is a product of anyway: `activations.py` has the rules. A parameter
-    is kept as it is, so it must not be written in place before the backward pass, as that of `nn.Linear`. A second
-    derivative raises, and so do transforms of `torch.func`.
+    Layers that a module calls with the same x, such as q, k and v, quantize it once, if `convert` was given that module
+    or one above it. For the backward pass a layer keeps codes of x, unless autograd keeps x, or factors of x, anyway:
+    `activations.py` has the rules. A parameter is kept as it is, so it must not be written in place before the backward
+    pass, as that of `nn.Linear`. A second derivative raises, and so do transforms of `torch.func`.
 
     Under tensor parallelism all operands are DTensors of one mesh, and so is the result: `parallel.py` says how each is
     cut. A `QuantizedTensor` may be what a rank has of the weight.

@@ -1,10 +1,10 @@
-"""The base class of autograd nodes: a first derivative, and a clear error where a second one is taken.
+"""The base class of autograd nodes: a first derivative, and a clear error for a second one.
 
 Kernels have no derivatives, so a gradient that a node returns is a constant for autograd. Under `create_graph=True` a
-gradient penalty would then silently lose the terms of the node. So there each gradient is the result of a second node,
-which raises in its own backward. The second node is attached to the inputs of the first, whether or not the gradient
-that came in requires grad; `torch.autograd.function.once_differentiable` looks at that one alone. To calculate gradients
-under `create_graph=True`, to add them up and to step with them stays possible.
+gradient penalty would silently lose the terms of the node. So there a second node returns each gradient, and raises in
+its own backward pass. The second node is attached to the inputs of the first, whether or not the incoming gradient
+requires grad; `torch.autograd.function.once_differentiable` looks at the incoming gradient alone. Code that calculates
+gradients under `create_graph=True`, adds them up and steps with them runs as before.
 
 The link is an empty tensor, the *anchor*: a second result of the node, which autograd saves with the others. It costs
 about 2 us a call, and no memory on a device.
@@ -26,7 +26,7 @@ Gradients = Sequence[Tensor | None]
 
 
 class Node(torch.autograd.Function):
-    """A `torch.autograd.Function` of one result, whose gradients have no derivative.
+    """A `torch.autograd.Function` with one result and a first derivative only.
 
     Subclasses define two static methods. `forward(ctx, *inputs)` returns the result and the tensors to save.
     `gradients(ctx, saved, grad)` returns a gradient for each input; it may clear `saved`, so that tensors are freed.
@@ -58,8 +58,8 @@ class Node(torch.autograd.Function):
         """
         if torch._C._are_functorch_transforms_active():
             raise NotImplementedError(
-                f"{cls.op}: transforms of torch.func (grad, jvp, vmap, hessian) do not apply to it; differentiate with "
-                f"torch.autograd.grad, or {cls.instead}"
+                f"{cls.op}: transforms of torch.func (grad, jvp, vmap) do not apply to it; use torch.autograd.grad, or "
+                f"{cls.instead}"
             )
         _check_no_tangent(inputs, cls.op, cls.instead)
         # Past `Function.apply` itself, which looks for transforms again: the anchor costs what that does.
@@ -121,8 +121,7 @@ def _check_no_tangent(tensors: Sequence[Any], op: str, instead: str) -> None:
         return
     if any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
         raise NotImplementedError(
-            f"{op}: forward-mode differentiation (a dual tensor) is not defined; differentiate with "
-            f"torch.autograd.grad, or {instead}"
+            f"{op}: forward-mode differentiation (of a dual tensor) is not defined; use torch.autograd.grad, or {instead}"
         )
 
 

@@ -1,9 +1,8 @@
 """Amaxes that were taken of tensors as they were made, for whoever quantizes them next.
 
 They are noted on the tensor itself, with its version: they die with it, and a write to it in place makes them void.
-Writes that PyTorch does not see make none void, so an amax is valid only during the call of a module, or the backward
-pass, in which the tensor was made (`calls.py`). Another stream does not wait for them, and a CUDA graph does not read
-what was made outside of it.
+PyTorch does not see every write, so an amax is valid only during the call of a module, or the backward pass, that made
+the tensor (`calls.py`). Another stream does not wait for them, and a CUDA graph does not read tensors of before.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ def note_amax(x: Tensor, amax: Tensor) -> None:
 
 
 def noted_amax(x: Tensor) -> Tensor | None:
-    """What was noted of this very tensor, if nothing was written to it since, and the call that made it still runs."""
+    """The amax of this very tensor, if PyTorch saw no write to it since, and the call that made it still runs."""
     if torch.compiler.is_compiling():
         return None
     noted: Any = x.__dict__.get(_NAME)

@@ -1,4 +1,4 @@
-"""Second derivatives raise, by the name of the public function whose gradient is differentiated.
+"""Errors of second derivatives, by the name of the public function.
 
 Ops have no derivative, and raise as they are differentiated, each by its own name. The rules of a `jax.custom_vjp` call
 ops; so there it is a gradient that is differentiated, and the error names the function that it is a gradient of.
@@ -32,7 +32,7 @@ def second_derivative(op: str) -> NotImplementedError:
 
 
 def of_op(primitive: str) -> Exception:
-    """The error of an op of the library that is differentiated, where nothing has told of which function it is."""
+    """The error of a differentiated op, where the public function is not known."""
     function = primitive.removesuffix("_grad")
     if function in _INSTEAD:
         return second_derivative(function)
@@ -52,7 +52,7 @@ def rules_of_product(op: str | None, fwd: Callable[..., Any], bwd: Callable[...,
 
     Args:
       op: the public function; None: `config.op` is.
-      fwd: keeps codes for `bwd`, and no operand: a second copy of it would stay beside that of others.
+      fwd: keeps codes for `bwd`, and no operand: the program would hold a second copy of the operand.
     """
 
     def held_fwd(config: Any, x: jax.Array, *rest: Any) -> Any:
