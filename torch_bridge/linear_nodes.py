@@ -200,7 +200,7 @@ def _product_of(
 
 
 class Product(torch.autograd.Function):
-    """`y = x @ w.T`, with the identity as its backward pass: `Gradients` comes next, and refuses a second derivative."""
+    """`y = x @ w.T`, with the identity as its backward pass: `Gradients` comes next, and refuses second ones."""
 
     @staticmethod
     def forward(

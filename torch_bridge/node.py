@@ -121,7 +121,8 @@ def _check_no_tangent(tensors: Sequence[Any], op: str, instead: str) -> None:
         return
     if any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
         raise NotImplementedError(
-            f"{op}: forward-mode differentiation (of a dual tensor) is not defined; use torch.autograd.grad, or {instead}"
+            f"{op}: forward-mode differentiation (of a dual tensor) is not defined; use torch.autograd.grad, or "
+            f"{instead}"
         )
 
 
