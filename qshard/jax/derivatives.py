@@ -56,10 +56,10 @@ def rules_of_product(op: str | None, fwd: Callable[..., Any], bwd: Callable[...,
     """
 
     def held_fwd(config: Any, x: jax.Array, *rest: Any) -> Any:
-        return fwd(config, _hold(op or config.op, x, *_floats(rest)), *rest)
+        return fwd(config, _hold(second_derivative, op or config.op, x, *_floats(rest)), *rest)
 
     def held_bwd(config: Any, kept: Any, dy: jax.Array) -> Any:
-        return bwd(config, kept, _hold(op or config.op, dy, *_floats(kept)))
+        return bwd(config, kept, _hold(second_derivative, op or config.op, dy, *_floats(kept)))
 
     return held_fwd, held_bwd
 
@@ -68,12 +68,18 @@ def _floats(tree: Any) -> list[jax.Array]:
     return [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.inexact)]
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _hold(op: str, x: jax.Array, *others: jax.Array) -> jax.Array:
-    """`x`, which raises as it, or one of the others, is differentiated. No op in a compiled program."""
+def rounded_by(op: str, x: jax.Array, *others: jax.Array) -> jax.Array:
+    """`x` for a function `op` that rounds to codes, and so has no first derivative."""
+    held: jax.Array = _hold(of_op, op, x, *others)
+    return held
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _hold(error: Callable[[str], Exception], op: str, x: jax.Array, *others: jax.Array) -> jax.Array:
+    """`x`, which raises if it, or one of the others, is differentiated. No op in a compiled program."""
     return x
 
 
 @_hold.defjvp
-def _differentiated(op: str, *_: Any) -> Any:
-    raise second_derivative(op)
+def _differentiated(error: Callable[[str], Exception], op: str, *_: Any) -> Any:
+    raise error(op)
