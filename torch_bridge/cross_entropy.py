@@ -16,7 +16,7 @@ from torch import Tensor
 from qshard.losses import WORD, LossRule, check_rows, wrong_label
 from qshard.names import shown
 from qshard.torch_bridge.arguments import check_group, check_tensor
-from qshard.torch_bridge.node import Node
+from qshard.torch_bridge.node import Node, apply_node
 from qshard.torch_bridge.ops import call_into, dtype_name, ops
 from qshard.torch_bridge.optim.slices import all_gather
 
@@ -70,7 +70,7 @@ def cross_entropy(
         "cross_entropy", logits.shape[-1] if logits.ndim else 0, ignore_index, label_smoothing, z_loss, group
     )
     check_labels("cross_entropy", "logits", logits, labels, rule, reduction)
-    losses: Tensor = _RowLosses.apply(logits, as_words(labels), rule)
+    losses: Tensor = apply_node(_RowLosses, logits, as_words(labels), rule)
     return reduced(losses, labels, reduction, ignore_index)
 
 

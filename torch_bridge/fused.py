@@ -28,7 +28,7 @@ from qshard.names import FormatLike, as_format, as_usage, shown
 from qshard.ops import table
 from qshard.torch_bridge.arguments import check_tensor
 from qshard.torch_bridge.extend import Extends
-from qshard.torch_bridge.node import Node
+from qshard.torch_bridge.node import Node, apply_node
 from qshard.torch_bridge.noted import note_amax
 from qshard.torch_bridge.ops import dtype_name, ops
 from qshard.torch_bridge.planes import pair_of, quantized
@@ -159,7 +159,7 @@ def _swiglu(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor | None]:
     if not _is_ours(gate, up):
         return F.silu(gate) * up, None
     amaxes: list[Tensor] = []
-    h: Tensor = _SwiGlu.apply(gate, up, amaxes)
+    h: Tensor = apply_node(_SwiGlu, gate, up, amaxes)
     return h, amaxes[0]
 
 
@@ -179,7 +179,7 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor | N
     if not _is_ours(x, weight):
         return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps), None
     amaxes: list[Tensor] = []
-    y: Tensor = _RmsNorm.apply(x, weight, eps, amaxes)
+    y: Tensor = apply_node(_RmsNorm, x, weight, eps, amaxes)
     return y, amaxes[0]
 
 

@@ -29,7 +29,7 @@ from qshard.torch_bridge.fsdp.weight import ShardedWeight
 from qshard.torch_bridge.gemm import Operand
 from qshard.torch_bridge.linear import check_operand
 from qshard.torch_bridge.nn import Linear
-from qshard.torch_bridge.node import Node
+from qshard.torch_bridge.node import Node, apply_node
 from qshard.torch_bridge.operands import ROLES, check_planes, planes_of, quantized, seeds_of, values_of
 from qshard.torch_bridge.ops import dtype_name
 from qshard.torch_bridge.slice_ops import SliceOps
@@ -117,7 +117,7 @@ def grouped_linear(
         )
     how = _How(recipe, x.dtype if dtype is None else dtype, _checked_sizes(x, len(each), group_sizes), delayed)
     given = each if whole is None else [whole]
-    y: Tensor = _Grouped.apply(x, group_sizes.to(x.device, non_blocking=True), seeds, how, *given)
+    y: Tensor = apply_node(_Grouped, x, group_sizes.to(x.device, non_blocking=True), seeds, how, *given)
     return y
 
 

@@ -20,6 +20,7 @@ from qshard.torch_bridge.flat import flat_of
 from qshard.torch_bridge.fsdp.weight import ShardedWeight
 from qshard.torch_bridge.gemm import Operand
 from qshard.torch_bridge.linear_nodes import Gradients, How, Joined, Product, multiplied
+from qshard.torch_bridge.node import apply_node
 from qshard.torch_bridge.noted import noted_amax
 from qshard.torch_bridge.operands import ROLES, matrix_of, planes_of, quantized, values_of
 from qshard.torch_bridge.parallel import Cut, Part, cut_of
@@ -240,7 +241,7 @@ def _product(
     x_again = None if source is None else source.again
     sizes = len(given), len(of_x), shape
     how = How(recipe, dtype, x_again, w_again, w_format, kept_usage, *sizes, parts, x_rows, y_rows, joined)
-    made: Tensor = Gradients.apply(x, weight, how, seed, None if y is None else (y,), *scales, *of_x, *of_w)
+    made: Tensor = apply_node(Gradients, x, weight, how, seed, None if y is None else (y,), *scales, *of_x, *of_w)
     if y is None:
         w_row = ws[Usage.ROWWISE]
         made = Product.apply(made, dtype, x_row.format, w_row.format, (x_rows, y_rows), *x_row.parts, *w_row.parts)

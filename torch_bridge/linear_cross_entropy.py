@@ -19,7 +19,7 @@ from qshard.torch_bridge.fsdp.weight import ShardedWeight
 from qshard.torch_bridge.gemm import Operand, matmul
 from qshard.torch_bridge.linear import check_gathered
 from qshard.torch_bridge.nn import Linear
-from qshard.torch_bridge.node import Node
+from qshard.torch_bridge.node import Node, apply_node
 from qshard.torch_bridge.operands import matrix_of, planes_of, quantized, values_of
 from qshard.torch_bridge.ops import dtype_name
 from qshard.torch_bridge.planes import transposed
@@ -87,10 +87,10 @@ def linear_cross_entropy(
     flat, words = x.reshape(-1, x.shape[-1]), as_words(labels).reshape(-1)
     rows = rows_at_a_time(chunk, len(flat), w.shape[0], x.dtype.itemsize)
     if reduction == "none" or x.dtype == torch.float16 or not torch.is_grad_enabled():
-        losses: Tensor = _LateLosses.apply(flat, w, words, rule, rows, how)
+        losses: Tensor = apply_node(_LateLosses, flat, w, words, rule, rows, how)
         return reduced(losses.view(labels.shape), labels, reduction, ignore_index)
     count = count_of(labels, ignore_index) if reduction == "mean" else torch.ones((), device=x.device)
-    loss: Tensor = _EarlyLoss.apply(flat, w, words, count, rule, rows, how)
+    loss: Tensor = apply_node(_EarlyLoss, flat, w, words, count, rule, rows, how)
     return loss
 
 

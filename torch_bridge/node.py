@@ -49,22 +49,24 @@ class Node(torch.autograd.Function):
         backward = _backward_of(cls.gradients, cls.op, cls.instead, cls.degree)  # type: ignore[attr-defined]
         cls.backward = staticmethod(backward)  # type: ignore[method-assign]
 
-    @classmethod
-    def apply(cls, *inputs: Any) -> Any:
-        """The result. Dynamo passes this by, and handles transforms itself.
 
-        Raises:
-          NotImplementedError: a transform of `torch.func` runs, or an input has a forward-mode tangent.
-        """
-        if torch._C._are_functorch_transforms_active():
-            raise NotImplementedError(
-                f"{cls.op}: transforms of torch.func (grad, jvp, vmap) do not apply to it; use torch.autograd.grad, or "
-                f"{cls.instead}"
-            )
-        _check_no_tangent(inputs, cls.op, cls.instead)
-        # Past `Function.apply` itself, which looks for transforms again: the anchor costs what that does.
-        result = super(torch.autograd.Function, cls).apply(*inputs)  # type: ignore[misc]
-        return result[0] if type(result) is tuple else result
+def apply_node(node: type[Node], *inputs: Any) -> Any:
+    """The result of a node. Call this, and not `node.apply`.
+
+    Raises:
+      NotImplementedError: a transform of `torch.func` runs, or an input has a forward-mode tangent.
+    """
+    if torch.compiler.is_compiling():
+        return node.apply(*inputs)  # type: ignore[no-untyped-call]
+    if torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(
+            f"{node.op}: transforms of torch.func (grad, jvp, vmap) do not apply to it; use torch.autograd.grad, or "
+            f"{node.instead}"
+        )
+    _check_no_tangent(inputs, node.op, node.instead)
+    # Past `Function.apply`, which looks for transforms again: the anchor costs what that does.
+    result = super(torch.autograd.Function, node).apply(*inputs)  # type: ignore[misc]
+    return result[0] if type(result) is tuple else result
 
 
 def _with_anchor(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -25,7 +25,7 @@ from qshard.pipeline import Plane
 from qshard.torch_bridge.arguments import check_dtype
 from qshard.torch_bridge.dtensor import local_of
 from qshard.torch_bridge.fsdp.weight import ShardedWeight, memory_of
-from qshard.torch_bridge.node import Node
+from qshard.torch_bridge.node import Node, apply_node
 from qshard.torch_bridge.ops import dtype_name, ops
 from qshard.torch_bridge.slice_ops import SliceOps
 from qshard.torch_bridge.tensor import QuantizedTensor
@@ -88,7 +88,7 @@ def gathered_weight(
     dtype = weight.dtype if param_dtype is None else param_dtype
     # The gradient of a shard is that of the whole DTensor, cut as it is.
     shard = weight.to_local(grad_placements=weight.placements)
-    made: QuantizedTensor = _Gather.apply(shard, local, cut, dtype, reduce_dtype or dtype, reduce_op)
+    made: QuantizedTensor = apply_node(_Gather, shard, local, cut, dtype, reduce_dtype or dtype, reduce_op)
     return made
 
 
