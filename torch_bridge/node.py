@@ -57,7 +57,7 @@ def apply_node(node: type[Node], *inputs: Any) -> Any:
       NotImplementedError: a transform of `torch.func` runs, or an input has a forward-mode tangent.
     """
     if torch.compiler.is_compiling():
-        return node.apply(*inputs)  # type: ignore[no-untyped-call]
+        return node.apply(*inputs)
     if torch._C._are_functorch_transforms_active():
         raise NotImplementedError(
             f"{node.op}: transforms of torch.func (grad, jvp, vmap) do not apply to it; use torch.autograd.grad, or "
