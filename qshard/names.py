@@ -100,6 +100,11 @@ def seed_missing(op: str, what: object) -> str:
     return f"{op}: seed (None) is not there, and {what} rounds stochastically; pass a new one each call"
 
 
+def no_second_derivative(op: str, instead: str) -> str:
+    """The error text of a gradient that is differentiated and has no derivative."""
+    return f"{op}: its gradient is differentiated (gradient penalty, Hessian), and has no derivative; {instead}"
+
+
 def listed(names: Iterable[str]) -> str:
     """`a, b or c`."""
     *first, last = names

@@ -1,13 +1,12 @@
 """x of linear layers: quantized once for all layers that take it, and kept for their backward passes in little room.
 
-**Shared.** Layers that are called one after the other with the same tensor, such as q, k and v, or gate and up, use the
-same codes: the first quantizes x, the others find what it has made, and autograd keeps it once. A thread remembers one
-x, by the object, its version, and all that codes depend on. It is forgotten when it dies, when another comes, and when
-a layer comes that has had it: then it is another pass.
+**Shared.** Layers that take the same tensor, such as q, k and v, or gate and up, use the same codes: the first
+quantizes x, the others find the codes, and autograd keeps them once. Codes are shared only during one call of a
+converted module (`calls.py`): its `forward` passes x to the layers, and nobody else writes to x meanwhile. One x is
+remembered, by the object, its version, and all that codes depend on. It is forgotten when the call
+ends, when x dies, when another comes, and when a layer comes that has had it.
 
-A write to x in place, between two of the layers, bumps its version, so it is seen. What bumps no version is not seen:
-writes through `x.data`, through NumPy or DLPack, and by kernels that do not tell autograd. Write through x itself, or
-pass `x.clone()`. Between two passes any write counts.
+A write to x in place, between two of the layers, bumps its version, so it is seen.
 
 Under `torch.compile`, and while a CUDA graph is captured, nothing is remembered: compilers merge equal ops themselves,
 and a captured graph must not read what was made outside of it. Nor is what is rounded stochastically.
@@ -24,12 +23,13 @@ them of that, the same bits.
 | `a * b`, and `swiglu(a, b)` (`fused.py`) | a and b | what made it |
 
 The two are asked for only where no `saved_tensors_hooks` are in force, as under activation checkpointing: those of a
-node may be unpacked once. There the codes are kept.
+node may be unpacked once. There the codes are kept. They are kept too where x was made before the running call of a
+module began: somebody may have written to it since.
 """
 
 from __future__ import annotations
 
-import threading
+import functools
 import weakref
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
@@ -39,7 +39,7 @@ from torch import Tensor
 from torch.utils import _python_dispatch
 
 from qshard.formats import Usage
-from qshard.torch_bridge import fused
+from qshard.torch_bridge import calls, fused
 from qshard.torch_bridge.gemm import Operand
 from qshard.torch_bridge.noted import noted_amax
 
@@ -47,7 +47,7 @@ Planes = tuple[dict[Usage, Operand], list[Tensor]]
 """Planes of one tensor, and, where its scale is given, its amax, to be noted, and that scale."""
 
 
-class _Made:
+class _Codes:
     """What was made of one x."""
 
     def __init__(self, x: weakref.ref[Tensor], version: int, key: Any):
@@ -55,27 +55,9 @@ class _Made:
         self.layers: set[Hashable] = set()
         self.planes: dict[Usage, Operand] = {}
         self.others: list[Tensor] = []
-        self.versions: list[int] = []
 
     def serves(self, x: Tensor, key: Any, layer: Hashable) -> bool:
-        """Not so if the scale has been updated: codes are of the old one."""
-        is_same = self.x() is x and self.version == x._version and bool(self.key == key) and layer not in self.layers
-        return is_same and self.versions == [other._version for other in self.others]
-
-
-class _Slot:
-    """What a thread remembers."""
-
-    made: _Made | None = None
-
-    def forget(self, x: weakref.ref[Tensor]) -> None:
-        """When x dies, which may be in another thread."""
-        made = self.made
-        if made is not None and made.x is x:
-            self.made = None
-
-
-_slots = threading.local()
+        return self.x() is x and self.version == x._version and bool(self.key == key) and layer not in self.layers
 
 
 def planes_of(x: Tensor, usage: Usage, key: Any, layer: Hashable, make: Callable[[Usage], Planes]) -> Planes:
@@ -88,22 +70,28 @@ def planes_of(x: Tensor, usage: Usage, key: Any, layer: Hashable, make: Callable
       layer: which one asks. One that asks again gets planes that are made anew.
       make: makes some of them.
     """
-    if not _is_remembered(x):
+    call = calls.call_that_shares(x) if _is_remembered(x) else None
+    if call is None:
         return make(usage)
-    slot: _Slot = _slots.__dict__.setdefault("slot", _Slot())
     key = (key, *_surroundings(x))
-    made = slot.made
-    if made is None or not made.serves(x, key, layer):
-        slot.made = None  # Frees it before there is more.
-        made = _Made(weakref.ref(x, slot.forget), x._version, key)
-    missing = [one for one in usage.planes if one not in made.planes]
+    codes: _Codes | None = call.codes
+    if codes is None or not codes.serves(x, key, layer):
+        call.codes = None  # Frees it before there is more.
+        codes = _Codes(weakref.ref(x, functools.partial(_forget, call)), x._version, key)
+    missing = [one for one in usage.planes if one not in codes.planes]
     if missing:
-        planes, made.others = make(missing[0] if len(missing) == 1 else usage)
-        made.planes |= planes
-        made.versions = [other._version for other in made.others]
-        slot.made = made
-    made.layers.add(layer)
-    return {one: made.planes[one] for one in usage.planes}, made.others
+        planes, codes.others = make(missing[0] if len(missing) == 1 else usage)
+        codes.planes |= planes
+        call.codes = codes
+    codes.layers.add(layer)
+    return {one: codes.planes[one] for one in usage.planes}, codes.others
+
+
+def _forget(call: calls.ModuleCall, x: weakref.ref[Tensor]) -> None:
+    """When x dies, which may be in another thread."""
+    codes = call.codes
+    if codes is not None and codes.x is x:
+        call.codes = None
 
 
 def _is_remembered(x: Tensor) -> bool:
@@ -152,13 +140,13 @@ def source_of(x: Tensor) -> Source | None:
     if any(hasattr(type(node), name) for name in ("_saved_result", "_saved_output")):
         return Source(_itself, (x.detach(),))
     made_by = _MADE_OF_TWO.get(type(node).__name__)
-    if made_by is None or are_hooks_there():
+    if made_by is None or are_hooks_there() or calls.call_that_made(x) is None:
         return None
     if x._version or x.shape.numel() != whole.shape.numel() or not (x.is_contiguous() and whole.is_contiguous()):
         return None
     saved: Any = node
     try:
-        two = saved.saved_tensors if made_by is fused.swiglu_again else (saved._saved_self, saved._saved_other)
+        two = saved.saved_tensors[:2] if made_by is fused.swiglu_again else (saved._saved_self, saved._saved_other)
     except RuntimeError:  # One was written since, or the graph is freed: whoever goes backward is told then.
         return None
     # Parameters are left out: FSDP2 may have freed their memory when it is needed.

@@ -18,6 +18,7 @@ from torch.nn.utils import parametrize
 from qshard.recipes import Recipe, check_weight_shape
 from qshard.rules import RecipesLike, Rules, check_filter, keeps, list_layers
 from qshard.torch_bridge.arguments import check_dtype, check_model
+from qshard.torch_bridge.calls import follow_calls
 from qshard.torch_bridge.conv1d import Conv1D, conv1d_class
 from qshard.torch_bridge.extend import extended
 from qshard.torch_bridge.fsdp.weight import ShardedWeight
@@ -38,8 +39,11 @@ def convert(
 ) -> nn.Module:
     """Turns every `nn.Linear` in `model` into a `Linear`, in place: same module objects, hooks, names and values.
 
-    So does every `Conv1D` of Hugging Face's GPT-2, whose weight stays `[in, out]`. Layers of a subclass that keeps the
-    `forward` of `nn.Linear` stay instances of it, with its methods and attributes.
+    So does every `Conv1D` of Hugging Face's GPT-2, whose weight stays `[in, out]`. Modules above these layers get two
+    hooks, which tell when a call of theirs begins and ends: during it, layers that take the same x share its codes. So
+    pass modules that you build of `Linear` to `convert` too.
+
+    Layers of a subclass that keeps the `forward` of `nn.Linear` stay instances of it, with its methods and attributes.
     Parameters stay the objects that they are: an optimizer that holds them trains them on. Weights that layers share
     stay shared. A `Linear` takes the new recipe, and a `LinearCrossEntropy` still gives the loss. `fully_shard` takes
     weights of square blocks, or of one scale a tensor; it refuses those of vectors, whose two planes are different
@@ -134,6 +138,9 @@ activation=FP8_E4M3[nonfinite=nan], gradient=FP8_E5M2[nonfinite=nan])
             other.activation_relu_or_gelu = 0  # Else where nothing trains it reads the weights, and calls no layer.
         if fuse and _is_plain_norm(other):
             other.__class__ = extended(RMSNorm, type(other))
+    for other in model.modules():
+        if any(isinstance(module, WeightLayer | RMSNorm) and module is not other for module in other.modules()):
+            follow_calls(other)
     if primary:
         guard_moves(model, check_not_sealed)
     return model

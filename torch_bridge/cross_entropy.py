@@ -12,12 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from qshard.losses import WORD, LossRule, check_num_classes, check_rows
 from qshard.names import shown
 from qshard.torch_bridge.arguments import check_group, check_tensor
 from qshard.torch_bridge.class_shards import ClassShard, class_shard
+from qshard.torch_bridge.node import Node, apply_node
 from qshard.torch_bridge.ops import call_into, dtype_name, ops
 from qshard.torch_bridge.optim.slices import all_gather
 
@@ -76,7 +76,7 @@ def cross_entropy(
     columns = logits.shape[-1] if logits.ndim else 0
     rule = LossRule.of(op, ignore_index, label_smoothing, z_loss)
     of = loss_of_rows(op, name, logits, columns, labels, reduction, rule, group, num_classes)
-    losses: Tensor = _RowLosses.apply(logits, as_words(labels), of)
+    losses: Tensor = apply_node(_RowLosses, logits, as_words(labels), of)
     return reduced(losses, labels, reduction, ignore_index)
 
 
@@ -120,19 +120,19 @@ class LossOfRows:
         return logits if columns == logits.shape[-1] else logits[..., :columns].contiguous()
 
 
-class _RowLosses(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, rule: LossOfRows) -> Tensor:
-        logits = logits.contiguous()
-        loss, lse = rule.losses(logits, labels)
-        ctx.save_for_backward(logits, labels, lse)
-        ctx.rule = rule
-        return loss
+class _RowLosses(Node):
+    op, instead = "cross_entropy", "use torch.nn.functional.cross_entropy"
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        logits, labels, lse = ctx.saved_tensors
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, rule: LossOfRows) -> tuple[Tensor, tuple[Tensor, ...]]:
+        logits = logits.contiguous()
+        loss, lse = rule.losses(logits, labels)
+        ctx.rule = rule
+        return loss, (logits, labels, lse)
+
+    @staticmethod
+    def gradients(ctx: Any, saved: list[Tensor], grad: Tensor) -> tuple[Tensor | None, ...]:
+        logits, labels, lse = saved
         return ctx.rule.gradient(logits, labels, lse, grad.contiguous(), in_place=False), None, None
 
 

@@ -2,7 +2,7 @@
 
 A scale of a whole tensor comes of its amax. Taken as the tensor is made, it saves the read that only looks for it:
 forward that of y, or h, and backward those of both gradients of SwiGLU. `Linear` finds it where the very tensor is
-passed on (`noted.py`).
+passed on, in the call of a module that made it or in the same backward pass (`noted.py`).
 
 What they give is also less work by itself. Of SwiGLU autograd keeps gate and up alone, where `F.silu(gate) * up` keeps
 `silu(gate)` too; the layer that takes h makes it again (`activations.py`).
@@ -28,7 +28,8 @@ from qshard.names import FormatLike, as_format, as_usage, shown
 from qshard.ops import table
 from qshard.torch_bridge.arguments import check_tensor
 from qshard.torch_bridge.extend import Extends
-from qshard.torch_bridge.noted import note_amax, noted_amax
+from qshard.torch_bridge.node import Node, apply_node
+from qshard.torch_bridge.noted import note_amax
 from qshard.torch_bridge.ops import dtype_name, ops
 from qshard.torch_bridge.planes import pair_of, quantized
 from qshard.torch_bridge.tensor import QuantizedTensor
@@ -57,20 +58,9 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
     Source: arXiv:2002.05202.
     """
-    if isinstance(gate, DTensor) and isinstance(up, DTensor):
-        return F.silu(gate) * up
-    for name, x in (("gate", gate), ("up", up)):
-        check_tensor("swiglu", name, x)
-    if gate.shape != up.shape or gate.dtype != up.dtype:
-        raise ValueError(
-            f"swiglu: up ({tuple(up.shape)}, {dtype_name(up.dtype)}) is not as gate is, ({tuple(gate.shape)}, "
-            f"{dtype_name(gate.dtype)}); give two tensors of one shape and dtype"
-        )
-    if not _is_ours(gate, up):
-        return F.silu(gate) * up
-    noted: list[Tensor] = []
-    h: Tensor = _SwiGlu.apply(gate, up, noted)
-    note_amax(h, noted[0])
+    h, amax = _swiglu(gate, up)
+    if amax is not None:
+        note_amax(h, amax)
     return h
 
 
@@ -94,22 +84,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     Source: arXiv:1910.07467.
     """
-    if isinstance(x, DTensor) and isinstance(weight, DTensor):
-        return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
-    for name, tensor in (("x", x), ("weight", weight)):
-        check_tensor("rms_norm", name, tensor)
-    if weight.ndim != 1 or x.ndim < 1 or x.shape[-1] != weight.shape[0]:
-        raise ValueError(
-            f"rms_norm: weight {tuple(weight.shape)} does not fit x {tuple(x.shape)}; give weight as [K] and x as "
-            "[*lead, K]"
-        )
-    if not eps >= 0:
-        raise ValueError(f"rms_norm: eps ({shown(eps)}) is not 0 or more; give a small number, such as 1e-5")
-    if not _is_ours(x, weight):
-        return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
-    noted: list[Tensor] = []
-    y: Tensor = _RmsNorm.apply(x, weight, eps, noted)
-    note_amax(y, noted[0])
+    y, amax = _rms_norm(x, weight, eps)
+    if amax is not None:
+        note_amax(y, amax)
     return y
 
 
@@ -137,7 +114,7 @@ def swiglu_quantize(gate: Tensor, up: Tensor, fmt: FormatLike, *, usage: Usage =
     check_tensor("swiglu_quantize", "gate", gate)
     check_tensor("swiglu_quantize", "up", up)
     with torch.no_grad():
-        return _quantized("swiglu_quantize", swiglu(gate, up), fmt, usage)
+        return _quantized("swiglu_quantize", *_swiglu(gate, up), fmt, usage)
 
 
 def rms_norm_quantize(
@@ -165,15 +142,52 @@ def rms_norm_quantize(
     check_tensor("rms_norm_quantize", "x", x)
     check_tensor("rms_norm_quantize", "weight", weight)
     with torch.no_grad():
-        return _quantized("rms_norm_quantize", rms_norm(x, weight, eps), fmt, usage)
+        return _quantized("rms_norm_quantize", *_rms_norm(x, weight, eps), fmt, usage)
 
 
-def _quantized(op: str, x: Tensor, fmt: FormatLike, usage: Usage) -> QuantizedTensor:
-    """`x` quantized, with the amax that was noted of it."""
+def _swiglu(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor | None]:
+    """`swiglu`, and the amax of its result where a kernel computes both."""
+    if isinstance(gate, DTensor) and isinstance(up, DTensor):
+        return F.silu(gate) * up, None
+    for name, x in (("gate", gate), ("up", up)):
+        check_tensor("swiglu", name, x)
+    if gate.shape != up.shape or gate.dtype != up.dtype:
+        raise ValueError(
+            f"swiglu: up ({tuple(up.shape)}, {dtype_name(up.dtype)}) is not as gate is, ({tuple(gate.shape)}, "
+            f"{dtype_name(gate.dtype)}); give two tensors of one shape and dtype"
+        )
+    if not _is_ours(gate, up):
+        return F.silu(gate) * up, None
+    amaxes: list[Tensor] = []
+    h: Tensor = apply_node(_SwiGlu, gate, up, amaxes)
+    return h, amaxes[0]
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor | None]:
+    """`rms_norm`, and the amax of its result where a kernel computes both."""
+    if isinstance(x, DTensor) and isinstance(weight, DTensor):
+        return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps), None
+    for name, tensor in (("x", x), ("weight", weight)):
+        check_tensor("rms_norm", name, tensor)
+    if weight.ndim != 1 or x.ndim < 1 or x.shape[-1] != weight.shape[0]:
+        raise ValueError(
+            f"rms_norm: weight {tuple(weight.shape)} does not fit x {tuple(x.shape)}; give weight as [K] and x as "
+            "[*lead, K]"
+        )
+    if not eps >= 0:
+        raise ValueError(f"rms_norm: eps ({shown(eps)}) is not 0 or more; give a small number, such as 1e-5")
+    if not _is_ours(x, weight):
+        return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps), None
+    amaxes: list[Tensor] = []
+    y: Tensor = apply_node(_RmsNorm, x, weight, eps, amaxes)
+    return y, amaxes[0]
+
+
+def _quantized(op: str, x: Tensor, amax: Tensor | None, fmt: FormatLike, usage: Usage) -> QuantizedTensor:
     fmt, usage = as_format(fmt, op), as_usage(usage, op)
     for each in usage.planes:
         layout.plane(fmt, tuple(x.shape), each, op=op)
-    rowwise, columnwise = pair_of(quantized(x, fmt, usage, amax=noted_amax(x)))
+    rowwise, columnwise = pair_of(quantized(x, fmt, usage, amax=amax))
     return QuantizedTensor(fmt, tuple(x.shape), x.dtype, rowwise=rowwise, columnwise=columnwise)
 
 
@@ -229,19 +243,19 @@ def swiglu_again(gate: Tensor, up: Tensor, amax: Tensor | None = None) -> tuple[
     return h, made
 
 
-class _SwiGlu(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, noted: list[Tensor]) -> Tensor:
-        gate, up = gate.contiguous(), up.contiguous()
-        ctx.save_for_backward(gate, up)
-        h, amax = ops.swiglu(gate, up, lead=0)
-        noted.append(amax)
-        result: Tensor = h
-        return result
+class _SwiGlu(Node):
+    op, instead = "swiglu", "use torch.nn.functional.silu(gate) * up"
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        gate, up = ctx.saved_tensors
+    def forward(ctx: Any, gate: Tensor, up: Tensor, noted: list[Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        gate, up = gate.contiguous(), up.contiguous()
+        h, amax = ops.swiglu(gate, up, lead=0)
+        noted.append(amax)
+        return h, (gate, up)
+
+    @staticmethod
+    def gradients(ctx: Any, saved: list[Tensor], grad: Tensor) -> tuple[Tensor | None, ...]:
+        gate, up = saved
         *both, gate_amax, up_amax = ops.swiglu_grad(gate, up, grad.to(gate.dtype).contiguous(), lead=0)
         for x, amax in zip(both, (gate_amax, up_amax), strict=True):
             note_amax(x, amax)
@@ -252,19 +266,21 @@ SWIGLU_NODE = f"{_SwiGlu.__name__}Backward"
 """What autograd calls the node of `swiglu`, whose saved tensors are gate and up."""
 
 
-class _RmsNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, noted: list[Tensor]) -> Tensor:
-        x, weight = x.contiguous(), weight.contiguous()
-        y, rstd, amax = ops.rms_norm(x, weight, eps=eps, lead=0)
-        ctx.save_for_backward(x, weight, rstd)
-        noted.append(amax)
-        result: Tensor = y
-        return result
+class _RmsNorm(Node):
+    op, instead = "rms_norm", "use torch.nn.functional.rms_norm, which convert leaves in place with fuse=False"
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, rstd = ctx.saved_tensors
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, eps: float, noted: list[Tensor]
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        x, weight = x.contiguous(), weight.contiguous()
+        y, rstd, amax = ops.rms_norm(x, weight, eps=eps, lead=0)
+        noted.append(amax)
+        return y, (x, weight, rstd)
+
+    @staticmethod
+    def gradients(ctx: Any, saved: list[Tensor], grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, rstd = saved
         rows = (rstd.numel(), weight.shape[0])
         grad = grad.to(x.dtype).contiguous().view(rows)
         dx, dweight, _ = ops.rms_norm_grad(x.view(rows), weight, rstd.view(-1), grad, lead=0, rows=_SUM_ROWS)

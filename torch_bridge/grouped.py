@@ -15,7 +15,6 @@ from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
 from qshard import master
@@ -30,6 +29,7 @@ from qshard.torch_bridge.fsdp.weight import ShardedWeight
 from qshard.torch_bridge.gemm import Operand
 from qshard.torch_bridge.linear import check_operand
 from qshard.torch_bridge.nn import Linear
+from qshard.torch_bridge.node import Node, apply_node
 from qshard.torch_bridge.operands import ROLES, check_planes, planes_of, quantized, seeds_of, values_of
 from qshard.torch_bridge.ops import dtype_name
 from qshard.torch_bridge.slice_ops import SliceOps
@@ -122,7 +122,7 @@ def grouped_linear(
         )
     how = _How(recipe, x.dtype if dtype is None else dtype, _checked_sizes(x, len(each), group_sizes), delayed)
     given = each if whole is None else [whole]
-    y: Tensor = _Grouped.apply(x, group_sizes.to(x.device, non_blocking=True), seeds, how, *given)
+    y: Tensor = apply_node(_Grouped, x, group_sizes.to(x.device, non_blocking=True), seeds, how, *given)
     return y
 
 
@@ -216,11 +216,16 @@ class _How(NamedTuple):
                 states[role].observe(amax)
 
 
-class _Grouped(torch.autograd.Function):
+class _Grouped(Node):
     """Weights are of each expert; or one tensor `[E, N, K]`."""
 
+    op, degree = "grouped_linear", 2
+    instead = "multiply the rows of each expert with torch.nn.functional.linear"
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, sizes: Tensor, seeds: Tensor | None, how: _How, *weights: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, sizes: Tensor, seeds: Tensor | None, how: _How, *weights: Tensor
+    ) -> tuple[Tensor, list[Tensor]]:
         need_x, need_w = ctx.needs_input_grad[0], any(ctx.needs_input_grad[4:])
         recipe = how.recipe
         tiles = tiles_of(recipe, x.shape[0], sizes)
@@ -234,15 +239,13 @@ class _Grouped(torch.autograd.Function):
         # Codes that FSDP2 has gathered are kept as they are: it frees their memory, and fills it again.
         kept_w = (weights, scales) if need_x else None
         tensors, ctx.rest = _flat((tiles, kept_x, seeds, kept_w))
-        ctx.save_for_backward(*tensors)
         ctx.how, ctx.x_dtype, ctx.w_dtype, ctx.w_shape = how, x.dtype, weights[0].dtype, weights[0].shape
-        return tiles.gathered(y)
+        return tiles.gathered(y), tensors
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def gradients(ctx: Any, saved: list[Tensor], grad: Tensor) -> tuple[Tensor | None, ...]:
         how: _How = ctx.how
-        tiles, x, seeds, kept_w = _whole(ctx.saved_tensors, ctx.rest)
+        tiles, x, seeds, kept_w = _whole(saved, ctx.rest)
         need_x, need_w = ctx.needs_input_grad[0], any(ctx.needs_input_grad[4:])
         usage = Usage.BOTH if need_x and need_w else Usage.ROWWISE if need_x else Usage.COLUMNWISE
         sides = _quantized(grad, how._replace(dtype=grad.dtype), usage, Role.GRADIENT, tiles, seeds)

@@ -20,6 +20,7 @@ from qshard.torch_bridge.flat import flat_of
 from qshard.torch_bridge.fsdp.weight import ShardedWeight
 from qshard.torch_bridge.gemm import Operand
 from qshard.torch_bridge.linear_nodes import Gradients, How, Joined, Product, multiplied
+from qshard.torch_bridge.node import apply_node
 from qshard.torch_bridge.noted import noted_amax
 from qshard.torch_bridge.operands import ROLES, matrix_of, planes_of, quantized, values_of
 from qshard.torch_bridge.parallel import Cut, Part, cut_of
@@ -82,9 +83,10 @@ def linear(
     Returns:
       `[..., N]`. Gradients have the dtypes of what they are gradients of.
 
-    Layers that are called with the same x, such as q, k and v, quantize it once. What is kept for the backward pass are
-    codes of x, unless autograd keeps x or what it is a product of anyway: `activations.py` has the rules. A parameter
-    is kept as it is, so it must not be written in place before the backward pass, as that of `nn.Linear`.
+    Layers that a module calls with the same x, such as q, k and v, quantize it once, if `convert` was given that module
+    or one above it. For the backward pass a layer keeps codes of x, unless autograd keeps x, or factors of x, anyway:
+    `activations.py` has the rules. A parameter is kept as it is, so it must not be written in place before the backward
+    pass, as that of `nn.Linear`. A second derivative raises, and so do transforms of `torch.func`.
 
     Under tensor parallelism all operands are DTensors of one mesh, and so is the result: `parallel.py` says how each is
     cut. A `QuantizedTensor` may be what a rank has of the weight.
@@ -266,7 +268,7 @@ def _product(
     x_again = None if source is None else source.again
     sizes = len(given), len(of_x), shape
     how = How(recipe, dtype, x_again, w_again, w_format, kept_usage, *sizes, parts, x_rows, y_rows, joined, is_kn)
-    made: Tensor = Gradients.apply(x, weight, how, seed, None if y is None else (y,), *scales, *of_x, *of_w)
+    made: Tensor = apply_node(Gradients, x, weight, how, seed, None if y is None else (y,), *scales, *of_x, *of_w)
     if y is None:
         w = ws[forward]
         made = Product.apply(made, dtype, x_row.format, w.format, is_kn, (x_rows, y_rows), *x_row.parts, *w.parts)

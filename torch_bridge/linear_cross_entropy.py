@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from qshard.formats import Format, Usage
@@ -24,6 +23,7 @@ from qshard.torch_bridge.fsdp.weight import ShardedWeight
 from qshard.torch_bridge.gemm import Operand, matmul
 from qshard.torch_bridge.linear import check_gathered
 from qshard.torch_bridge.nn import Linear
+from qshard.torch_bridge.node import Node, apply_node
 from qshard.torch_bridge.operands import matrix_of, planes_of, quantized, values_of
 from qshard.torch_bridge.ops import dtype_name
 from qshard.torch_bridge.planes import transposed
@@ -103,10 +103,10 @@ def linear_cross_entropy(
     flat, words = x.reshape(-1, x.shape[-1]), as_words(labels).reshape(-1)
     rows = rows_at_a_time(chunk, len(flat), rule.shard.widest, x.dtype.itemsize)
     if reduction == "none" or x.dtype == torch.float16 or not torch.is_grad_enabled():
-        losses: Tensor = _LateLosses.apply(flat, w, words, rule, rows, how)
+        losses: Tensor = apply_node(_LateLosses, flat, w, words, rule, rows, how)
         return reduced(losses.view(labels.shape), labels, reduction, ignore_index)
     count = count_of(labels, ignore_index) if reduction == "mean" else torch.ones((), device=x.device)
-    loss: Tensor = _EarlyLoss.apply(flat, w, words, count, rule, rows, how)
+    loss: Tensor = apply_node(_EarlyLoss, flat, w, words, count, rule, rows, how)
     return loss
 
 
@@ -353,13 +353,18 @@ def _products(x: Tensor, w: _Weight, needed: tuple[bool, bool], rows: int, how: 
     return _Values(x, values.contiguous(), needed, rows)
 
 
-class _EarlyLoss(torch.autograd.Function):
+_INSTEAD = "use torch.nn.functional.cross_entropy(x @ w.T, labels)"
+
+
+class _EarlyLoss(Node):
     """The sum of losses over `count`, with gradients made at once."""
+
+    op, instead = "linear_cross_entropy", _INSTEAD
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, w: Tensor, labels: Tensor, count: Tensor, rule: LossOfRows, rows: int, how: _How | None
-    ) -> Tensor:
+    ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         x, needed = x.contiguous(), ctx.needs_input_grad[:2]
         products = _products(x, _Weight.of(w, needed[0]), needed, rows, how)
         share = count.reciprocal().expand(min(rows, len(x))).contiguous()
@@ -370,40 +375,38 @@ class _EarlyLoss(torch.autograd.Function):
             if any(needed):
                 grad = share[: len(logits)]
                 products.add(chunk, rule.gradient(logits, labels[chunk], lse, grad, in_place=True))
-        ctx.save_for_backward(*products.reduced(rule.group))
         ctx.dtype = w.dtype
-        return losses.sum() / count
+        return losses.sum() / count, products.reduced(rule.group)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        dx, dw = ctx.saved_tensors
+    def gradients(ctx: Any, saved: list[Tensor | None], grad: Tensor) -> tuple[Tensor | None, ...]:
+        dx, dw = saved
         of_w = None
         if dw is not None:  # Rounded as it is multiplied: in float32 it is the largest that there is.
             of_w = torch.mul(dw, grad, out=torch.empty_like(dw, dtype=ctx.dtype))
         return None if dx is None else dx * grad, of_w, None, None, None, None, None
 
 
-class _LateLosses(torch.autograd.Function):
+class _LateLosses(Node):
     """The loss of each row; logits are made again for gradients."""
+
+    op, instead = "linear_cross_entropy", _INSTEAD
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, w: Tensor, labels: Tensor, rule: LossOfRows, rows: int, how: _How | None
-    ) -> Tensor:
+    ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         x, weight = x.contiguous(), _Weight.of(w, ctx.needs_input_grad[0])
         products = _products(x, weight, (False, False), rows, how)
         losses, lses = (torch.empty(len(x), dtype=torch.float32, device=x.device) for _ in range(2))
         for chunk in _chunks(len(x), rows):
             losses[chunk], lses[chunk] = rule.losses(products.logits(chunk), labels[chunk])
-        ctx.save_for_backward(x, labels, lses, *weight.tensors)
         ctx.rest = rule, rows, how, weight._replace(tensors=())
-        return losses
+        return losses, (x, labels, lses, *weight.tensors)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, labels, lses, *tensors = ctx.saved_tensors
+    def gradients(ctx: Any, saved: list[Any], grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, labels, lses, *tensors = saved
         rule, rows, how, weight = ctx.rest
         products = _products(x, weight._replace(tensors=tuple(tensors)), ctx.needs_input_grad[:2], rows, how)
         grad = grad.contiguous()

@@ -21,6 +21,7 @@ from qshard.recipes import Recipe, Role
 from qshard.torch_bridge import fused, one_call
 from qshard.torch_bridge.delayed import note
 from qshard.torch_bridge.gemm import Operand, matmul
+from qshard.torch_bridge.node import Node
 from qshard.torch_bridge.noted import noted_amax
 from qshard.torch_bridge.operands import ROLES, matrix_of, quantized, values_of
 from qshard.torch_bridge.parallel import Part
@@ -71,12 +72,15 @@ class How(NamedTuple):
     is_kn: bool
 
 
-class Gradients(torch.autograd.Function):
+class Gradients(Node):
     """The backward pass of `linear`: it keeps what that needs.
 
     A node of its own, before that of the product, where hooks see what is kept: activation checkpointing ends when the
     last tensor is, so what it recomputes last need not be multiplied.
     """
+
+    op, degree = "linear", 2
+    instead = "leave the layer out with convert(filter=), or multiply with torch.nn.functional.linear"
 
     @staticmethod
     def forward(
@@ -87,24 +91,22 @@ class Gradients(torch.autograd.Function):
         seed: Tensor | None,
         ready: tuple[Tensor] | None,
         *tensors: Tensor | None,
-    ) -> Tensor:
+    ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         """`ready`: y; None: y has no memory yet, and `Product` gives it some. `tensors`: of delayed scaling, the scale
         of each role and the amax of the gradient, else none; then those of x, then those of the weight.
         """
         given, kept = tensors[: how.given], tensors[how.given :]
-        ctx.save_for_backward(*kept, *([weight] if how.w_again else []), seed)
         ctx.how, ctx.x_shape, ctx.x_dtype, ctx.w_dtype = how, x.shape, x.dtype, weight.dtype
         ctx.given = given  # Not saved: autograd would object to the amax that is noted in it.
-        if ready is not None:
-            return ready[0]
-        return x.new_empty((), dtype=how.dtype).expand(how.y_shape)
+        y = x.new_empty((), dtype=how.dtype).expand(how.y_shape) if ready is None else ready[0]
+        return y, (*kept, *([weight] if how.w_again else []), seed)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def gradients(ctx: Any, saved: list[Any], grad: Tensor) -> tuple[Tensor | None, ...]:
         how: How = ctx.how
-        *kept, seed = ctx.saved_tensors
-        count, of_x, of_w = len(kept), list(kept[: how.of_x]), list(kept[how.of_x :])
-        del kept  # Operands go as soon as they are multiplied: checkpointing has left no others of them.
+        seed = saved.pop()
+        count, of_x, of_w = len(saved), saved[: how.of_x], saved[how.of_x :]
+        saved.clear()  # Operands go as soon as they are multiplied: checkpointing has left no others of them.
         if how.joined is not None:
             of_x[0] = how.joined.kept.join(of_x[0], *how.joined[1:])
         need_x, need_w = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
@@ -203,7 +205,7 @@ def _product_of(
 
 
 class Product(torch.autograd.Function):
-    """`y = x @ w.T`, whose gradient goes on to `Gradients`."""
+    """`y = x @ w.T`, with the identity as its backward pass: `Gradients` comes next, and refuses second ones."""
 
     @staticmethod
     def forward(

@@ -1,8 +1,8 @@
 """Amaxes that were taken of tensors as they were made, for whoever quantizes them next.
 
-They are noted on the tensor itself, with its version: they die with it, and a write to it in place makes them void. As
-for what layers share (`activations.py`), a write that bumps no version is not seen: through `x.data`, NumPy or DLPack.
-Another stream does not wait for them, and a CUDA graph does not read what was made outside of it.
+They are noted on the tensor itself, with its version: they die with it, and a write to it in place makes them void.
+PyTorch does not see every write, so an amax is valid only during the call of a module, or the backward pass, that made
+the tensor (`calls.py`). Another stream does not wait for them, and a CUDA graph does not read tensors of before.
 """
 
 from __future__ import annotations
@@ -12,29 +12,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qshard.torch_bridge.calls import is_now, moment
+
 _NAME = "_qshard_amax"
 
 
 def note_amax(x: Tensor, amax: Tensor) -> None:
     """Notes the largest magnitude in `x`, `[]`."""
-    if type(x) is Tensor and not x.is_inference():
-        setattr(x, _NAME, (x._version, _stream_of(x), amax))
+    when = moment()
+    if when is not None and type(x) is Tensor and not x.is_inference():
+        setattr(x, _NAME, (x._version, _stream_of(x), when, amax))
 
 
 def noted_amax(x: Tensor) -> Tensor | None:
-    """What was noted of this very tensor, if nothing was written to it since.
-
-    >>> x = torch.ones(3)
-    >>> note_amax(x, torch.tensor(1.0))
-    >>> noted_amax(x), noted_amax(x.view(3)), noted_amax(x.add_(1))
-    (tensor(1.), None, None)
-    """
+    """The amax of this very tensor, if PyTorch saw no write to it since, and the call that made it still runs."""
     if torch.compiler.is_compiling():
         return None
     noted: Any = x.__dict__.get(_NAME)
-    if noted is None or noted[:2] != (x._version, _stream_of(x)):
+    if noted is None or noted[:2] != (x._version, _stream_of(x)) or not is_now(noted[2]):
         return None
-    amax: Tensor = noted[2]
+    amax: Tensor = noted[3]
     return amax
 
 

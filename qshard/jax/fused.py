@@ -21,6 +21,7 @@ from qshard.jax import ops, steps
 from qshard.jax.arguments import as_axes, check_array, check_dtype, check_spec, check_spec_fits
 from qshard.jax.array import QuantizedArray
 from qshard.jax.cuts import AxisName, Cut, Spec, max_over, mesh_of, vary_alike
+from qshard.jax.derivatives import rounded_by
 from qshard.jax.quantize import WeightScales, quantize
 from qshard.jax.words import Seed
 from qshard.names import FormatLike, as_format, as_usage, shown
@@ -195,7 +196,7 @@ def _with_scales(
     spec: Spec,
 ) -> tuple[jax.Array, WeightScales | None]:
     """What is made, and what its one scale is made of its amax, if `fmt` has one scale and no blocks."""
-    h, amax = make(*arrays, *given)
+    h, amax = make(rounded_by(op, *arrays), *arrays[1:], *given)
     if fmt.block is not None:
         return h, None
     check_spec_fits(op, "spec", spec, mesh_of(h, spec), h.ndim)
@@ -218,7 +219,7 @@ def _swiglu_made(gate: jax.Array, up: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _swiglu_forward(gate: jax.Array, up: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return _swiglu(gate, up), (gate, up)
+    return _swiglu_made(gate, up)[0], (gate, up)
 
 
 def _swiglu_backward(kept: tuple[jax.Array, jax.Array], grad: jax.Array) -> tuple[jax.Array, jax.Array]:

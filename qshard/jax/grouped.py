@@ -21,6 +21,7 @@ from qshard.jax.arguments import as_axes, as_names, check_array, check_dtype, ch
 from qshard.jax.array import QuantizedArray
 from qshard.jax.cuts import AxisName, Cut, Spec, mesh_of, spec_of, vary_alike
 from qshard.jax.delayed import LinearState, check_shared, observe_all, require_gradient
+from qshard.jax.derivatives import rules_of_product
 from qshard.jax.gather import CodedWeight, CutWeight, cut_of
 from qshard.jax.order import together
 from qshard.jax.passes import WeightLayout, as_layout
@@ -360,7 +361,7 @@ def _backward(config: _Config, kept: _Kept, dy: jax.Array) -> tuple[jax.Array, C
     return dx, CodedWeight(None, dw, None), nothing
 
 
-_ragged.defvjp(_forward, _backward)
+_ragged.defvjp(*rules_of_product("ragged_dot", _forward, _backward))
 
 
 def _quantized(

@@ -40,6 +40,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from qshard import _ffi
+from qshard.jax import derivatives
 from qshard.ops import Binding, Factor, Operand, OpSpec, View, multi_table, table
 
 __all__ = [
@@ -260,10 +261,7 @@ class Op:
         return run_jitted(_jitted(self._primitive, tuple(sorted(options.items()))), *operands)
 
     def _differentiate(self, *_: Any, **__: Any) -> Any:
-        raise TypeError(
-            f"{self.spec.name}: rounding to codes has no derivative; differentiate qshard.jax.linear, or hold the "
-            "codes constant with jax.lax.stop_gradient(x)"
-        )
+        raise derivatives.of_op(self.spec.name)
 
 
 @functools.cache

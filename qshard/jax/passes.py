@@ -17,6 +17,7 @@ from qshard.jax import ops, policies
 from qshard.jax.array import QuantizedArray
 from qshard.jax.cuts import Cut, Spec, cuts_rows, whole_along
 from qshard.jax.delayed import LinearState, TensorState, observe_all
+from qshard.jax.derivatives import rules_of_product
 from qshard.jax.folding import folding
 from qshard.jax.gather import CodedWeight, CutWeight, Shards
 from qshard.jax.gemm import gemm, row_product, scaled, stored_for
@@ -245,8 +246,8 @@ def _product_bwd(config: Config, kept: Kept, dy: jax.Array) -> tuple[jax.Array, 
     return dx, CodedWeight(None, dw, config.shards), Given(None, None, observed)
 
 
-product.defvjp(_product_fwd, _product_bwd)
-folding_product = folding(product, _product_fwd, _product_bwd)
+product.defvjp(*rules_of_product(None, _product_fwd, _product_bwd))
+folding_product = folding(product, *rules_of_product(None, _product_fwd, _product_bwd))
 
 
 def _row_product(

@@ -25,6 +25,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from qshard.jax import ops
 from qshard.jax.asked import asked, asking, local, specs_of
 from qshard.jax.cuts import types_tell
+from qshard.jax.derivatives import second_derivative
 from qshard.jax.ops import names_of
 
 Names = tuple[str, ...]
@@ -122,10 +123,7 @@ def on_devices(
 
     @call.defjvp
     def _(*_: Any) -> Any:
-        raise TypeError(
-            f"{function.op}: a gradient that it makes has none of its own; differentiate it once, or hold its gradient "
-            "constant with jax.lax.stop_gradient(x)"
-        )
+        raise second_derivative(function.op)
 
     made: tuple[jax.Array, ...] = call(*operands)
     return made

@@ -84,13 +84,6 @@ def test_gradients_take_that_of_the_loss(reduction):
             torch.testing.assert_close(a, 3 * c, rtol=1e-4, atol=1e-6)
 
 
-def test_a_second_derivative_raises():
-    logits, labels = drawn((3,), 5, torch.float32, "cpu")
-    (grad,) = torch.autograd.grad(qt.cross_entropy(logits, labels) ** 2, logits, create_graph=True)
-    with pytest.raises(RuntimeError, match=r"once_differentiable|differentiate"):
-        torch.autograd.grad(grad.sum(), logits)
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("chunk", [None, 1, 4, 100])

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import qshard.torch_bridge as qt
 from qshard.recipes import NVFP4, BlockScaling, CurrentScaling, DelayedScaling
 from qshard.reference import activation
+from qshard.torch_bridge.calls import follow_calls
 from qshard.torch_bridge.noted import note_amax, noted_amax
 from support.awkward import assert_bits_equal, awkward_values
 
@@ -114,6 +115,17 @@ class Block(nn.Module):
         return x
 
 
+class Called(nn.Module):
+    """A module that runs a function, as `forward` of a converted one."""
+
+    def __init__(self):
+        super().__init__()
+        follow_calls(self)
+
+    def forward(self, function):
+        return function()
+
+
 def gradients(model, x, **options):
     x = x.clone().requires_grad_()
     y = checkpoint(model, x, use_reentrant=False) if options.get("checkpointed") else model(x)
@@ -156,23 +168,60 @@ def test_the_layer_after_swiglu_keeps_no_codes():
     """Autograd has gate and up, which make h again."""
     gate, up = (torch.randn(32, 128, requires_grad=True).bfloat16() for _ in range(2))
     layer = qt.convert(nn.Linear(128, 64, bias=False).bfloat16(), "CurrentScaling")
-    y = layer(qt.swiglu(gate, up))
+    y = Called()(lambda: layer(qt.swiglu(gate, up)))
     kept = {t.data_ptr() for t in y.grad_fn.saved_tensors if type(t) is torch.Tensor and t.numel() > 1}
     assert {gate.data_ptr(), up.data_ptr()} <= kept <= {gate.data_ptr(), up.data_ptr(), layer.weight.shard.data_ptr()}
 
 
 def test_an_amax_is_void_once_its_tensor_is_written():
-    h = qt.swiglu(torch.ones(4, 16), torch.ones(4, 16))
-    assert noted_amax(h) == h.max()
-    assert noted_amax(h[:2]) is None
-    h.mul_(3)
+    def body():
+        h = qt.swiglu(torch.ones(4, 16), torch.ones(4, 16))
+        assert noted_amax(h) == h.max()
+        assert noted_amax(h[:2]) is None
+        h.mul_(3)
+        assert noted_amax(h) is None
+        layer = qt.convert(nn.Linear(16, 16, bias=False), "CurrentScaling")
+        assert torch.equal(layer(h), layer(h.clone()))
+        with torch.inference_mode():
+            x = torch.ones(2)
+            note_amax(x, torch.tensor(9.0))
+            assert noted_amax(x) is None
+
+    Called()(body)
+
+
+MAKERS = {
+    "swiglu": lambda: qt.swiglu(torch.ones(4, 16), torch.ones(4, 16)),
+    "rms_norm": lambda: qt.rms_norm(torch.ones(4, 16), torch.ones(16), 1e-6),
+}
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_an_amax_is_void_once_the_call_that_made_its_tensor_ends(make):
+    """Later writes by NumPy, or through `.data`, are not seen."""
+    h = Called()(make)
     assert noted_amax(h) is None
-    layer = qt.convert(nn.Linear(16, 16, bias=False), "CurrentScaling")
-    assert torch.equal(layer(h), layer(h.clone()))
-    with torch.inference_mode():
-        x = torch.ones(2)
-        note_amax(x, torch.tensor(9.0))
-        assert noted_amax(x) is None
+    assert noted_amax(make()) is None
+    h.numpy()[:] = 1000
+    layer = qt.Linear(16, 16, bias=False, recipe="CurrentScaling")
+    assert torch.equal(layer(h), layer(torch.full((4, 16), 1000.0)))
+    assert torch.equal(Called()(lambda: layer(h)), layer(h))
+
+
+def test_an_amax_of_a_gradient_is_void_once_its_backward_pass_ends():
+    gate, up = (torch.ones(4, 16, requires_grad=True) for _ in range(2))
+    seen = []
+    gate.register_hook(lambda grad: seen.append(noted_amax(grad)))
+    grad, _ = torch.autograd.grad(qt.swiglu(gate, up).sum(), [gate, up])
+    assert seen == [grad.abs().max()]
+    assert noted_amax(grad) is None
+    layer, gradients = qt.Linear(16, 16, bias=False, recipe="CurrentScaling"), []
+    grad.data.mul_(1000)
+    for given in (grad, grad.clone()):
+        layer.zero_grad()
+        layer(torch.ones(4, 16)).backward(given)
+        gradients.append(layer.weight.grad)
+    assert torch.equal(*gradients)
 
 
 def test_gradients_that_meet_another_are_read_again():

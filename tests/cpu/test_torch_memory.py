@@ -1,8 +1,10 @@
 """What `Linear` keeps for the backward pass: the same bits in less memory. Layers that share x quantize it once."""
 
+import copy
 import gc
 import itertools
 import math
+import pickle
 import threading
 import weakref
 
@@ -18,7 +20,7 @@ from qshard.formats import Usage
 from qshard.layout import plane
 from qshard.recipes import MXFP8, CurrentScaling, DelayedScaling
 from qshard.torch_bridge import convert, update_scales
-from qshard.torch_bridge.activations import _slots
+from qshard.torch_bridge.calls import follow_calls, running
 from support.formats import RECIPES
 from support.llama import HEADS, Held, Llama, turns_of
 
@@ -45,6 +47,16 @@ def fan(recipe, **options):
     return convert(Fan(**options), recipe)
 
 
+def seeded(model, recipe):
+    """Another model of the same values, which draws the random numbers that the last call of `model` has drawn."""
+    other = fan(recipe, count=len(model.layers))
+    for ours, theirs in zip(model.layers, other.layers, strict=True):
+        if ours.seed is not None:
+            theirs.seed.copy_(ours.seed)
+            theirs.seed[0] -= 1
+    return other
+
+
 def batch(rows=40, seed=1, **options):
     return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(seed), **options)
 
@@ -54,9 +66,24 @@ def casts(ops):
     return sum(name.startswith(("qshard.cast", "qshard.quantize")) for name in ops)
 
 
+class Outer(nn.Module):
+    """A module that runs a function, as `forward` of a converted one."""
+
+    def __init__(self, *layers):
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        follow_calls(self)
+
+    def forward(self, function):
+        return function()
+
+
+during_a_call = Outer()
+
+
 def remembered():
-    slot = _slots.__dict__.get("slot")
-    return None if slot is None else slot.made
+    (call,) = running()
+    return call.codes
 
 
 def gradients(model, ys, xs):
@@ -104,7 +131,7 @@ def test_what_makes_layers_quantize_x_again():
 
     def count(call):
         with torch.no_grad(), Held() as held:
-            call()
+            during_a_call(call)
         return casts(held.ops)
 
     def both(between=lambda: None, other=second):
@@ -118,28 +145,141 @@ def test_what_makes_layers_quantize_x_again():
     assert count(lambda: both(lambda: first(batch(seed=3)))) == 6
     assert count(lambda: both(other=twice)) == 4
     assert count(lambda: both(other=first)) == 4  # Another pass: any write to x counts.
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        first(x)
-    assert count(lambda: second(x)) == 2
+    assert count(lambda: (during_a_call(lambda: first(x)), second(x))) == 4  # That call is over.
+    assert count(lambda: (first(x), during_a_call(lambda: second(x)))) == 4
+
+    def rounded():
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            first(x)
+        second(x)
+
+    assert count(rounded) == 4
+    with torch.no_grad(), Held() as held:
+        both()
+    assert casts(held.ops) == 4  # Outside of a module that convert knows.
     with torch.inference_mode():
         inference = batch()
         assert count(lambda: (first(inference), second(inference))) == 4
 
 
-def test_writes_between_passes_count_even_those_that_autograd_does_not_see():
-    layer, x = fan(RECIPE, count=1).layers[0], batch()
-    for seed in range(3):
-        x.data.copy_(batch(seed=seed))
-        assert torch.equal(layer(x), layer(batch(seed=seed)))
+def write_by_numpy(x, values):
+    x.detach().numpy()[:] = values.numpy()
+
+
+def write_to_data(x, values):
+    x.data.copy_(values)
+
+
+def write_by_dlpack(x, values):
+    torch.from_dlpack(x.detach()).copy_(values)
+
+
+unseen = pytest.mark.parametrize("write", [write_by_numpy, write_to_data, write_by_dlpack])
+
+
+@unseen
+@every_recipe
+def test_writes_between_calls_count_even_those_that_autograd_does_not_see(recipe, write):
+    """Each model is given all batches in the same memory, one model after the other."""
+    models, x = [fan(recipe, count=2) for _ in range(2)], batch()
+    for model in models:
+        for seed in range(3):
+            write(x, batch(seed=seed))
+            for got, want in zip(model(x), seeded(model, recipe)(batch(seed=seed)), strict=True):
+                assert torch.equal(got, want)
+
+
+@unseen
+def test_writes_between_a_call_and_one_layer_of_it_count(write):
+    """As of a module with branches, each of which calls one layer; and of layers outside of a module."""
+    first, second = fan(RECIPE, count=2).layers
+    branches, x = Outer(first, second), batch()
+    for way in (branches, lambda layer: layer()):
+        way(lambda: first(x))
+        write(x, batch(seed=7))
+        assert torch.equal(way(lambda: second(x)), second(batch(seed=7)))
+
+
+@unseen
+def test_a_product_that_was_written_is_not_made_again_of_its_factors(write):
+    """Between modules, of which PyTorch sees nothing either."""
+    layer, h = fan(RECIPE, count=1), batch(requires_grad=True)
+    x = F.silu(h) * (h + 1)
+    write(x, batch(seed=7))
+    gradients = []
+    for given in (x, batch(seed=7)):
+        layer.zero_grad()
+        sum(layer(given)).sum().backward()
+        gradients.append(layer.layers[0].weight.grad)
+    assert torch.equal(*gradients)
+
+
+def test_a_module_that_raises_has_ended():
+    """Whatever raises: what comes later shares nothing with it."""
+    first, second = fan(RECIPE, count=2).layers
+    x = batch()
+    for error in (ValueError, KeyboardInterrupt):
+
+        def stopped(error=error):
+            first(x)
+            raise error
+
+        outer = Outer(first, second)
+        with pytest.raises(error):
+            outer(stopped)
+        outer(lambda: None)
+        write_to_data(x, batch(seed=3))
+        assert torch.equal(outer(lambda: second(x)), second(batch(seed=3)))
+    assert not [*running()]
+
+
+def test_hooks_are_registered_once_and_copied():
+    model = fan(RECIPE)
+    convert(model, RECIPE)
+    for each in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert len(each._forward_pre_hooks) == len(each._forward_hooks) == 1
+        with torch.no_grad(), Held() as held:
+            each(batch())
+        assert casts(held.ops) == 4
+
+
+class Adapter(nn.Module):
+    """A layer in a module of its own, as adapters have it, which is passed x by keyword."""
+
+    def __init__(self):
+        super().__init__()
+        self.base, self.low = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.base(x) + self.low(x)
+
+
+class Adapters(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k = Adapter(), Adapter()
+
+    def forward(self, x):
+        return self.q(x=x) + self.k(x=x)
+
+
+def test_layers_in_modules_that_pass_x_on_share_its_codes():
+    model = convert(Adapters(), RECIPE)
+    with torch.no_grad(), Held() as held:
+        model(batch())
+    assert casts(held.ops) == 5
 
 
 def test_a_write_in_place_between_layers_is_seen():
-    model = fan(RECIPE, count=2)
+    first, second = fan(RECIPE, count=2).layers
     x = batch()
-    first = model.layers[0](x)
-    x.mul_(3)
-    assert torch.equal(model.layers[1](x), model.layers[1](batch() * 3))
-    assert torch.equal(first, model.layers[0](batch()))
+
+    def written():
+        return first(x), second(x.mul_(3))
+
+    before, after = during_a_call(written)
+    assert torch.equal(after, second(batch() * 3))
+    assert torch.equal(before, first(batch()))
 
 
 def test_under_autocast_x_is_rounded_once_and_the_gradients_are_added_as_before():
@@ -179,32 +319,31 @@ def test_delayed_scaling_with_states_that_differ():
     assert torch.equal(first.scale, second.scale)
 
 
-def test_a_scale_that_was_updated_is_not_mixed_with_older_codes():
-    model, x = fan(DelayedScaling(history=1), count=2), batch()
-    with torch.no_grad():
-        model.layers[0](x)
-        update_scales(model)
-        assert torch.equal(model.layers[1](x), model.layers[1](x * 1))
-
-
 def test_nothing_is_kept_alive():
-    """What is remembered goes with x, with the next x, and does not hold x."""
-    model = fan(RECIPE)
-    x = batch()
+    """What is remembered goes with x, with the next x, and with the call, and does not hold x."""
+    first, second = fan(RECIPE, count=2).layers
+    gone = []
+
+    def body():
+        x = batch()
+        first(x)
+        codes = weakref.ref(remembered().planes[Usage.ROWWISE].parts.data)
+        gone.append(weakref.ref(x))
+        del x
+        assert gone[0]() is None
+        assert codes() is None
+        assert remembered() is None
+        x = batch()
+        first(x)
+        codes = weakref.ref(remembered().planes[Usage.ROWWISE].parts.data)
+        second(batch())
+        assert codes() is None
+        first(x)
+        gone.append(weakref.ref(remembered().planes[Usage.ROWWISE].parts.data))
+
     with torch.no_grad():
-        model(x)
-    codes = weakref.ref(remembered().planes[Usage.ROWWISE].parts.data)
-    gone = weakref.ref(x)
-    del x
-    assert gone() is None
-    assert codes() is None
-    assert remembered() is None
-    x = batch()
-    model(x)
-    codes = weakref.ref(remembered().planes[Usage.ROWWISE].parts.data)
-    other = batch()
-    model.layers[0](other)
-    assert codes() is None
+        during_a_call(body)
+    assert [ref() for ref in gone] == [None, None]
 
 
 @pytest.mark.parametrize("name", ["CurrentScaling", "DelayedScaling", "NVFP4"])
@@ -269,13 +408,15 @@ def test_what_autograd_keeps_anyway_is_not_kept_again(recipe, source):
     made, sizes = [], []
     for hidden in (False, True):
         model, h = fan(recipe, count=2), batch(32, requires_grad=True)
-        with Held() as held:
+
+        def made_within(h=h, model=model, hidden=hidden):
             x = SOURCES[source](h * 1)
             if hidden:  # From what keeps it.
                 x = Hidden.apply(x)
-            ys = model(x)
-            graph = x.grad_fn  # It keeps what it keeps without layers.
-            del x
+            return model(x), x.grad_fn  # It keeps what it keeps without layers.
+
+        with Held() as held:
+            ys, graph = during_a_call(made_within)
             with_layers = held.now() - sum(y.untyped_storage().nbytes() for y in ys)
         made.append(gradients(model, [y.view(-1, WIDTH) for y in ys], [h]))
         h = batch(32, requires_grad=True)
@@ -305,9 +446,13 @@ def test_factors_that_were_written_are_not_asked_for():
     """Whoever goes backward is told, as without qshard."""
     layer, h = fan(RECIPE, count=1).layers[0], batch(requires_grad=True)
     a, b = h * 2, h * 3
-    x = a * b
-    a.add_(1)
-    y = layer(x)
+
+    def product():
+        x = a * b
+        a.add_(1)
+        return layer(x)
+
+    y = during_a_call(product)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
 

@@ -25,6 +25,7 @@ from qshard.pipeline import Plane
 from qshard.torch_bridge.arguments import check_dtype
 from qshard.torch_bridge.dtensor import local_of
 from qshard.torch_bridge.fsdp.weight import ShardedWeight, memory_of
+from qshard.torch_bridge.node import Node, apply_node
 from qshard.torch_bridge.ops import dtype_name, ops
 from qshard.torch_bridge.slice_ops import SliceOps
 from qshard.torch_bridge.tensor import QuantizedTensor
@@ -87,7 +88,7 @@ def gathered_weight(
     dtype = weight.dtype if param_dtype is None else param_dtype
     # The gradient of a shard is that of the whole DTensor, cut as it is.
     shard = weight.to_local(grad_placements=weight.placements)
-    made: QuantizedTensor = _Gather.apply(shard, local, cut, dtype, reduce_dtype or dtype, reduce_op)
+    made: QuantizedTensor = apply_node(_Gather, shard, local, cut, dtype, reduce_dtype or dtype, reduce_op)
     return made
 
 
@@ -162,17 +163,20 @@ def cut_of(weight: DTensor) -> Cut | None:
     return Cut(fmt, (rows, columns), first * columns, longest, group, replicas)
 
 
-class _Gather(torch.autograd.Function):
+class _Gather(Node):
+    op, degree = "gathered_weight", 1
+    instead = "leave the layer out with convert(filter=)"
+
     @staticmethod
     def forward(
         ctx: Any, shard: Tensor, local: ShardedWeight, cut: Cut, dtype: torch.dtype, reduce_dtype: Any, reduce_op: str
-    ) -> QuantizedTensor:
+    ) -> tuple[QuantizedTensor, tuple[Tensor, ...]]:
         ctx.cut, ctx.reduce_dtype, ctx.reduce_op = cut, reduce_dtype, reduce_op
         ctx.shard_shape, ctx.dtype = shard.shape, shard.dtype
-        return gathered(local, cut, dtype, observe=True)
+        return gathered(local, cut, dtype, observe=True), ()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def gradients(ctx: Any, saved: list[Tensor], grad: Tensor) -> tuple[Tensor | None, ...]:
         cut = ctx.cut
         missing = cut.longest * cut.group.size - cut.shape[0]
         made = torch.nn.functional.pad(grad.to(ctx.reduce_dtype), (0, 0, 0, missing)).contiguous()

@@ -14,7 +14,8 @@ twice, and forward, backward and all micro-batches of a step make no scales. Wit
 on the CPU, and codes alone are copied for a gather.
 
 An optimizer of ours may write to masters, and `load_state_dict`. State dicts show masters, in the memory that they
-have. If someone else has written there, the next gather raises.
+have. If someone else has written there, the next gather raises. That is so for writes that PyTorch sees; those by
+NumPy, or through `.data`, count from the next step on.
 """
 
 from __future__ import annotations

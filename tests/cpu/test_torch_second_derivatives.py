@@ -1,0 +1,266 @@
+"""Second derivatives of PyTorch's nodes: an error that names the op, wherever one is taken, and nowhere else."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounter
+from torch.autograd import forward_ad
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import qshard.torch_bridge as qt
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning"),  # Dynamo's own.
+    pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning"),  # Of forward mode.
+    pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning"),
+]
+
+WIDTH = 64
+LABELS = torch.arange(8) % WIDTH
+
+
+def drawn(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+
+
+def layer(**options):
+    torch.manual_seed(0)
+    return qt.Linear(WIDTH, WIDTH, recipe="CurrentScaling", **options)
+
+
+def grouped():
+    torch.manual_seed(0)
+    experts = qt.GroupedLinear(2, WIDTH, WIDTH, recipe="CurrentScaling")
+    return lambda x: experts(x, torch.tensor([3, 5]))
+
+
+def checkpointed(call, **options):
+    return lambda x: checkpoint(call, x, use_reentrant=False, **options)
+
+
+W = drawn(WIDTH, WIDTH, seed=1)
+HEAD = {"reduction": "sum", "chunk": 4}
+NODES = {
+    "linear": lambda: layer(),
+    "linear without bias": lambda: layer(bias=False),
+    "linear of a stochastic recipe": lambda: qt.Linear(WIDTH, WIDTH, recipe="NVFP4"),
+    "linear under checkpointing": lambda: checkpointed(layer()),
+    "grouped_linear": lambda: grouped(),
+    "swiglu": lambda: lambda x: qt.swiglu(x, x + 1),
+    "rms_norm": lambda: lambda x: qt.rms_norm(x, W[0], 1e-6),
+    "cross_entropy": lambda: lambda x: qt.cross_entropy(x, LABELS),
+    "cross_entropy without reduction": lambda: lambda x: qt.cross_entropy(x, LABELS, reduction="none"),
+    "linear_cross_entropy": lambda: lambda x: qt.linear_cross_entropy(x, W, LABELS, **HEAD),
+    "linear_cross_entropy without reduction": lambda: (
+        lambda x: qt.linear_cross_entropy(x, W, LABELS, chunk=4, reduction="none")
+    ),
+    "linear_cross_entropy of codes": lambda: (
+        lambda x: qt.linear_cross_entropy(x, W, LABELS, recipe="CurrentScaling", **HEAD)
+    ),
+}
+every_node = pytest.mark.parametrize("name", NODES)
+
+
+def raises(name):
+    return pytest.raises(NotImplementedError, match=rf"^{name.split()[0]}: its gradient is differentiated .*; [a-z]")
+
+
+@every_node
+def test_a_gradient_penalty_raises(name):
+    """The gradient that comes in is of ones, and does not require grad: it tells nothing."""
+    x = drawn(8, WIDTH)
+    (grad,) = torch.autograd.grad(NODES[name]()(x).sum(), x, create_graph=True)
+    with raises(name):
+        grad.square().sum().backward()
+
+
+@every_node
+def test_a_gradient_that_is_differentiated_with_respect_to_an_earlier_layer_raises(name):
+    """`torch.autograd.grad` runs those nodes alone that lead to its inputs."""
+    earlier, x = nn.Linear(WIDTH, WIDTH), drawn(8, WIDTH)
+    (grad,) = torch.autograd.grad(NODES[name]()(torch.tanh(earlier(x))).sum(), x, create_graph=True)
+    with raises(name):
+        torch.autograd.grad(grad.square().sum(), earlier.weight)
+
+
+@every_node
+def test_create_graph_without_a_second_derivative_gives_the_gradients(name):
+    """They can be added up, stepped with, and detached."""
+    grads = []
+    for create_graph in (False, True):
+        torch.manual_seed(0)
+        node, x = NODES[name](), drawn(8, WIDTH)
+        torch.manual_seed(0)
+        node(x).sum().backward(create_graph=create_graph, inputs=[x])
+        node(x).sum().backward(create_graph=create_graph, inputs=[x])
+        grads.append(x.grad.detach())
+        x.grad = None
+    assert torch.equal(*grads)
+
+
+def critic(convert):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+    return (
+        qt.convert(model, "CurrentScaling", filter=lambda layer, _: layer.out_features == WIDTH) if convert else model
+    )
+
+
+def penalty(model, x):
+    (grad,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    return (grad.norm(dim=1) - 1).square().mean()
+
+
+def test_wgan_gp():
+    """The critic of a WGAN with a gradient penalty; left out of `convert`, its layers are differentiated twice."""
+    x = drawn(8, WIDTH)
+    penalty(critic(convert=False), x).backward()
+    assert x.grad.norm() > 0
+    with raises("linear"):
+        penalty(critic(convert=True), x).backward()
+
+
+def test_gradients_of_what_does_not_depend_on_them_stay_constants():
+    """As those of `nn.Linear`: that of a weight depends on x, that of x on the weight."""
+    for bias in (False, True):
+        x, linear = drawn(8, WIDTH), layer(bias=bias)
+        linear(x.detach()).sum().backward(create_graph=True)
+        assert not linear.weight.grad.requires_grad
+        linear.weight.grad = None
+        linear.weight.requires_grad_(False)
+        (grad,) = torch.autograd.grad(linear(x).sum(), x, create_graph=True)
+        assert not grad.requires_grad
+        (grad,) = torch.autograd.grad(linear(x).square().sum(), x, create_graph=True)
+        with raises("linear"):
+            grad.sum().backward()
+
+
+def test_other_paths_are_differentiated_twice():
+    """A penalty on the gradient with respect to what does not pass the layer."""
+    x, y, linear = drawn(8, WIDTH), drawn(8, WIDTH, seed=2), layer()
+    loss = linear(x).sum() + y.pow(3).sum()
+    of_x, of_y = torch.autograd.grad(loss, [x, y], create_graph=True)
+    (second,) = torch.autograd.grad(of_y.sum(), y)
+    torch.testing.assert_close(second, 6 * y.detach())
+    assert of_x.requires_grad
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_recomputation_does_not_raise(use_reentrant):
+    """It runs forward with grad enabled, in a backward pass."""
+    grads = []
+    for recompute in (False, True):
+        x, linear = drawn(8, WIDTH), layer()
+        y = checkpoint(linear, x, use_reentrant=use_reentrant) if recompute else linear(x)
+        y.square().sum().backward()
+        grads.append([x.grad, linear.weight.grad])
+    for got, want in zip(*grads, strict=True):
+        assert torch.equal(got, want)
+
+
+@every_node
+def test_nothing_waits_for_the_garbage_collector(name):
+    """A node that held its own result, and so itself, would stay, and with it what it has saved."""
+    node, leaf = NODES[name](), drawn(8, WIDTH)
+    gc.collect()
+    gc.disable()
+    try:
+        x = leaf * 1
+        y = node(x)
+        x.register_hook(held := Held())
+        gone = weakref.ref(held)
+        del x, held
+        assert gone() is not None
+        del y
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+class Held:
+    """A hook, which lives as long as the node that it is on."""
+
+    def __call__(self, grad):
+        return grad
+
+
+def hessian_of(model, x):
+    return torch.autograd.functional.hessian(lambda x: model(x).sum(), x)
+
+
+TRANSFORMS = {
+    "grad": lambda model, x: torch.func.grad(lambda x: model(x).sum())(x),
+    "hessian": lambda model, x: torch.func.hessian(lambda x: model(x).sum())(x),
+    "jvp": lambda model, x: torch.func.jvp(model, (x,), (x,)),
+    "vmap": lambda model, x: torch.func.vmap(model)(x[None]),
+}
+FALLS_BACK = {"swiglu", "rms_norm"}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("name", [name for name in NODES if " " not in name])
+def test_transforms_of_torch_func(name, transform):
+    """`swiglu` and `rms_norm` are PyTorch's own there; all else says that it does not apply."""
+    x = drawn(8, WIDTH).detach()
+    if name in FALLS_BACK:
+        TRANSFORMS[transform](NODES[name](), x)
+    elif name.startswith("grouped") and transform == "vmap":
+        pytest.skip("rows of experts have two axes")
+    else:
+        with pytest.raises(
+            NotImplementedError, match=rf"^{name}: transforms of torch.func .*; use torch.autograd.grad"
+        ):
+            TRANSFORMS[transform](NODES[name](), x)
+
+
+@every_node
+def test_forward_mode(name):
+    """Of inputs, and of the gradient that comes in."""
+    x = drawn(8, WIDTH)
+    y = NODES[name]()(x)
+    match = rf"^{name.split()[0]}: forward-mode differentiation \(of a dual tensor\) is not defined; use"
+    with forward_ad.dual_level():
+        if "checkpointing" not in name:
+            with pytest.raises(NotImplementedError, match=match):
+                NODES[name]()(forward_ad.make_dual(x, torch.ones_like(x)))
+        grad = forward_ad.make_dual(torch.ones_like(y), torch.ones_like(y))
+        with pytest.raises(NotImplementedError, match=match):
+            torch.autograd.grad(y, x, grad)
+
+
+def test_autograd_functional():
+    x = drawn(2, WIDTH)
+    with raises("linear"):
+        hessian_of(critic(convert=True), x)
+    with raises("linear"):
+        torch.autograd.functional.jvp(critic(convert=True), x, x)  # Which differentiates a gradient.
+    jacobian = torch.autograd.functional.jacobian(lambda x: critic(convert=True)(x).sum(), x)
+    assert torch.equal(jacobian, torch.autograd.grad(critic(convert=True)(x).sum(), x)[0])
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_compiled(frozen):
+    """AOTAutograd raises for all that it has compiled."""
+    model, x = critic(convert=True), drawn(8, WIDTH)
+    model.requires_grad_(not frozen)
+    with pytest.raises(RuntimeError, match="double backward"):
+        penalty(torch.compile(model, backend="aot_eager", fullgraph=True), x).backward()
+
+
+def test_tracing_adds_no_result():
+    """While Dynamo traces, a node has one result and saves what it needs alone."""
+    counter = CompileCounter()
+    compiled = torch.compile(layer(), backend=counter, fullgraph=True)
+    assert compiled(drawn(8, WIDTH)).shape == (8, WIDTH)
+    assert counter.frame_count == 1
+
+
+def test_right_where_the_layer_is_left_out():
+    x = drawn(8, WIDTH)
+    (grad,) = torch.autograd.grad(F.cross_entropy(x, LABELS), x, create_graph=True)
+    grad.square().sum().backward()
+    assert x.grad.abs().max() > 0
