@@ -6,6 +6,7 @@
 It needs its own process: a defect would end it, or corrupt memory of later calls.
 """
 
+import concurrent.futures
 import contextlib
 import ctypes
 import faulthandler
@@ -13,6 +14,7 @@ import functools
 import itertools
 import resource
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -204,9 +206,16 @@ def with_failing_allocations(library) -> None:
     print(failed)
 
 
-if __name__ == "__main__":
-    faulthandler.enable()
+def main() -> None:
     if sys.argv[1] == "new":
         with_failing_allocations(sys.argv[2])
     else:
         under_limits({"torch": Torch, "jax": Jax}[sys.argv[2]], int(sys.argv[3]), sys.argv[4:])
+
+
+if __name__ == "__main__":
+    faulthandler.enable()
+    # A first thread that needs more stack under a limit dies. Stacks of other threads are mapped whole.
+    threading.stack_size(2**26)
+    with concurrent.futures.ThreadPoolExecutor(1) as executor:
+        executor.submit(main).result()
