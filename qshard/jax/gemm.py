@@ -15,6 +15,7 @@ from qshard.formats import Format, Usage
 from qshard.jax import steps, tensor_cores
 from qshard.jax.array import QuantizedArray, plane_values
 from qshard.jax.cuts import Spec, folded, shaped, spec_of
+from qshard.jax.value_products import gathering_codes
 from qshard.layout import Shape, is_transposed, multiplies_codes, source
 from qshard.pipeline import Plane
 
@@ -73,7 +74,8 @@ def gemm(
             )
 
         usages = (a_stored, a_contracted), (b_stored, b_contracted)
-        return tensor_cores.product(a, b, usages, narrow, of_values).astype(dtype), None
+        of_planes = gathering_codes(a, b, usages, narrow, of_values)
+        return tensor_cores.product(a, b, usages, narrow, of_planes).astype(dtype), None
     a_plane, b_plane = a.plane(a_stored), b.plane(b_stored)
     product = lax.dot_general(
         a_plane.data,
