@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -77,11 +77,6 @@ class Side:
         whole = all(size % unit == 0 for size, unit in zip(data.shape, blocks, strict=True))
         grid = tuple(size // unit for size, unit in zip(data.shape, blocks, strict=True))
         return side if whole and grid == scale_inv.shape else None
-
-    @property
-    def bytes(self) -> int:
-        """Of an element's code."""
-        return 1
 
     def unit(self, axis: int) -> int:
         """The length of a block along an axis of the codes."""
@@ -172,8 +167,7 @@ class Parts(NamedTuple):
         """Of operands of these shapes, cut so, and of a result that is wanted cut so.
 
         A mesh axis cuts what both operands contract, if it cuts that of one and nothing else of the other; else rows,
-        those of `a` first, unless those of `b` are wanted cut along it. It cuts whole blocks, or nothing. Rows whose
-        result is wanted whole are gathered as codes, where the result is larger.
+        those of `a` first, unless those of `b` are wanted cut along it. It cuts whole blocks, or nothing.
         """
         a, b = (
             [names_of(entry) for entry in (*spec, *[None] * len(shape))]
@@ -202,18 +196,11 @@ class Parts(NamedTuple):
         left_to_b = {name for axis, entry in of_b for name in names_of(entry) if name in b[axis]}
         rows: list[tuple[str, ...]] = []
         left: list[int] = []
-        sizes = [shape[axis] for side, shape in zip((product.a, product.b), shapes, strict=True) for axis in side.rows]
-        of_out = [names_of(entry) for entry in (*out, *[None] * len(sizes))[: len(sizes)]]
-        result_bytes = jnp.dtype(product.dtype).itemsize * _local_size(sizes, of_out, mesh)
         for of_a, side, its, shape, found in zip(
             (True, False), (product.a, product.b), (a, b), shapes, entries, strict=True
         ):
-            whole = side.bytes * _local_size(shape, found.values(), mesh) < result_bytes
             for axis in side.rows:
-                wanted = of_out[len(rows)]
                 names = [name for name in its[axis] if not (of_a and name in left_to_b)]
-                if whole:
-                    names = [name for name in names if name in wanted]
                 found[axis] = taken(names, shape[axis], side.unit(axis))
                 rows.append(found[axis])
                 left.append(shape[axis] // math.prod(mesh[name] for name in found[axis]))
@@ -228,11 +215,6 @@ class Parts(NamedTuple):
         left_cut, right_cut = (PartitionSpec(*(found[axis] or None for axis in sorted(found))) for found in entries)
         result = PartitionSpec(*(names or None for names in rows))
         return cls(left_cut, right_cut, result, tuple(scattered), tuple(summed))
-
-
-def _local_size(shape: Sequence[int], entries: Iterable[Sequence[str]], mesh: Mapping[str, int]) -> int:
-    """Elements that a device has of an array of this shape, which the mesh axes of `entries` shard."""
-    return math.prod(shape) // math.prod(mesh[name] for names in entries for name in names)
 
 
 def product(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ from qshard import pipeline
 from qshard.formats import Format, Usage
 from qshard.jax import ops
 from qshard.jax.array import QuantizedArray
-from qshard.jax.asked import asked, asking, local, specs_of
+from qshard.jax.asked import asked, asking, local, mesh_of_call, spec_on
 from qshard.jax.tensor_cores import OfPlanes, Parts, Usages
 from qshard.layout import Shape, is_transposed, stored_block
 from qshard.pipeline import Plane
@@ -44,8 +44,10 @@ class Operand:
     dtypes: tuple[str, ...]
 
     @classmethod
-    def of(cls, q: QuantizedArray, stored: Usage, contracted: Usage) -> Operand | None:
-        """The operand that a plane is; None if scales do not belong to whole blocks of its axes as they lie."""
+    def of(cls, q: QuantizedArray, stored: Usage, contracted: Usage, mesh: Mapping[str, int]) -> Operand | None:
+        """The operand that a plane is; None if scales do not belong to whole blocks of its axes as they lie, or a mesh
+        axis does not divide their number: parts of mesh axes would then shard them.
+        """
         plane, fmt = q.plane(stored), q.format
         axes = tuple(range(plane.data.ndim))
         if fmt.block is None or fmt.scaling.global_scale == "row" or len(axes) < 2:
@@ -61,6 +63,7 @@ class Operand:
         shape = operand.shape(plane.data.shape)
         whole = all(size % unit == 0 for size, unit in zip(shape, units, strict=True))
         grid = tuple(size // unit for size, unit in zip(shape, units, strict=True))
+        whole &= all(size == 1 or size % shards == 0 for size in grid for shards in mesh.values())
         return operand if whole and grid == plane.scale_inv.shape else None
 
     @property
@@ -132,8 +135,7 @@ def gathering_codes(
     mesh = ops.mesh_around(data)
     if not ops.may_be_cut(data) or mesh.empty or set(mesh.axis_types) != {AxisType.Auto}:
         return of_values
-    operands = Operand.of(a, *usages[0]), Operand.of(b, *usages[1])
-    left, right = operands
+    left, right = (Operand.of(q, *usage, dict(mesh.shape)) for q, usage in zip((a, b), usages, strict=True))
     if left is None or right is None or len(left.contracted) != len(right.contracted):
         return of_values
     what = ValueProduct(left, right, jnp.dtype(dtype).name)
@@ -141,7 +143,7 @@ def gathering_codes(
     @jax.custom_batching.custom_vmap
     def of_codes(a: Plane, b: Plane) -> jax.Array:
         def partitioned(a: Plane, b: Plane) -> jax.Array:
-            return _partitioned(what)(*left.arrays(a), *right.arrays(b))
+            return _partitioned(what, mesh.abstract_mesh)(*left.arrays(a), *right.arrays(b))
 
         (made,) = asked(partitioned, of_values, a, b)
         return made
@@ -154,14 +156,16 @@ def gathering_codes(
 
 
 @functools.lru_cache(maxsize=1024)
-def _partitioned(what: ValueProduct) -> Callable[..., jax.Array]:
+def _partitioned(what: ValueProduct, abstract: Any) -> Callable[..., jax.Array]:
     count = len(what.a.dtypes)
 
     def partition(mesh: Any, operands: Any, result: Any) -> Any:
-        a, b = operands[0], operands[count]
-        specs = specs_of("linear", (a, b, result))
-        shapes = what.a.shape(tuple(a.shape)), what.b.shape(tuple(b.shape))
-        parts = Parts.of(what, dict(mesh.shape), shapes, (specs[0], specs[1]), specs[2])
+        mesh = mesh_of_call(mesh, result, abstract)
+        a, b, out = (spec_on(mesh, array) for array in (operands[0], operands[count], result))
+        shapes = what.a.shape(tuple(operands[0].shape)), what.b.shape(tuple(operands[count].shape))
+        sizes = dict(mesh.shape)
+        specs = _gathered(what, sizes, shapes, (a, b), out)
+        parts = Parts.of(what, sizes, shapes, specs, out)
         takes = (*what.a.specs(parts.a), *what.b.specs(parts.b))
         return (
             mesh,
@@ -171,7 +175,38 @@ def _partitioned(what: ValueProduct) -> Callable[..., jax.Array]:
         )
 
     rule, sizes = _rule(what)
-    return asking(functools.partial(what, None), partition, rule, **sizes)
+    return asking(functools.partial(what, None), partition, rule, decode=False, **sizes)
+
+
+def _gathered(
+    what: ValueProduct,
+    mesh: Mapping[str, int],
+    shapes: tuple[Shape, Shape],
+    specs: tuple[PartitionSpec, PartitionSpec],
+    out: PartitionSpec,
+) -> tuple[PartitionSpec, PartitionSpec]:
+    """The shardings of operands without those of rows that the result is wanted without, where codes are less to gather
+    than the result is.
+    """
+    kept: list[PartitionSpec] = []
+    wanted = list((*out, *[None] * (len(what.a.rows) + len(what.b.rows) - len(out))))
+    rows = [shape[axis] for side, shape in zip((what.a, what.b), shapes, strict=True) for axis in side.rows]
+    result_bytes = jnp.dtype(what.dtype).itemsize * _local_size(rows, wanted, mesh)
+    for side, shape, spec in zip((what.a, what.b), shapes, specs, strict=True):
+        entries = [ops.names_of(entry) for entry in (*spec, *[None] * (len(shape) - len(spec)))]
+        of_rows = [ops.names_of(wanted.pop(0)) for _ in side.rows]
+        fewer = list(entries)
+        for axis, names in zip(side.rows, of_rows, strict=True):
+            fewer[axis] = tuple(name for name in entries[axis] if name in names)
+        if side.bytes * _local_size(shape, fewer, mesh) < result_bytes:
+            entries = fewer
+        kept.append(PartitionSpec(*(names or None for names in entries)))
+    return kept[0], kept[1]
+
+
+def _local_size(shape: Sequence[int], spec: Iterable[Any], mesh: Mapping[str, int]) -> int:
+    """Elements that a device has of an array."""
+    return math.prod(shape) // math.prod(mesh[name] for entry in spec for name in ops.names_of(entry))
 
 
 def _rule(what: ValueProduct) -> tuple[str, dict[str, int]]:
