@@ -101,6 +101,14 @@ class Config:
         shards = self.shards
         return isinstance(shards, CutWeight) and (not shards.cut.local or set(shards.axes) <= set(self.axes))
 
+    @property
+    def by_rows(self) -> bool:
+        """Whether every axis of the mesh is one that w is gathered along, as in FSDP alone, which shards x by rows."""
+        shards = self.shards
+        if not isinstance(shards, CutWeight) or not shards.axes:
+            return False
+        return all(name in shards.axes for name, size in shards.cut.mesh.shape.items() if size > 1)
+
     def stored(self, usage: Usage) -> Usage:
         """The plane of w to quantize, gather and keep for one usage.
 
@@ -212,7 +220,8 @@ def _product_bwd(config: Config, kept: Kept, dy: jax.Array) -> tuple[jax.Array, 
     if config.learns:
         pair = (dyq, xq) if config.layout == "NK" else (xq, dyq)
         dtype = config.grad_dtype or wq.dtype
-        made, scale = gemm(pair[0], columns, pair[1], columns, dtype, precise=True, out_sharding=config.w_type)
+        options: dict[str, Any] = {"precise": True, "out_sharding": config.w_type, "by_rows": config.by_rows}
+        made, scale = gemm(pair[0], columns, pair[1], columns, dtype, **options)
         if not config.sums_alike:
             made, scale = scaled(made, scale, dtype), None
         made = config.shards.scatter(made)
@@ -237,6 +246,7 @@ def _row_product(
     options: dict[str, Any] = {
         "precise": backward,
         "out_sharding": config.x_type if backward else config.out_sharding,
+        "by_rows": config.by_rows,
     }
 
     def multiply(q: QuantizedArray, lead: Shape) -> tuple[jax.Array, jax.Array | None]:

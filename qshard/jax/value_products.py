@@ -100,9 +100,7 @@ class Operand:
         """The values, in bfloat16, of what a device has."""
         parts = [lax.bitcast_convert_type(part, name) for part, name in zip(arrays[:2], self.dtypes, strict=False)]
         plane = Plane(*parts, *arrays[2:], *[None] * (3 - len(arrays)))
-        values: jax.Array = pipeline.dequantize(
-            local, plane, self.format, self.stored, "bfloat16", block=self.block
-        )
+        values: jax.Array = pipeline.dequantize(local, plane, self.format, self.stored, "bfloat16", block=self.block)
         return values
 
     def specs(self, spec: PartitionSpec) -> tuple[PartitionSpec, ...]:
@@ -189,7 +187,7 @@ def _gathered(
     than the result is.
     """
     kept: list[PartitionSpec] = []
-    wanted = list((*out, *[None] * (len(what.a.rows) + len(what.b.rows) - len(out))))
+    wanted = [*out, *[None] * (len(what.a.rows) + len(what.b.rows) - len(out))]
     rows = [shape[axis] for side, shape in zip((what.a, what.b), shapes, strict=True) for axis in side.rows]
     result_bytes = jnp.dtype(what.dtype).itemsize * _local_size(rows, wanted, mesh)
     for side, shape, spec in zip((what.a, what.b), shapes, specs, strict=True):
