@@ -63,7 +63,9 @@ class Operand:
         shape = operand.shape(plane.data.shape)
         whole = all(size % unit == 0 for size, unit in zip(shape, units, strict=True))
         grid = tuple(size // unit for size, unit in zip(shape, units, strict=True))
-        whole &= all(size == 1 or size % shards == 0 for size in grid for shards in mesh.values())
+        whole &= all(size % shards == 0 for size in grid if size > 1 for shards in mesh.values())
+        # Shardy's rules take no factor of size 1 beside another.
+        whole &= all(size > 1 or unit == 1 for size, unit in zip(grid, units, strict=True))
         return operand if whole and grid == plane.scale_inv.shape else None
 
     @property
@@ -97,7 +99,7 @@ class Operand:
         return (*bits, *(part for part in plane[2:] if part is not None))
 
     def values(self, arrays: Arrays) -> jax.Array:
-        """The values, in bfloat16, of what a device has."""
+        """The values of local codes, in bfloat16."""
         parts = [lax.bitcast_convert_type(part, name) for part, name in zip(arrays[:2], self.dtypes, strict=False)]
         plane = Plane(*parts, *arrays[2:], *[None] * (3 - len(arrays)))
         values: jax.Array = pipeline.dequantize(local, plane, self.format, self.stored, "bfloat16", block=self.block)
@@ -117,7 +119,7 @@ class ValueProduct:
     dtype: str
 
     def __call__(self, parts: Parts | None, *arrays: jax.Array) -> jax.Array:
-        """The product of what a device has, and what others add to it."""
+        """The local product, and the sum over devices that contracted axes are sharded over."""
         count = len(self.a.dtypes)
         x, y = self.a.values(arrays[:count]), self.b.values(arrays[count:])
         contracted = ((self.a.contracted, self.b.contracted), ((), ()))
