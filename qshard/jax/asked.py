@@ -16,10 +16,12 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
@@ -39,16 +41,20 @@ class _Local:
 local = _Local()
 
 
-def asking(whole: Callable[..., Any], partition: Callable[..., Any], rule: str, **sizes: int) -> Callable[..., Any]:
+def asking(
+    whole: Callable[..., Any], partition: Callable[..., Any], rule: str, *, decode: bool = True, **sizes: int
+) -> Callable[..., Any]:
     """`whole`, of which XLA asks `partition`.
 
     Args:
       partition: as `custom_partitioning` calls it: gives the mesh, what each device does, and how results and operands
         are cut.
       rule: how Shardy carries cuts through, in the notation of einsum. `sizes` are those of factors of axes.
+      decode: whether JAX names the mesh axes of shardings. It raises where a part of one shards an array, which
+        `spec_on` takes.
     """
     made: Any = custom_partitioning(whole)
-    made.def_partition(partition=partition, sharding_rule=rule, **sizes)
+    made.def_partition(partition=partition, sharding_rule=rule, decode_shardings=decode, **sizes)
     return jax.jit(made, inline=True)
 
 
@@ -58,6 +64,35 @@ def specs_of(op: str, arrays: Sequence[Any]) -> list[Any]:
     if not all(isinstance(sharding, NamedSharding) or sharding.is_fully_replicated for sharding in shardings):
         raise ValueError(f"{op}: operands are cut over devices of which no mesh tells; trace within jax.set_mesh(mesh)")
     return [sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec() for sharding in shardings]
+
+
+def spec_on(mesh: Any, array: Any) -> PartitionSpec:
+    """The sharding of an array that XLA tells, on a mesh; unsharded where mesh axes as a whole do not say it."""
+    try:
+        indices = array.sharding.devices_indices_map(array.shape)
+    except ValueError:  # Shards are uneven.
+        return PartitionSpec()
+    grid = np.indices(mesh.devices.shape)
+    entries: list[tuple[str, ...]] = []
+    for axis, size in enumerate(array.shape):
+        starts = np.array([indices[device][axis].start or 0 for device in mesh.devices.flat]).reshape(grid.shape[1:])
+        steps = [int(np.diff(starts, axis=i).reshape(-1)[0]) if n > 1 else 0 for i, n in enumerate(starts.shape)]
+        order = sorted((i for i, step in enumerate(steps) if step), key=lambda i: -steps[i])
+        shards = math.prod(starts.shape[i] for i in order)
+        whole = np.array_equal(starts, sum(step * at for step, at in zip(steps, grid, strict=True)))
+        if not whole or (order and steps[order[-1]] * shards != size):
+            return PartitionSpec()
+        entries.append(tuple(mesh.axis_names[i] for i in order))
+    return PartitionSpec(*(names or None for names in entries))
+
+
+def mesh_of_call(mesh: Any, array: Any, abstract: Any) -> Any:
+    """The mesh that XLA tells, or, where it tells of none, the abstract one of the trace on the devices of an array."""
+    if not mesh.empty:
+        return mesh
+    even = (abstract.size,) * len(array.shape)  # Whatever shards it.
+    devices = np.array(list(array.sharding.devices_indices_map(even)))
+    return jax.sharding.Mesh(devices.reshape(abstract.axis_sizes), abstract.axis_names)
 
 
 def asked(function: Callable[..., Any], exported: Callable[..., Any], static: Any, *operands: Any) -> list[jax.Array]:

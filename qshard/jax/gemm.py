@@ -15,6 +15,7 @@ from qshard.formats import Format, Usage
 from qshard.jax import steps, tensor_cores
 from qshard.jax.array import QuantizedArray, plane_values
 from qshard.jax.cuts import Spec, folded, shaped, spec_of
+from qshard.jax.value_products import gathering_codes
 from qshard.layout import Shape, is_transposed, multiplies_codes, source
 from qshard.pipeline import Plane
 
@@ -33,6 +34,7 @@ def gemm(
     *,
     precise: bool,
     out_sharding: Any = None,
+    by_rows: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
     """The product of two tensors over their contracted axes, fp32 sums of it: what is left of `a`, then of `b`.
 
@@ -56,6 +58,7 @@ def gemm(
       precise: accumulate in fp32 throughout. Given FP8, Hopper's tensor cores by themselves keep fewer bits, in a
         tenth less time.
       out_sharding: of the result, on Explicit meshes where operands leave it open.
+      by_rows: whether an Auto mesh shards x by rows alone, and no w: then no operand is gathered for the product.
     """
     a_stored, b_stored = stored_for(a.format, b.format, a_contracted), stored_for(b.format, a.format, b_contracted)
     # A float16 result could overflow before the scales.
@@ -73,7 +76,8 @@ def gemm(
             )
 
         usages = (a_stored, a_contracted), (b_stored, b_contracted)
-        return tensor_cores.product(a, b, usages, narrow, of_values).astype(dtype), None
+        of_planes = of_values if by_rows else gathering_codes(a, b, usages, narrow, of_values)
+        return tensor_cores.product(a, b, usages, narrow, of_planes).astype(dtype), None
     a_plane, b_plane = a.plane(a_stored), b.plane(b_stored)
     product = lax.dot_general(
         a_plane.data,
@@ -107,6 +111,7 @@ def row_product(
     *,
     precise: bool,
     out_sharding: Spec,
+    by_rows: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
     """`gemm` of the rows `lead` of `a` and of w, without rows that a recipe has added, which no mesh cuts.
 
@@ -122,7 +127,8 @@ def row_product(
         last = (*spec_of(out_sharding, None), *[None] * len(lead))[len(lead)]
         cut = PartitionSpec(None, last)
         out_sharding = NamedSharding(out_sharding.mesh, cut) if isinstance(out_sharding, NamedSharding) else cut
-    product, scale = gemm(a, Usage.ROWWISE, w, contracted, a.dtype, precise=precise, out_sharding=out_sharding)
+    options: dict[str, Any] = {"precise": precise, "out_sharding": out_sharding, "by_rows": by_rows}
+    product, scale = gemm(a, Usage.ROWWISE, w, contracted, a.dtype, **options)
     return shaped(product[: math.prod(lead)], (*lead, product.shape[-1])) if padded else product, scale
 
 

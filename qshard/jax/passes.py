@@ -120,6 +120,14 @@ class Config:
             return False
         return not self.cut.entries[at] and set(self.cut.mesh.axis_types) == {AxisType.Auto}
 
+    @property
+    def by_rows(self) -> bool:
+        """Whether every axis of the mesh is one that w is gathered along, as in FSDP alone, which shards x by rows."""
+        shards = self.shards
+        if not isinstance(shards, CutWeight) or not shards.axes:
+            return False
+        return all(name in shards.axes for name, size in shards.cut.mesh.shape.items() if size > 1)
+
     def stored(self, usage: Usage) -> Usage:
         """The plane of w to quantize, gather and keep for one usage.
 
@@ -233,7 +241,8 @@ def _product_bwd(config: Config, kept: Kept, dy: jax.Array) -> tuple[jax.Array, 
     if config.learns:
         pair = (dyq, xq) if config.layout == "NK" else (xq, dyq)
         dtype = config.grad_dtype or wq.dtype
-        made, scale = gemm(pair[0], columns, pair[1], columns, dtype, precise=True, out_sharding=config.w_type)
+        options: dict[str, Any] = {"precise": True, "out_sharding": config.w_type, "by_rows": config.by_rows}
+        made, scale = gemm(pair[0], columns, pair[1], columns, dtype, **options)
         if not config.sums_alike:
             made, scale = scaled(made, scale, dtype), None
         made = config.shards.scatter(made)
@@ -258,6 +267,7 @@ def _row_product(
     options: dict[str, Any] = {
         "precise": backward,
         "out_sharding": config.x_type if backward else config.out_sharding,
+        "by_rows": config.by_rows,
     }
 
     def multiply(q: QuantizedArray, lead: Shape) -> tuple[jax.Array, jax.Array | None]:

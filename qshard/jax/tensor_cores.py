@@ -130,10 +130,7 @@ class Product:
 
     def in_parts(self, parts: Parts, a: Plane, b: Plane) -> jax.Array:
         """Of what one device has, and what others add to it."""
-        made = self.local(a, b)
-        for axis, name in parts.scattered:
-            made = lax.psum_scatter(made, name, scatter_dimension=axis, tiled=True)
-        return lax.psum(made, parts.summed) if parts.summed else made
+        return parts.added(self.local(a, b))
 
 
 class Parts(NamedTuple):
@@ -151,6 +148,12 @@ class Parts(NamedTuple):
     out: PartitionSpec
     scattered: tuple[tuple[int, str], ...]
     summed: tuple[str, ...]
+
+    def added(self, product: jax.Array) -> jax.Array:
+        """A device's product with those that others add to it."""
+        for axis, name in self.scattered:
+            product = lax.psum_scatter(product, name, scatter_dimension=axis, tiled=True)
+        return lax.psum(product, self.summed) if self.summed else product
 
     @classmethod
     def of(
