@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from qshard import products as products
     from qshard import recipes as recipes
     from qshard import reference as reference
+    from qshard import rules as rules
     from qshard import torch_bridge as torch_bridge
     from qshard.environment import __version__ as __version__
     from qshard.environment import build_info as build_info
@@ -54,7 +55,7 @@ _MODULES = {
     "pipeline",
     "plain",
 }
-_MODULES |= {"products", "recipes", "reference"}
+_MODULES |= {"products", "recipes", "reference", "rules"}
 _HOMES = {"Role": "recipes", "Usage": "formats", "__version__": "environment", "build_info": "environment"}
 
 

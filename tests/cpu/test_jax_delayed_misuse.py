@@ -87,7 +87,10 @@ def test_primary_weights_and_experts():
         value_and_grad(loss)(primary, STATE)
     value_and_grad(loss, (0, 1))(primary, STATE)
     ws, states, sizes = each(2, W), init_delayed(RECIPE, (2,)), jnp.array([8, 8])
-    run = lambda ws, states: jnp.sum(ragged_dot(X, ws, sizes, RECIPE, state=states))  # noqa: E731
+
+    def run(ws, states):
+        return jnp.sum(ragged_dot(X, ws, sizes, RECIPE, weight_layout="NK", state=states))
+
     with pytest.raises(ValueError, match=TEXT.replace("linear", "ragged_dot")):
         jax.grad(run)(ws, states)
     jax.grad(run, (0, 1))(ws, states)

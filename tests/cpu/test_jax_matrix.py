@@ -187,15 +187,13 @@ def test_symbolic_shapes_are_refused(name):
         jax.export.export(jax.jit(call), disabled_checks=qj.disabled_checks())(*of_symbols)
 
 
-NO_FORWARD_MODE = (
-    r"can't apply forward-mode|has no derivative; differentiate|has none of its own|cannot be differentiated"
-)
+NO_FORWARD_MODE = r"can't apply forward-mode|has no derivative; |has none of its own|cannot be differentiated"
 
 
 @pytest.mark.parametrize("name", [name for name in ROWS if name != "gathered_weight"])  # Its gradient is 0.
 def test_forward_mode_is_refused(name):
     call, args = ROWS[name].call, ROWS[name].args
-    with pytest.raises((TypeError, ValueError), match=NO_FORWARD_MODE):
+    with pytest.raises((TypeError, ValueError, NotImplementedError), match=NO_FORWARD_MODE):
         jax.jvp(call, args, args)
-    with pytest.raises((TypeError, ValueError), match=NO_FORWARD_MODE):
+    with pytest.raises((TypeError, ValueError, NotImplementedError), match=NO_FORWARD_MODE):
         jax.linearize(call, *args)[1](*args)

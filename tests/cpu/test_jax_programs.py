@@ -57,23 +57,23 @@ def test_one_cast_of_x_for_all_that_read_it(name):
 def test_tensor_parallel_parts_that_are_no_whole_runs(name):
     """`weight_spec` says how x and y are cut: of their values, nothing crosses."""
     recipe = as_recipe(name, "test")
-    given = {"seed": 0} if recipe.stochastic else {"state": init_delayed(recipe)} if recipe.stateful else {}
+    given, state = {"seed": 0} if recipe.stochastic else {}, init_delayed(recipe) if recipe.stateful else None
 
-    def loss(x, up, down, names=(None, None)):
-        own = {"gather_axis": names[0], **given}
+    def loss(x, up, down, state, names=(None, None)):
+        own = {"gather_axis": names[0], "state": state, **given}
         specs = [{"weight_spec": P(*axes)} if names[0] else {} for axes in ((names[1], names[0]), names)]
         h = linear(x, up, recipe, **specs[0], **own)
         return jnp.mean(linear(jax.nn.gelu(h), down, recipe, **specs[1], **own) ** 2)
 
     operands = values(*ROWS, WIDTH), values(FFN, WIDTH, seed=1), values(WIDTH, FFN, seed=2)
-    step = jax.value_and_grad(loss, argnums=(0, 1, 2))
-    want = jax.jit(step)(*operands)
+    step = jax.value_and_grad(loss, argnums=(0, 1, 2, 3))
+    want = jax.jit(step)(*operands, state)
     mesh = mesh_of(2, 4)
     with jax.set_mesh(mesh):
         cuts = [("fsdp",), ("tp", "fsdp"), ("fsdp", "tp")]
         sharded = [placed(mesh, x, *cut) for x, cut in zip(operands, cuts, strict=True)]
-        program = jax.jit(functools.partial(step, names=("fsdp", "tp"))).lower(*sharded).compile()
-        got = program(*sharded)
+        program = jax.jit(functools.partial(step, names=("fsdp", "tp"))).lower(*sharded, state).compile()
+        got = program(*sharded, state)
     moved = [a for kind, arrays in collectives(program) if kind not in ("all-reduce", "reduce-scatter") for a in arrays]
     assert moved
     assert all(array.startswith("u8") for array in moved), moved

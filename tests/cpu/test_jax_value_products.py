@@ -35,16 +35,17 @@ def mesh_of():
 
 def layer_of(name):
     if name is None:
-        return lambda x, w: jnp.einsum("mk,nk->mn", x, w)
+        return lambda x, w, state: jnp.einsum("mk,nk->mn", x, w)
     recipe = getattr(recipes, name)()
-    given = {"seed": 0} if recipe.stochastic else {"state": init_delayed(recipe)} if recipe.stateful else {}
-    return functools.partial(linear, recipe=recipe, **given)
+    given = {"seed": 0} if recipe.stochastic else {}
+    return lambda x, w, state: linear(x, w, recipe, state=state, **given)
 
 
 def step(name, x, w):
-    """y, and the gradients of x and w."""
-    y, pull = jax.vjp(layer_of(name), x, w)
-    return (y, *pull(jnp.sin(y)))
+    """y, and the gradients of x and w. The state of delayed scaling is differentiated too, for its amaxes."""
+    state = init_delayed(recipes.DelayedScaling()) if name == "DelayedScaling" else None
+    y, pull = jax.vjp(layer_of(name), x, w, state)
+    return (y, *pull(jnp.sin(y))[:2])
 
 
 @functools.cache

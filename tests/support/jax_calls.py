@@ -101,6 +101,9 @@ ROWS = {
     ),
     "quantize stochastic": Row(("quantize",), lambda x: qj.quantize(x, "NVFP4[rounding=stochastic]", seed=3), (X,)),
     "dequantize": Row(("QuantizedArray",), lambda x: [qj.quantize(x, f).dequantize() for f in FORMATS], (X,)),
+    "dequantize_tree": Row(
+        ("dequantize_tree",), lambda x: qj.dequantize_tree([qj.quantize(x, f) for f in FORMATS]), (X,)
+    ),
     "compute_scales": Row(
         ("compute_scales", "WeightScales"), lambda x, w: qj.compute_scales([x, w], "CurrentScaling"), (X, W)
     ),

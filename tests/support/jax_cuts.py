@@ -263,10 +263,11 @@ def check_linear(case: Case, name: str) -> None:
     args, cuts = (x, case.values, dy, _state_of(recipe)), (batch, spec, batch, P())
 
     def step(x: Any, w: Any, dy: Any, state: Any, *, axis_name: Any = None, **options: Any) -> Any:
-        options |= {"seed": SEED, "state": state}
-        whole = gathered_weight(w, recipe, **options)
-        y, vjp = jax.vjp(lambda x, w: linear(x, w, recipe, axis_name=axis_name, **options), x, w)
-        return whole, y, *vjp(dy)
+        options |= {"seed": SEED}
+        whole = gathered_weight(w, recipe, state=state, **options)
+        layer = lambda x, w, state: linear(x, w, recipe, axis_name=axis_name, state=state, **options)  # noqa: E731
+        y, vjp = jax.vjp(layer, x, w, state)
+        return whole, y, *vjp(dy)[:2]
 
     def local(*args: Any) -> Any:
         whole, *rest = step(*args, axis_name=axes, **options)
