@@ -29,7 +29,6 @@ from typing import Any
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import qshard.torch_bridge as qshard
@@ -160,8 +159,7 @@ def gpt_calls() -> Calls:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 
         def step(model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer, name: str = name) -> None:
-            loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-            loss.backward()
+            model(tokens[:, :-1], tokens[:, 1:]).backward()
             optimizer.step()
             optimizer.zero_grad()
             if name == "delayed":
