@@ -46,7 +46,9 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize("outer", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize(
+    "outer", [pytest.param(lambda f: f, id="eager", marks=pytest.mark.slow), pytest.param(jax.jit, id="jit")]
+)
 def test_a_state_that_is_not_differentiated(name, outer):
     call = CALLS[name]
     with pytest.raises(ValueError, match=TEXT):

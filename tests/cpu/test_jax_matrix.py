@@ -144,7 +144,11 @@ RUN = [closed, loops, compiled, guarded, exported, mapped, mapped_over_devices, 
 OFTEN = ("quantize", "linear", "ragged_dot", "cross_entropy", "swiglu", "primary")
 CELLS = [
     pytest.param(
-        name, mode, marks=[] if name in OFTEN and (name, mode) != ("ragged_dot", unjitted) else pytest.mark.slow
+        name,
+        mode,
+        marks=[]
+        if name in OFTEN and (name, mode) not in (("ragged_dot", unjitted), ("primary", unjitted))
+        else pytest.mark.slow,
     )
     for name in ROWS
     for mode in RUN

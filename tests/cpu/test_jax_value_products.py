@@ -19,7 +19,7 @@ from support.hlo import traffic
 
 M, K, N = 512, 512, 512
 BLOCKS = ["BlockScaling", "MXFP8", "MXFP6", "MXFP4", "NVFP4"]
-TENSORS = ["CurrentScaling", "DelayedScaling"]
+TENSORS = ["CurrentScaling", pytest.param("DelayedScaling", marks=pytest.mark.slow)]
 X_SPECS = [P(None, "tp"), P("fsdp", "tp")]
 W_SPECS = [P(), P("fsdp"), P("tp"), P(None, "tp"), P("fsdp", "tp"), P("tp", "fsdp")]
 GATHERS = ("all-gather", "all-to-all", "collective-permute")

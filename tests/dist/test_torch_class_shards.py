@@ -232,7 +232,7 @@ def test_a_head_that_parallelize_module_shards(recipe, style):
             torch.testing.assert_close(head.weight.grad.full_tensor(), alone.weight.grad, **close)
         logits = head(part)
         assert isinstance(logits, DTensor) != options.get("use_local_output", True)
-        with pytest.raises(ValueError, match=f"{classes} among them"):
+        with pytest.raises(ValueError, match=f"{classes + labels.min()} among them"):
             head(part, labels + classes * dist.get_rank())
 
 
