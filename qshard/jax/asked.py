@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -42,19 +42,25 @@ local = _Local()
 
 
 def asking(
-    whole: Callable[..., Any], partition: Callable[..., Any], rule: str, *, decode: bool = True, **sizes: int
+    whole: Callable[..., Any],
+    partition: Callable[..., Any],
+    rule: str,
+    sizes: Mapping[str, int] | None = None,
+    *,
+    decode: bool = True,
 ) -> Callable[..., Any]:
     """`whole`, of which XLA asks `partition`.
 
     Args:
       partition: as `custom_partitioning` calls it: gives the mesh, what each device does, and how results and operands
         are cut.
-      rule: how Shardy carries cuts through, in the notation of einsum. `sizes` are those of factors of axes.
+      rule: how Shardy carries cuts through, in the notation of einsum.
+      sizes: those of the factors of axes in the rule.
       decode: whether JAX names the mesh axes of shardings. It raises where a part of one shards an array, which
         `spec_on` takes.
     """
     made: Any = custom_partitioning(whole)
-    made.def_partition(partition=partition, sharding_rule=rule, decode_shardings=decode, **sizes)
+    made.def_partition(partition=partition, sharding_rule=rule, decode_shardings=decode, **(sizes or {}))
     return jax.jit(made, inline=True)
 
 

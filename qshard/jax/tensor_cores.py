@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -133,6 +133,18 @@ class Product:
         return parts.added(self.local(a, b))
 
 
+class Axes(Protocol):
+    """The axes of an operand: those of rows, and those that are contracted, with the lengths of blocks along them."""
+
+    @property
+    def rows(self) -> tuple[int, ...]: ...
+
+    @property
+    def contracted(self) -> tuple[int, ...]: ...
+
+    def unit(self, axis: int) -> int: ...
+
+
 class Parts(NamedTuple):
     """What each device multiplies.
 
@@ -158,7 +170,7 @@ class Parts(NamedTuple):
     @classmethod
     def of(
         cls,
-        product: Product,
+        sides: tuple[Axes, Axes],
         mesh: Mapping[str, int],
         shapes: tuple[Shape, Shape],
         specs: tuple[Any, Any],
@@ -186,19 +198,17 @@ class Parts(NamedTuple):
             return tuple(kept)
 
         entries: list[dict[int, tuple[str, ...]]] = [{}, {}]
-        for i, j in zip(product.a.contracted, product.b.contracted, strict=True):
+        for i, j in zip(sides[0].contracted, sides[1].contracted, strict=True):
             names = [name for name in a[i] if name in b[j] or name not in elsewhere[1]]
             names += [name for name in b[j] if name in a[i] or name not in elsewhere[0]]
-            unit = max(product.a.unit(i), product.b.unit(j))
+            unit = max(sides[0].unit(i), sides[1].unit(j))
             entries[0][i] = entries[1][j] = taken(names, shapes[0][i], unit)
         summed = [name for names in entries[0].values() for name in names]
-        of_b = zip(product.b.rows, (*out, *[None] * len(shapes[1]))[len(product.a.rows) :], strict=False)
+        of_b = zip(sides[1].rows, (*out, *[None] * len(shapes[1]))[len(sides[0].rows) :], strict=False)
         left_to_b = {name for axis, entry in of_b for name in names_of(entry) if name in b[axis]}
         rows: list[tuple[str, ...]] = []
         left: list[int] = []
-        for of_a, side, its, shape, found in zip(
-            (True, False), (product.a, product.b), (a, b), shapes, entries, strict=True
-        ):
+        for of_a, side, its, shape, found in zip((True, False), sides, (a, b), shapes, entries, strict=True):
             for axis in side.rows:
                 names = [name for name in its[axis] if not (of_a and name in left_to_b)]
                 found[axis] = taken(names, shape[axis], side.unit(axis))
@@ -275,7 +285,7 @@ def _of_codes(what: Product, planes: tuple[Plane, Plane], of_values: OfPlanes) -
 def _explicit(what: Product, wanted: Any, a: Plane, b: Plane) -> jax.Array:
     cuts = tuple(jax.typeof(plane.data).sharding for plane in (a, b))
     mesh, shapes = cuts[0].mesh, (a.data.shape, b.data.shape)
-    parts = Parts.of(what, dict(mesh.shape), shapes, (cuts[0].spec, cuts[1].spec), wanted.spec)
+    parts = Parts.of((what.a, what.b), dict(mesh.shape), shapes, (cuts[0].spec, cuts[1].spec), wanted.spec)
 
     def cut(plane: Plane, spec: PartitionSpec) -> Plane:
         made: Plane = jax.tree.map(lambda x: jax.sharding.reshard(x, NamedSharding(mesh, spec)), plane)
@@ -306,7 +316,7 @@ def _partitioned(what: Product) -> Callable[..., jax.Array]:
     def partition(mesh: Any, operands: Any, result: Any) -> Any:
         a, b, out = specs_of("linear", (operands[0], operands[2], result))
         shapes = tuple(operands[0].shape), tuple(operands[2].shape)
-        parts = Parts.of(what, dict(mesh.shape), shapes, (a, b), out)
+        parts = Parts.of((what.a, what.b), dict(mesh.shape), shapes, (a, b), out)
 
         def each(a: jax.Array, a_scale_inv: jax.Array, b: jax.Array, b_scale_inv: jax.Array) -> jax.Array:
             return what.in_parts(parts, Plane(a, a_scale_inv), Plane(b, b_scale_inv))
@@ -315,7 +325,7 @@ def _partitioned(what: Product) -> Callable[..., jax.Array]:
         return mesh, each, out, (a, a, b, b)
 
     rule, units = _rule(what)
-    return asking(whole, partition, rule, **units)
+    return asking(whole, partition, rule, units)
 
 
 def _rule(what: Product) -> tuple[str, dict[str, int]]:

@@ -165,7 +165,7 @@ def _partitioned(what: ValueProduct, abstract: Any) -> Callable[..., jax.Array]:
         shapes = what.a.shape(tuple(operands[0].shape)), what.b.shape(tuple(operands[count].shape))
         sizes = dict(mesh.shape)
         specs = _gathered(what, sizes, shapes, (a, b), out)
-        parts = Parts.of(what, sizes, shapes, specs, out)
+        parts = Parts.of((what.a, what.b), sizes, shapes, specs, out)
         takes = (*what.a.specs(parts.a), *what.b.specs(parts.b))
         return (
             mesh,
@@ -175,7 +175,7 @@ def _partitioned(what: ValueProduct, abstract: Any) -> Callable[..., jax.Array]:
         )
 
     rule, sizes = _rule(what)
-    return asking(functools.partial(what, None), partition, rule, decode=False, **sizes)
+    return asking(functools.partial(what, None), partition, rule, sizes, decode=False)
 
 
 def _gathered(
@@ -211,11 +211,13 @@ def _local_size(shape: Sequence[int], spec: Iterable[Any], mesh: Mapping[str, in
 
 def _rule(what: ValueProduct) -> tuple[str, dict[str, int]]:
     """The sharding rule: an axis of blocks is a product of blocks and a length, which codes and results each have."""
-    takes, gives, sizes = [], [], {}
+    takes: list[str] = []
+    gives: list[str] = []
+    sizes: dict[str, int] = {}
     for letter, operand in (("a", what.a), ("b", what.b)):
         names = {axis: f"{letter}k{i}" for i, axis in enumerate(operand.contracted)}
         names |= {axis: f"{letter}r{i}" for i, axis in enumerate(operand.rows)}
-        factors = []
+        factors: list[str] = []
         for axis, name in sorted(names.items()):
             unit = operand.unit(axis)
             codes = unit // (operand.format.element.codes_per_byte if axis == operand.last else 1)
