@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from qshard.formats import FP8_1x128, FP8_128x128
 from qshard.jax import linear, tensor_cores
 from qshard.jax.ops import disabled_checks
-from qshard.jax.tensor_cores import Parts, Product, Side
+from qshard.jax.tensor_cores import Parts, Side
 from qshard.products import Gpu
 from qshard.recipes import BlockScaling
 from support.hlo import collectives
@@ -176,8 +176,8 @@ def test_vmap_multiplies_values():
 )
 def test_parts(mesh, specs, out, want):
     """Of [256, 512] in blocks of 1x128 and [1024, 512] in squares: cuts of rows, of what is contracted, of blocks."""
-    what = Product("blocks", Side(FP8_1x128, (0,), (1,)), Side(FP8_128x128, (0,), (1,)), "float32")
-    parts = Parts.of(what, mesh, ((256, 512), (1024, 512)), specs, out)
+    sides = Side(FP8_1x128, (0,), (1,)), Side(FP8_128x128, (0,), (1,))
+    parts = Parts.of(sides, mesh, ((256, 512), (1024, 512)), specs, out)
     assert [padded(spec) for spec in parts[:3]] == [padded(spec) for spec in want[:3]]
     assert parts[3:] == want[3:]
 
