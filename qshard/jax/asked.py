@@ -55,7 +55,7 @@ def asking(
       partition: as `custom_partitioning` calls it: gives the mesh, what each device does, and how results and operands
         are cut.
       rule: how Shardy carries cuts through, in the notation of einsum.
-      sizes: those of the factors of axes in the rule.
+      sizes: the length of each factor that the rule names.
       decode: whether JAX names the mesh axes of shardings. It raises where a part of one shards an array, which
         `spec_on` takes.
     """

@@ -134,7 +134,7 @@ class Product:
 
 
 class Axes(Protocol):
-    """The axes of an operand: those of rows, and those that are contracted, with the lengths of blocks along them."""
+    """The row axes and the contracted axes of an operand, and the block length along each axis."""
 
     @property
     def rows(self) -> tuple[int, ...]: ...

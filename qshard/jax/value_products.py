@@ -130,7 +130,7 @@ class ValueProduct:
 def gathering_codes(
     a: QuantizedArray, b: QuantizedArray, usages: tuple[Usages, Usages], dtype: Any, of_values: OfPlanes
 ) -> OfPlanes:
-    """`of_values`, or on an Auto mesh the op that does the same, and of which XLA gathers codes."""
+    """On an Auto mesh, the op that computes `of_values` from codes that XLA can gather; elsewhere `of_values`."""
     data = a.plane(usages[0][0]).data
     mesh = ops.mesh_around(data)
     if not ops.may_be_cut(data) or mesh.empty or set(mesh.axis_types) != {AxisType.Auto}:
@@ -185,8 +185,8 @@ def _gathered(
     specs: tuple[PartitionSpec, PartitionSpec],
     out: PartitionSpec,
 ) -> tuple[PartitionSpec, PartitionSpec]:
-    """The shardings of operands without those of rows that the result is wanted without, where codes are less to gather
-    than the result is.
+    """Operand shardings for the product. Row shardings that the wanted result lacks are dropped if gathering the codes
+    moves fewer bytes than gathering the result.
     """
     kept: list[PartitionSpec] = []
     wanted = [*out, *[None] * (len(what.a.rows) + len(what.b.rows) - len(out))]
