@@ -24,7 +24,7 @@ from qshard.jax.delayed import LinearState, check_shared, observe_all, require_g
 from qshard.jax.derivatives import rules_of_product
 from qshard.jax.gather import CodedWeight, CutWeight, cut_of
 from qshard.jax.order import together
-from qshard.jax.passes import WeightLayout, as_layout
+from qshard.jax.passes import LayoutConfig, WeightLayout, as_layout
 from qshard.jax.primary import PrimaryWeight, opened
 from qshard.jax.quantize import WeightScales, quantized
 from qshard.jax.tiles import Tiles, expert_products, quantized_tiles, row_product, tiles_of
@@ -43,18 +43,17 @@ from qshard.recipes import (
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Config:
+class _Config(LayoutConfig):
     """What is static in a call.
 
     Attributes:
-      layout: of the weight of one expert, its gradient and its codes.
+      layout: of the weight of one expert.
       cut: of the weight of one expert.
       gathers: over which mesh axes, if any.
       axes: mesh axes over which the rows of an expert lie.
     """
 
     recipe: Recipe
-    layout: WeightLayout
     cut: Cut
     gathers: tuple[str, ...]
     axes: tuple[str, ...]
@@ -64,16 +63,6 @@ class _Config:
     @property
     def shards(self) -> CutWeight:
         return CutWeight(self.cut, self.gathers)
-
-    @property
-    def contracted(self) -> Usage:
-        """The plane of w, as it lies, that forward contracts K of."""
-        return Usage.ROWWISE if self.layout == "NK" else Usage.COLUMNWISE
-
-    @property
-    def contracted_back(self) -> Usage:
-        """The plane of w, as it lies, that backward contracts N of."""
-        return Usage.COLUMNWISE if self.layout == "NK" else Usage.ROWWISE
 
 
 class _Given(NamedTuple):

@@ -44,7 +44,24 @@ def as_layout(op: str, layout: Any) -> WeightLayout:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class LayoutConfig:
+    """The layout of a weight, its gradient and its codes, and the planes that products contract."""
+
+    layout: WeightLayout = "NK"
+
+    @property
+    def contracted(self) -> Usage:
+        """The plane of w, as it lies, that forward contracts K of."""
+        return Usage.ROWWISE if self.layout == "NK" else Usage.COLUMNWISE
+
+    @property
+    def contracted_back(self) -> Usage:
+        """The plane of w, as it lies, that backward contracts N of."""
+        return Usage.COLUMNWISE if self.layout == "NK" else Usage.ROWWISE
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(LayoutConfig):
     """What is static in a call of `linear`.
 
     Attributes:
@@ -57,7 +74,6 @@ class Config:
       x_type, w_type: of the gradients, on Explicit meshes.
       axes: in `shard_map`, the mesh axes along which leading axes of x are cut.
       rows: which of them cut which axis; None: all cut the first.
-      layout: of w, its gradient and its codes.
       parallel: what a mesh axis does that cuts rows of x or of y, and w; it is in `axes` too.
     """
 
@@ -75,7 +91,6 @@ class Config:
     rows: PartitionSpec | None = None
     reshard_after_forward: bool = True
     out_sharding: Spec = None
-    layout: WeightLayout = "NK"
     parallel: Parallel | None = None
 
     def cut_of(self, x: jax.Array, role: Role) -> Cut:
@@ -83,16 +98,6 @@ class Config:
         if self.parallel is not None:
             return self.parallel.cut_of(x, role, self.axes)
         return Cut.of(x, self.axes, self.rows, own_blocks=True)
-
-    @property
-    def contracted(self) -> Usage:
-        """The plane of w, as it lies, that forward contracts K of."""
-        return Usage.ROWWISE if self.layout == "NK" else Usage.COLUMNWISE
-
-    @property
-    def contracted_back(self) -> Usage:
-        """The plane of w, as it lies, that backward contracts N of."""
-        return Usage.COLUMNWISE if self.layout == "NK" else Usage.ROWWISE
 
     @property
     def columns(self) -> int:
