@@ -51,6 +51,7 @@ def on_ranks(*worlds: Shape) -> Callable[[Callable[..., None]], Callable[..., No
     def make(case: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(case)
         def test(world: Shape, **arguments: Any) -> None:
+            __tracebackhide__ = True
             run(world, case, **arguments)
 
         world = inspect.Parameter("world", inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -70,6 +71,7 @@ def run(world: Shape, case: Callable[..., None] | str, *, on: str = "cpu", **arg
       arguments: what pickles.
     """
     global _pool
+    __tracebackhide__ = True
     shape = world if isinstance(world, tuple) else (world,)
     if on == "cuda" and math.prod(shape) > gpu_ranks():
         pytest.skip(f"needs {math.prod(shape)} GPUs, or SHARE_GPUS=2")
@@ -127,6 +129,7 @@ class _Pool:
             self.ranks.append((process, ours))
 
     def run(self, case: _Case) -> None:
+        __tracebackhide__ = True
         self.cases += 1
         world = math.prod(case.shape)
         case = case._replace(store=f"file://{self.folder.name}/store{self.cases}")
@@ -218,8 +221,10 @@ def _serve(rank: int, connection: Connection, folder: str) -> None:
                 spec.loader.exec_module(modules[case.file])
             _run_case(case, inspect.unwrap(getattr(modules[case.file], case.name)), rank)
             connection.send(None)
-        except BaseException:
-            connection.send(traceback.format_exc())
+        except BaseException as error:
+            frames = traceback.TracebackException.from_exception(error)
+            frames.stack[:] = [frame for frame in frames.stack if frame.filename != __file__] or frames.stack
+            connection.send("".join(frames.format()))
 
 
 def _run_case(case: _Case, function: Callable[..., None], rank: int) -> None:
