@@ -17,7 +17,9 @@ def pairs(**axes: Axis) -> pytest.MarkDecorator:
     Args:
       axes: the values of each argument; those of a mapping have its keys as ids.
     """
-    values = [list(axis.items()) if isinstance(axis, Mapping) else [(_id(x), x) for x in axis] for axis in axes.values()]
+    values = [
+        list(axis.items()) if isinstance(axis, Mapping) else [(_id(x), x) for x in axis] for axis in axes.values()
+    ]
     cover = covering([len(axis) for axis in values])
     cases = []
     for case in itertools.product(*map(range, map(len, values))):
