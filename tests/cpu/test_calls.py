@@ -13,7 +13,7 @@ import torch
 import qshard
 from qshard import _ffi
 from qshard.formats import E4M3
-from qshard.torch_bridge.ops import call_into, ops
+from qshard.torch_bridge._ops.bind import call_into, ops
 
 OPS = torch.ops.qshard
 CAST = {"element": E4M3.name}
@@ -215,7 +215,7 @@ def test_none_reaches_no_kernel():
 
 def test_what_is_no_array_of_jax():
     jnp = pytest.importorskip("jax.numpy")
-    from qshard.jax.list_ops import bind
+    from qshard.jax._sharding.foreach import bind
 
     given = {"block_rows": 0, "block_cols": 0, "rounded_to": "float32", "shapes": (1, 2), "whole": "none"}
     for operands, text in (

@@ -15,7 +15,7 @@ import pytest
 from qshard import formats
 from qshard.formats import Usage
 from qshard.numerics import Note, compare, report
-from qshard.numerics.progress import LONG
+from qshard.numerics._progress import LONG
 from support.awkward import awkward_values
 
 FLOOR = formats.MXFP8_E4M3.with_options(scale_rounding="floor")
@@ -322,7 +322,7 @@ def test_an_error_ends_the_threads(monkeypatch):
     def broken(elements):
         raise ValueError("broken")
 
-    from qshard.numerics import measures
+    from qshard.numerics import _measures as measures
 
     before = set(threading.enumerate())
     with pytest.raises(ValueError, match="broken"):
