@@ -28,7 +28,7 @@ from qshard.torch_bridge._distributed.dtensor import local_of
 from qshard.torch_bridge._distributed.process_groups import groups_of
 from qshard.torch_bridge._module_tree import modules_of
 from qshard.torch_bridge._ops.bind import ops
-from qshard.torch_bridge._quantized.quantize import max_over_ranks
+from qshard.torch_bridge._ops.collectives import max_over_ranks
 from qshard.torch_bridge._quantized.scaling_state import loaded_if_there
 from qshard.torch_bridge._quantized.validation import check_group, check_model
 

@@ -35,7 +35,7 @@ from qshard.torch_bridge._nn.linear import WeightLayer, _rank_of, _seed_taken
 from qshard.torch_bridge._nn.operands import ROLES, matrix_of, quantized
 from qshard.torch_bridge._numerics import whole_of
 from qshard.torch_bridge._ops.bind import ops
-from qshard.torch_bridge._quantized.quantize import max_over_ranks
+from qshard.torch_bridge._ops.collectives import max_over_ranks
 from qshard.torch_bridge._quantized.scaling_state import plain_name
 from qshard.torch_bridge._quantized.validation import check_group, check_model
 

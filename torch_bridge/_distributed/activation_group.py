@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from qshard.torch_bridge._optim.slices import all_gather
+from qshard.torch_bridge._ops.collectives import all_gather
 
 _NAME = "_qshard_part"
 

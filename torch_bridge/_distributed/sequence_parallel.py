@@ -36,7 +36,7 @@ from qshard._core.quantize_steps import Plane
 from qshard.formats import Usage
 from qshard.layout import is_transposed
 from qshard.recipes import Recipe, Role
-from qshard.torch_bridge._optim.slices import all_gather
+from qshard.torch_bridge._ops.collectives import all_gather
 from qshard.torch_bridge._quantized.gemm import Operand, matmul, matmul_into
 
 

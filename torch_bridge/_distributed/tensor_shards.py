@@ -34,8 +34,8 @@ from qshard._core.quantize_steps import Draws
 from qshard.formats import Usage
 from qshard.recipes import Recipe, Role
 from qshard.torch_bridge._distributed.sequence_parallel import Rows, rows_of
+from qshard.torch_bridge._ops.collectives import max_over_ranks
 from qshard.torch_bridge._ops.uint64 import words
-from qshard.torch_bridge._quantized.quantize import max_over_ranks
 
 
 class Part(NamedTuple):

@@ -18,9 +18,9 @@ from qshard._core.quantize_steps import Scales
 from qshard.torch_bridge._distributed.tensor_shards import merge_parts, merge_plan
 from qshard.torch_bridge._fsdp.shard_plan import ShardPlan
 from qshard.torch_bridge._ops.bind import ops
+from qshard.torch_bridge._ops.collectives import max_over_ranks
 from qshard.torch_bridge._ops.foreach import SliceOps
 from qshard.torch_bridge._ops.uint64 import words
-from qshard.torch_bridge._quantized.quantize import max_over_ranks
 
 if TYPE_CHECKING:
     from qshard.torch_bridge._fsdp.scale_state import ShardOf

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from qshard._core.losses import count_classes, wrong_label
-from qshard.torch_bridge._optim.slices import all_gather
+from qshard.torch_bridge._ops.collectives import all_gather
 
 
 class ClassShard(NamedTuple):

@@ -18,7 +18,7 @@ from qshard._core.validation import shown
 from qshard.torch_bridge._losses.class_shards import ClassShard, class_shard
 from qshard.torch_bridge._ops.autograd_node import Node, apply_node
 from qshard.torch_bridge._ops.bind import call_into, dtype_name, ops
-from qshard.torch_bridge._optim.slices import all_gather
+from qshard.torch_bridge._ops.collectives import all_gather
 from qshard.torch_bridge._quantized.validation import check_group, check_tensor
 
 

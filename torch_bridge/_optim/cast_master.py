@@ -19,10 +19,10 @@ from qshard._core.validation import shown
 from qshard.formats import Usage
 from qshard.layout import matrix_shape, plane, source
 from qshard.torch_bridge._ops.bind import dtype_name
+from qshard.torch_bridge._ops.collectives import max_over_ranks
 from qshard.torch_bridge._ops.foreach import SliceOps
 from qshard.torch_bridge._ops.uint64 import words
 from qshard.torch_bridge._optim.slices import QuantizedSlice
-from qshard.torch_bridge._quantized.quantize import max_over_ranks
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
 from qshard.torch_bridge._quantized.validation import check_contiguous, check_dtype, check_group, check_tensor
 

@@ -14,9 +14,8 @@ from qshard._core.quantize_steps import Plane
 from qshard._core.validation import FormatLike, as_format
 from qshard.formats import Format, Usage
 from qshard.layout import plane
+from qshard.torch_bridge._ops.collectives import all_gather
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
-
-all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # The name before torch 2.13.
 
 
 @dataclass(eq=False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -12,6 +11,7 @@ from qshard._core.quantize_steps import Draws
 from qshard._core.validation import FormatLike, as_format, as_usage
 from qshard.formats import Format, Usage
 from qshard.layout import plane
+from qshard.torch_bridge._ops.collectives import max_over_ranks
 from qshard.torch_bridge._ops.uint64 import words
 from qshard.torch_bridge._quantized.plane_programs import pair_of, quantized
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
@@ -85,14 +85,3 @@ def _check(x: Tensor, fmt: Format, usage: Usage) -> None:
     for one in usage.planes:
         plane(fmt, tuple(x.shape), one)
     check_contiguous("quantize", "x", x)
-
-
-def max_over_ranks(amax: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Replaces fp32 amaxes by their maximum over the ranks of `group`, in place.
-
-    Positive floats order as their bits do, and NaN above all of them, so an integer maximum is exact and keeps NaN,
-    which a floating-point collective may drop.
-    """
-    if group is not None and dist.get_world_size(group) > 1:
-        dist.all_reduce(amax.view(torch.int32), op=dist.ReduceOp.MAX, group=group)
-    return amax

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from qshard._core.validation import shown
-from qshard.torch_bridge._quantized.quantize import max_over_ranks
+from qshard.torch_bridge._ops.collectives import max_over_ranks
 from qshard.torch_bridge._quantized.validation import check_group, check_model
 
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}

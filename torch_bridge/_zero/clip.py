@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from qshard.torch_bridge._quantized.quantize import max_over_ranks
+from qshard.torch_bridge._ops.collectives import max_over_ranks
 
 _CHUNK = 1 << 22  # Elements: the sum of as many integers of 30 bits is exact in float64.
 _ONE = 2.0**30

@@ -25,7 +25,8 @@ from qshard._core.flat_shards import piece_bytes
 from qshard.formats import Usage
 from qshard.layout import plane
 from qshard.torch_bridge._fsdp.weight import memory_of
-from qshard.torch_bridge._optim.slices import QuantizedSlice, all_gather, gather_parts
+from qshard.torch_bridge._ops.collectives import all_gather
+from qshard.torch_bridge._optim.slices import QuantizedSlice, gather_parts
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
 from qshard.torch_bridge._zero.gradients import Gradient
 from qshard.torch_bridge._zero.placeholders import SlicedWeight, TakenGradient, weakly

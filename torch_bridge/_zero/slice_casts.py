@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from qshard._core.quantize_steps import Scales
+from qshard.torch_bridge._ops.collectives import max_over_ranks
 from qshard.torch_bridge._optim.cast_master import CastPlan, Parity, cast_master
-from qshard.torch_bridge._quantized.quantize import max_over_ranks
 from qshard.torch_bridge._zero.weight import Weight
 
 
