@@ -162,7 +162,7 @@ def test_forked_processes_have_threads_of_their_own():
 def test_threads(monkeypatch):
     """What the environment asks for, then what torch uses, then what was set."""
     code = (
-        "import sys, torch, qshard; from qshard.torch_bridge import ops; first = qshard.num_threads()\n"
+        "import sys, torch, qshard; from qshard.torch_bridge._ops import bind as ops; first = qshard.num_threads()\n"
         "call = lambda: torch.ops.qshard.amax_tensor(torch.ones(20000))\n"
         "torch.set_num_threads(3); call(); second = qshard.num_threads()\n"
         "qshard.set_num_threads(5); call(); print(first, second, qshard.num_threads())"

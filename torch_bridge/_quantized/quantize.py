@@ -54,6 +54,7 @@ def quantize(
     With `group`, the codes that ranks get are the rows of the codes of the whole: gathered, they are its bits. Not
     differentiable: the result holds the values of `x` as they are now. Gradients pass through `Linear`.
 
+    >>> import torch
     >>> from qshard.formats import FP8_E4M3, MXFP8_E4M3
     >>> q = quantize(torch.tensor([[1.0, -448.0], [0.0, 3.0]]), FP8_E4M3)
     >>> q.rowwise.data.view(torch.uint8), q.rowwise.scale_inv
