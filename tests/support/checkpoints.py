@@ -58,7 +58,7 @@ def qshard(*arguments: object, limits: str = "", **options: Any) -> subprocess.C
 
 
 def in_this_process(*arguments: str) -> subprocess.CompletedProcess[str]:
-    from qshard.cli import main
+    from qshard._cli import main
 
     with signals_restored(), stream() as out, stream() as error, mock.patch.dict(os.environ, COLUMNS):
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
