@@ -29,6 +29,7 @@ WHOLE = [
         if fmt.scaling.global_scale == "row" or fmt.scaling.four_over_six == "mse" or fmt.hadamard
     ),
 ]
+pytestmark = pytest.mark.usefixtures("optimized")
 KINDS = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
 
 
@@ -48,9 +49,19 @@ def assert_integers_travel(compiled, limit=0):
             assert array.startswith(("u8[", "u32[")) or (array.startswith(("f32[", "s32[")) and size <= limit), array
 
 
-@KINDS
-@pytest.mark.parametrize("spec", [P("fsdp"), P(None, "fsdp")], ids=["rows", "columns"])
-@pytest.mark.parametrize("fmt", WHOLE, ids=str)
+BOTH_KINDS = {kind.name: kind for kind in (AxisType.Auto, AxisType.Explicit)}
+
+
+@pytest.mark.parametrize(
+    ("fmt", "spec", "kind"),
+    [
+        # Each format in both ways and both kinds; the other two of its four cases are slow.
+        pytest.param(fmt, spec, kind, id=f"{fmt}-{i}-{name}", marks=[pytest.mark.slow] if (i + j + k) % 2 else [])
+        for k, fmt in enumerate(WHOLE)
+        for i, spec in enumerate((P("fsdp"), P(None, "fsdp")))
+        for j, (name, kind) in enumerate(BOTH_KINDS.items())
+    ],
+)
 def test_whole_blocks(fmt, spec, kind):
     """Shards of whole blocks: nothing is reduced but what one scale serves, and nothing moves before the gather."""
     size = 8 * max(128 if spec != P("fsdp") else 16, *(fmt.block or (16, 16)))
