@@ -17,6 +17,7 @@ from support.awkward import TAME, awkward_values
 from support.formats import NAMED, SQUARES, VARIANTS
 from support.hlo import collectives
 from support.jax_cuts import assert_planes
+from support.pairs import pairs
 
 SEED = 0x0123456789ABCDEF
 CUT = [*(fmt for fmt in NAMED if fmt.block), NVFP4.with_options(rounding="stochastic")]
@@ -49,19 +50,7 @@ def assert_integers_travel(compiled, limit=0):
             assert array.startswith(("u8[", "u32[")) or (array.startswith(("f32[", "s32[")) and size <= limit), array
 
 
-BOTH_KINDS = {kind.name: kind for kind in (AxisType.Auto, AxisType.Explicit)}
-
-
-@pytest.mark.parametrize(
-    ("fmt", "spec", "kind"),
-    [
-        # Each format in both ways and both kinds; the other two of its four cases are slow.
-        pytest.param(fmt, spec, kind, id=f"{fmt}-{i}-{name}", marks=[pytest.mark.slow] if (i + j + k) % 2 else [])
-        for k, fmt in enumerate(WHOLE)
-        for i, spec in enumerate((P("fsdp"), P(None, "fsdp")))
-        for j, (name, kind) in enumerate(BOTH_KINDS.items())
-    ],
-)
+@pairs(fmt=WHOLE, spec={"rows": P("fsdp"), "columns": P(None, "fsdp")}, kind=[AxisType.Auto, AxisType.Explicit])
 def test_whole_blocks(fmt, spec, kind):
     """Shards of whole blocks: nothing is reduced but what one scale serves, and nothing moves before the gather."""
     size = 8 * max(128 if spec != P("fsdp") else 16, *(fmt.block or (16, 16)))

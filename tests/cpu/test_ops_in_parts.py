@@ -17,6 +17,7 @@ from support.draws import draw, filled
 from support.hlo import collectives
 from support.op_calls import bind, call
 from support.oracle import oracle
+from support.pairs import pairs
 
 every_op = pytest.mark.parametrize("spec", table().values(), ids=table())
 X = np.ones((256, 256), np.float32)
@@ -39,25 +40,7 @@ def cut_in_turn(made, names):
     return tuple([P(*(by.get(axis[0]) for axis in view.axes)) for view in side] for side in sides)
 
 
-KINDS = (AxisType.Auto, AxisType.Explicit)
-
-
-@pytest.mark.parametrize(
-    ("spec", "kind", "names"),
-    [
-        # Each op in both kinds and both orders; the other two of the four cases are slow.
-        pytest.param(
-            spec,
-            KINDS[i],
-            names,
-            id=f"{name}-{KINDS[i].name}-{names}",
-            marks=[pytest.mark.slow] if (i + j + k) % 2 else [],
-        )
-        for k, (name, spec) in enumerate(table().items())
-        for i in range(2)
-        for j, names in enumerate(("ab", "ba"))
-    ],
-)
+@pairs(spec=table(), kind=[AxisType.Auto, AxisType.Explicit], names=["ab", "ba"])
 def test_cut_at_blocks(spec, kind, names):
     """Of calls with axes of 256, one that can be cut most: XLA moves nothing, and results are cut as operands are."""
     drawn = [draw(spec, number, lengths=(256,)) for number in range(40)]

@@ -14,6 +14,7 @@ from qshard import formats
 from qshard.recipes import MXFP8, NVFP4, CurrentScaling, DelayedScaling
 from qshard.torch_bridge import ShardedWeight, convert, load_scaling_state, scaling_state, update_scales
 from support import torch_ranks
+from support.pairs import pairs
 from support.torch_models import batch, linears, model_of, sizes_for
 from support.torch_ranks import on_ranks
 from support.torch_wrapped import LR, follow
@@ -50,9 +51,8 @@ def sgd(model):
     return torch.optim.SGD(model.parameters(), lr=LR)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("options", OPTIONS)
-@on_ranks(2, 3)
+@pairs(world=[2, 3], options=list(OPTIONS), recipe=list(RECIPES))
+@on_ranks()
 def test_trains_as_one_process(options, recipe):
     """From the weights of the first rank on."""
     model, one = pair(RECIPES[recipe])

@@ -31,6 +31,7 @@ from qshard.torch_bridge import (
     update_scales,
 )
 from support import torch_ranks
+from support.pairs import pairs, turns
 from support.torch_models import assert_gathers_the_whole, batch, linears, model_of, resident, shard, sizes_for
 from support.torch_ranks import on_ranks
 from support.torch_wrapped import LR, device, follow, in_fsdp1, values
@@ -43,7 +44,8 @@ SHARDED = {
 HYBRID = {"hybrid": ShardingStrategy.HYBRID_SHARD, "hybrid_grad_op": ShardingStrategy._HYBRID_SHARD_ZERO2}
 NEAREST = NVFP4(gradient=formats.NVFP4.with_options(hadamard=True))
 RECIPES = {"current": CurrentScaling(), "delayed": DelayedScaling(history=2), "mxfp8": MXFP8(), "nvfp4": NEAREST}
-ORIG = pytest.mark.parametrize("orig", [True, False], ids=["orig", "flat"])
+FLAT = {"orig": True, "flat": False}
+ORIG = pytest.mark.parametrize("orig", FLAT.values(), ids=FLAT)
 
 
 def ready(recipe, **options):
@@ -57,19 +59,15 @@ def sgd(model):
     return torch.optim.SGD(model.parameters(), lr=LR)
 
 
-@ORIG
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("strategy", SHARDED)
-@on_ranks(2, 3)
+@pairs(world=[2, 3], strategy=list(SHARDED), recipe=list(RECIPES), orig=FLAT)
+@on_ranks()
 def test_trains_as_one_process(strategy, recipe, orig):
     model, one = ready(RECIPES[recipe])
     model = in_fsdp1(model, orig, SHARDED[strategy])
     follow(model, sgd(model), one)
 
 
-@ORIG
-@pytest.mark.parametrize("recipe", ["current", "delayed"])
-@pytest.mark.parametrize("strategy", HYBRID)
+@pairs(strategy=list(HYBRID), recipe=["current", "delayed"], orig=FLAT)
 @on_ranks((2, 2))
 def test_replicas_of_shards(strategy, recipe, orig):
     model, one = ready(RECIPES[recipe])
@@ -77,9 +75,7 @@ def test_replicas_of_shards(strategy, recipe, orig):
     follow(model, sgd(model), one)
 
 
-@ORIG
-@pytest.mark.parametrize("strategy", SHARDED)
-@pytest.mark.parametrize("sync", [False, True])
+@pairs(sync=[False, True], strategy=list(SHARDED), orig=FLAT)
 @on_ranks(2)
 def test_accumulation(sync, strategy, orig):
     """Of gradients, reduced once or in each micro-batch, and of amaxes."""
@@ -88,10 +84,7 @@ def test_accumulation(sync, strategy, orig):
     follow(model, sgd(model), one, micro_batches=2, sync=sync)
 
 
-@ORIG
-@pytest.mark.parametrize("recipe", ["current", "delayed"])
-@pytest.mark.parametrize("kind", CheckpointImpl.__members__)
-@pytest.mark.parametrize("inside", [True, False])
+@pairs(inside=[True, False], kind=list(CheckpointImpl.__members__), recipe=["current", "delayed"], orig=FLAT)
 @on_ranks(2)
 def test_activation_checkpointing(inside, kind, recipe, orig):
     """In units, or around them: then FSDP1 gathers in the recomputed forward pass."""
@@ -106,9 +99,7 @@ def test_activation_checkpointing(inside, kind, recipe, orig):
     follow(model, sgd(model), one)
 
 
-@ORIG
-@pytest.mark.parametrize("recipe", ["current", "delayed"])
-@pytest.mark.parametrize("strategy", ["full", "no_shard"])
+@pairs(strategy=["full", "no_shard"], recipe=["current", "delayed"], orig=FLAT)
 @on_ranks(2)
 def test_mixed_precision(strategy, recipe, orig):
     """Layers compute with bfloat16 weights, whose codes are those of one device; scales and amaxes stay float32."""
@@ -414,8 +405,8 @@ class Shared(nn.Module):
         return self.last(torch.relu(self.q(x) + self.k(x) + self.v(x)))
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@on_ranks(1, 2, 3)
+@turns(2, recipe=list(RECIPES), world=[1, 2, 3])
+@on_ranks()
 def test_ranks_with_the_same_x_keep_parts_of_its_codes(recipe):
     """The bits of keeping all, and of x, for three layers, one part of so many."""
     recipe, rows = RECIPES[recipe], 1024

@@ -1,31 +1,43 @@
-"""Parameters of tests in two parts: every pair of values, which `make test` runs, and the rest of the product, slow."""
+"""Parameters of tests in two parts: a cover, which `make test` runs, and the rest of the product, which is slow."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import pytest
 
-Axis = Sequence[Any] | Mapping[str, Any]
+Axis = Iterable[Any] | Mapping[str, Any]
 
 
 def pairs(**axes: Axis) -> pytest.MarkDecorator:
-    """Parametrizes a test over the product of axes, by argument name; cases that add no pair of values are slow.
+    """Parametrizes a test over the product of axes; cases that add no pair of values are slow.
 
     Args:
       axes: the values of each argument; those of a mapping have its keys as ids.
     """
-    values = [
-        list(axis.items()) if isinstance(axis, Mapping) else [(_id(x), x) for x in axis] for axis in axes.values()
-    ]
-    cover = covering([len(axis) for axis in values])
-    cases = []
-    for case in itertools.product(*map(range, map(len, values))):
-        names, arguments = zip(*(axis[i] for axis, i in zip(values, case, strict=True)), strict=True)
-        cases.append(pytest.param(*arguments, id="-".join(names), marks=() if case in cover else pytest.mark.slow))
-    return pytest.mark.parametrize(list(axes), cases)
+    values = [_values(axis) for axis in axes.values()]
+    return _parametrize(axes, values, covering([len(axis) for axis in values]))
+
+
+def turns(each: int, full: Collection[Any] = (), /, **axes: Axis) -> pytest.MarkDecorator:
+    """Parametrizes a test over the product of two axes, of the second `each` values in turn; the others are slow.
+
+    Args:
+      each: number of values of the second axis for a value of the first.
+      full: values of the first axis that meet all of the second.
+      axes: as of `pairs`.
+    """
+    first, second = (_values(axis) for axis in axes.values())
+    count = len(second)
+    cover = {
+        (i, j)
+        for i, (_, value) in enumerate(first)
+        for j in range(count)
+        if value in full or (j - i * each) % count < each
+    }
+    return _parametrize(axes, [first, second], cover)
 
 
 def covering(lengths: Sequence[int]) -> set[tuple[int, ...]]:
@@ -41,9 +53,20 @@ def covering(lengths: Sequence[int]) -> set[tuple[int, ...]]:
 
 
 def _pairs_of(case: tuple[int, ...]) -> Iterable[tuple[tuple[int, int], ...]]:
-    """Two axes and their values; of a product of one axis, its value."""
-    return itertools.combinations(enumerate(case), min(2, len(case)))
+    return itertools.combinations(enumerate(case), 2)
 
 
-def _id(value: Any) -> str:
-    return getattr(value, "__name__", None) or str(value)
+def _values(axis: Axis) -> list[tuple[str, Any]]:
+    """The id of each value, and the value."""
+    return list(axis.items()) if isinstance(axis, Mapping) else [(getattr(x, "__name__", str(x)), x) for x in axis]
+
+
+def _parametrize(
+    names: Iterable[str], values: Sequence[Sequence[tuple[str, Any]]], cover: Collection[tuple[int, ...]]
+) -> pytest.MarkDecorator:
+    cases = []
+    for case in itertools.product(*(range(len(axis)) for axis in values)):
+        ids, arguments = zip(*(axis[i] for axis, i in zip(values, case, strict=True)), strict=True)
+        marks = [] if case in cover else [pytest.mark.slow]
+        cases.append(pytest.param(*arguments, id="-".join(ids), marks=marks))
+    return pytest.mark.parametrize(list(names), cases)

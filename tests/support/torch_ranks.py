@@ -46,7 +46,10 @@ shape: tuple[int, ...] = ()
 
 
 def on_ranks(*worlds: Shape) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A decorator: the function is a test whose body runs on every rank, once for each of `worlds`."""
+    """A decorator: the function is a test whose body runs on every rank, once for each of `worlds`.
+
+    Without them it takes `world` from another parametrization, as of `support.pairs`.
+    """
 
     def make(case: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(case)
@@ -56,7 +59,7 @@ def on_ranks(*worlds: Shape) -> Callable[[Callable[..., None]], Callable[..., No
 
         world = inspect.Parameter("world", inspect.Parameter.POSITIONAL_OR_KEYWORD)
         test.__signature__ = inspect.Signature([world, *inspect.signature(case).parameters.values()])  # type: ignore
-        return pytest.mark.parametrize("world", worlds, ids=str)(test)
+        return pytest.mark.parametrize("world", worlds, ids=str)(test) if worlds else test
 
     return make
 
