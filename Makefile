@@ -25,7 +25,7 @@ rm -rf $(1) && mkdir -p $(1)/qshard
 ln -s $(CURDIR)/qshard/* $(1)/qshard/
 endef
 
-.PHONY: help train test slow nightly fuzz sanitize h100 titan notebooks docs gpu bench report lint format tree wheel bare smoke matrix clean
+.PHONY: help train test slow nightly optimized fuzz sanitize h100 titan notebooks docs gpu bench report lint format tree wheel bare smoke matrix clean
 .DELETE_ON_ERROR:
 # Two pips must not write one environment at a time; the compiler runs in parallel all the same.
 .NOTPARALLEL:
@@ -44,8 +44,11 @@ test: $(STAMP)test $(STAMP)package  ## run the tests; ARGS="tests/cpu -k cast" f
 slow: $(STAMP)test $(STAMP)package  ## run the tests that take minutes, which `make test` leaves out
 	$(BIN)/pytest -n 2 --dist worksteal -m slow $(or $(ARGS),tests)
 
-# The plugin for H100s and torchtitan come first, as slow tests use both.
-nightly: build/jax_cuda build/titan slow h100 titan fuzz sanitize notebooks bare  ## run what .ci/run leaves out: hours
+# The plugin for H100s and torchtitan come first, as tests use both.
+nightly: build/jax_cuda build/titan optimized slow titan fuzz sanitize notebooks bare  ## run all that .ci/run leaves out: hours
+
+optimized: export JAX_DISABLE_MOST_OPTIMIZATIONS := 0
+optimized: test
 
 FUZZ_FLAGS = $(if $(CALLS),--calls $(CALLS),--calls 100000) $(if $(SEED),--seed $(SEED))
 fuzz: $(STAMP)test $(STAMP)package  ## call every op with what it takes and what it must refuse; CALLS=n SEED=n
