@@ -12,8 +12,10 @@ from jax.sharding import PartitionSpec as P
 import qshard.jax as qj
 from qshard.formats import FP8_E4M3, MXFP8_E4M3, NVFP4, Usage
 from qshard.reference import _activation as activation
-from support import hlo, oracle
+from support import hlo
+from support import oracle_layers as oracle
 from support.awkward import DTYPES, assert_bits_equal, awkward_values
+from support.oracle_parts import rounded
 from support.pairs import pairs
 
 KINDS = ("normal", "ties", "wide", "max")
@@ -171,7 +173,7 @@ def assert_norm(actual, x, weight, grad, *, exact):
         y, rstd, _ = oracle.rms_norm(x, weight, eps=EPS, lead=0)
         given = (x.reshape(rows), weight, rstd.reshape(-1), grad.reshape(rows))
         dx, dweight, _ = oracle.rms_norm_grad(*given, lead=0, rows=activation.SUM_ROWS)
-        of_weight = oracle.rounded(dweight, weight.dtype)
+        of_weight = rounded(dweight, weight.dtype)
     for mine, want in zip(actual[:2], (y, dx.reshape(x.shape)), strict=True):
         assert_bits_equal(mine, want)
     if exact:
