@@ -28,7 +28,8 @@ def test_both_front_ends(front, wrong):
     call, texts = BOTH[wrong]
     caller = Caller(front)
     text = texts[0] if len(texts) == 1 else next(t for t in texts if t.startswith(f"{front.name}: "))
-    assert said(call, {**NAMES, "f": caller}) == text.removeprefix(f"{front.name}: ").replace("{w}", caller.w)
+    text = text.removeprefix(f"{front.name}: ").replace("{w}", caller.w).replace("{device}", caller.device)
+    assert said(call, {**NAMES, "f": caller}) == text
 
 
 @pytest.mark.parametrize("wrong", ALONE)

@@ -149,8 +149,6 @@ def test_masters_heal_what_a_parameter_could_not_take():
 
 
 def test_errors():
-    with pytest.raises(TypeError, match=r"mu_dtype \('int8'\) is not float32"):
-        adam(1e-2, mu_dtype="int8")
     transformation = adamw(1e-2, weight_decay=0.1)
     grads = {"w": jnp.ones((2, 2))}
     with pytest.raises(ValueError, match=r"params \(None\) are not there to decay"):

@@ -249,35 +249,6 @@ def test_labels_that_are_no_classes_on_meshes(mode):
     np.testing.assert_array_equal(np.isnan(d).any(-1), wrong)
 
 
-WRONG = [
-    ({"num_classes": 6}, ValueError, r"num_classes \(6\) is more than the columns of logits \(5\)"),
-    ({"num_classes": 2.0}, ValueError, r"num_classes \(2.0\) is not a number of classes; pass 1 or more, or None"),
-    (
-        {"labels": np.zeros(3, np.int32)},
-        ValueError,
-        r"labels \(\(3,\)\) are not one for each row of logits",
-    ),
-    ({"labels": np.zeros(2, np.float32)}, TypeError, r"labels \(float32\) are not int64 or int32"),
-    ({"labels": [0, 1]}, TypeError, r"labels \(\[0, 1\]\) is not an array"),
-    ({"logits": np.zeros((2, 5), np.int32)}, TypeError, "logits .int32. is not float32, bfloat16 or float16"),
-    ({"reduction": "max"}, ValueError, "reduction .'max'. is not mean, sum or none"),
-    ({"label_smoothing": 1.5}, ValueError, "label_smoothing .1.5. is not from 0 to 1"),
-    ({"z_loss": -1.0}, ValueError, "z_loss .-1.0. is not 0 or more"),
-    ({"z_loss": jnp.ones(())}, TypeError, "z_loss .* is not a number of the host"),
-    ({"ignore_index": 2**40}, ValueError, "ignore_index .* does not fit into 32 bits"),
-    ({"ignore_index": 1.0}, TypeError, "ignore_index .1.0. is not an integer"),
-    ({"logits": np.zeros((2, 0), np.float32)}, ValueError, "logits has no classes"),
-    ({"axis_name": "tp"}, ValueError, "axis_name .'tp'. is not an axis of a jax.shard_map around this call"),
-]
-
-
-@pytest.mark.parametrize(("wrong", "error", "text"), WRONG)
-def test_what_does_not_fit(wrong, error, text):
-    given = {"logits": np.zeros((2, 5), np.float32), "labels": np.array([0, 1], np.int32)} | wrong
-    with pytest.raises(error, match="cross_entropy: " + text):
-        qj.cross_entropy(given.pop("logits"), given.pop("labels"), **given)
-
-
 def test_classes_that_a_mixed_mesh_cuts():
     logits, labels = drawn()
     with jax.set_mesh(mesh := mesh_of(AxisType.Explicit)):

@@ -140,11 +140,7 @@ def test_amax_is_of_the_pass_that_makes_it():
     assert "qshard_amax_tensor" not in text
 
 
-def test_what_does_not_fit():
-    with pytest.raises(ValueError, match=r"swiglu: up \(\(3,\), float32\) is not as gate"):
-        qj.swiglu(jnp.ones(2), jnp.ones(3))
-    with pytest.raises(TypeError, match="swiglu: gate"):
-        qj.swiglu(jnp.ones(2, jnp.int32), jnp.ones(2))
+def test_codes_have_no_derivative():
     with pytest.raises(TypeError, match="swiglu_quantize: rounding to codes has no derivative"):
         jax.grad(lambda x: qj.swiglu_quantize(x, x, "FP8_E4M3").dequantize().sum())(jnp.ones((2, 4)))
 
@@ -276,12 +272,6 @@ def test_amax_of_the_norm_is_of_its_pass():
     assert "qshard_amax_tensor" not in text
 
 
-def test_what_does_not_fit_a_norm():
-    with pytest.raises(ValueError, match=r"rms_norm: weight \(3,\) does not fit x \(2, 4\)"):
-        qj.rms_norm(jnp.ones((2, 4)), jnp.ones(3), EPS)
-    with pytest.raises(ValueError, match=r"rms_norm: eps \(-1.0\) is not 0 or more"):
-        qj.rms_norm(jnp.ones((2, 4)), jnp.ones(4), -1.0)
+def test_eps_that_is_traced():
     with pytest.raises(TypeError, match=r"rms_norm: eps .* is traced"):
         jax.jit(qj.rms_norm)(jnp.ones((2, 4)), jnp.ones(4), 1.0)
-    with pytest.raises(TypeError, match="rms_norm: weight"):
-        qj.rms_norm(jnp.ones((2, 4)), jnp.ones(4, jnp.int32), EPS)

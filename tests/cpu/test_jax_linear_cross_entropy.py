@@ -287,17 +287,3 @@ def test_a_label_that_is_no_class_is_nan_under_jit():
     assert np.isnan(losses).sum() == 1
     assert np.isnan(dx).any(axis=-1).sum() == 1
     assert np.isnan(dw).all()
-
-
-def test_what_does_not_fit():
-    x, w, labels = drawn()
-    with pytest.raises(
-        ValueError, match=r"linear_cross_entropy: w \(\(208, 31\), float32\) does not fit x \(\(8, 4, 32"
-    ):
-        qj.linear_cross_entropy(x, w[:, 1:], labels)
-    with pytest.raises(ValueError, match=r"linear_cross_entropy: w .* of one dtype"):
-        qj.linear_cross_entropy(x, w.astype(jnp.bfloat16), labels)
-    with pytest.raises(ValueError, match=r"linear_cross_entropy: chunk \(0\) is not a number of rows"):
-        qj.linear_cross_entropy(x, w, labels, chunk=0)
-    with pytest.raises(ValueError, match=r"linear_cross_entropy: labels .* are not one for each row of x"):
-        qj.linear_cross_entropy(x, w, labels[0])

@@ -1,7 +1,7 @@
 """The catalogue of errors: calls that a new user gets wrong, and all that their errors say.
 
 tests/cpu/error_catalogue/*.txt have an entry for each: what is wrong, the call, the type and the text of its error. In
-calls of both front ends, `f` is a `Caller`, and {w} stands for what `linear` calls a weight; where front ends cannot
+calls of both front ends, `f` is a `Caller`, {w} what `linear` calls a weight, {device} its device; where front ends cannot
 say the same, there is a line for each.
 """
 
@@ -59,6 +59,7 @@ class Caller:
 
     Attributes:
       w: the name of a weight in the errors of `linear`.
+      device: the name of the device of arrays in errors.
       foreign: an array of the other framework.
       state: options that give a layer a state of delayed scaling.
     """
@@ -67,6 +68,7 @@ class Caller:
         self.front, self.qshard = front, front.qshard
         self.jax = front.name == "jax"
         self.w = "w" if self.jax else "weight"
+        self.device = {"cuda": "cuda:0"}.get(front.device, front.device)
         values = np.ones((64, 64), np.float32)
         if self.jax:
             import torch
@@ -89,6 +91,15 @@ class Caller:
 
     def cross_entropy(self, logits: Any, labels: Any, **options: Any) -> Any:
         return self.qshard.cross_entropy(self.array(logits), self.array(labels), **options)
+
+    def linear_cross_entropy(self, x: Any, w: Any, labels: Any, **options: Any) -> Any:
+        return self.qshard.linear_cross_entropy(self.array(x), self.array(w), self.array(labels), **options)
+
+    def swiglu(self, gate: Any, up: Any) -> Any:
+        return self.qshard.swiglu(self.array(gate), self.array(up))
+
+    def rms_norm(self, x: Any, weight: Any, eps: float) -> Any:
+        return self.qshard.rms_norm(self.array(x), self.array(weight), eps)
 
     def gradient(self, x: Any, w: Any, recipe: RecipeLike) -> Any:
         """Of the sum of `linear` by x."""
