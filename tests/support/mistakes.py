@@ -1,8 +1,8 @@
 """The catalogue of errors: calls that a new user gets wrong, and all that their errors say.
 
 tests/cpu/error_catalogue/*.txt have an entry for each: what is wrong, the call, the type and the text of its error. In
-calls of both front ends, `f` is a `Caller`, {w} what `linear` calls a weight, {device} its device; where front ends cannot
-say the same, there is a line for each.
+calls of both front ends, `f` is a `Caller`, {w} stands for what `linear` calls a weight, and {device} for the device.
+Where front ends cannot say the same, there is a line for each.
 """
 
 from __future__ import annotations
