@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from qshard._core import flat_shards, quantize_steps
+from qshard._core import flat_shards
 from qshard._core.flat_shards import MasterPlan
+from qshard._core.operands import quantize_operand
 from qshard._core.quantize_steps import Plane
 from qshard._core.validation import as_format, shown
 from qshard.formats import Format, Usage
@@ -197,7 +198,7 @@ def gathered(local: ShardedWeight, cut: Cut, dtype: torch.dtype, *, observe: boo
         if not delayed.knows_scale():  # The first scale is of the whole weight.
             own = ops.amax_tensor(shard, lead=0)
             scale, _ = delayed.scales_under(cut.group.all_reduce(own.view(torch.int32), "max").view(torch.float32))
-        planes, amax = quantize_steps.quantize_delayed(ops, shard, cut.fmt, Usage.ROWWISE, scale, delayed.margin)
+        planes, amax = quantize_operand(ops, shard, state.operand, scale=scale)
         if observe:
             delayed.observe(amax)
         codes, scale_inv, global_scale_inv = planes[Usage.ROWWISE]

@@ -20,11 +20,13 @@ import torch
 from torch import Tensor
 
 from qshard._core import quantize_steps
+from qshard._core.operands import OperandSpec, quantize_operand
 from qshard._core.quantize_steps import Draws, Plane
 from qshard.formats import E4M3, Format, Usage
 from qshard.layout import is_transposed, multiplies_codes
 from qshard.recipes import Recipe
 from qshard.torch_bridge._ops.bind import ops
+from qshard.torch_bridge._ops.uint64 import xor_words
 from qshard.torch_bridge._quantized.gemm import Operand, matmul_into
 from qshard.torch_bridge._quantized.plane_programs import transposed
 
@@ -159,22 +161,15 @@ def stacked(weights: Sequence[Operand]) -> Side:
 
 
 def quantized_places(
-    places: Tensor,
-    fmt: Format,
-    usage: Usage,
-    tiles: Tiles,
-    *,
-    seeds: Tensor | None = None,
-    scale: Tensor | None = None,
-    margin: int = 0,
+    places: Tensor, spec: OperandSpec, tiles: Tiles, *, seeds: Tensor | None = None, scale: Tensor | None = None
 ) -> tuple[dict[Usage, Side], Tensor | None]:
     """The planes of `places`, under one set of scales an expert.
 
     Args:
-      seeds: of each expert, `[E, 2]` words, where the format needs them.
-      scale, margin: of delayed scaling, `[E]`. The amaxes of experts then come with the planes.
+      seeds: of each expert, `[E, 2]` words.
+      scale: of delayed scaling, `[E]`. The amaxes of experts then come with the planes.
     """
-    columns = places.shape[2]
+    fmt, usage, columns = spec.format, spec.usage, places.shape[2]
     found: list[Tensor] = []
 
     def merged(amax: Tensor) -> Tensor:
@@ -189,17 +184,15 @@ def quantized_places(
     asked = usage
     if fmt.transposes and fmt.block is not None and fmt.stochastic:
         asked = Usage.ROWWISE  # Of which the other one is made, as of a matrix.
-    if scale is not None:
-        given = tiles.of_tiles(scale)
-        made, _ = quantize_steps.quantize_delayed(ops, places, fmt, asked, given, margin, reduce_max=merged, lead=1)
-    else:
-        draws = amax = None
-        if seeds is not None and fmt.stochastic:
-            first = (tiles.first * columns).view(torch.int32).view(-1, 2)  # The low word first.
-            draws = Draws(tiles.of_tiles(seeds).contiguous(), first, columns)
-        if has_factor(fmt) and not (fmt.hadamard and Usage.COLUMNWISE in asked):
-            amax = ops.amax_tensor(places, lead=1)
-        made = quantize_steps.quantize(over, places, fmt, asked, reduce_max=merged, draws=draws, amax=amax)
+    draws, seeds = None, spec.seed_of(seeds, xor_words)
+    if seeds is not None:
+        first = (tiles.first * columns).view(torch.int32).view(-1, 2)  # The low word first.
+        draws = Draws(tiles.of_tiles(seeds).contiguous(), first, columns)
+    amax = None
+    if has_factor(fmt) and not (fmt.hadamard and Usage.COLUMNWISE in asked):
+        amax = ops.amax_tensor(places, lead=1)
+    given: dict[str, Any] = {"scale": None if scale is None else tiles.of_tiles(scale), "draws": draws, "amax": amax}
+    made, _ = quantize_operand(over, places, spec._replace(usage=asked), **given, reduce_max=merged)
     sides = {}
     for each, parts in made.items():
         of_tiles = parts.scale_inv if fmt.block is None else parts.global_scale_inv

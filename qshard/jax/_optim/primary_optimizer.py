@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from qshard import layout
+from qshard._core.operands import OperandSpec
 from qshard._core.validation import shown
 from qshard.formats import Usage
 from qshard.jax._delayed_scaling import LinearState
@@ -22,7 +23,7 @@ from qshard.jax._quantized.array import QuantizedArray
 from qshard.jax._quantized.primary import PrimaryWeight, is_primary
 from qshard.jax._quantized.quantize import WeightScales, compute_scales, quantize, quantized
 from qshard.jax._sharding.shard_spec import AxisName, Cut, Spec, spec_of
-from qshard.recipes import DelayedScaling, Recipe, RecipeLike, Role, as_recipe
+from qshard.recipes import Recipe, RecipeLike, Role, as_recipe
 
 Specs = Spec | Callable[[str, Any], Spec]
 
@@ -306,14 +307,11 @@ def _cast_all(
     axes: tuple[str, ...],
 ) -> list[PrimaryWeight]:
     fmt, made = recipe.format(Role.WEIGHT), list[Any]([None] * len(masters))
-    if isinstance(recipe, DelayedScaling):
-        margin = recipe.margin
+    if recipe.stateful:
+        operand = OperandSpec.of(recipe, Role.WEIGHT, Usage.ROWWISE, op="optimizer")
 
         def delayed(master: jax.Array, scale: jax.Array, *, spec: Spec) -> PrimaryWeight:
-            cut = Cut.of(master, axes, spec)
-            return PrimaryWeight.of(
-                *quantized(master, fmt, Usage.ROWWISE, cut, WeightScales(scale), margin=margin, op="optimizer")
-            )
+            return PrimaryWeight.of(*quantized(master, operand, Cut.of(master, axes, spec), WeightScales(scale)))
 
         assert scales is not None
         return [
