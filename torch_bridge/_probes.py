@@ -190,7 +190,7 @@ class Watch:
         whole = whole_of(weight, "numerics_of")
         where = plane(fmt, whole.shape, Usage.ROWWISE, op="numerics_of", name=name)
         scales = _scales_of(layer)
-        if fmt.stochastic or are_blocks_cut(where, whole) or fmt.scaling.global_scale == "row":
+        if fmt.stochastic or are_blocks_cut(where, whole) or fmt.row_scaled:
             self._totals[name, Role.WEIGHT] = _on_the_host(whole, fmt)
             return
         local = memory_of(weight)
@@ -365,7 +365,7 @@ def _measured(x: Tensor, parts: Plane, fmt: Format) -> list[tuple[Tensor, int]]:
         last = min(first + step, rows)
         some = quantize_steps.rows_of(parts, fmt, first, last)
         value = _values(some, fmt)
-        ones = some.data.view(torch.uint8).clone().fill_(_code_of_one(fmt)).view(some.data.dtype)
+        ones = some.data.view(torch.uint8).clone().fill_(fmt.element.ones_byte).view(some.data.dtype)
         scale = _values(some._replace(data=ones), fmt)
         seen = seen_of(torch, x[first:last].float(), value, scale, fmt.element, _count)
         found.append((torch.stack([number.double() for number in seen]), value.numel()))
@@ -375,12 +375,6 @@ def _measured(x: Tensor, parts: Plane, fmt: Format) -> list[tuple[Tensor, int]]:
 def _values(parts: Plane, fmt: Format) -> Tensor:
     made: Tensor = quantize_steps.dequantize(ops, parts, fmt, Usage.ROWWISE, torch.float32)
     return made
-
-
-def _code_of_one(fmt: Format) -> int:
-    """The byte whose codes all stand for 1."""
-    code = fmt.element.bias << fmt.element.mantissa_bits
-    return code if fmt.element.codes_per_byte == 1 else code << fmt.element.bits | code
 
 
 def _count(mask: Tensor) -> Tensor:

@@ -135,11 +135,10 @@ def global_amax(
 
     `amax`: that of `x`, if it has been taken.
     """
-    if fmt.block is not None and fmt.scaling.global_scale is None:
+    if not (fmt.tensor_scaled or fmt.row_scaled):
         return None
-    by_row = fmt.scaling.global_scale == "row"
-    if amax is None or by_row:
-        amax = ops.amax_tensor(x, lead=x.ndim - 1 if by_row else 0)
+    if amax is None or fmt.row_scaled:
+        amax = ops.amax_tensor(x, lead=x.ndim - 1 if fmt.row_scaled else 0)
     return amax if reduce_max is None else reduce_max(amax)
 
 
@@ -147,7 +146,7 @@ def _global_amaxes(
     ops: Any, x: Array, fmt: Format, usage: Usage, reduce_max: Reduce | None, amax: Array | None
 ) -> dict[Usage, Array | None]:
     """What the global scale of each plane is made of, from one read of `x`."""
-    if not fmt.hadamard or usage is Usage.ROWWISE or 0 in x.shape:
+    if not fmt.rotates(usage) or 0 in x.shape:
         return dict.fromkeys(Usage.BOTH.planes, global_amax(ops, x, fmt, reduce_max, amax))
     both = ops.amax_hadamard(x, block_rows=x.shape[-2], block_cols=x.shape[-1])
     pair = [amax.reshape(amax.shape[:-2]) for amax in both]
@@ -226,8 +225,7 @@ def transposed(ops: Any, parts: Plane, fmt: Format) -> Plane:
     """The columnwise plane from the rowwise one, or back, where both hold the same numbers: one scale or squares."""
     if fmt.block is None:
         return parts._replace(data=ops.transpose(parts.data, **outer_axes(parts.data)))
-    packed = fmt.element.codes_per_byte > 1
-    data_t, scale_inv_t = ops.transposed_squares(parts.data, parts.scale_inv, packed=packed)
+    data_t, scale_inv_t = ops.transposed_squares(parts.data, parts.scale_inv, packed=fmt.element.packed)
     return parts._replace(data=data_t, scale_inv=scale_inv_t)
 
 
@@ -236,7 +234,7 @@ def rows_of(parts: Plane, fmt: Format, start: int, stop: int) -> Plane:
     data, scale_inv, global_scale_inv = parts
     if fmt.block is not None:
         scale_inv = scale_inv[start // fmt.block[0] : -(-stop // fmt.block[0])]
-    if global_scale_inv is not None and fmt.scaling.global_scale == "row":
+    if global_scale_inv is not None and fmt.row_scaled:
         global_scale_inv = global_scale_inv[start:stop]
     return Plane(data[start:stop], scale_inv, global_scale_inv)
 
@@ -306,7 +304,7 @@ def _fused(
     if fmt.scaling.global_scale is not None:
         apart = usage is Usage.BOTH and not fmt.transposes  # A global amax for each plane.
         operands += [amaxes[each] for each in (planes if apart else planes[:1])]
-    if fmt.hadamard and Usage.COLUMNWISE in planes:
+    if fmt.rotates(usage):
         options["hadamard"] = True
     if fmt.stochastic:
         assert draws is not None

@@ -217,13 +217,9 @@ def _of_operand(
 
 def _values(q: QuantizedArray) -> tuple[jax.Array, jax.Array]:
     """What is stored, and what each code is multiplied by: what is stored where all codes stand for 1."""
-    element = q.format.element
-    code = element.bias << element.mantissa_bits
-    if element.codes_per_byte > 1:
-        code |= code << element.bits
     (usage, plane), *_ = q.planes.items()
     bits = lax.bitcast_convert_type(plane.data, jnp.uint8)
-    ones = lax.bitcast_convert_type((bits & np.uint8(0)) | np.uint8(code), plane.data.dtype)
+    ones = lax.bitcast_convert_type((bits & np.uint8(0)) | np.uint8(q.format.element.ones_byte), plane.data.dtype)
     of_ones = q.with_planes({usage: plane._replace(data=ones)})
     return q.dequantize(jnp.float32, usage=usage), of_ones.dequantize(jnp.float32, usage=usage)
 

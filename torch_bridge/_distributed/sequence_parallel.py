@@ -184,7 +184,7 @@ def rows_of(
     """How the rows of a tensor are cut along an axis; None if they cannot be: not evenly, or not between blocks."""
     fmt, size, ranks = recipe.format(role), shape[dim], group.size()
     run = size // ranks * math.prod(shape[dim + 1 : -1])
-    units = [(fmt.block_of(usage) or (1, 1))[0] for usage in Usage.BOTH.planes]
+    units = [fmt.block_shape(usage)[0] for usage in Usage.BOTH.planes]
     whole = (
         size % ranks == 0 and all(run % unit == 0 for unit in units) and not recipe.added_rows(role, Usage.BOTH, run)
     )

@@ -207,7 +207,7 @@ def gathered(local: ShardedWeight, cut: Cut, dtype: torch.dtype, *, observe: boo
         amaxes = _amaxes(shard, str(cut.fmt), cut.shape, cut.start)
         amaxes = cut.group.all_reduce(amaxes.view(torch.int32), "max").view(torch.float32)  # See `max_over_ranks`.
         codes, scale_inv, *others = _codes(shard, amaxes, str(cut.fmt), cut.shape, cut.start, cut.longest)
-        global_scale_inv = others[0] if cut.fmt.scaling.global_scale else None
+        global_scale_inv = others[0] if others else None
     where = plane(cut.fmt, cut.shape, Usage.ROWWISE, op="gathered_weight")
     codes = cut.group.all_gather(codes.contiguous()).view(-1)[: math.prod(where.data_shape)].view(where.data_shape)
     return QuantizedTensor(cut.fmt, cut.shape, dtype, rowwise=Plane(codes, scale_inv, global_scale_inv))

@@ -239,7 +239,7 @@ class ShardedWeight(Tensor):
         if not state.gathers:
             state.gathers = True
             state.passes.watch()
-        if state.fmt.element.codes_per_byte > 1 and self.shape[-1] == state.whole[-1]:
+        if state.fmt.element.packed and self.shape[-1] == state.whole[-1]:
             return _Hook(self._cast_packed_rows, _CAST_PACKED_ROWS)
         return _Hook(self._cast_shard, _CAST_SHARD)
 

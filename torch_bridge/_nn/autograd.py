@@ -167,7 +167,7 @@ def _x_of(how: How, kept: list[Any], seed: Tensor | None, ctx: Any) -> Operand:
     fmt = how.recipe.format(role)
     if how.x_again is None:
         return Operand(fmt, Plane(*parts), columns)
-    if how.x_again is activations.swiglu_again and fmt.block is None and not ctx.given and not how.parts:
+    if how.x_again is activations.swiglu_again and fmt.per_tensor and not ctx.given and not how.parts:
         gate, up = (matrix_of(part, part.dtype, ctx.x_shape[-1]) for part in parts[:2])
         if len(parts) > 2 and gate.dtype == how.dtype:
             return Operand(fmt, quantized_swiglu_again(gate, up, fmt, parts[2]), columns)

@@ -92,7 +92,7 @@ class LayerQuantizer(NamedTuple):
         draws, reduce_max = draws_of(spec, self.seed, x.device), None
         if part is not None:
             draws = None if draws is None else part.draws(draws.seed)
-            by_row = spec.format.scaling.global_scale == "row"
+            by_row = spec.format.row_scaled
             reduce_max = functools.partial(part.merged, by_row=by_row) if part.groups(by_row=by_row) else None
         made, seen = quantize_operand(x, spec, scale=scale, draws=draws, amax=amax, reduce_max=reduce_max)
         if spec.added_rows and Usage.ROWWISE in made:

@@ -50,7 +50,7 @@ class Tiles(NamedTuple):
 
 def tiles_of(recipe: Recipe, rows: int, group_sizes: jax.Array) -> Tiles:
     formats = (recipe.activation, recipe.gradient)
-    unit = max((fmt.block_of(usage) or (1, 1))[0] for fmt in formats for usage in Usage.BOTH)
+    unit = max(fmt.block_shape(usage)[0] for fmt in formats for usage in Usage.BOTH)
     sizes, experts = jnp.asarray(group_sizes, jnp.int32), group_sizes.shape[0]
     padded = -(-sizes // unit) * unit
     ends, stops = jnp.cumsum(sizes), jnp.cumsum(padded)

@@ -313,7 +313,7 @@ def _whole_k(config: Config, q: QuantizedArray) -> QuantizedArray:
 def _reduces(config: Config, x: jax.Array) -> bool:
     """Whether devices that have shards of x reduce an amax for it."""
     fmt = config.recipe.activation
-    return (fmt.block is None or fmt.scaling.global_scale is not None) and (bool(config.axes) or ops.may_be_cut(x))
+    return (fmt.tensor_scaled or fmt.row_scaled) and (bool(config.axes) or ops.may_be_cut(x))
 
 
 def _named(codes: Any, kept: Usage, name: str | None) -> Any:

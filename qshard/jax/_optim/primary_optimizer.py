@@ -344,10 +344,10 @@ def _specs_of(shape: layout.Shape, recipe: Recipe, entries: tuple[Any, ...], mes
     lead, own = entries[:-2], entries[-2:]
     where = layout.plane(fmt, shape[-2:], Usage.ROWWISE, op="optimizer", name="params")
     scale = PartitionSpec(*lead)
-    if where.block is not None:
+    if not fmt.per_tensor:
         cut = Cut(tuple(names_of(entry) for entry in own), mesh)
         shard = tuple(size // n for size, n in zip(shape[-2:], cut.shards, strict=True))
-        if all(n == 1 or size % unit == 0 for n, size, unit in zip(cut.shards, shard, where.block, strict=True)):
+        if all(n == 1 or size % unit == 0 for n, size, unit in zip(cut.shards, shard, fmt.block_shape(), strict=True)):
             scale = PartitionSpec(*entries)
     whole = PartitionSpec(*lead)
     parts: dict[str, Any] = {

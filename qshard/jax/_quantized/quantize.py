@@ -157,7 +157,7 @@ def quantized(
     draws = draws_of(operand.seed_of(seed, xor_words), fmt, cut, x.shape, turned)
     if operand.added_rows:
         if draws is not None and draws.first.ndim > 1:
-            raise scattered_rows(x, fmt, max(fmt.block or (1,)), cut, op, name)
+            raise scattered_rows(x, fmt, max(fmt.block_shape()), cut, op, name)
         x = jnp.pad(matrix_of(x), ((0, operand.added_rows), (0, 0)))
     places = operand.layouts(cut.whole(x.shape))
     scales = WeightScales(*(scales or ()))
@@ -175,11 +175,11 @@ def quantized(
     planes = {each: _from_pieces(matrix, places[each], blocks_cut, scales, draws, op, name) for each in broken}
     whole = [each for each in places if each not in broken]
     # XLA cannot cut an op that makes both planes where blocks are cut short at an edge.
-    short = any(size % unit for size in kept.shape[-2:] for unit in fmt.block or ())
+    short = any(size % unit for size in kept.shape[-2:] for unit in fmt.block_shape())
     if len(whole) > 1 and not (short and ops.may_be_cut(x)):
         whole = [usage]
     # The amax of a tensor, or of its rows, is merged with those of its other shards.
-    merged = max_over((cut.col_axes if fmt.scaling.global_scale == "row" else cut.axes) if cut.local else ())
+    merged = max_over((cut.col_axes if fmt.row_scaled else cut.axes) if cut.local else ())
     for some in whole:
         planes |= quantize_steps.quantize(
             at,
@@ -227,8 +227,9 @@ def _pieces(where: layout.PlaneLayout, cut: Cut, shape: layout.Shape) -> Pieces 
 
     Stored transposed, it is `[K, *outer, M]`. Squares are transposed when they are made.
     """
-    if where.block is None:
+    if where.format.per_tensor:
         return None
+    assert where.block is not None
     last, turned = len(shape) - 1, where.transposed and not where.format.transposes
     goes_on = last > 1 and shape[-2] % where.block[turned] != 0
     if turned:
@@ -275,9 +276,8 @@ def _from_pieces(
     )
     whole = scales.amax
     if whole is None and where.global_scale_shape is not None:
-        by_row = fmt.scaling.global_scale == "row"
-        axes = (pieces.grid.col_axes if by_row else pieces.grid.axes) if cut.local else ()
-        whole = max_over(axes)(partitionable_ops.integer_max(amax, amax.ndim - 1 if by_row else 0))
+        axes = (pieces.grid.col_axes if fmt.row_scaled else pieces.grid.axes) if cut.local else ()
+        whole = max_over(axes)(partitionable_ops.integer_max(amax, amax.ndim - 1 if fmt.row_scaled else 0))
     scale, scale_inv, global_scale_inv = quantize_steps.scales(partitionable_ops, fmt, amax, whole)
     scale = pieces.spread(pinned(scale, pieces.grid), pieces.count(x.shape))
     data = quantize_steps.cast(partitionable_ops, x, fmt, scale, pieces.size, draws)
@@ -342,7 +342,7 @@ def _stacked_scales(
     axes = tuple(dict.fromkeys(axis for cut in cuts if cut.local for axis in cut.axes))
     flat, unravel = ravel_pytree(jax.tree.unflatten(structure, vary_alike(*leaves)))
     amaxes = max_over(axes)(flat)
-    if fmt.block is None:  # One op makes the scales of all weights. Those of blocks are made with their codes.
+    if fmt.per_tensor:  # One op makes the scales of all weights. Those of blocks are made with their codes.
         scale, scale_inv = quantize_steps.scales(partitionable_ops, fmt, amaxes)[:2]
         return [WeightScales(scale[i], scale_inv[i]) for i in range(len(weights))]
     scales: list[WeightScales] = unravel(amaxes)
@@ -379,7 +379,7 @@ def as_scales(op: str, name: str, scales: Any) -> WeightScales | None:
 
 def _check_scales(op: str, name: str, scales: WeightScales, fmt: Format) -> None:
     given = {field: part for field, part in scales._asdict().items() if part is not None}
-    if fmt.block is not None and "scale" in given:
+    if not fmt.per_tensor and "scale" in given:
         raise ValueError(f"{op}: {name} (of a tensor) are not what {fmt} takes, one scale a block; leave them out")
     for field, part in given.items():
         shape, dtype = jnp.shape(part), str(jnp.result_type(part))
