@@ -229,7 +229,7 @@ def transposed(ops: Any, parts: Plane, fmt: Format) -> Plane:
     return parts._replace(data=data_t, scale_inv=scale_inv_t)
 
 
-def rows_of(parts: Plane, fmt: Format, start: int, stop: int) -> Plane:
+def plane_rows(parts: Plane, fmt: Format, start: int, stop: int) -> Plane:
     """Rows `[start, stop)` of the rowwise plane of a matrix; `start` is where a block begins."""
     data, scale_inv, global_scale_inv = parts
     if fmt.block is not None:

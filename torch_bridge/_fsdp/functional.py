@@ -199,7 +199,7 @@ def gathered(local: ShardedWeight, cut: Cut, dtype: torch.dtype, *, observe: boo
             own = ops.amax_tensor(shard, lead=0)
             scale, _ = delayed.scales_under(cut.group.all_reduce(own.view(torch.int32), "max").view(torch.float32))
         planes, amax = quantize_operand(ops, shard, state.operand, scale=scale)
-        if observe:
+        if observe and amax is not None:
             delayed.observe(amax)
         codes, scale_inv, global_scale_inv = planes[Usage.ROWWISE]
         codes = torch.nn.functional.pad(codes, (0, 0, 0, cut.longest - codes.shape[0]))

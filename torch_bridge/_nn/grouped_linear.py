@@ -317,8 +317,8 @@ def _weights(
         return {Usage.ROWWISE: side}, scales
     made = []
     for i, value in enumerate(values):
-        scales = [] if how.delayed is None else [how.delayed[i][role].scale for role in ROLES]
-        quantizer = LayerQuantizer(recipe, None if seeds is None else seeds[i], scales=scales)
+        given = [] if how.delayed is None else [how.delayed[i][role].scale for role in ROLES]
+        quantizer = LayerQuantizer(recipe, None if seeds is None else seeds[i], scales=given)
         planes, amax = quantizer.quantize(value, Role.WEIGHT, usage)
         made.append(planes)
         if how.delayed is not None and kept is None:
