@@ -164,7 +164,7 @@ def _quantize_stochastic(
 
 @Steps
 def _quantize_delayed(ops: Any, x: Any, scale: Any, fmt: Format, usage: Usage, margin: int) -> Parts:
-    planes, amax = operands.quantize_operand(ops, x, OperandSpec(fmt, usage, margin), scale=scale)
+    planes, amax = operands.quantize_operand(ops, x, OperandSpec(fmt, usage, margin=margin), scale=scale)
     return (*_flat(planes), amax)
 
 

@@ -58,7 +58,7 @@ class Side:
 
     @classmethod
     def of(cls, q: QuantizedArray, stored: Usage, contracted: Usage) -> Side | None:
-        """Of a plane of vectors or squares; None if they do not end where its axes, or parts of them, can."""
+        """The side of a plane of 1-D or 2-D blocks; None if they do not end where its axes, or parts of them, can."""
         plane = q.plane(stored)
         data, scale_inv = plane.data, plane.scale_inv
         axes = tuple(range(data.ndim))
