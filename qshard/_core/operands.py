@@ -17,7 +17,7 @@ from qshard.recipes import ROLE_SEEDS, DelayedScaling, Recipe, Role
 Array = Any
 
 
-# A NamedTuple, as eager PyTorch makes one for each operand of each call: a frozen dataclass takes five times as long.
+# A NamedTuple, as eager PyTorch makes one for each operand of each call: a frozen dataclass takes twice as long.
 class OperandSpec(NamedTuple):
     """How one operand is quantized.
 
