@@ -65,16 +65,16 @@ def quantize_operand(
     if reduce_max is not None:  # A collective, amid the steps.
         check()
         parts = _parts(ops, x, fmt, usage, draws, reduce_max, amax)
-    elif draws is None and amax is None:
-        parts = _quantize((x,), fmt, usage, check=check)
-    elif draws is None:
-        parts = _quantize_known((x, amax), fmt, usage, check=check)
-    elif draws.col_step == 1:
+    elif draws is not None:
+        if draws.col_step != 1:
+            raise ValueError(
+                f"quantize_operand: draws (col_step={draws.col_step}) are not in the order of x; pass those of x"
+            )
         parts = _quantize_stochastic((x, draws.seed, draws.first), fmt, usage, draws.row_step, check=check)
+    elif amax is not None:
+        parts = _quantize_known((x, amax), fmt, usage, check=check)
     else:
-        raise ValueError(
-            f"quantize_operand: draws (col_step={draws.col_step}) are not in the order of x; pass those of x"
-        )
+        parts = _quantize((x,), fmt, usage, check=check)
     return planes_of(parts), None
 
 
