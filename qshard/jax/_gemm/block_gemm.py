@@ -58,11 +58,11 @@ class Side:
 
     @classmethod
     def of(cls, q: QuantizedArray, stored: Usage, contracted: Usage) -> Side | None:
-        """Of a plane; None if its blocks do not end where its axes, or parts of them, can."""
-        plane, block = q.plane(stored), q.format.block
+        """The side of a plane of 1-D or 2-D blocks; None if they do not end where its axes, or parts of them, can."""
+        plane = q.plane(stored)
         data, scale_inv = plane.data, plane.scale_inv
         axes = tuple(range(data.ndim))
-        if block is None or q.format.element.codes_per_byte > 1 or len(axes) < 2:
+        if len(axes) < 2:
             return None
         if is_transposed(q.format, stored):
             side = cls(q.format, axes[:1], axes[1:])
@@ -70,9 +70,7 @@ class Side:
             side = cls(q.format, axes[:-1], axes[-1:])
         else:
             side = cls(q.format, axes[-1:], axes[:-1])
-        if block[0] == 1 and side.contracted[-1] != axes[-1]:
-            return None
-        if block[0] > 1 and len(axes) > 2:
+        if (len(axes) > 2) if q.format.transposes else (side.contracted[-1] != axes[-1]):
             return None
         blocks = [side.unit(axis) for axis in axes]
         whole = all(size % unit == 0 for size, unit in zip(data.shape, blocks, strict=True))
@@ -81,7 +79,7 @@ class Side:
 
     def unit(self, axis: int) -> int:
         """The length of a block along an axis of the codes."""
-        rows, cols = self.format.block or (1, 1)
+        rows, cols = self.format.block_shape()
         last = axis == max(*self.rows, *self.contracted)
         return cols if last else rows
 
@@ -96,7 +94,7 @@ class Side:
         if self.contracted[-1] != data.ndim - 1:  # Squares, and so a matrix.
             data, scale_inv = local.transpose(data), scale_inv.T
         rows, depth = map(math.prod, self.sizes(plane))
-        block = self.format.block or (1, 1)
+        block = self.format.block_shape()
         return Plane(data.reshape(rows, depth), scale_inv.reshape(rows // block[0], depth // block[1]))
 
 
@@ -258,7 +256,7 @@ def product(
 def _taken(a: QuantizedArray, b: QuantizedArray, usages: tuple[Usages, Usages], dtype: Any) -> Product | None:
     """The product, if tensor cores take its codes."""
     kind, gpu = gemm_dispatch.kind_of(a.format, b.format), _gpu_of(a.plane(usages[0][0]).data)
-    if kind is None or gpu is None or not gemm_dispatch.runs_on(kind, gpu):
+    if kind not in ("blocks", "mxfp8") or gpu is None or not gemm_dispatch.runs_on(kind, gpu):
         return None
     left, right = Side.of(a, *usages[0]), Side.of(b, *usages[1])
     if left is None or right is None:

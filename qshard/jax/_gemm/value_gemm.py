@@ -50,7 +50,7 @@ class Operand:
         """
         plane, fmt = q.plane(stored), q.format
         axes = tuple(range(plane.data.ndim))
-        if fmt.block is None or fmt.scaling.global_scale == "row" or len(axes) < 2:
+        if fmt.per_tensor or fmt.row_scaled or len(axes) < 2:
             return None
         if is_transposed(fmt, stored):
             rows, depth = axes[:1], axes[1:]

@@ -32,6 +32,12 @@ def words_of(number: Any, what: str = "number") -> Any:
     return jnp.stack([number.astype(jnp.uint32), jnp.where(number < 0, jnp.uint32(0xFFFFFFFF), jnp.uint32(0))])
 
 
+def xor_words(words: jax.Array, number: int) -> jax.Array:
+    """Pairs of words XOR a number."""
+    made: jax.Array = words ^ words_of(number).view(words.dtype)
+    return made
+
+
 def words_plus(a: Words, b: Words) -> Words:
     """The sum modulo 2**64."""
     low = a[0] + b[0]

@@ -33,7 +33,7 @@ def matrices_of(
     scattered = bool(cut.inner_axes)
     if x.ndim < 3 or not (scattered or ops.may_be_cut(x)):
         return matrix_of(x), cut.matrix
-    sides = {where.block[1 if where.transposed else 0] for where in places.values() if where.block}
+    sides = {where.format.block_shape(where.usage)[0] for where in places.values()}
     if all(x.shape[-2] % side == 0 for side in sides) or (scattered and not cut.local):
         return x, cut
     if scattered and (draws or not cut.own_blocks):
