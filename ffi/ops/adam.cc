@@ -9,7 +9,7 @@
 //   exp_avg_sq, its scale_inv likewise
 #include "kernels/adam.h"
 
-#include "core/handler.h"
+#include "schema/handler.h"
 
 namespace qshard {
 namespace {

@@ -3,8 +3,8 @@
 
 #include <type_traits>
 
-#include "core/handler.h"
 #include "kernels/gemm_scales.h"
+#include "schema/handler.h"
 
 namespace qshard {
 namespace {

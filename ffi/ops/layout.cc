@@ -1,7 +1,7 @@
 // Ops that move codes and scales, and the rotation before NVFP4.
 #include "core/hadamard.h"
-#include "core/handler.h"
 #include "kernels/block_layout.h"
+#include "schema/handler.h"
 
 namespace qshard {
 

@@ -6,8 +6,8 @@
 // Blocks of 0x0: the weight. Grids of all weights follow one another.
 #include "core/slices.h"
 
-#include "core/handler.h"
 #include "kernels/slices.h"
+#include "schema/handler.h"
 
 namespace qshard {
 namespace {
