@@ -3,7 +3,8 @@
 #include <vector>
 
 #include "host/attributes.h"
-#include "host/frame.h"
+#include "host/handlers.h"
+#include "host/run.h"
 #include "host/small_array.h"
 #include "host/tensor.h"
 

@@ -5,8 +5,6 @@
 
 #include <nanobind/nanobind.h>
 
-#include <string>
-
 namespace qshard::host {
 
 // Runs `op` on `inputs`, writing `outputs` in place, with `attributes` (bool, int, float, str or a
@@ -19,16 +17,8 @@ namespace qshard::host {
 void Call(nanobind::str op, nanobind::sequence inputs, nanobind::sequence outputs,
           nanobind::dict attributes, bool refuse_negated);
 
-// {op name: capsule} for "cpu" or "cuda".
-nanobind::dict Handlers(const std::string& platform);
-
-// Before a large call, FollowNumThreads of what `framework` returns.
-void FollowThreadsOf(nanobind::callable framework);
-
 // Adds the class Row, and the function `ops`.
 void DefineRows(nanobind::module_& m);
-
-inline constexpr char kHandlerCapsule[] = "xla._CUSTOM_CALL_TARGET";  // the name jax.ffi expects
 
 }  // namespace qshard::host
 

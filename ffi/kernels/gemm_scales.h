@@ -13,6 +13,14 @@ constexpr int64_t kGemmUnit = 16;
 // Scales are in tiles of so many rows and columns; fp32 scales of squares in rows of whole tiles.
 constexpr int64_t kScaleTileRows = 128, kScaleTileCols = 4;
 
+// Scales [batch, rows, cols] in the tiles that block-scaled GEMMs read, [batch, tile_rows,
+// tile_cols, 32, 4, 4]: row r of the repeated scales is row r / repeat, and its column c goes to
+//   ((r / 128) * tile_cols + c / 4) * 512 + (r % 32) * 16 + (r % 128) / 32 * 4 + c % 4
+// tile_rows = ceil(rows * repeat / 128), tile_cols = ceil(cols / 4). What is left is zero. `repeat`
+// divides 128.
+QSHARD_LAUNCHER(SwizzleScale, const uint8_t* scale_inv, int64_t batch, int64_t rows, int64_t cols,
+                int64_t repeat, uint8_t* tiles);
+
 // Of what each begins at in a workspace.
 constexpr int64_t kScaleAlignment = 256;
 

@@ -4,8 +4,9 @@
 // another row, where memory and TLB start anew.
 //
 // Tasks are whole panels: threads share no cache line of an output whose rows are whole lines.
+#include "kernels/transpose.h"
+
 #include "kernels/activation.h"
-#include "kernels/block_layout.h"
 #include "kernels/cast.h"
 #include "kernels/cpu/coded_rows.h"
 #include "kernels/cpu/delayed_runs.h"

@@ -15,8 +15,10 @@
 // 16-bit integers, two at a time, and the result widened. Equals the maximum over
 // FloatBits(Widen(x)): NaN propagates, as kNanBits; an empty run gives 0.
 #include "kernels/cast.h"
+#include "kernels/cuda/amax/scan_run.cuh"
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/magnitude.cuh"
+#include "kernels/cuda/raise_amax.cuh"
 #include "kernels/cuda/vector.cuh"
 
 namespace qshard::kernels {
@@ -63,40 +65,7 @@ Status LaunchShortRuns(const Exec<Cuda>& exec, const In* x, int64_t runs, int lo
 
 // --- rows and long runs ---
 
-constexpr int kUnroll = 8;       // loads in flight a thread
 constexpr int kBlocksPerSm = 4;  // resident, and the blocks of a run that many share
-
-// What thread `thread` of the kTeam that take piece `split`, `split` + `splits`, ... of the run
-// finds.
-template <class In, int kTeam>
-__device__ __forceinline__ Magnitude<In> ScanRun(const In* run, int64_t length, int split,
-                                                 int splits, int thread) {
-  constexpr int kWidth = 16 / sizeof(In);
-  constexpr int kPiece = kTeam * kUnroll;  // loads
-  static_assert(kTeam >= 2 * kWidth);
-  const int to_boundary = -static_cast<int>(reinterpret_cast<uintptr_t>(run)) & 15;
-  const int head = static_cast<int>(min(length, int64_t{to_boundary / int(sizeof(In))}));
-  const int64_t loads = (length - head) / kWidth;
-  Magnitude<In> m;
-  if (split == 0) {
-    const int tail = static_cast<int>(length - head - loads * kWidth);
-    if (thread < head) m.Add(Load<sizeof(In)>(run + thread));
-    if (thread < tail) m.Add(Load<sizeof(In)>(run + length - tail + thread));
-  }
-  int64_t piece = int64_t{split} * kPiece;
-  const int64_t step = int64_t{splits} * kPiece;
-  const In* from = run + head + (piece + thread) * kWidth;
-  Words<16> w[kUnroll];
-  for (; piece + kPiece <= loads; piece += step, from += step * kWidth) {
-#pragma unroll
-    for (int k = 0; k < kUnroll; ++k) w[k] = Load<16>(from + k * kTeam * kWidth);
-#pragma unroll
-    for (int k = 0; k < kUnroll; ++k) m.Add(w[k]);
-  }
-  for (int64_t i = piece + thread; i < loads; i += kTeam, from += kTeam * kWidth)
-    m.Add(Load<16>(from));  // the run's last piece, cut short
-  return m;
-}
 
 // Grid: x for runs, y for splits (LaunchRaising).
 template <class In, int kTeam>
@@ -114,39 +83,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   StoreOrRaise(amax + run, bits);
 }
 
-// A team a run. Where there is a scale nothing is read of x.
-template <class In, int kTeam, int kBlock>
-__global__ void __launch_bounds__(kBlock) BeginDelayedKernel(const Scaled<In> x) {
-  const int64_t run = int64_t{blockIdx.x} * (kBlock / kTeam) + threadIdx.x / kTeam;
-  if (run >= x.runs) return;  // the whole team
-  const int thread = threadIdx.x % kTeam;
-  float scale = x.scale[run], amax = 0.0f;
-  if (scale == 0.0f) {
-    const Magnitude<In> m = ScanRun<In, kTeam>(x.x + run * x.length, x.length, 0, 1, thread);
-    amax = FloatFromBits(TeamMax<kTeam>(m.AsFloatBits()));
-    scale = ScaleOrFirst(scale, amax, x.target);
-  }
-  if (thread != 0) return;
-  x.amax[run] = amax;
-  x.scale_inv[run] = ScaleInverse(scale);
-}
-
 }  // namespace
-
-// One block of threads at most for a run: a few words to write, in the place of a memset, matter
-// more, step after step, than the one step that reads x here.
-template <class In>
-Status BeginDelayed(const Exec<Cuda>& exec, const Scaled<In>& x) {
-  constexpr int kLong = 1024;
-  if (x.length > 16 * kLong)
-    return Launch(exec, BeginDelayedKernel<In, kLong, kLong>, x.runs, kLong, x);
-  return Launch(exec, BeginDelayedKernel<In, kWarp, kThreads>, CeilDiv(x.runs, kThreads / kWarp),
-                kThreads, x);
-}
-
-#define QSHARD_INSTANTIATE_BEGIN(BeginDelayed, In) \
-  template Status BeginDelayed<In>(const Exec<Cuda>& exec, const Scaled<In>& x);
-QSHARD_FOR_EACH_INPUT(QSHARD_INSTANTIATE_BEGIN, BeginDelayed)
 
 template <class In>
 Status Amax(const Exec<Cuda>& exec, const In* x, int64_t runs, int64_t length, float* amax) {
@@ -163,7 +100,7 @@ Status Amax(const Exec<Cuda>& exec, const In* x, int64_t runs, int64_t length, f
     return Launch(exec, AmaxRuns<In, kWarp>, CeilDiv(runs, kThreads / kWarp), kThreads, x, runs,
                   length, amax);
   const int64_t splits =
-      std::max<int64_t>(1, std::min(CeilDiv(loads, kThreads * kUnroll), room / runs));
+      std::max<int64_t>(1, std::min(CeilDiv(loads, kThreads * kScanLoads), room / runs));
   return LaunchRaising(exec, AmaxRuns<In, kThreads>, runs, splits, kThreads, amax, nullptr, x, runs,
                        length, amax);
 }

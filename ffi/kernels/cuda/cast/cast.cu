@@ -23,6 +23,7 @@
 #include "kernels/cuda/divider.cuh"
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/magnitude.cuh"
+#include "kernels/cuda/raise_amax.cuh"
 
 namespace qshard::kernels {
 namespace {

@@ -6,9 +6,9 @@
 // for a 16-bit x, 6 for float32. Rows of a multiple of 8 elements will do, aligned to vectors.
 // Anything else is a cast and a transpose. Needs compute capability 8.9. Equals core/round.h bit
 // for bit.
-#include "kernels/block_layout.h"
 #include "kernels/cast.h"
 #include "kernels/cuda/quantize/quantize_block.cuh"
+#include "kernels/transpose.h"
 
 namespace qshard::kernels {
 namespace {

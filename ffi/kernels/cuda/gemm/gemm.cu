@@ -5,7 +5,6 @@
 // "Scaling factors layouts"; pytorch/pytorch#158037 and #166752 (blocks of 128).
 #include <cstdio>
 
-#include "kernels/block_layout.h"
 #include "kernels/cuda/gemm/gemm_plans.h"
 #include "kernels/cuda/launch.cuh"
 #include "kernels/gemm.h"

@@ -3,9 +3,9 @@
 // A thread writes a word of a tile, four scales of a row; a warp writes 128 bytes and reads from 32
 // rows. The scales are a sixteenth of a matrix or less. Any alignment; bytes go one by one where
 // words cannot.
-#include "kernels/block_layout.h"
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/vector.cuh"
+#include "kernels/gemm_scales.h"
 
 namespace qshard::kernels {
 Status SwizzleScale(const Exec<Cuda>& exec, const uint8_t* scale_inv, int64_t batch, int64_t rows,

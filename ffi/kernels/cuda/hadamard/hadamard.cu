@@ -12,11 +12,12 @@
 // 16-bit x, and writes 8 bytes a block. A thread takes 16 rows of two columns side by side, or of
 // one if columns are not aligned to pairs; small blocks are a warp's, large ones of as many blocks
 // of threads as there is room for (amax/amax.cu says how they meet).
-#include "kernels/block_layout.h"
 #include "kernels/cuda/divider.cuh"
 #include "kernels/cuda/hadamard/hadamard.cuh"
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/magnitude.cuh"
+#include "kernels/cuda/raise_amax.cuh"
+#include "kernels/hadamard.h"
 
 namespace qshard::kernels {
 namespace {

@@ -10,6 +10,7 @@
 #include "kernels/activation.h"
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/magnitude.cuh"
+#include "kernels/cuda/raise_amax.cuh"
 #include "kernels/cuda/vector.cuh"
 
 namespace qshard::kernels {

@@ -8,6 +8,7 @@
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/magnitude.cuh"
 #include "kernels/cuda/quantize/codes.cuh"
+#include "kernels/cuda/raise_amax.cuh"
 #include "kernels/cuda/transpose/tile.cuh"
 #include "kernels/cuda/vector.cuh"
 

@@ -8,6 +8,7 @@
 
 #include "kernels/cuda/magnitude.cuh"
 #include "kernels/cuda/quantize/tiles.cuh"
+#include "kernels/cuda/raise_amax.cuh"
 
 namespace qshard::kernels {
 

@@ -1,8 +1,8 @@
 // Sums of what ranks have of a slice, in the order of ranks: one pass over all of it.
+#include "kernels/add_ranks.h"
 #include "kernels/cuda/convert.cuh"
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/vector.cuh"
-#include "kernels/slices.h"
 
 namespace qshard::kernels {
 namespace {

@@ -6,7 +6,7 @@
 // of several rows at a time where blocks have one row, and then raise neighbouring amaxes together;
 // by an integer atomicMax, which does not depend on the order they come in. Nothing is stored for a
 // block that the slice has no part in. Equals the loop over core/slices.h.
-#include "kernels/cuda/magnitude.cuh"
+#include "kernels/cuda/raise_amax.cuh"
 #include "kernels/cuda/slices/slices.cuh"
 #include "kernels/slices.h"
 

@@ -9,10 +9,10 @@
 // small grids of scales, elements move one by one.
 #include <type_traits>
 
-#include "kernels/block_layout.h"
 #include "kernels/cuda/divider.cuh"
 #include "kernels/cuda/tensor_table.cuh"
 #include "kernels/cuda/vector.cuh"
+#include "kernels/transpose.h"
 
 namespace qshard::kernels {
 namespace {

@@ -1,6 +1,6 @@
-// Ops that move codes and scales, and the rotation before NVFP4.
-#include "core/hadamard.h"
-#include "kernels/block_layout.h"
+// Transposes of codes and scales.
+#include "kernels/transpose.h"
+
 #include "schema/handler.h"
 
 namespace qshard {
@@ -28,41 +28,6 @@ Error Transpose(const Call<Platform>& call, int64_t codes_per_byte) {
 // holds.
 QSHARD_DEFINE_OP(transpose) { return Transpose(call, 1); }
 QSHARD_DEFINE_OP(transpose_packed) { return Transpose(call, 2); }
-
-// One-byte scales [*batch, rows, cols] in the tiles that block-scaled GEMMs read, padded with
-// zeros. Scales are kept and gathered compact and row-major; this is the only op that makes another
-// order.
-//
-// A tile has 128 rows. `rows` scales fill it, so each is repeated over 128 / rows: 128, or 8 for
-// scales of 16x16 blocks. Source: cuBLAS documentation, "1D Block Scaling Factors Layout".
-QSHARD_DEFINE_OP(swizzle_scale) {
-  const Matrices m(call.binding);
-  return call(kernels::SwizzleScale(call.exec, Data<uint8_t>(call.arg(0)), m.batch, m.rows, m.cols,
-                                    128 / call.integer("rows"), Mutable<uint8_t>(call.ret(0))));
-}
-
-// The random Hadamard transform of each 16 consecutive elements, along rows of x or down its
-// columns: an exact sum of bfloat16 numbers, rounded once to bfloat16. It spreads outliers before
-// NVFP4 quantizes; the formula is core/hadamard.h.
-QSHARD_DEFINE_OP(hadamard) {
-  return DispatchFloat(call.arg(0), [&](auto in) {
-    return call(kernels::Hadamard(call.exec, Data<decltype(in)>(call.arg(0)),
-                                  BlocksOf(call.binding), Mutable<bfloat16>(call.ret(0))));
-  });
-}
-
-// The largest |x| of each block, and the largest of what `hadamard` makes of the block down its
-// columns, from one read of x: what the global scales of both planes come from.
-QSHARD_DEFINE_OP(amax_hadamard) {
-  const Blocks blocks = BlocksOf(call.binding);
-  QSHARD_REQUIRE(blocks.block_rows % kHadamardSize == 0, call.op(), ": block (", blocks.block_rows,
-                 "x", blocks.block_cols, ") must have a multiple of ", kHadamardSize,
-                 " rows; that many are rotated together");
-  return DispatchFloat(call.arg(0), [&](auto in) {
-    return call(kernels::AmaxHadamard(call.exec, Data<decltype(in)>(call.arg(0)), blocks,
-                                      Mutable<float>(call.ret(0)), Mutable<float>(call.ret(1))));
-  });
-}
 
 // data_t[w] [*batch, cols, rows] = the transposes of data[w] [*batch, rows, cols], for all weights
 // at once: the columnwise planes of weights whose scales do not depend on the direction, codes and

@@ -1,7 +1,6 @@
-// What stands between tensors of a framework and a handler: the device they share, and the call
-// frame.
-#ifndef QSHARD_HOST_FRAME_H_
-#define QSHARD_HOST_FRAME_H_
+// Runs handlers on tensors of a framework: on the device they share, in a call frame.
+#ifndef QSHARD_HOST_RUN_H_
+#define QSHARD_HOST_RUN_H_
 
 #include <nanobind/nanobind.h>
 
@@ -30,13 +29,13 @@ struct Step {
   XLA_FFI_Attrs attrs;
 };
 
-// The handler of an op for the device of some tensors. Raises ValueError or NotImplementedError.
-XLA_FFI_Handler* HandlerOf(nanobind::str op, const DLDevice& device);
-
 // Calls `steps` one after another: on CUDA they are enqueued on the framework's current stream. The
 // first that fails ends it, and raises.
 void Run(const Common& common, const Step* steps, size_t count);
 
+// Before a large call, FollowNumThreads of what `framework` returns.
+void FollowThreadsOf(nanobind::callable framework);
+
 }  // namespace qshard::host
 
-#endif  // QSHARD_HOST_FRAME_H_
+#endif  // QSHARD_HOST_RUN_H_
