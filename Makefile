@@ -24,7 +24,7 @@ rm -rf $(1) && mkdir -p $(1)/qshard
 ln -s $(CURDIR)/qshard/* $(CURDIR)/torch_bridge $(1)/qshard/
 endef
 
-.PHONY: help train test slow fuzz sanitize h100 titan notebooks docs gpu bench report lint format tree wheel bare smoke matrix clean
+.PHONY: help train test slow fuzz sanitize h100 titan notebooks docs cu gpu bench report lint format tree wheel bare smoke matrix clean
 .DELETE_ON_ERROR:
 # Two pips must not write one environment at a time; the compiler runs in parallel all the same.
 .NOTPARALLEL:
@@ -88,6 +88,12 @@ notebooks: $(STAMP)test $(STAMP)notebooks $(STAMP)package  ## execute the notebo
 # -P: what is imported is the package as installed, and the sources that are read are those it is made of.
 docs: $(STAMP)docs $(STAMP)package tree  ## build the documentation site into build/docs; a warning or a dead link is an error
 	NO_MKDOCS_2_WARNING=1 $(PY) -P -m mkdocs build --config-file docs/site/mkdocs.yml
+
+# `^` asks ninja for what a source becomes.
+cu: $(STAMP)build  ## compile one CUDA source, without the rest and without a GPU: FILE=ffi/kernels/cuda/adam/adam.cu
+	test -f build/cu/build.ninja || $(BIN)/cmake -G Ninja -S ffi -B build/cu -DQSHARD_CUDA=ON -DQSHARD_CUDA_ARCHITECTURES=90 \
+	    -DPython_EXECUTABLE=$(abspath $(PY)) -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja)
+	$(BIN)/ninja -C build/cu $(abspath $(FILE))^
 
 gpu:  ## on a machine with CUDA: build into the CURRENT environment, run what needs a GPU, then the benchmarks
 	QSHARD_CUDA=ON $(PYTHON) -m pip install $(PIP_FLAGS) --no-build-isolation --no-deps .
