@@ -9,6 +9,7 @@
 //   exp_avg_sq, its scale_inv likewise
 #include "kernels/adam.h"
 
+#include "core/ceil_div.h"
 #include "schema/handler.h"
 
 namespace qshard {

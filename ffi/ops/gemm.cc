@@ -158,7 +158,8 @@ QSHARD_DEFINE_OP(gemm_values_tt) { return RunValues(call, true, false); }
 QSHARD_DEFINE_OP(swizzle_scale) {
   const Matrices m(call.binding);
   return call(kernels::SwizzleScale(call.exec, Data<uint8_t>(call.arg(0)), m.batch, m.rows, m.cols,
-                                    128 / call.integer("rows"), Mutable<uint8_t>(call.ret(0))));
+                                    kernels::kScaleTileRows / call.integer("rows"),
+                                    Mutable<uint8_t>(call.ret(0))));
 }
 
 }  // namespace qshard

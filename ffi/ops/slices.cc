@@ -6,6 +6,7 @@
 // Blocks of 0x0: the weight. Grids of all weights follow one another.
 #include "core/slices.h"
 
+#include "core/ceil_div.h"
 #include "kernels/slices.h"
 #include "schema/handler.h"
 
@@ -128,6 +129,7 @@ QSHARD_DEFINE_OP(amax_slices) {
                  call.op(), ": amax ", Shape(call.arg(1)), " is not one number for each of ",
                  slices.blocks, " blocks and ", slices.wholes, " whole weights or rows");
   if (slices.size() == 0) return {};
+  for (Slice& slice : slices.weights) slice.whole += slices.blocks;
   return DispatchFloat(call.arg(2), [&](auto in) {
     return call(kernels::AmaxSlices<decltype(in)>(call.exec, slices.weights.data(), slices.size(),
                                                   Data<uint32_t>(call.arg(0)), slices.rule,

@@ -30,7 +30,6 @@ int64_t Elements(const Buffer& buffer);
 inline bool Multiply(int64_t a, int64_t b, int64_t* product) {
   return !__builtin_mul_overflow(a, b, product);
 }
-inline int64_t CeilDiv(int64_t a, int64_t b) { return a / b + (a % b != 0); }
 
 // Prints as (2, 3), and as Python does (2,).
 struct Shape {

@@ -1,6 +1,7 @@
 // Binding: what shapes say of the factors of a pattern, and the shapes that follow from factors.
 #include <algorithm>
 
+#include "core/ceil_div.h"
 #include "schema/bind.h"
 
 namespace qshard {

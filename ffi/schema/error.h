@@ -6,6 +6,8 @@
 #include <sstream>
 #include <string>
 
+#include "core/exec.h"
+
 namespace qshard {
 
 // Which of Python's exceptions an error is.
@@ -46,9 +48,6 @@ Error TypeError(const Parts&... parts) {
 
 #define QSHARD_REQUIRE(condition, ...) \
   if (!(condition)) return ::qshard::ValueError(__VA_ARGS__)
-
-#define QSHARD_RETURN_IF_ERROR(expression) \
-  if (::qshard::Error error = (expression)) return error
 
 }  // namespace qshard
 

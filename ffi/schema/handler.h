@@ -55,7 +55,7 @@ struct Call {
 
   // What a launcher returns, as an error.
   Error operator()(Status status) const {
-    if (status.error == nullptr) return {};
+    if (!status) return {};
     return MakeError(ErrorKind::kInternal, op(), ": ", status.error);
   }
 

@@ -7,6 +7,7 @@
 #include <array>
 #include <cstring>
 
+#include "core/ceil_div.h"
 #include "core/round.h"
 #include "kernels/cpu/parallel_for.h"
 
@@ -99,9 +100,9 @@ Status Gemm(const Exec<Cpu>& exec, const GemmProblem& gemm, const Workspace&, Ou
   const Reader a(gemm.a, gemm.k), b(gemm.b, gemm.k);
   const int64_t rows = gemm.a.rows, cols = gemm.b.rows, k = gemm.k;
   const int64_t length = gemm.scales == ScaleId::kNone ? std::max<int64_t>(k, 1) : gemm.cols;
-  const int64_t blocks = k / length + (k % length != 0);
-  const int64_t down = (rows + kTileRows - 1) / kTileRows;
-  const int64_t across = (cols + kTileCols - 1) / kTileCols;
+  const int64_t blocks = CeilDiv(k, length);
+  const int64_t down = CeilDiv(rows, kTileRows);
+  const int64_t across = CeilDiv(cols, kTileCols);
   ParallelForWithScratch<Tile>(exec, down * across, 1, [&](int64_t task, Tile* tile) {
     std::memset(tile, 0, sizeof(*tile));
     const int64_t top = task / across * kTileRows, left = task % across * kTileCols;

@@ -22,7 +22,7 @@ struct Grid {
     cols = one ? slice.rows * slice.cols : slice.cols;
     block_rows = one ? 1 : rule.block_rows;
     block_cols = one ? std::max<int64_t>(1, cols) : rule.block_cols;
-    width = one ? 1 : (cols + block_cols - 1) / block_cols;
+    width = one ? 1 : CeilDiv(cols, block_cols);
   }
   int64_t cols, block_rows, block_cols, width;
 };
@@ -37,9 +37,7 @@ void ParallelSpans(const Exec<Cpu>& exec, const Slice* slices, int64_t n, const 
                    const Body& body) {
   std::vector<int64_t> first(n + 1, 0);  // windows before each weight
   const auto start_of = [&](int64_t i) {
-    const int64_t size = slices[i].rows * slices[i].cols;
-    const uint64_t start = FromWords(starts + 2 * i);
-    return start < static_cast<uint64_t>(size) ? static_cast<int64_t>(start) : size;
+    return StartOf(starts + 2 * i, slices[i].rows * slices[i].cols);
   };
   const auto end_of = [&](int64_t i) {
     return std::min(start_of(i) + slices[i].length, slices[i].rows * slices[i].cols);
@@ -96,21 +94,15 @@ void Rounded(RoundedTo to, const In* x, int64_t n, const Body& body) {
 template <class In>
 Status AmaxSlices(const Exec<Cpu>& exec, const Slice* slices, int64_t n, const uint32_t* starts,
                   const SliceRule& rule, float* amax) {
-  int64_t grids = 0;
-  for (int64_t i = 0; i < n; ++i) {
-    const Grid grid(slices[i], rule);
-    const int64_t rows = rule.block_rows == 0 ? 1 : slices[i].rows;
-    grids += (rows + grid.block_rows - 1) / grid.block_rows * grid.width;
-  }
   ParallelSpans(exec, slices, n, starts, [&](const Span& span) {
     const Slice& slice = slices[span.index];
     const Grid grid(slice, rule);
     const In* x = static_cast<const In*>(slice.x) - span.start;
-    float* whole = amax + grids + slice.whole;
+    float* whole = amax + slice.whole;
     float largest = 0.0f;
     ForEachRun(span, grid, [&](int64_t i, int64_t count, int64_t row, int64_t block) {
       float found[kPieceBlocks];
-      const int64_t blocks = (count + grid.block_cols - 1) / grid.block_cols;
+      const int64_t blocks = CeilDiv(count, grid.block_cols);
       Rounded(rule.rounded_to, x + i, count,
               [&](const auto* values) { AmaxRow(values, count, grid.block_cols, found); });
       float* out = amax + slice.grid + block;

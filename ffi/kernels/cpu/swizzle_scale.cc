@@ -9,9 +9,9 @@ namespace qshard::kernels {
 
 Status SwizzleScale(const Exec<Cpu>& exec, const uint8_t* scale_inv, int64_t batch, int64_t rows,
                     int64_t cols, int64_t repeat, uint8_t* tiles) {
-  constexpr int64_t kRows = 128, kCols = 4, kBytes = kRows * kCols;
+  constexpr int64_t kRows = kScaleTileRows, kCols = kScaleTileCols, kBytes = kRows * kCols;
   const int64_t scales = kRows / repeat;  // rows of them in a tile
-  const int64_t down = (rows + scales - 1) / scales, across = (cols + kCols - 1) / kCols;
+  const int64_t down = CeilDiv(rows, scales), across = CeilDiv(cols, kCols);
   ParallelFor(exec, batch * down, [&](int64_t strip) {
     const int64_t row = strip % down * scales;
     const uint8_t* in = scale_inv + (strip / down * rows + row) * cols;

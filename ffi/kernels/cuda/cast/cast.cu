@@ -198,10 +198,7 @@ Status LaunchCast(const Exec<Cuda>& exec, CastArguments<In> a) {
 
 template <class In, class Code>
 Status Cast(const Exec<Cuda>& exec, const Scaled<In>& x, int64_t n, uint8_t* data) {
-  if (x.runs > 0) {
-    const Status status = BeginDelayed(exec, x);
-    if (status.error != nullptr) return status;
-  }
+  if (x.runs > 0) QSHARD_RETURN_IF_ERROR(BeginDelayed(exec, x));
   if (n == 0) return {};
   const CastArguments<In> a{x.x,         x.scale,  data,  n, 0, Runs(x.length),
                             x.nonfinite, x.target, x.amax};
@@ -209,8 +206,7 @@ Status Cast(const Exec<Cuda>& exec, const Scaled<In>& x, int64_t n, uint8_t* dat
   // Two passes where blocks of threads would have a part in more than one run.
   const bool vectors = IsAligned(x.x, 16) && IsAligned(data, 16);
   if (x.runs > 1 && !(vectors && x.length % kSpan == 0)) {
-    const Status status = Amax(exec, x.x, x.runs, x.length, x.amax);
-    if (status.error != nullptr) return status;
+    QSHARD_RETURN_IF_ERROR(Amax(exec, x.x, x.runs, x.length, x.amax));
     return LaunchCast<Code, false>(exec, a);
   }
   return LaunchCast<Code, true>(exec, a);

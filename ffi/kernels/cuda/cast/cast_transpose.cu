@@ -37,16 +37,13 @@ Status CastTranspose(const Exec<Cuda>& exec, const Scaled<In>& x, int64_t batch,
     if (TakesTiles<Code>(a)) {
       if (x.runs == 0 && x.nonfinite == Nonfinite::kSaturate)
         return LaunchTiles<In, Code, GivenScales<false>, Work::kSquareBoth>(exec, a);
-      if (x.runs > 0) {
-        const Status status = BeginDelayed(exec, x);
-        if (status.error != nullptr) return status;
-      }
+      if (x.runs > 0) QSHARD_RETURN_IF_ERROR(BeginDelayed(exec, x));
       return LaunchTiles<In, Code, GivenScales<true>, Work::kSquareBoth>(exec,
                                                                          tiles(std::true_type{}));
     }
   }
-  const Status status = Cast<In, Code>(exec, x, m.GridSize(), data);
-  if (status.error != nullptr || m.GridSize() == 0) return status;
+  QSHARD_RETURN_IF_ERROR(Cast<In, Code>(exec, x, m.GridSize(), data));
+  if (m.GridSize() == 0) return {};
   const TransposePair pair{data, data_t, batch, rows, cols, 8};
   return TransposeEach(exec, &pair, 1);
 }

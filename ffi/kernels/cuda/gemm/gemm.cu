@@ -86,7 +86,7 @@ FloatScalesOf FloatScales(const GemmProblem& gemm, const GemmOperand& operand, u
   const bool vectors = operand.block_rows == 1;
   return {static_cast<const float*>(operand.scale_inv), reinterpret_cast<float*>(to),
           CeilDiv(operand.rows, operand.block_rows), GridCols(gemm),
-          vectors ? 0 : RoundedUp(GridCols(gemm), kScaleTileCols)};
+          vectors ? 0 : RoundUp(GridCols(gemm), kScaleTileCols)};
 }
 
 // Scales as the library reads them, at a_scales and b_scales; then, where operands have one of the
@@ -120,8 +120,8 @@ Status MoveScales(const Exec<Cuda>& exec, const GemmProblem& gemm, uint8_t* a_sc
                         CeilDiv(operand.rows, operand.block_rows), GridCols(gemm),
                         operand.block_rows, to);
   };
-  if (Status status = swizzle(gemm.a, a_scales); status.error != nullptr) return status;
-  if (Status status = swizzle(gemm.b, b_scales); status.error != nullptr) return status;
+  QSHARD_RETURN_IF_ERROR(swizzle(gemm.a, a_scales));
+  QSHARD_RETURN_IF_ERROR(swizzle(gemm.b, b_scales));
   if (gemm.scales != ScaleId::kE4M3) return {};
   return ForEach(exec, 2,
                  [=] __device__(int64_t i) { alpha[i] = i == 0 ? *a_scale * *b_scale : 0.0f; });
@@ -184,8 +184,7 @@ Status Gemm(const Exec<Cuda>& exec, const GemmProblem& gemm, const Workspace& wo
   if (scale_bytes > 0) {
     uint8_t* const b_scales = a_scales + ScaleBytes(gemm, gemm.a);
     auto* const numbers = reinterpret_cast<float*>(b_scales + ScaleBytes(gemm, gemm.b));
-    const Status status = MoveScales(exec, gemm, a_scales, b_scales, numbers);
-    if (status.error != nullptr) return status;
+    QSHARD_RETURN_IF_ERROR(MoveScales(exec, gemm, a_scales, b_scales, numbers));
     a_scale = a_scales;
     b_scale = b_scales;
     if (key.device_alpha) {

@@ -2,6 +2,7 @@
 
 #include <map>
 
+#include "core/ceil_div.h"
 #include "kernels/cuda/gemm/gemm_plans.h"
 #include "kernels/cuda/gemm/lru_cache.h"
 #include "kernels/gemm_library.h"
@@ -93,10 +94,10 @@ bool Choose(const cublaslt::Library& lt, const GemmKey& key, GemmPlan* plan) {
 }
 
 // Rounds a size up to five significant bits.
-int64_t RoundUp(int64_t size) {
+int64_t RoundUpBits(int64_t size) {
   int64_t unit = 1;
   while (size / unit >= 32) unit *= 2;
-  return (size + unit - 1) / unit * unit;
+  return RoundUp(size, unit);
 }
 
 // The key that the heuristic sees. Experts have new numbers of tokens each step, and the heuristic
@@ -105,8 +106,8 @@ int64_t RoundUp(int64_t size) {
 GemmKey BucketOf(GemmKey key) {
   if (key.OfValues()) return key;
   constexpr int64_t kUnit = int64_t{1} << 20;  // Scales take a little of the workspace.
-  key.m = RoundUp(key.m);
-  key.k = RoundUp(key.k);
+  key.m = RoundUpBits(key.m);
+  key.k = RoundUpBits(key.k);
   if (key.workspace_bytes > kUnit)
     key.workspace_bytes = (key.workspace_bytes + kUnit / 2) / kUnit * kUnit;
   return key;

@@ -10,7 +10,7 @@
 namespace qshard::kernels {
 Status SwizzleScale(const Exec<Cuda>& exec, const uint8_t* scale_inv, int64_t batch, int64_t rows,
                     int64_t cols, int64_t repeat, uint8_t* tiles) {
-  constexpr int kTileRows = 128, kTileCols = 4;
+  constexpr int kTileRows = kScaleTileRows, kTileCols = kScaleTileCols;
   const int64_t down = CeilDiv(rows * repeat, kTileRows), across = CeilDiv(cols, kTileCols);
   int repeat_log2 = 0;
   while ((int64_t{1} << repeat_log2) < repeat) ++repeat_log2;

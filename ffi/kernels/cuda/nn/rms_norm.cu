@@ -200,7 +200,7 @@ __global__ void __launch_bounds__(kThreads)
                       int64_t runs, int64_t rows, int64_t cols, In* dx, float* parts) {
   constexpr bool kVectors = Shape::kVectors;
   const int64_t part = int64_t{blockIdx.x} * Shape::kTeams + threadIdx.x / Shape::kTeam;
-  const int64_t count = (rows + kSumRows - 1) / kSumRows, run = runs == 1 ? 0 : part / count;
+  const int64_t count = CeilDiv(rows, kSumRows), run = runs == 1 ? 0 : part / count;
   if (part >= runs * count) return;  // the whole team, which is a warp where a block has several
   const int64_t begin = run * rows + (part - run * count) * kSumRows;
   const int64_t end = min((run + 1) * rows, begin + kSumRows);
@@ -258,7 +258,7 @@ __global__ void __launch_bounds__(kThreads)
 __global__ void __launch_bounds__(kWarp* kRowLanes)
     SumPartsKernel(const float* parts, int64_t count, int64_t cols, float* dweight) {
   __shared__ float lanes[kRowLanes][kWarp];
-  const int64_t blocks = (cols + kWarp - 1) / kWarp, run = blockIdx.x / blocks;
+  const int64_t blocks = CeilDiv(cols, kWarp), run = blockIdx.x / blocks;
   const int lane = threadIdx.x / kWarp, column = threadIdx.x % kWarp;
   const int64_t i = (blockIdx.x - run * blocks) * kWarp + column;
   parts += run * count * cols;
@@ -321,7 +321,7 @@ Status RmsNormBackward(const Exec<Cuda>& exec, const In* x, const Weight* weight
         return Launch(exec, RmsNormGradKernel<In, Shape>, CeilDiv(runs * count, Shape::kTeams),
                       kThreads, x, weights, rstd, grad, runs, rows, cols, dx, parts);
       });
-  if (status.error != nullptr) return status;
+  if (status) return status;
   return Launch(exec, SumPartsKernel, runs * CeilDiv(cols, kWarp), kWarp * kRowLanes, parts, count,
                 cols, dweight);
 }

@@ -112,9 +112,8 @@ Status QuantizeBlockBoth(const Exec<Cuda>& exec, const In* x, const Scales& scal
       out.second_transposed == kTransposed && TakesTiles<Code>(a) &&
       (kTransposed || IsAligned(out.second_data, kStoredBits<Code>)))
     return LaunchTiles<In, Code, Scales, Work::kBoth>(exec, a);
-  const Status status =
-      QuantizeBlock<In, Code, Scales>(exec, x, scales, along_rows, {out.data, out.scale_inv});
-  if (status.error != nullptr) return status;
+  QSHARD_RETURN_IF_ERROR(
+      QuantizeBlock<In, Code, Scales>(exec, x, scales, along_rows, {out.data, out.scale_inv}));
   BlockPlane<typename Scales::Stored> second;
   (out.second_transposed ? second.data_t : second.data) = out.second_data;
   (out.second_transposed ? second.scale_inv_t : second.scale_inv) = out.second_scale_inv;

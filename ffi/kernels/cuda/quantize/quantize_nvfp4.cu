@@ -22,11 +22,7 @@ Status LaunchNvfp4Tiles(const Exec<Cuda>& exec, const Nvfp4Tiles<In>& a) {
   constexpr int kBytes = sizeof(Nvfp4Memory<In, kRandom>);
   const auto kernel = QuantizeNvfp4Tiles<In, kRandom>;
   constexpr int kWithoutAsking = 48 << 10;
-  if (kBytes > kWithoutAsking) {
-    const Status status =
-        ToStatus(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
-    if (status.error != nullptr) return status;
-  }
+  if (kBytes > kWithoutAsking) QSHARD_RETURN_IF_ERROR(AllowSharedMemory(kernel, kBytes));
   kernel<<<static_cast<unsigned>(a.grid.tiles), kTileThreads, kBytes, exec.stream>>>(a);
   return LaunchStatus();
 }
@@ -71,7 +67,7 @@ Status Quantize(const Exec<Cuda>& exec, const In* x, const Nvfp4Scales& scales,
   if (out.data != nullptr) {
     const Status status = LaunchNvfp4Blocks(
         exec, x, {scales, rows, false, random, a.regions, cells, {out.data, out.scale_inv}});
-    if (status.error != nullptr || out.second_data == nullptr) return status;
+    if (status || out.second_data == nullptr) return status;
   }
   return LaunchNvfp4Blocks(exec, x,
                            {second_scales,

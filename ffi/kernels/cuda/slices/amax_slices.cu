@@ -22,7 +22,7 @@ __device__ __forceinline__ int32_t Canonical(uint32_t bits) {
 // Where blocks are in tiles.
 struct TileBlocks {
   __device__ __forceinline__ TileBlocks(const SliceTable& table, const SliceTile& tile)
-      : width((tile.cols + table.rule.block_cols - 1) / table.rule.block_cols),
+      : width(CeilDiv(tile.cols, table.rule.block_cols)),
         grid_row(tile.row / table.rule.block_rows) {
     ends = table.rule.block_rows == 1 ? 0xFFFFu : 1u << (kSliceRows - 1);
     if (table.rule.block_rows == 1) return;
@@ -43,7 +43,7 @@ __device__ __forceinline__ void ScanTile(const SliceTable& table, const SliceTil
   const int64_t lanes_wanted = table.rule.block_cols / kSliceLane;
   const int lanes = lanes_wanted < 32 ? static_cast<int>(lanes_wanted) : 32;  // a power of two
   float* out = amax + slice.grid + (kColumns ? 0 : tile.col / table.rule.block_cols);
-  float* whole = amax + table.wholes + slice.whole;
+  float* whole = amax + slice.whole;
   const bool crowded = table.rule.block_rows > kSliceRows;  // many tiles raise one amax
   uint32_t found[kColumns ? kSliceLane : 1] = {};
   // What lanes of blocks found, to row `grid_row` of the grid and those after it.
@@ -118,8 +118,7 @@ __global__ void __launch_bounds__(kSliceThreads, kColumns ? 3 : 4)
                   [&](auto kind) { ScanTile<In, kColumns, kind>(table, tile, amax, largest); });
   if (table.rule.whole == WholeAmax::kTensor) {
     largest = __reduce_max_sync(0xFFFFFFFFu, largest);
-    if (threadIdx.x % 32 == 0 && largest > 0)
-      RaiseAmax(amax + table.wholes + slice.whole, Canonical(largest));
+    if (threadIdx.x % 32 == 0 && largest > 0) RaiseAmax(amax + slice.whole, Canonical(largest));
   }
 }
 
@@ -128,17 +127,11 @@ __global__ void __launch_bounds__(kSliceThreads, kColumns ? 3 : 4)
 template <class In>
 Status AmaxSlices(const Exec<Cuda>& exec, const Slice* slices, int64_t n, const uint32_t* starts,
                   const SliceRule& rule, float* amax) {
-  int64_t wholes = 0;
-  for (int64_t i = 0; i < n; ++i) {
-    const int64_t rows = CeilDiv(slices[i].rows, std::max<int64_t>(1, rule.block_rows));
-    const int64_t width = CeilDiv(slices[i].cols, std::max<int64_t>(1, rule.block_cols));
-    wholes += rule.block_rows == 0 ? 1 : rows * width;
-  }
   // Lanes of a block are a power of two of neighbours, and all of them in one tile.
   const int64_t cols = rule.block_cols;
   const bool lanes = rule.block_rows == 0 || cols % kSliceCols == 0 ||
                      (kSliceCols % cols == 0 && cols % kSliceLane == 0);
-  return ForEachSliceTable(slices, n, starts, rule, wholes, [&](const SliceTable& table, int64_t) {
+  return ForEachSliceTable(slices, n, starts, rule, [&](const SliceTable& table, int64_t) {
     return Launch(exec, lanes ? AmaxSlicesKernel<In, false> : AmaxSlicesKernel<In, true>,
                   table.parts, kSliceThreads, table, amax);
   });

@@ -69,7 +69,7 @@ __device__ __forceinline__ void CastTile(const SliceTable& table, const SliceTil
   constexpr int kPerByte = 8 / kStoredBits<Code>;
   constexpr bool kWhole = kKind != TileKind::kPartial;
   const SliceEntry& slice = table.entries[tile.index];
-  const int64_t width = (tile.cols + table.rule.block_cols - 1) / table.rule.block_cols;
+  const int64_t width = CeilDiv(tile.cols, table.rule.block_cols);
   const bool in_rows = InRows(table), in_columns = InColumns(table);
   const bool vectors =
       kKind == TileKind::kVectors || LanesAligned(tile, data, kSliceLane / kPerByte);
@@ -153,7 +153,7 @@ __global__ void __launch_bounds__(kSliceThreads, Encoder::kResident)
 template <class In, class Code>
 Status CastSlices(const Exec<Cuda>& exec, const Slice* slices, int64_t n, const uint32_t* starts,
                   const uint32_t* seeds, const SliceRule& rule, const float* scale) {
-  return ForEachSliceTable(slices, n, starts, rule, 0, [&](const SliceTable& table, int64_t begin) {
+  return ForEachSliceTable(slices, n, starts, rule, [&](const SliceTable& table, int64_t begin) {
     const auto launch = [&](auto encode) {
       return Launch(exec, CastSlicesKernel<In, decltype(encode)>, table.parts, kSliceThreads, table,
                     encode, scale);

@@ -35,7 +35,6 @@ struct SliceEntry {
 // Parts are blocks of threads.
 struct SliceTable : TensorTable<SliceEntry, 448> {
   const uint32_t* starts;  // of the slices here
-  int64_t wholes;          // where amaxes of whole weights begin
   SliceRule rule;          // one block is many rows of kSliceCols
   int tiles;               // that a warp takes, one after the other
 };
@@ -64,9 +63,8 @@ inline int64_t BlocksFor(const SliceEntry& slice, int tiles) {
 // from `begin` on.
 template <class Launch>
 Status ForEachSliceTable(const Slice* slices, int64_t n, const uint32_t* starts,
-                         const SliceRule& rule, int64_t wholes, const Launch& launch) {
+                         const SliceRule& rule, const Launch& launch) {
   SliceTable table;
-  table.wholes = wholes;
   table.rule = rule;
   if (rule.block_rows == 0) table.rule.block_rows = INT64_MAX, table.rule.block_cols = kSliceCols;
   // Fewer warps then look at the amax of the tensor, which each does behind what it stored of
@@ -88,10 +86,9 @@ struct SliceTile {
     index = table.Find(blockIdx.x);
     const SliceEntry& slice = table.entries[index];
     cols = slice.cols;
-    const uint64_t at = FromWords(table.starts + 2 * index);
-    begin = at < static_cast<uint64_t>(slice.size) ? static_cast<int64_t>(at) : slice.size;
+    begin = StartOf(table.starts + 2 * index, slice.size);
     end = min(begin + slice.length, slice.size);
-    across = static_cast<uint32_t>((cols + kSliceCols - 1) / kSliceCols);
+    across = static_cast<uint32_t>(CeilDiv(cols, kSliceCols));
     tile = (blockIdx.x - slice.first) * kSliceWarps * table.tiles + threadIdx.x / 32;
     top = begin / (cols * kSliceRows);
   }

@@ -252,9 +252,7 @@ template <int kMatrices>
 Status TransposeTables(const Exec<Cuda>& exec, const TransposePair* pairs, int64_t n) {
   constexpr auto kKernel = TransposeKernel<kMatrices>;
   constexpr int kShared = kStages * kTileBytes;
-  const Status status =
-      ToStatus(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared));
-  if (status.error != nullptr) return status;
+  QSHARD_RETURN_IF_ERROR(AllowSharedMemory(kKernel, kShared));
   MatrixTable<kMatrices> table;
   const auto enter = [&](int64_t i, Matrix& m) -> int64_t {
     const TransposePair& p = pairs[i];
