@@ -13,6 +13,7 @@
 
 #include "core/adam.h"
 #include "kernels/adam.h"
+#include "kernels/adam_step.h"
 #include "kernels/cuda/adam/four.cuh"
 #include "kernels/cuda/tensor_table.cuh"
 
@@ -37,42 +38,17 @@ struct Table : TensorTable<Entry, 240> {
 
 // --- a block ---
 
-struct Loaded {
-  Four param, low, grad, exp_avg, exp_avg_sq;
-};
-
-struct Scales {
-  float exp_avg, exp_avg_sq;
-};
-
-__device__ __forceinline__ Scales LoadScales(const AdamTensor& t, const AdamKinds& kinds,
-                                             int64_t block) {
-  Scales s = {};
-  if (IsScaled(kinds.exp_avg)) s.exp_avg = t.exp_avg.scale_inv[block];
-  if (IsScaled(kinds.exp_avg_sq)) s.exp_avg_sq = t.exp_avg_sq.scale_inv[block];
-  return s;
-}
-
-__device__ __forceinline__ void StoreScales(const AdamTensor& t, const AdamKinds& kinds,
-                                            int64_t block, const Scales& s) {
-  if (IsScaled(kinds.exp_avg)) t.new_exp_avg.scale_inv[block] = s.exp_avg;
-  if (IsScaled(kinds.exp_avg_sq)) t.new_exp_avg_sq.scale_inv[block] = s.exp_avg_sq;
-}
+using Loaded = AdamStored<Four>;
 
 __host__ __device__ __forceinline__ AdamType LowType(const AdamKinds& kinds) {
   return kinds.low == AdamLow::kMaster ? kAdamFloat32 : kAdamBFloat16;
-}
-
-__host__ __device__ __forceinline__ bool ReadsParam(const AdamKinds& kinds) {
-  if (kinds.low == AdamLow::kMaster) return kinds.update;
-  return !kinds.update || kinds.decay != Decay::kNone;
 }
 
 template <bool kNeighbours>
 __device__ __forceinline__ Loaded LoadBlock(const AdamTensor& t, const AdamKinds& kinds,
                                             const Place& at) {
   Loaded x = {};
-  if (ReadsParam(kinds)) x.param = LoadFour<kNeighbours>(t.param, kinds.param, at);
+  if (kinds.reads_param()) x.param = LoadFour<kNeighbours>(t.param, kinds.param, at);
   if (kinds.low != AdamLow::kNone) x.low = LoadFour<kNeighbours>(t.low, LowType(kinds), at);
   x.grad = LoadFour<kNeighbours>(t.grad, kinds.grad, at);
   x.exp_avg = LoadFour<kNeighbours>(t.exp_avg.data, kinds.exp_avg, at);
@@ -80,63 +56,60 @@ __device__ __forceinline__ Loaded LoadBlock(const AdamTensor& t, const AdamKinds
   return x;
 }
 
+// The elements of a lane.
 template <bool kNeighbours>
-__device__ __forceinline__ Scales StepBlock(const AdamTensor& t, const AdamKinds& kinds,
-                                            const AdamConstants& c, const Place& at,
-                                            const Loaded& x, const Scales& scales) {
-  float p[kFour], g[kFour], m[kFour], v[kFour], u[kFour];
-  if (kinds.low == AdamLow::kMaster)
-    WidenFour(x.low, kAdamFloat32, p);
-  else if (kinds.low == AdamLow::kRemainder)
-    JoinFour(x.param, x.low, p);
-  else
-    WidenFour(x.param, kinds.param, p);
-  WidenFour(x.grad, kinds.grad, g);
-  WidenFour(x.exp_avg, kinds.exp_avg, m);
-  WidenFour(x.exp_avg_sq, kinds.exp_avg_sq, v);
+struct LaneElements {
+  static constexpr int kCount = kFour;
+  using Values = float (&)[kFour];
+  static constexpr __device__ int Count() { return kFour; }
+
+  __device__ __forceinline__ void Widen(const Four& x, AdamType type, Values v) const {
+    WidenFour(x, type, v);
+  }
+  __device__ __forceinline__ void Decode(const Four& x, AdamType type, float scale_inv,
+                                         Values v) const {
+    WidenFour(x, type, v);
 #pragma unroll
-  for (int j = 0; j < kFour; ++j) {
-    if (IsScaled(kinds.exp_avg)) m[j] = m[j] * scales.exp_avg;
-    if (IsScaled(kinds.exp_avg_sq)) v[j] = v[j] * scales.exp_avg_sq;
-    if (kinds.decay == Decay::kDecoupled)
-      u[j] = AdamUpdate<Decay::kDecoupled>(c, p[j], g[j], m[j], v[j]);
-    else if (kinds.decay == Decay::kCoupled)
-      u[j] = AdamUpdate<Decay::kCoupled>(c, p[j], g[j], m[j], v[j]);
-    else
-      u[j] = AdamUpdate<Decay::kNone>(c, p[j], g[j], m[j], v[j]);
-    p[j] = p[j] - u[j];
-    u[j] = -u[j];
-    // What lies past the end of a block that is cut must not count for its amax.
-    if (!IsThere<kNeighbours>(at, j)) m[j] = v[j] = 0.0f;
+    for (int j = 0; j < kFour; ++j)
+      if (IsScaled(type)) v[j] = v[j] * scale_inv;
   }
-  Scales made = {};
-  StoreFour<kNeighbours>(t.new_exp_avg.data, kinds.exp_avg, at,
-                         EncodeState(m, kinds.exp_avg, /*positive=*/false, made.exp_avg));
-  StoreFour<kNeighbours>(t.new_exp_avg_sq.data, kinds.exp_avg_sq, at,
-                         EncodeState(v, kinds.exp_avg_sq, /*positive=*/true, made.exp_avg_sq));
-  if (kinds.low == AdamLow::kRemainder) {
-    Four upper, lower;
-    SplitFour(p, upper, lower);
-    StoreFour<kNeighbours>(t.new_param, kAdamBFloat16, at, upper);
-    StoreFour<kNeighbours>(t.new_low, kAdamBFloat16, at, lower);
-    return made;
+  __device__ __forceinline__ void Join(const Four& upper, const Four& lower, Values v) const {
+    JoinFour(upper, lower, v);
   }
-  if (kinds.low == AdamLow::kMaster)
-    StoreFour<kNeighbours>(t.new_low, kAdamFloat32, at, NarrowFour(p, kAdamFloat32));
-  if (!kinds.update) {
-    StoreFour<kNeighbours>(t.new_param, kinds.param, at, NarrowFour(p, kinds.param));
-    return made;
-  }
-  if (kinds.low == AdamLow::kMaster) {
-    float old[kFour];
-    WidenFour(x.param, kinds.param, old);
-    WidenFour(NarrowFour(p, kinds.param), kinds.param, u);
+  __device__ __forceinline__ void Step(Decay decay, const AdamConstants& c, Values g, Values p,
+                                       Values m, Values v, Values u) const {
 #pragma unroll
-    for (int j = 0; j < kFour; ++j) u[j] = u[j] - old[j];
+    for (int j = 0; j < kFour; ++j) {
+      if (decay == Decay::kDecoupled)
+        u[j] = AdamUpdate<Decay::kDecoupled>(c, p[j], g[j], m[j], v[j]);
+      else if (decay == Decay::kCoupled)
+        u[j] = AdamUpdate<Decay::kCoupled>(c, p[j], g[j], m[j], v[j]);
+      else
+        u[j] = AdamUpdate<Decay::kNone>(c, p[j], g[j], m[j], v[j]);
+      p[j] = p[j] - u[j];
+      // What lies past the end of a block that is cut must not count for its amax.
+      if (!IsThere<kNeighbours>(at, j)) m[j] = v[j] = 0.0f;
+    }
   }
-  StoreFour<kNeighbours>(t.new_param, kAdamFloat32, at, NarrowFour(u, kAdamFloat32));
-  return made;
-}
+  __device__ __forceinline__ void Encode(Values v, AdamType type, bool positive, void* to,
+                                         float& scale_inv) const {
+    StoreFour<kNeighbours>(to, type, at, EncodeState(v, type, positive, scale_inv));
+  }
+  __device__ __forceinline__ void Store(Values v, AdamType type, void* to) const {
+    StoreFour<kNeighbours>(to, type, at, NarrowFour(v, type));
+  }
+  __device__ __forceinline__ void StoreHalves(Values v, void* upper, void* lower) const {
+    Four high, low;
+    SplitFour(v, high, low);
+    StoreFour<kNeighbours>(upper, kAdamBFloat16, at, high);
+    StoreFour<kNeighbours>(lower, kAdamBFloat16, at, low);
+  }
+  __device__ __forceinline__ void Narrow(Values v, AdamType type, Values narrow) const {
+    WidenFour(NarrowFour(v, type), type, narrow);
+  }
+
+  const Place& at;
+};
 
 // --- all tensors ---
 
@@ -147,7 +120,7 @@ bool MovesFour(const AdamTensor& t, const AdamKinds& kinds) {
   };
   const bool low = kinds.low == AdamLow::kNone || aligned(t.low, t.new_low, LowType(kinds));
   return low && (t.rows == 1 || t.cols % kFour == 0) &&
-         (!ReadsParam(kinds) || aligned(t.param, t.param, kinds.param)) &&
+         (!kinds.reads_param() || aligned(t.param, t.param, kinds.param)) &&
          IsAligned(t.new_param, kFour * (kinds.update ? 4 : SizeOf(kinds.param))) &&
          aligned(t.grad, t.grad, kinds.grad) &&
          aligned(t.exp_avg.data, t.new_exp_avg.data, kinds.exp_avg) &&
@@ -193,13 +166,13 @@ __global__ void __launch_bounds__(kWarps* kWarp, 4)
   const int count = static_cast<int>(min(int64_t{kPerWarp}, end - first)), lane = Lane();
   // A lane has the scales of one block, so that they are loaded and stored once, side by side. One
   // by one, among other warps' loads of the same line, they took a third of the time of a step.
-  Scales old = {}, made = {};
+  AdamScales old, made;
   if (lane < count) old = LoadScales(t, kinds, first + lane);
   const auto step = [&](auto whole, int i, const Place& at, const Loaded& x) {
-    Scales s = {};
+    AdamScales s;
     if (IsScaled(kinds.exp_avg)) s.exp_avg = __shfl_sync(kAllLanes, old.exp_avg, i);
     if (IsScaled(kinds.exp_avg_sq)) s.exp_avg_sq = __shfl_sync(kAllLanes, old.exp_avg_sq, i);
-    s = StepBlock<decltype(whole)::value>(t, kinds, c, at, x, s);
+    StepElements(LaneElements<decltype(whole)::value>{at}, kinds, c, t, x, s);
     if (lane == i) made = s;
   };
   if (Kinds::kAtOnce > 1 && four && t.rows == 1 && (first + kPerWarp) * kAdamBlock <= t.cols) {
