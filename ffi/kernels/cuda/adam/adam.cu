@@ -46,7 +46,7 @@ __host__ __device__ __forceinline__ AdamType LowType(const AdamKinds& kinds) {
 
 template <bool kNeighbours>
 __device__ __forceinline__ Loaded LoadBlock(const AdamTensor& t, const AdamKinds& kinds,
-                                            const Place& at) {
+                                            const AdamBlock& at) {
   Loaded x = {};
   if (kinds.reads_param()) x.param = LoadFour<kNeighbours>(t.param, kinds.param, at);
   if (kinds.low != AdamLow::kNone) x.low = LoadFour<kNeighbours>(t.low, LowType(kinds), at);
@@ -108,7 +108,7 @@ struct LaneElements {
     WidenFour(NarrowFour(v, type), type, narrow);
   }
 
-  const Place& at;
+  const AdamBlock& at;
 };
 
 // --- all tensors ---
@@ -168,7 +168,7 @@ __global__ void __launch_bounds__(kWarps* kWarp, 4)
   // by one, among other warps' loads of the same line, they took a third of the time of a step.
   AdamScales old, made;
   if (lane < count) old = LoadScales(t, kinds, first + lane);
-  const auto step = [&](auto whole, int i, const Place& at, const Loaded& x) {
+  const auto step = [&](auto whole, int i, const AdamBlock& at, const Loaded& x) {
     AdamScales s;
     if (IsScaled(kinds.exp_avg)) s.exp_avg = __shfl_sync(kAllLanes, old.exp_avg, i);
     if (IsScaled(kinds.exp_avg_sq)) s.exp_avg_sq = __shfl_sync(kAllLanes, old.exp_avg_sq, i);
@@ -179,7 +179,7 @@ __global__ void __launch_bounds__(kWarps* kWarp, 4)
     constexpr int kAtOnce = Kinds::kAtOnce;
 #pragma unroll 1
     for (int i = 0; i < kPerWarp; i += kAtOnce) {
-      Place at[kAtOnce];
+      AdamBlock at[kAtOnce];
       Loaded x[kAtOnce];
 #pragma unroll
       for (int k = 0; k < kAtOnce; ++k) {
@@ -191,7 +191,7 @@ __global__ void __launch_bounds__(kWarps* kWarp, 4)
     }
   } else {
     int64_t row = t.rows == 1 ? 0 : first / in_row, block = first - row * in_row;
-    const auto next = [&](int i) -> Place {
+    const auto next = [&](int i) -> AdamBlock {
       if (i >= count) return {0, 0};
       const int64_t col = block * kAdamBlock, begin = row * t.cols + col;
       if (++block == in_row) block = 0, ++row;
@@ -200,7 +200,7 @@ __global__ void __launch_bounds__(kWarps* kWarp, 4)
     constexpr int kAtOnce = Kinds::kAtOnce;
 #pragma unroll 1
     for (int i = 0; i < count; i += kAtOnce) {
-      Place at[kAtOnce];
+      AdamBlock at[kAtOnce];
       Loaded x[kAtOnce];
 #pragma unroll
       for (int k = 0; k < kAtOnce; ++k) at[k] = next(i + k);

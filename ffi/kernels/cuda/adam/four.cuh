@@ -21,7 +21,7 @@ struct Four {
 
 // Where a block is. Of its `length` elements a lane has 4 * lane .. + 3 if kNeighbours, for which
 // length is a multiple of four; else lane, lane + 32, ...
-struct Place {
+struct AdamBlock {
   int64_t begin;  // elements before it in the tensor
   int length;
 };
@@ -30,7 +30,7 @@ __device__ __forceinline__ int Lane() { return threadIdx.x % kWarp; }
 
 // Whether element j of the lane is one of the block's.
 template <bool kNeighbours>
-__device__ __forceinline__ bool IsThere(const Place& at, int j) {
+__device__ __forceinline__ bool IsThere(const AdamBlock& at, int j) {
   return (kNeighbours ? kFour * Lane() : Lane() + kWarp * j) < at.length;
 }
 
@@ -41,7 +41,7 @@ __device__ __forceinline__ const Word* WordsAt(const void* data, int64_t begin, 
 
 // Streaming: nothing here is read twice.
 template <bool kNeighbours>
-__device__ __forceinline__ Four LoadFour(const void* data, AdamType type, const Place& at) {
+__device__ __forceinline__ Four LoadFour(const void* data, AdamType type, const AdamBlock& at) {
   Four x = {};
   const int lane = Lane(), size = SizeOf(type);
   const int64_t begin = at.begin * size;
@@ -73,7 +73,7 @@ __device__ __forceinline__ Four LoadFour(const void* data, AdamType type, const 
 }
 
 template <bool kNeighbours>
-__device__ __forceinline__ void StoreFour(void* data, AdamType type, const Place& at,
+__device__ __forceinline__ void StoreFour(void* data, AdamType type, const AdamBlock& at,
                                           const Four& x) {
   const int lane = Lane(), size = SizeOf(type);
   char* to = static_cast<char*>(data) + at.begin * size;

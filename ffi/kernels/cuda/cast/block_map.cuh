@@ -67,8 +67,8 @@ struct ThreadRows {
   int64_t grid_cols;
 };
 
-struct BlockTiles {
-  BlockTiles(const Blocks& b, int width, int rows_per_thread)
+struct MapTiles {
+  MapTiles(const Blocks& b, int width, int rows_per_thread)
       : rows(b.rows),
         cols(b.cols),
         grid_rows(b.GridRows()),
@@ -119,7 +119,7 @@ struct BlockTiles {
 
 template <class Op>
 __global__ void __launch_bounds__(kBlockMapThreads)
-    BlockMapKernel(const Op op, const void* in, void* out, const BlockTiles g) {
+    BlockMapKernel(const Op op, const void* in, void* out, const MapTiles g) {
   constexpr int kRows = Op::kRows;
   const uint32_t tile = Op::kBackward ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
   ThreadRows at = g.At<Op::kWidth, kRows>(tile);
@@ -165,7 +165,7 @@ template <class Op>
 Status LaunchBlockMap(const Exec<Cuda>& exec, const Op& op, const void* in, void* out,
                       const Blocks& b) {
   static_assert(Op::kPair <= 2);
-  const BlockTiles tiles(b, Op::kWidth, Op::kRows);
+  const MapTiles tiles(b, Op::kWidth, Op::kRows);
   return Launch(exec, BlockMapKernel<Op>, tiles.tiles, kBlockMapThreads, op, in, out, tiles);
 }
 

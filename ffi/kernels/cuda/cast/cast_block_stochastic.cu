@@ -68,7 +68,7 @@ constexpr int kStripCols = 4, kStripRows = 16;
 
 template <class In>
 __global__ void __launch_bounds__(kBlockMapThreads)
-    CastStochasticStrips(const In* x, const float* scale, const Regions regions, const BlockTiles g,
+    CastStochasticStrips(const In* x, const float* scale, const Regions regions, const MapTiles g,
                          uint8_t* data) {
   ThreadRows at = g.At<kStripCols, kStripRows>(blockIdx.x);
   if (at.height <= 0) return;
@@ -130,7 +130,7 @@ Status CastBlockStochastic(const Exec<Cuda>& exec, const In* x, const float* sca
       return LaunchBlockMap(exec, Columns{x, scale, regions}, x, data, b);
   }
   if (TakesStrips(x, places, b, data)) {
-    const BlockTiles tiles(b, kStripCols, kStripRows);
+    const MapTiles tiles(b, kStripCols, kStripRows);
     return Launch(exec, CastStochasticStrips<In>, tiles.tiles, kBlockMapThreads, x, scale, regions,
                   tiles, data);
   }

@@ -20,7 +20,7 @@
 namespace qshard::kernels {
 
 template <class In>
-struct Nvfp4Tiles {
+struct Nvfp4TileArguments {
   const In* x;
   Nvfp4Scales scales, second_scales;
   Divider matrices, second_matrices;  // that share a global scale
@@ -165,7 +165,7 @@ __device__ __forceinline__ void AmaxOfTwo(const PairOf<T> (&x)[kBlock16], float 
 
 template <class In, bool kRandom>
 __global__ void __launch_bounds__(kTileThreads, sizeof(In) == 4 ? 2 : 3)
-    QuantizeNvfp4Tiles(const Nvfp4Tiles<In> a) {
+    QuantizeNvfp4Tiles(const Nvfp4TileArguments<In> a) {
   using Memory = Nvfp4Memory<In, kRandom>;
   using Abs = Magnitudes<In>;
   extern __shared__ uint4 shared[];
@@ -378,7 +378,7 @@ __global__ void __launch_bounds__(kTileThreads, sizeof(In) == 4 ? 2 : 3)
 
 // --- anything else: a thread a block, right, not fast ---
 
-struct Nvfp4Blocks {
+struct Nvfp4BlockArguments {
   Nvfp4Scales scales;
   Blocks blocks;
   bool hadamard, random;
@@ -388,7 +388,7 @@ struct Nvfp4Blocks {
 };
 
 template <class In>
-Status LaunchNvfp4Blocks(const Exec<Cuda>& exec, const In* x, const Nvfp4Blocks& a) {
+Status LaunchNvfp4Blocks(const Exec<Cuda>& exec, const In* x, const Nvfp4BlockArguments& a) {
   const int64_t grid_rows = a.blocks.GridRows(), grid_cols = a.blocks.GridCols();
   return ForEach(exec, a.blocks.GridSize(), [=] __device__(int64_t block) {
     const Blocks& b = a.blocks;

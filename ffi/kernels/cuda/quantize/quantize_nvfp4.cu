@@ -9,7 +9,7 @@ namespace qshard::kernels {
 namespace {
 
 template <class In>
-bool TakesNvfp4Tiles(const Nvfp4Tiles<In>& a, const Blocks& cells, const Places* places) {
+bool TakesNvfp4Tiles(const Nvfp4TileArguments<In>& a, const Blocks& cells, const Places* places) {
   // A region for the 16 elements of a row of a block, or for all.
   const bool draws =
       places == nullptr || (places->steps.col == 1 && (a.one_region || cells.block_cols > 1));
@@ -18,7 +18,7 @@ bool TakesNvfp4Tiles(const Nvfp4Tiles<In>& a, const Blocks& cells, const Places*
 }
 
 template <class In, bool kRandom>
-Status LaunchNvfp4Tiles(const Exec<Cuda>& exec, const Nvfp4Tiles<In>& a) {
+Status LaunchNvfp4Tiles(const Exec<Cuda>& exec, const Nvfp4TileArguments<In>& a) {
   constexpr int kBytes = sizeof(Nvfp4Memory<In, kRandom>);
   const auto kernel = QuantizeNvfp4Tiles<In, kRandom>;
   constexpr int kWithoutAsking = 48 << 10;
@@ -42,7 +42,7 @@ Status Quantize(const Exec<Cuda>& exec, const In* x, const Nvfp4Scales& scales,
   const auto divider = [](int64_t n) {
     return Divider(std::clamp<int64_t>(n, 1, kMaxDivided - 1));
   };
-  const Nvfp4Tiles<In> a = {
+  const Nvfp4TileArguments<In> a = {
       x,
       scales,
       second_scales,

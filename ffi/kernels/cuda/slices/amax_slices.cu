@@ -20,8 +20,8 @@ __device__ __forceinline__ int32_t Canonical(uint32_t bits) {
 }
 
 // Where blocks are in tiles.
-struct TileBlocks {
-  __device__ __forceinline__ TileBlocks(const SliceTable& table, const SliceTile& tile)
+struct BlocksOfTile {
+  __device__ __forceinline__ BlocksOfTile(const SliceTable& table, const SliceTile& tile)
       : width(CeilDiv(tile.cols, table.rule.block_cols)),
         grid_row(tile.row / table.rule.block_rows) {
     ends = table.rule.block_rows == 1 ? 0xFFFFu : 1u << (kSliceRows - 1);
@@ -38,7 +38,7 @@ template <class In, bool kColumns, TileKind kKind>
 __device__ __forceinline__ void ScanTile(const SliceTable& table, const SliceTile& tile,
                                          float* amax, uint32_t& largest) {
   const SliceEntry& slice = table.entries[tile.index];
-  TileBlocks blocks(table, tile);
+  BlocksOfTile blocks(table, tile);
   const int lane = threadIdx.x % 32;
   const int64_t lanes_wanted = table.rule.block_cols / kSliceLane;
   const int lanes = lanes_wanted < 32 ? static_cast<int>(lanes_wanted) : 32;  // a power of two

@@ -48,14 +48,14 @@ __device__ __forceinline__ Cursor CursorAt(const MatrixTable<kMatrices>& table, 
   return {table.entries[i], static_cast<int>(end)};
 }
 
-struct Tile {
+struct ByteTile {
   const uint8_t* data;  // its first element
   uint8_t* data_t;
   int64_t width, width_t;
   int rows, bytes;  // that there are
 };
 
-__device__ __forceinline__ Tile TileAt(const Matrix& m, int index) {
+__device__ __forceinline__ ByteTile ByteTileAt(const Matrix& m, int index) {
   uint32_t in_one = static_cast<uint32_t>(index) - m.first;
   const uint32_t one = m.tiles_of_one.Divide(in_one);
   in_one -= one * m.tiles_of_one.divisor();
@@ -112,7 +112,7 @@ __device__ __forceinline__ int ChunkOffset(int row, int chunk) {
 // --- device memory to shared memory ---
 
 template <int kBits>
-__device__ __forceinline__ void Fetch(const Tile& t, uint32_t tile) {
+__device__ __forceinline__ void Fetch(const ByteTile& t, uint32_t tile) {
   const int chunk = threadIdx.x % kChunks, first = threadIdx.x / kChunks;
   if (chunk * kChunk >= t.bytes) return;
   const uint8_t* from = t.data + first * t.width + chunk * kChunk;
@@ -145,7 +145,7 @@ __device__ __forceinline__ void Turn(const uint32_t (&r)[16], int i, Words<kChun
 }
 
 template <int kBits>
-__device__ __forceinline__ void WriteTile(const Tile& t, uint32_t tile) {
+__device__ __forceinline__ void WriteTile(const ByteTile& t, uint32_t tile) {
   constexpr int kPerByte = 8 / kBits, kColumns = 2 * kPerByte;  // of a pair of bytes
   constexpr int kUnitRows = 4 * kRun<kBits>, kUnits = kRows / kUnitRows;
   const int64_t width_t = t.width_t;
@@ -181,7 +181,7 @@ __device__ __forceinline__ void WriteTile(const Tile& t, uint32_t tile) {
 // transpose; two, if they share a byte. `tile`: the tile's place in shared memory, where words of
 // rows that follow one another are in 32 different banks.
 template <int kBits>
-__device__ __forceinline__ void MoveElements(const Tile& t, uint8_t* tile) {
+__device__ __forceinline__ void MoveElements(const ByteTile& t, uint8_t* tile) {
   using T = std::conditional_t<kBits == 32, uint32_t, uint8_t>;
   constexpr int kPerT = kBits == 4 ? 2 : 1, kSize = sizeof(T), kAcross = kBytes / kSize;
   const auto at = [&](int row, int byte) -> T& {
@@ -224,7 +224,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   for (int index = static_cast<int>(blockIdx.x) - ahead; index < tiles; index += step) {
     if (index + ahead < tiles) {
       if (index + ahead >= fetching.end) fetching = CursorAt(table, index + ahead);
-      const Tile t = TileAt(fetching.m, index + ahead);
+      const ByteTile t = ByteTileAt(fetching.m, index + ahead);
       if (fetching.m.vectors)
         fetching.m.bits == 8 ? Fetch<8>(t, stage_at(free)) : Fetch<4>(t, stage_at(free));
     }
@@ -235,7 +235,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     __syncthreads();
     if (index >= writing.end) writing = CursorAt(table, index);
     const Matrix& m = writing.m;
-    const Tile t = TileAt(m, index);
+    const ByteTile t = ByteTileAt(m, index);
     uint8_t* elements = stages + stage * kTileBytes;
     if (m.vectors)
       m.bits == 8 ? WriteTile<8>(t, stage_at(stage)) : WriteTile<4>(t, stage_at(stage));
