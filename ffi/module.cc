@@ -7,7 +7,6 @@
 
 #include "core/format.h"
 #include "host/call.h"
-#include "host/handlers.h"
 #include "host/program.h"
 #include "host/thread_pool.h"
 #include "kernels/cpu/simd.h"

@@ -3,7 +3,6 @@
 #include <vector>
 
 #include "host/attributes.h"
-#include "host/handlers.h"
 #include "host/run.h"
 #include "host/small_array.h"
 #include "host/tensor.h"

@@ -5,6 +5,8 @@
 
 #include <nanobind/nanobind.h>
 
+#include <string>
+
 namespace qshard::host {
 
 // Runs `op` on `inputs`, writing `outputs` in place, with `attributes` (bool, int, float, str or a
@@ -16,6 +18,9 @@ namespace qshard::host {
 // or RuntimeError.
 void Call(nanobind::str op, nanobind::sequence inputs, nanobind::sequence outputs,
           nanobind::dict attributes, bool refuse_negated);
+
+// {op name: capsule} for "cpu" or "cuda".
+nanobind::dict Handlers(const std::string& platform);
 
 // Adds the class Row, and the function `ops`.
 void DefineRows(nanobind::module_& m);

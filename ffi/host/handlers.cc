@@ -1,8 +1,12 @@
-#include "host/handlers.h"
+// The handlers of all ops, by platform.
+#include "host/call.h"
+#include "host/run.h"
 
 namespace nb = nanobind;
 
 namespace qshard::host {
+
+constexpr char kHandlerCapsule[] = "xla._CUSTOM_CALL_TARGET";  // the name jax.ffi expects
 
 #define QSHARD_OP(name, ...) extern "C" XLA_FFI_Handler qshard_##name##_cpu, qshard_##name##_cuda;
 #include "ops.def"

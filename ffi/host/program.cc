@@ -4,7 +4,6 @@
 
 #include <algorithm>
 
-#include "host/handlers.h"
 #include "host/small_array.h"
 #include "host/tensor.h"
 #include "schema/bind.h"

@@ -29,6 +29,9 @@ struct Step {
   XLA_FFI_Attrs attrs;
 };
 
+// The handler of an op for the device of some tensors. Raises ValueError or NotImplementedError.
+XLA_FFI_Handler* HandlerOf(nanobind::str op, const DLDevice& device);
+
 // Calls `steps` one after another: on CUDA they are enqueued on the framework's current stream. The
 // first that fails ends it, and raises.
 void Run(const Common& common, const Step* steps, size_t count);
