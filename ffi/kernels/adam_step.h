@@ -1,4 +1,5 @@
-// A step of Adam for some elements of one block: what is read and stored for which kinds.
+// A step of Adam for some elements of one block. The kinds choose which operands it reads and
+// stores.
 #ifndef QSHARD_KERNELS_ADAM_STEP_H_
 #define QSHARD_KERNELS_ADAM_STEP_H_
 
@@ -37,10 +38,10 @@ QSHARD_STEP_INLINE void StoreScales(const AdamTensor& t, const AdamKinds& kinds,
   if (IsScaled(kinds.exp_avg_sq)) t.new_exp_avg_sq.scale_inv[block] = s.exp_avg_sq;
 }
 
-// Replaces the scales by the new ones. `e`, the platform's part, has Count() elements of at most
-// kCount and moves them between what is stored and fp32: Widen, Narrow (stored for a moment only),
-// Store; Decode and Encode for states; Join and StoreHalves for bfloat16s with remainders. Its Step
-// updates p, m and v, and gives what p became less by.
+// Elements are the platform's part: Count() of them, at most kCount. Widen gives values; Narrow
+// rounds them to a type; Store stores them. Decode and Encode do so for states, Join and
+// StoreHalves for bfloat16s with remainders. Step updates p, m and v, and sets u to old p - new p.
+// Replaces the scales by the new ones.
 template <class Elements, class Stored>
 QSHARD_STEP_INLINE void StepElements(const Elements& e, const AdamKinds& kinds,
                                      const AdamConstants& c, const AdamTensor& t,

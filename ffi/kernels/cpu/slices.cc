@@ -1,5 +1,5 @@
-// Flat slices of many weights on the CPU. A task takes what a slice has of an aligned window of its
-// weight, so that no two tasks write one byte. Amaxes of blocks that several windows cut meet in
+// Flat slices of many weights on the CPU. A task takes the part of a slice in an aligned window of
+// its weight, so that no two tasks write one byte. Amaxes of blocks that windows split meet in
 // atomic maxima.
 #include "kernels/slices.h"
 

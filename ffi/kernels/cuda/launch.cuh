@@ -51,7 +51,7 @@ Status Launch(const Exec<Cuda>& exec, void (*kernel)(Params...), int64_t blocks,
   return LaunchStatus();
 }
 
-// For kernels of which a block takes more shared memory than 48 KB, or as much as it is given.
+// Lets a thread block of a kernel have more dynamic shared memory than 48 KB.
 template <class Kernel>
 Status AllowSharedMemory(Kernel kernel, int bytes) {
   return ToStatus(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));

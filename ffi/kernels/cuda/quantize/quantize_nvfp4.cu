@@ -1,5 +1,5 @@
 // Which kernel quantizes to NVFP4: those for all formats where x is taken as it is and codes are
-// the nearest, and otherwise those of nvfp4_options.cuh.
+// the nearest, and otherwise the kernels of nvfp4_options.cuh.
 #include <algorithm>
 
 #include "kernels/cuda/quantize/nvfp4_options.cuh"

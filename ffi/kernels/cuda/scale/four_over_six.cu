@@ -1,7 +1,7 @@
 // scale_four_over_six: the scales of blocks from their amaxes and x.
 //
-// One thread a row of a block, 16 elements, whose errors 16 neighbouring lanes add up where a block
-// has 16 rows. Equals core/block_scale.h bit for bit.
+// One thread takes a row of a block, 16 elements. Where a block has 16 rows, 16 neighbouring lanes
+// add up their errors. Equals core/block_scale.h bit for bit.
 #include "core/block_scale.h"
 #include "kernels/block_scale.h"
 #include "kernels/cuda/convert.cuh"
