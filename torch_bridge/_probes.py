@@ -19,8 +19,7 @@ from qshard._core.validation import shown
 from qshard.formats import Format, Usage
 from qshard.layout import plane
 from qshard.numerics import _kernels as kernels
-from qshard.numerics._arrays import Whole
-from qshard.numerics._cuts import are_blocks_cut
+from qshard.numerics._arrays import Whole, splits_blocks
 from qshard.numerics._observed import COUNTS, Totals, seen_of
 from qshard.numerics._pieces import compared
 from qshard.numerics._steps import LayerStats, StepStats, layer_stats
@@ -189,7 +188,7 @@ class Watch:
         whole = whole_of(weight, "numerics_of")
         where = plane(fmt, whole.shape, Usage.ROWWISE, op="numerics_of", name=name)
         scales = _scales_of(layer)
-        if fmt.stochastic or are_blocks_cut(where, whole) or fmt.scaling.global_scale == "row":
+        if fmt.stochastic or splits_blocks(where, whole) or fmt.scaling.global_scale == "row":
             self._totals[name, Role.WEIGHT] = _on_the_host(whole, fmt)
             return
         local = memory_of(weight)

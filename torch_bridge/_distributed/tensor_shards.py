@@ -30,6 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from qshard._core.flat_shards import MasterPlan
+from qshard._core.placement import Box
 from qshard._core.quantize_steps import Draws
 from qshard.formats import Usage
 from qshard.recipes import Recipe, Role
@@ -51,8 +52,8 @@ class Part(NamedTuple):
     placements: tuple[Placement, ...]
 
     @property
-    def starts(self) -> list[int]:
-        """Where the part begins, on each axis of the tensor."""
+    def box(self) -> Box:
+        """Where the part is in the tensor."""
         sizes, starts = list(self.shape), [0] * len(self.shape)
         for axis, placement in enumerate(self.placements):
             if isinstance(placement, Shard):
@@ -60,12 +61,7 @@ class Part(NamedTuple):
                 start = min(sizes[dim], size * self.mesh.get_local_rank(axis))
                 starts[dim] += start
                 sizes[dim] = min(sizes[dim] - start, size)
-        return starts
-
-    def place(self, first: int, columns: int) -> tuple[int, int]:
-        """Where element `first` of a part of a matrix, which has so many columns, is in the whole, and its columns."""
-        (row, column), (down, right) = self.starts, divmod(first, max(1, columns))
-        return (row + down) * self.shape[1] + column + right, self.shape[1]
+        return Box(self.shape, tuple(starts), tuple(sizes))
 
     def groups(self, *, by_row: bool = False) -> list[dist.ProcessGroup]:
         """The ranks that have other parts of the tensor, or of its rows: of each axis of the mesh."""
@@ -85,11 +81,11 @@ class Part(NamedTuple):
         If an axis is cut that has others before it, rows of a part are not next to each other. Then no two ranks draw
         the same numbers, but they are not those of the whole.
         """
-        first = sum(start * math.prod(self.shape[axis + 1 :]) for axis, start in enumerate(self.starts))
+        apart = 0
         cut = {placement.dim for placement in self.placements if isinstance(placement, Shard)}
         if any(math.prod(self.shape[:axis]) > 1 for axis in cut - {len(self.shape) - 1}):
-            first += (1 + self.mesh.get_rank()) * math.prod(self.shape)
-        return Draws(seed, words("linear", "first", first, seed.device), self.shape[-1])
+            apart = (1 + self.mesh.get_rank()) * math.prod(self.shape)
+        return self.box.draws(seed, lambda first: words("linear", "first", first + apart, seed.device))
 
 
 class Cut(NamedTuple):

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from qshard._core.placement import Box
+
 if TYPE_CHECKING:
     from qshard.torch_bridge._fsdp.scale_state import ScaleState
 
@@ -17,22 +19,26 @@ _CHUNK = 2**22
 RANDOM = {aten.uniform_.default, aten.normal_.default}
 
 
-def place_of(state: ScaleState, columns: int) -> tuple[int, int] | None:
-    """Where in its weight a shard of so many columns begins, and how many the weight has.
+def box_of(state: ScaleState, shape: tuple[int, ...]) -> Box | None:
+    """Where in its weight a shard of this shape is.
 
     None of one that is whole, or cut by someone else than FSDP2 and `parallelize_module`.
     """
-    if state.part is not None:
-        return state.part.place(state.first, state.whole[1]) if state.gathers else state.part.place(0, columns)
-    return (state.first, state.whole[1]) if state.gathers and state.whole == state.shape else None
+    if not state.gathers:
+        return None if state.part is None else Box(shape, (0, 0), shape).placed_in(state.part.box)
+    if state.part is None and state.whole != state.shape:
+        return None
+    box = Box(state.whole, divmod(state.first, max(1, state.whole[1])), shape)
+    return box if state.part is None else box.placed_in(state.part.box)
 
 
-def fill(func: object, shard: Tensor, first: int, row_step: int, low: float, high: float, key: str) -> None:
-    """`uniform_` or `normal_` on a shard `[rows, columns]` of a weight of `row_step` columns, which begins at `first`.
+def fill(func: object, shard: Tensor, box: Box, low: float, high: float, key: str) -> None:
+    """`uniform_` or `normal_` on a shard `[rows, columns]` of a weight.
 
     The bits of element i are those of SplitMix64 at position i.
 
     Args:
+      box: where it is in the weight.
       low, high: the bounds, or the mean and the standard deviation.
       key: of which the seed is a hash, the same on all ranks.
     """
@@ -40,6 +46,7 @@ def fill(func: object, shard: Tensor, first: int, row_step: int, low: float, hig
     rows, columns = shard.shape
     if not shard.numel():
         return
+    first, row_step = box.philox_offset(), box.global_shape[1]
     step = max(1, _CHUNK // columns)
     for row in range(0, rows, step):
         part = shard[row : row + step]

@@ -17,12 +17,13 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import warn_if_has_hooks
 
 from qshard._core import quantize_steps
+from qshard._core.placement import Box
 from qshard._core.quantize_steps import Plane, Scales
 from qshard.formats import Usage
 from qshard.torch_bridge._distributed.dtensor import local_of, wrapped_like
 from qshard.torch_bridge._fsdp.columns import JoinedColumns
 from qshard.torch_bridge._fsdp.group_casts import cast_group, end_with_zeros, taken_ahead
-from qshard.torch_bridge._fsdp.initial_values import RANDOM, exact_erfinv, fill, place_of
+from qshard.torch_bridge._fsdp.initial_values import RANDOM, box_of, exact_erfinv, fill
 from qshard.torch_bridge._fsdp.mesh_groups import check_reshards
 from qshard.torch_bridge._fsdp.primary import Values
 from qshard.torch_bridge._fsdp.scale_state import Refresh, ScaleState, ShardOf
@@ -173,8 +174,8 @@ class ShardedWeight(Tensor):
         if func is aten.erfinv_.default and states[0].gathers:
             args[0].shard.copy_(exact_erfinv(args[0].shard))  # Of `trunc_normal_`, before torch 2.13.
             return args[0]
-        if func in RANDOM and args[0].ndim == 2 and (place := place_of(states[0], args[0].shape[1])) is not None:
-            return args[0]._fill(place, func, *args[1:], **kwargs)
+        if func in RANDOM and args[0].ndim == 2 and (box := box_of(states[0], tuple(args[0].shape))) is not None:
+            return args[0]._fill(box, func, *args[1:], **kwargs)
         out = func(*plain_args, **plain_kwargs)
         if func in _STAYS_SHARDED or _is_view(func):
             with torch.inference_mode(False):  # Within it, torch cannot make the wrapper a view of the parameter.
@@ -188,9 +189,7 @@ class ShardedWeight(Tensor):
             return args[0] if plain_args and out is plain_args[0] else out
         return out
 
-    def _fill(
-        self, place: tuple[int, int], func: Any, a: float = 0.0, b: float = 1.0, *, generator: Any = None
-    ) -> ShardedWeight:
+    def _fill(self, box: Box, func: Any, a: float = 0.0, b: float = 1.0, *, generator: Any = None) -> ShardedWeight:
         """Random values of a shard are those of its place in the weight, for any number of ranks.
 
         They follow from the name of the weight, what `torch.manual_seed` was given, and how often the weight was
@@ -198,7 +197,7 @@ class ShardedWeight(Tensor):
         """
         state = self.scale_state
         seeded = torch.initial_seed() if generator is None else generator.initial_seed()
-        fill(func, self.shard, *place, a, b, f"{seeded} {state.name} {state.fills}")
+        fill(func, self.shard, box, a, b, f"{seeded} {state.name} {state.fills}")
         state.fills += 1
         return self
 

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from qshard._core import quantize_steps
-from qshard._core.quantize_steps import Draws, Plane
+from qshard._core.placement import Box
+from qshard._core.quantize_steps import Plane
 from qshard.formats import E4M3, Format, Usage
 from qshard.layout import is_transposed, multiplies_codes
 from qshard.recipes import Recipe
@@ -174,7 +175,6 @@ def quantized_places(
       seeds: of each expert, `[E, 2]` words, where the format needs them.
       scale, margin: of delayed scaling, `[E]`. The amaxes of experts then come with the planes.
     """
-    columns = places.shape[2]
     found: list[Tensor] = []
 
     def merged(amax: Tensor) -> Tensor:
@@ -195,8 +195,9 @@ def quantized_places(
     else:
         draws = amax = None
         if seeds is not None and fmt.stochastic:
-            first = (tiles.first * columns).view(torch.int32).view(-1, 2)  # The low word first.
-            draws = Draws(tiles.of_tiles(seeds).contiguous(), first, columns)
+            tile = Box(tuple(places.shape[1:]), (tiles.first, 0), tuple(places.shape[1:]))
+            # Words are int32, the low one first.
+            draws = tile.draws(tiles.of_tiles(seeds).contiguous(), lambda first: first.view(torch.int32).view(-1, 2))
         if has_factor(fmt) and not (fmt.hadamard and Usage.COLUMNWISE in asked):
             amax = ops.amax_tensor(places, lead=1)
         made = quantize_steps.quantize(over, places, fmt, asked, reduce_max=merged, draws=draws, amax=amax)
