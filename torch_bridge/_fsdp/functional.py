@@ -6,7 +6,6 @@ for what looks at sharded weights outside of a forward.
 
 from __future__ import annotations
 
-import functools
 import math
 import warnings
 from collections.abc import Sequence
@@ -16,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from qshard._core import flat_shards, quantize_steps
-from qshard._core.flat_shards import MasterPlan
+from qshard._core import quantize_steps
+from qshard._core.flat_shards import FlatSlice
 from qshard._core.quantize_steps import Plane
 from qshard._core.validation import as_format, shown
 from qshard.formats import Format, Usage
@@ -26,8 +25,7 @@ from qshard.torch_bridge._distributed.dtensor import local_of
 from qshard.torch_bridge._fsdp.weight import ShardedWeight, memory_of
 from qshard.torch_bridge._ops.autograd_node import Node, apply_node
 from qshard.torch_bridge._ops.bind import dtype_name, ops
-from qshard.torch_bridge._ops.foreach import SliceOps
-from qshard.torch_bridge._ops.uint64 import words
+from qshard.torch_bridge._ops.foreach import FlatPlan, flat_plan
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
 from qshard.torch_bridge._quantized.validation import check_dtype
 
@@ -215,39 +213,32 @@ def gathered(local: ShardedWeight, cut: Cut, dtype: torch.dtype, *, observe: boo
 # Ops, so that compilers need not see how slices are planned.
 
 
-@functools.lru_cache(maxsize=4096)
-def _prepared(
-    fmt: str, shape: tuple[int, ...], start: int, dtype: torch.dtype, device: torch.device
-) -> tuple[MasterPlan, SliceOps, Tensor]:
-    plan = flat_shards.plan_master([shape], as_format(fmt, "gathered_weight"), dtype=dtype_name(dtype))
-    return plan, SliceOps(plan, device), words("gathered_weight", "start", [start], device, 1)
+def _plan(shard: Tensor, fmt: str, shape: Sequence[int], start: int) -> FlatPlan:
+    known = as_format(fmt, "gathered_weight")
+    return flat_plan((FlatSlice(tuple(shape), known, dtype_name(shard.dtype), start),), shard.device)
 
 
 @torch.library.custom_op("qshard::amaxes_of_shard", mutates_args=())
 def _amaxes(shard: Tensor, fmt: str, shape: Sequence[int], start: int) -> Tensor:
     """What rows of a weight know of its amaxes."""
-    plan, of_slices, starts = _prepared(fmt, tuple(shape), start, shard.dtype, shard.device)
-    made: Tensor = flat_shards.amaxes(of_slices, plan, [shard.reshape(-1)], starts)
-    return made
+    return _plan(shard, fmt, shape, start).amaxes([shard.reshape(-1)])
 
 
 @_amaxes.register_fake
 def _(shard: Tensor, fmt: str, shape: Sequence[int], start: int) -> Tensor:
-    plan = _prepared_for_fake(fmt, tuple(shape), shard.dtype)
-    return shard.new_empty(plan.amaxes, dtype=torch.float32)
+    return shard.new_empty(_plan(shard, fmt, shape, 0).plan.amaxes, dtype=torch.float32)
 
 
 @torch.library.custom_op("qshard::codes_of_shard", mutates_args=())
 def _codes(shard: Tensor, amaxes: Tensor, fmt: str, shape: Sequence[int], start: int, longest: int) -> list[Tensor]:
     """Rows of a weight cast with the scales of its amaxes, padded to `longest`, and what is stored of those scales."""
-    plan, of_slices, starts = _prepared(fmt, tuple(shape), start, shard.dtype, shard.device)
-    (bucket,), (made,) = plan.buckets, flat_shards.scales(of_slices, plan, amaxes)
+    flat = _plan(shard, fmt, shape, start)
+    (bucket,), (made,) = flat.plan.buckets, flat.scales(amaxes)
     (scales,) = bucket.split_scales(made)
-    element = bucket.fmt.element
-    width = shape[1] // element.codes_per_byte
-    room = torch.zeros(longest * width + element.codes_per_byte - 1, dtype=torch.uint8, device=shard.device)
-    options = {"element": element.name, "nonfinite": bucket.fmt.nonfinite, "pieces": True}
-    ops.cast_slices(starts, scales.scale.view(-1), [shard.reshape(-1)], [room], **bucket.attributes, **options)
+    per_byte = bucket.fmt.element.codes_per_byte
+    width = shape[1] // per_byte
+    room = torch.zeros(longest * width + per_byte - 1, dtype=torch.uint8, device=shard.device)
+    flat.cast([room], [shard.reshape(-1)], [made.scale], pieces=True)
     stored = [part.clone() for part in scales[1:] if part is not None]
     return [room[: longest * width].view(longest, width).clone(), *stored]
 
@@ -261,8 +252,3 @@ def _(shard: Tensor, amaxes: Tensor, fmt: str, shape: Sequence[int], start: int,
     if where.global_scale_shape is not None:
         made.append(shard.new_empty(where.global_scale_shape, dtype=torch.float32))
     return made
-
-
-@functools.lru_cache(maxsize=4096)
-def _prepared_for_fake(fmt: str, shape: tuple[int, ...], dtype: torch.dtype) -> MasterPlan:
-    return flat_shards.plan_master([shape], as_format(fmt, "gathered_weight"), dtype=dtype_name(dtype))

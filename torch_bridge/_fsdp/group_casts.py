@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qshard._core import flat_shards
 from qshard.torch_bridge._distributed.dtensor import local_of
 from qshard.torch_bridge._fsdp.mesh_groups import groups_of
-from qshard.torch_bridge._fsdp.scale_computation import prepared
+from qshard.torch_bridge._ops.foreach import flat_plan
 
 if TYPE_CHECKING:
     from qshard.torch_bridge._fsdp.scale_state import Refresh, ScaleState, ShardOf
@@ -46,17 +45,19 @@ def end_with_zeros(weight: ShardOf, room: Tensor) -> None:
         weight.plan.padded_in(room)[rows:].zero_()
 
 
-def cast_together(weights: Sequence[ShardOf], rooms: Sequence[Tensor]) -> None:
-    """Casts slices that are on one device under their staged scales, with a launch for those of a format."""
-    device = weights[0].shard.device
-    plan, ops, starts = prepared(tuple(of_weight for _, _, of_weight in weights), device)
-    scales = []
-    for state, _, _ in weights:
-        assert state.staged is not None
-        scales.append(state.staged.scale)
-    of_buckets = [_joined([scales[i] for i in bucket.indices]).to(device) for bucket in plan.buckets]
-    shards = [shard for _, shard, _ in weights]
-    flat_shards.cast(ops, plan, rooms, shards, starts, of_buckets, pieces=True)
+def cast_shards(weights: Sequence[ShardOf], rooms: Sequence[Tensor]) -> None:
+    """Casts shards under their staged scales: all slices of a format that are on one device by one launch."""
+    for device in dict.fromkeys(weight.shard.device for weight in weights):
+        of_device = [(w, room) for w, room in zip(weights, rooms, strict=True) if w.shard.device == device]
+        slices = [(weight, room) for weight, room in of_device if weight.plan.box is None]
+        if slices:
+            flat = flat_plan(tuple(weight.plan.slice for weight, _ in slices), device)
+            scales = [weight.staged.scale for weight, _ in slices]
+            of_buckets = [_joined([scales[i] for i in bucket.indices]).to(device) for bucket in flat.plan.buckets]
+            flat.cast([room for _, room in slices], [w.shard for w, _ in slices], of_buckets, pieces=True)
+        for weight, room in of_device:
+            if weight.plan.box is not None:
+                weight.plan.cast_columns(weight.shard, weight.staged.scale.to(device), room)
 
 
 def taken_ahead(weight: ShardOf) -> Tensor | None:
@@ -76,7 +77,7 @@ def cast_group(weight: ShardOf) -> Tensor:
     rooms = [one.plan.room_in(part) for one, part in zip(weights, whole.split(sizes), strict=True)]
     for one, room in zip(weights, rooms, strict=True):
         end_with_zeros(one, room)
-    cast_together(weights, rooms)
+    cast_shards(weights, rooms)
     for (state, shard, _), room in zip(weights[1:], rooms[1:], strict=True):
         assert state.refresh is not None
         state.ahead = Ahead(room, state.refresh, shard.data_ptr())

@@ -77,12 +77,6 @@ class Primary:
             self.note_version()
         return self.master
 
-    def cast(self, plan: ShardPlan, scale: Tensor) -> None:
-        """Makes the codes of the master."""
-        master = self.master_to_cast()
-        plan.cast(master, scale.to(master.device), self.room(plan))
-        self.end_cast(plan)
-
     def master_to_cast(self) -> Tensor:
         assert self.master is not None
         return self.master

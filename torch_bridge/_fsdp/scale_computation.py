@@ -12,15 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from qshard._core import flat_shards
-from qshard._core.flat_shards import Bucket, MasterPlan
+from qshard._core.flat_shards import Bucket
 from qshard._core.quantize_steps import Scales
 from qshard.torch_bridge._distributed.tensor_shards import merge_parts, merge_plan
 from qshard.torch_bridge._fsdp.shard_plan import ShardPlan
 from qshard.torch_bridge._ops.bind import ops
 from qshard.torch_bridge._ops.collectives import max_over_ranks
-from qshard.torch_bridge._ops.foreach import SliceOps
-from qshard.torch_bridge._ops.uint64 import words
+from qshard.torch_bridge._ops.foreach import flat_plan
 
 if TYPE_CHECKING:
     from qshard.torch_bridge._fsdp.scale_state import ShardOf
@@ -52,11 +50,11 @@ def made_scales(weights: Sequence[ShardOf]) -> list[Scales]:
     devices = dict.fromkeys(weight.shard.device for weight in weights)
     bits = [_amaxes_on(there, weights, plans).to(device).view(torch.int32) for there in devices]
     amaxes = functools.reduce(torch.maximum, bits).view(torch.float32)
-    plan, of_slices, _ = prepared(plans, device)
+    flat = flat_plan(tuple(plan.slice for plan in plans), device)
     amaxes = max_over_ranks(amaxes, group)
-    merge_plan([state.part for state, _, _ in weights], plan, amaxes)
+    merge_plan([state.part for state, _, _ in weights], flat.plan, amaxes)
     made: dict[int, Scales] = {}
-    for bucket, of_bucket in zip(plan.buckets, flat_shards.scales(of_slices, plan, amaxes), strict=True):
+    for bucket, of_bucket in zip(flat.plan.buckets, flat.scales(amaxes), strict=True):
         made.update(zip(bucket.indices, _of_weights(bucket, of_bucket), strict=True))
     return [made[i] for i in range(len(weights))]
 
@@ -80,26 +78,19 @@ def _parts(numbers: Tensor, shapes: Sequence[tuple[int, ...]]) -> Sequence[Tenso
 
 def _amaxes_on(device: torch.device, weights: Sequence[ShardOf], plans: tuple[ShardPlan, ...]) -> Tensor:
     """What the shards on one device know of the amaxes of all weights."""
-    plan, of_slices, starts = prepared(plans, device)
-    slices = [  # Of shards on other devices, and of columns of blocks, empty ones.
-        shard if shard.device == device and of_weight.columns is None else shard.new_empty(0, device=device)
-        for _, shard, of_weight in weights
-    ]
-    amaxes: Tensor = flat_shards.amaxes(of_slices, plan, slices, starts)
-    if any(of_weight.columns for of_weight in plans):
-        for bucket in plan.buckets:
+    flat = flat_plan(tuple(plan.slice for plan in plans), device)
+    amaxes = flat.amaxes(
+        [  # Of shards on other devices, and of columns of blocks, empty ones.
+            shard if shard.device == device and plan.box is None else shard.new_empty(0, device=device)
+            for _, shard, plan in weights
+        ]
+    )
+    if any(plan.box for plan in plans):
+        for bucket in flat.plan.buckets:
             for i, (grid, whole) in zip(bucket.indices, bucket.split(*bucket.found(amaxes)), strict=True):
                 if weights[i].shard.device == device:
                     plans[i].note_amaxes_of_columns(weights[i].shard, grid, whole)
     return amaxes
-
-
-@functools.lru_cache(maxsize=1024)
-def prepared(plans: tuple[ShardPlan, ...], device: torch.device) -> tuple[MasterPlan, SliceOps, Tensor]:
-    """What a refresh or a cast of some weights needs, step after step, without a copy from the host."""
-    plan = flat_shards.plan_master([p.shape for p in plans], [p.fmt for p in plans], dtype=[p.dtype for p in plans])
-    starts = words("update_scales", "starts", [p.start for p in plans], device, len(plans))
-    return plan, SliceOps(plan, device), starts
 
 
 def check_agree(weights: Sequence[ShardOf]) -> None:

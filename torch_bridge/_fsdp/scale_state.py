@@ -51,7 +51,7 @@ from qshard.torch_bridge._delayed_scaling import DelayedScale, update_delayed
 from qshard.torch_bridge._distributed.dtensor import local_of
 from qshard.torch_bridge._distributed.tensor_shards import Part, fsdp_axis
 from qshard.torch_bridge._fsdp.epochs import Passes
-from qshard.torch_bridge._fsdp.group_casts import Ahead, cast_together
+from qshard.torch_bridge._fsdp.group_casts import Ahead, cast_shards
 from qshard.torch_bridge._fsdp.primary import Primary
 from qshard.torch_bridge._fsdp.scale_computation import check_agree, delayed_scales, made_scales
 from qshard.torch_bridge._fsdp.shard_plan import ShardPlan
@@ -197,7 +197,17 @@ class ShardOf(NamedTuple):
     @property
     def is_cast_in_gathers(self) -> bool:
         """Whether each gather casts it: a slice, with scales that are there before."""
-        return self.state.primary is None and self.state.delayed is None and self.plan.columns is None
+        return self.state.primary is None and self.state.delayed is None and self.plan.box is None
+
+    @property
+    def staged(self) -> Scales:
+        assert self.state.staged is not None
+        return self.state.staged
+
+    @property
+    def primary(self) -> Primary:
+        assert self.state.primary is not None
+        return self.state.primary
 
 
 class Refresh:
@@ -297,28 +307,11 @@ def recast(parameters: Iterable[Tensor]) -> None:
             groups.setdefault(found.plan.group.group_name, []).append(found)
     for weights in groups.values():
         _refresh(weights, None)
-        _recast_all(weights)
-
-
-@torch.no_grad()
-def _recast_all(weights: Sequence[ShardOf]) -> None:
-    """With one launch for all slices of a format, where they are."""
-    for device in dict.fromkeys(weight.shard.device for weight in weights):
-        slices = [weight for weight in weights if weight.plan.columns is None and weight.shard.device == device]
-        if not slices:
-            continue
-        rooms = []
-        for state, _, of_weight in slices:
-            assert state.primary is not None
-            rooms.append(state.primary.room(of_weight))
-        cast_together(slices, rooms)
-    for state, _, of_weight in weights:
-        assert state.primary is not None
-        if of_weight.columns is None:
-            state.primary.end_cast(of_weight)
-        else:
-            assert state.staged is not None
-            state.primary.cast(of_weight, state.staged.scale)
+        primaries = [weight.primary for weight in weights]
+        with torch.no_grad():
+            cast_shards(weights, [p.room(weight.plan) for p, weight in zip(primaries, weights, strict=True)])
+        for p, weight in zip(primaries, weights, strict=True):
+            p.end_cast(weight.plan)
 
 
 def _sharded_weights(model: nn.Module | None) -> Iterator[ShardOf]:

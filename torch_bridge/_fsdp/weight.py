@@ -18,11 +18,11 @@ from torch.utils.hooks import warn_if_has_hooks
 
 from qshard._core import quantize_steps
 from qshard._core.placement import Box
-from qshard._core.quantize_steps import Plane, Scales
+from qshard._core.quantize_steps import Plane
 from qshard.formats import Usage
 from qshard.torch_bridge._distributed.dtensor import local_of, wrapped_like
 from qshard.torch_bridge._fsdp.columns import JoinedColumns
-from qshard.torch_bridge._fsdp.group_casts import cast_group, end_with_zeros, taken_ahead
+from qshard.torch_bridge._fsdp.group_casts import cast_group, cast_shards, end_with_zeros, taken_ahead
 from qshard.torch_bridge._fsdp.initial_values import RANDOM, box_of, exact_erfinv, fill
 from qshard.torch_bridge._fsdp.mesh_groups import check_reshards
 from qshard.torch_bridge._fsdp.primary import Values
@@ -264,41 +264,18 @@ class ShardedWeight(Tensor):
             check_reshards(state.passes.root)
         if state.primary is not None:
             shard = state.primary.take_master(state.at_home(shard) if state.primary.master is None else shard)
-        plan = state.plan_of(shard, outer_size, mesh)
-        scales = state.scales_for(shard, plan)
+        weight = ShardOf(state, shard, state.plan_of(shard, outer_size, mesh))
+        state.scales_for(shard, weight.plan)
         if state.primary is None:
-            padded = plan.padded_in(self._room(ShardOf(state, shard, plan), scales))
+            padded = weight.plan.padded_in(_cast(weight))
         else:
             if state.primary.codes is None:
-                self._cast(plan, shard, scales, state.primary.room(plan))
-                state.primary.end_cast(plan)
-            padded = state.primary.codes_on(plan.device)
-        columns = JoinedColumns(state, padded) if plan.packs_columns else None
+                _cast_into(weight, state.primary.room(weight.plan))
+                state.primary.end_cast(weight.plan)
+            padded = state.primary.codes_on(weight.plan.device)
+        columns = JoinedColumns(state, padded) if weight.plan.packs_columns else None
         assert state.refresh is not None
-        return (padded,), _Gather(plan, state.refresh, columns)
-
-    def _room(self, weight: ShardOf, scales: Scales) -> Tensor:
-        """Padded codes."""
-        ahead, device = taken_ahead(weight), weight.shard.device
-        if ahead is not None:
-            return ahead
-        if weight.is_cast_in_gathers:
-            return cast_group(weight)
-        room = torch.empty(weight.plan.room, dtype=torch.uint8, device=device)
-        end_with_zeros(weight, room)
-        self._cast(weight.plan, weight.shard, scales, room)
-        return room
-
-    def _cast(self, plan: ShardPlan, shard: Tensor, scales: Scales, room: Tensor) -> None:
-        delayed = self.scale_state.delayed
-        scale = scales.scale.to(shard.device)
-        if delayed is None:
-            plan.cast(shard, scale, room)
-            return
-        amax, scale_inv = (torch.empty((), dtype=torch.float32, device=shard.device) for _ in range(2))
-        made = into(plan.padded_in(room)[: shard.shape[0]], amax, scale_inv)
-        quantize_steps.quantize_delayed(made, shard, plan.fmt, Usage.ROWWISE, scale, delayed.margin)
-        delayed.observe(amax)
+        return (padded,), _Gather(weight.plan, state.refresh, columns)
 
     def fsdp_post_all_gather(
         self,
@@ -320,6 +297,31 @@ class ShardedWeight(Tensor):
         assert isinstance(unsharded, QuantizedTensor)
         unsharded.set(Usage.ROWWISE, parts)
         return None
+
+
+def _cast(weight: ShardOf) -> Tensor:
+    """Padded codes of a weight that keeps none between gathers."""
+    ahead = taken_ahead(weight)
+    if ahead is not None:
+        return ahead
+    if weight.is_cast_in_gathers:
+        return cast_group(weight)
+    room = torch.empty(weight.plan.room, dtype=torch.uint8, device=weight.shard.device)
+    end_with_zeros(weight, room)
+    _cast_into(weight, room)
+    return room
+
+
+def _cast_into(weight: ShardOf, room: Tensor) -> None:
+    state, shard, plan = weight
+    if state.delayed is None:
+        cast_shards([weight], [room])
+        return
+    amax, scale_inv = (torch.empty((), dtype=torch.float32, device=shard.device) for _ in range(2))
+    made = into(plan.padded_in(room)[: shard.shape[0]], amax, scale_inv)
+    scale = weight.staged.scale.to(shard.device)
+    quantize_steps.quantize_delayed(made, shard, plan.fmt, Usage.ROWWISE, scale, state.delayed.margin)
+    state.delayed.observe(amax)
 
 
 class _Hook:
