@@ -13,13 +13,12 @@ import functools
 import hashlib
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FlatParameter
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from qshard._core.validation import shown
@@ -29,8 +28,10 @@ from qshard.torch_bridge._distributed.process_groups import groups_of
 from qshard.torch_bridge._module_tree import modules_of
 from qshard.torch_bridge._ops.bind import ops
 from qshard.torch_bridge._ops.collectives import max_over_ranks
+from qshard.torch_bridge._ops.eager import is_capturing, is_compiling
 from qshard.torch_bridge._quantized.scaling_state import loaded_if_there
 from qshard.torch_bridge._quantized.validation import check_group, check_model
+from qshard.torch_bridge._torch_internals import active_ddp, modules_of_flat
 
 
 class DelayedScale(nn.Module):
@@ -163,7 +164,7 @@ def keep_amaxes() -> None:
 
     Before a pass it gives all ranks the buffers of the first, where gradients were reduced in the pass before.
     """
-    ddp = DistributedDataParallel._active_ddp_module
+    ddp = active_ddp()
     if ddp is not None and ddp not in _told:
         _told.add(ddp)
         for name, module in ddp.module.named_modules():
@@ -177,7 +178,7 @@ _told: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 def note(noted: Tensor, amax: Tensor) -> None:
     """Raises an amax to another one, in its memory."""
-    if torch.compiler.is_compiling():  # Dynamo does not take every `out=`.
+    if is_compiling():  # Dynamo does not take every `out=`.
         noted.copy_(torch.maximum(noted, amax))
     else:
         torch.maximum(noted, amax, out=noted)
@@ -272,7 +273,7 @@ class _Look:
 def _is_made(state: DelayedScale) -> bool:
     """Whether this rank knows that there is a scale. All ranks see the same scales, so the same."""
     scale = state._buffers["scale"]
-    if state._look is not None and not _is_capturing(scale):
+    if state._look is not None and not is_capturing(state.scale.device):
         if state._look.shows(state):
             state._made = _version_of(scale)
         state._look = None
@@ -280,14 +281,10 @@ def _is_made(state: DelayedScale) -> bool:
 
 
 def _look_at(states: Sequence[DelayedScale]) -> None:
-    if states and not _is_capturing(states[0].scale):
+    if states and not is_capturing(states[0].scale.device):
         look = _Look(states)
         for state in states:
             state._look = look
-
-
-def _is_capturing(tensor: Tensor | None) -> bool:
-    return tensor is not None and tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _version_of(tensor: Tensor | None) -> int:
@@ -299,7 +296,7 @@ _agreed: weakref.WeakKeyDictionary[nn.Module, tuple[Any, ...]] = weakref.WeakKey
 
 def _check_alike(model: nn.Module, states: Sequence[DelayedScale], groups: Sequence[dist.ProcessGroup]) -> None:
     """Raises on all ranks unless all have the same states. Collective, until they agree; then not until they change."""
-    if not groups or _is_capturing(states[0].amax):
+    if not groups or is_capturing(states[0].amax.device):
         return
     key = (*[group.group_name for group in groups], *map(id, states))
     if _agreed.get(model) == key:
@@ -340,7 +337,7 @@ def _end_step(optimizer: Optimizer) -> None:
 
 def _note_step(optimizer: Optimizer) -> None:
     """Raises RuntimeError at the second step of a weight since the last update."""
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return
     _end_step(optimizer)  # One before has raised.
     for group in optimizer.param_groups:
@@ -369,11 +366,9 @@ def _stepped_by(parameter: Tensor) -> Sequence[tuple[str, DelayedScale]]:
     if noted is not None:
         return [noted]
     if isinstance(parameter, FlatParameter):
-        infos: Any = parameter._param_infos
-        names = [(f"{info.module_name}.{info.param_name}".lstrip("."), info.module) for info in infos]
         return [
-            (name, module.delayed[Role.WEIGHT.value])
-            for name, module in names
+            (name, cast(Any, module).delayed[Role.WEIGHT.value])
+            for name, module in modules_of_flat(parameter)
             if name.endswith("weight") and "delayed" in module._modules
         ]
     state = getattr(local_of(parameter), "scale_state", None)

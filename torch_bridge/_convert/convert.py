@@ -27,6 +27,7 @@ from qshard.torch_bridge._nn.linear import Linear, WeightLayer, check_not_sealed
 from qshard.torch_bridge._nn.module_calls import follow_calls
 from qshard.torch_bridge._quantized.device_moves import guard_moves
 from qshard.torch_bridge._quantized.validation import check_dtype, check_model
+from qshard.torch_bridge._torch_internals import has_other_owners
 
 
 def convert(
@@ -235,7 +236,7 @@ def _check(name: str, layer: nn.Linear, recipe: Recipe) -> None:
     if isinstance(weight, DTensor):
         raise ValueError(f"convert: {name} (DTensor) is not a plain tensor; convert before sharding the model")
     held: Any = weight
-    if held._use_count() > 1 or weakref.getweakrefs(held) or "_fsdp_flattened" in vars(held):
+    if has_other_owners(held) or weakref.getweakrefs(held) or "_fsdp_flattened" in vars(held):
         raise ValueError(
             f"convert: {name} (held by DistributedDataParallel, FullyShardedDataParallel or an autograd graph) is not "
             "free to be replaced; convert before wrapping the model, and drop losses and views of before"

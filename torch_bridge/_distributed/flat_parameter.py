@@ -5,6 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 from torch.distributed.fsdp import FlatParameter
 
+from qshard.torch_bridge._torch_internals import base_of
+
 
 def flat_of(weight: Tensor) -> Tensor | None:
     """The flat parameter that `weight` is a view of; None if it is not.
@@ -12,7 +14,5 @@ def flat_of(weight: Tensor) -> Tensor | None:
     FSDP1 frees the memory of such a view after a pass, and fills it again before the next one, or the backward pass,
     reads it. So autograd keeps the view, as that of a plain layer, and no codes of it.
     """
-    if type(weight) is not Tensor or not weight._is_view():
-        return None
-    base = weight._base
+    base = base_of(weight) if type(weight) is Tensor else None
     return base if isinstance(base, FlatParameter) else None

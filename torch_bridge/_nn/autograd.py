@@ -26,6 +26,7 @@ from qshard.torch_bridge._nn import activations, linear_program
 from qshard.torch_bridge._nn.amax_cache import noted_amax
 from qshard.torch_bridge._nn.operands import ROLES, matrix_of, quantized, values_of
 from qshard.torch_bridge._ops.autograd_node import Node
+from qshard.torch_bridge._ops.eager import is_compiling
 from qshard.torch_bridge._quantized.gemm import Operand, matmul
 from qshard.torch_bridge._quantized.plane_programs import quantized_swiglu_again, transposed
 
@@ -111,7 +112,7 @@ class Gradients(Node):
             of_x[0] = how.joined.kept.join(of_x[0], *how.joined[1:])
         need_x, need_w = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
         dy, plan = matrix_of(grad, grad.dtype), None
-        if not how.parts and not how.is_kn and not torch.compiler.is_compiling():
+        if not how.parts and not how.is_kn and not is_compiling():
             x_parts = 1 if how.x_again else sum(part is not None for part in of_x)
             w_parts = 1 if how.w_again else sum(part is not None for part in of_w)
             sizes = (*dy.shape, ctx.x_shape[-1])

@@ -23,11 +23,13 @@ from qshard.torch_bridge._nn.amax_cache import noted_amax
 from qshard.torch_bridge._nn.autograd import Gradients, How, Joined, Product, multiplied
 from qshard.torch_bridge._nn.operands import ROLES, matrix_of, planes_of, quantized, values_of
 from qshard.torch_bridge._ops.autograd_node import apply_node
+from qshard.torch_bridge._ops.eager import is_compiling
 from qshard.torch_bridge._ops.uint64 import words
 from qshard.torch_bridge._quantized.gemm import Operand
 from qshard.torch_bridge._quantized.plane_programs import transposed
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
 from qshard.torch_bridge._quantized.validation import check_contiguous, check_dtype, check_tensor
+from qshard.torch_bridge._torch_internals import has_saved_tensors_hooks
 
 WeightLayout = Literal["NK", "KN"]
 """How a weight lies in memory. "NK": `[N, K]`, as that of `nn.Linear`; "KN": `[K, N]`, as that of GPT-2's `Conv1D`."""
@@ -125,7 +127,7 @@ def linear(
     if is_kn and (isinstance(x, DTensor) or isinstance(weight, DTensor)):
         raise TypeError("linear: weight (DTensor, weight_layout='KN') cannot be a DTensor; pass it as [N, K]")
     # Dynamo would hold a graph to the id, and compile alike layers one by one, of which a few are its limit.
-    cut, shared, layer = None, x, 0 if torch.compiler.is_compiling() else _id_of(weight)
+    cut, shared, layer = None, x, 0 if is_compiling() else _id_of(weight)
     if isinstance(x, DTensor) and isinstance(weight, DTensor):
         _check_shapes(x, weight, bias)
         if scatter_dim is not None and scatter_dim < 0:
@@ -143,7 +145,7 @@ def linear(
     check_operand("linear", weight, recipe)
     if cut is None:
         _check_shapes(x, weight, bias, is_kn)
-    if not (parts and torch.compiler.is_compiling()):  # Dynamo knows no state of a part that it has made.
+    if not (parts and is_compiling()):  # Dynamo knows no state of a part that it has made.
         check_gathered(weight)
     if dtype is not None:
         check_dtype("linear", "dtype", dtype)
@@ -195,7 +197,7 @@ def _product(
     """
     parts: Mapping[Role, Part] = {} if cut is None else cut.parts
     x_rows, y_rows = (None, None) if cut is None else (cut.x_rows, cut.y_rows)
-    eager, stochastic = not torch.compiler.is_compiling(), recipe.format(Role.ACTIVATION).stochastic
+    eager, stochastic = not is_compiling(), recipe.format(Role.ACTIVATION).stochastic
     has_grad = torch.is_grad_enabled()
     need_x, need_w = has_grad and x.requires_grad, has_grad and weight.requires_grad
     source = saved_input.source_of(x) if need_w and eager and not stochastic and not parts else None
@@ -220,7 +222,7 @@ def _product(
     forward, backward = (Usage.COLUMNWISE, Usage.ROWWISE) if is_kn else (Usage.ROWWISE, Usage.COLUMNWISE)
     ws: dict[Usage, Operand] = {}
     # Under hooks something is recomputed, and the product comes in a node of its own.
-    one_node = eager and not saved_input.are_hooks_there()
+    one_node = eager and not has_saved_tensors_hooks()
     if isinstance(weight, QuantizedTensor):  # Gathered by FSDP2, for example. The hook before it has noted its amax.
         w_format, ws = weight.format, planes_of(weight, need_x or is_kn)
         if is_kn and forward not in ws:
@@ -290,7 +292,7 @@ def _key(recipe: Recipe, dtype: torch.dtype) -> tuple[Any, ...]:
 def check_operand(op: str, weight: Tensor, recipe: Recipe) -> None:
     """Raises unless it is a weight for a recipe, gathered if it is sharded."""
     if isinstance(weight, QuantizedTensor):
-        if weight.format is not recipe.weight and not torch.compiler.is_compiling():
+        if weight.format is not recipe.weight and not is_compiling():
             check_weight_format(op, "weight", weight.format, recipe)
     else:
         check_tensor(op, "weight", weight, sharded=_NOT_GATHERED)

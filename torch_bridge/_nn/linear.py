@@ -26,16 +26,17 @@ from qshard.torch_bridge._nn.class_swap import Extends
 from qshard.torch_bridge._nn.functional import WeightLayout, linear
 from qshard.torch_bridge._nn.operands import ROLES
 from qshard.torch_bridge._ops.bind import dtype_name
-from qshard.torch_bridge._ops.eager import nobody_looks_on
+from qshard.torch_bridge._ops.eager import is_compiling, may_skip_dispatcher
 from qshard.torch_bridge._quantized.device_moves import Move, changes
 from qshard.torch_bridge._quantized.scaling_state import loaded_if_there
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
 from qshard.torch_bridge._quantized.validation import check_dtype, check_tensor
+from qshard.torch_bridge._torch_internals import hooks_of, put_hooks
 
 
 def _take_seed(seed: Tensor, rank: int) -> Tensor:
     """What `seed` is, for this rank; `seed` becomes the next one."""
-    return _seed_taken(seed, rank) if nobody_looks_on((seed,)) else _take_seed_op(seed, rank)
+    return _seed_taken(seed, rank) if may_skip_dispatcher((seed,)) else _take_seed_op(seed, rank)
 
 
 def _seed_taken(seed: Tensor, rank: int) -> Tensor:
@@ -70,20 +71,9 @@ def put(weight: nn.Parameter, made: nn.Parameter) -> None:
     `made` is of no use afterwards.
     """
     made.grad = weight.grad
-    _put_hooks(made, *_hooks_of(weight))
+    put_hooks(made, *hooks_of(weight))
     made.__dict__.update(attributes_of(weight))
     torch.utils.swap_tensors(weight, made)
-
-
-def _hooks_of(parameter: Any) -> tuple[Any, Any]:
-    return parameter._backward_hooks, parameter._post_accumulate_grad_hooks
-
-
-def _put_hooks(parameter: Any, backward: Any, post_accumulate: Any) -> None:
-    if backward:
-        parameter._backward_hooks = backward
-    if post_accumulate:
-        parameter._post_accumulate_grad_hooks = post_accumulate
 
 
 def _move_of_codes(move: Move) -> Move:
@@ -291,12 +281,12 @@ class WeightLayer(Extends):
     def _apply(self, fn: Any, recurse: bool = True) -> WeightLayer:
         check_not_sealed(self, fn)
         own = [parameter for parameter in self._parameters.values() if parameter is not None]
-        belongings = [(_hooks_of(parameter), attributes_of(parameter)) for parameter in own]
+        belongings = [(hooks_of(parameter), attributes_of(parameter)) for parameter in own]
         was_meta = self.weight.is_meta
         has_codes = isinstance(self._parameters.get("weight"), QuantizedTensor)
         super()._apply(_move_of_codes(fn) if has_codes else fn, recurse)
         for parameter, (hooks, attributes) in zip(own, belongings, strict=True):
-            _put_hooks(parameter, *hooks)  # `swap_tensors`, by which subclasses move, loses hooks and attributes.
+            put_hooks(parameter, *hooks)  # `swap_tensors`, by which subclasses move, loses hooks and attributes.
             for name, value in attributes.items():
                 parameter.__dict__.setdefault(name, value)
         if was_meta and not self.weight.is_meta:
@@ -318,7 +308,7 @@ class WeightLayer(Extends):
             seed = _take_seed(self.seed, _rank_of(weight))
         if "delayed" in self._modules:
             delayed = {role: cast(DelayedScale, self.delayed[role.value]) for role in ROLES}
-            if not torch.compiler.is_compiling():
+            if not is_compiling():
                 keep_amaxes()
                 for state in delayed.values():
                     state.restore_buffers()
