@@ -15,7 +15,7 @@ from qshard._core.validation import shown
 from qshard.formats import FLOATS, Usage
 from qshard.recipes import Recipe, RecipeLike, Role, as_recipe, check_weight_format, check_weight_shape
 from qshard.torch_bridge._delayed_scaling import DelayedScale, keep_amaxes
-from qshard.torch_bridge._distributed.activation_group import KeptInParts
+from qshard.torch_bridge._distributed.activation_group import ActivationGroup
 from qshard.torch_bridge._distributed.dtensor import local_of
 from qshard.torch_bridge._distributed.tensor_shards import Part, first_rank
 from qshard.torch_bridge._fsdp.functional import is_converted, say_that_it_was_gathered
@@ -125,7 +125,7 @@ class WeightLayer(Extends):
     Attributes:
       recipe: the format of each role.
       weight_layout: how the weight lies, as for `linear`.
-      seed, delayed, scatter_dim, overlap, kept: as of `Linear`.
+      seed, delayed, scatter_dim, overlap, activation_group: as of `Linear`.
     """
 
     recipe: Recipe
@@ -136,7 +136,7 @@ class WeightLayer(Extends):
     delayed: nn.ModuleDict
     scatter_dim: int | None = None
     overlap: bool = False
-    kept: KeptInParts | None = None
+    activation_group: ActivationGroup | None = None
     is_one_layer = True
     scaling_buffers = ("seed",)
 
@@ -328,7 +328,7 @@ class WeightLayer(Extends):
             dtype=dtype,
             scatter_dim=self.scatter_dim,
             overlap=self.overlap,
-            kept=self.kept,
+            activation_group=self.activation_group,
             weight_layout=self.weight_layout,
         )
 
@@ -357,7 +357,7 @@ class Linear(WeightLayer, nn.Linear):
         `torch.manual_seed`.
       delayed: under `DelayedScaling`, the `DelayedScale` of each role, which `update_scales` brings up to date.
       scatter_dim, overlap: of `linear`, under tensor parallelism. The styles of `tensor_parallel.py` set them.
-      kept: who keeps codes of x together, if `prepare_modules_for_fsdp1` was told.
+      activation_group: the ranks that keep codes of x together, if `prepare_modules_for_fsdp1` was told.
 
     >>> from qshard.recipes import CurrentScaling
     >>> layer = Linear(8, 4, bias=False, recipe=CurrentScaling())
