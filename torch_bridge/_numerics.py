@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from qshard.numerics._arrays import Shard, Whole, of_floats, of_shards
 from qshard.numerics._floats import as_float
 from qshard.numerics._models import Outputs, called, leaves
 from qshard.torch_bridge._fsdp.weight import ShardedWeight, memory_of
 from qshard.torch_bridge._quantized.validation import check_model
+from qshard.torch_bridge._torch_internals import compute_local_shape_and_global_offset
 
 T = TypeVar("T")
 

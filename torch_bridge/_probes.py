@@ -37,6 +37,7 @@ from qshard.torch_bridge._ops.bind import ops
 from qshard.torch_bridge._ops.collectives import max_over_ranks
 from qshard.torch_bridge._quantized.scaling_state import plain_name
 from qshard.torch_bridge._quantized.validation import check_group, check_model
+from qshard.torch_bridge._torch_internals import backward_id
 
 PART = 1 << 22
 """Elements that are measured at a time: about 30 bytes each, for a moment."""
@@ -321,7 +322,7 @@ def _seed_of_next_call(layer: WeightLayer) -> Tensor | None:
 
 
 def _is_in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
+    return backward_id() is not None
 
 
 def _dtype_of(x: Tensor) -> torch.dtype:

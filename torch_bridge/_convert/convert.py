@@ -9,16 +9,15 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
 
 from qshard._core.layer_recipes import RecipesLike, Rules, check_filter, keeps, list_layers
 from qshard.recipes import Recipe, check_weight_shape
 from qshard.torch_bridge._convert.conv1d import Conv1D, conv1d_class
 from qshard.torch_bridge._convert.survey import survey
+from qshard.torch_bridge._distributed.fsdp1 import is_flattened, wrapper_of
 from qshard.torch_bridge._fsdp.weight import ShardedWeight
 from qshard.torch_bridge._losses.linear_cross_entropy import LinearCrossEntropy, QuantizedHead
 from qshard.torch_bridge._nn.activations import RMSNorm
@@ -27,6 +26,7 @@ from qshard.torch_bridge._nn.linear import Linear, WeightLayer, check_not_sealed
 from qshard.torch_bridge._nn.module_calls import follow_calls
 from qshard.torch_bridge._quantized.device_moves import guard_moves
 from qshard.torch_bridge._quantized.validation import check_dtype, check_model
+from qshard.torch_bridge._torch_internals import has_other_owners
 
 
 def convert(
@@ -159,14 +159,10 @@ def _weight(name: str) -> str:
 
 def _check_not_wrapped(model: nn.Module) -> None:
     for name, module in model.named_modules():
-        if (
-            isinstance(module, DistributedDataParallel | FullyShardedDataParallel)
-            or "_flat_param" in module._parameters
-        ):
-            kind = "FullyShardedDataParallel" if "_flat_param" in module._parameters else type(module).__name__
+        if (wrapper := wrapper_of(module)) is not None:
             raise ValueError(
-                f"convert: {name or 'model'} ({kind}) has taken the weights of its layers; convert the model before it "
-                "is wrapped"
+                f"convert: {name or 'model'} ({wrapper}) has taken the weights of its layers; convert the model before "
+                "it is wrapped"
             )
 
 
@@ -235,7 +231,7 @@ def _check(name: str, layer: nn.Linear, recipe: Recipe) -> None:
     if isinstance(weight, DTensor):
         raise ValueError(f"convert: {name} (DTensor) is not a plain tensor; convert before sharding the model")
     held: Any = weight
-    if held._use_count() > 1 or weakref.getweakrefs(held) or "_fsdp_flattened" in vars(held):
+    if has_other_owners(held) or weakref.getweakrefs(held) or is_flattened(held):
         raise ValueError(
             f"convert: {name} (held by DistributedDataParallel, FullyShardedDataParallel or an autograd graph) is not "
             "free to be replaced; convert before wrapping the model, and drop losses and views of before"

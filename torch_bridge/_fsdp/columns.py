@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from qshard.torch_bridge._distributed.dtensor import local_of
+from qshard.torch_bridge._torch_internals import fsdp_groups
 
 if TYPE_CHECKING:
     from qshard.torch_bridge._fsdp.scale_state import ScaleState
@@ -34,9 +35,7 @@ def _fsdp_param(state: ScaleState) -> Any:
     model = state.passes.root
     for module in () if model is None else model.modules():
         if isinstance(module, FSDPModule):
-            fsdp: Any = module._get_fsdp_state()
-            groups = getattr(fsdp, "_fsdp_param_groups", None) or [fsdp._fsdp_param_group]
-            for param in (param for group in groups if group is not None for param in group.fsdp_params):
+            for param in (param for group in fsdp_groups(module) for param in group.fsdp_params):
                 if getattr(local_of(param.sharded_param), "scale_state", None) is state:
                     return param
     raise NotImplementedError(

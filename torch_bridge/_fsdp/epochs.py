@@ -10,8 +10,10 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-import torch
 from torch import nn
+
+from qshard.torch_bridge._ops.eager import is_compiling
+from qshard.torch_bridge._torch_internals import backward_id
 
 
 class Passes:
@@ -42,8 +44,8 @@ class Passes:
 
     def now(self) -> object | None:
         """The pass that runs, to be compared with others; None if there is none that we know of."""
-        task: int = torch._C._current_graph_task_id()
-        return self._forward if task == -1 else task
+        task = backward_id()
+        return self._forward if task is None else task
 
     def watch(self) -> None:
         """Sees to it that forward passes are seen. To ask again is cheap."""
@@ -67,11 +69,11 @@ _OF: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Passes]] = weakref.WeakKey
 # Functions, not methods: a model is copied and pickled with its hooks. A model that is compiled as a whole, and its
 # hooks with it, is not seen to run, so its weights are refreshed one by one.
 def _begin_forward(module: nn.Module, args: Any) -> None:
-    if not torch.compiler.is_compiling():
+    if not is_compiling():
         passes = Passes.of(module)
         passes._forward = object()
 
 
 def _end_forward(module: nn.Module, args: Any, output: Any) -> None:
-    if not torch.compiler.is_compiling():
+    if not is_compiling():
         Passes.of(module)._forward = None

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from qshard.torch_bridge._distributed.dtensor import local_of
+from qshard.torch_bridge._torch_internals import fsdp_groups
 
 
 def check_reshards(model: nn.Module | None) -> None:
@@ -37,7 +38,4 @@ def groups_of(model: nn.Module | None) -> Iterator[Any]:
     """The groups of parameters that FSDP2 gathers together: its `FSDPParamGroup`s."""
     for module in () if model is None else model.modules():
         if isinstance(module, FSDPModule):
-            state = module._get_fsdp_state()
-            # torch 2.11 has one group in each module.
-            groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-            yield from (group for group in groups if group is not None)
+            yield from fsdp_groups(module)

@@ -41,7 +41,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -57,6 +56,7 @@ from qshard.torch_bridge._fsdp.scale_computation import check_agree, delayed_sca
 from qshard.torch_bridge._fsdp.shard_plan import ShardPlan
 from qshard.torch_bridge._module_tree import parameters_of
 from qshard.torch_bridge._quantized.validation import check_model
+from qshard.torch_bridge._torch_internals import preserve_version_counter, spec_of
 
 
 class ScaleState:
@@ -142,9 +142,9 @@ class ScaleState:
         if not isinstance(parameter, DTensor):
             return None
         known, axis = self._axis
-        if known is not parameter._spec:  # A weak reference to the parameter would keep torch from moving it.
+        if known is not spec_of(parameter):  # A weak reference to the parameter would keep torch from moving it.
             axis = fsdp_axis(self.name, parameter, self.part)
-            self._axis = (parameter._spec, axis)
+            self._axis = (spec_of(parameter), axis)
         shard: Tensor = local_of(parameter).shard  # type: ignore[attr-defined]
         if self.primary is not None and self.primary.master is not None:
             shard = self.primary.master
@@ -250,7 +250,7 @@ class Refresh:
         if not old:
             return
         # Autograd has saved them. It is to see no write: codes change alike, where FSDP2 gathers them again.
-        with torch.no_grad(), _unsafe_preserve_version_counter(tuple(old)):
+        with torch.no_grad(), preserve_version_counter(tuple(old)):
             torch._foreach_copy_(old, new)
         if new[0].is_cuda:
             stream = torch.cuda.current_stream(new[0].device)

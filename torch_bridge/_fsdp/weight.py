@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.utils import _pytree as pytree
 from torch.utils.hooks import warn_if_has_hooks
 
 from qshard._core import quantize_steps
@@ -31,6 +30,7 @@ from qshard.torch_bridge._fsdp.shard_plan import ShardPlan
 from qshard.torch_bridge._ops.bind import into
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
 from qshard.torch_bridge._quantized.validation import check_tensor
+from qshard.torch_bridge._torch_internals import make_wrapper, pytree, rebuild_parameter, rebuild_parameter_with_state
 
 aten = torch.ops.aten
 
@@ -56,7 +56,7 @@ class ShardedWeight(Tensor):
     @staticmethod
     def __new__(cls, shard: Tensor, scale_state: ScaleState, device: torch.device | None = None) -> ShardedWeight:
         """`device`: if it is not that of `shard`, of a sealed weight, which has no memory."""
-        self = torch.Tensor._make_wrapper_subclass(
+        self = make_wrapper(
             cls,
             shard.size(),
             strides=shard.stride(),
@@ -147,8 +147,8 @@ class ShardedWeight(Tensor):
         warn_if_has_hooks(self)
         given: tuple[Any, ...] = (self.shard, self.requires_grad, collections.OrderedDict())
         if others := attributes_of(self):
-            return torch._utils._rebuild_parameter_with_state, (*given, others)
-        return torch._utils._rebuild_parameter, given
+            return rebuild_parameter_with_state, (*given, others)
+        return rebuild_parameter, given
 
     def data_ptr(self) -> int:
         """The address of the values: some tools, accelerate among them, tell parameters apart by it."""

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from qshard._core.losses import count_classes, wrong_label
 from qshard.torch_bridge._ops.collectives import all_gather
+from qshard.torch_bridge._ops.eager import is_capturing, is_compiling
 
 
 class ClassShard(NamedTuple):
@@ -61,7 +62,7 @@ def class_shard(
       ValueError: a label of any rank is not a class, ranks have different numbers of rows, or there are 0 classes. On
         all ranks alike, where the host may read.
     """
-    can_read = not torch.compiler.is_compiling() and type(labels) is Tensor and not _is_capturing(labels)
+    can_read = not is_compiling() and type(labels) is Tensor and not is_capturing(labels.device)
     on_host = can_read and labels.device.type == "cpu"
     if group is None:
         classes = count_classes(op, name, columns, num_classes)
@@ -143,7 +144,3 @@ def _chunks(total: int, world: int) -> list[int]:
     """The widths of the shards of `torch.chunk`, 0 for ranks beyond its last one."""
     each = -(-total // world)
     return [max(0, min(each, total - each * rank)) for rank in range(world)]
-
-
-def _is_capturing(like: Tensor) -> bool:
-    return like.device.type == "cuda" and torch.cuda.is_current_stream_capturing()

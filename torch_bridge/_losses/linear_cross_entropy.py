@@ -24,6 +24,7 @@ from qshard.torch_bridge._nn.linear import Linear
 from qshard.torch_bridge._nn.operands import matrix_of, planes_of, quantized, values_of
 from qshard.torch_bridge._ops.autograd_node import Node, apply_node
 from qshard.torch_bridge._ops.bind import dtype_name
+from qshard.torch_bridge._ops.eager import is_compiling
 from qshard.torch_bridge._ops.uint64 import constant_words, words
 from qshard.torch_bridge._quantized.gemm import Operand, matmul
 from qshard.torch_bridge._quantized.plane_programs import transposed
@@ -221,7 +222,7 @@ class _How(NamedTuple):
         else:
             check_tensor(op, "w", w)
             check_gathered(w)
-        observer = None if torch.compiler.is_compiling() else _OBSERVER.get()
+        observer = None if is_compiling() else _OBSERVER.get()
         return cls(recipe, words(op, "seed", seed, device).view(torch.int32) if recipe.stochastic else None, observer)
 
     def of_chunk(self, number: int, device: torch.device) -> Tensor | None:

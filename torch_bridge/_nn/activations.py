@@ -30,6 +30,7 @@ from qshard.torch_bridge._nn.amax_cache import note_amax
 from qshard.torch_bridge._nn.class_swap import Extends
 from qshard.torch_bridge._ops.autograd_node import Node, apply_node
 from qshard.torch_bridge._ops.bind import dtype_name, ops
+from qshard.torch_bridge._ops.eager import are_plain
 from qshard.torch_bridge._quantized.plane_programs import pair_of, quantized
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
 from qshard.torch_bridge._quantized.validation import check_tensor
@@ -156,7 +157,7 @@ def _swiglu(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor | None]:
             f"swiglu: up ({tuple(up.shape)}, {dtype_name(up.dtype)}) is not as gate is, ({tuple(gate.shape)}, "
             f"{dtype_name(gate.dtype)}); give two tensors of one shape and dtype"
         )
-    if not _is_ours(gate, up):
+    if not are_plain(gate, up):
         return F.silu(gate) * up, None
     amaxes: list[Tensor] = []
     h: Tensor = apply_node(_SwiGlu, gate, up, amaxes)
@@ -176,7 +177,7 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor | N
         )
     if not eps >= 0:
         raise ValueError(f"rms_norm: eps ({shown(eps)}) is not 0 or more; give a small number, such as 1e-5")
-    if not _is_ours(x, weight):
+    if not are_plain(x, weight):
         return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps), None
     amaxes: list[Tensor] = []
     y: Tensor = apply_node(_RmsNorm, x, weight, eps, amaxes)
@@ -218,7 +219,7 @@ class RMSNorm(Extends, nn.RMSNorm):
         weight: Any = self.weight
         given: Any = input
         axes = len(self.normalized_shape)
-        if weight is None or not isinstance(given, Tensor) or not _is_ours(input, weight):
+        if weight is None or not isinstance(given, Tensor) or not are_plain(input, weight):
             return nn.RMSNorm.forward(self, input)
         if torch.is_autocast_enabled(input.device.type) or dtype_name(input.dtype) not in FLOATS:
             return nn.RMSNorm.forward(self, input)
@@ -228,13 +229,6 @@ class RMSNorm(Extends, nn.RMSNorm):
         if axes == 1:  # The very tensor, of which an amax is noted.
             return rms_norm(input, weight, eps)
         return rms_norm(input.flatten(-axes), weight.flatten(), eps).view(input.shape)
-
-
-def _is_ours(*tensors: Tensor) -> bool:
-    """Whether these are plain tensors in memory, and no compiler or transform is at work."""
-    if torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is not None:
-        return False
-    return all(type(x) in (Tensor, nn.Parameter) and (x.is_cuda or x.is_cpu) for x in tensors)
 
 
 def swiglu_again(gate: Tensor, up: Tensor, amax: Tensor | None = None) -> tuple[Tensor, Tensor]:

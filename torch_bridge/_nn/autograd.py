@@ -19,25 +19,18 @@ from qshard._core.quantize_steps import Plane
 from qshard.formats import Format, Usage
 from qshard.recipes import Recipe, Role
 from qshard.torch_bridge._delayed_scaling import note
-from qshard.torch_bridge._distributed.activation_group import KeptInParts
+from qshard.torch_bridge._distributed.activation_group import Join
 from qshard.torch_bridge._distributed.sequence_parallel import Rows
 from qshard.torch_bridge._distributed.tensor_shards import Part
 from qshard.torch_bridge._nn import activations, linear_program
 from qshard.torch_bridge._nn.amax_cache import noted_amax
 from qshard.torch_bridge._nn.operands import ROLES, matrix_of, quantized, values_of
 from qshard.torch_bridge._ops.autograd_node import Node
+from qshard.torch_bridge._ops.eager import is_compiling
 from qshard.torch_bridge._quantized.gemm import Operand, matmul
 from qshard.torch_bridge._quantized.plane_programs import quantized_swiglu_again, transposed
 
 aten = torch.ops.aten
-
-
-class Joined(NamedTuple):
-    """How the codes of x come back: who has the parts, and what they are of."""
-
-    kept: KeptInParts
-    shape: torch.Size
-    dtype: torch.dtype
 
 
 class How(NamedTuple):
@@ -52,7 +45,7 @@ class How(NamedTuple):
       y_shape: of y.
       parts: which parts of larger tensors the operands are, if they are.
       x_rows, y_rows: how rows of theirs are cut, of whose planes others have the rest.
-      joined: of the codes of x a part is kept; None: all of them.
+      join: gathers the codes of x, of which this rank keeps a part; None: it keeps all.
       is_kn: the weight is `[K, N]`.
     """
 
@@ -68,7 +61,7 @@ class How(NamedTuple):
     parts: Mapping[Role, Part]
     x_rows: Rows | None
     y_rows: Rows | None
-    joined: Joined | None
+    join: Join | None
     is_kn: bool
 
 
@@ -107,11 +100,11 @@ class Gradients(Node):
         seed = saved.pop()
         count, of_x, of_w = len(saved), saved[: how.of_x], saved[how.of_x :]
         saved.clear()  # Operands go as soon as they are multiplied: checkpointing has left no others of them.
-        if how.joined is not None:
-            of_x[0] = how.joined.kept.join(of_x[0], *how.joined[1:])
+        if how.join is not None:
+            of_x[0] = how.join(of_x[0])
         need_x, need_w = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
         dy, plan = matrix_of(grad, grad.dtype), None
-        if not how.parts and not how.is_kn and not torch.compiler.is_compiling():
+        if not how.parts and not how.is_kn and not is_compiling():
             x_parts = 1 if how.x_again else sum(part is not None for part in of_x)
             w_parts = 1 if how.w_again else sum(part is not None for part in of_w)
             sizes = (*dy.shape, ctx.x_shape[-1])

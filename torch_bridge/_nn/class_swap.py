@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copyreg
+import functools
 from typing import Any, TypeVar
 
 from torch import nn
@@ -30,9 +31,6 @@ class Extends(nn.Module):
         return (_new, (kind, type(self)._extends, *reduced[1][1:]), *reduced[2:])
 
 
-_EXTENDED: dict[tuple[type, type], type] = {}
-
-
 def extended(kind: type[T], base: type[nn.Module]) -> type[T]:
     """`kind` for modules of `base`, which they stay instances of.
 
@@ -43,14 +41,17 @@ def extended(kind: type[T], base: type[nn.Module]) -> type[T]:
         return kind
     if issubclass(base, kind):
         return base
-    if (kind, base) in _EXTENDED:
-        return _EXTENDED[kind, base]
+    made: type[T] = _subclass_of_both(kind, base)
+    return made
+
+
+@functools.cache
+def _subclass_of_both(kind: type, base: type) -> Any:
     if copyreg._slotnames(base):  # type: ignore[attr-defined]
         raise TypeError(f"{base.__name__} has __slots__")
     name = f"Quantized{base.__name__}"
     made = type(name, (kind, base), {"_extends": base, "__module__": base.__module__, "__doc__": base.__doc__})
     object.__new__(base).__class__ = made
-    _EXTENDED[kind, base] = made
     return made
 
 

@@ -14,7 +14,6 @@ from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from qshard._core.flat_shards import FlatSlice
 from qshard._core.quantize_steps import Plane, Scales
@@ -43,6 +42,7 @@ from qshard.torch_bridge._ops.foreach import flat_plan
 from qshard.torch_bridge._quantized.gemm import Operand
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
 from qshard.torch_bridge._quantized.validation import check_dtype, check_tensor
+from qshard.torch_bridge._torch_internals import pytree
 
 
 @torch.compiler.disable

@@ -15,7 +15,7 @@ from qshard._core.validation import shown
 from qshard.formats import FLOATS, Usage
 from qshard.recipes import Recipe, RecipeLike, Role, as_recipe, check_weight_format, check_weight_shape
 from qshard.torch_bridge._delayed_scaling import DelayedScale, keep_amaxes
-from qshard.torch_bridge._distributed.activation_group import KeptInParts
+from qshard.torch_bridge._distributed.activation_group import ActivationGroup
 from qshard.torch_bridge._distributed.dtensor import local_of
 from qshard.torch_bridge._distributed.tensor_shards import Part, first_rank
 from qshard.torch_bridge._fsdp.functional import is_converted, say_that_it_was_gathered
@@ -26,16 +26,17 @@ from qshard.torch_bridge._nn.class_swap import Extends
 from qshard.torch_bridge._nn.functional import WeightLayout, linear
 from qshard.torch_bridge._nn.operands import ROLES
 from qshard.torch_bridge._ops.bind import dtype_name
-from qshard.torch_bridge._ops.eager import nobody_looks_on
+from qshard.torch_bridge._ops.eager import is_compiling, may_skip_dispatcher
 from qshard.torch_bridge._quantized.device_moves import Move, changes
 from qshard.torch_bridge._quantized.scaling_state import loaded_if_there
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
 from qshard.torch_bridge._quantized.validation import check_dtype, check_tensor
+from qshard.torch_bridge._torch_internals import hooks_of, put_hooks
 
 
 def _take_seed(seed: Tensor, rank: int) -> Tensor:
     """What `seed` is, for this rank; `seed` becomes the next one."""
-    return _seed_taken(seed, rank) if nobody_looks_on((seed,)) else _take_seed_op(seed, rank)
+    return _seed_taken(seed, rank) if may_skip_dispatcher((seed,)) else _take_seed_op(seed, rank)
 
 
 def _seed_taken(seed: Tensor, rank: int) -> Tensor:
@@ -70,20 +71,9 @@ def put(weight: nn.Parameter, made: nn.Parameter) -> None:
     `made` is of no use afterwards.
     """
     made.grad = weight.grad
-    _put_hooks(made, *_hooks_of(weight))
+    put_hooks(made, *hooks_of(weight))
     made.__dict__.update(attributes_of(weight))
     torch.utils.swap_tensors(weight, made)
-
-
-def _hooks_of(parameter: Any) -> tuple[Any, Any]:
-    return parameter._backward_hooks, parameter._post_accumulate_grad_hooks
-
-
-def _put_hooks(parameter: Any, backward: Any, post_accumulate: Any) -> None:
-    if backward:
-        parameter._backward_hooks = backward
-    if post_accumulate:
-        parameter._post_accumulate_grad_hooks = post_accumulate
 
 
 def _move_of_codes(move: Move) -> Move:
@@ -135,7 +125,7 @@ class WeightLayer(Extends):
     Attributes:
       recipe: the format of each role.
       weight_layout: how the weight lies, as for `linear`.
-      seed, delayed, scatter_dim, overlap, kept: as of `Linear`.
+      seed, delayed, scatter_dim, overlap, activation_group: as of `Linear`.
     """
 
     recipe: Recipe
@@ -146,7 +136,7 @@ class WeightLayer(Extends):
     delayed: nn.ModuleDict
     scatter_dim: int | None = None
     overlap: bool = False
-    kept: KeptInParts | None = None
+    activation_group: ActivationGroup | None = None
     is_one_layer = True
     scaling_buffers = ("seed",)
 
@@ -291,12 +281,12 @@ class WeightLayer(Extends):
     def _apply(self, fn: Any, recurse: bool = True) -> WeightLayer:
         check_not_sealed(self, fn)
         own = [parameter for parameter in self._parameters.values() if parameter is not None]
-        belongings = [(_hooks_of(parameter), attributes_of(parameter)) for parameter in own]
+        belongings = [(hooks_of(parameter), attributes_of(parameter)) for parameter in own]
         was_meta = self.weight.is_meta
         has_codes = isinstance(self._parameters.get("weight"), QuantizedTensor)
         super()._apply(_move_of_codes(fn) if has_codes else fn, recurse)
         for parameter, (hooks, attributes) in zip(own, belongings, strict=True):
-            _put_hooks(parameter, *hooks)  # `swap_tensors`, by which subclasses move, loses hooks and attributes.
+            put_hooks(parameter, *hooks)  # `swap_tensors`, by which subclasses move, loses hooks and attributes.
             for name, value in attributes.items():
                 parameter.__dict__.setdefault(name, value)
         if was_meta and not self.weight.is_meta:
@@ -318,7 +308,7 @@ class WeightLayer(Extends):
             seed = _take_seed(self.seed, _rank_of(weight))
         if "delayed" in self._modules:
             delayed = {role: cast(DelayedScale, self.delayed[role.value]) for role in ROLES}
-            if not torch.compiler.is_compiling():
+            if not is_compiling():
                 keep_amaxes()
                 for state in delayed.values():
                     state.restore_buffers()
@@ -338,7 +328,7 @@ class WeightLayer(Extends):
             dtype=dtype,
             scatter_dim=self.scatter_dim,
             overlap=self.overlap,
-            kept=self.kept,
+            activation_group=self.activation_group,
             weight_layout=self.weight_layout,
         )
 
@@ -367,7 +357,7 @@ class Linear(WeightLayer, nn.Linear):
         `torch.manual_seed`.
       delayed: under `DelayedScaling`, the `DelayedScale` of each role, which `update_scales` brings up to date.
       scatter_dim, overlap: of `linear`, under tensor parallelism. The styles of `tensor_parallel.py` set them.
-      kept: who keeps codes of x together, if `prepare_modules_for_fsdp1` was told.
+      activation_group: the ranks that keep codes of x together, if `prepare_modules_for_fsdp1` was told.
 
     >>> from qshard.recipes import CurrentScaling
     >>> layer = Linear(8, 4, bias=False, recipe=CurrentScaling())

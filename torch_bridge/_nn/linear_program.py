@@ -21,8 +21,7 @@ from qshard.formats import Format, Usage
 from qshard.gemm_dispatch import Way
 from qshard.recipes import DelayedScaling, Recipe, Role
 from qshard.torch_bridge._nn.operands import ROLES, check_planes, draws_of
-from qshard.torch_bridge._ops.memo import Kept
-from qshard.torch_bridge._ops.programs import Steps
+from qshard.torch_bridge._ops.programs import Memo, Steps
 from qshard.torch_bridge._quantized.gemm import LARGE, way_of
 
 
@@ -100,7 +99,7 @@ def gradients(
     return dx, dw, amax
 
 
-@Kept
+@Memo
 def backward_of(
     recipe: Recipe,
     sizes: tuple[int, int, int],
@@ -141,7 +140,7 @@ def backward_of(
     return Backward(dw, dx, *kept, drawn)
 
 
-@Kept
+@Memo
 def _forward(
     x: Format, recipe: Recipe, sizes: tuple[int, int, int], device: torch.device, dtype: torch.dtype
 ) -> _Product | None:

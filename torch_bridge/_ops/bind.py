@@ -28,7 +28,7 @@ from qshard import _ffi
 from qshard._core.validation import shown
 from qshard.formats import ELEMENTS
 from qshard.op_table import OpSpec, multi_table, table
-from qshard.torch_bridge._ops.eager import nobody_looks_on
+from qshard.torch_bridge._ops.eager import is_compiling, may_skip_dispatcher
 
 __all__ = ["bind", "call_in_place", "call_into", "dtype_name", "into", "ops", "seen_size"]
 
@@ -202,9 +202,9 @@ def bind(spec: OpSpec) -> Callable[..., Any]:
     if not spec.many:
 
         def call(*operands: Any, **keywords: Any) -> Any:
-            if nobody_looks_on(operands):
+            if may_skip_dispatcher(operands):
                 return run(*operands, **keywords)
-            if not torch.compiler.is_compiling():
+            if not is_compiling():
                 _check_tensors(spec, operands)
             return op(*operands, **keywords)
 
@@ -212,10 +212,10 @@ def bind(spec: OpSpec) -> Callable[..., Any]:
 
     def changed(*operands: Any, **attributes: Any) -> Any:
         inputs, outputs = by_lists(spec, operands)
-        if nobody_looks_on(inputs):
+        if may_skip_dispatcher(inputs):
             run_lists(inputs, outputs, operands, attributes)
         else:
-            if not torch.compiler.is_compiling():
+            if not is_compiling():
                 _check_tensors(spec, operands)
             op(*operands, **attributes)
         written = [x for x, operand in zip(operands, spec.inputs, strict=True) if operand.name in spec.written]

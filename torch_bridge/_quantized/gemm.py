@@ -25,7 +25,8 @@ from qshard.formats import Format, Usage
 from qshard.gemm_dispatch import Gpu, Kind, Sizes, Way
 from qshard.layout import multiplies_codes
 from qshard.torch_bridge._ops.bind import into, ops
-from qshard.torch_bridge._ops.memo import Kept
+from qshard.torch_bridge._ops.eager import is_compiling
+from qshard.torch_bridge._ops.programs import Memo
 from qshard.torch_bridge._quantized.plane_programs import dequantized, multiplied
 
 PLATFORM = "cuda"
@@ -69,7 +70,7 @@ def matmul(a: Operand, b: Operand, dtype: torch.dtype, *, fast: bool = False) ->
     device, way = a.parts.data.device, None
     if device.type == PLATFORM:
         sides = a.format, a.usage, a.parts.data.shape, b.format, b.usage, b.parts.data.shape
-        way, at_once = (_way_of_shapes if torch.compiler.is_compiling() else _ways)(*sides, device, dtype)
+        way, at_once = (_way_of_shapes if is_compiling() else _ways)(*sides, device, dtype)
         if way is not None and at_once:
             return multiplied(a.parts, b.parts, dtype, fast, way)
     exact = device.type != "cuda" or multiplies_codes(a.format, b.format)
@@ -138,12 +139,12 @@ def _way_of_shapes(
     """`way_of` planes whose codes have these shapes, and whether to dequantize and multiply in one call."""
     (m, k), (n, _) = _sizes(a, a_usage, a_shape), _sizes(b, b_usage, b_shape)
     way = way_of(a, a_usage, b, b_usage, (m, n, k), device, dtype)
-    if way is None or way.values is None or torch.compiler.is_compiling():  # Whose graph is the same either way.
+    if way is None or way.values is None or is_compiling():  # Whose graph is the same either way.
         return way, True
     return way, max(m * k, n * k, m * n) <= LARGE
 
 
-_ways = Kept(_way_of_shapes)
+_ways = Memo(_way_of_shapes)
 
 
 def _sizes(fmt: Format, usage: Usage, shape: tuple[int, int]) -> tuple[int, int]:

@@ -18,8 +18,8 @@ from qshard.formats import Format, Usage
 from qshard.gemm_dispatch import Way
 from qshard.layout import PlaneLayout, matrix_shape, plane
 from qshard.torch_bridge._ops.bind import ops
-from qshard.torch_bridge._ops.dynamo import as_constant
 from qshard.torch_bridge._ops.programs import Steps
+from qshard.torch_bridge._torch_internals import as_constant
 
 Parts = tuple[Any, ...]
 

@@ -7,7 +7,6 @@ from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.hooks import warn_if_has_hooks
 
 from qshard._core.quantize_steps import Plane
@@ -16,6 +15,7 @@ from qshard._core.validation import as_plane, listed, shown
 from qshard.formats import FLOATS, Format, Usage
 from qshard.torch_bridge._ops.bind import dtype_name
 from qshard.torch_bridge._quantized.plane_programs import NO_PLANE, dequantized
+from qshard.torch_bridge._torch_internals import is_traceable_wrapper_subclass, make_wrapper
 
 aten = torch.ops.aten
 _FLOATS = tuple(getattr(torch, name) for name in FLOATS)
@@ -88,7 +88,7 @@ class QuantizedTensor(Tensor):
         either = rowwise or columnwise
         if either is None:
             raise ValueError("QuantizedTensor: rowwise (None) and columnwise (None) are no plane; use quantize")
-        self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=either.data.device)
+        self = make_wrapper(cls, shape, dtype=dtype, device=either.data.device)
         self.format, self.columnwise_is_stale = fmt, columnwise_is_stale
         # One by one: a loop over _NAMES takes three times as long, in each call of `quantize`.
         self._rowwise_data, self._rowwise_scale_inv, self._rowwise_global_scale_inv = rowwise or NO_PLANE

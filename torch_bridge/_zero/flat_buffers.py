@@ -18,7 +18,6 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from qshard._core.adam import BLOCK
 from qshard._core.flat_shards import piece_bytes
@@ -28,6 +27,7 @@ from qshard.torch_bridge._fsdp.weight import memory_of
 from qshard.torch_bridge._ops.collectives import all_gather
 from qshard.torch_bridge._optim.slices import QuantizedSlice, gather_parts
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
+from qshard.torch_bridge._torch_internals import have_one_storage, preserve_version_counter
 from qshard.torch_bridge._zero.gradients import Gradient
 from qshard.torch_bridge._zero.placeholders import SlicedWeight, TakenGradient, weakly
 from qshard.torch_bridge._zero.streams import Channel, Pending, Steps
@@ -174,7 +174,7 @@ class Flat:
     @torch.no_grad()
     def _gather(self, asynchronous: bool) -> Steps:
         # The same bytes come back to what autograd has saved: it is to see no write, of threads of gloo neither.
-        with _unsafe_preserve_version_counter(self._memory):
+        with preserve_version_counter(self._memory):
             if self.values_alone:
                 own = [(w.values, w.master) for w in self.weights if w.values is not None and w.values.numel()]
                 if own:
@@ -227,8 +227,7 @@ class Flat:
     def shares(self, tensor: Tensor) -> bool:
         """Whether a tensor is memory that `free` gives back."""
         parts = [tensor] if type(tensor) is not QuantizedTensor else list(tensor.parts(Usage.ROWWISE) or ())
-        own = self._memory.untyped_storage()._cdata
-        return any(part is not None and part.untyped_storage()._cdata == own for part in parts)
+        return any(part is not None and have_one_storage(part, self._memory) for part in parts)
 
     def note_versions(self) -> None:
         """Masters and weights are the same now."""

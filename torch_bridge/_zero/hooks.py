@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils import _pytree as pytree
 
 from qshard.torch_bridge._quantized.device_moves import Move, changes, guard_moves
+from qshard.torch_bridge._torch_internals import active_ddp, call_after_backward, hooks_of, pytree
 from qshard.torch_bridge._zero.flat_buffers import Flat
 from qshard.torch_bridge._zero.placeholders import SlicedWeight, weakly
 from qshard.torch_bridge._zero.schedule import Schedule
@@ -48,8 +47,8 @@ def watch_gradients(flat: Flat) -> None:
 
 def is_trained(parameter: Any) -> bool:
     """Whether a ZeroOptimizer trains a parameter."""
-    hooks = parameter._post_accumulate_grad_hooks or {}
-    return isinstance(parameter, SlicedWeight) or any(isinstance(hook, ArrivalHook) for hook in hooks.values())
+    _, hooks = hooks_of(parameter)
+    return isinstance(parameter, SlicedWeight) or any(isinstance(hook, ArrivalHook) for hook in (hooks or {}).values())
 
 
 def watch_moves(model: nn.Module, weights: Sequence[Weight]) -> None:
@@ -80,7 +79,7 @@ def watch_uses(module: nn.Module, flat: Flat, schedule: Schedule, renew: Callabl
     def before_backward(_: Tensor) -> None:
         if not schedule.in_backward:
             schedule.begin_backward()
-            torch.autograd.Variable._execution_engine.queue_callback(schedule.end_backward)
+            call_after_backward(schedule.end_backward)
         flat.in_backward = True
         schedule.take(flat)
 
@@ -121,7 +120,7 @@ def watch_model(model: nn.Module, schedule: Schedule, renew: Callable[[], None])
     """Before the model runs: masters that were loaded are published, and wrappers are refused. To call last."""
 
     def before_forward(*_: Any) -> None:
-        wrapper = DistributedDataParallel._get_active_ddp_module()
+        wrapper = active_ddp()
         if wrapper is not None and any(module is model for module in wrapper.modules()):
             raise RuntimeError(
                 "ZeroOptimizer: model (in DistributedDataParallel) is wrapped; call it as it is: the optimizer sums "

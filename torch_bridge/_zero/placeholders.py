@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from qshard.torch_bridge._distributed.dtensor import local_of
+from qshard.torch_bridge._torch_internals import disabled_torch_function, make_wrapper, pytree
 
 aten = torch.ops.aten
 
@@ -44,11 +45,11 @@ class Absent(Tensor):
 
     says: str
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = disabled_torch_function
 
     @staticmethod
     def empty(cls: type[Any], shape: Sequence[int], dtype: torch.dtype, device: torch.device, says: str) -> Any:
-        self = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=device)
+        self = make_wrapper(cls, tuple(shape), dtype=dtype, device=device)
         self.says = says
         return self
 
@@ -67,7 +68,7 @@ class Absent(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        leaves = torch.utils._pytree.tree_leaves((args, kwargs))
+        leaves = pytree.tree_leaves((args, kwargs))
         next(leaf for leaf in leaves if isinstance(leaf, Absent)).refuse()
 
 

@@ -24,6 +24,8 @@ from typing import Generic, TypeVar
 
 import torch
 
+from qshard.torch_bridge._ops.eager import is_capturing
+from qshard.torch_bridge._torch_internals import backward_id
 from qshard.torch_bridge._zero.flat_buffers import Flat
 from qshard.torch_bridge._zero.streams import Channel
 
@@ -132,7 +134,7 @@ class Schedule:
         """Puts the weights of a unit before its layers, and begins to gather those of the next."""
         if flat.in_use:
             return
-        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if is_capturing(self._device):
             raise RuntimeError(
                 "ZeroOptimizer: sharded weights cannot be used while a CUDA graph is captured, as each gather has "
                 "other memory; run them outside of graphs, or pass shard_weights=False"
@@ -198,4 +200,4 @@ class Schedule:
 
 def autograd_runs() -> bool:
     """Whether this is a backward pass, or what activation checkpointing runs again in it."""
-    return bool(torch._C._current_graph_task_id() != -1)
+    return backward_id() is not None

@@ -17,10 +17,10 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from qshard._core.adam import BLOCK
 from qshard.torch_bridge._optim.slices import gather_parts
+from qshard.torch_bridge._torch_internals import DTensorSpec, TensorMeta, pytree
 from qshard.torch_bridge._zero.flat_buffers import Flat
 from qshard.torch_bridge._zero.hooks import Hook
 from qshard.torch_bridge._zero.placeholders import SlicedWeight, own_part
@@ -120,7 +120,7 @@ class SlicedState(DTensor):
                 return self._like(self.local.clone())
             if func is aten._to_copy.default and (kwargs or {}).get("dtype", self.dtype) == self.dtype:
                 return self._like(self.local.to((kwargs or {}).get("device", self.device)))
-        leaves = torch.utils._pytree.tree_leaves((args, kwargs))
+        leaves = pytree.tree_leaves((args, kwargs))
         found = next(leaf for leaf in leaves if isinstance(leaf, SlicedState))
         raise RuntimeError(
             f"ZeroOptimizer: {found.label} {tuple(found.shape)} of a state dict is the slice of this rank; save it "
