@@ -10,7 +10,6 @@ are none.
 from __future__ import annotations
 
 import functools
-import hashlib
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,7 +26,7 @@ from qshard.torch_bridge._distributed.fsdp1 import Float32Buffers, delayed_of
 from qshard.torch_bridge._distributed.process_groups import groups_of
 from qshard.torch_bridge._module_tree import modules_of
 from qshard.torch_bridge._ops.bind import ops
-from qshard.torch_bridge._ops.collectives import max_over_ranks
+from qshard.torch_bridge._ops.collectives import max_over_ranks, unlike_ranks
 from qshard.torch_bridge._ops.eager import is_capturing, is_compiling
 from qshard.torch_bridge._quantized.scaling_state import loaded_if_there
 from qshard.torch_bridge._quantized.validation import check_group, check_model
@@ -199,8 +198,7 @@ def update_delayed(model: nn.Module, group: dist.ProcessGroup | None = None) -> 
     _check_alike(model, states, groups)
     buffers: list[dict[str, Any]] = [state._buffers for state in states]  # Attributes of modules are slow to get.
     amax = torch.stack([each["amax"] for each in buffers])
-    for each in groups:
-        max_over_ranks(amax, each)
+    max_over_ranks(amax, groups)
     old: list[Tensor] = []
     new: list[Tensor] = []
     kinds: dict[Any, list[int]] = {}
@@ -280,15 +278,13 @@ def _check_alike(model: nn.Module, states: Sequence[DelayedScale], groups: Seque
         return
     named = [(name, module) for name, module in model.named_modules() if isinstance(module, DelayedScale)]
     what = repr([(name, tuple(state.options.values()), tuple(state.amax_history.shape)) for name, state in named])
-    digest = hashlib.sha256(what.encode()).digest()
-    numbers = [len(named), *(int.from_bytes(digest[i : i + 4], "big") for i in range(0, 32, 4))]
-    # The largest of a number, and of its negative, over all ranks.
-    most = torch.tensor([*numbers, *(-number for number in numbers)], device=named[0][1].amax.device)
-    for group in groups:
-        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
-    largest, least = (part.tolist() for part in most.view(2, -1))
-    if largest != [-number for number in least]:
-        count = f"{-least[0]} to {largest[0]} a rank" if largest[0] != -least[0] else f"{len(named)} on each"
+    device = named[0][1].amax.device
+    if unlike_ranks(what.encode(), groups, device):
+        counts = torch.tensor([-len(named), len(named)], device=device)
+        for group in groups:
+            dist.all_reduce(counts, op=dist.ReduceOp.MAX, group=group)
+        least, largest = counts.abs().tolist()
+        count = f"{least} to {largest} a rank" if largest != least else f"{least} on each"
         raise RuntimeError(
             f"update_scales: tensors of DelayedScaling ({count}) are not the same on all ranks, in names, formats or "
             "options; pass group=, the ranks that train this model, such as those of one stage of a pipeline"

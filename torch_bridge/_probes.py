@@ -194,7 +194,7 @@ class Watch:
             return
         local = memory_of(weight)
         matrix = local.reshape(-1, local.shape[-1]).contiguous()
-        reduce_max = functools.partial(_merged, groups=getattr(whole.others, "groups", ()))
+        reduce_max = functools.partial(max_over_ranks, group=getattr(whole.others, "groups", ()))
         if scales:
             margin, scale = cast(DelayedScaling, layer.recipe).margin, scales[ROLES.index(Role.WEIGHT)]
             made, _ = quantize_steps.quantize_delayed(
@@ -348,12 +348,6 @@ def _scales_of(layer: WeightLayer) -> list[Tensor]:
     if "delayed" not in layer._modules:
         return []
     return [cast(DelayedScale, layer.delayed[role.value]).scale for role in ROLES]
-
-
-def _merged(amax: Tensor, groups: Sequence[dist.ProcessGroup]) -> Tensor:
-    for group in groups:
-        amax = max_over_ranks(amax, group)
-    return amax
 
 
 def _measured(x: Tensor, parts: Plane, fmt: Format) -> list[tuple[Tensor, int]]:

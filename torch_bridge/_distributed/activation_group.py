@@ -7,7 +7,6 @@ of no rank. So ranks compare what they have, when a layer cuts for the first tim
 from __future__ import annotations
 
 import functools
-import hashlib
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from qshard._core.quantize_steps import Plane
-from qshard.torch_bridge._ops.collectives import all_gather
+from qshard.torch_bridge._ops.collectives import all_gather, unlike_ranks
 
 Join = Callable[[Tensor], Tensor]
 
@@ -77,11 +76,8 @@ class ActivationGroup:
 
     def _check(self, codes: Tensor) -> None:
         described = repr((tuple(codes.shape), codes.dtype)).encode()
-        mine = hashlib.sha256(described + codes.contiguous().view(torch.uint8).cpu().numpy().tobytes()).digest()
-        sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(codes.device)
-        everyone = [torch.empty_like(sent) for _ in range(dist.get_world_size(self.group))]
-        dist.all_gather(everyone, sent, group=self.group)
-        others = [rank for rank, of_rank in enumerate(everyone) if not torch.equal(of_rank, everyone[0])]
+        facts = described + codes.contiguous().view(torch.uint8).cpu().numpy().tobytes()
+        others = unlike_ranks(facts, self.group, codes.device, than=0)
         if others:
             raise ValueError(
                 f"Linear: x (codes of {tuple(codes.shape)}) of rank {others[0]} of activation_group is not that of its "

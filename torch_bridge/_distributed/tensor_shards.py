@@ -71,9 +71,7 @@ class Part(NamedTuple):
 
     def merged(self, amax: Tensor, *, by_row: bool = False) -> Tensor:
         """The amax of the whole tensor, or of its rows, from that of this part. Collective where there are others."""
-        for group in self.groups(by_row=by_row):
-            amax = max_over_ranks(amax, group)
-        return amax
+        return max_over_ranks(amax, self.groups(by_row=by_row))
 
     def draws(self, seed: Tensor) -> Draws:
         """The random numbers of this part: those that it has in the whole tensor.

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from qshard._core.flat_shards import Bucket
@@ -17,7 +15,7 @@ from qshard._core.quantize_steps import Scales
 from qshard.torch_bridge._distributed.tensor_shards import merge_parts, merge_plan
 from qshard.torch_bridge._fsdp.shard_plan import ShardPlan
 from qshard.torch_bridge._ops.bind import ops
-from qshard.torch_bridge._ops.collectives import max_over_ranks
+from qshard.torch_bridge._ops.collectives import max_over_ranks, unlike_ranks
 from qshard.torch_bridge._ops.foreach import flat_plan
 
 if TYPE_CHECKING:
@@ -100,11 +98,7 @@ def check_agree(weights: Sequence[ShardOf]) -> None:
     """
     group, device = weights[0].plan.group, weights[0].plan.device
     described = [(s.name, str(s.fmt), s.part and s.part.placements, *plan.described) for s, _, plan in weights]
-    mine = hashlib.sha256(repr(described).encode()).digest()
-    sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device)
-    everyone = [torch.empty_like(sent) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(everyone, sent, group=group)
-    others = [rank for rank, of_rank in enumerate(everyone) if bytes(of_rank.tolist()) != mine]
+    others = unlike_ranks(repr(described).encode(), group, device)
     if others:
         raise ValueError(
             f"fully_shard: weights of rank {others[0]} of the group are not those of this rank, {len(weights)} from "

@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from qshard.torch_bridge._delayed_scaling import DelayedScale, update_delayed
 from qshard.torch_bridge._fsdp.weight import memory_of
 from qshard.torch_bridge._module_tree import modules_of
+from qshard.torch_bridge._ops.collectives import unlike_ranks
 from qshard.torch_bridge._optim.adam import Adam, initialize_state
 from qshard.torch_bridge._optim.adam_state import SCALED
 from qshard.torch_bridge._optim.cast_master import CastPlan, Parity
@@ -408,15 +409,10 @@ class ZeroOptimizer(Adam):
 
     def _agree(self, problem: Exception | None, otherwise: str, also: object = None) -> None:
         """Raises on all ranks if one has a problem, or if layouts, or something else, differ. Collective."""
-        mine = hashlib.sha256(repr((str(problem), self._layout, also)).encode()).digest()
-        sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(self._device)
-        everyone = [sent]
-        if self._ranks.size > 1:
-            everyone = [torch.empty_like(sent) for _ in range(self._ranks.size)]
-            dist.all_gather(everyone, sent, group=self._ranks.group)
+        facts = repr((str(problem), self._layout, also)).encode()
+        others = unlike_ranks(facts, self._ranks.group, self._device)
         if problem is not None:
             raise problem
-        others = [rank for rank, digest in enumerate(everyone) if not torch.equal(digest, sent)]
         if others:
             raise ValueError(f"ZeroOptimizer: rank {others[0]} is not like rank {self._ranks.rank}: it {otherwise}")
 
