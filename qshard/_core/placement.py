@@ -138,6 +138,27 @@ class Box(NamedTuple):
             yield index, Box(matrix, (row, columns[0]), (math.prod(self.size[split:-1]), columns[1]))
 
 
+def slice_boxes(shape: Shape, start: int, stop: int) -> Iterator[Box]:
+    """The fewest boxes that elements `[start, stop)` of a row-major array are: at most `2 * axes - 1`.
+
+    >>> [(box.start, box.size) for box in slice_boxes((4, 3), 2, 10)]
+    [((0, 2), (1, 1)), ((1, 0), (2, 3)), ((3, 0), (1, 1))]
+    """
+    if start >= stop:
+        return
+    if len(shape) < 2:
+        yield Box(shape, (start,) * len(shape), (stop - start,) * len(shape))
+        return
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), stop // row  # The rows that are whole.
+    ends = [(first - 1, start, first * row), (last, last * row, stop)]  # Of rows that are not.
+    for i, (index, begin, end) in enumerate([(last, start, stop)] if first > last else ends):
+        if i and last > first:
+            yield Box(shape, (first, *(0 for _ in shape[1:])), (last - first, *shape[1:]))
+        for inner in slice_boxes(shape[1:], begin - index * row, end - index * row):
+            yield Box(shape, (index, *inner.start), (1, *inner.size))
+
+
 def box_amax(ops: Any, xp: Any, x: Array, box: Box, block: tuple[int, int], amaxes: Array) -> Array:
     """Raises the amaxes of all blocks of the whole, in place, to those of `x`. Returns those of the blocks of `box`.
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from qshard._core.flat_shards import word_pair
-from qshard._core.placement import Box, box_amax, cast_box, quantize_boxes
+from qshard._core.placement import Box, box_amax, cast_box, quantize_boxes, slice_boxes
 from qshard._core.quantize_steps import Draws, global_amax, quantize
 from qshard.formats import Usage
 from qshard.layout import is_transposed, matrix_shape, source, stored_block
@@ -78,6 +78,22 @@ def test_rectangles_are_the_box(cut):
             assert_bits_equal(part, values_in(x.reshape(12, 5), rectangle))
             seen += part.reshape(-1).tolist()
     assert sorted(seen) == list(range(60))
+
+
+@pytest.mark.parametrize("shape", [(7,), (4, 5), (3, 1, 4), (2, 3, 2, 2), ()])
+def test_boxes_of_a_slice(shape):
+    """They are the slice, each element once, in at most 2 axes - 1 boxes."""
+    size = int(np.prod(shape))
+    whole = np.arange(size).reshape(shape)
+    for start in range(size + 1):
+        for stop in range(start, size + 1):
+            found = list(slice_boxes(shape, start, stop))
+            elements = []
+            for box in found:
+                assert box.philox_offset() == start + len(elements)
+                elements += values_in(whole, box).flatten().tolist()
+            assert elements == list(range(start, stop))
+            assert len(found) <= max(2 * len(shape) - 1, 1)
 
 
 def test_alignment():

@@ -11,17 +11,25 @@ shard is a box, whose edges may split blocks (`_core.placement`).
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
 from qshard._core.flat_shards import FlatSlice
 from qshard._core.placement import Box, box_amax, cast_box
 from qshard.formats import Format, Usage
 from qshard.layout import plane
+from qshard.torch_bridge._distributed.dtensor import local_of
 from qshard.torch_bridge._ops.bind import dtype_name, into, ops
 from qshard.torch_bridge._ops.foreach import xp
+from qshard.torch_bridge._torch_internals import fsdp_groups
+
+if TYPE_CHECKING:
+    from qshard.torch_bridge._fsdp.scale_state import ScaleState
 
 
 class ShardPlan:
@@ -106,3 +114,60 @@ class ShardPlan:
     def codes(self, gathered: Tensor) -> Tensor:
         """The codes of the weight: the memory that was gathered, without the padding at its end."""
         return gathered.as_strided(self.data_shape, (self.data_shape[1], 1))
+
+
+class JoinedColumns:
+    """Until `end`, between the two hooks of a gather, FSDP2 takes shards of a weight to have the shape of `padded`.
+
+    It puts the columns that ranks send next to each other by a size that it keeps of the shard, and there is no other
+    way to tell it than that private attribute, the same in torch 2.11 to 2.15.
+    """
+
+    def __init__(self, state: ScaleState, padded: Tensor):
+        self._param = _fsdp_param(state)
+        self._size = self._param.padded_sharded_param_size
+        self._param.padded_sharded_param_size = padded.shape
+
+    def end(self) -> None:
+        self._param.padded_sharded_param_size = self._size
+
+
+def _fsdp_param(state: ScaleState) -> Any:
+    """What FSDP2 knows of the weight."""
+    for group in groups_of(state.passes.root):
+        for param in group.fsdp_params:
+            if getattr(local_of(param.sharded_param), "scale_state", None) is state:
+                return param
+    raise NotImplementedError(
+        f"fully_shard: {state.name} ({state.fmt}) is cut along columns, but no model is known that FSDP2 has it in; "
+        "call update_scales(model) once after fully_shard, or cut its rows"
+    )
+
+
+def check_reshards(model: nn.Module | None) -> None:
+    """Raises where weights of ours are to be resharded to fewer ranks after forward, on every rank alike.
+
+    FSDP2 keeps a part of what was gathered as a parameter that has a gradient, which codes cannot be, and gathers that
+    without the hooks of the weight.
+
+    Raises:
+      NotImplementedError: `reshard_after_forward` of a module is a number of ranks.
+    """
+    for group in groups_of(model):
+        if group.post_forward_mesh_info in (None, group.mesh_info):
+            continue
+        for parameter in group.fsdp_params:
+            known = getattr(local_of(parameter.sharded_param), "scale_state", None)
+            if known is not None:
+                raise NotImplementedError(
+                    f"fully_shard: {known.name} (reshard_after_forward="
+                    f"{group.post_forward_mesh_info.shard_mesh_size}) is gathered as codes, which FSDP2 cannot "
+                    "reshard to fewer ranks; pass True or False"
+                )
+
+
+def groups_of(model: nn.Module | None) -> Iterator[Any]:
+    """The groups of parameters that FSDP2 gathers together: its `FSDPParamGroup`s."""
+    for module in () if model is None else model.modules():
+        if isinstance(module, FSDPModule):
+            yield from fsdp_groups(module)

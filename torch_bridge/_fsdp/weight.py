@@ -7,7 +7,7 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,19 +15,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.hooks import warn_if_has_hooks
 
-from qshard._core import quantize_steps
 from qshard._core.placement import Box
-from qshard._core.quantize_steps import Plane
 from qshard.formats import Usage
 from qshard.torch_bridge._distributed.dtensor import local_of, wrapped_like
-from qshard.torch_bridge._fsdp.columns import JoinedColumns
-from qshard.torch_bridge._fsdp.group_casts import cast_group, cast_shards, end_with_zeros, taken_ahead
 from qshard.torch_bridge._fsdp.initial_values import RANDOM, box_of, exact_erfinv, fill
-from qshard.torch_bridge._fsdp.mesh_groups import check_reshards
 from qshard.torch_bridge._fsdp.primary import Values
-from qshard.torch_bridge._fsdp.scale_state import Refresh, ScaleState, ShardOf
-from qshard.torch_bridge._fsdp.shard_plan import ShardPlan
-from qshard.torch_bridge._ops.bind import into
+from qshard.torch_bridge._fsdp.refresh import Gather, begin_gather
+from qshard.torch_bridge._fsdp.scale_state import ScaleState, Status
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
 from qshard.torch_bridge._quantized.validation import check_tensor
 from qshard.torch_bridge._torch_internals import make_wrapper, pytree, rebuild_parameter, rebuild_parameter_with_state
@@ -235,14 +229,14 @@ class ShardedWeight(Tensor):
                 f"fully_shard: {state.name} ({state.fmt}) is not a format that FSDP2 can gather: {state.refusal}; "
                 "choose a weight format of square blocks, such as MXFP8_32x32, or of one scale a tensor"
             )
-        if not state.gathers:
-            state.gathers = True
+        if state.status is Status.PLAIN:
+            state.status = Status.SHARDED
             state.passes.watch()
         if state.fmt.element.codes_per_byte > 1 and self.shape[-1] == state.whole[-1]:
             return _Hook(self._cast_packed_rows, _CAST_PACKED_ROWS)
         return _Hook(self._cast_shard, _CAST_SHARD)
 
-    def _cast_packed_rows(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], _Gather]:
+    def _cast_packed_rows(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], Gather]:
         """The hook in its old form. Of the new one FSDP2 wants an element of codes for each element of an uneven shard.
 
         So 4-bit codes would have to travel one a byte.
@@ -256,72 +250,27 @@ class ShardedWeight(Tensor):
         outer_stride: tuple[int, ...] = (),
         module: nn.Module | None = None,
         mp_policy: MixedPrecisionPolicy | None = None,
-    ) -> tuple[tuple[Tensor, ...], _Gather]:
+    ) -> tuple[tuple[Tensor, ...], Gather]:
         """Casts the shard to padded codes. FSDP2 calls it on every rank alike, before each gather."""
-        state, shard = self.scale_state, self.shard
-        state.passes.watch()  # Hooks may have come before ours.
-        if not state.agreed:  # The first time.
-            check_reshards(state.passes.root)
-        if state.primary is not None:
-            shard = state.primary.take_master(state.at_home(shard) if state.primary.master is None else shard)
-        weight = ShardOf(state, shard, state.plan_of(shard, outer_size, mesh))
-        state.scales_for(shard, weight.plan)
-        if state.primary is None:
-            padded = weight.plan.padded_in(_cast(weight))
-        else:
-            if state.primary.codes is None:
-                _cast_into(weight, state.primary.room(weight.plan))
-                state.primary.end_cast(weight.plan)
-            padded = state.primary.codes_on(weight.plan.device)
-        columns = JoinedColumns(state, padded) if weight.plan.packs_columns else None
-        assert state.refresh is not None
-        return (padded,), _Gather(weight.plan, state.refresh, columns)
+        padded, gather = begin_gather(self.scale_state, self.shard, outer_size, mesh)
+        return (padded,), gather
 
     def fsdp_post_all_gather(
         self,
         all_gather_outputs: tuple[Tensor, ...],
-        metadata: _Gather,
+        metadata: Gather,
         param_dtype: torch.dtype,
         *,
         out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """Wraps the gathered codes, without a copy. FSDP2 frees and refills their memory from then on."""
-        (gathered,), (plan, refresh, columns) = all_gather_outputs, metadata
-        if columns is not None:
-            columns.end()
-        scales = self.scale_state.arrive(refresh)
-        parts = Plane(plan.codes(gathered), scales.scale_inv, scales.global_scale_inv)
+        plan, parts = metadata.plan, metadata.end(self.scale_state, *all_gather_outputs)
         if out is None:
             return QuantizedTensor(plan.fmt, plan.shape, param_dtype, rowwise=parts), ()
         unsharded = local_of(out)
         assert isinstance(unsharded, QuantizedTensor)
         unsharded.set(Usage.ROWWISE, parts)
         return None
-
-
-def _cast(weight: ShardOf) -> Tensor:
-    """Padded codes of a weight that keeps none between gathers."""
-    ahead = taken_ahead(weight)
-    if ahead is not None:
-        return ahead
-    if weight.is_cast_in_gathers:
-        return cast_group(weight)
-    room = torch.empty(weight.plan.room, dtype=torch.uint8, device=weight.shard.device)
-    end_with_zeros(weight, room)
-    _cast_into(weight, room)
-    return room
-
-
-def _cast_into(weight: ShardOf, room: Tensor) -> None:
-    state, shard, plan = weight
-    if state.delayed is None:
-        cast_shards([weight], [room])
-        return
-    amax, scale_inv = (torch.empty((), dtype=torch.float32, device=shard.device) for _ in range(2))
-    made = into(plan.padded_in(room)[: shard.shape[0]], amax, scale_inv)
-    scale = weight.staged.scale.to(shard.device)
-    quantize_steps.quantize_delayed(made, shard, plan.fmt, Usage.ROWWISE, scale, state.delayed.margin)
-    state.delayed.observe(amax)
 
 
 class _Hook:
@@ -344,14 +293,6 @@ def _signature(method: Callable[..., Any]) -> inspect.Signature:
 
 _CAST_SHARD = _signature(ShardedWeight._cast_shard)
 _CAST_PACKED_ROWS = _signature(ShardedWeight._cast_packed_rows)
-
-
-class _Gather(NamedTuple):
-    """What the second hook has to know of the first."""
-
-    plan: ShardPlan
-    refresh: Refresh
-    columns: JoinedColumns | None
 
 
 def _note_cut(whole: ShardedWeight, size: int, *others: Any) -> None:

@@ -21,7 +21,7 @@ from qshard._core.validation import shown
 from qshard.formats import Format, Usage
 from qshard.layout import source
 from qshard.recipes import DelayedScaling, Recipe, RecipeLike, Role, as_recipe, check_weight_shape
-from qshard.torch_bridge._fsdp.epochs import Passes
+from qshard.torch_bridge._fsdp.scale_state import Passes
 from qshard.torch_bridge._fsdp.weight import ShardedWeight
 from qshard.torch_bridge._nn.expert_tiles import (
     Side,

@@ -40,17 +40,21 @@ from qshard.torch_bridge._optim.adam import Adam, initialize_state
 from qshard.torch_bridge._optim.adam_state import SCALED
 from qshard.torch_bridge._optim.cast_master import CastPlan, Parity
 from qshard.torch_bridge._quantized.validation import check_dtype, check_group, check_model
-from qshard.torch_bridge._zero.buckets import buckets_of
-from qshard.torch_bridge._zero.clip import clip_by_norm, norm_over_ranks
-from qshard.torch_bridge._zero.flat_buffers import ALIGNMENT, BLOCK_ALIGNMENT, Flat
-from qshard.torch_bridge._zero.hooks import check_shown, watch_gradients, watch_model, watch_moves, watch_uses
+from qshard.torch_bridge._zero.buffers import ALIGNMENT, BLOCK_ALIGNMENT, Flat, buckets_of
+from qshard.torch_bridge._zero.gradients import clip_by_norm, norm_over_ranks
 from qshard.torch_bridge._zero.meta_init import Init, Initial, check_init, default_device
-from qshard.torch_bridge._zero.module_units import by_setting, units_of, weights_of
 from qshard.torch_bridge._zero.placeholders import weakly
-from qshard.torch_bridge._zero.schedule import Schedule, autograd_runs
-from qshard.torch_bridge._zero.slice_casts import Cast
+from qshard.torch_bridge._zero.schedule import (
+    Schedule,
+    autograd_runs,
+    check_shown,
+    watch_gradients,
+    watch_model,
+    watch_moves,
+    watch_uses,
+)
 from qshard.torch_bridge._zero.state_dict import States
-from qshard.torch_bridge._zero.weight import Ranks, Weight
+from qshard.torch_bridge._zero.weight import Cast, Ranks, Weight, by_setting, units_of, weights_of
 
 
 class ZeroOptimizer(Adam):

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from qshard.torch_bridge._distributed.dtensor import local_of
-from qshard.torch_bridge._torch_internals import disabled_torch_function, make_wrapper, pytree
+from qshard.torch_bridge._torch_internals import disabled_torch_function, hooks_of, make_wrapper, pytree
 
 aten = torch.ops.aten
 
@@ -179,3 +179,19 @@ def own_part(value: Any, shape: Sequence[int], start: int, length: int, name: st
             f"ZeroOptimizer: {name} {tuple(value.shape)} is not of shape {tuple(shape)}; load the state of such a model"
         )
     return cast(Tensor, value.detach().reshape(-1)[start : start + length])
+
+
+class ArrivalHook:
+    """The hook of a parameter by which its gradient leaves as soon as it is made."""
+
+    def __init__(self, take: Callable[[Tensor], None]):
+        self._take = take
+
+    def __call__(self, parameter: Tensor) -> None:
+        self._take(parameter)
+
+
+def is_trained(parameter: Any) -> bool:
+    """Whether a ZeroOptimizer trains a parameter."""
+    _, hooks = hooks_of(parameter)
+    return isinstance(parameter, SlicedWeight) or any(isinstance(hook, ArrivalHook) for hook in (hooks or {}).values())

@@ -7,8 +7,8 @@ slice, which `torch.distributed.checkpoint` saves as boxes, and loads into any o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,47 +19,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from qshard._core.adam import BLOCK
+from qshard._core.placement import Box, slice_boxes
 from qshard.torch_bridge._optim.slices import gather_parts
 from qshard.torch_bridge._torch_internals import DTensorSpec, TensorMeta, pytree
-from qshard.torch_bridge._zero.flat_buffers import Flat
-from qshard.torch_bridge._zero.hooks import Hook
+from qshard.torch_bridge._zero.buffers import Flat
 from qshard.torch_bridge._zero.placeholders import SlicedWeight, own_part
+from qshard.torch_bridge._zero.schedule import Hook
 from qshard.torch_bridge._zero.weight import Ranks, Weight
 
 aten = torch.ops.aten
-
-
-class Box(NamedTuple):
-    """A part of a slice that is a box of the whole: its corner, its sizes, and the flat elements it is of."""
-
-    corner: tuple[int, ...]
-    sizes: tuple[int, ...]
-    start: int
-
-    @property
-    def stop(self) -> int:
-        return self.start + math.prod(self.sizes)
-
-
-def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """The fewest boxes that elements `[start, stop)` of a row-major tensor are: at most `2 * axes - 1`.
-
-    >>> [(box.corner, box.sizes) for box in boxes((4, 3), 2, 10)]
-    [((0, 2), (1, 1)), ((1, 0), (2, 3)), ((3, 0), (1, 1))]
-    """
-    if start >= stop:
-        return
-    if len(shape) < 2:
-        yield Box((start,) * len(shape), (stop - start,) * len(shape), start)
-        return
-    row = math.prod(shape[1:])
-    first, last = -(-start // row), stop // row  # The rows that are whole.
-    ends = [(first - 1, start, first * row), (last, last * row, stop)]  # Of rows that are not.
-    for i, (index, begin, end) in enumerate([(last, start, stop)] if first > last else ends):
-        if i and last > first:
-            yield Box((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]), first * row)
-        for inner in boxes(shape[1:], begin - index * row, end - index * row):
-            yield Box((index, *inner.corner), (1, *inner.sizes), index * row + inner.start)
 
 
 class SlicedState(DTensor):
@@ -159,13 +127,13 @@ class SlicedState(DTensor):
         )
 
     def _boxes(self) -> list[Box]:
-        return list(boxes(self.shape, self.start, self.start + self.local.numel()))
+        return list(slice_boxes(tuple(self.shape), self.start, self.start + self.local.numel()))
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
         properties = TensorProperties.create_from_tensor(self.local)
         return [
             WriteItem(
-                index=MetadataIndex(fqn, torch.Size(box.corner)),
+                index=MetadataIndex(fqn, torch.Size(box.start)),
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(chunk=_chunk(box), properties=properties, size=self.shape),
             )
@@ -178,12 +146,13 @@ class SlicedState(DTensor):
         return [_chunk(box) for box in self._boxes()]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        box = next(box for box in self._boxes() if index.offset == torch.Size(box.corner))
-        return self.local[box.start - self.start : box.stop - self.start].view(box.sizes)
+        box = next(box for box in self._boxes() if index.offset == torch.Size(box.start))
+        first = box.philox_offset() - self.start
+        return self.local[first : first + math.prod(box.size)].view(box.size)
 
 
 def _chunk(box: Box) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(offsets=torch.Size(box.corner), sizes=torch.Size(box.sizes))
+    return ChunkStorageMetadata(offsets=torch.Size(box.start), sizes=torch.Size(box.size))
 
 
 class States:
