@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +27,7 @@ from qshard.torch_bridge._delayed_scaling import update_delayed
 from qshard.torch_bridge._distributed.dtensor import local_of
 from qshard.torch_bridge._distributed.tensor_shards import merge_parts, merge_plan
 from qshard.torch_bridge._fsdp.scale_state import Ahead, Passes, Refresh, ScaleState, ShardOf, Status, state_of
-from qshard.torch_bridge._fsdp.shard_plan import JoinedColumns, ShardPlan, check_reshards, groups_of
+from qshard.torch_bridge._fsdp.shard_plan import ShardPlan, check_reshards, groups_of, set_padded_shape
 from qshard.torch_bridge._module_tree import parameters_of
 from qshard.torch_bridge._ops.bind import into, ops
 from qshard.torch_bridge._ops.collectives import max_over_ranks, unlike_ranks
@@ -42,12 +42,12 @@ class Gather(NamedTuple):
 
     plan: ShardPlan
     refresh: Refresh
-    columns: JoinedColumns | None
+    restore_shape: Callable[[], None] | None
 
     def end(self, state: ScaleState, gathered: Tensor) -> Plane:
         """The plane of the weight, whose codes are memory that FSDP2 has gathered."""
-        if self.columns is not None:
-            self.columns.end()
+        if self.restore_shape is not None:
+            self.restore_shape()
         scales = state.arrive(self.refresh)
         return Plane(self.plan.codes(gathered), scales.scale_inv, scales.global_scale_inv)
 
@@ -68,9 +68,9 @@ def begin_gather(state: ScaleState, shard: Tensor, shape: torch.Size, mesh: Devi
             _cast_into(weight, state.primary.room(weight.plan))
             state.primary.end_cast(weight.plan)
         padded = state.primary.codes_on(weight.plan.device)
-    columns = JoinedColumns(state, padded) if weight.plan.packs_columns else None
+    restore_shape = set_padded_shape(state, padded) if weight.plan.packs_columns else None
     assert state.refresh is not None
-    return padded, Gather(weight.plan, state.refresh, columns)
+    return padded, Gather(weight.plan, state.refresh, restore_shape)
 
 
 def update_scales(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:

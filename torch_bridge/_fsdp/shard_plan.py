@@ -11,7 +11,7 @@ shard is a box, whose edges may split blocks (`_core.placement`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -116,20 +116,15 @@ class ShardPlan:
         return gathered.as_strided(self.data_shape, (self.data_shape[1], 1))
 
 
-class JoinedColumns:
-    """Until `end`, between the two hooks of a gather, FSDP2 takes shards of a weight to have the shape of `padded`.
+def set_padded_shape(state: ScaleState, padded: Tensor) -> Callable[[], None]:
+    """Lets FSDP2 take shards of a weight to have the shape of `padded`, until what this returns is called.
 
-    It puts the columns that ranks send next to each other by a size that it keeps of the shard, and there is no other
-    way to tell it than that private attribute, the same in torch 2.11 to 2.15.
+    FSDP2 joins what ranks send of columns by the shape that it keeps of the shard, of which 4-bit codes have half the
+    columns. There is no other way to tell it than that private attribute, the same in torch 2.11 to 2.15.
     """
-
-    def __init__(self, state: ScaleState, padded: Tensor):
-        self._param = _fsdp_param(state)
-        self._size = self._param.padded_sharded_param_size
-        self._param.padded_sharded_param_size = padded.shape
-
-    def end(self) -> None:
-        self._param.padded_sharded_param_size = self._size
+    param = _fsdp_param(state)
+    shape, param.padded_sharded_param_size = param.padded_sharded_param_size, padded.shape
+    return lambda: setattr(param, "padded_sharded_param_size", shape)
 
 
 def _fsdp_param(state: ScaleState) -> Any:
