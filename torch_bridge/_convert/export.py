@@ -13,7 +13,7 @@ from qshard._core import quantize_steps
 from qshard.formats import Usage
 from qshard.torch_bridge._delayed_scaling import DelayedScale
 from qshard.torch_bridge._distributed.dtensor import local_of
-from qshard.torch_bridge._fsdp.functional import cut_of, gathered
+from qshard.torch_bridge._fsdp.functional import gather, row_sharding_of
 from qshard.torch_bridge._fsdp.weight import ShardedWeight, plain
 from qshard.torch_bridge._ops.bind import ops
 from qshard.torch_bridge._quantized.quantize import quantize
@@ -90,8 +90,8 @@ def _whole(value: Tensor) -> Tensor:
         return local.detach().clone()
     if not isinstance(local, ShardedWeight):
         return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
-    if isinstance(value, DTensor) and (cut := cut_of(value)) is not None:
-        return gathered(local, cut, value.dtype, observe=False)
+    if isinstance(value, DTensor) and (cut := row_sharding_of(value)) is not None:
+        return gather(local, cut, value.dtype, observe=False)
     state, high = local.scale_state, plain(value)
     high = (high.full_tensor() if isinstance(high, DTensor) else high).contiguous()
     if state.delayed is None:

@@ -77,7 +77,7 @@ def gathered_weight(
             check_dtype("gathered_weight", name, dtype)
     if reduce_op not in ("sum", "avg"):
         raise ValueError(f"gathered_weight: reduce_op ({shown(reduce_op)}) is not 'sum' or 'avg'; pass one of them")
-    cut = cut_of(weight)
+    cut = row_sharding_of(weight)
     if cut is None:
         raise NotImplementedError(
             f"gathered_weight: {local.scale_state.name} {tuple(weight.shape)} (placements {weight.placements}) is not "
@@ -96,7 +96,7 @@ def is_converted(weight: Any) -> bool:
 
 
 @torch.compiler.assume_constant_result
-def say_that_it_was_gathered(weight: Tensor) -> None:
+def warn_of_late_quantization(weight: Tensor) -> None:
     """Says that a weight of a `Linear` was gathered before it was quantized.
 
     The values are right, so it is not an error. Compiled programs run it once, as they are traced.
@@ -110,7 +110,7 @@ def say_that_it_was_gathered(weight: Tensor) -> None:
     )
 
 
-class Cut(NamedTuple):
+class RowSharding(NamedTuple):
     """How a weight is cut, and which rows are those of this rank."""
 
     fmt: Format
@@ -145,7 +145,7 @@ def _wait(x: Tensor) -> Tensor:
     return done
 
 
-def cut_of(weight: DTensor) -> Cut | None:
+def row_sharding_of(weight: DTensor) -> RowSharding | None:
     """How it is cut; None if not by rows over one axis of its mesh."""
     mesh, placements = weight.device_mesh, weight.placements
     dims = [i for i, placement in enumerate(placements) if not isinstance(placement, Replicate)]
@@ -158,7 +158,7 @@ def cut_of(weight: DTensor) -> Cut | None:
     first = min(rows, longest * mesh.get_local_rank(dims[0])) if dims else 0
     replicas = tuple(each for i, each in enumerate(groups) if i not in dims)
     fmt = local_of(weight).scale_state.fmt  # type: ignore[attr-defined]
-    return Cut(fmt, (rows, columns), first * columns, longest, group, replicas)
+    return RowSharding(fmt, (rows, columns), first * columns, longest, group, replicas)
 
 
 class _Gather(Node):
@@ -167,11 +167,17 @@ class _Gather(Node):
 
     @staticmethod
     def forward(
-        ctx: Any, shard: Tensor, local: ShardedWeight, cut: Cut, dtype: torch.dtype, reduce_dtype: Any, reduce_op: str
+        ctx: Any,
+        shard: Tensor,
+        local: ShardedWeight,
+        cut: RowSharding,
+        dtype: torch.dtype,
+        reduce_dtype: Any,
+        reduce_op: str,
     ) -> tuple[QuantizedTensor, tuple[Tensor, ...]]:
         ctx.cut, ctx.reduce_dtype, ctx.reduce_op = cut, reduce_dtype, reduce_op
         ctx.shard_shape, ctx.dtype = shard.shape, shard.dtype
-        return gathered(local, cut, dtype, observe=True), ()
+        return gather(local, cut, dtype, observe=True), ()
 
     @staticmethod
     def gradients(ctx: Any, saved: list[Tensor], grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -187,7 +193,7 @@ class _Gather(Node):
 
 
 @torch.no_grad()
-def gathered(local: ShardedWeight, cut: Cut, dtype: torch.dtype, *, observe: bool) -> QuantizedTensor:
+def gather(local: ShardedWeight, cut: RowSharding, dtype: torch.dtype, *, observe: bool) -> QuantizedTensor:
     """The whole weight, which stands for `dtype`. Collective. `observe`: whether delayed scaling notes its amax."""
     state, shard = local.scale_state, memory_of(local)
     if state.delayed is not None:

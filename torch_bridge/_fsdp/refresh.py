@@ -26,7 +26,15 @@ from qshard.formats import Usage
 from qshard.torch_bridge._delayed_scaling import update_delayed
 from qshard.torch_bridge._distributed.dtensor import local_of
 from qshard.torch_bridge._distributed.tensor_shards import merge_parts, merge_plan
-from qshard.torch_bridge._fsdp.scale_state import Ahead, Passes, Refresh, ScaleState, ShardOf, Status, state_of
+from qshard.torch_bridge._fsdp.scale_state import (
+    Passes,
+    PrefetchedCodes,
+    Refresh,
+    ScaleState,
+    Status,
+    WeightShard,
+    state_of,
+)
 from qshard.torch_bridge._fsdp.shard_plan import ShardPlan, check_reshards, groups_of, set_padded_shape
 from qshard.torch_bridge._module_tree import parameters_of
 from qshard.torch_bridge._ops.bind import into, ops
@@ -59,7 +67,7 @@ def begin_gather(state: ScaleState, shard: Tensor, shape: torch.Size, mesh: Devi
         check_reshards(state.passes.root)
     if state.primary is not None:
         shard = state.primary.take_master(state.at_home(shard) if state.primary.master is None else shard)
-    weight = ShardOf(state, shard, state.plan_of(shard, shape, mesh))
+    weight = WeightShard(state, shard, state.plan_of(shard, shape, mesh))
     make_scales(weight)
     if state.primary is None:
         padded = weight.plan.padded_in(_padded_codes(weight))
@@ -111,7 +119,7 @@ def recast(parameters: Iterable[Tensor]) -> None:
 
     One max-reduction for each group of ranks. Under `DelayedScaling` the next gather does it, with the scales of then.
     """
-    groups: dict[str, list[ShardOf]] = {}
+    groups: dict[str, list[WeightShard]] = {}
     for parameter in parameters:
         state = state_of(parameter)
         if state is None or state.primary is None or state.primary.master is None:
@@ -129,7 +137,7 @@ def recast(parameters: Iterable[Tensor]) -> None:
             p.end_cast(weight.plan)
 
 
-def make_scales(weight: ShardOf) -> None:
+def make_scales(weight: WeightShard) -> None:
     """Stages the scales for a gather that starts. If it is the first of its pass, a refresh comes before."""
     state = weight.state
     if state.primary is not None and state.primary.codes is not None:
@@ -146,7 +154,7 @@ def make_scales(weight: ShardOf) -> None:
     state.status = Status.GATHERING
 
 
-def _sharded_weights(model: nn.Module | None) -> Iterator[ShardOf]:
+def _sharded_weights(model: nn.Module | None) -> Iterator[WeightShard]:
     """Those of our weights that are sharded now, and need scales, in the order of the model: on all ranks the same."""
     for parameter in () if model is None else parameters_of(model):
         state = state_of(parameter)
@@ -160,18 +168,18 @@ def _sharded_weights(model: nn.Module | None) -> Iterator[ShardOf]:
 
 
 @torch.no_grad()
-def _refresh(weights: Sequence[ShardOf], made_in: object) -> None:
+def _refresh(weights: Sequence[WeightShard], made_in: object) -> None:
     """Makes the scales of weights that are cut over one group. All ranks give the same list."""
     if not all(weight.state.agreed for weight in weights):
-        check_agree(weights)
+        check_ranks_agree(weights)
     for delayed in (False, True):
         chosen = [weight for weight in weights if (weight.state.delayed is not None) is delayed]
         if chosen:
-            made = delayed_scales(chosen) if delayed else made_scales(chosen)
+            made = delayed_scales(chosen) if delayed else current_scales(chosen)
             Refresh([weight.state for weight in chosen], made, made_in)
 
 
-def delayed_scales(weights: Sequence[ShardOf]) -> list[Scales]:
+def delayed_scales(weights: Sequence[WeightShard]) -> list[Scales]:
     """Copies of delayed scales: an update amid a pass is for the next one. First ones take one max-reduction."""
     given = [state.delayed for state, _, _ in weights if state.delayed is not None]
     copies = torch.stack([buffer for delayed in given for buffer in (delayed.scale, delayed.scale_inv)]).unbind()
@@ -186,7 +194,7 @@ def delayed_scales(weights: Sequence[ShardOf]) -> list[Scales]:
     return made
 
 
-def made_scales(weights: Sequence[ShardOf]) -> list[Scales]:
+def current_scales(weights: Sequence[WeightShard]) -> list[Scales]:
     """Scales of the weights as they are, with one max-reduction.
 
     An empty shard takes part with amaxes of 0. An offloaded shard is on the CPU, unless FSDP2 has moved it for the
@@ -202,20 +210,20 @@ def made_scales(weights: Sequence[ShardOf]) -> list[Scales]:
     merge_plan([state.part for state, _, _ in weights], flat.plan, amaxes)
     made: dict[int, Scales] = {}
     for bucket, of_bucket in zip(flat.plan.buckets, flat.scales(amaxes), strict=True):
-        made.update(zip(bucket.indices, _of_weights(bucket, of_bucket), strict=True))
+        made.update(zip(bucket.indices, _split_scales(bucket, of_bucket), strict=True))
     return [made[i] for i in range(len(weights))]
 
 
-def _of_weights(bucket: Bucket, made: Scales) -> Iterator[Scales]:
+def _split_scales(bucket: Bucket, made: Scales) -> Iterator[Scales]:
     """`Bucket.split_scales`, in a few calls for all weights."""
     grids = [where.scale_shape for where in bucket.planes]
-    parts = [_parts(made.scale, grids), _parts(made.scale_inv, grids)]
+    parts = [_split(made.scale, grids), _split(made.scale_inv, grids)]
     if made.global_scale_inv is not None:
-        parts.append(_parts(made.global_scale_inv, [where.global_scale_shape or () for where in bucket.planes]))
+        parts.append(_split(made.global_scale_inv, [where.global_scale_shape or () for where in bucket.planes]))
     return (Scales(*each) for each in zip(*parts, strict=True))
 
 
-def _parts(numbers: Tensor, shapes: Sequence[tuple[int, ...]]) -> Sequence[Tensor]:
+def _split(numbers: Tensor, shapes: Sequence[tuple[int, ...]]) -> Sequence[Tensor]:
     """Tensors of these shapes, one after the other."""
     if not any(shapes):
         return numbers.unbind()
@@ -223,7 +231,7 @@ def _parts(numbers: Tensor, shapes: Sequence[tuple[int, ...]]) -> Sequence[Tenso
     return [part.view(shape) for part, shape in zip(numbers.split(sizes), shapes, strict=True)]
 
 
-def _amaxes_on(device: torch.device, weights: Sequence[ShardOf], plans: tuple[ShardPlan, ...]) -> Tensor:
+def _amaxes_on(device: torch.device, weights: Sequence[WeightShard], plans: tuple[ShardPlan, ...]) -> Tensor:
     """What the shards on one device know of the amaxes of all weights."""
     flat = flat_plan(tuple(plan.slice for plan in plans), device)
     amaxes = flat.amaxes(
@@ -240,7 +248,7 @@ def _amaxes_on(device: torch.device, weights: Sequence[ShardOf], plans: tuple[Sh
     return amaxes
 
 
-def check_agree(weights: Sequence[ShardOf]) -> None:
+def check_ranks_agree(weights: Sequence[WeightShard]) -> None:
     """Raises on every rank if one has other weights: it would make other scales, or wait for amaxes that never come.
 
     What is sent has one size, whatever a rank has. It costs a wait for the device, the first time that weights meet.
@@ -258,14 +266,14 @@ def check_agree(weights: Sequence[ShardOf]) -> None:
         weight.state.agreed = True
 
 
-def end_with_zeros(weight: ShardOf, room: Tensor) -> None:
+def end_with_zeros(weight: WeightShard, room: Tensor) -> None:
     """Of padded codes: those past the end of a shard that is shorter than others."""
     rows = weight.shard.shape[0]
     if rows < weight.plan.padded_shape[0]:
         weight.plan.padded_in(room)[rows:].zero_()
 
 
-def cast_shards(weights: Sequence[ShardOf], rooms: Sequence[Tensor]) -> None:
+def cast_shards(weights: Sequence[WeightShard], rooms: Sequence[Tensor]) -> None:
     """Casts shards under their staged scales: all slices of a format that are on one device by one launch."""
     for device in dict.fromkeys(weight.shard.device for weight in weights):
         of_device = [(w, room) for w, room in zip(weights, rooms, strict=True) if w.shard.device == device]
@@ -273,14 +281,14 @@ def cast_shards(weights: Sequence[ShardOf], rooms: Sequence[Tensor]) -> None:
         if slices:
             flat = flat_plan(tuple(weight.plan.slice for weight, _ in slices), device)
             scales = [weight.staged.scale for weight, _ in slices]
-            of_buckets = [_joined([scales[i] for i in bucket.indices]).to(device) for bucket in flat.plan.buckets]
+            of_buckets = [_concatenate([scales[i] for i in bucket.indices]).to(device) for bucket in flat.plan.buckets]
             flat.cast([room for _, room in slices], [w.shard for w, _ in slices], of_buckets, pieces=True)
         for weight, room in of_device:
             if weight.plan.box is not None:
                 weight.plan.cast_columns(weight.shard, weight.staged.scale.to(device), room)
 
 
-def taken_ahead(weight: ShardOf) -> Tensor | None:
+def pop_prefetched(weight: WeightShard) -> Tensor | None:
     """The codes of a weight that one before it in its group has cast for it; they are handed out once."""
     state, ahead = weight.state, weight.state.ahead
     state.ahead = None
@@ -289,9 +297,9 @@ def taken_ahead(weight: ShardOf) -> Tensor | None:
     return ahead.room
 
 
-def cast_group(weight: ShardOf) -> Tensor:
+def cast_group(weight: WeightShard) -> Tensor:
     """The codes of a weight, which is a slice. Those that FSDP2 asks for next are cast along."""
-    weights = [weight, *_asked_next(weight)]
+    weights = [weight, *_next_in_group(weight)]
     sizes = [-(-one.plan.room // _ALIGNMENT) * _ALIGNMENT for one in weights]
     whole = torch.empty(sum(sizes), dtype=torch.uint8, device=weight.shard.device)
     rooms = [one.plan.room_in(part) for one, part in zip(weights, whole.split(sizes), strict=True)]
@@ -300,11 +308,11 @@ def cast_group(weight: ShardOf) -> Tensor:
     cast_shards(weights, rooms)
     for (state, shard, _), room in zip(weights[1:], rooms[1:], strict=True):
         assert state.refresh is not None
-        state.ahead = Ahead(room, state.refresh, shard.data_ptr())
+        state.ahead = PrefetchedCodes(room, state.refresh, shard.data_ptr())
     return rooms[0]
 
 
-def _asked_next(weight: ShardOf) -> Iterator[ShardOf]:
+def _next_in_group(weight: WeightShard) -> Iterator[WeightShard]:
     """What can be cast along: of the group of FSDP2, after this weight, with scales of the same refresh."""
     group = _group_of(weight.state)
     begun = False
@@ -341,7 +349,7 @@ def _nothing() -> None:
     return None
 
 
-def _joined(scales: Sequence[Tensor]) -> Tensor:
+def _concatenate(scales: Sequence[Tensor]) -> Tensor:
     """One after the other, without a copy where they lie so, as a refresh makes them."""
     first, last, end, count = scales[0], scales[-1], scales[0].data_ptr(), 0
     lie_so = last is first or first.untyped_storage().data_ptr() == last.untyped_storage().data_ptr()
@@ -354,9 +362,9 @@ def _joined(scales: Sequence[Tensor]) -> Tensor:
     return whole
 
 
-def _padded_codes(weight: ShardOf) -> Tensor:
+def _padded_codes(weight: WeightShard) -> Tensor:
     """Padded codes of a weight that keeps none between gathers."""
-    ahead = taken_ahead(weight)
+    ahead = pop_prefetched(weight)
     if ahead is not None:
         return ahead
     if weight.is_cast_in_gathers:
@@ -367,7 +375,7 @@ def _padded_codes(weight: ShardOf) -> Tensor:
     return room
 
 
-def _cast_into(weight: ShardOf, room: Tensor) -> None:
+def _cast_into(weight: WeightShard, room: Tensor) -> None:
     state, shard, plan = weight
     if state.delayed is None:
         cast_shards([weight], [room])

@@ -105,7 +105,7 @@ class ScaleState:
         self.staged: Scales | None = None
         self.stored: Scales | None = None
         self.refresh: Refresh | None = None
-        self.ahead: Ahead | None = None
+        self.ahead: PrefetchedCodes | None = None
         self.group: Callable[[], object | None] | None = None
         self.passes = Passes.of(root)
         self.agreed = False
@@ -142,7 +142,7 @@ class ScaleState:
                 return found
         return shard
 
-    def note_cut(self, shape: torch.Size) -> None:
+    def note_split(self, shape: torch.Size) -> None:
         """Called for each tensor that is cut. The last one, before FSDP2 asks for hooks, is what FSDP2 has cut."""
         if not self.gathers:
             self.whole = tuple(shape)
@@ -152,7 +152,7 @@ class ScaleState:
         if not self.gathers:
             self.first = first
 
-    def shard_of(self, parameter: Tensor) -> ShardOf | None:
+    def shard_of(self, parameter: Tensor) -> WeightShard | None:
         """What this rank has of the weight, which is `parameter`; None if it is not sharded now."""
         if not isinstance(parameter, DTensor):
             return None
@@ -163,7 +163,7 @@ class ScaleState:
         shard: Tensor = local_of(parameter).shard  # type: ignore[attr-defined]
         if self.primary is not None and self.primary.master is not None:
             shard = self.primary.master
-        return ShardOf(self, shard, self.plan_of(shard, self.whole, parameter.device_mesh, axis))
+        return WeightShard(self, shard, self.plan_of(shard, self.whole, parameter.device_mesh, axis))
 
     def plan_of(self, shard: Tensor, shape: tuple[int, ...], mesh: DeviceMesh, mesh_dim: int = 0) -> ShardPlan:
         """What `shard` is of the weight, which is cut over one axis of `mesh`."""
@@ -184,7 +184,7 @@ class ScaleState:
         return self.stored
 
 
-class ShardOf(NamedTuple):
+class WeightShard(NamedTuple):
     """A sharded weight, as a refresh takes it: its state, what this rank holds of it, and which part that is."""
 
     state: ScaleState
@@ -207,7 +207,7 @@ class ShardOf(NamedTuple):
         return self.state.primary
 
 
-class Ahead(NamedTuple):
+class PrefetchedCodes(NamedTuple):
     """Codes that were cast before they are asked for.
 
     Attributes:

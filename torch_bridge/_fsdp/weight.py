@@ -161,8 +161,8 @@ class ShardedWeight(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         states: list[ScaleState] = []
-        plain_args = [_inside(value, states) for value in args]
-        plain_kwargs = {name: _inside(value, states) for name, value in kwargs.items()}
+        plain_args = [_unwrap(value, states) for value in args]
+        plain_kwargs = {name: _unwrap(value, states) for name, value in kwargs.items()}
         if any(state.is_sealed for state in states):
             return _run_on_sealed(func, args, kwargs)
         if func is aten.erfinv_.default and states[0].gathers:
@@ -173,9 +173,9 @@ class ShardedWeight(Tensor):
         out = func(*plain_args, **plain_kwargs)
         if func in _STAYS_SHARDED or _is_view(func):
             with torch.inference_mode(False):  # Within it, torch cannot make the wrapper a view of the parameter.
-                made = _wrapped(out, states[0])
+                made = _wrap(out, states[0])
             if func is aten.split.Tensor and len(args[0].shape) == 2:
-                _note_cut(*args, made)
+                _note_split(*args, made)
             return made
         if func is aten.copy_.default and len(states) == 2:
             states[0].note_place(getattr(args[1], "first", 0))
@@ -295,11 +295,11 @@ _CAST_SHARD = _signature(ShardedWeight._cast_shard)
 _CAST_PACKED_ROWS = _signature(ShardedWeight._cast_packed_rows)
 
 
-def _note_cut(whole: ShardedWeight, size: int, *others: Any) -> None:
+def _note_split(whole: ShardedWeight, size: int, *others: Any) -> None:
     """Notes where each part begins that a weight is cut into."""
     *axis, parts = others
     each = size * (whole.shape[1] if axis in ([], [0], [-2]) else 1)
-    whole.scale_state.note_cut(whole.shape)
+    whole.scale_state.note_split(whole.shape)
     for i, part in enumerate(parts):
         part.first = i * each
 
@@ -358,19 +358,19 @@ _MAKES_PLAIN = {
 }
 
 
-def _inside(value: Any, states: list[ScaleState]) -> Any:
+def _unwrap(value: Any, states: list[ScaleState]) -> Any:
     """An argument of an op, with what is inside of sharded weights in their place; notes whose they are."""
     if isinstance(value, ShardedWeight):
         states.append(value.scale_state)
         return value.shard
-    return [_inside(each, states) for each in value] if isinstance(value, list | tuple) else value
+    return [_unwrap(each, states) for each in value] if isinstance(value, list | tuple) else value
 
 
-def _wrapped(out: Any, state: ScaleState) -> Any:
+def _wrap(out: Any, state: ScaleState) -> Any:
     """Results of an op as sharded weights."""
     if isinstance(out, Tensor):
         return ShardedWeight(out, state)
-    return type(out)(_wrapped(each, state) for each in out) if isinstance(out, list | tuple) else out
+    return type(out)(_wrap(each, state) for each in out) if isinstance(out, list | tuple) else out
 
 
 @functools.cache

@@ -18,7 +18,7 @@ from qshard.torch_bridge._delayed_scaling import DelayedScale, keep_amaxes
 from qshard.torch_bridge._distributed.activation_group import ActivationGroup
 from qshard.torch_bridge._distributed.dtensor import local_of
 from qshard.torch_bridge._distributed.tensor_shards import Part, first_rank
-from qshard.torch_bridge._fsdp.functional import is_converted, say_that_it_was_gathered
+from qshard.torch_bridge._fsdp.functional import is_converted, warn_of_late_quantization
 from qshard.torch_bridge._fsdp.scale_state import ScaleState
 from qshard.torch_bridge._fsdp.weight import ShardedWeight, attributes_of, plain, wrap
 from qshard.torch_bridge._module_tree import modules_of, parameters_of
@@ -313,7 +313,7 @@ class WeightLayer(Extends):
                 for state in delayed.values():
                     state.restore_buffers()
         if type(weight) is Tensor and is_converted(self._parameters.get("weight")):
-            say_that_it_was_gathered(weight)
+            warn_of_late_quantization(weight)
         return Taken(input, weight, seed, delayed, dtype)
 
     def forward(self, input: Tensor) -> Tensor:

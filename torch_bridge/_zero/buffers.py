@@ -30,15 +30,15 @@ from qshard.torch_bridge._optim.slices import QuantizedSlice, gather_parts
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
 from qshard.torch_bridge._torch_internals import have_one_storage, preserve_version_counter
 from qshard.torch_bridge._zero.gradients import Gradient
-from qshard.torch_bridge._zero.placeholders import SlicedWeight, TakenGradient, weakly
+from qshard.torch_bridge._zero.placeholders import GradientPlaceholder, WeightPlaceholder, weakly
 from qshard.torch_bridge._zero.streams import Channel, Pending, Steps
-from qshard.torch_bridge._zero.weight import Ranks, Weight
+from qshard.torch_bridge._zero.weight import Ranks, ZeroParameter
 
 ALIGNMENT = 16  # bytes: whole elements of every dtype, and what vector loads want
 BLOCK_ALIGNMENT = BLOCK * torch.float32.itemsize  # bytes: whole blocks of elements of every dtype
 
 
-class Flat:
+class FlatBuffer:
     """Weights that are gathered together, the part of this rank, and their gradients.
 
     Making it, of weights that `make` has made whole, puts views of the buffer in the place of the parameters. If it is
@@ -52,14 +52,14 @@ class Flat:
 
     def __init__(
         self,
-        weights: Sequence[Weight],
+        weights: Sequence[ZeroParameter],
         ranks: Ranks,
         sharded: bool,
         alignment: int = ALIGNMENT,
         *,
         device: torch.device,
         written: Callable[[], None],
-        make: Callable[[Weight], None],
+        make: Callable[[ZeroParameter], None],
         reduce_dtype: torch.dtype,
         reductions: Channel,
     ):
@@ -100,12 +100,12 @@ class Flat:
         for index, weight in enumerate(self.weights):
             self._show(weight, index, written)
         self.in_use, self.in_backward = True, False
-        self.gradient_is_whole: Callable[[Flat], None] | None = None  # Called with this, once it is.
+        self.gradient_is_whole: Callable[[FlatBuffer], None] | None = None  # Called with this, once it is.
         self._arriving: Pending | None = None
         self._stream: torch.cuda.Stream | None = None  # The one that was current when memory was asked for.
         self.free()
 
-    def _place(self, weight: Weight, start: int, master: Tensor, lo: int) -> None:
+    def _place(self, weight: ZeroParameter, start: int, master: Tensor, lo: int) -> None:
         """What this rank, whose part begins at byte `lo`, owns of a weight, and what layers see, is in the buffer."""
         weight.start = start
         weight.master = nn.Parameter(master.view(1, -1) if len(weight.shape) > 1 else master)
@@ -128,13 +128,13 @@ class Flat:
         for module, name in weight.owners:
             module.register_parameter(name, new)
 
-    def _show(self, weight: Weight, index: int, written: Callable[[], None]) -> None:
+    def _show(self, weight: ZeroParameter, index: int, written: Callable[[], None]) -> None:
         """Makes what users see of a weight, and of its gradient."""
         flat = weight.master.detach().view(-1)
-        absent = SlicedWeight(flat, weight.start, weight.shape, weight.dtype, weight.name, written)
+        absent = WeightPlaceholder(flat, weight.start, weight.shape, weight.dtype, weight.name, written)
         weight.sliced = nn.Parameter(absent)
         weight.shown = weight.sliced if self.sharded else weight.parameter
-        weight.taken = TakenGradient(
+        weight.taken = GradientPlaceholder(
             weight.parameter,
             weight.name,
             weakly(self.gradient.accumulate, index),
@@ -260,11 +260,11 @@ class Bucket(NamedTuple):
     """
 
     number: int
-    flats: list[Flat]
-    of_groups: list[list[Weight]]
+    flats: list[FlatBuffer]
+    of_groups: list[list[ZeroParameter]]
 
 
-def buckets_of(flats: Sequence[Flat], of_groups: Sequence[Sequence[Weight]]) -> list[Bucket]:
+def buckets_of(flats: Sequence[FlatBuffer], of_groups: Sequence[Sequence[ZeroParameter]]) -> list[Bucket]:
     """Units, in order, as many at a time as have no more elements of this rank than the largest one."""
     most = max(flat.masters.numel() for flat in flats)
     buckets: list[Bucket] = []

@@ -29,7 +29,7 @@ from torch import Tensor
 from qshard.torch_bridge._ops.bind import call_into
 from qshard.torch_bridge._ops.collectives import max_over_ranks
 from qshard.torch_bridge._zero.streams import Channel, Pending, Steps
-from qshard.torch_bridge._zero.weight import Ranks, Weight
+from qshard.torch_bridge._zero.weight import Ranks, ZeroParameter
 
 _CHUNK = 1 << 22  # Elements: the sum of as many integers of 30 bits is exact in float64.
 _ONE = 2.0**30
@@ -47,7 +47,7 @@ class Gradient:
 
     def __init__(
         self,
-        weights: Sequence[Weight],
+        weights: Sequence[ZeroParameter],
         lengths: Sequence[int],
         ranks: Ranks,
         *,

@@ -29,10 +29,10 @@ from torch import Tensor, nn
 from qshard.torch_bridge._ops.eager import is_capturing
 from qshard.torch_bridge._quantized.device_moves import Move, changes, guard_moves
 from qshard.torch_bridge._torch_internals import active_ddp, backward_id, call_after_backward, pytree
-from qshard.torch_bridge._zero.buffers import Flat
+from qshard.torch_bridge._zero.buffers import FlatBuffer
 from qshard.torch_bridge._zero.placeholders import ArrivalHook, weakly
 from qshard.torch_bridge._zero.streams import Channel
-from qshard.torch_bridge._zero.weight import Weight
+from qshard.torch_bridge._zero.weight import ZeroParameter
 
 T = TypeVar("T")
 
@@ -91,17 +91,17 @@ class Schedule:
     """
 
     def __init__(self, device: torch.device):
-        self.flats: list[Flat] = []
+        self.flats: list[FlatBuffer] = []
         self.in_backward = False
         computing: set[torch.cuda.Stream] = set()
         self.reductions, self._gathers = Channel(device, computing), Channel(device, computing)
         self._device = device
-        self._forward: Order[Flat] = Order()
-        self._backward: Order[Flat] = Order()
+        self._forward: Order[FlatBuffer] = Order()
+        self._backward: Order[FlatBuffer] = Order()
         self._in_forward = False  # Whether the model runs, not a part of it alone.
-        self._next: Flat | None = None  # What should be taken next,
-        self._ahead: Flat | None = None  # and what was gathered for it.
-        self._reducing: Flat | None = None
+        self._next: FlatBuffer | None = None  # What should be taken next,
+        self._ahead: FlatBuffer | None = None  # and what was gathered for it.
+        self._reducing: FlatBuffer | None = None
 
     def begin_forward(self) -> None:
         """The model is called."""
@@ -135,7 +135,7 @@ class Schedule:
         self._drop()
         self._finish()
 
-    def take(self, flat: Flat) -> None:
+    def take(self, flat: FlatBuffer) -> None:
         """Puts the weights of a unit before its layers, and begins to gather those of the next."""
         if flat.in_use:
             return
@@ -154,7 +154,7 @@ class Schedule:
             self._next.gather(self._gathers)
             self._ahead = self._next
 
-    def leave(self, flat: Flat) -> None:
+    def leave(self, flat: FlatBuffer) -> None:
         """Frees the weights of a unit, unless it is the one that comes next: the last of forward, in backward."""
         if flat is self._next and self._ahead is None:
             flat.hide()
@@ -162,13 +162,13 @@ class Schedule:
         else:
             flat.free()
 
-    def pass_on(self, flat: Flat) -> None:
+    def pass_on(self, flat: FlatBuffer) -> None:
         """The gradients of a unit are there, so it needs its weights no more."""
         self.reduce(flat)
         flat.in_backward = False
         self.leave(flat)
 
-    def reduce(self, flat: Flat) -> None:
+    def reduce(self, flat: FlatBuffer) -> None:
         """Begins to sum the gradients of a unit, after those of the one before, whose memory goes back."""
         if flat.gradient.is_held:
             self._finish()
@@ -184,7 +184,7 @@ class Schedule:
             flat.in_backward = False
             flat.free()
 
-    def _following(self, flat: Flat) -> Flat | None:
+    def _following(self, flat: FlatBuffer) -> FlatBuffer | None:
         if autograd_runs():
             return self._backward.following(flat)
         if not self._in_forward:
@@ -221,15 +221,15 @@ class Hook:
         return Hook, ()
 
 
-def watch_gradients(flat: Flat) -> None:
+def watch_gradients(flat: FlatBuffer) -> None:
     """Takes gradients as soon as they are made."""
     for index, weight in enumerate(flat.weights):
         weight.parameter.register_post_accumulate_grad_hook(ArrivalHook(weakly(flat.take_arrived, index)))
 
 
-def watch_moves(model: nn.Module, weights: Sequence[Weight]) -> None:
+def watch_moves(model: nn.Module, weights: Sequence[ZeroParameter]) -> None:
     """Sees to it that a move of the model, or of a module of it that has weights, raises before anything has moved."""
-    owned: dict[nn.Module, list[Weight]] = {model: [*weights]}
+    owned: dict[nn.Module, list[ZeroParameter]] = {model: [*weights]}
     for weight in weights:
         for module, _ in weight.owners:
             if module is not model:
@@ -247,7 +247,7 @@ def watch_moves(model: nn.Module, weights: Sequence[Weight]) -> None:
         guard_moves(module, Hook(check))
 
 
-def watch_uses(module: nn.Module, flat: Flat, schedule: Schedule, renew: Callable[[], None]) -> None:
+def watch_uses(module: nn.Module, flat: FlatBuffer, schedule: Schedule, renew: Callable[[], None]) -> None:
     """Gathers sharded weights before their module runs, and frees them after it, so too in backward."""
     schedule.flats.append(flat)
     flat.gradient_is_whole = schedule.pass_on
@@ -310,7 +310,7 @@ def watch_model(model: nn.Module, schedule: Schedule, renew: Callable[[], None])
     model.register_forward_hook(Hook(lambda *_: schedule.end_forward()))
 
 
-def check_shown(model: nn.Module, flats: list[Flat]) -> None:
+def check_parameters(model: nn.Module, flats: list[FlatBuffer]) -> None:
     """Raises where parameters have changed in a way that a step would pass over.
 
     Raises:
@@ -322,20 +322,22 @@ def check_shown(model: nn.Module, flats: list[Flat]) -> None:
             shown = weight.shown
             there = {id(module._parameters.get(name)) for module, name in weight.owners}
             if not there <= {id(shown), id(weight.parameter)}:
-                raise _changed(weight.name, "was replaced", "change models before you make their optimizer")
+                raise _change_error(weight.name, "was replaced", "change models before you make their optimizer")
             if not shown.requires_grad:
-                raise _changed(
+                raise _change_error(
                     weight.name, "was frozen", "freeze it before, or set its lr and weight_decay to 0 in its group"
                 )
             if weight.where is not None and weight.where != (shown.data_ptr(), shown.dtype):
-                raise _changed(weight.name, "was moved", "call .to() of the model before")
+                raise _change_error(weight.name, "was moved", "call .to() of the model before")
             if weight.where is not None and shown._version != weight.version:
-                raise _changed(weight.name, "was written", "write with load_state_dict of the model: it has masters")
+                raise _change_error(
+                    weight.name, "was written", "write with load_state_dict of the model: it has masters"
+                )
             ours.update((id(shown), id(weight.parameter)))
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and id(parameter) not in ours:
-            raise _changed(name, "came to train", "add and unfreeze parameters before")
+            raise _change_error(name, "came to train", "add and unfreeze parameters before")
 
 
-def _changed(name: str, what: str, instead: str) -> RuntimeError:
+def _change_error(name: str, what: str, instead: str) -> RuntimeError:
     return RuntimeError(f"ZeroOptimizer: {name} {what} after the optimizer was made; {instead}")

@@ -22,10 +22,10 @@ from qshard._core.adam import BLOCK
 from qshard._core.placement import Box, slice_boxes
 from qshard.torch_bridge._optim.slices import gather_parts
 from qshard.torch_bridge._torch_internals import DTensorSpec, TensorMeta, pytree
-from qshard.torch_bridge._zero.buffers import Flat
-from qshard.torch_bridge._zero.placeholders import SlicedWeight, own_part
+from qshard.torch_bridge._zero.buffers import FlatBuffer
+from qshard.torch_bridge._zero.placeholders import WeightPlaceholder, own_part
 from qshard.torch_bridge._zero.schedule import Hook
-from qshard.torch_bridge._zero.weight import Ranks, Weight
+from qshard.torch_bridge._zero.weight import Ranks, ZeroParameter
 
 aten = torch.ops.aten
 
@@ -113,7 +113,7 @@ class SlicedState(DTensor):
 
     def to_local(self, *, grad_placements: Any = None) -> Tensor:
         """What a full state is copied to: it takes whole tensors, and keeps the slice."""
-        sliced: Tensor = SlicedWeight(self.local, self.start, self.shape, self.dtype, self.label, self.written)
+        sliced: Tensor = WeightPlaceholder(self.local, self.start, self.shape, self.dtype, self.label, self.written)
         return sliced
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SlicedState:
@@ -155,7 +155,7 @@ def _chunk(box: Box) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(offsets=torch.Size(box.start), sizes=torch.Size(box.size))
 
 
-class States:
+class StateDicts:
     """How slices are shown in state dicts, and found in them.
 
     Args:
@@ -166,7 +166,7 @@ class States:
         self._ranks, self._device, self._written = ranks, device, written
         self._mesh: DeviceMesh | None = None
 
-    def shown(self, weight: Weight, name: str, local: Tensor, *, master: bool = False) -> Tensor:
+    def shown(self, weight: ZeroParameter, name: str, local: Tensor, *, master: bool = False) -> Tensor:
         """A slice of the master, or of a state of the optimizer, as the whole that it is of."""
         local = local.detach().view(-1)
         shape, cuts = _layout(weight, name)
@@ -179,28 +179,32 @@ class States:
         made: Tensor = SlicedState(local, shape, cuts, self._mesh, f"{weight.name} ({name})", written)
         return made
 
-    def own(self, weight: Weight, name: str, value: Tensor) -> Tensor:
+    def own(self, weight: ZeroParameter, name: str, value: Tensor) -> Tensor:
         """The slice of this rank of such a whole, as the optimizer has it: `[1, n]`, or `[n]`."""
         shape, cuts = _layout(weight, name)
         start, stop = cuts[self._ranks.rank]
         part = own_part(value, shape, start, stop - start, f"{weight.name} ({name})")
         return part.view(1, -1) if weight.master.ndim > 1 else part
 
-    def watch(self, model: nn.Module, flats: Sequence[Flat], publish: Callable[[], None]) -> None:
+    def watch(self, model: nn.Module, flats: Sequence[FlatBuffer], publish: Callable[[], None]) -> None:
         """State dicts of the model have masters, and what is loaded goes to masters."""
-        owners: dict[int, tuple[nn.Module, list[tuple[str, Weight, Flat]]]] = {}
+        owners: dict[int, tuple[nn.Module, list[tuple[str, ZeroParameter, FlatBuffer]]]] = {}
         for flat in flats:
             for weight in flat.weights:
                 for module, name in weight.owners:
                     owners.setdefault(id(module), (module, []))[1].append((name, weight, flat))
         loading = False
 
-        def show_masters(held: list[tuple[str, Weight, Flat]], state_dict: dict[str, Any], prefix: str) -> None:
+        def show_masters(
+            held: list[tuple[str, ZeroParameter, FlatBuffer]], state_dict: dict[str, Any], prefix: str
+        ) -> None:
             for name, weight, _ in held:
                 if prefix + name in state_dict:
                     state_dict[prefix + name] = self.shown(weight, "master", weight.master, master=True)
 
-        def before_load(module: nn.Module, held: list[tuple[str, Weight, Flat]], metadata: dict[str, Any]) -> None:
+        def before_load(
+            module: nn.Module, held: list[tuple[str, ZeroParameter, FlatBuffer]], metadata: dict[str, Any]
+        ) -> None:
             if metadata.get("assign_to_params_buffers", False):
                 raise RuntimeError(
                     f"ZeroOptimizer: load_state_dict of {type(module).__name__} (assign=True) would replace its "
@@ -209,7 +213,7 @@ class States:
             for name, weight, _ in held:
                 module._parameters[name] = weight.sliced
 
-        def after_load(module: nn.Module, held: list[tuple[str, Weight, Flat]]) -> None:
+        def after_load(module: nn.Module, held: list[tuple[str, ZeroParameter, FlatBuffer]]) -> None:
             for name, weight, flat in held:
                 module._parameters[name] = weight.parameter if flat.in_use else weight.shown
             if not loading:
@@ -234,7 +238,7 @@ class States:
         model.register_load_state_dict_post_hook(Hook(end))
 
 
-def _layout(weight: Weight, name: str) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
+def _layout(weight: ZeroParameter, name: str) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
     """The shape of a state, and the slices that ranks have of it. No cut of a weight is amid a block of scales."""
     if not name.endswith("_scale_inv"):
         return weight.shape, weight.cuts

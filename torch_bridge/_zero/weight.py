@@ -26,7 +26,7 @@ from qshard.torch_bridge._optim.cast_master import CastPlan, Parity, cast_master
 from qshard.torch_bridge._optim.slices import QuantizedSlice
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
 from qshard.torch_bridge._quantized.validation import check_contiguous, check_dtype
-from qshard.torch_bridge._zero.placeholders import TakenGradient, is_trained
+from qshard.torch_bridge._zero.placeholders import GradientPlaceholder, has_optimizer
 
 _CALL_NO_CHILD = (GroupedLinear, nn.MultiheadAttention)
 """Modules that use the weights of the modules in them, and call none of these."""
@@ -48,7 +48,7 @@ class Ranks(NamedTuple):
 
 
 @dataclass(eq=False)
-class Weight:
+class ZeroParameter:
     """A parameter of the model, and the slice of it that this rank owns.
 
     Attributes:
@@ -77,7 +77,7 @@ class Weight:
     cuts: list[tuple[int, int]] = field(init=False)
     sliced: nn.Parameter = field(init=False)
     shown: nn.Parameter = field(init=False)
-    taken: TakenGradient = field(init=False)
+    taken: GradientPlaceholder = field(init=False)
     quantized: QuantizedSlice | None = None
     values: Tensor | None = None
     where: tuple[int, torch.dtype] | None = None
@@ -114,23 +114,23 @@ class Weight:
         return end // self.dtype.itemsize if self.fmt is None else end * self.fmt.element.codes_per_byte
 
 
-def weights_of(model: nn.Module) -> list[Weight]:
+def weights_of(model: nn.Module) -> list[ZeroParameter]:
     """The parameters to train, each once, in the order of the model."""
     if isinstance(model, DistributedDataParallel | DataParallel):
         raise ValueError(
             f"ZeroOptimizer: model ({type(model).__name__}) sums gradients itself; pass its .module, and call that"
         )
-    found: dict[int, Weight] = {}
+    found: dict[int, ZeroParameter] = {}
     for prefix, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             if not parameter.requires_grad:
                 continue
             full = f"{prefix}.{name}" if prefix else name
-            weight = found.setdefault(id(parameter), Weight(full, parameter, []))
+            weight = found.setdefault(id(parameter), ZeroParameter(full, parameter, []))
             weight.owners.append((module, name))
     for weight in found.values():
         parameter, what = weight.parameter, f"ZeroOptimizer: {weight.name} {weight.shape}"
-        if is_trained(parameter):
+        if has_optimizer(parameter):
             raise ValueError(f"{what} is trained by another ZeroOptimizer; make one for a model, or another model")
         if isinstance(parameter, QuantizedTensor):
             raise ValueError(f"{what} (QuantizedTensor) has no float32 values; make the model anew and load them")
@@ -159,8 +159,8 @@ def weights_of(model: nn.Module) -> list[Weight]:
 
 
 def units_of(
-    model: nn.Module, weights: Sequence[Weight], units: Sequence[nn.Module] | None
-) -> list[tuple[nn.Module, list[Weight]]]:
+    model: nn.Module, weights: Sequence[ZeroParameter], units: Sequence[nn.Module] | None
+) -> list[tuple[nn.Module, list[ZeroParameter]]]:
     """Modules, and the weights that each gathers, in the order of the model."""
     modules = list(model.modules())
     # Forward hooks of a module that is never called never run: the module that uses its weight is the unit.
@@ -184,7 +184,7 @@ def units_of(
     innermost: dict[int, nn.Module] = {}
     for unit in chosen:  # Outer modules come first, so inner ones have the last word.
         innermost.update({id(module): unit for module in unit.modules()})
-    of_unit: dict[int, list[Weight]] = {id(unit): [] for unit in chosen}
+    of_unit: dict[int, list[ZeroParameter]] = {id(unit): [] for unit in chosen}
     for weight in weights:
         homes = {id(innermost[id(module)]) for module, _ in weight.owners}
         if len(homes) > 1:
@@ -197,10 +197,10 @@ def units_of(
 
 
 def by_setting(
-    weights: Sequence[Weight], settings: Callable[[str, nn.Parameter], dict[str, Any]] | None
-) -> list[tuple[dict[str, Any], list[Weight]]]:
+    weights: Sequence[ZeroParameter], settings: Callable[[str, nn.Parameter], dict[str, Any]] | None
+) -> list[tuple[dict[str, Any], list[ZeroParameter]]]:
     """Weights with the same settings together, in order of appearance: the same groups on every rank."""
-    groups: list[tuple[dict[str, Any], list[Weight]]] = []
+    groups: list[tuple[dict[str, Any], list[ZeroParameter]]] = []
     for weight in weights:
         given = settings(weight.name, weight.parameter) if settings else {}
         members = next((members for known, members in groups if known == given), None)
@@ -210,10 +210,10 @@ def by_setting(
     return groups
 
 
-class Cast:
+class SliceCast:
     """Slices that are cast together: all with scales of their amaxes, or all with delayed ones."""
 
-    def __init__(self, weights: Sequence[Weight], parity: Parity):
+    def __init__(self, weights: Sequence[ZeroParameter], parity: Parity):
         self._pieces = [weight.quantized for weight in weights if weight.quantized is not None]
         self._masters = [weight.master.detach().view(-1) for weight in weights]
         self.delayed = [weight.delayed for weight in weights if weight.delayed is not None]
