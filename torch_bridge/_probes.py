@@ -26,7 +26,7 @@ from qshard.numerics._steps import LayerStats, StepStats, layer_stats
 from qshard.recipes import DelayedScaling, Role
 from qshard.torch_bridge._delayed_scaling import DelayedScale
 from qshard.torch_bridge._distributed.dtensor import local_of
-from qshard.torch_bridge._distributed.tensor_shards import Part
+from qshard.torch_bridge._distributed.tensor_shards import ShardSpec
 from qshard.torch_bridge._fsdp.weight import ShardedWeight, memory_of
 from qshard.torch_bridge._losses.linear_cross_entropy import LinearCrossEntropy, QuantizedHead
 from qshard.torch_bridge._nn.grouped_linear import GroupedLinear, _checked_sizes
@@ -336,7 +336,7 @@ def _measured_operand(
 ) -> list[tuple[Tensor, int]]:
     """`_measured` of an operand of a layer, quantized as the layer does it."""
     local = local_of(x).detach()
-    parts = {role: Part(tuple(x.shape), x.device_mesh, tuple(x.placements))} if isinstance(x, DTensor) else {}
+    parts = {role: ShardSpec(tuple(x.shape), x.device_mesh, tuple(x.placements))} if isinstance(x, DTensor) else {}
     matrix = matrix_of(local, dtype)
     made, _ = quantized(matrix, layer.recipe, Usage.ROWWISE, role, seed, parts, _scales_of(layer))
     operand = made[Usage.ROWWISE]

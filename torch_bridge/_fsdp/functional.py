@@ -111,7 +111,7 @@ def warn_of_late_quantization(weight: Tensor) -> None:
 
 
 class RowSharding(NamedTuple):
-    """How a weight is cut, and which rows are those of this rank."""
+    """The sharding of a weight by rows, and the rows of this rank."""
 
     fmt: Format
     shape: tuple[int, ...]
@@ -146,7 +146,7 @@ def _wait(x: Tensor) -> Tensor:
 
 
 def row_sharding_of(weight: DTensor) -> RowSharding | None:
-    """How it is cut; None if not by rows over one axis of its mesh."""
+    """The sharding of a weight; None if it is not by rows over one axis of its mesh."""
     mesh, placements = weight.device_mesh, weight.placements
     dims = [i for i, placement in enumerate(placements) if not isinstance(placement, Replicate)]
     if len(dims) > 1 or any(placements[i] != Shard(0) for i in dims):

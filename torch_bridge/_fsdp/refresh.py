@@ -25,7 +25,7 @@ from qshard._core.quantize_steps import Plane, Scales
 from qshard.formats import Usage
 from qshard.torch_bridge._delayed_scaling import update_delayed
 from qshard.torch_bridge._distributed.dtensor import local_of
-from qshard.torch_bridge._distributed.tensor_shards import merge_parts, merge_plan
+from qshard.torch_bridge._distributed.tensor_shards import merge_plan, merge_shards
 from qshard.torch_bridge._fsdp.scale_state import (
     Passes,
     PrefetchedCodes,
@@ -46,7 +46,7 @@ _ALIGNMENT = 256  # Of codes that share memory: that of allocations on GPUs.
 
 
 class Gather(NamedTuple):
-    """What the second hook has to know of the first."""
+    """A gather that has begun: what the second hook of FSDP2 has to know of the first."""
 
     plan: ShardPlan
     refresh: Refresh
@@ -188,7 +188,7 @@ def delayed_scales(weights: Sequence[WeightShard]) -> list[Scales]:
     if new:
         amaxes = torch.stack([ops.amax_tensor(weights[i].shard, lead=0).to(made[i].scale.device) for i in new])
         of_wholes = max_over_ranks(amaxes, weights[0].plan.group).unbind()
-        merge_parts([weights[i].state.part for i in new], of_wholes)
+        merge_shards([weights[i].state.part for i in new], of_wholes)
         for i, amax in zip(new, of_wholes, strict=True):
             made[i] = Scales(*given[i].scales_under(amax))
     return made

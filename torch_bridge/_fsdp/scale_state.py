@@ -51,7 +51,7 @@ from qshard._core.quantize_steps import Scales
 from qshard.recipes import Recipe, Role
 from qshard.torch_bridge._delayed_scaling import DelayedScale
 from qshard.torch_bridge._distributed.dtensor import local_of
-from qshard.torch_bridge._distributed.tensor_shards import Part, fsdp_axis
+from qshard.torch_bridge._distributed.tensor_shards import ShardSpec, fsdp_axis
 from qshard.torch_bridge._fsdp.primary import Primary
 from qshard.torch_bridge._fsdp.shard_plan import ShardPlan
 from qshard.torch_bridge._ops.eager import is_compiling
@@ -98,7 +98,7 @@ class ScaleState:
         self.delayed = DelayedScale(recipe, Role.WEIGHT, device) if recipe.stateful else None
         self.primary = Primary(name) if primary else None
         self.shape: tuple[int, ...] = ()
-        self.part: Part | None = None
+        self.part: ShardSpec | None = None
         self.whole: tuple[int, ...] = ()
         self.first = self.fills = 0
         self.status = Status.PLAIN

@@ -21,7 +21,7 @@ from qshard.recipes import Recipe, Role
 from qshard.torch_bridge._delayed_scaling import note
 from qshard.torch_bridge._distributed.activation_group import Join
 from qshard.torch_bridge._distributed.sequence_parallel import Rows
-from qshard.torch_bridge._distributed.tensor_shards import Part
+from qshard.torch_bridge._distributed.tensor_shards import ShardSpec
 from qshard.torch_bridge._nn import activations, linear_program
 from qshard.torch_bridge._nn.amax_cache import noted_amax
 from qshard.torch_bridge._nn.operands import ROLES, matrix_of, quantized, values_of
@@ -58,7 +58,7 @@ class How(NamedTuple):
     given: int
     of_x: int
     y_shape: tuple[int, ...]
-    parts: Mapping[Role, Part]
+    parts: Mapping[Role, ShardSpec]
     x_rows: Rows | None
     y_rows: Rows | None
     join: Join | None

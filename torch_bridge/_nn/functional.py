@@ -16,7 +16,7 @@ from qshard.torch_bridge._delayed_scaling import DelayedScale
 from qshard.torch_bridge._distributed.activation_group import ActivationGroup, Join
 from qshard.torch_bridge._distributed.dtensor import local_of
 from qshard.torch_bridge._distributed.fsdp1 import flat_of
-from qshard.torch_bridge._distributed.tensor_shards import Cut, Part, cut_of
+from qshard.torch_bridge._distributed.tensor_shards import LinearSharding, ShardSpec, linear_sharding
 from qshard.torch_bridge._fsdp.weight import ShardedWeight
 from qshard.torch_bridge._nn import linear_program, saved_input
 from qshard.torch_bridge._nn.amax_cache import noted_amax
@@ -133,7 +133,7 @@ def linear(
         _check_shapes(x, weight, bias)
         if scatter_dim is not None and scatter_dim < 0:
             scatter_dim += x.ndim
-        cut = cut_of("linear", x, weight, recipe, scatter_dim, overlap)
+        cut = linear_sharding("linear", x, weight, recipe, scatter_dim, overlap)
         is_there = x.placements == cut.parts[Role.ACTIVATION].placements
         given_x, x, weight = local_of(x), cut.x(x), cut.weight(weight)
         shared = given_x if is_there else x  # Each call makes another object of the one part that layers share.
@@ -181,7 +181,7 @@ def _product(
     given: list[Tensor],
     delayed: Mapping[Role, DelayedScale] | None,
     dtype: torch.dtype,
-    cut: Cut | None,
+    cut: LinearSharding | None,
     shared: Tensor,
     layer: Hashable,
     activation_group: ActivationGroup | None,
@@ -196,7 +196,7 @@ def _product(
       activation_group: who keeps parts of the codes of x.
       is_kn: the weight is `[K, N]`.
     """
-    parts: Mapping[Role, Part] = {} if cut is None else cut.parts
+    parts: Mapping[Role, ShardSpec] = {} if cut is None else cut.parts
     x_rows, y_rows = (None, None) if cut is None else (cut.x_rows, cut.y_rows)
     eager, stochastic = not is_compiling(), recipe.format(Role.ACTIVATION).stochastic
     has_grad = torch.is_grad_enabled()

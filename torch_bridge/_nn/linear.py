@@ -17,7 +17,7 @@ from qshard.recipes import Recipe, RecipeLike, Role, as_recipe, check_weight_for
 from qshard.torch_bridge._delayed_scaling import DelayedScale, keep_amaxes
 from qshard.torch_bridge._distributed.activation_group import ActivationGroup
 from qshard.torch_bridge._distributed.dtensor import local_of
-from qshard.torch_bridge._distributed.tensor_shards import Part, first_rank
+from qshard.torch_bridge._distributed.tensor_shards import ShardSpec, first_rank
 from qshard.torch_bridge._fsdp.functional import is_converted, warn_of_late_quantization
 from qshard.torch_bridge._fsdp.scale_state import ScaleState
 from qshard.torch_bridge._fsdp.weight import ShardedWeight, attributes_of, plain, wrap
@@ -171,7 +171,7 @@ class WeightLayer(Extends):
         old: Any = self._parameters.get("weight")
         new: Any = param
         if name == "weight" and isinstance(new, DTensor) and isinstance(old, ShardedWeight):
-            state, part = old.scale_state, Part(tuple(new.shape), new.device_mesh, new.placements)
+            state, part = old.scale_state, ShardSpec(tuple(new.shape), new.device_mesh, new.placements)
             state.part = part
             if not isinstance(local_of(new), ShardedWeight):
                 param = nn.Parameter(wrap(new, state), requires_grad=new.requires_grad)

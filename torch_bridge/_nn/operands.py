@@ -14,7 +14,7 @@ from qshard._core.quantize_steps import Draws, Plane
 from qshard.formats import Format, Usage
 from qshard.layout import plane, source
 from qshard.recipes import ROLE_SEEDS, DelayedScaling, Recipe, Role
-from qshard.torch_bridge._distributed.tensor_shards import Part
+from qshard.torch_bridge._distributed.tensor_shards import ShardSpec
 from qshard.torch_bridge._fsdp.weight import ShardedWeight
 from qshard.torch_bridge._ops.bind import ops
 from qshard.torch_bridge._ops.uint64 import constant_words
@@ -63,7 +63,7 @@ def quantized(
     usage: Usage,
     role: Role,
     seed: Tensor | None,
-    parts: Mapping[Role, Part],
+    parts: Mapping[Role, ShardSpec],
     given: Sequence[Tensor],
     amax: Tensor | None = None,
 ) -> tuple[dict[Usage, Operand], list[Tensor]]:
@@ -92,7 +92,7 @@ def _scaled(
     usage: Usage,
     role: Role,
     seed: Tensor | None,
-    part: Part | None,
+    part: ShardSpec | None,
     amax: Tensor | None,
 ) -> dict[Usage, Plane]:
     fmt, rows = recipe.format(role), x.shape[0]
