@@ -1,4 +1,4 @@
-"""`Box`: the part of a whole array that is in hand; and the quantization of boxes whose edges split blocks.
+"""`Box`, a rectangular part of an array, and the quantization of boxes whose edges split blocks.
 
     amaxes of the blocks of each box  ->  the grid of the whole  ->  max over boxes and ranks  ->  scales  ->  codes
 
@@ -43,7 +43,7 @@ class Box(NamedTuple):
 
     @property
     def row(self) -> Any:
-        """The first row of the box in the matrix `[M, K]` of the whole, whose leading axes are folded into rows."""
+        """The first row of the box in the matrix `[M, K]` of the whole array: its leading axes are folded into rows."""
         row: Any = 0
         for axis, first in enumerate(self.start[:-1]):
             row = row * self.global_shape[axis] + first if axis else first
@@ -75,7 +75,7 @@ class Box(NamedTuple):
 
     @property
     def transposed(self) -> Box:
-        """The same part of the transpose of the whole."""
+        """This box in the transpose of the whole array."""
         return Box(self.global_shape[::-1], self.start[::-1], self.size[::-1])
 
     def placed_in(self, outer: Box) -> Box:
@@ -160,13 +160,13 @@ def slice_boxes(shape: Shape, start: int, stop: int) -> Iterator[Box]:
 
 
 def box_amax(ops: Any, xp: Any, x: Array, box: Box, block: tuple[int, int], amaxes: Array) -> Array:
-    """Raises the amaxes of all blocks of the whole, in place, to those of `x`. Returns those of the blocks of `box`.
+    """Raises `amaxes` to the block amaxes of `x`, in place, and returns the block amaxes of `x`.
 
     Args:
       ops: as for `quantize_steps`.
-      xp: `numpy`, or what has `pad` of its signature, `maximum` and `int32` for arrays of a front end.
+      xp: `numpy`, or a namespace with its `pad`, `maximum` and `int32` for arrays of a front end.
       x: float32, bfloat16 or float16, of `box.size`.
-      box: of a matrix, in the order in which its plane is stored.
+      box: the place of `x` in the matrix, `x` or `x.T`, that the plane stores.
       block: (rows, cols) of the whole that share a scale.
       amaxes: fp32, of all blocks of the whole.
     """

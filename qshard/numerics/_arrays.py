@@ -43,7 +43,7 @@ class Shard(NamedTuple):
     start: tuple[int, ...]
 
     def box(self, shape: Shape) -> Box:
-        """Where it is in the whole array, of this shape."""
+        """The place of the shard in the whole array, of this shape."""
         return Box(shape, self.start, self.array.shape)
 
 
@@ -159,7 +159,7 @@ def splits_blocks(where: PlaneLayout, x: Whole) -> bool:
 
 
 def check_shards(where: PlaneLayout, x: Whole, op: str) -> None:
-    """Raises ValueError where shards split blocks whose scales depend on more than their amaxes."""
+    """Raises ValueError if shards split blocks and the scale of a block depends on more than its amax."""
     fmt = where.format
     if not (fmt.scaling.four_over_six is not None or where.rotated) or not splits_blocks(where, x):
         return

@@ -1,7 +1,7 @@
 """The planes of the shards of an array: the bits that the whole array has there.
 
-What several shards share is reduced before any is cast: the amax of the tensor or of its rows, and those of blocks that
-shards split, which take the algorithm of `qshard._core.placement`.
+Amaxes that several shards share are reduced before any shard is cast: the amax of the tensor or of its rows, and the
+amaxes of blocks that shards split. Split blocks take the algorithm of `qshard._core.placement`.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _amax_of_all(x: Whole, pieces: list[Shard], fmt: Format) -> NDArray[np.float
 def _of_split_blocks(
     x: Whole, pieces: list[Shard], layout: PlaneLayout, whole: NDArray[np.float32] | None, key: Array | None
 ) -> Iterator[Compared]:
-    """`compared` where shards split blocks. All is in the order in which the plane is stored, `x` or `x.T`."""
+    """`compared` where shards split blocks. Matrices have the order of the plane: `x` or `x.T`."""
     fmt, block, turned, matrix = layout.format, layout.block, layout.transposed, matrix_shape(x.shape)
     assert block is not None
     boxes = [piece.box(matrix).transposed if turned else piece.box(matrix) for piece in pieces]

@@ -53,7 +53,7 @@ class ShardSpec(NamedTuple):
 
     @property
     def box(self) -> Box:
-        """Where the part is in the tensor."""
+        """The place of the part in the tensor."""
         sizes, starts = list(self.shape), [0] * len(self.shape)
         for axis, placement in enumerate(self.placements):
             if isinstance(placement, Shard):

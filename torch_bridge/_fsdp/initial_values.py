@@ -20,9 +20,9 @@ RANDOM = {aten.uniform_.default, aten.normal_.default}
 
 
 def box_of(state: ScaleState, shape: tuple[int, ...]) -> Box | None:
-    """Where in its weight a shard of this shape is.
+    """The place of a shard of this shape in its weight.
 
-    None of one that is whole, or cut by someone else than FSDP2 and `parallelize_module`.
+    None if the weight is whole, or sharded by other means than FSDP2 and `parallelize_module`.
     """
     if not state.gathers:
         return None if state.part is None else Box(shape, (0, 0), shape).placed_in(state.part.box)

@@ -28,19 +28,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from qshard.torch_bridge._fsdp.shard_plan import ShardPlan
-
-
-class Values:
-    """The tensor inside a `ShardedWeight`.
-
-    Sealing takes it out of every `ShardedWeight` of a weight. The list of them holds weak references to these objects,
-    and none to parameters: `torch.utils.swap_tensors`, by which `nn.Module.to` works, refuses those.
-    """
-
-    __slots__ = ("__weakref__", "tensor")
-
-    def __init__(self, tensor: Tensor):
-        self.tensor = tensor
+    from qshard.torch_bridge._fsdp.weight import Values
 
 
 class Primary:

@@ -1,9 +1,8 @@
 """Refreshes of scales, and the casts of shards under them. `scale_state.py` has the glossary.
 
-FSDP2 asks for the codes of one weight after the other, and copies and sends them when it has all. A launch for each
-would have to wait for its turn: GEMMs that take a whole GPU let a kernel of another stream begin when one of them
-ends, so seven of them, one after another, take as long as the layers that they are to hide behind. So whoever is asked
-first casts for all that are asked next.
+FSDP2 calls the hook of one weight after the other, then copies and sends the codes of all. GEMMs occupy the whole GPU,
+so a kernel on another stream begins only when a GEMM ends: seven casts, a launch each, take as long as the layers that
+should hide them. So the first hook of a group casts the other weights of the group in the same launch.
 """
 
 from __future__ import annotations
@@ -46,14 +45,14 @@ _ALIGNMENT = 256  # Of codes that share memory: that of allocations on GPUs.
 
 
 class Gather(NamedTuple):
-    """A gather that has begun: what the second hook of FSDP2 has to know of the first."""
+    """A gather that has begun: the first hook of FSDP2 passes it to the second."""
 
     plan: ShardPlan
     refresh: Refresh
     restore_shape: Callable[[], None] | None
 
     def end(self, state: ScaleState, gathered: Tensor) -> Plane:
-        """The plane of the weight, whose codes are memory that FSDP2 has gathered."""
+        """The plane of the weight. Its codes are the memory that FSDP2 has gathered."""
         if self.restore_shape is not None:
             self.restore_shape()
         scales = state.arrive(self.refresh)
@@ -82,7 +81,7 @@ def begin_gather(state: ScaleState, shard: Tensor, shape: torch.Size, mesh: Devi
 
 
 def update_scales(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """What `DelayedScaling` needs once a step: makes the scales of the next one from the amaxes of this one.
+    """Makes the scales of the next step from the amaxes of this one, under `DelayedScaling`: call it once a step.
 
     Other recipes need no call: each forward, and each backward, makes the scales of all sharded weights of the model
     anew before its first gather, with one all-reduce of amaxes for each group of ranks, 4 bytes a scale. Under them it
@@ -155,7 +154,7 @@ def make_scales(weight: WeightShard) -> None:
 
 
 def _sharded_weights(model: nn.Module | None) -> Iterator[WeightShard]:
-    """Those of our weights that are sharded now, and need scales, in the order of the model: on all ranks the same."""
+    """Weights that are sharded now and need scales, in the order of the model, which is the same on all ranks."""
     for parameter in () if model is None else parameters_of(model):
         state = state_of(parameter)
         if state is None or not state.gathers or state.status is Status.GATHERING:
@@ -232,7 +231,7 @@ def _split(numbers: Tensor, shapes: Sequence[tuple[int, ...]]) -> Sequence[Tenso
 
 
 def _amaxes_on(device: torch.device, weights: Sequence[WeightShard], plans: tuple[ShardPlan, ...]) -> Tensor:
-    """What the shards on one device know of the amaxes of all weights."""
+    """The amaxes of all weights, as far as the shards on one device contribute to them."""
     flat = flat_plan(tuple(plan.slice for plan in plans), device)
     amaxes = flat.amaxes(
         [  # Of shards on other devices, and of columns of blocks, empty ones.
@@ -251,7 +250,7 @@ def _amaxes_on(device: torch.device, weights: Sequence[WeightShard], plans: tupl
 def check_ranks_agree(weights: Sequence[WeightShard]) -> None:
     """Raises on every rank if one has other weights: it would make other scales, or wait for amaxes that never come.
 
-    What is sent has one size, whatever a rank has. It costs a wait for the device, the first time that weights meet.
+    Every rank sends a digest of one size. The host waits for the device, once for each set of weights.
     """
     group, device = weights[0].plan.group, weights[0].plan.device
     described = [(s.name, str(s.fmt), s.part and s.part.placements, *plan.described) for s, _, plan in weights]
@@ -267,7 +266,7 @@ def check_ranks_agree(weights: Sequence[WeightShard]) -> None:
 
 
 def end_with_zeros(weight: WeightShard, room: Tensor) -> None:
-    """Of padded codes: those past the end of a shard that is shorter than others."""
+    """Zeros the padding of codes after the end of a shard that is shorter than others."""
     rows = weight.shard.shape[0]
     if rows < weight.plan.padded_shape[0]:
         weight.plan.padded_in(room)[rows:].zero_()
@@ -298,7 +297,7 @@ def pop_prefetched(weight: WeightShard) -> Tensor | None:
 
 
 def cast_group(weight: WeightShard) -> Tensor:
-    """The codes of a weight, which is a slice. Those that FSDP2 asks for next are cast along."""
+    """The codes of a weight whose shard is a slice. Casts the next weights of its FSDP2 group in the same launch."""
     weights = [weight, *_next_in_group(weight)]
     sizes = [-(-one.plan.room // _ALIGNMENT) * _ALIGNMENT for one in weights]
     whole = torch.empty(sum(sizes), dtype=torch.uint8, device=weight.shard.device)
@@ -313,7 +312,7 @@ def cast_group(weight: WeightShard) -> Tensor:
 
 
 def _next_in_group(weight: WeightShard) -> Iterator[WeightShard]:
-    """What can be cast along: of the group of FSDP2, after this weight, with scales of the same refresh."""
+    """Later weights of the FSDP2 group that have scales of the same refresh, so that they can be cast together."""
     group = _group_of(weight.state)
     begun = False
     for parameter in () if group is None else group.fsdp_params:

@@ -30,8 +30,8 @@ where layers compute, after all that has read the scales before.
 Under `DelayedScaling` scales are those of earlier steps, and a refresh takes a copy of them. Before its first update a
 weight has none: until ranks know that it has, a refresh makes them as of other weights.
 
-A backward pass is a graph task of autograd. A forward pass is a call of the model that was converted, which hooks on it
-see. They are put there once FSDP2 shards a part of it, and before FSDP2's own, of which the first one gathers.
+A backward pass is a graph task of autograd. A forward pass is a call of the converted model: hooks on the model record
+it. They are registered once FSDP2 shards a part of the model, and run before FSDP2's own hooks, which gather.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from qshard.torch_bridge._torch_internals import backward_id, preserve_version_c
 
 
 class Status(enum.Enum):
-    """What FSDP2 does with a weight."""
+    """The stage of a weight in FSDP2."""
 
     PLAIN = enum.auto()
     """It has not asked for hooks: it does not gather the weight, or not yet."""
@@ -208,10 +208,10 @@ class WeightShard(NamedTuple):
 
 
 class PrefetchedCodes(NamedTuple):
-    """Codes that were cast before they are asked for.
+    """Codes that were cast in the hook of another weight of the same FSDP2 group.
 
     Attributes:
-      refresh: whose scales they have.
+      refresh: the one that made their scales.
       memory: where the shard is.
     """
 

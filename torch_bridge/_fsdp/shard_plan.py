@@ -5,7 +5,7 @@ each knows, make all scales of the result, and each casts its shard with its par
 
 A shard of rows is a flat slice of its weight, so it takes the steps of `_core.flat_shards`, as slices of optimizers do.
 So does a shard of columns under one scale, where places do not matter. Columns of blocks are the one case apart: such a
-shard is a box, whose edges may split blocks (`_core.placement`).
+shard is a box, and its edges may split blocks (`_core.placement`).
 """
 
 from __future__ import annotations
@@ -119,8 +119,8 @@ class ShardPlan:
 def set_padded_shape(state: ScaleState, padded: Tensor) -> Callable[[], None]:
     """Lets FSDP2 take shards of a weight to have the shape of `padded`, until what this returns is called.
 
-    FSDP2 joins what ranks send of columns by the shape that it keeps of the shard, of which 4-bit codes have half the
-    columns. There is no other way to tell it than that private attribute, the same in torch 2.11 to 2.15.
+    FSDP2 joins columns of ranks by the shape that it stores of the shard; 4-bit codes have half as many columns. It can
+    be told only by a private attribute, which has the same name in torch 2.11 to 2.15.
     """
     param = _fsdp_param(state)
     shape, param.padded_sharded_param_size = param.padded_sharded_param_size, padded.shape
@@ -128,7 +128,7 @@ def set_padded_shape(state: ScaleState, padded: Tensor) -> Callable[[], None]:
 
 
 def _fsdp_param(state: ScaleState) -> Any:
-    """What FSDP2 knows of the weight."""
+    """The `FSDPParam` of the weight."""
     for group in groups_of(state.passes.root):
         for param in group.fsdp_params:
             if getattr(local_of(param.sharded_param), "scale_state", None) is state:
@@ -142,7 +142,7 @@ def _fsdp_param(state: ScaleState) -> Any:
 def check_reshards(model: nn.Module | None) -> None:
     """Raises where weights of ours are to be resharded to fewer ranks after forward, on every rank alike.
 
-    FSDP2 keeps a part of what was gathered as a parameter that has a gradient, which codes cannot be, and gathers that
+    FSDP2 makes a parameter with a gradient of its part of the gathered memory, which codes do not allow, and gathers it
     without the hooks of the weight.
 
     Raises:

@@ -19,7 +19,6 @@ from qshard._core.placement import Box
 from qshard.formats import Usage
 from qshard.torch_bridge._distributed.dtensor import local_of, wrapped_like
 from qshard.torch_bridge._fsdp.initial_values import RANDOM, box_of, exact_erfinv, fill
-from qshard.torch_bridge._fsdp.primary import Values
 from qshard.torch_bridge._fsdp.refresh import Gather, begin_gather
 from qshard.torch_bridge._fsdp.scale_state import ScaleState, Status
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
@@ -27,6 +26,19 @@ from qshard.torch_bridge._quantized.validation import check_tensor
 from qshard.torch_bridge._torch_internals import make_wrapper, pytree, rebuild_parameter, rebuild_parameter_with_state
 
 aten = torch.ops.aten
+
+
+class Values:
+    """The tensor inside a `ShardedWeight`.
+
+    Sealing takes it out of every `ShardedWeight` of a weight. The list of them holds weak references to these objects,
+    and none to parameters: `torch.utils.swap_tensors`, by which `nn.Module.to` works, refuses those.
+    """
+
+    __slots__ = ("__weakref__", "tensor")
+
+    def __init__(self, tensor: Tensor):
+        self.tensor = tensor
 
 
 class ShardedWeight(Tensor):

@@ -73,7 +73,7 @@ class FlatPlan:
         return words("flat_plan", "starts", [s.start for s in self._slices], self._device, len(self._slices))
 
     def amaxes(self, shards: Sequence[Tensor]) -> Tensor:
-        """What the slices know of the amaxes of all weights, fp32 `[plan.amaxes]`."""
+        """The amaxes of all weights as far as these slices contribute to them, fp32 `[plan.amaxes]`."""
         made: Tensor = flat_shards.amaxes(self.ops, self.plan, shards, self.starts)
         return made
 
@@ -93,7 +93,7 @@ def flat_plan(slices: tuple[FlatSlice, ...], device: torch.device) -> FlatPlan:
 
 
 def _pad(x: Tensor, sides: Sequence[tuple[int, int]]) -> Tensor:
-    """As `numpy.pad`: zeros before and after on each axis."""
+    """`numpy.pad` with zeros, before and after, on each axis."""
     return torch.nn.functional.pad(x, [size for pair in reversed(sides) for size in pair])
 
 

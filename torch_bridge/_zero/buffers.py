@@ -251,7 +251,7 @@ class FlatBuffer:
 
 
 class Bucket(NamedTuple):
-    """What is updated together.
+    """Units that a step updates together: mean gradients of few units exist at once, beside the sums that stay.
 
     Attributes:
       number: which bucket it is.
