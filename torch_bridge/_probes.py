@@ -21,7 +21,7 @@ from qshard.layout import plane
 from qshard.numerics import _kernels as kernels
 from qshard.numerics._arrays import Whole, splits_blocks
 from qshard.numerics._observed import COUNTS, Totals, seen_of
-from qshard.numerics._pieces import compared
+from qshard.numerics._pieces import compare_shards
 from qshard.numerics._steps import LayerStats, StepStats, layer_stats
 from qshard.recipes import DelayedScaling, Role
 from qshard.torch_bridge._delayed_scaling import DelayedScale
@@ -397,7 +397,7 @@ def _count(mask: Tensor) -> Tensor:
 def _on_the_host(whole: Whole, fmt: Format) -> Totals:
     """Of what this rank has of a weight, by the kernels of `qshard.numerics`."""
     total = Totals(calls=int(bool(whole.pieces)))
-    for piece in compared(whole, fmt, Usage.ROWWISE, 0, "numerics_of"):
+    for piece in compare_shards(whole, fmt, Usage.ROWWISE, 0, "numerics_of"):
         sums = piece.sums(lambda elements: None)
         there = kernels.ops.amax_tensor(np.where(np.isfinite(piece.x), piece.x, 0).astype(np.float32), lead=0)
         scales = piece.scales[np.isfinite(piece.scales) & (piece.scales > 0)]

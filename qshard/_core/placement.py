@@ -170,7 +170,7 @@ def box_amax(ops: Any, xp: Any, x: Array, box: Box, block: tuple[int, int], amax
       block: (rows, cols) of the whole that share a scale.
       amaxes: fp32, of all blocks of the whole.
     """
-    found = quantize_steps.block_amax(ops, padded(xp, x, box, block), block)
+    found = quantize_steps.block_amax(ops, pad_box(xp, x, box, block), block)
     raise_to(xp, amaxes[box.blocks(block)], found)
     return found
 
@@ -185,10 +185,10 @@ def cast_box(
       draws: of the aligned box, where `fmt` rounds stochastically.
       ops, xp, x, box, block: as for `box_amax`.
     """
-    return quantize_steps.cast(ops, padded(xp, x, box, block), fmt, scale, block, draws)
+    return quantize_steps.cast(ops, pad_box(xp, x, box, block), fmt, scale, block, draws)
 
 
-def padded(xp: Any, x: Array, box: Box, block: Shape) -> Array:
+def pad_box(xp: Any, x: Array, box: Box, block: Shape) -> Array:
     """`x` with zeros around it, up to whole blocks or the end of the whole array."""
     outer = box.aligned(block)
     if outer == box:
@@ -233,7 +233,7 @@ def quantize_boxes(
         box_amax(ops, xp, x, box, block, amaxes)
     amaxes = reduce_max(amaxes)
     for x, box in shards():
-        outer, values = box.aligned(block), padded(xp, x, box, block)
+        outer, values = box.aligned(block), pad_box(xp, x, box, block)
         of_rows = whole if whole is None or not whole.ndim else whole[outer.start[0] : outer.stop[0]]
         found = xp.ascontiguousarray(amaxes[box.blocks(block)])
         scales = quantize_steps.scales(ops, fmt, found, of_rows)

@@ -181,12 +181,12 @@ def measured(x: Whole, formats: list[Format], usage: Usage, seed: int, progress:
 @np.errstate(all="ignore")
 def stats_of(x: Floats | Whole, fmt: Format, usage: Usage, seed: int, op: str, advance: Callable[[int], None]) -> Stats:
     """`stats`, which tells `advance` how many elements of this process are done."""
-    from qshard.numerics._pieces import compared
+    from qshard.numerics._pieces import compare_shards
     from qshard.numerics._sums import LEAST, Sums, exponent_counts  # The package can be imported without the extension.
 
     whole = whole_of(x, op)
     own, own_scales = Sums(), Counter[int]()
-    for piece in compared(whole, fmt, usage, seed, op):
+    for piece in compare_shards(whole, fmt, usage, seed, op):
         own += piece.sums(advance)
         own_scales.update(exponent_counts(piece.begun))
     total, scales, beyond = Sums(), Counter[int](), 0

@@ -26,7 +26,7 @@ from qshard.numerics._sums import Compared
 Array = NDArray[Any]
 
 
-def compared(x: Whole, fmt: Format, usage: Usage, seed: int, op: str) -> Iterator[Compared]:
+def compare_shards(x: Whole, fmt: Format, usage: Usage, seed: int, op: str) -> Iterator[Compared]:
     """Each shard beside its plane, one after the other. Amaxes are reduced before the first comes."""
     where = plane(fmt, x.shape, usage, op=op)
     check_shards(where, x, op)
@@ -46,7 +46,7 @@ def compared(x: Whole, fmt: Format, usage: Usage, seed: int, op: str) -> Iterato
     block, shared = layout.block, not is_one and layout.block is None
     for piece in pieces:
         array, (first_row, first_column) = piece
-        merged = None if whole is None else functools.partial(_given, _of_rows(whole, first_row, len(array)))
+        merged = None if whole is None else functools.partial(_return_reduced, _of_rows(whole, first_row, len(array)))
         draws = _draws(key, piece.box(matrix))
         parts = quantize_steps.quantize(kernels.ops, array, plain, stored, reduce_max=merged, draws=draws)[stored]
         scales, of_piece = kernels.block_scales(parts, plain), plane(plain, array.shape, stored)
@@ -55,7 +55,7 @@ def compared(x: Whole, fmt: Format, usage: Usage, seed: int, op: str) -> Iterato
         yield Compared(kernels.ops, array, parts, plain, of_piece, scales, first, None, shared)
 
 
-def _given(amax: NDArray[np.float32], own: Any) -> NDArray[np.float32]:
+def _return_reduced(amax: NDArray[np.float32], own: Any) -> NDArray[np.float32]:
     """In the place of a reduction: that has been made."""
     return amax
 
@@ -75,7 +75,7 @@ def _amax_of_all(x: Whole, pieces: list[Shard], fmt: Format) -> NDArray[np.float
 def _of_split_blocks(
     x: Whole, pieces: list[Shard], layout: PlaneLayout, whole: NDArray[np.float32] | None, key: Array | None
 ) -> Iterator[Compared]:
-    """`compared` where shards split blocks. Matrices have the order of the plane: `x` or `x.T`."""
+    """`compare_shards` where shards split blocks. Matrices have the order of the plane: `x` or `x.T`."""
     fmt, block, turned, matrix = layout.format, layout.block, layout.transposed, matrix_shape(x.shape)
     assert block is not None
     boxes = [piece.box(matrix).transposed if turned else piece.box(matrix) for piece in pieces]

@@ -66,19 +66,19 @@ def exact_erfinv(x: Tensor) -> Tensor:
 
 def _uniform(index: Tensor, seed: int) -> Tensor:
     """float32 in (0, 1): the midpoints of 2^23 equal parts."""
-    z = index * _signed(0x9E3779B97F4A7C15) + _signed(seed)
-    z = (z ^ _shifted(z, 30)) * _signed(0xBF58476D1CE4E5B9)
-    z = (z ^ _shifted(z, 27)) * _signed(0x94D049BB133111EB)
-    z ^= _shifted(z, 31)
-    uniform: Tensor = (_shifted(z, 41).to(torch.float32) + 0.5) * 2.0**-23
+    z = index * _as_signed(0x9E3779B97F4A7C15) + _as_signed(seed)
+    z = (z ^ _shift_right(z, 30)) * _as_signed(0xBF58476D1CE4E5B9)
+    z = (z ^ _shift_right(z, 27)) * _as_signed(0x94D049BB133111EB)
+    z ^= _shift_right(z, 31)
+    uniform: Tensor = (_shift_right(z, 41).to(torch.float32) + 0.5) * 2.0**-23
     return uniform
 
 
-def _shifted(z: Tensor, bits: int) -> Tensor:
+def _shift_right(z: Tensor, bits: int) -> Tensor:
     """As of unsigned numbers."""
     shifted: Tensor = (z >> bits) & (2 ** (64 - bits) - 1)
     return shifted
 
 
-def _signed(word: int) -> int:
+def _as_signed(word: int) -> int:
     return ((word % 2**64) ^ 2**63) - 2**63
