@@ -218,7 +218,8 @@ def _product(
         amax, *given[_X_SCALES] = others  # The scale may be that of another layer.
         delayed[Role.ACTIVATION].observe(amax)
 
-    x_row, w_format, w_again, ready = xs[Usage.ROWWISE], recipe.weight, False, None
+    x_row, w_format, w_again = xs[Usage.ROWWISE], recipe.weight, False
+    y: Tensor | None = None
     # The plane of the weight, as it lies, that each pass contracts.
     forward, backward = (Usage.COLUMNWISE, Usage.ROWWISE) if is_kn else (Usage.ROWWISE, Usage.COLUMNWISE)
     ws: dict[Usage, Operand] = {}
@@ -233,18 +234,16 @@ def _product(
         w_again = need_x and eager and (isinstance(weight, torch.nn.Parameter) or flat_of(weight) is not None)
         if one_node and not parts and not is_kn and (w_again or not need_x):
             scale = given[_W_SCALE] if given else None
-            ready = linear_program.product(x_row.parts, x_row.format, values_of(weight), recipe, scale, seed, dtype)
-        if ready is None:
+            y, amax = linear_program.product(x_row, values_of(weight), recipe, scale, seed, dtype)
+        if y is None:
             w_usage = Usage.BOTH if need_x and not w_again else forward
             ws, amaxes = quantized(values_of(weight), recipe, w_usage, Role.WEIGHT, seed, parts, given)
-        else:
-            amaxes = [cast(Tensor, ready[1])]
+            amax = amaxes[0] if amaxes else None
         if delayed is not None:
-            delayed[Role.WEIGHT].observe(amaxes[0])
+            delayed[Role.WEIGHT].observe(cast(Tensor, amax))
     shape = (*x.shape[:-1], weight.shape[1 if is_kn else 0]) if cut is None else cut.y_shape(x, weight.shape[0])
-    y: Tensor | None = None
-    if ready is not None:
-        y = aten._unsafe_view.default(ready[0], shape)
+    if y is not None:
+        y = aten._unsafe_view.default(y, shape)
     elif one_node or not (need_x or need_w):
         y = multiplied(x_row, ws[forward], dtype, shape, x_rows, y_rows)
     if y is not None and not (need_x or need_w):
