@@ -23,12 +23,12 @@ from qshard.torch_bridge._distributed.activation_group import Join
 from qshard.torch_bridge._distributed.sequence_parallel import Rows
 from qshard.torch_bridge._distributed.tensor_shards import Part
 from qshard.torch_bridge._nn import activations, linear_program
-from qshard.torch_bridge._nn.amax_cache import noted_amax
+from qshard.torch_bridge._nn.amax_cache import cached_amax
 from qshard.torch_bridge._nn.operands import ROLES, matrix_of, quantized, values_of
 from qshard.torch_bridge._ops.autograd_node import Node
 from qshard.torch_bridge._ops.eager import is_compiling
 from qshard.torch_bridge._quantized.gemm import Operand, matmul
-from qshard.torch_bridge._quantized.plane_programs import quantized_swiglu_again, transposed
+from qshard.torch_bridge._quantized.plane_programs import quantized_swiglu_again, transpose
 
 aten = torch.ops.aten
 
@@ -106,7 +106,7 @@ class Gradients(Node):
         if not how.parts and not how.is_kn and not is_compiling():
             made = _gradients_in_one_call(ctx, dy, of_x, of_w, seed)
         if made is None:
-            made = _gradients_op_by_op(ctx, dy, noted_amax(grad), of_x, of_w, seed)
+            made = _gradients_op_by_op(ctx, dy, cached_amax(grad), of_x, of_w, seed)
         grad_x, grad_w, amax = made
         if amax is not None:
             note(ctx.given[-1], amax)
@@ -194,11 +194,11 @@ def _w_of(how: How, kept: list[Any], seed: Tensor | None, ctx: Any) -> Operand:
         return quantized(values_of(parts[-1]), how.recipe, usage, Role.WEIGHT, seed, how.parts, ctx.given)[0][usage]
     codes = Plane(*parts)
     if how.w_usage is not usage:
-        codes = transposed(codes, how.w_format)
+        codes = transpose(codes, how.w_format)
     return Operand(how.w_format, codes, usage)
 
 
-def multiplied(
+def multiply(
     x: Operand, w: Operand, dtype: torch.dtype, shape: Sequence[int], x_rows: Rows | None, y_rows: Rows | None
 ) -> Tensor:
     """y. Not a view, to which FSDP2 could not attach its hooks."""
@@ -235,7 +235,7 @@ class Product(torch.autograd.Function):
         ctx.count = len(parts)
         usage = Usage.COLUMNWISE if is_kn else Usage.ROWWISE
         x, w = Operand(x_format, Plane(*parts[:half])), Operand(w_format, Plane(*parts[half:]), usage)
-        return multiplied(x, w, dtype, y.shape, *rows)
+        return multiply(x, w, dtype, y.shape, *rows)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
