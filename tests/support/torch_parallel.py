@@ -42,7 +42,7 @@ def quantized():
     """What a layer quantizes meanwhile: the planes of each role. On GPUs too step by step, not in one call."""
     modules = [functional, autograd]
     found, real, one_call = {}, functional.quantized, functional.linear_program
-    steps = SimpleNamespace(product=lambda *given: None, backward_of=lambda *given: None)
+    steps = SimpleNamespace(product=lambda *given: (None, None), backward_of=lambda *given: None)
 
     def noting(x, recipe, usage, role, *others):
         made = real(x, recipe, usage, role, *others)

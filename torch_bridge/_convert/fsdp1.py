@@ -22,7 +22,7 @@ from qshard.torch_bridge._distributed.activation_group import ActivationGroup
 from qshard.torch_bridge._distributed.fsdp1 import note_delayed, wrapper_of
 from qshard.torch_bridge._fsdp.weight import ShardedWeight, plain
 from qshard.torch_bridge._module_tree import modules_of, parameters_of
-from qshard.torch_bridge._nn.linear import WeightLayer, put
+from qshard.torch_bridge._nn.linear import WeightLayer, replace_parameter
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
 from qshard.torch_bridge._quantized.validation import check_group, check_model
 
@@ -73,7 +73,7 @@ def prepare_modules_for_fsdp1(model: nn.Module, *, activation_group: dist.Proces
     for weight in parameters_of(model):
         if isinstance(weight, ShardedWeight):
             name, delayed = weight.scale_state.name, weight.scale_state.delayed
-            put(weight, nn.Parameter(plain(weight), weight.requires_grad))
+            replace_parameter(weight, nn.Parameter(plain(weight), weight.requires_grad))
             if delayed is not None:
                 note_delayed(weight, name, delayed)
     return model

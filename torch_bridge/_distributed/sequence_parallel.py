@@ -65,7 +65,7 @@ class Rows(NamedTuple):
 
         Where nothing else is to be done meanwhile, call it at once.
         """
-        known = _remembered(own)
+        known = _recall(own)
         if known is not None:
             return lambda: own._replace(parts=known)
         axis = 1 if is_transposed(own.format, own.usage) else 0
@@ -82,7 +82,7 @@ class Rows(NamedTuple):
     def product_of_own(self, own: Operand, w: Operand, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
         """`x @ w.T` of the whole x, of which a rank has a rowwise plane of its own rows."""
         x, ranks, runs = own.parts.data, self.ranks, range(self.lead)
-        known = _remembered(own)
+        known = _recall(own)
         whole = known or own.parts._replace(
             **{
                 name: part.new_empty((ranks * part.shape[0], *part.shape[1:]))
@@ -202,7 +202,7 @@ def _from(rank: int, ranks: int) -> Iterable[int]:
     return ((rank + step) % ranks for step in range(ranks))
 
 
-class _Gathered(NamedTuple):
+class _GatheredPlane(NamedTuple):
     own: weakref.ref[Tensor]
     usage: Usage
     whole: Plane
@@ -211,11 +211,11 @@ class _Gathered(NamedTuple):
 _slots = threading.local()
 
 
-def _remembered(own: Operand) -> Plane | None:
+def _recall(own: Operand) -> Plane | None:
     """What has been gathered of these very codes."""
     if is_compiling():
         return None
-    found: _Gathered | None = _slots.__dict__.get("gathered")
+    found: _GatheredPlane | None = _slots.__dict__.get("gathered")
     is_same = found is not None and found.own() is own.parts.data and found.usage is own.usage
     return found.whole if found is not None and is_same else None
 
@@ -231,7 +231,7 @@ def _remember(own: Operand, whole: Plane) -> None:
         if found is not None and found.own is dead:
             slots["gathered"] = None
 
-    slots["gathered"] = _Gathered(weakref.ref(data, forget), own.usage, whole)
+    slots["gathered"] = _GatheredPlane(weakref.ref(data, forget), own.usage, whole)
 
 
 def _gather_each(

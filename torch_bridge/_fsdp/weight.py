@@ -62,7 +62,7 @@ class ShardedWeight(Tensor):
     @staticmethod
     def __new__(cls, shard: Tensor, scale_state: ScaleState, device: torch.device | None = None) -> ShardedWeight:
         """`device`: if it is not that of `shard`, of a sealed weight, which has no memory."""
-        self = make_wrapper(
+        self: ShardedWeight = make_wrapper(
             cls,
             shard.size(),
             strides=shard.stride(),

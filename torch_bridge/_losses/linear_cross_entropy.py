@@ -18,7 +18,7 @@ from qshard.formats import Format, Usage
 from qshard.recipes import Recipe, RecipeLike, Role, check_weight_format, check_weight_shape
 from qshard.torch_bridge._distributed.dtensor import places_tensors
 from qshard.torch_bridge._fsdp.weight import ShardedWeight
-from qshard.torch_bridge._losses.cross_entropy import LossOfRows, as_words, count_of, loss_of_rows, reduced
+from qshard.torch_bridge._losses.cross_entropy import LossOfRows, as_words, count_of, loss_of_rows, reduce_losses
 from qshard.torch_bridge._nn.functional import check_gathered
 from qshard.torch_bridge._nn.linear import Linear
 from qshard.torch_bridge._nn.operands import matrix_of, planes_of, quantized, values_of
@@ -27,7 +27,7 @@ from qshard.torch_bridge._ops.bind import dtype_name
 from qshard.torch_bridge._ops.eager import is_compiling
 from qshard.torch_bridge._ops.uint64 import constant_words, words
 from qshard.torch_bridge._quantized.gemm import Operand, matmul
-from qshard.torch_bridge._quantized.plane_programs import transposed
+from qshard.torch_bridge._quantized.plane_programs import transpose
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
 from qshard.torch_bridge._quantized.validation import check_tensor
 
@@ -105,7 +105,7 @@ def linear_cross_entropy(
     rows = rows_at_a_time(chunk, len(flat), rule.shard.widest, x.dtype.itemsize)
     if reduction == "none" or x.dtype == torch.float16 or not torch.is_grad_enabled():
         losses: Tensor = apply_node(_LateLosses, flat, w, words, rule, rows, how)
-        return reduced(losses.view(labels.shape), labels, reduction, ignore_index)
+        return reduce_losses(losses.view(labels.shape), labels, reduction, ignore_index)
     count = count_of(labels, ignore_index) if reduction == "mean" else torch.ones((), device=x.device)
     loss: Tensor = apply_node(_EarlyLoss, flat, w, words, count, rule, rows, how)
     return loss
@@ -193,12 +193,12 @@ class QuantizedHead(Linear, LinearCrossEntropy):
         taken = self.taken(input)
         x = taken.input if taken.dtype is None else taken.input.to(taken.dtype)
         given = {**self.loss, "recipe": self.recipe, "seed": taken.seed}
-        with contextlib.nullcontext() if self.observer is None else _observed(self.observer):
+        with contextlib.nullcontext() if self.observer is None else _observing(self.observer):
             return linear_cross_entropy(x, taken.weight, labels, **given)
 
 
 @contextlib.contextmanager
-def _observed(observer: Observer) -> Iterator[None]:
+def _observing(observer: Observer) -> Iterator[None]:
     token = _OBSERVER.set(observer)
     try:
         yield
@@ -341,7 +341,7 @@ class _Weight(NamedTuple):
             for i, usage in enumerate(self.usages)
         }
         if columnwise and Usage.COLUMNWISE not in there:
-            parts = transposed(there[Usage.ROWWISE].parts, self.format)
+            parts = transpose(there[Usage.ROWWISE].parts, self.format)
             there[Usage.COLUMNWISE] = Operand(self.format, parts, Usage.COLUMNWISE)
         return there
 

@@ -26,7 +26,7 @@ from qshard import layout
 from qshard._core.validation import FormatLike, as_format, as_usage, shown
 from qshard.formats import FLOATS, Usage
 from qshard.op_table import table
-from qshard.torch_bridge._nn.amax_cache import note_amax
+from qshard.torch_bridge._nn.amax_cache import cache_amax
 from qshard.torch_bridge._nn.class_swap import Extends
 from qshard.torch_bridge._ops.autograd_node import Node, apply_node
 from qshard.torch_bridge._ops.bind import dtype_name, ops
@@ -61,7 +61,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """
     h, amax = _swiglu(gate, up)
     if amax is not None:
-        note_amax(h, amax)
+        cache_amax(h, amax)
     return h
 
 
@@ -87,7 +87,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """
     y, amax = _rms_norm(x, weight, eps)
     if amax is not None:
-        note_amax(y, amax)
+        cache_amax(y, amax)
     return y
 
 
@@ -115,7 +115,7 @@ def swiglu_quantize(gate: Tensor, up: Tensor, fmt: FormatLike, *, usage: Usage =
     check_tensor("swiglu_quantize", "gate", gate)
     check_tensor("swiglu_quantize", "up", up)
     with torch.no_grad():
-        return _quantized("swiglu_quantize", *_swiglu(gate, up), fmt, usage)
+        return _quantize("swiglu_quantize", *_swiglu(gate, up), fmt, usage)
 
 
 def rms_norm_quantize(
@@ -143,7 +143,7 @@ def rms_norm_quantize(
     check_tensor("rms_norm_quantize", "x", x)
     check_tensor("rms_norm_quantize", "weight", weight)
     with torch.no_grad():
-        return _quantized("rms_norm_quantize", *_rms_norm(x, weight, eps), fmt, usage)
+        return _quantize("rms_norm_quantize", *_rms_norm(x, weight, eps), fmt, usage)
 
 
 def _swiglu(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -184,7 +184,7 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor | N
     return y, amaxes[0]
 
 
-def _quantized(op: str, x: Tensor, amax: Tensor | None, fmt: FormatLike, usage: Usage) -> QuantizedTensor:
+def _quantize(op: str, x: Tensor, amax: Tensor | None, fmt: FormatLike, usage: Usage) -> QuantizedTensor:
     fmt, usage = as_format(fmt, op), as_usage(usage, op)
     for each in usage.planes:
         layout.plane(fmt, tuple(x.shape), each, op=op)
@@ -252,7 +252,7 @@ class _SwiGlu(Node):
         gate, up = saved
         *both, gate_amax, up_amax = ops.swiglu_grad(gate, up, grad.to(gate.dtype).contiguous(), lead=0)
         for x, amax in zip(both, (gate_amax, up_amax), strict=True):
-            note_amax(x, amax)
+            cache_amax(x, amax)
         return *(x if need else None for x, need in zip(both, ctx.needs_input_grad, strict=False)), None
 
 

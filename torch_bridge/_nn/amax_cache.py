@@ -18,14 +18,14 @@ from qshard.torch_bridge._ops.eager import is_capturing, is_compiling
 _NAME = "_qshard_amax"
 
 
-def note_amax(x: Tensor, amax: Tensor) -> None:
+def cache_amax(x: Tensor, amax: Tensor) -> None:
     """Notes the largest magnitude in `x`, `[]`."""
     when = moment()
     if when is not None and type(x) is Tensor and not x.is_inference():
         setattr(x, _NAME, (x._version, _stream_of(x), when, amax))
 
 
-def noted_amax(x: Tensor) -> Tensor | None:
+def cached_amax(x: Tensor) -> Tensor | None:
     """The amax of this very tensor, if PyTorch saw no write to it since, and the call that made it still runs."""
     if is_compiling():
         return None

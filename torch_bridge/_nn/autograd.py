@@ -23,12 +23,12 @@ from qshard.torch_bridge._distributed.activation_group import Join
 from qshard.torch_bridge._distributed.sequence_parallel import Rows
 from qshard.torch_bridge._distributed.tensor_shards import ShardSpec
 from qshard.torch_bridge._nn import activations, linear_program
-from qshard.torch_bridge._nn.amax_cache import noted_amax
+from qshard.torch_bridge._nn.amax_cache import cached_amax
 from qshard.torch_bridge._nn.operands import ROLES, matrix_of, quantized, values_of
 from qshard.torch_bridge._ops.autograd_node import Node
 from qshard.torch_bridge._ops.eager import is_compiling
 from qshard.torch_bridge._quantized.gemm import Operand, matmul
-from qshard.torch_bridge._quantized.plane_programs import quantized_swiglu_again, transposed
+from qshard.torch_bridge._quantized.plane_programs import quantized_swiglu_again, transpose
 
 aten = torch.ops.aten
 
@@ -102,45 +102,65 @@ class Gradients(Node):
         saved.clear()  # Operands go as soon as they are multiplied: checkpointing has left no others of them.
         if how.join is not None:
             of_x[0] = how.join(of_x[0])
-        need_x, need_w = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
-        dy, plan = matrix_of(grad, grad.dtype), None
+        dy, made = matrix_of(grad, grad.dtype), None
         if not how.parts and not how.is_kn and not is_compiling():
-            x_parts = 1 if how.x_again else sum(part is not None for part in of_x)
-            w_parts = 1 if how.w_again else sum(part is not None for part in of_w)
-            sizes = (*dy.shape, ctx.x_shape[-1])
-            dtypes = how.dtype if need_x else None, ctx.w_dtype if need_w else None
-            plan = linear_program.backward_of(how.recipe, sizes, dy.device, dtypes, (x_parts, w_parts, how.w_usage))
-        if plan is not None:
-            x = [_again(how, of_x, ctx)[0]] if how.x_again else [part for part in of_x if part is not None]
-            w = [values_of(of_w[-1])] if how.w_again else [part for part in of_w if part is not None]
-            grad_x, grad_w, amax = linear_program.gradients(plan, how.recipe, dy, x, w, ctx.given[: len(ROLES)], seed)
-        else:
-            usage = Usage.BOTH if need_x and need_w else Usage.ROWWISE if need_x else Usage.COLUMNWISE
-            known = noted_amax(grad)
-            dys, amaxes = quantized(dy, how.recipe, usage, Role.GRADIENT, seed, how.parts, ctx.given, known)
-            grad_x = grad_w = None
-            amax = amaxes[0] if amaxes else None
-            travelling = None
-            if need_w and (how.x_rows or how.y_rows):
-                sides = (dys.pop(Usage.COLUMNWISE), how.y_rows), (_x_of(how, of_x, seed, ctx), how.x_rows)
-                travelling = [(lambda own=own: own) if rows is None else rows.gathered(own) for own, rows in sides]
-                del sides
-            elif need_w:
-                pair = [dys.pop(Usage.COLUMNWISE), _x_of(how, of_x, seed, ctx)]
-                if how.is_kn:
-                    pair.reverse()
-                grad_w = matmul(pair.pop(0), pair.pop(), ctx.w_dtype)
-            if need_x:
-                dy_row, w_back = dys.pop(Usage.ROWWISE), _w_of(how, of_w, seed, ctx)
-                grad_x = _product_of(dy_row, w_back, how.dtype, how.y_rows, how.x_rows)
-            if travelling is not None:
-                dy_column, x_column = (wait() for wait in travelling)
-                grad_w = matmul(dy_column, x_column, ctx.w_dtype)
+            made = _gradients_in_one_call(ctx, dy, of_x, of_w, seed)
+        if made is None:
+            made = _gradients_op_by_op(ctx, dy, cached_amax(grad), of_x, of_w, seed)
+        grad_x, grad_w, amax = made
         if amax is not None:
             note(ctx.given[-1], amax)
         if grad_x is not None:
             grad_x = grad_x.view(ctx.x_shape).to(ctx.x_dtype)
         return grad_x, grad_w, *(None,) * (3 + how.given + count - how.w_again)
+
+
+_Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""The gradients of x and of the weight, and the amax of that of y, if its scale is given."""
+
+
+def _gradients_in_one_call(
+    ctx: Any, dy: Tensor, of_x: list[Any], of_w: list[Any], seed: Tensor | None
+) -> _Gradients | None:
+    how: How = ctx.how
+    need_x, need_w = ctx.needs_input_grad[:2]
+    x, w = ([part for part in parts if part is not None] for parts in (of_x, of_w))
+    dtypes = how.dtype if need_x else None, ctx.w_dtype if need_w else None
+    kept = 1 if how.x_again else len(x), 1 if how.w_again else len(w), how.w_usage
+    plan = linear_program.backward_of(how.recipe, (*dy.shape, ctx.x_shape[-1]), dy.device, dtypes, kept)
+    if plan is None:
+        return None
+    if how.x_again:
+        x = [_again(how, of_x, ctx)[0]]
+    if how.w_again:
+        w = [values_of(of_w[-1])]
+    return linear_program.gradients(plan, how.recipe, dy, x, w, ctx.given[: len(ROLES)], seed)
+
+
+def _gradients_op_by_op(
+    ctx: Any, dy: Tensor, known: Tensor | None, of_x: list[Any], of_w: list[Any], seed: Tensor | None
+) -> _Gradients:
+    how: How = ctx.how
+    need_x, need_w = ctx.needs_input_grad[:2]
+    usage = Usage.BOTH if need_x and need_w else Usage.ROWWISE if need_x else Usage.COLUMNWISE
+    dys, amaxes = quantized(dy, how.recipe, usage, Role.GRADIENT, seed, how.parts, ctx.given, known)
+    grad_x = grad_w = travelling = None
+    if need_w and (how.x_rows or how.y_rows):
+        sides = (dys.pop(Usage.COLUMNWISE), how.y_rows), (_x_of(how, of_x, seed, ctx), how.x_rows)
+        travelling = [(lambda own=own: own) if rows is None else rows.gathered(own) for own, rows in sides]
+        del sides
+    elif need_w:
+        pair = [dys.pop(Usage.COLUMNWISE), _x_of(how, of_x, seed, ctx)]
+        if how.is_kn:
+            pair.reverse()
+        grad_w = matmul(pair.pop(0), pair.pop(), ctx.w_dtype)
+    if need_x:
+        dy_row, w_back = dys.pop(Usage.ROWWISE), _w_of(how, of_w, seed, ctx)
+        grad_x = _product_of(dy_row, w_back, how.dtype, how.y_rows, how.x_rows)
+    if travelling is not None:
+        dy_column, x_column = (wait() for wait in travelling)
+        grad_w = matmul(dy_column, x_column, ctx.w_dtype)
+    return grad_x, grad_w, amaxes[0] if amaxes else None
 
 
 def _again(how: How, kept: Sequence[Any], ctx: Any) -> tuple[Tensor, Tensor | None]:
@@ -174,11 +194,11 @@ def _w_of(how: How, kept: list[Any], seed: Tensor | None, ctx: Any) -> Operand:
         return quantized(values_of(parts[-1]), how.recipe, usage, Role.WEIGHT, seed, how.parts, ctx.given)[0][usage]
     codes = Plane(*parts)
     if how.w_usage is not usage:
-        codes = transposed(codes, how.w_format)
+        codes = transpose(codes, how.w_format)
     return Operand(how.w_format, codes, usage)
 
 
-def multiplied(
+def multiply(
     x: Operand, w: Operand, dtype: torch.dtype, shape: Sequence[int], x_rows: Rows | None, y_rows: Rows | None
 ) -> Tensor:
     """y. Not a view, to which FSDP2 could not attach its hooks."""
@@ -215,7 +235,7 @@ class Product(torch.autograd.Function):
         ctx.count = len(parts)
         usage = Usage.COLUMNWISE if is_kn else Usage.ROWWISE
         x, w = Operand(x_format, Plane(*parts[:half])), Operand(w_format, Plane(*parts[half:]), usage)
-        return multiplied(x, w, dtype, y.shape, *rows)
+        return multiply(x, w, dtype, y.shape, *rows)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -27,7 +27,7 @@ from qshard.layout import is_transposed, multiplies_codes
 from qshard.recipes import Recipe
 from qshard.torch_bridge._ops.bind import ops
 from qshard.torch_bridge._quantized.gemm import Operand, matmul_into
-from qshard.torch_bridge._quantized.plane_programs import transposed
+from qshard.torch_bridge._quantized.plane_programs import transpose
 
 _LEAST_UNIT = 16
 """PyTorch's grouped products want the rows that they contract in runs of 16 bytes."""
@@ -263,7 +263,7 @@ def products_of_rows(
         weights = w.by_expert() if isinstance(w, Side) else w
         for rows, weight, start, stop in zip(x.by_expert(stops), weights, (0, *stops[:-1]), stops, strict=True):
             if weight.usage is not contracted:
-                weight = Operand(weight.format, transposed(weight.parts, weight.format), contracted)
+                weight = Operand(weight.format, transpose(weight.parts, weight.format), contracted)
             matmul_into(rows, weight, y[start:stop], fast=fast)
         return y
     assert isinstance(w, Side)

@@ -19,14 +19,14 @@ from qshard.torch_bridge._distributed.fsdp1 import flat_of
 from qshard.torch_bridge._distributed.tensor_shards import LinearSharding, ShardSpec, linear_sharding
 from qshard.torch_bridge._fsdp.weight import ShardedWeight
 from qshard.torch_bridge._nn import linear_program, saved_input
-from qshard.torch_bridge._nn.amax_cache import noted_amax
-from qshard.torch_bridge._nn.autograd import Gradients, How, Product, multiplied
+from qshard.torch_bridge._nn.amax_cache import cached_amax
+from qshard.torch_bridge._nn.autograd import Gradients, How, Product, multiply
 from qshard.torch_bridge._nn.operands import ROLES, matrix_of, planes_of, quantized, values_of
 from qshard.torch_bridge._ops.autograd_node import apply_node
 from qshard.torch_bridge._ops.eager import is_compiling
 from qshard.torch_bridge._ops.uint64 import words
 from qshard.torch_bridge._quantized.gemm import Operand
-from qshard.torch_bridge._quantized.plane_programs import transposed
+from qshard.torch_bridge._quantized.plane_programs import transpose
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
 from qshard.torch_bridge._quantized.validation import check_contiguous, check_dtype, check_tensor
 from qshard.torch_bridge._torch_internals import has_saved_tensors_hooks
@@ -205,7 +205,7 @@ def _product(
     x_usage = Usage.BOTH if need_w and source is None else Usage.ROWWISE
 
     def make(usage: Usage) -> saved_input.Planes:
-        known = noted_amax(x) if x.dtype == dtype else None
+        known = cached_amax(x) if x.dtype == dtype else None
         planes, amaxes = quantized(matrix_of(x, dtype), recipe, usage, Role.ACTIVATION, seed, parts, given, known)
         return planes, [*amaxes, *given[_X_SCALES]]
 
@@ -218,7 +218,8 @@ def _product(
         amax, *given[_X_SCALES] = others  # The scale may be that of another layer.
         delayed[Role.ACTIVATION].observe(amax)
 
-    x_row, w_format, w_again, ready = xs[Usage.ROWWISE], recipe.weight, False, None
+    x_row, w_format, w_again = xs[Usage.ROWWISE], recipe.weight, False
+    y: Tensor | None = None
     # The plane of the weight, as it lies, that each pass contracts.
     forward, backward = (Usage.COLUMNWISE, Usage.ROWWISE) if is_kn else (Usage.ROWWISE, Usage.COLUMNWISE)
     ws: dict[Usage, Operand] = {}
@@ -227,26 +228,24 @@ def _product(
     if isinstance(weight, QuantizedTensor):  # Gathered by FSDP2, for example. The hook before it has noted its amax.
         w_format, ws = weight.format, planes_of(weight, need_x or is_kn)
         if is_kn and forward not in ws:
-            ws[forward] = Operand(w_format, transposed(ws[backward].parts, w_format), forward)
+            ws[forward] = Operand(w_format, transpose(ws[backward].parts, w_format), forward)
     else:
         # What is no parameter may be there for this product alone, and has more bytes than its codes.
         w_again = need_x and eager and (isinstance(weight, torch.nn.Parameter) or flat_of(weight) is not None)
         if one_node and not parts and not is_kn and (w_again or not need_x):
             scale = given[_W_SCALE] if given else None
-            ready = linear_program.product(x_row.parts, x_row.format, values_of(weight), recipe, scale, seed, dtype)
-        if ready is None:
+            y, w_amax = linear_program.product(x_row, values_of(weight), recipe, scale, seed, dtype)
+        if y is None:
             w_usage = Usage.BOTH if need_x and not w_again else forward
             ws, amaxes = quantized(values_of(weight), recipe, w_usage, Role.WEIGHT, seed, parts, given)
-        else:
-            amaxes = [cast(Tensor, ready[1])]
+            w_amax = amaxes[0] if amaxes else None
         if delayed is not None:
-            delayed[Role.WEIGHT].observe(amaxes[0])
+            delayed[Role.WEIGHT].observe(cast(Tensor, w_amax))
     shape = (*x.shape[:-1], weight.shape[1 if is_kn else 0]) if cut is None else cut.y_shape(x, weight.shape[0])
-    y: Tensor | None = None
-    if ready is not None:
-        y = aten._unsafe_view.default(ready[0], shape)
+    if y is not None:
+        y = aten._unsafe_view.default(y, shape)
     elif one_node or not (need_x or need_w):
-        y = multiplied(x_row, ws[forward], dtype, shape, x_rows, y_rows)
+        y = multiply(x_row, ws[forward], dtype, shape, x_rows, y_rows)
     if y is not None and not (need_x or need_w):
         return y
     of_x: Sequence[Tensor | None] = ()

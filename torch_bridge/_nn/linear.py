@@ -57,15 +57,17 @@ def _(seed: Tensor, rank: int) -> Tensor:
     return torch.empty_like(seed)
 
 
-def coded(weight: Tensor, recipe: Recipe, name: str, root: nn.Module | None, primary: bool = False) -> nn.Parameter:
+def wrap_weight(
+    weight: Tensor, recipe: Recipe, name: str, root: nn.Module | None, primary: bool = False
+) -> nn.Parameter:
     """A weight with the hooks by which FSDP2 gathers it as codes; the same memory."""
     state = ScaleState(recipe, name, root, weight.device, primary)
     state.shape = tuple(weight.shape)
-    # A tensor of its own also where nothing requires a gradient, since `put` makes another of the weight itself.
+    # A tensor of its own also where nothing requires a gradient: `replace_parameter` makes another of the weight.
     return nn.Parameter(ShardedWeight(plain(weight).detach(), state), requires_grad=weight.requires_grad)
 
 
-def put(weight: nn.Parameter, made: nn.Parameter) -> None:
+def replace_parameter(weight: nn.Parameter, made: nn.Parameter) -> None:
     """Makes `weight` what `made` is. It stays the object that optimizers hold, with its gradient, hooks and attributes.
 
     `made` is of no use afterwards.
@@ -208,7 +210,7 @@ class WeightLayer(Extends):
         name, primary = given.pop("_weight_name", None), given.pop("_weight_primary", False)  # Older files lack it.
         super().__setstate__(given)
         if name is not None and type(self.weight) is nn.Parameter:  # Not so in a copy, nor if layers share it.
-            put(self.weight, self._coded(self.weight, name, primary))
+            replace_parameter(self.weight, self._wrap(self.weight, name, primary))
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         """A checkpoint holds plain tensors: it loads without qshard, and under any other recipe."""
@@ -237,7 +239,7 @@ class WeightLayer(Extends):
             elif state is not None:
                 loaded = wrap(loaded, state)
             elif isinstance(held, QuantizedTensor) and type(loaded) in (Tensor, nn.Parameter):
-                loaded = self._coded(loaded, key)  # Values in the place of codes.
+                loaded = self._wrap(loaded, key)  # Values in the place of codes.
             state_dict = {**state_dict, key: loaded}
         foreign = [prefix + "delayed."] * ("delayed" not in self._modules) + [seed] * (self.seed is None)
         state_dict = {name: value for name, value in state_dict.items() if not name.startswith(tuple(foreign))}
@@ -262,9 +264,9 @@ class WeightLayer(Extends):
             return str(error)
         return None
 
-    def _coded(self, value: Tensor, name: str, primary: bool = False) -> nn.Parameter:
-        """`coded` for this layer, with its delayed state."""
-        weight = coded(value, self.recipe, name, None, primary)
+    def _wrap(self, value: Tensor, name: str, primary: bool = False) -> nn.Parameter:
+        """`wrap_weight` for this layer, with its delayed state."""
+        weight = wrap_weight(value, self.recipe, name, None, primary)
         if "delayed" in self._modules:
             cast(ShardedWeight, weight).scale_state.delayed = cast(DelayedScale, self.delayed[Role.WEIGHT.value])
         return weight
@@ -387,7 +389,7 @@ class Linear(WeightLayer, nn.Linear):
         check_weight_shape("Linear", "weight", recipe, (out_features, in_features))
         check_dtype("Linear", "dtype", torch.get_default_dtype() if dtype is None else dtype)
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
-        self.begin(recipe, coded(self.weight, recipe, "weight", self))
+        self.begin(recipe, wrap_weight(self.weight, recipe, "weight", self))
 
     def reset_parameters(self) -> None:
         super().reset_parameters()

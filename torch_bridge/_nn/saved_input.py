@@ -39,7 +39,7 @@ from torch import Tensor
 
 from qshard.formats import Usage
 from qshard.torch_bridge._nn import activations, module_calls
-from qshard.torch_bridge._nn.amax_cache import noted_amax
+from qshard.torch_bridge._nn.amax_cache import cached_amax
 from qshard.torch_bridge._ops.eager import may_reuse
 from qshard.torch_bridge._quantized.gemm import Operand
 from qshard.torch_bridge._torch_internals import (
@@ -151,7 +151,7 @@ def source_of(x: Tensor) -> Source | None:
     # Parameters are left out: FSDP2 may have freed their memory when it is needed.
     if not all(one is not None and one.grad_fn is not None and one.shape == whole.shape for one in two):
         return None
-    amax = noted_amax(x) if made_by is activations.swiglu_again else None
+    amax = cached_amax(x) if made_by is activations.swiglu_again else None
     return Source(made_by, (*(one.detach() for one in two), *([] if amax is None else [amax])))
 
 

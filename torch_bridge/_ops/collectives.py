@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -45,5 +46,5 @@ def unlike_ranks(facts: bytes, group: Groups, device: torch.device, *, than: int
 
 def _others(group: Groups) -> list[dist.ProcessGroup]:
     """The groups that have other ranks than this one."""
-    groups = group if isinstance(group, list | tuple) else [group]
+    groups: Any = group if isinstance(group, list | tuple) else [group]
     return [each for each in groups if each is not None and dist.get_world_size(each) > 1]

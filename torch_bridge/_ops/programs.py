@@ -23,7 +23,7 @@ from torch import Tensor
 
 from qshard import _ffi
 from qshard.op_table import multi_table, table
-from qshard.torch_bridge._ops.bind import by_lists, dtype_name, ops, planned, transposed_squares
+from qshard.torch_bridge._ops.bind import by_lists, dtype_name, ops, plan_call, transposed_squares
 from qshard.torch_bridge._ops.eager import may_skip_dispatcher
 
 T = TypeVar("T")
@@ -159,7 +159,7 @@ class _Recorder:
 
     def _op(self, op: str, *operands: _Slot, **keywords: Any) -> Any:
         spec = table()[op]
-        plan = planned(
+        plan = plan_call(
             spec, tuple(x.shape for x in operands), tuple(x.dtype for x in operands), tuple(keywords.items())
         )
         made = [self.slot(shape, dtype) for shape, dtype in plan.outputs]

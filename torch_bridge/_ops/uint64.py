@@ -66,11 +66,11 @@ def constant_words(number: int, device: torch.device) -> Tensor:
     """
     if not may_skip_dispatcher(()) or torch.is_inference_mode_enabled() or is_capturing(device):
         return words("words", "number", number, device)
-    return _kept_words(number, device)
+    return _cached_words(number, device)
 
 
 @functools.lru_cache(maxsize=64)
-def _kept_words(number: int, device: torch.device) -> Tensor:
+def _cached_words(number: int, device: torch.device) -> Tensor:
     # Its copy is waited for, so that any stream may read it.
     return torch.tensor(_pair("words: number", number), dtype=torch.int32).to(device)
 

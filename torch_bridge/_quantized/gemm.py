@@ -27,7 +27,7 @@ from qshard.layout import multiplies_codes
 from qshard.torch_bridge._ops.bind import into, ops
 from qshard.torch_bridge._ops.eager import is_compiling
 from qshard.torch_bridge._ops.programs import Memo
-from qshard.torch_bridge._quantized.plane_programs import dequantized, multiplied
+from qshard.torch_bridge._quantized.plane_programs import dequantize, multiply
 
 PLATFORM = "cuda"
 """Where ops make products. Tests have the CPU do it."""
@@ -55,7 +55,7 @@ class Operand(NamedTuple):
 
     def stored_values(self, dtype: torch.dtype) -> Tensor:
         """As they are stored, rounded to `dtype`."""
-        return dequantized(self.parts, self.format, self.usage, dtype)
+        return dequantize(self.parts, self.format, self.usage, dtype)
 
     def values(self, dtype: torch.dtype) -> Tensor:
         """`[rows, K]`, rounded to `dtype`."""
@@ -72,7 +72,7 @@ def matmul(a: Operand, b: Operand, dtype: torch.dtype, *, fast: bool = False) ->
         sides = a.format, a.usage, a.parts.data.shape, b.format, b.usage, b.parts.data.shape
         way, at_once = (_way_of_shapes if is_compiling() else _ways)(*sides, device, dtype)
         if way is not None and at_once:
-            return multiplied(a.parts, b.parts, dtype, fast, way)
+            return multiply(a.parts, b.parts, dtype, fast, way)
     exact = device.type != "cuda" or multiplies_codes(a.format, b.format)
     # Values take several times the bytes of codes. Who passes an operand that is of no more use lets its codes go here.
     kind = way.values if way is not None else torch.float32 if exact else torch.bfloat16
