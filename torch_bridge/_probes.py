@@ -20,15 +20,14 @@ from qshard._core.validation import shown
 from qshard.formats import Format, Usage
 from qshard.layout import plane
 from qshard.numerics import _kernels as kernels
-from qshard.numerics._arrays import Whole
-from qshard.numerics._cuts import are_blocks_cut
+from qshard.numerics._arrays import Whole, splits_blocks
 from qshard.numerics._observed import COUNTS, Totals, seen_of
-from qshard.numerics._pieces import compared
+from qshard.numerics._pieces import compare_shards
 from qshard.numerics._steps import LayerStats, StepStats, layer_stats
 from qshard.recipes import Role
 from qshard.torch_bridge._delayed_scaling import DelayedScale
 from qshard.torch_bridge._distributed.dtensor import local_of
-from qshard.torch_bridge._distributed.tensor_shards import Part
+from qshard.torch_bridge._distributed.tensor_shards import ShardSpec
 from qshard.torch_bridge._fsdp.weight import ShardedWeight, memory_of
 from qshard.torch_bridge._losses.linear_cross_entropy import LinearCrossEntropy, QuantizedHead
 from qshard.torch_bridge._nn.grouped_linear import GroupedLinear, _checked_sizes
@@ -39,6 +38,7 @@ from qshard.torch_bridge._ops.bind import ops
 from qshard.torch_bridge._ops.collectives import max_over_ranks
 from qshard.torch_bridge._quantized.scaling_state import plain_name
 from qshard.torch_bridge._quantized.validation import check_group, check_model
+from qshard.torch_bridge._torch_internals import backward_id
 
 PART = 1 << 22
 """Elements that are measured at a time: about 30 bytes each, for a moment."""
@@ -190,12 +190,12 @@ class Watch:
         whole = whole_of(weight, "numerics_of")
         where = plane(fmt, whole.shape, Usage.ROWWISE, op="numerics_of", name=name)
         scales = _scales_of(layer)
-        if fmt.stochastic or are_blocks_cut(where, whole) or fmt.row_scaled:
+        if fmt.stochastic or splits_blocks(where, whole) or fmt.row_scaled:
             self._totals[name, Role.WEIGHT] = _on_the_host(whole, fmt)
             return
         local = memory_of(weight)
         matrix = local.reshape(-1, local.shape[-1]).contiguous()
-        reduce_max = functools.partial(_merged, groups=getattr(whole.others, "groups", ()))
+        reduce_max = functools.partial(max_over_ranks, group=getattr(whole.others, "groups", ()))
         spec = operand_spec(layer.recipe, Role.WEIGHT, Usage.ROWWISE)
         scale = scales[ROLES.index(Role.WEIGHT)] if scales else None
         made, _ = quantize_operand(ops, matrix, spec, scale=scale, reduce_max=reduce_max)
@@ -319,7 +319,7 @@ def _seed_of_next_call(layer: WeightLayer) -> Tensor | None:
 
 
 def _is_in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
+    return backward_id() is not None
 
 
 def _dtype_of(x: Tensor) -> torch.dtype:
@@ -333,7 +333,7 @@ def _measured_operand(
 ) -> list[tuple[Tensor, int]]:
     """`_measured` of an operand of a layer, quantized as the layer does it."""
     local = local_of(x).detach()
-    parts = {role: Part(tuple(x.shape), x.device_mesh, tuple(x.placements))} if isinstance(x, DTensor) else {}
+    parts = {role: ShardSpec(tuple(x.shape), x.device_mesh, tuple(x.placements))} if isinstance(x, DTensor) else {}
     matrix = matrix_of(local, dtype)
     made, _ = LayerQuantizer(layer.recipe, seed, parts, _scales_of(layer)).quantize(matrix, role, Usage.ROWWISE)
     operand = made[Usage.ROWWISE]
@@ -345,12 +345,6 @@ def _scales_of(layer: WeightLayer) -> list[Tensor]:
     if "delayed" not in layer._modules:
         return []
     return [cast(DelayedScale, layer.delayed[role.value]).scale for role in ROLES]
-
-
-def _merged(amax: Tensor, groups: Sequence[dist.ProcessGroup]) -> Tensor:
-    for group in groups:
-        amax = max_over_ranks(amax, group)
-    return amax
 
 
 def _measured(x: Tensor, parts: Plane, fmt: Format) -> list[tuple[Tensor, int]]:
@@ -384,7 +378,7 @@ def _count(mask: Tensor) -> Tensor:
 def _on_the_host(whole: Whole, fmt: Format) -> Totals:
     """Of what this rank has of a weight, by the kernels of `qshard.numerics`."""
     total = Totals(calls=int(bool(whole.pieces)))
-    for piece in compared(whole, fmt, Usage.ROWWISE, 0, "numerics_of"):
+    for piece in compare_shards(whole, fmt, Usage.ROWWISE, 0, "numerics_of"):
         sums = piece.sums(lambda elements: None)
         there = kernels.ops.amax_tensor(np.where(np.isfinite(piece.x), piece.x, 0).astype(np.float32), lead=0)
         scales = piece.scales[np.isfinite(piece.scales) & (piece.scales > 0)]

@@ -137,6 +137,29 @@ class MasterPlan:
         return sum(bucket.amaxes for bucket in self.buckets)
 
 
+@dataclass(frozen=True)
+class FlatSlice:
+    """The slice of one weight that a rank holds, as far as it is known before any values: a key of a plan's cache.
+
+    Attributes:
+      shape, fmt: of the whole weight, and what its codes are.
+      dtype: of the master.
+      start: index of the first element of the slice in the weight.
+    """
+
+    shape: Shape
+    fmt: Format
+    dtype: str
+    start: int = 0
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.shape, self.fmt, self.dtype, self.start))
+
+    def __hash__(self) -> int:  # Front ends look plans up in each step.
+        return self._hash
+
+
 def plan_master(
     shapes: Sequence[Shape],
     formats: FormatLike | Sequence[FormatLike],

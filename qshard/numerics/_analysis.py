@@ -83,14 +83,14 @@ def histogram(x: Any, fmt: FormatLike, usage: Usage = Usage.ROWWISE, *, seed: in
     >>> found.given, found.zeros_given, found.codes
     ({-1: 1, 0: 2}, 1, {0.0: 1, 224.0: 1, 448.0: 2})
     """
-    from qshard.numerics._pieces import compared
+    from qshard.numerics._pieces import compare_shards
     from qshard.numerics._sums import LEAST, Sums, exponent_counts, magnitudes
 
     fmt, whole = as_format(fmt, "histogram"), whole_of(x, "histogram")
     codes, total = np.zeros(256, np.int64), Sums()
     given: dict[int, int] = {}
     zeros = 0
-    for piece in compared(whole, fmt, usage, seed, "histogram"):
+    for piece in compare_shards(whole, fmt, usage, seed, "histogram"):
         total += piece.sums(lambda elements: None)
         own = magnitudes(piece.parts.data, fmt)
         rows, columns = piece.own or (slice(None), slice(None))

@@ -14,8 +14,7 @@ import numpy as np
 from qshard._core.validation import FormatLike, as_format, as_formats
 from qshard.formats import FORMATS, Format, Usage
 from qshard.layout import Shape, plane, source
-from qshard.numerics._arrays import Whole, whole_of
-from qshard.numerics._cuts import check_pieces
+from qshard.numerics._arrays import Whole, check_shards, whole_of
 from qshard.numerics._floats import Floats as Floats
 from qshard.numerics._floats import as_float as as_float
 from qshard.numerics._progress import progress_of
@@ -174,7 +173,7 @@ def compare(
 def measured(x: Whole, formats: list[Format], usage: Usage, seed: int, progress: bool | None, op: str) -> list[Stats]:
     """`compare` of what `whole_of` made."""
     for fmt in formats:  # Before any is measured.
-        check_pieces(plane(fmt, x.shape, usage, op=op), x, op)
+        check_shards(plane(fmt, x.shape, usage, op=op), x, op)
     with progress_of(progress, [str(fmt) for fmt in formats], x.size, op) as advance:
         return [stats_of(x, fmt, usage, seed, op, advance) for fmt in formats]
 
@@ -182,12 +181,12 @@ def measured(x: Whole, formats: list[Format], usage: Usage, seed: int, progress:
 @np.errstate(all="ignore")
 def stats_of(x: Floats | Whole, fmt: Format, usage: Usage, seed: int, op: str, advance: Callable[[int], None]) -> Stats:
     """`stats`, which tells `advance` how many elements of this process are done."""
-    from qshard.numerics._pieces import compared
+    from qshard.numerics._pieces import compare_shards
     from qshard.numerics._sums import LEAST, Sums, exponent_counts  # The package can be imported without the extension.
 
     whole = whole_of(x, op)
     own, own_scales = Sums(), Counter[int]()
-    for piece in compared(whole, fmt, usage, seed, op):
+    for piece in compare_shards(whole, fmt, usage, seed, op):
         own += piece.sums(advance)
         own_scales.update(exponent_counts(piece.begun))
     total, scales, beyond = Sums(), Counter[int](), 0
@@ -239,7 +238,7 @@ def fitting(x: Whole, usage: Usage, op: str) -> tuple[list[Format], dict[str, st
     left_out = {}
     for name, fmt in FORMATS.items():
         try:
-            check_pieces(plane(fmt, x.shape, usage, op=name), x, name)
+            check_shards(plane(fmt, x.shape, usage, op=name), x, name)
         except ValueError as error:
             left_out[name] = str(error)
     return [fmt for name, fmt in FORMATS.items() if name not in left_out], left_out

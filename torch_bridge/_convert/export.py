@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from qshard.formats import Usage
 from qshard.torch_bridge._delayed_scaling import DelayedScale
 from qshard.torch_bridge._distributed.dtensor import local_of
-from qshard.torch_bridge._fsdp.functional import cut_of, gathered
+from qshard.torch_bridge._fsdp.functional import gather, row_sharding_of
 from qshard.torch_bridge._fsdp.weight import ShardedWeight, plain
 from qshard.torch_bridge._quantized.plane_programs import quantize_operand
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
@@ -88,8 +88,8 @@ def _whole(value: Tensor) -> Tensor:
         return local.detach().clone()
     if not isinstance(local, ShardedWeight):
         return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
-    if isinstance(value, DTensor) and (cut := cut_of(value)) is not None:
-        return gathered(local, cut, value.dtype, observe=False)
+    if isinstance(value, DTensor) and (cut := row_sharding_of(value)) is not None:
+        return gather(local, cut, value.dtype, observe=False)
     state, high = local.scale_state, plain(value)
     high = (high.full_tensor() if isinstance(high, DTensor) else high).contiguous()
     scale = None if state.delayed is None else state.delayed.scale

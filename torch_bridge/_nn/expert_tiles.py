@@ -21,14 +21,15 @@ from torch import Tensor
 
 from qshard._core import quantize_steps
 from qshard._core.operands import OperandSpec, quantize_operand
-from qshard._core.quantize_steps import Draws, Plane
+from qshard._core.placement import Box
+from qshard._core.quantize_steps import Plane
 from qshard.formats import E4M3, Format, Usage
 from qshard.layout import is_transposed, multiplies_codes
 from qshard.recipes import Recipe
 from qshard.torch_bridge._ops.bind import ops
 from qshard.torch_bridge._ops.uint64 import xor_words
 from qshard.torch_bridge._quantized.gemm import Operand, matmul_into
-from qshard.torch_bridge._quantized.plane_programs import transposed
+from qshard.torch_bridge._quantized.plane_programs import transpose
 
 _LEAST_UNIT = 16
 """PyTorch's grouped products want the rows that they contract in runs of 16 bytes."""
@@ -165,7 +166,7 @@ def quantized_places(
       seeds: of each expert, `[E, 2]` words.
       scale: of delayed scaling, `[E]`. The amaxes of experts then come with the planes.
     """
-    fmt, usage, columns = spec.format, spec.usage, places.shape[2]
+    fmt, usage = spec.format, spec.usage
     found: list[Tensor] = []
 
     def merged(amax: Tensor) -> Tensor:
@@ -182,8 +183,9 @@ def quantized_places(
         asked = Usage.ROWWISE  # Of which the other one is made, as of a matrix.
     draws, seeds = None, spec.seed_of(seeds, xor_words)
     if seeds is not None:
-        first = (tiles.first * columns).view(torch.int32).view(-1, 2)  # The low word first.
-        draws = Draws(tiles.of_tiles(seeds).contiguous(), first, columns)
+        tile = Box(tuple(places.shape[1:]), (tiles.first, 0), tuple(places.shape[1:]))
+        # Words are int32, the low one first.
+        draws = tile.draws(tiles.of_tiles(seeds).contiguous(), lambda first: first.view(torch.int32).view(-1, 2))
     amax = None
     if fmt.tensor_scaled and not fmt.rotates(asked):
         amax = ops.amax_tensor(places, lead=1)
@@ -251,7 +253,7 @@ def products_of_rows(
         weights = w.by_expert() if isinstance(w, Side) else w
         for rows, weight, start, stop in zip(x.by_expert(stops), weights, (0, *stops[:-1]), stops, strict=True):
             if weight.usage is not contracted:
-                weight = Operand(weight.format, transposed(weight.parts, weight.format), contracted)
+                weight = Operand(weight.format, transpose(weight.parts, weight.format), contracted)
             matmul_into(rows, weight, y[start:stop], fast=fast)
         return y
     assert isinstance(w, Side)

@@ -8,22 +8,20 @@ makes of its rows, bit for bit.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
-from qshard._core import flat_shards
+from qshard._core.flat_shards import FlatSlice
 from qshard._core.quantize_steps import Plane, Scales
 from qshard._core.validation import shown
 from qshard.formats import Format, Usage
 from qshard.layout import source
 from qshard.recipes import Recipe, RecipeLike, Role, as_recipe, check_weight_shape
-from qshard.torch_bridge._fsdp.epochs import Passes
+from qshard.torch_bridge._fsdp.scale_state import Passes
 from qshard.torch_bridge._fsdp.weight import ShardedWeight
 from qshard.torch_bridge._nn.expert_tiles import (
     Side,
@@ -40,10 +38,11 @@ from qshard.torch_bridge._nn.linear import Linear
 from qshard.torch_bridge._nn.operands import ROLES, LayerQuantizer, operand_spec, planes_of, values_of
 from qshard.torch_bridge._ops.autograd_node import Node, apply_node
 from qshard.torch_bridge._ops.bind import dtype_name
-from qshard.torch_bridge._ops.foreach import SliceOps
+from qshard.torch_bridge._ops.foreach import flat_plan
 from qshard.torch_bridge._quantized.gemm import Operand
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
 from qshard.torch_bridge._quantized.validation import check_dtype, check_tensor
+from qshard.torch_bridge._torch_internals import pytree
 
 
 @torch.compiler.disable
@@ -328,23 +327,15 @@ def _weights(
 
 def _cast_at_once(values: Sequence[Tensor], fmt: Format, scales: Scales | None) -> tuple[Side, Scales]:
     """The rowwise plane of all weights, by the ops on lists that ZeRO and FSDP2 have for theirs."""
-    plan, on_lists, starts = _prepared(len(values), tuple(values[0].shape), fmt, values[0].dtype, values[0].device)
-    flat = [value.reshape(-1) for value in values]
+    one = FlatSlice(tuple(values[0].shape), fmt, dtype_name(values[0].dtype))
+    flat, whole = flat_plan((one,) * len(values), values[0].device), [value.reshape(-1) for value in values]
     if scales is None:
-        (scales,) = flat_shards.scales(on_lists, plan, flat_shards.amaxes(on_lists, plan, flat, starts))
-    where = plan.buckets[0].planes[0]
+        (scales,) = flat.scales(flat.amaxes(whole))
+    where = flat.plan.buckets[0].planes[0]
     data = torch.empty((len(values), *where.data_shape), dtype=torch.uint8, device=values[0].device)
-    flat_shards.cast(on_lists, plan, [*data.unbind()], flat, starts, [scales.scale])
+    flat.cast([*data.unbind()], whole, [scales.scale], pieces=False)
     scale_inv = scales.scale_inv.view(len(values), *where.scale_shape)
     return side_of(fmt, Usage.ROWWISE, Plane(data, scale_inv, scales.global_scale_inv)), scales
-
-
-@functools.lru_cache(maxsize=256)
-def _prepared(
-    count: int, shape: tuple[int, ...], fmt: Format, dtype: torch.dtype, device: torch.device
-) -> tuple[flat_shards.MasterPlan, SliceOps, Tensor]:
-    plan = flat_shards.plan_master([shape] * count, fmt, dtype=dtype_name(dtype), op="grouped_linear")
-    return plan, SliceOps(plan, device), torch.zeros((count, 2), dtype=torch.int32, device=device)
 
 
 class GroupedLinear(nn.Module):

@@ -15,7 +15,7 @@ from qshard._core.quantize_steps import Draws, plane_rows
 from qshard.formats import Usage
 from qshard.layout import source
 from qshard.recipes import Recipe, Role
-from qshard.torch_bridge._distributed.tensor_shards import Part
+from qshard.torch_bridge._distributed.tensor_shards import ShardSpec
 from qshard.torch_bridge._fsdp.weight import ShardedWeight
 from qshard.torch_bridge._ops.uint64 import constant_words, xor_words
 from qshard.torch_bridge._quantized.gemm import Operand
@@ -74,7 +74,7 @@ class LayerQuantizer(NamedTuple):
 
     recipe: Recipe
     seed: Tensor | None = None
-    parts: Mapping[Role, Part] = MappingProxyType({})
+    parts: Mapping[Role, ShardSpec] = MappingProxyType({})
     scales: Sequence[Tensor] = ()
 
     def quantize(

@@ -20,8 +20,8 @@ from qshard.formats import Format, Usage
 from qshard.gemm_dispatch import Way
 from qshard.layout import PlaneLayout, matrix_shape, plane
 from qshard.torch_bridge._ops.bind import ops
-from qshard.torch_bridge._ops.dynamo import as_constant
 from qshard.torch_bridge._ops.programs import Steps
+from qshard.torch_bridge._torch_internals import as_constant
 
 Parts = tuple[Any, ...]
 
@@ -34,7 +34,7 @@ def planes_of(parts: Parts) -> dict[Usage, Plane]:
     return {usage: Plane(*own) for usage, own in pair if own[0] is not None}
 
 
-def viewed(parts: Plane, where: PlaneLayout) -> Plane:
+def view_plane(parts: Plane, where: PlaneLayout) -> Plane:
     """A plane in the shapes of a layout of as many elements: those of a tensor, or of it as a matrix."""
     data, scale_inv, global_scale_inv = parts
     if global_scale_inv is not None:
@@ -83,7 +83,7 @@ def quantized_swiglu_again(gate: Tensor, up: Tensor, fmt: Format, amax: Tensor) 
     return Plane(*_quantize_swiglu_again((gate, up, amax), fmt))
 
 
-def dequantized(
+def dequantize(
     parts: Plane, fmt: Format, usage: Usage, dtype: torch.dtype, shape: tuple[int, ...] | None = None
 ) -> Tensor:
     """The values of a plane of a matrix, in the order in which it is stored; with `shape`, those of such a tensor."""
@@ -93,13 +93,13 @@ def dequantized(
     return result
 
 
-def transposed(parts: Plane, fmt: Format) -> Plane:
+def transpose(parts: Plane, fmt: Format) -> Plane:
     """The columnwise plane of the rowwise one of a matrix, or back: `pipeline.transposed`."""
     data, scale_inv = _transpose((parts.data, parts.scale_inv), fmt)
     return parts._replace(data=data, scale_inv=scale_inv)
 
 
-def multiplied(a: Plane, b: Plane, dtype: torch.dtype, fast: bool, way: Way) -> Tensor:
+def multiply(a: Plane, b: Plane, dtype: torch.dtype, fast: bool, way: Way) -> Tensor:
     """`a @ b.T` of two planes, as `way` has it."""
     tensors = [tuple(part for part in parts if part is not None) for parts in (a, b)]
     (product,) = _multiply((*tensors[0], *tensors[1]), len(tensors[0]), dtype, fast, way)
@@ -121,7 +121,7 @@ def _parts(
     matrix = x if x.ndim == 2 else x.view(matrix_shape(shape))
     made = quantize_steps.quantize(ops, matrix, as_constant(fmt), usage, reduce_max=reduce_max, draws=draws, amax=amax)
     if x.ndim != 2:
-        made = {one: viewed(parts, layouts[one]) for one, parts in made.items()}
+        made = {one: view_plane(parts, layouts[one]) for one, parts in made.items()}
     return _flat(made)
 
 
@@ -159,7 +159,7 @@ def _dequantize(ops: Any, *args: Any) -> Parts:
     if shape is None:
         return (quantize_steps.dequantize(ops, Plane(*parts), fmt, usage, dtype),)
     where = plane(fmt, matrix_shape(shape), usage)
-    values = quantize_steps.dequantize(ops, viewed(Plane(*parts), where), fmt, usage, dtype)
+    values = quantize_steps.dequantize(ops, view_plane(Plane(*parts), where), fmt, usage, dtype)
     return ((ops.transposed(values) if where.transposed else values).view(shape),)
 
 

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from qshard._core.adam import BLOCK
 from qshard._core.flat_shards import piece_bytes
@@ -28,16 +28,17 @@ from qshard.torch_bridge._fsdp.weight import memory_of
 from qshard.torch_bridge._ops.collectives import all_gather
 from qshard.torch_bridge._optim.slices import QuantizedSlice, gather_parts
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
+from qshard.torch_bridge._torch_internals import have_one_storage, preserve_version_counter
 from qshard.torch_bridge._zero.gradients import Gradient
-from qshard.torch_bridge._zero.placeholders import SlicedWeight, TakenGradient, weakly
+from qshard.torch_bridge._zero.placeholders import GradientPlaceholder, WeightPlaceholder, weakly
 from qshard.torch_bridge._zero.streams import Channel, Pending, Steps
-from qshard.torch_bridge._zero.weight import Ranks, Weight
+from qshard.torch_bridge._zero.weight import Ranks, ZeroParameter
 
 ALIGNMENT = 16  # bytes: whole elements of every dtype, and what vector loads want
 BLOCK_ALIGNMENT = BLOCK * torch.float32.itemsize  # bytes: whole blocks of elements of every dtype
 
 
-class Flat:
+class FlatBuffer:
     """Weights that are gathered together, the part of this rank, and their gradients.
 
     Making it, of weights that `make` has made whole, puts views of the buffer in the place of the parameters. If it is
@@ -51,14 +52,14 @@ class Flat:
 
     def __init__(
         self,
-        weights: Sequence[Weight],
+        weights: Sequence[ZeroParameter],
         ranks: Ranks,
         sharded: bool,
         alignment: int = ALIGNMENT,
         *,
         device: torch.device,
         written: Callable[[], None],
-        make: Callable[[Weight], None],
+        make: Callable[[ZeroParameter], None],
         reduce_dtype: torch.dtype,
         reductions: Channel,
     ):
@@ -99,12 +100,12 @@ class Flat:
         for index, weight in enumerate(self.weights):
             self._show(weight, index, written)
         self.in_use, self.in_backward = True, False
-        self.gradient_is_whole: Callable[[Flat], None] | None = None  # Called with this, once it is.
+        self.gradient_is_whole: Callable[[FlatBuffer], None] | None = None  # Called with this, once it is.
         self._arriving: Pending | None = None
         self._stream: torch.cuda.Stream | None = None  # The one that was current when memory was asked for.
         self.free()
 
-    def _place(self, weight: Weight, start: int, master: Tensor, lo: int) -> None:
+    def _place(self, weight: ZeroParameter, start: int, master: Tensor, lo: int) -> None:
         """What this rank, whose part begins at byte `lo`, owns of a weight, and what layers see, is in the buffer."""
         weight.start = start
         weight.master = nn.Parameter(master.view(1, -1) if len(weight.shape) > 1 else master)
@@ -127,13 +128,13 @@ class Flat:
         for module, name in weight.owners:
             module.register_parameter(name, new)
 
-    def _show(self, weight: Weight, index: int, written: Callable[[], None]) -> None:
+    def _show(self, weight: ZeroParameter, index: int, written: Callable[[], None]) -> None:
         """Makes what users see of a weight, and of its gradient."""
         flat = weight.master.detach().view(-1)
-        absent = SlicedWeight(flat, weight.start, weight.shape, weight.dtype, weight.name, written)
+        absent = WeightPlaceholder(flat, weight.start, weight.shape, weight.dtype, weight.name, written)
         weight.sliced = nn.Parameter(absent)
         weight.shown = weight.sliced if self.sharded else weight.parameter
-        weight.taken = TakenGradient(
+        weight.taken = GradientPlaceholder(
             weight.parameter,
             weight.name,
             weakly(self.gradient.accumulate, index),
@@ -174,7 +175,7 @@ class Flat:
     @torch.no_grad()
     def _gather(self, asynchronous: bool) -> Steps:
         # The same bytes come back to what autograd has saved: it is to see no write, of threads of gloo neither.
-        with _unsafe_preserve_version_counter(self._memory):
+        with preserve_version_counter(self._memory):
             if self.values_alone:
                 own = [(w.values, w.master) for w in self.weights if w.values is not None and w.values.numel()]
                 if own:
@@ -227,8 +228,7 @@ class Flat:
     def shares(self, tensor: Tensor) -> bool:
         """Whether a tensor is memory that `free` gives back."""
         parts = [tensor] if type(tensor) is not QuantizedTensor else list(tensor.parts(Usage.ROWWISE) or ())
-        own = self._memory.untyped_storage()._cdata
-        return any(part is not None and part.untyped_storage()._cdata == own for part in parts)
+        return any(part is not None and have_one_storage(part, self._memory) for part in parts)
 
     def note_versions(self) -> None:
         """Masters and weights are the same now."""
@@ -248,3 +248,35 @@ class Flat:
         whole = self.masters if group is None else torch.cat(gather_parts(self.masters, self.lengths, group))
         sizes = [weight.size for weight in self.weights]
         return {w.name: v.view(w.shape).clone() for w, v in zip(self.weights, whole.split(sizes), strict=True)}
+
+
+class Bucket(NamedTuple):
+    """Units that a step updates together: mean gradients of few units exist at once, beside the sums that stay.
+
+    Attributes:
+      number: which bucket it is.
+      flats: units.
+      of_groups: their weights, by parameter group.
+    """
+
+    number: int
+    flats: list[FlatBuffer]
+    of_groups: list[list[ZeroParameter]]
+
+
+def buckets_of(flats: Sequence[FlatBuffer], of_groups: Sequence[Sequence[ZeroParameter]]) -> list[Bucket]:
+    """Units, in order, as many at a time as have no more elements of this rank than the largest one."""
+    most = max(flat.masters.numel() for flat in flats)
+    buckets: list[Bucket] = []
+    size = most + 1
+    for flat in flats:
+        size += flat.masters.numel()
+        if size > most:
+            size = flat.masters.numel()
+            buckets.append(Bucket(len(buckets), [], [[] for _ in of_groups]))
+        buckets[-1].flats.append(flat)
+    bucket_of = {id(weight): bucket for bucket in buckets for flat in bucket.flats for weight in flat.weights}
+    for index, of_group in enumerate(of_groups):
+        for weight in of_group:
+            bucket_of[id(weight)].of_groups[index].append(weight)
+    return buckets
