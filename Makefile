@@ -24,13 +24,13 @@ rm -rf $(1) && mkdir -p $(1)/qshard
 ln -s $(CURDIR)/qshard/* $(1)/qshard/
 endef
 
-.PHONY: help train test slow fuzz sanitize h100 titan notebooks docs cu gpu bench report lint format tree wheel bare smoke matrix clean
+.PHONY: help train test slow nightly optimized fuzz sanitize h100 titan notebooks docs cu gpu bench report lint format tree wheel bare smoke matrix clean
 .DELETE_ON_ERROR:
 # Two pips must not write one environment at a time; the compiler runs in parallel all the same.
 .NOTPARALLEL:
 
 help:  ## print this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 TRAIN_FLAGS = $(if $(STEPS),--steps $(STEPS)) $(if $(FORMATS),--formats $(FORMATS))
 train: $(STAMP)run $(STAMP)package  ## train the JAX and the PyTorch example; STEPS=n FORMATS=all
@@ -42,6 +42,12 @@ test: $(STAMP)test $(STAMP)package  ## run the tests; ARGS="tests/cpu -k cast" f
 
 slow: $(STAMP)test $(STAMP)package  ## run the tests that take minutes, which `make test` leaves out
 	$(BIN)/pytest -n 2 --dist worksteal -m slow $(or $(ARGS),tests)
+
+# The plugin for H100s and torchtitan come first, as tests use both.
+nightly: build/jax_cuda build/titan optimized slow titan fuzz sanitize notebooks bare  ## run all that .ci/run leaves out: hours
+
+optimized: export JAX_DISABLE_MOST_OPTIMIZATIONS := 0
+optimized: test
 
 FUZZ_FLAGS = $(if $(CALLS),--calls $(CALLS),--calls 100000) $(if $(SEED),--seed $(SEED))
 fuzz: $(STAMP)test $(STAMP)package  ## call every op with what it takes and what it must refuse; CALLS=n SEED=n
@@ -68,7 +74,7 @@ sanitize: $(STAMP)test $(STAMP)package  ## run fuzz and the tests of the CPU ker
 
 # JAX's CUDA plugin compiles for GPUs that are not there. It need not be installed, only found.
 h100: $(STAMP)test $(STAMP)package build/jax_cuda  ## compile JAX programs for H100s, without any; fetches 0.5 GB
-	$(BIN)/pytest tests/cpu/test_jax_h100.py
+	$(BIN)/pytest -m "not slow" $(or $(ARGS),tests/cpu/test_jax_h100.py)
 
 build/jax_cuda: requirements/h100.txt | $(PY)
 	$(INSTALL) --no-deps --upgrade --target $@ -r $<

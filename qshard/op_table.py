@@ -1,8 +1,8 @@
 """Ops as data: what each takes and gives, from its row of `ffi/ops.def`.
 
 The row is parsed, and calls are checked against it, in C++ (`ffi/schema/bind.h`): every caller gets the same answer and
-the same error. From its axes come the shapes of the outputs, the errors for shapes that do not fit, the sharding rule of
-the JAX front end (which axes may be cut without communication), and what a cut axis must be reduced over.
+the same error. From its axes come the shapes of the outputs, the errors for shapes that do not fit, the sharding rule
+of the JAX front end (which axes may be cut without communication), and what a cut axis must be reduced over.
 
 Ops on many tensors take lists, `x[]`, after their single operands, and change what they write in place: each result has
 the name of an operand. Their shapes are checked when they are called.

@@ -4,9 +4,11 @@ Imports neither jax nor torch, so that tests/null runs where they are not instal
 starts is put into the environment here, unless the caller has set it.
 """
 
+import importlib.util
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -24,6 +26,9 @@ JAX_HAS_CUDA = HAS_NVIDIA and any("cuda" in plugin.name for plugin in entry_poin
 # the same on every machine, and a GPU test names its device.
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 os.environ.setdefault("JAX_PLATFORMS", "cpu,cuda" if JAX_HAS_CUDA else "cpu")
+# XLA compiles for CPUs in two thirds of the time if LLVM does not optimize. `make nightly` runs all tests as users run.
+if not HAS_NVIDIA:
+    os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 # Torch and JAX share the GPU in one process.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
@@ -83,6 +88,20 @@ def first_gpu(request: pytest.FixtureRequest) -> None:
     torch = sys.modules.get("torch")
     if request.node.get_closest_marker("gpu") and torch is not None:
         torch.cuda.set_device(0)
+
+
+@pytest.fixture
+def optimized() -> Iterator[None]:
+    """Programs that JAX compiles in a test are those of users, with all optimizations of XLA."""
+    if importlib.util.find_spec("jax") is None:
+        yield
+        return
+    import jax
+
+    before = jax.config.jax_disable_most_optimizations
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from support import op_calls
 from support.awkward import assert_bits_equal, awkward_values
 from support.draws import IN_ANY_ORDER, SPECS, WIDE, Call, choices, draw, filled
 from support.op_calls import call
-from support.oracle import cast_tensor, dequantize
+from support.oracle_tensors import cast_tensor, dequantize
 
 LEAST, MOST = 40, 108
 

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from support import oracle
+from support import oracle_layers as oracle
 from support.awkward import DTYPES, assert_bits_equal, awkward_values
 
 RULES = {"plain": {}, "all": {"label_smoothing": 0.1, "z_loss": 1e-2, "ignore_index": 3}}

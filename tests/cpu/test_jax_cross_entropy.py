@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 import qshard.jax as qj
 from support import hlo
 from support.awkward import assert_bits_equal
+from support.pairs import pairs
 
 RULE = {"label_smoothing": 0.1, "z_loss": 1e-2}
 ROWS, CLASSES = (8, 4), 1040
@@ -51,9 +52,7 @@ def moved(compiled):
     return [(kind, array) for kind, array in found if not array.endswith("[]")]
 
 
-@pytest.mark.parametrize("cut", ROW_CUTS.values(), ids=ROW_CUTS)
-@pytest.mark.parametrize("mode", [*MODES, "no context", "shard_map"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pairs(dtype=["float32", "bfloat16"], mode=[*MODES, "no context", "shard_map"], cut=ROW_CUTS)
 def test_rows_stay_where_they_are(dtype, mode, cut):
     """In the bits of one device; `shard_map` of rows, and a mesh that only arrays know of, too."""
     arrays = drawn(dtype)
@@ -72,9 +71,7 @@ def test_rows_stay_where_they_are(dtype, mode, cut):
         assert_bits_equal(mine, other)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("cut", CLASS_CUTS.values(), ids=CLASS_CUTS)
-@pytest.mark.parametrize("mode", MODES)
+@pairs(mode=MODES, cut=CLASS_CUTS, reduction=["mean", "none"])
 def test_classes_stay_where_they_are(mode, cut, reduction):
     """Sums are in another order, so the last bits may differ."""
     arrays = drawn()
@@ -95,19 +92,22 @@ def assert_near(actual, want):
         np.testing.assert_allclose(mine, other, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("names", ["b", ("b", "a")], ids=str)
-@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pairs(reduction=["mean", "none"], names=["b", ("b", "a")], check_vma=[True, False])
 def test_axis_name_has_classes(reduction, names, check_vma):
     """Differentiated around `shard_map`, and within, where types tell that all have the one loss."""
     arrays, cut = drawn(), P(None, None, names)
     want = step(*arrays, reduction)
     over = functools.partial(jax.shard_map, mesh=mesh_of(AxisType.Auto), in_specs=(cut, P()), check_vma=check_vma)
     local = functools.partial(qj.cross_entropy, axis_name=names, reduction=reduction, **RULE)
-    loss, back = jax.vjp(lambda x: over(local, out_specs=P())(x, arrays[1]), arrays[0])
-    assert_near((loss, back(jnp.full_like(loss, 0.5))[0]), want)
+
+    @jax.jit  # Outside of it, shard_map compiles each of its ops alone.
+    def around(logits, labels):
+        loss, back = jax.vjp(lambda x: over(local, out_specs=P())(x, labels), logits)
+        return loss, back(jnp.full_like(loss, 0.5))[0]
+
+    assert_near(around(*arrays), want)
     within = over(functools.partial(step, reduction=reduction, axis_name=names), out_specs=(P(), cut))
-    loss, d = within(*arrays)
+    loss, d = jax.jit(within)(*arrays)
     devices = 1 if check_vma else 2 if names == "b" else 8  # As behind `lax.psum`.
     assert_near((loss, d / devices), want)
 
@@ -199,9 +199,7 @@ def test_labels_of_64_bits_keep_them():
 PADDED_CUTS = {"one device": None, "classes": P(None, None, ("a", "b"))}
 
 
-@pytest.mark.parametrize("num_classes", [1037, 3])
-@pytest.mark.parametrize("cut", PADDED_CUTS.values(), ids=PADDED_CUTS)
-@pytest.mark.parametrize("mode", [*MODES, "shard_map"])
+@pairs(mode=[*MODES, "shard_map"], cut=PADDED_CUTS, num_classes=[1037, 3])
 def test_padding_is_no_class(mode, cut, num_classes):
     """The loss and the gradients of logits without padding, whose own gradient is 0; devices may have padding alone."""
     logits, labels = drawn()

@@ -20,14 +20,27 @@ from qshard.formats import FP8_E4M3, Usage
 from qshard.jax import compute_scales, gather, init_delayed, linear, quantize, update_delayed
 from qshard.recipes import CurrentScaling, Role
 from support.awkward import TAME, assert_bits_equal, awkward_values
-from support.formats import STATEFUL, STATELESS, every_recipe
+from support.formats import MIXES, RECIPES, STATEFUL, STATELESS
 from support.hlo import collectives
 
 SEED = 0x0123456789ABCDEF
 RECIPE = CurrentScaling()
 # Of two things that have two values each, a recipe meets each value, and recipes take turns in which come together.
 TURNS = {name: (recipe, i % 2) for i, (name, recipe) in enumerate((STATELESS | STATEFUL).items())}
-in_turn = pytest.mark.parametrize(("recipe", "turn"), TURNS.values(), ids=TURNS.keys())
+
+
+def in_turn(**modes):
+    """Recipes of qshard in each of two modes; mixes of formats in one of them, and else slow."""
+    ((name, values),) = modes.items()
+    cases = [
+        pytest.param(recipe, turn, value, id=f"{label}-{value}", marks=[pytest.mark.slow] if slow else [])
+        for i, (label, (recipe, turn)) in enumerate(TURNS.items())
+        for j, value in enumerate(values)
+        for slow in [label in MIXES and i // 2 % 2 != j]
+    ]
+    return pytest.mark.parametrize(("recipe", "turn", name), cases)
+
+
 KINDS = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
 N, K, ROWS = 64, 128, 1024  # Rows: whole blocks on each of eight devices.
 
@@ -100,8 +113,7 @@ def assert_codes_travel(compiled, recipe):
         assert [array for array in reduced if array.startswith("s32")] == ["s32[]"] * 3
 
 
-@KINDS
-@in_turn
+@in_turn(kind=[AxisType.Auto, AxisType.Explicit])
 def test_step(recipe, turn, kind, request):
     """With 8 shards, 8 rows each, which cut all square blocks. With scales that `compute_scales` made, or its own."""
     if recipe.gradient.block == (128, 128) and kind is AxisType.Auto:
@@ -123,8 +135,7 @@ def test_step(recipe, turn, kind, request):
     assert_codes_travel(compiled, recipe)
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-@in_turn
+@in_turn(check_vma=[True, False])
 def test_step_in_shard_map(recipe, turn, check_vma):
     mesh, cut = mesh_of(AxisType.Auto, fsdp=8), P("fsdp")
 
@@ -143,7 +154,9 @@ def test_step_in_shard_map(recipe, turn, check_vma):
         assert_codes_travel(compiled, recipe)
 
 
-@every_recipe
+@pytest.mark.parametrize(
+    "recipe", [*RECIPES.values(), *(pytest.param(mix, id=name, marks=pytest.mark.slow) for name, mix in MIXES.items())]
+)
 def test_scan_and_remat(recipe):
     """Stacked layers, with scales or states from outside the loop, give what the layers one after the other give."""
     x, ws, options = values(128, 64), values(2, 64, 64, seed=1) / 8, states_of(recipe, (2,))

@@ -12,8 +12,11 @@ from jax.sharding import PartitionSpec as P
 import qshard.jax as qj
 from qshard.formats import FP8_E4M3, MXFP8_E4M3, NVFP4, Usage
 from qshard.reference import _activation as activation
-from support import hlo, oracle
+from support import hlo
+from support import oracle_layers as oracle
 from support.awkward import DTYPES, assert_bits_equal, awkward_values
+from support.oracle_parts import rounded
+from support.pairs import pairs
 
 KINDS = ("normal", "ties", "wide", "max")
 CUTS = {"rows": P(("a", "b"), None), "K": P(None, ("a", "b")), "both": P("a", "b")}
@@ -75,7 +78,7 @@ def test_gradient_of_what_shards_share_is_summed():
         return jax.vjp(qj.swiglu, gate, up)[1](grad)[1]
 
     up = up[:2]
-    summed = jax.shard_map(local, mesh=mesh, in_specs=(P("a"), P(), P("a")), out_specs=P())(gate, up, grad)
+    summed = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(P("a"), P(), P("a")), out_specs=P()))(gate, up, grad)
     parts = [oracle.swiglu_grad(g, up, d, lead=0)[1] for g, d in zip(np.split(gate, 4), np.split(grad, 4), strict=True)]
     np.testing.assert_allclose(summed, sum(parts), rtol=1e-5, atol=1e-5 * np.abs(parts).max())
 
@@ -170,7 +173,7 @@ def assert_norm(actual, x, weight, grad, *, exact):
         y, rstd, _ = oracle.rms_norm(x, weight, eps=EPS, lead=0)
         given = (x.reshape(rows), weight, rstd.reshape(-1), grad.reshape(rows))
         dx, dweight, _ = oracle.rms_norm_grad(*given, lead=0, rows=activation.SUM_ROWS)
-        of_weight = oracle.rounded(dweight, weight.dtype)
+        of_weight = rounded(dweight, weight.dtype)
     for mine, want in zip(actual[:2], (y, dx.reshape(x.shape)), strict=True):
         assert_bits_equal(mine, want)
     if exact:
@@ -191,9 +194,7 @@ def test_norm_is_the_reference_on_one_device(shape, dtype, weight_dtype):
         assert_norm(jax.jit(norm_step)(*arrays), *arrays, exact=True)
 
 
-@pytest.mark.parametrize("weight_cut", [P(), P("b")], ids=["whole", "cut"])
-@pytest.mark.parametrize("cut", ROW_CUTS.values(), ids=ROW_CUTS)
-@pytest.mark.parametrize("mode", ["Auto", "Explicit", "shard_map"])
+@pairs(mode=["Auto", "Explicit", "shard_map"], cut=ROW_CUTS, weight_cut={"whole": P(), "cut": P("b")})
 def test_norm_moves_no_rows(mode, cut, weight_cut):
     x, weight, grad = arrays = norm_arrays((8, 256, 512), "float32", kinds=("normal", "outlier"))
     if mode == "shard_map" and weight_cut != P():

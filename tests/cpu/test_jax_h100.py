@@ -267,6 +267,7 @@ def assert_overlaps(case, program, bf16):
     assert program["peak"] < bf16["peak"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", QUICK)
 def test_collectives_hide_behind_gemms(overlap, case):
     assert_overlaps(case, overlap[case], overlap["bf16,auto"])
@@ -285,6 +286,7 @@ def gathered(program):
     return round(sum(each.bytes * each.times for each in collectives(program, "all-gather")) / 2**20)
 
 
+@pytest.mark.slow
 def test_gathered_bytes(overlap):
     """Twice the codes of two layers, but for what has no backward; with `jax.checkpoint` not more, if so asked."""
     codes, first = 2 * (3 + 1 + 7 + 3.5) * 16, 3 * 16
@@ -294,11 +296,13 @@ def test_gathered_bytes(overlap):
     assert gathered(overlap["NVFP4,auto,products"]) <= 1.02 * (codes - first / 2)
 
 
+@pytest.mark.slow
 def test_planes_for_backward_are_made_in_forward(overlap):
     """And what they hold is made values when it is multiplied: else XLA keeps x, or the values of all layers."""
     assert overlap["NVFP4,auto"]["peak"] < 1.05 * overlap["CurrentScaling,auto"]["peak"]
 
 
+@pytest.mark.slow
 def test_each_operand_is_cast_once(overlap):
     """Eight weights, x and dy of each; q, k and v, and two halves of the MLP, share one x."""
     assert casts(overlap["CurrentScaling,auto"]) == 24
@@ -324,6 +328,7 @@ LARGE = 2**21
 """Bytes of what is to hide. Scales of blocks that XLA has not combined with their codes are smaller, as amaxes are."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["CurrentScaling", "BlockScaling", "MXFP8", "NVFP4"])
 def test_chunks_travel_behind_products(parallel, recipe):
     """Of both layers and passes: 3 pieces of codes, 3 of products, and the codes for dw, each while a GEMM runs."""
@@ -336,6 +341,7 @@ def test_chunks_travel_behind_products(parallel, recipe):
     assert all(each.hidden for each in [*permuted, *gathered])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["auto", "explicit"])
 @pytest.mark.parametrize("recipe", ["CurrentScaling", "BlockScaling"])
 def test_xla_gathers_codes_of_rows(parallel, recipe, mode):

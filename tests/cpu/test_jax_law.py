@@ -17,6 +17,7 @@ from support.awkward import TAME, awkward_values
 from support.formats import NAMED, SQUARES, VARIANTS
 from support.hlo import collectives
 from support.jax_cuts import assert_planes
+from support.pairs import pairs
 
 SEED = 0x0123456789ABCDEF
 CUT = [*(fmt for fmt in NAMED if fmt.block), NVFP4.with_options(rounding="stochastic")]
@@ -29,6 +30,7 @@ WHOLE = [
         if fmt.scaling.global_scale == "row" or fmt.scaling.four_over_six == "mse" or fmt.hadamard
     ),
 ]
+pytestmark = pytest.mark.usefixtures("optimized")
 KINDS = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
 
 
@@ -48,9 +50,7 @@ def assert_integers_travel(compiled, limit=0):
             assert array.startswith(("u8[", "u32[")) or (array.startswith(("f32[", "s32[")) and size <= limit), array
 
 
-@KINDS
-@pytest.mark.parametrize("spec", [P("fsdp"), P(None, "fsdp")], ids=["rows", "columns"])
-@pytest.mark.parametrize("fmt", WHOLE, ids=str)
+@pairs(fmt=WHOLE, spec={"rows": P("fsdp"), "columns": P(None, "fsdp")}, kind=[AxisType.Auto, AxisType.Explicit])
 def test_whole_blocks(fmt, spec, kind):
     """Shards of whole blocks: nothing is reduced but what one scale serves, and nothing moves before the gather."""
     size = 8 * max(128 if spec != P("fsdp") else 16, *(fmt.block or (16, 16)))

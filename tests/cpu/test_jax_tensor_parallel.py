@@ -17,6 +17,7 @@ from qshard import formats, recipes
 from qshard.jax import init_delayed, linear, quantize
 from support.awkward import assert_bits_equal, awkward_values
 from support.hlo import collectives
+from support.pairs import pairs
 
 RECIPES = {
     "CurrentScaling": recipes.CurrentScaling(),
@@ -31,6 +32,7 @@ RECIPES = {
 SIDES = ["gather_rows", "scatter_rows"]
 # Numbers of devices take turns.
 TURNS = [(name, side, (2, 4, 8)[(i + j) % 3]) for i, name in enumerate(RECIPES) for j, side in enumerate(SIDES)]
+OFTEN = ("CurrentScaling", "DelayedScaling", "BlockScaling", "NVFP4")
 CUT = P(None, "tp")
 SPECS = {"gather_rows": (CUT, P("tp"), P(None, None, "tp")), "scatter_rows": (P(None, None, "tp"), CUT, CUT)}
 
@@ -94,7 +96,10 @@ def test_bits_of_one_device(name, side, devices):
         (assert_close if name == "NVFP4" else assert_same)(made, want)
 
 
-@pytest.mark.parametrize(("name", "side", "devices"), TURNS)
+@pytest.mark.parametrize(
+    ("name", "side", "devices"),
+    [pytest.param(*turn, marks=[] if turn[0] in OFTEN else pytest.mark.slow) for turn in TURNS],
+)
 def test_overlap_changes_no_bit(name, side, devices):
     recipe = RECIPES[name]
     given = operands(recipe, devices)
@@ -170,9 +175,7 @@ def test_one_device_on_the_axis():
 # --- with other features ---
 
 
-@pytest.mark.parametrize("side", SIDES)
-@pytest.mark.parametrize("layout", ["NK", "KN"])
-@pytest.mark.parametrize("name", ["CurrentScaling", "DelayedScaling", "MXFP8", "NVFP4"])
+@pairs(name=["CurrentScaling", "DelayedScaling", "MXFP8", "NVFP4"], layout=["NK", "KN"], side=SIDES)
 def test_with_fsdp(name, layout, side):
     """x `[B, S, K]` cut along B by FSDP, which cuts the rows of w too."""
     recipe, mesh = RECIPES[name], mesh_of(fsdp=2, tp=2)

@@ -17,6 +17,7 @@ from support.formats import NAMED, RECIPES, STATELESS, every_recipe, every_state
 from support.fronts import some
 from support.products import DTYPES, assert_is_product, operands
 
+pytestmark = pytest.mark.usefixtures("optimized")
 SEED = 0x0123456789ABCDEF
 UNIT = formats.FP8_E4M3.with_options(pow2=True)  # Holds an identity matrix as it is.
 # One row, one axis, no rows, rows that are no whole blocks, whole blocks; K and N are whole where a format needs it.

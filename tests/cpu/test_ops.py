@@ -19,7 +19,7 @@ from qshard.jax import ops as jax_ops
 from qshard.jax._sharding import foreach
 from qshard.op_table import table
 from qshard.torch_bridge._ops.bind import call_into
-from support.awkward import assert_bits_equal
+from support.awkward import assert_all_bits_equal
 from support.draws import FEW, SPECS, draw, filled
 from support.op_calls import attributes_of, placed, to_numpy, to_torch
 from support.oracle import oracle
@@ -64,13 +64,11 @@ def test_torch(spec):
             assert [(x.shape, x.is_contiguous()) for x in fake] == [(x.shape, True) for x in want]
         returned = results(made, op(*operands, **keywords), operands)
         assert [x.dtype for x in fake] == [x.dtype for x in returned]
-        for got, expected in zip(returned, want, strict=True):
-            assert_bits_equal(to_numpy(got), expected, str(made))
+        assert_all_bits_equal([to_numpy(x) for x in returned], want, str(made))
         if not spec.many:
             given = [torch.full_like(x, 77) for x in returned]
             call_into(spec.name, operands, given, attributes_of(made))
-            for got, expected in zip(given, want, strict=True):
-                assert_bits_equal(to_numpy(got), expected, str(made))
+            assert_all_bits_equal([to_numpy(x) for x in given], want, str(made))
 
 
 @every_op
@@ -97,16 +95,14 @@ def jax_call(made):
 def test_jax(spec):
     """In `jit`, and under `vmap`, which adds a leading axis to ops on single tensors."""
     for made in draws(spec, 2):
-        got = jax.tree.leaves(jax.jit(jax_call(made))(*made.operands))
-        for a, b in zip(got, oracle(made), strict=True):
-            assert_bits_equal(np.asarray(a), b, str(made))
+        assert_all_bits_equal(jax.tree.leaves(jax.jit(jax_call(made))(*made.operands)), oracle(made), str(made))
     if spec.many or not isinstance(spec.inputs[0].terms[0], str):
         return
     # What has no leading axes, as the weight of a norm, is one for all.
     axes = [0 if isinstance(operand.terms[0], str) else None for operand in spec.inputs]
     stacked = [x if axis is None else np.stack([x, x]) for x, axis in zip(made.operands, axes, strict=True)]
-    for a, b in zip(jax.tree.leaves(jax.vmap(jax_call(made), axes)(*stacked)), oracle(made), strict=True):
-        assert_bits_equal(np.asarray(a)[1], b, str(made))
+    results = jax.tree.leaves(jax.vmap(jax_call(made), axes)(*stacked))
+    assert_all_bits_equal([np.asarray(x)[1] for x in results], oracle(made), f"{made}, under vmap")
 
 
 # --- refusals ---

@@ -12,11 +12,12 @@ from jax.sharding import PartitionSpec as P
 from qshard.jax import ops
 from qshard.jax._ops.bind import shardy_rule
 from qshard.op_table import table
-from support.awkward import assert_bits_equal
+from support.awkward import assert_all_bits_equal, assert_bits_equal
 from support.draws import draw, filled
 from support.hlo import collectives
 from support.op_calls import bind, call
 from support.oracle import oracle
+from support.pairs import pairs
 
 every_op = pytest.mark.parametrize("spec", table().values(), ids=table())
 X = np.ones((256, 256), np.float32)
@@ -39,24 +40,23 @@ def cut_in_turn(made, names):
     return tuple([P(*(by.get(axis[0]) for axis in view.axes)) for view in side] for side in sides)
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
-@every_op
-def test_cut_at_blocks(spec, kind):
+@pairs(spec=table(), kind=[AxisType.Auto, AxisType.Explicit], names=["ab", "ba"])
+def test_cut_at_blocks(spec, kind, names):
     """Of calls with axes of 256, one that can be cut most: XLA moves nothing, and results are cut as operands are."""
     drawn = [draw(spec, number, lengths=(256,)) for number in range(40)]
     made = filled(max(drawn, key=lambda one: str(cut_in_turn(one, "ab")[1]).count("'")))
     mesh = mesh_of(kind)
-    for names in ("ab", "ba"):
-        before, after = cut_in_turn(made, names)
-        operands = [jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(made.operands, before, strict=True)]
-        function = jax.jit(lambda *operands: getattr(ops, spec.name)(*operands, **made.options))
-        compiled = function.lower(*operands).compile()
-        assert collectives(compiled) == [], names
-        for got, want, cut in zip(jax.tree.leaves(compiled(*operands)), oracle(made), after, strict=True):
-            assert_bits_equal(np.asarray(got), want, str(made))
-            assert got.sharding.is_equivalent_to(NamedSharding(mesh, cut), got.ndim)
-            if kind is AxisType.Explicit:
-                assert jax.typeof(got).sharding.spec == cut
+    before, after = cut_in_turn(made, names)
+    operands = [jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(made.operands, before, strict=True)]
+    function = jax.jit(lambda *operands: getattr(ops, spec.name)(*operands, **made.options))
+    compiled = function.lower(*operands).compile()
+    assert collectives(compiled) == []
+    results = jax.tree.leaves(compiled(*operands))
+    assert_all_bits_equal(results, oracle(made), str(made))
+    for got, cut in zip(results, after, strict=True):
+        assert got.sharding.is_equivalent_to(NamedSharding(mesh, cut), got.ndim)
+        if kind is AxisType.Explicit:
+            assert jax.typeof(got).sharding.spec == cut
 
 
 def test_explicit_mesh_that_cuts_blocks():

@@ -30,6 +30,8 @@ FRONT = TorchFront("cpu")
 RECIPE = CurrentScaling()
 OTHER = CurrentScaling(weight=FP8_E4M3.with_options(pow2=True), gradient=FP8_E4M3)
 MIX = Recipe(weight=FP8_E5M2, activation=FP8_E5M2.with_options(eps=1.0), gradient=FP8_E5M2.with_options(pow2=True))
+COMPILED = ("CurrentScaling", "DelayedScaling", "MXFP8", "NVFP4")
+"""One of each kind of scales, state and seed, for what takes long; the others are slow."""
 every_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
 
 
@@ -108,7 +110,13 @@ def test_a_weight_that_is_codes_already(recipe):
 # Dynamo of torch 2.13 does what torch.autograd 2.13 has deprecated.
 @pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("recipe", [*RECIPES.values(), MIX], ids=[*RECIPES, "mix"])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        pytest.param(recipe, id=name, marks=[] if name in COMPILED else pytest.mark.slow)
+        for name, recipe in {**RECIPES, "mix": MIX}.items()
+    ],
+)
 def test_compiled_steps_give_the_same_bits(recipe, backend):
     """In one graph for any batch, where torch can. Seeds and scales advance in it, once a microbatch."""
     torch._dynamo.reset()

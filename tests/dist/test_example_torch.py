@@ -64,6 +64,7 @@ def untouched(tmp_path_factory):
     return of
 
 
+@pytest.mark.slow  # test_example_torch_kinds.py has it of small models.
 def test_kinds_gather_the_same_bytes(untouched):
     """Masters of all begin with the same bits; those of FSDP2 have the same losses, too."""
     shard, primary, zero = (untouched(kind, "nvfp4") for kind in ("shard", "primary", "zero"))

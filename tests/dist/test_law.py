@@ -6,11 +6,11 @@ How a front end shards, FSDP2 or shard_map, is in support/fronts.py; what else i
 import pytest
 
 from support.awkward import DTYPES, KINDS, TAME, awkward_values
-from support.formats import every_format
+from support.formats import SCALINGS, VARIANTS
+from support.pairs import turns
 
 
-@every_format
-@pytest.mark.parametrize("shards", [1, 2, 3, 4])
+@turns(2, SCALINGS, fmt=VARIANTS, shards=[1, 2, 3, 4])
 def test_gathered_shards_are_the_whole(front, fmt, shards):
     """Ranks cut blocks, hold parts of one, or no row at all; what spoils a scale may be with one rank alone."""
     if shards > front.devices():

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from qshard.recipes import NVFP4, CurrentScaling, DelayedScaling
 from qshard.torch_bridge import Adam, ShardedWeight, convert, load_scaling_state, scaling_state, update_scales
 from support.formats import RECIPES
+from support.pairs import turns
 from support.torch_models import batch, linears, model_of, planes, shard, whole
 from support.torch_ranks import on_ranks, run
 
@@ -112,10 +113,10 @@ def loads(folder, name, on_meta):
     assert_equal(contents(model, optimizer), expected["then"])
 
 
-@pytest.mark.parametrize(("saver", "loader"), [(1, (2, 2)), (2, 3), (3, 1), (3, (2, 2))], ids=str)
-@pytest.mark.parametrize("name", SUBJECTS)
-def test_a_checkpoint_goes_on_with_other_ranks(name, saver, loader, tmp_path):
+@turns(2, name=list(SUBJECTS), ranks=[(1, (2, 2)), (2, 3), (3, 1), (3, (2, 2))])
+def test_a_checkpoint_goes_on_with_other_ranks(name, ranks, tmp_path):
     """Bit for bit: what codes stand for depends on no rank, so states may move as they are, and so may seeds."""
+    saver, loader = ranks
     run(saver, saves, folder=tmp_path, name=name)
     for on_meta in (False, True):
         run(loader, loads, folder=tmp_path, name=name, on_meta=on_meta)

@@ -9,14 +9,14 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import qshard.torch_bridge as qt
+from support.pairs import pairs
 from support.torch_ranks import on_ranks
 
 RULE = {"label_smoothing": 0.1, "z_loss": 1e-2}
 
 
-@on_ranks(1, 2, 3)
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pairs(world=[1, 2, 3], reduction=["mean", "sum", "none"], dtype=["float32", "bfloat16"])
+@on_ranks()
 def test_classes_of_ranks(dtype, reduction):
     """One gather of 16 bytes a row; sums are in another order, so the last bits may differ."""
     world, rank, columns = dist.get_world_size(), dist.get_rank(), 1030

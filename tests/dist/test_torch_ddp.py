@@ -10,16 +10,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from qshard import formats
-from qshard.recipes import MXFP8, NVFP4, CurrentScaling, DelayedScaling
+from qshard.recipes import DelayedScaling
 from qshard.torch_bridge import ShardedWeight, convert, load_scaling_state, scaling_state, update_scales
 from support import torch_ranks
+from support.pairs import pairs
 from support.torch_models import batch, linears, model_of, sizes_for
 from support.torch_ranks import on_ranks
-from support.torch_wrapped import LR, follow
+from support.torch_wrapped import RECIPES, follow, sgd
 
-NEAREST = NVFP4(gradient=formats.NVFP4.with_options(hadamard=True))
-RECIPES = {"current": CurrentScaling(), "delayed": DelayedScaling(history=2), "mxfp8": MXFP8(), "nvfp4": NEAREST}
 SMALL = 1e-3  # MB of a bucket, so that there are several.
 OPTIONS = {
     "plain": {},
@@ -46,13 +44,8 @@ def ddp(model, **options):
         return DistributedDataParallel(model, device_ids=ids, **options)
 
 
-def sgd(model):
-    return torch.optim.SGD(model.parameters(), lr=LR)
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("options", OPTIONS)
-@on_ranks(2, 3)
+@pairs(world=[2, 3], options=list(OPTIONS), recipe=list(RECIPES))
+@on_ranks()
 def test_trains_as_one_process(options, recipe):
     """From the weights of the first rank on."""
     model, one = pair(RECIPES[recipe])

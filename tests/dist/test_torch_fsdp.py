@@ -18,7 +18,8 @@ from qshard.recipes import MXFP8, CurrentScaling, DelayedScaling
 from qshard.torch_bridge import QuantizedTensor, ShardedWeight, convert, update_scales
 from support import torch_ranks
 from support.awkward import awkward_values
-from support.formats import GATHERED, every_gathered_recipe, nearest
+from support.formats import GATHERED, nearest
+from support.pairs import turns
 from support.torch_models import (
     FRONT,
     SIZES,
@@ -43,6 +44,9 @@ TRAINED = [
 ]
 
 
+WORLDS = [1, 2, 3, 4, (2, 2), (4, 1)]
+
+
 def current(bias=False, **options):
     return shard(convert(model_of(bias), CurrentScaling()), **options)
 
@@ -63,11 +67,11 @@ def assert_parity(models, exact=True, **options):
             assert torch.equal(mine, other)
 
 
-@on_ranks(1, 2, 3, 4, (2, 2), (4, 1))
-@pytest.mark.parametrize(("name", "way"), TRAINED, ids=str)
-def test_training_is_that_of_one_process(name, way):
+@turns(3, trained={f"{name}-{i}": (name, way) for i, (name, way) in enumerate(TRAINED)}, world=WORLDS)
+@on_ranks()
+def test_training_is_that_of_one_process(trained):
     """Over 3 ranks, whose average of equal gradients is not exact, it is the law alone."""
-    bias, reshard, micro_batches, foreach = way
+    name, (bias, reshard, micro_batches, foreach) = trained
     recipe = nearest(GATHERED[name])  # One seed a forward would be another on each rank, and in each model.
     models = [convert(model_of(bias, sizes=sizes_for(recipe)), recipe) for _ in range(2)]
     shard(models[1], reshard_after_forward=reshard)
@@ -124,8 +128,8 @@ def test_optimizers_and_clipping(clip, fused, dtype):
     assert_gathers_the_whole(model)
 
 
-@on_ranks(1, 2, 3, 4)
-@every_gathered_recipe
+@turns(2, recipe=GATHERED, world=[1, 2, 3, 4])
+@on_ranks()
 def test_what_travels_in_a_step(recipe):
     """Codes in forward and again in backward, a vector of amaxes before each, gradients. Biases travel as they are."""
     world = dist.get_world_size()

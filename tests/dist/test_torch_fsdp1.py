@@ -1,7 +1,6 @@
 """FSDP1 around converted layers: the codes of one device, in every strategy; what is kept, checkpoints, refusals."""
 
 import copy
-import pickle
 import warnings
 
 import pytest
@@ -18,8 +17,7 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 
-from qshard import formats
-from qshard.recipes import MXFP8, NVFP4, CurrentScaling, DelayedScaling
+from qshard.recipes import CurrentScaling, DelayedScaling
 from qshard.torch_bridge import (
     LinearCrossEntropy,
     convert,
@@ -31,9 +29,10 @@ from qshard.torch_bridge import (
     update_scales,
 )
 from support import torch_ranks
+from support.pairs import pairs
 from support.torch_models import assert_gathers_the_whole, batch, linears, model_of, resident, shard, sizes_for
 from support.torch_ranks import on_ranks
-from support.torch_wrapped import LR, device, follow, in_fsdp1, values
+from support.torch_wrapped import FLAT, ORIG, RECIPES, device, follow, in_fsdp1, sgd, values
 
 SHARDED = {
     "full": ShardingStrategy.FULL_SHARD,
@@ -41,9 +40,6 @@ SHARDED = {
     "no_shard": ShardingStrategy.NO_SHARD,
 }
 HYBRID = {"hybrid": ShardingStrategy.HYBRID_SHARD, "hybrid_grad_op": ShardingStrategy._HYBRID_SHARD_ZERO2}
-NEAREST = NVFP4(gradient=formats.NVFP4.with_options(hadamard=True))
-RECIPES = {"current": CurrentScaling(), "delayed": DelayedScaling(history=2), "mxfp8": MXFP8(), "nvfp4": NEAREST}
-ORIG = pytest.mark.parametrize("orig", [True, False], ids=["orig", "flat"])
 
 
 def ready(recipe, **options):
@@ -53,23 +49,15 @@ def ready(recipe, **options):
     return prepare_modules_for_fsdp1(convert(model_of(**options), recipe)), one
 
 
-def sgd(model):
-    return torch.optim.SGD(model.parameters(), lr=LR)
-
-
-@ORIG
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("strategy", SHARDED)
-@on_ranks(2, 3)
+@pairs(world=[2, 3], strategy=list(SHARDED), recipe=list(RECIPES), orig=FLAT)
+@on_ranks()
 def test_trains_as_one_process(strategy, recipe, orig):
     model, one = ready(RECIPES[recipe])
     model = in_fsdp1(model, orig, SHARDED[strategy])
     follow(model, sgd(model), one)
 
 
-@ORIG
-@pytest.mark.parametrize("recipe", ["current", "delayed"])
-@pytest.mark.parametrize("strategy", HYBRID)
+@pairs(strategy=list(HYBRID), recipe=["current", "delayed"], orig=FLAT)
 @on_ranks((2, 2))
 def test_replicas_of_shards(strategy, recipe, orig):
     model, one = ready(RECIPES[recipe])
@@ -77,9 +65,7 @@ def test_replicas_of_shards(strategy, recipe, orig):
     follow(model, sgd(model), one)
 
 
-@ORIG
-@pytest.mark.parametrize("strategy", SHARDED)
-@pytest.mark.parametrize("sync", [False, True])
+@pairs(sync=[False, True], strategy=list(SHARDED), orig=FLAT)
 @on_ranks(2)
 def test_accumulation(sync, strategy, orig):
     """Of gradients, reduced once or in each micro-batch, and of amaxes."""
@@ -88,10 +74,7 @@ def test_accumulation(sync, strategy, orig):
     follow(model, sgd(model), one, micro_batches=2, sync=sync)
 
 
-@ORIG
-@pytest.mark.parametrize("recipe", ["current", "delayed"])
-@pytest.mark.parametrize("kind", CheckpointImpl.__members__)
-@pytest.mark.parametrize("inside", [True, False])
+@pairs(inside=[True, False], kind=list(CheckpointImpl.__members__), recipe=["current", "delayed"], orig=FLAT)
 @on_ranks(2)
 def test_activation_checkpointing(inside, kind, recipe, orig):
     """In units, or around them: then FSDP1 gathers in the recomputed forward pass."""
@@ -106,9 +89,7 @@ def test_activation_checkpointing(inside, kind, recipe, orig):
     follow(model, sgd(model), one)
 
 
-@ORIG
-@pytest.mark.parametrize("recipe", ["current", "delayed"])
-@pytest.mark.parametrize("strategy", ["full", "no_shard"])
+@pairs(strategy=["full", "no_shard"], recipe=["current", "delayed"], orig=FLAT)
 @on_ranks(2)
 def test_mixed_precision(strategy, recipe, orig):
     """Layers compute with bfloat16 weights, whose codes are those of one device; scales and amaxes stay float32."""
@@ -400,78 +381,3 @@ def test_a_prepared_model_is_a_model():
     convert(model, CurrentScaling())
     shard(model)(batch()).sum().backward()
     assert_gathers_the_whole(model)
-
-
-class Shared(nn.Module):
-    """Layers that take the same x, and one whose x autograd keeps anyway."""
-
-    def __init__(self, inputs, outputs):
-        super().__init__()
-        self.q, self.k, self.v = (nn.Linear(inputs, outputs, bias=False) for _ in range(3))
-        self.last = nn.Linear(outputs, inputs, bias=False)
-
-    def forward(self, x):
-        return self.last(torch.relu(self.q(x) + self.k(x) + self.v(x)))
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-@on_ranks(1, 2, 3)
-def test_ranks_with_the_same_x_keep_parts_of_its_codes(recipe):
-    """The bits of keeping all, and of x, for three layers, one part of so many."""
-    recipe, rows = RECIPES[recipe], 1024
-    inputs, outputs = (64, 32) if recipe.weight.scaling.whole_blocks else (35, 21)
-    x, made, held = torch.randn(rows, inputs, device=device()), [], []
-    for group in (None, dist.group.WORLD):
-        torch.manual_seed(0)
-        model = convert(Shared(inputs, outputs).to(device()), recipe)
-        prepare_modules_for_fsdp1(model, activation_group=group)
-        for step in range(2):
-            mine = (x + step).requires_grad_()
-            moved = mine * 1  # Else nothing but the layers keeps x.
-            before = resident()
-            y = model(moved)
-            del moved
-            held.append(resident() - before)
-            made.append([y.detach(), *torch.autograd.grad(y.sum(), [mine, *model.parameters()])])
-            update_scales(model)
-    assert all(torch.equal(a, b) for i in range(2) for a, b in zip(made[i], made[2 + i], strict=True))
-    codes = rows * inputs // recipe.activation.element.codes_per_byte
-    saved = held[1] - held[3]
-    assert saved == pytest.approx(codes * (1 - 1 / dist.get_world_size()), abs=codes / 20), (held, codes)
-
-
-@ORIG
-@on_ranks((2, 2))
-def test_parts_of_codes_beside_shards_of_weights(orig):
-    """FSDP1 shards over pairs with other batches; those across have the same."""
-    mesh, made = torch_ranks.mesh(), []
-    shards, same = mesh["shard"].get_group(), mesh["replicate"].get_group()
-    x = batch(mesh["shard"].get_local_rank())
-    for group in (None, same):
-        model = convert(model_of(bias=True), RECIPES["delayed"])
-        model = in_fsdp1(prepare_modules_for_fsdp1(model, activation_group=group), orig, process_group=shards)
-        optimizer = sgd(model)
-        for _ in range(2):
-            mine = x.clone().requires_grad_()
-            model(mine).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            update_scales(model)
-        made.append([mine.grad, *values(model).values(), *scaling_state(model).values()])
-    assert all(torch.equal(a, b) for a, b in zip(*made, strict=True))
-
-
-@on_ranks(2, 3)
-def test_ranks_with_other_batches_do_not_keep_parts():
-    """TransformerEngine cuts activations over the ranks of FSDP1, and gathers parts of other batches."""
-    model = prepare_modules_for_fsdp1(convert(model_of(), "CurrentScaling"), activation_group=dist.group.WORLD)
-    for _ in range(2):
-        with pytest.raises(
-            ValueError, match=r"^Linear: x \(codes of .*\) of rank 1 of activation_group .* tensor paral"
-        ):
-            model(batch(dist.get_rank()))
-    with torch.no_grad():
-        model(batch(dist.get_rank()))
-    model(batch()).sum().backward()
-    copy.deepcopy(model)(batch()).sum().backward()
-    assert pickle.loads(pickle.dumps(model))[0].activation_group is None

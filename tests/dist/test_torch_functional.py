@@ -19,6 +19,7 @@ from support import torch_ranks
 from support.awkward import TAME, awkward_values
 from support.formats import GATHERED
 from support.fronts import TorchFront, assert_plane
+from support.pairs import turns
 from support.torch_models import BLOCK_SIZES, batch, linears, model_of, shard, side_by_side
 from support.torch_ranks import on_ranks
 
@@ -63,8 +64,8 @@ def law_of(weight, value, fmt):
     assert_plane(FRONT, q.rowwise, reference.quantize(value, fmt).rowwise, f"weight of {fmt}")
 
 
-@on_ranks(1, 3, (2, 2))
-@pytest.mark.parametrize("name", [name for name in GATHERED if "Delayed" not in name])
+@turns(2, name=[name for name in GATHERED if "Delayed" not in name], world=[1, 3, (2, 2)])
+@on_ranks()
 def test_what_is_gathered_is_the_whole_quantized(name):
     """Blocks are cut, and rows are fewer than ranks."""
     recipe = GATHERED[name]

@@ -30,6 +30,7 @@ from support.formats import (
     usages_of,
 )
 from support.fronts import PARTS
+from support.pairs import turns
 from support.torch_models import FRONT, Wire, assert_gathers_the_whole, shard, side_by_side
 from support.torch_ranks import on_ranks
 
@@ -87,8 +88,8 @@ def test_replicated_groups(fmt):
     gather(fmt)
 
 
-@on_ranks(1, 2, 4)
-@pytest.mark.parametrize("fmt", SQUARES, ids=str)
+@turns(2, fmt=SQUARES, world=[1, 2, 4])
+@on_ranks()
 def test_weights_cut_along_columns(fmt):
     gather(fmt, KINDS if fmt.block else TAME, way="columns")
 

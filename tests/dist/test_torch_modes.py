@@ -18,6 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 from qshard.recipes import MXFP8, NVFP4, CurrentScaling, DelayedScaling
 from qshard.torch_bridge import ShardedWeight, convert, update_scales
 from support import torch_ranks
+from support.pairs import turns
 from support.torch_models import (
     BLOCK_SIZES,
     Wire,
@@ -59,8 +60,8 @@ def test_gradients_travel_as_those_of_plain_layers(dtype):
             assert reduced(model, x) == expected, (param_dtype, reduce_dtype, recipe)
 
 
-@on_ranks(1, 2, 3)
-@every_recipe
+@turns(2, name=list(RECIPES), world=[1, 2, 3])
+@on_ranks()
 def test_inference_mode(name):
     """As the first forward too; then the bits of `no_grad`. Training goes on where that of plain layers does."""
     x = batch(0, BLOCK_SIZES[0])

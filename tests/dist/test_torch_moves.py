@@ -16,6 +16,7 @@ from qshard.recipes import CurrentScaling, DelayedScaling
 from qshard.torch_bridge import Adam, ShardedWeight, WithMasters, convert, quantize
 from support import torch_ranks
 from support.formats import GATHERED, nearest
+from support.pairs import pairs
 from support.torch_models import batch, linears, losses_of, model_of, shard, sizes_for
 from support.torch_ranks import on_ranks
 
@@ -37,9 +38,12 @@ def load_from_first(model, state):
     model.load_state_dict(loaded, assign=True)
 
 
-@on_ranks(1, 3, (2, 2))
-@pytest.mark.parametrize("primary", [False, True], ids=["values", "primary"])
-@pytest.mark.parametrize("name", [name for name in GATHERED if not name.startswith("MXFP6")])
+@pairs(
+    world=[1, 3, (2, 2)],
+    primary={"values": False, "primary": True},
+    name=[name for name in GATHERED if not name.startswith("MXFP6")],
+)
+@on_ranks()
 def test_weights_of_one_rank(name, primary):
     """Converted, moved to meta, sharded, and loaded: the losses of a model that every rank has made."""
     recipe = nearest(GATHERED[name])

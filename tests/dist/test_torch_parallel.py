@@ -20,6 +20,7 @@ from qshard.recipes import CurrentScaling, Recipe, Role
 from qshard.torch_bridge import ShardedWeight, convert, linear, update_scales
 from support import torch_ranks
 from support.formats import MIXES, RECIPES, nearest
+from support.pairs import turns
 from support.torch_models import Wire
 from support.torch_parallel import assert_part, mesh_of, quantized, unit_of
 from support.torch_ranks import on_ranks
@@ -66,10 +67,15 @@ def codes_of(name, style):
         assert torch.allclose(a, b, rtol=1e-5, atol=1e-5 * b.abs().max().item())
 
 
-@pytest.mark.parametrize("style", CUT, ids=lambda style: style.__name__)
-@pytest.mark.parametrize(("world", "name"), [*((2, name) for name in ALL), *((4, name) for name in RECIPES)], ids=str)
-def test_codes_are_those_of_one_process(world, name, style):
+@turns(
+    1,
+    [(2, name) for name in RECIPES],
+    case={f"{world}-{name}": (world, name) for world, names in ((2, ALL), (4, RECIPES)) for name in names},
+    style=list(CUT),
+)
+def test_codes_are_those_of_one_process(case, style):
     """Of x, the weight and the gradient of y, also where they are drawn. Sums agree to the rounding of their order."""
+    world, name = case
     torch_ranks.run(world, codes_of, name=name, style=style)
 
 

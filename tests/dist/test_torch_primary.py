@@ -21,7 +21,8 @@ from torch.distributed.tensor import DTensor, Shard
 from qshard.recipes import CurrentScaling
 from qshard.torch_bridge import Adam, WithMasters, convert, quantized_init
 from support import torch_ranks
-from support.formats import GATHERED, every_gathered_recipe, nearest
+from support.formats import GATHERED, nearest
+from support.pairs import turns
 from support.torch_models import (
     FRONT,
     Wire,
@@ -69,8 +70,8 @@ PLAIN = {
 }
 
 
-@on_ranks(1, 2, 3, 4, (2, 2))
-@every_gathered_recipe
+@turns(2, recipe=GATHERED, world=[1, 2, 3, 4, (2, 2)])
+@on_ranks()
 def test_losses_are_those_of_float32_shards(recipe):
     """Bit for bit, with the same masters; what is gathered too. Micro-batches, uneven and empty shards."""
     recipe = nearest(recipe)

@@ -21,6 +21,7 @@ from qshard.torch_bridge._distributed import sequence_parallel
 from qshard.torch_bridge.tensor_parallel import ColwiseParallel, RowwiseParallel
 from support import torch_ranks
 from support.formats import MIXES, RECIPES, nearest
+from support.pairs import pairs
 from support.torch_models import Wire
 from support.torch_parallel import assert_part, llama, mesh_of, parallelized, quantized, unit_of
 from support.torch_ranks import on_ranks
@@ -104,11 +105,16 @@ def codes_of(name, style, batch, overlap):
         assert torch.allclose(a, b, rtol=error, atol=error * b.abs().max().item())
 
 
+def often(name):
+    """Recipes of qshard, and a third of the mixes of formats."""
+    return [] if name in RECIPES or list(MIXES).index(name) % 3 == 0 else [pytest.mark.slow]
+
+
 @pytest.mark.parametrize("style", CUT, ids=lambda style: style.__name__)
 @pytest.mark.parametrize(
     ("world", "batch", "name", "overlap"),
     [
-        *((2, 1, name, False) for name in ALL),
+        *(pytest.param(2, 1, name, False, marks=often(name)) for name in ALL),
         *((2, 2, name, True) for name in RECIPES),
         *((4, 1, name, True) for name in ("BlockScaling", "NVFP4", "DelayedScaling")),
         *((3, 2, name, False) for name in ("CurrentScaling", "MXFP8")),
@@ -231,9 +237,8 @@ def test_rows_that_codes_cannot_be_cut_as(name, rows):
     assert torch.allclose(y.full_tensor(), one(x), rtol=1e-5, atol=1e-4)
 
 
-@on_ranks(2, (2, 2))
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("name", ["CurrentScaling", "DelayedScaling", "MXFP8", "NVFP4"])
+@pairs(world=[2, (2, 2)], overlap=[False, True], name=["CurrentScaling", "DelayedScaling", "MXFP8", "NVFP4"])
+@on_ranks()
 def test_training_is_that_of_pytorchs_styles(name, overlap):
     """Also with FSDP2 over the other axis: codes are the same, and sums differ in their order."""
     trains(name, overlap)

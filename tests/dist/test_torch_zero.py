@@ -17,6 +17,7 @@ from qshard.torch_bridge._zero.placeholders import GradientPlaceholder
 from support import torch_ranks
 from support.awkward import assert_bits_equal
 from support.formats import ZEROED as RECIPES
+from support.pairs import turns
 from support.torch_models import FRONT, Wire
 from support.torch_ranks import on_ranks
 from support.zero import FEW_BITS, OPTIONS, STAGES, every_stage, in_one_process, loss_of, model_of, train, with_zero
@@ -34,8 +35,8 @@ def same_bits(name, steps=3, dtype="float32", **options):
             assert torch.equal(own_weights[key].view(torch.int32), weight.detach().view(torch.int32)), (stage, key)
 
 
-@on_ranks(1, 2, 3)
-@pytest.mark.parametrize("name", RECIPES)
+@turns(2, name=list(RECIPES), world=[1, 2, 3])
+@on_ranks()
 def test_bits_of_one_process(name):
     """Losses and masters, unsharded, with sharded states, and fully sharded."""
     same_bits(name)

@@ -275,7 +275,7 @@ NCCL_CASES = {
     "group": ("dist/test_torch_law.py::test_quantize_over_a_group", {"kinds": KINDS}, 1),
     "parity": (
         "dist/test_torch_fsdp.py::test_training_is_that_of_one_process",
-        {"name": "CurrentScaling", "way": (True, True, 2, True)},
+        {"trained": ("CurrentScaling", (True, True, 2, True))},
         1,
     ),
     "fused": (

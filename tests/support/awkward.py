@@ -113,8 +113,9 @@ def shapes_of(fmt: Format, usage: Usage = Usage.ROWWISE) -> list[tuple[int, ...]
     return [shape for shape in SHAPES if fits(fmt, shape, usage)]
 
 
-def assert_bits_equal(actual: object, expected: object, what: str = "") -> None:
+def assert_bits_equal(actual: object, expected: object, what: str = "array") -> None:
     """Two arrays have one shape, one dtype and the same bytes. A one-byte dtype counts as uint8 codes."""
+    __tracebackhide__ = True
     a, b = np.asarray(actual), np.asarray(expected)
     assert a.shape == b.shape, f"{what}: shape {a.shape}, expected {b.shape}"
     codes = a.dtype.itemsize == b.dtype.itemsize == 1
@@ -126,8 +127,20 @@ def assert_bits_equal(actual: object, expected: object, what: str = "") -> None:
     if wrong.size:
         i = wrong[0]
         place = tuple(int(j) for j in np.unravel_index(i, a.shape))
-        width = 2 * bits.itemsize
+        dtype = b.dtype if a.dtype == np.uint8 else a.dtype  # Codes as bytes have the other array's values.
+        shown = [f"0x{x[i]:0{2 * bits.itemsize}X} ({_value(x[i : i + 1].view(dtype)[0])})" for x in (got, want)]
         raise AssertionError(
-            f"{what}: {wrong.size} of {a.size} differ, first at {place}: 0x{got[i]:0{width}X} ({a[place]}), "
-            f"expected 0x{want[i]:0{width}X} ({b[place]})"
+            f"{what}: {wrong.size} of {a.size} differ, first at {place}: {shown[0]}, expected {shown[1]}"
         )
+
+
+def _value(x: np.generic) -> str:
+    return "NaN" if x != x else str(x)
+
+
+def assert_all_bits_equal(actual: Sequence[object], expected: Sequence[object], what: str) -> None:
+    """As many arrays, each with the same bits. The smallest are compared first: wrong scales make all codes wrong."""
+    __tracebackhide__ = True
+    assert len(actual) == len(expected), f"{what}: {len(actual)} results, expected {len(expected)}"
+    for i in sorted(range(len(expected)), key=lambda i: np.size(expected[i])):
+        assert_bits_equal(actual[i], expected[i], f"result {i} of {what}")

@@ -1,13 +1,18 @@
-"""The command as a process, and files of safetensors as bytes."""
+"""The command `qshard`, in this process or in its own, and files of safetensors as bytes."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import ml_dtypes
 import numpy as np
@@ -31,13 +36,50 @@ DTYPES = {
 }
 
 
+COLUMNS = {"COLUMNS": "200"}
+"""Of the terminal, for the command."""
+
+
 def qshard(*arguments: object, limits: str = "", **options: Any) -> subprocess.CompletedProcess[str]:
-    """Runs `python -m qshard`, after what `limits` tells a shell: no fork of this process, which may have threads."""
-    environment = os.environ | {"COLUMNS": "200", "OMP_NUM_THREADS": "1"} | options.pop("env", {})
+    """Runs the command: in this process, which has imported what it needs, or in its own if it has limits or options.
+
+    Args:
+      arguments: of the command line.
+      limits: what a shell runs first. This process has threads, and does not fork.
+      options: of `subprocess.run`; `env` is added to the environment.
+    """
+    if not limits and not options:
+        return in_this_process(*map(str, arguments))
+    environment = os.environ | COLUMNS | {"OMP_NUM_THREADS": "1"} | options.pop("env", {})
     command = [sys.executable, "-P", "-m", "qshard", *map(str, arguments)]
     if limits:
         command = ["bash", "-c", f'{limits} && exec "$@"', "bash", *command]
     return subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=250, **options)
+
+
+def in_this_process(*arguments: str) -> subprocess.CompletedProcess[str]:
+    from qshard._cli import main
+
+    with signals_restored(), stream() as out, stream() as error, mock.patch.dict(os.environ, COLUMNS):
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
+            status = main(arguments)
+            out.flush()
+            error.flush()
+        texts = [each.buffer.getvalue().decode() for each in (out, error)]
+    return subprocess.CompletedProcess(arguments, status, *texts)
+
+
+def stream() -> io.TextIOWrapper:
+    """In the place of the standard output, which the command configures."""
+    return io.TextIOWrapper(io.BytesIO(), encoding="utf-8", newline="\n")
+
+
+@contextlib.contextmanager
+def signals_restored() -> Iterator[None]:
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 def refused(*arguments: object, status: int = 2, **options: Any) -> str:

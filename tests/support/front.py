@@ -28,7 +28,8 @@ Arrays = Mapping[str, np.ndarray]
 Trained = tuple[np.ndarray, list[tuple[np.ndarray, np.ndarray | None]], np.ndarray | None]
 """A parameter, the codes and scales of each moment, and the master, if there is one."""
 PLANES = ("rowwise", "columnwise")
-PARTS = ("data", "scale_inv", "global_scale_inv")
+PARTS = ("global_scale_inv", "scale_inv", "data")
+"""In the order in which they are compared: wrong scales make all codes wrong."""
 
 
 class Front(Protocol):
@@ -119,6 +120,7 @@ def some(front: Front, cases: Sequence[T], key: str) -> Sequence[T]:
 
 def assert_quantized(front: Front, actual: Any, expected: Any) -> None:
     """Both planes, which of them there are, their dtypes and every bit are those of `expected`, of the reference."""
+    __tracebackhide__ = True
     fmt = actual.format
     assert (fmt, dtype_name(actual)) == (expected.format, str(expected.dtype))
     assert (actual.global_scale_inv is None) == (expected.global_scale_inv is None)
@@ -126,13 +128,14 @@ def assert_quantized(front: Front, actual: Any, expected: Any) -> None:
     assert tuple(actual.shape) == expected.shape or (actual.rowwise is None and 0 in expected.shape)
     for name in PLANES:
         plane = getattr(actual, name)
-        assert_plane(front, plane, getattr(expected, name), name)
+        assert_plane(front, plane, getattr(expected, name), f"{fmt} {name}")
         if plane is not None:
             assert (dtype_name(plane.data), dtype_name(plane.scale_inv)) == (fmt.data_dtype, fmt.scale_dtype)
 
 
 def assert_plane(front: Front, actual: Any, expected: Any, name: str = "plane") -> None:
     """Codes and scales have the bits of the reference's, or there are none in both."""
+    __tracebackhide__ = True
     assert (actual is None) == (expected is None), name
     for part in PARTS:
         got, want = getattr(actual, part, None), getattr(expected, part, None)

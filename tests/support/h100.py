@@ -30,6 +30,7 @@ def prepare() -> None:
     if not _is_installed():
         sys.path.append(str(PLUGIN))
     os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "0"
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
     # XLA chooses between its own GEMMs and cuBLASLt's by running both; without a GPU it would take its own.
     os.environ["XLA_FLAGS"] = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"

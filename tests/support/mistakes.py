@@ -21,6 +21,17 @@ from support.front import Front
 FILES = Path(__file__).parents[1] / "cpu" / "error_catalogue"
 LINE = 125
 """Characters of a line of a terminal, for errors of at most two."""
+VERBS = """
+add ask call cast choose convert count cut dequantize differentiate enter gather give leave let load make mark move
+multiply name pad pass plan put quantize remove rotate run shard stack take use write
+"""
+ADVICE = re.compile(
+    rf"[;:] (or )?({'|'.join(VERBS.split())})\b .*\w"  # An instruction,
+    r"|; did you mean '.+'\?$"  # a name that is nearly the one given,
+    r"|; (it has|the closest are|classes are) .*\w"  # names and axes that are there,
+    r"|\) (must be|is not one of) .*\w"  # or the values that are allowed.
+)
+"""The last words of an error: what to do."""
 
 
 def mistakes(name: str) -> dict[str, tuple[str, list[str]]]:
@@ -35,11 +46,11 @@ def said(call: Callable[[], Any] | str, names: Mapping[str, Any] | None = None) 
     with pytest.raises(Exception) as caught:  # noqa: PT011 - which, is what the caller compares.
         eval(call, dict(names or {})) if isinstance(call, str) else call()
     error, text = caught.value, str(caught.value)
-    assert error.__suppress_context__ or error.__context__ is None
+    assert error.__suppress_context__ or error.__context__ is None, f"another error is behind it: {text}"
     # JAX says where a call was written that it has transformed.
-    assert type(error.__cause__).__name__ in ("NoneType", "JaxStackTraceBeforeTransformation")
-    assert len(text) <= 2 * LINE
-    assert re.search(r"; [a-z]| must be | is not one of |did you mean", text), "what to do"
+    assert type(error.__cause__).__name__ in ("NoneType", "JaxStackTraceBeforeTransformation"), text
+    assert len(text) <= 2 * LINE, f"{len(text)} characters are more than {2 * LINE}: {text}"
+    assert ADVICE.search(text), f"it does not say what to do (see ADVICE in {__file__}): {text}"
     return f"{type(error).__name__}: {text}"
 
 

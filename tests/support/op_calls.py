@@ -12,7 +12,7 @@ import torch
 from qshard import _ffi
 from qshard.formats import ELEMENTS
 from qshard.op_table import Binding
-from support.awkward import BFLOAT16, assert_bits_equal
+from support.awkward import BFLOAT16, assert_all_bits_equal
 from support.draws import SPECS, Call
 from support.oracle import oracle
 
@@ -31,10 +31,7 @@ def check(made: Call, ways: tuple[str, ...] = WAYS) -> None:
     if made.spec.splits and bind(made).split:
         splits.append(True)
     for way, split in itertools.product(ways, splits):
-        got = run(made, way, split=split)
-        assert len(got) == len(want), str(made)
-        for i, (a, b) in enumerate(zip(got, want, strict=True)):
-            assert_bits_equal(a, b, f"result {i}, {way}, split {split}, of {made}")
+        assert_all_bits_equal(run(made, way, split=split), want, f"{made}, {way}, split {split}")
 
 
 def call(op: str, *operands: Any, **options: Any) -> Any:

@@ -46,16 +46,20 @@ shape: tuple[int, ...] = ()
 
 
 def on_ranks(*worlds: Shape) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A decorator: the function is a test whose body runs on every rank, once for each of `worlds`."""
+    """A decorator: the function is a test whose body runs on every rank, once for each of `worlds`.
+
+    Without them it takes `world` from another parametrization, as of `support.pairs`.
+    """
 
     def make(case: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(case)
         def test(world: Shape, **arguments: Any) -> None:
+            __tracebackhide__ = True
             run(world, case, **arguments)
 
         world = inspect.Parameter("world", inspect.Parameter.POSITIONAL_OR_KEYWORD)
         test.__signature__ = inspect.Signature([world, *inspect.signature(case).parameters.values()])  # type: ignore
-        return pytest.mark.parametrize("world", worlds, ids=str)(test)
+        return pytest.mark.parametrize("world", worlds, ids=str)(test) if worlds else test
 
     return make
 
@@ -70,6 +74,7 @@ def run(world: Shape, case: Callable[..., None] | str, *, on: str = "cpu", **arg
       arguments: what pickles.
     """
     global _pool
+    __tracebackhide__ = True
     shape = world if isinstance(world, tuple) else (world,)
     if on == "cuda" and math.prod(shape) > gpu_ranks():
         pytest.skip(f"needs {math.prod(shape)} GPUs, or SHARE_GPUS=2")
@@ -127,6 +132,7 @@ class _Pool:
             self.ranks.append((process, ours))
 
     def run(self, case: _Case) -> None:
+        __tracebackhide__ = True
         self.cases += 1
         world = math.prod(case.shape)
         case = case._replace(store=f"file://{self.folder.name}/store{self.cases}")
@@ -218,8 +224,10 @@ def _serve(rank: int, connection: Connection, folder: str) -> None:
                 spec.loader.exec_module(modules[case.file])
             _run_case(case, inspect.unwrap(getattr(modules[case.file], case.name)), rank)
             connection.send(None)
-        except BaseException:
-            connection.send(traceback.format_exc())
+        except BaseException as error:
+            frames = traceback.TracebackException.from_exception(error)
+            frames.stack[:] = [frame for frame in frames.stack if frame.filename != __file__] or frames.stack
+            connection.send("".join(frames.format()))
 
 
 def _run_case(case: _Case, function: Callable[..., None], rank: int) -> None:

@@ -5,21 +5,32 @@ from __future__ import annotations
 import contextlib
 import warnings
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
+from qshard import formats
+from qshard.recipes import MXFP8, NVFP4, CurrentScaling, DelayedScaling
 from qshard.torch_bridge import scaling_state, update_scales
 from support import torch_ranks
 from support.torch_models import batch, linears
 
 LR = 0.125  # A power of two: a step rounds once, with fused multiply-adds or without.
+NEAREST = NVFP4(gradient=formats.NVFP4.with_options(hadamard=True))
+RECIPES = {"current": CurrentScaling(), "delayed": DelayedScaling(history=2), "mxfp8": MXFP8(), "nvfp4": NEAREST}
+FLAT = {"orig": True, "flat": False}
+ORIG = pytest.mark.parametrize("orig", FLAT.values(), ids=FLAT)
 HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
 
 def device():
     return torch.device("cuda", torch.cuda.current_device()) if torch_ranks.device == "cuda" else torch.device("cpu")
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=LR)
 
 
 def in_fsdp1(model, orig=True, strategy=ShardingStrategy.FULL_SHARD, units=True, **options):

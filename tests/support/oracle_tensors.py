@@ -1,0 +1,327 @@
+"""Ops on single tensors and products, for `support/oracle.py`."""
+
+from __future__ import annotations
+
+import math
+
+import ml_dtypes
+import numpy as np
+
+from qshard import formats, reference
+from qshard.formats import E2M1, E4M3, E8M0, ELEMENTS, NVFP4
+from qshard.reference._planes import four_over_six
+from support.oracle_parts import codes_of, each_matrix, over, rounded, runs, scaled, stored, turned, wide
+
+ONE = np.float32(1)
+
+
+# --- tensors with one scale, and single elements ---
+
+
+def amax_tensor(x, *, lead):
+    return reference.amax(x, axis=tuple(range(lead, x.ndim)))
+
+
+def scale_from_amax(amax, *, element, **options):
+    return reference.scale_from_amax(amax, ELEMENTS[element], **options)
+
+
+def cast_tensor(x, scale, *, element, nonfinite="saturate"):
+    return reference.encode(scaled(x, runs(scale, x), nonfinite), ELEMENTS[element])
+
+
+def transpose(data, *, batch, outer=0):
+    rows = range(batch, batch + outer + 1)
+    return np.ascontiguousarray(np.moveaxis(data, rows, range(-len(rows), 0)))
+
+
+def cast_transpose(x, scale, *, batch, outer, **options):
+    data = cast_tensor(x, scale, **options)
+    return data, transpose(data, batch=batch, outer=outer)
+
+
+def delayed_scale(amax, scale, *, element, margin):
+    scale = reference.delayed_scale(scale, amax, ELEMENTS[element], margin=margin)
+    return scale, rounded(ONE / scale, "float32")
+
+
+def cast_delayed(x, scale, *, element, lead, margin, nonfinite="saturate"):
+    amax = amax_tensor(x, lead=lead)
+    scale, scale_inv = delayed_scale(amax, scale, element=element, margin=margin)
+    return cast_tensor(x, scale, element=element, nonfinite=nonfinite), amax, scale_inv
+
+
+def cast_transpose_delayed(x, scale, *, batch, **options):
+    data, amax, scale_inv = cast_delayed(x, scale, lead=batch, **options)
+    return data, transpose(data, batch=batch), amax, scale_inv
+
+
+def dequantize(data, scale_inv, *, element, dtype):
+    return rounded(reference.decode(data, ELEMENTS[element]) * runs(scale_inv, data), dtype)
+
+
+def encode(x, *, element):
+    if element != E8M0.name:
+        return reference.encode(wide(x), ELEMENTS[element])
+    powers = reference.decode(np.arange(E8M0.max_code + 1), E8M0)  # The least that is not below |x|.
+    code = np.searchsorted(powers, np.minimum(np.abs(wide(x)), powers[-1]))
+    return np.where(np.isnan(wide(x)), E8M0.nan_code, code).astype(np.uint8)
+
+
+def decode(codes, *, element):
+    return reference.decode(codes, ELEMENTS[element])
+
+
+def update_delayed_scale(amax, history, scale, *, element, margin, most_recent):
+    rule = {"margin": margin, "algorithm": "most_recent" if most_recent else "max"}
+    scale, history = reference.delayed_scale_update(scale, history, amax, ELEMENTS[element], **rule)
+    return history, scale, rounded(ONE / scale, "float32")
+
+
+# --- blocks ---
+
+
+def amax_block(x, *, block_rows, block_cols):
+    return each_matrix(lambda matrix: reference.block_amax(matrix, (block_rows, block_cols)), x)
+
+
+def cast_block(x, scale, *, element, **block):
+    return stored(reference.encode(wide(x) * over(scale, **block, shape=x.shape), ELEMENTS[element]), element)
+
+
+def dequantize_block(data, scale_inv, *, element, scale_dtype, dtype, **block):
+    codes = codes_of(data, element)
+    scale = scale_inv if scale_dtype == "float32" else reference.decode(scale_inv, ELEMENTS[scale_dtype])
+    return rounded(reference.decode(codes, ELEMENTS[element]) * over(scale, **block, shape=codes.shape), dtype)
+
+
+def dequantize_nvfp4(data, scale_inv, global_scale_inv, *, dtype, **block):
+    scale = reference.decode(scale_inv, E4M3) * runs(global_scale_inv, scale_inv)
+    return dequantize_block(data, scale, element=E2M1.name, scale_dtype="float32", dtype=dtype, **block)
+
+
+def drawn(shape, grid, seed, first, *, row_step, col_step, block_rows, block_cols):
+    """Random bytes: each region of blocks has a seed, and the index of its first element in the whole tensor."""
+    rows, cols = np.indices((math.prod(shape[:-1]), shape[-1]), np.int64)
+    matrix = shape[-2]
+    grid_rows, grid_cols = grid[-2:]
+    grid_row = rows // max(matrix, 1) * grid_rows + rows % max(matrix, 1) // block_rows
+    block = grid_row * grid_cols + cols // block_cols
+    regions = first.size // 2
+    run = math.prod(grid) // regions if regions else 1
+    begin = block // max(run, 1) * run  # The first block of the region of each element.
+    begin_row = begin // max(grid_cols, 1)
+    begin_row = begin_row // max(grid_rows, 1) * matrix + begin_row % max(grid_rows, 1) * block_rows
+    down = (rows - begin_row).astype(np.uint64) * np.uint64(row_step)
+    right = (cols - begin % max(grid_cols, 1) * block_cols).astype(np.uint64) * np.uint64(col_step)
+    numbers = [np.ascontiguousarray(words).view(np.uint64).reshape(-1) for words in (seed, first)]
+    made = np.zeros(rows.shape, np.uint8)
+    seeds, firsts = (each[block // max(run, 1)] if made.size else made for each in numbers)
+    for own in np.unique(seeds):
+        here = seeds == own
+        made[here] = reference.random_bytes(int(own), firsts[here] + down[here] + right[here])
+    return made.reshape(shape)
+
+
+def cast_under(x, scale, random, block_rows, block_cols):
+    return reference.pack(reference.encode_stochastic(wide(x) * over(scale, block_rows, block_cols, x.shape), random))
+
+
+def cast_block_stochastic(x, scale, seed, first, *, row_step, col_step, **block):
+    random = drawn(x.shape, scale.shape, seed, first, row_step=row_step, col_step=col_step, **block)
+    return cast_under(x, scale, random, **block)
+
+
+def rotated(x):
+    return hadamard(x, block_rows=16, block_cols=1)
+
+
+def amax_hadamard(x, **block):
+    return amax_block(x, **block), amax_block(rotated(x), **block)
+
+
+def hadamard(x, *, block_rows, block_cols):
+    if block_rows > 1:
+        return turned(hadamard(turned(x), block_rows=block_cols, block_cols=block_rows))
+    return reference.hadamard_transform(x).astype(ml_dtypes.bfloat16)
+
+
+def transpose_packed(data, *, outer=0):
+    return reference.pack(turned(reference.unpack(data), outer))
+
+
+def swizzle_scale(scale_inv, *, rows):
+    return each_matrix(lambda scale: reference.swizzle_scale(scale, block_rows=128 // rows), scale_inv)
+
+
+# --- scales of blocks ---
+
+
+def scale_e8m0(amax, *, element, rounding, nonfinite):
+    shown = reference.shown_amax(amax, nonfinite)
+    code = reference.e8m0_from_amax(shown, ELEMENTS[element], rounding=rounding)
+    return ONE / reference.decode(code, E8M0), code
+
+
+def global_scale_nvfp4(global_amax, *, scale_max):
+    scale = reference.nvfp4_global_scale(global_amax, NVFP4.with_options(scale_max=scale_max))
+    return scale, ONE / scale
+
+
+def scale_nvfp4(amax, global_amax, **options):
+    """The reference has one global amax a row of blocks; here each block is a row."""
+    whole = np.broadcast_to(runs(global_amax, amax), amax.shape)
+    scales = reference.scales_from_amax(reference.Amax(whole, amax[..., None]), NVFP4.with_options(**options))
+    return scales.multiplier[..., 0], scales.scale_inv[..., 0]
+
+
+def scale_four_over_six(x, amax, global_amax, *, block_rows, block_cols, error, **options):
+    fmt = (NVFP4 if block_rows == 1 else formats.NVFP4_16x16).with_options(four_over_six=error, **options)
+    whole, grid = np.broadcast_to(runs(global_amax, amax), amax.shape), amax.shape
+    blocks = wide(x).reshape(*amax.shape[:-1], block_rows, amax.shape[-1], block_cols).swapaxes(-2, -3)
+    blocks, whole, amax = blocks.reshape(amax.size, block_rows, block_cols), whole.reshape(-1), amax.reshape(-1, 1)
+    if block_rows == 1:  # All at once: a block is a row with a global amax of its own.
+        made = [four_over_six(blocks[:, 0], fmt, reference.Amax(whole, amax))]
+    else:
+        made = [
+            four_over_six(block, fmt, reference.Amax(*of))
+            for block, *of in zip(blocks, whole, amax[:, None], strict=True)
+        ]
+    scale, scale_inv = (np.concatenate([np.zeros((0, 1), d), *(m[i] for m in made)]) for i, d in enumerate("fB"))
+    return scale.reshape(grid), scale_inv.reshape(grid)
+
+
+# --- products ---
+
+
+def gemm(a, a_scale_inv, b, b_scale_inv, *, a_element, b_element, fast, workspace, dtype):
+    values = reference.decode(a, ELEMENTS[a_element]), reference.decode(b, ELEMENTS[b_element])
+    return _product(*values, dtype, workspace, scales=(a_scale_inv, b_scale_inv))
+
+
+def gemm_block(a, a_scale_inv, b, b_scale_inv, *, a_element, b_element, scale_dtype, dtype, workspace, **rows):
+    values = [reference.decode(codes_of(x, e), ELEMENTS[e]) for x, e in ((a, a_element), (b, b_element))]
+    blocks = [s if scale_dtype == "float32" else reference.decode(s, E8M0) for s in (a_scale_inv, b_scale_inv)]
+    return _product(*values, dtype, workspace, blocks=blocks, **rows)
+
+
+def gemm_nvfp4(
+    a, a_scale_inv, a_global_scale_inv, b, b_scale_inv, b_global_scale_inv, *, workspace, dtype, cols=16, **rows
+):
+    values = [reference.decode(reference.unpack(x), E2M1) for x in (a, b)]
+    blocks = [reference.decode(scale, E4M3) for scale in (a_scale_inv, b_scale_inv)]
+    scales = a_global_scale_inv, b_global_scale_inv
+    return _product(*values, dtype, workspace, blocks=blocks, scales=scales, cols=cols, **rows)
+
+
+def gemm_values_nt(a, b, *, workspace, dtype):
+    return _product(wide(a), wide(b), dtype, workspace)
+
+
+def gemm_values_nn(a, b, **options):
+    return gemm_values_nt(a, b.T, **options)
+
+
+def gemm_values_tn(a, b, **options):
+    return gemm_values_nt(a.T, b.T, **options)
+
+
+def gemm_values_tt(a, b, **options):
+    return gemm_values_nt(a.T, b, **options)
+
+
+def _product(a, b, dtype, workspace, *, blocks=None, a_rows=1, b_rows=1, cols=None, scales=(ONE, ONE)):
+    if blocks is not None:
+        each = zip(blocks, (a_rows, b_rows), (a, b), strict=True)
+        blocks = [np.repeat(scale, rows, axis=0)[: len(x)] for scale, rows, x in each]
+    return rounded(reference.gemm(a, b, blocks, cols, scales), dtype), np.zeros(workspace, np.uint8)
+
+
+# --- one read of x ---
+
+
+def quantize_block(x, *, element, eps, pow2, rounding, scale_dtype, nonfinite, **block):
+    amax = amax_block(x, **block)
+    if scale_dtype == "float32":
+        scale, scale_inv = scale_from_amax(amax, element=element, eps=eps, pow2=pow2, nonfinite=nonfinite)
+    else:
+        scale, scale_inv = scale_e8m0(amax, element=element, rounding=rounding, nonfinite=nonfinite)
+    return cast_block(x, scale, element=element, **block), scale_inv
+
+
+def quantize_nvfp4(x, global_amax, *, nonfinite, scale_max, random=None, **block):
+    amax = amax_block(x, **block)
+    scale, scale_inv = scale_nvfp4(amax, global_amax, nonfinite=nonfinite, scale_max=scale_max)
+    if random is not None:
+        return cast_under(x, scale, random, **block), scale_inv
+    return cast_block(x, scale, element=E2M1.name, **block), scale_inv
+
+
+def _turned_planes(data, scale_inv, element, outer=0):
+    return stored(turned(codes_of(data, element), outer), element), turned(scale_inv, outer)
+
+
+def _in_rows_and_columns(one, x, *others, block_rows, block_cols, **options):
+    first = one(x, *others, block_rows=1, block_cols=block_cols, **options)
+    return first, one(x, *others, block_rows=block_rows, block_cols=1, **options)
+
+
+def quantize_block_t(x, *, element, outer, **options):
+    return _turned_planes(*quantize_block(x, element=element, **options), element, outer)
+
+
+def quantize_block_both(x, **options):
+    first, second = _in_rows_and_columns(quantize_block, x, **options)
+    return *first, *second
+
+
+def quantize_block_both_t(x, *, element, outer, **options):
+    first, second = _in_rows_and_columns(quantize_block, x, element=element, **options)
+    return *first, *_turned_planes(*second, element, outer)
+
+
+def quantize_square_both(x, *, element, outer, **options):
+    plane = quantize_block(x, element=element, **options)
+    return *plane, *_turned_planes(*plane, element, outer)
+
+
+def quantize_nvfp4_t(x, global_amax, *, outer, hadamard=False, **options):
+    x = rotated(x) if hadamard else x
+    return _turned_planes(*quantize_nvfp4(x, global_amax, **options), E2M1.name, outer)
+
+
+def quantize_nvfp4_both(x, *amaxes, outer, hadamard=False, block_rows, block_cols, random=None, **options):
+    """A matrix has one global amax: if there are several, all are the same, and the first is read."""
+    batch = x.ndim - 2 - outer
+    first, second = (
+        a[(..., *(0,) * (a.ndim - batch))] if x.size else np.zeros(x.shape[:batch], np.float32) for a in amaxes
+    )
+    rowwise = quantize_nvfp4(x, first, block_rows=1, block_cols=block_cols, random=random, **options)
+    x = rotated(x) if hadamard else x
+    columnwise = quantize_nvfp4(x, second, block_rows=block_rows, block_cols=1, random=random, **options)
+    return *rowwise, *_turned_planes(*columnwise, E2M1.name, outer)
+
+
+def quantize_nvfp4_square_both(x, global_amax, *, outer, **options):
+    plane = quantize_nvfp4(x, global_amax, **options)
+    return *plane, *_turned_planes(*plane, E2M1.name, outer)
+
+
+def _at_random(nearest, x, operands, *, row_step, col_step, block_rows, block_cols, **options):
+    *amaxes, seed, first = operands
+    block = {"block_rows": block_rows, "block_cols": block_cols}
+    grid = (*x.shape[:-2], x.shape[-2] // block_rows, x.shape[-1] // block_cols)
+    random = drawn(x.shape, grid, seed, first, row_step=row_step, col_step=col_step, **block)
+    return nearest(x, *amaxes, random=random, **block, **options)
+
+
+def quantize_nvfp4_stochastic(x, *operands, **options):
+    return _at_random(quantize_nvfp4, x, operands, **options)
+
+
+def quantize_nvfp4_stochastic_t(x, *operands, **options):
+    return _at_random(quantize_nvfp4_t, x, operands, **options)
+
+
+def quantize_nvfp4_stochastic_both(x, *operands, **options):
+    return _at_random(quantize_nvfp4_both, x, operands, **options)

@@ -1,0 +1,72 @@
+"""Parameters of tests in two parts: a cover, which `make test` runs, and the rest of the product, which is slow."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import pytest
+
+Axis = Iterable[Any] | Mapping[str, Any]
+
+
+def pairs(**axes: Axis) -> pytest.MarkDecorator:
+    """Parametrizes a test over the product of axes; cases that add no pair of values are slow.
+
+    Args:
+      axes: the values of each argument; those of a mapping have its keys as ids.
+    """
+    values = [_values(axis) for axis in axes.values()]
+    return _parametrize(axes, values, covering([len(axis) for axis in values]))
+
+
+def turns(each: int, full: Collection[Any] = (), /, **axes: Axis) -> pytest.MarkDecorator:
+    """Parametrizes a test over the product of two axes, of the second `each` values in turn; the others are slow.
+
+    Args:
+      each: number of values of the second axis for a value of the first.
+      full: values of the first axis that meet all of the second.
+      axes: as of `pairs`.
+    """
+    first, second = (_values(axis) for axis in axes.values())
+    count = len(second)
+    cover = {
+        (i, j)
+        for i, (_, value) in enumerate(first)
+        for j in range(count)
+        if value in full or (j - i * each) % count < each
+    }
+    return _parametrize(axes, [first, second], cover)
+
+
+def covering(lengths: Sequence[int]) -> set[tuple[int, ...]]:
+    """Cases of a product, as indices, that have every pair of values of two axes: the next has the most new pairs."""
+    product = list(itertools.product(*map(range, lengths)))
+    left = set(itertools.chain.from_iterable(map(_pairs_of, product)))
+    cover = set()
+    while left:
+        case = max(product, key=lambda case: len(left.intersection(_pairs_of(case))))
+        left.difference_update(_pairs_of(case))
+        cover.add(case)
+    return cover
+
+
+def _pairs_of(case: tuple[int, ...]) -> Iterable[tuple[tuple[int, int], ...]]:
+    return itertools.combinations(enumerate(case), 2)
+
+
+def _values(axis: Axis) -> list[tuple[str, Any]]:
+    """The id of each value, and the value."""
+    return list(axis.items()) if isinstance(axis, Mapping) else [(getattr(x, "__name__", str(x)), x) for x in axis]
+
+
+def _parametrize(
+    names: Iterable[str], values: Sequence[Sequence[tuple[str, Any]]], cover: Collection[tuple[int, ...]]
+) -> pytest.MarkDecorator:
+    cases = []
+    for case in itertools.product(*(range(len(axis)) for axis in values)):
+        ids, arguments = zip(*(axis[i] for axis, i in zip(values, case, strict=True)), strict=True)
+        marks = [] if case in cover else [pytest.mark.slow]
+        cases.append(pytest.param(*arguments, id="-".join(ids), marks=marks))
+    return pytest.mark.parametrize(list(names), cases)
