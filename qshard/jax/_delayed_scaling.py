@@ -22,9 +22,10 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 from qshard._core.validation import shown
 from qshard.jax._ops import bind as ops
+from qshard.jax._ops.collectives import as_bits, as_float, max_over
+from qshard.jax._ops.mesh import AxisName, types_tell
 from qshard.jax._ops.validation import as_axes
 from qshard.jax._sharding import partitionable_ops
-from qshard.jax._sharding.shard_spec import AxisName, as_bits, as_float, max_over, types_tell
 from qshard.jax._sharding.vmap_rows import refuse
 from qshard.recipes import DelayedScaling, Role, as_delayed
 

@@ -24,11 +24,12 @@ from numpy.typing import NDArray
 from qshard._core.validation import shown
 from qshard.formats import ElementFormat, Usage
 from qshard.jax._delayed_scaling import LinearState, TensorState
-from qshard.jax._ops.bind import names_of
+from qshard.jax._ops.collectives import max_over
+from qshard.jax._ops.mesh import mesh_of, names_of, spec_of, types_tell
 from qshard.jax._ops.uint64 import words_of
 from qshard.jax._quantized.array import QuantizedArray
 from qshard.jax._quantized.quantize import WeightScales, quantized
-from qshard.jax._sharding.shard_spec import Cut, matrix_of, max_over, mesh_of, spec_of, types_tell
+from qshard.jax._sharding.shard_spec import Cut, matrix_of
 from qshard.numerics._observed import COUNTS, Totals, seen_of
 from qshard.numerics._steps import StepStats, layer_stats
 from qshard.recipes import ROLE_SEEDS, DelayedScaling, Recipe, RecipeLike, Role, as_recipe

@@ -30,9 +30,8 @@ from qshard._core import quantize_steps
 from qshard._core.quantize_steps import Plane
 from qshard.formats import Format, Usage
 from qshard.gemm_dispatch import Gpu, Kind
-from qshard.jax._ops import bind as ops
-from qshard.jax._ops.bind import names_of
 from qshard.jax._ops.custom_partitioning import asked, asking, local, specs_of
+from qshard.jax._ops.mesh import may_be_cut, mesh_of, names_of
 from qshard.jax._quantized.array import QuantizedArray
 from qshard.layout import Shape, is_transposed
 
@@ -272,9 +271,9 @@ def _taken(a: QuantizedArray, b: QuantizedArray, usages: tuple[Usages, Usages], 
 
 def _of_codes(what: Product, planes: tuple[Plane, Plane], of_values: OfPlanes) -> OfPlanes | None:
     """The product of codes, on the mesh that operands are on; None where kinds of mesh axes are mixed."""
-    mesh = ops.mesh_around(planes[0].data)
+    mesh = mesh_of(planes[0].data)
     kinds = set(mesh.axis_types)
-    if kinds == {AxisType.Manual} or not ops.may_be_cut(planes[0].data):
+    if kinds == {AxisType.Manual} or not may_be_cut(planes[0].data):
         return what.local
     if kinds == {AxisType.Explicit}:
         return functools.partial(_explicit, what, jax.eval_shape(of_values, *planes).sharding)
@@ -355,7 +354,7 @@ def _rule(what: Product) -> tuple[str, dict[str, int]]:
 
 def _gpu_of(x: jax.Array) -> Gpu | None:
     """The GPU that a program will run on, as far as is known while it is traced; None: there is none."""
-    device = getattr(ops.mesh_around(x), "abstract_device", None) or SimpleNamespace(device_kind="")
+    device = getattr(mesh_of(x), "abstract_device", None) or SimpleNamespace(device_kind="")
     here = _gpus_here()
     if device.device_kind in here or (here and not device.device_kind):
         return here.get(device.device_kind) or next(iter(here.values()))

@@ -15,9 +15,10 @@ from qshard._core.quantize_steps import Plane
 from qshard.formats import Format, Usage
 from qshard.jax._gemm import block_gemm
 from qshard.jax._gemm.value_gemm import gathering_codes
+from qshard.jax._ops.mesh import Spec, spec_of
 from qshard.jax._quantized.array import QuantizedArray, plane_values
 from qshard.jax._sharding import partitionable_ops
-from qshard.jax._sharding.shard_spec import Spec, folded, shaped, spec_of
+from qshard.jax._sharding.shard_spec import folded, shaped
 from qshard.layout import Shape, is_transposed, multiplies_codes, source
 
 

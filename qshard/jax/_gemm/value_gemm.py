@@ -25,8 +25,8 @@ from qshard._core import quantize_steps
 from qshard._core.quantize_steps import Plane
 from qshard.formats import Format, Usage
 from qshard.jax._gemm.block_gemm import OfPlanes, Parts, Usages
-from qshard.jax._ops import bind as ops
 from qshard.jax._ops.custom_partitioning import asked, asking, local, mesh_of_call, spec_on
+from qshard.jax._ops.mesh import may_be_cut, mesh_of, names_of
 from qshard.jax._quantized.array import QuantizedArray
 from qshard.layout import Shape, is_transposed, stored_block
 
@@ -134,8 +134,8 @@ def gathering_codes(
 ) -> OfPlanes:
     """On an Auto mesh, the op that computes `of_values` from codes that XLA can gather; elsewhere `of_values`."""
     data = a.plane(usages[0][0]).data
-    mesh = ops.mesh_around(data)
-    if not ops.may_be_cut(data) or mesh.empty or set(mesh.axis_types) != {AxisType.Auto}:
+    mesh = mesh_of(data)
+    if not may_be_cut(data) or mesh.empty or set(mesh.axis_types) != {AxisType.Auto}:
         return of_values
     left, right = (Operand.of(q, *usage, dict(mesh.shape)) for q, usage in zip((a, b), usages, strict=True))
     if left is None or right is None or len(left.contracted) != len(right.contracted):
@@ -195,8 +195,8 @@ def _gathered(
     rows = [shape[axis] for side, shape in zip((what.a, what.b), shapes, strict=True) for axis in side.rows]
     result_bytes = jnp.dtype(what.dtype).itemsize * _local_size(rows, wanted, mesh)
     for side, shape, spec in zip((what.a, what.b), shapes, specs, strict=True):
-        entries = [ops.names_of(entry) for entry in (*spec, *[None] * (len(shape) - len(spec)))]
-        of_rows = [ops.names_of(wanted.pop(0)) for _ in side.rows]
+        entries = [names_of(entry) for entry in (*spec, *[None] * (len(shape) - len(spec)))]
+        of_rows = [names_of(wanted.pop(0)) for _ in side.rows]
         fewer = list(entries)
         for axis, names in zip(side.rows, of_rows, strict=True):
             fewer[axis] = tuple(name for name in entries[axis] if name in names)
@@ -208,7 +208,7 @@ def _gathered(
 
 def _local_size(shape: Sequence[int], spec: Iterable[Any], mesh: Mapping[str, int]) -> int:
     """Elements that a device has of an array."""
-    return math.prod(shape) // math.prod(mesh[name] for entry in spec for name in ops.names_of(entry))
+    return math.prod(shape) // math.prod(mesh[name] for entry in spec for name in names_of(entry))
 
 
 def _rule(what: ValueProduct) -> tuple[str, dict[str, int]]:

@@ -16,9 +16,9 @@ import numpy as np
 from jax import lax
 
 from qshard._core.losses import WORD, LossRule, check_num_classes, check_rows, count_classes, wrong_label
+from qshard.jax._ops.mesh import AxisName, types_tell
 from qshard.jax._ops.validation import as_axes, check_array, check_dtype
 from qshard.jax._sharding.row_partitioning import Held, Names, on_devices
-from qshard.jax._sharding.shard_spec import AxisName, types_tell
 
 _IGNORED, _NO_CLASS = -1, -2
 """What labels become where the classes of a device are counted from 0."""

@@ -25,10 +25,9 @@ from qshard.jax._losses.cross_entropy import (
 )
 from qshard.jax._losses.quantized_head import Codes, recipe_of
 from qshard.jax._ops import bind as ops
-from qshard.jax._ops.uint64 import Seed, seed_words
-from qshard.jax._ops.validation import as_axes, check_array, check_dtype
+from qshard.jax._ops.mesh import AxisName
+from qshard.jax._ops.validation import Seed, as_axes, check_array, check_dtype, seed_words
 from qshard.jax._sharding.row_partitioning import Held, on_devices
-from qshard.jax._sharding.shard_spec import AxisName
 from qshard.op_table import table
 from qshard.recipes import Recipe, RecipeLike
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from qshard._core.losses import head_recipe
 from qshard.formats import Usage
 from qshard.jax._gemm.gemm import gemm, row_product, scaled, stored_for
-from qshard.jax._ops.bind import names_of
+from qshard.jax._ops.mesh import names_of
 from qshard.jax._ops.uint64 import words_of
 from qshard.jax._quantized.array import QuantizedArray
 from qshard.jax._quantized.quantize import quantized

@@ -19,13 +19,14 @@ from qshard._core import quantize_steps
 from qshard._core.validation import FormatLike, as_format, as_usage, shown
 from qshard.formats import Format, Usage
 from qshard.jax._ops import bind as ops
+from qshard.jax._ops.collectives import max_over
+from qshard.jax._ops.mesh import AxisName, Spec, mesh_of, vary_alike
 from qshard.jax._ops.second_derivatives import rounded_by
-from qshard.jax._ops.uint64 import Seed
-from qshard.jax._ops.validation import as_axes, check_array, check_dtype, check_spec, check_spec_fits
+from qshard.jax._ops.validation import Seed, as_axes, check_array, check_dtype, check_spec, check_spec_fits
 from qshard.jax._quantized.array import QuantizedArray
 from qshard.jax._quantized.quantize import WeightScales, quantize
 from qshard.jax._sharding import partitionable_ops
-from qshard.jax._sharding.shard_spec import AxisName, Cut, Spec, max_over, mesh_of, vary_alike
+from qshard.jax._sharding.shard_spec import Cut
 from qshard.op_table import table
 
 _PARTS = 8
@@ -318,7 +319,7 @@ def _checked_norm(op: str, x: Any, weight: Any, eps: Any) -> tuple[jax.Array, ja
     if not eps >= 0:
         raise ValueError(f"{op}: eps ({shown(eps)}) is not 0 or more; give a small number, such as 1e-5")
     x, weight = vary_alike(x, weight)
-    mesh, cut = ops.mesh_around(x), jax.typeof(x).sharding
+    mesh, cut = mesh_of(x), jax.typeof(x).sharding
     # Outside of custom_vjp, so that gradients are cut as these are.
     if mesh.explicit_axes:
         whole = NamedSharding(mesh, PartitionSpec(*cut.spec[:-1], None))

@@ -11,8 +11,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from qshard.jax._nn.linear_vjp import WeightLayout
-from qshard.jax._ops.bind import names_of, reshaped
-from qshard.jax._sharding.shard_spec import Spec, mesh_of, spec_of
+from qshard.jax._ops.mesh import Spec, mesh_of, names_of, reshaped, spec_of
 from qshard.recipes import Recipe, Role
 
 Axes = tuple[int, ...]

@@ -16,10 +16,9 @@ from qshard.formats import Usage
 from qshard.jax._delayed_scaling import LinearState
 from qshard.jax._nn.dimension_numbers import Folding, Terms, entries_of, respec
 from qshard.jax._nn.linear import linear
-from qshard.jax._ops.uint64 import Seed
-from qshard.jax._ops.validation import as_names, check_array, check_dtype, check_spec, check_spec_fits
+from qshard.jax._ops.mesh import Spec, mesh_of
+from qshard.jax._ops.validation import Seed, as_names, check_array, check_dtype, check_spec, check_spec_fits
 from qshard.jax._quantized.quantize import WeightScales
-from qshard.jax._sharding.shard_spec import Spec, mesh_of
 from qshard.layout import source, whole_units
 from qshard.recipes import Recipe, RecipeLike, Role, as_recipe
 

@@ -17,10 +17,11 @@ from jax import lax
 from qshard._core import quantize_steps
 from qshard.formats import Format, Usage
 from qshard.jax._gemm.gemm import scale_of, scaled
+from qshard.jax._ops.collectives import as_bits, as_float, max_over
+from qshard.jax._ops.mesh import vary_alike
 from qshard.jax._ops.uint64 import words_times
 from qshard.jax._quantized.array import QuantizedArray, plane_values
 from qshard.jax._sharding import partitionable_ops
-from qshard.jax._sharding.shard_spec import as_bits, as_float, max_over, vary_alike
 from qshard.layout import is_transposed, multiplies_codes, source
 from qshard.recipes import Recipe
 

@@ -16,9 +16,9 @@ from qshard.jax import _probes as watch
 from qshard.jax._delayed_scaling import LinearState, check_shared, require_gradient
 from qshard.jax._nn.linear_parallel import TensorParallel
 from qshard.jax._nn.linear_vjp import Config, Given, WeightLayout, as_layout, folding_product, product, whole_weight
-from qshard.jax._ops.bind import names_of
-from qshard.jax._ops.uint64 import Seed, seed_words
+from qshard.jax._ops.mesh import AxisName, Spec, mesh_of, names_of, spec_of, vary_alike
 from qshard.jax._ops.validation import (
+    Seed,
     as_axes,
     as_float_name,
     as_names,
@@ -27,12 +27,13 @@ from qshard.jax._ops.validation import (
     check_spec,
     check_spec_fits,
     is_staged,
+    seed_words,
 )
 from qshard.jax._quantized.array import QuantizedArray
 from qshard.jax._quantized.gather import CodedWeight, CutWeight, cut_of
 from qshard.jax._quantized.primary import PrimaryWeight, opened
 from qshard.jax._quantized.quantize import WeightScales, as_scales
-from qshard.jax._sharding.shard_spec import AxisName, Cut, Spec, matrix_of, mesh_of, shaped, spec_of, vary_alike
+from qshard.jax._sharding.shard_spec import Cut, matrix_of, shaped
 from qshard.recipes import Recipe, RecipeLike, as_recipe
 
 

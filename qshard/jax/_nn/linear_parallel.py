@@ -37,11 +37,11 @@ from qshard._core.quantize_steps import Plane
 from qshard._core.validation import shown
 from qshard.formats import Usage
 from qshard.jax._gemm.gemm import scaled
-from qshard.jax._ops.bind import names_of
+from qshard.jax._ops.mesh import Spec, names_of, spec_of, types_tell
 from qshard.jax._ops.scheduling import together
 from qshard.jax._ops.validation import as_axes
 from qshard.jax._quantized.array import QuantizedArray
-from qshard.jax._sharding.shard_spec import Cut, Spec, spec_of, types_tell
+from qshard.jax._sharding.shard_spec import Cut
 from qshard.layout import Shape, is_transposed
 from qshard.recipes import Recipe, Role
 

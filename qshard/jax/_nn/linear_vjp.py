@@ -19,14 +19,14 @@ from qshard.jax import policies
 from qshard.jax._delayed_scaling import LinearState, TensorState, observe_all
 from qshard.jax._gemm.gemm import gemm, row_product, scaled, stored_for
 from qshard.jax._nn.linear_parallel import OfDw, Parallel
-from qshard.jax._ops import bind as ops
-from qshard.jax._ops.scheduling import once, together
+from qshard.jax._ops.mesh import Spec, may_be_cut
+from qshard.jax._ops.scheduling import named, once, together
 from qshard.jax._ops.second_derivatives import rules_of_product
 from qshard.jax._ops.uint64 import words_of
 from qshard.jax._quantized.array import QuantizedArray
 from qshard.jax._quantized.gather import CodedWeight, CutWeight, Shards
 from qshard.jax._quantized.quantize import WeightScales, quantized
-from qshard.jax._sharding.shard_spec import Cut, Spec, cuts_rows, whole_along
+from qshard.jax._sharding.shard_spec import Cut, cuts_rows, whole_along
 from qshard.jax._sharding.vmap_rows import folding
 from qshard.layout import Shape, multiplies_codes, source
 from qshard.recipes import ROLE_SEEDS, DelayedScaling, Recipe, Role, check_weight_format
@@ -201,7 +201,7 @@ def _forward(
     how = (config.recipe, x_kept, config.axes, config.rows, config.out_sharding, config.parallel)
     xq, x_amax = once(made, of=(x, seed, state), how=how)
     xq = _named(xq, x_kept, policies.X_CODES)
-    x_amax, w_amax = (None if amax is None else policies.named(amax, policies.SCALES) for amax in (x_amax, w_amax))
+    x_amax, w_amax = (None if amax is None else named(amax, policies.SCALES) for amax in (x_amax, w_amax))
     kept_w, scales = wq, None  # To keep the whole weights of all layers until backward would undo FSDP.
     if w_kept and config.gathers and not config.reshard_after_forward:
         kept_w = whole if w_kept is read else _whole(config, wq, w_kept)
@@ -312,7 +312,7 @@ def _whole_k(config: Config, q: QuantizedArray) -> QuantizedArray:
 def _reduces(config: Config, x: jax.Array) -> bool:
     """Whether devices that have shards of x reduce an amax for it."""
     fmt = config.recipe.activation
-    return (fmt.block is None or fmt.scaling.global_scale is not None) and (bool(config.axes) or ops.may_be_cut(x))
+    return (fmt.block is None or fmt.scaling.global_scale is not None) and (bool(config.axes) or may_be_cut(x))
 
 
 def _named(codes: Any, kept: Usage, name: str | None) -> Any:
@@ -321,8 +321,8 @@ def _named(codes: Any, kept: Usage, name: str | None) -> Any:
         return codes
     planes = {}
     for usage, plane in codes.planes.items():
-        scales = [None if s is None else policies.named(s, policies.SCALES) for s in plane[1:]]
-        data = plane.data if name is None else policies.named(plane.data, name if usage in kept else policies.FORWARD)
+        scales = [None if s is None else named(s, policies.SCALES) for s in plane[1:]]
+        data = plane.data if name is None else named(plane.data, name if usage in kept else policies.FORWARD)
         planes[usage] = Plane(data, *scales)
     return codes.with_planes(planes)
 

@@ -15,12 +15,12 @@ from qshard._core.layer_recipes import RecipesLike, Rules, check_filter, list_la
 from qshard.formats import FLOATS
 from qshard.jax._nn.dot_general import DotGeneral
 from qshard.jax._nn.linear import linear
+from qshard.jax._ops.mesh import spec_of
 from qshard.jax._ops.validation import check_spec, check_spec_fits
 from qshard.jax._quantized.array import QuantizedArray
 from qshard.jax._quantized.gather import CodedWeight
 from qshard.jax._quantized.primary import PrimaryWeight
 from qshard.jax._sharding.inference import Axes, Meaning, local_shape, sharding_of
-from qshard.jax._sharding.shard_spec import spec_of
 
 _CODED = (QuantizedArray, CodedWeight, PrimaryWeight)
 

@@ -21,15 +21,25 @@ from qshard.formats import Usage
 from qshard.jax._delayed_scaling import LinearState, check_shared, observe_all, require_gradient
 from qshard.jax._nn.expert_tiles import Tiles, expert_products, quantized_tiles, row_product, tiles_of
 from qshard.jax._nn.linear_vjp import LayoutConfig, WeightLayout, as_layout
+from qshard.jax._ops.mesh import AxisName, Spec, mesh_of, spec_of, vary_alike
 from qshard.jax._ops.scheduling import together
 from qshard.jax._ops.second_derivatives import rules_of_product
-from qshard.jax._ops.uint64 import Seed, seed_words, words_of
-from qshard.jax._ops.validation import as_axes, as_names, check_array, check_dtype, check_spec, check_spec_fits
+from qshard.jax._ops.uint64 import words_of
+from qshard.jax._ops.validation import (
+    Seed,
+    as_axes,
+    as_names,
+    check_array,
+    check_dtype,
+    check_spec,
+    check_spec_fits,
+    seed_words,
+)
 from qshard.jax._quantized.array import QuantizedArray
 from qshard.jax._quantized.gather import CodedWeight, CutWeight, cut_of
 from qshard.jax._quantized.primary import PrimaryWeight, opened
 from qshard.jax._quantized.quantize import WeightScales, quantized
-from qshard.jax._sharding.shard_spec import AxisName, Cut, Spec, mesh_of, spec_of, vary_alike
+from qshard.jax._sharding.shard_spec import Cut
 from qshard.layout import plane, source
 from qshard.recipes import (
     ROLE_SEEDS,

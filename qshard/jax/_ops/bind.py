@@ -37,10 +37,11 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.extend.mlir import ir
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from qshard import _ffi
 from qshard.jax._ops import second_derivatives
+from qshard.jax._ops.mesh import may_be_cut, names_of, reshaped
 from qshard.op_table import Binding, Factor, Operand, OpSpec, View, multi_table, table
 
 __all__ = [
@@ -49,10 +50,7 @@ __all__ = [
     "check_sizes",
     "disabled_checks",
     "encoded",
-    "may_be_cut",
-    "names_of",
     "register_handlers",
-    "reshaped",
     "run_jitted",
     "target_of",
 ]
@@ -309,20 +307,6 @@ def encoded(value: Any) -> Any:
     return np.float32(value) if isinstance(value, float) else np.int64(value)
 
 
-def mesh_around(x: jax.Array) -> Any:
-    """By the type of `x`; else that of the context, which types of arrays lack where `jit` is told how they are cut."""
-    mesh = jax.typeof(x).sharding.mesh
-    return jax.sharding.get_abstract_mesh() if mesh.empty else mesh
-
-
-def may_be_cut(x: jax.Array) -> bool:
-    """Whether XLA, or an Explicit mesh, may cut `x` over devices."""
-    mesh = mesh_around(x)
-    if mesh.empty:
-        return jax.device_count() > 1
-    return mesh.size > 1 and set(mesh.axis_types) != {AxisType.Manual}
-
-
 def shardy_rule(binding: Binding) -> str:
     """The rule in Shardy's notation: a letter for each factor, in the order in which they appear, and its size.
 
@@ -378,18 +362,3 @@ def _joined(result: jax.Array, view: View) -> jax.Array:
 
 def _inverse(order: Sequence[int]) -> list[int]:
     return [order.index(i) for i in range(len(order))]
-
-
-def reshaped(x: jax.Array, sizes: Sequence[int], entries: Sequence[Any]) -> jax.Array:
-    """`x` in another shape, and on Explicit meshes cut so."""
-    if x.shape == tuple(sizes):
-        return x
-    mesh = jax.typeof(x).sharding.mesh
-    return lax.reshape(
-        x, sizes, out_sharding=NamedSharding(mesh, PartitionSpec(*entries)) if mesh.explicit_axes else None
-    )
-
-
-def names_of(entry: Any) -> tuple[str, ...]:
-    """The mesh axes of an entry of a PartitionSpec."""
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)

@@ -15,7 +15,9 @@ from collections.abc import Hashable
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.extend.mlir import ir
 from jax.interpreters import batching, mlir
@@ -48,6 +50,12 @@ def once(made: _Tree, of: Any, how: Hashable) -> _Tree:
     leaves, structure = jax.tree.flatten(made)
     first: _Tree = jax.tree.unflatten(structure, _once.bind(*leaves, *jax.tree.leaves(of), count=len(leaves), how=how))
     return first
+
+
+def named(x: jax.Array, name: str) -> jax.Array:
+    """`x` under a name, as integers: `jax.checkpoint` rounds floats that it keeps, and makes NaN of E4M3 above 240."""
+    bits = lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
+    return lax.bitcast_convert_type(checkpoint_name(bits, name), x.dtype)
 
 
 _once = Primitive("qshard_once")

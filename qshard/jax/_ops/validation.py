@@ -15,7 +15,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from qshard._core.validation import check_float, listed, shown
 from qshard.formats import FLOATS, Format
-from qshard.jax._ops.bind import check_sizes, names_of
+from qshard.jax._ops.bind import check_sizes
+from qshard.jax._ops.mesh import names_of
+from qshard.jax._ops.uint64 import words_of
+
+Seed = jax.Array | int | None
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
 
@@ -117,3 +121,20 @@ def check_spec_fits(op: str, name: str, spec: Any, mesh: Any, ndim: int) -> None
                 f"{op}: {name} ({entries}) names {axis!r}, which is not an axis of the mesh {mesh.axis_names}; "
                 f"enter the mesh with jax.set_mesh, or pass {name} as a NamedSharding"
             )
+
+
+def seed_words(op: str, seed: Any) -> Any:
+    """A seed as two words, and None as it is."""
+    if seed is None:
+        return None
+    array = isinstance(seed, jax.Array | np.ndarray | np.generic)
+    dtype, shape = (seed.dtype, seed.shape) if array else (None, ())
+    if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key) and shape == ():
+        return jax.random.bits(seed, (2,), jnp.uint32)
+    if shape == (2,) and dtype in (jnp.uint32, jnp.int32):
+        return jnp.asarray(seed)
+    if isinstance(seed, int) or (dtype is not None and jnp.issubdtype(dtype, jnp.integer) and shape == ()):
+        return jnp.asarray(words_of(seed, f"{op}: seed"))
+    raise TypeError(
+        f"{op}: seed ({shown(seed)}) is not an integer, int32 or uint32 of shape (2,), or a jax.random key; pass one"
+    )

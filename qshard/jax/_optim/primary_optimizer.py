@@ -15,13 +15,13 @@ from qshard import layout
 from qshard._core.validation import shown
 from qshard.formats import Usage
 from qshard.jax._delayed_scaling import LinearState
-from qshard.jax._ops.bind import names_of
+from qshard.jax._ops.mesh import AxisName, Spec, names_of, spec_of
 from qshard.jax._ops.validation import as_axes, check_array, check_dtype, check_spec
 from qshard.jax._optim.updates import CodesUpdate
 from qshard.jax._quantized.array import QuantizedArray
 from qshard.jax._quantized.primary import PrimaryWeight, is_primary
 from qshard.jax._quantized.quantize import WeightScales, compute_scales, quantize, quantized
-from qshard.jax._sharding.shard_spec import AxisName, Cut, Spec, spec_of
+from qshard.jax._sharding.shard_spec import Cut
 from qshard.recipes import DelayedScaling, Recipe, RecipeLike, Role, as_recipe
 
 Specs = Spec | Callable[[str, Any], Spec]

@@ -22,7 +22,7 @@ from qshard._core import quantize_steps
 from qshard._core.quantize_steps import Plane
 from qshard._core.validation import as_plane
 from qshard.formats import Format, Usage
-from qshard.jax._ops.bind import names_of, reshaped
+from qshard.jax._ops.mesh import names_of, reshaped
 from qshard.jax._ops.validation import as_float_name
 from qshard.jax._quantized.operators import NoArithmetic
 from qshard.jax._sharding import partitionable_ops

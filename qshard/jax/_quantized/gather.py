@@ -15,9 +15,10 @@ from jax.sharding import NamedSharding
 from qshard._core.quantize_steps import Plane
 from qshard._core.validation import listed, shown
 from qshard.formats import Format, Usage
+from qshard.jax._ops.mesh import Spec
 from qshard.jax._ops.validation import as_names, check_spec
 from qshard.jax._quantized.array import QuantizedArray
-from qshard.jax._sharding.shard_spec import Cut, Spec, moved
+from qshard.jax._sharding.shard_spec import Cut, moved
 from qshard.layout import Shape, is_transposed, matrix_shape, stored_block
 
 

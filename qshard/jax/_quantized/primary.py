@@ -27,12 +27,11 @@ from jax import lax
 from qshard._core.quantize_steps import Plane
 from qshard._core.validation import shown
 from qshard.formats import Format, Usage
-from qshard.jax._ops.bind import reshaped
+from qshard.jax._ops.mesh import reshaped, vary_alike
 from qshard.jax._ops.validation import as_float_name
 from qshard.jax._quantized.array import QuantizedArray
 from qshard.jax._quantized.gather import CodedWeight
 from qshard.jax._quantized.operators import NoArithmetic
-from qshard.jax._sharding.shard_spec import vary_alike
 from qshard.layout import Shape
 
 

@@ -17,24 +17,21 @@ from qshard._core import quantize_steps
 from qshard._core.quantize_steps import Plane
 from qshard._core.validation import FormatLike, as_format, as_usage, shown
 from qshard.formats import Format, Usage
-from qshard.jax._ops import bind as ops
-from qshard.jax._ops.uint64 import Seed, seed_words
-from qshard.jax._ops.validation import as_axes, check_array, check_dtype, check_spec, check_spec_fits
+from qshard.jax._ops.collectives import max_over
+from qshard.jax._ops.mesh import AxisName, Spec, may_be_cut, mesh_of, vary_alike
+from qshard.jax._ops.validation import Seed, as_axes, check_array, check_dtype, check_spec, check_spec_fits, seed_words
 from qshard.jax._quantized.array import QuantizedArray, axes_of_shape
 from qshard.jax._sharding import partitionable_ops
-from qshard.jax._sharding.matrix_view import draws_of, matrices_of, scattered_rows
 from qshard.jax._sharding.partial_blocks import Pieces
 from qshard.jax._sharding.shard_spec import (
-    AxisName,
     Cut,
-    Spec,
+    draws_of,
     folded,
+    matrices_of,
     matrix_of,
-    max_over,
-    mesh_of,
     pinned,
+    scattered_rows,
     shaped,
-    vary_alike,
 )
 from qshard.recipes import RecipeLike, Role, as_recipe
 
@@ -169,7 +166,7 @@ def quantized(
     at = _steps_of(cut) if columns is None else partitionable_ops.OfCut(columns)
     if margin is not None:
         axes = cut.axes if cut.local else ()
-        reduce_max = max_over(axes) if axes or ops.may_be_cut(x) else None
+        reduce_max = max_over(axes) if axes or may_be_cut(x) else None
         planes, amax = quantize_steps.quantize_delayed(
             at, kept, fmt, usage, scales.scale, margin, reduce_max=reduce_max
         )
@@ -180,7 +177,7 @@ def quantized(
     whole = [each for each in places if each not in broken]
     # XLA cannot cut an op that makes both planes where blocks are cut short at an edge.
     short = any(size % unit for size in kept.shape[-2:] for unit in fmt.block or ())
-    if len(whole) > 1 and not (short and ops.may_be_cut(x)):
+    if len(whole) > 1 and not (short and may_be_cut(x)):
         whole = [usage]
     # The amax of a tensor, or of its rows, is merged with those of its other shards.
     merged = max_over((cut.col_axes if fmt.scaling.global_scale == "row" else cut.axes) if cut.local else ())

@@ -19,8 +19,8 @@ import numpy as np
 
 from qshard._core.validation import shown
 from qshard.jax._ops.bind import check_sizes, encoded, target_of
+from qshard.jax._ops.mesh import vary_alike
 from qshard.jax._ops.validation import check_array
-from qshard.jax._sharding.shard_spec import vary_alike
 from qshard.op_table import multi_table
 
 __all__ = ["bind"]

@@ -9,9 +9,8 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from qshard.jax._ops.bind import names_of
+from qshard.jax._ops.mesh import Spec, names_of, spec_of
 from qshard.jax._ops.validation import as_names
-from qshard.jax._sharding.shard_spec import Spec, spec_of
 
 Axes = str | Sequence[str] | None
 

@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from qshard.jax._ops.bind import reshaped
-from qshard.jax._sharding.shard_spec import Cut, as_bits, as_float, folded, max_over, moved, pinned, vary_alike
+from qshard.jax._ops.collectives import as_bits, as_float, max_over
+from qshard.jax._ops.mesh import reshaped, vary_alike
+from qshard.jax._sharding.shard_spec import Cut, folded, moved, pinned
 from qshard.layout import Shape
 
 Block = tuple[int, int]

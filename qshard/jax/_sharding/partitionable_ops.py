@@ -22,10 +22,10 @@ from jax.sharding import AxisType
 
 from qshard._core.flat_shards import Bucket
 from qshard.jax._ops import bind as ops
+from qshard.jax._ops.mesh import may_be_cut, mesh_of, names_of, reshaped, vary_alike
 from qshard.jax._ops.scheduling import together
 from qshard.jax._ops.uint64 import Words, words_plus, words_times
 from qshard.jax._sharding import foreach
-from qshard.jax._sharding.shard_spec import vary_alike
 from qshard.op_table import multi_table, table
 
 
@@ -95,7 +95,7 @@ def _under_global(op: str, *operands: jax.Array, **options: Any) -> Any:
     """
     named = dict(zip((operand.name for operand in table()[op].inputs), operands, strict=True))
     arrays = [a for name, a in named.items() if not name.startswith("global_") and name not in ("seed", "first")]
-    if ops.may_be_cut(arrays[0]):
+    if may_be_cut(arrays[0]):
         grid = arrays[-1].shape  # Of scales or amaxes.
         if len(arrays) == 1 and "block_rows" in options:
             *lead, rows, cols = grid
@@ -136,18 +136,16 @@ def split_lead(x: jax.Array) -> tuple[jax.Array, int]:
     On Auto meshes they have `gcd(rows, 32)` rows of the last axis of rows, or all of it, as `split_rows` has 128
     elements. Axes of one row are left out.
     """
-    if not ops.may_be_cut(x):
-        return ops.reshaped(x, (math.prod(x.shape[:-1]), x.shape[-1]), (None, None)), 0
+    if not may_be_cut(x):
+        return reshaped(x, (math.prod(x.shape[:-1]), x.shape[-1]), (None, None)), 0
     entries = jax.typeof(x).sharding.spec
     kept = [i for i, size in enumerate(x.shape[:-1]) if size != 1] or [0][: x.ndim - 1]
     *outer, inner = [(x.shape[i], entries[i]) for i in kept] or [(1, None)]
-    x = ops.reshaped(
-        x, [*(n for n, _ in outer), inner[0], x.shape[-1]], [*(e for _, e in outer), inner[1], entries[-1]]
-    )
+    x = reshaped(x, [*(n for n, _ in outer), inner[0], x.shape[-1]], [*(e for _, e in outer), inner[1], entries[-1]])
     run = _run(x, 1, axis=-2, longest=_LEAD_RUN) or inner[0]
     count = inner[0] // run if run else 1
     sizes = [*x.shape[:-2], count, run, x.shape[-1]]
-    return ops.reshaped(x, sizes, [*(e for _, e in outer), inner[1], None, entries[-1]]), len(outer) + 1
+    return reshaped(x, sizes, [*(e for _, e in outer), inner[1], None, entries[-1]]), len(outer) + 1
 
 
 def _run(x: jax.Array, shards: int, axis: int = -1, longest: int = _RUN) -> int | None:
@@ -160,11 +158,11 @@ def _run(x: jax.Array, shards: int, axis: int = -1, longest: int = _RUN) -> int 
     8192 bfloat16. Where it would make runs shorter than 32, a run is the row, or that part of it: such a K is rarely
     cut. A run that is cut after all costs a gather, and gives the same bits.
     """
-    mesh, spec = ops.mesh_around(x), jax.typeof(x).sharding.spec
+    mesh, spec = mesh_of(x), jax.typeof(x).sharding.spec
     kinds = set(mesh.axis_types)
     if x.ndim == 0 or kinds == {AxisType.Manual} or (mesh.empty and jax.device_count() == 1):
         return None
-    row = x.shape[axis] // math.prod(mesh.shape[name] for name in ops.names_of(spec[axis]))
+    row = x.shape[axis] // math.prod(mesh.shape[name] for name in names_of(spec[axis]))
     row = row // shards if (not kinds or AxisType.Auto in kinds) and row % shards == 0 else row
     run = math.gcd(row, longest)
     return row if run < longest // 4 or (kinds and AxisType.Auto not in kinds) else run
@@ -174,12 +172,12 @@ def _turned_as(y: jax.Array, x: jax.Array, batch: int) -> jax.Array:
     """`y` as the transpose `[*batch, K, *rows]` of `x` `[*batch, *rows, K]`, and cut as that is."""
     order = (*range(batch), x.ndim - 1, *range(batch, x.ndim - 1))
     entries = jax.typeof(x).sharding.spec
-    return ops.reshaped(y, [x.shape[i] for i in order], [entries[i] for i in order])
+    return reshaped(y, [x.shape[i] for i in order], [entries[i] for i in order])
 
 
 def reshape_as(y: jax.Array, x: jax.Array) -> jax.Array:
     """`y` in the shape of `x`, and on Explicit meshes cut as `x` is, which JAX infers for few reshapes."""
-    return ops.reshaped(y, x.shape, jax.typeof(x).sharding.spec)
+    return reshaped(y, x.shape, jax.typeof(x).sharding.spec)
 
 
 def integer_max(amax: jax.Array, lead: int) -> jax.Array:
@@ -205,7 +203,7 @@ def transposed_squares(
 
 
 def cast_block_stochastic(x: jax.Array, scale: jax.Array, seed: jax.Array, first: jax.Array, **options: Any) -> Any:
-    if ops.may_be_cut(x) or first.ndim > 1:
+    if may_be_cut(x) or first.ndim > 1:
         x, seed, first = _words_of_blocks(scale.shape, x, seed, first, **options).values()
     turned = options["col_step"] > options["row_step"]
     return ops.cast_block_stochastic(x, scale, seed, first, turned=turned, **options)

@@ -23,10 +23,9 @@ from jax.custom_batching import custom_vmap
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from qshard.jax._ops import bind as ops
-from qshard.jax._ops.bind import names_of
 from qshard.jax._ops.custom_partitioning import asked, asking, local, specs_of
+from qshard.jax._ops.mesh import may_be_cut, mesh_of, names_of, types_tell
 from qshard.jax._ops.second_derivatives import second_derivative
-from qshard.jax._sharding.shard_spec import types_tell
 
 Names = tuple[str, ...]
 
@@ -130,9 +129,9 @@ def on_devices(
 
 
 def _spread(function: RowFunction, classes: Names, operands: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-    mesh = ops.mesh_around(operands[0])
+    mesh = mesh_of(operands[0])
     kinds = set(mesh.axis_types)
-    if classes or kinds == {AxisType.Manual} or not ops.may_be_cut(operands[0]):
+    if classes or kinds == {AxisType.Manual} or not may_be_cut(operands[0]):
         return function(Held(classes), *operands)
     if len(kinds) > 1:
         _check_mixed(function, operands)
@@ -198,7 +197,7 @@ def _mapped(function: RowFunction, levels: Levels, *operands: jax.Array) -> tupl
 
 def _explicit(function: RowFunction, levels: Levels, *operands: jax.Array) -> tuple[jax.Array, ...]:
     types = [jax.typeof(x) for x in operands]
-    mesh, specs = ops.mesh_around(operands[0]), [tuple(own.sharding.spec) for own in types]
+    mesh, specs = mesh_of(operands[0]), [tuple(own.sharding.spec) for own in types]
     leads = [sum(level[i] for level in levels) for i in range(len(operands))]
     examples = _names_of_examples(levels, specs)
     specs = [spec[lead:] for spec, lead in zip(specs, leads, strict=True)]

@@ -1,24 +1,32 @@
-"""Where an array is of a whole: how a tensor is cut over devices, and how arrays go from one cut to another."""
+"""The sharding of a tensor, moves from one sharding to another, and the matrix whose blocks a sharded tensor has.
+
+The matrix of a tensor `[*lead, K]` is `[M, K]`, with all leading axes as one. Axes that devices shard, as of batch and
+sequence, cannot become one where they are: XLA would gather all but the first. So they stay apart, and ops take
+`[*outer, M, K]`.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from qshard.jax._ops.bind import names_of, reshaped
+from qshard import layout
+from qshard._core import quantize_steps
+from qshard.formats import Format, Usage
+from qshard.jax._ops import bind as ops
+from qshard.jax._ops.mesh import Spec, mesh_of, names_of, reshaped, spec_of, vary_alike
+from qshard.jax._ops.uint64 import words_of, words_plus, words_times
 from qshard.jax._ops.validation import check_spec_fits
 from qshard.layout import Shape
-
-AxisName = str | Sequence[str] | None
-Spec = PartitionSpec | NamedSharding | None
 
 
 @dataclass(frozen=True)
@@ -235,33 +243,6 @@ def _explicit(cut: Cut) -> bool:
     return bool(cut.mesh.explicit_axes) and set(cut.axes).isdisjoint(cut.mesh.auto_axes)
 
 
-def max_over(axes: tuple[str, ...]) -> Callable[[jax.Array], jax.Array]:
-    """The maximum of fp32 amaxes over manual mesh axes, of their bits as integers: so it is exact, and NaN wins."""
-    return lambda amax: as_float(lax.pmax(as_bits(amax), axes)) if axes else amax
-
-
-def as_bits(amax: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type(amax, jnp.int32)
-
-
-def as_float(bits: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type(bits, jnp.float32)
-
-
-def vary_alike(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """The arrays, typed as varying over every manual axis over which any of them does."""
-    own = [frozenset(jax.typeof(a).manual_axis_type.varying) for a in arrays]
-    missing = [tuple(sorted(frozenset().union(*own) - axes)) for axes in own]
-    return tuple(lax.pcast(a, m, to="varying") if m else a for a, m in zip(arrays, missing, strict=True))
-
-
-def types_tell(axes: Sequence[str] | None = None) -> bool:
-    """Whether types say over which mesh axes an array varies, all manual ones or these: not under `check_vma=False`."""
-    mesh = jax.sharding.get_abstract_mesh()
-    axes = [axis for axis in mesh.manual_axes if mesh.shape[axis] > 1] if axes is None else axes
-    return all(axis in jax.typeof(lax.axis_index(axis)).manual_axis_type.varying for axis in axes)
-
-
 def matrix_of(x: jax.Array, added: int = 0) -> jax.Array:
     """`x` `[*lead, K]` as a matrix `[M, K]`, after `added` axes. On Explicit meshes, only its ends stay cut."""
     own = x.ndim - added
@@ -306,16 +287,67 @@ def _ends(first: Any, last: Any, ndim: int) -> tuple[Any, ...]:
     return (first, *[None] * (ndim - 2), last) if ndim > 1 else (last,)[:ndim]
 
 
-def mesh_of(x: jax.Array, spec: Spec) -> Any:
-    """The mesh by the type of `x`, else of `spec`, else of the context."""
-    for mesh in (jax.typeof(x).sharding.mesh, getattr(spec, "mesh", None)):
-        if mesh is not None and not mesh.empty:
-            return mesh
-    return jax.sharding.get_abstract_mesh()
+def matrices_of(
+    x: jax.Array, places: dict[Usage, layout.PlaneLayout], cut: Cut, op: str, name: str, draws: bool = False
+) -> tuple[jax.Array, Cut]:
+    """What blocks of `x` are those of, and how it is cut: a matrix `[M, K]`; or, where a mesh may cut axes that would
+    become one, `[*outer, M, K]`. That has the same blocks if M is a whole number of them; if not, it has their pieces.
+
+    Raises:
+      ValueError: shards of `shard_map` cut blocks so that their rows do not follow one another.
+    """
+    scattered = bool(cut.inner_axes)
+    if x.ndim < 3 or not (scattered or ops.may_be_cut(x)):
+        return matrix_of(x), cut.matrix
+    sides = {where.block[1 if where.transposed else 0] for where in places.values() if where.block}
+    if all(x.shape[-2] % side == 0 for side in sides) or (scattered and not cut.local):
+        return x, cut
+    if scattered and (draws or not cut.own_blocks):
+        raise scattered_rows(x, next(iter(places.values())).format, max(sides), cut, op, name)
+    return matrix_of(x), cut.matrix
 
 
-def spec_of(spec: Spec, axis_names: str | tuple[str, ...] | None) -> PartitionSpec:
-    """By rows, where nothing else is said."""
-    if spec is None:
-        return PartitionSpec(axis_names)
-    return spec.spec if isinstance(spec, NamedSharding) else spec
+def scattered_rows(x: jax.Array, fmt: Format, unit: int, cut: Cut, op: str, name: str) -> ValueError:
+    """For a shard of `shard_map` whose blocks, or random numbers, would need more rows than it has."""
+    return ValueError(
+        f"{op}: {name} {x.shape}, of a whole cut by {cut.spec}, has rows that do not follow one another there, and an "
+        f"axis of {x.shape[-2]} that is no whole number of the {unit} rows of a block of {fmt}; cut it at blocks"
+    )
+
+
+def draws_of(
+    seed: jax.Array | None, fmt: Format, cut: Cut, shape: layout.Shape, turned: bool = False
+) -> quantize_steps.Draws | None:
+    """The random numbers of a tensor, in `shard_map` of a shard of this shape; None if it takes none.
+
+    `turned`: those of the matrix whose transpose it is.
+    """
+    if seed is None or not fmt.stochastic:
+        return None
+    rows, columns = layout.matrix_shape(shape)
+    if turned:
+        of_transpose = draws_of(seed, fmt, cut.transposed if cut.entries else cut, (columns, rows))
+        return of_transpose and of_transpose.transposed(rows)
+    if not cut.local:
+        return quantize_steps.Draws(seed, jnp.asarray(words_of(0)), columns)
+    row_step = columns * cut.shards[1]
+    if cut.inner_axes:
+        row = _first_rows(cut, shape)
+        col = cut.start(shape[-2:])[1]
+    else:
+        row, col = cut.start((rows, columns))
+    row, col = jnp.asarray(row, jnp.uint32), jnp.asarray(col, jnp.uint32)
+    first = words_plus(words_times(row, row_step), (col, jnp.zeros_like(col)))
+    return quantize_steps.Draws(seed, jnp.stack(vary_alike(*first), axis=-1), row_step)
+
+
+def _first_rows(cut: Cut, shape: layout.Shape) -> Any:
+    """Of each matrix of a shard `[*outer, M, K]`, which row of the whole its first one is."""
+    outer = len(shape) - 2
+    row: Any = jnp.uint32(0)
+    for axis, (size, names) in enumerate(zip(shape[:-1], cut.entries, strict=False)):
+        begin = jnp.asarray(lax.axis_index(names) * size if names else 0, jnp.uint32)
+        if axis < outer:
+            begin = begin + lax.iota(jnp.uint32, size).reshape(size, *(1,) * (outer - axis - 1))
+        row = row * np.uint32(size * cut.count(names)) + begin
+    return row
