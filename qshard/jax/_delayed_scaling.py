@@ -99,14 +99,14 @@ def init_delayed(recipe: DelayedScaling | str, shape: Sequence[int] = ()) -> Lin
     return LinearState(tensor(), tensor(), tensor())
 
 
-def check_shared(op: str, state: Any, axis_name: Any, name: str = "state") -> None:
+def check_shared(op: str, axis_name: Any, name: str = "state") -> None:
     """Raises ValueError where nothing tells which devices share a state, or a probe.
 
     That is in `shard_map(check_vma=False)`, without `axis_name`.
 
     The amaxes of one device would then leave as if they were those of all.
     """
-    if state is None or axis_name is not None or types_tell():
+    if axis_name is not None or types_tell():
         return
     axes = jax.sharding.get_abstract_mesh().manual_axes
     raise ValueError(
@@ -164,15 +164,15 @@ def observe(state: TensorState, amax: jax.Array, axes: tuple[str, ...] = ()) -> 
 
 
 def observe_all(
-    state: LinearState | None,
+    state: LinearState,
     weight: jax.Array | None,
     activation: jax.Array | None,
     gradient: jax.Array | None,
     axes: tuple[str, ...],
-) -> LinearState | None:
+) -> LinearState:
     """The cotangent of the state of a layer that brings these amaxes; of a weight that came as codes there is none."""
-    if state is None or activation is None or gradient is None:
-        return None
+    assert activation is not None
+    assert gradient is not None
     if weight is None:
         weight = jnp.zeros_like(state.weight.observed.amax)
     return LinearState(

@@ -31,7 +31,7 @@ from qshard.jax._ops.validation import (
 )
 from qshard.jax._quantized.array import QuantizedArray
 from qshard.jax._quantized.gather import CodedWeight, CutWeight, cut_of
-from qshard.jax._quantized.primary import PrimaryWeight, opened
+from qshard.jax._quantized.primary import CODED, PrimaryWeight, opened
 from qshard.jax._quantized.quantize import WeightScales, as_scales
 from qshard.jax._sharding.shard_spec import Cut, matrix_of, shaped
 from qshard.recipes import Recipe, RecipeLike, as_recipe
@@ -148,8 +148,11 @@ def linear(
     rows, names = None, axis_name
     if isinstance(axis_name, PartitionSpec):
         rows, names = axis_name, tuple(name for entry in axis_name for name in names_of(entry))
-    tensor_parallel = TensorParallel.of("linear", gather_rows, scatter_rows, overlap, vmap_as_rows)
-    check_shared("linear", state, names)
+    tensor_parallel = None
+    if gather_rows is not None or scatter_rows is not None or overlap:
+        tensor_parallel = TensorParallel.of("linear", gather_rows, scatter_rows, overlap, vmap_as_rows)
+    if state is not None:
+        check_shared("linear", names)
     given = _given("linear", w, weight_spec, weight_scales, seed, state)
     gather_axes = as_names("linear", "gather_axis", gather_axis)
     staged = is_staged((x, w, given))
@@ -158,10 +161,10 @@ def linear(
     if probe is not None:
         apart = local_axes is not None or tensor_parallel is not None or vmap_as_rows
         watch.check_probe("linear", probe, apart)
-        check_shared("linear", probe, names, "probe")
+        check_shared("linear", names, "probe")
         how = watch.How(as_recipe(recipe, "linear"), as_axes("linear", names), rows)
         x = jnp.asarray(x)
-        if not isinstance(w, QuantizedArray | CodedWeight | PrimaryWeight):
+        if not isinstance(w, CODED):
             whole = gathered_weight(
                 w,
                 recipe,
@@ -249,7 +252,7 @@ def _on_each_device(
             raise ValueError(
                 f"linear: local_axes ({axis!r}) is not an axis of the mesh {free}; in shard_map leave axis_name out"
             )
-    if isinstance(w, QuantizedArray | CodedWeight | PrimaryWeight):
+    if isinstance(w, CODED):
         raise TypeError(f"linear: w ({type(w).__name__}) is codes already; with local_axes pass an array")
     names = dict.fromkeys((*axes, *gather_axes))
     check_spec_fits("linear", "weight_spec", weight_spec, mesh, jnp.ndim(w))
@@ -278,7 +281,7 @@ def _as_grad_dtype(dtype: Any) -> str | None:
 
 def _given(op: str, w: Any, weight_spec: Any, weight_scales: Any, seed: Any, state: Any) -> Given:
     """Checks the types of what `jit` does not take, or would take for something else."""
-    if not isinstance(w, QuantizedArray | CodedWeight | PrimaryWeight):
+    if not isinstance(w, CODED):
         check_array(op, "w", w)
     check_spec(op, "weight_spec", weight_spec)
     if state is not None and not isinstance(state, LinearState):
@@ -302,9 +305,10 @@ def _checked_linear(
 ) -> jax.Array:
     check_dtype("linear", "x", x)
     check_spec_fits("linear", "axis_name", options["rows"], mesh_of(x, None), x.ndim - 1)
-    w, amax = opened(w)
-    given = given._replace(weight_amax=amax)
     lead = x.shape[:-1]
+    if isinstance(w, CODED):
+        w, amax = opened(w)
+        given = given._replace(weight_amax=amax)
     if tensor_parallel is not None:
         weight_spec = tensor_parallel.weight_spec("linear", options["layout"], gather_axes, weight_spec)
         parallel = tensor_parallel.parallel("linear", x, w, given, recipe, options["axes"], options["rows"])
@@ -342,9 +346,8 @@ _jitted_linear = jax.jit(
 def _checked_weight(
     w: Any, given: Given, *, recipe: Recipe, layout: WeightLayout, weight_spec: Spec, gather_axes: tuple[str, ...]
 ) -> QuantizedArray:
-    config, weight = _configured(
-        "gathered_weight", opened(w)[0], given, recipe, weight_spec, gather_axes, layout=layout
-    )
+    w = opened(w)[0] if isinstance(w, CODED) else w
+    config, weight = _configured("gathered_weight", w, given, recipe, weight_spec, gather_axes, layout=layout)
     return whole_weight(config, weight, given)
 
 

@@ -207,7 +207,7 @@ def _forward(
         kept_w = whole if w_kept is read else _whole(config, wq, w_kept)
     elif w_kept is read and config.gathers:
         scales = whole.plane(read)._replace(data=None)
-    y, scale, _ = _row_product(config, xq, Role.ACTIVATION, whole, x.shape[:-1], OfDw())
+    y, scale, _ = _row_product(config, xq, Role.ACTIVATION, whole, x.shape[:-1])
     kept_x = _only(xq, x_kept)
     if x_kept and x_kept is not Usage.ROWWISE and makes_planes_apart(config.recipe.activation):
         y, kept_x = together(y, kept_x)  # Else XLA keeps x, and makes the plane for backward there.
@@ -239,10 +239,7 @@ def _product_bwd(config: Config, kept: Kept, dy: jax.Array) -> tuple[jax.Array, 
         dyq, xq = together(dyq, xq)  # Else XLA may dequantize, or gather, what all layers keep, long before it is due.
     if config.learns and config.contracts_whole_k:
         xq = _whole_k(config, xq)
-    of_dw = OfDw((dyq, xq))
-    if config.learns and config.parallel is not None:
-        of_dw = OfDw((dyq, xq), functools.partial(_all_rows, config, dy.shape[:-1]))
-    dx, dx_scale, (dyq, xq) = _row_product(config, dyq, Role.GRADIENT, wq, dy.shape[:-1], of_dw)
+    dx, dx_scale, (dyq, xq) = _row_product(config, dyq, Role.GRADIENT, wq, dy.shape[:-1], (dyq, xq))
     dw: jax.Array | None = None
     if config.learns:
         pair = (dyq, xq) if config.layout == "NK" else (xq, dyq)
@@ -257,7 +254,9 @@ def _product_bwd(config: Config, kept: Kept, dy: jax.Array) -> tuple[jax.Array, 
         dw = scaled(made, scale, config.w_dtype)
     dx = scaled(dx, dx_scale, dy.dtype)
     x_amax, w_amax = kept.amaxes
-    observed = observe_all(kept.given.state, w_amax, x_amax, dy_amax, config.axes)
+    observed = None
+    if kept.given.state is not None:
+        observed = observe_all(kept.given.state, w_amax, x_amax, dy_amax, config.axes)
     return dx, CodedWeight(None, dw, config.shards), Given(None, None, observed)
 
 
@@ -266,7 +265,7 @@ folding_product = folding(product, *rules_of_product(None, _product_fwd, _produc
 
 
 def _row_product(
-    config: Config, q: QuantizedArray, role: Role, w: QuantizedArray, lead: Shape, of_dw: OfDw
+    config: Config, q: QuantizedArray, role: Role, w: QuantizedArray, lead: Shape, of_dw: Any = None
 ) -> tuple[jax.Array, jax.Array | None, Any]:
     """The product of x or dy, whose codes are `q`, and the whole w; and the operands of dw, of all rows."""
     backward = role is Role.GRADIENT
@@ -281,8 +280,9 @@ def _row_product(
         return row_product(q, w, of_w, lead, config.columns, **options)
 
     if config.parallel is None:
-        return *multiply(q, lead), of_dw.operands
-    return config.parallel.row_products(q, lead, role, multiply, of_dw)
+        return *multiply(q, lead), of_dw
+    gather = functools.partial(_all_rows, config, lead) if of_dw is not None and config.learns else None
+    return config.parallel.row_products(q, lead, role, multiply, OfDw(of_dw, gather))
 
 
 def _all_rows(config: Config, lead: Shape, operands: Any) -> Any:

@@ -37,7 +37,7 @@ from qshard.jax._ops.validation import (
 )
 from qshard.jax._quantized.array import QuantizedArray
 from qshard.jax._quantized.gather import CodedWeight, CutWeight, cut_of
-from qshard.jax._quantized.primary import PrimaryWeight, opened
+from qshard.jax._quantized.primary import CODED, PrimaryWeight, opened
 from qshard.jax._quantized.quantize import WeightScales, quantized
 from qshard.jax._sharding.shard_spec import Cut
 from qshard.layout import plane, source
@@ -160,12 +160,13 @@ def ragged_dot(
     layout = as_layout("ragged_dot", weight_layout)
     check_array("ragged_dot", "x", x)
     check_array("ragged_dot", "group_sizes", group_sizes)
-    if not isinstance(w, QuantizedArray | CodedWeight | PrimaryWeight):
+    if not isinstance(w, CODED):
         check_array("ragged_dot", "w", w)
     check_spec("ragged_dot", "weight_spec", weight_spec)
     if state is not None and not isinstance(state, LinearState):
         raise TypeError(f"ragged_dot: state ({shown(state)}) is not a LinearState; pass that of init_delayed")
-    check_shared("ragged_dot", state, axis_name)
+    if state is not None:
+        check_shared("ragged_dot", axis_name)
     _check_rows(x, group_sizes)
     y: jax.Array = _checked(
         x,
@@ -204,7 +205,7 @@ def _checked(
     axes: tuple[str, ...],
 ) -> jax.Array:
     check_dtype("ragged_dot", "x", x)
-    w, weight_amax = opened(w)
+    w, weight_amax = opened(w) if isinstance(w, CODED) else (w, None)
     if isinstance(w, CodedWeight):
         codes, sink = w.codes, w.sink
     else:
@@ -355,7 +356,9 @@ def _backward(config: _Config, kept: _Kept, dy: jax.Array) -> tuple[jax.Array, C
         if config.gathers:  # As in `linear`: order.py.
             dw, dx = together(dw, dx)
     x_amax, w_amax = kept.amaxes
-    observed = observe_all(given.state, w_amax, x_amax, dy_amax, config.axes)
+    observed = None
+    if given.state is not None:
+        observed = observe_all(given.state, w_amax, x_amax, dy_amax, config.axes)
     nothing: Any = _Given(None, None, observed, None)  # type: ignore[arg-type]
     return dx, CodedWeight(None, dw, None), nothing
 

@@ -203,10 +203,10 @@ def _joined(plane: Plane, fmt: Format, block: tuple[int, int], start: int, stop:
 def _unbroken(plane: Plane, fmt: Format, block: tuple[int, int]) -> tuple[Plane, tuple[int, int]]:
     """A plane whose blocks no Explicit mesh cuts: smaller blocks, with the scales of those that are cut."""
     shape = (*plane.data.shape[:-1], plane.data.shape[-1] * fmt.element.codes_per_byte)
-    pieces = Pieces.of(Cut.of(plane.data), shape, block)
-    if pieces is None:
+    cut = Cut.of(plane.data)
+    if cut.unsplit(shape, block) == block:
         return plane, block
-    grid = plane.scale_inv
+    pieces, grid = Pieces.of(cut, shape, block), plane.scale_inv
     return plane._replace(scale_inv=pieces.spread(pinned(grid, pieces.grid), pieces.count(shape))), pieces.size
 
 

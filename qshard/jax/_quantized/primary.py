@@ -153,6 +153,8 @@ class PrimaryWeight(NoArithmetic):
 
 
 _GUARD = jnp.dtype("float8_e5m2")
+CODED = (QuantizedArray, PrimaryWeight, CodedWeight)
+"""The types of weights that are codes already."""
 
 
 def is_primary(node: Any) -> bool:
@@ -190,7 +192,7 @@ def dequantize_tree(tree: Any, dtype: Any = None) -> Any:
     """
     if dtype is not None:
         dtype = as_float_name("dequantize_tree", dtype)
-    is_codes = lambda node: isinstance(node, PrimaryWeight | QuantizedArray | CodedWeight)  # noqa: E731
+    is_codes = lambda node: isinstance(node, CODED)  # noqa: E731
 
     def dequantize(node: Any) -> Any:
         if not is_codes(node):
@@ -287,7 +289,7 @@ def opened(w: Any) -> tuple[Any, jax.Array | None]:
     take these, and decay codes, without a word.
     """
     codes = w.codes if isinstance(w, CodedWeight) else w
-    if codes is None or not isinstance(w, CodedWeight | QuantizedArray | PrimaryWeight):
+    if codes is None:
         return w, None
     amax = guard = None
     if isinstance(codes, PrimaryWeight):

@@ -235,7 +235,10 @@ def _pieces(where: layout.PlaneLayout, cut: Cut, shape: layout.Shape) -> Pieces 
     if turned:
         cut = dataclasses.replace(cut, entries=(*cut.entries[-1:], *cut.entries[:-1]))
         shape = (shape[-1], *shape[:-1])
-    return Pieces.of(cut, shape, where.block, rows=(int(turned), last + turned) if goes_on else None)
+    rows = (int(turned), last + turned) if goes_on else None
+    return (
+        None if cut.unsplit(shape, where.block, rows) == where.block else Pieces.of(cut, shape, where.block, rows=rows)
+    )
 
 
 def _from_pieces(

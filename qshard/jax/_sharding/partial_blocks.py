@@ -18,10 +18,8 @@ from jax import lax
 
 from qshard.jax._ops.collectives import as_bits, as_float, max_over
 from qshard.jax._ops.mesh import reshaped, vary_alike
-from qshard.jax._sharding.shard_spec import Cut, folded, moved, pinned
+from qshard.jax._sharding.shard_spec import Block, Cut, folded, moved, pinned
 from qshard.layout import Shape
-
-Block = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -44,15 +42,10 @@ class Pieces:
     rows: tuple[int, int] | None = None
 
     @classmethod
-    def of(cls, cut: Cut, shape: Shape, block: Block, *, rows: tuple[int, int] | None = None) -> Pieces | None:
-        """Those of an array of this shape, in hand; None if its blocks are whole."""
-        size, last = _size(cut, shape, block), len(shape) - 1
-        if rows is not None:  # A piece is in one matrix.
-            at = rows[1] - last  # Of a block, the rows of the tensor.
-            size = (math.gcd(size[0], shape[-2]), size[1]) if at == 0 else (size[0], math.gcd(size[1], shape[-1]))
-        if size == block:
-            return None
-        each, ones = (block[0] // size[0], block[1] // size[1]), (1,) * (last - 1)
+    def of(cls, cut: Cut, shape: Shape, block: Block, *, rows: tuple[int, int] | None = None) -> Pieces:
+        """The parts of blocks of a local array of this shape."""
+        size, ones = cut.unsplit(shape, block, rows), (1,) * (len(shape) - 2)
+        each = (block[0] // size[0], block[1] // size[1])
         grid = cut.of_blocks(shape, (*ones, *block)) if cut.entries else cut
         if rows is None:
             return cls(cut, grid, size, (*ones, *each))
@@ -119,22 +112,6 @@ class Pieces:
         if self.rows is not None:
             entries[start : start + 1] = [None] * (stop - start)
         return reshaped(grid, full, entries)
-
-
-def _size(cut: Cut, shape: Shape, block: Block) -> Block:
-    """The largest divisors of a block that no shard of the last two axes cuts.
-
-    An op on whole arrays is cut only if all its blocks are whole, so blocks at an edge count as cut too.
-    """
-    shards = [cut.count(names) for names in cut.entries[-2:]]
-    if cut.own_blocks or math.prod(shards) == 1:
-        return block
-    parts = shape[-2:] if cut.local else [-(-size // n) for size, n in zip(shape[-2:], shards, strict=True)]
-    rows, cols = (
-        unit if cut.local and n == 1 else math.gcd(part, size, unit)
-        for part, size, unit, n in zip(parts, shape[-2:], block, shards, strict=True)
-    )
-    return rows, cols
 
 
 def _starts(shared: list[tuple[str, ...]], shape: Shape) -> list[jax.Array | int]:

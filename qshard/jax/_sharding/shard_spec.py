@@ -28,6 +28,8 @@ from qshard.jax._ops.uint64 import words_of, words_plus, words_times
 from qshard.jax._ops.validation import check_spec_fits
 from qshard.layout import Shape
 
+Block = tuple[int, int]
+
 
 @dataclass(frozen=True)
 class Cut:
@@ -173,6 +175,24 @@ class Cut:
         )
         kept = tuple(names if whole else () for names, whole in zip(self.entries, held, strict=True))
         return dataclasses.replace(self, entries=kept)
+
+    def unsplit(self, shape: Shape, block: Block, rows: tuple[int, int] | None = None) -> Block:
+        """The largest divisors of a block, in the last two axes, that no shard splits: the block, where none does.
+
+        An op on whole arrays is sharded only if all its blocks are whole, so blocks at an edge count as split too.
+        With `rows`, as in `partial_blocks`, no part of a block is in two matrices.
+        """
+        shards, size = [self.count(names) for names in self.entries[-2:]], block
+        if not self.own_blocks and math.prod(shards) > 1:
+            parts = shape[-2:] if self.local else [-(-size // n) for size, n in zip(shape[-2:], shards, strict=True)]
+            size = tuple(  # type: ignore[assignment]
+                unit if self.local and n == 1 else math.gcd(part, size, unit)
+                for part, size, unit, n in zip(parts, shape[-2:], block, shards, strict=True)
+            )
+        if rows is None:
+            return size
+        last = rows[1] == len(shape)  # The rows of the tensor are the last axis of a transposed plane.
+        return (size[0], math.gcd(size[1], shape[-1])) if last else (math.gcd(size[0], shape[-2]), size[1])
 
     def whole(self, shape: Shape) -> Shape:
         """The shape of the tensor whose blocks `x` `[*lead, K]` has: of the whole, unless shards have their own."""
