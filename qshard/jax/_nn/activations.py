@@ -19,7 +19,7 @@ from qshard._core import quantize_steps
 from qshard._core.validation import FormatLike, as_format, as_usage, shown
 from qshard.formats import Format, Usage
 from qshard.jax._ops import bind as ops
-from qshard.jax._ops.collectives import max_over
+from qshard.jax._ops.collectives import max_along, max_over
 from qshard.jax._ops.mesh import AxisName, Spec, mesh_of, vary_alike
 from qshard.jax._ops.second_derivatives import rounded_by
 from qshard.jax._ops.validation import Seed, as_axes, check_array, check_dtype, check_spec, check_spec_fits
@@ -257,7 +257,7 @@ def _over_runs(op: str, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     made = getattr(ops, op)(*runs, lead=lead)
     elements = len(made) // 2  # The amaxes follow, in the same order.
     wholes = (partitionable_ops.reshape_as(y, like) for y in made[:elements])
-    return *wholes, *(partitionable_ops.integer_max(amax, 0) for amax in made[elements:])
+    return *wholes, *(max_along(amax) for amax in made[elements:])
 
 
 # --- RMSNorm ---
@@ -293,7 +293,7 @@ def _normed(x: jax.Array, weight: jax.Array, eps: float) -> tuple[jax.Array, jax
     """y, its amax `[]`, and what rows were multiplied by, by matrices of `split_lead`."""
     rows, lead = partitionable_ops.split_lead(x)
     y, rstd, amax = ops.rms_norm(rows, _for_each(weight, rows, lead), eps=eps, lead=lead)
-    return partitionable_ops.reshape_as(y, x), partitionable_ops.integer_max(amax, 0), rstd
+    return partitionable_ops.reshape_as(y, x), max_along(amax), rstd
 
 
 def _for_each(weight: jax.Array, rows: jax.Array, lead: int) -> jax.Array:

@@ -17,7 +17,7 @@ from jax import lax
 from qshard._core import quantize_steps
 from qshard.formats import Format, Usage
 from qshard.jax._gemm.gemm import scale_of, scaled
-from qshard.jax._ops.collectives import as_bits, as_float, max_over
+from qshard.jax._ops.collectives import max_of_groups, max_over
 from qshard.jax._ops.mesh import vary_alike
 from qshard.jax._ops.uint64 import words_times
 from qshard.jax._quantized.array import QuantizedArray, plane_values
@@ -96,8 +96,7 @@ def quantized_tiles(
 
     def of_experts(amax: jax.Array, expert: jax.Array) -> jax.Array:
         """The amax of each expert, of those of all tiles."""
-        table, bits, expert = vary_alike(jnp.zeros(experts, jnp.int32), as_bits(amax), expert)
-        return max_over(axes)(as_float(table.at[expert].max(bits, mode="drop")))
+        return max_over(axes)(max_of_groups(amax, expert, experts))
 
     @jax.custom_batching.custom_vmap
     def merged(amax: jax.Array, expert: jax.Array) -> jax.Array:

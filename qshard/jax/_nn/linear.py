@@ -9,14 +9,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from qshard._core.validation import seed_missing, shown
 from qshard.jax import _probes as watch
 from qshard.jax._delayed_scaling import LinearState, check_shared, require_gradient
 from qshard.jax._nn.linear_parallel import TensorParallel
 from qshard.jax._nn.linear_vjp import Config, Given, WeightLayout, as_layout, folding_product, product, whole_weight
-from qshard.jax._ops.mesh import AxisName, Spec, mesh_of, names_of, spec_of, vary_alike
+from qshard.jax._ops.mesh import AxisName, Spec, explicit_sharding, mesh_of, names_of, spec_of, vary_alike
 from qshard.jax._ops.validation import (
     Seed,
     as_axes,
@@ -316,7 +316,7 @@ def _checked_linear(
     if vmap_as_rows:
         x = matrix_of(x)
     config, weight = _configured(
-        "linear", w, given, recipe, weight_spec, gather_axes, x_type=_explicit_type(x), **options
+        "linear", w, given, recipe, weight_spec, gather_axes, x_type=explicit_sharding(x), **options
     )
     if given.state is not None and weight.sink is not None:
         array, state = require_gradient("linear", weight.sink, given.state)
@@ -367,14 +367,14 @@ def _configured(
         elif sink is not None:
             cut = Cut.along(sink, (), weight_spec, **names)
         weight = CodedWeight(codes, sink, CutWeight(cut, gather_axes))
-        w_type = None if sink is None else _explicit_type(sink)
+        w_type = None if sink is None else explicit_sharding(sink)
     else:
         if jnp.ndim(w) != 2:
             raise ValueError(f"{op}: w {jnp.shape(w)} does not have two axes; give w as [N, K]")
         check_dtype(op, "w", w)
         check_spec_fits(op, "weight_spec", weight_spec, mesh_of(w, weight_spec), w.ndim)
         cut = Cut.along(w, gather_axes, weight_spec, **names)
-        weight, w_type = CodedWeight(None, w, CutWeight(cut, gather_axes)), _explicit_type(w)
+        weight, w_type = CodedWeight(None, w, CutWeight(cut, gather_axes)), explicit_sharding(w)
     config = Config(
         op=op,
         recipe=recipe,
@@ -387,11 +387,6 @@ def _configured(
         **options,
     )
     return config, weight
-
-
-def _explicit_type(x: jax.Array) -> NamedSharding | None:
-    sharding = jax.typeof(x).sharding
-    return sharding if sharding.mesh.explicit_axes else None
 
 
 def _check_given(op: str, recipe: Recipe, given: Given) -> None:

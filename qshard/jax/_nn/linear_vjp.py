@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, cast, get_args
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from qshard import layout
 from qshard._core.quantize_steps import Plane, makes_planes_apart
@@ -19,7 +19,7 @@ from qshard.jax import policies
 from qshard.jax._delayed_scaling import LinearState, TensorState, observe_all
 from qshard.jax._gemm.gemm import gemm, row_product, scaled, stored_for
 from qshard.jax._nn.linear_parallel import OfDw, Parallel
-from qshard.jax._ops.mesh import Spec, may_be_cut
+from qshard.jax._ops.mesh import Spec, is_auto, may_be_cut
 from qshard.jax._ops.scheduling import named, once, together
 from qshard.jax._ops.second_derivatives import rules_of_product
 from qshard.jax._ops.uint64 import words_of
@@ -124,7 +124,7 @@ class Config(LayoutConfig):
         at = self.layout.index("K")
         if self.cut.local or len(self.cut.entries) <= at or not isinstance(self.shards, CutWeight):
             return False
-        return not self.cut.entries[at] and set(self.cut.mesh.axis_types) == {AxisType.Auto}
+        return not self.cut.entries[at] and is_auto(self.cut.mesh)
 
     @property
     def by_rows(self) -> bool:

@@ -1,8 +1,13 @@
-"""The mesh of an array: its axes, their kinds, and the types that tell how arrays are sharded over them."""
+"""The mesh of an array: which kind it is of, what types tell of shardings, and mesh axes for the axes of arrays.
+
+No other module decides by the kinds of mesh axes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import enum
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -10,8 +15,9 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 AxisName = str | Sequence[str] | None
-
 Spec = PartitionSpec | NamedSharding | None
+Names = tuple[str, ...]
+Scattered = tuple[tuple[int, str], ...]
 
 
 def may_be_cut(x: jax.Array) -> bool:
@@ -64,3 +70,85 @@ def spec_of(spec: Spec, axis_names: str | tuple[str, ...] | None) -> PartitionSp
     if spec is None:
         return PartitionSpec(axis_names)
     return spec.spec if isinstance(spec, NamedSharding) else spec
+
+
+def explicit_sharding(x: jax.Array) -> NamedSharding | None:
+    """The sharding that the type of `x` has on a mesh with Explicit axes."""
+    sharding = jax.typeof(x).sharding
+    return sharding if sharding.mesh.explicit_axes else None
+
+
+def is_auto(mesh: Any) -> bool:
+    """Whether XLA alone decides how the axes of a mesh shard arrays."""
+    return set(mesh.axis_types) == {AxisType.Auto}
+
+
+class MeshKind(enum.Enum):
+    """The way in which arrays are sharded.
+
+    Attributes:
+      LOCAL: on one device, and in `shard_map` over all mesh axes: arrays are what a device has.
+      AUTO: on Auto meshes, and where none is known: XLA decides after tracing.
+      EXPLICIT: on Explicit meshes: types tell.
+      MIXED: on meshes with axes of several kinds.
+    """
+
+    LOCAL = enum.auto()
+    AUTO = enum.auto()
+    EXPLICIT = enum.auto()
+    MIXED = enum.auto()
+
+    @classmethod
+    def of(cls, x: jax.Array) -> MeshKind:
+        """The kind of the mesh of `x`."""
+        if not may_be_cut(x):
+            return cls.LOCAL
+        kinds = set(mesh_of(x).axis_types)
+        if len(kinds) > 1:
+            return cls.MIXED
+        return cls.EXPLICIT if kinds == {AxisType.Explicit} else cls.AUTO
+
+
+def count_shards(sizes: Mapping[str, int], names: Iterable[str]) -> int:
+    """The number of shards that mesh axes make, given the size of each mesh axis."""
+    return math.prod(int(sizes[name]) for name in names)
+
+
+def assign_mesh_axes(
+    sizes: Mapping[str, int], requests: Iterable[tuple[Iterable[str], int, int]], used: Iterable[str] = ()
+) -> list[Names]:
+    """Mesh axes for array axes: each mesh axis once, and only where shards are whole blocks.
+
+    Args:
+      sizes: of mesh axes.
+      requests: for each array axis, the first served first: mesh axes wanted, its size, and the size of a block.
+      used: mesh axes that are taken already.
+    """
+    taken, found = set(used), []
+    for wanted, size, block in requests:
+        names: Names = ()
+        for name in wanted:
+            if name not in taken and size % (count_shards(sizes, (*names, name)) * block) == 0:
+                names = (*names, name)
+                taken.add(name)
+        found.append(names)
+    return found
+
+
+def assign_scatter(
+    sizes: Mapping[str, int], wanted: Iterable[Any], local: Sequence[int], summed: Collection[str]
+) -> Scattered:
+    """The axes of a sum over devices that are reduce-scattered, as (array axis, mesh axis).
+
+    Args:
+      wanted: entries of the sharding that the sum is to have.
+      local: its local shape.
+      summed: the mesh axes that it sums over.
+    """
+    left, found = list(local), []
+    for axis, entry in enumerate(wanted):
+        for name in names_of(entry):
+            if name in summed and left[axis] % sizes[name] == 0:
+                found.append((axis, name))
+                left[axis] //= sizes[name]
+    return tuple(found)

@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding
 from qshard._core.quantize_steps import Plane
 from qshard._core.validation import listed, shown
 from qshard.formats import Format, Usage
+from qshard.jax._ops.collectives import sum_over
 from qshard.jax._ops.mesh import Spec
 from qshard.jax._ops.validation import as_names, check_spec
 from qshard.jax._quantized.array import QuantizedArray
@@ -100,9 +101,8 @@ class CutWeight:
         """Summed over devices and cut as the weight is. On Explicit meshes its type says that."""
         cut, made = self.cut, gradient
         if cut.local and not cut.mesh.explicit_axes:
-            for axis, names in enumerate(cut.entries):
-                if gathered := tuple(name for name in names if name in self.axes):
-                    made = lax.psum_scatter(made, gathered, scatter_dimension=axis, tiled=True)
+            gathered = ((axis, tuple(n for n in names if n in self.axes)) for axis, names in enumerate(cut.entries))
+            made = sum_over(made, ((axis, names) for axis, names in gathered if names))
         elif cut.entries and not cut.mesh.explicit_axes:
             made = lax.with_sharding_constraint(made, NamedSharding(cut.mesh, cut.spec))
         return made

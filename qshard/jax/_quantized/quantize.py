@@ -17,7 +17,7 @@ from qshard._core import quantize_steps
 from qshard._core.quantize_steps import Plane
 from qshard._core.validation import FormatLike, as_format, as_usage, shown
 from qshard.formats import Format, Usage
-from qshard.jax._ops.collectives import max_over
+from qshard.jax._ops.collectives import max_along, max_over
 from qshard.jax._ops.mesh import AxisName, Spec, may_be_cut, mesh_of, vary_alike
 from qshard.jax._ops.validation import Seed, as_axes, check_array, check_dtype, check_spec, check_spec_fits, seed_words
 from qshard.jax._quantized.array import QuantizedArray, axes_of_shape
@@ -281,7 +281,7 @@ def _from_pieces(
     if whole is None and where.global_scale_shape is not None:
         by_row = fmt.scaling.global_scale == "row"
         axes = (pieces.grid.col_axes if by_row else pieces.grid.axes) if cut.local else ()
-        whole = max_over(axes)(partitionable_ops.integer_max(amax, amax.ndim - 1 if by_row else 0))
+        whole = max_over(axes)(max_along(amax, amax.ndim - 1 if by_row else 0))
     scale, scale_inv, global_scale_inv = quantize_steps.scales(partitionable_ops, fmt, amax, whole)
     scale = pieces.spread(pinned(scale, pieces.grid), pieces.count(x.shape))
     data = quantize_steps.cast(partitionable_ops, x, fmt, scale, pieces.size, draws)

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from qshard.jax._ops.mesh import Spec, names_of, spec_of
+from qshard.jax._ops.mesh import Spec, explicit_sharding, names_of, spec_of
 from qshard.jax._ops.validation import as_names
 
 Axes = str | Sequence[str] | None
@@ -71,8 +71,7 @@ class Meaning:
 def sharding_of(x: Any) -> NamedSharding | None:
     """How an array lies, as far as it tells: one in hand does, its type on Explicit meshes does; else None."""
     if isinstance(x, jax.core.Tracer):
-        sharding = jax.typeof(x).sharding
-        return sharding if sharding.mesh.explicit_axes else None
+        return explicit_sharding(x)
     sharding = getattr(x, "sharding", None)
     return sharding if isinstance(sharding, NamedSharding) and not sharding.mesh.empty else None
 

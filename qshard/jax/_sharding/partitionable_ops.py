@@ -22,6 +22,7 @@ from jax.sharding import AxisType
 
 from qshard._core.flat_shards import Bucket
 from qshard.jax._ops import bind as ops
+from qshard.jax._ops.collectives import max_along
 from qshard.jax._ops.mesh import may_be_cut, mesh_of, names_of, reshaped, vary_alike
 from qshard.jax._ops.scheduling import together
 from qshard.jax._ops.uint64 import Words, words_plus, words_times
@@ -63,7 +64,7 @@ def _by_runs(op: str, x: jax.Array, *scale: jax.Array, shards: int = 1, **option
     results = []
     for out, y in zip(table()[op].outputs, arrays, strict=True):
         if out.name == "amax":
-            results.append(integer_max(y, lead))
+            results.append(max_along(y, lead))
         elif out.name == "data_t":
             results.append(_turned_as(y, x, options.get("batch", 0)))
         else:
@@ -86,7 +87,7 @@ def amax_hadamard(x: jax.Array, *, block_rows: int, block_cols: int, shards: int
         block = {"block_rows": x.shape[0], "block_cols": block_cols}
     else:
         block = {"block_rows": math.gcd(block_rows, 16), "block_cols": run}
-    return tuple(integer_max(amax, 0) for amax in ops.amax_hadamard(x, **block))
+    return tuple(max_along(amax) for amax in ops.amax_hadamard(x, **block))
 
 
 def _under_global(op: str, *operands: jax.Array, **options: Any) -> Any:
@@ -178,14 +179,6 @@ def _turned_as(y: jax.Array, x: jax.Array, batch: int) -> jax.Array:
 def reshape_as(y: jax.Array, x: jax.Array) -> jax.Array:
     """`y` in the shape of `x`, and on Explicit meshes cut as `x` is, which JAX infers for few reshapes."""
     return reshaped(y, x.shape, jax.typeof(x).sharding.spec)
-
-
-def integer_max(amax: jax.Array, lead: int) -> jax.Array:
-    """The maximum over all but the `lead` first axes, of bits as integers: exact in any order, and NaN wins."""
-    if amax.ndim == lead:  # XLA would launch a kernel for it.
-        return amax
-    bits = lax.bitcast_convert_type(amax, jnp.int32)
-    return lax.bitcast_convert_type(jnp.max(bits, axis=tuple(range(lead, amax.ndim)), initial=0), jnp.float32)
 
 
 def transposed(a: jax.Array) -> jax.Array:

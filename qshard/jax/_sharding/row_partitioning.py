@@ -11,7 +11,6 @@ are all the axes that lead. It is told which mesh axes cut them (`Held`), and ad
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
@@ -20,11 +19,20 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from qshard.jax._ops import bind as ops
+from qshard.jax._ops.collectives import sum_over
 from qshard.jax._ops.custom_partitioning import asked, asking, local, specs_of
-from qshard.jax._ops.mesh import may_be_cut, mesh_of, names_of, types_tell
+from qshard.jax._ops.mesh import (
+    MeshKind,
+    assign_mesh_axes,
+    assign_scatter,
+    count_shards,
+    mesh_of,
+    names_of,
+    types_tell,
+)
 from qshard.jax._ops.second_derivatives import second_derivative
 
 Names = tuple[str, ...]
@@ -73,11 +81,9 @@ class Held:
 
     def of_w(self, made: jax.Array) -> jax.Array:
         """A gradient of "classes K", to which all rows add."""
-        for axis, name in self.scattered:
-            made = lax.psum_scatter(made, name, scatter_dimension=axis, tiled=True)
         scattered = {name for _, name in self.scattered}
         left = tuple(name for names in self.rows for name in names if name not in scattered)
-        return lax.psum(made, left) if left else made
+        return sum_over(made, self.scattered, left)
 
     def spec(self, form: str, *, is_sum: bool = False) -> PartitionSpec:
         """How an array of this form is cut. `is_sum`: it is a result."""
@@ -129,14 +135,12 @@ def on_devices(
 
 
 def _spread(function: RowFunction, classes: Names, operands: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-    mesh = mesh_of(operands[0])
-    kinds = set(mesh.axis_types)
-    if classes or kinds == {AxisType.Manual} or not may_be_cut(operands[0]):
-        return function(Held(classes), *operands)
-    if len(kinds) > 1:
+    kind = MeshKind.of(operands[0])
+    if kind is MeshKind.MIXED and not classes:
         _check_mixed(function, operands)
-        return function(Held(), *operands)
-    is_explicit = kinds == {AxisType.Explicit}
+    if classes or kind in (MeshKind.LOCAL, MeshKind.MIXED):
+        return function(Held(classes), *operands)
+    is_explicit = kind is MeshKind.EXPLICIT
 
     @custom_vmap
     def call(*operands: jax.Array) -> tuple[jax.Array, ...]:
@@ -270,27 +274,15 @@ def _held(
 
     `wanted`: how a result of "classes K" is to be cut. `used`: mesh axes that cut something else.
     """
-    known = set(used)
-
-    def taken(entry: Any, size: int) -> Names:
-        kept: list[str] = []
-        for name in names_of(entry):
-            if name not in known and size % math.prod(mesh[each] for each in (*kept, name)) == 0:
-                kept.append(name)
-                known.add(name)
-        return tuple(kept)
-
     entries = [(*spec, *[None] * (len(s) - len(spec))) for spec, s in zip(specs, shapes, strict=True)]
     count = len(shapes[0]) - len(function.takes[0].split()) + 1
-    rows = tuple(taken(entries[0][axis], shapes[0][axis]) for axis in range(count))
     having = next(i for i, form in enumerate(function.takes) if "classes" in form)
-    axis = count if function.takes[having].startswith("rows") else 0
-    classes = taken(entries[having][axis], shapes[having][axis])
-    summed, scattered = {name for names in rows for name in names}, []
-    for at, entry in enumerate(wanted):
-        left = shapes[having][at] // (math.prod(mesh[name] for name in classes) if at == 0 else 1)
-        for name in names_of(entry):
-            if name in summed and left % mesh[name] == 0:
-                scattered.append((at, name))
-                left //= mesh[name]
-    return Held(classes, rows, tuple(scattered), own=True)
+    places = [
+        *((0, axis) for axis in range(count)),
+        (having, count if function.takes[having].startswith("rows") else 0),
+    ]
+    requests = [(names_of(entries[i][axis]), shapes[i][axis], 1) for i, axis in places]
+    *rows, classes = assign_mesh_axes(mesh, requests, used)
+    left = [shapes[having][0] // count_shards(mesh, classes), *shapes[having][1:]]
+    scattered = assign_scatter(mesh, wanted, left, [name for names in rows for name in names])
+    return Held(classes, tuple(rows), scattered, own=True)
