@@ -15,6 +15,7 @@ import jax
 from flax import nnx
 from jax.extend import core
 
+from qshard.jax._jax_internals import is_nnx_pytree
 from qshard.jax._nn.dimension_numbers import Terms
 
 _PASS_ON = ("convert_element_type", "copy")
@@ -36,7 +37,7 @@ def extended(kind: type[nnx.Module]) -> type[nnx.Module]:
     if kind not in _EXTENDED:
         own = {"_extends": kind, "__module__": kind.__module__, "__doc__": kind.__doc__}
         own |= {"__call__": _call, "__reduce_ex__": _reduce}  # No second base: it would change the layout of objects.
-        options = {"pytree": kind._pytree__is_pytree}
+        options = {"pytree": is_nnx_pytree(kind)}
         _EXTENDED[kind] = types.new_class(f"Quantized{kind.__name__}", (kind,), options, lambda ns: ns.update(own))
     return _EXTENDED[kind]
 

@@ -13,8 +13,7 @@ plain `jax.ffi.ffi_call` would gather a sharded operand, silently.
 A transposed result has no leading axis in common with its operand. The primitive gives it the operand's logical axes,
 and a *layout* that transposes its memory. The `jnp.transpose` that follows is free.
 
-Sources: Shardy, `sdy.op_sharding_rule`. The frontend attribute `num_batch_dims` is not documented: JAX's own LAPACK
-calls are cut by it. Tests pin both.
+Sources: Shardy, `sdy.op_sharding_rule`; `_jax_internals.partitioning_attributes`. Tests pin both.
 
 >>> import jax.numpy as jnp
 >>> from qshard.jax import ops
@@ -35,11 +34,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
-from jax.extend.mlir import ir
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from qshard import _ffi
+from qshard.jax._jax_internals import device_count, partitioning_attributes, platforms_of
 from qshard.jax._ops import second_derivatives
 from qshard.jax._ops.mesh import may_be_cut, names_of, reshaped
 from qshard.op_table import Binding, Factor, Operand, OpSpec, View, multi_table, table
@@ -198,13 +197,13 @@ class Op:
         )
 
     def _lower(self, ctx: Any, *operands: Any, shapes: tuple[tuple[int, ...], ...], **options: Any) -> Any:
-        missing = sorted(set(ctx.module_context.platforms) - _registered)
+        missing = sorted(set(platforms_of(ctx)) - _registered)
         if missing:
             raise NotImplementedError(
                 f"{self.spec.name}: this build of qshard has no kernels for {', '.join(missing)}; "
                 "build it where a CUDA compiler is found, or run on the CPU"
             )
-        devices = getattr(ctx.module_context.axis_context, "num_devices", 1) or 1
+        devices = device_count(ctx)
         meshes = (ctx.avals_in[0].sharding.mesh, jax.sharding.get_abstract_mesh())
         if devices > 1 and not options["cuttable"] and all(mesh.empty for mesh in meshes):
             raise ValueError(
@@ -212,17 +211,14 @@ class Op:
                 "would gather all of them; trace within jax.set_mesh(mesh)"
             )
         binding = self._bound(ctx.avals_in, options, shapes)
-        batch_dims = ir.StringAttr.get(str(min(binding.lead, max(0, ctx.avals_in[0].ndim - 1))))
+        batch_dims = min(binding.lead, max(0, ctx.avals_in[0].ndim - 1))
         rule = jax.ffi.ffi_lowering(
             target_of(self.spec.name),
             # Layouts here run from minor to major.
             operand_layouts=[view.order[::-1] for view in binding.inputs],
             result_layouts=[view.order[::-1] for view in binding.outputs],
             operand_output_aliases=self._in_place,
-            extra_attributes={
-                "mhlo.frontend_attributes": ir.DictAttr.get({"num_batch_dims": batch_dims}),
-                "sdy.sharding_rule": ir.Attribute.parse(shardy_rule(binding)),
-            },
+            extra_attributes=partitioning_attributes(batch_dims, shardy_rule(binding)),
         )
         attributes = {name: encoded(v) for name, v in options.items() if name not in ("cuttable", "dtype")}
         return rule(ctx, *operands, **attributes)

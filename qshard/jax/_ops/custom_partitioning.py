@@ -28,6 +28,7 @@ from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from qshard._core.environment import __version__
+from qshard.jax._jax_internals import device_count, is_for_export
 from qshard.jax._ops import bind as ops
 
 
@@ -114,8 +115,7 @@ def asked(function: Callable[..., Any], exported: Callable[..., Any], static: An
 
 
 def _lower(ctx: Any, *operands: Any, function: Any, exported: Any, name: str) -> Any:
-    devices = getattr(ctx.module_context.axis_context, "num_devices", 1) or 1
-    is_saved = devices > 1 and ctx.module_context.lowering_parameters.for_export
+    is_saved = device_count(ctx) > 1 and is_for_export(ctx)
     call = jaxpr_as_fun(exported if is_saved else function)
 
     def named(*operands: Any) -> Any:

@@ -22,6 +22,8 @@ from jax.extend.core import Primitive
 from jax.extend.mlir import ir
 from jax.interpreters import batching, mlir
 
+from qshard.jax._jax_internals import lower_once
+
 _Tree = TypeVar("_Tree")
 _Other = TypeVar("_Other")
 
@@ -71,10 +73,7 @@ def _batched(arrays: Any, axes: Any, *, count: int, how: Hashable) -> Any:
 def _lowered(ctx: Any, *values: Any, count: int, how: Hashable) -> Any:
     # What a block has made lies before what it makes next, and so may serve it.
     block = ir.InsertionPoint.current.block
-    seen = getattr(ctx.module_context, "cached_primitive_lowerings", None)
-    if seen is None:  # No part of JAX's interface: without it x is quantized again, to the same bits.
-        return values[:count]
-    return seen.setdefault((_once, block, values[count:], how), values[:count])
+    return lower_once(ctx, (_once, block, values[count:], how), values[:count])
 
 
 batching.primitive_batchers[_once] = _batched

@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from qshard._core.validation import check_float, listed, shown
 from qshard.formats import FLOATS, Format
+from qshard.jax._jax_internals import wrapped_value
 from qshard.jax._ops.bind import check_sizes
 from qshard.jax._ops.mesh import names_of
 from qshard.jax._ops.uint64 import words_of
@@ -34,7 +35,7 @@ def is_staged(tree: Any) -> bool:
         value = leaf
         # Of a transform, around what it transforms. One that does not show it counts as of a program, as does `jit`'s.
         while isinstance(value, jax.core.Tracer):
-            value = getattr(value, "primal", getattr(value, "val", None))
+            value = wrapped_value(value)
         if not isinstance(value, _ARRAYS):
             return True
     return False

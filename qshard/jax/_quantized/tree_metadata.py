@@ -7,11 +7,8 @@ the tree. What makes quantized arrays of those again is one string, for the meta
 from __future__ import annotations
 
 import functools
-import importlib.util
 import json
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from importlib.abc import MetaPathFinder
 from types import ModuleType
 from typing import Any
 
@@ -23,6 +20,7 @@ from qshard._core.quantize_steps import Plane
 from qshard._core.validation import shown
 from qshard.formats import Format
 from qshard.jax._delayed_scaling import LinearState, Observed, TensorState
+from qshard.jax._jax_internals import when_imported
 from qshard.jax._quantized.array import QuantizedArray
 from qshard.jax._quantized.primary import PrimaryWeight
 
@@ -233,27 +231,4 @@ def _register(serialization: ModuleType) -> None:
             )
 
 
-class _OnceFlaxIsImported(MetaPathFinder):
-    """Finds `flax.serialization` as Python does, and tells it of our types once it has run."""
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name != "flax.serialization":
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        loader: Any = spec and spec.loader
-        if loader is not None:
-            run = loader.exec_module
-
-            def exec_module(module: ModuleType) -> None:
-                run(module)
-                _register(module)
-
-            loader.exec_module = exec_module
-        return spec
-
-
-if "flax.serialization" in sys.modules:
-    _register(sys.modules["flax.serialization"])
-else:
-    sys.meta_path.insert(0, _OnceFlaxIsImported())
+when_imported("flax.serialization", _register)
