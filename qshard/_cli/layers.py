@@ -125,7 +125,7 @@ class Question:
         found, left_out = [], {}
         for fmt in self.formats:
             usages = self.usage.planes[:1] if fmt.transposes else self.usage.planes
-            if fmt.hadamard and self.usage is Usage.ROWWISE:
+            if fmt.rotates(Usage.BOTH) and self.usage is Usage.ROWWISE:
                 usages = (Usage.COLUMNWISE,)
             try:
                 for usage in usages:
@@ -142,11 +142,7 @@ class Question:
         for fmt, usage in self.planes(entry.shape)[0]:
             if usage not in self.usage.planes:
                 continue
-            where = plane(fmt, entry.shape, usage)
-            scales = math.prod(where.scale_shape) * (4 if fmt.stored_scale_dtype == "float32" else 1)
-            whole = 0 if where.global_scale_shape is None else 4 * math.prod(where.global_scale_shape)
-            before = sizes.get(str(fmt), 0.0)
-            sizes[str(fmt)] = before + math.prod(where.data_shape) + scales + whole
+            sizes[str(fmt)] = sizes.get(str(fmt), 0.0) + plane(fmt, entry.shape, usage).nbytes
         return min(sizes.values())
 
 

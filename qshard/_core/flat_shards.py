@@ -367,7 +367,7 @@ def plan_shards(
         padded = -(-size // max(1, where.unit * world)) * where.unit
         starts = tuple(min(size, r * padded) for r in range(world))
         stops = tuple(min(size, (r + 1) * padded) for r in range(world))
-        shards.append(FlatShards(starts, stops, min(padded, size), world > 1 and where.tensor_scaled))
+        shards.append(FlatShards(starts, stops, min(padded, size), world > 1 and where.format.tensor_scaled))
     return tuple(shards)
 
 

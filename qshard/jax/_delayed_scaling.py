@@ -27,7 +27,7 @@ from qshard.jax._ops.mesh import AxisName, types_tell
 from qshard.jax._ops.validation import as_axes
 from qshard.jax._sharding import partitionable_ops
 from qshard.jax._sharding.vmap_rows import refuse
-from qshard.recipes import DelayedScaling, Role, as_delayed
+from qshard.recipes import DelayedScaling, RecipeLike, Role, as_delayed
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["amax", "seal"], meta_fields=[])
@@ -74,14 +74,14 @@ class LinearState:
     gradient: TensorState
 
 
-def init_delayed(recipe: DelayedScaling | str, shape: Sequence[int] = ()) -> LinearState:
+def init_delayed(recipe: RecipeLike, shape: Sequence[int] = ()) -> LinearState:
     """The state of a `linear` before the first step: scales and histories of 0.
 
     A scale of 0 is none yet: until an update has made one, each tensor is scaled by its own amax, as in current
     scaling, less the margin.
 
     Args:
-      recipe: has the length of the history. "DelayedScaling" is that with defaults.
+      recipe: a `DelayedScaling`, which has the length of the history, or its name.
       shape: leading axes of every array, as of layers that are scanned over.
 
     >>> init_delayed(DelayedScaling(history=4), shape=(12,)).weight.amax_history.shape

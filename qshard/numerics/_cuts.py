@@ -7,17 +7,9 @@ from qshard.layout import PlaneLayout, matrix_shape
 from qshard.numerics._arrays import Whole
 
 
-def block_of(where: PlaneLayout) -> tuple[int, int] | None:
-    """Rows and columns of `x` as a matrix, not as it is stored, that share a scale; None: all of it does."""
-    block = where.block
-    return block[::-1] if block is not None and where.transposed else block
-
-
 def are_blocks_cut(where: PlaneLayout, x: Whole) -> bool:
     """Whether pieces of any process end within blocks."""
-    block = block_of(where)
-    if block is None:
-        return False
+    block = where.format.block_shape(where.usage)
     for box in x.boxes:
         for cut, length, end in zip(box, block, matrix_shape(x.shape), strict=True):
             if cut.start % length or (cut.stop % length and cut.stop != end):
@@ -28,10 +20,9 @@ def are_blocks_cut(where: PlaneLayout, x: Whole) -> bool:
 def check_pieces(where: PlaneLayout, x: Whole, op: str) -> None:
     """Raises ValueError where blocks are cut whose scales depend on more than their amaxes."""
     fmt = where.format
-    if not (fmt.scaling.four_over_six is not None or where.rotated) or not are_blocks_cut(where, x):
+    if (fmt.slice_refusal is None and not where.rotated) or not are_blocks_cut(where, x):
         return
-    block = block_of(where)
-    assert block is not None
+    block = fmt.block_shape(where.usage)
     why = "is rotated" if where.rotated else "is tried at two scales"
     raise ValueError(
         f"{op}: x {x.shape} is cut within blocks of {block[0]}x{block[1]}, each of which {why} ({fmt}, "

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from qshard._core.validation import FormatLike, as_format, as_formats
-from qshard.formats import ELEMENTS, FORMATS, Format, Usage
-from qshard.layout import PlaneLayout, Shape, plane, source
+from qshard.formats import FORMATS, Format, Usage
+from qshard.layout import Shape, plane, source
 from qshard.numerics._arrays import Whole, whole_of
 from qshard.numerics._cuts import check_pieces
 from qshard.numerics._floats import Floats as Floats
@@ -220,18 +220,10 @@ def stats_of(x: Floats | Whole, fmt: Format, usage: Usage, seed: int, op: str, a
         worst_block_db=decibels(1.0, worst.ratio) if worst else math.nan,
         worst_block=(worst.block if stored is usage else worst.block[::-1]) if worst else None,
         beyond_float32=share(beyond),
-        bits_per_element=share(8 * _stored_bytes(where)),
+        bits_per_element=share(8 * where.nbytes),
         scale_histogram=dict(sorted(scales.items())),
         error_by_exponent=errors,
     )
-
-
-def _stored_bytes(where: PlaneLayout) -> int:
-    """Of data and all scales of a plane."""
-    wide = np.dtype(np.float32).itemsize
-    scales = math.prod(where.scale_shape) * (1 if where.format.scale_dtype in ELEMENTS else wide)
-    whole = where.global_scale_shape
-    return math.prod(where.data_shape) + scales + (0 if whole is None else wide * math.prod(whole))
 
 
 def decibels(signal: float, noise: float) -> float:

@@ -74,7 +74,7 @@ def output_noise(x: Any, w: Any, fmt: FormatLike, *, seed: int = 0) -> float:
 
 def _step(fmt: Format) -> int:
     """Rows of a whole number of blocks."""
-    block = fmt.block[0] if fmt.block else 1
+    block = fmt.block_shape()[0]
     return -(-ROWS // block) * block
 
 

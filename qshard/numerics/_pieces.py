@@ -43,15 +43,14 @@ def compared(x: Whole, fmt: Format, usage: Usage, seed: int, op: str) -> Iterato
     if not is_one and are_blocks_cut(layout, x):
         yield from _cut(x, pieces, layout, whole, draws)
         return
-    block, shared = layout.block, not is_one and layout.block is None
+    block, shared = plain.block_shape(stored), not is_one and plain.per_tensor
     for array, at in pieces:
         merged = None if whole is None else functools.partial(_given, _of_rows(whole, at[0], len(array)))
         place = _draws_at(draws, at, matrix)
         parts = quantize_steps.quantize(kernels.ops, array, plain, stored, reduce_max=merged, draws=place)[stored]
         scales, of_piece = kernels.block_scales(parts, plain), plane(plain, array.shape, stored)
-        row, column = _stored(layout, at)
-        first = at if block is None else (row // block[0], column // block[1])
-        yield Compared(kernels.ops, array, parts, plain, of_piece, scales, first, None, shared)
+        row, column = _stored(layout, (at[0] // block[0], at[1] // block[1]))
+        yield Compared(kernels.ops, array, parts, plain, of_piece, scales, (row, column), None, shared)
 
 
 def _given(amax: NDArray[np.float32], own: Any) -> NDArray[np.float32]:
@@ -61,13 +60,12 @@ def _given(amax: NDArray[np.float32], own: Any) -> NDArray[np.float32]:
 
 def _amax_of_all(x: Whole, pieces: list[Piece], fmt: Format) -> NDArray[np.float32] | None:
     """What scales of the whole, or of its rows, are made of; None if the format has none."""
-    by_row = fmt.scaling.global_scale == "row"
-    if fmt.block is not None and fmt.scaling.global_scale is None:
+    if not (fmt.tensor_scaled or fmt.row_scaled):
         return None
-    whole = np.zeros(matrix_shape(x.shape)[0] if by_row else (), np.float32)
+    whole = np.zeros(matrix_shape(x.shape)[0] if fmt.row_scaled else (), np.float32)
     for array, (row, _) in pieces:
         found = quantize_steps.global_amax(kernels.ops, array, fmt)
-        _raise_to(whole[row : row + len(array)] if by_row else whole, found)
+        _raise_to(whole[row : row + len(array)] if fmt.row_scaled else whole, found)
     return x.maximum(whole)
 
 

@@ -132,8 +132,7 @@ class Compared:
 
     def sums(self, advance: Advance) -> Sums:
         """Those of all elements. `advance` is told of elements as they are done, on the calling thread."""
-        shape = self._stored_shape
-        block = self.where.block or shape
+        shape, block = self._stored_shape, self.where.scaled_shape
         steps = [SIZE // max(min(other, size), 1) for other, size in zip(shape[::-1], TILE[::-1], strict=True)]
         tiles = list(itertools.product(*map(cuts, shape, block, steps)))
         jobs = [tiles[i : i + TILES_OF_A_JOB] for i in range(0, len(tiles), TILES_OF_A_JOB)]
@@ -201,13 +200,13 @@ class Compared:
     def part(self, tile: Tile) -> Plane:
         """A tile of the plane."""
         (rows, cols), (data, scale_inv, whole) = tile, self.parts
-        per, block = self.format.element.codes_per_byte, self.where.block
-        if block is not None:
+        per, block = self.format.element.codes_per_byte, self.where.scaled_shape
+        if scale_inv.ndim:
             blocks = tuple(
                 slice(cut.start // size, -(-cut.stop // size)) for cut, size in zip(tile, block, strict=True)
             )
             scale_inv = np.ascontiguousarray(scale_inv[blocks])
-        if whole is not None and self.where.row_scaled:
+        if whole is not None and self.format.row_scaled:
             whole = whole[rows]
         return Plane(np.ascontiguousarray(data[rows, cols.start // per : cols.stop // per]), scale_inv, whole)
 
@@ -224,10 +223,10 @@ class Compared:
         error = np.subtract(value, size)
         if not counted.all():
             size[~counted] = error[~counted] = 0
-        block = self.where.block or self._stored_shape
+        block = self.where.scaled_shape
         row, col = (
             first + cut.start // length
-            for first, cut, length in zip(self.first if self.where.block else (0, 0), tile, block, strict=True)
+            for first, cut, length in zip((0, 0) if self.format.per_tensor else self.first, tile, block, strict=True)
         )
         signal, noise = (_of_blocks(np.square(part, out=part), block) for part in (size, error))
         ends = zip(tile, block, self._stored_shape, strict=True)
@@ -244,11 +243,11 @@ class Compared:
 
     def _saturated(self, given: NDArray[np.float32], codes: NDArray[np.uint8], tile: Tile) -> int:
         """How many elements are too large for their scale. Only what is stored as the largest can be."""
-        element, block = self.format.element, self.where.block
+        element, block = self.format.element, self.where.scaled_shape
         largest = np.flatnonzero(codes == element.max_code)
         step = 2.0 ** (element.max_exponent - element.mantissa_bits)
         scale: NDArray[Any] = self.scales
-        if block is not None:
+        if scale.ndim:
             row, col = np.divmod(largest, given.shape[1])
             scale = scale[(row + tile[0].start) // block[0], (col + tile[1].start) // block[1]]
         scale = scale.astype(np.float64)
@@ -338,7 +337,7 @@ def _join_all(prefix: str) -> None:
 
 def magnitudes(data: NDArray[np.uint8], fmt: Format) -> NDArray[np.uint8]:
     """Codes without their signs, one a byte."""
-    if fmt.element.codes_per_byte > 1:
+    if fmt.element.packed:
         codes = np.empty((*data.shape, 2), np.uint8)
         codes[..., 0], codes[..., 1] = data, data >> 4
         data = codes.reshape(data.shape[0], -1)

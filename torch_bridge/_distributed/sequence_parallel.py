@@ -32,7 +32,7 @@ import torch.distributed._functional_collectives as funcol
 import torch.distributed._symmetric_memory as _symmetric
 from torch import Tensor
 
-from qshard._core.quantize_steps import Plane
+from qshard._core.quantize_steps import Plane, plane_rows
 from qshard.formats import Usage
 from qshard.layout import is_transposed
 from qshard.recipes import Recipe, Role
@@ -148,12 +148,8 @@ class Rows(NamedTuple):
 
     def _run(self, operand: Operand, at: int) -> Operand:
         """One run of a rowwise plane, by its number."""
-        made = {}
-        for name in _cut_fields(operand):
-            part = getattr(operand.parts, name)
-            size = self.run * part.shape[0] // operand.parts.data.shape[0]
-            made[name] = part[at * size : (at + 1) * size]
-        return operand._replace(parts=operand.parts._replace(**made))
+        parts = plane_rows(operand.parts, operand.format, at * self.run, (at + 1) * self.run)
+        return operand._replace(parts=parts)
 
     def _cut_parts(self, operand: Operand) -> list[Tensor]:
         return [getattr(operand.parts, name) for name in _cut_fields(operand)]
@@ -184,7 +180,7 @@ def rows_of(
     """How the rows of a tensor are cut along an axis; None if they cannot be: not evenly, or not between blocks."""
     fmt, size, ranks = recipe.format(role), shape[dim], group.size()
     run = size // ranks * math.prod(shape[dim + 1 : -1])
-    units = [(fmt.block_of(usage) or (1, 1))[0] for usage in Usage.BOTH.planes]
+    units = [fmt.block_shape(usage)[0] for usage in Usage.BOTH.planes]
     whole = (
         size % ranks == 0 and all(run % unit == 0 for unit in units) and not recipe.added_rows(role, Usage.BOTH, run)
     )

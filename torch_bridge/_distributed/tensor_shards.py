@@ -211,7 +211,7 @@ def check_cut(
         # Of x, and of the gradient of y, it is the columns that are cut along.
         for role, along in ((Role.WEIGHT, cut), ((Role.GRADIENT, Role.ACTIVATION)[cut], 1)):
             fmt = recipe.format(role)
-            unit = max((fmt.block_of(usage) or (1, 1))[along] for usage in Usage.BOTH.planes)
+            unit = max(fmt.block_shape(usage)[along] for usage in Usage.BOTH.planes)
             if size % unit and size < whole:
                 raise ValueError(
                     f"{what} is not cut between blocks: shards of {size} {('rows', 'columns')[cut]} meet {role.value}s "
@@ -248,7 +248,7 @@ def merge_plan(parts: Sequence[Part | None], plan: MasterPlan, amaxes: Tensor) -
     found: dict[int, Tensor] = {}
     for bucket in plan.buckets:
         for i, (grid, whole) in zip(bucket.indices, bucket.split(*bucket.found(amaxes)), strict=True):
-            of_tensor = grid if bucket.fmt.block is None else whole
+            of_tensor = grid if bucket.fmt.per_tensor else whole
             if of_tensor is not None:
                 found[i] = of_tensor
     merge_parts([parts[i] for i in found], list(found.values()))

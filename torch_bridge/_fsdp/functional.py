@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from qshard._core import flat_shards, quantize_steps
+from qshard._core import flat_shards
 from qshard._core.flat_shards import MasterPlan
+from qshard._core.operands import quantize_operand
 from qshard._core.quantize_steps import Plane
 from qshard._core.validation import as_format, shown
 from qshard.formats import Format, Usage
@@ -197,8 +198,8 @@ def gathered(local: ShardedWeight, cut: Cut, dtype: torch.dtype, *, observe: boo
         if not delayed.knows_scale():  # The first scale is of the whole weight.
             own = ops.amax_tensor(shard, lead=0)
             scale, _ = delayed.scales_under(cut.group.all_reduce(own.view(torch.int32), "max").view(torch.float32))
-        planes, amax = quantize_steps.quantize_delayed(ops, shard, cut.fmt, Usage.ROWWISE, scale, delayed.margin)
-        if observe:
+        planes, amax = quantize_operand(ops, shard, state.operand, scale=scale)
+        if observe and amax is not None:
             delayed.observe(amax)
         codes, scale_inv, global_scale_inv = planes[Usage.ROWWISE]
         codes = torch.nn.functional.pad(codes, (0, 0, 0, cut.longest - codes.shape[0]))
@@ -206,7 +207,7 @@ def gathered(local: ShardedWeight, cut: Cut, dtype: torch.dtype, *, observe: boo
         amaxes = _amaxes(shard, str(cut.fmt), cut.shape, cut.start)
         amaxes = cut.group.all_reduce(amaxes.view(torch.int32), "max").view(torch.float32)  # See `max_over_ranks`.
         codes, scale_inv, *others = _codes(shard, amaxes, str(cut.fmt), cut.shape, cut.start, cut.longest)
-        global_scale_inv = others[0] if cut.fmt.scaling.global_scale else None
+        global_scale_inv = others[0] if others else None
     where = plane(cut.fmt, cut.shape, Usage.ROWWISE, op="gathered_weight")
     codes = cut.group.all_gather(codes.contiguous()).view(-1)[: math.prod(where.data_shape)].view(where.data_shape)
     return QuantizedTensor(cut.fmt, cut.shape, dtype, rowwise=Plane(codes, scale_inv, global_scale_inv))

@@ -45,7 +45,9 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from qshard._core.operands import OperandSpec
 from qshard._core.quantize_steps import Scales
+from qshard.formats import Usage
 from qshard.recipes import Recipe, Role
 from qshard.torch_bridge._delayed_scaling import DelayedScale, update_delayed
 from qshard.torch_bridge._distributed.dtensor import local_of
@@ -67,6 +69,7 @@ class ScaleState:
 
     Attributes:
       fills: how often random values have been put there.
+      operand: how the weight is quantized.
       refusal: why FSDP2 cannot gather it; None if it can.
       delayed: holds the scales instead, if the recipe is `DelayedScaling`.
       primary: its master and codes, if it is a primary weight.
@@ -83,7 +86,8 @@ class ScaleState:
     def __init__(
         self, recipe: Recipe, name: str, root: nn.Module | None = None, device: Any = None, primary: bool = False
     ):
-        self.fmt = recipe.format(Role.WEIGHT)
+        self.operand = OperandSpec.of(recipe, Role.WEIGHT, Usage.ROWWISE)
+        self.fmt = self.operand.format
         self.name = name
         self.refusal = self.fmt.gather_refusal
         self.delayed = DelayedScale(recipe, Role.WEIGHT, device) if recipe.stateful else None

@@ -66,13 +66,13 @@ class ShardPlan:
         self.data_shape = where.data_shape
         self.padded_shape = (longest if of_rows else rows, width // per_byte)
         self.room = math.prod(self.padded_shape) + per_byte - 1
-        self.packs_columns = per_byte > 1 and not of_rows
+        self.packs_columns = fmt.element.packed and not of_rows
         self.described = (self.shape, self.dtype, of_rows, ranks)
         self.start = min(rows, start) * columns if of_rows else 0
         self.starts = words("fully_shard", "start", [self.start], shard.device, 1)
         self.columns, self.before = None, 0
-        self.block = where.block or self.shape
-        if not of_rows and where.block is not None:  # Under one scale places do not matter: any shard is a slice.
+        self.block = where.scaled_shape
+        if not of_rows and not fmt.per_tensor:  # Under one scale places do not matter: any shard is a slice.
             first, self.before = divmod(start, self.block[1])
             self.columns = slice(first, -(-(start + width) // self.block[1]))
         (bucket,) = plan_master([self.shape], fmt, dtype=self.dtype).buckets

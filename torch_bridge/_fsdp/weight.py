@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import warn_if_has_hooks
 
-from qshard._core import quantize_steps
+from qshard._core.operands import quantize_operand
 from qshard._core.quantize_steps import Plane, Scales
 from qshard.formats import Usage
 from qshard.torch_bridge._distributed.dtensor import local_of, wrapped_like
@@ -239,7 +239,7 @@ class ShardedWeight(Tensor):
         if not state.gathers:
             state.gathers = True
             state.passes.watch()
-        if state.fmt.element.codes_per_byte > 1 and self.shape[-1] == state.whole[-1]:
+        if state.fmt.element.packed and self.shape[-1] == state.whole[-1]:
             return _Hook(self._cast_packed_rows, _CAST_PACKED_ROWS)
         return _Hook(self._cast_shard, _CAST_SHARD)
 
@@ -298,7 +298,7 @@ class ShardedWeight(Tensor):
             return
         amax, scale_inv = (torch.empty((), dtype=torch.float32, device=shard.device) for _ in range(2))
         made = into(plan.padded_in(room)[: shard.shape[0]], amax, scale_inv)
-        quantize_steps.quantize_delayed(made, shard, plan.fmt, Usage.ROWWISE, scale, delayed.margin)
+        quantize_operand(made, shard, self.scale_state.operand, scale=scale)
         delayed.observe(amax)
 
     def fsdp_post_all_gather(

@@ -21,7 +21,7 @@ from qshard.torch_bridge._fsdp.weight import ShardedWeight
 from qshard.torch_bridge._losses.cross_entropy import LossOfRows, as_words, count_of, loss_of_rows, reduced
 from qshard.torch_bridge._nn.functional import check_gathered
 from qshard.torch_bridge._nn.linear import Linear
-from qshard.torch_bridge._nn.operands import matrix_of, planes_of, quantized, values_of
+from qshard.torch_bridge._nn.operands import LayerQuantizer, matrix_of, planes_of, values_of
 from qshard.torch_bridge._ops.autograd_node import Node, apply_node
 from qshard.torch_bridge._ops.bind import dtype_name
 from qshard.torch_bridge._ops.uint64 import constant_words, words
@@ -304,7 +304,7 @@ class _Codes(_Values):
     def _quantized(self, x: Tensor, usage: Usage, role: Role) -> dict[Usage, Operand]:
         if self._how.observer is not None:
             self._how.observer(role, x, self._seed)
-        return quantized(matrix_of(x, x.dtype), self._how.recipe, usage, role, self._seed, {}, [])[0]
+        return LayerQuantizer(self._how.recipe, self._seed).quantize(matrix_of(x, x.dtype), role, usage)[0]
 
 
 class _Weight(NamedTuple):
@@ -333,7 +333,7 @@ class _Weight(NamedTuple):
             (w,) = self.tensors
             assert w is not None
             usage = Usage.BOTH if columnwise else Usage.ROWWISE
-            return quantized(values_of(w), how.recipe, usage, Role.WEIGHT, how.seed, {}, [])[0]
+            return LayerQuantizer(how.recipe, how.seed).quantize(values_of(w), Role.WEIGHT, usage)[0]
         size = len(Plane._fields)
         there = {
             usage: Operand(self.format, Plane(*self.tensors[i * size : (i + 1) * size]), usage)

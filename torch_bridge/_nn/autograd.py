@@ -24,7 +24,7 @@ from qshard.torch_bridge._distributed.sequence_parallel import Rows
 from qshard.torch_bridge._distributed.tensor_shards import Part
 from qshard.torch_bridge._nn import activations, linear_program
 from qshard.torch_bridge._nn.amax_cache import noted_amax
-from qshard.torch_bridge._nn.operands import ROLES, matrix_of, quantized, values_of
+from qshard.torch_bridge._nn.operands import ROLES, LayerQuantizer, matrix_of, values_of
 from qshard.torch_bridge._ops.autograd_node import Node
 from qshard.torch_bridge._quantized.gemm import Operand, matmul
 from qshard.torch_bridge._quantized.plane_programs import quantized_swiglu_again, transposed
@@ -124,9 +124,8 @@ class Gradients(Node):
         else:
             usage = Usage.BOTH if need_x and need_w else Usage.ROWWISE if need_x else Usage.COLUMNWISE
             known = noted_amax(grad)
-            dys, amaxes = quantized(dy, how.recipe, usage, Role.GRADIENT, seed, how.parts, ctx.given, known)
+            dys, amax = _quantizer(ctx, seed).quantize(dy, Role.GRADIENT, usage, known)
             grad_x = grad_w = None
-            amax = amaxes[0] if amaxes else None
             travelling = None
             if need_w and (how.x_rows or how.y_rows):
                 sides = (dys.pop(Usage.COLUMNWISE), how.y_rows), (_x_of(how, of_x, seed, ctx), how.x_rows)
@@ -157,19 +156,23 @@ def _again(how: How, kept: Sequence[Any], ctx: Any) -> tuple[Tensor, Tensor | No
     return matrix_of(x, how.dtype, ctx.x_shape[-1]), amax if x.dtype == how.dtype else None
 
 
+def _quantizer(ctx: Any, seed: Tensor | None) -> LayerQuantizer:
+    return LayerQuantizer(ctx.how.recipe, seed, ctx.how.parts, ctx.given)
+
+
 def _x_of(how: How, kept: list[Any], seed: Tensor | None, ctx: Any) -> Operand:
     """x, columnwise, from what is kept of it, which leaves the list."""
-    parts, recipe, role, columns = tuple(kept), how.recipe, Role.ACTIVATION, Usage.COLUMNWISE
+    parts, role, columns = tuple(kept), Role.ACTIVATION, Usage.COLUMNWISE
     kept.clear()
-    fmt = recipe.format(role)
+    fmt = how.recipe.format(role)
     if how.x_again is None:
         return Operand(fmt, Plane(*parts), columns)
-    if how.x_again is activations.swiglu_again and fmt.block is None and not ctx.given and not how.parts:
+    if how.x_again is activations.swiglu_again and fmt.per_tensor and not ctx.given and not how.parts:
         gate, up = (matrix_of(part, part.dtype, ctx.x_shape[-1]) for part in parts[:2])
         if len(parts) > 2 and gate.dtype == how.dtype:
             return Operand(fmt, quantized_swiglu_again(gate, up, fmt, parts[2]), columns)
     x, amax = _again(how, parts, ctx)
-    return quantized(x, recipe, columns, role, seed, how.parts, ctx.given, amax)[0][columns]
+    return _quantizer(ctx, seed).quantize(x, role, columns, amax)[0][columns]
 
 
 def _w_of(how: How, kept: list[Any], seed: Tensor | None, ctx: Any) -> Operand:
@@ -178,7 +181,7 @@ def _w_of(how: How, kept: list[Any], seed: Tensor | None, ctx: Any) -> Operand:
     kept.clear()
     usage = Usage.ROWWISE if how.is_kn else Usage.COLUMNWISE
     if how.w_again:
-        return quantized(values_of(parts[-1]), how.recipe, usage, Role.WEIGHT, seed, how.parts, ctx.given)[0][usage]
+        return _quantizer(ctx, seed).quantize(values_of(parts[-1]), Role.WEIGHT, usage)[0][usage]
     codes = Plane(*parts)
     if how.w_usage is not usage:
         codes = transposed(codes, how.w_format)

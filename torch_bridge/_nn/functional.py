@@ -21,7 +21,7 @@ from qshard.torch_bridge._fsdp.weight import ShardedWeight
 from qshard.torch_bridge._nn import linear_program, saved_input
 from qshard.torch_bridge._nn.amax_cache import noted_amax
 from qshard.torch_bridge._nn.autograd import Gradients, How, Joined, Product, multiplied
-from qshard.torch_bridge._nn.operands import ROLES, matrix_of, planes_of, quantized, values_of
+from qshard.torch_bridge._nn.operands import ROLES, LayerQuantizer, matrix_of, planes_of, values_of
 from qshard.torch_bridge._ops.autograd_node import apply_node
 from qshard.torch_bridge._ops.uint64 import words
 from qshard.torch_bridge._quantized.gemm import Operand
@@ -201,10 +201,12 @@ def _product(
     source = saved_input.source_of(x) if need_w and eager and not stochastic and not parts else None
     x_usage = Usage.BOTH if need_w and source is None else Usage.ROWWISE
 
+    quantizer = LayerQuantizer(recipe, seed, parts, given)
+
     def make(usage: Usage) -> saved_input.Planes:
         known = noted_amax(x) if x.dtype == dtype else None
-        planes, amaxes = quantized(matrix_of(x, dtype), recipe, usage, Role.ACTIVATION, seed, parts, given, known)
-        return planes, [*amaxes, *given[_X_SCALES]]
+        planes, amax = quantizer.quantize(matrix_of(x, dtype), Role.ACTIVATION, usage, known)
+        return planes, [] if amax is None else [amax, *given[_X_SCALES]]
 
     if stochastic:
         xs, others = make(x_usage)
@@ -233,11 +235,11 @@ def _product(
             ready = linear_program.product(x_row.parts, x_row.format, values_of(weight), recipe, scale, seed, dtype)
         if ready is None:
             w_usage = Usage.BOTH if need_x and not w_again else forward
-            ws, amaxes = quantized(values_of(weight), recipe, w_usage, Role.WEIGHT, seed, parts, given)
+            ws, w_amax = quantizer.quantize(values_of(weight), Role.WEIGHT, w_usage)
         else:
-            amaxes = [cast(Tensor, ready[1])]
+            w_amax = ready[1]
         if delayed is not None:
-            delayed[Role.WEIGHT].observe(amaxes[0])
+            delayed[Role.WEIGHT].observe(cast(Tensor, w_amax))
     shape = (*x.shape[:-1], weight.shape[1 if is_kn else 0]) if cut is None else cut.y_shape(x, weight.shape[0])
     y: Tensor | None = None
     if ready is not None:

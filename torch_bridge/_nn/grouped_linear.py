@@ -22,7 +22,7 @@ from qshard._core.quantize_steps import Plane, Scales
 from qshard._core.validation import shown
 from qshard.formats import Format, Usage
 from qshard.layout import source
-from qshard.recipes import DelayedScaling, Recipe, RecipeLike, Role, as_recipe, check_weight_shape
+from qshard.recipes import Recipe, RecipeLike, Role, as_recipe, check_weight_shape
 from qshard.torch_bridge._fsdp.epochs import Passes
 from qshard.torch_bridge._fsdp.weight import ShardedWeight
 from qshard.torch_bridge._nn.expert_tiles import (
@@ -37,7 +37,7 @@ from qshard.torch_bridge._nn.expert_tiles import (
 )
 from qshard.torch_bridge._nn.functional import check_operand
 from qshard.torch_bridge._nn.linear import Linear
-from qshard.torch_bridge._nn.operands import ROLES, check_planes, planes_of, quantized, seeds_of, values_of
+from qshard.torch_bridge._nn.operands import ROLES, LayerQuantizer, operand_spec, planes_of, values_of
 from qshard.torch_bridge._ops.autograd_node import Node, apply_node
 from qshard.torch_bridge._ops.bind import dtype_name
 from qshard.torch_bridge._ops.foreach import SliceOps
@@ -205,10 +205,8 @@ class _How(NamedTuple):
     sizes: tuple[int, ...] | None
     delayed: Sequence[Any] | None
 
-    def scales(self, role: Role) -> tuple[Tensor | None, int]:
-        if self.delayed is None:
-            return None, 0
-        return torch.stack([states[role].scale for states in self.delayed]), cast(DelayedScaling, self.recipe).margin
+    def scales(self, role: Role) -> Tensor | None:
+        return None if self.delayed is None else torch.stack([states[role].scale for states in self.delayed])
 
     def observe(self, role: Role, amaxes: Tensor | None) -> None:
         if self.delayed is not None and amaxes is not None:
@@ -284,12 +282,10 @@ def _whole(tensors: Sequence[Tensor], rest: Any) -> Any:
 
 
 def _quantized(x: Tensor, how: _How, usage: Usage, role: Role, tiles: Tiles, seeds: Tensor | None) -> dict[Usage, Side]:
-    scale, margin = how.scales(role)
-    fmt = how.recipe.format(role)
-    check_planes((tiles.number * tiles.unit, x.shape[1]), fmt, usage, role)
+    spec = operand_spec(how.recipe, role, usage)
+    spec.layouts((tiles.number * tiles.unit, x.shape[1]))
     places = tiles.spread(x.detach().to(how.dtype))
-    drawn = seeds_of(fmt, role, seeds)
-    sides, amaxes = quantized_places(places, fmt, usage, tiles, seeds=drawn, scale=scale, margin=margin)
+    sides, amaxes = quantized_places(places, spec, tiles, seeds=seeds, scale=how.scales(role))
     how.observe(role, amaxes)
     return sides
 
@@ -316,16 +312,17 @@ def _weights(
         return together(there, [one for one in usage.planes if all(one in planes for planes in there)]), None
     fmt = recipe.weight
     values = weights[0].detach().unbind() if weights[0].ndim == 3 else [values_of(weight) for weight in weights]
-    if how.delayed is None and fmt.transposes and not fmt.stochastic and fmt.slice_refusal is None:
+    if how.delayed is None and fmt.gather_refusal is None:
         side, scales = _cast_at_once(values, fmt, None if kept is None else kept[1])
         return {Usage.ROWWISE: side}, scales
     made = []
     for i, value in enumerate(values):
         given = [] if how.delayed is None else [how.delayed[i][role].scale for role in ROLES]
-        planes, amaxes = quantized(value, recipe, usage, Role.WEIGHT, None if seeds is None else seeds[i], {}, given)
+        quantizer = LayerQuantizer(recipe, None if seeds is None else seeds[i], scales=given)
+        planes, amax = quantizer.quantize(value, Role.WEIGHT, usage)
         made.append(planes)
         if how.delayed is not None and kept is None:
-            how.delayed[i][Role.WEIGHT].observe(amaxes[0])
+            how.delayed[i][Role.WEIGHT].observe(amax)
     return together(made, usage.planes), None
 
 

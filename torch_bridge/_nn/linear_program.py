@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from qshard._core import quantize_steps
+from qshard._core.operands import quantize_operand
 from qshard._core.quantize_steps import Draws, Plane
 from qshard.formats import Format, Usage
 from qshard.gemm_dispatch import Way
-from qshard.recipes import DelayedScaling, Recipe, Role
-from qshard.torch_bridge._nn.operands import ROLES, check_planes, draws_of
+from qshard.recipes import Recipe, Role
+from qshard.torch_bridge._nn.operands import ROLES, draws_of, operand_spec
 from qshard.torch_bridge._ops.memo import Kept
 from qshard.torch_bridge._ops.programs import Steps
 from qshard.torch_bridge._quantized.gemm import LARGE, way_of
@@ -131,11 +132,11 @@ def backward_of(
             return None
         dx = _Product(way, x_dtype)
     x_parts, w_parts, _ = kept
-    check_planes((m, n), dy, usage, Role.GRADIENT)  # What ops take may be less than whole blocks.
+    operand_spec(recipe, Role.GRADIENT, usage).layouts((m, n))  # What ops take may be less than whole blocks.
     if dw and x_parts == 1:
-        check_planes((m, k), x, Usage.COLUMNWISE, Role.ACTIVATION)
+        operand_spec(recipe, Role.ACTIVATION, Usage.COLUMNWISE).layouts((m, k))
     if dx and w_parts == 1:
-        check_planes((n, k), w, Usage.COLUMNWISE, Role.WEIGHT)
+        operand_spec(recipe, Role.WEIGHT, Usage.COLUMNWISE).layouts((n, k))
     made = {Role.GRADIENT: True, Role.ACTIVATION: bool(dw) and x_parts == 1, Role.WEIGHT: bool(dx) and w_parts == 1}
     drawn = tuple(role for role, here in made.items() if here and recipe.format(role).stochastic)
     return Backward(dw, dx, *kept, drawn)
@@ -151,14 +152,14 @@ def _forward(
     way = way_of(x, Usage.ROWWISE, recipe.weight, Usage.ROWWISE, sizes, device, dtype)
     if way is None:
         return None
-    check_planes((n, k), recipe.weight, Usage.ROWWISE, Role.WEIGHT)
+    operand_spec(recipe, Role.WEIGHT, Usage.ROWWISE).layouts((n, k))
     return _Product(way, dtype)
 
 
 def _draws(recipe: Recipe, roles: Iterable[Role], seed: Tensor | None, device: torch.device) -> Iterator[Tensor]:
     """Seed and first index of each."""
     for role in roles:
-        draws = draws_of(recipe.format(role), role, seed, device)
+        draws = draws_of(operand_spec(recipe, role, Usage.ROWWISE), seed, device)
         assert draws is not None
         yield from (draws.seed, draws.first)
 
@@ -204,9 +205,7 @@ def _made(
     ops: Any, x: Any, recipe: Recipe, role: Role, usage: Usage, scale: Any, draws: Draws | None
 ) -> tuple[dict[Usage, Plane], Any]:
     """The planes of a matrix, and its amax if its scale is given."""
-    if isinstance(recipe, DelayedScaling):
-        return quantize_steps.quantize_delayed(ops, x, recipe.format(role), usage, scale, recipe.margin)
-    return quantize_steps.quantize(ops, x, recipe.format(role), usage, draws=draws), None
+    return quantize_operand(ops, x, operand_spec(recipe, role, usage), scale=scale, draws=draws)
 
 
 def _there(parts: Plane) -> tuple[Tensor, ...]:

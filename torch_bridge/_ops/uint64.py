@@ -71,6 +71,11 @@ def constant_words(number: int, device: torch.device) -> Tensor:
     return _kept_words(number, device)
 
 
+def xor_words(pairs: Tensor, number: int) -> Tensor:
+    """Pairs of words XOR a number that never changes."""
+    return pairs ^ constant_words(number, pairs.device) if number else pairs
+
+
 @functools.lru_cache(maxsize=64)
 def _kept_words(number: int, device: torch.device) -> Tensor:
     # Its copy is waited for, so that any stream may read it.

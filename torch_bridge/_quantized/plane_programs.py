@@ -6,13 +6,15 @@ one: six, of which those that are not there are None.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from qshard._core import quantize_steps
+from qshard._core import operands, quantize_steps
+from qshard._core.operands import OperandSpec
 from qshard._core.quantize_steps import Draws, Plane, Reduce
 from qshard.formats import Format, Usage
 from qshard.gemm_dispatch import Way
@@ -72,10 +74,28 @@ def quantized(
     return _quantize_stochastic((x, draws.seed, draws.first), fmt, usage, draws.row_step, check=check)
 
 
-def quantized_delayed(x: Tensor, scale: Tensor, fmt: Format, usage: Usage, margin: int) -> tuple[Parts, Tensor]:
-    """The parts of the planes of a matrix under a scale of earlier steps, and its amax: `pipeline.quantize_delayed`."""
-    *parts, amax = _quantize_delayed((x, scale), fmt, usage, margin)
-    return tuple(parts), amax
+def quantize_operand(
+    x: Tensor,
+    spec: OperandSpec,
+    *,
+    scale: Tensor | None = None,
+    draws: Draws | None = None,
+    amax: Tensor | None = None,
+    reduce_max: Reduce | None = None,
+) -> tuple[dict[Usage, Plane], Tensor | None]:
+    """`operands.quantize_operand` of a matrix, checked."""
+    if scale is None:
+        check = functools.partial(_check, spec, x)
+        parts = quantized(x, spec.format, spec.usage, draws=draws, reduce_max=reduce_max, amax=amax, check=check)
+        return planes_of(parts), None
+    if reduce_max is not None:
+        return operands.quantize_operand(ops, x, spec, scale=scale, amax=amax, reduce_max=reduce_max)
+    *made, amax = _quantize_delayed((x, scale), spec.format, spec.usage, spec.margin)
+    return planes_of(tuple(made)), amax
+
+
+def _check(spec: OperandSpec, x: Tensor) -> None:
+    spec.layouts(tuple(x.shape))
 
 
 def quantized_swiglu_again(gate: Tensor, up: Tensor, fmt: Format, amax: Tensor) -> Plane:
@@ -144,7 +164,7 @@ def _quantize_stochastic(
 
 @Steps
 def _quantize_delayed(ops: Any, x: Any, scale: Any, fmt: Format, usage: Usage, margin: int) -> Parts:
-    planes, amax = quantize_steps.quantize_delayed(ops, x, fmt, usage, scale, margin)
+    planes, amax = operands.quantize_operand(ops, x, OperandSpec(fmt, usage, margin), scale=scale)
     return (*_flat(planes), amax)
 
 

@@ -71,7 +71,7 @@ def quantize(
     draws = reduce_max = None
     if group is not None:
         check_group("quantize", group)
-        if fmt.scaling.global_scale != "row":  # A row's scale is of its own elements, all of which are here.
+        if not fmt.row_scaled:  # A row's scale is of its own elements, all of which are here.
             reduce_max = functools.partial(max_over_ranks, group=group)
     if fmt.stochastic and seed is not None:
         _check(x, fmt, usage)

@@ -48,13 +48,11 @@ _HOPPER = ("H100", "H200", "H800", "H20", "GH200")
 
 
 def _axes_of(q: QuantizedArray, stored: Usage, contracted: Usage) -> PlaneAxes | None:
-    """The axes of a plane; None if the op does not take its blocks as they lie."""
-    axes, block = PlaneAxes.of(q, stored, contracted), q.format.block
-    if axes is None or block is None or q.format.element.codes_per_byte > 1:
+    """The axes of a plane of 1-D or 2-D blocks; None if the op does not take them as they lie."""
+    axes = PlaneAxes.of(q, stored, contracted)
+    if axes is None or ((axes.last > 1) if q.format.transposes else (axes.contracted[-1] != axes.last)):
         return None
-    if block[0] == 1 and axes.contracted[-1] != axes.last:
-        return None
-    return None if block[0] > 1 and axes.last > 1 else axes
+    return axes
 
 
 @dataclass(frozen=True)
@@ -121,7 +119,7 @@ def product(
 def _taken(a: QuantizedArray, b: QuantizedArray, usages: tuple[Usages, Usages], dtype: Any) -> Product | None:
     """The product, if tensor cores take its codes."""
     kind, gpu = gemm_dispatch.kind_of(a.format, b.format), _gpu_of(a.plane(usages[0][0]).data)
-    if kind is None or gpu is None or not gemm_dispatch.runs_on(kind, gpu):
+    if kind not in ("blocks", "mxfp8") or gpu is None or not gemm_dispatch.runs_on(kind, gpu):
         return None
     left, right = _axes_of(a, *usages[0]), _axes_of(b, *usages[1])
     if left is None or right is None:

@@ -94,7 +94,7 @@ def gemm(
 
 def scale_of(a: Format, b: Format, scale: jax.Array, dtype: Any) -> jax.Array:
     """What `scaled` multiplies a product of codes in `dtype` with, and so in which dtype: powers of two are exact."""
-    return scale.astype(dtype if a.scaling.pow2 and b.scaling.pow2 else jnp.float32)
+    return scale.astype(dtype if a.power_scales and b.power_scales else jnp.float32)
 
 
 def scaled(product: jax.Array, scale: jax.Array | None, dtype: Any) -> jax.Array:

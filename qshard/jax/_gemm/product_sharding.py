@@ -34,7 +34,7 @@ class PlaneAxes:
         """The axes of the plane `stored`; None unless each scale belongs to a whole block of its axes."""
         plane, fmt = q.plane(stored), q.format
         axes = tuple(range(plane.data.ndim))
-        if fmt.block is None or len(axes) < 2:
+        if fmt.per_tensor or len(axes) < 2:
             return None
         if is_transposed(fmt, stored):
             rows, depth = axes[:1], axes[1:]
@@ -76,7 +76,7 @@ class PlaneAxes:
         if self.contracted[-1] != self.last:  # 2-D blocks, and so a matrix.
             data, scale_inv = local.transpose(data), scale_inv.T
         rows, depth = map(math.prod, self.sizes(plane))
-        block = self.format.block or (1, 1)
+        block = self.format.block_shape()
         return Plane(data.reshape(rows, depth), scale_inv.reshape(rows // block[0], depth // block[1]))
 
 

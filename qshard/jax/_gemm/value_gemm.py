@@ -43,7 +43,7 @@ class Operand(PlaneAxes):
         """The operand that a plane is; None if it has no axes of whole blocks, or a mesh axis does not divide their
         number: parts of mesh axes would then shard them.
         """
-        if q.format.scaling.global_scale == "row" or (axes := cls.of(q, stored, contracted)) is None:
+        if q.format.row_scaled or (axes := cls.of(q, stored, contracted)) is None:
             return None
         grid = q.plane(stored).scale_inv.shape
         whole = all(size % shards == 0 for size in grid if size > 1 for shards in mesh.values())

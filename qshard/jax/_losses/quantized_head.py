@@ -9,15 +9,15 @@ import jax
 import jax.numpy as jnp
 
 from qshard._core.losses import head_recipe
+from qshard._core.operands import OperandSpec
 from qshard.formats import Usage
 from qshard.jax._gemm.gemm import gemm, row_product, scaled, stored_for
 from qshard.jax._ops.mesh import names_of
-from qshard.jax._ops.uint64 import words_of
 from qshard.jax._quantized.array import QuantizedArray
 from qshard.jax._quantized.quantize import quantized
 from qshard.jax._sharding.shard_spec import Cut
 from qshard.layout import source
-from qshard.recipes import ROLE_SEEDS, Recipe, RecipeLike, Role, check_weight_shape
+from qshard.recipes import Recipe, RecipeLike, Role, check_weight_shape
 
 _OP = "linear_cross_entropy"
 _NAMES = {Role.WEIGHT: "w", Role.ACTIVATION: "x", Role.GRADIENT: "the gradient of logits"}
@@ -80,9 +80,8 @@ class Codes:
         return dx, dw
 
     def _quantized(self, x: jax.Array, role: Role, usage: Usage, chunk: Any) -> QuantizedArray:
-        fmt, seed = self.recipe.format(role), None
-        if fmt.stochastic and self.seed is not None:
+        operand, seed = OperandSpec.of(self.recipe, role, usage, len(x), op=_OP, name=_NAMES[role]), self.seed
+        if seed is not None:
             of_chunk = jnp.stack([jnp.zeros((), jnp.uint32), jnp.asarray(chunk, jnp.uint32) << _CHUNK_BIT])
-            seed = self.seed ^ words_of(ROLE_SEEDS[role]).view(self.seed.dtype) ^ of_chunk.view(self.seed.dtype)
-        added = 0 if role is Role.WEIGHT else self.recipe.added_rows(role, usage, len(x))
-        return quantized(x, fmt, usage, Cut(), None, seed, added_rows=added, op=_OP, name=_NAMES[role])[0]
+            seed = seed ^ of_chunk.view(seed.dtype)
+        return quantized(x, operand, Cut(), None, seed)[0]

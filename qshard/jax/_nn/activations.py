@@ -199,7 +199,7 @@ def _with_scales(
 ) -> tuple[jax.Array, WeightScales | None]:
     """What is made, and what its one scale is made of its amax, if `fmt` has one scale and no blocks."""
     h, amax = make(rounded_by(op, *arrays), *arrays[1:], *given)
-    if fmt.block is not None:
+    if not fmt.per_tensor:
         return h, None
     check_spec_fits(op, "spec", spec, mesh_of(h, spec), h.ndim)
     cut = Cut.of(h, axis_names, spec)

@@ -179,7 +179,7 @@ class TensorParallel(NamedTuple):
             )
         rows = math.prod(x.shape[at:-1]) // parts
         for fmt in (recipe.activation, recipe.gradient):
-            unit = max(fmt.block or (1,))
+            unit = max(fmt.block_shape())
             if size > 1 and rows % unit:
                 raise ValueError(
                     f"{op}: x {x.shape} gives a device {rows} rows in a row along {self.name} ({self.axis!r}), which "
@@ -225,10 +225,11 @@ class Parallel:
     def check_columns(self, op: str, name: str, size: int, role: Role, recipe: Recipe) -> None:
         """Raises ValueError unless the columns of x or dy that a device has are whole blocks: those of one device."""
         fmt = recipe.format(role)
-        if self.size > 1 and not self.has_part_of_rows(role) and fmt.block is not None and size % fmt.block[1]:
+        unit = fmt.block_shape()[1]
+        if self.size > 1 and not self.has_part_of_rows(role) and size % unit:
             raise ValueError(
                 f"{op}: {name}, of which a device has {size} columns, is cut along {self.axis!r} within the blocks of "
-                f"{fmt.block[1]} columns of {fmt}; cut w at blocks"
+                f"{unit} columns of {fmt}; cut w at blocks"
             )
 
     def row_products(

@@ -12,6 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
 
 from qshard import layout
+from qshard._core.operands import OperandSpec
 from qshard._core.quantize_steps import Plane, makes_planes_apart
 from qshard._core.validation import shown
 from qshard.formats import Usage
@@ -22,15 +23,15 @@ from qshard.jax._nn.linear_parallel import OfDw, Parallel
 from qshard.jax._ops.mesh import Spec, is_auto, may_be_cut
 from qshard.jax._ops.scheduling import named, once, together
 from qshard.jax._ops.second_derivatives import rules_of_product
-from qshard.jax._ops.uint64 import words_of
 from qshard.jax._quantized.array import QuantizedArray
 from qshard.jax._quantized.gather import CodedWeight, CutWeight, Shards
 from qshard.jax._quantized.quantize import WeightScales, quantized
 from qshard.jax._sharding.shard_spec import Cut, cuts_rows, whole_along
 from qshard.jax._sharding.vmap_rows import folding
 from qshard.layout import Shape, multiplies_codes, source
-from qshard.recipes import ROLE_SEEDS, DelayedScaling, Recipe, Role, check_weight_format
+from qshard.recipes import Recipe, Role, check_weight_format
 
+_NAMES = {Role.WEIGHT: "w", Role.ACTIVATION: "x", Role.GRADIENT: "the gradient of y"}
 WeightLayout = Literal["NK", "KN"]
 """How a weight lies in memory. "NK": `[N, K]`, as in PyTorch and equinox; "KN": `[K, N]`, as in flax."""
 
@@ -312,7 +313,7 @@ def _whole_k(config: Config, q: QuantizedArray) -> QuantizedArray:
 def _reduces(config: Config, x: jax.Array) -> bool:
     """Whether devices that have shards of x reduce an amax for it."""
     fmt = config.recipe.activation
-    return (fmt.block is None or fmt.scaling.global_scale is not None) and (bool(config.axes) or may_be_cut(x))
+    return (fmt.tensor_scaled or fmt.row_scaled) and (bool(config.axes) or may_be_cut(x))
 
 
 def _named(codes: Any, kept: Usage, name: str | None) -> Any:
@@ -341,23 +342,18 @@ def _quantized(
 
     Those of a matrix with more rows, where the recipe adds some and no mesh may cut them.
     """
-    fmt, seed, weight = config.recipe.format(role), given.seed, role is Role.WEIGHT
-    scales, margin = given.scales if weight else None, None
+    weight, name = role is Role.WEIGHT, _NAMES[role]
+    scales = given.scales if weight else None
     if given.state is not None:
         state: TensorState = getattr(given.state, role.value)
-        scales, margin = WeightScales(state.scale), cast(DelayedScaling, config.recipe).margin
+        scales = WeightScales(state.scale)
     cut = config.cut if weight else config.cut_of(x, role)
-    if seed is not None and fmt.stochastic:
-        seed = seed ^ words_of(ROLE_SEEDS[role]).view(seed.dtype)
-    added = config.recipe.added_rows(role, usage, math.prod(x.shape[:-1]))
-    if added and cuts_rows(x, config.out_sharding):
-        added = 0
-    name = {Role.WEIGHT: "w", Role.ACTIVATION: "x", Role.GRADIENT: "the gradient of y"}[role]
+    operand = OperandSpec.of(config.recipe, role, usage, math.prod(x.shape[:-1]), op=config.op, name=name)
+    if operand.added_rows and cuts_rows(x, config.out_sharding):
+        operand = operand._replace(added_rows=0)
+    columns = None if weight or cut.local else config.parts("K" if role is Role.ACTIVATION else "N")
     turned = weight and config.layout == "KN"
-    options: dict[str, Any] = {"margin": margin, "added_rows": added, "apart": not weight, "turned": turned}
-    if not (weight or cut.local):
-        options["columns"] = config.parts("K" if role is Role.ACTIVATION else "N")
-    return quantized(x, fmt, usage, cut, scales, seed, op=config.op, name=name, **options)
+    return quantized(x, operand, cut, scales, given.seed, apart=not weight, turned=turned, columns=columns)
 
 
 def _codes_of(config: Config, w: CodedWeight, given: Given, usage: Usage) -> tuple[Any, jax.Array | None]:

@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from qshard._core.operands import OperandSpec
 from qshard._core.validation import seed_missing, shown
 from qshard.formats import Usage
 from qshard.jax._delayed_scaling import LinearState, check_shared, observe_all, require_gradient
@@ -24,7 +25,6 @@ from qshard.jax._nn.linear_vjp import LayoutConfig, WeightLayout, as_layout
 from qshard.jax._ops.mesh import AxisName, Spec, mesh_of, spec_of, vary_alike
 from qshard.jax._ops.scheduling import together
 from qshard.jax._ops.second_derivatives import rules_of_product
-from qshard.jax._ops.uint64 import words_of
 from qshard.jax._ops.validation import (
     Seed,
     as_axes,
@@ -41,15 +41,7 @@ from qshard.jax._quantized.primary import CODED, PrimaryWeight, opened
 from qshard.jax._quantized.quantize import WeightScales, quantized
 from qshard.jax._sharding.shard_spec import Cut
 from qshard.layout import plane, source
-from qshard.recipes import (
-    ROLE_SEEDS,
-    Recipe,
-    RecipeLike,
-    Role,
-    as_delayed,
-    as_recipe,
-    check_weight_format,
-)
+from qshard.recipes import Recipe, RecipeLike, Role, as_recipe, check_weight_format
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -369,24 +361,14 @@ _ragged.defvjp(*rules_of_product("ragged_dot", _forward, _backward))
 def _quantized(
     config: _Config, x: jax.Array, given: _Given, role: Role, usage: Usage, tiles: Tiles
 ) -> tuple[QuantizedArray, jax.Array | None]:
-    """Of x or dy."""
-    scales, margin = _delayed(config, given, role)
-    fmt, seeds = config.recipe.format(role), _seeds(config, given, role)
-    return quantized_tiles(x, fmt, usage, tiles, axes=config.axes, seeds=seeds, scales=scales, margin=margin)
+    """The tiles of x or dy."""
+    operand = OperandSpec.of(config.recipe, role, usage)
+    return quantized_tiles(x, operand, tiles, axes=config.axes, seeds=given.seeds, scales=_scales(given, role))
 
 
-def _seeds(config: _Config, given: _Given, role: Role) -> jax.Array | None:
-    if given.seeds is None or not config.recipe.format(role).stochastic:
-        return None
-    seeds: jax.Array = given.seeds ^ words_of(ROLE_SEEDS[role]).view(given.seeds.dtype)
-    return seeds
-
-
-def _delayed(config: _Config, given: _Given, role: Role) -> tuple[jax.Array | None, int]:
-    """The scale of each expert, and the margin."""
-    if given.state is None:
-        return None, 0
-    return getattr(given.state, role.value).scale, as_delayed(config.recipe, "ragged_dot").margin
+def _scales(given: _Given, role: Role) -> jax.Array | None:
+    """The scale of each expert, in delayed scaling."""
+    return None if given.state is None else getattr(given.state, role.value).scale
 
 
 def _weight(config: _Config, w: CodedWeight, given: _Given, usage: Usage) -> tuple[QuantizedArray, jax.Array | None]:
@@ -394,18 +376,14 @@ def _weight(config: _Config, w: CodedWeight, given: _Given, usage: Usage) -> tup
     if w.codes is not None:
         return w.codes, given.weight_amax
     assert w.sink is not None
-    fmt, seeds = config.recipe.weight, _seeds(config, given, Role.WEIGHT)
-    scales, margin = _delayed(config, given, Role.WEIGHT)
-    delayed = None if scales is None else margin
+    operand = OperandSpec.of(config.recipe, Role.WEIGHT, usage, op="ragged_dot", name="w")
 
     def cast(own: jax.Array, seed: Any, scale: Any) -> tuple[QuantizedArray, jax.Array | None]:
         made = None if scale is None else WeightScales(scale)
-        turned = config.layout == "KN"
-        return quantized(
-            own, fmt, usage, config.cut, made, seed, margin=delayed, turned=turned, op="ragged_dot", name="w"
-        )
+        return quantized(own, operand, config.cut, made, seed, turned=config.layout == "KN")
 
-    made: tuple[QuantizedArray, jax.Array | None] = jax.vmap(cast)(w.sink, seeds, scales)
+    scales = _scales(given, Role.WEIGHT)
+    made: tuple[QuantizedArray, jax.Array | None] = jax.vmap(cast)(w.sink, given.seeds, scales)
     return made
 
 

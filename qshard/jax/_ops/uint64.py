@@ -31,6 +31,11 @@ def words_of(number: Any, what: str = "number") -> Any:
     return jnp.stack([number.astype(jnp.uint32), jnp.where(number < 0, jnp.uint32(0xFFFFFFFF), jnp.uint32(0))])
 
 
+def xor_words(words: jax.Array, number: int) -> jax.Array:
+    """Pairs of words XOR a number."""
+    return words ^ words_of(number).view(words.dtype) if number else words
+
+
 def words_plus(a: Words, b: Words) -> Words:
     """The sum modulo 2**64."""
     low = a[0] + b[0]

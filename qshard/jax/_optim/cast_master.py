@@ -146,7 +146,7 @@ def join_pieces(
     words = _words(starts, count)
     per_byte = fmt.element.codes_per_byte
     # Less than 2**32 bytes; a piece past the end goes to the room there.
-    first = words[:, 0] if per_byte == 1 else words[:, 0] >> 1 | words[:, 1] << 31
+    first = words[:, 0] if not fmt.element.packed else words[:, 0] >> 1 | words[:, 1] << 31
     past = (words[:, 1] >= per_byte) | (first > size)
     first = jnp.where(past, np.uint32(size), first)
     whole, pieces, first = vary_alike(jnp.zeros(size + room, jnp.uint8), pieces, first)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from qshard import layout
+from qshard._core.operands import OperandSpec
 from qshard._core.validation import shown
 from qshard.formats import Usage
 from qshard.jax._delayed_scaling import LinearState
@@ -22,7 +23,7 @@ from qshard.jax._quantized.array import QuantizedArray
 from qshard.jax._quantized.primary import PrimaryWeight, is_primary
 from qshard.jax._quantized.quantize import WeightScales, compute_scales, quantize, quantized
 from qshard.jax._sharding.shard_spec import Cut
-from qshard.recipes import DelayedScaling, Recipe, RecipeLike, Role, as_recipe
+from qshard.recipes import Recipe, RecipeLike, Role, as_recipe
 
 Specs = Spec | Callable[[str, Any], Spec]
 
@@ -306,14 +307,11 @@ def _cast_all(
     axes: tuple[str, ...],
 ) -> list[PrimaryWeight]:
     fmt, made = recipe.format(Role.WEIGHT), list[Any]([None] * len(masters))
-    if isinstance(recipe, DelayedScaling):
-        margin = recipe.margin
+    if recipe.stateful:
+        operand = OperandSpec.of(recipe, Role.WEIGHT, Usage.ROWWISE, op="optimizer")
 
         def delayed(master: jax.Array, scale: jax.Array, *, spec: Spec) -> PrimaryWeight:
-            cut = Cut.of(master, axes, spec)
-            return PrimaryWeight.of(
-                *quantized(master, fmt, Usage.ROWWISE, cut, WeightScales(scale), margin=margin, op="optimizer")
-            )
+            return PrimaryWeight.of(*quantized(master, operand, Cut.of(master, axes, spec), WeightScales(scale)))
 
         assert scales is not None
         return [
@@ -346,10 +344,10 @@ def _specs_of(shape: layout.Shape, recipe: Recipe, entries: tuple[Any, ...], mes
     lead, own = entries[:-2], entries[-2:]
     where = layout.plane(fmt, shape[-2:], Usage.ROWWISE, op="optimizer", name="params")
     scale = PartitionSpec(*lead)
-    if where.block is not None:
+    if not fmt.per_tensor:
         cut = Cut(tuple(names_of(entry) for entry in own), mesh)
         shard = tuple(size // n for size, n in zip(shape[-2:], cut.shards, strict=True))
-        if all(n == 1 or size % unit == 0 for n, size, unit in zip(cut.shards, shard, where.block, strict=True)):
+        if all(n == 1 or size % unit == 0 for n, size, unit in zip(cut.shards, shard, fmt.block_shape(), strict=True)):
             scale = PartitionSpec(*entries)
     whole = PartitionSpec(*lead)
     parts: dict[str, Any] = {

@@ -28,7 +28,7 @@ from qshard.jax._quantized.operators import NoArithmetic
 from qshard.jax._sharding import partitionable_ops
 from qshard.jax._sharding.partial_blocks import Pieces, repeated
 from qshard.jax._sharding.shard_spec import Cut, folded, matrix_of, pinned, shaped
-from qshard.layout import is_transposed, stored_block
+from qshard.layout import has_rows_apart, is_transposed, stored_block
 
 
 @functools.partial(
@@ -159,12 +159,13 @@ def _dequantize(q: QuantizedArray, dtype: str, usage: Usage) -> jax.Array:
 def plane_values(plane: Plane, fmt: Format, usage: Usage, dtype: str, ndim: int | None = None) -> jax.Array:
     """The values of a plane of a tensor of `ndim` axes, in the plane's order of axes. One more axis is of `vmap`."""
     data, block = plane.data, stored_block(fmt, usage)
-    if block is None:  # No blocks that a cut or `vmap` could break.
+    if fmt.per_tensor:  # No blocks that a cut or `vmap` could break.
         values: jax.Array = quantize_steps.dequantize(partitionable_ops, plane, fmt, usage, dtype)
         return values
+    assert block is not None
     turned = is_transposed(fmt, usage)
     added = 0 if ndim is None or turned else data.ndim - ndim
-    if block[0] == 1 and data.ndim - added < 2:
+    if has_rows_apart(fmt, usage) and data.ndim - added < 2:
         plane = plane._replace(data=data[..., None, :], scale_inv=plane.scale_inv[..., None, :])
     elif data.ndim - added < 2:
         plane = plane._replace(data=matrix_of(data, added))

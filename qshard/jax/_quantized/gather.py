@@ -138,13 +138,14 @@ def _gather_plane(plane: Plane, fmt: Format, usage: Usage, axes: tuple[str, ...]
     (data, grid, global_scale_inv), block = plane, stored_block(fmt, usage)
     after = cut.without(axes)
     gathered = moved(data, cut, after)
-    if block is None:  # The one scale does not travel: shards have it in common.
+    if fmt.per_tensor:  # The one scale does not travel: shards have it in common.
         _check_shared(grid, axes)
     else:
+        assert block is not None
         of_grid, shape = _of_grid(data, fmt, grid.ndim, block, cut, axes)
         _check_shared(grid, axes, of_grid.axes, grid.shape == shape)
         grid = moved(grid, of_grid, _of_grid(gathered, fmt, grid.ndim, block, after, axes)[0])
-    if global_scale_inv is not None and fmt.scaling.global_scale == "row":
+    if global_scale_inv is not None and fmt.row_scaled:
         by_row = dataclasses.replace(cut, entries=cut.entries[:-1])
         _check_shared(global_scale_inv, axes, by_row.axes)
         global_scale_inv = moved(global_scale_inv, by_row, by_row.without(axes))

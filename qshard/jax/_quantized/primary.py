@@ -276,7 +276,7 @@ def _sink(weight: PrimaryWeight) -> jax.Array:
     """Where the gradient goes: zeros typed as the weight is. Nothing reads them, so under `jit` they take no memory."""
     data, per_byte = weight.data, weight.format.element.codes_per_byte
     _, zeros = vary_alike(data, jnp.zeros_like(data, dtype=jnp.float32))
-    if per_byte > 1:
+    if weight.format.element.packed:
         zeros = jnp.stack([zeros] * per_byte, axis=-1)
         zeros = reshaped(zeros, weight.shape, jax.typeof(data).sharding.spec)
     return zeros

@@ -14,11 +14,13 @@ from jax.flatten_util import ravel_pytree
 
 from qshard import layout
 from qshard._core import quantize_steps
+from qshard._core.operands import OperandSpec, quantize_operand
 from qshard._core.quantize_steps import Plane
 from qshard._core.validation import FormatLike, as_format, as_usage, shown
 from qshard.formats import Format, Usage
 from qshard.jax._ops.collectives import max_along, max_over
 from qshard.jax._ops.mesh import AxisName, Spec, may_be_cut, mesh_of, vary_alike
+from qshard.jax._ops.uint64 import xor_words
 from qshard.jax._ops.validation import Seed, as_axes, check_array, check_dtype, check_spec, check_spec_fits, seed_words
 from qshard.jax._quantized.array import QuantizedArray, axes_of_shape
 from qshard.jax._sharding import partitionable_ops
@@ -121,66 +123,61 @@ def _program(fmt: Format, usage: Usage, axis_names: tuple[str, ...], spec: Spec)
 
     def _quantize(x: jax.Array, scales: WeightScales | None, seed: jax.Array | None) -> QuantizedArray:
         check_spec_fits("quantize", "spec", spec, mesh_of(x, spec), x.ndim)
-        return quantized(x, fmt, usage, Cut.of(x, axis_names, spec), scales, seed)[0]
+        return quantized(x, OperandSpec(fmt, usage), Cut.of(x, axis_names, spec), scales, seed)[0]
 
     return jax.jit(_quantize, inline=True)
 
 
 def quantized(
     x: jax.Array,
-    fmt: Format,
-    usage: Usage,
+    operand: OperandSpec,
     cut: Cut,
     scales: WeightScales | None = None,
     seed: jax.Array | None = None,
     *,
-    margin: int | None = None,
-    added_rows: int = 0,
     apart: bool = False,
     turned: bool = False,
     columns: int | None = None,
-    op: str = "quantize",
-    name: str = "x",
 ) -> tuple[QuantizedArray, jax.Array | None]:
     """`quantize`, of what `cut` says `x` is a part of; with rows of zeros added, of the matrix that `x` is.
 
+    `seed` is that of the layer, or of the tensor; `operand.seed_xor` tells which.
     With `apart`, leading axes of `x` `[*lead, K]` need not become one: where a mesh may cut any of them, transposed
     planes are `[K, *lead]`, and grids of scales have an axis for each of them, too. That is for `gemm` alone.
     `turned`: it draws the random numbers of the matrix whose transpose `x` is. `columns`: into how many shards an Auto
     mesh cuts the last axis, where `cut` does not tell.
 
-    Of delayed scaling, which has a `margin`, also the amax of `x`: in `shard_map` that of all its shards. Its scale is
-    that of earlier steps, 0 if there were none.
+    Under delayed scaling also the amax of `x`: in `shard_map` that of all its shards. The scale is that of earlier
+    steps, 0 if there were none.
     """
+    fmt, usage, op, name = operand.format, operand.usage, operand.op, operand.name
     check_dtype(op, name, x)
-    draws = draws_of(seed, fmt, cut, x.shape, turned)
-    if added_rows:
+    draws = draws_of(operand.seed_of(seed, xor_words), fmt, cut, x.shape, turned)
+    if operand.added_rows:
         if draws is not None and draws.first.ndim > 1:
-            raise scattered_rows(x, fmt, max(fmt.block or (1,)), cut, op, name)
-        x = jnp.pad(matrix_of(x), ((0, added_rows), (0, 0)))
-    places = {each: layout.plane(fmt, cut.whole(x.shape), each, op=op, name=name) for each in usage.planes}
+            raise scattered_rows(x, fmt, max(fmt.block_shape()), cut, op, name)
+        x = jnp.pad(matrix_of(x), ((0, operand.added_rows), (0, 0)))
+    places = operand.layouts(cut.whole(x.shape))
     scales = WeightScales(*(scales or ()))
     _check_scales(op, "scales" if op == "quantize" else "weight_scales", scales, fmt)
     matrix, blocks_cut = matrices_of(x, places, cut, op, name, draws is not None)
     kept = x if usage is Usage.ROWWISE and x.ndim > 1 and places[usage].keeps_axes else matrix
     at = _steps_of(cut) if columns is None else partitionable_ops.OfCut(columns)
-    if margin is not None:
+    if operand.margin is not None:
         axes = cut.axes if cut.local else ()
         reduce_max = max_over(axes) if axes or may_be_cut(x) else None
-        planes, amax = quantize_steps.quantize_delayed(
-            at, kept, fmt, usage, scales.scale, margin, reduce_max=reduce_max
-        )
+        planes, amax = quantize_operand(at, kept, operand, scale=scales.scale, reduce_max=reduce_max)
         return _array_of(x, places, planes, apart), amax
     given = None if scales.scale is None else quantize_steps.Scales(scales.scale, scales.scale_inv)
     broken = [each for each, where in places.items() if _pieces(where, blocks_cut, matrix.shape) is not None]
     planes = {each: _from_pieces(matrix, places[each], blocks_cut, scales, draws, op, name) for each in broken}
     whole = [each for each in places if each not in broken]
     # XLA cannot cut an op that makes both planes where blocks are cut short at an edge.
-    short = any(size % unit for size in kept.shape[-2:] for unit in fmt.block or ())
+    short = any(size % unit for size in kept.shape[-2:] for unit in fmt.block_shape())
     if len(whole) > 1 and not (short and may_be_cut(x)):
         whole = [usage]
     # The amax of a tensor, or of its rows, is merged with those of its other shards.
-    merged = max_over((cut.col_axes if fmt.scaling.global_scale == "row" else cut.axes) if cut.local else ())
+    merged = max_over((cut.col_axes if fmt.row_scaled else cut.axes) if cut.local else ())
     for some in whole:
         planes |= quantize_steps.quantize(
             at,
@@ -228,8 +225,9 @@ def _pieces(where: layout.PlaneLayout, cut: Cut, shape: layout.Shape) -> Pieces 
 
     Stored transposed, it is `[K, *outer, M]`. Squares are transposed when they are made.
     """
-    if where.block is None:
+    if where.format.per_tensor:
         return None
+    assert where.block is not None
     last, turned = len(shape) - 1, where.transposed and not where.format.transposes
     goes_on = last > 1 and shape[-2] % where.block[turned] != 0
     if turned:
@@ -279,9 +277,8 @@ def _from_pieces(
     )
     whole = scales.amax
     if whole is None and where.global_scale_shape is not None:
-        by_row = fmt.scaling.global_scale == "row"
-        axes = (pieces.grid.col_axes if by_row else pieces.grid.axes) if cut.local else ()
-        whole = max_over(axes)(max_along(amax, amax.ndim - 1 if by_row else 0))
+        axes = (pieces.grid.col_axes if fmt.row_scaled else pieces.grid.axes) if cut.local else ()
+        whole = max_over(axes)(max_along(amax, amax.ndim - 1 if fmt.row_scaled else 0))
     scale, scale_inv, global_scale_inv = quantize_steps.scales(partitionable_ops, fmt, amax, whole)
     scale = pieces.spread(pinned(scale, pieces.grid), pieces.count(x.shape))
     data = quantize_steps.cast(partitionable_ops, x, fmt, scale, pieces.size, draws)
@@ -346,7 +343,7 @@ def _stacked_scales(
     axes = tuple(dict.fromkeys(axis for cut in cuts if cut.local for axis in cut.axes))
     flat, unravel = ravel_pytree(jax.tree.unflatten(structure, vary_alike(*leaves)))
     amaxes = max_over(axes)(flat)
-    if fmt.block is None:  # One op makes the scales of all weights. Those of blocks are made with their codes.
+    if fmt.per_tensor:  # One op makes the scales of all weights. Those of blocks are made with their codes.
         scale, scale_inv = quantize_steps.scales(partitionable_ops, fmt, amaxes)[:2]
         return [WeightScales(scale[i], scale_inv[i]) for i in range(len(weights))]
     scales: list[WeightScales] = unravel(amaxes)
@@ -383,7 +380,7 @@ def as_scales(op: str, name: str, scales: Any) -> WeightScales | None:
 
 def _check_scales(op: str, name: str, scales: WeightScales, fmt: Format) -> None:
     given = {field: part for field, part in scales._asdict().items() if part is not None}
-    if fmt.block is not None and "scale" in given:
+    if not fmt.per_tensor and "scale" in given:
         raise ValueError(f"{op}: {name} (of a tensor) are not what {fmt} takes, one scale a block; leave them out")
     for field, part in given.items():
         shape, dtype = jnp.shape(part), str(jnp.result_type(part))

@@ -22,8 +22,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from qshard import layout
 from qshard._core import quantize_steps
 from qshard.formats import Format, Usage
-from qshard.jax._ops import bind as ops
-from qshard.jax._ops.mesh import Spec, mesh_of, names_of, reshaped, spec_of, vary_alike
+from qshard.jax._ops.mesh import Spec, may_be_cut, mesh_of, names_of, reshaped, spec_of, vary_alike
 from qshard.jax._ops.uint64 import words_of, words_plus, words_times
 from qshard.jax._ops.validation import check_spec_fits
 from qshard.layout import Shape
@@ -317,9 +316,9 @@ def matrices_of(
       ValueError: shards of `shard_map` cut blocks so that their rows do not follow one another.
     """
     scattered = bool(cut.inner_axes)
-    if x.ndim < 3 or not (scattered or ops.may_be_cut(x)):
+    if x.ndim < 3 or not (scattered or may_be_cut(x)):
         return matrix_of(x), cut.matrix
-    sides = {where.block[1 if where.transposed else 0] for where in places.values() if where.block}
+    sides = {where.format.block_shape(where.usage)[0] for where in places.values()}
     if all(x.shape[-2] % side == 0 for side in sides) or (scattered and not cut.local):
         return x, cut
     if scattered and (draws or not cut.own_blocks):
