@@ -205,7 +205,7 @@ def _unbroken(plane: Plane, fmt: Format, block: tuple[int, int]) -> tuple[Plane,
     """A plane whose blocks no Explicit mesh cuts: smaller blocks, with the scales of those that are cut."""
     shape = (*plane.data.shape[:-1], plane.data.shape[-1] * fmt.element.codes_per_byte)
     cut = Cut.of(plane.data)
-    if cut.unsplit(shape, block) == block:
+    if not cut.splits(shape, block):
         return plane, block
     pieces, grid = Pieces.of(cut, shape, block), plane.scale_inv
     return plane._replace(scale_inv=pieces.spread(pinned(grid, pieces.grid), pieces.count(shape))), pieces.size

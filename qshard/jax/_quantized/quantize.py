@@ -234,9 +234,7 @@ def _pieces(where: layout.PlaneLayout, cut: Cut, shape: layout.Shape) -> Pieces 
         cut = dataclasses.replace(cut, entries=(*cut.entries[-1:], *cut.entries[:-1]))
         shape = (shape[-1], *shape[:-1])
     rows = (int(turned), last + turned) if goes_on else None
-    return (
-        None if cut.unsplit(shape, where.block, rows) == where.block else Pieces.of(cut, shape, where.block, rows=rows)
-    )
+    return Pieces.of(cut, shape, where.block, rows=rows) if cut.splits(shape, where.block, rows) else None
 
 
 def _from_pieces(

@@ -193,6 +193,10 @@ class Cut:
         last = rows[1] == len(shape)  # The rows of the tensor are the last axis of a transposed plane.
         return (size[0], math.gcd(size[1], shape[-1])) if last else (math.gcd(size[0], shape[-2]), size[1])
 
+    def splits(self, shape: Shape, block: Block, rows: tuple[int, int] | None = None) -> bool:
+        """Whether a shard, or with `rows` a matrix, ends inside a block."""
+        return self.unsplit(shape, block, rows) != block
+
     def whole(self, shape: Shape) -> Shape:
         """The shape of the tensor whose blocks `x` `[*lead, K]` has: of the whole, unless shards have their own."""
         if not self.local or self.own_blocks or not shape:
