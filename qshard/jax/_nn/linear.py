@@ -15,7 +15,7 @@ from qshard._core.validation import seed_missing, shown
 from qshard.jax import _probes as watch
 from qshard.jax._delayed_scaling import LinearState, check_shared, require_gradient
 from qshard.jax._nn.linear_parallel import TensorParallel
-from qshard.jax._nn.linear_vjp import Config, Given, WeightLayout, as_layout, folding_product, product, whole_weight
+from qshard.jax._nn.linear_vjp import Config, Given, folding_product, product, whole_weight
 from qshard.jax._ops.mesh import AxisName, Spec, explicit_sharding, mesh_of, names_of, spec_of, vary_alike
 from qshard.jax._ops.validation import (
     Seed,
@@ -30,7 +30,7 @@ from qshard.jax._ops.validation import (
     seed_words,
 )
 from qshard.jax._quantized.array import QuantizedArray
-from qshard.jax._quantized.gather import CodedWeight, CutWeight, cut_of
+from qshard.jax._quantized.gather import CodedWeight, WeightLayout, WeightSharding, as_layout, cut_of
 from qshard.jax._quantized.primary import CODED, PrimaryWeight, opened
 from qshard.jax._quantized.quantize import WeightScales, as_scales
 from qshard.jax._sharding.shard_spec import Cut, matrix_of, shaped
@@ -352,34 +352,43 @@ def _checked_weight(
 
 
 def _configured(
-    op: str, w: Any, given: Given, recipe: Recipe, weight_spec: Spec, gather_axes: tuple[str, ...], **options: Any
+    op: str,
+    w: Any,
+    given: Given,
+    recipe: Recipe,
+    weight_spec: Spec,
+    gather_axes: tuple[str, ...],
+    layout: WeightLayout,
+    **options: Any,
 ) -> tuple[Config, CodedWeight]:
     """Decides where the weight is of a whole. An array becomes a weight without codes yet, and its own sink."""
     _check_given(op, recipe, given)
     names: dict[str, Any] = {"op": op, "name": "gather_axis", "spec_name": "weight_spec"}
-    w_type, gathers, cut = None, bool(gather_axes), Cut()
+    w_type, gathers, spec = None, bool(gather_axes), Cut()
     if isinstance(w, CodedWeight) and w.shards is not None:
+        sharding = WeightSharding(layout=layout)
         weight, gathers = w, not isinstance(w.codes, QuantizedArray)
     elif isinstance(w, CodedWeight | QuantizedArray):
         codes, sink = (w.codes, w.sink) if isinstance(w, CodedWeight) else (w, None)
         if gathers:
-            cut = cut_of(codes, gather_axes, weight_spec, **names)
+            spec = cut_of(codes, gather_axes, weight_spec, **names)
         elif sink is not None:
-            cut = Cut.along(sink, (), weight_spec, **names)
-        weight = CodedWeight(codes, sink, CutWeight(cut, gather_axes))
+            spec = Cut.along(sink, (), weight_spec, **names)
+        sharding = WeightSharding(spec, gather_axes, layout)
+        weight = CodedWeight(codes, sink, sharding)
         w_type = None if sink is None else explicit_sharding(sink)
     else:
         if jnp.ndim(w) != 2:
             raise ValueError(f"{op}: w {jnp.shape(w)} does not have two axes; give w as [N, K]")
         check_dtype(op, "w", w)
         check_spec_fits(op, "weight_spec", weight_spec, mesh_of(w, weight_spec), w.ndim)
-        cut = Cut.along(w, gather_axes, weight_spec, **names)
-        weight, w_type = CodedWeight(None, w, CutWeight(cut, gather_axes)), explicit_sharding(w)
+        sharding = WeightSharding(Cut.along(w, gather_axes, weight_spec, **names), gather_axes, layout)
+        weight, w_type = CodedWeight(None, w, sharding), explicit_sharding(w)
     config = Config(
         op=op,
         recipe=recipe,
+        sharding=sharding,
         shards=weight.shards,
-        cut=cut,
         gathers=gathers,
         learns=weight.sink is not None,
         w_dtype=None if weight.sink is None else weight.sink.dtype,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, cast, get_args
+from typing import Any, NamedTuple
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -14,17 +14,16 @@ from jax.sharding import NamedSharding, PartitionSpec
 from qshard import layout
 from qshard._core.operands import OperandSpec
 from qshard._core.quantize_steps import Plane, makes_planes_apart
-from qshard._core.validation import shown
 from qshard.formats import Usage
 from qshard.jax import policies
 from qshard.jax._delayed_scaling import LinearState, TensorState, observe_all
 from qshard.jax._gemm.gemm import gemm, row_product, scaled, stored_for
 from qshard.jax._nn.linear_parallel import OfDw, Parallel
-from qshard.jax._ops.mesh import Spec, is_auto, may_be_cut
+from qshard.jax._ops.mesh import Spec, may_be_cut
 from qshard.jax._ops.scheduling import named, once, together
 from qshard.jax._ops.second_derivatives import rules_of_product
 from qshard.jax._quantized.array import QuantizedArray
-from qshard.jax._quantized.gather import CodedWeight, CutWeight, Shards
+from qshard.jax._quantized.gather import CodedWeight, Shards, WeightSharding
 from qshard.jax._quantized.quantize import WeightScales, quantized
 from qshard.jax._sharding.shard_spec import Cut, cuts_rows, whole_along
 from qshard.jax._sharding.vmap_rows import folding
@@ -32,44 +31,17 @@ from qshard.layout import Shape, multiplies_codes, source
 from qshard.recipes import Recipe, Role, check_weight_format
 
 _NAMES = {Role.WEIGHT: "w", Role.ACTIVATION: "x", Role.GRADIENT: "the gradient of y"}
-WeightLayout = Literal["NK", "KN"]
-"""How a weight lies in memory. "NK": `[N, K]`, as in PyTorch and equinox; "KN": `[K, N]`, as in flax."""
-
-
-def as_layout(op: str, layout: Any) -> WeightLayout:
-    """The layout that a caller named."""
-    if layout not in get_args(WeightLayout):
-        raise ValueError(
-            f"{op}: weight_layout ({shown(layout)}) is not how w lies; pass 'NK' for [N, K] or 'KN' for [K, N]"
-        )
-    return cast(WeightLayout, layout)
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayoutConfig:
-    """The layout of a weight, its gradient and its codes, and the planes that products contract."""
-
-    layout: WeightLayout = "NK"
-
-    @property
-    def contracted(self) -> Usage:
-        """The plane of w, as it lies, that forward contracts K of."""
-        return Usage.ROWWISE if self.layout == "NK" else Usage.COLUMNWISE
-
-    @property
-    def contracted_back(self) -> Usage:
-        """The plane of w, as it lies, that backward contracts N of."""
-        return Usage.COLUMNWISE if self.layout == "NK" else Usage.ROWWISE
-
-
-@dataclass(frozen=True, kw_only=True)
-class Config(LayoutConfig):
+class Config:
     """What is static in a call of `linear`.
 
     Attributes:
       op: who is called, for errors.
-      cut: how the weight is cut, if it is not codes yet.
-      gathers: whether what one device has of its codes must be gathered.
+      sharding: of the weight; empty for one that brings its own `Shards`.
+      shards: `sharding`, or the weight's own.
+      gathers: whether the local codes must be gathered.
       learns: whether it has a gradient.
       w_dtype: of the gradient of w.
       grad_dtype: in which it is made and reduced.
@@ -81,8 +53,8 @@ class Config(LayoutConfig):
 
     op: str
     recipe: Recipe
+    sharding: WeightSharding
     shards: Shards
-    cut: Cut
     gathers: bool
     learns: bool
     w_dtype: Any
@@ -102,38 +74,10 @@ class Config(LayoutConfig):
         return Cut.of(x, self.axes, self.rows, own_blocks=True)
 
     @property
-    def columns(self) -> int:
-        """Into how many shards the last axis of w stays cut."""
-        return self.parts("K" if self.layout == "NK" else "N")
-
-    def parts(self, axis: Literal["N", "K"]) -> int:
-        """Into how many shards an axis of w stays cut when it is gathered, and so of x and y: as far as one is told."""
-        cut, shards, at = self.cut, self.shards, self.layout.index(axis)
-        if cut.local or len(cut.entries) <= at or not isinstance(shards, CutWeight):
-            return 1
-        return cut.count(tuple(name for name in cut.entries[at] if name not in shards.axes))
-
-    @property
     def sums_alike(self) -> bool:
         """Whether devices whose gradients of w are summed surely have the same scales of x and of the gradient of y."""
-        shards = self.shards
-        return isinstance(shards, CutWeight) and (not shards.cut.local or set(shards.axes) <= set(self.axes))
-
-    @property
-    def contracts_whole_k(self) -> bool:
-        """Whether the gradient of w is known to be whole along K, on an Auto mesh: so x is gathered if its K is cut."""
-        at = self.layout.index("K")
-        if self.cut.local or len(self.cut.entries) <= at or not isinstance(self.shards, CutWeight):
-            return False
-        return not self.cut.entries[at] and is_auto(self.cut.mesh)
-
-    @property
-    def by_rows(self) -> bool:
-        """Whether every axis of the mesh is one that w is gathered along, as in FSDP alone, which shards x by rows."""
-        shards = self.shards
-        if not isinstance(shards, CutWeight) or not shards.axes:
-            return False
-        return all(name in shards.axes for name, size in shards.cut.mesh.shape.items() if size > 1)
+        own = self.sharding
+        return self.shards is own and (not own.spec.local or set(own.gather_axes) <= set(self.axes))
 
     def stored(self, usage: Usage) -> Usage:
         """The plane of w to quantize, gather and keep for one usage.
@@ -180,18 +124,18 @@ def _forward(
     if whole_x and whole_x[-1] % layout.whole_units(fmt, Usage.ROWWISE)[1]:
         # Raised before w is cast: who gives both wrongly hears of x, as in PyTorch.
         layout.plane(fmt, whole_x, Usage.ROWWISE, op=config.op, name="x")
-    read = config.stored(config.contracted)
+    read = config.stored(config.sharding.contracted)
     wq, w_amax = _codes_of(config, w, given, read | w_kept)
     wq = _named(wq, w_kept, policies.W_CODES)
     whole = _named(_whole(config, wq, read), read, None)
-    if not x.shape or len(whole.axes) != 2 or x.shape[-1] != whole.shape[config.layout.index("K")]:
-        axes = ", ".join(config.layout)
+    if not x.shape or len(whole.axes) != 2 or x.shape[-1] != whole.shape[config.sharding.layout.index("K")]:
+        axes = ", ".join(config.sharding.layout)
         told = ", and say in weight_spec how w is cut" if config.gathers else ""
         raise ValueError(
             f"linear: w {whole.shape} does not fit x {x.shape}; give w as [{axes}] and x as [*lead, K]{told}"
         )
     if config.parallel is not None:
-        n = whole.shape[config.layout.index("N")]
+        n = whole.shape[config.sharding.layout.index("N")]
         config.parallel.check_columns(config.op, "the gradient of y", n, Role.GRADIENT, config.recipe)
     there = x
     if config.gathers and _reduces(config, x):
@@ -219,7 +163,9 @@ def _forward(
 
 def _product_fwd(config: Config, x: jax.Array, w: CodedWeight, given: Given) -> tuple[jax.Array, Kept]:
     x_kept = stored_for(config.recipe.activation, config.recipe.gradient, Usage.COLUMNWISE)
-    return _forward(config, x, w, given, x_kept if config.learns else Usage(0), config.stored(config.contracted_back))
+    return _forward(
+        config, x, w, given, x_kept if config.learns else Usage(0), config.stored(config.sharding.contracted_back)
+    )
 
 
 def _product_bwd(config: Config, kept: Kept, dy: jax.Array) -> tuple[jax.Array, CodedWeight, Given]:
@@ -232,20 +178,20 @@ def _product_bwd(config: Config, kept: Kept, dy: jax.Array) -> tuple[jax.Array, 
     if config.gathers and config.reshard_after_forward:
         # Not before dy: XLA would see one gather where two are written, and keep its result from forward to backward.
         wq, dyq = together(wq, dyq)
-        stored = config.stored(config.contracted_back)
+        stored = config.stored(config.sharding.contracted_back)
         wq = _whole(config, wq, stored)
         if kept.scales is not None:
             wq = wq.with_planes({stored: kept.scales._replace(data=wq.plane(stored).data)})
     if config.learns and (config.parallel or not multiplies_codes(recipe.gradient, recipe.activation)):
         dyq, xq = together(dyq, xq)  # Else XLA may dequantize, or gather, what all layers keep, long before it is due.
-    if config.learns and config.contracts_whole_k:
+    if config.learns and config.sharding.contracts_whole_k:
         xq = _whole_k(config, xq)
     dx, dx_scale, (dyq, xq) = _row_product(config, dyq, Role.GRADIENT, wq, dy.shape[:-1], (dyq, xq))
     dw: jax.Array | None = None
     if config.learns:
-        pair = (dyq, xq) if config.layout == "NK" else (xq, dyq)
+        pair = (dyq, xq) if config.sharding.layout == "NK" else (xq, dyq)
         dtype = config.grad_dtype or wq.dtype
-        options: dict[str, Any] = {"precise": True, "out_sharding": config.w_type, "by_rows": config.by_rows}
+        options: dict[str, Any] = {"precise": True, "out_sharding": config.w_type, "by_rows": config.sharding.by_rows}
         made, scale = gemm(pair[0], columns, pair[1], columns, dtype, **options)
         if not config.sums_alike:
             made, scale = scaled(made, scale, dtype), None
@@ -273,12 +219,12 @@ def _row_product(
     options: dict[str, Any] = {
         "precise": backward,
         "out_sharding": config.x_type if backward else config.out_sharding,
-        "by_rows": config.by_rows,
+        "by_rows": config.sharding.by_rows,
     }
 
     def multiply(q: QuantizedArray, lead: Shape) -> tuple[jax.Array, jax.Array | None]:
-        of_w = config.contracted_back if backward else config.contracted
-        return row_product(q, w, of_w, lead, config.columns, **options)
+        of_w = config.sharding.contracted_back if backward else config.sharding.contracted
+        return row_product(q, w, of_w, lead, config.sharding.columns, **options)
 
     if config.parallel is None:
         return *multiply(q, lead), of_dw
@@ -305,7 +251,7 @@ def _whole_k(config: Config, q: QuantizedArray) -> QuantizedArray:
     planes = {}
     for usage, plane in q.planes.items():
         axis = 0 if layout.is_transposed(q.format, usage) else -1
-        data, scale_inv = (whole_along(a, axis, config.cut.mesh) if a.ndim else a for a in plane[:2])
+        data, scale_inv = (whole_along(a, axis, config.sharding.spec.mesh) if a.ndim else a for a in plane[:2])
         planes[usage] = plane._replace(data=data, scale_inv=scale_inv)
     return q.with_planes(planes)
 
@@ -347,12 +293,12 @@ def _quantized(
     if given.state is not None:
         state: TensorState = getattr(given.state, role.value)
         scales = WeightScales(state.scale)
-    cut = config.cut if weight else config.cut_of(x, role)
+    cut = config.sharding.spec if weight else config.cut_of(x, role)
     operand = OperandSpec.of(config.recipe, role, usage, math.prod(x.shape[:-1]), op=config.op, name=name)
     if operand.added_rows and cuts_rows(x, config.out_sharding):
         operand = operand._replace(added_rows=0)
-    columns = None if weight or cut.local else config.parts("K" if role is Role.ACTIVATION else "N")
-    turned = weight and config.layout == "KN"
+    columns = None if weight or cut.local else config.sharding.count("K" if role is Role.ACTIVATION else "N")
+    turned = weight and config.sharding.layout == "KN"
     return quantized(x, operand, cut, scales, given.seed, apart=not weight, turned=turned, columns=columns)
 
 
@@ -364,7 +310,7 @@ def _codes_of(config: Config, w: CodedWeight, given: Given, usage: Usage) -> tup
 
 def whole_weight(config: Config, w: CodedWeight, given: Given) -> QuantizedArray:
     """The plane that the forward pass gathers."""
-    usage = config.stored(config.contracted)
+    usage = config.stored(config.sharding.contracted)
     return _whole(config, _codes_of(config, w, given, usage)[0], usage)
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, cast, get_args
 
 import jax
 from jax import lax
@@ -16,7 +16,7 @@ from qshard._core.quantize_steps import Plane
 from qshard._core.validation import listed, shown
 from qshard.formats import Format, Usage
 from qshard.jax._ops.collectives import sum_over
-from qshard.jax._ops.mesh import Spec
+from qshard.jax._ops.mesh import Names, Spec, is_auto
 from qshard.jax._ops.validation import as_names, check_spec
 from qshard.jax._quantized.array import QuantizedArray
 from qshard.jax._sharding.shard_spec import Cut, moved
@@ -57,7 +57,7 @@ def gather(q: QuantizedArray, axis_name: str | Sequence[str], *, spec: Spec = No
     if not q.planes:
         raise ValueError(f"gather: {q} holds nothing to gather; quantize with a usage")
     axes = as_names("gather", "axis_name", axis_name)
-    return CutWeight(cut_of(q, axes, spec, op="gather", name="axis_name"), axes).gather(q)
+    return WeightSharding(cut_of(q, axes, spec, op="gather", name="axis_name"), axes).gather(q)
 
 
 class Shards(Protocol):
@@ -70,42 +70,100 @@ class Shards(Protocol):
         """What one device keeps of the gradient of the whole weight."""
 
 
-@dataclass(frozen=True)
-class CutWeight:
-    """`Shards` of a weight that FSDP has cut along mesh axes, or that is whole: along none."""
+WeightLayout = Literal["NK", "KN"]
+"""How a weight lies in memory. "NK": `[N, K]`, as in PyTorch and equinox; "KN": `[K, N]`, as in flax."""
 
-    cut: Cut
-    axes: tuple[str, ...]
+
+def as_layout(op: str, layout: Any) -> WeightLayout:
+    """The layout that a caller named."""
+    if layout not in get_args(WeightLayout):
+        raise ValueError(
+            f"{op}: weight_layout ({shown(layout)}) is not how w lies; pass 'NK' for [N, K] or 'KN' for [K, N]"
+        )
+    return cast(WeightLayout, layout)
+
+
+@dataclass(frozen=True)
+class WeightSharding:
+    """`Shards` of a weight that FSDP has sharded along mesh axes, or that is whole: along none.
+
+    Attributes:
+      spec: the sharding of the weight, as it lies; empty if nothing tells it.
+      gather_axes: the mesh axes along which codes are gathered.
+      layout: of the weight, its gradient and its codes.
+    """
+
+    spec: Cut = Cut()
+    gather_axes: Names = ()
+    layout: WeightLayout = "NK"
+
+    @property
+    def contracted(self) -> Usage:
+        """The plane of w, as it lies, that forward contracts K of."""
+        return Usage.ROWWISE if self.layout == "NK" else Usage.COLUMNWISE
+
+    @property
+    def contracted_back(self) -> Usage:
+        """The plane of w, as it lies, that backward contracts N of."""
+        return Usage.COLUMNWISE if self.layout == "NK" else Usage.ROWWISE
+
+    @property
+    def columns(self) -> int:
+        """The number of shards of the last axis of the gathered w."""
+        return self.count("K" if self.layout == "NK" else "N")
+
+    def count(self, axis: Literal["N", "K"]) -> int:
+        """The number of shards of an axis of the gathered w, and so of x or y: as far as a spec tells."""
+        spec, at = self.spec, self.layout.index(axis)
+        if spec.local or len(spec.entries) <= at:
+            return 1
+        return spec.count(tuple(name for name in spec.entries[at] if name not in self.gather_axes))
+
+    @property
+    def contracts_whole_k(self) -> bool:
+        """Whether the gradient of w is known to be whole along K, on an Auto mesh: x is gathered if K is sharded."""
+        spec, at = self.spec, self.layout.index("K")
+        return not spec.local and len(spec.entries) > at and not spec.entries[at] and is_auto(spec.mesh)
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether w is gathered along every axis of the mesh, as in FSDP alone, which shards x by rows."""
+        names = self.gather_axes
+        return bool(names) and all(name in names for name, size in self.spec.mesh.shape.items() if size > 1)
+
+    def whole_shape(self, shape: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The shape of the gathered weight, given that of the local array. A size of None stays."""
+        if not (self.spec.local and self.gather_axes):
+            return shape
+        counts = (self.spec.count(tuple(n for n in names if n in self.gather_axes)) for names in self.spec.entries)
+        return tuple(None if size is None else size * n for size, n in zip(shape, counts, strict=True))
 
     def gather(self, codes: QuantizedArray) -> QuantizedArray:
-        if not self.axes:
+        spec, names = self.spec, self.gather_axes
+        if not names:
             return codes
-        _check_adjacent(self.cut, self.axes)
+        _check_adjacent(spec, names)
         planes = {}
         for usage, plane in codes.planes.items():
-            if not set(self.axes).isdisjoint(self.cut.mesh.explicit_axes):
-                cut = Cut.of(plane.data)
-            elif is_transposed(codes.format, usage):
-                cut = _transposed(self.cut, self.axes)
+            if not set(names).isdisjoint(spec.mesh.explicit_axes):
+                own = Cut.of(plane.data)
             else:
-                cut = self.cut
-            planes[usage] = _gather_plane(plane, codes.format, usage, self.axes, cut)
+                own = _transposed(spec, names) if is_transposed(codes.format, usage) else spec
+            planes[usage] = _gather_plane(plane, codes.format, usage, names, own)
         gathered = codes.with_planes(planes)
-        if self.cut.local and len(codes.axes) > 2:
-            grown = (self.cut.count(tuple(name for name in names if name in self.axes)) for names in self.cut.entries)
-            axes = (None if size is None else size * n for size, n in zip(codes.axes, grown, strict=True))
-            gathered = dataclasses.replace(gathered, axes=tuple(axes))
+        if len(codes.axes) > 2:
+            gathered = dataclasses.replace(gathered, axes=self.whole_shape(codes.axes))
         return gathered
 
     def scatter(self, gradient: jax.Array) -> jax.Array:
         """Summed over devices and cut as the weight is. On Explicit meshes its type says that."""
-        cut, made = self.cut, gradient
-        if cut.local and not cut.mesh.explicit_axes:
-            gathered = ((axis, tuple(n for n in names if n in self.axes)) for axis, names in enumerate(cut.entries))
-            made = sum_over(made, ((axis, names) for axis, names in gathered if names))
-        elif cut.entries and not cut.mesh.explicit_axes:
-            made = lax.with_sharding_constraint(made, NamedSharding(cut.mesh, cut.spec))
-        return made
+        spec = self.spec
+        if spec.local and not spec.mesh.explicit_axes:
+            shared = (tuple(name for name in names if name in self.gather_axes) for names in spec.entries)
+            return sum_over(gradient, ((axis, names) for axis, names in enumerate(shared) if names))
+        if spec.entries and not spec.mesh.explicit_axes:
+            return lax.with_sharding_constraint(gradient, NamedSharding(spec.mesh, spec.spec))
+        return gradient
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["codes", "sink"], meta_fields=["shards"])
