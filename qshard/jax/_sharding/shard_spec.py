@@ -15,15 +15,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from qshard import layout
 from qshard._core import quantize_steps
+from qshard._core.placement import Box
 from qshard.formats import Format, Usage
 from qshard.jax._ops.mesh import Spec, may_be_cut, mesh_of, names_of, reshaped, spec_of, vary_alike
-from qshard.jax._ops.uint64 import words_of, words_plus, words_times
+from qshard.jax._ops.uint64 import Words, words_of, words_plus, words_times
 from qshard.jax._ops.validation import check_spec_fits
 from qshard.layout import Shape
 
@@ -203,12 +203,19 @@ class Cut:
             return shape
         return tuple(size * self.count(axes) for size, axes in zip(shape, self.entries, strict=True))
 
-    def start(self, shape: Shape) -> tuple[Any, Any]:
-        """Where a shard of this shape begins in the whole matrix, in `shard_map`."""
-        return tuple(  # type: ignore[return-value]
-            lax.axis_index(axes) * size if axes else 0
-            for axes, size in zip((self.row_axes, self.col_axes), shape, strict=True)
-        )
+    def box(self, shape: Shape) -> Box:
+        """The part of the whole that a shard of this shape is, in `shard_map`.
+
+        Of an array `[*outer, M, K]`, one box for each matrix: starts along outer axes are arrays of that shape.
+        """
+        start, outer = [], len(shape) - 2
+        for axis, (size, names) in enumerate(zip(shape, self.entries, strict=True)):
+            begin = jnp.asarray(lax.axis_index(names) * size if names else 0, jnp.uint32)
+            if axis < outer:
+                begin = begin + lax.iota(jnp.uint32, size).reshape(size, *(1,) * (outer - axis - 1))
+            start.append(begin)
+        whole = tuple(size * self.count(names) for size, names in zip(shape, self.entries, strict=True))
+        return Box(whole, tuple(start), shape)
 
 
 def moved(x: jax.Array, before: Cut, after: Cut) -> jax.Array:
@@ -353,24 +360,10 @@ def draws_of(
         return of_transpose and of_transpose.transposed(rows)
     if not cut.local:
         return quantize_steps.Draws(seed, jnp.asarray(words_of(0)), columns)
-    row_step = columns * cut.shards[1]
-    if cut.inner_axes:
-        row = _first_rows(cut, shape)
-        col = cut.start(shape[-2:])[1]
-    else:
-        row, col = cut.start((rows, columns))
-    row, col = jnp.asarray(row, jnp.uint32), jnp.asarray(col, jnp.uint32)
-    first = words_plus(words_times(row, row_step), (col, jnp.zeros_like(col)))
-    return quantize_steps.Draws(seed, jnp.stack(vary_alike(*first), axis=-1), row_step)
+    if not cut.inner_axes:
+        cut, shape = cut.matrix, (rows, columns)
 
+    def multiply_add(row: jax.Array, step: int, column: jax.Array) -> Words:
+        return words_plus(words_times(row, step), (column, jnp.zeros_like(column)))
 
-def _first_rows(cut: Cut, shape: layout.Shape) -> Any:
-    """Of each matrix of a shard `[*outer, M, K]`, which row of the whole its first one is."""
-    outer = len(shape) - 2
-    row: Any = jnp.uint32(0)
-    for axis, (size, names) in enumerate(zip(shape[:-1], cut.entries, strict=False)):
-        begin = jnp.asarray(lax.axis_index(names) * size if names else 0, jnp.uint32)
-        if axis < outer:
-            begin = begin + lax.iota(jnp.uint32, size).reshape(size, *(1,) * (outer - axis - 1))
-        row = row * np.uint32(size * cut.count(names)) + begin
-    return row
+    return cut.box(shape).draws(seed, lambda words: jnp.stack(vary_alike(*words), axis=-1), multiply_add)
