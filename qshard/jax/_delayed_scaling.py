@@ -236,7 +236,7 @@ def update_delayed(states: Any, amaxes: Any, recipe: DelayedScaling | str, *, ax
     for element in dict.fromkeys(elements):
         chosen = [i for i, each in enumerate(elements) if each == element]
         pairs = [(tensors[i], seen[i]) for i in chosen]
-        states, sealed = _updated(pairs, element, recipe, axes)
+        states, sealed = _update(pairs, element, recipe, axes)
         if not isinstance(sealed, jax.core.Tracer) and not sealed:
             raise ValueError(
                 "update_delayed: amaxes are not as linear gave them, but summed, averaged, scaled or rounded; merge "
@@ -283,12 +283,12 @@ def spread_states(states: Any, copies: int) -> Any:
     return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (copies, *leaf.shape)), states)
 
 
-def _merged_copies(copies: int, _: None, amaxes: Any) -> tuple[Any]:
+def _merge_copies(copies: int, _: None, amaxes: Any) -> tuple[Any]:
     parts = [jax.tree.map(lambda leaf, i=i: leaf[i], amaxes) for i in range(copies)]
     return (functools.reduce(merge_observed, parts),)
 
 
-spread_states.defvjp(lambda states, copies: (spread_states(states, copies), None), _merged_copies)
+spread_states.defvjp(lambda states, copies: (spread_states(states, copies), None), _merge_copies)
 
 
 def _is(kind: type) -> Callable[[Any], bool]:
@@ -314,7 +314,7 @@ def _larger(a: Any, b: Any) -> Any:
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3), inline=True)
-def _updated(
+def _update(
     pairs: list[tuple[TensorState, Observed]], element: str, recipe: DelayedScaling, axes: tuple[str, ...]
 ) -> tuple[list[TensorState], jax.Array]:
     """The new states, and whether each amax was sealed."""

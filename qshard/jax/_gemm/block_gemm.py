@@ -31,7 +31,7 @@ from qshard._core.quantize_steps import Plane
 from qshard.formats import Usage
 from qshard.gemm_dispatch import Gpu, Kind
 from qshard.jax._gemm.product_sharding import PlaneAxes, ProductSharding
-from qshard.jax._ops.custom_partitioning import asked, asking, local, specs_of
+from qshard.jax._ops.custom_partitioning import call_partitionable, local, partitionable, specs_of
 from qshard.jax._ops.mesh import MeshKind, mesh_of
 from qshard.jax._quantized.array import QuantizedArray
 
@@ -99,7 +99,7 @@ def product(
       dtype: float32 or bfloat16.
     """
     planes = a.plane(usages[0][0]), b.plane(usages[1][0])
-    what = _taken(a, b, usages, dtype)
+    what = _block_product(a, b, usages, dtype)
     of_codes = None if what is None else _of_codes(what, planes, of_values)
     if of_codes is None:
         return of_values(*planes)
@@ -116,7 +116,7 @@ def product(
     return made
 
 
-def _taken(a: QuantizedArray, b: QuantizedArray, usages: tuple[Usages, Usages], dtype: Any) -> Product | None:
+def _block_product(a: QuantizedArray, b: QuantizedArray, usages: tuple[Usages, Usages], dtype: Any) -> Product | None:
     """The product, if tensor cores take its codes."""
     kind, gpu = gemm_dispatch.kind_of(a.format, b.format), _gpu_of(a.plane(usages[0][0]).data)
     if kind not in ("blocks", "mxfp8") or gpu is None or not gemm_dispatch.runs_on(kind, gpu):
@@ -160,14 +160,14 @@ def _explicit(what: Product, of_values: OfPlanes, a: Plane, b: Plane) -> jax.Arr
 
 def _auto(what: Product, of_values: OfPlanes, a: Plane, b: Plane) -> jax.Array:
     def codes(a: Plane, b: Plane) -> jax.Array:
-        return _partitioned(what)(a.data, a.scale_inv, b.data, b.scale_inv)
+        return _partitionable(what)(a.data, a.scale_inv, b.data, b.scale_inv)
 
-    (made,) = asked(codes, of_values, what, a, b)
+    (made,) = call_partitionable(codes, of_values, what, a, b)
     return made
 
 
 @functools.cache
-def _partitioned(what: Product) -> Callable[..., jax.Array]:
+def _partitionable(what: Product) -> Callable[..., jax.Array]:
     """The product as XLA may cut it. It asks, once it knows how its operands and result are cut, and does as told."""
 
     def whole(a: jax.Array, a_scale_inv: jax.Array, b: jax.Array, b_scale_inv: jax.Array) -> jax.Array:
@@ -185,7 +185,7 @@ def _partitioned(what: Product) -> Callable[..., jax.Array]:
         return mesh, each, out, (a, a, b, b)
 
     rule, units = _rule(what)
-    return asking(whole, partition, rule, units)
+    return partitionable(whole, partition, rule, units)
 
 
 def _rule(what: Product) -> tuple[str, dict[str, int]]:

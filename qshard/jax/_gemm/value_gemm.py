@@ -26,8 +26,8 @@ from qshard._core.quantize_steps import Plane
 from qshard.formats import Usage
 from qshard.jax._gemm.block_gemm import OfPlanes, Usages
 from qshard.jax._gemm.product_sharding import PlaneAxes, ProductSharding
-from qshard.jax._ops.custom_partitioning import asked, asking, local, mesh_of_call, spec_on
-from qshard.jax._ops.mesh import is_auto, may_be_cut, mesh_of, names_of
+from qshard.jax._ops.custom_partitioning import call_partitionable, local, mesh_of_call, partitionable, spec_on
+from qshard.jax._ops.mesh import is_auto, may_be_sharded, mesh_of, names_of
 from qshard.jax._quantized.array import QuantizedArray
 from qshard.layout import Shape
 
@@ -94,13 +94,13 @@ class ValueProduct:
         return made if sharding is None else sharding.added(made)
 
 
-def gathering_codes(
+def gather_codes(
     a: QuantizedArray, b: QuantizedArray, usages: tuple[Usages, Usages], dtype: Any, of_values: OfPlanes
 ) -> OfPlanes:
     """On an Auto mesh, the op that computes `of_values` from codes that XLA can gather; elsewhere `of_values`."""
     data = a.plane(usages[0][0]).data
     mesh = mesh_of(data)
-    if not may_be_cut(data) or not is_auto(mesh):
+    if not may_be_sharded(data) or not is_auto(mesh):
         return of_values
     left, right = (Operand.on(q, *usage, dict(mesh.shape)) for q, usage in zip((a, b), usages, strict=True))
     if left is None or right is None or len(left.contracted) != len(right.contracted):
@@ -110,9 +110,9 @@ def gathering_codes(
     @jax.custom_batching.custom_vmap
     def of_codes(a: Plane, b: Plane) -> jax.Array:
         def partitioned(a: Plane, b: Plane) -> jax.Array:
-            return _partitioned(what, mesh.abstract_mesh)(*left.arrays(a), *right.arrays(b))
+            return _partitionable(what, mesh.abstract_mesh)(*left.arrays(a), *right.arrays(b))
 
-        (made,) = asked(partitioned, of_values, (what, mesh.abstract_mesh), a, b)
+        (made,) = call_partitionable(partitioned, of_values, (what, mesh.abstract_mesh), a, b)
         return made
 
     @of_codes.def_vmap
@@ -123,7 +123,7 @@ def gathering_codes(
 
 
 @functools.lru_cache(maxsize=1024)
-def _partitioned(what: ValueProduct, abstract: Any) -> Callable[..., jax.Array]:
+def _partitionable(what: ValueProduct, abstract: Any) -> Callable[..., jax.Array]:
     count = len(what.a.dtypes)
 
     def partition(mesh: Any, operands: Any, result: Any) -> Any:
@@ -131,7 +131,7 @@ def _partitioned(what: ValueProduct, abstract: Any) -> Callable[..., jax.Array]:
         a, b, out = (spec_on(mesh, array) for array in (operands[0], operands[count], result))
         shapes = what.a.shape(tuple(operands[0].shape)), what.b.shape(tuple(operands[count].shape))
         sizes = dict(mesh.shape)
-        specs = _gathered(what, sizes, shapes, (a, b), out)
+        specs = _gather_specs(what, sizes, shapes, (a, b), out)
         own = ProductSharding.of((what.a, what.b), sizes, shapes, specs, out)
         takes = (*what.a.specs(own.a), *what.b.specs(own.b))
         return (
@@ -142,10 +142,10 @@ def _partitioned(what: ValueProduct, abstract: Any) -> Callable[..., jax.Array]:
         )
 
     rule, sizes = _rule(what)
-    return asking(functools.partial(what, None), partition, rule, sizes, decode=False)
+    return partitionable(functools.partial(what, None), partition, rule, sizes, decode=False)
 
 
-def _gathered(
+def _gather_specs(
     what: ValueProduct,
     mesh: Mapping[str, int],
     shapes: tuple[Shape, Shape],

@@ -21,12 +21,12 @@ from qshard.formats import Format, Usage
 from qshard.jax._ops import bind as ops
 from qshard.jax._ops.collectives import max_along, max_over
 from qshard.jax._ops.mesh import AxisName, Spec, mesh_of, vary_alike
-from qshard.jax._ops.second_derivatives import rounded_by
+from qshard.jax._ops.second_derivatives import without_derivative
 from qshard.jax._ops.validation import Seed, as_axes, check_array, check_dtype, check_spec, check_spec_fits
 from qshard.jax._quantized.array import QuantizedArray
 from qshard.jax._quantized.quantize import WeightScales, quantize
 from qshard.jax._sharding import partitionable_ops
-from qshard.jax._sharding.shard_spec import Cut
+from qshard.jax._sharding.shard_spec import ShardSpec
 from qshard.op_table import table
 
 _PARTS = 8
@@ -98,7 +98,7 @@ def swiglu_quantize(
     Source: arXiv:2002.05202.
     """
     arrays = _checked("swiglu_quantize", gate, up)
-    return _quantized("swiglu_quantize", _swiglu_made, arrays, (), fmt, usage, axis_name, spec, seed)
+    return _quantize_result("swiglu_quantize", _swiglu_made, arrays, (), fmt, usage, axis_name, spec, seed)
 
 
 def rms_norm(x: jax.typing.ArrayLike, weight: jax.typing.ArrayLike, eps: float) -> jax.Array:
@@ -164,10 +164,12 @@ def rms_norm_quantize(
     Source: arXiv:1910.07467.
     """
     arrays = _checked_norm("rms_norm_quantize", x, weight, eps)
-    return _quantized("rms_norm_quantize", _rms_norm_made, arrays, (float(eps),), fmt, usage, axis_name, spec, seed)
+    return _quantize_result(
+        "rms_norm_quantize", _rms_norm_made, arrays, (float(eps),), fmt, usage, axis_name, spec, seed
+    )
 
 
-def _quantized(
+def _quantize_result(
     op: str,
     make: Callable[..., tuple[jax.Array, jax.Array]],
     arrays: tuple[jax.Array, ...],
@@ -198,11 +200,11 @@ def _with_scales(
     spec: Spec,
 ) -> tuple[jax.Array, WeightScales | None]:
     """What is made, and what its one scale is made of its amax, if `fmt` has one scale and no blocks."""
-    h, amax = make(rounded_by(op, *arrays), *arrays[1:], *given)
+    h, amax = make(without_derivative(op, *arrays), *arrays[1:], *given)
     if not fmt.per_tensor:
         return h, None
     check_spec_fits(op, "spec", spec, mesh_of(h, spec), h.ndim)
-    cut = Cut.of(h, axis_names, spec)
+    cut = ShardSpec.of(h, axis_names, spec)
     made = quantize_steps.scales(partitionable_ops, fmt, max_over(cut.axes if cut.local else ())(amax))
     return h, WeightScales(made.scale, made.scale_inv)
 
@@ -269,7 +271,7 @@ def _rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
 
 
 def _rms_norm_forward(x: jax.Array, weight: jax.Array, eps: float) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    y, _, rstd = _normed(x, weight, eps)
+    y, _, rstd = _normalize(x, weight, eps)
     return y, (x, weight, rstd)
 
 
@@ -285,11 +287,11 @@ _rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
 
 
 def _rms_norm_made(x: jax.Array, weight: jax.Array, eps: float) -> tuple[jax.Array, jax.Array]:
-    y, amax, _ = _normed(x, weight, eps)
+    y, amax, _ = _normalize(x, weight, eps)
     return y, amax
 
 
-def _normed(x: jax.Array, weight: jax.Array, eps: float) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _normalize(x: jax.Array, weight: jax.Array, eps: float) -> tuple[jax.Array, jax.Array, jax.Array]:
     """y, its amax `[]`, and what rows were multiplied by, by matrices of `split_lead`."""
     rows, lead = partitionable_ops.split_lead(x)
     y, rstd, amax = ops.rms_norm(rows, _for_each(weight, rows, lead), eps=eps, lead=lead)

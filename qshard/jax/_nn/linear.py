@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from qshard._core.validation import seed_missing, shown
 from qshard.jax import _probes as watch
 from qshard.jax._delayed_scaling import LinearState, check_shared, require_gradient
-from qshard.jax._nn.linear_parallel import TensorParallel
+from qshard.jax._nn.linear_parallel import TensorParallelOptions
 from qshard.jax._nn.linear_vjp import Config, Given, folding_product, product, whole_weight
 from qshard.jax._ops.mesh import AxisName, Spec, explicit_sharding, mesh_of, names_of, spec_of, vary_alike
 from qshard.jax._ops.validation import (
@@ -30,10 +30,10 @@ from qshard.jax._ops.validation import (
     seed_words,
 )
 from qshard.jax._quantized.array import QuantizedArray
-from qshard.jax._quantized.gather import CodedWeight, WeightLayout, WeightSharding, as_layout, cut_of
-from qshard.jax._quantized.primary import CODED, PrimaryWeight, opened
+from qshard.jax._quantized.gather import CodedWeight, WeightLayout, WeightSharding, as_layout, spec_of_codes
+from qshard.jax._quantized.primary import CODED, PrimaryWeight, open_weight
 from qshard.jax._quantized.quantize import WeightScales, as_scales
-from qshard.jax._sharding.shard_spec import Cut, matrix_of, shaped
+from qshard.jax._sharding.shard_spec import ShardSpec, matrix_of, unfold
 from qshard.recipes import Recipe, RecipeLike, as_recipe
 
 
@@ -150,7 +150,7 @@ def linear(
         rows, names = axis_name, tuple(name for entry in axis_name for name in names_of(entry))
     tensor_parallel = None
     if gather_rows is not None or scatter_rows is not None or overlap:
-        tensor_parallel = TensorParallel.of("linear", gather_rows, scatter_rows, overlap, vmap_as_rows)
+        tensor_parallel = TensorParallelOptions.of("linear", gather_rows, scatter_rows, overlap, vmap_as_rows)
     if state is not None:
         check_shared("linear", names)
     given = _given("linear", w, weight_spec, weight_scales, seed, state)
@@ -300,14 +300,14 @@ def _checked_linear(
     weight_spec: Spec,
     gather_axes: tuple[str, ...],
     vmap_as_rows: bool,
-    tensor_parallel: TensorParallel | None,
+    tensor_parallel: TensorParallelOptions | None,
     **options: Any,
 ) -> jax.Array:
     check_dtype("linear", "x", x)
     check_spec_fits("linear", "axis_name", options["rows"], mesh_of(x, None), x.ndim - 1)
     lead = x.shape[:-1]
     if isinstance(w, CODED):
-        w, amax = opened(w)
+        w, amax = open_weight(w)
         given = given._replace(weight_amax=amax)
     if tensor_parallel is not None:
         weight_spec = tensor_parallel.weight_spec("linear", options["layout"], gather_axes, weight_spec)
@@ -315,7 +315,7 @@ def _checked_linear(
         options |= {"parallel": parallel, "axes": tuple(dict.fromkeys((*options["axes"], parallel.axis)))}
     if vmap_as_rows:
         x = matrix_of(x)
-    config, weight = _configured(
+    config, weight = _configure(
         "linear", w, given, recipe, weight_spec, gather_axes, x_type=explicit_sharding(x), **options
     )
     if given.state is not None and weight.sink is not None:
@@ -326,7 +326,7 @@ def _checked_linear(
     weight = CodedWeight(weight.codes, sink[0] if sink else None, weight.shards)
     if vmap_as_rows:
         y = folding_product(config, x, weight, given)
-        return shaped(y, (*lead, y.shape[-1]))
+        return unfold(y, (*lead, y.shape[-1]))
     return product(config, x, weight, given)
 
 
@@ -346,12 +346,12 @@ _jitted_linear = jax.jit(
 def _checked_weight(
     w: Any, given: Given, *, recipe: Recipe, layout: WeightLayout, weight_spec: Spec, gather_axes: tuple[str, ...]
 ) -> QuantizedArray:
-    w = opened(w)[0] if isinstance(w, CODED) else w
-    config, weight = _configured("gathered_weight", w, given, recipe, weight_spec, gather_axes, layout=layout)
+    w = open_weight(w)[0] if isinstance(w, CODED) else w
+    config, weight = _configure("gathered_weight", w, given, recipe, weight_spec, gather_axes, layout=layout)
     return whole_weight(config, weight, given)
 
 
-def _configured(
+def _configure(
     op: str,
     w: Any,
     given: Given,
@@ -364,16 +364,16 @@ def _configured(
     """Decides where the weight is of a whole. An array becomes a weight without codes yet, and its own sink."""
     _check_given(op, recipe, given)
     names: dict[str, Any] = {"op": op, "name": "gather_axis", "spec_name": "weight_spec"}
-    w_type, gathers, spec = None, bool(gather_axes), Cut()
+    w_type, gathers, spec = None, bool(gather_axes), ShardSpec()
     if isinstance(w, CodedWeight) and w.shards is not None:
         sharding = WeightSharding(layout=layout)
         weight, gathers = w, not isinstance(w.codes, QuantizedArray)
     elif isinstance(w, CodedWeight | QuantizedArray):
         codes, sink = (w.codes, w.sink) if isinstance(w, CodedWeight) else (w, None)
         if gathers:
-            spec = cut_of(codes, gather_axes, weight_spec, **names)
+            spec = spec_of_codes(codes, gather_axes, weight_spec, **names)
         elif sink is not None:
-            spec = Cut.along(sink, (), weight_spec, **names)
+            spec = ShardSpec.along(sink, (), weight_spec, **names)
         sharding = WeightSharding(spec, gather_axes, layout)
         weight = CodedWeight(codes, sink, sharding)
         w_type = None if sink is None else explicit_sharding(sink)
@@ -382,7 +382,7 @@ def _configured(
             raise ValueError(f"{op}: w {jnp.shape(w)} does not have two axes; give w as [N, K]")
         check_dtype(op, "w", w)
         check_spec_fits(op, "weight_spec", weight_spec, mesh_of(w, weight_spec), w.ndim)
-        sharding = WeightSharding(Cut.along(w, gather_axes, weight_spec, **names), gather_axes, layout)
+        sharding = WeightSharding(ShardSpec.along(w, gather_axes, weight_spec, **names), gather_axes, layout)
         weight, w_type = CodedWeight(None, w, sharding), explicit_sharding(w)
     config = Config(
         op=op,

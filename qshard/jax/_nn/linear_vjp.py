@@ -17,16 +17,16 @@ from qshard._core.quantize_steps import Plane, makes_planes_apart
 from qshard.formats import Usage
 from qshard.jax import policies
 from qshard.jax._delayed_scaling import LinearState, TensorState, observe_all
-from qshard.jax._gemm.gemm import gemm, row_product, scaled, stored_for
-from qshard.jax._nn.linear_parallel import OfDw, Parallel
-from qshard.jax._ops.mesh import Spec, may_be_cut
-from qshard.jax._ops.scheduling import named, once, together
+from qshard.jax._gemm.gemm import apply_scale, gemm, row_product, stored_for
+from qshard.jax._nn.linear_parallel import OfDw, TensorParallelAxis
+from qshard.jax._ops.mesh import Spec, may_be_sharded
+from qshard.jax._ops.scheduling import barrier, cse, name_residual
 from qshard.jax._ops.second_derivatives import rules_of_product
 from qshard.jax._quantized.array import QuantizedArray
 from qshard.jax._quantized.gather import CodedWeight, Shards, WeightSharding
-from qshard.jax._quantized.quantize import WeightScales, quantized
-from qshard.jax._sharding.shard_spec import Cut, cuts_rows, whole_along
-from qshard.jax._sharding.vmap_rows import folding
+from qshard.jax._quantized.quantize import WeightScales, quantize_shard
+from qshard.jax._sharding.shard_spec import ShardSpec, may_shard_rows, whole_along
+from qshard.jax._sharding.vmap_rows import vmap_as_rows
 from qshard.layout import Shape, multiplies_codes, source
 from qshard.recipes import Recipe, Role, check_weight_format
 
@@ -65,13 +65,13 @@ class Config:
     rows: PartitionSpec | None = None
     reshard_after_forward: bool = True
     out_sharding: Spec = None
-    parallel: Parallel | None = None
+    parallel: TensorParallelAxis | None = None
 
-    def cut_of(self, x: jax.Array, role: Role) -> Cut:
+    def cut_of(self, x: jax.Array, role: Role) -> ShardSpec:
         """How x or dy is cut. Blocks are those of a shard: what it multiplies is its own."""
         if self.parallel is not None:
             return self.parallel.cut_of(x, role, self.axes)
-        return Cut.of(x, self.axes, self.rows, own_blocks=True)
+        return ShardSpec.of(x, self.axes, self.rows, own_blocks=True)
 
     @property
     def sums_alike(self) -> bool:
@@ -126,8 +126,8 @@ def _forward(
         layout.plane(fmt, whole_x, Usage.ROWWISE, op=config.op, name="x")
     read = config.stored(config.sharding.contracted)
     wq, w_amax = _codes_of(config, w, given, read | w_kept)
-    wq = _named(wq, w_kept, policies.W_CODES)
-    whole = _named(_whole(config, wq, read), read, None)
+    wq = _name_residuals(wq, w_kept, policies.W_CODES)
+    whole = _name_residuals(_whole(config, wq, read), read, None)
     if not x.shape or len(whole.axes) != 2 or x.shape[-1] != whole.shape[config.sharding.layout.index("K")]:
         axes = ", ".join(config.sharding.layout)
         told = ", and say in weight_spec how w is cut" if config.gathers else ""
@@ -139,14 +139,14 @@ def _forward(
         config.parallel.check_columns(config.op, "the gradient of y", n, Role.GRADIENT, config.recipe)
     there = x
     if config.gathers and _reduces(config, x):
-        whole, there = together(whole, x)  # So that the gather of w comes before the all-reduce of the amax.
-    made = _quantized(config, there, given, Role.ACTIVATION, Usage.ROWWISE | x_kept)
+        whole, there = barrier(whole, x)  # So that the gather of w comes before the all-reduce of the amax.
+    made = _quantize_role(config, there, given, Role.ACTIVATION, Usage.ROWWISE | x_kept)
     seed = given.seed if config.recipe.activation.stochastic else None
     state = None if given.state is None else given.state.activation.scale
     how = (config.recipe, x_kept, config.axes, config.rows, config.out_sharding, config.parallel)
-    xq, x_amax = once(made, of=(x, seed, state), how=how)
-    xq = _named(xq, x_kept, policies.X_CODES)
-    x_amax, w_amax = (None if amax is None else named(amax, policies.SCALES) for amax in (x_amax, w_amax))
+    xq, x_amax = cse(made, of=(x, seed, state), how=how)
+    xq = _name_residuals(xq, x_kept, policies.X_CODES)
+    x_amax, w_amax = (None if amax is None else name_residual(amax, policies.SCALES) for amax in (x_amax, w_amax))
     kept_w, scales = wq, None  # To keep the whole weights of all layers until backward would undo FSDP.
     if w_kept and config.gathers and not config.reshard_after_forward:
         kept_w = whole if w_kept is read else _whole(config, wq, w_kept)
@@ -155,8 +155,8 @@ def _forward(
     y, scale, _ = _row_product(config, xq, Role.ACTIVATION, whole, x.shape[:-1])
     kept_x = _only(xq, x_kept)
     if x_kept and x_kept is not Usage.ROWWISE and makes_planes_apart(config.recipe.activation):
-        y, kept_x = together(y, kept_x)  # Else XLA keeps x, and makes the plane for backward there.
-    y = scaled(y, scale, x.dtype)
+        y, kept_x = barrier(y, kept_x)  # Else XLA keeps x, and makes the plane for backward there.
+    y = apply_scale(y, scale, x.dtype)
     kept = Kept(kept_x, _only(kept_w, w_kept), scales, given._replace(scales=None), (x_amax, w_amax))
     return checkpoint_name(y, policies.PRODUCTS), kept
 
@@ -174,16 +174,16 @@ def _product_bwd(config: Config, kept: Kept, dy: jax.Array) -> tuple[jax.Array, 
     read = stored_for(recipe.gradient, recipe.weight, Usage.ROWWISE)
     if config.learns:
         read |= stored_for(recipe.gradient, recipe.activation, columns)
-    dyq, dy_amax = _quantized(config, dy, kept.given, Role.GRADIENT, read)
+    dyq, dy_amax = _quantize_role(config, dy, kept.given, Role.GRADIENT, read)
     if config.gathers and config.reshard_after_forward:
         # Not before dy: XLA would see one gather where two are written, and keep its result from forward to backward.
-        wq, dyq = together(wq, dyq)
+        wq, dyq = barrier(wq, dyq)
         stored = config.stored(config.sharding.contracted_back)
         wq = _whole(config, wq, stored)
         if kept.scales is not None:
             wq = wq.with_planes({stored: kept.scales._replace(data=wq.plane(stored).data)})
     if config.learns and (config.parallel or not multiplies_codes(recipe.gradient, recipe.activation)):
-        dyq, xq = together(dyq, xq)  # Else XLA may dequantize, or gather, what all layers keep, long before it is due.
+        dyq, xq = barrier(dyq, xq)  # Else XLA may dequantize, or gather, what all layers keep, long before it is due.
     if config.learns and config.sharding.contracts_whole_k:
         xq = _whole_k(config, xq)
     dx, dx_scale, (dyq, xq) = _row_product(config, dyq, Role.GRADIENT, wq, dy.shape[:-1], (dyq, xq))
@@ -194,12 +194,12 @@ def _product_bwd(config: Config, kept: Kept, dy: jax.Array) -> tuple[jax.Array, 
         options: dict[str, Any] = {"precise": True, "out_sharding": config.w_type, "by_rows": config.sharding.by_rows}
         made, scale = gemm(pair[0], columns, pair[1], columns, dtype, **options)
         if not config.sums_alike:
-            made, scale = scaled(made, scale, dtype), None
+            made, scale = apply_scale(made, scale, dtype), None
         made = config.shards.scatter(made)
         if config.gathers:  # So that dw is made here, while w is gathered, and scattered while dx is made.
-            made, dx = together(made, dx)
-        dw = scaled(made, scale, config.w_dtype)
-    dx = scaled(dx, dx_scale, dy.dtype)
+            made, dx = barrier(made, dx)
+        dw = apply_scale(made, scale, config.w_dtype)
+    dx = apply_scale(dx, dx_scale, dy.dtype)
     x_amax, w_amax = kept.amaxes
     observed = None
     if kept.given.state is not None:
@@ -208,7 +208,7 @@ def _product_bwd(config: Config, kept: Kept, dy: jax.Array) -> tuple[jax.Array, 
 
 
 product.defvjp(*rules_of_product(None, _product_fwd, _product_bwd))
-folding_product = folding(product, *rules_of_product(None, _product_fwd, _product_bwd))
+folding_product = vmap_as_rows(product, *rules_of_product(None, _product_fwd, _product_bwd))
 
 
 def _row_product(
@@ -259,17 +259,17 @@ def _whole_k(config: Config, q: QuantizedArray) -> QuantizedArray:
 def _reduces(config: Config, x: jax.Array) -> bool:
     """Whether devices that have shards of x reduce an amax for it."""
     fmt = config.recipe.activation
-    return (fmt.tensor_scaled or fmt.row_scaled) and (bool(config.axes) or may_be_cut(x))
+    return (fmt.tensor_scaled or fmt.row_scaled) and (bool(config.axes) or may_be_sharded(x))
 
 
-def _named(codes: Any, kept: Usage, name: str | None) -> Any:
+def _name_residuals(codes: Any, kept: Usage, name: str | None) -> Any:
     """Scales, and with a name codes, as policies know them. What is no tensor yet stays as it is."""
     if not isinstance(codes, QuantizedArray):
         return codes
     planes = {}
     for usage, plane in codes.planes.items():
-        scales = [None if s is None else named(s, policies.SCALES) for s in plane[1:]]
-        data = plane.data if name is None else named(plane.data, name if usage in kept else policies.FORWARD)
+        scales = [None if s is None else name_residual(s, policies.SCALES) for s in plane[1:]]
+        data = plane.data if name is None else name_residual(plane.data, name if usage in kept else policies.FORWARD)
         planes[usage] = Plane(data, *scales)
     return codes.with_planes(planes)
 
@@ -281,7 +281,7 @@ def _only(codes: Any, usage: Usage) -> Any:
     return codes.with_planes({each: plane for each, plane in codes.planes.items() if each in usage})
 
 
-def _quantized(
+def _quantize_role(
     config: Config, x: jax.Array, given: Given, role: Role, usage: Usage
 ) -> tuple[QuantizedArray, jax.Array | None]:
     """The codes of x, w or dy, and, of delayed scaling, the amax of it.
@@ -295,17 +295,17 @@ def _quantized(
         scales = WeightScales(state.scale)
     cut = config.sharding.spec if weight else config.cut_of(x, role)
     operand = OperandSpec.of(config.recipe, role, usage, math.prod(x.shape[:-1]), op=config.op, name=name)
-    if operand.added_rows and cuts_rows(x, config.out_sharding):
+    if operand.added_rows and may_shard_rows(x, config.out_sharding):
         operand = operand._replace(added_rows=0)
     columns = None if weight or cut.local else config.sharding.count("K" if role is Role.ACTIVATION else "N")
     turned = weight and config.sharding.layout == "KN"
-    return quantized(x, operand, cut, scales, given.seed, apart=not weight, turned=turned, columns=columns)
+    return quantize_shard(x, operand, cut, scales, given.seed, apart=not weight, turned=turned, columns=columns)
 
 
 def _codes_of(config: Config, w: CodedWeight, given: Given, usage: Usage) -> tuple[Any, jax.Array | None]:
     if w.codes is not None or w.sink is None:
         return w.codes, given.weight_amax
-    return _quantized(config, w.sink, given, Role.WEIGHT, usage)
+    return _quantize_role(config, w.sink, given, Role.WEIGHT, usage)
 
 
 def whole_weight(config: Config, w: CodedWeight, given: Given) -> QuantizedArray:

@@ -40,7 +40,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from qshard import _ffi
 from qshard.jax._jax_internals import device_count, partitioning_attributes, platforms_of
 from qshard.jax._ops import second_derivatives
-from qshard.jax._ops.mesh import may_be_cut, names_of, reshaped
+from qshard.jax._ops.mesh import may_be_sharded, names_of, reshape
 from qshard.op_table import Binding, Factor, Operand, OpSpec, View, multi_table, table
 
 __all__ = [
@@ -48,7 +48,7 @@ __all__ = [
     "bind",
     "check_sizes",
     "disabled_checks",
-    "encoded",
+    "encode_attribute",
     "register_handlers",
     "run_jitted",
     "target_of",
@@ -137,7 +137,7 @@ class Op:
         arrays = [jnp.asarray(operand) for operand in operands]
         for operand, array in zip(self.spec.inputs, arrays, strict=False):
             check_sizes(self.spec.name, operand.name, array.shape)
-        options.setdefault("cuttable", may_be_cut(arrays[0]))
+        options.setdefault("cuttable", may_be_sharded(arrays[0]))
         if not self._elementwise or not 0 < arrays[0].ndim == self._bound(arrays, options).lead:
             return self._patterned(arrays, options)
         # XLA does not cut the last axis of an op that it could cut along every axis, so there is one of size 1.
@@ -153,7 +153,7 @@ class Op:
             raise ValueError(f"{self.spec.name}: split ({options['split']}) is not the form of {shapes}; leave it out")
         logical = list(map(self._factored, self.spec.inputs, arrays, binding.inputs))
         results = self._primitive.bind(*_alike(logical, binding), shapes=shapes, **options)
-        patterned = tuple(map(_joined, results, binding.outputs))
+        patterned = tuple(map(_join_factors, results, binding.outputs))
         return patterned if len(patterned) > 1 else patterned[0]
 
     def _factored(self, operand: Operand, array: jax.Array, view: View) -> jax.Array:
@@ -171,7 +171,7 @@ class Op:
                 )
             entries.extend([entry, *[None] * (len(axis) - 1)])
         sizes = [factor.size for axis in view.axes for factor in axis]
-        return jnp.transpose(reshaped(array, sizes, entries), _inverse(view.order))
+        return jnp.transpose(reshape(array, sizes, entries), _inverse(view.order))
 
     def _bound(
         self, arrays: Sequence[Any], options: Mapping[str, Any], shapes: Sequence[tuple[int, ...]] | None = None
@@ -191,7 +191,7 @@ class Op:
                 shape=tuple(factor.size for factor in view.factors),
                 dtype=jnp.dtype(dtype),
                 weak_type=False,
-                sharding=_cut(avals[0], entries, view),
+                sharding=_sharding_of(avals[0], entries, view),
             )
             for (_, dtype), view in zip(binding.results, binding.outputs, strict=True)
         )
@@ -220,7 +220,7 @@ class Op:
             operand_output_aliases=self._in_place,
             extra_attributes=partitioning_attributes(batch_dims, shardy_rule(binding)),
         )
-        attributes = {name: encoded(v) for name, v in options.items() if name not in ("cuttable", "dtype")}
+        attributes = {name: encode_attribute(v) for name, v in options.items() if name not in ("cuttable", "dtype")}
         return rule(ctx, *operands, **attributes)
 
     def _batch(
@@ -296,7 +296,7 @@ def run_jitted(function: Callable[..., Any], *operands: Any) -> Any:
         return function(*operands)
 
 
-def encoded(value: Any) -> Any:
+def encode_attribute(value: Any) -> Any:
     """An attribute as handlers decode it: in the width of NumPy, as a Python float has 64 bits under x64."""
     if isinstance(value, bool | str):
         return value
@@ -329,7 +329,7 @@ def _entries(aval: Any, binding: Binding) -> dict[Factor, Any]:
     return dict(zip(binding.inputs[0].factors, aval.sharding.spec, strict=True))
 
 
-def _cut(aval: Any, entries: Mapping[Factor, Any], view: View) -> NamedSharding:
+def _sharding_of(aval: Any, entries: Mapping[Factor, Any], view: View) -> NamedSharding:
     """The sharding of an operand or result, on the mesh of `aval`."""
     return NamedSharding(aval.sharding.mesh, PartitionSpec(*(entries.get(factor) for factor in view.factors)))
 
@@ -344,16 +344,16 @@ def _alike(arrays: Sequence[jax.Array], binding: Binding) -> list[jax.Array]:
         own = jax.typeof(array)
         if missing := tuple(sorted(varying - own.manual_axis_type.varying)):
             array = lax.pcast(array, missing, to="varying")
-        cut = _cut(first, entries, view)
+        cut = _sharding_of(first, entries, view)
         alike.append(array if own.sharding.spec == cut.spec else jax.sharding.reshard(array, cut))
     return alike
 
 
-def _joined(result: jax.Array, view: View) -> jax.Array:
+def _join_factors(result: jax.Array, view: View) -> jax.Array:
     """A result by its pattern: the memory as it is, each axis the product of its factors."""
     entries = dict(zip(view.factors, jax.typeof(result).sharding.spec, strict=True))
     sizes = [math.prod(factor.size for factor in axis) for axis in view.axes]
-    return reshaped(jnp.transpose(result, view.order), sizes, [entries[axis[0]] for axis in view.axes])
+    return reshape(jnp.transpose(result, view.order), sizes, [entries[axis[0]] for axis in view.axes])
 
 
 def _inverse(order: Sequence[int]) -> list[int]:

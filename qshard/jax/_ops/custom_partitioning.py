@@ -42,7 +42,7 @@ class _Local:
 local = _Local()
 
 
-def asking(
+def partitionable(
     whole: Callable[..., Any],
     partition: Callable[..., Any],
     rule: str,
@@ -102,8 +102,10 @@ def mesh_of_call(mesh: Any, array: Any, abstract: Any) -> Any:
     return jax.sharding.Mesh(devices.reshape(abstract.axis_sizes), abstract.axis_names)
 
 
-def asked(function: Callable[..., Any], exported: Callable[..., Any], static: Any, *operands: Any) -> list[jax.Array]:
-    """The leaves of the results of `function`, which `asking` made; in exports for several devices, of `exported`.
+def call_partitionable(
+    function: Callable[..., Any], exported: Callable[..., Any], static: Any, *operands: Any
+) -> list[jax.Array]:
+    """The leaves of the results of `function`, from `partitionable`; in exports for several devices, of `exported`.
 
     `static`: dataclasses that tell `function` from others of its operands, by their `repr` in all processes.
     """

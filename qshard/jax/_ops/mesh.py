@@ -20,7 +20,7 @@ Names = tuple[str, ...]
 Scattered = tuple[tuple[int, str], ...]
 
 
-def may_be_cut(x: jax.Array) -> bool:
+def may_be_sharded(x: jax.Array) -> bool:
     """Whether XLA, or an Explicit mesh, may cut `x` over devices."""
     mesh = mesh_of(x)
     if mesh.empty:
@@ -28,7 +28,7 @@ def may_be_cut(x: jax.Array) -> bool:
     return mesh.size > 1 and set(mesh.axis_types) != {AxisType.Manual}
 
 
-def reshaped(x: jax.Array, sizes: Sequence[int], entries: Sequence[Any]) -> jax.Array:
+def reshape(x: jax.Array, sizes: Sequence[int], entries: Sequence[Any]) -> jax.Array:
     """`x` in another shape, and on Explicit meshes cut so."""
     if x.shape == tuple(sizes):
         return x
@@ -101,7 +101,7 @@ class MeshKind(enum.Enum):
     @classmethod
     def of(cls, x: jax.Array) -> MeshKind:
         """The kind of the mesh of `x`."""
-        if not may_be_cut(x):
+        if not may_be_sharded(x):
             return cls.LOCAL
         kinds = set(mesh_of(x).axis_types)
         if len(kinds) > 1:

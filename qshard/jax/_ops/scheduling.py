@@ -28,7 +28,7 @@ _Tree = TypeVar("_Tree")
 _Other = TypeVar("_Other")
 
 
-def together(first: _Tree, second: _Other) -> tuple[_Tree, _Other]:
+def barrier(first: _Tree, second: _Other) -> tuple[_Tree, _Other]:
     """Both as they are, but what is made of either is made only once all of both is there.
 
     It also keeps XLA from seeing that a thing is made twice of `first`, and from keeping it in between.
@@ -43,7 +43,7 @@ def together(first: _Tree, second: _Other) -> tuple[_Tree, _Other]:
     return both
 
 
-def once(made: _Tree, of: Any, how: Hashable) -> _Tree:
+def cse(made: _Tree, of: Any, how: Hashable) -> _Tree:
     """`made`, or what a program made before it of the same arrays `of` in the same way.
 
     XLA finds that by itself only where it has no all-reduce to make: those that it makes for Auto meshes are no two
@@ -54,7 +54,7 @@ def once(made: _Tree, of: Any, how: Hashable) -> _Tree:
     return first
 
 
-def named(x: jax.Array, name: str) -> jax.Array:
+def name_residual(x: jax.Array, name: str) -> jax.Array:
     """`x` under a name, as integers: `jax.checkpoint` rounds floats that it keeps, and makes NaN of E4M3 above 240."""
     bits = lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
     return lax.bitcast_convert_type(checkpoint_name(bits, name), x.dtype)
@@ -66,15 +66,15 @@ _once.def_impl(lambda *arrays, count, how: list(arrays[:count]))
 _once.def_abstract_eval(lambda *types, count, how: list(types[:count]))
 
 
-def _batched(arrays: Any, axes: Any, *, count: int, how: Hashable) -> Any:
+def _batch(arrays: Any, axes: Any, *, count: int, how: Hashable) -> Any:
     return _once.bind(*arrays, count=count, how=how), axes[:count]
 
 
-def _lowered(ctx: Any, *values: Any, count: int, how: Hashable) -> Any:
+def _lower(ctx: Any, *values: Any, count: int, how: Hashable) -> Any:
     # What a block has made lies before what it makes next, and so may serve it.
     block = ir.InsertionPoint.current.block
     return lower_once(ctx, (_once, block, values[count:], how), values[:count])
 
 
-batching.primitive_batchers[_once] = _batched
-mlir.register_lowering(_once, _lowered, cacheable=False)
+batching.primitive_batchers[_once] = _batch
+mlir.register_lowering(_once, _lower, cacheable=False)

@@ -19,7 +19,7 @@ from qshard.jax._ops.collectives import sum_over
 from qshard.jax._ops.mesh import Names, Spec, is_auto
 from qshard.jax._ops.validation import as_names, check_spec
 from qshard.jax._quantized.array import QuantizedArray
-from qshard.jax._sharding.shard_spec import Cut, moved
+from qshard.jax._sharding.shard_spec import ShardSpec, reshard
 from qshard.layout import Shape, is_transposed, matrix_shape, stored_block
 
 
@@ -57,7 +57,7 @@ def gather(q: QuantizedArray, axis_name: str | Sequence[str], *, spec: Spec = No
     if not q.planes:
         raise ValueError(f"gather: {q} holds nothing to gather; quantize with a usage")
     axes = as_names("gather", "axis_name", axis_name)
-    return WeightSharding(cut_of(q, axes, spec, op="gather", name="axis_name"), axes).gather(q)
+    return WeightSharding(spec_of_codes(q, axes, spec, op="gather", name="axis_name"), axes).gather(q)
 
 
 class Shards(Protocol):
@@ -93,7 +93,7 @@ class WeightSharding:
       layout: of the weight, its gradient and its codes.
     """
 
-    spec: Cut = Cut()
+    spec: ShardSpec = ShardSpec()
     gather_axes: Names = ()
     layout: WeightLayout = "NK"
 
@@ -146,9 +146,9 @@ class WeightSharding:
         planes = {}
         for usage, plane in codes.planes.items():
             if not set(names).isdisjoint(spec.mesh.explicit_axes):
-                own = Cut.of(plane.data)
+                own = ShardSpec.of(plane.data)
             else:
-                own = _transposed(spec, names) if is_transposed(codes.format, usage) else spec
+                own = _transpose_spec(spec, names) if is_transposed(codes.format, usage) else spec
             planes[usage] = _gather_plane(plane, codes.format, usage, names, own)
         gathered = codes.with_planes(planes)
         if len(codes.axes) > 2:
@@ -184,37 +184,39 @@ class CodedWeight:
     shards: Any
 
 
-def cut_of(q: QuantizedArray, axes: tuple[str, ...], spec: Spec, *, op: str, name: str, spec_name: str = "spec") -> Cut:
+def spec_of_codes(
+    q: QuantizedArray, axes: tuple[str, ...], spec: Spec, *, op: str, name: str, spec_name: str = "spec"
+) -> ShardSpec:
     usage = Usage.COLUMNWISE if q.rowwise is None else Usage.ROWWISE
     turned = is_transposed(q.format, usage)
     data = q.plane(usage).data
     turned_axes = len(q.axes) if turned else None
-    return Cut.along(data, axes, spec, op=op, name=name, spec_name=spec_name, transposed_of=turned_axes)
+    return ShardSpec.along(data, axes, spec, op=op, name=name, spec_name=spec_name, transposed_of=turned_axes)
 
 
-def _gather_plane(plane: Plane, fmt: Format, usage: Usage, axes: tuple[str, ...], cut: Cut) -> Plane:
+def _gather_plane(plane: Plane, fmt: Format, usage: Usage, axes: tuple[str, ...], cut: ShardSpec) -> Plane:
     (data, grid, global_scale_inv), block = plane, stored_block(fmt, usage)
     after = cut.without(axes)
-    gathered = moved(data, cut, after)
+    gathered = reshard(data, cut, after)
     if fmt.per_tensor:  # The one scale does not travel: shards have it in common.
         _check_shared(grid, axes)
     else:
         assert block is not None
         of_grid, shape = _of_grid(data, fmt, grid.ndim, block, cut, axes)
         _check_shared(grid, axes, of_grid.axes, grid.shape == shape)
-        grid = moved(grid, of_grid, _of_grid(gathered, fmt, grid.ndim, block, after, axes)[0])
+        grid = reshard(grid, of_grid, _of_grid(gathered, fmt, grid.ndim, block, after, axes)[0])
     if global_scale_inv is not None and fmt.row_scaled:
         by_row = dataclasses.replace(cut, entries=cut.entries[:-1])
         _check_shared(global_scale_inv, axes, by_row.axes)
-        global_scale_inv = moved(global_scale_inv, by_row, by_row.without(axes))
+        global_scale_inv = reshard(global_scale_inv, by_row, by_row.without(axes))
     elif global_scale_inv is not None:
         _check_shared(global_scale_inv, axes)
     return Plane(gathered, grid, global_scale_inv)
 
 
 def _of_grid(
-    data: jax.Array, fmt: Format, ndim: int, block: tuple[int, int], cut: Cut, axes: tuple[str, ...]
-) -> tuple[Cut, Shape]:
+    data: jax.Array, fmt: Format, ndim: int, block: tuple[int, int], cut: ShardSpec, axes: tuple[str, ...]
+) -> tuple[ShardSpec, Shape]:
     """How the scales of codes are cut, `ndim` axes of them, and their shape in hand."""
     shape = (*data.shape[:-1], data.shape[-1] * fmt.element.codes_per_byte)
     if ndim != data.ndim:
@@ -240,7 +242,7 @@ def _check_shared(scale: jax.Array, axes: tuple[str, ...], cut: tuple[str, ...] 
         )
 
 
-def _check_adjacent(cut: Cut, axes: tuple[str, ...]) -> None:
+def _check_adjacent(cut: ShardSpec, axes: tuple[str, ...]) -> None:
     """Raises where what `shard_map` would gather are pieces that do not lie side by side in the tensor."""
     for axis, names in enumerate(cut.entries if cut.local else ()):
         sizeable = [name for name in names if cut.count((name,)) > 1]
@@ -252,13 +254,13 @@ def _check_adjacent(cut: Cut, axes: tuple[str, ...]) -> None:
             )
 
 
-def _transposed(cut: Cut, axes: tuple[str, ...]) -> Cut:
+def _transpose_spec(cut: ShardSpec, axes: tuple[str, ...]) -> ShardSpec:
     """How the transposed plane of a tensor is cut: its first axis is the tensor's last, its last all the others."""
     _check_rows_follow(cut, axes, "a transposed plane")
     return cut.transposed
 
 
-def _check_rows_follow(cut: Cut, axes: tuple[str, ...], what: str) -> None:
+def _check_rows_follow(cut: ShardSpec, axes: tuple[str, ...], what: str) -> None:
     """Raises where rows that are gathered do not follow one another in an array that has them in one axis."""
     if inner := [name for name in axes if name in cut.inner_axes]:
         raise ValueError(

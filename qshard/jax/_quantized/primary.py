@@ -27,7 +27,7 @@ from jax import lax
 from qshard._core.quantize_steps import Plane
 from qshard._core.validation import shown
 from qshard.formats import Format, Usage
-from qshard.jax._ops.mesh import reshaped, vary_alike
+from qshard.jax._ops.mesh import reshape, vary_alike
 from qshard.jax._ops.validation import as_float_name
 from qshard.jax._quantized.array import QuantizedArray
 from qshard.jax._quantized.gather import CodedWeight
@@ -278,11 +278,11 @@ def _sink(weight: PrimaryWeight) -> jax.Array:
     _, zeros = vary_alike(data, jnp.zeros_like(data, dtype=jnp.float32))
     if weight.format.element.packed:
         zeros = jnp.stack([zeros] * per_byte, axis=-1)
-        zeros = reshaped(zeros, weight.shape, jax.typeof(data).sharding.spec)
+        zeros = reshape(zeros, weight.shape, jax.typeof(data).sharding.spec)
     return zeros
 
 
-def opened(w: Any) -> tuple[Any, jax.Array | None]:
+def open_weight(w: Any) -> tuple[Any, jax.Array | None]:
     """A primary weight, or a `CodedWeight` of one, as `QuantizedArray`s; and the amax of its master, where it has one.
 
     Codes are held constant: to differentiate them is an error. JAX would give float8 zeros for float8, and an optimizer

@@ -16,7 +16,7 @@ Axes = str | Sequence[str] | None
 
 
 @dataclass(frozen=True)
-class Meaning:
+class MeshAxisRoles:
     """What each mesh axis that cuts weights is for. One that is for nothing is an error, not a dearer program.
 
     Attributes:
@@ -30,7 +30,7 @@ class Meaning:
     kept_axes: tuple[str, ...]
 
     @classmethod
-    def of(cls, op: str, gather_axis: Axes, kept_axes: Axes) -> Meaning:
+    def of(cls, op: str, gather_axis: Axes, kept_axes: Axes) -> MeshAxisRoles:
         as_names(op, "gather_axis", gather_axis)
         given = gather_axis if gather_axis is None or isinstance(gather_axis, str) else tuple(gather_axis)
         return cls(op, given, as_names(op, "kept_axes", kept_axes))

@@ -17,13 +17,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from qshard.jax._ops.collectives import as_bits, as_float, max_over
-from qshard.jax._ops.mesh import reshaped, vary_alike
-from qshard.jax._sharding.shard_spec import Block, Cut, folded, moved, pinned
+from qshard.jax._ops.mesh import reshape, vary_alike
+from qshard.jax._sharding.shard_spec import Block, ShardSpec, fold_axes, pin, reshard
 from qshard.layout import Shape
 
 
 @dataclass(frozen=True)
-class Pieces:
+class PartialBlocks:
     """Of an array, the largest parts of its blocks, which lie in the last two axes, that no shard cuts.
 
     Attributes:
@@ -35,14 +35,14 @@ class Pieces:
         of the array, first and after the last, that are rows. The grid has one axis for them.
     """
 
-    cut: Cut
-    grid: Cut
+    cut: ShardSpec
+    grid: ShardSpec
     size: Block
     each: Shape
     rows: tuple[int, int] | None = None
 
     @classmethod
-    def of(cls, cut: Cut, shape: Shape, block: Block, *, rows: tuple[int, int] | None = None) -> Pieces:
+    def of(cls, cut: ShardSpec, shape: Shape, block: Block, *, rows: tuple[int, int] | None = None) -> PartialBlocks:
         """The parts of blocks of a local array of this shape."""
         size, ones = cut.unsplit(shape, block, rows), (1,) * (len(shape) - 2)
         each = (block[0] // size[0], block[1] // size[1])
@@ -53,7 +53,7 @@ class Pieces:
         return cls(cut, dataclasses.replace(grid, entries=folded_rows), size, each, rows)
 
     @property
-    def of_whole(self) -> Pieces:
+    def of_whole(self) -> PartialBlocks:
         """With a grid that every device has all of."""
         return dataclasses.replace(self, grid=self.grid.without(self.grid.axes))
 
@@ -79,9 +79,9 @@ class Pieces:
         elif self.rows is not None:
             start, stop = self.rows
             entries = (*self.grid.entries[:start], *[()] * (stop - start), *self.grid.entries[start + 1 :])
-            bits = folded(pinned(bits, dataclasses.replace(self.grid, entries=entries)), start, stop)
+            bits = fold_axes(pin(bits, dataclasses.replace(self.grid, entries=entries)), start, stop)
         else:
-            bits = pinned(bits, self.grid)
+            bits = pin(bits, self.grid)
         for axis, each in enumerate(self.each):
             if each > 1:
                 ends = [(0, -size % each if i == axis else 0) for i, size in enumerate(bits.shape)]
@@ -91,7 +91,7 @@ class Pieces:
 
     def own(self, grid: jax.Array) -> jax.Array:
         """What this shard needs of a grid of the whole."""
-        return moved(grid, self.of_whole.grid, self.grid) if self.cut.local else pinned(grid, self.grid)
+        return reshard(grid, self.of_whole.grid, self.grid) if self.cut.local else pin(grid, self.grid)
 
     def spread(self, grid: jax.Array, shape: Shape) -> jax.Array:
         """The value of its block for each piece of the array, of which there are `shape`: the inverse of `merged`."""
@@ -101,17 +101,17 @@ class Pieces:
             shape = (*shape[:start], math.prod(shape[start:stop]), *shape[stop:])
         for axis, (each, shared) in enumerate(zip(self.each, self.shared, strict=True)):
             if each > 1:
-                grid = repeated(grid, axis, each)
+                grid = repeat_axis(grid, axis, each)
                 size, local = shape[axis], self.cut.local and bool(shared)
                 missing = max(0, size * (self.cut.count(shared) if local else 1) - grid.shape[axis])
                 grid = jnp.pad(grid, [(0, missing if i == axis else 0) for i in range(grid.ndim)])
                 start_of_shard = lax.axis_index(shared) * size if local else 0
                 grid = lax.dynamic_slice_in_dim(grid, start_of_shard, size, axis)
-        grid = pinned(grid, self.grid)  # Else XLA cuts what it repeats, and moves it to its place.
+        grid = pin(grid, self.grid)  # Else XLA cuts what it repeats, and moves it to its place.
         entries = list(jax.typeof(grid).sharding.spec)
         if self.rows is not None:
             entries[start : start + 1] = [None] * (stop - start)
-        return reshaped(grid, full, entries)
+        return reshape(grid, full, entries)
 
 
 def _starts(shared: list[tuple[str, ...]], shape: Shape) -> list[jax.Array | int]:
@@ -122,13 +122,13 @@ def _split(x: jax.Array, axis: int, each: int) -> jax.Array:
     """An axis that is not cut, as two."""
     sizes, entries = list(x.shape), list(jax.typeof(x).sharding.spec)
     sizes[axis : axis + 1] = [sizes[axis] // each, each]
-    return reshaped(x, sizes, [*entries[: axis + 1], None, *entries[axis + 1 :]])
+    return reshape(x, sizes, [*entries[: axis + 1], None, *entries[axis + 1 :]])
 
 
-def repeated(x: jax.Array, axis: int, each: int) -> jax.Array:
+def repeat_axis(x: jax.Array, axis: int, each: int) -> jax.Array:
     """Each element of an axis that is not cut, so many times."""
     sizes, entries = list(x.shape), list(jax.typeof(x).sharding.spec)
     wider = [*sizes[: axis + 1], each, *sizes[axis + 1 :]]
     x = lax.broadcast_in_dim(x, wider, [i + (i > axis) for i in range(len(sizes))])
     sizes[axis] *= each
-    return reshaped(x, sizes, entries)
+    return reshape(x, sizes, entries)

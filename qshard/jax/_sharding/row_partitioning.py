@@ -1,7 +1,8 @@
 """Functions of rows, such as losses, on what each device has of them: rows stay where they are, and classes too.
 
 A `RowFunction` takes and gives arrays of four forms, in words: "rows classes", "rows K", "classes K" and "rows", which
-are all the axes that lead. It is told which mesh axes cut them (`Held`), and adds up over devices what is left to add:
+are all the axes that lead. A `RowSharding` tells it which mesh axes shard them, and it adds up over devices what is
+left to add:
 
 - on one device nothing is;
 - in `shard_map` a caller names the axes that cut classes, and JAX adds up gradients;
@@ -23,7 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from qshard.jax._ops import bind as ops
 from qshard.jax._ops.collectives import sum_over
-from qshard.jax._ops.custom_partitioning import asked, asking, local, specs_of
+from qshard.jax._ops.custom_partitioning import call_partitionable, local, partitionable, specs_of
 from qshard.jax._ops.mesh import (
     MeshKind,
     assign_mesh_axes,
@@ -39,7 +40,7 @@ Names = tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Held:
+class RowSharding:
     """What a device has of the whole.
 
     Attributes:
@@ -109,7 +110,7 @@ class RowFunction(Protocol):
     takes: ClassVar[tuple[str, ...]]
     gives: ClassVar[tuple[str, ...]]
 
-    def __call__(self, held: Held, *operands: jax.Array) -> tuple[jax.Array, ...]: ...
+    def __call__(self, held: RowSharding, *operands: jax.Array) -> tuple[jax.Array, ...]: ...
 
     def __hash__(self) -> int: ...
 
@@ -124,7 +125,7 @@ def on_devices(
 
     @jax.custom_jvp
     def call(*operands: jax.Array) -> tuple[jax.Array, ...]:
-        return _spread(function, classes, operands) if spreads else function(Held(classes), *operands)
+        return _spread(function, classes, operands) if spreads else function(RowSharding(classes), *operands)
 
     @call.defjvp
     def _(*_: Any) -> Any:
@@ -139,7 +140,7 @@ def _spread(function: RowFunction, classes: Names, operands: Sequence[jax.Array]
     if kind is MeshKind.MIXED and not classes:
         _check_mixed(function, operands)
     if classes or kind in (MeshKind.LOCAL, MeshKind.MIXED):
-        return function(Held(classes), *operands)
+        return function(RowSharding(classes), *operands)
     is_explicit = kind is MeshKind.EXPLICIT
 
     @custom_vmap
@@ -152,9 +153,9 @@ def _spread(function: RowFunction, classes: Names, operands: Sequence[jax.Array]
         flags = (True,) * len(function.gives)
         if not all(form.startswith("rows") for form in (*function.takes, *function.gives)):
             if is_explicit:
-                return _mapped(function, (tuple(batched),), *operands), flags
+                return _map_examples(function, (tuple(batched),), *operands), flags
             axes = [0 if flag else None for flag in batched]
-            return jax.vmap(functools.partial(function, Held()), axes)(*operands), flags
+            return jax.vmap(functools.partial(function, RowSharding()), axes)(*operands), flags
         grown = [
             x if flag else jnp.broadcast_to(x, (size, *x.shape)) for x, flag in zip(operands, batched, strict=True)
         ]
@@ -184,7 +185,7 @@ Levels = tuple[tuple[bool, ...], ...]
 """For each `vmap` around a function, the outermost first: which operands have its axis, among those that lead."""
 
 
-def _mapped(function: RowFunction, levels: Levels, *operands: jax.Array) -> tuple[jax.Array, ...]:
+def _map_examples(function: RowFunction, levels: Levels, *operands: jax.Array) -> tuple[jax.Array, ...]:
     """`function` of each example, on Explicit meshes: all results have the axes of all `levels`."""
 
     @custom_vmap
@@ -193,7 +194,7 @@ def _mapped(function: RowFunction, levels: Levels, *operands: jax.Array) -> tupl
 
     @call.def_vmap
     def _(size: int, batched: Sequence[bool], *operands: jax.Array) -> Any:
-        return _mapped(function, (tuple(batched), *levels), *operands), (True,) * len(function.gives)
+        return _map_examples(function, (tuple(batched), *levels), *operands), (True,) * len(function.gives)
 
     made: tuple[jax.Array, ...] = call(*operands)
     return made
@@ -207,7 +208,9 @@ def _explicit(function: RowFunction, levels: Levels, *operands: jax.Array) -> tu
     specs = [spec[lead:] for spec, lead in zip(specs, leads, strict=True)]
     wanted = specs[function.takes.index("classes K")] if "classes K" in function.gives else ()
     shapes = [own.shape[lead:] for own, lead in zip(types, leads, strict=True)]
-    held = _held(function, mesh.shape, shapes, specs, wanted, used={name for names in examples for name in names})
+    held = _row_sharding(
+        function, mesh.shape, shapes, specs, wanted, used={name for names in examples for name in names}
+    )
     takes = []
     for i, form in enumerate(function.takes):
         own = [names or None for names, level in zip(examples, levels, strict=True) if level[i]]
@@ -237,19 +240,19 @@ def _names_of_examples(levels: Levels, specs: Sequence[Sequence[Any]]) -> list[N
 
 
 def _auto(function: RowFunction, *operands: jax.Array) -> tuple[jax.Array, ...]:
-    plain = functools.partial(function, Held())
-    return tuple(asked(_asking(function, operands[0].ndim), plain, function, *operands))
+    plain = functools.partial(function, RowSharding())
+    return tuple(call_partitionable(_partitionable(function, operands[0].ndim), plain, function, *operands))
 
 
 @functools.lru_cache(maxsize=1024)
-def _asking(function: RowFunction, ndim: int) -> Callable[..., Any]:
+def _partitionable(function: RowFunction, ndim: int) -> Callable[..., Any]:
     """`function`, whose first operand has so many axes."""
     rows = ndim - len(function.takes[0].split()) + 1
 
     def partition(mesh: Any, operands: Any, results: Any) -> Any:
         specs = specs_of(function.op, (*operands, *results))
         wanted = specs[len(operands) + function.gives.index("classes K")] if "classes K" in function.gives else ()
-        held = _held(function, dict(mesh.shape), [x.shape for x in operands], specs[: len(operands)], wanted)
+        held = _row_sharding(function, dict(mesh.shape), [x.shape for x in operands], specs[: len(operands)], wanted)
         takes = tuple(NamedSharding(mesh, held.spec(form)) for form in function.takes)
         gives = tuple(NamedSharding(mesh, held.spec(form, is_sum=True)) for form in function.gives)
         return mesh, functools.partial(function, held), gives, takes
@@ -258,18 +261,18 @@ def _asking(function: RowFunction, ndim: int) -> Callable[..., Any]:
     # What cuts K of the one is not to spread to the other.
     factors = {"rows": lead, "rows classes": f"{lead} c", "rows K": f"{lead} k", "classes K": "c h"}
     sides = [[factors[form] for form in forms] for forms in (function.takes, function.gives)]
-    whole = functools.partial(function, Held(own=True))
-    return asking(whole, partition, " -> ".join(", ".join(side) for side in sides))
+    whole = functools.partial(function, RowSharding(own=True))
+    return partitionable(whole, partition, " -> ".join(", ".join(side) for side in sides))
 
 
-def _held(
+def _row_sharding(
     function: RowFunction,
     mesh: Mapping[str, int],
     shapes: Sequence[Any],
     specs: Sequence[Any],
     wanted: Any,
     used: Collection[str] = (),
-) -> Held:
+) -> RowSharding:
     """Of operands that are cut so: what cuts rows stays, and so does what cuts classes, and not rows too.
 
     `wanted`: how a result of "classes K" is to be cut. `used`: mesh axes that cut something else.
@@ -285,4 +288,4 @@ def _held(
     *rows, classes = assign_mesh_axes(mesh, requests, used)
     left = [shapes[having][0] // count_shards(mesh, classes), *shapes[having][1:]]
     scattered = assign_scatter(mesh, wanted, left, [name for names in rows for name in names])
-    return Held(classes, tuple(rows), scattered, own=True)
+    return RowSharding(classes, tuple(rows), scattered, own=True)

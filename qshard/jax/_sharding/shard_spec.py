@@ -22,7 +22,7 @@ from qshard import layout
 from qshard._core import quantize_steps
 from qshard._core.placement import Box
 from qshard.formats import Format, Usage
-from qshard.jax._ops.mesh import Spec, may_be_cut, mesh_of, names_of, reshaped, spec_of, vary_alike
+from qshard.jax._ops.mesh import Spec, may_be_sharded, mesh_of, names_of, reshape, spec_of, vary_alike
 from qshard.jax._ops.uint64 import Words, words_of, words_plus, words_times
 from qshard.jax._ops.validation import check_spec_fits
 from qshard.layout import Shape
@@ -31,7 +31,7 @@ Block = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Cut:
+class ShardSpec:
     """How a tensor `[*lead, K]` is cut over devices, so which part of it an array in hand is.
 
     Attributes:
@@ -55,7 +55,7 @@ class Cut:
         *,
         ndim: int | None = None,
         own_blocks: bool = False,
-    ) -> Cut:
+    ) -> ShardSpec:
         """The cut of `x` `[*lead, K]`: by its type, by `spec`, or in `shard_map` over `axis_names`.
 
         There, it is by rows unless `spec` says else. `ndim` says how many axes the tensor has, if `x` has others.
@@ -84,7 +84,7 @@ class Cut:
         name: str,
         spec_name: str = "spec",
         transposed_of: int | None = None,
-    ) -> Cut:
+    ) -> ShardSpec:
         """The cut of `x` that is gathered along mesh axes: by its type, by `spec`, or by rows along those axes.
 
         In `shard_map`, `spec` tells all that cuts the tensor. With `transposed_of`, `x` is the transpose of a tensor of
@@ -150,20 +150,20 @@ class Cut:
         return PartitionSpec(*(names or None for names in self.entries))
 
     @property
-    def matrix(self) -> Cut:
+    def matrix(self) -> ShardSpec:
         """Of the tensor as a matrix, its leading axes folded into rows."""
         return dataclasses.replace(self, entries=(self.row_axes, self.col_axes))
 
     @property
-    def transposed(self) -> Cut:
+    def transposed(self) -> ShardSpec:
         return dataclasses.replace(self, entries=(self.col_axes, self.row_axes))
 
-    def without(self, axes: Sequence[str]) -> Cut:
+    def without(self, axes: Sequence[str]) -> ShardSpec:
         """Not cut along these mesh axes."""
         left = tuple(tuple(name for name in names if name not in axes) for names in self.entries)
         return dataclasses.replace(self, entries=left)
 
-    def of_blocks(self, shape: Shape, block: Shape) -> Cut:
+    def of_blocks(self, shape: Shape, block: Shape) -> ShardSpec:
         """The cut of a grid of scales, of an array of this shape: along an axis as the array, or not at all.
 
         Not at all where shards cut blocks. So no grid is cut unevenly, which XLA answers with sums of scales.
@@ -218,7 +218,7 @@ class Cut:
         return Box(whole, tuple(start), shape)
 
 
-def moved(x: jax.Array, before: Cut, after: Cut) -> jax.Array:
+def reshard(x: jax.Array, before: ShardSpec, after: ShardSpec) -> jax.Array:
     """`x`, cut as `before`, as `after` says: gathered along some mesh axes, sliced along others; as integers.
 
     XLA replicates some arrays by adding zeros to them, which is not exact for bytes that are no numbers to it: those of
@@ -227,15 +227,15 @@ def moved(x: jax.Array, before: Cut, after: Cut) -> jax.Array:
     integer = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
     bits = lax.bitcast_convert_type(x, integer)
     if before.local:
-        return lax.bitcast_convert_type(_moved(bits, before, after), x.dtype)
+        return lax.bitcast_convert_type(_reshard_local(bits, before, after), x.dtype)
     if not _explicit(before):
-        bits = _pinned(bits, before)
+        bits = _pin(bits, before)
         if x.dtype == integer:  # Shardy gives all who read an array the last of the pins in a row on it: here, no row.
             bits = lax.bitcast_convert_type(bits, jnp.dtype(f"int{8 * x.dtype.itemsize}"))
-    return lax.bitcast_convert_type(_pinned(bits, after), x.dtype)
+    return lax.bitcast_convert_type(_pin(bits, after), x.dtype)
 
 
-def _moved(bits: jax.Array, before: Cut, after: Cut) -> jax.Array:
+def _reshard_local(bits: jax.Array, before: ShardSpec, after: ShardSpec) -> jax.Array:
     """In `shard_map`."""
     for axis, (had, has) in enumerate(zip(before.entries, after.entries, strict=True)):
         if gathered := tuple(name for name in had if name not in has):
@@ -246,14 +246,14 @@ def _moved(bits: jax.Array, before: Cut, after: Cut) -> jax.Array:
     return bits
 
 
-def pinned(x: jax.Array, cut: Cut) -> jax.Array:
+def pin(x: jax.Array, cut: ShardSpec) -> jax.Array:
     """`x` held to a cut, as integers. In `shard_map` it is as it is."""
     if cut.local:
         return x
-    return _pinned(x, cut) if jnp.issubdtype(x.dtype, jnp.integer) else moved(x, cut, cut)
+    return _pin(x, cut) if jnp.issubdtype(x.dtype, jnp.integer) else reshard(x, cut, cut)
 
 
-def _pinned(bits: jax.Array, cut: Cut) -> jax.Array:
+def _pin(bits: jax.Array, cut: ShardSpec) -> jax.Array:
     # Outside of `jit`, JAX takes only what is cut evenly.
     even = [names if size % cut.count(names) == 0 else () for size, names in zip(bits.shape, cut.entries, strict=True)]
     sharding = NamedSharding(cut.mesh, PartitionSpec(*(names or None for names in even)))
@@ -269,7 +269,7 @@ def whole_along(x: jax.Array, axis: int, mesh: Any) -> jax.Array:
     return lax.bitcast_convert_type(lax.with_sharding_constraint(bits, NamedSharding(mesh, spec)), x.dtype)
 
 
-def _explicit(cut: Cut) -> bool:
+def _explicit(cut: ShardSpec) -> bool:
     return bool(cut.mesh.explicit_axes) and set(cut.axes).isdisjoint(cut.mesh.auto_axes)
 
 
@@ -279,11 +279,11 @@ def matrix_of(x: jax.Array, added: int = 0) -> jax.Array:
     if own < 2:
         front, last = x.shape[:added], x.shape[added:]
         entries = jax.typeof(x).sharding.spec
-        return reshaped(x, (*front, 1, *(last or (1,))), (*entries[:added], None, *(entries[added:] or (None,))))
-    return folded(x, added, x.ndim - 1)
+        return reshape(x, (*front, 1, *(last or (1,))), (*entries[:added], None, *(entries[added:] or (None,))))
+    return fold_axes(x, added, x.ndim - 1)
 
 
-def folded(x: jax.Array, start: int, stop: int) -> jax.Array:
+def fold_axes(x: jax.Array, start: int, stop: int) -> jax.Array:
     """`x` with the axes from `start` up to `stop` as one. On Explicit meshes it is cut as the first of them is."""
     if stop - start == 1:
         return x
@@ -293,17 +293,17 @@ def folded(x: jax.Array, start: int, stop: int) -> jax.Array:
     if kept != entries and sharding.mesh.explicit_axes:
         x = jax.sharding.reshard(x, NamedSharding(sharding.mesh, kept))
     sizes = (*x.shape[:start], math.prod(x.shape[start:stop]), *x.shape[stop:])
-    return reshaped(x, sizes, (*entries[: start + 1], *entries[stop:]))
+    return reshape(x, sizes, (*entries[: start + 1], *entries[stop:]))
 
 
-def shaped(y: jax.Array, shape: tuple[int, ...], added: int = 0) -> jax.Array:
+def unfold(y: jax.Array, shape: tuple[int, ...], added: int = 0) -> jax.Array:
     """A matrix, or what has one value a block of it, in the shape of a tensor: the inverse of `matrix_of`."""
     entries = jax.typeof(y).sharding.spec
     first, last = entries[added:] if y.ndim - added == 2 else (None, None)
-    return reshaped(y, shape, (*entries[:added], *_ends(first, last, len(shape) - added)))
+    return reshape(y, shape, (*entries[:added], *_ends(first, last, len(shape) - added)))
 
 
-def cuts_rows(x: jax.Array, spec: Spec = None) -> bool:
+def may_shard_rows(x: jax.Array, spec: Spec = None) -> bool:
     """Whether the rows of `x` `[*lead, K]`, in `shard_map` of the shard, may be cut, by its type or by `spec`."""
     sharding = jax.typeof(x).sharding
     if sharding.mesh.size == 1 or set(sharding.mesh.axis_types) <= {AxisType.Manual}:
@@ -318,8 +318,8 @@ def _ends(first: Any, last: Any, ndim: int) -> tuple[Any, ...]:
 
 
 def matrices_of(
-    x: jax.Array, places: dict[Usage, layout.PlaneLayout], cut: Cut, op: str, name: str, draws: bool = False
-) -> tuple[jax.Array, Cut]:
+    x: jax.Array, places: dict[Usage, layout.PlaneLayout], cut: ShardSpec, op: str, name: str, draws: bool = False
+) -> tuple[jax.Array, ShardSpec]:
     """What blocks of `x` are those of, and how it is cut: a matrix `[M, K]`; or, where a mesh may cut axes that would
     become one, `[*outer, M, K]`. That has the same blocks if M is a whole number of them; if not, it has their pieces.
 
@@ -327,17 +327,17 @@ def matrices_of(
       ValueError: shards of `shard_map` cut blocks so that their rows do not follow one another.
     """
     scattered = bool(cut.inner_axes)
-    if x.ndim < 3 or not (scattered or may_be_cut(x)):
+    if x.ndim < 3 or not (scattered or may_be_sharded(x)):
         return matrix_of(x), cut.matrix
     sides = {where.format.block_shape(where.usage)[0] for where in places.values()}
     if all(x.shape[-2] % side == 0 for side in sides) or (scattered and not cut.local):
         return x, cut
     if scattered and (draws or not cut.own_blocks):
-        raise scattered_rows(x, next(iter(places.values())).format, max(sides), cut, op, name)
+        raise scattered_rows_error(x, next(iter(places.values())).format, max(sides), cut, op, name)
     return matrix_of(x), cut.matrix
 
 
-def scattered_rows(x: jax.Array, fmt: Format, unit: int, cut: Cut, op: str, name: str) -> ValueError:
+def scattered_rows_error(x: jax.Array, fmt: Format, unit: int, cut: ShardSpec, op: str, name: str) -> ValueError:
     """For a shard of `shard_map` whose blocks, or random numbers, would need more rows than it has."""
     return ValueError(
         f"{op}: {name} {x.shape}, of a whole cut by {cut.spec}, has rows that do not follow one another there, and an "
@@ -346,7 +346,7 @@ def scattered_rows(x: jax.Array, fmt: Format, unit: int, cut: Cut, op: str, name
 
 
 def draws_of(
-    seed: jax.Array | None, fmt: Format, cut: Cut, shape: layout.Shape, turned: bool = False
+    seed: jax.Array | None, fmt: Format, cut: ShardSpec, shape: layout.Shape, turned: bool = False
 ) -> quantize_steps.Draws | None:
     """The random numbers of a tensor, in `shard_map` of a shard of this shape; None if it takes none.
 
