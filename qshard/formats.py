@@ -63,7 +63,7 @@ class ElementFormat:
 
     @property
     def ones_byte(self) -> int:
-        """The byte whose codes all stand for 1."""
+        """The byte that holds the code of 1.0, twice if codes are packed."""
         code = self.bias << self.mantissa_bits
         return code << self.bits | code if self.packed else code
 

@@ -17,23 +17,23 @@ from qshard.recipes import ROLE_SEEDS, DelayedScaling, Recipe, Role
 Array = Any
 
 
-# A NamedTuple, as eager PyTorch makes one for each operand of each call: a frozen dataclass takes five times as long.
+# A NamedTuple, as eager PyTorch makes one for each operand of each call: a frozen dataclass takes twice as long.
 class OperandSpec(NamedTuple):
     """How one operand is quantized.
 
     Attributes:
       format: of its codes.
       usage: the planes to make.
+      role: the role in a layer, which separates its random numbers from those of the other operands; None: no layer.
       margin: under delayed scaling, powers of two of headroom; None: the operand's own amaxes make its scales.
-      seed_xor: the seed of the layer XOR this is the seed of the operand.
       added_rows: rows of zeros that the matrix `[M, K]` gets, so that blocks along its rows are whole.
       op, name: of the operation and the operand, for errors.
     """
 
     format: Format
     usage: Usage
+    role: Role | None = None
     margin: int | None = None
-    seed_xor: int = 0
     added_rows: int = 0
     op: str = "quantize"
     name: str = "x"
@@ -45,20 +45,23 @@ class OperandSpec(NamedTuple):
         """The spec of the operand of a layer in `role`, a matrix of `rows` rows.
 
         >>> spec = OperandSpec.of(DelayedScaling(margin=1), Role.ACTIVATION, Usage.BOTH, 40)
-        >>> print(spec.format, spec.margin, spec.seed_xor == 1 << 62, spec.added_rows)
-        FP8_E4M3[nonfinite=nan] 1 True 0
+        >>> print(spec.format, spec.margin, spec.added_rows)
+        FP8_E4M3[nonfinite=nan] 1 0
         """
         margin = recipe.margin if isinstance(recipe, DelayedScaling) else None
-        added = recipe.added_rows(role, usage, rows)
-        return OperandSpec(recipe.format(role), usage, margin, ROLE_SEEDS[role], added, op, name)
+        return OperandSpec(
+            recipe.format(role), usage, role, margin, recipe.added_rows(role, usage, rows), op=op, name=name
+        )
 
     def seed_of(self, seed: Array | None, xor: Callable[[Array, int], Array]) -> Array | None:
-        """The seed of the operand from that of its layer; None if the format rounds to nearest.
+        """Derives the seed of the operand, `seed ^ ROLE_SEEDS[role]`; None if the format rounds to nearest.
 
-        `xor(seed, number)` is that of a front end, for 64-bit numbers as pairs of words. The highest bits of a seed
-        tell roles apart, so it does not matter where a seed counts steps or ranks.
+        `xor(seed, number)` is the front end's XOR of pairs of words with a 64-bit number.
         """
-        return None if seed is None or not self.format.stochastic else xor(seed, self.seed_xor)
+        if seed is None or not self.format.stochastic:
+            return None
+        number = 0 if self.role is None else ROLE_SEEDS[self.role]
+        return xor(seed, number) if number else seed
 
     def layouts(self, shape: Shape) -> dict[Usage, PlaneLayout]:
         """The layout of each plane of an operand of this shape.
@@ -81,15 +84,15 @@ def quantize_operand(
 ) -> tuple[dict[Usage, Plane], Array | None]:
     """The planes of `x`, and under delayed scaling the amax of `x`, else None.
 
-    A delayed scale of 0 says that there is no scale yet. Then the amax of `x` makes it, so `x` is read twice. With
-    `reduce_max` it always is: the reduction comes before the cast, and may be needed.
+    A delayed scale of 0 means that no step has made one. Then the amax of `x` makes it, so `x` is read twice. With
+    `reduce_max` `x` is always read twice, because the cast may need the reduced amax.
 
     Args:
-      ops, x: as for `quantize_steps.quantize`. Rows of zeros have been added.
-      scale: under delayed scaling, that of earlier steps; with `amax` maybe several, for tensors along leading axes.
+      ops, x: as for `quantize_steps.quantize`. The caller has added `spec.added_rows`.
+      scale: under delayed scaling, the scale from earlier steps; `[*lead]`, if `amax` and `reduce_max` are passed too.
       draws: of stochastic rounding.
       amax: of `x`, if it is known.
-      reduce_max: merges the amax of `x` with those of the other shards of its tensor.
+      reduce_max: merges the amax of `x` with the amaxes of the other shards of its tensor.
     """
     fmt, usage = spec.format, spec.usage
     if spec.margin is None:

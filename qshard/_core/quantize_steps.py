@@ -4,7 +4,7 @@ Each function takes `ops`, what a front end offers of `ops.def`: every op as a f
 attributes as keywords; `ops.transposed(array)`, a row-major copy with the last axis first; and
 `ops.transposed_squares(data, scale_inv, packed=)`, such copies of the codes and the scales of a plane. Which ops make a
 plane follows from the structure of the format: one scale or blocks, vectors or squares, a global scale or none,
-options. Nothing else in the library asks for a format's structure to choose an op.
+options. `gemm_dispatch` alone branches on that structure too, to choose the ops of products.
 
 `x` is a matrix `[M, K]`; or, in JAX, `[*outer, M, K]`, with blocks that end with M, of which transposed planes are
 `[K, *outer, M]`. Where rows do not matter to the format, it may be any `[*lead, K]`. Shapes of planes of a matrix are

@@ -86,7 +86,7 @@ class ScaleState:
     def __init__(
         self, recipe: Recipe, name: str, root: nn.Module | None = None, device: Any = None, primary: bool = False
     ):
-        self.operand = OperandSpec.of(recipe, Role.WEIGHT, Usage.ROWWISE)
+        self.operand = OperandSpec.of(recipe, Role.WEIGHT, Usage.ROWWISE, op="quantize")
         self.fmt = self.operand.format
         self.name = name
         self.refusal = self.fmt.gather_refusal

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from qshard import layout
+from qshard._core.operands import OperandSpec
 from qshard._core.validation import FormatLike, as_format, as_usage, shown
 from qshard.formats import FLOATS, Usage
 from qshard.op_table import table
@@ -30,7 +30,7 @@ from qshard.torch_bridge._nn.amax_cache import note_amax
 from qshard.torch_bridge._nn.class_swap import Extends
 from qshard.torch_bridge._ops.autograd_node import Node, apply_node
 from qshard.torch_bridge._ops.bind import dtype_name, ops
-from qshard.torch_bridge._quantized.plane_programs import pair_of, quantized
+from qshard.torch_bridge._quantized.plane_programs import quantize_operand
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
 from qshard.torch_bridge._quantized.validation import check_tensor
 
@@ -185,9 +185,10 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor | N
 
 def _quantized(op: str, x: Tensor, amax: Tensor | None, fmt: FormatLike, usage: Usage) -> QuantizedTensor:
     fmt, usage = as_format(fmt, op), as_usage(usage, op)
-    for each in usage.planes:
-        layout.plane(fmt, tuple(x.shape), each, op=op)
-    rowwise, columnwise = pair_of(quantized(x, fmt, usage, amax=amax))
+    spec = OperandSpec(fmt, usage, op=op)
+    spec.layouts(tuple(x.shape))
+    planes, _ = quantize_operand(x, spec, amax=amax)
+    rowwise, columnwise = planes.get(Usage.ROWWISE), planes.get(Usage.COLUMNWISE)
     return QuantizedTensor(fmt, tuple(x.shape), x.dtype, rowwise=rowwise, columnwise=columnwise)
 
 

@@ -51,7 +51,7 @@ class Steps:
         self.programs = Kept(self._recorded)
 
     def __call__(
-        self, tensors: tuple[Tensor, ...], *constants: Any, check: Callable[[], None] | None = None
+        self, tensors: tuple[Tensor, ...], *constants: Any, check: Callable[[], object] | None = None
     ) -> tuple[Any, ...]:
         """The results. Where the steps do not run as one call, `check` is asked first, to raise what is wrong."""
         if nobody_looks_on(tensors):

@@ -73,7 +73,7 @@ def constant_words(number: int, device: torch.device) -> Tensor:
 
 def xor_words(pairs: Tensor, number: int) -> Tensor:
     """Pairs of words XOR a number that never changes."""
-    return pairs ^ constant_words(number, pairs.device) if number else pairs
+    return pairs ^ constant_words(number, pairs.device)
 
 
 @functools.lru_cache(maxsize=64)

@@ -30,13 +30,8 @@ NO_PLANE = (None,) * len(Plane._fields)
 
 def planes_of(parts: Parts) -> dict[Usage, Plane]:
     """The planes that are there."""
-    return {usage: plane for usage, plane in zip(Usage.BOTH.planes, pair_of(parts), strict=True) if plane is not None}
-
-
-def pair_of(parts: Parts) -> tuple[Plane | None, Plane | None]:
-    """The rowwise and the columnwise plane; None for one that is not there."""
-    rowwise, columnwise = parts[: len(NO_PLANE)], parts[len(NO_PLANE) :]
-    return None if rowwise[0] is None else Plane(*rowwise), None if columnwise[0] is None else Plane(*columnwise)
+    pair = zip(Usage.BOTH.planes, (parts[: len(NO_PLANE)], parts[len(NO_PLANE) :]), strict=True)
+    return {usage: Plane(*own) for usage, own in pair if own[0] is not None}
 
 
 def viewed(parts: Plane, where: PlaneLayout) -> Plane:
@@ -47,33 +42,6 @@ def viewed(parts: Plane, where: PlaneLayout) -> Plane:
     return Plane(data.view(where.data_shape), scale_inv.view(where.scale_shape), global_scale_inv)
 
 
-def quantized(
-    x: Tensor,
-    fmt: Format,
-    usage: Usage,
-    *,
-    draws: Draws | None = None,
-    reduce_max: Reduce | None = None,
-    amax: Tensor | None = None,
-    check: Callable[[], None] | None = None,
-) -> Parts:
-    """The parts of the planes of `x` `[*lead, K]`: `pipeline.quantize`, in the shapes of `layout.plane`.
-
-    `check` raises what is wrong with `x`, as the caller names it. It is asked unless all of it is one call.
-    """
-    if reduce_max is not None:  # A collective, amid the steps.
-        if check is not None:
-            check()
-        return _parts(ops, x, fmt, usage, draws, reduce_max, amax)
-    if draws is None:
-        if amax is not None:
-            return _quantize_known((x, amax), fmt, usage, check=check)
-        return _quantize((x,), fmt, usage, check=check)
-    if draws.col_step != 1:
-        raise ValueError(f"quantized: draws (col_step={draws.col_step}) are not in the order of x; pass those of x")
-    return _quantize_stochastic((x, draws.seed, draws.first), fmt, usage, draws.row_step, check=check)
-
-
 def quantize_operand(
     x: Tensor,
     spec: OperandSpec,
@@ -82,20 +50,32 @@ def quantize_operand(
     draws: Draws | None = None,
     amax: Tensor | None = None,
     reduce_max: Reduce | None = None,
+    check: Callable[[], object] | None = None,
 ) -> tuple[dict[Usage, Plane], Tensor | None]:
-    """`operands.quantize_operand` of a matrix, checked."""
-    if scale is None:
-        check = functools.partial(_check, spec, x)
-        parts = quantized(x, spec.format, spec.usage, draws=draws, reduce_max=reduce_max, amax=amax, check=check)
-        return planes_of(parts), None
-    if reduce_max is not None:
-        return operands.quantize_operand(ops, x, spec, scale=scale, amax=amax, reduce_max=reduce_max)
-    *made, amax = _quantize_delayed((x, scale), spec.format, spec.usage, spec.margin)
-    return planes_of(tuple(made)), amax
+    """`operands.quantize_operand` of `x` `[*lead, K]`, in the shapes of `layout.plane`.
 
-
-def _check(spec: OperandSpec, x: Tensor) -> None:
-    spec.layouts(tuple(x.shape))
+    `check` raises what is wrong with `x`; by default, if it has no such planes. It is skipped where all is one call.
+    """
+    fmt, usage, check = spec.format, spec.usage, check or functools.partial(spec.layouts, tuple(x.shape))
+    if scale is not None:
+        if reduce_max is not None:
+            return operands.quantize_operand(ops, x, spec, scale=scale, amax=amax, reduce_max=reduce_max)
+        *made, amax = _quantize_delayed((x, scale), fmt, usage, spec.margin)
+        return planes_of(tuple(made)), amax
+    if reduce_max is not None:  # A collective, amid the steps.
+        check()
+        parts = _parts(ops, x, fmt, usage, draws, reduce_max, amax)
+    elif draws is not None:
+        if draws.col_step != 1:
+            raise ValueError(
+                f"quantize_operand: draws (col_step={draws.col_step}) are not in the order of x; pass those of x"
+            )
+        parts = _quantize_stochastic((x, draws.seed, draws.first), fmt, usage, draws.row_step, check=check)
+    elif amax is not None:
+        parts = _quantize_known((x, amax), fmt, usage, check=check)
+    else:
+        parts = _quantize((x,), fmt, usage, check=check)
+    return planes_of(parts), None
 
 
 def quantized_swiglu_again(gate: Tensor, up: Tensor, fmt: Format, amax: Tensor) -> Plane:
@@ -164,7 +144,7 @@ def _quantize_stochastic(
 
 @Steps
 def _quantize_delayed(ops: Any, x: Any, scale: Any, fmt: Format, usage: Usage, margin: int) -> Parts:
-    planes, amax = operands.quantize_operand(ops, x, OperandSpec(fmt, usage, margin), scale=scale)
+    planes, amax = operands.quantize_operand(ops, x, OperandSpec(fmt, usage, margin=margin), scale=scale)
     return (*_flat(planes), amax)
 
 

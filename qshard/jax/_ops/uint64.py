@@ -33,7 +33,8 @@ def words_of(number: Any, what: str = "number") -> Any:
 
 def xor_words(words: jax.Array, number: int) -> jax.Array:
     """Pairs of words XOR a number."""
-    return words ^ words_of(number).view(words.dtype) if number else words
+    made: jax.Array = words ^ words_of(number).view(words.dtype)
+    return made
 
 
 def words_plus(a: Words, b: Words) -> Words:

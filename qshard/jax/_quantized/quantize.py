@@ -141,14 +141,14 @@ def quantize_shard(
 ) -> tuple[QuantizedArray, jax.Array | None]:
     """`quantize`, of what `cut` says `x` is a part of; with rows of zeros added, of the matrix that `x` is.
 
-    `seed` is that of the layer, or of the tensor; `operand.seed_xor` tells which.
+    Under a role in a layer, `seed` is the layer's seed.
     With `apart`, leading axes of `x` `[*lead, K]` need not become one: where a mesh may cut any of them, transposed
     planes are `[K, *lead]`, and grids of scales have an axis for each of them, too. That is for `gemm` alone.
     `turned`: it draws the random numbers of the matrix whose transpose `x` is. `columns`: into how many shards an Auto
     mesh cuts the last axis, where `cut` does not tell.
 
-    Under delayed scaling also the amax of `x`: in `shard_map` that of all its shards. The scale is that of earlier
-    steps, 0 if there were none.
+    Under delayed scaling the amax of `x` comes too: in `shard_map` the amax of all its shards. The scale is from
+    earlier steps, 0 if there were none.
     """
     fmt, usage, op, name = operand.format, operand.usage, operand.op, operand.name
     check_dtype(op, name, x)
