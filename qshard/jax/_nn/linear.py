@@ -288,7 +288,8 @@ def _given(op: str, w: Any, weight_spec: Any, weight_scales: Any, seed: Any, sta
         raise TypeError(
             f"{op}: state ({shown(state)}) is not a LinearState; pass the one of init_delayed for this layer"
         )
-    return Given(as_scales(op, "weight_scales", weight_scales), seed_words(op, seed), state)
+    scales = None if weight_scales is None else as_scales(op, "weight_scales", weight_scales)
+    return Given(scales, seed_words(op, seed), state)
 
 
 def _checked_linear(

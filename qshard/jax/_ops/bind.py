@@ -41,12 +41,12 @@ from qshard import _ffi
 from qshard.jax._jax_internals import device_count, partitioning_attributes, platforms_of
 from qshard.jax._ops import second_derivatives
 from qshard.jax._ops.mesh import may_be_sharded, names_of, reshape
+from qshard.jax._ops.validation import check_sizes
 from qshard.op_table import Binding, Factor, Operand, OpSpec, View, multi_table, table
 
 __all__ = [
     "Op",
     "bind",
-    "check_sizes",
     "disabled_checks",
     "encode_attribute",
     "register_handlers",
@@ -273,16 +273,6 @@ def __getattr__(name: str) -> Op:
 @functools.cache
 def _jitted(primitive: Primitive, options: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
     return jax.jit(functools.partial(primitive.bind, **dict(options)))
-
-
-def check_sizes(op: str, name: str, shape: Sequence[Any]) -> None:
-    """Raises ValueError where `jax.export` gives a size as a symbol: tracing fits shapes to blocks and to the mesh."""
-    if not all(isinstance(size, int | np.integer) for size in shape):
-        sizes = ", ".join(map(str, shape))
-        raise ValueError(
-            f"{op}: {name} [{sizes}] has a symbolic size, and blocks are laid out by numbers; export a program for "
-            "each shape"
-        )
 
 
 def run_jitted(function: Callable[..., Any], *operands: Any) -> Any:

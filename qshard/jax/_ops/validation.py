@@ -5,7 +5,7 @@ What is no array is refused before `jit` sees it. Dtypes and shapes are checked 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from qshard._core.validation import check_float, listed, shown
 from qshard.formats import FLOATS, Format
 from qshard.jax._jax_internals import wrapped_value
-from qshard.jax._ops.bind import check_sizes
 from qshard.jax._ops.mesh import names_of
 from qshard.jax._ops.uint64 import words_of
 
@@ -57,6 +56,16 @@ def check_array(op: str, name: str, x: Any) -> None:
         )
     make = "from_dlpack" if hasattr(x, "__dlpack__") else "asarray"
     raise TypeError(f"{op}: {name} ({shown(x)}) is not an array of JAX or NumPy; pass jnp.{make}({name})")
+
+
+def check_sizes(op: str, name: str, shape: Sequence[Any]) -> None:
+    """Raises ValueError where `jax.export` gives a size as a symbol: tracing fits shapes to blocks and to the mesh."""
+    if not all(isinstance(size, int | np.integer) for size in shape):
+        sizes = ", ".join(map(str, shape))
+        raise ValueError(
+            f"{op}: {name} [{sizes}] has a symbolic size, and blocks are laid out by numbers; export a program for "
+            "each shape"
+        )
 
 
 def check_dtype(op: str, name: str, x: Any) -> None:

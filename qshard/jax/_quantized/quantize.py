@@ -165,8 +165,8 @@ def quantize_shard(
     at = _steps_of(cut) if columns is None else partitionable_ops.ShardedOps(columns)
     if operand.margin is not None:
         axes = cut.axes if cut.local else ()
-        reduce_max = max_over(axes) if axes or may_be_sharded(x) else None
-        planes, amax = quantize_operand(at, kept, operand, scale=scales.scale, reduce_max=reduce_max)
+        over_shards = max_over(axes) if axes or may_be_sharded(x) else None
+        planes, amax = quantize_operand(at, kept, operand, scale=scales.scale, reduce_max=over_shards)
         return _array_of(x, places, planes, apart), amax
     given = None if scales.scale is None else quantize_steps.Scales(scales.scale, scales.scale_inv)
     broken = [each for each, where in places.items() if _partial_blocks(where, blocks_cut, matrix.shape) is not None]
@@ -178,15 +178,20 @@ def quantize_shard(
     short = any(size % unit for size in kept.shape[-2:] for unit in fmt.block_shape())
     if len(whole) > 1 and not (short and may_be_sharded(x)):
         whole = [usage]
-    # The amax of a tensor, or of its rows, is merged with those of its other shards.
-    merged = max_over((cut.col_axes if fmt.row_scaled else cut.axes) if cut.local else ())
+
+    def reduce_max(amax: jax.Array) -> jax.Array:
+        """The amax of a tensor, or of its rows, over its shards."""
+        if scales.amax is not None:
+            return scales.amax
+        return max_over((cut.col_axes if fmt.row_scaled else cut.axes) if cut.local else ())(amax)
+
     for some in whole:
         planes |= quantize_steps.quantize(
             at,
             kept,
             fmt,
             some,
-            reduce_max=lambda amax: merged(amax) if scales.amax is None else scales.amax,
+            reduce_max=reduce_max,
             draws=draws,
             given=given,
         )

@@ -18,9 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from qshard._core.validation import shown
-from qshard.jax._ops.bind import check_sizes, encode_attribute, target_of
+from qshard.jax._ops.bind import encode_attribute, target_of
 from qshard.jax._ops.mesh import vary_alike
-from qshard.jax._ops.validation import check_array
+from qshard.jax._ops.validation import check_array, check_sizes
 from qshard.op_table import multi_table
 
 __all__ = ["bind"]

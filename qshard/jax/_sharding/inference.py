@@ -17,7 +17,7 @@ Axes = str | Sequence[str] | None
 
 @dataclass(frozen=True)
 class MeshAxisRoles:
-    """What each mesh axis that cuts weights is for. One that is for nothing is an error, not a dearer program.
+    """The role of each mesh axis that shards weights. One without a role raises, instead of adding collectives.
 
     Attributes:
       op: who asks, for errors.

@@ -1,9 +1,10 @@
-"""Blocks that shards cut.
+"""Partial blocks: blocks that shard boundaries split.
 
-A block is quantized by whoever holds all of it. Where shards cut blocks, the unit is a *piece*: the largest divisor of
-a block that is not cut. Amaxes of pieces are merged into those of blocks, on every device that has a part of one, and
-each piece is cast with the scale of its block. Pieces serve cuts of rows and of columns, in `shard_map` and where XLA
-cuts whole arrays; flat slices, which are how ZeRO cuts masters, serve neither columns nor XLA.
+A device that holds all of a block quantizes it alone. Where a boundary splits a block, the unit is a piece: the largest
+divisor of the block that no boundary splits. Amaxes of pieces are merged into those of blocks, on every device that has
+a part of one, and each piece is cast with the scale of its block. That serves shards of rows and of columns, in
+`shard_map` and where XLA shards whole arrays. Flat slices, which ZeRO uses for masters, serve neither columns nor XLA.
+The core pads shards to whole blocks instead (`_core.placement`), which needs starts that Python knows.
 """
 
 from __future__ import annotations
@@ -24,33 +25,33 @@ from qshard.layout import Shape
 
 @dataclass(frozen=True)
 class PartialBlocks:
-    """Of an array, the largest parts of its blocks, which lie in the last two axes, that no shard cuts.
+    """The pieces of the blocks of an array, which tile its last two axes.
 
     Attributes:
-      cut: how the array is cut.
-      grid: how a grid of values of its blocks is: along each axis as the array, or not at all where shards cut blocks.
+      spec: of the array.
+      grid: of a grid of values of its blocks: along each axis as the array, or unsharded where shards split blocks.
       size: rows and columns of a piece.
       each: by axis of the grid, how many pieces a block has.
       rows: where blocks go on from one matrix of an array `[*outer, M, K]`, or `[K, *outer, M]`, to the next: the axes
         of the array, first and after the last, that are rows. The grid has one axis for them.
     """
 
-    cut: ShardSpec
+    spec: ShardSpec
     grid: ShardSpec
     size: Block
     each: Shape
     rows: tuple[int, int] | None = None
 
     @classmethod
-    def of(cls, cut: ShardSpec, shape: Shape, block: Block, *, rows: tuple[int, int] | None = None) -> PartialBlocks:
+    def of(cls, spec: ShardSpec, shape: Shape, block: Block, *, rows: tuple[int, int] | None = None) -> PartialBlocks:
         """The parts of blocks of a local array of this shape."""
-        size, ones = cut.unsplit(shape, block, rows), (1,) * (len(shape) - 2)
+        size, ones = spec.unsplit(shape, block, rows), (1,) * (len(shape) - 2)
         each = (block[0] // size[0], block[1] // size[1])
-        grid = cut.of_blocks(shape, (*ones, *block)) if cut.entries else cut
+        grid = spec.of_blocks(shape, (*ones, *block)) if spec.entries else spec
         if rows is None:
-            return cls(cut, grid, size, (*ones, *each))
+            return cls(spec, grid, size, (*ones, *each))
         folded_rows = (*grid.entries[: rows[0]], (), *grid.entries[rows[1] :])
-        return cls(cut, dataclasses.replace(grid, entries=folded_rows), size, each, rows)
+        return cls(spec, dataclasses.replace(grid, entries=folded_rows), size, each, rows)
 
     @property
     def of_whole(self) -> PartialBlocks:
@@ -62,7 +63,7 @@ class PartialBlocks:
         """By axis of the grid, the mesh axes over which devices share its blocks."""
         if self.rows is not None:
             return [()] * len(self.each)
-        ends = zip(self.cut.entries, self.grid.entries, strict=True)
+        ends = zip(self.spec.entries, self.grid.entries, strict=True)
         return [tuple(name for name in names if name not in kept) for names, kept in ends]
 
     def count(self, shape: Shape) -> Shape:
@@ -72,8 +73,8 @@ class PartialBlocks:
     def merged(self, amax: jax.Array, *, reduce: bool = True) -> jax.Array:
         """The amaxes of blocks from those of pieces; in `shard_map` without `reduce`, what this shard says of them."""
         bits, shared = as_bits(amax), self.shared
-        if self.cut.local:
-            shape = tuple(size * self.cut.count(names) for size, names in zip(bits.shape, shared, strict=True))
+        if self.spec.local:
+            shape = tuple(size * self.spec.count(names) for size, names in zip(bits.shape, shared, strict=True))
             whole, bits = vary_alike(jnp.zeros(shape, bits.dtype), bits)
             bits = lax.dynamic_update_slice(whole, bits, _starts(shared, bits.shape))
         elif self.rows is not None:
@@ -87,11 +88,11 @@ class PartialBlocks:
                 ends = [(0, -size % each if i == axis else 0) for i, size in enumerate(bits.shape)]
                 bits = jnp.max(_split(jnp.pad(bits, ends), axis, each), axis=axis + 1, initial=0)
         axes = tuple(name for names in shared for name in names)
-        return max_over(axes)(as_float(bits)) if self.cut.local and reduce else as_float(bits)
+        return max_over(axes)(as_float(bits)) if self.spec.local and reduce else as_float(bits)
 
     def own(self, grid: jax.Array) -> jax.Array:
         """What this shard needs of a grid of the whole."""
-        return reshard(grid, self.of_whole.grid, self.grid) if self.cut.local else pin(grid, self.grid)
+        return reshard(grid, self.of_whole.grid, self.grid) if self.spec.local else pin(grid, self.grid)
 
     def spread(self, grid: jax.Array, shape: Shape) -> jax.Array:
         """The value of its block for each piece of the array, of which there are `shape`: the inverse of `merged`."""
@@ -102,8 +103,8 @@ class PartialBlocks:
         for axis, (each, shared) in enumerate(zip(self.each, self.shared, strict=True)):
             if each > 1:
                 grid = repeat_axis(grid, axis, each)
-                size, local = shape[axis], self.cut.local and bool(shared)
-                missing = max(0, size * (self.cut.count(shared) if local else 1) - grid.shape[axis])
+                size, local = shape[axis], self.spec.local and bool(shared)
+                missing = max(0, size * (self.spec.count(shared) if local else 1) - grid.shape[axis])
                 grid = jnp.pad(grid, [(0, missing if i == axis else 0) for i in range(grid.ndim)])
                 start_of_shard = lax.axis_index(shared) * size if local else 0
                 grid = lax.dynamic_slice_in_dim(grid, start_of_shard, size, axis)

@@ -40,7 +40,7 @@ def __getattr__(name: str) -> Any:
 
 
 class ShardedOps:
-    """This module, where the last axis of arrays is known to be cut into so many shards."""
+    """The ops of this module for arrays whose last axis has a known number of shards."""
 
     def __init__(self, shards: int) -> None:
         self._shards = shards

@@ -41,13 +41,13 @@ Names = tuple[str, ...]
 
 @dataclass(frozen=True)
 class RowSharding:
-    """What a device has of the whole.
+    """How rows and classes are sharded over devices.
 
     Attributes:
-      classes: the mesh axes that cut classes.
-      rows: those that cut each axis of rows, if `own`.
-      scattered: those of them over which a sum of "classes K" is then cut, along which of its axes; after `classes`.
-      own: whether this module put arrays on devices, so that XLA cuts none of them and JAX adds nothing up.
+      classes: the mesh axes that shard classes.
+      rows: those that shard each axis of rows, if `own`.
+      scattered: axes of a sum of "classes K" and mesh axes of rows that reduce-scatter it there, after `classes`.
+      own: whether this module put arrays on devices, so that XLA shards none of them and JAX adds nothing up.
     """
 
     classes: Names = ()

@@ -32,13 +32,13 @@ Block = tuple[int, int]
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """How a tensor `[*lead, K]` is cut over devices, so which part of it an array in hand is.
+    """The sharding of a tensor `[*lead, K]` over a mesh.
 
     Attributes:
-      entries: the mesh axes that cut each axis of the tensor; empty if nothing says how it is cut.
+      entries: the mesh axes that shard each axis of the tensor; empty if nothing tells its sharding.
       mesh: the mesh that has these axes.
-      local: arrays in hand are shards, as in `shard_map`; else they are whole.
-      own_blocks: blocks end where a shard ends, in `shard_map`; else they are those of the whole.
+      local: arrays are shards, as in `shard_map`; else they are whole.
+      own_blocks: in `shard_map`, blocks end where a shard ends; else they are those of the whole.
     """
 
     entries: tuple[tuple[str, ...], ...] = ()
@@ -56,9 +56,9 @@ class ShardSpec:
         ndim: int | None = None,
         own_blocks: bool = False,
     ) -> ShardSpec:
-        """The cut of `x` `[*lead, K]`: by its type, by `spec`, or in `shard_map` over `axis_names`.
+        """The sharding of `x` `[*lead, K]`: by its type, by `spec`, or in `shard_map` over `axis_names`.
 
-        There, it is by rows unless `spec` says else. `ndim` says how many axes the tensor has, if `x` has others.
+        There, `axis_names` shard rows, unless `spec` says else. `ndim`: axes of the tensor, if `x` has others.
         """
         mesh, local, ndim = mesh_of(x, spec), bool(axis_names), x.ndim if ndim is None else ndim
         named = {name for entry in spec_of(spec, None) for name in names_of(entry)}
@@ -85,10 +85,10 @@ class ShardSpec:
         spec_name: str = "spec",
         transposed_of: int | None = None,
     ) -> ShardSpec:
-        """The cut of `x` that is gathered along mesh axes: by its type, by `spec`, or by rows along those axes.
+        """The sharding of `x` that is gathered along mesh axes: by its type, by `spec`, or of rows along those axes.
 
-        In `shard_map`, `spec` tells all that cuts the tensor. With `transposed_of`, `x` is the transpose of a tensor of
-        so many axes, and `spec` and the cut are of that.
+        In `shard_map`, `spec` names all mesh axes that shard the tensor. With `transposed_of`, `x` is the transpose of
+        a tensor of so many axes, which `spec` and the result describe.
 
         Raises:
           ValueError: one of what `op` calls `name` is no axis of the mesh, or cuts no axis of `x`.
@@ -121,7 +121,7 @@ class ShardSpec:
 
     @property
     def row_axes(self) -> tuple[str, ...]:
-        """The mesh axes that cut the rows of the tensor as a matrix `[M, K]`, so that those of a shard are together."""
+        """The mesh axes that shard the rows of the matrix `[M, K]`, of which a shard has one range."""
         return self.entries[0] if len(self.entries) > 1 else ()
 
     @property
@@ -130,7 +130,7 @@ class ShardSpec:
 
     @property
     def inner_axes(self) -> tuple[str, ...]:
-        """The mesh axes that cut leading axes other than the first: a shard's rows do not follow one another."""
+        """The mesh axes that shard leading axes other than the first: the rows of a shard are not one range."""
         return tuple(name for names in self.entries[1:-1] for name in names if self.count((name,)) > 1)
 
     @property
@@ -151,7 +151,7 @@ class ShardSpec:
 
     @property
     def matrix(self) -> ShardSpec:
-        """Of the tensor as a matrix, its leading axes folded into rows."""
+        """The sharding of the matrix of the tensor, whose leading axes are folded into rows."""
         return dataclasses.replace(self, entries=(self.row_axes, self.col_axes))
 
     @property
@@ -159,14 +159,13 @@ class ShardSpec:
         return dataclasses.replace(self, entries=(self.col_axes, self.row_axes))
 
     def without(self, axes: Sequence[str]) -> ShardSpec:
-        """Not cut along these mesh axes."""
+        """The sharding without these mesh axes."""
         left = tuple(tuple(name for name in names if name not in axes) for names in self.entries)
         return dataclasses.replace(self, entries=left)
 
     def of_blocks(self, shape: Shape, block: Shape) -> ShardSpec:
-        """The cut of a grid of scales, of an array of this shape: along an axis as the array, or not at all.
-
-        Not at all where shards cut blocks. So no grid is cut unevenly, which XLA answers with sums of scales.
+        """The sharding of the grid of scales of an array of this shape: that of the array, but for axes whose blocks
+        shards split. So no grid has uneven shards, which XLA replicates by sums of scales.
         """
         held = (
             n == 1 or size % (unit if self.local else n * unit) == 0
@@ -219,10 +218,10 @@ class ShardSpec:
 
 
 def reshard(x: jax.Array, before: ShardSpec, after: ShardSpec) -> jax.Array:
-    """`x`, cut as `before`, as `after` says: gathered along some mesh axes, sliced along others; as integers.
+    """Moves `x` from one sharding to another, as integers: gathers it along some mesh axes, slices it along others.
 
-    XLA replicates some arrays by adding zeros to them, which is not exact for bytes that are no numbers to it: those of
-    a scale. It is free to move a gather past a cast, but not past both pins.
+    XLA replicates some arrays by summing copies that are padded with zeros, which changes bytes of scales. It is free
+    to move a gather past a cast, but not past both pins.
     """
     integer = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
     bits = lax.bitcast_convert_type(x, integer)
@@ -247,7 +246,7 @@ def _reshard_local(bits: jax.Array, before: ShardSpec, after: ShardSpec) -> jax.
 
 
 def pin(x: jax.Array, cut: ShardSpec) -> jax.Array:
-    """`x` held to a cut, as integers. In `shard_map` it is as it is."""
+    """Constrains `x` to a sharding, as integers. In `shard_map` it does nothing."""
     if cut.local:
         return x
     return _pin(x, cut) if jnp.issubdtype(x.dtype, jnp.integer) else reshard(x, cut, cut)
