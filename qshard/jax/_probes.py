@@ -25,10 +25,11 @@ from qshard._core.operands import OperandSpec
 from qshard._core.validation import shown
 from qshard.formats import ElementFormat, Usage
 from qshard.jax._delayed_scaling import LinearState, TensorState
-from qshard.jax._ops.bind import names_of
+from qshard.jax._ops.collectives import max_over
+from qshard.jax._ops.mesh import mesh_of, names_of, spec_of, types_tell
 from qshard.jax._quantized.array import QuantizedArray
-from qshard.jax._quantized.quantize import WeightScales, quantized
-from qshard.jax._sharding.shard_spec import Cut, matrix_of, max_over, mesh_of, spec_of, types_tell
+from qshard.jax._quantized.quantize import WeightScales, quantize_shard
+from qshard.jax._sharding.shard_spec import ShardSpec, matrix_of
 from qshard.numerics._observed import COUNTS, Totals, seen_of
 from qshard.numerics._steps import StepStats, layer_stats
 from qshard.recipes import Recipe, RecipeLike, Role, as_recipe
@@ -174,7 +175,7 @@ def of_weight(
     value, scale = (_part_of(values, given, spec, gather_axes) for values in _values(lax.stop_gradient(whole)))
     if jax.typeof(given).sharding.mesh.explicit_axes:
         value, scale = (jax.sharding.reshard(values, jax.typeof(given).sharding) for values in (value, scale))
-    seen = _reduced(_packed(given, value, scale, whole.format.element), probe.weight, gather_axes)
+    seen = _reduce(_pack(given, value, scale, whole.format.element), probe.weight, gather_axes)
     return _carry(x, probe.weight, seen)
 
 
@@ -209,10 +210,10 @@ def _of_operand(
         tensor: TensorState = getattr(state, role.value)
         scales = WeightScales(tensor.scale)
     operand = OperandSpec.of(how.recipe, role, Usage.ROWWISE, rows)
-    made, _ = quantized(x, operand, Cut.of(x, how.axes, how.rows, own_blocks=True), scales, seed)
+    made, _ = quantize_shard(x, operand, ShardSpec.of(x, how.axes, how.rows, own_blocks=True), scales, seed)
     given = matrix_of(x) if operand.added_rows else x
     value, scale = (values[:rows] if operand.added_rows else values for values in _values(made))
-    return _reduced(_packed(given.astype(jnp.float32), value, scale, operand.format.element), probe, how.axes)
+    return _reduce(_pack(given.astype(jnp.float32), value, scale, operand.format.element), probe, how.axes)
 
 
 def _values(q: QuantizedArray) -> tuple[jax.Array, jax.Array]:
@@ -234,7 +235,7 @@ def _part_of(values: jax.Array, w: jax.Array, spec: Any, gather_axes: tuple[str,
     return values
 
 
-def _packed(x: jax.Array, value: jax.Array, scale: jax.Array, element: ElementFormat) -> jax.Array:
+def _pack(x: jax.Array, value: jax.Array, scale: jax.Array, element: ElementFormat) -> jax.Array:
     """All numbers of one tensor, as one array."""
     if not x.size:
         nothing = jnp.zeros(SIZE, jnp.float32).at[0].set(1).at[1].set(1).at[NUMBERS.index("scale_low")].set(jnp.inf)
@@ -258,7 +259,7 @@ def _count(mask: jax.Array) -> jax.Array:
     return jnp.stack([low % DIGITS[0], high % DIGITS[1], high // DIGITS[1]]).astype(jnp.float32)
 
 
-def _reduced(seen: jax.Array, probe: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+def _reduce(seen: jax.Array, probe: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """Of all devices that share a probe. Types tell which those are; with `check_vma=False`, it is `axes`."""
     if types_tell():
         own, shared = (jax.typeof(a).manual_axis_type.varying for a in (seen, probe))

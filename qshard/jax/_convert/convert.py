@@ -9,7 +9,7 @@ from typing import Any
 from qshard._core.layer_recipes import RecipesLike, Rules, check_filter, keeps, list_layers
 from qshard._core.validation import shown
 from qshard.jax._nn.dot_general import DotGeneral
-from qshard.jax._sharding.inference import Axes, Meaning
+from qshard.jax._sharding.inference import Axes, MeshAxisRoles
 from qshard.recipes import Recipe
 
 
@@ -105,7 +105,7 @@ def convert(
         if why:
             raise ValueError(f"convert: model ({kind}) has nothing to convert: {list_layers(why)}; pass one that has")
         raise ValueError(f"convert: model ({kind}) has no linear layer that filter= keeps; pass one that has")
-    meaning = Meaning.of("convert", gather_axis, kept_axes)
+    meaning = MeshAxisRoles.of("convert", gather_axis, kept_axes)
     placed = {name: layer.placed(meaning, name) for name, layer in chosen.items()}
     meaning.check_used(placed)
     asked = {each: DotGeneral(each, **options) for each in recipes.values()}

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 from qshard._core.losses import head_recipe
 from qshard._core.operands import OperandSpec
 from qshard.formats import Usage
-from qshard.jax._gemm.gemm import gemm, row_product, scaled, stored_for
-from qshard.jax._ops.bind import names_of
+from qshard.jax._gemm.gemm import apply_scale, gemm, row_product, stored_for
+from qshard.jax._ops.mesh import names_of
 from qshard.jax._quantized.array import QuantizedArray
-from qshard.jax._quantized.quantize import quantized
-from qshard.jax._sharding.shard_spec import Cut
+from qshard.jax._quantized.quantize import quantize_shard
+from qshard.jax._sharding.shard_spec import ShardSpec
 from qshard.layout import source
 from qshard.recipes import Recipe, RecipeLike, Role, check_weight_shape
 
@@ -65,7 +65,7 @@ class Codes:
 
     def logits(self, xq: QuantizedArray, wq: QuantizedArray, rows: int, dtype: Any) -> jax.Array:
         made = row_product(xq, wq, Usage.ROWWISE, (rows,), 1, precise=False, out_sharding=None)
-        return scaled(*made, dtype)
+        return apply_scale(*made, dtype)
 
     def gradients(
         self, d: jax.Array, xq: QuantizedArray, wq: QuantizedArray, chunk: Any, dtype: Any
@@ -75,8 +75,8 @@ class Codes:
         usage = stored_for(recipe.gradient, recipe.weight, Usage.ROWWISE)
         usage |= stored_for(recipe.gradient, recipe.activation, columns)
         dq = self._quantized(d, Role.GRADIENT, usage, chunk)
-        dx = scaled(*row_product(dq, wq, columns, (len(d),), 1, precise=True, out_sharding=None), dtype)
-        dw = scaled(*gemm(dq, columns, xq, columns, jnp.float32, precise=True), jnp.float32)
+        dx = apply_scale(*row_product(dq, wq, columns, (len(d),), 1, precise=True, out_sharding=None), dtype)
+        dw = apply_scale(*gemm(dq, columns, xq, columns, jnp.float32, precise=True), jnp.float32)
         return dx, dw
 
     def _quantized(self, x: jax.Array, role: Role, usage: Usage, chunk: Any) -> QuantizedArray:
@@ -84,4 +84,4 @@ class Codes:
         if seed is not None:
             of_chunk = jnp.stack([jnp.zeros((), jnp.uint32), jnp.asarray(chunk, jnp.uint32) << _CHUNK_BIT])
             seed = seed ^ of_chunk.view(seed.dtype)
-        return quantized(x, operand, Cut(), None, seed)[0]
+        return quantize_shard(x, operand, ShardSpec(), None, seed)[0]

@@ -17,11 +17,12 @@ from jax import lax
 from qshard._core.operands import OperandSpec, quantize_operand
 from qshard._core.quantize_steps import Draws
 from qshard.formats import Usage
-from qshard.jax._gemm.gemm import scale_of, scaled
+from qshard.jax._gemm.gemm import apply_scale, scale_of
+from qshard.jax._ops.collectives import max_of_groups, max_over
+from qshard.jax._ops.mesh import vary_alike
 from qshard.jax._ops.uint64 import words_times, xor_words
 from qshard.jax._quantized.array import QuantizedArray, plane_values
 from qshard.jax._sharding import partitionable_ops
-from qshard.jax._sharding.shard_spec import as_bits, as_float, max_over, vary_alike
 from qshard.layout import is_transposed, multiplies_codes, source
 from qshard.recipes import Recipe
 
@@ -70,7 +71,7 @@ def tiles_of(recipe: Recipe, rows: int, group_sizes: jax.Array) -> Tiles:
     return Tiles(unit, of_tile, first, there, target, padded, ends[-1] <= rows)
 
 
-def quantized_tiles(
+def quantize_tiles(
     x: jax.Array,
     operand: OperandSpec,
     tiles: Tiles,
@@ -94,8 +95,7 @@ def quantized_tiles(
 
     def of_experts(amax: jax.Array, expert: jax.Array) -> jax.Array:
         """The amax of each expert, of those of all tiles."""
-        table, bits, expert = vary_alike(jnp.zeros(experts, jnp.int32), as_bits(amax), expert)
-        return max_over(axes)(as_float(table.at[expert].max(bits, mode="drop")))
+        return max_over(axes)(max_of_groups(amax, expert, experts))
 
     @jax.custom_batching.custom_vmap
     def merged(amax: jax.Array, expert: jax.Array) -> jax.Array:
@@ -160,7 +160,7 @@ def row_product(q: QuantizedArray, w: QuantizedArray, contracted: Usage, tiles: 
         own = jnp.minimum(tiles.experts, w.shape[0] - 1)
         scale = q.plane(Usage.ROWWISE).scale_inv * w.plane(source(w.format, contracted)).scale_inv[own]
         scale = scale_of(q.format, w.format, jnp.repeat(scale, tiles.unit)[:, None], product.dtype)
-        product = scaled(product, scale, dtype)
+        product = apply_scale(product, scale, dtype)
     back = product.astype(dtype).at[tiles.target].get(mode="fill", fill_value=0)
     return jnp.where(tiles.fits, back, jnp.nan)
 
@@ -175,5 +175,5 @@ def expert_products(a: QuantizedArray, b: QuantizedArray, tiles: Tiles, dtype: A
         of_tiles = a.plane(Usage.ROWWISE).scale_inv * b.plane(Usage.ROWWISE).scale_inv
         scale, of_tiles, experts = vary_alike(jnp.zeros(tiles.sizes.shape, jnp.float32), of_tiles, tiles.experts)
         scale = scale.at[experts].set(of_tiles, mode="drop")
-        product = scaled(product, scale_of(a.format, b.format, scale[:, None, None], product.dtype), dtype)
+        product = apply_scale(product, scale_of(a.format, b.format, scale[:, None, None], product.dtype), dtype)
     return product.astype(dtype)

@@ -20,11 +20,12 @@ from qshard._core import flat_shards
 from qshard._core.flat_shards import MasterPlan, piece_bytes
 from qshard._core.validation import FormatLike, as_format, shown
 from qshard.formats import Usage
-from qshard.jax._ops.uint64 import Seed, seed_words, words_of
-from qshard.jax._ops.validation import as_axes, check_array
+from qshard.jax._ops.collectives import max_over
+from qshard.jax._ops.mesh import AxisName, vary_alike
+from qshard.jax._ops.uint64 import words_of
+from qshard.jax._ops.validation import Seed, as_axes, check_array, seed_words
 from qshard.jax._quantized.array import QuantizedArray
 from qshard.jax._sharding import partitionable_ops
-from qshard.jax._sharding.shard_spec import AxisName, max_over, vary_alike
 from qshard.layout import Shape
 
 Start = int | jax.Array

@@ -16,13 +16,13 @@ from qshard._core.operands import OperandSpec
 from qshard._core.validation import shown
 from qshard.formats import Usage
 from qshard.jax._delayed_scaling import LinearState
-from qshard.jax._ops.bind import names_of
+from qshard.jax._ops.mesh import AxisName, Spec, names_of, spec_of
 from qshard.jax._ops.validation import as_axes, check_array, check_dtype, check_spec
 from qshard.jax._optim.updates import CodesUpdate
 from qshard.jax._quantized.array import QuantizedArray
 from qshard.jax._quantized.primary import PrimaryWeight, is_primary
-from qshard.jax._quantized.quantize import WeightScales, compute_scales, quantize, quantized
-from qshard.jax._sharding.shard_spec import AxisName, Cut, Spec, spec_of
+from qshard.jax._quantized.quantize import WeightScales, compute_scales, quantize, quantize_shard
+from qshard.jax._sharding.shard_spec import ShardSpec
 from qshard.recipes import Recipe, RecipeLike, Role, as_recipe
 
 Specs = Spec | Callable[[str, Any], Spec]
@@ -77,7 +77,7 @@ class PrimaryOptimizer:
                     f"optimizer: params{name} {jnp.shape(p)} has less than two axes, and is no weight [N, K]; let "
                     "filter leave it out"
                 )
-            masters.append(_copied(p))
+            masters.append(_copy(p))
         leaves = [p if master is None else master for (_, p), master in zip(paths, masters, strict=True)]
         return PrimaryState(structure.unflatten(masters), self.inner.init(structure.unflatten(leaves)))
 
@@ -283,7 +283,7 @@ def _is_codes(node: Any) -> bool:
     return isinstance(node, PrimaryWeight | QuantizedArray)
 
 
-def _copied(p: Any) -> jax.Array:
+def _copy(p: Any) -> jax.Array:
     """In memory of its own, for both parameters and state may be donated."""
     return jnp.array(p, jnp.float32, copy=True)
 
@@ -311,11 +311,13 @@ def _cast_all(
         operand = OperandSpec.of(recipe, Role.WEIGHT, Usage.ROWWISE, op="optimizer")
 
         def delayed(master: jax.Array, scale: jax.Array, *, spec: Spec) -> PrimaryWeight:
-            return PrimaryWeight.of(*quantized(master, operand, Cut.of(master, axes, spec), WeightScales(scale)))
+            return PrimaryWeight.of(
+                *quantize_shard(master, operand, ShardSpec.of(master, axes, spec), WeightScales(scale))
+            )
 
         assert scales is not None
         return [
-            _stacked(functools.partial(delayed, spec=spec), master.ndim - 2)(master, scale)
+            _stack(functools.partial(delayed, spec=spec), master.ndim - 2)(master, scale)
             for master, scale, spec in zip(masters, scales, specs, strict=True)
         ]
     kinds: dict[Any, list[int]] = {}  # Those that may share a reduction.
@@ -329,12 +331,12 @@ def _cast_all(
             codes = [quantize(m, fmt, scales=own, **cut) for m, own in zip(some, shared, strict=True)]
             return [PrimaryWeight.of(q) for q in codes]
 
-        for i, weight in zip(chosen, _stacked(cast, len(lead))(*(masters[i] for i in chosen)), strict=True):
+        for i, weight in zip(chosen, _stack(cast, len(lead))(*(masters[i] for i in chosen)), strict=True):
             made[i] = weight
     return made
 
 
-def _stacked(function: Callable[..., Any], axes: int) -> Callable[..., Any]:
+def _stack(function: Callable[..., Any], axes: int) -> Callable[..., Any]:
     return functools.reduce(lambda inner, _: jax.vmap(inner), range(axes), function)
 
 
@@ -345,7 +347,7 @@ def _specs_of(shape: layout.Shape, recipe: Recipe, entries: tuple[Any, ...], mes
     where = layout.plane(fmt, shape[-2:], Usage.ROWWISE, op="optimizer", name="params")
     scale = PartitionSpec(*lead)
     if not fmt.per_tensor:
-        cut = Cut(tuple(names_of(entry) for entry in own), mesh)
+        cut = ShardSpec(tuple(names_of(entry) for entry in own), mesh)
         shard = tuple(size // n for size, n in zip(shape[-2:], cut.shards, strict=True))
         if all(n == 1 or size % unit == 0 for n, size, unit in zip(cut.shards, shard, fmt.block_shape(), strict=True)):
             scale = PartitionSpec(*entries)
