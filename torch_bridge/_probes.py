@@ -21,9 +21,8 @@ from qshard.layout import plane
 from qshard.numerics import _kernels as kernels
 from qshard.numerics._arrays import Whole
 from qshard.numerics._cuts import are_blocks_cut
-from qshard.numerics._observed import COUNTS, Totals, seen_of
 from qshard.numerics._pieces import compared
-from qshard.numerics._steps import LayerStats, StepStats, layer_stats
+from qshard.numerics._training_steps import COUNTS, LayerStats, StepStats, Totals, layer_stats, step_sums
 from qshard.recipes import DelayedScaling, Role
 from qshard.torch_bridge._delayed_scaling import DelayedScale
 from qshard.torch_bridge._distributed.dtensor import local_of
@@ -357,7 +356,7 @@ def _merged(amax: Tensor, groups: Sequence[dist.ProcessGroup]) -> Tensor:
 
 
 def _measured(x: Tensor, parts: Plane, fmt: Format) -> list[tuple[Tensor, int]]:
-    """`seen_of` of a matrix and its rowwise plane, and of how many elements, some rows at a time.
+    """`step_sums` of a matrix and its rowwise plane, and of how many elements, some rows at a time.
 
     In one tensor, on the device: counts of a part are exact in float64.
     """
@@ -370,7 +369,7 @@ def _measured(x: Tensor, parts: Plane, fmt: Format) -> list[tuple[Tensor, int]]:
         value = _values(some, fmt)
         ones = some.data.view(torch.uint8).clone().fill_(_code_of_one(fmt)).view(some.data.dtype)
         scale = _values(some._replace(data=ones), fmt)
-        seen = seen_of(torch, x[cut].float(), value, scale, fmt.element, _count)
+        seen = step_sums(torch, x[cut].float(), value, scale, fmt.element, _count)
         found.append((torch.stack([number.double() for number in seen]), value.numel()))
     return found
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from rich.console import Console
 
-from qshard.numerics._progress import Update, display
+from qshard.numerics._display import Update, display
 
 
 @contextlib.contextmanager

@@ -16,9 +16,9 @@ from qshard._cli.checkpoint import Entry
 from qshard._cli.errors import shown
 from qshard.formats import Format, Usage
 from qshard.layout import Shape, plane
-from qshard.numerics._measures import Floats, Note, Stats, as_float, stats_of
-from qshard.numerics._outliers import outlier_share
-from qshard.numerics._outputs import output_noise
+from qshard.numerics._gemm_error import output_noise
+from qshard.numerics._reductions import Floats, as_float
+from qshard.numerics._statistics import Note, Stats, outlier_share, stats_of
 
 OP = "qshard report"
 

@@ -11,7 +11,7 @@ from qshard._cli.errors import printable
 from qshard._cli.findings import HARM, RANKING, Findings, decibels, draws, level, outputs, title
 from qshard._cli.layers import Layer
 from qshard._core import environment
-from qshard.numerics._tables import percent, unplaced
+from qshard.numerics._report import group_refusals, percent
 
 STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; max-width: 1000px; margin: 2em auto; padding: 0 1em; color: #1b1f24 }
@@ -96,7 +96,7 @@ def _layer(layer: Layer) -> Iterator[str]:
         *draws(layer),
         *outputs(layer),
         *layer.remarks,
-        *(f"left out: {line}" for line in unplaced(layer.left_out)),
+        *(f"left out: {line}" for line in group_refusals(layer.left_out)),
     ]
     for line in lines:
         yield f"<p class=small>{_text(line)}</p>"

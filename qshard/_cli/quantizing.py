@@ -23,8 +23,8 @@ from qshard._core.serialization import KEY, Description, described, flat, joined
 from qshard.formats import Format, Usage
 from qshard.layout import Shape, matrix_shape, plane
 from qshard.numerics import _kernels as kernels
-from qshard.numerics._measures import as_float
-from qshard.numerics._tables import unplaced
+from qshard.numerics._reductions import as_float
+from qshard.numerics._report import group_refusals
 
 WORDS = {"uint8": "U8", "float32": "F32"}
 """Dtypes of codes and scales, as safetensors writes them."""
@@ -115,7 +115,7 @@ def _fitting(selection: Selection, fmt: Format, usage: Usage) -> tuple[dict[str,
             for each in usage.planes:
                 plane(fmt, entry.shape, each, op=str(fmt), name="shape")
         except ValueError as error:
-            (unfit[entry.name],) = unplaced({str(fmt): str(error)})
+            (unfit[entry.name],) = group_refusals({str(fmt): str(error)})
             continue
         weights[entry.name] = Description(format=fmt, shape=entry.shape, dtype=entry.given_as, planes=usage.planes)
     return weights, unfit

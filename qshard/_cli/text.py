@@ -17,7 +17,7 @@ from qshard._cli.findings import HARM, RANKING, Findings, decibels, draws, level
 from qshard._cli.layers import Layer
 from qshard._cli.quantizing import Conversion
 from qshard.formats import Format, Usage
-from qshard.numerics._reports import WIDE, Report
+from qshard.numerics._report import WIDE, Report
 
 POINTS = 16
 """Of the curve, in text."""

@@ -29,8 +29,7 @@ from qshard.jax._ops.uint64 import words_of
 from qshard.jax._quantized.array import QuantizedArray
 from qshard.jax._quantized.quantize import WeightScales, quantized
 from qshard.jax._sharding.shard_spec import Cut, matrix_of, max_over, mesh_of, spec_of, types_tell
-from qshard.numerics._observed import COUNTS, Totals, seen_of
-from qshard.numerics._steps import StepStats, layer_stats
+from qshard.numerics._training_steps import COUNTS, StepStats, Totals, layer_stats, step_sums
 from qshard.recipes import ROLE_SEEDS, DelayedScaling, Recipe, RecipeLike, Role, as_recipe
 
 NUMBERS = ("mark", "calls", "amax", "signal", "noise", "scale_low", "scale_high")
@@ -257,7 +256,7 @@ def _packed(x: jax.Array, value: jax.Array, scale: jax.Array, element: ElementFo
         nothing = jnp.zeros(SIZE, jnp.float32).at[0].set(1).at[1].set(1).at[NUMBERS.index("scale_low")].set(jnp.inf)
         return nothing
     x = x if x.ndim else x[None]
-    seen = seen_of(jnp, x, value.reshape(x.shape), scale.reshape(x.shape), element, _count)
+    seen = step_sums(jnp, x, value.reshape(x.shape), scale.reshape(x.shape), element, _count)
     one = jnp.where(jnp.isnan(seen.amax), 1.0, 1.0)  # Under `vmap` on Explicit meshes cut as what it is joined to.
     numbers = jnp.stack([one, one, *(getattr(seen, name) for name in NUMBERS[2:])])
     rest, size = [], x.size

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qshard.layout import Shape, matrix_shape
-from qshard.numerics._floats import Floats, as_float
+from qshard.numerics._reductions import Floats, as_float
 
 T = TypeVar("T")
 

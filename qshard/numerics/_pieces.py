@@ -21,12 +21,12 @@ from qshard.layout import PlaneLayout, matrix_shape, plane, source
 from qshard.numerics import _kernels as kernels
 from qshard.numerics._arrays import Piece, Whole
 from qshard.numerics._cuts import are_blocks_cut, check_pieces
-from qshard.numerics._sums import Compared, Tile
+from qshard.numerics._reductions import Comparison, Tile
 
 Array = NDArray[Any]
 
 
-def compared(x: Whole, fmt: Format, usage: Usage, seed: int, op: str) -> Iterator[Compared]:
+def compared(x: Whole, fmt: Format, usage: Usage, seed: int, op: str) -> Iterator[Comparison]:
     """Each piece beside its plane, one after the other. Amaxes are reduced before the first comes."""
     where = plane(fmt, x.shape, usage, op=op)
     check_pieces(where, x, op)
@@ -51,7 +51,7 @@ def compared(x: Whole, fmt: Format, usage: Usage, seed: int, op: str) -> Iterato
         scales, of_piece = kernels.block_scales(parts, plain), plane(plain, array.shape, stored)
         row, column = _stored(layout, at)
         first = at if block is None else (row // block[0], column // block[1])
-        yield Compared(kernels.ops, array, parts, plain, of_piece, scales, first, None, shared)
+        yield Comparison(kernels.ops, array, parts, plain, of_piece, scales, first, None, shared)
 
 
 def _given(amax: NDArray[np.float32], own: Any) -> NDArray[np.float32]:
@@ -73,7 +73,7 @@ def _amax_of_all(x: Whole, pieces: list[Piece], fmt: Format) -> NDArray[np.float
 
 def _cut(
     x: Whole, pieces: list[Piece], layout: PlaneLayout, whole: NDArray[np.float32] | None, draws: Draws | None
-) -> Iterator[Compared]:
+) -> Iterator[Comparison]:
     """`compared` where pieces cut blocks. All is in the order in which the plane is stored, `x` or `x.T`."""
     fmt, block = layout.format, layout.block
     assert block is not None
@@ -96,7 +96,7 @@ def _cut(
         given = matrix.T if layout.transposed else matrix
         of_piece = plane(fmt, given.shape, layout.usage)
         grid = blocks[0].start, blocks[1].start
-        yield Compared(kernels.ops, given, parts, fmt, of_piece, kernels.block_scales(parts, fmt), grid, own)
+        yield Comparison(kernels.ops, given, parts, fmt, of_piece, kernels.block_scales(parts, fmt), grid, own)
 
 
 def _padded(piece: Piece, layout: PlaneLayout, shape: tuple[int, int]) -> tuple[Array, Tile, Tile]:
