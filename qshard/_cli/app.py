@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TextIO
 
 import click
+import numpy  # noqa: F401 - before ml_dtypes, which makes an ImportError of Ctrl-C while it imports NumPy
 
 from qshard._cli import USAGE, options
 from qshard._cli.errors import Failure, Misuse, printable, quote

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 BAR = 0.24
 """Inches."""
 
-
 ENTRIES = 18
 """How many lines of a legend are as high as its plot."""
 LEAST_ERROR = 1e-3

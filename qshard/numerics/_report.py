@@ -208,7 +208,8 @@ def fit_table(rows: Sequence[Stats], width: int, ascii_only: bool) -> tuple[Tabl
     A narrow width takes, in turn: the space between columns; the rest of a line from names, which then break between
     options; columns. No name is cut short.
     """
-    columns, left_out = _columns(rows), []
+    columns = _columns(rows)
+    left_out: list[str] = []
     for gap in (2, 1):
         table = _table(columns, rows, gap, ascii_only)
         least, most = _widths(table)

@@ -113,7 +113,7 @@ def sensitivity(
     for name in names:
         weight = target.weight(name)
         for fmt in chosen:
-            value = _quantized(weight, fmt, seed)
+            value = _weight_values(weight, fmt, seed)
             if value is None:
                 continue
             with target.replaced(name, value):
@@ -133,7 +133,7 @@ def sensitivity(
     return Sensitivity(loss=loss, rows=tuple(order))
 
 
-def _quantized(weight: NDArray[Any], fmt: Format, seed: int) -> NDArray[np.float32] | None:
+def _weight_values(weight: NDArray[Any], fmt: Format, seed: int) -> NDArray[np.float32] | None:
     """The values that are stored of a weight; None if the format cannot hold it."""
     whole = of_floats(as_float(weight, "sensitivity"))
     try:

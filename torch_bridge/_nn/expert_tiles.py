@@ -22,7 +22,7 @@ from torch import Tensor
 from qshard._core import quantize_steps
 from qshard._core.quantize_steps import Draws, Plane
 from qshard.formats import E4M3, Format, Usage
-from qshard.layout import is_transposed, multiplies_codes
+from qshard.layout import block_alignment, is_transposed, multiplies_codes
 from qshard.recipes import Recipe
 from qshard.torch_bridge._ops.bind import ops
 from qshard.torch_bridge._quantized.gemm import Operand, matmul_into
@@ -82,8 +82,7 @@ class Tiles(NamedTuple):
 
 def tiles_of(recipe: Recipe, rows: int, group_sizes: Tensor) -> Tiles:
     """The tiles of so many rows. What sizes are not checked for here is that they fit the rows."""
-    formats = (recipe.activation, recipe.gradient)
-    unit = max(_LEAST_UNIT, *((fmt.block_of(usage) or (1, 1))[0] for fmt in formats for usage in Usage.BOTH.planes))
+    unit = max(_LEAST_UNIT, block_alignment(recipe.activation, recipe.gradient))
     sizes, experts, device = group_sizes.to(torch.int64), group_sizes.shape[0], group_sizes.device
     padded = ((sizes + unit - 1) // unit).clamp(min=1) * unit
     ends, stops = sizes.cumsum(0), padded.cumsum(0)

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from qshard._core.losses import head_recipe
+from qshard._core.losses import CHUNK_SEED_BIT, head_recipe
 from qshard.formats import Usage
 from qshard.jax._gemm.gemm import gemm, row_product, scaled, stored_for
 from qshard.jax._ops.bind import names_of
@@ -21,8 +21,6 @@ from qshard.recipes import ROLE_SEEDS, Recipe, RecipeLike, Role, check_weight_sh
 
 _OP = "linear_cross_entropy"
 _NAMES = {Role.WEIGHT: "w", Role.ACTIVATION: "x", Role.GRADIENT: "the gradient of logits"}
-_CHUNK_BIT = 16
-"""Of the high word of a seed, the lowest one in which chunks count: neither layers nor ranks do there."""
 
 
 def recipe_of(given: RecipeLike, x: jax.Array, w: jax.Array, seed: Any) -> Recipe:
@@ -82,7 +80,7 @@ class Codes:
     def _quantized(self, x: jax.Array, role: Role, usage: Usage, chunk: Any) -> QuantizedArray:
         fmt, seed = self.recipe.format(role), None
         if fmt.stochastic and self.seed is not None:
-            of_chunk = jnp.stack([jnp.zeros((), jnp.uint32), jnp.asarray(chunk, jnp.uint32) << _CHUNK_BIT])
+            of_chunk = jnp.stack([jnp.zeros((), jnp.uint32), jnp.asarray(chunk, jnp.uint32) << (CHUNK_SEED_BIT - 32)])
             seed = self.seed ^ words_of(ROLE_SEEDS[role]).view(self.seed.dtype) ^ of_chunk.view(self.seed.dtype)
         added = 0 if role is Role.WEIGHT else self.recipe.added_rows(role, usage, len(x))
         return quantized(x, fmt, usage, Cut(), None, seed, added_rows=added, op=_OP, name=_NAMES[role])[0]

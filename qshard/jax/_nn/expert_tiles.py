@@ -21,7 +21,7 @@ from qshard.jax._ops.uint64 import words_times
 from qshard.jax._quantized.array import QuantizedArray, plane_values
 from qshard.jax._sharding import partitionable_ops
 from qshard.jax._sharding.shard_spec import as_bits, as_float, max_over, vary_alike
-from qshard.layout import is_transposed, multiplies_codes, source
+from qshard.layout import block_alignment, is_transposed, multiplies_codes, source
 from qshard.recipes import Recipe
 
 
@@ -48,8 +48,7 @@ class Tiles(NamedTuple):
 
 
 def tiles_of(recipe: Recipe, rows: int, group_sizes: jax.Array) -> Tiles:
-    formats = (recipe.activation, recipe.gradient)
-    unit = max((fmt.block_of(usage) or (1, 1))[0] for fmt in formats for usage in Usage.BOTH)
+    unit = block_alignment(recipe.activation, recipe.gradient)
     sizes, experts = jnp.asarray(group_sizes, jnp.int32), group_sizes.shape[0]
     padded = -(-sizes // unit) * unit
     ends, stops = jnp.cumsum(sizes), jnp.cumsum(padded)

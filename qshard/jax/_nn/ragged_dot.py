@@ -38,6 +38,7 @@ from qshard.recipes import (
     Role,
     as_delayed,
     as_recipe,
+    check_state,
     check_weight_format,
 )
 
@@ -264,11 +265,8 @@ def _check_shapes(
         )
     if seed is None and recipe.stochastic:
         raise ValueError(f"{seed_missing('ragged_dot', type(recipe).__name__)}, such as jax.random.fold_in(key, layer)")
-    if recipe.stateful != (state is not None):
-        raise ValueError(
-            f"ragged_dot: state ({'given' if state else None}) is not what {type(recipe).__name__} takes; pass one of "
-            "init_delayed(recipe, (E,)) with DelayedScaling, and none with other recipes"
-        )
+    advice = "one of init_delayed(recipe, (E,)) with DelayedScaling, and none with other recipes"
+    check_state("ragged_dot", "state", "given" if state else None, recipe, advice)
     if state is not None and state.weight.scale.shape != w[:1]:
         raise ValueError(
             f"ragged_dot: state (scale {state.weight.scale.shape}) is not of {w[0]} experts; pass that of "
