@@ -132,7 +132,7 @@ def multiplies_codes(a: Format, b: Format) -> bool:
 def block_alignment(*formats: Format) -> int:
     """The number of rows, or of columns, that a part of a tensor has a multiple of, for its blocks to be whole.
 
-    In every plane of all `formats`: blocks of the columnwise plane are those of the rowwise one, transposed.
+    It holds for both planes of all `formats`: columnwise blocks are transposed rowwise blocks.
 
     >>> from qshard.formats import FP8_128x128, FP8_E4M3, MXFP8_E4M3
     >>> block_alignment(FP8_E4M3), block_alignment(MXFP8_E4M3), block_alignment(MXFP8_E4M3, FP8_128x128)

@@ -317,7 +317,7 @@ def check_state(
     """Raises ValueError unless a state is passed with a recipe that keeps one, and with no other.
 
     Args:
-      given: a word for what was passed; None if nothing was.
+      given: a word for the state that was passed; None without one.
       advice: what to pass.
       layers: for how many layers, in words.
       fits: False if the state does not go with other arguments.

@@ -42,7 +42,7 @@ LONGEST_HEADER = 100_000_000
 
 @dataclass
 class Conversion:
-    """What was written.
+    """Result of a conversion.
 
     Attributes:
       quantized: by name.
@@ -64,7 +64,7 @@ def quantize_to(
 
     Raises:
       Misuse: nothing is left to quantize, or a tensor holds codes and is not named by `keep`.
-      Failure: what was read back is not what was written.
+      Failure: the file, read back, has other bytes than were written.
     """
     entries = checkpoint.entries
     named = matching(entries, keep, "--keep") if keep else set()
@@ -161,7 +161,7 @@ def _tensors(entries: dict[str, Entry], weights: dict[str, Description]) -> dict
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a tensor goes: its place in the file."""
+    """Place of a tensor in the file."""
 
     dtype: str
     shape: Shape
@@ -224,7 +224,7 @@ class Writer:
           path: where the file is now.
 
         Raises:
-          Failure: safetensors does not find in it, bit for bit, what was written.
+          Failure: safetensors reads other tensors, or other bits.
         """
         self.file.flush()
         os.fsync(self.file.fileno())
@@ -273,7 +273,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def _mode(path: Path) -> int:
-    """That of the file it replaces, or what a new one gets."""
+    """Permissions of the file that is replaced, or of a new file."""
     if path.exists():
         return path.stat().st_mode & 0o7777
     mask = os.umask(0)

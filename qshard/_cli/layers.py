@@ -46,7 +46,7 @@ class Activations:
     names: dict[str, str]
 
     def of(self, name: str) -> NDArray[Any] | None:
-        """Those of a layer, `[..., K]`; None if there are none.
+        """The activations of a layer, `[..., K]`; None if the file has none.
 
         Raises:
           Misuse: they are not there whole.
@@ -67,7 +67,7 @@ def open_activations(path: Path, entries: Iterable[Entry]) -> tuple[Activations,
       The activations, and notes: arrays that are for no layer.
 
     Raises:
-      Misuse: it is no file of `numpy.savez`, an array does not fit its layer, or none is for a layer.
+      Misuse: the file is not one of `numpy.savez`, an array does not fit its layer, or none has the name of a layer.
     """
     there = _headers(path)
     names: dict[str, str] = {}

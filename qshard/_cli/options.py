@@ -124,13 +124,13 @@ def format_of(name: str, option: str) -> Format:
 
 
 def weight_formats() -> list[Format]:
-    """Those that recipes have for weights, with what infinities become left as the format has it."""
+    """The formats of weights in recipes, with the default `nonfinite` of each format."""
     found = [recipe.weight for recipe in NAMED.values()]
     return list(dict.fromkeys(fmt.with_options(nonfinite=FORMATS[fmt.name].nonfinite) for fmt in found))
 
 
 def with_variants(formats: list[Format], rotate: bool, stochastic: bool) -> list[Format]:
-    """Each format, followed by what was asked for of it: rotated, rounded stochastically.
+    """All formats, then the variants of them that options ask for: rotated, rounded stochastically.
 
     Raises:
       Misuse: no format has that.

@@ -78,7 +78,7 @@ def console() -> Console:
 
 
 def print_text(findings: Findings) -> None:
-    """Everything, the tables of layers first, so that what matters most is what is seen last."""
+    """Prints a report: tables of layers first, and the most important lines last, where a terminal shows them."""
     out = console()
     for layer in findings.layers:
         for report in _reports(layer):
@@ -137,7 +137,7 @@ def _print_curve(out: Console, findings: Findings) -> None:
 
 
 def _some(curve: Sequence[Point]) -> list[Point]:
-    """Of many points those that are spread evenly in bytes, with both ends."""
+    """At most `POINTS` points, spread evenly in bytes, with both ends."""
     if len(curve) <= POINTS:
         return list(curve)
     first, last = curve[0].bytes_per_element, curve[-1].bytes_per_element
@@ -165,7 +165,7 @@ def _print_recommendation(out: Console, findings: Findings) -> None:
 
 
 def print_conversion(out: Path, fmt: Format, done: Conversion) -> None:
-    """What `qshard convert` has done."""
+    """Prints the result of `qshard convert`."""
     to = console()
     _print_reasons(to, "kept", done.kept)
     for line in done.remarks:
@@ -262,7 +262,7 @@ def _number(value: float) -> str:
 
 def svg(findings: Findings) -> str:
     """Bytes an element to the right, dB of noise for signal upwards: the curve, one format for all layers as dots, the
-    recommendation as a ring. What has no noise has no place on it."""
+    recommendation as a ring. Points without noise are not on it."""
     curve = [point for point in findings.tradeoff.curve if point.harm]
     uniform = {name: point for name, point in findings.tradeoff.uniform.items() if point.harm}
     chosen = findings.recommendation.point if findings.recommendation else None
@@ -329,7 +329,7 @@ def _label(name: str, x: float, y: float, taken: list[tuple[float, float, float]
 
 
 def _rows(row: float) -> list[float]:
-    """Where a name may stand: at that height, and every unit up and down from it that lies in the picture."""
+    """Heights at which a name may stand: this one, and all others in the picture."""
     return [row + i for i in range(-HEIGHT, HEIGHT) if TOP + LINE <= row + i <= HEIGHT - BOTTOM - DROP or not i]
 
 

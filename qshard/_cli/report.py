@@ -42,10 +42,10 @@ NUMBERS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Findings:
-    """What is shown as text, JSON, CSV and HTML.
+    """Results of a report, for text, JSON, CSV and HTML.
 
     Attributes:
-      left_out: name of each tensor that is no layer -> why.
+      left_out: name of each tensor that is not a layer -> why.
       ranked_by, ranking: of `allocation.rank`.
       budget: bytes an element.
       budget, recommendation: None if no budget was given.
@@ -130,7 +130,7 @@ def natural(name: str) -> list[tuple[int, str]]:
 
 
 def title(layer: Layer) -> str:
-    """What stands above the rows of a layer, after its name."""
+    """Heading of the rows of a layer, without its name."""
     shape = " x ".join(map(str, layer.entry.shape)) or "one number"
     return f"{shape}, {layer.entry.dtype}, outliers {layer.outliers:.4%}"
 
@@ -167,7 +167,7 @@ def decibels(harm: float | None) -> str:
 
 
 def as_json(findings: Findings) -> str:
-    """One object; docs/command.md says what it holds."""
+    """The report as one JSON object; docs/command.md lists its keys."""
     tradeoff, chosen = findings.tradeoff, findings.recommendation
     return json.dumps(
         {

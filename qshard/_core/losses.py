@@ -159,8 +159,8 @@ def rows_at_a_time(chunk: int | None, rows: int, classes: int, itemsize: int) ->
 def makes_gradients_early(reduction: str, dtype: str) -> bool:
     """True where `linear_cross_entropy` makes gradients with the loss: one number then multiplies them in backward.
 
-    With "none" each row has a number of its own. In float16, a loss that was scaled up could not bring back what has
-    been rounded to 0.
+    With "none" each row has its own number. In float16, values that have been rounded to 0 stay 0, however far a loss
+    scale would lift them.
     """
     return reduction != "none" and dtype != "float16"
 

@@ -28,7 +28,7 @@ ROWS = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class GemmError(Frame):
-    """What formats of the operands do to `a @ b.T`; what `gemm_error` returns.
+    """Errors of `a @ b.T` whose operands are quantized, as `gemm_error` returns them.
 
     Attributes:
       format_a, format_b: of the operands; None for one that stays as it is.

@@ -116,7 +116,7 @@ def histogram(x: Any, fmt: FormatLike, usage: Usage = Usage.ROWWISE, *, seed: in
 
 
 def _value(element: Any, code: int) -> float:
-    """What a code without sign stands for."""
+    """The number of a code without sign."""
     field, mantissa = divmod(code, 2**element.mantissa_bits)
     if not field:
         return math.ldexp(mantissa, 1 - element.bias - element.mantissa_bits)

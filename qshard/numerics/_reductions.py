@@ -59,7 +59,7 @@ class Floats:
 
 @np.errstate(all="ignore")
 def as_float(x: Any, op: str) -> Floats:
-    """`x` in NumPy, as float32, bfloat16 or float16. What has one of these dtypes is not copied on the host."""
+    """`x` in NumPy, as float32, bfloat16 or float16. An array of one of these dtypes is not copied on the host."""
     if hasattr(x, "detach"):  # torch
         x = _of_torch(x.detach().cpu())
     array = np.from_dlpack(x) if hasattr(x, "__dlpack__") and not hasattr(x, "__array__") else np.asarray(x)
@@ -76,7 +76,7 @@ def as_float(x: Any, op: str) -> Floats:
 
 
 def _of_torch(x: Any) -> Any:
-    """In NumPy. Of a bfloat16 tensor the same memory; those of fewer bits are exact in float32."""
+    """A tensor as a NumPy array. bfloat16 shares memory; dtypes of fewer bits become float32, which is exact."""
     torch = sys.modules["torch"]
     if x.dtype == torch.bfloat16:
         return x.view(torch.uint16).numpy().view(ml_dtypes.bfloat16)

@@ -69,7 +69,7 @@ def report(
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Report:
-    """What `report` returns.
+    """Statistics of several formats, as a table and plots.
 
     Printed, the table is as wide as the terminal at most: where it is narrow, columns are left out, and a line below
     says which. Letters beside SQNR are of the notes below, those of `Stats.notes`.
@@ -118,7 +118,7 @@ class Report:
         yield footnotes(self.stats, lines, min(width, max(taken, 80)))
 
     def _console(self, width: int, **options: Any) -> Any:
-        # Jupyter is told apart so that rich prints into the file, not into the notebook.
+        # Without Jupyter, so that rich prints into the file, not into the notebook.
         options = {"file": io.StringIO(), "width": width, "force_jupyter": False, **options}
         return load("rich.console", "report").Console(**options)
 
@@ -136,9 +136,9 @@ class _Column(NamedTuple):
 
     Attributes:
       heading: its words; each may have a line of its own.
-      cell: what it says of a row.
-      need: what is left out first where there is no room: the smallest. 0 for a column that always stays.
-      when: only if any row has this; None for always.
+      cell: its text for a row.
+      need: where there is no room, columns of the least need go first. 0 for a column that always stays.
+      when: the column is there only if this is true of a row; None for always.
     """
 
     heading: str
@@ -175,7 +175,7 @@ def _range(histogram: Mapping[int, int]) -> str:
 
 
 def _letters(rows: Sequence[Stats]) -> dict[Note, str]:
-    """A letter for each note of any row, in the order in which they come."""
+    """A letter for each note, in order of appearance."""
     notes = dict.fromkeys(note for row in rows for note in row.notes)
     return dict(zip(notes, string.ascii_lowercase, strict=False))
 
@@ -203,7 +203,7 @@ def _columns(rows: Sequence[Stats]) -> list[_Column]:
 
 
 def fit_table(rows: Sequence[Stats], width: int, ascii_only: bool) -> tuple[Table, list[str], int]:
-    """The table, the headings of the columns for which there is no room, and how wide it is.
+    """The table, the headings of the columns that do not fit, and the width of the table.
 
     A narrow width takes, in turn: the space between columns; the rest of a line from names, which then break between
     options; columns. No name is cut short.
@@ -242,7 +242,7 @@ def _table(columns: Sequence[_Column], rows: Sequence[Stats], gap: int, ascii_on
 
 
 def _widths(table: Table) -> tuple[int, int]:
-    """The least width of a table, in which names break, and the width in which they do not."""
+    """The widths of a table whose names break at spaces, and whose names do not."""
     console = load("rich.console", "report").Console(width=WIDE, force_jupyter=False)
     measured: tuple[int, int] = load("rich.measure", "report").Measurement.get(console, console.options, table)
     return measured

@@ -1,4 +1,4 @@
-"""Sensitivity of a model to the format of each weight, and the models whose weights are changed one by one."""
+"""Sensitivity of a model to the format of each weight."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSensitivity:
-    """What quantizing one layer alone does to a model.
+    """Effect on a model of quantizing one weight alone.
 
     Attributes:
-      layer, format: what was quantized, and to what.
+      layer, format: the name of the weight, and its format.
       loss: with it; NaN if the model gives no single number.
       change: of the loss, from that without it.
-      output_db: SQNR of all outputs, of which a loss is one.
+      output_db: SQNR of all outputs; a loss is an output.
     """
 
     layer: str
@@ -46,7 +46,7 @@ class LayerSensitivity:
 
 @dataclass(frozen=True, kw_only=True)
 class Sensitivity(Frame):
-    """What `sensitivity` returns: `rows`, the most harmful first, and the loss of the model as it is."""
+    """Result of `sensitivity`: `rows`, the most harmful first, and the loss of the model as it is."""
 
     loss: float
     rows: tuple[LayerSensitivity, ...]
@@ -74,14 +74,14 @@ def sensitivity(
     layers: Callable[[str], bool] | None = None,
     seed: int = 0,
 ) -> Sensitivity:
-    """What the format of one weight does to the outputs of a model, all others being as they are: for each, a run.
+    """Measures how the outputs of a model change when one weight is quantized and the others are not: a run for each.
 
     Args:
       model: a `torch.nn.Module`, or, with `params`, a function `model(params, *batch)`, as of JAX. It gives a loss, or
         any tree of arrays. Modules run as they are, in the mode that they are in, without gradients.
-      batch: what is given to it: a tuple, or a dict of keywords; anything else is one argument.
+      batch: arguments of the model: a tuple, or a dict of keywords; anything else is one argument.
       formats: of the rowwise plane of a weight, or their names.
-      params: a pytree of JAX arrays. Weights are those of two or more axes.
+      params: a pytree of JAX arrays. Arrays of two or more axes are weights.
       layers: of names of weights, such as "blocks.0.up.weight", those to quantize; by default all of two or more axes
         that the format can hold.
       seed: of stochastic rounding.
@@ -157,16 +157,16 @@ Outputs = list[NDArray[np.float64]]
 
 
 class Model(Protocol):
-    """What `sensitivity` runs."""
+    """A model with weights that can be replaced."""
 
     def names(self) -> list[str]:
-        """Of the weights, those of two or more axes."""
+        """Names of the weights of two or more axes."""
 
     def weight(self, name: str) -> NDArray[Any]:
         """The values of one."""
 
     def replaced(self, name: str, value: NDArray[np.float32]) -> contextlib.AbstractContextManager[None]:
-        """A context in which it has other values."""
+        """A context in which a weight has other values."""
 
     def run(self, batch: Any) -> Outputs:
         """All outputs that are real numbers."""

@@ -284,7 +284,7 @@ def outlier_share(x: Any) -> float:
 
 
 def _parts(flat: NDArray[Any]) -> Iterator[NDArray[np.float64]]:
-    """The finite elements, so many at a time that they stay in cache."""
+    """The finite elements, in runs that fit in cache."""
     for first in range(0, flat.size, SIZE):
         part = flat[first : first + SIZE].astype(np.float64)
         finite = np.isfinite(part)

@@ -25,7 +25,7 @@ class StepSums(NamedTuple):
     Attributes:
       amax: the largest finite magnitude.
       signal, noise: sums of `(x / amax)**2` and `((value - x) / amax)**2`, where both are finite.
-      scale_low, scale_high: of the elements that are not 0, what they are multiplied by; infinity and 0 of none.
+      scale_low, scale_high: least and largest scale of the elements other than 0; infinity and 0 without any.
       zeros_made, subnormal, saturated, nonfinite_given, nonfinite_made: numbers of elements, as `Stats` has them.
     """
 
@@ -51,7 +51,7 @@ def step_sums(xp: Any, x: Any, value: Any, scale: Any, element: ElementFormat, c
 
     Args:
       xp: the module of array functions, `torch` or `jax.numpy`.
-      x, value, scale: float32, of one shape: what was given, what is stored, and what codes are multiplied by.
+      x, value, scale: float32, of one shape: the tensor, its stored values, and the scale of each element.
       count: how many of a mask are true.
     """
     size, given, made = xp.abs(x), xp.isfinite(x), xp.isfinite(value)
