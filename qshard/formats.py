@@ -91,7 +91,8 @@ E8M0 = ElementFormat(
 )
 ELEMENTS = {element.name: element for element in (E4M3, E5M2, E2M3, E3M2, E2M1, E8M0)}
 
-FLOATS = ("float32", "bfloat16", "float16")
+FLOATS_16 = ("bfloat16", "float16")
+FLOATS = ("float32", *FLOATS_16)
 """Dtype strings of what is quantized: `float` of `ops.def`."""
 
 FLOAT16_MAX = 65504.0

@@ -142,6 +142,18 @@ def multiplies_codes(a: Format, b: Format) -> bool:
     return a.per_tensor and b.per_tensor
 
 
+def block_alignment(*formats: Format) -> int:
+    """The number of rows, or of columns, that a part of a tensor has a multiple of, for its blocks to be whole.
+
+    It holds for both planes of all `formats`: columnwise blocks are transposed rowwise blocks.
+
+    >>> from qshard.formats import FP8_128x128, FP8_E4M3, MXFP8_E4M3
+    >>> block_alignment(FP8_E4M3), block_alignment(MXFP8_E4M3), block_alignment(MXFP8_E4M3, FP8_128x128)
+    (1, 32, 128)
+    """
+    return max(size for fmt in formats for size in fmt.block or (1,))
+
+
 def whole_units(fmt: Format, usage: Usage) -> tuple[int, int]:
     """What the numbers of rows and columns of a matrix must be multiples of, for its plane for one usage.
 

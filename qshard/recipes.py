@@ -311,6 +311,22 @@ def as_delayed(value: Any, op: str) -> DelayedScaling:
     return recipe
 
 
+def check_state(
+    op: str, name: str, given: object, recipe: Recipe, advice: str, *, layers: str = "", fits: bool = True
+) -> None:
+    """Raises ValueError unless a state is passed with a recipe that keeps one, and with no other.
+
+    Args:
+      given: a word for the state that was passed; None without one.
+      advice: what to pass.
+      layers: for how many layers, in words.
+      fits: False if the state does not go with other arguments.
+    """
+    if recipe.stateful != (given is not None) or not fits:
+        takes = f"takes for {layers}" if layers else "takes"
+        raise ValueError(f"{op}: {name} ({given}) is not what {type(recipe).__name__} {takes}; pass {advice}")
+
+
 def check_weight_format(op: str, name: str, fmt: Format, recipe: Recipe) -> None:
     """Raises ValueError unless codes of `fmt` can be the weight of a layer."""
     # What infinities become matters to casts, not to codes.

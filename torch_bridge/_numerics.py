@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
 from qshard.numerics._arrays import Shard, Whole, of_floats, of_shards
-from qshard.numerics._floats import as_float
-from qshard.numerics._models import Outputs, called, leaves
+from qshard.numerics._reductions import as_float
+from qshard.numerics._sensitivity import Outputs, call_with_batch, leaves
 from qshard.torch_bridge._fsdp.weight import ShardedWeight, memory_of
 from qshard.torch_bridge._ops.collectives import max_over_ranks
 from qshard.torch_bridge._quantized.validation import check_model
@@ -113,5 +113,5 @@ class OfModule:
 
     @torch.no_grad()
     def run(self, batch: Any) -> Outputs:
-        made = called(self._model, batch)
+        made = call_with_batch(self._model, batch)
         return [np.asarray(as_float(leaf, "sensitivity").array, np.float64) for _, leaf in leaves(made)]

@@ -21,9 +21,8 @@ from qshard.formats import Format, Usage
 from qshard.layout import plane
 from qshard.numerics import _kernels as kernels
 from qshard.numerics._arrays import Whole, splits_blocks
-from qshard.numerics._observed import COUNTS, Totals, seen_of
 from qshard.numerics._pieces import compare_shards
-from qshard.numerics._steps import LayerStats, StepStats, layer_stats
+from qshard.numerics._training_steps import COUNTS, LayerStats, StepStats, Totals, layer_stats, step_sums
 from qshard.recipes import Role
 from qshard.torch_bridge._delayed_scaling import DelayedScale
 from qshard.torch_bridge._distributed.dtensor import local_of
@@ -348,7 +347,7 @@ def _scales_of(layer: WeightLayer) -> list[Tensor]:
 
 
 def _measured(x: Tensor, parts: Plane, fmt: Format) -> list[tuple[Tensor, int]]:
-    """`seen_of` of a matrix and its rowwise plane, and of how many elements, some rows at a time.
+    """`step_sums` of a matrix and its rowwise plane, and of how many elements, some rows at a time.
 
     In one tensor, on the device: counts of a part are exact in float64.
     """
@@ -361,7 +360,7 @@ def _measured(x: Tensor, parts: Plane, fmt: Format) -> list[tuple[Tensor, int]]:
         value = _values(some, fmt)
         ones = some.data.view(torch.uint8).clone().fill_(fmt.element.ones_byte).view(some.data.dtype)
         scale = _values(some._replace(data=ones), fmt)
-        seen = seen_of(torch, x[first:last].float(), value, scale, fmt.element, _count)
+        seen = step_sums(torch, x[first:last].float(), value, scale, fmt.element, _count)
         found.append((torch.stack([number.double() for number in seen]), value.numel()))
     return found
 

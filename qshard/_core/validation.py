@@ -100,6 +100,12 @@ def seed_missing(op: str, what: object) -> str:
     return f"{op}: seed (None) is not there, and {what} rounds stochastically; pass a new one each call"
 
 
+def already_quantized(op: str, name: str, x: Any) -> str:
+    """The error text of a quantized tensor, with `format`, where numbers in high precision are wanted."""
+    kind = type(x).__name__
+    return f"{op}: {name} ({kind}, {x.format}) is quantized already; pass {name}.dequantize(), or use it as it is"
+
+
 def no_second_derivative(op: str, instead: str) -> str:
     """The error text of a gradient that is differentiated and has no derivative."""
     return f"{op}: its gradient is differentiated (gradient penalty, Hessian), and has no derivative; {instead}"

@@ -30,8 +30,7 @@ from qshard.jax._ops.mesh import mesh_of, names_of, spec_of, types_tell
 from qshard.jax._quantized.array import QuantizedArray
 from qshard.jax._quantized.quantize import WeightScales, quantize_shard
 from qshard.jax._sharding.shard_spec import ShardSpec, matrix_of
-from qshard.numerics._observed import COUNTS, Totals, seen_of
-from qshard.numerics._steps import StepStats, layer_stats
+from qshard.numerics._training_steps import COUNTS, StepStats, Totals, layer_stats, step_sums
 from qshard.recipes import Recipe, RecipeLike, Role, as_recipe
 
 NUMBERS = ("mark", "calls", "amax", "signal", "noise", "scale_low", "scale_high")
@@ -241,7 +240,7 @@ def _pack(x: jax.Array, value: jax.Array, scale: jax.Array, element: ElementForm
         nothing = jnp.zeros(SIZE, jnp.float32).at[0].set(1).at[1].set(1).at[NUMBERS.index("scale_low")].set(jnp.inf)
         return nothing
     x = x if x.ndim else x[None]
-    seen = seen_of(jnp, x, value.reshape(x.shape), scale.reshape(x.shape), element, _count)
+    seen = step_sums(jnp, x, value.reshape(x.shape), scale.reshape(x.shape), element, _count)
     one = jnp.where(jnp.isnan(seen.amax), 1.0, 1.0)  # Under `vmap` on Explicit meshes cut as what it is joined to.
     numbers = jnp.stack([one, one, *(getattr(seen, name) for name in NUMBERS[2:])])
     rest, size = [], x.size

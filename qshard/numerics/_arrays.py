@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from qshard._core.placement import Box
 from qshard.formats import Usage
 from qshard.layout import PlaneLayout, Shape, matrix_shape
-from qshard.numerics._floats import Floats, as_float
+from qshard.numerics._reductions import Floats, as_float
 
 T = TypeVar("T")
 

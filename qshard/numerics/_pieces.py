@@ -21,12 +21,12 @@ from qshard.formats import Format, Usage
 from qshard.layout import PlaneLayout, matrix_shape, plane, source
 from qshard.numerics import _kernels as kernels
 from qshard.numerics._arrays import Shard, Whole, check_shards, splits_blocks
-from qshard.numerics._sums import Compared
+from qshard.numerics._reductions import Comparison
 
 Array = NDArray[Any]
 
 
-def compare_shards(x: Whole, fmt: Format, usage: Usage, seed: int, op: str) -> Iterator[Compared]:
+def compare_shards(x: Whole, fmt: Format, usage: Usage, seed: int, op: str) -> Iterator[Comparison]:
     """Each shard beside its plane, one after the other. Amaxes are reduced before the first comes."""
     where = plane(fmt, x.shape, usage, op=op)
     check_shards(where, x, op)
@@ -52,7 +52,7 @@ def compare_shards(x: Whole, fmt: Format, usage: Usage, seed: int, op: str) -> I
         scales, of_piece = kernels.block_scales(parts, plain), plane(plain, array.shape, stored)
         row, column = first_row // block[0], first_column // block[1]
         first = (column, row) if layout.transposed else (row, column)
-        yield Compared(kernels.ops, array, parts, plain, of_piece, scales, first, None, shared)
+        yield Comparison(kernels.ops, array, parts, plain, of_piece, scales, first, None, shared)
 
 
 def _return_reduced(amax: NDArray[np.float32], own: Any) -> NDArray[np.float32]:
@@ -73,7 +73,7 @@ def _amax_of_all(x: Whole, pieces: list[Shard], fmt: Format) -> NDArray[np.float
 
 def _of_split_blocks(
     x: Whole, pieces: list[Shard], layout: PlaneLayout, whole: NDArray[np.float32] | None, key: Array | None
-) -> Iterator[Compared]:
+) -> Iterator[Comparison]:
     """`compare_shards` where shards split blocks. Matrices have the order of the plane: `x` or `x.T`."""
     fmt, block, turned, matrix = layout.format, layout.block, layout.transposed, matrix_shape(x.shape)
     assert block is not None
@@ -99,7 +99,7 @@ def _of_split_blocks(
         of_piece = plane(fmt, given.shape, layout.usage)
         first, own = [blocks.start for blocks in outer.blocks(block)], box.within(outer)
         scales = kernels.block_scales(parts, fmt)
-        yield Compared(kernels.ops, given, parts, fmt, of_piece, scales, (first[0], first[1]), (own[0], own[1]))
+        yield Comparison(kernels.ops, given, parts, fmt, of_piece, scales, (first[0], first[1]), (own[0], own[1]))
 
 
 def _of_rows(whole: NDArray[np.float32], first: int, rows: int) -> NDArray[np.float32]:

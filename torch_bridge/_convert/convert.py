@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copyreg
-import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any, cast
@@ -13,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils import parametrize
 
-from qshard._core.layer_recipes import RecipesLike, Rules, check_filter, keeps, list_layers
+from qshard._core.layer_recipes import NO_PATTERN, RecipesLike, Rules, check_chosen, check_filter, warn_of_rest
 from qshard.recipes import Recipe, check_weight_shape
 from qshard.torch_bridge._convert.conv1d import Conv1D, conv1d_class
 from qshard.torch_bridge._convert.survey import survey
@@ -97,12 +96,9 @@ activation=FP8_E4M3[nonfinite=nan], gradient=FP8_E5M2[nonfinite=nan])
     rules.check_used([each.names for each in candidates.values()], [name for name, _ in model.named_modules()])
     recipes: dict[str, Recipe] = {}  # Of the layers that may take one.
     left: dict[str, str] = {}
-    for name, (module, names, why) in candidates.items():
-        pattern = rules.pattern_of(*names)
-        if not keeps(filter, module, name, why is None) or (pattern is not None and rules.recipes[pattern] is None):
-            continue
-        own = None if pattern is None else rules.recipes[pattern]
-        reason = why or ("no pattern matches it" if own is None else _unfit(module, own))
+    modules = {name: (each.module, each.names, each.why is None) for name, each in candidates.items()}
+    for name, own in rules.choose(modules, filter):
+        reason = candidates[name].why or (NO_PATTERN if own is None else _unfit(candidates[name].module, own))
         if reason is not None:
             left[name] = reason
         elif own is not None:
@@ -110,11 +106,7 @@ activation=FP8_E4M3[nonfinite=nan], gradient=FP8_E5M2[nonfinite=nan])
     tied = _find_tied(model, {name: candidates[name].module for name in recipes})
     left = {name: reason for name in candidates if (reason := tied.get(name, left.get(name))) is not None}
     chosen = {name: cast(nn.Linear, candidates[name].module) for name in recipes if name not in tied}
-    if not chosen:
-        kind = type(model).__name__
-        if left:
-            raise ValueError(f"convert: model ({kind}) has nothing to convert: {list_layers(left)}; pass one that has")
-        raise ValueError(f"convert: model ({kind}) has no nn.Linear that filter= keeps; pass one that has")
+    check_chosen("convert", model, chosen, left, "nn.Linear")
     for name, module in chosen.items():
         _check(_weight(name), module, recipes[name])
     _check_shared(chosen, recipes)
@@ -122,12 +114,7 @@ activation=FP8_E4M3[nonfinite=nan], gradient=FP8_E5M2[nonfinite=nan])
     for name, module in chosen.items():
         if module.weight not in weights:
             weights[module.weight] = wrap_weight(module.weight, recipes[name], _weight(name), model, primary)
-    if left:
-        warnings.warn(
-            f"convert: {len(left)} of {len(left) + len(chosen)} layers stay as they are: {list_layers(left)}; leave "
-            "them out with filter= to say that they should",
-            stacklevel=2,
-        )
+    warn_of_rest("convert", chosen, left)
     for weight, made in weights.items():
         replace_parameter(cast(nn.Parameter, weight), made)
     for name, module in chosen.items():

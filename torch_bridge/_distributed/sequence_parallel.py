@@ -32,7 +32,7 @@ from torch import Tensor
 
 from qshard._core.quantize_steps import Plane, plane_rows
 from qshard.formats import Usage
-from qshard.layout import is_transposed
+from qshard.layout import block_alignment, is_transposed
 from qshard.recipes import Recipe, Role
 from qshard.torch_bridge._ops.collectives import all_gather
 from qshard.torch_bridge._ops.eager import is_capturing, is_compiling, may_reuse
@@ -181,10 +181,7 @@ def rows_of(
     """How the rows of a tensor are cut along an axis; None if they cannot be: not evenly, or not between blocks."""
     fmt, size, ranks = recipe.format(role), shape[dim], group.size()
     run = size // ranks * math.prod(shape[dim + 1 : -1])
-    units = [fmt.block_shape(usage)[0] for usage in Usage.BOTH.planes]
-    whole = (
-        size % ranks == 0 and all(run % unit == 0 for unit in units) and not recipe.added_rows(role, Usage.BOTH, run)
-    )
+    whole = size % ranks == 0 and run % block_alignment(fmt) == 0 and not recipe.added_rows(role, Usage.BOTH, run)
     return Rows(group, math.prod(shape[:dim]), run, overlap) if whole and 0 not in shape else None
 
 

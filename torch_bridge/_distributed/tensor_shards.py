@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from qshard._core.flat_shards import MasterPlan
 from qshard._core.placement import Box
 from qshard._core.quantize_steps import Draws
-from qshard.formats import Usage
+from qshard.layout import block_alignment
 from qshard.recipes import Recipe, Role
 from qshard.torch_bridge._distributed.sequence_parallel import Rows, rows_of
 from qshard.torch_bridge._ops.collectives import max_over_ranks
@@ -202,10 +202,10 @@ def check_sharding(
         cut = placement.dim
         whole, size = sizes[cut], -(-sizes[cut] // mesh.size(axis))
         sizes[cut] = size
-        # Of x, and of the gradient of y, it is the columns that are cut along.
-        for role, along in ((Role.WEIGHT, cut), ((Role.GRADIENT, Role.ACTIVATION)[cut], 1)):
+        # The columns of x, or of the gradient of y, are cut with the rows or columns of w.
+        for role in (Role.WEIGHT, (Role.GRADIENT, Role.ACTIVATION)[cut]):
             fmt = recipe.format(role)
-            unit = max(fmt.block_shape(usage)[along] for usage in Usage.BOTH.planes)
+            unit = block_alignment(fmt)
             if size % unit and size < whole:
                 raise ValueError(
                     f"{what} is not cut between blocks: shards of {size} {('rows', 'columns')[cut]} meet {role.value}s "

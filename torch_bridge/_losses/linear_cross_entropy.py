@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from qshard._core.losses import LossRule, check_head, head_recipe, rows_at_a_time
+from qshard._core.losses import CHUNK_SEED_BIT, LossRule, check_head, head_recipe, makes_gradients_early, rows_at_a_time
 from qshard._core.quantize_steps import Plane
 from qshard.formats import Format, Usage
 from qshard.recipes import Recipe, RecipeLike, Role, check_weight_format, check_weight_shape
@@ -103,7 +103,7 @@ def linear_cross_entropy(
             check_weight_shape(op, "w", how.recipe, (width, w.shape[1]))
     flat, words = x.reshape(-1, x.shape[-1]), as_words(labels).reshape(-1)
     rows = rows_at_a_time(chunk, len(flat), rule.shard.widest, x.dtype.itemsize)
-    if reduction == "none" or x.dtype == torch.float16 or not torch.is_grad_enabled():
+    if not (torch.is_grad_enabled() and makes_gradients_early(reduction, dtype_name(x.dtype))):
         losses: Tensor = apply_node(_LateLosses, flat, w, words, rule, rows, how)
         return reduce_losses(losses.view(labels.shape), labels, reduction, ignore_index)
     count = count_of(labels, ignore_index) if reduction == "mean" else torch.ones((), device=x.device)
@@ -226,8 +226,10 @@ class _How(NamedTuple):
         return cls(recipe, words(op, "seed", seed, device).view(torch.int32) if recipe.stochastic else None, observer)
 
     def of_chunk(self, number: int, device: torch.device) -> Tensor | None:
-        """The seed of a chunk: in bits that neither layers nor ranks count in."""
-        return self.seed if self.seed is None or not number else self.seed ^ constant_words(number << 48, device)
+        """The seed of a chunk."""
+        if self.seed is None or not number:
+            return self.seed
+        return self.seed ^ constant_words(number << CHUNK_SEED_BIT, device)
 
 
 class _Values:

@@ -24,7 +24,7 @@ from qshard._core.operands import OperandSpec, quantize_operand
 from qshard._core.placement import Box
 from qshard._core.quantize_steps import Plane
 from qshard.formats import E4M3, Format, Usage
-from qshard.layout import is_transposed, multiplies_codes
+from qshard.layout import block_alignment, is_transposed, multiplies_codes
 from qshard.recipes import Recipe
 from qshard.torch_bridge._ops.bind import ops
 from qshard.torch_bridge._ops.uint64 import xor_words
@@ -85,8 +85,7 @@ class Tiles(NamedTuple):
 
 def tiles_of(recipe: Recipe, rows: int, group_sizes: Tensor) -> Tiles:
     """The tiles of so many rows. What sizes are not checked for here is that they fit the rows."""
-    formats = (recipe.activation, recipe.gradient)
-    unit = max(_LEAST_UNIT, *(fmt.block_shape(usage)[0] for fmt in formats for usage in Usage.BOTH.planes))
+    unit = max(_LEAST_UNIT, block_alignment(recipe.activation, recipe.gradient))
     sizes, experts, device = group_sizes.to(torch.int64), group_sizes.shape[0], group_sizes.device
     padded = ((sizes + unit - 1) // unit).clamp(min=1) * unit
     ends, stops = sizes.cumsum(0), padded.cumsum(0)

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from qshard._core.validation import seed_missing, shown
 from qshard.formats import Usage
-from qshard.recipes import Recipe, RecipeLike, Role, as_recipe, check_weight_format
+from qshard.recipes import Recipe, RecipeLike, Role, as_recipe, check_state, check_weight_format
 from qshard.torch_bridge._delayed_scaling import DelayedScale
 from qshard.torch_bridge._distributed.activation_group import ActivationGroup, Join
 from qshard.torch_bridge._distributed.dtensor import local_of
@@ -157,11 +157,8 @@ def linear(
     else:
         seed = words("linear", "seed", seed, x.device).view(torch.int32)
     given: list[Tensor] = []
-    if recipe.stateful != (delayed is not None):
-        raise ValueError(
-            f"linear: delayed ({'None' if delayed is None else 'given'}) is not what {type(recipe).__name__} takes; "
-            "pass the DelayedScale of each role with DelayedScaling, and nothing with other recipes"
-        )
+    advice = "the DelayedScale of each role with DelayedScaling, and nothing with other recipes"
+    check_state("linear", "delayed", None if delayed is None else "given", recipe, advice)
     if delayed is not None:
         for role in ROLES:
             if role not in delayed:

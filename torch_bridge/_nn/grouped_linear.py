@@ -20,7 +20,7 @@ from qshard._core.quantize_steps import Plane, Scales
 from qshard._core.validation import shown
 from qshard.formats import Format, Usage
 from qshard.layout import source
-from qshard.recipes import Recipe, RecipeLike, Role, as_recipe, check_weight_shape
+from qshard.recipes import Recipe, RecipeLike, Role, as_recipe, check_state, check_weight_shape
 from qshard.torch_bridge._fsdp.scale_state import Passes
 from qshard.torch_bridge._fsdp.weight import ShardedWeight
 from qshard.torch_bridge._nn.expert_tiles import (
@@ -113,12 +113,10 @@ def grouped_linear(
     _check_shapes(x, each)
     check_weight_shape("grouped_linear", "weights", recipe, tuple(each[0].shape))
     seeds = _checked_seeds(seeds, recipe, len(each))
-    if recipe.stateful != (delayed is not None) or (delayed is not None and len(delayed) != len(each)):
-        raise ValueError(
-            f"grouped_linear: delayed ({'None' if delayed is None else len(delayed)}) is not what "
-            f"{type(recipe).__name__} takes for {len(each)} experts; "
-            f"pass {'states for each' if recipe.stateful else 'None'}"
-        )
+    states = None if delayed is None else len(delayed)
+    advice = "states for each" if recipe.stateful else "None"
+    experts, fits = f"{len(each)} experts", states in (None, len(each))
+    check_state("grouped_linear", "delayed", states, recipe, advice, layers=experts, fits=fits)
     how = _How(recipe, x.dtype if dtype is None else dtype, _checked_sizes(x, len(each), group_sizes), delayed)
     given = each if whole is None else [whole]
     y: Tensor = apply_node(_Grouped, x, group_sizes.to(x.device, non_blocking=True), seeds, how, *given)

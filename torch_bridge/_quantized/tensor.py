@@ -18,7 +18,7 @@ from qshard.torch_bridge._quantized.plane_programs import NO_PLANE, dequantize
 from qshard.torch_bridge._torch_internals import is_traceable_wrapper_subclass, make_wrapper
 
 aten = torch.ops.aten
-_FLOATS = tuple(getattr(torch, name) for name in FLOATS)
+FLOAT_DTYPES = tuple(getattr(torch, name) for name in FLOATS)
 
 
 class QuantizedTensor(Tensor):
@@ -147,8 +147,8 @@ class QuantizedTensor(Tensor):
         """
         there = {one: parts for one in Usage.BOTH.planes if (parts := self.parts(one)) is not None}
         usage = as_plane(next(iter(there), Usage.ROWWISE) if usage is None else usage, "dequantize", there)
-        if dtype is not None and dtype not in _FLOATS:
-            raise TypeError(f"dequantize: dtype ({shown(dtype)}) is not {listed(map(str, _FLOATS))}; ask for one")
+        if dtype is not None and dtype not in FLOAT_DTYPES:
+            raise TypeError(f"dequantize: dtype ({shown(dtype)}) is not {listed(map(str, FLOAT_DTYPES))}; ask for one")
         return dequantize(there[usage], self.format, usage, dtype or self.dtype, tuple(self.shape))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -255,7 +255,7 @@ class QuantizedTensor(Tensor):
         def move(plane: Tensor) -> Tensor:
             return torch.empty_like(plane, device=device) if plane.is_meta else plane.to(device)
 
-        return self._of_planes(move, dtype if dtype in _FLOATS else None)
+        return self._of_planes(move, dtype if dtype in FLOAT_DTYPES else None)
 
     def _copy(self, other: QuantizedTensor) -> QuantizedTensor:
         """Copies the codes and scales of a tensor that is stored alike."""

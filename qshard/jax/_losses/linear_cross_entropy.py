@@ -12,7 +12,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from qshard._core.losses import LossRule, check_head, check_num_classes, count_classes, rows_at_a_time
+from qshard._core.losses import (
+    LossRule,
+    check_head,
+    check_num_classes,
+    count_classes,
+    makes_gradients_early,
+    rows_at_a_time,
+)
 from qshard.jax._losses.cross_entropy import (
     RowLoss,
     as_words,
@@ -100,9 +107,9 @@ def linear_cross_entropy(
     head = Head(of, reduction, chunk, str(w.dtype), coded)
     words = as_words(op, labels, of)
     (x, w), words = vary((x, w), words, names)
-    if reduction == "none" or x.dtype == jnp.float16:
-        return reduce_losses(_late(head, x, w, words, drawn), words, reduction, ignore_index)
-    return _early(head, x, w, words, drawn)
+    if makes_gradients_early(reduction, str(x.dtype)):
+        return _early(head, x, w, words, drawn)
+    return reduce_losses(_late(head, x, w, words, drawn), words, reduction, ignore_index)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from qshard._core.losses import head_recipe
+from qshard._core.losses import CHUNK_SEED_BIT, head_recipe
 from qshard._core.operands import OperandSpec
 from qshard.formats import Usage
 from qshard.jax._gemm.gemm import apply_scale, gemm, row_product, stored_for
@@ -21,8 +21,6 @@ from qshard.recipes import Recipe, RecipeLike, Role, check_weight_shape
 
 _OP = "linear_cross_entropy"
 _NAMES = {Role.WEIGHT: "w", Role.ACTIVATION: "x", Role.GRADIENT: "the gradient of logits"}
-_CHUNK_BIT = 16
-"""Of the high word of a seed, the lowest one in which chunks count: neither layers nor ranks do there."""
 
 
 def recipe_of(given: RecipeLike, x: jax.Array, w: jax.Array, seed: Any) -> Recipe:
@@ -82,6 +80,6 @@ class Codes:
     def _quantized(self, x: jax.Array, role: Role, usage: Usage, chunk: Any) -> QuantizedArray:
         operand, seed = OperandSpec.of(self.recipe, role, usage, len(x), op=_OP, name=_NAMES[role]), self.seed
         if seed is not None:
-            of_chunk = jnp.stack([jnp.zeros((), jnp.uint32), jnp.asarray(chunk, jnp.uint32) << _CHUNK_BIT])
+            of_chunk = jnp.stack([jnp.zeros((), jnp.uint32), jnp.asarray(chunk, jnp.uint32) << (CHUNK_SEED_BIT - 32)])
             seed = seed ^ of_chunk.view(seed.dtype)
         return quantize_shard(x, operand, ShardSpec(), None, seed)[0]

@@ -23,7 +23,7 @@ from qshard.jax._ops.mesh import vary_alike
 from qshard.jax._ops.uint64 import words_times, xor_words
 from qshard.jax._quantized.array import QuantizedArray, plane_values
 from qshard.jax._sharding import partitionable_ops
-from qshard.layout import is_transposed, multiplies_codes, source
+from qshard.layout import block_alignment, is_transposed, multiplies_codes, source
 from qshard.recipes import Recipe
 
 
@@ -50,8 +50,7 @@ class Tiles(NamedTuple):
 
 
 def tiles_of(recipe: Recipe, rows: int, group_sizes: jax.Array) -> Tiles:
-    formats = (recipe.activation, recipe.gradient)
-    unit = max(fmt.block_shape(usage)[0] for fmt in formats for usage in Usage.BOTH)
+    unit = block_alignment(recipe.activation, recipe.gradient)
     sizes, experts = jnp.asarray(group_sizes, jnp.int32), group_sizes.shape[0]
     padded = -(-sizes // unit) * unit
     ends, stops = jnp.cumsum(sizes), jnp.cumsum(padded)

@@ -34,7 +34,7 @@ from qshard.jax._quantized.gather import CodedWeight, WeightLayout, WeightShardi
 from qshard.jax._quantized.primary import CODED, PrimaryWeight, open_weight
 from qshard.jax._quantized.quantize import WeightScales, as_scales
 from qshard.jax._sharding.shard_spec import ShardSpec, matrix_of, unfold
-from qshard.recipes import Recipe, RecipeLike, as_recipe
+from qshard.recipes import Recipe, RecipeLike, as_recipe, check_state
 
 
 def linear(
@@ -403,11 +403,9 @@ def _check_given(op: str, recipe: Recipe, given: Given) -> None:
     """Checks that do not depend on shapes of operands."""
     if given.seed is None and recipe.stochastic:
         raise ValueError(f"{seed_missing(op, type(recipe).__name__)}, such as jax.random.fold_in(key, layer)")
-    if recipe.stateful != (given.state is not None) or (given.state and given.scales is not None):
-        raise ValueError(
-            f"{op}: state ({'given' if given.state else None}) is not what {type(recipe).__name__} takes; pass a state "
-            "from init_delayed, and no weight_scales, with DelayedScaling, and none with other recipes"
-        )
+    advice = "a state from init_delayed, and no weight_scales, with DelayedScaling, and none with other recipes"
+    fits = given.state is None or given.scales is None
+    check_state(op, "state", "given" if given.state else None, recipe, advice, fits=fits)
     for tensor in (given.state.weight, given.state.activation, given.state.gradient) if given.state else ():
         shapes = {"scale": tensor.scale.shape, "amax_history": tensor.amax_history.shape}
         if shapes != recipe.state_shapes:

@@ -42,7 +42,7 @@ from qshard.jax._ops.scheduling import barrier
 from qshard.jax._ops.validation import as_axes
 from qshard.jax._quantized.array import QuantizedArray
 from qshard.jax._sharding.shard_spec import ShardSpec
-from qshard.layout import Shape, is_transposed
+from qshard.layout import Shape, block_alignment, is_transposed
 from qshard.recipes import Recipe, Role
 
 _Multiply = Callable[[QuantizedArray, Shape], tuple[jax.Array, jax.Array | None]]
@@ -179,7 +179,7 @@ class TensorParallelOptions(NamedTuple):
             )
         rows = math.prod(x.shape[at:-1]) // parts
         for fmt in (recipe.activation, recipe.gradient):
-            unit = max(fmt.block_shape())
+            unit = block_alignment(fmt)
             if size > 1 and rows % unit:
                 raise ValueError(
                     f"{op}: x {x.shape} gives a device {rows} rows in a row along {self.name} ({self.axis!r}), which "

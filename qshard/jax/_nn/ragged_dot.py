@@ -40,7 +40,7 @@ from qshard.jax._quantized.primary import CODED, PrimaryWeight, open_weight
 from qshard.jax._quantized.quantize import WeightScales, quantize_shard
 from qshard.jax._sharding.shard_spec import ShardSpec
 from qshard.layout import plane, source
-from qshard.recipes import Recipe, RecipeLike, Role, as_recipe, check_weight_format
+from qshard.recipes import Recipe, RecipeLike, Role, as_recipe, check_state, check_weight_format
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,11 +249,8 @@ def _check_shapes(
         )
     if seed is None and recipe.stochastic:
         raise ValueError(f"{seed_missing('ragged_dot', type(recipe).__name__)}, such as jax.random.fold_in(key, layer)")
-    if recipe.stateful != (state is not None):
-        raise ValueError(
-            f"ragged_dot: state ({'given' if state else None}) is not what {type(recipe).__name__} takes; pass one of "
-            "init_delayed(recipe, (E,)) with DelayedScaling, and none with other recipes"
-        )
+    advice = "one of init_delayed(recipe, (E,)) with DelayedScaling, and none with other recipes"
+    check_state("ragged_dot", "state", "given" if state else None, recipe, advice)
     if state is not None and state.weight.scale.shape != w[:1]:
         raise ValueError(
             f"ragged_dot: state (scale {state.weight.scale.shape}) is not of {w[0]} experts; pass that of "

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from qshard._core.validation import check_float, listed, shown
+from qshard._core.validation import already_quantized, check_float, listed, shown
 from qshard.formats import FLOATS, Format
 from qshard.jax._jax_internals import wrapped_value
 from qshard.jax._ops.mesh import names_of
@@ -49,11 +49,8 @@ def check_array(op: str, name: str, x: Any) -> None:
     """
     if isinstance(x, _ARRAYS) or hasattr(x, "__jax_array__"):
         return
-    if isinstance(fmt := getattr(x, "format", None), Format):
-        raise TypeError(
-            f"{op}: {name} ({type(x).__name__}, {fmt}) is quantized already; pass {name}.dequantize(), or use it as it "
-            "is"
-        )
+    if isinstance(getattr(x, "format", None), Format):
+        raise TypeError(already_quantized(op, name, x))
     make = "from_dlpack" if hasattr(x, "__dlpack__") else "asarray"
     raise TypeError(f"{op}: {name} ({shown(x)}) is not an array of JAX or NumPy; pass jnp.{make}({name})")
 

@@ -14,13 +14,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from qshard._core.adam import BLOCK, SCALED, check_setting, check_state_dtype, settings
 from qshard._core.validation import shown
+from qshard.formats import FLOATS_16
 from qshard.jax._ops import bind as ops
 from qshard.jax._ops.mesh import may_be_sharded, names_of, reshape
 from qshard.jax._ops.validation import check_array, check_dtype
 from qshard.jax._sharding.partitionable_ops import reshape_as, split_rows
 from qshard.op_table import OpSpec, multi_table
-
-_FLOATS_16 = ("bfloat16", "float16")
 
 
 class Transformation(NamedTuple):
@@ -164,7 +163,7 @@ def _transformation(
             check_dtype(op, name, p)
 
         def master(p: jax.Array) -> jax.Array | None:
-            return p.astype(jnp.float32) if masters and str(p.dtype) in _FLOATS_16 else None
+            return p.astype(jnp.float32) if masters and str(p.dtype) in FLOATS_16 else None
 
         mu, nu = (jax.tree.map(functools.partial(_zeros, dtype=dtype), params) for dtype in dtypes)
         return AdamState(jnp.zeros((), jnp.int32), mu, nu, jax.tree.map(master, params))

@@ -1,4 +1,4 @@
-"""Sums over the elements of a plane, tile by tile, on several threads.
+"""Reductions over the elements of a plane, tile by tile, on several threads.
 
 A tile fits in cache and has whole blocks, or lies in one. Which tiles there are follows from the shape alone, and their
 sums are added in one order, so results do not depend on the number of threads.
@@ -7,6 +7,7 @@ sums are added in one order, so results do not depend on the number of threads.
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
@@ -41,6 +43,44 @@ Block = tuple[int, int]
 """Row and column of a block in the grid of `scale_inv`."""
 Tile = tuple[slice, slice]
 """Rows and columns of the matrix as it is stored."""
+
+
+@dataclass(frozen=True)
+class Floats:
+    """Numbers in a dtype that kernels take, and how many of them were beyond float32."""
+
+    array: NDArray[Any]
+    beyond: int = 0
+
+    @property
+    def dtype(self) -> str:
+        return str(self.array.dtype)
+
+
+@np.errstate(all="ignore")
+def as_float(x: Any, op: str) -> Floats:
+    """`x` in NumPy, as float32, bfloat16 or float16. An array of one of these dtypes is not copied on the host."""
+    if hasattr(x, "detach"):  # torch
+        x = _of_torch(x.detach().cpu())
+    array = np.from_dlpack(x) if hasattr(x, "__dlpack__") and not hasattr(x, "__array__") else np.asarray(x)
+    if array.dtype.kind in "cOSUMm" or array.dtype.names:
+        raise TypeError(f"{op}: x ({array.dtype}) is not an array of real numbers; take its parts")
+    if array.dtype.name in ("float32", "bfloat16", "float16") and array.dtype.isnative:
+        return Floats(array)
+    narrow = array.astype(np.float32)
+    if array.dtype.kind != "f" or array.dtype.itemsize <= 4:
+        return Floats(narrow)
+    return Floats(
+        narrow, int(np.count_nonzero((np.isinf(narrow) & np.isfinite(array)) | ((narrow == 0) & (array != 0))))
+    )
+
+
+def _of_torch(x: Any) -> Any:
+    """A tensor as a NumPy array. bfloat16 shares memory; dtypes of fewer bits become float32, which is exact."""
+    torch = sys.modules["torch"]
+    if x.dtype == torch.bfloat16:
+        return x.view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
+    return x.numpy() if x.dtype in (torch.float16, torch.float64) or not x.is_floating_point() else x.float().numpy()
 
 
 class WorstBlock(NamedTuple):
@@ -98,7 +138,7 @@ class Sums:
 
 
 @dataclass(frozen=True)
-class Compared:
+class Comparison:
     """A matrix and one plane of it.
 
     Attributes:

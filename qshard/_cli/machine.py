@@ -1,19 +1,67 @@
-"""`qshard bench`: ops on this machine, beside a copy of the same run."""
+"""This machine: facts for the report of a bug, and times of the CPU kernels beside a copy of the same run."""
 
 from __future__ import annotations
 
-import json
+import os
+import platform
+import shutil
 import statistics
+import subprocess
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
 from typing import Any
 
-import click
 import numpy as np
 
-from qshard._cli import options
+import qshard
+from qshard._core import environment
 from qshard.formats import E4M3, FLOATS, Format, Usage
+
+LIBRARIES = ("click", "rich", "safetensors")
+SMI_SECONDS = 20
+SMI = ("nvidia-smi", "--query-gpu=name,compute_cap,driver_version", "--format=csv,noheader")
+
+
+def machine_facts() -> dict[str, object]:
+    """All facts, by name."""
+    from qshard import _ffi
+
+    return {
+        "build_info": environment.build_info(),
+        "version": environment.__version__,
+        "build": dict(_ffi.build_info),
+        "simd": _ffi.simd(),
+        "cuda_built": bool(_ffi.cuda_built),
+        "libraries": [f"{name} {metadata.version(name)}" for name in LIBRARIES],
+        "processor": processor(),
+        "threads": f"{qshard.num_threads()} of {os.cpu_count()}",
+        "gpus": gpus(),
+    }
+
+
+def processor() -> str:
+    """The name of the processor, as Linux has it."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def gpus() -> list[str]:
+    """Name, compute capability and driver of each GPU, as nvidia-smi has them; why not, where it does not."""
+    if shutil.which(SMI[0]) is None:
+        return [f"none: no {SMI[0]}"]
+    try:
+        done = subprocess.run(SMI, capture_output=True, text=True, check=False, timeout=SMI_SECONDS)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return [f"not known: {error}"]
+    if done.returncode:
+        return [f"not known: {SMI[0]} ended with {done.returncode}"]
+    return [line.strip() for line in done.stdout.splitlines()]
+
 
 SLICE = 5e-3
 """Seconds for which each runs in a round."""
@@ -32,49 +80,6 @@ class Timing:
     us: float
     gb_per_s: float
     percent_of_copy: float
-
-
-@click.command(cls=options.Command)
-@click.option(
-    "--size",
-    type=click.IntRange(1, 2**15),
-    default=2048,
-    show_default=True,
-    help="Rows and columns, rounded up to 128.",
-)
-@click.option("--rounds", type=click.IntRange(1), default=9, show_default=True, help="The median of which counts.")
-@click.option("--threads", type=click.IntRange(1), help="Of the kernels; those that the machine has by default.")
-@click.option(
-    "--formats",
-    multiple=True,
-    metavar="NAMES",
-    help="Whole quantizations in these; by default in those that recipes have for weights.",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def bench(size: int, rounds: int, threads: int | None, formats: tuple[str, ...], as_json: bool) -> None:
-    """Time the CPU kernels beside a copy of as many float32.
-
-    Bytes are the fewest that an op must move. Ops write into arrays that are there; whole quantizations make theirs,
-    which takes page faults. The copy has one thread. GPUs are not timed.
-    """
-    import qshard
-    from qshard import _ffi
-    from qshard._cli.report import weight_formats
-    from qshard._cli.text import console, table
-
-    if threads is not None:
-        qshard.set_num_threads(threads)
-    size = -(-size // 128) * 128
-    chosen = options.formats_of(formats, "--formats") if formats else weight_formats()
-    made = timings(contenders(size, chosen), rounds)
-    about = {"size": size, "rounds": rounds, "threads": qshard.num_threads(), "simd": _ffi.simd()}
-    if as_json:
-        click.echo(json.dumps(about | {"timings": [asdict(each) for each in made]}, indent=1))
-        return
-    out = console()
-    out.print(f"{size} x {size}, {about['threads']} threads, {about['simd']}, the median of {rounds} rounds")
-    rows = [[each.name, f"{each.us:.1f}", f"{each.gb_per_s:.1f}", f"{each.percent_of_copy:.0f}"] for each in made]
-    out.print(table(["", "us", "GB/s", "% of copy"], rows))
 
 
 def contenders(size: int, formats: list[Format]) -> Contenders:

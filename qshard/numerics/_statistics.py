@@ -1,23 +1,23 @@
-"""Statistics of the error that a format makes."""
+"""Statistics of the error that a format makes: of one format, of several, and of the share of outliers."""
 
 from __future__ import annotations
 
 import enum
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from qshard._core.validation import FormatLike, as_format, as_formats
 from qshard.formats import FORMATS, Format, Usage
 from qshard.layout import Shape, plane, source
 from qshard.numerics._arrays import Whole, check_shards, whole_of
-from qshard.numerics._floats import Floats as Floats
-from qshard.numerics._floats import as_float as as_float
-from qshard.numerics._progress import progress_of
+from qshard.numerics._display import progress_of
+from qshard.numerics._reductions import LEAST, SIZE, Floats, Sums, as_float, exponent_counts
 
 
 class Note(enum.StrEnum):
@@ -137,7 +137,7 @@ def stats(x: Any, fmt: FormatLike, usage: Usage = Usage.ROWWISE, *, seed: int = 
 
     Sources: those of each format are in `qshard.formats`.
     """
-    return measured(whole_of(x, "stats"), [as_format(fmt, "stats")], usage, seed, False, "stats")[0]
+    return measure(whole_of(x, "stats"), [as_format(fmt, "stats")], usage, seed, False, "stats")[0]
 
 
 def compare(
@@ -155,7 +155,7 @@ def compare(
       formats: in this order, each itself or its name; by default, every format of `qshard.formats.FORMATS` that can
         hold `x`.
       progress: whether to show how far it is. By default, if it takes seconds and someone is there to see it: on a
-        terminal, if rich is installed, and in Jupyter.
+        terminal, and in Jupyter with ipywidgets, if rich is installed.
 
     Raises:
       TypeError, ValueError: as for `stats`, for formats that were asked for.
@@ -167,11 +167,11 @@ def compare(
     """
     whole = whole_of(x, "compare")
     chosen = fitting(whole, usage, "compare")[0] if formats is None else as_formats(formats, "compare")
-    return measured(whole, chosen, usage, seed, progress, "compare")
+    return measure(whole, chosen, usage, seed, progress, "compare")
 
 
-def measured(x: Whole, formats: list[Format], usage: Usage, seed: int, progress: bool | None, op: str) -> list[Stats]:
-    """`compare` of what `whole_of` made."""
+def measure(x: Whole, formats: list[Format], usage: Usage, seed: int, progress: bool | None, op: str) -> list[Stats]:
+    """`compare` of a `Whole`."""
     for fmt in formats:  # Before any is measured.
         check_shards(plane(fmt, x.shape, usage, op=op), x, op)
     with progress_of(progress, [str(fmt) for fmt in formats], x.size, op) as advance:
@@ -181,8 +181,7 @@ def measured(x: Whole, formats: list[Format], usage: Usage, seed: int, progress:
 @np.errstate(all="ignore")
 def stats_of(x: Floats | Whole, fmt: Format, usage: Usage, seed: int, op: str, advance: Callable[[int], None]) -> Stats:
     """`stats`, which tells `advance` how many elements of this process are done."""
-    from qshard.numerics._pieces import compare_shards
-    from qshard.numerics._sums import LEAST, Sums, exponent_counts  # The package can be imported without the extension.
+    from qshard.numerics._pieces import compare_shards  # The package can be imported without the extension.
 
     whole = whole_of(x, op)
     own, own_scales = Sums(), Counter[int]()
@@ -242,3 +241,42 @@ def fitting(x: Whole, usage: Usage, op: str) -> tuple[list[Format], dict[str, st
         except ValueError as error:
             left_out[name] = str(error)
     return [fmt for name, fmt in FORMATS.items() if name not in left_out], left_out
+
+
+FAR = 6.0
+"""Times the root mean square. Of a Gaussian, 2 elements of 10**9 lie beyond."""
+
+
+def outlier_share(x: Any) -> float:
+    """The share of elements with `|x| > 6 * sqrt(mean(x**2))`, of those that are finite.
+
+    Args:
+      x: as for `stats`.
+
+    Returns:
+      The share of all elements; 0 of none.
+
+    Raises:
+      TypeError: `x` does not hold real numbers.
+
+    Sharded arrays: as for `stats`.
+
+    >>> outlier_share([1.0] * 99 + [1000.0])
+    0.01
+    """
+    array = as_float(x, "outlier_share").array.reshape(-1)
+    total, counted = 0.0, 0
+    for part in _parts(array):
+        total += float(np.einsum("i,i", part, part))
+        counted += part.size
+    limit = FAR * math.sqrt(total / counted) if counted else 0.0
+    far = sum(int(np.count_nonzero(np.abs(part) > limit)) for part in _parts(array))
+    return far / array.size if array.size else 0.0
+
+
+def _parts(flat: NDArray[Any]) -> Iterator[NDArray[np.float64]]:
+    """The finite elements, in runs that fit in cache."""
+    for first in range(0, flat.size, SIZE):
+        part = flat[first : first + SIZE].astype(np.float64)
+        finite = np.isfinite(part)
+        yield part if finite.all() else part[finite]

@@ -62,7 +62,7 @@ class Recommendation:
     point: Point
 
 
-def ranked(layers: Sequence[Layer]) -> tuple[str, list[tuple[Layer, float | None]]]:
+def rank(layers: Sequence[Layer]) -> tuple[str, list[tuple[Layer, float | None]]]:
     """Layers by harm, the worst first, in the format of the fewest bytes among those that fit half of the layers.
 
     Returns:
@@ -132,7 +132,7 @@ def tradeoff(layers: Sequence[Layer]) -> Tradeoff:
     return Tradeoff(tuple(curve), uniform)
 
 
-def recommended(layers: Sequence[Layer], budget: float) -> Recommendation | None:
+def recommend(layers: Sequence[Layer], budget: float) -> Recommendation | None:
     """The choices of least harm for a budget.
 
     Of all mixes, as long as no more than `MOST_MIXES` at a time are beaten by no other. Of more, or of many layers,
@@ -149,7 +149,7 @@ def recommended(layers: Sequence[Layer], budget: float) -> Recommendation | None
     along = _along(layers, left)
     if along is None:
         return None
-    found = [dict(zip(along, mix, strict=True)) for mix in (list(along.values()), _mixed(known, left))]
+    found = [dict(zip(along, mix, strict=True)) for mix in (list(along.values()), _best_mix(known, left))]
     best = min(found, key=lambda mix: (sum(map(_harm, mix.values())), sum(choice.nbytes for choice in mix.values())))
     return Recommendation(best, _point(best, layers))
 
@@ -168,7 +168,7 @@ def _along(layers: Sequence[Layer], left: float) -> dict[str, Choice] | None:
     return at
 
 
-def _mixed(known: Sequence[Sequence[Choice]], most: float) -> list[Choice]:
+def _best_mix(known: Sequence[Sequence[Choice]], most: float) -> list[Choice]:
     """The mix of least harm of at most so many bytes, a choice of each, if `MOST_MIXES` are enough."""
     rest = sum(min(choice.nbytes for choice in choices) for choices in known)
     kept = min(MOST_MIXES, MIXES_IN_ALL // len(known) + 1)

@@ -4,19 +4,99 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
-from qshard.formats import Format
-from qshard.numerics._frames import Frame
-from qshard.numerics._measures import decibels
-from qshard.numerics._observed import Totals
+from qshard.formats import ElementFormat, Format
+from qshard.numerics._display import Frame
+from qshard.numerics._plots import bar_chart, line_chart
+from qshard.numerics._statistics import decibels
 from qshard.recipes import Role
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+
+class StepSums(NamedTuple):
+    """Sums over one tensor of a step, or over a part of it: arrays without axes, on the device of the tensor.
+
+    Attributes:
+      amax: the largest finite magnitude.
+      signal, noise: sums of `(x / amax)**2` and `((value - x) / amax)**2`, where both are finite.
+      scale_low, scale_high: least and largest scale of the elements other than 0; infinity and 0 without any.
+      zeros_made, subnormal, saturated, nonfinite_given, nonfinite_made: numbers of elements, as `Stats` has them.
+    """
+
+    amax: Any
+    signal: Any
+    noise: Any
+    scale_low: Any
+    scale_high: Any
+    zeros_made: Any
+    subnormal: Any
+    saturated: Any
+    nonfinite_given: Any
+    nonfinite_made: Any
+
+
+COUNTS = StepSums._fields[5:]
+
+
+def step_sums(xp: Any, x: Any, value: Any, scale: Any, element: ElementFormat, count: Callable[[Any], Any]) -> StepSums:
+    """The sums over a tensor that is not empty: written once, over `xp`.
+
+    They are in float32, of elements divided by the largest, so that no square of a small gradient is lost.
+
+    Args:
+      xp: the module of array functions, `torch` or `jax.numpy`.
+      x, value, scale: float32, of one shape: the tensor, its stored values, and the scale of each element.
+      count: how many of a mask are true.
+    """
+    size, given, made = xp.abs(x), xp.isfinite(x), xp.isfinite(value)
+    counted, nonzero = given & made, x != 0
+    amax = xp.amax(xp.where(given, size, 0.0))
+    unit = xp.where(amax > 0, amax, 1.0)
+    step = 2.0 ** (element.max_exponent - element.mantissa_bits)
+    stored, least = xp.abs(value), 2.0 ** (1 - element.bias)
+    scaled = nonzero & (scale > 0) & xp.isfinite(scale)
+    return StepSums(
+        amax=amax,
+        signal=xp.sum(xp.square(xp.where(counted, x, 0.0) / unit)),
+        noise=xp.sum(xp.square(xp.where(counted, value - x, 0.0) / unit)),
+        scale_low=xp.amin(xp.where(scaled, scale, math.inf)),
+        scale_high=xp.amax(xp.where(scaled, scale, 0.0)),
+        zeros_made=count(nonzero & (value == 0)),
+        subnormal=count((stored > 0) & (stored < least * scale)),
+        saturated=count(made & (scale > 0) & (size > (element.max + step / 2) * scale)),
+        nonfinite_given=count(~given),
+        nonfinite_made=count(given & ~made),
+    )
+
+
+@dataclass
+class Totals:
+    """`StepSums` of several calls or parts added up, on the host. Sums of squares are of `x` itself."""
+
+    amax: float = 0.0
+    signal: float = 0.0
+    noise: float = 0.0
+    scale_low: float = math.inf
+    scale_high: float = 0.0
+    zeros_made: int = 0
+    subnormal: int = 0
+    saturated: int = 0
+    nonfinite_given: int = 0
+    nonfinite_made: int = 0
+    elements: int = 0
+    calls: int = 0
+
+    def __iadd__(self, other: Totals) -> Totals:
+        for name in (field.name for field in fields(self)):
+            merge = {"amax": max, "scale_high": max, "scale_low": min}.get(name, lambda a, b: a + b)
+            setattr(self, name, merge(getattr(self, name), getattr(other, name)))
+        return self
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +138,7 @@ NUMBERS = tuple(field.name for field in fields(LayerStats))[3:]
 
 
 def layer_stats(layer: str, role: Role, fmt: Format, total: Totals) -> LayerStats:
-    """A row of what was seen."""
+    """The row of one tensor."""
 
     def share(count: int) -> float:
         return count / total.elements if total.elements else 0.0
@@ -114,20 +194,18 @@ class StepStats(Frame):
         Raises:
           ImportError: matplotlib is not installed.
         """
-        from qshard.numerics._drawn import bars_of
-
         names = [f"{row.layer}, {row.role.value}" for row in self.rows]
         parts = {
             "SQNR in dB": [row.sqnr_db for row in self.rows],
             "made 0, %": [100 * row.zeros_made for row in self.rows],
             "saturated, %": [100 * row.saturated for row in self.rows],
         }
-        return bars_of(names, parts)
+        return bar_chart(names, parts)
 
 
 @dataclass(frozen=True)
-class Logged(Frame):
-    """What `read_log` found: `records` has a dict for each step and tensor, as `write_log` was given it."""
+class Log(Frame):
+    """A log that `read_log` has read. `records` has a dict for each step and tensor, as `write_log` wrote it."""
 
     given: tuple[Mapping[str, Any], ...]
 
@@ -156,10 +234,8 @@ class Logged(Frame):
         Raises:
           ImportError: matplotlib is not installed.
         """
-        from qshard.numerics._drawn import lines_of
-
         lines = {layer: self.series(name, layer, role, **where) for layer in self.layers}
-        return lines_of(lines, f"{name}, {Role(role).value}", "step")
+        return line_chart(lines, f"{name}, {Role(role).value}", "step")
 
 
 def write_log(file: IO[str], step: int, seen: StepStats, **more: Any) -> None:
@@ -187,7 +263,7 @@ def write_log(file: IO[str], step: int, seen: StepStats, **more: Any) -> None:
     file.flush()
 
 
-def read_log(path: str | Path | Iterable[str]) -> Logged:
+def read_log(path: str | Path | Iterable[str]) -> Log:
     """What `write_log`, or `--log-numerics` of the examples, has written.
 
     Args:
@@ -214,7 +290,7 @@ def read_log(path: str | Path | Iterable[str]) -> Logged:
                 f"read_log: line {i + 1} ({line[:40]!r}) is not a record: {error}; pass a file of --log-numerics"
             ) from None
         found.append({name: float(value) if name in NUMBERS else value for name, value in record.items()})
-    return Logged(tuple(found))
+    return Log(tuple(found))
 
 
 def _plain(value: Any) -> Any:
