@@ -130,8 +130,12 @@ def shown(value: Any) -> str:
     return text if len(text) <= 40 and "\n" not in text else f"of type {type(value).__name__}"
 
 
+MOST_NAMES = 8
+"""The most names that an error lists."""
+
+
 def closest(name: str, names: Iterable[str]) -> str:
-    """What to write in place of a name that is not known: those like it, or all.
+    """The names to write in place of an unknown one: those like it, else the first of all.
 
     >>> closest("mxfp8", ["MXFP8", "NVFP4"]), closest("int8", ["MXFP8", "NVFP4"])
     ("did you mean 'MXFP8'?", 'write MXFP8 or NVFP4')
@@ -140,12 +144,17 @@ def closest(name: str, names: Iterable[str]) -> str:
     like = [each for upper, each in known.items() if name and upper.startswith(name.upper())]
     like = [known[name.upper()]] if name.upper() in known else like
     like = like or [known[found] for found in difflib.get_close_matches(name.upper(), known, n=3)]
-    return f"did you mean {listed(map(repr, like))}?" if like else f"write {listed(known.values())}"
+    if like:
+        return f"did you mean {listed(map(repr, like[:MOST_NAMES]))}?"
+    all_names = list(known.values())
+    more = len(all_names) - MOST_NAMES + 1
+    return f"write {listed(all_names if more <= 1 else [*all_names[: MOST_NAMES - 1], f'one of {more} more'])}"
 
 
 def _of_element(element: str) -> str:
     element = element.removeprefix("torch.")
-    return ", ".join(n for n, fmt in FORMATS.items() if element in ELEMENTS and fmt.element.name == element)
+    names = [name for name, fmt in FORMATS.items() if element in ELEMENTS and fmt.element.name == element]
+    return ", ".join(names[:MOST_NAMES])
 
 
 def _parsed(text: str, op: str, name: str) -> Format:

@@ -25,6 +25,7 @@ __all__ = [
     "BlockScaling",
     "CurrentScaling",
     "DelayedScaling",
+    "NAMED",
     "Recipe",
     "Role",
 ]

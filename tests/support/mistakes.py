@@ -38,7 +38,7 @@ def said(call: Callable[[], Any] | str, names: Mapping[str, Any] | None = None) 
     assert error.__suppress_context__ or error.__context__ is None
     # JAX says where a call was written that it has transformed.
     assert type(error.__cause__).__name__ in ("NoneType", "JaxStackTraceBeforeTransformation")
-    assert len(text) <= 2 * LINE
+    assert len(text) <= 2 * LINE, f"shorten this error from {len(text)} to {2 * LINE} characters: {text}"
     assert re.search(r"; [a-z]| must be | is not one of |did you mean", text), "what to do"
     return f"{type(error).__name__}: {text}"
 
