@@ -19,10 +19,10 @@ CPP_STYLED  := $(shell find ffi -path ffi/third_party -prune -o -type f \
 # One stamp per requirements file that is installed, and one for the package.
 STAMP := $(VENV)/stamp-
 
-# The package as it is installed, for tools that read sources: links, with torch_bridge in its place.
+# The package as it is installed, for tools that read sources: links. qshard/torch_bridge is a link to torch_bridge.
 define LINK_TREE
 rm -rf $(1) && mkdir -p $(1)/qshard
-ln -s $(CURDIR)/qshard/* $(CURDIR)/torch_bridge $(1)/qshard/
+ln -s $(CURDIR)/qshard/* $(1)/qshard/
 endef
 
 .PHONY: help train test near slow fuzz sanitize h100 titan notebooks docs gpu bench report lint format tree wheel bare smoke matrix clean

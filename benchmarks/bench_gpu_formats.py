@@ -19,9 +19,9 @@ import torch
 
 import rows
 from gpu_timing import COPIES, Contenders, microseconds, rows_of
-from qshard import pipeline
+from qshard._core import quantize_steps
 from qshard.formats import FP8_E4M3, NVFP4, Usage
-from qshard.torch_bridge.ops import ops
+from qshard.torch_bridge._ops.bind import ops
 from quantize_rivals import USAGES, cases, torch_quantize
 
 
@@ -39,28 +39,30 @@ def blocks(x: list[torch.Tensor]) -> Contenders:
     for name, fmt, usage, count in cases():
         found[f"{name} qshard"] = (
             count + (2 if fmt.scaling.global_scale else 0),
-            lambda i, fmt=fmt, usage=usage: pipeline.quantize(ops, x[i], fmt, USAGES[usage]),
+            lambda i, fmt=fmt, usage=usage: quantize_steps.quantize(ops, x[i], fmt, USAGES[usage]),
         )
         if fmt.scaling.global_scale:
             found[f"{name}, amax given, qshard"] = (
                 count,
-                lambda i, fmt=fmt, usage=usage: pipeline.quantize(given, x[i], fmt, USAGES[usage]),
+                lambda i, fmt=fmt, usage=usage: quantize_steps.quantize(given, x[i], fmt, USAGES[usage]),
             )
         if usage == "both":
             continue
         each = USAGES[usage]
-        parts = [pipeline.quantize(ops, t, fmt, each)[each] for t in x]
+        parts = [quantize_steps.quantize(ops, t, fmt, each)[each] for t in x]
         found[f"de{name} qshard"] = (
             count,
-            lambda i, parts=parts, fmt=fmt, each=each: pipeline.dequantize(ops, parts[i], fmt, each, torch.bfloat16),
+            lambda i, parts=parts, fmt=fmt, each=each: quantize_steps.dequantize(
+                ops, parts[i], fmt, each, torch.bfloat16
+            ),
         )
         if fmt.transposes and each is Usage.ROWWISE:
             found[f"transpose {fmt} qshard"] = (
                 2 * (count - 2),
-                lambda i, parts=parts, fmt=fmt: pipeline.transposed(ops, parts[i], fmt),
+                lambda i, parts=parts, fmt=fmt: quantize_steps.transposed(ops, parts[i], fmt),
             )
     pair = torch.tensor([1, 0], dtype=torch.int32, device="cuda")
-    draws = pipeline.Draws(pair, torch.zeros_like(pair))
+    draws = quantize_steps.Draws(pair, torch.zeros_like(pair))
     found["hadamard qshard"] = (4, lambda i: ops.hadamard(x[i], block_rows=16, block_cols=1))
     found["amax_hadamard qshard"] = (
         2,
@@ -80,7 +82,7 @@ def blocks(x: list[torch.Tensor]) -> Contenders:
             for given_name, of, more in (("", ops, 2), (", amax given", given, 0)):
                 found[f"quantize NVFP4 {usage}, {what}{given_name}, qshard"] = (
                     count + more,
-                    lambda i, of=of, fmt=fmt, each=each: pipeline.quantize(of, x[i], fmt, each, draws=draws),
+                    lambda i, of=of, fmt=fmt, each=each: quantize_steps.quantize(of, x[i], fmt, each, draws=draws),
                 )
     return found
 
@@ -94,8 +96,8 @@ def one_scale(x: list[torch.Tensor]) -> Contenders:
         return ops.amax_tensor(x[i], lead=0), ops.cast_tensor(x[(i + 1) % COPIES], scale, **e4m3)
 
     return {
-        "current scaling qshard": (5, lambda i: pipeline.quantize(ops, x[i], FP8_E4M3, Usage.ROWWISE)),
-        "current scaling both qshard": (6, lambda i: pipeline.quantize(ops, x[i], FP8_E4M3, Usage.BOTH)),
+        "current scaling qshard": (5, lambda i: quantize_steps.quantize(ops, x[i], FP8_E4M3, Usage.ROWWISE)),
+        "current scaling both qshard": (6, lambda i: quantize_steps.quantize(ops, x[i], FP8_E4M3, Usage.BOTH)),
         "two separate passes qshard": (5, separate),
         "amax_tensor qshard": (2, lambda i: ops.amax_tensor(x[i], lead=0)),
         "cast_delayed qshard": (3, lambda i: ops.cast_delayed(x[i], scale, lead=0, margin=0, **e4m3)),

@@ -17,11 +17,11 @@ import torch
 
 import rows
 from gpu_timing import COPIES, Call, microseconds
-from qshard import products
+from qshard import gemm_dispatch
+from qshard._core.quantize_steps import Plane
 from qshard.formats import E5M2, FP8_E4M3, FP8_E5M2, Format, FP8_1x128, FP8_128x128
-from qshard.pipeline import Plane
-from qshard.torch_bridge.gemm import Operand, matmul
-from qshard.torch_bridge.ops import ops
+from qshard.torch_bridge._ops.bind import ops
+from qshard.torch_bridge._quantized.gemm import Operand, matmul
 
 M, SIZES = 8192, (4096, 14336)
 BF16 = torch.bfloat16
@@ -52,7 +52,7 @@ def by_torch(a: Operand, b: Operand, fast: bool) -> torch.Tensor:
 def contenders(n: int, k: int) -> dict[str, tuple[float, Call]]:
     x, w = ([torch.randn(size, k, device="cuda", dtype=BF16) for _ in range(COPIES)] for size in (M, n))
     found: dict[str, Callable[[int], object]] = {"bfloat16 torch.mm": lambda i: torch.mm(x[i], w[i].t())}
-    options = {"dtype": BF16, "workspace": products.LIBRARY_BYTES}
+    options = {"dtype": BF16, "workspace": gemm_dispatch.LIBRARY_BYTES}
     found["bfloat16 qshard"] = lambda i: ops.gemm_values_nt(x[i], w[i], **options)
     kinds = {
         "E4M3, fast": (FP8_E4M3, FP8_E4M3, True),
@@ -86,7 +86,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         print("no GPU: nothing to measure")
         return
-    version = products.library_version()
+    version = gemm_dispatch.library_version()
     results = []
     for n, k in itertools.product(SIZES, SIZES):
         us = microseconds(contenders(n, k), args.rounds)

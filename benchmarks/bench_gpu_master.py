@@ -21,8 +21,8 @@ import torch
 
 import rows
 from gpu_timing import Contenders, microseconds, rows_of
+from qshard._core.flat_shards import plan_master
 from qshard.formats import FORMATS, Format
-from qshard.master import plan_master
 from qshard.torch_bridge import CastPlan, QuantizedSlice, cast_master
 
 SHAPE, SLICES, RANKS = (4096, 4096), 64, 8

@@ -35,7 +35,7 @@ import qshard.torch_bridge as qshard
 import rows
 from qshard import formats
 from qshard.formats import Usage
-from qshard.torch_bridge.ops import call_into
+from qshard.torch_bridge._ops.bind import call_into
 from step_profile import kernels_of
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))

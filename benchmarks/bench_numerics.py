@@ -75,7 +75,7 @@ def measure(name: str, usage_name: str, rounds: int, threads: int) -> dict[str, 
     import numpy as np
 
     import qshard
-    from qshard.names import as_format
+    from qshard._core.validation import as_format
     from qshard.numerics import stats
 
     sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))

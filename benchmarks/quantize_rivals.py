@@ -36,7 +36,7 @@ def cases() -> list[tuple[str, Format, str, float]]:
 
 
 class Recorder:
-    """The ops of PyTorch, for `qshard.pipeline`, that keep each call: what it read, what it wrote, how to do it again.
+    """The ops of PyTorch, for `quantize_steps`, that keep each call: what it read, what it wrote, how to do it again.
 
     Done again, it writes into the tensors that the first call has made.
     """
@@ -45,8 +45,8 @@ class Recorder:
         self.calls: list[tuple[tuple[Any, ...], tuple[Any, ...], Callable[[], object]]] = []
 
     def __getattr__(self, op: str) -> Callable[..., Any]:
-        from qshard.ops import table
-        from qshard.torch_bridge.ops import call_into, ops
+        from qshard.op_table import table
+        from qshard.torch_bridge._ops.bind import call_into, ops
 
         def run(*inputs: Any, **options: Any) -> Any:
             made = getattr(ops, op)(*inputs, **options)
@@ -75,13 +75,13 @@ def qshard_quantize(x: Any) -> Contenders:
     """What `pipeline.quantize` calls, but for the amax of the whole tensor, which is given."""
     import torch
 
-    from qshard import pipeline
+    from qshard._core import quantize_steps
 
     whole = torch.tensor(GLOBAL_AMAX)
     contenders: Contenders = {}
     for name, fmt, usage, count in cases():
         recorder = Recorder()
-        planes = pipeline.quantize(recorder, x, fmt, USAGES[usage], reduce_max=lambda _: whole)
+        planes = quantize_steps.quantize(recorder, x, fmt, USAGES[usage], reduce_max=lambda _: whole)
         calls = recorder.needed([part for parts in planes.values() for part in parts if part is not None])
 
         def run(calls: list[Callable[[], object]] = calls) -> None:

@@ -90,12 +90,12 @@ def kernels_of(step: Callable[[], Any], steps: int = 1) -> list[Kernel]:
 def host_as_without_profiler() -> Iterator[None]:
     """qshard's calls go the way that they go in training.
 
-    A profiler is to see every op, so while one records they leave their fast way (`qshard.torch_bridge.listeners`).
+    A profiler is to see every op, so while one records they leave their fast way (`qshard.torch_bridge._ops.eager`).
     Here it is to see when the host is late, so it must not make it late.
     """
-    from qshard.torch_bridge import listeners
+    from qshard.torch_bridge._ops import eager
 
-    with mock.patch.object(listeners, "_profiler_is_on", return_value=False):  # Fails if there is no such name.
+    with mock.patch.object(eager, "_profiler_is_on", return_value=False):  # Fails if there is no such name.
         yield
 
 

@@ -14,26 +14,17 @@ import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from qshard import adam as adam
-    from qshard import cli as cli
-    from qshard import environment as environment
     from qshard import formats as formats
+    from qshard import gemm_dispatch as gemm_dispatch
     from qshard import jax as jax
     from qshard import layout as layout
-    from qshard import losses as losses
-    from qshard import master as master
-    from qshard import names as names
     from qshard import numerics as numerics
-    from qshard import ops as ops
-    from qshard import pipeline as pipeline
-    from qshard import plain as plain
-    from qshard import products as products
+    from qshard import op_table as op_table
     from qshard import recipes as recipes
     from qshard import reference as reference
-    from qshard import rules as rules
     from qshard import torch_bridge as torch_bridge
-    from qshard.environment import __version__ as __version__
-    from qshard.environment import build_info as build_info
+    from qshard._core.environment import __version__ as __version__
+    from qshard._core.environment import build_info as build_info
     from qshard.formats import Usage as Usage
     from qshard.recipes import Role as Role
 
@@ -41,22 +32,8 @@ __all__ = ["Role", "Usage", "__version__", "build_info", "formats", "num_threads
 
 # Modules, and the modules of names, that are imported when they are first used.
 _NEEDS = {"jax": "jax", "torch_bridge": "torch"}
-_MODULES = {
-    "adam",
-    "cli",
-    "environment",
-    "formats",
-    "layout",
-    "losses",
-    "master",
-    "names",
-    "numerics",
-    "ops",
-    "pipeline",
-    "plain",
-}
-_MODULES |= {"products", "recipes", "reference", "rules"}
-_HOMES = {"Role": "recipes", "Usage": "formats", "__version__": "environment", "build_info": "environment"}
+_MODULES = {"formats", "gemm_dispatch", "layout", "numerics", "op_table", "recipes", "reference"}
+_HOMES = {"Role": "recipes", "Usage": "formats", "__version__": "_core.environment", "build_info": "_core.environment"}
 
 
 def __getattr__(name: str) -> Any:

@@ -2,7 +2,7 @@
 
 import sys
 
-from qshard.cli import main
+from qshard._cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -21,8 +21,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from qshard._core.validation import FormatLike, as_format, as_plane
 from qshard.formats import Format, Usage
-from qshard.names import FormatLike, as_format, as_plane
 
 Shape = tuple[int, ...]
 

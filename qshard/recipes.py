@@ -12,9 +12,9 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
 from qshard import formats
+from qshard._core.validation import as_format, closest, shown
 from qshard.formats import Format, Usage
 from qshard.layout import plane, source, whole_units
-from qshard.names import as_format, closest, shown
 
 __all__ = [
     "MXFP4",

@@ -14,36 +14,36 @@ Importing it makes `torch.ops.qshard.<op>`, the same kernels as operators.
 if __name__ != "qshard.torch_bridge":
     raise ImportError(f"{__name__} is not the name of this package; write `import qshard.torch_bridge`")
 
-from qshard.environment import missing
+from qshard._core.environment import missing
 
 if _lack := missing("torch", __name__):
     raise ImportError(_lack)
 
-from qshard.pipeline import Plane
-from qshard.torch_bridge.convert import convert
-from qshard.torch_bridge.cross_entropy import cross_entropy
-from qshard.torch_bridge.delayed import DelayedScale, update_delayed
-from qshard.torch_bridge.export import quantized_state_dict
-from qshard.torch_bridge.fsdp.functional import gathered_weight, is_converted
-from qshard.torch_bridge.fsdp.scales import update_scales
-from qshard.torch_bridge.fsdp.weight import ShardedWeight
-from qshard.torch_bridge.fsdp1 import prepare_modules_for_fsdp1
-from qshard.torch_bridge.fused import RMSNorm, SwiGLU, rms_norm, rms_norm_quantize, swiglu, swiglu_quantize
-from qshard.torch_bridge.grouped import GroupedLinear, grouped_linear
-from qshard.torch_bridge.initialize import quantized_init
-from qshard.torch_bridge.linear import linear
-from qshard.torch_bridge.linear_cross_entropy import LinearCrossEntropy, linear_cross_entropy
-from qshard.torch_bridge.nn import Linear
-from qshard.torch_bridge.optim.adam import Adam, AdamW
-from qshard.torch_bridge.optim.master import CastPlan, cast_master, update_columnwise
-from qshard.torch_bridge.optim.masters import WithMasters
-from qshard.torch_bridge.optim.slices import QuantizedSlice, gather_slices, join_pieces
-from qshard.torch_bridge.plain import from_plain, to_plain
-from qshard.torch_bridge.quantize import quantize
-from qshard.torch_bridge.scaling import load_scaling_state, scaling_state
-from qshard.torch_bridge.tensor import QuantizedTensor
-from qshard.torch_bridge.watch import numerics_of
-from qshard.torch_bridge.zero.optimizer import ZeroOptimizer
+from qshard._core.quantize_steps import Plane
+from qshard.torch_bridge._convert.convert import convert
+from qshard.torch_bridge._convert.export import quantized_state_dict
+from qshard.torch_bridge._convert.fsdp1 import prepare_modules_for_fsdp1
+from qshard.torch_bridge._convert.quantized_init import quantized_init
+from qshard.torch_bridge._delayed_scaling import DelayedScale, update_delayed
+from qshard.torch_bridge._fsdp.functional import gathered_weight, is_converted
+from qshard.torch_bridge._fsdp.scale_state import update_scales
+from qshard.torch_bridge._fsdp.weight import ShardedWeight
+from qshard.torch_bridge._losses.cross_entropy import cross_entropy
+from qshard.torch_bridge._losses.linear_cross_entropy import LinearCrossEntropy, linear_cross_entropy
+from qshard.torch_bridge._nn.activations import RMSNorm, SwiGLU, rms_norm, rms_norm_quantize, swiglu, swiglu_quantize
+from qshard.torch_bridge._nn.functional import linear
+from qshard.torch_bridge._nn.grouped_linear import GroupedLinear, grouped_linear
+from qshard.torch_bridge._nn.linear import Linear
+from qshard.torch_bridge._optim.adam import Adam, AdamW
+from qshard.torch_bridge._optim.cast_master import CastPlan, cast_master, update_columnwise
+from qshard.torch_bridge._optim.slices import QuantizedSlice, gather_slices, join_pieces
+from qshard.torch_bridge._optim.with_masters import WithMasters
+from qshard.torch_bridge._probes import numerics_of
+from qshard.torch_bridge._quantized.quantize import quantize
+from qshard.torch_bridge._quantized.scaling_state import load_scaling_state, scaling_state
+from qshard.torch_bridge._quantized.serialization import from_plain, to_plain
+from qshard.torch_bridge._quantized.tensor import QuantizedTensor
+from qshard.torch_bridge._zero.optimizer import ZeroOptimizer
 
 __all__ = [
     "Adam",

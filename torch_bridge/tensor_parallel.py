@@ -20,7 +20,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel as _ColwiseParallel
 from torch.distributed.tensor.parallel import RowwiseParallel as _RowwiseParallel
 
-from qshard.torch_bridge.nn import Linear
+from qshard.torch_bridge._nn.linear import Linear
 
 
 class ColwiseParallel(_ColwiseParallel):

@@ -45,7 +45,7 @@ Error CheckValuesForCuda(const char* op, const Buffer& a, const Buffer& workspac
 }
 
 // What tensor cores need of codes, where there are some. Front ends ask before they call
-// (qshard/products.py); this is for who has not.
+// (qshard/gemm_dispatch.py); this is for who has not.
 Error CheckForCuda(const char* op, const GemmProblem& gemm, const Buffer& workspace,
                    const Buffer& out) {
   const int64_t m = gemm.a.rows, n = gemm.b.rows, k = gemm.k, unit = kernels::kGemmUnit;
@@ -64,7 +64,7 @@ Error CheckForCuda(const char* op, const GemmProblem& gemm, const Buffer& worksp
   QSHARD_REQUIRE(Elements(workspace) >= needed, op, ": workspace (", Elements(workspace),
                  " bytes) is less than the ", needed,
                  " that scales take; give what "
-                 "qshard.products.workspace_size says");
+                 "qshard.gemm_dispatch.workspace_size says");
   return {};
 }
 

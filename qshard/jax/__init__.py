@@ -3,16 +3,15 @@
 import importlib
 from typing import Any
 
-from qshard.environment import missing
+from qshard._core.environment import missing
 
 if _lack := missing("jax", __name__):
     raise ImportError(_lack)
 
+from qshard._core.quantize_steps import Plane
 from qshard.jax import ops, policies
-from qshard.jax.array import QuantizedArray
-from qshard.jax.convert import convert
-from qshard.jax.cross_entropy import cross_entropy
-from qshard.jax.delayed import (
+from qshard.jax._convert.convert import convert
+from qshard.jax._delayed_scaling import (
     LinearState,
     Observed,
     TensorState,
@@ -21,24 +20,25 @@ from qshard.jax.delayed import (
     spread_states,
     update_delayed,
 )
-from qshard.jax.dot import DotGeneral, einsum
-from qshard.jax.fused import rms_norm, rms_norm_quantize, swiglu, swiglu_quantize
-from qshard.jax.gather import CodedWeight, Shards, gather
-from qshard.jax.grouped import ragged_dot
-from qshard.jax.linear import gathered_weight, linear
-from qshard.jax.linear_cross_entropy import linear_cross_entropy
-from qshard.jax.ops import disabled_checks
-from qshard.jax.optim.adam import adam, adamw
-from qshard.jax.optim.master import cast_master, join_pieces
-from qshard.jax.optim.masters import PrimaryOptimizer, PrimaryState, optimizer
-from qshard.jax.plain import from_plain, to_plain
-from qshard.jax.policy import Policy, Weight
-from qshard.jax.primary import PrimaryWeight, dequantize_tree, value_and_grad
-from qshard.jax.quantize import WeightScales, compute_scales, quantize
-from qshard.jax.trees import describe, rebuild
-from qshard.jax.watch import Probe, init_numerics, numerics_of
-from qshard.jax.zero import ZeroPlan, plan_zero
-from qshard.pipeline import Plane
+from qshard.jax._losses.cross_entropy import cross_entropy
+from qshard.jax._losses.linear_cross_entropy import linear_cross_entropy
+from qshard.jax._nn.activations import rms_norm, rms_norm_quantize, swiglu, swiglu_quantize
+from qshard.jax._nn.dot_general import DotGeneral, einsum
+from qshard.jax._nn.linear import gathered_weight, linear
+from qshard.jax._nn.policy import Policy, Weight
+from qshard.jax._nn.ragged_dot import ragged_dot
+from qshard.jax._ops.bind import disabled_checks
+from qshard.jax._optim.adam import adam, adamw
+from qshard.jax._optim.cast_master import cast_master, join_pieces
+from qshard.jax._optim.primary_optimizer import PrimaryOptimizer, PrimaryState, optimizer
+from qshard.jax._optim.zero import ZeroPlan, plan_zero
+from qshard.jax._probes import Probe, init_numerics, numerics_of
+from qshard.jax._quantized.array import QuantizedArray
+from qshard.jax._quantized.gather import CodedWeight, Shards, gather
+from qshard.jax._quantized.primary import PrimaryWeight, dequantize_tree, value_and_grad
+from qshard.jax._quantized.quantize import WeightScales, compute_scales, quantize
+from qshard.jax._quantized.serialization import from_plain, to_plain
+from qshard.jax._quantized.tree_metadata import describe, rebuild
 
 __all__ = [
     "CodedWeight",

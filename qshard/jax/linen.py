@@ -7,8 +7,8 @@ from typing import Any
 import flax.linen as nn
 import jax
 
-from qshard.jax import dot
-from qshard.jax.delayed import init_delayed
+from qshard.jax._delayed_scaling import init_delayed
+from qshard.jax._nn import dot_general as dot
 from qshard.recipes import DelayedScaling, RecipeLike
 
 __all__ = ["STATES", "DotGeneral"]

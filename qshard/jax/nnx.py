@@ -7,9 +7,9 @@ from typing import Any
 import jax
 from flax import nnx
 
-from qshard.jax import dot
-from qshard.jax.delayed import LinearState, init_delayed
-from qshard.names import seed_missing, shown
+from qshard._core.validation import seed_missing, shown
+from qshard.jax._delayed_scaling import LinearState, init_delayed
+from qshard.jax._nn import dot_general
 from qshard.recipes import DelayedScaling, RecipeLike
 
 __all__ = ["DotGeneral", "Einsum", "ScalingState"]
@@ -62,7 +62,7 @@ class DotGeneral(nnx.Module):
         layers: tuple[int, ...] = (),
         **options: Any,
     ) -> None:
-        self.dot_general = dot.DotGeneral(recipe, **options)
+        self.dot_general = dot_general.DotGeneral(recipe, **options)
         made = self.dot_general.recipe
         state = ScalingState(init_delayed(made, layers)) if isinstance(made, DelayedScaling) else None
         self.state: ScalingState | None = nnx.data(state)

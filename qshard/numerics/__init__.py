@@ -5,7 +5,7 @@ compiled kernels, and so of every front end and of `qshard.reference`. The repor
 the rest NumPy alone.
 """
 
-from qshard.numerics.analysis import (
+from qshard.numerics._analysis import (
     GemmError,
     Histogram,
     LayerSensitivity,
@@ -14,9 +14,9 @@ from qshard.numerics.analysis import (
     histogram,
     sensitivity,
 )
-from qshard.numerics.measures import Note, Stats, compare, stats
-from qshard.numerics.reports import Report, report
-from qshard.numerics.steps import LayerStats, Logged, StepStats, read_log, write_log
+from qshard.numerics._measures import Note, Stats, compare, stats
+from qshard.numerics._reports import Report, report
+from qshard.numerics._steps import LayerStats, Logged, StepStats, read_log, write_log
 
 __all__ = [
     "GemmError",

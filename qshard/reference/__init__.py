@@ -4,11 +4,11 @@ It shares no code with the kernels. NUMERICS.md has the same formulas in words. 
 quiet one (fp32 0x7FC00000), so that results may be compared as bytes.
 """
 
-from qshard.reference.elements import decode, encode, encode_stochastic, pack, unpack
-from qshard.reference.gemm import gemm
-from qshard.reference.hadamard import hadamard_transform
-from qshard.reference.philox import philox4x32, random_bytes
-from qshard.reference.scales import (
+from qshard.reference._elements import decode, encode, encode_stochastic, pack, unpack
+from qshard.reference._gemm import gemm
+from qshard.reference._hadamard import hadamard_transform
+from qshard.reference._philox import philox4x32, random_bytes
+from qshard.reference._scales import (
     Amax,
     Scales,
     amax,
@@ -21,9 +21,9 @@ from qshard.reference.scales import (
     scales_from_amax,
     shown_amax,
 )
-from qshard.reference.slices import cast_slice, slice_amax
-from qshard.reference.swizzle import swizzle_scale
-from qshard.reference.tensor import Plane, Quantized, quantize, what_is_stored
+from qshard.reference._slices import cast_slice, slice_amax
+from qshard.reference._swizzle import swizzle_scale
+from qshard.reference._tensor import Plane, Quantized, quantize, what_is_stored
 
 __all__ = [
     "Amax",

@@ -21,7 +21,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from qshard import _ffi, reference
 from qshard.formats import E4M3
-from qshard.ops import OpSpec
+from qshard.op_table import OpSpec
 from support import op_calls
 from support.awkward import assert_bits_equal, awkward_values
 from support.draws import IN_ANY_ORDER, SPECS, WIDE, Call, choices, draw, filled

@@ -5,10 +5,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from qshard.adam import BLOCK  # noqa: E402
+from qshard._core.adam import BLOCK  # noqa: E402
 from qshard.formats import ELEMENTS  # noqa: E402
-from qshard.reference import adam as reference  # noqa: E402
-from qshard.torch_bridge.ops import call_in_place  # noqa: E402
+from qshard.reference import _adam as reference  # noqa: E402
+from qshard.torch_bridge._ops.bind import call_in_place  # noqa: E402
 
 SCALED = ("float16", "float8_e4m3fn", "float8_e5m2")
 STATES = ("float32", "bfloat16", *SCALED)

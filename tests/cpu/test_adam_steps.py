@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from qshard.reference.adam import adam_constants, adam_update, decode_state, encode_state, narrow
+from qshard.reference._adam import adam_constants, adam_update, decode_state, encode_state, narrow
 from support.awkward import assert_bits_equal
 
 SHAPES = {"w": (16, 384), "odd": (4, 100), "b": (24,), "s": ()}

@@ -13,7 +13,7 @@ import torch
 import qshard
 from qshard import _ffi
 from qshard.formats import E4M3
-from qshard.torch_bridge.ops import call_into, ops
+from qshard.torch_bridge._ops.bind import call_into, ops
 
 OPS = torch.ops.qshard
 CAST = {"element": E4M3.name}
@@ -162,7 +162,7 @@ def test_forked_processes_have_threads_of_their_own():
 def test_threads(monkeypatch):
     """What the environment asks for, then what torch uses, then what was set."""
     code = (
-        "import sys, torch, qshard; from qshard.torch_bridge import ops; first = qshard.num_threads()\n"
+        "import sys, torch, qshard; from qshard.torch_bridge._ops import bind as ops; first = qshard.num_threads()\n"
         "call = lambda: torch.ops.qshard.amax_tensor(torch.ones(20000))\n"
         "torch.set_num_threads(3); call(); second = qshard.num_threads()\n"
         "qshard.set_num_threads(5); call(); print(first, second, qshard.num_threads())"
@@ -215,7 +215,7 @@ def test_none_reaches_no_kernel():
 
 def test_what_is_no_array_of_jax():
     jnp = pytest.importorskip("jax.numpy")
-    from qshard.jax.list_ops import bind
+    from qshard.jax._sharding.foreach import bind
 
     given = {"block_rows": 0, "block_cols": 0, "rounded_to": "float32", "shapes": (1, 2), "whole": "none"}
     for operands, text in (

@@ -65,7 +65,7 @@ def test_its_options_exist():
 def test_the_extra_brings_what_it_needs():
     import tomllib
 
-    from qshard.cli import NEEDS
+    from qshard._cli import NEEDS
 
     extras = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert {re.match(r"\w+", each)[0] for each in extras["cli"]} == set(NEEDS)

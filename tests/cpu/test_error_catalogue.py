@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from qshard import formats, layout, numerics, recipes, reference
+from qshard._core.flat_shards import plan_master, plan_shards
 from qshard.formats import FLOATS, FORMATS, Usage
-from qshard.master import plan_master, plan_shards
-from qshard.ops import OpSpec
+from qshard.op_table import OpSpec
 from qshard.recipes import NAMED, Recipe
 from support.mistakes import Caller, mistakes, said
 

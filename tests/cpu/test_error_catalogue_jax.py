@@ -10,10 +10,10 @@ from jax.sharding import PartitionSpec as P
 
 import qshard.jax as qj
 from qshard import formats, numerics, recipes
+from qshard._core.flat_shards import plan_master
 from qshard.formats import Usage
-from qshard.jax.linear import _jitted_linear
-from qshard.jax.quantize import _program
-from qshard.master import plan_master
+from qshard.jax._nn.linear import _jitted_linear
+from qshard.jax._quantized.quantize import _program
 from support.mistakes import mistakes, said
 
 X = np.ones((64, 64), np.float32)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from qshard import formats, products, reference
+from qshard import formats, gemm_dispatch, reference
 from qshard.formats import (
     FP8_E4M3,
     FP8_E5M2,
@@ -24,9 +24,9 @@ from qshard.formats import (
     NVFP4_16x16,
     Usage,
 )
+from qshard.gemm_dispatch import Gpu
 from qshard.layout import plane
-from qshard.products import Gpu
-from qshard.torch_bridge.ops import ops
+from qshard.torch_bridge._ops.bind import ops
 
 KINDS = {
     "tensors": [fmt for fmt in formats.FORMATS.values() if fmt.block is None],
@@ -54,7 +54,7 @@ def quantized(rows, k, fmt, seed):
         for part in (made.data, made.scale_inv, made.global_scale_inv)
     ]
     numbers = reference.decode(codes.view(np.uint8), fmt.element).astype(np.float64)
-    return products.Plane(*parts), numbers * scale.astype(np.float64) * whole
+    return gemm_dispatch.Plane(*parts), numbers * scale.astype(np.float64) * whole
 
 
 def as_bytes(x):
@@ -71,7 +71,7 @@ def test_products_are_those_of_values(pair):
         b, y = quantized(rows[1], k, pair[1], number + 10)
         name = list(DTYPES)[number % 3]
         how = {"dtype": getattr(torch, name), "fast": False, "workspace": 0}
-        got = products.multiply(ops, a, pair[0], b, pair[1], **how).double().numpy()
+        got = gemm_dispatch.multiply(ops, a, pair[0], b, pair[1], **how).double().numpy()
         exact, size = x @ y.T, np.abs(x) @ np.abs(y).T
         bound = (k + 8) * 2.0**-24 * size + float(ml_dtypes.finfo(DTYPES[name]).eps) * np.abs(exact) + 2.0**-25
         assert got.shape == rows
@@ -102,7 +102,7 @@ def test_compiled_with_a_workspace_of_a_symbol(dynamic):
 
     def multiply(a, b):
         one = torch.ones((), dtype=torch.float32)
-        size = products.workspace_size(FP8_E4M3, FP8_E4M3, (1, 1, 1)) * 0 + a.shape[0]
+        size = gemm_dispatch.workspace_size(FP8_E4M3, FP8_E4M3, (1, 1, 1)) * 0 + a.shape[0]
         how = {"a_element": "float8_e4m3fn", "b_element": "float8_e4m3fn", "fast": False, "workspace": size}
         out, workspace = torch.ops.qshard.gemm(a, one, b, one, dtype=torch.float32, **how)
         return out, workspace.numel()
@@ -141,25 +141,25 @@ OLD_HOPPER, NO_LIBRARY = ((9, 0), 120800), ((9, 0), 0)
     ids=str,
 )
 def test_what_tensor_cores_take(pair, runs):
-    kind = products.kind_of(*pair)
+    kind = gemm_dispatch.kind_of(*pair)
     everywhere = [HOPPER, ADA, BLACKWELL, AMPERE, OLD_HOPPER, NO_LIBRARY]
-    assert [gpu for gpu in everywhere if kind is not None and products.runs_on(kind, Gpu(*gpu))] == [
+    assert [gpu for gpu in everywhere if kind is not None and gemm_dispatch.runs_on(kind, Gpu(*gpu))] == [
         gpu for gpu in everywhere if gpu in runs
     ]
 
 
 def test_where_an_op_multiplies_values():
     everywhere = [HOPPER, ADA, BLACKWELL, AMPERE, OLD_HOPPER, NO_LIBRARY, ((7, 5), 130000)]
-    assert [products.runs_on("values", Gpu(*gpu)) for gpu in everywhere] == [True] * 5 + [False] * 2
+    assert [gemm_dispatch.runs_on("values", Gpu(*gpu)) for gpu in everywhere] == [True] * 5 + [False] * 2
 
 
 @pytest.mark.parametrize("fmt", formats.FORMATS.values(), ids=str)
 def test_planes_that_have_what_is_contracted_last(fmt):
     """By the layout: `[M, K]` for the last axis, and of the first axis the transpose `[K, M]`."""
-    assert products.contracts_last(fmt, Usage.ROWWISE)
+    assert gemm_dispatch.contracts_last(fmt, Usage.ROWWISE)
     if fmt.scaling.global_scale != "row":
         transposed = plane(fmt, (128, 256), Usage.COLUMNWISE).transposed
-        assert products.contracts_last(fmt, Usage.COLUMNWISE) == transposed
+        assert gemm_dispatch.contracts_last(fmt, Usage.COLUMNWISE) == transposed
 
 
 @pytest.mark.parametrize("pair", [(FP8_1x128, FP8_128x128), (MXFP8_E4M3, MXFP8_32x32), (NVFP4, NVFP4)], ids=str)
@@ -176,5 +176,5 @@ def test_workspaces_have_room_for_scales(pair):
             else:
                 size = 4 * (rows * across if fmt.block[0] == 1 else -(-rows // 128) * padded)
             needed += -(-size // 256) * 256
-        size = products.workspace_size(*pair, (m, n, k))
+        size = gemm_dispatch.workspace_size(*pair, (m, n, k))
         assert needed + 2**25 <= size <= needed * 2 + 2**25 + 2**18

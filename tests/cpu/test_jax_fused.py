@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import qshard.jax as qj
 from qshard.formats import FP8_E4M3, MXFP8_E4M3, NVFP4, Usage
-from qshard.reference import activation
+from qshard.reference import _activation as activation
 from support import hlo, oracle
 from support.awkward import DTYPES, assert_bits_equal, awkward_values
 

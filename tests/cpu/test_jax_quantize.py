@@ -15,7 +15,7 @@ import qshard.jax as qj
 from qshard import formats, reference
 from qshard.formats import FP8_E4M3, FP8_E5M2, NVFP4, Usage
 from qshard.jax import ops
-from qshard.jax.words import words_plus, words_times
+from qshard.jax._ops.uint64 import words_plus, words_times
 from support import fronts
 from support.awkward import BFLOAT16, DTYPES, TAME, assert_bits_equal, awkward_values
 from support.formats import NAMED, VARIANTS, every_format, stochastic, usages_of

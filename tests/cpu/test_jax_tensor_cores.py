@@ -14,10 +14,11 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from qshard.formats import FP8_1x128, FP8_128x128
-from qshard.jax import linear, tensor_cores
-from qshard.jax.ops import disabled_checks
-from qshard.jax.tensor_cores import Parts, Side
-from qshard.products import Gpu
+from qshard.gemm_dispatch import Gpu
+from qshard.jax import linear
+from qshard.jax._gemm import block_gemm
+from qshard.jax._gemm.block_gemm import Parts, Side
+from qshard.jax._ops.bind import disabled_checks
 from qshard.recipes import BlockScaling
 from support.hlo import collectives
 
@@ -27,14 +28,14 @@ SIZES = {"B": 8, "S": 256, "K": 512, "N": 1024}
 
 @pytest.fixture(autouse=True)
 def tensor_cores_of_the_cpu(monkeypatch):
-    monkeypatch.setattr(tensor_cores, "PLATFORM", "cpu")
-    monkeypatch.setattr(tensor_cores, "_gpu_of", lambda x: Gpu((9, 0), 130000))
+    monkeypatch.setattr(block_gemm, "PLATFORM", "cpu")
+    monkeypatch.setattr(block_gemm, "_gpu_of", lambda x: Gpu((9, 0), 130000))
 
 
 def values_alone(function):
     """What `function` gives without tensor cores."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tensor_cores, "_gpu_of", lambda x: None)
+        patch.setattr(block_gemm, "_gpu_of", lambda x: None)
         return function()
 
 

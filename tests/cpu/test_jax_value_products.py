@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from qshard import recipes
 from qshard.jax import init_delayed, linear
-from qshard.jax.asked import spec_on
+from qshard.jax._ops.custom_partitioning import spec_on
 from support.hlo import traffic
 
 M, K, N = 512, 512, 512

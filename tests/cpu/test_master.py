@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qshard import formats, reference
+from qshard._core.flat_shards import plan_master, plan_shards
 from qshard.formats import Usage
 from qshard.layout import plane
-from qshard.master import plan_master, plan_shards
 from support.awkward import DTYPES, KINDS, TAME, assert_bits_equal, awkward_values
 from support.formats import SLICED
 from support.fronts import TorchFront, some

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from qshard import formats, reference
+from qshard._core.flat_shards import plan_master
 from qshard.formats import Usage
-from qshard.jax import cast_master, list_ops, quantize
-from qshard.master import plan_master
+from qshard.jax import cast_master, quantize
+from qshard.jax._sharding import foreach
 from support.awkward import TAME, assert_bits_equal, awkward_values
 
 
@@ -57,4 +58,4 @@ def test_bad_input():
 def test_handlers_check_for_themselves(change, message):
     options = {"block_cols": 2, "block_rows": 1, "rounded_to": "float32", "shapes": (2, 4), "whole": "none"} | change
     with pytest.raises(Exception, match=message):
-        list_ops.bind("amax_slices")(np.zeros((1, 2), np.uint32), jnp.zeros(4), [jnp.ones(3)], **options)
+        foreach.bind("amax_slices")(np.zeros((1, 2), np.uint32), jnp.zeros(4), [jnp.ones(3)], **options)

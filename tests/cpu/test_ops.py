@@ -15,10 +15,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from qshard import _ffi
-from qshard.jax import list_ops
 from qshard.jax import ops as jax_ops
-from qshard.ops import table
-from qshard.torch_bridge.ops import call_into
+from qshard.jax._sharding import foreach
+from qshard.op_table import table
+from qshard.torch_bridge._ops.bind import call_into
 from support.awkward import assert_bits_equal
 from support.draws import FEW, SPECS, draw, filled
 from support.op_calls import attributes_of, placed, to_numpy, to_torch
@@ -89,7 +89,7 @@ def test_torch_finds_nothing_wrong_with_the_op(spec):
 
 def jax_call(made):
     if made.spec.many:
-        return lambda *operands: list_ops.bind(made.spec.name)(*operands, **made.options)
+        return lambda *operands: foreach.bind(made.spec.name)(*operands, **made.options)
     return lambda *operands: getattr(jax_ops, made.spec.name)(*operands, **made.options)
 
 

@@ -10,8 +10,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from qshard.jax import ops
-from qshard.jax.ops import shardy_rule
-from qshard.ops import table
+from qshard.jax._ops.bind import shardy_rule
+from qshard.op_table import table
 from support.awkward import assert_bits_equal
 from support.draws import draw, filled
 from support.hlo import collectives

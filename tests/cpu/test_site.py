@@ -13,7 +13,7 @@ import site_pictures
 from qshard import reference
 from qshard.formats import ELEMENTS, FORMATS, Usage
 from qshard.layout import plane
-from qshard.ops import multi_table, table
+from qshard.op_table import multi_table, table
 from support.pages import REPOSITORY, Page
 
 DOCS = sorted(path.relative_to(REPOSITORY).as_posix() for path in (REPOSITORY / "docs").glob("*.md"))

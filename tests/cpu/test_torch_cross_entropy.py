@@ -121,7 +121,7 @@ def test_float16_takes_a_loss_that_is_scaled_up():
 
 
 def test_without_gradients_none_are_made(monkeypatch):
-    module = sys.modules["qshard.torch_bridge.linear_cross_entropy"]
+    module = sys.modules["qshard.torch_bridge._losses.linear_cross_entropy"]
     monkeypatch.setattr(module._Values, "add", lambda *_: pytest.fail("a gradient"))
     x, w = torch.randn(4, 8, requires_grad=True), torch.randn(9, 8, requires_grad=True)
     with torch.no_grad():

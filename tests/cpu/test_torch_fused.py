@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 import qshard.torch_bridge as qt
 from qshard.recipes import NVFP4, BlockScaling, CurrentScaling, DelayedScaling
-from qshard.reference import activation
-from qshard.torch_bridge.calls import follow_calls
-from qshard.torch_bridge.noted import note_amax, noted_amax
+from qshard.reference import _activation as activation
+from qshard.torch_bridge._nn.amax_cache import note_amax, noted_amax
+from qshard.torch_bridge._nn.module_calls import follow_calls
 from support.awkward import assert_bits_equal, awkward_values
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

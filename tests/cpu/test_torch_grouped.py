@@ -13,8 +13,10 @@ from torch.utils.checkpoint import checkpoint
 
 from qshard.formats import Usage
 from qshard.recipes import CurrentScaling, Role
-from qshard.torch_bridge import GroupedLinear, Linear, convert, grouped, grouped_linear, tiles, update_scales
-from qshard.torch_bridge.operands import quantized, seeds_of
+from qshard.torch_bridge import GroupedLinear, Linear, convert, grouped_linear, update_scales
+from qshard.torch_bridge._nn import expert_tiles as tiles
+from qshard.torch_bridge._nn import grouped_linear as grouped
+from qshard.torch_bridge._nn.operands import quantized, seeds_of
 from support.formats import MIXES, RECIPES
 from support.torch_models import Wire
 
@@ -193,7 +195,7 @@ def test_what_may_not_change_bits(name, way):
 
 @pytest.mark.parametrize("name", ["CurrentScaling", "BlockScaling", "MXFP8", "MXFP4"])
 def test_launches_do_not_grow_with_experts(name, monkeypatch):
-    monkeypatch.setattr("qshard.torch_bridge.grouped._stops", lambda how, tiles: None)
+    monkeypatch.setattr("qshard.torch_bridge._nn.grouped_linear._stops", lambda how, tiles: None)
     counts = []
     for experts in (2, 16):
         layer = GroupedLinear(experts, 128, 128, recipe=name)

@@ -20,7 +20,7 @@ from qshard.formats import Usage
 from qshard.layout import plane
 from qshard.recipes import MXFP8, CurrentScaling, DelayedScaling
 from qshard.torch_bridge import convert, update_scales
-from qshard.torch_bridge.calls import follow_calls, running
+from qshard.torch_bridge._nn.module_calls import follow_calls, running
 from support.formats import RECIPES
 from support.llama import HEADS, Held, Llama, turns_of
 

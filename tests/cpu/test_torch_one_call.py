@@ -7,11 +7,13 @@ for values. Its sums have another order than PyTorch's.
 import pytest
 import torch
 
-from qshard import formats, products
+from qshard import formats, gemm_dispatch
 from qshard.formats import Usage
-from qshard.products import Way
+from qshard.gemm_dispatch import Way
 from qshard.recipes import MXFP4, MXFP6, MXFP8, NVFP4, BlockScaling, CurrentScaling, DelayedScaling, Recipe
-from qshard.torch_bridge import Linear, gemm, linear, one_call, quantize, update_scales
+from qshard.torch_bridge import Linear, linear, quantize, update_scales
+from qshard.torch_bridge._nn import linear_program
+from qshard.torch_bridge._quantized import gemm
 from support.formats import every_recipe
 
 STOCHASTIC = {"rounding": "stochastic"}
@@ -43,29 +45,31 @@ def calls(monkeypatch):
 
     def way_of(a, a_usage, b, b_usage, sizes, device, dtype):
         planes = (a, a_usage), (b, b_usage)
-        is_coded = products.kind_of(a, b) is not None and all(products.contracts_last(*plane) for plane in planes)
+        is_coded = gemm_dispatch.kind_of(a, b) is not None and all(
+            gemm_dispatch.contracts_last(*plane) for plane in planes
+        )
         if any(size % 16 for size in sizes):
             return None
         return Way(*planes, 0, None if is_coded else torch.float32)
 
     monkeypatch.setattr(gemm, "PLATFORM", "cpu")
-    for module in (gemm, one_call):
+    for module in (gemm, linear_program):
         monkeypatch.setattr(module, "way_of", way_of)
     for name in ("_multiply_weight", "_gradients"):
-        steps = getattr(one_call, name)
+        steps = getattr(linear_program, name)
 
         def counted(*args, name=name, steps=steps, **kwargs):
             counts[name] = counts.get(name, 0) + 1
             return steps(*args, **kwargs)
 
-        monkeypatch.setattr(one_call, name, counted)
+        monkeypatch.setattr(linear_program, name, counted)
     forget()
     yield counts
     forget()
 
 
 def forget():
-    for kept in (one_call._forward, one_call.backward_of, gemm._ways):
+    for kept in (linear_program._forward, linear_program.backward_of, gemm._ways):
         kept.clear()
 
 
@@ -129,7 +133,7 @@ def test_bits_are_those_of_the_ops_one_after_another(name, kind, calls, monkeypa
         pytest.skip("codes of a weight have a scale already, or a seed")
     got = run(recipe, kind)
     assert_few_calls(calls, kind)
-    for module in (gemm, one_call):
+    for module in (gemm, linear_program):
         monkeypatch.setattr(module, "LARGE", 0)
     forget()
     want = run(recipe, kind)
@@ -170,7 +174,7 @@ def test_what_tensor_cores_do_not_take_goes_as_ever(recipe, calls):
 
 
 def test_large_layers_hold_no_more_than_one_product_needs(calls, monkeypatch):
-    monkeypatch.setattr(one_call, "LARGE", 2**10)
+    monkeypatch.setattr(linear_program, "LARGE", 2**10)
     monkeypatch.setattr(gemm, "LARGE", 2**10)
     layer = Linear(64, 32, bias=False, recipe=CurrentScaling())
     layer(torch.randn(32, 64)).sum().backward()

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, init_device_mesh
 
 from qshard import _ffi
 from qshard.formats import E4M3
-from qshard.torch_bridge.ops import call_into
+from qshard.torch_bridge._ops.bind import call_into
 from support.awkward import awkward_values
 
 ops = torch.ops.qshard

@@ -12,9 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from qshard import _ffi
 from qshard.formats import FP8_E4M3, MXFP8_E4M3, Usage
-from qshard.torch_bridge import planes, quantize
-from qshard.torch_bridge.kept import Kept
-from qshard.torch_bridge.programs import Steps
+from qshard.torch_bridge import quantize
+from qshard.torch_bridge._ops.memo import Kept
+from qshard.torch_bridge._ops.programs import Steps
+from qshard.torch_bridge._quantized import plane_programs
 from support.awkward import awkward_values
 from support.formats import VARIANTS
 
@@ -185,10 +186,10 @@ def test_nothing_outlives_its_tensors_and_nothing_grows_without_end():
     del x, q
     gc.collect()
     assert not any(ref() is not None for ref in gone)
-    before = len(planes._quantize.programs)
+    before = len(plane_programs._quantize.programs)
     for _ in range(50):
         quantize(torch.ones(16, 16), FP8_E4M3, usage=Usage.BOTH)
-    assert len(planes._quantize.programs) == before
+    assert len(plane_programs._quantize.programs) == before
 
 
 def test_what_is_kept_is_bounded_and_told_apart():

@@ -66,7 +66,7 @@ def test_chunks_of_whole_blocks_have_the_bits_of_one(recipe):
 
 
 def test_the_weight_is_quantized_once(monkeypatch):
-    module, roles = sys.modules["qshard.torch_bridge.linear_cross_entropy"], []
+    module, roles = sys.modules["qshard.torch_bridge._losses.linear_cross_entropy"], []
     made = module.quantized
     monkeypatch.setattr(module, "quantized", lambda *given: roles.append(given[3].value) or made(*given))
     x, w, labels = drawn((32,))

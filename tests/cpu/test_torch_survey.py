@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from qshard.recipes import MXFP8, DelayedScaling
 from qshard.torch_bridge import Linear, convert, quantized_init, update_scales
-from qshard.torch_bridge.survey import survey
+from qshard.torch_bridge._convert.survey import survey
 from support.torch_linears import x_of
 
 

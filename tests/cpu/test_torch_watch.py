@@ -117,7 +117,7 @@ def test_not_finite_and_empty():
 
 
 def test_many_rows_are_measured_in_parts(monkeypatch):
-    from qshard.torch_bridge import watch
+    from qshard.torch_bridge import _probes as watch
 
     x = torch.from_numpy(awkward_values((300, 64), 2, kinds=TAME))
     found = []

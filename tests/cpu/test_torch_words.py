@@ -6,7 +6,7 @@ import torch
 
 from qshard.formats import FP8_E4M3, MXFP8_32x32, Usage
 from qshard.torch_bridge import cast_master, quantize, update_columnwise
-from qshard.torch_bridge.words import words
+from qshard.torch_bridge._ops.uint64 import words
 
 CPU = torch.device("cpu")
 NUMBERS = [0, 5, 2**31, 2**32 - 1, 2**32, 2**63, 2**64 - 1]

@@ -15,11 +15,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
+from qshard._core.serialization import KEY, described
 from qshard.formats import FP8_E4M3, MXFP8_E4M3, NVFP4, NVFP4_16x16, Usage
-from qshard.plain import KEY, described
 from qshard.recipes import DelayedScaling
 from qshard.torch_bridge import Adam, cast_master, from_plain, quantize, to_plain, update_columnwise
-from qshard.torch_bridge.tensor import _rebuild
+from qshard.torch_bridge._quantized.tensor import _rebuild
 from support.formats import VARIANTS, usages_of
 from support.travel import assert_same, batches, bytes_of, learn, model_of, quantized, saved
 

@@ -9,8 +9,8 @@ import numpy as np  # noqa: E402
 
 from qshard import jax as jax_front  # noqa: E402
 from qshard import torch_bridge  # noqa: E402
+from qshard._core.flat_shards import plan_master  # noqa: E402
 from qshard.formats import FP8_E4M3, NVFP4  # noqa: E402
-from qshard.master import plan_master  # noqa: E402
 
 RANDOM = NVFP4.with_options(rounding="stochastic")
 

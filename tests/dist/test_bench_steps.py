@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from torch.profiler import ProfilerActivity, profile
 
-from qshard.torch_bridge.listeners import nobody_looks_on
+from qshard.torch_bridge._ops.eager import nobody_looks_on
 from support.bench_cases import measure_or_fail
 from support.torch_ranks import on_ranks
 

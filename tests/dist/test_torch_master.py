@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch.distributed.tensor.debug import CommDebugMode
 
 from qshard import formats, reference
+from qshard._core.flat_shards import FlatShards, plan_shards
 from qshard.formats import Usage
-from qshard.master import FlatShards, plan_shards
 from qshard.torch_bridge import CastPlan, cast_master, gather_slices, quantize, update_columnwise
 from support import torch_ranks
 from support.awkward import TAME, awkward_values

@@ -12,12 +12,12 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from qshard import pipeline
+from qshard._core import quantize_steps
+from qshard._core.quantize_steps import Scales
 from qshard.formats import Usage
-from qshard.pipeline import Scales
 from qshard.recipes import CurrentScaling, Role
 from qshard.torch_bridge import Adam, Linear, QuantizedTensor, convert, update_scales
-from qshard.torch_bridge.ops import ops
+from qshard.torch_bridge._ops.bind import ops
 from support import torch_ranks
 from support.formats import GATHERED, RECIPES, nearest
 from support.torch_parallel import Llama, assert_part, llama, mesh_of, parallelized, unit_of
@@ -72,7 +72,7 @@ def assert_gathers_parts_of_the_whole(model):
             given = Scales(state.scale, state.scale_inv)
         mesh, unsharded = layer.weight.device_mesh, layer.weight.to_local()
         assert isinstance(unsharded, QuantizedTensor)
-        expected = pipeline.quantize(ops, wholes[name], fmt, Usage.ROWWISE, given=given)
+        expected = quantize_steps.quantize(ops, wholes[name], fmt, Usage.ROWWISE, given=given)
         found = {Usage.ROWWISE: unsharded.parts(Usage.ROWWISE)}
         assert_part(found, expected, mesh.get_local_rank(), mesh.size(), cut=True)
     for module in groups:

@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from qshard.formats import Usage
 from qshard.recipes import MXFP8, CurrentScaling, Role
-from qshard.torch_bridge import convert, linear, sequence, update_scales
+from qshard.torch_bridge import convert, linear, update_scales
+from qshard.torch_bridge._distributed import sequence_parallel
 from qshard.torch_bridge.tensor_parallel import ColwiseParallel, RowwiseParallel
 from support import torch_ranks
 from support.formats import MIXES, RECIPES, nearest
@@ -40,17 +41,17 @@ def styled(style, dim=1, **options):
 @contextlib.contextmanager
 def gathered():
     """What is gathered meanwhile, by usage."""
-    found, real = {}, sequence._remember
+    found, real = {}, sequence_parallel._remember
 
     def noting(own, whole):
         found.setdefault(own.usage, []).append(whole)
         real(own, whole)
 
-    sequence._remember = noting
+    sequence_parallel._remember = noting
     try:
         yield found
     finally:
-        sequence._remember = real
+        sequence_parallel._remember = real
 
 
 def codes_of(name, style, batch, overlap):
@@ -186,7 +187,7 @@ def test_layers_share_what_is_gathered(overlap):
         parallelize_module(layer, mesh, styled(ColwiseParallel, overlap=overlap))
     for _ in range(2):
         x = DTensor.from_local(torch.randn(1, 32, 64), mesh, [Shard(1)]).requires_grad_()
-        assert sequence._slots.__dict__.get("gathered") is None
+        assert sequence_parallel._slots.__dict__.get("gathered") is None
         with gathered() as found:
             ys = [layer(x) for layer in layers]
             assert {usage: len(planes) for usage, planes in found.items()} == {Usage.ROWWISE: 1}

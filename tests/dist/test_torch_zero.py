@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from qshard import reference
 from qshard.recipes import NVFP4, CurrentScaling
 from qshard.torch_bridge import Adam, QuantizedTensor, ZeroOptimizer, convert
-from qshard.torch_bridge.zero.shown import TakenGradient
+from qshard.torch_bridge._zero.placeholders import TakenGradient
 from support import torch_ranks
 from support.awkward import assert_bits_equal
 from support.formats import ZEROED as RECIPES

@@ -11,7 +11,7 @@ from torch import nn
 
 from qshard.recipes import CurrentScaling
 from qshard.torch_bridge import ZeroOptimizer, convert
-from qshard.torch_bridge.zero.clip import norm_over_ranks
+from qshard.torch_bridge._zero.clip import norm_over_ranks
 from support import torch_ranks
 from support.formats import ZEROED as RECIPES
 from support.torch_models import Wire

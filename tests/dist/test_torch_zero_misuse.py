@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from qshard.recipes import CurrentScaling
 from qshard.torch_bridge import ZeroOptimizer, convert
-from qshard.torch_bridge.zero.shown import SlicedWeight
+from qshard.torch_bridge._zero.placeholders import SlicedWeight
 from support import torch_ranks
 from support.formats import ZEROED as RECIPES
 from support.torch_ranks import on_ranks

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from qshard.torch_bridge import ZeroOptimizer, load_scaling_state, scaling_state
-from qshard.torch_bridge.zero.state import SlicedState, boxes
+from qshard.torch_bridge._zero.state_dict import SlicedState, boxes
 from support import torch_ranks
 from support.formats import ZEROED as RECIPES
 from support.torch_ranks import on_ranks, run

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from qshard.recipes import CurrentScaling
 from qshard.torch_bridge import ZeroOptimizer, convert
-from qshard.torch_bridge.zero import gradient
-from qshard.torch_bridge.zero.channel import Channel
+from qshard.torch_bridge._zero import gradients
+from qshard.torch_bridge._zero.streams import Channel
 from support import torch_ranks
 from support.formats import ZEROED as RECIPES
 from support.torch_ranks import on_ranks
@@ -27,16 +27,16 @@ from support.zero_chain import UNITS, WIDTH, chain, optimizer_of, step
 @pytest.mark.parametrize("stage", [False, True])
 def test_gradients_travel_in_pieces(stage):
     """Cut anywhere, also so small that ranks have none of a piece."""
-    recipe, whole = RECIPES["BlockScaling"], gradient.SENT_AT_ONCE
+    recipe, whole = RECIPES["BlockScaling"], gradients.SENT_AT_ONCE
     losses, weights = with_zero(recipe, 2, torch.float32, shard_weights=stage)
     try:
         for at_once in (1000, 4096):
-            gradient.SENT_AT_ONCE = at_once
+            gradients.SENT_AT_ONCE = at_once
             own_losses, own_weights = with_zero(recipe, 2, torch.float32, shard_weights=stage)
             assert own_losses == losses
             assert all(torch.equal(weight, own_weights[name]) for name, weight in weights.items())
     finally:
-        gradient.SENT_AT_ONCE = whole
+        gradients.SENT_AT_ONCE = whole
 
 
 @on_ranks(1, 2, 3)

@@ -26,7 +26,7 @@ import torch
 
 from qshard import _ffi
 from qshard.formats import ELEMENTS
-from qshard.ops import Operand, OpSpec, multi_table, table
+from qshard.op_table import Operand, OpSpec, multi_table, table
 
 PAGE = mmap.PAGESIZE
 SLOT = 16 * PAGE

@@ -1,4 +1,4 @@
-"""GEMMs of codes on a GPU, all combinations that `qshard.products` lets through, and what uses them; against fp64."""
+"""GEMMs of codes on a GPU, all combinations that `gemm_dispatch` lets through, and what uses them; against fp64."""
 
 import gc
 import subprocess
@@ -9,7 +9,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from qshard import products  # noqa: E402
+from qshard import gemm_dispatch  # noqa: E402
+from qshard._core.quantize_steps import Plane  # noqa: E402
 from qshard.formats import (  # noqa: E402
     E4M3,
     E5M2,
@@ -23,13 +24,12 @@ from qshard.formats import (  # noqa: E402
     FP8_128x128,
     Usage,
 )
-from qshard.pipeline import Plane  # noqa: E402
-from qshard.products import Gpu  # noqa: E402
+from qshard.gemm_dispatch import Gpu  # noqa: E402
 from qshard.recipes import MXFP8, BlockScaling, CurrentScaling  # noqa: E402
 from qshard.recipes import NVFP4 as NVFP4Recipe  # noqa: E402
 from qshard.torch_bridge import Linear, linear, quantize  # noqa: E402
-from qshard.torch_bridge.gemm import Operand, matmul  # noqa: E402
-from qshard.torch_bridge.ops import ops  # noqa: E402
+from qshard.torch_bridge._ops.bind import ops  # noqa: E402
+from qshard.torch_bridge._quantized.gemm import Operand, matmul  # noqa: E402
 from support.formats import every_recipe  # noqa: E402
 
 FORMATS = {
@@ -54,7 +54,7 @@ SHAPES = [(16, 16, 16), (48, 144, 272), (128, 256, 640), (384, 128, 1024), (272,
 
 
 def gpu():
-    return Gpu(torch.cuda.get_device_capability(), products.library_version())
+    return Gpu(torch.cuda.get_device_capability(), gemm_dispatch.library_version())
 
 
 def plane(rows, k, fmt, seed, device="cuda"):
@@ -78,14 +78,14 @@ def values(part, fmt):
 
 
 def takes(pair, sizes):
-    kind = products.kind_of(*pair)
-    return kind is not None and products.fits(kind, sizes) and products.runs_on(kind, gpu())
+    kind = gemm_dispatch.kind_of(*pair)
+    return kind is not None and gemm_dispatch.fits(kind, sizes) and gemm_dispatch.runs_on(kind, gpu())
 
 
 def product(a, b, formats, dtype, *, fast=False, workspace=None):
     sizes = (a.data.shape[0], b.data.shape[0], a.data.shape[1])
-    size = products.workspace_size(*formats, sizes) if workspace is None else workspace
-    return products.multiply(ops, a, formats[0], b, formats[1], dtype=dtype, fast=fast, workspace=size)
+    size = gemm_dispatch.workspace_size(*formats, sizes) if workspace is None else workspace
+    return gemm_dispatch.multiply(ops, a, formats[0], b, formats[1], dtype=dtype, fast=fast, workspace=size)
 
 
 def assert_is_product(got, a, b, formats, *, fast=False):
@@ -214,7 +214,7 @@ def test_a_captured_graph_replays(pair):
 
 FIRST_CALL_IS_CAPTURED = """
 import torch
-from qshard.torch_bridge.ops import ops
+from qshard.torch_bridge._ops.bind import ops
 a = torch.full((64, 64), 0x38, dtype=torch.uint8, device="cuda")
 one = torch.ones((), device="cuda")
 how = {"a_element": "float8_e4m3fn", "b_element": "float8_e4m3fn", "fast": True, "workspace": 2**25}
@@ -374,16 +374,17 @@ def test_matmul_multiplies_values_where_it_must(sizes):
 @pytest.mark.parametrize("shape", [(64, 128, 256), (40, 160, 96)], ids=str)
 def test_one_call_has_the_bits_of_the_ops_one_after_another(recipe, shape, monkeypatch):
     """Rows that the second shape's blocks do not divide go op after op in both."""
-    from qshard.torch_bridge import gemm, one_call
+    from qshard.torch_bridge._nn import linear_program
+    from qshard.torch_bridge._quantized import gemm
 
     m, n, k = shape
     if any(size % 128 for size in (n, k)) and type(recipe).__name__ != "MXFP8":
         n, k = 128, 256
     made = []
     for large in (gemm.LARGE, 0):
-        for module in (gemm, one_call):
+        for module in (gemm, linear_program):
             monkeypatch.setattr(module, "LARGE", large)
-        for kept in (one_call._forward, one_call.backward_of, gemm._ways):
+        for kept in (linear_program._forward, linear_program.backward_of, gemm._ways):
             kept.clear()
         torch.manual_seed(0)
         layer = Linear(k, n, bias=False, recipe=recipe, dtype=torch.bfloat16, device="cuda")
@@ -393,7 +394,7 @@ def test_one_call_has_the_bits_of_the_ops_one_after_another(recipe, shape, monke
         made.append((y, x.grad, layer.weight.grad))
     for got, want in zip(*made, strict=True):
         assert torch.equal(got, want)
-    for kept in (one_call._forward, one_call.backward_of, gemm._ways):
+    for kept in (linear_program._forward, linear_program.backward_of, gemm._ways):
         kept.clear()
 
 

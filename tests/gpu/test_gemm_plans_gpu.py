@@ -8,9 +8,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from qshard import _ffi, products  # noqa: E402
+from qshard import _ffi, gemm_dispatch  # noqa: E402
 from qshard.formats import FP8_E4M3  # noqa: E402
-from qshard.torch_bridge.ops import ops  # noqa: E402
+from qshard.torch_bridge._ops.bind import ops  # noqa: E402
 
 ROWS = 32000
 MOST = 200
@@ -21,7 +21,7 @@ def test_a_hot_plan_stays_and_searches_are_few():
     """2,000 shapes, and a hot shape between them."""
     codes = torch.zeros(ROWS, 64, dtype=torch.uint8, device="cuda")
     scale = torch.ones((), device="cuda")
-    workspace = products.workspace_size(FP8_E4M3, FP8_E4M3, (ROWS, 64, 64))
+    workspace = gemm_dispatch.workspace_size(FP8_E4M3, FP8_E4M3, (ROWS, 64, 64))
 
     def multiply(m, n=64):
         keywords = {"a_element": "float8_e4m3fn", "b_element": "float8_e4m3fn", "fast": True}

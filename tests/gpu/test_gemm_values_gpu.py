@@ -4,7 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from qshard.torch_bridge.ops import ops  # noqa: E402
+from qshard.torch_bridge._ops.bind import ops  # noqa: E402
 
 LETTERS = ("nt", "nn", "tn", "tt")
 KINDS = [

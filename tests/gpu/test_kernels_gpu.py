@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 torch = pytest.importorskip("torch")
-from qshard import _ffi, pipeline  # noqa: E402
+from qshard import _ffi  # noqa: E402
+from qshard._core import quantize_steps  # noqa: E402
 from qshard.formats import Usage  # noqa: E402
 from qshard.torch_bridge import quantize  # noqa: E402
-from qshard.torch_bridge.ops import ops  # noqa: E402
+from qshard.torch_bridge._ops.bind import ops  # noqa: E402
 from support.formats import NAMED  # noqa: E402
 
 E4M3 = {"element": "float8_e4m3fn"}
@@ -118,7 +119,7 @@ def test_blocks_of_more_elements_than_32_bits_count(fmt, much_memory):
     assert q.shape[0] * q.shape[1] > 2**32
     planes = [(q.parts(usage), alone.parts(usage)) for usage in Usage.BOTH.planes]
     if fmt.transposes:  # As after a gather: the other plane of the first.
-        planes.append((pipeline.transposed(ops, planes[0][0], fmt), planes[1][1]))
+        planes.append((quantize_steps.transposed(ops, planes[0][0], fmt), planes[1][1]))
     for many, one in planes:
         for got, want in ((many.data, one.data), (many.scale_inv, one.scale_inv)):
             axis = 0 if got.shape[1] == want.shape[1] else 1
@@ -126,8 +127,8 @@ def test_blocks_of_more_elements_than_32_bits_count(fmt, much_memory):
                 size = want.shape[axis]
                 assert torch.equal(got.narrow(axis, at * size, size), want), (axis, at)
     for usage in Usage.BOTH.planes:
-        values = pipeline.dequantize(ops, q.parts(usage), fmt, usage, torch.bfloat16)
-        last = pipeline.dequantize(ops, alone.parts(usage), fmt, usage, torch.bfloat16)
+        values = quantize_steps.dequantize(ops, q.parts(usage), fmt, usage, torch.bfloat16)
+        last = quantize_steps.dequantize(ops, alone.parts(usage), fmt, usage, torch.bfloat16)
         axis = 0 if values.shape[1] == last.shape[1] else 1
         size = last.shape[axis]
         assert torch.equal(values.narrow(axis, (bands - 1) * size, size), last)

@@ -20,8 +20,8 @@ from qshard.formats import (  # noqa: E402
 )
 from qshard.recipes import MXFP8, CurrentScaling  # noqa: E402
 from qshard.torch_bridge import Linear, linear, quantize, update_delayed  # noqa: E402
-from qshard.torch_bridge.gemm import Operand, matmul  # noqa: E402
-from qshard.torch_bridge.ops import call_into  # noqa: E402
+from qshard.torch_bridge._ops.bind import call_into  # noqa: E402
+from qshard.torch_bridge._quantized.gemm import Operand, matmul  # noqa: E402
 from support.awkward import KINDS, TAME, assert_bits_equal, awkward_values  # noqa: E402
 from support.formats import GATHERED, NAMED, RECIPES  # noqa: E402
 from support.fronts import TorchFront  # noqa: E402

@@ -128,8 +128,8 @@ def test_recommendations_against_all_mixes(few, monkeypatch):
     Where few mixes are kept it fits, and is no worse than the curve."""
     from types import SimpleNamespace
 
-    from qshard.cli import choose
-    from qshard.cli.layers import Choice
+    from qshard._cli import choose
+    from qshard._cli.layers import Choice
 
     if few:
         monkeypatch.setattr(choose, "MOST_MIXES", 2)
@@ -193,7 +193,7 @@ def test_the_page(model, tmp_path):
 
 def test_names_in_the_picture(tmp_path):
     """Where most formats have a byte an element: no two over each other, and none outside."""
-    from qshard.cli.curve import HEIGHT, LETTER, LINE, WIDTH
+    from qshard._cli.curve import HEIGHT, LETTER, LINE, WIDTH
 
     page = tmp_path / "a.html"
     path = write(tmp_path / "a.safetensors", {"w": numbers((128, 128)).astype(ml_dtypes.bfloat16)})

@@ -311,8 +311,8 @@ def test_a_page_that_cannot_be_is_refused_first(tmp_path):
 
 def test_what_changes_while_it_is_read(tmp_path):
     """A tensor whose file was cut since its header was read."""
-    from qshard.cli.checkpoint import read_header
-    from qshard.cli.errors import Failure
+    from qshard._cli.checkpoint import read_header
+    from qshard._cli.errors import Failure
 
     path = write(tmp_path / "a.safetensors", {"w": W})
     entry = read_header(path).entries["w"]
@@ -326,7 +326,7 @@ def test_what_is_not_installed(tmp_path):
     code = (
         "import importlib.util as u, sys; found = u.find_spec\n"
         "u.find_spec = lambda name, *a: None if name in ('click', 'rich') else found(name, *a)\n"
-        "import qshard.cli; status = qshard.cli.main(['info'])\n"
+        "import qshard._cli; status = qshard._cli.main(['info'])\n"
         "print(status, sorted({'click', 'rich', 'safetensors', 'numpy'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)

@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("rich")
 pytest.importorskip("safetensors")
-click, app = pytest.importorskip("click"), pytest.importorskip("qshard.cli.app")
+click, app = pytest.importorskip("click"), pytest.importorskip("qshard._cli.app")
 
 OPTIONS = [
     (name, option)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from qshard import formats, reference
-from qshard.plain import KEY, described
+from qshard._core.serialization import KEY, described
 from support.checkpoints import numbers, read, sharded, write
 
 for _name in ("click", "rich", "safetensors"):
@@ -97,7 +97,7 @@ QUANTIZED = {"quantization_config": {"quant_method": "fp8"}}
 
 def command(*arguments):
     """Status, standard output and standard error of the command in this process."""
-    from qshard.cli.app import run
+    from qshard._cli.app import run
 
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
         status = run([*map(str, arguments)])

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from qshard import formats, reference
-from qshard.reference.planes import block_error
+from qshard.reference._planes import block_error
 from support.awkward import KINDS, TAME, assert_bits_equal, awkward_values
 
 F = np.float32

@@ -137,7 +137,7 @@ try:
 except ImportError:
     import _xxsubinterpreters as interpreters
 import sys
-import qshard.ops
+import qshard.op_table
 code = '''
 try:
     import importlib.machinery, importlib.util
@@ -147,7 +147,7 @@ except ImportError as error:
     assert "subinterpreter" in str(error), error
 else:
     raise SystemExit("imported")
-'''.replace("PATH", repr(qshard.ops._ffi.__file__))
+'''.replace("PATH", repr(qshard.op_table._ffi.__file__))
 for _ in range(3):
     try:
         new = interpreters.create("legacy")
@@ -156,7 +156,7 @@ for _ in range(3):
     failed = interpreters.run_string(new, code)
     assert failed is None, failed
     interpreters.destroy(new)
-print(len(qshard.ops.table()) > 10)
+print(len(qshard.op_table.table()) > 10)
 """
 
 

@@ -10,7 +10,7 @@ import qshard
 from qshard import formats
 from qshard.formats import FORMATS, Format, Usage
 from qshard.numerics import Note, compare, stats
-from qshard.numerics.sums import SIZE, TILES_OF_A_JOB, cuts
+from qshard.numerics._sums import SIZE, TILES_OF_A_JOB, cuts
 from support.awkward import DTYPES, awkward_values, shapes_of
 from support.formats import VARIANTS
 from support.stats import expected_stats

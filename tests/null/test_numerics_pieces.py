@@ -7,7 +7,7 @@ import pytest
 
 from qshard.formats import MXFP8_E4M3, NVFP4_16x16, Usage
 from qshard.numerics import compare, report, stats
-from qshard.numerics.arrays import Shard, of_shards
+from qshard.numerics._arrays import Shard, of_shards
 from support.awkward import DTYPES, TAME, awkward_values, fits
 from support.formats import VARIANTS
 from support.stats import assert_same_stats

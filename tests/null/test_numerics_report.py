@@ -15,7 +15,7 @@ import pytest
 from qshard import formats
 from qshard.formats import Usage
 from qshard.numerics import Note, compare, report
-from qshard.numerics.progress import LONG
+from qshard.numerics._progress import LONG
 from support.awkward import awkward_values
 
 FLOOR = formats.MXFP8_E4M3.with_options(scale_rounding="floor")
@@ -205,7 +205,7 @@ def test_reports_of_names():
 
 WAIT = """
 import sys, numpy as np
-from qshard.numerics import compare, progress
+from qshard.numerics import _progress as progress, compare
 progress.LONG = {long}
 compare(np.ones((512, 2048), np.float32), ["FP8_E4M3", "MXFP8_E4M3[scale_rounding=floor]"], progress={progress})
 """
@@ -262,7 +262,7 @@ INTERRUPT = """
 import os, signal, threading, time
 import numpy as np
 import qshard
-from qshard.numerics import compare, progress
+from qshard.numerics import _progress as progress, compare
 progress.LONG = 1
 qshard.set_num_threads(2)
 x = np.ones((2048, 2048), np.float32)
@@ -322,7 +322,7 @@ def test_an_error_ends_the_threads(monkeypatch):
     def broken(elements):
         raise ValueError("broken")
 
-    from qshard.numerics import measures
+    from qshard.numerics import _measures as measures
 
     before = set(threading.enumerate())
     with pytest.raises(ValueError, match="broken"):

@@ -18,7 +18,7 @@ def python(code: str, directory: Path) -> subprocess.CompletedProcess[str]:
 
 
 PURE = ["qshard", "qshard.formats", "qshard.layout", "qshard.recipes", "qshard.reference", "qshard.numerics"]
-NEED_EXTENSION = ["qshard.ops"]
+NEED_EXTENSION = ["qshard.op_table"]
 
 
 @pytest.mark.parametrize("module", PURE + NEED_EXTENSION)

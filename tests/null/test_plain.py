@@ -1,4 +1,4 @@
-"""Formats and recipes that travel, and what `qshard.plain` refuses to read. No framework."""
+"""Formats and recipes that travel, and what `_core.serialization` refuses to read. No framework."""
 
 import copy
 import json
@@ -7,9 +7,9 @@ import pickle
 import numpy as np
 import pytest
 
+from qshard._core.quantize_steps import Plane
+from qshard._core.serialization import KEY, Description, described, flat, plain, restored, text_of
 from qshard.formats import MXFP8_E4M3, NVFP4, Format, Usage
-from qshard.pipeline import Plane
-from qshard.plain import KEY, Description, described, flat, plain, restored, text_of
 from support.formats import COMBINED, MIXES, RECIPES
 
 OF_W = Description(format=NVFP4, shape=(4, 32), dtype="bfloat16", planes=(Usage.ROWWISE,))

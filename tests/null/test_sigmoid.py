@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from qshard.reference.activation import sigmoid
+from qshard.reference._activation import sigmoid
 
 MOST = 3.31
 """Units in the last place. Over all fp32 numbers the largest error is 3.3004, at -0x1.0c54cep+4."""

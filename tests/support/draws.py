@@ -18,7 +18,7 @@ import ml_dtypes
 import numpy as np
 
 from qshard.formats import E2M1, ELEMENTS, FORMATS, FloatScaling, Usage
-from qshard.ops import Operand, OpSpec, Shape, multi_table, table
+from qshard.op_table import Operand, OpSpec, Shape, multi_table, table
 from support.awkward import DTYPES, KINDS, TAME, awkward_values
 
 SPECS = {**table(), **multi_table()}
@@ -416,7 +416,7 @@ def _labels(call: Call, shape: Shape, rng: np.random.Generator) -> np.ndarray:
 
 def _adam_values(call: Call, name: str, shape: Shape, dtype: str, rng: np.random.Generator, i: int) -> np.ndarray:
     """A wide bell, with zeros, a subnormal, infinities and NaN; states as they are stored."""
-    from qshard.reference import adam
+    from qshard.reference import _adam as adam
 
     if name == "constants":
         rows = [adam.adam_constants(i + 1, 1e-2, decay=0.1, grad_scale=0.5) for i in range(shape[0])]

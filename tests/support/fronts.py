@@ -14,8 +14,8 @@ import ml_dtypes
 import numpy as np
 
 from qshard import reference
+from qshard._core.flat_shards import MasterPlan, plan_master
 from qshard.formats import Format
-from qshard.master import MasterPlan, plan_master
 from qshard.recipes import Recipe, Role
 from support import torch_ranks
 from support.formats import usages_of

@@ -10,8 +10,8 @@ import numpy as np
 import optax
 
 import qshard.jax as qj
+from qshard._core.flat_shards import plan_master
 from qshard.formats import Usage
-from qshard.master import plan_master
 
 
 class Row(NamedTuple):

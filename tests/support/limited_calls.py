@@ -130,10 +130,10 @@ class Jax:
     def __init__(self, made: Call):
         import jax
 
-        from qshard.jax import list_ops
         from qshard.jax import ops as jax_ops
+        from qshard.jax._sharding import foreach
 
-        op = list_ops.bind(made.spec.name) if made.spec.many else getattr(jax_ops, made.spec.name)
+        op = foreach.bind(made.spec.name) if made.spec.many else getattr(jax_ops, made.spec.name)
         self.operands = jax.device_put(made.operands)
         self.run = jax.jit(functools.partial(op, **made.options)).lower(*self.operands).compile()
 

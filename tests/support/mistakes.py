@@ -106,7 +106,7 @@ class Caller:
         """Of one weight."""
         masters = [self.array(m) for m in masters]
         if self.jax:
-            from qshard.master import plan_master
+            from qshard._core.flat_shards import plan_master
 
             return self.qshard.cast_master(None, masters, starts, plan=plan_master([(64, 64)], "FP8_E4M3"))
         weight = self.quantize(np.zeros((64, 64), np.float32), "FP8_E4M3")

@@ -11,7 +11,7 @@ import torch
 
 from qshard import _ffi
 from qshard.formats import ELEMENTS
-from qshard.ops import Binding
+from qshard.op_table import Binding
 from support.awkward import BFLOAT16, assert_bits_equal
 from support.draws import SPECS, Call
 from support.oracle import oracle

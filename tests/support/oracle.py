@@ -13,10 +13,10 @@ import numpy as np
 
 from qshard import formats, reference
 from qshard.formats import E2M1, E4M3, E8M0, ELEMENTS, NVFP4
-from qshard.reference import activation
-from qshard.reference import adam as adam_reference
-from qshard.reference import cross_entropy as cross_entropy_reference
-from qshard.reference.planes import four_over_six
+from qshard.reference import _activation as activation
+from qshard.reference import _adam as adam_reference
+from qshard.reference import _cross_entropy as cross_entropy_reference
+from qshard.reference._planes import four_over_six
 from support.draws import Call
 
 ONE = np.float32(1)

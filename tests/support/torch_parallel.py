@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +22,7 @@ from torch.distributed.tensor.parallel import (
 
 from qshard.recipes import Role
 from qshard.torch_bridge import convert, tensor_parallel
+from qshard.torch_bridge._nn import autograd, functional
 from support import torch_ranks
 
 
@@ -40,9 +40,8 @@ def unit_of(recipe):
 @contextlib.contextmanager
 def quantized():
     """What a layer quantizes meanwhile: the planes of each role. On GPUs too step by step, not in one call."""
-    # The package has a function of the name of the first.
-    modules = [sys.modules[f"qshard.torch_bridge.{name}"] for name in ("linear", "linear_nodes")]
-    found, real, one_call = {}, modules[0].quantized, modules[0].one_call
+    modules = [functional, autograd]
+    found, real, one_call = {}, functional.quantized, functional.linear_program
     steps = SimpleNamespace(product=lambda *given: None, backward_of=lambda *given: None)
 
     def noting(x, recipe, usage, role, *others):
@@ -52,7 +51,7 @@ def quantized():
 
     def put(quantized, one_call):
         for module in modules:
-            module.quantized, module.one_call = quantized, one_call
+            module.quantized, module.linear_program = quantized, one_call
 
     put(noting, steps)
     try:

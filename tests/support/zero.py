@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from qshard.torch_bridge import Adam, ZeroOptimizer, convert, update_scales
-from qshard.torch_bridge.fsdp.weight import plain
+from qshard.torch_bridge._fsdp.weight import plain
 from support import torch_ranks
 from support.torch_models import linears
 

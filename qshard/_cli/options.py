@@ -1,0 +1,122 @@
+"""Options that several commands have."""
+
+from __future__ import annotations
+
+import collections
+import math
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from qshard._cli.errors import Misuse
+from qshard._core.validation import as_format
+from qshard.formats import FORMATS, Format, Usage
+
+USAGES = {"rowwise": Usage.ROWWISE, "columnwise": Usage.COLUMNWISE, "both": Usage.BOTH}
+ALL = "all"
+PATH = click.Path(path_type=Path)
+
+usage: Callable[[Any], Any] = click.option(
+    "--usage",
+    type=click.Choice(list(USAGES)),
+    default="rowwise",
+    show_default=True,
+    help="The plane: blocks along the last axis, along the first, or both.",
+)
+seed: Callable[[Any], Any] = click.option(
+    "--seed", type=click.IntRange(0, 2**64 - 1), default=0, show_default=True, help="Of stochastic rounding."
+)
+
+
+class Command(click.Command):
+    """A command that refuses an option given twice, unless the option is declared with `multiple=True`.
+
+    click itself takes the last value silently.
+    """
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parses the arguments, with a count of each option first.
+
+        Raises:
+          click.UsageError: an option is there twice.
+        """
+        if not ctx.resilient_parsing:  # Of shell completion.
+            _, _, order = self.make_parser(ctx).parse_args(list(args))
+            for parameter, times in collections.Counter(order).items():
+                if isinstance(parameter, click.Option) and times > 1 and not repeatable(parameter):
+                    raise click.UsageError(f"{parameter.opts[0]} is given {times} times; give it once", ctx)
+        return super().parse_args(ctx, args)
+
+
+def repeatable(option: click.Option) -> bool:
+    """True if all values of an option count, or if the option ends the command, as --help does."""
+    return option.multiple or option.count or option.is_eager
+
+
+BYTES = {"": 0, "B": 1} | {f"{letter}B": 1000**i for i, letter in enumerate("kMGT", 1)}
+BYTES |= {f"{letter}iB": 1024**i for i, letter in enumerate("KMGT", 1)}
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Bytes that layers may take: of an element, or of all layers.
+
+    Attributes:
+      text: as it was given.
+    """
+
+    text: str
+    nbytes: float
+    in_all: bool
+
+    def of_an_element(self, elements: int) -> float:
+        return self.nbytes / elements if self.in_all else self.nbytes
+
+
+def budget_of(context: click.Context, parameter: click.Parameter, text: str | None) -> Budget | None:
+    """The value of `--budget`.
+
+    >>> budget_of(None, None, "0.8").of_an_element(1000), budget_of(None, None, "2 kB").of_an_element(1000)
+    (0.8, 2.0)
+    """
+    if text is None:
+        return None
+    found = re.fullmatch(r"\s*([0-9.]+(?:[eE][-+]?[0-9]+)?)\s*([a-zA-Z]*)\s*", text)
+    try:
+        nbytes = float(found[1]) * (BYTES[found[2]] or 1) if found else math.nan
+    except (ValueError, KeyError):
+        nbytes = math.nan
+    if found is None or not 0 < nbytes < math.inf:
+        units = ", ".join(list(BYTES)[1:])
+        raise click.BadParameter(f"{text!r} is not bytes an element, such as 0.8, or in all, such as 4GB ({units})")
+    return Budget(text, nbytes, bool(found[2]))
+
+
+def formats_of(texts: Iterable[str], option: str) -> list[Format]:
+    """The formats of an option that may be given several times, each time with several names.
+
+    >>> [str(fmt) for fmt in formats_of(["FP8_E4M3,NVFP4[global_scale=row, nonfinite=nan]", "MXFP4"], "--formats")]
+    ['FP8_E4M3', 'NVFP4[global_scale=row, nonfinite=nan]', 'MXFP4']
+    """
+    names = [name.strip() for text in texts for name in re.split(r",(?![^\[]*\])", text)]
+    found: list[Format] = []
+    for name in names:
+        found += FORMATS.values() if name == ALL else [format_of(name, option)]
+    return list(dict.fromkeys(found))
+
+
+def format_of(name: str, option: str) -> Format:
+    """A format by its name.
+
+    Raises:
+      Misuse: there is none of that name.
+    """
+    name = re.sub(r",\s*", ", ", name)
+    try:
+        return as_format(name, "qshard", option)
+    except (ValueError, TypeError) as error:
+        raise Misuse(str(error).removeprefix("qshard: ")) from None

@@ -1,0 +1,177 @@
+"""Recipes by layer: shell patterns of qualified names. The first match decides.
+
+`convert` of both front ends and `Policy` of JAX take a recipe for all layers, or a mapping from patterns to recipes.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from qshard._core.validation import shown
+from qshard.recipes import Recipe, RecipeLike, as_recipe
+
+__all__ = ["RecipesLike", "Rules", "check_filter", "closest_names", "is_name_of_table", "keeps", "list_layers"]
+
+RecipesLike = RecipeLike | Mapping[str, RecipeLike | None]
+"""A recipe for all layers, or recipes by pattern; None keeps the layers of a pattern in high precision."""
+
+_SHOWN, _NAMES = 3, 5
+"""How many reasons a message gives, and how many layers, of those that are not alike, it names for each."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Recipes by pattern of layer names.
+
+    A pattern is a shell pattern over the whole name of a layer, as of `fnmatch`: `*` also matches dots, so
+    "*.experts.*" matches "layers.0.experts.3.up".
+
+    Attributes:
+      op: the caller, for errors.
+      recipes: by pattern, in order.
+
+    >>> rules = Rules.of({"*.experts.*": "BlockScaling", "head": None, "*": "MXFP8"}, "convert")
+    >>> [rules.pattern_of(name) for name in ("layers.0.experts.3.up", "head", "layers.0.q")]
+    ['*.experts.*', 'head', '*']
+    """
+
+    op: str
+    recipes: Mapping[str, Recipe | None]
+
+    @classmethod
+    def of(cls, value: Any, op: str) -> Rules:
+        """The rules that a caller of `op` passed as `recipe`.
+
+        Raises:
+          TypeError, ValueError: `as_recipe` rejects a value, a pattern is not a string, or all values are None.
+        """
+        if not isinstance(value, Mapping):
+            return cls(op, {"*": as_recipe(value, op)})
+        for pattern in value:
+            if not isinstance(pattern, str):
+                raise TypeError(f"{op}: pattern ({shown(pattern)}) is not a string; write names such as 'layers.0.*'")
+        recipes = {
+            pattern: None if recipe is None else as_recipe(recipe, op, f"recipe[{pattern!r}]")
+            for pattern, recipe in value.items()
+        }
+        if not any(recipe is not None for recipe in recipes.values()):
+            raise ValueError(
+                f"{op}: recipe ({shown(value)}) has no recipe for any layer; pass one, such as {{'*': 'MXFP8'}}"
+            )
+        return cls(op, recipes)
+
+    def pattern_of(self, *names: str) -> str | None:
+        """The first pattern that matches a name of a layer, which may have several; None without a match."""
+        return next((pattern for pattern in self.recipes if any(fnmatchcase(name, pattern) for name in names)), None)
+
+    def check_used(self, layers: Iterable[Iterable[str]], others: Iterable[str] = ()) -> None:
+        """Raises ValueError where a pattern decides about no layer.
+
+        Args:
+          layers: the names of each layer.
+          others: names of all other modules, such as embeddings. A pattern with None may match one of these alone.
+        """
+        every = [tuple(names) for names in layers]
+        used = {self.pattern_of(*names) for names in every}
+        used |= {each for name in others if (each := self.pattern_of(name)) is not None and self.recipes[each] is None}
+        unused = next((each for each in self.recipes if each not in used), None)
+        if unused is None or not every:  # Without any layer, the caller says so.
+            return
+        known = [*dict.fromkeys(name for names in every for name in names)]
+        if (name := next((name for name in known if fnmatchcase(name, unused)), None)) is not None:
+            raise ValueError(
+                f"{self.op}: pattern {unused!r} decides nothing: {self.pattern_of(name)!r} before it matches all that "
+                f"it does, such as {name!r}; put the narrower pattern first"
+            )
+        raise ValueError(f"{self.op}: pattern {unused!r} matches no layer; {closest_names(unused, known)}")
+
+
+def check_filter(op: str, filter: Any, of: str = "a layer") -> None:
+    """Raises TypeError unless `filter` is None, or a function that two arguments can be passed to.
+
+    >>> check_filter("convert", lambda name: True)
+    Traceback (most recent call last):
+    TypeError: convert: filter (<lambda>(name)) does not take two arguments; pass a function of a layer and its name
+    """
+    if filter is None:
+        return
+    if not callable(filter):
+        raise TypeError(f"{op}: filter ({shown(filter)}) is not a function; pass one of {of} and its name")
+    try:
+        signature = inspect.signature(filter)
+    except (TypeError, ValueError):  # Functions of C need not have one.
+        return
+    try:
+        signature.bind(None, "")
+    except TypeError:
+        name = getattr(filter, "__name__", type(filter).__name__)
+        raise TypeError(
+            f"{op}: filter ({name}{signature}) does not take two arguments; pass a function of {of} and its name"
+        ) from None
+
+
+def keeps(filter: Callable[[Any, str], bool] | None, module: Any, name: str, is_layer: bool) -> bool:
+    """Whether `filter` keeps a module.
+
+    A filter written for linear layers may read attributes such as `in_features`. Another module lacks them, and is
+    kept: the filter has not left it out.
+    """
+    if filter is None:
+        return True
+    try:
+        return bool(filter(module, name))
+    except AttributeError:
+        if is_layer:
+            raise
+        return True
+
+
+def list_layers(reasons: Mapping[str, str]) -> str:
+    """Lists layers by reason, for a message. It names the first of several layers whose names differ in numbers alone.
+
+    >>> list_layers({f"layers.{i}.{name}": "3-D" for name in ("w1", "w2") for i in range(32)} | {"head": "tied"})
+    'layers.0.w1, layers.0.w2 (3-D; 62 more alike), head (tied)'
+    """
+    groups: dict[str, dict[str, list[str]]] = {}
+    for name, reason in reasons.items():
+        groups.setdefault(_without_numbers(reason), {}).setdefault(_without_numbers(name), []).append(name)
+    listed, left = [], len(reasons)
+    for alike in [*groups.values()][:_SHOWN]:
+        named = [names[0] for names in alike.values()][:_NAMES]
+        count = sum(map(len, alike.values()))
+        more = f"; {count - len(named)} more alike" if count > len(named) else ""
+        listed.append(f"{', '.join(name or 'it' for name in named)} ({reasons[named[0]]}{more})")
+        left -= count
+    return ", ".join(listed) + (f" and {left} more" if left else "")
+
+
+def closest_names(pattern: str, names: Sequence[str]) -> str:
+    """Names close to a pattern that matches nothing. It names the first of several that differ in numbers alone.
+
+    >>> closest_names("*.expert.*", [f"layers.{i}.experts" for i in range(4)])
+    "the closest are 'layers.0.experts'"
+    """
+    different = {_without_numbers(name): name for name in reversed(names)}.values()
+    like = difflib.get_close_matches(pattern, different, n=_SHOWN, cutoff=0.0)
+    return f"the closest are {', '.join(map(repr, like))}" if like else "the model has none"
+
+
+def is_name_of_table(module: str, parameter: str) -> bool:
+    """Whether a parameter, or the attribute that its module is, has the name of a table, of tokens or of a bias.
+
+    >>> [is_name_of_table("", name) for name in ("pos_embed", "cls_token", "w1")]
+    [True, True, False]
+    """
+    is_table = any(word in module.lower() for word in ("embed", "position", "pos_"))
+    return is_table or any(word in parameter.lower() for word in ("embed", "position", "pos_", "token", "bias"))
+
+
+def _without_numbers(text: str) -> str:
+    """`layers.3.w1` as `layers.*.w1`."""
+    return re.sub(r"(?<![\w])\d+(?=\.|$)", "*", text)

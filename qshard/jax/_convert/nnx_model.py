@@ -1,0 +1,328 @@
+"""The linear layers of flax's nnx, as `convert` sees them. It needs flax."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple, cast
+
+import jax
+from flax import nnx
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from qshard._core.layer_recipes import closest_names, is_name_of_table
+from qshard._core.validation import check_float
+from qshard.jax import nnx as modules
+from qshard.jax._convert import nnx_einsum
+from qshard.jax._nn import dot_general
+from qshard.jax._nn.dimension_numbers import Terms
+from qshard.jax._sharding.inference import Meaning, sharding_of
+from qshard.recipes import Recipe
+
+_KINDS = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum)
+_TABLES_AND_NORMS = (nnx.Embed, nnx.LayerNorm, nnx.RMSNorm, nnx.BatchNorm, nnx.GroupNorm, nnx.InstanceNorm)
+_CALLS = {kind.__call__ for kind in (*_KINDS, nnx.LoRALinear)}
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A linear layer.
+
+    Attributes:
+      module: the layer.
+    """
+
+    module: Any
+
+    @property
+    def parameter(self) -> str:
+        """The name of the attribute with the kernel."""
+        return "kernel"
+
+    @property
+    def kernel(self) -> Any:
+        return self._variable.get_value()
+
+    @property
+    def _variable(self) -> Any:
+        return getattr(self.module, self.parameter)
+
+    @property
+    def contracted(self) -> tuple[int, ...]:
+        """The axes of the kernel of one layer that are K."""
+        if isinstance(self.module, nnx.Einsum):
+            (x, w), out = self._terms
+            return tuple(i for i, label in enumerate(w) if label in x and label not in out)
+        return tuple(range(len(self.module.axis) if isinstance(self.module, nnx.LinearGeneral) else 1))
+
+    @property
+    def ndim(self) -> int:
+        """Of the kernel of one layer."""
+        if isinstance(self.module, nnx.Einsum):
+            return len(self.module.kernel_shape)
+        if isinstance(self.module, nnx.LinearGeneral):
+            return len(self.module.in_features) + len(self.module.out_features)
+        return 2
+
+    @property
+    def stacked(self) -> tuple[int, ...]:
+        """The axes in front, where one module stands for several layers."""
+        shape: tuple[int, ...] = self.kernel.shape
+        return shape[: len(shape) - self.ndim]
+
+    @property
+    def _terms(self) -> tuple[list[str], str]:
+        operands, out = self.module.einsum_str.replace("...", "").split("->")
+        return operands.split(","), out
+
+    @property
+    def _attribute(self) -> str:
+        return "einsum_op" if isinstance(self.module, nnx.Einsum) else "dot_general"
+
+    @property
+    def unfit(self) -> str | None:
+        """Why it has to stay as it is."""
+        module, kind = self.module, type(self.module)
+        if kind.__call__ not in _CALLS:
+            return f"{kind.__name__} overrides __call__"
+        multiplier = getattr(module, self._attribute)
+        known = (None, lax.dot_general, jax.numpy.einsum)
+        if not isinstance(multiplier, dot_general.DotGeneral | modules.DotGeneral) and multiplier not in known:
+            return f"its {self._attribute} was replaced"
+        if getattr(module, "dot_general_cls", None) is not None:
+            return "it has a dot_general_cls"
+        if module.precision is not None and module.precision not in dot_general.DEFAULT_PRECISIONS:
+            return f"it asks for precision {module.precision}"
+        if getattr(module, "batch_axis", None):
+            return "its kernel has batch axes"
+        if isinstance(module, nnx.Einsum):
+            (x, w), out = self._terms
+            if any(label in x and label in out for label in w):
+                return "its kernel has batch axes"
+        return None
+
+    def placed(self, meaning: Meaning, name: str) -> dict[str, Any]:
+        """How its kernel lies over a mesh, as options of `linear`."""
+        array, more = self.kernel, len(self.stacked)
+        sharding = sharding_of(array) or _annotated(self._variable)
+        if sharding is None:
+            return {}
+        entries = (*sharding.spec, *[None] * array.ndim)[: array.ndim]
+        if any(entry is not None for entry in entries[:more]):
+            raise ValueError(
+                f"convert: {name}.{self.parameter} {array.shape} is cut along its axes of layers ({sharding.spec}); "
+                "cut what one layer has"
+            )
+        return meaning.options(
+            f"{name}.{self.parameter}", NamedSharding(sharding.mesh, PartitionSpec(*entries[more:])), self.ndim
+        )
+
+    def check(self, name: str, asked: dot_general.DotGeneral) -> None:
+        """Raises unless the recipe can take its kernel."""
+        array = self.kernel
+        check_float("convert", f"{name}.{self.parameter}", str(array.dtype))
+        shape = array.shape[len(self.stacked) :]
+        k = math.prod(shape[axis] for axis in self.contracted)
+        why = dot_general.broken_blocks(asked.recipe, k, math.prod(shape) // max(1, k))
+        if why is not None and asked.otherwise == "raise":
+            raise ValueError(
+                f"convert: {name}.{self.parameter} {shape} has {why}; leave it out with filter=, or pass "
+                "otherwise='plain'"
+            )
+
+    def multiplier(self, recipe: Recipe, rngs: Any, options: dict[str, Any]) -> Any:
+        """What its products become."""
+        kept = recipe.stateful or recipe.stochastic
+        if not kept and not isinstance(self.module, nnx.Einsum):
+            return dot_general.DotGeneral(recipe, **options)
+        kind = modules.Einsum if isinstance(self.module, nnx.Einsum) else modules.DotGeneral
+        return kind(recipe, rngs=rngs, layers=self.stacked, **options)
+
+    def put(self, multiplier: Any) -> None:
+        module = isinstance(multiplier, nnx.Module)
+        setattr(self.module, self._attribute, nnx.data(multiplier) if module else nnx.static(multiplier))
+        if not isinstance(self.module.promote_dtype, _KernelAsItIs):
+            self.module.promote_dtype = _KernelAsItIs(self.module.promote_dtype)
+
+
+@dataclass(frozen=True)
+class _KernelAsItIs:
+    """A `promote_dtype` of a layer, but for the kernel: masters are quantized, not what bfloat16 makes of them."""
+
+    promote: Any
+
+    def __call__(self, args: tuple[Any, Any, Any], **options: Any) -> tuple[Any, Any, Any]:
+        inputs, _, bias = self.promote(args, **options)
+        return inputs, args[1], bias
+
+
+@dataclass(frozen=True)
+class OwnEinsum(Layer):
+    """A module with an einsum of its own, as a linear layer.
+
+    Attributes:
+      equation: the einsum of x and the weight.
+      weight: the name of the attribute with the weight.
+    """
+
+    equation: str
+    weight: str
+
+    @property
+    def parameter(self) -> str:
+        return self.weight
+
+    @property
+    def ndim(self) -> int:
+        return len(self.equation.partition("->")[0].partition(",")[2].replace(" ", ""))
+
+    @property
+    def contracted(self) -> tuple[int, ...]:
+        terms = self._terms_of_layer
+        return tuple(i for i, label in enumerate(terms.w) if label not in terms.out)
+
+    @property
+    def _terms_of_layer(self) -> Terms:
+        return nnx_einsum.terms_of(self.equation, self.ndim)
+
+    @property
+    def unfit(self) -> str | None:
+        terms = self._terms_of_layer
+        return "its weight has batch axes" if {*terms.x} & {*terms.w} & {*terms.out} else None
+
+    def check(self, name: str, asked: dot_general.DotGeneral) -> None:
+        if not nnx_einsum.is_extended(type(self.module)):
+            stacked = len(self.stacked)
+            nnx_einsum.check_equation("convert", name, self.module, self.weight, self.equation, stacked)
+        super().check(name, asked)
+
+    def multiplier(self, recipe: Recipe, rngs: Any, options: dict[str, Any]) -> Any:
+        return modules.Einsum(recipe, rngs=rngs, layers=self.stacked, **options)
+
+    def put(self, multiplier: Any) -> None:
+        object.__setattr__(self.module, "__class__", nnx_einsum.extended(type(self.module)))
+        self.module.einsum_op = nnx.data(multiplier)
+        self.module.einsum_rule = nnx.static((self.equation, self.weight))
+
+
+class Candidate(NamedTuple):
+    """A module with weights.
+
+    Attributes:
+      layer: the module as a linear layer; None if it has to stay.
+      module: the module.
+      names: the qualified name of the module, then the names of its weights. A pattern may match any of them.
+      why: the reason to leave the module, and what to do; None for a linear layer.
+    """
+
+    layer: Layer | None
+    module: nnx.Module
+    names: tuple[str, ...]
+    why: str | None
+
+
+def survey(model: nnx.Module, einsums: Mapping[str, str]) -> dict[str, Candidate]:
+    """Modules with weights of products, by name.
+
+    A weight is an `nnx.Param` of floats with two axes or more that are longer than 1. Embeddings, norms and adapters
+    (`nnx.LoRA`) have none. Whether the module multiplies it cannot be seen from outside.
+
+    Args:
+      model: the model.
+      einsums: equations by pattern of names, or the name of the attribute with the equation.
+
+    Raises:
+      ValueError: a pattern of `einsums` matches no such module, or one with several weights.
+    """
+    found: dict[str, Candidate] = {}
+    used: set[str] = set()
+    for path, module in nnx.iter_modules(model):
+        name = ".".join(map(str, path))
+        prefix = f"{name}." if name else ""
+        if isinstance(module, _KINDS):
+            found[name] = Candidate(Layer(module), module, (name, f"{prefix}kernel"), None)
+            continue
+        if nnx_einsum.is_extended(type(module)):
+            layer = OwnEinsum(module, *cast(Any, module).einsum_rule)
+            found[name] = Candidate(layer, module, (name, prefix + layer.weight), None)
+            used |= {pattern for pattern in einsums if fnmatchcase(name, pattern)}
+            continue
+        weights = _weights_of(module, path[-1] if path else "")
+        if not weights:
+            continue
+        names = (name, *(prefix + each for each in weights))
+        pattern = next((pattern for pattern in einsums if any(fnmatchcase(each, pattern) for each in names)), None)
+        equation = None if pattern is None else _equation_of(module, einsums[pattern])
+        if pattern is None or equation is None:
+            found[name] = Candidate(None, module, names, _why(module, weights))
+            continue
+        used.add(pattern)
+        if len(weights) > 1:
+            raise ValueError(
+                f"convert: {name} ({type(module).__name__}) has weights {', '.join(weights)}, and einsums[{pattern!r}] "
+                "is the equation of one; call qshard.jax.einsum in its __call__, or give a narrower pattern"
+            )
+        found[name] = Candidate(OwnEinsum(module, equation, *weights), module, names, None)
+    if unused := [pattern for pattern in einsums if pattern not in used]:
+        known = [each for candidate in found.values() if candidate.layer is None for each in candidate.names]
+        like = closest_names(unused[0], known)
+        raise ValueError(f"convert: einsums ({unused[0]!r}) matches no module with an einsum of its own; {like}")
+    return found
+
+
+def names_of(model: nnx.Module) -> list[str]:
+    """The qualified names of all modules."""
+    return [".".join(map(str, path)) for path, _ in nnx.iter_modules(model)]
+
+
+def _equation_of(module: Any, given: str) -> str | None:
+    """The equation of a module: `given`, or its attribute of that name; None if the module has no such attribute."""
+    if "->" in given:
+        return given
+    own = getattr(module, given, None)
+    return own if isinstance(own, str) and "->" in own else None
+
+
+def _weights_of(module: nnx.Module, own: Any) -> list[str]:
+    """The attributes of a module that are weights of products. `own`: its own name."""
+    kind = type(module).__name__.lower()
+    if isinstance(module, _TABLES_AND_NORMS) or "embed" in kind or "norm" in kind or is_name_of_table(str(own), ""):
+        return []
+    return [
+        str(name)
+        for name, value in vars(module).items()
+        if isinstance(value, nnx.Param) and not isinstance(value, nnx.LoRAParam)
+        if not is_name_of_table("", str(name)) and _is_weight(value.get_value())
+    ]
+
+
+def _is_weight(array: Any) -> bool:
+    if not hasattr(array, "dtype") or not jax.numpy.issubdtype(array.dtype, jax.numpy.floating):
+        return False
+    return bool(sum(size > 1 for size in array.shape) > 1)
+
+
+def _why(module: nnx.Module, weights: list[str]) -> str:
+    """Why `convert` leaves the weights of a module, and what to do."""
+    if isinstance(module, nnx.Conv | nnx.ConvTranspose):
+        return "no recipe multiplies a convolution"
+    kind, names = type(module).__name__, ", ".join(weights)
+    if len(weights) > 1:
+        return f"{kind} multiplies {names} itself; call qshard.jax.einsum or ragged_dot there"
+    return f"{kind} multiplies {names} itself; name its equation in einsums="
+
+
+def _annotated(kernel: Any) -> NamedSharding | None:
+    """How a kernel is to lie, by its metadata."""
+    if kernel.get_metadata("out_sharding", None) is None:
+        return None
+    mesh = kernel.get_metadata("mesh", None) or jax.sharding.get_mesh()
+    if mesh.empty:
+        raise ValueError(
+            f"convert: a kernel is annotated with out_sharding {kernel.get_metadata('out_sharding')}, and no mesh is "
+            "known; enter it with jax.set_mesh"
+        )
+    return NamedSharding(mesh, nnx.get_partition_spec(kernel).get_value())

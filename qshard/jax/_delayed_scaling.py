@@ -1,0 +1,343 @@
+"""Delayed scaling: state that `linear` reads, amaxes that its gradient brings, and one update for all of a model.
+
+Amaxes leave a differentiated function in the cotangent of the state, whose field `observed` is zeros in the state
+itself; in the cotangent all else is zeros. Cotangents are summed, by JAX where one state serves two calls, by users
+over microbatches, and a sum of amaxes is no amax. So each carries a *seal*, a hash of its bits: no sum, mean or
+multiple of sealed amaxes is sealed, but for what changes nothing, such as adding a zero. `update_delayed` refuses what
+is not sealed; `merge_observed` and `spread_states` take the maximum.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
+
+from qshard._core.validation import shown
+from qshard.jax._ops import bind as ops
+from qshard.jax._ops.validation import as_axes
+from qshard.jax._sharding import partitionable_ops
+from qshard.jax._sharding.shard_spec import AxisName, as_bits, as_float, max_over, types_tell
+from qshard.jax._sharding.vmap_rows import refuse
+from qshard.recipes import DelayedScaling, Role, as_delayed
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["amax", "seal"], meta_fields=[])
+@dataclass(frozen=True, eq=False)
+class Observed:
+    """What a step has seen of one tensor, in a gradient with respect to the state; zeros in the state itself.
+
+    Attributes:
+      amax: float32 `[]`.
+      seal: float32 `[]`: a hash of the bits of `amax`; of 0, 0.
+    """
+
+    amax: jax.Array
+    seal: jax.Array
+
+    @property
+    def is_sealed(self) -> jax.Array:
+        return self.seal == _hash(self.amax)
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["scale", "amax_history", "observed"], meta_fields=[])
+@dataclass(frozen=True, eq=False)
+class TensorState:
+    """What one tensor carries from step to step.
+
+    Attributes:
+      scale: float32 `[]`; 0 before the first update, when the tensor is scaled by its own amax.
+      amax_history: float32 `[recipe.history]`, the oldest first.
+      observed: zeros; in a gradient with respect to the state, what this step has seen, and all else is zeros.
+    """
+
+    scale: jax.Array
+    amax_history: jax.Array
+    observed: Observed
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["weight", "activation", "gradient"], meta_fields=[])
+@dataclass(frozen=True, eq=False)
+class LinearState:
+    """The state of the tensors of one `linear`, by role."""
+
+    weight: TensorState
+    activation: TensorState
+    gradient: TensorState
+
+
+def init_delayed(recipe: DelayedScaling | str, shape: Sequence[int] = ()) -> LinearState:
+    """The state of a `linear` before the first step: scales and histories of 0.
+
+    A scale of 0 is none yet: until an update has made one, each tensor is scaled by its own amax, as in current
+    scaling, less the margin.
+
+    Args:
+      recipe: has the length of the history. "DelayedScaling" is that with defaults.
+      shape: leading axes of every array, as of layers that are scanned over.
+
+    >>> init_delayed(DelayedScaling(history=4), shape=(12,)).weight.amax_history.shape
+    (12, 4)
+    """
+    recipe = as_delayed(recipe, "init_delayed")
+    if not isinstance(shape, tuple | list):
+        raise TypeError(f"init_delayed: shape ({shown(shape)}) is not a tuple; pass one, such as (layers,)")
+    shapes = {name: (*shape, *own) for name, own in recipe.state_shapes.items()}
+
+    def tensor() -> TensorState:
+        scale, history = jnp.zeros(shapes["scale"], jnp.float32), jnp.zeros(shapes["amax_history"], jnp.float32)
+        return TensorState(scale, history, Observed(jnp.zeros_like(scale), jnp.zeros_like(scale)))
+
+    return LinearState(tensor(), tensor(), tensor())
+
+
+def check_shared(op: str, state: Any, axis_name: Any, name: str = "state") -> None:
+    """Raises ValueError where nothing tells which devices share a state, or a probe.
+
+    That is in `shard_map(check_vma=False)`, without `axis_name`.
+
+    The amaxes of one device would then leave as if they were those of all.
+    """
+    if state is None or axis_name is not None or types_tell():
+        return
+    axes = jax.sharding.get_abstract_mesh().manual_axes
+    raise ValueError(
+        f"{op}: axis_name (None) does not say which devices share {name}, nor do types under check_vma=False; name "
+        f"those of {axes} that cut x, w or dy, pass () for a {name} a device, or leave check_vma on"
+    )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def require_gradient(op: str, w: jax.Array, state: LinearState) -> tuple[jax.Array, LinearState]:
+    """`w` and `state` as they are.
+
+    Where this is differentiated with respect to `w` and not to `state`, no amaxes would come back, and every step would
+    scale by amaxes of its own, as current scaling does: then both raise ValueError when the program is lowered. Frozen
+    weights need no amaxes.
+    """
+    return w, state
+
+
+def _require_gradient_fwd(op: str, w: Any, state: Any) -> tuple[Any, None]:
+    is_input = _is(CustomVJPPrimal)
+    inputs = [jax.tree.leaves(tree, is_leaf=is_input) for tree in (w, state)]
+    learns, observes = (any(each.perturbed for each in leaves) for leaves in inputs)
+    w, state = jax.tree.map(lambda leaf: leaf.value, (w, state), is_leaf=is_input)
+    if learns and not observes:
+        error = ValueError(
+            f"{op}: state (not differentiated) brings back no amaxes, so DelayedScaling would never delay; take the "
+            "gradient by it too (nnx: wrt=nnx.DiffState(0, nnx.Any(nnx.Param, ScalingState))), for update_delayed"
+        )
+        w, state = refuse((w, state), error)  # The gradient of w may need no w, but it needs scales.
+    return (w, state), None
+
+
+def _require_gradient_bwd(op: str, _: None, gradients: tuple[Any, Any]) -> tuple[Any, Any]:
+    is_zero = _is(SymbolicZero)
+    made: tuple[Any, Any] = jax.tree.map(
+        lambda leaf: jnp.zeros(leaf.shape, leaf.dtype) if is_zero(leaf) else leaf, gradients, is_leaf=is_zero
+    )
+    return made
+
+
+require_gradient.defvjp(_require_gradient_fwd, _require_gradient_bwd, symbolic_zeros=True)
+
+
+def observe(state: TensorState, amax: jax.Array, axes: tuple[str, ...] = ()) -> TensorState:
+    """The cotangent of a state that brings this amax, reduced over all devices that share the state.
+
+    Types tell which: mesh axes over which the amax varies, and the state does not. With `check_vma=False` types tell
+    nothing, and it is `axes`.
+    """
+    own, shared = (jax.typeof(a).manual_axis_type.varying for a in (amax, state.scale))
+    amax = max_over(tuple(sorted(own - shared)) if types_tell() else axes)(amax)
+    seen = Observed(amax, _hash(amax))
+    return TensorState(jnp.zeros_like(state.scale), jnp.zeros_like(state.amax_history), seen)
+
+
+def observe_all(
+    state: LinearState | None,
+    weight: jax.Array | None,
+    activation: jax.Array | None,
+    gradient: jax.Array | None,
+    axes: tuple[str, ...],
+) -> LinearState | None:
+    """The cotangent of the state of a layer that brings these amaxes; of a weight that came as codes there is none."""
+    if state is None or activation is None or gradient is None:
+        return None
+    if weight is None:
+        weight = jnp.zeros_like(state.weight.observed.amax)
+    return LinearState(
+        weight=observe(state.weight, weight, axes),
+        activation=observe(state.activation, activation, axes),
+        gradient=observe(state.gradient, gradient, axes),
+    )
+
+
+def update_delayed(states: Any, amaxes: Any, recipe: DelayedScaling | str, *, axis_name: AxisName = None) -> Any:
+    """One step of delayed scaling for all tensors of a model, in one call of a kernel for each element format.
+
+    A step whose amax is 0 changes nothing. Else the amax enters the history, the oldest leaves it, and `scale =
+    element.max * 2**-margin / max(history)`, or over the amax itself (`algorithm="most_recent"`); it stays where that
+    is infinite or NaN.
+
+    Args:
+      states: a pytree with `LinearState`s.
+      amaxes: the gradient with respect to it: of one step, or merged by `merge_observed`.
+      recipe: of the calls of `linear`.
+      axis_name: in `shard_map`, mesh axes over which amaxes are still to be reduced, all in one all-reduce. `linear`
+        has done that unless the states vary over them.
+
+    Returns:
+      `states` for the next step.
+
+    Raises:
+      TypeError: `recipe` is no `DelayedScaling`.
+      ValueError: the two trees differ; or an amax has been summed, averaged, scaled or rounded. Under `jit`, where that
+        is known too late, its scale becomes NaN, and with it all that it scales.
+
+    >>> recipe = DelayedScaling(history=2)
+    >>> states = init_delayed(recipe)
+    >>> x, w = jnp.full((16, 16), 2.0), jnp.full((16, 16), 7.0)
+    >>> from qshard.jax import linear
+    >>> amaxes = jax.grad(lambda states: linear(x, w, recipe, state=states).sum())(states)
+    >>> states = update_delayed(states, amaxes, recipe)
+    >>> float(states.weight.scale), float(states.activation.amax_history[1])
+    (64.0, 2.0)
+
+    Sources: arXiv:2209.05433; TransformerEngine (`DelayedScaling`).
+    """
+    recipe, axes = as_delayed(recipe, "update_delayed"), as_axes("update_delayed", axis_name)
+    structures: list[Any] = [jax.tree.structure(tree) for tree in (states, amaxes)]
+    if structures[0] != structures[1]:
+        raise ValueError(
+            "update_delayed: amaxes do not have the structure of states; pass the gradient with respect to states"
+        )
+    if not all(isinstance(leaf, LinearState) for leaf in jax.tree.leaves(states, is_leaf=_is(LinearState))):
+        raise ValueError("update_delayed: states hold more than LinearStates; pass those alone")
+    tensors, structure = jax.tree.flatten(states, is_leaf=_is(TensorState))
+    for length in {tensor.amax_history.shape[-1] for tensor in tensors} - {recipe.history}:
+        raise ValueError(
+            f"update_delayed: states (history of {length}) are not of the recipe, history={recipe.history}; pass the "
+            "recipe that init_delayed got"
+        )
+    seen = [tensor.observed for tensor in jax.tree.leaves(amaxes, is_leaf=_is(TensorState))]
+    # The tensors of a LinearState are in the order of `Role`.
+    elements = [recipe.format(role).element.name for role in Role] * (len(tensors) // len(Role))
+    new: dict[int, TensorState] = {}
+    for element in dict.fromkeys(elements):
+        chosen = [i for i, each in enumerate(elements) if each == element]
+        pairs = [(tensors[i], seen[i]) for i in chosen]
+        states, sealed = _updated(pairs, element, recipe, axes)
+        if not isinstance(sealed, jax.core.Tracer) and not sealed:
+            raise ValueError(
+                "update_delayed: amaxes are not as linear gave them, but summed, averaged, scaled or rounded; merge "
+                "those of microbatches with merge_observed, and give calls that share a state copies by spread_states"
+            )
+        new |= zip(chosen, states, strict=True)
+    return jax.tree.unflatten(structure, [new[i] for i in range(len(tensors))])
+
+
+def merge_observed(a: Any, b: Any) -> Any:
+    """The amaxes of two microbatches together: the larger of each, NaN above all. Never add them.
+
+    Args:
+      a, b: gradients with respect to states, as for `update_delayed`. Zeros, as of `jax.tree.map(jnp.zeros_like,
+        states)`, are a start for a loop.
+
+    Returns:
+      Such a gradient.
+
+    >>> recipe = DelayedScaling(history=2)
+    >>> states = init_delayed(recipe)
+    >>> zeros = jax.tree.map(jnp.zeros_like, states)
+    >>> merge_observed(zeros, zeros).weight.observed.amax
+    Array(0., dtype=float32)
+    """
+    return jax.tree.map(_larger, a, b, is_leaf=_is(Observed))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def spread_states(states: Any, copies: int) -> Any:
+    """States for calls of `linear` that share them: one for each, along a new first axis. Amaxes come back merged.
+
+    For a weight that is used twice in a differentiated function, or a loop over microbatches inside it: without this,
+    JAX would sum their amaxes, and `update_delayed` refuse them.
+
+    Args:
+      states: a pytree with `LinearState`s.
+      copies: how many.
+
+    >>> states = spread_states(init_delayed(DelayedScaling()), 3)
+    >>> states.weight.scale.shape
+    (3,)
+    """
+    return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (copies, *leaf.shape)), states)
+
+
+def _merged_copies(copies: int, _: None, amaxes: Any) -> tuple[Any]:
+    parts = [jax.tree.map(lambda leaf, i=i: leaf[i], amaxes) for i in range(copies)]
+    return (functools.reduce(merge_observed, parts),)
+
+
+spread_states.defvjp(lambda states, copies: (spread_states(states, copies), None), _merged_copies)
+
+
+def _is(kind: type) -> Callable[[Any], bool]:
+    return lambda node: isinstance(node, kind)
+
+
+def _hash(amax: jax.Array) -> jax.Array:
+    """23 bits of a hash of an amax as fp32, which holds them exactly; 0 of 0, so that a zero cotangent is sealed."""
+    bits = lax.bitcast_convert_type(amax, jnp.uint32)
+    mixed = bits * np.uint32(0x9E3779B1)
+    mixed = (mixed ^ (mixed >> 15)) * np.uint32(0x85EBCA77)
+    return jnp.where(bits == 0, 0, 1 + (mixed >> 9)).astype(jnp.float32)
+
+
+def _larger(a: Any, b: Any) -> Any:
+    if not isinstance(a, Observed):
+        return a  # Zeros.
+    first = as_bits(a.amax) >= as_bits(b.amax)
+    larger = Observed(jnp.where(first, a.amax, b.amax), jnp.where(first, a.seal, b.seal))
+    # What is broken stays broken.
+    sealed = a.is_sealed & b.is_sealed
+    return Observed(jnp.where(sealed, larger.amax, jnp.nan), jnp.where(sealed, larger.seal, -1.0))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3), inline=True)
+def _updated(
+    pairs: list[tuple[TensorState, Observed]], element: str, recipe: DelayedScaling, axes: tuple[str, ...]
+) -> tuple[list[TensorState], jax.Array]:
+    """The new states, and whether each amax was sealed."""
+
+    def joined(arrays: Iterable[jax.Array], *axes: int) -> jax.Array:
+        return partitionable_ops.joined([array.reshape(-1, *axes) for array in arrays])
+
+    scale = joined(state.scale for state, _ in pairs)
+    history = joined((state.amax_history for state, _ in pairs), recipe.history)
+    amax = joined(seen.amax for _, seen in pairs)
+    sealed = joined(seen.is_sealed for _, seen in pairs)
+    # A mark that no amax has, and that an integer maximum keeps.
+    broken = np.int32(0x7FFFFFFF)
+    amax = max_over(axes)(as_float(jnp.where(sealed, as_bits(amax), broken)))
+    sealed = as_bits(amax) != broken
+    most_recent = recipe.algorithm == "most_recent"
+    history, scale, _ = ops.update_delayed_scale(
+        amax, history, scale, element=element, margin=recipe.margin, most_recent=most_recent
+    )
+    scale = jnp.where(sealed, scale, jnp.nan)
+    sizes = np.cumsum([state.scale.size for state, _ in pairs])[:-1]
+    parts = zip(jnp.split(scale, sizes), jnp.split(history, sizes), strict=True)
+    states = [
+        TensorState(s.reshape(state.scale.shape), h.reshape(state.amax_history.shape), state.observed)
+        for (state, _), (s, h) in zip(pairs, parts, strict=True)
+    ]
+    return states, jnp.all(sealed)

@@ -1,0 +1,332 @@
+"""Cross entropy of a linear layer, whose logits are never whole: a chunk of rows at a time, on each device its own."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from qshard._core.losses import LossRule, check_head, check_num_classes, count_classes, rows_at_a_time
+from qshard.jax._losses.cross_entropy import (
+    Rows,
+    as_words,
+    check_shapes,
+    cut_as,
+    reduced,
+    rows_that_count,
+    shards_of,
+    vary,
+)
+from qshard.jax._losses.quantized_head import Codes, recipe_of
+from qshard.jax._ops import bind as ops
+from qshard.jax._ops.uint64 import Seed, seed_words
+from qshard.jax._ops.validation import as_axes, check_array, check_dtype
+from qshard.jax._sharding.row_partitioning import Held, on_devices
+from qshard.jax._sharding.shard_spec import AxisName
+from qshard.op_table import table
+from qshard.recipes import Recipe, RecipeLike
+
+
+def linear_cross_entropy(
+    x: jax.typing.ArrayLike,
+    w: jax.typing.ArrayLike,
+    labels: jax.typing.ArrayLike,
+    *,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    num_classes: int | None = None,
+    chunk: int | None = None,
+    axis_name: AxisName = None,
+    recipe: RecipeLike | None = None,
+    seed: Seed = None,
+) -> jax.Array:
+    """`cross_entropy(x @ w.T, labels)`, a chunk of rows at a time, whose gradient then takes the place of its logits.
+
+    Args:
+      x: float32, bfloat16 or float16, `[*rows, K]`.
+      w: of the dtype of x, `[classes, K]`; with `axis_name` a part of the classes. With `recipe` of any such dtype.
+      labels, reduction, ignore_index, label_smoothing, z_loss, num_classes, axis_name: as for `cross_entropy`; columns
+        of logits are rows of w. With `axis_name` x is the same on all devices that have parts of the classes, and its
+        gradient is the sum of theirs.
+      chunk: rows at a time, on each device. By default as many as have 256 MiB of logits, in chunks alike.
+      recipe, seed: as for `linear`, whose three products are then made of each chunk: w is quantized once, x and the
+        gradient of logits a chunk at a time. Formats with a scale for the tensor have one for each chunk, and for the
+        classes of each device, so results depend on `chunk` as those of `linear` depend on the batch. It is for one
+        device and for `shard_map`: on Auto meshes XLA gathers rows that are cut, on Explicit ones they raise.
+        DelayedScaling is refused: chunks have no scales of earlier steps. None: products of values.
+
+    Returns:
+      As `cross_entropy`. Logits are rounded to the dtype of x. The gradient of w is summed in float32, over chunks and,
+      outside of `shard_map`, over devices.
+
+    Raises:
+      TypeError, ValueError: as `cross_entropy` does, or x and w do not fit.
+
+    With "mean" and "sum" gradients are made as the loss is, and multiplied by that of the loss, a number, in backward.
+    In float16 a loss that was scaled up could not bring back what has been rounded to 0; so there, and with "none",
+    logits are made again in backward.
+
+    On Auto and Explicit meshes rows stay where they are, whatever axes of x are cut, and so do classes, unless what
+    cuts them cuts rows too: then w is gathered once for all chunks, as where its K is cut, and its gradient
+    reduce-scattered. Under `vmap` each example is a head of its own, of which all have a chunk at a time.
+
+    >>> x, w = jnp.ones((2, 3)), jnp.zeros((4, 3))
+    >>> loss, grad = jax.value_and_grad(linear_cross_entropy)(x, w, jnp.array([0, 3]))
+    >>> print(f"{loss:.4f}", grad.tolist())
+    1.3863 [[0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]
+
+    Source: Wijmans et al., arXiv:2411.09009.
+    """
+    op = "linear_cross_entropy"
+    for name, array in (("x", x), ("w", w)):
+        check_array(op, name, array)
+        check_dtype(op, name, array)
+    names, x, w = as_axes(op, axis_name), jnp.asarray(x), jnp.asarray(w)
+    check_head(op, x.shape, str(x.dtype), w.shape, str((w if recipe is None else x).dtype), chunk)
+    rule = LossRule.of(op, ignore_index, label_smoothing, z_loss)
+    coded = None if recipe is None else recipe_of(recipe, x, w, seed)
+    drawn = seed_words(op, seed) if coded is not None and coded.stochastic else None
+    check_num_classes(op, num_classes)
+    check_shapes(op, "x", x.shape, labels, reduction)
+    columns = w.shape[0] * shards_of(names)
+    of = Rows(rule, count_classes(op, "x", columns, num_classes), names, columns)
+    head = Head(of, reduction, chunk, str(w.dtype), coded)
+    words = as_words(op, labels, of)
+    (x, w), words = vary((x, w), words, names)
+    if reduction == "none" or x.dtype == jnp.float16:
+        return reduced(_late(head, x, w, words, drawn), words, reduction, ignore_index)
+    return _early(head, x, w, words, drawn)
+
+
+@dataclass(frozen=True)
+class Head:
+    """What is static in losses of a linear layer."""
+
+    of: Rows
+    reduction: str
+    chunk: int | None
+    w_dtype: str
+    recipe: Recipe | None = None
+
+    def count(self, labels: jax.Array) -> jax.Array:
+        """What the sum of losses is divided by."""
+        return rows_that_count(labels, self.of.rule.ignore_index) if self.reduction == "mean" else jnp.float32(1)
+
+    def products(self, w: jax.Array, seed: jax.Array | None, *, backward: bool) -> _Values | _Codes:
+        return _Values(w) if self.recipe is None else _Codes(w, Codes(self.recipe, seed), backward)
+
+    def losses(
+        self, held: Held, x: jax.Array, w: jax.Array, labels: jax.Array, seed: jax.Array | None = None
+    ) -> tuple[jax.Array, ...]:
+        """The loss of each row, and its lse."""
+        products = self.products(w, seed, backward=False)
+
+        def step(made: Any, chunk: Any, part: Any, put: Any) -> Any:
+            logits, _ = products.logits(part(x), chunk)
+            loss, lse = self.of.losses(held, logits, part(labels))
+            return put(made[0], loss), put(made[1], lse)
+
+        flat, x, labels = labels.shape, *_flat(x, labels)
+        made = self._over_chunks(x, w, step, (_zeros(labels.shape, labels), _zeros(labels.shape, labels)))
+        return tuple(each.reshape(flat) for each in made)
+
+    def gradients(
+        self,
+        held: Held,
+        x: jax.Array,
+        w: jax.Array,
+        labels: jax.Array,
+        grad: jax.Array,
+        lse: jax.Array | None = None,
+        seed: jax.Array | None = None,
+    ) -> tuple[jax.Array, ...]:
+        """Losses, and the gradients of x and w, that of w in float32, of that of each loss."""
+        in_place = functools.partial(_grad_in_place(), **({"cuttable": False} if held.own else {}))
+        flat, shape = labels.shape, x.shape
+        x, labels, grad = _flat(x, labels, grad)
+        lses, products = None if lse is None else lse.reshape(-1), self.products(w, seed, backward=True)
+
+        def step(made: Any, chunk: Any, part: Any, put: Any) -> Any:
+            losses, dx, dw = made
+            rows, own = part(x), part(labels)
+            logits, kept = products.logits(rows, chunk)
+            if lses is None:
+                loss, lse = self.of.losses(held, logits, own)
+                losses = put(losses, loss)
+            else:
+                lse = part(lses)
+            d = self.of.gradient(held, logits, own, lse, part(grad), in_place)
+            of_rows, of_w = products.gradients(d, kept, chunk, x.dtype)
+            return losses, put(dx, of_rows), dw + of_w
+
+        begin = _zeros(labels.shape, labels), _zeros(x.shape, x, x.dtype), _zeros(w.shape, w)
+        losses, dx, dw = self._over_chunks(x, w, step, begin)
+        return losses.reshape(flat), held.of_x(dx.reshape(shape)), held.of_w(dw)
+
+    def _over_chunks(self, x: jax.Array, w: jax.Array, step: Callable[..., Any], made: Any) -> Any:
+        """`made` after `step(made, chunk, part, put)` of each: `part` of an array of all rows, and `put` there."""
+        rows = rows_at_a_time(self.chunk, len(x), w.shape[0], x.dtype.itemsize)
+        whole, rest = divmod(len(x), rows)
+
+        def of(made: Any, chunk: Any, size: int) -> Any:
+            start = chunk * rows
+            part = functools.partial(lax.dynamic_slice_in_dim, start_index=start, slice_size=size)
+            put = functools.partial(lax.dynamic_update_slice_in_dim, start_index=start, axis=0)
+            return step(made, chunk, part, put)
+
+        if whole > 1:
+            made, _ = lax.scan(lambda made, i: (of(made, i, rows), None), made, jnp.arange(whole))
+        elif whole:
+            made = of(made, 0, rows)
+        return of(made, whole, rest) if rest else made
+
+
+@functools.cache
+def _grad_in_place() -> ops.Op:
+    """`cross_entropy_grad`, whose result takes over the memory of logits."""
+    return ops.Op(table()["cross_entropy_grad"], {0: 0})
+
+
+class _Values:
+    """The three products of chunks, of values."""
+
+    def __init__(self, w: jax.Array):
+        self.w = w
+
+    def logits(self, x: jax.Array, chunk: Any) -> tuple[jax.Array, Any]:
+        """And what `gradients` takes of rows."""
+        return lax.dot_general(x, self.w, (((1,), (1,)), ((), ())), preferred_element_type=x.dtype), x
+
+    def gradients(self, d: jax.Array, x: jax.Array, chunk: Any, dtype: Any) -> tuple[jax.Array, jax.Array]:
+        """Of rows, and of w, in float32."""
+        dx = lax.dot_general(d, self.w, (((1,), (0,)), ((), ())), preferred_element_type=dtype)
+        return dx, lax.dot_general(d, x, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+class _Codes:
+    """The same of codes: those of w are made once."""
+
+    def __init__(self, w: jax.Array, codes: Codes, backward: bool):
+        self.codes, self.backward, self.w = codes, backward, codes.weight(w, backward=backward)
+
+    def logits(self, x: jax.Array, chunk: Any) -> tuple[jax.Array, Any]:
+        xq = self.codes.rows(x, chunk, backward=self.backward)
+        return self.codes.logits(xq, self.w, len(x), x.dtype), xq
+
+    def gradients(self, d: jax.Array, xq: Any, chunk: Any, dtype: Any) -> tuple[jax.Array, jax.Array]:
+        return self.codes.gradients(d, xq, self.w, chunk, dtype)
+
+
+def _flat(x: jax.Array, *others: jax.Array) -> tuple[jax.Array, ...]:
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), *(each.reshape(-1) for each in others)
+
+
+def _zeros(shape: tuple[int, ...], like: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
+    """Typed as varying over the manual axes over which `like` does."""
+    varying = tuple(sorted(jax.typeof(like).manual_axis_type.varying))
+    zeros = jnp.zeros(shape, dtype)
+    return lax.pcast(zeros, varying, to="varying") if varying else zeros
+
+
+@dataclass(frozen=True)
+class _Losses:
+    op: ClassVar[str] = "linear_cross_entropy"
+    is_cut: ClassVar[bool] = False
+    takes: ClassVar[tuple[str, ...]] = ("rows K", "classes K", "rows")
+    gives: ClassVar[tuple[str, ...]] = ("rows", "rows")
+    head: Head
+
+    def __call__(self, held: Held, *operands: jax.Array) -> tuple[jax.Array, ...]:
+        return self.head.losses(held, *operands)
+
+
+@dataclass(frozen=True)
+class _LossesAndGradients:
+    op: ClassVar[str] = "linear_cross_entropy"
+    is_cut: ClassVar[bool] = False
+    takes: ClassVar[tuple[str, ...]] = ("rows K", "classes K", "rows", "rows")
+    gives: ClassVar[tuple[str, ...]] = ("rows", "rows K", "classes K")
+    head: Head
+
+    def __call__(self, held: Held, *operands: jax.Array) -> tuple[jax.Array, ...]:
+        x, w, labels, grad, *seed = operands
+        return self.head.gradients(held, x, w, labels, grad, None, *seed)
+
+
+@dataclass(frozen=True)
+class _Gradients:
+    op: ClassVar[str] = "linear_cross_entropy"
+    is_cut: ClassVar[bool] = False
+    takes: ClassVar[tuple[str, ...]] = ("rows K", "classes K", "rows", "rows", "rows")
+    gives: ClassVar[tuple[str, ...]] = ("rows K", "classes K")
+    head: Head
+
+    def __call__(self, held: Held, *operands: jax.Array) -> tuple[jax.Array, ...]:
+        x, w, labels, grad, lse, *seed = operands
+        return self.head.gradients(held, x, w, labels, grad, lse, *seed)[1:]
+
+
+# --- gradients with the loss ---
+
+Seeds = jax.Array | None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _early(head: Head, x: jax.Array, w: jax.Array, labels: jax.Array, seed: Seeds) -> jax.Array:
+    losses, _ = _made(head, _Losses(head), x, w, labels, *_there(seed))
+    return losses.sum() / head.count(labels)
+
+
+def _early_forward(head: Head, x: jax.Array, w: jax.Array, labels: jax.Array, seed: Seeds) -> tuple[jax.Array, Any]:
+    count = head.count(labels)
+    share = jnp.broadcast_to(1 / count, labels.shape)
+    losses, dx, dw = _made(head, _LossesAndGradients(head), x, w, labels, share, *_there(seed))
+    return losses.sum() / count, (cut_as(dx, x), cut_as(dw, w))
+
+
+def _early_backward(head: Head, kept: Any, grad: jax.Array) -> tuple[jax.Array | None, ...]:
+    dx, dw = kept
+    grad = Held(head.of.names).of_losses(grad)
+    return (dx * grad).astype(dx.dtype), (dw * grad).astype(head.w_dtype), None, None
+
+
+_early.defvjp(_early_forward, _early_backward)
+
+
+# --- gradients in backward ---
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _late(head: Head, x: jax.Array, w: jax.Array, labels: jax.Array, seed: Seeds) -> jax.Array:
+    return _made(head, _Losses(head), x, w, labels, *_there(seed))[0]
+
+
+def _late_forward(head: Head, x: jax.Array, w: jax.Array, labels: jax.Array, seed: Seeds) -> tuple[jax.Array, Any]:
+    losses, lse = _made(head, _Losses(head), x, w, labels, *_there(seed))
+    return losses, (x, w, labels, lse, seed)
+
+
+def _late_backward(head: Head, kept: Any, grad: jax.Array) -> tuple[jax.Array | None, ...]:
+    x, w, labels, lse, seed = kept
+    grad = Held(head.of.names).of_losses(grad)
+    dx, dw = _made(head, _Gradients(head), x, w, labels, grad, lse, *_there(seed))
+    return cut_as(dx, x), cut_as(dw.astype(w.dtype), w), None, None
+
+
+_late.defvjp(_late_forward, _late_backward)
+
+
+def _made(head: Head, function: Any, *operands: jax.Array) -> tuple[jax.Array, ...]:
+    return on_devices(function, head.of.names, *operands, spreads=head.recipe is None)
+
+
+def _there(seed: Seeds) -> tuple[jax.Array, ...]:
+    return () if seed is None else (seed,)

@@ -1,0 +1,88 @@
+"""The three products of a head of codes, a chunk of rows at a time, on what one device has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from qshard._core.losses import head_recipe
+from qshard.formats import Usage
+from qshard.jax._gemm.gemm import gemm, row_product, scaled, stored_for
+from qshard.jax._ops.bind import names_of
+from qshard.jax._ops.uint64 import words_of
+from qshard.jax._quantized.array import QuantizedArray
+from qshard.jax._quantized.quantize import quantized
+from qshard.jax._sharding.shard_spec import Cut
+from qshard.layout import source
+from qshard.recipes import ROLE_SEEDS, Recipe, RecipeLike, Role, check_weight_shape
+
+_OP = "linear_cross_entropy"
+_NAMES = {Role.WEIGHT: "w", Role.ACTIVATION: "x", Role.GRADIENT: "the gradient of logits"}
+_CHUNK_BIT = 16
+"""Of the high word of a seed, the lowest one in which chunks count: neither layers nor ranks do there."""
+
+
+def recipe_of(given: RecipeLike, x: jax.Array, w: jax.Array, seed: Any) -> Recipe:
+    """The recipe that a caller gave.
+
+    Raises:
+      ValueError: a head has none such; shapes do not fit its formats; there is no seed; or types say that a mesh cuts
+        arrays.
+    """
+    recipe = head_recipe(_OP, given, seed)
+    for name, array in (("x", x), ("w", w)):
+        sharding = jax.typeof(array).sharding
+        if any(sharding.mesh.shape[axis] > 1 for entry in sharding.spec for axis in names_of(entry)):
+            raise ValueError(
+                f"{_OP}: recipe ({type(recipe).__name__}) is for what one device has, and {name} {array.shape} is cut "
+                f"as {sharding.spec}; call it inside jax.shard_map, with axis_name if classes are cut"
+            )
+    check_weight_shape(_OP, "w", recipe, w.shape)
+    return recipe
+
+
+@dataclass(frozen=True)
+class Codes:
+    """What is multiplied, under a seed: traced, so it is not kept beyond a trace."""
+
+    recipe: Recipe
+    seed: jax.Array | None
+
+    def weight(self, w: jax.Array, *, backward: bool) -> QuantizedArray:
+        """Codes of w, for all chunks."""
+        usage = Usage.ROWWISE | (source(self.recipe.weight, Usage.COLUMNWISE) if backward else Usage(0))
+        return self._quantized(w, Role.WEIGHT, usage, 0)
+
+    def rows(self, x: jax.Array, chunk: Any, *, backward: bool) -> QuantizedArray:
+        """Codes of rows of x."""
+        recipe, usage = self.recipe, Usage.ROWWISE
+        if backward:
+            usage |= stored_for(recipe.activation, recipe.gradient, Usage.COLUMNWISE)
+        return self._quantized(x, Role.ACTIVATION, usage, chunk)
+
+    def logits(self, xq: QuantizedArray, wq: QuantizedArray, rows: int, dtype: Any) -> jax.Array:
+        made = row_product(xq, wq, Usage.ROWWISE, (rows,), 1, precise=False, out_sharding=None)
+        return scaled(*made, dtype)
+
+    def gradients(
+        self, d: jax.Array, xq: QuantizedArray, wq: QuantizedArray, chunk: Any, dtype: Any
+    ) -> tuple[jax.Array, jax.Array]:
+        """Those of rows of x, and what they add to that of w, in float32."""
+        recipe, columns = self.recipe, Usage.COLUMNWISE
+        usage = stored_for(recipe.gradient, recipe.weight, Usage.ROWWISE)
+        usage |= stored_for(recipe.gradient, recipe.activation, columns)
+        dq = self._quantized(d, Role.GRADIENT, usage, chunk)
+        dx = scaled(*row_product(dq, wq, columns, (len(d),), 1, precise=True, out_sharding=None), dtype)
+        dw = scaled(*gemm(dq, columns, xq, columns, jnp.float32, precise=True), jnp.float32)
+        return dx, dw
+
+    def _quantized(self, x: jax.Array, role: Role, usage: Usage, chunk: Any) -> QuantizedArray:
+        fmt, seed = self.recipe.format(role), None
+        if fmt.stochastic and self.seed is not None:
+            of_chunk = jnp.stack([jnp.zeros((), jnp.uint32), jnp.asarray(chunk, jnp.uint32) << _CHUNK_BIT])
+            seed = self.seed ^ words_of(ROLE_SEEDS[role]).view(self.seed.dtype) ^ of_chunk.view(self.seed.dtype)
+        added = 0 if role is Role.WEIGHT else self.recipe.added_rows(role, usage, len(x))
+        return quantized(x, fmt, usage, Cut(), None, seed, added_rows=added, op=_OP, name=_NAMES[role])[0]

@@ -1,0 +1,329 @@
+"""SwiGLU and RMSNorm, in the bits of PyTorch's front end and of the reference; and quantized with their own amax.
+
+XLA merges nothing across custom calls: `linear` takes what they make, and reads it for its amax where its format has
+one of a tensor. `swiglu_quantize` and `rms_norm_quantize` do not, for who needs codes and no gradient.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from qshard._core import quantize_steps
+from qshard._core.validation import FormatLike, as_format, as_usage, shown
+from qshard.formats import Format, Usage
+from qshard.jax._ops import bind as ops
+from qshard.jax._ops.second_derivatives import rounded_by
+from qshard.jax._ops.uint64 import Seed
+from qshard.jax._ops.validation import as_axes, check_array, check_dtype, check_spec, check_spec_fits
+from qshard.jax._quantized.array import QuantizedArray
+from qshard.jax._quantized.quantize import WeightScales, quantize
+from qshard.jax._sharding import partitionable_ops
+from qshard.jax._sharding.shard_spec import AxisName, Cut, Spec, max_over, mesh_of, vary_alike
+from qshard.op_table import table
+
+_PARTS = 8
+"""Into how many parts XLA may cut K of SwiGLU: each has an amax, and to kernels shorter ones are slow."""
+
+_SUM_ROWS = int(table()["rms_norm_grad"].attributes["rows"][1][0])
+"""Rows of x in a part of the gradient of the weight: the one number that the op takes."""
+
+
+def swiglu(gate: jax.typing.ArrayLike, up: jax.typing.ArrayLike) -> jax.Array:
+    """`silu(gate) * up`, in fp32 and rounded once.
+
+    Args:
+      gate, up: float32, bfloat16 or float16, of one shape and dtype.
+
+    Returns:
+      Of the same shape and dtype, and cut as `gate` is.
+
+    Raises:
+      TypeError: the two are not arrays of such a dtype.
+      ValueError: they are not of one shape and dtype.
+
+    The bits, and those of gradients, are the same however the two are sharded, and nothing moves: shards may cut any
+    axis. On Auto meshes that is so for the last one if its shards are whole runs of `gcd(K, max(128, K // 8))`; others
+    are gathered.
+    On Explicit meshes, `up` is first cut as `gate` is.
+
+    >>> gate, ones = jnp.array([-1.0, 0.0, 2.0]), jnp.ones(3)
+    >>> [f"{h:.4f}" for h in swiglu(gate, ones)]
+    ['-0.2689', '0.0000', '1.7616']
+    >>> [f"{d:.4f}" for d in jax.grad(lambda gate: swiglu(gate, ones).sum())(gate)]
+    ['0.0723', '0.5000', '1.0908']
+
+    Source: arXiv:2002.05202.
+    """
+    return _swiglu(*_checked("swiglu", gate, up))
+
+
+def swiglu_quantize(
+    gate: jax.typing.ArrayLike,
+    up: jax.typing.ArrayLike,
+    fmt: FormatLike,
+    *,
+    usage: Usage = Usage.ROWWISE,
+    axis_name: AxisName = None,
+    spec: Spec = None,
+    seed: Seed = None,
+) -> QuantizedArray:
+    """`quantize(swiglu(gate, up), fmt)`, which does not read h for its amax.
+
+    A format with one scale for the tensor takes the amax of the pass that makes h. With other formats it is the two
+    calls. Not differentiable: to train, pass `swiglu(gate, up)` to `linear`.
+
+    Args:
+      gate, up: as for `swiglu`.
+      fmt, usage, axis_name, spec, seed: as for `quantize`, of h.
+
+    Returns:
+      A QuantizedArray, in the bits of the two calls.
+
+    Raises:
+      TypeError, ValueError: as `swiglu` and `quantize` do.
+
+    Sharded `gate` and `up` stay where they are, as for `swiglu`; h is cut and reduced as `quantize` says.
+
+    >>> swiglu_quantize(jnp.ones((2, 4)), jnp.ones((2, 4)), "FP8_E4M3").dequantize()[0, 0]
+    Array(0.7310586, dtype=float32)
+
+    Source: arXiv:2002.05202.
+    """
+    arrays = _checked("swiglu_quantize", gate, up)
+    return _quantized("swiglu_quantize", _swiglu_made, arrays, (), fmt, usage, axis_name, spec, seed)
+
+
+def rms_norm(x: jax.typing.ArrayLike, weight: jax.typing.ArrayLike, eps: float) -> jax.Array:
+    """`x / sqrt(mean(x^2) + eps) * weight`, over the last axis, in fp32 and rounded once.
+
+    Args:
+      x: float32, bfloat16 or float16, `[*lead, K]`.
+      weight: any of these dtypes, `[K]`.
+      eps: not negative; it is static.
+
+    Returns:
+      `[*lead, K]` of the dtype of x, and cut as x is.
+
+    Raises:
+      TypeError: the two are not arrays of such dtypes, or `eps` is traced.
+      ValueError: shapes do not fit, or `eps` is negative.
+
+    The bits, and those of the gradient of x, are the same however leading axes are cut, and x stays where it is: on
+    Auto meshes if shards of the last of these are whole runs of `gcd(its size, 32)` rows. K is gathered where it is
+    cut, of x and of weight. The gradient of weight is a sum over rows, to which devices add up theirs.
+
+    >>> rms_norm(jnp.array([[3.0, 4.0]]), jnp.array([1.0, 2.0]), 0.0)
+    Array([[0.84852815, 2.2627418 ]], dtype=float32)
+
+    Source: arXiv:1910.07467.
+    """
+    y = _rms_norm(*_checked_norm("rms_norm", x, weight, eps), float(eps))
+    cut = jax.typeof(jnp.asarray(x)).sharding
+    return jax.sharding.reshard(y, cut) if jax.typeof(y).sharding.spec != cut.spec else y
+
+
+def rms_norm_quantize(
+    x: jax.typing.ArrayLike,
+    weight: jax.typing.ArrayLike,
+    eps: float,
+    fmt: FormatLike,
+    *,
+    usage: Usage = Usage.ROWWISE,
+    axis_name: AxisName = None,
+    spec: Spec = None,
+    seed: Seed = None,
+) -> QuantizedArray:
+    """`quantize(rms_norm(x, weight, eps), fmt)`, which does not read y for its amax.
+
+    A format with one scale for the tensor takes the amax of the pass that makes y. With other formats it is the two
+    calls. Not differentiable: to train, pass `rms_norm(x, weight, eps)` to `linear`.
+
+    Args:
+      x, weight, eps: as for `rms_norm`.
+      fmt, usage, axis_name, spec, seed: as for `quantize`, of y.
+
+    Returns:
+      A QuantizedArray, in the bits of the two calls.
+
+    Raises:
+      TypeError, ValueError: as `rms_norm` and `quantize` do.
+
+    Sharded `x` stays where it is, as for `rms_norm`; y is cut and reduced as `quantize` says.
+
+    >>> rms_norm_quantize(jnp.ones((2, 4)), jnp.ones(4), 0.0, "FP8_E4M3").dequantize()[0, 0]
+    Array(1., dtype=float32)
+
+    Source: arXiv:1910.07467.
+    """
+    arrays = _checked_norm("rms_norm_quantize", x, weight, eps)
+    return _quantized("rms_norm_quantize", _rms_norm_made, arrays, (float(eps),), fmt, usage, axis_name, spec, seed)
+
+
+def _quantized(
+    op: str,
+    make: Callable[..., tuple[jax.Array, jax.Array]],
+    arrays: tuple[jax.Array, ...],
+    given: tuple[float, ...],
+    fmt: FormatLike,
+    usage: Usage,
+    axis_name: AxisName,
+    spec: Spec,
+    seed: Seed,
+) -> QuantizedArray:
+    """What `make(*arrays, *given)` makes, which gives an amax with it, quantized."""
+    fmt, usage = as_format(fmt, op), as_usage(usage, op)
+    check_spec(op, "spec", spec)
+    axes = as_axes(op, axis_name)
+    h, scales = _with_scales(arrays, op=op, make=make, given=given, fmt=fmt, axis_names=axes, spec=spec)
+    return quantize(h, fmt, usage=usage, axis_name=axis_name, spec=spec, scales=scales, seed=seed)
+
+
+@functools.partial(jax.jit, static_argnames=("op", "make", "given", "fmt", "axis_names", "spec"), inline=True)
+def _with_scales(
+    arrays: tuple[jax.Array, ...],
+    *,
+    op: str,
+    make: Callable[..., tuple[jax.Array, jax.Array]],
+    given: tuple[float, ...],
+    fmt: Format,
+    axis_names: tuple[str, ...],
+    spec: Spec,
+) -> tuple[jax.Array, WeightScales | None]:
+    """What is made, and what its one scale is made of its amax, if `fmt` has one scale and no blocks."""
+    h, amax = make(rounded_by(op, *arrays), *arrays[1:], *given)
+    if fmt.block is not None:
+        return h, None
+    check_spec_fits(op, "spec", spec, mesh_of(h, spec), h.ndim)
+    cut = Cut.of(h, axis_names, spec)
+    made = quantize_steps.scales(partitionable_ops, fmt, max_over(cut.axes if cut.local else ())(amax))
+    return h, WeightScales(made.scale, made.scale_inv)
+
+
+# --- SwiGLU ---
+
+
+@jax.custom_vjp
+def _swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    return _swiglu_made(gate, up)[0]
+
+
+def _swiglu_made(gate: jax.Array, up: jax.Array) -> tuple[jax.Array, jax.Array]:
+    h, amax = _over_runs("swiglu", gate, up)
+    return h, amax
+
+
+def _swiglu_forward(gate: jax.Array, up: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return _swiglu_made(gate, up)[0], (gate, up)
+
+
+def _swiglu_backward(kept: tuple[jax.Array, jax.Array], grad: jax.Array) -> tuple[jax.Array, jax.Array]:
+    d_gate, d_up, *_ = _over_runs("swiglu_grad", *kept, grad)
+    return d_gate, d_up
+
+
+_swiglu.defvjp(_swiglu_forward, _swiglu_backward)
+
+
+def _checked(op: str, gate: Any, up: Any) -> tuple[jax.Array, jax.Array]:
+    """The two as arrays that vary over the same manual axes, and on Explicit meshes are cut alike."""
+    for name, x in (("gate", gate), ("up", up)):
+        check_array(op, name, x)
+        check_dtype(op, name, x)
+    gate, up = jnp.asarray(gate), jnp.asarray(up)
+    if gate.shape != up.shape or gate.dtype != up.dtype:
+        raise ValueError(
+            f"{op}: up ({up.shape}, {up.dtype}) is not as gate is, ({gate.shape}, {gate.dtype}); give two arrays of "
+            "one shape and dtype"
+        )
+    gate, up = vary_alike(gate, up)
+    cut = jax.typeof(gate).sharding
+    # Outside of custom_vjp, so that the gradient of `up` is cut as `up` is.
+    return gate, up if jax.typeof(up).sharding.spec == cut.spec else jax.sharding.reshard(up, cut)
+
+
+def _over_runs(op: str, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """An op on elements of arrays that are cut alike: results in their shape, and the amax of each, `[]`."""
+    like = arrays[0]
+    runs = [partitionable_ops.split_rows(x, longest=x.shape[-1] // _PARTS) if x.ndim else x for x in arrays]
+    lead = 0 if runs[0] is like else like.ndim
+    made = getattr(ops, op)(*runs, lead=lead)
+    elements = len(made) // 2  # The amaxes follow, in the same order.
+    wholes = (partitionable_ops.reshape_as(y, like) for y in made[:elements])
+    return *wholes, *(partitionable_ops.integer_max(amax, 0) for amax in made[elements:])
+
+
+# --- RMSNorm ---
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    return _rms_norm_made(x, weight, eps)[0]
+
+
+def _rms_norm_forward(x: jax.Array, weight: jax.Array, eps: float) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    y, _, rstd = _normed(x, weight, eps)
+    return y, (x, weight, rstd)
+
+
+def _rms_norm_backward(_: float, kept: tuple[jax.Array, ...], grad: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, weight, rstd = kept
+    rows, lead = partitionable_ops.split_lead(x)
+    grad_rows, _ = partitionable_ops.split_lead(grad)
+    dx, dweight, _ = ops.rms_norm_grad(rows, _for_each(weight, rows, lead), rstd, grad_rows, lead=lead, rows=_SUM_ROWS)
+    return partitionable_ops.reshape_as(dx, x), jnp.sum(dweight, axis=tuple(range(lead))).astype(weight.dtype)
+
+
+_rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
+
+
+def _rms_norm_made(x: jax.Array, weight: jax.Array, eps: float) -> tuple[jax.Array, jax.Array]:
+    y, amax, _ = _normed(x, weight, eps)
+    return y, amax
+
+
+def _normed(x: jax.Array, weight: jax.Array, eps: float) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """y, its amax `[]`, and what rows were multiplied by, by matrices of `split_lead`."""
+    rows, lead = partitionable_ops.split_lead(x)
+    y, rstd, amax = ops.rms_norm(rows, _for_each(weight, rows, lead), eps=eps, lead=lead)
+    return partitionable_ops.reshape_as(y, x), partitionable_ops.integer_max(amax, 0), rstd
+
+
+def _for_each(weight: jax.Array, rows: jax.Array, lead: int) -> jax.Array:
+    """The weight once for each matrix: XLA cuts an op along axes that all its operands have. It is short beside x."""
+    return jnp.broadcast_to(weight, (*rows.shape[:lead], weight.shape[0])) if lead else weight
+
+
+def _checked_norm(op: str, x: Any, weight: Any, eps: Any) -> tuple[jax.Array, jax.Array]:
+    """The two as arrays that vary over the same manual axes; the weight whole on all devices, x whole along K.
+
+    Else a cut of the weight, as FSDP has it, would spread to y on Auto meshes.
+    """
+    for name, array in (("x", x), ("weight", weight)):
+        check_array(op, name, array)
+        check_dtype(op, name, array)
+    x, weight = jnp.asarray(x), jnp.asarray(weight)
+    if weight.ndim != 1 or x.ndim < 1 or x.shape[-1] != weight.shape[0]:
+        raise ValueError(
+            f"{op}: weight {weight.shape} does not fit x {x.shape}; give weight as [K] and x as [*lead, K]"
+        )
+    if isinstance(eps, jax.core.Tracer):
+        raise TypeError(f"{op}: eps ({shown(eps)}) is traced; pass a number, which is static")
+    if not eps >= 0:
+        raise ValueError(f"{op}: eps ({shown(eps)}) is not 0 or more; give a small number, such as 1e-5")
+    x, weight = vary_alike(x, weight)
+    mesh, cut = ops.mesh_around(x), jax.typeof(x).sharding
+    # Outside of custom_vjp, so that gradients are cut as these are.
+    if mesh.explicit_axes:
+        whole = NamedSharding(mesh, PartitionSpec(*cut.spec[:-1], None))
+        x = x if cut.spec == whole.spec else jax.sharding.reshard(x, whole)
+        weight = jax.sharding.reshard(weight, NamedSharding(mesh, PartitionSpec(None)))
+    elif mesh.auto_axes:
+        weight = lax.with_sharding_constraint(weight, NamedSharding(mesh, PartitionSpec(None)))
+    return x, weight

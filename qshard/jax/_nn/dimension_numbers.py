@@ -1,0 +1,208 @@
+"""Products of tensors as products of matrices: which axes fold into K and N, and how what cuts them folds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from qshard.jax._nn.linear_vjp import WeightLayout
+from qshard.jax._ops.bind import names_of, reshaped
+from qshard.jax._sharding.shard_spec import Spec, mesh_of, spec_of
+from qshard.recipes import Recipe, Role
+
+Axes = tuple[int, ...]
+
+
+class Folding(NamedTuple):
+    """How a product over axes of `x` and `w` is one of matrices.
+
+    Attributes:
+      x: groups of the axes of x: one for each that is left, and all that are contracted.
+      w: two groups of the axes of w, in an order that `layout` names: the contracted ones and those that are left.
+    """
+
+    x: tuple[Axes, ...]
+    w: tuple[Axes, Axes]
+    layout: WeightLayout
+
+    @classmethod
+    def of(cls, x_ndim: int, w_ndim: int, x_axes: Axes, w_axes: Axes) -> Folding:
+        """Of a product that contracts these axes, in pairs."""
+        pairs = sorted(zip(w_axes, x_axes, strict=True))  # In the order of w, which then lies as it is.
+        k, n = tuple(axis for axis, _ in pairs), tuple(axis for axis in range(w_ndim) if axis not in w_axes)
+        # Neither first nor last, the contracted axes are moved; what is in front stays, as FSDP may cut it.
+        layout: WeightLayout = "KN" if n and 0 in k else "NK"
+        lead = tuple((axis,) for axis in range(x_ndim) if axis not in x_axes)
+        return cls((*lead, tuple(axis for _, axis in pairs)), (k, n) if layout == "KN" else (n, k), layout)
+
+    def group(self, of: Literal["N", "K"]) -> Axes:
+        """The axes of w that are left, or contracted."""
+        return self.w[self.layout.index(of)]
+
+    def spec(self, spec: Any, groups: tuple[Axes, ...]) -> PartitionSpec:
+        """How a tensor is cut once its axes are folded: along all that cuts the axes of a group, in their order."""
+        entries = (*spec, *[None] * sum(map(len, groups)))
+        return PartitionSpec(*(_merged(entries[axis] for axis in group) for group in groups))
+
+    def parts(self, op: str, x: jax.Array, w: jax.Array, spec: Spec, gathers: tuple[str, ...], recipe: Recipe) -> Parts:
+        """How axes are split, by how the types of x and w, and `spec` of w, say that they are cut.
+
+        Raises:
+          ValueError: shards of a group of axes would change the blocks of the folded matrix.
+        """
+        mesh, told = mesh_of(w, spec), entries_of(spec, w.ndim)
+        manual = set(mesh.manual_axes)
+        if spec is None and not manual.isdisjoint(gathers):
+            told[self.w[0][0]] = gathers
+        typed = jax.typeof(w).sharding.spec
+        names = [tuple(dict.fromkeys((*names_of(a), *names_of(b)))) for a, b in zip(typed, told, strict=True)]
+
+        def count(axes: Iterable[str]) -> int:
+            return math.prod(int(mesh.shape.get(name, 1)) for name in axes)
+
+        outside = [count(set(axes) - manual) for axes in names]
+        gathered = [count(manual.intersection(axes, gathers)) for axes in names]
+        total = [count(axes) for axes in names]
+        k, of_x = self.group("K"), [1] * x.ndim
+        cut_x = [count(names_of(jax.typeof(x).sharding.spec[axis])) for axis in self.x[-1]]
+        if any(n > 1 for n in (*cut_x[1:], *(total[axis] for axis in k[1:]))):
+            for axis, own, n in zip(self.x[-1], k, cut_x, strict=True):
+                if total[own] == 1:  # w is split as x is cut.
+                    outside[own] = total[own] = n
+                elif total[own] % n:
+                    raise ValueError(
+                        f"{op}: axis {axis} of x {x.shape} is cut into {n} parts, and axis {own} of w {w.shape}, with "
+                        f"which it is contracted, into {total[own]}; cut both alike, or x not at all"
+                    )
+        for group, role in ((self.group("N"), Role.GRADIENT), (k, Role.ACTIVATION)):
+            cut = [axis for axis in group[1:] if total[axis] > 1]
+            if not cut:  # Where only the first axis is cut, the folded one is cut alike.
+                for axis in group:
+                    outside[axis] = 1
+                continue
+            last, unit = cut[-1], max(max(recipe.format(each).block or (1,)) for each in (Role.WEIGHT, role))
+            size = w.shape[last] * count(manual.intersection(names[last]))
+            run = size // total[last] * math.prod(w.shape[axis] for axis in group[group.index(last) + 1 :])
+            if any(w.shape[axis] % outside[axis] for axis in group) or run % unit:
+                raise ValueError(
+                    f"{op}: axis {last} of w {w.shape} is folded after axis {group[0]}, and cut into {total[last]} "
+                    f"parts that break blocks of {unit}; cut it at blocks, or have it before axis {group[0]} in w"
+                )
+        merged = [a * b for a, b in zip(outside, gathered, strict=True)]
+        if any(merged[axis] > 1 for axis in k[1:]):
+            for axis, own in zip(self.x[-1], k, strict=True):
+                of_x[axis] = merged[own]
+        return Parts(tuple(outside), tuple(of_x), tuple(gathered), tuple(merged), tuple(names))
+
+    def sizes(self, x: jax.Array, w: jax.Array, parts: Parts) -> tuple[int, ...]:
+        """The sizes of the result: the axes of x that are left, then the axes of the gathered w that are left."""
+        left = (w.shape[axis] * parts.gathered[axis] for axis in self.group("N"))
+        return (*(x.shape[axis] for (axis,) in self.x[:-1]), *left)
+
+    def folded(self, x: jax.Array, groups: tuple[Axes, ...], parts: Sequence[int]) -> jax.Array:
+        """Folds each group of axes into one. Axes in parts are split: the numbers of parts lead in the folded axis.
+
+        So the folded axis is cut by the mesh axes that cut the group, and no element moves between devices.
+        """
+        entries = jax.typeof(x).sharding.spec
+        cut = self.spec(entries, groups)
+        sizes = [math.prod(x.shape[axis] for axis in group) for group in groups]
+        order = [axis for group in groups for axis in group]
+        if any(count > 1 for count in parts):
+            pairs = [(count, size // count) for size, count in zip(x.shape, parts, strict=True)]
+            ends = [(e, None) if count > 1 else (None, e) for e, count in zip(entries, parts, strict=True)]
+            x = reshaped(x, [size for pair in pairs for size in pair], [e for pair in ends for e in pair])
+            order = [2 * axis + minor for group in groups for minor in (0, 1) for axis in group]
+        if order != list(range(x.ndim)):
+            x = lax.transpose(x, order)
+        return reshaped(x, sizes, tuple(cut))
+
+    def unfolded(self, y: jax.Array, sizes: tuple[int, ...], parts: Parts) -> jax.Array:
+        """The result `[*lead, N]` with all axes of w that are left."""
+        group, lead = self.group("N"), len(self.x) - 1
+        entries = (*jax.typeof(y).sharding.spec, *[None] * len(sizes))
+        counts = [parts.merged[axis] for axis in group]
+        if all(count == 1 for count in counts[1:]):
+            return reshaped(y, sizes, entries[: len(sizes)])
+        last = names_of(entries[lead])
+        own = [_merged([name for name in parts.names[axis] if name in last]) for axis in group]
+        within = [size // count for size, count in zip(sizes[lead:], counts, strict=True)]
+        y = reshaped(y, (*sizes[:lead], *counts, *within), (*entries[:lead], *own, *[None] * len(group)))
+        pairs = [lead + i + minor * len(group) for i in range(len(group)) for minor in (0, 1)]
+        return reshaped(lax.transpose(y, (*range(lead), *pairs)), sizes, (*entries[:lead], *own))
+
+
+class Parts(NamedTuple):
+    """Splits the axes of a product before they are folded, so that each shard is one run of the folded axis.
+
+    Attributes:
+      w, x: into how many parts each axis of an array in hand is split: in `shard_map`, w in 1.
+      gathered: how many shards `shard_map` puts together along each axis of w.
+      merged: the parts of each axis of w, once it is gathered, in the folded one.
+      names: the mesh axes that cut each axis of w.
+    """
+
+    w: tuple[int, ...]
+    x: tuple[int, ...]
+    gathered: tuple[int, ...]
+    merged: tuple[int, ...]
+    names: tuple[tuple[str, ...], ...]
+
+
+def _merged(entries: Iterable[Any]) -> tuple[str, ...] | None:
+    return tuple(name for entry in entries for name in names_of(entry)) or None
+
+
+def respec(spec: Spec, entries: Any) -> Spec:
+    """Another spec on the mesh of this one."""
+    made = PartitionSpec(*entries)
+    return NamedSharding(spec.mesh, made) if isinstance(spec, NamedSharding) else made
+
+
+def entries_of(spec: Spec, ndim: int) -> list[Any]:
+    """An entry for every axis."""
+    return [*spec_of(spec, None), *[None] * ndim][:ndim]
+
+
+class Terms(NamedTuple):
+    """The labels of `einsum`: of x, of w and of the result."""
+
+    x: tuple[str, ...]
+    w: tuple[str, ...]
+    out: tuple[str, ...]
+
+    @classmethod
+    def of(cls, subscripts: str, x: jax.Array, w: jax.Array) -> Terms:
+        """Of subscripts such as "btd,dhk->bthk"; an ellipsis may stand for axes of x."""
+        parts = subscripts.replace(" ", "").split("->") if isinstance(subscripts, str) else ()
+        operands = parts[0].split(",") if len(parts) == 2 else ()
+        if len(operands) != 2:
+            raise ValueError(
+                f"einsum: subscripts ({subscripts!r}) are not two operands and a result; write them as 'btd,dhk->bthk'"
+            )
+        more = tuple(f".{i}" for i in range(max(0, x.ndim - len(operands[0].replace("...", "")))))
+
+        def labels(term: str) -> tuple[str, ...]:
+            before, dots, after = term.partition("...")
+            return (*before, *(more if dots else ()), *after)
+
+        terms = cls(labels(operands[0]), tuple(operands[1]), labels(parts[1]))
+        for name, labels_of, ndim in (("x", terms.x, x.ndim), ("w", terms.w, w.ndim)):
+            if len(labels_of) != ndim:
+                raise ValueError(
+                    f"einsum: subscripts ({subscripts!r}) do not have a label for each of the {ndim} axes of {name}; "
+                    "name every axis"
+                )
+        alone = [label for a, b in (terms[:2], terms[1::-1]) for label in a if label not in (*b, *terms.out)]
+        repeated = any(len(set(term)) < len(term) for term in terms)
+        if repeated or alone or not set(terms.out) <= {*terms.x, *terms.w}:
+            raise ValueError(
+                f"einsum: subscripts ({subscripts!r}) repeat, add up or make up an axis; name each axis of x and w "
+                "once in it, and once in the other or in the result"
+            )
+        return terms

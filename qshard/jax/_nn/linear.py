@@ -1,0 +1,405 @@
+"""`linear`: three quantized GEMMs, with a weight that FSDP or ZeRO may have cut."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from qshard._core.validation import seed_missing, shown
+from qshard.jax import _probes as watch
+from qshard.jax._delayed_scaling import LinearState, check_shared, require_gradient
+from qshard.jax._nn.linear_parallel import TensorParallel
+from qshard.jax._nn.linear_vjp import Config, Given, WeightLayout, as_layout, folding_product, product, whole_weight
+from qshard.jax._ops.bind import names_of
+from qshard.jax._ops.uint64 import Seed, seed_words
+from qshard.jax._ops.validation import (
+    as_axes,
+    as_float_name,
+    as_names,
+    check_array,
+    check_dtype,
+    check_spec,
+    check_spec_fits,
+    is_staged,
+)
+from qshard.jax._quantized.array import QuantizedArray
+from qshard.jax._quantized.gather import CodedWeight, CutWeight, cut_of
+from qshard.jax._quantized.primary import PrimaryWeight, opened
+from qshard.jax._quantized.quantize import WeightScales, as_scales
+from qshard.jax._sharding.shard_spec import AxisName, Cut, Spec, matrix_of, mesh_of, shaped, spec_of, vary_alike
+from qshard.recipes import Recipe, RecipeLike, as_recipe
+
+
+def linear(
+    x: jax.Array,
+    w: jax.Array | QuantizedArray | PrimaryWeight | CodedWeight,
+    recipe: RecipeLike,
+    *,
+    weight_layout: WeightLayout = "NK",
+    weight_spec: Spec = None,
+    gather_axis: str | Sequence[str] | None = None,
+    reshard_after_forward: bool = True,
+    weight_scales: WeightScales | None = None,
+    axis_name: AxisName | PartitionSpec = None,
+    local_axes: AxisName = None,
+    gather_rows: str | None = None,
+    scatter_rows: str | None = None,
+    overlap: bool = False,
+    out_sharding: Spec = None,
+    grad_dtype: Any = None,
+    vmap_as_rows: bool = False,
+    seed: Seed = None,
+    state: LinearState | None = None,
+    probe: watch.Probe | None = None,
+) -> jax.Array:
+    """`y = x @ w.T` in the formats of a recipe, differentiable.
+
+    With Q the cast by role: `y = Q(x) @ Q(w).T`, `dx = Q(dy) @ Q(w)`, `dw = Q(dy).T @ Q(x)`, where blocks run along
+    the axis that each contracts, and a random Hadamard transform of both `dy` and `x` leaves `dw` what it is. Products
+    are accumulated in fp32. Codes of formats with one scale are multiplied as they are; those of blocks as bfloat16.
+
+    Args:
+      x: float32, bfloat16 or float16, `[*lead, K]`.
+      w: of such a dtype, `[N, K]`; fp32 master weights may go in as they are. Or codes of the recipe's format for
+        weights: a `QuantizedArray`, which is frozen; a `PrimaryWeight`, which `value_and_grad` differentiates; or a
+        `CodedWeight`, which says where its gradient goes.
+      recipe: the format of each role, or the name of a recipe, such as "MXFP8".
+      weight_layout: "NK", or "KN" for a `w` of `[K, N]`, which flax has: `y = x @ w`, in the bits of `[N, K]`,
+        with as many GEMMs and gathers. Codes of it lie as it does.
+      weight_spec: how `w` is cut, and its gradient is to be. Types of Explicit meshes say it. In `shard_map`, by rows
+        along `gather_axis` if not given; one scale serves all that the mesh axes named here cut.
+      gather_axis: the mesh axis along which FSDP has cut `w`, or several: shards are quantized, then their codes
+        gathered.
+      reshard_after_forward: gather the codes of `w` again in the backward pass, and keep only the shard's until then.
+        False keeps the gathered ones: under `jax.checkpoint` that costs nothing and saves a gather, as recomputing
+        gathers them anyway.
+      weight_scales: of `w`, from `compute_scales`; without it, this call reduces the amaxes of `w`.
+      axis_name: in `shard_map`, mesh axes along which leading axes of `x` are cut: one scale then serves all of it, and
+        shards draw the random numbers of the whole, as if all cut the first axis. `P("data", "seq")` says which axis
+        each cuts. Without it, each device has a scale of its own, which costs no communication and makes the result
+        depend on how `x` is cut. Blocks end where a shard ends, either way. With `check_vma=False` it also says which
+        devices share a `state`, and is required with one; `()` is none.
+      local_axes: outside of `shard_map`, mesh axes along which the first axis of `x` is cut: each of their devices then
+        has a scale of its own for `x`, and for the gradient of the result, as in `shard_map` without `axis_name`, and
+        draws the random numbers that the others draw. That saves two all-reduces, for which GEMMs wait. Without it, one
+        scale serves all of `x`.
+      gather_rows: in `shard_map`, the mesh axis of tensor and sequence parallelism that cuts the rows of `x` and the N
+        of `w`. Codes of x are gathered; y has all rows, and a part of N; the gradient of x is reduce-scattered. One
+        scale serves all of x, of w and of the gradient of y. Of x, the last axis before K is cut, unless a spec in
+        `axis_name` says else. `weight_spec`, if it is given, names this axis along N.
+      scatter_rows: the other way round, for the layer that follows: the mesh axis cuts the K of `x` and of `w`, and the
+        rows of y, which is reduce-scattered; codes of the gradient of y are gathered. What travels to be added are
+        products in the dtype of x, of float16 in float32; they are added in float32, in an order that is defined.
+      overlap: with one of these two, the rows of one device are multiplied while those of another, or their products,
+        travel. The same bits.
+      out_sharding: of the result, on Explicit meshes where `x` and `w` leave it open: K is cut.
+      grad_dtype: in which the gradient of `w` is made and reduce-scattered: float32 or bfloat16; None: that of `w`.
+        float32 is 4 bytes an element on the wire, with no rounding but that of sums. bfloat16, as of weights that are
+        cast to it before the product, is half of that, and rounds to 8 bits what each device has, and the sums. What
+        comes out has the dtype of `w` either way.
+      vmap_as_rows: what `vmap` over `x` alone adds to it are rows of one matrix, and the result is that of the matrix,
+        to the bit: models that are written for one example, as those of equinox, want this. Otherwise each example is
+        a tensor of its own, with its own scales and blocks, and `dw` is a sum of as many products.
+      seed: of stochastic rounding, which recipes may ask for: an integer, two words (uint32 `[2]`, low first) or a
+        `jax.random` key. A new one for each call and step, such as `jax.random.fold_in(key, layer)`: calls with one
+        seed draw the same numbers.
+      state: of delayed scaling, from `init_delayed` and `update_delayed`. The gradient with respect to it is the amaxes
+        of this call, reduced over all shards.
+      probe: from `init_numerics`, for this call alone. The gradient with respect to it is the statistics of this call's
+        operands and of the gradient of y, which `numerics_of` reads. No bit of the result changes.
+
+    Returns:
+      `[*lead, N]`, of the dtype of `x`. With `gather_rows` of more rows than `x` has, with `scatter_rows` of fewer.
+
+    Raises:
+      TypeError: an operand is not of a float dtype, or another argument not of its type.
+      ValueError: shapes do not fit each other or the formats (of MX and NVFP4, all that is contracted must be whole
+        blocks: K, and for gradients N; and the product of `lead` where a mesh may cut it, outside of `shard_map`: else
+        rows of zeros make up for it); with `gather_rows` or `scatter_rows`, a device has no whole blocks of rows or
+        columns; the recipe needs a seed or a state; or `gather_axis` is not in the mesh or `weight_spec`.
+
+    Works under `jit` on Auto and Explicit meshes, and in `shard_map`, where `w` is the shard. With `gather_axis`, codes
+    of the weight are gathered in the forward and again in the backward pass, a byte or half of one an element, with the
+    scales that shards do not have in common. The gradient of `w` has its dtype, and is reduce-scattered to
+    `weight_spec`.
+
+    Any axes of `x` may be cut, batch and sequence at once: a device multiplies its own rows, and what a product of
+    bfloat16 would not move stays, but for amaxes. On Explicit meshes devices share those of blocks that they cut. An
+    Auto mesh does not say what it cuts, but for K and N, of which `weight_spec` tells; XLA gathers what it must, if
+    that is not whole blocks.
+
+    >>> import jax.numpy as jnp
+    >>> from qshard.recipes import CurrentScaling
+    >>> linear(jnp.full((2, 16), 7.0), jnp.full((3, 16), 0.875), CurrentScaling())
+    Array([[98., 98., 98.],
+           [98., 98., 98.]], dtype=float32)
+
+    Sources: arXiv:2209.05433 (formats by role); arXiv:2509.25149 (NVFP4); PyTorch FSDP2 (`reshard_after_forward`).
+    """
+    check_array("linear", "x", x)
+    check_spec("linear", "out_sharding", out_sharding)
+    rows, names = None, axis_name
+    if isinstance(axis_name, PartitionSpec):
+        rows, names = axis_name, tuple(name for entry in axis_name for name in names_of(entry))
+    tensor_parallel = TensorParallel.of("linear", gather_rows, scatter_rows, overlap, vmap_as_rows)
+    check_shared("linear", state, names)
+    given = _given("linear", w, weight_spec, weight_scales, seed, state)
+    gather_axes = as_names("linear", "gather_axis", gather_axis)
+    staged = is_staged((x, w, given))
+    if staged:  # There a jitted call is lowered apart from others, which may have quantized its x.
+        x, w, given = jax.tree.map(jnp.asarray, (x, w, given))
+    if probe is not None:
+        apart = local_axes is not None or tensor_parallel is not None or vmap_as_rows
+        watch.check_probe("linear", probe, apart)
+        check_shared("linear", probe, names, "probe")
+        how = watch.How(as_recipe(recipe, "linear"), as_axes("linear", names), rows)
+        x = jnp.asarray(x)
+        if not isinstance(w, QuantizedArray | CodedWeight | PrimaryWeight):
+            whole = gathered_weight(
+                w,
+                recipe,
+                weight_layout=weight_layout,
+                weight_spec=weight_spec,
+                gather_axis=gather_axes,
+                weight_scales=weight_scales,
+                seed=seed,
+                state=state,
+            )
+            x = watch.of_weight(x, w, whole, probe, weight_spec, gather_axes)
+        x = watch.before(how, x, probe, given.seed, state)
+    call = functools.partial(
+        _checked_linear if staged else _jitted_linear,
+        recipe=as_recipe(recipe, "linear"),  # Before jit, for a name to be the same call as its recipe.
+        layout=as_layout("linear", weight_layout),
+        gather_axes=gather_axes,
+        axes=as_axes("linear", names),
+        rows=rows,
+        tensor_parallel=tensor_parallel,
+        reshard_after_forward=reshard_after_forward,
+        out_sharding=out_sharding,
+        grad_dtype=_as_grad_dtype(grad_dtype),
+        vmap_as_rows=vmap_as_rows,
+    )
+    if local_axes is not None:
+        return _on_each_device(call, x, w, given, weight_spec, gather_axes, local_axes)
+    y: jax.Array = call(x, w, given, weight_spec=weight_spec)
+    return y if probe is None else watch.after(how, y, probe.gradient, given.seed, state)
+
+
+def gathered_weight(
+    w: jax.Array | QuantizedArray | PrimaryWeight | CodedWeight,
+    recipe: RecipeLike,
+    *,
+    weight_layout: WeightLayout = "NK",
+    weight_spec: Spec = None,
+    gather_axis: str | Sequence[str] | None = None,
+    weight_scales: WeightScales | None = None,
+    seed: Seed = None,
+    state: LinearState | None = None,
+) -> QuantizedArray:
+    """The whole weight that `linear` multiplies with in its forward pass, given the same arguments.
+
+    Args:
+      w, recipe, weight_layout, weight_spec, gather_axis, weight_scales, seed, state: as for `linear`.
+
+    Returns:
+      The plane that is gathered for it, on every device: the rowwise one, unless `w` is `[K, N]` and its format one of
+      vectors, which run along K.
+
+    Raises:
+      TypeError, ValueError: as `linear` does.
+
+    It is what `linear` itself calls. Where one program calls both, XLA may make one gather of the two. It has no
+    gradient.
+
+    >>> from qshard.recipes import CurrentScaling
+    >>> gathered_weight(jnp.full((3, 16), 0.875), CurrentScaling()).rowwise.data.shape
+    (3, 16)
+    """
+    recipe = as_recipe(recipe, "gathered_weight")
+    w, given = lax.stop_gradient((w, _given("gathered_weight", w, weight_spec, weight_scales, seed, state)))
+    axes = as_names("gathered_weight", "gather_axis", gather_axis)
+    options = {"recipe": recipe, "weight_spec": weight_spec, "gather_axes": axes}
+    whole: QuantizedArray = _checked_weight(w, given, layout=as_layout("gathered_weight", weight_layout), **options)
+    return whole
+
+
+def _on_each_device(
+    call: Callable[..., jax.Array],
+    x: jax.Array,
+    w: Any,
+    given: Given,
+    weight_spec: Spec,
+    gather_axes: tuple[str, ...],
+    local_axes: AxisName,
+) -> jax.Array:
+    """`call` in a `shard_map` over the axes that cut x, and that along which w is gathered; others stay as they are."""
+    axes = as_names("linear", "local_axes", local_axes)
+    mesh = mesh_of(x, weight_spec)
+    free = tuple(name for name in mesh.axis_names if name not in mesh.manual_axes)
+    for axis in axes:
+        if axis not in free:
+            raise ValueError(
+                f"linear: local_axes ({axis!r}) is not an axis of the mesh {free}; in shard_map leave axis_name out"
+            )
+    if isinstance(w, QuantizedArray | CodedWeight | PrimaryWeight):
+        raise TypeError(f"linear: w ({type(w).__name__}) is codes already; with local_axes pass an array")
+    names = dict.fromkeys((*axes, *gather_axes))
+    check_spec_fits("linear", "weight_spec", weight_spec, mesh, jnp.ndim(w))
+    entries = [names_of(entry) for entry in spec_of(weight_spec, gather_axes or None)]
+    spec = PartitionSpec(*(tuple(name for name in entry if name in names) or None for entry in entries))
+    inside = jax.shard_map(
+        functools.partial(call, weight_spec=spec),
+        mesh=mesh,
+        in_specs=(PartitionSpec(axes), spec, PartitionSpec()),
+        out_specs=PartitionSpec(axes),
+        axis_names=set(names),
+    )
+    return inside(x, w, given)
+
+
+def _as_grad_dtype(dtype: Any) -> str | None:
+    if dtype is None:
+        return None
+    name = as_float_name("linear", dtype, "grad_dtype")
+    if name == "float16":
+        raise TypeError(
+            "linear: grad_dtype (float16) overflows where gradients are summed; ask for bfloat16 or float32"
+        )
+    return name
+
+
+def _given(op: str, w: Any, weight_spec: Any, weight_scales: Any, seed: Any, state: Any) -> Given:
+    """Checks the types of what `jit` does not take, or would take for something else."""
+    if not isinstance(w, QuantizedArray | CodedWeight | PrimaryWeight):
+        check_array(op, "w", w)
+    check_spec(op, "weight_spec", weight_spec)
+    if state is not None and not isinstance(state, LinearState):
+        raise TypeError(
+            f"{op}: state ({shown(state)}) is not a LinearState; pass the one of init_delayed for this layer"
+        )
+    return Given(as_scales(op, "weight_scales", weight_scales), seed_words(op, seed), state)
+
+
+def _checked_linear(
+    x: jax.Array,
+    w: Any,
+    given: Given,
+    *,
+    recipe: Recipe,
+    weight_spec: Spec,
+    gather_axes: tuple[str, ...],
+    vmap_as_rows: bool,
+    tensor_parallel: TensorParallel | None,
+    **options: Any,
+) -> jax.Array:
+    check_dtype("linear", "x", x)
+    check_spec_fits("linear", "axis_name", options["rows"], mesh_of(x, None), x.ndim - 1)
+    w, amax = opened(w)
+    given = given._replace(weight_amax=amax)
+    lead = x.shape[:-1]
+    if tensor_parallel is not None:
+        weight_spec = tensor_parallel.weight_spec("linear", options["layout"], gather_axes, weight_spec)
+        parallel = tensor_parallel.parallel("linear", x, w, given, recipe, options["axes"], options["rows"])
+        options |= {"parallel": parallel, "axes": tuple(dict.fromkeys((*options["axes"], parallel.axis)))}
+    if vmap_as_rows:
+        x = matrix_of(x)
+    config, weight = _configured(
+        "linear", w, given, recipe, weight_spec, gather_axes, x_type=_explicit_type(x), **options
+    )
+    if given.state is not None and weight.sink is not None:
+        array, state = require_gradient("linear", weight.sink, given.state)
+        weight, given = CodedWeight(weight.codes, array, weight.shards), given._replace(state=state)
+    # In shard_map, an operand that varies over fewer axes is cast to vary out here, where JAX sums its gradient.
+    x, *sink = vary_alike(x, *jax.tree.leaves(weight.sink))
+    weight = CodedWeight(weight.codes, sink[0] if sink else None, weight.shards)
+    if vmap_as_rows:
+        y = folding_product(config, x, weight, given)
+        return shaped(y, (*lead, y.shape[-1]))
+    return product(config, x, weight, given)
+
+
+# For eager callers, gradients included: one dispatch, and all checks done once for a shape.
+_jitted_linear = jax.jit(
+    _checked_linear,
+    static_argnames=(
+        *("recipe", "layout", "weight_spec", "gather_axes", "axes", "rows"),
+        "tensor_parallel",
+        *("reshard_after_forward", "out_sharding", "grad_dtype", "vmap_as_rows"),
+    ),
+    inline=True,
+)
+
+
+@functools.partial(jax.jit, static_argnames=("recipe", "layout", "weight_spec", "gather_axes"), inline=True)
+def _checked_weight(
+    w: Any, given: Given, *, recipe: Recipe, layout: WeightLayout, weight_spec: Spec, gather_axes: tuple[str, ...]
+) -> QuantizedArray:
+    config, weight = _configured(
+        "gathered_weight", opened(w)[0], given, recipe, weight_spec, gather_axes, layout=layout
+    )
+    return whole_weight(config, weight, given)
+
+
+def _configured(
+    op: str, w: Any, given: Given, recipe: Recipe, weight_spec: Spec, gather_axes: tuple[str, ...], **options: Any
+) -> tuple[Config, CodedWeight]:
+    """Decides where the weight is of a whole. An array becomes a weight without codes yet, and its own sink."""
+    _check_given(op, recipe, given)
+    names: dict[str, Any] = {"op": op, "name": "gather_axis", "spec_name": "weight_spec"}
+    w_type, gathers, cut = None, bool(gather_axes), Cut()
+    if isinstance(w, CodedWeight) and w.shards is not None:
+        weight, gathers = w, not isinstance(w.codes, QuantizedArray)
+    elif isinstance(w, CodedWeight | QuantizedArray):
+        codes, sink = (w.codes, w.sink) if isinstance(w, CodedWeight) else (w, None)
+        if gathers:
+            cut = cut_of(codes, gather_axes, weight_spec, **names)
+        elif sink is not None:
+            cut = Cut.along(sink, (), weight_spec, **names)
+        weight = CodedWeight(codes, sink, CutWeight(cut, gather_axes))
+        w_type = None if sink is None else _explicit_type(sink)
+    else:
+        if jnp.ndim(w) != 2:
+            raise ValueError(f"{op}: w {jnp.shape(w)} does not have two axes; give w as [N, K]")
+        check_dtype(op, "w", w)
+        check_spec_fits(op, "weight_spec", weight_spec, mesh_of(w, weight_spec), w.ndim)
+        cut = Cut.along(w, gather_axes, weight_spec, **names)
+        weight, w_type = CodedWeight(None, w, CutWeight(cut, gather_axes)), _explicit_type(w)
+    config = Config(
+        op=op,
+        recipe=recipe,
+        shards=weight.shards,
+        cut=cut,
+        gathers=gathers,
+        learns=weight.sink is not None,
+        w_dtype=None if weight.sink is None else weight.sink.dtype,
+        w_type=w_type,
+        **options,
+    )
+    return config, weight
+
+
+def _explicit_type(x: jax.Array) -> NamedSharding | None:
+    sharding = jax.typeof(x).sharding
+    return sharding if sharding.mesh.explicit_axes else None
+
+
+def _check_given(op: str, recipe: Recipe, given: Given) -> None:
+    """Checks that do not depend on shapes of operands."""
+    if given.seed is None and recipe.stochastic:
+        raise ValueError(f"{seed_missing(op, type(recipe).__name__)}, such as jax.random.fold_in(key, layer)")
+    if recipe.stateful != (given.state is not None) or (given.state and given.scales is not None):
+        raise ValueError(
+            f"{op}: state ({'given' if given.state else None}) is not what {type(recipe).__name__} takes; pass a state "
+            "from init_delayed, and no weight_scales, with DelayedScaling, and none with other recipes"
+        )
+    for tensor in (given.state.weight, given.state.activation, given.state.gradient) if given.state else ():
+        shapes = {"scale": tensor.scale.shape, "amax_history": tensor.amax_history.shape}
+        if shapes != recipe.state_shapes:
+            raise ValueError(f"{op}: state ({shapes}) is not of shapes {recipe.state_shapes}; pass that of one layer")

@@ -1,0 +1,407 @@
+"""`ragged_dot`: a linear layer for each expert, on tokens that are sorted by expert.
+
+x [M, K], sorted  ->  tiles of rows, none of two experts  ->  codes, with scales by expert  ->  ragged products
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from qshard._core.validation import seed_missing, shown
+from qshard.formats import Usage
+from qshard.jax._delayed_scaling import LinearState, check_shared, observe_all, require_gradient
+from qshard.jax._nn.expert_tiles import Tiles, expert_products, quantized_tiles, row_product, tiles_of
+from qshard.jax._nn.linear_vjp import LayoutConfig, WeightLayout, as_layout
+from qshard.jax._ops.scheduling import together
+from qshard.jax._ops.second_derivatives import rules_of_product
+from qshard.jax._ops.uint64 import Seed, seed_words, words_of
+from qshard.jax._ops.validation import as_axes, as_names, check_array, check_dtype, check_spec, check_spec_fits
+from qshard.jax._quantized.array import QuantizedArray
+from qshard.jax._quantized.gather import CodedWeight, CutWeight, cut_of
+from qshard.jax._quantized.primary import PrimaryWeight, opened
+from qshard.jax._quantized.quantize import WeightScales, quantized
+from qshard.jax._sharding.shard_spec import AxisName, Cut, Spec, mesh_of, spec_of, vary_alike
+from qshard.layout import plane, source
+from qshard.recipes import (
+    ROLE_SEEDS,
+    Recipe,
+    RecipeLike,
+    Role,
+    as_delayed,
+    as_recipe,
+    check_weight_format,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Config(LayoutConfig):
+    """What is static in a call.
+
+    Attributes:
+      layout: of the weight of one expert.
+      cut: of the weight of one expert.
+      gathers: over which mesh axes, if any.
+      axes: mesh axes over which the rows of an expert lie.
+    """
+
+    recipe: Recipe
+    cut: Cut
+    gathers: tuple[str, ...]
+    axes: tuple[str, ...]
+    learns: bool
+    reshard_after_forward: bool
+
+    @property
+    def shards(self) -> CutWeight:
+        return CutWeight(self.cut, self.gathers)
+
+
+class _Given(NamedTuple):
+    """Operands that are not differentiated, but for the state: seeds are `[E, 2]`."""
+
+    group_sizes: jax.Array
+    seeds: jax.Array | None
+    state: LinearState | None
+    weight_amax: jax.Array | None
+
+
+class _Kept(NamedTuple):
+    """What backward needs: planes, with tiles or experts along their first axis."""
+
+    x: QuantizedArray
+    w: QuantizedArray
+    given: _Given
+    amaxes: tuple[jax.Array | None, jax.Array | None]
+
+
+def ragged_dot(
+    x: jax.Array,
+    w: jax.Array | QuantizedArray | PrimaryWeight | CodedWeight,
+    group_sizes: jax.Array,
+    recipe: RecipeLike,
+    *,
+    weight_layout: WeightLayout | None = None,
+    weight_spec: Spec = None,
+    gather_axis: str | Sequence[str] | None = None,
+    reshard_after_forward: bool = True,
+    axis_name: AxisName = None,
+    seed: Seed = None,
+    state: LinearState | None = None,
+) -> jax.Array:
+    """`linear` for each expert: rows of group e give `x_e @ w[e].T`, or `x_e @ w[e]`, differentiable.
+
+    Codes are those of `linear` on the rows of an expert alone, with scales of its own, whatever lies beside them. So
+    are products, up to the order of fp32 sums: of formats with one scale, of codes; of those of blocks, of bfloat16
+    values.
+
+    Args:
+      x: float32, bfloat16 or float16 `[M, K]`, rows sorted by expert.
+      w: such an array, `[E, N, K]` or `[E, K, N]`; or codes of the recipe's format for weights, of which each expert
+        has its own scales: a frozen `QuantizedArray`, from `jax.vmap` of `quantize`; or a `PrimaryWeight`.
+      group_sizes: integers `[E]`: how many rows each expert has; any may be 0. Rows after the last group give zeros.
+      recipe: as for `linear`.
+      weight_layout: "KN" for `w` `[E, K, N]`, which `jax.lax.ragged_dot` takes; "NK" for `[E, N, K]`, the default of
+        `linear`. Required: where N == K no shape shows which one is meant. Both give the same bits.
+      weight_spec: how `w` is cut: with experts over one mesh axis and rows over another, `P("expert", "fsdp")`.
+      gather_axis: the mesh axis along which FSDP has cut the weights, or several: codes are gathered, for all experts
+        at once.
+      reshard_after_forward: as for `linear`.
+      axis_name: in `shard_map`, the mesh axes over which the rows of an expert lie: one set of scales then serves them.
+        Without it each device has its own.
+      seed: of stochastic rounding, as for `linear`. Expert e draws what `linear` does under `seed XOR (e << 32)`; on
+        several devices, give each its own.
+      state: of delayed scaling, from `init_delayed(recipe, (E,))`.
+
+    Returns:
+      `[M, N]`, of the dtype of `x`. NaN, if `group_sizes` have more rows than `x`, and that is known too late to raise.
+
+    Raises:
+      TypeError: an operand is not of a float dtype, or another argument not of its type.
+      ValueError: shapes do not fit each other or the formats; the recipe needs a seed or a state; or a mesh has
+        Explicit axes, for which JAX has no ragged product; `weight_layout` is missing.
+
+    In `shard_map` it runs on the tokens and experts that a device has: bring tokens to their experts first, as by
+    `jax.lax.all_to_all`. On Auto meshes XLA decides how rows are multiplied. No weight is gathered but as codes.
+
+    It is made of `jax.lax.ragged_dot_general`, and has no kernel of its own yet: on a GPU take it for its numerics, not
+    for its speed.
+
+    >>> x, w = jnp.full((6, 32), 7.0), jnp.stack([jnp.full((16, 32), value) for value in (0.875, 1.75, 3.5)])
+    >>> ragged_dot(x, w, jnp.array([2, 0, 3]), "CurrentScaling", weight_layout="NK")[:, 0]
+    Array([196., 196., 784., 784., 784.,   0.], dtype=float32)
+
+    Sources: `jax.lax.ragged_dot`; TransformerEngine (`GroupedLinear`: scales by expert, rows padded to blocks).
+    """
+    recipe = as_recipe(recipe, "ragged_dot")
+    if weight_layout is None:
+        raise ValueError(
+            "ragged_dot: weight_layout (None) does not say how w lies; pass 'KN' for [E, K, N], as jax.lax.ragged_dot "
+            "takes it, or 'NK' for [E, N, K], as linear does"
+        )
+    layout = as_layout("ragged_dot", weight_layout)
+    check_array("ragged_dot", "x", x)
+    check_array("ragged_dot", "group_sizes", group_sizes)
+    if not isinstance(w, QuantizedArray | CodedWeight | PrimaryWeight):
+        check_array("ragged_dot", "w", w)
+    check_spec("ragged_dot", "weight_spec", weight_spec)
+    if state is not None and not isinstance(state, LinearState):
+        raise TypeError(f"ragged_dot: state ({shown(state)}) is not a LinearState; pass that of init_delayed")
+    check_shared("ragged_dot", state, axis_name)
+    _check_rows(x, group_sizes)
+    y: jax.Array = _checked(
+        x,
+        w,
+        group_sizes,
+        seed_words("ragged_dot", seed),
+        state,
+        recipe=recipe,
+        layout=layout,
+        weight_spec=weight_spec,
+        gather_axes=as_names("ragged_dot", "gather_axis", gather_axis),
+        reshard_after_forward=reshard_after_forward,
+        axes=as_axes("ragged_dot", axis_name),
+    )
+    return y
+
+
+# Jitted for eager callers, gradients included.
+@functools.partial(
+    jax.jit,
+    static_argnames=("recipe", "layout", "weight_spec", "gather_axes", "reshard_after_forward", "axes"),
+    inline=True,
+)
+def _checked(
+    x: jax.Array,
+    w: Any,
+    group_sizes: jax.Array,
+    seed: jax.Array | None,
+    state: LinearState | None,
+    *,
+    recipe: Recipe,
+    layout: WeightLayout,
+    weight_spec: Spec,
+    gather_axes: tuple[str, ...],
+    reshard_after_forward: bool,
+    axes: tuple[str, ...],
+) -> jax.Array:
+    check_dtype("ragged_dot", "x", x)
+    w, weight_amax = opened(w)
+    if isinstance(w, CodedWeight):
+        codes, sink = w.codes, w.sink
+    else:
+        codes, sink = (w, None) if isinstance(w, QuantizedArray) else (None, w)
+    if codes is None:
+        check_dtype("ragged_dot", "w", sink)
+    parts: Any = sink if codes is None else codes.plane(Usage.ROWWISE).data
+    shape = jnp.shape(parts) if codes is None else codes.shape
+    if len(shape) != 3 or x.ndim != 2:
+        raise _no_fit(x, shape, layout)
+    _check_mesh(x, parts, weight_spec)
+    cut = _cut_of(codes, sink, gather_axes, weight_spec)
+    if x.shape[1] != _gathered(shape[1:], cut, gather_axes)[layout.index("K")]:
+        raise _no_fit(x, shape, layout)
+    _check_shapes(x, shape, group_sizes, recipe, seed, state)
+    plane(recipe.weight, cut.whole(shape[1:]), Usage.ROWWISE, op="ragged_dot", name="w")
+    config = _Config(
+        recipe=recipe,
+        layout=layout,
+        cut=cut,
+        gathers=gather_axes,
+        axes=axes,
+        learns=sink is not None,
+        reshard_after_forward=reshard_after_forward,
+    )
+    seeds = None
+    if seed is not None:
+        high = seed[1] ^ lax.iota(seed.dtype, shape[0])
+        seeds = jnp.stack([jnp.broadcast_to(seed[0], high.shape), high], axis=-1)
+    if state is not None and sink is not None:
+        sink, state = require_gradient("ragged_dot", sink, state)
+    # In shard_map, an operand that varies over fewer axes is cast to vary out here, where JAX sums its gradient.
+    x, *sinks = vary_alike(x, *([] if sink is None else [sink]))
+    weight = CodedWeight(codes, sinks[0] if sinks else None, None)
+    return _ragged(config, x, weight, _Given(group_sizes, seeds, state, weight_amax))
+
+
+def _check_rows(x: jax.Array, group_sizes: Any) -> None:
+    """Raises where the host can read sizes that are of more rows than x has."""
+    if isinstance(group_sizes, jax.core.Tracer) or not getattr(group_sizes, "is_fully_addressable", True):
+        return
+    # By NumPy: JAX would trace a sum within `jit`. `device_get` is a transfer that `jax.transfer_guard` allows.
+    rows = int(np.sum(np.asarray(jax.device_get(group_sizes))))
+    if rows > jnp.shape(x)[0]:
+        raise ValueError(f"ragged_dot: group_sizes ({rows} in all) has more rows than x {jnp.shape(x)}; count again")
+
+
+def _no_fit(x: jax.Array, w: tuple[int, ...], layout: WeightLayout) -> ValueError:
+    return ValueError(f"ragged_dot: w {w} does not fit x {x.shape}; give w as [E, {', '.join(layout)}] and x as [M, K]")
+
+
+def _gathered(shape: tuple[int, ...], cut: Cut, axes: tuple[str, ...]) -> tuple[int, ...]:
+    """The shape of the gathered weight. In `shard_map`, each gathered axis of the shard grows."""
+    if not (cut.local and axes):
+        return shape
+    grown = (cut.count(tuple(name for name in names if name in axes)) for names in cut.entries)
+    return tuple(size * n for size, n in zip(shape, grown, strict=True))
+
+
+def _check_shapes(
+    x: jax.Array, w: tuple[int, ...], group_sizes: jax.Array, recipe: Recipe, seed: Any, state: LinearState | None
+) -> None:
+    if group_sizes.shape != w[:1] or not jnp.issubdtype(group_sizes.dtype, jnp.integer):
+        raise ValueError(
+            f"ragged_dot: group_sizes ({group_sizes.dtype} {group_sizes.shape}) is not an integer for each of "
+            f"{w[0]} experts; count the rows of each"
+        )
+    if seed is None and recipe.stochastic:
+        raise ValueError(f"{seed_missing('ragged_dot', type(recipe).__name__)}, such as jax.random.fold_in(key, layer)")
+    if recipe.stateful != (state is not None):
+        raise ValueError(
+            f"ragged_dot: state ({'given' if state else None}) is not what {type(recipe).__name__} takes; pass one of "
+            "init_delayed(recipe, (E,)) with DelayedScaling, and none with other recipes"
+        )
+    if state is not None and state.weight.scale.shape != w[:1]:
+        raise ValueError(
+            f"ragged_dot: state (scale {state.weight.scale.shape}) is not of {w[0]} experts; pass that of "
+            f"init_delayed(recipe, ({w[0]},))"
+        )
+    plane(recipe.activation, x.shape, Usage.ROWWISE, op="ragged_dot", name="x")
+
+
+def _check_mesh(x: jax.Array, w: jax.Array, spec: Spec) -> None:
+    for array in (x, w):
+        if axes := jax.typeof(array).sharding.mesh.explicit_axes:
+            raise ValueError(
+                f"ragged_dot: operands are on a mesh with Explicit axes {axes}, for which JAX has no ragged product; "
+                "call it inside jax.shard_map over them"
+            )
+    check_spec_fits("ragged_dot", "weight_spec", spec, mesh_of(w, spec), 3)
+
+
+def _cut_of(codes: QuantizedArray | None, sink: jax.Array | None, gather_axes: tuple[str, ...], spec: Spec) -> Cut:
+    """How the weight of one expert is cut."""
+    own = spec
+    if spec is not None:
+        entries = PartitionSpec(*(*spec_of(spec, None), None, None, None)[1:3])
+        own = NamedSharding(spec.mesh, entries) if isinstance(spec, NamedSharding) else entries
+    names: dict[str, Any] = {"op": "ragged_dot", "name": "gather_axis", "spec_name": "weight_spec"}
+    found: list[Cut] = []
+
+    def find(one: Any) -> Any:
+        if isinstance(one, QuantizedArray):
+            found.append(cut_of(one, gather_axes, own, **names) if gather_axes else Cut())
+        else:
+            found.append(Cut.along(one, gather_axes, own, **names))
+        return 0
+
+    jax.eval_shape(jax.vmap(find), sink if codes is None else codes)
+    return found[0]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _ragged(config: _Config, x: jax.Array, w: CodedWeight, given: _Given) -> jax.Array:
+    return _forward(config, x, w, given, learns=False)[0]
+
+
+def _forward(
+    config: _Config, x: jax.Array, w: CodedWeight, given: _Given, *, learns: bool = True
+) -> tuple[jax.Array, _Kept]:
+    recipe, rows, columns, none = config.recipe, Usage.ROWWISE, Usage.COLUMNWISE, Usage(0)
+    x_kept = source(recipe.activation, columns) if learns and config.learns else none
+    read = source(recipe.weight, config.contracted)
+    w_kept = source(recipe.weight, config.contracted_back) if learns else none
+    tiles = tiles_of(recipe, x.shape[0], given.group_sizes)
+    xq, x_amax = _quantized(config, x, given, Role.ACTIVATION, rows | x_kept, tiles)
+    wq, w_amax = _weight(config, w, given, read | w_kept)
+    whole = _whole(config, wq, read)
+    y = row_product(xq, whole, config.contracted, tiles, x.dtype)
+    if learns and not config.reshard_after_forward:
+        wq = whole if w_kept is read else _whole(config, wq, w_kept)
+    return y, _Kept(_only(xq, x_kept), _only(wq, w_kept), given, (x_amax, w_amax))
+
+
+def _backward(config: _Config, kept: _Kept, dy: jax.Array) -> tuple[jax.Array, CodedWeight, _Given]:
+    recipe, given, wq, columns = config.recipe, kept.given, kept.w, Usage.COLUMNWISE
+    if config.gathers and config.reshard_after_forward:
+        wq, dy = together(wq, dy)
+        wq = _whole(config, wq, source(recipe.weight, config.contracted_back))
+    tiles = tiles_of(recipe, dy.shape[0], given.group_sizes)
+    read = Usage.ROWWISE | (source(recipe.gradient, columns) if config.learns else Usage(0))
+    dyq, dy_amax = _quantized(config, dy, given, Role.GRADIENT, read, tiles)
+    dx = row_product(dyq, wq, config.contracted_back, tiles, dy.dtype)
+    dw = None
+    if config.learns:
+        pair = (dyq, kept.x) if config.layout == "NK" else (kept.x, dyq)
+        dw = jax.vmap(config.shards.scatter)(expert_products(*pair, tiles, wq.dtype))
+        if config.gathers:  # As in `linear`: order.py.
+            dw, dx = together(dw, dx)
+    x_amax, w_amax = kept.amaxes
+    observed = observe_all(given.state, w_amax, x_amax, dy_amax, config.axes)
+    nothing: Any = _Given(None, None, observed, None)  # type: ignore[arg-type]
+    return dx, CodedWeight(None, dw, None), nothing
+
+
+_ragged.defvjp(*rules_of_product("ragged_dot", _forward, _backward))
+
+
+def _quantized(
+    config: _Config, x: jax.Array, given: _Given, role: Role, usage: Usage, tiles: Tiles
+) -> tuple[QuantizedArray, jax.Array | None]:
+    """Of x or dy."""
+    scales, margin = _delayed(config, given, role)
+    fmt, seeds = config.recipe.format(role), _seeds(config, given, role)
+    return quantized_tiles(x, fmt, usage, tiles, axes=config.axes, seeds=seeds, scales=scales, margin=margin)
+
+
+def _seeds(config: _Config, given: _Given, role: Role) -> jax.Array | None:
+    if given.seeds is None or not config.recipe.format(role).stochastic:
+        return None
+    seeds: jax.Array = given.seeds ^ words_of(ROLE_SEEDS[role]).view(given.seeds.dtype)
+    return seeds
+
+
+def _delayed(config: _Config, given: _Given, role: Role) -> tuple[jax.Array | None, int]:
+    """The scale of each expert, and the margin."""
+    if given.state is None:
+        return None, 0
+    return getattr(given.state, role.value).scale, as_delayed(config.recipe, "ragged_dot").margin
+
+
+def _weight(config: _Config, w: CodedWeight, given: _Given, usage: Usage) -> tuple[QuantizedArray, jax.Array | None]:
+    """What this device has of the codes of all experts; and, of delayed scaling, their amaxes."""
+    if w.codes is not None:
+        return w.codes, given.weight_amax
+    assert w.sink is not None
+    fmt, seeds = config.recipe.weight, _seeds(config, given, Role.WEIGHT)
+    scales, margin = _delayed(config, given, Role.WEIGHT)
+    delayed = None if scales is None else margin
+
+    def cast(own: jax.Array, seed: Any, scale: Any) -> tuple[QuantizedArray, jax.Array | None]:
+        made = None if scale is None else WeightScales(scale)
+        turned = config.layout == "KN"
+        return quantized(
+            own, fmt, usage, config.cut, made, seed, margin=delayed, turned=turned, op="ragged_dot", name="w"
+        )
+
+    made: tuple[QuantizedArray, jax.Array | None] = jax.vmap(cast)(w.sink, seeds, scales)
+    return made
+
+
+def _whole(config: _Config, wq: QuantizedArray, usage: Usage) -> QuantizedArray:
+    """One plane of the whole weights, of the codes that one device has."""
+    check_weight_format("ragged_dot", "w", wq.format, config.recipe)
+    wq = _only(wq, usage)
+    return jax.vmap(config.shards.gather)(wq) if config.gathers else wq
+
+
+def _only(q: QuantizedArray, usage: Usage) -> QuantizedArray:
+    return q.with_planes({each: plane for each, plane in q.planes.items() if each in usage})

@@ -1,0 +1,69 @@
+"""Arrays for `qshard.numerics`: those of one device, and sharded ones, of which each process measures its shards."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from numpy.typing import NDArray
+
+from qshard.numerics._arrays import Shard, Whole, of_floats, of_shards
+from qshard.numerics._floats import as_float
+
+T = TypeVar("T")
+
+CHUNK = 1 << 20
+"""Amaxes that processes exchange at a time: each gets those of all."""
+
+
+class Processes:
+    """All processes of `jax.distributed`."""
+
+    def maximum(self, bits: NDArray[np.int32]) -> NDArray[np.int32]:
+        flat = bits.reshape(-1)
+        parts = [flat[first : first + CHUNK] for first in range(0, flat.size, CHUNK)]
+        merged = [_of_all(part).max(axis=0) for part in parts]
+        return np.concatenate([flat[:0], *merged])
+
+    def gathered(self, own: T) -> list[T]:
+        data = np.frombuffer(pickle.dumps(own), np.uint8)
+        sizes = _of_all(np.array([data.size], np.int32)).reshape(-1)
+        rows = _of_all(np.pad(data, (0, int(sizes.max()) - data.size)))
+        return [pickle.loads(row[:size].tobytes()) for row, size in zip(rows, sizes.tolist(), strict=True)]
+
+
+def _of_all(own: NDArray[Any]) -> NDArray[Any]:
+    """What each process has, along a new first axis."""
+    found: NDArray[Any] = np.asarray(multihost_utils.process_allgather(own))
+    return found.reshape(jax.process_count(), *own.shape)
+
+
+def whole_of(x: Any, op: str) -> Whole:
+    """An array as what is measured. One that other processes have parts of needs a call by every process.
+
+    Raises:
+      TypeError: it does not hold real numbers, or is traced.
+    """
+    if isinstance(x, jax.core.Tracer):
+        raise TypeError(f"{op}: x ({x.aval}) is traced, and has no values yet; call it outside of jit, on a result")
+    dtype = str(x.dtype)
+    if not isinstance(x, jax.Array) or x.sharding.num_devices == 1:
+        return of_floats(as_float(x, op), dtype)
+    if x.is_fully_replicated:
+        return of_floats(as_float(x.addressable_shards[0].data, op), dtype)
+    shards = [
+        Shard(shard.data, tuple(cut.indices(size)[0] for cut, size in zip(shard.index, x.shape, strict=True)))
+        for shard in x.addressable_shards
+        if shard.replica_id == 0
+    ]
+    others = None if x.is_fully_addressable else Processes()
+    return of_shards(x.shape, dtype, shards, others, op)
+
+
+def placed_like(leaf: jax.Array, value: NDArray[Any]) -> jax.Array:
+    """Values where an array is, cut as it is."""
+    placed: jax.Array = jax.device_put(value, leaf.sharding)
+    return placed

@@ -1,0 +1,64 @@
+"""Numbers of 64 bits as two uint32 words, low and high, as JAX has no wider integers by default."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from qshard._core.flat_shards import word_pair
+from qshard._core.validation import shown
+
+Seed = jax.Array | int | None
+Words = tuple[jax.Array, jax.Array]
+"""Arrays of low words and of high words."""
+
+
+def words_of(number: Any, what: str = "number") -> Any:
+    """A number as uint32 `[2]`: a NumPy array of an int, a JAX array of a traced or a JAX integer.
+
+    `what` names it in the error that an int outside of [0, 2**64) is; one on a device is taken modulo 2**64.
+    """
+    if isinstance(number, int | np.integer):
+        return np.array(word_pair(what, int(number)), np.uint32)
+    if not jnp.issubdtype(jnp.result_type(number), jnp.integer):
+        raise TypeError(f"{what} ({shown(number)}) is not an integer; pass one in [0, 2**64)")
+    number = jnp.asarray(number)
+    if number.dtype.itemsize == 8:
+        return jnp.stack([(number & 0xFFFFFFFF).astype(jnp.uint32), (number >> 32).astype(jnp.uint32)])
+    # Of a negative number, all bits of the high word are ones.
+    return jnp.stack([number.astype(jnp.uint32), jnp.where(number < 0, jnp.uint32(0xFFFFFFFF), jnp.uint32(0))])
+
+
+def words_plus(a: Words, b: Words) -> Words:
+    """The sum modulo 2**64."""
+    low = a[0] + b[0]
+    return low, a[1] + b[1] + (low < a[0]).astype(jnp.uint32)
+
+
+def words_times(a: jax.Array, number: int) -> Words:
+    """The product of uint32 and a number, modulo 2**64."""
+    low, high = (int(word) for word in words_of(number))
+    a0, a1, b0, b1 = a & np.uint32(0xFFFF), a >> 16, np.uint32(low & 0xFFFF), np.uint32(low >> 16)
+    p00, p01, p10, p11 = a0 * b0, a0 * b1, a1 * b0, a1 * b1
+    middle = (p00 >> 16) + (p01 & np.uint32(0xFFFF)) + (p10 & np.uint32(0xFFFF))
+    return a * np.uint32(low), p11 + (p01 >> 16) + (p10 >> 16) + (middle >> 16) + a * np.uint32(high)
+
+
+def seed_words(op: str, seed: Any) -> Any:
+    """A seed as two words, and None as it is."""
+    if seed is None:
+        return None
+    array = isinstance(seed, jax.Array | np.ndarray | np.generic)
+    dtype, shape = (seed.dtype, seed.shape) if array else (None, ())
+    if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key) and shape == ():
+        return jax.random.bits(seed, (2,), jnp.uint32)
+    if shape == (2,) and dtype in (jnp.uint32, jnp.int32):
+        return jnp.asarray(seed)
+    if isinstance(seed, int) or (dtype is not None and jnp.issubdtype(dtype, jnp.integer) and shape == ()):
+        return jnp.asarray(words_of(seed, f"{op}: seed"))
+    raise TypeError(
+        f"{op}: seed ({shown(seed)}) is not an integer, int32 or uint32 of shape (2,), or a jax.random key; pass one"
+    )

@@ -1,0 +1,119 @@
+"""What a caller may pass where a function takes an array: one check and one text for each mistake.
+
+What is no array is refused before `jit` sees it. Dtypes and shapes are checked while it traces, so once for each shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from qshard._core.validation import check_float, listed, shown
+from qshard.formats import FLOATS, Format
+from qshard.jax._ops.bind import check_sizes, names_of
+
+_ARRAYS = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
+
+
+def is_staged(tree: Any) -> bool:
+    """Whether what is done with the arrays of `tree` becomes a program, as under `jit`; eager gradients do not.
+
+    >>> is_staged(jnp.ones(2)), jax.jit(lambda x: jnp.full((), is_staged(x)))(1.0)
+    (False, Array(True, dtype=bool))
+    """
+    for leaf in jax.tree.leaves(tree):
+        value = leaf
+        # Of a transform, around what it transforms. One that does not show it counts as of a program, as does `jit`'s.
+        while isinstance(value, jax.core.Tracer):
+            value = getattr(value, "primal", getattr(value, "val", None))
+        if not isinstance(value, _ARRAYS):
+            return True
+    return False
+
+
+def check_array(op: str, name: str, x: Any) -> None:
+    """Raises TypeError unless `x` is an array, or a number.
+
+    >>> check_array("quantize", "x", [1.0])
+    Traceback (most recent call last):
+    TypeError: quantize: x ([1.0]) is not an array of JAX or NumPy; pass jnp.asarray(x)
+    """
+    if isinstance(x, _ARRAYS) or hasattr(x, "__jax_array__"):
+        return
+    if isinstance(fmt := getattr(x, "format", None), Format):
+        raise TypeError(
+            f"{op}: {name} ({type(x).__name__}, {fmt}) is quantized already; pass {name}.dequantize(), or use it as it "
+            "is"
+        )
+    make = "from_dlpack" if hasattr(x, "__dlpack__") else "asarray"
+    raise TypeError(f"{op}: {name} ({shown(x)}) is not an array of JAX or NumPy; pass jnp.{make}({name})")
+
+
+def check_dtype(op: str, name: str, x: Any) -> None:
+    """Raises TypeError unless `x` is of numbers in high precision, and ValueError unless its sizes are numbers."""
+    check_float(op, name, str(jnp.result_type(x)))
+    check_sizes(op, name, jnp.shape(x))
+
+
+def as_float_name(op: str, dtype: Any, argument: str = "dtype") -> str:
+    """The dtype that `op` is asked for, by its name."""
+    try:
+        name = str(jnp.dtype(dtype).name)
+    except TypeError:
+        name = ""
+    if name not in FLOATS:
+        raise TypeError(f"{op}: {argument} ({shown(dtype)}) is not {listed(FLOATS)}; ask for one")
+    return name
+
+
+def as_axes(op: str, axis_name: Any, name: str = "axis_name") -> tuple[str, ...]:
+    """The mesh axes of `shard_map` that a caller named as `axis_name`, or as `name`: one, several or none."""
+    if axis_name is None:
+        return ()
+    axes = (axis_name,) if isinstance(axis_name, str) else axis_name
+    if not isinstance(axes, Iterable) or not all(isinstance(axis, str) for axis in axes):
+        raise TypeError(f"{op}: {name} ({shown(axis_name)}) is not the name of a mesh axis, or several; pass names")
+    axes = tuple(axes)
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    for axis in axes:
+        if axis not in manual:
+            raise ValueError(
+                f"{op}: {name} ({axis!r}) is not an axis of a jax.shard_map around this call ({manual or 'none'}); "
+                f"name one of its axes, or leave {name} out"
+            )
+    return axes
+
+
+def as_names(op: str, name: str, axes: Any) -> tuple[str, ...]:
+    """Mesh axes that a caller names: one, several or none."""
+    made = () if axes is None else (axes,) if isinstance(axes, str) else axes
+    if not isinstance(made, Iterable) or not all(isinstance(axis, str) for axis in made):
+        raise TypeError(f"{op}: {name} ({shown(axes)}) is not the name of a mesh axis, or several; pass names")
+    return tuple(made)
+
+
+def check_spec(op: str, name: str, spec: Any) -> None:
+    """Raises TypeError unless `spec` can say how an array is cut."""
+    if spec is not None and not isinstance(spec, PartitionSpec | NamedSharding):
+        entries = ", ".join(map(repr, spec)) if isinstance(spec, tuple | list) else repr(spec)
+        raise TypeError(f"{op}: {name} ({shown(spec)}) is not a PartitionSpec or a NamedSharding; pass P({entries})")
+
+
+def check_spec_fits(op: str, name: str, spec: Any, mesh: Any, ndim: int) -> None:
+    """Raises ValueError unless a spec is of an array of `ndim` axes on this mesh."""
+    if spec is None:
+        return
+    entries = spec.spec if isinstance(spec, NamedSharding) else spec
+    if len(entries) > ndim:
+        raise ValueError(f"{op}: {name} ({entries}) has more entries than the {ndim} axes of the array; leave some out")
+    for axis in (axis for entry in entries for axis in names_of(entry)):
+        if axis not in mesh.axis_names:
+            raise ValueError(
+                f"{op}: {name} ({entries}) names {axis!r}, which is not an axis of the mesh {mesh.axis_names}; "
+                f"enter the mesh with jax.set_mesh, or pass {name} as a NamedSharding"
+            )

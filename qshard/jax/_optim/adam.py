@@ -1,0 +1,307 @@
+"""Adam and AdamW as an optax `GradientTransformation`, on the kernel of `qshard.torch_bridge.Adam` and `AdamW`."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from qshard._core.adam import BLOCK, SCALED, check_setting, check_state_dtype, settings
+from qshard._core.validation import shown
+from qshard.jax._ops import bind as ops
+from qshard.jax._ops.validation import check_array, check_dtype
+from qshard.jax._sharding.partitionable_ops import reshape_as, split_rows
+from qshard.op_table import OpSpec, multi_table
+
+_FLOATS_16 = ("bfloat16", "float16")
+
+
+class Transformation(NamedTuple):
+    """What optax calls a `GradientTransformation`: any pair of these two functions is one."""
+
+    init: Callable[[Any], Any]
+    update: Callable[..., tuple[Any, Any]]
+
+
+class ScaledState(NamedTuple):
+    """A moment in few bits: `data` as codes, of which every 128 of a row have one of `scale_inv` `[*lead, blocks]`."""
+
+    data: jax.Array
+    scale_inv: jax.Array
+
+
+class AdamState(NamedTuple):
+    """The state of `adam`: trees like the parameters, of arrays, `ScaledState`s, and None where there is no master."""
+
+    count: jax.Array  # type: ignore[assignment]  # Its name in optax, and that of a method of tuples.
+    mu: Any
+    nu: Any
+    master: Any
+
+
+def adam(
+    learning_rate: Any,
+    b1: Any = 0.9,
+    b2: Any = 0.999,
+    eps: Any = 1e-8,
+    *,
+    mu_dtype: Any = "float32",
+    nu_dtype: Any = "float32",
+    masters: bool = False,
+) -> Transformation:
+    """Adam, with states of few bits and float32 masters of 16-bit parameters; `optax.adam` otherwise.
+
+        m = b1 m + (1 - b1) g;   v = b2 v + (1 - b2) g g
+        the update is -lr m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps)
+
+    All arithmetic is float32, in the order that NUMERICS.md states, so the results are the same bits on every device,
+    and those of `qshard.torch_bridge.Adam`. Updates are float32. A state in float16 or FP8 has one float32 scale for
+    every 128 elements of the last axis, a power of two. A state of zeros stays zeros, and a second moment that is not 0
+    never becomes 0. Parameters with less than two axes keep float32 states in their place.
+
+    With masters, the update takes a parameter to its master, rounded: `optax.apply_updates` then gives the rounded
+    master exactly, unless that is less than 2^-15 of the parameter before. What is missing then comes with the next
+    update, since masters alone are carried on.
+
+    Args:
+      learning_rate: a number, an array of one, or a function of the number of steps before this one.
+      b1, b2, eps: numbers, or arrays of one, as `optax.inject_hyperparams` makes of them.
+      mu_dtype, nu_dtype: float32, bfloat16, float16, float8_e4m3fn or float8_e5m2.
+      masters: whether to keep the float32 values of 16-bit parameters.
+
+    Returns:
+      A pair `(init, update)`, for optax or for use as it is. optax need not be installed.
+
+    Raises:
+      TypeError: a dtype is not one of these.
+
+    Works under `jit` with arrays cut along any axes, without communication, if what is cut of the last axis is whole
+    blocks of 128, and in `shard_map`. Each array takes one kernel; donated states are updated in place.
+
+    >>> weights = {"w": jnp.ones((2, 256), jnp.bfloat16)}
+    >>> optimizer = adam(0.25, mu_dtype=jnp.float8_e4m3fn, masters=True)
+    >>> state = optimizer.init(weights)
+    >>> updates, state = optimizer.update(weights, state, weights)
+    >>> float(updates["w"][0, 0]), state.mu["w"].scale_inv.shape
+    (-0.25, (2, 2))
+
+    Sources: Kingma and Ba, arXiv:1412.6980; optax, `adam`.
+    """
+    return _transformation("adam", learning_rate, b1, b2, eps, 0.0, (mu_dtype, nu_dtype), masters)
+
+
+def adamw(
+    learning_rate: Any,
+    b1: Any = 0.9,
+    b2: Any = 0.999,
+    eps: Any = 1e-8,
+    weight_decay: Any = 1e-4,
+    *,
+    mu_dtype: Any = "float32",
+    nu_dtype: Any = "float32",
+    masters: bool = False,
+) -> Transformation:
+    """`adam` with decoupled weight decay; `optax.adamw` otherwise, whose defaults it has.
+
+        the update is -lr (u + weight_decay p), where -lr u is that of `adam`
+
+    `torch.optim.AdamW`, and so `qshard.torch_bridge.AdamW`, has another default, 0.01. The op is the same.
+
+    Weight decay that is added to gradients, as `torch.optim.Adam` has it, is a transformation of its own in optax:
+    `optax.chain(optax.add_decayed_weights(decay), adam(...))`.
+
+    Args:
+      weight_decay: a number, or an array of one.
+      learning_rate, b1, b2, eps, mu_dtype, nu_dtype, masters: as for `adam`.
+
+    Returns:
+      A pair `(init, update)`; `update` needs the parameters.
+
+    Raises:
+      TypeError: a dtype is not one of those that `adam` names.
+
+    On sharded arrays it behaves as `adam` does.
+
+    >>> optimizer = adamw(0.5, weight_decay=0.25)
+    >>> weights = jnp.ones(4)
+    >>> updates, _ = optimizer.update(jnp.zeros(4), optimizer.init(weights), weights)
+    >>> updates
+    Array([-0.125, -0.125, -0.125, -0.125], dtype=float32)
+
+    Sources: Loshchilov and Hutter, arXiv:1711.05101; optax, `adamw`.
+    """
+    return _transformation("adamw", learning_rate, b1, b2, eps, weight_decay, (mu_dtype, nu_dtype), masters)
+
+
+def _transformation(
+    op: str,
+    learning_rate: Any,
+    b1: Any,
+    b2: Any,
+    eps: Any,
+    weight_decay: Any,
+    state_dtypes: tuple[Any, Any],
+    masters: bool,
+) -> Transformation:
+    if not callable(learning_rate):
+        check_setting(op, "learning_rate", learning_rate)
+    for name, value in (("b1", b1), ("b2", b2), ("eps", eps), ("weight_decay", weight_decay)):
+        check_setting(op, name, value, is_beta=name in ("b1", "b2"))
+    dtypes = [_state_dtype(op, name, d) for name, d in zip(("mu_dtype", "nu_dtype"), state_dtypes, strict=True)]
+    decay = "none" if isinstance(weight_decay, int | float) and weight_decay == 0 else "decoupled"
+
+    def init(params: Any) -> AdamState:
+        for path, p in jax.tree_util.tree_leaves_with_path(params):
+            name = f"params{jax.tree_util.keystr(path)}"
+            check_array(op, name, p)
+            check_dtype(op, name, p)
+
+        def master(p: jax.Array) -> jax.Array | None:
+            return p.astype(jnp.float32) if masters and str(p.dtype) in _FLOATS_16 else None
+
+        mu, nu = (jax.tree.map(functools.partial(_zeros, dtype=dtype), params) for dtype in dtypes)
+        return AdamState(jnp.zeros((), jnp.int32), mu, nu, jax.tree.map(master, params))
+
+    def update(updates: Any, state: AdamState, params: Any = None) -> tuple[Any, AdamState]:
+        if not isinstance(state, AdamState):
+            raise TypeError(f"{op}: state ({shown(state)}) is not an AdamState; pass what init or the last update gave")
+        count = jnp.where(state.count < jnp.iinfo(jnp.int32).max, state.count + 1, state.count)
+        rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
+        numbers = settings(rate, b1, b2, eps, weight_decay)
+        hyper = jnp.stack([jnp.asarray(number, jnp.float32).reshape(()) for number in numbers])
+        constants = ops.adam_constants(count.astype(jnp.float32), hyper)
+        tree: Any
+        leaves, tree = jax.tree.flatten(updates)
+        trees = [tree.flatten_up_to(part) for part in (state.mu, state.nu, state.master)]
+        old = [None] * len(leaves) if params is None else tree.flatten_up_to(params)
+        steps = [_step(op, constants, decay, *parts) for parts in zip(leaves, old, *trees, strict=True)]
+        made = [tree.unflatten([step[i] for step in steps]) for i in range(4)]
+        return made[0], AdamState(count, *made[1:])
+
+    return Transformation(init, update)
+
+
+def _state_dtype(op: str, name: str, dtype: Any) -> str:
+    try:
+        found = str(jnp.dtype(dtype))
+    except TypeError:
+        found = ""
+    check_state_dtype(op, name, dtype, found)
+    return found
+
+
+def _zeros(p: jax.Array, dtype: str) -> Any:
+    if dtype not in SCALED:
+        return jnp.zeros_like(p, dtype=dtype)
+    if p.ndim < 2:
+        return jnp.zeros_like(p, dtype=jnp.float32)
+    # A slice, for the scales to be where the parameter is.
+    return ScaledState(jnp.zeros_like(p, dtype=dtype), jnp.ones_like(p[..., ::BLOCK], dtype=jnp.float32))
+
+
+def _step(
+    op: str, constants: jax.Array, decay: str, grad: Any, param: Any, mu: Any, nu: Any, master: Any
+) -> tuple[jax.Array, Any, Any, Any]:
+    low = "none" if master is None else "master"
+    if param is None and (decay != "none" or low != "none"):
+        raise ValueError(f"{op}: params (None) are not there to decay, or to compare with masters; pass them to update")
+    check_array(op, "updates", grad)
+    check_dtype(op, "updates", grad)
+    shape = jnp.shape(mu.data if isinstance(mu, ScaledState) else mu)
+    if jnp.shape(grad) != shape:
+        raise ValueError(f"{op}: updates {jnp.shape(grad)} do not fit the state {shape}; pass those of its parameters")
+    if grad.size == 0:
+        return jnp.zeros_like(grad, dtype=jnp.float32), mu, nu, master
+    plain = decay == "none" and low == "none"
+    given = {"grad": grad, "param": None if plain else param, "low": master}
+    for name, moment in (("exp_avg", mu), ("exp_avg_sq", nu)):
+        given[name], given[f"{name}_scale_inv"] = moment if isinstance(moment, ScaledState) else (moment, None)
+    given = _cut_alike({name: array for name, array in given.items() if array is not None})
+    dtypes = {name: str(array.dtype) for name, array in given.items()}
+    views, spread = _views(given, constants)
+    results = _op(tuple(dtypes.items()))(
+        spread,
+        *views.values(),
+        decay=decay,
+        exp_avg_dtype=dtypes["exp_avg"],
+        exp_avg_sq_dtype=dtypes["exp_avg_sq"],
+        keeps=low,
+        update=True,
+    )
+    made = dict(zip(_results(dtypes), results, strict=True))
+    shaped = {name: reshape_as(y, given["grad" if name == "update" else name]) for name, y in made.items()}
+
+    def joined(name: str) -> Any:
+        scale_inv = shaped.get(f"{name}_scale_inv")
+        return shaped[name] if scale_inv is None else ScaledState(shaped[name], scale_inv)
+
+    return shaped["update"], joined("exp_avg"), joined("exp_avg_sq"), shaped.get("low")
+
+
+def _results(operands: Iterable[str]) -> tuple[str, ...]:
+    return ("update", *(name for name in operands if name not in ("grad", "param")))
+
+
+@functools.cache
+def _op(dtypes: tuple[tuple[str, str], ...]) -> ops.Op:
+    """The op `adam` on one tensor as XLA can cut it: constants and scales for every element of the leading axes."""
+
+    kinds = {**dict(dtypes), "update": "float32"}
+
+    def operand(name: str) -> str:
+        return f"{name}: {kinds[name]} *batch {'*blocks' if name.endswith('scale_inv') else '*run'}"
+
+    names = [name for name, _ in dtypes]
+    results = _results(names)
+    operands = ", ".join(["constants: float32 *batch 10", *map(operand, names)])
+    row = f"{operands} -> {', '.join(map(operand, results))}"
+    spec = OpSpec("adam", row, multi_table()["adam"].attribute_types)
+    in_place = {names.index(name) + 1: i for i, name in enumerate(results) if name in names}
+    return ops.Op(spec, in_place)
+
+
+def _cut_alike(given: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """On an Explicit mesh, every array cut as the state is."""
+    sharding = jax.typeof(given["exp_avg"]).sharding
+    if not sharding.mesh.explicit_axes:
+        return given
+    return {
+        name: array if name.endswith("scale_inv") else jax.sharding.reshard(array, sharding)
+        for name, array in given.items()
+    }
+
+
+def _views(given: dict[str, jax.Array], constants: jax.Array) -> tuple[dict[str, jax.Array], jax.Array]:
+    """Operands with the axes that XLA may cut in front, and the constants for every element of these."""
+    if not ops.may_be_cut(given["grad"]):
+        return given, constants
+    scaled = any(name.endswith("scale_inv") for name in given)
+
+    def view(name: str, x: jax.Array) -> jax.Array:
+        if not scaled:
+            return split_rows(x)
+        return x if name.endswith("scale_inv") or given["grad"].shape[-1] % BLOCK else _blocks(x)
+
+    views = {name: view(name, array) for name, array in given.items()}
+    sharding, lead = jax.typeof(views["grad"]).sharding, max(0, views["grad"].ndim - 1)
+    cut = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:lead], None))
+    shape = (*views["grad"].shape[:lead], constants.shape[-1])
+    explicit = cut if sharding.mesh.explicit_axes else None
+    return views, lax.broadcast_in_dim(constants, shape, (lead,), out_sharding=explicit)
+
+
+def _blocks(x: jax.Array) -> jax.Array:
+    sharding = jax.typeof(x).sharding
+    shards = math.prod(sharding.mesh.shape[name] for name in ops.names_of(sharding.spec[-1]))
+    if x.shape[-1] // BLOCK % shards:
+        raise ValueError(
+            f"adam: parameter {x.shape} (last axis cut into {shards}) is not cut at blocks of {BLOCK}, which states in "
+            "few bits have scales for; cut another axis, or keep states in bfloat16"
+        )
+    return ops.reshaped(x, (*x.shape[:-1], x.shape[-1] // BLOCK, BLOCK), (*sharding.spec, None))

@@ -1,0 +1,171 @@
+"""`cast_master`: flat slices of master weights to quantized weights, with one max-reduction for all of them.
+
+The steps are `_core.flat_shards`. All of it runs on what each device holds, inside `shard_map`: where the slice of a
+device starts is an operand, as one program serves all devices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from qshard import layout
+from qshard._core import flat_shards
+from qshard._core.flat_shards import MasterPlan, piece_bytes
+from qshard._core.validation import FormatLike, as_format, shown
+from qshard.formats import Usage
+from qshard.jax._ops.uint64 import Seed, seed_words, words_of
+from qshard.jax._ops.validation import as_axes, check_array
+from qshard.jax._quantized.array import QuantizedArray
+from qshard.jax._sharding import partitionable_ops
+from qshard.jax._sharding.shard_spec import AxisName, max_over, vary_alike
+from qshard.layout import Shape
+
+Start = int | jax.Array
+
+
+def cast_master(
+    weights: Sequence[QuantizedArray] | None,
+    masters: Sequence[jax.Array],
+    starts: Sequence[Start] | jax.Array,
+    axis_name: AxisName = None,
+    *,
+    plan: MasterPlan,
+    seeds: Sequence[Seed] | None = None,
+) -> list[Any]:
+    """The codes of slices of master weights, and the scales of the whole weights.
+
+    The codes are those of `quantize(master)` of the whole master, or of the master rounded to a dtype first, as `plan`
+    says: gathered, slices are its bits.
+
+    Args:
+      weights: whole weights, of whose codes those of the slice change; None: make pieces.
+      masters: for each weight this device's slice, flat, of the dtype of the plan; maybe empty.
+      starts: index of the first element of each slice in its weight: ints, traced integers, or, for weights of 2**31
+        elements and more, uint32 `[n, 2]`, low words first. What is past the end of a weight is padding, so slices of
+        one length serve all devices.
+      axis_name: the mesh axes over which the slices are cut, inside `shard_map`. None: there are no others, or they
+        share no block and no scale (`_core.flat_shards.plan_shards`).
+      plan: `_core.flat_shards.plan_master` of the weights; static.
+      seeds: of stochastic rounding, one for each weight, as `quantize` takes them; others each step.
+
+    Returns:
+      With weights, those weights as they are now: a `QuantizedArray` each, of the plane that the plan makes. With None,
+      a `Plane` each: `data` is uint8 `[piece_bytes(format, length)]`, the codes from the byte of the first element on,
+      where the half of a byte that belongs to another device is 0; scales are of the whole.
+
+    Raises:
+      ValueError: lists are not of one length, seeds are missing, or a start is negative.
+
+    Inside `shard_map`: codes vary over `axis_name`, scales do not. One all-reduce of int32, whatever the number of
+    weights; one custom call for each format and step.
+
+    >>> from qshard.formats import FP8_E4M3
+    >>> from qshard._core.flat_shards import plan_master
+    >>> plan = plan_master([(2, 2)], FP8_E4M3)
+    >>> (piece,) = cast_master(None, [jnp.array([2.0, 3.0, 4.0])], [1], plan=plan)
+    >>> piece.data, piece.scale_inv
+    (Array([118, 122, 126], dtype=uint8), Array(0.00892857, dtype=float32))
+
+    Sources: TransformerEngine `quantize_master_weights`.
+    """
+    if not isinstance(plan, MasterPlan):
+        raise TypeError(
+            f"cast_master: plan ({shown(plan)}) is not a MasterPlan; pass one of qshard._core.flat_shards.plan_master"
+        )
+    n = len(plan.shapes)
+    if len(masters) != n or (weights is not None and len(weights) != n):
+        raise ValueError(f"cast_master: {len(masters)} masters are not one for each of {n} weights; give empty ones")
+    if seeds is not None and (not isinstance(seeds, Sequence | jax.Array | np.ndarray) or len(seeds) != n):
+        raise ValueError(f"cast_master: seeds ({shown(seeds)}) is not one for each of {n} weights; pass a list of {n}")
+    for i, m in enumerate(masters):
+        check_array("cast_master", f"masters[{i}]", m)
+    flat = [jnp.reshape(m, -1) for m in masters]
+    for i, m in enumerate(flat):
+        if str(m.dtype) != plan.dtypes[i]:
+            raise TypeError(
+                f"cast_master: masters[{i}] ({m.dtype}) is not {plan.dtypes[i]}, as the plan has it; cast it"
+            )
+        if weights is None:
+            continue
+        if not isinstance(weights[i], QuantizedArray):
+            raise TypeError(f"cast_master: weights[{i}] ({shown(weights[i])}) is not a QuantizedArray; quantize it")
+        if weights[i].format != plan.formats[i] or weights[i].shape != plan.shapes[i]:
+            raise ValueError(
+                f"cast_master: weights[{i}] ({weights[i].format} {weights[i].shape}) is not what the plan has, "
+                f"{plan.formats[i]} {plan.shapes[i]}; plan with its format and shape"
+            )
+    if weights is None:
+        data = [jnp.zeros(piece_bytes(fmt, m.size), jnp.uint8) for fmt, m in zip(plan.formats, flat, strict=True)]
+    else:
+        data = [w.plane(usage).data.view(jnp.uint8) for w, usage in zip(weights, plan.usages, strict=True)]
+    made = flat_shards.cast_master(
+        partitionable_ops,
+        data,
+        flat,
+        _words(starts, n),
+        max_over(as_axes("cast_master", axis_name)),
+        plan=plan,
+        pieces=weights is None,
+        seeds=None if seeds is None else jnp.stack([seed_words("cast_master", seed) for seed in seeds]),
+    )
+    if weights is None:
+        return made
+    return [  # Without the other plane, which would be of other numbers.
+        weight.with_planes({usage: plane._replace(data=plane.data.view(weight.format.data_dtype))})
+        for weight, usage, plane in zip(weights, plan.usages, made, strict=True)
+    ]
+
+
+def join_pieces(
+    pieces: jax.Array, starts: Sequence[Start] | jax.Array, fmt: FormatLike, shape: Shape, usage: Usage = Usage.ROWWISE
+) -> jax.Array:
+    """The codes of a weight from those of its slices. The two halves of a byte that slices share meet by OR.
+
+    Args:
+      pieces: uint8 `[slices, bytes]`, what `jax.lax.all_gather` makes of the `data` of pieces of one length.
+      starts: of the slices, in elements: as for `cast_master`.
+      fmt, shape, usage: of the whole weight and its plane.
+
+    Returns:
+      `data` of the plane, in the shape of `layout.plane`.
+    """
+    fmt = as_format(fmt, "join_pieces")
+    if jnp.ndim(pieces) != 2 or str(pieces.dtype) != "uint8":
+        raise ValueError(f"join_pieces: pieces ({shown(pieces)}) is not uint8 [slices, bytes]; stack the data of all")
+    count, room = pieces.shape
+    data_shape = layout.plane(fmt, shape, usage, op="join_pieces").data_shape
+    size = math.prod(data_shape)
+    words = _words(starts, count)
+    per_byte = fmt.element.codes_per_byte
+    # Less than 2**32 bytes; a piece past the end goes to the room there.
+    first = words[:, 0] if per_byte == 1 else words[:, 0] >> 1 | words[:, 1] << 31
+    past = (words[:, 1] >= per_byte) | (first > size)
+    first = jnp.where(past, np.uint32(size), first)
+    whole, pieces, first = vary_alike(jnp.zeros(size + room, jnp.uint8), pieces, first)
+
+    def join(i: Any, joined: jax.Array) -> jax.Array:
+        there = lax.dynamic_slice(joined, (first[i],), (room,))
+        return lax.dynamic_update_slice(joined, there | pieces[i], (first[i],))
+
+    codes: jax.Array = lax.fori_loop(0, count, join, whole)[:size].reshape(data_shape)
+    return codes.view(fmt.data_dtype)
+
+
+def _words(numbers: Sequence[Start] | jax.Array, n: int) -> jax.Array:
+    if isinstance(numbers, jax.Array | np.ndarray) and numbers.ndim == 2:
+        words = jnp.asarray(numbers).astype(jnp.uint32)
+    else:
+        if isinstance(numbers, int):
+            raise TypeError(f"cast_master: starts ({numbers}) is not one number for each of {n} weights; pass a list")
+        pairs = [jnp.asarray(words_of(number, "cast_master: starts")) for number in numbers]
+        words = jnp.stack(vary_alike(*pairs)) if pairs else jnp.zeros((0, 2), jnp.uint32)
+    if words.shape != (n, 2):
+        raise ValueError(f"cast_master: starts {words.shape} is not one number for each of {n} weights; give (n,)")
+    return words

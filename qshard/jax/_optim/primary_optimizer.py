@@ -1,0 +1,367 @@
+"""`optimizer`: any optimizer of optax over the float32 masters of primary weights, whose codes it makes anew."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from qshard import layout
+from qshard._core.validation import shown
+from qshard.formats import Usage
+from qshard.jax._delayed_scaling import LinearState
+from qshard.jax._ops.bind import names_of
+from qshard.jax._ops.validation import as_axes, check_array, check_dtype, check_spec
+from qshard.jax._optim.updates import CodesUpdate
+from qshard.jax._quantized.array import QuantizedArray
+from qshard.jax._quantized.primary import PrimaryWeight, is_primary
+from qshard.jax._quantized.quantize import WeightScales, compute_scales, quantize, quantized
+from qshard.jax._sharding.shard_spec import AxisName, Cut, Spec, spec_of
+from qshard.recipes import DelayedScaling, Recipe, RecipeLike, Role, as_recipe
+
+Specs = Spec | Callable[[str, Any], Spec]
+
+
+class PrimaryState(NamedTuple):
+    """The state of `optimizer`: a pytree of arrays.
+
+    Attributes:
+      masters: a tree like the parameters: float32 values of primary weights, and None in place of all else.
+      inner: the state of the optimizer within, which sees masters as parameters.
+    """
+
+    masters: Any
+    inner: Any
+
+
+@dataclass(frozen=True)
+class PrimaryOptimizer:
+    """What `optimizer` makes: `init` and `update` are those of an optax `GradientTransformation`. Static."""
+
+    inner: Any
+    recipe: Recipe
+    filter: Callable[[str, Any], bool]
+    spec: Specs
+    axis_name: AxisName
+
+    def init(self, params: Any) -> PrimaryState:
+        """The state for float parameters, before any of them is codes.
+
+        Raises:
+          TypeError: a parameter is codes already, so that its values are gone, or is no array.
+          ValueError: the filter takes a parameter that cannot be codes.
+        """
+        structure: Any
+        paths, structure = jax.tree_util.tree_flatten_with_path(params, is_leaf=_is_codes)
+        masters: list[jax.Array | None] = []
+        for path, p in paths:
+            name = jax.tree_util.keystr(path)
+            if _is_codes(p):
+                raise TypeError(
+                    f"optimizer: params{name} ({p}) is codes, and its values are gone; give init what it was made of, "
+                    "or its dequantize() to begin with the values of the codes"
+                )
+            if not self.filter(name, p):
+                masters.append(None)
+                continue
+            check_array("optimizer", f"params{name}", p)
+            check_dtype("optimizer", f"params{name}", p)
+            if jnp.ndim(p) < 2:
+                raise ValueError(
+                    f"optimizer: params{name} {jnp.shape(p)} has less than two axes, and is no weight [N, K]; let "
+                    "filter leave it out"
+                )
+            masters.append(_copied(p))
+        leaves = [p if master is None else master for (_, p), master in zip(paths, masters, strict=True)]
+        return PrimaryState(structure.unflatten(masters), self.inner.init(structure.unflatten(leaves)))
+
+    def recast(self, state: PrimaryState, params: Any, *, states: Any = None) -> Any:
+        """Parameters with the codes of masters in their places.
+
+        Args:
+          state: has the masters, as after `init`, or from a checkpoint.
+          params: all else. What it has in place of primary weights, values or codes, is not read.
+          states: of `DelayedScaling`, under whose scales the next step reads codes: a tree like `params`, in which each
+            primary weight has its `LinearState`, and all else what it likes, such as None.
+
+        Collective in `shard_map`: one max-reduction for all weights.
+        """
+        names, leaves, masters, structure = self._flat(state, params)
+        made = iter(self._cast(names, masters, self._scales(structure, masters, states)))
+        return structure.unflatten([p if m is None else next(made) for p, m in zip(leaves, masters, strict=True)])
+
+    def update(
+        self, grads: Any, state: PrimaryState, params: Any = None, *, states: Any = None, **extra: Any
+    ) -> tuple[Any, PrimaryState]:
+        """Updates masters, and makes their codes anew.
+
+        Args:
+          grads: of `qshard.jax.value_and_grad`.
+          state: of `init`, or of the last update.
+          params: with primary weights.
+          states: as for `recast`, of `DelayedScaling`: what `update_delayed` has made of this step.
+          extra: for the optimizer within.
+
+        Returns:
+          The updates for `optax.apply_updates`, unchanged, and the next state. The update of a primary weight sets its
+          codes: it is a `PrimaryWeight` of `CodesUpdate`s. Arithmetic on an update raises, since codes would differ
+          from masters.
+
+        Collective in `shard_map`, as `recast` is.
+        """
+        if params is None:
+            raise ValueError("optimizer: params (None) are not there, and updates are made for them; pass them")
+        names, leaves, masters, structure = self._flat(state, params)
+        given = structure.flatten_up_to(grads)
+        for name, p, master, grad in zip(names, leaves, masters, given, strict=True):
+            if master is not None and not is_primary(p):
+                raise TypeError(
+                    f"optimizer: params{name} ({shown(p)}) is not codes yet; begin with recast(state, params)"
+                )
+            if master is not None and (_is_codes(grad) or jnp.shape(grad) != jnp.shape(master)):
+                raise ValueError(
+                    f"optimizer: grads{name} ({shown(grad)}) is not the gradient of a weight {master.shape}; take "
+                    "qshard.jax.value_and_grad"
+                )
+        scales = self._scales(structure, masters, states)
+        values = structure.unflatten([p if m is None else m for p, m in zip(leaves, masters, strict=True)])
+        updates, inner = self.inner.update(structure.unflatten(given), state.inner, values, **extra)
+        changes = structure.flatten_up_to(updates)
+        masters = [None if m is None else (m + u).astype(m.dtype) for m, u in zip(masters, changes, strict=True)]
+        made = iter(self._cast(names, masters, scales))
+        changes = [u if m is None else CodesUpdate.of(next(made)) for m, u in zip(masters, changes, strict=True)]
+        return structure.unflatten(changes), PrimaryState(structure.unflatten(masters), inner)
+
+    def specs(self, params: Any, mesh: Any = None) -> Any:
+        """How parameters are cut, with primary weights in place of arrays: `in_specs` and `out_specs` of `shard_map`.
+
+        Args:
+          params: whole parameters, or what has their shapes and dtypes, as `init` takes them.
+          mesh: that of `shard_map`; None: of the context, or of the NamedShardings of `spec`.
+
+        Returns:
+          A tree of `PartitionSpec`s: by `spec` for all parameters, or by rows over `axis_name`. Scales are cut where
+          shards hold whole blocks, and are elsewhere on every device.
+        """
+        structure: Any
+        paths, structure = jax.tree_util.tree_flatten_with_path(params)
+        made: list[Any] = []
+        for path, p in paths:
+            name = jax.tree_util.keystr(path)
+            spec = self._spec(name, p)
+            whole = spec_of(spec, self.axis_name if jnp.ndim(p) else ())  # type: ignore[arg-type]
+            if not self.filter(name, p):
+                made.append(whole)
+                continue
+            where = spec.mesh if isinstance(spec, NamedSharding) else mesh
+            where = jax.sharding.get_abstract_mesh() if where is None else where
+            entries = (*whole, *[None] * jnp.ndim(p))[: jnp.ndim(p)]
+            made.append(_specs_of(jnp.shape(p), self.recipe, entries, where))
+        return structure.unflatten(made)
+
+    def _flat(self, state: PrimaryState, params: Any) -> tuple[list[str], list[Any], list[Any], Any]:
+        """Of each parameter, primary weights as one: its name, itself, its master or None; and the tree."""
+        if not isinstance(state, PrimaryState):
+            raise TypeError(
+                f"optimizer: state ({shown(state)}) is not a PrimaryState; pass what init or update gave, and restore "
+                "checkpoints to a target, such as jax.eval_shape(optimizer.init, values) of float params"
+            )
+        structure: Any
+        paths, structure = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_primary)
+        names = [jax.tree_util.keystr(path) for path, _ in paths]
+        masters = structure.flatten_up_to(state.masters)
+        # optax.masked and optax.partition put nodes without arrays in the place of other parameters.
+        masters = [m if jax.tree.leaves(m) else None for m in masters]
+        return names, [p for _, p in paths], masters, structure
+
+    def _spec(self, name: str, p: Any) -> Spec:
+        spec: Spec = self.spec(name, p) if callable(self.spec) else self.spec
+        check_spec("optimizer", "spec", spec)
+        return spec
+
+    def _scales(self, structure: Any, masters: list[Any], states: Any) -> list[jax.Array] | None:
+        """The scale of each primary weight, in delayed scaling."""
+        if not self.recipe.stateful:
+            return None
+        if states is None:
+            raise ValueError(
+                "optimizer: states (None) are not there, and DelayedScaling makes codes under their scales; pass a "
+                "tree like params, of a LinearState for each primary weight"
+            )
+        of_masters = zip(structure.flatten_up_to(states), masters, strict=True)
+        chosen = [state for state, master in of_masters if master is not None]
+        if not all(isinstance(state, LinearState) for state in chosen):
+            raise TypeError(
+                "optimizer: states do not have a LinearState for each primary weight; pass a tree like params"
+            )
+        return [state.weight.scale for state in chosen]
+
+    def _cast(self, names: list[str], masters: list[Any], scales: list[jax.Array] | None) -> list[PrimaryWeight]:
+        chosen = [(name, m) for name, m in zip(names, masters, strict=True) if m is not None]
+        made: list[PrimaryWeight] = _cast_all(
+            [m for _, m in chosen],
+            scales,
+            recipe=self.recipe,
+            specs=tuple(_of_matrix(self._spec(name, m), m.ndim) for name, m in chosen),
+            axes=as_axes("optimizer", self.axis_name),
+        )
+        return made
+
+
+def optimizer(
+    inner: Any,
+    recipe: RecipeLike,
+    *,
+    filter: Callable[[str, Any], bool] | None = None,
+    spec: Specs = None,
+    axis_name: AxisName = None,
+) -> PrimaryOptimizer:
+    """Any optimizer of optax for primary weights: parameters are codes, and their float32 masters are in its state.
+
+    A step has the bits of one that keeps the masters as parameters and quantizes them in each call of `linear`. But
+    codes are made once a step, however many microbatches there are, and nothing is cast or reduced for a gather.
+
+    Args:
+      inner: a `GradientTransformation`: of masters in place of primary weights, and of all other parameters as they
+        are. Whatever else is to be done to gradients or updates goes in here, such as `optax.chain(clip, adamw)`: a
+        transform after this one would change codes and not masters, so it raises.
+      recipe: of the calls of `linear`; its format for weights is what masters are cast to.
+      filter: called with the path of a parameter, such as `"['up']['w']"`, and the parameter: whether it is a primary
+        weight. None: those with two axes or more, so name others than weights of `linear`, such as embeddings. The
+        last two axes are `[N, K]`; axes before them are of stacked weights, each with scales of its own.
+      spec: how weights are cut: for all, or a function as `filter` is. Types of Explicit meshes say it.
+      axis_name: in `shard_map`, the mesh axes over which they are cut: by rows if `spec` says nothing else.
+
+    Returns:
+      An object with `init` and `update`, for optax and what takes its optimizers; with `recast`, which makes primary
+      weights of parameters; and with `specs`, for `shard_map`.
+
+    Raises:
+      TypeError: `inner` is no such pair.
+      ValueError: weights in the recipe's format cannot be gathered as codes.
+
+    Masters and states are cut as parameters are. State and parameters are pytrees of arrays, to be donated, and to be
+    saved by orbax.
+
+    >>> import optax
+    >>> from qshard.jax import linear, value_and_grad
+    >>> params, x = {"w": jnp.zeros((32, 32)), "b": jnp.zeros(32)}, jnp.ones((8, 32))
+    >>> sgd = optimizer(optax.sgd(1.0), "MXFP8")
+    >>> state = sgd.init(params)  # Float32 values are now masters,
+    >>> params = sgd.recast(state, params)  # and parameters their codes.
+    >>> loss = lambda params: jnp.mean((linear(x, params["w"], "MXFP8") + params["b"] - 1) ** 2)
+    >>> value, grads = value_and_grad(loss)(params)
+    >>> updates, state = sgd.update(grads, state, params)
+    >>> params = optax.apply_updates(params, updates)
+    >>> print(params["w"], float(state.masters["w"][0, 0]), float(params["w"].dequantize()[0, 0]))
+    PrimaryWeight(MXFP8_32x32[nonfinite=nan], (32, 32)) 0.0625 0.0625
+
+    Sources: `qshard.torch_bridge.WithMasters`, its twin; optax (`GradientTransformation`).
+    """
+    recipe = as_recipe(recipe, "optimizer")
+    if not (callable(getattr(inner, "init", None)) and callable(getattr(inner, "update", None))):
+        raise TypeError(f"optimizer: inner ({shown(inner)}) is not a pair of init and update; pass an optax optimizer")
+    if filter is not None and not callable(filter):
+        raise TypeError(f"optimizer: filter ({shown(filter)}) is not a function; pass one of a path and a parameter")
+    if (refusal := recipe.weight.gather_refusal) is not None:
+        raise ValueError(
+            f"optimizer: weights cannot be codes of {recipe.weight}: {refusal}; pass a recipe with square blocks or "
+            "one scale for weights"
+        )
+    if not callable(spec):
+        check_spec("optimizer", "spec", spec)
+    return PrimaryOptimizer(inner, recipe, filter or (lambda path, p: jnp.ndim(p) > 1), spec, axis_name)
+
+
+def _is_codes(node: Any) -> bool:
+    return isinstance(node, PrimaryWeight | QuantizedArray)
+
+
+def _copied(p: Any) -> jax.Array:
+    """In memory of its own, for both parameters and state may be donated."""
+    return jnp.array(p, jnp.float32, copy=True)
+
+
+def _of_matrix(spec: Spec, ndim: int) -> Spec:
+    """That of the last two axes."""
+    if spec is None or ndim == 2:
+        return spec
+    entries = PartitionSpec(*(*spec_of(spec, None), *[None] * ndim)[ndim - 2 : ndim])
+    return NamedSharding(spec.mesh, entries) if isinstance(spec, NamedSharding) else entries
+
+
+# Jitted for eager callers.
+@functools.partial(jax.jit, static_argnames=("recipe", "specs", "axes"), inline=True)
+def _cast_all(
+    masters: list[jax.Array],
+    scales: list[jax.Array] | None,
+    *,
+    recipe: Recipe,
+    specs: tuple[Spec, ...],
+    axes: tuple[str, ...],
+) -> list[PrimaryWeight]:
+    fmt, made = recipe.format(Role.WEIGHT), list[Any]([None] * len(masters))
+    if isinstance(recipe, DelayedScaling):
+        margin = recipe.margin
+
+        def delayed(master: jax.Array, scale: jax.Array, *, spec: Spec) -> PrimaryWeight:
+            cut = Cut.of(master, axes, spec)
+            return PrimaryWeight.of(
+                *quantized(master, fmt, Usage.ROWWISE, cut, WeightScales(scale), margin=margin, op="optimizer")
+            )
+
+        assert scales is not None
+        return [
+            _stacked(functools.partial(delayed, spec=spec), master.ndim - 2)(master, scale)
+            for master, scale, spec in zip(masters, scales, specs, strict=True)
+        ]
+    kinds: dict[Any, list[int]] = {}  # Those that may share a reduction.
+    for i, (master, spec) in enumerate(zip(masters, specs, strict=True)):
+        kinds.setdefault((master.shape[:-2], spec), []).append(i)
+    for (lead, spec), chosen in kinds.items():
+
+        def cast(*some: jax.Array, spec: Spec = spec) -> list[PrimaryWeight]:
+            cut: dict[str, Any] = {"axis_name": axes or None, "spec": spec}
+            shared = compute_scales(list(some), recipe, **cut)
+            codes = [quantize(m, fmt, scales=own, **cut) for m, own in zip(some, shared, strict=True)]
+            return [PrimaryWeight.of(q) for q in codes]
+
+        for i, weight in zip(chosen, _stacked(cast, len(lead))(*(masters[i] for i in chosen)), strict=True):
+            made[i] = weight
+    return made
+
+
+def _stacked(function: Callable[..., Any], axes: int) -> Callable[..., Any]:
+    return functools.reduce(lambda inner, _: jax.vmap(inner), range(axes), function)
+
+
+def _specs_of(shape: layout.Shape, recipe: Recipe, entries: tuple[Any, ...], mesh: Any) -> PrimaryWeight:
+    """Specs in place of arrays."""
+    fmt = recipe.format(Role.WEIGHT)
+    lead, own = entries[:-2], entries[-2:]
+    where = layout.plane(fmt, shape[-2:], Usage.ROWWISE, op="optimizer", name="params")
+    scale = PartitionSpec(*lead)
+    if where.block is not None:
+        cut = Cut(tuple(names_of(entry) for entry in own), mesh)
+        shard = tuple(size // n for size, n in zip(shape[-2:], cut.shards, strict=True))
+        if all(n == 1 or size % unit == 0 for n, size, unit in zip(cut.shards, shard, where.block, strict=True)):
+            scale = PartitionSpec(*entries)
+    whole = PartitionSpec(*lead)
+    parts: dict[str, Any] = {
+        "data": PartitionSpec(*entries),
+        "scale_inv": scale,
+        "global_scale_inv": None if where.global_scale_shape is None else whole,
+        "amax": whole if recipe.stateful else None,
+        "guard": whole,
+    }
+    return PrimaryWeight(
+        **parts,
+        format=fmt,
+        dtype=jnp.dtype("float32"),
+        axes=(None, None),
+    )

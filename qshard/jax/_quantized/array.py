@@ -1,0 +1,230 @@
+"""`QuantizedArray`: codes and scales as one pytree."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from qshard import layout
+from qshard._core import quantize_steps
+from qshard._core.quantize_steps import Plane
+from qshard._core.validation import as_plane
+from qshard.formats import Format, Usage
+from qshard.jax._ops.bind import names_of, reshaped
+from qshard.jax._ops.validation import as_float_name
+from qshard.jax._quantized.operators import NoArithmetic
+from qshard.jax._sharding import partitionable_ops
+from qshard.jax._sharding.partial_blocks import Pieces, repeated
+from qshard.jax._sharding.shard_spec import Cut, folded, matrix_of, pinned, shaped
+from qshard.layout import is_transposed, stored_block
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["rowwise", "columnwise"],
+    meta_fields=["format", "dtype", "axes"],
+)
+@dataclass(frozen=True, eq=False, kw_only=True, init=False)
+class QuantizedArray(NoArithmetic):
+    """A quantized tensor: a pytree of arrays, with what it is of as static data.
+
+    The leaves may be whatever a tree transformation puts there: shardings, None, arrays with a new leading axis
+    (`vmap`, `scan`), shards of arrays (`shard_map`). So nothing static depends on a size that these change, and `shape`
+    is read off the arrays.
+
+    A container: arithmetic and functions of arrays raise, since each would have to choose between values and codes.
+
+    Attributes:
+      format: how it is stored.
+      dtype: of the tensor it stands for, and the default of `dequantize`.
+      axes: its axes: the sizes of those between the first and the last, None for those two.
+      rowwise: the plane for a GEMM that contracts the last axis, or None.
+      columnwise: the plane for a GEMM that contracts the other axes, or None.
+    """
+
+    format: Format
+    dtype: np.dtype[Any]
+    axes: tuple[int | None, ...]
+    rowwise: Plane | None = None
+    columnwise: Plane | None = None
+
+    def __init__(
+        self,
+        *,
+        format: Format,
+        dtype: np.dtype[Any],
+        axes: tuple[int | None, ...],
+        rowwise: Plane | None = None,
+        columnwise: Plane | None = None,
+    ) -> None:
+        # In half the time of what `dataclass` makes for frozen ones: each call of a jitted function that gives a
+        # quantized array makes one.
+        fields = self.__dict__
+        fields["format"], fields["dtype"], fields["axes"] = format, dtype, axes
+        fields["rowwise"], fields["columnwise"] = rowwise, columnwise
+
+    def __str__(self) -> str:
+        planes = " and ".join(str(usage.name).lower() for usage in self.planes)
+        return f"QuantizedArray({self.format}, {self.dtype}, {planes or 'no plane'})"
+
+    @property
+    def planes(self) -> dict[Usage, Plane]:
+        """The planes that it has."""
+        planes = {Usage.ROWWISE: self.rowwise, Usage.COLUMNWISE: self.columnwise}
+        return {usage: plane for usage, plane in planes.items() if plane is not None}
+
+    def with_planes(self, planes: Mapping[Usage, Plane]) -> QuantizedArray:
+        """The tensor with these planes alone."""
+        rowwise, columnwise = map(planes.get, Usage.BOTH.planes)
+        return dataclasses.replace(self, rowwise=rowwise, columnwise=columnwise)
+
+    @property
+    def shape(self) -> layout.Shape:
+        """Of the tensor it stands for, with the axes that `vmap` or `scan` have added in front."""
+        if self.rowwise is not None or not is_transposed(self.format, Usage.COLUMNWISE):
+            data = self.plane(Usage.COLUMNWISE if self.rowwise is None else Usage.ROWWISE).data
+            return (*data.shape[:-1], data.shape[-1] * self.format.element.codes_per_byte) if data.ndim else ()
+        *added, cols, rows = self.plane(Usage.COLUMNWISE).data.shape
+        if len(self.axes) < 2:
+            return (*added, cols) if self.axes else tuple(added)
+        between = [size for size in self.axes if size is not None]
+        first = rows * self.format.element.codes_per_byte // max(1, math.prod(between))
+        return (*added, first, *between, cols)
+
+    @property
+    def global_scale_inv(self) -> jax.Array | None:
+        """That of the rowwise plane if there is one, else of the columnwise plane."""
+        return next((plane.global_scale_inv for plane in self.planes.values()), None)
+
+    def plane(self, usage: Usage) -> Plane:
+        """The plane for one usage.
+
+        Raises:
+          ValueError: it is not there.
+        """
+        return self.planes[as_plane(usage, "plane", self.planes)]
+
+    def dequantize(self, dtype: Any = None, *, usage: Usage | None = None) -> jax.Array:
+        """The values `data * scale_inv`, rounded once to `dtype`.
+
+        Args:
+          dtype: float32, bfloat16 or float16; None: that of the tensor.
+          usage: the plane to read; None: the rowwise one if it is there, else the columnwise one.
+
+        Returns:
+          The tensor, of `dtype`. Sharded as the plane is, and without communication. A rotated columnwise plane gives
+          the values of the rotated tensor.
+
+        Raises:
+          TypeError: `dtype` is not one of them.
+          ValueError: the plane is not there, or is a shard with scales of the whole: gather it first.
+
+        >>> from qshard.formats import FP8_E4M3
+        >>> from qshard.jax import quantize
+        >>> quantize(jnp.array([1.0, -2.0, 0.3]), FP8_E4M3).dequantize()
+        Array([ 1.       , -2.       ,  0.2857143], dtype=float32)
+        """
+        dtype = as_float_name("dequantize", self.dtype if dtype is None else dtype)
+        usage = as_plane(next(iter(self.planes), Usage.ROWWISE) if usage is None else usage, "dequantize", self.planes)
+        values: jax.Array = _dequantize(self, dtype, usage)
+        return values
+
+
+def axes_of_shape(shape: layout.Shape) -> tuple[int | None, ...]:
+    """`QuantizedArray.axes` of a tensor."""
+    return tuple(None if i in (0, len(shape) - 1) else size for i, size in enumerate(shape))
+
+
+@functools.partial(jax.jit, static_argnames=("dtype", "usage"), inline=True)
+def _dequantize(q: QuantizedArray, dtype: str, usage: Usage) -> jax.Array:
+    plane = q.plane(usage)
+    values: jax.Array = plane_values(plane, q.format, usage, dtype, len(q.axes))
+    if is_transposed(q.format, usage):
+        values = jnp.swapaxes(values, -1, -2).reshape(q.shape)
+    return values
+
+
+def plane_values(plane: Plane, fmt: Format, usage: Usage, dtype: str, ndim: int | None = None) -> jax.Array:
+    """The values of a plane of a tensor of `ndim` axes, in the plane's order of axes. One more axis is of `vmap`."""
+    data, block = plane.data, stored_block(fmt, usage)
+    if block is None:  # No blocks that a cut or `vmap` could break.
+        values: jax.Array = quantize_steps.dequantize(partitionable_ops, plane, fmt, usage, dtype)
+        return values
+    turned = is_transposed(fmt, usage)
+    added = 0 if ndim is None or turned else data.ndim - ndim
+    if block[0] == 1 and data.ndim - added < 2:
+        plane = plane._replace(data=data[..., None, :], scale_inv=plane.scale_inv[..., None, :])
+    elif data.ndim - added < 2:
+        plane = plane._replace(data=matrix_of(data, added))
+    elif plane.scale_inv.ndim < data.ndim:
+        plane, block = _joined(plane, fmt, block, 1 if turned else added, data.ndim if turned else data.ndim - 1)
+    plane, block = _unbroken(plane, fmt, block)
+    values = quantize_steps.dequantize(partitionable_ops, plane, fmt, usage, dtype, block=block)
+    return shaped(values, (*data.shape[:-1], data.shape[-1] * fmt.element.codes_per_byte), added)
+
+
+def _joined(plane: Plane, fmt: Format, block: tuple[int, int], start: int, stop: int) -> tuple[Plane, tuple[int, int]]:
+    """A plane whose blocks go on from one matrix to the next: as one matrix, or where an Explicit mesh cuts axes that
+    cannot become one, in smaller blocks, with the scales of those that they are parts of.
+
+    The axes from `start` up to `stop` are rows, of which blocks have more than one.
+    """
+    sharding, turned = jax.typeof(plane.data).sharding, stop == plane.data.ndim
+    if not any(sharding.spec[start + 1 : stop]):
+        return plane._replace(data=folded(plane.data, start, stop)), block
+    sizes = list(plane.data.shape[start:stop])
+    if turned:
+        sizes[-1] *= fmt.element.codes_per_byte
+    side = block[1] if turned else block[0]
+    shards = math.prod(sharding.mesh.shape[name] for name in names_of(sharding.spec[stop - 1]))
+    piece = math.gcd(sizes[-1] // shards, side)
+    grid = plane.scale_inv
+    entries = [None if i == start else entry for i, entry in enumerate(jax.typeof(grid).sharding.spec)]
+    grid = jax.sharding.reshard(grid, NamedSharding(sharding.mesh, PartitionSpec(*entries)))
+    sizes[-1] //= piece
+    grid = lax.slice_in_dim(repeated(grid, start, side // piece), 0, math.prod(sizes), axis=start)
+    shape = (*grid.shape[:start], *sizes, *grid.shape[start + 1 :])
+    grid = reshaped(grid, shape, (*entries[:start], *[None] * len(sizes), *entries[start + 1 :]))
+    return plane._replace(scale_inv=grid), (block[0], piece) if turned else (piece, block[1])
+
+
+def _unbroken(plane: Plane, fmt: Format, block: tuple[int, int]) -> tuple[Plane, tuple[int, int]]:
+    """A plane whose blocks no Explicit mesh cuts: smaller blocks, with the scales of those that are cut."""
+    shape = (*plane.data.shape[:-1], plane.data.shape[-1] * fmt.element.codes_per_byte)
+    pieces = Pieces.of(Cut.of(plane.data), shape, block)
+    if pieces is None:
+        return plane, block
+    grid = plane.scale_inv
+    return plane._replace(scale_inv=pieces.spread(pinned(grid, pieces.grid), pieces.count(shape))), pieces.size
+
+
+def _serialize(static: Sequence[Any]) -> bytes:
+    fmt, dtype, axes = static
+    return json.dumps([fmt.description, np.dtype(dtype).name, axes]).encode()
+
+
+def _deserialize(text: bytes) -> tuple[Any, ...]:
+    description, dtype, axes = json.loads(bytes(text))
+    return Format.of(description), jnp.dtype(dtype), tuple(axes)
+
+
+# So that a program saved by jax.export may take and give quantized arrays.
+jax.export.register_pytree_node_serialization(
+    QuantizedArray,
+    serialized_name="qshard.QuantizedArray",
+    serialize_auxdata=_serialize,
+    deserialize_auxdata=_deserialize,
+)
+jax.export.register_namedtuple_serialization(Plane, serialized_name="qshard.Plane")

@@ -1,0 +1,207 @@
+"""`gather`: the whole of a weight that FSDP has cut, by moving its codes; and weights as `linear` takes them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+from jax import lax
+from jax.sharding import NamedSharding
+
+from qshard._core.quantize_steps import Plane
+from qshard._core.validation import listed, shown
+from qshard.formats import Format, Usage
+from qshard.jax._ops.validation import as_names, check_spec
+from qshard.jax._quantized.array import QuantizedArray
+from qshard.jax._sharding.shard_spec import Cut, Spec, moved
+from qshard.layout import Shape, is_transposed, matrix_shape, stored_block
+
+
+def gather(q: QuantizedArray, axis_name: str | Sequence[str], *, spec: Spec = None) -> QuantizedArray:
+    """Gives every device the whole of a tensor that is cut along mesh axes. Codes travel, never values.
+
+    What is gathered is pinned: the codes are seen as uint8 and held to their place on both sides of the gather. XLA is
+    free to move a gather past a cast or a product, to where it costs 2 or 4 bytes an element in place of 1.
+
+    Args:
+      q: cut along `axis_name`.
+      axis_name: the mesh axis to gather over, or several.
+      spec: how the tensor is cut: by rows along `axis_name` if not given. Types of Explicit meshes say it. A
+        NamedSharding also names the mesh, where neither `jax.set_mesh` nor an array does.
+
+    Returns:
+      The tensor, no longer cut along `axis_name`; cuts along other mesh axes stay.
+
+    Raises:
+      TypeError: `axis_name` is not the name of a mesh axis, or several.
+      ValueError: no mesh is known, `axis_name` is not in `spec`, shards have scales of their own, or what would be
+        gathered does not lie side by side.
+
+    >>> import jax.numpy as jnp
+    >>> from qshard.formats import FP8_E4M3
+    >>> from qshard.jax import quantize
+    >>> mesh = jax.make_mesh((jax.device_count(),), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
+    >>> w = jax.device_put(jnp.ones((64, 32)), NamedSharding(mesh, jax.P("fsdp")))
+    >>> gather(quantize(w, FP8_E4M3), "fsdp").rowwise.data.sharding.is_fully_replicated
+    True
+    """
+    if not isinstance(q, QuantizedArray):
+        raise TypeError(f"gather: q ({shown(q)}) is not a QuantizedArray; quantize it first")
+    check_spec("gather", "spec", spec)
+    if not q.planes:
+        raise ValueError(f"gather: {q} holds nothing to gather; quantize with a usage")
+    axes = as_names("gather", "axis_name", axis_name)
+    return CutWeight(cut_of(q, axes, spec, op="gather", name="axis_name"), axes).gather(q)
+
+
+class Shards(Protocol):
+    """How a weight lies over devices; hashable, as it is static."""
+
+    def gather(self, codes: Any) -> QuantizedArray:
+        """The whole weight, of what one device has of it."""
+
+    def scatter(self, gradient: jax.Array) -> jax.Array:
+        """What one device keeps of the gradient of the whole weight."""
+
+
+@dataclass(frozen=True)
+class CutWeight:
+    """`Shards` of a weight that FSDP has cut along mesh axes, or that is whole: along none."""
+
+    cut: Cut
+    axes: tuple[str, ...]
+
+    def gather(self, codes: QuantizedArray) -> QuantizedArray:
+        if not self.axes:
+            return codes
+        _check_adjacent(self.cut, self.axes)
+        planes = {}
+        for usage, plane in codes.planes.items():
+            if not set(self.axes).isdisjoint(self.cut.mesh.explicit_axes):
+                cut = Cut.of(plane.data)
+            elif is_transposed(codes.format, usage):
+                cut = _transposed(self.cut, self.axes)
+            else:
+                cut = self.cut
+            planes[usage] = _gather_plane(plane, codes.format, usage, self.axes, cut)
+        gathered = codes.with_planes(planes)
+        if self.cut.local and len(codes.axes) > 2:
+            grown = (self.cut.count(tuple(name for name in names if name in self.axes)) for names in self.cut.entries)
+            axes = (None if size is None else size * n for size, n in zip(codes.axes, grown, strict=True))
+            gathered = dataclasses.replace(gathered, axes=tuple(axes))
+        return gathered
+
+    def scatter(self, gradient: jax.Array) -> jax.Array:
+        """Summed over devices and cut as the weight is. On Explicit meshes its type says that."""
+        cut, made = self.cut, gradient
+        if cut.local and not cut.mesh.explicit_axes:
+            for axis, names in enumerate(cut.entries):
+                if gathered := tuple(name for name in names if name in self.axes):
+                    made = lax.psum_scatter(made, gathered, scatter_dimension=axis, tiled=True)
+        elif cut.entries and not cut.mesh.explicit_axes:
+            made = lax.with_sharding_constraint(made, NamedSharding(cut.mesh, cut.spec))
+        return made
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["codes", "sink"], meta_fields=["shards"])
+@dataclass(frozen=True, eq=False)
+class CodedWeight:
+    """A weight `[N, K]` for `linear` that is codes already, and where its gradient goes.
+
+    Attributes:
+      codes: a `QuantizedArray` of the whole weight; or a pytree that `shards.gather` makes one of, which `linear` then
+        calls in the forward and again in the backward pass.
+      sink: an array. The gradient with respect to it is `shards.scatter` of that of the whole weight; the values of it
+        are not used. None: the weight has no gradient.
+      shards: static. None: the weight is a `QuantizedArray`, cut as the call of `linear` says.
+    """
+
+    codes: Any
+    sink: jax.Array | None
+    shards: Any
+
+
+def cut_of(q: QuantizedArray, axes: tuple[str, ...], spec: Spec, *, op: str, name: str, spec_name: str = "spec") -> Cut:
+    usage = Usage.COLUMNWISE if q.rowwise is None else Usage.ROWWISE
+    turned = is_transposed(q.format, usage)
+    data = q.plane(usage).data
+    turned_axes = len(q.axes) if turned else None
+    return Cut.along(data, axes, spec, op=op, name=name, spec_name=spec_name, transposed_of=turned_axes)
+
+
+def _gather_plane(plane: Plane, fmt: Format, usage: Usage, axes: tuple[str, ...], cut: Cut) -> Plane:
+    (data, grid, global_scale_inv), block = plane, stored_block(fmt, usage)
+    after = cut.without(axes)
+    gathered = moved(data, cut, after)
+    if block is None:  # The one scale does not travel: shards have it in common.
+        _check_shared(grid, axes)
+    else:
+        of_grid, shape = _of_grid(data, fmt, grid.ndim, block, cut, axes)
+        _check_shared(grid, axes, of_grid.axes, grid.shape == shape)
+        grid = moved(grid, of_grid, _of_grid(gathered, fmt, grid.ndim, block, after, axes)[0])
+    if global_scale_inv is not None and fmt.scaling.global_scale == "row":
+        by_row = dataclasses.replace(cut, entries=cut.entries[:-1])
+        _check_shared(global_scale_inv, axes, by_row.axes)
+        global_scale_inv = moved(global_scale_inv, by_row, by_row.without(axes))
+    elif global_scale_inv is not None:
+        _check_shared(global_scale_inv, axes)
+    return Plane(gathered, grid, global_scale_inv)
+
+
+def _of_grid(
+    data: jax.Array, fmt: Format, ndim: int, block: tuple[int, int], cut: Cut, axes: tuple[str, ...]
+) -> tuple[Cut, Shape]:
+    """How the scales of codes are cut, `ndim` axes of them, and their shape in hand."""
+    shape = (*data.shape[:-1], data.shape[-1] * fmt.element.codes_per_byte)
+    if ndim != data.ndim:
+        if cut.local:
+            _check_rows_follow(cut, axes, "scales of rows")
+        shape, cut = matrix_shape(shape), cut.matrix
+    units = (*(1,) * (ndim - 2), *block[-ndim:])
+    of_grid = cut.of_blocks(shape, units)
+    whole = cut.without(of_grid.axes).whole(shape)
+    return of_grid, tuple(-(-size // unit) for size, unit in zip(whole, units, strict=True))
+
+
+def _check_shared(scale: jax.Array, axes: tuple[str, ...], cut: tuple[str, ...] = (), fits: bool = True) -> None:
+    """Raises unless a scale that only `cut` cuts fits and is else the same on all devices, as far as its type tells."""
+    own = jax.typeof(scale)
+    varying = own.manual_axis_type.varying
+    differs = [name for name in axes if name in varying and name not in cut and own.sharding.mesh.shape[name] > 1]
+    if differs or not fits:
+        what = f"of shape {scale.shape}" if not fits else f"varying over {', '.join(map(repr, differs))}"
+        raise ValueError(
+            f"gather: scale_inv ({what}) is not one scale for the whole tensor; "
+            f"quantize with axis_name={(axes[0] if len(axes) == 1 else axes)!r}, or give it the scales"
+        )
+
+
+def _check_adjacent(cut: Cut, axes: tuple[str, ...]) -> None:
+    """Raises where what `shard_map` would gather are pieces that do not lie side by side in the tensor."""
+    for axis, names in enumerate(cut.entries if cut.local else ()):
+        sizeable = [name for name in names if cut.count((name,)) > 1]
+        kept = [name for name in sizeable if name not in axes]
+        if sizeable[: len(kept)] != kept:
+            raise ValueError(
+                f"gather: axis {axis} is cut along {names}, and pieces gathered along {axes} alone do not follow one "
+                f"another; gather along {kept[-1]!r} too, or first"
+            )
+
+
+def _transposed(cut: Cut, axes: tuple[str, ...]) -> Cut:
+    """How the transposed plane of a tensor is cut: its first axis is the tensor's last, its last all the others."""
+    _check_rows_follow(cut, axes, "a transposed plane")
+    return cut.transposed
+
+
+def _check_rows_follow(cut: Cut, axes: tuple[str, ...], what: str) -> None:
+    """Raises where rows that are gathered do not follow one another in an array that has them in one axis."""
+    if inner := [name for name in axes if name in cut.inner_axes]:
+        raise ValueError(
+            f"gather: spec ({cut.spec}) does not cut the first or the last axis along {listed(map(repr, inner))}, so "
+            f"that pieces of {what} do not follow one another; gather the rowwise plane, of a format without squares"
+        )

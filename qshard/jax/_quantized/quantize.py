@@ -1,0 +1,391 @@
+"""`quantize`, and what all weights of a model need reduced, from one reduction."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.flatten_util import ravel_pytree
+
+from qshard import layout
+from qshard._core import quantize_steps
+from qshard._core.quantize_steps import Plane
+from qshard._core.validation import FormatLike, as_format, as_usage, shown
+from qshard.formats import Format, Usage
+from qshard.jax._ops import bind as ops
+from qshard.jax._ops.uint64 import Seed, seed_words
+from qshard.jax._ops.validation import as_axes, check_array, check_dtype, check_spec, check_spec_fits
+from qshard.jax._quantized.array import QuantizedArray, axes_of_shape
+from qshard.jax._sharding import partitionable_ops
+from qshard.jax._sharding.matrix_view import draws_of, matrices_of, scattered_rows
+from qshard.jax._sharding.partial_blocks import Pieces
+from qshard.jax._sharding.shard_spec import (
+    AxisName,
+    Cut,
+    Spec,
+    folded,
+    matrix_of,
+    max_over,
+    mesh_of,
+    pinned,
+    shaped,
+    vary_alike,
+)
+from qshard.recipes import RecipeLike, Role, as_recipe
+
+
+class WeightScales(NamedTuple):
+    """What the shards of a tensor have in common, from `compute_scales`; None where a format has no such thing.
+
+    All float32. `WeightScales(scale, 1 / scale)` casts a per-tensor format under a scale of your own; infinite elements
+    saturate under it.
+
+    Attributes:
+      scale: `[]`: the scale of a per-tensor format, which encodes: `x * scale`.
+      scale_inv: `[]`: the scale that decodes, and is stored.
+      amax: `[]`: of the tensor, where a format of blocks has a global scale.
+      block_amax: `[blocks along rows, along columns]`: of the blocks of the whole, where shards cut blocks.
+    """
+
+    scale: jax.Array | None = None
+    scale_inv: jax.Array | None = None
+    amax: jax.Array | None = None
+    block_amax: jax.Array | None = None
+
+
+def quantize(
+    x: jax.typing.ArrayLike,
+    fmt: FormatLike,
+    *,
+    usage: Usage = Usage.ROWWISE,
+    axis_name: AxisName = None,
+    spec: Spec = None,
+    scales: WeightScales | None = None,
+    seed: Seed = None,
+) -> QuantizedArray:
+    """Casts `x` to a format.
+
+    `data = encode(x * scale)`, with one scale for the tensor or for each block; NUMERICS.md has the formula of each.
+
+    Args:
+      x: float32, bfloat16 or float16, `[*lead, K]`; seen as a matrix `[M, K]`.
+      fmt: for example `qshard.formats.MXFP8_E4M3`, or its name, "MXFP8_E4M3".
+      usage: which planes to make.
+      axis_name: in `shard_map`, the mesh axes over which `x` is cut: `x` is then a shard, and what its shards have in
+        common is reduced over them. Without it, `x` is a tensor of its own.
+      spec: how the tensor is cut. In `shard_map`, by rows if not given; on Auto meshes, not at all; types of Explicit
+        meshes say it.
+      scales: of `x`, from `compute_scales`, or a pair `(scale, scale_inv)`: then nothing is reduced here.
+      seed: for formats with stochastic rounding: an integer, two words (uint32 `[2]`, low first) or a `jax.random` key.
+
+    Returns:
+      A QuantizedArray, its planes in the shapes of `qshard.layout.plane`. In `shard_map`, a scale of the tensor is that
+      of the whole, and along an axis where shards cut blocks so are all scales; all else is of the shard.
+
+    Raises:
+      TypeError: `x` is not of a float dtype, or another argument not of its type.
+      ValueError: `fmt` cannot hold the shape of the whole, or cannot be cut so (in `shard_map`, for one, blocks of rows
+        by an axis between the first and the last), or there is no seed.
+
+    However `x` is sharded, the bits are those of the unsharded cast. Reduced are 4 bytes for one scale of the tensor,
+    and 4 for each block if shards cut them. The cast moves nothing, with two exceptions. On Auto meshes without `spec`,
+    what cuts blocks (of formats with a scale of the tensor, runs of `gcd(K, 128)`) is gathered. Along leading axes that
+    are cut, other than the first, codes of a transposed plane are gathered: `[K, M]` can be cut in no such way.
+
+    >>> from qshard.formats import FP8_E4M3, NVFP4
+    >>> q = quantize(jnp.array([[1.0, -2.0, 0.3]]), FP8_E4M3, usage=Usage.BOTH)
+    >>> q.rowwise.data.shape, q.columnwise.data.shape, float(q.rowwise.scale_inv * 448)
+    ((1, 3), (3, 1), 2.0)
+    >>> q = quantize(jnp.ones((2, 64)), NVFP4)
+    >>> q.rowwise.data.shape, q.rowwise.scale_inv.shape, q.rowwise.global_scale_inv.shape
+    ((2, 32), (2, 4), ())
+
+    Sources: arXiv:2209.05433, OCP Microscaling Formats v1.0, arXiv:2509.25149; the others in NUMERICS.md.
+    """
+    check_array("quantize", "x", x)
+    check_spec("quantize", "spec", spec)
+    scales, seed = as_scales("quantize", "scales", scales), seed_words("quantize", seed)
+    program = _program(as_format(fmt, "quantize"), as_usage(usage, "quantize"), as_axes("quantize", axis_name), spec)
+    q: QuantizedArray = program(x, scales, seed)
+    return q
+
+
+@functools.lru_cache(maxsize=1024)
+def _program(fmt: Format, usage: Usage, axis_names: tuple[str, ...], spec: Spec) -> Callable[..., QuantizedArray]:
+    """`quantize` jitted, for eager callers: one dispatch, and all checks of x done once for a shape.
+
+    One for all that is no array: `jit` would hash and compare static arguments in each call, which takes longer.
+    """
+
+    def _quantize(x: jax.Array, scales: WeightScales | None, seed: jax.Array | None) -> QuantizedArray:
+        check_spec_fits("quantize", "spec", spec, mesh_of(x, spec), x.ndim)
+        return quantized(x, fmt, usage, Cut.of(x, axis_names, spec), scales, seed)[0]
+
+    return jax.jit(_quantize, inline=True)
+
+
+def quantized(
+    x: jax.Array,
+    fmt: Format,
+    usage: Usage,
+    cut: Cut,
+    scales: WeightScales | None = None,
+    seed: jax.Array | None = None,
+    *,
+    margin: int | None = None,
+    added_rows: int = 0,
+    apart: bool = False,
+    turned: bool = False,
+    columns: int | None = None,
+    op: str = "quantize",
+    name: str = "x",
+) -> tuple[QuantizedArray, jax.Array | None]:
+    """`quantize`, of what `cut` says `x` is a part of; with rows of zeros added, of the matrix that `x` is.
+
+    With `apart`, leading axes of `x` `[*lead, K]` need not become one: where a mesh may cut any of them, transposed
+    planes are `[K, *lead]`, and grids of scales have an axis for each of them, too. That is for `gemm` alone.
+    `turned`: it draws the random numbers of the matrix whose transpose `x` is. `columns`: into how many shards an Auto
+    mesh cuts the last axis, where `cut` does not tell.
+
+    Of delayed scaling, which has a `margin`, also the amax of `x`: in `shard_map` that of all its shards. Its scale is
+    that of earlier steps, 0 if there were none.
+    """
+    check_dtype(op, name, x)
+    draws = draws_of(seed, fmt, cut, x.shape, turned)
+    if added_rows:
+        if draws is not None and draws.first.ndim > 1:
+            raise scattered_rows(x, fmt, max(fmt.block or (1,)), cut, op, name)
+        x = jnp.pad(matrix_of(x), ((0, added_rows), (0, 0)))
+    places = {each: layout.plane(fmt, cut.whole(x.shape), each, op=op, name=name) for each in usage.planes}
+    scales = WeightScales(*(scales or ()))
+    _check_scales(op, "scales" if op == "quantize" else "weight_scales", scales, fmt)
+    matrix, blocks_cut = matrices_of(x, places, cut, op, name, draws is not None)
+    kept = x if usage is Usage.ROWWISE and x.ndim > 1 and places[usage].keeps_axes else matrix
+    at = _steps_of(cut) if columns is None else partitionable_ops.OfCut(columns)
+    if margin is not None:
+        axes = cut.axes if cut.local else ()
+        reduce_max = max_over(axes) if axes or ops.may_be_cut(x) else None
+        planes, amax = quantize_steps.quantize_delayed(
+            at, kept, fmt, usage, scales.scale, margin, reduce_max=reduce_max
+        )
+        return _array_of(x, places, planes, apart), amax
+    given = None if scales.scale is None else quantize_steps.Scales(scales.scale, scales.scale_inv)
+    broken = [each for each, where in places.items() if _pieces(where, blocks_cut, matrix.shape) is not None]
+    planes = {each: _from_pieces(matrix, places[each], blocks_cut, scales, draws, op, name) for each in broken}
+    whole = [each for each in places if each not in broken]
+    # XLA cannot cut an op that makes both planes where blocks are cut short at an edge.
+    short = any(size % unit for size in kept.shape[-2:] for unit in fmt.block or ())
+    if len(whole) > 1 and not (short and ops.may_be_cut(x)):
+        whole = [usage]
+    # The amax of a tensor, or of its rows, is merged with those of its other shards.
+    merged = max_over((cut.col_axes if fmt.scaling.global_scale == "row" else cut.axes) if cut.local else ())
+    for some in whole:
+        planes |= quantize_steps.quantize(
+            at,
+            kept,
+            fmt,
+            some,
+            reduce_max=lambda amax: merged(amax) if scales.amax is None else scales.amax,
+            draws=draws,
+            given=given,
+        )
+    return _array_of(x, places, planes, apart), None
+
+
+def _array_of(
+    x: jax.Array, places: dict[Usage, layout.PlaneLayout], planes: dict[Usage, Plane], apart: bool
+) -> QuantizedArray:
+    """Planes of the matrix that `x` is, in the shapes of `layout.plane`; with `apart`, as they are."""
+    lead = x.shape[:-1]
+    made = {}
+    for each, where in places.items():
+        data, scale_inv, global_scale_inv = planes[each]
+        if where.transposed and not apart:
+            data = folded(data, 1, data.ndim)
+            scale_inv = folded(scale_inv, 1, scale_inv.ndim) if scale_inv.ndim else scale_inv
+        elif x.ndim != 2 and not where.transposed:
+            data = shaped(data, (*lead, *data.shape[-1:]) if x.ndim else ())
+            if where.rows_apart:
+                scale_inv = shaped(scale_inv, (*lead, scale_inv.shape[-1]))
+            elif scale_inv.ndim > 2 and not apart:
+                scale_inv = matrix_of(scale_inv)
+        if global_scale_inv is not None and global_scale_inv.ndim:  # One a row.
+            global_scale_inv = global_scale_inv.reshape(lead)
+        made[each] = Plane(data, scale_inv, global_scale_inv)
+    return QuantizedArray(
+        format=next(iter(places.values())).format,
+        dtype=x.dtype,
+        axes=axes_of_shape(x.shape),
+        rowwise=made.get(Usage.ROWWISE),
+        columnwise=made.get(Usage.COLUMNWISE),
+    )
+
+
+def _pieces(where: layout.PlaneLayout, cut: Cut, shape: layout.Shape) -> Pieces | None:
+    """Those of what is stored of an array of this shape `[*outer, M, K]`; None if its blocks are whole, or it has none.
+
+    Stored transposed, it is `[K, *outer, M]`. Squares are transposed when they are made.
+    """
+    if where.block is None:
+        return None
+    last, turned = len(shape) - 1, where.transposed and not where.format.transposes
+    goes_on = last > 1 and shape[-2] % where.block[turned] != 0
+    if turned:
+        cut = dataclasses.replace(cut, entries=(*cut.entries[-1:], *cut.entries[:-1]))
+        shape = (shape[-1], *shape[:-1])
+    return Pieces.of(cut, shape, where.block, rows=(int(turned), last + turned) if goes_on else None)
+
+
+def _from_pieces(
+    x: jax.Array,
+    where: layout.PlaneLayout,
+    cut: Cut,
+    scales: WeightScales,
+    draws: quantize_steps.Draws | None,
+    op: str,
+    name: str,
+) -> Plane:
+    """A plane of matrices `[*outer, M, K]` whose blocks shards cut. Scales of such blocks are on every device that has
+    a part of one.
+    """
+    fmt = where.format
+    if (other := layout.source(fmt, where.usage)) is not where.usage:
+        rowwise = layout.plane(fmt, where.shape, other)
+        made = _from_pieces(x, rowwise, cut, scales, draws, op, name)
+        return quantize_steps.transposed(_steps_of(cut), made, fmt)
+    pieces = _pieces(where, cut, x.shape)
+    assert pieces is not None
+    if (refusal := "the rotation mixes all of a block" if where.rotated else fmt.slice_refusal) is not None:
+        raise ValueError(
+            f"{op}: {name} {x.shape}, cut into {' x '.join(map(str, cut.shards))} shards, cuts blocks of {fmt}, and "
+            f"{refusal}; cut it at blocks"
+        )
+    amax = scales.block_amax
+    if amax is not None and x.ndim > 2 and pieces.rows is None:
+        amax = shaped(amax, (*x.shape[:-2], amax.shape[0] // math.prod(x.shape[:-2]), amax.shape[1]))
+    if where.transposed:
+        draws = None if draws is None else draws.transposed(x.shape[-1])
+        amax = None if amax is None else partitionable_ops.transposed(amax)
+        x = partitionable_ops.transposed(x)
+    amax = (
+        pieces.merged(quantize_steps.block_amax(partitionable_ops, x, pieces.size))
+        if amax is None
+        else pieces.own(amax)
+    )
+    whole = scales.amax
+    if whole is None and where.global_scale_shape is not None:
+        by_row = fmt.scaling.global_scale == "row"
+        axes = (pieces.grid.col_axes if by_row else pieces.grid.axes) if cut.local else ()
+        whole = max_over(axes)(partitionable_ops.integer_max(amax, amax.ndim - 1 if by_row else 0))
+    scale, scale_inv, global_scale_inv = quantize_steps.scales(partitionable_ops, fmt, amax, whole)
+    scale = pieces.spread(pinned(scale, pieces.grid), pieces.count(x.shape))
+    data = quantize_steps.cast(partitionable_ops, x, fmt, scale, pieces.size, draws)
+    return Plane(data, pinned(scale_inv, pieces.grid), global_scale_inv)
+
+
+def _steps_of(cut: Cut) -> Any:
+    """The ops for arrays that are cut so."""
+    return partitionable_ops if cut.local else partitionable_ops.OfCut(cut.shards[1])
+
+
+def compute_scales(weights: Any, recipe: RecipeLike, *, axis_name: AxisName = None, spec: Spec = None) -> Any:
+    """What all weights of a model need reduced, from one max-reduction, for `linear` or `quantize`.
+
+    Args:
+      weights: a pytree of float32, bfloat16 or float16 arrays. For layers stacked along a first axis: under `vmap`.
+      recipe: has the format of `Role.WEIGHT`. It may be the name of a recipe.
+      axis_name: in `shard_map`, the mesh axes over which the weights are cut.
+      spec: how they all are cut, as for `quantize`.
+
+    Returns:
+      The pytree, with `WeightScales` in place of every array.
+
+    Raises:
+      TypeError: a weight is not of a float dtype.
+
+    Sharded weights stay where they are. Their amaxes are reduced together: in `shard_map` in one all-reduce of 4 bytes
+    for each; elsewhere XLA combines what it can.
+
+    >>> from qshard.recipes import NVFP4, CurrentScaling
+    >>> scales = compute_scales({"a": jnp.full((2, 2), 224.0), "b": jnp.full(3, 7.0)}, CurrentScaling())
+    >>> float(scales["a"].scale), float(scales["b"].scale_inv)
+    (2.0, 0.015625)
+    >>> float(compute_scales([jnp.full((16, 16), 1.0)], NVFP4())[0].amax)
+    1.0
+
+    Sources: TorchTitan's `precompute_float8_dynamic_scale_for_fsdp` (the idea).
+    """
+    fmt = as_recipe(recipe, "compute_scales").format(Role.WEIGHT)
+    check_spec("compute_scales", "spec", spec)
+    leaves, structure = jax.tree.flatten(weights, is_leaf=lambda node: isinstance(node, QuantizedArray))
+    for leaf in leaves:
+        check_array("compute_scales", "weights", leaf)
+    axes = as_axes("compute_scales", axis_name)
+    made = _stacked_scales(leaves, fmt=fmt, axis_names=axes, spec=spec) if leaves else []
+    return jax.tree.unflatten(structure, made)
+
+
+@functools.partial(jax.jit, static_argnames=("fmt", "axis_names", "spec"), inline=True)
+def _stacked_scales(
+    weights: list[jax.Array], fmt: Format, axis_names: tuple[str, ...], spec: Spec
+) -> list[WeightScales]:
+    for weight in weights:
+        check_dtype("compute_scales", "weights", weight)
+        check_spec_fits("compute_scales", "spec", spec, mesh_of(weight, spec), weight.ndim)
+    cuts = [Cut.of(weight, axis_names, spec) for weight in weights]
+    # Not reduced over shards, which is done for all of them at once.
+    own = [_own_amaxes(weight, fmt, cut) for weight, cut in zip(weights, cuts, strict=True)]
+    leaves, structure = jax.tree.flatten(own)
+    if not leaves:
+        return own
+    axes = tuple(dict.fromkeys(axis for cut in cuts if cut.local for axis in cut.axes))
+    flat, unravel = ravel_pytree(jax.tree.unflatten(structure, vary_alike(*leaves)))
+    amaxes = max_over(axes)(flat)
+    if fmt.block is None:  # One op makes the scales of all weights. Those of blocks are made with their codes.
+        scale, scale_inv = quantize_steps.scales(partitionable_ops, fmt, amaxes)[:2]
+        return [WeightScales(scale[i], scale_inv[i]) for i in range(len(weights))]
+    scales: list[WeightScales] = unravel(amaxes)
+    return scales
+
+
+def _own_amaxes(x: jax.Array, fmt: Format, cut: Cut) -> WeightScales:
+    where = layout.plane(fmt, cut.whole(x.shape), Usage.ROWWISE, op="compute_scales", name="weights")
+    if where.global_scale_shape:
+        raise ValueError(
+            f"compute_scales: recipe ({fmt}) has a scale for each row of a weight, and shards share none; leave it out"
+        )
+    amax, block_amax = quantize_steps.global_amax(_steps_of(cut), x, fmt), None
+    matrix, cut = matrices_of(x, {Usage.ROWWISE: where}, cut, "compute_scales", "weights")
+    if (pieces := _pieces(where, cut, matrix.shape)) is not None:
+        pieces = pieces.of_whole if cut.local else pieces
+        block_amax = matrix_of(
+            pieces.merged(quantize_steps.block_amax(partitionable_ops, matrix, pieces.size), reduce=False)
+        )
+    return WeightScales(amax=amax, block_amax=block_amax)
+
+
+def as_scales(op: str, name: str, scales: Any) -> WeightScales | None:
+    """What a caller gave as the scales of one tensor."""
+    if scales is None or isinstance(scales, WeightScales):
+        return scales
+    if isinstance(scales, tuple) and len(scales) == 2:
+        return WeightScales(*scales)
+    raise TypeError(
+        f"{op}: {name} ({shown(scales)}) is not the WeightScales of one tensor, or a pair (scale, scale_inv); pass "
+        "what compute_scales gives for it"
+    )
+
+
+def _check_scales(op: str, name: str, scales: WeightScales, fmt: Format) -> None:
+    given = {field: part for field, part in scales._asdict().items() if part is not None}
+    if fmt.block is not None and "scale" in given:
+        raise ValueError(f"{op}: {name} (of a tensor) are not what {fmt} takes, one scale a block; leave them out")
+    for field, part in given.items():
+        shape, dtype = jnp.shape(part), str(jnp.result_type(part))
+        if dtype != "float32" or (field != "block_amax" and shape != ()):
+            raise ValueError(f"{op}: {name}.{field} ({dtype} {shape}) is not one float32; pass those of one tensor")

@@ -1,0 +1,259 @@
+"""Trees with quantized arrays in checkpoints: what of them is no array, as metadata; and flax's serialization.
+
+A checkpoint has the arrays of a tree by their names, and gives them back as dicts and lists where it is told nothing of
+the tree. What makes quantized arrays of those again is one string, for the metadata that every library keeps.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib.abc import MetaPathFinder
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from qshard._core.quantize_steps import Plane
+from qshard._core.validation import shown
+from qshard.formats import Format
+from qshard.jax._delayed_scaling import LinearState, Observed, TensorState
+from qshard.jax._quantized.array import QuantizedArray
+from qshard.jax._quantized.primary import PrimaryWeight
+
+KEY = "qshard.tree"
+"""Of the metadata."""
+VERSION = 1
+_Keys = tuple[str, ...]
+_FIELDS: dict[type, dict[str, type | None]] = {
+    QuantizedArray: {"rowwise": Plane, "columnwise": Plane},
+    PrimaryWeight: dict.fromkeys(("data", "scale_inv", "global_scale_inv", "amax", "guard")),
+    Plane: dict.fromkeys(Plane._fields),
+    LinearState: dict.fromkeys(("weight", "activation", "gradient"), TensorState),
+    TensorState: {"scale": None, "amax_history": None, "observed": Observed},
+    Observed: {"amax": None, "seal": None},
+}
+"""Of the nodes that are ours: their arrays, and the nodes below them."""
+_CODES = (QuantizedArray, PrimaryWeight)
+_ROOTS = (*_CODES, LinearState, TensorState)
+
+
+def describe(tree: Any) -> dict[str, str]:
+    """What of a tree is no array, for the metadata of a checkpoint: where it has quantized arrays, and in which format.
+
+    Args:
+      tree: any pytree: parameters, or all that a training has. Its leaves are not read; `jax.eval_shape` makes such a
+        tree, too.
+
+    Returns:
+      Metadata of one string, by a key of qshard's: `{**describe(tree), ...}` with what else you keep.
+
+    >>> from qshard.jax import quantize
+    >>> tree = {"w": quantize(jnp.ones((32, 32)), "MXFP8_32x32"), "b": jnp.ones(32)}
+    >>> metadata = describe(tree)
+    >>> w = {"data": tree["w"].rowwise.data, "scale_inv": tree["w"].rowwise.scale_inv, "global_scale_inv": None}
+    >>> dicts = {"w": {"rowwise": w, "columnwise": None}, "b": tree["b"]}  # as checkpoints give it back
+    >>> print(rebuild(dicts, metadata)["w"])
+    QuantizedArray(MXFP8_32x32, float32, rowwise)
+
+    With orbax: `checkpointer.save(path, tree, custom_metadata=describe(tree))`.
+    """
+    nodes = [
+        {"at": _keys(path), "is": type(node).__name__, **(_terms(node) if isinstance(node, _CODES) else {})}
+        for path, node in jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_ours)[0]
+        if _is_ours(node)
+    ]
+    return {KEY: json.dumps({"version": VERSION, "nodes": nodes})}
+
+
+def rebuild(tree: Any, metadata: Mapping[str, Any] | None) -> Any:
+    """The tree that `describe` has described, of what a checkpoint gave back of it.
+
+    Args:
+      tree: of dicts and lists, where quantized arrays and the states of delayed scaling are dicts, too. Its leaves are
+        arrays, or what describes them. Where it has quantized arrays already, as after a restore with a target, these
+        are compared with the metadata.
+      metadata: of the same checkpoint, with all that it has.
+
+    Returns:
+      The tree with quantized arrays and states in their places, and all else as it was.
+
+    Raises:
+      ValueError: the metadata is not of `describe`, or of a later version; or the tree has something else at a place,
+        such as codes of another format.
+
+    Nothing is moved or computed: sharded arrays stay sharded.
+
+    With orbax, no target: `rebuild(checkpointer.restore(path), checkpointer.metadata(path).custom_metadata)`. Onto
+    another mesh: `rebuild` what `checkpointer.metadata(path).item_metadata.tree` has, give its leaves shardings, and
+    restore to that.
+    """
+    text = (metadata or {}).get(KEY)
+    if text is None:
+        raise ValueError(
+            f"rebuild: metadata ({shown(metadata)}) has no {KEY!r}; save what describe(tree) gives with it"
+        )
+    for at, make in _nodes(text):
+        tree = _replaced(tree, at, make, at)
+    return tree
+
+
+def _is_ours(node: Any) -> bool:
+    return isinstance(node, _ROOTS)
+
+
+def _keys(path: Sequence[Any]) -> _Keys:
+    """As names of dicts, fields and places of lists are in a checkpoint."""
+    return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
+
+
+def _terms(q: QuantizedArray | PrimaryWeight) -> dict[str, Any]:
+    return {"format": q.format.description, "dtype": np.dtype(q.dtype).name, "axes": list(q.axes)}
+
+
+def _static(terms: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "format": Format.of(terms["format"]),
+        "dtype": jnp.dtype(terms["dtype"]),
+        "axes": tuple(terms["axes"]),
+    }
+
+
+def _nodes(text: str) -> list[tuple[_Keys, Callable[[Any, str], Any]]]:
+    """Where nodes are, and what makes each of what is there."""
+    try:
+        read = json.loads(text)
+    except (TypeError, ValueError):
+        read = None
+    if not isinstance(read, dict) or "version" not in read:
+        raise ValueError(f"rebuild: metadata ({str(text)[:40]!r}) is not of describe; pass what the checkpoint has")
+    if read["version"] != VERSION:
+        raise ValueError(
+            f"rebuild: version ({read['version']!r}) is not {VERSION}, the one that this qshard reads; "
+            "read it with a newer qshard"
+        )
+    kinds = {kind.__name__: kind for kind in _ROOTS}
+    try:
+        return [
+            (
+                tuple(node["at"]),
+                functools.partial(_made, kinds[node["is"]], _static(node) if "format" in node else {}),
+            )
+            for node in read["nodes"]
+        ]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"rebuild: metadata ({text[:40]!r}) is not one that this qshard knows: {error}") from None
+
+
+def _replaced(tree: Any, keys: _Keys, make: Callable[[Any, str], Any], at: _Keys) -> Any:
+    """The tree with another node at a place."""
+    where = "/".join(at) or "tree"
+    if not keys:
+        return make(tree, where)
+    first, *rest = keys
+    if isinstance(tree, Mapping):
+        key: Any = next((key for key in tree if str(key) == first), None)
+        if key is not None:
+            return _like(tree, {**tree, key: _replaced(tree[key], tuple(rest), make, at)})
+    elif isinstance(tree, list | tuple) and first.isdecimal() and int(first) < len(tree):
+        parts = [_replaced(part, tuple(rest), make, at) if str(i) == first else part for i, part in enumerate(tree)]
+        return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
+    elif hasattr(tree, first):  # A node of the user's, where there was a target: whose fields stay as they are.
+        _replaced(getattr(tree, first), tuple(rest), make, at)
+        return tree
+    raise ValueError(f"rebuild: tree has nothing at {where} ({first} is absent); pass what the checkpoint gave back")
+
+
+def _like(tree: Any, items: dict[Any, Any]) -> Any:
+    return items if type(tree) is dict else type(tree)(items)
+
+
+def _made(kind: type, static: Mapping[str, Any], node: Any, where: str) -> Any:
+    """A node of some kind, of the dict of its fields."""
+    if isinstance(node, kind):
+        for name, value in static.items():
+            if getattr(node, name) != value:
+                raise ValueError(
+                    f"rebuild: {where} ({name} {getattr(node, name)}) is not of {name} {value}, as it was saved; "
+                    "restore it to a target that is"
+                )
+        return node
+    below = _FIELDS[kind]
+    if not isinstance(node, Mapping) or not set(node) <= set(below):
+        given = ", ".join(map(str, node)) if isinstance(node, Mapping) else type(node).__name__
+        raise ValueError(f"rebuild: {where} ({given}) is not a {kind.__name__}, as it was saved; pass the whole tree")
+
+    def part(name: str) -> Any:
+        value, of = node.get(name), below[name]
+        return value if of is None or value is None else _made(of, {}, value, f"{where}/{name}")
+
+    return kind(**static, **{name: part(name) for name in below})
+
+
+# What follows is for flax, where it is installed. `flax.serialization` has states by type, and is told of ours as soon
+# as both libraries are imported, in any order, so that nobody has to import a module for its effects.
+
+
+def _to_state(serialization: ModuleType, node: Any) -> dict[str, Any]:
+    state = {name: serialization.to_state_dict(getattr(node, name)) for name in _FIELDS[type(node)]}
+    return state | ({"of": json.dumps(_terms(node))} if isinstance(node, _CODES) else {})
+
+
+def _from_state(serialization: ModuleType, target: Any, state: Any) -> Any:
+    kind = type(target)
+    names = set(_FIELDS[kind]) | ({"of"} if kind in _CODES else set())
+    if not isinstance(state, Mapping) or set(state) != names:
+        given = ", ".join(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
+        raise ValueError(
+            f"from_state_dict: state ({given}) is not of a {kind.__name__}; give a target like what was saved"
+        )
+    static = {}
+    if kind in _CODES:
+        static = _static(json.loads(state["of"]))
+        for name, value in static.items():
+            if getattr(target, name) != value:
+                raise ValueError(
+                    f"from_state_dict: target ({name} {getattr(target, name)}) is not of {name} {value}, as the state; "
+                    "give a target like what was saved"
+                )
+    fields = {name: serialization.from_state_dict(getattr(target, name), state[name], name) for name in _FIELDS[kind]}
+    return kind(**static, **fields)
+
+
+def _register(serialization: ModuleType) -> None:
+    for kind in _FIELDS:
+        if kind is not Plane:  # A named tuple, which flax knows.
+            serialization.register_serialization_state(
+                kind, functools.partial(_to_state, serialization), functools.partial(_from_state, serialization)
+            )
+
+
+class _OnceFlaxIsImported(MetaPathFinder):
+    """Finds `flax.serialization` as Python does, and tells it of our types once it has run."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name != "flax.serialization":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        loader: Any = spec and spec.loader
+        if loader is not None:
+            run = loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                run(module)
+                _register(module)
+
+            loader.exec_module = exec_module
+        return spec
+
+
+if "flax.serialization" in sys.modules:
+    _register(sys.modules["flax.serialization"])
+else:
+    sys.meta_path.insert(0, _OnceFlaxIsImported())

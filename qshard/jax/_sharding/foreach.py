@@ -1,0 +1,73 @@
+"""Ops on lists of arrays: one custom call for all weights of a model.
+
+Such an op changes operands in place: those that `ffi/ops.def` names as its results. XLA copies an operand that is
+needed elsewhere, and reuses the memory of one that is not, as of a donated argument.
+
+They run on what each device has: eagerly, under `jit` on one device, and inside `shard_map`, where results vary over
+the mesh axes that any operand varies over. XLA cannot cut them; under `jit` alone it would gather sharded operands.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from qshard._core.validation import shown
+from qshard.jax._ops.bind import check_sizes, encoded, target_of
+from qshard.jax._ops.validation import check_array
+from qshard.jax._sharding.shard_spec import vary_alike
+from qshard.op_table import multi_table
+
+__all__ = ["bind"]
+
+
+@functools.cache
+def bind(name: str) -> Callable[..., Any]:
+    """The function of an op: takes its operands, arrays or lists of arrays, and by keyword its attributes.
+
+    It returns what the op has changed: an array or a list for each result, a tuple if there are several.
+
+    Args:
+      name: in `qshard.op_table.multi_table()`.
+    """
+    spec = multi_table()[name]
+
+    def run(*operands: Any, **attributes: Any) -> Any:
+        for o, operand in zip(spec.inputs, operands, strict=True):
+            if o.many and not isinstance(operand, list | tuple):
+                raise TypeError(f"{name}: {o.name} ({shown(operand)}) is not a list of arrays; pass one")
+            for i, x in enumerate(operand if o.many else [operand]):
+                check_array(name, f"{o.name}[{i}]" if o.many else o.name, x)
+        lists = [
+            [jnp.asarray(x) for x in operand] if o.many else [jnp.asarray(operand)]
+            for o, operand in zip(spec.inputs, operands, strict=True)
+        ]
+        for o, arrays in zip(spec.inputs, lists, strict=True):
+            for x in arrays:
+                check_sizes(name, o.name, x.shape)
+        flat = vary_alike(*(x for arrays in lists for x in arrays))
+        spec.results([x.shape for x in flat], [str(x.dtype) for x in flat], attributes)  # Raises what the op would.
+        begins = np.cumsum([0, *map(len, lists)])
+        written = [next(i for i, o in enumerate(spec.inputs) if o.name == out.name) for out in spec.outputs]
+        positions = [p for i in written for p in range(begins[i], begins[i + 1])]
+        call = jax.ffi.ffi_call(
+            target_of(name),
+            [jax.typeof(flat[p]).update(weak_type=False) for p in positions],
+            input_output_aliases={p: r for r, p in enumerate(positions)},
+        )
+        results = iter(call(*flat, **{key: _attribute(value) for key, value in attributes.items()}))
+        changed = [[next(results) for _ in lists[i]] for i in written]
+        made = [arrays if out.many else arrays[0] for out, arrays in zip(spec.outputs, changed, strict=True)]
+        return made[0] if len(made) == 1 else tuple(made)
+
+    run.__name__ = name
+    return run
+
+
+def _attribute(value: Any) -> Any:
+    return np.asarray(value, np.int64) if isinstance(value, tuple | list) else encoded(value)

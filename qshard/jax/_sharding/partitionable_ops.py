@@ -1,0 +1,266 @@
+"""The ops as `_core.quantize_steps` and `_core.flat_shards` call them: this module is their argument `ops`.
+
+Every op of the tables by name, on views that XLA can cut: it runs an op on shards of the leading axes that all operands
+share, and gathers what is cut along any other axis (`bind.py`). So `[..., K]` is seen as runs `[..., K / run, run]`, a
+scale of the whole tensor is repeated for every run or block, and an amax is taken of runs, then of those. An op is told
+so (`shared` in `ops.def`, `turned` in `ops/block.cc`), for kernels of GPUs that are made for one scale. Where nothing
+can be cut, nothing is repeated. Ops on lists of slices run on what a device has, and need none of this.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType
+
+from qshard._core.flat_shards import Bucket
+from qshard.jax._ops import bind as ops
+from qshard.jax._ops.scheduling import together
+from qshard.jax._ops.uint64 import Words, words_plus, words_times
+from qshard.jax._sharding import foreach
+from qshard.jax._sharding.shard_spec import vary_alike
+from qshard.op_table import multi_table, table
+
+
+def __getattr__(name: str) -> Any:
+    if name in multi_table():
+        return foreach.bind(name)
+    operands = table()[name].inputs if name in table() else ()
+    if any(operand.name in ("global_amax", "global_scale_inv") for operand in operands[1:]):
+        return functools.partial(_under_global, name)
+    return getattr(ops, name)
+
+
+class OfCut:
+    """This module, where the last axis of arrays is known to be cut into so many shards."""
+
+    def __init__(self, shards: int) -> None:
+        self._shards = shards
+
+    def __getattr__(self, name: str) -> Any:
+        op = globals().get(name) or __getattr__(name)
+        takes_runs = op in (transposed_squares, amax_hadamard) or getattr(op, "func", None) is _by_runs
+        return functools.partial(op, shards=self._shards) if takes_runs else op
+
+
+def _by_runs(op: str, x: jax.Array, *scale: jax.Array, shards: int = 1, **options: Any) -> Any:
+    """An op on elements, under one scale for all of them."""
+    runs, lead = split_rows(x, shards), options.get("lead", 0)
+    axes = 0 if runs is x else x.ndim  # Each element of so many leading axes is a run.
+    if "lead" in options:
+        options["lead"] = max(lead, axes)
+    # One for all runs, or for each element of the first axes (`vmap`).
+    spread = [_repeated(s, runs.shape[: max(axes, s.ndim)], options) for s in scale]
+    made = getattr(ops, op)(runs, *spread, **options)
+    arrays = made if isinstance(made, tuple) else (made,)
+    results = []
+    for out, y in zip(table()[op].outputs, arrays, strict=True):
+        if out.name == "amax":
+            results.append(integer_max(y, lead))
+        elif out.name == "data_t":
+            results.append(_turned_as(y, x, options.get("batch", 0)))
+        else:
+            results.append(reshape_as(y, x))
+    return tuple(results) if len(results) > 1 else results[0]
+
+
+amax_tensor = functools.partial(_by_runs, "amax_tensor")
+cast_tensor = functools.partial(_by_runs, "cast_tensor")
+cast_transpose = functools.partial(_by_runs, "cast_transpose")
+dequantize = functools.partial(_by_runs, "dequantize")
+transpose = functools.partial(_by_runs, "transpose")
+
+
+def amax_hadamard(x: jax.Array, *, block_rows: int, block_cols: int, shards: int = 1) -> tuple[jax.Array, ...]:
+    """Of all of `x` `[*outer, M, K]`, by blocks that XLA may cut."""
+    run = _run(x, shards)
+    if run is None:
+        x = x.reshape(-1, block_cols)
+        block = {"block_rows": x.shape[0], "block_cols": block_cols}
+    else:
+        block = {"block_rows": math.gcd(block_rows, 16), "block_cols": run}
+    return tuple(integer_max(amax, 0) for amax in ops.amax_hadamard(x, **block))
+
+
+def _under_global(op: str, *operands: jax.Array, **options: Any) -> Any:
+    """An op on blocks with operands that serve the whole tensor: they are repeated for each block. So is where the
+    tensor begins, as where each block does.
+    """
+    named = dict(zip((operand.name for operand in table()[op].inputs), operands, strict=True))
+    arrays = [a for name, a in named.items() if not name.startswith("global_") and name not in ("seed", "first")]
+    if ops.may_be_cut(arrays[0]):
+        grid = arrays[-1].shape  # Of scales or amaxes.
+        if len(arrays) == 1 and "block_rows" in options:
+            *lead, rows, cols = grid
+            grid = (*lead, rows // options["block_rows"], cols // options["block_cols"])
+        if "first" in named:
+            named |= _words_of_blocks(grid, arrays[0], named["seed"], named["first"], **options)
+        named |= {name: _repeated(a, grid, options) for name, a in list(named.items()) if name.startswith("global_")}
+    elif "first" in named:
+        named["seed"] = jnp.broadcast_to(named["seed"], named["first"].shape)
+    return getattr(ops, op)(*named.values(), **options)
+
+
+def _repeated(value: jax.Array, shape: tuple[int, ...], options: dict[str, Any]) -> jax.Array:
+    """`value` over axes that XLA may cut; if all of `shape` is that one, `options` tells the op."""
+    if shape and value.ndim == 0:
+        options["shared"] = True
+    return lax.broadcast_in_dim(value, shape, tuple(range(value.ndim)))
+
+
+_RUN, _LEAD_RUN = 128, 32
+"""The longest runs of elements of a row, and of rows, where what cuts them is not known."""
+
+
+def split_rows(x: jax.Array, shards: int = 1, longest: int = _RUN) -> jax.Array:
+    """`x` `[..., K]` as runs `[..., K / run, run]` that no shard boundary cuts, or as it is.
+
+    `longest`: what of K runs have at most where XLA decides on cuts, in place of 128.
+    """
+    run = _run(x, shards, longest=max(_RUN, longest))
+    if run is None:
+        return x
+    return x.reshape(*x.shape[:-1], x.shape[-1] // run, run) if run else x[..., None]
+
+
+def split_lead(x: jax.Array) -> tuple[jax.Array, int]:
+    """`x` `[*rows, K]` as matrices `[*lead, M, K]` that no shard boundary cuts but along K, and how many axes lead.
+
+    On Auto meshes they have `gcd(rows, 32)` rows of the last axis of rows, or all of it, as `split_rows` has 128
+    elements. Axes of one row are left out.
+    """
+    if not ops.may_be_cut(x):
+        return ops.reshaped(x, (math.prod(x.shape[:-1]), x.shape[-1]), (None, None)), 0
+    entries = jax.typeof(x).sharding.spec
+    kept = [i for i, size in enumerate(x.shape[:-1]) if size != 1] or [0][: x.ndim - 1]
+    *outer, inner = [(x.shape[i], entries[i]) for i in kept] or [(1, None)]
+    x = ops.reshaped(
+        x, [*(n for n, _ in outer), inner[0], x.shape[-1]], [*(e for _, e in outer), inner[1], entries[-1]]
+    )
+    run = _run(x, 1, axis=-2, longest=_LEAD_RUN) or inner[0]
+    count = inner[0] // run if run else 1
+    sizes = [*x.shape[:-2], count, run, x.shape[-1]]
+    return ops.reshaped(x, sizes, [*(e for _, e in outer), inner[1], None, entries[-1]]), len(outer) + 1
+
+
+def _run(x: jax.Array, shards: int, axis: int = -1, longest: int = _RUN) -> int | None:
+    """How long runs of a row, or along another axis, are; None if nothing can be cut.
+
+    In `shard_map`, and where there is one device, all is local: one run is everything. On Explicit meshes the type
+    tells how K is cut: a run is a shard's part of a row. Else XLA decides after tracing: a run is then `gcd(K, 128)`,
+    so that K may be cut into shards of any multiple of it, or of the part of a row that each of `shards` has, where
+    that much is known. That costs 4 bytes a run for the scale, and on an H200 14 of the 112 us of quantizing 8192 x
+    8192 bfloat16. Where it would make runs shorter than 32, a run is the row, or that part of it: such a K is rarely
+    cut. A run that is cut after all costs a gather, and gives the same bits.
+    """
+    mesh, spec = ops.mesh_around(x), jax.typeof(x).sharding.spec
+    kinds = set(mesh.axis_types)
+    if x.ndim == 0 or kinds == {AxisType.Manual} or (mesh.empty and jax.device_count() == 1):
+        return None
+    row = x.shape[axis] // math.prod(mesh.shape[name] for name in ops.names_of(spec[axis]))
+    row = row // shards if (not kinds or AxisType.Auto in kinds) and row % shards == 0 else row
+    run = math.gcd(row, longest)
+    return row if run < longest // 4 or (kinds and AxisType.Auto not in kinds) else run
+
+
+def _turned_as(y: jax.Array, x: jax.Array, batch: int) -> jax.Array:
+    """`y` as the transpose `[*batch, K, *rows]` of `x` `[*batch, *rows, K]`, and cut as that is."""
+    order = (*range(batch), x.ndim - 1, *range(batch, x.ndim - 1))
+    entries = jax.typeof(x).sharding.spec
+    return ops.reshaped(y, [x.shape[i] for i in order], [entries[i] for i in order])
+
+
+def reshape_as(y: jax.Array, x: jax.Array) -> jax.Array:
+    """`y` in the shape of `x`, and on Explicit meshes cut as `x` is, which JAX infers for few reshapes."""
+    return ops.reshaped(y, x.shape, jax.typeof(x).sharding.spec)
+
+
+def integer_max(amax: jax.Array, lead: int) -> jax.Array:
+    """The maximum over all but the `lead` first axes, of bits as integers: exact in any order, and NaN wins."""
+    if amax.ndim == lead:  # XLA would launch a kernel for it.
+        return amax
+    bits = lax.bitcast_convert_type(amax, jnp.int32)
+    return lax.bitcast_convert_type(jnp.max(bits, axis=tuple(range(lead, amax.ndim)), initial=0), jnp.float32)
+
+
+def transposed(a: jax.Array) -> jax.Array:
+    """`[*outer, M, K]` as `[K, *outer, M]`."""
+    return jnp.moveaxis(a, -1, 0)
+
+
+def transposed_squares(
+    data: jax.Array, scale_inv: jax.Array, *, packed: bool, shards: int = 1
+) -> tuple[jax.Array, jax.Array]:
+    """Two calls: shards may cut the blocks, and then codes and scales have no leading axis in common."""
+    turn = ops.transpose_packed if packed else functools.partial(transpose, shards=shards)
+    data_t = turn(data, outer=data.ndim - 2)
+    return data_t, transposed(scale_inv)
+
+
+def cast_block_stochastic(x: jax.Array, scale: jax.Array, seed: jax.Array, first: jax.Array, **options: Any) -> Any:
+    if ops.may_be_cut(x) or first.ndim > 1:
+        x, seed, first = _words_of_blocks(scale.shape, x, seed, first, **options).values()
+    turned = options["col_step"] > options["row_step"]
+    return ops.cast_block_stochastic(x, scale, seed, first, turned=turned, **options)
+
+
+def _words_of_blocks(
+    grid: tuple[int, ...],
+    x: jax.Array,
+    seed: jax.Array,
+    first: jax.Array,
+    *,
+    row_step: int,
+    col_step: int,
+    block_rows: int,
+    block_cols: int,
+    **_: Any,
+) -> dict[str, jax.Array]:
+    """The words of each block; and `x`, without which they are not made, and kept, before they are needed."""
+    seed, x = together(seed, x)
+    first = _first_of_blocks(grid, first, block_rows * row_step, block_cols * col_step)
+    return {"x": x, "seed": jnp.broadcast_to(seed, first.shape), "first": first}
+
+
+def _first_of_blocks(grid: tuple[int, ...], first: jax.Array, row_step: int, col_step: int) -> jax.Array:
+    """Where each block begins in the whole tensor: of `[*outer, M, K]`, or of its transpose `[K, *outer, M]`.
+
+    `first`: where `x` begins, and its outer axes lie one after the other; or `[*outer, 2]`, where each matrix begins.
+    """
+    outer = first.ndim - 1
+    turned = col_step > row_step  # Neighbours in a column of the transpose are neighbours in the tensor.
+    rows = grid[:1] if turned else grid[-2:-1] if outer else grid[:-1]
+    cols = grid[-1:] if outer or not turned else grid[1:]
+
+    def along(size: tuple[int, ...], step: int, before: int) -> Words:
+        index = lax.iota(jnp.uint32, math.prod(size))
+        return words_times(index.reshape(*(1,) * before, *size, *(1,) * (len(grid) - before - len(size))), step)
+
+    row = along(rows, row_step, 0 if turned or not outer else outer)
+    col = along(cols, col_step, len(grid) - len(cols))
+    begin = first.reshape(*(1,) * turned, *first.shape[:-1], *(1,) * (len(grid) - outer - turned), 2)
+    made = words_plus(words_plus(row, col), (begin[..., 0], begin[..., 1]))
+    return jnp.stack([jnp.broadcast_to(word, grid) for word in made], axis=-1)
+
+
+def zeros(count: int) -> jax.Array:
+    return jnp.zeros(count, jnp.float32)
+
+
+def joined(arrays: Sequence[jax.Array]) -> jax.Array:
+    return jnp.concatenate(vary_alike(*arrays))
+
+
+def of_bucket(pairs: jax.Array, bucket: Bucket) -> jax.Array:
+    return pairs if bucket.indices == tuple(range(pairs.shape[0])) else pairs[np.array(bucket.indices)]
+
+
+def repeated(values: jax.Array, bucket: Bucket) -> jax.Array:
+    return jnp.repeat(values, np.array(bucket.runs), total_repeat_length=sum(bucket.runs))

@@ -1,0 +1,297 @@
+"""Functions of rows, such as losses, on what each device has of them: rows stay where they are, and classes too.
+
+A `RowFunction` takes and gives arrays of four forms, in words: "rows classes", "rows K", "classes K" and "rows", which
+are all the axes that lead. It is told which mesh axes cut them (`Held`), and adds up over devices what is left to add:
+
+- on one device nothing is;
+- in `shard_map` a caller names the axes that cut classes, and JAX adds up gradients;
+- on Explicit meshes types tell how arrays are cut, on Auto meshes XLA does (`custom_partitioning.py`).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_batching import custom_vmap
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from qshard.jax._ops import bind as ops
+from qshard.jax._ops.bind import names_of
+from qshard.jax._ops.custom_partitioning import asked, asking, local, specs_of
+from qshard.jax._ops.second_derivatives import second_derivative
+from qshard.jax._sharding.shard_spec import types_tell
+
+Names = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a device has of the whole.
+
+    Attributes:
+      classes: the mesh axes that cut classes.
+      rows: those that cut each axis of rows, if `own`.
+      scattered: those of them over which a sum of "classes K" is then cut, along which of its axes; after `classes`.
+      own: whether this module put arrays on devices, so that XLA cuts none of them and JAX adds nothing up.
+    """
+
+    classes: Names = ()
+    rows: tuple[Names, ...] = ()
+    scattered: tuple[tuple[int, str], ...] = ()
+    own: bool = False
+
+    @property
+    def ops(self) -> Any:
+        return local if self.own else ops
+
+    def first(self, columns: int) -> Any:
+        """The first class of a device that has so many."""
+        return lax.axis_index(self.classes) * columns if self.classes else 0
+
+    def gathered(self, stats: jax.Array) -> jax.Array:
+        """`[*rows, 4]` of all devices that have other classes, in order: `[*rows, parts, 4]`, alike on all of them."""
+        if not self.classes:
+            return jnp.expand_dims(stats, -2)
+        told = set(self.classes) <= jax.typeof(stats).manual_axis_type.varying
+        to = "invarying" if told else "varying"
+        parts: jax.Array = lax.all_gather(stats, self.classes, axis=stats.ndim - 1, to=to)
+        return parts
+
+    def of_losses(self, grad: jax.Array) -> jax.Array:
+        """The gradient of losses that devices have alike. Where no types say so, JAX has cut it up (`lax.psum`)."""
+        return grad if self.own or types_tell(self.classes) else lax.psum(grad, self.classes)
+
+    def of_x(self, made: jax.Array) -> jax.Array:
+        """A gradient of "rows K", to which all classes add."""
+        return lax.psum(made, self.classes) if self.own and self.classes else made
+
+    def of_w(self, made: jax.Array) -> jax.Array:
+        """A gradient of "classes K", to which all rows add."""
+        for axis, name in self.scattered:
+            made = lax.psum_scatter(made, name, scatter_dimension=axis, tiled=True)
+        scattered = {name for _, name in self.scattered}
+        left = tuple(name for names in self.rows for name in names if name not in scattered)
+        return lax.psum(made, left) if left else made
+
+    def spec(self, form: str, *, is_sum: bool = False) -> PartitionSpec:
+        """How an array of this form is cut. `is_sum`: it is a result."""
+        entries: list[Names] = []
+        for word in form.split():
+            entries += self.rows if word == "rows" else [self.classes if word == "classes" else ()]
+        if is_sum and form == "classes K":
+            entries = [(*own, *(name for at, name in self.scattered if at == i)) for i, own in enumerate(entries)]
+        return PartitionSpec(*(names or None for names in entries))
+
+
+class RowFunction(Protocol):
+    """A function of rows, equal to others that do the same.
+
+    Attributes:
+      op: what errors call it.
+      is_cut: whether XLA can cut it along rows without being told, as it cuts ops.
+      takes, gives: the forms of operands and results, of which the first one has rows.
+    """
+
+    op: ClassVar[str]
+    is_cut: ClassVar[bool]
+    takes: ClassVar[tuple[str, ...]]
+    gives: ClassVar[tuple[str, ...]]
+
+    def __call__(self, held: Held, *operands: jax.Array) -> tuple[jax.Array, ...]: ...
+
+    def __hash__(self) -> int: ...
+
+
+def on_devices(
+    function: RowFunction, classes: Names, *operands: jax.Array, spreads: bool = True
+) -> tuple[jax.Array, ...]:
+    """What `function` gives of arrays as a caller has them. `classes`: in `shard_map`, the axes that cut classes.
+
+    It is not to be differentiated: rules of gradients call it. If it does not spread, XLA cuts and gathers as it does.
+    """
+
+    @jax.custom_jvp
+    def call(*operands: jax.Array) -> tuple[jax.Array, ...]:
+        return _spread(function, classes, operands) if spreads else function(Held(classes), *operands)
+
+    @call.defjvp
+    def _(*_: Any) -> Any:
+        raise second_derivative(function.op)
+
+    made: tuple[jax.Array, ...] = call(*operands)
+    return made
+
+
+def _spread(function: RowFunction, classes: Names, operands: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+    mesh = ops.mesh_around(operands[0])
+    kinds = set(mesh.axis_types)
+    if classes or kinds == {AxisType.Manual} or not ops.may_be_cut(operands[0]):
+        return function(Held(classes), *operands)
+    if len(kinds) > 1:
+        _check_mixed(function, operands)
+        return function(Held(), *operands)
+    is_explicit = kinds == {AxisType.Explicit}
+
+    @custom_vmap
+    def call(*operands: jax.Array) -> tuple[jax.Array, ...]:
+        return _explicit(function, (), *operands) if is_explicit else _auto(function, *operands)
+
+    @call.def_vmap
+    def _(size: int, batched: Sequence[bool], *operands: jax.Array) -> Any:
+        """`vmap` adds an axis of rows, unless results are sums over rows: those are of each example."""
+        flags = (True,) * len(function.gives)
+        if not all(form.startswith("rows") for form in (*function.takes, *function.gives)):
+            if is_explicit:
+                return _mapped(function, (tuple(batched),), *operands), flags
+            axes = [0 if flag else None for flag in batched]
+            return jax.vmap(functools.partial(function, Held()), axes)(*operands), flags
+        grown = [
+            x if flag else jnp.broadcast_to(x, (size, *x.shape)) for x, flag in zip(operands, batched, strict=True)
+        ]
+        return _spread(function, (), grown), flags
+
+    made: tuple[jax.Array, ...] = call(*operands)
+    return made
+
+
+def _check_mixed(function: RowFunction, operands: Sequence[jax.Array]) -> None:
+    """Raises where types say of a mesh of several kinds of axes that it cuts what XLA would gather."""
+    for form, x in zip(function.takes, operands, strict=True):
+        sharding = jax.typeof(x).sharding
+        words = ["rows"] * (x.ndim - len(form.split()) + 1) + form.split()[1:] if "rows" in form else form.split()
+        for word, entry in zip(words, sharding.spec, strict=True):
+            if not (function.is_cut and word == "rows") and any(
+                sharding.mesh.shape[name] > 1 for name in names_of(entry)
+            ):
+                raise ValueError(
+                    f"{function.op}: {word} of {x.shape} are cut over {entry!r} of a mesh whose axes are of several "
+                    f"kinds, {sharding.mesh.axis_types}; enter shard_map over all of them, and pass axis_name for "
+                    "classes"
+                )
+
+
+Levels = tuple[tuple[bool, ...], ...]
+"""For each `vmap` around a function, the outermost first: which operands have its axis, among those that lead."""
+
+
+def _mapped(function: RowFunction, levels: Levels, *operands: jax.Array) -> tuple[jax.Array, ...]:
+    """`function` of each example, on Explicit meshes: all results have the axes of all `levels`."""
+
+    @custom_vmap
+    def call(*operands: jax.Array) -> tuple[jax.Array, ...]:
+        return _explicit(function, levels, *operands)
+
+    @call.def_vmap
+    def _(size: int, batched: Sequence[bool], *operands: jax.Array) -> Any:
+        return _mapped(function, (tuple(batched), *levels), *operands), (True,) * len(function.gives)
+
+    made: tuple[jax.Array, ...] = call(*operands)
+    return made
+
+
+def _explicit(function: RowFunction, levels: Levels, *operands: jax.Array) -> tuple[jax.Array, ...]:
+    types = [jax.typeof(x) for x in operands]
+    mesh, specs = ops.mesh_around(operands[0]), [tuple(own.sharding.spec) for own in types]
+    leads = [sum(level[i] for level in levels) for i in range(len(operands))]
+    examples = _names_of_examples(levels, specs)
+    specs = [spec[lead:] for spec, lead in zip(specs, leads, strict=True)]
+    wanted = specs[function.takes.index("classes K")] if "classes K" in function.gives else ()
+    shapes = [own.shape[lead:] for own, lead in zip(types, leads, strict=True)]
+    held = _held(function, mesh.shape, shapes, specs, wanted, used={name for names in examples for name in names})
+    takes = []
+    for i, form in enumerate(function.takes):
+        own = [names or None for names, level in zip(examples, levels, strict=True) if level[i]]
+        takes.append(PartitionSpec(*own, *held.spec(form)))
+    every = [names or None for names in examples]
+    gives = tuple(PartitionSpec(*every, *held.spec(form, is_sum=True)) for form in function.gives)
+    local: Callable[..., Any] = functools.partial(function, held)
+    for level in reversed(levels):
+        local = jax.vmap(local, [0 if flag else None for flag in level])
+    # Types that vary are not needed where nothing is differentiated.
+    run = jax.shard_map(local, mesh=mesh, in_specs=tuple(takes), out_specs=gives, check_vma=False)
+    cut = [jax.sharding.reshard(x, NamedSharding(mesh, spec)) for x, spec in zip(operands, takes, strict=True)]
+    made: tuple[jax.Array, ...] = run(*cut)
+    return made
+
+
+def _names_of_examples(levels: Levels, specs: Sequence[Sequence[Any]]) -> list[Names]:
+    """The mesh axes that shard the examples of each `vmap`."""
+    found: list[Names] = []
+    for depth, level in enumerate(levels):
+        names: Names = ()
+        for i, flag in enumerate(level):
+            if flag and not names:
+                names = names_of(specs[i][sum(outer[i] for outer in levels[:depth])])
+        found.append(names)
+    return found
+
+
+def _auto(function: RowFunction, *operands: jax.Array) -> tuple[jax.Array, ...]:
+    plain = functools.partial(function, Held())
+    return tuple(asked(_asking(function, operands[0].ndim), plain, function, *operands))
+
+
+@functools.lru_cache(maxsize=1024)
+def _asking(function: RowFunction, ndim: int) -> Callable[..., Any]:
+    """`function`, whose first operand has so many axes."""
+    rows = ndim - len(function.takes[0].split()) + 1
+
+    def partition(mesh: Any, operands: Any, results: Any) -> Any:
+        specs = specs_of(function.op, (*operands, *results))
+        wanted = specs[len(operands) + function.gives.index("classes K")] if "classes K" in function.gives else ()
+        held = _held(function, dict(mesh.shape), [x.shape for x in operands], specs[: len(operands)], wanted)
+        takes = tuple(NamedSharding(mesh, held.spec(form)) for form in function.takes)
+        gives = tuple(NamedSharding(mesh, held.spec(form, is_sum=True)) for form in function.gives)
+        return mesh, functools.partial(function, held), gives, takes
+
+    lead = " ".join(f"r{i}" for i in range(rows))
+    # What cuts K of the one is not to spread to the other.
+    factors = {"rows": lead, "rows classes": f"{lead} c", "rows K": f"{lead} k", "classes K": "c h"}
+    sides = [[factors[form] for form in forms] for forms in (function.takes, function.gives)]
+    whole = functools.partial(function, Held(own=True))
+    return asking(whole, partition, " -> ".join(", ".join(side) for side in sides))
+
+
+def _held(
+    function: RowFunction,
+    mesh: Mapping[str, int],
+    shapes: Sequence[Any],
+    specs: Sequence[Any],
+    wanted: Any,
+    used: Collection[str] = (),
+) -> Held:
+    """Of operands that are cut so: what cuts rows stays, and so does what cuts classes, and not rows too.
+
+    `wanted`: how a result of "classes K" is to be cut. `used`: mesh axes that cut something else.
+    """
+    known = set(used)
+
+    def taken(entry: Any, size: int) -> Names:
+        kept: list[str] = []
+        for name in names_of(entry):
+            if name not in known and size % math.prod(mesh[each] for each in (*kept, name)) == 0:
+                kept.append(name)
+                known.add(name)
+        return tuple(kept)
+
+    entries = [(*spec, *[None] * (len(s) - len(spec))) for spec, s in zip(specs, shapes, strict=True)]
+    count = len(shapes[0]) - len(function.takes[0].split()) + 1
+    rows = tuple(taken(entries[0][axis], shapes[0][axis]) for axis in range(count))
+    having = next(i for i, form in enumerate(function.takes) if "classes" in form)
+    axis = count if function.takes[having].startswith("rows") else 0
+    classes = taken(entries[having][axis], shapes[having][axis])
+    summed, scattered = {name for names in rows for name in names}, []
+    for at, entry in enumerate(wanted):
+        left = shapes[having][at] // (math.prod(mesh[name] for name in classes) if at == 0 else 1)
+        for name in names_of(entry):
+            if name in summed and left % mesh[name] == 0:
+                scattered.append((at, name))
+                left //= mesh[name]
+    return Held(classes, rows, tuple(scattered), own=True)

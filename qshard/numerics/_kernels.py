@@ -1,0 +1,90 @@
+"""The compiled kernels on arrays of NumPy: what `_core.quantize_steps` asks of a front end.
+
+`ops` has every op on single tensors as a function of arrays, bound from the table in `ops.def` as in the other front
+ends, so `pipeline.quantize(ops, x, fmt, usage)` gives planes of NumPy arrays. Codes, and scales of one byte, are uint8.
+Kernels run on `qshard.num_threads()` threads and let go of Python's lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from qshard import _ffi
+from qshard._core.flat_shards import word_pair
+from qshard._core.quantize_steps import Draws, Plane
+from qshard.formats import ELEMENTS, Format
+from qshard.op_table import OpSpec, table
+
+Array = NDArray[Any]
+
+
+def bind(spec: OpSpec) -> Callable[..., Any]:
+    """The op of `spec` as a function of contiguous arrays, with its attributes, and maybe `dtype`, as keywords.
+
+    >>> ops.amax_tensor(np.float32([[1.0, -3.0], [2.0, 0.0]]), lead=1)
+    array([3., 2.], dtype=float32)
+    """
+
+    def run(*inputs: Array, dtype: str | None = None, **attributes: Any) -> Any:
+        shapes, dtypes = [x.shape for x in inputs], [x.dtype.name for x in inputs]
+        results = spec.results(shapes, dtypes, attributes, dtype)
+        made = [np.empty(shape, dtype_of(name)) for shape, name in results]
+        _ffi.call(spec.name, inputs, made, attributes)
+        return made[0] if len(made) == 1 else tuple(made)
+
+    return run
+
+
+def into(
+    op: str, inputs: tuple[Array, ...], attributes: Mapping[str, Any], dtype: str | None = None
+) -> Callable[[], None]:
+    """A call of an op that writes into the same arrays each time, for who times it.
+
+    >>> into("amax_tensor", (np.ones(4, np.float32),), {})()
+    """
+    spec = table()[op]
+    results = spec.results([x.shape for x in inputs], [x.dtype.name for x in inputs], attributes, dtype)
+    made = [np.empty(shape, dtype_of(name)) for shape, name in results]
+    return lambda: _ffi.call(op, inputs, made, attributes)
+
+
+def dtype_of(name: str) -> np.dtype[Any]:
+    """Of a dtype string; of codes, that of their bytes."""
+    return np.dtype("uint8" if name in ELEMENTS else getattr(ml_dtypes, name, name))
+
+
+def transposed(x: Array) -> Array:
+    """A row-major copy with the last two axes swapped."""
+    return np.ascontiguousarray(np.swapaxes(x, -1, -2))
+
+
+def _transposed_squares(data: Array, scale_inv: Array, *, packed: bool) -> tuple[Array, Array]:
+    batch = data.ndim - 2
+    data_t = ops.transpose_packed(data) if packed else ops.transpose(data, batch=batch)
+    return data_t, transposed(scale_inv)
+
+
+ops = SimpleNamespace(
+    **{spec.name: bind(spec) for spec in table().values()},
+    transposed=transposed,
+    transposed_squares=_transposed_squares,
+)
+
+
+def draws(op: str, seed: int) -> Draws:
+    """The random numbers of a whole tensor. `op` names the caller in errors."""
+    return Draws(np.array(word_pair(f"{op}: seed", seed), np.uint32), np.zeros(2, np.uint32))
+
+
+def block_scales(parts: Plane, fmt: Format) -> NDArray[np.float32]:
+    """What the elements of each block of a plane are multiplied by: `scale_inv`, times `global_scale_inv` if any."""
+    scale: NDArray[np.float32] = parts.scale_inv
+    if scale.dtype == np.uint8:
+        scale = ops.decode(scale, element=fmt.scale_dtype)
+    return scale if parts.global_scale_inv is None else scale * parts.global_scale_inv.reshape(-1, 1)

@@ -1,0 +1,250 @@
+"""`convert`: the linear layers of a model become quantized ones."""
+
+from __future__ import annotations
+
+import copyreg
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any, cast
+
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrize
+
+from qshard._core.layer_recipes import RecipesLike, Rules, check_filter, keeps, list_layers
+from qshard.recipes import Recipe, check_weight_shape
+from qshard.torch_bridge._convert.conv1d import Conv1D, conv1d_class
+from qshard.torch_bridge._convert.survey import survey
+from qshard.torch_bridge._fsdp.weight import ShardedWeight
+from qshard.torch_bridge._losses.linear_cross_entropy import LinearCrossEntropy, QuantizedHead
+from qshard.torch_bridge._nn.activations import RMSNorm
+from qshard.torch_bridge._nn.class_swap import extended
+from qshard.torch_bridge._nn.linear import Linear, WeightLayer, check_not_sealed, coded, put
+from qshard.torch_bridge._nn.module_calls import follow_calls
+from qshard.torch_bridge._quantized.device_moves import guard_moves
+from qshard.torch_bridge._quantized.validation import check_dtype, check_model
+
+
+def convert(
+    model: nn.Module,
+    recipe: RecipesLike,
+    filter: Callable[[Any, str], bool] | None = None,
+    *,
+    primary: bool = False,
+    fuse: bool = False,
+) -> nn.Module:
+    """Turns every `nn.Linear` in `model` into a `Linear`, in place: same module objects, hooks, names and values.
+
+    So does every `Conv1D` of Hugging Face's GPT-2, whose weight stays `[in, out]`. Modules above these layers get two
+    hooks, which tell when a call of theirs begins and ends: during it, layers that take the same x share its codes. So
+    pass modules that you build of `Linear` to `convert` too.
+
+    Layers of a subclass that keeps the `forward` of `nn.Linear` stay instances of it, with its methods and attributes.
+    Parameters stay the objects that they are: an optimizer that holds them trains them on. Weights that layers share
+    stay shared. A `Linear` takes the new recipe, and a `LinearCrossEntropy` still gives the loss. `fully_shard` takes
+    weights of square blocks, or of one scale a tensor; it refuses those of vectors, whose two planes are different
+    numbers.
+
+    One warning names all weights that stay in high precision, with the reason and what to do, unless `filter` or a
+    pattern leaves them out. Linear layers stay if they override `forward`, if their weight is computed (parametrized,
+    pruned), has no shape yet (lazy), or also belongs to another kind of module, such as an embedding. Other modules
+    stay if they have a floating-point parameter of two axes or more: experts as one tensor of three axes,
+    `nn.MultiheadAttention`, convolutions, recurrent layers. Embeddings and norms are not named.
+
+    Args:
+      model: on any device, also meta. Before it is sharded or wrapped: `parallelize_module`, `fully_shard`,
+        DistributedDataParallel.
+      recipe: the format of each role, or the name of a recipe, such as "CurrentScaling". Or a mapping from patterns of
+        names to recipes, such as `{"*.experts.*": "BlockScaling", "head": None, "*": "MXFP8"}`: the first pattern that
+        matches the name of a layer decides, `*` also matches dots, and None keeps layers in high precision.
+      primary: whether weights are kept as codes. Then `fully_shard` must follow, on one rank too; `Adam`, or any
+        optimizer in `WithMasters`, has the float32 masters, which start as the weights are now, and `state_dict` shows
+        them. Codes are made once a step, and no gather casts.
+      fuse: whether every `nn.RMSNorm` with a weight, of a subclass that keeps its `forward` too, becomes a `RMSNorm`.
+        That takes the amax that the layer after it needs as it makes its result. Last bits of norms change: it adds in
+        another order.
+      filter: a function of a module with weights and its qualified name. A module stays as it is, and is not named, if
+        the function returns False. `filter=lambda layer, name: "lora_" not in name` leaves out the adapters of peft.
+
+    Returns:
+      `model`.
+
+    Raises:
+      TypeError: a weight is not float32, bfloat16 or float16, or an argument is not of its type.
+      ValueError: there is nothing to convert; or a weight is sharded already, is held by a wrapper or by a graph of
+        autograd, is not whole blocks of the formats of the recipe, or is shared by layers of two recipes; or a pattern
+        matches no layer, or only layers that an earlier one matches. Nothing has been changed then.
+
+    >>> from qshard.recipes import CurrentScaling
+    >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    >>> convert(model, CurrentScaling(), filter=lambda layer, name: name != "2")
+    Sequential(
+      (0): Linear(in_features=4, out_features=8, bias=True, weight=FP8_E4M3[nonfinite=nan], \
+activation=FP8_E4M3[nonfinite=nan], gradient=FP8_E5M2[nonfinite=nan])
+      (1): ReLU()
+      (2): Linear(in_features=8, out_features=2, bias=True)
+    )
+    """
+    check_model("convert", model)
+    rules = Rules.of(recipe, "convert")
+    check_filter("convert", filter)
+    _check_not_wrapped(model)
+    candidates = survey(model)
+    rules.check_used([each.names for each in candidates.values()], [name for name, _ in model.named_modules()])
+    recipes: dict[str, Recipe] = {}  # Of the layers that may take one.
+    left: dict[str, str] = {}
+    for name, (module, names, why) in candidates.items():
+        pattern = rules.pattern_of(*names)
+        if not keeps(filter, module, name, why is None) or (pattern is not None and rules.recipes[pattern] is None):
+            continue
+        own = None if pattern is None else rules.recipes[pattern]
+        reason = why or ("no pattern matches it" if own is None else _unfit(module, own))
+        if reason is not None:
+            left[name] = reason
+        elif own is not None:
+            recipes[name] = own
+    tied = _tied(model, {name: candidates[name].module for name in recipes})
+    left = {name: reason for name in candidates if (reason := tied.get(name, left.get(name))) is not None}
+    chosen = {name: cast(nn.Linear, candidates[name].module) for name in recipes if name not in tied}
+    if not chosen:
+        kind = type(model).__name__
+        if left:
+            raise ValueError(f"convert: model ({kind}) has nothing to convert: {list_layers(left)}; pass one that has")
+        raise ValueError(f"convert: model ({kind}) has no nn.Linear that filter= keeps; pass one that has")
+    for name, module in chosen.items():
+        _check(_weight(name), module, recipes[name])
+    _check_shared(chosen, recipes)
+    weights: dict[Tensor, nn.Parameter] = {}
+    for name, module in chosen.items():
+        if module.weight not in weights:
+            weights[module.weight] = coded(module.weight, recipes[name], _weight(name), model, primary)
+    if left:
+        warnings.warn(
+            f"convert: {len(left)} of {len(left) + len(chosen)} layers stay as they are: {list_layers(left)}; leave "
+            "them out with filter= to say that they should",
+            stacklevel=2,
+        )
+    for weight, made in weights.items():
+        put(cast(nn.Parameter, weight), made)
+    for name, module in chosen.items():
+        cast(Any, module).__class__ = extended(_kind_of(type(module)), type(module))
+        cast(WeightLayer, module).begin(recipes[name], cast(nn.Parameter, module.weight))
+    for other in model.modules():
+        if isinstance(other, nn.TransformerEncoderLayer) and {other.linear1, other.linear2} & {*chosen.values()}:
+            other.activation_relu_or_gelu = 0  # Else where nothing trains it reads the weights, and calls no layer.
+        if fuse and _is_plain_norm(other):
+            other.__class__ = extended(RMSNorm, type(other))
+    for other in model.modules():
+        if any(isinstance(module, WeightLayer | RMSNorm) and module is not other for module in other.modules()):
+            follow_calls(other)
+    if primary:
+        guard_moves(model, check_not_sealed)
+    return model
+
+
+def _is_plain_norm(module: nn.Module) -> bool:
+    """Whether it is an `nn.RMSNorm`, or of a subclass that keeps its `forward`, with a weight."""
+    if not isinstance(module, nn.RMSNorm) or module.weight is None or "forward" in vars(module):
+        return False
+    return type(module).forward is nn.RMSNorm.forward and not copyreg._slotnames(type(module))  # type: ignore[attr-defined]
+
+
+def _weight(name: str) -> str:
+    return f"{name}.weight" if name else "weight"
+
+
+def _check_not_wrapped(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if (
+            isinstance(module, DistributedDataParallel | FullyShardedDataParallel)
+            or "_flat_param" in module._parameters
+        ):
+            kind = "FullyShardedDataParallel" if "_flat_param" in module._parameters else type(module).__name__
+            raise ValueError(
+                f"convert: {name or 'model'} ({kind}) has taken the weights of its layers; convert the model before it "
+                "is wrapped"
+            )
+
+
+def _kind_of(kind: type[nn.Module]) -> type[WeightLayer]:
+    if not issubclass(kind, nn.Linear):
+        return Conv1D
+    return QuantizedHead if issubclass(kind, LinearCrossEntropy) else Linear
+
+
+def _unfit(layer: nn.Module, recipe: Recipe) -> str | None:
+    """Why a layer has to stay as it is."""
+    kind, weight = type(layer), layer._parameters.get("weight")
+    if isinstance(layer, NonDynamicallyQuantizableLinear):
+        return "nn.MultiheadAttention reads its weight"
+    known: list[Any] = [nn.Linear.forward, Linear.forward, LinearCrossEntropy.forward, QuantizedHead.forward]
+    if not isinstance(layer, nn.Linear):
+        known = [Conv1D.forward, getattr(conv1d_class(kind), "forward", None)]
+    if kind.forward not in known:
+        return f"{kind.__name__} overrides forward"
+    if issubclass(kind, LinearCrossEntropy) and recipe.stateful:
+        return f"chunks of its rows have no scales of {type(recipe).__name__}"
+    if "forward" in vars(layer):
+        return "its forward was replaced"
+    if weight is None or parametrize.is_parametrized(layer):
+        return "its weight is computed"
+    if isinstance(weight, nn.UninitializedParameter):
+        return "lazy, without a shape before its first call"
+    if not isinstance(weight, DTensor) and type(weight) not in (nn.Parameter, ShardedWeight):
+        return f"its weight is a {type(weight).__name__}"
+    try:
+        extended(_kind_of(kind), kind)
+    except TypeError as error:
+        return f"cannot be extended: {error}"
+    return None
+
+
+def _tied(model: nn.Module, chosen: dict[str, nn.Module]) -> dict[str, str]:
+    """Of those chosen, the layers whose weight something else uses too, which would not know what to do with codes."""
+    taken = set(map(id, chosen.values()))
+    others: dict[int, str] = {}
+    for name, module in model.named_modules():
+        for kind, parameter in module._parameters.items():
+            if id(module) not in taken or kind != "weight":
+                others[id(parameter)] = f"{name}.{kind}" if name else kind
+    return {name: f"tied to {others[id(layer.weight)]}" for name, layer in chosen.items() if id(layer.weight) in others}
+
+
+def _check_shared(chosen: dict[str, nn.Linear], recipes: dict[str, Recipe]) -> None:
+    """Raises ValueError where layers that share a weight take several recipes."""
+    first: dict[Tensor, str] = {}
+    for name, layer in chosen.items():
+        other = first.setdefault(layer.weight, name)
+        if recipes[other] != recipes[name] or _layout(chosen[other]) != _layout(layer):
+            raise ValueError(
+                f"convert: {_weight(name)} ({type(recipes[name]).__name__}) is also {_weight(other)} "
+                f"({type(recipes[other]).__name__}), and a weight has one recipe; match both with one pattern"
+            )
+
+
+def _layout(layer: nn.Module) -> str:
+    return _kind_of(type(layer)).weight_layout
+
+
+def _check(name: str, layer: nn.Linear, recipe: Recipe) -> None:
+    weight = layer.weight
+    if isinstance(weight, DTensor):
+        raise ValueError(f"convert: {name} (DTensor) is not a plain tensor; convert before sharding the model")
+    held: Any = weight
+    if held._use_count() > 1 or weakref.getweakrefs(held) or "_fsdp_flattened" in vars(held):
+        raise ValueError(
+            f"convert: {name} (held by DistributedDataParallel, FullyShardedDataParallel or an autograd graph) is not "
+            "free to be replaced; convert before wrapping the model, and drop losses and views of before"
+        )
+    try:
+        check_dtype("convert", name, weight.dtype)
+        if _layout(layer) == "NK":
+            check_weight_shape("convert", name, recipe, tuple(weight.shape))
+        else:
+            check_weight_shape("convert", f"{name}.T", recipe, tuple(weight.shape)[::-1])
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{error}, or leave the layer out with filter=") from None

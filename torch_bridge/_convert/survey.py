@@ -1,0 +1,103 @@
+"""The layers of a model that `convert` can take, and the weights that it has to leave in high precision."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.parameter import UninitializedParameter
+from torch.nn.utils import parametrize
+
+from qshard._core.layer_recipes import is_name_of_table
+from qshard.torch_bridge._convert.conv1d import is_conv1d
+
+_TABLES_AND_NORMS = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)
+
+
+class Candidate(NamedTuple):
+    """A module with weights.
+
+    Attributes:
+      module: the module.
+      names: the qualified name of the module, then the names of its weights. A pattern may match any of them.
+      why: the reason to leave the module, and what to do; None for a linear layer.
+    """
+
+    module: nn.Module
+    names: tuple[str, ...]
+    why: str | None
+
+
+def survey(model: nn.Module) -> dict[str, Candidate]:
+    """Modules with weights of products, by name, in the order of the model.
+
+    A weight is a floating-point parameter with two axes or more that are longer than 1. Embeddings and norms have none.
+    Whether the module multiplies it cannot be seen from outside.
+
+    >>> model = nn.ModuleDict({"embed": nn.Embedding(8, 4), "conv": nn.Conv1d(4, 4, 3), "head": nn.Linear(4, 8)})
+    >>> for name, (_, names, why) in survey(model).items():
+    ...     print(name, names[1:], why)
+    conv ('conv.weight',) no recipe multiplies a convolution
+    head ('head.weight',) None
+    """
+    attentions = [module for module in model.modules() if isinstance(module, nn.MultiheadAttention)]
+    of_attention = {id(attention.out_proj) for attention in attentions}  # It is named with in_proj_weight.
+    tables = {id(p) for module in model.modules() if _is_table_or_norm(module) for p in module._parameters.values()}
+    found: dict[str, Candidate] = {}
+    for name, module in model.named_modules():
+        prefix = f"{name}." if name else ""
+        if isinstance(module, nn.Linear) or is_conv1d(module):
+            if id(module) not in of_attention:
+                found[name] = Candidate(module, (name, f"{prefix}weight"), None)
+            continue
+        if _is_table_or_norm(module) or isinstance(module, parametrize.ParametrizationList):
+            continue
+        own = name.rpartition(".")[2]
+        weights = {
+            each: parameter
+            for each, parameter in _parameters_of(module)
+            if id(parameter) not in tables and _is_weight(parameter) and not is_name_of_table(own, each)
+        }
+        if weights:
+            found[name] = Candidate(module, (name, *(prefix + each for each in weights)), _why(module, weights))
+    return found
+
+
+def _parameters_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Its own parameters, and what those that are computed are computed from."""
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            yield name, parameter
+    if parametrize.is_parametrized(module):
+        for name, steps in module.parametrizations.items():  # type: ignore[union-attr, operator]
+            yield from ((name, parameter) for parameter in steps.parameters(recurse=False))
+
+
+def _is_weight(parameter: Tensor) -> bool:
+    if isinstance(parameter, UninitializedParameter):
+        return True
+    return parameter.is_floating_point() and sum(size > 1 for size in parameter.shape) > 1
+
+
+def _is_table_or_norm(module: nn.Module) -> bool:
+    kind = type(module).__name__.lower()
+    return isinstance(module, _TABLES_AND_NORMS) or "embed" in kind or "norm" in kind
+
+
+def _why(module: nn.Module, weights: Mapping[str, Tensor]) -> str:
+    """Why `convert` leaves the weights of a module, and what to do."""
+    if isinstance(module, nn.MultiheadAttention):
+        return f"it reads {', '.join(weights)} of q, k, v and out_proj; write each as nn.Linear"
+    if isinstance(module, _ConvNd):
+        return "no recipe multiplies a convolution"
+    if isinstance(module, nn.RNNBase | nn.RNNCellBase):
+        return "no recipe multiplies recurrent weights"
+    if isinstance(module, nn.Bilinear):
+        return "no recipe multiplies three operands"
+    names = ", ".join(weights)
+    if any(not isinstance(w, UninitializedParameter) and w.ndim > 2 for w in weights.values()):
+        return f"{names} of 3 axes; call grouped_linear with it, or make a GroupedLinear of nn.Linear layers"
+    return f"{type(module).__name__} multiplies {names} itself; make it an nn.Linear"

@@ -1,0 +1,84 @@
+"""Codes of x that autograd keeps, of which each rank of a group keeps a part: ranks that have the very same x.
+
+Those are the ranks of tensor parallelism, not of data parallelism: of other batches, parts that are gathered would be x
+of no rank. So ranks compare what they have, when a layer cuts for the first time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from qshard.torch_bridge._ops.collectives import all_gather
+
+_NAME = "_qshard_part"
+
+
+class KeptInParts:
+    """How the ranks of `group` keep codes together, 1/W of them each, from forward to backward.
+
+    One for each layer. A copy in another process has none.
+    """
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.group = group
+        self._agreed = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> KeptInParts:
+        return KeptInParts(self.group)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _none, ()
+
+    def cut(self, codes: Tensor) -> Tensor:
+        """This rank's part of `codes`, in bytes; the last parts may end with zeros, or be zeros.
+
+        Layers that share x share the part.
+
+        Raises:
+          ValueError: ranks have other codes. On all of them, the first time.
+        """
+        if not self._agreed:
+            self._check(codes)
+        known: tuple[dist.ProcessGroup, Tensor] | None = codes.__dict__.get(_NAME)
+        if known is not None and known[0] is self.group:
+            return known[1]
+        whole = codes.contiguous().view(torch.uint8).view(-1)
+        size = self._size(whole.numel())
+        part = whole.new_zeros(size)
+        mine = whole[size * dist.get_rank(self.group) :][:size]
+        part[: mine.numel()].copy_(mine)
+        setattr(codes, _NAME, (self.group, part))
+        return part
+
+    def join(self, part: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """The codes of which ranks have parts. Collective: an all-gather of bytes."""
+        size = shape.numel() * dtype.itemsize
+        whole = part.new_empty(self._size(size) * dist.get_world_size(self.group))
+        all_gather(whole, part, group=self.group)
+        return whole[:size].view(dtype).view(shape)
+
+    def _size(self, whole: int) -> int:
+        return -(-whole // dist.get_world_size(self.group))
+
+    def _check(self, codes: Tensor) -> None:
+        described = repr((tuple(codes.shape), codes.dtype)).encode()
+        mine = hashlib.sha256(described + codes.contiguous().view(torch.uint8).cpu().numpy().tobytes()).digest()
+        sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(codes.device)
+        everyone = [torch.empty_like(sent) for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather(everyone, sent, group=self.group)
+        others = [rank for rank, of_rank in enumerate(everyone) if not torch.equal(of_rank, everyone[0])]
+        if others:
+            raise ValueError(
+                f"Linear: x (codes of {tuple(codes.shape)}) of rank {others[0]} of activation_group is not that of its "
+                "first; pass ranks that have the same x, as those of tensor parallelism, not of data parallelism"
+            )
+        self._agreed = True
+
+
+def _none() -> None:
+    return None

@@ -1,0 +1,87 @@
+"""Process groups over which delayed scaling reduces the amaxes of a model: the ranks that train it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from qshard.torch_bridge._module_tree import modules_of, parameters_of
+
+
+def groups_of(
+    model: nn.Module, group: dist.ProcessGroup | None, told: Sequence[dist.ProcessGroup | None]
+) -> Sequence[dist.ProcessGroup]:
+    """Groups that amaxes are reduced over, one after the other.
+
+    Args:
+      group: the argument of `update_scales`.
+      told: the group of each layer, as a wrapper or an optimizer has noted it there; None if none has.
+
+    Raises:
+      ValueError: no single group serves the whole model.
+    """
+    if group is not None or not dist.is_initialized():
+        return [] if group is None else [group]
+    everyone: Any = dist.group.WORLD
+    meshes: dict[DeviceMesh, set[int]] = {}
+    last: DeviceMesh | None = None
+    for parameter in parameters_of(model):
+        if isinstance(parameter, DTensor) and (mesh := parameter.device_mesh) is not last:
+            last = mesh
+            if mesh not in meshes:
+                meshes[mesh] = set(mesh.mesh.flatten().tolist())
+    if not meshes:
+        return _groups_of_wrappers(model) or _group_of_layers(told) or [everyone]
+    mesh = max(meshes, key=lambda mesh: len(meshes[mesh]))
+    for other, ranks in meshes.items():
+        if not ranks <= meshes[mesh]:
+            raise ValueError(
+                f"update_scales: parameters (on meshes of ranks {_shown(ranks)} and {_shown(meshes[mesh])}) are not on "
+                f"one mesh, {other.ndim} and {mesh.ndim} axes; pass group=, the ranks that train this model"
+            )
+    if mesh.size() == dist.get_world_size():
+        return [everyone]
+    return [mesh.get_group(axis) for axis in range(mesh.ndim)]
+
+
+def _groups_of_wrappers(model: nn.Module) -> Sequence[dist.ProcessGroup]:
+    """Groups of FSDP1 or DistributedDataParallel that together are the ranks which train `model`; none: all ranks."""
+    found: dict[tuple[str, ...], list[dist.ProcessGroup]] = {}
+    for module in modules_of(model):
+        if isinstance(module, FullyShardedDataParallel | DistributedDataParallel):
+            both: Any = (module.process_group, getattr(module, "_inter_node_pg", None))
+            groups = [each for each in both if each is not None]
+            found[tuple(each.group_name for each in groups)] = groups
+    sizes = {names: math.prod(dist.get_world_size(each) for each in groups) for names, groups in found.items()}
+    if not found or max(sizes.values()) == dist.get_world_size():
+        return []
+    if len(found) > 1:
+        raise ValueError(
+            f"update_scales: modules (wrapped with {len(found)} groups, of {min(sizes.values())} to "
+            f"{max(sizes.values())} ranks) are not on one group; pass group=, the ranks that train this model"
+        )
+    return next(iter(found.values()))
+
+
+def _group_of_layers(told: Sequence[dist.ProcessGroup | None]) -> Sequence[dist.ProcessGroup]:
+    """The group that all layers were told; none: all ranks."""
+    everyone: Any = dist.group.WORLD
+    found = {group.group_name: group for group in (each or everyone for each in told)}
+    if len(found) > 1:
+        raise ValueError(
+            f"update_scales: layers (trained by {len(found)} groups of ranks) are not trained by one; pass group=, the "
+            "ranks that train this model"
+        )
+    return [*found.values()]
+
+
+def _shown(ranks: set[int]) -> str:
+    return f"{min(ranks)} to {max(ranks)}"

@@ -1,0 +1,313 @@
+"""Sequence parallelism: rows of x, or of y, that are cut over the ranks among which a weight is cut.
+
+    whole    all rows of `[*lead, S, *rest, C]`, as a matrix
+    run      S is cut: rows that are next to each other in the whole, of one index of `lead`, on one rank
+    own      what a rank has: a run for each index of `lead`
+    by rank  a matrix of the whole whose rows are in another order: all of rank 0, then all of rank 1
+
+What travels are codes. Own rows are quantized, with the scale of the whole where it has one, and gathered; so they are
+bit for bit what one device makes of the whole. Partial sums of y, and of the gradient of x, travel as values, and each
+rank adds those of its own rows in the order of ranks.
+
+Products are made run by run, those of the own rows first. With `overlap` the codes of a rank travel while those of
+another are multiplied, and sums while the next are made: on GPUs that reach each other's memory by their copy engines
+(PyTorch's symmetric memory), elsewhere as messages. Without it all travel before, or after. The runs, and so the bits,
+are the same.
+
+A thread remembers what it has gathered last, until the own rows die: q, k and v share it.
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+import torch.distributed._symmetric_memory as _symmetric
+from torch import Tensor
+
+from qshard._core.quantize_steps import Plane
+from qshard.formats import Usage
+from qshard.layout import is_transposed
+from qshard.recipes import Recipe, Role
+from qshard.torch_bridge._ops.collectives import all_gather
+from qshard.torch_bridge._quantized.gemm import Operand, matmul, matmul_into
+
+
+class Rows(NamedTuple):
+    """How rows are cut.
+
+    Attributes:
+      group: the ranks, as many runs for each index of `lead`.
+      lead: how many indices come before the axis that is cut.
+      run: rows in a run.
+      overlap: whether to travel and multiply at the same time.
+    """
+
+    group: dist.ProcessGroup
+    lead: int
+    run: int
+    overlap: bool
+
+    @property
+    def ranks(self) -> int:
+        return self.group.size()
+
+    def gathered(self, own: Operand) -> Callable[[], Operand]:
+        """Begins to gather a columnwise plane of own rows. What is returned waits for that of the whole, in its order.
+
+        Where nothing else is to be done meanwhile, call it at once.
+        """
+        known = _remembered(own)
+        if known is not None:
+            return lambda: own._replace(parts=known)
+        axis = 1 if is_transposed(own.format, own.usage) else 0
+        begun = [self._begun(part) for part in self._cut_parts(own)]
+
+        def finish() -> Operand:
+            parts = [self._in_order(wait(), axis) for wait in begun]
+            whole = own.parts._replace(**dict(zip(_cut_fields(own), parts, strict=True)))
+            _remember(own, whole)
+            return own._replace(parts=whole)
+
+        return finish
+
+    def product_of_own(self, own: Operand, w: Operand, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
+        """`x @ w.T` of the whole x, of which a rank has a rowwise plane of its own rows."""
+        x, ranks, runs = own.parts.data, self.ranks, range(self.lead)
+        known = _remembered(own)
+        whole = known or own.parts._replace(
+            **{
+                name: part.new_empty((ranks * part.shape[0], *part.shape[1:]))
+                for name, part in zip(_cut_fields(own), self._cut_parts(own), strict=True)
+            }
+        )
+        if torch.compiler.is_compiling():
+            parts = [self._begun(part)().flatten(0, 1) for part in self._cut_parts(own)]
+            by_rank = own._replace(parts=own.parts._replace(**dict(zip(_cut_fields(own), parts, strict=True))))
+            order = [rank * self.lead + i for i in runs for rank in range(ranks)]
+            return torch.cat([matmul(self._run(by_rank, at), w, dtype, fast=fast) for at in order])
+        y: Tensor = x.new_empty((x.shape[0] * ranks, w.rows), dtype=dtype)
+        by_rank = own._replace(parts=whole)
+
+        def multiply(rank: int, operand: Operand, first: int) -> None:
+            for i in runs:
+                at = (i * ranks + rank) * self.run
+                matmul_into(self._run(operand, first + i), w, y[at : at + self.run], fast=fast)
+
+        rank = self.group.rank()
+        if known is not None:
+            for other in _from(rank, ranks):
+                multiply(other, by_rank, other * self.lead)
+            return y
+        given, made = self._cut_parts(own), self._cut_parts(by_rank)
+        if not self.overlap:
+            for part, there in zip(given, made, strict=True):
+                all_gather(there, part, group=self.group)
+            for other in _from(rank, ranks):
+                multiply(other, by_rank, other * self.lead)
+        else:
+            _gather_each(
+                given, made, self.group, lambda r: multiply(r, *((own, 0) if r == rank else (by_rank, r * self.lead)))
+            )
+        _remember(own, whole)
+        return y
+
+    def own_product(self, x: Operand, w: Operand, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
+        """Own rows of the sum over ranks of `x @ w.T`, of a rowwise plane of the whole x.
+
+        Sums of two ranks and more are rounded once.
+        """
+        ranks, size = self.ranks, self.lead * self.run
+        if torch.compiler.is_compiling():
+            order = [i * ranks + rank for rank in range(ranks) for i in range(self.lead)]
+            sent = torch.cat([matmul(self._run(x, at), w, dtype, fast=fast) for at in order])
+            made: Tensor = funcol.wait_tensor(funcol.all_to_all_single(sent, None, None, self.group))
+            return made.view(ranks, size, -1).sum(0)
+
+        def multiply(rank: int, into: Tensor) -> None:
+            for i in range(self.lead):
+                run = into[i * self.run : (i + 1) * self.run]
+                matmul_into(self._run(x, i * ranks + rank), w, run, fast=fast)
+
+        received: Tensor = x.parts.data.new_empty((ranks, size, w.rows), dtype=dtype)
+        if self.overlap:
+            _exchange(multiply, received, self.group)
+        else:
+            sent = torch.empty_like(received)
+            for rank in range(ranks):
+                multiply(rank, sent[rank])
+            dist.all_to_all_single(received, sent, group=self.group)
+        return received.sum(0)
+
+    def _run(self, operand: Operand, at: int) -> Operand:
+        """One run of a rowwise plane, by its number."""
+        made = {}
+        for name in _cut_fields(operand):
+            part = getattr(operand.parts, name)
+            size = self.run * part.shape[0] // operand.parts.data.shape[0]
+            made[name] = part[at * size : (at + 1) * size]
+        return operand._replace(parts=operand.parts._replace(**made))
+
+    def _cut_parts(self, operand: Operand) -> list[Tensor]:
+        return [getattr(operand.parts, name) for name in _cut_fields(operand)]
+
+    def _begun(self, part: Tensor) -> Callable[[], Tensor]:
+        """Begins to gather what each rank has of a part: `[ranks, *part]`."""
+        if torch.compiler.is_compiling():
+            made = funcol.all_gather_tensor(part, 0, self.group)
+            return lambda: funcol.wait_tensor(made).view(self.ranks, *part.shape)
+        received = part.new_empty((self.ranks, *part.shape))
+        work = all_gather(received.flatten(0, 1), part, group=self.group, async_op=True)
+
+        def wait() -> Tensor:
+            work.wait()
+            return received
+
+        return wait
+
+    def _in_order(self, received: Tensor, axis: int) -> Tensor:
+        """Rows of all ranks, along an axis of what each has, in the order of the whole."""
+        apart: Tensor = received.unflatten(axis + 1, (self.lead, -1)).movedim(0, axis + 1)
+        return apart.flatten(axis, axis + 2).contiguous()
+
+
+def rows_of(
+    recipe: Recipe, role: Role, shape: tuple[int, ...], dim: int, group: dist.ProcessGroup, overlap: bool
+) -> Rows | None:
+    """How the rows of a tensor are cut along an axis; None if they cannot be: not evenly, or not between blocks."""
+    fmt, size, ranks = recipe.format(role), shape[dim], group.size()
+    run = size // ranks * math.prod(shape[dim + 1 : -1])
+    units = [(fmt.block_of(usage) or (1, 1))[0] for usage in Usage.BOTH.planes]
+    whole = (
+        size % ranks == 0 and all(run % unit == 0 for unit in units) and not recipe.added_rows(role, Usage.BOTH, run)
+    )
+    return Rows(group, math.prod(shape[:dim]), run, overlap) if whole and 0 not in shape else None
+
+
+def _cut_fields(operand: Operand) -> list[str]:
+    """The parts of a plane that rows are cut of. Others are the same on all ranks."""
+    return [name for name in Plane._fields if (part := getattr(operand.parts, name)) is not None and part.ndim]
+
+
+def _from(rank: int, ranks: int) -> Iterable[int]:
+    """All ranks, the next first, after this one."""
+    return ((rank + step) % ranks for step in range(ranks))
+
+
+class _Gathered(NamedTuple):
+    own: weakref.ref[Tensor]
+    usage: Usage
+    whole: Plane
+
+
+_slots = threading.local()
+
+
+def _remembered(own: Operand) -> Plane | None:
+    """What has been gathered of these very codes."""
+    if torch.compiler.is_compiling():
+        return None
+    found: _Gathered | None = _slots.__dict__.get("gathered")
+    is_same = found is not None and found.own() is own.parts.data and found.usage is own.usage
+    return found.whole if found is not None and is_same else None
+
+
+def _remember(own: Operand, whole: Plane) -> None:
+    data = own.parts.data
+    if torch.compiler.is_compiling() or (data.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return
+    slots = _slots.__dict__
+
+    def forget(dead: weakref.ref[Tensor]) -> None:  # Maybe in another thread.
+        found = slots.get("gathered")
+        if found is not None and found.own is dead:
+            slots["gathered"] = None
+
+    slots["gathered"] = _Gathered(weakref.ref(data, forget), own.usage, whole)
+
+
+def _gather_each(
+    given: list[Tensor], made: list[Tensor], group: dist.ProcessGroup, consume: Callable[[int], None]
+) -> None:
+    """Gathers `given` into `made`, and tells of each rank as soon as its part is there; of this one first.
+
+    What is told of this rank is that of `given`. In `made` it is at the end.
+    """
+    rank, ranks = group.rank(), group.size()
+    if copies_memory(group, given[0].device):
+        bytes_given, bytes_made = ([part.view(torch.uint8) for part in parts] for parts in (given, made))
+        _symmetric._pipelined_multi_all_gather_and_consume(
+            bytes_given, lambda _, other: consume(other), bytes_made, group.group_name
+        )
+        return
+    works = []
+    for step in range(1, ranks):
+        to, source = (rank - step) % ranks, (rank + step) % ranks
+        messages = [
+            message
+            for tag, (part, there) in enumerate(zip(given, made, strict=True))
+            for message in (
+                _message(dist.isend, part, to, group, tag),
+                _message(dist.irecv, there.chunk(ranks)[source], source, group, tag),
+            )
+        ]
+        works.append(dist.batch_isend_irecv(messages))
+    consume(rank)
+    for part, there in zip(given, made, strict=True):
+        there.chunk(ranks)[rank].copy_(part)
+    for step, those in enumerate(works, 1):
+        for work in those:
+            work.wait()
+        consume((rank + step) % ranks)
+
+
+def _exchange(produce: Callable[[int, Tensor], None], received: Tensor, group: dist.ProcessGroup) -> None:
+    """An all-to-all: `produce(rank, out)` writes what that rank is to receive; `received` has what each has made."""
+    rank, ranks = group.rank(), group.size()
+    if copies_memory(group, received.device):
+        _symmetric._pipelined_produce_and_all2all(produce, received.flatten(0, 1), group.group_name)
+        return
+    works, sent = [], []
+    for step in range(1, ranks):
+        to, source = (rank + step) % ranks, (rank - step) % ranks
+        sent.append(torch.empty_like(received[rank]))
+        produce(to, sent[-1])
+        messages = [_message(dist.isend, sent[-1], to, group), _message(dist.irecv, received[source], source, group)]
+        works += dist.batch_isend_irecv(messages)
+    produce(rank, received[rank])
+    for work in works:
+        work.wait()
+
+
+def _message(
+    operation: Callable[..., Any], tensor: Tensor, rank: int, group: dist.ProcessGroup, tag: int = 0
+) -> dist.P2POp:
+    return dist.P2POp(operation, tensor, dist.get_global_rank(group, rank), group, tag)
+
+
+_copying: weakref.WeakKeyDictionary[dist.ProcessGroup, bool] = weakref.WeakKeyDictionary()
+
+
+def copies_memory(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether the GPUs of a group are of one host, and copy from each other's memory. Collective the first time."""
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return False
+    found = _copying.get(group)
+    if found is None:
+        all_places: list[Any] = [None] * group.size()
+        dist.all_gather_object(all_places, (socket.gethostname(), device.index), group=group)
+        hosts, devices = zip(*all_places, strict=True)
+        others = [other for other in devices if other != device.index]
+        found = len(set(hosts)) == 1 and len(set(devices)) == len(devices) and max(devices) < torch.cuda.device_count()
+        mine = found and all(torch.cuda.can_device_access_peer(device.index, other) for other in others)
+        answers: list[Any] = [None] * group.size()
+        dist.all_gather_object(answers, mine, group=group)
+        found = _copying[group] = all(answers)
+    return found

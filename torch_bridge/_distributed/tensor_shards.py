@@ -1,0 +1,259 @@
+"""Tensor parallelism: layers whose weight is cut over the ranks of a mesh, as `parallelize_module` cuts it.
+
+    for each axis of the mesh   weight     x                       its gradient   y
+    colwise                     Shard(0)   Replicate               Partial        Shard(-1)
+    rowwise                     Shard(1)   Shard(-1)               Shard(-1)      Partial
+    neither                     Replicate  cut along rows, or not  the same       the same
+
+Each rank multiplies plain tensors: its parts. DTensor redistributes x before that where it has to, adds the bias, and
+finds the gradients, which have the placements of what they are gradients of.
+
+Where x of a colwise layer is cut along rows over the same ranks, it stays so, and codes are gathered; where y of a
+rowwise one is to be, partial sums are scattered, and codes of its gradient gathered: `sequence_parallel.py`.
+
+Cuts run between blocks, so the scales of blocks are those of the whole tensor. A scale of the whole tensor needs the
+amax of all parts: of x in rowwise layers, of the gradient of y in colwise ones, of the weight in both: an all-reduce of
+4 bytes each. Then codes and scales of all three are, bit for bit, those that one device makes of the whole tensors. y
+and the gradients are sums over ranks, in another order than that of one device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from qshard._core.flat_shards import MasterPlan
+from qshard._core.quantize_steps import Draws
+from qshard.formats import Usage
+from qshard.recipes import Recipe, Role
+from qshard.torch_bridge._distributed.sequence_parallel import Rows, rows_of
+from qshard.torch_bridge._ops.collectives import max_over_ranks
+from qshard.torch_bridge._ops.uint64 import words
+
+
+class Part(NamedTuple):
+    """Which part of a tensor a rank has.
+
+    Attributes:
+      shape: of the whole tensor.
+      mesh, placements: how it is cut; Shard and Replicate alone.
+    """
+
+    shape: tuple[int, ...]
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+
+    @property
+    def starts(self) -> list[int]:
+        """Where the part begins, on each axis of the tensor."""
+        sizes, starts = list(self.shape), [0] * len(self.shape)
+        for axis, placement in enumerate(self.placements):
+            if isinstance(placement, Shard):
+                dim, size = placement.dim, -(-sizes[placement.dim] // self.mesh.size(axis))
+                start = min(sizes[dim], size * self.mesh.get_local_rank(axis))
+                starts[dim] += start
+                sizes[dim] = min(sizes[dim] - start, size)
+        return starts
+
+    def place(self, first: int, columns: int) -> tuple[int, int]:
+        """Where element `first` of a part of a matrix, which has so many columns, is in the whole, and its columns."""
+        (row, column), (down, right) = self.starts, divmod(first, max(1, columns))
+        return (row + down) * self.shape[1] + column + right, self.shape[1]
+
+    def groups(self, *, by_row: bool = False) -> list[dist.ProcessGroup]:
+        """The ranks that have other parts of the tensor, or of its rows: of each axis of the mesh."""
+        last = len(self.shape) - 1
+        cut = [isinstance(p, Shard) and (p.dim == last or not by_row) for p in self.placements]
+        return [self.mesh.get_group(axis) for axis, is_cut in enumerate(cut) if is_cut]
+
+    def merged(self, amax: Tensor, *, by_row: bool = False) -> Tensor:
+        """The amax of the whole tensor, or of its rows, from that of this part. Collective where there are others."""
+        for group in self.groups(by_row=by_row):
+            amax = max_over_ranks(amax, group)
+        return amax
+
+    def draws(self, seed: Tensor) -> Draws:
+        """The random numbers of this part: those that it has in the whole tensor.
+
+        If an axis is cut that has others before it, rows of a part are not next to each other. Then no two ranks draw
+        the same numbers, but they are not those of the whole.
+        """
+        first = sum(start * math.prod(self.shape[axis + 1 :]) for axis, start in enumerate(self.starts))
+        cut = {placement.dim for placement in self.placements if isinstance(placement, Shard)}
+        if any(math.prod(self.shape[:axis]) > 1 for axis in cut - {len(self.shape) - 1}):
+            first += (1 + self.mesh.get_rank()) * math.prod(self.shape)
+        return Draws(seed, words("linear", "first", first, seed.device), self.shape[-1])
+
+
+class Cut(NamedTuple):
+    """How a linear layer is cut.
+
+    Attributes:
+      parts: which parts of its operands, and of the gradient of y, this rank has.
+      x_rows, y_rows: how rows of x, or of y, are cut over the ranks that have parts of the weight, if they are.
+      scatter_dim: the axis along which y is to be cut, if it is one of rows.
+    """
+
+    parts: dict[Role, Part]
+    x_rows: Rows | None = None
+    y_rows: Rows | None = None
+    scatter_dim: int | None = None
+
+    def x(self, x: DTensor) -> Tensor:
+        part = self.parts[Role.ACTIVATION]
+        over = list(part.placements)
+        if self.x_rows is None:
+            over = [Partial() if isinstance(w, Shard) and w.dim == 0 else p for w, p in self._beside(part)]
+        return x.redistribute(placements=part.placements).to_local(grad_placements=over)
+
+    def weight(self, weight: DTensor) -> Tensor:
+        """Ranks that hold the same weight and other rows of x each have a part of its gradient."""
+        pairs = self._beside(self.parts[Role.ACTIVATION])
+        over = [Partial() if isinstance(w, Replicate) and isinstance(p, Shard) else w for w, p in pairs]
+        return weight.to_local(grad_placements=over)
+
+    def y(self, y: Tensor) -> Tensor:
+        part = self.parts[Role.GRADIENT]
+        over = list(part.placements)
+        if self.y_rows is None:
+            over = [Partial() if isinstance(w, Shard) and w.dim == 1 else p for w, p in self._beside(part)]
+        stride = torch.empty(part.shape, device="meta").stride()
+        made = DTensor.from_local(y, part.mesh, over, run_check=False, shape=torch.Size(part.shape), stride=stride)
+        return made if self.scatter_dim is None else made.redistribute(placements=[Shard(self.scatter_dim)])
+
+    def y_shape(self, x: Tensor, rows: int) -> tuple[int, ...]:
+        """That of what this rank makes of y, of its parts of x and of the weight, which has so many rows."""
+        whole = self.parts[Role.GRADIENT].shape
+        if self.x_rows is not None:
+            return (*whole[:-1], rows)
+        if self.y_rows is None:
+            return (*x.shape[:-1], rows)
+        cut, ranks = self.scatter_dim, self.y_rows.ranks
+        return (*(size // ranks if axis == cut else size for axis, size in enumerate(whole[:-1])), rows)
+
+    def _beside(self, part: Part) -> list[tuple[Placement, Placement]]:
+        return list(zip(self.parts[Role.WEIGHT].placements, part.placements, strict=True))
+
+
+def cut_of(
+    op: str, x: DTensor, weight: DTensor, recipe: Recipe, scatter_dim: int | None = None, overlap: bool = False
+) -> Cut:
+    """How `x @ weight.T` is cut over the mesh of both.
+
+    Args:
+      scatter_dim: the axis of y along which a rowwise layer cuts what it gives.
+      overlap: whether rows travel while others are multiplied.
+
+    Raises:
+      ValueError: they are on different meshes, or cut in another way than those at the top of this file. All ranks
+        raise alike.
+    """
+    mesh = weight.device_mesh
+    if x.device_mesh != mesh:
+        raise ValueError(
+            f"{op}: weight (over {mesh}) is not on the mesh of x, {x.device_mesh}; call the module that fully_shard "
+            "wraps, which gathers the weight over its axes"
+        )
+    check_cut(op, "weight", recipe, tuple(weight.shape), mesh, weight.placements)
+    last, y_shape = x.ndim - 1, (*x.shape[:-1], weight.shape[0])
+    if scatter_dim is not None and (weight.placements != (Shard(1),) or not 0 <= scatter_dim < last):
+        raise ValueError(
+            f"{op}: scatter_dim ({scatter_dim}) is not for y {y_shape} of a weight that is cut as "
+            f"{weight.placements}; it is an axis of rows, and the weight is cut along K, over a mesh of one axis"
+        )
+    of_x: list[Placement] = []
+    of_y: list[Placement] = []
+    x_rows = y_rows = None
+    for w, p in zip(weight.placements, x.placements, strict=True):
+        rows: Placement = p if isinstance(p, Shard) and p.dim != last else Replicate()
+        x_part, y_part = rows, rows
+        if isinstance(w, Shard):
+            x_part, y_part = (Shard(last), Replicate()) if w.dim else (Replicate(), Shard(last))
+            if mesh.ndim == 1 and mesh.size() > 1:
+                if w.dim == 0 and isinstance(rows, Shard):
+                    x_rows = rows_of(recipe, Role.ACTIVATION, tuple(x.shape), rows.dim, mesh.get_group(), overlap)
+                    x_part = x_part if x_rows is None else rows
+                if scatter_dim is not None:
+                    y_rows = rows_of(recipe, Role.GRADIENT, y_shape, scatter_dim, mesh.get_group(), overlap)
+                    y_part = y_part if y_rows is None else Shard(scatter_dim)
+        of_x.append(x_part)
+        of_y.append(y_part)
+    parts = {
+        Role.WEIGHT: Part(tuple(weight.shape), mesh, weight.placements),
+        Role.ACTIVATION: Part(tuple(x.shape), mesh, tuple(of_x)),
+        Role.GRADIENT: Part(y_shape, mesh, tuple(of_y)),
+    }
+    return Cut(parts, x_rows, y_rows, scatter_dim)
+
+
+def check_cut(
+    op: str, name: str, recipe: Recipe, shape: tuple[int, ...], mesh: DeviceMesh, placements: Sequence[Placement]
+) -> None:
+    """Raises ValueError unless a weight is cut as a layer can be, and between blocks. It is a matter of all ranks."""
+    sizes, what = list(shape), f"{op}: {name} {shape}"
+    for axis, placement in enumerate(placements):
+        if not isinstance(placement, Replicate | Shard):
+            raise ValueError(
+                f"{what} is cut as {placement!r}, not by rows or columns; use Shard(0), Shard(1) or Replicate"
+            )
+        if isinstance(placement, Replicate) or mesh.size(axis) == 1:
+            continue
+        cut = placement.dim
+        whole, size = sizes[cut], -(-sizes[cut] // mesh.size(axis))
+        sizes[cut] = size
+        # Of x, and of the gradient of y, it is the columns that are cut along.
+        for role, along in ((Role.WEIGHT, cut), ((Role.GRADIENT, Role.ACTIVATION)[cut], 1)):
+            fmt = recipe.format(role)
+            unit = max((fmt.block_of(usage) or (1, 1))[along] for usage in Usage.BOTH.planes)
+            if size % unit and size < whole:
+                raise ValueError(
+                    f"{what} is not cut between blocks: shards of {size} {('rows', 'columns')[cut]} meet {role.value}s "
+                    f"in blocks of {unit}, of {fmt}; cut it over fewer ranks, pad it, or leave it out"
+                )
+
+
+def fsdp_axis(name: str, parameter: DTensor, part: Part | None) -> int:
+    """The axis of its mesh over which FSDP2 has cut a parameter: axes of tensor parallelism, if any, come last."""
+    axes = parameter.device_mesh.ndim - (0 if part is None else part.mesh.ndim)
+    found = [axis for axis in range(axes) if not isinstance(parameter.placements[axis], Replicate)]
+    if len(found) != 1:
+        raise NotImplementedError(
+            f"fully_shard: {name} {tuple(parameter.shape)} is cut over {len(found)} axes of its mesh, besides those of "
+            "parallelize_module, and must be over one; leave the layer out with convert(filter=)"
+        )
+    return found[0]
+
+
+def merge_parts(parts: Sequence[Part | None], amaxes: Sequence[Tensor]) -> None:
+    """Replaces amaxes of parts by those of whole tensors: one reduction for all that are cut over the same ranks."""
+    groups: dict[tuple[str, ...], tuple[Part, list[Tensor]]] = {}
+    for part, amax in zip(parts, amaxes, strict=True):
+        if part is not None:
+            groups.setdefault(tuple(group.group_name for group in part.groups()), (part, []))[1].append(amax)
+    for part, of_parts in groups.values():
+        torch._foreach_copy_(of_parts, list(part.merged(torch.stack(of_parts)).unbind()))
+
+
+def merge_plan(parts: Sequence[Part | None], plan: MasterPlan, amaxes: Tensor) -> None:
+    """`merge_parts` of those amaxes, of all weights of `plan`, that are of whole tensors. Those of blocks stay."""
+    if not any(parts):
+        return
+    found: dict[int, Tensor] = {}
+    for bucket in plan.buckets:
+        for i, (grid, whole) in zip(bucket.indices, bucket.split(*bucket.found(amaxes)), strict=True):
+            of_tensor = grid if bucket.fmt.block is None else whole
+            if of_tensor is not None:
+                found[i] = of_tensor
+    merge_parts([parts[i] for i in found], list(found.values()))
+
+
+def first_rank(mesh: DeviceMesh) -> int:
+    """One number for all ranks that hold parts of the same tensors, and another for those of other meshes."""
+    return int(mesh.mesh.min())

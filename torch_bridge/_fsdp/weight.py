@@ -1,0 +1,467 @@
+"""`ShardedWeight`: a high-precision parameter that FSDP2 gathers as codes."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils import _pytree as pytree
+from torch.utils.hooks import warn_if_has_hooks
+
+from qshard._core import quantize_steps
+from qshard._core.quantize_steps import Plane, Scales
+from qshard.formats import Usage
+from qshard.torch_bridge._distributed.dtensor import local_of, wrapped_like
+from qshard.torch_bridge._fsdp.columns import JoinedColumns
+from qshard.torch_bridge._fsdp.group_casts import cast_group, end_with_zeros, taken_ahead
+from qshard.torch_bridge._fsdp.initial_values import RANDOM, exact_erfinv, fill, place_of
+from qshard.torch_bridge._fsdp.mesh_groups import check_reshards
+from qshard.torch_bridge._fsdp.primary import Values
+from qshard.torch_bridge._fsdp.scale_state import Refresh, ScaleState, ShardOf
+from qshard.torch_bridge._fsdp.shard_plan import ShardPlan
+from qshard.torch_bridge._ops.bind import into
+from qshard.torch_bridge._quantized.tensor import QuantizedTensor
+from qshard.torch_bridge._quantized.validation import check_tensor
+
+aten = torch.ops.aten
+
+
+class ShardedWeight(Tensor):
+    """A parameter in float32 or bfloat16, with hooks by which FSDP2 gathers it as codes of `scale_state.fmt`.
+
+    To optimizers, gradient clipping and `load_state_dict` it is the high-precision tensor inside; so optimizer states
+    and gradients are plain. The hooks cast the shard with the scales of the weight and gather the codes: what every
+    rank then holds are, bit for bit, the codes of the whole weight cast at once. `scale_state.py` has a glossary.
+
+    What is gathered is one uint8 tensor for a weight, whatever the format, since FSDP2 hands on only the first one
+    where there is one rank.
+
+    Attributes:
+      shard: the high-precision tensor: the whole weight, or under FSDP2 what this rank holds of it.
+      scale_state: of the weight, which says what is current.
+    """
+
+    scale_state: ScaleState
+    _inner: Values
+
+    @staticmethod
+    def __new__(cls, shard: Tensor, scale_state: ScaleState, device: torch.device | None = None) -> ShardedWeight:
+        """`device`: if it is not that of `shard`, of a sealed weight, which has no memory."""
+        self = torch.Tensor._make_wrapper_subclass(
+            cls,
+            shard.size(),
+            strides=shard.stride(),
+            storage_offset=shard.storage_offset(),
+            dtype=shard.dtype,
+            device=shard.device if device is None else device,
+        )
+        self._inner, self.scale_state = Values(shard), scale_state
+        if scale_state.primary is not None:
+            scale_state.primary.add_values(self._inner)
+        return self
+
+    @property
+    def shard(self) -> Tensor:
+        return self._inner.tensor
+
+    @shard.setter
+    def shard(self, value: Tensor) -> None:
+        self._inner.tensor = value
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        if self.scale_state.is_sealed:
+            return f"ShardedWeight({self.scale_state.fmt}, primary, shape={tuple(self.shape)}, device={self.device})"
+        return f"ShardedWeight({self.scale_state.fmt}, {self.shard})"
+
+    def __tensor_flatten__(self) -> tuple[list[str], ScaleState]:
+        return ["shard"], self.scale_state
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], state: ScaleState, shape: tuple[int, ...], stride: tuple[int, ...]
+    ) -> ShardedWeight:
+        return ShardedWeight(inner["shard"], state)
+
+    @classmethod
+    def __metadata_guard__(cls, traced: ScaleState, now: ScaleState) -> bool:
+        """Compiled code depends on the format alone."""
+        return traced.fmt == now.fmt
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedWeight:
+        if id(self) not in memo:
+            # Of a sealed one the copy is not sealed: what it has are the values of the master.
+            copied: Tensor = ShardedWeight(memory_of(self).clone(), copy.deepcopy(self.scale_state, memo))
+            memo[id(self)] = nn.Parameter(copied, self.requires_grad) if isinstance(self, nn.Parameter) else copied
+        found: ShardedWeight = memo[id(self)]
+        return found
+
+    @property
+    def data(self) -> Tensor:
+        return super().data
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        """As of plain tensors: from then on the weight is the memory of `value`."""
+        check_tensor("ShardedWeight", "data", value)
+        if self.scale_state.is_sealed:
+            raise ValueError(
+                f"ShardedWeight: data of {self.scale_state.name} (primary) is the master that its optimizer has; write "
+                "to it with load_state_dict"
+            )
+        memory = memory_of(value).detach()
+        for what, got, want in (
+            ("shape", tuple(memory.shape), tuple(self.shard.shape)),
+            ("dtype", memory.dtype, self.shard.dtype),
+            ("device", memory.device, self.shard.device),
+            ("strides", memory.stride(), self.shard.stride()),
+        ):
+            if got != want:
+                raise ValueError(
+                    f"ShardedWeight: data ({what} {got}) does not have the {what} of {self.scale_state.name}, {want}; "
+                    "give it so, or convert the layer after it is changed"
+                )
+        self.shard = memory
+
+    def __copy__(self) -> ShardedWeight:
+        copied: Tensor = ShardedWeight(self.shard, self.scale_state)
+        copied = nn.Parameter(copied, self.requires_grad) if isinstance(self, nn.Parameter) else copied
+        copied.__dict__.update(attributes_of(self))
+        return cast(ShardedWeight, copied)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Travels as the plain parameter that it is to all others, so that any program can read it.
+
+        `Linear` makes it a sharded weight again where the layer comes along.
+        """
+        if not isinstance(self, nn.Parameter):
+            return cast(tuple[Any, ...], self.shard.__reduce_ex__(protocol))
+        warn_if_has_hooks(self)
+        given: tuple[Any, ...] = (self.shard, self.requires_grad, collections.OrderedDict())
+        if others := attributes_of(self):
+            return torch._utils._rebuild_parameter_with_state, (*given, others)
+        return torch._utils._rebuild_parameter, given
+
+    def data_ptr(self) -> int:
+        """The address of the values: some tools, accelerate among them, tell parameters apart by it."""
+        return memory_of(self).data_ptr()
+
+    def share_memory_(self) -> ShardedWeight:
+        self.shard.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        return bool(self.shard.is_shared())
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        states: list[ScaleState] = []
+        plain_args = [_inside(value, states) for value in args]
+        plain_kwargs = {name: _inside(value, states) for name, value in kwargs.items()}
+        if any(state.is_sealed for state in states):
+            return _run_on_sealed(func, args, kwargs)
+        if func is aten.erfinv_.default and states[0].gathers:
+            args[0].shard.copy_(exact_erfinv(args[0].shard))  # Of `trunc_normal_`, before torch 2.13.
+            return args[0]
+        if func in RANDOM and args[0].ndim == 2 and (place := place_of(states[0], args[0].shape[1])) is not None:
+            return args[0]._fill(place, func, *args[1:], **kwargs)
+        out = func(*plain_args, **plain_kwargs)
+        if func in _STAYS_SHARDED or _is_view(func):
+            with torch.inference_mode(False):  # Within it, torch cannot make the wrapper a view of the parameter.
+                made = _wrapped(out, states[0])
+            if func is aten.split.Tensor and len(args[0].shape) == 2:
+                _note_cut(*args, made)
+            return made
+        if func is aten.copy_.default and len(states) == 2:
+            states[0].note_place(getattr(args[1], "first", 0))
+        if isinstance(out, Tensor) and _is_mutable(func):  # In place, alone: what was written comes back.
+            return args[0] if plain_args and out is plain_args[0] else out
+        return out
+
+    def _fill(
+        self, place: tuple[int, int], func: Any, a: float = 0.0, b: float = 1.0, *, generator: Any = None
+    ) -> ShardedWeight:
+        """Random values of a shard are those of its place in the weight, for any number of ranks.
+
+        They follow from the name of the weight, what `torch.manual_seed` was given, and how often the weight was
+        filled, not from what else was drawn since: other tensors draw as many numbers as a rank holds of them.
+        """
+        state = self.scale_state
+        seeded = torch.initial_seed() if generator is None else generator.initial_seed()
+        fill(func, self.shard, *place, a, b, f"{seeded} {state.name} {state.fills}")
+        state.fills += 1
+        return self
+
+    @property
+    def _fsdp_flattened(self) -> bool:
+        """FSDP1 asks each parameter of a module that it is to wrap, on every rank, before it moves or sends anything.
+
+        Raises:
+          ValueError: always. FSDP1 flattens values: it would lose what FSDP2 gathers this weight by.
+        """
+        state = self.scale_state
+        do = "call prepare_modules_for_fsdp1(model) before you wrap it"
+        if state.primary is not None:
+            do = f"convert with primary=False and {do}, or use fully_shard"
+        kind = f"{'primary, ' if state.primary is not None else ''}{state.fmt}"
+        raise ValueError(
+            f"FullyShardedDataParallel: {state.name} ({kind}) is not a plain parameter, as FSDP1 flattens; {do}"
+        )
+
+    @property
+    def fsdp_pre_all_gather(self) -> Callable[..., tuple[tuple[Tensor, ...], Any]]:
+        """FSDP2 asks whether there is such a hook when it shards: there and then, on every rank, is the time to refuse.
+
+        Raises:
+          NotImplementedError: weights of this format cannot be cut; or the weight has no elements.
+        """
+        state = self.scale_state
+        if 0 in state.shape:
+            raise NotImplementedError(
+                f"fully_shard: {state.name} {state.shape} has no elements, and the backward pass of FSDP2 takes no "
+                "such parameter, plain ones neither; remove the layer"
+            )
+        if state.refusal is not None:  # Looked up, as FSDP2 asks for the hook three times a gather.
+            raise NotImplementedError(
+                f"fully_shard: {state.name} ({state.fmt}) is not a format that FSDP2 can gather: {state.refusal}; "
+                "choose a weight format of square blocks, such as MXFP8_32x32, or of one scale a tensor"
+            )
+        if not state.gathers:
+            state.gathers = True
+            state.passes.watch()
+        if state.fmt.element.codes_per_byte > 1 and self.shape[-1] == state.whole[-1]:
+            return _Hook(self._cast_packed_rows, _CAST_PACKED_ROWS)
+        return _Hook(self._cast_shard, _CAST_SHARD)
+
+    def _cast_packed_rows(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], _Gather]:
+        """The hook in its old form. Of the new one FSDP2 wants an element of codes for each element of an uneven shard.
+
+        So 4-bit codes would have to travel one a byte.
+        """
+        return self._cast_shard(mesh, torch.Size(self.scale_state.whole))
+
+    def _cast_shard(
+        self,
+        mesh: DeviceMesh,
+        outer_size: torch.Size,
+        outer_stride: tuple[int, ...] = (),
+        module: nn.Module | None = None,
+        mp_policy: MixedPrecisionPolicy | None = None,
+    ) -> tuple[tuple[Tensor, ...], _Gather]:
+        """Casts the shard to padded codes. FSDP2 calls it on every rank alike, before each gather."""
+        state, shard = self.scale_state, self.shard
+        state.passes.watch()  # Hooks may have come before ours.
+        if not state.agreed:  # The first time.
+            check_reshards(state.passes.root)
+        if state.primary is not None:
+            shard = state.primary.take_master(state.at_home(shard) if state.primary.master is None else shard)
+        plan = state.plan_of(shard, outer_size, mesh)
+        scales = state.scales_for(shard, plan)
+        if state.primary is None:
+            padded = plan.padded_in(self._room(ShardOf(state, shard, plan), scales))
+        else:
+            if state.primary.codes is None:
+                self._cast(plan, shard, scales, state.primary.room(plan))
+                state.primary.end_cast(plan)
+            padded = state.primary.codes_on(plan.device)
+        columns = JoinedColumns(state, padded) if plan.packs_columns else None
+        assert state.refresh is not None
+        return (padded,), _Gather(plan, state.refresh, columns)
+
+    def _room(self, weight: ShardOf, scales: Scales) -> Tensor:
+        """Padded codes."""
+        ahead, device = taken_ahead(weight), weight.shard.device
+        if ahead is not None:
+            return ahead
+        if weight.is_cast_in_gathers:
+            return cast_group(weight)
+        room = torch.empty(weight.plan.room, dtype=torch.uint8, device=device)
+        end_with_zeros(weight, room)
+        self._cast(weight.plan, weight.shard, scales, room)
+        return room
+
+    def _cast(self, plan: ShardPlan, shard: Tensor, scales: Scales, room: Tensor) -> None:
+        delayed = self.scale_state.delayed
+        scale = scales.scale.to(shard.device)
+        if delayed is None:
+            plan.cast(shard, scale, room)
+            return
+        amax, scale_inv = (torch.empty((), dtype=torch.float32, device=shard.device) for _ in range(2))
+        made = into(plan.padded_in(room)[: shard.shape[0]], amax, scale_inv)
+        quantize_steps.quantize_delayed(made, shard, plan.fmt, Usage.ROWWISE, scale, delayed.margin)
+        delayed.observe(amax)
+
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: tuple[Tensor, ...],
+        metadata: _Gather,
+        param_dtype: torch.dtype,
+        *,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        """Wraps the gathered codes, without a copy. FSDP2 frees and refills their memory from then on."""
+        (gathered,), (plan, refresh, columns) = all_gather_outputs, metadata
+        if columns is not None:
+            columns.end()
+        scales = self.scale_state.arrive(refresh)
+        parts = Plane(plan.codes(gathered), scales.scale_inv, scales.global_scale_inv)
+        if out is None:
+            return QuantizedTensor(plan.fmt, plan.shape, param_dtype, rowwise=parts), ()
+        unsharded = local_of(out)
+        assert isinstance(unsharded, QuantizedTensor)
+        unsharded.set(Usage.ROWWISE, parts)
+        return None
+
+
+class _Hook:
+    """A method with a signature that is made once. FSDP2 asks for it before each gather, and `inspect` is slow."""
+
+    __slots__ = ("__signature__", "_method")
+
+    def __init__(self, method: Callable[..., Any], signature: inspect.Signature):
+        self._method, self.__signature__ = method, signature
+
+    def __call__(self, *args: Any) -> Any:
+        return self._method(*args)
+
+
+def _signature(method: Callable[..., Any]) -> inspect.Signature:
+    """Without `self`."""
+    signature = inspect.signature(method)
+    return signature.replace(parameters=[*signature.parameters.values()][1:])
+
+
+_CAST_SHARD = _signature(ShardedWeight._cast_shard)
+_CAST_PACKED_ROWS = _signature(ShardedWeight._cast_packed_rows)
+
+
+class _Gather(NamedTuple):
+    """What the second hook has to know of the first."""
+
+    plan: ShardPlan
+    refresh: Refresh
+    columns: JoinedColumns | None
+
+
+def _note_cut(whole: ShardedWeight, size: int, *others: Any) -> None:
+    """Notes where each part begins that a weight is cut into."""
+    *axis, parts = others
+    each = size * (whole.shape[1] if axis in ([], [0], [-2]) else 1)
+    whole.scale_state.note_cut(whole.shape)
+    for i, part in enumerate(parts):
+        part.first = i * each
+
+
+def _run_on_sealed(func: Any, args: Any, kwargs: Any) -> Any:
+    """What can be done with a primary weight whose values are gone: FSDP2 pads, cuts and views it, without values."""
+    given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, ShardedWeight)]
+    weight = given[0]
+    state, name = weight.scale_state, weight.scale_state.name
+    if func is aten.copy_.default:
+        target, source = args[:2]
+        if isinstance(target, ShardedWeight):
+            if isinstance(source, ShardedWeight) and source.scale_state is state:
+                return target  # FSDP2 pads a shard that has no values.
+            values = memory_of(source)
+            if state.is_sealed:
+                assert state.primary is not None
+                state.primary.load(values)
+            else:
+                target.shard.copy_(values)
+            return target
+    elif func in _MAKES_PLAIN:
+        plain = torch.empty((), dtype=weight.dtype, device=weight.device).expand(weight.shape)
+        return func(plain, *args[1:], **kwargs)
+    elif func in _STAYS_SHARDED or _is_view(func):
+        device = kwargs.get("device") or weight.device
+        kwargs = {key: "meta" if key == "device" else value for key, value in kwargs.items()}
+        sizes, options = pytree.tree_map_only(ShardedWeight, lambda t: t.shard, (args, kwargs))
+        out = func(*sizes, **options)
+        return pytree.tree_map_only(Tensor, lambda t: ShardedWeight(t, state, torch.device(device)), out)
+    raise NotImplementedError(
+        f"ShardedWeight: {name} (primary) is codes, which {func} cannot use: its values are the master of the "
+        "optimizer; use qshard.torch_bridge.Adam or WithMasters, and read values in state_dict()"
+    )
+
+
+# Ops whose result is the weight again, besides views of it: what FSDP2 pads and moves, and what `to_empty` and `.to`
+# make. Everything else gives plain tensors.
+_STAYS_SHARDED = {
+    aten.new_zeros.default,
+    aten.new_empty.default,
+    aten.empty_like.default,
+    aten._to_copy.default,
+    aten._pin_memory.default,
+    aten.where.self,  # `trunc_normal_` fills what it makes again.
+}
+
+
+_MAKES_PLAIN = {
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.full_like.default,
+    aten.empty_like.default,
+    aten.rand_like.default,
+    aten.randn_like.default,
+}
+
+
+def _inside(value: Any, states: list[ScaleState]) -> Any:
+    """An argument of an op, with what is inside of sharded weights in their place; notes whose they are."""
+    if isinstance(value, ShardedWeight):
+        states.append(value.scale_state)
+        return value.shard
+    return [_inside(each, states) for each in value] if isinstance(value, list | tuple) else value
+
+
+def _wrapped(out: Any, state: ScaleState) -> Any:
+    """Results of an op as sharded weights."""
+    if isinstance(out, Tensor):
+        return ShardedWeight(out, state)
+    return type(out)(_wrapped(each, state) for each in out) if isinstance(out, list | tuple) else out
+
+
+@functools.cache
+def _is_mutable(func: Any) -> bool:
+    return bool(func._schema.is_mutable)
+
+
+@functools.cache
+def _is_view(func: Any) -> bool:
+    """Whether a result is memory of an argument, so that who writes to it writes to the weight."""
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+
+
+def attributes_of(weight: Tensor) -> dict[str, Any]:
+    """What a user has put on a parameter, sharded or plain."""
+    own = ("_inner", "scale_state", "first", "_is_param")
+    return {name: value for name, value in weight.__dict__.items() if name not in own}
+
+
+def memory_of(tensor: Tensor) -> Tensor:
+    """The plain, high-precision tensor of this rank."""
+    local = tensor if type(tensor) is Tensor else local_of(tensor)
+    if type(local) is not Tensor and isinstance(local, ShardedWeight):
+        primary = local.scale_state.primary
+        local = local.shard if primary is None or primary.master is None else primary.master
+    return local.detach() if local.requires_grad else local
+
+
+def plain(weight: Tensor) -> Tensor:
+    """The high-precision tensor, or DTensor, inside a parameter; the same memory."""
+    return wrapped_like(weight, memory_of(weight))
+
+
+def wrap(weight: Tensor, state: ScaleState) -> Tensor:
+    """The inverse of `plain`."""
+    return wrapped_like(weight, ShardedWeight(local_of(weight.detach()), state))

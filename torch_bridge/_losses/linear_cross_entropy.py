@@ -1,0 +1,421 @@
+"""Cross entropy of a linear layer, whose logits are never whole: a chunk of rows at a time, of values or of codes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from qshard._core.losses import LossRule, check_head, head_recipe, rows_at_a_time
+from qshard._core.quantize_steps import Plane
+from qshard.formats import Format, Usage
+from qshard.recipes import Recipe, RecipeLike, Role, check_weight_format, check_weight_shape
+from qshard.torch_bridge._distributed.dtensor import places_tensors
+from qshard.torch_bridge._fsdp.weight import ShardedWeight
+from qshard.torch_bridge._losses.cross_entropy import LossOfRows, as_words, count_of, loss_of_rows, reduced
+from qshard.torch_bridge._nn.functional import check_gathered
+from qshard.torch_bridge._nn.linear import Linear
+from qshard.torch_bridge._nn.operands import matrix_of, planes_of, quantized, values_of
+from qshard.torch_bridge._ops.autograd_node import Node, apply_node
+from qshard.torch_bridge._ops.bind import dtype_name
+from qshard.torch_bridge._ops.uint64 import constant_words, words
+from qshard.torch_bridge._quantized.gemm import Operand, matmul
+from qshard.torch_bridge._quantized.plane_programs import transposed
+from qshard.torch_bridge._quantized.tensor import QuantizedTensor
+from qshard.torch_bridge._quantized.validation import check_tensor
+
+Observer = Callable[[Role, Tensor, Tensor | None], None]
+_OBSERVER: ContextVar[Observer | None] = ContextVar("observer", default=None)
+"""Who is called with the role, the values and the seed of each operand that a chunk quantizes, backward too."""
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    w: Tensor,
+    labels: Tensor,
+    *,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    num_classes: int | None = None,
+    group: dist.ProcessGroup | None = None,
+    chunk: int | None = None,
+    recipe: RecipeLike | None = None,
+    seed: int | Tensor | None = None,
+) -> Tensor:
+    """`cross_entropy(x @ w.T, labels)`, a chunk of rows at a time, whose gradient then takes the place of its logits.
+
+    Args:
+      x: float32, bfloat16 or float16, `[*rows, K]`.
+      w: of the dtype of x, `[classes, K]`; with `group` a shard of the classes. With `recipe` of any such dtype, or a
+        `QuantizedTensor`. Or a DTensor, sharded by classes over a mesh of one axis: the ranks of the mesh take the
+        place of `group`, x and labels may be DTensors of it, and the loss is a plain tensor.
+      labels, reduction, ignore_index, label_smoothing, z_loss, num_classes, group: as for `cross_entropy`; columns of
+        logits are rows of w. With `group` x is the same on all ranks, and so is its gradient, which they add up.
+      chunk: rows at a time. By default as many as have 256 MiB of logits, in chunks alike.
+      recipe, seed: as for `linear`, whose three products are then made of each chunk: w is quantized once, x and the
+        gradient of logits a chunk at a time. Formats with a scale for the tensor have one for each chunk, and for the
+        classes of each rank, so results depend on `chunk` as those of `linear` depend on the batch. DelayedScaling is
+        refused: chunks have no scales of earlier steps. None: products of values.
+
+    Returns:
+      As `cross_entropy`. Logits are rounded to the dtype of x. The gradient of w is summed over chunks in float32.
+
+    Raises:
+      TypeError, ValueError: as `cross_entropy` does, or x and w do not fit.
+
+    With "mean" and "sum" gradients are made as the loss is, and multiplied by that of the loss, a number, in backward.
+    In float16 a loss that was scaled up could not bring back what has been rounded to 0; so there, and with "none",
+    logits are made again in backward. Under autocast x and w are cast to its dtype.
+
+    >>> x, w = torch.ones(2, 3, requires_grad=True), torch.zeros(4, 3)
+    >>> loss = linear_cross_entropy(x, w, torch.tensor([0, 3]))
+    >>> loss.backward()
+    >>> loss.detach(), x.grad.abs().max()
+    (tensor(1.3863), tensor(0.))
+
+    Source: Wijmans et al., arXiv:2411.09009.
+    """
+    op, total = "linear_cross_entropy", None
+    if isinstance(w, DTensor):
+        total = w.shape[0]
+        x, w, labels, group = _local_operands(op, x, w, labels, group)
+    check_tensor(op, "x", x)
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, w = x.to(dtype), w.to(dtype) if recipe is None else w
+    how = None if recipe is None else _How.of(op, w, recipe, seed, x.device)
+    if how is None:
+        check_tensor(op, "w", w)
+    check_head(op, x.shape, dtype_name(x.dtype), w.shape, dtype_name((w if how is None else x).dtype), chunk)
+    of = LossRule.of(op, ignore_index, label_smoothing, z_loss)
+    rule = loss_of_rows(op, "x", x, w.shape[0], labels, reduction, of, group, num_classes, total)
+    if how is not None:
+        for width in sorted(set(rule.shard.widths)):  # Of all ranks, so that all raise.
+            check_weight_shape(op, "w", how.recipe, (width, w.shape[1]))
+    flat, words = x.reshape(-1, x.shape[-1]), as_words(labels).reshape(-1)
+    rows = rows_at_a_time(chunk, len(flat), rule.shard.widest, x.dtype.itemsize)
+    if reduction == "none" or x.dtype == torch.float16 or not torch.is_grad_enabled():
+        losses: Tensor = apply_node(_LateLosses, flat, w, words, rule, rows, how)
+        return reduced(losses.view(labels.shape), labels, reduction, ignore_index)
+    count = count_of(labels, ignore_index) if reduction == "mean" else torch.ones((), device=x.device)
+    loss: Tensor = apply_node(_EarlyLoss, flat, w, words, count, rule, rows, how)
+    return loss
+
+
+def _local_operands(
+    op: str, x: Tensor, w: DTensor, labels: Tensor, group: dist.ProcessGroup | None
+) -> tuple[Tensor, Tensor, Tensor, dist.ProcessGroup | None]:
+    """Plain operands under tensor parallelism: x, the shard of w on this rank, labels, and the group of w."""
+    mesh, placements = w.device_mesh, tuple(w.placements)
+    if placements not in ((Shard(0),), (Replicate(),)):
+        raise ValueError(
+            f"{op}: w {tuple(w.shape)} is sharded as {placements}; shard it by classes over a mesh of one axis, as "
+            "ColwiseParallel does"
+        )
+    if group is not None:
+        raise ValueError(f"{op}: group is for plain tensors, and w is a DTensor; leave group out")
+    whole = [Replicate()]
+    for name, tensor in (("x", x), ("labels", labels)):
+        if isinstance(tensor, DTensor) and tensor.device_mesh != mesh:
+            raise ValueError(f"{op}: {name} (over {tensor.device_mesh}) is not on the mesh of w, {mesh}; move it there")
+    if isinstance(x, DTensor):
+        x = x.redistribute(placements=whole).to_local(grad_placements=whole)
+    if isinstance(labels, DTensor):
+        labels = labels.redistribute(placements=whole).to_local()
+    local = w.to_local(grad_placements=placements)
+    return x, local, labels, mesh.get_group() if placements == (Shard(0),) else None
+
+
+class LinearCrossEntropy(nn.Linear):
+    """The head of a model, which gives the loss of labels, by `linear_cross_entropy`, and without labels logits.
+
+    As it is a module, FSDP2 and ZeRO gather its weight for it. `convert` makes it multiply with quantized operands, but
+    for DelayedScaling. Biases are not taken. Under `parallelize_module` with a `ColwiseParallel`, PyTorch's or ours in
+    `tensor_parallel`, each rank has a shard of the classes. The loss is over all classes, a plain tensor on every rank;
+    `output_layouts` places logits alone. Labels are the same on all ranks.
+
+    Args:
+      in_features, out_features, device, dtype: as for `nn.Linear`.
+      loss: the options of `linear_cross_entropy`, such as `z_loss`.
+
+    >>> head = LinearCrossEntropy(8, 16, z_loss=1e-4)
+    >>> x = torch.ones(2, 3, 8)
+    >>> head(x).shape, head(x, torch.zeros(2, 3, dtype=torch.int64)).shape
+    (torch.Size([2, 3, 16]), torch.Size([]))
+    """
+
+    def __init__(self, in_features: int, out_features: int, *, device: Any = None, dtype: Any = None, **loss: Any):
+        super().__init__(in_features, out_features, bias=False, device=device, dtype=dtype)
+        self.loss = loss
+
+    def forward(self, input: Tensor, labels: Tensor | None = None) -> Tensor:
+        if labels is None:
+            return super().forward(input)
+        weight = self.weight if "recipe" in self.loss else self.weight.to(input.dtype)
+        return linear_cross_entropy(input, weight, labels, **self.loss)
+
+    def register_forward_pre_hook(self, hook: Any, **options: Any) -> Any:
+        """Hooks of `parallelize_module` return the first input alone; labels are put back behind it."""
+
+        def place(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+            return hook(module, inputs[:1]), *inputs[1:]
+
+        return super().register_forward_pre_hook(place if places_tensors(hook) else hook, **options)
+
+    def register_forward_hook(self, hook: Any, **options: Any) -> Any:
+        """Hooks of `parallelize_module` place logits, not a loss, which is the same on every rank."""
+
+        def place(module: nn.Module, inputs: Any, output: Tensor) -> Any:
+            return hook(module, inputs, output) if isinstance(output, DTensor) else output
+
+        return super().register_forward_hook(place if places_tensors(hook) else hook, **options)
+
+
+class QuantizedHead(Linear, LinearCrossEntropy):
+    """What `convert` makes of a `LinearCrossEntropy`."""
+
+    _of = LinearCrossEntropy
+
+    observer: Observer | None = None
+
+    def forward(self, input: Tensor, labels: Tensor | None = None) -> Tensor:
+        if labels is None:
+            return super().forward(input)
+        taken = self.taken(input)
+        x = taken.input if taken.dtype is None else taken.input.to(taken.dtype)
+        given = {**self.loss, "recipe": self.recipe, "seed": taken.seed}
+        with contextlib.nullcontext() if self.observer is None else _observed(self.observer):
+            return linear_cross_entropy(x, taken.weight, labels, **given)
+
+
+@contextlib.contextmanager
+def _observed(observer: Observer) -> Iterator[None]:
+    token = _OBSERVER.set(observer)
+    try:
+        yield
+    finally:
+        _OBSERVER.reset(token)
+
+
+class _How(NamedTuple):
+    """How the products are quantized."""
+
+    recipe: Recipe
+    seed: Tensor | None
+    observer: Observer | None
+
+    @classmethod
+    def of(cls, op: str, w: Tensor, recipe: RecipeLike, seed: Any, device: torch.device) -> _How:
+        """Of what a caller gave, checked against the weight."""
+        recipe = head_recipe(op, recipe, seed)
+        if isinstance(w, QuantizedTensor):
+            check_weight_format(op, "w", w.format, recipe)
+        else:
+            check_tensor(op, "w", w)
+            check_gathered(w)
+        observer = None if torch.compiler.is_compiling() else _OBSERVER.get()
+        return cls(recipe, words(op, "seed", seed, device).view(torch.int32) if recipe.stochastic else None, observer)
+
+    def of_chunk(self, number: int, device: torch.device) -> Tensor | None:
+        """The seed of a chunk: in bits that neither layers nor ranks count in."""
+        return self.seed if self.seed is None or not number else self.seed ^ constant_words(number << 48, device)
+
+
+class _Values:
+    """The three products of chunks, of values."""
+
+    def __init__(self, x: Tensor, w: Tensor, needed: tuple[bool, bool], rows: int):
+        self.x, self._w, self.rows, self._begun = x, w, rows, False
+        self.dx = torch.empty_like(x) if needed[0] else None
+        # Of one chunk the product is the gradient.
+        dtype = torch.float32 if len(x) > rows else w.dtype
+        self.dw = torch.empty(w.shape, dtype=dtype, device=w.device) if needed[1] else None
+
+    def logits(self, chunk: slice) -> Tensor:
+        return torch.mm(self.x[chunk], self._w.t())
+
+    def add(self, chunk: slice, d: Tensor) -> None:
+        """Takes the gradient of the logits that were made last."""
+        if self.dx is not None:
+            self._put_dx(d, self.dx[chunk])
+        if self.dw is not None:
+            self._add_dw(d, self.x[chunk], self.dw)
+        self._begun = True
+
+    def _put_dx(self, d: Tensor, dx: Tensor) -> None:
+        torch.mm(d, self._w, out=dx)
+
+    def _add_dw(self, d: Tensor, x: Tensor, dw: Tensor) -> None:
+        if dw.dtype == d.dtype:
+            torch.addmm(dw, d.t(), x, beta=float(self._begun), out=dw)
+        elif d.is_cuda and self._begun:
+            torch.addmm(dw, d.t(), x, out_dtype=torch.float32, out=dw)
+        elif d.is_cuda:
+            torch.mm(d.t(), x, out_dtype=torch.float32, out=dw)
+        else:
+            self._plus(torch.mm(d.t(), x), dw)
+
+    def _plus(self, made: Tensor, dw: Tensor) -> None:
+        dw.add_(made) if self._begun else dw.copy_(made)
+
+    def reduced(self, group: dist.ProcessGroup | None) -> tuple[Tensor | None, Tensor | None]:
+        for made in (self.dx, self.dw):
+            if made is not None and not self._begun:
+                made.zero_()
+        if group is not None and self.dx is not None:
+            dist.all_reduce(self.dx, group=group)
+        return self.dx, self.dw
+
+
+class _Codes(_Values):
+    """The same of codes: those of w are made once."""
+
+    def __init__(self, x: Tensor, w: _Weight, needed: tuple[bool, bool], rows: int, how: _How):
+        super().__init__(x, w.like(x), needed, rows)
+        self._how, self._planes = how, w.planes(how, needed[0])
+        self._ds: dict[Usage, Operand] = {}
+        self._xs: dict[Usage, Operand] = {}
+
+    def logits(self, chunk: slice) -> Tensor:
+        usage = Usage.ROWWISE if self.dw is None else Usage.BOTH
+        self._seed = self._how.of_chunk(chunk.start // self.rows, self.x.device)
+        self._xs = self._quantized(self.x[chunk], usage, Role.ACTIVATION)
+        return matmul(self._xs.pop(Usage.ROWWISE), self._planes[Usage.ROWWISE], self.x.dtype, fast=True)
+
+    def add(self, chunk: slice, d: Tensor) -> None:
+        usages = [one for one, made in ((Usage.ROWWISE, self.dx), (Usage.COLUMNWISE, self.dw)) if made is not None]
+        self._ds = self._quantized(d, Usage.BOTH if len(usages) > 1 else usages[0], Role.GRADIENT)
+        super().add(chunk, d)
+
+    def _put_dx(self, d: Tensor, dx: Tensor) -> None:
+        dx.copy_(matmul(self._ds.pop(Usage.ROWWISE), self._planes[Usage.COLUMNWISE], dx.dtype))
+
+    def _add_dw(self, d: Tensor, x: Tensor, dw: Tensor) -> None:
+        self._plus(matmul(self._ds.pop(Usage.COLUMNWISE), self._xs.pop(Usage.COLUMNWISE), dw.dtype), dw)
+
+    def _quantized(self, x: Tensor, usage: Usage, role: Role) -> dict[Usage, Operand]:
+        if self._how.observer is not None:
+            self._how.observer(role, x, self._seed)
+        return quantized(matrix_of(x, x.dtype), self._how.recipe, usage, role, self._seed, {}, [])[0]
+
+
+class _Weight(NamedTuple):
+    """A weight as autograd keeps it: a parameter as it is, or the codes that were gathered."""
+
+    tensors: tuple[Tensor | None, ...]
+    dtype: torch.dtype
+    shape: torch.Size
+    format: Format | None
+    usages: tuple[Usage, ...] = ()
+
+    @classmethod
+    def of(cls, w: Tensor, columnwise: bool) -> _Weight:
+        if not isinstance(w, QuantizedTensor):
+            return cls((w.shard if isinstance(w, ShardedWeight) else w,), w.dtype, w.shape, None)
+        there = planes_of(w, columnwise)
+        parts = tuple(part for operand in there.values() for part in operand.parts)
+        return cls(parts, w.dtype, w.shape, w.format, tuple(there))
+
+    def like(self, x: Tensor) -> Tensor:
+        """What tells its shape and dtype."""
+        return x.new_empty((), dtype=self.dtype).expand(self.shape)
+
+    def planes(self, how: _How, columnwise: bool) -> dict[Usage, Operand]:
+        if self.format is None:
+            (w,) = self.tensors
+            assert w is not None
+            usage = Usage.BOTH if columnwise else Usage.ROWWISE
+            return quantized(values_of(w), how.recipe, usage, Role.WEIGHT, how.seed, {}, [])[0]
+        size = len(Plane._fields)
+        there = {
+            usage: Operand(self.format, Plane(*self.tensors[i * size : (i + 1) * size]), usage)
+            for i, usage in enumerate(self.usages)
+        }
+        if columnwise and Usage.COLUMNWISE not in there:
+            parts = transposed(there[Usage.ROWWISE].parts, self.format)
+            there[Usage.COLUMNWISE] = Operand(self.format, parts, Usage.COLUMNWISE)
+        return there
+
+
+def _products(x: Tensor, w: _Weight, needed: tuple[bool, bool], rows: int, how: _How | None) -> _Values:
+    if how is not None:
+        return _Codes(x, w, needed, rows, how)
+    (values,) = w.tensors
+    assert values is not None
+    return _Values(x, values.contiguous(), needed, rows)
+
+
+_INSTEAD = "use torch.nn.functional.cross_entropy(x @ w.T, labels)"
+
+
+class _EarlyLoss(Node):
+    """The sum of losses over `count`, with gradients made at once."""
+
+    op, instead = "linear_cross_entropy", _INSTEAD
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, w: Tensor, labels: Tensor, count: Tensor, rule: LossOfRows, rows: int, how: _How | None
+    ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        x, needed = x.contiguous(), ctx.needs_input_grad[:2]
+        products = _products(x, _Weight.of(w, needed[0]), needed, rows, how)
+        share = count.reciprocal().expand(min(rows, len(x))).contiguous()
+        losses = torch.empty(len(x), dtype=torch.float32, device=x.device)
+        for chunk in _chunks(len(x), rows):
+            logits = products.logits(chunk)
+            losses[chunk], lse = rule.losses(logits, labels[chunk])
+            if any(needed):
+                grad = share[: len(logits)]
+                products.add(chunk, rule.gradient(logits, labels[chunk], lse, grad, in_place=True))
+        ctx.dtype = w.dtype
+        return losses.sum() / count, products.reduced(rule.group)
+
+    @staticmethod
+    def gradients(ctx: Any, saved: list[Tensor | None], grad: Tensor) -> tuple[Tensor | None, ...]:
+        dx, dw = saved
+        of_w = None
+        if dw is not None:  # Rounded as it is multiplied: in float32 it is the largest that there is.
+            of_w = torch.mul(dw, grad, out=torch.empty_like(dw, dtype=ctx.dtype))
+        return None if dx is None else dx * grad, of_w, None, None, None, None, None
+
+
+class _LateLosses(Node):
+    """The loss of each row; logits are made again for gradients."""
+
+    op, instead = "linear_cross_entropy", _INSTEAD
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, w: Tensor, labels: Tensor, rule: LossOfRows, rows: int, how: _How | None
+    ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        x, weight = x.contiguous(), _Weight.of(w, ctx.needs_input_grad[0])
+        products = _products(x, weight, (False, False), rows, how)
+        losses, lses = (torch.empty(len(x), dtype=torch.float32, device=x.device) for _ in range(2))
+        for chunk in _chunks(len(x), rows):
+            losses[chunk], lses[chunk] = rule.losses(products.logits(chunk), labels[chunk])
+        ctx.rest = rule, rows, how, weight._replace(tensors=())
+        return losses, (x, labels, lses, *weight.tensors)
+
+    @staticmethod
+    def gradients(ctx: Any, saved: list[Any], grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, labels, lses, *tensors = saved
+        rule, rows, how, weight = ctx.rest
+        products = _products(x, weight._replace(tensors=tuple(tensors)), ctx.needs_input_grad[:2], rows, how)
+        grad = grad.contiguous()
+        for chunk in _chunks(len(x), rows):
+            logits = products.logits(chunk)
+            products.add(chunk, rule.gradient(logits, labels[chunk], lses[chunk], grad[chunk], in_place=True))
+        dx, dw = products.reduced(rule.group)
+        return dx, None if dw is None else dw.to(weight.dtype), None, None, None, None
+
+
+def _chunks(count: int, rows: int) -> Iterator[slice]:
+    return (slice(at, min(at + rows, count)) for at in range(0, count, rows))

@@ -1,0 +1,331 @@
+"""Rows that are sorted by expert, in tiles of which none has rows of two experts: their codes and their products.
+
+    unit      rows of a tile: the longest block along rows, so blocks end where an expert's rows end
+    places    rows of all tiles, one after the other; those after an expert's rows are zeros
+    factor    the scale of a whole tensor, of which each expert has its own: all of a format without blocks, or the
+              global one of NVFP4
+
+Codes are then those that the rows of an expert have alone. There are as many tiles as any sizes could need, since the
+host does not know them, and one for each expert without rows, so that its gradient is a sum of zeros; the last is
+nobody's. An expert's rows are quantized by the ops that quantize a matrix, all experts' in one launch.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from qshard._core import quantize_steps
+from qshard._core.quantize_steps import Draws, Plane
+from qshard.formats import E4M3, Format, Usage
+from qshard.layout import is_transposed, multiplies_codes
+from qshard.recipes import Recipe
+from qshard.torch_bridge._ops.bind import ops
+from qshard.torch_bridge._quantized.gemm import Operand, matmul_into
+from qshard.torch_bridge._quantized.plane_programs import transposed
+
+_LEAST_UNIT = 16
+"""PyTorch's grouped products want the rows that they contract in runs of 16 bytes."""
+
+
+class Tiles(NamedTuple):
+    """Where rows are.
+
+    Attributes:
+      unit: see above.
+      sizes: how many rows of x each expert has, on the device.
+      experts: of each tile; E of those that are left over.
+      first: the first row of each tile, among those of its expert.
+      place: of each row of x; the last one, for rows of no expert.
+      starts, stops: where the tiles of each expert begin and end, in places.
+    """
+
+    unit: int
+    sizes: Tensor
+    experts: Tensor
+    first: Tensor
+    place: Tensor
+    starts: Tensor
+    stops: Tensor
+
+    @property
+    def number(self) -> int:
+        return self.experts.shape[0]
+
+    def spread(self, x: Tensor) -> Tensor:
+        """Rows of x in their places: `[tiles, unit, columns]`."""
+        places = x.new_zeros((self.number * self.unit, x.shape[1])).index_copy_(0, self.place, x)
+        return places.view(self.number, self.unit, x.shape[1])
+
+    def gathered(self, places: Tensor) -> Tensor:
+        """Rows in the order of x, of a result that is written to; zeros for those of no expert."""
+        places[-1].zero_()
+        return places.index_select(0, self.place)
+
+    def of_tiles(self, of_experts: Tensor) -> Tensor:
+        """For each tile what its expert has."""
+        return of_experts.index_select(0, self.experts.clamp(max=of_experts.shape[0] - 1))
+
+    def of_places(self, of_experts: Tensor) -> Tensor:
+        return self.of_tiles(of_experts).repeat_interleave(self.unit)
+
+    def largest(self, amax: Tensor) -> Tensor:
+        """For each expert the maximum of those of its tiles. As integers: exact, and NaN stays."""
+        table = torch.zeros(self.sizes.shape[0] + 1, dtype=torch.int32, device=amax.device)
+        table.scatter_reduce_(0, self.experts, amax.contiguous().view(torch.int32), "amax")
+        return table[:-1].view(torch.float32)
+
+
+def tiles_of(recipe: Recipe, rows: int, group_sizes: Tensor) -> Tiles:
+    """The tiles of so many rows. What sizes are not checked for here is that they fit the rows."""
+    formats = (recipe.activation, recipe.gradient)
+    unit = max(_LEAST_UNIT, *((fmt.block_of(usage) or (1, 1))[0] for fmt in formats for usage in Usage.BOTH.planes))
+    sizes, experts, device = group_sizes.to(torch.int64), group_sizes.shape[0], group_sizes.device
+    padded = ((sizes + unit - 1) // unit).clamp(min=1) * unit
+    ends, stops = sizes.cumsum(0), padded.cumsum(0)
+    count = rows // unit + experts + 1
+    row, begin = torch.arange(rows, device=device), torch.arange(0, count * unit, unit, device=device)
+    of_row = torch.searchsorted(ends, row, right=True)
+    shift = torch.cat([stops - padded - (ends - sizes), stops.new_zeros(1)])
+    place = torch.where(of_row < experts, row + shift[of_row], count * unit - 1).clamp(max=count * unit - 1)
+    of_tile = torch.searchsorted(stops, begin, right=True)
+    first = begin - torch.cat([stops - padded, stops.new_zeros(1)])[of_tile]
+    return Tiles(unit, sizes, of_tile, first, place, stops - padded, stops)
+
+
+class Side(NamedTuple):
+    """One plane of all rows in places, as a matrix; or of the weights of all experts, `[E, ..]`.
+
+    Attributes:
+      parts: without factors.
+      factor: of each expert, if the format has one.
+    """
+
+    format: Format
+    usage: Usage
+    parts: Plane
+    factor: Tensor | None
+
+    def values(self, dtype: torch.dtype) -> Tensor:
+        """As they are stored, up to the factor: exact in bfloat16."""
+        return quantize_steps.dequantize(ops, self.parts, self.format, self.usage, dtype)  # type: ignore[no-any-return]
+
+    def by_expert(self, stops: Sequence[int] | None = None) -> list[Operand]:
+        """The weight of each expert; or its places, which are given by where they stop."""
+        axis = 1 if is_transposed(self.format, self.usage) else 0
+        places = self.parts.data.shape[axis] * (self.format.element.codes_per_byte if axis else 1)
+
+        def cut(part: Tensor | None) -> Iterable[Tensor | None]:
+            if part is None or not part.ndim:
+                return itertools.repeat(part)
+            if stops is None:
+                return part.unbind()
+            size = part.shape[axis]
+            ends = [0, *(stop * size // places for stop in stops), size]
+            *each, _ = part.split([end - start for start, end in itertools.pairwise(ends)], axis)
+            return [one.contiguous() for one in each]
+
+        parts = [cut(part) for part in self.parts]
+        if self.factor is not None:
+            # Apart, since cuBLASLt would have each moved to an address of 16 bytes.
+            apart = torch.nn.functional.pad(self.factor[:, None], (0, 3))[:, 0]
+            parts[1 if self.format.block is None else 2] = apart.unbind()
+        return [Operand(self.format, Plane(*each), self.usage) for each in zip(*parts, strict=False)]
+
+
+def has_factor(fmt: Format) -> bool:
+    return fmt.block is None or fmt.scaling.global_scale == "tensor"
+
+
+def side_of(fmt: Format, usage: Usage, parts: Plane, factors: Tensor | None = None) -> Side:
+    """Of planes that lie one after the other: factors of experts are taken out of them, or are given."""
+    if not has_factor(fmt):
+        return Side(fmt, usage, parts, None)
+    one = torch.ones((), device=parts.data.device)
+    if fmt.block is None:
+        return Side(fmt, usage, Plane(parts.data, one), parts.scale_inv if factors is None else factors)
+    factors = parts.global_scale_inv if factors is None else factors
+    return Side(fmt, usage, parts._replace(global_scale_inv=one), factors)
+
+
+def stacked(weights: Sequence[Operand]) -> Side:
+    """The weights of all experts, each in one plane."""
+    parts = [None if part[0] is None else torch.stack(part) for part in zip(*(w.parts for w in weights), strict=True)]
+    return side_of(weights[0].format, weights[0].usage, Plane(*parts))
+
+
+def quantized_places(
+    places: Tensor,
+    fmt: Format,
+    usage: Usage,
+    tiles: Tiles,
+    *,
+    seeds: Tensor | None = None,
+    scale: Tensor | None = None,
+    margin: int = 0,
+) -> tuple[dict[Usage, Side], Tensor | None]:
+    """The planes of `places`, under one set of scales an expert.
+
+    Args:
+      seeds: of each expert, `[E, 2]` words, where the format needs them.
+      scale, margin: of delayed scaling, `[E]`. The amaxes of experts then come with the planes.
+    """
+    columns = places.shape[2]
+    found: list[Tensor] = []
+
+    def merged(amax: Tensor) -> Tensor:
+        if amax.ndim > 1:  # One for each row stays.
+            return amax
+        found.append(tiles.largest(amax))
+        return tiles.of_tiles(found[-1])
+
+    # Ops take tiles as one matrix, but for a global scale: it is one for a matrix, and so each tile is one.
+    apart = has_factor(fmt) and fmt.block is not None
+    over = _Apart() if apart else ops
+    asked = usage
+    if fmt.transposes and fmt.block is not None and fmt.stochastic:
+        asked = Usage.ROWWISE  # Of which the other one is made, as of a matrix.
+    if scale is not None:
+        given = tiles.of_tiles(scale)
+        made, _ = quantize_steps.quantize_delayed(ops, places, fmt, asked, given, margin, reduce_max=merged, lead=1)
+    else:
+        draws = amax = None
+        if seeds is not None and fmt.stochastic:
+            first = (tiles.first * columns).view(torch.int32).view(-1, 2)  # The low word first.
+            draws = Draws(tiles.of_tiles(seeds).contiguous(), first, columns)
+        if has_factor(fmt) and not (fmt.hadamard and Usage.COLUMNWISE in asked):
+            amax = ops.amax_tensor(places, lead=1)
+        made = quantize_steps.quantize(over, places, fmt, asked, reduce_max=merged, draws=draws, amax=amax)
+    sides = {}
+    for each, parts in made.items():
+        of_tiles = parts.scale_inv if fmt.block is None else parts.global_scale_inv
+        factor = None
+        if has_factor(fmt):
+            assert of_tiles is not None
+            factor = of_tiles.index_select(0, tiles.starts // tiles.unit)
+        sides[each] = side_of(fmt, each, Plane(*(_as_matrix(part, fmt, each, apart) for part in parts)), factor)
+    if asked is not usage:
+        rowwise = sides[Usage.ROWWISE]
+        parts = quantize_steps.transposed(ops, rowwise.parts, fmt)
+        sides[Usage.COLUMNWISE] = rowwise._replace(usage=Usage.COLUMNWISE, parts=parts)
+    return {each: sides[each] for each in usage.planes}, found[-1] if scale is not None else None
+
+
+class _Apart:
+    """Ops for which the first axis is one of matrices, not of their rows."""
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        op = getattr(ops, name)
+        return lambda *operands, outer=0, **attributes: op(*operands, **attributes)
+
+
+def _as_matrix(part: Tensor | None, fmt: Format, usage: Usage, apart: bool) -> Tensor | None:
+    """What there is of each tile, as one matrix."""
+    if part is None or part.ndim < 2:
+        return part
+    if part.ndim == 2:
+        return part.flatten()
+    if not is_transposed(fmt, usage):
+        return part.flatten(0, 1)
+    return (part.transpose(0, 1).contiguous() if apart else part).flatten(1)
+
+
+def products_of_rows(
+    x: Side,
+    w: Side | Sequence[Operand],
+    contracted: Usage,
+    tiles: Tiles,
+    stops: Sequence[int] | None,
+    columns: int,
+    dtype: torch.dtype,
+    *,
+    fast: bool,
+) -> Tensor:
+    """Each row with the weight of its expert, in places: `[places, columns]`. Those of nobody are anything.
+
+    Args:
+      x: rowwise.
+      w: the plane that the product reads, or the one that gives it by a transpose. With `stops` also those of each
+        expert, which then need not be put together.
+      contracted: for which axis of the weights the product is.
+      stops: those of the tiles, as the host knows them: then a product is a call for each expert. None: one for all.
+    """
+    turns = isinstance(w, Side) and w.usage is not contracted and w.format.block is None
+    if isinstance(w, Side) and turns and (stops is not None or _grouped_codes(x, w, dtype)):
+        w = w._replace(usage=contracted, parts=w.parts._replace(data=ops.transpose(w.parts.data, batch=1)))
+    if stops is not None:
+        y = torch.empty((x.parts.data.shape[0], columns), dtype=dtype, device=x.parts.data.device)
+        weights = w.by_expert() if isinstance(w, Side) else w
+        for rows, weight, start, stop in zip(x.by_expert(stops), weights, (0, *stops[:-1]), stops, strict=True):
+            if weight.usage is not contracted:
+                weight = Operand(weight.format, transposed(weight.parts, weight.format), contracted)
+            matmul_into(rows, weight, y[start:stop], fast=fast)
+        return y
+    assert isinstance(w, Side)
+    ends = tiles.stops.to(torch.int32)
+    if _grouped_codes(x, w, dtype):
+        (a, b), of_x, of_w = _codes(x, w), cast(Tensor, x.factor), cast(Tensor, w.factor)
+        of_columns = of_w[:, None].expand(-1, b.shape[1]).contiguous()
+        return torch._scaled_grouped_mm(
+            a, b.transpose(1, 2), tiles.of_places(of_x), of_columns, ends, out_dtype=dtype, use_fast_accum=fast
+        )
+    a, b = x.values(torch.bfloat16), w.values(torch.bfloat16)
+    # Weights are stored [E, N, K], or transposed; what is contracted is to be their second axis.
+    turned = is_transposed(w.format, w.usage) if w.usage is contracted else False
+    last = contracted is Usage.ROWWISE or turned
+    y = torch._grouped_mm(a, b.transpose(1, 2) if last else b, offs=ends)
+    factor = _factors(x, w)
+    if factor is not None:
+        y.mul_(tiles.of_places(factor)[:, None])
+    return y.to(dtype)
+
+
+def products_of_experts(
+    dy: Side, x: Side, tiles: Tiles, stops: Sequence[int] | None, shape: tuple[int, int, int], dtype: torch.dtype
+) -> Tensor:
+    """The gradients of all weights, `[E, N, K]`: the rows of each expert contracted. Both are columnwise."""
+    if stops is not None:
+        dw = torch.empty(shape, dtype=dtype, device=dy.parts.data.device)
+        for of_dy, of_x, out in zip(dy.by_expert(stops), x.by_expert(stops), dw, strict=True):
+            matmul_into(of_dy, of_x, out)
+        return dw
+    ends = tiles.stops.to(torch.int32)
+    if _grouped_codes(dy, x, dtype):
+        (a, b), factors = _codes(dy, x), (cast(Tensor, dy.factor), cast(Tensor, x.factor))
+        of_rows, of_columns = (of.repeat_interleave(size) for of, size in zip(factors, shape[1:], strict=True))
+        return torch._scaled_grouped_mm(a, b.t(), of_rows, of_columns, ends, out_dtype=dtype)
+    a, b = (
+        side.values(torch.bfloat16) if is_transposed(side.format, side.usage) else side.values(torch.bfloat16).t()
+        for side in (dy, x)
+    )
+    dw = torch._grouped_mm(a, b.t(), offs=ends)
+    factor = _factors(dy, x)
+    if factor is not None:
+        dw.mul_(factor[:, None, None])
+    return dw.to(dtype)
+
+
+def _factors(a: Side, b: Side) -> Tensor | None:
+    if a.factor is None or b.factor is None:
+        return b.factor if a.factor is None else a.factor
+    return a.factor * b.factor
+
+
+def _grouped_codes(a: Side, b: Side, dtype: torch.dtype) -> bool:
+    """Whether PyTorch's grouped product of codes takes them: of E4M3 on Hopper, into bfloat16."""
+    device = a.parts.data.device
+    return (
+        multiplies_codes(a.format, b.format)
+        and {a.format.element.name, b.format.element.name} == {E4M3.name}
+        and dtype == torch.bfloat16
+        and device.type == "cuda"
+        and torch.cuda.get_device_capability(device) == (9, 0)
+    )
+
+
+def _codes(*sides: Side) -> list[Tensor]:
+    return [side.parts.data.view(torch.float8_e4m3fn) for side in sides]

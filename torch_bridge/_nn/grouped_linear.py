@@ -1,0 +1,424 @@
+"""`GroupedLinear`: a linear layer for each expert, on tokens that are sorted by expert.
+
+    x [M, K], sorted  ->  tiles, none of two experts  ->  codes, with scales by expert  ->  products by expert
+
+It is a loop over layers, in a number of launches that does not grow with them: codes are those that each layer alone
+makes of its rows, bit for bit.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from qshard._core import flat_shards
+from qshard._core.quantize_steps import Plane, Scales
+from qshard._core.validation import shown
+from qshard.formats import Format, Usage
+from qshard.layout import source
+from qshard.recipes import DelayedScaling, Recipe, RecipeLike, Role, as_recipe, check_weight_shape
+from qshard.torch_bridge._fsdp.epochs import Passes
+from qshard.torch_bridge._fsdp.weight import ShardedWeight
+from qshard.torch_bridge._nn.expert_tiles import (
+    Side,
+    Tiles,
+    products_of_experts,
+    products_of_rows,
+    quantized_places,
+    side_of,
+    stacked,
+    tiles_of,
+)
+from qshard.torch_bridge._nn.functional import check_operand
+from qshard.torch_bridge._nn.linear import Linear
+from qshard.torch_bridge._nn.operands import ROLES, check_planes, planes_of, quantized, seeds_of, values_of
+from qshard.torch_bridge._ops.autograd_node import Node, apply_node
+from qshard.torch_bridge._ops.bind import dtype_name
+from qshard.torch_bridge._ops.foreach import SliceOps
+from qshard.torch_bridge._quantized.gemm import Operand
+from qshard.torch_bridge._quantized.tensor import QuantizedTensor
+from qshard.torch_bridge._quantized.validation import check_dtype, check_tensor
+
+
+@torch.compiler.disable
+def grouped_linear(
+    x: Tensor,
+    weights: Sequence[Tensor] | Tensor,
+    group_sizes: Tensor,
+    recipe: RecipeLike,
+    *,
+    weight_layout: Literal["NK", "KN"] | None = None,
+    seeds: Tensor | None = None,
+    delayed: Sequence[Any] | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """`linear` for each expert: rows of group e give `x_e @ weights[e].T`.
+
+    Args:
+      x: float32, bfloat16 or float16 `[M, K]`, rows sorted by expert.
+      weights: `[N, K]` of each expert, as `linear` takes them; or one tensor of all experts.
+      group_sizes: int32 or int64 `[E]`: how many rows each expert has; any may be 0. Rows after the last group give
+        zeros. On a GPU it may be there, and nothing waits for it; or on the host, where each expert's product is then a
+        call of its own.
+      recipe: as for `linear`.
+      weight_layout: of one tensor of all experts, which needs it, as where N == K no shape shows which one is meant:
+        "NK" for `[E, N, K]`, "KN" for `[E, K, N]`, which `torch.nn.functional.grouped_mm` takes. Both give the same
+        bits; "KN" copies the weights in each call.
+      seeds: of stochastic rounding, int32 `[E, 2]`: those that `linear` would take for each expert.
+      delayed: for each expert the states that `linear` would take.
+      dtype: as for `linear`.
+
+    Returns:
+      `[M, N]`. The gradient of the weight of an expert without rows is zeros.
+
+    Codes and scales are, bit for bit, those of `linear` on the rows of an expert alone, in a number of launches that
+    does not grow with the experts, but for weights that are vectors, stochastic or delayed. Products are summed in
+    another order. On GPUs whose host does not know the sizes, they are of bfloat16, or on Hopper of E4M3 codes with one
+    scale, and the result is rounded to bfloat16.
+
+    Scales of an expert are those of this rank's rows. Every rank may have other experts, or other rows. Under
+    `torch.compile` it runs as it is, between graphs.
+
+    Raises:
+      TypeError: an argument is not of its type.
+      ValueError: shapes do not fit each other or the formats; a seed, a state or `weight_layout` is missing; or, where
+        the host knows them, sizes are negative or have more rows than x. Sizes on a GPU are checked there: a wrong one
+        ends the process's CUDA context with an assertion.
+
+    >>> from qshard.recipes import CurrentScaling
+    >>> x, w = torch.full((6, 32), 7.0), torch.stack([torch.full((16, 32), v) for v in (0.875, 1.75, 3.5)])
+    >>> grouped_linear(x, w, torch.tensor([2, 0, 3]), CurrentScaling(), weight_layout="NK")[:, 0]
+    tensor([196., 196., 784., 784., 784.,   0.])
+
+    Sources: `torch._grouped_mm`; TransformerEngine (`GroupedLinear`: scales by expert, rows padded to blocks).
+    """
+    recipe = as_recipe(recipe, "grouped_linear")
+    check_tensor("grouped_linear", "x", x)
+    if not isinstance(weights, Tensor | Sequence):
+        raise TypeError(
+            f"grouped_linear: weights ({shown(weights)}) are not tensors; pass one [E, N, K], or [N, K] for each expert"
+        )
+    weights = _in_rows(weights, weight_layout)
+    whole = weights if isinstance(weights, Tensor) and not isinstance(weights, QuantizedTensor) else None
+    each = [*(weights if whole is None else whole.detach().unbind())]
+    for weight in each:
+        check_operand("grouped_linear", weight, recipe)
+    if dtype is not None:
+        check_dtype("grouped_linear", "dtype", dtype)
+    _check_shapes(x, each)
+    check_weight_shape("grouped_linear", "weights", recipe, tuple(each[0].shape))
+    seeds = _checked_seeds(seeds, recipe, len(each))
+    if recipe.stateful != (delayed is not None) or (delayed is not None and len(delayed) != len(each)):
+        raise ValueError(
+            f"grouped_linear: delayed ({'None' if delayed is None else len(delayed)}) is not what "
+            f"{type(recipe).__name__} takes for {len(each)} experts; "
+            f"pass {'states for each' if recipe.stateful else 'None'}"
+        )
+    how = _How(recipe, x.dtype if dtype is None else dtype, _checked_sizes(x, len(each), group_sizes), delayed)
+    given = each if whole is None else [whole]
+    y: Tensor = apply_node(_Grouped, x, group_sizes.to(x.device, non_blocking=True), seeds, how, *given)
+    return y
+
+
+def _in_rows(weights: Sequence[Tensor] | Tensor, layout: Any) -> Sequence[Tensor] | Tensor:
+    """The weights as `[N, K]` of each expert, or one tensor as `[E, N, K]`."""
+    if not isinstance(weights, Tensor):
+        if layout not in (None, "NK"):
+            raise ValueError(
+                f"grouped_linear: weight_layout ({shown(layout)}) is of one tensor of all experts, and weights are one "
+                "for each; pass each as [N, K], and leave weight_layout out"
+            )
+        return weights
+    if layout not in ("NK", "KN"):
+        raise ValueError(
+            f"grouped_linear: weight_layout ({shown(layout)}) does not say how one tensor of all experts lies; pass "
+            "'NK' for [E, N, K], as nn.Linear has it, or 'KN' for [E, K, N], as grouped_mm takes it"
+        )
+    return weights if layout == "NK" or weights.ndim != 3 else weights.transpose(1, 2).contiguous()
+
+
+def _check_shapes(x: Tensor, weights: Sequence[Tensor]) -> None:
+    """Raises unless rows and weights belong together."""
+    shapes = list(dict.fromkeys(tuple(weight.shape) for weight in weights))
+    if len(shapes) != 1 or len(shapes[0]) != 2 or x.ndim != 2 or x.shape[1] != shapes[0][1]:
+        raise ValueError(
+            f"grouped_linear: weights {', '.join(map(str, shapes)) or '(none)'} do not fit x {tuple(x.shape)}; give "
+            "each as [N, K], all alike, and x as [M, K]"
+        )
+    for weight in weights:
+        if weight.device != x.device:
+            raise ValueError(
+                f"grouped_linear: weights (on {weight.device}) are not on the device of x, {x.device}; move them there"
+            )
+
+
+def _checked_seeds(seeds: Any, recipe: Recipe, experts: int) -> Tensor | None:
+    if not recipe.stochastic:
+        return None
+    what = shown(seeds) if not isinstance(seeds, Tensor) else f"{dtype_name(seeds.dtype)} {tuple(seeds.shape)}"
+    if not isinstance(seeds, Tensor) or seeds.dtype != torch.int32 or tuple(seeds.shape) != (experts, 2):
+        raise (ValueError if seeds is None or isinstance(seeds, Tensor) else TypeError)(
+            f"grouped_linear: seeds ({what}) are not int32 {(experts, 2)}, and {type(recipe).__name__} rounds at "
+            "random; pass two words for each expert"
+        )
+    return seeds
+
+
+def _checked_sizes(x: Tensor, experts: int, group_sizes: Tensor) -> tuple[int, ...] | None:
+    """Raises unless they count rows of x. Returns the sizes, if the host has them."""
+    if not isinstance(group_sizes, Tensor):
+        raise TypeError(f"grouped_linear: group_sizes ({shown(group_sizes)}) is not a torch.Tensor; pass int32 [E]")
+    if tuple(group_sizes.shape) != (experts,) or group_sizes.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"grouped_linear: group_sizes ({dtype_name(group_sizes.dtype)} {tuple(group_sizes.shape)}) is not an "
+            f"int32 or int64 for each of {experts} experts; count the rows of each"
+        )
+    if group_sizes.device.type == "cpu":
+        sizes = tuple(group_sizes.tolist())
+        if min(sizes) < 0 or sum(sizes) > x.shape[0]:
+            raise ValueError(
+                f"grouped_linear: group_sizes ({sum(sizes)} in all, {min(sizes)} the least) do not count the rows of x "
+                f"{tuple(x.shape)}; count again"
+            )
+        return sizes
+    if group_sizes.device != x.device:
+        raise ValueError(
+            f"grouped_linear: group_sizes (on {group_sizes.device}) are neither on the host nor on {x.device}, where x "
+            "is; move them"
+        )
+    fits = (group_sizes >= 0).all() & (group_sizes.sum() <= x.shape[0])
+    torch._assert_async(fits, "grouped_linear: group_sizes are negative, or have more rows than x; count again")
+    return None
+
+
+class _How(NamedTuple):
+    """What is not a tensor. `sizes` as the host knows them."""
+
+    recipe: Recipe
+    dtype: torch.dtype
+    sizes: tuple[int, ...] | None
+    delayed: Sequence[Any] | None
+
+    def scales(self, role: Role) -> tuple[Tensor | None, int]:
+        if self.delayed is None:
+            return None, 0
+        return torch.stack([states[role].scale for states in self.delayed]), cast(DelayedScaling, self.recipe).margin
+
+    def observe(self, role: Role, amaxes: Tensor | None) -> None:
+        if self.delayed is not None and amaxes is not None:
+            for states, amax in zip(self.delayed, amaxes.unbind(), strict=True):
+                states[role].observe(amax)
+
+
+class _Grouped(Node):
+    """Weights are of each expert; or one tensor `[E, N, K]`."""
+
+    op, degree = "grouped_linear", 2
+    instead = "multiply the rows of each expert with torch.nn.functional.linear"
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, sizes: Tensor, seeds: Tensor | None, how: _How, *weights: Tensor
+    ) -> tuple[Tensor, list[Tensor]]:
+        need_x, need_w = ctx.needs_input_grad[0], any(ctx.needs_input_grad[4:])
+        recipe = how.recipe
+        tiles = tiles_of(recipe, x.shape[0], sizes)
+        usage = Usage.BOTH if need_w else Usage.ROWWISE
+        sides = _quantized(x, how, usage, Role.ACTIVATION, tiles, seeds)
+        ws, scales = _weights(weights, how, Usage.ROWWISE, seeds)
+        stops = _stops(how, tiles)
+        row, columns = Usage.ROWWISE, weights[0].shape[-2]
+        y = products_of_rows(sides[row], ws[row], row, tiles, stops, columns, how.dtype, fast=True)
+        kept_x = sides[Usage.COLUMNWISE] if need_w else None
+        # Codes that FSDP2 has gathered are kept as they are: it frees their memory, and fills it again.
+        kept_w = (weights, scales) if need_x else None
+        tensors, ctx.rest = _flat((tiles, kept_x, seeds, kept_w))
+        ctx.how, ctx.x_dtype, ctx.w_dtype, ctx.w_shape = how, x.dtype, weights[0].dtype, weights[0].shape
+        return tiles.gathered(y), tensors
+
+    @staticmethod
+    def gradients(ctx: Any, saved: list[Tensor], grad: Tensor) -> tuple[Tensor | None, ...]:
+        how: _How = ctx.how
+        tiles, x, seeds, kept_w = _whole(saved, ctx.rest)
+        need_x, need_w = ctx.needs_input_grad[0], any(ctx.needs_input_grad[4:])
+        usage = Usage.BOTH if need_x and need_w else Usage.ROWWISE if need_x else Usage.COLUMNWISE
+        sides = _quantized(grad, how._replace(dtype=grad.dtype), usage, Role.GRADIENT, tiles, seeds)
+        grad_x, stops, columns = None, _stops(how, tiles), Usage.COLUMNWISE
+        of_weights: Sequence[Tensor | None] = [None] * (len(ctx.needs_input_grad) - 4)
+        if need_w:
+            shape = (len(tiles.sizes), *ctx.w_shape[-2:])
+            dw = products_of_experts(sides.pop(columns), x, tiles, stops, shape, ctx.w_dtype)
+            of_weights = [dw] if len(ctx.w_shape) == 3 else dw.unbind()
+        if need_x:
+            plane = source(how.recipe.weight, columns)
+            (w,) = _weights(kept_w[0], how, plane, seeds, kept_w)[0].values()
+            row = sides.pop(Usage.ROWWISE)
+            made = products_of_rows(row, w, columns, tiles, stops, ctx.w_shape[-1], how.dtype, fast=False)
+            grad_x = tiles.gathered(made).to(ctx.x_dtype)
+        return grad_x, None, None, None, *of_weights
+
+
+def _stops(how: _How, tiles: Tiles) -> tuple[int, ...] | None:
+    if how.sizes is None:
+        return None
+    return tuple(itertools.accumulate(max(1, -(-size // tiles.unit)) * tiles.unit for size in how.sizes))
+
+
+def _flat(tree: Any) -> tuple[list[Tensor], Any]:
+    """The tensors of a tree, and what is left of it."""
+    leaves, spec = pytree.tree_flatten(tree)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    return tensors, ([None if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves], spec)
+
+
+def _whole(tensors: Sequence[Tensor], rest: Any) -> Any:
+    leaves, spec = rest
+    given = iter(tensors)
+    return pytree.tree_unflatten([next(given) if leaf is None else leaf[0] for leaf in leaves], spec)
+
+
+def _quantized(x: Tensor, how: _How, usage: Usage, role: Role, tiles: Tiles, seeds: Tensor | None) -> dict[Usage, Side]:
+    scale, margin = how.scales(role)
+    fmt = how.recipe.format(role)
+    check_planes((tiles.number * tiles.unit, x.shape[1]), fmt, usage, role)
+    places = tiles.spread(x.detach().to(how.dtype))
+    drawn = seeds_of(fmt, role, seeds)
+    sides, amaxes = quantized_places(places, fmt, usage, tiles, seeds=drawn, scale=scale, margin=margin)
+    how.observe(role, amaxes)
+    return sides
+
+
+def _weights(
+    weights: Sequence[Tensor],
+    how: _How,
+    usage: Usage,
+    seeds: Tensor | None,
+    kept: tuple[Any, Scales | None] | None = None,
+) -> tuple[dict[Usage, Side | Sequence[Operand]], Scales | None]:
+    """Those planes of all weights that are there, or are to be made; and scales to make them again by.
+
+    `kept`, in backward: weights, and the scales that they had in forward.
+    """
+    recipe = how.recipe
+
+    def together(each: list[dict[Usage, Operand]], usages: Iterable[Usage]) -> dict[Usage, Side | Sequence[Operand]]:
+        of = {usage: [planes[usage] for planes in each] for usage in usages}
+        return {usage: planes if how.sizes is not None else stacked(planes) for usage, planes in of.items()}
+
+    if isinstance(weights[0], QuantizedTensor):
+        there = [planes_of(cast(QuantizedTensor, weight), Usage.COLUMNWISE in usage) for weight in weights]
+        return together(there, [one for one in usage.planes if all(one in planes for planes in there)]), None
+    fmt = recipe.weight
+    values = weights[0].detach().unbind() if weights[0].ndim == 3 else [values_of(weight) for weight in weights]
+    if how.delayed is None and fmt.transposes and not fmt.stochastic and fmt.slice_refusal is None:
+        side, scales = _cast_at_once(values, fmt, None if kept is None else kept[1])
+        return {Usage.ROWWISE: side}, scales
+    made = []
+    for i, value in enumerate(values):
+        given = [] if how.delayed is None else [how.delayed[i][role].scale for role in ROLES]
+        planes, amaxes = quantized(value, recipe, usage, Role.WEIGHT, None if seeds is None else seeds[i], {}, given)
+        made.append(planes)
+        if how.delayed is not None and kept is None:
+            how.delayed[i][Role.WEIGHT].observe(amaxes[0])
+    return together(made, usage.planes), None
+
+
+def _cast_at_once(values: Sequence[Tensor], fmt: Format, scales: Scales | None) -> tuple[Side, Scales]:
+    """The rowwise plane of all weights, by the ops on lists that ZeRO and FSDP2 have for theirs."""
+    plan, on_lists, starts = _prepared(len(values), tuple(values[0].shape), fmt, values[0].dtype, values[0].device)
+    flat = [value.reshape(-1) for value in values]
+    if scales is None:
+        (scales,) = flat_shards.scales(on_lists, plan, flat_shards.amaxes(on_lists, plan, flat, starts))
+    where = plan.buckets[0].planes[0]
+    data = torch.empty((len(values), *where.data_shape), dtype=torch.uint8, device=values[0].device)
+    flat_shards.cast(on_lists, plan, [*data.unbind()], flat, starts, [scales.scale])
+    scale_inv = scales.scale_inv.view(len(values), *where.scale_shape)
+    return side_of(fmt, Usage.ROWWISE, Plane(data, scale_inv, scales.global_scale_inv)), scales
+
+
+@functools.lru_cache(maxsize=256)
+def _prepared(
+    count: int, shape: tuple[int, ...], fmt: Format, dtype: torch.dtype, device: torch.device
+) -> tuple[flat_shards.MasterPlan, SliceOps, Tensor]:
+    plan = flat_shards.plan_master([shape] * count, fmt, dtype=dtype_name(dtype), op="grouped_linear")
+    return plan, SliceOps(plan, device), torch.zeros((count, 2), dtype=torch.int32, device=device)
+
+
+class GroupedLinear(nn.Module):
+    """A `Linear` for each expert, called at once on tokens that are sorted by expert.
+
+    Under FSDP2 call `update_scales(model)` once, after `fully_shard`: then one reduction of amaxes serves the model,
+    where else each such layer has its own.
+
+    Args:
+      num_experts: how many.
+      in_features, out_features, device, dtype: of each.
+      recipe: the format of each role, or its name.
+
+    Attributes:
+      experts: the layers, without biases. Each is a `Linear` in all that it is not called for: its weight is sharded by
+        FSDP2 or ZeRO and gathered as codes, saved, moved, and kept as codes under `convert(primary=True)`.
+
+    >>> from qshard.recipes import CurrentScaling
+    >>> layer = GroupedLinear(3, 32, 16, recipe=CurrentScaling())
+    >>> layer(torch.ones(6, 32), torch.tensor([2, 0, 3])).shape, sorted(layer.state_dict())[0]
+    (torch.Size([6, 16]), 'experts.0.weight')
+    """
+
+    is_one_layer = True
+
+    def __init__(
+        self,
+        num_experts: int,
+        in_features: int,
+        out_features: int,
+        *,
+        recipe: RecipeLike,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        if not hasattr(num_experts, "__index__") or num_experts < 1:
+            raise ValueError(
+                f"GroupedLinear: num_experts ({shown(num_experts)}) is not positive; pass an int from 1 up"
+            )
+        layer = {"bias": False, "recipe": recipe, "device": device, "dtype": dtype}
+        self.experts = nn.ModuleList(Linear(in_features, out_features, **layer) for _ in range(num_experts))
+        for expert in self.experts:
+            weight = cast(ShardedWeight, expert.weight)
+            weight.scale_state.passes = Passes.of(self)  # One refresh for all of them.
+
+    @classmethod
+    def of(cls, layers: Iterable[nn.Module]) -> GroupedLinear:
+        """Of layers that are there: all made by `convert`, of one recipe and shape, without biases."""
+        made = cls.__new__(cls)
+        nn.Module.__init__(made)
+        made.experts = nn.ModuleList(layers)
+        alike = {(layer.recipe, tuple(layer.weight.shape)) for layer in made.experts if isinstance(layer, Linear)}
+        plain = all(isinstance(layer, Linear) and layer.bias is None for layer in made.experts)
+        if not plain or len(alike) != 1:
+            raise ValueError(
+                f"GroupedLinear.of: layers ({shown([*made.experts])}) are not Linear without bias, of one recipe and "
+                "shape; call convert on them first"
+            )
+        return made
+
+    def forward(self, input: Tensor, group_sizes: Tensor) -> Tensor:
+        layers = cast(list[Linear], [*self.experts])
+        called = [layer.taken(input) for layer in layers]
+        first = called[0]
+        seeds = None if first.seed is None else torch.stack([one.seed for one in called if one.seed is not None])
+        delayed = None if first.delayed is None else [one.delayed for one in called]
+        weights = [one.weight for one in called]
+        how: dict[str, Any] = {"seeds": seeds, "delayed": delayed, "dtype": first.dtype}
+        y: Tensor = grouped_linear(first.input, weights, group_sizes, layers[0].recipe, **how)
+        return y
+
+    def extra_repr(self) -> str:
+        return f"num_experts={len(self.experts)}"

@@ -1,0 +1,125 @@
+"""Calls of modules: how long codes, amaxes and factors of a tensor may be reused.
+
+PyTorch does not see every write to a tensor. NumPy, DLPack, `x.data` and foreign kernels change values, and leave
+object and version as they are. So codes of a tensor are valid only during one call of a module: nobody but the
+`forward` of that module writes to the tensor meanwhile. `convert` registers two hooks on every module above a layer
+that it converts, or above a norm that it fuses; they open and close a call. Outside of such calls nothing is reused.
+
+    codes of x, shared by layers    valid in the outermost running module that received x, else in the innermost one
+    amax of a kernel's result       valid in the innermost module that ran then; in a backward pass, in that pass
+    factors of a product            valid in the innermost running module that did not receive the product
+
+One case is left: the `forward` of a module, or a hook within it, writes to a tensor unseen by PyTorch, between two
+layers that take this very tensor. Write through the tensor itself there, or pass `x.clone()`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_NO_PASS = -1
+
+
+class ModuleCall:
+    """A call of a module that is running, or was.
+
+    Attributes:
+      codes: planes of the last x of its layers (`saved_input.py`).
+      is_open: whether it is running.
+      first_node: the number of the first autograd node that it can have made.
+      backward: the number of the backward pass around it, as under activation checkpointing, or -1.
+    """
+
+    __slots__ = ("_inputs", "backward", "codes", "first_node", "is_open", "module", "outer")
+
+    def __init__(self, module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any], outer: ModuleCall | None):
+        self.module, self.outer, self.is_open = id(module), outer, True
+        self._inputs = [id(x) for x in (*inputs, *keywords.values())]  # The call itself keeps them alive.
+        self.first_node = torch._C._autograd._get_sequence_nr()
+        self.backward = torch._C._current_graph_task_id()
+        self.codes: Any = None
+
+    def was_given(self, x: Tensor) -> bool:
+        return id(x) in self._inputs
+
+
+class _Thread(threading.local):
+    innermost: ModuleCall | None = None
+
+
+_thread = _Thread()
+
+
+def running() -> Iterator[ModuleCall]:
+    """The running calls of this thread, the innermost first."""
+    call = _thread.innermost
+    while call is not None:
+        yield call
+        call = call.outer
+
+
+def call_that_shares(x: Tensor) -> ModuleCall | None:
+    """The call during which layers may share codes of x."""
+    found = _thread.innermost
+    for call in running():
+        if not call.was_given(x):
+            break
+        found = call
+    return found
+
+
+def call_that_made(x: Tensor) -> ModuleCall | None:
+    """The running call that made x, if there is one."""
+    for call in running():
+        if not call.was_given(x):
+            node = x.grad_fn
+            return None if node is None or node._sequence_nr() < call.first_node else call
+    return None
+
+
+def moment() -> ModuleCall | int | None:
+    """The call or the backward pass that this thread runs; None: neither."""
+    call, backward = _thread.innermost, torch._C._current_graph_task_id()
+    if backward != _NO_PASS and (call is None or call.backward != backward):
+        return backward
+    return call
+
+
+def is_now(moment: ModuleCall | int) -> bool:
+    """Whether a moment is not over."""
+    return moment.is_open if isinstance(moment, ModuleCall) else moment == torch._C._current_graph_task_id()
+
+
+def follow_calls(module: nn.Module) -> None:
+    """Registers the hooks of this file on a module, once."""
+    if not any(hook is _open_call for hook in module._forward_pre_hooks.values()):
+        module.register_forward_pre_hook(_open_call, with_kwargs=True)
+        module.register_forward_hook(_close_call, always_call=True)
+
+
+def _open_call(module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+    if not torch.compiler.is_compiling():
+        _close(module)  # A KeyboardInterrupt runs no hooks, and may have left it open.
+        _thread.innermost = ModuleCall(module, inputs, keywords, _thread.innermost)
+
+
+def _close_call(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+    if not torch.compiler.is_compiling():
+        _close(module)
+
+
+def _close(module: nn.Module) -> None:
+    """Closes the last call of a module, and all within it; nothing, if it does not run."""
+    calls: list[ModuleCall] = []
+    for call in running():
+        calls.append(call)
+        if call.module == id(module):
+            for each in calls:
+                each.is_open, each.codes = False, None
+            _thread.innermost = call.outer
+            return

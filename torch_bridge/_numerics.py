@@ -1,0 +1,118 @@
+"""Tensors for `qshard.numerics`: plain ones, and DTensors of which each rank measures its shard."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from qshard.numerics._arrays import Shard, Whole, of_floats, of_shards
+from qshard.numerics._floats import as_float
+from qshard.numerics._models import Outputs, called, leaves
+from qshard.torch_bridge._fsdp.weight import ShardedWeight, memory_of
+from qshard.torch_bridge._quantized.validation import check_model
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """The ranks of some groups, one along each axis of a mesh: together, all that have a part of a tensor."""
+
+    def __init__(self, groups: Sequence[dist.ProcessGroup], device: torch.device):
+        self.groups, self.device = groups, device
+
+    @classmethod
+    def of_mesh(cls, mesh: DeviceMesh) -> Ranks:
+        kind = mesh.device_type
+        device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+        return cls([mesh.get_group(axis) for axis in range(mesh.ndim)], device)
+
+    def maximum(self, bits: NDArray[np.int32]) -> NDArray[np.int32]:
+        merged = torch.from_numpy(bits.copy()).to(self.device)
+        for group in self.groups:
+            dist.all_reduce(merged, op=dist.ReduceOp.MAX, group=group)
+        made: NDArray[np.int32] = merged.cpu().numpy()
+        return made
+
+    def gathered(self, own: T) -> list[T]:
+        parts = [own]
+        for group in self.groups:
+            found: list[Any] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(found, parts, group=group)
+            parts = [part for each in found for part in each]
+        return parts
+
+
+@torch.no_grad()
+def whole_of(x: Tensor, op: str) -> Whole:
+    """A tensor as what is measured: of a weight of a converted model its values, not its codes.
+
+    Of a DTensor every rank of its mesh calls it. One that is replicated over an axis is measured on the first of it.
+
+    Raises:
+      TypeError: it does not hold real numbers.
+      ValueError: it is a sum that is still to be made, or this rank has no part in it.
+    """
+    local, dtype = memory_of(x), str(x.dtype)
+    if not isinstance(x, DTensor):
+        return of_floats(as_float(local, op), dtype)
+    if any(isinstance(placement, Partial) for placement in x.placements):
+        raise ValueError(f"{op}: x {tuple(x.shape)} is a sum over ranks that is not made; redistribute it first")
+    mesh, coordinate = x.device_mesh, x.device_mesh.get_coordinate()
+    if coordinate is None:
+        raise ValueError(f"{op}: x {tuple(x.shape)} is on other ranks than this one; call it on those of its mesh")
+    _, start = compute_local_shape_and_global_offset(x.shape, mesh, x.placements)
+    is_first = not any(
+        place for place, placement in zip(coordinate, x.placements, strict=True) if placement.is_replicate()
+    )
+    shards = [Shard(local, tuple(start))] if is_first else []
+    as_float(local[:0] if local.ndim else local, op)  # Of replicas too, whose error is that of the first.
+    return of_shards(tuple(x.shape), dtype, shards, Ranks.of_mesh(mesh), op)
+
+
+class OfModule:
+    """A module whose weights `sensitivity` changes one by one."""
+
+    def __init__(self, model: nn.Module, op: str):
+        check_model(op, model)
+        self._model, self._weights = model, {}
+        for name, weight in model.named_parameters():
+            kind = "DTensor" if isinstance(weight, DTensor) else "of a converted layer"
+            if isinstance(weight, DTensor | ShardedWeight):
+                raise ValueError(
+                    f"{op}: {name} ({kind}) is not a plain weight; pass the model as it is before it is converted or "
+                    "sharded"
+                )
+            if weight.ndim > 1 and weight.is_floating_point():
+                self._weights[name] = weight
+
+    def names(self) -> list[str]:
+        return list(self._weights)
+
+    def weight(self, name: str) -> NDArray[Any]:
+        return as_float(self._weights[name], "sensitivity").array
+
+    @contextlib.contextmanager
+    def replaced(self, name: str, value: NDArray[np.float32]) -> Iterator[None]:
+        weight = self._weights[name]
+        with torch.no_grad():
+            before = weight.detach().clone()
+            try:
+                weight.copy_(torch.from_numpy(value))
+                yield
+            finally:
+                weight.copy_(before)
+
+    @torch.no_grad()
+    def run(self, batch: Any) -> Outputs:
+        made = called(self._model, batch)
+        return [np.asarray(as_float(leaf, "sensitivity").array, np.float64) for _, leaf in leaves(made)]

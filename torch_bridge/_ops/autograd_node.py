@@ -1,0 +1,142 @@
+"""The base class of autograd nodes: a first derivative, and a clear error for a second one.
+
+Kernels have no derivatives, so a gradient that a node returns is a constant for autograd. Under `create_graph=True` a
+gradient penalty would silently lose the terms of the node. So there a second node returns each gradient, and raises in
+its own backward pass. The second node is attached to the inputs of the first, whether or not the incoming gradient
+requires grad; `torch.autograd.function.once_differentiable` looks at the incoming gradient alone. Code that calculates
+gradients under `create_graph=True`, adds them up and steps with them runs as before.
+
+The link is an empty tensor, the *anchor*: a second result of the node, which autograd saves with the others. It costs
+about 2 us a call, and no memory on a device.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from qshard._core.validation import no_second_derivative
+
+Gradients = Sequence[Tensor | None]
+
+
+class Node(torch.autograd.Function):
+    """A `torch.autograd.Function` with one result and a first derivative only.
+
+    Subclasses define two static methods. `forward(ctx, *inputs)` returns the result and the tensors to save.
+    `gradients(ctx, saved, grad)` returns a gradient for each input; it may clear `saved`, so that tensors are freed.
+
+    Attributes:
+      op: the public function, for errors.
+      instead: what to do where a second derivative is needed, for errors.
+      degree: 1 for a node that is linear in its inputs together, so that their gradients depend on `grad` alone; 2 for
+        one that is linear in the first input and in the others together, so that the gradient of one depends on the
+        other; None for all else.
+    """
+
+    op: ClassVar[str]
+    instead: ClassVar[str]
+    degree: ClassVar[int | None] = None
+
+    def __init_subclass__(cls) -> None:
+        """Functions of their own in each class: Dynamo traces these two, and takes no class in their closures."""
+        cls.forward = staticmethod(_with_anchor(cls.forward))  # type: ignore[method-assign]
+        backward = _backward_of(cls.gradients, cls.op, cls.instead, cls.degree)  # type: ignore[attr-defined]
+        cls.backward = staticmethod(backward)  # type: ignore[method-assign]
+
+
+def apply_node(node: type[Node], *inputs: Any) -> Any:
+    """The result of a node. Call this, and not `node.apply`.
+
+    Raises:
+      NotImplementedError: a transform of `torch.func` runs, or an input has a forward-mode tangent.
+    """
+    if torch.compiler.is_compiling():
+        return node.apply(*inputs)
+    if torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(
+            f"{node.op}: transforms of torch.func (grad, jvp, vmap) do not apply to it; use torch.autograd.grad, or "
+            f"{node.instead}"
+        )
+    _check_no_tangent(inputs, node.op, node.instead)
+    # Past `Function.apply`, which looks for transforms again: the anchor costs what that does.
+    result = super(torch.autograd.Function, node).apply(*inputs)  # type: ignore[misc]
+    return result[0] if type(result) is tuple else result
+
+
+def _with_anchor(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def wrapper(ctx: Any, *inputs: Any) -> Any:
+        result, saved = forward(ctx, *inputs)
+        ctx.has_anchor = not torch.compiler.is_compiling() and any(ctx.needs_input_grad)
+        if not ctx.has_anchor:
+            ctx.save_for_backward(*saved)
+            return result
+        anchor = torch.empty(0, device="cpu")
+        ctx.save_for_backward(*saved, anchor)
+        return result, anchor
+
+    return wrapper
+
+
+def _backward_of(gradients: Callable[..., Gradients], op: str, instead: str, degree: int | None) -> Callable[..., Any]:
+    @functools.wraps(gradients)
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> Any:
+        saved = [*ctx.saved_tensors]  # Once: checkpointing unpacks once.
+        anchor = saved.pop() if ctx.has_anchor else None
+        if torch.compiler.is_compiling():  # AOTAutograd itself raises for second derivatives.
+            return gradients(ctx, saved, grad)
+        _check_no_tangent((grad,), op, instead)
+        if not torch.is_grad_enabled():
+            return gradients(ctx, saved, grad)
+        with torch.no_grad():
+            made = gradients(ctx, saved, grad)
+        if anchor is None:
+            return made
+        needed = ctx.needs_input_grad
+        where = [i for i, each in enumerate(made) if each is not None and _depends(i, needed, degree, grad)]
+        attached = [*made]
+        if where:
+            text = no_second_derivative(op, instead)
+            results = _Refusal.apply(text, len(where), *(made[i] for i in where), anchor, grad)
+            for i, result in zip(where, results, strict=True):
+                attached[i] = result
+        return tuple(attached)
+
+    return backward
+
+
+def _depends(i: int, needed: Sequence[bool], degree: int | None, grad: Tensor) -> bool:
+    """Whether the gradient of input i depends on anything that requires grad."""
+    if grad.requires_grad or degree is None:
+        return True
+    return degree == 2 and (any(needed[1:]) if i == 0 else needed[0])
+
+
+def _check_no_tangent(tensors: Sequence[Any], op: str, instead: str) -> None:
+    if forward_ad._current_level < 0:
+        return
+    if any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise NotImplementedError(
+            f"{op}: forward-mode differentiation (of a dual tensor) is not defined; use torch.autograd.grad, or "
+            f"{instead}"
+        )
+
+
+class _Refusal(torch.autograd.Function):
+    """Gradients as they are, with a backward pass that raises."""
+
+    @staticmethod
+    def forward(ctx: Any, text: str, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """`tensors`: the gradients, then those that they depend on."""
+        ctx.text = text
+        return tuple(x.view_as(x) for x in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        raise NotImplementedError(ctx.text)

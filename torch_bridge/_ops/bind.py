@@ -1,0 +1,361 @@
+"""Every op of the library as `torch.ops.qshard.<op>`, bound from the table in `ops.def`.
+
+An op on single tensors allocates its results; the XLA FFI handler, the one that JAX calls too, fills them. `call_into`
+is the same without the allocation: for code that owns its buffers, as the hooks of a sharded weight do.
+
+An op on lists of tensors is one call, and a constant number of launches, for a model. It returns nothing. It changes
+operands in place, those that `ops.def` names as its results, and its schema says which: `torch.compile` and graph
+capture see what is written. Optional lists may be empty, as the op's attributes say; all others have one length.
+`call_in_place` is the same without torch's dispatcher.
+
+Codes, and scales of one byte, are uint8 at this edge, since neither Inductor nor gloo knows every eight-bit float;
+`Plane` shows them as what they are. No op has a derivative: gradients pass through `Linear`.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from qshard import _ffi
+from qshard._core.validation import shown
+from qshard.formats import ELEMENTS
+from qshard.op_table import OpSpec, multi_table, table
+from qshard.torch_bridge._ops.eager import nobody_looks_on
+
+__all__ = ["bind", "call_in_place", "call_into", "dtype_name", "into", "ops", "seen_size"]
+
+_LIBRARY = torch.library.Library("qshard", "DEF")
+_ffi.follow_num_threads(torch.get_num_threads)
+
+
+def call_into(op: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], attributes: Mapping[str, Any]) -> None:
+    """Runs an op and writes its results into `outputs`, on the current stream.
+
+    Args:
+      op: a name in `qshard.op_table.table()`.
+      inputs: plain, contiguous tensors on one device.
+      outputs: likewise, of the shapes and dtypes that `torch.ops.qshard.<op>` returns; codes as uint8 or their
+        own dtype.
+      attributes: those of the op.
+
+    Raises:
+      ValueError, TypeError: the handler does not take these tensors; nothing was written.
+      RuntimeError: nor does PyTorch share them, as on meta.
+
+    No autograd, no tracing. About 1 us on the host.
+
+    >>> codes = torch.empty(3, dtype=torch.uint8)
+    >>> call_into("cast_tensor", (torch.ones(3), torch.tensor(2.0)), (codes,), {"element": "float8_e4m3fn"})
+    >>> codes.view(torch.float8_e4m3fn).float()
+    tensor([2., 2., 2.])
+    """
+    _ffi.call(op, inputs, outputs, attributes, True)
+
+
+def call_in_place(op: str, operands: Sequence[Tensor | Sequence[Tensor]], attributes: Mapping[str, Any]) -> None:
+    """Runs an op on lists of tensors, on the current stream.
+
+    Args:
+      op: a name in `qshard.op_table.multi_table()`.
+      operands: a tensor, or a list of them, for each operand; plain and contiguous, on one device.
+      attributes: those of the op.
+
+    Raises:
+      ValueError, TypeError: the handler does not take these tensors; nothing was written.
+
+    No autograd, no tracing.
+    """
+    spec = multi_table()[op]
+    _call_lists(spec, *by_lists(spec, operands), operands, attributes)
+
+
+def _call_lists(
+    spec: OpSpec,
+    inputs: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    operands: Sequence[Any],
+    attributes: Mapping[str, Any],
+) -> None:
+    try:
+        _ffi.call(spec.name, inputs, outputs, attributes)
+    except ValueError:
+        _check_memory(spec, operands)  # The host names no operands. Looked at only now, to keep good calls short.
+        raise
+    torch.autograd.graph.increment_version([t for t in outputs if not t.is_inference()])
+
+
+def by_lists(spec: OpSpec, operands: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """All tensors of an op on lists in order, and those that are written."""
+    every: list[Any] = []
+    written: list[Any] = []
+    for operand, given in zip(spec.inputs, operands, strict=True):
+        tensors = given if operand.many else (given,)
+        if not isinstance(tensors, list | tuple):
+            _check_tensors(spec, operands)
+        every += tensors
+        if operand.name in spec.written:
+            written += tensors
+    return every, written
+
+
+class into:
+    """Ops that write into given tensors, to be passed for `ops` to a step of `_core.quantize_steps`.
+
+    >>> codes = torch.empty(3, dtype=torch.uint8)
+    >>> into(codes).cast_tensor(torch.ones(3), torch.tensor(2.0), element="float8_e4m3fn") is codes
+    True
+    """
+
+    def __init__(self, *outputs: Tensor):
+        self._outputs = outputs
+
+    def __getattr__(self, op: str) -> Callable[..., Any]:
+        def run(*inputs: Tensor, dtype: torch.dtype | None = None, **attributes: Any) -> Any:
+            call_into(op, inputs, self._outputs, attributes)  # Whose dtypes are those of the results.
+            return self._outputs[0] if len(self._outputs) == 1 else self._outputs
+
+        return run
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name that qshard, ml_dtypes and JAX have for a torch dtype.
+
+    >>> dtype_name(torch.float8_e4m3fn)
+    'float8_e4m3fn'
+    """
+    return str(dtype).removeprefix("torch.")
+
+
+class _Plan(NamedTuple):
+    """What a call comes down to, once shapes, dtypes and attributes are checked."""
+
+    outputs: list[tuple[tuple[int, ...], torch.dtype]]
+    attributes: dict[str, Any]
+
+
+def bind(spec: OpSpec) -> Callable[..., Any]:
+    """Makes the torch op of `spec`: schema, fake implementation, and one for each device that may have kernels.
+
+    Arguments are the operands, then by keyword the attributes, and `dtype` where the op can give any float.
+
+    Returns:
+      The op as a function. Of single tensors, it gives a tensor or a tuple of them; of lists, what it has changed.
+
+    >>> torch.ops.qshard.amax_tensor(torch.tensor([[1.0, -3.0], [2.0, 0.0]]), lead=1)
+    tensor([3., 2.])
+    >>> torch.ops.qshard.cast_tensor(torch.ones(3), torch.ones(2), element="float8_e4m3fn")
+    Traceback (most recent call last):
+    ValueError: cast_tensor: scale (2,) is not the first axes of x (3,); give it one element for each run of x
+    """
+    plan = functools.partial(planned, spec)
+    cached_plan = functools.lru_cache(maxsize=4096)(plan)
+    single = len(spec.outputs) == 1
+
+    def fake(*operands: Any, **keywords: Any) -> Any:
+        _check_no_grad(spec, operands)
+        _check_memory(spec, operands)
+        inputs = [x for _, x in _named(spec, operands)]
+        outputs = plan(tuple(x.shape for x in inputs), tuple(x.dtype for x in inputs), tuple(keywords.items())).outputs
+        made = tuple(inputs[0].new_empty(shape, dtype=dtype) for shape, dtype in outputs)
+        return None if spec.many else made[0] if single else made
+
+    def run(*inputs: Tensor, **keywords: Any) -> Any:
+        x = inputs[0]
+        try:
+            if torch.is_grad_enabled():
+                _check_no_grad(spec, inputs)
+            shapes, dtypes = tuple([t.shape for t in inputs]), tuple([t.dtype for t in inputs])
+        except AttributeError:
+            _check_tensors(spec, inputs)  # Looked at only now, to keep good calls short.
+            raise
+        outputs, attributes = cached_plan(shapes, dtypes, tuple(keywords.items()))
+        made = [x.new_empty(shape, dtype=dtype) for shape, dtype in outputs]
+        try:
+            call_into(spec.name, inputs, made, attributes)
+        except ValueError:
+            _check_memory(spec, inputs)  # As in `call_in_place`.
+            raise
+        return made[0] if single else tuple(made)
+
+    def run_in_place(*operands: Any, **attributes: Any) -> None:
+        _check_tensors(spec, operands)
+        run_lists(*by_lists(spec, operands), operands, attributes)
+
+    def run_lists(inputs: Any, outputs: Any, operands: Any, attributes: Any) -> None:
+        if torch.is_grad_enabled():
+            _check_no_grad(spec, operands)
+        _call_lists(spec, inputs, outputs, operands, attributes)
+
+    _LIBRARY.define(_schema(spec), tags=[torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag])
+    for device in ("CPU", "CUDA"):
+        _LIBRARY.impl(spec.name, run_in_place if spec.many else run, device)
+    torch.library.register_fake(f"qshard::{spec.name}", fake, lib=_LIBRARY)
+    op: Callable[..., Any] = getattr(torch.ops.qshard, spec.name).default
+    if not spec.many:
+
+        def call(*operands: Any, **keywords: Any) -> Any:
+            if nobody_looks_on(operands):
+                return run(*operands, **keywords)
+            if not torch.compiler.is_compiling():
+                _check_tensors(spec, operands)
+            return op(*operands, **keywords)
+
+        return call
+
+    def changed(*operands: Any, **attributes: Any) -> Any:
+        inputs, outputs = by_lists(spec, operands)
+        if nobody_looks_on(inputs):
+            run_lists(inputs, outputs, operands, attributes)
+        else:
+            if not torch.compiler.is_compiling():
+                _check_tensors(spec, operands)
+            op(*operands, **attributes)
+        written = [x for x, operand in zip(operands, spec.inputs, strict=True) if operand.name in spec.written]
+        return written[0] if single else tuple(written)
+
+    return changed
+
+
+def planned(
+    spec: OpSpec,
+    shapes: tuple[tuple[int, ...], ...],
+    dtypes: tuple[torch.dtype, ...],
+    keywords: tuple[tuple[str, Any], ...],
+) -> _Plan:
+    """What a call of an op on single tensors comes down to.
+
+    Raises:
+      ValueError, TypeError: it does not fit the row.
+    """
+    given = dict(keywords)
+    dtype = given.pop("dtype", None)
+    sizes = [tuple(map(seen_size, shape)) for shape in shapes]
+    attributes = {name: seen_size(v) if isinstance(v, torch.SymInt) else v for name, v in given.items()}
+    names = [dtype_name(d) for d in dtypes]
+    results, axes, _ = spec.match(sizes, names, attributes, None if dtype is None else dtype_name(dtype))
+    made = [shape for shape, _ in results]
+    if any(isinstance(size, torch.SymInt) for sizes in (*shapes, given.values()) for size in sizes):
+        made = _symbolic(axes, shapes, given)
+    kinds = (
+        torch.uint8 if operand.dtype != "same" and name in ELEMENTS else getattr(torch, name)
+        for operand, (_, name) in zip(spec.outputs, results, strict=False)  # Those of lists are operands.
+    )
+    return _Plan(list(zip(made, kinds, strict=True)), attributes)
+
+
+def seen_size(size: int | torch.SymInt) -> int:
+    """An extent as a number. While shapes are symbols it is what the trace has seen; the op checks what comes later."""
+    if isinstance(size, torch.SymInt) and (hint := size.node.hint) is not None:
+        return int(hint)
+    return int(size)
+
+
+def _symbolic(axes: Sequence[Any], shapes: Sequence[Sequence[int]], given: Mapping[str, Any]) -> list[tuple[int, ...]]:
+    """Shapes of results from those of operands and from attributes, which may be symbols, and the factors of all
+    (`Row.match`).
+    """
+    sizes: dict[tuple[str, ...], Any] = {(name,): v for name, v in given.items() if isinstance(v, torch.SymInt)}
+    known = itertools.chain.from_iterable(zip(*pair, strict=True) for pair in zip(axes, shapes, strict=False))
+    for axis, size in known:
+        codes = size if axis[-1][2] == 1 else size * axis[-1][2]
+        sizes.setdefault(tuple(name for name, *_ in axis), codes)
+        if len(axis) > 1:
+            run = axis[1][1]
+            sizes.setdefault((axis[0][0],), codes if run == 1 else -(-codes // run))
+
+    def extent(axis: Sequence[tuple[str, int, int]]) -> int:
+        whole = sizes.get(tuple(name for name, *_ in axis))
+        codes: int = math.prod(sizes.get((name,), size) for name, size, _ in axis) if whole is None else whole
+        return codes if axis[-1][2] == 1 else codes // axis[-1][2]
+
+    return [tuple(map(extent, result)) for result in axes[len(shapes) :]]
+
+
+def _schema(spec: OpSpec) -> str:
+    aliases = iter("abcdefgh")
+    operands = [
+        f"Tensor{f'({next(aliases)}!)' if operand.name in spec.written else ''}{'[]' * operand.many} {operand.name}"
+        for operand in spec.inputs
+    ]
+
+    def default(left_out: Any) -> str:
+        return "" if left_out is None else f'="{left_out}"' if isinstance(left_out, str) else f"={left_out}"
+
+    # A size that is worked out of shapes may be a symbol, as they may.
+    kinds = {name: "SymInt" if kind == "int" else kind for name, (kind, *_) in spec.attributes.items()}
+    keywords = [f"{kinds[name]} {name}{default(left_out)}" for name, (*_, left_out) in spec.attributes.items()]
+    results = [] if spec.many else spec.outputs
+    keywords += ["ScalarType dtype"] * any(operand.dtype == "float" for operand in results)
+    made = "Tensor" if len(results) == 1 else f"({', '.join('Tensor' for _ in results)})"
+    return f"{spec.name}({', '.join(operands)}{', *, ' if keywords else ''}{', '.join(keywords)}) -> {made}"
+
+
+def _named(spec: OpSpec, operands: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of a call, by a name for errors."""
+    for operand, given in zip(spec.inputs, operands, strict=False):  # Torch says of one too few or too many.
+        if operand.many:
+            yield from ((f"{operand.name}[{i}]", x) for i, x in enumerate(given))
+        else:
+            yield operand.name, given
+
+
+def _check_tensors(spec: OpSpec, operands: Sequence[Any]) -> None:
+    """Raises TypeError unless operands are tensors and lists of them: torch passes None on, as an undefined tensor."""
+    for operand, given in zip(spec.inputs, operands, strict=False):
+        if operand.many and not isinstance(given, list | tuple):
+            raise TypeError(f"{spec.name}: {operand.name} ({shown(given)}) is not a list of torch.Tensors; pass one")
+    for name, x in _named(spec, operands):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{spec.name}: {name} ({shown(x)}) is not a torch.Tensor; pass one")
+
+
+def _check_no_grad(spec: OpSpec, operands: Sequence[Any]) -> None:
+    for name, x in _named(spec, operands):
+        if x.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                f"{spec.name}: {name} (requires grad) is not data alone, and the op has no derivative; "
+                "pass .detach(), or use qshard.torch_bridge.Linear"
+            )
+
+
+def _check_memory(spec: OpSpec, operands: Sequence[Any]) -> None:
+    tensors = list(_named(spec, operands))
+    for name, x in tensors:
+        first, device = tensors[0][0], tensors[0][1].device
+        if x.device != device:
+            raise ValueError(
+                f"{spec.name}: operands ({first} on {device}, {name} on {x.device}) are not on one device; "
+                "move them to one"
+            )
+        if not x.is_contiguous():
+            strides = tuple(x.stride())
+            raise ValueError(f"{spec.name}: {name} (strides {strides}) is not contiguous; call .contiguous() on it")
+
+
+def _transposed(x: Tensor) -> Tensor:
+    return x.transpose(-1, -2).contiguous()
+
+
+def transposed_squares(ops: Any, data: Any, scale_inv: Any, *, packed: bool) -> tuple[Any, Any]:
+    """Codes and scales in one launch: scales are few, and a launch of their own takes longer than they do."""
+    per_byte = 2 if packed else 1
+    data_t = data.new_empty((*data.shape[:-2], data.shape[-1] * per_byte, data.shape[-2] // per_byte))
+    scale_inv_t = scale_inv.new_empty((*scale_inv.shape[:-2], scale_inv.shape[-1], scale_inv.shape[-2]))
+    ops.transpose_each([data, scale_inv], [data_t, scale_inv_t])
+    return data_t, scale_inv_t
+
+
+# The argument `ops` of `quantize_steps` and `flat_shards`: every op, and copies with the last two axes swapped.
+ops: Any = SimpleNamespace(
+    **{_spec.name: bind(_spec) for _spec in (*table().values(), *multi_table().values())},
+    transposed=_transposed,
+    transposed_squares=lambda data, scale_inv, *, packed: transposed_squares(ops, data, scale_inv, packed=packed),
+)

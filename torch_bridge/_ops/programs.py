@@ -1,0 +1,197 @@
+"""Steps over ops that are worked out once, for shapes, dtypes and formats, and are then one call into C++.
+
+`Steps` are a function over `ops`, as those of `_core.quantize_steps` are, of values: nothing has a gradient. It is
+*recorded* by running it on `_Slot`s, which have shapes and dtypes and no memory, with an `ops` that notes what it is
+asked for. What comes of that, a `_ffi.Program`, makes the results and what lies between, and runs the handlers one
+after another. So each rule of the pipeline stands where it stood, and a call pays for none of them.
+
+Where somebody looks on (`eager.py`), and where a call fails, the steps run as they are written, one op of
+`torch.ops.qshard` after another, each with its checks.
+
+Programs hold no tensors. They are kept by shapes, dtypes, device and constants (`memo.py`).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qshard import _ffi
+from qshard.op_table import multi_table, table
+from qshard.torch_bridge._ops.bind import by_lists, dtype_name, ops, planned, transposed_squares
+from qshard.torch_bridge._ops.eager import nobody_looks_on
+from qshard.torch_bridge._ops.memo import Kept
+
+_ALIGNMENT = 256  # Of what lies between: that of allocations on GPUs.
+
+
+class Steps:
+    """A function over `ops` that is recorded.
+
+    Attributes:
+      programs: those that were recorded.
+
+    Args:
+      function: `function(ops, *tensors, *constants)` gives a tuple of tensors, or None for some. Its results may be
+        views of what it makes, by `view`. It depends on nothing but constants, shapes and dtypes.
+
+    >>> def amaxes(ops, x):
+    ...     return ops.amax_tensor(x, lead=1), ops.amax_tensor(x, lead=0)
+    >>> Steps(amaxes)((torch.tensor([[1.0, -3.0], [2.0, 0.0]]),))
+    (tensor([3., 2.]), tensor(3.))
+    """
+
+    def __init__(self, function: Callable[..., tuple[Any, ...]]):
+        self._function = function
+        self.programs = Kept(self._recorded)
+
+    def __call__(
+        self, tensors: tuple[Tensor, ...], *constants: Any, check: Callable[[], None] | None = None
+    ) -> tuple[Any, ...]:
+        """The results. Where the steps do not run as one call, `check` is asked first, to raise what is wrong."""
+        if nobody_looks_on(tensors):
+            try:
+                shapes, dtypes = tuple([x.shape for x in tensors]), tuple([x.dtype for x in tensors])
+                program = self.programs(shapes, dtypes, tensors[0].device, *constants)
+                if program is not None:
+                    return program(*tensors)
+            except (ValueError, TypeError, RuntimeError):
+                pass  # What is wrong is said below, by name.
+        if check is not None:
+            check()
+        return self._function(ops, *[x.detach() if x.requires_grad else x for x in tensors], *constants)
+
+    def _recorded(
+        self, shapes: tuple[torch.Size, ...], dtypes: tuple[torch.dtype, ...], device: torch.device, *constants: Any
+    ) -> _ffi.Program | None:
+        recorder = _Recorder()
+        inputs = [recorder.slot(tuple(shape), dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+        try:
+            results = self._function(recorder, *inputs, *constants)
+        except _NoSuchOpError:
+            return None
+        return recorder.program(results, len(inputs), device)
+
+
+class _NoSuchOpError(Exception):
+    """A step is none of our ops."""
+
+
+class _Slot:
+    """A tensor to be. Those with the same number share memory."""
+
+    def __init__(self, recorder: _Recorder, number: int, shape: tuple[int, ...], dtype: torch.dtype):
+        self._recorder, self.number, self.shape, self.dtype = recorder, number, shape, dtype
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def view(self, shape: Sequence[int]) -> _Slot:
+        if math.prod(shape) != math.prod(self.shape):
+            raise ValueError(f"view: {self.shape} has not as many elements as {tuple(shape)}")
+        return _Slot(self._recorder, self.number, tuple(shape), self.dtype)
+
+    reshape = view
+
+    def new_empty(self, shape: Sequence[int]) -> _Slot:
+        return self._recorder.slot(tuple(shape), self.dtype)
+
+    def as_row(self) -> tuple[tuple[int, ...], torch.dtype, int]:
+        return self.shape, self.dtype, self.number
+
+
+class _Recorder:
+    """`ops` that notes what it is asked for."""
+
+    def __init__(self) -> None:
+        self._made: list[tuple[tuple[int, ...], torch.dtype]] = []
+        self._rows: dict[Any, int] = {}
+        self._steps: list[tuple[str, list[int], list[int], dict[str, Any]]] = []
+
+    def slot(self, shape: tuple[int, ...], dtype: torch.dtype) -> _Slot:
+        self._made.append((shape, dtype))
+        return _Slot(self, len(self._made) - 1, shape, dtype)
+
+    def __getattr__(self, op: str) -> Callable[..., Any]:
+        if op in multi_table():
+            return functools.partial(self._in_place, op)
+        return functools.partial(self._op, op)
+
+    def _op(self, op: str, *operands: _Slot, **keywords: Any) -> Any:
+        spec = table()[op]
+        plan = planned(
+            spec, tuple(x.shape for x in operands), tuple(x.dtype for x in operands), tuple(keywords.items())
+        )
+        made = [self.slot(shape, dtype) for shape, dtype in plan.outputs]
+        self._note(op, operands, made, plan.attributes)
+        return made[0] if len(made) == 1 else tuple(made)
+
+    def _in_place(self, op: str, *operands: Any, **attributes: Any) -> None:
+        self._note(op, *by_lists(multi_table()[op], operands), attributes)
+
+    def transposed(self, x: _Slot) -> _Slot:
+        raise _NoSuchOpError
+
+    def transposed_squares(self, data: _Slot, scale_inv: _Slot, *, packed: bool) -> Any:
+        return transposed_squares(self, data, scale_inv, packed=packed)
+
+    def _note(self, op: str, operands: Sequence[_Slot], written: Sequence[_Slot], attributes: dict[str, Any]) -> None:
+        taken, made = ([self._rows.setdefault(x.as_row(), len(self._rows)) for x in xs] for xs in (operands, written))
+        self._steps.append((op, taken, made, attributes))
+
+    def _placed(self, numbers: Sequence[int]) -> tuple[dict[int, int], int]:
+        """Where in one piece each is, and how long it is. Those that are not needed at the same time share bytes."""
+        lives: dict[int, list[int]] = {}
+        by_row = [number for *_, number in self._rows]
+        for i, (_, *sides, _) in enumerate(self._steps):
+            for row in (row for side in sides for row in side):
+                lives.setdefault(by_row[row], []).append(i)
+        placed: list[tuple[int, int, int, int]] = []  # First and last byte, first and last step.
+        offsets: dict[int, int] = {}
+        for number in numbers:
+            shape, dtype = self._made[number]
+            size = -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+            steps = lives.get(number, [-1])
+            beside = sorted(piece for piece in placed if piece[2] <= steps[-1] and steps[0] <= piece[3])
+            at = 0
+            for start, end, *_ in beside:
+                if at + size <= start:
+                    break
+                at = max(at, end)
+            offsets[number] = at
+            placed.append((at, at + size, steps[0], steps[-1]))
+        return offsets, max((end for _, end, *_ in placed), default=0)
+
+    def program(self, results: Sequence[_Slot | None], inputs: int, device: torch.device) -> _ffi.Program:
+        """Each result has memory of its own; what lies between is in one piece."""
+        kept: dict[int, _Slot] = {}
+        for x in results:
+            if x is not None and x.shape != kept.setdefault(x.number, x).shape:
+                raise ValueError(
+                    f"Steps: a result {x.shape} is another's, which has another shape, {kept[x.number].shape}"
+                )
+        kept = {number: x for number, x in kept.items() if number >= inputs}
+        sources = {number: inputs + i for i, number in enumerate(kept)} | {i: i for i in range(inputs)}
+        offsets, end = self._placed([number for number in range(len(self._made)) if number not in sources])
+        makers = [_maker(x.shape, x.dtype, device) for x in kept.values()]
+        if offsets:
+            makers.append(_maker((end,), torch.uint8, device))
+        between = inputs + len(kept)
+        slots = [
+            (dtype_name(dtype), shape, sources.get(number, between), offsets.get(number, 0))
+            for shape, dtype, number in self._rows
+        ]
+        found = [None if x is None else sources[x.number] for x in results]
+        return _ffi.Program(device.type, inputs, makers, slots, self._steps, found)
+
+
+def _maker(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:
+    """`torch.empty` of it, by a function that takes half as long."""
+    strides = torch.empty(shape, device="meta").stride()
+    return functools.partial(torch.empty_strided, shape, strides, dtype=dtype, device=device)

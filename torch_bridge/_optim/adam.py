@@ -1,0 +1,378 @@
+"""Adam and AdamW with low-precision states and exact masters: one multi-tensor kernel for all tensors of a group."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer
+
+from qshard._core import adam
+from qshard._core.validation import listed, shown
+from qshard.op_table import multi_table
+from qshard.torch_bridge._distributed.dtensor import local_of, wrapped_like
+from qshard.torch_bridge._fsdp.scale_state import recast
+from qshard.torch_bridge._fsdp.weight import memory_of
+from qshard.torch_bridge._ops.bind import call_in_place, dtype_name
+from qshard.torch_bridge._optim.adam_state import SCALED, AsItIs, from_plain, to_plain
+from qshard.torch_bridge._quantized.tensor import QuantizedTensor
+from qshard.torch_bridge._quantized.validation import check_contiguous, check_dtype
+
+_LISTS = [operand.name for operand in multi_table()["adam"].inputs if operand.many]
+
+
+class Adam(Optimizer):
+    """`torch.optim.Adam` on float32 or 16-bit parameters, with states of few bits if asked for.
+
+        m = beta1 m + (1 - beta1) g;   v = beta2 v + (1 - beta2) g g
+        u = m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps);   p = p - lr u
+        weight decay: g = g + decay p before, or, decoupled, u = u + decay p after
+
+    Names, order and defaults of the first five arguments are torch's. `AdamW` decouples weight decay.
+
+    All arithmetic is float32, in the order that NUMERICS.md states, so the results are the same bits on every device,
+    and those of `qshard.jax.adam` and `qshard.jax.adamw`. A step is one launch for the settings and one for up to 240
+    tensors of the same dtypes. Nothing waits for the device, so a step can be captured in a CUDA graph, after one that
+    was not; then give `lr` as a tensor on the device, or it is fixed.
+
+    States in float16 or FP8 have one float32 scale for every 128 elements of a row (a row is what follows the first
+    axis), a power of two. A state of zeros stays zeros, and a second moment that is not 0 never becomes 0, which would
+    blow up the next update. Rows are cut from a weight together with their scales, so that a shard's state is the shard
+    of the state. Parameters with less than two axes keep float32 states in their place.
+
+    Args:
+      params: tensors, DTensors, sharded weights (`ShardedWeight`), or groups of them.
+      lr: a number or a tensor of one.
+      betas, eps, weight_decay: numbers.
+      decoupled_weight_decay: whether this is AdamW: `torch.optim.Adam` has the argument too.
+      exp_avg_dtype, exp_avg_sq_dtype: float32, bfloat16, float16, float8_e4m3fn or float8_e5m2.
+      master_weights: what a 16-bit parameter lacks of its float32 value. "float32" keeps that value in the state;
+        "remainder", for bfloat16, the 16 bits that the parameter lacks, which together are that value exactly (the
+        parameter is then the nearest bfloat16, a tie going away from zero); None rounds in every step.
+
+    State of a parameter: `step` (float32, on its device), `exp_avg`, `exp_avg_sq`, of which those with scales have
+    `exp_avg_scale_inv`, `exp_avg_sq_scale_inv`; and `master` or `remainder`. Of a DTensor, all but `step` are DTensors.
+    A state dict loads bit for bit, with any number of ranks. It has plain values alone: dtypes by name, and what is in
+    FP8 or int16, which gloo does not take, as bytes in a dict under the name of its dtype. One of torch's Adam or AdamW
+    loads too, and theirs take ours where states are float32 and there are no masters.
+
+    Raises:
+      ValueError, TypeError: a setting is not one of these.
+
+    >>> weight = torch.nn.Parameter(torch.ones(2, 256, dtype=torch.bfloat16))
+    >>> optimizer = Adam([weight], lr=0.25, exp_avg_dtype=torch.float8_e4m3fn, master_weights="remainder")
+    >>> weight.grad = torch.ones_like(weight)
+    >>> optimizer.step()
+    >>> weight[0, 0].item(), optimizer.state[weight]["exp_avg_scale_inv"].shape
+    (0.75, torch.Size([2, 2]))
+
+    Sources: Kingma and Ba, arXiv:1412.6980.
+    """
+
+    _op = "Adam"
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        decoupled_weight_decay: bool = False,
+        exp_avg_dtype: torch.dtype = torch.float32,
+        exp_avg_sq_dtype: torch.dtype = torch.float32,
+        master_weights: str | None = None,
+    ):
+        if isinstance(params, nn.Module):
+            raise TypeError(f"{self._op}: params ({type(params).__name__}) is a module; pass its .parameters()")
+        self._hypers: dict[Any, tuple[Tensor, list[float]]] = {}
+        self._steps: dict[Any, tuple[Tensor, list[Tensor]]] = {}
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "decoupled_weight_decay": decoupled_weight_decay,
+            "exp_avg_dtype": exp_avg_dtype,
+            "exp_avg_sq_dtype": exp_avg_sq_dtype,
+            "master_weights": master_weights,
+            "capturable": True,  # `step` is on the device of the parameter.
+        }
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds parameters, with settings that differ from those of the optimizer.
+
+        Raises:
+          ValueError, TypeError, NotImplementedError: a setting is not one that is known, or not for these parameters.
+        """
+        super().add_param_group(param_group)
+        try:
+            _check_group(self._op, self.param_groups[-1])
+        except BaseException:
+            self.param_groups.pop()
+            raise
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for parameter, of_parameter in state["state"].items():  # Before anything of this optimizer changes.
+            for name, value in of_parameter.items():
+                if isinstance(value, AsItIs):
+                    of_parameter[name] = value.on(self._op, name, parameter)
+        super().__setstate__(state)
+        self._hypers, self._steps = {}, {}
+        for group in self.param_groups:  # One of torch.optim.AdamW lacks some settings.
+            group.update({**self.defaults, **group, "capturable": True})
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state in plain values, which share memory with the optimizer, as torch has it.
+
+        >>> weight = torch.nn.Parameter(torch.ones(2, 128))
+        >>> weight.grad = torch.ones_like(weight)
+        >>> optimizer = Adam([weight], exp_avg_dtype=torch.float8_e4m3fn)
+        >>> optimizer.step()
+        >>> optimizer.state_dict()["state"][0]["exp_avg"]["float8_e4m3fn"].dtype
+        torch.uint8
+        """
+        return to_plain(super().state_dict(), self.param_groups)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes over a state, bit for bit: tensors move to the device of their parameter and keep their dtype.
+
+        torch's own would cast them to the dtype of the parameter.
+
+        Raises:
+          ValueError: a state is whole where its parameter is sharded.
+        """
+        super().load_state_dict(from_plain(state_dict))
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, *, inv_grad_scale: Tensor | float | None = None) -> Any:
+        """Updates every parameter that has a gradient.
+
+        Args:
+          closure: makes the gradients, and returns a loss.
+          inv_grad_scale: a number that gradients are multiplied by first, as when the loss was scaled up.
+
+        Returns:
+          What `closure` returns.
+
+        No communication: shards are updated where they are.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._update(inv_grad_scale)
+        return loss
+
+    def _update(self, inv_grad_scale: Tensor | float | None) -> None:
+        self._update_values(inv_grad_scale)
+        recast(p for group in self.param_groups for p in group["params"] if p.grad is not None)
+
+    def _update_values(self, inv_grad_scale: Tensor | float | None) -> None:
+        for index, group in enumerate(self.param_groups):
+            decay = ("decoupled" if group["decoupled_weight_decay"] else "coupled") if group["weight_decay"] else "none"
+            for kind, members in self._by_kind(group).items():
+                constants = torch.ops.qshard.adam_constants(
+                    self._advance((index, kind), [state for state, _ in members]),
+                    self._hyper((index, kind[0]), group, inv_grad_scale),
+                )
+                _run(constants, [tensors for _, tensors in members], decay)
+
+    def _trained(self, group: dict[str, Any]) -> Iterable[tuple[dict[str, Any], Tensor]]:
+        """What a step updates: states, and parameters that have a gradient."""
+        return [(self.state[p], p) for p in group["params"] if p.grad is not None]
+
+    def _by_kind(self, group: dict[str, Any]) -> dict[Any, list[tuple[dict[str, Any], dict[str, Tensor]]]]:
+        """The states and the plain, local tensors of parameters to update, by device and dtypes: what calls share."""
+        found: dict[Any, list[tuple[dict[str, Any], dict[str, Tensor]]]] = {}
+        for state, parameter in self._trained(group):
+            assert parameter.grad is not None
+            if parameter.grad.is_sparse:
+                raise NotImplementedError(f"{self._op}: grad (sparse) is not dense; call .to_dense() on it")
+            initialize_state(state, parameter, group)
+            low = state.get("remainder", state.get("master"))
+            given = {"grad": parameter.grad, "param": parameter, "low": low, **state}
+            tensors = {name: memory_of(t) for name in _LISTS if (t := given.get(name)) is not None}
+            if not tensors["grad"].is_contiguous():
+                tensors["grad"] = tensors["grad"].contiguous()
+            kind = (tensors["param"].device, *tensors, *[t.dtype for t in tensors.values()])
+            found.setdefault(kind, []).append((state, tensors))
+        return found
+
+    def _advance(self, key: Any, states: Sequence[dict[str, Any]]) -> Tensor:
+        """Adds one to the steps of some parameters, and gives them as one tensor, of which their states have views."""
+        given = [state["step"] for state in states]
+        together, views = self._steps.get(key, (None, []))
+        if together is None or list(map(id, views)) != list(map(id, given)):
+            together = torch.stack(given)
+            views = list(together.unbind())
+            self._steps[key] = (together, views)
+            for state, view in zip(states, views, strict=True):
+                state["step"] = view
+        return together.add_(1)
+
+    def _hyper(self, key: Any, group: dict[str, Any], inv_grad_scale: Tensor | float | None) -> Tensor:
+        """The settings as `adam_constants` takes them, in memory that stays. Written where they have changed."""
+        scale = 1.0 if inv_grad_scale is None else inv_grad_scale
+        beta1, beta2 = group["betas"]
+        values = adam.settings(group["lr"], beta1, beta2, group["eps"], group["weight_decay"], scale)
+        numbers = [math.nan if isinstance(value, Tensor) else float(value) for value in values]
+        if key not in self._hypers:
+            self._hypers[key] = (torch.tensor(numbers, dtype=torch.float32, device=key[1]), list(numbers))
+        hyper, written = self._hypers[key]
+        for i, value in enumerate(values):
+            if isinstance(value, Tensor):
+                hyper[i].copy_(value.reshape(()))
+            elif written[i] != numbers[i]:
+                hyper[i].fill_(numbers[i])
+        written[:] = numbers
+        return hyper
+
+
+class AdamW(Adam):
+    """`Adam` with decoupled weight decay, 0.01 by default as in `torch.optim.AdamW`. (`qshard.jax.adamw` has 0.0001.)
+
+    Args:
+      params, lr, betas, eps, weight_decay, options: as for `Adam`.
+
+    >>> weight = torch.nn.Parameter(torch.ones(4))
+    >>> weight.grad = torch.zeros(4)
+    >>> AdamW([weight], lr=0.5, weight_decay=0.25).step()
+    >>> weight.detach()
+    tensor([0.8750, 0.8750, 0.8750, 0.8750])
+
+    Sources: Loshchilov and Hutter, arXiv:1711.05101.
+    """
+
+    _op = "AdamW"
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        **options: Any,
+    ):
+        if "decoupled_weight_decay" in options:
+            raise TypeError("AdamW: decoupled_weight_decay is True, which makes it AdamW; use Adam to choose")
+        super().__init__(params, lr, betas, eps, weight_decay, decoupled_weight_decay=True, **options)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:  # As in torch: that of an Adam would not decouple.
+            group["decoupled_weight_decay"] = True
+
+
+def _run(constants: Tensor, members: Sequence[dict[str, Tensor]], decay: str) -> None:
+    first = members[0]
+    low = "none" if "low" not in first else "remainder" if first["low"].dtype == torch.int16 else "master"
+    lists = [[tensors[name] for tensors in members if name in tensors] for name in _LISTS]
+    lists = [[t.view(torch.uint8) for t in each] if each and each[0].dtype.itemsize == 1 else each for each in lists]
+    dtypes = {f"{name}_dtype": dtype_name(first[name].dtype) for name in ("exp_avg", "exp_avg_sq")}
+    call_in_place("adam", [constants, *lists], {"decay": decay, **dtypes, "keeps": low, "update": False})
+
+
+def initialize_state(state: dict[str, Any], parameter: Tensor, group: dict[str, Any]) -> None:
+    """Puts what a state lacks before the first step."""
+    if not _is_complete(state, parameter, group):
+        _complete(state, parameter, group)
+
+
+def _is_complete(state: dict[str, Any], parameter: Tensor, group: dict[str, Any]) -> bool:
+    """Asked in every step."""
+    if "step" not in state or "exp_avg" not in state or "exp_avg_sq" not in state:
+        return False
+    if state["exp_avg"].dtype in SCALED and "exp_avg_scale_inv" not in state:
+        return False
+    if state["exp_avg_sq"].dtype in SCALED and "exp_avg_sq_scale_inv" not in state:
+        return False
+    has_all = parameter.dtype == torch.float32 or group["master_weights"] is None
+    return has_all or "master" in state or "remainder" in state
+
+
+def _complete(state: dict[str, Any], parameter: Tensor, group: dict[str, Any]) -> None:
+    memory = memory_of(parameter)
+
+    def zeros(dtype: torch.dtype) -> Tensor:
+        return wrapped_like(parameter, torch.zeros(memory.shape, dtype=dtype, device=memory.device))
+
+    if "step" not in state:
+        state["step"] = torch.zeros((), dtype=torch.float32, device=memory.device)
+    for name in ("exp_avg", "exp_avg_sq"):
+        if name in state:
+            if state[name].dtype in SCALED and f"{name}_scale_inv" not in state:
+                raise ValueError(
+                    f"Adam: state {name} ({dtype_name(state[name].dtype)}) has no {name}_scale_inv; load it as float32"
+                )
+            continue
+        dtype = group[f"{name}_dtype"]
+        if dtype in SCALED and parameter.ndim < 2:
+            dtype = torch.float32
+        state[name] = zeros(dtype)
+        if dtype in SCALED:
+            scales = torch.ones(_blocks(memory.shape), dtype=torch.float32, device=memory.device)
+            state[f"{name}_scale_inv"] = wrapped_like(parameter, scales, _blocks(parameter.shape))
+    if memory.dtype != torch.float32 and not {"master", "remainder"} & state.keys():
+        if group["master_weights"] == "float32":
+            state["master"] = wrapped_like(parameter, memory.float())
+        elif group["master_weights"] == "remainder":
+            state["remainder"] = zeros(torch.int16)
+
+
+def _blocks(shape: Sequence[int]) -> tuple[int, int]:
+    return shape[0], -(-math.prod(shape[1:]) // adam.BLOCK)
+
+
+def _check_group(op: str, group: dict[str, Any]) -> None:
+    for name in ("lr", "eps", "weight_decay"):
+        adam.check_setting(op, name, group[name])
+    if isinstance(group["lr"], Tensor) and group["lr"].numel() != 1:
+        raise ValueError(f"{op}: lr {tuple(group['lr'].shape)} is not one number; pass a tensor of one")
+    betas = group["betas"]
+    if not isinstance(betas, Sequence) or len(betas) != 2:
+        raise ValueError(f"{op}: betas ({shown(betas)}) is not a pair of numbers; pass two, such as (0.9, 0.999)")
+    for i, beta in enumerate(betas):
+        adam.check_setting(op, f"betas[{i}]", beta, is_beta=True)
+    for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
+        dtype = group[name]
+        adam.check_state_dtype(op, name, dtype, dtype_name(dtype) if isinstance(dtype, torch.dtype) else "", "torch.")
+    if group["master_weights"] not in (None, "remainder", "float32"):
+        raise ValueError(
+            f"{op}: master_weights ({group['master_weights']!r}) is not None, 'remainder' or 'float32'; pass one"
+        )
+    for parameter in group["params"]:
+        _check_parameter(op, parameter, group)
+
+
+def _check_parameter(op: str, parameter: Tensor, group: dict[str, Any]) -> None:
+    """Raises for what all ranks see alike: nothing here depends on the part of a rank."""
+    local = local_of(parameter)
+    shape = tuple(parameter.shape)
+    if isinstance(local, QuantizedTensor):
+        raise TypeError(f"{op}: parameter {shape} (QuantizedTensor) is not of floats; give the optimizer its master")
+    check_dtype(op, f"parameter {shape}", parameter.dtype)
+    if group["master_weights"] == "remainder" and parameter.dtype == torch.float16:
+        raise TypeError(
+            f"{op}: parameter {shape} (float16) is not bfloat16, which alone takes a remainder; "
+            "pass master_weights='float32'"
+        )
+    check_contiguous(op, f"parameter {shape}", memory_of(parameter))
+    scaled = {group["exp_avg_dtype"], group["exp_avg_sq_dtype"]} & set(SCALED)
+    if scaled and parameter.ndim >= 2 and isinstance(parameter, DTensor):
+        for i, placement in enumerate(parameter.placements):
+            axis = getattr(placement, "dim", 0)
+            row, shards = math.prod(parameter.shape[1:]), parameter.device_mesh.size(i)
+            if axis > 1 or (axis == 1 and (parameter.shape[1] % shards or row // shards % adam.BLOCK)):
+                raise ValueError(
+                    f"{op}: parameter {shape} (cut into {shards} along axis {axis}) is not cut at blocks of "
+                    f"{adam.BLOCK}, which states in {listed(map(dtype_name, scaled))} have scales for; cut axis 0, "
+                    "or keep states in bfloat16"
+                )

@@ -1,0 +1,103 @@
+"""The state of `Adam` in plain values, as checkpoints, collectives of any library and pickle take it, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from qshard._core import adam
+from qshard.torch_bridge._distributed.dtensor import local_of, wrapped_like
+from qshard.torch_bridge._ops.bind import dtype_name
+
+SCALED = tuple(getattr(torch, name) for name in adam.SCALED)
+_NOT_TAKEN = (torch.int16, *(dtype for dtype in SCALED if dtype.itemsize == 1))
+"""By gloo, and in part by pickle. So a plain state has them as bytes: `{"int16": <uint8 [*shape, 2]>}`."""
+_DTYPES = ("exp_avg_dtype", "exp_avg_sq_dtype")
+"""Settings that a state dict has by their names."""
+
+
+class AsItIs:
+    """A tensor that torch's own `load_state_dict` would cast to the dtype of the parameter."""
+
+    def __init__(self, tensor: Tensor):
+        self.tensor = tensor
+
+    def on(self, op: str, name: str, parameter: Tensor) -> Tensor:
+        """The tensor where its parameter is.
+
+        Raises:
+          ValueError: it is whole where the parameter is sharded. torch takes a full state apart where the optimizer has
+            a tensor of the same name, so of the same dtype.
+        """
+        if isinstance(parameter, DTensor) and self.tensor.ndim and not isinstance(self.tensor, DTensor):
+            given = dtype_name(self.tensor.dtype)
+            raise ValueError(
+                f"{op}: state {name} ({given}) is of all of parameter {tuple(parameter.shape)}, which is sharded; load "
+                f"it with set_optimizer_state_dict into an optimizer whose {name} is {given}"
+            )
+        dtype = torch.float32 if name == "step" else self.tensor.dtype
+        there: Tensor = self.tensor.to(device=parameter.device, dtype=dtype)
+        return there
+
+
+def to_plain(state_dict: dict[str, Any], groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """A state dict of the parameter groups `groups`, with dtypes by name, and as bytes what gloo does not take."""
+    states = {
+        key: {name: _as_bytes(value) for name, value in state.items()} for key, state in state_dict["state"].items()
+    }
+    plain = [
+        {
+            **packed,
+            **{name: dtype_name(own[name]) for name in _DTYPES},
+            # torch's Adam refuses to be capturable on a CPU.
+            "capturable": any(parameter.device.type != "cpu" for parameter in own["params"]),
+        }
+        for packed, own in zip(state_dict["param_groups"], groups, strict=True)
+    ]
+    return {**state_dict, "state": states, "param_groups": plain}
+
+
+def from_plain(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """The inverse, with tensors as `AsItIs`. Dtypes, and tensors of any, are taken as such too."""
+    states = {
+        key: {name: _as_it_is(value) for name, value in state.items() if not _is_nothing(value)}
+        for key, state in state_dict["state"].items()
+    }
+    groups = [
+        {name: _dtype_of(value) if name in _DTYPES else value for name, value in group.items()}
+        for group in state_dict["param_groups"]
+    ]
+    return {**state_dict, "state": states, "param_groups": groups}
+
+
+def _as_bytes(value: Any) -> Any:
+    if not isinstance(value, Tensor) or value.dtype not in _NOT_TAKEN:
+        return value
+    of_each = (value.itemsize,) if value.itemsize > 1 else ()  # An axis of its own: shards are cut as before.
+    local = local_of(value)
+    data = local.contiguous().view(-1).view(torch.uint8).view(*local.shape, *of_each)
+    return {dtype_name(value.dtype): wrapped_like(value, data, (*value.shape, *of_each))}
+
+
+def _as_it_is(value: Any) -> Any:
+    if isinstance(value, dict) and len(value) == 1:
+        ((name, data),) = value.items()
+        dtype = _dtype_of(name)
+        if dtype in _NOT_TAKEN:
+            shape, local = data.shape[: data.ndim - (dtype.itemsize > 1)], local_of(data)
+            own = local.shape[: len(shape)]
+            value = wrapped_like(data, local.contiguous().view(-1).view(dtype).view(own), shape)
+    return AsItIs(value) if isinstance(value, Tensor) else value
+
+
+def _is_nothing(value: Any) -> bool:
+    """What torch makes of a state that a flat state dict lacks."""
+    return isinstance(value, dict) and not value
+
+
+def _dtype_of(name: Any) -> Any:
+    return getattr(torch, name, name) if isinstance(name, str) else name

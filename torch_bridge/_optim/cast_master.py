@@ -1,0 +1,280 @@
+"""`cast_master`: flat slices of master weights to quantized weights, with one max-reduction for all of them.
+
+The steps are `_core.flat_shards`; here is what they need of torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from qshard._core import flat_shards
+from qshard._core.flat_shards import MasterPlan
+from qshard._core.quantize_steps import Plane, Scales
+from qshard._core.validation import shown
+from qshard.formats import Usage
+from qshard.layout import matrix_shape, plane, source
+from qshard.torch_bridge._ops.bind import dtype_name
+from qshard.torch_bridge._ops.collectives import max_over_ranks
+from qshard.torch_bridge._ops.foreach import SliceOps
+from qshard.torch_bridge._ops.uint64 import words
+from qshard.torch_bridge._optim.slices import QuantizedSlice
+from qshard.torch_bridge._quantized.tensor import QuantizedTensor
+from qshard.torch_bridge._quantized.validation import check_contiguous, check_dtype, check_group, check_tensor
+
+Parity = Literal["master", "model"]
+
+
+class CastPlan:
+    """What `cast_master` knows of its weights before it sees masters. Make it once, and no step pays for it again.
+
+    Args:
+      weights: those that will be cast: all `QuantizedTensor`, whole, or all `QuantizedSlice`.
+      dtype: of the masters, of all of them: a rank without a slice must know it too.
+      parity: "master": quantize masters as they are; "model": round them to the dtype of the weight first.
+      op: who is called, for errors.
+
+    Attributes:
+      plan, ops: what the steps of `_core.flat_shards` take.
+      owners: for each plane of the plan, which weight it is of.
+      pieces: whether weights are `QuantizedSlice`s.
+
+    Raises:
+      ValueError: as `_core.flat_shards.plan_master`.
+    """
+
+    def __init__(
+        self,
+        weights: Sequence[QuantizedTensor | QuantizedSlice],
+        *,
+        parity: Parity,
+        dtype: torch.dtype = torch.float32,
+        op: str = "CastPlan",
+    ):
+        if parity not in ("master", "model"):
+            raise ValueError(f"{op}: parity ({parity!r}) is not 'master' or 'model'; choose what codes equal")
+        if not isinstance(weights, list | tuple):
+            raise TypeError(f"{op}: weights ({shown(weights)}) is not a list; pass one, of one weight too")
+        for i, weight in enumerate(weights):
+            if not isinstance(weight, QuantizedTensor | QuantizedSlice):
+                raise TypeError(
+                    f"{op}: weights[{i}] ({shown(weight)}) is not a QuantizedTensor or a QuantizedSlice; quantize it "
+                    "first"
+                )
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"{op}: dtype ({shown(dtype)}) is not a torch.dtype; pass one, such as torch.float32")
+        check_dtype(op, "dtype", dtype)
+        self.pieces = any(isinstance(weight, QuantizedSlice) for weight in weights)
+        if self.pieces and not all(isinstance(weight, QuantizedSlice) for weight in weights):
+            raise ValueError(f"{op}: weights (mixed) are not all whole or all slices; cast them in two calls")
+        # A weight with two planes of different numbers is cast twice; `owners` says of which weight a plane is.
+        planes = [(i, *of_weight) for i, weight in enumerate(weights) for of_weight in _planes(weight)]
+        self.owners = [i for i, _, _ in planes]
+        of_planes = [weights[i] for i in self.owners]
+        self.plan: MasterPlan = flat_shards.plan_master(
+            [tuple(weight.shape) for weight in of_planes],
+            [weight.format for weight in of_planes],
+            usages=[usage for _, usage, _ in planes],
+            dtype=dtype_name(dtype),
+            rounded_to=[None if parity == "master" else dtype_name(weight.dtype) for weight in of_planes],
+            op=op,
+        )
+        self.dtype, self.weights = dtype, len(weights)
+        self.device = planes[0][2].data.device if planes else torch.device("cpu")
+        self.ops = SliceOps(self.plan, self.device)
+        twice = len(planes) > len(weights)
+        self._owners = torch.tensor(self.owners).to(self.device) if twice else None
+
+    def words(self, name: str, numbers: Sequence[int] | Tensor) -> Tensor:
+        """Numbers of 64 bits, one for each weight, as int32 `[planes, 2]`, the low word first.
+
+        A tensor may be int64 `[n]`, or int32 or uint32 `[n, 2]`: on the device, it makes a call that a CUDA graph can
+        capture.
+        """
+        pairs = words("cast_master", name, numbers, self.device, self.weights)
+        # Indexed as int32: CUDA does not index uint32.
+        return pairs if self._owners is None else pairs.view(torch.int32)[self._owners]
+
+    def amaxes(self, masters: Sequence[Tensor], starts: Tensor) -> list[Tensor]:
+        """What this rank's slices know of the amaxes of each plane's blocks, in the shape of its scales.
+
+        Delayed scaling keeps them for the next scale. No communication: the amax of a block is the maximum over ranks.
+        `masters` has a flat slice for each plane, maybe empty; `starts` are the `words` of them.
+        """
+        found = flat_shards.amaxes(self.ops, self.plan, masters, starts)
+        of_planes: dict[int, Tensor] = {}
+        for bucket in self.plan.buckets:
+            of_planes.update(zip(bucket.indices, (grid for grid, _ in bucket.split(*bucket.found(found))), strict=True))
+        return [of_planes[i] for i in range(len(self.owners))]
+
+    def cast(
+        self,
+        weights: Sequence[QuantizedTensor | QuantizedSlice],
+        masters: Sequence[Tensor],
+        starts: Tensor,
+        scales: Sequence[Scales],
+    ) -> None:
+        """Writes the codes of slices under scales that are known, as in delayed scaling, and those scales, in place.
+
+        `scales` are those of each plane, the same on all ranks; the rest is as for `amaxes`. No communication.
+        """
+        targets = self.targets(weights)
+        encoding = [torch.cat([scales[i].scale.view(-1) for i in bucket.indices]) for bucket in self.plan.buckets]
+        data = [target.data for target in targets]
+        flat_shards.cast(self.ops, self.plan, data, masters, starts, encoding, pieces=self.pieces)
+        made = [Plane(codes, each.scale_inv, each.global_scale_inv) for codes, each in zip(data, scales, strict=True)]
+        _write_scales(weights, targets, made)
+
+    def targets(self, weights: Sequence[QuantizedTensor | QuantizedSlice]) -> list[Plane]:
+        return [parts for weight in weights for _, parts in _planes(weight)]
+
+
+def cast_master(
+    weights: Sequence[QuantizedTensor | QuantizedSlice],
+    masters: Sequence[Tensor | None],
+    starts: Sequence[int] | Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    parity: Parity,
+    dtype: torch.dtype = torch.float32,
+    seeds: Sequence[int] | Tensor | None = None,
+    plan: CastPlan | None = None,
+) -> None:
+    """Writes the codes of slices of master weights, and the scales of the whole weights, in place.
+
+    The codes are those of `quantize(master)`, or with parity "model" of `quantize(master.to(weight.dtype))`, of the
+    whole master: gathered, slices are its bits.
+
+    Args:
+      weights: what is written to. A `QuantizedTensor` is a whole weight, of whose codes those of the slice change. A
+        `QuantizedSlice` holds codes of the slice alone.
+      masters: for each weight this rank's slice, flat, of `dtype`; None or empty if it has none.
+      starts: index of the first element of each slice in its weight. Elements past the end of a weight are padding.
+      group: the ranks that hold the other slices. None: there are none, or no block or scale is shared
+        (`_core.flat_shards.plan_shards`).
+      parity: "master" or "model".
+      dtype: of all masters: float32, bfloat16 or float16.
+      seeds: of stochastic rounding, one for each weight, 64 bits; another one each step.
+      plan: made of such weights, with parity and dtype; None: it is made here.
+
+    Raises:
+      ValueError: a format or a shape cannot be cast in slices; seeds are missing; a start is negative; tensors do not
+        fit.
+      TypeError: a master is not of the dtype of the plan.
+
+    Collective: one all-reduce of int32 amaxes for all weights, whatever a rank holds. Launches do not grow with the
+    number of weights: for each format, one for amaxes, some for scales and one for codes; on a GPU, one for each 448
+    weights. The columnwise plane of square blocks goes: `update_columnwise` makes it of the gathered codes.
+
+    >>> from qshard.formats import FP8_E4M3
+    >>> from qshard.torch_bridge import quantize
+    >>> whole = torch.tensor([[1.0, 2.0], [4.0, 7.0]])
+    >>> q = quantize(torch.zeros(2, 2), FP8_E4M3)
+    >>> cast_master([q], [whole.view(-1)[1:]], [1], parity="master")
+    >>> q.dequantize()
+    tensor([[0., 2.],
+            [4., 7.]])
+
+    Sources: TransformerEngine `quantize_master_weights`.
+    """
+    check_group("cast_master", group)
+    plan = plan or CastPlan(weights, parity=parity, dtype=dtype, op="cast_master")
+    _check(plan, weights, masters)
+    slices = [
+        torch.empty(0, dtype=plan.dtype, device=plan.device) if m is None else m.detach().view(-1) for m in masters
+    ]
+    targets = plan.targets(weights)
+    made = flat_shards.cast_master(
+        plan.ops,
+        [target.data for target in targets],
+        [slices[i] for i in plan.owners],
+        plan.words("starts", starts),
+        None if group is None else lambda amax: max_over_ranks(amax, group),
+        plan=plan.plan,
+        pieces=plan.pieces,
+        seeds=None if seeds is None else plan.words("seeds", seeds),
+    )
+    _write_scales(weights, targets, made)
+
+
+def update_columnwise(weights: Sequence[QuantizedTensor]) -> None:
+    """Makes the columnwise planes of weights whose rowwise planes have been gathered: their transposes.
+
+    Args:
+      weights: of formats with square blocks, or one scale.
+
+    Raises:
+      ValueError: the columnwise plane of a format is no transpose of the rowwise one.
+
+    One launch for the codes and the scales of all weights. `cast_master` takes the plane away, so that nothing
+    computes with a stale one; this gives it back, in the same memory.
+    """
+    made: list[Plane] = []
+    matrices: list[Tensor] = []
+    transposes: list[Tensor] = []
+    for i, weight in enumerate(weights):
+        if not isinstance(weight, QuantizedTensor):
+            raise TypeError(f"update_columnwise: weights[{i}] ({shown(weight)}) is not a QuantizedTensor; quantize it")
+        fmt, rows = weight.format, weight.parts(Usage.ROWWISE)
+        if not fmt.transposes or rows is None:  # There is no transpose to make of vectors.
+            raise ValueError(
+                f"update_columnwise: weights[{i}] ({fmt}) has no columnwise plane that is a transpose; quantize it "
+                "with usage=Usage.BOTH"
+            )
+        shape, columns = tuple(weight.shape), weight.parts(Usage.COLUMNWISE, stale=True)
+        where = plane(fmt, shape, Usage.COLUMNWISE)
+        data = rows.data.new_empty(where.data_shape) if columns is None else columns.data
+        matrices.append(rows.data.view(plane(fmt, matrix_shape(shape), Usage.ROWWISE).data_shape))
+        transposes.append(data)
+        scale_inv = rows.scale_inv
+        if scale_inv.ndim:
+            scale_inv = scale_inv.new_empty(where.scale_shape) if columns is None else columns.scale_inv
+            matrices.append(rows.scale_inv)
+            transposes.append(scale_inv)
+        made.append(Plane(data, scale_inv, rows.global_scale_inv))
+    if matrices:
+        torch.ops.qshard.transpose_each(matrices, transposes)
+    for weight, parts in zip(weights, made, strict=True):
+        weight.set(Usage.COLUMNWISE, parts)
+
+
+def _planes(weight: QuantizedTensor | QuantizedSlice) -> list[tuple[Usage, Plane]]:
+    """The planes to cast: of square blocks the rowwise one, of which the other is a transpose."""
+    if isinstance(weight, QuantizedSlice):
+        return [(weight.usage, weight.parts)]
+    there = [(usage, parts) for usage in Usage if (parts := weight.parts(usage)) is not None]
+    sources = {usage: source(weight.format, usage) for usage, _ in there}
+    return [(usage, parts) for usage, parts in there if sources[usage] is usage or sources[usage] not in sources]
+
+
+def _write_scales(weights: Sequence[Any], targets: Sequence[Plane], made: Sequence[Plane]) -> None:
+    """Copies new scales to where weights have theirs, once their codes are written."""
+    for part in (1, 2):  # scale_inv, global_scale_inv
+        pairs = [(old[part], new[part]) for old, new in zip(targets, made, strict=True)]
+        if there := [(old, new) for old, new in pairs if old is not None and new is not None]:
+            torch._foreach_copy_([old for old, _ in there], [new for _, new in there])
+    for weight in weights:
+        if isinstance(weight, QuantizedTensor) and Usage.COLUMNWISE not in dict(_planes(weight)):
+            weight.columnwise_is_stale = True
+
+
+def _check(plan: CastPlan, weights: Sequence[Any], masters: Sequence[Tensor | None]) -> None:
+    if not len(weights) == len(masters) == plan.weights:
+        raise ValueError(
+            f"cast_master: {len(masters)} masters and a plan of {plan.weights} are not one for each of "
+            f"{len(weights)} weights; give None where this rank has no slice"
+        )
+    for i, m in enumerate(masters):
+        if m is None:
+            continue
+        check_tensor("cast_master", f"masters[{i}]", m)
+        if m.dtype != plan.dtype:
+            raise TypeError(
+                f"cast_master: masters[{i}] ({dtype_name(m.dtype)}) is not {dtype_name(plan.dtype)}; pass dtype= that "
+                "of them all"
+            )
+        check_contiguous("cast_master", f"masters[{i}]", m)

@@ -1,0 +1,419 @@
+"""`numerics_of`: what a step does to the weights, activations and gradients of quantized layers."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from qshard._core import quantize_steps
+from qshard._core.quantize_steps import Plane
+from qshard._core.validation import shown
+from qshard.formats import Format, Usage
+from qshard.layout import plane
+from qshard.numerics import _kernels as kernels
+from qshard.numerics._arrays import Whole
+from qshard.numerics._cuts import are_blocks_cut
+from qshard.numerics._observed import COUNTS, Totals, seen_of
+from qshard.numerics._pieces import compared
+from qshard.numerics._steps import LayerStats, StepStats, layer_stats
+from qshard.recipes import DelayedScaling, Role
+from qshard.torch_bridge._delayed_scaling import DelayedScale
+from qshard.torch_bridge._distributed.dtensor import local_of
+from qshard.torch_bridge._distributed.tensor_shards import Part
+from qshard.torch_bridge._fsdp.weight import ShardedWeight, memory_of
+from qshard.torch_bridge._losses.linear_cross_entropy import LinearCrossEntropy, QuantizedHead
+from qshard.torch_bridge._nn.grouped_linear import GroupedLinear, _checked_sizes
+from qshard.torch_bridge._nn.linear import WeightLayer, _rank_of, _seed_taken
+from qshard.torch_bridge._nn.operands import ROLES, matrix_of, quantized
+from qshard.torch_bridge._numerics import whole_of
+from qshard.torch_bridge._ops.bind import ops
+from qshard.torch_bridge._ops.collectives import max_over_ranks
+from qshard.torch_bridge._quantized.scaling_state import plain_name
+from qshard.torch_bridge._quantized.validation import check_group, check_model
+
+PART = 1 << 22
+"""Elements that are measured at a time: about 30 bytes each, for a moment."""
+ROWS = 128
+"""Rows of a part are a multiple of it, and so whole blocks of every format."""
+SUMS = ("signal", "noise", *COUNTS, "elements", "calls")
+MOST = ("amax", "scale_high", "scale_low")
+"""What is reduced by a maximum; the last with its sign turned."""
+
+
+def numerics_of(model: nn.Module, *, group: dist.ProcessGroup | None = None, weights: bool = True) -> Watch:
+    """Statistics of a step, of each `Linear` of `model`: its weight, its activations and its gradients.
+
+        with numerics_of(model) as seen:
+            loss = model(x)
+            loss.backward()
+        print(seen.stats().of("blocks.0.up", Role.GRADIENT).zeros_made)
+
+    Each tensor is quantized once more, as the layer does it, and compared with what was given: the rowwise plane, with
+    the layer's scales and random numbers. Weights are those of the moment when the block begins. Nothing of the step
+    changes, no bit of its results either. Experts of a `GroupedLinear` are layers, `up.experts.0`, and have the rows of
+    their groups. A `LinearCrossEntropy` with labels counts a call for each chunk of rows, and its gradients are of
+    logits.
+
+    Args:
+      model: on any device, sharded or not, with layers that `convert` made. `torch.compile` must not have it.
+      group: the ranks whose statistics are put together; by default all, and this process alone where
+        `torch.distributed` is not initialized.
+      weights: whether weights are measured; without it, forward and backward passes alone.
+
+    Returns:
+      A `Watch`. Its `stats()` gives a `StepStats`, a row for each layer and role, the same on all ranks.
+
+    Raises:
+      TypeError: `model` is no module, or `group` no group.
+      ValueError: `model` has no `Linear` of qshard.
+
+    A `LinearCrossEntropy` with a recipe of its own, which `convert` has not made, is not measured: a warning names it.
+
+    Under FSDP2 each rank measures its shard of a weight and its own activations and gradients; amaxes are reduced as
+    quantizing reduces them, and `stats()` is two all-reduces, of 15 numbers for each row. All ranks of the group begin
+    the block together, and call `stats()` together. Counts are exact, sums in float32. What a step counts twice, as
+    gradient accumulation does and layers that are called again, is added up; what checkpointing computes again is not.
+
+    The cost: for each operand a cast, two reads of codes, and about 20 passes over float32, which is several times
+    that of the layer's own casts; benchmarks/bench_watch.py measures it. Outside of the block there is none.
+
+    >>> import qshard.torch_bridge as qt
+    >>> model = qt.convert(nn.Sequential(nn.Linear(16, 32, bias=False)), "CurrentScaling")
+    >>> with numerics_of(model) as seen:
+    ...     model(torch.full((4, 16), 2.0)).sum().backward()
+    >>> row = seen.stats().of("0", Role.ACTIVATION)
+    >>> row.amax, row.sqnr_db, row.elements, round(448 * row.scale_low, 6)
+    (2.0, inf, 64, 2.0)
+    """
+    check_model("numerics_of", model)
+    check_group("numerics_of", group)
+    modules = {".".join(plain_name(model, name)): module for name, module in model.named_modules()}
+    layers = {name: module for name, module in modules.items() if isinstance(module, WeightLayer)}
+    grouped = [module for module in modules.values() if isinstance(module, GroupedLinear)]
+    if not layers:
+        raise ValueError(
+            f"numerics_of: model ({shown(type(model))}) has no Linear of qshard; convert it with a recipe first"
+        )
+    others = [
+        name
+        for name, module in modules.items()
+        if isinstance(module, LinearCrossEntropy) and not isinstance(module, WeightLayer) and "recipe" in module.loss
+    ]
+    if others:
+        warnings.warn(
+            f"numerics_of: {', '.join(others)} (LinearCrossEntropy with recipe=) will not be measured; convert them "
+            "with the recipe instead",
+            stacklevel=2,
+        )
+    return Watch(layers, group, weights, grouped)
+
+
+class Watch:
+    """What `numerics_of` returns: a context in which layers are measured."""
+
+    def __init__(
+        self,
+        layers: dict[str, WeightLayer],
+        group: dist.ProcessGroup | None,
+        weights: bool,
+        grouped: Sequence[GroupedLinear] = (),
+    ):
+        self._layers, self._group, self._weights, self._grouped = layers, group, weights, grouped
+        self._handles: list[Any] = []
+        self._seen: dict[tuple[str, Role], list[tuple[Tensor, int]]] = {}
+        self._totals: dict[tuple[str, Role], Totals] = {}
+        self._stats: StepStats | None = None
+
+    def __enter__(self) -> Watch:
+        if self._handles:
+            raise RuntimeError("numerics_of: this block has begun already; call numerics_of again for another step")
+        self._seen, self._totals, self._stats = {}, {}, None
+        if self._weights:
+            for name, layer in self._layers.items():
+                self._measure_weight(name, layer)
+        names: dict[nn.Module, str] = {layer: name for name, layer in self._layers.items()}
+        for name, layer in self._layers.items():
+            self._watch(layer, functools.partial(_Call, self, name, layer))
+        for layers in self._grouped:
+            experts = [(names[each], cast(WeightLayer, each)) for each in layers.experts]
+            self._watch(layers, functools.partial(_ExpertsCall, self, experts))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        for layer in self._layers.values():
+            layer.__dict__.pop("observer", None)
+
+    def _watch(self, module: nn.Module, call: Any) -> None:
+        """Has `call(inputs)` made before each call of the module, and its `after(y)` called after it."""
+        calls: list[Any] = []
+
+        @torch.no_grad()
+        def before(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+            calls[:] = [call(*inputs, **named)]
+
+        def after(module: nn.Module, inputs: tuple[Any, ...], y: Any) -> None:
+            if calls and isinstance(y, Tensor) and y.requires_grad:
+                self._handles.append(y.register_hook(calls[0].of_gradient))
+            calls.clear()
+
+        self._handles.append(module.register_forward_hook(after))
+        self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+
+    def note(
+        self, name: str, role: Role, layer: WeightLayer, x: Tensor, dtype: torch.dtype, seed: Tensor | None
+    ) -> None:
+        self.keep(name, role, _measured_operand(role, layer, x, dtype, seed))
+
+    def keep(self, name: str, role: Role, measured: list[tuple[Tensor, int]]) -> None:
+        """Adds an operand of a call, as `_measured` gives it."""
+        self._seen.setdefault((name, role), []).extend(measured)
+        self._totals.setdefault((name, role), Totals()).calls += 1
+
+    @torch.no_grad()
+    def _measure_weight(self, name: str, layer: WeightLayer) -> None:
+        """Of the shards that are there. Where they cut blocks, or draw random numbers, on the host."""
+        weight, fmt = layer.weight, layer.recipe.weight
+        if not isinstance(local_of(weight), ShardedWeight):  # Codes of a ZeroOptimizer, or computed.
+            return
+        whole = whole_of(weight, "numerics_of")
+        where = plane(fmt, whole.shape, Usage.ROWWISE, op="numerics_of", name=name)
+        scales = _scales_of(layer)
+        if fmt.stochastic or are_blocks_cut(where, whole) or fmt.scaling.global_scale == "row":
+            self._totals[name, Role.WEIGHT] = _on_the_host(whole, fmt)
+            return
+        local = memory_of(weight)
+        matrix = local.reshape(-1, local.shape[-1]).contiguous()
+        reduce_max = functools.partial(_merged, groups=getattr(whole.others, "groups", ()))
+        if scales:
+            margin, scale = cast(DelayedScaling, layer.recipe).margin, scales[ROLES.index(Role.WEIGHT)]
+            made, _ = quantize_steps.quantize_delayed(
+                ops, matrix, fmt, Usage.ROWWISE, scale, margin, reduce_max=reduce_max
+            )
+        else:
+            made = quantize_steps.quantize(ops, matrix, fmt, Usage.ROWWISE, reduce_max=reduce_max)
+        if whole.pieces:  # Of replicas the first counts.
+            self.keep(name, Role.WEIGHT, _measured(matrix, made[Usage.ROWWISE], fmt))
+
+    def stats(self) -> StepStats:
+        """The rows, of all ranks together; after the block, or in it, of what was seen so far.
+
+        Raises:
+          RuntimeError: no forward pass of any layer was seen, on any rank.
+        """
+        if self._stats is not None:
+            return self._stats
+        keys = [(name, role) for name in self._layers for role in Role]
+        totals = [self._total(key) for key in keys]
+        self._reduce(totals)
+        if not any(total.calls for (_, role), total in zip(keys, totals, strict=True) if role is Role.ACTIVATION):
+            raise RuntimeError(
+                f"numerics_of: no forward pass of its {len(self._layers)} layers was seen; run the step within the "
+                "block, and without torch.compile"
+            )
+        rows: list[LayerStats] = []
+        for (name, role), total in zip(keys, totals, strict=True):
+            if total.calls:
+                rows.append(layer_stats(name, role, self._layers[name].recipe.format(role), total))
+        stats = StepStats(tuple(rows))
+        if not self._handles:
+            self._stats = stats
+        return stats
+
+    def _total(self, key: tuple[str, Role]) -> Totals:
+        total, found = Totals(), self._seen.get(key, [])
+        values = torch.stack([packed for packed, _ in found]).cpu().tolist() if found else []
+        for (amax, signal, noise, low, high, *counts), (_, elements) in zip(values, found, strict=True):
+            named = {name: int(count) for name, count in zip(COUNTS, counts, strict=True)}
+            square = amax * amax
+            total += Totals(amax, signal * square, noise * square, low, high, **named, elements=elements)
+        if key in self._totals:
+            total += self._totals[key]
+        return total
+
+    def _reduce(self, totals: Sequence[Totals]) -> None:
+        group = self._group
+        if not dist.is_available() or not dist.is_initialized() or dist.get_world_size(group) == 1:
+            return
+        device = torch.device("cpu")
+        if "nccl" in dist.get_backend(group):
+            device = torch.device("cuda", torch.cuda.current_device())
+        sums = torch.tensor([[float(getattr(t, name)) for name in SUMS] for t in totals], dtype=torch.float64)
+        most = torch.tensor([[t.amax, t.scale_high, -t.scale_low] for t in totals], dtype=torch.float64)
+        for values, op in ((sums, dist.ReduceOp.SUM), (most, dist.ReduceOp.MAX)):
+            there = values.to(device)
+            dist.all_reduce(there, op=op, group=group)
+            values.copy_(there)
+        for total, of_sums, of_most in zip(totals, sums.tolist(), most.tolist(), strict=True):
+            for name, value in zip(SUMS, of_sums, strict=True):
+                setattr(total, name, value if name in SUMS[:2] else int(value))
+            total.amax, total.scale_high, total.scale_low = of_most[0], of_most[1], -of_most[2]
+
+
+class _Call:
+    """A call of a layer. Recomputation in a backward pass is not counted."""
+
+    def __init__(self, watch: Watch, name: str, layer: WeightLayer, input: Any = None, labels: Tensor | None = None):
+        self.watch, self.name, self.layer = watch, name, layer
+        self.seed = _seed_of_next_call(layer)
+        self.pending: list[list[tuple[Tensor, int]]] | None = []
+        if isinstance(layer, QuantizedHead):
+            layer.observer = self._observe if labels is not None else None
+            self.gives_loss = labels is not None
+        else:
+            self.gives_loss = False
+        if not self.gives_loss and isinstance(input, Tensor) and not _is_in_backward():
+            watch.note(name, Role.ACTIVATION, layer, input, _dtype_of(input), self.seed)
+
+    @torch.no_grad()
+    def of_gradient(self, grad: Tensor) -> None:
+        """Takes the gradient of y. Under a loss gradients of logits count instead, computed before or after this."""
+        if not self.gives_loss:
+            self.watch.note(self.name, Role.GRADIENT, self.layer, grad, grad.dtype, self.seed)
+            return
+        for measured in self.pending or ():
+            self.watch.keep(self.name, Role.GRADIENT, measured)
+        self.pending = None
+
+    @torch.no_grad()
+    def _observe(self, role: Role, x: Tensor, seed: Tensor | None) -> None:
+        """An operand of a chunk of a head. Gradients that are made with the loss count if it is differentiated."""
+        if role is Role.ACTIVATION and _is_in_backward():
+            return
+        measured = _measured_operand(role, self.layer, x, x.dtype, seed)
+        if role is Role.ACTIVATION or self.pending is None:
+            self.watch.keep(self.name, role, measured)
+        else:
+            self.pending.append(measured)
+
+
+class _ExpertsCall:
+    """A call of a `GroupedLinear`: of each expert, with the rows of its group."""
+
+    def __init__(self, watch: Watch, experts: Sequence[tuple[str, WeightLayer]], input: Tensor, group_sizes: Tensor):
+        _checked_sizes(input, len(experts), group_sizes)
+        self.watch, self.experts, self.sizes = watch, experts, group_sizes.tolist()
+        self.seeds = [_seed_of_next_call(layer) for _, layer in experts]
+        if not _is_in_backward():
+            self._note(Role.ACTIVATION, input, _dtype_of(input))
+
+    @torch.no_grad()
+    def of_gradient(self, grad: Tensor) -> None:
+        self._note(Role.GRADIENT, grad, grad.dtype)
+
+    def _note(self, role: Role, x: Tensor, dtype: torch.dtype) -> None:
+        rows = x[: sum(self.sizes)].split(self.sizes)
+        for (name, layer), seed, part in zip(self.experts, self.seeds, rows, strict=True):
+            self.watch.note(name, role, layer, part, dtype, seed)
+
+
+def _seed_of_next_call(layer: WeightLayer) -> Tensor | None:
+    return None if layer.seed is None else _seed_taken(layer.seed.clone(), _rank_of(layer.weight))
+
+
+def _is_in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _dtype_of(x: Tensor) -> torch.dtype:
+    """The dtype in which a layer multiplies x."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+def _measured_operand(
+    role: Role, layer: WeightLayer, x: Tensor, dtype: torch.dtype, seed: Tensor | None
+) -> list[tuple[Tensor, int]]:
+    """`_measured` of an operand of a layer, quantized as the layer does it."""
+    local = local_of(x).detach()
+    parts = {role: Part(tuple(x.shape), x.device_mesh, tuple(x.placements))} if isinstance(x, DTensor) else {}
+    matrix = matrix_of(local, dtype)
+    made, _ = quantized(matrix, layer.recipe, Usage.ROWWISE, role, seed, parts, _scales_of(layer))
+    operand = made[Usage.ROWWISE]
+    return _measured(matrix, operand.parts, operand.format)
+
+
+def _scales_of(layer: WeightLayer) -> list[Tensor]:
+    """The scales of delayed scaling, by role."""
+    if "delayed" not in layer._modules:
+        return []
+    return [cast(DelayedScale, layer.delayed[role.value]).scale for role in ROLES]
+
+
+def _merged(amax: Tensor, groups: Sequence[dist.ProcessGroup]) -> Tensor:
+    for group in groups:
+        amax = max_over_ranks(amax, group)
+    return amax
+
+
+def _measured(x: Tensor, parts: Plane, fmt: Format) -> list[tuple[Tensor, int]]:
+    """`seen_of` of a matrix and its rowwise plane, and of how many elements, some rows at a time.
+
+    In one tensor, on the device: counts of a part are exact in float64.
+    """
+    found = []
+    rows, columns = x.shape
+    step = max(PART // max(columns, 1) // ROWS, 1) * ROWS
+    for first in range(0, rows if columns else 0, step):
+        cut = slice(first, min(first + step, rows))
+        some = _rows_of(parts, fmt, cut)
+        value = _values(some, fmt)
+        ones = some.data.view(torch.uint8).clone().fill_(_code_of_one(fmt)).view(some.data.dtype)
+        scale = _values(some._replace(data=ones), fmt)
+        seen = seen_of(torch, x[cut].float(), value, scale, fmt.element, _count)
+        found.append((torch.stack([number.double() for number in seen]), value.numel()))
+    return found
+
+
+def _values(parts: Plane, fmt: Format) -> Tensor:
+    made: Tensor = quantize_steps.dequantize(ops, parts, fmt, Usage.ROWWISE, torch.float32)
+    return made
+
+
+def _code_of_one(fmt: Format) -> int:
+    """The byte whose codes all stand for 1."""
+    code = fmt.element.bias << fmt.element.mantissa_bits
+    return code if fmt.element.codes_per_byte == 1 else code << fmt.element.bits | code
+
+
+def _rows_of(parts: Plane, fmt: Format, rows: slice) -> Plane:
+    """Some rows of a rowwise plane, whole blocks."""
+    data, scale_inv, whole = parts
+    if fmt.block is not None:
+        scale_inv = scale_inv[rows.start // fmt.block[0] : -(-rows.stop // fmt.block[0])]
+    if whole is not None and fmt.scaling.global_scale == "row":
+        whole = whole[rows]
+    return Plane(data[rows], scale_inv, whole)
+
+
+def _count(mask: Tensor) -> Tensor:
+    return mask.sum()
+
+
+def _on_the_host(whole: Whole, fmt: Format) -> Totals:
+    """Of what this rank has of a weight, by the kernels of `qshard.numerics`."""
+    total = Totals(calls=int(bool(whole.pieces)))
+    for piece in compared(whole, fmt, Usage.ROWWISE, 0, "numerics_of"):
+        sums = piece.sums(lambda elements: None)
+        there = kernels.ops.amax_tensor(np.where(np.isfinite(piece.x), piece.x, 0).astype(np.float32), lead=0)
+        scales = piece.scales[np.isfinite(piece.scales) & (piece.scales > 0)]
+        total += Totals(
+            amax=float(there),
+            signal=sums.signal,
+            noise=sums.noise,
+            scale_low=float(scales.min(initial=np.inf)),
+            scale_high=float(scales.max(initial=0.0)),
+            **{name: getattr(sums, name) for name in COUNTS},
+            elements=sums.elements,
+        )
+    return total

@@ -1,0 +1,88 @@
+"""`quantize`: a tensor to a `QuantizedTensor`."""
+
+from __future__ import annotations
+
+import functools
+
+import torch.distributed as dist
+from torch import Tensor
+
+from qshard._core.quantize_steps import Draws
+from qshard._core.validation import FormatLike, as_format, as_usage
+from qshard.formats import Format, Usage
+from qshard.layout import plane
+from qshard.torch_bridge._ops.collectives import max_over_ranks
+from qshard.torch_bridge._ops.uint64 import words
+from qshard.torch_bridge._quantized.plane_programs import pair_of, quantized
+from qshard.torch_bridge._quantized.tensor import QuantizedTensor
+from qshard.torch_bridge._quantized.validation import check_contiguous, check_group, check_tensor
+
+
+def quantize(
+    x: Tensor,
+    fmt: FormatLike,
+    *,
+    usage: Usage = Usage.ROWWISE,
+    group: dist.ProcessGroup | None = None,
+    seed: int | Tensor | None = None,
+    first: int | Tensor = 0,
+    row_step: int | None = None,
+) -> QuantizedTensor:
+    """Casts `x` to `fmt`.
+
+    `x ~= code * scale_inv`, with `code = encode(fl(x * scale))`. Each block, or the tensor, has one scale, which takes
+    its largest element to the largest code; NUMERICS.md has the formula of every format.
+
+    Args:
+      x: float32, bfloat16 or float16, contiguous, `[..., K]`; leading axes count as rows.
+      fmt: one of `qshard.formats`, maybe with other options, or its name, such as "MXFP8_E4M3".
+      usage: the planes to make: `ROWWISE`, `COLUMNWISE` or `BOTH`.
+      group: `x` holds the rows of this rank, of a tensor whose rows are cut over these ranks: the scale of the whole
+        tensor, if the format has one, is of all of it, and the call is collective. Scales of rows and blocks are of `x`
+        alone, so every rank must hold whole blocks; one that does not raises alone.
+      seed: of stochastic rounding, 64 bits: an int, or int32 or uint32 `[2]` on the device of `x`, the low word first.
+      first: index of the first element of `x` in the whole tensor, likewise: random bits belong to it.
+      row_step: how many columns the whole tensor has, if they are not those of `x`.
+
+    Returns:
+      A `QuantizedTensor` of the shape and dtype of `x`. `layout.plane` has the shapes of its planes.
+
+    Raises:
+      ValueError: `fmt` cannot hold the shape of `x`; `x` is strided; or there is no seed for stochastic rounding.
+      TypeError: `x` is not a plain tensor of such a dtype, or another argument is not of its type.
+
+    With `group`, the codes that ranks get are the rows of the codes of the whole: gathered, they are its bits. Not
+    differentiable: the result holds the values of `x` as they are now. Gradients pass through `Linear`.
+
+    >>> import torch
+    >>> from qshard.formats import FP8_E4M3, MXFP8_E4M3
+    >>> q = quantize(torch.tensor([[1.0, -448.0], [0.0, 3.0]]), FP8_E4M3)
+    >>> q.rowwise.data.view(torch.uint8), q.rowwise.scale_inv
+    (tensor([[ 56, 254],
+            [  0,  68]], dtype=torch.uint8), tensor(1.))
+    >>> quantize(torch.ones(2, 64), MXFP8_E4M3).rowwise.scale_inv.float()
+    tensor([[0.0039, 0.0039],
+            [0.0039, 0.0039]])
+
+    Sources: arXiv:2209.05433 (per-tensor FP8); arXiv:2412.19437 (blocks of 128); OCP Microscaling Formats v1.0 and
+    arXiv:2506.08027 (MXFP8); arXiv:2509.25149 (NVFP4).
+    """
+    fmt, usage = as_format(fmt, "quantize"), as_usage(usage, "quantize")
+    draws = reduce_max = None
+    if group is not None:
+        check_group("quantize", group)
+        if fmt.scaling.global_scale != "row":  # A row's scale is of its own elements, all of which are here.
+            reduce_max = functools.partial(max_over_ranks, group=group)
+    if fmt.stochastic and seed is not None:
+        _check(x, fmt, usage)
+        draws = Draws(words("quantize", "seed", seed, x.device), words("quantize", "first", first, x.device), row_step)
+    check = functools.partial(_check, x, fmt, usage)
+    rowwise, columnwise = pair_of(quantized(x, fmt, usage, draws=draws, reduce_max=reduce_max, check=check))
+    return QuantizedTensor(fmt, tuple(x.shape), x.dtype, rowwise=rowwise, columnwise=columnwise)
+
+
+def _check(x: Tensor, fmt: Format, usage: Usage) -> None:
+    check_tensor("quantize", "x", x, sharded="pass x.to_local(), with group= the ranks that its amax spans")
+    for one in usage.planes:
+        plane(fmt, tuple(x.shape), one)
+    check_contiguous("quantize", "x", x)

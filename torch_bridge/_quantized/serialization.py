@@ -1,0 +1,87 @@
+"""Quantized tensors as plain ones, for files that any program reads, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from qshard._core import serialization
+from qshard._core.quantize_steps import Plane
+from qshard._core.serialization import Description
+from qshard._core.validation import shown
+from qshard.formats import Usage
+from qshard.torch_bridge._quantized.tensor import QuantizedTensor, of_description
+
+
+def to_plain(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Quantized tensors as tensors of uint8 and float32, with a line of JSON that says what they are of.
+
+    Args:
+      values: by name: `QuantizedTensor`s, and anything else, which stays as it is.
+
+    Returns:
+      The tensors, by names such as `w.rowwise.data`, and metadata of one string. `_core.serialization` has the names.
+      Memory is shared with `values`, but no two parts of a tensor share any, as safetensors wants it. A stale
+      columnwise plane, which counts as absent, is left out.
+
+    Raises:
+      ValueError: two results have one name.
+
+    >>> import torch
+    >>> from qshard.formats import MXFP8_E4M3
+    >>> from qshard.torch_bridge import quantize
+    >>> q = quantize(torch.ones(2, 64), MXFP8_E4M3)
+    >>> tensors, metadata = to_plain({"w": q, "b": torch.ones(2)})
+    >>> {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    {'w.rowwise.data': (torch.uint8, (2, 64)), 'w.rowwise.scale_inv': (torch.uint8, (2, 2)), 'b': (torch.float32, (2,))}
+    >>> from_plain(tensors, metadata)["w"]
+    QuantizedTensor(MXFP8_E4M3, shape=(2, 64), dtype=torch.float32, device=cpu)
+
+    With safetensors: `save_file(tensors, "w.safetensors", metadata)`.
+    """
+    return serialization.plain(values, _parts_of)
+
+
+def from_plain(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None) -> dict[str, Any]:
+    """The inverse of `to_plain`, and of `qshard.jax.to_plain`.
+
+    Args:
+      tensors: of a file.
+      metadata: of the same file. What it does not describe stays as it is, so None describes nothing.
+
+    Returns:
+      Quantized tensors, which share memory with `tensors`, and the rest.
+
+    Raises:
+      TypeError: an argument is not a dict, or one of `tensors` is not a tensor.
+      ValueError: tensors are not those that the metadata describes, or it is of a later version.
+    """
+    return serialization.restored(tensors, metadata, _made_of)
+
+
+def _parts_of(name: str, value: Any) -> tuple[Description, dict[Usage, Plane]] | None:
+    if not isinstance(value, QuantizedTensor):
+        return None
+    seen: set[int] = set()
+
+    def own(part: Tensor | None) -> Tensor | None:
+        if part is None:
+            return None
+        memory = part.untyped_storage().data_ptr()
+        if memory in seen:
+            return part.clone()
+        seen.add(memory)
+        return part.detach().contiguous()
+
+    description, planes = value.described()
+    return description, {usage: Plane(*map(own, parts)) for usage, parts in planes.items()}
+
+
+def _made_of(name: str, description: Description, planes: dict[Usage, Plane]) -> QuantizedTensor:
+    for part, array in serialization.flat(planes).items():
+        if not isinstance(array, Tensor):
+            what = f"{serialization.joined(name, part)} ({shown(array)}) is not a torch.Tensor"
+            raise TypeError(f"from_plain: {what}; load the file with safetensors.torch")
+    return of_description("from_plain", name, description, planes)

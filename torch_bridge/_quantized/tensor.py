@@ -1,0 +1,364 @@
+"""`QuantizedTensor`: codes and scales that stand for a high-precision tensor."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils.hooks import warn_if_has_hooks
+
+from qshard._core.quantize_steps import Plane
+from qshard._core.serialization import Description, described, flat, text_of
+from qshard._core.validation import as_plane, listed, shown
+from qshard.formats import FLOATS, Format, Usage
+from qshard.torch_bridge._ops.bind import dtype_name
+from qshard.torch_bridge._quantized.plane_programs import NO_PLANE, dequantized
+
+aten = torch.ops.aten
+_FLOATS = tuple(getattr(torch, name) for name in FLOATS)
+
+
+class QuantizedTensor(Tensor):
+    """A tensor of dtype `dtype` and shape `shape`, stored as `fmt`: `value = fl(code * scale_inv)`, rounded to `dtype`.
+
+    A container: it can be moved, copied, saved, shared and dequantized. All other ops on it raise, since each would
+    have to choose between values and codes, and values cost what the format saved. It has no gradient of its own,
+    except as the weight of `Linear`, where it stands for a parameter of dtype `dtype`. There a move of
+    the model to another float dtype changes `dtype` alone: codes and scales stay.
+
+    Attributes:
+      format: how it is stored.
+      rowwise: the `Plane` with blocks along the last axis; None if absent.
+      columnwise: the `Plane` with blocks along the first axis; None if absent.
+      global_scale_inv: that of the rowwise plane if there is one, else of the columnwise plane; None if the format has
+        none.
+      columnwise_is_stale: the columnwise plane is of older codes than the rowwise one: it counts as absent, and only
+        its memory is kept, for `update_columnwise`.
+
+    Under FSDP2 it is what a sharded weight becomes between gather and reshard: its codes are the gathered bytes.
+
+    It travels as bytes, bit for bit: `torch.save`, `pickle`, `copy`, queues and shared memory of
+    `torch.multiprocessing`. `torch.load(weights_only=True)` takes it once `qshard.torch_bridge` is imported. `to_plain`
+    is for files that programs without qshard read, and for `torch.distributed.checkpoint`.
+
+    >>> from qshard.formats import FP8_E4M3, Usage
+    >>> from qshard.torch_bridge import quantize
+    >>> q = quantize(torch.tensor([[1.0, 0.5]]), FP8_E4M3, usage=Usage.BOTH)
+    >>> q.rowwise.data.dtype, tuple(q.columnwise.data.shape), q.dequantize()
+    (torch.float8_e4m3fn, (2, 1), tensor([[1.0000, 0.5000]]))
+    >>> q + 1
+    Traceback (most recent call last):
+    NotImplementedError: QuantizedTensor: aten.add.Tensor is not an op on codes; call .dequantize() and use its result
+    """
+
+    format: Format
+    columnwise_is_stale: bool
+
+    # Each part has an attribute of its own, as `__tensor_flatten__` names them.
+    _rowwise_data: Tensor | None
+    _rowwise_scale_inv: Tensor | None
+    _rowwise_global_scale_inv: Tensor | None
+    _columnwise_data: Tensor | None
+    _columnwise_scale_inv: Tensor | None
+    _columnwise_global_scale_inv: Tensor | None
+    _PLANES: ClassVar = {
+        usage: tuple(f"_{usage.name.lower()}_{part}" for part in Plane._fields)  # type: ignore[union-attr]
+        for usage in Usage.BOTH.planes
+    }
+    _NAMES: ClassVar = tuple(name for names in _PLANES.values() for name in names)
+
+    @staticmethod
+    def __new__(
+        cls,
+        fmt: Format,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        *,
+        rowwise: Plane | None = None,
+        columnwise: Plane | None = None,
+        columnwise_is_stale: bool = False,
+    ) -> QuantizedTensor:
+        """Wraps planes that exist: codes and one-byte scales as uint8, in the shapes of `layout.plane`.
+
+        Use `quantize` to make them.
+        """
+        either = rowwise or columnwise
+        if either is None:
+            raise ValueError("QuantizedTensor: rowwise (None) and columnwise (None) are no plane; use quantize")
+        self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=either.data.device)
+        self.format, self.columnwise_is_stale = fmt, columnwise_is_stale
+        # One by one: a loop over _NAMES takes three times as long, in each call of `quantize`.
+        self._rowwise_data, self._rowwise_scale_inv, self._rowwise_global_scale_inv = rowwise or NO_PLANE
+        self._columnwise_data, self._columnwise_scale_inv, self._columnwise_global_scale_inv = columnwise or NO_PLANE
+        return self
+
+    def set(self, usage: Usage, parts: Plane | None) -> None:
+        """Puts other memory in the place of a plane, which is current then."""
+        for name, part in zip(self._PLANES[usage], parts or NO_PLANE, strict=True):
+            setattr(self, name, part)
+        if usage is Usage.COLUMNWISE:
+            self.columnwise_is_stale = False
+
+    def parts(self, usage: Usage, *, stale: bool = False) -> Plane | None:
+        """A plane as bytes; None if it is absent, or if it is stale and `stale` does not ask for it all the same."""
+        if usage is Usage.COLUMNWISE and self.columnwise_is_stale and not stale:
+            return None
+        names = self._PLANES[usage]
+        data = getattr(self, names[0])
+        return None if data is None else Plane(data, getattr(self, names[1]), getattr(self, names[2]))
+
+    def _shown(self, usage: Usage) -> Plane | None:
+        parts = self.parts(usage)
+        if parts is None:
+            return None
+        data = parts.data.view(getattr(torch, self.format.data_dtype))
+        return parts._replace(data=data, scale_inv=parts.scale_inv.view(getattr(torch, self.format.scale_dtype)))
+
+    @property
+    def rowwise(self) -> Plane | None:
+        return self._shown(Usage.ROWWISE)
+
+    @property
+    def columnwise(self) -> Plane | None:
+        return self._shown(Usage.COLUMNWISE)
+
+    @property
+    def global_scale_inv(self) -> Tensor | None:
+        either = self.parts(Usage.ROWWISE) or self.parts(Usage.COLUMNWISE)
+        return None if either is None else either.global_scale_inv
+
+    def dequantize(self, dtype: torch.dtype | None = None, *, usage: Usage | None = None) -> Tensor:
+        """The values, `fl(code * scale_inv)` rounded once to `dtype`.
+
+        Args:
+          dtype: float32, bfloat16 or float16; `self.dtype` by default.
+          usage: the plane to read; the rowwise one if it is there by default.
+
+        Returns:
+          A plain tensor of `self.shape`. Both planes give the same bits if blocks are square or there are none. A
+          rotated columnwise plane gives the values of the rotated tensor.
+
+        Raises:
+          TypeError: `dtype` is not one of these.
+          ValueError: the plane is not there.
+        """
+        there = {one: parts for one in Usage.BOTH.planes if (parts := self.parts(one)) is not None}
+        usage = as_plane(next(iter(there), Usage.ROWWISE) if usage is None else usage, "dequantize", there)
+        if dtype is not None and dtype not in _FLOATS:
+            raise TypeError(f"dequantize: dtype ({shown(dtype)}) is not {listed(map(str, _FLOATS))}; ask for one")
+        return dequantized(there[usage], self.format, usage, dtype or self.dtype, tuple(self.shape))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"QuantizedTensor({self.format}, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Format, torch.dtype, bool]]:
+        context = (self.format, self.dtype, self.columnwise_is_stale)
+        return [name for name in self._NAMES if getattr(self, name) is not None], context
+
+    @classmethod
+    def __tensor_unflatten__(
+        cls, inner: dict[str, Tensor], context: tuple[Format, torch.dtype, bool], shape: tuple[int, ...], stride: Any
+    ) -> QuantizedTensor:
+        fmt, dtype, stale = context
+        planes = [Plane(*map(inner.get, names)) if names[0] in inner else None for names in cls._PLANES.values()]
+        return QuantizedTensor(fmt, shape, dtype, rowwise=planes[0], columnwise=planes[1], columnwise_is_stale=stale)
+
+    def described(self, *, stale: bool = False) -> tuple[Description, dict[Usage, Plane]]:
+        """What `_core.serialization` says of it, and its planes as bytes; with `stale`, a stale one too.
+
+        Raises:
+          RuntimeError: there is no memory behind it.
+        """
+        there = {usage: self.parts(usage, stale=stale) for usage in Usage.BOTH.planes}
+        planes = {usage: parts for usage, parts in there.items() if parts is not None}
+        for part in flat(planes).values():
+            if part.untyped_storage().nbytes() < (part.storage_offset() + part.numel()) * part.itemsize:
+                raise RuntimeError(
+                    f"QuantizedTensor: {self!r} has no memory now: sharded weights are freed between uses; "
+                    "save or copy ZeroOptimizer.full_weights()"
+                )
+        shape, dtype = tuple(self.shape), dtype_name(self.dtype)
+        return Description(format=self.format, shape=shape, dtype=dtype, planes=tuple(planes)), planes
+
+    def _others(self) -> dict[str, Any]:
+        """Attributes that are not ours: that it is a parameter, and what a user has put there."""
+        return {name: value for name, value in self.__dict__.items() if name not in _OWN}
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Travels as what `to_plain` makes of it, through one function. A stale plane goes along, and stays stale.
+
+        Memory that others have a part of, as in the buffer of a `ZeroOptimizer`, stays behind unless it is shared with
+        processes: `torch.save` would write all of it, and takes no memory that holds several dtypes.
+        """
+        warn_if_has_hooks(self)
+        description, planes = self.described(stale=True)
+        parts = {name: part if _is_all_of_its_memory(part) else part.clone() for name, part in flat(planes).items()}
+        text = text_of({"": description})
+        return _rebuild, (text, parts, self.columnwise_is_stale, self.requires_grad, self._others())
+
+    def __copy__(self) -> QuantizedTensor:
+        copied = self._of_planes(lambda part: part)
+        copied.requires_grad_(self.requires_grad)
+        copied.__dict__.update(self._others())
+        return copied
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedTensor:
+        """Planes that share memory do so in the copy, as `copy.deepcopy` of plain tensors has it."""
+        if not self.is_leaf:
+            return cast(QuantizedTensor, super().__deepcopy__(memo))  # Which refuses.
+        if id(self) not in memo:
+            self.described(stale=True)
+            copied = self._of_planes(lambda part: copy.deepcopy(part, memo))
+            copied.requires_grad_(self.requires_grad)
+            memo[id(self)] = copied
+            copied.__dict__.update(copy.deepcopy(self._others(), memo))
+            copied.grad = copy.deepcopy(self.grad, memo)
+        found: QuantizedTensor = memo[id(self)]
+        return found
+
+    def __create_write_items__(self, name: str, _: Any) -> Any:
+        """What `torch.distributed.checkpoint` asks of a tensor that it is to save.
+
+        Raises:
+          NotImplementedError: it takes plain tensors alone.
+        """
+        raise NotImplementedError(
+            f"torch.distributed.checkpoint: {name} (QuantizedTensor) is not a plain tensor; save, and load into, what "
+            "to_plain makes of the state dict, which shares its memory"
+        )
+
+    def __create_chunk_list__(self) -> Any:
+        """What `torch.distributed.checkpoint` asks of a tensor that it is to load into."""
+        return self.__create_write_items__("tensor", self)
+
+    def share_memory_(self) -> QuantizedTensor:
+        """Moves its planes to shared memory, as of a plain tensor."""
+        for part in flat(self.described(stale=True)[1]).values():
+            part.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        return all(part.is_shared() for part in flat(self.described(stale=True)[1]).values())
+
+    def _of_planes(self, change: Any, dtype: torch.dtype | None = None) -> QuantizedTensor:
+        names, (fmt, own_dtype, stale) = self.__tensor_flatten__()
+        planes = {name: change(getattr(self, name)) for name in names}
+        context = fmt, dtype or own_dtype, stale
+        return QuantizedTensor.__tensor_unflatten__(planes, context, self.shape, self.stride())
+
+    def move_to(self, device: torch.device, dtype: torch.dtype) -> QuantizedTensor:
+        """Copies the codes to a device; codes from meta are uninitialized. A `dtype` that has no formats is ignored."""
+
+        def move(plane: Tensor) -> Tensor:
+            return torch.empty_like(plane, device=device) if plane.is_meta else plane.to(device)
+
+        return self._of_planes(move, dtype if dtype in _FLOATS else None)
+
+    def _copy(self, other: QuantizedTensor) -> QuantizedTensor:
+        """Copies the codes and scales of a tensor that is stored alike."""
+        stored = [(t.format, tuple(t.shape), t.columnwise_is_stale, t.__tensor_flatten__()[0]) for t in (self, other)]
+        if stored[0] != stored[1]:
+            raise ValueError(
+                f"copy_: codes ({other.format}, {tuple(other.shape)}) are not stored as those ({self.format}, "
+                f"{tuple(self.shape)}) that they would replace, in format, shape or planes; quantize them alike"
+            )
+        for name in stored[0][-1]:
+            getattr(self, name).copy_(getattr(other, name))
+        return self
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        self = args[0] if args else None
+        if isinstance(self, QuantizedTensor):
+            if func in _SAME or (func in _RESHAPES and _keeps_shape(*args)):
+                return self._of_planes(lambda plane: plane.detach())
+            if func is aten.clone.default:
+                return self._of_planes(lambda plane: plane.clone())
+            if func is aten._to_copy.default and kwargs.get("dtype", self.dtype) == self.dtype:
+                keep = {name: value for name, value in kwargs.items() if name in ("device", "non_blocking")}
+                return self._of_planes(lambda plane: aten._to_copy.default(plane, **keep))
+            if func is aten.copy_.default and isinstance(args[1], QuantizedTensor):
+                return self._copy(args[1])
+            if func in _MAKES_PLAIN:
+                plain = torch.empty((), dtype=self.dtype, device=self.device).expand(self.shape)
+                return func(plain, *args[1:], **kwargs)
+        raise NotImplementedError(
+            f"QuantizedTensor: {func} is not an op on codes; call .dequantize() and use its result"
+        )
+
+
+_SAME = {aten.detach.default, aten.alias.default}
+_RESHAPES = {aten.as_strided.default, aten.view.default}
+# What gradients and optimizer states are made with: plain tensors of the dtype that the codes stand for.
+_MAKES_PLAIN = {
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.empty_like.default,
+    aten.full_like.default,
+    aten.new_zeros.default,
+    aten.new_empty.default,
+}
+
+
+def _keeps_shape(self: QuantizedTensor, shape: Any, stride: Any = None, *offset: Any) -> bool:
+    """Whether a view is of all elements as they are. FSDP2 asks for such an `as_strided` of what it has gathered."""
+    return tuple(shape) == self.shape and (stride is None or tuple(stride) == self.stride()) and not any(offset)
+
+
+_OWN = {"format", "columnwise_is_stale", *QuantizedTensor._NAMES}
+
+
+def _is_all_of_its_memory(part: Tensor) -> bool:
+    alone = part.untyped_storage().nbytes() == part.numel() * part.itemsize
+    return alone or (part.device.type == "cpu" and part.is_shared())
+
+
+def _rebuild(
+    text: str, arrays: dict[str, Tensor], stale: bool, requires_grad: bool, others: dict[str, Any]
+) -> QuantizedTensor:
+    """What a saved tensor calls. Files name it: it stays here, under this name, and takes these arguments.
+
+    `torch.load(weights_only=True)` trusts it with whatever a file holds. So it takes only what the description in the
+    file asks for, and kernels never see other shapes.
+    """
+    op, descriptions = "QuantizedTensor", described(text, op="QuantizedTensor")
+    if set(descriptions) != {""} or not isinstance(arrays, dict) or not isinstance(others, dict):
+        raise ValueError(f"{op}: saved state ({len(descriptions)} tensors) is not of one tensor; the file is damaged")
+    if clash := sorted(_OWN & set(others)):
+        raise ValueError(f"{op}: attribute {clash[0]} (saved) is not one to set; the file is damaged")
+    tensors = {name: part for name, part in arrays.items() if isinstance(part, Tensor)}
+    made = of_description(op, "tensor", descriptions[""], descriptions[""].take(tensors, op=op))
+    if stale and made.parts(Usage.COLUMNWISE) is None:
+        raise ValueError(f"{op}: columnwise plane (stale) is not there; the file is damaged")
+    made.columnwise_is_stale = bool(stale)
+    made.requires_grad_(bool(requires_grad))
+    made.__dict__.update(others)
+    return made
+
+
+def of_description(op: str, name: str, description: Description, planes: dict[Usage, Plane]) -> QuantizedTensor:
+    """The tensor of planes that `Description.take` has found, in the memory that they have."""
+    parts = [part for of_plane in planes.values() for part in of_plane if part is not None]
+    for part in parts:
+        if is_traceable_wrapper_subclass(part) or part.layout != torch.strided:
+            raise ValueError(f"{op}: {name} ({type(part).__name__}) is not of plain tensors; pass those of to_plain")
+    if len(devices := {str(part.device) for part in parts}) > 1:
+        raise ValueError(
+            f"{op}: {name} (on {', '.join(sorted(devices))}) is not on one device; move its tensors to one"
+        )
+    whole = {
+        usage: Plane(*(None if part is None else part.detach().contiguous() for part in of_plane))
+        for usage, of_plane in planes.items()
+    }
+    rowwise, columnwise = map(whole.get, Usage.BOTH.planes)
+    dtype = getattr(torch, description.dtype)
+    return QuantizedTensor(description.format, description.shape, dtype, rowwise=rowwise, columnwise=columnwise)
+
+
+torch.serialization.add_safe_globals([_rebuild])

@@ -1,0 +1,228 @@
+"""The gradient of a unit's weights: as autograd has made it, then summed over ranks, by each rank the part it owns.
+
+    held       weight by weight, as it was made; float32 once two were added
+    reduced    of sharded weights: float32, this rank's elements, summed over ranks
+    clipped    the mean, once `clip_grad_norm_` was called, in the place of the sum
+
+Sharded weights are reduced as soon as a unit's gradients are all held; others when the mean is asked for, in one go for
+all backward passes of a step.
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from qshard.torch_bridge._ops.bind import call_into
+from qshard.torch_bridge._zero.streams import Channel, Pending, Steps
+from qshard.torch_bridge._zero.weight import Ranks, Weight
+
+SENT_AT_ONCE = 1 << 27  # bytes: enough for the speed of links, few beside a unit of a model that needs sharding
+
+
+class Gradient:
+    """Of some weights that are gathered together.
+
+    Args:
+      lengths: how many elements of theirs, one weight after the other, each rank owns.
+      dtype: in which elements travel.
+      channel: on which they do.
+    """
+
+    def __init__(
+        self,
+        weights: Sequence[Weight],
+        lengths: Sequence[int],
+        ranks: Ranks,
+        *,
+        sharded: bool,
+        device: torch.device,
+        dtype: torch.dtype,
+        channel: Channel,
+    ):
+        self._weights, self._lengths, self._ranks, self._sharded = weights, lengths, ranks, sharded
+        self._device, self._dtype, self._channel = device, dtype, channel
+        self._firsts = list(itertools.accumulate((weight.size for weight in weights), initial=0))
+        self._starts = list(itertools.accumulate(lengths, initial=0))
+        self._own = lengths[ranks.rank]
+        self._given: set[int] = set()  # Weights that have had a gradient since zero_grad,
+        self._held: dict[int, Tensor] = {}  # and what was not reduced yet of these, flat.
+        self._added: set[int] = set()  # Of what is held: sums, memory of ours.
+        self._reduced: Tensor | None = None
+        self._clipped: Tensor | None = None
+        self._pending: Pending | None = None
+        self._sent: Mapping[int, Tensor] = {}  # What pending work reads.
+
+    @property
+    def is_held(self) -> bool:
+        """Whether there is something to reduce."""
+        return bool(self._held)
+
+    def take(self, index: int) -> bool:
+        """Takes the gradient that a parameter has, if it was not taken yet. Returns whether all are held."""
+        weight = self._weights[index]
+        for parameter in {weight.parameter, weight.shown}:
+            if parameter.grad is not None and parameter.grad is not weight.taken:
+                grad, parameter.grad = parameter.grad, None
+                self._add(index, grad)
+        return len(self._held) == len(self._weights)
+
+    def accumulate(self, index: int, grad: Tensor) -> None:
+        """Adds what autograd adds to the gradient that was taken. It stays autograd's."""
+        self._add(index, grad if index in self._held else grad.clone())
+
+    def _add(self, index: int, grad: Tensor) -> None:
+        """Adds, in float32, and leaves at `.grad` what stands for it."""
+        weight = self._weights[index]
+        if index in self._given and weight.shown.grad is None:
+            self.forget_cleared()
+        if self._clipped is not None:
+            raise RuntimeError(
+                f"ZeroOptimizer: gradients ({weight.name}) were clipped, and more cannot be added to them; call "
+                "clip_grad_norm_ after the last backward pass of a step, and zero_grad before the next"
+            )
+        grad = grad.detach().reshape(-1)
+        if index not in self._held:
+            self._held[index] = grad
+        elif index in self._added:
+            self._held[index] += grad
+        else:
+            self._held[index] = self._held[index].float() + grad
+            self._added.add(index)
+        weight.shown.grad = weight.taken
+        self._given.add(index)
+
+    def forget(self, index: int) -> None:
+        """A gradient is zeros from now on. All ranks do so, or sums of sharded gradients are of some ranks alone."""
+        self.finish()
+        self._given.discard(index)
+        self._held.pop(index, None)
+        self._added.discard(index)
+        if not self._given:
+            self.clear()
+            return
+        at = sum(weight.master.numel() for weight in self._weights[:index])
+        for own in (self._reduced, self._clipped):
+            if own is not None:
+                own[at : at + self._weights[index].master.numel()].zero_()
+
+    def forget_cleared(self) -> None:
+        """What zero_grad of the model, not of the optimizer, has set to None is no gradient any more."""
+        for index in [index for index in self._given if self._weights[index].shown.grad is None]:
+            self.forget(index)
+
+    def clear(self) -> None:
+        self.finish()
+        self._reduced = self._clipped = None
+        self._given, self._held, self._added = set(), {}, set()
+
+    def reduce(self) -> None:
+        """Of sharded weights: begins to add up what ranks hold."""
+        self.finish()
+        if self._held:
+            fresh = self._reduced is None
+            if self._reduced is None:
+                self._reduced = torch.empty(self._own, device=self._device)
+            self._sent, self._held, self._added = self._held, {}, set()
+            self._pending = self._channel.begin(self._sum(self._sent, self._reduced, fresh))
+
+    def finish(self) -> None:
+        """Waits for what `reduce` has begun, and lets go of what it has sent."""
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending, self._sent = None, {}
+
+    def settle(self) -> None:
+        """Takes what users have put at `.grad`, drops what they have cleared, and reduces what is sharded."""
+        for index, weight in enumerate(self._weights):
+            if weight.shown.grad is not weight.taken and weight.shown.grad is not None:
+                self.take(index)
+        self.forget_cleared()
+        if self._sharded and self._clipped is None:
+            self.reduce()
+        self.finish()
+
+    def mean(self) -> Tensor:
+        """After `settle`, the mean over ranks of the gradients of this rank's elements; zeros where there are none."""
+        if self._clipped is not None:
+            return self._clipped
+        total = self.total()
+        return torch.div(total, self._divisor(), out=None if total is self._reduced else total)
+
+    def fixed_mean(self) -> Tensor:
+        """After `settle`, the mean in the place of the sum, to clip. Until `clear` nothing can be added to it."""
+        if self._clipped is None:
+            self._clipped = self.total().div_(self._divisor())
+            self._reduced, self._held, self._added = None, {}, set()
+        return self._clipped
+
+    @property
+    def is_clipped(self) -> bool:
+        """Whether there is a mean, and no sum any more."""
+        return self._clipped is not None
+
+    def total(self) -> Tensor:
+        """After `settle`, the sum over ranks, for who divides by their number."""
+        if self._sharded:
+            return torch.zeros(self._own, device=self._device) if self._reduced is None else self._reduced
+        total = torch.empty(self._own, device=self._device)
+        self._channel.begin(self._sum(self._held, total, True)).wait()
+        return total
+
+    def _divisor(self) -> Tensor:
+        """As a tensor: torch divides by a number on a GPU as it multiplies with its inverse, which is rounded."""
+        return torch.full((), self._ranks.size, dtype=torch.float32, device=self._device)
+
+    @torch.no_grad()
+    def _sum(self, held: Mapping[int, Tensor], total: Tensor, fresh: bool) -> Steps:
+        """A reduce-scatter that adds in the order of ranks, whatever the library, the cut and the number of buffers.
+
+        It sends what a ring sends, (ranks - 1) / ranks of the elements, in so many all-to-alls that what is sent, and
+        what is received, is no more than `SENT_AT_ONCE`. How many follows from lengths that all ranks know.
+        """
+        size = self._ranks.size
+        most = max(SENT_AT_ONCE // (size * self._dtype.itemsize), 1)  # of one rank's elements
+        for at in range(0, max(self._lengths), most):
+            stops = [min(at + most, length) for length in self._lengths]
+            cuts = [(start + min(at, stop), start + stop) for start, stop in zip(self._starts, stops, strict=False)]
+            sent, own = self._packed(held, cuts), max(stops[self._ranks.rank] - at, 0)
+            received = sent
+            if size > 1:
+                received = sent.new_empty(size * own)
+                asynchronous = self._channel.asynchronous
+                yield dist.all_to_all_single(
+                    received,
+                    sent,
+                    [own] * size,
+                    [stop - start for start, stop in cuts],
+                    group=self._ranks.group,
+                    async_op=asynchronous,
+                )
+            there = total[at : at + own]
+            call_into("add_ranks", (received.view(size, own), there), (there,), {"fresh": fresh})
+
+    def _packed(self, held: Mapping[int, Tensor], cuts: Sequence[tuple[int, int]]) -> Tensor:
+        """Some elements of all weights, one after the other, as they travel; zeros where nothing is held.
+
+        `cat` copies vectors of 16 bytes, where `_foreach_copy_` copies 4 elements, but it rounds by way of more memory.
+        """
+        pieces: list[Tensor] = []
+        for start, stop in cuts:
+            index = bisect_right(self._firsts, start) - 1
+            while start < stop:
+                first, end = self._firsts[index], min(stop, self._firsts[index + 1])
+                if index in held:
+                    pieces.append(held[index][start - first : end - first])
+                else:
+                    pieces.append(torch.zeros(end - start, dtype=self._dtype, device=self._device))
+                start, index = end, index + 1
+        if all(piece.dtype == self._dtype for piece in pieces):
+            return torch.cat(pieces)
+        packed = torch.empty(sum(map(torch.numel, pieces)), dtype=self._dtype, device=self._device)
+        torch._foreach_copy_(packed.split([*map(torch.numel, pieces)]), pieces)
+        return packed

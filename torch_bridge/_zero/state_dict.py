@@ -1,0 +1,277 @@
+"""State dicts of ZeRO: exact masters under the names and in the shapes of the weights, whatever rank has which slice.
+
+With one rank they are plain tensors. With more, each is a `SlicedState`: to torch a DTensor, of which a rank has a flat
+slice, which `torch.distributed.checkpoint` saves as boxes, and loads into any other cut.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from qshard._core.adam import BLOCK
+from qshard.torch_bridge._optim.slices import gather_parts
+from qshard.torch_bridge._zero.flat_buffers import Flat
+from qshard.torch_bridge._zero.hooks import Hook
+from qshard.torch_bridge._zero.placeholders import SlicedWeight, own_part
+from qshard.torch_bridge._zero.weight import Ranks, Weight
+
+aten = torch.ops.aten
+
+
+class Box(NamedTuple):
+    """A part of a slice that is a box of the whole: its corner, its sizes, and the flat elements it is of."""
+
+    corner: tuple[int, ...]
+    sizes: tuple[int, ...]
+    start: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + math.prod(self.sizes)
+
+
+def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
+    """The fewest boxes that elements `[start, stop)` of a row-major tensor are: at most `2 * axes - 1`.
+
+    >>> [(box.corner, box.sizes) for box in boxes((4, 3), 2, 10)]
+    [((0, 2), (1, 1)), ((1, 0), (2, 3)), ((3, 0), (1, 1))]
+    """
+    if start >= stop:
+        return
+    if len(shape) < 2:
+        yield Box((start,) * len(shape), (stop - start,) * len(shape), start)
+        return
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), stop // row  # The rows that are whole.
+    ends = [(first - 1, start, first * row), (last, last * row, stop)]  # Of rows that are not.
+    for i, (index, begin, end) in enumerate([(last, start, stop)] if first > last else ends):
+        if i and last > first:
+            yield Box((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]), first * row)
+        for inner in boxes(shape[1:], begin - index * row, end - index * row):
+            yield Box((index, *inner.corner), (1, *inner.sizes), index * row + inner.start)
+
+
+class SlicedState(DTensor):
+    """A tensor whose elements ranks have in flat slices, as `torch.distributed` takes tensors that are sharded.
+
+    A real DTensor is cut along its axes. This one can be saved, loaded, gathered and copied to the CPU; its ops raise.
+
+    Attributes:
+      local: the slice of this rank, flat: memory of the optimizer.
+      cuts: where the slices of all ranks begin and end.
+    """
+
+    local: Tensor
+    start: int
+    cuts: Sequence[tuple[int, int]]
+    label: str
+    written: Callable[[], None]
+
+    @staticmethod
+    def __new__(
+        cls,
+        local: Tensor,
+        shape: Sequence[int],
+        cuts: Sequence[tuple[int, int]],
+        mesh: DeviceMesh,
+        name: str,
+        written: Callable[[], None],
+    ) -> Any:
+        size = torch.Size(shape)
+        meta = TensorMeta(size, torch.empty(size, device="meta").stride(), local.dtype)
+        spec = DTensorSpec(mesh, (Replicate(),), tensor_meta=meta)
+        self: Any = super().__new__(cls, local, spec, requires_grad=False)
+        self.local, self.cuts, self.label, self.written = local, cuts, name, written
+        self.start = cuts[mesh.get_local_rank()][0]
+        return self
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def _like(self, local: Tensor) -> SlicedState:
+        return SlicedState(local, self.shape, self.cuts, self.device_mesh, self.label, lambda: None)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        stop = self.start + self.local.numel()
+        return (
+            f"SlicedState({self.label}, shape={tuple(self.shape)}, dtype={self.dtype}, elements {self.start} to {stop})"
+        )
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self = args[0] if args else None
+        if isinstance(self, SlicedState):
+            if func in (aten.detach.default, aten.alias.default):
+                return SlicedState(self.local, self.shape, self.cuts, self.device_mesh, self.label, self.written)
+            if func is aten.clone.default:
+                return self._like(self.local.clone())
+            if func is aten._to_copy.default and (kwargs or {}).get("dtype", self.dtype) == self.dtype:
+                return self._like(self.local.to((kwargs or {}).get("device", self.device)))
+        leaves = torch.utils._pytree.tree_leaves((args, kwargs))
+        found = next(leaf for leaf in leaves if isinstance(leaf, SlicedState))
+        raise RuntimeError(
+            f"ZeroOptimizer: {found.label} {tuple(found.shape)} of a state dict is the slice of this rank; save it "
+            "with torch.distributed.checkpoint,\nor call get_model_state_dict or get_optimizer_state_dict with "
+            "full_state_dict=True for whole tensors"
+        )
+
+    def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
+        """The whole tensor, on every rank. Collective."""
+        group = self.device_mesh.get_group()
+        lengths = [stop - start for start, stop in self.cuts]
+        device = torch.device(self.device_mesh.device_type)
+        own = self.local if self.local.device.type == device.type else self.local.to(device)
+        if own.itemsize == 1:  # FP8, which not every library gathers.
+            own = own.view(torch.uint8)
+        parts = gather_parts(own, lengths, group)
+        return torch.cat(parts).view(self.dtype).view(self.shape)
+
+    def redistribute(self, *_: Any, **__: Any) -> DTensor:
+        """What a full state dict asks for."""
+        return DTensor.from_local(self.full_tensor(), self.device_mesh, [Replicate()], run_check=False)
+
+    def to_local(self, *, grad_placements: Any = None) -> Tensor:
+        """What a full state is copied to: it takes whole tensors, and keeps the slice."""
+        sliced: Tensor = SlicedWeight(self.local, self.start, self.shape, self.dtype, self.label, self.written)
+        return sliced
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SlicedState:
+        return memo.setdefault(id(self), self._like(self.local.clone()))  # type: ignore[no-any-return]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise RuntimeError(
+            f"ZeroOptimizer: {self.label} of a state dict is the slice of this rank, and cannot be pickled; save with "
+            "torch.distributed.checkpoint,\nor what get_model_state_dict and get_optimizer_state_dict give with "
+            "full_state_dict=True"
+        )
+
+    def _boxes(self) -> list[Box]:
+        return list(boxes(self.shape, self.start, self.start + self.local.numel()))
+
+    def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(self.local)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, torch.Size(box.corner)),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=_chunk(box), properties=properties, size=self.shape),
+            )
+            for box in self._boxes()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        """Asked of by a load, on all ranks alike, also on one without elements."""
+        self.written()
+        return [_chunk(box) for box in self._boxes()]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        box = next(box for box in self._boxes() if index.offset == torch.Size(box.corner))
+        return self.local[box.start - self.start : box.stop - self.start].view(box.sizes)
+
+
+def _chunk(box: Box) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(offsets=torch.Size(box.corner), sizes=torch.Size(box.sizes))
+
+
+class States:
+    """How slices are shown in state dicts, and found in them.
+
+    Args:
+      written: called when masters have other values than the weights that layers see.
+    """
+
+    def __init__(self, ranks: Ranks, device: torch.device, written: Callable[[], None]):
+        self._ranks, self._device, self._written = ranks, device, written
+        self._mesh: DeviceMesh | None = None
+
+    def shown(self, weight: Weight, name: str, local: Tensor, *, master: bool = False) -> Tensor:
+        """A slice of the master, or of a state of the optimizer, as the whole that it is of."""
+        local = local.detach().view(-1)
+        shape, cuts = _layout(weight, name)
+        if self._ranks.size == 1:
+            return local.view(shape)
+        if self._mesh is None:
+            assert isinstance(self._ranks.group, dist.ProcessGroup)
+            self._mesh = DeviceMesh.from_group(self._ranks.group, self._device.type)
+        written = self._written if master else _nothing
+        made: Tensor = SlicedState(local, shape, cuts, self._mesh, f"{weight.name} ({name})", written)
+        return made
+
+    def own(self, weight: Weight, name: str, value: Tensor) -> Tensor:
+        """The slice of this rank of such a whole, as the optimizer has it: `[1, n]`, or `[n]`."""
+        shape, cuts = _layout(weight, name)
+        start, stop = cuts[self._ranks.rank]
+        part = own_part(value, shape, start, stop - start, f"{weight.name} ({name})")
+        return part.view(1, -1) if weight.master.ndim > 1 else part
+
+    def watch(self, model: nn.Module, flats: Sequence[Flat], publish: Callable[[], None]) -> None:
+        """State dicts of the model have masters, and what is loaded goes to masters."""
+        owners: dict[int, tuple[nn.Module, list[tuple[str, Weight, Flat]]]] = {}
+        for flat in flats:
+            for weight in flat.weights:
+                for module, name in weight.owners:
+                    owners.setdefault(id(module), (module, []))[1].append((name, weight, flat))
+        loading = False
+
+        def show_masters(held: list[tuple[str, Weight, Flat]], state_dict: dict[str, Any], prefix: str) -> None:
+            for name, weight, _ in held:
+                if prefix + name in state_dict:
+                    state_dict[prefix + name] = self.shown(weight, "master", weight.master, master=True)
+
+        def before_load(module: nn.Module, held: list[tuple[str, Weight, Flat]], metadata: dict[str, Any]) -> None:
+            if metadata.get("assign_to_params_buffers", False):
+                raise RuntimeError(
+                    f"ZeroOptimizer: load_state_dict of {type(module).__name__} (assign=True) would replace its "
+                    "parameters; load without assign"
+                )
+            for name, weight, _ in held:
+                module._parameters[name] = weight.sliced
+
+        def after_load(module: nn.Module, held: list[tuple[str, Weight, Flat]]) -> None:
+            for name, weight, flat in held:
+                module._parameters[name] = weight.parameter if flat.in_use else weight.shown
+            if not loading:
+                publish()
+
+        def begin(*_: Any) -> None:
+            nonlocal loading
+            loading = True
+
+        def end(*_: Any) -> None:
+            nonlocal loading
+            loading = False
+            publish()
+
+        for module, held in owners.values():
+            module.register_state_dict_post_hook(Hook(lambda _, d, p, __, held=held: show_masters(held, d, p)))
+            module.register_load_state_dict_pre_hook(
+                Hook(lambda m, _, __, metadata, *___, held=held: before_load(m, held, metadata))
+            )
+            module.register_load_state_dict_post_hook(Hook(lambda m, _, held=held: after_load(m, held)))
+        model.register_load_state_dict_pre_hook(Hook(begin))
+        model.register_load_state_dict_post_hook(Hook(end))
+
+
+def _layout(weight: Weight, name: str) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
+    """The shape of a state, and the slices that ranks have of it. No cut of a weight is amid a block of scales."""
+    if not name.endswith("_scale_inv"):
+        return weight.shape, weight.cuts
+    shape = (1, -(-weight.size // BLOCK))
+    return shape, [(-(-start // BLOCK), -(-stop // BLOCK)) for start, stop in weight.cuts]
+
+
+def _nothing() -> None:
+    pass

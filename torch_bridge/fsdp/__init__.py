@@ -1,1 +1,0 @@
-"""FSDP2: weights that are gathered as codes, and the scales that ranks make of them together."""

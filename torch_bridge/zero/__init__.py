@@ -1,1 +1,0 @@
-"""ZeRO: masters, gradients and optimizer states in flat parts, weights that are gathered as codes."""
