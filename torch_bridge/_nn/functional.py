@@ -75,7 +75,8 @@ def linear(
       scatter_dim: of DTensors whose weight is cut along K: the axis of rows along which y is cut as it is summed. The
         codes of its gradient are gathered, not its values.
       overlap: whether rows that are cut (`sequence_parallel.py`) travel while others are multiplied. The bits are the
-      same. kept: ranks that have this very x, and keep codes of it together (`prepare_modules_for_fsdp1`). Its backward
+        same.
+      kept: ranks that have this very x, and keep codes of it together (`prepare_modules_for_fsdp1`). Its backward
         pass is collective then.
       weight_layout: "NK", or "KN" for a weight of `[K, N]`, as GPT-2's `Conv1D` has it: `y = x @ weight + bias`. Codes
         of it lie as it does. Not for DTensors.
