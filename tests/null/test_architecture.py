@@ -1,4 +1,4 @@
-"""Each name in backticks in ARCHITECTURE.md exists: a file, a folder, a module, a definition, an op or an attribute."""
+"""Names in backticks in ARCHITECTURE.md and CONTRIBUTING.md exist: files, modules, definitions, ops and attributes."""
 
 import ast
 import fnmatch
@@ -17,26 +17,35 @@ FOREIGN = {
     "torch.distributed.checkpoint torch.ops.qshard",
     "XLA": "XLA_FFI_CallFrame",
     "Nsight Compute": "ncu",
+    "pytest and Markdown": "slow pycon",
 }
 """Names of others, by their owner. They are not looked up."""
-SOURCES = (".py", ".pyi", ".def", ".cc", ".h", ".inc", ".cu", ".cuh")
+SOURCES = (".py", ".pyi", ".def", ".cc", ".h", ".inc", ".cu", ".cuh", ".txt")
+TOPS = ("qshard", "torch_bridge", "ffi", "tests", "docs", "benchmarks", "examples", "requirements")
+NOT_HERE = re.compile(r"(\.venv|build)(/.*)?|.*SUBJECT.*|[0-9a-f]{7}")
+"""What a build makes, placeholders, and commits."""
 
 
-TEXT = re.sub(r"^```.*?^```$", "", (REPOSITORY / "ARCHITECTURE.md").read_text(), flags=re.MULTILINE | re.DOTALL)
+TEXT = re.sub(
+    r"^```.*?^```$",
+    "",
+    "".join((REPOSITORY / page).read_text() for page in ("ARCHITECTURE.md", "CONTRIBUTING.md")),
+    flags=re.MULTILINE | re.DOTALL,
+)
 
 
 def names() -> list[str]:
     """Spans of code that are one name or path, also before `()`; not expressions, shapes and single letters."""
     spans = {re.sub(r"\(.*\)$", "", span) for span in re.findall(r"`([^`\n]+)`", TEXT)}
-    return sorted(span for span in spans if re.fullmatch(r"[\w./*]*\w\w[\w./*]*", span))
+    return sorted(
+        span for span in spans if re.fullmatch(r"[\w./*]*\w\w[\w./*]*", span) and not NOT_HERE.fullmatch(span)
+    )
 
 
 @functools.cache
 def paths() -> list[str]:
     """Files and folders of the repository; folders end with a slash."""
-    found = [
-        path for top in ("qshard", "torch_bridge", "ffi", "tests", "docs") for path in (REPOSITORY / top).rglob("*")
-    ]
+    found = [path for top in TOPS for path in (REPOSITORY / top).rglob("*")]
     found += [path for path in REPOSITORY.iterdir() if not path.name.startswith(".")]
     return [f"/{path.relative_to(REPOSITORY).as_posix()}{'/' * path.is_dir()}" for path in found]
 
@@ -69,7 +78,7 @@ def _defined(scope: str, tree: ast.AST) -> Iterator[str]:
 
 
 def exists(name: str) -> bool:
-    if "/" in name or name.endswith((*SOURCES, ".md")):
+    if "/" in name or name.endswith((*SOURCES, ".md", ".toml")):
         return any(fnmatch.fnmatchcase(path, f"*/{name}{end}") for path in paths() for end in ("", "/", ".*"))
     if "*" in name:
         return bool(fnmatch.filter(definitions(), name))
