@@ -9,24 +9,24 @@ import pytest
 SCRIPT = Path(__file__).parents[1] / "near.py"
 FILES = {
     "qshard/__init__.py": "",
-    "qshard/layout.py": "",
+    "qshard/grid.py": "",
     "qshard/jax/__init__.py": "from qshard.jax._nn.linear import linear\nfrom qshard.jax._nn.norms import norm",
     "qshard/jax/_nn/linear.py": "from qshard.jax._nn import gemm",
-    "qshard/jax/_nn/gemm.py": "from qshard.layout import plane",
+    "qshard/jax/_nn/gemm.py": "from qshard.grid import plane",
     "qshard/jax/_nn/norms.py": "",
     "torch_bridge/__init__.py": "from qshard.torch_bridge._nn.linear import linear",
     "torch_bridge/_nn/linear.py": "",
-    "tests/null/test_layout.py": "from qshard import layout",
+    "tests/null/test_grid.py": "from qshard import grid",
     "tests/cpu/test_jax.py": "import qshard.jax as qj\nqj.linear()",
     "tests/cpu/test_fronts.py": "def test(front):\n    front.qshard.linear()",
     "tests/cpu/test_kernels_simd.py": "",
-    "tests/cpu/test_cast.py": "ops = 'cast', 'amax'",
+    "tests/cpu/test_twist.py": "ops = 'twist', 'amax'",
     "tests/dist/test_page.py": "'docs/page.md'",
     "docs/page.md": "",
-    "ffi/core/round.h": "",
-    "ffi/kernels/cast.h": "",
-    "ffi/kernels/cpu/cast.cc": '#include "kernels/cast.h"\n#include "core/round.h"',
-    "ffi/ops/cast.cc": '#include "kernels/cast.h"\n#include "core/op.h"\nQSHARD_DEFINE_OP(cast) {}',
+    "ffi/core/half.h": "",
+    "ffi/kernels/twist.h": "",
+    "ffi/kernels/cpu/twist.cc": '#include "kernels/twist.h"\n#include "core/half.h"',
+    "ffi/ops/twist.cc": '#include "kernels/twist.h"\n#include "core/op.h"\nQSHARD_DEFINE_OP(twist) {}',
     "ffi/ops/add.cc": "QSHARD_DEFINE_OP(amax) {}",
 }
 
@@ -45,16 +45,16 @@ def near(tmp_path):
 @pytest.mark.parametrize(
     ("file", "tests"),
     [
-        ("qshard/layout.py", ["layout", "fronts", "jax"]),  # At first hand, then by `gemm` and `linear`.
+        ("qshard/grid.py", ["grid", "fronts", "jax"]),  # At first hand, then by `gemm` and `linear`.
         ("qshard/jax/_nn/linear.py", ["fronts", "jax"]),
         ("qshard/jax/_nn/gemm.py", ["fronts", "jax"]),
         ("qshard/jax/_nn/norms.py", []),
         ("torch_bridge/_nn/linear.py", ["fronts"]),
         ("tests/cpu/test_jax.py", ["jax"]),
         ("docs/page.md", ["page"]),
-        ("ffi/core/round.h", ["kernels_simd", "cast"]),
-        ("ffi/kernels/cast.h", ["kernels_simd", "cast"]),
-        ("ffi/ops/add.cc", ["kernels_simd", "cast"]),
+        ("ffi/core/half.h", ["kernels_simd", "twist"]),
+        ("ffi/kernels/twist.h", ["kernels_simd", "twist"]),
+        ("ffi/ops/add.cc", ["kernels_simd", "twist"]),
         ("no/file.py", []),
     ],
 )
