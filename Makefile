@@ -24,7 +24,7 @@ rm -rf $(1) && mkdir -p $(1)/qshard
 ln -s $(CURDIR)/qshard/* $(1)/qshard/
 endef
 
-.PHONY: help train test slow nightly optimized fuzz sanitize h100 titan notebooks docs cu gpu bench report lint format tree wheel bare smoke matrix clean
+.PHONY: help train test near slow nightly optimized fuzz sanitize h100 titan notebooks docs cu gpu bench report lint format tree wheel bare smoke matrix clean
 .DELETE_ON_ERROR:
 # Two pips must not write one environment at a time; the compiler runs in parallel all the same.
 .NOTPARALLEL:
@@ -39,6 +39,9 @@ train: $(STAMP)run $(STAMP)package  ## train the JAX and the PyTorch example; ST
 
 test: $(STAMP)test $(STAMP)package  ## run the tests; ARGS="tests/cpu -k cast" for some of them
 	$(BIN)/pytest -n 2 --dist worksteal -m "not slow" $(or $(ARGS),tests)
+
+near: $(STAMP)test $(STAMP)package  ## run the tests nearest to a source; FILE=qshard/layout.py
+	tests=$$($(PY) -P tests/near.py $(FILE)) && echo $$tests && $(BIN)/pytest -n 2 --dist worksteal -m "not slow" $$tests
 
 slow: $(STAMP)test $(STAMP)package  ## run the tests that take minutes, which `make test` leaves out
 	$(BIN)/pytest -n 2 --dist worksteal -m slow $(or $(ARGS),tests)

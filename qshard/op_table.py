@@ -23,6 +23,7 @@ from qshard import _ffi
 __all__ = ["Axes", "Binding", "Factor", "OpSpec", "Operand", "Shape", "View", "multi_table", "table"]
 
 Shape = tuple[int, ...]
+"""The sizes of axes."""
 
 
 class Factor(NamedTuple):
@@ -33,6 +34,7 @@ class Factor(NamedTuple):
 
 
 Axes = tuple[tuple[Factor, ...], ...]
+"""The factors of each axis."""
 
 
 class Operand(NamedTuple):

@@ -25,6 +25,7 @@ __all__ = [
     "BlockScaling",
     "CurrentScaling",
     "DelayedScaling",
+    "NAMED",
     "Recipe",
     "Role",
 ]
@@ -289,7 +290,7 @@ def as_recipe(value: Any, op: str, name: str = "recipe") -> Recipe:
         )
     what = f"{op}: {name} ({shown(value)})"
     if isinstance(value, str):
-        raise ValueError(f"{what} is not the name of a recipe; {closest(value, NAMED)}")
+        raise ValueError(f"{what} is not the name of a recipe; {closest(value, NAMED, 'qshard.recipes.NAMED')}")
     if isinstance(value, type) and issubclass(value, Recipe):
         call = f"{value.__name__}()" if value is not Recipe else "Recipe(weight=, activation=, gradient=)"
         raise TypeError(f"{what} is not a recipe yet; write {call}")

@@ -75,7 +75,9 @@ class DotGeneral:
             if name in _PER_CALL:
                 raise TypeError(f"DotGeneral: {name} is another one in every call; pass it to the call")
             if name not in _OPTIONS:
-                raise TypeError(f"DotGeneral: {name} is not an option of linear; {closest(name, _OPTIONS)}")
+                raise TypeError(
+                    f"DotGeneral: {name} is not an option of linear; {closest(name, _OPTIONS, 'its options')}"
+                )
         check_spec("DotGeneral", "weight_spec", options.get("weight_spec"))
         self.otherwise: Otherwise = otherwise
         self.options: dict[str, Any] = options

@@ -109,9 +109,9 @@ class PrimaryOptimizer:
           extra: for the optimizer within.
 
         Returns:
-          updates: for `optax.apply_updates`, unchanged. A primary weight is updated to its new codes: the update is a
-            `PrimaryWeight` of `CodesUpdate`s. Arithmetic on an update raises, since codes would differ from masters.
-          state: the next one.
+          The updates for `optax.apply_updates`, unchanged, and the next state. The update of a primary weight sets its
+          codes: it is a `PrimaryWeight` of `CodesUpdate`s. Arithmetic on an update raises, since codes would differ
+          from masters.
 
         Collective in `shard_map`, as `recast` is.
         """
