@@ -340,7 +340,7 @@ def matching(names: Collection[str], globs: Iterable[str], option: str) -> set[s
     for glob in globs:
         these = {name for name in names if name == glob} or set(fnmatch.filter(names, glob))
         if not these:
-            like = closest(glob, map(quote, names)) if len(names) else "it has none"
+            like = closest(glob, map(quote, names), "its names") if len(names) else "it has none"
             raise Misuse(f"{option} {quote(glob)} is the name of no tensor; {quote(like)}")
         found |= these
     return found
