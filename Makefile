@@ -10,8 +10,7 @@ PIP_FLAGS := -q --no-input --disable-pip-version-check
 INSTALL   := $(PY) -m pip install $(PIP_FLAGS) --no-compile
 unexport PYTHONDONTWRITEBYTECODE
 
-# The build reads QSHARD_CUDA, QSHARD_CUDA_ARCHITECTURES and QSHARD_KEPT from the environment (pyproject.toml says what they
-# mean), and CUDACXX.
+# The build reads QSHARD_CUDA and QSHARD_CUDA_ARCHITECTURES from the environment (pyproject.toml says what they mean), and CUDACXX.
 CPP_SOURCES := $(shell find ffi -name __pycache__ -prune -o -print)
 CPP_STYLED  := $(shell find ffi -path ffi/third_party -prune -o -type f \
                      \( -name '*.cc' -o -name '*.h' -o -name '*.inc' -o -name '*.cu' -o -name '*.cuh' \) -print)
@@ -25,7 +24,7 @@ rm -rf $(1) && mkdir -p $(1)/qshard
 ln -s $(CURDIR)/qshard/* $(1)/qshard/
 endef
 
-.PHONY: help train test slow nightly optimized fuzz sanitize h100 titan notebooks docs gpu bench report lint format tree wheel bare smoke matrix clean
+.PHONY: help train test near slow nightly optimized fuzz sanitize h100 titan notebooks docs cu gpu bench report lint format tree wheel bare smoke matrix clean
 .DELETE_ON_ERROR:
 # Two pips must not write one environment at a time; the compiler runs in parallel all the same.
 .NOTPARALLEL:
@@ -40,6 +39,9 @@ train: $(STAMP)run $(STAMP)package  ## train the JAX and the PyTorch example; ST
 
 test: $(STAMP)test $(STAMP)package  ## run the tests; ARGS="tests/cpu -k cast" for some of them
 	$(BIN)/pytest -n 2 --dist worksteal -m "not slow" $(or $(ARGS),tests)
+
+near: $(STAMP)test $(STAMP)package  ## run the tests nearest to a source; FILE=qshard/layout.py
+	tests=$$($(PY) -P tests/near.py $(FILE)) && echo $$tests && $(BIN)/pytest -n 2 --dist worksteal -m "not slow" $$tests
 
 slow: $(STAMP)test $(STAMP)package  ## run the tests that take minutes, which `make test` leaves out
 	$(BIN)/pytest -n 2 --dist worksteal -m slow $(or $(ARGS),tests)
@@ -96,6 +98,12 @@ notebooks: $(STAMP)test $(STAMP)notebooks $(STAMP)package  ## execute the notebo
 docs: $(STAMP)docs $(STAMP)package tree  ## build the documentation site into build/docs; a warning or a dead link is an error
 	NO_MKDOCS_2_WARNING=1 $(PY) -P -m mkdocs build --config-file docs/site/mkdocs.yml
 
+# `^` asks ninja for what a source becomes.
+cu: $(STAMP)build  ## compile one CUDA source, without the rest and without a GPU: FILE=ffi/kernels/cuda/adam/adam.cu
+	test -f build/cu/build.ninja || $(BIN)/cmake -G Ninja -S ffi -B build/cu -DQSHARD_CUDA=ON -DQSHARD_CUDA_ARCHITECTURES=90 \
+	    -DPython_EXECUTABLE=$(abspath $(PY)) -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja)
+	$(BIN)/ninja -C build/cu $(abspath $(FILE))^
+
 gpu:  ## on a machine with CUDA: build into the CURRENT environment, run what needs a GPU, then the benchmarks
 	QSHARD_CUDA=ON $(PYTHON) -m pip install $(PIP_FLAGS) --no-build-isolation --no-deps .
 	$(PYTHON) -P -m pytest --gpu -m gpu $(or $(ARGS),tests)
@@ -127,8 +135,8 @@ tree:
 	$(call LINK_TREE,build/tree)
 
 # Wheels of every Python in PYTHONS, without CUDA and, where nvcc is, with it. They hold their C++ runtime, so this machine's
-# glibc decides their manylinux tag. They do not hold libgcc, whose unwinder asks for a newer glibc than the rest does. CMake starts
-# anew, for it reads LDFLAGS once; what needs no new build is kept. (true: make throws away what a shell said that ends in 127.)
+# glibc decides their manylinux tag. They do not hold libgcc, whose unwinder asks for a newer glibc than the rest does. Linker flags
+# are settings of CMake, which reads LDFLAGS only once. (true: make throws away what a shell said that ends in 127.)
 PYTHONS      ?= $(shell for python in python3.11 python3.12 python3.13; do $$python -c '' 2>/dev/null && echo $$python; done; true)
 WHEEL_CUDA   ?= $(or $(QSHARD_CUDA),OFF $(shell $(PYTHON) ffi/cmake/qshard_plan.py plan ON >/dev/null 2>&1 && echo ON))
 WHEEL_FLAGS  := -static-libstdc++
@@ -144,9 +152,10 @@ wheel: $(STAMP)wheel  ## build wheels into build/dist; PYTHONS="python3.11 pytho
 	rm -rf build/dist build/wheel/unrepaired
 	set -e; for python in $(PYTHONS); do tag=$$($$python -c '$(WHEEL_TAG)'); env=build/wheel/$$tag; \
 	    $$python -m venv $$env; $$env/bin/python -m pip install $(PIP_FLAGS) --no-compile -r requirements/build.txt; \
-	    rm -rf $$env/cmake-*; for cuda in $(WHEEL_CUDA); do \
-	        QSHARD_CUDA=$$cuda LDFLAGS="$$LDFLAGS $(WHEEL_FLAGS)" $$env/bin/python -m pip wheel $(PIP_FLAGS) \
-	            --no-build-isolation --no-deps -C build-dir=$$env/cmake-$$cuda --wheel-dir build/wheel/unrepaired .; \
+	    for cuda in $(WHEEL_CUDA); do \
+	        QSHARD_CUDA=$$cuda $$env/bin/python -m pip wheel $(PIP_FLAGS) --no-build-isolation --no-deps \
+	            -C build-dir=$$env/cmake-$$cuda -C cmake.define.CMAKE_MODULE_LINKER_FLAGS="$$LDFLAGS $(WHEEL_FLAGS)" \
+	            --wheel-dir build/wheel/unrepaired .; \
 	    done; done
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --wheel-dir build/dist build/wheel/unrepaired/*.whl
 

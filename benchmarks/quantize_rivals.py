@@ -14,18 +14,10 @@ from qshard.formats import FORMATS, ElementFormat, Format, Usage
 
 Contenders = dict[str, tuple[float, Callable[[], object]]]
 
-NAMES = (
-    "FP8_1x128",
-    "FP8_128x128",
-    "MXFP8_E4M3",
-    "MXFP8_32x32",
-    "MXFP6_E2M3",
-    "MXFP6_E2M3_32x32",
-    "MXFP4",
-    "MXFP4_32x32",
-    "NVFP4",
-    "NVFP4_16x16",
-)
+MEASURED = list(
+    {(fmt.scale_dtype, fmt.element.bits, fmt.block): fmt for fmt in reversed(FORMATS.values()) if fmt.block}.values()
+)[::-1]
+"""Formats with blocks: the first element of each size."""
 USAGES = {"rowwise": Usage.ROWWISE, "columnwise": Usage.COLUMNWISE, "both": Usage.BOTH}
 GLOBAL_AMAX = 5.0
 
@@ -33,14 +25,13 @@ GLOBAL_AMAX = 5.0
 def cases() -> list[tuple[str, Format, str, float]]:
     """(name of the row, format, usage, bytes an element: x and each plane with its scales, once)."""
     found = []
-    for name in NAMES:
-        fmt = FORMATS[name]
+    for fmt in MEASURED:
         assert fmt.block is not None
         scale = (4 if fmt.scale_dtype == "float32" else 1) / (fmt.block[0] * fmt.block[1])
         plane = 1 / fmt.element.codes_per_byte + scale
         for usage in USAGES:
             planes = 2 * plane - (scale if fmt.transposes else 0) if usage == "both" else plane
-            found.append((f"quantize {name} {usage}", fmt, usage, 2 + planes))
+            found.append((f"quantize {fmt.name} {usage}", fmt, usage, 2 + planes))
     return found
 
 

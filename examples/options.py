@@ -8,21 +8,15 @@ from typing import NoReturn
 
 from corpus import text_file
 from gpt import Schedule
-from qshard.recipes import MXFP4, MXFP6, MXFP8, NVFP4, BlockScaling, CurrentScaling, DelayedScaling, Recipe
+from qshard.recipes import NAMED, Recipe
 
 # A recipe says which format weights, activations and gradients are cast to. None is the baseline: bfloat16 weights are
 # gathered and nothing is quantized.
+SHORT = {"CurrentScaling": "fp8", "DelayedScaling": "delayed", "BlockScaling": "block"}
 RECIPES: dict[str, Recipe | None] = {
     "bf16": None,
-    "fp8": CurrentScaling(),
-    "delayed": DelayedScaling(),
-    "block": BlockScaling(),
-    "mxfp8": MXFP8(),
-    "mxfp6": MXFP6(),
-    "mxfp4": MXFP4(),
-    "nvfp4": NVFP4(),
+    **{SHORT.get(name, name.lower()): recipe for name, recipe in NAMED.items()},
 }
-
 
 # What a rank keeps of a weight; all kinds start from the same float32 values and send the same codes.
 KINDS = ("shard", "primary", "zero")

@@ -6,11 +6,11 @@
 #include <string>
 
 #include "core/format.h"
-#include "core/pattern.h"
 #include "host/call.h"
 #include "host/program.h"
 #include "host/thread_pool.h"
 #include "kernels/cpu/simd.h"
+#include "schema/pattern.h"
 #include "xla/ffi/api/c_api.h"
 
 #if defined(QSHARD_WITH_CUDA)

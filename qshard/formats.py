@@ -57,6 +57,17 @@ class ElementFormat:
         return 2 if self.bits == 4 else 1
 
     @property
+    def packed(self) -> bool:
+        """Whether codes share a byte."""
+        return self.codes_per_byte > 1
+
+    @property
+    def ones_byte(self) -> int:
+        """The byte that holds the code of 1.0, twice if codes are packed."""
+        code = self.bias << self.mantissa_bits
+        return code << self.bits | code if self.packed else code
+
+    @property
     def max_exponent(self) -> int:
         """The exponent of `max`: `floor(log2(max))`."""
         return math.frexp(self.max)[1] - 1
@@ -80,7 +91,8 @@ E8M0 = ElementFormat(
 )
 ELEMENTS = {element.name: element for element in (E4M3, E5M2, E2M3, E3M2, E2M1, E8M0)}
 
-FLOATS = ("float32", "bfloat16", "float16")
+FLOATS_16 = ("bfloat16", "float16")
+FLOATS = ("float32", *FLOATS_16)
 """Dtype strings of what is quantized: `float` of `ops.def`."""
 
 FLOAT16_MAX = 65504.0
@@ -340,9 +352,33 @@ nonfinite
         return type(self.scaling), self.block is None, self.element.bits
 
     @property
+    def per_tensor(self) -> bool:
+        """Whether one fp32 scale serves all elements, so that it is made of one amax, and nothing else."""
+        return self.block is None
+
+    @property
+    def tensor_scaled(self) -> bool:
+        """Whether a scale serves the whole tensor, so that its shards must agree on an amax."""
+        return self.block is None or self.scaling.global_scale == "tensor"
+
+    @property
+    def row_scaled(self) -> bool:
+        """Whether each row has an fp32 scale. It follows from the elements of the row, so rows are never cut."""
+        return self.scaling.global_scale == "row"
+
+    @property
+    def power_scales(self) -> bool:
+        """Whether scales are powers of two, so that to multiply by one rounds nothing."""
+        return self.scaling.pow2 or self.scale_dtype == E8M0.name
+
+    @property
     def transposes(self) -> bool:
         """Whether both planes hold the same numbers, so that the columnwise one is the transpose of the rowwise one."""
         return self.block is None or self.block[0] == self.block[1]
+
+    def rotates(self, usage: Usage) -> bool:
+        """Whether a plane for `usage` is of x rotated, and so has amaxes of its own."""
+        return self.hadamard and usage is not Usage.ROWWISE
 
     @property
     def turns_columns(self) -> bool:
@@ -378,6 +414,11 @@ nonfinite
         return self.scaling.dtype
 
     @property
+    def scale_bytes(self) -> int:
+        """Bytes of an element of `scale_inv`."""
+        return 1 if self.scale_dtype in ELEMENTS else 4
+
+    @property
     def stored_scale_dtype(self) -> str:
         """Dtype string of `scale_inv` where one-byte floats are bytes."""
         return "uint8" if self.scale_dtype in ELEMENTS else self.scale_dtype
@@ -392,6 +433,10 @@ nonfinite
         if self.block is None or usage is Usage.ROWWISE:
             return self.block
         return self.block[::-1]
+
+    def block_shape(self, usage: Usage = Usage.ROWWISE) -> tuple[int, int]:
+        """`block_of` as the unit of shards and of padding: (1, 1) under one scale, which sets no limits."""
+        return self.block_of(usage) or (1, 1)
 
 
 FP8_E4M3 = Format(name="FP8_E4M3", element=E4M3)

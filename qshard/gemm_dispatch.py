@@ -14,7 +14,7 @@ from qshard import _ffi
 from qshard._core import quantize_steps
 from qshard._core.quantize_steps import Plane
 from qshard.formats import E4M3, E5M2, E8M0, Format, Usage
-from qshard.layout import is_transposed
+from qshard.layout import is_transposed, multiplies_codes
 
 Array = Any
 Sizes = tuple[int, int, int]
@@ -76,15 +76,16 @@ def kind_of(a: Format, b: Format) -> Kind | None:
     if elements == (E5M2.name, E5M2.name):
         return None
     fp8 = elements[0] in _FP8 and elements[1] in _FP8
-    if a.block is None and b.block is None:
+    if multiplies_codes(a, b):
         return "tensors"
-    if a.block is None or b.block is None or a.scale_dtype != b.scale_dtype or a.block[1] != b.block[1]:
+    (a_rows, a_cols), (b_rows, b_cols) = a.block_shape(), b.block_shape()
+    if a.per_tensor or b.per_tensor or a.scale_dtype != b.scale_dtype or a_cols != b_cols:
         return None
     if a.scale_dtype == "float32":
-        return "blocks" if a.block[1] == 128 and {a.block[0], b.block[0]} in ({1}, {1, 128}) else None
+        return "blocks" if a_cols == 128 and {a_rows, b_rows} in ({1}, {1, 128}) else None
     if a.scale_dtype == E8M0.name:
         return "mxfp8" if fp8 else None
-    return "nvfp4" if a.scaling.global_scale == b.scaling.global_scale == "tensor" else None
+    return "nvfp4" if a.tensor_scaled and b.tensor_scaled else None
 
 
 def runs_on(kind: Kind, gpu: Gpu) -> bool:
@@ -130,15 +131,14 @@ def workspace_size(a: Format, b: Format, sizes: Sizes) -> int:
     fit a GPU.
     """
     size = LIBRARY_BYTES
-    if a.block is None or b.block is None:
+    if multiplies_codes(a, b):
         return size
     m, n, k = sizes
-    number = 4 if a.scale_dtype == "float32" else 1
     for rows, fmt in ((m, a), (n, b)):
-        assert fmt.block is not None
+        block, number = fmt.block_shape(), fmt.scale_bytes
         # One-byte scales of squares are repeated for each row.
-        grid = (rows // fmt.block[0] if number == 4 else rows) + _TILE[0]
-        size += number * grid * (k // fmt.block[1] + _TILE[1])
+        grid = (rows // block[0] if number == 4 else rows) + _TILE[0]
+        size += number * grid * (k // block[1] + _TILE[1])
     return size + 1024
 
 
@@ -154,12 +154,13 @@ def multiply(
     """
     how: dict[str, Any] = {"dtype": dtype, "workspace": workspace}
     elements = {"a_element": a_format.element.name, "b_element": b_format.element.name}
-    if a_format.block is None or b_format.block is None:
+    if multiplies_codes(a_format, b_format):
         return ops.gemm(a.data, a.scale_inv, b.data, b.scale_inv, fast=fast, **elements, **how)[0]
-    how |= {"a_rows": a_format.block[0], "b_rows": b_format.block[0]}
-    if a_format.scaling.global_scale is not None:
+    a_rows, cols = a_format.block_shape()
+    how |= {"a_rows": a_rows, "b_rows": b_format.block_shape()[0]}
+    if a.global_scale_inv is not None:
         return ops.gemm_nvfp4(*a, *b, **how)[0]
-    how |= elements | {"cols": a_format.block[1], "scale_dtype": a_format.scale_dtype}
+    how |= elements | {"cols": cols, "scale_dtype": a_format.scale_dtype}
     return ops.gemm_block(a.data, a.scale_inv, b.data, b.scale_inv, **how)[0]
 
 

@@ -52,7 +52,7 @@ class PlaneLayout:
     @property
     def rows_apart(self) -> bool:
         """Whether each row of the stored matrix has scales of its own. Then `scale_inv` keeps the leading axes."""
-        return self.block is not None and self.block[0] == 1
+        return has_rows_apart(self.format, self.usage)
 
     @property
     def keeps_axes(self) -> bool:
@@ -61,17 +61,19 @@ class PlaneLayout:
 
     @property
     def rotated(self) -> bool:
-        return self.format.hadamard and self.usage is Usage.COLUMNWISE
+        return self.format.rotates(self.usage)
 
     @property
-    def row_scaled(self) -> bool:
-        """Whether each row has an fp32 scale: a matter of its own elements, so rows are never cut."""
-        return self.format.scaling.global_scale == "row"
+    def scaled_shape(self) -> tuple[int, int]:
+        """(rows, cols) of the stored matrix that share a scale: a block, or all of it."""
+        matrix = matrix_shape(self.shape)
+        return self.block or (matrix[::-1] if self.transposed else matrix)
 
     @property
-    def tensor_scaled(self) -> bool:
-        """Whether a scale serves the whole tensor, so that its shards must agree on an amax."""
-        return self.block is None or self.format.scaling.global_scale == "tensor"
+    def nbytes(self) -> int:
+        """Bytes of data and all scales."""
+        whole = 0 if self.global_scale_shape is None else 4 * math.prod(self.global_scale_shape)
+        return math.prod(self.data_shape) + self.format.scale_bytes * math.prod(self.scale_shape) + whole
 
     @property
     def unit(self) -> int:
@@ -79,7 +81,7 @@ class PlaneLayout:
         if self.block is None:
             return 16  # Any cut is as good: codes and masters of each rank start on 16 bytes.
         columns = matrix_shape(self.shape)[1]
-        in_row = self.rows_apart and columns % self.block[1] == 0 and not self.row_scaled
+        in_row = self.rows_apart and columns % self.block[1] == 0 and not self.format.row_scaled
         return self.block[1] if in_row else self.block[0] * columns
 
 
@@ -112,6 +114,17 @@ def stored_block(fmt: Format, usage: Usage) -> tuple[int, int] | None:
     return fmt.block if is_transposed(fmt, usage) else fmt.block_of(usage)
 
 
+def has_rows_apart(fmt: Format, usage: Usage) -> bool:
+    """Whether each row of the matrix that the plane for `usage` stores has scales of its own.
+
+    >>> from qshard.formats import FP8_1x128, FP8_E4M3, MXFP8_E4M3
+    >>> [has_rows_apart(fmt, Usage.COLUMNWISE) for fmt in (FP8_1x128, FP8_E4M3, MXFP8_E4M3)]
+    [True, False, False]
+    """
+    block = stored_block(fmt, usage)
+    return block is not None and block[0] == 1
+
+
 def source(fmt: Format, usage: Usage) -> Usage:
     """The plane to quantize, gather or keep where that for `usage` is wanted.
 
@@ -126,7 +139,19 @@ def source(fmt: Format, usage: Usage) -> Usage:
 
 def multiplies_codes(a: Format, b: Format) -> bool:
     """Whether a GEMM may multiply codes: with one scale each, their product is that of the values up to a factor."""
-    return a.block is None and b.block is None
+    return a.per_tensor and b.per_tensor
+
+
+def block_alignment(*formats: Format) -> int:
+    """The number of rows, or of columns, that a part of a tensor has a multiple of, for its blocks to be whole.
+
+    It holds for both planes of all `formats`: columnwise blocks are transposed rowwise blocks.
+
+    >>> from qshard.formats import FP8_128x128, FP8_E4M3, MXFP8_E4M3
+    >>> block_alignment(FP8_E4M3), block_alignment(MXFP8_E4M3), block_alignment(MXFP8_E4M3, FP8_128x128)
+    (1, 32, 128)
+    """
+    return max(size for fmt in formats for size in fmt.block or (1,))
 
 
 def whole_units(fmt: Format, usage: Usage) -> tuple[int, int]:
@@ -166,7 +191,7 @@ def plane(fmt: FormatLike, shape: Shape, usage: Usage, *, op: str = "quantize", 
     ValueError: quantize: x (4, 33) is not a whole number of 1x32 blocks of MXFP8_E4M3; pad the columns to 64
     """
     fmt, usage = as_format(fmt, op), as_plane(usage, op, Usage.BOTH.planes)
-    if usage is Usage.COLUMNWISE and fmt.scaling.global_scale == "row":
+    if usage is Usage.COLUMNWISE and fmt.row_scaled:
         raise ValueError(f"{op}: {name} ({fmt}) has one scale a row and so no columnwise plane; ask for ROWWISE")
 
     units = whole_units(fmt, usage)
@@ -184,7 +209,7 @@ def plane(fmt: FormatLike, shape: Shape, usage: Usage, *, op: str = "quantize", 
     matrix = matrix_shape(shape)[::-1] if transposed else matrix_shape(shape)
     data: Shape = matrix if transposed else shape
     grid: Shape = () if block is None else tuple(map(_ceil, matrix, block))
-    if block is not None and block[0] == 1 and not transposed:
+    if has_rows_apart(fmt, usage) and not transposed:
         grid = (*shape[:-1], grid[1])
     return PlaneLayout(
         data_shape=(*data[:-1], data[-1] // fmt.element.codes_per_byte) if data else data,

@@ -1,8 +1,8 @@
 """Ops as data: what each takes and gives, from its row of `ffi/ops.def`.
 
-The row is parsed, and calls are held against it, in C++ (`ffi/core/bind.h`): whoever asks gets the same answer and the
-same error. From its axes come the shapes of the outputs, the errors for shapes that do not fit, the sharding rule of
-the JAX front end (which axes may be cut without communication), and what a cut axis must be reduced over.
+The row is parsed, and calls are checked against it, in C++ (`ffi/schema/bind.h`): every caller gets the same answer and
+the same error. From its axes come the shapes of the outputs, the errors for shapes that do not fit, the sharding rule
+of the JAX front end (which axes may be cut without communication), and what a cut axis must be reduced over.
 
 Ops on many tensors take lists, `x[]`, after their single operands, and change what they write in place: each result has
 the name of an operand. Their shapes are checked when they are called.
@@ -23,6 +23,7 @@ from qshard import _ffi
 __all__ = ["Axes", "Binding", "Factor", "OpSpec", "Operand", "Shape", "View", "multi_table", "table"]
 
 Shape = tuple[int, ...]
+"""The sizes of axes."""
 
 
 class Factor(NamedTuple):
@@ -33,6 +34,7 @@ class Factor(NamedTuple):
 
 
 Axes = tuple[tuple[Factor, ...], ...]
+"""The factors of each axis."""
 
 
 class Operand(NamedTuple):
@@ -207,7 +209,7 @@ def _axes(raw: Sequence[Sequence[tuple[str, int, int]]], shape: Shape, split: bo
 
 
 def _view(axes: Axes, places: Sequence[int]) -> View:
-    """`places`: of each axis, where the first operand has its major factor. `core/pattern.cc` has the same order."""
+    """`places`: of each axis, where the first operand has its major factor. `schema/pattern.cc` has the same order."""
     majors = [axis[0] for _, axis in sorted(zip(places, axes, strict=True), key=lambda pair: pair[0])]
     logical = (*majors, *(factor for axis in axes for factor in axis[1:]))
     return View(axes, logical, tuple(logical.index(factor) for axis in axes for factor in axis))

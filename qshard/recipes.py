@@ -25,6 +25,7 @@ __all__ = [
     "BlockScaling",
     "CurrentScaling",
     "DelayedScaling",
+    "NAMED",
     "Recipe",
     "Role",
 ]
@@ -289,7 +290,7 @@ def as_recipe(value: Any, op: str, name: str = "recipe") -> Recipe:
         )
     what = f"{op}: {name} ({shown(value)})"
     if isinstance(value, str):
-        raise ValueError(f"{what} is not the name of a recipe; {closest(value, NAMED)}")
+        raise ValueError(f"{what} is not the name of a recipe; {closest(value, NAMED, 'qshard.recipes.NAMED')}")
     if isinstance(value, type) and issubclass(value, Recipe):
         call = f"{value.__name__}()" if value is not Recipe else "Recipe(weight=, activation=, gradient=)"
         raise TypeError(f"{what} is not a recipe yet; write {call}")
@@ -309,6 +310,22 @@ def as_delayed(value: Any, op: str) -> DelayedScaling:
             f"{op}: recipe ({type(recipe).__name__}) is not DelayedScaling, the one that keeps state; pass that"
         )
     return recipe
+
+
+def check_state(
+    op: str, name: str, given: object, recipe: Recipe, advice: str, *, layers: str = "", fits: bool = True
+) -> None:
+    """Raises ValueError unless a state is passed with a recipe that keeps one, and with no other.
+
+    Args:
+      given: a word for the state that was passed; None without one.
+      advice: what to pass.
+      layers: for how many layers, in words.
+      fits: False if the state does not go with other arguments.
+    """
+    if recipe.stateful != (given is not None) or not fits:
+        takes = f"takes for {layers}" if layers else "takes"
+        raise ValueError(f"{op}: {name} ({given}) is not what {type(recipe).__name__} {takes}; pass {advice}")
 
 
 def check_weight_format(op: str, name: str, fmt: Format, recipe: Recipe) -> None:

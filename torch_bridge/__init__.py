@@ -26,7 +26,7 @@ from qshard.torch_bridge._convert.fsdp1 import prepare_modules_for_fsdp1
 from qshard.torch_bridge._convert.quantized_init import quantized_init
 from qshard.torch_bridge._delayed_scaling import DelayedScale, update_delayed
 from qshard.torch_bridge._fsdp.functional import gathered_weight, is_converted
-from qshard.torch_bridge._fsdp.scale_state import update_scales
+from qshard.torch_bridge._fsdp.refresh import update_scales
 from qshard.torch_bridge._fsdp.weight import ShardedWeight
 from qshard.torch_bridge._losses.cross_entropy import cross_entropy
 from qshard.torch_bridge._losses.linear_cross_entropy import LinearCrossEntropy, linear_cross_entropy

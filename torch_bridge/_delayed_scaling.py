@@ -10,7 +10,6 @@ are none.
 from __future__ import annotations
 
 import functools
-import hashlib
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,22 +17,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FlatParameter
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from qshard._core.validation import shown
 from qshard.recipes import RecipeLike, Role, as_delayed
 from qshard.torch_bridge._distributed.dtensor import local_of
+from qshard.torch_bridge._distributed.fsdp1 import Float32Buffers, delayed_of
 from qshard.torch_bridge._distributed.process_groups import groups_of
 from qshard.torch_bridge._module_tree import modules_of
 from qshard.torch_bridge._ops.bind import ops
-from qshard.torch_bridge._ops.collectives import max_over_ranks
+from qshard.torch_bridge._ops.collectives import max_over_ranks, unlike_ranks
+from qshard.torch_bridge._ops.eager import is_capturing, is_compiling
 from qshard.torch_bridge._quantized.scaling_state import loaded_if_there
 from qshard.torch_bridge._quantized.validation import check_group, check_model
+from qshard.torch_bridge._torch_internals import active_ddp
 
 
-class DelayedScale(nn.Module):
+class DelayedScale(Float32Buffers):
     """What one tensor of a layer carries from step to step. All of it is fp32, whatever the model is moved to.
 
     Attributes:
@@ -67,7 +67,6 @@ class DelayedScale(nn.Module):
         self._asked = False  # Whether a cut weight needs to know if there is a scale.
         self._made: int | None = None  # The version of `scale` that this rank knows to be a scale.
         self._look: _Look | None = None
-        self._kept: dict[str, Tensor] | None = None  # The memory of each buffer, once `keep_bits` was called.
         shapes = recipe.state_shapes
         for name in ("scale", "scale_inv", "amax", "amax_history"):
             shape = shapes.get(name, shapes["scale"])
@@ -84,26 +83,6 @@ class DelayedScale(nn.Module):
     def reset_parameters(self) -> None:
         """`reset`, by the name by which FSDP1 calls it of modules on meta."""
         self.reset()
-
-    def keep_bits(self) -> None:
-        """From now on `restore_buffers` gives buffers back their float32 bits, whatever a wrapper casts them to.
-
-        FSDP1 casts with `MixedPrecision(buffer_dtype=)`, once, before the first forward pass.
-        """
-        if self._kept is None:
-            self._kept = {}
-        self.restore_buffers()
-
-    def restore_buffers(self) -> None:
-        """Undoes a cast of the buffers. Called before they are used, where `keep_bits` was."""
-        if self._kept is None:
-            return
-        for name, buffer in self._buffers.items():
-            assert buffer is not None
-            if buffer.dtype is not torch.float32:
-                buffer.data = self._kept[name].to(buffer.device)
-            elif name not in self._kept or self._kept[name].data_ptr() != buffer.data_ptr():
-                self._kept[name] = buffer.detach()
 
     def observe(self, amax: Tensor) -> None:
         """Takes the amax of one use of the tensor. The amax of several is their maximum, in any order."""
@@ -128,13 +107,11 @@ class DelayedScale(nn.Module):
         return made
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what belongs to this process, or is memory of the buffers."""
-        self.restore_buffers()
-        own: dict[str, Any] = {"_made": None, "_look": None, "group": None, "_kept": None if self._kept is None else {}}
-        return {**self.__dict__, **own}
+        """Without what belongs to this process."""
+        return {**super().__getstate__(), "_made": None, "_look": None, "group": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__({"_kept": None, "group": None, **state})  # Older files have neither.
+        super().__setstate__({"group": None, **state})  # Older files lack it.
         self.restore_buffers()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DelayedScale:
@@ -163,7 +140,7 @@ def keep_amaxes() -> None:
 
     Before a pass it gives all ranks the buffers of the first, where gradients were reduced in the pass before.
     """
-    ddp = DistributedDataParallel._active_ddp_module
+    ddp = active_ddp()
     if ddp is not None and ddp not in _told:
         _told.add(ddp)
         for name, module in ddp.module.named_modules():
@@ -177,7 +154,7 @@ _told: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 def note(noted: Tensor, amax: Tensor) -> None:
     """Raises an amax to another one, in its memory."""
-    if torch.compiler.is_compiling():  # Dynamo does not take every `out=`.
+    if is_compiling():  # Dynamo does not take every `out=`.
         noted.copy_(torch.maximum(noted, amax))
     else:
         torch.maximum(noted, amax, out=noted)
@@ -221,8 +198,7 @@ def update_delayed(model: nn.Module, group: dist.ProcessGroup | None = None) -> 
     _check_alike(model, states, groups)
     buffers: list[dict[str, Any]] = [state._buffers for state in states]  # Attributes of modules are slow to get.
     amax = torch.stack([each["amax"] for each in buffers])
-    for each in groups:
-        max_over_ranks(amax, each)
+    max_over_ranks(amax, groups)
     old: list[Tensor] = []
     new: list[Tensor] = []
     kinds: dict[Any, list[int]] = {}
@@ -272,7 +248,7 @@ class _Look:
 def _is_made(state: DelayedScale) -> bool:
     """Whether this rank knows that there is a scale. All ranks see the same scales, so the same."""
     scale = state._buffers["scale"]
-    if state._look is not None and not _is_capturing(scale):
+    if state._look is not None and not is_capturing(state.scale.device):
         if state._look.shows(state):
             state._made = _version_of(scale)
         state._look = None
@@ -280,14 +256,10 @@ def _is_made(state: DelayedScale) -> bool:
 
 
 def _look_at(states: Sequence[DelayedScale]) -> None:
-    if states and not _is_capturing(states[0].scale):
+    if states and not is_capturing(states[0].scale.device):
         look = _Look(states)
         for state in states:
             state._look = look
-
-
-def _is_capturing(tensor: Tensor | None) -> bool:
-    return tensor is not None and tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _version_of(tensor: Tensor | None) -> int:
@@ -299,22 +271,20 @@ _agreed: weakref.WeakKeyDictionary[nn.Module, tuple[Any, ...]] = weakref.WeakKey
 
 def _check_alike(model: nn.Module, states: Sequence[DelayedScale], groups: Sequence[dist.ProcessGroup]) -> None:
     """Raises on all ranks unless all have the same states. Collective, until they agree; then not until they change."""
-    if not groups or _is_capturing(states[0].amax):
+    if not groups or is_capturing(states[0].amax.device):
         return
     key = (*[group.group_name for group in groups], *map(id, states))
     if _agreed.get(model) == key:
         return
     named = [(name, module) for name, module in model.named_modules() if isinstance(module, DelayedScale)]
     what = repr([(name, tuple(state.options.values()), tuple(state.amax_history.shape)) for name, state in named])
-    digest = hashlib.sha256(what.encode()).digest()
-    numbers = [len(named), *(int.from_bytes(digest[i : i + 4], "big") for i in range(0, 32, 4))]
-    # The largest of a number, and of its negative, over all ranks.
-    most = torch.tensor([*numbers, *(-number for number in numbers)], device=named[0][1].amax.device)
-    for group in groups:
-        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
-    largest, least = (part.tolist() for part in most.view(2, -1))
-    if largest != [-number for number in least]:
-        count = f"{-least[0]} to {largest[0]} a rank" if largest[0] != -least[0] else f"{len(named)} on each"
+    device = named[0][1].amax.device
+    if unlike_ranks(what.encode(), groups, device):
+        counts = torch.tensor([-len(named), len(named)], device=device)
+        for group in groups:
+            dist.all_reduce(counts, op=dist.ReduceOp.MAX, group=group)
+        least, largest = counts.abs().tolist()
+        count = f"{least} to {largest} a rank" if largest != least else f"{least} on each"
         raise RuntimeError(
             f"update_scales: tensors of DelayedScaling ({count}) are not the same on all ranks, in names, formats or "
             "options; pass group=, the ranks that train this model, such as those of one stage of a pipeline"
@@ -340,7 +310,7 @@ def _end_step(optimizer: Optimizer) -> None:
 
 def _note_step(optimizer: Optimizer) -> None:
     """Raises RuntimeError at the second step of a weight since the last update."""
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return
     _end_step(optimizer)  # One before has raised.
     for group in optimizer.param_groups:
@@ -361,24 +331,8 @@ def _note_step(optimizer: Optimizer) -> None:
 
 def _stepped_by(parameter: Tensor) -> Sequence[tuple[str, DelayedScale]]:
     """Names and states of the weights that a step on `parameter` changes: one, or those in a flat parameter."""
-    noted: tuple[str, DelayedScale] | None = parameter.__dict__.get(STATE_OF)
-    if noted is not None and parameter.requires_grad and not parameter.numel():
-        return [noted]  # FSDP1 gives no gradient to a rank without elements, which has to hear of it like all others.
-    if parameter.grad is None:
-        return []
-    if noted is not None:
-        return [noted]
-    if isinstance(parameter, FlatParameter):
-        infos: Any = parameter._param_infos
-        names = [(f"{info.module_name}.{info.param_name}".lstrip("."), info.module) for info in infos]
-        return [
-            (name, module.delayed[Role.WEIGHT.value])
-            for name, module in names
-            if name.endswith("weight") and "delayed" in module._modules
-        ]
+    found = delayed_of(parameter)
+    if found is not None or parameter.grad is None:
+        return found or []
     state = getattr(local_of(parameter), "scale_state", None)
     return [] if state is None or state.delayed is None else [(state.name, state.delayed)]
-
-
-STATE_OF = "_qshard_delayed"
-"""The attribute of a parameter that FSDP1 is to take: its name, and its `DelayedScale`."""

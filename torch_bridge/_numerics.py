@@ -13,13 +13,14 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from qshard.numerics._arrays import Shard, Whole, of_floats, of_shards
-from qshard.numerics._floats import as_float
-from qshard.numerics._models import Outputs, called, leaves
+from qshard.numerics._reductions import as_float
+from qshard.numerics._sensitivity import Outputs, call_with_batch, leaves
 from qshard.torch_bridge._fsdp.weight import ShardedWeight, memory_of
+from qshard.torch_bridge._ops.collectives import max_over_ranks
 from qshard.torch_bridge._quantized.validation import check_model
+from qshard.torch_bridge._torch_internals import compute_local_shape_and_global_offset
 
 T = TypeVar("T")
 
@@ -37,10 +38,8 @@ class Ranks:
         return cls([mesh.get_group(axis) for axis in range(mesh.ndim)], device)
 
     def maximum(self, bits: NDArray[np.int32]) -> NDArray[np.int32]:
-        merged = torch.from_numpy(bits.copy()).to(self.device)
-        for group in self.groups:
-            dist.all_reduce(merged, op=dist.ReduceOp.MAX, group=group)
-        made: NDArray[np.int32] = merged.cpu().numpy()
+        merged = max_over_ranks(torch.from_numpy(bits.copy()).view(torch.float32).to(self.device), self.groups)
+        made: NDArray[np.int32] = merged.cpu().view(torch.int32).numpy()
         return made
 
     def gathered(self, own: T) -> list[T]:
@@ -114,5 +113,5 @@ class OfModule:
 
     @torch.no_grad()
     def run(self, batch: Any) -> Outputs:
-        made = called(self._model, batch)
+        made = call_with_batch(self._model, batch)
         return [np.asarray(as_float(leaf, "sensitivity").array, np.float64) for _, leaf in leaves(made)]

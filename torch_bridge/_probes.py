@@ -14,30 +14,30 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from qshard._core import quantize_steps
+from qshard._core.operands import quantize_operand
 from qshard._core.quantize_steps import Plane
 from qshard._core.validation import shown
 from qshard.formats import Format, Usage
 from qshard.layout import plane
 from qshard.numerics import _kernels as kernels
-from qshard.numerics._arrays import Whole
-from qshard.numerics._cuts import are_blocks_cut
-from qshard.numerics._observed import COUNTS, Totals, seen_of
-from qshard.numerics._pieces import compared
-from qshard.numerics._steps import LayerStats, StepStats, layer_stats
-from qshard.recipes import DelayedScaling, Role
+from qshard.numerics._arrays import Whole, splits_blocks
+from qshard.numerics._pieces import compare_shards
+from qshard.numerics._training_steps import COUNTS, LayerStats, StepStats, Totals, layer_stats, step_sums
+from qshard.recipes import Role
 from qshard.torch_bridge._delayed_scaling import DelayedScale
 from qshard.torch_bridge._distributed.dtensor import local_of
-from qshard.torch_bridge._distributed.tensor_shards import Part
+from qshard.torch_bridge._distributed.tensor_shards import ShardSpec
 from qshard.torch_bridge._fsdp.weight import ShardedWeight, memory_of
 from qshard.torch_bridge._losses.linear_cross_entropy import LinearCrossEntropy, QuantizedHead
 from qshard.torch_bridge._nn.grouped_linear import GroupedLinear, _checked_sizes
 from qshard.torch_bridge._nn.linear import WeightLayer, _rank_of, _seed_taken
-from qshard.torch_bridge._nn.operands import ROLES, matrix_of, quantized
+from qshard.torch_bridge._nn.operands import ROLES, LayerQuantizer, matrix_of, operand_spec
 from qshard.torch_bridge._numerics import whole_of
 from qshard.torch_bridge._ops.bind import ops
 from qshard.torch_bridge._ops.collectives import max_over_ranks
 from qshard.torch_bridge._quantized.scaling_state import plain_name
 from qshard.torch_bridge._quantized.validation import check_group, check_model
+from qshard.torch_bridge._torch_internals import backward_id
 
 PART = 1 << 22
 """Elements that are measured at a time: about 30 bytes each, for a moment."""
@@ -189,19 +189,15 @@ class Watch:
         whole = whole_of(weight, "numerics_of")
         where = plane(fmt, whole.shape, Usage.ROWWISE, op="numerics_of", name=name)
         scales = _scales_of(layer)
-        if fmt.stochastic or are_blocks_cut(where, whole) or fmt.scaling.global_scale == "row":
+        if fmt.stochastic or splits_blocks(where, whole) or fmt.row_scaled:
             self._totals[name, Role.WEIGHT] = _on_the_host(whole, fmt)
             return
         local = memory_of(weight)
         matrix = local.reshape(-1, local.shape[-1]).contiguous()
-        reduce_max = functools.partial(_merged, groups=getattr(whole.others, "groups", ()))
-        if scales:
-            margin, scale = cast(DelayedScaling, layer.recipe).margin, scales[ROLES.index(Role.WEIGHT)]
-            made, _ = quantize_steps.quantize_delayed(
-                ops, matrix, fmt, Usage.ROWWISE, scale, margin, reduce_max=reduce_max
-            )
-        else:
-            made = quantize_steps.quantize(ops, matrix, fmt, Usage.ROWWISE, reduce_max=reduce_max)
+        reduce_max = functools.partial(max_over_ranks, group=getattr(whole.others, "groups", ()))
+        spec = operand_spec(layer.recipe, Role.WEIGHT, Usage.ROWWISE)
+        scale = scales[ROLES.index(Role.WEIGHT)] if scales else None
+        made, _ = quantize_operand(ops, matrix, spec, scale=scale, reduce_max=reduce_max)
         if whole.pieces:  # Of replicas the first counts.
             self.keep(name, Role.WEIGHT, _measured(matrix, made[Usage.ROWWISE], fmt))
 
@@ -322,7 +318,7 @@ def _seed_of_next_call(layer: WeightLayer) -> Tensor | None:
 
 
 def _is_in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
+    return backward_id() is not None
 
 
 def _dtype_of(x: Tensor) -> torch.dtype:
@@ -336,9 +332,9 @@ def _measured_operand(
 ) -> list[tuple[Tensor, int]]:
     """`_measured` of an operand of a layer, quantized as the layer does it."""
     local = local_of(x).detach()
-    parts = {role: Part(tuple(x.shape), x.device_mesh, tuple(x.placements))} if isinstance(x, DTensor) else {}
+    parts = {role: ShardSpec(tuple(x.shape), x.device_mesh, tuple(x.placements))} if isinstance(x, DTensor) else {}
     matrix = matrix_of(local, dtype)
-    made, _ = quantized(matrix, layer.recipe, Usage.ROWWISE, role, seed, parts, _scales_of(layer))
+    made, _ = LayerQuantizer(layer.recipe, seed, parts, _scales_of(layer)).quantize(matrix, role, Usage.ROWWISE)
     operand = made[Usage.ROWWISE]
     return _measured(matrix, operand.parts, operand.format)
 
@@ -350,14 +346,8 @@ def _scales_of(layer: WeightLayer) -> list[Tensor]:
     return [cast(DelayedScale, layer.delayed[role.value]).scale for role in ROLES]
 
 
-def _merged(amax: Tensor, groups: Sequence[dist.ProcessGroup]) -> Tensor:
-    for group in groups:
-        amax = max_over_ranks(amax, group)
-    return amax
-
-
 def _measured(x: Tensor, parts: Plane, fmt: Format) -> list[tuple[Tensor, int]]:
-    """`seen_of` of a matrix and its rowwise plane, and of how many elements, some rows at a time.
+    """`step_sums` of a matrix and its rowwise plane, and of how many elements, some rows at a time.
 
     In one tensor, on the device: counts of a part are exact in float64.
     """
@@ -365,12 +355,12 @@ def _measured(x: Tensor, parts: Plane, fmt: Format) -> list[tuple[Tensor, int]]:
     rows, columns = x.shape
     step = max(PART // max(columns, 1) // ROWS, 1) * ROWS
     for first in range(0, rows if columns else 0, step):
-        cut = slice(first, min(first + step, rows))
-        some = _rows_of(parts, fmt, cut)
+        last = min(first + step, rows)
+        some = quantize_steps.plane_rows(parts, fmt, first, last)
         value = _values(some, fmt)
-        ones = some.data.view(torch.uint8).clone().fill_(_code_of_one(fmt)).view(some.data.dtype)
+        ones = some.data.view(torch.uint8).clone().fill_(fmt.element.ones_byte).view(some.data.dtype)
         scale = _values(some._replace(data=ones), fmt)
-        seen = seen_of(torch, x[cut].float(), value, scale, fmt.element, _count)
+        seen = step_sums(torch, x[first:last].float(), value, scale, fmt.element, _count)
         found.append((torch.stack([number.double() for number in seen]), value.numel()))
     return found
 
@@ -380,22 +370,6 @@ def _values(parts: Plane, fmt: Format) -> Tensor:
     return made
 
 
-def _code_of_one(fmt: Format) -> int:
-    """The byte whose codes all stand for 1."""
-    code = fmt.element.bias << fmt.element.mantissa_bits
-    return code if fmt.element.codes_per_byte == 1 else code << fmt.element.bits | code
-
-
-def _rows_of(parts: Plane, fmt: Format, rows: slice) -> Plane:
-    """Some rows of a rowwise plane, whole blocks."""
-    data, scale_inv, whole = parts
-    if fmt.block is not None:
-        scale_inv = scale_inv[rows.start // fmt.block[0] : -(-rows.stop // fmt.block[0])]
-    if whole is not None and fmt.scaling.global_scale == "row":
-        whole = whole[rows]
-    return Plane(data[rows], scale_inv, whole)
-
-
 def _count(mask: Tensor) -> Tensor:
     return mask.sum()
 
@@ -403,7 +377,7 @@ def _count(mask: Tensor) -> Tensor:
 def _on_the_host(whole: Whole, fmt: Format) -> Totals:
     """Of what this rank has of a weight, by the kernels of `qshard.numerics`."""
     total = Totals(calls=int(bool(whole.pieces)))
-    for piece in compared(whole, fmt, Usage.ROWWISE, 0, "numerics_of"):
+    for piece in compare_shards(whole, fmt, Usage.ROWWISE, 0, "numerics_of"):
         sums = piece.sums(lambda elements: None)
         there = kernels.ops.amax_tensor(np.where(np.isfinite(piece.x), piece.x, 0).astype(np.float32), lead=0)
         scales = piece.scales[np.isfinite(piece.scales) & (piece.scales > 0)]

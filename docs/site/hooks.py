@@ -1,34 +1,46 @@
-"""What mkdocs calls: pages and nav are made of the repository, and what was built is looked at."""
+"""mkdocs hooks: add the files of the repository to the site, draw pictures, and check that API pages are complete."""
 
 from __future__ import annotations
 
 import logging
-import sys
+import re
 from pathlib import Path
 from typing import Any
 
-import site_faults
-import site_pages
+import griffe
+import site_ops
+import site_pictures
 from mkdocs.structure.files import File, Files
+from mkdocstrings import Inventory
 
 log = logging.getLogger("mkdocs.hooks.qshard")
 
-
-def on_config(config: Any) -> Any:
-    # mkdocs took this folder off the path when it had read this file; docstrings.py imports from it, later.
-    sys.path.append(str(Path(__file__).parent))
-    config.nav = site_pages.nav()
-    return config
+REPOSITORY = Path(__file__).parents[2]
+FILES = ("*.md", "*.cff", "docs/*.md", "examples/*.*", "notebooks/*.ipynb")
+"""Files with the same path in the site as in the repository, so that links between them hold in both."""
+MODULES = re.findall(r"api/([\w.]+)\.md", Path(__file__).with_name("mkdocs.yml").read_text())
+"""Modules with a page in the nav."""
 
 
 def on_files(files: Files, config: Any) -> Files:
-    for path, markdown in site_pages.pages().items():
-        files.append(File.generated(config, path, content=markdown()))
-    for path in site_pages.linked_files():
-        files.append(File.generated(config, path, content=(site_pages.REPOSITORY / path).read_bytes()))
+    for path in (path for pattern in FILES for path in REPOSITORY.glob(pattern)):
+        files.append(File.generated(config, path.relative_to(REPOSITORY).as_posix(), abs_src_path=str(path)))
+    files.append(File.generated(config, "ops.md", content=site_ops.page()))
+    for module in MODULES:
+        files.append(File.generated(config, f"api/{module}.md", content=f"# {module}\n\n::: {module}\n"))
     return files
 
 
+def on_page_markdown(markdown: str, **kwargs: Any) -> str:
+    return site_pictures.drawn(markdown)
+
+
 def on_post_build(config: Any) -> None:
-    for fault in site_faults.faults(Path(config.site_dir)):
-        log.warning(fault)  # Which strict makes an error.
+    """Warn of public names that no page shows: they have no docstring."""
+    with open(Path(config.site_dir) / "objects.inv", "rb") as file:
+        shown = Inventory.parse_sphinx(file)
+    loader = griffe.GriffeLoader(search_paths=[REPOSITORY / "build/tree"], allow_inspection=False)
+    for module in MODULES:
+        for name in loader.load(module, try_relative_path=False).exports or ():
+            if f"{module}.{name}" not in shown and f"{module}.{name}" not in MODULES:
+                log.warning(f"{module}.{name} is public and on no page: give it a docstring")

@@ -42,7 +42,7 @@ def prose(comment: str) -> str:
 def bodies() -> dict[str, str]:
     """What each op does: the comment above its body, or above the first of the bodies that stand together."""
     found: dict[str, str] = {}
-    for path in sorted((REPOSITORY / "ffi" / "ops").glob("*.cc")):
+    for path in sorted((REPOSITORY / "ffi" / "ops").rglob("*.cc")):
         comment, together = "", False
         for line in path.read_text().splitlines():
             named = re.match(r"QSHARD_DEFINE_OP\((\w+)\)", line)

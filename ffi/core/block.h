@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "core/round.h"
+#include "core/ceil_div.h"
 
 namespace qshard {
 
@@ -15,8 +15,8 @@ namespace qshard {
 struct Blocks {
   int64_t batch, rows, cols, block_rows, block_cols;
 
-  QSHARD_INLINE int64_t GridRows() const { return (rows + block_rows - 1) / block_rows; }
-  QSHARD_INLINE int64_t GridCols() const { return (cols + block_cols - 1) / block_cols; }
+  QSHARD_INLINE int64_t GridRows() const { return CeilDiv(rows, block_rows); }
+  QSHARD_INLINE int64_t GridCols() const { return CeilDiv(cols, block_cols); }
   QSHARD_INLINE int64_t GridSize() const { return batch * GridRows() * GridCols(); }
   QSHARD_INLINE bool Whole() const { return rows % block_rows == 0 && cols % block_cols == 0; }
 };

@@ -9,7 +9,7 @@
 #ifndef QSHARD_CORE_CROSS_ENTROPY_H_
 #define QSHARD_CORE_CROSS_ENTROPY_H_
 
-#include "core/exp.h"
+#include "core/exp_log.h"
 
 namespace qshard {
 

@@ -36,8 +36,13 @@ struct Exec<Cuda> {
 
 // What a launcher returns: null, or the text of what went wrong (static storage).
 struct [[nodiscard]] Status {
+  explicit operator bool() const { return error != nullptr; }
   const char* error = nullptr;
 };
+
+// Of a Status, or of an Error.
+#define QSHARD_RETURN_IF_ERROR(...) \
+  if (auto error = (__VA_ARGS__)) return error
 
 }  // namespace qshard
 

@@ -19,7 +19,7 @@ struct Slice {
   int64_t length;  // of the slice
   int64_t rows, cols;
   int64_t grid;   // its first block, counted over the grids of all weights
-  int64_t whole;  // its first amax of the tensor or of a row, counted over those of all weights
+  int64_t whole;  // its first amax of the tensor or of a row, which follow all grids
 };
 
 enum class WholeAmax { kNone, kTensor, kRow };
@@ -45,6 +45,12 @@ QSHARD_INLINE float RoundTo(RoundedTo to, float v) {
 // A pair of words, the low one first.
 QSHARD_INLINE uint64_t FromWords(const uint32_t* words) {
   return words[0] | static_cast<uint64_t>(words[1]) << 32;
+}
+
+// Where a slice starts in a weight of `size` elements, by a pair of words: at most at the end.
+QSHARD_INLINE int64_t StartOf(const uint32_t* words, int64_t size) {
+  const uint64_t start = FromWords(words);
+  return start < static_cast<uint64_t>(size) ? static_cast<int64_t>(start) : size;
 }
 
 }  // namespace qshard

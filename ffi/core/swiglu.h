@@ -3,7 +3,7 @@
 #ifndef QSHARD_CORE_SWIGLU_H_
 #define QSHARD_CORE_SWIGLU_H_
 
-#include "core/exp.h"
+#include "core/exp_log.h"
 #include "core/round.h"
 #include "core/scale.h"
 

@@ -3,8 +3,8 @@
 #include <vector>
 
 #include "host/attributes.h"
-#include "host/frame.h"
-#include "host/short.h"
+#include "host/run.h"
+#include "host/small_array.h"
 #include "host/tensor.h"
 
 namespace nb = nanobind;
@@ -38,9 +38,9 @@ struct Side {
   nb::tuple objects;
   std::vector<nb::object> owners;  // held likewise
   size_t size;
-  Short<Tensor> tensors;
-  Short<void*> pointers;
-  Short<Type> types;
+  SmallArray<Tensor> tensors;
+  SmallArray<void*> pointers;
+  SmallArray<Type> types;
 };
 
 }  // namespace

@@ -22,13 +22,8 @@ void Call(nanobind::str op, nanobind::sequence inputs, nanobind::sequence output
 // {op name: capsule} for "cpu" or "cuda".
 nanobind::dict Handlers(const std::string& platform);
 
-// Before a large call, FollowNumThreads of what `framework` returns.
-void FollowThreadsOf(nanobind::callable framework);
-
 // Adds the class Row, and the function `ops`.
 void DefineRows(nanobind::module_& m);
-
-inline constexpr char kHandlerCapsule[] = "xla._CUSTOM_CALL_TARGET";  // the name jax.ffi expects
 
 }  // namespace qshard::host
 

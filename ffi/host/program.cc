@@ -4,9 +4,9 @@
 
 #include <algorithm>
 
-#include "core/bind.h"
-#include "host/short.h"
+#include "host/small_array.h"
 #include "host/tensor.h"
+#include "schema/bind.h"
 
 namespace nb = nanobind;
 
@@ -99,8 +99,8 @@ nb::object Program::Run(nb::args inputs) const {
   if (inputs.size() != inputs_) throw nb::value_error("Program: got another number of inputs");
   const size_t count = inputs_ + makers_.size();
   Common common;
-  Short<nb::object> objects(count), owners(count);  // held for the call
-  Short<Tensor> sources(count);
+  SmallArray<nb::object> objects(count), owners(count);  // held for the call
+  SmallArray<Tensor> sources(count);
   // Makers first: they may change the memory of a tensor that was looked at before.
   for (size_t i = 0; i < count; ++i)
     objects[i] = i < inputs_ ? nb::borrow(inputs[i]) : makers_[i - inputs_]();
@@ -113,7 +113,7 @@ nb::object Program::Run(nb::args inputs) const {
   if (common.device.device_type != device_)
     throw nb::value_error("Program: the tensors are not on its platform");
 
-  Short<XLA_FFI_Buffer> slots(slots_.size());
+  SmallArray<XLA_FFI_Buffer> slots(slots_.size());
   for (size_t i = 0; i < slots_.size(); ++i) {
     const Slot& slot = slots_[i];
     const XLA_FFI_Buffer& source = sources[slot.source].buffer;
@@ -132,8 +132,8 @@ nb::object Program::Run(nb::args inputs) const {
                 const_cast<int64_t*>(slot.dims.data())};
   }
 
-  Short<void*> buffers(buffers_);
-  Short<Step> steps(ops_.size());
+  SmallArray<void*> buffers(buffers_);
+  SmallArray<Step> steps(ops_.size());
   void** next = buffers.data();
   const auto pointers = [&](const std::vector<int64_t>& numbers) {
     void** const first = next;

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "host/attributes.h"
-#include "host/frame.h"
+#include "host/run.h"
 
 namespace qshard::host {
 

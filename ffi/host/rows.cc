@@ -9,9 +9,9 @@
 #include <string>
 #include <vector>
 
-#include "core/bind.h"
 #include "host/attributes.h"
 #include "host/call.h"
+#include "schema/bind.h"
 
 namespace nb = nanobind;
 

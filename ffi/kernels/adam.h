@@ -29,6 +29,10 @@ struct AdamKinds {
   bool update;
 
   bool scaled() const { return IsScaled(exp_avg) || IsScaled(exp_avg_sq); }
+  // Whether `param` itself is read. The row of adam says whether a call has one.
+  QSHARD_INLINE bool reads_param() const {
+    return low == AdamLow::kMaster ? update : !update || decay != Decay::kNone;
+  }
 };
 
 // One tensor of rows x cols elements. Each kAdamBlock elements of a row, and the rest of it, are a

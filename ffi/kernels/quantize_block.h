@@ -56,7 +56,7 @@ QSHARD_LAUNCHER_TEMPLATE((class In, class Code, class Scales), QuantizeBlockBoth
 // --- NVFP4, rotated or rounded at random ---
 
 struct Nvfp4Options {
-  bool hadamard = false;           // blocks along columns are of Hadamard(x) (block_layout.h)
+  bool hadamard = false;           // blocks along columns are of Hadamard(x) (hadamard.h)
   const Places* places = nullptr;  // with it, codes are those of CastBlockStochastic
 };
 

@@ -22,11 +22,6 @@ QSHARD_LAUNCHER_TEMPLATE((class In, class Code), CastSlices, const Slice* slices
                          const uint32_t* starts, const uint32_t* seeds, const SliceRule& rule,
                          const float* scale);
 
-// total[i] = before[i] + (parts[0, i] + parts[1, i] + ...), added in this order, of parts [ranks,
-// length]; `before` may be total, or null for nothing. NaN is the canonical one.
-QSHARD_LAUNCHER_TEMPLATE((class In), AddRanks, const In* parts, int64_t ranks, int64_t length,
-                         const float* before, float* total);
-
 }  // namespace qshard::kernels
 
 #endif  // QSHARD_KERNELS_SLICES_H_

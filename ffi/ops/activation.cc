@@ -1,7 +1,7 @@
 // What stands between matrix products.
 #include "kernels/activation.h"
 
-#include "core/handler.h"
+#include "schema/handler.h"
 
 namespace qshard {
 

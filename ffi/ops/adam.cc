@@ -9,7 +9,8 @@
 //   exp_avg_sq, its scale_inv likewise
 #include "kernels/adam.h"
 
-#include "core/handler.h"
+#include "core/ceil_div.h"
+#include "schema/handler.h"
 
 namespace qshard {
 namespace {

@@ -1,8 +1,8 @@
 // The steps of quantizing in blocks that share a scale, and the way back. 4-bit codes are packed
 // two a byte along the last axis.
-#include "core/handler.h"
 #include "kernels/block_cast.h"
 #include "ops/places.h"
+#include "schema/handler.h"
 
 namespace qshard {
 

@@ -1,7 +1,7 @@
 // Ops on tensors that have one scale, or one for each contiguous run.
 #include "kernels/cast.h"
 
-#include "core/handler.h"
+#include "schema/handler.h"
 
 namespace qshard {
 

@@ -1,7 +1,7 @@
 // Cross entropy of logits.
 #include "kernels/cross_entropy.h"
 
-#include "core/handler.h"
+#include "schema/handler.h"
 
 namespace qshard {
 namespace {

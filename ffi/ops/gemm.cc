@@ -1,10 +1,11 @@
-// Products of quantized matrices, both with the contracted axis last.
+// Products of quantized matrices, both with the contracted axis last, and scales in the order they
+// are read in.
 #include "kernels/gemm.h"
 
 #include <type_traits>
 
-#include "core/handler.h"
 #include "kernels/gemm_scales.h"
+#include "schema/handler.h"
 
 namespace qshard {
 namespace {
@@ -147,5 +148,18 @@ QSHARD_DEFINE_OP(gemm_values_nt) { return RunValues(call, false, false); }
 QSHARD_DEFINE_OP(gemm_values_nn) { return RunValues(call, false, true); }
 QSHARD_DEFINE_OP(gemm_values_tn) { return RunValues(call, true, true); }
 QSHARD_DEFINE_OP(gemm_values_tt) { return RunValues(call, true, false); }
+
+// One-byte scales [*batch, rows, cols] in the tiles that block-scaled GEMMs read, padded with
+// zeros. Scales are kept and gathered compact and row-major; this is the only op that makes another
+// order.
+//
+// A tile has 128 rows. `rows` scales fill it, so each is repeated over 128 / rows: 128, or 8 for
+// scales of 16x16 blocks. Source: cuBLAS documentation, "1D Block Scaling Factors Layout".
+QSHARD_DEFINE_OP(swizzle_scale) {
+  const Matrices m(call.binding);
+  return call(kernels::SwizzleScale(call.exec, Data<uint8_t>(call.arg(0)), m.batch, m.rows, m.cols,
+                                    kernels::kScaleTileRows / call.integer("rows"),
+                                    Mutable<uint8_t>(call.ret(0))));
+}
 
 }  // namespace qshard

@@ -2,8 +2,8 @@
 #ifndef QSHARD_OPS_PLACES_H_
 #define QSHARD_OPS_PLACES_H_
 
-#include "core/handler.h"
 #include "kernels/block_cast.h"
+#include "schema/handler.h"
 
 namespace qshard {
 

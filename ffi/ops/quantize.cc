@@ -1,7 +1,7 @@
 // Blocks with one read of x: amax, scale and codes. The bits are those of the steps one by one.
-#include "core/handler.h"
 #include "kernels/quantize_block.h"
 #include "ops/places.h"
+#include "schema/handler.h"
 
 namespace qshard {
 namespace {

@@ -1,8 +1,8 @@
 // Scales from amaxes, elementwise. The formulas are core/scale.h and core/block_scale.h.
 //
 // Ops, never framework arithmetic, so that eager, jitted and compiled code cannot drift apart.
-#include "core/handler.h"
 #include "kernels/block_scale.h"
+#include "schema/handler.h"
 
 namespace qshard {
 

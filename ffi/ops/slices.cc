@@ -6,8 +6,9 @@
 // Blocks of 0x0: the weight. Grids of all weights follow one another.
 #include "core/slices.h"
 
-#include "core/handler.h"
+#include "core/ceil_div.h"
 #include "kernels/slices.h"
+#include "schema/handler.h"
 
 namespace qshard {
 namespace {
@@ -128,6 +129,7 @@ QSHARD_DEFINE_OP(amax_slices) {
                  call.op(), ": amax ", Shape(call.arg(1)), " is not one number for each of ",
                  slices.blocks, " blocks and ", slices.wholes, " whole weights or rows");
   if (slices.size() == 0) return {};
+  for (Slice& slice : slices.weights) slice.whole += slices.blocks;
   return DispatchFloat(call.arg(2), [&](auto in) {
     return call(kernels::AmaxSlices<decltype(in)>(call.exec, slices.weights.data(), slices.size(),
                                                   Data<uint32_t>(call.arg(0)), slices.rule,
@@ -146,17 +148,5 @@ QSHARD_DEFINE_OP(cast_slices) {
 // cast_slices to E2M1, rounded up or down at random. Element i of weight w draws with seeds[w] and
 // its index i in the weight (core/stochastic.h), so slices draw what the whole weight would.
 QSHARD_DEFINE_OP(cast_slices_stochastic) { return CastSlices<E2M1>(call, true); }
-
-// What ranks have of a slice, in fp32 and in the order of ranks: parts[0] + parts[1] + ..., which
-// with `fresh` is the total, whatever that held, and else is added to it.
-QSHARD_DEFINE_OP(add_ranks) {
-  const Buffer& parts = call.arg(0);
-  return DispatchFloat(parts, [&](auto in) {
-    using In = decltype(in);
-    return call(kernels::AddRanks<In>(call.exec, Data<In>(parts), parts.dims[0], parts.dims[1],
-                                      call.flag("fresh") ? nullptr : Data<float>(call.arg(1)),
-                                      Mutable<float>(call.ret(0))));
-  });
-}
 
 }  // namespace qshard

@@ -1,5 +1,5 @@
 // Tests of LruCache.
-#include "core/lru_cache.h"
+#include "kernels/cuda/gemm/lru_cache.h"
 
 #include <cstdio>
 #include <cstdlib>

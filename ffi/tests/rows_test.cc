@@ -3,7 +3,7 @@
 #include <cstdio>
 #include <stdexcept>
 
-#include "core/pattern.h"
+#include "schema/pattern.h"
 
 int main() {
   for (int again = 0; again < 2; ++again) {

@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) is not signal.SIG_IGN:  # As nohup has it.
-                signal.signal(number, _terminated)
+                signal.signal(number, _exit_on_signal)
     try:
         from qshard._cli.app import run
 
@@ -49,5 +49,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return INTERRUPTED
 
 
-def _terminated(number: int, frame: FrameType | None) -> None:
+def _exit_on_signal(number: int, frame: FrameType | None) -> None:
     sys.exit(128 + number)  # What is half done is cleaned up.

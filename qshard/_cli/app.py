@@ -1,21 +1,22 @@
-"""The commands together, and how the process ends."""
+"""The commands, with their options, and how the process ends. What a command needs is imported when it runs."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import json
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import TextIO
 
 import click
+import numpy  # noqa: F401 - before ml_dtypes, which makes an ImportError of Ctrl-C while it imports NumPy
 
-from qshard._cli import USAGE
-from qshard._cli.bench import bench
-from qshard._cli.convert import convert
-from qshard._cli.errors import Failure, printable
-from qshard._cli.info import info
-from qshard._cli.report import report
+from qshard._cli import USAGE, options
+from qshard._cli.errors import Failure, Misuse, printable, quote
 from qshard._core import environment
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -27,8 +28,174 @@ def group() -> None:
     """Formats of few bits: what they do to checkpoints, and checkpoints in them."""
 
 
-for command in (report, convert, bench, info):
-    group.add_command(command)
+@group.command(cls=options.Command)
+@click.argument("checkpoint", type=options.PATH)
+@click.option(
+    "--formats",
+    multiple=True,
+    metavar="NAMES",
+    help="Names with commas between, or all; by default those that recipes have for weights.",
+)
+@click.option("--layers", multiple=True, metavar="GLOB", help="Only tensors with such names, of any number of axes.")
+@options.usage
+@click.option("--rotate", is_flag=True, help="Also NVFP4 after the random Hadamard transform, of the columnwise plane.")
+@click.option(
+    "--stochastic", type=click.IntRange(1), metavar="N", help="Also NVFP4 rounded stochastically, the mean of N draws."
+)
+@options.seed
+@click.option(
+    "--budget",
+    callback=options.budget_of,
+    metavar="BYTES",
+    help="Recommend formats of so many bytes an element, such as 0.8, or in all, such as 4GB.",
+)
+@click.option(
+    "--activations",
+    type=options.PATH,
+    metavar="NPZ",
+    help="What layers are given, by their names: harm is then that of their outputs.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON in place of tables.")
+@click.option("--csv", "as_csv", is_flag=True, help="Print CSV in place of tables.")
+@click.option("--html", type=options.PATH, help="Write a page with the trade-off as a curve, too.")
+def report(
+    checkpoint: Path,
+    formats: tuple[str, ...],
+    layers: tuple[str, ...],
+    usage: str,
+    rotate: bool,
+    stochastic: int | None,
+    seed: int,
+    budget: options.Budget | None,
+    activations: Path | None,
+    as_json: bool,
+    as_csv: bool,
+    html: Path | None,
+) -> None:
+    """What formats do to each layer of CHECKPOINT.
+
+    That is a file of safetensors, an index of shards, or a folder with either.
+    """
+    if as_json and as_csv:
+        raise Misuse("--json and --csv are both given; ask for one")
+    if html is not None and not html.name.endswith(".html"):
+        raise Misuse(f"--html {quote(html)} does not end in .html; name a page, which may be there already")
+    chosen = options.formats_of(formats, "--formats") if formats else options.weight_formats()
+    chosen = options.with_variants(chosen, rotate, stochastic is not None)
+
+    from qshard._cli import report as reports
+    from qshard._cli.checkpoint import open_checkpoint
+    from qshard._cli.conversion import replacing
+    from qshard._cli.layers import Question
+    from qshard._cli.render import page, print_text
+
+    opened = open_checkpoint(checkpoint)
+    question = Question(formats=tuple(chosen), usage=options.USAGES[usage], draws=stochastic or 1, seed=seed)
+    with replacing(html) if html else contextlib.nullcontext() as file:  # Whether it can be is known at once.
+        findings = reports.find(opened, question, layers, budget, activations)
+        if file is not None:
+            file.write(page(findings).encode())
+    if as_json or as_csv:
+        click.echo(reports.as_json(findings) if as_json else reports.as_csv(findings), nl=as_json)
+        return
+    print_text(findings)
+
+
+@group.command(cls=options.Command)
+@click.argument("checkpoint", type=options.PATH)
+@click.argument("out", type=options.PATH)
+@click.option(
+    "--format",
+    "fmt",
+    required=True,
+    metavar="NAME",
+    help="Such as NVFP4_16x16, or with options: 'NVFP4[global_scale=row]'.",
+)
+@click.option("--keep", multiple=True, metavar="GLOB", help="Tensors with such names stay as they are.")
+@options.usage
+@options.seed
+@click.option("--force", is_flag=True, help="Replace OUT if it is there.")
+def convert(checkpoint: Path, out: Path, fmt: str, keep: tuple[str, ...], usage: str, seed: int, force: bool) -> None:
+    """Write CHECKPOINT, a file, an index or a folder of safetensors, to OUT with its weights as codes and scales.
+
+    Tensors of fewer than two axes, scales, those that are not of real numbers and those that the format does not fit
+    stay as they are. OUT is read back before it gets its name.
+    """
+    chosen = options.format_of(fmt, "--format")
+
+    from qshard._cli.checkpoint import open_checkpoint
+    from qshard._cli.conversion import quantize_to
+    from qshard._cli.render import print_conversion
+
+    opened = open_checkpoint(checkpoint)
+    if out.exists():
+        if any(out.samefile(file) for file in opened.files):
+            raise Misuse(f"{quote(out)} is a file of the checkpoint itself; write to another name")
+        if not force and not out.is_dir():
+            raise Misuse(f"{quote(out)} is there already; write to another name, or add --force")
+    if not out.name.endswith(".safetensors"):
+        raise Misuse(f"{quote(out)} does not end in .safetensors; readers go by that")
+    done = quantize_to(out, opened, chosen, options.USAGES[usage], keep, seed)
+    print_conversion(out, chosen, done)
+
+
+@group.command(cls=options.Command)
+@click.option(
+    "--size",
+    type=click.IntRange(1, 2**15),
+    default=2048,
+    show_default=True,
+    help="Rows and columns, rounded up to 128.",
+)
+@click.option("--rounds", type=click.IntRange(1), default=9, show_default=True, help="The median of which counts.")
+@click.option("--threads", type=click.IntRange(1), help="Of the kernels; those that the machine has by default.")
+@click.option(
+    "--formats",
+    multiple=True,
+    metavar="NAMES",
+    help="Whole quantizations in these; by default in those that recipes have for weights.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def bench(size: int, rounds: int, threads: int | None, formats: tuple[str, ...], as_json: bool) -> None:
+    """Time the CPU kernels beside a copy of as many float32.
+
+    Bytes are the fewest that an op must move. Ops write into arrays that are there; whole quantizations make theirs,
+    which takes page faults. The copy has one thread. GPUs are not timed.
+    """
+    import qshard
+    from qshard import _ffi
+    from qshard._cli.machine import contenders, timings
+    from qshard._cli.render import console, table
+
+    if threads is not None:
+        qshard.set_num_threads(threads)
+    size = -(-size // 128) * 128
+    chosen = options.formats_of(formats, "--formats") if formats else options.weight_formats()
+    found = timings(contenders(size, chosen), rounds)
+    about = {"size": size, "rounds": rounds, "threads": qshard.num_threads(), "simd": _ffi.simd()}
+    if as_json:
+        click.echo(json.dumps(about | {"timings": [asdict(each) for each in found]}, indent=1))
+        return
+    out = console()
+    out.print(f"{size} x {size}, {about['threads']} threads, {about['simd']}, the median of {rounds} rounds")
+    rows = [[each.name, f"{each.us:.1f}", f"{each.gb_per_s:.1f}", f"{each.percent_of_copy:.0f}"] for each in found]
+    out.print(table(["", "us", "GB/s", "% of copy"], rows))
+
+
+@group.command(cls=options.Command)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def info(as_json: bool) -> None:
+    """What the report of a bug should hold: build, kernels, CUDA, versions, machine."""
+    from qshard._cli.machine import machine_facts
+
+    facts = machine_facts()
+    if as_json:
+        click.echo(json.dumps(facts, indent=1))
+        return
+    click.echo(environment.build_info())
+    for name in ("libraries", "processor", "threads", "gpus"):
+        value = facts[name]
+        click.echo(f"{name}: {', '.join(value) if isinstance(value, list) else value}")
 
 
 def run(arguments: Sequence[str] | None) -> int:
@@ -43,10 +210,10 @@ def run(arguments: Sequence[str] | None) -> int:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
         elif hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # Names have characters that not every terminal has.
-    return _ended(list(sys.argv[1:] if arguments is None else arguments))
+    return _invoke(list(sys.argv[1:] if arguments is None else arguments))
 
 
-def _ended(arguments: list[str]) -> int:
+def _invoke(arguments: list[str]) -> int:
     try:
         with group.make_context("qshard", arguments) as context:  # `main` has words of its own for Ctrl-C.
             group.invoke(context)
@@ -58,29 +225,29 @@ def _ended(arguments: list[str]) -> int:
         return USAGE
     except click.UsageError as error:
         where = error.ctx.command_path if error.ctx else "qshard"
-        return _said(f"{error.format_message().rstrip('.')}; {where} --help has what there is", USAGE)
+        return _print_error(f"{error.format_message().rstrip('.')}; {where} --help has what there is", USAGE)
     except click.ClickException as error:
-        return _said(error.format_message(), error.exit_code)
+        return _print_error(error.format_message(), error.exit_code)
     except Failure as error:
-        return _said(str(error), error.status)
+        return _print_error(str(error), error.status)
     except BrokenPipeError:
-        _closed(sys.stdout)  # Python would complain at its end.
+        _discard(sys.stdout)  # Python would complain at its end.
         return 1
     except MemoryError as error:
-        return _said(f"out of memory: {error}; the largest tensor and its codes have to fit", 1)
+        return _print_error(f"out of memory: {error}; the largest tensor and its codes have to fit", 1)
     except OSError as error:
         what = f"{error.filename}: " if error.filename is not None else ""
         then = "; nothing was kept of what was being written" if error.errno in FULL else ""
-        return _said(f"{what}{error.strerror or error}{then}", 1)
+        return _print_error(f"{what}{error.strerror or error}{then}", 1)
     except ImportError as error:
-        return _said(str(error), 1)
+        return _print_error(str(error), 1)
     return 0
 
 
-def _said(text: str, status: int) -> int:
+def _print_error(text: str, status: int) -> int:
     print(f"qshard: {printable(' '.join(text.split()))}", file=sys.stderr, flush=True)
     return status
 
 
-def _closed(stream: TextIO) -> None:
+def _discard(stream: TextIO) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

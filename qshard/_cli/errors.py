@@ -36,20 +36,20 @@ def printable(text: object) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in str(text))
 
 
-def shown(name: object) -> str:
-    """A name in a line: printable, and without its middle if it is very long.
+def quote(name: object) -> str:
+    """A name for one line of text: printable, and without its middle if it is very long.
 
-    >>> len(shown("x" * 1000))
+    >>> len(quote("x" * 1000))
     100
     """
     text, half = printable(name), (LONGEST - 3) // 2
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 3 - half]}...{text[-half:]}"
 
 
-def counted(count: int, noun: str) -> str:
+def count_of(count: int, noun: str) -> str:
     """A number of things.
 
-    >>> counted(1, "tensor"), counted(2, "tensor")
+    >>> count_of(1, "tensor"), count_of(2, "tensor")
     ('1 tensor', '2 tensors')
     """
     return f"{count} {noun}{'' if count == 1 else 's'}"

@@ -1,26 +1,114 @@
-"""What formats do to the layers of a checkpoint, one tensor in memory at a time."""
+"""Errors of formats on the layers of a checkpoint, one tensor in memory at a time, and on recorded activations."""
 
 from __future__ import annotations
 
 import dataclasses
+import io
 import math
-from collections.abc import Mapping
+import zipfile
+import zlib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
+from numpy.lib import format as npy
+from numpy.typing import NDArray
 
-from qshard._cli.activations import Activations
-from qshard._cli.bar import bar
 from qshard._cli.checkpoint import Entry
-from qshard._cli.errors import shown
+from qshard._cli.errors import Misuse, quote
 from qshard.formats import Format, Usage
 from qshard.layout import Shape, plane
-from qshard.numerics._measures import Floats, Note, Stats, as_float, stats_of
-from qshard.numerics._outliers import outlier_share
-from qshard.numerics._outputs import output_noise
+from qshard.numerics._display import progress_bar
+from qshard.numerics._gemm_error import output_noise
+from qshard.numerics._reductions import Floats, as_float
+from qshard.numerics._statistics import Note, Stats, outlier_share, stats_of
 
 OP = "qshard report"
+
+END = ".weight"
+SUFFIX = ".npy"
+KINDS = "fiu"
+HEADER = 2**16
+"""Bytes that hold the header of an array."""
+PACKED = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
+"""As `numpy.savez` and `numpy.savez_compressed` do."""
+BROKEN = (zipfile.BadZipFile, zlib.error, ValueError, EOFError, RuntimeError)
+"""What zipfile and NumPy raise for files that are not whole, or not theirs."""
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Names of arrays by names of layers; the arrays are read one at a time."""
+
+    path: Path
+    names: dict[str, str]
+
+    def of(self, name: str) -> NDArray[Any] | None:
+        """The activations of a layer, `[..., K]`; None if the file has none.
+
+        Raises:
+          Misuse: they are not there whole.
+        """
+        if name not in self.names:
+            return None
+        try:
+            with np.load(self.path, allow_pickle=False) as file:
+                return cast(NDArray[Any], file[self.names[name]])
+        except BROKEN as error:
+            raise _not_whole(self.path, f"{self.names[name]}: {error}") from None
+
+
+def open_activations(path: Path, entries: Iterable[Entry]) -> tuple[Activations, list[str]]:
+    """Finds activations for layers: an array has the name of a layer, with `.weight` or without.
+
+    Returns:
+      The activations, and notes: arrays that are for no layer.
+
+    Raises:
+      Misuse: the file is not one of `numpy.savez`, an array does not fit its layer, or none has the name of a layer.
+    """
+    there = _headers(path)
+    names: dict[str, str] = {}
+    for entry in entries:
+        name = next((name for name in (entry.name, entry.name.removesuffix(END)) if name in there), None)
+        if name is None:
+            continue
+        shape, dtype = there[name]
+        if dtype.kind not in KINDS or dtype.fields is not None:
+            raise Misuse(f"{quote(path)}: {quote(name)} ({dtype}) is not of real numbers; save it as float32")
+        if shape[-1:] != entry.shape[-1:]:
+            what = f"{quote(name)} {shape} does not end in the {entry.shape[-1:]} of {quote(entry.name)} {entry.shape}"
+            raise Misuse(f"{quote(path)}: {what}; save what the layer is given")
+        names[entry.name] = name
+    rest = sorted(there.keys() - set(names.values()))
+    if not names:
+        raise Misuse(f"{quote(path)} has {len(there)} arrays, and none by the name of a layer; name them as the layers")
+    return Activations(path, names), [f"activations of no layer: {', '.join(map(quote, rest))}"] if rest else []
+
+
+def _headers(path: Path) -> dict[str, tuple[Shape, np.dtype[Any]]]:
+    """Shape and dtype of each array, without its numbers."""
+    found = {}
+    try:
+        with zipfile.ZipFile(path) as file:
+            for member in file.infolist():
+                if member.compress_type not in PACKED:
+                    raise ValueError(f"{member.filename} is compressed in another way")
+                with file.open(member) as whole:
+                    part = io.BytesIO(whole.read(HEADER))
+                version = npy.read_magic(part)
+                read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
+                shape, _, dtype = read(part)
+                found[member.filename.removesuffix(SUFFIX)] = tuple(shape), dtype
+    except BROKEN as error:
+        raise _not_whole(path, error) from None
+    return found
+
+
+def _not_whole(path: Path, why: object) -> Misuse:
+    return Misuse(f"{quote(path)} is not a file of numpy.savez: {quote(why)}; save it again")
 
 
 @dataclass(frozen=True)
@@ -125,7 +213,7 @@ class Question:
         found, left_out = [], {}
         for fmt in self.formats:
             usages = self.usage.planes[:1] if fmt.transposes else self.usage.planes
-            if fmt.hadamard and self.usage is Usage.ROWWISE:
+            if fmt.rotates(Usage.BOTH) and self.usage is Usage.ROWWISE:
                 usages = (Usage.COLUMNWISE,)
             try:
                 for usage in usages:
@@ -142,15 +230,11 @@ class Question:
         for fmt, usage in self.planes(entry.shape)[0]:
             if usage not in self.usage.planes:
                 continue
-            where = plane(fmt, entry.shape, usage)
-            scales = math.prod(where.scale_shape) * (4 if fmt.stored_scale_dtype == "float32" else 1)
-            whole = 0 if where.global_scale_shape is None else 4 * math.prod(where.global_scale_shape)
-            before = sizes.get(str(fmt), 0.0)
-            sizes[str(fmt)] = before + math.prod(where.data_shape) + scales + whole
+            sizes[str(fmt)] = sizes.get(str(fmt), 0.0) + plane(fmt, entry.shape, usage).nbytes
         return min(sizes.values())
 
 
-def measured(entries: list[Entry], question: Question, remarks: Mapping[str, str]) -> list[Layer]:
+def measure(entries: list[Entry], question: Question, remarks: Mapping[str, str]) -> list[Layer]:
     """The rows of every layer.
 
     Args:
@@ -159,9 +243,9 @@ def measured(entries: list[Entry], question: Question, remarks: Mapping[str, str
     draws = question.draws
     total = sum(entry.elements * (draws if fmt.stochastic else 1) for entry in entries for fmt in question.formats)
     found, done = [], 0
-    with bar(total) as update:
+    with progress_bar(total) as update:
         for i, entry in enumerate(entries):
-            what = f"{i + 1} of {len(entries)}: {shown(entry.name)}"
+            what = f"{i + 1} of {len(entries)}: {quote(entry.name)}"
             end = done + sum(entry.elements * (draws if fmt.stochastic else 1) for fmt in question.formats)
             update(what, done)
 

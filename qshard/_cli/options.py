@@ -15,6 +15,7 @@ import click
 from qshard._cli.errors import Misuse
 from qshard._core.validation import as_format
 from qshard.formats import FORMATS, Format, Usage
+from qshard.recipes import NAMED
 
 USAGES = {"rowwise": Usage.ROWWISE, "columnwise": Usage.COLUMNWISE, "both": Usage.BOTH}
 ALL = "all"
@@ -120,3 +121,36 @@ def format_of(name: str, option: str) -> Format:
         return as_format(name, "qshard", option)
     except (ValueError, TypeError) as error:
         raise Misuse(str(error).removeprefix("qshard: ")) from None
+
+
+def weight_formats() -> list[Format]:
+    """The formats of weights in recipes, with the default `nonfinite` of each format."""
+    found = [recipe.weight for recipe in NAMED.values()]
+    return list(dict.fromkeys(fmt.with_options(nonfinite=FORMATS[fmt.name].nonfinite) for fmt in found))
+
+
+def with_variants(formats: list[Format], rotate: bool, stochastic: bool) -> list[Format]:
+    """All formats, then the variants of them that options ask for: rotated, rounded stochastically.
+
+    Raises:
+      Misuse: no format has that.
+    """
+    found = list(formats)
+    asked: list[tuple[bool, str, dict[str, Any]]] = [
+        (rotate, "--rotate", {"hadamard": True}),
+        (stochastic, "--stochastic", {"rounding": "stochastic"}),
+    ]
+    for wanted, option, changes in asked:
+        if wanted:
+            made = [fmt for fmt in (_with_options(each, changes) for each in found) if fmt is not None]
+            if not made:
+                raise Misuse(f"{option} is for no format of these ({', '.join(map(str, formats))}); add NVFP4")
+            found += made
+    return list(dict.fromkeys(found))
+
+
+def _with_options(fmt: Format, changes: dict[str, Any]) -> Format | None:
+    try:
+        return fmt.with_options(**changes)
+    except ValueError:
+        return None

@@ -1,125 +1,275 @@
-"""`qshard report`: what formats do to a checkpoint, and which format each layer should have."""
+"""Results of `qshard report`, and the same as JSON and CSV, where numbers that are not finite are null or empty."""
 
 from __future__ import annotations
 
-import contextlib
+import csv
+import dataclasses
+import io
+import json
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import click
+from qshard._cli.allocation import Point, Recommendation, Tradeoff, rank, recommend, tradeoff
+from qshard._cli.checkpoint import Checkpoint, matching
+from qshard._cli.errors import Misuse, count_of, quote
+from qshard._cli.layers import Layer, Question, Row, measure, open_activations
+from qshard._cli.options import Budget
+from qshard._cli.selection import select
+from qshard.formats import Usage
 
-from qshard._cli import options
-from qshard._cli.errors import Misuse, shown
-from qshard.formats import FORMATS, Format
-from qshard.recipes import NAMED
+RANKING = "noise for signal, from the layer that loses most"
+HARM = "noise for signal, mean over layers"
 
-
-def weight_formats() -> list[Format]:
-    """Those that recipes have for weights, with what infinities become left as the format has it."""
-    found = [recipe.weight for recipe in NAMED.values()]
-    return list(dict.fromkeys(fmt.with_options(nonfinite=FORMATS[fmt.name].nonfinite) for fmt in found))
-
-
-@click.command(cls=options.Command)
-@click.argument("checkpoint", type=options.PATH)
-@click.option(
-    "--formats",
-    multiple=True,
-    metavar="NAMES",
-    help="Names with commas between, or all; by default those that recipes have for weights.",
+NUMBERS = (
+    "sqnr_db",
+    "max_relative_error",
+    "mean_relative_error",
+    "zeros_made",
+    "saturated",
+    "subnormal",
+    "worst_block_db",
+    "nonfinite_given",
+    "nonfinite_made",
+    "beyond_float32",
+    "bits_per_element",
 )
-@click.option("--layers", multiple=True, metavar="GLOB", help="Only tensors with such names, of any number of axes.")
-@options.usage
-@click.option("--rotate", is_flag=True, help="Also NVFP4 after the random Hadamard transform, of the columnwise plane.")
-@click.option(
-    "--stochastic", type=click.IntRange(1), metavar="N", help="Also NVFP4 rounded stochastically, the mean of N draws."
-)
-@options.seed
-@click.option(
-    "--budget",
-    callback=options.budget_of,
-    metavar="BYTES",
-    help="Recommend formats of so many bytes an element, such as 0.8, or in all, such as 4GB.",
-)
-@click.option(
-    "--activations",
-    type=options.PATH,
-    metavar="NPZ",
-    help="What layers are given, by their names: harm is then that of their outputs.",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print JSON in place of tables.")
-@click.option("--csv", "as_csv", is_flag=True, help="Print CSV in place of tables.")
-@click.option("--html", type=options.PATH, help="Write a page with the trade-off as a curve, too.")
-def report(
-    checkpoint: Path,
-    formats: tuple[str, ...],
-    layers: tuple[str, ...],
-    usage: str,
-    rotate: bool,
-    stochastic: int | None,
-    seed: int,
-    budget: options.Budget | None,
-    activations: Path | None,
-    as_json: bool,
-    as_csv: bool,
-    html: Path | None,
-) -> None:
-    """What formats do to each layer of CHECKPOINT.
+"""Of `Stats`, by their names there."""
 
-    That is a file of safetensors, an index of shards, or a folder with either.
+
+@dataclass(frozen=True, kw_only=True)
+class Findings:
+    """Results of a report, for text, JSON, CSV and HTML.
+
+    Attributes:
+      left_out: name of each tensor that is not a layer -> why.
+      ranked_by, ranking: of `allocation.rank`.
+      budget: bytes an element.
+      budget, recommendation: None if no budget was given.
     """
-    if as_json and as_csv:
-        raise Misuse("--json and --csv are both given; ask for one")
-    if html is not None and not html.name.endswith(".html"):
-        raise Misuse(f"--html {shown(html)} does not end in .html; name a page, which may be there already")
-    chosen = options.formats_of(formats, "--formats") if formats else weight_formats()
-    chosen = with_variants(chosen, rotate, stochastic is not None)
 
-    from qshard._cli.findings import find
-    from qshard._cli.layers import Question
-    from qshard._cli.output import replacing
-    from qshard._cli.sources import open_checkpoint
-
-    opened = open_checkpoint(checkpoint)
-    question = Question(formats=tuple(chosen), usage=options.USAGES[usage], draws=stochastic or 1, seed=seed)
-    with replacing(html) if html else contextlib.nullcontext() as file:  # Whether it can be is known at once.
-        findings = find(opened, question, layers, budget, activations)
-        if file is not None:
-            from qshard._cli.page import page
-
-            file.write(page(findings).encode())
-    if as_json or as_csv:
-        from qshard._cli import records
-
-        click.echo(records.as_json(findings) if as_json else records.as_csv(findings), nl=as_json)
-        return
-    from qshard._cli.text import print_text
-
-    print_text(findings)
+    checkpoint: Checkpoint
+    layers: tuple[Layer, ...]
+    left_out: dict[str, str]
+    ranked_by: str
+    ranking: list[tuple[Layer, float | None]]
+    tradeoff: Tradeoff
+    budget: float | None
+    recommendation: Recommendation | None
 
 
-def with_variants(formats: list[Format], rotate: bool, stochastic: bool) -> list[Format]:
-    """Each format, followed by what was asked for of it: rotated, rounded stochastically.
+def find(
+    checkpoint: Checkpoint,
+    question: Question,
+    globs: Sequence[str],
+    given: Budget | None,
+    activations: Path | None = None,
+) -> Findings:
+    """Measures a checkpoint.
+
+    Args:
+      globs: of the layers; none for all.
+      given: the budget.
+      activations: a file of `numpy.savez`.
 
     Raises:
-      Misuse: no format has that.
+      Misuse: no layer has such a name, none can be measured, the budget is too small for every choice, or a tensor
+        holds codes.
     """
-    found = list(formats)
-    asked: list[tuple[bool, str, dict[str, Any]]] = [
-        (rotate, "--rotate", {"hadamard": True}),
-        (stochastic, "--stochastic", {"rounding": "stochastic"}),
+    notes = list(checkpoint.notes)
+    names = matching(checkpoint.entries, globs, "--layers") if globs else set(checkpoint.entries)
+    selection = select(checkpoint, names, any_axes=bool(globs), advice="name other layers with --layers")
+    notes, left_out = notes + selection.notes, selection.left_out
+    entries = sorted(selection.layers, key=lambda entry: natural(entry.name))
+    if not entries:
+        name, why = next(iter(left_out.items()), ("none", "it has no tensors"))
+        some = f"{count_of(len(left_out), 'tensor')}, such as {quote(name)} ({why})" if left_out else why
+        raise Misuse(f"{quote(checkpoint.path)} has no layer to measure: {some}; name layers with --layers")
+    budget, elements = None, sum(entry.elements for entry in entries)
+    if given is not None:
+        budget, least = given.of_an_element(elements), sum(map(question.least_bytes, entries))
+        if budget < least / elements:
+            at_least = f"{least:.0f} bytes, {math.ceil(least / elements * 1e4) / 1e4:.4f} an element"
+            raise Misuse(f"--budget {quote(given.text)} is too small: the formats take {at_least}")
+    if activations is not None:
+        found, more = open_activations(activations, entries)
+        question, notes = dataclasses.replace(question, activations=found), notes + more
+    layers = tuple(measure(entries, question, selection.remarks))
+    ranked_by, ranking = rank(layers)
+    choice, curve = None if budget is None else recommend(layers, budget), tradeoff(layers)
+    if budget is not None and choice is None:
+        least = curve.curve[0].bytes_per_element
+        notes.append(f"no recommendation: choices whose harm is known take {least:.4f} bytes an element at least")
+    if any(fmt.hadamard for fmt in question.formats) and Usage.COLUMNWISE not in question.usage.planes:
+        notes.append(
+            "what is rotated is of the columnwise plane, and no choice: --usage columnwise or both makes it one"
+        )
+    return Findings(
+        checkpoint=dataclasses.replace(checkpoint, notes=notes),
+        layers=layers,
+        left_out=left_out,
+        ranked_by=ranked_by,
+        ranking=ranking,
+        tradeoff=curve,
+        budget=budget,
+        recommendation=choice,
+    )
+
+
+def natural(name: str) -> list[tuple[int, str]]:
+    """For sorting as people do: numbers by their size.
+
+    >>> sorted(["h.10.w", "h.9.w", "a"], key=natural)
+    ['a', 'h.9.w', 'h.10.w']
+    """
+    parts = re.split(r"([0-9]+)", name)
+    return [(len(part.lstrip("0")), part.lstrip("0")) if i % 2 else (0, part) for i, part in enumerate(parts)]
+
+
+def title(layer: Layer) -> str:
+    """Heading of the rows of a layer, without its name."""
+    shape = " x ".join(map(str, layer.entry.shape)) or "one number"
+    return f"{shape}, {layer.entry.dtype}, outliers {layer.outliers:.4%}"
+
+
+def draws(layer: Layer) -> list[str]:
+    """A line for each format of a layer that was drawn several times."""
+    return [
+        f"{row.stats.format}: the mean of {len(row.draws)} draws, of {min(row.draws):.2f} to {max(row.draws):.2f} dB"
+        for row in layer.rows
+        if len(row.draws) > 1
     ]
-    for wanted, option, changes in asked:
-        if wanted:
-            made = [fmt for fmt in (_changed(each, changes) for each in found) if fmt is not None]
-            if not made:
-                raise Misuse(f"{option} is for no format of these ({', '.join(map(str, formats))}); add NVFP4")
-            found += made
-    return list(dict.fromkeys(found))
 
 
-def _changed(fmt: Format, changes: dict[str, Any]) -> Format | None:
-    try:
-        return fmt.with_options(**changes)
-    except ValueError:
-        return None
+def outputs(layer: Layer) -> list[str]:
+    """A line on the harm with activations, if they are there."""
+    found = [f"{row.stats.format} {decibels(row.output)}" for row in layer.rows if row.output is not None]
+    return [f"dB of noise for signal with its activations: {', '.join(found)}"] if found else []
+
+
+def level(harm: float) -> str:
+    """`decibels` in a sentence."""
+    return f"{decibels(harm)} dB" if harm else "no noise"
+
+
+def decibels(harm: float | None) -> str:
+    """Noise for signal in dB.
+
+    >>> decibels(0.01), decibels(0.0), decibels(None)
+    ('-20.0', 'none', 'not known')
+    """
+    if harm is None:
+        return "not known"
+    return f"{10 * math.log10(harm):.1f}" if harm else "none"
+
+
+def as_json(findings: Findings) -> str:
+    """The report as one JSON object; docs/command.md lists its keys."""
+    tradeoff, chosen = findings.tradeoff, findings.recommendation
+    return json.dumps(
+        {
+            "checkpoint": str(findings.checkpoint.path),
+            "notes": findings.checkpoint.notes,
+            "layers": [_layer(layer) for layer in findings.layers],
+            "left_out": findings.left_out,
+            "ranking": {
+                "format": findings.ranked_by,
+                "layers": [{"name": layer.entry.name, "harm": harm} for layer, harm in findings.ranking],
+            },
+            "tradeoff": {
+                "curve": [_point(point) for point in tradeoff.curve],
+                "uniform": {name: _point(point) for name, point in tradeoff.uniform.items()},
+            },
+            "recommendation": None
+            if chosen is None
+            else {
+                "budget": findings.budget,
+                **_point(chosen.point),
+                "formats": {name: choice.name for name, choice in chosen.choices.items()},
+            },
+        },
+        indent=1,
+        allow_nan=False,
+    )
+
+
+def as_csv(findings: Findings) -> str:
+    """A line for each layer, format and plane, and for each pair that was left out, with the reason."""
+    heads = [
+        "layer",
+        "dtype",
+        "shape",
+        "format",
+        "usage",
+        *NUMBERS,
+        "worst_block",
+        "harm",
+        "output_noise",
+        "outliers",
+        "notes",
+    ]
+    made = io.StringIO()
+    writer = csv.DictWriter(made, heads, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(_lines(findings))
+    return made.getvalue()
+
+
+def _lines(findings: Findings) -> Iterator[dict[str, Any]]:
+    for layer in findings.layers:
+        about = {
+            "layer": layer.entry.name,
+            "dtype": layer.entry.dtype,
+            "shape": _by(layer.entry.shape),
+            "outliers": layer.outliers,
+        }
+        for row in layer.rows:
+            read = _row(row)
+            notes = "; ".join([*read.pop("notes"), *layer.remarks])
+            del read["draws"]
+            yield about | read | {"worst_block": _by(row.stats.worst_block or ()), "notes": notes}
+        for name, why in layer.left_out.items():
+            yield about | {"format": name, "notes": f"left out: {why}"}
+    for name, why in findings.left_out.items():
+        yield {"layer": name, "notes": f"left out: {why}"}
+
+
+def _by(sizes: tuple[int, ...]) -> str:
+    return "x".join(map(str, sizes))
+
+
+def _layer(layer: Layer) -> dict[str, Any]:
+    return {
+        "name": layer.entry.name,
+        "dtype": layer.entry.dtype,
+        "shape": layer.entry.shape,
+        "outliers": layer.outliers,
+        "remarks": layer.remarks,
+        "formats": [_row(row) for row in layer.rows],
+        "left_out": layer.left_out,
+    }
+
+
+def _row(row: Row) -> dict[str, Any]:
+    stats = row.stats
+    return {
+        "format": str(stats.format),
+        "usage": str(stats.usage.name).lower(),
+        **{name: _number(getattr(stats, name)) for name in NUMBERS},
+        "worst_block": stats.worst_block,
+        "harm": row.harm,
+        "output_noise": row.output,
+        "draws": [_number(value) for value in row.draws],
+        "notes": [str(note) for note in stats.notes],
+    }
+
+
+def _point(point: Point) -> dict[str, float]:
+    return {"bytes_per_element": point.bytes_per_element, "harm": point.harm}
+
+
+def _number(value: float) -> float | None:
+    return value if math.isfinite(value) else None

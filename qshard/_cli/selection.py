@@ -1,20 +1,213 @@
-"""Selection of the layers of a checkpoint, the same for every command."""
+"""Selection of the layers of a checkpoint, and detection of checkpoints that are quantized already.
+
+A file of safetensors marks neither codes nor scales. Other libraries write these names:
+
+| checkpoint | codes | scales |
+| --- | --- | --- |
+| DeepSeek FP8 | `weight` F8_E4M3 | `weight_scale_inv` |
+| FP8 of compressed-tensors, ModelOpt, fbgemm | `weight` F8_E4M3 | `weight_scale`, `input_scale`, `k_scale`, ... |
+| NVFP4, MXFP4 and integers of compressed-tensors | `weight_packed` | `weight_scale`, `weight_global_scale` |
+| NVFP4 of ModelOpt | `weight` U8 | `weight_scale` F8_E4M3, `weight_scale_2` |
+| MXFP4 of gpt-oss | `NAME_blocks` U8 | `NAME_scales` U8 |
+| GPTQ, AWQ, MLX | `qweight` I32, `weight` U32 | `scales`, beside `qzeros` or `biases` |
+| bitsandbytes | `weight` U8 or I8 | `weight.absmax`, `SCB` |
+
+A tensor of FP8 may also hold plain numbers. Only one without any sign of a scale counts as such.
+"""
 
 from __future__ import annotations
 
+import functools
+import itertools
+import re
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from qshard._cli.checkpoint import FLOATS, Entry
-from qshard._cli.errors import Misuse, counted, shown
-from qshard._cli.scales import FP8, Names
-from qshard._cli.sources import Checkpoint
+from qshard._cli.checkpoint import FLOATS, Checkpoint, Entry, quantization_of
+from qshard._cli.errors import Misuse, count_of, quote
+from qshard.layout import Shape
 
 LEAST_AXES = 2
 """A matrix has two; norms and biases have fewer."""
 KEPT = "named by --keep"
 NAMED = 3
 """The most names in a note."""
+
+SCALE = re.compile(
+    r"(?:(?P<stem>.+?)_)?_?(?:(?P<plain>scales?)|(?:global_)?scales?(?:_(?:inv|ub|[0-9]+))*|scale_(?:weight|input)"
+    r"|scaling_factor|(?:nested_)?absmax|amax|scb)",
+    re.IGNORECASE | re.DOTALL,
+)
+WEIGHT_SCALE = re.compile(r"(?P<stem>.*weight)_scale.*", re.IGNORECASE | re.DOTALL)
+PACKED = re.compile(r"(?P<stem>.+)_(?:blocks|packed|qdata)", re.DOTALL)
+OFFSET = re.compile(r"_?(?:zeros?|zero_points?|qzeros|biases|shift)|.+_zero_points?")
+BIAS = re.compile(r"b|.*bias", re.DOTALL)
+"""Patterns of the whole last part of a name, after `.` or `/`."""
+LONGEST = 200
+"""Characters. A longer last part matches no pattern, so a hostile name takes no time."""
+FP8 = tuple(name for name in FLOATS if name.startswith("F8_"))
+SMALL = ("F4", "F6_E2M3", "F6_E3M2")
+INTEGERS = ("U8", "I8", "I32", "U32")
+"""Dtypes of codes without a dtype of their own, and of packed codes."""
+CODES = (*FP8, *SMALL, *INTEGERS)
+SCALES = (*(name for name in FLOATS if name not in FP8), "F8_E8M0", "U8")
+"""Dtypes of scales."""
+BLOCKS = (16, 32, 64, 128, 256)
+"""Sizes of blocks, in elements."""
+
+
+class Parts(NamedTuple):
+    """The parts of a name.
+
+    Attributes:
+      module: the text before the last `.` or `/`.
+      last: the text after it.
+      owner: for a scale, the name of its tensor or module; None for other tensors.
+      stem: the name without the `_blocks` of packed codes; names of scales begin with it.
+    """
+
+    module: str
+    last: str
+    owner: str | None
+    stem: str
+
+    @property
+    def is_packed(self) -> bool:
+        """True for a name of packed codes."""
+        return not self.stem.endswith(self.last)
+
+
+def parts_of(name: str) -> Parts:
+    """Splits a name.
+
+    >>> parts_of("mlp.up.weight_scale_inv").owner, parts_of("mlp.up.scales").owner, parts_of("mlp.up.upscale").owner
+    ('mlp.up.weight', 'mlp.up', None)
+    >>> parts_of("mlp.up_blocks").stem
+    'mlp.up'
+    """
+    cut = max(name.rfind("."), name.rfind("/"))
+    module, last, front = name[: max(cut, 0)], name[cut + 1 :], name[: cut + 1]
+    if len(last) > LONGEST:
+        return Parts(module, last, None, name)
+    scale = WEIGHT_SCALE.fullmatch(last) or SCALE.fullmatch(last)
+    packed = PACKED.fullmatch(last)
+    owner = None if scale is None else front + scale["stem"] if scale["stem"] else module
+    return Parts(module, last, owner, front + packed["stem"] if packed else name)
+
+
+@dataclass(frozen=True)
+class Doubt:
+    """A sign that a tensor holds codes, not numbers.
+
+    Attributes:
+      why: the sign, as the predicate of a sentence about the tensor.
+      certain: False for a tensor that may well hold plain numbers.
+    """
+
+    why: str
+    certain: bool = True
+
+
+class Names:
+    """The tensors of a checkpoint by the parts of their names.
+
+    Attributes:
+      parts: the parts of each name.
+      scales: tensor or module -> the first of its scales.
+      strays: module -> its first scale without a tensor.
+      shapes: module and shape -> the first tensor with them, except codes and biases. One element counts as `()`.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.checkpoint = checkpoint
+        self.parts = {name: parts_of(name) for name in (*checkpoint.entries, *checkpoint.outside)}
+        self.scales: dict[str, str] = {}
+        self.strays: dict[str, str] = {}
+        self.shapes: dict[tuple[str, Shape], str] = {}
+        known = {self.parts[name].stem for name in checkpoint.entries}
+        for name, (module, last, owner, _) in self.parts.items():
+            entry = checkpoint.entries.get(name)
+            if owner is not None:
+                self.scales.setdefault(owner, name)
+                if owner not in known:
+                    self.strays.setdefault(module, name)
+            elif entry is None:  # In another shard; its shape is not known.
+                if not BIAS.fullmatch(last):
+                    self.strays.setdefault(module, name)
+            elif entry.dtype in SCALES and entry.elements and not BIAS.fullmatch(last):
+                self.shapes.setdefault((module, entry.shape if entry.elements > 1 else ()), name)
+                if "scale" in last.lower() or entry.dtype == "F8_E8M0":
+                    self.strays.setdefault(module, name)
+
+    def reasons(self) -> dict[str, str]:
+        """Name -> why the tensor is never a layer, for scales, packed codes and zero points."""
+        scaled = {parts.module for parts in self.parts.values() if parts.owner is not None}
+        found = {}
+        for name, parts in self.parts.items():
+            if parts.owner is not None:
+                found[name] = "a scale, by its name"
+            elif parts.is_packed:
+                found[name] = "codes, by its name"
+            elif parts.module in scaled and OFFSET.fullmatch(parts.last):
+                found[name] = "a zero point, by its name, beside scales"
+        return found
+
+    def doubts(self) -> dict[str, Doubt]:
+        """Name -> doubt, for tensors with signs of a scale.
+
+        Numbers of high precision beside a scale of a quantizer may be codes that were cast; beside `NAME_scale`, which
+        may be a parameter, that is not certain.
+        """
+        found, plain = {}, []
+        for name, entry in self.checkpoint.entries.items():
+            module, last, owner, stem = self.parts[name]
+            if owner is not None or not entry.elements or OFFSET.fullmatch(last):
+                continue
+            if entry.dtype in INTEGERS and len(entry.shape) < 2:  # Permutations, states.
+                continue
+            own = self.scales.get(stem)
+            if entry.dtype in CODES and (scale := own or self.scales.get(module)) is not None:
+                found[name] = Doubt(_predicate(scale))
+            elif entry.dtype in FLOATS and entry.dtype not in FP8 and own is not None:
+                found[name] = Doubt(_predicate(own, "may have"), not _is_plain(self.parts[own]))
+            elif entry.dtype in (*FP8, *SMALL) and (stray := self._stray(module, entry.shape)) is not None:
+                found[name] = Doubt(_predicate(stray, "may have"))
+            elif entry.dtype in FP8:
+                plain.append(name)
+        if plain:
+            others = (each for each, doubt in found.items() if doubt.certain)
+            why = next((f"{quote(each)} has one" for each in others), None) or quantization_of(self.checkpoint)
+            if why is not None:
+                found |= dict.fromkeys(plain, Doubt(f"has no scale, but {why}"))
+        return found
+
+    def _stray(self, module: str, shape: Shape) -> str | None:
+        """Finds a scale by its place and shape: a tensor of the same module."""
+        if module in self.strays:
+            return self.strays[module]
+        places = ((module, grid) for grid in _grids(shape))
+        return next((self.shapes[place] for place in places if place in self.shapes), None)
+
+
+def _predicate(name: str, has: str = "has") -> str:
+    return f"{has} its scale in {quote(name)}, which qshard does not apply"
+
+
+def _is_plain(scale: Parts) -> bool:
+    """True for `NAME_scale`, which may also be a parameter of a model."""
+    found = SCALE.fullmatch(scale.last)
+    return bool(found and found["plain"]) and not WEIGHT_SCALE.fullmatch(scale.last)
+
+
+@functools.lru_cache
+def _grids(shape: Shape) -> tuple[Shape, ...]:
+    """Shapes of the scales of a tensor: per tensor, per row, per block."""
+    if len(shape) < 2:
+        return ((),)
+    *lead, rows, columns = shape
+    parts = [{1, *(-(-size // block) for block in BLOCKS)} for size in (rows, columns)]
+    return (), *((*lead, *grid) for grid in itertools.product(parts[0] | {rows}, parts[1] - {columns}))
 
 
 @dataclass(frozen=True)
@@ -69,16 +262,16 @@ def select(
         else:
             found.layers.append(entry)
             if doubt is not None:
-                found.remarks[name] = f"{shown(name)} {doubt.why}"
+                found.remarks[name] = f"{quote(name)} {doubt.why}"
             elif entry.dtype in FP8:
                 raw.append(name)
     if codes:
         first = next(name for name in doubtful if name in codes)
-        what = f"{len(codes)} of {counted(len(checkpoint.entries), 'tensor')}"
-        why = f"{shown(first)} ({checkpoint.entries[first].dtype}) {doubtful[first].why}"
-        raise Misuse(f"{shown(checkpoint.path)} is quantized already ({what}): {why}; dequantize it first, or {advice}")
+        what = f"{len(codes)} of {count_of(len(checkpoint.entries), 'tensor')}"
+        why = f"{quote(first)} ({checkpoint.entries[first].dtype}) {doubtful[first].why}"
+        raise Misuse(f"{quote(checkpoint.path)} is quantized already ({what}): {why}; dequantize it first, or {advice}")
     if raw:
         more = f" and {len(raw) - NAMED} more" if len(raw) > NAMED else ""
-        some = ", ".join(map(shown, raw[:NAMED]))
+        some = ", ".join(map(quote, raw[:NAMED]))
         found.notes.append(f"FP8 without scales, taken as plain numbers: {some}{more}")
     return found

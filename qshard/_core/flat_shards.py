@@ -137,6 +137,29 @@ class MasterPlan:
         return sum(bucket.amaxes for bucket in self.buckets)
 
 
+@dataclass(frozen=True)
+class FlatSlice:
+    """The slice of one weight that a rank holds, as far as it is known before any values: a key of a plan's cache.
+
+    Attributes:
+      shape, fmt: of the whole weight, and what its codes are.
+      dtype: of the master.
+      start: index of the first element of the slice in the weight.
+    """
+
+    shape: Shape
+    fmt: Format
+    dtype: str
+    start: int = 0
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.shape, self.fmt, self.dtype, self.start))
+
+    def __hash__(self) -> int:  # Front ends look plans up in each step.
+        return self._hash
+
+
 def plan_master(
     shapes: Sequence[Shape],
     formats: FormatLike | Sequence[FormatLike],
@@ -367,7 +390,7 @@ def plan_shards(
         padded = -(-size // max(1, where.unit * world)) * where.unit
         starts = tuple(min(size, r * padded) for r in range(world))
         stops = tuple(min(size, (r + 1) * padded) for r in range(world))
-        shards.append(FlatShards(starts, stops, min(padded, size), world > 1 and where.tensor_scaled))
+        shards.append(FlatShards(starts, stops, min(padded, size), world > 1 and where.format.tensor_scaled))
     return tuple(shards)
 
 

@@ -1,4 +1,4 @@
-"""Recipes by layer: shell patterns of qualified names. The first match decides.
+"""Recipes by layer: shell patterns of qualified names. The first match decides. And the report of layers left out.
 
 `convert` of both front ends and `Policy` of JAX take a recipe for all layers, or a mapping from patterns to recipes.
 """
@@ -8,7 +8,8 @@ from __future__ import annotations
 import difflib
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -16,10 +17,23 @@ from typing import Any
 from qshard._core.validation import shown
 from qshard.recipes import Recipe, RecipeLike, as_recipe
 
-__all__ = ["RecipesLike", "Rules", "check_filter", "closest_names", "is_name_of_table", "keeps", "list_layers"]
+__all__ = [
+    "NO_PATTERN",
+    "RecipesLike",
+    "Rules",
+    "check_chosen",
+    "check_filter",
+    "closest_names",
+    "is_name_of_table",
+    "keeps",
+    "list_layers",
+    "warn_of_rest",
+]
 
 RecipesLike = RecipeLike | Mapping[str, RecipeLike | None]
 """A recipe for all layers, or recipes by pattern; None keeps the layers of a pattern in high precision."""
+NO_PATTERN = "no pattern matches it"
+"""The reason to leave a layer to which `Rules.choose` gives no recipe."""
 
 _SHOWN, _NAMES = 3, 5
 """How many reasons a message gives, and how many layers, of those that are not alike, it names for each."""
@@ -69,6 +83,20 @@ class Rules:
     def pattern_of(self, *names: str) -> str | None:
         """The first pattern that matches a name of a layer, which may have several; None without a match."""
         return next((pattern for pattern in self.recipes if any(fnmatchcase(name, pattern) for name in names)), None)
+
+    def choose(
+        self, candidates: Mapping[str, tuple[Any, Sequence[str], bool]], filter: Callable[[Any, str], bool] | None
+    ) -> Iterator[tuple[str, Recipe | None]]:
+        """Names and recipes of the modules that neither `filter` nor a pattern leaves out; None without a pattern.
+
+        Args:
+          candidates: by name, a module, the names that patterns may match, and whether it is a linear layer.
+        """
+        for name, (module, names, is_layer) in candidates.items():
+            pattern = self.pattern_of(*names)
+            recipe = None if pattern is None else self.recipes[pattern]
+            if keeps(filter, module, name, is_layer) and (pattern is None or recipe is not None):
+                yield name, recipe
 
     def check_used(self, layers: Iterable[Iterable[str]], others: Iterable[str] = ()) -> None:
         """Raises ValueError where a pattern decides about no layer.
@@ -149,6 +177,32 @@ def list_layers(reasons: Mapping[str, str]) -> str:
         listed.append(f"{', '.join(name or 'it' for name in named)} ({reasons[named[0]]}{more})")
         left -= count
     return ", ".join(listed) + (f" and {left} more" if left else "")
+
+
+def check_chosen(op: str, model: Any, chosen: Collection[str], rest: Mapping[str, str], kind: str) -> None:
+    """Raises ValueError where no layer of a model is left to convert.
+
+    Args:
+      chosen: names of the layers to convert.
+      rest: names of the others, and why each stays as it is.
+      kind: of layers, in words.
+    """
+    if chosen:
+        return
+    what = f"{op}: model ({type(model).__name__}) has"
+    if rest:
+        raise ValueError(f"{what} nothing to convert: {list_layers(rest)}; pass one that has")
+    raise ValueError(f"{what} no {kind} that filter= keeps; pass one that has")
+
+
+def warn_of_rest(op: str, chosen: Collection[str], rest: Mapping[str, str]) -> None:
+    """Warns the caller of `op` of the layers that stay as they are, as in `check_chosen`."""
+    if rest:
+        warnings.warn(
+            f"{op}: {len(rest)} of {len(rest) + len(chosen)} layers stay as they are: {list_layers(rest)}; leave them "
+            "out with filter= to say that they should",
+            stacklevel=3,
+        )
 
 
 def closest_names(pattern: str, names: Sequence[str]) -> str:

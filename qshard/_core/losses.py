@@ -19,6 +19,8 @@ WORD = (-(1 << 31), (1 << 31) - 1)
 _REDUCTIONS = ("mean", "sum", "none")
 _ROWS = 128
 """Chunks have a multiple of so many rows, unless a caller says how many: what GEMMs like, and whole blocks."""
+CHUNK_SEED_BIT = 48
+"""Chunk `i` rounds with `seed ^ (i << CHUNK_SEED_BIT)`: bits in which neither layers nor ranks count."""
 
 
 @dataclass(frozen=True)
@@ -152,6 +154,15 @@ def rows_at_a_time(chunk: int | None, rows: int, classes: int, itemsize: int) ->
     most = max(1, CHUNK_BYTES // (classes * itemsize))
     each = -(-rows // max(1, -(-rows // most)))
     return max(1, min(most, -(-each // _ROWS) * _ROWS))
+
+
+def makes_gradients_early(reduction: str, dtype: str) -> bool:
+    """True where `linear_cross_entropy` makes gradients with the loss: one number then multiplies them in backward.
+
+    With "none" each row has its own number. In float16, values that have been rounded to 0 stay 0, however far a loss
+    scale would lift them.
+    """
+    return reduction != "none" and dtype != "float16"
 
 
 def head_recipe(op: str, given: RecipeLike, seed: Any) -> Recipe:

@@ -4,7 +4,7 @@ Each function takes `ops`, what a front end offers of `ops.def`: every op as a f
 attributes as keywords; `ops.transposed(array)`, a row-major copy with the last axis first; and
 `ops.transposed_squares(data, scale_inv, packed=)`, such copies of the codes and the scales of a plane. Which ops make a
 plane follows from the structure of the format: one scale or blocks, vectors or squares, a global scale or none,
-options. Nothing else in the library asks for a format's structure to choose an op.
+options. `gemm_dispatch` alone branches on that structure too, to choose the ops of products.
 
 `x` is a matrix `[M, K]`; or, in JAX, `[*outer, M, K]`, with blocks that end with M, of which transposed planes are
 `[K, *outer, M]`. Where rows do not matter to the format, it may be any `[*lead, K]`. Shapes of planes of a matrix are
@@ -102,9 +102,10 @@ def quantize(
     if fmt.block is None:
         made = scales(ops, fmt, global_amax(ops, x, fmt, reduce_max, amax)) if given is None else given
         if usage is Usage.ROWWISE:
-            return _of_one_scale([ops.cast_tensor(x, made.scale, element=fmt.element.name)], usage, made.scale_inv)
-        both = ops.cast_transpose(x, made.scale, element=fmt.element.name, **_outer(x))
-        return _of_one_scale(both, usage, made.scale_inv)
+            codes = [ops.cast_tensor(x, made.scale, element=fmt.element.name)]
+        else:
+            codes = ops.cast_transpose(x, made.scale, element=fmt.element.name, **outer_axes(x))
+        return planes_of_one_scale(codes, usage, made.scale_inv)
     amaxes = _global_amaxes(ops, x, fmt, usage, reduce_max, amax)
     if fmt.scaling.four_over_six is not None:
         sources = {source(fmt, each): None for each in usage.planes}
@@ -134,11 +135,10 @@ def global_amax(
 
     `amax`: that of `x`, if it has been taken.
     """
-    if fmt.block is not None and fmt.scaling.global_scale is None:
+    if not (fmt.tensor_scaled or fmt.row_scaled):
         return None
-    by_row = fmt.scaling.global_scale == "row"
-    if amax is None or by_row:
-        amax = ops.amax_tensor(x, lead=x.ndim - 1 if by_row else 0)
+    if amax is None or fmt.row_scaled:
+        amax = ops.amax_tensor(x, lead=x.ndim - 1 if fmt.row_scaled else 0)
     return amax if reduce_max is None else reduce_max(amax)
 
 
@@ -146,7 +146,7 @@ def _global_amaxes(
     ops: Any, x: Array, fmt: Format, usage: Usage, reduce_max: Reduce | None, amax: Array | None
 ) -> dict[Usage, Array | None]:
     """What the global scale of each plane is made of, from one read of `x`."""
-    if not fmt.hadamard or usage is Usage.ROWWISE or 0 in x.shape:
+    if not fmt.rotates(usage) or 0 in x.shape:
         return dict.fromkeys(Usage.BOTH.planes, global_amax(ops, x, fmt, reduce_max, amax))
     both = ops.amax_hadamard(x, block_rows=x.shape[-2], block_cols=x.shape[-1])
     pair = [amax.reshape(amax.shape[:-2]) for amax in both]
@@ -202,37 +202,6 @@ def quantize_swiglu_again(ops: Any, gate: Array, up: Array, fmt: Format, amax: A
     return Plane(ops.swiglu_cast_t(gate, up, made.scale, element=fmt.element.name), made.scale_inv)
 
 
-def quantize_delayed(
-    ops: Any,
-    x: Array,
-    fmt: Format,
-    usage: Usage,
-    scale: Array,
-    margin: int,
-    *,
-    reduce_max: Reduce | None = None,
-    lead: int = 0,
-) -> tuple[dict[Usage, Plane], Array]:
-    """The planes of `x` under a scale of earlier steps, and the amax of `x`, from one read of it.
-
-    A scale of 0 says that there was none: the amax of `x` makes it, and `x` is read twice. With `reduce_max`, which
-    merges the amax with those of other shards, it always is: before the cast it may be needed, for all that one knows.
-    Then `x` may be several tensors along `lead` axes, each with a scale.
-    """
-    element, rowwise = {"element": fmt.element.name}, usage is Usage.ROWWISE
-    shown: dict[str, Any] = {**element, "nonfinite": fmt.nonfinite}
-    if reduce_max is not None:
-        amax = reduce_max(ops.amax_tensor(x, lead=lead))
-        scale, scale_inv = ops.delayed_scale(amax, scale, margin=margin, **element)
-        both = (ops.cast_tensor(x, scale, **shown),) if rowwise else ops.cast_transpose(x, scale, **_outer(x), **shown)
-        return _of_one_scale(both, usage, scale_inv), amax
-    if rowwise:
-        *codes, amax, scale_inv = ops.cast_delayed(x, scale, lead=0, margin=margin, **shown)
-    else:
-        *codes, amax, scale_inv = ops.cast_transpose_delayed(x, scale, batch=0, margin=margin, **shown)
-    return _of_one_scale(codes, usage, scale_inv), amax
-
-
 def dequantize(
     ops: Any, parts: Plane, fmt: Format, usage: Usage, dtype: Any, *, block: tuple[int, int] | None = None
 ) -> Array:
@@ -255,29 +224,28 @@ def dequantize(
 def transposed(ops: Any, parts: Plane, fmt: Format) -> Plane:
     """The columnwise plane from the rowwise one, or back, where both hold the same numbers: one scale or squares."""
     if fmt.block is None:
-        return parts._replace(data=ops.transpose(parts.data, **_outer(parts.data)))
-    packed = fmt.element.codes_per_byte > 1
-    data_t, scale_inv_t = ops.transposed_squares(parts.data, parts.scale_inv, packed=packed)
+        return parts._replace(data=ops.transpose(parts.data, **outer_axes(parts.data)))
+    data_t, scale_inv_t = ops.transposed_squares(parts.data, parts.scale_inv, packed=fmt.element.packed)
     return parts._replace(data=data_t, scale_inv=scale_inv_t)
 
 
-def without_added_rows(parts: Plane, fmt: Format, rows: int) -> Plane:
-    """A rowwise plane of a matrix without the rows after `rows`: zeros, which `Recipe.added_rows` asked for."""
+def plane_rows(parts: Plane, fmt: Format, start: int, stop: int) -> Plane:
+    """Rows `[start, stop)` of the rowwise plane of a matrix; `start` is where a block begins."""
     data, scale_inv, global_scale_inv = parts
     if fmt.block is not None:
-        scale_inv = scale_inv[: -(-rows // fmt.block[0])]
-    if global_scale_inv is not None and fmt.scaling.global_scale == "row":
-        global_scale_inv = global_scale_inv[:rows]
-    return Plane(data[:rows], scale_inv, global_scale_inv)
+        scale_inv = scale_inv[start // fmt.block[0] : -(-stop // fmt.block[0])]
+    if global_scale_inv is not None and fmt.row_scaled:
+        global_scale_inv = global_scale_inv[start:stop]
+    return Plane(data[start:stop], scale_inv, global_scale_inv)
 
 
-def _of_one_scale(codes: Sequence[Array], usage: Usage, scale_inv: Array) -> dict[Usage, Plane]:
-    """The planes asked for, of codes of the rowwise one, or of both."""
+def planes_of_one_scale(codes: Sequence[Array], usage: Usage, scale_inv: Array) -> dict[Usage, Plane]:
+    """The planes for `usage`, from the codes of the rowwise plane, or of both."""
     made = zip(Usage.BOTH.planes, codes, strict=False)
     return {each: Plane(data, scale_inv) for each, data in made if each in usage.planes}
 
 
-def _outer(x: Array) -> dict[str, int]:
+def outer_axes(x: Array) -> dict[str, int]:
     """The attribute of ops with transposed results that says how many outer axes rows of `x` `[*outer, M, K]` have."""
     return {"outer": x.ndim - 2} if x.ndim > 2 else {}
 
@@ -336,7 +304,7 @@ def _fused(
     if fmt.scaling.global_scale is not None:
         apart = usage is Usage.BOTH and not fmt.transposes  # A global amax for each plane.
         operands += [amaxes[each] for each in (planes if apart else planes[:1])]
-    if fmt.hadamard and Usage.COLUMNWISE in planes:
+    if fmt.rotates(usage):
         options["hadamard"] = True
     if fmt.stochastic:
         assert draws is not None
@@ -346,7 +314,7 @@ def _fused(
             "col_step": draws.col_step,
         }
     if op.endswith("_t") or fmt.turns_columns and usage is Usage.BOTH:  # Some of it is transposed.
-        options |= _outer(x)
+        options |= outer_axes(x)
     made = getattr(ops, op)(*operands, block_rows=block[0], block_cols=block[1], **options)
     global_scale_inv, found = _global_scale_inv(ops, fmt, amaxes[planes[0]]), {}
     for each, data, scale_inv in zip(planes, made[::2], made[1::2], strict=True):

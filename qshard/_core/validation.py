@@ -100,6 +100,12 @@ def seed_missing(op: str, what: object) -> str:
     return f"{op}: seed (None) is not there, and {what} rounds stochastically; pass a new one each call"
 
 
+def already_quantized(op: str, name: str, x: Any) -> str:
+    """The error text of a quantized tensor, with `format`, where numbers in high precision are wanted."""
+    kind = type(x).__name__
+    return f"{op}: {name} ({kind}, {x.format}) is quantized already; pass {name}.dequantize(), or use it as it is"
+
+
 def no_second_derivative(op: str, instead: str) -> str:
     """The error text of a gradient that is differentiated and has no derivative."""
     return f"{op}: its gradient is differentiated (gradient penalty, Hessian), and has no derivative; {instead}"
@@ -130,22 +136,35 @@ def shown(value: Any) -> str:
     return text if len(text) <= 40 and "\n" not in text else f"of type {type(value).__name__}"
 
 
-def closest(name: str, names: Iterable[str]) -> str:
-    """What to write in place of a name that is not known: those like it, or all.
+MOST_NAMES = 8
+"""The most names that an error lists."""
 
-    >>> closest("mxfp8", ["MXFP8", "NVFP4"]), closest("int8", ["MXFP8", "NVFP4"])
+
+def closest(name: str, names: Iterable[str], of: str) -> str:
+    """The names to write in place of an unknown one: those like it, else all, or some of many.
+
+    Args:
+      of: the list of all names, for the error.
+
+    >>> closest("mxfp8", ["MXFP8", "NVFP4"], "names"), closest("int8", ["MXFP8", "NVFP4"], "names")
     ("did you mean 'MXFP8'?", 'write MXFP8 or NVFP4')
+    >>> closest("x", "abcdefghi", "the first letters")
+    'write a, b, c or another of the first letters'
     """
     known = {each.upper(): each for each in names}
     like = [each for upper, each in known.items() if name and upper.startswith(name.upper())]
     like = [known[name.upper()]] if name.upper() in known else like
     like = like or [known[found] for found in difflib.get_close_matches(name.upper(), known, n=3)]
-    return f"did you mean {listed(map(repr, like))}?" if like else f"write {listed(known.values())}"
+    if like:
+        return f"did you mean {listed(map(repr, like[:MOST_NAMES]))}?"
+    few = list(known.values())
+    return f"write {listed(few if len(few) <= MOST_NAMES else [*few[:3], f'another of {of}'])}"
 
 
 def _of_element(element: str) -> str:
     element = element.removeprefix("torch.")
-    return ", ".join(n for n, fmt in FORMATS.items() if element in ELEMENTS and fmt.element.name == element)
+    names = [name for name, fmt in FORMATS.items() if element in ELEMENTS and fmt.element.name == element]
+    return ", ".join(names[:MOST_NAMES])
 
 
 def _parsed(text: str, op: str, name: str) -> Format:
@@ -155,7 +174,8 @@ def _parsed(text: str, op: str, name: str) -> Format:
     if parts is None or parts[1] not in FORMATS:
         if by_element := _of_element(text):
             raise ValueError(f"{what} is an element and not a format; pass a format that stores it: {by_element}")
-        raise ValueError(f"{what} is not the name of a format; {closest(parts[1] if parts else text, FORMATS)}")
+        instead = closest(parts[1] if parts else text, FORMATS, "qshard.formats.FORMATS")
+        raise ValueError(f"{what} is not the name of a format; {instead}")
     options: dict[str, Any] = {}
     for item in re.split(r", (?![^(]*\))", parts[2]):
         option, _, written = item.partition("=")

@@ -22,11 +22,12 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 from qshard._core.validation import shown
 from qshard.jax._ops import bind as ops
+from qshard.jax._ops.collectives import as_bits, as_float, max_over
+from qshard.jax._ops.mesh import AxisName, types_tell
 from qshard.jax._ops.validation import as_axes
 from qshard.jax._sharding import partitionable_ops
-from qshard.jax._sharding.shard_spec import AxisName, as_bits, as_float, max_over, types_tell
 from qshard.jax._sharding.vmap_rows import refuse
-from qshard.recipes import DelayedScaling, Role, as_delayed
+from qshard.recipes import DelayedScaling, RecipeLike, Role, as_delayed
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["amax", "seal"], meta_fields=[])
@@ -73,14 +74,14 @@ class LinearState:
     gradient: TensorState
 
 
-def init_delayed(recipe: DelayedScaling | str, shape: Sequence[int] = ()) -> LinearState:
+def init_delayed(recipe: RecipeLike, shape: Sequence[int] = ()) -> LinearState:
     """The state of a `linear` before the first step: scales and histories of 0.
 
     A scale of 0 is none yet: until an update has made one, each tensor is scaled by its own amax, as in current
     scaling, less the margin.
 
     Args:
-      recipe: has the length of the history. "DelayedScaling" is that with defaults.
+      recipe: a `DelayedScaling`, which has the length of the history, or its name.
       shape: leading axes of every array, as of layers that are scanned over.
 
     >>> init_delayed(DelayedScaling(history=4), shape=(12,)).weight.amax_history.shape
@@ -98,14 +99,14 @@ def init_delayed(recipe: DelayedScaling | str, shape: Sequence[int] = ()) -> Lin
     return LinearState(tensor(), tensor(), tensor())
 
 
-def check_shared(op: str, state: Any, axis_name: Any, name: str = "state") -> None:
+def check_shared(op: str, axis_name: Any, name: str = "state") -> None:
     """Raises ValueError where nothing tells which devices share a state, or a probe.
 
     That is in `shard_map(check_vma=False)`, without `axis_name`.
 
     The amaxes of one device would then leave as if they were those of all.
     """
-    if state is None or axis_name is not None or types_tell():
+    if axis_name is not None or types_tell():
         return
     axes = jax.sharding.get_abstract_mesh().manual_axes
     raise ValueError(
@@ -163,15 +164,15 @@ def observe(state: TensorState, amax: jax.Array, axes: tuple[str, ...] = ()) -> 
 
 
 def observe_all(
-    state: LinearState | None,
+    state: LinearState,
     weight: jax.Array | None,
     activation: jax.Array | None,
     gradient: jax.Array | None,
     axes: tuple[str, ...],
-) -> LinearState | None:
+) -> LinearState:
     """The cotangent of the state of a layer that brings these amaxes; of a weight that came as codes there is none."""
-    if state is None or activation is None or gradient is None:
-        return None
+    assert activation is not None
+    assert gradient is not None
     if weight is None:
         weight = jnp.zeros_like(state.weight.observed.amax)
     return LinearState(
@@ -235,7 +236,7 @@ def update_delayed(states: Any, amaxes: Any, recipe: DelayedScaling | str, *, ax
     for element in dict.fromkeys(elements):
         chosen = [i for i, each in enumerate(elements) if each == element]
         pairs = [(tensors[i], seen[i]) for i in chosen]
-        states, sealed = _updated(pairs, element, recipe, axes)
+        states, sealed = _update(pairs, element, recipe, axes)
         if not isinstance(sealed, jax.core.Tracer) and not sealed:
             raise ValueError(
                 "update_delayed: amaxes are not as linear gave them, but summed, averaged, scaled or rounded; merge "
@@ -282,12 +283,12 @@ def spread_states(states: Any, copies: int) -> Any:
     return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (copies, *leaf.shape)), states)
 
 
-def _merged_copies(copies: int, _: None, amaxes: Any) -> tuple[Any]:
+def _merge_copies(copies: int, _: None, amaxes: Any) -> tuple[Any]:
     parts = [jax.tree.map(lambda leaf, i=i: leaf[i], amaxes) for i in range(copies)]
     return (functools.reduce(merge_observed, parts),)
 
 
-spread_states.defvjp(lambda states, copies: (spread_states(states, copies), None), _merged_copies)
+spread_states.defvjp(lambda states, copies: (spread_states(states, copies), None), _merge_copies)
 
 
 def _is(kind: type) -> Callable[[Any], bool]:
@@ -313,7 +314,7 @@ def _larger(a: Any, b: Any) -> Any:
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3), inline=True)
-def _updated(
+def _update(
     pairs: list[tuple[TensorState, Observed]], element: str, recipe: DelayedScaling, axes: tuple[str, ...]
 ) -> tuple[list[TensorState], jax.Array]:
     """The new states, and whether each amax was sealed."""

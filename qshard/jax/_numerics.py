@@ -11,7 +11,7 @@ from jax.experimental import multihost_utils
 from numpy.typing import NDArray
 
 from qshard.numerics._arrays import Shard, Whole, of_floats, of_shards
-from qshard.numerics._floats import as_float
+from qshard.numerics._reductions import as_float
 
 T = TypeVar("T")
 

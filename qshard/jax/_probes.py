@@ -12,7 +12,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,17 +21,17 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from numpy.typing import NDArray
 
+from qshard._core.operands import OperandSpec
 from qshard._core.validation import shown
 from qshard.formats import ElementFormat, Usage
 from qshard.jax._delayed_scaling import LinearState, TensorState
-from qshard.jax._ops.bind import names_of
-from qshard.jax._ops.uint64 import words_of
+from qshard.jax._ops.collectives import max_over
+from qshard.jax._ops.mesh import mesh_of, names_of, spec_of, types_tell
 from qshard.jax._quantized.array import QuantizedArray
-from qshard.jax._quantized.quantize import WeightScales, quantized
-from qshard.jax._sharding.shard_spec import Cut, matrix_of, max_over, mesh_of, spec_of, types_tell
-from qshard.numerics._observed import COUNTS, Totals, seen_of
-from qshard.numerics._steps import StepStats, layer_stats
-from qshard.recipes import ROLE_SEEDS, DelayedScaling, Recipe, RecipeLike, Role, as_recipe
+from qshard.jax._quantized.quantize import WeightScales, quantize_shard
+from qshard.jax._sharding.shard_spec import ShardSpec, matrix_of
+from qshard.numerics._training_steps import COUNTS, StepStats, Totals, layer_stats, step_sums
+from qshard.recipes import Recipe, RecipeLike, Role, as_recipe
 
 NUMBERS = ("mark", "calls", "amax", "signal", "noise", "scale_low", "scale_high")
 DIGITS = (1 << 8, 1 << 16, 1 << 16)
@@ -174,7 +174,7 @@ def of_weight(
     value, scale = (_part_of(values, given, spec, gather_axes) for values in _values(lax.stop_gradient(whole)))
     if jax.typeof(given).sharding.mesh.explicit_axes:
         value, scale = (jax.sharding.reshard(values, jax.typeof(given).sharding) for values in (value, scale))
-    seen = _reduced(_packed(given, value, scale, whole.format.element), probe.weight, gather_axes)
+    seen = _reduce(_pack(given, value, scale, whole.format.element), probe.weight, gather_axes)
     return _carry(x, probe.weight, seen)
 
 
@@ -204,39 +204,22 @@ def _of_operand(
     how: How, x: jax.Array, role: Role, probe: jax.Array, seed: Any, state: LinearState | None
 ) -> jax.Array:
     """The numbers of x or dy, quantized as the call does it."""
-    fmt, scales, margin = how.recipe.format(role), None, None
+    scales, rows = None, math.prod(x.shape[:-1])
     if state is not None:
         tensor: TensorState = getattr(state, role.value)
-        scales, margin = WeightScales(tensor.scale), cast(DelayedScaling, how.recipe).margin
-    seed = seed ^ words_of(ROLE_SEEDS[role]).view(seed.dtype) if fmt.stochastic else None
-    rows = math.prod(x.shape[:-1])
-    added = how.recipe.added_rows(role, Usage.ROWWISE, rows)
-    cut = Cut.of(x, how.axes, how.rows, own_blocks=True)
-    made, _ = quantized(
-        x,
-        fmt,
-        Usage.ROWWISE,
-        cut,
-        scales,
-        seed if fmt.stochastic else None,
-        margin=margin,
-        added_rows=added,
-        op="linear",
-    )
-    given = matrix_of(x) if added else x
-    value, scale = (values[:rows] if added else values for values in _values(made))
-    return _reduced(_packed(given.astype(jnp.float32), value, scale, fmt.element), probe, how.axes)
+        scales = WeightScales(tensor.scale)
+    operand = OperandSpec.of(how.recipe, role, Usage.ROWWISE, rows)
+    made, _ = quantize_shard(x, operand, ShardSpec.of(x, how.axes, how.rows, own_blocks=True), scales, seed)
+    given = matrix_of(x) if operand.added_rows else x
+    value, scale = (values[:rows] if operand.added_rows else values for values in _values(made))
+    return _reduce(_pack(given.astype(jnp.float32), value, scale, operand.format.element), probe, how.axes)
 
 
 def _values(q: QuantizedArray) -> tuple[jax.Array, jax.Array]:
     """What is stored, and what each code is multiplied by: what is stored where all codes stand for 1."""
-    element = q.format.element
-    code = element.bias << element.mantissa_bits
-    if element.codes_per_byte > 1:
-        code |= code << element.bits
     (usage, plane), *_ = q.planes.items()
     bits = lax.bitcast_convert_type(plane.data, jnp.uint8)
-    ones = lax.bitcast_convert_type((bits & np.uint8(0)) | np.uint8(code), plane.data.dtype)
+    ones = lax.bitcast_convert_type((bits & np.uint8(0)) | np.uint8(q.format.element.ones_byte), plane.data.dtype)
     of_ones = q.with_planes({usage: plane._replace(data=ones)})
     return q.dequantize(jnp.float32, usage=usage), of_ones.dequantize(jnp.float32, usage=usage)
 
@@ -251,13 +234,13 @@ def _part_of(values: jax.Array, w: jax.Array, spec: Any, gather_axes: tuple[str,
     return values
 
 
-def _packed(x: jax.Array, value: jax.Array, scale: jax.Array, element: ElementFormat) -> jax.Array:
+def _pack(x: jax.Array, value: jax.Array, scale: jax.Array, element: ElementFormat) -> jax.Array:
     """All numbers of one tensor, as one array."""
     if not x.size:
         nothing = jnp.zeros(SIZE, jnp.float32).at[0].set(1).at[1].set(1).at[NUMBERS.index("scale_low")].set(jnp.inf)
         return nothing
     x = x if x.ndim else x[None]
-    seen = seen_of(jnp, x, value.reshape(x.shape), scale.reshape(x.shape), element, _count)
+    seen = step_sums(jnp, x, value.reshape(x.shape), scale.reshape(x.shape), element, _count)
     one = jnp.where(jnp.isnan(seen.amax), 1.0, 1.0)  # Under `vmap` on Explicit meshes cut as what it is joined to.
     numbers = jnp.stack([one, one, *(getattr(seen, name) for name in NUMBERS[2:])])
     rest, size = [], x.size
@@ -275,7 +258,7 @@ def _count(mask: jax.Array) -> jax.Array:
     return jnp.stack([low % DIGITS[0], high % DIGITS[1], high // DIGITS[1]]).astype(jnp.float32)
 
 
-def _reduced(seen: jax.Array, probe: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+def _reduce(seen: jax.Array, probe: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """Of all devices that share a probe. Types tell which those are; with `check_vma=False`, it is `axes`."""
     if types_tell():
         own, shared = (jax.typeof(a).manual_axis_type.varying for a in (seen, probe))

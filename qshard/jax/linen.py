@@ -9,7 +9,7 @@ import jax
 
 from qshard.jax._delayed_scaling import init_delayed
 from qshard.jax._nn import dot_general as dot
-from qshard.recipes import DelayedScaling, RecipeLike
+from qshard.recipes import RecipeLike
 
 __all__ = ["STATES", "DotGeneral"]
 
@@ -50,7 +50,7 @@ class DotGeneral(nn.Module):
         """As `qshard.jax.DotGeneral`; the state and the seed are its own."""
         dot_general = self.recipe if isinstance(self.recipe, dot.DotGeneral) else dot.DotGeneral(self.recipe)
         made = dot_general.recipe
-        if isinstance(made, DelayedScaling):
+        if made.stateful:
             asked["state"] = self.variable(STATES, "state", lambda: init_delayed(made)).value
         if made.stochastic:
             asked["seed"] = self.make_rng("qshard")

@@ -10,7 +10,7 @@ from flax import nnx
 from qshard._core.validation import seed_missing, shown
 from qshard.jax._delayed_scaling import LinearState, init_delayed
 from qshard.jax._nn import dot_general
-from qshard.recipes import DelayedScaling, RecipeLike
+from qshard.recipes import RecipeLike
 
 __all__ = ["DotGeneral", "Einsum", "ScalingState"]
 
@@ -64,7 +64,7 @@ class DotGeneral(nnx.Module):
     ) -> None:
         self.dot_general = dot_general.DotGeneral(recipe, **options)
         made = self.dot_general.recipe
-        state = ScalingState(init_delayed(made, layers)) if isinstance(made, DelayedScaling) else None
+        state = ScalingState(init_delayed(made, layers)) if made.stateful else None
         self.state: ScalingState | None = nnx.data(state)
         stream = None
         if made.stochastic:

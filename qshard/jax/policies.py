@@ -20,9 +20,6 @@ Join one with a policy of your own by `jax.checkpoint_policies.save_from_both_po
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
-from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 
 __all__ = ["FORWARD", "PRODUCTS", "SCALES", "W_CODES", "X_CODES", "codes_and_products_saveable", "codes_saveable"]
 
@@ -36,12 +33,6 @@ SCALES = "qshard.scales"
 """Scales of x and w, and in delayed scaling their amaxes."""
 PRODUCTS = "qshard.y"
 """What `linear` gives."""
-
-
-def named(x: jax.Array, name: str) -> jax.Array:
-    """`x` under a name, as integers: `jax.checkpoint` rounds floats that it keeps, and makes NaN of E4M3 above 240."""
-    bits = lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
-    return lax.bitcast_convert_type(checkpoint_name(bits, name), x.dtype)
 
 
 codes_saveable = jax.checkpoint_policies.save_only_these_names(X_CODES, W_CODES, FORWARD, SCALES)

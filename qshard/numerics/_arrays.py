@@ -1,4 +1,4 @@
-"""Arrays that are measured: of NumPy as they are, of JAX and PyTorch in the pieces that this process holds.
+"""Arrays that are measured: of NumPy as they are, of JAX and PyTorch in the shards that this process holds.
 
 A front end turns its arrays into a `Whole`: rectangles of the matrix that this process has, each element on one process
 alone, and what reduces over the others. No front end is imported for an array that is not its own.
@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from qshard.layout import Shape, matrix_shape
-from qshard.numerics._floats import Floats, as_float
+from qshard._core.placement import Box
+from qshard.formats import Usage
+from qshard.layout import PlaneLayout, Shape, matrix_shape
+from qshard.numerics._reductions import Floats, as_float
 
 T = TypeVar("T")
 
@@ -34,18 +36,15 @@ class Others(Protocol):
         """What each has, small objects that pickle, in one order everywhere."""
 
 
-class Piece(NamedTuple):
-    """A rectangle of the matrix, and the row and column of the whole where it begins."""
+class Shard(NamedTuple):
+    """A part of an array, and the index of its first element on each axis."""
 
-    array: NDArray[Any]
-    at: tuple[int, int]
+    array: Any
+    start: tuple[int, ...]
 
-
-class Box(NamedTuple):
-    """Rows and columns of the matrix that some process has."""
-
-    rows: slice
-    columns: slice
+    def box(self, shape: Shape) -> Box:
+        """The place of the shard in the whole array, of this shape."""
+        return Box(shape, self.start, self.array.shape)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,12 +57,12 @@ class Whole:
       pieces: rectangles of the matrix, in a dtype that kernels take; each element is in one of one process.
       beyond: how many elements of these pieces were beyond float32.
       others: who has the rest; None: nobody does.
-      boxes: where the pieces of all processes are.
+      boxes: of the pieces of all processes, in the matrix.
     """
 
     shape: Shape
     dtype: str
-    pieces: tuple[Piece, ...]
+    pieces: tuple[Shard, ...]
     beyond: int = 0
     others: Others | None = None
     boxes: tuple[Box, ...] = ()
@@ -92,7 +91,7 @@ def whole_of(x: Any, op: str) -> Whole:
     """`x` as what is measured. `op` names the caller in errors.
 
     >>> whole_of([[1.0, 2.0]], "stats").pieces
-    (Piece(array=array([[1., 2.]], dtype=float32), at=(0, 0)),)
+    (Shard(array=array([[1., 2.]], dtype=float32), start=(0, 0)),)
     """
     if isinstance(x, Whole):
         return x
@@ -110,14 +109,7 @@ def whole_of(x: Any, op: str) -> Whole:
 def of_floats(x: Floats, dtype: str | None = None) -> Whole:
     """An array that is here as a whole."""
     matrix = x.array.reshape(matrix_shape(x.array.shape))
-    return Whole(shape=x.array.shape, dtype=dtype or x.dtype, pieces=(Piece(matrix, (0, 0)),), beyond=x.beyond)
-
-
-class Shard(NamedTuple):
-    """A part of an array, and where it begins on each axis."""
-
-    array: Any
-    start: tuple[int, ...]
+    return Whole(shape=x.array.shape, dtype=dtype or x.dtype, pieces=(Shard(matrix, (0, 0)),), beyond=x.beyond)
 
 
 def of_shards(shape: Shape, dtype: str, shards: Sequence[Shard], others: Others | None, op: str) -> Whole:
@@ -130,10 +122,15 @@ def of_shards(shape: Shape, dtype: str, shards: Sequence[Shard], others: Others 
     if not math.prod(shape):
         return of_floats(Floats(np.empty(shape, np.float32)), dtype)
     floats = [(as_float(shard.array, op), shard.start) for shard in shards]
-    pieces = tuple(piece for x, start in floats if x.array.size for piece in _rectangles(shape, x.array, start))
-    own = [_box(piece) for piece in pieces]
+    pieces = tuple(
+        Shard(x.array[index].reshape(box.size), box.start)
+        for x, start in floats
+        if x.array.size
+        for index, box in Box(shape, start, x.array.shape).rectangles()
+    )
+    own = [piece.box(matrix_shape(shape)) for piece in pieces]
     boxes = own if others is None else [box for part in others.gathered(own) for box in part]
-    held = sum((box.rows.stop - box.rows.start) * (box.columns.stop - box.columns.start) for box in boxes)
+    held = sum(math.prod(box.size) for box in boxes)
     if held != math.prod(shape) or _overlap(boxes):
         raise ValueError(
             f"{op}: x {shape} is in {len(boxes)} shards of {held} elements, which are not all of it, each once; make "
@@ -143,30 +140,39 @@ def of_shards(shape: Shape, dtype: str, shards: Sequence[Shard], others: Others 
     return Whole(shape=shape, dtype=dtype, pieces=pieces, beyond=beyond, others=others, boxes=tuple(boxes))
 
 
-def _rectangles(shape: Shape, array: NDArray[Any], start: Sequence[int]) -> Iterator[Piece]:
-    """A box of an array as rectangles of its matrix: one, unless an axis is cut that has others before it."""
-    lead, own = shape[:-1], array.shape[:-1]
-    cut = max((axis for axis in range(len(lead)) if own[axis] != lead[axis]), default=0)
-    steps = [math.prod(lead[axis + 1 :]) for axis in range(len(lead))]
-    column = start[-1] if shape else 0
-    for outer in np.ndindex(*own[:cut]):
-        place = (*(first + i for first, i in zip(start, outer, strict=False)), *start[cut : len(lead)])
-        row = sum(i * step for i, step in zip(place, steps, strict=True))
-        yield Piece(array[outer].reshape(-1, array.shape[-1] if shape else 1), (row, column))
-
-
-def _box(piece: Piece) -> Box:
-    ends = (first + size for first, size in zip(piece.at, piece.array.shape, strict=True))
-    return Box(*(slice(first, end) for first, end in zip(piece.at, ends, strict=True)))
-
-
 def _overlap(boxes: Sequence[Box]) -> bool:
     """Whether an element is in two boxes. Sorted by rows, a box meets only those that begin before it ends."""
-    ordered = sorted(boxes, key=lambda box: box.rows.start)
+    ordered = sorted(boxes, key=lambda box: int(box.row))
     for i, a in enumerate(ordered):
         for b in ordered[i + 1 :]:
-            if b.rows.start >= a.rows.stop:
+            if b.row >= a.stop[0]:
                 break
-            if a.columns.start < b.columns.stop and b.columns.start < a.columns.stop:
+            if a.overlaps(b):
                 return True
     return False
+
+
+def splits_blocks(where: PlaneLayout, x: Whole) -> bool:
+    """Whether shards of any process end within blocks."""
+    block = _block_of_x(where)
+    return block is not None and any(box.splits_blocks(block) for box in x.boxes)
+
+
+def check_shards(where: PlaneLayout, x: Whole, op: str) -> None:
+    """Raises ValueError if shards split blocks and the scale of a block depends on more than its amax."""
+    fmt = where.format
+    if not (fmt.scaling.four_over_six is not None or where.rotated) or not splits_blocks(where, x):
+        return
+    block = _block_of_x(where)
+    assert block is not None
+    why = "is rotated" if where.rotated else "is tried at two scales"
+    raise ValueError(
+        f"{op}: x {x.shape} is cut within blocks of {block[0]}x{block[1]}, each of which {why} ({fmt}, "
+        f"{Usage(where.usage).name}); cut it between them, or measure a plain array"
+    )
+
+
+def _block_of_x(where: PlaneLayout) -> tuple[int, int] | None:
+    """Rows and columns of `x` as a matrix, not as it is stored, that share a scale; None: all of it does."""
+    block = where.block
+    return block[::-1] if block is not None and where.transposed else block

@@ -59,21 +59,21 @@ def dtype_of(name: str) -> np.dtype[Any]:
     return np.dtype("uint8" if name in ELEMENTS else getattr(ml_dtypes, name, name))
 
 
-def transposed(x: Array) -> Array:
+def swap_last_axes(x: Array) -> Array:
     """A row-major copy with the last two axes swapped."""
     return np.ascontiguousarray(np.swapaxes(x, -1, -2))
 
 
-def _transposed_squares(data: Array, scale_inv: Array, *, packed: bool) -> tuple[Array, Array]:
+def _transpose_squares(data: Array, scale_inv: Array, *, packed: bool) -> tuple[Array, Array]:
     batch = data.ndim - 2
     data_t = ops.transpose_packed(data) if packed else ops.transpose(data, batch=batch)
-    return data_t, transposed(scale_inv)
+    return data_t, swap_last_axes(scale_inv)
 
 
 ops = SimpleNamespace(
     **{spec.name: bind(spec) for spec in table().values()},
-    transposed=transposed,
-    transposed_squares=_transposed_squares,
+    transposed=swap_last_axes,
+    transposed_squares=_transpose_squares,
 )
 
 

@@ -1,4 +1,4 @@
-"""The plots of a report."""
+"""Plots of results: of reports, and of results that are rows. matplotlib is imported when one is drawn."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from qshard.numerics._measures import Stats
-from qshard.numerics._progress import load
+from qshard.numerics._display import load
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from qshard.numerics._statistics import Stats
+
+BAR = 0.24
+"""Inches."""
 
 ENTRIES = 18
 """How many lines of a legend are as high as its plot."""
@@ -19,7 +22,7 @@ LEAST_ERROR = 1e-3
 """Smaller ones are of a few elements that happen to be on the grid, and would press all others together."""
 
 
-def draw(rows: Sequence[Stats]) -> Figure:
+def report_figure(rows: Sequence[Stats]) -> Figure:
     """SQNR, relative error by size of element, histogram of scales; each format in one style throughout."""
     # Not pyplot, which would keep the figure alive and choose a backend for the whole process.
     heights = (0.9 + 0.24 * len(rows), 3.6, 3.6)
@@ -57,12 +60,12 @@ def _plot(axes: Any, values: Mapping[int, float], absent: float, line: dict[str,
 
 def _draw_bars(bars: Any, rows: Sequence[Stats], names: list[str], styles: list[dict[str, Any]]) -> None:
     decibels = [row.sqnr_db for row in rows]
-    drawn = bars.barh(range(len(names)), [db if math.isfinite(db) else 0 for db in decibels])
-    for bar, style in zip(drawn, styles, strict=True):
+    patches = bars.barh(range(len(names)), [db if math.isfinite(db) else 0 for db in decibels])
+    for bar, style in zip(patches, styles, strict=True):
         bar.set(facecolor=style["color"], hatch=style["hatch"], edgecolor="white")
     labels = ["-" if math.isnan(db) else f"{db:.1f}" for db in decibels]
     noted = ["*" if row.notes else "" for row in rows]
-    bars.bar_label(drawn, [label + star for label, star in zip(labels, noted, strict=True)], padding=3)
+    bars.bar_label(patches, [label + star for label, star in zip(labels, noted, strict=True)], padding=3)
     bars.set_yticks(range(len(names)), names)
     bars.set_ylim(max(len(names), 1) - 0.5, -0.5)
     bars.margins(x=0.1)
@@ -81,3 +84,47 @@ def _style(i: int, count: int) -> dict[str, Any]:
         "marker": "os^Dv<>P*X"[(i + i // 10 * 3) % 10],
         "hatch": ("", "//", "..", "xx")[i // 10 % 4],
     }
+
+
+def bar_chart(names: Sequence[str], parts: Mapping[str, Sequence[float]]) -> Figure:
+    """Bars beside each other: for each part a column of bars, for each name a row."""
+    figure: Figure = load("matplotlib.figure", "plot").Figure(
+        figsize=(11, 1 + BAR * max(len(names), 1)), layout="constrained"
+    )
+    columns = figure.subplots(1, len(parts), sharey=True, squeeze=False)[0]
+    for axes, (title, values) in zip(columns, parts.items(), strict=True):
+        patches = axes.barh(range(len(names)), [value if math.isfinite(value) else 0 for value in values])
+        axes.bar_label(patches, ["-" if math.isnan(value) else f"{value:.3g}" for value in values], padding=3)
+        axes.margins(x=0.2)
+        axes.set(title=title)
+    columns[0].set_yticks(range(len(names)), names)
+    columns[0].set_ylim(max(len(names), 1) - 0.5, -0.5)
+    return figure
+
+
+def line_chart(lines: Mapping[str, Mapping[int, float]], title: str, below: str) -> Figure:
+    """A line for each name, over whole numbers; on a logarithmic axis where all values allow it."""
+    figure: Figure = load("matplotlib.figure", "plot").Figure(figsize=(11, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for i, (name, line) in enumerate(lines.items()):
+        axes.plot(list(line), list(line.values()), label=name, color=f"C{i % 10}", linestyle="-" if i < 10 else "--")
+    values = [value for line in lines.values() for value in line.values() if math.isfinite(value)]
+    if values and min(values) > 0:
+        axes.set_yscale("log")
+    axes.set(title=title, xlabel=below)
+    axes.grid(alpha=0.3)
+    if lines:
+        columns = -(-len(lines) // ENTRIES)
+        axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), ncols=columns, fontsize="small", frameon=False)
+    return figure
+
+
+def histograms(parts: Mapping[str, Mapping[str, int]]) -> Figure:
+    """Histograms below each other."""
+    figure: Figure = load("matplotlib.figure", "plot").Figure(figsize=(11, 3.2 * len(parts)), layout="constrained")
+    for axes, (title, counts) in zip(figure.subplots(len(parts), 1, squeeze=False)[:, 0], parts.items(), strict=True):
+        axes.bar(range(len(counts)), list(counts.values()))
+        step = -(-len(counts) // 32)
+        axes.set_xticks(range(0, len(counts), step), list(counts)[::step])
+        axes.set(title=title)
+    return figure

@@ -13,11 +13,11 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from qshard.formats import FP8_1x128, FP8_128x128
+from qshard.formats import FP8_1x128, FP8_128x128, Usage
 from qshard.gemm_dispatch import Gpu
 from qshard.jax import linear
 from qshard.jax._gemm import block_gemm
-from qshard.jax._gemm.block_gemm import Parts, Side
+from qshard.jax._gemm.product_sharding import PlaneAxes, ProductSharding
 from qshard.jax._ops.bind import disabled_checks
 from qshard.recipes import BlockScaling
 from support.hlo import collectives
@@ -175,12 +175,12 @@ def test_vmap_multiplies_values():
     ],
     ids=str,
 )
-def test_parts(mesh, specs, out, want):
+def test_product_sharding(mesh, specs, out, want):
     """Of [256, 512] in blocks of 1x128 and [1024, 512] in squares: cuts of rows, of what is contracted, of blocks."""
-    sides = Side(FP8_1x128, (0,), (1,)), Side(FP8_128x128, (0,), (1,))
-    parts = Parts.of(sides, mesh, ((256, 512), (1024, 512)), specs, out)
-    assert [padded(spec) for spec in parts[:3]] == [padded(spec) for spec in want[:3]]
-    assert parts[3:] == want[3:]
+    sides = [PlaneAxes(fmt, Usage.ROWWISE, (0,), (1,)) for fmt in (FP8_1x128, FP8_128x128)]
+    got = ProductSharding.of(sides, mesh, ((256, 512), (1024, 512)), specs, out)
+    assert [padded(spec) for spec in got[:3]] == [padded(spec) for spec in want[:3]]
+    assert got[3:] == want[3:]
 
 
 def padded(spec):

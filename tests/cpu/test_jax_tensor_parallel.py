@@ -20,13 +20,7 @@ from support.hlo import collectives
 from support.pairs import pairs
 
 RECIPES = {
-    "CurrentScaling": recipes.CurrentScaling(),
-    "DelayedScaling": recipes.DelayedScaling(),
-    "BlockScaling": recipes.BlockScaling(),
-    "MXFP8": recipes.MXFP8(),
-    "MXFP6": recipes.MXFP6(),
-    "MXFP4": recipes.MXFP4(),
-    "NVFP4": recipes.NVFP4(),
+    **recipes.NAMED,
     "squares": recipes.BlockScaling(activation=formats.FP8_128x128, gradient=formats.FP8_128x128),
 }
 SIDES = ["gather_rows", "scatter_rows"]

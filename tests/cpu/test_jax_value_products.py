@@ -18,7 +18,7 @@ from qshard.jax._ops.custom_partitioning import spec_on
 from support.hlo import traffic
 
 M, K, N = 512, 512, 512
-BLOCKS = ["BlockScaling", "MXFP8", "MXFP6", "MXFP4", "NVFP4"]
+BLOCKS = [name for name, recipe in recipes.NAMED.items() if recipe.weight.block]
 TENSORS = ["CurrentScaling", pytest.param("DelayedScaling", marks=pytest.mark.slow)]
 X_SPECS = [P(None, "tp"), P("fsdp", "tp")]
 W_SPECS = [P(), P("fsdp"), P("tp"), P(None, "tp"), P("fsdp", "tp"), P("tp", "fsdp")]

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import qshard.torch_bridge as qt
 from qshard.recipes import NVFP4, BlockScaling, CurrentScaling, DelayedScaling
 from qshard.reference import _activation as activation
-from qshard.torch_bridge._nn.amax_cache import note_amax, noted_amax
+from qshard.torch_bridge._nn.amax_cache import cache_amax, cached_amax
 from qshard.torch_bridge._nn.module_calls import follow_calls
 from support.awkward import assert_bits_equal, awkward_values
 
@@ -176,16 +176,16 @@ def test_the_layer_after_swiglu_keeps_no_codes():
 def test_an_amax_is_void_once_its_tensor_is_written():
     def body():
         h = qt.swiglu(torch.ones(4, 16), torch.ones(4, 16))
-        assert noted_amax(h) == h.max()
-        assert noted_amax(h[:2]) is None
+        assert cached_amax(h) == h.max()
+        assert cached_amax(h[:2]) is None
         h.mul_(3)
-        assert noted_amax(h) is None
+        assert cached_amax(h) is None
         layer = qt.convert(nn.Linear(16, 16, bias=False), "CurrentScaling")
         assert torch.equal(layer(h), layer(h.clone()))
         with torch.inference_mode():
             x = torch.ones(2)
-            note_amax(x, torch.tensor(9.0))
-            assert noted_amax(x) is None
+            cache_amax(x, torch.tensor(9.0))
+            assert cached_amax(x) is None
 
     Called()(body)
 
@@ -200,8 +200,8 @@ MAKERS = {
 def test_an_amax_is_void_once_the_call_that_made_its_tensor_ends(make):
     """Later writes by NumPy, or through `.data`, are not seen."""
     h = Called()(make)
-    assert noted_amax(h) is None
-    assert noted_amax(make()) is None
+    assert cached_amax(h) is None
+    assert cached_amax(make()) is None
     h.numpy()[:] = 1000
     layer = qt.Linear(16, 16, bias=False, recipe="CurrentScaling")
     assert torch.equal(layer(h), layer(torch.full((4, 16), 1000.0)))
@@ -211,10 +211,10 @@ def test_an_amax_is_void_once_the_call_that_made_its_tensor_ends(make):
 def test_an_amax_of_a_gradient_is_void_once_its_backward_pass_ends():
     gate, up = (torch.ones(4, 16, requires_grad=True) for _ in range(2))
     seen = []
-    gate.register_hook(lambda grad: seen.append(noted_amax(grad)))
+    gate.register_hook(lambda grad: seen.append(cached_amax(grad)))
     grad, _ = torch.autograd.grad(qt.swiglu(gate, up).sum(), [gate, up])
     assert seen == [grad.abs().max()]
-    assert noted_amax(grad) is None
+    assert cached_amax(grad) is None
     layer, gradients = qt.Linear(16, 16, bias=False, recipe="CurrentScaling"), []
     grad.data.mul_(1000)
     for given in (grad, grad.clone()):

@@ -16,7 +16,7 @@ from qshard.recipes import CurrentScaling, Role
 from qshard.torch_bridge import GroupedLinear, Linear, convert, grouped_linear, update_scales
 from qshard.torch_bridge._nn import expert_tiles as tiles
 from qshard.torch_bridge._nn import grouped_linear as grouped
-from qshard.torch_bridge._nn.operands import quantized, seeds_of
+from qshard.torch_bridge._nn.operands import LayerQuantizer, operand_spec
 from support.formats import MIXES, RECIPES
 from support.torch_models import Wire
 
@@ -107,26 +107,25 @@ def test_a_loop_over_experts(name, way):
 @pytest.mark.parametrize("name", ALL)
 def test_codes_are_those_of_each_expert_alone(name, role):
     recipe = ALL[name]
-    fmt, seeds = recipe.format(role), torch.arange(2 * E, dtype=torch.int32).view(E, 2)
+    seeds = torch.arange(2 * E, dtype=torch.int32).view(E, 2)
     torch.manual_seed(1)
     x = torch.randn(M, K) * torch.logspace(-3, 3, M)[:, None]
     x[2, 3], x[60, 1] = torch.inf, torch.nan
     where = tiles.tiles_of(recipe, M, torch.tensor(SIZES))
-    scale, given = None, []
+    scale, given = None, ()
     if recipe.stateful:
         scale = torch.tensor([0.0, 1.0, 2.0, 0.0, 4.0, 0.5])
-    made, amaxes = tiles.quantized_places(
-        where.spread(x), fmt, Usage.BOTH, where, seeds=seeds_of(fmt, role, seeds), scale=scale
-    )
+    spec = operand_spec(recipe, role, Usage.BOTH)
+    made, amaxes = tiles.quantized_places(where.spread(x), spec, where, seeds=seeds, scale=scale)
     of_experts = {usage: side.by_expert(where.stops.tolist()) for usage, side in made.items()}
     for expert, own in enumerate(ROWS):
         if own.start == own.stop:
             continue
         if recipe.stateful:
             given = [scale[expert]] * 3
-        expected, seen = quantized(x[own], recipe, Usage.BOTH, role, seeds[expert], {}, given)
-        if seen:
-            assert_begins_with(amaxes[expert], seen[0])
+        expected, seen = LayerQuantizer(recipe, seeds[expert], scales=given).quantize(x[own], role, Usage.BOTH)
+        if seen is not None:
+            assert_begins_with(amaxes[expert], seen)
         for usage, operand in expected.items():
             got = of_experts[usage][expert].parts
             for a, b in zip(got, operand.parts, strict=True):

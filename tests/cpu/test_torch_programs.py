@@ -13,8 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from qshard import _ffi
 from qshard.formats import FP8_E4M3, MXFP8_E4M3, Usage
 from qshard.torch_bridge import quantize
-from qshard.torch_bridge._ops.memo import Kept
-from qshard.torch_bridge._ops.programs import Steps
+from qshard.torch_bridge._ops.programs import Memo, Steps
 from qshard.torch_bridge._quantized import plane_programs
 from support.awkward import awkward_values
 from support.formats import VARIANTS
@@ -199,7 +198,7 @@ def test_what_is_kept_is_bounded_and_told_apart():
         made.append(args)
         return len(made)
 
-    kept = Kept(count, most=3)
+    kept = Memo(count, most=3)
     formats = [FP8_E4M3.with_options(pow2=True) for _ in range(2)]  # Equal, and two objects.
     assert [kept(fmt, 1) for fmt in formats] == [1, 2] == [kept(fmt, 1) for fmt in formats]
     assert kept(formats[0], 2) == 3

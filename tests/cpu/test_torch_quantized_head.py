@@ -2,7 +2,6 @@
 
 import copy
 import io
-import sys
 
 import pytest
 import torch
@@ -10,6 +9,7 @@ from torch import nn
 
 import qshard.torch_bridge as qt
 from qshard.recipes import CurrentScaling, DelayedScaling
+from qshard.torch_bridge._nn.operands import LayerQuantizer
 from support.formats import STATEFUL, STATELESS
 
 K, CLASSES = 128, 256
@@ -66,9 +66,8 @@ def test_chunks_of_whole_blocks_have_the_bits_of_one(recipe):
 
 
 def test_the_weight_is_quantized_once(monkeypatch):
-    module, roles = sys.modules["qshard.torch_bridge._losses.linear_cross_entropy"], []
-    made = module.quantized
-    monkeypatch.setattr(module, "quantized", lambda *given: roles.append(given[3].value) or made(*given))
+    made, roles = LayerQuantizer.quantize, []
+    monkeypatch.setattr(LayerQuantizer, "quantize", lambda *given: roles.append(given[2].value) or made(*given))
     x, w, labels = drawn((32,))
     qt.linear_cross_entropy(x, w, labels, recipe="CurrentScaling", chunk=8).backward()
     assert {role: roles.count(role) for role in roles} == {"weight": 1, "activation": 4, "gradient": 4}

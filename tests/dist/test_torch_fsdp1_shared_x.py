@@ -93,4 +93,4 @@ def test_ranks_with_other_batches_do_not_keep_parts():
         model(batch(dist.get_rank()))
     model(batch()).sum().backward()
     copy.deepcopy(model)(batch()).sum().backward()
-    assert pickle.loads(pickle.dumps(model))[0].kept is None
+    assert pickle.loads(pickle.dumps(model))[0].activation_group is None

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from qshard import reference
 from qshard.recipes import NVFP4, CurrentScaling
 from qshard.torch_bridge import Adam, QuantizedTensor, ZeroOptimizer, convert
-from qshard.torch_bridge._zero.placeholders import TakenGradient
+from qshard.torch_bridge._zero.placeholders import GradientPlaceholder
 from support import torch_ranks
 from support.awkward import assert_bits_equal
 from support.formats import ZEROED as RECIPES
@@ -262,6 +262,8 @@ def test_several_backward_passes(stage):
         model[1].up(torch.ones(2, 32, device=torch_ranks.device)).sum().backward()
         optimizer.step()
     assert all(w.isfinite().all() for w in optimizer.full_weights().values())
-    assert all(type(parameter.grad) is TakenGradient for parameter in model.parameters()), "no memory is left there"
+    assert all(type(parameter.grad) is GradientPlaceholder for parameter in model.parameters()), (
+        "no memory is left there"
+    )
     optimizer.zero_grad()
     assert all(parameter.grad is None for parameter in model.parameters())

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from qshard.recipes import CurrentScaling
 from qshard.torch_bridge import ZeroOptimizer, convert
-from qshard.torch_bridge._zero.placeholders import SlicedWeight
+from qshard.torch_bridge._zero.placeholders import WeightPlaceholder
 from support import torch_ranks
 from support.formats import ZEROED as RECIPES
 from support.torch_ranks import on_ranks
@@ -57,8 +57,8 @@ def test_freed_weights_raise():
     for step in range(2):
         for name in ("1.up.weight", "1.up.bias", "1.norm.weight", "0.weight"):
             p = model.get_parameter(name)
-            assert (type(p), p.dtype, p.requires_grad, p.is_leaf) == (SlicedWeight, torch.bfloat16, True, True)
-            assert repr(p).startswith(f"SlicedWeight(shape={tuple(p.shape)}, dtype=torch.bfloat16")
+            assert (type(p), p.dtype, p.requires_grad, p.is_leaf) == (WeightPlaceholder, torch.bfloat16, True, True)
+            assert repr(p).startswith(f"WeightPlaceholder(shape={tuple(p.shape)}, dtype=torch.bfloat16")
             for read in READS.values():
                 with pytest.raises(RuntimeError, match=rf"{name} .*\(sharded weights\) has no memory between uses"):
                     read(p)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import math
 import tempfile
 
 import pytest
@@ -23,30 +22,13 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from qshard.torch_bridge import ZeroOptimizer, load_scaling_state, scaling_state
-from qshard.torch_bridge._zero.state_dict import SlicedState, boxes
+from qshard.torch_bridge._zero.state_dict import SlicedState
 from support import torch_ranks
 from support.formats import ZEROED as RECIPES
 from support.torch_ranks import on_ranks, run
 from support.zero import FEW_BITS, OPTIONS, every_stage, loss_of, model_of, train
 
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
-
-
-@pytest.mark.parametrize("shape", [(7,), (4, 5), (3, 1, 4), (2, 3, 2, 2), ()])
-def test_boxes(shape):
-    """They are the slice, each element once, in at most 2 axes - 1 boxes."""
-    size = math.prod(shape)
-    whole = torch.arange(size).view(shape)
-    for start in range(size + 1):
-        for stop in range(start, size + 1):
-            found = list(boxes(shape, start, stop))
-            elements = []
-            for box in found:
-                where = tuple(slice(a, a + n) for a, n in zip(box.corner, box.sizes, strict=True))
-                elements += whole[where].flatten().tolist()
-                assert elements[-1] == box.stop - 1
-            assert elements == list(range(start, stop))
-            assert len(found) <= max(2 * len(shape) - 1, 1)
 
 
 def made(recipe, stage, seed=0, **options):

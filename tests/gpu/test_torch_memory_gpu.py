@@ -10,7 +10,7 @@ from torch import nn  # noqa: E402
 
 from qshard.recipes import CurrentScaling  # noqa: E402
 from qshard.torch_bridge import convert, rms_norm, swiglu  # noqa: E402
-from qshard.torch_bridge._nn.amax_cache import noted_amax  # noqa: E402
+from qshard.torch_bridge._nn.amax_cache import cached_amax  # noqa: E402
 from support.formats import RECIPES  # noqa: E402
 from support.llama import Held, Llama, turns_of  # noqa: E402
 
@@ -135,7 +135,7 @@ def test_a_captured_graph_takes_no_amax_from_outside():
 
     def run(layer):
         h = swiglu(torch.ones(32, 64, device="cuda"), torch.ones(32, 64, device="cuda"))
-        assert noted_amax(h) is not None
+        assert cached_amax(h) is not None
         layer(h.clone())
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -152,9 +152,9 @@ def test_a_captured_graph_takes_no_amax_from_outside():
 def test_another_stream_takes_the_amax_again():
     def run(layer):
         h = swiglu(torch.ones(32, 64, device="cuda"), torch.ones(32, 64, device="cuda"))
-        assert noted_amax(h) is not None
+        assert cached_amax(h) is not None
         with torch.cuda.stream(torch.cuda.Stream()):
-            assert noted_amax(h) is None
+            assert cached_amax(h) is None
 
     Body()(run)
 

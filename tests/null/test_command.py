@@ -259,8 +259,8 @@ def test_empty_scalar_and_integer_tensors(tmp_path):
 @pytest.mark.parametrize("name", [*FORMATS, "NVFP4[hadamard=True, rounding=stochastic]", "NVFP4[four_over_six=mse]"])
 def test_codes_are_those_of_the_reference(name, usage, tmp_path):
     """Of awkward values, in three axes, and of a name that has a seed of its own."""
-    from qshard._cli.quantizing import quantize_to, seed_of
-    from qshard._cli.sources import open_checkpoint
+    from qshard._cli.checkpoint import open_checkpoint
+    from qshard._cli.conversion import quantize_to, seed_of
     from qshard._core.validation import as_format
 
     fmt = as_format(name, "test")
@@ -321,10 +321,9 @@ def test_a_link_stays_a_link(model, tmp_path):
 
 def test_what_is_read_back_is_compared(model, tmp_path, monkeypatch):
     """A disk that keeps other bytes: the file does not get its name."""
+    from qshard._cli.checkpoint import open_checkpoint
+    from qshard._cli.conversion import Writer, quantize_to
     from qshard._cli.errors import Failure
-    from qshard._cli.quantizing import quantize_to
-    from qshard._cli.sources import open_checkpoint
-    from qshard._cli.writer import Writer
 
     checkpoint, check = open_checkpoint(model), Writer.check
 

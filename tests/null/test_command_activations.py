@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from qshard import reference
-from qshard.numerics._outputs import ROWS, output_noise
+from qshard.numerics._gemm_error import ROWS, output_noise
 from support.checkpoints import qshard, refused, write
 
 for _name in ("click", "rich", "safetensors"):

@@ -128,11 +128,11 @@ def test_recommendations_against_all_mixes(few, monkeypatch):
     Where few mixes are kept it fits, and is no worse than the curve."""
     from types import SimpleNamespace
 
-    from qshard._cli import choose
+    from qshard._cli import allocation
     from qshard._cli.layers import Choice
 
     if few:
-        monkeypatch.setattr(choose, "MOST_MIXES", 2)
+        monkeypatch.setattr(allocation, "MOST_MIXES", 2)
     rng = np.random.default_rng(0)
     for _ in range(150):
         layers = []
@@ -147,9 +147,9 @@ def test_recommendations_against_all_mixes(few, monkeypatch):
             )
         known = [[each for each in layer.choices.values() if each.harm is not None] for layer in layers]
         mixes = [(sum(c.nbytes for c in mix), sum(c.harm for c in mix)) for mix in itertools.product(*known)]
-        curve = choose.tradeoff(layers).curve
+        curve = allocation.tradeoff(layers).curve
         for size in range(0, 40 * len(layers) + 2):
-            found = choose.recommended(layers, size / (10 * len(layers)))
+            found = allocation.recommend(layers, size / (10 * len(layers)))
             fitting = [harm for nbytes, harm in mixes if nbytes <= size]
             assert (found is None) == (not fitting)
             if found is None:
@@ -193,7 +193,7 @@ def test_the_page(model, tmp_path):
 
 def test_names_in_the_picture(tmp_path):
     """Where most formats have a byte an element: no two over each other, and none outside."""
-    from qshard._cli.curve import HEIGHT, LETTER, LINE, WIDTH
+    from qshard._cli.render import HEIGHT, LETTER, LINE, WIDTH
 
     page = tmp_path / "a.html"
     path = write(tmp_path / "a.safetensors", {"w": numbers((128, 128)).astype(ml_dtypes.bfloat16)})

@@ -41,7 +41,7 @@ def test_programs(sources, sanitizers, tmp_path):
 def test_a_bad_row_is_an_error_when_rows_are_parsed(tmp_path):
     """The module parses all rows at import, and nanobind turns exceptions into ImportError."""
     (tmp_path / "ops.def").write_text('QSHARD_OP(bad, "x: float *batch k", "")\n')
-    program = compile_program(tmp_path, ["tests/rows_test.cc", "core/pattern.cc"], f"-I{tmp_path}")
+    program = compile_program(tmp_path, ["tests/rows_test.cc", "schema/pattern.cc"], f"-I{tmp_path}")
     run = subprocess.run([program], capture_output=True, text=True, check=False)
     assert run.returncode == 0
     assert run.stdout == 2 * "ops.def: bad: operands and results are not two sides\n"

@@ -12,8 +12,7 @@ from qshard import reference
 from qshard.formats import FORMATS, Usage
 from qshard.numerics import gemm_error, histogram, read_log, sensitivity, write_log
 from qshard.numerics._arrays import Shard, of_shards
-from qshard.numerics._observed import Totals
-from qshard.numerics._steps import StepStats, layer_stats
+from qshard.numerics._training_steps import StepStats, Totals, layer_stats
 from qshard.recipes import Role
 from support.awkward import TAME, awkward_values
 from support.formats import VARIANTS

@@ -1,20 +1,15 @@
 """Recipes: the format of each role, and the errors for a format of another method."""
 
+import re
+
 import pytest
 
 from qshard import formats, recipes
 from qshard.formats import Usage
 from qshard.recipes import Role
+from support.pages import REPOSITORY
 
-NAMED = [
-    recipes.CurrentScaling,
-    recipes.DelayedScaling,
-    recipes.BlockScaling,
-    recipes.MXFP8,
-    recipes.MXFP6,
-    recipes.MXFP4,
-    recipes.NVFP4,
-]
+PAGES = ["README.md", "NUMERICS.md", *(f"docs/{path.name}" for path in (REPOSITORY / "docs").glob("*.md"))]
 
 
 @pytest.mark.parametrize(
@@ -35,9 +30,22 @@ def test_defaults(recipe, names):
     assert {fmt.nonfinite for fmt in chosen} == {"nan"}
 
 
-@pytest.mark.parametrize("recipe", NAMED)
+@pytest.mark.parametrize("recipe", recipes.NAMED.values())
 def test_recipes_are_keys(recipe):
-    assert {recipe(): 1}[recipe()] == 1
+    assert {recipe: 1}[type(recipe)()] == 1
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_tables_of_recipes_have_them_all(page):
+    """Tables of pages with three recipes or more in the first column."""
+    for table in re.findall(r"^\|.*(?:\n\|.*)+", (REPOSITORY / page).read_text(), re.MULTILINE):
+        named = set(recipes.NAMED) & set(re.findall(r"\w+", " ".join(row.split("|")[1] for row in table.splitlines())))
+        assert len(named) < 3 or named == set(recipes.NAMED), "add rows"
+
+
+def test_readme_names_each_recipe():
+    text = (REPOSITORY / "README.md").read_text()
+    assert [name for name in recipes.NAMED if f"{name}()" not in text] == []
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def test_every_kernel_of_qshard():
     """By its source: those of other files are for quantization."""
     parts = {"adam.cu": "optimizer", "rms_norm.cu": "norms and activations", "swiglu.cu": "norms and activations"}
     found = set()
-    for path in (REPOSITORY / "ffi" / "kernels" / "cuda").glob("*.cu*"):
+    for path in (REPOSITORY / "ffi" / "kernels" / "cuda").rglob("*.cu*"):
         source = re.sub(r"__launch_bounds__\((\([^()]*\)|[^()])*\)", "", path.read_text())
         for name in re.findall(r"__global__ [^;{(]*?(\w+)\(", source):
             found.add(name)

@@ -49,7 +49,7 @@ def said(call: Callable[[], Any] | str, names: Mapping[str, Any] | None = None) 
     assert error.__suppress_context__ or error.__context__ is None, f"another error is behind it: {text}"
     # JAX says where a call was written that it has transformed.
     assert type(error.__cause__).__name__ in ("NoneType", "JaxStackTraceBeforeTransformation"), text
-    assert len(text) <= 2 * LINE, f"{len(text)} characters are more than {2 * LINE}: {text}"
+    assert len(text) <= 2 * LINE, f"shorten this error from {len(text)} to {2 * LINE} characters: {text}"
     assert ADVICE.search(text), f"it does not say what to do (see ADVICE in {__file__}): {text}"
     return f"{type(error).__name__}: {text}"
 

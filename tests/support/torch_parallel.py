@@ -23,6 +23,7 @@ from torch.distributed.tensor.parallel import (
 from qshard.recipes import Role
 from qshard.torch_bridge import convert, tensor_parallel
 from qshard.torch_bridge._nn import autograd, functional
+from qshard.torch_bridge._nn.operands import LayerQuantizer
 from support import torch_ranks
 
 
@@ -41,17 +42,18 @@ def unit_of(recipe):
 def quantized():
     """What a layer quantizes meanwhile: the planes of each role. On GPUs too step by step, not in one call."""
     modules = [functional, autograd]
-    found, real, one_call = {}, functional.quantized, functional.linear_program
-    steps = SimpleNamespace(product=lambda *given: None, backward_of=lambda *given: None)
+    found, real, one_call = {}, LayerQuantizer.quantize, functional.linear_program
+    steps = SimpleNamespace(product=lambda *given: (None, None), backward_of=lambda *given: None)
 
-    def noting(x, recipe, usage, role, *others):
-        made = real(x, recipe, usage, role, *others)
+    def noting(quantizer, x, role, usage, amax=None):
+        made = real(quantizer, x, role, usage, amax)
         found.setdefault(role, {}).update((one, operand.parts) for one, operand in made[0].items())
         return made
 
-    def put(quantized, one_call):
+    def put(quantize, one_call):
+        LayerQuantizer.quantize = quantize
         for module in modules:
-            module.quantized, module.linear_program = quantized, one_call
+            module.linear_program = one_call
 
     put(noting, steps)
     try:

@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 import copyreg
-import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any, cast
 
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
 
-from qshard._core.layer_recipes import RecipesLike, Rules, check_filter, keeps, list_layers
+from qshard._core.layer_recipes import NO_PATTERN, RecipesLike, Rules, check_chosen, check_filter, warn_of_rest
 from qshard.recipes import Recipe, check_weight_shape
 from qshard.torch_bridge._convert.conv1d import Conv1D, conv1d_class
 from qshard.torch_bridge._convert.survey import survey
+from qshard.torch_bridge._distributed.fsdp1 import is_flattened, wrapper_of
 from qshard.torch_bridge._fsdp.weight import ShardedWeight
 from qshard.torch_bridge._losses.linear_cross_entropy import LinearCrossEntropy, QuantizedHead
 from qshard.torch_bridge._nn.activations import RMSNorm
-from qshard.torch_bridge._nn.class_swap import extended
-from qshard.torch_bridge._nn.linear import Linear, WeightLayer, check_not_sealed, coded, put
+from qshard.torch_bridge._nn.class_swap import extend_class
+from qshard.torch_bridge._nn.linear import Linear, WeightLayer, check_not_sealed, replace_parameter, wrap_weight
 from qshard.torch_bridge._nn.module_calls import follow_calls
 from qshard.torch_bridge._quantized.device_moves import guard_moves
 from qshard.torch_bridge._quantized.validation import check_dtype, check_model
+from qshard.torch_bridge._torch_internals import has_other_owners
 
 
 def convert(
@@ -97,47 +96,35 @@ activation=FP8_E4M3[nonfinite=nan], gradient=FP8_E5M2[nonfinite=nan])
     rules.check_used([each.names for each in candidates.values()], [name for name, _ in model.named_modules()])
     recipes: dict[str, Recipe] = {}  # Of the layers that may take one.
     left: dict[str, str] = {}
-    for name, (module, names, why) in candidates.items():
-        pattern = rules.pattern_of(*names)
-        if not keeps(filter, module, name, why is None) or (pattern is not None and rules.recipes[pattern] is None):
-            continue
-        own = None if pattern is None else rules.recipes[pattern]
-        reason = why or ("no pattern matches it" if own is None else _unfit(module, own))
+    modules = {name: (each.module, each.names, each.why is None) for name, each in candidates.items()}
+    for name, own in rules.choose(modules, filter):
+        reason = candidates[name].why or (NO_PATTERN if own is None else _unfit(candidates[name].module, own))
         if reason is not None:
             left[name] = reason
         elif own is not None:
             recipes[name] = own
-    tied = _tied(model, {name: candidates[name].module for name in recipes})
+    tied = _find_tied(model, {name: candidates[name].module for name in recipes})
     left = {name: reason for name in candidates if (reason := tied.get(name, left.get(name))) is not None}
     chosen = {name: cast(nn.Linear, candidates[name].module) for name in recipes if name not in tied}
-    if not chosen:
-        kind = type(model).__name__
-        if left:
-            raise ValueError(f"convert: model ({kind}) has nothing to convert: {list_layers(left)}; pass one that has")
-        raise ValueError(f"convert: model ({kind}) has no nn.Linear that filter= keeps; pass one that has")
+    check_chosen("convert", model, chosen, left, "nn.Linear")
     for name, module in chosen.items():
         _check(_weight(name), module, recipes[name])
     _check_shared(chosen, recipes)
     weights: dict[Tensor, nn.Parameter] = {}
     for name, module in chosen.items():
         if module.weight not in weights:
-            weights[module.weight] = coded(module.weight, recipes[name], _weight(name), model, primary)
-    if left:
-        warnings.warn(
-            f"convert: {len(left)} of {len(left) + len(chosen)} layers stay as they are: {list_layers(left)}; leave "
-            "them out with filter= to say that they should",
-            stacklevel=2,
-        )
+            weights[module.weight] = wrap_weight(module.weight, recipes[name], _weight(name), model, primary)
+    warn_of_rest("convert", chosen, left)
     for weight, made in weights.items():
-        put(cast(nn.Parameter, weight), made)
+        replace_parameter(cast(nn.Parameter, weight), made)
     for name, module in chosen.items():
-        cast(Any, module).__class__ = extended(_kind_of(type(module)), type(module))
+        cast(Any, module).__class__ = extend_class(_kind_of(type(module)), type(module))
         cast(WeightLayer, module).begin(recipes[name], cast(nn.Parameter, module.weight))
     for other in model.modules():
         if isinstance(other, nn.TransformerEncoderLayer) and {other.linear1, other.linear2} & {*chosen.values()}:
             other.activation_relu_or_gelu = 0  # Else where nothing trains it reads the weights, and calls no layer.
         if fuse and _is_plain_norm(other):
-            other.__class__ = extended(RMSNorm, type(other))
+            other.__class__ = extend_class(RMSNorm, type(other))
     for other in model.modules():
         if any(isinstance(module, WeightLayer | RMSNorm) and module is not other for module in other.modules()):
             follow_calls(other)
@@ -159,14 +146,10 @@ def _weight(name: str) -> str:
 
 def _check_not_wrapped(model: nn.Module) -> None:
     for name, module in model.named_modules():
-        if (
-            isinstance(module, DistributedDataParallel | FullyShardedDataParallel)
-            or "_flat_param" in module._parameters
-        ):
-            kind = "FullyShardedDataParallel" if "_flat_param" in module._parameters else type(module).__name__
+        if (wrapper := wrapper_of(module)) is not None:
             raise ValueError(
-                f"convert: {name or 'model'} ({kind}) has taken the weights of its layers; convert the model before it "
-                "is wrapped"
+                f"convert: {name or 'model'} ({wrapper}) has taken the weights of its layers; convert the model before "
+                "it is wrapped"
             )
 
 
@@ -197,13 +180,13 @@ def _unfit(layer: nn.Module, recipe: Recipe) -> str | None:
     if not isinstance(weight, DTensor) and type(weight) not in (nn.Parameter, ShardedWeight):
         return f"its weight is a {type(weight).__name__}"
     try:
-        extended(_kind_of(kind), kind)
+        extend_class(_kind_of(kind), kind)
     except TypeError as error:
         return f"cannot be extended: {error}"
     return None
 
 
-def _tied(model: nn.Module, chosen: dict[str, nn.Module]) -> dict[str, str]:
+def _find_tied(model: nn.Module, chosen: dict[str, nn.Module]) -> dict[str, str]:
     """Of those chosen, the layers whose weight something else uses too, which would not know what to do with codes."""
     taken = set(map(id, chosen.values()))
     others: dict[int, str] = {}
@@ -235,7 +218,7 @@ def _check(name: str, layer: nn.Linear, recipe: Recipe) -> None:
     if isinstance(weight, DTensor):
         raise ValueError(f"convert: {name} (DTensor) is not a plain tensor; convert before sharding the model")
     held: Any = weight
-    if held._use_count() > 1 or weakref.getweakrefs(held) or "_fsdp_flattened" in vars(held):
+    if has_other_owners(held) or weakref.getweakrefs(held) or is_flattened(held):
         raise ValueError(
             f"convert: {name} (held by DistributedDataParallel, FullyShardedDataParallel or an autograd graph) is not "
             "free to be replaced; convert before wrapping the model, and drop losses and views of before"

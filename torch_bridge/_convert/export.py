@@ -9,14 +9,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from qshard._core import quantize_steps
 from qshard.formats import Usage
 from qshard.torch_bridge._delayed_scaling import DelayedScale
 from qshard.torch_bridge._distributed.dtensor import local_of
-from qshard.torch_bridge._fsdp.functional import cut_of, gathered
+from qshard.torch_bridge._fsdp.functional import gather, row_sharding_of
 from qshard.torch_bridge._fsdp.weight import ShardedWeight, plain
-from qshard.torch_bridge._ops.bind import ops
-from qshard.torch_bridge._quantized.quantize import quantize
+from qshard.torch_bridge._quantized.plane_programs import quantize_operand
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
 from qshard.torch_bridge._quantized.validation import check_model
 
@@ -90,14 +88,10 @@ def _whole(value: Tensor) -> Tensor:
         return local.detach().clone()
     if not isinstance(local, ShardedWeight):
         return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
-    if isinstance(value, DTensor) and (cut := cut_of(value)) is not None:
-        return gathered(local, cut, value.dtype, observe=False)
+    if isinstance(value, DTensor) and (cut := row_sharding_of(value)) is not None:
+        return gather(local, cut, value.dtype, observe=False)
     state, high = local.scale_state, plain(value)
     high = (high.full_tensor() if isinstance(high, DTensor) else high).contiguous()
-    if state.delayed is None:
-        parts = quantize(high, state.fmt).parts(Usage.ROWWISE)
-    else:
-        given = (state.delayed.scale, state.delayed.margin)
-        planes, _ = quantize_steps.quantize_delayed(ops, high, state.fmt, Usage.ROWWISE, *given)
-        parts = planes[Usage.ROWWISE]
-    return QuantizedTensor(state.fmt, tuple(high.shape), value.dtype, rowwise=parts)
+    scale = None if state.delayed is None else state.delayed.scale
+    planes, _ = quantize_operand(high, state.operand, scale=scale)
+    return QuantizedTensor(state.fmt, tuple(high.shape), value.dtype, rowwise=planes[Usage.ROWWISE])

@@ -15,15 +15,14 @@ from __future__ import annotations
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
-from qshard.torch_bridge._delayed_scaling import STATE_OF, DelayedScale
-from qshard.torch_bridge._distributed.activation_group import KeptInParts
+from qshard.torch_bridge._delayed_scaling import DelayedScale
+from qshard.torch_bridge._distributed.activation_group import ActivationGroup
+from qshard.torch_bridge._distributed.fsdp1 import note_delayed, wrapper_of
 from qshard.torch_bridge._fsdp.weight import ShardedWeight, plain
 from qshard.torch_bridge._module_tree import modules_of, parameters_of
-from qshard.torch_bridge._nn.linear import WeightLayer, put
+from qshard.torch_bridge._nn.linear import WeightLayer, replace_parameter
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
 from qshard.torch_bridge._quantized.validation import check_group, check_model
 
@@ -70,22 +69,22 @@ def prepare_modules_for_fsdp1(model: nn.Module, *, activation_group: dist.Proces
         if isinstance(module, DelayedScale):
             module.keep_bits()
         elif isinstance(module, WeightLayer):
-            module.kept = None if activation_group is None else KeptInParts(activation_group)
+            module.activation_group = None if activation_group is None else ActivationGroup(activation_group)
     for weight in parameters_of(model):
         if isinstance(weight, ShardedWeight):
             name, delayed = weight.scale_state.name, weight.scale_state.delayed
-            put(weight, nn.Parameter(plain(weight), weight.requires_grad))
+            replace_parameter(weight, nn.Parameter(plain(weight), weight.requires_grad))
             if delayed is not None:
-                setattr(weight, STATE_OF, (name, delayed))
+                note_delayed(weight, name, delayed)
     return model
 
 
 def _check(model: nn.Module) -> None:
     """Raises ValueError if FSDP1 cannot have `model`."""
     for name, module in model.named_modules():
-        if isinstance(module, FullyShardedDataParallel | DistributedDataParallel):
+        if (wrapper := wrapper_of(module)) is not None:
             raise ValueError(
-                f"prepare_modules_for_fsdp1: {name or 'model'} ({type(module).__name__}) has taken the weights of its "
+                f"prepare_modules_for_fsdp1: {name or 'model'} ({wrapper}) has taken the weights of its "
                 "layers; call it after convert, before the model is wrapped"
             )
     for name, parameter in model.named_parameters():

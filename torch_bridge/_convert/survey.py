@@ -6,15 +6,14 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils import parametrize
 
 from qshard._core.layer_recipes import is_name_of_table
 from qshard.torch_bridge._convert.conv1d import is_conv1d
+from qshard.torch_bridge._torch_internals import BatchNormBase, ConvolutionBase
 
-_TABLES_AND_NORMS = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)
+_TABLES_AND_NORMS = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, BatchNormBase)
 
 
 class Candidate(NamedTuple):
@@ -91,7 +90,7 @@ def _why(module: nn.Module, weights: Mapping[str, Tensor]) -> str:
     """Why `convert` leaves the weights of a module, and what to do."""
     if isinstance(module, nn.MultiheadAttention):
         return f"it reads {', '.join(weights)} of q, k, v and out_proj; write each as nn.Linear"
-    if isinstance(module, _ConvNd):
+    if isinstance(module, ConvolutionBase):
         return "no recipe multiplies a convolution"
     if isinstance(module, nn.RNNBase | nn.RNNCellBase):
         return "no recipe multiplies recurrent weights"

@@ -6,20 +6,24 @@ of no rank. So ranks compare what they have, when a layer cuts for the first tim
 
 from __future__ import annotations
 
-import hashlib
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from qshard.torch_bridge._ops.collectives import all_gather
+from qshard._core.quantize_steps import Plane
+from qshard.torch_bridge._ops.collectives import all_gather, unlike_ranks
 
-_NAME = "_qshard_part"
+Join = Callable[[Tensor], Tensor]
+
+_PART = "_qshard_part"
 
 
-class KeptInParts:
-    """How the ranks of `group` keep codes together, 1/W of them each, from forward to backward.
+class ActivationGroup:
+    """Ranks that keep the codes of x together, 1/W of them each, from forward to backward.
 
     One for each layer. A copy in another process has none.
     """
@@ -28,23 +32,29 @@ class KeptInParts:
         self.group = group
         self._agreed = False
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> KeptInParts:
-        return KeptInParts(self.group)
+    def __deepcopy__(self, memo: dict[int, Any]) -> ActivationGroup:
+        return ActivationGroup(self.group)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _none, ()
 
-    def cut(self, codes: Tensor) -> Tensor:
-        """This rank's part of `codes`, in bytes; the last parts may end with zeros, or be zeros.
+    def split(self, x: Plane) -> tuple[Plane, Join]:
+        """The plane with this rank's part of its codes in their place, and what gathers them again.
 
-        Layers that share x share the part.
+        A part is bytes; the last ones may end with zeros, or be zeros. Layers that share x share the part. To gather is
+        collective.
 
         Raises:
           ValueError: ranks have other codes. On all of them, the first time.
         """
+        codes = x.data
+        join = functools.partial(self._join, shape=codes.shape, dtype=codes.dtype)
+        return x._replace(data=self._part_of(codes)), join
+
+    def _part_of(self, codes: Tensor) -> Tensor:
         if not self._agreed:
             self._check(codes)
-        known: tuple[dist.ProcessGroup, Tensor] | None = codes.__dict__.get(_NAME)
+        known: tuple[dist.ProcessGroup, Tensor] | None = codes.__dict__.get(_PART)
         if known is not None and known[0] is self.group:
             return known[1]
         whole = codes.contiguous().view(torch.uint8).view(-1)
@@ -52,11 +62,10 @@ class KeptInParts:
         part = whole.new_zeros(size)
         mine = whole[size * dist.get_rank(self.group) :][:size]
         part[: mine.numel()].copy_(mine)
-        setattr(codes, _NAME, (self.group, part))
+        setattr(codes, _PART, (self.group, part))
         return part
 
-    def join(self, part: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """The codes of which ranks have parts. Collective: an all-gather of bytes."""
+    def _join(self, part: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         size = shape.numel() * dtype.itemsize
         whole = part.new_empty(self._size(size) * dist.get_world_size(self.group))
         all_gather(whole, part, group=self.group)
@@ -67,11 +76,8 @@ class KeptInParts:
 
     def _check(self, codes: Tensor) -> None:
         described = repr((tuple(codes.shape), codes.dtype)).encode()
-        mine = hashlib.sha256(described + codes.contiguous().view(torch.uint8).cpu().numpy().tobytes()).digest()
-        sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(codes.device)
-        everyone = [torch.empty_like(sent) for _ in range(dist.get_world_size(self.group))]
-        dist.all_gather(everyone, sent, group=self.group)
-        others = [rank for rank, of_rank in enumerate(everyone) if not torch.equal(of_rank, everyone[0])]
+        facts = described + codes.contiguous().view(torch.uint8).cpu().numpy().tobytes()
+        others = unlike_ranks(facts, self.group, codes.device, than=0)
         if others:
             raise ValueError(
                 f"Linear: x (codes of {tuple(codes.shape)}) of rank {others[0]} of activation_group is not that of its "

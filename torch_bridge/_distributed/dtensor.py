@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_module
-from torch.distributed.tensor._dtensor_spec import TensorMeta
+
+from qshard.torch_bridge._torch_internals import TensorMeta, local_tensor, spec_of
 
 
 def local_of(tensor: Tensor) -> Tensor:
     """The tensor of this rank: the very object, to which attributes may belong."""
-    local: Tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    return local
+    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def wrapped_like(tensor: Tensor, local: Tensor, shape: Sequence[int] | None = None) -> Tensor:
@@ -32,7 +32,7 @@ def wrapped_like(tensor: Tensor, local: Tensor, shape: Sequence[int] | None = No
     if local.device.type != tensor.device_mesh.device_type:  # Offloaded: `from_local` would move it to the mesh's.
         meta = TensorMeta(size, stride, local.dtype)
         # As FSDP2 makes its own.
-        return DTensor(local, dataclasses.replace(tensor._spec, tensor_meta=meta), requires_grad=False)
+        return DTensor(local, dataclasses.replace(spec_of(tensor), tensor_meta=meta), requires_grad=False)
     return DTensor.from_local(local, tensor.device_mesh, tensor.placements, run_check=False, shape=size, stride=stride)
 
 

@@ -44,8 +44,8 @@ def groups_of(
     for other, ranks in meshes.items():
         if not ranks <= meshes[mesh]:
             raise ValueError(
-                f"update_scales: parameters (on meshes of ranks {_shown(ranks)} and {_shown(meshes[mesh])}) are not on "
-                f"one mesh, {other.ndim} and {mesh.ndim} axes; pass group=, the ranks that train this model"
+                f"update_scales: parameters (on meshes of ranks {_range_text(ranks)} and {_range_text(meshes[mesh])}) "
+                f"are not on one mesh, {other.ndim} and {mesh.ndim} axes; pass group=, the ranks that train this model"
             )
     if mesh.size() == dist.get_world_size():
         return [everyone]
@@ -83,5 +83,5 @@ def _group_of_layers(told: Sequence[dist.ProcessGroup | None]) -> Sequence[dist.
     return [*found.values()]
 
 
-def _shown(ranks: set[int]) -> str:
+def _range_text(ranks: set[int]) -> str:
     return f"{min(ranks)} to {max(ranks)}"

@@ -28,16 +28,17 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol
-import torch.distributed._symmetric_memory as _symmetric
 from torch import Tensor
 
-from qshard._core.quantize_steps import Plane
+from qshard._core.quantize_steps import Plane, plane_rows
 from qshard.formats import Usage
-from qshard.layout import is_transposed
+from qshard.layout import block_alignment, is_transposed
 from qshard.recipes import Recipe, Role
 from qshard.torch_bridge._ops.collectives import all_gather
+from qshard.torch_bridge._ops.eager import is_capturing, is_compiling, may_reuse
 from qshard.torch_bridge._quantized.gemm import Operand, matmul, matmul_into
+from qshard.torch_bridge._torch_internals import functional_collectives as funcol
+from qshard.torch_bridge._torch_internals import pipelined_all_gather, pipelined_all_to_all
 
 
 class Rows(NamedTuple):
@@ -64,7 +65,7 @@ class Rows(NamedTuple):
 
         Where nothing else is to be done meanwhile, call it at once.
         """
-        known = _remembered(own)
+        known = _recall(own)
         if known is not None:
             return lambda: own._replace(parts=known)
         axis = 1 if is_transposed(own.format, own.usage) else 0
@@ -81,14 +82,14 @@ class Rows(NamedTuple):
     def product_of_own(self, own: Operand, w: Operand, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
         """`x @ w.T` of the whole x, of which a rank has a rowwise plane of its own rows."""
         x, ranks, runs = own.parts.data, self.ranks, range(self.lead)
-        known = _remembered(own)
+        known = _recall(own)
         whole = known or own.parts._replace(
             **{
                 name: part.new_empty((ranks * part.shape[0], *part.shape[1:]))
                 for name, part in zip(_cut_fields(own), self._cut_parts(own), strict=True)
             }
         )
-        if torch.compiler.is_compiling():
+        if is_compiling():
             parts = [self._begun(part)().flatten(0, 1) for part in self._cut_parts(own)]
             by_rank = own._replace(parts=own.parts._replace(**dict(zip(_cut_fields(own), parts, strict=True))))
             order = [rank * self.lead + i for i in runs for rank in range(ranks)]
@@ -125,7 +126,7 @@ class Rows(NamedTuple):
         Sums of two ranks and more are rounded once.
         """
         ranks, size = self.ranks, self.lead * self.run
-        if torch.compiler.is_compiling():
+        if is_compiling():
             order = [i * ranks + rank for rank in range(ranks) for i in range(self.lead)]
             sent = torch.cat([matmul(self._run(x, at), w, dtype, fast=fast) for at in order])
             made: Tensor = funcol.wait_tensor(funcol.all_to_all_single(sent, None, None, self.group))
@@ -148,19 +149,15 @@ class Rows(NamedTuple):
 
     def _run(self, operand: Operand, at: int) -> Operand:
         """One run of a rowwise plane, by its number."""
-        made = {}
-        for name in _cut_fields(operand):
-            part = getattr(operand.parts, name)
-            size = self.run * part.shape[0] // operand.parts.data.shape[0]
-            made[name] = part[at * size : (at + 1) * size]
-        return operand._replace(parts=operand.parts._replace(**made))
+        parts = plane_rows(operand.parts, operand.format, at * self.run, (at + 1) * self.run)
+        return operand._replace(parts=parts)
 
     def _cut_parts(self, operand: Operand) -> list[Tensor]:
         return [getattr(operand.parts, name) for name in _cut_fields(operand)]
 
     def _begun(self, part: Tensor) -> Callable[[], Tensor]:
         """Begins to gather what each rank has of a part: `[ranks, *part]`."""
-        if torch.compiler.is_compiling():
+        if is_compiling():
             made = funcol.all_gather_tensor(part, 0, self.group)
             return lambda: funcol.wait_tensor(made).view(self.ranks, *part.shape)
         received = part.new_empty((self.ranks, *part.shape))
@@ -184,10 +181,7 @@ def rows_of(
     """How the rows of a tensor are cut along an axis; None if they cannot be: not evenly, or not between blocks."""
     fmt, size, ranks = recipe.format(role), shape[dim], group.size()
     run = size // ranks * math.prod(shape[dim + 1 : -1])
-    units = [(fmt.block_of(usage) or (1, 1))[0] for usage in Usage.BOTH.planes]
-    whole = (
-        size % ranks == 0 and all(run % unit == 0 for unit in units) and not recipe.added_rows(role, Usage.BOTH, run)
-    )
+    whole = size % ranks == 0 and run % block_alignment(fmt) == 0 and not recipe.added_rows(role, Usage.BOTH, run)
     return Rows(group, math.prod(shape[:dim]), run, overlap) if whole and 0 not in shape else None
 
 
@@ -201,7 +195,7 @@ def _from(rank: int, ranks: int) -> Iterable[int]:
     return ((rank + step) % ranks for step in range(ranks))
 
 
-class _Gathered(NamedTuple):
+class _GatheredPlane(NamedTuple):
     own: weakref.ref[Tensor]
     usage: Usage
     whole: Plane
@@ -210,18 +204,18 @@ class _Gathered(NamedTuple):
 _slots = threading.local()
 
 
-def _remembered(own: Operand) -> Plane | None:
+def _recall(own: Operand) -> Plane | None:
     """What has been gathered of these very codes."""
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return None
-    found: _Gathered | None = _slots.__dict__.get("gathered")
+    found: _GatheredPlane | None = _slots.__dict__.get("gathered")
     is_same = found is not None and found.own() is own.parts.data and found.usage is own.usage
     return found.whole if found is not None and is_same else None
 
 
 def _remember(own: Operand, whole: Plane) -> None:
     data = own.parts.data
-    if torch.compiler.is_compiling() or (data.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if not may_reuse(data):
         return
     slots = _slots.__dict__
 
@@ -230,7 +224,7 @@ def _remember(own: Operand, whole: Plane) -> None:
         if found is not None and found.own is dead:
             slots["gathered"] = None
 
-    slots["gathered"] = _Gathered(weakref.ref(data, forget), own.usage, whole)
+    slots["gathered"] = _GatheredPlane(weakref.ref(data, forget), own.usage, whole)
 
 
 def _gather_each(
@@ -243,9 +237,7 @@ def _gather_each(
     rank, ranks = group.rank(), group.size()
     if copies_memory(group, given[0].device):
         bytes_given, bytes_made = ([part.view(torch.uint8) for part in parts] for parts in (given, made))
-        _symmetric._pipelined_multi_all_gather_and_consume(
-            bytes_given, lambda _, other: consume(other), bytes_made, group.group_name
-        )
+        pipelined_all_gather(bytes_given, lambda _, other: consume(other), bytes_made, group.group_name)
         return
     works = []
     for step in range(1, ranks):
@@ -272,7 +264,7 @@ def _exchange(produce: Callable[[int, Tensor], None], received: Tensor, group: d
     """An all-to-all: `produce(rank, out)` writes what that rank is to receive; `received` has what each has made."""
     rank, ranks = group.rank(), group.size()
     if copies_memory(group, received.device):
-        _symmetric._pipelined_produce_and_all2all(produce, received.flatten(0, 1), group.group_name)
+        pipelined_all_to_all(produce, received.flatten(0, 1), group.group_name)
         return
     works, sent = [], []
     for step in range(1, ranks):
@@ -297,7 +289,7 @@ _copying: weakref.WeakKeyDictionary[dist.ProcessGroup, bool] = weakref.WeakKeyDi
 
 def copies_memory(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether the GPUs of a group are of one host, and copy from each other's memory. Collective the first time."""
-    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+    if device.type != "cuda" or is_capturing(device):
         return False
     found = _copying.get(group)
     if found is None:

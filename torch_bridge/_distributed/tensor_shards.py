@@ -30,16 +30,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from qshard._core.flat_shards import MasterPlan
+from qshard._core.placement import Box
 from qshard._core.quantize_steps import Draws
-from qshard.formats import Usage
+from qshard.layout import block_alignment
 from qshard.recipes import Recipe, Role
 from qshard.torch_bridge._distributed.sequence_parallel import Rows, rows_of
 from qshard.torch_bridge._ops.collectives import max_over_ranks
 from qshard.torch_bridge._ops.uint64 import words
 
 
-class Part(NamedTuple):
-    """Which part of a tensor a rank has.
+class ShardSpec(NamedTuple):
+    """The sharding of a tensor over a mesh, and so the part of it that this rank has.
 
     Attributes:
       shape: of the whole tensor.
@@ -51,8 +52,8 @@ class Part(NamedTuple):
     placements: tuple[Placement, ...]
 
     @property
-    def starts(self) -> list[int]:
-        """Where the part begins, on each axis of the tensor."""
+    def box(self) -> Box:
+        """The place of the part in the tensor."""
         sizes, starts = list(self.shape), [0] * len(self.shape)
         for axis, placement in enumerate(self.placements):
             if isinstance(placement, Shard):
@@ -60,12 +61,7 @@ class Part(NamedTuple):
                 start = min(sizes[dim], size * self.mesh.get_local_rank(axis))
                 starts[dim] += start
                 sizes[dim] = min(sizes[dim] - start, size)
-        return starts
-
-    def place(self, first: int, columns: int) -> tuple[int, int]:
-        """Where element `first` of a part of a matrix, which has so many columns, is in the whole, and its columns."""
-        (row, column), (down, right) = self.starts, divmod(first, max(1, columns))
-        return (row + down) * self.shape[1] + column + right, self.shape[1]
+        return Box(self.shape, tuple(starts), tuple(sizes))
 
     def groups(self, *, by_row: bool = False) -> list[dist.ProcessGroup]:
         """The ranks that have other parts of the tensor, or of its rows: of each axis of the mesh."""
@@ -75,9 +71,7 @@ class Part(NamedTuple):
 
     def merged(self, amax: Tensor, *, by_row: bool = False) -> Tensor:
         """The amax of the whole tensor, or of its rows, from that of this part. Collective where there are others."""
-        for group in self.groups(by_row=by_row):
-            amax = max_over_ranks(amax, group)
-        return amax
+        return max_over_ranks(amax, self.groups(by_row=by_row))
 
     def draws(self, seed: Tensor) -> Draws:
         """The random numbers of this part: those that it has in the whole tensor.
@@ -85,15 +79,15 @@ class Part(NamedTuple):
         If an axis is cut that has others before it, rows of a part are not next to each other. Then no two ranks draw
         the same numbers, but they are not those of the whole.
         """
-        first = sum(start * math.prod(self.shape[axis + 1 :]) for axis, start in enumerate(self.starts))
+        apart = 0
         cut = {placement.dim for placement in self.placements if isinstance(placement, Shard)}
         if any(math.prod(self.shape[:axis]) > 1 for axis in cut - {len(self.shape) - 1}):
-            first += (1 + self.mesh.get_rank()) * math.prod(self.shape)
-        return Draws(seed, words("linear", "first", first, seed.device), self.shape[-1])
+            apart = (1 + self.mesh.get_rank()) * math.prod(self.shape)
+        return self.box.draws(seed, lambda first: words("linear", "first", first + apart, seed.device))
 
 
-class Cut(NamedTuple):
-    """How a linear layer is cut.
+class LinearSharding(NamedTuple):
+    """The sharding of a linear layer.
 
     Attributes:
       parts: which parts of its operands, and of the gradient of y, this rank has.
@@ -101,7 +95,7 @@ class Cut(NamedTuple):
       scatter_dim: the axis along which y is to be cut, if it is one of rows.
     """
 
-    parts: dict[Role, Part]
+    parts: dict[Role, ShardSpec]
     x_rows: Rows | None = None
     y_rows: Rows | None = None
     scatter_dim: int | None = None
@@ -138,13 +132,13 @@ class Cut(NamedTuple):
         cut, ranks = self.scatter_dim, self.y_rows.ranks
         return (*(size // ranks if axis == cut else size for axis, size in enumerate(whole[:-1])), rows)
 
-    def _beside(self, part: Part) -> list[tuple[Placement, Placement]]:
+    def _beside(self, part: ShardSpec) -> list[tuple[Placement, Placement]]:
         return list(zip(self.parts[Role.WEIGHT].placements, part.placements, strict=True))
 
 
-def cut_of(
+def linear_sharding(
     op: str, x: DTensor, weight: DTensor, recipe: Recipe, scatter_dim: int | None = None, overlap: bool = False
-) -> Cut:
+) -> LinearSharding:
     """How `x @ weight.T` is cut over the mesh of both.
 
     Args:
@@ -161,7 +155,7 @@ def cut_of(
             f"{op}: weight (over {mesh}) is not on the mesh of x, {x.device_mesh}; call the module that fully_shard "
             "wraps, which gathers the weight over its axes"
         )
-    check_cut(op, "weight", recipe, tuple(weight.shape), mesh, weight.placements)
+    check_sharding(op, "weight", recipe, tuple(weight.shape), mesh, weight.placements)
     last, y_shape = x.ndim - 1, (*x.shape[:-1], weight.shape[0])
     if scatter_dim is not None and (weight.placements != (Shard(1),) or not 0 <= scatter_dim < last):
         raise ValueError(
@@ -186,14 +180,14 @@ def cut_of(
         of_x.append(x_part)
         of_y.append(y_part)
     parts = {
-        Role.WEIGHT: Part(tuple(weight.shape), mesh, weight.placements),
-        Role.ACTIVATION: Part(tuple(x.shape), mesh, tuple(of_x)),
-        Role.GRADIENT: Part(y_shape, mesh, tuple(of_y)),
+        Role.WEIGHT: ShardSpec(tuple(weight.shape), mesh, weight.placements),
+        Role.ACTIVATION: ShardSpec(tuple(x.shape), mesh, tuple(of_x)),
+        Role.GRADIENT: ShardSpec(y_shape, mesh, tuple(of_y)),
     }
-    return Cut(parts, x_rows, y_rows, scatter_dim)
+    return LinearSharding(parts, x_rows, y_rows, scatter_dim)
 
 
-def check_cut(
+def check_sharding(
     op: str, name: str, recipe: Recipe, shape: tuple[int, ...], mesh: DeviceMesh, placements: Sequence[Placement]
 ) -> None:
     """Raises ValueError unless a weight is cut as a layer can be, and between blocks. It is a matter of all ranks."""
@@ -208,10 +202,10 @@ def check_cut(
         cut = placement.dim
         whole, size = sizes[cut], -(-sizes[cut] // mesh.size(axis))
         sizes[cut] = size
-        # Of x, and of the gradient of y, it is the columns that are cut along.
-        for role, along in ((Role.WEIGHT, cut), ((Role.GRADIENT, Role.ACTIVATION)[cut], 1)):
+        # The columns of x, or of the gradient of y, are cut with the rows or columns of w.
+        for role in (Role.WEIGHT, (Role.GRADIENT, Role.ACTIVATION)[cut]):
             fmt = recipe.format(role)
-            unit = max((fmt.block_of(usage) or (1, 1))[along] for usage in Usage.BOTH.planes)
+            unit = block_alignment(fmt)
             if size % unit and size < whole:
                 raise ValueError(
                     f"{what} is not cut between blocks: shards of {size} {('rows', 'columns')[cut]} meet {role.value}s "
@@ -219,7 +213,7 @@ def check_cut(
                 )
 
 
-def fsdp_axis(name: str, parameter: DTensor, part: Part | None) -> int:
+def fsdp_axis(name: str, parameter: DTensor, part: ShardSpec | None) -> int:
     """The axis of its mesh over which FSDP2 has cut a parameter: axes of tensor parallelism, if any, come last."""
     axes = parameter.device_mesh.ndim - (0 if part is None else part.mesh.ndim)
     found = [axis for axis in range(axes) if not isinstance(parameter.placements[axis], Replicate)]
@@ -231,9 +225,9 @@ def fsdp_axis(name: str, parameter: DTensor, part: Part | None) -> int:
     return found[0]
 
 
-def merge_parts(parts: Sequence[Part | None], amaxes: Sequence[Tensor]) -> None:
+def merge_shards(parts: Sequence[ShardSpec | None], amaxes: Sequence[Tensor]) -> None:
     """Replaces amaxes of parts by those of whole tensors: one reduction for all that are cut over the same ranks."""
-    groups: dict[tuple[str, ...], tuple[Part, list[Tensor]]] = {}
+    groups: dict[tuple[str, ...], tuple[ShardSpec, list[Tensor]]] = {}
     for part, amax in zip(parts, amaxes, strict=True):
         if part is not None:
             groups.setdefault(tuple(group.group_name for group in part.groups()), (part, []))[1].append(amax)
@@ -241,17 +235,17 @@ def merge_parts(parts: Sequence[Part | None], amaxes: Sequence[Tensor]) -> None:
         torch._foreach_copy_(of_parts, list(part.merged(torch.stack(of_parts)).unbind()))
 
 
-def merge_plan(parts: Sequence[Part | None], plan: MasterPlan, amaxes: Tensor) -> None:
-    """`merge_parts` of those amaxes, of all weights of `plan`, that are of whole tensors. Those of blocks stay."""
+def merge_plan(parts: Sequence[ShardSpec | None], plan: MasterPlan, amaxes: Tensor) -> None:
+    """`merge_shards` of those amaxes, of all weights of `plan`, that are of whole tensors. Those of blocks stay."""
     if not any(parts):
         return
     found: dict[int, Tensor] = {}
     for bucket in plan.buckets:
         for i, (grid, whole) in zip(bucket.indices, bucket.split(*bucket.found(amaxes)), strict=True):
-            of_tensor = grid if bucket.fmt.block is None else whole
+            of_tensor = grid if bucket.fmt.per_tensor else whole
             if of_tensor is not None:
                 found[i] = of_tensor
-    merge_parts([parts[i] for i in found], list(found.values()))
+    merge_shards([parts[i] for i in found], list(found.values()))
 
 
 def first_rank(mesh: DeviceMesh) -> int:

@@ -6,7 +6,6 @@ for what looks at sharded weights outside of a forward.
 
 from __future__ import annotations
 
-import functools
 import math
 import warnings
 from collections.abc import Sequence
@@ -16,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from qshard._core import flat_shards, quantize_steps
-from qshard._core.flat_shards import MasterPlan
+from qshard._core.flat_shards import FlatSlice
+from qshard._core.operands import quantize_operand
 from qshard._core.quantize_steps import Plane
 from qshard._core.validation import as_format, shown
 from qshard.formats import Format, Usage
@@ -26,8 +25,7 @@ from qshard.torch_bridge._distributed.dtensor import local_of
 from qshard.torch_bridge._fsdp.weight import ShardedWeight, memory_of
 from qshard.torch_bridge._ops.autograd_node import Node, apply_node
 from qshard.torch_bridge._ops.bind import dtype_name, ops
-from qshard.torch_bridge._ops.foreach import SliceOps
-from qshard.torch_bridge._ops.uint64 import words
+from qshard.torch_bridge._ops.foreach import FlatPlan, flat_plan
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
 from qshard.torch_bridge._quantized.validation import check_dtype
 
@@ -79,7 +77,7 @@ def gathered_weight(
             check_dtype("gathered_weight", name, dtype)
     if reduce_op not in ("sum", "avg"):
         raise ValueError(f"gathered_weight: reduce_op ({shown(reduce_op)}) is not 'sum' or 'avg'; pass one of them")
-    cut = cut_of(weight)
+    cut = row_sharding_of(weight)
     if cut is None:
         raise NotImplementedError(
             f"gathered_weight: {local.scale_state.name} {tuple(weight.shape)} (placements {weight.placements}) is not "
@@ -98,7 +96,7 @@ def is_converted(weight: Any) -> bool:
 
 
 @torch.compiler.assume_constant_result
-def say_that_it_was_gathered(weight: Tensor) -> None:
+def warn_of_late_quantization(weight: Tensor) -> None:
     """Says that a weight of a `Linear` was gathered before it was quantized.
 
     The values are right, so it is not an error. Compiled programs run it once, as they are traced.
@@ -112,8 +110,8 @@ def say_that_it_was_gathered(weight: Tensor) -> None:
     )
 
 
-class Cut(NamedTuple):
-    """How a weight is cut, and which rows are those of this rank."""
+class RowSharding(NamedTuple):
+    """The sharding of a weight by rows, and the rows of this rank."""
 
     fmt: Format
     shape: tuple[int, ...]
@@ -147,8 +145,8 @@ def _wait(x: Tensor) -> Tensor:
     return done
 
 
-def cut_of(weight: DTensor) -> Cut | None:
-    """How it is cut; None if not by rows over one axis of its mesh."""
+def row_sharding_of(weight: DTensor) -> RowSharding | None:
+    """The sharding of a weight; None if it is not by rows over one axis of its mesh."""
     mesh, placements = weight.device_mesh, weight.placements
     dims = [i for i, placement in enumerate(placements) if not isinstance(placement, Replicate)]
     if len(dims) > 1 or any(placements[i] != Shard(0) for i in dims):
@@ -160,7 +158,7 @@ def cut_of(weight: DTensor) -> Cut | None:
     first = min(rows, longest * mesh.get_local_rank(dims[0])) if dims else 0
     replicas = tuple(each for i, each in enumerate(groups) if i not in dims)
     fmt = local_of(weight).scale_state.fmt  # type: ignore[attr-defined]
-    return Cut(fmt, (rows, columns), first * columns, longest, group, replicas)
+    return RowSharding(fmt, (rows, columns), first * columns, longest, group, replicas)
 
 
 class _Gather(Node):
@@ -169,11 +167,17 @@ class _Gather(Node):
 
     @staticmethod
     def forward(
-        ctx: Any, shard: Tensor, local: ShardedWeight, cut: Cut, dtype: torch.dtype, reduce_dtype: Any, reduce_op: str
+        ctx: Any,
+        shard: Tensor,
+        local: ShardedWeight,
+        cut: RowSharding,
+        dtype: torch.dtype,
+        reduce_dtype: Any,
+        reduce_op: str,
     ) -> tuple[QuantizedTensor, tuple[Tensor, ...]]:
         ctx.cut, ctx.reduce_dtype, ctx.reduce_op = cut, reduce_dtype, reduce_op
         ctx.shard_shape, ctx.dtype = shard.shape, shard.dtype
-        return gathered(local, cut, dtype, observe=True), ()
+        return gather(local, cut, dtype, observe=True), ()
 
     @staticmethod
     def gradients(ctx: Any, saved: list[Tensor], grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -189,7 +193,7 @@ class _Gather(Node):
 
 
 @torch.no_grad()
-def gathered(local: ShardedWeight, cut: Cut, dtype: torch.dtype, *, observe: bool) -> QuantizedTensor:
+def gather(local: ShardedWeight, cut: RowSharding, dtype: torch.dtype, *, observe: bool) -> QuantizedTensor:
     """The whole weight, which stands for `dtype`. Collective. `observe`: whether delayed scaling notes its amax."""
     state, shard = local.scale_state, memory_of(local)
     if state.delayed is not None:
@@ -197,8 +201,8 @@ def gathered(local: ShardedWeight, cut: Cut, dtype: torch.dtype, *, observe: boo
         if not delayed.knows_scale():  # The first scale is of the whole weight.
             own = ops.amax_tensor(shard, lead=0)
             scale, _ = delayed.scales_under(cut.group.all_reduce(own.view(torch.int32), "max").view(torch.float32))
-        planes, amax = quantize_steps.quantize_delayed(ops, shard, cut.fmt, Usage.ROWWISE, scale, delayed.margin)
-        if observe:
+        planes, amax = quantize_operand(ops, shard, state.operand, scale=scale)
+        if observe and amax is not None:
             delayed.observe(amax)
         codes, scale_inv, global_scale_inv = planes[Usage.ROWWISE]
         codes = torch.nn.functional.pad(codes, (0, 0, 0, cut.longest - codes.shape[0]))
@@ -206,7 +210,7 @@ def gathered(local: ShardedWeight, cut: Cut, dtype: torch.dtype, *, observe: boo
         amaxes = _amaxes(shard, str(cut.fmt), cut.shape, cut.start)
         amaxes = cut.group.all_reduce(amaxes.view(torch.int32), "max").view(torch.float32)  # See `max_over_ranks`.
         codes, scale_inv, *others = _codes(shard, amaxes, str(cut.fmt), cut.shape, cut.start, cut.longest)
-        global_scale_inv = others[0] if cut.fmt.scaling.global_scale else None
+        global_scale_inv = others[0] if others else None
     where = plane(cut.fmt, cut.shape, Usage.ROWWISE, op="gathered_weight")
     codes = cut.group.all_gather(codes.contiguous()).view(-1)[: math.prod(where.data_shape)].view(where.data_shape)
     return QuantizedTensor(cut.fmt, cut.shape, dtype, rowwise=Plane(codes, scale_inv, global_scale_inv))
@@ -215,39 +219,32 @@ def gathered(local: ShardedWeight, cut: Cut, dtype: torch.dtype, *, observe: boo
 # Ops, so that compilers need not see how slices are planned.
 
 
-@functools.lru_cache(maxsize=4096)
-def _prepared(
-    fmt: str, shape: tuple[int, ...], start: int, dtype: torch.dtype, device: torch.device
-) -> tuple[MasterPlan, SliceOps, Tensor]:
-    plan = flat_shards.plan_master([shape], as_format(fmt, "gathered_weight"), dtype=dtype_name(dtype))
-    return plan, SliceOps(plan, device), words("gathered_weight", "start", [start], device, 1)
+def _plan(shard: Tensor, fmt: str, shape: Sequence[int], start: int) -> FlatPlan:
+    known = as_format(fmt, "gathered_weight")
+    return flat_plan((FlatSlice(tuple(shape), known, dtype_name(shard.dtype), start),), shard.device)
 
 
 @torch.library.custom_op("qshard::amaxes_of_shard", mutates_args=())
 def _amaxes(shard: Tensor, fmt: str, shape: Sequence[int], start: int) -> Tensor:
     """What rows of a weight know of its amaxes."""
-    plan, of_slices, starts = _prepared(fmt, tuple(shape), start, shard.dtype, shard.device)
-    made: Tensor = flat_shards.amaxes(of_slices, plan, [shard.reshape(-1)], starts)
-    return made
+    return _plan(shard, fmt, shape, start).amaxes([shard.reshape(-1)])
 
 
 @_amaxes.register_fake
 def _(shard: Tensor, fmt: str, shape: Sequence[int], start: int) -> Tensor:
-    plan = _prepared_for_fake(fmt, tuple(shape), shard.dtype)
-    return shard.new_empty(plan.amaxes, dtype=torch.float32)
+    return shard.new_empty(_plan(shard, fmt, shape, 0).plan.amaxes, dtype=torch.float32)
 
 
 @torch.library.custom_op("qshard::codes_of_shard", mutates_args=())
 def _codes(shard: Tensor, amaxes: Tensor, fmt: str, shape: Sequence[int], start: int, longest: int) -> list[Tensor]:
     """Rows of a weight cast with the scales of its amaxes, padded to `longest`, and what is stored of those scales."""
-    plan, of_slices, starts = _prepared(fmt, tuple(shape), start, shard.dtype, shard.device)
-    (bucket,), (made,) = plan.buckets, flat_shards.scales(of_slices, plan, amaxes)
+    flat = _plan(shard, fmt, shape, start)
+    (bucket,), (made,) = flat.plan.buckets, flat.scales(amaxes)
     (scales,) = bucket.split_scales(made)
-    element = bucket.fmt.element
-    width = shape[1] // element.codes_per_byte
-    room = torch.zeros(longest * width + element.codes_per_byte - 1, dtype=torch.uint8, device=shard.device)
-    options = {"element": element.name, "nonfinite": bucket.fmt.nonfinite, "pieces": True}
-    ops.cast_slices(starts, scales.scale.view(-1), [shard.reshape(-1)], [room], **bucket.attributes, **options)
+    per_byte = bucket.fmt.element.codes_per_byte
+    width = shape[1] // per_byte
+    room = torch.zeros(longest * width + per_byte - 1, dtype=torch.uint8, device=shard.device)
+    flat.cast([room], [shard.reshape(-1)], [made.scale], pieces=True)
     stored = [part.clone() for part in scales[1:] if part is not None]
     return [room[: longest * width].view(longest, width).clone(), *stored]
 
@@ -261,8 +258,3 @@ def _(shard: Tensor, amaxes: Tensor, fmt: str, shape: Sequence[int], start: int,
     if where.global_scale_shape is not None:
         made.append(shard.new_empty(where.global_scale_shape, dtype=torch.float32))
     return made
-
-
-@functools.lru_cache(maxsize=4096)
-def _prepared_for_fake(fmt: str, shape: tuple[int, ...], dtype: torch.dtype) -> MasterPlan:
-    return flat_shards.plan_master([shape], as_format(fmt, "gathered_weight"), dtype=dtype_name(dtype))

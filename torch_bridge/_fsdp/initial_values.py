@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from qshard._core.placement import Box
+
 if TYPE_CHECKING:
     from qshard.torch_bridge._fsdp.scale_state import ScaleState
 
@@ -17,22 +19,26 @@ _CHUNK = 2**22
 RANDOM = {aten.uniform_.default, aten.normal_.default}
 
 
-def place_of(state: ScaleState, columns: int) -> tuple[int, int] | None:
-    """Where in its weight a shard of so many columns begins, and how many the weight has.
+def box_of(state: ScaleState, shape: tuple[int, ...]) -> Box | None:
+    """The place of a shard of this shape in its weight.
 
-    None of one that is whole, or cut by someone else than FSDP2 and `parallelize_module`.
+    None if the weight is whole, or sharded by other means than FSDP2 and `parallelize_module`.
     """
-    if state.part is not None:
-        return state.part.place(state.first, state.whole[1]) if state.gathers else state.part.place(0, columns)
-    return (state.first, state.whole[1]) if state.gathers and state.whole == state.shape else None
+    if not state.gathers:
+        return None if state.part is None else Box(shape, (0, 0), shape).placed_in(state.part.box)
+    if state.part is None and state.whole != state.shape:
+        return None
+    box = Box(state.whole, divmod(state.first, max(1, state.whole[1])), shape)
+    return box if state.part is None else box.placed_in(state.part.box)
 
 
-def fill(func: object, shard: Tensor, first: int, row_step: int, low: float, high: float, key: str) -> None:
-    """`uniform_` or `normal_` on a shard `[rows, columns]` of a weight of `row_step` columns, which begins at `first`.
+def fill(func: object, shard: Tensor, box: Box, low: float, high: float, key: str) -> None:
+    """`uniform_` or `normal_` on a shard `[rows, columns]` of a weight.
 
     The bits of element i are those of SplitMix64 at position i.
 
     Args:
+      box: where it is in the weight.
       low, high: the bounds, or the mean and the standard deviation.
       key: of which the seed is a hash, the same on all ranks.
     """
@@ -40,6 +46,7 @@ def fill(func: object, shard: Tensor, first: int, row_step: int, low: float, hig
     rows, columns = shard.shape
     if not shard.numel():
         return
+    first, row_step = box.philox_offset(), box.global_shape[1]
     step = max(1, _CHUNK // columns)
     for row in range(0, rows, step):
         part = shard[row : row + step]
@@ -59,19 +66,19 @@ def exact_erfinv(x: Tensor) -> Tensor:
 
 def _uniform(index: Tensor, seed: int) -> Tensor:
     """float32 in (0, 1): the midpoints of 2^23 equal parts."""
-    z = index * _signed(0x9E3779B97F4A7C15) + _signed(seed)
-    z = (z ^ _shifted(z, 30)) * _signed(0xBF58476D1CE4E5B9)
-    z = (z ^ _shifted(z, 27)) * _signed(0x94D049BB133111EB)
-    z ^= _shifted(z, 31)
-    uniform: Tensor = (_shifted(z, 41).to(torch.float32) + 0.5) * 2.0**-23
+    z = index * _as_signed(0x9E3779B97F4A7C15) + _as_signed(seed)
+    z = (z ^ _shift_right(z, 30)) * _as_signed(0xBF58476D1CE4E5B9)
+    z = (z ^ _shift_right(z, 27)) * _as_signed(0x94D049BB133111EB)
+    z ^= _shift_right(z, 31)
+    uniform: Tensor = (_shift_right(z, 41).to(torch.float32) + 0.5) * 2.0**-23
     return uniform
 
 
-def _shifted(z: Tensor, bits: int) -> Tensor:
+def _shift_right(z: Tensor, bits: int) -> Tensor:
     """As of unsigned numbers."""
     shifted: Tensor = (z >> bits) & (2 ** (64 - bits) - 1)
     return shifted
 
 
-def _signed(word: int) -> int:
+def _as_signed(word: int) -> int:
     return ((word % 2**64) ^ 2**63) - 2**63

@@ -28,19 +28,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from qshard.torch_bridge._fsdp.shard_plan import ShardPlan
-
-
-class Values:
-    """The tensor inside a `ShardedWeight`.
-
-    Sealing takes it out of every `ShardedWeight` of a weight. The list of them holds weak references to these objects,
-    and none to parameters: `torch.utils.swap_tensors`, by which `nn.Module.to` works, refuses those.
-    """
-
-    __slots__ = ("__weakref__", "tensor")
-
-    def __init__(self, tensor: Tensor):
-        self.tensor = tensor
+    from qshard.torch_bridge._fsdp.weight import Values
 
 
 class Primary:
@@ -76,12 +64,6 @@ class Primary:
                     values.tensor = without_memory(values.tensor)
             self.note_version()
         return self.master
-
-    def cast(self, plan: ShardPlan, scale: Tensor) -> None:
-        """Makes the codes of the master."""
-        master = self.master_to_cast()
-        plan.cast(master, scale.to(master.device), self.room(plan))
-        self.end_cast(plan)
 
     def master_to_cast(self) -> Tensor:
         assert self.master is not None

@@ -29,34 +29,46 @@ where layers compute, after all that has read the scales before.
 
 Under `DelayedScaling` scales are those of earlier steps, and a refresh takes a copy of them. Before its first update a
 weight has none: until ranks know that it has, a refresh makes them as of other weights.
+
+A backward pass is a graph task of autograd. A forward pass is a call of the converted model: hooks on the model record
+it. They are registered once FSDP2 shards a part of the model, and run before FSDP2's own hooks, which gather.
 """
 
 from __future__ import annotations
 
 import copy
+import enum
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from qshard._core.operands import OperandSpec
 from qshard._core.quantize_steps import Scales
+from qshard.formats import Usage
 from qshard.recipes import Recipe, Role
-from qshard.torch_bridge._delayed_scaling import DelayedScale, update_delayed
+from qshard.torch_bridge._delayed_scaling import DelayedScale
 from qshard.torch_bridge._distributed.dtensor import local_of
-from qshard.torch_bridge._distributed.tensor_shards import Part, fsdp_axis
-from qshard.torch_bridge._fsdp.epochs import Passes
-from qshard.torch_bridge._fsdp.group_casts import Ahead, cast_together
+from qshard.torch_bridge._distributed.tensor_shards import ShardSpec, fsdp_axis
 from qshard.torch_bridge._fsdp.primary import Primary
-from qshard.torch_bridge._fsdp.scale_computation import check_agree, delayed_scales, made_scales
 from qshard.torch_bridge._fsdp.shard_plan import ShardPlan
-from qshard.torch_bridge._module_tree import parameters_of
-from qshard.torch_bridge._quantized.validation import check_model
+from qshard.torch_bridge._ops.eager import is_compiling
+from qshard.torch_bridge._torch_internals import backward_id, preserve_version_counter, spec_of
+
+
+class Status(enum.Enum):
+    """The stage of a weight in FSDP2."""
+
+    PLAIN = enum.auto()
+    """It has not asked for hooks: it does not gather the weight, or not yet."""
+    SHARDED = enum.auto()
+    """It gathers the weight, but not now."""
+    GATHERING = enum.auto()
+    """Codes have left this rank, and those of all ranks have not arrived."""
 
 
 class ScaleState:
@@ -67,13 +79,13 @@ class ScaleState:
 
     Attributes:
       fills: how often random values have been put there.
+      operand: how the weight is quantized.
       refusal: why FSDP2 cannot gather it; None if it can.
       delayed: holds the scales instead, if the recipe is `DelayedScaling`.
       primary: its master and codes, if it is a primary weight.
       shape: of the weight, when it was made.
       whole, first: the shape of what FSDP2 has cut, and where in it the shard begins, in elements.
-      gathers: whether FSDP2 gathers it: it has asked for hooks.
-      travels: whether codes have left, and have not arrived.
+      status: what FSDP2 does with it now.
       staged, stored: its scales; None before the first refresh.
       ahead: codes that were cast along with those of another weight.
       group: a weak reference to FSDP2's group of parameters that it is in; None: nobody has looked.
@@ -83,20 +95,21 @@ class ScaleState:
     def __init__(
         self, recipe: Recipe, name: str, root: nn.Module | None = None, device: Any = None, primary: bool = False
     ):
-        self.fmt = recipe.format(Role.WEIGHT)
+        self.operand = OperandSpec.of(recipe, Role.WEIGHT, Usage.ROWWISE, op="quantize")
+        self.fmt = self.operand.format
         self.name = name
         self.refusal = self.fmt.gather_refusal
         self.delayed = DelayedScale(recipe, Role.WEIGHT, device) if recipe.stateful else None
         self.primary = Primary(name) if primary else None
         self.shape: tuple[int, ...] = ()
-        self.part: Part | None = None
+        self.part: ShardSpec | None = None
         self.whole: tuple[int, ...] = ()
         self.first = self.fills = 0
-        self.gathers = self.travels = False
+        self.status = Status.PLAIN
         self.staged: Scales | None = None
         self.stored: Scales | None = None
         self.refresh: Refresh | None = None
-        self.ahead: Ahead | None = None
+        self.ahead: PrefetchedCodes | None = None
         self.group: Callable[[], object | None] | None = None
         self.passes = Passes.of(root)
         self.agreed = False
@@ -109,9 +122,15 @@ class ScaleState:
         """A copied weight goes its own way. Its passes are those of the copied model, if that is what is copied."""
         copied = ScaleState(self._recipe, self.name, memo.get(id(self.passes.root)), primary=self.primary is not None)
         copied.delayed = copy.deepcopy(self.delayed, memo)
-        for name in ("shape", "part", "whole", "first", "gathers"):
+        for name in ("shape", "part", "whole", "first"):
             setattr(copied, name, getattr(self, name))
+        copied.status = Status.SHARDED if self.gathers else Status.PLAIN
         return copied
+
+    @property
+    def gathers(self) -> bool:
+        """Whether FSDP2 gathers it: it has asked for hooks."""
+        return self.status is not Status.PLAIN
 
     @property
     def is_sealed(self) -> bool:
@@ -122,12 +141,12 @@ class ScaleState:
         """The shard that the parameter has: of one that is offloaded, FSDP2 gathers a copy."""
         root = self.passes.root
         for parameter in () if root is None else root.parameters():
-            if _state_of(parameter) is self:
+            if state_of(parameter) is self:
                 found: Tensor = local_of(parameter).shard  # type: ignore[attr-defined]
                 return found
         return shard
 
-    def note_cut(self, shape: torch.Size) -> None:
+    def note_split(self, shape: torch.Size) -> None:
         """Called for each tensor that is cut. The last one, before FSDP2 asks for hooks, is what FSDP2 has cut."""
         if not self.gathers:
             self.whole = tuple(shape)
@@ -137,18 +156,18 @@ class ScaleState:
         if not self.gathers:
             self.first = first
 
-    def shard_of(self, parameter: Tensor) -> ShardOf | None:
+    def shard_of(self, parameter: Tensor) -> WeightShard | None:
         """What this rank has of the weight, which is `parameter`; None if it is not sharded now."""
         if not isinstance(parameter, DTensor):
             return None
         known, axis = self._axis
-        if known is not parameter._spec:  # A weak reference to the parameter would keep torch from moving it.
+        if known is not spec_of(parameter):  # A weak reference to the parameter would keep torch from moving it.
             axis = fsdp_axis(self.name, parameter, self.part)
-            self._axis = (parameter._spec, axis)
+            self._axis = (spec_of(parameter), axis)
         shard: Tensor = local_of(parameter).shard  # type: ignore[attr-defined]
         if self.primary is not None and self.primary.master is not None:
             shard = self.primary.master
-        return ShardOf(self, shard, self.plan_of(shard, self.whole, parameter.device_mesh, axis))
+        return WeightShard(self, shard, self.plan_of(shard, self.whole, parameter.device_mesh, axis))
 
     def plan_of(self, shard: Tensor, shape: tuple[int, ...], mesh: DeviceMesh, mesh_dim: int = 0) -> ShardPlan:
         """What `shard` is of the weight, which is cut over one axis of `mesh`."""
@@ -161,33 +180,15 @@ class ScaleState:
         self._last = (key, plan)
         return plan
 
-    def scales_for(self, shard: Tensor, plan: ShardPlan) -> Scales:
-        """The scales for a gather that starts. If it is the first of its pass, a refresh comes before."""
-        if self.primary is not None and self.primary.codes is not None:
-            self.primary.check()
-            assert self.staged is not None
-            self.travels = True
-            return self.staged
-        now, mine = self.passes.now(), ShardOf(self, shard, plan)
-        if now is None or self.refresh is None or self.refresh.made_in != now:
-            weights = [mine]
-            if now is not None:
-                others = [mine if other.state is self else other for other in _sharded_weights(self.passes.root)]
-                weights = [other for other in others if other.plan.group.group_name == plan.group.group_name]
-            _refresh(weights if any(each is mine for each in weights) else [mine], now)
-        assert self.staged is not None
-        self.travels = True
-        return self.staged
-
     def arrive(self, refresh: Refresh) -> Scales:
         """The stored scales of codes that have arrived, which were cast after `refresh`."""
         refresh.commit(self)
-        self.travels = False
+        self.status = Status.SHARDED
         assert self.stored is not None
         return self.stored
 
 
-class ShardOf(NamedTuple):
+class WeightShard(NamedTuple):
     """A sharded weight, as a refresh takes it: its state, what this rank holds of it, and which part that is."""
 
     state: ScaleState
@@ -197,7 +198,30 @@ class ShardOf(NamedTuple):
     @property
     def is_cast_in_gathers(self) -> bool:
         """Whether each gather casts it: a slice, with scales that are there before."""
-        return self.state.primary is None and self.state.delayed is None and self.plan.columns is None
+        return self.state.primary is None and self.state.delayed is None and self.plan.box is None
+
+    @property
+    def staged(self) -> Scales:
+        assert self.state.staged is not None
+        return self.state.staged
+
+    @property
+    def primary(self) -> Primary:
+        assert self.state.primary is not None
+        return self.state.primary
+
+
+class PrefetchedCodes(NamedTuple):
+    """Codes that were cast in the hook of another weight of the same FSDP2 group.
+
+    Attributes:
+      refresh: the one that made their scales.
+      memory: where the shard is.
+    """
+
+    room: Tensor
+    refresh: Refresh
+    memory: int
 
 
 class Refresh:
@@ -240,7 +264,7 @@ class Refresh:
         if not old:
             return
         # Autograd has saved them. It is to see no write: codes change alike, where FSDP2 gathers them again.
-        with torch.no_grad(), _unsafe_preserve_version_counter(tuple(old)):
+        with torch.no_grad(), preserve_version_counter(tuple(old)):
             torch._foreach_copy_(old, new)
         if new[0].is_cuda:
             stream = torch.cuda.current_stream(new[0].device)
@@ -248,105 +272,70 @@ class Refresh:
                 staged.record_stream(stream)
 
 
-def update_scales(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """What `DelayedScaling` needs once a step: makes the scales of the next one from the amaxes of this one.
-
-    Other recipes need no call: each forward, and each backward, makes the scales of all sharded weights of the model
-    anew before its first gather, with one all-reduce of amaxes for each group of ranks, 4 bytes a scale. Under them it
-    does nothing, so that one loop serves all recipes.
-
-    Args:
-      model: after `convert` and `fully_shard`.
-      group: the ranks that train this model, or this stage of a pipeline, if its parameters do not tell; they do not if
-        none is a DTensor. As for `update_delayed`.
-
-    Collective under `DelayedScaling`: call it on all ranks, after `optimizer.step()`; `update_delayed` has the formula.
-
-    Weights of a model that was unpickled, and of `Linear`s made one by one, are refreshed each by itself, until this
-    has seen the model that they are in.
-
-    >>> from qshard.recipes import CurrentScaling
-    >>> from qshard.torch_bridge import convert
-    >>> update_scales(convert(nn.Sequential(nn.Linear(4, 4)), CurrentScaling()))
-    """
-    check_model("update_scales", model)
-    passes = Passes.of(model)
-    for parameter in parameters_of(model):
-        state = _state_of(parameter)
-        if state is None or state.passes is passes:
-            continue
-        root = state.passes.root
-        if root is None or getattr(root, "is_one_layer", False):  # Made by itself, it knows of no model but itself.
-            state.passes = passes
-    update_delayed(model, group)
-
-
-def recast(parameters: Iterable[Tensor]) -> None:
-    """Makes the codes of primary weights anew, of masters that an optimizer has changed. Collective.
-
-    One max-reduction for each group of ranks. Under `DelayedScaling` the next gather does it, with the scales of then.
-    """
-    groups: dict[str, list[ShardOf]] = {}
-    for parameter in parameters:
-        state = _state_of(parameter)
-        if state is None or state.primary is None or state.primary.master is None:
-            continue
-        if state.delayed is not None or not state.gathers:
-            state.primary.load(state.primary.master)
-        elif (found := state.shard_of(parameter)) is not None:
-            groups.setdefault(found.plan.group.group_name, []).append(found)
-    for weights in groups.values():
-        _refresh(weights, None)
-        _recast_all(weights)
-
-
-@torch.no_grad()
-def _recast_all(weights: Sequence[ShardOf]) -> None:
-    """With one launch for all slices of a format, where they are."""
-    for device in dict.fromkeys(weight.shard.device for weight in weights):
-        slices = [weight for weight in weights if weight.plan.columns is None and weight.shard.device == device]
-        if not slices:
-            continue
-        rooms = []
-        for state, _, of_weight in slices:
-            assert state.primary is not None
-            rooms.append(state.primary.room(of_weight))
-        cast_together(slices, rooms)
-    for state, _, of_weight in weights:
-        assert state.primary is not None
-        if of_weight.columns is None:
-            state.primary.end_cast(of_weight)
-        else:
-            assert state.staged is not None
-            state.primary.cast(of_weight, state.staged.scale)
-
-
-def _sharded_weights(model: nn.Module | None) -> Iterator[ShardOf]:
-    """Those of our weights that are sharded now, and need scales, in the order of the model: on all ranks the same."""
-    for parameter in () if model is None else parameters_of(model):
-        state = _state_of(parameter)
-        if state is None or not state.gathers or state.travels:
-            continue
-        if state.primary is not None and state.primary.codes is not None:
-            continue
-        found = state.shard_of(parameter)
-        if found is not None:
-            yield found
-
-
-def _state_of(parameter: Tensor) -> ScaleState | None:
+def state_of(parameter: Tensor) -> ScaleState | None:
     local = local_of(parameter)
     state: ScaleState | None = getattr(local, "scale_state", None)
     return None if state is None or local.is_meta else state
 
 
-@torch.no_grad()
-def _refresh(weights: Sequence[ShardOf], made_in: object) -> None:
-    """Makes the scales of weights that are cut over one group. All ranks give the same list."""
-    if not all(weight.state.agreed for weight in weights):
-        check_agree(weights)
-    for delayed in (False, True):
-        chosen = [weight for weight in weights if (weight.state.delayed is not None) is delayed]
-        if chosen:
-            made = delayed_scales(chosen) if delayed else made_scales(chosen)
-            Refresh([weight.state for weight in chosen], made, made_in)
+class Passes:
+    """The passes over one model. `Passes.of(model)` is always the same object.
+
+    It does not keep the model: weights refer to it, and what tensors refer to is freed late, or never.
+    """
+
+    def __init__(self, root: nn.Module | None = None):
+        self._root = None if root is None else weakref.ref(root)
+        self._forward: object | None = None
+
+    @classmethod
+    def of(cls, root: nn.Module | None) -> Passes:
+        """Without a model there are backward passes alone."""
+        if root is None:
+            return cls()
+        found = _OF.get(root)
+        passes = None if found is None else found()
+        if passes is None:
+            passes = cls(root)
+            _OF[root] = weakref.ref(passes)  # States hold it, as long as there are any.
+        return passes
+
+    @property
+    def root(self) -> nn.Module | None:
+        return None if self._root is None else self._root()
+
+    def now(self) -> object | None:
+        """The pass that runs, to be compared with others; None if there is none that we know of."""
+        task = backward_id()
+        return self._forward if task is None else task
+
+    def watch(self) -> None:
+        """Sees to it that forward passes are seen. To ask again is cheap."""
+        root = self.root
+        if root is None:
+            return
+        hooks = root._forward_pre_hooks
+        if next(iter(hooks.values()), None) is _begin_forward:
+            return
+        for key, hook in hooks.items():
+            if hook is _begin_forward:
+                hooks.move_to_end(key, last=False)  # type: ignore[attr-defined]
+                return
+        root.register_forward_pre_hook(_begin_forward, prepend=True)
+        root.register_forward_hook(_end_forward)
+
+
+_OF: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Passes]] = weakref.WeakKeyDictionary()
+
+
+# Functions, not methods: a model is copied and pickled with its hooks. A model that is compiled as a whole, and its
+# hooks with it, is not seen to run, so its weights are refreshed one by one.
+def _begin_forward(module: nn.Module, args: Any) -> None:
+    if not is_compiling():
+        passes = Passes.of(module)
+        passes._forward = object()
+
+
+def _end_forward(module: nn.Module, args: Any, output: Any) -> None:
+    if not is_compiling():
+        Passes.of(module)._forward = None

@@ -5,23 +5,31 @@ each knows, make all scales of the result, and each casts its shard with its par
 
 A shard of rows is a flat slice of its weight, so it takes the steps of `_core.flat_shards`, as slices of optimizers do.
 So does a shard of columns under one scale, where places do not matter. Columns of blocks are the one case apart: such a
-shard is quantized as a matrix, after zeros for what ranks before it hold of its first block.
+shard is a box, and its edges may split blocks (`_core.placement`).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
-from qshard._core import quantize_steps
-from qshard._core.flat_shards import plan_master
+from qshard._core.flat_shards import FlatSlice
+from qshard._core.placement import Box, box_amax, cast_box
 from qshard.formats import Format, Usage
 from qshard.layout import plane
-from qshard.torch_bridge._ops.bind import call_in_place, dtype_name, into, ops
-from qshard.torch_bridge._ops.uint64 import words
+from qshard.torch_bridge._distributed.dtensor import local_of
+from qshard.torch_bridge._ops.bind import dtype_name, into, ops
+from qshard.torch_bridge._ops.foreach import xp
+from qshard.torch_bridge._torch_internals import fsdp_groups
+
+if TYPE_CHECKING:
+    from qshard.torch_bridge._fsdp.scale_state import ScaleState
 
 
 class ShardPlan:
@@ -37,11 +45,9 @@ class ShardPlan:
       padded_shape: of the padded codes.
       room: bytes to cast into: 4-bit codes need one more than there are, for half a byte that no cut of rows leaves.
       packs_columns: whether FSDP2, which joins columns, must be told that codes have fewer than the weight.
-      start: the first element of the slice; `starts`: the same as an operand, on the device of the shard.
-      columns: of a shard that is no slice, the columns of the grid of blocks that it has a part in; None: it is one.
-      before: how many columns of its first block other ranks hold.
+      slice: the flat slice that the shard is; an empty one if it is a box.
+      box: where columns of blocks are in the weight; None: the shard is a slice.
       block: what shares a scale; all of it, if there are no blocks.
-      cast_attributes: of the op that casts the slice.
       described: what all ranks must have in common.
 
     Raises:
@@ -66,25 +72,19 @@ class ShardPlan:
         self.data_shape = where.data_shape
         self.padded_shape = (longest if of_rows else rows, width // per_byte)
         self.room = math.prod(self.padded_shape) + per_byte - 1
-        self.packs_columns = per_byte > 1 and not of_rows
+        self.packs_columns = fmt.element.packed and not of_rows
         self.described = (self.shape, self.dtype, of_rows, ranks)
-        self.start = min(rows, start) * columns if of_rows else 0
-        self.starts = words("fully_shard", "start", [self.start], shard.device, 1)
-        self.columns, self.before = None, 0
-        self.block = where.block or self.shape
-        if not of_rows and where.block is not None:  # Under one scale places do not matter: any shard is a slice.
-            first, self.before = divmod(start, self.block[1])
-            self.columns = slice(first, -(-(start + width) // self.block[1]))
-        (bucket,) = plan_master([self.shape], fmt, dtype=self.dtype).buckets
-        options = {"element": fmt.element.name, "nonfinite": fmt.nonfinite, "pieces": True}
-        self.cast_attributes = {**bucket.attributes, **options}
+        self.slice = FlatSlice(self.shape, fmt, self.dtype, min(rows, start) * columns if of_rows else 0)
+        self.block = where.scaled_shape
+        self.box: Box | None = None
+        if not of_rows and not fmt.per_tensor:  # Under one scale places do not matter: any shard is a slice.
+            self.box = Box(self.shape, (0, start), (rows, width))
 
     def note_amaxes_of_columns(self, shard: Tensor, grid: Tensor, whole: Tensor | None) -> None:
         """Writes what columns of blocks know of the amaxes of the weight, those of its blocks and its own."""
-        if self.columns is None or not shard.numel():
+        if self.box is None or not shard.numel():
             return
-        found = quantize_steps.block_amax(ops, self._from_its_block_on(shard), self.block)
-        grid[:, self.columns] = found
+        found = box_amax(ops, xp, shard, self.box, self.block, grid)
         if whole is not None:
             whole.copy_(ops.amax_tensor(found))
 
@@ -99,21 +99,70 @@ class ShardPlan:
             return room
         return room.as_strided(self.padded_shape, (self.padded_shape[1], 1))
 
-    def cast(self, shard: Tensor, scale: Tensor, room: Tensor) -> None:
-        if self.columns is None:
-            lists = (self.starts, scale.view(-1), [shard.view(-1)], [room])
-            call_in_place("cast_slices", lists, self.cast_attributes)
-        elif shard.numel():
-            codes, of_blocks = self.padded_in(room), scale[:, self.columns].contiguous()
-            target = ops if self.before else into(codes)
-            made = quantize_steps.cast(target, self._from_its_block_on(shard), self.fmt, of_blocks, self.block)
-            if self.before:
-                codes.copy_(made[:, -codes.shape[1] :])
-
-    def _from_its_block_on(self, shard: Tensor) -> Tensor:
-        """Columns, from where their first block begins."""
-        return torch.nn.functional.pad(shard, (self.before, 0)) if self.before else shard
+    def cast_columns(self, shard: Tensor, scale: Tensor, room: Tensor) -> None:
+        """Casts columns of blocks. Slices are cast by `FlatPlan.cast`."""
+        assert self.box is not None
+        if not shard.numel():
+            return
+        codes, of_blocks = self.padded_in(room), scale[self.box.blocks(self.block)].contiguous()
+        outer = self.box.aligned(self.block)
+        made = cast_box(into(codes) if outer == self.box else ops, xp, shard, self.box, self.fmt, self.block, of_blocks)
+        if outer != self.box:
+            first = self.box.within(outer)[1].start // self.fmt.element.codes_per_byte
+            codes.copy_(made[:, first : first + codes.shape[1]])
 
     def codes(self, gathered: Tensor) -> Tensor:
         """The codes of the weight: the memory that was gathered, without the padding at its end."""
         return gathered.as_strided(self.data_shape, (self.data_shape[1], 1))
+
+
+def set_padded_shape(state: ScaleState, padded: Tensor) -> Callable[[], None]:
+    """Lets FSDP2 take shards of a weight to have the shape of `padded`, until what this returns is called.
+
+    FSDP2 joins columns of ranks by the shape that it stores of the shard; 4-bit codes have half as many columns. It can
+    be told only by a private attribute, which has the same name in torch 2.11 to 2.15.
+    """
+    param = _fsdp_param(state)
+    shape, param.padded_sharded_param_size = param.padded_sharded_param_size, padded.shape
+    return lambda: setattr(param, "padded_sharded_param_size", shape)
+
+
+def _fsdp_param(state: ScaleState) -> Any:
+    """The `FSDPParam` of the weight."""
+    for group in groups_of(state.passes.root):
+        for param in group.fsdp_params:
+            if getattr(local_of(param.sharded_param), "scale_state", None) is state:
+                return param
+    raise NotImplementedError(
+        f"fully_shard: {state.name} ({state.fmt}) is cut along columns, but no model is known that FSDP2 has it in; "
+        "call update_scales(model) once after fully_shard, or cut its rows"
+    )
+
+
+def check_reshards(model: nn.Module | None) -> None:
+    """Raises where weights of ours are to be resharded to fewer ranks after forward, on every rank alike.
+
+    FSDP2 makes a parameter with a gradient of its part of the gathered memory, which codes do not allow, and gathers it
+    without the hooks of the weight.
+
+    Raises:
+      NotImplementedError: `reshard_after_forward` of a module is a number of ranks.
+    """
+    for group in groups_of(model):
+        if group.post_forward_mesh_info in (None, group.mesh_info):
+            continue
+        for parameter in group.fsdp_params:
+            known = getattr(local_of(parameter.sharded_param), "scale_state", None)
+            if known is not None:
+                raise NotImplementedError(
+                    f"fully_shard: {known.name} (reshard_after_forward="
+                    f"{group.post_forward_mesh_info.shard_mesh_size}) is gathered as codes, which FSDP2 cannot "
+                    "reshard to fewer ranks; pass True or False"
+                )
+
+
+def groups_of(model: nn.Module | None) -> Iterator[Any]:
+    """The groups of parameters that FSDP2 gathers together: its `FSDPParamGroup`s."""
+    for module in () if model is None else model.modules():
+        if isinstance(module, FSDPModule):
+            yield from fsdp_groups(module)

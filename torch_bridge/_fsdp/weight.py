@@ -7,31 +7,38 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.utils import _pytree as pytree
 from torch.utils.hooks import warn_if_has_hooks
 
-from qshard._core import quantize_steps
-from qshard._core.quantize_steps import Plane, Scales
+from qshard._core.placement import Box
 from qshard.formats import Usage
 from qshard.torch_bridge._distributed.dtensor import local_of, wrapped_like
-from qshard.torch_bridge._fsdp.columns import JoinedColumns
-from qshard.torch_bridge._fsdp.group_casts import cast_group, end_with_zeros, taken_ahead
-from qshard.torch_bridge._fsdp.initial_values import RANDOM, exact_erfinv, fill, place_of
-from qshard.torch_bridge._fsdp.mesh_groups import check_reshards
-from qshard.torch_bridge._fsdp.primary import Values
-from qshard.torch_bridge._fsdp.scale_state import Refresh, ScaleState, ShardOf
-from qshard.torch_bridge._fsdp.shard_plan import ShardPlan
-from qshard.torch_bridge._ops.bind import into
+from qshard.torch_bridge._fsdp.initial_values import RANDOM, box_of, exact_erfinv, fill
+from qshard.torch_bridge._fsdp.refresh import Gather, begin_gather
+from qshard.torch_bridge._fsdp.scale_state import ScaleState, Status
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
 from qshard.torch_bridge._quantized.validation import check_tensor
+from qshard.torch_bridge._torch_internals import make_wrapper, pytree, rebuild_parameter, rebuild_parameter_with_state
 
 aten = torch.ops.aten
+
+
+class Values:
+    """The tensor inside a `ShardedWeight`.
+
+    Sealing takes it out of every `ShardedWeight` of a weight. The list of them holds weak references to these objects,
+    and none to parameters: `torch.utils.swap_tensors`, by which `nn.Module.to` works, refuses those.
+    """
+
+    __slots__ = ("__weakref__", "tensor")
+
+    def __init__(self, tensor: Tensor):
+        self.tensor = tensor
 
 
 class ShardedWeight(Tensor):
@@ -55,7 +62,7 @@ class ShardedWeight(Tensor):
     @staticmethod
     def __new__(cls, shard: Tensor, scale_state: ScaleState, device: torch.device | None = None) -> ShardedWeight:
         """`device`: if it is not that of `shard`, of a sealed weight, which has no memory."""
-        self = torch.Tensor._make_wrapper_subclass(
+        self: ShardedWeight = make_wrapper(
             cls,
             shard.size(),
             strides=shard.stride(),
@@ -146,8 +153,8 @@ class ShardedWeight(Tensor):
         warn_if_has_hooks(self)
         given: tuple[Any, ...] = (self.shard, self.requires_grad, collections.OrderedDict())
         if others := attributes_of(self):
-            return torch._utils._rebuild_parameter_with_state, (*given, others)
-        return torch._utils._rebuild_parameter, given
+            return rebuild_parameter_with_state, (*given, others)
+        return rebuild_parameter, given
 
     def data_ptr(self) -> int:
         """The address of the values: some tools, accelerate among them, tell parameters apart by it."""
@@ -166,21 +173,21 @@ class ShardedWeight(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         states: list[ScaleState] = []
-        plain_args = [_inside(value, states) for value in args]
-        plain_kwargs = {name: _inside(value, states) for name, value in kwargs.items()}
+        plain_args = [_unwrap(value, states) for value in args]
+        plain_kwargs = {name: _unwrap(value, states) for name, value in kwargs.items()}
         if any(state.is_sealed for state in states):
             return _run_on_sealed(func, args, kwargs)
         if func is aten.erfinv_.default and states[0].gathers:
             args[0].shard.copy_(exact_erfinv(args[0].shard))  # Of `trunc_normal_`, before torch 2.13.
             return args[0]
-        if func in RANDOM and args[0].ndim == 2 and (place := place_of(states[0], args[0].shape[1])) is not None:
-            return args[0]._fill(place, func, *args[1:], **kwargs)
+        if func in RANDOM and args[0].ndim == 2 and (box := box_of(states[0], tuple(args[0].shape))) is not None:
+            return args[0]._fill(box, func, *args[1:], **kwargs)
         out = func(*plain_args, **plain_kwargs)
         if func in _STAYS_SHARDED or _is_view(func):
             with torch.inference_mode(False):  # Within it, torch cannot make the wrapper a view of the parameter.
-                made = _wrapped(out, states[0])
+                made = _wrap(out, states[0])
             if func is aten.split.Tensor and len(args[0].shape) == 2:
-                _note_cut(*args, made)
+                _note_split(*args, made)
             return made
         if func is aten.copy_.default and len(states) == 2:
             states[0].note_place(getattr(args[1], "first", 0))
@@ -188,9 +195,7 @@ class ShardedWeight(Tensor):
             return args[0] if plain_args and out is plain_args[0] else out
         return out
 
-    def _fill(
-        self, place: tuple[int, int], func: Any, a: float = 0.0, b: float = 1.0, *, generator: Any = None
-    ) -> ShardedWeight:
+    def _fill(self, box: Box, func: Any, a: float = 0.0, b: float = 1.0, *, generator: Any = None) -> ShardedWeight:
         """Random values of a shard are those of its place in the weight, for any number of ranks.
 
         They follow from the name of the weight, what `torch.manual_seed` was given, and how often the weight was
@@ -198,7 +203,7 @@ class ShardedWeight(Tensor):
         """
         state = self.scale_state
         seeded = torch.initial_seed() if generator is None else generator.initial_seed()
-        fill(func, self.shard, *place, a, b, f"{seeded} {state.name} {state.fills}")
+        fill(func, self.shard, box, a, b, f"{seeded} {state.name} {state.fills}")
         state.fills += 1
         return self
 
@@ -236,14 +241,14 @@ class ShardedWeight(Tensor):
                 f"fully_shard: {state.name} ({state.fmt}) is not a format that FSDP2 can gather: {state.refusal}; "
                 "choose a weight format of square blocks, such as MXFP8_32x32, or of one scale a tensor"
             )
-        if not state.gathers:
-            state.gathers = True
+        if state.status is Status.PLAIN:
+            state.status = Status.SHARDED
             state.passes.watch()
-        if state.fmt.element.codes_per_byte > 1 and self.shape[-1] == state.whole[-1]:
+        if state.fmt.element.packed and self.shape[-1] == state.whole[-1]:
             return _Hook(self._cast_packed_rows, _CAST_PACKED_ROWS)
         return _Hook(self._cast_shard, _CAST_SHARD)
 
-    def _cast_packed_rows(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], _Gather]:
+    def _cast_packed_rows(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], Gather]:
         """The hook in its old form. Of the new one FSDP2 wants an element of codes for each element of an uneven shard.
 
         So 4-bit codes would have to travel one a byte.
@@ -257,64 +262,21 @@ class ShardedWeight(Tensor):
         outer_stride: tuple[int, ...] = (),
         module: nn.Module | None = None,
         mp_policy: MixedPrecisionPolicy | None = None,
-    ) -> tuple[tuple[Tensor, ...], _Gather]:
+    ) -> tuple[tuple[Tensor, ...], Gather]:
         """Casts the shard to padded codes. FSDP2 calls it on every rank alike, before each gather."""
-        state, shard = self.scale_state, self.shard
-        state.passes.watch()  # Hooks may have come before ours.
-        if not state.agreed:  # The first time.
-            check_reshards(state.passes.root)
-        if state.primary is not None:
-            shard = state.primary.take_master(state.at_home(shard) if state.primary.master is None else shard)
-        plan = state.plan_of(shard, outer_size, mesh)
-        scales = state.scales_for(shard, plan)
-        if state.primary is None:
-            padded = plan.padded_in(self._room(ShardOf(state, shard, plan), scales))
-        else:
-            if state.primary.codes is None:
-                self._cast(plan, shard, scales, state.primary.room(plan))
-                state.primary.end_cast(plan)
-            padded = state.primary.codes_on(plan.device)
-        columns = JoinedColumns(state, padded) if plan.packs_columns else None
-        assert state.refresh is not None
-        return (padded,), _Gather(plan, state.refresh, columns)
-
-    def _room(self, weight: ShardOf, scales: Scales) -> Tensor:
-        """Padded codes."""
-        ahead, device = taken_ahead(weight), weight.shard.device
-        if ahead is not None:
-            return ahead
-        if weight.is_cast_in_gathers:
-            return cast_group(weight)
-        room = torch.empty(weight.plan.room, dtype=torch.uint8, device=device)
-        end_with_zeros(weight, room)
-        self._cast(weight.plan, weight.shard, scales, room)
-        return room
-
-    def _cast(self, plan: ShardPlan, shard: Tensor, scales: Scales, room: Tensor) -> None:
-        delayed = self.scale_state.delayed
-        scale = scales.scale.to(shard.device)
-        if delayed is None:
-            plan.cast(shard, scale, room)
-            return
-        amax, scale_inv = (torch.empty((), dtype=torch.float32, device=shard.device) for _ in range(2))
-        made = into(plan.padded_in(room)[: shard.shape[0]], amax, scale_inv)
-        quantize_steps.quantize_delayed(made, shard, plan.fmt, Usage.ROWWISE, scale, delayed.margin)
-        delayed.observe(amax)
+        padded, gather = begin_gather(self.scale_state, self.shard, outer_size, mesh)
+        return (padded,), gather
 
     def fsdp_post_all_gather(
         self,
         all_gather_outputs: tuple[Tensor, ...],
-        metadata: _Gather,
+        metadata: Gather,
         param_dtype: torch.dtype,
         *,
         out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """Wraps the gathered codes, without a copy. FSDP2 frees and refills their memory from then on."""
-        (gathered,), (plan, refresh, columns) = all_gather_outputs, metadata
-        if columns is not None:
-            columns.end()
-        scales = self.scale_state.arrive(refresh)
-        parts = Plane(plan.codes(gathered), scales.scale_inv, scales.global_scale_inv)
+        plan, parts = metadata.plan, metadata.end(self.scale_state, *all_gather_outputs)
         if out is None:
             return QuantizedTensor(plan.fmt, plan.shape, param_dtype, rowwise=parts), ()
         unsharded = local_of(out)
@@ -345,19 +307,11 @@ _CAST_SHARD = _signature(ShardedWeight._cast_shard)
 _CAST_PACKED_ROWS = _signature(ShardedWeight._cast_packed_rows)
 
 
-class _Gather(NamedTuple):
-    """What the second hook has to know of the first."""
-
-    plan: ShardPlan
-    refresh: Refresh
-    columns: JoinedColumns | None
-
-
-def _note_cut(whole: ShardedWeight, size: int, *others: Any) -> None:
+def _note_split(whole: ShardedWeight, size: int, *others: Any) -> None:
     """Notes where each part begins that a weight is cut into."""
     *axis, parts = others
     each = size * (whole.shape[1] if axis in ([], [0], [-2]) else 1)
-    whole.scale_state.note_cut(whole.shape)
+    whole.scale_state.note_split(whole.shape)
     for i, part in enumerate(parts):
         part.first = i * each
 
@@ -416,19 +370,19 @@ _MAKES_PLAIN = {
 }
 
 
-def _inside(value: Any, states: list[ScaleState]) -> Any:
+def _unwrap(value: Any, states: list[ScaleState]) -> Any:
     """An argument of an op, with what is inside of sharded weights in their place; notes whose they are."""
     if isinstance(value, ShardedWeight):
         states.append(value.scale_state)
         return value.shard
-    return [_inside(each, states) for each in value] if isinstance(value, list | tuple) else value
+    return [_unwrap(each, states) for each in value] if isinstance(value, list | tuple) else value
 
 
-def _wrapped(out: Any, state: ScaleState) -> Any:
+def _wrap(out: Any, state: ScaleState) -> Any:
     """Results of an op as sharded weights."""
     if isinstance(out, Tensor):
         return ShardedWeight(out, state)
-    return type(out)(_wrapped(each, state) for each in out) if isinstance(out, list | tuple) else out
+    return type(out)(_wrap(each, state) for each in out) if isinstance(out, list | tuple) else out
 
 
 @functools.cache

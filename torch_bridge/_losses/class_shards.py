@@ -17,6 +17,7 @@ from torch import Tensor
 
 from qshard._core.losses import count_classes, wrong_label
 from qshard.torch_bridge._ops.collectives import all_gather
+from qshard.torch_bridge._ops.eager import is_capturing, is_compiling
 
 
 class ClassShard(NamedTuple):
@@ -61,7 +62,7 @@ def class_shard(
       ValueError: a label of any rank is not a class, ranks have different numbers of rows, or there are 0 classes. On
         all ranks alike, where the host may read.
     """
-    can_read = not torch.compiler.is_compiling() and type(labels) is Tensor and not _is_capturing(labels)
+    can_read = not is_compiling() and type(labels) is Tensor and not is_capturing(labels.device)
     on_host = can_read and labels.device.type == "cpu"
     if group is None:
         classes = count_classes(op, name, columns, num_classes)
@@ -73,7 +74,7 @@ def class_shard(
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     if on_host:
         low, high = _range(labels, ignore_index)
-        widths, rows, lows, highs = _gathered([columns, labels.numel(), low, high], labels, group).t().tolist()
+        widths, rows, lows, highs = _gather_numbers([columns, labels.numel(), low, high], labels, group).t().tolist()
         shard = _shard_of(widths, rank, count_classes(op, name, sum(widths), num_classes))
         if len(set(rows)) > 1:
             raise ValueError(
@@ -86,11 +87,11 @@ def class_shard(
         return shard
     if total is not None:  # A DTensor: nothing is left to learn.
         return _shard_of(_chunks(total, world), rank, count_classes(op, name, total, num_classes))
-    there = _gathered([columns], labels, group).view(-1)
+    there = _gather_numbers([columns], labels, group).view(-1)
     if can_read and num_classes is None:
         widths = there.tolist()
         return _shard_of(widths, rank, count_classes(op, name, sum(widths), None))
-    return _assumed(op, name, columns, num_classes, there, rank)
+    return _assume_shard(op, name, columns, num_classes, there, rank)
 
 
 def _shard_of(widths: list[int], rank: int, classes: int) -> ClassShard:
@@ -99,7 +100,7 @@ def _shard_of(widths: list[int], rank: int, classes: int) -> ClassShard:
     return ClassShard(classes, min(first, classes), columns, max(widths), tuple(widths))
 
 
-def _assumed(op: str, name: str, columns: int, num_classes: int | None, widths: Tensor, rank: int) -> ClassShard:
+def _assume_shard(op: str, name: str, columns: int, num_classes: int | None, widths: Tensor, rank: int) -> ClassShard:
     """Shards of equal widths or, by `num_classes`, of `torch.chunk`; checked on the device."""
     world = len(widths)
     if num_classes is None:
@@ -120,7 +121,7 @@ def _assumed(op: str, name: str, columns: int, num_classes: int | None, widths: 
     return ClassShard(classes, first, max(0, min(columns, classes - first)), widest, tuple(assumed), is_right)
 
 
-def _gathered(numbers: list[int], like: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _gather_numbers(numbers: list[int], like: Tensor, group: dist.ProcessGroup) -> Tensor:
     """`[ranks, numbers]`, int64, on the device of `like`."""
     own = torch.empty(len(numbers), dtype=torch.int64, device=like.device)
     for i, number in enumerate(numbers):  # A copy from the host could not be captured.
@@ -143,7 +144,3 @@ def _chunks(total: int, world: int) -> list[int]:
     """The widths of the shards of `torch.chunk`, 0 for ranks beyond its last one."""
     each = -(-total // world)
     return [max(0, min(each, total - each * rank)) for rank in range(world)]
-
-
-def _is_capturing(like: Tensor) -> bool:
-    return like.device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -77,7 +77,7 @@ def cross_entropy(
     rule = LossRule.of(op, ignore_index, label_smoothing, z_loss)
     of = loss_of_rows(op, name, logits, columns, labels, reduction, rule, group, num_classes)
     losses: Tensor = apply_node(_RowLosses, logits, as_words(labels), of)
-    return reduced(losses, labels, reduction, ignore_index)
+    return reduce_losses(losses, labels, reduction, ignore_index)
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ def count_of(labels: Tensor, ignore_index: int) -> Tensor:
     return (labels != ignore_index).sum().to(torch.float32)
 
 
-def reduced(losses: Tensor, labels: Tensor, reduction: str, ignore_index: int) -> Tensor:
+def reduce_losses(losses: Tensor, labels: Tensor, reduction: str, ignore_index: int) -> Tensor:
     if reduction == "none":
         return losses
     return losses.sum() if reduction == "sum" else losses.sum() / count_of(labels, ignore_index)

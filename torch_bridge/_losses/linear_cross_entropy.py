@@ -12,21 +12,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from qshard._core.losses import LossRule, check_head, head_recipe, rows_at_a_time
+from qshard._core.losses import CHUNK_SEED_BIT, LossRule, check_head, head_recipe, makes_gradients_early, rows_at_a_time
 from qshard._core.quantize_steps import Plane
 from qshard.formats import Format, Usage
 from qshard.recipes import Recipe, RecipeLike, Role, check_weight_format, check_weight_shape
 from qshard.torch_bridge._distributed.dtensor import places_tensors
 from qshard.torch_bridge._fsdp.weight import ShardedWeight
-from qshard.torch_bridge._losses.cross_entropy import LossOfRows, as_words, count_of, loss_of_rows, reduced
+from qshard.torch_bridge._losses.cross_entropy import LossOfRows, as_words, count_of, loss_of_rows, reduce_losses
 from qshard.torch_bridge._nn.functional import check_gathered
 from qshard.torch_bridge._nn.linear import Linear
-from qshard.torch_bridge._nn.operands import matrix_of, planes_of, quantized, values_of
+from qshard.torch_bridge._nn.operands import LayerQuantizer, matrix_of, planes_of, values_of
 from qshard.torch_bridge._ops.autograd_node import Node, apply_node
 from qshard.torch_bridge._ops.bind import dtype_name
+from qshard.torch_bridge._ops.eager import is_compiling
 from qshard.torch_bridge._ops.uint64 import constant_words, words
 from qshard.torch_bridge._quantized.gemm import Operand, matmul
-from qshard.torch_bridge._quantized.plane_programs import transposed
+from qshard.torch_bridge._quantized.plane_programs import transpose
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
 from qshard.torch_bridge._quantized.validation import check_tensor
 
@@ -102,9 +103,9 @@ def linear_cross_entropy(
             check_weight_shape(op, "w", how.recipe, (width, w.shape[1]))
     flat, words = x.reshape(-1, x.shape[-1]), as_words(labels).reshape(-1)
     rows = rows_at_a_time(chunk, len(flat), rule.shard.widest, x.dtype.itemsize)
-    if reduction == "none" or x.dtype == torch.float16 or not torch.is_grad_enabled():
+    if not (torch.is_grad_enabled() and makes_gradients_early(reduction, dtype_name(x.dtype))):
         losses: Tensor = apply_node(_LateLosses, flat, w, words, rule, rows, how)
-        return reduced(losses.view(labels.shape), labels, reduction, ignore_index)
+        return reduce_losses(losses.view(labels.shape), labels, reduction, ignore_index)
     count = count_of(labels, ignore_index) if reduction == "mean" else torch.ones((), device=x.device)
     loss: Tensor = apply_node(_EarlyLoss, flat, w, words, count, rule, rows, how)
     return loss
@@ -192,12 +193,12 @@ class QuantizedHead(Linear, LinearCrossEntropy):
         taken = self.taken(input)
         x = taken.input if taken.dtype is None else taken.input.to(taken.dtype)
         given = {**self.loss, "recipe": self.recipe, "seed": taken.seed}
-        with contextlib.nullcontext() if self.observer is None else _observed(self.observer):
+        with contextlib.nullcontext() if self.observer is None else _observing(self.observer):
             return linear_cross_entropy(x, taken.weight, labels, **given)
 
 
 @contextlib.contextmanager
-def _observed(observer: Observer) -> Iterator[None]:
+def _observing(observer: Observer) -> Iterator[None]:
     token = _OBSERVER.set(observer)
     try:
         yield
@@ -221,12 +222,14 @@ class _How(NamedTuple):
         else:
             check_tensor(op, "w", w)
             check_gathered(w)
-        observer = None if torch.compiler.is_compiling() else _OBSERVER.get()
+        observer = None if is_compiling() else _OBSERVER.get()
         return cls(recipe, words(op, "seed", seed, device).view(torch.int32) if recipe.stochastic else None, observer)
 
     def of_chunk(self, number: int, device: torch.device) -> Tensor | None:
-        """The seed of a chunk: in bits that neither layers nor ranks count in."""
-        return self.seed if self.seed is None or not number else self.seed ^ constant_words(number << 48, device)
+        """The seed of a chunk."""
+        if self.seed is None or not number:
+            return self.seed
+        return self.seed ^ constant_words(number << CHUNK_SEED_BIT, device)
 
 
 class _Values:
@@ -304,7 +307,7 @@ class _Codes(_Values):
     def _quantized(self, x: Tensor, usage: Usage, role: Role) -> dict[Usage, Operand]:
         if self._how.observer is not None:
             self._how.observer(role, x, self._seed)
-        return quantized(matrix_of(x, x.dtype), self._how.recipe, usage, role, self._seed, {}, [])[0]
+        return LayerQuantizer(self._how.recipe, self._seed).quantize(matrix_of(x, x.dtype), role, usage)[0]
 
 
 class _Weight(NamedTuple):
@@ -333,14 +336,14 @@ class _Weight(NamedTuple):
             (w,) = self.tensors
             assert w is not None
             usage = Usage.BOTH if columnwise else Usage.ROWWISE
-            return quantized(values_of(w), how.recipe, usage, Role.WEIGHT, how.seed, {}, [])[0]
+            return LayerQuantizer(how.recipe, how.seed).quantize(values_of(w), Role.WEIGHT, usage)[0]
         size = len(Plane._fields)
         there = {
             usage: Operand(self.format, Plane(*self.tensors[i * size : (i + 1) * size]), usage)
             for i, usage in enumerate(self.usages)
         }
         if columnwise and Usage.COLUMNWISE not in there:
-            parts = transposed(there[Usage.ROWWISE].parts, self.format)
+            parts = transpose(there[Usage.ROWWISE].parts, self.format)
             there[Usage.COLUMNWISE] = Operand(self.format, parts, Usage.COLUMNWISE)
         return there
 

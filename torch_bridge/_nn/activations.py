@@ -22,15 +22,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from qshard import layout
+from qshard._core.operands import OperandSpec
 from qshard._core.validation import FormatLike, as_format, as_usage, shown
 from qshard.formats import FLOATS, Usage
 from qshard.op_table import table
-from qshard.torch_bridge._nn.amax_cache import note_amax
+from qshard.torch_bridge._nn.amax_cache import cache_amax
 from qshard.torch_bridge._nn.class_swap import Extends
 from qshard.torch_bridge._ops.autograd_node import Node, apply_node
 from qshard.torch_bridge._ops.bind import dtype_name, ops
-from qshard.torch_bridge._quantized.plane_programs import pair_of, quantized
+from qshard.torch_bridge._ops.eager import are_plain
+from qshard.torch_bridge._quantized.plane_programs import quantize_operand
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
 from qshard.torch_bridge._quantized.validation import check_tensor
 
@@ -60,7 +61,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """
     h, amax = _swiglu(gate, up)
     if amax is not None:
-        note_amax(h, amax)
+        cache_amax(h, amax)
     return h
 
 
@@ -86,7 +87,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """
     y, amax = _rms_norm(x, weight, eps)
     if amax is not None:
-        note_amax(y, amax)
+        cache_amax(y, amax)
     return y
 
 
@@ -114,7 +115,7 @@ def swiglu_quantize(gate: Tensor, up: Tensor, fmt: FormatLike, *, usage: Usage =
     check_tensor("swiglu_quantize", "gate", gate)
     check_tensor("swiglu_quantize", "up", up)
     with torch.no_grad():
-        return _quantized("swiglu_quantize", *_swiglu(gate, up), fmt, usage)
+        return _quantize("swiglu_quantize", *_swiglu(gate, up), fmt, usage)
 
 
 def rms_norm_quantize(
@@ -142,7 +143,7 @@ def rms_norm_quantize(
     check_tensor("rms_norm_quantize", "x", x)
     check_tensor("rms_norm_quantize", "weight", weight)
     with torch.no_grad():
-        return _quantized("rms_norm_quantize", *_rms_norm(x, weight, eps), fmt, usage)
+        return _quantize("rms_norm_quantize", *_rms_norm(x, weight, eps), fmt, usage)
 
 
 def _swiglu(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -156,7 +157,7 @@ def _swiglu(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor | None]:
             f"swiglu: up ({tuple(up.shape)}, {dtype_name(up.dtype)}) is not as gate is, ({tuple(gate.shape)}, "
             f"{dtype_name(gate.dtype)}); give two tensors of one shape and dtype"
         )
-    if not _is_ours(gate, up):
+    if not are_plain(gate, up):
         return F.silu(gate) * up, None
     amaxes: list[Tensor] = []
     h: Tensor = apply_node(_SwiGlu, gate, up, amaxes)
@@ -176,18 +177,19 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor | N
         )
     if not eps >= 0:
         raise ValueError(f"rms_norm: eps ({shown(eps)}) is not 0 or more; give a small number, such as 1e-5")
-    if not _is_ours(x, weight):
+    if not are_plain(x, weight):
         return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps), None
     amaxes: list[Tensor] = []
     y: Tensor = apply_node(_RmsNorm, x, weight, eps, amaxes)
     return y, amaxes[0]
 
 
-def _quantized(op: str, x: Tensor, amax: Tensor | None, fmt: FormatLike, usage: Usage) -> QuantizedTensor:
+def _quantize(op: str, x: Tensor, amax: Tensor | None, fmt: FormatLike, usage: Usage) -> QuantizedTensor:
     fmt, usage = as_format(fmt, op), as_usage(usage, op)
-    for each in usage.planes:
-        layout.plane(fmt, tuple(x.shape), each, op=op)
-    rowwise, columnwise = pair_of(quantized(x, fmt, usage, amax=amax))
+    spec = OperandSpec(fmt, usage, op=op)
+    spec.layouts(tuple(x.shape))
+    planes, _ = quantize_operand(x, spec, amax=amax)
+    rowwise, columnwise = planes.get(Usage.ROWWISE), planes.get(Usage.COLUMNWISE)
     return QuantizedTensor(fmt, tuple(x.shape), x.dtype, rowwise=rowwise, columnwise=columnwise)
 
 
@@ -218,7 +220,7 @@ class RMSNorm(Extends, nn.RMSNorm):
         weight: Any = self.weight
         given: Any = input
         axes = len(self.normalized_shape)
-        if weight is None or not isinstance(given, Tensor) or not _is_ours(input, weight):
+        if weight is None or not isinstance(given, Tensor) or not are_plain(input, weight):
             return nn.RMSNorm.forward(self, input)
         if torch.is_autocast_enabled(input.device.type) or dtype_name(input.dtype) not in FLOATS:
             return nn.RMSNorm.forward(self, input)
@@ -228,13 +230,6 @@ class RMSNorm(Extends, nn.RMSNorm):
         if axes == 1:  # The very tensor, of which an amax is noted.
             return rms_norm(input, weight, eps)
         return rms_norm(input.flatten(-axes), weight.flatten(), eps).view(input.shape)
-
-
-def _is_ours(*tensors: Tensor) -> bool:
-    """Whether these are plain tensors in memory, and no compiler or transform is at work."""
-    if torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is not None:
-        return False
-    return all(type(x) in (Tensor, nn.Parameter) and (x.is_cuda or x.is_cpu) for x in tensors)
 
 
 def swiglu_again(gate: Tensor, up: Tensor, amax: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -258,7 +253,7 @@ class _SwiGlu(Node):
         gate, up = saved
         *both, gate_amax, up_amax = ops.swiglu_grad(gate, up, grad.to(gate.dtype).contiguous(), lead=0)
         for x, amax in zip(both, (gate_amax, up_amax), strict=True):
-            note_amax(x, amax)
+            cache_amax(x, amax)
         return *(x if need else None for x, need in zip(both, ctx.needs_input_grad, strict=False)), None
 
 

@@ -13,20 +13,21 @@ import torch
 from torch import Tensor
 
 from qshard.torch_bridge._nn.module_calls import is_now, moment
+from qshard.torch_bridge._ops.eager import is_capturing, is_compiling
 
 _NAME = "_qshard_amax"
 
 
-def note_amax(x: Tensor, amax: Tensor) -> None:
+def cache_amax(x: Tensor, amax: Tensor) -> None:
     """Notes the largest magnitude in `x`, `[]`."""
     when = moment()
     if when is not None and type(x) is Tensor and not x.is_inference():
         setattr(x, _NAME, (x._version, _stream_of(x), when, amax))
 
 
-def noted_amax(x: Tensor) -> Tensor | None:
+def cached_amax(x: Tensor) -> Tensor | None:
     """The amax of this very tensor, if PyTorch saw no write to it since, and the call that made it still runs."""
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return None
     noted: Any = x.__dict__.get(_NAME)
     if noted is None or noted[:2] != (x._version, _stream_of(x)) or not is_now(noted[2]):
@@ -39,4 +40,4 @@ def _stream_of(x: Tensor) -> tuple[int, bool] | None:
     """Where work on x goes now, and whether it is captured."""
     if not x.is_cuda:
         return None
-    return torch.cuda.current_stream(x.device).cuda_stream, torch.cuda.is_current_stream_capturing()
+    return torch.cuda.current_stream(x.device).cuda_stream, is_capturing(x.device)

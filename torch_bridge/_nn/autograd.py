@@ -19,25 +19,18 @@ from qshard._core.quantize_steps import Plane
 from qshard.formats import Format, Usage
 from qshard.recipes import Recipe, Role
 from qshard.torch_bridge._delayed_scaling import note
-from qshard.torch_bridge._distributed.activation_group import KeptInParts
+from qshard.torch_bridge._distributed.activation_group import Join
 from qshard.torch_bridge._distributed.sequence_parallel import Rows
-from qshard.torch_bridge._distributed.tensor_shards import Part
+from qshard.torch_bridge._distributed.tensor_shards import ShardSpec
 from qshard.torch_bridge._nn import activations, linear_program
-from qshard.torch_bridge._nn.amax_cache import noted_amax
-from qshard.torch_bridge._nn.operands import ROLES, matrix_of, quantized, values_of
+from qshard.torch_bridge._nn.amax_cache import cached_amax
+from qshard.torch_bridge._nn.operands import ROLES, LayerQuantizer, matrix_of, values_of
 from qshard.torch_bridge._ops.autograd_node import Node
+from qshard.torch_bridge._ops.eager import is_compiling
 from qshard.torch_bridge._quantized.gemm import Operand, matmul
-from qshard.torch_bridge._quantized.plane_programs import quantized_swiglu_again, transposed
+from qshard.torch_bridge._quantized.plane_programs import quantized_swiglu_again, transpose
 
 aten = torch.ops.aten
-
-
-class Joined(NamedTuple):
-    """How the codes of x come back: who has the parts, and what they are of."""
-
-    kept: KeptInParts
-    shape: torch.Size
-    dtype: torch.dtype
 
 
 class How(NamedTuple):
@@ -52,7 +45,7 @@ class How(NamedTuple):
       y_shape: of y.
       parts: which parts of larger tensors the operands are, if they are.
       x_rows, y_rows: how rows of theirs are cut, of whose planes others have the rest.
-      joined: of the codes of x a part is kept; None: all of them.
+      join: gathers the codes of x, of which this rank keeps a part; None: it keeps all.
       is_kn: the weight is `[K, N]`.
     """
 
@@ -65,10 +58,10 @@ class How(NamedTuple):
     given: int
     of_x: int
     y_shape: tuple[int, ...]
-    parts: Mapping[Role, Part]
+    parts: Mapping[Role, ShardSpec]
     x_rows: Rows | None
     y_rows: Rows | None
-    joined: Joined | None
+    join: Join | None
     is_kn: bool
 
 
@@ -107,47 +100,67 @@ class Gradients(Node):
         seed = saved.pop()
         count, of_x, of_w = len(saved), saved[: how.of_x], saved[how.of_x :]
         saved.clear()  # Operands go as soon as they are multiplied: checkpointing has left no others of them.
-        if how.joined is not None:
-            of_x[0] = how.joined.kept.join(of_x[0], *how.joined[1:])
-        need_x, need_w = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
-        dy, plan = matrix_of(grad, grad.dtype), None
-        if not how.parts and not how.is_kn and not torch.compiler.is_compiling():
-            x_parts = 1 if how.x_again else sum(part is not None for part in of_x)
-            w_parts = 1 if how.w_again else sum(part is not None for part in of_w)
-            sizes = (*dy.shape, ctx.x_shape[-1])
-            dtypes = how.dtype if need_x else None, ctx.w_dtype if need_w else None
-            plan = linear_program.backward_of(how.recipe, sizes, dy.device, dtypes, (x_parts, w_parts, how.w_usage))
-        if plan is not None:
-            x = [_again(how, of_x, ctx)[0]] if how.x_again else [part for part in of_x if part is not None]
-            w = [values_of(of_w[-1])] if how.w_again else [part for part in of_w if part is not None]
-            grad_x, grad_w, amax = linear_program.gradients(plan, how.recipe, dy, x, w, ctx.given[: len(ROLES)], seed)
-        else:
-            usage = Usage.BOTH if need_x and need_w else Usage.ROWWISE if need_x else Usage.COLUMNWISE
-            known = noted_amax(grad)
-            dys, amaxes = quantized(dy, how.recipe, usage, Role.GRADIENT, seed, how.parts, ctx.given, known)
-            grad_x = grad_w = None
-            amax = amaxes[0] if amaxes else None
-            travelling = None
-            if need_w and (how.x_rows or how.y_rows):
-                sides = (dys.pop(Usage.COLUMNWISE), how.y_rows), (_x_of(how, of_x, seed, ctx), how.x_rows)
-                travelling = [(lambda own=own: own) if rows is None else rows.gathered(own) for own, rows in sides]
-                del sides
-            elif need_w:
-                pair = [dys.pop(Usage.COLUMNWISE), _x_of(how, of_x, seed, ctx)]
-                if how.is_kn:
-                    pair.reverse()
-                grad_w = matmul(pair.pop(0), pair.pop(), ctx.w_dtype)
-            if need_x:
-                dy_row, w_back = dys.pop(Usage.ROWWISE), _w_of(how, of_w, seed, ctx)
-                grad_x = _product_of(dy_row, w_back, how.dtype, how.y_rows, how.x_rows)
-            if travelling is not None:
-                dy_column, x_column = (wait() for wait in travelling)
-                grad_w = matmul(dy_column, x_column, ctx.w_dtype)
+        if how.join is not None:
+            of_x[0] = how.join(of_x[0])
+        dy, made = matrix_of(grad, grad.dtype), None
+        if not how.parts and not how.is_kn and not is_compiling():
+            made = _gradients_in_one_call(ctx, dy, of_x, of_w, seed)
+        if made is None:
+            made = _gradients_op_by_op(ctx, dy, cached_amax(grad), of_x, of_w, seed)
+        grad_x, grad_w, amax = made
         if amax is not None:
             note(ctx.given[-1], amax)
         if grad_x is not None:
             grad_x = grad_x.view(ctx.x_shape).to(ctx.x_dtype)
         return grad_x, grad_w, *(None,) * (3 + how.given + count - how.w_again)
+
+
+_Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""The gradients of x and of the weight, and the amax of that of y, if its scale is given."""
+
+
+def _gradients_in_one_call(
+    ctx: Any, dy: Tensor, of_x: list[Any], of_w: list[Any], seed: Tensor | None
+) -> _Gradients | None:
+    how: How = ctx.how
+    need_x, need_w = ctx.needs_input_grad[:2]
+    x, w = ([part for part in parts if part is not None] for parts in (of_x, of_w))
+    dtypes = how.dtype if need_x else None, ctx.w_dtype if need_w else None
+    kept = 1 if how.x_again else len(x), 1 if how.w_again else len(w), how.w_usage
+    plan = linear_program.backward_of(how.recipe, (*dy.shape, ctx.x_shape[-1]), dy.device, dtypes, kept)
+    if plan is None:
+        return None
+    if how.x_again:
+        x = [_again(how, of_x, ctx)[0]]
+    if how.w_again:
+        w = [values_of(of_w[-1])]
+    return linear_program.gradients(plan, how.recipe, dy, x, w, ctx.given[: len(ROLES)], seed)
+
+
+def _gradients_op_by_op(
+    ctx: Any, dy: Tensor, known: Tensor | None, of_x: list[Any], of_w: list[Any], seed: Tensor | None
+) -> _Gradients:
+    how: How = ctx.how
+    need_x, need_w = ctx.needs_input_grad[:2]
+    usage = Usage.BOTH if need_x and need_w else Usage.ROWWISE if need_x else Usage.COLUMNWISE
+    dys, amax = _quantizer(ctx, seed).quantize(dy, Role.GRADIENT, usage, known)
+    grad_x = grad_w = travelling = None
+    if need_w and (how.x_rows or how.y_rows):
+        sides = (dys.pop(Usage.COLUMNWISE), how.y_rows), (_x_of(how, of_x, seed, ctx), how.x_rows)
+        travelling = [(lambda own=own: own) if rows is None else rows.gathered(own) for own, rows in sides]
+        del sides
+    elif need_w:
+        pair = [dys.pop(Usage.COLUMNWISE), _x_of(how, of_x, seed, ctx)]
+        if how.is_kn:
+            pair.reverse()
+        grad_w = matmul(pair.pop(0), pair.pop(), ctx.w_dtype)
+    if need_x:
+        dy_row, w_back = dys.pop(Usage.ROWWISE), _w_of(how, of_w, seed, ctx)
+        grad_x = _product_of(dy_row, w_back, how.dtype, how.y_rows, how.x_rows)
+    if travelling is not None:
+        dy_column, x_column = (wait() for wait in travelling)
+        grad_w = matmul(dy_column, x_column, ctx.w_dtype)
+    return grad_x, grad_w, amax
 
 
 def _again(how: How, kept: Sequence[Any], ctx: Any) -> tuple[Tensor, Tensor | None]:
@@ -157,19 +170,23 @@ def _again(how: How, kept: Sequence[Any], ctx: Any) -> tuple[Tensor, Tensor | No
     return matrix_of(x, how.dtype, ctx.x_shape[-1]), amax if x.dtype == how.dtype else None
 
 
+def _quantizer(ctx: Any, seed: Tensor | None) -> LayerQuantizer:
+    return LayerQuantizer(ctx.how.recipe, seed, ctx.how.parts, ctx.given)
+
+
 def _x_of(how: How, kept: list[Any], seed: Tensor | None, ctx: Any) -> Operand:
     """x, columnwise, from what is kept of it, which leaves the list."""
-    parts, recipe, role, columns = tuple(kept), how.recipe, Role.ACTIVATION, Usage.COLUMNWISE
+    parts, role, columns = tuple(kept), Role.ACTIVATION, Usage.COLUMNWISE
     kept.clear()
-    fmt = recipe.format(role)
+    fmt = how.recipe.format(role)
     if how.x_again is None:
         return Operand(fmt, Plane(*parts), columns)
-    if how.x_again is activations.swiglu_again and fmt.block is None and not ctx.given and not how.parts:
+    if how.x_again is activations.swiglu_again and fmt.per_tensor and not ctx.given and not how.parts:
         gate, up = (matrix_of(part, part.dtype, ctx.x_shape[-1]) for part in parts[:2])
         if len(parts) > 2 and gate.dtype == how.dtype:
             return Operand(fmt, quantized_swiglu_again(gate, up, fmt, parts[2]), columns)
     x, amax = _again(how, parts, ctx)
-    return quantized(x, recipe, columns, role, seed, how.parts, ctx.given, amax)[0][columns]
+    return _quantizer(ctx, seed).quantize(x, role, columns, amax)[0][columns]
 
 
 def _w_of(how: How, kept: list[Any], seed: Tensor | None, ctx: Any) -> Operand:
@@ -178,14 +195,14 @@ def _w_of(how: How, kept: list[Any], seed: Tensor | None, ctx: Any) -> Operand:
     kept.clear()
     usage = Usage.ROWWISE if how.is_kn else Usage.COLUMNWISE
     if how.w_again:
-        return quantized(values_of(parts[-1]), how.recipe, usage, Role.WEIGHT, seed, how.parts, ctx.given)[0][usage]
+        return _quantizer(ctx, seed).quantize(values_of(parts[-1]), Role.WEIGHT, usage)[0][usage]
     codes = Plane(*parts)
     if how.w_usage is not usage:
-        codes = transposed(codes, how.w_format)
+        codes = transpose(codes, how.w_format)
     return Operand(how.w_format, codes, usage)
 
 
-def multiplied(
+def multiply(
     x: Operand, w: Operand, dtype: torch.dtype, shape: Sequence[int], x_rows: Rows | None, y_rows: Rows | None
 ) -> Tensor:
     """y. Not a view, to which FSDP2 could not attach its hooks."""
@@ -222,7 +239,7 @@ class Product(torch.autograd.Function):
         ctx.count = len(parts)
         usage = Usage.COLUMNWISE if is_kn else Usage.ROWWISE
         x, w = Operand(x_format, Plane(*parts[:half])), Operand(w_format, Plane(*parts[half:]), usage)
-        return multiplied(x, w, dtype, y.shape, *rows)
+        return multiply(x, w, dtype, y.shape, *rows)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

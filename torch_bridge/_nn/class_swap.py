@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copyreg
-from typing import Any, TypeVar
+import functools
+from typing import Any, TypeVar, cast
 
 from torch import nn
 
@@ -15,14 +16,14 @@ class Extends(nn.Module):
 
     Attributes:
       _of: the class of PyTorch's.
-      _extends: of classes that `extended` has made: that of the user.
+      _extends: of classes that `extend_class` has made: that of the user.
     """
 
     _of: type[nn.Module]
     _extends: type[nn.Module]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """The classes that `extended` makes travel as those that they extend."""
+        """The classes that `extend_class` makes travel as those that they extend."""
         reduced = super().__reduce_ex__(max(int(protocol), 2))
         if "_extends" not in vars(type(self)) or reduced[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]
             return reduced
@@ -30,10 +31,7 @@ class Extends(nn.Module):
         return (_new, (kind, type(self)._extends, *reduced[1][1:]), *reduced[2:])
 
 
-_EXTENDED: dict[tuple[type, type], type] = {}
-
-
-def extended(kind: type[T], base: type[nn.Module]) -> type[T]:
+def extend_class(kind: type[T], base: type[nn.Module]) -> type[T]:
     """`kind` for modules of `base`, which they stay instances of.
 
     Raises:
@@ -43,17 +41,20 @@ def extended(kind: type[T], base: type[nn.Module]) -> type[T]:
         return kind
     if issubclass(base, kind):
         return base
-    if (kind, base) in _EXTENDED:
-        return _EXTENDED[kind, base]
+    made: type[T] = _subclass_of_both(cast(Any, kind), cast(Any, base))
+    return made
+
+
+@functools.cache
+def _subclass_of_both(kind: Any, base: Any) -> Any:
     if copyreg._slotnames(base):  # type: ignore[attr-defined]
         raise TypeError(f"{base.__name__} has __slots__")
     name = f"Quantized{base.__name__}"
     made = type(name, (kind, base), {"_extends": base, "__module__": base.__module__, "__doc__": base.__doc__})
     object.__new__(base).__class__ = made
-    _EXTENDED[kind, base] = made
     return made
 
 
 def _new(kind: type[Extends], base: type[nn.Module], *given: Any) -> Extends:
-    made = extended(kind, base)
+    made = extend_class(kind, base)
     return made.__new__(made, *given)

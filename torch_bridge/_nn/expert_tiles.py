@@ -20,13 +20,16 @@ import torch
 from torch import Tensor
 
 from qshard._core import quantize_steps
-from qshard._core.quantize_steps import Draws, Plane
+from qshard._core.operands import OperandSpec, quantize_operand
+from qshard._core.placement import Box
+from qshard._core.quantize_steps import Plane
 from qshard.formats import E4M3, Format, Usage
-from qshard.layout import is_transposed, multiplies_codes
+from qshard.layout import block_alignment, is_transposed, multiplies_codes
 from qshard.recipes import Recipe
 from qshard.torch_bridge._ops.bind import ops
+from qshard.torch_bridge._ops.uint64 import xor_words
 from qshard.torch_bridge._quantized.gemm import Operand, matmul_into
-from qshard.torch_bridge._quantized.plane_programs import transposed
+from qshard.torch_bridge._quantized.plane_programs import transpose
 
 _LEAST_UNIT = 16
 """PyTorch's grouped products want the rows that they contract in runs of 16 bytes."""
@@ -82,8 +85,7 @@ class Tiles(NamedTuple):
 
 def tiles_of(recipe: Recipe, rows: int, group_sizes: Tensor) -> Tiles:
     """The tiles of so many rows. What sizes are not checked for here is that they fit the rows."""
-    formats = (recipe.activation, recipe.gradient)
-    unit = max(_LEAST_UNIT, *((fmt.block_of(usage) or (1, 1))[0] for fmt in formats for usage in Usage.BOTH.planes))
+    unit = max(_LEAST_UNIT, block_alignment(recipe.activation, recipe.gradient))
     sizes, experts, device = group_sizes.to(torch.int64), group_sizes.shape[0], group_sizes.device
     padded = ((sizes + unit - 1) // unit).clamp(min=1) * unit
     ends, stops = sizes.cumsum(0), padded.cumsum(0)
@@ -133,20 +135,16 @@ class Side(NamedTuple):
         if self.factor is not None:
             # Apart, since cuBLASLt would have each moved to an address of 16 bytes.
             apart = torch.nn.functional.pad(self.factor[:, None], (0, 3))[:, 0]
-            parts[1 if self.format.block is None else 2] = apart.unbind()
+            parts[1 if self.format.per_tensor else 2] = apart.unbind()
         return [Operand(self.format, Plane(*each), self.usage) for each in zip(*parts, strict=False)]
-
-
-def has_factor(fmt: Format) -> bool:
-    return fmt.block is None or fmt.scaling.global_scale == "tensor"
 
 
 def side_of(fmt: Format, usage: Usage, parts: Plane, factors: Tensor | None = None) -> Side:
     """Of planes that lie one after the other: factors of experts are taken out of them, or are given."""
-    if not has_factor(fmt):
+    if not fmt.tensor_scaled:
         return Side(fmt, usage, parts, None)
     one = torch.ones((), device=parts.data.device)
-    if fmt.block is None:
+    if fmt.per_tensor:
         return Side(fmt, usage, Plane(parts.data, one), parts.scale_inv if factors is None else factors)
     factors = parts.global_scale_inv if factors is None else factors
     return Side(fmt, usage, parts._replace(global_scale_inv=one), factors)
@@ -159,22 +157,15 @@ def stacked(weights: Sequence[Operand]) -> Side:
 
 
 def quantized_places(
-    places: Tensor,
-    fmt: Format,
-    usage: Usage,
-    tiles: Tiles,
-    *,
-    seeds: Tensor | None = None,
-    scale: Tensor | None = None,
-    margin: int = 0,
+    places: Tensor, spec: OperandSpec, tiles: Tiles, *, seeds: Tensor | None = None, scale: Tensor | None = None
 ) -> tuple[dict[Usage, Side], Tensor | None]:
     """The planes of `places`, under one set of scales an expert.
 
     Args:
-      seeds: of each expert, `[E, 2]` words, where the format needs them.
-      scale, margin: of delayed scaling, `[E]`. The amaxes of experts then come with the planes.
+      seeds: of each expert, `[E, 2]` words.
+      scale: of delayed scaling, `[E]`. The amaxes of experts then come with the planes.
     """
-    columns = places.shape[2]
+    fmt, usage = spec.format, spec.usage
     found: list[Tensor] = []
 
     def merged(amax: Tensor) -> Tensor:
@@ -184,27 +175,26 @@ def quantized_places(
         return tiles.of_tiles(found[-1])
 
     # Ops take tiles as one matrix, but for a global scale: it is one for a matrix, and so each tile is one.
-    apart = has_factor(fmt) and fmt.block is not None
+    apart = fmt.tensor_scaled and not fmt.per_tensor
     over = _Apart() if apart else ops
     asked = usage
-    if fmt.transposes and fmt.block is not None and fmt.stochastic:
+    if fmt.transposes and fmt.stochastic:
         asked = Usage.ROWWISE  # Of which the other one is made, as of a matrix.
-    if scale is not None:
-        given = tiles.of_tiles(scale)
-        made, _ = quantize_steps.quantize_delayed(ops, places, fmt, asked, given, margin, reduce_max=merged, lead=1)
-    else:
-        draws = amax = None
-        if seeds is not None and fmt.stochastic:
-            first = (tiles.first * columns).view(torch.int32).view(-1, 2)  # The low word first.
-            draws = Draws(tiles.of_tiles(seeds).contiguous(), first, columns)
-        if has_factor(fmt) and not (fmt.hadamard and Usage.COLUMNWISE in asked):
-            amax = ops.amax_tensor(places, lead=1)
-        made = quantize_steps.quantize(over, places, fmt, asked, reduce_max=merged, draws=draws, amax=amax)
+    draws, seeds = None, spec.seed_of(seeds, xor_words)
+    if seeds is not None:
+        tile = Box(tuple(places.shape[1:]), (tiles.first, 0), tuple(places.shape[1:]))
+        # Words are int32, the low one first.
+        draws = tile.draws(tiles.of_tiles(seeds).contiguous(), lambda first: first.view(torch.int32).view(-1, 2))
+    amax = None
+    if fmt.tensor_scaled and not fmt.rotates(asked):
+        amax = ops.amax_tensor(places, lead=1)
+    given: dict[str, Any] = {"scale": None if scale is None else tiles.of_tiles(scale), "draws": draws, "amax": amax}
+    made, _ = quantize_operand(over, places, spec._replace(usage=asked), **given, reduce_max=merged)
     sides = {}
     for each, parts in made.items():
-        of_tiles = parts.scale_inv if fmt.block is None else parts.global_scale_inv
+        of_tiles = parts.scale_inv if fmt.per_tensor else parts.global_scale_inv
         factor = None
-        if has_factor(fmt):
+        if fmt.tensor_scaled:
             assert of_tiles is not None
             factor = of_tiles.index_select(0, tiles.starts // tiles.unit)
         sides[each] = side_of(fmt, each, Plane(*(_as_matrix(part, fmt, each, apart) for part in parts)), factor)
@@ -254,7 +244,7 @@ def products_of_rows(
       contracted: for which axis of the weights the product is.
       stops: those of the tiles, as the host knows them: then a product is a call for each expert. None: one for all.
     """
-    turns = isinstance(w, Side) and w.usage is not contracted and w.format.block is None
+    turns = isinstance(w, Side) and w.usage is not contracted and w.format.per_tensor
     if isinstance(w, Side) and turns and (stops is not None or _grouped_codes(x, w, dtype)):
         w = w._replace(usage=contracted, parts=w.parts._replace(data=ops.transpose(w.parts.data, batch=1)))
     if stops is not None:
@@ -262,7 +252,7 @@ def products_of_rows(
         weights = w.by_expert() if isinstance(w, Side) else w
         for rows, weight, start, stop in zip(x.by_expert(stops), weights, (0, *stops[:-1]), stops, strict=True):
             if weight.usage is not contracted:
-                weight = Operand(weight.format, transposed(weight.parts, weight.format), contracted)
+                weight = Operand(weight.format, transpose(weight.parts, weight.format), contracted)
             matmul_into(rows, weight, y[start:stop], fast=fast)
         return y
     assert isinstance(w, Side)

@@ -11,23 +11,25 @@ from torch.distributed.tensor import DTensor
 
 from qshard._core.validation import seed_missing, shown
 from qshard.formats import Usage
-from qshard.recipes import Recipe, RecipeLike, Role, as_recipe, check_weight_format
+from qshard.recipes import Recipe, RecipeLike, Role, as_recipe, check_state, check_weight_format
 from qshard.torch_bridge._delayed_scaling import DelayedScale
-from qshard.torch_bridge._distributed.activation_group import KeptInParts
+from qshard.torch_bridge._distributed.activation_group import ActivationGroup, Join
 from qshard.torch_bridge._distributed.dtensor import local_of
-from qshard.torch_bridge._distributed.flat_parameter import flat_of
-from qshard.torch_bridge._distributed.tensor_shards import Cut, Part, cut_of
+from qshard.torch_bridge._distributed.fsdp1 import flat_of
+from qshard.torch_bridge._distributed.tensor_shards import LinearSharding, ShardSpec, linear_sharding
 from qshard.torch_bridge._fsdp.weight import ShardedWeight
 from qshard.torch_bridge._nn import linear_program, saved_input
-from qshard.torch_bridge._nn.amax_cache import noted_amax
-from qshard.torch_bridge._nn.autograd import Gradients, How, Joined, Product, multiplied
-from qshard.torch_bridge._nn.operands import ROLES, matrix_of, planes_of, quantized, values_of
+from qshard.torch_bridge._nn.amax_cache import cached_amax
+from qshard.torch_bridge._nn.autograd import Gradients, How, Product, multiply
+from qshard.torch_bridge._nn.operands import ROLES, LayerQuantizer, matrix_of, planes_of, values_of
 from qshard.torch_bridge._ops.autograd_node import apply_node
+from qshard.torch_bridge._ops.eager import is_compiling
 from qshard.torch_bridge._ops.uint64 import words
 from qshard.torch_bridge._quantized.gemm import Operand
-from qshard.torch_bridge._quantized.plane_programs import transposed
+from qshard.torch_bridge._quantized.plane_programs import transpose
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
 from qshard.torch_bridge._quantized.validation import check_contiguous, check_dtype, check_tensor
+from qshard.torch_bridge._torch_internals import has_saved_tensors_hooks
 
 WeightLayout = Literal["NK", "KN"]
 """How a weight lies in memory. "NK": `[N, K]`, as that of `nn.Linear`; "KN": `[K, N]`, as that of GPT-2's `Conv1D`."""
@@ -50,7 +52,7 @@ def linear(
     dtype: torch.dtype | None = None,
     scatter_dim: int | None = None,
     overlap: bool = False,
-    kept: KeptInParts | None = None,
+    activation_group: ActivationGroup | None = None,
     weight_layout: WeightLayout = "NK",
 ) -> Tensor:
     """`y = x @ weight.T + bias`, with x, weight and the gradient of y quantized.
@@ -75,8 +77,9 @@ def linear(
       scatter_dim: of DTensors whose weight is cut along K: the axis of rows along which y is cut as it is summed. The
         codes of its gradient are gathered, not its values.
       overlap: whether rows that are cut (`sequence_parallel.py`) travel while others are multiplied. The bits are the
-      same. kept: ranks that have this very x, and keep codes of it together (`prepare_modules_for_fsdp1`). Its backward
-        pass is collective then.
+        same.
+      activation_group: ranks that have this very x, and keep codes of it together (`prepare_modules_for_fsdp1`). The
+        backward pass is collective then.
       weight_layout: "NK", or "KN" for a weight of `[K, N]`, as GPT-2's `Conv1D` has it: `y = x @ weight + bias`. Codes
         of it lie as it does. Not for DTensors.
 
@@ -125,12 +128,12 @@ def linear(
     if is_kn and (isinstance(x, DTensor) or isinstance(weight, DTensor)):
         raise TypeError("linear: weight (DTensor, weight_layout='KN') cannot be a DTensor; pass it as [N, K]")
     # Dynamo would hold a graph to the id, and compile alike layers one by one, of which a few are its limit.
-    cut, shared, layer = None, x, 0 if torch.compiler.is_compiling() else _id_of(weight)
+    cut, shared, layer = None, x, 0 if is_compiling() else _id_of(weight)
     if isinstance(x, DTensor) and isinstance(weight, DTensor):
         _check_shapes(x, weight, bias)
         if scatter_dim is not None and scatter_dim < 0:
             scatter_dim += x.ndim
-        cut = cut_of("linear", x, weight, recipe, scatter_dim, overlap)
+        cut = linear_sharding("linear", x, weight, recipe, scatter_dim, overlap)
         is_there = x.placements == cut.parts[Role.ACTIVATION].placements
         given_x, x, weight = local_of(x), cut.x(x), cut.weight(weight)
         shared = given_x if is_there else x  # Each call makes another object of the one part that layers share.
@@ -143,7 +146,7 @@ def linear(
     check_operand("linear", weight, recipe)
     if cut is None:
         _check_shapes(x, weight, bias, is_kn)
-    if not (parts and torch.compiler.is_compiling()):  # Dynamo knows no state of a part that it has made.
+    if not (parts and is_compiling()):  # Dynamo knows no state of a part that it has made.
         check_gathered(weight)
     if dtype is not None:
         check_dtype("linear", "dtype", dtype)
@@ -154,18 +157,15 @@ def linear(
     else:
         seed = words("linear", "seed", seed, x.device).view(torch.int32)
     given: list[Tensor] = []
-    if recipe.stateful != (delayed is not None):
-        raise ValueError(
-            f"linear: delayed ({'None' if delayed is None else 'given'}) is not what {type(recipe).__name__} takes; "
-            "pass the DelayedScale of each role with DelayedScaling, and nothing with other recipes"
-        )
+    advice = "the DelayedScale of each role with DelayedScaling, and nothing with other recipes"
+    check_state("linear", "delayed", None if delayed is None else "given", recipe, advice)
     if delayed is not None:
         for role in ROLES:
             if role not in delayed:
                 raise ValueError(f"linear: delayed has no state for {role}; pass a DelayedScale for each role")
         given = [*(delayed[role].scale for role in ROLES), delayed[Role.GRADIENT].amax]
     dtype = x.dtype if dtype is None else dtype
-    y = _product(x, weight, recipe, seed, given, delayed, dtype, cut, shared, layer, kept, is_kn)
+    y = _product(x, weight, recipe, seed, given, delayed, dtype, cut, shared, layer, activation_group, is_kn)
     y = y if cut is None else cut.y(y)
     return y if bias is None else y + bias.to(y.dtype)
 
@@ -178,10 +178,10 @@ def _product(
     given: list[Tensor],
     delayed: Mapping[Role, DelayedScale] | None,
     dtype: torch.dtype,
-    cut: Cut | None,
+    cut: LinearSharding | None,
     shared: Tensor,
     layer: Hashable,
-    kept: KeptInParts | None,
+    activation_group: ActivationGroup | None,
     is_kn: bool,
 ) -> Tensor:
     """`linear` of plain tensors, without bias.
@@ -190,21 +190,23 @@ def _product(
       cut: which parts they are of larger tensors, if they are.
       shared: what tells one x from another, for layers that take the same.
       layer: which layer it is.
-      kept: who keeps parts of the codes of x.
+      activation_group: who keeps parts of the codes of x.
       is_kn: the weight is `[K, N]`.
     """
-    parts: Mapping[Role, Part] = {} if cut is None else cut.parts
+    parts: Mapping[Role, ShardSpec] = {} if cut is None else cut.parts
     x_rows, y_rows = (None, None) if cut is None else (cut.x_rows, cut.y_rows)
-    eager, stochastic = not torch.compiler.is_compiling(), recipe.format(Role.ACTIVATION).stochastic
+    eager, stochastic = not is_compiling(), recipe.format(Role.ACTIVATION).stochastic
     has_grad = torch.is_grad_enabled()
     need_x, need_w = has_grad and x.requires_grad, has_grad and weight.requires_grad
     source = saved_input.source_of(x) if need_w and eager and not stochastic and not parts else None
     x_usage = Usage.BOTH if need_w and source is None else Usage.ROWWISE
 
+    quantizer = LayerQuantizer(recipe, seed, parts, given)
+
     def make(usage: Usage) -> saved_input.Planes:
-        known = noted_amax(x) if x.dtype == dtype else None
-        planes, amaxes = quantized(matrix_of(x, dtype), recipe, usage, Role.ACTIVATION, seed, parts, given, known)
-        return planes, [*amaxes, *given[_X_SCALES]]
+        known = cached_amax(x) if x.dtype == dtype else None
+        planes, amax = quantizer.quantize(matrix_of(x, dtype), Role.ACTIVATION, usage, known)
+        return planes, [] if amax is None else [amax, *given[_X_SCALES]]
 
     if stochastic:
         xs, others = make(x_usage)
@@ -215,45 +217,41 @@ def _product(
         amax, *given[_X_SCALES] = others  # The scale may be that of another layer.
         delayed[Role.ACTIVATION].observe(amax)
 
-    x_row, w_format, w_again, ready = xs[Usage.ROWWISE], recipe.weight, False, None
+    x_row, w_format, w_again = xs[Usage.ROWWISE], recipe.weight, False
+    y: Tensor | None = None
     # The plane of the weight, as it lies, that each pass contracts.
     forward, backward = (Usage.COLUMNWISE, Usage.ROWWISE) if is_kn else (Usage.ROWWISE, Usage.COLUMNWISE)
     ws: dict[Usage, Operand] = {}
     # Under hooks something is recomputed, and the product comes in a node of its own.
-    one_node = eager and not saved_input.are_hooks_there()
+    one_node = eager and not has_saved_tensors_hooks()
     if isinstance(weight, QuantizedTensor):  # Gathered by FSDP2, for example. The hook before it has noted its amax.
         w_format, ws = weight.format, planes_of(weight, need_x or is_kn)
         if is_kn and forward not in ws:
-            ws[forward] = Operand(w_format, transposed(ws[backward].parts, w_format), forward)
+            ws[forward] = Operand(w_format, transpose(ws[backward].parts, w_format), forward)
     else:
         # What is no parameter may be there for this product alone, and has more bytes than its codes.
         w_again = need_x and eager and (isinstance(weight, torch.nn.Parameter) or flat_of(weight) is not None)
         if one_node and not parts and not is_kn and (w_again or not need_x):
             scale = given[_W_SCALE] if given else None
-            ready = linear_program.product(x_row.parts, x_row.format, values_of(weight), recipe, scale, seed, dtype)
-        if ready is None:
+            y, w_amax = linear_program.product(x_row, values_of(weight), recipe, scale, seed, dtype)
+        if y is None:
             w_usage = Usage.BOTH if need_x and not w_again else forward
-            ws, amaxes = quantized(values_of(weight), recipe, w_usage, Role.WEIGHT, seed, parts, given)
-        else:
-            amaxes = [cast(Tensor, ready[1])]
+            ws, w_amax = quantizer.quantize(values_of(weight), Role.WEIGHT, w_usage)
         if delayed is not None:
-            delayed[Role.WEIGHT].observe(amaxes[0])
+            delayed[Role.WEIGHT].observe(cast(Tensor, w_amax))
     shape = (*x.shape[:-1], weight.shape[1 if is_kn else 0]) if cut is None else cut.y_shape(x, weight.shape[0])
-    y: Tensor | None = None
-    if ready is not None:
-        y = aten._unsafe_view.default(ready[0], shape)
+    if y is not None:
+        y = aten._unsafe_view.default(y, shape)
     elif one_node or not (need_x or need_w):
-        y = multiplied(x_row, ws[forward], dtype, shape, x_rows, y_rows)
+        y = multiply(x_row, ws[forward], dtype, shape, x_rows, y_rows)
     if y is not None and not (need_x or need_w):
         return y
     of_x: Sequence[Tensor | None] = ()
     if need_w:
         of_x = xs[Usage.COLUMNWISE].parts if source is None else source.tensors
-    joined: Joined | None = None
-    if kept is not None and need_w and source is None and eager:
-        x_col = xs[Usage.COLUMNWISE].parts
-        joined = Joined(kept, x_col.data.shape, x_col.data.dtype)
-        of_x = x_col._replace(data=kept.cut(x_col.data))
+    join: Join | None = None
+    if activation_group is not None and need_w and source is None and eager:
+        of_x, join = activation_group.split(xs[Usage.COLUMNWISE].parts)
     of_w: Sequence[Tensor | None] = ()
     kept_usage = None
     if w_again:
@@ -267,7 +265,7 @@ def _product(
     scales = [scale if eager or i >= _X_SCALES.stop else None for i, scale in enumerate(given)]
     x_again = None if source is None else source.again
     sizes = len(given), len(of_x), shape
-    how = How(recipe, dtype, x_again, w_again, w_format, kept_usage, *sizes, parts, x_rows, y_rows, joined, is_kn)
+    how = How(recipe, dtype, x_again, w_again, w_format, kept_usage, *sizes, parts, x_rows, y_rows, join, is_kn)
     made: Tensor = apply_node(Gradients, x, weight, how, seed, None if y is None else (y,), *scales, *of_x, *of_w)
     if y is None:
         w = ws[forward]
@@ -290,7 +288,7 @@ def _key(recipe: Recipe, dtype: torch.dtype) -> tuple[Any, ...]:
 def check_operand(op: str, weight: Tensor, recipe: Recipe) -> None:
     """Raises unless it is a weight for a recipe, gathered if it is sharded."""
     if isinstance(weight, QuantizedTensor):
-        if weight.format is not recipe.weight and not torch.compiler.is_compiling():
+        if weight.format is not recipe.weight and not is_compiling():
             check_weight_format(op, "weight", weight.format, recipe)
     else:
         check_tensor(op, "weight", weight, sharded=_NOT_GATHERED)

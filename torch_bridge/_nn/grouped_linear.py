@@ -8,22 +8,20 @@ makes of its rows, bit for bit.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
-from qshard._core import flat_shards
+from qshard._core.flat_shards import FlatSlice
 from qshard._core.quantize_steps import Plane, Scales
 from qshard._core.validation import shown
 from qshard.formats import Format, Usage
 from qshard.layout import source
-from qshard.recipes import DelayedScaling, Recipe, RecipeLike, Role, as_recipe, check_weight_shape
-from qshard.torch_bridge._fsdp.epochs import Passes
+from qshard.recipes import Recipe, RecipeLike, Role, as_recipe, check_state, check_weight_shape
+from qshard.torch_bridge._fsdp.scale_state import Passes
 from qshard.torch_bridge._fsdp.weight import ShardedWeight
 from qshard.torch_bridge._nn.expert_tiles import (
     Side,
@@ -37,13 +35,14 @@ from qshard.torch_bridge._nn.expert_tiles import (
 )
 from qshard.torch_bridge._nn.functional import check_operand
 from qshard.torch_bridge._nn.linear import Linear
-from qshard.torch_bridge._nn.operands import ROLES, check_planes, planes_of, quantized, seeds_of, values_of
+from qshard.torch_bridge._nn.operands import ROLES, LayerQuantizer, operand_spec, planes_of, values_of
 from qshard.torch_bridge._ops.autograd_node import Node, apply_node
 from qshard.torch_bridge._ops.bind import dtype_name
-from qshard.torch_bridge._ops.foreach import SliceOps
+from qshard.torch_bridge._ops.foreach import flat_plan
 from qshard.torch_bridge._quantized.gemm import Operand
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
 from qshard.torch_bridge._quantized.validation import check_dtype, check_tensor
+from qshard.torch_bridge._torch_internals import pytree
 
 
 @torch.compiler.disable
@@ -114,12 +113,10 @@ def grouped_linear(
     _check_shapes(x, each)
     check_weight_shape("grouped_linear", "weights", recipe, tuple(each[0].shape))
     seeds = _checked_seeds(seeds, recipe, len(each))
-    if recipe.stateful != (delayed is not None) or (delayed is not None and len(delayed) != len(each)):
-        raise ValueError(
-            f"grouped_linear: delayed ({'None' if delayed is None else len(delayed)}) is not what "
-            f"{type(recipe).__name__} takes for {len(each)} experts; "
-            f"pass {'states for each' if recipe.stateful else 'None'}"
-        )
+    states = None if delayed is None else len(delayed)
+    advice = "states for each" if recipe.stateful else "None"
+    experts, fits = f"{len(each)} experts", states in (None, len(each))
+    check_state("grouped_linear", "delayed", states, recipe, advice, layers=experts, fits=fits)
     how = _How(recipe, x.dtype if dtype is None else dtype, _checked_sizes(x, len(each), group_sizes), delayed)
     given = each if whole is None else [whole]
     y: Tensor = apply_node(_Grouped, x, group_sizes.to(x.device, non_blocking=True), seeds, how, *given)
@@ -205,10 +202,8 @@ class _How(NamedTuple):
     sizes: tuple[int, ...] | None
     delayed: Sequence[Any] | None
 
-    def scales(self, role: Role) -> tuple[Tensor | None, int]:
-        if self.delayed is None:
-            return None, 0
-        return torch.stack([states[role].scale for states in self.delayed]), cast(DelayedScaling, self.recipe).margin
+    def scales(self, role: Role) -> Tensor | None:
+        return None if self.delayed is None else torch.stack([states[role].scale for states in self.delayed])
 
     def observe(self, role: Role, amaxes: Tensor | None) -> None:
         if self.delayed is not None and amaxes is not None:
@@ -284,12 +279,10 @@ def _whole(tensors: Sequence[Tensor], rest: Any) -> Any:
 
 
 def _quantized(x: Tensor, how: _How, usage: Usage, role: Role, tiles: Tiles, seeds: Tensor | None) -> dict[Usage, Side]:
-    scale, margin = how.scales(role)
-    fmt = how.recipe.format(role)
-    check_planes((tiles.number * tiles.unit, x.shape[1]), fmt, usage, role)
+    spec = operand_spec(how.recipe, role, usage)
+    spec.layouts((tiles.number * tiles.unit, x.shape[1]))
     places = tiles.spread(x.detach().to(how.dtype))
-    drawn = seeds_of(fmt, role, seeds)
-    sides, amaxes = quantized_places(places, fmt, usage, tiles, seeds=drawn, scale=scale, margin=margin)
+    sides, amaxes = quantized_places(places, spec, tiles, seeds=seeds, scale=how.scales(role))
     how.observe(role, amaxes)
     return sides
 
@@ -316,38 +309,31 @@ def _weights(
         return together(there, [one for one in usage.planes if all(one in planes for planes in there)]), None
     fmt = recipe.weight
     values = weights[0].detach().unbind() if weights[0].ndim == 3 else [values_of(weight) for weight in weights]
-    if how.delayed is None and fmt.transposes and not fmt.stochastic and fmt.slice_refusal is None:
+    if how.delayed is None and fmt.gather_refusal is None:
         side, scales = _cast_at_once(values, fmt, None if kept is None else kept[1])
         return {Usage.ROWWISE: side}, scales
     made = []
     for i, value in enumerate(values):
         given = [] if how.delayed is None else [how.delayed[i][role].scale for role in ROLES]
-        planes, amaxes = quantized(value, recipe, usage, Role.WEIGHT, None if seeds is None else seeds[i], {}, given)
+        quantizer = LayerQuantizer(recipe, None if seeds is None else seeds[i], scales=given)
+        planes, amax = quantizer.quantize(value, Role.WEIGHT, usage)
         made.append(planes)
         if how.delayed is not None and kept is None:
-            how.delayed[i][Role.WEIGHT].observe(amaxes[0])
+            how.delayed[i][Role.WEIGHT].observe(amax)
     return together(made, usage.planes), None
 
 
 def _cast_at_once(values: Sequence[Tensor], fmt: Format, scales: Scales | None) -> tuple[Side, Scales]:
     """The rowwise plane of all weights, by the ops on lists that ZeRO and FSDP2 have for theirs."""
-    plan, on_lists, starts = _prepared(len(values), tuple(values[0].shape), fmt, values[0].dtype, values[0].device)
-    flat = [value.reshape(-1) for value in values]
+    one = FlatSlice(tuple(values[0].shape), fmt, dtype_name(values[0].dtype))
+    flat, whole = flat_plan((one,) * len(values), values[0].device), [value.reshape(-1) for value in values]
     if scales is None:
-        (scales,) = flat_shards.scales(on_lists, plan, flat_shards.amaxes(on_lists, plan, flat, starts))
-    where = plan.buckets[0].planes[0]
+        (scales,) = flat.scales(flat.amaxes(whole))
+    where = flat.plan.buckets[0].planes[0]
     data = torch.empty((len(values), *where.data_shape), dtype=torch.uint8, device=values[0].device)
-    flat_shards.cast(on_lists, plan, [*data.unbind()], flat, starts, [scales.scale])
+    flat.cast([*data.unbind()], whole, [scales.scale], pieces=False)
     scale_inv = scales.scale_inv.view(len(values), *where.scale_shape)
     return side_of(fmt, Usage.ROWWISE, Plane(data, scale_inv, scales.global_scale_inv)), scales
-
-
-@functools.lru_cache(maxsize=256)
-def _prepared(
-    count: int, shape: tuple[int, ...], fmt: Format, dtype: torch.dtype, device: torch.device
-) -> tuple[flat_shards.MasterPlan, SliceOps, Tensor]:
-    plan = flat_shards.plan_master([shape] * count, fmt, dtype=dtype_name(dtype), op="grouped_linear")
-    return plan, SliceOps(plan, device), torch.zeros((count, 2), dtype=torch.int32, device=device)
 
 
 class GroupedLinear(nn.Module):

@@ -15,10 +15,10 @@ from qshard._core.validation import shown
 from qshard.formats import FLOATS, Usage
 from qshard.recipes import Recipe, RecipeLike, Role, as_recipe, check_weight_format, check_weight_shape
 from qshard.torch_bridge._delayed_scaling import DelayedScale, keep_amaxes
-from qshard.torch_bridge._distributed.activation_group import KeptInParts
+from qshard.torch_bridge._distributed.activation_group import ActivationGroup
 from qshard.torch_bridge._distributed.dtensor import local_of
-from qshard.torch_bridge._distributed.tensor_shards import Part, first_rank
-from qshard.torch_bridge._fsdp.functional import is_converted, say_that_it_was_gathered
+from qshard.torch_bridge._distributed.tensor_shards import ShardSpec, first_rank
+from qshard.torch_bridge._fsdp.functional import is_converted, warn_of_late_quantization
 from qshard.torch_bridge._fsdp.scale_state import ScaleState
 from qshard.torch_bridge._fsdp.weight import ShardedWeight, attributes_of, plain, wrap
 from qshard.torch_bridge._module_tree import modules_of, parameters_of
@@ -26,16 +26,17 @@ from qshard.torch_bridge._nn.class_swap import Extends
 from qshard.torch_bridge._nn.functional import WeightLayout, linear
 from qshard.torch_bridge._nn.operands import ROLES
 from qshard.torch_bridge._ops.bind import dtype_name
-from qshard.torch_bridge._ops.eager import nobody_looks_on
+from qshard.torch_bridge._ops.eager import is_compiling, may_skip_dispatcher
 from qshard.torch_bridge._quantized.device_moves import Move, changes
 from qshard.torch_bridge._quantized.scaling_state import loaded_if_there
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
 from qshard.torch_bridge._quantized.validation import check_dtype, check_tensor
+from qshard.torch_bridge._torch_internals import hooks_of, put_hooks
 
 
 def _take_seed(seed: Tensor, rank: int) -> Tensor:
     """What `seed` is, for this rank; `seed` becomes the next one."""
-    return _seed_taken(seed, rank) if nobody_looks_on((seed,)) else _take_seed_op(seed, rank)
+    return _seed_taken(seed, rank) if may_skip_dispatcher((seed,)) else _take_seed_op(seed, rank)
 
 
 def _seed_taken(seed: Tensor, rank: int) -> Tensor:
@@ -56,34 +57,25 @@ def _(seed: Tensor, rank: int) -> Tensor:
     return torch.empty_like(seed)
 
 
-def coded(weight: Tensor, recipe: Recipe, name: str, root: nn.Module | None, primary: bool = False) -> nn.Parameter:
+def wrap_weight(
+    weight: Tensor, recipe: Recipe, name: str, root: nn.Module | None, primary: bool = False
+) -> nn.Parameter:
     """A weight with the hooks by which FSDP2 gathers it as codes; the same memory."""
     state = ScaleState(recipe, name, root, weight.device, primary)
     state.shape = tuple(weight.shape)
-    # A tensor of its own also where nothing requires a gradient, since `put` makes another of the weight itself.
+    # A tensor of its own also where nothing requires a gradient: `replace_parameter` makes another of the weight.
     return nn.Parameter(ShardedWeight(plain(weight).detach(), state), requires_grad=weight.requires_grad)
 
 
-def put(weight: nn.Parameter, made: nn.Parameter) -> None:
+def replace_parameter(weight: nn.Parameter, made: nn.Parameter) -> None:
     """Makes `weight` what `made` is. It stays the object that optimizers hold, with its gradient, hooks and attributes.
 
     `made` is of no use afterwards.
     """
     made.grad = weight.grad
-    _put_hooks(made, *_hooks_of(weight))
+    put_hooks(made, *hooks_of(weight))
     made.__dict__.update(attributes_of(weight))
     torch.utils.swap_tensors(weight, made)
-
-
-def _hooks_of(parameter: Any) -> tuple[Any, Any]:
-    return parameter._backward_hooks, parameter._post_accumulate_grad_hooks
-
-
-def _put_hooks(parameter: Any, backward: Any, post_accumulate: Any) -> None:
-    if backward:
-        parameter._backward_hooks = backward
-    if post_accumulate:
-        parameter._post_accumulate_grad_hooks = post_accumulate
 
 
 def _move_of_codes(move: Move) -> Move:
@@ -135,7 +127,7 @@ class WeightLayer(Extends):
     Attributes:
       recipe: the format of each role.
       weight_layout: how the weight lies, as for `linear`.
-      seed, delayed, scatter_dim, overlap, kept: as of `Linear`.
+      seed, delayed, scatter_dim, overlap, activation_group: as of `Linear`.
     """
 
     recipe: Recipe
@@ -146,7 +138,7 @@ class WeightLayer(Extends):
     delayed: nn.ModuleDict
     scatter_dim: int | None = None
     overlap: bool = False
-    kept: KeptInParts | None = None
+    activation_group: ActivationGroup | None = None
     is_one_layer = True
     scaling_buffers = ("seed",)
 
@@ -181,7 +173,7 @@ class WeightLayer(Extends):
         old: Any = self._parameters.get("weight")
         new: Any = param
         if name == "weight" and isinstance(new, DTensor) and isinstance(old, ShardedWeight):
-            state, part = old.scale_state, Part(tuple(new.shape), new.device_mesh, new.placements)
+            state, part = old.scale_state, ShardSpec(tuple(new.shape), new.device_mesh, new.placements)
             state.part = part
             if not isinstance(local_of(new), ShardedWeight):
                 param = nn.Parameter(wrap(new, state), requires_grad=new.requires_grad)
@@ -218,7 +210,7 @@ class WeightLayer(Extends):
         name, primary = given.pop("_weight_name", None), given.pop("_weight_primary", False)  # Older files lack it.
         super().__setstate__(given)
         if name is not None and type(self.weight) is nn.Parameter:  # Not so in a copy, nor if layers share it.
-            put(self.weight, self._coded(self.weight, name, primary))
+            replace_parameter(self.weight, self._wrap(self.weight, name, primary))
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         """A checkpoint holds plain tensors: it loads without qshard, and under any other recipe."""
@@ -247,7 +239,7 @@ class WeightLayer(Extends):
             elif state is not None:
                 loaded = wrap(loaded, state)
             elif isinstance(held, QuantizedTensor) and type(loaded) in (Tensor, nn.Parameter):
-                loaded = self._coded(loaded, key)  # Values in the place of codes.
+                loaded = self._wrap(loaded, key)  # Values in the place of codes.
             state_dict = {**state_dict, key: loaded}
         foreign = [prefix + "delayed."] * ("delayed" not in self._modules) + [seed] * (self.seed is None)
         state_dict = {name: value for name, value in state_dict.items() if not name.startswith(tuple(foreign))}
@@ -272,9 +264,9 @@ class WeightLayer(Extends):
             return str(error)
         return None
 
-    def _coded(self, value: Tensor, name: str, primary: bool = False) -> nn.Parameter:
-        """`coded` for this layer, with its delayed state."""
-        weight = coded(value, self.recipe, name, None, primary)
+    def _wrap(self, value: Tensor, name: str, primary: bool = False) -> nn.Parameter:
+        """`wrap_weight` for this layer, with its delayed state."""
+        weight = wrap_weight(value, self.recipe, name, None, primary)
         if "delayed" in self._modules:
             cast(ShardedWeight, weight).scale_state.delayed = cast(DelayedScale, self.delayed[Role.WEIGHT.value])
         return weight
@@ -291,12 +283,12 @@ class WeightLayer(Extends):
     def _apply(self, fn: Any, recurse: bool = True) -> WeightLayer:
         check_not_sealed(self, fn)
         own = [parameter for parameter in self._parameters.values() if parameter is not None]
-        belongings = [(_hooks_of(parameter), attributes_of(parameter)) for parameter in own]
+        belongings = [(hooks_of(parameter), attributes_of(parameter)) for parameter in own]
         was_meta = self.weight.is_meta
         has_codes = isinstance(self._parameters.get("weight"), QuantizedTensor)
         super()._apply(_move_of_codes(fn) if has_codes else fn, recurse)
         for parameter, (hooks, attributes) in zip(own, belongings, strict=True):
-            _put_hooks(parameter, *hooks)  # `swap_tensors`, by which subclasses move, loses hooks and attributes.
+            put_hooks(parameter, *hooks)  # `swap_tensors`, by which subclasses move, loses hooks and attributes.
             for name, value in attributes.items():
                 parameter.__dict__.setdefault(name, value)
         if was_meta and not self.weight.is_meta:
@@ -318,12 +310,12 @@ class WeightLayer(Extends):
             seed = _take_seed(self.seed, _rank_of(weight))
         if "delayed" in self._modules:
             delayed = {role: cast(DelayedScale, self.delayed[role.value]) for role in ROLES}
-            if not torch.compiler.is_compiling():
+            if not is_compiling():
                 keep_amaxes()
                 for state in delayed.values():
                     state.restore_buffers()
         if type(weight) is Tensor and is_converted(self._parameters.get("weight")):
-            say_that_it_was_gathered(weight)
+            warn_of_late_quantization(weight)
         return Taken(input, weight, seed, delayed, dtype)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -338,7 +330,7 @@ class WeightLayer(Extends):
             dtype=dtype,
             scatter_dim=self.scatter_dim,
             overlap=self.overlap,
-            kept=self.kept,
+            activation_group=self.activation_group,
             weight_layout=self.weight_layout,
         )
 
@@ -367,7 +359,7 @@ class Linear(WeightLayer, nn.Linear):
         `torch.manual_seed`.
       delayed: under `DelayedScaling`, the `DelayedScale` of each role, which `update_scales` brings up to date.
       scatter_dim, overlap: of `linear`, under tensor parallelism. The styles of `tensor_parallel.py` set them.
-      kept: who keeps codes of x together, if `prepare_modules_for_fsdp1` was told.
+      activation_group: the ranks that keep codes of x together, if `prepare_modules_for_fsdp1` was told.
 
     >>> from qshard.recipes import CurrentScaling
     >>> layer = Linear(8, 4, bias=False, recipe=CurrentScaling())
@@ -397,7 +389,7 @@ class Linear(WeightLayer, nn.Linear):
         check_weight_shape("Linear", "weight", recipe, (out_features, in_features))
         check_dtype("Linear", "dtype", torch.get_default_dtype() if dtype is None else dtype)
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
-        self.begin(recipe, coded(self.weight, recipe, "weight", self))
+        self.begin(recipe, wrap_weight(self.weight, recipe, "weight", self))
 
     def reset_parameters(self) -> None:
         super().reset_parameters()

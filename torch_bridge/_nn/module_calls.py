@@ -19,10 +19,10 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-_NO_PASS = -1
+from qshard.torch_bridge._ops.eager import is_compiling
+from qshard.torch_bridge._torch_internals import backward_id, next_node_number, node_number
 
 
 class ModuleCall:
@@ -32,7 +32,7 @@ class ModuleCall:
       codes: planes of the last x of its layers (`saved_input.py`).
       is_open: whether it is running.
       first_node: the number of the first autograd node that it can have made.
-      backward: the number of the backward pass around it, as under activation checkpointing, or -1.
+      backward: the number of the backward pass around it, as under activation checkpointing, or None.
     """
 
     __slots__ = ("_inputs", "backward", "codes", "first_node", "is_open", "module", "outer")
@@ -40,8 +40,8 @@ class ModuleCall:
     def __init__(self, module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any], outer: ModuleCall | None):
         self.module, self.outer, self.is_open = id(module), outer, True
         self._inputs = [id(x) for x in (*inputs, *keywords.values())]  # The call itself keeps them alive.
-        self.first_node = torch._C._autograd._get_sequence_nr()
-        self.backward = torch._C._current_graph_task_id()
+        self.first_node = next_node_number()
+        self.backward = backward_id()
         self.codes: Any = None
 
     def was_given(self, x: Tensor) -> bool:
@@ -78,21 +78,21 @@ def call_that_made(x: Tensor) -> ModuleCall | None:
     for call in running():
         if not call.was_given(x):
             node = x.grad_fn
-            return None if node is None or node._sequence_nr() < call.first_node else call
+            return None if node is None or node_number(node) < call.first_node else call
     return None
 
 
 def moment() -> ModuleCall | int | None:
     """The call or the backward pass that this thread runs; None: neither."""
-    call, backward = _thread.innermost, torch._C._current_graph_task_id()
-    if backward != _NO_PASS and (call is None or call.backward != backward):
+    call, backward = _thread.innermost, backward_id()
+    if backward is not None and (call is None or call.backward != backward):
         return backward
     return call
 
 
 def is_now(moment: ModuleCall | int) -> bool:
     """Whether a moment is not over."""
-    return moment.is_open if isinstance(moment, ModuleCall) else moment == torch._C._current_graph_task_id()
+    return moment.is_open if isinstance(moment, ModuleCall) else moment == backward_id()
 
 
 def follow_calls(module: nn.Module) -> None:
@@ -103,13 +103,13 @@ def follow_calls(module: nn.Module) -> None:
 
 
 def _open_call(module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-    if not torch.compiler.is_compiling():
+    if not is_compiling():
         _close(module)  # A KeyboardInterrupt runs no hooks, and may have left it open.
         _thread.innermost = ModuleCall(module, inputs, keywords, _thread.innermost)
 
 
 def _close_call(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-    if not torch.compiler.is_compiling():
+    if not is_compiling():
         _close(module)
 
 

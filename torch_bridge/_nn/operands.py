@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import cast
+from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from qshard._core import quantize_steps
-from qshard._core.quantize_steps import Draws, Plane
-from qshard.formats import Format, Usage
-from qshard.layout import plane, source
-from qshard.recipes import ROLE_SEEDS, DelayedScaling, Recipe, Role
-from qshard.torch_bridge._distributed.tensor_shards import Part
+from qshard._core.operands import OperandSpec
+from qshard._core.quantize_steps import Draws, plane_rows
+from qshard.formats import Usage
+from qshard.layout import source
+from qshard.recipes import Recipe, Role
+from qshard.torch_bridge._distributed.tensor_shards import ShardSpec
 from qshard.torch_bridge._fsdp.weight import ShardedWeight
-from qshard.torch_bridge._ops.bind import ops
-from qshard.torch_bridge._ops.uint64 import constant_words
-from qshard.torch_bridge._quantized import plane_programs
+from qshard.torch_bridge._ops.uint64 import constant_words, xor_words
 from qshard.torch_bridge._quantized.gemm import Operand
+from qshard.torch_bridge._quantized.plane_programs import quantize_operand
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
 
 # Dynamo of torch 2.11 cannot iterate over an enum, on Python 3.12.
@@ -57,79 +57,50 @@ def planes_of(weight: QuantizedTensor, columnwise: bool) -> dict[Usage, Operand]
     return there
 
 
-def quantized(
-    x: Tensor,
-    recipe: Recipe,
-    usage: Usage,
-    role: Role,
-    seed: Tensor | None,
-    parts: Mapping[Role, Part],
-    given: Sequence[Tensor],
-    amax: Tensor | None = None,
-) -> tuple[dict[Usage, Operand], list[Tensor]]:
-    """The planes of a matrix `[M, K]`, and its amax if its scale does not come from it.
+def operand_spec(recipe: Recipe, role: Role, usage: Usage, rows: int = 0) -> OperandSpec:
+    """The spec of an operand of a linear layer, a matrix of `rows` rows."""
+    return OperandSpec.of(recipe, role, usage, rows, name=OPERANDS[role])
 
-    The rowwise plane is without the rows that are added for the columnwise one. `amax`: of x, if what made it has
-    taken it.
+
+class LayerQuantizer(NamedTuple):
+    """Quantizes the operands of one call of a layer.
+
+    Attributes:
+      recipe: of the layer.
+      seed: of the layer, int32 `[2]`, for stochastic rounding.
+      parts: under tensor parallelism, the part of a larger tensor that each operand is.
+      scales: of delayed scaling, in the order of `ROLES`; empty under other recipes.
     """
-    fmt, amaxes, part = recipe.format(role), [], parts.get(role)
-    if given:
-        margin, scale = cast(DelayedScaling, recipe).margin, given[ROLES.index(role)]
-        if part is not None and part.groups():  # It may be the first scale, which all parts share.
-            there, seen = quantize_steps.quantize_delayed(ops, x, fmt, usage, scale, margin, reduce_max=part.merged)
-        else:
-            made, seen = plane_programs.quantized_delayed(x, scale, fmt, usage, margin)
-            there = plane_programs.planes_of(made)
-        amaxes = [seen]
-    else:
-        there = _scaled(x, recipe, usage, role, seed, part, amax)
-    return {one: Operand(fmt, parts, one) for one, parts in there.items()}, amaxes
+
+    recipe: Recipe
+    seed: Tensor | None = None
+    parts: Mapping[Role, ShardSpec] = MappingProxyType({})
+    scales: Sequence[Tensor] = ()
+
+    def quantize(
+        self, x: Tensor, role: Role, usage: Usage, amax: Tensor | None = None
+    ) -> tuple[dict[Usage, Operand], Tensor | None]:
+        """The planes of a matrix `[M, K]`, and under delayed scaling its amax.
+
+        The rowwise plane is without the rows that are added for the columnwise one. `amax`: of x, if it is known.
+        """
+        rows, part = x.shape[0], self.parts.get(role)
+        spec = operand_spec(self.recipe, role, usage, rows)
+        if spec.added_rows:
+            x = torch.nn.functional.pad(x, (0, 0, 0, spec.added_rows))
+        scale = self.scales[ROLES.index(role)] if self.scales else None
+        draws, reduce_max = draws_of(spec, self.seed, x.device), None
+        if part is not None:
+            draws = None if draws is None else part.draws(draws.seed)
+            by_row = spec.format.row_scaled
+            reduce_max = functools.partial(part.merged, by_row=by_row) if part.groups(by_row=by_row) else None
+        made, seen = quantize_operand(x, spec, scale=scale, draws=draws, amax=amax, reduce_max=reduce_max)
+        if spec.added_rows and Usage.ROWWISE in made:
+            made[Usage.ROWWISE] = plane_rows(made[Usage.ROWWISE], spec.format, 0, rows)
+        return {one: Operand(spec.format, plane, one) for one, plane in made.items()}, seen
 
 
-def _scaled(
-    x: Tensor,
-    recipe: Recipe,
-    usage: Usage,
-    role: Role,
-    seed: Tensor | None,
-    part: Part | None,
-    amax: Tensor | None,
-) -> dict[Usage, Plane]:
-    fmt, rows = recipe.format(role), x.shape[0]
-    added = recipe.added_rows(role, usage, rows)
-    if added:
-        x = torch.nn.functional.pad(x, (0, 0, 0, added))
-    merged = None
-    draws = draws_of(fmt, role, seed, x.device)
-    if part is not None:
-        draws = None if draws is None else part.draws(draws.seed)
-        merged = functools.partial(part.merged, by_row=fmt.scaling.global_scale == "row")
-    check = functools.partial(_check, x, fmt, usage, role)
-    made = plane_programs.quantized(x, fmt, usage, draws=draws, reduce_max=merged, amax=amax, check=check)
-    there = plane_programs.planes_of(made)
-    if added and Usage.ROWWISE in usage.planes:
-        there[Usage.ROWWISE] = quantize_steps.without_added_rows(there[Usage.ROWWISE], fmt, rows)
-    return there
-
-
-def draws_of(fmt: Format, role: Role, seed: Tensor | None, device: torch.device) -> Draws | None:
-    """The random numbers of a matrix, by the seed of its layer; None: it takes none."""
-    seed = seeds_of(fmt, role, seed)
+def draws_of(spec: OperandSpec, seed: Tensor | None, device: torch.device) -> Draws | None:
+    """The random numbers of a matrix, by the seed of its layer; None if it takes none."""
+    seed = spec.seed_of(seed, xor_words)
     return None if seed is None else Draws(seed, constant_words(0, device))
-
-
-def seeds_of(fmt: Format, role: Role, seed: Tensor | None) -> Tensor | None:
-    """The seed of a tensor, by that of its layer; or of several, `[.., 2]`. None: it takes none."""
-    if seed is None or not fmt.stochastic:
-        return None
-    return seed ^ constant_words(ROLE_SEEDS[role], seed.device) if ROLE_SEEDS[role] else seed
-
-
-def _check(x: Tensor, fmt: Format, usage: Usage, role: Role) -> None:
-    check_planes(tuple(x.shape), fmt, usage, role)
-
-
-def check_planes(shape: tuple[int, ...], fmt: Format, usage: Usage, role: Role) -> None:
-    """Raises ValueError unless a matrix has these planes: some formats need whole blocks."""
-    for one in usage.planes:
-        plane(fmt, shape, one, op="linear", name=OPERANDS[role])

@@ -36,12 +36,19 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils import _python_dispatch
 
 from qshard.formats import Usage
 from qshard.torch_bridge._nn import activations, module_calls
-from qshard.torch_bridge._nn.amax_cache import noted_amax
+from qshard.torch_bridge._nn.amax_cache import cached_amax
+from qshard.torch_bridge._ops.eager import may_reuse
 from qshard.torch_bridge._quantized.gemm import Operand
+from qshard.torch_bridge._torch_internals import (
+    base_of,
+    current_dispatch_mode,
+    has_saved_tensors_hooks,
+    saved_factors,
+    saves_its_result,
+)
 
 Planes = tuple[dict[Usage, Operand], list[Tensor]]
 """Planes of one tensor, and, where its scale is given, its amax, to be noted, and that scale."""
@@ -96,23 +103,16 @@ def _forget(call: module_calls.ModuleCall, x: weakref.ref[Tensor]) -> None:
 
 def _is_remembered(x: Tensor) -> bool:
     """Tensors without a version are not, nor are those that stand for others."""
-    if torch.compiler.is_compiling() or type(x) not in (Tensor, torch.nn.Parameter):
+    if not may_reuse(x) or type(x) not in (Tensor, torch.nn.Parameter):
         return False
-    if x.is_inference() or torch.is_inference_mode_enabled():
-        return False
-    return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+    return not (x.is_inference() or torch.is_inference_mode_enabled())
 
 
 def _surroundings(x: Tensor) -> tuple[Any, ...]:
     """Other streams do not wait for what this one makes, and who records ops must see those that make codes."""
     stream = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else None
-    mode = _python_dispatch._get_current_dispatch_mode()
+    mode = current_dispatch_mode()
     return stream, None if mode is None else weakref.ref(mode)
-
-
-def are_hooks_there() -> bool:
-    """Whether `saved_tensors_hooks` are in force, as under activation checkpointing."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 class Source(NamedTuple):
@@ -131,30 +131,27 @@ def source_of(x: Tensor) -> Source | None:
     """x itself, or two that it is made of; None where neither is kept."""
     if type(x) is not Tensor:
         return None
-    whole = x._base if x._is_view() else x
-    assert whole is not None
+    base = base_of(x)
+    whole = x if base is None else base
     node = whole.grad_fn
     if node is None or whole.output_nr != 0:
         return None
-    # Asked of the type, as to get the attribute is to unpack the tensor.
-    if any(hasattr(type(node), name) for name in ("_saved_result", "_saved_output")):
+    if saves_its_result(node):
         return Source(_itself, (x.detach(),))
     made_by = _MADE_OF_TWO.get(type(node).__name__)
-    if made_by is None or are_hooks_there() or module_calls.call_that_made(x) is None:
+    if made_by is None or has_saved_tensors_hooks() or module_calls.call_that_made(x) is None:
         return None
     if x._version or x.shape.numel() != whole.shape.numel() or not (x.is_contiguous() and whole.is_contiguous()):
         return None
     saved: Any = node
     try:
-        two = (
-            saved.saved_tensors[:2] if made_by is activations.swiglu_again else (saved._saved_self, saved._saved_other)
-        )
+        two = saved.saved_tensors[:2] if made_by is activations.swiglu_again else saved_factors(saved)
     except RuntimeError:  # One was written since, or the graph is freed: whoever goes backward is told then.
         return None
     # Parameters are left out: FSDP2 may have freed their memory when it is needed.
     if not all(one is not None and one.grad_fn is not None and one.shape == whole.shape for one in two):
         return None
-    amax = noted_amax(x) if made_by is activations.swiglu_again else None
+    amax = cached_amax(x) if made_by is activations.swiglu_again else None
     return Source(made_by, (*(one.detach() for one in two), *([] if amax is None else [amax])))
 
 

@@ -21,6 +21,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from qshard._core.validation import no_second_derivative
+from qshard.torch_bridge._ops.eager import is_compiling
+from qshard.torch_bridge._torch_internals import has_forward_ad_level, in_functorch
 
 Gradients = Sequence[Tensor | None]
 
@@ -56,9 +58,9 @@ def apply_node(node: type[Node], *inputs: Any) -> Any:
     Raises:
       NotImplementedError: a transform of `torch.func` runs, or an input has a forward-mode tangent.
     """
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return node.apply(*inputs)
-    if torch._C._are_functorch_transforms_active():
+    if in_functorch():
         raise NotImplementedError(
             f"{node.op}: transforms of torch.func (grad, jvp, vmap) do not apply to it; use torch.autograd.grad, or "
             f"{node.instead}"
@@ -73,7 +75,7 @@ def _with_anchor(forward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(forward)
     def wrapper(ctx: Any, *inputs: Any) -> Any:
         result, saved = forward(ctx, *inputs)
-        ctx.has_anchor = not torch.compiler.is_compiling() and any(ctx.needs_input_grad)
+        ctx.has_anchor = not is_compiling() and any(ctx.needs_input_grad)
         if not ctx.has_anchor:
             ctx.save_for_backward(*saved)
             return result
@@ -89,7 +91,7 @@ def _backward_of(gradients: Callable[..., Gradients], op: str, instead: str, deg
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> Any:
         saved = [*ctx.saved_tensors]  # Once: checkpointing unpacks once.
         anchor = saved.pop() if ctx.has_anchor else None
-        if torch.compiler.is_compiling():  # AOTAutograd itself raises for second derivatives.
+        if is_compiling():  # AOTAutograd itself raises for second derivatives.
             return gradients(ctx, saved, grad)
         _check_no_tangent((grad,), op, instead)
         if not torch.is_grad_enabled():
@@ -119,7 +121,7 @@ def _depends(i: int, needed: Sequence[bool], degree: int | None, grad: Tensor) -
 
 
 def _check_no_tangent(tensors: Sequence[Any], op: str, instead: str) -> None:
-    if forward_ad._current_level < 0:
+    if not has_forward_ad_level():
         return
     if any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
         raise NotImplementedError(

@@ -28,7 +28,7 @@ from qshard import _ffi
 from qshard._core.validation import shown
 from qshard.formats import ELEMENTS
 from qshard.op_table import OpSpec, multi_table, table
-from qshard.torch_bridge._ops.eager import nobody_looks_on
+from qshard.torch_bridge._ops.eager import is_compiling, may_skip_dispatcher
 
 __all__ = ["bind", "call_in_place", "call_into", "dtype_name", "into", "ops", "seen_size"]
 
@@ -155,14 +155,14 @@ def bind(spec: OpSpec) -> Callable[..., Any]:
     Traceback (most recent call last):
     ValueError: cast_tensor: scale (2,) is not the first axes of x (3,); give it one element for each run of x
     """
-    plan = functools.partial(planned, spec)
+    plan = functools.partial(plan_call, spec)
     cached_plan = functools.lru_cache(maxsize=4096)(plan)
     single = len(spec.outputs) == 1
 
     def fake(*operands: Any, **keywords: Any) -> Any:
         _check_no_grad(spec, operands)
         _check_memory(spec, operands)
-        inputs = [x for _, x in _named(spec, operands)]
+        inputs = [x for _, x in _operands_by_name(spec, operands)]
         outputs = plan(tuple(x.shape for x in inputs), tuple(x.dtype for x in inputs), tuple(keywords.items())).outputs
         made = tuple(inputs[0].new_empty(shape, dtype=dtype) for shape, dtype in outputs)
         return None if spec.many else made[0] if single else made
@@ -202,9 +202,9 @@ def bind(spec: OpSpec) -> Callable[..., Any]:
     if not spec.many:
 
         def call(*operands: Any, **keywords: Any) -> Any:
-            if nobody_looks_on(operands):
+            if may_skip_dispatcher(operands):
                 return run(*operands, **keywords)
-            if not torch.compiler.is_compiling():
+            if not is_compiling():
                 _check_tensors(spec, operands)
             return op(*operands, **keywords)
 
@@ -212,10 +212,10 @@ def bind(spec: OpSpec) -> Callable[..., Any]:
 
     def changed(*operands: Any, **attributes: Any) -> Any:
         inputs, outputs = by_lists(spec, operands)
-        if nobody_looks_on(inputs):
+        if may_skip_dispatcher(inputs):
             run_lists(inputs, outputs, operands, attributes)
         else:
-            if not torch.compiler.is_compiling():
+            if not is_compiling():
                 _check_tensors(spec, operands)
             op(*operands, **attributes)
         written = [x for x, operand in zip(operands, spec.inputs, strict=True) if operand.name in spec.written]
@@ -224,7 +224,7 @@ def bind(spec: OpSpec) -> Callable[..., Any]:
     return changed
 
 
-def planned(
+def plan_call(
     spec: OpSpec,
     shapes: tuple[tuple[int, ...], ...],
     dtypes: tuple[torch.dtype, ...],
@@ -298,7 +298,7 @@ def _schema(spec: OpSpec) -> str:
     return f"{spec.name}({', '.join(operands)}{', *, ' if keywords else ''}{', '.join(keywords)}) -> {made}"
 
 
-def _named(spec: OpSpec, operands: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
+def _operands_by_name(spec: OpSpec, operands: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of a call, by a name for errors."""
     for operand, given in zip(spec.inputs, operands, strict=False):  # Torch says of one too few or too many.
         if operand.many:
@@ -312,13 +312,13 @@ def _check_tensors(spec: OpSpec, operands: Sequence[Any]) -> None:
     for operand, given in zip(spec.inputs, operands, strict=False):
         if operand.many and not isinstance(given, list | tuple):
             raise TypeError(f"{spec.name}: {operand.name} ({shown(given)}) is not a list of torch.Tensors; pass one")
-    for name, x in _named(spec, operands):
+    for name, x in _operands_by_name(spec, operands):
         if not isinstance(x, Tensor):
             raise TypeError(f"{spec.name}: {name} ({shown(x)}) is not a torch.Tensor; pass one")
 
 
 def _check_no_grad(spec: OpSpec, operands: Sequence[Any]) -> None:
-    for name, x in _named(spec, operands):
+    for name, x in _operands_by_name(spec, operands):
         if x.requires_grad and torch.is_grad_enabled():
             raise ValueError(
                 f"{spec.name}: {name} (requires grad) is not data alone, and the op has no derivative; "
@@ -327,7 +327,7 @@ def _check_no_grad(spec: OpSpec, operands: Sequence[Any]) -> None:
 
 
 def _check_memory(spec: OpSpec, operands: Sequence[Any]) -> None:
-    tensors = list(_named(spec, operands))
+    tensors = list(_operands_by_name(spec, operands))
     for name, x in tensors:
         first, device = tensors[0][0], tensors[0][1].device
         if x.device != device:
@@ -340,7 +340,7 @@ def _check_memory(spec: OpSpec, operands: Sequence[Any]) -> None:
             raise ValueError(f"{spec.name}: {name} (strides {strides}) is not contiguous; call .contiguous() on it")
 
 
-def _transposed(x: Tensor) -> Tensor:
+def _transpose(x: Tensor) -> Tensor:
     return x.transpose(-1, -2).contiguous()
 
 
@@ -356,6 +356,6 @@ def transposed_squares(ops: Any, data: Any, scale_inv: Any, *, packed: bool) -> 
 # The argument `ops` of `quantize_steps` and `flat_shards`: every op, and copies with the last two axes swapped.
 ops: Any = SimpleNamespace(
     **{_spec.name: bind(_spec) for _spec in (*table().values(), *multi_table().values())},
-    transposed=_transposed,
+    transposed=_transpose,
     transposed_squares=lambda data, scale_inv, *, packed: transposed_squares(ops, data, scale_inv, packed=packed),
 )

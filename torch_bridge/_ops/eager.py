@@ -1,4 +1,13 @@
-"""Whether anyone looks on while ops run: a compiler, a profiler, a mode, a transform, or the tensors themselves."""
+"""How a call runs: traced by a compiler, captured in a CUDA graph, or eagerly, past the dispatcher of torch or not.
+
+Every choice between these is made by a question of this module.
+
+    is_compiling               the graph gets ops of `torch.ops.qshard` and functional collectives
+    is_capturing               nothing waits for the device, and no memory of before the capture is read
+    may_skip_dispatcher        an op calls its handler (`bind.py`), and recorded steps are one call (`programs.py`)
+    are_plain                  layers may use kernels of qshard in place of PyTorch's
+    may_reuse                  what is computed of a tensor may be used by a later call
+"""
 
 from __future__ import annotations
 
@@ -6,27 +15,48 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
-_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
-_functorch_level, _jit_state = torch._C._functorch.maybe_current_level, torch._C._get_tracing_state
-_profiler_is_on = torch._C._autograd._profiler_enabled
+from qshard.torch_bridge._torch_internals import in_functorch, is_observed
+
+__all__ = ["are_plain", "is_capturing", "is_compiling", "may_reuse", "may_skip_dispatcher"]
+
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
-def nobody_looks_on(tensors: Iterable[Tensor]) -> bool:
-    """Whether a call on these tensors may go straight to handlers, past the dispatcher of torch.
+def is_capturing(device: torch.device) -> bool:
+    """Whether work on a device is captured in a CUDA graph, and does not run now."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def may_skip_dispatcher(tensors: Iterable[Tensor]) -> bool:
+    """Whether a call on these tensors may go straight to handlers.
 
     Not while a compiler or `torch.jit` traces, a profiler records, under a mode of dispatch or of functions, or in a
-    transform of functorch; nor for tensors that stand for others. Autograd is not asked: no op has a derivative.
+    transform of functorch; nor for tensors that stand for others. Autograd has no part in it: no op has a derivative.
 
     >>> x = torch.ones(1)
-    >>> nobody_looks_on([x, torch.nn.Parameter(x)]), nobody_looks_on([x, x.to("meta")])
+    >>> may_skip_dispatcher([x, torch.nn.Parameter(x)]), may_skip_dispatcher([x, x.to("meta")])
     (True, False)
     """
-    if torch.compiler.is_compiling() or _modes() or _function_modes():
-        return False
-    if _profiler_is_on() or _functorch_level() is not None or _jit_state() is not None:
-        return False
+    return not is_compiling() and not is_observed() and _are_in_memory(tensors)
+
+
+def are_plain(*tensors: Tensor) -> bool:
+    """Whether these are plain tensors in memory, and no compiler or transform is at work."""
+    return not is_compiling() and not in_functorch() and _are_in_memory(tensors)
+
+
+def may_reuse(tensor: Tensor) -> bool:
+    """Whether what is computed of a tensor may be remembered for a later call.
+
+    Not under a compiler, which merges equal ops itself, nor in a captured graph, which must not read what was made
+    outside of it.
+    """
+    return not is_compiling() and not is_capturing(tensor.device)
+
+
+def _are_in_memory(tensors: Iterable[Tensor]) -> bool:
     for x in tensors:  # noqa: SIM110, since a generator takes longer, and this is asked in every call.
         if type(x) not in _PLAIN or not (x.is_cuda or x.is_cpu):
             return False

@@ -1,17 +1,22 @@
-"""The ops of `flat_shards` on torch tensors: those on lists of flat slices, and what a plan needs on its device."""
+"""Ops on lists of flat slices, and plans of these: the steps of `flat_shards` and `placement` on torch tensors."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from qshard._core.flat_shards import Bucket, MasterPlan
+from qshard._core import flat_shards
+from qshard._core.flat_shards import Bucket, FlatSlice, MasterPlan
+from qshard._core.quantize_steps import Scales
 from qshard.torch_bridge._ops.bind import ops
+from qshard.torch_bridge._ops.uint64 import words
 
-__all__ = ["SliceOps"]
+__all__ = ["FlatPlan", "SliceOps", "flat_plan", "xp"]
 
 
 class SliceOps:
@@ -44,3 +49,53 @@ class SliceOps:
     def repeated(self, values: Tensor, bucket: Bucket) -> Tensor:
         runs = self._runs.get(bucket.indices[0])
         return values if runs is None else torch.repeat_interleave(values, runs, output_size=sum(bucket.runs))
+
+
+class FlatPlan:
+    """The slices that a rank holds of some weights, on one device, and the steps of `_core.flat_shards` over them.
+
+    Operands that no step changes are made on their first use: fake tensors need none.
+    """
+
+    def __init__(self, slices: Sequence[FlatSlice], device: torch.device):
+        self._slices, self._device = slices, device
+        self.plan: MasterPlan = flat_shards.plan_master(
+            [s.shape for s in slices], [s.fmt for s in slices], dtype=[s.dtype for s in slices]
+        )
+
+    @functools.cached_property
+    def ops(self) -> SliceOps:
+        return SliceOps(self.plan, self._device)
+
+    @functools.cached_property
+    def starts(self) -> Tensor:
+        """The first elements of slices, as an operand."""
+        return words("flat_plan", "starts", [s.start for s in self._slices], self._device, len(self._slices))
+
+    def amaxes(self, shards: Sequence[Tensor]) -> Tensor:
+        """The amaxes of all weights as far as these slices contribute to them, fp32 `[plan.amaxes]`."""
+        made: Tensor = flat_shards.amaxes(self.ops, self.plan, shards, self.starts)
+        return made
+
+    def scales(self, amaxes: Tensor) -> list[Scales]:
+        """The scales of the weights of each bucket, from their reduced amaxes."""
+        return flat_shards.scales(self.ops, self.plan, amaxes)
+
+    def cast(self, data: Sequence[Tensor], shards: Sequence[Tensor], scales: Sequence[Tensor], *, pieces: bool) -> None:
+        """Writes the codes of the slices into `data`, under `Scales.scale` of each bucket."""
+        flat_shards.cast(self.ops, self.plan, data, shards, self.starts, scales, pieces=pieces)
+
+
+@functools.lru_cache(maxsize=4096)
+def flat_plan(slices: tuple[FlatSlice, ...], device: torch.device) -> FlatPlan:
+    """The plan of slices that come again in each step: without planning, and without a copy from the host."""
+    return FlatPlan(slices, device)
+
+
+def _pad(x: Tensor, sides: Sequence[tuple[int, int]]) -> Tensor:
+    """`numpy.pad` with zeros, before and after, on each axis."""
+    return torch.nn.functional.pad(x, [size for pair in reversed(sides) for size in pair])
+
+
+xp = SimpleNamespace(pad=_pad, maximum=torch.maximum, int32=torch.int32)
+"""What the steps of `_core.placement` take for NumPy."""

@@ -5,10 +5,10 @@
 asked for. What comes of that, a `_ffi.Program`, makes the results and what lies between, and runs the handlers one
 after another. So each rule of the pipeline stands where it stood, and a call pays for none of them.
 
-Where somebody looks on (`eager.py`), and where a call fails, the steps run as they are written, one op of
+Where a call may not skip the dispatcher (`eager.py`), and where it fails, the steps run as they are written, one op of
 `torch.ops.qshard` after another, each with its checks.
 
-Programs hold no tensors. They are kept by shapes, dtypes, device and constants (`memo.py`).
+Programs hold no tensors. They are remembered by shapes, dtypes, device and constants.
 """
 
 from __future__ import annotations
@@ -16,18 +16,52 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from qshard import _ffi
 from qshard.op_table import multi_table, table
-from qshard.torch_bridge._ops.bind import by_lists, dtype_name, ops, planned, transposed_squares
-from qshard.torch_bridge._ops.eager import nobody_looks_on
-from qshard.torch_bridge._ops.memo import Kept
+from qshard.torch_bridge._ops.bind import by_lists, dtype_name, ops, plan_call, transposed_squares
+from qshard.torch_bridge._ops.eager import may_skip_dispatcher
+
+T = TypeVar("T")
 
 _ALIGNMENT = 256  # Of what lies between: that of allocations on GPUs.
+_BY_VALUE = frozenset((type(None), bool, int, float, str, tuple, torch.Size, torch.dtype, torch.device))
+
+
+class Memo(Generic[T]):
+    """A function that remembers its results: at most `most` of them; one more, and all are forgotten.
+
+    As `functools.lru_cache`, but formats, recipes and what else is no plain value are told apart as objects: to hash
+    them takes longer than the call that they are for. A result keeps its arguments alive, so none takes their place.
+
+    >>> double = Memo(lambda text: text * 2)
+    >>> double("ab"), double("ab"), len(double)
+    ('abab', 'abab', 1)
+    """
+
+    def __init__(self, function: Callable[..., T], most: int = 1024):
+        self._function, self._most = function, most
+        self._found: dict[tuple[Any, ...], tuple[tuple[Any, ...], T]] = {}
+
+    def __call__(self, *args: Any) -> T:
+        key = tuple([arg if type(arg) in _BY_VALUE else id(arg) for arg in args])
+        found = self._found.get(key)
+        if found is None:
+            result = self._function(*args)
+            if len(self._found) >= self._most:
+                self._found.clear()
+            found = self._found[key] = (args, result)
+        return found[1]
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def clear(self) -> None:
+        self._found.clear()
 
 
 class Steps:
@@ -48,13 +82,13 @@ class Steps:
 
     def __init__(self, function: Callable[..., tuple[Any, ...]]):
         self._function = function
-        self.programs = Kept(self._recorded)
+        self.programs = Memo(self._recorded)
 
     def __call__(
-        self, tensors: tuple[Tensor, ...], *constants: Any, check: Callable[[], None] | None = None
+        self, tensors: tuple[Tensor, ...], *constants: Any, check: Callable[[], object] | None = None
     ) -> tuple[Any, ...]:
         """The results. Where the steps do not run as one call, `check` is asked first, to raise what is wrong."""
-        if nobody_looks_on(tensors):
+        if may_skip_dispatcher(tensors):
             try:
                 shapes, dtypes = tuple([x.shape for x in tensors]), tuple([x.dtype for x in tensors])
                 program = self.programs(shapes, dtypes, tensors[0].device, *constants)
@@ -125,7 +159,7 @@ class _Recorder:
 
     def _op(self, op: str, *operands: _Slot, **keywords: Any) -> Any:
         spec = table()[op]
-        plan = planned(
+        plan = plan_call(
             spec, tuple(x.shape for x in operands), tuple(x.dtype for x in operands), tuple(keywords.items())
         )
         made = [self.slot(shape, dtype) for shape, dtype in plan.outputs]

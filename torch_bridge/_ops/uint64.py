@@ -11,7 +11,7 @@ from torch import Tensor
 
 from qshard._core.flat_shards import word_pair
 from qshard._core.validation import shown
-from qshard.torch_bridge._ops.eager import nobody_looks_on
+from qshard.torch_bridge._ops.eager import is_capturing, may_skip_dispatcher
 
 _WORDS = (torch.int32, torch.uint32)
 
@@ -64,15 +64,18 @@ def constant_words(number: int, device: torch.device) -> Tensor:
 
     Not in a captured graph, which must not read what others made on another stream, nor where somebody looks on.
     """
-    if not nobody_looks_on(()) or torch.is_inference_mode_enabled():
+    if not may_skip_dispatcher(()) or torch.is_inference_mode_enabled() or is_capturing(device):
         return words("words", "number", number, device)
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return words("words", "number", number, device)
-    return _kept_words(number, device)
+    return _cached_words(number, device)
+
+
+def xor_words(pairs: Tensor, number: int) -> Tensor:
+    """Pairs of words XOR a number that never changes."""
+    return pairs ^ constant_words(number, pairs.device)
 
 
 @functools.lru_cache(maxsize=64)
-def _kept_words(number: int, device: torch.device) -> Tensor:
+def _cached_words(number: int, device: torch.device) -> Tensor:
     # Its copy is waited for, so that any stream may read it.
     return torch.tensor(_pair("words: number", number), dtype=torch.int32).to(device)
 

@@ -15,7 +15,7 @@ from qshard._core import adam
 from qshard._core.validation import listed, shown
 from qshard.op_table import multi_table
 from qshard.torch_bridge._distributed.dtensor import local_of, wrapped_like
-from qshard.torch_bridge._fsdp.scale_state import recast
+from qshard.torch_bridge._fsdp.refresh import recast
 from qshard.torch_bridge._fsdp.weight import memory_of
 from qshard.torch_bridge._ops.bind import call_in_place, dtype_name
 from qshard.torch_bridge._optim.adam_state import SCALED, AsItIs, from_plain, to_plain

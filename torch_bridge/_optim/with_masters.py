@@ -11,7 +11,7 @@ from torch.optim.optimizer import Optimizer
 
 from qshard._core.validation import shown
 from qshard.torch_bridge._distributed.dtensor import local_of, wrapped_like
-from qshard.torch_bridge._fsdp.scale_state import recast
+from qshard.torch_bridge._fsdp.refresh import recast
 from qshard.torch_bridge._fsdp.weight import ShardedWeight
 
 

@@ -25,8 +25,9 @@ from qshard.formats import Format, Usage
 from qshard.gemm_dispatch import Gpu, Kind, Sizes, Way
 from qshard.layout import multiplies_codes
 from qshard.torch_bridge._ops.bind import into, ops
-from qshard.torch_bridge._ops.memo import Kept
-from qshard.torch_bridge._quantized.plane_programs import dequantized, multiplied
+from qshard.torch_bridge._ops.eager import is_compiling
+from qshard.torch_bridge._ops.programs import Memo
+from qshard.torch_bridge._quantized.plane_programs import dequantize, multiply
 
 PLATFORM = "cuda"
 """Where ops make products. Tests have the CPU do it."""
@@ -54,7 +55,7 @@ class Operand(NamedTuple):
 
     def stored_values(self, dtype: torch.dtype) -> Tensor:
         """As they are stored, rounded to `dtype`."""
-        return dequantized(self.parts, self.format, self.usage, dtype)
+        return dequantize(self.parts, self.format, self.usage, dtype)
 
     def values(self, dtype: torch.dtype) -> Tensor:
         """`[rows, K]`, rounded to `dtype`."""
@@ -69,9 +70,9 @@ def matmul(a: Operand, b: Operand, dtype: torch.dtype, *, fast: bool = False) ->
     device, way = a.parts.data.device, None
     if device.type == PLATFORM:
         sides = a.format, a.usage, a.parts.data.shape, b.format, b.usage, b.parts.data.shape
-        way, at_once = (_way_of_shapes if torch.compiler.is_compiling() else _ways)(*sides, device, dtype)
+        way, at_once = (_way_of_shapes if is_compiling() else _ways)(*sides, device, dtype)
         if way is not None and at_once:
-            return multiplied(a.parts, b.parts, dtype, fast, way)
+            return multiply(a.parts, b.parts, dtype, fast, way)
     exact = device.type != "cuda" or multiplies_codes(a.format, b.format)
     # Values take several times the bytes of codes. Who passes an operand that is of no more use lets its codes go here.
     kind = way.values if way is not None else torch.float32 if exact else torch.bfloat16
@@ -138,12 +139,12 @@ def _way_of_shapes(
     """`way_of` planes whose codes have these shapes, and whether to dequantize and multiply in one call."""
     (m, k), (n, _) = _sizes(a, a_usage, a_shape), _sizes(b, b_usage, b_shape)
     way = way_of(a, a_usage, b, b_usage, (m, n, k), device, dtype)
-    if way is None or way.values is None or torch.compiler.is_compiling():  # Whose graph is the same either way.
+    if way is None or way.values is None or is_compiling():  # Whose graph is the same either way.
         return way, True
     return way, max(m * k, n * k, m * n) <= LARGE
 
 
-_ways = Kept(_way_of_shapes)
+_ways = Memo(_way_of_shapes)
 
 
 def _sizes(fmt: Format, usage: Usage, shape: tuple[int, int]) -> tuple[int, int]:

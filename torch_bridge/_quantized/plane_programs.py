@@ -6,20 +6,22 @@ one: six, of which those that are not there are None.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from qshard._core import quantize_steps
+from qshard._core import operands, quantize_steps
+from qshard._core.operands import OperandSpec
 from qshard._core.quantize_steps import Draws, Plane, Reduce
 from qshard.formats import Format, Usage
 from qshard.gemm_dispatch import Way
 from qshard.layout import PlaneLayout, matrix_shape, plane
 from qshard.torch_bridge._ops.bind import ops
-from qshard.torch_bridge._ops.dynamo import as_constant
 from qshard.torch_bridge._ops.programs import Steps
+from qshard.torch_bridge._torch_internals import as_constant
 
 Parts = tuple[Any, ...]
 
@@ -28,16 +30,11 @@ NO_PLANE = (None,) * len(Plane._fields)
 
 def planes_of(parts: Parts) -> dict[Usage, Plane]:
     """The planes that are there."""
-    return {usage: plane for usage, plane in zip(Usage.BOTH.planes, pair_of(parts), strict=True) if plane is not None}
+    pair = zip(Usage.BOTH.planes, (parts[: len(NO_PLANE)], parts[len(NO_PLANE) :]), strict=True)
+    return {usage: Plane(*own) for usage, own in pair if own[0] is not None}
 
 
-def pair_of(parts: Parts) -> tuple[Plane | None, Plane | None]:
-    """The rowwise and the columnwise plane; None for one that is not there."""
-    rowwise, columnwise = parts[: len(NO_PLANE)], parts[len(NO_PLANE) :]
-    return None if rowwise[0] is None else Plane(*rowwise), None if columnwise[0] is None else Plane(*columnwise)
-
-
-def viewed(parts: Plane, where: PlaneLayout) -> Plane:
+def view_plane(parts: Plane, where: PlaneLayout) -> Plane:
     """A plane in the shapes of a layout of as many elements: those of a tensor, or of it as a matrix."""
     data, scale_inv, global_scale_inv = parts
     if global_scale_inv is not None:
@@ -45,37 +42,40 @@ def viewed(parts: Plane, where: PlaneLayout) -> Plane:
     return Plane(data.view(where.data_shape), scale_inv.view(where.scale_shape), global_scale_inv)
 
 
-def quantized(
+def quantize_operand(
     x: Tensor,
-    fmt: Format,
-    usage: Usage,
+    spec: OperandSpec,
     *,
+    scale: Tensor | None = None,
     draws: Draws | None = None,
-    reduce_max: Reduce | None = None,
     amax: Tensor | None = None,
-    check: Callable[[], None] | None = None,
-) -> Parts:
-    """The parts of the planes of `x` `[*lead, K]`: `pipeline.quantize`, in the shapes of `layout.plane`.
+    reduce_max: Reduce | None = None,
+    check: Callable[[], object] | None = None,
+) -> tuple[dict[Usage, Plane], Tensor | None]:
+    """`operands.quantize_operand` of `x` `[*lead, K]`, in the shapes of `layout.plane`.
 
-    `check` raises what is wrong with `x`, as the caller names it. It is asked unless all of it is one call.
+    `check` raises what is wrong with `x`; by default, if it has no such planes. It is skipped where all is one call.
     """
+    fmt, usage, check = spec.format, spec.usage, check or functools.partial(spec.layouts, tuple(x.shape))
+    if scale is not None:
+        if reduce_max is not None:
+            return operands.quantize_operand(ops, x, spec, scale=scale, amax=amax, reduce_max=reduce_max)
+        *made, amax = _quantize_delayed((x, scale), fmt, usage, spec.margin)
+        return planes_of(tuple(made)), amax
     if reduce_max is not None:  # A collective, amid the steps.
-        if check is not None:
-            check()
-        return _parts(ops, x, fmt, usage, draws, reduce_max, amax)
-    if draws is None:
-        if amax is not None:
-            return _quantize_known((x, amax), fmt, usage, check=check)
-        return _quantize((x,), fmt, usage, check=check)
-    if draws.col_step != 1:
-        raise ValueError(f"quantized: draws (col_step={draws.col_step}) are not in the order of x; pass those of x")
-    return _quantize_stochastic((x, draws.seed, draws.first), fmt, usage, draws.row_step, check=check)
-
-
-def quantized_delayed(x: Tensor, scale: Tensor, fmt: Format, usage: Usage, margin: int) -> tuple[Parts, Tensor]:
-    """The parts of the planes of a matrix under a scale of earlier steps, and its amax: `pipeline.quantize_delayed`."""
-    *parts, amax = _quantize_delayed((x, scale), fmt, usage, margin)
-    return tuple(parts), amax
+        check()
+        parts = _parts(ops, x, fmt, usage, draws, reduce_max, amax)
+    elif draws is not None:
+        if draws.col_step != 1:
+            raise ValueError(
+                f"quantize_operand: draws (col_step={draws.col_step}) are not in the order of x; pass those of x"
+            )
+        parts = _quantize_stochastic((x, draws.seed, draws.first), fmt, usage, draws.row_step, check=check)
+    elif amax is not None:
+        parts = _quantize_known((x, amax), fmt, usage, check=check)
+    else:
+        parts = _quantize((x,), fmt, usage, check=check)
+    return planes_of(parts), None
 
 
 def quantized_swiglu_again(gate: Tensor, up: Tensor, fmt: Format, amax: Tensor) -> Plane:
@@ -83,7 +83,7 @@ def quantized_swiglu_again(gate: Tensor, up: Tensor, fmt: Format, amax: Tensor) 
     return Plane(*_quantize_swiglu_again((gate, up, amax), fmt))
 
 
-def dequantized(
+def dequantize(
     parts: Plane, fmt: Format, usage: Usage, dtype: torch.dtype, shape: tuple[int, ...] | None = None
 ) -> Tensor:
     """The values of a plane of a matrix, in the order in which it is stored; with `shape`, those of such a tensor."""
@@ -93,13 +93,13 @@ def dequantized(
     return result
 
 
-def transposed(parts: Plane, fmt: Format) -> Plane:
+def transpose(parts: Plane, fmt: Format) -> Plane:
     """The columnwise plane of the rowwise one of a matrix, or back: `pipeline.transposed`."""
     data, scale_inv = _transpose((parts.data, parts.scale_inv), fmt)
     return parts._replace(data=data, scale_inv=scale_inv)
 
 
-def multiplied(a: Plane, b: Plane, dtype: torch.dtype, fast: bool, way: Way) -> Tensor:
+def multiply(a: Plane, b: Plane, dtype: torch.dtype, fast: bool, way: Way) -> Tensor:
     """`a @ b.T` of two planes, as `way` has it."""
     tensors = [tuple(part for part in parts if part is not None) for parts in (a, b)]
     (product,) = _multiply((*tensors[0], *tensors[1]), len(tensors[0]), dtype, fast, way)
@@ -121,7 +121,7 @@ def _parts(
     matrix = x if x.ndim == 2 else x.view(matrix_shape(shape))
     made = quantize_steps.quantize(ops, matrix, as_constant(fmt), usage, reduce_max=reduce_max, draws=draws, amax=amax)
     if x.ndim != 2:
-        made = {one: viewed(parts, layouts[one]) for one, parts in made.items()}
+        made = {one: view_plane(parts, layouts[one]) for one, parts in made.items()}
     return _flat(made)
 
 
@@ -144,7 +144,7 @@ def _quantize_stochastic(
 
 @Steps
 def _quantize_delayed(ops: Any, x: Any, scale: Any, fmt: Format, usage: Usage, margin: int) -> Parts:
-    planes, amax = quantize_steps.quantize_delayed(ops, x, fmt, usage, scale, margin)
+    planes, amax = operands.quantize_operand(ops, x, OperandSpec(fmt, usage, margin=margin), scale=scale)
     return (*_flat(planes), amax)
 
 
@@ -159,7 +159,7 @@ def _dequantize(ops: Any, *args: Any) -> Parts:
     if shape is None:
         return (quantize_steps.dequantize(ops, Plane(*parts), fmt, usage, dtype),)
     where = plane(fmt, matrix_shape(shape), usage)
-    values = quantize_steps.dequantize(ops, viewed(Plane(*parts), where), fmt, usage, dtype)
+    values = quantize_steps.dequantize(ops, view_plane(Plane(*parts), where), fmt, usage, dtype)
     return ((ops.transposed(values) if where.transposed else values).view(shape),)
 
 

@@ -7,13 +7,14 @@ import functools
 import torch.distributed as dist
 from torch import Tensor
 
+from qshard._core.operands import OperandSpec
 from qshard._core.quantize_steps import Draws
 from qshard._core.validation import FormatLike, as_format, as_usage
 from qshard.formats import Format, Usage
 from qshard.layout import plane
 from qshard.torch_bridge._ops.collectives import max_over_ranks
 from qshard.torch_bridge._ops.uint64 import words
-from qshard.torch_bridge._quantized.plane_programs import pair_of, quantized
+from qshard.torch_bridge._quantized.plane_programs import quantize_operand
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
 from qshard.torch_bridge._quantized.validation import check_contiguous, check_group, check_tensor
 
@@ -71,13 +72,14 @@ def quantize(
     draws = reduce_max = None
     if group is not None:
         check_group("quantize", group)
-        if fmt.scaling.global_scale != "row":  # A row's scale is of its own elements, all of which are here.
+        if not fmt.row_scaled:  # A row's scale is of its own elements, all of which are here.
             reduce_max = functools.partial(max_over_ranks, group=group)
     if fmt.stochastic and seed is not None:
         _check(x, fmt, usage)
         draws = Draws(words("quantize", "seed", seed, x.device), words("quantize", "first", first, x.device), row_step)
     check = functools.partial(_check, x, fmt, usage)
-    rowwise, columnwise = pair_of(quantized(x, fmt, usage, draws=draws, reduce_max=reduce_max, check=check))
+    planes, _ = quantize_operand(x, OperandSpec(fmt, usage), draws=draws, reduce_max=reduce_max, check=check)
+    rowwise, columnwise = planes.get(Usage.ROWWISE), planes.get(Usage.COLUMNWISE)
     return QuantizedTensor(fmt, tuple(x.shape), x.dtype, rowwise=rowwise, columnwise=columnwise)
 
 

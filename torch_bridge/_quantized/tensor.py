@@ -7,7 +7,6 @@ from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.hooks import warn_if_has_hooks
 
 from qshard._core.quantize_steps import Plane
@@ -15,10 +14,11 @@ from qshard._core.serialization import Description, described, flat, text_of
 from qshard._core.validation import as_plane, listed, shown
 from qshard.formats import FLOATS, Format, Usage
 from qshard.torch_bridge._ops.bind import dtype_name
-from qshard.torch_bridge._quantized.plane_programs import NO_PLANE, dequantized
+from qshard.torch_bridge._quantized.plane_programs import NO_PLANE, dequantize
+from qshard.torch_bridge._torch_internals import is_traceable_wrapper_subclass, make_wrapper
 
 aten = torch.ops.aten
-_FLOATS = tuple(getattr(torch, name) for name in FLOATS)
+FLOAT_DTYPES = tuple(getattr(torch, name) for name in FLOATS)
 
 
 class QuantizedTensor(Tensor):
@@ -88,7 +88,7 @@ class QuantizedTensor(Tensor):
         either = rowwise or columnwise
         if either is None:
             raise ValueError("QuantizedTensor: rowwise (None) and columnwise (None) are no plane; use quantize")
-        self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=either.data.device)
+        self: QuantizedTensor = make_wrapper(cls, shape, dtype=dtype, device=either.data.device)
         self.format, self.columnwise_is_stale = fmt, columnwise_is_stale
         # One by one: a loop over _NAMES takes three times as long, in each call of `quantize`.
         self._rowwise_data, self._rowwise_scale_inv, self._rowwise_global_scale_inv = rowwise or NO_PLANE
@@ -147,9 +147,9 @@ class QuantizedTensor(Tensor):
         """
         there = {one: parts for one in Usage.BOTH.planes if (parts := self.parts(one)) is not None}
         usage = as_plane(next(iter(there), Usage.ROWWISE) if usage is None else usage, "dequantize", there)
-        if dtype is not None and dtype not in _FLOATS:
-            raise TypeError(f"dequantize: dtype ({shown(dtype)}) is not {listed(map(str, _FLOATS))}; ask for one")
-        return dequantized(there[usage], self.format, usage, dtype or self.dtype, tuple(self.shape))
+        if dtype is not None and dtype not in FLOAT_DTYPES:
+            raise TypeError(f"dequantize: dtype ({shown(dtype)}) is not {listed(map(str, FLOAT_DTYPES))}; ask for one")
+        return dequantize(there[usage], self.format, usage, dtype or self.dtype, tuple(self.shape))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"QuantizedTensor({self.format}, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
@@ -255,7 +255,7 @@ class QuantizedTensor(Tensor):
         def move(plane: Tensor) -> Tensor:
             return torch.empty_like(plane, device=device) if plane.is_meta else plane.to(device)
 
-        return self._of_planes(move, dtype if dtype in _FLOATS else None)
+        return self._of_planes(move, dtype if dtype in FLOAT_DTYPES else None)
 
     def _copy(self, other: QuantizedTensor) -> QuantizedTensor:
         """Copies the codes and scales of a tensor that is stored alike."""

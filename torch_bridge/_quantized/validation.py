@@ -9,12 +9,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from qshard._core.validation import check_float, shown
-from qshard.formats import FLOATS
+from qshard._core.validation import already_quantized, check_float, shown
 from qshard.torch_bridge._ops.bind import dtype_name
-from qshard.torch_bridge._quantized.tensor import QuantizedTensor
-
-_FLOATS = tuple(getattr(torch, name) for name in FLOATS)
+from qshard.torch_bridge._quantized.tensor import FLOAT_DTYPES, QuantizedTensor
 
 
 def check_tensor(op: str, name: str, x: Any, *, sharded: str = "") -> None:
@@ -36,10 +33,7 @@ def check_tensor(op: str, name: str, x: Any, *, sharded: str = "") -> None:
     if isinstance(x, DTensor):
         raise TypeError(f"{op}: {name} (DTensor) is not a plain tensor; {sharded or f'pass {name}.to_local()'}")
     if isinstance(x, QuantizedTensor):
-        raise TypeError(
-            f"{op}: {name} (QuantizedTensor, {x.format}) is quantized already; pass {name}.dequantize(), or use it as "
-            "it is"
-        )
+        raise TypeError(already_quantized(op, name, x))
     if x.layout is not torch.strided:
         kind = str(x.layout).removeprefix("torch.")
         raise TypeError(f"{op}: {name} ({kind}) is not dense; pass {name}.to_dense(), or pad it to one tensor")
@@ -47,7 +41,7 @@ def check_tensor(op: str, name: str, x: Any, *, sharded: str = "") -> None:
 
 
 def check_dtype(op: str, name: str, dtype: torch.dtype) -> None:
-    if dtype not in _FLOATS:
+    if dtype not in FLOAT_DTYPES:
         check_float(op, name, dtype_name(dtype))
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from qshard.torch_bridge._delayed_scaling import DelayedScale
-from qshard.torch_bridge._zero.weight import Ranks, Weight
+from qshard.torch_bridge._zero.weight import Ranks, ZeroParameter
 
 Init = Callable[[nn.Module], object]
 
@@ -24,20 +24,22 @@ def default_device() -> torch.device:
 def check_init(model: nn.Module, init: Init | None) -> None:
     """Raises ValueError if a module on meta cannot fill what it has."""
     for name, module in model.named_modules():
-        if init is None and _on_meta(module) and not isinstance(module, DelayedScale) and _own_init(module) is None:
+        if init is None and _on_meta(module) and not isinstance(module, DelayedScale) and _init_of(module) is None:
             raise ValueError(
                 f"ZeroOptimizer: {name} ({type(module).__name__}, on meta) has no reset_parameters or init_weights; "
                 "pass init=, a function of a module that fills what it has"
             )
 
 
-class Initial:
+class MetaInit:
     """Makes the modules of a model that are on meta, one at a time, with values that no number of ranks changes.
 
     They follow from the seed of `torch.manual_seed` on the first rank and from the name of a module.
     """
 
-    def __init__(self, model: nn.Module, weights: Sequence[Weight], init: Init | None, ranks: Ranks, to: torch.device):
+    def __init__(
+        self, model: nn.Module, weights: Sequence[ZeroParameter], init: Init | None, ranks: Ranks, to: torch.device
+    ):
         self._init, self._device = init, to
         self._names = {id(module): name for name, module in model.named_modules()}
         self._modules = {id(module): module for module in model.modules() if _on_meta(module)}
@@ -57,7 +59,7 @@ class Initial:
             elif id(module) not in trained:
                 self._make(module)
 
-    def make(self, weight: Weight) -> None:
+    def make(self, weight: ZeroParameter) -> None:
         """Gives a weight its values, and the others of its modules."""
         for module, _ in weight.owners:
             self._make(module)
@@ -86,7 +88,7 @@ class Initial:
             if self._init is not None:
                 self._init(module)
             else:
-                own = _own_init(module)
+                own = _init_of(module)
                 assert own is not None
                 own()
 
@@ -96,6 +98,6 @@ def _on_meta(module: nn.Module) -> bool:
     return any(tensor is not None and tensor.is_meta for tensor in own)
 
 
-def _own_init(module: nn.Module) -> Callable[[], object] | None:
+def _init_of(module: nn.Module) -> Callable[[], object] | None:
     own = getattr(module, "reset_parameters", None) or getattr(module, "init_weights", None)
     return own if callable(own) else None

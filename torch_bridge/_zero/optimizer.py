@@ -35,21 +35,26 @@ from torch import Tensor, nn
 from qshard.torch_bridge._delayed_scaling import DelayedScale, update_delayed
 from qshard.torch_bridge._fsdp.weight import memory_of
 from qshard.torch_bridge._module_tree import modules_of
+from qshard.torch_bridge._ops.collectives import unlike_ranks
 from qshard.torch_bridge._optim.adam import Adam, initialize_state
 from qshard.torch_bridge._optim.adam_state import SCALED
 from qshard.torch_bridge._optim.cast_master import CastPlan, Parity
 from qshard.torch_bridge._quantized.validation import check_dtype, check_group, check_model
-from qshard.torch_bridge._zero.buckets import buckets_of
-from qshard.torch_bridge._zero.clip import clip_by_norm, norm_over_ranks
-from qshard.torch_bridge._zero.flat_buffers import ALIGNMENT, BLOCK_ALIGNMENT, Flat
-from qshard.torch_bridge._zero.hooks import check_shown, watch_gradients, watch_model, watch_moves, watch_uses
-from qshard.torch_bridge._zero.meta_init import Init, Initial, check_init, default_device
-from qshard.torch_bridge._zero.module_units import by_setting, units_of, weights_of
+from qshard.torch_bridge._zero.buffers import ALIGNMENT, BLOCK_ALIGNMENT, FlatBuffer, buckets_of
+from qshard.torch_bridge._zero.gradients import clip_by_norm, norm_over_ranks
+from qshard.torch_bridge._zero.meta_init import Init, MetaInit, check_init, default_device
 from qshard.torch_bridge._zero.placeholders import weakly
-from qshard.torch_bridge._zero.schedule import Schedule, autograd_runs
-from qshard.torch_bridge._zero.slice_casts import Cast
-from qshard.torch_bridge._zero.state_dict import States
-from qshard.torch_bridge._zero.weight import Ranks, Weight
+from qshard.torch_bridge._zero.schedule import (
+    Schedule,
+    autograd_runs,
+    check_parameters,
+    watch_gradients,
+    watch_model,
+    watch_moves,
+    watch_uses,
+)
+from qshard.torch_bridge._zero.state_dict import StateDicts
+from qshard.torch_bridge._zero.weight import Ranks, SliceCast, ZeroParameter, by_setting, units_of, weights_of
 
 
 class ZeroOptimizer(Adam):
@@ -167,7 +172,7 @@ class ZeroOptimizer(Adam):
             repr((self._ranks.size, shard_weights, parity, alignment, kinds)).encode()
         ).hexdigest()
         self._agree(problem, "has another model or other options; make them alike", also=reduce_dtype)
-        initial = Initial(model, weights, init, self._ranks, self._device)
+        initial = MetaInit(model, weights, init, self._ranks, self._device)
         if self._ranks.size > 1:
             for tensor in (*model.parameters(), *model.buffers()):
                 if not tensor.is_meta:
@@ -181,7 +186,7 @@ class ZeroOptimizer(Adam):
             "reduce_dtype": reduce_dtype,
             "reductions": self._schedule.reductions,
         }
-        self._flats = [Flat(of_unit, self._ranks, shard_weights, alignment, **make) for _, of_unit in chosen]
+        self._flats = [FlatBuffer(of_unit, self._ranks, shard_weights, alignment, **make) for _, of_unit in chosen]
         self._weights = [weight for flat in self._flats for weight in flat.weights]
         super().__init__(
             [{"params": [w.master for w in of_group], **given} for given, of_group in groups_of], lr, **options
@@ -191,8 +196,8 @@ class ZeroOptimizer(Adam):
             made["params"] = [w.shown for w in of_group]  # What users know of: the same on every rank.
         self._buckets = buckets_of(self._flats, self._of_groups)
         self._initialize_states()
-        self._current = Cast([w for w in self._weights if w.quantized and not w.delayed], parity)
-        self._delayed = Cast([w for w in self._weights if w.quantized and w.delayed], parity)
+        self._current = SliceCast([w for w in self._weights if w.quantized and not w.delayed], parity)
+        self._delayed = SliceCast([w for w in self._weights if w.quantized and w.delayed], parity)
         for (module, _), flat in zip(chosen, self._flats, strict=True):
             watch_gradients(flat)
             if shard_weights:
@@ -202,7 +207,7 @@ class ZeroOptimizer(Adam):
         for module in modules_of(model):
             if isinstance(module, DelayedScale):
                 module.group = self._ranks.group
-        self._states = States(self._ranks, self._device, self._note_write)
+        self._states = StateDicts(self._ranks, self._device, self._note_write)
         self._states.watch(model, self._flats, self._renew)
         self._publish()
 
@@ -232,7 +237,7 @@ class ZeroOptimizer(Adam):
 
     def _update(self, inv_grad_scale: Tensor | float | None) -> None:
         """Updates the own slices with the mean of all ranks' gradients, and the weights that layers see. Collective."""
-        check_shown(self._model, self._flats)
+        check_parameters(self._model, self._flats)
         self._schedule.abandon()
         self._delayed.observe()  # Of the weights that this step's forward has used.
         for flat in self._flats:
@@ -372,7 +377,9 @@ class ZeroOptimizer(Adam):
         masters = [] if own is None else own["masters"]
         return states, [self._states.own(w, "master", m) for w, m in zip(self._weights, masters, strict=False)]
 
-    def _each(self, change: Callable[[Weight, str, Tensor], Tensor], weight: Weight, name: str, value: Any) -> Any:
+    def _each(
+        self, change: Callable[[ZeroParameter, str, Tensor], Tensor], weight: ZeroParameter, name: str, value: Any
+    ) -> Any:
         """Changes what is of each element; a step number is of all. FP8 may be bytes in a dict."""
         if isinstance(value, dict):
             return {key: self._each(change, weight, name, part) for key, part in value.items()}
@@ -408,15 +415,10 @@ class ZeroOptimizer(Adam):
 
     def _agree(self, problem: Exception | None, otherwise: str, also: object = None) -> None:
         """Raises on all ranks if one has a problem, or if layouts, or something else, differ. Collective."""
-        mine = hashlib.sha256(repr((str(problem), self._layout, also)).encode()).digest()
-        sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(self._device)
-        everyone = [sent]
-        if self._ranks.size > 1:
-            everyone = [torch.empty_like(sent) for _ in range(self._ranks.size)]
-            dist.all_gather(everyone, sent, group=self._ranks.group)
+        facts = repr((str(problem), self._layout, also)).encode()
+        others = unlike_ranks(facts, self._ranks.group, self._device)
         if problem is not None:
             raise problem
-        others = [rank for rank, digest in enumerate(everyone) if not torch.equal(digest, sent)]
         if others:
             raise ValueError(f"ZeroOptimizer: rank {others[0]} is not like rank {self._ranks.rank}: it {otherwise}")
 

@@ -1,8 +1,8 @@
-"""What users find in the place of weights and gradients that are elsewhere: tensors without memory, which say so.
+"""Placeholder tensors for freed weights and gradients: tensors without memory, which say so.
 
-    between uses of a unit   module.weight       SlicedWeight: this rank's slice of the master; nothing else is there
+    between uses of a unit   module.weight       WeightPlaceholder: this rank's slice of the master is all there is
     while it is used         module.weight       the gathered weight
-    after backward           module.weight.grad  TakenGradient: gradients are in flat buffers of float32
+    after backward           module.weight.grad  GradientPlaceholder: gradients are in flat buffers of float32
 
 Each op on these raises and says what to call. A read of memory that was freed would end the process, and a gradient of
 None would pass for none.
@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from qshard.torch_bridge._distributed.dtensor import local_of
+from qshard.torch_bridge._torch_internals import disabled_torch_function, hooks_of, make_wrapper, pytree
 
 aten = torch.ops.aten
 
@@ -35,7 +36,7 @@ def weakly(method: Callable[..., None], *first: Any) -> Callable[..., None]:
     return call
 
 
-class Absent(Tensor):
+class Placeholder(Tensor):
     """A tensor that is not there: shape, dtype and device alone.
 
     Attributes:
@@ -44,11 +45,11 @@ class Absent(Tensor):
 
     says: str
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = disabled_torch_function
 
     @staticmethod
     def empty(cls: type[Any], shape: Sequence[int], dtype: torch.dtype, device: torch.device, says: str) -> Any:
-        self = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=device)
+        self = make_wrapper(cls, tuple(shape), dtype=dtype, device=device)
         self.says = says
         return self
 
@@ -67,11 +68,11 @@ class Absent(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        leaves = torch.utils._pytree.tree_leaves((args, kwargs))
-        next(leaf for leaf in leaves if isinstance(leaf, Absent)).refuse()
+        leaves = pytree.tree_leaves((args, kwargs))
+        next(leaf for leaf in leaves if isinstance(leaf, Placeholder)).refuse()
 
 
-class TakenGradient(Absent):
+class GradientPlaceholder(Placeholder):
     """Stands at `.grad` for a gradient that has gone to a flat buffer. What autograd adds to it goes there too.
 
     Attributes:
@@ -90,7 +91,7 @@ class TakenGradient(Absent):
             "parts;\ncall clip_grad_norm_(max_norm) of the optimizer for their norm and to clip them, "
             "step(inv_grad_scale=) to unscale them"
         )
-        self = Absent.empty(cls, parameter.shape, parameter.dtype, parameter.device, says)
+        self = Placeholder.empty(cls, parameter.shape, parameter.dtype, parameter.device, says)
         self.accumulate, self.clear = accumulate, clear
         return self
 
@@ -102,7 +103,7 @@ class TakenGradient(Absent):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         self = args[0] if args else None
-        if isinstance(self, TakenGradient):
+        if isinstance(self, GradientPlaceholder):
             if func is aten.add_.Tensor and not kwargs:  # Of autograd's AccumulateGrad.
                 self.accumulate(args[1])
                 return self
@@ -112,7 +113,7 @@ class TakenGradient(Absent):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-class SlicedWeight(Absent):
+class WeightPlaceholder(Placeholder):
     """A weight of which this rank holds a flat slice in float32, and which nothing else is there of.
 
     Attributes:
@@ -135,7 +136,7 @@ class SlicedWeight(Absent):
             f"ZeroOptimizer: {name} {tuple(shape)} (sharded weights) has no memory between uses of its unit; call the "
             "module that has it,\nor choose units= so that it is gathered where you need it, or read full_weights()"
         )
-        self = Absent.empty(cls, shape, dtype, local.device, says)
+        self = Placeholder.empty(cls, shape, dtype, local.device, says)
         self.local, self.start, self.label, self.written = local.detach(), start, name, written
         return self
 
@@ -144,9 +145,9 @@ class SlicedWeight(Absent):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         self = args[0] if args else None
-        if isinstance(self, SlicedWeight):
+        if isinstance(self, WeightPlaceholder):
             if func in (aten.detach.default, aten.alias.default):
-                return SlicedWeight(self.local, self.start, self.shape, self.dtype, self.label, self.written)
+                return WeightPlaceholder(self.local, self.start, self.shape, self.dtype, self.label, self.written)
             if func is aten.copy_.default:  # Of load_state_dict.
                 self.local.copy_(own_part(args[1], self.shape, self.start, self.local.numel(), self.label))
                 self.written()
@@ -178,3 +179,21 @@ def own_part(value: Any, shape: Sequence[int], start: int, length: int, name: st
             f"ZeroOptimizer: {name} {tuple(value.shape)} is not of shape {tuple(shape)}; load the state of such a model"
         )
     return cast(Tensor, value.detach().reshape(-1)[start : start + length])
+
+
+class ArrivalHook:
+    """The hook of a parameter by which its gradient leaves as soon as it is made."""
+
+    def __init__(self, take: Callable[[Tensor], None]):
+        self._take = take
+
+    def __call__(self, parameter: Tensor) -> None:
+        self._take(parameter)
+
+
+def has_optimizer(parameter: Any) -> bool:
+    """Whether a ZeroOptimizer trains a parameter."""
+    _, hooks = hooks_of(parameter)
+    return isinstance(parameter, WeightPlaceholder) or any(
+        isinstance(hook, ArrivalHook) for hook in (hooks or {}).values()
+    )

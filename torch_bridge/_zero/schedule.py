@@ -1,4 +1,4 @@
-"""When sharded weights travel: the next unit's codes while a unit runs, the last one's gradients while the next runs.
+"""The schedule of gathers and reductions of sharded weights, and the hooks on modules that drive it.
 
     forward     gather 0 | gather 1, run 0 | gather 2, run 1, free 0 | ...
     backward    gather 2, run 3 | reduce 3, gather 1, run 2, free 3 | ...
@@ -20,12 +20,19 @@ So a wrong guess is one on all ranks: all gather a unit that none uses, free it,
 
 from __future__ import annotations
 
-from typing import Generic, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
 
 import torch
+from torch import Tensor, nn
 
-from qshard.torch_bridge._zero.flat_buffers import Flat
+from qshard.torch_bridge._ops.eager import is_capturing
+from qshard.torch_bridge._quantized.device_moves import Move, changes, guard_moves
+from qshard.torch_bridge._torch_internals import active_ddp, backward_id, call_after_backward, pytree
+from qshard.torch_bridge._zero.buffers import FlatBuffer
+from qshard.torch_bridge._zero.placeholders import ArrivalHook, weakly
 from qshard.torch_bridge._zero.streams import Channel
+from qshard.torch_bridge._zero.weight import ZeroParameter
 
 T = TypeVar("T")
 
@@ -84,17 +91,17 @@ class Schedule:
     """
 
     def __init__(self, device: torch.device):
-        self.flats: list[Flat] = []
+        self.flats: list[FlatBuffer] = []
         self.in_backward = False
         computing: set[torch.cuda.Stream] = set()
         self.reductions, self._gathers = Channel(device, computing), Channel(device, computing)
         self._device = device
-        self._forward: Order[Flat] = Order()
-        self._backward: Order[Flat] = Order()
+        self._forward: Order[FlatBuffer] = Order()
+        self._backward: Order[FlatBuffer] = Order()
         self._in_forward = False  # Whether the model runs, not a part of it alone.
-        self._next: Flat | None = None  # What should be taken next,
-        self._ahead: Flat | None = None  # and what was gathered for it.
-        self._reducing: Flat | None = None
+        self._next: FlatBuffer | None = None  # What should be taken next,
+        self._ahead: FlatBuffer | None = None  # and what was gathered for it.
+        self._reducing: FlatBuffer | None = None
 
     def begin_forward(self) -> None:
         """The model is called."""
@@ -128,11 +135,11 @@ class Schedule:
         self._drop()
         self._finish()
 
-    def take(self, flat: Flat) -> None:
+    def take(self, flat: FlatBuffer) -> None:
         """Puts the weights of a unit before its layers, and begins to gather those of the next."""
         if flat.in_use:
             return
-        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if is_capturing(self._device):
             raise RuntimeError(
                 "ZeroOptimizer: sharded weights cannot be used while a CUDA graph is captured, as each gather has "
                 "other memory; run them outside of graphs, or pass shard_weights=False"
@@ -147,7 +154,7 @@ class Schedule:
             self._next.gather(self._gathers)
             self._ahead = self._next
 
-    def leave(self, flat: Flat) -> None:
+    def leave(self, flat: FlatBuffer) -> None:
         """Frees the weights of a unit, unless it is the one that comes next: the last of forward, in backward."""
         if flat is self._next and self._ahead is None:
             flat.hide()
@@ -155,13 +162,13 @@ class Schedule:
         else:
             flat.free()
 
-    def pass_on(self, flat: Flat) -> None:
+    def pass_on(self, flat: FlatBuffer) -> None:
         """The gradients of a unit are there, so it needs its weights no more."""
         self.reduce(flat)
         flat.in_backward = False
         self.leave(flat)
 
-    def reduce(self, flat: Flat) -> None:
+    def reduce(self, flat: FlatBuffer) -> None:
         """Begins to sum the gradients of a unit, after those of the one before, whose memory goes back."""
         if flat.gradient.is_held:
             self._finish()
@@ -177,7 +184,7 @@ class Schedule:
             flat.in_backward = False
             flat.free()
 
-    def _following(self, flat: Flat) -> Flat | None:
+    def _following(self, flat: FlatBuffer) -> FlatBuffer | None:
         if autograd_runs():
             return self._backward.following(flat)
         if not self._in_forward:
@@ -198,4 +205,139 @@ class Schedule:
 
 def autograd_runs() -> bool:
     """Whether this is a backward pass, or what activation checkpointing runs again in it."""
-    return bool(torch._C._current_graph_task_id() != -1)
+    return backward_id() is not None
+
+
+class Hook:
+    """A hook on a module, which no compiler traces, and which copies and pickles of the module have no use for."""
+
+    def __init__(self, call: Callable[..., Any] | None = None):
+        self._call = None if call is None else torch.compiler.disable(call)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return None if self._call is None else self._call(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Hook, ()
+
+
+def watch_gradients(flat: FlatBuffer) -> None:
+    """Takes gradients as soon as they are made."""
+    for index, weight in enumerate(flat.weights):
+        weight.parameter.register_post_accumulate_grad_hook(ArrivalHook(weakly(flat.take_arrived, index)))
+
+
+def watch_moves(model: nn.Module, weights: Sequence[ZeroParameter]) -> None:
+    """Sees to it that a move of the model, or of a module of it that has weights, raises before anything has moved."""
+    owned: dict[nn.Module, list[ZeroParameter]] = {model: [*weights]}
+    for weight in weights:
+        for module, _ in weight.owners:
+            if module is not model:
+                owned.setdefault(module, []).append(weight)
+
+    def check(module: nn.Module, move: Move) -> None:
+        for weight in owned[module]:
+            if changes(move, weight.shown):
+                raise RuntimeError(
+                    f"ZeroOptimizer: {weight.name} cannot be moved after the optimizer was made, whose masters and "
+                    "buffers would stay where they are; call .to() of the model before"
+                )
+
+    for module in owned:
+        guard_moves(module, Hook(check))
+
+
+def watch_uses(module: nn.Module, flat: FlatBuffer, schedule: Schedule, renew: Callable[[], None]) -> None:
+    """Gathers sharded weights before their module runs, and frees them after it, so too in backward."""
+    schedule.flats.append(flat)
+    flat.gradient_is_whole = schedule.pass_on
+
+    def before_backward(_: Tensor) -> None:
+        if not schedule.in_backward:
+            schedule.begin_backward()
+            call_after_backward(schedule.end_backward)
+        flat.in_backward = True
+        schedule.take(flat)
+
+    def before_forward(*_: Any) -> None:
+        renew()
+        schedule.take(flat)
+
+    def after_forward(_module: nn.Module, _args: Any, output: Any) -> None:
+        tensors = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor)]
+        if torch.is_grad_enabled() and not tensors:
+            raise TypeError(
+                f"ZeroOptimizer: output of a unit ({type(output).__name__}) holds no tensor to see backward pass "
+                "by; return tensors in tuples, lists or dicts, or choose other units"
+            )
+        for t in tensors:
+            if flat.shares(t):
+                raise RuntimeError(
+                    f"ZeroOptimizer: output of a unit ({type(module).__name__}) is its own weight, which is freed now; "
+                    "return a .clone(), or choose units= that hold its users too"
+                )
+            if t.requires_grad:
+                t.register_hook(before_backward)
+        if not flat.in_backward:  # Else activation checkpointing runs it, and backward goes on to use it.
+            schedule.leave(flat)
+
+    def refuse_copies(protocol: Any) -> Any:
+        raise TypeError(
+            f"ZeroOptimizer: {type(module).__name__} (sharded weights) cannot be pickled or copied; load "
+            "full_weights() into another model"
+        )
+
+    module.register_forward_pre_hook(Hook(before_forward))
+    module.register_forward_hook(Hook(after_forward))
+    module.__reduce_ex__ = refuse_copies  # type: ignore[method-assign]
+
+
+def watch_model(model: nn.Module, schedule: Schedule, renew: Callable[[], None]) -> None:
+    """Before the model runs: masters that were loaded are published, and wrappers are refused. To call last."""
+
+    def before_forward(*_: Any) -> None:
+        wrapper = active_ddp()
+        if wrapper is not None and any(module is model for module in wrapper.modules()):
+            raise RuntimeError(
+                "ZeroOptimizer: model (in DistributedDataParallel) is wrapped; call it as it is: the optimizer sums "
+                "the gradients of all ranks"
+            )
+        renew()
+        schedule.begin_forward()
+
+    # Outside of those of the model as a unit.
+    model.register_forward_pre_hook(Hook(before_forward), prepend=True)
+    model.register_forward_hook(Hook(lambda *_: schedule.end_forward()))
+
+
+def check_parameters(model: nn.Module, flats: list[FlatBuffer]) -> None:
+    """Raises where parameters have changed in a way that a step would pass over.
+
+    Raises:
+      RuntimeError: one was replaced, moved, frozen or written, or the model has got others.
+    """
+    ours: set[int] = set()
+    for flat in flats:
+        for weight in flat.weights:
+            shown = weight.shown
+            there = {id(module._parameters.get(name)) for module, name in weight.owners}
+            if not there <= {id(shown), id(weight.parameter)}:
+                raise _change_error(weight.name, "was replaced", "change models before you make their optimizer")
+            if not shown.requires_grad:
+                raise _change_error(
+                    weight.name, "was frozen", "freeze it before, or set its lr and weight_decay to 0 in its group"
+                )
+            if weight.where is not None and weight.where != (shown.data_ptr(), shown.dtype):
+                raise _change_error(weight.name, "was moved", "call .to() of the model before")
+            if weight.where is not None and shown._version != weight.version:
+                raise _change_error(
+                    weight.name, "was written", "write with load_state_dict of the model: it has masters"
+                )
+            ours.update((id(shown), id(weight.parameter)))
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) not in ours:
+            raise _change_error(name, "came to train", "add and unfreeze parameters before")
+
+
+def _change_error(name: str, what: str, instead: str) -> RuntimeError:
+    return RuntimeError(f"ZeroOptimizer: {name} {what} after the optimizer was made; {instead}")

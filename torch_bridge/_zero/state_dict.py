@@ -7,8 +7,8 @@ slice, which `torch.distributed.checkpoint` saves as boxes, and loads into any o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,49 +17,17 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from qshard._core.adam import BLOCK
+from qshard._core.placement import Box, slice_boxes
 from qshard.torch_bridge._optim.slices import gather_parts
-from qshard.torch_bridge._zero.flat_buffers import Flat
-from qshard.torch_bridge._zero.hooks import Hook
-from qshard.torch_bridge._zero.placeholders import SlicedWeight, own_part
-from qshard.torch_bridge._zero.weight import Ranks, Weight
+from qshard.torch_bridge._torch_internals import DTensorSpec, TensorMeta, pytree
+from qshard.torch_bridge._zero.buffers import FlatBuffer
+from qshard.torch_bridge._zero.placeholders import WeightPlaceholder, own_part
+from qshard.torch_bridge._zero.schedule import Hook
+from qshard.torch_bridge._zero.weight import Ranks, ZeroParameter
 
 aten = torch.ops.aten
-
-
-class Box(NamedTuple):
-    """A part of a slice that is a box of the whole: its corner, its sizes, and the flat elements it is of."""
-
-    corner: tuple[int, ...]
-    sizes: tuple[int, ...]
-    start: int
-
-    @property
-    def stop(self) -> int:
-        return self.start + math.prod(self.sizes)
-
-
-def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """The fewest boxes that elements `[start, stop)` of a row-major tensor are: at most `2 * axes - 1`.
-
-    >>> [(box.corner, box.sizes) for box in boxes((4, 3), 2, 10)]
-    [((0, 2), (1, 1)), ((1, 0), (2, 3)), ((3, 0), (1, 1))]
-    """
-    if start >= stop:
-        return
-    if len(shape) < 2:
-        yield Box((start,) * len(shape), (stop - start,) * len(shape), start)
-        return
-    row = math.prod(shape[1:])
-    first, last = -(-start // row), stop // row  # The rows that are whole.
-    ends = [(first - 1, start, first * row), (last, last * row, stop)]  # Of rows that are not.
-    for i, (index, begin, end) in enumerate([(last, start, stop)] if first > last else ends):
-        if i and last > first:
-            yield Box((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]), first * row)
-        for inner in boxes(shape[1:], begin - index * row, end - index * row):
-            yield Box((index, *inner.corner), (1, *inner.sizes), index * row + inner.start)
 
 
 class SlicedState(DTensor):
@@ -120,7 +88,7 @@ class SlicedState(DTensor):
                 return self._like(self.local.clone())
             if func is aten._to_copy.default and (kwargs or {}).get("dtype", self.dtype) == self.dtype:
                 return self._like(self.local.to((kwargs or {}).get("device", self.device)))
-        leaves = torch.utils._pytree.tree_leaves((args, kwargs))
+        leaves = pytree.tree_leaves((args, kwargs))
         found = next(leaf for leaf in leaves if isinstance(leaf, SlicedState))
         raise RuntimeError(
             f"ZeroOptimizer: {found.label} {tuple(found.shape)} of a state dict is the slice of this rank; save it "
@@ -145,7 +113,7 @@ class SlicedState(DTensor):
 
     def to_local(self, *, grad_placements: Any = None) -> Tensor:
         """What a full state is copied to: it takes whole tensors, and keeps the slice."""
-        sliced: Tensor = SlicedWeight(self.local, self.start, self.shape, self.dtype, self.label, self.written)
+        sliced: Tensor = WeightPlaceholder(self.local, self.start, self.shape, self.dtype, self.label, self.written)
         return sliced
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SlicedState:
@@ -159,13 +127,13 @@ class SlicedState(DTensor):
         )
 
     def _boxes(self) -> list[Box]:
-        return list(boxes(self.shape, self.start, self.start + self.local.numel()))
+        return list(slice_boxes(tuple(self.shape), self.start, self.start + self.local.numel()))
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
         properties = TensorProperties.create_from_tensor(self.local)
         return [
             WriteItem(
-                index=MetadataIndex(fqn, torch.Size(box.corner)),
+                index=MetadataIndex(fqn, torch.Size(box.start)),
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(chunk=_chunk(box), properties=properties, size=self.shape),
             )
@@ -178,15 +146,16 @@ class SlicedState(DTensor):
         return [_chunk(box) for box in self._boxes()]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        box = next(box for box in self._boxes() if index.offset == torch.Size(box.corner))
-        return self.local[box.start - self.start : box.stop - self.start].view(box.sizes)
+        box = next(box for box in self._boxes() if index.offset == torch.Size(box.start))
+        first = box.philox_offset() - self.start
+        return self.local[first : first + math.prod(box.size)].view(box.size)
 
 
 def _chunk(box: Box) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(offsets=torch.Size(box.corner), sizes=torch.Size(box.sizes))
+    return ChunkStorageMetadata(offsets=torch.Size(box.start), sizes=torch.Size(box.size))
 
 
-class States:
+class StateDicts:
     """How slices are shown in state dicts, and found in them.
 
     Args:
@@ -197,7 +166,7 @@ class States:
         self._ranks, self._device, self._written = ranks, device, written
         self._mesh: DeviceMesh | None = None
 
-    def shown(self, weight: Weight, name: str, local: Tensor, *, master: bool = False) -> Tensor:
+    def shown(self, weight: ZeroParameter, name: str, local: Tensor, *, master: bool = False) -> Tensor:
         """A slice of the master, or of a state of the optimizer, as the whole that it is of."""
         local = local.detach().view(-1)
         shape, cuts = _layout(weight, name)
@@ -210,28 +179,32 @@ class States:
         made: Tensor = SlicedState(local, shape, cuts, self._mesh, f"{weight.name} ({name})", written)
         return made
 
-    def own(self, weight: Weight, name: str, value: Tensor) -> Tensor:
+    def own(self, weight: ZeroParameter, name: str, value: Tensor) -> Tensor:
         """The slice of this rank of such a whole, as the optimizer has it: `[1, n]`, or `[n]`."""
         shape, cuts = _layout(weight, name)
         start, stop = cuts[self._ranks.rank]
         part = own_part(value, shape, start, stop - start, f"{weight.name} ({name})")
         return part.view(1, -1) if weight.master.ndim > 1 else part
 
-    def watch(self, model: nn.Module, flats: Sequence[Flat], publish: Callable[[], None]) -> None:
+    def watch(self, model: nn.Module, flats: Sequence[FlatBuffer], publish: Callable[[], None]) -> None:
         """State dicts of the model have masters, and what is loaded goes to masters."""
-        owners: dict[int, tuple[nn.Module, list[tuple[str, Weight, Flat]]]] = {}
+        owners: dict[int, tuple[nn.Module, list[tuple[str, ZeroParameter, FlatBuffer]]]] = {}
         for flat in flats:
             for weight in flat.weights:
                 for module, name in weight.owners:
                     owners.setdefault(id(module), (module, []))[1].append((name, weight, flat))
         loading = False
 
-        def show_masters(held: list[tuple[str, Weight, Flat]], state_dict: dict[str, Any], prefix: str) -> None:
+        def show_masters(
+            held: list[tuple[str, ZeroParameter, FlatBuffer]], state_dict: dict[str, Any], prefix: str
+        ) -> None:
             for name, weight, _ in held:
                 if prefix + name in state_dict:
                     state_dict[prefix + name] = self.shown(weight, "master", weight.master, master=True)
 
-        def before_load(module: nn.Module, held: list[tuple[str, Weight, Flat]], metadata: dict[str, Any]) -> None:
+        def before_load(
+            module: nn.Module, held: list[tuple[str, ZeroParameter, FlatBuffer]], metadata: dict[str, Any]
+        ) -> None:
             if metadata.get("assign_to_params_buffers", False):
                 raise RuntimeError(
                     f"ZeroOptimizer: load_state_dict of {type(module).__name__} (assign=True) would replace its "
@@ -240,7 +213,7 @@ class States:
             for name, weight, _ in held:
                 module._parameters[name] = weight.sliced
 
-        def after_load(module: nn.Module, held: list[tuple[str, Weight, Flat]]) -> None:
+        def after_load(module: nn.Module, held: list[tuple[str, ZeroParameter, FlatBuffer]]) -> None:
             for name, weight, flat in held:
                 module._parameters[name] = weight.parameter if flat.in_use else weight.shown
             if not loading:
@@ -265,7 +238,7 @@ class States:
         model.register_load_state_dict_post_hook(Hook(end))
 
 
-def _layout(weight: Weight, name: str) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
+def _layout(weight: ZeroParameter, name: str) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
     """The shape of a state, and the slices that ranks have of it. No cut of a weight is amid a block of scales."""
     if not name.endswith("_scale_inv"):
         return weight.shape, weight.cuts

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "core/ceil_div.h"
 #include "kernels/cpu/parallel_for.h"
 #include "kernels/cpu/raise_amax.h"
 #include "kernels/cpu/simd.h"
@@ -101,7 +102,7 @@ Status RmsNormBackward(const Exec<Cpu>& exec, const In* x, const Weight* weight,
                        const In* grad, int64_t runs, int64_t rows, int64_t cols, In* dx,
                        float* parts, float* dweight) {
   const SimdKernels& simd = Simd();
-  const int64_t count = (rows + kSumRows - 1) / kSumRows;  // of parts, of a run
+  const int64_t count = CeilDiv(rows, kSumRows);  // of parts, of a run
   const int64_t size = kIsWide<Weight> ? 0 : cols;
   ParallelForWithScratch<float>(exec, runs * count, size, [&](int64_t part, float* scratch) {
     const int64_t run = part / count;

@@ -5,6 +5,8 @@
 #include <cstring>
 #include <vector>
 
+#include "core/ceil_div.h"
+#include "kernels/adam_step.h"
 #include "kernels/cpu/parallel_for.h"
 #include "kernels/cpu/simd.h"
 
@@ -19,59 +21,40 @@ Pointer At(Pointer data, int64_t i, AdamType type) {
   return static_cast<Byte*>(data) + i * SizeOf(type);
 }
 
-// Elements [begin, begin + n) of a tensor, which have scale `block`.
-void StepBlock(const SimdKernels& simd, const AdamKinds& kinds, const AdamConstants& constants,
-               const AdamTensor& t, int64_t begin, int64_t n, int64_t block) {
-  const auto scale_of = [&](const AdamTensor::State& state, AdamType type) {
-    return IsScaled(type) ? state.scale_inv[block] : 1.0f;
-  };
-  const auto new_scale_of = [&](const AdamTensor::NewState& state, AdamType type) {
-    return IsScaled(type) ? state.scale_inv + block : nullptr;
-  };
-  const bool has_param = !kinds.update || kinds.decay != Decay::kNone;
-  float p[kAdamBlock] = {}, g[kAdamBlock], m[kAdamBlock], v[kAdamBlock], update[kAdamBlock];
-  if (kinds.low == AdamLow::kMaster)
-    simd.adam_decode[kAdamFloat32](At(t.low, begin, kAdamFloat32), n, 1.0f, p);
-  else if (kinds.low == AdamLow::kRemainder)
-    simd.adam_join(At(t.param, begin, kAdamBFloat16), At(t.low, begin, kAdamBFloat16), n, p);
-  else if (has_param)
-    simd.adam_decode[kinds.param](At(t.param, begin, kinds.param), n, 1.0f, p);
-  simd.adam_decode[kinds.grad](At(t.grad, begin, kinds.grad), n, 1.0f, g);
-  simd.adam_decode[kinds.exp_avg](At(t.exp_avg.data, begin, kinds.exp_avg), n,
-                                  scale_of(t.exp_avg, kinds.exp_avg), m);
-  simd.adam_decode[kinds.exp_avg_sq](At(t.exp_avg_sq.data, begin, kinds.exp_avg_sq), n,
-                                     scale_of(t.exp_avg_sq, kinds.exp_avg_sq), v);
+// Elements [begin, begin + n) of a tensor.
+struct BlockElements {
+  static constexpr int kCount = kAdamBlock;
+  int64_t Count() const { return n; }
 
-  simd.adam_step[static_cast<int>(kinds.decay)](constants, g, n, p, m, v, update);
-
-  simd.adam_encode[kinds.exp_avg](m, n, /*positive=*/false,
-                                  At(t.new_exp_avg.data, begin, kinds.exp_avg),
-                                  new_scale_of(t.new_exp_avg, kinds.exp_avg));
-  simd.adam_encode[kinds.exp_avg_sq](v, n, /*positive=*/true,
-                                     At(t.new_exp_avg_sq.data, begin, kinds.exp_avg_sq),
-                                     new_scale_of(t.new_exp_avg_sq, kinds.exp_avg_sq));
-  if (kinds.update) {
-    if (kinds.low == AdamLow::kMaster) {
-      float old[kAdamBlock];
-      simd.adam_decode[kinds.param](At(t.param, begin, kinds.param), n, 1.0f, old);
-      uint32_t rounded[kAdamBlock];
-      simd.adam_narrow[kinds.param](p, n, rounded);
-      simd.adam_decode[kinds.param](rounded, n, 1.0f, update);
-      for (int64_t i = 0; i < n; ++i) update[i] = update[i] - old[i];
-    } else {
-      for (int64_t i = 0; i < n; ++i) update[i] = -update[i];
-    }
-    simd.adam_narrow[kAdamFloat32](update, n, At(t.new_param, begin, kAdamFloat32));
-  } else if (kinds.low == AdamLow::kRemainder) {
-    simd.adam_halve(p, n, At(t.new_param, begin, kAdamBFloat16),
-                    At(t.new_low, begin, kAdamBFloat16));
-    return;
-  } else {
-    simd.adam_narrow[kinds.param](p, n, At(t.new_param, begin, kinds.param));
+  void Widen(const void* x, AdamType type, float* values) const { Decode(x, type, 1.0f, values); }
+  void Decode(const void* x, AdamType type, float scale_inv, float* values) const {
+    simd.adam_decode[type](At(x, begin, type), n, scale_inv, values);
   }
-  if (kinds.low == AdamLow::kMaster)
-    simd.adam_narrow[kAdamFloat32](p, n, At(t.new_low, begin, kAdamFloat32));
-}
+  void Join(const void* upper, const void* lower, float* values) const {
+    simd.adam_join(At(upper, begin, kAdamBFloat16), At(lower, begin, kAdamBFloat16), n, values);
+  }
+  void Step(Decay decay, const AdamConstants& c, const float* g, float* p, float* m, float* v,
+            float* u) const {
+    simd.adam_step[static_cast<int>(decay)](c, g, n, p, m, v, u);
+  }
+  void Encode(const float* values, AdamType type, bool positive, void* to, float& scale_inv) const {
+    simd.adam_encode[type](values, n, positive, At(to, begin, type), &scale_inv);
+  }
+  void Store(const float* values, AdamType type, void* to) const {
+    simd.adam_narrow[type](values, n, At(to, begin, type));
+  }
+  void StoreHalves(const float* values, void* upper, void* lower) const {
+    simd.adam_halve(values, n, At(upper, begin, kAdamBFloat16), At(lower, begin, kAdamBFloat16));
+  }
+  void Narrow(const float* values, AdamType type, float* narrow) const {
+    uint32_t stored[kCount];
+    simd.adam_narrow[type](values, n, stored);
+    simd.adam_decode[type](stored, n, 1.0f, narrow);
+  }
+
+  const SimdKernels& simd;
+  int64_t begin, n;
+};
 
 }  // namespace
 
@@ -90,13 +73,11 @@ Status AdamConstantsOf(const Exec<Cpu>& exec, const float* step, int64_t n, cons
 Status Adam(const Exec<Cpu>& exec, const AdamTensor* tensors, int64_t count, const AdamKinds& kinds,
             const float* constants) {
   const SimdKernels& simd = Simd();
-  const auto blocks_in_row = [](const AdamTensor& t) {
-    return (t.cols + kAdamBlock - 1) / kAdamBlock;
-  };
+  const auto blocks_in_row = [](const AdamTensor& t) { return CeilDiv(t.cols, kAdamBlock); };
   std::vector<int64_t> first_stretch(count + 1, 0);  // of each tensor
   for (int64_t i = 0; i < count; ++i) {
     const int64_t blocks = tensors[i].rows * blocks_in_row(tensors[i]);
-    first_stretch[i + 1] = first_stretch[i] + (blocks + kStretch - 1) / kStretch;
+    first_stretch[i + 1] = first_stretch[i] + CeilDiv(blocks, kStretch);
   }
   ParallelFor(exec, first_stretch[count], [&](int64_t stretch) {
     const int64_t i = std::upper_bound(first_stretch.begin(), first_stretch.end(), stretch) - 1 -
@@ -109,7 +90,13 @@ Status Adam(const Exec<Cpu>& exec, const AdamTensor* tensors, int64_t count, con
     for (int64_t block = begin; block < end; ++block) {
       const int64_t col = block % in_row * kAdamBlock;
       const int64_t n = std::min<int64_t>(kAdamBlock, t.cols - col);
-      StepBlock(simd, kinds, c, t, block / in_row * t.cols + col, n, block);
+      AdamScales scales = LoadScales(t, kinds, block);
+      const BlockElements elements{simd, block / in_row * t.cols + col, n};
+      StepElements(
+          elements, kinds, c, t,
+          AdamStored<const void*>{t.param, t.low, t.grad, t.exp_avg.data, t.exp_avg_sq.data},
+          scales);
+      StoreScales(t, kinds, block, scales);
     }
   });
   return {};

@@ -33,7 +33,7 @@ void ParallelPieces(const Exec<Cpu>& exec, const Blocks& blocks, const Body& bod
   const int64_t rows = std::min(blocks.block_rows, blocks.rows);
   const int64_t wanted = std::min(kPieceCols, kElements / rows) / blocks.block_cols;
   const int64_t width = std::clamp<int64_t>(wanted, 2, kPieceBlocks) & ~int64_t{1};
-  const int64_t across = (grid_cols + width - 1) / width;
+  const int64_t across = CeilDiv(grid_cols, width);
   const int64_t cols = std::min(blocks.cols, width * blocks.block_cols);
   const int64_t grain = std::max<int64_t>(1, (1 << 14) / (rows * cols));
   ParallelRanges(exec, blocks.batch * grid_rows * across, grain, [&](int64_t begin, int64_t end) {

@@ -1,12 +1,13 @@
 // GEMMs on the CPU: what others are held against, not what trains. A task takes a tile of the
-// result. It widens codes to fp32 once for each tile, those of b with rows next to each other, so
-// that the inner loop adds to a row of sums and each of them keeps its order.
+// result. It widens codes to fp32 once for each tile, those of b with rows next to each other,
+// so that the inner loop adds to a row of sums and each of them keeps its order.
 #include "kernels/gemm.h"
 
 #include <algorithm>
 #include <array>
 #include <cstring>
 
+#include "core/ceil_div.h"
 #include "core/round.h"
 #include "kernels/cpu/parallel_for.h"
 
@@ -87,7 +88,7 @@ class Reader {
 };
 
 // What a task works in.
-struct Tile {
+struct Scratch {
   float a[kTileRows][kDepth], b[kDepth][kTileCols];
   float block[kTileRows][kTileCols], sum[kTileRows][kTileCols];
 };
@@ -99,11 +100,11 @@ Status Gemm(const Exec<Cpu>& exec, const GemmProblem& gemm, const Workspace&, Ou
   const Reader a(gemm.a, gemm.k), b(gemm.b, gemm.k);
   const int64_t rows = gemm.a.rows, cols = gemm.b.rows, k = gemm.k;
   const int64_t length = gemm.scales == ScaleId::kNone ? std::max<int64_t>(k, 1) : gemm.cols;
-  const int64_t blocks = k / length + (k % length != 0);
-  const int64_t down = (rows + kTileRows - 1) / kTileRows;
-  const int64_t across = (cols + kTileCols - 1) / kTileCols;
-  ParallelForWithScratch<Tile>(exec, down * across, 1, [&](int64_t task, Tile* tile) {
-    std::memset(tile, 0, sizeof(*tile));
+  const int64_t blocks = CeilDiv(k, length);
+  const int64_t down = CeilDiv(rows, kTileRows);
+  const int64_t across = CeilDiv(cols, kTileCols);
+  ParallelForWithScratch<Scratch>(exec, down * across, 1, [&](int64_t task, Scratch* scratch) {
+    std::memset(scratch, 0, sizeof(*scratch));
     const int64_t top = task / across * kTileRows, left = task % across * kTileCols;
     const int64_t height = std::min(kTileRows, rows - top);
     const int64_t width = std::min(kTileCols, cols - left);
@@ -112,14 +113,14 @@ Status Gemm(const Exec<Cpu>& exec, const GemmProblem& gemm, const Workspace&, Ou
       for (int64_t from = begin; from < end; from += kDepth) {
         const int64_t depth = std::min(kDepth, end - from);
         for (int64_t i = 0; i < height; ++i)
-          for (int64_t d = 0; d < depth; ++d) tile->a[i][d] = a.Value(top + i, from + d);
+          for (int64_t d = 0; d < depth; ++d) scratch->a[i][d] = a.Value(top + i, from + d);
         for (int64_t j = 0; j < width; ++j)
-          for (int64_t d = 0; d < depth; ++d) tile->b[d][j] = b.Value(left + j, from + d);
+          for (int64_t d = 0; d < depth; ++d) scratch->b[d][j] = b.Value(left + j, from + d);
         for (int64_t i = 0; i < height; ++i) {
-          float* sums = tile->block[i];
+          float* sums = scratch->block[i];
           for (int64_t d = 0; d < depth; ++d) {
-            const float value = tile->a[i][d];
-            for (int64_t j = 0; j < kTileCols; ++j) sums[j] += value * tile->b[d][j];
+            const float value = scratch->a[i][d];
+            for (int64_t j = 0; j < kTileCols; ++j) sums[j] += value * scratch->b[d][j];
           }
         }
       }
@@ -127,15 +128,15 @@ Status Gemm(const Exec<Cpu>& exec, const GemmProblem& gemm, const Workspace&, Ou
         const float a_scale = a.Scale(gemm.scales, top + i, block, blocks);
         for (int64_t j = 0; j < width; ++j) {
           const float b_scale = b.Scale(gemm.scales, left + j, block, blocks);
-          tile->sum[i][j] += tile->block[i][j] * a_scale * b_scale;
-          tile->block[i][j] = 0;
+          scratch->sum[i][j] += scratch->block[i][j] * a_scale * b_scale;
+          scratch->block[i][j] = 0;
         }
       }
     }
     const float a_scale = a.TensorScale(), b_scale = b.TensorScale();
     for (int64_t i = 0; i < height; ++i)
       for (int64_t j = 0; j < width; ++j)
-        out[(top + i) * cols + left + j] = Narrow<Out>(tile->sum[i][j] * a_scale * b_scale);
+        out[(top + i) * cols + left + j] = Narrow<Out>(scratch->sum[i][j] * a_scale * b_scale);
   });
   return {};
 }

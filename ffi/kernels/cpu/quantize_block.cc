@@ -97,7 +97,7 @@ struct PlaneOf {
   template <class T>
   void MakeScales(const Elements<T>& elements, float* scale) const {
     const Rectangle& strip = elements.where;
-    const int64_t n = (strip.cols + blocks.block_cols - 1) / blocks.block_cols;
+    const int64_t n = CeilDiv(strip.cols, blocks.block_cols);
     float amax[kPieceBlocks];
     Stored scale_inv[kPieceBlocks];
     Simd().amax[kInputIndex<T>](elements.at, elements.stride, strip.rows, strip.cols,

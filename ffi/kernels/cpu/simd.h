@@ -47,7 +47,7 @@ struct FourOverSixBlock {
 };
 
 // Side of a square tile of bytes: a cache line in each direction.
-constexpr int64_t kTile = 64;
+constexpr int64_t kByteTile = 64;
 
 // Elements that a buffer on the stack has room for.
 constexpr int64_t kChunk = 512;
@@ -105,7 +105,7 @@ struct SimdKernels {
   void (*pack_rows)(const uint8_t* even, const uint8_t* odd, int64_t n, uint8_t* packed);
   // turned[2 * i], turned[2 * i + 1] = the low, and the high, nibbles of even[i] and odd[i].
   void (*turn_pairs)(const uint8_t* even, const uint8_t* odd, int64_t n, uint8_t* turned);
-  // out[j * out_stride + i] = in[i * in_stride + j], bytes, i and j < kTile.
+  // out[j * out_stride + i] = in[i * in_stride + j], bytes, i and j < kByteTile.
   void (*transpose)(const uint8_t* in, int64_t in_stride, uint8_t* out, int64_t out_stride);
 
   // sums[i] = Widen(x[i]) if `first`, else sums[i] + Widen(x[i]).

@@ -1,6 +1,6 @@
-// Flat slices of many weights on the CPU. A task takes a span: what a slice has of an aligned
-// window of its weight, so that no two tasks write one byte. Amaxes of blocks that several spans
-// have a part in meet in atomic maxima.
+// Flat slices of many weights on the CPU. A task takes the part of a slice in an aligned window of
+// its weight, so that no two tasks write one byte. Amaxes of blocks that windows split meet in
+// atomic maxima.
 #include "kernels/slices.h"
 
 #include <vector>
@@ -16,30 +16,28 @@ namespace {
 constexpr int64_t kWindow = 1 << 16;  // elements
 
 // Blocks of a weight, for walking along its elements.
-struct Grid {
-  Grid(const Slice& slice, const SliceRule& rule) {
+struct SliceBlocks {
+  SliceBlocks(const Slice& slice, const SliceRule& rule) {
     const bool one = rule.block_rows == 0;  // in one row: no row ends before the weight does
     cols = one ? slice.rows * slice.cols : slice.cols;
     block_rows = one ? 1 : rule.block_rows;
     block_cols = one ? std::max<int64_t>(1, cols) : rule.block_cols;
-    width = one ? 1 : (cols + block_cols - 1) / block_cols;
+    width = one ? 1 : CeilDiv(cols, block_cols);
   }
   int64_t cols, block_rows, block_cols, width;
 };
 
 // Elements [begin, end) of weight `index`, whose slice starts at `start`.
-struct Span {
+struct SlicePart {
   int64_t index, start, begin, end;
 };
 
 template <class Body>
-void ParallelSpans(const Exec<Cpu>& exec, const Slice* slices, int64_t n, const uint32_t* starts,
+void ParallelParts(const Exec<Cpu>& exec, const Slice* slices, int64_t n, const uint32_t* starts,
                    const Body& body) {
   std::vector<int64_t> first(n + 1, 0);  // windows before each weight
   const auto start_of = [&](int64_t i) {
-    const int64_t size = slices[i].rows * slices[i].cols;
-    const uint64_t start = FromWords(starts + 2 * i);
-    return start < static_cast<uint64_t>(size) ? static_cast<int64_t>(start) : size;
+    return StartOf(starts + 2 * i, slices[i].rows * slices[i].cols);
   };
   const auto end_of = [&](int64_t i) {
     return std::min(start_of(i) + slices[i].length, slices[i].rows * slices[i].cols);
@@ -53,7 +51,7 @@ void ParallelSpans(const Exec<Cpu>& exec, const Slice* slices, int64_t n, const 
       const int64_t i = std::upper_bound(first.begin(), first.end(), task) - first.begin() - 1;
       const int64_t start = start_of(i);
       const int64_t window = (start / kWindow + task - first[i]) * kWindow;
-      body(Span{i, start, std::max(start, window), std::min(end_of(i), window + kWindow)});
+      body(SlicePart{i, start, std::max(start, window), std::min(end_of(i), window + kWindow)});
     }
   });
 }
@@ -62,10 +60,10 @@ void ParallelSpans(const Exec<Cpu>& exec, const Slice* slices, int64_t n, const 
 // of one block, or whole blocks from the start of one on and what the last of them has there.
 // `block` is the index of the first in the grid.
 template <class Body>
-void ForEachRun(const Span& span, const Grid& grid, const Body& body) {
-  for (int64_t i = span.begin; i < span.end;) {
+void ForEachRun(const SlicePart& part, const SliceBlocks& grid, const Body& body) {
+  for (int64_t i = part.begin; i < part.end;) {
     const int64_t row = i / grid.cols, col = i % grid.cols;
-    const int64_t left = std::min(span.end - i, grid.cols - col);
+    const int64_t left = std::min(part.end - i, grid.cols - col);
     const int64_t into = col % grid.block_cols;
     const int64_t blocks = into > 0 ? 0 : std::min(kPieceCols / grid.block_cols, kPieceBlocks);
     const int64_t most =
@@ -96,21 +94,15 @@ void Rounded(RoundedTo to, const In* x, int64_t n, const Body& body) {
 template <class In>
 Status AmaxSlices(const Exec<Cpu>& exec, const Slice* slices, int64_t n, const uint32_t* starts,
                   const SliceRule& rule, float* amax) {
-  int64_t grids = 0;
-  for (int64_t i = 0; i < n; ++i) {
-    const Grid grid(slices[i], rule);
-    const int64_t rows = rule.block_rows == 0 ? 1 : slices[i].rows;
-    grids += (rows + grid.block_rows - 1) / grid.block_rows * grid.width;
-  }
-  ParallelSpans(exec, slices, n, starts, [&](const Span& span) {
-    const Slice& slice = slices[span.index];
-    const Grid grid(slice, rule);
-    const In* x = static_cast<const In*>(slice.x) - span.start;
-    float* whole = amax + grids + slice.whole;
+  ParallelParts(exec, slices, n, starts, [&](const SlicePart& part) {
+    const Slice& slice = slices[part.index];
+    const SliceBlocks grid(slice, rule);
+    const In* x = static_cast<const In*>(slice.x) - part.start;
+    float* whole = amax + slice.whole;
     float largest = 0.0f;
-    ForEachRun(span, grid, [&](int64_t i, int64_t count, int64_t row, int64_t block) {
+    ForEachRun(part, grid, [&](int64_t i, int64_t count, int64_t row, int64_t block) {
       float found[kPieceBlocks];
-      const int64_t blocks = (count + grid.block_cols - 1) / grid.block_cols;
+      const int64_t blocks = CeilDiv(count, grid.block_cols);
       Rounded(rule.rounded_to, x + i, count,
               [&](const auto* values) { AmaxRow(values, count, grid.block_cols, found); });
       float* out = amax + slice.grid + block;
@@ -132,17 +124,17 @@ namespace {
 // Writes codes of a slice: `cast_run(x, i, n, scales, codes)` those of a run whose bytes are all
 // its own, `encode(v, i)` a single one.
 template <class In, class Code, class CastRun, class EncodeOne>
-void CastSpan(const Span& span, const Slice& slice, const SliceRule& rule, const float* scale,
+void CastPart(const SlicePart& part, const Slice& slice, const SliceRule& rule, const float* scale,
               const CastRun& cast_run, const EncodeOne& encode) {
-  const Grid grid(slice, rule);
-  const In* x = static_cast<const In*>(slice.x) - span.start;
-  uint8_t* data = slice.data - (rule.pieces ? span.start / kCodesPerByte<Code> : 0);
+  const SliceBlocks grid(slice, rule);
+  const In* x = static_cast<const In*>(slice.x) - part.start;
+  uint8_t* data = slice.data - (rule.pieces ? part.start / kCodesPerByte<Code> : 0);
   const auto cast_one = [&](int64_t i, float s) {
     const float v = RoundTo(rule.rounded_to, Widen(x[i]));
     const bool shows = rule.nonfinite == Nonfinite::kNan;
     StoreCode<Code>(data, i, encode(shows ? ShownProduct(v, s) : v * s, i));
   };
-  ForEachRun(span, grid, [&](int64_t i, int64_t n, int64_t, int64_t block) {
+  ForEachRun(part, grid, [&](int64_t i, int64_t n, int64_t, int64_t block) {
     const float* s = scale + slice.grid + block;
     // A block that begins amid a byte is cut off by its first element.
     if (n > 0 && i % kCodesPerByte<Code> != 0) {
@@ -167,13 +159,13 @@ void CastSpan(const Span& span, const Slice& slice, const SliceRule& rule, const
 template <class In, class Code>
 Status CastSlices(const Exec<Cpu>& exec, const Slice* slices, int64_t n, const uint32_t* starts,
                   const uint32_t* seeds, const SliceRule& rule, const float* scale) {
-  ParallelSpans(exec, slices, n, starts, [&](const Span& span) {
+  ParallelParts(exec, slices, n, starts, [&](const SlicePart& part) {
     const auto cast = [&](const auto& cast_run, const auto& encode) {
-      CastSpan<In, Code>(span, slices[span.index], rule, scale, cast_run, encode);
+      CastPart<In, Code>(part, slices[part.index], rule, scale, cast_run, encode);
     };
     if constexpr (kCodesPerByte<Code> == 2) {
       if (seeds != nullptr) {
-        const uint64_t seed = FromWords(seeds + 2 * span.index);
+        const uint64_t seed = FromWords(seeds + 2 * part.index);
         cast(
             [&](const auto* x, int64_t i, int64_t count, const RowScales& scales, uint8_t* codes) {
               uint8_t random[kPieceCols];
@@ -198,25 +190,6 @@ Status CastSlices(const Exec<Cpu>& exec, const Slice* slices, int64_t n, const u
   return {};
 }
 
-template <class In>
-Status AddRanks(const Exec<Cpu>& exec, const In* parts, int64_t ranks, int64_t length,
-                const float* before, float* total) {
-  const auto add = Simd().add[kInputIndex<In>];
-  const int64_t bytes = ranks * int64_t{sizeof(In)} + 2 * int64_t{sizeof(float)};
-  ParallelRanges(exec, length, bytes, [&](int64_t begin, int64_t end) {
-    for (; begin < end; begin += kChunk) {
-      const int64_t n = std::min(kChunk, end - begin);
-      float sums[kChunk] = {};
-      for (int64_t rank = 0; rank < ranks; ++rank)
-        add(parts + rank * length + begin, n, rank == 0, sums);
-      for (int64_t i = 0; i < n; ++i)
-        total[begin + i] = CanonicalNan(before == nullptr ? sums[i] : before[begin + i] + sums[i]);
-    }
-  });
-  return {};
-}
-
-QSHARD_FOR_EACH_INPUT(QSHARD_INSTANTIATE_FOR, Cpu, AddRanks)
 QSHARD_FOR_EACH_INPUT(QSHARD_INSTANTIATE_FOR, Cpu, AmaxSlices)
 QSHARD_FOR_EACH_INPUT(QSHARD_FOR_EACH_ELEMENT, QSHARD_INSTANTIATE_FOR, Cpu, CastSlices)
 

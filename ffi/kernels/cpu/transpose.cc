@@ -4,8 +4,10 @@
 // another row, where memory and TLB start anew.
 //
 // Tasks are whole panels: threads share no cache line of an output whose rows are whole lines.
+#include "kernels/transpose.h"
+
+#include "core/ceil_div.h"
 #include "kernels/activation.h"
-#include "kernels/block_layout.h"
 #include "kernels/cast.h"
 #include "kernels/cpu/coded_rows.h"
 #include "kernels/cpu/delayed_runs.h"
@@ -24,8 +26,8 @@ constexpr int64_t kRowsAhead = 2;  // what to prefetch while a row is read
 template <int64_t kPerByte = 1, class Fill>
 void TransposePanels(const Exec<Cpu>& exec, int64_t batch, int64_t rows, int64_t cols,
                      int64_t bytes, bool stream, uint8_t* data_t, const Fill& fill) {
-  const int64_t down = (rows + kPanelRows - 1) / kPanelRows;
-  const int64_t across = (cols + kPanelCols - 1) / kPanelCols;
+  const int64_t down = CeilDiv(rows, kPanelRows);
+  const int64_t across = CeilDiv(cols, kPanelCols);
   const int64_t panel_bytes = std::min(kPanelRows, rows) * std::min(kPanelCols, cols) * bytes;
   ParallelRanges(exec, batch * down * across, panel_bytes, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {

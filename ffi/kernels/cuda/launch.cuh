@@ -7,14 +7,13 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "core/ceil_div.h"
 #include "core/exec.h"
 
 namespace qshard::kernels {
 
 constexpr int kWarp = 32;
 constexpr unsigned kAllLanes = 0xFFFFFFFF;
-
-constexpr int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 inline bool IsAligned(const void* p, int64_t bytes) {
   return reinterpret_cast<uintptr_t>(p) % bytes == 0;
@@ -50,6 +49,12 @@ Status Launch(const Exec<Cuda>& exec, void (*kernel)(Params...), int64_t blocks,
   if (!FitsGrid(blocks)) return kTooManyBlocks;
   kernel<<<static_cast<unsigned>(blocks), threads, 0, exec.stream>>>(args...);
   return LaunchStatus();
+}
+
+// Lets a thread block of a kernel have more dynamic shared memory than 48 KB.
+template <class Kernel>
+Status AllowSharedMemory(Kernel kernel, int bytes) {
+  return ToStatus(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
 }
 
 constexpr int kForEachThreads = 256;

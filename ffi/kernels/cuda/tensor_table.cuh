@@ -51,8 +51,7 @@ Status ForEachTable(Table& table, int64_t n, const Enter& enter, const Launch& l
     }
     if (parts > UINT32_MAX) return kTooManyBlocks;
     table.parts = static_cast<unsigned>(parts);
-    const Status status = launch(begin);
-    if (status.error != nullptr) return status;
+    QSHARD_RETURN_IF_ERROR(launch(begin));
   }
   return {};
 }

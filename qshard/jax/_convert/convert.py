@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from qshard._core.layer_recipes import RecipesLike, Rules, check_filter, keeps, list_layers
+from qshard._core.layer_recipes import NO_PATTERN, RecipesLike, Rules, check_chosen, check_filter, warn_of_rest
 from qshard._core.validation import shown
 from qshard.jax._nn.dot_general import DotGeneral
-from qshard.jax._sharding.inference import Axes, Meaning
+from qshard.jax._sharding.inference import Axes, MeshAxisRoles
 from qshard.recipes import Recipe
 
 
@@ -90,34 +89,23 @@ def convert(
     chosen: dict[str, nnx_model.Layer] = {}
     recipes: dict[str, Recipe] = {}
     why: dict[str, str] = {}
-    for name, (layer, module, names, reason) in candidates.items():
-        pattern = rules.pattern_of(*names)
-        own = None if pattern is None else rules.recipes[pattern]
-        if not keeps(filter, module, name, layer is not None) or (pattern is not None and own is None):
-            continue
-        left = reason if layer is None else layer.unfit
+    modules = {name: (each.module, each.names, each.layer is not None) for name, each in candidates.items()}
+    for name, own in rules.choose(modules, filter):
+        layer = candidates[name].layer
+        left = candidates[name].why if layer is None else layer.unfit
         if left is not None or layer is None or own is None:
-            why[name] = left or "no pattern matches it"
+            why[name] = left or NO_PATTERN
         else:
             chosen[name], recipes[name] = layer, own
-    if not chosen:
-        kind = type(model).__name__
-        if why:
-            raise ValueError(f"convert: model ({kind}) has nothing to convert: {list_layers(why)}; pass one that has")
-        raise ValueError(f"convert: model ({kind}) has no linear layer that filter= keeps; pass one that has")
-    meaning = Meaning.of("convert", gather_axis, kept_axes)
+    check_chosen("convert", model, chosen, why, "linear layer")
+    meaning = MeshAxisRoles.of("convert", gather_axis, kept_axes)
     placed = {name: layer.placed(meaning, name) for name, layer in chosen.items()}
     meaning.check_used(placed)
     asked = {each: DotGeneral(each, **options) for each in recipes.values()}
     for name, layer in chosen.items():
         layer.check(name, asked[recipes[name]])
     made = {name: layer.multiplier(recipes[name], rngs, options | placed[name]) for name, layer in chosen.items()}
-    if why:
-        warnings.warn(
-            f"convert: {len(why)} of {len(why) + len(chosen)} layers stay as they are: {list_layers(why)}; leave them "
-            "out with filter= to say that they should",
-            stacklevel=2,
-        )
+    warn_of_rest("convert", chosen, why)
     for name, layer in chosen.items():
         layer.put(made[name])
     return model

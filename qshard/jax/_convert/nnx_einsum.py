@@ -15,6 +15,7 @@ import jax
 from flax import nnx
 from jax.extend import core
 
+from qshard.jax._jax_internals import is_nnx_pytree
 from qshard.jax._nn.dimension_numbers import Terms
 
 _PASS_ON = ("convert_element_type", "copy")
@@ -24,7 +25,7 @@ _CALLS = ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "checkpo
 _EXTENDED: dict[type, type] = {}
 
 
-def extended(kind: type[nnx.Module]) -> type[nnx.Module]:
+def extend_class(kind: type[nnx.Module]) -> type[nnx.Module]:
     """The subclass of `kind` that multiplies in the formats of a recipe. Its instances need two attributes.
 
     Attributes:
@@ -36,13 +37,13 @@ def extended(kind: type[nnx.Module]) -> type[nnx.Module]:
     if kind not in _EXTENDED:
         own = {"_extends": kind, "__module__": kind.__module__, "__doc__": kind.__doc__}
         own |= {"__call__": _call, "__reduce_ex__": _reduce}  # No second base: it would change the layout of objects.
-        options = {"pytree": kind._pytree__is_pytree}
+        options = {"pytree": is_nnx_pytree(kind)}
         _EXTENDED[kind] = types.new_class(f"Quantized{kind.__name__}", (kind,), options, lambda ns: ns.update(own))
     return _EXTENDED[kind]
 
 
 def is_extended(kind: type) -> bool:
-    """Whether `extended` has made this class."""
+    """Whether `extend_class` has made this class."""
     return kind in _EXTENDED.values()
 
 
@@ -52,7 +53,7 @@ def _call(self: Any, *args: Any) -> jax.Array:
     *given, x = args
     plain = jax.eval_shape(lambda x: self._extends.__call__(self, *given, x), x)
     ndim = getattr(self, name).get_value().ndim
-    if given and _numbered(terms_of(given[0], ndim)) != _numbered(terms_of(equation, ndim)):
+    if given and _number(terms_of(given[0], ndim)) != _number(terms_of(equation, ndim)):
         raise ValueError(
             f"einsum: {given[0]!r} is not the equation that einsums= of convert gave this {self._extends.__name__}, "
             f"{equation!r}; leave the module out of it"
@@ -62,13 +63,13 @@ def _call(self: Any, *args: Any) -> jax.Array:
 
 
 def _reduce(self: Any, protocol: Any) -> Any:
-    """Pickles the class of the user, from which `extended` makes the subclass again."""
+    """Pickles the class of the user, from which `extend_class` makes the subclass again."""
     reduced = super(type(self), self).__reduce_ex__(max(int(protocol), 2))
     return (_new, (self._extends,), *reduced[2:])
 
 
 def _new(kind: type[nnx.Module]) -> nnx.Module:
-    made: nnx.Module = object.__new__(extended(kind))
+    made: nnx.Module = object.__new__(extend_class(kind))
     return made
 
 
@@ -103,9 +104,9 @@ def check_equation(op: str, name: str, module: nnx.Module, parameter: str, equat
             f"{op}: {name} ({type(module).__name__}) does more than einsum {equation!r}: {found}; call "
             "qshard.jax.einsum in its __call__, or leave it out"
         )
-    if _numbered(found) != _numbered(terms):
+    if _number(found) != _number(terms):
         raise ValueError(
-            f"{op}: {name} ({type(module).__name__}) computes {_written(found)!r}, not {equation!r}, as einsums "
+            f"{op}: {name} ({type(module).__name__}) computes {_write(found)!r}, not {equation!r}, as einsums "
             "says; correct that"
         )
 
@@ -197,12 +198,12 @@ def _walk(jaxpr: Any, values: dict[Any, _Value], same: dict[int, int]) -> str | 
     return None
 
 
-def _numbered(terms: Terms) -> tuple[tuple[int, ...], ...]:
+def _number(terms: Terms) -> tuple[tuple[int, ...], ...]:
     """An equation without its letters."""
     numbers: dict[str, int] = {}
     return tuple(tuple(numbers.setdefault(label, len(numbers)) for label in term) for term in terms)
 
 
-def _written(terms: Terms) -> str:
+def _write(terms: Terms) -> str:
     x, w, out = ("".join(term) for term in terms)
     return f"{x},{w}->{out}"

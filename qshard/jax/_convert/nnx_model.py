@@ -19,7 +19,7 @@ from qshard.jax import nnx as modules
 from qshard.jax._convert import nnx_einsum
 from qshard.jax._nn import dot_general
 from qshard.jax._nn.dimension_numbers import Terms
-from qshard.jax._sharding.inference import Meaning, sharding_of
+from qshard.jax._sharding.inference import MeshAxisRoles, sharding_of
 from qshard.recipes import Recipe
 
 _KINDS = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum)
@@ -104,10 +104,10 @@ class Layer:
                 return "its kernel has batch axes"
         return None
 
-    def placed(self, meaning: Meaning, name: str) -> dict[str, Any]:
+    def placed(self, meaning: MeshAxisRoles, name: str) -> dict[str, Any]:
         """How its kernel lies over a mesh, as options of `linear`."""
         array, more = self.kernel, len(self.stacked)
-        sharding = sharding_of(array) or _annotated(self._variable)
+        sharding = sharding_of(array) or _annotate(self._variable)
         if sharding is None:
             return {}
         entries = (*sharding.spec, *[None] * array.ndim)[: array.ndim]
@@ -203,7 +203,7 @@ class OwnEinsum(Layer):
         return modules.Einsum(recipe, rngs=rngs, layers=self.stacked, **options)
 
     def put(self, multiplier: Any) -> None:
-        object.__setattr__(self.module, "__class__", nnx_einsum.extended(type(self.module)))
+        object.__setattr__(self.module, "__class__", nnx_einsum.extend_class(type(self.module)))
         self.module.einsum_op = nnx.data(multiplier)
         self.module.einsum_rule = nnx.static((self.equation, self.weight))
 
@@ -315,7 +315,7 @@ def _why(module: nnx.Module, weights: list[str]) -> str:
     return f"{kind} multiplies {names} itself; name its equation in einsums="
 
 
-def _annotated(kernel: Any) -> NamedSharding | None:
+def _annotate(kernel: Any) -> NamedSharding | None:
     """How a kernel is to lie, by its metadata."""
     if kernel.get_metadata("out_sharding", None) is None:
         return None

@@ -14,10 +14,11 @@ from qshard._core import quantize_steps
 from qshard._core.quantize_steps import Plane
 from qshard.formats import Format, Usage
 from qshard.jax._gemm import block_gemm
-from qshard.jax._gemm.value_gemm import gathering_codes
+from qshard.jax._gemm.value_gemm import gather_codes
+from qshard.jax._ops.mesh import Spec, spec_of
 from qshard.jax._quantized.array import QuantizedArray, plane_values
 from qshard.jax._sharding import partitionable_ops
-from qshard.jax._sharding.shard_spec import Spec, folded, shaped, spec_of
+from qshard.jax._sharding.shard_spec import fold_axes, unfold
 from qshard.layout import Shape, is_transposed, multiplies_codes, source
 
 
@@ -39,9 +40,9 @@ def gemm(
 ) -> tuple[jax.Array, jax.Array | None]:
     """The product of two tensors over their contracted axes, fp32 sums of it: what is left of `a`, then of `b`.
 
-    Of formats with one scale, a dot of codes, and what `scaled` multiplies it with: XLA does that where the result is
-    read, in no pass of its own, if nothing stands between. XLA makes it a cuBLASLt FP8 matmul where the hardware
-    has that, and elsewhere a product of codes converted exactly. Both operands have the contracted axis last ("TN"),
+    Of formats with one scale, a dot of codes, and the scale for `apply_scale`: XLA applies it where the result is read,
+    in no pass of its own, if nothing stands between. XLA makes the dot a cuBLASLt FP8 matmul where the hardware has
+    that, and elsewhere a product of codes converted exactly. Both operands have the contracted axis last ("TN"),
     Hopper's only FP8 layout. Dequantizing first and leaving it to XLA to undo that is the better known form, and
     fragile: with bfloat16 operands jax 0.11 on an H200 did not, and took 1.3 ms in place of 0.8 (8192 x 4096 x 14336,
     bf16 result).
@@ -77,7 +78,7 @@ def gemm(
             )
 
         usages = (a_stored, a_contracted), (b_stored, b_contracted)
-        of_planes = of_values if by_rows else gathering_codes(a, b, usages, narrow, of_values)
+        of_planes = of_values if by_rows else gather_codes(a, b, usages, narrow, of_values)
         return block_gemm.product(a, b, usages, narrow, of_planes).astype(dtype), None
     a_plane, b_plane = a.plane(a_stored), b.plane(b_stored)
     product = lax.dot_general(
@@ -92,11 +93,11 @@ def gemm(
 
 
 def scale_of(a: Format, b: Format, scale: jax.Array, dtype: Any) -> jax.Array:
-    """What `scaled` multiplies a product of codes in `dtype` with, and so in which dtype: powers of two are exact."""
-    return scale.astype(dtype if a.scaling.pow2 and b.scaling.pow2 else jnp.float32)
+    """The scale of a product of codes in `dtype`, and the dtype of the scaling: powers of two are exact in any."""
+    return scale.astype(dtype if a.power_scales and b.power_scales else jnp.float32)
 
 
-def scaled(product: jax.Array, scale: jax.Array | None, dtype: Any) -> jax.Array:
+def apply_scale(product: jax.Array, scale: jax.Array | None, dtype: Any) -> jax.Array:
     """The product that `gemm` gave, or a part of it, multiplied by the scale."""
     if scale is not None:
         product = product.astype(scale.dtype) * scale
@@ -121,7 +122,7 @@ def row_product(
     """
     read = stored_for(w.format, a.format, contracted)
     if read not in w.planes and w.format.transposes:
-        at = partitionable_ops.OfCut(columns)
+        at = partitionable_ops.ShardedOps(columns)
         w = w.with_planes({read: quantize_steps.transposed(at, w.plane(Usage.ROWWISE), w.format)})
     padded = a.shape[:-1] != lead
     if padded and out_sharding is not None:
@@ -130,7 +131,7 @@ def row_product(
         out_sharding = NamedSharding(out_sharding.mesh, cut) if isinstance(out_sharding, NamedSharding) else cut
     options: dict[str, Any] = {"precise": precise, "out_sharding": out_sharding, "by_rows": by_rows}
     product, scale = gemm(a, Usage.ROWWISE, w, contracted, a.dtype, **options)
-    return shaped(product[: math.prod(lead)], (*lead, product.shape[-1])) if padded else product, scale
+    return unfold(product[: math.prod(lead)], (*lead, product.shape[-1])) if padded else product, scale
 
 
 def _values(q: QuantizedArray, stored: Usage, contracted: Usage) -> tuple[jax.Array, tuple[int, ...]]:
@@ -147,4 +148,4 @@ def _code_axes(data: jax.Array, contracted: Usage) -> tuple[int, ...]:
 
 
 def _as_matrix(x: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, tuple[int]]:
-    return folded(x, axes[0], axes[-1] + 1), (axes[0],)
+    return fold_axes(x, axes[0], axes[-1] + 1), (axes[0],)

@@ -19,77 +19,42 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from qshard._core import quantize_steps
 from qshard._core.quantize_steps import Plane
-from qshard.formats import Format, Usage
-from qshard.jax._gemm.block_gemm import OfPlanes, Parts, Usages
-from qshard.jax._ops import bind as ops
-from qshard.jax._ops.custom_partitioning import asked, asking, local, mesh_of_call, spec_on
+from qshard.formats import Usage
+from qshard.jax._gemm.block_gemm import OfPlanes, Usages
+from qshard.jax._gemm.product_sharding import PlaneAxes, ProductSharding
+from qshard.jax._ops.custom_partitioning import call_partitionable, local, mesh_of_call, partitionable, spec_on
+from qshard.jax._ops.mesh import is_auto, may_be_sharded, mesh_of, names_of
 from qshard.jax._quantized.array import QuantizedArray
-from qshard.layout import Shape, is_transposed, stored_block
+from qshard.layout import Shape
 
 Arrays = tuple[jax.Array, ...]
 
 
 @dataclass(frozen=True)
-class Operand:
-    """How a plane of blocks lies: which axes of its codes are rows, and which are contracted."""
-
-    format: Format
-    stored: Usage
-    rows: tuple[int, ...]
-    contracted: tuple[int, ...]
-    dtypes: tuple[str, ...]
+class Operand(PlaneAxes):
+    """A plane of blocks that an Auto mesh can gather."""
 
     @classmethod
-    def of(cls, q: QuantizedArray, stored: Usage, contracted: Usage, mesh: Mapping[str, int]) -> Operand | None:
-        """The operand that a plane is; None if scales do not belong to whole blocks of its axes as they lie, or a mesh
-        axis does not divide their number: parts of mesh axes would then shard them.
+    def on(cls, q: QuantizedArray, stored: Usage, contracted: Usage, mesh: Mapping[str, int]) -> Operand | None:
+        """The operand that a plane is; None if it has no axes of whole blocks, or a mesh axis does not divide their
+        number: parts of mesh axes would then shard them.
         """
-        plane, fmt = q.plane(stored), q.format
-        axes = tuple(range(plane.data.ndim))
-        if fmt.block is None or fmt.scaling.global_scale == "row" or len(axes) < 2:
+        if q.format.row_scaled or (axes := cls.of(q, stored, contracted)) is None:
             return None
-        if is_transposed(fmt, stored):
-            rows, depth = axes[:1], axes[1:]
-        elif contracted is Usage.ROWWISE:
-            rows, depth = axes[:-1], axes[-1:]
-        else:
-            rows, depth = axes[-1:], axes[:-1]
-        operand = cls(fmt, stored, rows, depth, tuple(part.dtype.name for part in plane if part is not None))
-        units = [operand.unit(axis) for axis in axes]
-        shape = operand.shape(plane.data.shape)
-        whole = all(size % unit == 0 for size, unit in zip(shape, units, strict=True))
-        grid = tuple(size // unit for size, unit in zip(shape, units, strict=True))
-        whole &= all(size % shards == 0 for size in grid if size > 1 for shards in mesh.values())
+        grid = q.plane(stored).scale_inv.shape
+        whole = all(size % shards == 0 for size in grid if size > 1 for shards in mesh.values())
         # Shardy's rules take no factor of size 1 beside another.
-        whole &= all(size > 1 or unit == 1 for size, unit in zip(grid, units, strict=True))
-        return operand if whole and grid == plane.scale_inv.shape else None
-
-    @property
-    def block(self) -> tuple[int, int]:
-        block = stored_block(self.format, self.stored)
-        assert block is not None
-        return block
-
-    @property
-    def last(self) -> int:
-        return len(self.rows) + len(self.contracted) - 1
+        whole &= all(size > 1 or axes.unit(axis) == 1 for axis, size in enumerate(grid))
+        return axes if whole else None
 
     @property
     def bytes(self) -> float:
         """Bytes of an element's code."""
         return 1 / self.format.element.codes_per_byte
-
-    def unit(self, axis: int) -> int:
-        """Elements of a block along an axis."""
-        return self.block[1] if axis == self.last else self.block[0] if axis == self.last - 1 else 1
-
-    def shape(self, codes: Shape) -> Shape:
-        """The shape in elements of codes of this shape."""
-        return (*codes[:-1], codes[-1] * self.format.element.codes_per_byte)
 
     def arrays(self, plane: Plane) -> Arrays:
         """The parts of a plane as integers, but for a scale of the tensor: XLA moves numbers of other widths as wider
@@ -120,24 +85,24 @@ class ValueProduct:
     b: Operand
     dtype: str
 
-    def __call__(self, parts: Parts | None, *arrays: jax.Array) -> jax.Array:
+    def __call__(self, sharding: ProductSharding | None, *arrays: jax.Array) -> jax.Array:
         """The local product, and the sum over devices that contracted axes are sharded over."""
         count = len(self.a.dtypes)
         x, y = self.a.values(arrays[:count]), self.b.values(arrays[count:])
         contracted = ((self.a.contracted, self.b.contracted), ((), ()))
         made = lax.dot_general(x, y, contracted, preferred_element_type=jnp.dtype(self.dtype))
-        return made if parts is None else parts.added(made)
+        return made if sharding is None else sharding.added(made)
 
 
-def gathering_codes(
+def gather_codes(
     a: QuantizedArray, b: QuantizedArray, usages: tuple[Usages, Usages], dtype: Any, of_values: OfPlanes
 ) -> OfPlanes:
     """On an Auto mesh, the op that computes `of_values` from codes that XLA can gather; elsewhere `of_values`."""
     data = a.plane(usages[0][0]).data
-    mesh = ops.mesh_around(data)
-    if not ops.may_be_cut(data) or mesh.empty or set(mesh.axis_types) != {AxisType.Auto}:
+    mesh = mesh_of(data)
+    if not may_be_sharded(data) or not is_auto(mesh):
         return of_values
-    left, right = (Operand.of(q, *usage, dict(mesh.shape)) for q, usage in zip((a, b), usages, strict=True))
+    left, right = (Operand.on(q, *usage, dict(mesh.shape)) for q, usage in zip((a, b), usages, strict=True))
     if left is None or right is None or len(left.contracted) != len(right.contracted):
         return of_values
     what = ValueProduct(left, right, jnp.dtype(dtype).name)
@@ -145,9 +110,9 @@ def gathering_codes(
     @jax.custom_batching.custom_vmap
     def of_codes(a: Plane, b: Plane) -> jax.Array:
         def partitioned(a: Plane, b: Plane) -> jax.Array:
-            return _partitioned(what, mesh.abstract_mesh)(*left.arrays(a), *right.arrays(b))
+            return _partitionable(what, mesh.abstract_mesh)(*left.arrays(a), *right.arrays(b))
 
-        (made,) = asked(partitioned, of_values, (what, mesh.abstract_mesh), a, b)
+        (made,) = call_partitionable(partitioned, of_values, (what, mesh.abstract_mesh), a, b)
         return made
 
     @of_codes.def_vmap
@@ -158,7 +123,7 @@ def gathering_codes(
 
 
 @functools.lru_cache(maxsize=1024)
-def _partitioned(what: ValueProduct, abstract: Any) -> Callable[..., jax.Array]:
+def _partitionable(what: ValueProduct, abstract: Any) -> Callable[..., jax.Array]:
     count = len(what.a.dtypes)
 
     def partition(mesh: Any, operands: Any, result: Any) -> Any:
@@ -166,21 +131,21 @@ def _partitioned(what: ValueProduct, abstract: Any) -> Callable[..., jax.Array]:
         a, b, out = (spec_on(mesh, array) for array in (operands[0], operands[count], result))
         shapes = what.a.shape(tuple(operands[0].shape)), what.b.shape(tuple(operands[count].shape))
         sizes = dict(mesh.shape)
-        specs = _gathered(what, sizes, shapes, (a, b), out)
-        parts = Parts.of((what.a, what.b), sizes, shapes, specs, out)
-        takes = (*what.a.specs(parts.a), *what.b.specs(parts.b))
+        specs = _gather_specs(what, sizes, shapes, (a, b), out)
+        own = ProductSharding.of((what.a, what.b), sizes, shapes, specs, out)
+        takes = (*what.a.specs(own.a), *what.b.specs(own.b))
         return (
             mesh,
-            functools.partial(what, parts),
-            NamedSharding(mesh, parts.out),
+            functools.partial(what, own),
+            NamedSharding(mesh, own.out),
             tuple(NamedSharding(mesh, spec) for spec in takes),
         )
 
     rule, sizes = _rule(what)
-    return asking(functools.partial(what, None), partition, rule, sizes, decode=False)
+    return partitionable(functools.partial(what, None), partition, rule, sizes, decode=False)
 
 
-def _gathered(
+def _gather_specs(
     what: ValueProduct,
     mesh: Mapping[str, int],
     shapes: tuple[Shape, Shape],
@@ -195,8 +160,8 @@ def _gathered(
     rows = [shape[axis] for side, shape in zip((what.a, what.b), shapes, strict=True) for axis in side.rows]
     result_bytes = jnp.dtype(what.dtype).itemsize * _local_size(rows, wanted, mesh)
     for side, shape, spec in zip((what.a, what.b), shapes, specs, strict=True):
-        entries = [ops.names_of(entry) for entry in (*spec, *[None] * (len(shape) - len(spec)))]
-        of_rows = [ops.names_of(wanted.pop(0)) for _ in side.rows]
+        entries = [names_of(entry) for entry in (*spec, *[None] * (len(shape) - len(spec)))]
+        of_rows = [names_of(wanted.pop(0)) for _ in side.rows]
         fewer = list(entries)
         for axis, names in zip(side.rows, of_rows, strict=True):
             fewer[axis] = tuple(name for name in entries[axis] if name in names)
@@ -208,7 +173,7 @@ def _gathered(
 
 def _local_size(shape: Sequence[int], spec: Iterable[Any], mesh: Mapping[str, int]) -> int:
     """Elements that a device has of an array."""
-    return math.prod(shape) // math.prod(mesh[name] for entry in spec for name in ops.names_of(entry))
+    return math.prod(shape) // math.prod(mesh[name] for entry in spec for name in names_of(entry))
 
 
 def _rule(what: ValueProduct) -> tuple[str, dict[str, int]]:

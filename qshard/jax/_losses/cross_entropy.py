@@ -16,9 +16,9 @@ import numpy as np
 from jax import lax
 
 from qshard._core.losses import WORD, LossRule, check_num_classes, check_rows, count_classes, wrong_label
+from qshard.jax._ops.mesh import AxisName, types_tell
 from qshard.jax._ops.validation import as_axes, check_array, check_dtype
-from qshard.jax._sharding.row_partitioning import Held, Names, on_devices
-from qshard.jax._sharding.shard_spec import AxisName, types_tell
+from qshard.jax._sharding.row_partitioning import Names, RowSharding, on_devices
 
 _IGNORED, _NO_CLASS = -1, -2
 """What labels become where the classes of a device are counted from 0."""
@@ -82,14 +82,14 @@ def cross_entropy(
     check_num_classes("cross_entropy", num_classes)
     columns = (logits.shape[-1] if logits.ndim else 0) * shards_of(names)
     check_shapes("cross_entropy", "logits", logits.shape, labels, reduction)
-    of = Rows(rule, count_classes("cross_entropy", "logits", columns, num_classes), names, columns)
+    of = RowLoss(rule, count_classes("cross_entropy", "logits", columns, num_classes), names, columns)
     words = as_words("cross_entropy", labels, of)
     (logits,), words = vary((logits,), words, names)
-    return reduced(_losses(of, logits, words), words, reduction, ignore_index)
+    return reduce_losses(_losses(of, logits, words), words, reduction, ignore_index)
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowLoss:
     """The static parts of losses of rows.
 
     Attributes:
@@ -104,7 +104,7 @@ class Rows:
     names: Names
     columns: int
 
-    def losses(self, held: Held, logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def losses(self, held: RowSharding, logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The loss of each row, and its lse."""
         of_own, _ = self._counted(held, logits, labels)
         valid, smooth = self._valid(held, logits), self.rule.smoothing > 0
@@ -112,7 +112,7 @@ class Rows:
             stats = held.ops.cross_entropy_stats(logits, of_own, first=0, total=smooth)
         else:
             picked = jnp.where(of_own < jnp.sum(valid), of_own, _NO_CLASS)
-            stats = held.ops.cross_entropy_stats(_masked(logits, valid), picked, first=0, total=False)
+            stats = held.ops.cross_entropy_stats(_mask(logits, valid), picked, first=0, total=False)
             if smooth:
                 total = jnp.sum(jnp.where(valid, logits, 0), -1, dtype=jnp.float32, keepdims=True)
                 stats = jnp.concatenate([stats[..., :3], total], -1)
@@ -120,17 +120,17 @@ class Rows:
         return made[0], made[1]
 
     def gradient(
-        self, held: Held, logits: jax.Array, labels: jax.Array, lse: jax.Array, grad: jax.Array, op: Any = None
+        self, held: RowSharding, logits: jax.Array, labels: jax.Array, lse: jax.Array, grad: jax.Array, op: Any = None
     ) -> jax.Array:
         """That of logits, of that of each loss. `op`: another primitive of `cross_entropy_grad`."""
         of_own, options = self._counted(held, logits, labels)
         options |= {"classes": self.classes, "first": 0}
         valid = self._valid(held, logits)
-        logits = logits if valid is None else _masked(logits, valid)
+        logits = logits if valid is None else _mask(logits, valid)
         d: jax.Array = (op or held.ops.cross_entropy_grad)(logits, of_own, lse, grad, **options)
         return d if valid is None else jnp.where(valid, d, 0)
 
-    def _valid(self, held: Held, logits: jax.Array) -> jax.Array | None:
+    def _valid(self, held: RowSharding, logits: jax.Array) -> jax.Array | None:
         """A mask of the columns of this device that are classes; None: all are."""
         if self.classes == self.columns:
             return None
@@ -138,7 +138,7 @@ class Rows:
         valid: jax.Array = held.first(own) + jnp.arange(own, dtype=jnp.int32) < self.classes
         return valid
 
-    def _counted(self, held: Held, logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, dict[str, Any]]:
+    def _counted(self, held: RowSharding, logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, dict[str, Any]]:
         """Labels with the first class of this device as 0 and classes of other devices as the last one; and the rule.
 
         An op takes where its classes begin as an attribute, and one program serves all devices.
@@ -160,9 +160,9 @@ class _Losses:
     is_cut: ClassVar[bool] = True
     takes: ClassVar[tuple[str, ...]] = ("rows classes", "rows")
     gives: ClassVar[tuple[str, ...]] = ("rows", "rows")
-    of: Rows
+    of: RowLoss
 
-    def __call__(self, held: Held, *operands: jax.Array) -> tuple[jax.Array, ...]:
+    def __call__(self, held: RowSharding, *operands: jax.Array) -> tuple[jax.Array, ...]:
         return self.of.losses(held, *operands)
 
 
@@ -172,37 +172,37 @@ class _Gradient:
     is_cut: ClassVar[bool] = True
     takes: ClassVar[tuple[str, ...]] = ("rows classes", "rows", "rows", "rows")
     gives: ClassVar[tuple[str, ...]] = ("rows classes",)
-    of: Rows
+    of: RowLoss
 
-    def __call__(self, held: Held, *operands: jax.Array) -> tuple[jax.Array, ...]:
+    def __call__(self, held: RowSharding, *operands: jax.Array) -> tuple[jax.Array, ...]:
         return (self.of.gradient(held, *operands),)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _losses(of: Rows, logits: jax.Array, labels: jax.Array) -> jax.Array:
+def _losses(of: RowLoss, logits: jax.Array, labels: jax.Array) -> jax.Array:
     return on_devices(_Losses(of), of.names, logits, labels)[0]
 
 
-def _losses_forward(of: Rows, logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+def _losses_forward(of: RowLoss, logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     losses, lse = on_devices(_Losses(of), of.names, logits, labels)
     return losses, (logits, labels, lse)
 
 
-def _losses_backward(of: Rows, kept: tuple[jax.Array, ...], grad: jax.Array) -> tuple[jax.Array, None]:
-    (d,) = on_devices(_Gradient(of), of.names, *kept, Held(of.names).of_losses(grad))
-    return cut_as(d, kept[0]), None
+def _losses_backward(of: RowLoss, kept: tuple[jax.Array, ...], grad: jax.Array) -> tuple[jax.Array, None]:
+    (d,) = on_devices(_Gradient(of), of.names, *kept, RowSharding(of.names).of_losses(grad))
+    return shard_as(d, kept[0]), None
 
 
 _losses.defvjp(_losses_forward, _losses_backward)
 
 
-def cut_as(made: jax.Array, like: jax.Array) -> jax.Array:
+def shard_as(made: jax.Array, like: jax.Array) -> jax.Array:
     """A gradient, on Explicit meshes cut as what it is of."""
     own = jax.typeof(like).sharding
     return jax.sharding.reshard(made, own) if jax.typeof(made).sharding.spec != own.spec else made
 
 
-def reduced(losses: jax.Array, labels: jax.Array, reduction: str, ignore_index: int) -> jax.Array:
+def reduce_losses(losses: jax.Array, labels: jax.Array, reduction: str, ignore_index: int) -> jax.Array:
     if reduction == "none":
         return losses
     return losses.sum() if reduction == "sum" else losses.sum() / rows_that_count(labels, ignore_index)
@@ -238,7 +238,7 @@ def check_shapes(op: str, name: str, shape: Sequence[int], labels: Any, reductio
     check_rows(op, name, shape, labels.shape, str(labels.dtype), reduction)
 
 
-def as_words(op: str, labels: Any, of: Rows) -> jax.Array:
+def as_words(op: str, labels: Any, of: RowLoss) -> jax.Array:
     """Labels as int32, clipped, and checked where the host knows them."""
     labels = labels if hasattr(labels, "dtype") else jnp.asarray(labels)
     if _is_known(labels):
@@ -251,7 +251,7 @@ def as_words(op: str, labels: Any, of: Rows) -> jax.Array:
     return jnp.asarray(labels)
 
 
-def _masked(logits: jax.Array, valid: jax.Array) -> jax.Array:
+def _mask(logits: jax.Array, valid: jax.Array) -> jax.Array:
     """Logits with -inf in padding, so that it adds 0 to the sum of exponentials."""
     return jnp.where(valid, logits, jnp.array(-jnp.inf, logits.dtype))
 

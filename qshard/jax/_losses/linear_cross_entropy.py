@@ -12,23 +12,29 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from qshard._core.losses import LossRule, check_head, check_num_classes, count_classes, rows_at_a_time
+from qshard._core.losses import (
+    LossRule,
+    check_head,
+    check_num_classes,
+    count_classes,
+    makes_gradients_early,
+    rows_at_a_time,
+)
 from qshard.jax._losses.cross_entropy import (
-    Rows,
+    RowLoss,
     as_words,
     check_shapes,
-    cut_as,
-    reduced,
+    reduce_losses,
     rows_that_count,
+    shard_as,
     shards_of,
     vary,
 )
 from qshard.jax._losses.quantized_head import Codes, recipe_of
 from qshard.jax._ops import bind as ops
-from qshard.jax._ops.uint64 import Seed, seed_words
-from qshard.jax._ops.validation import as_axes, check_array, check_dtype
-from qshard.jax._sharding.row_partitioning import Held, on_devices
-from qshard.jax._sharding.shard_spec import AxisName
+from qshard.jax._ops.mesh import AxisName
+from qshard.jax._ops.validation import Seed, as_axes, check_array, check_dtype, seed_words
+from qshard.jax._sharding.row_partitioning import RowSharding, on_devices
 from qshard.op_table import table
 from qshard.recipes import Recipe, RecipeLike
 
@@ -97,20 +103,20 @@ def linear_cross_entropy(
     check_num_classes(op, num_classes)
     check_shapes(op, "x", x.shape, labels, reduction)
     columns = w.shape[0] * shards_of(names)
-    of = Rows(rule, count_classes(op, "x", columns, num_classes), names, columns)
+    of = RowLoss(rule, count_classes(op, "x", columns, num_classes), names, columns)
     head = Head(of, reduction, chunk, str(w.dtype), coded)
     words = as_words(op, labels, of)
     (x, w), words = vary((x, w), words, names)
-    if reduction == "none" or x.dtype == jnp.float16:
-        return reduced(_late(head, x, w, words, drawn), words, reduction, ignore_index)
-    return _early(head, x, w, words, drawn)
+    if makes_gradients_early(reduction, str(x.dtype)):
+        return _early(head, x, w, words, drawn)
+    return reduce_losses(_late(head, x, w, words, drawn), words, reduction, ignore_index)
 
 
 @dataclass(frozen=True)
 class Head:
     """What is static in losses of a linear layer."""
 
-    of: Rows
+    of: RowLoss
     reduction: str
     chunk: int | None
     w_dtype: str
@@ -124,7 +130,7 @@ class Head:
         return _Values(w) if self.recipe is None else _Codes(w, Codes(self.recipe, seed), backward)
 
     def losses(
-        self, held: Held, x: jax.Array, w: jax.Array, labels: jax.Array, seed: jax.Array | None = None
+        self, held: RowSharding, x: jax.Array, w: jax.Array, labels: jax.Array, seed: jax.Array | None = None
     ) -> tuple[jax.Array, ...]:
         """The loss of each row, and its lse."""
         products = self.products(w, seed, backward=False)
@@ -140,7 +146,7 @@ class Head:
 
     def gradients(
         self,
-        held: Held,
+        held: RowSharding,
         x: jax.Array,
         w: jax.Array,
         labels: jax.Array,
@@ -244,7 +250,7 @@ class _Losses:
     gives: ClassVar[tuple[str, ...]] = ("rows", "rows")
     head: Head
 
-    def __call__(self, held: Held, *operands: jax.Array) -> tuple[jax.Array, ...]:
+    def __call__(self, held: RowSharding, *operands: jax.Array) -> tuple[jax.Array, ...]:
         return self.head.losses(held, *operands)
 
 
@@ -256,7 +262,7 @@ class _LossesAndGradients:
     gives: ClassVar[tuple[str, ...]] = ("rows", "rows K", "classes K")
     head: Head
 
-    def __call__(self, held: Held, *operands: jax.Array) -> tuple[jax.Array, ...]:
+    def __call__(self, held: RowSharding, *operands: jax.Array) -> tuple[jax.Array, ...]:
         x, w, labels, grad, *seed = operands
         return self.head.gradients(held, x, w, labels, grad, None, *seed)
 
@@ -269,7 +275,7 @@ class _Gradients:
     gives: ClassVar[tuple[str, ...]] = ("rows K", "classes K")
     head: Head
 
-    def __call__(self, held: Held, *operands: jax.Array) -> tuple[jax.Array, ...]:
+    def __call__(self, held: RowSharding, *operands: jax.Array) -> tuple[jax.Array, ...]:
         x, w, labels, grad, lse, *seed = operands
         return self.head.gradients(held, x, w, labels, grad, lse, *seed)[1:]
 
@@ -281,20 +287,20 @@ Seeds = jax.Array | None
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _early(head: Head, x: jax.Array, w: jax.Array, labels: jax.Array, seed: Seeds) -> jax.Array:
-    losses, _ = _made(head, _Losses(head), x, w, labels, *_there(seed))
+    losses, _ = _losses_of(head, _Losses(head), x, w, labels, *_there(seed))
     return losses.sum() / head.count(labels)
 
 
 def _early_forward(head: Head, x: jax.Array, w: jax.Array, labels: jax.Array, seed: Seeds) -> tuple[jax.Array, Any]:
     count = head.count(labels)
     share = jnp.broadcast_to(1 / count, labels.shape)
-    losses, dx, dw = _made(head, _LossesAndGradients(head), x, w, labels, share, *_there(seed))
-    return losses.sum() / count, (cut_as(dx, x), cut_as(dw, w))
+    losses, dx, dw = _losses_of(head, _LossesAndGradients(head), x, w, labels, share, *_there(seed))
+    return losses.sum() / count, (shard_as(dx, x), shard_as(dw, w))
 
 
 def _early_backward(head: Head, kept: Any, grad: jax.Array) -> tuple[jax.Array | None, ...]:
     dx, dw = kept
-    grad = Held(head.of.names).of_losses(grad)
+    grad = RowSharding(head.of.names).of_losses(grad)
     return (dx * grad).astype(dx.dtype), (dw * grad).astype(head.w_dtype), None, None
 
 
@@ -306,25 +312,25 @@ _early.defvjp(_early_forward, _early_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _late(head: Head, x: jax.Array, w: jax.Array, labels: jax.Array, seed: Seeds) -> jax.Array:
-    return _made(head, _Losses(head), x, w, labels, *_there(seed))[0]
+    return _losses_of(head, _Losses(head), x, w, labels, *_there(seed))[0]
 
 
 def _late_forward(head: Head, x: jax.Array, w: jax.Array, labels: jax.Array, seed: Seeds) -> tuple[jax.Array, Any]:
-    losses, lse = _made(head, _Losses(head), x, w, labels, *_there(seed))
+    losses, lse = _losses_of(head, _Losses(head), x, w, labels, *_there(seed))
     return losses, (x, w, labels, lse, seed)
 
 
 def _late_backward(head: Head, kept: Any, grad: jax.Array) -> tuple[jax.Array | None, ...]:
     x, w, labels, lse, seed = kept
-    grad = Held(head.of.names).of_losses(grad)
-    dx, dw = _made(head, _Gradients(head), x, w, labels, grad, lse, *_there(seed))
-    return cut_as(dx, x), cut_as(dw.astype(w.dtype), w), None, None
+    grad = RowSharding(head.of.names).of_losses(grad)
+    dx, dw = _losses_of(head, _Gradients(head), x, w, labels, grad, lse, *_there(seed))
+    return shard_as(dx, x), shard_as(dw.astype(w.dtype), w), None, None
 
 
 _late.defvjp(_late_forward, _late_backward)
 
 
-def _made(head: Head, function: Any, *operands: jax.Array) -> tuple[jax.Array, ...]:
+def _losses_of(head: Head, function: Any, *operands: jax.Array) -> tuple[jax.Array, ...]:
     return on_devices(function, head.of.names, *operands, spreads=head.recipe is None)
 
 

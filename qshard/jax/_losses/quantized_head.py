@@ -8,21 +8,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from qshard._core.losses import head_recipe
+from qshard._core.losses import CHUNK_SEED_BIT, head_recipe
+from qshard._core.operands import OperandSpec
 from qshard.formats import Usage
-from qshard.jax._gemm.gemm import gemm, row_product, scaled, stored_for
-from qshard.jax._ops.bind import names_of
-from qshard.jax._ops.uint64 import words_of
+from qshard.jax._gemm.gemm import apply_scale, gemm, row_product, stored_for
+from qshard.jax._ops.mesh import names_of
 from qshard.jax._quantized.array import QuantizedArray
-from qshard.jax._quantized.quantize import quantized
-from qshard.jax._sharding.shard_spec import Cut
+from qshard.jax._quantized.quantize import quantize_shard
+from qshard.jax._sharding.shard_spec import ShardSpec
 from qshard.layout import source
-from qshard.recipes import ROLE_SEEDS, Recipe, RecipeLike, Role, check_weight_shape
+from qshard.recipes import Recipe, RecipeLike, Role, check_weight_shape
 
 _OP = "linear_cross_entropy"
 _NAMES = {Role.WEIGHT: "w", Role.ACTIVATION: "x", Role.GRADIENT: "the gradient of logits"}
-_CHUNK_BIT = 16
-"""Of the high word of a seed, the lowest one in which chunks count: neither layers nor ranks do there."""
 
 
 def recipe_of(given: RecipeLike, x: jax.Array, w: jax.Array, seed: Any) -> Recipe:
@@ -65,7 +63,7 @@ class Codes:
 
     def logits(self, xq: QuantizedArray, wq: QuantizedArray, rows: int, dtype: Any) -> jax.Array:
         made = row_product(xq, wq, Usage.ROWWISE, (rows,), 1, precise=False, out_sharding=None)
-        return scaled(*made, dtype)
+        return apply_scale(*made, dtype)
 
     def gradients(
         self, d: jax.Array, xq: QuantizedArray, wq: QuantizedArray, chunk: Any, dtype: Any
@@ -75,14 +73,13 @@ class Codes:
         usage = stored_for(recipe.gradient, recipe.weight, Usage.ROWWISE)
         usage |= stored_for(recipe.gradient, recipe.activation, columns)
         dq = self._quantized(d, Role.GRADIENT, usage, chunk)
-        dx = scaled(*row_product(dq, wq, columns, (len(d),), 1, precise=True, out_sharding=None), dtype)
-        dw = scaled(*gemm(dq, columns, xq, columns, jnp.float32, precise=True), jnp.float32)
+        dx = apply_scale(*row_product(dq, wq, columns, (len(d),), 1, precise=True, out_sharding=None), dtype)
+        dw = apply_scale(*gemm(dq, columns, xq, columns, jnp.float32, precise=True), jnp.float32)
         return dx, dw
 
     def _quantized(self, x: jax.Array, role: Role, usage: Usage, chunk: Any) -> QuantizedArray:
-        fmt, seed = self.recipe.format(role), None
-        if fmt.stochastic and self.seed is not None:
-            of_chunk = jnp.stack([jnp.zeros((), jnp.uint32), jnp.asarray(chunk, jnp.uint32) << _CHUNK_BIT])
-            seed = self.seed ^ words_of(ROLE_SEEDS[role]).view(self.seed.dtype) ^ of_chunk.view(self.seed.dtype)
-        added = 0 if role is Role.WEIGHT else self.recipe.added_rows(role, usage, len(x))
-        return quantized(x, fmt, usage, Cut(), None, seed, added_rows=added, op=_OP, name=_NAMES[role])[0]
+        operand, seed = OperandSpec.of(self.recipe, role, usage, len(x), op=_OP, name=_NAMES[role]), self.seed
+        if seed is not None:
+            of_chunk = jnp.stack([jnp.zeros((), jnp.uint32), jnp.asarray(chunk, jnp.uint32) << (CHUNK_SEED_BIT - 32)])
+            seed = seed ^ of_chunk.view(seed.dtype)
+        return quantize_shard(x, operand, ShardSpec(), None, seed)[0]

@@ -19,13 +19,14 @@ from qshard._core import quantize_steps
 from qshard._core.validation import FormatLike, as_format, as_usage, shown
 from qshard.formats import Format, Usage
 from qshard.jax._ops import bind as ops
-from qshard.jax._ops.second_derivatives import rounded_by
-from qshard.jax._ops.uint64 import Seed
-from qshard.jax._ops.validation import as_axes, check_array, check_dtype, check_spec, check_spec_fits
+from qshard.jax._ops.collectives import max_along, max_over
+from qshard.jax._ops.mesh import AxisName, Spec, mesh_of, vary_alike
+from qshard.jax._ops.second_derivatives import without_derivative
+from qshard.jax._ops.validation import Seed, as_axes, check_array, check_dtype, check_spec, check_spec_fits
 from qshard.jax._quantized.array import QuantizedArray
 from qshard.jax._quantized.quantize import WeightScales, quantize
 from qshard.jax._sharding import partitionable_ops
-from qshard.jax._sharding.shard_spec import AxisName, Cut, Spec, max_over, mesh_of, vary_alike
+from qshard.jax._sharding.shard_spec import ShardSpec
 from qshard.op_table import table
 
 _PARTS = 8
@@ -97,7 +98,7 @@ def swiglu_quantize(
     Source: arXiv:2002.05202.
     """
     arrays = _checked("swiglu_quantize", gate, up)
-    return _quantized("swiglu_quantize", _swiglu_made, arrays, (), fmt, usage, axis_name, spec, seed)
+    return _quantize_result("swiglu_quantize", _swiglu_made, arrays, (), fmt, usage, axis_name, spec, seed)
 
 
 def rms_norm(x: jax.typing.ArrayLike, weight: jax.typing.ArrayLike, eps: float) -> jax.Array:
@@ -163,10 +164,12 @@ def rms_norm_quantize(
     Source: arXiv:1910.07467.
     """
     arrays = _checked_norm("rms_norm_quantize", x, weight, eps)
-    return _quantized("rms_norm_quantize", _rms_norm_made, arrays, (float(eps),), fmt, usage, axis_name, spec, seed)
+    return _quantize_result(
+        "rms_norm_quantize", _rms_norm_made, arrays, (float(eps),), fmt, usage, axis_name, spec, seed
+    )
 
 
-def _quantized(
+def _quantize_result(
     op: str,
     make: Callable[..., tuple[jax.Array, jax.Array]],
     arrays: tuple[jax.Array, ...],
@@ -197,11 +200,11 @@ def _with_scales(
     spec: Spec,
 ) -> tuple[jax.Array, WeightScales | None]:
     """What is made, and what its one scale is made of its amax, if `fmt` has one scale and no blocks."""
-    h, amax = make(rounded_by(op, *arrays), *arrays[1:], *given)
-    if fmt.block is not None:
+    h, amax = make(without_derivative(op, *arrays), *arrays[1:], *given)
+    if not fmt.per_tensor:
         return h, None
     check_spec_fits(op, "spec", spec, mesh_of(h, spec), h.ndim)
-    cut = Cut.of(h, axis_names, spec)
+    cut = ShardSpec.of(h, axis_names, spec)
     made = quantize_steps.scales(partitionable_ops, fmt, max_over(cut.axes if cut.local else ())(amax))
     return h, WeightScales(made.scale, made.scale_inv)
 
@@ -256,7 +259,7 @@ def _over_runs(op: str, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     made = getattr(ops, op)(*runs, lead=lead)
     elements = len(made) // 2  # The amaxes follow, in the same order.
     wholes = (partitionable_ops.reshape_as(y, like) for y in made[:elements])
-    return *wholes, *(partitionable_ops.integer_max(amax, 0) for amax in made[elements:])
+    return *wholes, *(max_along(amax) for amax in made[elements:])
 
 
 # --- RMSNorm ---
@@ -268,7 +271,7 @@ def _rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
 
 
 def _rms_norm_forward(x: jax.Array, weight: jax.Array, eps: float) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    y, _, rstd = _normed(x, weight, eps)
+    y, _, rstd = _normalize(x, weight, eps)
     return y, (x, weight, rstd)
 
 
@@ -284,15 +287,15 @@ _rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
 
 
 def _rms_norm_made(x: jax.Array, weight: jax.Array, eps: float) -> tuple[jax.Array, jax.Array]:
-    y, amax, _ = _normed(x, weight, eps)
+    y, amax, _ = _normalize(x, weight, eps)
     return y, amax
 
 
-def _normed(x: jax.Array, weight: jax.Array, eps: float) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _normalize(x: jax.Array, weight: jax.Array, eps: float) -> tuple[jax.Array, jax.Array, jax.Array]:
     """y, its amax `[]`, and what rows were multiplied by, by matrices of `split_lead`."""
     rows, lead = partitionable_ops.split_lead(x)
     y, rstd, amax = ops.rms_norm(rows, _for_each(weight, rows, lead), eps=eps, lead=lead)
-    return partitionable_ops.reshape_as(y, x), partitionable_ops.integer_max(amax, 0), rstd
+    return partitionable_ops.reshape_as(y, x), max_along(amax), rstd
 
 
 def _for_each(weight: jax.Array, rows: jax.Array, lead: int) -> jax.Array:
@@ -318,7 +321,7 @@ def _checked_norm(op: str, x: Any, weight: Any, eps: Any) -> tuple[jax.Array, ja
     if not eps >= 0:
         raise ValueError(f"{op}: eps ({shown(eps)}) is not 0 or more; give a small number, such as 1e-5")
     x, weight = vary_alike(x, weight)
-    mesh, cut = ops.mesh_around(x), jax.typeof(x).sharding
+    mesh, cut = mesh_of(x), jax.typeof(x).sharding
     # Outside of custom_vjp, so that gradients are cut as these are.
     if mesh.explicit_axes:
         whole = NamedSharding(mesh, PartitionSpec(*cut.spec[:-1], None))

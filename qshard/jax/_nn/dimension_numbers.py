@@ -10,15 +10,14 @@ import jax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from qshard.jax._nn.linear_vjp import WeightLayout
-from qshard.jax._ops.bind import names_of, reshaped
-from qshard.jax._sharding.shard_spec import Spec, mesh_of, spec_of
+from qshard.jax._ops.mesh import Spec, mesh_of, names_of, reshape, spec_of
+from qshard.jax._quantized.gather import WeightLayout
 from qshard.recipes import Recipe, Role
 
 Axes = tuple[int, ...]
 
 
-class Folding(NamedTuple):
+class MatrixAxes(NamedTuple):
     """How a product over axes of `x` and `w` is one of matrices.
 
     Attributes:
@@ -31,7 +30,7 @@ class Folding(NamedTuple):
     layout: WeightLayout
 
     @classmethod
-    def of(cls, x_ndim: int, w_ndim: int, x_axes: Axes, w_axes: Axes) -> Folding:
+    def of(cls, x_ndim: int, w_ndim: int, x_axes: Axes, w_axes: Axes) -> MatrixAxes:
         """Of a product that contracts these axes, in pairs."""
         pairs = sorted(zip(w_axes, x_axes, strict=True))  # In the order of w, which then lies as it is.
         k, n = tuple(axis for axis, _ in pairs), tuple(axis for axis in range(w_ndim) if axis not in w_axes)
@@ -47,9 +46,11 @@ class Folding(NamedTuple):
     def spec(self, spec: Any, groups: tuple[Axes, ...]) -> PartitionSpec:
         """How a tensor is cut once its axes are folded: along all that cuts the axes of a group, in their order."""
         entries = (*spec, *[None] * sum(map(len, groups)))
-        return PartitionSpec(*(_merged(entries[axis] for axis in group) for group in groups))
+        return PartitionSpec(*(_merge(entries[axis] for axis in group) for group in groups))
 
-    def parts(self, op: str, x: jax.Array, w: jax.Array, spec: Spec, gathers: tuple[str, ...], recipe: Recipe) -> Parts:
+    def parts(
+        self, op: str, x: jax.Array, w: jax.Array, spec: Spec, gathers: tuple[str, ...], recipe: Recipe
+    ) -> AxisSplits:
         """How axes are split, by how the types of x and w, and `spec` of w, say that they are cut.
 
         Raises:
@@ -85,7 +86,7 @@ class Folding(NamedTuple):
                 for axis in group:
                     outside[axis] = 1
                 continue
-            last, unit = cut[-1], max(max(recipe.format(each).block or (1,)) for each in (Role.WEIGHT, role))
+            last, unit = cut[-1], max(max(recipe.format(each).block_shape()) for each in (Role.WEIGHT, role))
             size = w.shape[last] * count(manual.intersection(names[last]))
             run = size // total[last] * math.prod(w.shape[axis] for axis in group[group.index(last) + 1 :])
             if any(w.shape[axis] % outside[axis] for axis in group) or run % unit:
@@ -97,9 +98,9 @@ class Folding(NamedTuple):
         if any(merged[axis] > 1 for axis in k[1:]):
             for axis, own in zip(self.x[-1], k, strict=True):
                 of_x[axis] = merged[own]
-        return Parts(tuple(outside), tuple(of_x), tuple(gathered), tuple(merged), tuple(names))
+        return AxisSplits(tuple(outside), tuple(of_x), tuple(gathered), tuple(merged), tuple(names))
 
-    def sizes(self, x: jax.Array, w: jax.Array, parts: Parts) -> tuple[int, ...]:
+    def sizes(self, x: jax.Array, w: jax.Array, parts: AxisSplits) -> tuple[int, ...]:
         """The sizes of the result: the axes of x that are left, then the axes of the gathered w that are left."""
         left = (w.shape[axis] * parts.gathered[axis] for axis in self.group("N"))
         return (*(x.shape[axis] for (axis,) in self.x[:-1]), *left)
@@ -116,28 +117,28 @@ class Folding(NamedTuple):
         if any(count > 1 for count in parts):
             pairs = [(count, size // count) for size, count in zip(x.shape, parts, strict=True)]
             ends = [(e, None) if count > 1 else (None, e) for e, count in zip(entries, parts, strict=True)]
-            x = reshaped(x, [size for pair in pairs for size in pair], [e for pair in ends for e in pair])
+            x = reshape(x, [size for pair in pairs for size in pair], [e for pair in ends for e in pair])
             order = [2 * axis + minor for group in groups for minor in (0, 1) for axis in group]
         if order != list(range(x.ndim)):
             x = lax.transpose(x, order)
-        return reshaped(x, sizes, tuple(cut))
+        return reshape(x, sizes, tuple(cut))
 
-    def unfolded(self, y: jax.Array, sizes: tuple[int, ...], parts: Parts) -> jax.Array:
+    def unfolded(self, y: jax.Array, sizes: tuple[int, ...], parts: AxisSplits) -> jax.Array:
         """The result `[*lead, N]` with all axes of w that are left."""
         group, lead = self.group("N"), len(self.x) - 1
         entries = (*jax.typeof(y).sharding.spec, *[None] * len(sizes))
         counts = [parts.merged[axis] for axis in group]
         if all(count == 1 for count in counts[1:]):
-            return reshaped(y, sizes, entries[: len(sizes)])
+            return reshape(y, sizes, entries[: len(sizes)])
         last = names_of(entries[lead])
-        own = [_merged([name for name in parts.names[axis] if name in last]) for axis in group]
+        own = [_merge([name for name in parts.names[axis] if name in last]) for axis in group]
         within = [size // count for size, count in zip(sizes[lead:], counts, strict=True)]
-        y = reshaped(y, (*sizes[:lead], *counts, *within), (*entries[:lead], *own, *[None] * len(group)))
+        y = reshape(y, (*sizes[:lead], *counts, *within), (*entries[:lead], *own, *[None] * len(group)))
         pairs = [lead + i + minor * len(group) for i in range(len(group)) for minor in (0, 1)]
-        return reshaped(lax.transpose(y, (*range(lead), *pairs)), sizes, (*entries[:lead], *own))
+        return reshape(lax.transpose(y, (*range(lead), *pairs)), sizes, (*entries[:lead], *own))
 
 
-class Parts(NamedTuple):
+class AxisSplits(NamedTuple):
     """Splits the axes of a product before they are folded, so that each shard is one run of the folded axis.
 
     Attributes:
@@ -154,7 +155,7 @@ class Parts(NamedTuple):
     names: tuple[tuple[str, ...], ...]
 
 
-def _merged(entries: Iterable[Any]) -> tuple[str, ...] | None:
+def _merge(entries: Iterable[Any]) -> tuple[str, ...] | None:
     return tuple(name for entry in entries for name in names_of(entry)) or None
 
 

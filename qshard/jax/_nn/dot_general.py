@@ -14,12 +14,11 @@ from jax import lax
 from qshard._core.validation import closest, shown
 from qshard.formats import Usage
 from qshard.jax._delayed_scaling import LinearState
-from qshard.jax._nn.dimension_numbers import Folding, Terms, entries_of, respec
+from qshard.jax._nn.dimension_numbers import MatrixAxes, Terms, entries_of, respec
 from qshard.jax._nn.linear import linear
-from qshard.jax._ops.uint64 import Seed
-from qshard.jax._ops.validation import as_names, check_array, check_dtype, check_spec, check_spec_fits
+from qshard.jax._ops.mesh import Spec, mesh_of
+from qshard.jax._ops.validation import Seed, as_names, check_array, check_dtype, check_spec, check_spec_fits
 from qshard.jax._quantized.quantize import WeightScales
-from qshard.jax._sharding.shard_spec import Spec, mesh_of
 from qshard.layout import source, whole_units
 from qshard.recipes import Recipe, RecipeLike, Role, as_recipe
 
@@ -76,7 +75,9 @@ class DotGeneral:
             if name in _PER_CALL:
                 raise TypeError(f"DotGeneral: {name} is another one in every call; pass it to the call")
             if name not in _OPTIONS:
-                raise TypeError(f"DotGeneral: {name} is not an option of linear; {closest(name, _OPTIONS)}")
+                raise TypeError(
+                    f"DotGeneral: {name} is not an option of linear; {closest(name, _OPTIONS, 'its options')}"
+                )
         check_spec("DotGeneral", "weight_spec", options.get("weight_spec"))
         self.otherwise: Otherwise = otherwise
         self.options: dict[str, Any] = options
@@ -179,7 +180,7 @@ class DotGeneral:
             )
         result = jnp.dtype(x.dtype if preferred is None else preferred)
         (x_axes, w_axes), batch = (tuple(tuple(map(int, axes)) for axes in pair) for pair in dimension_numbers)
-        fold = Folding.of(x.ndim, w.ndim, x_axes, w_axes)
+        fold = MatrixAxes.of(x.ndim, w.ndim, x_axes, w_axes)
         if (why := self._refusal(x, w, x_axes, batch, fold)) is not None:
             if self.otherwise == "raise":
                 raise ValueError(f"{op}: {why}; make it another way, or pass otherwise='plain'")
@@ -211,7 +212,7 @@ class DotGeneral:
         )
         return fold.unfolded(y, sizes, parts).astype(result)
 
-    def _refusal(self, x: jax.Array, w: jax.Array, x_axes: Sequence[int], batch: Any, fold: Folding) -> str | None:
+    def _refusal(self, x: jax.Array, w: jax.Array, x_axes: Sequence[int], batch: Any, fold: MatrixAxes) -> str | None:
         """Why this is no product that a recipe can make, as far as `otherwise` decides what to do about it."""
         what = f"the product of x {x.shape} and w {w.shape}"
         if any(batch):

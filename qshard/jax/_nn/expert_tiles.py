@@ -14,14 +14,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from qshard._core import quantize_steps
-from qshard.formats import Format, Usage
-from qshard.jax._gemm.gemm import scale_of, scaled
-from qshard.jax._ops.uint64 import words_times
+from qshard._core.operands import OperandSpec, quantize_operand
+from qshard._core.quantize_steps import Draws
+from qshard.formats import Usage
+from qshard.jax._gemm.gemm import apply_scale, scale_of
+from qshard.jax._ops.collectives import max_of_groups, max_over
+from qshard.jax._ops.mesh import vary_alike
+from qshard.jax._ops.uint64 import words_times, xor_words
 from qshard.jax._quantized.array import QuantizedArray, plane_values
 from qshard.jax._sharding import partitionable_ops
-from qshard.jax._sharding.shard_spec import as_bits, as_float, max_over, vary_alike
-from qshard.layout import is_transposed, multiplies_codes, source
+from qshard.layout import block_alignment, is_transposed, multiplies_codes, source
 from qshard.recipes import Recipe
 
 
@@ -48,8 +50,7 @@ class Tiles(NamedTuple):
 
 
 def tiles_of(recipe: Recipe, rows: int, group_sizes: jax.Array) -> Tiles:
-    formats = (recipe.activation, recipe.gradient)
-    unit = max((fmt.block_of(usage) or (1, 1))[0] for fmt in formats for usage in Usage.BOTH)
+    unit = block_alignment(recipe.activation, recipe.gradient)
     sizes, experts = jnp.asarray(group_sizes, jnp.int32), group_sizes.shape[0]
     padded = -(-sizes // unit) * unit
     ends, stops = jnp.cumsum(sizes), jnp.cumsum(padded)
@@ -69,34 +70,31 @@ def tiles_of(recipe: Recipe, rows: int, group_sizes: jax.Array) -> Tiles:
     return Tiles(unit, of_tile, first, there, target, padded, ends[-1] <= rows)
 
 
-def quantized_tiles(
+def quantize_tiles(
     x: jax.Array,
-    fmt: Format,
-    usage: Usage,
+    operand: OperandSpec,
     tiles: Tiles,
     *,
     axes: tuple[str, ...],
     seeds: jax.Array | None,
     scales: jax.Array | None,
-    margin: int,
 ) -> tuple[QuantizedArray, jax.Array | None]:
     """The tiles of the rows of x, under one set of scales an expert.
 
     Args:
       axes: in `shard_map`, the mesh axes over which the rows of an expert lie.
-      seeds: of each expert, `[E, 2]`, where the format needs them.
-      scales, margin: of delayed scaling, `[E]`. The amaxes of experts then come with the tiles.
+      seeds: of each expert, `[E, 2]`.
+      scales: of delayed scaling, `[E]`. The amaxes of experts then come with the tiles.
     """
     columns, experts = x.shape[1], tiles.sizes.shape[0]
     own = jnp.minimum(tiles.experts, experts - 1)
-    draws = None
+    draws, seeds = None, operand.seed_of(seeds, xor_words)
     if seeds is not None:
         draws = seeds[own], jnp.stack(words_times(tiles.first.astype(jnp.uint32), columns), axis=-1)
 
     def of_experts(amax: jax.Array, expert: jax.Array) -> jax.Array:
         """The amax of each expert, of those of all tiles."""
-        table, bits, expert = vary_alike(jnp.zeros(experts, jnp.int32), as_bits(amax), expert)
-        return max_over(axes)(as_float(table.at[expert].max(bits, mode="drop")))
+        return max_over(axes)(max_of_groups(amax, expert, experts))
 
     @jax.custom_batching.custom_vmap
     def merged(amax: jax.Array, expert: jax.Array) -> jax.Array:
@@ -111,15 +109,10 @@ def quantized_tiles(
         def reduce_max(amax: jax.Array) -> jax.Array:
             return amax if amax.ndim else merged(amax, expert)  # One for each row stays.
 
-        amax = None
-        if scale is not None:
-            planes, amax = quantize_steps.quantize_delayed(
-                partitionable_ops, tile, fmt, usage, scale, margin, reduce_max=reduce_max
-            )
-        else:
-            drawn = None if draws is None else quantize_steps.Draws(draws[0], draws[1], columns)
-            planes = quantize_steps.quantize(partitionable_ops, tile, fmt, usage, reduce_max=reduce_max, draws=drawn)
-        q = QuantizedArray(format=fmt, dtype=x.dtype, axes=(None, None)).with_planes(planes)
+        drawn = None if draws is None else Draws(draws[0], draws[1], columns)
+        given: dict[str, Any] = {"scale": scale, "draws": drawn, "reduce_max": reduce_max}
+        planes, amax = quantize_operand(partitionable_ops, tile, operand, **given)
+        q = QuantizedArray(format=operand.format, dtype=x.dtype, axes=(None, None)).with_planes(planes)
         return q, amax
 
     rows = jnp.asarray(x).at[tiles.source].get(mode="fill", fill_value=0).reshape(-1, tiles.unit, columns)
@@ -166,7 +159,7 @@ def row_product(q: QuantizedArray, w: QuantizedArray, contracted: Usage, tiles: 
         own = jnp.minimum(tiles.experts, w.shape[0] - 1)
         scale = q.plane(Usage.ROWWISE).scale_inv * w.plane(source(w.format, contracted)).scale_inv[own]
         scale = scale_of(q.format, w.format, jnp.repeat(scale, tiles.unit)[:, None], product.dtype)
-        product = scaled(product, scale, dtype)
+        product = apply_scale(product, scale, dtype)
     back = product.astype(dtype).at[tiles.target].get(mode="fill", fill_value=0)
     return jnp.where(tiles.fits, back, jnp.nan)
 
@@ -181,5 +174,5 @@ def expert_products(a: QuantizedArray, b: QuantizedArray, tiles: Tiles, dtype: A
         of_tiles = a.plane(Usage.ROWWISE).scale_inv * b.plane(Usage.ROWWISE).scale_inv
         scale, of_tiles, experts = vary_alike(jnp.zeros(tiles.sizes.shape, jnp.float32), of_tiles, tiles.experts)
         scale = scale.at[experts].set(of_tiles, mode="drop")
-        product = scaled(product, scale_of(a.format, b.format, scale[:, None, None], product.dtype), dtype)
+        product = apply_scale(product, scale_of(a.format, b.format, scale[:, None, None], product.dtype), dtype)
     return product.astype(dtype)

@@ -9,16 +9,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from qshard._core.validation import seed_missing, shown
 from qshard.jax import _probes as watch
 from qshard.jax._delayed_scaling import LinearState, check_shared, require_gradient
-from qshard.jax._nn.linear_parallel import TensorParallel
-from qshard.jax._nn.linear_vjp import Config, Given, WeightLayout, as_layout, folding_product, product, whole_weight
-from qshard.jax._ops.bind import names_of
-from qshard.jax._ops.uint64 import Seed, seed_words
+from qshard.jax._nn.linear_parallel import TensorParallelOptions
+from qshard.jax._nn.linear_vjp import Config, Given, folding_product, product, whole_weight
+from qshard.jax._ops.mesh import AxisName, Spec, explicit_sharding, mesh_of, names_of, spec_of, vary_alike
 from qshard.jax._ops.validation import (
+    Seed,
     as_axes,
     as_float_name,
     as_names,
@@ -27,13 +27,14 @@ from qshard.jax._ops.validation import (
     check_spec,
     check_spec_fits,
     is_staged,
+    seed_words,
 )
 from qshard.jax._quantized.array import QuantizedArray
-from qshard.jax._quantized.gather import CodedWeight, CutWeight, cut_of
-from qshard.jax._quantized.primary import PrimaryWeight, opened
+from qshard.jax._quantized.gather import CodedWeight, WeightLayout, WeightSharding, as_layout, spec_of_codes
+from qshard.jax._quantized.primary import CODED, PrimaryWeight, open_weight
 from qshard.jax._quantized.quantize import WeightScales, as_scales
-from qshard.jax._sharding.shard_spec import AxisName, Cut, Spec, matrix_of, mesh_of, shaped, spec_of, vary_alike
-from qshard.recipes import Recipe, RecipeLike, as_recipe
+from qshard.jax._sharding.shard_spec import ShardSpec, matrix_of, unfold
+from qshard.recipes import Recipe, RecipeLike, as_recipe, check_state
 
 
 def linear(
@@ -147,8 +148,11 @@ def linear(
     rows, names = None, axis_name
     if isinstance(axis_name, PartitionSpec):
         rows, names = axis_name, tuple(name for entry in axis_name for name in names_of(entry))
-    tensor_parallel = TensorParallel.of("linear", gather_rows, scatter_rows, overlap, vmap_as_rows)
-    check_shared("linear", state, names)
+    tensor_parallel = None
+    if gather_rows is not None or scatter_rows is not None or overlap:
+        tensor_parallel = TensorParallelOptions.of("linear", gather_rows, scatter_rows, overlap, vmap_as_rows)
+    if state is not None:
+        check_shared("linear", names)
     given = _given("linear", w, weight_spec, weight_scales, seed, state)
     gather_axes = as_names("linear", "gather_axis", gather_axis)
     staged = is_staged((x, w, given))
@@ -157,10 +161,10 @@ def linear(
     if probe is not None:
         apart = local_axes is not None or tensor_parallel is not None or vmap_as_rows
         watch.check_probe("linear", probe, apart)
-        check_shared("linear", probe, names, "probe")
+        check_shared("linear", names, "probe")
         how = watch.How(as_recipe(recipe, "linear"), as_axes("linear", names), rows)
         x = jnp.asarray(x)
-        if not isinstance(w, QuantizedArray | CodedWeight | PrimaryWeight):
+        if not isinstance(w, CODED):
             whole = gathered_weight(
                 w,
                 recipe,
@@ -248,7 +252,7 @@ def _on_each_device(
             raise ValueError(
                 f"linear: local_axes ({axis!r}) is not an axis of the mesh {free}; in shard_map leave axis_name out"
             )
-    if isinstance(w, QuantizedArray | CodedWeight | PrimaryWeight):
+    if isinstance(w, CODED):
         raise TypeError(f"linear: w ({type(w).__name__}) is codes already; with local_axes pass an array")
     names = dict.fromkeys((*axes, *gather_axes))
     check_spec_fits("linear", "weight_spec", weight_spec, mesh, jnp.ndim(w))
@@ -277,14 +281,15 @@ def _as_grad_dtype(dtype: Any) -> str | None:
 
 def _given(op: str, w: Any, weight_spec: Any, weight_scales: Any, seed: Any, state: Any) -> Given:
     """Checks the types of what `jit` does not take, or would take for something else."""
-    if not isinstance(w, QuantizedArray | CodedWeight | PrimaryWeight):
+    if not isinstance(w, CODED):
         check_array(op, "w", w)
     check_spec(op, "weight_spec", weight_spec)
     if state is not None and not isinstance(state, LinearState):
         raise TypeError(
             f"{op}: state ({shown(state)}) is not a LinearState; pass the one of init_delayed for this layer"
         )
-    return Given(as_scales(op, "weight_scales", weight_scales), seed_words(op, seed), state)
+    scales = None if weight_scales is None else as_scales(op, "weight_scales", weight_scales)
+    return Given(scales, seed_words(op, seed), state)
 
 
 def _checked_linear(
@@ -296,22 +301,23 @@ def _checked_linear(
     weight_spec: Spec,
     gather_axes: tuple[str, ...],
     vmap_as_rows: bool,
-    tensor_parallel: TensorParallel | None,
+    tensor_parallel: TensorParallelOptions | None,
     **options: Any,
 ) -> jax.Array:
     check_dtype("linear", "x", x)
     check_spec_fits("linear", "axis_name", options["rows"], mesh_of(x, None), x.ndim - 1)
-    w, amax = opened(w)
-    given = given._replace(weight_amax=amax)
     lead = x.shape[:-1]
+    if isinstance(w, CODED):
+        w, amax = open_weight(w)
+        given = given._replace(weight_amax=amax)
     if tensor_parallel is not None:
         weight_spec = tensor_parallel.weight_spec("linear", options["layout"], gather_axes, weight_spec)
         parallel = tensor_parallel.parallel("linear", x, w, given, recipe, options["axes"], options["rows"])
         options |= {"parallel": parallel, "axes": tuple(dict.fromkeys((*options["axes"], parallel.axis)))}
     if vmap_as_rows:
         x = matrix_of(x)
-    config, weight = _configured(
-        "linear", w, given, recipe, weight_spec, gather_axes, x_type=_explicit_type(x), **options
+    config, weight = _configure(
+        "linear", w, given, recipe, weight_spec, gather_axes, x_type=explicit_sharding(x), **options
     )
     if given.state is not None and weight.sink is not None:
         array, state = require_gradient("linear", weight.sink, given.state)
@@ -321,7 +327,7 @@ def _checked_linear(
     weight = CodedWeight(weight.codes, sink[0] if sink else None, weight.shards)
     if vmap_as_rows:
         y = folding_product(config, x, weight, given)
-        return shaped(y, (*lead, y.shape[-1]))
+        return unfold(y, (*lead, y.shape[-1]))
     return product(config, x, weight, given)
 
 
@@ -341,41 +347,49 @@ _jitted_linear = jax.jit(
 def _checked_weight(
     w: Any, given: Given, *, recipe: Recipe, layout: WeightLayout, weight_spec: Spec, gather_axes: tuple[str, ...]
 ) -> QuantizedArray:
-    config, weight = _configured(
-        "gathered_weight", opened(w)[0], given, recipe, weight_spec, gather_axes, layout=layout
-    )
+    w = open_weight(w)[0] if isinstance(w, CODED) else w
+    config, weight = _configure("gathered_weight", w, given, recipe, weight_spec, gather_axes, layout=layout)
     return whole_weight(config, weight, given)
 
 
-def _configured(
-    op: str, w: Any, given: Given, recipe: Recipe, weight_spec: Spec, gather_axes: tuple[str, ...], **options: Any
+def _configure(
+    op: str,
+    w: Any,
+    given: Given,
+    recipe: Recipe,
+    weight_spec: Spec,
+    gather_axes: tuple[str, ...],
+    layout: WeightLayout,
+    **options: Any,
 ) -> tuple[Config, CodedWeight]:
     """Decides where the weight is of a whole. An array becomes a weight without codes yet, and its own sink."""
     _check_given(op, recipe, given)
     names: dict[str, Any] = {"op": op, "name": "gather_axis", "spec_name": "weight_spec"}
-    w_type, gathers, cut = None, bool(gather_axes), Cut()
+    w_type, gathers, spec = None, bool(gather_axes), ShardSpec()
     if isinstance(w, CodedWeight) and w.shards is not None:
+        sharding = WeightSharding(layout=layout)
         weight, gathers = w, not isinstance(w.codes, QuantizedArray)
     elif isinstance(w, CodedWeight | QuantizedArray):
         codes, sink = (w.codes, w.sink) if isinstance(w, CodedWeight) else (w, None)
         if gathers:
-            cut = cut_of(codes, gather_axes, weight_spec, **names)
+            spec = spec_of_codes(codes, gather_axes, weight_spec, **names)
         elif sink is not None:
-            cut = Cut.along(sink, (), weight_spec, **names)
-        weight = CodedWeight(codes, sink, CutWeight(cut, gather_axes))
-        w_type = None if sink is None else _explicit_type(sink)
+            spec = ShardSpec.along(sink, (), weight_spec, **names)
+        sharding = WeightSharding(spec, gather_axes, layout)
+        weight = CodedWeight(codes, sink, sharding)
+        w_type = None if sink is None else explicit_sharding(sink)
     else:
         if jnp.ndim(w) != 2:
             raise ValueError(f"{op}: w {jnp.shape(w)} does not have two axes; give w as [N, K]")
         check_dtype(op, "w", w)
         check_spec_fits(op, "weight_spec", weight_spec, mesh_of(w, weight_spec), w.ndim)
-        cut = Cut.along(w, gather_axes, weight_spec, **names)
-        weight, w_type = CodedWeight(None, w, CutWeight(cut, gather_axes)), _explicit_type(w)
+        sharding = WeightSharding(ShardSpec.along(w, gather_axes, weight_spec, **names), gather_axes, layout)
+        weight, w_type = CodedWeight(None, w, sharding), explicit_sharding(w)
     config = Config(
         op=op,
         recipe=recipe,
+        sharding=sharding,
         shards=weight.shards,
-        cut=cut,
         gathers=gathers,
         learns=weight.sink is not None,
         w_dtype=None if weight.sink is None else weight.sink.dtype,
@@ -385,20 +399,13 @@ def _configured(
     return config, weight
 
 
-def _explicit_type(x: jax.Array) -> NamedSharding | None:
-    sharding = jax.typeof(x).sharding
-    return sharding if sharding.mesh.explicit_axes else None
-
-
 def _check_given(op: str, recipe: Recipe, given: Given) -> None:
     """Checks that do not depend on shapes of operands."""
     if given.seed is None and recipe.stochastic:
         raise ValueError(f"{seed_missing(op, type(recipe).__name__)}, such as jax.random.fold_in(key, layer)")
-    if recipe.stateful != (given.state is not None) or (given.state and given.scales is not None):
-        raise ValueError(
-            f"{op}: state ({'given' if given.state else None}) is not what {type(recipe).__name__} takes; pass a state "
-            "from init_delayed, and no weight_scales, with DelayedScaling, and none with other recipes"
-        )
+    advice = "a state from init_delayed, and no weight_scales, with DelayedScaling, and none with other recipes"
+    fits = given.state is None or given.scales is None
+    check_state(op, "state", "given" if given.state else None, recipe, advice, fits=fits)
     for tensor in (given.state.weight, given.state.activation, given.state.gradient) if given.state else ():
         shapes = {"scale": tensor.scale.shape, "amax_history": tensor.amax_history.shape}
         if shapes != recipe.state_shapes:

@@ -36,13 +36,13 @@ from jax.sharding import PartitionSpec
 from qshard._core.quantize_steps import Plane
 from qshard._core.validation import shown
 from qshard.formats import Usage
-from qshard.jax._gemm.gemm import scaled
-from qshard.jax._ops.bind import names_of
-from qshard.jax._ops.scheduling import together
+from qshard.jax._gemm.gemm import apply_scale
+from qshard.jax._ops.mesh import Spec, names_of, spec_of, types_tell
+from qshard.jax._ops.scheduling import barrier
 from qshard.jax._ops.validation import as_axes
 from qshard.jax._quantized.array import QuantizedArray
-from qshard.jax._sharding.shard_spec import Cut, Spec, spec_of, types_tell
-from qshard.layout import Shape, is_transposed
+from qshard.jax._sharding.shard_spec import ShardSpec
+from qshard.layout import Shape, block_alignment, is_transposed
 from qshard.recipes import Recipe, Role
 
 _Multiply = Callable[[QuantizedArray, Shape], tuple[jax.Array, jax.Array | None]]
@@ -62,7 +62,7 @@ class OfDw:
         return self.operands if self.gather is None else self.gather(self.operands)
 
 
-class TensorParallel(NamedTuple):
+class TensorParallelOptions(NamedTuple):
     """What a caller of `linear` asks for: `gather_rows`, or `scatter_rows`, and `overlap`."""
 
     axis: str
@@ -72,7 +72,7 @@ class TensorParallel(NamedTuple):
     @classmethod
     def of(
         cls, op: str, gather_rows: Any, scatter_rows: Any, overlap: bool, vmap_as_rows: bool
-    ) -> TensorParallel | None:
+    ) -> TensorParallelOptions | None:
         given = {"gather_rows": gather_rows, "scatter_rows": scatter_rows}
         given = {name: axis for name, axis in given.items() if axis is not None}
         if not given:
@@ -124,7 +124,7 @@ class TensorParallel(NamedTuple):
 
     def parallel(
         self, op: str, x: jax.Array, w: Any, given: Any, recipe: Recipe, axes: tuple[str, ...], rows: Spec
-    ) -> Parallel:
+    ) -> TensorParallelAxis:
         """What that is of these operands, the shards.
 
         Args:
@@ -156,7 +156,7 @@ class TensorParallel(NamedTuple):
                 raise ValueError(
                     f"{op}: state varies over {name} ({axis!r}), whose devices have one layer; give them all one state"
                 )
-        made = Parallel(
+        made = TensorParallelAxis(
             axis=axis,
             size=size,
             at=at,
@@ -179,7 +179,7 @@ class TensorParallel(NamedTuple):
             )
         rows = math.prod(x.shape[at:-1]) // parts
         for fmt in (recipe.activation, recipe.gradient):
-            unit = max(fmt.block or (1,))
+            unit = block_alignment(fmt)
             if size > 1 and rows % unit:
                 raise ValueError(
                     f"{op}: x {x.shape} gives a device {rows} rows in a row along {self.name} ({self.axis!r}), which "
@@ -192,7 +192,7 @@ def _varies(x: Any, axis: str) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parallel:
+class TensorParallelAxis:
     """What a manual mesh axis does in a call of `linear`.
 
     Attributes:
@@ -216,19 +216,20 @@ class Parallel:
         """Whether a device has some of the rows of x or dy, and all columns; else it has some columns of all rows."""
         return self.gathers is (role is Role.ACTIVATION)
 
-    def cut_of(self, x: jax.Array, role: Role, axes: tuple[str, ...]) -> Cut:
+    def cut_of(self, x: jax.Array, role: Role, axes: tuple[str, ...]) -> ShardSpec:
         """How x or dy is cut."""
         entries = [*self.others, ()]
         entries[self.at if self.has_part_of_rows(role) else -1] += (self.axis,)
-        return Cut.of(x, axes, PartitionSpec(*(names or None for names in entries)), own_blocks=True)
+        return ShardSpec.of(x, axes, PartitionSpec(*(names or None for names in entries)), own_blocks=True)
 
     def check_columns(self, op: str, name: str, size: int, role: Role, recipe: Recipe) -> None:
         """Raises ValueError unless the columns of x or dy that a device has are whole blocks: those of one device."""
         fmt = recipe.format(role)
-        if self.size > 1 and not self.has_part_of_rows(role) and fmt.block is not None and size % fmt.block[1]:
+        unit = fmt.block_shape()[1]
+        if self.size > 1 and not self.has_part_of_rows(role) and size % unit:
             raise ValueError(
                 f"{op}: {name}, of which a device has {size} columns, is cut along {self.axis!r} within the blocks of "
-                f"{fmt.block[1]} columns of {fmt}; cut w at blocks"
+                f"{unit} columns of {fmt}; cut w at blocks"
             )
 
     def row_products(
@@ -237,7 +238,7 @@ class Parallel:
         """`multiply` of the rows of x or dy, `q`, that make what this device has of y or dx; and all rows for dw."""
         if self.size == 1:
             return *multiply(q, lead), of_dw.operands
-        rows = _Rows.of(q, Usage.ROWWISE, math.prod(lead[: self.at]))
+        rows = _PlaneRows.of(q, Usage.ROWWISE, math.prod(lead[: self.at]))
         sizes = list(lead)
         if self.has_part_of_rows(role):
             sizes[self.at] *= self.size
@@ -249,14 +250,14 @@ class Parallel:
 
     def all_rows(self, q: QuantizedArray, usage: Usage, lead: Shape, role: Role) -> QuantizedArray:
         """All rows of x or dy as a matrix, in its plane for one usage, which is gathered where devices have parts."""
-        rows = _Rows.of(q, usage, math.prod(lead[: self.at]))
+        rows = _PlaneRows.of(q, usage, math.prod(lead[: self.at]))
         if self.has_part_of_rows(role):
             # One copy puts them side by side; gathered along their axis, XLA makes two, and transposes both.
             every = rows.changed(lambda x, _: lax.all_gather(x, self.axis))
             rows = every.changed(lambda x, axis: lax.concatenate([*x], axis))
         return rows.matrix
 
-    def _of_gathered(self, rows: _Rows, multiply: _Multiply, of_dw: OfDw) -> tuple[jax.Array, Any, Any]:
+    def _of_gathered(self, rows: _PlaneRows, multiply: _Multiply, of_dw: OfDw) -> tuple[jax.Array, Any, Any]:
         made: list[tuple[jax.Array, Any]] = []
         if not self.overlap:
             every = rows.changed(lambda x, _: lax.all_gather(x, self.axis))
@@ -269,33 +270,33 @@ class Parallel:
         arriving = rows
         for step in range(self.size):
             if step:  # Not multiplied before the one that it travelled behind.
-                (parts, of_dw), made = together((arriving.parts, of_dw), made)
+                (parts, of_dw), made = barrier((arriving.parts, of_dw), made)
                 arriving = arriving._replace(parts=parts)
             chunk = arriving.matrix
             if step + 1 < self.size:
                 arriving = arriving.changed(lambda x, _: lax.ppermute(x, self.axis, from_next))
             made.append(multiply(chunk, chunk.shape[:-1]))
         # Operands of dw travel behind the last product.
-        products, operands = together([_apart(each, rows.outer) for each, _ in made], of_dw.gathered)
+        products, operands = barrier([_apart(each, rows.outer) for each, _ in made], of_dw.gathered)
         # Chunks begin with that of this device.
         count = products[0].shape[1]
         start = (self.size - lax.axis_index(self.axis)) % self.size * count
         turned = lax.concatenate([*products, *products[:-1]], 1)
         return lax.dynamic_slice_in_dim(turned, start, self.size * count, axis=1), made[0][1], operands
 
-    def _scattered(self, rows: _Rows, multiply: _Multiply, of_dw: OfDw) -> tuple[jax.Array, Any, Any]:
+    def _scattered(self, rows: _PlaneRows, multiply: _Multiply, of_dw: OfDw) -> tuple[jax.Array, Any, Any]:
         rank, operands = lax.axis_index(self.axis), of_dw.gathered
         scale: Any = None
         # A part of a sum may be beyond float16 where the sum is not.
         dtype = jnp.dtype(jnp.float32) if rows.q.dtype == jnp.float16 else rows.q.dtype
 
-        def product(rows: _Rows, i: Any) -> jax.Array:
+        def product(rows: _PlaneRows, i: Any) -> jax.Array:
             """Of the rows that one device keeps."""
             nonlocal scale
             chunk = dataclasses.replace(self._chunk(rows, i).matrix, dtype=dtype)
             made, scale = multiply(chunk, chunk.shape[:-1])
             if not self.shared or (scale is not None and _varies(scale, self.axis)):
-                made, scale = scaled(made, scale, made.dtype), None
+                made, scale = apply_scale(made, scale, made.dtype), None
             return _apart(made, rows.outer)
 
         if self.overlap:
@@ -304,7 +305,7 @@ class Parallel:
             for step in range(1, self.size):
                 # Each travels behind the next, which is multiplied once the one before has arrived; operands of dw
                 # behind the first.
-                (parts, made), (arrived, operands) = together((rows.parts, made), (arrived, operands))
+                (parts, made), (arrived, operands) = barrier((rows.parts, made), (arrived, operands))
                 rows = rows._replace(parts=parts)
                 there = [(i, (i + step) % self.size) for i in range(self.size)]
                 arrived.append(lax.ppermute(made, self.axis, there))
@@ -320,7 +321,7 @@ class Parallel:
             total = total + each.astype(jnp.float32)
         return total, scale, operands
 
-    def _chunk(self, rows: _Rows, i: Any) -> _Rows:
+    def _chunk(self, rows: _PlaneRows, i: Any) -> _PlaneRows:
         """The rows that one device keeps of the sum."""
 
         def part(x: jax.Array, axis: int) -> jax.Array:
@@ -330,7 +331,7 @@ class Parallel:
         return rows.changed(part)
 
 
-class _Rows(NamedTuple):
+class _PlaneRows(NamedTuple):
     """A plane of a tensor `[*lead, K]`, all of whose parts have an axis of the rows from `at` on.
 
     Attributes:
@@ -347,7 +348,7 @@ class _Rows(NamedTuple):
     parts: tuple[jax.Array | None, ...]
 
     @classmethod
-    def of(cls, q: QuantizedArray, usage: Usage, outer: int) -> _Rows:
+    def of(cls, q: QuantizedArray, usage: Usage, outer: int) -> _PlaneRows:
         turned = is_transposed(q.format, usage)
         parts: list[jax.Array | None] = []
         for name, part in q.plane(usage)._asdict().items():
@@ -360,7 +361,7 @@ class _Rows(NamedTuple):
             parts.append(bits.reshape((columns, outer, rows) if turned else (outer, rows, columns)))
         return cls(q, usage, outer, turned, tuple(parts))
 
-    def changed(self, change: Callable[[jax.Array, int], jax.Array]) -> _Rows:
+    def changed(self, change: Callable[[jax.Array, int], jax.Array]) -> _PlaneRows:
         """With each part as `change(part, axis of rows)` has it."""
         axis = 2 if self.turned else 1
         return self._replace(parts=tuple(None if part is None else change(part, axis) for part in self.parts))

@@ -15,12 +15,12 @@ from qshard._core.layer_recipes import RecipesLike, Rules, check_filter, list_la
 from qshard.formats import FLOATS
 from qshard.jax._nn.dot_general import DotGeneral
 from qshard.jax._nn.linear import linear
+from qshard.jax._ops.mesh import spec_of
 from qshard.jax._ops.validation import check_spec, check_spec_fits
 from qshard.jax._quantized.array import QuantizedArray
 from qshard.jax._quantized.gather import CodedWeight
 from qshard.jax._quantized.primary import PrimaryWeight
-from qshard.jax._sharding.inference import Axes, Meaning, local_shape, sharding_of
-from qshard.jax._sharding.shard_spec import spec_of
+from qshard.jax._sharding.inference import Axes, MeshAxisRoles, local_shape, sharding_of
 
 _CODED = (QuantizedArray, CodedWeight, PrimaryWeight)
 
@@ -101,7 +101,7 @@ class Weight:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _WeightPlacement:
     shape: tuple[int, ...] | None
     dot_general: DotGeneral
 
@@ -194,7 +194,7 @@ class Policy:
         """
         check_filter("Policy", filter, "an array")
         given = {}
-        for name, leaf in _named(params)[0].items():
+        for name, leaf in _leaves_by_name(params)[0].items():
             if not _is_matrix(leaf) or (filter is not None and not filter(leaf, name)):
                 continue
             if (
@@ -228,17 +228,17 @@ class Policy:
             )
         recipes = {name: own for name, each in patterns.items() if (own := rules.recipes[str(each)]) is not None}
         given = {name: given[name] for name in recipes}
-        meaning = Meaning.of("Policy", gather_axis, kept_axes)
+        meaning = MeshAxisRoles.of("Policy", gather_axis, kept_axes)
         placed = {name: meaning.options(name, sharding, ndim) for name, (_, sharding, ndim) in given.items()}
         meaning.check_used(placed)
         self._places = {
-            name: _Place(shape, DotGeneral(recipes[name], **options, **placed[name]))
+            name: _WeightPlacement(shape, DotGeneral(recipes[name], **options, **placed[name]))
             for name, (shape, _, _) in given.items()
         }
 
     def __call__(self, params: Any) -> Any:
         """`params`, with a `Weight` in place of each weight."""
-        found, structure = _named(params)
+        found, structure = _leaves_by_name(params)
         if missing := [name for name in self._places if name not in found]:
             raise ValueError(
                 f"Policy: params have no {', '.join(missing[:3])}, which the policy was made for; pass such a pytree, "
@@ -263,7 +263,7 @@ def _name(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
-def _named(params: Any) -> tuple[dict[str, Any], Any]:
+def _leaves_by_name(params: Any) -> tuple[dict[str, Any], Any]:
     """The leaves of a pytree by name, and its structure. What is codes already is a leaf, and no weight of a policy."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda node: isinstance(node, _CODED))
     return {_name(path): leaf for path, leaf in leaves}, structure
@@ -275,7 +275,7 @@ def _is_matrix(leaf: Any) -> bool:
     return str(leaf.dtype) in FLOATS and leaf.ndim > 1
 
 
-def _check(name: str, array: Any, place: _Place) -> None:
+def _check(name: str, array: Any, place: _WeightPlacement) -> None:
     """Raises ValueError where an array tells that it is not what the policy was made for."""
     expected, shape = place.sharding, jnp.shape(array)
     if place.shape is not None:

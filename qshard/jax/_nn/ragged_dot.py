@@ -16,53 +16,47 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from qshard._core.operands import OperandSpec
 from qshard._core.validation import seed_missing, shown
 from qshard.formats import Usage
 from qshard.jax._delayed_scaling import LinearState, check_shared, observe_all, require_gradient
-from qshard.jax._nn.expert_tiles import Tiles, expert_products, quantized_tiles, row_product, tiles_of
-from qshard.jax._nn.linear_vjp import LayoutConfig, WeightLayout, as_layout
-from qshard.jax._ops.scheduling import together
+from qshard.jax._nn.expert_tiles import Tiles, expert_products, quantize_tiles, row_product, tiles_of
+from qshard.jax._ops.mesh import AxisName, Spec, mesh_of, spec_of, vary_alike
+from qshard.jax._ops.scheduling import barrier
 from qshard.jax._ops.second_derivatives import rules_of_product
-from qshard.jax._ops.uint64 import Seed, seed_words, words_of
-from qshard.jax._ops.validation import as_axes, as_names, check_array, check_dtype, check_spec, check_spec_fits
-from qshard.jax._quantized.array import QuantizedArray
-from qshard.jax._quantized.gather import CodedWeight, CutWeight, cut_of
-from qshard.jax._quantized.primary import PrimaryWeight, opened
-from qshard.jax._quantized.quantize import WeightScales, quantized
-from qshard.jax._sharding.shard_spec import AxisName, Cut, Spec, mesh_of, spec_of, vary_alike
-from qshard.layout import plane, source
-from qshard.recipes import (
-    ROLE_SEEDS,
-    Recipe,
-    RecipeLike,
-    Role,
-    as_delayed,
-    as_recipe,
-    check_weight_format,
+from qshard.jax._ops.validation import (
+    Seed,
+    as_axes,
+    as_names,
+    check_array,
+    check_dtype,
+    check_spec,
+    check_spec_fits,
+    seed_words,
 )
+from qshard.jax._quantized.array import QuantizedArray
+from qshard.jax._quantized.gather import CodedWeight, WeightLayout, WeightSharding, as_layout, spec_of_codes
+from qshard.jax._quantized.primary import CODED, PrimaryWeight, open_weight
+from qshard.jax._quantized.quantize import WeightScales, quantize_shard
+from qshard.jax._sharding.shard_spec import ShardSpec
+from qshard.layout import plane, source
+from qshard.recipes import Recipe, RecipeLike, Role, as_recipe, check_state, check_weight_format
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Config(LayoutConfig):
+class _Config:
     """What is static in a call.
 
     Attributes:
-      layout: of the weight of one expert.
-      cut: of the weight of one expert.
-      gathers: over which mesh axes, if any.
+      sharding: of the weight of one expert.
       axes: mesh axes over which the rows of an expert lie.
     """
 
     recipe: Recipe
-    cut: Cut
-    gathers: tuple[str, ...]
+    sharding: WeightSharding
     axes: tuple[str, ...]
     learns: bool
     reshard_after_forward: bool
-
-    @property
-    def shards(self) -> CutWeight:
-        return CutWeight(self.cut, self.gathers)
 
 
 class _Given(NamedTuple):
@@ -150,14 +144,15 @@ def ragged_dot(
     layout = as_layout("ragged_dot", weight_layout)
     check_array("ragged_dot", "x", x)
     check_array("ragged_dot", "group_sizes", group_sizes)
-    if not isinstance(w, QuantizedArray | CodedWeight | PrimaryWeight):
+    if not isinstance(w, CODED):
         check_array("ragged_dot", "w", w)
     check_spec("ragged_dot", "weight_spec", weight_spec)
     if state is not None and not isinstance(state, LinearState):
         raise TypeError(f"ragged_dot: state ({shown(state)}) is not a LinearState; pass that of init_delayed")
-    check_shared("ragged_dot", state, axis_name)
+    if state is not None:
+        check_shared("ragged_dot", axis_name)
     _check_rows(x, group_sizes)
-    y: jax.Array = _checked(
+    y: jax.Array = _checked_ragged_dot(
         x,
         w,
         group_sizes,
@@ -179,7 +174,7 @@ def ragged_dot(
     static_argnames=("recipe", "layout", "weight_spec", "gather_axes", "reshard_after_forward", "axes"),
     inline=True,
 )
-def _checked(
+def _checked_ragged_dot(
     x: jax.Array,
     w: Any,
     group_sizes: jax.Array,
@@ -194,7 +189,7 @@ def _checked(
     axes: tuple[str, ...],
 ) -> jax.Array:
     check_dtype("ragged_dot", "x", x)
-    w, weight_amax = opened(w)
+    w, weight_amax = open_weight(w) if isinstance(w, CODED) else (w, None)
     if isinstance(w, CodedWeight):
         codes, sink = w.codes, w.sink
     else:
@@ -206,16 +201,14 @@ def _checked(
     if len(shape) != 3 or x.ndim != 2:
         raise _no_fit(x, shape, layout)
     _check_mesh(x, parts, weight_spec)
-    cut = _cut_of(codes, sink, gather_axes, weight_spec)
-    if x.shape[1] != _gathered(shape[1:], cut, gather_axes)[layout.index("K")]:
+    sharding = WeightSharding(_spec_of_expert(codes, sink, gather_axes, weight_spec), gather_axes, layout)
+    if x.shape[1] != sharding.whole_shape(shape[1:])[layout.index("K")]:
         raise _no_fit(x, shape, layout)
     _check_shapes(x, shape, group_sizes, recipe, seed, state)
-    plane(recipe.weight, cut.whole(shape[1:]), Usage.ROWWISE, op="ragged_dot", name="w")
+    plane(recipe.weight, sharding.spec.whole(shape[1:]), Usage.ROWWISE, op="ragged_dot", name="w")
     config = _Config(
         recipe=recipe,
-        layout=layout,
-        cut=cut,
-        gathers=gather_axes,
+        sharding=sharding,
         axes=axes,
         learns=sink is not None,
         reshard_after_forward=reshard_after_forward,
@@ -246,14 +239,6 @@ def _no_fit(x: jax.Array, w: tuple[int, ...], layout: WeightLayout) -> ValueErro
     return ValueError(f"ragged_dot: w {w} does not fit x {x.shape}; give w as [E, {', '.join(layout)}] and x as [M, K]")
 
 
-def _gathered(shape: tuple[int, ...], cut: Cut, axes: tuple[str, ...]) -> tuple[int, ...]:
-    """The shape of the gathered weight. In `shard_map`, each gathered axis of the shard grows."""
-    if not (cut.local and axes):
-        return shape
-    grown = (cut.count(tuple(name for name in names if name in axes)) for names in cut.entries)
-    return tuple(size * n for size, n in zip(shape, grown, strict=True))
-
-
 def _check_shapes(
     x: jax.Array, w: tuple[int, ...], group_sizes: jax.Array, recipe: Recipe, seed: Any, state: LinearState | None
 ) -> None:
@@ -264,11 +249,8 @@ def _check_shapes(
         )
     if seed is None and recipe.stochastic:
         raise ValueError(f"{seed_missing('ragged_dot', type(recipe).__name__)}, such as jax.random.fold_in(key, layer)")
-    if recipe.stateful != (state is not None):
-        raise ValueError(
-            f"ragged_dot: state ({'given' if state else None}) is not what {type(recipe).__name__} takes; pass one of "
-            "init_delayed(recipe, (E,)) with DelayedScaling, and none with other recipes"
-        )
+    advice = "one of init_delayed(recipe, (E,)) with DelayedScaling, and none with other recipes"
+    check_state("ragged_dot", "state", "given" if state else None, recipe, advice)
     if state is not None and state.weight.scale.shape != w[:1]:
         raise ValueError(
             f"ragged_dot: state (scale {state.weight.scale.shape}) is not of {w[0]} experts; pass that of "
@@ -287,20 +269,22 @@ def _check_mesh(x: jax.Array, w: jax.Array, spec: Spec) -> None:
     check_spec_fits("ragged_dot", "weight_spec", spec, mesh_of(w, spec), 3)
 
 
-def _cut_of(codes: QuantizedArray | None, sink: jax.Array | None, gather_axes: tuple[str, ...], spec: Spec) -> Cut:
+def _spec_of_expert(
+    codes: QuantizedArray | None, sink: jax.Array | None, gather_axes: tuple[str, ...], spec: Spec
+) -> ShardSpec:
     """How the weight of one expert is cut."""
     own = spec
     if spec is not None:
         entries = PartitionSpec(*(*spec_of(spec, None), None, None, None)[1:3])
         own = NamedSharding(spec.mesh, entries) if isinstance(spec, NamedSharding) else entries
     names: dict[str, Any] = {"op": "ragged_dot", "name": "gather_axis", "spec_name": "weight_spec"}
-    found: list[Cut] = []
+    found: list[ShardSpec] = []
 
     def find(one: Any) -> Any:
         if isinstance(one, QuantizedArray):
-            found.append(cut_of(one, gather_axes, own, **names) if gather_axes else Cut())
+            found.append(spec_of_codes(one, gather_axes, own, **names) if gather_axes else ShardSpec())
         else:
-            found.append(Cut.along(one, gather_axes, own, **names))
+            found.append(ShardSpec.along(one, gather_axes, own, **names))
         return 0
 
     jax.eval_shape(jax.vmap(find), sink if codes is None else codes)
@@ -317,13 +301,13 @@ def _forward(
 ) -> tuple[jax.Array, _Kept]:
     recipe, rows, columns, none = config.recipe, Usage.ROWWISE, Usage.COLUMNWISE, Usage(0)
     x_kept = source(recipe.activation, columns) if learns and config.learns else none
-    read = source(recipe.weight, config.contracted)
-    w_kept = source(recipe.weight, config.contracted_back) if learns else none
+    read = source(recipe.weight, config.sharding.contracted)
+    w_kept = source(recipe.weight, config.sharding.contracted_back) if learns else none
     tiles = tiles_of(recipe, x.shape[0], given.group_sizes)
-    xq, x_amax = _quantized(config, x, given, Role.ACTIVATION, rows | x_kept, tiles)
+    xq, x_amax = _quantize_rows(config, x, given, Role.ACTIVATION, rows | x_kept, tiles)
     wq, w_amax = _weight(config, w, given, read | w_kept)
     whole = _whole(config, wq, read)
-    y = row_product(xq, whole, config.contracted, tiles, x.dtype)
+    y = row_product(xq, whole, config.sharding.contracted, tiles, x.dtype)
     if learns and not config.reshard_after_forward:
         wq = whole if w_kept is read else _whole(config, wq, w_kept)
     return y, _Kept(_only(xq, x_kept), _only(wq, w_kept), given, (x_amax, w_amax))
@@ -331,21 +315,23 @@ def _forward(
 
 def _backward(config: _Config, kept: _Kept, dy: jax.Array) -> tuple[jax.Array, CodedWeight, _Given]:
     recipe, given, wq, columns = config.recipe, kept.given, kept.w, Usage.COLUMNWISE
-    if config.gathers and config.reshard_after_forward:
-        wq, dy = together(wq, dy)
-        wq = _whole(config, wq, source(recipe.weight, config.contracted_back))
+    if config.sharding.gather_axes and config.reshard_after_forward:
+        wq, dy = barrier(wq, dy)
+        wq = _whole(config, wq, source(recipe.weight, config.sharding.contracted_back))
     tiles = tiles_of(recipe, dy.shape[0], given.group_sizes)
     read = Usage.ROWWISE | (source(recipe.gradient, columns) if config.learns else Usage(0))
-    dyq, dy_amax = _quantized(config, dy, given, Role.GRADIENT, read, tiles)
-    dx = row_product(dyq, wq, config.contracted_back, tiles, dy.dtype)
+    dyq, dy_amax = _quantize_rows(config, dy, given, Role.GRADIENT, read, tiles)
+    dx = row_product(dyq, wq, config.sharding.contracted_back, tiles, dy.dtype)
     dw = None
     if config.learns:
-        pair = (dyq, kept.x) if config.layout == "NK" else (kept.x, dyq)
-        dw = jax.vmap(config.shards.scatter)(expert_products(*pair, tiles, wq.dtype))
-        if config.gathers:  # As in `linear`: order.py.
-            dw, dx = together(dw, dx)
+        pair = (dyq, kept.x) if config.sharding.layout == "NK" else (kept.x, dyq)
+        dw = jax.vmap(config.sharding.scatter)(expert_products(*pair, tiles, wq.dtype))
+        if config.sharding.gather_axes:  # As in `linear`: `scheduling.py`.
+            dw, dx = barrier(dw, dx)
     x_amax, w_amax = kept.amaxes
-    observed = observe_all(given.state, w_amax, x_amax, dy_amax, config.axes)
+    observed = None
+    if given.state is not None:
+        observed = observe_all(given.state, w_amax, x_amax, dy_amax, config.axes)
     nothing: Any = _Given(None, None, observed, None)  # type: ignore[arg-type]
     return dx, CodedWeight(None, dw, None), nothing
 
@@ -353,27 +339,17 @@ def _backward(config: _Config, kept: _Kept, dy: jax.Array) -> tuple[jax.Array, C
 _ragged.defvjp(*rules_of_product("ragged_dot", _forward, _backward))
 
 
-def _quantized(
+def _quantize_rows(
     config: _Config, x: jax.Array, given: _Given, role: Role, usage: Usage, tiles: Tiles
 ) -> tuple[QuantizedArray, jax.Array | None]:
-    """Of x or dy."""
-    scales, margin = _delayed(config, given, role)
-    fmt, seeds = config.recipe.format(role), _seeds(config, given, role)
-    return quantized_tiles(x, fmt, usage, tiles, axes=config.axes, seeds=seeds, scales=scales, margin=margin)
+    """The tiles of x or dy."""
+    operand = OperandSpec.of(config.recipe, role, usage)
+    return quantize_tiles(x, operand, tiles, axes=config.axes, seeds=given.seeds, scales=_scales(given, role))
 
 
-def _seeds(config: _Config, given: _Given, role: Role) -> jax.Array | None:
-    if given.seeds is None or not config.recipe.format(role).stochastic:
-        return None
-    seeds: jax.Array = given.seeds ^ words_of(ROLE_SEEDS[role]).view(given.seeds.dtype)
-    return seeds
-
-
-def _delayed(config: _Config, given: _Given, role: Role) -> tuple[jax.Array | None, int]:
-    """The scale of each expert, and the margin."""
-    if given.state is None:
-        return None, 0
-    return getattr(given.state, role.value).scale, as_delayed(config.recipe, "ragged_dot").margin
+def _scales(given: _Given, role: Role) -> jax.Array | None:
+    """The scale of each expert, in delayed scaling."""
+    return None if given.state is None else getattr(given.state, role.value).scale
 
 
 def _weight(config: _Config, w: CodedWeight, given: _Given, usage: Usage) -> tuple[QuantizedArray, jax.Array | None]:
@@ -381,18 +357,14 @@ def _weight(config: _Config, w: CodedWeight, given: _Given, usage: Usage) -> tup
     if w.codes is not None:
         return w.codes, given.weight_amax
     assert w.sink is not None
-    fmt, seeds = config.recipe.weight, _seeds(config, given, Role.WEIGHT)
-    scales, margin = _delayed(config, given, Role.WEIGHT)
-    delayed = None if scales is None else margin
+    operand = OperandSpec.of(config.recipe, Role.WEIGHT, usage, op="ragged_dot", name="w")
 
     def cast(own: jax.Array, seed: Any, scale: Any) -> tuple[QuantizedArray, jax.Array | None]:
         made = None if scale is None else WeightScales(scale)
-        turned = config.layout == "KN"
-        return quantized(
-            own, fmt, usage, config.cut, made, seed, margin=delayed, turned=turned, op="ragged_dot", name="w"
-        )
+        return quantize_shard(own, operand, config.sharding.spec, made, seed, turned=config.sharding.layout == "KN")
 
-    made: tuple[QuantizedArray, jax.Array | None] = jax.vmap(cast)(w.sink, seeds, scales)
+    scales = _scales(given, Role.WEIGHT)
+    made: tuple[QuantizedArray, jax.Array | None] = jax.vmap(cast)(w.sink, given.seeds, scales)
     return made
 
 
@@ -400,7 +372,7 @@ def _whole(config: _Config, wq: QuantizedArray, usage: Usage) -> QuantizedArray:
     """One plane of the whole weights, of the codes that one device has."""
     check_weight_format("ragged_dot", "w", wq.format, config.recipe)
     wq = _only(wq, usage)
-    return jax.vmap(config.shards.gather)(wq) if config.gathers else wq
+    return jax.vmap(config.sharding.gather)(wq) if config.sharding.gather_axes else wq
 
 
 def _only(q: QuantizedArray, usage: Usage) -> QuantizedArray:

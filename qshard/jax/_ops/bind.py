@@ -13,8 +13,7 @@ plain `jax.ffi.ffi_call` would gather a sharded operand, silently.
 A transposed result has no leading axis in common with its operand. The primitive gives it the operand's logical axes,
 and a *layout* that transposes its memory. The `jnp.transpose` that follows is free.
 
-Sources: Shardy, `sdy.op_sharding_rule`. The frontend attribute `num_batch_dims` is not documented: JAX's own LAPACK
-calls are cut by it. Tests pin both.
+Sources: Shardy, `sdy.op_sharding_rule`; `_jax_internals.partitioning_attributes`. Tests pin both.
 
 >>> import jax.numpy as jnp
 >>> from qshard.jax import ops
@@ -35,24 +34,22 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
-from jax.extend.mlir import ir
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from qshard import _ffi
+from qshard.jax._jax_internals import device_count, partitioning_attributes, platforms_of
 from qshard.jax._ops import second_derivatives
+from qshard.jax._ops.mesh import may_be_sharded, names_of, reshape
+from qshard.jax._ops.validation import check_sizes
 from qshard.op_table import Binding, Factor, Operand, OpSpec, View, multi_table, table
 
 __all__ = [
     "Op",
     "bind",
-    "check_sizes",
     "disabled_checks",
-    "encoded",
-    "may_be_cut",
-    "names_of",
+    "encode_attribute",
     "register_handlers",
-    "reshaped",
     "run_jitted",
     "target_of",
 ]
@@ -140,7 +137,7 @@ class Op:
         arrays = [jnp.asarray(operand) for operand in operands]
         for operand, array in zip(self.spec.inputs, arrays, strict=False):
             check_sizes(self.spec.name, operand.name, array.shape)
-        options.setdefault("cuttable", may_be_cut(arrays[0]))
+        options.setdefault("cuttable", may_be_sharded(arrays[0]))
         if not self._elementwise or not 0 < arrays[0].ndim == self._bound(arrays, options).lead:
             return self._patterned(arrays, options)
         # XLA does not cut the last axis of an op that it could cut along every axis, so there is one of size 1.
@@ -156,7 +153,7 @@ class Op:
             raise ValueError(f"{self.spec.name}: split ({options['split']}) is not the form of {shapes}; leave it out")
         logical = list(map(self._factored, self.spec.inputs, arrays, binding.inputs))
         results = self._primitive.bind(*_alike(logical, binding), shapes=shapes, **options)
-        patterned = tuple(map(_joined, results, binding.outputs))
+        patterned = tuple(map(_join_factors, results, binding.outputs))
         return patterned if len(patterned) > 1 else patterned[0]
 
     def _factored(self, operand: Operand, array: jax.Array, view: View) -> jax.Array:
@@ -174,7 +171,7 @@ class Op:
                 )
             entries.extend([entry, *[None] * (len(axis) - 1)])
         sizes = [factor.size for axis in view.axes for factor in axis]
-        return jnp.transpose(reshaped(array, sizes, entries), _inverse(view.order))
+        return jnp.transpose(reshape(array, sizes, entries), _inverse(view.order))
 
     def _bound(
         self, arrays: Sequence[Any], options: Mapping[str, Any], shapes: Sequence[tuple[int, ...]] | None = None
@@ -194,19 +191,19 @@ class Op:
                 shape=tuple(factor.size for factor in view.factors),
                 dtype=jnp.dtype(dtype),
                 weak_type=False,
-                sharding=_cut(avals[0], entries, view),
+                sharding=_sharding_of(avals[0], entries, view),
             )
             for (_, dtype), view in zip(binding.results, binding.outputs, strict=True)
         )
 
     def _lower(self, ctx: Any, *operands: Any, shapes: tuple[tuple[int, ...], ...], **options: Any) -> Any:
-        missing = sorted(set(ctx.module_context.platforms) - _registered)
+        missing = sorted(set(platforms_of(ctx)) - _registered)
         if missing:
             raise NotImplementedError(
                 f"{self.spec.name}: this build of qshard has no kernels for {', '.join(missing)}; "
                 "build it where a CUDA compiler is found, or run on the CPU"
             )
-        devices = getattr(ctx.module_context.axis_context, "num_devices", 1) or 1
+        devices = device_count(ctx)
         meshes = (ctx.avals_in[0].sharding.mesh, jax.sharding.get_abstract_mesh())
         if devices > 1 and not options["cuttable"] and all(mesh.empty for mesh in meshes):
             raise ValueError(
@@ -214,19 +211,16 @@ class Op:
                 "would gather all of them; trace within jax.set_mesh(mesh)"
             )
         binding = self._bound(ctx.avals_in, options, shapes)
-        batch_dims = ir.StringAttr.get(str(min(binding.lead, max(0, ctx.avals_in[0].ndim - 1))))
+        batch_dims = min(binding.lead, max(0, ctx.avals_in[0].ndim - 1))
         rule = jax.ffi.ffi_lowering(
             target_of(self.spec.name),
             # Layouts here run from minor to major.
             operand_layouts=[view.order[::-1] for view in binding.inputs],
             result_layouts=[view.order[::-1] for view in binding.outputs],
             operand_output_aliases=self._in_place,
-            extra_attributes={
-                "mhlo.frontend_attributes": ir.DictAttr.get({"num_batch_dims": batch_dims}),
-                "sdy.sharding_rule": ir.Attribute.parse(shardy_rule(binding)),
-            },
+            extra_attributes=partitioning_attributes(batch_dims, shardy_rule(binding)),
         )
-        attributes = {name: encoded(v) for name, v in options.items() if name not in ("cuttable", "dtype")}
+        attributes = {name: encode_attribute(v) for name, v in options.items() if name not in ("cuttable", "dtype")}
         return rule(ctx, *operands, **attributes)
 
     def _batch(
@@ -281,16 +275,6 @@ def _jitted(primitive: Primitive, options: tuple[tuple[str, Any], ...]) -> Calla
     return jax.jit(functools.partial(primitive.bind, **dict(options)))
 
 
-def check_sizes(op: str, name: str, shape: Sequence[Any]) -> None:
-    """Raises ValueError where `jax.export` gives a size as a symbol: tracing fits shapes to blocks and to the mesh."""
-    if not all(isinstance(size, int | np.integer) for size in shape):
-        sizes = ", ".join(map(str, shape))
-        raise ValueError(
-            f"{op}: {name} [{sizes}] has a symbolic size, and blocks are laid out by numbers; export a program for "
-            "each shape"
-        )
-
-
 def run_jitted(function: Callable[..., Any], *operands: Any) -> Any:
     """Calls a jitted function that binds a primitive, as an eager call of the primitive: under `jax.disable_jit()` too.
 
@@ -302,25 +286,11 @@ def run_jitted(function: Callable[..., Any], *operands: Any) -> Any:
         return function(*operands)
 
 
-def encoded(value: Any) -> Any:
+def encode_attribute(value: Any) -> Any:
     """An attribute as handlers decode it: in the width of NumPy, as a Python float has 64 bits under x64."""
     if isinstance(value, bool | str):
         return value
     return np.float32(value) if isinstance(value, float) else np.int64(value)
-
-
-def mesh_around(x: jax.Array) -> Any:
-    """By the type of `x`; else that of the context, which types of arrays lack where `jit` is told how they are cut."""
-    mesh = jax.typeof(x).sharding.mesh
-    return jax.sharding.get_abstract_mesh() if mesh.empty else mesh
-
-
-def may_be_cut(x: jax.Array) -> bool:
-    """Whether XLA, or an Explicit mesh, may cut `x` over devices."""
-    mesh = mesh_around(x)
-    if mesh.empty:
-        return jax.device_count() > 1
-    return mesh.size > 1 and set(mesh.axis_types) != {AxisType.Manual}
 
 
 def shardy_rule(binding: Binding) -> str:
@@ -349,7 +319,7 @@ def _entries(aval: Any, binding: Binding) -> dict[Factor, Any]:
     return dict(zip(binding.inputs[0].factors, aval.sharding.spec, strict=True))
 
 
-def _cut(aval: Any, entries: Mapping[Factor, Any], view: View) -> NamedSharding:
+def _sharding_of(aval: Any, entries: Mapping[Factor, Any], view: View) -> NamedSharding:
     """The sharding of an operand or result, on the mesh of `aval`."""
     return NamedSharding(aval.sharding.mesh, PartitionSpec(*(entries.get(factor) for factor in view.factors)))
 
@@ -364,32 +334,17 @@ def _alike(arrays: Sequence[jax.Array], binding: Binding) -> list[jax.Array]:
         own = jax.typeof(array)
         if missing := tuple(sorted(varying - own.manual_axis_type.varying)):
             array = lax.pcast(array, missing, to="varying")
-        cut = _cut(first, entries, view)
+        cut = _sharding_of(first, entries, view)
         alike.append(array if own.sharding.spec == cut.spec else jax.sharding.reshard(array, cut))
     return alike
 
 
-def _joined(result: jax.Array, view: View) -> jax.Array:
+def _join_factors(result: jax.Array, view: View) -> jax.Array:
     """A result by its pattern: the memory as it is, each axis the product of its factors."""
     entries = dict(zip(view.factors, jax.typeof(result).sharding.spec, strict=True))
     sizes = [math.prod(factor.size for factor in axis) for axis in view.axes]
-    return reshaped(jnp.transpose(result, view.order), sizes, [entries[axis[0]] for axis in view.axes])
+    return reshape(jnp.transpose(result, view.order), sizes, [entries[axis[0]] for axis in view.axes])
 
 
 def _inverse(order: Sequence[int]) -> list[int]:
     return [order.index(i) for i in range(len(order))]
-
-
-def reshaped(x: jax.Array, sizes: Sequence[int], entries: Sequence[Any]) -> jax.Array:
-    """`x` in another shape, and on Explicit meshes cut so."""
-    if x.shape == tuple(sizes):
-        return x
-    mesh = jax.typeof(x).sharding.mesh
-    return lax.reshape(
-        x, sizes, out_sharding=NamedSharding(mesh, PartitionSpec(*entries)) if mesh.explicit_axes else None
-    )
-
-
-def names_of(entry: Any) -> tuple[str, ...]:
-    """The mesh axes of an entry of a PartitionSpec."""
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)

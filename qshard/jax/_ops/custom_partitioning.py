@@ -28,6 +28,7 @@ from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from qshard._core.environment import __version__
+from qshard.jax._jax_internals import device_count, is_for_export
 from qshard.jax._ops import bind as ops
 
 
@@ -41,7 +42,7 @@ class _Local:
 local = _Local()
 
 
-def asking(
+def partitionable(
     whole: Callable[..., Any],
     partition: Callable[..., Any],
     rule: str,
@@ -101,8 +102,10 @@ def mesh_of_call(mesh: Any, array: Any, abstract: Any) -> Any:
     return jax.sharding.Mesh(devices.reshape(abstract.axis_sizes), abstract.axis_names)
 
 
-def asked(function: Callable[..., Any], exported: Callable[..., Any], static: Any, *operands: Any) -> list[jax.Array]:
-    """The leaves of the results of `function`, which `asking` made; in exports for several devices, of `exported`.
+def call_partitionable(
+    function: Callable[..., Any], exported: Callable[..., Any], static: Any, *operands: Any
+) -> list[jax.Array]:
+    """The leaves of the results of `function`, from `partitionable`; in exports for several devices, of `exported`.
 
     `static`: dataclasses that tell `function` from others of its operands, by their `repr` in all processes.
     """
@@ -114,8 +117,7 @@ def asked(function: Callable[..., Any], exported: Callable[..., Any], static: An
 
 
 def _lower(ctx: Any, *operands: Any, function: Any, exported: Any, name: str) -> Any:
-    devices = getattr(ctx.module_context.axis_context, "num_devices", 1) or 1
-    is_saved = devices > 1 and ctx.module_context.lowering_parameters.for_export
+    is_saved = device_count(ctx) > 1 and is_for_export(ctx)
     call = jaxpr_as_fun(exported if is_saved else function)
 
     def named(*operands: Any) -> Any:

@@ -15,16 +15,20 @@ from collections.abc import Hashable
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.extend.mlir import ir
 from jax.interpreters import batching, mlir
+
+from qshard.jax._jax_internals import lower_once
 
 _Tree = TypeVar("_Tree")
 _Other = TypeVar("_Other")
 
 
-def together(first: _Tree, second: _Other) -> tuple[_Tree, _Other]:
+def barrier(first: _Tree, second: _Other) -> tuple[_Tree, _Other]:
     """Both as they are, but what is made of either is made only once all of both is there.
 
     It also keeps XLA from seeing that a thing is made twice of `first`, and from keeping it in between.
@@ -39,7 +43,7 @@ def together(first: _Tree, second: _Other) -> tuple[_Tree, _Other]:
     return both
 
 
-def once(made: _Tree, of: Any, how: Hashable) -> _Tree:
+def cse(made: _Tree, of: Any, how: Hashable) -> _Tree:
     """`made`, or what a program made before it of the same arrays `of` in the same way.
 
     XLA finds that by itself only where it has no all-reduce to make: those that it makes for Auto meshes are no two
@@ -50,24 +54,27 @@ def once(made: _Tree, of: Any, how: Hashable) -> _Tree:
     return first
 
 
+def name_residual(x: jax.Array, name: str) -> jax.Array:
+    """`x` under a name, as integers: `jax.checkpoint` rounds floats that it keeps, and makes NaN of E4M3 above 240."""
+    bits = lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
+    return lax.bitcast_convert_type(checkpoint_name(bits, name), x.dtype)
+
+
 _once = Primitive("qshard_once")
 _once.multiple_results = True
 _once.def_impl(lambda *arrays, count, how: list(arrays[:count]))
 _once.def_abstract_eval(lambda *types, count, how: list(types[:count]))
 
 
-def _batched(arrays: Any, axes: Any, *, count: int, how: Hashable) -> Any:
+def _batch(arrays: Any, axes: Any, *, count: int, how: Hashable) -> Any:
     return _once.bind(*arrays, count=count, how=how), axes[:count]
 
 
-def _lowered(ctx: Any, *values: Any, count: int, how: Hashable) -> Any:
+def _lower(ctx: Any, *values: Any, count: int, how: Hashable) -> Any:
     # What a block has made lies before what it makes next, and so may serve it.
     block = ir.InsertionPoint.current.block
-    seen = getattr(ctx.module_context, "cached_primitive_lowerings", None)
-    if seen is None:  # No part of JAX's interface: without it x is quantized again, to the same bits.
-        return values[:count]
-    return seen.setdefault((_once, block, values[count:], how), values[:count])
+    return lower_once(ctx, (_once, block, values[count:], how), values[:count])
 
 
-batching.primitive_batchers[_once] = _batched
-mlir.register_lowering(_once, _lowered, cacheable=False)
+batching.primitive_batchers[_once] = _batch
+mlir.register_lowering(_once, _lower, cacheable=False)

@@ -68,7 +68,7 @@ def _floats(tree: Any) -> list[jax.Array]:
     return [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.inexact)]
 
 
-def rounded_by(op: str, x: jax.Array, *others: jax.Array) -> jax.Array:
+def without_derivative(op: str, x: jax.Array, *others: jax.Array) -> jax.Array:
     """`x` for a function `op` that rounds to codes, and so has no first derivative."""
     held: jax.Array = _hold(of_op, op, x, *others)
     return held

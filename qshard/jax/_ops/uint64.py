@@ -11,7 +11,6 @@ import numpy as np
 from qshard._core.flat_shards import word_pair
 from qshard._core.validation import shown
 
-Seed = jax.Array | int | None
 Words = tuple[jax.Array, jax.Array]
 """Arrays of low words and of high words."""
 
@@ -32,6 +31,12 @@ def words_of(number: Any, what: str = "number") -> Any:
     return jnp.stack([number.astype(jnp.uint32), jnp.where(number < 0, jnp.uint32(0xFFFFFFFF), jnp.uint32(0))])
 
 
+def xor_words(words: jax.Array, number: int) -> jax.Array:
+    """Pairs of words XOR a number."""
+    made: jax.Array = words ^ words_of(number).view(words.dtype)
+    return made
+
+
 def words_plus(a: Words, b: Words) -> Words:
     """The sum modulo 2**64."""
     low = a[0] + b[0]
@@ -45,20 +50,3 @@ def words_times(a: jax.Array, number: int) -> Words:
     p00, p01, p10, p11 = a0 * b0, a0 * b1, a1 * b0, a1 * b1
     middle = (p00 >> 16) + (p01 & np.uint32(0xFFFF)) + (p10 & np.uint32(0xFFFF))
     return a * np.uint32(low), p11 + (p01 >> 16) + (p10 >> 16) + (middle >> 16) + a * np.uint32(high)
-
-
-def seed_words(op: str, seed: Any) -> Any:
-    """A seed as two words, and None as it is."""
-    if seed is None:
-        return None
-    array = isinstance(seed, jax.Array | np.ndarray | np.generic)
-    dtype, shape = (seed.dtype, seed.shape) if array else (None, ())
-    if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key) and shape == ():
-        return jax.random.bits(seed, (2,), jnp.uint32)
-    if shape == (2,) and dtype in (jnp.uint32, jnp.int32):
-        return jnp.asarray(seed)
-    if isinstance(seed, int) or (dtype is not None and jnp.issubdtype(dtype, jnp.integer) and shape == ()):
-        return jnp.asarray(words_of(seed, f"{op}: seed"))
-    raise TypeError(
-        f"{op}: seed ({shown(seed)}) is not an integer, int32 or uint32 of shape (2,), or a jax.random key; pass one"
-    )

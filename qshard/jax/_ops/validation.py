@@ -5,7 +5,7 @@ What is no array is refused before `jit` sees it. Dtypes and shapes are checked 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -13,9 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from qshard._core.validation import check_float, listed, shown
+from qshard._core.validation import already_quantized, check_float, listed, shown
 from qshard.formats import FLOATS, Format
-from qshard.jax._ops.bind import check_sizes, names_of
+from qshard.jax._jax_internals import wrapped_value
+from qshard.jax._ops.mesh import names_of
+from qshard.jax._ops.uint64 import words_of
+
+Seed = jax.Array | int | None
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
 
@@ -30,7 +34,7 @@ def is_staged(tree: Any) -> bool:
         value = leaf
         # Of a transform, around what it transforms. One that does not show it counts as of a program, as does `jit`'s.
         while isinstance(value, jax.core.Tracer):
-            value = getattr(value, "primal", getattr(value, "val", None))
+            value = wrapped_value(value)
         if not isinstance(value, _ARRAYS):
             return True
     return False
@@ -45,13 +49,20 @@ def check_array(op: str, name: str, x: Any) -> None:
     """
     if isinstance(x, _ARRAYS) or hasattr(x, "__jax_array__"):
         return
-    if isinstance(fmt := getattr(x, "format", None), Format):
-        raise TypeError(
-            f"{op}: {name} ({type(x).__name__}, {fmt}) is quantized already; pass {name}.dequantize(), or use it as it "
-            "is"
-        )
+    if isinstance(getattr(x, "format", None), Format):
+        raise TypeError(already_quantized(op, name, x))
     make = "from_dlpack" if hasattr(x, "__dlpack__") else "asarray"
     raise TypeError(f"{op}: {name} ({shown(x)}) is not an array of JAX or NumPy; pass jnp.{make}({name})")
+
+
+def check_sizes(op: str, name: str, shape: Sequence[Any]) -> None:
+    """Raises ValueError where `jax.export` gives a size as a symbol: tracing fits shapes to blocks and to the mesh."""
+    if not all(isinstance(size, int | np.integer) for size in shape):
+        sizes = ", ".join(map(str, shape))
+        raise ValueError(
+            f"{op}: {name} [{sizes}] has a symbolic size, and blocks are laid out by numbers; export a program for "
+            "each shape"
+        )
 
 
 def check_dtype(op: str, name: str, x: Any) -> None:
@@ -117,3 +128,20 @@ def check_spec_fits(op: str, name: str, spec: Any, mesh: Any, ndim: int) -> None
                 f"{op}: {name} ({entries}) names {axis!r}, which is not an axis of the mesh {mesh.axis_names}; "
                 f"enter the mesh with jax.set_mesh, or pass {name} as a NamedSharding"
             )
+
+
+def seed_words(op: str, seed: Any) -> Any:
+    """A seed as two words, and None as it is."""
+    if seed is None:
+        return None
+    array = isinstance(seed, jax.Array | np.ndarray | np.generic)
+    dtype, shape = (seed.dtype, seed.shape) if array else (None, ())
+    if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key) and shape == ():
+        return jax.random.bits(seed, (2,), jnp.uint32)
+    if shape == (2,) and dtype in (jnp.uint32, jnp.int32):
+        return jnp.asarray(seed)
+    if isinstance(seed, int) or (dtype is not None and jnp.issubdtype(dtype, jnp.integer) and shape == ()):
+        return jnp.asarray(words_of(seed, f"{op}: seed"))
+    raise TypeError(
+        f"{op}: seed ({shown(seed)}) is not an integer, int32 or uint32 of shape (2,), or a jax.random key; pass one"
+    )

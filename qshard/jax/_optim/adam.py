@@ -14,12 +14,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from qshard._core.adam import BLOCK, SCALED, check_setting, check_state_dtype, settings
 from qshard._core.validation import shown
+from qshard.formats import FLOATS_16
 from qshard.jax._ops import bind as ops
+from qshard.jax._ops.mesh import may_be_sharded, names_of, reshape
 from qshard.jax._ops.validation import check_array, check_dtype
 from qshard.jax._sharding.partitionable_ops import reshape_as, split_rows
 from qshard.op_table import OpSpec, multi_table
-
-_FLOATS_16 = ("bfloat16", "float16")
 
 
 class Transformation(NamedTuple):
@@ -163,7 +163,7 @@ def _transformation(
             check_dtype(op, name, p)
 
         def master(p: jax.Array) -> jax.Array | None:
-            return p.astype(jnp.float32) if masters and str(p.dtype) in _FLOATS_16 else None
+            return p.astype(jnp.float32) if masters and str(p.dtype) in FLOATS_16 else None
 
         mu, nu = (jax.tree.map(functools.partial(_zeros, dtype=dtype), params) for dtype in dtypes)
         return AdamState(jnp.zeros((), jnp.int32), mu, nu, jax.tree.map(master, params))
@@ -222,7 +222,7 @@ def _step(
     given = {"grad": grad, "param": None if plain else param, "low": master}
     for name, moment in (("exp_avg", mu), ("exp_avg_sq", nu)):
         given[name], given[f"{name}_scale_inv"] = moment if isinstance(moment, ScaledState) else (moment, None)
-    given = _cut_alike({name: array for name, array in given.items() if array is not None})
+    given = _shard_alike({name: array for name, array in given.items() if array is not None})
     dtypes = {name: str(array.dtype) for name, array in given.items()}
     views, spread = _views(given, constants)
     results = _op(tuple(dtypes.items()))(
@@ -266,7 +266,7 @@ def _op(dtypes: tuple[tuple[str, str], ...]) -> ops.Op:
     return ops.Op(spec, in_place)
 
 
-def _cut_alike(given: dict[str, jax.Array]) -> dict[str, jax.Array]:
+def _shard_alike(given: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """On an Explicit mesh, every array cut as the state is."""
     sharding = jax.typeof(given["exp_avg"]).sharding
     if not sharding.mesh.explicit_axes:
@@ -279,7 +279,7 @@ def _cut_alike(given: dict[str, jax.Array]) -> dict[str, jax.Array]:
 
 def _views(given: dict[str, jax.Array], constants: jax.Array) -> tuple[dict[str, jax.Array], jax.Array]:
     """Operands with the axes that XLA may cut in front, and the constants for every element of these."""
-    if not ops.may_be_cut(given["grad"]):
+    if not may_be_sharded(given["grad"]):
         return given, constants
     scaled = any(name.endswith("scale_inv") for name in given)
 
@@ -298,10 +298,10 @@ def _views(given: dict[str, jax.Array], constants: jax.Array) -> tuple[dict[str,
 
 def _blocks(x: jax.Array) -> jax.Array:
     sharding = jax.typeof(x).sharding
-    shards = math.prod(sharding.mesh.shape[name] for name in ops.names_of(sharding.spec[-1]))
+    shards = math.prod(sharding.mesh.shape[name] for name in names_of(sharding.spec[-1]))
     if x.shape[-1] // BLOCK % shards:
         raise ValueError(
             f"adam: parameter {x.shape} (last axis cut into {shards}) is not cut at blocks of {BLOCK}, which states in "
             "few bits have scales for; cut another axis, or keep states in bfloat16"
         )
-    return ops.reshaped(x, (*x.shape[:-1], x.shape[-1] // BLOCK, BLOCK), (*sharding.spec, None))
+    return reshape(x, (*x.shape[:-1], x.shape[-1] // BLOCK, BLOCK), (*sharding.spec, None))

@@ -20,11 +20,12 @@ from qshard._core import flat_shards
 from qshard._core.flat_shards import MasterPlan, piece_bytes
 from qshard._core.validation import FormatLike, as_format, shown
 from qshard.formats import Usage
-from qshard.jax._ops.uint64 import Seed, seed_words, words_of
-from qshard.jax._ops.validation import as_axes, check_array
+from qshard.jax._ops.collectives import max_over
+from qshard.jax._ops.mesh import AxisName, vary_alike
+from qshard.jax._ops.uint64 import words_of
+from qshard.jax._ops.validation import Seed, as_axes, check_array, seed_words
 from qshard.jax._quantized.array import QuantizedArray
 from qshard.jax._sharding import partitionable_ops
-from qshard.jax._sharding.shard_spec import AxisName, max_over, vary_alike
 from qshard.layout import Shape
 
 Start = int | jax.Array
@@ -145,7 +146,7 @@ def join_pieces(
     words = _words(starts, count)
     per_byte = fmt.element.codes_per_byte
     # Less than 2**32 bytes; a piece past the end goes to the room there.
-    first = words[:, 0] if per_byte == 1 else words[:, 0] >> 1 | words[:, 1] << 31
+    first = words[:, 0] if not fmt.element.packed else words[:, 0] >> 1 | words[:, 1] << 31
     past = (words[:, 1] >= per_byte) | (first > size)
     first = jnp.where(past, np.uint32(size), first)
     whole, pieces, first = vary_alike(jnp.zeros(size + room, jnp.uint8), pieces, first)

@@ -12,17 +12,18 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from qshard import layout
+from qshard._core.operands import OperandSpec
 from qshard._core.validation import shown
 from qshard.formats import Usage
 from qshard.jax._delayed_scaling import LinearState
-from qshard.jax._ops.bind import names_of
+from qshard.jax._ops.mesh import AxisName, Spec, names_of, spec_of
 from qshard.jax._ops.validation import as_axes, check_array, check_dtype, check_spec
 from qshard.jax._optim.updates import CodesUpdate
 from qshard.jax._quantized.array import QuantizedArray
 from qshard.jax._quantized.primary import PrimaryWeight, is_primary
-from qshard.jax._quantized.quantize import WeightScales, compute_scales, quantize, quantized
-from qshard.jax._sharding.shard_spec import AxisName, Cut, Spec, spec_of
-from qshard.recipes import DelayedScaling, Recipe, RecipeLike, Role, as_recipe
+from qshard.jax._quantized.quantize import WeightScales, compute_scales, quantize, quantize_shard
+from qshard.jax._sharding.shard_spec import ShardSpec
+from qshard.recipes import Recipe, RecipeLike, Role, as_recipe
 
 Specs = Spec | Callable[[str, Any], Spec]
 
@@ -76,7 +77,7 @@ class PrimaryOptimizer:
                     f"optimizer: params{name} {jnp.shape(p)} has less than two axes, and is no weight [N, K]; let "
                     "filter leave it out"
                 )
-            masters.append(_copied(p))
+            masters.append(_copy(p))
         leaves = [p if master is None else master for (_, p), master in zip(paths, masters, strict=True)]
         return PrimaryState(structure.unflatten(masters), self.inner.init(structure.unflatten(leaves)))
 
@@ -108,9 +109,9 @@ class PrimaryOptimizer:
           extra: for the optimizer within.
 
         Returns:
-          updates: for `optax.apply_updates`, unchanged. A primary weight is updated to its new codes: the update is a
-            `PrimaryWeight` of `CodesUpdate`s. Arithmetic on an update raises, since codes would differ from masters.
-          state: the next one.
+          The updates for `optax.apply_updates`, unchanged, and the next state. The update of a primary weight sets its
+          codes: it is a `PrimaryWeight` of `CodesUpdate`s. Arithmetic on an update raises, since codes would differ
+          from masters.
 
         Collective in `shard_map`, as `recast` is.
         """
@@ -282,7 +283,7 @@ def _is_codes(node: Any) -> bool:
     return isinstance(node, PrimaryWeight | QuantizedArray)
 
 
-def _copied(p: Any) -> jax.Array:
+def _copy(p: Any) -> jax.Array:
     """In memory of its own, for both parameters and state may be donated."""
     return jnp.array(p, jnp.float32, copy=True)
 
@@ -306,18 +307,17 @@ def _cast_all(
     axes: tuple[str, ...],
 ) -> list[PrimaryWeight]:
     fmt, made = recipe.format(Role.WEIGHT), list[Any]([None] * len(masters))
-    if isinstance(recipe, DelayedScaling):
-        margin = recipe.margin
+    if recipe.stateful:
+        operand = OperandSpec.of(recipe, Role.WEIGHT, Usage.ROWWISE, op="optimizer")
 
         def delayed(master: jax.Array, scale: jax.Array, *, spec: Spec) -> PrimaryWeight:
-            cut = Cut.of(master, axes, spec)
             return PrimaryWeight.of(
-                *quantized(master, fmt, Usage.ROWWISE, cut, WeightScales(scale), margin=margin, op="optimizer")
+                *quantize_shard(master, operand, ShardSpec.of(master, axes, spec), WeightScales(scale))
             )
 
         assert scales is not None
         return [
-            _stacked(functools.partial(delayed, spec=spec), master.ndim - 2)(master, scale)
+            _stack(functools.partial(delayed, spec=spec), master.ndim - 2)(master, scale)
             for master, scale, spec in zip(masters, scales, specs, strict=True)
         ]
     kinds: dict[Any, list[int]] = {}  # Those that may share a reduction.
@@ -331,12 +331,12 @@ def _cast_all(
             codes = [quantize(m, fmt, scales=own, **cut) for m, own in zip(some, shared, strict=True)]
             return [PrimaryWeight.of(q) for q in codes]
 
-        for i, weight in zip(chosen, _stacked(cast, len(lead))(*(masters[i] for i in chosen)), strict=True):
+        for i, weight in zip(chosen, _stack(cast, len(lead))(*(masters[i] for i in chosen)), strict=True):
             made[i] = weight
     return made
 
 
-def _stacked(function: Callable[..., Any], axes: int) -> Callable[..., Any]:
+def _stack(function: Callable[..., Any], axes: int) -> Callable[..., Any]:
     return functools.reduce(lambda inner, _: jax.vmap(inner), range(axes), function)
 
 
@@ -346,10 +346,10 @@ def _specs_of(shape: layout.Shape, recipe: Recipe, entries: tuple[Any, ...], mes
     lead, own = entries[:-2], entries[-2:]
     where = layout.plane(fmt, shape[-2:], Usage.ROWWISE, op="optimizer", name="params")
     scale = PartitionSpec(*lead)
-    if where.block is not None:
-        cut = Cut(tuple(names_of(entry) for entry in own), mesh)
+    if not fmt.per_tensor:
+        cut = ShardSpec(tuple(names_of(entry) for entry in own), mesh)
         shard = tuple(size // n for size, n in zip(shape[-2:], cut.shards, strict=True))
-        if all(n == 1 or size % unit == 0 for n, size, unit in zip(cut.shards, shard, where.block, strict=True)):
+        if all(n == 1 or size % unit == 0 for n, size, unit in zip(cut.shards, shard, fmt.block_shape(), strict=True)):
             scale = PartitionSpec(*entries)
     whole = PartitionSpec(*lead)
     parts: dict[str, Any] = {

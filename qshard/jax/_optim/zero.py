@@ -33,7 +33,7 @@ from qshard.layout import Shape, plane
 
 
 @dataclass(frozen=True)
-class _Leaf:
+class _FlatWeight:
     """A weight as all devices know it: each has `length` elements of it, the last ones maybe padding.
 
     Of a weight with two axes or more they are a row, as optimizer states in few bits have scales along rows: of whole
@@ -97,7 +97,7 @@ class ZeroPlan:
     """
 
     structure: Any
-    leaves: tuple[_Leaf, ...]
+    leaves: tuple[_FlatWeight, ...]
     master: MasterPlan
     shard_weights: bool
 
@@ -236,7 +236,7 @@ def plan_zero(
         length = max(1, length)  # Padding, of a parameter without elements: XLA has no all-gather of an empty array.
         if len(shape) > 1:
             length = -(-length // BLOCK) * BLOCK
-        leaves.append(_Leaf(shape, str(jnp.dtype(p.dtype)), fmt, length, world, axis_name))
+        leaves.append(_FlatWeight(shape, str(jnp.dtype(p.dtype)), fmt, length, world, axis_name))
     quantized = [(leaf.shape, leaf.fmt, leaf.dtype) for leaf in leaves if leaf.fmt is not None]
     shapes, fmts, dtypes = zip(*quantized, strict=True) if quantized else ((), (), ())
     master = plan_master(shapes, fmts, rounded_to=dtypes, op="plan_zero")
@@ -244,7 +244,7 @@ def plan_zero(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _with_gradient(leaf: _Leaf, values: jax.Array, master: jax.Array) -> jax.Array:
+def _with_gradient(leaf: _FlatWeight, values: jax.Array, master: jax.Array) -> jax.Array:
     """`values`, whose gradient goes to the master slices."""
     return values
 

@@ -22,13 +22,13 @@ from qshard._core import quantize_steps
 from qshard._core.quantize_steps import Plane
 from qshard._core.validation import as_plane
 from qshard.formats import Format, Usage
-from qshard.jax._ops.bind import names_of, reshaped
+from qshard.jax._ops.mesh import names_of, reshape
 from qshard.jax._ops.validation import as_float_name
 from qshard.jax._quantized.operators import NoArithmetic
 from qshard.jax._sharding import partitionable_ops
-from qshard.jax._sharding.partial_blocks import Pieces, repeated
-from qshard.jax._sharding.shard_spec import Cut, folded, matrix_of, pinned, shaped
-from qshard.layout import is_transposed, stored_block
+from qshard.jax._sharding.partial_blocks import PartialBlocks, repeat_axis
+from qshard.jax._sharding.shard_spec import ShardSpec, fold_axes, matrix_of, pin, unfold
+from qshard.layout import has_rows_apart, is_transposed, stored_block
 
 
 @functools.partial(
@@ -159,23 +159,26 @@ def _dequantize(q: QuantizedArray, dtype: str, usage: Usage) -> jax.Array:
 def plane_values(plane: Plane, fmt: Format, usage: Usage, dtype: str, ndim: int | None = None) -> jax.Array:
     """The values of a plane of a tensor of `ndim` axes, in the plane's order of axes. One more axis is of `vmap`."""
     data, block = plane.data, stored_block(fmt, usage)
-    if block is None:  # No blocks that a cut or `vmap` could break.
+    if fmt.per_tensor:  # No blocks that a cut or `vmap` could break.
         values: jax.Array = quantize_steps.dequantize(partitionable_ops, plane, fmt, usage, dtype)
         return values
+    assert block is not None
     turned = is_transposed(fmt, usage)
     added = 0 if ndim is None or turned else data.ndim - ndim
-    if block[0] == 1 and data.ndim - added < 2:
+    if has_rows_apart(fmt, usage) and data.ndim - added < 2:
         plane = plane._replace(data=data[..., None, :], scale_inv=plane.scale_inv[..., None, :])
     elif data.ndim - added < 2:
         plane = plane._replace(data=matrix_of(data, added))
     elif plane.scale_inv.ndim < data.ndim:
-        plane, block = _joined(plane, fmt, block, 1 if turned else added, data.ndim if turned else data.ndim - 1)
-    plane, block = _unbroken(plane, fmt, block)
+        plane, block = _join_matrices(plane, fmt, block, 1 if turned else added, data.ndim if turned else data.ndim - 1)
+    plane, block = _divide_blocks(plane, fmt, block)
     values = quantize_steps.dequantize(partitionable_ops, plane, fmt, usage, dtype, block=block)
-    return shaped(values, (*data.shape[:-1], data.shape[-1] * fmt.element.codes_per_byte), added)
+    return unfold(values, (*data.shape[:-1], data.shape[-1] * fmt.element.codes_per_byte), added)
 
 
-def _joined(plane: Plane, fmt: Format, block: tuple[int, int], start: int, stop: int) -> tuple[Plane, tuple[int, int]]:
+def _join_matrices(
+    plane: Plane, fmt: Format, block: tuple[int, int], start: int, stop: int
+) -> tuple[Plane, tuple[int, int]]:
     """A plane whose blocks go on from one matrix to the next: as one matrix, or where an Explicit mesh cuts axes that
     cannot become one, in smaller blocks, with the scales of those that they are parts of.
 
@@ -183,7 +186,7 @@ def _joined(plane: Plane, fmt: Format, block: tuple[int, int], start: int, stop:
     """
     sharding, turned = jax.typeof(plane.data).sharding, stop == plane.data.ndim
     if not any(sharding.spec[start + 1 : stop]):
-        return plane._replace(data=folded(plane.data, start, stop)), block
+        return plane._replace(data=fold_axes(plane.data, start, stop)), block
     sizes = list(plane.data.shape[start:stop])
     if turned:
         sizes[-1] *= fmt.element.codes_per_byte
@@ -194,20 +197,20 @@ def _joined(plane: Plane, fmt: Format, block: tuple[int, int], start: int, stop:
     entries = [None if i == start else entry for i, entry in enumerate(jax.typeof(grid).sharding.spec)]
     grid = jax.sharding.reshard(grid, NamedSharding(sharding.mesh, PartitionSpec(*entries)))
     sizes[-1] //= piece
-    grid = lax.slice_in_dim(repeated(grid, start, side // piece), 0, math.prod(sizes), axis=start)
+    grid = lax.slice_in_dim(repeat_axis(grid, start, side // piece), 0, math.prod(sizes), axis=start)
     shape = (*grid.shape[:start], *sizes, *grid.shape[start + 1 :])
-    grid = reshaped(grid, shape, (*entries[:start], *[None] * len(sizes), *entries[start + 1 :]))
+    grid = reshape(grid, shape, (*entries[:start], *[None] * len(sizes), *entries[start + 1 :]))
     return plane._replace(scale_inv=grid), (block[0], piece) if turned else (piece, block[1])
 
 
-def _unbroken(plane: Plane, fmt: Format, block: tuple[int, int]) -> tuple[Plane, tuple[int, int]]:
+def _divide_blocks(plane: Plane, fmt: Format, block: tuple[int, int]) -> tuple[Plane, tuple[int, int]]:
     """A plane whose blocks no Explicit mesh cuts: smaller blocks, with the scales of those that are cut."""
     shape = (*plane.data.shape[:-1], plane.data.shape[-1] * fmt.element.codes_per_byte)
-    pieces = Pieces.of(Cut.of(plane.data), shape, block)
-    if pieces is None:
+    cut = ShardSpec.of(plane.data)
+    if not cut.splits(shape, block):
         return plane, block
-    grid = plane.scale_inv
-    return plane._replace(scale_inv=pieces.spread(pinned(grid, pieces.grid), pieces.count(shape))), pieces.size
+    pieces, grid = PartialBlocks.of(cut, shape, block), plane.scale_inv
+    return plane._replace(scale_inv=pieces.spread(pin(grid, pieces.grid), pieces.count(shape))), pieces.size
 
 
 def _serialize(static: Sequence[Any]) -> bytes:

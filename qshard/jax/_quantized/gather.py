@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, cast, get_args
 
 import jax
 from jax import lax
@@ -15,9 +15,11 @@ from jax.sharding import NamedSharding
 from qshard._core.quantize_steps import Plane
 from qshard._core.validation import listed, shown
 from qshard.formats import Format, Usage
+from qshard.jax._ops.collectives import sum_over
+from qshard.jax._ops.mesh import Names, Spec, is_auto
 from qshard.jax._ops.validation import as_names, check_spec
 from qshard.jax._quantized.array import QuantizedArray
-from qshard.jax._sharding.shard_spec import Cut, Spec, moved
+from qshard.jax._sharding.shard_spec import ShardSpec, reshard
 from qshard.layout import Shape, is_transposed, matrix_shape, stored_block
 
 
@@ -55,7 +57,7 @@ def gather(q: QuantizedArray, axis_name: str | Sequence[str], *, spec: Spec = No
     if not q.planes:
         raise ValueError(f"gather: {q} holds nothing to gather; quantize with a usage")
     axes = as_names("gather", "axis_name", axis_name)
-    return CutWeight(cut_of(q, axes, spec, op="gather", name="axis_name"), axes).gather(q)
+    return WeightSharding(spec_of_codes(q, axes, spec, op="gather", name="axis_name"), axes).gather(q)
 
 
 class Shards(Protocol):
@@ -68,43 +70,100 @@ class Shards(Protocol):
         """What one device keeps of the gradient of the whole weight."""
 
 
-@dataclass(frozen=True)
-class CutWeight:
-    """`Shards` of a weight that FSDP has cut along mesh axes, or that is whole: along none."""
+WeightLayout = Literal["NK", "KN"]
+"""How a weight lies in memory. "NK": `[N, K]`, as in PyTorch and equinox; "KN": `[K, N]`, as in flax."""
 
-    cut: Cut
-    axes: tuple[str, ...]
+
+def as_layout(op: str, layout: Any) -> WeightLayout:
+    """The layout that a caller named."""
+    if layout not in get_args(WeightLayout):
+        raise ValueError(
+            f"{op}: weight_layout ({shown(layout)}) is not how w lies; pass 'NK' for [N, K] or 'KN' for [K, N]"
+        )
+    return cast(WeightLayout, layout)
+
+
+@dataclass(frozen=True)
+class WeightSharding:
+    """`Shards` of a weight that FSDP has sharded along mesh axes, or that is whole: along none.
+
+    Attributes:
+      spec: the sharding of the weight, as it lies; empty if nothing tells it.
+      gather_axes: the mesh axes along which codes are gathered.
+      layout: of the weight, its gradient and its codes.
+    """
+
+    spec: ShardSpec = ShardSpec()
+    gather_axes: Names = ()
+    layout: WeightLayout = "NK"
+
+    @property
+    def contracted(self) -> Usage:
+        """The plane of w, as it lies, that forward contracts K of."""
+        return Usage.ROWWISE if self.layout == "NK" else Usage.COLUMNWISE
+
+    @property
+    def contracted_back(self) -> Usage:
+        """The plane of w, as it lies, that backward contracts N of."""
+        return Usage.COLUMNWISE if self.layout == "NK" else Usage.ROWWISE
+
+    @property
+    def columns(self) -> int:
+        """The number of shards of the last axis of the gathered w."""
+        return self.count("K" if self.layout == "NK" else "N")
+
+    def count(self, axis: Literal["N", "K"]) -> int:
+        """The number of shards of an axis of the gathered w, and so of x or y: as far as a spec tells."""
+        spec, at = self.spec, self.layout.index(axis)
+        if spec.local or len(spec.entries) <= at:
+            return 1
+        return spec.count(tuple(name for name in spec.entries[at] if name not in self.gather_axes))
+
+    @property
+    def contracts_whole_k(self) -> bool:
+        """Whether the gradient of w is known to be whole along K, on an Auto mesh: x is gathered if K is sharded."""
+        spec, at = self.spec, self.layout.index("K")
+        return not spec.local and len(spec.entries) > at and not spec.entries[at] and is_auto(spec.mesh)
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether w is gathered along every axis of the mesh, as in FSDP alone, which shards x by rows."""
+        names = self.gather_axes
+        return bool(names) and all(name in names for name, size in self.spec.mesh.shape.items() if size > 1)
+
+    def whole_shape(self, shape: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The shape of the gathered weight, given that of the local array. A size of None stays."""
+        if not (self.spec.local and self.gather_axes):
+            return shape
+        counts = (self.spec.count(tuple(n for n in names if n in self.gather_axes)) for names in self.spec.entries)
+        return tuple(None if size is None else size * n for size, n in zip(shape, counts, strict=True))
 
     def gather(self, codes: QuantizedArray) -> QuantizedArray:
-        if not self.axes:
+        spec, names = self.spec, self.gather_axes
+        if not names:
             return codes
-        _check_adjacent(self.cut, self.axes)
+        _check_adjacent(spec, names)
         planes = {}
         for usage, plane in codes.planes.items():
-            if not set(self.axes).isdisjoint(self.cut.mesh.explicit_axes):
-                cut = Cut.of(plane.data)
-            elif is_transposed(codes.format, usage):
-                cut = _transposed(self.cut, self.axes)
+            if not set(names).isdisjoint(spec.mesh.explicit_axes):
+                own = ShardSpec.of(plane.data)
             else:
-                cut = self.cut
-            planes[usage] = _gather_plane(plane, codes.format, usage, self.axes, cut)
+                own = _transpose_spec(spec, names) if is_transposed(codes.format, usage) else spec
+            planes[usage] = _gather_plane(plane, codes.format, usage, names, own)
         gathered = codes.with_planes(planes)
-        if self.cut.local and len(codes.axes) > 2:
-            grown = (self.cut.count(tuple(name for name in names if name in self.axes)) for names in self.cut.entries)
-            axes = (None if size is None else size * n for size, n in zip(codes.axes, grown, strict=True))
-            gathered = dataclasses.replace(gathered, axes=tuple(axes))
+        if len(codes.axes) > 2:
+            gathered = dataclasses.replace(gathered, axes=self.whole_shape(codes.axes))
         return gathered
 
     def scatter(self, gradient: jax.Array) -> jax.Array:
         """Summed over devices and cut as the weight is. On Explicit meshes its type says that."""
-        cut, made = self.cut, gradient
-        if cut.local and not cut.mesh.explicit_axes:
-            for axis, names in enumerate(cut.entries):
-                if gathered := tuple(name for name in names if name in self.axes):
-                    made = lax.psum_scatter(made, gathered, scatter_dimension=axis, tiled=True)
-        elif cut.entries and not cut.mesh.explicit_axes:
-            made = lax.with_sharding_constraint(made, NamedSharding(cut.mesh, cut.spec))
-        return made
+        spec = self.spec
+        if spec.local and not spec.mesh.explicit_axes:
+            shared = (tuple(name for name in names if name in self.gather_axes) for names in spec.entries)
+            return sum_over(gradient, ((axis, names) for axis, names in enumerate(shared) if names))
+        if spec.entries and not spec.mesh.explicit_axes:
+            return lax.with_sharding_constraint(gradient, NamedSharding(spec.mesh, spec.spec))
+        return gradient
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["codes", "sink"], meta_fields=["shards"])
@@ -125,36 +184,39 @@ class CodedWeight:
     shards: Any
 
 
-def cut_of(q: QuantizedArray, axes: tuple[str, ...], spec: Spec, *, op: str, name: str, spec_name: str = "spec") -> Cut:
+def spec_of_codes(
+    q: QuantizedArray, axes: tuple[str, ...], spec: Spec, *, op: str, name: str, spec_name: str = "spec"
+) -> ShardSpec:
     usage = Usage.COLUMNWISE if q.rowwise is None else Usage.ROWWISE
     turned = is_transposed(q.format, usage)
     data = q.plane(usage).data
     turned_axes = len(q.axes) if turned else None
-    return Cut.along(data, axes, spec, op=op, name=name, spec_name=spec_name, transposed_of=turned_axes)
+    return ShardSpec.along(data, axes, spec, op=op, name=name, spec_name=spec_name, transposed_of=turned_axes)
 
 
-def _gather_plane(plane: Plane, fmt: Format, usage: Usage, axes: tuple[str, ...], cut: Cut) -> Plane:
+def _gather_plane(plane: Plane, fmt: Format, usage: Usage, axes: tuple[str, ...], cut: ShardSpec) -> Plane:
     (data, grid, global_scale_inv), block = plane, stored_block(fmt, usage)
     after = cut.without(axes)
-    gathered = moved(data, cut, after)
-    if block is None:  # The one scale does not travel: shards have it in common.
+    gathered = reshard(data, cut, after)
+    if fmt.per_tensor:  # The one scale does not travel: shards have it in common.
         _check_shared(grid, axes)
     else:
+        assert block is not None
         of_grid, shape = _of_grid(data, fmt, grid.ndim, block, cut, axes)
         _check_shared(grid, axes, of_grid.axes, grid.shape == shape)
-        grid = moved(grid, of_grid, _of_grid(gathered, fmt, grid.ndim, block, after, axes)[0])
-    if global_scale_inv is not None and fmt.scaling.global_scale == "row":
+        grid = reshard(grid, of_grid, _of_grid(gathered, fmt, grid.ndim, block, after, axes)[0])
+    if global_scale_inv is not None and fmt.row_scaled:
         by_row = dataclasses.replace(cut, entries=cut.entries[:-1])
         _check_shared(global_scale_inv, axes, by_row.axes)
-        global_scale_inv = moved(global_scale_inv, by_row, by_row.without(axes))
+        global_scale_inv = reshard(global_scale_inv, by_row, by_row.without(axes))
     elif global_scale_inv is not None:
         _check_shared(global_scale_inv, axes)
     return Plane(gathered, grid, global_scale_inv)
 
 
 def _of_grid(
-    data: jax.Array, fmt: Format, ndim: int, block: tuple[int, int], cut: Cut, axes: tuple[str, ...]
-) -> tuple[Cut, Shape]:
+    data: jax.Array, fmt: Format, ndim: int, block: tuple[int, int], cut: ShardSpec, axes: tuple[str, ...]
+) -> tuple[ShardSpec, Shape]:
     """How the scales of codes are cut, `ndim` axes of them, and their shape in hand."""
     shape = (*data.shape[:-1], data.shape[-1] * fmt.element.codes_per_byte)
     if ndim != data.ndim:
@@ -180,7 +242,7 @@ def _check_shared(scale: jax.Array, axes: tuple[str, ...], cut: tuple[str, ...] 
         )
 
 
-def _check_adjacent(cut: Cut, axes: tuple[str, ...]) -> None:
+def _check_adjacent(cut: ShardSpec, axes: tuple[str, ...]) -> None:
     """Raises where what `shard_map` would gather are pieces that do not lie side by side in the tensor."""
     for axis, names in enumerate(cut.entries if cut.local else ()):
         sizeable = [name for name in names if cut.count((name,)) > 1]
@@ -192,13 +254,13 @@ def _check_adjacent(cut: Cut, axes: tuple[str, ...]) -> None:
             )
 
 
-def _transposed(cut: Cut, axes: tuple[str, ...]) -> Cut:
+def _transpose_spec(cut: ShardSpec, axes: tuple[str, ...]) -> ShardSpec:
     """How the transposed plane of a tensor is cut: its first axis is the tensor's last, its last all the others."""
     _check_rows_follow(cut, axes, "a transposed plane")
     return cut.transposed
 
 
-def _check_rows_follow(cut: Cut, axes: tuple[str, ...], what: str) -> None:
+def _check_rows_follow(cut: ShardSpec, axes: tuple[str, ...], what: str) -> None:
     """Raises where rows that are gathered do not follow one another in an array that has them in one axis."""
     if inner := [name for name in axes if name in cut.inner_axes]:
         raise ValueError(

@@ -27,12 +27,11 @@ from jax import lax
 from qshard._core.quantize_steps import Plane
 from qshard._core.validation import shown
 from qshard.formats import Format, Usage
-from qshard.jax._ops.bind import reshaped
+from qshard.jax._ops.mesh import reshape, vary_alike
 from qshard.jax._ops.validation import as_float_name
 from qshard.jax._quantized.array import QuantizedArray
 from qshard.jax._quantized.gather import CodedWeight
 from qshard.jax._quantized.operators import NoArithmetic
-from qshard.jax._sharding.shard_spec import vary_alike
 from qshard.layout import Shape
 
 
@@ -154,6 +153,8 @@ class PrimaryWeight(NoArithmetic):
 
 
 _GUARD = jnp.dtype("float8_e5m2")
+CODED = (QuantizedArray, PrimaryWeight, CodedWeight)
+"""The types of weights that are codes already."""
 
 
 def is_primary(node: Any) -> bool:
@@ -191,7 +192,7 @@ def dequantize_tree(tree: Any, dtype: Any = None) -> Any:
     """
     if dtype is not None:
         dtype = as_float_name("dequantize_tree", dtype)
-    is_codes = lambda node: isinstance(node, PrimaryWeight | QuantizedArray | CodedWeight)  # noqa: E731
+    is_codes = lambda node: isinstance(node, CODED)  # noqa: E731
 
     def dequantize(node: Any) -> Any:
         if not is_codes(node):
@@ -275,20 +276,20 @@ def _sink(weight: PrimaryWeight) -> jax.Array:
     """Where the gradient goes: zeros typed as the weight is. Nothing reads them, so under `jit` they take no memory."""
     data, per_byte = weight.data, weight.format.element.codes_per_byte
     _, zeros = vary_alike(data, jnp.zeros_like(data, dtype=jnp.float32))
-    if per_byte > 1:
+    if weight.format.element.packed:
         zeros = jnp.stack([zeros] * per_byte, axis=-1)
-        zeros = reshaped(zeros, weight.shape, jax.typeof(data).sharding.spec)
+        zeros = reshape(zeros, weight.shape, jax.typeof(data).sharding.spec)
     return zeros
 
 
-def opened(w: Any) -> tuple[Any, jax.Array | None]:
+def open_weight(w: Any) -> tuple[Any, jax.Array | None]:
     """A primary weight, or a `CodedWeight` of one, as `QuantizedArray`s; and the amax of its master, where it has one.
 
     Codes are held constant: to differentiate them is an error. JAX would give float8 zeros for float8, and an optimizer
     take these, and decay codes, without a word.
     """
     codes = w.codes if isinstance(w, CodedWeight) else w
-    if codes is None or not isinstance(w, CodedWeight | QuantizedArray | PrimaryWeight):
+    if codes is None:
         return w, None
     amax = guard = None
     if isinstance(codes, PrimaryWeight):

@@ -14,27 +14,26 @@ from jax.flatten_util import ravel_pytree
 
 from qshard import layout
 from qshard._core import quantize_steps
+from qshard._core.operands import OperandSpec, quantize_operand
 from qshard._core.quantize_steps import Plane
 from qshard._core.validation import FormatLike, as_format, as_usage, shown
 from qshard.formats import Format, Usage
-from qshard.jax._ops import bind as ops
-from qshard.jax._ops.uint64 import Seed, seed_words
-from qshard.jax._ops.validation import as_axes, check_array, check_dtype, check_spec, check_spec_fits
+from qshard.jax._ops.collectives import max_along, max_over
+from qshard.jax._ops.mesh import AxisName, Spec, may_be_sharded, mesh_of, vary_alike
+from qshard.jax._ops.uint64 import xor_words
+from qshard.jax._ops.validation import Seed, as_axes, check_array, check_dtype, check_spec, check_spec_fits, seed_words
 from qshard.jax._quantized.array import QuantizedArray, axes_of_shape
 from qshard.jax._sharding import partitionable_ops
-from qshard.jax._sharding.matrix_view import draws_of, matrices_of, scattered_rows
-from qshard.jax._sharding.partial_blocks import Pieces
+from qshard.jax._sharding.partial_blocks import PartialBlocks
 from qshard.jax._sharding.shard_spec import (
-    AxisName,
-    Cut,
-    Spec,
-    folded,
+    ShardSpec,
+    draws_of,
+    fold_axes,
+    matrices_of,
     matrix_of,
-    max_over,
-    mesh_of,
-    pinned,
-    shaped,
-    vary_alike,
+    pin,
+    scattered_rows_error,
+    unfold,
 )
 from qshard.recipes import RecipeLike, Role, as_recipe
 
@@ -124,73 +123,75 @@ def _program(fmt: Format, usage: Usage, axis_names: tuple[str, ...], spec: Spec)
 
     def _quantize(x: jax.Array, scales: WeightScales | None, seed: jax.Array | None) -> QuantizedArray:
         check_spec_fits("quantize", "spec", spec, mesh_of(x, spec), x.ndim)
-        return quantized(x, fmt, usage, Cut.of(x, axis_names, spec), scales, seed)[0]
+        return quantize_shard(x, OperandSpec(fmt, usage), ShardSpec.of(x, axis_names, spec), scales, seed)[0]
 
     return jax.jit(_quantize, inline=True)
 
 
-def quantized(
+def quantize_shard(
     x: jax.Array,
-    fmt: Format,
-    usage: Usage,
-    cut: Cut,
+    operand: OperandSpec,
+    cut: ShardSpec,
     scales: WeightScales | None = None,
     seed: jax.Array | None = None,
     *,
-    margin: int | None = None,
-    added_rows: int = 0,
     apart: bool = False,
     turned: bool = False,
     columns: int | None = None,
-    op: str = "quantize",
-    name: str = "x",
 ) -> tuple[QuantizedArray, jax.Array | None]:
     """`quantize`, of what `cut` says `x` is a part of; with rows of zeros added, of the matrix that `x` is.
 
+    Under a role in a layer, `seed` is the layer's seed.
     With `apart`, leading axes of `x` `[*lead, K]` need not become one: where a mesh may cut any of them, transposed
     planes are `[K, *lead]`, and grids of scales have an axis for each of them, too. That is for `gemm` alone.
     `turned`: it draws the random numbers of the matrix whose transpose `x` is. `columns`: into how many shards an Auto
     mesh cuts the last axis, where `cut` does not tell.
 
-    Of delayed scaling, which has a `margin`, also the amax of `x`: in `shard_map` that of all its shards. Its scale is
-    that of earlier steps, 0 if there were none.
+    Under delayed scaling the amax of `x` comes too: in `shard_map` the amax of all its shards. The scale is from
+    earlier steps, 0 if there were none.
     """
+    fmt, usage, op, name = operand.format, operand.usage, operand.op, operand.name
     check_dtype(op, name, x)
-    draws = draws_of(seed, fmt, cut, x.shape, turned)
-    if added_rows:
+    draws = draws_of(operand.seed_of(seed, xor_words), fmt, cut, x.shape, turned)
+    if operand.added_rows:
         if draws is not None and draws.first.ndim > 1:
-            raise scattered_rows(x, fmt, max(fmt.block or (1,)), cut, op, name)
-        x = jnp.pad(matrix_of(x), ((0, added_rows), (0, 0)))
-    places = {each: layout.plane(fmt, cut.whole(x.shape), each, op=op, name=name) for each in usage.planes}
+            raise scattered_rows_error(x, fmt, max(fmt.block_shape()), cut, op, name)
+        x = jnp.pad(matrix_of(x), ((0, operand.added_rows), (0, 0)))
+    places = operand.layouts(cut.whole(x.shape))
     scales = WeightScales(*(scales or ()))
     _check_scales(op, "scales" if op == "quantize" else "weight_scales", scales, fmt)
     matrix, blocks_cut = matrices_of(x, places, cut, op, name, draws is not None)
     kept = x if usage is Usage.ROWWISE and x.ndim > 1 and places[usage].keeps_axes else matrix
-    at = _steps_of(cut) if columns is None else partitionable_ops.OfCut(columns)
-    if margin is not None:
+    at = _steps_of(cut) if columns is None else partitionable_ops.ShardedOps(columns)
+    if operand.margin is not None:
         axes = cut.axes if cut.local else ()
-        reduce_max = max_over(axes) if axes or ops.may_be_cut(x) else None
-        planes, amax = quantize_steps.quantize_delayed(
-            at, kept, fmt, usage, scales.scale, margin, reduce_max=reduce_max
-        )
+        over_shards = max_over(axes) if axes or may_be_sharded(x) else None
+        planes, amax = quantize_operand(at, kept, operand, scale=scales.scale, reduce_max=over_shards)
         return _array_of(x, places, planes, apart), amax
     given = None if scales.scale is None else quantize_steps.Scales(scales.scale, scales.scale_inv)
-    broken = [each for each, where in places.items() if _pieces(where, blocks_cut, matrix.shape) is not None]
-    planes = {each: _from_pieces(matrix, places[each], blocks_cut, scales, draws, op, name) for each in broken}
+    broken = [each for each, where in places.items() if _partial_blocks(where, blocks_cut, matrix.shape) is not None]
+    planes = {
+        each: _quantize_partial_blocks(matrix, places[each], blocks_cut, scales, draws, op, name) for each in broken
+    }
     whole = [each for each in places if each not in broken]
     # XLA cannot cut an op that makes both planes where blocks are cut short at an edge.
-    short = any(size % unit for size in kept.shape[-2:] for unit in fmt.block or ())
-    if len(whole) > 1 and not (short and ops.may_be_cut(x)):
+    short = any(size % unit for size in kept.shape[-2:] for unit in fmt.block_shape())
+    if len(whole) > 1 and not (short and may_be_sharded(x)):
         whole = [usage]
-    # The amax of a tensor, or of its rows, is merged with those of its other shards.
-    merged = max_over((cut.col_axes if fmt.scaling.global_scale == "row" else cut.axes) if cut.local else ())
+
+    def reduce_max(amax: jax.Array) -> jax.Array:
+        """The amax of a tensor, or of its rows, over its shards."""
+        if scales.amax is not None:
+            return scales.amax
+        return max_over((cut.col_axes if fmt.row_scaled else cut.axes) if cut.local else ())(amax)
+
     for some in whole:
         planes |= quantize_steps.quantize(
             at,
             kept,
             fmt,
             some,
-            reduce_max=lambda amax: merged(amax) if scales.amax is None else scales.amax,
+            reduce_max=reduce_max,
             draws=draws,
             given=given,
         )
@@ -206,12 +207,12 @@ def _array_of(
     for each, where in places.items():
         data, scale_inv, global_scale_inv = planes[each]
         if where.transposed and not apart:
-            data = folded(data, 1, data.ndim)
-            scale_inv = folded(scale_inv, 1, scale_inv.ndim) if scale_inv.ndim else scale_inv
+            data = fold_axes(data, 1, data.ndim)
+            scale_inv = fold_axes(scale_inv, 1, scale_inv.ndim) if scale_inv.ndim else scale_inv
         elif x.ndim != 2 and not where.transposed:
-            data = shaped(data, (*lead, *data.shape[-1:]) if x.ndim else ())
+            data = unfold(data, (*lead, *data.shape[-1:]) if x.ndim else ())
             if where.rows_apart:
-                scale_inv = shaped(scale_inv, (*lead, scale_inv.shape[-1]))
+                scale_inv = unfold(scale_inv, (*lead, scale_inv.shape[-1]))
             elif scale_inv.ndim > 2 and not apart:
                 scale_inv = matrix_of(scale_inv)
         if global_scale_inv is not None and global_scale_inv.ndim:  # One a row.
@@ -226,25 +227,27 @@ def _array_of(
     )
 
 
-def _pieces(where: layout.PlaneLayout, cut: Cut, shape: layout.Shape) -> Pieces | None:
+def _partial_blocks(where: layout.PlaneLayout, cut: ShardSpec, shape: layout.Shape) -> PartialBlocks | None:
     """Those of what is stored of an array of this shape `[*outer, M, K]`; None if its blocks are whole, or it has none.
 
     Stored transposed, it is `[K, *outer, M]`. Squares are transposed when they are made.
     """
-    if where.block is None:
+    if where.format.per_tensor:
         return None
+    assert where.block is not None
     last, turned = len(shape) - 1, where.transposed and not where.format.transposes
     goes_on = last > 1 and shape[-2] % where.block[turned] != 0
     if turned:
         cut = dataclasses.replace(cut, entries=(*cut.entries[-1:], *cut.entries[:-1]))
         shape = (shape[-1], *shape[:-1])
-    return Pieces.of(cut, shape, where.block, rows=(int(turned), last + turned) if goes_on else None)
+    rows = (int(turned), last + turned) if goes_on else None
+    return PartialBlocks.of(cut, shape, where.block, rows=rows) if cut.splits(shape, where.block, rows) else None
 
 
-def _from_pieces(
+def _quantize_partial_blocks(
     x: jax.Array,
     where: layout.PlaneLayout,
-    cut: Cut,
+    cut: ShardSpec,
     scales: WeightScales,
     draws: quantize_steps.Draws | None,
     op: str,
@@ -256,9 +259,9 @@ def _from_pieces(
     fmt = where.format
     if (other := layout.source(fmt, where.usage)) is not where.usage:
         rowwise = layout.plane(fmt, where.shape, other)
-        made = _from_pieces(x, rowwise, cut, scales, draws, op, name)
+        made = _quantize_partial_blocks(x, rowwise, cut, scales, draws, op, name)
         return quantize_steps.transposed(_steps_of(cut), made, fmt)
-    pieces = _pieces(where, cut, x.shape)
+    pieces = _partial_blocks(where, cut, x.shape)
     assert pieces is not None
     if (refusal := "the rotation mixes all of a block" if where.rotated else fmt.slice_refusal) is not None:
         raise ValueError(
@@ -267,7 +270,7 @@ def _from_pieces(
         )
     amax = scales.block_amax
     if amax is not None and x.ndim > 2 and pieces.rows is None:
-        amax = shaped(amax, (*x.shape[:-2], amax.shape[0] // math.prod(x.shape[:-2]), amax.shape[1]))
+        amax = unfold(amax, (*x.shape[:-2], amax.shape[0] // math.prod(x.shape[:-2]), amax.shape[1]))
     if where.transposed:
         draws = None if draws is None else draws.transposed(x.shape[-1])
         amax = None if amax is None else partitionable_ops.transposed(amax)
@@ -279,18 +282,17 @@ def _from_pieces(
     )
     whole = scales.amax
     if whole is None and where.global_scale_shape is not None:
-        by_row = fmt.scaling.global_scale == "row"
-        axes = (pieces.grid.col_axes if by_row else pieces.grid.axes) if cut.local else ()
-        whole = max_over(axes)(partitionable_ops.integer_max(amax, amax.ndim - 1 if by_row else 0))
+        axes = (pieces.grid.col_axes if fmt.row_scaled else pieces.grid.axes) if cut.local else ()
+        whole = max_over(axes)(max_along(amax, amax.ndim - 1 if fmt.row_scaled else 0))
     scale, scale_inv, global_scale_inv = quantize_steps.scales(partitionable_ops, fmt, amax, whole)
-    scale = pieces.spread(pinned(scale, pieces.grid), pieces.count(x.shape))
+    scale = pieces.spread(pin(scale, pieces.grid), pieces.count(x.shape))
     data = quantize_steps.cast(partitionable_ops, x, fmt, scale, pieces.size, draws)
-    return Plane(data, pinned(scale_inv, pieces.grid), global_scale_inv)
+    return Plane(data, pin(scale_inv, pieces.grid), global_scale_inv)
 
 
-def _steps_of(cut: Cut) -> Any:
+def _steps_of(cut: ShardSpec) -> Any:
     """The ops for arrays that are cut so."""
-    return partitionable_ops if cut.local else partitionable_ops.OfCut(cut.shards[1])
+    return partitionable_ops if cut.local else partitionable_ops.ShardedOps(cut.shards[1])
 
 
 def compute_scales(weights: Any, recipe: RecipeLike, *, axis_name: AxisName = None, spec: Spec = None) -> Any:
@@ -337,7 +339,7 @@ def _stacked_scales(
     for weight in weights:
         check_dtype("compute_scales", "weights", weight)
         check_spec_fits("compute_scales", "spec", spec, mesh_of(weight, spec), weight.ndim)
-    cuts = [Cut.of(weight, axis_names, spec) for weight in weights]
+    cuts = [ShardSpec.of(weight, axis_names, spec) for weight in weights]
     # Not reduced over shards, which is done for all of them at once.
     own = [_own_amaxes(weight, fmt, cut) for weight, cut in zip(weights, cuts, strict=True)]
     leaves, structure = jax.tree.flatten(own)
@@ -346,14 +348,14 @@ def _stacked_scales(
     axes = tuple(dict.fromkeys(axis for cut in cuts if cut.local for axis in cut.axes))
     flat, unravel = ravel_pytree(jax.tree.unflatten(structure, vary_alike(*leaves)))
     amaxes = max_over(axes)(flat)
-    if fmt.block is None:  # One op makes the scales of all weights. Those of blocks are made with their codes.
+    if fmt.per_tensor:  # One op makes the scales of all weights. Those of blocks are made with their codes.
         scale, scale_inv = quantize_steps.scales(partitionable_ops, fmt, amaxes)[:2]
         return [WeightScales(scale[i], scale_inv[i]) for i in range(len(weights))]
     scales: list[WeightScales] = unravel(amaxes)
     return scales
 
 
-def _own_amaxes(x: jax.Array, fmt: Format, cut: Cut) -> WeightScales:
+def _own_amaxes(x: jax.Array, fmt: Format, cut: ShardSpec) -> WeightScales:
     where = layout.plane(fmt, cut.whole(x.shape), Usage.ROWWISE, op="compute_scales", name="weights")
     if where.global_scale_shape:
         raise ValueError(
@@ -361,7 +363,7 @@ def _own_amaxes(x: jax.Array, fmt: Format, cut: Cut) -> WeightScales:
         )
     amax, block_amax = quantize_steps.global_amax(_steps_of(cut), x, fmt), None
     matrix, cut = matrices_of(x, {Usage.ROWWISE: where}, cut, "compute_scales", "weights")
-    if (pieces := _pieces(where, cut, matrix.shape)) is not None:
+    if (pieces := _partial_blocks(where, cut, matrix.shape)) is not None:
         pieces = pieces.of_whole if cut.local else pieces
         block_amax = matrix_of(
             pieces.merged(quantize_steps.block_amax(partitionable_ops, matrix, pieces.size), reduce=False)
@@ -383,7 +385,7 @@ def as_scales(op: str, name: str, scales: Any) -> WeightScales | None:
 
 def _check_scales(op: str, name: str, scales: WeightScales, fmt: Format) -> None:
     given = {field: part for field, part in scales._asdict().items() if part is not None}
-    if fmt.block is not None and "scale" in given:
+    if not fmt.per_tensor and "scale" in given:
         raise ValueError(f"{op}: {name} (of a tensor) are not what {fmt} takes, one scale a block; leave them out")
     for field, part in given.items():
         shape, dtype = jnp.shape(part), str(jnp.result_type(part))

@@ -7,11 +7,8 @@ the tree. What makes quantized arrays of those again is one string, for the meta
 from __future__ import annotations
 
 import functools
-import importlib.util
 import json
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from importlib.abc import MetaPathFinder
 from types import ModuleType
 from typing import Any
 
@@ -23,6 +20,7 @@ from qshard._core.quantize_steps import Plane
 from qshard._core.validation import shown
 from qshard.formats import Format
 from qshard.jax._delayed_scaling import LinearState, Observed, TensorState
+from qshard.jax._jax_internals import when_imported
 from qshard.jax._quantized.array import QuantizedArray
 from qshard.jax._quantized.primary import PrimaryWeight
 
@@ -99,7 +97,7 @@ def rebuild(tree: Any, metadata: Mapping[str, Any] | None) -> Any:
             f"rebuild: metadata ({shown(metadata)}) has no {KEY!r}; save what describe(tree) gives with it"
         )
     for at, make in _nodes(text):
-        tree = _replaced(tree, at, make, at)
+        tree = _replace(tree, at, make, at)
     return tree
 
 
@@ -142,7 +140,7 @@ def _nodes(text: str) -> list[tuple[_Keys, Callable[[Any, str], Any]]]:
         return [
             (
                 tuple(node["at"]),
-                functools.partial(_made, kinds[node["is"]], _static(node) if "format" in node else {}),
+                functools.partial(_make, kinds[node["is"]], _static(node) if "format" in node else {}),
             )
             for node in read["nodes"]
         ]
@@ -150,7 +148,7 @@ def _nodes(text: str) -> list[tuple[_Keys, Callable[[Any, str], Any]]]:
         raise ValueError(f"rebuild: metadata ({text[:40]!r}) is not one that this qshard knows: {error}") from None
 
 
-def _replaced(tree: Any, keys: _Keys, make: Callable[[Any, str], Any], at: _Keys) -> Any:
+def _replace(tree: Any, keys: _Keys, make: Callable[[Any, str], Any], at: _Keys) -> Any:
     """The tree with another node at a place."""
     where = "/".join(at) or "tree"
     if not keys:
@@ -159,12 +157,12 @@ def _replaced(tree: Any, keys: _Keys, make: Callable[[Any, str], Any], at: _Keys
     if isinstance(tree, Mapping):
         key: Any = next((key for key in tree if str(key) == first), None)
         if key is not None:
-            return _like(tree, {**tree, key: _replaced(tree[key], tuple(rest), make, at)})
+            return _like(tree, {**tree, key: _replace(tree[key], tuple(rest), make, at)})
     elif isinstance(tree, list | tuple) and first.isdecimal() and int(first) < len(tree):
-        parts = [_replaced(part, tuple(rest), make, at) if str(i) == first else part for i, part in enumerate(tree)]
+        parts = [_replace(part, tuple(rest), make, at) if str(i) == first else part for i, part in enumerate(tree)]
         return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
     elif hasattr(tree, first):  # A node of the user's, where there was a target: whose fields stay as they are.
-        _replaced(getattr(tree, first), tuple(rest), make, at)
+        _replace(getattr(tree, first), tuple(rest), make, at)
         return tree
     raise ValueError(f"rebuild: tree has nothing at {where} ({first} is absent); pass what the checkpoint gave back")
 
@@ -173,7 +171,7 @@ def _like(tree: Any, items: dict[Any, Any]) -> Any:
     return items if type(tree) is dict else type(tree)(items)
 
 
-def _made(kind: type, static: Mapping[str, Any], node: Any, where: str) -> Any:
+def _make(kind: type, static: Mapping[str, Any], node: Any, where: str) -> Any:
     """A node of some kind, of the dict of its fields."""
     if isinstance(node, kind):
         for name, value in static.items():
@@ -190,7 +188,7 @@ def _made(kind: type, static: Mapping[str, Any], node: Any, where: str) -> Any:
 
     def part(name: str) -> Any:
         value, of = node.get(name), below[name]
-        return value if of is None or value is None else _made(of, {}, value, f"{where}/{name}")
+        return value if of is None or value is None else _make(of, {}, value, f"{where}/{name}")
 
     return kind(**static, **{name: part(name) for name in below})
 
@@ -233,27 +231,4 @@ def _register(serialization: ModuleType) -> None:
             )
 
 
-class _OnceFlaxIsImported(MetaPathFinder):
-    """Finds `flax.serialization` as Python does, and tells it of our types once it has run."""
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name != "flax.serialization":
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        loader: Any = spec and spec.loader
-        if loader is not None:
-            run = loader.exec_module
-
-            def exec_module(module: ModuleType) -> None:
-                run(module)
-                _register(module)
-
-            loader.exec_module = exec_module
-        return spec
-
-
-if "flax.serialization" in sys.modules:
-    _register(sys.modules["flax.serialization"])
-else:
-    sys.meta_path.insert(0, _OnceFlaxIsImported())
+when_imported("flax.serialization", _register)

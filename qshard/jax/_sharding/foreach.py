@@ -18,9 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from qshard._core.validation import shown
-from qshard.jax._ops.bind import check_sizes, encoded, target_of
-from qshard.jax._ops.validation import check_array
-from qshard.jax._sharding.shard_spec import vary_alike
+from qshard.jax._ops.bind import encode_attribute, target_of
+from qshard.jax._ops.mesh import vary_alike
+from qshard.jax._ops.validation import check_array, check_sizes
 from qshard.op_table import multi_table
 
 __all__ = ["bind"]
@@ -70,4 +70,4 @@ def bind(name: str) -> Callable[..., Any]:
 
 
 def _attribute(value: Any) -> Any:
-    return np.asarray(value, np.int64) if isinstance(value, tuple | list) else encoded(value)
+    return np.asarray(value, np.int64) if isinstance(value, tuple | list) else encode_attribute(value)

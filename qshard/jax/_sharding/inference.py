@@ -9,16 +9,15 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from qshard.jax._ops.bind import names_of
+from qshard.jax._ops.mesh import Spec, explicit_sharding, names_of, spec_of
 from qshard.jax._ops.validation import as_names
-from qshard.jax._sharding.shard_spec import Spec, spec_of
 
 Axes = str | Sequence[str] | None
 
 
 @dataclass(frozen=True)
-class Meaning:
-    """What each mesh axis that cuts weights is for. One that is for nothing is an error, not a dearer program.
+class MeshAxisRoles:
+    """The role of each mesh axis that shards weights. One without a role raises, instead of adding collectives.
 
     Attributes:
       op: who asks, for errors.
@@ -31,7 +30,7 @@ class Meaning:
     kept_axes: tuple[str, ...]
 
     @classmethod
-    def of(cls, op: str, gather_axis: Axes, kept_axes: Axes) -> Meaning:
+    def of(cls, op: str, gather_axis: Axes, kept_axes: Axes) -> MeshAxisRoles:
         as_names(op, "gather_axis", gather_axis)
         given = gather_axis if gather_axis is None or isinstance(gather_axis, str) else tuple(gather_axis)
         return cls(op, given, as_names(op, "kept_axes", kept_axes))
@@ -72,8 +71,7 @@ class Meaning:
 def sharding_of(x: Any) -> NamedSharding | None:
     """How an array lies, as far as it tells: one in hand does, its type on Explicit meshes does; else None."""
     if isinstance(x, jax.core.Tracer):
-        sharding = jax.typeof(x).sharding
-        return sharding if sharding.mesh.explicit_axes else None
+        return explicit_sharding(x)
     sharding = getattr(x, "sharding", None)
     return sharding if isinstance(sharding, NamedSharding) and not sharding.mesh.empty else None
 

@@ -22,10 +22,11 @@ from jax.sharding import AxisType
 
 from qshard._core.flat_shards import Bucket
 from qshard.jax._ops import bind as ops
-from qshard.jax._ops.scheduling import together
+from qshard.jax._ops.collectives import max_along
+from qshard.jax._ops.mesh import may_be_sharded, mesh_of, names_of, reshape, vary_alike
+from qshard.jax._ops.scheduling import barrier
 from qshard.jax._ops.uint64 import Words, words_plus, words_times
 from qshard.jax._sharding import foreach
-from qshard.jax._sharding.shard_spec import vary_alike
 from qshard.op_table import multi_table, table
 
 
@@ -38,8 +39,8 @@ def __getattr__(name: str) -> Any:
     return getattr(ops, name)
 
 
-class OfCut:
-    """This module, where the last axis of arrays is known to be cut into so many shards."""
+class ShardedOps:
+    """The ops of this module for arrays whose last axis has a known number of shards."""
 
     def __init__(self, shards: int) -> None:
         self._shards = shards
@@ -57,15 +58,15 @@ def _by_runs(op: str, x: jax.Array, *scale: jax.Array, shards: int = 1, **option
     if "lead" in options:
         options["lead"] = max(lead, axes)
     # One for all runs, or for each element of the first axes (`vmap`).
-    spread = [_repeated(s, runs.shape[: max(axes, s.ndim)], options) for s in scale]
+    spread = [_repeat(s, runs.shape[: max(axes, s.ndim)], options) for s in scale]
     made = getattr(ops, op)(runs, *spread, **options)
     arrays = made if isinstance(made, tuple) else (made,)
     results = []
     for out, y in zip(table()[op].outputs, arrays, strict=True):
         if out.name == "amax":
-            results.append(integer_max(y, lead))
+            results.append(max_along(y, lead))
         elif out.name == "data_t":
-            results.append(_turned_as(y, x, options.get("batch", 0)))
+            results.append(_transpose_as(y, x, options.get("batch", 0)))
         else:
             results.append(reshape_as(y, x))
     return tuple(results) if len(results) > 1 else results[0]
@@ -86,7 +87,7 @@ def amax_hadamard(x: jax.Array, *, block_rows: int, block_cols: int, shards: int
         block = {"block_rows": x.shape[0], "block_cols": block_cols}
     else:
         block = {"block_rows": math.gcd(block_rows, 16), "block_cols": run}
-    return tuple(integer_max(amax, 0) for amax in ops.amax_hadamard(x, **block))
+    return tuple(max_along(amax) for amax in ops.amax_hadamard(x, **block))
 
 
 def _under_global(op: str, *operands: jax.Array, **options: Any) -> Any:
@@ -95,20 +96,20 @@ def _under_global(op: str, *operands: jax.Array, **options: Any) -> Any:
     """
     named = dict(zip((operand.name for operand in table()[op].inputs), operands, strict=True))
     arrays = [a for name, a in named.items() if not name.startswith("global_") and name not in ("seed", "first")]
-    if ops.may_be_cut(arrays[0]):
+    if may_be_sharded(arrays[0]):
         grid = arrays[-1].shape  # Of scales or amaxes.
         if len(arrays) == 1 and "block_rows" in options:
             *lead, rows, cols = grid
             grid = (*lead, rows // options["block_rows"], cols // options["block_cols"])
         if "first" in named:
             named |= _words_of_blocks(grid, arrays[0], named["seed"], named["first"], **options)
-        named |= {name: _repeated(a, grid, options) for name, a in list(named.items()) if name.startswith("global_")}
+        named |= {name: _repeat(a, grid, options) for name, a in list(named.items()) if name.startswith("global_")}
     elif "first" in named:
         named["seed"] = jnp.broadcast_to(named["seed"], named["first"].shape)
     return getattr(ops, op)(*named.values(), **options)
 
 
-def _repeated(value: jax.Array, shape: tuple[int, ...], options: dict[str, Any]) -> jax.Array:
+def _repeat(value: jax.Array, shape: tuple[int, ...], options: dict[str, Any]) -> jax.Array:
     """`value` over axes that XLA may cut; if all of `shape` is that one, `options` tells the op."""
     if shape and value.ndim == 0:
         options["shared"] = True
@@ -136,18 +137,16 @@ def split_lead(x: jax.Array) -> tuple[jax.Array, int]:
     On Auto meshes they have `gcd(rows, 32)` rows of the last axis of rows, or all of it, as `split_rows` has 128
     elements. Axes of one row are left out.
     """
-    if not ops.may_be_cut(x):
-        return ops.reshaped(x, (math.prod(x.shape[:-1]), x.shape[-1]), (None, None)), 0
+    if not may_be_sharded(x):
+        return reshape(x, (math.prod(x.shape[:-1]), x.shape[-1]), (None, None)), 0
     entries = jax.typeof(x).sharding.spec
     kept = [i for i, size in enumerate(x.shape[:-1]) if size != 1] or [0][: x.ndim - 1]
     *outer, inner = [(x.shape[i], entries[i]) for i in kept] or [(1, None)]
-    x = ops.reshaped(
-        x, [*(n for n, _ in outer), inner[0], x.shape[-1]], [*(e for _, e in outer), inner[1], entries[-1]]
-    )
+    x = reshape(x, [*(n for n, _ in outer), inner[0], x.shape[-1]], [*(e for _, e in outer), inner[1], entries[-1]])
     run = _run(x, 1, axis=-2, longest=_LEAD_RUN) or inner[0]
     count = inner[0] // run if run else 1
     sizes = [*x.shape[:-2], count, run, x.shape[-1]]
-    return ops.reshaped(x, sizes, [*(e for _, e in outer), inner[1], None, entries[-1]]), len(outer) + 1
+    return reshape(x, sizes, [*(e for _, e in outer), inner[1], None, entries[-1]]), len(outer) + 1
 
 
 def _run(x: jax.Array, shards: int, axis: int = -1, longest: int = _RUN) -> int | None:
@@ -160,34 +159,26 @@ def _run(x: jax.Array, shards: int, axis: int = -1, longest: int = _RUN) -> int 
     8192 bfloat16. Where it would make runs shorter than 32, a run is the row, or that part of it: such a K is rarely
     cut. A run that is cut after all costs a gather, and gives the same bits.
     """
-    mesh, spec = ops.mesh_around(x), jax.typeof(x).sharding.spec
+    mesh, spec = mesh_of(x), jax.typeof(x).sharding.spec
     kinds = set(mesh.axis_types)
     if x.ndim == 0 or kinds == {AxisType.Manual} or (mesh.empty and jax.device_count() == 1):
         return None
-    row = x.shape[axis] // math.prod(mesh.shape[name] for name in ops.names_of(spec[axis]))
+    row = x.shape[axis] // math.prod(mesh.shape[name] for name in names_of(spec[axis]))
     row = row // shards if (not kinds or AxisType.Auto in kinds) and row % shards == 0 else row
     run = math.gcd(row, longest)
     return row if run < longest // 4 or (kinds and AxisType.Auto not in kinds) else run
 
 
-def _turned_as(y: jax.Array, x: jax.Array, batch: int) -> jax.Array:
+def _transpose_as(y: jax.Array, x: jax.Array, batch: int) -> jax.Array:
     """`y` as the transpose `[*batch, K, *rows]` of `x` `[*batch, *rows, K]`, and cut as that is."""
     order = (*range(batch), x.ndim - 1, *range(batch, x.ndim - 1))
     entries = jax.typeof(x).sharding.spec
-    return ops.reshaped(y, [x.shape[i] for i in order], [entries[i] for i in order])
+    return reshape(y, [x.shape[i] for i in order], [entries[i] for i in order])
 
 
 def reshape_as(y: jax.Array, x: jax.Array) -> jax.Array:
     """`y` in the shape of `x`, and on Explicit meshes cut as `x` is, which JAX infers for few reshapes."""
-    return ops.reshaped(y, x.shape, jax.typeof(x).sharding.spec)
-
-
-def integer_max(amax: jax.Array, lead: int) -> jax.Array:
-    """The maximum over all but the `lead` first axes, of bits as integers: exact in any order, and NaN wins."""
-    if amax.ndim == lead:  # XLA would launch a kernel for it.
-        return amax
-    bits = lax.bitcast_convert_type(amax, jnp.int32)
-    return lax.bitcast_convert_type(jnp.max(bits, axis=tuple(range(lead, amax.ndim)), initial=0), jnp.float32)
+    return reshape(y, x.shape, jax.typeof(x).sharding.spec)
 
 
 def transposed(a: jax.Array) -> jax.Array:
@@ -205,7 +196,7 @@ def transposed_squares(
 
 
 def cast_block_stochastic(x: jax.Array, scale: jax.Array, seed: jax.Array, first: jax.Array, **options: Any) -> Any:
-    if ops.may_be_cut(x) or first.ndim > 1:
+    if may_be_sharded(x) or first.ndim > 1:
         x, seed, first = _words_of_blocks(scale.shape, x, seed, first, **options).values()
     turned = options["col_step"] > options["row_step"]
     return ops.cast_block_stochastic(x, scale, seed, first, turned=turned, **options)
@@ -224,7 +215,7 @@ def _words_of_blocks(
     **_: Any,
 ) -> dict[str, jax.Array]:
     """The words of each block; and `x`, without which they are not made, and kept, before they are needed."""
-    seed, x = together(seed, x)
+    seed, x = barrier(seed, x)
     first = _first_of_blocks(grid, first, block_rows * row_step, block_cols * col_step)
     return {"x": x, "seed": jnp.broadcast_to(seed, first.shape), "first": first}
 

@@ -1,7 +1,8 @@
 """Functions of rows, such as losses, on what each device has of them: rows stay where they are, and classes too.
 
 A `RowFunction` takes and gives arrays of four forms, in words: "rows classes", "rows K", "classes K" and "rows", which
-are all the axes that lead. It is told which mesh axes cut them (`Held`), and adds up over devices what is left to add:
+are all the axes that lead. A `RowSharding` tells it which mesh axes shard them, and it adds up over devices what is
+left to add:
 
 - on one device nothing is;
 - in `shard_map` a caller names the axes that cut classes, and JAX adds up gradients;
@@ -11,7 +12,6 @@ are all the axes that lead. It is told which mesh axes cut them (`Held`), and ad
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
@@ -20,26 +20,34 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from qshard.jax._ops import bind as ops
-from qshard.jax._ops.bind import names_of
-from qshard.jax._ops.custom_partitioning import asked, asking, local, specs_of
+from qshard.jax._ops.collectives import sum_over
+from qshard.jax._ops.custom_partitioning import call_partitionable, local, partitionable, specs_of
+from qshard.jax._ops.mesh import (
+    MeshKind,
+    assign_mesh_axes,
+    assign_scatter,
+    count_shards,
+    mesh_of,
+    names_of,
+    types_tell,
+)
 from qshard.jax._ops.second_derivatives import second_derivative
-from qshard.jax._sharding.shard_spec import types_tell
 
 Names = tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Held:
-    """What a device has of the whole.
+class RowSharding:
+    """How rows and classes are sharded over devices.
 
     Attributes:
-      classes: the mesh axes that cut classes.
-      rows: those that cut each axis of rows, if `own`.
-      scattered: those of them over which a sum of "classes K" is then cut, along which of its axes; after `classes`.
-      own: whether this module put arrays on devices, so that XLA cuts none of them and JAX adds nothing up.
+      classes: the mesh axes that shard classes.
+      rows: those that shard each axis of rows, if `own`.
+      scattered: axes of a sum of "classes K" and mesh axes of rows that reduce-scatter it there, after `classes`.
+      own: whether this module put arrays on devices, so that XLA shards none of them and JAX adds nothing up.
     """
 
     classes: Names = ()
@@ -74,11 +82,9 @@ class Held:
 
     def of_w(self, made: jax.Array) -> jax.Array:
         """A gradient of "classes K", to which all rows add."""
-        for axis, name in self.scattered:
-            made = lax.psum_scatter(made, name, scatter_dimension=axis, tiled=True)
         scattered = {name for _, name in self.scattered}
         left = tuple(name for names in self.rows for name in names if name not in scattered)
-        return lax.psum(made, left) if left else made
+        return sum_over(made, self.scattered, left)
 
     def spec(self, form: str, *, is_sum: bool = False) -> PartitionSpec:
         """How an array of this form is cut. `is_sum`: it is a result."""
@@ -104,7 +110,7 @@ class RowFunction(Protocol):
     takes: ClassVar[tuple[str, ...]]
     gives: ClassVar[tuple[str, ...]]
 
-    def __call__(self, held: Held, *operands: jax.Array) -> tuple[jax.Array, ...]: ...
+    def __call__(self, held: RowSharding, *operands: jax.Array) -> tuple[jax.Array, ...]: ...
 
     def __hash__(self) -> int: ...
 
@@ -119,7 +125,7 @@ def on_devices(
 
     @jax.custom_jvp
     def call(*operands: jax.Array) -> tuple[jax.Array, ...]:
-        return _spread(function, classes, operands) if spreads else function(Held(classes), *operands)
+        return _spread(function, classes, operands) if spreads else function(RowSharding(classes), *operands)
 
     @call.defjvp
     def _(*_: Any) -> Any:
@@ -130,14 +136,12 @@ def on_devices(
 
 
 def _spread(function: RowFunction, classes: Names, operands: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-    mesh = ops.mesh_around(operands[0])
-    kinds = set(mesh.axis_types)
-    if classes or kinds == {AxisType.Manual} or not ops.may_be_cut(operands[0]):
-        return function(Held(classes), *operands)
-    if len(kinds) > 1:
+    kind = MeshKind.of(operands[0])
+    if kind is MeshKind.MIXED and not classes:
         _check_mixed(function, operands)
-        return function(Held(), *operands)
-    is_explicit = kinds == {AxisType.Explicit}
+    if classes or kind in (MeshKind.LOCAL, MeshKind.MIXED):
+        return function(RowSharding(classes), *operands)
+    is_explicit = kind is MeshKind.EXPLICIT
 
     @custom_vmap
     def call(*operands: jax.Array) -> tuple[jax.Array, ...]:
@@ -149,9 +153,9 @@ def _spread(function: RowFunction, classes: Names, operands: Sequence[jax.Array]
         flags = (True,) * len(function.gives)
         if not all(form.startswith("rows") for form in (*function.takes, *function.gives)):
             if is_explicit:
-                return _mapped(function, (tuple(batched),), *operands), flags
+                return _map_examples(function, (tuple(batched),), *operands), flags
             axes = [0 if flag else None for flag in batched]
-            return jax.vmap(functools.partial(function, Held()), axes)(*operands), flags
+            return jax.vmap(functools.partial(function, RowSharding()), axes)(*operands), flags
         grown = [
             x if flag else jnp.broadcast_to(x, (size, *x.shape)) for x, flag in zip(operands, batched, strict=True)
         ]
@@ -181,7 +185,7 @@ Levels = tuple[tuple[bool, ...], ...]
 """For each `vmap` around a function, the outermost first: which operands have its axis, among those that lead."""
 
 
-def _mapped(function: RowFunction, levels: Levels, *operands: jax.Array) -> tuple[jax.Array, ...]:
+def _map_examples(function: RowFunction, levels: Levels, *operands: jax.Array) -> tuple[jax.Array, ...]:
     """`function` of each example, on Explicit meshes: all results have the axes of all `levels`."""
 
     @custom_vmap
@@ -190,7 +194,7 @@ def _mapped(function: RowFunction, levels: Levels, *operands: jax.Array) -> tupl
 
     @call.def_vmap
     def _(size: int, batched: Sequence[bool], *operands: jax.Array) -> Any:
-        return _mapped(function, (tuple(batched), *levels), *operands), (True,) * len(function.gives)
+        return _map_examples(function, (tuple(batched), *levels), *operands), (True,) * len(function.gives)
 
     made: tuple[jax.Array, ...] = call(*operands)
     return made
@@ -198,13 +202,15 @@ def _mapped(function: RowFunction, levels: Levels, *operands: jax.Array) -> tupl
 
 def _explicit(function: RowFunction, levels: Levels, *operands: jax.Array) -> tuple[jax.Array, ...]:
     types = [jax.typeof(x) for x in operands]
-    mesh, specs = ops.mesh_around(operands[0]), [tuple(own.sharding.spec) for own in types]
+    mesh, specs = mesh_of(operands[0]), [tuple(own.sharding.spec) for own in types]
     leads = [sum(level[i] for level in levels) for i in range(len(operands))]
     examples = _names_of_examples(levels, specs)
     specs = [spec[lead:] for spec, lead in zip(specs, leads, strict=True)]
     wanted = specs[function.takes.index("classes K")] if "classes K" in function.gives else ()
     shapes = [own.shape[lead:] for own, lead in zip(types, leads, strict=True)]
-    held = _held(function, mesh.shape, shapes, specs, wanted, used={name for names in examples for name in names})
+    held = _row_sharding(
+        function, mesh.shape, shapes, specs, wanted, used={name for names in examples for name in names}
+    )
     takes = []
     for i, form in enumerate(function.takes):
         own = [names or None for names, level in zip(examples, levels, strict=True) if level[i]]
@@ -234,19 +240,19 @@ def _names_of_examples(levels: Levels, specs: Sequence[Sequence[Any]]) -> list[N
 
 
 def _auto(function: RowFunction, *operands: jax.Array) -> tuple[jax.Array, ...]:
-    plain = functools.partial(function, Held())
-    return tuple(asked(_asking(function, operands[0].ndim), plain, function, *operands))
+    plain = functools.partial(function, RowSharding())
+    return tuple(call_partitionable(_partitionable(function, operands[0].ndim), plain, function, *operands))
 
 
 @functools.lru_cache(maxsize=1024)
-def _asking(function: RowFunction, ndim: int) -> Callable[..., Any]:
+def _partitionable(function: RowFunction, ndim: int) -> Callable[..., Any]:
     """`function`, whose first operand has so many axes."""
     rows = ndim - len(function.takes[0].split()) + 1
 
     def partition(mesh: Any, operands: Any, results: Any) -> Any:
         specs = specs_of(function.op, (*operands, *results))
         wanted = specs[len(operands) + function.gives.index("classes K")] if "classes K" in function.gives else ()
-        held = _held(function, dict(mesh.shape), [x.shape for x in operands], specs[: len(operands)], wanted)
+        held = _row_sharding(function, dict(mesh.shape), [x.shape for x in operands], specs[: len(operands)], wanted)
         takes = tuple(NamedSharding(mesh, held.spec(form)) for form in function.takes)
         gives = tuple(NamedSharding(mesh, held.spec(form, is_sum=True)) for form in function.gives)
         return mesh, functools.partial(function, held), gives, takes
@@ -255,43 +261,31 @@ def _asking(function: RowFunction, ndim: int) -> Callable[..., Any]:
     # What cuts K of the one is not to spread to the other.
     factors = {"rows": lead, "rows classes": f"{lead} c", "rows K": f"{lead} k", "classes K": "c h"}
     sides = [[factors[form] for form in forms] for forms in (function.takes, function.gives)]
-    whole = functools.partial(function, Held(own=True))
-    return asking(whole, partition, " -> ".join(", ".join(side) for side in sides))
+    whole = functools.partial(function, RowSharding(own=True))
+    return partitionable(whole, partition, " -> ".join(", ".join(side) for side in sides))
 
 
-def _held(
+def _row_sharding(
     function: RowFunction,
     mesh: Mapping[str, int],
     shapes: Sequence[Any],
     specs: Sequence[Any],
     wanted: Any,
     used: Collection[str] = (),
-) -> Held:
+) -> RowSharding:
     """Of operands that are cut so: what cuts rows stays, and so does what cuts classes, and not rows too.
 
     `wanted`: how a result of "classes K" is to be cut. `used`: mesh axes that cut something else.
     """
-    known = set(used)
-
-    def taken(entry: Any, size: int) -> Names:
-        kept: list[str] = []
-        for name in names_of(entry):
-            if name not in known and size % math.prod(mesh[each] for each in (*kept, name)) == 0:
-                kept.append(name)
-                known.add(name)
-        return tuple(kept)
-
     entries = [(*spec, *[None] * (len(s) - len(spec))) for spec, s in zip(specs, shapes, strict=True)]
     count = len(shapes[0]) - len(function.takes[0].split()) + 1
-    rows = tuple(taken(entries[0][axis], shapes[0][axis]) for axis in range(count))
     having = next(i for i, form in enumerate(function.takes) if "classes" in form)
-    axis = count if function.takes[having].startswith("rows") else 0
-    classes = taken(entries[having][axis], shapes[having][axis])
-    summed, scattered = {name for names in rows for name in names}, []
-    for at, entry in enumerate(wanted):
-        left = shapes[having][at] // (math.prod(mesh[name] for name in classes) if at == 0 else 1)
-        for name in names_of(entry):
-            if name in summed and left % mesh[name] == 0:
-                scattered.append((at, name))
-                left //= mesh[name]
-    return Held(classes, rows, tuple(scattered), own=True)
+    places = [
+        *((0, axis) for axis in range(count)),
+        (having, count if function.takes[having].startswith("rows") else 0),
+    ]
+    requests = [(names_of(entries[i][axis]), shapes[i][axis], 1) for i, axis in places]
+    *rows, classes = assign_mesh_axes(mesh, requests, used)
+    left = [shapes[having][0] // count_shards(mesh, classes), *shapes[having][1:]]
+    scattered = assign_scatter(mesh, wanted, left, [name for names in rows for name in names])
+    return RowSharding(classes, tuple(rows), scattered, own=True)

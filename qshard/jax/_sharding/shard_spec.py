@@ -1,10 +1,15 @@
-"""Where an array is of a whole: how a tensor is cut over devices, and how arrays go from one cut to another."""
+"""The sharding of a tensor, moves from one sharding to another, and the matrix whose blocks a sharded tensor has.
+
+The matrix of a tensor `[*lead, K]` is `[M, K]`, with all leading axes as one. Axes that devices shard, as of batch and
+sequence, cannot become one where they are: XLA would gather all but the first. So they stay apart, and ops take
+`[*outer, M, K]`.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,23 +18,27 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from qshard.jax._ops.bind import names_of, reshaped
+from qshard import layout
+from qshard._core import quantize_steps
+from qshard._core.placement import Box
+from qshard.formats import Format, Usage
+from qshard.jax._ops.mesh import Spec, may_be_sharded, mesh_of, names_of, reshape, spec_of, vary_alike
+from qshard.jax._ops.uint64 import Words, words_of, words_plus, words_times
 from qshard.jax._ops.validation import check_spec_fits
 from qshard.layout import Shape
 
-AxisName = str | Sequence[str] | None
-Spec = PartitionSpec | NamedSharding | None
+Block = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Cut:
-    """How a tensor `[*lead, K]` is cut over devices, so which part of it an array in hand is.
+class ShardSpec:
+    """The sharding of a tensor `[*lead, K]` over a mesh.
 
     Attributes:
-      entries: the mesh axes that cut each axis of the tensor; empty if nothing says how it is cut.
+      entries: the mesh axes that shard each axis of the tensor; empty if nothing tells its sharding.
       mesh: the mesh that has these axes.
-      local: arrays in hand are shards, as in `shard_map`; else they are whole.
-      own_blocks: blocks end where a shard ends, in `shard_map`; else they are those of the whole.
+      local: arrays are shards, as in `shard_map`; else they are whole.
+      own_blocks: in `shard_map`, blocks end where a shard ends; else they are those of the whole.
     """
 
     entries: tuple[tuple[str, ...], ...] = ()
@@ -46,10 +55,10 @@ class Cut:
         *,
         ndim: int | None = None,
         own_blocks: bool = False,
-    ) -> Cut:
-        """The cut of `x` `[*lead, K]`: by its type, by `spec`, or in `shard_map` over `axis_names`.
+    ) -> ShardSpec:
+        """The sharding of `x` `[*lead, K]`: by its type, by `spec`, or in `shard_map` over `axis_names`.
 
-        There, it is by rows unless `spec` says else. `ndim` says how many axes the tensor has, if `x` has others.
+        There, `axis_names` shard rows, unless `spec` says else. `ndim`: axes of the tensor, if `x` has others.
         """
         mesh, local, ndim = mesh_of(x, spec), bool(axis_names), x.ndim if ndim is None else ndim
         named = {name for entry in spec_of(spec, None) for name in names_of(entry)}
@@ -75,11 +84,11 @@ class Cut:
         name: str,
         spec_name: str = "spec",
         transposed_of: int | None = None,
-    ) -> Cut:
-        """The cut of `x` that is gathered along mesh axes: by its type, by `spec`, or by rows along those axes.
+    ) -> ShardSpec:
+        """The sharding of `x` that is gathered along mesh axes: by its type, by `spec`, or of rows along those axes.
 
-        In `shard_map`, `spec` tells all that cuts the tensor. With `transposed_of`, `x` is the transpose of a tensor of
-        so many axes, and `spec` and the cut are of that.
+        In `shard_map`, `spec` names all mesh axes that shard the tensor. With `transposed_of`, `x` is the transpose of
+        a tensor of so many axes, which `spec` and the result describe.
 
         Raises:
           ValueError: one of what `op` calls `name` is no axis of the mesh, or cuts no axis of `x`.
@@ -112,7 +121,7 @@ class Cut:
 
     @property
     def row_axes(self) -> tuple[str, ...]:
-        """The mesh axes that cut the rows of the tensor as a matrix `[M, K]`, so that those of a shard are together."""
+        """The mesh axes that shard the rows of the matrix `[M, K]`, of which a shard has one range."""
         return self.entries[0] if len(self.entries) > 1 else ()
 
     @property
@@ -121,7 +130,7 @@ class Cut:
 
     @property
     def inner_axes(self) -> tuple[str, ...]:
-        """The mesh axes that cut leading axes other than the first: a shard's rows do not follow one another."""
+        """The mesh axes that shard leading axes other than the first: the rows of a shard are not one range."""
         return tuple(name for names in self.entries[1:-1] for name in names if self.count((name,)) > 1)
 
     @property
@@ -141,23 +150,22 @@ class Cut:
         return PartitionSpec(*(names or None for names in self.entries))
 
     @property
-    def matrix(self) -> Cut:
-        """Of the tensor as a matrix, its leading axes folded into rows."""
+    def matrix(self) -> ShardSpec:
+        """The sharding of the matrix of the tensor, whose leading axes are folded into rows."""
         return dataclasses.replace(self, entries=(self.row_axes, self.col_axes))
 
     @property
-    def transposed(self) -> Cut:
+    def transposed(self) -> ShardSpec:
         return dataclasses.replace(self, entries=(self.col_axes, self.row_axes))
 
-    def without(self, axes: Sequence[str]) -> Cut:
-        """Not cut along these mesh axes."""
+    def without(self, axes: Sequence[str]) -> ShardSpec:
+        """The sharding without these mesh axes."""
         left = tuple(tuple(name for name in names if name not in axes) for names in self.entries)
         return dataclasses.replace(self, entries=left)
 
-    def of_blocks(self, shape: Shape, block: Shape) -> Cut:
-        """The cut of a grid of scales, of an array of this shape: along an axis as the array, or not at all.
-
-        Not at all where shards cut blocks. So no grid is cut unevenly, which XLA answers with sums of scales.
+    def of_blocks(self, shape: Shape, block: Shape) -> ShardSpec:
+        """The sharding of the grid of scales of an array of this shape: that of the array, but for axes whose blocks
+        shards split. So no grid has uneven shards, which XLA replicates by sums of scales.
         """
         held = (
             n == 1 or size % (unit if self.local else n * unit) == 0
@@ -166,38 +174,67 @@ class Cut:
         kept = tuple(names if whole else () for names, whole in zip(self.entries, held, strict=True))
         return dataclasses.replace(self, entries=kept)
 
+    def unsplit(self, shape: Shape, block: Block, rows: tuple[int, int] | None = None) -> Block:
+        """The largest divisors of a block, in the last two axes, that no shard splits: the block, where none does.
+
+        An op on whole arrays is sharded only if all its blocks are whole, so blocks at an edge count as split too.
+        With `rows`, as in `partial_blocks`, no part of a block is in two matrices.
+        """
+        shards, size = [self.count(names) for names in self.entries[-2:]], block
+        if not self.own_blocks and math.prod(shards) > 1:
+            parts = shape[-2:] if self.local else [-(-size // n) for size, n in zip(shape[-2:], shards, strict=True)]
+            size = tuple(  # type: ignore[assignment]
+                unit if self.local and n == 1 else math.gcd(part, size, unit)
+                for part, size, unit, n in zip(parts, shape[-2:], block, shards, strict=True)
+            )
+        if rows is None:
+            return size
+        last = rows[1] == len(shape)  # The rows of the tensor are the last axis of a transposed plane.
+        return (size[0], math.gcd(size[1], shape[-1])) if last else (math.gcd(size[0], shape[-2]), size[1])
+
+    def splits(self, shape: Shape, block: Block, rows: tuple[int, int] | None = None) -> bool:
+        """Whether a shard, or with `rows` a matrix, ends inside a block."""
+        return self.unsplit(shape, block, rows) != block
+
     def whole(self, shape: Shape) -> Shape:
         """The shape of the tensor whose blocks `x` `[*lead, K]` has: of the whole, unless shards have their own."""
         if not self.local or self.own_blocks or not shape:
             return shape
         return tuple(size * self.count(axes) for size, axes in zip(shape, self.entries, strict=True))
 
-    def start(self, shape: Shape) -> tuple[Any, Any]:
-        """Where a shard of this shape begins in the whole matrix, in `shard_map`."""
-        return tuple(  # type: ignore[return-value]
-            lax.axis_index(axes) * size if axes else 0
-            for axes, size in zip((self.row_axes, self.col_axes), shape, strict=True)
-        )
+    def box(self, shape: Shape) -> Box:
+        """The part of the whole that a shard of this shape is, in `shard_map`.
+
+        Of an array `[*outer, M, K]`, one box for each matrix: starts along outer axes are arrays of that shape.
+        """
+        start, outer = [], len(shape) - 2
+        for axis, (size, names) in enumerate(zip(shape, self.entries, strict=True)):
+            begin = jnp.asarray(lax.axis_index(names) * size if names else 0, jnp.uint32)
+            if axis < outer:
+                begin = begin + lax.iota(jnp.uint32, size).reshape(size, *(1,) * (outer - axis - 1))
+            start.append(begin)
+        whole = tuple(size * self.count(names) for size, names in zip(shape, self.entries, strict=True))
+        return Box(whole, tuple(start), shape)
 
 
-def moved(x: jax.Array, before: Cut, after: Cut) -> jax.Array:
-    """`x`, cut as `before`, as `after` says: gathered along some mesh axes, sliced along others; as integers.
+def reshard(x: jax.Array, before: ShardSpec, after: ShardSpec) -> jax.Array:
+    """Moves `x` from one sharding to another, as integers: gathers it along some mesh axes, slices it along others.
 
-    XLA replicates some arrays by adding zeros to them, which is not exact for bytes that are no numbers to it: those of
-    a scale. It is free to move a gather past a cast, but not past both pins.
+    XLA replicates some arrays by summing copies that are padded with zeros, which changes bytes of scales. It is free
+    to move a gather past a cast, but not past both pins.
     """
     integer = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
     bits = lax.bitcast_convert_type(x, integer)
     if before.local:
-        return lax.bitcast_convert_type(_moved(bits, before, after), x.dtype)
+        return lax.bitcast_convert_type(_reshard_local(bits, before, after), x.dtype)
     if not _explicit(before):
-        bits = _pinned(bits, before)
+        bits = _pin(bits, before)
         if x.dtype == integer:  # Shardy gives all who read an array the last of the pins in a row on it: here, no row.
             bits = lax.bitcast_convert_type(bits, jnp.dtype(f"int{8 * x.dtype.itemsize}"))
-    return lax.bitcast_convert_type(_pinned(bits, after), x.dtype)
+    return lax.bitcast_convert_type(_pin(bits, after), x.dtype)
 
 
-def _moved(bits: jax.Array, before: Cut, after: Cut) -> jax.Array:
+def _reshard_local(bits: jax.Array, before: ShardSpec, after: ShardSpec) -> jax.Array:
     """In `shard_map`."""
     for axis, (had, has) in enumerate(zip(before.entries, after.entries, strict=True)):
         if gathered := tuple(name for name in had if name not in has):
@@ -208,14 +245,14 @@ def _moved(bits: jax.Array, before: Cut, after: Cut) -> jax.Array:
     return bits
 
 
-def pinned(x: jax.Array, cut: Cut) -> jax.Array:
-    """`x` held to a cut, as integers. In `shard_map` it is as it is."""
+def pin(x: jax.Array, cut: ShardSpec) -> jax.Array:
+    """Constrains `x` to a sharding, as integers. In `shard_map` it does nothing."""
     if cut.local:
         return x
-    return _pinned(x, cut) if jnp.issubdtype(x.dtype, jnp.integer) else moved(x, cut, cut)
+    return _pin(x, cut) if jnp.issubdtype(x.dtype, jnp.integer) else reshard(x, cut, cut)
 
 
-def _pinned(bits: jax.Array, cut: Cut) -> jax.Array:
+def _pin(bits: jax.Array, cut: ShardSpec) -> jax.Array:
     # Outside of `jit`, JAX takes only what is cut evenly.
     even = [names if size % cut.count(names) == 0 else () for size, names in zip(bits.shape, cut.entries, strict=True)]
     sharding = NamedSharding(cut.mesh, PartitionSpec(*(names or None for names in even)))
@@ -231,35 +268,8 @@ def whole_along(x: jax.Array, axis: int, mesh: Any) -> jax.Array:
     return lax.bitcast_convert_type(lax.with_sharding_constraint(bits, NamedSharding(mesh, spec)), x.dtype)
 
 
-def _explicit(cut: Cut) -> bool:
+def _explicit(cut: ShardSpec) -> bool:
     return bool(cut.mesh.explicit_axes) and set(cut.axes).isdisjoint(cut.mesh.auto_axes)
-
-
-def max_over(axes: tuple[str, ...]) -> Callable[[jax.Array], jax.Array]:
-    """The maximum of fp32 amaxes over manual mesh axes, of their bits as integers: so it is exact, and NaN wins."""
-    return lambda amax: as_float(lax.pmax(as_bits(amax), axes)) if axes else amax
-
-
-def as_bits(amax: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type(amax, jnp.int32)
-
-
-def as_float(bits: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type(bits, jnp.float32)
-
-
-def vary_alike(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """The arrays, typed as varying over every manual axis over which any of them does."""
-    own = [frozenset(jax.typeof(a).manual_axis_type.varying) for a in arrays]
-    missing = [tuple(sorted(frozenset().union(*own) - axes)) for axes in own]
-    return tuple(lax.pcast(a, m, to="varying") if m else a for a, m in zip(arrays, missing, strict=True))
-
-
-def types_tell(axes: Sequence[str] | None = None) -> bool:
-    """Whether types say over which mesh axes an array varies, all manual ones or these: not under `check_vma=False`."""
-    mesh = jax.sharding.get_abstract_mesh()
-    axes = [axis for axis in mesh.manual_axes if mesh.shape[axis] > 1] if axes is None else axes
-    return all(axis in jax.typeof(lax.axis_index(axis)).manual_axis_type.varying for axis in axes)
 
 
 def matrix_of(x: jax.Array, added: int = 0) -> jax.Array:
@@ -268,11 +278,11 @@ def matrix_of(x: jax.Array, added: int = 0) -> jax.Array:
     if own < 2:
         front, last = x.shape[:added], x.shape[added:]
         entries = jax.typeof(x).sharding.spec
-        return reshaped(x, (*front, 1, *(last or (1,))), (*entries[:added], None, *(entries[added:] or (None,))))
-    return folded(x, added, x.ndim - 1)
+        return reshape(x, (*front, 1, *(last or (1,))), (*entries[:added], None, *(entries[added:] or (None,))))
+    return fold_axes(x, added, x.ndim - 1)
 
 
-def folded(x: jax.Array, start: int, stop: int) -> jax.Array:
+def fold_axes(x: jax.Array, start: int, stop: int) -> jax.Array:
     """`x` with the axes from `start` up to `stop` as one. On Explicit meshes it is cut as the first of them is."""
     if stop - start == 1:
         return x
@@ -282,17 +292,17 @@ def folded(x: jax.Array, start: int, stop: int) -> jax.Array:
     if kept != entries and sharding.mesh.explicit_axes:
         x = jax.sharding.reshard(x, NamedSharding(sharding.mesh, kept))
     sizes = (*x.shape[:start], math.prod(x.shape[start:stop]), *x.shape[stop:])
-    return reshaped(x, sizes, (*entries[: start + 1], *entries[stop:]))
+    return reshape(x, sizes, (*entries[: start + 1], *entries[stop:]))
 
 
-def shaped(y: jax.Array, shape: tuple[int, ...], added: int = 0) -> jax.Array:
+def unfold(y: jax.Array, shape: tuple[int, ...], added: int = 0) -> jax.Array:
     """A matrix, or what has one value a block of it, in the shape of a tensor: the inverse of `matrix_of`."""
     entries = jax.typeof(y).sharding.spec
     first, last = entries[added:] if y.ndim - added == 2 else (None, None)
-    return reshaped(y, shape, (*entries[:added], *_ends(first, last, len(shape) - added)))
+    return reshape(y, shape, (*entries[:added], *_ends(first, last, len(shape) - added)))
 
 
-def cuts_rows(x: jax.Array, spec: Spec = None) -> bool:
+def may_shard_rows(x: jax.Array, spec: Spec = None) -> bool:
     """Whether the rows of `x` `[*lead, K]`, in `shard_map` of the shard, may be cut, by its type or by `spec`."""
     sharding = jax.typeof(x).sharding
     if sharding.mesh.size == 1 or set(sharding.mesh.axis_types) <= {AxisType.Manual}:
@@ -306,16 +316,53 @@ def _ends(first: Any, last: Any, ndim: int) -> tuple[Any, ...]:
     return (first, *[None] * (ndim - 2), last) if ndim > 1 else (last,)[:ndim]
 
 
-def mesh_of(x: jax.Array, spec: Spec) -> Any:
-    """The mesh by the type of `x`, else of `spec`, else of the context."""
-    for mesh in (jax.typeof(x).sharding.mesh, getattr(spec, "mesh", None)):
-        if mesh is not None and not mesh.empty:
-            return mesh
-    return jax.sharding.get_abstract_mesh()
+def matrices_of(
+    x: jax.Array, places: dict[Usage, layout.PlaneLayout], cut: ShardSpec, op: str, name: str, draws: bool = False
+) -> tuple[jax.Array, ShardSpec]:
+    """What blocks of `x` are those of, and how it is cut: a matrix `[M, K]`; or, where a mesh may cut axes that would
+    become one, `[*outer, M, K]`. That has the same blocks if M is a whole number of them; if not, it has their pieces.
+
+    Raises:
+      ValueError: shards of `shard_map` cut blocks so that their rows do not follow one another.
+    """
+    scattered = bool(cut.inner_axes)
+    if x.ndim < 3 or not (scattered or may_be_sharded(x)):
+        return matrix_of(x), cut.matrix
+    sides = {where.format.block_shape(where.usage)[0] for where in places.values()}
+    if all(x.shape[-2] % side == 0 for side in sides) or (scattered and not cut.local):
+        return x, cut
+    if scattered and (draws or not cut.own_blocks):
+        raise scattered_rows_error(x, next(iter(places.values())).format, max(sides), cut, op, name)
+    return matrix_of(x), cut.matrix
 
 
-def spec_of(spec: Spec, axis_names: str | tuple[str, ...] | None) -> PartitionSpec:
-    """By rows, where nothing else is said."""
-    if spec is None:
-        return PartitionSpec(axis_names)
-    return spec.spec if isinstance(spec, NamedSharding) else spec
+def scattered_rows_error(x: jax.Array, fmt: Format, unit: int, cut: ShardSpec, op: str, name: str) -> ValueError:
+    """For a shard of `shard_map` whose blocks, or random numbers, would need more rows than it has."""
+    return ValueError(
+        f"{op}: {name} {x.shape}, of a whole cut by {cut.spec}, has rows that do not follow one another there, and an "
+        f"axis of {x.shape[-2]} that is no whole number of the {unit} rows of a block of {fmt}; cut it at blocks"
+    )
+
+
+def draws_of(
+    seed: jax.Array | None, fmt: Format, cut: ShardSpec, shape: layout.Shape, turned: bool = False
+) -> quantize_steps.Draws | None:
+    """The random numbers of a tensor, in `shard_map` of a shard of this shape; None if it takes none.
+
+    `turned`: those of the matrix whose transpose it is.
+    """
+    if seed is None or not fmt.stochastic:
+        return None
+    rows, columns = layout.matrix_shape(shape)
+    if turned:
+        of_transpose = draws_of(seed, fmt, cut.transposed if cut.entries else cut, (columns, rows))
+        return of_transpose and of_transpose.transposed(rows)
+    if not cut.local:
+        return quantize_steps.Draws(seed, jnp.asarray(words_of(0)), columns)
+    if not cut.inner_axes:
+        cut, shape = cut.matrix, (rows, columns)
+
+    def multiply_add(row: jax.Array, step: int, column: jax.Array) -> Words:
+        return words_plus(words_times(row, step), (column, jnp.zeros_like(column)))
+
+    return cut.box(shape).draws(seed, lambda words: jnp.stack(vary_alike(*words), axis=-1), multiply_add)

@@ -13,10 +13,10 @@ from jax.custom_batching import custom_vmap
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from qshard.jax._sharding.shard_spec import matrix_of, shaped
+from qshard.jax._sharding.shard_spec import matrix_of, unfold
 
 
-def folding(product: Callable[..., Any], fwd: Callable[..., Any], bwd: Callable[..., Any]) -> Callable[..., Any]:
+def vmap_as_rows(product: Callable[..., Any], fwd: Callable[..., Any], bwd: Callable[..., Any]) -> Callable[..., Any]:
     """A differentiable `product(config, x, *rest)` of a matrix `x`, to which `vmap` over `x` alone adds rows.
 
     Where `vmap` is over the rest too, every example is a product of its own, as elsewhere.
@@ -30,10 +30,10 @@ def folding(product: Callable[..., Any], fwd: Callable[..., Any], bwd: Callable[
     @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
     def folded(config: Any, x: jax.Array, *rest: Any) -> Any:
         # One result, beside which nothing is kept.
-        return _folded(lambda x, *rest: (product(config, x, *rest), ()), _enough, x, *rest)[0]
+        return _call_as_rows(lambda x, *rest: (product(config, x, *rest), ()), _enough, x, *rest)[0]
 
     def folded_fwd(config: Any, x: jax.Array, *rest: Any) -> Any:
-        return _folded(lambda x, *rest: _with_rows(fwd(config, x, *rest)), _enough, x, *rest)
+        return _call_as_rows(lambda x, *rest: _with_rows(fwd(config, x, *rest)), _enough, x, *rest)
 
     def folded_bwd(config: Any, kept_rows: Any, dy: jax.Array) -> Any:
         def gradients(dy: jax.Array, kept: Any, rows: jax.Array) -> Any:
@@ -42,7 +42,7 @@ def folding(product: Callable[..., Any], fwd: Callable[..., Any], bwd: Callable[
             dx, *rest = bwd(config, kept, dy)
             return dx, rest
 
-        dx, rest = _folded(gradients, lambda _, kept, rows: len(rows), dy, *kept_rows)
+        dx, rest = _call_as_rows(gradients, lambda _, kept, rows: len(rows), dy, *kept_rows)
         return dx, *rest
 
     folded.defvjp(folded_fwd, folded_bwd)
@@ -59,7 +59,7 @@ def _enough(x: jax.Array, *_: Any) -> int:
     return 128 * len(x)  # Whole blocks, whatever the format.
 
 
-def _folded(function: Callable[..., Any], enough: Callable[..., int], x: jax.Array, *rest: Any) -> Any:
+def _call_as_rows(function: Callable[..., Any], enough: Callable[..., int], x: jax.Array, *rest: Any) -> Any:
     """`function(x, *rest)`, a matrix and what else it gives; `vmap` over x alone adds rows to both matrices."""
     call = custom_vmap(functools.partial(_or_refused, function, enough))
 
@@ -70,7 +70,7 @@ def _folded(function: Callable[..., Any], enough: Callable[..., int], x: jax.Arr
             out = jax.vmap(function, in_axes=axes, axis_size=size)(x, *rest)
             return out, jax.tree.map(lambda _: True, out)
         y, others = call(matrix_of(x), *rest)
-        return (shaped(y, (*x.shape[:2], y.shape[-1])), others), (True, jax.tree.map(lambda _: False, others))
+        return (unfold(y, (*x.shape[:2], y.shape[-1])), others), (True, jax.tree.map(lambda _: False, others))
 
     return call(x, *rest)
 

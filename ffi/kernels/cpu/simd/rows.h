@@ -2,6 +2,7 @@
 #ifndef QSHARD_KERNELS_CPU_SIMD_ROWS_H_
 #define QSHARD_KERNELS_CPU_SIMD_ROWS_H_
 
+#include "core/ceil_div.h"
 #include "core/stochastic.h"
 #include "kernels/cpu/simd/vectors.h"
 
@@ -86,7 +87,7 @@ QSHARD_INLINE void ShortRuns(const typename Op::In* in, int64_t n, const RowScal
     if (scales.length == unit)
       each = scales.scale + (scales.begin + first) / unit;
     else
-      SpreadScales(scales, first, (count + unit - 1) / unit, unit, spread);
+      SpreadScales(scales, first, CeilDiv(count, unit), unit, spread);
     const int64_t whole = count - count % kBlock;
     if (sixteens)
       for (int64_t i = 0; i < whole; i += kBlock)
@@ -175,7 +176,7 @@ void Random(uint64_t seed, uint64_t first, uint64_t step, int64_t n, uint8_t* __
     const uint64_t index = first + static_cast<uint64_t>(i);
     const int64_t skip = static_cast<int64_t>(index & 15);
     const int64_t count = n - i < kChunk - skip ? n - i : kChunk - skip;
-    RandomCalls(seed, index >> 4, (skip + count + 15) / 16, words);
+    RandomCalls(seed, index >> 4, CeilDiv(skip + count, 16), words);
     for (int64_t j = 0; j < count; ++j)
       random[i + j] = static_cast<uint8_t>(words[(skip + j) >> 2] >> (8 * ((skip + j) & 3)));
     i += count;

@@ -56,8 +56,8 @@ QSHARD_INLINE void DecodeBlock(const uint8_t* __restrict codes, const BlockScale
 
 void TransposeTile(const uint8_t* __restrict in, int64_t in_stride, uint8_t* __restrict out,
                    int64_t out_stride) {
-  for (int64_t j = 0; j < kTile; ++j)
-    for (int64_t i = 0; i < kTile; ++i) out[j * out_stride + i] = in[i * in_stride + j];
+  for (int64_t j = 0; j < kByteTile; ++j)
+    for (int64_t i = 0; i < kByteTile; ++i) out[j * out_stride + i] = in[i * in_stride + j];
 }
 
 // --- amax ---

@@ -280,8 +280,8 @@ QSHARD_INLINE void DecodeBlock(const uint8_t* codes, const BlockScales& scales, 
 // each 16-byte lane. Lane l holds rows 16 l + (0 .. 15), so a result is kVectorBytes of one column.
 void TransposeTile(const uint8_t* __restrict in, int64_t in_stride, uint8_t* __restrict out,
                    int64_t out_stride) {
-  for (int64_t i = 0; i < kTile; i += kVectorBytes) {
-    for (int64_t j = 0; j < kTile; j += 16) {
+  for (int64_t i = 0; i < kByteTile; i += kVectorBytes) {
+    for (int64_t j = 0; j < kByteTile; j += 16) {
       I8 v[16], w[16];
       const uint8_t* p = in + i * in_stride + j;
 #pragma GCC unroll 16

@@ -1,0 +1,31 @@
+"""griffe extension: docstrings as Python-Markdown and griffe's Google parser read them."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from typing import Any
+
+import griffe
+
+DOCTEST = re.compile(r"^( *)(>>> .*(?:\n.*\S.*)*)", re.MULTILINE)
+"""A doctest, up to the next empty line."""
+SHARED = re.compile(r"^  ([a-z]\w*(?:, \w+)*), (\w+): ", re.MULTILINE)
+"""The names of arguments with one description. The parser takes one name an entry."""
+
+
+class Docstrings(griffe.Extension):
+    """Rewrites each docstring once, and drops those of special methods, which are for maintainers."""
+
+    def on_instance(self, *, obj: griffe.Object, **kwargs: Any) -> None:
+        if obj.is_function and obj.name.startswith("__") and obj.name != "__init__":
+            obj.docstring = None
+        if obj.docstring:
+            text = DOCTEST.sub(r"\1```pycon\n\1\2\n\1```", inspect.cleandoc(obj.docstring.value))
+            obj.docstring.value = SHARED.sub(_entries, text)
+
+
+def _entries(names: re.Match[str]) -> str:
+    """`a, b: text` as `a: see b.` and `b: text`."""
+    others = "".join(f"  {name}: see `{names[2]}`.\n" for name in names[1].split(", "))
+    return f"{others}  {names[2]}: "

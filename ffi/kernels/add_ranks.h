@@ -1,0 +1,15 @@
+#ifndef QSHARD_KERNELS_ADD_RANKS_H_
+#define QSHARD_KERNELS_ADD_RANKS_H_
+
+#include "kernels/launcher.h"
+
+namespace qshard::kernels {
+
+// total[i] = before[i] + (parts[0, i] + parts[1, i] + ...), added in this order, of parts [ranks,
+// length]; `before` may be total, or null for nothing. NaN is the canonical one.
+QSHARD_LAUNCHER_TEMPLATE((class In), AddRanks, const In* parts, int64_t ranks, int64_t length,
+                         const float* before, float* total);
+
+}  // namespace qshard::kernels
+
+#endif  // QSHARD_KERNELS_ADD_RANKS_H_

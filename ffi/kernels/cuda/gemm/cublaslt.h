@@ -1,0 +1,109 @@
+// The part of cuBLASLt that GEMMs here need. It is not linked: the library is loaded when it is
+// first used, from what the framework brings (cublaslt.cu), and its header need not be installed.
+//
+// Names, values and sizes are those of cublasLt.h, cublas_api.h and library_types.h of CUDA 12.9
+// and 13.0 (https://docs.nvidia.com/cuda/cublas, "Using the cuBLASLt API"), which keep them from
+// one release to the next.
+#ifndef QSHARD_KERNELS_CUDA_GEMM_CUBLASLT_H_
+#define QSHARD_KERNELS_CUDA_GEMM_CUBLASLT_H_
+
+#include <cstddef>
+#include <cstdint>
+
+struct CUstream_st;
+
+namespace qshard::kernels::cublaslt {
+
+using Handle = struct OpaqueHandle*;          // cublasLtHandle_t
+using Desc = struct OpaqueDesc*;              // cublasLtMatmulDesc_t
+using Layout = struct OpaqueLayout*;          // cublasLtMatrixLayout_t
+using Preference = struct OpaquePreference*;  // cublasLtMatmulPreference_t
+
+enum Result : int { kSuccess = 0 };  // cublasStatus_t
+
+enum Type : int {  // cudaDataType_t
+  kFloat32 = 0,
+  kFloat16 = 2,
+  kBFloat16 = 14,
+  kE4M3 = 28,
+  kE5M2 = 29,
+  kE2M1 = 33,
+};
+
+enum Compute : int { kCompute32F = 68 };  // cublasComputeType_t
+
+enum DescAttribute : int {  // cublasLtMatmulDescAttributes_t
+  kPointerMode = 2,
+  kTransA = 3,
+  kTransB = 4,
+  kScalePointerA = 17,
+  kScalePointerB = 18,
+  kFastAccumulation = 25,
+  kScaleModeA = 31,
+  kScaleModeB = 32,
+};
+
+constexpr int32_t kAsItIs = 0;         // CUBLAS_OP_N
+constexpr int32_t kTransposed = 1;     // CUBLAS_OP_T
+constexpr int32_t kDevicePointer = 1;  // CUBLASLT_POINTER_MODE_DEVICE, of alpha and beta
+
+enum ScaleMode : int32_t {  // cublasLtMatmulMatrixScale_t
+  kScalar = 0,
+  kVectors16E4M3 = 1,  // both of cuBLAS 12.8
+  kVectors32E8M0 = 2,
+  kVectors128Float = 4,  // both of cuBLAS 12.9
+  kSquares128Float = 5,
+};
+
+enum PreferenceAttribute : int {  // cublasLtMatmulPreferenceAttributes_t
+  kMaxWorkspaceBytes = 1,         // uint64_t
+  kReductionSchemes = 3,          // uint32_t, a mask
+  kMinAlignmentA = 5,             // uint32_t, in bytes; also of the three that follow
+  kMinAlignmentB = 6,
+  kMinAlignmentC = 7,
+  kMinAlignmentD = 8,
+};
+
+constexpr uint32_t kSumsInComputeType = 2;  // CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE
+
+struct Algorithm {  // cublasLtMatmulAlgo_t
+  uint64_t data[8];
+};
+
+struct Heuristic {  // cublasLtMatmulHeuristicResult_t
+  Algorithm algorithm;
+  size_t workspace_bytes;
+  Result state;
+  float waves;
+  int reserved[4];
+};
+
+// The functions, loaded. `error` is null if they are; else it says why not.
+struct Library {
+  const char* error;
+  size_t (*version)();  // 10000 * major + 100 * minor + patch
+  Result (*create)(Handle*);
+  Result (*desc_create)(Desc*, Compute, Type scale);
+  Result (*desc_destroy)(Desc);
+  Result (*desc_set)(Desc, DescAttribute, const void* value, size_t bytes);
+  Result (*layout_create)(Layout*, Type, uint64_t rows, uint64_t cols, int64_t ld);
+  Result (*layout_destroy)(Layout);
+  Result (*preference_create)(Preference*);
+  Result (*preference_destroy)(Preference);
+  Result (*preference_set)(Preference, PreferenceAttribute, const void* value, size_t bytes);
+  Result (*heuristic)(Handle, Desc, Layout a, Layout b, Layout c, Layout d, Preference,
+                      int requested, Heuristic* results, int* returned);
+  // Checks that an algorithm supports these operands, and gives its workspace.
+  Result (*check)(Handle, Desc, Layout a, Layout b, Layout c, Layout d, const Algorithm*,
+                  Heuristic* result);
+  Result (*matmul)(Handle, Desc, const void* alpha, const void* a, Layout, const void* b, Layout,
+                   const void* beta, const void* c, Layout, void* d, Layout, const Algorithm*,
+                   void* workspace, size_t workspace_bytes, CUstream_st* stream);
+};
+
+// Loads it at the first call, and looks for it again as long as it was not found.
+const Library& Load();
+
+}  // namespace qshard::kernels::cublaslt
+
+#endif  // QSHARD_KERNELS_CUDA_GEMM_CUBLASLT_H_

@@ -1,0 +1,67 @@
+// What a GEMM of a shape comes down to: descriptors and an algorithm, chosen once.
+#ifndef QSHARD_KERNELS_CUDA_GEMM_GEMM_PLANS_H_
+#define QSHARD_KERNELS_CUDA_GEMM_GEMM_PLANS_H_
+
+#include <array>
+#include <memory>
+#include <mutex>
+
+#include "kernels/cuda/gemm/cublaslt.h"
+#include "kernels/gemm.h"
+
+namespace qshard::kernels {
+
+// All that an algorithm may depend on.
+struct GemmKey {
+  int device;
+  int64_t m, n, k;
+  cublaslt::Type a, b, out;
+  cublaslt::ScaleMode a_mode, b_mode;
+  bool a_k_first, b_k_first;
+  bool fast, device_alpha;
+  int64_t alignment;        // in bytes, of operands and result
+  int64_t workspace_bytes;  // that are left to the library
+
+  // Whether operands are values, which have no scales.
+  bool OfValues() const {
+    return a == cublaslt::kFloat32 || a == cublaslt::kBFloat16 || a == cublaslt::kFloat16;
+  }
+
+  std::array<int64_t, 15> Values() const {
+    return {device,
+            m,
+            n,
+            k,
+            a,
+            b,
+            out,
+            a_mode,
+            b_mode,
+            a_k_first,
+            b_k_first,
+            fast,
+            device_alpha,
+            alignment,
+            workspace_bytes};
+  }
+};
+
+struct GemmPlan {
+  GemmPlan() = default;
+  GemmPlan(const GemmPlan&) = delete;
+  ~GemmPlan();
+
+  const char* error = nullptr;  // why there is none; static storage
+  cublaslt::Handle handle = nullptr;
+  cublaslt::Desc desc = nullptr;
+  cublaslt::Layout a = nullptr, b = nullptr, out = nullptr;
+  cublaslt::Algorithm algorithm{};
+  std::mutex mutex;  // of `desc`, which calls write pointers to
+};
+
+// The plan of a key, for as long as it is held. The thousand plans that were used last are kept.
+std::shared_ptr<GemmPlan> PlanOf(const GemmKey& key);
+
+}  // namespace qshard::kernels
+
+#endif  // QSHARD_KERNELS_CUDA_GEMM_GEMM_PLANS_H_

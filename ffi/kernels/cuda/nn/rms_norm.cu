@@ -1,0 +1,337 @@
+// RMSNorm and its gradients, each from one read of its operands.
+//
+// A team of threads, a warp or a block of four, takes a row at a time and holds it in registers: of
+// every kSumLanes elements a thread has eight side by side, which are the lanes of the sum that
+// core/norm.h calls a thread's. Rows that are too long for that are read a second time, from L2.
+// The gradient of the weight stays in registers over the kSumRows rows of a part. Elements go one
+// by one where rows are not aligned vectors. Equals core/norm.h bit for bit.
+#include <type_traits>
+
+#include "kernels/activation.h"
+#include "kernels/cuda/launch.cuh"
+#include "kernels/cuda/magnitude.cuh"
+#include "kernels/cuda/raise_amax.cuh"
+#include "kernels/cuda/vector.cuh"
+
+namespace qshard::kernels {
+namespace {
+
+constexpr int kThreads = kSumLanes / kLanesOfThread, kWarps = kThreads / kWarp;
+static_assert(kLanesOfWarp == kWarp * kLanesOfThread && kWarps == 4);
+constexpr int kEach = kLanesOfThread;
+
+template <class In>
+using Eight = Words<kEach * sizeof(In)>;
+
+// How a team takes a row. kHeld: the vectors that a thread holds; 0: none, they are read again.
+// kVectors: rows are aligned vectors.
+template <int kThreadsOfTeam, int kVectorsHeld, bool kAligned>
+struct RowShape {
+  static constexpr int kTeam = kThreadsOfTeam, kHeld = kVectorsHeld;
+  static constexpr bool kVectors = kAligned;
+  static constexpr int kTeams = kThreads / kTeam, kStep = kTeam * kEach;
+};
+
+// The weight, of any type: alike for all threads, so it costs a branch.
+enum class WeightType { kFloat, kBFloat16, kFloat16 };
+template <class Weight>
+constexpr WeightType kWeightType = std::is_same_v<Weight, float>      ? WeightType::kFloat
+                                   : std::is_same_v<Weight, bfloat16> ? WeightType::kBFloat16
+                                                                      : WeightType::kFloat16;
+struct Weights {
+  const void* data;
+  WeightType type;
+
+  // From element i on.
+  __device__ __forceinline__ Weights From(int64_t i) const {
+    const int size = type == WeightType::kFloat ? sizeof(float) : sizeof(bfloat16);
+    return {static_cast<const char*>(data) + i * size, type};
+  }
+};
+
+template <class T, bool kVectors>
+__device__ __forceinline__ void EightFloats(const T* from, int64_t left, float (&v)[kEach]) {
+  if constexpr (kVectors) {
+    WidenWords<T>(Load<kEach * sizeof(T), Read::kCached>(from), v);
+  } else {
+#pragma unroll
+    for (int e = 0; e < kEach; ++e) v[e] = e < left ? Widen(from[e]) : 0.0f;
+  }
+}
+
+template <bool kVectors>
+__device__ __forceinline__ void EightWeights(const Weights& w, int64_t at, int64_t left,
+                                             float (&v)[kEach]) {
+  if (w.type == WeightType::kBFloat16)
+    EightFloats<bfloat16, kVectors>(static_cast<const bfloat16*>(w.data) + at, left, v);
+  else if (w.type == WeightType::kFloat)
+    EightFloats<float, kVectors>(static_cast<const float*>(w.data) + at, left, v);
+  else
+    EightFloats<float16, kVectors>(static_cast<const float16*>(w.data) + at, left, v);
+}
+
+template <class In>
+__device__ __forceinline__ Eight<In> Rounded(const float (&v)[kEach]) {
+  bool nan = false;
+#pragma unroll
+  for (int e = 0; e < kEach; ++e) nan |= isnan(v[e]);
+  return NarrowExactly<In>(v, nan);
+}
+
+// Stores eight elements, of which `left` exist, and adds those to a magnitude.
+template <class In, bool kVectors>
+__device__ __forceinline__ void StoreEight(In* to, int64_t left, const float (&v)[kEach],
+                                           Magnitude<In>* m) {
+  if constexpr (kVectors) {
+    const Eight<In> x = Rounded<In>(v);
+    if (m != nullptr) m->Add(x);
+    Store<Write::kCached>(to, x);
+  } else {
+#pragma unroll
+    for (int e = 0; e < kEach; ++e) {
+      if (e >= left) continue;
+      const float one[1] = {v[e]};
+      const auto x = NarrowExactly<In>(one, isnan(v[e]));
+      if (m != nullptr) m->Add(x);
+      Store<Write::kCached>(to + e, x);
+    }
+  }
+}
+
+// The sum over a row, of what each thread has in its lanes, in all threads of the team.
+template <int kTeam>
+__device__ __forceinline__ float TeamSum(float (&lanes)[kEach]) {
+  float sum = SumHalves<kEach>(lanes);
+#pragma unroll
+  for (int offset = kWarp / 2; offset > 0; offset /= 2)
+    sum = sum + __shfl_xor_sync(kAllLanes, sum, offset);
+  if constexpr (kTeam == kWarp) {
+    return sum + 0.0f;  // Of the other warps.
+  } else {
+    __shared__ float warps[kWarps];
+    __syncthreads();
+    if (threadIdx.x % kWarp == 0) warps[threadIdx.x / kWarp] = sum;
+    __syncthreads();
+    float four[kWarps] = {warps[0], warps[1], warps[2], warps[3]};
+    return SumHalves<kWarps>(four);
+  }
+}
+
+// Calls body(j, i) for the vectors of a thread, of which number j begins at element i.
+template <class Shape, class Body>
+__device__ __forceinline__ void ForVectors(int64_t cols, const Body& body) {
+  const int64_t first = threadIdx.x % Shape::kTeam * kEach;
+  if constexpr (Shape::kHeld > 0) {
+#pragma unroll
+    for (int j = 0; j < Shape::kHeld; ++j)
+      if (first + j * Shape::kStep < cols) body(j, first + j * Shape::kStep);
+  } else {
+#pragma unroll 1
+    for (int64_t i = first; i < cols; i += Shape::kStep) body(0, i);
+  }
+}
+
+template <class Shape>
+constexpr int kHeldOrOne = Shape::kHeld > 0 ? Shape::kHeld : 1;
+
+// Vector j of a row, held or read again.
+template <class Shape, class In>
+__device__ __forceinline__ void ValuesOf(const Eight<In>& held, const In* row, int64_t i,
+                                         int64_t cols, float (&v)[kEach]) {
+  if constexpr (Shape::kHeld > 0)
+    WidenWords<In>(held, v);
+  else
+    EightFloats<In, Shape::kVectors>(row + i, cols - i, v);
+}
+
+template <class Shape, class In>
+__device__ __forceinline__ void Hold(const In* row, int64_t cols,
+                                     Eight<In> (&held)[kHeldOrOne<Shape>]) {
+  if constexpr (Shape::kHeld > 0)
+    ForVectors<Shape>(cols, [&](int j, int64_t i) {
+      held[j] = Load<kEach * sizeof(In), Read::kCached>(row + i);
+    });
+}
+
+// Grid: x for runs, y for splits of their rows (LaunchRaising).
+template <class In, class Shape>
+__global__ void __launch_bounds__(kThreads)
+    RmsNormKernel(const In* x, const Weights weights, int64_t rows, int64_t cols, float eps, In* y,
+                  float* rstd, float* amax) {
+  Magnitude<In> m;
+  const Weights weight = weights.From(blockIdx.x * cols);
+  const int team = threadIdx.x / Shape::kTeam;
+  // All teams of a block go around as often: they meet in no row, but at the end.
+  for (int64_t r = int64_t{blockIdx.y} * Shape::kTeams + team; r < rows;
+       r += int64_t{gridDim.y} * Shape::kTeams) {
+    const int64_t row = blockIdx.x * rows + r;
+    const In* from = x + row * cols;
+    Eight<In> held[kHeldOrOne<Shape>];
+    Hold<Shape>(from, cols, held);
+    float lanes[kEach] = {};
+    ForVectors<Shape>(cols, [&](int j, int64_t i) {
+      float v[kEach];
+      ValuesOf<Shape>(held[j], from, i, cols, v);
+#pragma unroll
+      for (int e = 0; e < kEach; ++e)
+        if (Shape::kVectors || i + e < cols) lanes[e] = FusedMultiplyAdd(v[e], v[e], lanes[e]);
+    });
+    const float scale = CanonicalNan(RmsInverse(TeamSum<Shape::kTeam>(lanes), cols, eps));
+    if (threadIdx.x % Shape::kTeam == 0) rstd[row] = scale;
+    ForVectors<Shape>(cols, [&](int j, int64_t i) {
+      float v[kEach], w[kEach];
+      ValuesOf<Shape>(held[j], from, i, cols, v);
+      EightWeights<Shape::kVectors>(weight, i, cols - i, w);
+#pragma unroll
+      for (int e = 0; e < kEach; ++e) v[e] = RmsNorm(v[e], scale, w[e]);
+      StoreEight<In, Shape::kVectors>(y + row * cols + i, cols - i, v, &m);
+    });
+  }
+  const int32_t bits = TeamMax<kThreads>(m.AsFloatBits());
+  if (threadIdx.x != 0) return;
+  AwaitZeros();
+  StoreOrRaise(amax + blockIdx.x, bits);
+}
+
+// A team takes the rows of a part.
+template <class In, class Shape>
+__global__ void __launch_bounds__(kThreads)
+    RmsNormGradKernel(const In* x, const Weights weights, const float* rstd, const In* grad,
+                      int64_t runs, int64_t rows, int64_t cols, In* dx, float* parts) {
+  constexpr bool kVectors = Shape::kVectors;
+  const int64_t part = int64_t{blockIdx.x} * Shape::kTeams + threadIdx.x / Shape::kTeam;
+  const int64_t count = CeilDiv(rows, kSumRows), run = runs == 1 ? 0 : part / count;
+  if (part >= runs * count) return;  // the whole team, which is a warp where a block has several
+  const int64_t begin = run * rows + (part - run * count) * kSumRows;
+  const int64_t end = min((run + 1) * rows, begin + kSumRows);
+  const Weights weight = weights.From(run * cols);
+  float* own = parts + part * cols;
+  float sums[kHeldOrOne<Shape>][kEach] = {};
+#pragma unroll 1
+  for (int64_t row = begin; row < end; ++row) {
+    const In *from = x + row * cols, *dy = grad + row * cols;
+    Eight<In> held[kHeldOrOne<Shape>], held_dy[kHeldOrOne<Shape>];
+    Hold<Shape>(from, cols, held);
+    Hold<Shape>(dy, cols, held_dy);
+    const float scale = rstd[row];
+    float lanes[kEach] = {};
+    ForVectors<Shape>(cols, [&](int j, int64_t i) {
+      float v[kEach], g[kEach], w[kEach];
+      ValuesOf<Shape>(held[j], from, i, cols, v);
+      ValuesOf<Shape>(held_dy[j], dy, i, cols, g);
+      EightWeights<kVectors>(weight, i, cols - i, w);
+#pragma unroll
+      for (int e = 0; e < kEach; ++e)
+        if (kVectors || i + e < cols)
+          lanes[e] = FusedMultiplyAdd(g[e] * w[e], v[e] * scale, lanes[e]);
+    });
+    const float along = Divide(TeamSum<Shape::kTeam>(lanes), static_cast<float>(cols));
+    ForVectors<Shape>(cols, [&](int j, int64_t i) {
+      float v[kEach], g[kEach], w[kEach];
+      ValuesOf<Shape>(held[j], from, i, cols, v);
+      ValuesOf<Shape>(held_dy[j], dy, i, cols, g);
+      EightWeights<kVectors>(weight, i, cols - i, w);
+#pragma unroll
+      for (int e = 0; e < kEach; ++e) {
+        if (!kVectors && i + e >= cols) continue;
+        if constexpr (Shape::kHeld > 0) {
+          sums[j][e] = FusedMultiplyAdd(g[e], v[e] * scale, sums[j][e]);
+        } else {
+          const float before = row == begin ? 0.0f : own[i + e];
+          const float sum = FusedMultiplyAdd(g[e], v[e] * scale, before);
+          own[i + e] = row + 1 == end ? CanonicalNan(sum) : sum;
+        }
+        v[e] = RmsNormGrad(v[e], scale, w[e], g[e], along);
+      }
+      StoreEight<In, kVectors>(dx + row * cols + i, cols - i, v,
+                               static_cast<Magnitude<In>*>(nullptr));
+    });
+  }
+  if constexpr (Shape::kHeld > 0)
+    ForVectors<Shape>(cols, [&](int j, int64_t i) {
+#pragma unroll
+      for (int e = 0; e < kEach; ++e) own[i + e] = CanonicalNan(sums[j][e]);
+    });
+}
+
+// A block has kWarp columns of a run, and the partial sums of each side by side.
+__global__ void __launch_bounds__(kWarp* kRowLanes)
+    SumPartsKernel(const float* parts, int64_t count, int64_t cols, float* dweight) {
+  __shared__ float lanes[kRowLanes][kWarp];
+  const int64_t blocks = CeilDiv(cols, kWarp), run = blockIdx.x / blocks;
+  const int lane = threadIdx.x / kWarp, column = threadIdx.x % kWarp;
+  const int64_t i = (blockIdx.x - run * blocks) * kWarp + column;
+  parts += run * count * cols;
+  float sum = 0.0f;
+  if (i < cols)
+    for (int64_t part = lane; part < count; part += kRowLanes) sum = sum + parts[part * cols + i];
+  lanes[lane][column] = sum;
+  __syncthreads();
+  if (lane > 0 || i >= cols) return;
+  float all[kRowLanes];
+#pragma unroll
+  for (int k = 0; k < kRowLanes; ++k) all[k] = lanes[k][column];
+  dweight[run * cols + i] = CanonicalNan(SumHalves<kRowLanes>(all));
+}
+
+// Calls launch(RowShape{}) with that for rows of `cols`.
+template <class In, class Fn>
+Status ForShape(bool vectors, int64_t cols, const Fn& launch) {
+  if (!vectors) return launch(RowShape<kThreads, 0, false>{});
+  if (cols <= kLanesOfWarp) return launch(RowShape<kWarp, 1, true>{});
+  if (cols <= kSumLanes) return launch(RowShape<kThreads, 1, true>{});
+  if (cols <= 4 * kSumLanes) return launch(RowShape<kThreads, 4, true>{});
+  if constexpr (sizeof(In) == 2)
+    if (cols <= 8 * kSumLanes) return launch(RowShape<kThreads, 8, true>{});
+  return launch(RowShape<kThreads, 0, true>{});
+}
+
+bool AreVectors(int64_t cols, std::initializer_list<const void*> buffers) {
+  return cols % kEach == 0 && std::all_of(buffers.begin(), buffers.end(),
+                                          [](const void* p) { return IsAligned(p, 16); });
+}
+
+}  // namespace
+
+template <class In, class Weight>
+Status RmsNormForward(const Exec<Cuda>& exec, const In* x, const Weight* weight, int64_t runs,
+                      int64_t rows, int64_t cols, float eps, In* y, float* rstd, float* amax) {
+  if (runs == 0) return {};
+  return ForShape<In>(AreVectors(cols, {x, weight, y}), cols, [&](auto shape) {
+    using Shape = decltype(shape);
+    constexpr int kBlocksPerSm = 12;
+    const int64_t room = int64_t{Multiprocessors()} * kBlocksPerSm;
+    const int64_t splits =
+        std::max<int64_t>(1, std::min(CeilDiv(rows, Shape::kTeams), room / runs));
+    const Weights weights{weight, kWeightType<Weight>};
+    return LaunchRaising(exec, RmsNormKernel<In, Shape>, runs, splits, kThreads, amax, nullptr, x,
+                         weights, rows, cols, eps, y, rstd, amax);
+  });
+}
+
+template <class In, class Weight>
+Status RmsNormBackward(const Exec<Cuda>& exec, const In* x, const Weight* weight, const float* rstd,
+                       const In* grad, int64_t runs, int64_t rows, int64_t cols, In* dx,
+                       float* parts, float* dweight) {
+  const int64_t count = CeilDiv(rows, kSumRows);
+  const Status status =
+      ForShape<In>(AreVectors(cols, {x, weight, grad, dx}), cols, [&](auto shape) {
+        using Shape = decltype(shape);
+        const Weights weights{weight, kWeightType<Weight>};
+        return Launch(exec, RmsNormGradKernel<In, Shape>, CeilDiv(runs * count, Shape::kTeams),
+                      kThreads, x, weights, rstd, grad, runs, rows, cols, dx, parts);
+      });
+  if (status) return status;
+  return Launch(exec, SumPartsKernel, runs * CeilDiv(cols, kWarp), kWarp * kRowLanes, parts, count,
+                cols, dweight);
+}
+
+#define QSHARD_INSTANTIATE_NORM(In, Weight)                \
+  QSHARD_INSTANTIATE_FOR(Cuda, RmsNormForward, In, Weight) \
+  QSHARD_INSTANTIATE_FOR(Cuda, RmsNormBackward, In, Weight)
+QSHARD_FOR_EACH_INPUT(QSHARD_INSTANTIATE_NORM, float)
+QSHARD_FOR_EACH_INPUT(QSHARD_INSTANTIATE_NORM, bfloat16)
+QSHARD_FOR_EACH_INPUT(QSHARD_INSTANTIATE_NORM, float16)
+#undef QSHARD_INSTANTIATE_NORM
+
+}  // namespace qshard::kernels

@@ -1,0 +1,231 @@
+// SwiGLU and its gradients, each from one read of its operands, with the amax of each result.
+//
+// A thread takes vectors of 8 elements, kUnroll of them at once, as an H200 is fastest. Many blocks
+// share a run, as in amax/amax.cu, and walk it forwards, so that the end of what they write is
+// still in L2 for a cast that walks backwards. Elements before the first and after the last whole
+// vector, and runs that are not aligned alike, go one by one. Equals core/swiglu.h bit for bit.
+#include "kernels/activation.h"
+#include "kernels/cuda/launch.cuh"
+#include "kernels/cuda/magnitude.cuh"
+#include "kernels/cuda/quantize/codes.cuh"
+#include "kernels/cuda/raise_amax.cuh"
+#include "kernels/cuda/transpose/tile.cuh"
+#include "kernels/cuda/vector.cuh"
+
+namespace qshard::kernels {
+namespace {
+
+constexpr int kThreads = 256;
+
+template <class In, int kCount>
+using Vector = Words<kCount * sizeof(In)>;
+
+// v rounded, as NarrowExactly has it, with its magnitude added to `m`.
+template <class In, int kCount>
+__device__ __forceinline__ Vector<In, kCount> Rounded(const float (&v)[kCount], Magnitude<In>& m) {
+  Vector<In, kCount> x = NarrowWords<In>(v);
+  Magnitude<In> own;
+  own.Add(x);
+  m.AddBits(own.Bits());
+  if (own.HasNan()) x = NarrowExactly<In>(v, true);
+  return x;
+}
+
+// One run, or all: `operands` and `results` of the kernel below.
+template <class In>
+struct Forward {
+  static constexpr int kOperands = 2, kResults = 1, kUnroll = sizeof(In) == 4 ? 1 : 2;
+  static constexpr int kBlocksPerSm = 6;
+  const In* operand[kOperands];
+  In* result[kResults];
+  float* amax[kResults];
+
+  template <int kCount>
+  static __device__ __forceinline__ void Of(const float (&v)[kOperands][kCount],
+                                            Vector<In, kCount> (&made)[kResults],
+                                            Magnitude<In> (&m)[kResults]) {
+    float h[kCount];
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) h[i] = SwiGlu(v[0][i], v[1][i]);
+    made[0] = Rounded<In>(h, m[0]);
+  }
+};
+
+template <class In>
+struct Backward {
+  static constexpr int kOperands = 3, kResults = 2, kUnroll = 1;
+  static constexpr int kBlocksPerSm = 4;
+  const In* operand[kOperands];  // gate, up, gradient
+  In* result[kResults];          // of gate, of up
+  float* amax[kResults];
+
+  template <int kCount>
+  static __device__ __forceinline__ void Of(const float (&v)[kOperands][kCount],
+                                            Vector<In, kCount> (&made)[kResults],
+                                            Magnitude<In> (&m)[kResults]) {
+    float gate[kCount], up[kCount];
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const SwiGluGradients g = SwiGluGrad(v[0][i], v[1][i], v[2][i]);
+      gate[i] = g.gate, up[i] = g.up;
+    }
+    made[0] = Rounded<In>(gate, m[0]);
+    made[1] = Rounded<In>(up, m[1]);
+  }
+};
+
+template <class Map, class In, int kCount>
+struct Loaded {
+  Vector<In, kCount> v[Map::kOperands];
+};
+
+template <int kCount, class Map, class In>
+__device__ __forceinline__ Loaded<Map, In, kCount> LoadAll(const Map& map, const In*, int64_t at) {
+  Loaded<Map, In, kCount> x;
+#pragma unroll
+  for (int k = 0; k < Map::kOperands; ++k) x.v[k] = Load<kCount * sizeof(In)>(map.operand[k] + at);
+  return x;
+}
+
+template <int kCount, class Map, class In>
+__device__ __forceinline__ void MapAll(const Map& map, const Loaded<Map, In, kCount>& x, int64_t at,
+                                       Magnitude<In> (&m)[Map::kResults]) {
+  float v[Map::kOperands][kCount];
+#pragma unroll
+  for (int k = 0; k < Map::kOperands; ++k) WidenWords<In>(x.v[k], v[k]);
+  Vector<In, kCount> made[Map::kResults];
+  Map::Of(v, made, m);
+#pragma unroll
+  for (int k = 0; k < Map::kResults; ++k) Store<Write::kCached>(map.result[k] + at, made[k]);
+}
+
+// Grid: x for runs, y for splits (LaunchRaising). `vectors`: whether runs are whole vectors.
+template <class Map, class In>
+__global__ void __launch_bounds__(kThreads, Map::kBlocksPerSm)
+    MapKernel(const Map map, const In* type, int64_t length, bool vectors) {
+  constexpr int kUnroll = Map::kUnroll;
+  const int64_t begin = blockIdx.x * length;
+  Magnitude<In> m[Map::kResults];
+  if (vectors) {
+    constexpr int kPiece = kThreads * kUnroll;
+    const int64_t count = length / kEight, step = int64_t{gridDim.y} * kPiece;
+    int64_t i = int64_t{blockIdx.y} * kPiece + threadIdx.x;
+    for (; i - threadIdx.x + kPiece <= count; i += step) {
+      Loaded<Map, In, kEight> x[kUnroll];
+#pragma unroll
+      for (int k = 0; k < kUnroll; ++k)
+        x[k] = LoadAll<kEight>(map, type, begin + (i + k * kThreads) * kEight);
+#pragma unroll
+      for (int k = 0; k < kUnroll; ++k)
+        MapAll<kEight>(map, x[k], begin + (i + k * kThreads) * kEight, m);
+    }
+    for (int k = 0; k < kUnroll; ++k) {  // the run's last piece, cut short
+      const int64_t j = i + k * kThreads, at = begin + j * kEight;
+      if (j < count) MapAll<kEight>(map, LoadAll<kEight>(map, type, at), at, m);
+    }
+  } else {
+    for (int64_t i = int64_t{blockIdx.y} * kThreads + threadIdx.x; i < length;
+         i += int64_t{gridDim.y} * kThreads)
+      MapAll<1>(map, LoadAll<1>(map, type, begin + i), begin + i, m);
+  }
+  int32_t bits[Map::kResults];
+#pragma unroll
+  for (int k = 0; k < Map::kResults; ++k) {
+    __syncthreads();
+    bits[k] = TeamMax<kThreads>(m[k].AsFloatBits());
+  }
+  if (threadIdx.x != 0) return;
+  AwaitZeros();
+#pragma unroll
+  for (int k = 0; k < Map::kResults; ++k) StoreOrRaise(map.amax[k] + blockIdx.x, bits[k]);
+}
+
+template <class In, class Map>
+Status LaunchMap(const Exec<Cuda>& exec, const Map& map, int64_t runs, int64_t length) {
+  if (runs == 0) return {};
+  bool vectors = length % kEight == 0;
+  for (const In* x : map.operand) vectors = vectors && IsAligned(x, 16);
+  for (const In* x : map.result) vectors = vectors && IsAligned(x, 16);
+  const int64_t pieces = CeilDiv(length, kThreads * (vectors ? Map::kUnroll * kEight : 1));
+  const int64_t room = int64_t{Multiprocessors()} * Map::kBlocksPerSm;
+  // A block a run where there are runs enough; else all of a wave.
+  const int64_t splits = std::max<int64_t>(1, std::min(pieces, room / runs));
+  return LaunchRaising(exec, MapKernel<Map, In>, runs, splits, kThreads, map.amax[0],
+                       Map::kResults > 1 ? map.amax[Map::kResults - 1] : nullptr, map,
+                       static_cast<const In*>(nullptr), length, vectors);
+}
+
+// --- codes, transposed: tiles of 128 x 128 elements (transpose/tile.cuh) ---
+
+template <class In>
+struct Pair {
+  const In *gate, *up;
+};
+
+template <class In>
+__device__ __forceinline__ EightOf<In> SwiGluRow(const EightOf<In>& gate, const EightOf<In>& up) {
+  float g[kEight], u[kEight];
+  WidenWords<In>(gate, g);
+  WidenWords<In>(up, u);
+#pragma unroll
+  for (int i = 0; i < kEight; ++i) g[i] = SwiGlu(g[i], u[i]);
+  return NarrowWords<In>(g);  // The bits of a NaN do not matter to codes.
+}
+
+template <class In, class Code>
+__global__ void __launch_bounds__(kTileThreads, sizeof(In) == 4 ? 2 : 3)
+    SwiGluTiles(const Pair<In> x, const float* scale, const TileGrid grid, bool wide,
+                uint8_t* data_t) {
+  __shared__ alignas(16) uint8_t tile[sizeof(typename TransposedTile<Code>::Bytes)];
+  const int down = threadIdx.x / kPatches, across = threadIdx.x % kPatches;
+  const Tile t = grid.At(blockIdx.x);
+  const int height = t.PatchHeight(down * kPatch, across * kPatch);
+  const int64_t at = grid.Offset(t, down * kPatch, across * kPatch);
+  EightOf<In> gate[kPatch], up[kPatch];
+  LoadRows<Read::kOnce>(x.gate + at, grid.cols, height, gate);
+  LoadRows<Read::kOnce>(x.up + at, grid.cols, height, up);
+  const float s = __ldg(scale);
+  EightCodes<Code> codes[kPatch], columns[kPatch];
+#pragma unroll
+  for (int k = 0; k < kPatch; ++k) codes[k] = EncodeRow<In, Code>(SwiGluRow<In>(gate[k], up[k]), s);
+  TransposeCodes<Code>(codes, columns);
+  TransposedTile<Code>::Put(tile, down, across, columns);
+  __syncthreads();
+  TransposedTile<Code>::template WriteOut<Write::kStream>(tile, t, grid, wide, data_t);
+}
+
+}  // namespace
+
+template <class In, class Code>
+Status SwiGluCastTransposed(const Exec<Cuda>& exec, const In* gate, const In* up,
+                            const float* scale, int64_t rows, int64_t cols, uint8_t* data_t) {
+  if (rows * cols == 0) return {};
+  const TileGrid grid(1, rows, cols);
+  if (cols % kEight == 0 && IsAligned(gate, 16) && IsAligned(up, 16) && grid.tiles < kMaxDivided)
+    return Launch(exec, SwiGluTiles<In, Code>, grid.tiles, kTileThreads, Pair<In>{gate, up}, scale,
+                  grid, WideColumns<Code>(rows, data_t), data_t);
+  return ForEach(exec, rows * cols, [=] __device__(int64_t i) {
+    const float h = Widen(Narrow<In>(SwiGlu(Widen(gate[i]), Widen(up[i]))));
+    data_t[i % cols * rows + i / cols] = Encode<Code>(__fmul_rn(h, *scale));
+  });
+}
+
+template <class In>
+Status SwiGluForward(const Exec<Cuda>& exec, const In* gate, const In* up, int64_t runs,
+                     int64_t length, In* h, float* amax) {
+  return LaunchMap<In>(exec, Forward<In>{{gate, up}, {h}, {amax}}, runs, length);
+}
+
+template <class In>
+Status SwiGluBackward(const Exec<Cuda>& exec, const In* gate, const In* up, const In* grad,
+                      int64_t runs, int64_t length, In* d_gate, In* d_up, float* amax_gate,
+                      float* amax_up) {
+  return LaunchMap<In>(exec, Backward<In>{{gate, up, grad}, {d_gate, d_up}, {amax_gate, amax_up}},
+                       runs, length);
+}
+
+QSHARD_FOR_EACH_INPUT(QSHARD_INSTANTIATE_FOR, Cuda, SwiGluForward)
+QSHARD_FOR_EACH_INPUT(QSHARD_INSTANTIATE_FOR, Cuda, SwiGluBackward)
+QSHARD_FOR_EACH_INPUT(QSHARD_FOR_EACH_FP8, QSHARD_INSTANTIATE_FOR, Cuda, SwiGluCastTransposed)
+
+}  // namespace qshard::kernels

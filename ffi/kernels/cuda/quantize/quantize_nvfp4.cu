@@ -1,0 +1,111 @@
+// Which kernel quantizes to NVFP4: those for all formats where x is taken as it is and codes are
+// the nearest, and otherwise the kernels of nvfp4_options.cuh.
+#include <algorithm>
+
+#include "kernels/cuda/quantize/nvfp4_options.cuh"
+#include "kernels/quantize_block.h"
+
+namespace qshard::kernels {
+namespace {
+
+template <class In>
+bool TakesNvfp4Tiles(const Nvfp4TileArguments<In>& a, const Blocks& cells, const Places* places) {
+  // A region for the 16 elements of a row of a block, or for all.
+  const bool draws =
+      places == nullptr || (places->steps.col == 1 && (a.one_region || cells.block_cols > 1));
+  return draws && a.grid.cols % kEight == 0 && IsAligned(a.x, 16) && IsAligned(a.data, 8) &&
+         IsAligned(a.second_data, 8) && a.grid.tiles < kMaxDivided && HasSmallIndices(cells);
+}
+
+template <class In, bool kRandom>
+Status LaunchNvfp4Tiles(const Exec<Cuda>& exec, const Nvfp4TileArguments<In>& a) {
+  constexpr int kBytes = sizeof(Nvfp4Memory<In, kRandom>);
+  const auto kernel = QuantizeNvfp4Tiles<In, kRandom>;
+  constexpr int kWithoutAsking = 48 << 10;
+  if (kBytes > kWithoutAsking) QSHARD_RETURN_IF_ERROR(AllowSharedMemory(kernel, kBytes));
+  kernel<<<static_cast<unsigned>(a.grid.tiles), kTileThreads, kBytes, exec.stream>>>(a);
+  return LaunchStatus();
+}
+
+// One plane or both, in the order of x and transposed; blocks of either are 1 x 16 and 16 x 1, but
+// that those in the order of x may be squares.
+template <class In>
+Status Quantize(const Exec<Cuda>& exec, const In* x, const Nvfp4Scales& scales,
+                const Nvfp4Scales& second_scales, const Nvfp4Options& options, const Blocks& cells,
+                const BothPlanes<uint8_t>& out) {
+  Blocks rows = cells, columns = cells;
+  if (out.second_data != nullptr) rows.block_rows = 1, rows.block_cols = kBlock16;
+  columns.block_rows = kBlock16, columns.block_cols = 1;
+  const int64_t matrices = MatricesOfGlobal(scales, out.data != nullptr ? rows : columns);
+  const int64_t second_matrices =
+      out.second_data != nullptr ? MatricesOfGlobal(second_scales, columns) : matrices;
+  const auto divider = [](int64_t n) {
+    return Divider(std::clamp<int64_t>(n, 1, kMaxDivided - 1));
+  };
+  const Nvfp4TileArguments<In> a = {
+      x,
+      scales,
+      second_scales,
+      divider(matrices),
+      divider(second_matrices),
+      TileGrid(cells.batch, cells.rows, cells.cols),
+      options.hadamard,
+      rows.block_rows > 1,
+      RegionsOf(options.places != nullptr ? *options.places : Places{nullptr, nullptr, 1, {}},
+                cells),
+      divider(cells.block_rows),
+      divider(cells.block_cols),
+      options.places != nullptr && options.places->run >= cells.GridSize(),
+      out.data,
+      out.scale_inv,
+      out.second_data,
+      out.second_scale_inv};
+  if (matrices > 0 && second_matrices > 0 && TakesNvfp4Tiles(a, cells, options.places))
+    return options.places != nullptr ? LaunchNvfp4Tiles<In, true>(exec, a)
+                                     : LaunchNvfp4Tiles<In, false>(exec, a);
+  const bool random = options.places != nullptr;
+  if (out.data != nullptr) {
+    const Status status = LaunchNvfp4Blocks(
+        exec, x, {scales, rows, false, random, a.regions, cells, {out.data, out.scale_inv}});
+    if (status || out.second_data == nullptr) return status;
+  }
+  return LaunchNvfp4Blocks(exec, x,
+                           {second_scales,
+                            columns,
+                            options.hadamard,
+                            random,
+                            a.regions,
+                            cells,
+                            {nullptr, nullptr, out.second_data, out.second_scale_inv}});
+}
+
+}  // namespace
+
+template <class In>
+Status QuantizeNvfp4(const Exec<Cuda>& exec, const In* x, const Nvfp4Scales& scales,
+                     const Nvfp4Options& options, const Blocks& blocks,
+                     const BlockPlane<uint8_t>& out) {
+  if (blocks.GridSize() == 0) return {};
+  if (!options.hadamard && options.places == nullptr)
+    return QuantizeBlock<In, E2M1>(exec, x, scales, blocks, out);
+  return Quantize(exec, x, scales, scales, options, blocks,
+                  {out.data, out.scale_inv, out.data_t, out.scale_inv_t, true});
+}
+
+template <class In>
+Status QuantizeNvfp4Both(const Exec<Cuda>& exec, const In* x, const Nvfp4Scales& scales,
+                         const Nvfp4Scales& second_scales, const Nvfp4Options& options,
+                         const Blocks& blocks, const BothPlanes<uint8_t>& out) {
+  if (blocks.GridSize() == 0) return {};
+  // The kernel for x as it is makes both planes under one table of scales.
+  const bool one = scales.global_amax == second_scales.global_amax &&
+                   scales.run == second_scales.run && scales.step == second_scales.step;
+  if (!options.hadamard && options.places == nullptr && one)
+    return QuantizeBlockBoth<In, E2M1>(exec, x, scales, blocks, out);
+  return Quantize(exec, x, scales, second_scales, options, blocks, out);
+}
+
+QSHARD_FOR_EACH_INPUT(QSHARD_INSTANTIATE_FOR, Cuda, QuantizeNvfp4)
+QSHARD_FOR_EACH_INPUT(QSHARD_INSTANTIATE_FOR, Cuda, QuantizeNvfp4Both)
+
+}  // namespace qshard::kernels

@@ -1,0 +1,320 @@
+// Tiles of 128 x 128 elements, whose blocks of 128, 32 or 16 they hold whole: blocks along rows,
+// along columns or both, stored in the order of x or transposed, from one read of x.
+//
+// As in transpose/tile.cuh, a thread holds a patch of 8 x 8 elements in registers, and warps read
+// and write whole lines. What threads tell each other through shared memory: the largest magnitudes
+// of their patches' rows and columns, then the scales, of which each thread works out a few.
+#ifndef QSHARD_KERNELS_CUDA_QUANTIZE_TILES_CUH_
+#define QSHARD_KERNELS_CUDA_QUANTIZE_TILES_CUH_
+
+#include <cstdint>
+#include <type_traits>
+
+#include "kernels/cuda/quantize/codes.cuh"
+#include "kernels/cuda/quantize/scales.cuh"
+#include "kernels/cuda/transpose/tile.cuh"
+
+namespace qshard::kernels {
+
+// --- what kernels on tiles share ---
+
+template <class In, class Scales>
+struct TileArguments {
+  const In* x;
+  Scales scales;
+  TileGrid grid;
+  Divider tile_rows;  // of all matrices
+  Divider matrices;   // that share a global scale,
+  bool one_global;    // if none has more than one
+  bool wide;          // WideColumns of the transposed codes
+  // Null for what is not wanted.
+  uint8_t* data;
+  typename Scales::Stored* scale_inv;
+  uint8_t* second_data;
+  typename Scales::Stored* second_scale_inv;
+};
+
+// Where a thread's patch is in its tile.
+struct PatchPlace {
+  __device__ __forceinline__ PatchPlace()
+      : down(threadIdx.x / kPatches), across(threadIdx.x % kPatches) {}
+  int down, across;
+};
+
+// The tile of this block, in the order of the tuning. kDownFirst: the next one is below, so that it
+// writes what comes next in the transposed plane.
+template <class Tuning, class In, class Scales>
+__device__ __forceinline__ Tile TileOf(const TileArguments<In, Scales>& a) {
+  uint32_t index = blockIdx.x;
+  if constexpr (Tuning::kDownFirst) {
+    const uint32_t across = a.tile_rows.Divide(index);
+    index = (index - across * a.tile_rows.divisor()) * a.grid.across.divisor() + across;
+  }
+  return a.grid.At(Tuning::kBackward ? gridDim.x - 1 - index : index);
+}
+
+template <class Tuning, class In>
+__device__ __forceinline__ void LoadPatch(const In* x, const TileGrid& grid, const Tile& t,
+                                          const PatchPlace& p, int height,
+                                          EightOf<In> (&rows)[kPatch]) {
+  LoadRows<Tuning::kRead>(x + grid.Offset(t, p.down * kPatch, p.across * kPatch), grid.cols, height,
+                          rows);
+}
+
+// The codes of a patch's rows, as far as there are any; `kWhole`: there are all. A row at a time,
+// as registers are few; `codes(k)` gives row k, which without kWhole may be worked out in vain.
+template <class Code, Write kWrite, bool kWhole, class Codes>
+__device__ __forceinline__ void StoreRows(uint8_t* data, const TileGrid& grid, const Tile& t,
+                                          const PatchPlace& p, int height, const Codes& codes) {
+  // Rows of x are whole vectors of eight.
+  const uint64_t first = grid.Offset(t, p.down * kPatch, p.across * kPatch);
+  uint8_t* to = data + first / kEight * kStoredBits<Code>;
+  const uint64_t step = static_cast<uint64_t>(grid.cols) / kEight * kStoredBits<Code>;
+#pragma unroll
+  for (int k = 0; k < kPatch; ++k, to += step) {
+    if (kWhole || k < height) Store<kWrite>(to, codes(k));
+  }
+}
+
+// What kernels on tiles are for.
+enum class Work { kRows, kColumns, kBoth, kSquare, kSquareTransposed, kSquareBoth };
+
+// As measured on an H200.
+template <class In, class Scales, Work kWork>
+struct TileTuning {
+  static constexpr bool kNvfp4 = Fast<Scales>::kGlobal;
+  static constexpr bool kE8M0 = kFastBlock<Scales> == 32, kFloat = kFastBlock<Scales> == 128;
+  static constexpr int Blocks() {
+    // As many as the registers of a patch allow. The compiler widens all of a float16 one at once.
+    if (sizeof(In) == 4 || (std::is_same_v<In, float16> && kNvfp4)) return 2;
+    if (kWork == Work::kBoth) return 3;
+    if (kWork == Work::kSquareTransposed || kWork == Work::kSquareBoth) return 4;
+    if (kE8M0) return 3;
+    return kNvfp4 || kWork == Work::kColumns ? 4 : 3;
+  }
+  static constexpr int kBlocksPerSm = Blocks();
+  static constexpr bool kBackward = kNvfp4;
+  static constexpr bool kDownFirst =
+      !kNvfp4 && (kWork == Work::kSquareTransposed || (kFloat && kWork == Work::kColumns));
+  static constexpr Read kRead = !kNvfp4 && kWork == Work::kSquareBoth ? Read::kOnce : Read::kCached;
+  static constexpr Write kWrite =
+      !kNvfp4 && (kWork == Work::kBoth || (kE8M0 && kWork == Work::kColumns)) ? Write::kCached
+                                                                              : Write::kStream;
+};
+// From the end of x, which an amax before, that walks forwards, has left in L2.
+template <class In, bool kAmax, Work kWork>
+struct TileTuning<In, GivenScales<kAmax>, kWork> {
+  static constexpr int kBlocksPerSm = sizeof(In) == 4 ? 2 : kAmax ? 3 : 4;
+  static constexpr bool kBackward = true, kDownFirst = false;
+  static constexpr Read kRead = kAmax ? Read::kOnce : Read::kCached;
+  static constexpr Write kWrite = Write::kStream;
+};
+
+// The scales of a tile are parts of sectors, of which other tiles write the rest. That goes faster
+// if no sector leaves L2 before it is whole.
+template <class Stored>
+__device__ __forceinline__ void StoreScale(Stored* to, Stored scale_inv) {
+  uint64_t last_to_leave;
+  asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(last_to_leave));
+  if constexpr (std::is_same_v<Stored, float>)
+    asm volatile("st.global.L2::cache_hint.f32 [%0], %1, %2;"
+                 :
+                 : "l"(to), "f"(scale_inv), "l"(last_to_leave)
+                 : "memory");
+  else
+    asm volatile("st.global.L2::cache_hint.u8 [%0], %1, %2;"
+                 :
+                 : "l"(to), "r"(uint32_t{scale_inv}), "l"(last_to_leave)
+                 : "memory");
+}
+
+// --- blocks along rows (kRows), and along columns ---
+
+// How fast kernels store blocks along columns. GEMMs of bytes with E8M0 scales take them in the
+// order of x, all others transposed.
+template <class Code, class Scales>
+constexpr bool kColumnsTransposed = kPacked<Code> || !std::is_same_v<Scales, E8M0Scales>;
+
+// Rows of these in shared memory are 16 bytes longer than their banks are wide, for accesses down
+// columns.
+template <class In>
+constexpr int kBitsStride = kTile + 16 / sizeof(typename Magnitudes<In>::Bits);
+constexpr int kScaleStride = kTile + 4;
+
+// Scales of lines that follow each other.
+__device__ __forceinline__ void StoreScales(const float (&scale)[kPatch], float* to) {
+  auto* four = reinterpret_cast<float4*>(to);
+  four[0] = make_float4(scale[0], scale[1], scale[2], scale[3]);
+  four[1] = make_float4(scale[4], scale[5], scale[6], scale[7]);
+}
+__device__ __forceinline__ void LoadScales(const float* from, float (&scale)[kPatch]) {
+  const auto* four = reinterpret_cast<const float4*>(from);
+  const float4 lo = four[0], hi = four[1];
+  scale[0] = lo.x, scale[1] = lo.y, scale[2] = lo.z, scale[3] = lo.w;
+  scale[4] = hi.x, scale[5] = hi.y, scale[6] = hi.z, scale[7] = hi.w;
+}
+
+template <class In, class Code, class Scales, Work kWork>
+__global__ void __launch_bounds__(kTileThreads, TileTuning<In, Scales, kWork>::kBlocksPerSm)
+    QuantizeTiles(const TileArguments<In, Scales> a) {
+  using Abs = Magnitudes<In>;
+  using Tuning = TileTuning<In, Scales, kWork>;
+  constexpr bool kRows = kWork != Work::kColumns, kAlongColumns = kWork != Work::kRows;
+  constexpr bool kTransposed = kAlongColumns && kColumnsTransposed<Code, Scales>;
+  constexpr int kBlock = kFastBlock<Scales>;
+  constexpr int kAcross = kTile / kBlock;  // blocks of a row of the tile
+  constexpr int kWords = EightOf<In>::kCount;
+  constexpr int kWarpRows = 2 * kPatch, kWarps = kTileThreads / 32;
+  using BitsOf = typename Abs::Bits;
+  __shared__ alignas(16) BitsOf row_amax[kRows ? kAcross * kBitsStride<In> : 1];
+  __shared__ alignas(16) BitsOf column_amax[kAlongColumns ? kWarps * kBitsStride<In> : 1];
+  __shared__ alignas(16) float row_scale[kRows ? kAcross * kScaleStride : 1];
+  __shared__ alignas(16) float column_scale[kAlongColumns ? kAcross * kScaleStride : 1];
+  __shared__ alignas(16)
+      uint8_t tile[kTransposed ? sizeof(typename TransposedTile<Code>::Bytes) : 16];
+  __shared__ typename Fast<Scales>::Global global;
+
+  const PatchPlace p;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const Tile t = TileOf<Tuning>(a);
+  const int height = t.PatchHeight(p.down * kPatch, p.across * kPatch);
+  EightOf<In> rows[kPatch];
+  LoadPatch<Tuning>(a.x, a.grid, t, p, height, rows);
+  if constexpr (Fast<Scales>::kGlobal) {
+    if (threadIdx.x == 0) global = GlobalAt(a.scales, a.matrices.Divide(t.matrix));
+  }
+
+  // The largest magnitudes of rows and columns, as far as warps go.
+  uint32_t row_max[kPatch], column_max[kWords];
+#pragma unroll
+  for (int k = 0; k < kPatch; ++k) {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      const uint32_t w = rows[k].w[i];
+      row_max[k] = i == 0 ? w : Abs::MaxAbs(row_max[k], w);
+      column_max[i] = k == 0 ? w : Abs::MaxAbs(column_max[i], w);
+    }
+    row_max[k] = Abs::Abs(row_max[k]);
+  }
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) column_max[i] = Abs::Abs(column_max[i]);
+  if constexpr (kRows) {
+    constexpr int kCount = kPatch / Abs::kPerWord, kFrom = kBlock / kPatch / 2;
+    uint32_t m[kCount];
+#pragma unroll
+    for (int i = 0; i < kCount; ++i)
+      m[i] = Abs::kPerWord == 2 ? Abs::Fold(row_max[2 * i % kPatch], row_max[2 * i % kPatch + 1])
+                                : row_max[i];
+    ReduceScatter<In, kFrom, 1, kCount>(m, lane);
+    constexpr int kLeft = WordsLeft(kFrom, 1, kCount);
+    // Lanes that went on after the last split hold the same.
+    constexpr int kSame = kBlock / kPatch * kLeft / kCount;
+    auto* to = reinterpret_cast<uint32_t*>(row_amax + p.across * kPatch / kBlock * kBitsStride<In> +
+                                           p.down * kPatch) +
+               FirstWord<kFrom, 1, kCount>(lane);
+    if (lane % kSame == 0) {
+#pragma unroll
+      for (int i = 0; i < kLeft; ++i) to[i] = m[i];
+    }
+  }
+  if constexpr (kAlongColumns) {
+    ReduceScatter<In, 16, 16, kWords>(column_max, lane);
+    auto* to =
+        reinterpret_cast<uint32_t*>(column_amax + warp * kBitsStride<In> + p.across * kPatch) +
+        FirstWord<16, 16, kWords>(lane);
+#pragma unroll
+    for (int i = 0; i < kWords / 2; ++i) to[i] = column_max[i];
+  }
+  __syncthreads();
+
+  // The scales.
+  constexpr int kScales = kTile * kAcross;
+  bool common = t.height == kTile && t.width == kTile;
+  if constexpr (kRows) {
+    const int64_t grid_cols = CeilDiv(a.grid.cols, int64_t{kBlock});
+#pragma unroll
+    for (int i = 0; i < CeilDiv(kScales, kTileThreads); ++i) {
+      const int s = i * kTileThreads + threadIdx.x, b = s % kAcross, row = s / kAcross;
+      if (kScales % kTileThreads != 0 && row >= kTile) break;
+      const float amax = Abs::Value(row_amax[b * kBitsStride<In> + row]);
+      const auto scale = ScaleOf<Code>(a.scales, global, amax);
+      if constexpr (kPacked<Code>) common = common && IsPlainE2M1(amax, scale.scale);
+      row_scale[b * kScaleStride + row] = scale.scale;
+      if (row < t.height && b * kBlock < t.width && a.scale_inv != nullptr)
+        StoreScale(
+            a.scale_inv + (t.matrix * a.grid.rows + t.row + row) * grid_cols + t.col / kBlock + b,
+            scale.scale_inv);
+    }
+  }
+  if constexpr (kAlongColumns) {
+    const int64_t grid_rows = CeilDiv(a.grid.rows, int64_t{kBlock});
+#pragma unroll
+    for (int i = 0; i < CeilDiv(kScales, kTileThreads); ++i) {
+      // In the order that they are stored in. If they are few, the second half of the threads, as
+      // the first has worked on rows.
+      const int s =
+          i * kTileThreads + (kScales < kTileThreads ? static_cast<int>(threadIdx.x) - kScales
+                                                     : static_cast<int>(threadIdx.x));
+      if (kScales < kTileThreads && s < 0) break;
+      const int b = kTransposed ? s % kAcross : s / kTile;
+      const int col = kTransposed ? s / kAcross : s % kTile;
+      const BitsOf* from = column_amax + b * (kBlock / kWarpRows) * kBitsStride<In> + col;
+      uint32_t bits = from[0];
+#pragma unroll
+      for (int j = 1; j < kBlock / kWarpRows; ++j)
+        bits = max(bits, uint32_t{from[j * kBitsStride<In>]});
+      const float amax = Abs::Value(bits);
+      const auto scale = ScaleOf<Code>(a.scales, global, amax);
+      if constexpr (kPacked<Code>) common = common && IsPlainE2M1(amax, scale.scale);
+      column_scale[b * kScaleStride + col] = scale.scale;
+      const int64_t grid_row = t.row / kBlock + b, x_col = t.col + col;
+      if (b * kBlock < t.height && col < t.width && a.second_scale_inv != nullptr)
+        StoreScale(a.second_scale_inv +
+                       (kTransposed ? (t.matrix * a.grid.cols + x_col) * grid_rows + grid_row
+                                    : (t.matrix * grid_rows + grid_row) * a.grid.cols + x_col),
+                   scale.scale_inv);
+    }
+  }
+  // The common case, whole tiles of plain elements, has code of its own.
+  if constexpr (kPacked<Code>)
+    common = __syncthreads_and(common);
+  else
+    __syncthreads();
+
+  // The codes.
+  const auto encode = [&](auto is_common) {
+    constexpr bool kCommon = decltype(is_common)::value;
+    if constexpr (kRows) {
+      float scale[kPatch];
+      LoadScales(row_scale + p.across * kPatch / kBlock * kScaleStride + p.down * kPatch, scale);
+      StoreRows<Code, Tuning::kWrite, kCommon>(a.data, a.grid, t, p, height, [&](int k) {
+        return EncodeRow<In, Code, kCommon>(rows[k], scale[k]);
+      });
+    }
+    if constexpr (kAlongColumns) {
+      float scale[kPatch];
+      LoadScales(column_scale + p.down * kPatch / kBlock * kScaleStride + p.across * kPatch, scale);
+      if constexpr (kTransposed) {
+        EightCodes<Code> columns[kPatch];
+        EncodeColumns<In, Code, kCommon>(rows, scale, columns);
+        TransposedTile<Code>::Put(tile, p.down, p.across, columns);
+      } else {
+        StoreRows<Code, Tuning::kWrite, kCommon>(a.second_data, a.grid, t, p, height, [&](int k) {
+          return EncodeRow<In, Code>(rows[k], scale);
+        });
+      }
+    }
+  };
+  if (common)
+    encode(std::true_type{});
+  else
+    encode(std::false_type{});
+  if constexpr (kTransposed) {
+    __syncthreads();
+    TransposedTile<Code>::template WriteOut<Tuning::kWrite>(tile, t, a.grid, a.wide, a.second_data);
+  }
+}
+
+}  // namespace qshard::kernels
+
+#endif  // QSHARD_KERNELS_CUDA_QUANTIZE_TILES_CUH_

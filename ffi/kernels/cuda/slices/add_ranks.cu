@@ -1,0 +1,68 @@
+// Sums of what ranks have of a slice, in the order of ranks: one pass over all of it.
+#include "kernels/add_ranks.h"
+#include "kernels/cuda/convert.cuh"
+#include "kernels/cuda/launch.cuh"
+#include "kernels/cuda/vector.cuh"
+
+namespace qshard::kernels {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kInFlight = 4;  // ranks whose elements are loaded at once
+
+// A thread adds kCount elements from `at` on.
+template <class In, int kCount>
+__device__ __forceinline__ void AddAt(const In* parts, int64_t ranks, int64_t length,
+                                      const float* before, float* total, int64_t at) {
+  float sums[kCount] = {}, v[kCount];
+  Words<kCount * sizeof(float)> added = {};
+  if (before != nullptr) added = Load<kCount * sizeof(float), Read::kStream>(before + at);
+  for (int64_t rank = 0; rank < ranks; rank += kInFlight) {
+    Words<kCount * sizeof(In)> x[kInFlight];
+#pragma unroll
+    for (int j = 0; j < kInFlight; ++j)
+      if (rank + j < ranks)
+        x[j] = Load<kCount * sizeof(In), Read::kStream>(parts + (rank + j) * length + at);
+#pragma unroll
+    for (int j = 0; j < kInFlight; ++j) {
+      if (rank + j >= ranks) break;
+      WidenWords<In>(x[j], v);
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) sums[i] = rank + j == 0 ? v[i] : sums[i] + v[i];
+    }
+  }
+  if (before != nullptr) {
+    WidenWords<float>(added, v);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) sums[i] = v[i] + sums[i];
+  }
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) sums[i] = CanonicalNan(sums[i]);
+  Store<Write::kCached>(total + at, NarrowWords<float>(sums));
+}
+
+template <class In, int kCount>
+__global__ void __launch_bounds__(kThreads)
+    AddRanksKernel(const In* parts, int64_t ranks, int64_t length, const float* before,
+                   float* total) {
+  const int64_t at = (int64_t{blockIdx.x} * kThreads + threadIdx.x) * kCount;
+  if (at < length) AddAt<In, kCount>(parts, ranks, length, before, total, at);
+}
+
+}  // namespace
+
+template <class In>
+Status AddRanks(const Exec<Cuda>& exec, const In* parts, int64_t ranks, int64_t length,
+                const float* before, float* total) {
+  constexpr int kVector = 16 / sizeof(In);
+  // Only then does the part of every rank begin where a vector does.
+  if (length % kVector == 0 && IsAligned(parts, 16) && IsAligned(total, 16))
+    return Launch(exec, AddRanksKernel<In, kVector>, CeilDiv(length, kThreads * kVector), kThreads,
+                  parts, ranks, length, before, total);
+  return Launch(exec, AddRanksKernel<In, 1>, CeilDiv(length, kThreads), kThreads, parts, ranks,
+                length, before, total);
+}
+
+QSHARD_FOR_EACH_INPUT(QSHARD_INSTANTIATE_FOR, Cuda, AddRanks)
+
+}  // namespace qshard::kernels

@@ -1,0 +1,67 @@
+// Transposes of codes and scales.
+#include "kernels/transpose.h"
+
+#include "schema/handler.h"
+
+namespace qshard {
+
+namespace {
+
+// Of codes of a byte, or of 4 bits, two a byte along rows before and after.
+template <class Platform>
+Error Transpose(const Call<Platform>& call, int64_t codes_per_byte) {
+  const Matrices m(call.binding);
+  const kernels::TransposePair pair{Data<uint8_t>(call.arg(0)),
+                                    Mutable<uint8_t>(call.ret(0)),
+                                    m.batch,
+                                    m.rows,
+                                    m.cols * codes_per_byte,
+                                    8 / codes_per_byte};
+  return call(kernels::TransposeEach(call.exec, &pair, 1));
+}
+
+}  // namespace
+
+// The columnwise plane of a tensor whose scales do not depend on the direction. Packed codes are
+// [*batch, rows, cols / 2] and [*batch, cols, rows / 2]; with `split`, both are [*batch, m, k, 2]
+// of the bytes, for rows = 2 * m and cols = 2 * k: the two is what the byte of the other matrix
+// holds.
+QSHARD_DEFINE_OP(transpose) { return Transpose(call, 1); }
+QSHARD_DEFINE_OP(transpose_packed) { return Transpose(call, 2); }
+
+// data_t[w] [*batch, cols, rows] = the transposes of data[w] [*batch, rows, cols], for all weights
+// at once: the columnwise planes of weights whose scales do not depend on the direction, codes and
+// scales. Elements are bytes, 32-bit words, or, where shapes of bytes say so, 4-bit codes, two a
+// byte along rows before and after.
+QSHARD_DEFINE_OP(transpose_each) {
+  QSHARD_RETURN_IF_ERROR(call.InPlace(0));
+  std::vector<kernels::TransposePair> pairs;
+  pairs.reserve(call.binding.list_length());
+  for (int64_t i = 0; i < call.binding.list_length(); ++i) {
+    const Buffer &data = call.arg(0, i), &data_t = call.arg(1, i);
+    const bool bytes = SizeOf(data.dtype) == 1;
+    QSHARD_REQUIRE(bytes || data.dtype == XLA_FFI_DataType_F32, call.op(), ": data[", i, "] (",
+                   NameOf(data.dtype), ") and data_t (", NameOf(data_t.dtype),
+                   ") are not both of one byte, or float32; view them so");
+    const int64_t lead = data.rank - 2;
+    const auto fits = [&](int64_t per_byte) {
+      if (lead < 0 || data_t.rank != data.rank ||
+          !std::equal(data.dims, data.dims + lead, data_t.dims))
+        return false;
+      const int64_t *of = data.dims + lead, *to = data_t.dims + lead;
+      return of[0] % per_byte == 0 && to[0] % per_byte == 0 && to[0] / per_byte == of[1] &&
+             of[0] / per_byte == to[1];
+    };
+    QSHARD_REQUIRE(fits(1) || (bytes && fits(2)), call.op(), ": data_t[", i, "] ", Shape(data_t),
+                   " is not the transpose of data ", Shape(data),
+                   bytes ? ", with one code a byte or two" : "");
+    if (Elements(data) == 0) continue;
+    const int64_t per_byte = fits(1) ? 1 : 2;
+    pairs.push_back({Data<uint8_t>(data), Mutable<uint8_t>(data_t),
+                     Elements(data) / (data.dims[lead] * data.dims[lead + 1]), data.dims[lead],
+                     data.dims[lead + 1] * per_byte, bytes ? 8 / per_byte : 32});
+  }
+  return call(kernels::TransposeEach(call.exec, pairs.data(), static_cast<int64_t>(pairs.size())));
+}
+
+}  // namespace qshard

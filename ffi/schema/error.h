@@ -1,0 +1,54 @@
+// What went wrong, in words: "op: argument (got) is not what is needed; what to do".
+#ifndef QSHARD_SCHEMA_ERROR_H_
+#define QSHARD_SCHEMA_ERROR_H_
+
+#include <memory>
+#include <sstream>
+#include <string>
+
+#include "core/exec.h"
+
+namespace qshard {
+
+// Which of Python's exceptions an error is.
+enum class ErrorKind { kValue, kType, kInternal };
+
+// Null when all is well. Only an error allocates.
+class [[nodiscard]] Error {
+ public:
+  Error() = default;
+  Error(ErrorKind kind, std::string text) : what_(new What{kind, std::move(text)}) {}
+
+  explicit operator bool() const { return what_ != nullptr; }
+  ErrorKind kind() const { return what_->kind; }
+  const std::string& text() const { return what_->text; }
+
+ private:
+  struct What {
+    ErrorKind kind;
+    std::string text;
+  };
+  std::unique_ptr<What> what_;
+};
+
+template <class... Parts>
+Error MakeError(ErrorKind kind, const Parts&... parts) {
+  std::ostringstream text;
+  (text << ... << parts);
+  return Error(kind, text.str());
+}
+template <class... Parts>
+Error ValueError(const Parts&... parts) {
+  return MakeError(ErrorKind::kValue, parts...);
+}
+template <class... Parts>
+Error TypeError(const Parts&... parts) {
+  return MakeError(ErrorKind::kType, parts...);
+}
+
+#define QSHARD_REQUIRE(condition, ...) \
+  if (!(condition)) return ::qshard::ValueError(__VA_ARGS__)
+
+}  // namespace qshard
+
+#endif  // QSHARD_SCHEMA_ERROR_H_

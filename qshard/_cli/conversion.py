@@ -1,0 +1,281 @@
+"""The work of `qshard convert`: a plan of the file, its tensors one by one, and reading it back.
+
+The sizes of a file are known before its data. Its layout is that of safetensors: eight bytes with the length of the
+header, the header in JSON, padded to eight bytes, and all data without holes. Wide elements come first, so that each
+tensor lies on a whole number of its elements.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qshard._cli.checkpoint import BITS, LENGTH, Checkpoint, Entry, File, matching, read_header
+from qshard._cli.errors import Failure, Misuse, quote
+from qshard._cli.selection import KEPT, LEAST_AXES, Selection, select
+from qshard._core import quantize_steps
+from qshard._core.serialization import KEY, Description, described, flat, joined, text_of
+from qshard.formats import Format, Usage
+from qshard.layout import Shape, matrix_shape, plane
+from qshard.numerics import _kernels as kernels
+from qshard.numerics._display import progress_bar
+from qshard.numerics._reductions import as_float
+from qshard.numerics._report import group_refusals
+
+WORDS = {"uint8": "U8", "float32": "F32"}
+"""Dtypes of codes and scales, as safetensors writes them."""
+OP = "qshard convert"
+
+LONGEST_HEADER = 100_000_000
+"""Bytes, as safetensors reads them."""
+
+
+@dataclass
+class Conversion:
+    """Result of a conversion.
+
+    Attributes:
+      quantized: by name.
+      kept: name -> why it is as it was.
+      nbytes: before and after, of all tensors.
+      remarks: what else there is to know.
+    """
+
+    quantized: dict[str, Description]
+    kept: dict[str, str]
+    nbytes: tuple[int, int]
+    remarks: list[str] = field(default_factory=list)
+
+
+def quantize_to(
+    out: Path, checkpoint: Checkpoint, fmt: Format, usage: Usage, keep: Sequence[str], seed: int
+) -> Conversion:
+    """Converts a checkpoint.
+
+    Raises:
+      Misuse: nothing is left to quantize, or a tensor holds codes and is not named by `keep`.
+      Failure: the file, read back, has other bytes than were written.
+    """
+    entries = checkpoint.entries
+    named = matching(entries, keep, "--keep") if keep else set()
+    selection = select(checkpoint, entries, keep=named, advice="name with --keep what is to stay as it is")
+    weights, unfit = _fitting(selection, fmt, usage)
+    kept = selection.left_out | unfit
+    if not weights:
+        raise Misuse(f"{quote(checkpoint.path)} has nothing to quantize: {_nothing(kept, unfit)}")
+    tensors = _tensors(entries, weights)
+    metadata = checkpoint.metadata | {KEY: text_of(weights)}
+    remarks = [*checkpoint.notes, *selection.notes, *selection.remarks.values()]
+    done = Conversion(weights, kept, (0, 0), remarks)
+    with replacing(out) as file, progress_bar(sum(entry.nbytes for entry in entries.values())) as update:
+        writer, read = Writer(file, tensors, metadata), 0
+        for i, (name, entry) in enumerate(entries.items()):
+            update(f"{i + 1} of {len(entries)}: {quote(name)}", read)
+            if name in weights:
+                for part, array in quantize_entry(entry, weights[name], seed, done.remarks).items():
+                    writer.write(joined(name, part), [array.reshape(-1).view(np.uint8).data])
+            else:
+                writer.write(name, entry.bytes())
+            read += entry.nbytes
+        update("reading it back", read)
+        if described(writer.check(Path(file.name)).metadata[KEY], op=OP) != weights:
+            raise Failure(f"{quote(out)} was read back as something else; this is a bug of qshard")
+    before = sum(entry.nbytes for entry in entries.values())
+    done.nbytes = before, sum(slot.nbytes for slot in writer.slots.values())
+    return done
+
+
+def quantize_entry(entry: Entry, what: Description, seed: int, remarks: list[str]) -> dict[str, NDArray[Any]]:
+    """The arrays of a weight, by their names without its own."""
+    fmt, x = what.format, as_float(entry.read(), OP)
+    matrix = np.ascontiguousarray(x.array).reshape(matrix_shape(entry.shape))
+    draws = kernels.draws(OP, seed_of(entry.name, seed)) if fmt.stochastic else None
+    usage = Usage.BOTH if len(what.planes) > 1 else what.planes[0]
+    planes = quantize_steps.quantize(kernels.ops, matrix, fmt, usage, draws=draws)
+    if not np.isfinite(kernels.ops.amax_tensor(matrix)):
+        remarks.append(f"{quote(entry.name)} has infinities or NaN, stored as nonfinite={fmt.nonfinite} of {fmt} says")
+    if x.beyond:
+        remarks.append(f"{quote(entry.name)} has {x.beyond} elements beyond float32, which became 0 or infinite first")
+    shapes = {part: shape for part, (_, shape) in what.arrays().items()}
+    return {part: array.reshape(shapes[part]) for part, array in flat(planes).items()}
+
+
+def seed_of(name: str, seed: int) -> int:
+    """The seed of a tensor: another one for each name, so that no two round alike."""
+    own = hashlib.blake2b(name.encode(), digest_size=8).digest()
+    return (seed + int.from_bytes(own, "little")) % 2**64
+
+
+def _fitting(selection: Selection, fmt: Format, usage: Usage) -> tuple[dict[str, Description], dict[str, str]]:
+    """Descriptions of the layers that fit a format, and why the others do not."""
+    weights, unfit = {}, {}
+    for entry in selection.layers:
+        try:
+            for each in usage.planes:
+                plane(fmt, entry.shape, each, op=str(fmt), name="shape")
+        except ValueError as error:
+            (unfit[entry.name],) = group_refusals({str(fmt): str(error)})
+            continue
+        weights[entry.name] = Description(format=fmt, shape=entry.shape, dtype=entry.given_as, planes=usage.planes)
+    return weights, unfit
+
+
+def _nothing(kept: dict[str, str], unfit: dict[str, str]) -> str:
+    """Says why nothing is left to quantize: the reason that is easiest to change, with a tensor and a remedy."""
+    by_name = {name: why for name, why in kept.items() if why == KEPT}
+    for names, advice in (
+        (unfit, "choose another format"),
+        (by_name, "keep fewer"),
+        (kept, f"take a checkpoint with tensors of real numbers and {LEAST_AXES} axes or more"),
+    ):
+        for name, why in names.items():
+            return f"{quote(name)}: {why}; {advice}"
+    return "it has no tensors; take a checkpoint that has some"
+
+
+def _tensors(entries: dict[str, Entry], weights: dict[str, Description]) -> dict[str, tuple[str, Shape]]:
+    """Dtype and shape of all that is written, by name."""
+    found: dict[str, tuple[str, Shape]] = {}
+    for name, entry in entries.items():
+        made = {name: (entry.dtype, entry.shape)}
+        if name in weights:
+            arrays = weights[name].arrays(op=OP, name=name)
+            made = {joined(name, part): (WORDS[dtype], shape) for part, (dtype, shape) in arrays.items()}
+        if twice := sorted(made.keys() & found.keys()):
+            raise Misuse(
+                f"{quote(twice[0])} would be there twice, as the codes of {quote(name)} have that name; --keep it"
+            )
+        found |= made
+    return found
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Place of a tensor in the file."""
+
+    dtype: str
+    shape: Shape
+    offset: int
+    nbytes: int
+
+
+class Writer:
+    """A file to be filled in any order.
+
+    Attributes:
+      slots: by name.
+    """
+
+    def __init__(self, file: BinaryIO, tensors: Mapping[str, tuple[str, Shape]], metadata: Mapping[str, str]) -> None:
+        """Writes the header.
+
+        Args:
+          tensors: dtype, as safetensors has it, and shape, by name.
+
+        Raises:
+          Failure: the header is longer than safetensors reads.
+        """
+        self.file, self.metadata = file, dict(metadata)
+        self.digests: dict[str, bytes] = {}
+        header: dict[str, object] = {"__metadata__": self.metadata} if metadata else {}
+        at, sizes = 0, {}
+        for name in sorted(tensors, key=lambda name: (-BITS[tensors[name][0]], name)):
+            dtype, shape = tensors[name]
+            nbytes = Entry(name, dtype, shape, Path(), 0).nbytes
+            header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + nbytes]}
+            sizes[name] = at, nbytes
+            at += nbytes
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        text += b" " * (-len(text) % LENGTH)
+        if len(text) > LONGEST_HEADER:
+            raise Failure(f"the header would have {len(text)} bytes, more than safetensors reads; convert a part")
+        file.write(len(text).to_bytes(LENGTH, "little") + text)
+        first = LENGTH + len(text)
+        self.slots = {name: Slot(*tensors[name], first + start, size) for name, (start, size) in sizes.items()}
+        file.truncate(first + at)
+
+    def write(self, name: str, parts: Iterable[bytes | memoryview[int]]) -> None:
+        """The bytes of a tensor."""
+        slot, digest = self.slots[name], hashlib.blake2b()
+        self.file.seek(slot.offset)
+        written = 0
+        for part in parts:
+            self.file.write(part)
+            digest.update(part)
+            written += len(part)
+        if written != slot.nbytes:
+            raise Failure(f"{quote(name)} has {written} bytes in place of {slot.nbytes}; this is a bug of qshard")
+        self.digests[name] = digest.digest()
+
+    def check(self, path: Path) -> File:
+        """Reads the file back, from the disk where the system allows.
+
+        Args:
+          path: where the file is now.
+
+        Raises:
+          Failure: safetensors reads other tensors, or other bits.
+        """
+        self.file.flush()
+        os.fsync(self.file.fileno())
+        os.posix_fadvise(self.file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        found = read_header(path)
+        if found.metadata != self.metadata or not found.entries.keys() == self.slots.keys() == self.digests.keys():
+            raise Failure(f"{quote(path)} does not hold what was written to it; check the disk")
+        for name, entry in found.entries.items():
+            slot, digest = self.slots[name], hashlib.blake2b()
+            for part in entry.bytes():
+                digest.update(part)
+            same = (entry.dtype, entry.shape, entry.offset) == (slot.dtype, slot.shape, slot.offset)
+            if not same or digest.digest() != self.digests[name]:
+                raise Failure(f"{quote(name)} was read back with other bytes than were written; check the disk")
+        return found
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file, open for reading and writing, that takes its name once all went well; else nothing is left of it.
+
+    Raises:
+      Misuse: the folder is not there, or not for writing, or `path` is a folder.
+    """
+    if path.is_dir():
+        raise Misuse(f"{quote(path)} is a folder; name a file in it")
+    if not path.parent.is_dir():
+        raise Misuse(f"{quote(path.parent)} is not a folder; make it first")
+    path = path.resolve()  # What a link points to is what is written.
+    try:
+        handle, temporary = tempfile.mkstemp(prefix=".qshard.", suffix=".part", dir=path.parent)
+    except OSError as error:
+        raise Misuse(f"{quote(path.parent)} takes no new file: {error.strerror}; write to another folder") from None
+    os.close(handle)
+    try:
+        with open(temporary, "w+b") as file:
+            yield file
+            file.flush()
+            os.fchmod(file.fileno(), _mode(path))
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+        raise
+
+
+def _mode(path: Path) -> int:
+    """Permissions of the file that is replaced, or of a new file."""
+    if path.exists():
+        return path.stat().st_mode & 0o7777
+    mask = os.umask(0)
+    os.umask(mask)
+    return 0o666 & ~mask

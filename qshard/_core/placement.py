@@ -1,0 +1,241 @@
+"""`Box`, a rectangular part of an array, and the quantization of boxes whose edges split blocks.
+
+    amaxes of the blocks of each box  ->  the grid of the whole  ->  max over boxes and ranks  ->  scales  ->  codes
+
+gives, for each box, its part of the bytes of `quantize` of the whole. A box is padded with zeros up to whole blocks:
+zeros change no amax, and the codes of the padding are cropped. Flat slices, which need no padding, are the other way to
+hold a part of a weight: `flat_shards`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from qshard._core import quantize_steps
+from qshard._core.quantize_steps import Draws, Plane, Reduce
+from qshard.formats import Format
+from qshard.layout import Shape, matrix_shape
+
+Array = Any
+Tile = tuple[slice, ...]
+
+
+class Box(NamedTuple):
+    """A rectangular part of a row-major array.
+
+    Attributes:
+      global_shape: shape of the whole array, `[*lead, K]`.
+      start: index of the first element of the box on each axis. For `row` and the Philox offset these may be traced
+        arrays; all else needs Python ints.
+      size: shape of the box.
+    """
+
+    global_shape: Shape
+    start: tuple[Any, ...]
+    size: Shape
+
+    @property
+    def stop(self) -> Shape:
+        return tuple(first + size for first, size in zip(self.start, self.size, strict=True))
+
+    @property
+    def row(self) -> Any:
+        """The first row of the box in the matrix `[M, K]` of the whole array: its leading axes are folded into rows."""
+        row: Any = 0
+        for axis, first in enumerate(self.start[:-1]):
+            row = row * self.global_shape[axis] + first if axis else first
+        return row
+
+    def philox_offset(self, multiply_add: Callable[[Any, int, Any], Any] | None = None) -> Any:
+        """Row-major index of the first element in the whole array, which is its Philox offset: `row * K + column`.
+
+        `multiply_add(row, K, column)` computes it for starts of a dtype that is too narrow for the result; by default,
+        the operators of Python do. A column of 0 costs no addition.
+
+        >>> Box((4, 6, 8), (1, 2, 3), (1, 2, 4)).philox_offset()
+        67
+        """
+        columns, column = (self.global_shape[-1], self.start[-1]) if self.global_shape else (1, 0)
+        if multiply_add is not None:
+            return multiply_add(self.row, columns, column)
+        offset = self.row * columns
+        return offset if isinstance(column, int) and column == 0 else offset + column
+
+    def draws(
+        self, seed: Array, words: Callable[[Any], Array], multiply_add: Callable[[Any, int, Any], Any] | None = None
+    ) -> Draws:
+        """Philox key and offset of the elements of the box, as ops take them. Its rows follow one another.
+
+        `words` makes the offset an operand: two words of 32 bits, the low one first.
+        """
+        return Draws(seed, words(self.philox_offset(multiply_add)), self.global_shape[-1])
+
+    @property
+    def transposed(self) -> Box:
+        """This box in the transpose of the whole array."""
+        return Box(self.global_shape[::-1], self.start[::-1], self.size[::-1])
+
+    def placed_in(self, outer: Box) -> Box:
+        """A box of an array that is itself the box `outer` of a whole, as a box of that whole."""
+        start = tuple(first + inner for first, inner in zip(outer.start, self.start, strict=True))
+        return Box(outer.global_shape, start, self.size)
+
+    def within(self, outer: Box) -> Tile:
+        """The index of this box in an array that holds `outer`, which contains it."""
+        return tuple(
+            slice(first - begin, first - begin + size)
+            for first, begin, size in zip(self.start, outer.start, self.size, strict=True)
+        )
+
+    def overlaps(self, other: Box) -> bool:
+        """Whether an element is in both."""
+        sides = zip(self.start, self.stop, other.start, other.stop, strict=True)
+        return all(max(a, b) < min(a_stop, b_stop) for a, a_stop, b, b_stop in sides)
+
+    def blocks(self, block: Shape) -> Tile:
+        """The index, in the grid of blocks of the whole, of all blocks that have an element in the box.
+
+        >>> Box((40, 64), (20, 32), (10, 8)).blocks((16, 16))
+        (slice(1, 2, None), slice(2, 3, None))
+        """
+        return tuple(
+            slice(first // length, -(-stop // length))
+            for first, stop, length in zip(self.start, self.stop, block, strict=True)
+        )
+
+    def aligned(self, block: Shape) -> Box:
+        """The smallest box that contains this one and splits no block.
+
+        >>> Box((40, 64), (20, 32), (14, 8)).aligned((16, 16))
+        Box(global_shape=(40, 64), start=(16, 32), size=(24, 16))
+        """
+        blocks = list(zip(self.blocks(block), block, self.global_shape, strict=True))
+        start = tuple(cut.start * length for cut, length, _ in blocks)
+        stop = (min(cut.stop * length, end) for cut, length, end in blocks)
+        return Box(self.global_shape, start, tuple(end - first for first, end in zip(start, stop, strict=True)))
+
+    def splits_blocks(self, block: Shape) -> bool:
+        """Whether the edges of the box split a block."""
+        return self.aligned(block) != self
+
+    def rectangles(self) -> Iterator[tuple[tuple[int, ...], Box]]:
+        """The box as boxes of the matrix `[M, K]` of the whole, each with the index of its elements in the box.
+
+        One, unless an axis is split that has others before it.
+
+        >>> [box.start for _, box in Box((2, 4, 8), (0, 2, 0), (2, 2, 8)).rectangles()]
+        [(2, 0), (6, 0)]
+        """
+        matrix, lead = matrix_shape(self.global_shape), self.global_shape[:-1]
+        split = max((axis for axis, size in enumerate(lead) if self.size[axis] != size), default=0)
+        columns = (self.start[-1], self.size[-1]) if self.size else (0, 1)
+        for index in itertools.product(*map(range, self.size[:split])):
+            start = (*(first + i for first, i in zip(self.start, index, strict=False)), *self.start[split:])
+            row = self._replace(start=start).row
+            yield index, Box(matrix, (row, columns[0]), (math.prod(self.size[split:-1]), columns[1]))
+
+
+def slice_boxes(shape: Shape, start: int, stop: int) -> Iterator[Box]:
+    """The fewest boxes that elements `[start, stop)` of a row-major array are: at most `2 * axes - 1`.
+
+    >>> [(box.start, box.size) for box in slice_boxes((4, 3), 2, 10)]
+    [((0, 2), (1, 1)), ((1, 0), (2, 3)), ((3, 0), (1, 1))]
+    """
+    if start >= stop:
+        return
+    if len(shape) < 2:
+        yield Box(shape, (start,) * len(shape), (stop - start,) * len(shape))
+        return
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), stop // row  # The rows that are whole.
+    ends = [(first - 1, start, first * row), (last, last * row, stop)]  # Of rows that are not.
+    for i, (index, begin, end) in enumerate([(last, start, stop)] if first > last else ends):
+        if i and last > first:
+            yield Box(shape, (first, *(0 for _ in shape[1:])), (last - first, *shape[1:]))
+        for inner in slice_boxes(shape[1:], begin - index * row, end - index * row):
+            yield Box(shape, (index, *inner.start), (1, *inner.size))
+
+
+def box_amax(ops: Any, xp: Any, x: Array, box: Box, block: tuple[int, int], amaxes: Array) -> Array:
+    """Raises `amaxes` to the block amaxes of `x`, in place, and returns the block amaxes of `x`.
+
+    Args:
+      ops: as for `quantize_steps`.
+      xp: `numpy`, or a namespace with its `pad`, `maximum` and `int32` for arrays of a front end.
+      x: float32, bfloat16 or float16, of `box.size`.
+      box: the place of `x` in the matrix, `x` or `x.T`, that the plane stores.
+      block: (rows, cols) of the whole that share a scale.
+      amaxes: fp32, of all blocks of the whole.
+    """
+    found = quantize_steps.block_amax(ops, pad_box(xp, x, box, block), block)
+    raise_to(xp, amaxes[box.blocks(block)], found)
+    return found
+
+
+def cast_box(
+    ops: Any, xp: Any, x: Array, box: Box, fmt: Format, block: tuple[int, int], scale: Array, draws: Draws | None = None
+) -> Array:
+    """The codes of `box.aligned(block)`: of `x`, and of zeros around it. `box.within` crops them.
+
+    Args:
+      scale: of the blocks of the box, contiguous.
+      draws: of the aligned box, where `fmt` rounds stochastically.
+      ops, xp, x, box, block: as for `box_amax`.
+    """
+    return quantize_steps.cast(ops, pad_box(xp, x, box, block), fmt, scale, block, draws)
+
+
+def pad_box(xp: Any, x: Array, box: Box, block: Shape) -> Array:
+    """`x` with zeros around it, up to whole blocks or the end of the whole array."""
+    outer = box.aligned(block)
+    if outer == box:
+        return x
+    sides = zip(box.within(outer), outer.size, strict=True)
+    return xp.pad(x, tuple((own.start, size - own.stop) for own, size in sides))
+
+
+def raise_to(xp: Any, amaxes: Array, others: Array) -> None:
+    """The maximum of both, written into `amaxes`: of fp32 as integers, so that it is exact, and NaN is above all."""
+    bits = amaxes.view(xp.int32)
+    xp.maximum(bits, others.view(xp.int32), out=bits)
+
+
+def quantize_boxes(
+    ops: Any,
+    xp: Any,
+    shards: Callable[[], Iterator[tuple[Array, Box]]],
+    fmt: Format,
+    block: tuple[int, int],
+    amaxes: Array,
+    reduce_max: Reduce,
+    *,
+    whole: Array | None = None,
+    draws: Callable[[Box], Draws | None] = lambda box: None,
+) -> Iterator[tuple[Array, Box, Plane]]:
+    """Quantizes the boxes of one matrix that a process holds, wherever their edges split blocks.
+
+    Args:
+      shards: gives each box and its values. Called twice, so that values need not all be in memory at once.
+      amaxes: zeros, fp32, for all blocks of the whole matrix.
+      reduce_max: the maximum over processes of `amaxes`. Called once.
+      whole: the amax of the whole matrix, `[]`, or of each of its rows, if `fmt` has a global scale.
+      draws: Philox key and offset of a box.
+      ops, xp, fmt, block: as for `cast_box`.
+
+    Yields:
+      For each box: values with zeros around them, the aligned box that these are, and its plane. Its scales are those
+      of the whole matrix.
+    """
+    for x, box in shards():
+        box_amax(ops, xp, x, box, block, amaxes)
+    amaxes = reduce_max(amaxes)
+    for x, box in shards():
+        outer, values = box.aligned(block), pad_box(xp, x, box, block)
+        of_rows = whole if whole is None or not whole.ndim else whole[outer.start[0] : outer.stop[0]]
+        found = xp.ascontiguousarray(amaxes[box.blocks(block)])
+        scales = quantize_steps.scales(ops, fmt, found, of_rows)
+        codes = cast_box(ops, xp, values, outer, fmt, block, scales.scale, draws(outer))
+        yield values, outer, Plane(codes, scales.scale_inv, scales.global_scale_inv)

@@ -1,0 +1,148 @@
+"""The operands of a product as planes of blocks, and the shardings under which devices multiply their shards."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
+
+import jax
+from jax.sharding import PartitionSpec
+
+from qshard._core.quantize_steps import Plane
+from qshard.formats import Format, Usage
+from qshard.jax._ops.collectives import sum_over
+from qshard.jax._ops.custom_partitioning import local
+from qshard.jax._ops.mesh import Names, Scattered, assign_mesh_axes, assign_scatter, count_shards, names_of
+from qshard.jax._quantized.array import QuantizedArray
+from qshard.layout import Shape, is_transposed, stored_block
+
+
+@dataclass(frozen=True)
+class PlaneAxes:
+    """The axes of a plane of blocks: which are rows, and which a product contracts."""
+
+    format: Format
+    stored: Usage
+    rows: tuple[int, ...]
+    contracted: tuple[int, ...]
+    dtypes: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, q: QuantizedArray, stored: Usage, contracted: Usage) -> Self | None:
+        """The axes of the plane `stored`; None unless each scale belongs to a whole block of its axes."""
+        plane, fmt = q.plane(stored), q.format
+        axes = tuple(range(plane.data.ndim))
+        if fmt.per_tensor or len(axes) < 2:
+            return None
+        if is_transposed(fmt, stored):
+            rows, depth = axes[:1], axes[1:]
+        elif contracted is Usage.ROWWISE:
+            rows, depth = axes[:-1], axes[-1:]
+        else:
+            rows, depth = axes[-1:], axes[:-1]
+        own = cls(fmt, stored, rows, depth, tuple(part.dtype.name for part in plane if part is not None))
+        sizes = list(zip(own.shape(plane.data.shape), map(own.unit, axes), strict=True))
+        whole = all(size % unit == 0 for size, unit in sizes)
+        return own if whole and tuple(size // unit for size, unit in sizes) == plane.scale_inv.shape else None
+
+    @property
+    def block(self) -> tuple[int, int]:
+        block = stored_block(self.format, self.stored)
+        assert block is not None
+        return block
+
+    @property
+    def last(self) -> int:
+        return len(self.rows) + len(self.contracted) - 1
+
+    def unit(self, axis: int) -> int:
+        """Elements of a block along an axis."""
+        return self.block[1] if axis == self.last else self.block[0] if axis == self.last - 1 else 1
+
+    def shape(self, codes: Shape) -> Shape:
+        """The shape in elements of codes of this shape."""
+        return (*codes[:-1], codes[-1] * self.format.element.codes_per_byte)
+
+    def sizes(self, plane: Plane) -> tuple[Shape, Shape]:
+        """The sizes of the axes of rows, and of those that are contracted."""
+        rows, depth = (tuple(plane.data.shape[axis] for axis in axes) for axes in (self.rows, self.contracted))
+        return rows, depth
+
+    def matrix(self, plane: Plane) -> Plane:
+        """A local plane as matrices with the contracted axis last."""
+        data, scale_inv = plane.data, plane.scale_inv
+        if self.contracted[-1] != self.last:  # 2-D blocks, and so a matrix.
+            data, scale_inv = local.transpose(data), scale_inv.T
+        rows, depth = map(math.prod, self.sizes(plane))
+        block = self.format.block_shape()
+        return Plane(data.reshape(rows, depth), scale_inv.reshape(rows // block[0], depth // block[1]))
+
+
+class ProductSharding(NamedTuple):
+    """The shards that each device multiplies, and the sum over devices.
+
+    Attributes:
+      a, b, out: shardings of the operands and of the result.
+      scattered: array axes of the result and mesh axes, of the contracted ones: there the sum is reduce-scattered.
+      summed: mesh axes whose devices all get the sum.
+    """
+
+    a: PartitionSpec
+    b: PartitionSpec
+    out: PartitionSpec
+    scattered: Scattered
+    summed: Names
+
+    def added(self, product: jax.Array) -> jax.Array:
+        """The sum of local products over devices."""
+        return sum_over(product, self.scattered, self.summed)
+
+    @classmethod
+    def of(
+        cls,
+        sides: tuple[PlaneAxes, PlaneAxes],
+        mesh: Mapping[str, int],
+        shapes: tuple[Shape, Shape],
+        specs: tuple[Any, Any],
+        out: Any,
+    ) -> ProductSharding:
+        """The shardings for operands of these shapes and shardings, and for a result that is to be sharded as `out`.
+
+        A mesh axis shards the contracted axis of both operands, if it shards that of one and nothing else of the other;
+        else rows, those of `a` first, unless `out` wants those of `b` sharded along it. It shards whole blocks only.
+        """
+        a, b = (
+            [names_of(entry) for entry in (*spec, *[None] * len(shape))]
+            for spec, shape in zip(specs, shapes, strict=True)
+        )
+        elsewhere = [{name for entry in side for name in entry} for side in (a, b)]
+        requests: list[tuple[Any, int, int]] = []
+        for i, j in zip(sides[0].contracted, sides[1].contracted, strict=True):
+            names = [name for name in a[i] if name in b[j] or name not in elsewhere[1]]
+            names += [name for name in b[j] if name in a[i] or name not in elsewhere[0]]
+            requests.append((names, shapes[0][i], max(sides[0].unit(i), sides[1].unit(j))))
+        of_b = zip(sides[1].rows, (*out, *[None] * len(shapes[1]))[len(sides[0].rows) :], strict=False)
+        left_to_b = {name for axis, entry in of_b for name in names_of(entry) if name in b[axis]}
+        for side, its, shape, without in zip(sides, (a, b), shapes, (left_to_b, ()), strict=True):
+            for axis in side.rows:
+                names = [name for name in its[axis] if name not in without]
+                requests.append((names, shape[axis], side.unit(axis)))
+        found, depth = assign_mesh_axes(mesh, requests), len(sides[0].contracted)
+        contracted, rows = found[:depth], found[depth:]
+        left = [size // count_shards(mesh, names) for (_, size, _), names in zip(requests[depth:], rows, strict=True)]
+        summed = [name for names in contracted for name in names]
+        scattered = assign_scatter(mesh, out, left, summed)
+        operands, first = [], 0
+        for side in sides:
+            own = rows[first : (first := first + len(side.rows))]
+            entries = dict(zip((*side.contracted, *side.rows), (*contracted, *own), strict=True))
+            operands.append(_spec(entries[axis] for axis in sorted(entries)))
+        result = _spec((*names, *(name for at, name in scattered if at == axis)) for axis, names in enumerate(rows))
+        used = {name for _, name in scattered}
+        return cls(*operands, result, scattered, tuple(name for name in summed if name not in used))
+
+
+def _spec(entries: Any) -> PartitionSpec:
+    return PartitionSpec(*(names or None for names in entries))

@@ -1,0 +1,108 @@
+"""Interfaces of JAX and flax that they do not document. No other module of the front end uses one.
+
+Each was checked with JAX 0.10.2 and flax 0.12.8. `tests/null/test_jax_internals.py` finds uses elsewhere.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Hashable, Sequence
+from importlib.abc import MetaPathFinder
+from types import ModuleType
+from typing import Any
+
+from jax.extend.mlir import ir
+
+
+def platforms_of(ctx: Any) -> Sequence[str]:
+    """The platforms that a program is lowered for: `ctx.module_context` of `jax.interpreters.mlir`.
+
+    If it goes: return none, and let the missing target raise when the program is compiled.
+    """
+    platforms: Sequence[str] = ctx.module_context.platforms
+    return platforms
+
+
+def device_count(ctx: Any) -> int:
+    """The number of devices that a program is lowered for. If it goes: return that of the mesh of the operands."""
+    return getattr(ctx.module_context.axis_context, "num_devices", 1) or 1
+
+
+def is_for_export(ctx: Any) -> bool:
+    """Whether `jax.export` lowers the program.
+
+    If it goes: return False, and refuse exports of programs with custom partitioning for several devices.
+    """
+    return bool(ctx.module_context.lowering_parameters.for_export)
+
+
+def lower_once(ctx: Any, key: Hashable, values: Sequence[Any]) -> Sequence[Any]:
+    """The values that were lowered first under `key` in the module: JAX's cache of lowered primitives.
+
+    If it goes: every call returns its own values, so x is quantized once more for each `linear`, to the same bits.
+    """
+    cache = getattr(ctx.module_context, "cached_primitive_lowerings", None)
+    first: Sequence[Any] = values if cache is None else cache.setdefault(key, values)
+    return first
+
+
+def partitioning_attributes(batch_dims: int, rule: str) -> dict[str, ir.Attribute]:
+    """Attributes of a custom call that XLA partitions along its leading axes, with a Shardy rule.
+
+    XLA reads the frontend attribute `num_batch_dims`: JAX's own calls of LAPACK are partitioned by it. Shardy reads
+    `sdy.sharding_rule`. If they go: use `custom_partitioning`, at the cost of a Python callback for each op.
+    """
+    return {
+        "mhlo.frontend_attributes": ir.DictAttr.get({"num_batch_dims": ir.StringAttr.get(str(batch_dims))}),
+        "sdy.sharding_rule": ir.Attribute.parse(rule),
+    }
+
+
+def wrapped_value(tracer: Any) -> Any:
+    """The value that a tracer of a transformation wraps; None if it shows none, as tracers of `jit`.
+
+    If it goes: return None. Eager gradients are then traced as programs are, which is slower.
+    """
+    return getattr(tracer, "primal", getattr(tracer, "val", None))
+
+
+def is_nnx_pytree(kind: Any) -> bool:
+    """Whether a class of nnx modules is a pytree. If it goes: True, the default of flax."""
+    is_pytree: bool = kind._pytree__is_pytree
+    return is_pytree
+
+
+def when_imported(name: str, run: Callable[[ModuleType], None]) -> None:
+    """Calls `run` with a module: now, if it is imported, else as soon as it is.
+
+    `flax.serialization` knows states by type, and has no interface to add types before flax is imported; importing it
+    here would cost each `import qshard.jax` more than a second.
+    """
+    if name in sys.modules:
+        run(sys.modules[name])
+    else:
+        sys.meta_path.insert(0, _ImportHook(name, run))
+
+
+class _ImportHook(MetaPathFinder):
+    """Finds one module as Python does, and calls a function once the module has run."""
+
+    def __init__(self, name: str, run: Callable[[ModuleType], None]) -> None:
+        self._name, self._run = name, run
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        loader: Any = spec and spec.loader
+        if loader is not None:
+            execute = loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                self._run(module)
+
+            loader.exec_module = exec_module
+        return spec

@@ -1,0 +1,205 @@
+"""Errors of products: of two quantized matrices, and of a quantized weight with recorded activations."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qshard._core import quantize_steps
+from qshard._core.validation import FormatLike, as_format
+from qshard.formats import Format, Usage
+from qshard.layout import matrix_shape, plane
+from qshard.numerics._arrays import Whole, whole_of
+from qshard.numerics._display import Frame
+from qshard.numerics._plots import bar_chart
+from qshard.numerics._reductions import Comparison, as_float
+from qshard.numerics._statistics import decibels
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+ROWS = 1024
+"""Of a weight, at a time, or more where a block has more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GemmError(Frame):
+    """Errors of `a @ b.T` whose operands are quantized, as `gemm_error` returns them.
+
+    Attributes:
+      format_a, format_b: of the operands; None for one that stays as it is.
+      sqnr_db: `10 * log10(sum(y**2) / sum((z - y)**2))`, where `y = a @ b.T` and z is of quantized operands, both in
+        float64.
+      of_a_db, of_b_db: the same where that operand alone is quantized; infinity for one that stays as it is.
+      max_error: the largest `|z - y|`, divided by the root mean square of y.
+      mean_error: the mean of `z - y`, divided by the same: a bias, which stochastic rounding has none of.
+      predicted_db: what independent errors would give: their noises added.
+    """
+
+    format_a: Format | None
+    format_b: Format | None
+    sqnr_db: float
+    of_a_db: float
+    of_b_db: float
+    max_error: float
+    mean_error: float
+    predicted_db: float
+
+    def records(self) -> list[dict[str, Any]]:
+        named = {"format_a": str(self.format_a), "format_b": str(self.format_b)}
+        return [{**vars(self), **named}]
+
+    def plot(self) -> Figure:
+        """SQNR of both, of each alone, and predicted.
+
+        Raises:
+          ImportError: matplotlib is not installed.
+        """
+        names = ["both", f"a alone: {self.format_a}", f"b alone: {self.format_b}", "predicted"]
+        return bar_chart(names, {"SQNR in dB": [self.sqnr_db, self.of_a_db, self.of_b_db, self.predicted_db]})
+
+
+@np.errstate(all="ignore")
+def gemm_error(
+    a: Any, b: Any, fmt_a: FormatLike | None, fmt_b: FormatLike | None = None, *, seed: int = 0
+) -> GemmError:
+    """The error of `a @ b.T` where operands are quantized, against the product in float64.
+
+    Args:
+      a: `[*lead, K]`, `b`: `[*lead, K]`, real numbers; seen as matrices.
+      fmt_a, fmt_b: formats of their rowwise planes, whose blocks run along K, or their names; None: not quantized.
+      seed: of stochastic rounding; `b` draws with the next one.
+
+    Returns:
+      Errors of the operands' formats alone: products and sums are in float64, whatever a device would do.
+
+    Raises:
+      TypeError: an operand does not hold real numbers.
+      ValueError: their K differ, a format cannot hold an operand, or one is sharded over processes or devices.
+
+    Elements that are not finite, as given or as stored, count as 0 in both products. Sharded arrays are refused: pass
+    what one device has, or some of their rows.
+
+    >>> found = gemm_error(np.eye(2), [[448.0, 17.0]], None, "FP8_E4M3")  # 17 becomes 16
+    >>> round(found.of_b_db, 2), found.of_a_db
+    (53.03, inf)
+
+    Sources: the prediction is that of independent errors, NUMERICS.md has what products on devices lose beside it.
+    """
+    fmt_a, fmt_b = (None if fmt is None else as_format(fmt, "gemm_error") for fmt in (fmt_a, fmt_b))
+    wholes = [_one_piece(x, name) for x, name in ((a, "a"), (b, "b"))]
+    if wholes[0].shape[-1:] != wholes[1].shape[-1:]:
+        raise ValueError(
+            f"gemm_error: a {wholes[0].shape} and b {wholes[1].shape} do not end in one K; give b as [N, K]"
+        )
+    pairs = []
+    for whole, fmt, name, own in zip(wholes, (fmt_a, fmt_b), "ab", (seed, seed + 1), strict=True):
+        given = whole.pieces[0].array.astype(np.float64)
+        value = given if fmt is None else stored_values(whole, fmt, own, name)
+        counted = np.isfinite(given) & np.isfinite(value)
+        pairs.append((np.where(counted, given, 0), np.where(counted, value, 0)))
+    (exact_a, stored_a), (exact_b, stored_b) = pairs
+    y = exact_a @ exact_b.T
+    signal = float(np.sum(y * y))
+    error = stored_a @ stored_b.T - y
+    noises = [
+        float(np.sum(np.square(part)))
+        for part in (error, (stored_a - exact_a) @ exact_b.T, exact_a @ (stored_b - exact_b).T)
+    ]
+    rms = math.sqrt(signal / y.size) if y.size else 0.0
+    return GemmError(
+        format_a=fmt_a,
+        format_b=fmt_b,
+        sqnr_db=decibels(signal, noises[0]),
+        of_a_db=decibels(signal, noises[1]),
+        of_b_db=decibels(signal, noises[2]),
+        max_error=float(np.abs(error).max()) / rms if rms else math.nan,
+        mean_error=float(error.mean()) / rms if rms else math.nan,
+        predicted_db=decibels(signal, noises[1] + noises[2]),
+    )
+
+
+def _one_piece(x: Any, name: str) -> Whole:
+    whole = whole_of(x, "gemm_error")
+    if not whole.is_one:
+        raise ValueError(f"gemm_error: {name} {whole.shape} is sharded; pass some of its rows as a plain array")
+    return whole
+
+
+def stored_values(whole: Whole, fmt: Format, seed: int, name: str) -> NDArray[np.float64]:
+    """The values of the rowwise plane of a matrix."""
+    from qshard.numerics import _kernels as kernels
+
+    matrix = np.ascontiguousarray(whole.pieces[0].array)
+    plane(fmt, matrix_shape(whole.shape), Usage.ROWWISE, op="gemm_error", name=name)
+    draws = kernels.draws("gemm_error", seed) if fmt.stochastic else None
+    parts = quantize_steps.quantize(kernels.ops, matrix, fmt, Usage.ROWWISE, draws=draws)[Usage.ROWWISE]
+    value: NDArray[np.float32] = quantize_steps.dequantize(kernels.ops, parts, fmt, Usage.ROWWISE, "float32")
+    return value.astype(np.float64)
+
+
+@np.errstate(all="ignore")
+def output_noise(x: Any, w: Any, fmt: FormatLike, *, seed: int = 0) -> float:
+    """The noise for the signal of `y = x @ w.T`, where `w` alone is quantized.
+
+        sum((x @ (value - w).T)**2) / sum((x @ w.T)**2)
+
+    Args:
+      x: `[..., K]`, real numbers, as for `stats`. They are multiplied in float32.
+      w: `[*lead, K]`, as `x` of `stats`. Elements that are not finite, in `w` or as stored, count as 0 in both.
+      fmt: of the rowwise plane of `w`, or its name.
+      seed: of stochastic rounding, 64 bits.
+
+    Returns:
+      The ratio; NaN without a signal, or where that is not finite, as where `x` is not.
+
+    Raises:
+      TypeError: `x` or `w` does not hold real numbers.
+      ValueError: `x` has another K, or `fmt` has no such plane of `w`.
+
+    Sharded arrays: as for `stats`.
+
+    >>> output_noise(np.ones((1, 2)), [[448.0, 17.0]], "FP8_E4M3") == (1 / 465) ** 2  # 17 becomes 16.
+    True
+    """
+    from qshard.numerics import _kernels as kernels
+
+    fmt = as_format(fmt, "output_noise")
+    given, weight = as_float(x, "output_noise").array, as_float(w, "output_noise").array
+    if given.shape[-1:] != weight.shape[-1:]:
+        raise ValueError(
+            f"output_noise: x {given.shape} does not end in the K of w {weight.shape}; give what it multiplies"
+        )
+    plane(fmt, weight.shape, Usage.ROWWISE, op="output_noise", name="w")
+    matrix = np.ascontiguousarray(weight).reshape(matrix_shape(weight.shape))
+    inputs = given.reshape(matrix_shape(given.shape)).astype(np.float32)
+    draws = kernels.draws("output_noise", seed) if fmt.stochastic else None
+    parts = quantize_steps.quantize(kernels.ops, matrix, fmt, Usage.ROWWISE, draws=draws)[Usage.ROWWISE]
+    where = plane(fmt, matrix.shape, Usage.ROWWISE)
+    compared = Comparison(kernels.ops, matrix, parts, fmt, where, kernels.block_scales(parts, fmt))
+    step = _step(fmt)
+    signal = noise = 0.0
+    for first in range(0, matrix.shape[0], step):
+        rows = slice(first, min(first + step, matrix.shape[0]))
+        part = compared.part((rows, slice(0, matrix.shape[1])))
+        value = quantize_steps.dequantize(kernels.ops, part, fmt, Usage.ROWWISE, "float32")
+        exact = matrix[rows].astype(np.float32)
+        counted = np.isfinite(value) & np.isfinite(exact)
+        value, exact = np.where(counted, value, 0), np.where(counted, exact, 0)
+        signal += _energy(inputs @ exact.T)
+        noise += _energy(inputs @ (value - exact).T)
+    return noise / signal if 0 < signal < math.inf else math.nan
+
+
+def _step(fmt: Format) -> int:
+    """Rows of a whole number of blocks."""
+    block = fmt.block_shape()[0]
+    return -(-ROWS // block) * block
+
+
+def _energy(y: NDArray[np.float32]) -> float:
+    return float(np.sum(np.square(y, dtype=np.float64)))

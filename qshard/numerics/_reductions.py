@@ -1,0 +1,403 @@
+"""Reductions over the elements of a plane, tile by tile, on several threads.
+
+A tile fits in cache and has whole blocks, or lies in one. Which tiles there are follows from the shape alone, and their
+sums are added in one order, so results do not depend on the number of threads.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from qshard import num_threads
+from qshard._core import quantize_steps
+from qshard._core.quantize_steps import Plane
+from qshard.formats import Format
+from qshard.layout import PlaneLayout
+
+TILE = (128, 256)
+"""Rows and columns: 32 K elements, whose float64 are a part of an L2 cache. A narrow matrix has longer tiles."""
+SIZE = TILE[0] * TILE[1]
+TILES_OF_A_JOB = 16
+LEAST = -149
+"""The exponent of the smallest float32."""
+EXPONENTS = 128 - LEAST
+START = 5.0
+"""Seconds in which a thread has started, on a machine with much to do."""
+LOOK = 1e-3
+"""Seconds until one looks again."""
+_POOLS = itertools.count()
+
+Advance = Callable[[int], None]
+Block = tuple[int, int]
+"""Row and column of a block in the grid of `scale_inv`."""
+Tile = tuple[slice, slice]
+"""Rows and columns of the matrix as it is stored."""
+
+
+@dataclass(frozen=True)
+class Floats:
+    """Numbers in a dtype that kernels take, and how many of them were beyond float32."""
+
+    array: NDArray[Any]
+    beyond: int = 0
+
+    @property
+    def dtype(self) -> str:
+        return str(self.array.dtype)
+
+
+@np.errstate(all="ignore")
+def as_float(x: Any, op: str) -> Floats:
+    """`x` in NumPy, as float32, bfloat16 or float16. An array of one of these dtypes is not copied on the host."""
+    if hasattr(x, "detach"):  # torch
+        x = _of_torch(x.detach().cpu())
+    array = np.from_dlpack(x) if hasattr(x, "__dlpack__") and not hasattr(x, "__array__") else np.asarray(x)
+    if array.dtype.kind in "cOSUMm" or array.dtype.names:
+        raise TypeError(f"{op}: x ({array.dtype}) is not an array of real numbers; take its parts")
+    if array.dtype.name in ("float32", "bfloat16", "float16") and array.dtype.isnative:
+        return Floats(array)
+    narrow = array.astype(np.float32)
+    if array.dtype.kind != "f" or array.dtype.itemsize <= 4:
+        return Floats(narrow)
+    return Floats(
+        narrow, int(np.count_nonzero((np.isinf(narrow) & np.isfinite(array)) | ((narrow == 0) & (array != 0))))
+    )
+
+
+def _of_torch(x: Any) -> Any:
+    """A tensor as a NumPy array. bfloat16 shares memory; dtypes of fewer bits become float32, which is exact."""
+    torch = sys.modules["torch"]
+    if x.dtype == torch.bfloat16:
+        return x.view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
+    return x.numpy() if x.dtype in (torch.float16, torch.float64) or not x.is_floating_point() else x.float().numpy()
+
+
+class WorstBlock(NamedTuple):
+    """A block, and its noise for its signal."""
+
+    ratio: float
+    block: Block
+
+
+@dataclass
+class Sums:
+    """What `Stats` is made of. Arrays are by exponent, from `LEAST` up.
+
+    Attributes:
+      signal, noise: sums of `x**2` and of `(value - x)**2` over the elements that count: both finite and `x` not 0.
+      largest: the largest relative error.
+      errors, counts: sums of relative errors, and numbers of elements.
+      zeros_made, saturated, subnormal, nonfinite_given, nonfinite_made: numbers of elements.
+      elements: number of all.
+      worst: of all whole blocks with a signal, that with the most noise for it; of equal ones the first.
+      parts: signal and noise of blocks that are longer than a tile, so far.
+    """
+
+    signal: float = 0.0
+    noise: float = 0.0
+    largest: float = 0.0
+    errors: NDArray[np.float64] = field(default_factory=lambda: np.zeros(EXPONENTS))
+    counts: NDArray[np.int64] = field(default_factory=lambda: np.zeros(EXPONENTS, np.int64))
+    zeros_made: int = 0
+    saturated: int = 0
+    subnormal: int = 0
+    nonfinite_given: int = 0
+    nonfinite_made: int = 0
+    elements: int = 0
+    worst: WorstBlock | None = None
+    parts: dict[Block, tuple[float, float]] = field(default_factory=dict)
+
+    def __iadd__(self, other: Sums) -> Sums:
+        largest, worst, parts = max(self.largest, other.largest), _worse(self.worst, other.worst), self.parts
+        for block, (signal, noise) in other.parts.items():
+            before = parts.get(block, (0.0, 0.0))
+            parts[block] = before[0] + signal, before[1] + noise
+        for name in vars(other).keys() - {"largest", "worst", "parts"}:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.largest, self.worst = largest, worst
+        return self
+
+    @property
+    def worst_block(self) -> WorstBlock | None:
+        """`worst` of all blocks."""
+        worst = self.worst
+        for block, (signal, noise) in self.parts.items():
+            worst = _worse(worst, WorstBlock(noise / signal, block) if signal else None)
+        return worst
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A matrix and one plane of it.
+
+    Attributes:
+      ops: those that the plane was made with.
+      x: the matrix.
+      parts, format, where: the plane, what it is in, and how it is laid out.
+      scales: what the elements of each block are multiplied by.
+      first: which block of the whole its first one is; without blocks, which element.
+      own: what of the stored matrix is measured, where it has zeros around that; None: all of it.
+      shared: whether other pieces have parts of its one block.
+    """
+
+    ops: Any
+    x: NDArray[Any]
+    parts: Plane
+    format: Format
+    where: PlaneLayout
+    scales: NDArray[np.float32]
+    first: Block = (0, 0)
+    own: Tile | None = None
+    shared: bool = False
+
+    @property
+    def begun(self) -> NDArray[np.float32]:
+        """The scales of the blocks that begin here: of all pieces together, each block's once."""
+        if self.own is None:
+            return self.scales if self.first == (0, 0) or not self.shared else self.scales.reshape(-1)[:0]
+        assert self.where.block is not None
+        rows, columns = (-(-own.start // length) for own, length in zip(self.own, self.where.block, strict=True))
+        return self.scales.reshape(-(-self._stored_shape[0] // self.where.block[0]), -1)[rows:, columns:]
+
+    def sums(self, advance: Advance) -> Sums:
+        """Those of all elements. `advance` is told of elements as they are done, on the calling thread."""
+        shape, block = self._stored_shape, self.where.scaled_shape
+        steps = [SIZE // max(min(other, size), 1) for other, size in zip(shape[::-1], TILE[::-1], strict=True)]
+        tiles = list(itertools.product(*map(cuts, shape, block, steps)))
+        jobs = [tiles[i : i + TILES_OF_A_JOB] for i in range(0, len(tiles), TILES_OF_A_JOB)]
+        total = Sums()
+        for part in _in_order(self._job, jobs):
+            total += part
+            advance(part.elements)
+        return total
+
+    @property
+    def _stored_shape(self) -> tuple[int, int]:
+        rows, cols = self.x.shape
+        return (cols, rows) if self.where.transposed else (rows, cols)
+
+    @np.errstate(all="ignore")  # Of the thread that runs it.
+    def _job(self, tiles: list[Tile]) -> Sums:
+        total = Sums()
+        for tile in tiles:
+            total += self._tile(tile)
+        return total
+
+    def _tile(self, tile: Tile) -> Sums:
+        rows, cols = tile
+        given = np.ascontiguousarray(self.x[cols, rows].T if self.where.transposed else self.x[tile], np.float32)
+        part = self.part(tile)
+        value = quantize_steps.dequantize(self.ops, part, self.format, self.where.usage, "float32")
+        codes = magnitudes(part.data, self.format)
+        nonzero, finite, counted = given != 0, np.isfinite(given), np.isfinite(value)
+        counted &= finite
+        ours = self._ours(tile)
+        size = given[ours].size  # Zeros around them are no error, unless their scale is NaN.
+        nonfinite = given.size - _count(finite)
+        total = Sums(
+            elements=size,
+            zeros_made=_count(nonzero & (value == 0)),
+            subnormal=_count(codes - np.uint8(1) < 2**self.format.element.mantissa_bits - 1),  # 0 - 1 is 255.
+            saturated=self._saturated(given, codes, tile),
+            nonfinite_given=nonfinite,
+            nonfinite_made=size - nonfinite - _count(counted[ours]),
+        )
+        counted &= nonzero  # A zero stays zero, so it adds nothing to any sum.
+        self._add_blocks(total, given, value, counted, tile)
+        if not counted.all():
+            given, value = given[counted], value[counted]
+        if given.size:
+            _add_errors(total, given.reshape(-1), value.reshape(-1))
+        return total
+
+    def _ours(self, tile: Tile) -> Tile:
+        """What of a tile is measured."""
+        if self.own is None:
+            return slice(None), slice(None)
+        rows, columns = (
+            slice(max(own.start - cut.start, 0), max(min(own.stop, cut.stop) - cut.start, 0))
+            for own, cut in zip(self.own, tile, strict=True)
+        )
+        return rows, columns
+
+    def _has_others(self, tile: Tile) -> bool:
+        """Whether blocks of a tile have elements in other pieces."""
+        if self.own is None:
+            return self.shared
+        return any(cut.start < own.start or cut.stop > own.stop for own, cut in zip(self.own, tile, strict=True))
+
+    def part(self, tile: Tile) -> Plane:
+        """A tile of the plane."""
+        (rows, cols), (data, scale_inv, whole) = tile, self.parts
+        per, block = self.format.element.codes_per_byte, self.where.scaled_shape
+        if scale_inv.ndim:
+            blocks = tuple(
+                slice(cut.start // size, -(-cut.stop // size)) for cut, size in zip(tile, block, strict=True)
+            )
+            scale_inv = np.ascontiguousarray(scale_inv[blocks])
+        if whole is not None and self.format.row_scaled:
+            whole = whole[rows]
+        return Plane(np.ascontiguousarray(data[rows, cols.start // per : cols.stop // per]), scale_inv, whole)
+
+    def _add_blocks(
+        self,
+        total: Sums,
+        given: NDArray[np.float32],
+        value: NDArray[np.float32],
+        counted: NDArray[np.bool_],
+        tile: Tile,
+    ) -> None:
+        """Signal and noise of the blocks of a tile: whole ones, or parts of those that are longer than it."""
+        size = given.astype(np.float64)
+        error = np.subtract(value, size)
+        if not counted.all():
+            size[~counted] = error[~counted] = 0
+        block = self.where.scaled_shape
+        row, col = (
+            first + cut.start // length
+            for first, cut, length in zip((0, 0) if self.format.per_tensor else self.first, tile, block, strict=True)
+        )
+        signal, noise = (_of_blocks(np.square(part, out=part), block) for part in (size, error))
+        ends = zip(tile, block, self._stored_shape, strict=True)
+        cuts_blocks = any(cut.start % length or (cut.stop % length and cut.stop != end) for cut, length, end in ends)
+        if cuts_blocks or self._has_others(tile):
+            for i, j in np.ndindex(signal.shape):
+                total.parts[row + i, col + j] = float(signal[i, j]), float(noise[i, j])
+            return
+        there = signal > 0
+        ratio = np.divide(noise, signal, out=np.full_like(noise, -1), where=there)
+        if there.any():
+            i, j = divmod(int(ratio.argmax()), ratio.shape[1])
+            total.worst = WorstBlock(float(ratio[i, j]), (row + i, col + j))
+
+    def _saturated(self, given: NDArray[np.float32], codes: NDArray[np.uint8], tile: Tile) -> int:
+        """How many elements are too large for their scale. Only what is stored as the largest can be."""
+        element, block = self.format.element, self.where.scaled_shape
+        largest = np.flatnonzero(codes == element.max_code)
+        step = 2.0 ** (element.max_exponent - element.mantissa_bits)
+        scale: NDArray[Any] = self.scales
+        if scale.ndim:
+            row, col = np.divmod(largest, given.shape[1])
+            scale = scale[(row + tile[0].start) // block[0], (col + tile[1].start) // block[1]]
+        scale = scale.astype(np.float64)
+        size = np.abs(given.reshape(-1)[largest]).astype(np.float64)
+        return _count((scale > 0) & (size > (element.max + step / 2) * scale))
+
+
+def _worse(a: WorstBlock | None, b: WorstBlock | None) -> WorstBlock | None:
+    if a is None or b is None:
+        return a or b
+    return min(a, b, key=lambda each: (-each.ratio, each.block))
+
+
+def _of_blocks(x: NDArray[np.float64], block: tuple[int, int]) -> NDArray[np.float64]:
+    """Sums over blocks, of which the last of each axis may be cut short."""
+    for axis in (1, 0):
+        if x.shape[axis] % block[axis]:
+            x = np.add.reduceat(x, range(0, x.shape[axis], block[axis]), axis)
+        else:
+            x = x.reshape(*x.shape[:axis], -1, block[axis], *x.shape[axis + 1 :]).sum(axis + 1)
+    return x
+
+
+def cuts(size: int, block: int, step: int) -> list[slice]:
+    """An axis in runs of about `step` elements: of whole blocks, or of parts of one block where blocks are longer.
+
+    >>> cuts(70, 16, 40), cuts(70, 50, 40)
+    ([slice(0, 32, None), slice(32, 64, None), slice(64, 70, None)], \
+[slice(0, 40, None), slice(40, 50, None), slice(50, 70, None)])
+    """
+    unit = max(step // max(block, 1), 1) * block
+    starts = [i for first in range(0, size, max(unit, 1)) for i in range(first, min(first + unit, size), step)]
+    return [slice(start, stop) for start, stop in itertools.pairwise([*starts, size])]
+
+
+def exponents(x: NDArray[np.float32]) -> NDArray[np.int32]:
+    """floor(log2 x) - LEAST of positive, finite `x`."""
+    field_of = x.view(np.int32) >> 23
+    found = field_of + (-127 - LEAST)
+    if x.size and not field_of.min():
+        subnormal = np.flatnonzero(field_of == 0)
+        found[subnormal] = np.frexp(x[subnormal])[1] - 1 - LEAST
+    return found
+
+
+def exponent_counts(x: NDArray[np.float32]) -> dict[int, int]:
+    """`floor(log2 x)` -> how many, of the positive and finite numbers among `x`."""
+    counts, flat = np.zeros(EXPONENTS, np.int64), x.reshape(-1)
+    for first in range(0, flat.size, SIZE):
+        part = flat[first : first + SIZE]
+        counts += np.bincount(exponents(part[np.isfinite(part) & (part > 0)]), minlength=EXPONENTS)
+    return {i + LEAST: int(counts[i]) for i in np.flatnonzero(counts).tolist()}
+
+
+def _in_order(run: Callable[[Any], Sums], jobs: list[Any]) -> Iterator[Sums]:
+    """The results of all jobs. Ctrl-C, or an error, waits for those that run, and starts no other."""
+    threads = min(num_threads(), len(jobs))
+    if threads <= 1:
+        yield from map(run, jobs)
+        return
+    name = f"qshard.numerics.{next(_POOLS)}"
+    pool = ThreadPoolExecutor(threads, name)
+    try:
+        yield from pool.map(run, jobs)
+    finally:
+        try:
+            pool.shutdown(cancel_futures=True)
+        finally:
+            _join_all(f"{name}_")
+
+
+def _join_all(prefix: str) -> None:
+    """Joins the threads of a pool that was shut down. It forgets those that started or ended as Ctrl-C came.
+
+    One that the system has not run yet cannot be joined, and ends as soon as it runs. It may also be that Ctrl-C came
+    before the system was asked for it, and so it will never run: `START` is enough.
+    """
+    end = time.monotonic() + START
+    for thread in threading.enumerate():
+        if not thread.name.startswith(prefix):
+            continue
+        while not thread.is_alive() and thread in threading.enumerate() and time.monotonic() < end:
+            time.sleep(LOOK)
+        if thread.is_alive():
+            thread.join()
+
+
+def magnitudes(data: NDArray[np.uint8], fmt: Format) -> NDArray[np.uint8]:
+    """Codes without their signs, one a byte."""
+    if fmt.element.packed:
+        codes = np.empty((*data.shape, 2), np.uint8)
+        codes[..., 0], codes[..., 1] = data, data >> 4
+        data = codes.reshape(data.shape[0], -1)
+    return data & np.uint8(2 ** (fmt.element.bits - 1) - 1)
+
+
+def _add_errors(total: Sums, given: NDArray[np.float32], value: NDArray[np.float32]) -> None:
+    """Sums of finite elements that are not 0."""
+    error = np.subtract(value, given, dtype=np.float64)
+    np.abs(error, out=error)
+    given = np.abs(given)
+    size = given.astype(np.float64)
+    # No BLAS, whose sums depend on its threads.
+    total.signal, total.noise = float(np.einsum("i,i", size, size)), float(np.einsum("i,i", error, error))
+    np.divide(error, size, out=error)
+    total.largest = float(error.max())
+    exponent = exponents(given)
+    total.errors += np.bincount(exponent, error, EXPONENTS)
+    total.counts += np.bincount(exponent, minlength=EXPONENTS)
+
+
+def _count(mask: NDArray[np.bool_]) -> int:
+    return int(np.count_nonzero(mask))

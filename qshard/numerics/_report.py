@@ -1,0 +1,269 @@
+"""Reports: statistics as a table and plots. rich and matplotlib are imported only when they are drawn."""
+
+from __future__ import annotations
+
+import base64
+import io
+import math
+import shutil
+import string
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from qshard._core.validation import FormatLike, as_formats
+from qshard.formats import Usage
+from qshard.numerics._arrays import whole_of
+from qshard.numerics._display import load
+from qshard.numerics._plots import report_figure
+from qshard.numerics._statistics import Note, Stats, fitting, measure
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.table import Table
+
+WIDE = 1000
+
+
+def report(
+    x: Any,
+    formats: Iterable[FormatLike] | FormatLike | None = None,
+    usage: Usage = Usage.ROWWISE,
+    *,
+    title: str | None = None,
+    seed: int = 0,
+    progress: bool | None = None,
+) -> Report:
+    """`compare`, to be looked at: `print` it, or leave it as the last line of a notebook cell.
+
+    Args:
+      x, formats, usage, seed, progress: as for `compare`.
+      title: by default, the shape and dtype of `x`.
+
+    Returns:
+      A report, which is a rich renderable and has a table and three plots in Jupyter.
+
+    Raises:
+      ImportError: rich is not installed.
+      TypeError, ValueError: as for `stats`, for formats that were asked for.
+
+    Sharded arrays: as for `stats`.
+
+    >>> print(report([[0.1, 0.2, 0.3]], ["FP8_E4M3"], title="three numbers").stats[0].format)
+    FP8_E4M3
+    """
+    load("rich", "report")
+    whole = whole_of(x, "report")
+    left_out: dict[str, str] = {}
+    if formats is None:
+        chosen, left_out = fitting(whole, usage, "report")
+    else:
+        chosen = as_formats(formats, "report")
+    if title is None:
+        title = f"{' x '.join(map(str, whole.shape)) or 'one number'}, {whole.dtype.removeprefix('torch.')}"
+        title += ", columnwise" if usage is Usage.COLUMNWISE else ""
+    rows = measure(whole, chosen, usage, seed, progress, "report")
+    return Report(title=title, stats=tuple(rows), left_out=left_out)
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Report:
+    """Statistics of several formats, as a table and plots.
+
+    Printed, the table is as wide as the terminal at most: where it is narrow, columns are left out, and a line below
+    says which. Letters beside SQNR are of the notes below, those of `Stats.notes`.
+
+    Attributes:
+      title: above the table.
+      stats: a row each.
+      left_out: name of each format that cannot hold the tensor -> why.
+    """
+
+    title: str
+    stats: tuple[Stats, ...]
+    left_out: Mapping[str, str] = field(default_factory=dict)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        yield from self._parts(options.max_width, options.ascii_only)
+
+    def __repr__(self) -> str:
+        """The table in ASCII, as wide as the terminal or COLUMNS say; elsewhere as wide as it needs."""
+        width = shutil.get_terminal_size((WIDE, 24)).columns
+        console = self._console(width, color_system=None)
+        console.print(*self._parts(width, ascii_only=True), sep="")
+        return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
+
+    def _repr_html_(self) -> str:
+        # nbconvert gives `pre` the proportional font of the page; columns need a monospace one.
+        style = "white-space:pre;overflow-x:auto;line-height:normal;font-family:monospace"
+        page = f'<pre style="{style}">{{code}}</pre>'
+        console = self._console(WIDE, record=True)
+        console.print(self)
+        text = console.export_html(inline_styles=True, code_format=page)
+        png = io.BytesIO()
+        self.figure().savefig(png, format="png", dpi=100)
+        image = base64.b64encode(png.getvalue()).decode()
+        alt = "SQNR, errors and scales"
+        return f'{text}<img alt="{alt}" style="max-width:100%" src="data:image/png;base64,{image}">'
+
+    def _parts(self, width: int, ascii_only: bool) -> Iterator[RenderableType]:
+        Text = load("rich.text", "report").Text
+        yield Text(self.title, style="bold")
+        table, left_out, taken = fit_table(self.stats, width, ascii_only)
+        yield table
+        lines = [f"left out: {line}" for line in group_refusals(self.left_out)]
+        if left_out:
+            lines.append(f"not shown at a width of {width}: {', '.join(left_out)}")
+        yield footnotes(self.stats, lines, min(width, max(taken, 80)))
+
+    def _console(self, width: int, **options: Any) -> Any:
+        # Without Jupyter, so that rich prints into the file, not into the notebook.
+        options = {"file": io.StringIO(), "width": width, "force_jupyter": False, **options}
+        return load("rich.console", "report").Console(**options)
+
+    def figure(self) -> Figure:
+        """Three plots: SQNR, relative error by size of element, histogram of scales.
+
+        Raises:
+          ImportError: matplotlib is not installed.
+        """
+        return report_figure(self.stats)
+
+
+class _Column(NamedTuple):
+    """One column.
+
+    Attributes:
+      heading: its words; each may have a line of its own.
+      cell: its text for a row.
+      need: where there is no room, columns of the least need go first. 0 for a column that always stays.
+      when: the column is there only if this is true of a row; None for always.
+    """
+
+    heading: str
+    cell: Callable[[Stats], str]
+    need: int = 0
+    when: Callable[[Stats], Any] | None = None
+
+
+def percent(share: float, digits: int = 2) -> str:
+    """A share in a table.
+
+    >>> percent(0.5), percent(1e-9), percent(math.nan)
+    ('50.00%', '<0.01%', '-')
+    """
+    if math.isnan(share):
+        return "-"
+    least = 10.0**-digits
+    return f"<{least:.{digits}f}%" if 0 < 100 * share < least else f"{share:.{digits}%}"
+
+
+def _share(share: float) -> str:
+    return percent(share) if share else "-"
+
+
+def _decibels(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:.1f}"
+
+
+def _range(histogram: Mapping[int, int]) -> str:
+    if not histogram:
+        return "-"
+    low, high = min(histogram), max(histogram)
+    return f"{low}" if low == high else f"{low} to {high}"
+
+
+def _letters(rows: Sequence[Stats]) -> dict[Note, str]:
+    """A letter for each note, in order of appearance."""
+    notes = dict.fromkeys(note for row in rows for note in row.notes)
+    return dict(zip(notes, string.ascii_lowercase, strict=False))
+
+
+def _columns(rows: Sequence[Stats]) -> list[_Column]:
+    letters = _letters(rows)
+    columns = [
+        _Column("format", lambda row: str(row.format)),
+        _Column("bits", lambda row: f"{row.bits_per_element:.3f}" if row.bits_per_element else "-", 5),
+        _Column("SQNR dB", lambda row: _decibels(row.sqnr_db)),
+        _Column("", lambda row: ",".join(letters[note] for note in row.notes), when=lambda row: row.notes),
+        _Column(
+            "not counted", lambda row: _share(1 - row.counted), 9, lambda row: row.nonfinite_given or row.nonfinite_made
+        ),
+        _Column("mean error", lambda row: percent(row.mean_relative_error), 10),
+        _Column("max error", lambda row: percent(row.max_relative_error, 1), 1),
+        _Column("zeros made", lambda row: _share(row.zeros_made), 8),
+        _Column("saturated", lambda row: _share(row.saturated), 7),
+        _Column("worst block dB", lambda row: _decibels(row.worst_block_db), 6, lambda row: row.format.block),
+        _Column("subnormal", lambda row: _share(row.subnormal), 2),
+        _Column("non-finite made", lambda row: _share(row.nonfinite_made), 3, lambda row: row.nonfinite_made),
+        _Column("scale exponents", lambda row: _range(row.scale_histogram), 4),
+    ]
+    return [column for column in columns if column.when is None or any(map(column.when, rows))]
+
+
+def fit_table(rows: Sequence[Stats], width: int, ascii_only: bool) -> tuple[Table, list[str], int]:
+    """The table, the headings of the columns that do not fit, and the width of the table.
+
+    A narrow width takes, in turn: the space between columns; the rest of a line from names, which then break between
+    options; columns. No name is cut short.
+    """
+    columns = _columns(rows)
+    left_out: list[str] = []
+    for gap in (2, 1):
+        table = _table(columns, rows, gap, ascii_only)
+        least, most = _widths(table)
+        if most <= width:
+            return table, left_out, most
+    while least > width and any(column.need for column in columns):
+        column = min((column for column in columns if column.need), key=lambda column: column.need)
+        columns.remove(column)
+        left_out.append(column.heading)
+        table = _table(columns, rows, 1, ascii_only)
+        least, most = _widths(table)
+    return table, left_out, min(most, width)
+
+
+def _table(columns: Sequence[_Column], rows: Sequence[Stats], gap: int, ascii_only: bool) -> Table:
+    """A table of rich. Only names may break."""
+    box = load("rich.box", "report")
+    lines = box.Box(str(box.SIMPLE_HEAD).replace("\N{BOX DRAWINGS LIGHT HORIZONTAL}", "-"), ascii=True)
+    table: Table = load("rich.table", "report").Table(
+        box=lines if ascii_only else box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, gap - 1, 0, 0)
+    )
+    for i, column in enumerate(columns):
+        heading = "\n".join(column.heading.split()) if i else column.heading
+        justify: Literal["left", "right"] = "left" if column.heading in ("format", "", "scale exponents") else "right"
+        table.add_column(heading, justify=justify, vertical="top", overflow="fold", no_wrap=i > 0)
+    Text = load("rich.text", "report").Text
+    for row in rows:
+        table.add_row(*(Text(column.cell(row)) for column in columns))
+    return table
+
+
+def _widths(table: Table) -> tuple[int, int]:
+    """The widths of a table whose names break at spaces, and whose names do not."""
+    console = load("rich.console", "report").Console(width=WIDE, force_jupyter=False)
+    measured: tuple[int, int] = load("rich.measure", "report").Measurement.get(console, console.options, table)
+    return measured
+
+
+def footnotes(rows: Sequence[Stats], lines: Sequence[str], width: int) -> RenderableType:
+    """Notes with their letters, then other lines."""
+    grid = load("rich.table", "report").Table.grid(padding=(0, 1, 0, 0))
+    Text = load("rich.text", "report").Text
+    for note, letter in _letters(rows).items():
+        grid.add_row(letter, Text(str(note)))
+    below = [Text(line) for line in lines]
+    group: Any = load("rich.console", "report").Group(*([grid] if grid.rows else []), *below)
+    constrained: RenderableType = load("rich.constrain", "report").Constrain(group, width)
+    return constrained
+
+
+def group_refusals(left_out: Mapping[str, str]) -> list[str]:
+    """Formats that cannot hold the tensor, a line for each reason."""
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in left_out.items():
+        why = reason.removeprefix(f"{name}: ").replace(f" of {name};", ";")
+        by_reason.setdefault(why, []).append(name)
+    return [f"{', '.join(names)}: {why}" for why, names in by_reason.items()]

@@ -1,0 +1,297 @@
+"""Statistics of a step of training, a row for each layer and role, and the log that a run keeps of them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
+
+from qshard.formats import ElementFormat, Format
+from qshard.numerics._display import Frame
+from qshard.numerics._plots import bar_chart, line_chart
+from qshard.numerics._statistics import decibels
+from qshard.recipes import Role
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+class StepSums(NamedTuple):
+    """Sums over one tensor of a step, or over a part of it: arrays without axes, on the device of the tensor.
+
+    Attributes:
+      amax: the largest finite magnitude.
+      signal, noise: sums of `(x / amax)**2` and `((value - x) / amax)**2`, where both are finite.
+      scale_low, scale_high: least and largest scale of the elements other than 0; infinity and 0 without any.
+      zeros_made, subnormal, saturated, nonfinite_given, nonfinite_made: numbers of elements, as `Stats` has them.
+    """
+
+    amax: Any
+    signal: Any
+    noise: Any
+    scale_low: Any
+    scale_high: Any
+    zeros_made: Any
+    subnormal: Any
+    saturated: Any
+    nonfinite_given: Any
+    nonfinite_made: Any
+
+
+COUNTS = StepSums._fields[5:]
+
+
+def step_sums(xp: Any, x: Any, value: Any, scale: Any, element: ElementFormat, count: Callable[[Any], Any]) -> StepSums:
+    """The sums over a tensor that is not empty: written once, over `xp`.
+
+    They are in float32, of elements divided by the largest, so that no square of a small gradient is lost.
+
+    Args:
+      xp: the module of array functions, `torch` or `jax.numpy`.
+      x, value, scale: float32, of one shape: the tensor, its stored values, and the scale of each element.
+      count: how many of a mask are true.
+    """
+    size, given, made = xp.abs(x), xp.isfinite(x), xp.isfinite(value)
+    counted, nonzero = given & made, x != 0
+    amax = xp.amax(xp.where(given, size, 0.0))
+    unit = xp.where(amax > 0, amax, 1.0)
+    step = 2.0 ** (element.max_exponent - element.mantissa_bits)
+    stored, least = xp.abs(value), 2.0 ** (1 - element.bias)
+    scaled = nonzero & (scale > 0) & xp.isfinite(scale)
+    return StepSums(
+        amax=amax,
+        signal=xp.sum(xp.square(xp.where(counted, x, 0.0) / unit)),
+        noise=xp.sum(xp.square(xp.where(counted, value - x, 0.0) / unit)),
+        scale_low=xp.amin(xp.where(scaled, scale, math.inf)),
+        scale_high=xp.amax(xp.where(scaled, scale, 0.0)),
+        zeros_made=count(nonzero & (value == 0)),
+        subnormal=count((stored > 0) & (stored < least * scale)),
+        saturated=count(made & (scale > 0) & (size > (element.max + step / 2) * scale)),
+        nonfinite_given=count(~given),
+        nonfinite_made=count(given & ~made),
+    )
+
+
+@dataclass
+class Totals:
+    """`StepSums` of several calls or parts added up, on the host. Sums of squares are of `x` itself."""
+
+    amax: float = 0.0
+    signal: float = 0.0
+    noise: float = 0.0
+    scale_low: float = math.inf
+    scale_high: float = 0.0
+    zeros_made: int = 0
+    subnormal: int = 0
+    saturated: int = 0
+    nonfinite_given: int = 0
+    nonfinite_made: int = 0
+    elements: int = 0
+    calls: int = 0
+
+    def __iadd__(self, other: Totals) -> Totals:
+        for name in (field.name for field in fields(self)):
+            merge = {"amax": max, "scale_high": max, "scale_low": min}.get(name, lambda a, b: a + b)
+            setattr(self, name, merge(getattr(self, name), getattr(other, name)))
+        return self
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerStats:
+    """What a step did to one tensor of one layer, in the plane that the forward product, or `dy @ w`, reads.
+
+    Shares are of all elements of all calls and ranks. SQNR is over the elements that are finite, also as stored.
+
+    Attributes:
+      layer, role, format: whose tensor, which of its three, and in what it is stored.
+      calls: of the layer, on all ranks together; of a weight 1 for each rank with a part.
+      elements: of all calls.
+      amax: the largest finite magnitude.
+      sqnr_db: `10 * log10(sum(x**2) / sum((value - x)**2))`; infinity without noise, NaN without a signal.
+      zeros_made: share with `x != 0` that is stored as 0: underflow.
+      subnormal: share that is stored as a subnormal of the element format.
+      saturated: share beyond the largest element, more than rounding explains.
+      nonfinite_given, nonfinite_made: share that was infinite or NaN; that became so.
+      scale_low, scale_high: the range of what codes of elements other than 0 are multiplied by; NaN of none.
+    """
+
+    layer: str
+    role: Role
+    format: str
+    calls: int
+    elements: int
+    amax: float
+    sqnr_db: float
+    zeros_made: float
+    subnormal: float
+    saturated: float
+    nonfinite_given: float
+    nonfinite_made: float
+    scale_low: float
+    scale_high: float
+
+
+NUMBERS = tuple(field.name for field in fields(LayerStats))[3:]
+
+
+def layer_stats(layer: str, role: Role, fmt: Format, total: Totals) -> LayerStats:
+    """The row of one tensor."""
+
+    def share(count: int) -> float:
+        return count / total.elements if total.elements else 0.0
+
+    return LayerStats(
+        layer=layer,
+        role=role,
+        format=str(fmt),
+        calls=total.calls,
+        elements=total.elements,
+        amax=total.amax,
+        sqnr_db=decibels(total.signal, total.noise),
+        zeros_made=share(total.zeros_made),
+        subnormal=share(total.subnormal),
+        saturated=share(total.saturated),
+        nonfinite_given=share(total.nonfinite_given),
+        nonfinite_made=share(total.nonfinite_made),
+        scale_low=total.scale_low if total.scale_high else math.nan,
+        scale_high=total.scale_high or math.nan,
+    )
+
+
+@dataclass(frozen=True)
+class StepStats(Frame):
+    """The rows of a step.
+
+    >>> from qshard.formats import FP8_E4M3
+    >>> row = layer_stats("up", Role.WEIGHT, FP8_E4M3, Totals(amax=2.0, signal=4.0, noise=0.04, elements=8, calls=1))
+    >>> step = StepStats((row,))
+    >>> step.of("up", Role.WEIGHT).sqnr_db
+    20.0
+    """
+
+    rows: tuple[LayerStats, ...]
+
+    def of(self, layer: str, role: Role) -> LayerStats:
+        """The row of one tensor.
+
+        Raises:
+          KeyError: there is none.
+        """
+        for row in self.rows:
+            if (row.layer, row.role) == (layer, role):
+                return row
+        raise KeyError(f"no {role.value} of {layer!r} among {len(self.rows)} rows")
+
+    def records(self) -> list[dict[str, Any]]:
+        return [{**vars(row), "role": row.role.value} for row in self.rows]
+
+    def plot(self) -> Figure:
+        """SQNR, and the shares that were made 0 and saturated, of each tensor.
+
+        Raises:
+          ImportError: matplotlib is not installed.
+        """
+        names = [f"{row.layer}, {row.role.value}" for row in self.rows]
+        parts = {
+            "SQNR in dB": [row.sqnr_db for row in self.rows],
+            "made 0, %": [100 * row.zeros_made for row in self.rows],
+            "saturated, %": [100 * row.saturated for row in self.rows],
+        }
+        return bar_chart(names, parts)
+
+
+@dataclass(frozen=True)
+class Log(Frame):
+    """A log that `read_log` has read. `records` has a dict for each step and tensor, as `write_log` wrote it."""
+
+    given: tuple[Mapping[str, Any], ...]
+
+    def records(self) -> list[dict[str, Any]]:
+        return [dict(record) for record in self.given]
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(record["layer"] for record in self.given))
+
+    def series(self, name: str, layer: str, role: Role | str, **where: Any) -> dict[int, float]:
+        """Step -> one number of one tensor; `where` chooses among runs in one file, such as `run="fp8"`.
+
+        Raises:
+          KeyError: no record has that tensor, or that name.
+        """
+        wanted = {"layer": layer, "role": Role(role).value, **where}
+        found = [record for record in self.given if all(record.get(key) == value for key, value in wanted.items())]
+        if not found or name not in found[0]:
+            raise KeyError(f"no {name!r} of {wanted} among {len(self.given)} records")
+        return {record["step"]: record[name] for record in found}
+
+    def plot(self, name: str = "amax", role: Role | str = Role.GRADIENT, **where: Any) -> Figure:
+        """One number of one role over steps, a line for each layer.
+
+        Raises:
+          ImportError: matplotlib is not installed.
+        """
+        lines = {layer: self.series(name, layer, role, **where) for layer in self.layers}
+        return line_chart(lines, f"{name}, {Role(role).value}", "step")
+
+
+def write_log(file: IO[str], step: int, seen: StepStats, **more: Any) -> None:
+    """Writes a step to a log: a line of JSON for each row.
+
+    Args:
+      file: open for writing text.
+      step: its number.
+      seen: from `numerics_of` of a front end.
+      more: what each line has too, such as `loss=` and `run=`.
+
+    A number that is not finite, which JSON does not have, is written as "nan", "inf" or "-inf".
+
+    >>> import io
+    >>> from qshard.formats import FP8_E4M3
+    >>> total = Totals(amax=2.0, signal=4.0, elements=8, calls=1)
+    >>> file = io.StringIO()
+    >>> write_log(file, 7, StepStats((layer_stats("up", Role.WEIGHT, FP8_E4M3, total),)), loss=0.5)
+    >>> file.getvalue()[:60]
+    '{"step": 7, "loss": 0.5, "layer": "up", "role": "weight", "f'
+    """
+    for record in seen.records():
+        values = {"step": step, **more, **record}
+        file.write(json.dumps({name: _plain(value) for name, value in values.items()}, allow_nan=False) + "\n")
+    file.flush()
+
+
+def read_log(path: str | Path | Iterable[str]) -> Log:
+    """What `write_log`, or `--log-numerics` of the examples, has written.
+
+    Args:
+      path: of the file, or its lines. Its last line may be cut short, as a run that was stopped leaves it.
+
+    Raises:
+      ValueError: a line is not such a record.
+
+    >>> line = '{"step": 0, "loss": 0.5, "layer": "up", "role": "weight", "amax": 2.0, "sqnr_db": "inf"}'
+    >>> read_log([line]).series("sqnr_db", "up", "weight")
+    {0: inf}
+    """
+    lines: Sequence[str] = Path(path).read_text().splitlines(keepends=True) if isinstance(path, str | Path) else [*path]
+    found = []
+    for i, line in enumerate(lines):
+        try:
+            record = json.loads(line)
+            if not isinstance(record, dict) or not {"step", "layer", "role"} <= record.keys():
+                raise ValueError("it has no step, layer and role")
+        except ValueError as error:
+            if i == len(lines) - 1 and not line.endswith("\n"):
+                break
+            raise ValueError(
+                f"read_log: line {i + 1} ({line[:40]!r}) is not a record: {error}; pass a file of --log-numerics"
+            ) from None
+        found.append({name: float(value) if name in NUMBERS else value for name, value in record.items()})
+    return Log(tuple(found))
+
+
+def _plain(value: Any) -> Any:
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
