@@ -356,7 +356,7 @@ def _measured(x: Tensor, parts: Plane, fmt: Format) -> list[tuple[Tensor, int]]:
     step = max(PART // max(columns, 1) // ROWS, 1) * ROWS
     for first in range(0, rows if columns else 0, step):
         last = min(first + step, rows)
-        some = quantize_steps.plane_rows(parts, fmt, first, last)
+        some = quantize_steps.plane_rows(parts, fmt, Usage.ROWWISE, first, last)
         value = _values(some, fmt)
         ones = some.data.view(torch.uint8).clone().fill_(fmt.element.ones_byte).view(some.data.dtype)
         scale = _values(some._replace(data=ones), fmt)

@@ -229,14 +229,21 @@ def transposed(ops: Any, parts: Plane, fmt: Format) -> Plane:
     return parts._replace(data=data_t, scale_inv=scale_inv_t)
 
 
-def plane_rows(parts: Plane, fmt: Format, start: int, stop: int) -> Plane:
-    """Rows `[start, stop)` of the rowwise plane of a matrix; `start` is where a block begins."""
+def plane_rows(parts: Plane, fmt: Format, usage: Usage, start: int, stop: int) -> Plane:
+    """What a plane of a matrix has of its rows `[start, stop)`; `start` is where a block begins. Views."""
     data, scale_inv, global_scale_inv = parts
-    if fmt.block is not None:
-        scale_inv = scale_inv[start // fmt.block[0] : -(-stop // fmt.block[0])]
+    turned, block = is_transposed(fmt, usage), fmt.block_of(usage)
+    unit = fmt.element.codes_per_byte if turned else 1  # Packed along the last axis.
+    data = _slice(data, turned, start // unit, -(-stop // unit))
+    if block is not None:
+        scale_inv = _slice(scale_inv, turned, start // block[0], -(-stop // block[0]))
     if global_scale_inv is not None and fmt.row_scaled:
         global_scale_inv = global_scale_inv[start:stop]
-    return Plane(data[start:stop], scale_inv, global_scale_inv)
+    return Plane(data, scale_inv, global_scale_inv)
+
+
+def _slice(array: Array, turned: bool, start: int, stop: int) -> Array:
+    return array[:, start:stop] if turned else array[start:stop]
 
 
 def planes_of_one_scale(codes: Sequence[Array], usage: Usage, scale_inv: Array) -> dict[Usage, Plane]:

@@ -149,8 +149,8 @@ class Rows(NamedTuple):
 
     def _run(self, operand: Operand, at: int) -> Operand:
         """One run of a rowwise plane, by its number."""
-        parts = plane_rows(operand.parts, operand.format, at * self.run, (at + 1) * self.run)
-        return operand._replace(parts=parts)
+        rows = at * self.run, (at + 1) * self.run
+        return operand._replace(parts=plane_rows(operand.parts, operand.format, operand.usage, *rows))
 
     def _cut_parts(self, operand: Operand) -> list[Tensor]:
         return [getattr(operand.parts, name) for name in _cut_fields(operand)]

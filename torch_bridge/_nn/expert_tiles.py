@@ -13,7 +13,7 @@ nobody's. An expert's rows are quantized by the ops that quantize a matrix, all 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -118,25 +118,19 @@ class Side(NamedTuple):
 
     def by_expert(self, stops: Sequence[int] | None = None) -> list[Operand]:
         """The weight of each expert; or its places, which are given by where they stop."""
-        axis = 1 if is_transposed(self.format, self.usage) else 0
-        places = self.parts.data.shape[axis] * (self.format.element.codes_per_byte if axis else 1)
-
-        def cut(part: Tensor | None) -> Iterable[Tensor | None]:
-            if part is None or not part.ndim:
-                return itertools.repeat(part)
-            if stops is None:
-                return part.unbind()
-            size = part.shape[axis]
-            ends = [0, *(stop * size // places for stop in stops), size]
-            *each, _ = part.split([end - start for start, end in itertools.pairwise(ends)], axis)
-            return [one.contiguous() for one in each]
-
-        parts = [cut(part) for part in self.parts]
+        if stops is None:
+            parts = [part.unbind() if part is not None and part.ndim else itertools.repeat(part) for part in self.parts]
+            planes = [Plane(*each) for each in zip(*parts, strict=False)]
+        else:
+            ends = itertools.pairwise((0, *stops))
+            rows = [quantize_steps.plane_rows(self.parts, self.format, self.usage, *each) for each in ends]
+            planes = [Plane(*(part if part is None else part.contiguous() for part in each)) for each in rows]
         if self.factor is not None:
             # Apart, since cuBLASLt would have each moved to an address of 16 bytes.
-            apart = torch.nn.functional.pad(self.factor[:, None], (0, 3))[:, 0]
-            parts[1 if self.format.per_tensor else 2] = apart.unbind()
-        return [Operand(self.format, Plane(*each), self.usage) for each in zip(*parts, strict=False)]
+            apart = torch.nn.functional.pad(self.factor[:, None], (0, 3))[:, 0].unbind()
+            name = "scale_inv" if self.format.per_tensor else "global_scale_inv"
+            planes = [each._replace(**{name: factor}) for each, factor in zip(planes, apart, strict=True)]
+        return [Operand(self.format, each, self.usage) for each in planes]
 
 
 def side_of(fmt: Format, usage: Usage, parts: Plane, factors: Tensor | None = None) -> Side:

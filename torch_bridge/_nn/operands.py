@@ -96,7 +96,7 @@ class LayerQuantizer(NamedTuple):
             reduce_max = functools.partial(part.merged, by_row=by_row) if part.groups(by_row=by_row) else None
         made, seen = quantize_operand(x, spec, scale=scale, draws=draws, amax=amax, reduce_max=reduce_max)
         if spec.added_rows and Usage.ROWWISE in made:
-            made[Usage.ROWWISE] = plane_rows(made[Usage.ROWWISE], spec.format, 0, rows)
+            made[Usage.ROWWISE] = plane_rows(made[Usage.ROWWISE], spec.format, Usage.ROWWISE, 0, rows)
         return {one: Operand(spec.format, plane, one) for one, plane in made.items()}, seen
 
 
