@@ -131,9 +131,11 @@ class ProductSharding(NamedTuple):
                 requests.append((names, shape[axis], side.unit(axis)))
         found, depth = assign_mesh_axes(mesh, requests), len(sides[0].contracted)
         contracted, rows = found[:depth], found[depth:]
-        left = [size // count_shards(mesh, names) for (_, size, _), names in zip(requests[depth:], rows, strict=True)]
+        local_shape = [
+            size // count_shards(mesh, names) for (_, size, _), names in zip(requests[depth:], rows, strict=True)
+        ]
         summed = [name for names in contracted for name in names]
-        scattered = assign_scatter(mesh, out, left, summed)
+        scattered = assign_scatter(mesh, out, local_shape, summed)
         operands, first = [], 0
         for side in sides:
             own = rows[first : (first := first + len(side.rows))]
@@ -141,7 +143,8 @@ class ProductSharding(NamedTuple):
             operands.append(_spec(entries[axis] for axis in sorted(entries)))
         result = _spec((*names, *(name for at, name in scattered if at == axis)) for axis, names in enumerate(rows))
         used = {name for _, name in scattered}
-        return cls(*operands, result, scattered, tuple(name for name in summed if name not in used))
+        left, right = operands
+        return cls(left, right, result, scattered, tuple(name for name in summed if name not in used))
 
 
 def _spec(entries: Any) -> PartitionSpec:

@@ -162,7 +162,7 @@ class WeightSharding:
             shared = (tuple(name for name in names if name in self.gather_axes) for names in spec.entries)
             return sum_over(gradient, ((axis, names) for axis, names in enumerate(shared) if names))
         if spec.entries and not spec.mesh.explicit_axes:
-            return lax.with_sharding_constraint(gradient, NamedSharding(spec.mesh, spec.spec))
+            gradient = lax.with_sharding_constraint(gradient, NamedSharding(spec.mesh, spec.spec))
         return gradient
 
 
