@@ -45,7 +45,7 @@ class How(NamedTuple):
       y_shape: of y.
       parts: which parts of larger tensors the operands are, if they are.
       x_rows, y_rows: how rows of theirs are cut, of whose planes others have the rest.
-      join: gathers the codes of x, of which this rank keeps a part; None: it keeps all.
+      join: gathers the codes of x from the parts of an `ActivationGroup`; None: this rank keeps all codes.
       is_kn: the weight is `[K, N]`.
     """
 
