@@ -23,7 +23,7 @@ from qshard.torch_bridge._distributed.activation_group import Join
 from qshard.torch_bridge._distributed.sequence_parallel import Rows
 from qshard.torch_bridge._distributed.tensor_shards import Part
 from qshard.torch_bridge._nn import activations, linear_program
-from qshard.torch_bridge._nn.amax_cache import cached_amax
+from qshard.torch_bridge._nn.module_calls import cached_amax
 from qshard.torch_bridge._nn.operands import ROLES, matrix_of, quantized, values_of
 from qshard.torch_bridge._ops.autograd_node import Node
 from qshard.torch_bridge._ops.eager import is_compiling

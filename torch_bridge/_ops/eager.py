@@ -39,12 +39,19 @@ def may_skip_dispatcher(tensors: Iterable[Tensor]) -> bool:
     >>> may_skip_dispatcher([x, torch.nn.Parameter(x)]), may_skip_dispatcher([x, x.to("meta")])
     (True, False)
     """
-    return not is_compiling() and not is_observed() and _are_in_memory(tensors)
+    if is_compiling() or is_observed():
+        return False
+    for x in tensors:  # noqa: SIM110, since a generator takes longer, and this is asked in every call.
+        if type(x) not in _PLAIN or not (x.is_cuda or x.is_cpu):
+            return False
+    return True
 
 
 def are_plain(*tensors: Tensor) -> bool:
     """Returns True for plain tensors in memory, if no compiler or transform is at work."""
-    return not is_compiling() and not in_functorch() and _are_in_memory(tensors)
+    if is_compiling() or in_functorch():
+        return False
+    return all(type(x) in _PLAIN and (x.is_cuda or x.is_cpu) for x in tensors)
 
 
 def may_reuse(tensor: Tensor) -> bool:
@@ -53,10 +60,3 @@ def may_reuse(tensor: Tensor) -> bool:
     A compiler merges equal ops itself, and a captured graph must not read memory that was written before the capture.
     """
     return not is_compiling() and not is_capturing(tensor.device)
-
-
-def _are_in_memory(tensors: Iterable[Tensor]) -> bool:
-    for x in tensors:  # noqa: SIM110, since a generator takes longer, and this is asked in every call.
-        if type(x) not in _PLAIN or not (x.is_cuda or x.is_cpu):
-            return False
-    return True
