@@ -54,14 +54,14 @@ _profiler_is_on = torch._C._autograd._profiler_enabled
 
 
 def is_observed() -> bool:
-    """Whether a mode, a profiler, a transform of functorch or `torch.jit` sees the ops of this thread."""
+    """Returns True if a mode, a profiler, a transform of functorch or `torch.jit` sees the ops of this thread."""
     if _dispatch_modes() or _function_modes() or _profiler_is_on():
         return True
     return _functorch_level() is not None or _jit_state() is not None
 
 
 def in_functorch() -> bool:
-    """Whether a transform of `torch.func` runs."""
+    """Returns True in a transform of `torch.func`."""
     return _functorch_level() is not None
 
 
@@ -75,9 +75,9 @@ def backward_id() -> int | None:
     return None if number == -1 else number
 
 
-# Without it: True, so that codes are saved and not what they are made of.
+# Without it: True. Layers then save codes, and never the tensors to make them of.
 def has_saved_tensors_hooks() -> bool:
-    """Whether `torch.autograd.graph.saved_tensors_hooks` are in force, as under activation checkpointing."""
+    """Returns True under `torch.autograd.graph.saved_tensors_hooks`, as of activation checkpointing."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
@@ -95,7 +95,7 @@ def node_number(node: Any) -> int:
 
 # Without these two: False and RuntimeError; codes are saved.
 def saves_its_result(node: Any) -> bool:
-    """Whether an autograd node saves what it has made. Its type is looked at: the attribute would unpack the tensor."""
+    """Returns True if an autograd node saves its result. Looks at the type: the attribute would unpack the tensor."""
     return any(hasattr(type(node), name) for name in ("_saved_result", "_saved_output"))
 
 
@@ -106,7 +106,7 @@ def saved_factors(node: Any) -> tuple[Tensor, Tensor]:
 
 # Without it: `forward_ad.unpack_dual` of every input, which is slower.
 def has_forward_ad_level() -> bool:
-    """Whether `torch.autograd.forward_ad.dual_level` is entered."""
+    """Returns True in a `torch.autograd.forward_ad.dual_level`."""
     return forward_ad._current_level >= 0
 
 
@@ -127,7 +127,7 @@ rebuild_parameter_with_state: Callable[..., Any] = torch._utils._rebuild_paramet
 
 
 def base_of(tensor: Tensor) -> Tensor | None:
-    """The tensor that a view is a view of; None if it is no view."""
+    """The base of a view; None for any other tensor."""
     return tensor._base if tensor._is_view() else None
 
 
@@ -138,7 +138,7 @@ def have_one_storage(a: Tensor, b: Tensor) -> bool:
 
 # Without it: no error for weights that somebody else holds.
 def has_other_owners(tensor: Any) -> bool:
-    """Whether C++ holds a tensor besides its Python object, as an autograd graph or a wrapper does."""
+    """Returns True if C++ holds a tensor besides its Python object, as an autograd graph or a wrapper does."""
     return bool(tensor._use_count() > 1)
 
 
@@ -157,7 +157,7 @@ def put_hooks(parameter: Any, backward: Any, post_accumulate: Any) -> None:
 
 # DTensor. Without it: `to_local()`, and attributes in a dictionary by identity, as it gives a new object.
 def local_tensor(tensor: DTensor) -> Tensor:
-    """What a rank has of a DTensor: the very object."""
+    """The local shard of a DTensor: the object itself."""
     return tensor._local_tensor
 
 
@@ -185,9 +185,9 @@ def fsdp_groups(module: FSDPModule) -> list[Any]:
     return [group for group in groups if group is not None]
 
 
-# Without it: every rank loses its amaxes to those of the first, so raise for DistributedDataParallel.
+# Without it: raise under DistributedDataParallel, which would overwrite the amaxes of all ranks but the first.
 def active_ddp() -> Any:
-    """The DistributedDataParallel whose forward pass runs; None outside of one."""
+    """The DistributedDataParallel that runs its forward pass; None if none does."""
     return DistributedDataParallel._active_ddp_module
 
 
@@ -198,12 +198,12 @@ def modules_of_flat(flat: FlatParameter) -> list[tuple[str, nn.Module]]:
 
 
 # Dynamo. Under `torch.compile(dynamic=True)` floats of an object become symbols. Dynamo of torch 2.13 fails on one in
-# an autograd.Function, unless it is told that it is a constant; that of 2.11 cannot be told, and does not fail.
+# an autograd.Function, unless it is marked as a constant. Dynamo of 2.11 has no such mark, and does not fail.
 _NUMBERS_ARE_SYMBOLS = torch.__version__ >= "2.13"  # Compares versions, not strings.
 
 
 class _Constant:
-    """A format, or its scaling, some of whose attributes are constants to a compiler."""
+    """A format, or its scaling, with some attributes that are constants to a compiler."""
 
     def __init__(self, real: Any, **constants: Any):
         self._real = real
@@ -215,7 +215,7 @@ class _Constant:
 
 
 def as_constant(fmt: Format) -> Format:
-    """The format; while a graph is traced, one whose numbers do not become symbols."""
+    """Returns the format; while a graph is traced, one with numbers that do not become symbols."""
     if not (_NUMBERS_ARE_SYMBOLS and torch.compiler.is_compiling()):
         return fmt
     eps, scale_max = _numbers(fmt)

@@ -15,8 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import qshard.torch_bridge as qt
 from qshard.recipes import NVFP4, BlockScaling, CurrentScaling, DelayedScaling
 from qshard.reference import _activation as activation
-from qshard.torch_bridge._nn.amax_cache import cache_amax, cached_amax
-from qshard.torch_bridge._nn.module_calls import follow_calls
+from qshard.torch_bridge._nn.module_calls import cache_amax, cached_amax, follow_calls
 from support.awkward import assert_bits_equal, awkward_values
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

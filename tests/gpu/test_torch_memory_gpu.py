@@ -10,7 +10,7 @@ from torch import nn  # noqa: E402
 
 from qshard.recipes import CurrentScaling  # noqa: E402
 from qshard.torch_bridge import convert, rms_norm, swiglu  # noqa: E402
-from qshard.torch_bridge._nn.amax_cache import cached_amax  # noqa: E402
+from qshard.torch_bridge._nn.module_calls import cached_amax  # noqa: E402
 from support.formats import RECIPES  # noqa: E402
 from support.llama import Held, Llama, turns_of  # noqa: E402
 

@@ -1,6 +1,6 @@
-"""FSDP1, `FullyShardedDataParallel`: all that layers, delayed scaling and `convert` know of it.
+"""FSDP1, `FullyShardedDataParallel`, as layers, delayed scaling and `convert` meet it.
 
-`prepare_modules_for_fsdp1` (`_convert/fsdp1.py`) gets layers ready for it, and says how they run in it.
+`prepare_modules_for_fsdp1` (`_convert/fsdp1.py`) gets layers ready for it, and describes how they run in it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def wrapper_of(module: nn.Module) -> str | None:
 
 
 def is_flattened(parameter: nn.Parameter) -> bool:
-    """Whether FSDP1 has put a parameter into a flat one."""
+    """Returns True if FSDP1 has put a parameter into a flat one."""
     return "_fsdp_flattened" in vars(parameter)
 
 
@@ -47,7 +47,7 @@ def note_delayed(parameter: nn.Parameter, name: str, delayed: nn.Module) -> None
 
 
 def delayed_of(parameter: Tensor) -> list[tuple[str, Any]] | None:
-    """Names and `DelayedScale`s of the weights that a step on `parameter` changes; None for one that FSDP1 has not."""
+    """Names and `DelayedScale`s of the weights that a step on `parameter` changes; None if FSDP1 does not have it."""
     noted: tuple[str, Any] | None = parameter.__dict__.get(_STATE)
     if noted is not None:
         # FSDP1 gives no gradient to a rank without elements, which has to hear of it like all others.
@@ -64,7 +64,7 @@ def delayed_of(parameter: Tensor) -> list[tuple[str, Any]] | None:
 
 
 class Float32Buffers(nn.Module):
-    """A module whose buffers keep their float32 bits, once `keep_bits` is called.
+    """A module with buffers that keep their float32 bits, once `keep_bits` is called.
 
     FSDP1 casts buffers with `MixedPrecision(buffer_dtype=)`, once, before the first forward pass.
     """

@@ -2,7 +2,7 @@
 
 A scale of a whole tensor comes of its amax. Taken as the tensor is made, it saves the read that only looks for it:
 forward that of y, or h, and backward those of both gradients of SwiGLU. `Linear` finds it where the very tensor is
-passed on, in the call of a module that made it or in the same backward pass (`amax_cache.py`).
+passed on, in the call of a module that made it or in the same backward pass (`module_calls.py`).
 
 What they give is also less work by itself. Of SwiGLU autograd keeps gate and up alone, where `F.silu(gate) * up` keeps
 `silu(gate)` too; the layer that takes h makes it again (`saved_input.py`).
@@ -26,8 +26,8 @@ from qshard._core.operands import OperandSpec
 from qshard._core.validation import FormatLike, as_format, as_usage, shown
 from qshard.formats import FLOATS, Usage
 from qshard.op_table import table
-from qshard.torch_bridge._nn.amax_cache import cache_amax
 from qshard.torch_bridge._nn.class_swap import Extends
+from qshard.torch_bridge._nn.module_calls import cache_amax
 from qshard.torch_bridge._ops.autograd_node import Node, apply_node
 from qshard.torch_bridge._ops.bind import dtype_name, ops
 from qshard.torch_bridge._ops.eager import are_plain

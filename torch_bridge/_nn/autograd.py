@@ -23,7 +23,7 @@ from qshard.torch_bridge._distributed.activation_group import Join
 from qshard.torch_bridge._distributed.sequence_parallel import Rows
 from qshard.torch_bridge._distributed.tensor_shards import ShardSpec
 from qshard.torch_bridge._nn import activations, linear_program
-from qshard.torch_bridge._nn.amax_cache import cached_amax
+from qshard.torch_bridge._nn.module_calls import cached_amax
 from qshard.torch_bridge._nn.operands import ROLES, LayerQuantizer, matrix_of, values_of
 from qshard.torch_bridge._ops.autograd_node import Node
 from qshard.torch_bridge._ops.eager import is_compiling
@@ -45,7 +45,7 @@ class How(NamedTuple):
       y_shape: of y.
       parts: which parts of larger tensors the operands are, if they are.
       x_rows, y_rows: how rows of theirs are cut, of whose planes others have the rest.
-      join: gathers the codes of x, of which this rank keeps a part; None: it keeps all.
+      join: gathers the codes of x from the parts of an `ActivationGroup`; None: this rank keeps all codes.
       is_kn: the weight is `[K, N]`.
     """
 

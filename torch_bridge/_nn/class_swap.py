@@ -16,14 +16,14 @@ class Extends(nn.Module):
 
     Attributes:
       _of: the class of PyTorch's.
-      _extends: of classes that `extend_class` has made: that of the user.
+      _extends: the class of the user, in classes that `extend_class` has made.
     """
 
     _of: type[nn.Module]
     _extends: type[nn.Module]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """The classes that `extend_class` makes travel as those that they extend."""
+        """Pickles a class of `extend_class` as the class that it extends."""
         reduced = super().__reduce_ex__(max(int(protocol), 2))
         if "_extends" not in vars(type(self)) or reduced[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]
             return reduced

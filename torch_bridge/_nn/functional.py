@@ -19,8 +19,8 @@ from qshard.torch_bridge._distributed.fsdp1 import flat_of
 from qshard.torch_bridge._distributed.tensor_shards import LinearSharding, ShardSpec, linear_sharding
 from qshard.torch_bridge._fsdp.weight import ShardedWeight
 from qshard.torch_bridge._nn import linear_program, saved_input
-from qshard.torch_bridge._nn.amax_cache import cached_amax
 from qshard.torch_bridge._nn.autograd import Gradients, How, Product, multiply
+from qshard.torch_bridge._nn.module_calls import cached_amax
 from qshard.torch_bridge._nn.operands import ROLES, LayerQuantizer, matrix_of, planes_of, values_of
 from qshard.torch_bridge._ops.autograd_node import apply_node
 from qshard.torch_bridge._ops.eager import is_compiling
@@ -275,7 +275,7 @@ def _product(
 
 def _id_of(weight: Tensor) -> Hashable:
     """Tells one weight from others, in all passes. FSDP1 makes a new view of its flat parameter for each."""
-    flat = flat_of(weight)
+    flat = flat_of(weight) if type(weight) is Tensor else None
     return id(weight) if flat is None else (id(flat), weight.storage_offset())
 
 

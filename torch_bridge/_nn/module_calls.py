@@ -7,6 +7,7 @@ that it converts, or above a norm that it fuses; they open and close a call. Out
 
     codes of x, shared by layers    valid in the outermost running module that received x, else in the innermost one
     amax of a kernel's result       valid in the innermost module that ran then; in a backward pass, in that pass
+                                    (`cache_amax`)
     factors of a product            valid in the innermost running module that did not receive the product
 
 One case is left: the `forward` of a module, or a hook within it, writes to a tensor unseen by PyTorch, between two
@@ -19,9 +20,10 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from qshard.torch_bridge._ops.eager import is_compiling
+from qshard.torch_bridge._ops.eager import is_capturing, is_compiling
 from qshard.torch_bridge._torch_internals import backward_id, next_node_number, node_number
 
 
@@ -46,6 +48,9 @@ class ModuleCall:
 
     def was_given(self, x: Tensor) -> bool:
         return id(x) in self._inputs
+
+
+_AMAX = "_qshard_amax"
 
 
 class _Thread(threading.local):
@@ -93,6 +98,34 @@ def moment() -> ModuleCall | int | None:
 def is_now(moment: ModuleCall | int) -> bool:
     """Whether a moment is not over."""
     return moment.is_open if isinstance(moment, ModuleCall) else moment == backward_id()
+
+
+def cache_amax(x: Tensor, amax: Tensor) -> None:
+    """Caches the largest magnitude in `x`, `[]`, on `x` itself: with its version, so that a write in place voids it."""
+    when = moment()
+    if when is not None and type(x) is Tensor and not x.is_inference():
+        setattr(x, _AMAX, (x._version, _stream_of(x), when, amax))
+
+
+def cached_amax(x: Tensor) -> Tensor | None:
+    """The amax of this very tensor, if PyTorch saw no write to it since, and the call that made it still runs.
+
+    Another stream does not wait for it, and a CUDA graph does not read tensors of before its capture.
+    """
+    if is_compiling():
+        return None
+    noted: Any = x.__dict__.get(_AMAX)
+    if noted is None or noted[:2] != (x._version, _stream_of(x)) or not is_now(noted[2]):
+        return None
+    amax: Tensor = noted[3]
+    return amax
+
+
+def _stream_of(x: Tensor) -> tuple[int, bool] | None:
+    """Where work on x goes now, and whether it is captured."""
+    if not x.is_cuda:
+        return None
+    return torch.cuda.current_stream(x.device).cuda_stream, is_capturing(x.device)
 
 
 def follow_calls(module: nn.Module) -> None:

@@ -39,7 +39,7 @@ from torch import Tensor
 
 from qshard.formats import Usage
 from qshard.torch_bridge._nn import activations, module_calls
-from qshard.torch_bridge._nn.amax_cache import cached_amax
+from qshard.torch_bridge._nn.module_calls import cached_amax
 from qshard.torch_bridge._ops.eager import may_reuse
 from qshard.torch_bridge._quantized.gemm import Operand
 from qshard.torch_bridge._torch_internals import (
