@@ -93,9 +93,9 @@ def host_as_without_profiler() -> Iterator[None]:
     A profiler is to see every op, so while one records they leave their fast way (`qshard.torch_bridge._ops.eager`).
     Here it is to see when the host is late, so it must not make it late.
     """
-    from qshard.torch_bridge._ops import eager
+    from qshard.torch_bridge import _torch_internals
 
-    with mock.patch.object(eager, "_profiler_is_on", return_value=False):  # Fails if there is no such name.
+    with mock.patch.object(_torch_internals, "_profiler_is_on", return_value=False):  # Fails if there is no such name.
         yield
 
 
