@@ -1,6 +1,6 @@
 """Ops as data: what each takes and gives, from its row of `ffi/ops.def`.
 
-The row is parsed, and calls are held against it, in C++ (`ffi/schema/bind.h`): whoever asks gets the same answer and the
+The row is parsed, and calls are held against it, in C++ (`ffi/schema/bind.h`): callers get the same answer and the
 same error. From its axes come the shapes of the outputs, the errors for shapes that do not fit, the sharding rule of
 the JAX front end (which axes may be cut without communication), and what a cut axis must be reduced over.
 
