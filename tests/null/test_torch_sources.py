@@ -95,7 +95,7 @@ def states(file, tree):
 
 
 def test_hidden_state_is_listed():
-    text = (REPOSITORY / "ARCHITECTURE.md").read_text().split("## Hidden state", 1)[1].split("\n## ")[0]
+    text = (REPOSITORY / "docs/dev/eager.md").read_text().split("## Hidden state", 1)[1].split("\n## ")[0]
     rows = {
         name
         for line in text.splitlines()
