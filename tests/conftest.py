@@ -102,10 +102,11 @@ def optimized() -> Iterator[None]:
         return
     import jax
 
-    before = jax.config.jax_disable_most_optimizations
-    jax.config.update("jax_disable_most_optimizations", False)
+    name = "jax_disable_most_optimizations"
+    before = jax.config.read(name)
+    jax.config.update(name, False)
     yield
-    jax.config.update("jax_disable_most_optimizations", before)
+    jax.config.update(name, before)
 
 
 @pytest.fixture
