@@ -38,7 +38,7 @@ train: $(STAMP)run $(STAMP)package  ## train the JAX and the PyTorch example; ST
 	$(PY) examples/train_torch.py $(TRAIN_FLAGS)
 
 test: $(STAMP)test $(STAMP)package  ## run the tests; ARGS="tests/cpu -k cast" for some of them
-	$(BIN)/pytest -n 2 --dist worksteal -m "not slow" $(or $(ARGS),tests)
+	$(BIN)/pytest -n 2 --dist worksteal -m "not slow$(if $(ARGS),, and not docs)" $(or $(ARGS),tests)
 
 near: $(STAMP)test $(STAMP)package  ## run the tests nearest to a source; FILE=qshard/layout.py
 	tests=$$($(PY) -P tests/near.py $(FILE)) && echo $$tests && $(BIN)/pytest -n 2 --dist worksteal -m "not slow" $$tests
@@ -95,8 +95,9 @@ notebooks: $(STAMP)test $(STAMP)notebooks $(STAMP)package  ## execute the notebo
 	$(BIN)/pytest -W default --nbmake notebooks  # warnings here are the notebook tools' own
 
 # -P: what is imported is the package as installed, and the sources that are read are those it is made of.
-docs: $(STAMP)docs $(STAMP)package tree  ## build the documentation site into build/docs; a warning or a dead link is an error
+docs: $(STAMP)docs $(STAMP)test $(STAMP)package tree  ## build the documentation site into build/docs, and run the code of its pages
 	NO_MKDOCS_2_WARNING=1 $(PY) -P -m mkdocs build --config-file docs/site/mkdocs.yml
+	$(BIN)/pytest -n 2 --dist worksteal -m "docs and not slow" tests
 
 # `^` asks ninja for what a source becomes.
 cu: $(STAMP)build  ## compile one CUDA source, without the rest and without a GPU: FILE=ffi/kernels/cuda/adam/adam.cu

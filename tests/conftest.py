@@ -18,6 +18,8 @@ from hypothesis import settings
 from support.fronts import FRONTS, Front
 
 GPU_TESTS = Path(__file__).parent / "gpu"
+OF_DOCS = ("_page", "_pages", "_site", "_readme")
+"""The last words of modules that test documentation."""
 HIDDEN = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
 HAS_NVIDIA = not HIDDEN and any(Path("/dev").glob("nvidia[0-9]*"))
 JAX_HAS_CUDA = HAS_NVIDIA and any("cuda" in plugin.name for plugin in entry_points(group="jax_plugins"))
@@ -68,6 +70,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if GPU_TESTS in item.path.parents:
             item.add_marker(pytest.mark.gpu)
+        if item.path.stem.endswith(OF_DOCS):
+            item.add_marker(pytest.mark.docs)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -98,10 +102,11 @@ def optimized() -> Iterator[None]:
         return
     import jax
 
-    before = jax.config.jax_disable_most_optimizations
-    jax.config.update("jax_disable_most_optimizations", False)
+    name = "jax_disable_most_optimizations"
+    before = jax.config.read(name)
+    jax.config.update(name, False)
     yield
-    jax.config.update("jax_disable_most_optimizations", before)
+    jax.config.update(name, before)
 
 
 @pytest.fixture

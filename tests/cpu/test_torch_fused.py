@@ -1,10 +1,8 @@
-"""`swiglu` and `rms_norm`: the bits of the reference, and layers that take the amax of what they give."""
+"""Layers between products in PyTorch: cached amaxes and when they are void, `RMSNorm` as a module, `convert`."""
 
 import copy
 import pickle
 
-import ml_dtypes
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,66 +12,10 @@ from torch.utils.checkpoint import checkpoint
 
 import qshard.torch_bridge as qt
 from qshard.recipes import NVFP4, BlockScaling, CurrentScaling, DelayedScaling
-from qshard.reference import _activation as activation
 from qshard.torch_bridge._nn.module_calls import cache_amax, cached_amax, follow_calls
-from support.awkward import assert_bits_equal, awkward_values
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 RECIPES = {"current": CurrentScaling(), "block": BlockScaling(), "delayed": DelayedScaling(), "nvfp4": NVFP4()}
 every_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-
-
-def awkward(shape, dtype, seed):
-    x = awkward_values(shape, seed, str(dtype).removeprefix("torch."), kinds=("normal", "ties", "wide", "max"))
-    return torch.from_numpy(x.view(np.uint8)).view(dtype).reshape(shape)
-
-
-def array(x):
-    name = str(x.dtype).removeprefix("torch.")
-    x = x.detach().contiguous()
-    return x.reshape(-1).view(torch.uint8).numpy().view(getattr(ml_dtypes, name, name)).reshape(x.shape)
-
-
-def rounded(values, like):
-    made = torch.from_numpy(np.ascontiguousarray(values)).to(like.dtype)
-    return array(torch.where(made.isnan(), torch.full_like(made, torch.nan), made))
-
-
-def wide(x):
-    return array(x).astype(np.float32)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(3, 5, 40), (0, 8), (1030,), (2, 129)])
-def test_swiglu_is_the_reference_and_so_are_its_gradients(shape, dtype):
-    gate, up, grad = (awkward(shape, dtype, seed).requires_grad_(seed < 2) for seed in range(3))
-    h = qt.swiglu(gate, up)
-    got = torch.autograd.grad(h, (gate, up), grad)
-    with np.errstate(all="ignore"):
-        assert_bits_equal(array(h), rounded(activation.swiglu(wide(gate), wide(up)), h))
-        for mine, want in zip(got, activation.swiglu_grad(wide(gate), wide(up), wide(grad)), strict=True):
-            assert_bits_equal(array(mine), rounded(want, mine))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(2, 9, 40), (17, 1100), (0, 8), (300, 3)])
-def test_rms_norm_is_the_reference_and_so_are_its_gradients(shape, weights, dtype):
-    x, grad = (awkward(shape, dtype, seed) for seed in range(2))
-    weight = awkward(shape[-1:], weights, 2)
-    x.requires_grad_()
-    weight.requires_grad_()
-    y = qt.rms_norm(x, weight, 1e-5)
-    dx, dweight = torch.autograd.grad(y, (x, weight), grad)
-    assert (dx.dtype, dweight.dtype) == (dtype, weights)
-    rows = (x.numel() // shape[-1], shape[-1])
-    with np.errstate(all="ignore"):
-        want, rstd = activation.rms_norm(wide(x).reshape(rows), wide(weight), 1e-5)
-        assert_bits_equal(array(y), rounded(want.reshape(shape), y))
-        given = (wide(x).reshape(rows), wide(weight), rstd, wide(grad).reshape(rows))
-        of_x, of_weight, _ = activation.rms_norm_grad(*given)
-        assert_bits_equal(array(dx), rounded(of_x.reshape(shape), dx))
-        assert_bits_equal(rounded(wide(dweight), dweight), rounded(of_weight, dweight))  # PyTorch has rounded it.
 
 
 def test_they_are_what_torch_has_but_for_the_last_bits():

@@ -7,7 +7,7 @@ The two front ends are in support/fronts.py. They take and give NumPy arrays. Va
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -69,10 +69,13 @@ class Front(Protocol):
     def linear(self, x: np.ndarray, w: np.ndarray, dy: np.ndarray, recipe: Recipe, *, seed: int = 0) -> Products:
         """y, and the gradients of x and w where that of y is `dy`."""
 
-    def cross_entropy(
-        self, logits: np.ndarray, labels: np.ndarray, grad: np.ndarray, **options: Any
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """The loss, and the gradient of logits where that of the loss is `grad`."""
+    def gradients(
+        self, function: Callable[..., Any], operands: Sequence[np.ndarray], grad: np.ndarray, *, exact: bool = True
+    ) -> list[np.ndarray]:
+        """The result of a function of the front end's arrays, and the gradients of operands for that of the result.
+
+        `exact`: compiled and eager calls have the same bits. Products of XLA may add up in another order.
+        """
 
     def operand_rounding(self, recipe: Recipe) -> float:
         """What a product may lose of the sum of its terms' magnitudes because operands are rounded."""

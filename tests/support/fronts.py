@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -18,6 +18,7 @@ from qshard._core.flat_shards import MasterPlan, plan_master
 from qshard.formats import Format
 from qshard.recipes import Recipe, Role
 from support import torch_ranks
+from support.awkward import assert_all_bits_equal
 from support.formats import usages_of
 from support.front import (
     PARTS,
@@ -78,12 +79,22 @@ class JaxFront:
         y, dx, dw = map(self.numpy, made[:3])
         return y, dx, dw
 
-    def cross_entropy(
-        self, logits: np.ndarray, labels: np.ndarray, grad: np.ndarray, **options: Any
-    ) -> tuple[np.ndarray, np.ndarray]:
-        logits, labels, grad = map(self.array, (logits, labels, grad))
-        loss, back = self.jax.vjp(lambda x: self.qshard.cross_entropy(x, labels, **options), logits)
-        return self.numpy(loss), self.numpy(back(grad)[0])
+    def gradients(
+        self, function: Callable[..., Any], operands: Sequence[np.ndarray], grad: np.ndarray, *, exact: bool = True
+    ) -> list[np.ndarray]:
+        def run(operands: Any, grad: Any) -> Any:
+            result, back = self.jax.vjp(function, *operands)
+            return result, *back(grad)
+
+        arrays = [self.array(x) for x in operands], self.array(grad)
+        compiled = self.jax.jit(run)
+        if not exact:
+            return [self.numpy(x) for x in compiled(*arrays)]
+        # Without a mesh, programs are of all devices, over which XLA may cut the rows of a sum.
+        with self.jax.set_mesh(self.jax.make_mesh((1,), ("one",), devices=self.jax.devices(self.device)[:1])):
+            made, eager = ([self.numpy(x) for x in way(*arrays)] for way in (compiled, run))
+        assert_all_bits_equal(made, eager, "a compiled call, as an eager one")
+        return made
 
     @functools.cache  # noqa: B019 - an adapter lives as long as a test.
     def step(self, recipe: Recipe) -> Any:
@@ -289,13 +300,13 @@ class TorchFront:
         y, dx, dw = map(self.numpy, (y, *(leaf.grad for leaf in leaves)))
         return y, dx, dw
 
-    def cross_entropy(
-        self, logits: np.ndarray, labels: np.ndarray, grad: np.ndarray, **options: Any
-    ) -> tuple[np.ndarray, np.ndarray]:
-        leaf = self.array(logits).requires_grad_()
-        loss = self.qshard.cross_entropy(leaf, self.array(labels), **options)
-        loss.backward(self.array(grad))
-        return self.numpy(loss), self.numpy(leaf.grad)
+    def gradients(
+        self, function: Callable[..., Any], operands: Sequence[np.ndarray], grad: np.ndarray, *, exact: bool = True
+    ) -> list[np.ndarray]:
+        leaves = [self.array(x).requires_grad_() for x in operands]
+        result = function(*leaves)
+        result.backward(self.array(grad))
+        return [self.numpy(x) for x in (result, *(leaf.grad for leaf in leaves))]
 
     def operand_rounding(self, recipe: Recipe) -> float:
         return 0.0 if self.device == "cpu" else ROUNDED_TO_BFLOAT16
