@@ -182,20 +182,31 @@ def test_what_travels():
         assert sorted(map(str, travelled[len(codes) + 1 :])) == sorted(map(str, [*codes * 3, sums]))
 
 
+class Projections(nn.Module):
+    """q, k and v: codes are shared during one call of a converted module."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(3))
+
+    def forward(self, x):
+        return [layer(x) for layer in self.layers]
+
+
 @on_ranks(2)
 @pytest.mark.parametrize("overlap", [False, True])
 def test_layers_share_what_is_gathered(overlap):
     """q, k and v: one gather forward, and one backward."""
     torch.manual_seed(0)
-    layers = nn.ModuleList(convert(nn.Linear(64, 64, bias=False), CurrentScaling()) for _ in range(3))
+    model = convert(Projections(), CurrentScaling())
     mesh = mesh_of("tp")
-    for layer in layers:
+    for layer in model.layers:
         parallelize_module(layer, mesh, styled(ColwiseParallel, overlap=overlap))
     for _ in range(2):
         x = DTensor.from_local(torch.randn(1, 32, 64), mesh, [Shard(1)]).requires_grad_()
         assert sequence_parallel._slots.__dict__.get("gathered") is None
         with gathered() as found:
-            ys = [layer(x) for layer in layers]
+            ys = model(x)
             assert {usage: len(planes) for usage, planes in found.items()} == {Usage.ROWWISE: 1}
             sum(y.to_local().sum() for y in ys).backward()
             assert {usage: len(planes) for usage, planes in found.items()} == dict.fromkeys(Usage.BOTH.planes, 1)
