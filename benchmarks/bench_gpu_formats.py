@@ -59,7 +59,7 @@ def blocks(x: list[torch.Tensor]) -> Contenders:
         if fmt.transposes and each is Usage.ROWWISE:
             found[f"transpose {fmt} qshard"] = (
                 2 * (count - 2),
-                lambda i, parts=parts, fmt=fmt: quantize_steps.transposed(ops, parts[i], fmt),
+                lambda i, parts=parts, fmt=fmt: quantize_steps.transpose_plane(ops, parts[i], fmt),
             )
     pair = torch.tensor([1, 0], dtype=torch.int32, device="cuda")
     draws = quantize_steps.Draws(pair, torch.zeros_like(pair))

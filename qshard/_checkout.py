@@ -22,9 +22,9 @@ def hand_over() -> None:
 
     Called at the end of this package's import, which then gives what `sys.modules` has.
     """
-    spec = _installed()
+    spec = _find_installed()
     if spec is None or spec.loader is None:
-        sys.meta_path.append(_NotInstalled)
+        sys.meta_path.append(_InstallHint)
         return
     _warn_of_changes(Path(str(spec.origin)).parent)
     package = importlib.util.module_from_spec(spec)
@@ -34,7 +34,7 @@ def hand_over() -> None:
     spec.loader.exec_module(package)
 
 
-def _installed() -> ModuleSpec | None:
+def _find_installed() -> ModuleSpec | None:
     """The first qshard with an extension on the rest of the path."""
     for entry in sys.path:
         if Path(entry).resolve() != _FOLDER.parent.resolve():
@@ -62,7 +62,7 @@ def _warn_of_changes(installed: Path) -> None:
         )
 
 
-class _NotInstalled:
+class _InstallHint:
     """The last finder: in place of `No module named`, one line that says what is missing."""
 
     @staticmethod

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
 from qshard import formats
-from qshard._core.validation import as_format, closest, shown
+from qshard._core.validation import as_format, closest, quote
 from qshard.formats import Format, Usage
 from qshard.layout import plane, source, whole_units
 
@@ -288,7 +288,7 @@ def as_recipe(value: Any, op: str, name: str = "recipe") -> Recipe:
         raise TypeError(
             f"{op}: {name} (the format {value}) is not a recipe; pass one that uses its kind: {' or '.join(users)}"
         )
-    what = f"{op}: {name} ({shown(value)})"
+    what = f"{op}: {name} ({quote(value)})"
     if isinstance(value, str):
         raise ValueError(f"{what} is not the name of a recipe; {closest(value, NAMED, 'qshard.recipes.NAMED')}")
     if isinstance(value, type) and issubclass(value, Recipe):

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from qshard._core.validation import shown
+from qshard._core.validation import quote
 from qshard.recipes import RecipeLike, Role, as_delayed
 from qshard.torch_bridge._distributed.dtensor import local_of
 from qshard.torch_bridge._distributed.fsdp1 import Float32Buffers, delayed_of
@@ -55,7 +55,7 @@ class DelayedScale(Float32Buffers):
         super().__init__()
         recipe = as_delayed(recipe, "DelayedScale")
         if not isinstance(role, Role):
-            raise TypeError(f"DelayedScale: role ({shown(role)}) is not a Role; pass one, such as Role.WEIGHT")
+            raise TypeError(f"DelayedScale: role ({quote(role)}) is not a Role; pass one, such as Role.WEIGHT")
         _watch_optimizers()
         self.options = {
             "element": recipe.format(role).element.name,

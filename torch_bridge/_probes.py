@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from qshard._core import quantize_steps
 from qshard._core.operands import quantize_operand
 from qshard._core.quantize_steps import Plane
-from qshard._core.validation import shown
+from qshard._core.validation import quote
 from qshard.formats import Format, Usage
 from qshard.layout import plane
 from qshard.numerics import _kernels as kernels
@@ -100,7 +100,7 @@ def numerics_of(model: nn.Module, *, group: dist.ProcessGroup | None = None, wei
     grouped = [module for module in modules.values() if isinstance(module, GroupedLinear)]
     if not layers:
         raise ValueError(
-            f"numerics_of: model ({shown(type(model))}) has no Linear of qshard; convert it with a recipe first"
+            f"numerics_of: model ({quote(type(model))}) has no Linear of qshard; convert it with a recipe first"
         )
     others = [
         name
@@ -176,7 +176,7 @@ class Watch:
         self.keep(name, role, _measured_operand(role, layer, x, dtype, seed))
 
     def keep(self, name: str, role: Role, measured: list[tuple[Tensor, int]]) -> None:
-        """Adds an operand of a call, as `_measured` gives it."""
+        """Adds an operand of a call, as `_measure` gives it."""
         self._seen.setdefault((name, role), []).extend(measured)
         self._totals.setdefault((name, role), Totals()).calls += 1
 
@@ -199,7 +199,7 @@ class Watch:
         scale = scales[ROLES.index(Role.WEIGHT)] if scales else None
         made, _ = quantize_operand(ops, matrix, spec, scale=scale, reduce_max=reduce_max)
         if whole.pieces:  # Of replicas the first counts.
-            self.keep(name, Role.WEIGHT, _measured(matrix, made[Usage.ROWWISE], fmt))
+            self.keep(name, Role.WEIGHT, _measure(matrix, made[Usage.ROWWISE], fmt))
 
     def stats(self) -> StepStats:
         """The rows, of all ranks together; after the block, or in it, of what was seen so far.
@@ -330,13 +330,13 @@ def _dtype_of(x: Tensor) -> torch.dtype:
 def _measured_operand(
     role: Role, layer: WeightLayer, x: Tensor, dtype: torch.dtype, seed: Tensor | None
 ) -> list[tuple[Tensor, int]]:
-    """`_measured` of an operand of a layer, quantized as the layer does it."""
+    """`_measure` of an operand of a layer, quantized as the layer does it."""
     local = local_of(x).detach()
     parts = {role: ShardSpec(tuple(x.shape), x.device_mesh, tuple(x.placements))} if isinstance(x, DTensor) else {}
     matrix = matrix_of(local, dtype)
     made, _ = LayerQuantizer(layer.recipe, seed, parts, _scales_of(layer)).quantize(matrix, role, Usage.ROWWISE)
     operand = made[Usage.ROWWISE]
-    return _measured(matrix, operand.parts, operand.format)
+    return _measure(matrix, operand.parts, operand.format)
 
 
 def _scales_of(layer: WeightLayer) -> list[Tensor]:
@@ -346,7 +346,7 @@ def _scales_of(layer: WeightLayer) -> list[Tensor]:
     return [cast(DelayedScale, layer.delayed[role.value]).scale for role in ROLES]
 
 
-def _measured(x: Tensor, parts: Plane, fmt: Format) -> list[tuple[Tensor, int]]:
+def _measure(x: Tensor, parts: Plane, fmt: Format) -> list[tuple[Tensor, int]]:
     """`step_sums` of a matrix and its rowwise plane, and of how many elements, some rows at a time.
 
     In one tensor, on the device: counts of a part are exact in float64.

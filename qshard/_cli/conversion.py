@@ -24,7 +24,7 @@ from qshard._cli.checkpoint import BITS, LENGTH, Checkpoint, Entry, File, matchi
 from qshard._cli.errors import Failure, Misuse, quote
 from qshard._cli.selection import KEPT, LEAST_AXES, Selection, select
 from qshard._core import quantize_steps
-from qshard._core.serialization import KEY, Description, described, flat, joined, text_of
+from qshard._core.serialization import KEY, Description, flat, key_of, parse_metadata, text_of
 from qshard.formats import Format, Usage
 from qshard.layout import Shape, matrix_shape, plane
 from qshard.numerics import _kernels as kernels
@@ -83,12 +83,12 @@ def quantize_to(
             update(f"{i + 1} of {len(entries)}: {quote(name)}", read)
             if name in weights:
                 for part, array in quantize_entry(entry, weights[name], seed, done.remarks).items():
-                    writer.write(joined(name, part), [array.reshape(-1).view(np.uint8).data])
+                    writer.write(key_of(name, part), [array.reshape(-1).view(np.uint8).data])
             else:
                 writer.write(name, entry.bytes())
             read += entry.nbytes
         update("reading it back", read)
-        if described(writer.check(Path(file.name)).metadata[KEY], op=OP) != weights:
+        if parse_metadata(writer.check(Path(file.name)).metadata[KEY], op=OP) != weights:
             raise Failure(f"{quote(out)} was read back as something else; this is a bug of qshard")
     before = sum(entry.nbytes for entry in entries.values())
     done.nbytes = before, sum(slot.nbytes for slot in writer.slots.values())
@@ -150,7 +150,7 @@ def _tensors(entries: dict[str, Entry], weights: dict[str, Description]) -> dict
         made = {name: (entry.dtype, entry.shape)}
         if name in weights:
             arrays = weights[name].arrays(op=OP, name=name)
-            made = {joined(name, part): (WORDS[dtype], shape) for part, (dtype, shape) in arrays.items()}
+            made = {key_of(name, part): (WORDS[dtype], shape) for part, (dtype, shape) in arrays.items()}
         if twice := sorted(made.keys() & found.keys()):
             raise Misuse(
                 f"{quote(twice[0])} would be there twice, as the codes of {quote(name)} have that name; --keep it"

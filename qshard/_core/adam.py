@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from qshard._core.validation import listed, shown
+from qshard._core.validation import join_names, quote
 
 BLOCK = 128
 """Elements of a row that share a scale: kAdamBlock of core/adam.h."""
@@ -28,7 +28,7 @@ def check_setting(op: str, name: str, value: Any, *, is_beta: bool = False) -> N
     """
     if hasattr(value, "dtype") and not isinstance(value, np.generic):
         return
-    text = f"{op}: {name} ({shown(value)}) is not a number from 0 {'to below 1' if is_beta else 'up'}; pass one"
+    text = f"{op}: {name} ({quote(value)}) is not a number from 0 {'to below 1' if is_beta else 'up'}; pass one"
     if not isinstance(value, Real):
         raise TypeError(text)
     if not 0 <= float(value) < (1 if is_beta else math.inf):
@@ -38,7 +38,9 @@ def check_setting(op: str, name: str, value: Any, *, is_beta: bool = False) -> N
 def check_state_dtype(op: str, name: str, given: Any, dtype: str, module: str = "") -> None:
     """`dtype`: what is given, by its name. `module`: what a framework puts before such names."""
     if dtype not in STATES:
-        raise TypeError(f"{op}: {name} ({shown(given)}) is not {listed(module + each for each in STATES)}; pass one")
+        raise TypeError(
+            f"{op}: {name} ({quote(given)}) is not {join_names(module + each for each in STATES)}; pass one"
+        )
 
 
 def settings(lr: Any, beta1: Any, beta2: Any, eps: Any, weight_decay: Any, grad_scale: Any = 1.0) -> list[Any]:

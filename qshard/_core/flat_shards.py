@@ -30,7 +30,7 @@ from typing import Any, SupportsIndex
 
 from qshard._core import quantize_steps
 from qshard._core.quantize_steps import Plane, Scales
-from qshard._core.validation import FormatLike, as_format, listed, shown
+from qshard._core.validation import FormatLike, as_format, join_names, quote
 from qshard.formats import FLOATS, Format, Usage
 from qshard.layout import PlaneLayout, Shape, matrix_shape, slice_plane
 
@@ -195,14 +195,14 @@ def plan_master(
     """
     n = len(shapes)
     if any(isinstance(shape, int) for shape in shapes):
-        raise TypeError(f"{op}: shapes ({shown(shapes)}) is not a list of shapes; give one for each weight")
+        raise TypeError(f"{op}: shapes ({quote(shapes)}) is not a list of shapes; give one for each weight")
     all_shapes = tuple(tuple(shape) for shape in shapes)
     given = {"formats": formats, "usages": usages, "dtype": dtype, "rounded_to": rounded_to}
     all_formats, all_usages, dtypes, parities = (_each(op, name, value, n) for name, value in given.items())
     all_formats = tuple(as_format(fmt, op, "formats") for fmt in all_formats)
     for name, values in (("dtype", dtypes), ("rounded_to", [parity for parity in parities if parity])):
         if wrong := [value for value in values if value not in FLOATS]:
-            raise ValueError(f"{op}: {name} ({wrong[0]}) is not {listed(FLOATS)}; cast the masters first")
+            raise ValueError(f"{op}: {name} ({wrong[0]}) is not {join_names(FLOATS)}; cast the masters first")
     # Nothing is rounded to float32, nor to the dtype that it has.
     rounded = ["float32" if p in (None, d) else p for p, d in zip(parities, dtypes, strict=True)]
     members: dict[Any, list[int]] = {}
@@ -284,7 +284,7 @@ def amaxes(ops: Any, plan: MasterPlan, masters: Sequence[Array], starts: Array) 
         )
         for bucket in plan.buckets
     ]
-    return found[0] if len(found) == 1 else ops.joined(found)
+    return found[0] if len(found) == 1 else ops.concatenate(found)
 
 
 def scales(ops: Any, plan: MasterPlan, found: Array) -> list[Scales]:
@@ -299,7 +299,9 @@ def _scales(ops: Any, bucket: Bucket, amax: Array, wholes: Array | None) -> Scal
     if wholes is None:
         return quantize_steps.scales(ops, bucket.fmt, amax)
     runs = amax.reshape(bucket.blocks // bucket.run, bucket.run)
-    made = quantize_steps.scales(ops, bucket.fmt, runs, wholes, repeated=functools.partial(ops.repeated, bucket=bucket))
+    made = quantize_steps.scales(
+        ops, bucket.fmt, runs, wholes, repeated=functools.partial(ops.repeat_values, bucket=bucket)
+    )
     return Scales(made.scale.reshape(-1), made.scale_inv.reshape(-1), made.global_scale_inv)
 
 
@@ -397,7 +399,7 @@ def plan_shards(
 def check_world(op: str, world: int) -> None:
     """Raises unless it is a number of ranks."""
     if not isinstance(world, int) or world < 1:
-        raise ValueError(f"{op}: world ({shown(world)}) is not positive; give the number of ranks")
+        raise ValueError(f"{op}: world ({quote(world)}) is not positive; give the number of ranks")
 
 
 def piece_bytes(fmt: Format, length: int) -> int:
@@ -420,7 +422,7 @@ def word_pair(what: str, number: SupportsIndex) -> tuple[int, int]:
     try:
         number = operator.index(number)
     except TypeError:
-        raise TypeError(f"{what} ({shown(number)}) is not an integer; pass one in [0, 2**64)") from None
+        raise TypeError(f"{what} ({quote(number)}) is not an integer; pass one in [0, 2**64)") from None
     if not 0 <= number < 2**64:
         raise ValueError(f"{what} ({number}) is not in [0, 2**64); pass a number in that range")
     return number & 0xFFFFFFFF, number >> 32

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from qshard._core.validation import shown
+from qshard._core.validation import quote
 from qshard.recipes import Recipe, RecipeLike, as_recipe
 
 __all__ = [
@@ -69,14 +69,14 @@ class Rules:
             return cls(op, {"*": as_recipe(value, op)})
         for pattern in value:
             if not isinstance(pattern, str):
-                raise TypeError(f"{op}: pattern ({shown(pattern)}) is not a string; write names such as 'layers.0.*'")
+                raise TypeError(f"{op}: pattern ({quote(pattern)}) is not a string; write names such as 'layers.0.*'")
         recipes = {
             pattern: None if recipe is None else as_recipe(recipe, op, f"recipe[{pattern!r}]")
             for pattern, recipe in value.items()
         }
         if not any(recipe is not None for recipe in recipes.values()):
             raise ValueError(
-                f"{op}: recipe ({shown(value)}) has no recipe for any layer; pass one, such as {{'*': 'MXFP8'}}"
+                f"{op}: recipe ({quote(value)}) has no recipe for any layer; pass one, such as {{'*': 'MXFP8'}}"
             )
         return cls(op, recipes)
 
@@ -130,7 +130,7 @@ def check_filter(op: str, filter: Any, of: str = "a layer") -> None:
     if filter is None:
         return
     if not callable(filter):
-        raise TypeError(f"{op}: filter ({shown(filter)}) is not a function; pass one of {of} and its name")
+        raise TypeError(f"{op}: filter ({quote(filter)}) is not a function; pass one of {of} and its name")
     try:
         signature = inspect.signature(filter)
     except (TypeError, ValueError):  # Functions of C need not have one.

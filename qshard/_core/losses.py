@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
-from qshard._core.validation import listed, seed_missing, shown
+from qshard._core.validation import join_names, quote, seed_missing
 from qshard.recipes import Recipe, RecipeLike, as_recipe
 
 CHUNK_BYTES = 1 << 28
@@ -40,18 +40,18 @@ class LossRule:
         ValueError: cross_entropy: label_smoothing (1.5) is not from 0 to 1; pass such a number
         """
         if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
-            raise TypeError(f"{op}: ignore_index ({shown(ignore_index)}) is not an integer; pass one")
+            raise TypeError(f"{op}: ignore_index ({quote(ignore_index)}) is not an integer; pass one")
         if not WORD[0] <= ignore_index <= WORD[1]:
             raise ValueError(
                 f"{op}: ignore_index ({ignore_index}) does not fit into 32 bits; pass a number such as -100"
             )
         for name, value in (("label_smoothing", label_smoothing), ("z_loss", z_loss)):
             if not isinstance(value, Real):
-                raise TypeError(f"{op}: {name} ({shown(value)}) is not a number of the host; pass one, such as 0.0")
+                raise TypeError(f"{op}: {name} ({quote(value)}) is not a number of the host; pass one, such as 0.0")
         if not 0 <= label_smoothing <= 1:
-            raise ValueError(f"{op}: label_smoothing ({shown(label_smoothing)}) is not from 0 to 1; pass such a number")
+            raise ValueError(f"{op}: label_smoothing ({quote(label_smoothing)}) is not from 0 to 1; pass such a number")
         if not 0 <= z_loss < math.inf:
-            raise ValueError(f"{op}: z_loss ({shown(z_loss)}) is not 0 or more; pass a small number, such as 1e-4")
+            raise ValueError(f"{op}: z_loss ({quote(z_loss)}) is not 0 or more; pass a small number, such as 1e-4")
         return cls(ignore_index, float(label_smoothing), float(z_loss))
 
     @property
@@ -78,9 +78,9 @@ def check_rows(
       where: on which devices the two are, where arrays have one: on the same one.
     """
     if reduction not in _REDUCTIONS:
-        raise ValueError(f"{op}: reduction ({shown(reduction)}) is not {listed(_REDUCTIONS)}; pass one of these")
+        raise ValueError(f"{op}: reduction ({quote(reduction)}) is not {join_names(_REDUCTIONS)}; pass one of these")
     if dtype not in LABELS:
-        raise TypeError(f"{op}: labels ({dtype}) are not {listed(LABELS)}; cast them first")
+        raise TypeError(f"{op}: labels ({dtype}) are not {join_names(LABELS)}; cast them first")
     if not shape or tuple(labels) != tuple(shape[:-1]) or where[0] != where[1]:
         there, own = (f" on {device}" if device else "" for device in where)
         raise ValueError(
@@ -100,7 +100,7 @@ def check_num_classes(op: str, num_classes: Any) -> None:
         return
     if isinstance(num_classes, bool) or not isinstance(num_classes, int) or num_classes < 1:
         raise ValueError(
-            f"{op}: num_classes ({shown(num_classes)}) is not a number of classes; pass 1 or more, or None for all "
+            f"{op}: num_classes ({quote(num_classes)}) is not a number of classes; pass 1 or more, or None for all "
             "columns"
         )
 
@@ -140,7 +140,7 @@ def check_head(op: str, x: Sequence[int], x_dtype: str, w: Sequence[int], w_dtyp
             "[*rows, K], of one dtype"
         )
     if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
-        raise ValueError(f"{op}: chunk ({shown(chunk)}) is not a number of rows; pass 1 or more, or None")
+        raise ValueError(f"{op}: chunk ({quote(chunk)}) is not a number of rows; pass 1 or more, or None")
 
 
 def rows_at_a_time(chunk: int | None, rows: int, classes: int, itemsize: int) -> int:

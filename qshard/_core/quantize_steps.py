@@ -1,7 +1,7 @@
 """Quantizing, dequantizing and transposing as steps over ops, written once for JAX, PyTorch and NumPy.
 
 Each function takes `ops`, what a front end offers of `ops.def`: every op as a function of its arrays, with its
-attributes as keywords; `ops.transposed(array)`, a row-major copy with the last axis first; and
+attributes as keywords; `ops.swap_last_axes(array)`, a row-major copy with the last axis first; and
 `ops.transposed_squares(data, scale_inv, packed=)`, such copies of the codes and the scales of a plane. Which ops make a
 plane follows from the structure of the format: one scale or blocks, vectors or squares, a global scale or none,
 options. `gemm_dispatch` alone branches on that structure too, to choose the ops of products.
@@ -111,10 +111,10 @@ def quantize(
         sources = {source(fmt, each): None for each in usage.planes}
         planes = {each: _in_steps(ops, x, fmt, each, amaxes[each]) for each in sources}
     elif fmt.stochastic and fmt.transposes:  # Squares are rounded once, and codes transposed.
-        planes = _fused(ops, x, fmt, Usage.ROWWISE, amaxes, draws)
+        planes = _quantize_at_once(ops, x, fmt, Usage.ROWWISE, amaxes, draws)
     else:
-        planes = _fused(ops, x, fmt, usage, amaxes, draws)
-    return {each: planes.get(each) or transposed(ops, planes[source(fmt, each)], fmt) for each in usage.planes}
+        planes = _quantize_at_once(ops, x, fmt, usage, amaxes, draws)
+    return {each: planes.get(each) or transpose_plane(ops, planes[source(fmt, each)], fmt) for each in usage.planes}
 
 
 def makes_planes_apart(fmt: Format) -> bool:
@@ -122,7 +122,7 @@ def makes_planes_apart(fmt: Format) -> bool:
     return fmt.scaling.four_over_six is not None
 
 
-def rotated(ops: Any, x: Array, fmt: Format) -> Array:
+def rotate(ops: Any, x: Array, fmt: Format) -> Array:
     """What the columnwise plane of a format with `hadamard` is of: `x` rotated along its columns, in bfloat16."""
     assert fmt.block is not None
     return ops.hadamard(x, block_rows=fmt.block[1], block_cols=fmt.block[0])
@@ -221,7 +221,7 @@ def dequantize(
     )
 
 
-def transposed(ops: Any, parts: Plane, fmt: Format) -> Plane:
+def transpose_plane(ops: Any, parts: Plane, fmt: Format) -> Plane:
     """The columnwise plane from the rowwise one, or back, where both hold the same numbers: one scale or squares."""
     if fmt.block is None:
         return parts._replace(data=ops.transpose(parts.data, **outer_axes(parts.data)))
@@ -268,7 +268,7 @@ def _in_steps(ops: Any, x: Array, fmt: Format, usage: Usage, whole: Array | None
     block = stored_block(fmt, usage)
     assert block is not None
     if is_transposed(fmt, usage):
-        x = ops.transposed(x)
+        x = ops.swap_last_axes(x)
     scale, scale_inv = ops.scale_four_over_six(
         x,
         block_amax(ops, x, block),
@@ -282,7 +282,7 @@ def _in_steps(ops: Any, x: Array, fmt: Format, usage: Usage, whole: Array | None
     return Plane(cast(ops, x, fmt, scale, block), scale_inv, _global_scale_inv(ops, fmt, whole))
 
 
-def _fused(
+def _quantize_at_once(
     ops: Any, x: Array, fmt: Format, usage: Usage, amaxes: dict[Usage, Array | None], draws: Draws | None
 ) -> dict[Usage, Plane]:
     """Planes from one read of `x`, after that for `amaxes`."""

@@ -29,11 +29,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from qshard._core.quantize_steps import Plane
-from qshard._core.validation import shown
+from qshard._core.validation import quote
 from qshard.formats import FLOATS, Format, Usage
 from qshard.layout import Shape, plane
 
-__all__ = ["KEY", "Description", "described", "flat", "joined", "plain", "restored", "text_of"]
+__all__ = ["KEY", "Description", "flat", "key_of", "parse_metadata", "plain", "restore", "text_of"]
 
 KEY = "qshard"
 """Of the metadata."""
@@ -93,12 +93,12 @@ class Description:
         """
         found: dict[Usage, dict[str, Array]] = {usage: {} for usage in self.planes}
         for usage, part, (dtype, shape) in self._parts(op, name or "tensor"):
-            key = joined(name, f"{_word(usage)}.{part}")
+            key = key_of(name, f"{_word(usage)}.{part}")
             array = arrays.get(key)
             if array is None:
                 raise ValueError(f"{op}: {key} (absent) is not there, but its description is; keep the two together")
             if not (hasattr(array, "dtype") and hasattr(array, "shape")):
-                raise TypeError(f"{op}: {key} ({shown(array)}) is not an array; pass what to_plain gave, unchanged")
+                raise TypeError(f"{op}: {key} ({quote(array)}) is not an array; pass what to_plain gave, unchanged")
             given = (_dtype_of(array), tuple(array.shape))
             if given != (dtype, shape):
                 raise ValueError(
@@ -146,13 +146,13 @@ def text_of(descriptions: Mapping[str, Description]) -> str:
     return json.dumps({"version": VERSION, "tensors": {name: each.terms for name, each in descriptions.items()}})
 
 
-def described(text: str, *, op: str = "from_plain") -> dict[str, Description]:
+def parse_metadata(text: str, *, op: str = "from_plain") -> dict[str, Description]:
     """The inverse of `text_of`.
 
     Raises:
       ValueError: it is no such line, or that of a later version.
 
-    >>> described('{"version": 2, "tensors": {}}')
+    >>> parse_metadata('{"version": 2, "tensors": {}}')
     Traceback (most recent call last):
     ValueError: from_plain: version (2) is not 1, the one that this qshard reads; read it with a newer qshard
     """
@@ -201,14 +201,14 @@ def plain(
         made = {name: value}
         if found is not None:
             descriptions[name], planes = found
-            made = {joined(name, key): array for key, array in flat(planes).items()}
+            made = {key_of(name, key): array for key, array in flat(planes).items()}
         if twice := sorted(made.keys() & arrays.keys()):
             raise ValueError(f"to_plain: {name} ({twice[0]}) is not the only one of that name; rename one of them")
         arrays.update(made)
     return arrays, {KEY: text_of(descriptions)}
 
 
-def restored(
+def restore(
     arrays: Mapping[str, Array],
     metadata: Mapping[str, str] | None,
     made_of: Callable[[str, Description, dict[Usage, Plane]], Any],
@@ -224,14 +224,14 @@ def restored(
     """
     for name, given in (("arrays", arrays), ("metadata", {} if metadata is None else metadata)):
         if not isinstance(given, Mapping):
-            raise TypeError(f"from_plain: {name} ({shown(given)}) is not a dict; pass what to_plain gave, unchanged")
-    descriptions = described(metadata[KEY]) if metadata and KEY in metadata else {}
+            raise TypeError(f"from_plain: {name} ({quote(given)}) is not a dict; pass what to_plain gave, unchanged")
+    descriptions = parse_metadata(metadata[KEY]) if metadata and KEY in metadata else {}
     rest = dict(arrays)
     made = {}
     for name, each in descriptions.items():
         made[name] = made_of(name, each, each.take(arrays, name))
         for key in each.arrays():
-            del rest[joined(name, key)]
+            del rest[key_of(name, key)]
     return rest | made
 
 
@@ -239,7 +239,7 @@ def _word(usage: Usage) -> str:
     return str(usage.name).lower()
 
 
-def joined(name: str, part: str) -> str:
+def key_of(name: str, part: str) -> str:
     """The name of an array: of its tensor, and of what it is of that."""
     return f"{name}.{part}" if name else part
 

@@ -37,7 +37,7 @@ def as_format(value: Any, op: str, name: str = "fmt") -> Format:
     if isinstance(value, Format):
         return value
     if isinstance(value, str):
-        return FORMATS[value] if value in FORMATS else _parsed(value, op, name)
+        return FORMATS[value] if value in FORMATS else _parse_format(value, op, name)
     if isinstance(getattr(value, "weight", None), Format):  # This module cannot know recipes.
         recipe = (value if isinstance(value, type) else type(value)).__name__
         of_that_name = f"qshard.formats.{recipe}, or " if recipe in FORMATS else ""
@@ -45,7 +45,7 @@ def as_format(value: Any, op: str, name: str = "fmt") -> Format:
             f"{op}: {name} (the recipe {recipe}) is not a format; pass {of_that_name}one that it uses, such as its "
             f".weight, {value.weight}"
         )
-    what = f"{op}: {name} ({shown(value)})"
+    what = f"{op}: {name} ({quote(value)})"
     if by_element := _of_element(getattr(value, "name", getattr(value, "__name__", str(value)))):
         raise TypeError(f"{what} is an element and not a format; pass a format that stores it: {by_element}")
     raise TypeError(f"{what} is not a format or the name of one; pass one of qshard.formats, such as 'MXFP8_E4M3'")
@@ -71,7 +71,7 @@ def as_usage(value: Any, op: str) -> Usage:
     """
     if isinstance(value, Usage) and value:
         return value
-    raise TypeError(f"{op}: usage ({shown(value)}) is not a Usage; pass Usage.ROWWISE, Usage.COLUMNWISE or Usage.BOTH")
+    raise TypeError(f"{op}: usage ({quote(value)}) is not a Usage; pass Usage.ROWWISE, Usage.COLUMNWISE or Usage.BOTH")
 
 
 def as_plane(value: Any, op: str, there: Collection[Usage]) -> Usage:
@@ -92,7 +92,7 @@ def check_float(op: str, name: str, dtype: str) -> None:
     TypeError: quantize: x (int8) is not float32, bfloat16 or float16; cast it first
     """
     if dtype not in FLOATS:
-        raise TypeError(f"{op}: {name} ({dtype}) is not {listed(FLOATS)}; cast it first")
+        raise TypeError(f"{op}: {name} ({dtype}) is not {join_names(FLOATS)}; cast it first")
 
 
 def seed_missing(op: str, what: object) -> str:
@@ -111,17 +111,17 @@ def no_second_derivative(op: str, instead: str) -> str:
     return f"{op}: its gradient is differentiated (gradient penalty, Hessian), and has no derivative; {instead}"
 
 
-def listed(names: Iterable[str]) -> str:
+def join_names(names: Iterable[str]) -> str:
     """`a, b or c`."""
     *first, last = names
     return f"{', '.join(first)} or {last}" if first else last
 
 
-def shown(value: Any) -> str:
+def quote(value: Any) -> str:
     """What an error says of a value: its `repr` if that is short, else its type; of an array, shape and dtype.
 
     >>> import numpy as np
-    >>> shown("MXFP8"), shown(None), shown(np.ones((2, 3))), shown(list(range(100)))
+    >>> quote("MXFP8"), quote(None), quote(np.ones((2, 3))), quote(list(range(100)))
     ("'MXFP8'", 'None', 'numpy.ndarray, float64 (2, 3)', 'of type list')
     """
     if isinstance(value, type):
@@ -156,9 +156,9 @@ def closest(name: str, names: Iterable[str], of: str) -> str:
     like = [known[name.upper()]] if name.upper() in known else like
     like = like or [known[found] for found in difflib.get_close_matches(name.upper(), known, n=3)]
     if like:
-        return f"did you mean {listed(map(repr, like[:MOST_NAMES]))}?"
+        return f"did you mean {join_names(map(repr, like[:MOST_NAMES]))}?"
     few = list(known.values())
-    return f"write {listed(few if len(few) <= MOST_NAMES else [*few[:3], f'another of {of}'])}"
+    return f"write {join_names(few if len(few) <= MOST_NAMES else [*few[:3], f'another of {of}'])}"
 
 
 def _of_element(element: str) -> str:
@@ -167,9 +167,9 @@ def _of_element(element: str) -> str:
     return ", ".join(names[:MOST_NAMES])
 
 
-def _parsed(text: str, op: str, name: str) -> Format:
+def _parse_format(text: str, op: str, name: str) -> Format:
     """The format of a text that is more than a name."""
-    what = f"{op}: {name} ({shown(text)})"
+    what = f"{op}: {name} ({quote(text)})"
     parts = re.fullmatch(r"(\w+)\[(.+)\]", text)
     if parts is None or parts[1] not in FORMATS:
         if by_element := _of_element(text):

@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
-from qshard._core.validation import shown
+from qshard._core.validation import quote
 from qshard.jax._ops import bind as ops
 from qshard.jax._ops.collectives import as_bits, as_float, max_over
 from qshard.jax._ops.mesh import AxisName, types_tell
@@ -89,7 +89,7 @@ def init_delayed(recipe: RecipeLike, shape: Sequence[int] = ()) -> LinearState:
     """
     recipe = as_delayed(recipe, "init_delayed")
     if not isinstance(shape, tuple | list):
-        raise TypeError(f"init_delayed: shape ({shown(shape)}) is not a tuple; pass one, such as (layers,)")
+        raise TypeError(f"init_delayed: shape ({quote(shape)}) is not a tuple; pass one, such as (layers,)")
     shapes = {name: (*shape, *own) for name, own in recipe.state_shapes.items()}
 
     def tensor() -> TensorState:
@@ -320,7 +320,7 @@ def _update(
     """The new states, and whether each amax was sealed."""
 
     def joined(arrays: Iterable[jax.Array], *axes: int) -> jax.Array:
-        return partitionable_ops.joined([array.reshape(-1, *axes) for array in arrays])
+        return partitionable_ops.concatenate([array.reshape(-1, *axes) for array in arrays])
 
     scale = joined(state.scale for state, _ in pairs)
     history = joined((state.amax_history for state, _ in pairs), recipe.history)

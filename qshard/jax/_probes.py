@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 from numpy.typing import NDArray
 
 from qshard._core.operands import OperandSpec
-from qshard._core.validation import shown
+from qshard._core.validation import quote
 from qshard.formats import ElementFormat, Usage
 from qshard.jax._delayed_scaling import LinearState, TensorState
 from qshard.jax._ops.collectives import max_over
@@ -63,7 +63,7 @@ def init_numerics(shape: Sequence[int] = ()) -> Probe:
     12
     """
     if not isinstance(shape, tuple | list):
-        raise TypeError(f"init_numerics: shape ({shown(shape)}) is not a tuple; pass one, such as (layers,)")
+        raise TypeError(f"init_numerics: shape ({quote(shape)}) is not a tuple; pass one, such as (layers,)")
     return Probe(*(jnp.zeros((*shape, SIZE), jnp.float32) for _ in Role))
 
 
@@ -114,7 +114,7 @@ def numerics_of(seen: Any, recipe: RecipeLike) -> StepStats:
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         if not isinstance(probe, Probe):
             raise TypeError(
-                f"numerics_of: seen ({shown(probe)} at {name!r}) is not a Probe; pass the gradient with respect to "
+                f"numerics_of: seen ({quote(probe)} at {name!r}) is not a Probe; pass the gradient with respect to "
                 "probes"
             )
         for role in Role:
@@ -154,7 +154,7 @@ class How(NamedTuple):
 
 def check_probe(op: str, probe: Any, apart: bool) -> None:
     if not isinstance(probe, Probe):
-        raise TypeError(f"{op}: probe ({shown(probe)}) is not a Probe; pass one of init_numerics, for this call alone")
+        raise TypeError(f"{op}: probe ({quote(probe)}) is not a Probe; pass one of init_numerics, for this call alone")
     if apart:
         raise ValueError(f"{op}: probe is not for local_axes, gather_rows, scatter_rows, vmap_as_rows; leave them out")
 

@@ -72,7 +72,7 @@ def _transpose_squares(data: Array, scale_inv: Array, *, packed: bool) -> tuple[
 
 ops = SimpleNamespace(
     **{spec.name: bind(spec) for spec in table().values()},
-    transposed=swap_last_axes,
+    swap_last_axes=swap_last_axes,
     transposed_squares=_transpose_squares,
 )
 

@@ -35,7 +35,7 @@ def compare_shards(x: Whole, fmt: Format, usage: Usage, seed: int, op: str) -> I
     pieces = [Shard(np.ascontiguousarray(piece.array), piece.start) for piece in x.pieces]
     if where.rotated:
         plain = fmt.with_options(hadamard=False)
-        pieces = [Shard(quantize_steps.rotated(kernels.ops, piece.array, fmt), piece.start) for piece in pieces]
+        pieces = [Shard(quantize_steps.rotate(kernels.ops, piece.array, fmt), piece.start) for piece in pieces]
     else:
         plain = fmt
     whole = None if is_one else _amax_of_all(x, pieces, plain)

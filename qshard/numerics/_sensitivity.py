@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from qshard._core.validation import FormatLike, as_formats, shown
+from qshard._core.validation import FormatLike, as_formats, quote
 from qshard.formats import Format, Usage
 from qshard.layout import matrix_shape, plane
 from qshard.numerics._arrays import of_floats
@@ -176,13 +176,13 @@ def model_of(model: Any, params: Any, op: str) -> Model:
     """A module, or a function and its parameters."""
     if params is not None:
         if not callable(model):
-            raise TypeError(f"{op}: model ({shown(model)}) is not a function; with params pass model(params, *batch)")
+            raise TypeError(f"{op}: model ({quote(model)}) is not a function; with params pass model(params, *batch)")
         return FunctionModel(model, params, op)
     for kind in type(model).__mro__:
         if kind.__module__.partition(".")[0] == "torch":
             made: Model = importlib.import_module("qshard.torch_bridge._numerics").OfModule(model, op)
             return made
-    raise TypeError(f"{op}: model ({shown(model)}) is not a torch.nn.Module; or pass a function, and its params=")
+    raise TypeError(f"{op}: model ({quote(model)}) is not a torch.nn.Module; or pass a function, and its params=")
 
 
 def call_with_batch(function: Callable[..., Any], batch: Any, *first: Any) -> Any:
@@ -213,7 +213,7 @@ class FunctionModel:
         found = dict(leaves(params))
         self._paths = {".".join(map(str, path)): path for path, leaf in found.items() if getattr(leaf, "ndim", 0) > 1}
         if not self._paths:
-            raise ValueError(f"{op}: params ({shown(params)}) has no array of two axes or more; pass dicts of them")
+            raise ValueError(f"{op}: params ({quote(params)}) has no array of two axes or more; pass dicts of them")
 
     def names(self) -> list[str]:
         return list(self._paths)

@@ -186,9 +186,9 @@ def quantize(
         if where.transposed != turned:
             codes, scale_inv = codes.T, scale_inv.T
         planes[each] = Plane(
-            data=_stored(pack(codes) if fmt.element.codes_per_byte > 1 else codes, where.data_shape),
-            scale_inv=_stored(scale_inv, where.scale_shape),
-            global_scale_inv=_stored(scales.global_scale_inv, where.global_scale_shape),
+            data=_as_stored(pack(codes) if fmt.element.codes_per_byte > 1 else codes, where.data_shape),
+            scale_inv=_as_stored(scale_inv, where.scale_shape),
+            global_scale_inv=_as_stored(scales.global_scale_inv, where.global_scale_shape),
         )
     return Quantized(
         format=fmt,
@@ -216,5 +216,5 @@ def _scales(x: Float32, fmt: Format, amax: ArrayLike | None, scale: ArrayLike | 
     return four_over_six(x, fmt, found) if fmt.scaling.four_over_six else scales_from_amax(found, fmt)
 
 
-def _stored(x: Any, shape: Shape | None) -> Any:
+def _as_stored(x: Any, shape: Shape | None) -> Any:
     return None if shape is None else np.ascontiguousarray(x).reshape(shape)

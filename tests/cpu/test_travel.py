@@ -15,7 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from qshard._core.serialization import KEY, described
+from qshard._core.serialization import KEY, parse_metadata
 from qshard.formats import FP8_E4M3, MXFP8_E4M3, NVFP4, NVFP4_16x16, Usage
 from qshard.recipes import DelayedScaling
 from qshard.torch_bridge import Adam, cast_master, from_plain, quantize, to_plain, update_columnwise
@@ -275,5 +275,5 @@ def test_checkpoints_of_distributed_take_the_plain_form(tmp_path):
 
 def test_metadata_names_what_it_describes():
     _, metadata = to_plain({"w": quantized(), "b": torch.ones(1)})
-    (of_w,) = described(metadata[KEY]).values()
+    (of_w,) = parse_metadata(metadata[KEY]).values()
     assert (of_w.format, of_w.shape, of_w.dtype, of_w.planes) == (FP8_E4M3, (32, 64), "bfloat16", Usage.BOTH.planes)

@@ -211,5 +211,7 @@ def converts_one_rank():
 
 def test_one_rank_that_is_not_converted():
     """It knows nothing of us and starts another collective. Both end at once, as unlike ranks of FSDP2 do."""
-    with pytest.raises(AssertionError, match=r"ValueError: fully_shard: weights of rank|rank . of 2: (died|Fatal Python error)"):
+    with pytest.raises(
+        AssertionError, match=r"ValueError: fully_shard: weights of rank|rank . of 2: (died|Fatal Python error)"
+    ):
         torch_ranks.run(2, converts_one_rank)

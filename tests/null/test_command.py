@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from qshard import formats, reference
-from qshard._core.serialization import KEY, described
+from qshard._core.serialization import KEY, parse_metadata
 from qshard.formats import FORMATS, Usage
 from qshard.layout import matrix_shape, plane
 from support.awkward import awkward_values
@@ -139,7 +139,7 @@ def test_every_dtype(dtype, tmp_path):
     arrays, metadata = read(out)
     stored = reference.quantize(wide, formats.MXFP8_32x32).rowwise
     assert arrays["w.rowwise.data"].tobytes() == stored.data.tobytes()
-    assert described(metadata[KEY])["w"].dtype == {"F64": "float32", "F32": "float32", "F16": "float16"}.get(
+    assert parse_metadata(metadata[KEY])["w"].dtype == {"F64": "float32", "F32": "float32", "F16": "float16"}.get(
         dtype, "bfloat16"
     )
 
@@ -175,7 +175,7 @@ def test_shards_folders_and_files_are_alike(tmp_path):
         written.append(read(out))
     assert [metadata.get("format") for _, metadata in written] == [None, "pt", "pt", None]
     for made, metadata in written:
-        assert described(metadata[KEY]) == described(written[0][1][KEY])
+        assert parse_metadata(metadata[KEY]) == parse_metadata(written[0][1][KEY])
         assert {name: array.tobytes() for name, array in made.items()} == {
             name: array.tobytes() for name, array in written[0][0].items()
         }
@@ -212,9 +212,9 @@ def test_odd_names(tmp_path):
     assert "&lt;b&gt;&amp;amp;" in html
     ok("convert", path, out, "--format", "FP8_E4M3", "--keep", "*")  # One tensor, of that name.
     made, metadata = read(out)
-    assert described(metadata[KEY]).keys() == set(ODD_NAMES) - {"*"}
+    assert parse_metadata(metadata[KEY]).keys() == set(ODD_NAMES) - {"*"}
     assert made["*"].tobytes() == arrays["*"].tobytes()
-    for name, each in described(metadata[KEY]).items():
+    for name, each in parse_metadata(metadata[KEY]).items():
         stored = each.take(made, name)[Usage.ROWWISE]
         assert stored.data.tobytes() == reference.quantize(arrays[name], formats.FP8_E4M3).rowwise.data.tobytes()
 
@@ -272,7 +272,7 @@ def test_codes_are_those_of_the_reference(name, usage, tmp_path):
     done = quantize_to(out, open_checkpoint(path), fmt, asked, (), 7)
     assert done.nbytes == (sum(x.nbytes for x in arrays.values()), sum(x.nbytes for x in read(out)[0].values()))
     made, metadata = read(out)
-    for each, what in described(metadata[KEY]).items():
+    for each, what in parse_metadata(metadata[KEY]).items():
         expected = reference.quantize(arrays[each], fmt, asked, seed=seed_of(each, 7))
         assert (what.format, what.shape, what.planes) == (fmt, (2, 64, 128), asked.planes)
         for one, parts in what.take(made, each).items():
@@ -293,9 +293,9 @@ def test_what_is_kept_and_why(model, tmp_path):
     before, (after, metadata) = read(model)[0], read(out)
     for name in ("layers.0.w", "layers.1.w", "norm", "odd", "ids"):
         assert after[name].tobytes() == before[name].tobytes()
-    assert described(metadata[KEY]).keys() == {"layers.2.w", "layers.3.w"}
+    assert parse_metadata(metadata[KEY]).keys() == {"layers.2.w", "layers.3.w"}
     ok("convert", model, out, "--format", "FP8_E4M3", "--force")
-    assert len(described(read(out)[1][KEY])) == 5
+    assert len(parse_metadata(read(out)[1][KEY])) == 5
     for command in (("convert", out, tmp_path / "p.safetensors", "--format", "FP8_E4M3"), ("report", out)):
         done = qshard(*command)
         assert (done.returncode, "has codes of qshard already" in done.stderr) == (2, True)

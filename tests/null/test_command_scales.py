@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from qshard import formats, reference
-from qshard._core.serialization import KEY, described
+from qshard._core.serialization import KEY, parse_metadata
 from support.checkpoints import numbers, read, sharded, write
 
 for _name in ("click", "rich", "safetensors"):
@@ -119,7 +119,7 @@ def converted(source, *options):
         assert (text, error.count("\n"), error.startswith("qshard: ")) == ("", 1, True)
         return status, error, {}, {}
     arrays, metadata = read(out)
-    return status, text, arrays, described(metadata[KEY])
+    return status, text, arrays, parse_metadata(metadata[KEY])
 
 
 def is_quantized_value(arrays, name, what, value):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from qshard._core.quantize_steps import Plane
-from qshard._core.serialization import KEY, Description, described, flat, plain, restored, text_of
+from qshard._core.serialization import KEY, Description, flat, parse_metadata, plain, restore, text_of
 from qshard.formats import MXFP8_E4M3, NVFP4, Format, Usage
 from support.formats import COMBINED, MIXES, RECIPES
 
@@ -61,7 +61,7 @@ def test_what_is_no_format(change, text):
         Format.of(description)
     damaged = json.dumps({"version": 1, "tensors": {"w": {**OF_W.terms, "format": description}}})
     with pytest.raises(ValueError, match=f"from_plain: format of w is not one that this qshard knows: Format.*{text}"):
-        described(damaged)
+        parse_metadata(damaged)
 
 
 def test_an_option_of_another_type():
@@ -87,7 +87,7 @@ def test_an_option_of_another_type():
 def test_what_is_no_description(change, text):
     terms = {**OF_W.terms, **change}
     with pytest.raises(ValueError, match=f"from_plain: {text}"):
-        described(json.dumps({"version": 1, "tensors": {"w": terms}}))
+        parse_metadata(json.dumps({"version": 1, "tensors": {"w": terms}}))
 
 
 @pytest.mark.parametrize(
@@ -105,9 +105,9 @@ def test_what_is_no_description(change, text):
 )
 def test_what_is_no_metadata(text, error):
     with pytest.raises(ValueError, match=f"from_plain: .*{error}"):
-        described(text)
+        parse_metadata(text)
     with pytest.raises(ValueError, match=f"from_plain: .*{error}"):
-        restored({}, {KEY: text}, lambda *_: None)
+        restore({}, {KEY: text}, lambda *_: None)
 
 
 def planes_of(description):
@@ -119,11 +119,11 @@ def test_there_and_back():
     planes, b = planes_of(OF_W), np.ones(3, np.float32)
     arrays, metadata = plain({"w": planes, "b": b}, lambda name, value: (OF_W, value) if name == "w" else None)
     assert list(arrays) == ["w.rowwise.data", "w.rowwise.scale_inv", "w.rowwise.global_scale_inv", "b"]
-    assert described(metadata[KEY]) == {"w": OF_W}
-    again = restored(arrays, {**metadata, "format": "pt"}, lambda name, each, found: (each, found))
+    assert parse_metadata(metadata[KEY]) == {"w": OF_W}
+    again = restore(arrays, {**metadata, "format": "pt"}, lambda name, each, found: (each, found))
     assert again["w"] == (OF_W, planes)
     assert again["b"] is b
-    assert restored(arrays, None, lambda *_: None) == restored(arrays, {"format": "pt"}, lambda *_: None) == arrays
+    assert restore(arrays, None, lambda *_: None) == restore(arrays, {"format": "pt"}, lambda *_: None) == arrays
     with pytest.raises(ValueError, match=r"to_plain: w.rowwise.data .w.rowwise.data. is not the only one of that name"):
         plain({"w": planes, "w.rowwise.data": b}, lambda name, value: (OF_W, value) if name == "w" else None)
 
@@ -142,13 +142,13 @@ def test_arrays_of_something_else(key, array, text):
     arrays = {f"w.{name}": found for name, found in flat(planes_of(OF_W)).items()}
     arrays[f"w.rowwise.{key}"] = array
     with pytest.raises(ValueError, match=f"from_plain: .*{text}"):
-        restored(arrays, {KEY: text_of({"w": OF_W})}, lambda *_: None)
+        restore(arrays, {KEY: text_of({"w": OF_W})}, lambda *_: None)
 
 
 def test_a_shape_that_the_format_cannot_hold():
     of_w = Description(format=MXFP8_E4M3, shape=(4, 33), dtype="float32", planes=(Usage.ROWWISE,))
     with pytest.raises(ValueError, match=r"from_plain: w \(4, 33\) is not a whole number of 1x32 blocks"):
-        restored({}, {KEY: text_of({"w": of_w})}, lambda *_: None)
+        restore({}, {KEY: text_of({"w": of_w})}, lambda *_: None)
     assert isinstance(planes_of(OF_W)[Usage.ROWWISE], Plane)
 
 
@@ -157,9 +157,9 @@ def test_a_shape_that_the_format_cannot_hold():
 def test_a_number_is_no_array(part, value, text):
     arrays = {f"w.{name}": np.zeros(shape, dtype) for name, (dtype, shape) in OF_W.arrays().items()}
     metadata = {KEY: text_of({"w": OF_W})}
-    restored(arrays, metadata, lambda *made: made)
+    restore(arrays, metadata, lambda *made: made)
     with pytest.raises(TypeError) as error:
-        restored(arrays | {f"w.{part}": value}, metadata, lambda *made: made)
+        restore(arrays | {f"w.{part}": value}, metadata, lambda *made: made)
     said = f"from_plain: w.{part} ({text}) is not an array; pass what to_plain gave, unchanged"
     assert str(error.value) == said
 
@@ -171,4 +171,4 @@ def test_arguments_that_are_no_dicts(arrays, metadata, name):
     with pytest.raises(
         TypeError, match=rf"^from_plain: {name} \(.*\) is not a dict; pass what to_plain gave, unchanged$"
     ):
-        restored(arrays, metadata, lambda *made: made)
+        restore(arrays, metadata, lambda *made: made)

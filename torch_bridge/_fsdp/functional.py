@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from qshard._core.flat_shards import FlatSlice
 from qshard._core.operands import quantize_operand
 from qshard._core.quantize_steps import Plane
-from qshard._core.validation import as_format, shown
+from qshard._core.validation import as_format, quote
 from qshard.formats import Format, Usage
 from qshard.layout import plane
 from qshard.torch_bridge._distributed.dtensor import local_of
@@ -69,14 +69,14 @@ def gathered_weight(
     local = local_of(weight)
     if not isinstance(local, ShardedWeight) or not isinstance(weight, DTensor):
         raise TypeError(
-            f"gathered_weight: weight ({shown(weight)}) is not a sharded weight of a Linear; call convert first, then "
+            f"gathered_weight: weight ({quote(weight)}) is not a sharded weight of a Linear; call convert first, then "
             "distribute_tensor"
         )
     for name, dtype in (("param_dtype", param_dtype), ("reduce_dtype", reduce_dtype)):
         if dtype is not None:
             check_dtype("gathered_weight", name, dtype)
     if reduce_op not in ("sum", "avg"):
-        raise ValueError(f"gathered_weight: reduce_op ({shown(reduce_op)}) is not 'sum' or 'avg'; pass one of them")
+        raise ValueError(f"gathered_weight: reduce_op ({quote(reduce_op)}) is not 'sum' or 'avg'; pass one of them")
     cut = row_sharding_of(weight)
     if cut is None:
         raise NotImplementedError(

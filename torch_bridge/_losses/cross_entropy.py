@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from qshard._core.losses import WORD, LossRule, check_num_classes, check_rows
-from qshard._core.validation import shown
+from qshard._core.validation import quote
 from qshard.torch_bridge._losses.class_shards import ClassShard, class_shard
 from qshard.torch_bridge._ops.autograd_node import Node, apply_node
 from qshard.torch_bridge._ops.bind import call_into, dtype_name, ops
@@ -175,7 +175,7 @@ def loss_of_rows(
     check_group(op, group)
     check_num_classes(op, num_classes)
     if not isinstance(labels, Tensor):
-        raise TypeError(f"{op}: labels ({shown(labels)}) is not a torch.Tensor; pass torch.tensor(labels)")
+        raise TypeError(f"{op}: labels ({quote(labels)}) is not a torch.Tensor; pass torch.tensor(labels)")
     shapes, where = (x.shape, labels.shape), (x.device, labels.device)
     check_rows(op, name, *shapes, dtype_name(labels.dtype), reduction, where=where)
     shard = class_shard(op, name, columns, labels, rule.ignore_index, num_classes, group, total)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from qshard._core.operands import OperandSpec
-from qshard._core.validation import FormatLike, as_format, as_usage, shown
+from qshard._core.validation import FormatLike, as_format, as_usage, quote
 from qshard.formats import FLOATS, Usage
 from qshard.op_table import table
 from qshard.torch_bridge._nn.class_swap import Extends
@@ -176,7 +176,7 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor | N
             "[*lead, K]"
         )
     if not eps >= 0:
-        raise ValueError(f"rms_norm: eps ({shown(eps)}) is not 0 or more; give a small number, such as 1e-5")
+        raise ValueError(f"rms_norm: eps ({quote(eps)}) is not 0 or more; give a small number, such as 1e-5")
     if not are_plain(x, weight):
         return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps), None
     amaxes: list[Tensor] = []

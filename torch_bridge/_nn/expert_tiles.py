@@ -144,7 +144,7 @@ def side_of(fmt: Format, usage: Usage, parts: Plane, factors: Tensor | None = No
     return Side(fmt, usage, parts._replace(global_scale_inv=one), factors)
 
 
-def stacked(weights: Sequence[Operand]) -> Side:
+def stack_weights(weights: Sequence[Operand]) -> Side:
     """The weights of all experts, each in one plane."""
     parts = [None if part[0] is None else torch.stack(part) for part in zip(*(w.parts for w in weights), strict=True)]
     return side_of(weights[0].format, weights[0].usage, Plane(*parts))
@@ -194,7 +194,7 @@ def quantized_places(
         sides[each] = side_of(fmt, each, Plane(*(_as_matrix(part, fmt, each, apart) for part in parts)), factor)
     if asked is not usage:
         rowwise = sides[Usage.ROWWISE]
-        parts = quantize_steps.transposed(ops, rowwise.parts, fmt)
+        parts = quantize_steps.transpose_plane(ops, rowwise.parts, fmt)
         sides[Usage.COLUMNWISE] = rowwise._replace(usage=Usage.COLUMNWISE, parts=parts)
     return {each: sides[each] for each in usage.planes}, found[-1] if scale is not None else None
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from qshard._core.validation import seed_missing, shown
+from qshard._core.validation import quote, seed_missing
 from qshard.formats import Usage
 from qshard.recipes import Recipe, RecipeLike, Role, as_recipe, check_state, check_weight_format
 from qshard.torch_bridge._delayed_scaling import DelayedScale
@@ -115,13 +115,13 @@ def linear(
     given_bias: Any = bias
     if recipe is None and isinstance(given_bias, str | Recipe):
         raise TypeError(
-            f"linear: bias ({shown(given_bias)}) is a recipe, and that comes after bias; write linear(x, weight, None, "
+            f"linear: bias ({quote(given_bias)}) is a recipe, and that comes after bias; write linear(x, weight, None, "
             "recipe)"
         )
     recipe = as_recipe(recipe, "linear")
     if weight_layout not in ("NK", "KN"):
         raise ValueError(
-            f"linear: weight_layout ({shown(weight_layout)}) is not how weight lies; pass 'NK' for [N, K] or 'KN' for "
+            f"linear: weight_layout ({quote(weight_layout)}) is not how weight lies; pass 'NK' for [N, K] or 'KN' for "
             "[K, N]"
         )
     is_kn = weight_layout == "KN"
@@ -314,7 +314,7 @@ def _check_shapes(x: Tensor, weight: Tensor, bias: Tensor | None, is_kn: bool = 
         )
     if bias is not None:
         if not isinstance(bias, Tensor):
-            raise TypeError(f"linear: bias ({shown(bias)}) is not a torch.Tensor or None; pass a tensor of [N]")
+            raise TypeError(f"linear: bias ({quote(bias)}) is not a torch.Tensor or None; pass a tensor of [N]")
         if isinstance(weight, DTensor) and not isinstance(bias, DTensor):
             raise TypeError("linear: bias (Tensor) is not a DTensor, as weight is; distribute both, or neither")
         if tuple(bias.shape) != (weight.shape[1 if is_kn else 0],):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from qshard._core.flat_shards import FlatSlice
 from qshard._core.quantize_steps import Plane, Scales
-from qshard._core.validation import shown
+from qshard._core.validation import quote
 from qshard.formats import Format, Usage
 from qshard.layout import source
 from qshard.recipes import Recipe, RecipeLike, Role, as_recipe, check_state, check_weight_shape
@@ -30,7 +30,7 @@ from qshard.torch_bridge._nn.expert_tiles import (
     products_of_rows,
     quantized_places,
     side_of,
-    stacked,
+    stack_weights,
     tiles_of,
 )
 from qshard.torch_bridge._nn.functional import check_operand
@@ -101,7 +101,7 @@ def grouped_linear(
     check_tensor("grouped_linear", "x", x)
     if not isinstance(weights, Tensor | Sequence):
         raise TypeError(
-            f"grouped_linear: weights ({shown(weights)}) are not tensors; pass one [E, N, K], or [N, K] for each expert"
+            f"grouped_linear: weights ({quote(weights)}) are not tensors; pass one [E, N, K], or [N, K] for each expert"
         )
     weights = _in_rows(weights, weight_layout)
     whole = weights if isinstance(weights, Tensor) and not isinstance(weights, QuantizedTensor) else None
@@ -119,7 +119,7 @@ def grouped_linear(
     check_state("grouped_linear", "delayed", states, recipe, advice, layers=experts, fits=fits)
     how = _How(recipe, x.dtype if dtype is None else dtype, _checked_sizes(x, len(each), group_sizes), delayed)
     given = each if whole is None else [whole]
-    y: Tensor = apply_node(_Grouped, x, group_sizes.to(x.device, non_blocking=True), seeds, how, *given)
+    y: Tensor = apply_node(_GroupedProduct, x, group_sizes.to(x.device, non_blocking=True), seeds, how, *given)
     return y
 
 
@@ -128,13 +128,13 @@ def _in_rows(weights: Sequence[Tensor] | Tensor, layout: Any) -> Sequence[Tensor
     if not isinstance(weights, Tensor):
         if layout not in (None, "NK"):
             raise ValueError(
-                f"grouped_linear: weight_layout ({shown(layout)}) is of one tensor of all experts, and weights are one "
+                f"grouped_linear: weight_layout ({quote(layout)}) is of one tensor of all experts, and weights are one "
                 "for each; pass each as [N, K], and leave weight_layout out"
             )
         return weights
     if layout not in ("NK", "KN"):
         raise ValueError(
-            f"grouped_linear: weight_layout ({shown(layout)}) does not say how one tensor of all experts lies; pass "
+            f"grouped_linear: weight_layout ({quote(layout)}) does not say how one tensor of all experts lies; pass "
             "'NK' for [E, N, K], as nn.Linear has it, or 'KN' for [E, K, N], as grouped_mm takes it"
         )
     return weights if layout == "NK" or weights.ndim != 3 else weights.transpose(1, 2).contiguous()
@@ -158,7 +158,7 @@ def _check_shapes(x: Tensor, weights: Sequence[Tensor]) -> None:
 def _checked_seeds(seeds: Any, recipe: Recipe, experts: int) -> Tensor | None:
     if not recipe.stochastic:
         return None
-    what = shown(seeds) if not isinstance(seeds, Tensor) else f"{dtype_name(seeds.dtype)} {tuple(seeds.shape)}"
+    what = quote(seeds) if not isinstance(seeds, Tensor) else f"{dtype_name(seeds.dtype)} {tuple(seeds.shape)}"
     if not isinstance(seeds, Tensor) or seeds.dtype != torch.int32 or tuple(seeds.shape) != (experts, 2):
         raise (ValueError if seeds is None or isinstance(seeds, Tensor) else TypeError)(
             f"grouped_linear: seeds ({what}) are not int32 {(experts, 2)}, and {type(recipe).__name__} rounds at "
@@ -170,7 +170,7 @@ def _checked_seeds(seeds: Any, recipe: Recipe, experts: int) -> Tensor | None:
 def _checked_sizes(x: Tensor, experts: int, group_sizes: Tensor) -> tuple[int, ...] | None:
     """Raises unless they count rows of x. Returns the sizes, if the host has them."""
     if not isinstance(group_sizes, Tensor):
-        raise TypeError(f"grouped_linear: group_sizes ({shown(group_sizes)}) is not a torch.Tensor; pass int32 [E]")
+        raise TypeError(f"grouped_linear: group_sizes ({quote(group_sizes)}) is not a torch.Tensor; pass int32 [E]")
     if tuple(group_sizes.shape) != (experts,) or group_sizes.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f"grouped_linear: group_sizes ({dtype_name(group_sizes.dtype)} {tuple(group_sizes.shape)}) is not an "
@@ -211,7 +211,7 @@ class _How(NamedTuple):
                 states[role].observe(amax)
 
 
-class _Grouped(Node):
+class _GroupedProduct(Node):
     """Weights are of each expert; or one tensor `[E, N, K]`."""
 
     op, degree = "grouped_linear", 2
@@ -225,7 +225,7 @@ class _Grouped(Node):
         recipe = how.recipe
         tiles = tiles_of(recipe, x.shape[0], sizes)
         usage = Usage.BOTH if need_w else Usage.ROWWISE
-        sides = _quantized(x, how, usage, Role.ACTIVATION, tiles, seeds)
+        sides = _quantize_rows(x, how, usage, Role.ACTIVATION, tiles, seeds)
         ws, scales = _weights(weights, how, Usage.ROWWISE, seeds)
         stops = _stops(how, tiles)
         row, columns = Usage.ROWWISE, weights[0].shape[-2]
@@ -243,7 +243,7 @@ class _Grouped(Node):
         tiles, x, seeds, kept_w = _whole(saved, ctx.rest)
         need_x, need_w = ctx.needs_input_grad[0], any(ctx.needs_input_grad[4:])
         usage = Usage.BOTH if need_x and need_w else Usage.ROWWISE if need_x else Usage.COLUMNWISE
-        sides = _quantized(grad, how._replace(dtype=grad.dtype), usage, Role.GRADIENT, tiles, seeds)
+        sides = _quantize_rows(grad, how._replace(dtype=grad.dtype), usage, Role.GRADIENT, tiles, seeds)
         grad_x, stops, columns = None, _stops(how, tiles), Usage.COLUMNWISE
         of_weights: Sequence[Tensor | None] = [None] * (len(ctx.needs_input_grad) - 4)
         if need_w:
@@ -278,7 +278,9 @@ def _whole(tensors: Sequence[Tensor], rest: Any) -> Any:
     return pytree.tree_unflatten([next(given) if leaf is None else leaf[0] for leaf in leaves], spec)
 
 
-def _quantized(x: Tensor, how: _How, usage: Usage, role: Role, tiles: Tiles, seeds: Tensor | None) -> dict[Usage, Side]:
+def _quantize_rows(
+    x: Tensor, how: _How, usage: Usage, role: Role, tiles: Tiles, seeds: Tensor | None
+) -> dict[Usage, Side]:
     spec = operand_spec(how.recipe, role, usage)
     spec.layouts((tiles.number * tiles.unit, x.shape[1]))
     places = tiles.spread(x.detach().to(how.dtype))
@@ -302,7 +304,7 @@ def _weights(
 
     def together(each: list[dict[Usage, Operand]], usages: Iterable[Usage]) -> dict[Usage, Side | Sequence[Operand]]:
         of = {usage: [planes[usage] for planes in each] for usage in usages}
-        return {usage: planes if how.sizes is not None else stacked(planes) for usage, planes in of.items()}
+        return {usage: planes if how.sizes is not None else stack_weights(planes) for usage, planes in of.items()}
 
     if isinstance(weights[0], QuantizedTensor):
         there = [planes_of(cast(QuantizedTensor, weight), Usage.COLUMNWISE in usage) for weight in weights]
@@ -372,7 +374,7 @@ class GroupedLinear(nn.Module):
         super().__init__()
         if not hasattr(num_experts, "__index__") or num_experts < 1:
             raise ValueError(
-                f"GroupedLinear: num_experts ({shown(num_experts)}) is not positive; pass an int from 1 up"
+                f"GroupedLinear: num_experts ({quote(num_experts)}) is not positive; pass an int from 1 up"
             )
         layer = {"bias": False, "recipe": recipe, "device": device, "dtype": dtype}
         self.experts = nn.ModuleList(Linear(in_features, out_features, **layer) for _ in range(num_experts))
@@ -390,7 +392,7 @@ class GroupedLinear(nn.Module):
         plain = all(isinstance(layer, Linear) and layer.bias is None for layer in made.experts)
         if not plain or len(alike) != 1:
             raise ValueError(
-                f"GroupedLinear.of: layers ({shown([*made.experts])}) are not Linear without bias, of one recipe and "
+                f"GroupedLinear.of: layers ({quote([*made.experts])}) are not Linear without bias, of one recipe and "
                 "shape; call convert on them first"
             )
         return made

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from qshard._core.validation import shown
+from qshard._core.validation import quote
 from qshard.formats import FLOATS, Usage
 from qshard.recipes import Recipe, RecipeLike, Role, as_recipe, check_weight_format, check_weight_shape
 from qshard.torch_bridge._delayed_scaling import DelayedScale, keep_amaxes
@@ -111,7 +111,7 @@ def _rank_of(weight: Tensor) -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-class Taken(NamedTuple):
+class LinearOperands(NamedTuple):
     """What a call of a layer multiplies, as `linear` takes it; `dtype`: in which, under autocast."""
 
     input: Tensor
@@ -295,7 +295,7 @@ class WeightLayer(Extends):
             self._reset_state()
         return self
 
-    def taken(self, input: Tensor) -> Taken:
+    def taken(self, input: Tensor) -> LinearOperands:
         """What a call multiplies, and the seed and the states that it takes."""
         given: Any = input
         if not isinstance(given, Tensor):
@@ -316,7 +316,7 @@ class WeightLayer(Extends):
                     state.restore_buffers()
         if type(weight) is Tensor and is_converted(self._parameters.get("weight")):
             warn_of_late_quantization(weight)
-        return Taken(input, weight, seed, delayed, dtype)
+        return LinearOperands(input, weight, seed, delayed, dtype)
 
     def forward(self, input: Tensor) -> Tensor:
         x, weight, seed, delayed, dtype = self.taken(input)
@@ -381,11 +381,11 @@ class Linear(WeightLayer, nn.Linear):
     ):
         given: Any = bias
         if isinstance(given, Recipe | str):
-            raise TypeError(f"Linear: bias ({shown(given)}) is not True or False; pass a recipe as recipe=")
+            raise TypeError(f"Linear: bias ({quote(given)}) is not True or False; pass a recipe as recipe=")
         recipe = as_recipe(recipe, "Linear")
         for name, size in (("in_features", in_features), ("out_features", out_features)):
             if not hasattr(size, "__index__") or size < 0:
-                raise ValueError(f"Linear: {name} ({shown(size)}) is not a size; pass an int from 0 up")
+                raise ValueError(f"Linear: {name} ({quote(size)}) is not a size; pass an int from 0 up")
         check_weight_shape("Linear", "weight", recipe, (out_features, in_features))
         check_dtype("Linear", "dtype", torch.get_default_dtype() if dtype is None else dtype)
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)

@@ -185,7 +185,7 @@ def _gradients(ops: Any, *args: Any) -> tuple[Any, ...]:
         if len(parts) == 1:
             return planes(parts[0], role, Usage.COLUMNWISE)[0][Usage.COLUMNWISE]
         codes = Plane(*parts)
-        return codes if kept is Usage.COLUMNWISE else quantize_steps.transposed(ops, codes, recipe.format(role))
+        return codes if kept is Usage.COLUMNWISE else quantize_steps.transpose_plane(ops, codes, recipe.format(role))
 
     dy, amax = planes(grad, Role.GRADIENT, how.usage)
     dx = dw = None

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from qshard import _ffi
-from qshard._core.validation import shown
+from qshard._core.validation import quote
 from qshard.formats import ELEMENTS
 from qshard.op_table import OpSpec, multi_table, table
 from qshard.torch_bridge._ops.eager import is_compiling, may_skip_dispatcher
@@ -311,10 +311,10 @@ def _check_tensors(spec: OpSpec, operands: Sequence[Any]) -> None:
     """Raises TypeError unless operands are tensors and lists of them: torch passes None on, as an undefined tensor."""
     for operand, given in zip(spec.inputs, operands, strict=False):
         if operand.many and not isinstance(given, list | tuple):
-            raise TypeError(f"{spec.name}: {operand.name} ({shown(given)}) is not a list of torch.Tensors; pass one")
+            raise TypeError(f"{spec.name}: {operand.name} ({quote(given)}) is not a list of torch.Tensors; pass one")
     for name, x in _operands_by_name(spec, operands):
         if not isinstance(x, Tensor):
-            raise TypeError(f"{spec.name}: {name} ({shown(x)}) is not a torch.Tensor; pass one")
+            raise TypeError(f"{spec.name}: {name} ({quote(x)}) is not a torch.Tensor; pass one")
 
 
 def _check_no_grad(spec: OpSpec, operands: Sequence[Any]) -> None:
@@ -356,6 +356,6 @@ def transposed_squares(ops: Any, data: Any, scale_inv: Any, *, packed: bool) -> 
 # The argument `ops` of `quantize_steps` and `flat_shards`: every op, and copies with the last two axes swapped.
 ops: Any = SimpleNamespace(
     **{_spec.name: bind(_spec) for _spec in (*table().values(), *multi_table().values())},
-    transposed=_transpose,
+    swap_last_axes=_transpose,
     transposed_squares=lambda data, scale_inv, *, packed: transposed_squares(ops, data, scale_inv, packed=packed),
 )

@@ -38,7 +38,7 @@ class SliceOps:
     def zeros(self, count: int) -> Tensor:
         return torch.zeros(count, device=self._device)
 
-    def joined(self, arrays: Sequence[Tensor]) -> Tensor:
+    def concatenate(self, arrays: Sequence[Tensor]) -> Tensor:
         return torch.cat([*arrays])
 
     def of_bucket(self, pairs: Tensor, bucket: Bucket) -> Tensor:
@@ -46,7 +46,7 @@ class SliceOps:
         # Indexed as int32: CUDA does not index uint32.
         return pairs if rows is None else pairs.view(torch.int32)[rows].view(pairs.dtype)
 
-    def repeated(self, values: Tensor, bucket: Bucket) -> Tensor:
+    def repeat_values(self, values: Tensor, bucket: Bucket) -> Tensor:
         runs = self._runs.get(bucket.indices[0])
         return values if runs is None else torch.repeat_interleave(values, runs, output_size=sum(bucket.runs))
 

@@ -169,7 +169,7 @@ class _Recorder:
     def _in_place(self, op: str, *operands: Any, **attributes: Any) -> None:
         self._note(op, *by_lists(multi_table()[op], operands), attributes)
 
-    def transposed(self, x: _Slot) -> _Slot:
+    def swap_last_axes(self, x: _Slot) -> _Slot:
         raise _NoSuchOpError
 
     def transposed_squares(self, data: _Slot, scale_inv: _Slot, *, packed: bool) -> Any:

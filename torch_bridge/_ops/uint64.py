@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from qshard._core.flat_shards import word_pair
-from qshard._core.validation import shown
+from qshard._core.validation import quote
 from qshard.torch_bridge._ops.eager import is_capturing, may_skip_dispatcher
 
 _WORDS = (torch.int32, torch.uint32)
@@ -37,7 +37,7 @@ def words(op: str, name: str, numbers: Any, device: torch.device, count: int | N
     shape = (count, 2)
     if not isinstance(numbers, Tensor):
         if isinstance(numbers, str) or not isinstance(numbers, Iterable):
-            raise TypeError(f"{what} ({shown(numbers)}) is not one number for each of {count} weights; pass a list")
+            raise TypeError(f"{what} ({quote(numbers)}) is not one number for each of {count} weights; pass a list")
         pairs = [_pair(what, number) for number in numbers]
         if len(pairs) != count:
             raise ValueError(
@@ -51,11 +51,11 @@ def words(op: str, name: str, numbers: Any, device: torch.device, count: int | N
         numbers = numbers.contiguous().view(torch.int32).view(-1, 2)
     if numbers.dtype not in _WORDS:
         raise TypeError(
-            f"{what} ({shown(given)}) is not int32 or uint32 {shape}, low words first; pass that, or an int for each"
+            f"{what} ({quote(given)}) is not int32 or uint32 {shape}, low words first; pass that, or an int for each"
         )
     made: Tensor = numbers
     if tuple(made.shape) != shape:
-        raise ValueError(f"{what} ({shown(given)}) is not one number for each of {count} weights; pass so many")
+        raise ValueError(f"{what} ({quote(given)}) is not one number for each of {count} weights; pass so many")
     return made
 
 
@@ -89,7 +89,7 @@ def _one(what: str, number: Any, device: torch.device) -> Tensor:
         pair = torch.full((2,), low, dtype=torch.int32, device=device)
         pair[1].fill_(high)
         return pair
-    raise TypeError(f"{what} ({shown(number)}) is not an integer, or int32 or uint32 of shape (2,); pass one")
+    raise TypeError(f"{what} ({quote(number)}) is not an integer, or int32 or uint32 of shape (2,); pass one")
 
 
 def _pair(what: str, number: int) -> tuple[int, int]:

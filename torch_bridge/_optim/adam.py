@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from qshard._core import adam
-from qshard._core.validation import listed, shown
+from qshard._core.validation import join_names, quote
 from qshard.op_table import multi_table
 from qshard.torch_bridge._distributed.dtensor import local_of, wrapped_like
 from qshard.torch_bridge._fsdp.refresh import recast
@@ -338,7 +338,7 @@ def _check_group(op: str, group: dict[str, Any]) -> None:
         raise ValueError(f"{op}: lr {tuple(group['lr'].shape)} is not one number; pass a tensor of one")
     betas = group["betas"]
     if not isinstance(betas, Sequence) or len(betas) != 2:
-        raise ValueError(f"{op}: betas ({shown(betas)}) is not a pair of numbers; pass two, such as (0.9, 0.999)")
+        raise ValueError(f"{op}: betas ({quote(betas)}) is not a pair of numbers; pass two, such as (0.9, 0.999)")
     for i, beta in enumerate(betas):
         adam.check_setting(op, f"betas[{i}]", beta, is_beta=True)
     for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
@@ -373,6 +373,6 @@ def _check_parameter(op: str, parameter: Tensor, group: dict[str, Any]) -> None:
             if axis > 1 or (axis == 1 and (parameter.shape[1] % shards or row // shards % adam.BLOCK)):
                 raise ValueError(
                     f"{op}: parameter {shape} (cut into {shards} along axis {axis}) is not cut at blocks of "
-                    f"{adam.BLOCK}, which states in {listed(map(dtype_name, scaled))} have scales for; cut axis 0, "
+                    f"{adam.BLOCK}, which states in {join_names(map(dtype_name, scaled))} have scales for; cut axis 0, "
                     "or keep states in bfloat16"
                 )

@@ -15,7 +15,7 @@ from torch import Tensor
 from qshard._core import flat_shards
 from qshard._core.flat_shards import MasterPlan
 from qshard._core.quantize_steps import Plane, Scales
-from qshard._core.validation import shown
+from qshard._core.validation import quote
 from qshard.formats import Usage
 from qshard.layout import matrix_shape, plane, source
 from qshard.torch_bridge._ops.bind import dtype_name
@@ -58,15 +58,15 @@ class CastPlan:
         if parity not in ("master", "model"):
             raise ValueError(f"{op}: parity ({parity!r}) is not 'master' or 'model'; choose what codes equal")
         if not isinstance(weights, list | tuple):
-            raise TypeError(f"{op}: weights ({shown(weights)}) is not a list; pass one, of one weight too")
+            raise TypeError(f"{op}: weights ({quote(weights)}) is not a list; pass one, of one weight too")
         for i, weight in enumerate(weights):
             if not isinstance(weight, QuantizedTensor | QuantizedSlice):
                 raise TypeError(
-                    f"{op}: weights[{i}] ({shown(weight)}) is not a QuantizedTensor or a QuantizedSlice; quantize it "
+                    f"{op}: weights[{i}] ({quote(weight)}) is not a QuantizedTensor or a QuantizedSlice; quantize it "
                     "first"
                 )
         if not isinstance(dtype, torch.dtype):
-            raise TypeError(f"{op}: dtype ({shown(dtype)}) is not a torch.dtype; pass one, such as torch.float32")
+            raise TypeError(f"{op}: dtype ({quote(dtype)}) is not a torch.dtype; pass one, such as torch.float32")
         check_dtype(op, "dtype", dtype)
         self.pieces = any(isinstance(weight, QuantizedSlice) for weight in weights)
         if self.pieces and not all(isinstance(weight, QuantizedSlice) for weight in weights):
@@ -218,7 +218,7 @@ def update_columnwise(weights: Sequence[QuantizedTensor]) -> None:
     transposes: list[Tensor] = []
     for i, weight in enumerate(weights):
         if not isinstance(weight, QuantizedTensor):
-            raise TypeError(f"update_columnwise: weights[{i}] ({shown(weight)}) is not a QuantizedTensor; quantize it")
+            raise TypeError(f"update_columnwise: weights[{i}] ({quote(weight)}) is not a QuantizedTensor; quantize it")
         fmt, rows = weight.format, weight.parts(Usage.ROWWISE)
         if not fmt.transposes or rows is None:  # There is no transpose to make of vectors.
             raise ValueError(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from qshard._core.validation import shown
+from qshard._core.validation import quote
 from qshard.torch_bridge._distributed.dtensor import local_of, wrapped_like
 from qshard.torch_bridge._fsdp.refresh import recast
 from qshard.torch_bridge._fsdp.weight import ShardedWeight
@@ -38,7 +38,7 @@ class WithMasters(Optimizer):
 
     def __init__(self, params: Any, optimizer: Callable[..., Optimizer], **options: Any):
         if not callable(optimizer):
-            raise TypeError(f"WithMasters: optimizer ({shown(optimizer)}) is not a class; pass one, as torch.optim.SGD")
+            raise TypeError(f"WithMasters: optimizer ({quote(optimizer)}) is not a class; pass one, as torch.optim.SGD")
         self._masters: dict[Tensor, Tensor] = {}
         super().__init__(params, {})
         groups = [{**group, "params": [self._master_of(p) for p in group["params"]]} for group in self.param_groups]

@@ -160,12 +160,12 @@ def _dequantize(ops: Any, *args: Any) -> Parts:
         return (quantize_steps.dequantize(ops, Plane(*parts), fmt, usage, dtype),)
     where = plane(fmt, matrix_shape(shape), usage)
     values = quantize_steps.dequantize(ops, view_plane(Plane(*parts), where), fmt, usage, dtype)
-    return ((ops.transposed(values) if where.transposed else values).view(shape),)
+    return ((ops.swap_last_axes(values) if where.transposed else values).view(shape),)
 
 
 @Steps
 def _transpose(ops: Any, data: Any, scale_inv: Any, fmt: Format) -> Parts:
-    return quantize_steps.transposed(ops, Plane(data, scale_inv), fmt)[:2]
+    return quantize_steps.transpose_plane(ops, Plane(data, scale_inv), fmt)[:2]
 
 
 @Steps

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from qshard._core.validation import shown
+from qshard._core.validation import quote
 from qshard.torch_bridge._ops.collectives import max_over_ranks
 from qshard.torch_bridge._quantized.validation import check_group, check_model
 
@@ -66,7 +66,7 @@ def load_scaling_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """
     check_model("load_scaling_state", model)
     if not isinstance(state, Mapping):
-        raise TypeError(f"load_scaling_state: state ({shown(state)}) is not a dict; pass what scaling_state gave")
+        raise TypeError(f"load_scaling_state: state ({quote(state)}) is not a dict; pass what scaling_state gave")
     own = dict(_named_state(model))
     for what, names in (
         ("lacks", [name for name in own if name not in state]),

@@ -10,7 +10,7 @@ from torch import Tensor
 from qshard._core import serialization
 from qshard._core.quantize_steps import Plane
 from qshard._core.serialization import Description
-from qshard._core.validation import shown
+from qshard._core.validation import quote
 from qshard.formats import Usage
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor, of_description
 
@@ -58,7 +58,7 @@ def from_plain(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None
       TypeError: an argument is not a dict, or one of `tensors` is not a tensor.
       ValueError: tensors are not those that the metadata describes, or it is of a later version.
     """
-    return serialization.restored(tensors, metadata, _made_of)
+    return serialization.restore(tensors, metadata, _made_of)
 
 
 def _parts_of(name: str, value: Any) -> tuple[Description, dict[Usage, Plane]] | None:
@@ -82,6 +82,6 @@ def _parts_of(name: str, value: Any) -> tuple[Description, dict[Usage, Plane]] |
 def _made_of(name: str, description: Description, planes: dict[Usage, Plane]) -> QuantizedTensor:
     for part, array in serialization.flat(planes).items():
         if not isinstance(array, Tensor):
-            what = f"{serialization.joined(name, part)} ({shown(array)}) is not a torch.Tensor"
+            what = f"{serialization.key_of(name, part)} ({quote(array)}) is not a torch.Tensor"
             raise TypeError(f"from_plain: {what}; load the file with safetensors.torch")
     return of_description("from_plain", name, description, planes)

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils.hooks import warn_if_has_hooks
 
 from qshard._core.quantize_steps import Plane
-from qshard._core.serialization import Description, described, flat, text_of
-from qshard._core.validation import as_plane, listed, shown
+from qshard._core.serialization import Description, flat, parse_metadata, text_of
+from qshard._core.validation import as_plane, join_names, quote
 from qshard.formats import FLOATS, Format, Usage
 from qshard.torch_bridge._ops.bind import dtype_name
 from qshard.torch_bridge._quantized.plane_programs import NO_PLANE, dequantize
@@ -148,7 +148,9 @@ class QuantizedTensor(Tensor):
         there = {one: parts for one in Usage.BOTH.planes if (parts := self.parts(one)) is not None}
         usage = as_plane(next(iter(there), Usage.ROWWISE) if usage is None else usage, "dequantize", there)
         if dtype is not None and dtype not in FLOAT_DTYPES:
-            raise TypeError(f"dequantize: dtype ({shown(dtype)}) is not {listed(map(str, FLOAT_DTYPES))}; ask for one")
+            raise TypeError(
+                f"dequantize: dtype ({quote(dtype)}) is not {join_names(map(str, FLOAT_DTYPES))}; ask for one"
+            )
         return dequantize(there[usage], self.format, usage, dtype or self.dtype, tuple(self.shape))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -327,7 +329,7 @@ def _rebuild(
     `torch.load(weights_only=True)` trusts it with whatever a file holds. So it takes only what the description in the
     file asks for, and kernels never see other shapes.
     """
-    op, descriptions = "QuantizedTensor", described(text, op="QuantizedTensor")
+    op, descriptions = "QuantizedTensor", parse_metadata(text, op="QuantizedTensor")
     if set(descriptions) != {""} or not isinstance(arrays, dict) or not isinstance(others, dict):
         raise ValueError(f"{op}: saved state ({len(descriptions)} tensors) is not of one tensor; the file is damaged")
     if clash := sorted(_OWN & set(others)):

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from qshard._core.validation import already_quantized, check_float, shown
+from qshard._core.validation import already_quantized, check_float, quote
 from qshard.torch_bridge._ops.bind import dtype_name
 from qshard.torch_bridge._quantized.tensor import FLOAT_DTYPES, QuantizedTensor
 
@@ -29,7 +29,7 @@ def check_tensor(op: str, name: str, x: Any, *, sharded: str = "") -> None:
         make = "tensor"
         if hasattr(x, "__dlpack__"):
             make = "from_numpy" if type(x).__module__ == "numpy" else "from_dlpack"
-        raise TypeError(f"{op}: {name} ({shown(x)}) is not a torch.Tensor; pass torch.{make}({name})")
+        raise TypeError(f"{op}: {name} ({quote(x)}) is not a torch.Tensor; pass torch.{make}({name})")
     if isinstance(x, DTensor):
         raise TypeError(f"{op}: {name} (DTensor) is not a plain tensor; {sharded or f'pass {name}.to_local()'}")
     if isinstance(x, QuantizedTensor):
@@ -52,11 +52,11 @@ def check_contiguous(op: str, name: str, x: Tensor) -> None:
 
 def check_model(op: str, model: Any) -> None:
     if not isinstance(model, nn.Module):
-        raise TypeError(f"{op}: model ({shown(model)}) is not a torch.nn.Module; pass the module itself")
+        raise TypeError(f"{op}: model ({quote(model)}) is not a torch.nn.Module; pass the module itself")
 
 
 def check_group(op: str, group: Any) -> None:
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise TypeError(
-            f"{op}: group ({shown(group)}) is not a ProcessGroup; pass one of torch.distributed, or mesh.get_group()"
+            f"{op}: group ({quote(group)}) is not a ProcessGroup; pass one of torch.distributed, or mesh.get_group()"
         )

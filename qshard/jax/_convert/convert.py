@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from qshard._core.layer_recipes import NO_PATTERN, RecipesLike, Rules, check_chosen, check_filter, warn_of_rest
-from qshard._core.validation import shown
+from qshard._core.validation import quote
 from qshard.jax._nn.dot_general import DotGeneral
 from qshard.jax._sharding.inference import Axes, MeshAxisRoles
 from qshard.recipes import Recipe
@@ -78,7 +78,7 @@ def convert(
 
     if not isinstance(model, nnx.Module):
         raise TypeError(
-            f"convert: model ({shown(model)}) is not an nnx.Module; pass DotGeneral(recipe) to layers of linen, and "
+            f"convert: model ({quote(model)}) is not an nnx.Module; pass DotGeneral(recipe) to layers of linen, and "
             "make a Policy for pytrees and equinox"
         )
     rules = Rules.of(recipe, "convert")
@@ -116,6 +116,6 @@ def _check_einsums(einsums: Any) -> None:
         return
     if not isinstance(einsums, Mapping) or not all(isinstance(each, str) for pair in einsums.items() for each in pair):
         raise TypeError(
-            f"convert: einsums ({shown(einsums)}) does not map patterns of names to equations; pass such as "
+            f"convert: einsums ({quote(einsums)}) does not map patterns of names to equations; pass such as "
             "{'*.q_proj': 'BTD,DNH->BTNH'}"
         )

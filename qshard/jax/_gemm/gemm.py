@@ -123,7 +123,7 @@ def row_product(
     read = stored_for(w.format, a.format, contracted)
     if read not in w.planes and w.format.transposes:
         at = partitionable_ops.ShardedOps(columns)
-        w = w.with_planes({read: quantize_steps.transposed(at, w.plane(Usage.ROWWISE), w.format)})
+        w = w.with_planes({read: quantize_steps.transpose_plane(at, w.plane(Usage.ROWWISE), w.format)})
     padded = a.shape[:-1] != lead
     if padded and out_sharding is not None:
         last = (*spec_of(out_sharding, None), *[None] * len(lead))[len(lead)]

@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from qshard._core import quantize_steps
-from qshard._core.validation import FormatLike, as_format, as_usage, shown
+from qshard._core.validation import FormatLike, as_format, as_usage, quote
 from qshard.formats import Format, Usage
 from qshard.jax._ops import bind as ops
 from qshard.jax._ops.collectives import max_along, max_over
@@ -62,7 +62,7 @@ def swiglu(gate: jax.typing.ArrayLike, up: jax.typing.ArrayLike) -> jax.Array:
 
     Source: arXiv:2002.05202.
     """
-    return _swiglu(*_checked("swiglu", gate, up))
+    return _swiglu(*_check_pair("swiglu", gate, up))
 
 
 def swiglu_quantize(
@@ -97,7 +97,7 @@ def swiglu_quantize(
 
     Source: arXiv:2002.05202.
     """
-    arrays = _checked("swiglu_quantize", gate, up)
+    arrays = _check_pair("swiglu_quantize", gate, up)
     return _quantize_result("swiglu_quantize", _swiglu_made, arrays, (), fmt, usage, axis_name, spec, seed)
 
 
@@ -234,7 +234,7 @@ def _swiglu_backward(kept: tuple[jax.Array, jax.Array], grad: jax.Array) -> tupl
 _swiglu.defvjp(_swiglu_forward, _swiglu_backward)
 
 
-def _checked(op: str, gate: Any, up: Any) -> tuple[jax.Array, jax.Array]:
+def _check_pair(op: str, gate: Any, up: Any) -> tuple[jax.Array, jax.Array]:
     """The two as arrays that vary over the same manual axes, and on Explicit meshes are cut alike."""
     for name, x in (("gate", gate), ("up", up)):
         check_array(op, name, x)
@@ -317,9 +317,9 @@ def _checked_norm(op: str, x: Any, weight: Any, eps: Any) -> tuple[jax.Array, ja
             f"{op}: weight {weight.shape} does not fit x {x.shape}; give weight as [K] and x as [*lead, K]"
         )
     if isinstance(eps, jax.core.Tracer):
-        raise TypeError(f"{op}: eps ({shown(eps)}) is traced; pass a number, which is static")
+        raise TypeError(f"{op}: eps ({quote(eps)}) is traced; pass a number, which is static")
     if not eps >= 0:
-        raise ValueError(f"{op}: eps ({shown(eps)}) is not 0 or more; give a small number, such as 1e-5")
+        raise ValueError(f"{op}: eps ({quote(eps)}) is not 0 or more; give a small number, such as 1e-5")
     x, weight = vary_alike(x, weight)
     mesh, cut = mesh_of(x), jax.typeof(x).sharding
     # Outside of custom_vjp, so that gradients are cut as these are.

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from qshard._core.validation import closest, shown
+from qshard._core.validation import closest, quote
 from qshard.formats import Usage
 from qshard.jax._delayed_scaling import LinearState
 from qshard.jax._nn.dimension_numbers import MatrixAxes, Terms, entries_of, respec
@@ -70,7 +70,7 @@ class DotGeneral:
     def __init__(self, recipe: RecipeLike, *, otherwise: Otherwise = "raise", **options: Any) -> None:
         self.recipe: Recipe = as_recipe(recipe, "DotGeneral")
         if otherwise not in get_args(Otherwise):
-            raise ValueError(f"DotGeneral: otherwise ({shown(otherwise)}) is not 'raise' or 'plain'; pass one of them")
+            raise ValueError(f"DotGeneral: otherwise ({quote(otherwise)}) is not 'raise' or 'plain'; pass one of them")
         for name in options:
             if name in _PER_CALL:
                 raise TypeError(f"DotGeneral: {name} is another one in every call; pass it to the call")
@@ -175,7 +175,7 @@ class DotGeneral:
             check_dtype(op, name, operand)
         if precision is not None and precision not in DEFAULT_PRECISIONS:
             raise ValueError(
-                f"{op}: precision ({shown(precision)}) is not what a product of {type(self.recipe).__name__} can have; "
+                f"{op}: precision ({quote(precision)}) is not what a product of {type(self.recipe).__name__} can have; "
                 "leave it out, or leave this product out"
             )
         result = jnp.dtype(x.dtype if preferred is None else preferred)

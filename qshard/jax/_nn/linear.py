@@ -11,11 +11,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from qshard._core.validation import seed_missing, shown
+from qshard._core.validation import quote, seed_missing
 from qshard.jax import _probes as watch
 from qshard.jax._delayed_scaling import LinearState, check_shared, require_gradient
 from qshard.jax._nn.linear_parallel import TensorParallelOptions
-from qshard.jax._nn.linear_vjp import Config, Given, folding_product, product, whole_weight
+from qshard.jax._nn.linear_vjp import Config, NonDifferentiable, folding_product, product, whole_weight
 from qshard.jax._ops.mesh import AxisName, Spec, explicit_sharding, mesh_of, names_of, spec_of, vary_alike
 from qshard.jax._ops.validation import (
     Seed,
@@ -153,7 +153,7 @@ def linear(
         tensor_parallel = TensorParallelOptions.of("linear", gather_rows, scatter_rows, overlap, vmap_as_rows)
     if state is not None:
         check_shared("linear", names)
-    given = _given("linear", w, weight_spec, weight_scales, seed, state)
+    given = _check_arguments("linear", w, weight_spec, weight_scales, seed, state)
     gather_axes = as_names("linear", "gather_axis", gather_axis)
     staged = is_staged((x, w, given))
     if staged:  # There a jitted call is lowered apart from others, which may have quantized its x.
@@ -227,7 +227,7 @@ def gathered_weight(
     (3, 16)
     """
     recipe = as_recipe(recipe, "gathered_weight")
-    w, given = lax.stop_gradient((w, _given("gathered_weight", w, weight_spec, weight_scales, seed, state)))
+    w, given = lax.stop_gradient((w, _check_arguments("gathered_weight", w, weight_spec, weight_scales, seed, state)))
     axes = as_names("gathered_weight", "gather_axis", gather_axis)
     options = {"recipe": recipe, "weight_spec": weight_spec, "gather_axes": axes}
     whole: QuantizedArray = _checked_weight(w, given, layout=as_layout("gathered_weight", weight_layout), **options)
@@ -238,7 +238,7 @@ def _on_each_device(
     call: Callable[..., jax.Array],
     x: jax.Array,
     w: Any,
-    given: Given,
+    given: NonDifferentiable,
     weight_spec: Spec,
     gather_axes: tuple[str, ...],
     local_axes: AxisName,
@@ -279,23 +279,23 @@ def _as_grad_dtype(dtype: Any) -> str | None:
     return name
 
 
-def _given(op: str, w: Any, weight_spec: Any, weight_scales: Any, seed: Any, state: Any) -> Given:
+def _check_arguments(op: str, w: Any, weight_spec: Any, weight_scales: Any, seed: Any, state: Any) -> NonDifferentiable:
     """Checks the types of what `jit` does not take, or would take for something else."""
     if not isinstance(w, CODED):
         check_array(op, "w", w)
     check_spec(op, "weight_spec", weight_spec)
     if state is not None and not isinstance(state, LinearState):
         raise TypeError(
-            f"{op}: state ({shown(state)}) is not a LinearState; pass the one of init_delayed for this layer"
+            f"{op}: state ({quote(state)}) is not a LinearState; pass the one of init_delayed for this layer"
         )
     scales = None if weight_scales is None else as_scales(op, "weight_scales", weight_scales)
-    return Given(scales, seed_words(op, seed), state)
+    return NonDifferentiable(scales, seed_words(op, seed), state)
 
 
 def _checked_linear(
     x: jax.Array,
     w: Any,
-    given: Given,
+    given: NonDifferentiable,
     *,
     recipe: Recipe,
     weight_spec: Spec,
@@ -345,7 +345,13 @@ _jitted_linear = jax.jit(
 
 @functools.partial(jax.jit, static_argnames=("recipe", "layout", "weight_spec", "gather_axes"), inline=True)
 def _checked_weight(
-    w: Any, given: Given, *, recipe: Recipe, layout: WeightLayout, weight_spec: Spec, gather_axes: tuple[str, ...]
+    w: Any,
+    given: NonDifferentiable,
+    *,
+    recipe: Recipe,
+    layout: WeightLayout,
+    weight_spec: Spec,
+    gather_axes: tuple[str, ...],
 ) -> QuantizedArray:
     w = open_weight(w)[0] if isinstance(w, CODED) else w
     config, weight = _configure("gathered_weight", w, given, recipe, weight_spec, gather_axes, layout=layout)
@@ -355,7 +361,7 @@ def _checked_weight(
 def _configure(
     op: str,
     w: Any,
-    given: Given,
+    given: NonDifferentiable,
     recipe: Recipe,
     weight_spec: Spec,
     gather_axes: tuple[str, ...],
@@ -399,7 +405,7 @@ def _configure(
     return config, weight
 
 
-def _check_given(op: str, recipe: Recipe, given: Given) -> None:
+def _check_given(op: str, recipe: Recipe, given: NonDifferentiable) -> None:
     """Checks that do not depend on shapes of operands."""
     if given.seed is None and recipe.stochastic:
         raise ValueError(f"{seed_missing(op, type(recipe).__name__)}, such as jax.random.fold_in(key, layer)")

@@ -34,7 +34,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from qshard._core.quantize_steps import Plane
-from qshard._core.validation import shown
+from qshard._core.validation import quote
 from qshard.formats import Usage
 from qshard.jax._gemm.gemm import apply_scale
 from qshard.jax._ops.mesh import Spec, names_of, spec_of, types_tell
@@ -86,7 +86,7 @@ class TensorParallelOptions(NamedTuple):
             )
         ((name, axis),) = given.items()
         if not isinstance(axis, str):
-            raise TypeError(f"{op}: {name} ({shown(axis)}) is not the name of a mesh axis; pass one")
+            raise TypeError(f"{op}: {name} ({quote(axis)}) is not the name of a mesh axis; pass one")
         as_axes(op, axis, name)
         if vmap_as_rows:
             raise ValueError(f"{op}: vmap_as_rows (True) and {name} ({axis!r}) both add rows to x; leave one out")

@@ -89,14 +89,14 @@ class Config:
         return source(self.recipe.weight, usage)
 
 
-class Given(NamedTuple):
+class NonDifferentiable(NamedTuple):
     scales: WeightScales | None
     seed: jax.Array | None
     state: LinearState | None
     weight_amax: jax.Array | None = None  # Of a primary weight, in delayed scaling.
 
 
-class Kept(NamedTuple):
+class Residuals(NamedTuple):
     """What backward needs of forward.
 
     Attributes:
@@ -108,18 +108,18 @@ class Kept(NamedTuple):
     x: QuantizedArray
     w: Any
     scales: Plane | None
-    given: Given
+    given: NonDifferentiable
     amaxes: tuple[jax.Array | None, jax.Array | None]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def product(config: Config, x: jax.Array, w: CodedWeight, given: Given) -> jax.Array:
+def product(config: Config, x: jax.Array, w: CodedWeight, given: NonDifferentiable) -> jax.Array:
     return _forward(config, x, w, given, Usage(0), Usage(0))[0]
 
 
 def _forward(
-    config: Config, x: jax.Array, w: CodedWeight, given: Given, x_kept: Usage, w_kept: Usage
-) -> tuple[jax.Array, Kept]:
+    config: Config, x: jax.Array, w: CodedWeight, given: NonDifferentiable, x_kept: Usage, w_kept: Usage
+) -> tuple[jax.Array, Residuals]:
     fmt, whole_x = config.recipe.activation, config.cut_of(x, Role.ACTIVATION).whole(x.shape)
     if whole_x and whole_x[-1] % layout.whole_units(fmt, Usage.ROWWISE)[1]:
         # Raised before w is cast: who gives both wrongly hears of x, as in PyTorch.
@@ -157,18 +157,18 @@ def _forward(
     if x_kept and x_kept is not Usage.ROWWISE and makes_planes_apart(config.recipe.activation):
         y, kept_x = barrier(y, kept_x)  # Else XLA keeps x, and makes the plane for backward there.
     y = apply_scale(y, scale, x.dtype)
-    kept = Kept(kept_x, _only(kept_w, w_kept), scales, given._replace(scales=None), (x_amax, w_amax))
+    kept = Residuals(kept_x, _only(kept_w, w_kept), scales, given._replace(scales=None), (x_amax, w_amax))
     return checkpoint_name(y, policies.PRODUCTS), kept
 
 
-def _product_fwd(config: Config, x: jax.Array, w: CodedWeight, given: Given) -> tuple[jax.Array, Kept]:
+def _product_fwd(config: Config, x: jax.Array, w: CodedWeight, given: NonDifferentiable) -> tuple[jax.Array, Residuals]:
     x_kept = stored_for(config.recipe.activation, config.recipe.gradient, Usage.COLUMNWISE)
     return _forward(
         config, x, w, given, x_kept if config.learns else Usage(0), config.stored(config.sharding.contracted_back)
     )
 
 
-def _product_bwd(config: Config, kept: Kept, dy: jax.Array) -> tuple[jax.Array, CodedWeight, Given]:
+def _product_bwd(config: Config, kept: Residuals, dy: jax.Array) -> tuple[jax.Array, CodedWeight, NonDifferentiable]:
     recipe, xq, wq = config.recipe, kept.x, kept.w
     columns = Usage.COLUMNWISE
     read = stored_for(recipe.gradient, recipe.weight, Usage.ROWWISE)
@@ -204,7 +204,7 @@ def _product_bwd(config: Config, kept: Kept, dy: jax.Array) -> tuple[jax.Array, 
     observed = None
     if kept.given.state is not None:
         observed = observe_all(kept.given.state, w_amax, x_amax, dy_amax, config.axes)
-    return dx, CodedWeight(None, dw, config.shards), Given(None, None, observed)
+    return dx, CodedWeight(None, dw, config.shards), NonDifferentiable(None, None, observed)
 
 
 product.defvjp(*rules_of_product(None, _product_fwd, _product_bwd))
@@ -282,7 +282,7 @@ def _only(codes: Any, usage: Usage) -> Any:
 
 
 def _quantize_role(
-    config: Config, x: jax.Array, given: Given, role: Role, usage: Usage
+    config: Config, x: jax.Array, given: NonDifferentiable, role: Role, usage: Usage
 ) -> tuple[QuantizedArray, jax.Array | None]:
     """The codes of x, w or dy, and, of delayed scaling, the amax of it.
 
@@ -302,13 +302,13 @@ def _quantize_role(
     return quantize_shard(x, operand, cut, scales, given.seed, apart=not weight, turned=turned, columns=columns)
 
 
-def _codes_of(config: Config, w: CodedWeight, given: Given, usage: Usage) -> tuple[Any, jax.Array | None]:
+def _codes_of(config: Config, w: CodedWeight, given: NonDifferentiable, usage: Usage) -> tuple[Any, jax.Array | None]:
     if w.codes is not None or w.sink is None:
         return w.codes, given.weight_amax
     return _quantize_role(config, w.sink, given, Role.WEIGHT, usage)
 
 
-def whole_weight(config: Config, w: CodedWeight, given: Given) -> QuantizedArray:
+def whole_weight(config: Config, w: CodedWeight, given: NonDifferentiable) -> QuantizedArray:
     """The plane that the forward pass gathers."""
     usage = config.stored(config.sharding.contracted)
     return _whole(config, _codes_of(config, w, given, usage)[0], usage)

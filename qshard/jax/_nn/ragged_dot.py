@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from qshard._core.operands import OperandSpec
-from qshard._core.validation import seed_missing, shown
+from qshard._core.validation import quote, seed_missing
 from qshard.formats import Usage
 from qshard.jax._delayed_scaling import LinearState, check_shared, observe_all, require_gradient
 from qshard.jax._nn.expert_tiles import Tiles, expert_products, quantize_tiles, row_product, tiles_of
@@ -59,7 +59,7 @@ class _Config:
     reshard_after_forward: bool
 
 
-class _Given(NamedTuple):
+class _NonDifferentiable(NamedTuple):
     """Operands that are not differentiated, but for the state: seeds are `[E, 2]`."""
 
     group_sizes: jax.Array
@@ -68,12 +68,12 @@ class _Given(NamedTuple):
     weight_amax: jax.Array | None
 
 
-class _Kept(NamedTuple):
+class _Residuals(NamedTuple):
     """What backward needs: planes, with tiles or experts along their first axis."""
 
     x: QuantizedArray
     w: QuantizedArray
-    given: _Given
+    given: _NonDifferentiable
     amaxes: tuple[jax.Array | None, jax.Array | None]
 
 
@@ -148,7 +148,7 @@ def ragged_dot(
         check_array("ragged_dot", "w", w)
     check_spec("ragged_dot", "weight_spec", weight_spec)
     if state is not None and not isinstance(state, LinearState):
-        raise TypeError(f"ragged_dot: state ({shown(state)}) is not a LinearState; pass that of init_delayed")
+        raise TypeError(f"ragged_dot: state ({quote(state)}) is not a LinearState; pass that of init_delayed")
     if state is not None:
         check_shared("ragged_dot", axis_name)
     _check_rows(x, group_sizes)
@@ -222,7 +222,7 @@ def _checked_ragged_dot(
     # In shard_map, an operand that varies over fewer axes is cast to vary out here, where JAX sums its gradient.
     x, *sinks = vary_alike(x, *([] if sink is None else [sink]))
     weight = CodedWeight(codes, sinks[0] if sinks else None, None)
-    return _ragged(config, x, weight, _Given(group_sizes, seeds, state, weight_amax))
+    return _ragged_product(config, x, weight, _NonDifferentiable(group_sizes, seeds, state, weight_amax))
 
 
 def _check_rows(x: jax.Array, group_sizes: Any) -> None:
@@ -292,13 +292,13 @@ def _spec_of_expert(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _ragged(config: _Config, x: jax.Array, w: CodedWeight, given: _Given) -> jax.Array:
+def _ragged_product(config: _Config, x: jax.Array, w: CodedWeight, given: _NonDifferentiable) -> jax.Array:
     return _forward(config, x, w, given, learns=False)[0]
 
 
 def _forward(
-    config: _Config, x: jax.Array, w: CodedWeight, given: _Given, *, learns: bool = True
-) -> tuple[jax.Array, _Kept]:
+    config: _Config, x: jax.Array, w: CodedWeight, given: _NonDifferentiable, *, learns: bool = True
+) -> tuple[jax.Array, _Residuals]:
     recipe, rows, columns, none = config.recipe, Usage.ROWWISE, Usage.COLUMNWISE, Usage(0)
     x_kept = source(recipe.activation, columns) if learns and config.learns else none
     read = source(recipe.weight, config.sharding.contracted)
@@ -310,10 +310,10 @@ def _forward(
     y = row_product(xq, whole, config.sharding.contracted, tiles, x.dtype)
     if learns and not config.reshard_after_forward:
         wq = whole if w_kept is read else _whole(config, wq, w_kept)
-    return y, _Kept(_only(xq, x_kept), _only(wq, w_kept), given, (x_amax, w_amax))
+    return y, _Residuals(_only(xq, x_kept), _only(wq, w_kept), given, (x_amax, w_amax))
 
 
-def _backward(config: _Config, kept: _Kept, dy: jax.Array) -> tuple[jax.Array, CodedWeight, _Given]:
+def _backward(config: _Config, kept: _Residuals, dy: jax.Array) -> tuple[jax.Array, CodedWeight, _NonDifferentiable]:
     recipe, given, wq, columns = config.recipe, kept.given, kept.w, Usage.COLUMNWISE
     if config.sharding.gather_axes and config.reshard_after_forward:
         wq, dy = barrier(wq, dy)
@@ -332,27 +332,29 @@ def _backward(config: _Config, kept: _Kept, dy: jax.Array) -> tuple[jax.Array, C
     observed = None
     if given.state is not None:
         observed = observe_all(given.state, w_amax, x_amax, dy_amax, config.axes)
-    nothing: Any = _Given(None, None, observed, None)  # type: ignore[arg-type]
+    nothing: Any = _NonDifferentiable(None, None, observed, None)  # type: ignore[arg-type]
     return dx, CodedWeight(None, dw, None), nothing
 
 
-_ragged.defvjp(*rules_of_product("ragged_dot", _forward, _backward))
+_ragged_product.defvjp(*rules_of_product("ragged_dot", _forward, _backward))
 
 
 def _quantize_rows(
-    config: _Config, x: jax.Array, given: _Given, role: Role, usage: Usage, tiles: Tiles
+    config: _Config, x: jax.Array, given: _NonDifferentiable, role: Role, usage: Usage, tiles: Tiles
 ) -> tuple[QuantizedArray, jax.Array | None]:
     """The tiles of x or dy."""
     operand = OperandSpec.of(config.recipe, role, usage)
     return quantize_tiles(x, operand, tiles, axes=config.axes, seeds=given.seeds, scales=_scales(given, role))
 
 
-def _scales(given: _Given, role: Role) -> jax.Array | None:
+def _scales(given: _NonDifferentiable, role: Role) -> jax.Array | None:
     """The scale of each expert, in delayed scaling."""
     return None if given.state is None else getattr(given.state, role.value).scale
 
 
-def _weight(config: _Config, w: CodedWeight, given: _Given, usage: Usage) -> tuple[QuantizedArray, jax.Array | None]:
+def _weight(
+    config: _Config, w: CodedWeight, given: _NonDifferentiable, usage: Usage
+) -> tuple[QuantizedArray, jax.Array | None]:
     """What this device has of the codes of all experts; and, of delayed scaling, their amaxes."""
     if w.codes is not None:
         return w.codes, given.weight_amax

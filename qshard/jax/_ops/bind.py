@@ -252,7 +252,7 @@ class Op:
         return results, (0,) * len(results)
 
     def _run(self, *operands: Any, **options: Any) -> Any:
-        return run_jitted(_jitted(self._primitive, tuple(sorted(options.items()))), *operands)
+        return run_jitted(_jit(self._primitive, tuple(sorted(options.items()))), *operands)
 
     def _differentiate(self, *_: Any, **__: Any) -> Any:
         raise second_derivatives.of_op(self.spec.name)
@@ -271,7 +271,7 @@ def __getattr__(name: str) -> Op:
 
 
 @functools.cache
-def _jitted(primitive: Primitive, options: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
+def _jit(primitive: Primitive, options: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
     return jax.jit(functools.partial(primitive.bind, **dict(options)))
 
 

@@ -81,5 +81,5 @@ def _hold(error: Callable[[str], Exception], op: str, x: jax.Array, *others: jax
 
 
 @_hold.defjvp
-def _differentiated(error: Callable[[str], Exception], op: str, *_: Any) -> Any:
+def _raise_at_derivative(error: Callable[[str], Exception], op: str, *_: Any) -> Any:
     raise error(op)

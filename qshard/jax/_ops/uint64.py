@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from qshard._core.flat_shards import word_pair
-from qshard._core.validation import shown
+from qshard._core.validation import quote
 
 Words = tuple[jax.Array, jax.Array]
 """Arrays of low words and of high words."""
@@ -23,7 +23,7 @@ def words_of(number: Any, what: str = "number") -> Any:
     if isinstance(number, int | np.integer):
         return np.array(word_pair(what, int(number)), np.uint32)
     if not jnp.issubdtype(jnp.result_type(number), jnp.integer):
-        raise TypeError(f"{what} ({shown(number)}) is not an integer; pass one in [0, 2**64)")
+        raise TypeError(f"{what} ({quote(number)}) is not an integer; pass one in [0, 2**64)")
     number = jnp.asarray(number)
     if number.dtype.itemsize == 8:
         return jnp.stack([(number & 0xFFFFFFFF).astype(jnp.uint32), (number >> 32).astype(jnp.uint32)])

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from qshard._core.validation import already_quantized, check_float, listed, shown
+from qshard._core.validation import already_quantized, check_float, join_names, quote
 from qshard.formats import FLOATS, Format
 from qshard.jax._jax_internals import wrapped_value
 from qshard.jax._ops.mesh import names_of
@@ -52,7 +52,7 @@ def check_array(op: str, name: str, x: Any) -> None:
     if isinstance(getattr(x, "format", None), Format):
         raise TypeError(already_quantized(op, name, x))
     make = "from_dlpack" if hasattr(x, "__dlpack__") else "asarray"
-    raise TypeError(f"{op}: {name} ({shown(x)}) is not an array of JAX or NumPy; pass jnp.{make}({name})")
+    raise TypeError(f"{op}: {name} ({quote(x)}) is not an array of JAX or NumPy; pass jnp.{make}({name})")
 
 
 def check_sizes(op: str, name: str, shape: Sequence[Any]) -> None:
@@ -78,7 +78,7 @@ def as_float_name(op: str, dtype: Any, argument: str = "dtype") -> str:
     except TypeError:
         name = ""
     if name not in FLOATS:
-        raise TypeError(f"{op}: {argument} ({shown(dtype)}) is not {listed(FLOATS)}; ask for one")
+        raise TypeError(f"{op}: {argument} ({quote(dtype)}) is not {join_names(FLOATS)}; ask for one")
     return name
 
 
@@ -88,7 +88,7 @@ def as_axes(op: str, axis_name: Any, name: str = "axis_name") -> tuple[str, ...]
         return ()
     axes = (axis_name,) if isinstance(axis_name, str) else axis_name
     if not isinstance(axes, Iterable) or not all(isinstance(axis, str) for axis in axes):
-        raise TypeError(f"{op}: {name} ({shown(axis_name)}) is not the name of a mesh axis, or several; pass names")
+        raise TypeError(f"{op}: {name} ({quote(axis_name)}) is not the name of a mesh axis, or several; pass names")
     axes = tuple(axes)
     manual = jax.sharding.get_abstract_mesh().manual_axes
     for axis in axes:
@@ -104,7 +104,7 @@ def as_names(op: str, name: str, axes: Any) -> tuple[str, ...]:
     """Mesh axes that a caller names: one, several or none."""
     made = () if axes is None else (axes,) if isinstance(axes, str) else axes
     if not isinstance(made, Iterable) or not all(isinstance(axis, str) for axis in made):
-        raise TypeError(f"{op}: {name} ({shown(axes)}) is not the name of a mesh axis, or several; pass names")
+        raise TypeError(f"{op}: {name} ({quote(axes)}) is not the name of a mesh axis, or several; pass names")
     return tuple(made)
 
 
@@ -112,7 +112,7 @@ def check_spec(op: str, name: str, spec: Any) -> None:
     """Raises TypeError unless `spec` can say how an array is cut."""
     if spec is not None and not isinstance(spec, PartitionSpec | NamedSharding):
         entries = ", ".join(map(repr, spec)) if isinstance(spec, tuple | list) else repr(spec)
-        raise TypeError(f"{op}: {name} ({shown(spec)}) is not a PartitionSpec or a NamedSharding; pass P({entries})")
+        raise TypeError(f"{op}: {name} ({quote(spec)}) is not a PartitionSpec or a NamedSharding; pass P({entries})")
 
 
 def check_spec_fits(op: str, name: str, spec: Any, mesh: Any, ndim: int) -> None:
@@ -143,5 +143,5 @@ def seed_words(op: str, seed: Any) -> Any:
     if isinstance(seed, int) or (dtype is not None and jnp.issubdtype(dtype, jnp.integer) and shape == ()):
         return jnp.asarray(words_of(seed, f"{op}: seed"))
     raise TypeError(
-        f"{op}: seed ({shown(seed)}) is not an integer, int32 or uint32 of shape (2,), or a jax.random key; pass one"
+        f"{op}: seed ({quote(seed)}) is not an integer, int32 or uint32 of shape (2,), or a jax.random key; pass one"
     )

@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from qshard._core.adam import BLOCK, SCALED, check_setting, check_state_dtype, settings
-from qshard._core.validation import shown
+from qshard._core.validation import quote
 from qshard.formats import FLOATS_16
 from qshard.jax._ops import bind as ops
 from qshard.jax._ops.mesh import may_be_sharded, names_of, reshape
@@ -170,7 +170,7 @@ def _transformation(
 
     def update(updates: Any, state: AdamState, params: Any = None) -> tuple[Any, AdamState]:
         if not isinstance(state, AdamState):
-            raise TypeError(f"{op}: state ({shown(state)}) is not an AdamState; pass what init or the last update gave")
+            raise TypeError(f"{op}: state ({quote(state)}) is not an AdamState; pass what init or the last update gave")
         count = jnp.where(state.count < jnp.iinfo(jnp.int32).max, state.count + 1, state.count)
         rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
         numbers = settings(rate, b1, b2, eps, weight_decay)

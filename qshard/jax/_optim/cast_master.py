@@ -18,7 +18,7 @@ from jax import lax
 from qshard import layout
 from qshard._core import flat_shards
 from qshard._core.flat_shards import MasterPlan, piece_bytes
-from qshard._core.validation import FormatLike, as_format, shown
+from qshard._core.validation import FormatLike, as_format, quote
 from qshard.formats import Usage
 from qshard.jax._ops.collectives import max_over
 from qshard.jax._ops.mesh import AxisName, vary_alike
@@ -78,13 +78,13 @@ def cast_master(
     """
     if not isinstance(plan, MasterPlan):
         raise TypeError(
-            f"cast_master: plan ({shown(plan)}) is not a MasterPlan; pass one of qshard._core.flat_shards.plan_master"
+            f"cast_master: plan ({quote(plan)}) is not a MasterPlan; pass one of qshard._core.flat_shards.plan_master"
         )
     n = len(plan.shapes)
     if len(masters) != n or (weights is not None and len(weights) != n):
         raise ValueError(f"cast_master: {len(masters)} masters are not one for each of {n} weights; give empty ones")
     if seeds is not None and (not isinstance(seeds, Sequence | jax.Array | np.ndarray) or len(seeds) != n):
-        raise ValueError(f"cast_master: seeds ({shown(seeds)}) is not one for each of {n} weights; pass a list of {n}")
+        raise ValueError(f"cast_master: seeds ({quote(seeds)}) is not one for each of {n} weights; pass a list of {n}")
     for i, m in enumerate(masters):
         check_array("cast_master", f"masters[{i}]", m)
     flat = [jnp.reshape(m, -1) for m in masters]
@@ -96,7 +96,7 @@ def cast_master(
         if weights is None:
             continue
         if not isinstance(weights[i], QuantizedArray):
-            raise TypeError(f"cast_master: weights[{i}] ({shown(weights[i])}) is not a QuantizedArray; quantize it")
+            raise TypeError(f"cast_master: weights[{i}] ({quote(weights[i])}) is not a QuantizedArray; quantize it")
         if weights[i].format != plan.formats[i] or weights[i].shape != plan.shapes[i]:
             raise ValueError(
                 f"cast_master: weights[{i}] ({weights[i].format} {weights[i].shape}) is not what the plan has, "
@@ -139,7 +139,7 @@ def join_pieces(
     """
     fmt = as_format(fmt, "join_pieces")
     if jnp.ndim(pieces) != 2 or str(pieces.dtype) != "uint8":
-        raise ValueError(f"join_pieces: pieces ({shown(pieces)}) is not uint8 [slices, bytes]; stack the data of all")
+        raise ValueError(f"join_pieces: pieces ({quote(pieces)}) is not uint8 [slices, bytes]; stack the data of all")
     count, room = pieces.shape
     data_shape = layout.plane(fmt, shape, usage, op="join_pieces").data_shape
     size = math.prod(data_shape)

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from qshard import layout
 from qshard._core.operands import OperandSpec
-from qshard._core.validation import shown
+from qshard._core.validation import quote
 from qshard.formats import Usage
 from qshard.jax._delayed_scaling import LinearState
 from qshard.jax._ops.mesh import AxisName, Spec, names_of, spec_of
@@ -122,11 +122,11 @@ class PrimaryOptimizer:
         for name, p, master, grad in zip(names, leaves, masters, given, strict=True):
             if master is not None and not is_primary(p):
                 raise TypeError(
-                    f"optimizer: params{name} ({shown(p)}) is not codes yet; begin with recast(state, params)"
+                    f"optimizer: params{name} ({quote(p)}) is not codes yet; begin with recast(state, params)"
                 )
             if master is not None and (_is_codes(grad) or jnp.shape(grad) != jnp.shape(master)):
                 raise ValueError(
-                    f"optimizer: grads{name} ({shown(grad)}) is not the gradient of a weight {master.shape}; take "
+                    f"optimizer: grads{name} ({quote(grad)}) is not the gradient of a weight {master.shape}; take "
                     "qshard.jax.value_and_grad"
                 )
         scales = self._scales(structure, masters, states)
@@ -169,7 +169,7 @@ class PrimaryOptimizer:
         """Of each parameter, primary weights as one: its name, itself, its master or None; and the tree."""
         if not isinstance(state, PrimaryState):
             raise TypeError(
-                f"optimizer: state ({shown(state)}) is not a PrimaryState; pass what init or update gave, and restore "
+                f"optimizer: state ({quote(state)}) is not a PrimaryState; pass what init or update gave, and restore "
                 "checkpoints to a target, such as jax.eval_shape(optimizer.init, values) of float params"
             )
         structure: Any
@@ -266,9 +266,9 @@ def optimizer(
     """
     recipe = as_recipe(recipe, "optimizer")
     if not (callable(getattr(inner, "init", None)) and callable(getattr(inner, "update", None))):
-        raise TypeError(f"optimizer: inner ({shown(inner)}) is not a pair of init and update; pass an optax optimizer")
+        raise TypeError(f"optimizer: inner ({quote(inner)}) is not a pair of init and update; pass an optax optimizer")
     if filter is not None and not callable(filter):
-        raise TypeError(f"optimizer: filter ({shown(filter)}) is not a function; pass one of a path and a parameter")
+        raise TypeError(f"optimizer: filter ({quote(filter)}) is not a function; pass one of a path and a parameter")
     if (refusal := recipe.weight.gather_refusal) is not None:
         raise ValueError(
             f"optimizer: weights cannot be codes of {recipe.weight}: {refusal}; pass a recipe with square blocks or "

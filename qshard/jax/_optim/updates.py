@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import random as jax_random
 
-from qshard._core.validation import shown
+from qshard._core.validation import quote
 from qshard.jax._quantized.operators import NoArithmetic
 from qshard.jax._quantized.primary import PrimaryWeight
 
@@ -78,7 +78,7 @@ class CodesUpdate(NoArithmetic):
         codes = jnp.asarray(old) if self.codes is None else self.codes
         if (old.dtype, old.shape) != (codes.dtype, codes.shape):
             raise ValueError(
-                f"apply_updates: the update of a PrimaryWeight ({shown(codes)}) does not fit params ({shown(old)}): "
+                f"apply_updates: the update of a PrimaryWeight ({quote(codes)}) does not fit params ({quote(old)}): "
                 f"they are others, or a function of trees changed the update; {_REMEDY}"
             )
         return codes if getattr(self, "_untouched", False) else self._sealed(codes)

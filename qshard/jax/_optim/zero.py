@@ -23,7 +23,7 @@ from jax import lax
 from qshard._core.adam import BLOCK
 from qshard._core.flat_shards import MasterPlan, check_world, plan_master, plan_shards
 from qshard._core.quantize_steps import Plane
-from qshard._core.validation import FormatLike, as_format, shown
+from qshard._core.validation import FormatLike, as_format, quote
 from qshard.formats import Format, Usage
 from qshard.jax._ops.validation import check_dtype
 from qshard.jax._optim.cast_master import cast_master
@@ -212,11 +212,11 @@ def plan_zero(
     check_world("plan_zero", world)
     if not callable(formats):
         raise TypeError(
-            f"plan_zero: formats ({shown(formats)}) is not a function; pass one that gives a format, or None, for a "
+            f"plan_zero: formats ({quote(formats)}) is not a function; pass one that gives a format, or None, for a "
             "path and a parameter"
         )
     if not isinstance(axis_name, str):
-        raise TypeError(f"plan_zero: axis_name ({shown(axis_name)}) is not the name of one mesh axis; pass one")
+        raise TypeError(f"plan_zero: axis_name ({quote(axis_name)}) is not the name of one mesh axis; pass one")
     paths, structure = jax.tree_util.tree_flatten_with_path(params)
     leaves = []
     for path, p in paths:

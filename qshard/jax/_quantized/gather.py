@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 
 from qshard._core.quantize_steps import Plane
-from qshard._core.validation import listed, shown
+from qshard._core.validation import join_names, quote
 from qshard.formats import Format, Usage
 from qshard.jax._ops.collectives import sum_over
 from qshard.jax._ops.mesh import Names, Spec, is_auto
@@ -52,7 +52,7 @@ def gather(q: QuantizedArray, axis_name: str | Sequence[str], *, spec: Spec = No
     True
     """
     if not isinstance(q, QuantizedArray):
-        raise TypeError(f"gather: q ({shown(q)}) is not a QuantizedArray; quantize it first")
+        raise TypeError(f"gather: q ({quote(q)}) is not a QuantizedArray; quantize it first")
     check_spec("gather", "spec", spec)
     if not q.planes:
         raise ValueError(f"gather: {q} holds nothing to gather; quantize with a usage")
@@ -78,7 +78,7 @@ def as_layout(op: str, layout: Any) -> WeightLayout:
     """The layout that a caller named."""
     if layout not in get_args(WeightLayout):
         raise ValueError(
-            f"{op}: weight_layout ({shown(layout)}) is not how w lies; pass 'NK' for [N, K] or 'KN' for [K, N]"
+            f"{op}: weight_layout ({quote(layout)}) is not how w lies; pass 'NK' for [N, K] or 'KN' for [K, N]"
         )
     return cast(WeightLayout, layout)
 
@@ -264,6 +264,6 @@ def _check_rows_follow(cut: ShardSpec, axes: tuple[str, ...], what: str) -> None
     """Raises where rows that are gathered do not follow one another in an array that has them in one axis."""
     if inner := [name for name in axes if name in cut.inner_axes]:
         raise ValueError(
-            f"gather: spec ({cut.spec}) does not cut the first or the last axis along {listed(map(repr, inner))}, so "
-            f"that pieces of {what} do not follow one another; gather the rowwise plane, of a format without squares"
+            f"gather: spec ({cut.spec}) does not cut the first or the last axis along {join_names(map(repr, inner))}, "
+            f"so that pieces of {what} do not follow one another; gather the rowwise plane, of a format without squares"
         )

@@ -25,7 +25,7 @@ import numpy as np
 from jax import lax
 
 from qshard._core.quantize_steps import Plane
-from qshard._core.validation import shown
+from qshard._core.validation import quote
 from qshard.formats import Format, Usage
 from qshard.jax._ops.mesh import reshape, vary_alike
 from qshard.jax._ops.validation import as_float_name
@@ -98,7 +98,7 @@ class PrimaryWeight(NoArithmetic):
         if isinstance(array, jax.Array | np.ndarray | np.generic) and jnp.issubdtype(array.dtype, np.number):
             name = next(name for name, value in vars(self).items() if value is array)
             raise TypeError(
-                f"PrimaryWeight: {name} ({shown(array)}) is not {'uint8' if name == 'data' else 'unsigned'}: a "
+                f"PrimaryWeight: {name} ({quote(array)}) is not {'uint8' if name == 'data' else 'unsigned'}: a "
                 "function of trees computed with codes; give it qshard.jax.dequantize_tree(params), or the masters in "
                 "the optimizer's state"
             )
@@ -201,7 +201,7 @@ def dequantize_tree(tree: Any, dtype: Any = None) -> Any:
             return node.dequantize(dtype)
         if node.shards is not None:
             raise TypeError(
-                f"dequantize_tree: tree ({shown(node)}) has a weight of ZeRO, whose slices are on all devices; "
+                f"dequantize_tree: tree ({quote(node)}) has a weight of ZeRO, whose slices are on all devices; "
                 "take the masters"
             )
         values = node.codes.dequantize(dtype)
@@ -246,7 +246,7 @@ def value_and_grad(
     (12544.0, (16, 32), 'float32')
     """
     if not callable(fun):
-        raise TypeError(f"value_and_grad: fun ({shown(fun)}) is not a function; pass the loss")
+        raise TypeError(f"value_and_grad: fun ({quote(fun)}) is not a function; pass the loss")
     numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
 
     @functools.wraps(fun)
@@ -306,7 +306,7 @@ def _constant(codes: Any) -> Any:
 
 
 @_constant.defjvp
-def _differentiated(primals: Any, _: Any) -> Any:
+def _raise_at_derivative(primals: Any, _: Any) -> Any:
     raise TypeError(
         "linear: w (codes) has no gradient, and is in what is differentiated; leave frozen weights out of it, such as "
         "by argnums, or train a PrimaryWeight with qshard.jax.value_and_grad"

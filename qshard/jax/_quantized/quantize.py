@@ -16,7 +16,7 @@ from qshard import layout
 from qshard._core import quantize_steps
 from qshard._core.operands import OperandSpec, quantize_operand
 from qshard._core.quantize_steps import Plane
-from qshard._core.validation import FormatLike, as_format, as_usage, shown
+from qshard._core.validation import FormatLike, as_format, as_usage, quote
 from qshard.formats import Format, Usage
 from qshard.jax._ops.collectives import max_along, max_over
 from qshard.jax._ops.mesh import AxisName, Spec, may_be_sharded, mesh_of, vary_alike
@@ -260,7 +260,7 @@ def _quantize_partial_blocks(
     if (other := layout.source(fmt, where.usage)) is not where.usage:
         rowwise = layout.plane(fmt, where.shape, other)
         made = _quantize_partial_blocks(x, rowwise, cut, scales, draws, op, name)
-        return quantize_steps.transposed(_steps_of(cut), made, fmt)
+        return quantize_steps.transpose_plane(_steps_of(cut), made, fmt)
     pieces = _partial_blocks(where, cut, x.shape)
     assert pieces is not None
     if (refusal := "the rotation mixes all of a block" if where.rotated else fmt.slice_refusal) is not None:
@@ -273,8 +273,8 @@ def _quantize_partial_blocks(
         amax = unfold(amax, (*x.shape[:-2], amax.shape[0] // math.prod(x.shape[:-2]), amax.shape[1]))
     if where.transposed:
         draws = None if draws is None else draws.transposed(x.shape[-1])
-        amax = None if amax is None else partitionable_ops.transposed(amax)
-        x = partitionable_ops.transposed(x)
+        amax = None if amax is None else partitionable_ops.swap_last_axes(amax)
+        x = partitionable_ops.swap_last_axes(x)
     amax = (
         pieces.merged(quantize_steps.block_amax(partitionable_ops, x, pieces.size))
         if amax is None
@@ -378,7 +378,7 @@ def as_scales(op: str, name: str, scales: Any) -> WeightScales | None:
     if isinstance(scales, tuple) and len(scales) == 2:
         return WeightScales(*scales)
     raise TypeError(
-        f"{op}: {name} ({shown(scales)}) is not the WeightScales of one tensor, or a pair (scale, scale_inv); pass "
+        f"{op}: {name} ({quote(scales)}) is not the WeightScales of one tensor, or a pair (scale, scale_inv); pass "
         "what compute_scales gives for it"
     )
 

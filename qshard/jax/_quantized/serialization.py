@@ -57,7 +57,7 @@ def from_plain(arrays: Mapping[str, Any], metadata: Mapping[str, str] | None) ->
       TypeError: an argument is not a dict, or one of `arrays` is not an array.
       ValueError: arrays are not those that the metadata describes, or it is of a later version.
     """
-    return serialization.restored(arrays, metadata, _made_of)
+    return serialization.restore(arrays, metadata, _made_of)
 
 
 def _parts_of(name: str, value: Any) -> tuple[Description, dict[Usage, Plane]] | None:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from qshard._core.quantize_steps import Plane
-from qshard._core.validation import shown
+from qshard._core.validation import quote
 from qshard.formats import Format
 from qshard.jax._delayed_scaling import LinearState, Observed, TensorState
 from qshard.jax._jax_internals import when_imported
@@ -94,7 +94,7 @@ def rebuild(tree: Any, metadata: Mapping[str, Any] | None) -> Any:
     text = (metadata or {}).get(KEY)
     if text is None:
         raise ValueError(
-            f"rebuild: metadata ({shown(metadata)}) has no {KEY!r}; save what describe(tree) gives with it"
+            f"rebuild: metadata ({quote(metadata)}) has no {KEY!r}; save what describe(tree) gives with it"
         )
     for at, make in _nodes(text):
         tree = _replace(tree, at, make, at)

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from qshard._core.validation import shown
+from qshard._core.validation import quote
 from qshard.jax._ops.bind import encode_attribute, target_of
 from qshard.jax._ops.mesh import vary_alike
 from qshard.jax._ops.validation import check_array, check_sizes
@@ -40,7 +40,7 @@ def bind(name: str) -> Callable[..., Any]:
     def run(*operands: Any, **attributes: Any) -> Any:
         for o, operand in zip(spec.inputs, operands, strict=True):
             if o.many and not isinstance(operand, list | tuple):
-                raise TypeError(f"{name}: {o.name} ({shown(operand)}) is not a list of arrays; pass one")
+                raise TypeError(f"{name}: {o.name} ({quote(operand)}) is not a list of arrays; pass one")
             for i, x in enumerate(operand if o.many else [operand]):
                 check_array(name, f"{o.name}[{i}]" if o.many else o.name, x)
         lists = [

@@ -181,7 +181,7 @@ def reshape_as(y: jax.Array, x: jax.Array) -> jax.Array:
     return reshape(y, x.shape, jax.typeof(x).sharding.spec)
 
 
-def transposed(a: jax.Array) -> jax.Array:
+def swap_last_axes(a: jax.Array) -> jax.Array:
     """`[*outer, M, K]` as `[K, *outer, M]`."""
     return jnp.moveaxis(a, -1, 0)
 
@@ -192,7 +192,7 @@ def transposed_squares(
     """Two calls: shards may cut the blocks, and then codes and scales have no leading axis in common."""
     turn = ops.transpose_packed if packed else functools.partial(transpose, shards=shards)
     data_t = turn(data, outer=data.ndim - 2)
-    return data_t, transposed(scale_inv)
+    return data_t, swap_last_axes(scale_inv)
 
 
 def cast_block_stochastic(x: jax.Array, scale: jax.Array, seed: jax.Array, first: jax.Array, **options: Any) -> Any:
@@ -245,7 +245,7 @@ def zeros(count: int) -> jax.Array:
     return jnp.zeros(count, jnp.float32)
 
 
-def joined(arrays: Sequence[jax.Array]) -> jax.Array:
+def concatenate(arrays: Sequence[jax.Array]) -> jax.Array:
     return jnp.concatenate(vary_alike(*arrays))
 
 
@@ -253,5 +253,5 @@ def of_bucket(pairs: jax.Array, bucket: Bucket) -> jax.Array:
     return pairs if bucket.indices == tuple(range(pairs.shape[0])) else pairs[np.array(bucket.indices)]
 
 
-def repeated(values: jax.Array, bucket: Bucket) -> jax.Array:
+def repeat_values(values: jax.Array, bucket: Bucket) -> jax.Array:
     return jnp.repeat(values, np.array(bucket.runs), total_repeat_length=sum(bucket.runs))
