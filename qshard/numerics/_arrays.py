@@ -154,25 +154,18 @@ def _overlap(boxes: Sequence[Box]) -> bool:
 
 def splits_blocks(where: PlaneLayout, x: Whole) -> bool:
     """Whether shards of any process end within blocks."""
-    block = _block_of_x(where)
-    return block is not None and any(box.splits_blocks(block) for box in x.boxes)
+    block = where.format.block_shape(where.usage)
+    return any(box.splits_blocks(block) for box in x.boxes)
 
 
 def check_shards(where: PlaneLayout, x: Whole, op: str) -> None:
     """Raises ValueError if shards split blocks and the scale of a block depends on more than its amax."""
     fmt = where.format
-    if not (fmt.scaling.four_over_six is not None or where.rotated) or not splits_blocks(where, x):
+    if (fmt.slice_refusal is None and not where.rotated) or not splits_blocks(where, x):
         return
-    block = _block_of_x(where)
-    assert block is not None
+    block = fmt.block_shape(where.usage)
     why = "is rotated" if where.rotated else "is tried at two scales"
     raise ValueError(
         f"{op}: x {x.shape} is cut within blocks of {block[0]}x{block[1]}, each of which {why} ({fmt}, "
         f"{Usage(where.usage).name}); cut it between them, or measure a plain array"
     )
-
-
-def _block_of_x(where: PlaneLayout) -> tuple[int, int] | None:
-    """Rows and columns of `x` as a matrix, not as it is stored, that share a scale; None: all of it does."""
-    block = where.block
-    return block[::-1] if block is not None and where.transposed else block

@@ -46,7 +46,13 @@ IRREGULAR = {
     "sent",
     "done",
 }
-NOUNS = {"seed", "need", "feed", "shared"}
+NOUNS = {"seed", "need", "feed"}
+ALLOWED = {
+    "_quantized": "the field's word for arrays and tensors in low precision",
+    "_distributed": "the word of torch.distributed",
+    "Observed": "public: amaxes that leave the backward pass of JAX",
+    "Quantized": "public: the result of the oracle",
+}
 
 
 def modules() -> dict[str, Path]:
@@ -92,4 +98,5 @@ def test_no_name_is_a_bare_past_participle(module):
         for node in ast.parse(MODULES[module].read_text()).body
         if isinstance(node, (ast.ClassDef, ast.FunctionDef))
     ]
-    assert [name for name in (module.rpartition(".")[2], *defined) if is_participle(name.lower())] == []
+    names = {module.rpartition(".")[2], *defined} - {*ALLOWED}
+    assert [name for name in names if is_participle(name.lower())] == []
