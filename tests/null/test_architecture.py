@@ -13,8 +13,8 @@ REPOSITORY = Path(__file__).parents[2]
 FOREIGN = {
     "jax": "jax.random shard_map",
     "optax": "optax.apply_updates",
-    "torch": "DistributedDataParallel .data .grad as_strided dcp.load from_local parallelize_module record_stream to_local "
-    "torch.distributed.checkpoint torch.ops.qshard",
+    "torch": "DistributedDataParallel .data .grad as_strided dcp.load from_local parallelize_module record_stream "
+    "to_local torch.distributed.checkpoint torch.ops.qshard",
     "XLA": "XLA_FFI_CallFrame",
     "Python": "functools.cache",
     "CMake": "CXXFLAGS LDFLAGS",
