@@ -27,6 +27,8 @@ def test_is_the_two_calls(front, dtype, reduction, chunk):
     two = lambda x, w: front.qshard.cross_entropy(x @ w.T, labels, **options)  # noqa: E731
     # Products of fewer rows may add in another order, so a logit may be rounded to its neighbour.
     close = {"rtol": 1e-4, "atol": 1e-5} if dtype == np.float32 else {"rtol": 2e-2, "atol": 2e-3}
+    if dtype == np.float32 and front.device == "cuda":  # XLA multiplies in TF32, of 11 bits, but not a single row.
+        close = {"rtol": 1e-2, "atol": 1e-3}
     for got, want in zip(*(front.gradients(call, (x, w), grad, exact=False) for call in (one, two)), strict=True):
         assert got.dtype == want.dtype
         np.testing.assert_allclose(got.astype(np.float32), want.astype(np.float32), **close)
