@@ -16,7 +16,7 @@ from mkdocstrings import Inventory
 log = logging.getLogger("mkdocs.hooks.qshard")
 
 REPOSITORY = Path(__file__).parents[2]
-FILES = ("*.md", "*.cff", "docs/*.md", "examples/*.*", "notebooks/*.ipynb")
+FILES = ("*.md", "*.cff", "docs/*.md", "docs/dev/*.md", "examples/*.*", "notebooks/*.ipynb")
 """Files with the same path in the site as in the repository, so that links between them hold in both."""
 MODULES = re.findall(r"api/([\w.]+)\.md", Path(__file__).with_name("mkdocs.yml").read_text())
 """Modules with a page in the nav."""

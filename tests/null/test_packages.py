@@ -13,23 +13,7 @@ FOLDERS = {"qshard": REPOSITORY / "qshard", "qshard.torch_bridge": REPOSITORY / 
 pytestmark = pytest.mark.skipif(not FOLDERS["qshard"].is_dir(), reason="the sources are not here")
 
 # Public modules: each has a page in the API reference. All others have a path component that begins with an underscore.
-PUBLIC = {
-    "qshard",
-    "qshard.formats",
-    "qshard.gemm_dispatch",
-    "qshard.jax",
-    "qshard.jax.linen",
-    "qshard.jax.nnx",
-    "qshard.jax.ops",
-    "qshard.jax.policies",
-    "qshard.layout",
-    "qshard.numerics",
-    "qshard.op_table",
-    "qshard.recipes",
-    "qshard.reference",
-    "qshard.torch_bridge",
-    "qshard.torch_bridge.tensor_parallel",
-}
+PUBLIC = {*re.findall(r"api/([\w.]+)\.md", (REPOSITORY / "docs/site/mkdocs.yml").read_text())}
 # A bare past participle names no thing and no action. Regular ones end in -ed; these are irregular.
 IRREGULAR = {
     "made",
