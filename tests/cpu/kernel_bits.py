@@ -2,13 +2,15 @@
 
     QSHARD_SIMD=scalar python tests/cpu/kernel_bits.py
     python tests/cpu/kernel_bits.py cuda [op ...]
+    python tests/cpu/kernel_bits.py --part 1 3  # The second third of the calls.
 
 Calls are drawn from the rows of `ffi/ops.def` (support/draws.py). Each is made in every way that support/op_calls.py
-knows, and all give the bytes of the reference (support/oracle.py).
+knows, and all give the bytes of the reference (support/oracle_tensors.py).
 """
 
 from __future__ import annotations
 
+import argparse
 import math
 import os
 import sys
@@ -31,16 +33,19 @@ from support.oracle_tensors import cast_tensor, dequantize
 LEAST, MOST = 40, 108
 
 
-def check_op(spec: OpSpec) -> None:
-    """Each choice of attributes and dtypes, on one to three threads; long rows; every number of 16 bits, every code."""
+def check_op(spec: OpSpec, part: int, parts: int) -> None:
+    """Each choice of attributes and dtypes, on one to three threads; long rows; every number of 16 bits, every code.
+
+    Of all these calls, those of one part of `parts`.
+    """
     count = len(choices(spec))
-    for number in range(min(max(count, LEAST), MOST)):
-        _ffi.set_num_threads(1 + number % 3)
+    for number in range(min(max(count, LEAST), MOST))[part::parts]:
+        _ffi.set_num_threads(1 + number // parts % 3)
         op_calls.check(filled(draw(spec, number), number))
     if not spec.many:
-        for number in range(24):
+        for number in range(24)[part::parts]:
             op_calls.check(filled(draw(spec, number, lengths=WIDE), number), ("plain", "odd"))
-        for number in range(min(count, 9)):
+        for number in range(min(count, 9))[part::parts]:
             op_calls.check(filled(draw(spec, number, lengths=(256,)), number), ("plain",))
 
 
@@ -143,13 +148,13 @@ def check_made(name: str, options: dict[str, object], *operands: np.ndarray) -> 
     op_calls.check(Call(SPECS[name], options, tensors, list(operands)))
 
 
-def main(device: str = "cpu", *ops: str) -> None:
+def main(device: str = "cpu", *ops: str, part: int = 0, parts: int = 1) -> None:
     np.seterr(all="ignore")
     torch.set_num_threads(1)
     op_calls.device = device
     print(f"{device}, SIMD target", _ffi.simd())
     there = [spec for name, spec in SPECS.items() if device == "cpu" or name not in IN_ANY_ORDER]
-    checks = {spec.name: (lambda spec=spec: check_op(spec)) for spec in there}
+    checks = {spec.name: (lambda spec=spec: check_op(spec, part, parts)) for spec in there}
     checks |= {"streaming": check_streaming, "turned": check_turned, "thresholds": check_thresholds}
     checks["midpoints"] = check_midpoints
     for name in ops or checks:
@@ -159,4 +164,9 @@ def main(device: str = "cpu", *ops: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    parser = argparse.ArgumentParser()
+    parser.add_argument("device", nargs="?", default="cpu")
+    parser.add_argument("ops", nargs="*")
+    parser.add_argument("--part", type=int, nargs=2, default=(0, 1), help="calls I, I + N, .. of each op")
+    given = parser.parse_args()
+    main(given.device, *given.ops, part=given.part[0], parts=given.part[1])
