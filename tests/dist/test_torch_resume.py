@@ -44,6 +44,8 @@ def train(folder, name, way, kills=False):
     group = dist.new_group() if way == "async" else None  # Its collectives run beside those of the model.
     for step in range(first, STEPS):
         if kills and step == DIES and dist.get_rank() == 1:
+            if writing is not None:  # Else the kill may come before the last checkpoint is whole.
+                writing.result()
             os.kill(os.getpid(), signal.SIGKILL)
         loss = model(batch(100 * dist.get_rank() + step, BLOCK_SIZES[0])).square().mean()
         loss.backward()
