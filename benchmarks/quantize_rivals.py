@@ -72,7 +72,7 @@ class Recorder:
 
 
 def qshard_quantize(x: Any) -> Contenders:
-    """What `pipeline.quantize` calls, but for the amax of the whole tensor, which is given."""
+    """What `quantize_steps.quantize` calls, but for the amax of the whole tensor, which is given."""
     import torch
 
     from qshard._core import quantize_steps

@@ -1,8 +1,8 @@
 """The compiled kernels on arrays of NumPy: what `_core.quantize_steps` asks of a front end.
 
 `ops` has every op on single tensors as a function of arrays, bound from the table in `ops.def` as in the other front
-ends, so `pipeline.quantize(ops, x, fmt, usage)` gives planes of NumPy arrays. Codes, and scales of one byte, are uint8.
-Kernels run on `qshard.num_threads()` threads and let go of Python's lock.
+ends, so `quantize_steps.quantize(ops, x, fmt, usage)` gives planes of NumPy arrays. Codes, and scales of one byte, are
+uint8. Kernels run on `qshard.num_threads()` threads and let go of Python's lock.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def quantize_operand(
 
 
 def quantized_swiglu_again(gate: Tensor, up: Tensor, fmt: Format, amax: Tensor) -> Plane:
-    """The columnwise plane of `swiglu(gate, up)`, matrices: `pipeline.quantize_swiglu_again`."""
+    """The columnwise plane of `swiglu(gate, up)`, matrices: `quantize_steps.quantize_swiglu_again`."""
     return Plane(*_quantize_swiglu_again((gate, up, amax), fmt))
 
 
@@ -94,7 +94,7 @@ def dequantize(
 
 
 def transpose(parts: Plane, fmt: Format) -> Plane:
-    """The columnwise plane of the rowwise one of a matrix, or back: `pipeline.transposed`."""
+    """The columnwise plane of the rowwise one of a matrix, or back: `quantize_steps.transpose_plane`."""
     data, scale_inv = _transpose((parts.data, parts.scale_inv), fmt)
     return parts._replace(data=data, scale_inv=scale_inv)
 

@@ -1,6 +1,7 @@
 """The mesh of an array: which kind it is of, what types tell of shardings, and mesh axes for the axes of arrays.
 
-No other module decides by the kinds of mesh axes.
+`MeshKind.of` decides between Auto, Explicit and manual meshes, and `assign_mesh_axes` gives mesh axes to array axes
+for products and rows alike. Other modules read the kind of one axis where they need it.
 """
 
 from __future__ import annotations
