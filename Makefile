@@ -119,9 +119,10 @@ report:  ## write RESULTS.md, and the numbers in README.md, from the rows in ben
 	$(PYTHON) benchmarks/report.py
 
 # The import checker runs under -S: the editable install's hook would show it ./qshard, which lacks torch_bridge.
-lint: $(STAMP)test $(STAMP)lint tree  ## check style, types and the import rule
+lint: $(STAMP)test $(STAMP)lint tree  ## check style, sentences, types and the import rule
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(PY) -P tests/prose.py
 	$(BIN)/clang-format --dry-run -Werror $(CPP_STYLED)
 	cd build/tree && $(abspath $(BIN))/mypy --config-file ../../pyproject.toml --cache-dir ../mypy -p qshard
 	cd build/tree && PYTHONPATH=$$($(abspath $(PY)) -c 'import sysconfig; print(sysconfig.get_path("purelib"))') \
