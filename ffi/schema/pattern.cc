@@ -28,7 +28,7 @@ Texts Split(std::string_view text, std::string_view separator) {
   }
 }
 
-// What comes before and after a separator; of a text without one, all of it and nothing.
+// Splits at the first separator. Without one, returns the whole text and "".
 std::pair<std::string, std::string> Cut(std::string_view text, std::string_view separator) {
   const size_t end = text.find(separator);
   if (end == text.npos) return {std::string(Stripped(text)), ""};
@@ -51,7 +51,7 @@ std::string Joined(const Texts& texts, const char* between) {
   return joined;
 }
 
-// The parser of one row.
+// Parser of one row.
 class Parser {
  public:
   explicit Parser(Row* row) : row_(*row) {}
@@ -103,7 +103,7 @@ class Parser {
         rule.listed.emplace_back(std::atoll(rows.c_str()), std::atoll(cols.c_str()));
       }
     }
-    for (const char* name : {"block_cols", "block_rows"})  // so that their product fits
+    for (const char* name : {"block_cols", "block_rows"})  // so that their product fits in int64
       row_.attributes.push_back(ParseAttribute(name, "int ..2147483647"));
   }
 
@@ -251,7 +251,7 @@ class Parser {
     if (!o->terms.empty() && o->terms.back().kind == Term::kAxis) o->terms.back().last = true;
   }
 
-  // A number is a size, not a name: two of them are no common factor.
+  // A number is a size and not a name, so equal numbers are separate factors.
   int SymbolOf(std::string_view name, bool star) {
     auto& symbols = row_.symbols;
     const bool number = IsNumber(name);
@@ -273,7 +273,7 @@ class Parser {
     return row_.products++;
   }
 
-  // --- what follows ---
+  // --- derived values ---
 
   void Finish() {
     FindLocals();
@@ -302,10 +302,10 @@ class Parser {
     }
   }
 
-  // XLA partitions an op over leading axes that all its buffers share. So a matrix that it may cut
-  // is split: the major factors come first, in the order of the first operand; then others; then
-  // the minor ones, which are blocks. A layout, which a handler does not see, leaves the memory as
-  // it is.
+  // Computes the order of axes of split matrices. XLA partitions an op over leading axes that all
+  // its buffers share. So a matrix that it may shard has its major factors first, in the order of
+  // the first operand, then other axes, then the minor factors, which are blocks. A layout, which a
+  // handler does not see, keeps the memory order.
   void SetOrders(Operand* o) const {
     const auto place = [&](const Term& t) {
       const auto& first = row_.inputs[0].terms;
