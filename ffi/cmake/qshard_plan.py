@@ -1,7 +1,7 @@
 """Build plan: whether a build has CUDA kernels, and the package version. CMake and scikit-build-core both read it.
 
 The version ends in a label, `+cpu` or `+cu130`, so that pip's last line shows it and wheels of both can share a folder.
-sdists, and wheels built from them, have no label: pip rejects a wheel whose version differs from the sdist's.
+sdists, and wheels built from them, have no label: pip rejects a wheel with another version than its sdist.
 """
 
 import glob
@@ -134,8 +134,8 @@ def tell(line: str) -> None:
 def main(arguments: list[str]) -> None:
     """Run a command.
 
-    `plan WANTED` prints the version, the CUDA version, nvcc and the reason, one per line. `tell LINE` prints LINE on the
-    terminal.
+    `plan WANTED` prints the version, the CUDA version, nvcc and the reason, one per line.
+    `tell LINE` prints LINE on the terminal.
     """
     if arguments[0] == "tell":
         tell(arguments[1])

@@ -46,8 +46,7 @@ QSHARD_INLINE uint8_t RandomByte(const PhiloxWords& words, uint64_t i) {
 // distance to the value below, in 256ths of a step. With step(m) the distance of E2M1 values at m
 // (0.5 below 2, 1 below 4, else 2):
 //   t = fl(|v| + step(|v|) * random / 256)     q = min(floor(t / step(t)) * step(t), 6)
-// The sign is kept, and NaN gives 0x7. The rounding is that of the instruction
-// cvt.rs.satfinite.e2m1x4.
+// The sign is kept, and NaN gives 0x7. Rounds like the instruction cvt.rs.satfinite.e2m1x4.
 QSHARD_INLINE uint8_t EncodeStochastic(float v, uint8_t random) {
   const int32_t w = FloatBits(v);
   const int32_t magnitude = w & kFloatMagnitudeMask;

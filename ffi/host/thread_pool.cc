@@ -24,7 +24,7 @@ int64_t FromEnvironment(const char* name) {
   return text == nullptr ? 0 : std::max<int64_t>(0, std::strtoll(text, nullptr, 10));
 }
 
-// Returns the cores that the container's CPU quota allows, or 0 if there is no quota.
+// Returns the cores that the container's CPU quota allows, or 0 without a quota.
 int64_t QuotaCores() {
   double quota = 0, period = 0;
   if (std::ifstream v2("/sys/fs/cgroup/cpu.max"); v2 >> quota >> period) {  // fails for "max"

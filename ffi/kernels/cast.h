@@ -26,7 +26,7 @@ struct Scaled {
 };
 
 // Prepares a cast of delayed scaling on CUDA. Sets amaxes to 0 for the cast to raise, or to the
-// final amax for runs whose scale is 0, and sets scale_inv.
+// final amax for runs with scale 0, and sets scale_inv.
 template <class In>
 Status BeginDelayed(const Exec<Cuda>& exec, const Scaled<In>& x);
 

@@ -2,8 +2,8 @@
 //   grad                      float32, bfloat16 or float16
 //   param                     absent if neither `decay`, `low` nor the result needs it
 //   low                       for keeps="remainder": int16, the lower halves of the fp32 parameters
-//                             whose upper halves are the bfloat16 params; for keeps="master":
-//                             float32, the fp32 parameters
+//                             (bfloat16 params are the upper halves); for keeps="master": float32,
+//                             the fp32 parameters
 //   exp_avg, its scale_inv    scales only for float16 and FP8: [*lead, blocks] for a parameter
 //                             [*lead, *run], one for each kAdamBlock elements of a run
 //   exp_avg_sq, its scale_inv likewise
@@ -78,7 +78,7 @@ Error CheckLow(const char* op, AdamLow kind, const Buffer& low) {
   return {};
 }
 
-// Sets rows and columns of the kernel's view, in which `scale` has one number for each kAdamBlock
+// Sets the rows and columns that the kernel sees: `scale` has one number for each kAdamBlock
 // elements of a row. If rows are whole blocks, the whole tensor is one row.
 Error SetShape(const char* op, const char* name, const Buffer& grad, const Buffer& scale,
                AdamTensor* t) {

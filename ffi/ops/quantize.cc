@@ -68,7 +68,7 @@ Error Quantize(const Call<Platform>& call) {
                      kernels::FloatScales{call.number("eps"), call.flag("pow2"), call.nonfinite()});
 }
 
-// Returns the NVFP4 scales under global amax `operand`, whose axes are the first axes of the grid.
+// Returns the NVFP4 scales under global amax `operand`, which has the first axes of the grid.
 template <Planes kPlanes, class Platform>
 kernels::Nvfp4Scales ScalesOf(const Call<Platform>& call, int operand, const Blocks& blocks) {
   kernels::Nvfp4Scales scales{Data<float>(call.arg(operand)), call.ArgRun(operand), 1,

@@ -49,8 +49,8 @@ QSHARD_DEFINE_OP(scale_nvfp4) {
                                                       call.number("scale_max"), call.nonfinite()});
 }
 
-// Scale for a delayed cast, and its inverse. It is `scale`, except for a tensor without history,
-// whose scale is 0: that takes element.max * 2^-margin / amax.
+// Scale for a delayed cast, and its inverse. It is `scale`, unless that is 0 for a tensor without
+// history. Such a tensor takes element.max * 2^-margin / amax.
 QSHARD_DEFINE_OP(delayed_scale) {
   return DispatchFp8(call, [&](auto code) {
     return call(kernels::DelayedScales(call.exec, Data<float>(call.arg(0)),

@@ -83,7 +83,7 @@ using Factor = std::tuple<std::string, int64_t, int64_t>;
 class Binding {
  public:
   explicit Binding(const Row& row)
-      : row_(row) {  // fills only what the row needs, because every call constructs one
+      : row_(row) {  // fills only the entries of the row, because every call constructs one
     std::fill_n(sizes_.begin(), row.symbols.size(), -1);
     std::fill_n(star_dims_.begin(), row.symbols.size(), nullptr);
     std::fill_n(lengths_.begin(), row.products, -1);

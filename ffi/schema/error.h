@@ -1,4 +1,5 @@
-// Errors of ops, in the form "op: argument (got) is not what is needed; what to do".
+// Errors of ops: the operation, the argument, its value, the requirement and the remedy, as in
+// "cast: x (int8) is not float32; cast it".
 #ifndef QSHARD_SCHEMA_ERROR_H_
 #define QSHARD_SCHEMA_ERROR_H_
 

@@ -141,8 +141,8 @@ QSHARD_DISPATCH(DispatchCode, QSHARD_FOR_EACH_CODE)
 #undef QSHARD_DISPATCH
 #undef QSHARD_TRY
 
-// Calls f(F{}) with attribute `element` of a call whose scales are stored as Scale: any element
-// with E8M0 scales, 8-bit elements with fp32 scales.
+// Calls f(F{}) with attribute `element` of a call with scales stored as Scale: any element with
+// E8M0 scales, 8-bit elements with fp32 scales.
 template <class Scale, class Platform, class Fn>
 Error DispatchScaledElement(const Call<Platform>& call, Fn&& f) {
   if constexpr (std::is_same_v<Scale, E8M0>) {

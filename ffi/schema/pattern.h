@@ -61,7 +61,7 @@ struct BlockRule {
 // An operand or result, or a list of them.
 struct Operand {
   enum Dtype { kFloat, kByte, kWord, kAny, kSame, kPacked, kNamed, kExact };
-  // Present if an attribute has one of these values, or if there are no conditions.
+  // A list is present if any of its conditions holds, or if it has none.
   struct Condition {
     int attribute;
     std::vector<std::string> texts;  // "true" or "false" for a bool

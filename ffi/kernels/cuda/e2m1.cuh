@@ -102,7 +102,7 @@ __device__ __forceinline__ uint32_t PackNearest(uint32_t h02, uint32_t h46, uint
   return select(0x80808080u, odd, codes);
 }
 
-// Clamps v to +-6. NaN becomes 6, whose code is also NaN's: fminf and fmaxf drop NaN.
+// Clamps v to +-6. NaN becomes 6, because fminf and fmaxf drop it. Code 7 serves both.
 __device__ __forceinline__ float Clamp(float v) { return fmaxf(fminf(v, E2M1::kMax), -E2M1::kMax); }
 
 // Returns the bits of a power of two proportional to the step at `magnitude`: 1, 2 or 4.

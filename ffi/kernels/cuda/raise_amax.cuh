@@ -26,10 +26,10 @@ static __global__ void __launch_bounds__(kWarp)
   }
 }
 
-// Launches a kernel in which `splits` thread blocks (gridDim.y) share a run. If there is more than
-// one, they raise its amaxes from 0 after AwaitZeros. A kernel of one warp writes the zeros while
-// the thread blocks start, because a memset would take extra time. It runs after all earlier work
-// on the stream, so the kernel's inputs are ready.
+// Launches a kernel with `splits` thread blocks per run (gridDim.y). If there is more than one,
+// they raise its amaxes from 0 after AwaitZeros. A kernel of one warp writes the zeros while the
+// thread blocks start, because a memset would take extra time. It runs after all earlier work on
+// the stream, so the kernel's inputs are ready.
 template <class... Params, class... Args>
 Status LaunchRaising(const Exec<Cuda>& exec, void (*kernel)(Params...), int64_t runs,
                      int64_t splits, int threads, float* amax, float* second, const Args&... args) {

@@ -17,7 +17,7 @@ template <class Entry, int kMax>
 struct TensorTable {
   static constexpr int kSize = kMax;
 
-  // Returns the tensor of a part: the last one whose first part is not after it.
+  // Returns the tensor that a part belongs to.
   __device__ __forceinline__ int Find(unsigned part) const {
     int low = 0, high = count - 1;
     while (low < high) {

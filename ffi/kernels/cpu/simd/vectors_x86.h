@@ -176,9 +176,9 @@ QSHARD_INLINE Pair LoadPair(const bfloat16* x) {
 
 // Returns the code of |v| plus kCodeBias<F>, and more than 2^15 for NaN.
 //
-// Let g be 2^kShift times the power of two at or below |v|, and at least that of F's smallest
-// normal number. Then |v| + g has the ulp that F has at |v|: the addition rounds as F does and
-// leaves the significand as an integer in the low bits. Added to the exponent, it carries as it
+// Let g be 2^kShift times the power of two at or below |v|, and at least 2^kShift times F's
+// smallest normal number. Then |v| + g has the ulp that F has at |v|: the addition rounds as F does
+// and leaves the significand as an integer in the low bits. Added to the exponent, it carries as it
 // should. The minimum saturates but passes NaN. Then g is infinite, and the difference of the bits
 // is the payload of a quiet NaN.
 template <class F>

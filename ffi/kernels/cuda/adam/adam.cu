@@ -129,7 +129,7 @@ bool MovesFour(const AdamTensor& t, const AdamKinds& kinds) {
 }
 
 // Kinds passed at run time (AnyKinds), or fixed at compile time (Only). kAtOnce: blocks of elements
-// whose loads a warp has in flight.
+// that a warp loads together.
 struct AnyKinds {
   static constexpr int kAtOnce = 1;
   static __device__ __forceinline__ AdamKinds Of(const AdamKinds& kinds) { return kinds; }

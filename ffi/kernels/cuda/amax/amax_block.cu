@@ -128,7 +128,7 @@ Status LaunchWarps(const Exec<Cuda>& exec, const In* x, const Blocks& b, float* 
                 b.batch * b.GridRows() * g.across.divisor(), kThreads, x, g, amax);
 }
 
-// --- other blocks: the amax is stored as the scale, and there are no codes ---
+// --- other blocks: the amax is stored as the scale, without codes ---
 
 struct AmaxAsScale {
   using Stored = float;

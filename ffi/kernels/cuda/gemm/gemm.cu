@@ -130,8 +130,8 @@ Status MoveScales(const Exec<Cuda>& exec, const GemmProblem& gemm, uint8_t* a_sc
                  [=] __device__(int64_t i) { alpha[i] = i == 0 ? *a_scale * *b_scale : 0.0f; });
 }
 
-// Returns the largest power of two, up to 256 (the most that the library asks for), that divides
-// all addresses.
+// Returns the largest power of two, up to 256, that divides all addresses. The library needs no
+// more.
 int64_t AlignmentOf(const void* a, const void* b, const void* c) {
   const uintptr_t all = reinterpret_cast<uintptr_t>(a) | reinterpret_cast<uintptr_t>(b) |
                         reinterpret_cast<uintptr_t>(c);

@@ -51,7 +51,7 @@ struct GemmPlan {
   GemmPlan(const GemmPlan&) = delete;
   ~GemmPlan();
 
-  const char* error = nullptr;  // why there is no plan; static storage
+  const char* error = nullptr;  // why the plan failed, or null; static storage
   cublaslt::Handle handle = nullptr;
   cublaslt::Desc desc = nullptr;
   cublaslt::Layout a = nullptr, b = nullptr, out = nullptr;

@@ -147,8 +147,8 @@ struct TwoBlocks {
   __device__ __forceinline__ bool AreExact() const {
     return spans.Of(0).Within(kExactSpan) && spans.Of(1).Within(kExactSpan);
   }
-  // Returns 0xFFFF in the half of each block whose sums, `lo` or `hi`, may round to more than one
-  // number.
+  // Returns 0xFFFF in the half of each block with uncertain sums: `lo` or `hi` may round to more
+  // than one number.
   template <int kCount>
   __device__ __forceinline__ uint32_t Unknown(const float (&lo)[kCount],
                                               const float (&hi)[kCount]) const {

@@ -78,7 +78,7 @@ __device__ __forceinline__ Eight<In> Rounded(const float (&v)[kEach]) {
   return NarrowExactly<In>(v, nan);
 }
 
-// Stores eight elements, of which `left` exist, and adds those to a magnitude.
+// Stores the first `left` of eight elements, and adds them to a magnitude.
 template <class In, bool kVectors>
 __device__ __forceinline__ void StoreEight(In* to, int64_t left, const float (&v)[kEach],
                                            Magnitude<In>* m) {

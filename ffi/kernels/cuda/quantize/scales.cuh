@@ -1,5 +1,5 @@
-// Block scales in few instructions, for kernels in which a thread has few elements per scale.
-// Equals core/scale.h and core/block_scale.h bit for bit.
+// Block scales in few instructions, for threads that have few elements per scale. Equals
+// core/scale.h and core/block_scale.h bit for bit.
 #ifndef QSHARD_KERNELS_CUDA_QUANTIZE_SCALES_CUH_
 #define QSHARD_KERNELS_CUDA_QUANTIZE_SCALES_CUH_
 

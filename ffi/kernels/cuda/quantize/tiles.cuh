@@ -3,7 +3,7 @@
 //
 // As in transpose/tile.cuh, a thread keeps a patch of 8 x 8 elements in registers, and warps read
 // and write whole lines. Threads exchange two things through shared memory: the amaxes of their
-// patches' rows and columns, and then the scales, a few of which each thread computes.
+// patches' rows and columns, and then the scales. Each thread computes a few scales.
 #ifndef QSHARD_KERNELS_CUDA_QUANTIZE_TILES_CUH_
 #define QSHARD_KERNELS_CUDA_QUANTIZE_TILES_CUH_
 

@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(kUpdateThreads)
 }  // namespace
 
 // At most one thread block per run. This kernel mostly writes a few words, like a memset, in every
-// step. The one step in which it reads x matters less.
+// step. Its speed in the one step that reads x matters less.
 template <class In>
 Status BeginDelayed(const Exec<Cuda>& exec, const Scaled<In>& x) {
   constexpr int kLong = 1024;

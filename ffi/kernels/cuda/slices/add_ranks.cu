@@ -8,7 +8,7 @@ namespace qshard::kernels {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kInFlight = 4;  // ranks whose elements are loaded together
+constexpr int kInFlight = 4;  // ranks that are loaded together
 
 // Adds kCount elements from `at` on.
 template <class In, int kCount>

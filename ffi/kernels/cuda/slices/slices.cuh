@@ -1,5 +1,5 @@
-// Flat slices of many weights in one launch: the slice that a thread block works on, and the tiles
-// in which a warp walks over it.
+// Flat slices of many weights in one launch: the slice of a thread block, and the tiles that a warp
+// visits.
 //
 // A weight [rows, cols] is divided into tiles of 16 rows and 128 columns from its first element on,
 // wherever the slice starts. A warp takes tiles, and a lane four neighbouring columns of each. So
