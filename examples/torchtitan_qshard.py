@@ -5,8 +5,8 @@
         --module torchtitan_qshard --config llama3_debugmodel_qshard
 
 Your own config passes `QshardConverter.Config(recipe="MXFP8")` as a converter, and for `DelayedScaling` also
-`update_scales_after_steps`. Model checkpoints have the format of the bf16 model. To resume bit for bit under `DelayedScaling`
-and `NVFP4`, also save `scaling_state(model)`.
+`update_scales_after_steps`. Model checkpoints have the format of the bf16 model. To resume bit for bit under
+`DelayedScaling` and `NVFP4`, also save `scaling_state(model)`.
 """
 
 from __future__ import annotations

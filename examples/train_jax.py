@@ -4,7 +4,7 @@
         [--mode shard_map|auto|explicit] [--mesh fsdp|hsdp|fsdp,tp] [--weights shard|primary]
         [--loss plain|fused] [--experts N] [--checkpoint DIR [--every N] [--resume]] [--log-numerics FILE]
 
-Runs on the GPUs present, or else on eight host devices of the CPU. Comments (1), (2), (3) mark the effects of a recipe.
+Runs on the GPUs present, or else on eight host devices of the CPU. Comments (1), (2), (3) mark effects of a recipe.
 """
 
 import interrupt  # isort: skip

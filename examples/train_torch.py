@@ -4,7 +4,7 @@
         [--weights shard|primary|zero] [--mesh fsdp|hsdp|fsdp,tp] [--loss plain|fused] [--experts N]
         [--checkpoint DIR [--every N] [--resume]] [--log-numerics FILE]
 
-Runs on the GPUs present through NCCL, or on the CPU with two gloo ranks. Comments (1), (2) mark the effects of a recipe.
+Runs on the GPUs present through NCCL, or on the CPU with two gloo ranks. Comments (1), (2) mark effects of a recipe.
 """
 
 import interrupt  # isort: skip
