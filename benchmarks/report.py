@@ -1,7 +1,6 @@
 """Writes RESULTS.md, and the numbers in README.md, from the rows in `results/`.
 
-In README.md whatever is between `<!-- rows: NAME -->` and `<!-- end -->` is written here. A table whose rows are not
-there is left as it is.
+In README.md it replaces the text between `<!-- rows: NAME -->` and `<!-- end -->`. A table without rows stays as it is.
 
     python benchmarks/report.py [--check]     --check: write nothing; fail if a file differs from its rows
 """
@@ -37,8 +36,8 @@ JUDGED = (
     "host",
     "numerics",
 )
-"""Files whose rows have targets in `TARGETS`."""
-# README's table: label, qshard's operations, those of torch.compile. Numbers of one line are apart by " / ".
+"""Files with targets in `TARGETS`."""
+# README's table: label, operations of qshard, operations of torch.compile. " / " separates numbers of one line.
 README_GPU = (
     ("cast to E4M3", ["cast_tensor"], ["cast_tensor"]),
     ("cast and transpose", ["cast_transpose"], ["cast_transpose"]),
@@ -82,7 +81,7 @@ within one table count.
 
 
 def judged(name: str, tables: Tables) -> list[tuple[Target, Row, float]]:
-    """Every target of a file with the rows that it is for."""
+    """Return each target of a file, with each of its rows and the row's value."""
     rows = tables.get(name, [])
     return [
         (target, row, value)
@@ -103,7 +102,7 @@ def gpu_section(name: str, tables: Tables) -> str:
 
 
 def verdicts_of(name: str, tables: Tables) -> dict[str, str]:
-    """What a table says of each operation that has a target."""
+    """Return the verdict on each operation with a target, by operation."""
     verdicts: dict[str, list[str]] = {}
     for target, row, value in judged(name, tables):
         got = f" ({target.text(value)})" if target.of else ""
@@ -134,7 +133,7 @@ def host_section(tables: Tables) -> str:
 
 
 def gemm_section(rows: Rows) -> str:
-    """A line for each contender, a column for each shape."""
+    """Build a table with a line per contender and a column per shape."""
     shapes = list(dict.fromkeys(row["shape"] for row in rows))
     by = {(row["operation"], row["shape"]): row for row in rows}
     lines = []
@@ -146,7 +145,7 @@ def gemm_section(rows: Rows) -> str:
 
 
 def cpu_lines(rows: Rows) -> dict[tuple[str, str], dict[str, Row]]:
-    """Rows of the same operation and shape side by side: those of qshard, torch and jnp."""
+    """Group rows of qshard, torch and jnp by operation and shape."""
     found: dict[tuple[str, str], dict[str, Row]] = {}
     for row in rows:
         operation, _, who = row["operation"].rpartition(" ")
@@ -212,7 +211,7 @@ def training_verdict(row: Row) -> str:
 
 
 def targets(tables: Tables) -> str:
-    """Each target, what it compares with, and how many of its rows meet it."""
+    """Build a table of targets with their comparison and how many of their rows meet them."""
     verdicts: dict[tuple[str, str], list[bool]] = {(target.name, target.beside): [] for target in TARGETS}
     for name in JUDGED:
         for target, _, value in judged(name, tables):
@@ -222,7 +221,7 @@ def targets(tables: Tables) -> str:
 
 
 def missed(tables: Tables) -> list[str]:
-    """One line for each target that some row misses, with those rows."""
+    """Return a line for each target that some row misses, with those rows."""
     found: dict[str, list[str]] = {}
     for name in JUDGED:
         for target, row, value in judged(name, tables):
@@ -325,7 +324,7 @@ def readme_training(tables: Tables) -> str:
     return f"{head}\n\n{table(header, lines)}"
 
 
-# The block, the files that it needs, and who writes it.
+# Block of README.md: the files that it needs, and the function that writes it.
 README_BLOCKS: dict[str, tuple[tuple[str, ...], Callable[[Tables], str]]] = {
     "training": (("training_jax", "training_torch"), readme_training),
     "step_torch": (("step_torch",), readme_step_torch),
@@ -336,7 +335,7 @@ README_BLOCKS: dict[str, tuple[tuple[str, ...], Callable[[Tables], str]]] = {
 
 
 def readme(text: str, tables: Tables) -> str:
-    """README.md with its blocks written anew."""
+    """Return README.md with its blocks replaced."""
     for name, (needed, write) in README_BLOCKS.items():
         if not all(fnmatch.filter(tables, pattern) for pattern in needed):
             continue
