@@ -1,4 +1,4 @@
-"""Adam step on one GPU for 64 parameters of 2^20 elements, compared with a copy and torch's fused AdamW in the same run.
+"""Adam step on one GPU for 64 parameters of 2^20 elements, compared with a copy and with torch's fused AdamW.
 
 Bytes are the minimum the step must move: parameter, gradient and states read once, and all but the gradient written
 once. The tensors are together many times larger than L2, so one copy of them suffices. `gpu_timing.py` explains how

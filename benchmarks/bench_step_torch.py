@@ -1,4 +1,4 @@
-"""Training step of a 2.0 B model under FSDP2 in PyTorch, in bfloat16, qshard's recipes and rivals: time, memory, profile.
+"""Training step of a 2.0 B model under FSDP2 in PyTorch: bfloat16, qshard and rivals; time, memory and a profile.
 
 `step_torch.py` has the model: float32 shards, gathered and reduced in bfloat16 unless quantized, and AdamW. The recipe
 applies to the linear layers of the blocks, not to embedding and head. A kind is a recipe and options:
