@@ -14,8 +14,8 @@ namespace qshard {
 // e^y as 2^n * 2^f. n is the integer nearest to y * log2(e), rounded by adding 3 * 2^22. A
 // polynomial gives 2^f. `power` is n shifted into the exponent field.
 //
-// kLog2E has a relative error of 2^-26, so e^y is off by up to 20 ulp. kWithRest adds the remainder
-// of y * log2(e) to f.
+// kLog2E is off by about 2^-26, so for large |y| e^y is off by up to 20 ulp. kWithRest adds the
+// remainder of y * log2(e) to f.
 struct ExpParts {
   float fraction;
   uint32_t power;

@@ -11,8 +11,8 @@ namespace qshard::kernels {
 // documentation, "8-bit and 4-bit floating point data types usage".
 constexpr int64_t kGemmUnit = 16;
 
-// Scales are read in tiles of these rows and columns. Rows of fp32 scales of 2-D blocks are padded
-// to whole tiles.
+// Scales are read in tiles of these rows and columns. Each row of fp32 scales of 2-D blocks is
+// padded to whole tiles.
 constexpr int64_t kScaleTileRows = 128, kScaleTileCols = 4;
 
 // Rearranges scales [batch, rows, cols] into the tiles that block-scaled GEMMs read, [batch,

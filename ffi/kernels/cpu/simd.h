@@ -40,10 +40,10 @@ struct RowScales {
 };
 
 struct FourOverSixBlock {
-  int64_t stride, rows;                   // of x; the block has 16 columns
-  float amax, global_amax, global_scale;  // ShownAmax of the block; amax and scale of its tensor or
-                                          // row
-  float max;                              // 6 * scale_max
+  int64_t stride, rows;  // of x; the block has 16 columns
+  // ShownAmax of the block, and amax and scale of its tensor or row.
+  float amax, global_amax, global_scale;
+  float max;  // 6 * scale_max
   bool squared;
 };
 

@@ -10,7 +10,7 @@
 
 namespace qshard::kernels {
 
-// x| as integers, one or two per 32-bit word.
+// |x| as integers, one or two per 32-bit word.
 template <class In>
 struct Magnitudes {
   static constexpr int kPerWord = 4 / sizeof(In);

@@ -50,11 +50,12 @@ Status LaunchRaising(const Exec<Cuda>& exec, void (*kernel)(Params...), int64_t 
   return LaunchStatus();
 }
 
-// Waits until amaxes are zeroed, then stores or raises the result of a run. For one thread of a
-// thread block.
+// Waits until the amaxes are zeroed. For one thread of a thread block, before StoreOrRaise.
 __device__ __forceinline__ void AwaitZeros() {
   if (gridDim.y > 1) asm volatile("griddepcontrol.wait;" ::: "memory");
 }
+
+// Stores the amax of a run, or raises the stored one if several thread blocks share a run.
 __device__ __forceinline__ void StoreOrRaise(float* amax, int32_t bits) {
   if (gridDim.y == 1)
     *amax = FloatFromBits(bits);

@@ -190,9 +190,8 @@ std::shared_ptr<GemmPlan> PlanOf(const GemmKey& key) {
   const std::lock_guard<std::mutex> lock(plans.mutex);
   if (const auto* found = plans.known.Find(values)) return *found;
   std::shared_ptr<GemmPlan> plan = Made(key);
-  if (plan->handle != nullptr)
-    plans.known.Insert(values, plan);  // otherwise the library may still
-                                       // be found later
+  // A plan without a handle is not kept, because the library may be found later.
+  if (plan->handle != nullptr) plans.known.Insert(values, plan);
   return plan;
 }
 

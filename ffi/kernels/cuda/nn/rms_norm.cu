@@ -106,7 +106,7 @@ __device__ __forceinline__ float TeamSum(float (&lanes)[kEach]) {
   for (int offset = kWarp / 2; offset > 0; offset /= 2)
     sum = sum + __shfl_xor_sync(kAllLanes, sum, offset);
   if constexpr (kTeam == kWarp) {
-    return sum + 0.0f;  // + 0.0f for the other warps
+    return sum + 0.0f;  // the other warps add 0
   } else {
     __shared__ float warps[kWarps];
     __syncthreads();

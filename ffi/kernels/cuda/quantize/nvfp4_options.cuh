@@ -42,8 +42,8 @@ struct Nvfp4TileArguments {
 
 constexpr int kBlock16 = kNvfp4Block;
 constexpr int kTileBlocks = kTile / kBlock16;
-constexpr int kStripPad = 32;  // bytes after 16 rows in shared memory, so that strips use different
-                               // banks
+// Bytes after 16 rows in shared memory, so that strips use different banks.
+constexpr int kStripPad = 32;
 
 template <class In, bool kRandom>
 struct Nvfp4Memory {

@@ -27,8 +27,8 @@ __global__ void __launch_bounds__(kThreads)
                       FourOverSixRule rule, int64_t blocks, int64_t grid_cols, int rows,
                       bool vectors, float* scale, uint8_t* scale_inv) {
   const int64_t t = int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  const int64_t block = min(t / rows, blocks - 1);  // clamped, because all lanes of a warp take
-                                                    // part in the sum
+  // Clamped, because all lanes of a warp take part in the sum.
+  const int64_t block = min(t / rows, blocks - 1);
   const int row = static_cast<int>(t % rows);
   const int64_t strip = block / grid_cols;
   const In* from =

@@ -125,9 +125,9 @@ struct SliceTile {
             static_cast<int>(max(min(last, int64_t{kSliceLane}), int64_t{0}))};
   }
 
-  static constexpr int64_t kMaxCols = 1 << 30;  // byte offsets between rows of whole tiles fit in
-                                                // 32 bits
-  int index;                                    // of the slice in the table
+  // Byte offsets between rows of whole tiles fit in 32 bits.
+  static constexpr int64_t kMaxCols = 1 << 30;
+  int index;  // of the slice in the table
   int64_t cols, begin, end, top;
   uint32_t across, tile;  // tiles in a row of tiles; the first tile of the warp
   int64_t row, col;       // of the lane's first element
