@@ -9,7 +9,7 @@ namespace {
 
 std::string_view View(const XLA_FFI_ByteSpan& span) { return {span.ptr, span.len}; }
 
-std::string Joined(const std::vector<std::string>& names) {
+std::string JoinNames(const std::vector<std::string>& names) {
   std::string joined;
   for (const std::string& name : names) joined += (joined.empty() ? "" : ", ") + name;
   return joined.empty() ? "none" : joined;
@@ -86,8 +86,8 @@ Error Binding::ReadAttributes(const XLA_FFI_Attrs& attributes) {
     std::vector<std::string> given, needed;
     for (int64_t i = 0; i < attributes.size; ++i) given.emplace_back(View(*attributes.names[i]));
     for (const Attribute& a : expected) needed.push_back(a.name);
-    return TypeError(row_.name, ": attributes (", Joined(given), ") are not those it takes; give ",
-                     Joined(needed));
+    return TypeError(row_.name, ": attributes (", JoinNames(given),
+                     ") are not those it takes; give ", JoinNames(needed));
   }
   for (size_t i = 0; i < row_.symbols.size(); ++i) {
     const Symbol& s = row_.symbols[i];

@@ -90,8 +90,8 @@ Error Binding::BindOne(const Operand& operand, int64_t index, const Buffer& buff
     return {};
   }
   const int64_t run = sizes_[term.minor];
-  const bool may_be_cut = term.cut && (term.major != row_.inner || sizes_[row_.outer] <= 0);
-  if (run <= 0 || (size % run != 0 && !may_be_cut)) {
+  const bool may_be_partial = term.partial && (term.major != row_.inner || sizes_[row_.outer] <= 0);
+  if (run <= 0 || (size % run != 0 && !may_be_partial)) {
     const Symbol& s = row_.symbols[term.minor];
     const std::string given =
         s.fixed >= 0 ? s.name : s.name + "=" + std::to_string(std::max<int64_t>(run, 0));

@@ -30,11 +30,11 @@ struct Symbol {
 struct Term {
   enum Kind { kAxis, kStar, kPrefix };
   Kind kind = kAxis;
-  int major = -1;     // symbol of the axis or of `*name`
-  int minor = -1;     // symbol of the minor factor of a product
-  int product = -1;   // index of the product in the row
-  bool cut = false;   // whether its last run may be partial
-  bool last = false;  // whether packed codes lie along it
+  int major = -1;        // symbol of the axis or of `*name`
+  int minor = -1;        // symbol of the minor factor of a product
+  int product = -1;      // index of the product in the row
+  bool partial = false;  // whether its last run may be partial
+  bool last = false;     // whether packed codes lie along it
 };
 
 struct Attribute {

@@ -61,7 +61,7 @@ struct PlaneOf {
         else
           QuantizeStrip(Elements<In>{x + ElementAt(strip), blocks.cols, strip}, row, whole, *panel);
       }
-      if (in_panel) Turn(part, *panel);
+      if (in_panel) TransposePanel(part, *panel);
     }
   }
 
@@ -174,18 +174,18 @@ struct PlaneOf {
                              std::min(kPanelCols, all.cols - col)};
         CastToPanel(Elements<T>{strip.at + row * strip.stride + col, strip.stride, part},
                     {scale, blocks.block_cols, col}, 0, panel);
-        Turn(part, panel);
+        TransposePanel(part, panel);
       }
     }
   }
 
-  void Turn(const Rectangle& part, Panel& panel) const {
+  void TransposePanel(const Rectangle& part, Panel& panel) const {
     constexpr int64_t kPerByte = kCodesPerByte<Code>;
     const int64_t height = part.rows / kPerByte, stride = blocks.rows / kPerByte;
     for (int64_t r = 0; kPerByte == 2 && r < height; ++r)
       Simd().pack_rows(panel.codes[2 * r], panel.codes[2 * r + 1], part.cols, panel.codes[r]);
     uint8_t* to = out.data_t + (part.batch * blocks.cols + part.col) * stride;
-    panel.Turn(height, part.cols, to + part.row / kPerByte, stride, /*stream=*/false);
+    panel.Transpose(height, part.cols, to + part.row / kPerByte, stride, /*stream=*/false);
   }
 };
 

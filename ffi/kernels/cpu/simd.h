@@ -102,9 +102,9 @@ struct SimdKernels {
   void (*unpack_pairs)(const uint8_t* packed, int64_t n, uint8_t* codes);
   // packed[i] = even[i] | odd[i] << 4. `packed` may alias either input.
   void (*pack_rows)(const uint8_t* even, const uint8_t* odd, int64_t n, uint8_t* packed);
-  // turned[2 * i] has the low nibbles of even[i] and odd[i], and turned[2 * i + 1] the high
+  // transposed[2 * i] has the low nibbles of even[i] and odd[i], and transposed[2 * i + 1] the high
   // nibbles.
-  void (*turn_pairs)(const uint8_t* even, const uint8_t* odd, int64_t n, uint8_t* turned);
+  void (*transpose_pairs)(const uint8_t* even, const uint8_t* odd, int64_t n, uint8_t* transposed);
   // out[j * out_stride + i] = in[i * in_stride + j] for bytes, with i and j < kByteTile.
   void (*transpose)(const uint8_t* in, int64_t in_stride, uint8_t* out, int64_t out_stride);
 

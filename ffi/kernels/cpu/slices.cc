@@ -76,7 +76,7 @@ void ForEachRun(const SlicePart& part, const SliceBlocks& grid, const Body& body
 
 // Calls body(values) with elements [0, n) of x rounded to `to`, for n <= kPieceCols.
 template <class In, class Body>
-void Rounded(RoundedTo to, const In* x, int64_t n, const Body& body) {
+void WithRounded(RoundedTo to, const In* x, int64_t n, const Body& body) {
   if (to == RoundedTo::kFloat32) {
     body(x);
     return;
@@ -103,8 +103,8 @@ Status AmaxSlices(const Exec<Cpu>& exec, const Slice* slices, int64_t n, const u
     ForEachRun(part, grid, [&](int64_t i, int64_t count, int64_t row, int64_t block) {
       float found[kPieceBlocks];
       const int64_t blocks = CeilDiv(count, grid.block_cols);
-      Rounded(rule.rounded_to, x + i, count,
-              [&](const auto* values) { AmaxRow(values, count, grid.block_cols, found); });
+      WithRounded(rule.rounded_to, x + i, count,
+                  [&](const auto* values) { AmaxRow(values, count, grid.block_cols, found); });
       float* out = amax + slice.grid + block;
       float run = 0.0f;
       for (int64_t b = 0; b < blocks; ++b) {
@@ -147,7 +147,7 @@ void CastPart(const SlicePart& part, const Slice& slice, const SliceRule& rule, 
     }
     const int64_t own = n - n % kCodesPerByte<Code>;
     if (own > 0)
-      Rounded(rule.rounded_to, x + i, own, [&](const auto* values) {
+      WithRounded(rule.rounded_to, x + i, own, [&](const auto* values) {
         cast_run(values, i, own, RowScales{s, grid.block_cols}, data + i / kCodesPerByte<Code>);
       });
     if (own < n) cast_one(i + own, s[own / grid.block_cols]);

@@ -40,8 +40,8 @@ void TransposePanels(const Exec<Cpu>& exec, int64_t batch, int64_t rows, int64_t
         const int64_t start = base + (row + r) * cols + col;
         fill(start, start + width, panel.codes[r / kPerByte]);
       }
-      panel.Turn(height / kPerByte, width, data_t + (base + col * rows + row) / kPerByte,
-                 rows / kPerByte, stream);
+      panel.Transpose(height / kPerByte, width, data_t + (base + col * rows + row) / kPerByte,
+                      rows / kPerByte, stream);
     }
     StreamFence();
   });
@@ -70,7 +70,7 @@ Status TransposeEach(const Exec<Cpu>& exec, const TransposePair* pairs, int64_t 
       TransposePanels<2>(exec, p.batch, p.rows, p.cols, 1, stream, p.data_t,
                          [&](int64_t start, int64_t end, uint8_t* row) {
                            const uint8_t* even = p.data + start / 2;
-                           Simd().turn_pairs(even, even + p.cols / 2, (end - start) / 2, row);
+                           Simd().transpose_pairs(even, even + p.cols / 2, (end - start) / 2, row);
                          });
     } else {  // grids of scales, which are small
       const auto* in = reinterpret_cast<const uint32_t*>(p.data);

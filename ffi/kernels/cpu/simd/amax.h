@@ -25,17 +25,17 @@ using Magnitudes = typename MagnitudesOf<In, kBytes>::Vector;
 
 // Raises each lane to |x| at that lane.
 template <class V, class In>
-QSHARD_INLINE V Raised(V largest, const In* x) {
+QSHARD_INLINE V RaiseLanes(V largest, const In* x) {
   const V v = Load<V>(x) & kMagnitudeMask<In>;
   return largest > v ? largest : v;
 }
 
 // Raises the first n lanes, with n less than the number of lanes.
 template <class V, class In>
-QSHARD_INLINE V Raised(V largest, const In* x, int64_t n) {
+QSHARD_INLINE V RaiseLanes(V largest, const In* x, int64_t n) {
   In padded[sizeof(V) / sizeof(In)] = {};
   __builtin_memcpy(padded, x, n * sizeof(In));
-  return Raised(largest, padded);
+  return RaiseLanes(largest, padded);
 }
 
 // Returns max |x[i]| for i < n, or 0 for n = 0. NaN is larger than any number.
@@ -49,11 +49,11 @@ QSHARD_INLINE float LargestOf(const In* x, int64_t n) {
     V four[4] = {};
     for (; i + 4 * kWidth <= n; i += 4 * kWidth)
 #pragma GCC unroll 4
-      for (int64_t k = 0; k < 4; ++k) four[k] = Raised(four[k], x + i + k * kWidth);
+      for (int64_t k = 0; k < 4; ++k) four[k] = RaiseLanes(four[k], x + i + k * kWidth);
     for (const V& v : four) largest = largest > v ? largest : v;
   }
-  for (; i + kWidth <= n; i += kWidth) largest = Raised(largest, x + i);
-  if (i < n) largest = Raised(largest, x + i, n - i);
+  for (; i + kWidth <= n; i += kWidth) largest = RaiseLanes(largest, x + i);
+  if (i < n) largest = RaiseLanes(largest, x + i, n - i);
   const auto bits = static_cast<Lane<In>>(LargestLane(largest));
   In result;
   __builtin_memcpy(&result, &bits, sizeof(result));
@@ -74,7 +74,8 @@ QSHARD_INLINE void LargestDown(const In* x, int64_t stride, int64_t rows, int64_
       V largest = Load<V>(down + i);
 #pragma GCC unroll 4
       for (int64_t k = 0; k < 4; ++k)
-        largest = n - i < kWidth ? Raised(largest, row[k] + i, n - i) : Raised(largest, row[k] + i);
+        largest = n - i < kWidth ? RaiseLanes(largest, row[k] + i, n - i)
+                                 : RaiseLanes(largest, row[k] + i);
       Store(down + i, largest);
     }
   }

@@ -202,11 +202,11 @@ void PackRows(const uint8_t* even, const uint8_t* odd, int64_t n, uint8_t* packe
   for (int64_t i = 0; i < n; ++i) packed[i] = static_cast<uint8_t>(even[i] | odd[i] << 4);
 }
 
-void TurnPairs(const uint8_t* __restrict even, const uint8_t* __restrict odd, int64_t n,
-               uint8_t* __restrict turned) {
+void TransposePairs(const uint8_t* __restrict even, const uint8_t* __restrict odd, int64_t n,
+                    uint8_t* __restrict transposed) {
   for (int64_t i = 0; i < n; ++i) {
-    turned[2 * i] = static_cast<uint8_t>((even[i] & 0xF) | odd[i] << 4);
-    turned[2 * i + 1] = static_cast<uint8_t>(even[i] >> 4 | (odd[i] & 0xF0));
+    transposed[2 * i] = static_cast<uint8_t>((even[i] & 0xF) | odd[i] << 4);
+    transposed[2 * i + 1] = static_cast<uint8_t>(even[i] >> 4 | (odd[i] & 0xF0));
   }
 }
 

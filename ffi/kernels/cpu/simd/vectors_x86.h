@@ -235,7 +235,7 @@ QSHARD_INLINE I16 HalvesOf(HalfI8 codes) {
 }
 
 template <class Code>
-QSHARD_INLINE F32 Decoded(HalfU16 halves) {
+QSHARD_INLINE F32 DecodeHalves(HalfU16 halves) {
   const F32 v = FromHalf(halves);
   if constexpr (Code::kInfinity) return v;
   return v * PowerOfTwo(15 - Code::kBias);
@@ -270,8 +270,8 @@ QSHARD_INLINE void DecodeBlock(const uint8_t* codes, const BlockScales& scales, 
     const I16 h = HalvesOf<Code>(Load<HalfI8>(codes));
     HalfU16 halves[2];
     __builtin_memcpy(halves, &h, sizeof(h));
-    StoreNarrow(Decoded<Code>(halves[0]) * scales.pair[i].a,
-                Decoded<Code>(halves[1]) * scales.pair[i].b, x);
+    StoreNarrow(DecodeHalves<Code>(halves[0]) * scales.pair[i].a,
+                DecodeHalves<Code>(halves[1]) * scales.pair[i].b, x);
   }
 }
 

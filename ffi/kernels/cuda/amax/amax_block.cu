@@ -144,7 +144,7 @@ struct AmaxAsScale {
 template <class In>
 Status AmaxBlock(const Exec<Cuda>& exec, const In* x, const Blocks& blocks, float* amax) {
   if (blocks.GridSize() == 0) return {};
-  const Blocks b = Simplified(blocks);
+  const Blocks b = Simplify(blocks);
   // Runs: blocks of one row, or of whole rows.
   if (b.batch == 1 && b.cols % b.block_cols == 0 && b.rows % b.block_rows == 0 &&
       (b.block_rows == 1 || b.block_cols == b.cols))

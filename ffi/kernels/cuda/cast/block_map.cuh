@@ -40,7 +40,7 @@ struct BlockPlace {
 };
 
 // Returns the same grid with as few matrices and as small blocks as possible.
-inline Blocks Simplified(Blocks b) {
+inline Blocks Simplify(Blocks b) {
   b.block_rows = std::max<int64_t>(1, std::min(b.block_rows, b.rows));
   b.block_cols = std::max<int64_t>(1, std::min(b.block_cols, b.cols));
   if (b.rows % b.block_rows == 0) b.rows *= b.batch, b.batch = 1;

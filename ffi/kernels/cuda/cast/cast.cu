@@ -86,8 +86,9 @@ struct CastArguments {
 };
 
 template <class Code, int kCount, class In>
-__device__ __forceinline__ Words<kCount> Encoded(const CastArguments<In>& a,
-                                                 const Words<kCount * sizeof(In)>& x, float scale) {
+__device__ __forceinline__ Words<kCount> EncodeScaled(const CastArguments<In>& a,
+                                                      const Words<kCount * sizeof(In)>& x,
+                                                      float scale) {
   float v[kCount];
   WidenWords<In>(x, v);
 #pragma unroll
@@ -100,7 +101,7 @@ __device__ __forceinline__ Words<kCount> Encoded(const CastArguments<In>& a,
 template <class Code, class In>
 __device__ __forceinline__ auto CastElement(const CastArguments<In>& a, int64_t i, float scale) {
   const auto x = Load<sizeof(In)>(a.x + i);
-  Store<Write::kCached>(a.data + i, Encoded<Code, 1>(a, x, scale));
+  Store<Write::kCached>(a.data + i, EncodeScaled<Code, 1>(a, x, scale));
   return x;
 }
 
@@ -136,7 +137,7 @@ __global__ void __launch_bounds__(kThreads) CastKernel(const CastArguments<In> a
       if (!whole && index(k) >= left) continue;
       const int offset = index(k) * kVector;
       if (kVector == 1 || kOneScale || runs.OneRun(offset, kVector)) {
-        Store<Write::kStream>(out + offset, Encoded<Code, kVector>(a, x[k], scale[k]));
+        Store<Write::kStream>(out + offset, EncodeScaled<Code, kVector>(a, x[k], scale[k]));
         if constexpr (kAmax) largest.Add(x[k]);
       } else {
 #pragma unroll 1

@@ -55,7 +55,7 @@ template <class In, class Code>
 Status CastBlock(const Exec<Cuda>& exec, const In* x, const float* scale, const Blocks& blocks,
                  uint8_t* data) {
   if (blocks.GridSize() == 0) return {};
-  const Blocks b = Simplified(blocks);
+  const Blocks b = Simplify(blocks);
   using Rows = CastBlockOp<In, Code, false>;
   using Columns = CastBlockOp<In, Code, true>;
   if (TakesVectors<Rows>(b, x, data)) return LaunchBlockMap(exec, Rows{x, scale}, x, data, b);

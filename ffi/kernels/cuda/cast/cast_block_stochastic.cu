@@ -114,7 +114,7 @@ template <class In>
 Status CastBlockStochastic(const Exec<Cuda>& exec, const In* x, const float* scale,
                            const Places& places, const Blocks& blocks, uint8_t* data) {
   if (blocks.GridSize() == 0) return {};
-  const Blocks b = Simplified(blocks);
+  const Blocks b = Simplify(blocks);
   using Rows = CastStochasticOp<In, false>;
   using Columns = CastStochasticOp<In, true>;
   const Regions regions = RegionsOf(places, b);

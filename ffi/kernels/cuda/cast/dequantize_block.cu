@@ -138,7 +138,7 @@ Status DequantizeBlock(const Exec<Cuda>& exec, const uint8_t* data,
                        const typename StoredScale<Scale>::Type* scale_inv, const Blocks& blocks,
                        Out* x) {
   if (blocks.GridSize() == 0) return {};
-  return Map<Code>(exec, data, StoredValues<Scale>{scale_inv}, Simplified(blocks), x);
+  return Map<Code>(exec, data, StoredValues<Scale>{scale_inv}, Simplify(blocks), x);
 }
 
 template <class Code, class Out>
@@ -156,7 +156,7 @@ Status DequantizeNvfp4(const Exec<Cuda>& exec, const uint8_t* data, const uint8_
   if (grid == 0) return {};
   const ValuesNvfp4 values{scale_inv, global_scale_inv, run,
                            Divider(std::min(run, kMaxDivided - 1)), run >= grid};
-  return Map<E2M1>(exec, data, values, Simplified(blocks), x);
+  return Map<E2M1>(exec, data, values, Simplify(blocks), x);
 }
 
 QSHARD_FOR_EACH_BLOCK_FORMAT(float, E8M0, QSHARD_FOR_EACH_INPUT, QSHARD_INSTANTIATE_FOR, Cuda,

@@ -148,7 +148,7 @@ bool ChooseForBucket(const cublaslt::Library& lt, const GemmKey& key, GemmPlan* 
   return values == key.Values() || CanRun(lt, key, *plan) || Choose(lt, key, plan);
 }
 
-std::shared_ptr<GemmPlan> Made(const GemmKey& key) {
+std::shared_ptr<GemmPlan> MakePlan(const GemmKey& key) {
   auto plan = std::make_shared<GemmPlan>();
   const cublaslt::Library& lt = cublaslt::Load();
   plan->error = lt.error;
@@ -189,7 +189,7 @@ std::shared_ptr<GemmPlan> PlanOf(const GemmKey& key) {
   const Values values = key.Values();
   const std::lock_guard<std::mutex> lock(plans.mutex);
   if (const auto* found = plans.known.Find(values)) return *found;
-  std::shared_ptr<GemmPlan> plan = Made(key);
+  std::shared_ptr<GemmPlan> plan = MakePlan(key);
   // A plan without a handle is not kept, because the library may be found later.
   if (plan->handle != nullptr) plans.known.Insert(values, plan);
   return plan;

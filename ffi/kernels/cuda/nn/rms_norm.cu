@@ -71,7 +71,7 @@ __device__ __forceinline__ void EightWeights(const Weights& w, int64_t at, int64
 }
 
 template <class In>
-__device__ __forceinline__ Eight<In> Rounded(const float (&v)[kEach]) {
+__device__ __forceinline__ Eight<In> NarrowEight(const float (&v)[kEach]) {
   bool nan = false;
 #pragma unroll
   for (int e = 0; e < kEach; ++e) nan |= isnan(v[e]);
@@ -83,7 +83,7 @@ template <class In, bool kVectors>
 __device__ __forceinline__ void StoreEight(In* to, int64_t left, const float (&v)[kEach],
                                            Magnitude<In>* m) {
   if constexpr (kVectors) {
-    const Eight<In> x = Rounded<In>(v);
+    const Eight<In> x = NarrowEight<In>(v);
     if (m != nullptr) m->Add(x);
     Store<Write::kCached>(to, x);
   } else {

@@ -22,7 +22,8 @@ using Vector = Words<kCount * sizeof(In)>;
 
 // Rounds v like NarrowExactly, and adds its magnitude to `m`.
 template <class In, int kCount>
-__device__ __forceinline__ Vector<In, kCount> Rounded(const float (&v)[kCount], Magnitude<In>& m) {
+__device__ __forceinline__ Vector<In, kCount> NarrowAndAdd(const float (&v)[kCount],
+                                                           Magnitude<In>& m) {
   Vector<In, kCount> x = NarrowWords<In>(v);
   Magnitude<In> own;
   own.Add(x);
@@ -47,7 +48,7 @@ struct Forward {
     float h[kCount];
 #pragma unroll
     for (int i = 0; i < kCount; ++i) h[i] = SwiGlu(v[0][i], v[1][i]);
-    made[0] = Rounded<In>(h, m[0]);
+    made[0] = NarrowAndAdd<In>(h, m[0]);
   }
 };
 
@@ -69,8 +70,8 @@ struct Backward {
       const SwiGluGradients g = SwiGluGrad(v[0][i], v[1][i], v[2][i]);
       gate[i] = g.gate, up[i] = g.up;
     }
-    made[0] = Rounded<In>(gate, m[0]);
-    made[1] = Rounded<In>(up, m[1]);
+    made[0] = NarrowAndAdd<In>(gate, m[0]);
+    made[1] = NarrowAndAdd<In>(up, m[1]);
   }
 };
 

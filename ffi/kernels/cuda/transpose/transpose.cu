@@ -126,11 +126,13 @@ __device__ __forceinline__ void Fetch(const ByteTile& t, uint32_t tile) {
 
 // Computes word i of 16 bytes of 2 columns of bytes, or 4 columns of nibbles, from 4 or 8 rows of
 // them, two rows a word.
-__device__ __forceinline__ void Turn(const uint32_t (&r)[8], int i, Words<kChunk> (&out)[2]) {
+__device__ __forceinline__ void TransposeWord(const uint32_t (&r)[8], int i,
+                                              Words<kChunk> (&out)[2]) {
   out[0].w[i] = __byte_perm(r[2 * i], r[2 * i + 1], 0x6420);
   out[1].w[i] = __byte_perm(r[2 * i], r[2 * i + 1], 0x7531);
 }
-__device__ __forceinline__ void Turn(const uint32_t (&r)[16], int i, Words<kChunk> (&out)[4]) {
+__device__ __forceinline__ void TransposeWord(const uint32_t (&r)[16], int i,
+                                              Words<kChunk> (&out)[4]) {
 #pragma unroll
   for (int k = 0; k < 2; ++k) {
     // Bytes k of even rows, then of odd rows; then all even rows, and all odd rows.
@@ -165,7 +167,7 @@ __device__ __forceinline__ void WriteTile(const ByteTile& t, uint32_t tile) {
     }
     Words<kChunk> out[kColumns];
 #pragma unroll
-    for (int i = 0; i < kChunk / 4; ++i) Turn(r, i, out);
+    for (int i = 0; i < kChunk / 4; ++i) TransposeWord(r, i, out);
     const int at = top / kPerByte + lane % 4 * kChunk;
     const int column = chunk * kChunk * kPerByte + lane / 4 * kColumns;
     uint8_t* to = t.data_t + column * width_t + at;
