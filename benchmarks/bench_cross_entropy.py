@@ -69,7 +69,7 @@ def heads() -> dict[str, Loss]:
     }
 
 
-def drawn(count: int, classes: int, width: int) -> tuple[list[Any], list[Any]]:
+def draw_inputs(count: int, classes: int, width: int) -> tuple[list[Any], list[Any]]:
     """Draw copies of (logits, labels) and of (x, w, labels)."""
     labels = [torch.randint(classes, (count,), device=DEVICE) for _ in range(COPIES)]
     logits = [torch.randn(count, classes, device=DEVICE, dtype=BF16).requires_grad_() for _ in range(COPIES)]
@@ -90,7 +90,7 @@ def both_ways(loss: Loss, copies: list[Any]) -> Callable[[int], Any]:
 
 
 def torch_rows(options: argparse.Namespace) -> list[dict[str, object]]:
-    of_losses, of_heads = drawn(options.rows, options.classes, options.width)
+    of_losses, of_heads = draw_inputs(options.rows, options.classes, options.width)
     contenders: Contenders = {}
     for found, copies in ((losses(), of_losses), (heads(), of_heads)):
         contenders |= {name: (MOVED, both_ways(loss, copies)) for name, loss in found.items()}

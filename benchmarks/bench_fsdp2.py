@@ -99,7 +99,7 @@ class Wire(TorchDispatchMode):
         return op(*args, **(kwargs or {}))
 
 
-def held(model: nn.Module, optimizer: Any) -> dict[str, float]:
+def kept_bytes(model: nn.Module, optimizer: Any) -> dict[str, float]:
     """Count the bytes that this rank keeps between steps, per element of the blocks' weights, times the ranks."""
     own = {"codes": 0, "high precision": 0, "states": 0}
     if isinstance(optimizer, qshard.ZeroOptimizer):
@@ -139,7 +139,7 @@ def measure(case: tuple[str, str], arguments: argparse.Namespace) -> dict[str, d
         step()
     with Wire() as wire:
         step()
-    found = step_torch.timed(step, step_torch.FLAT_STEPS if arguments.flat else arguments.steps)
+    found = step_torch.time_steps(step, step_torch.FLAT_STEPS if arguments.flat else arguments.steps)
     row: dict[str, object] = {
         "recipe": name,
         "kind": kind,
@@ -147,7 +147,10 @@ def measure(case: tuple[str, str], arguments: argparse.Namespace) -> dict[str, d
         "layers": arguments.layers,
         **found.row(),
         **{f"{key}_MB": f"{size / 1e6:.1f}" for key, size in wire.bytes.items()},
-        **{key.replace(", B", "_B").replace(" ", "_"): f"{value:.2f}" for key, value in held(model, optimizer).items()},
+        **{
+            key.replace(", B", "_B").replace(" ", "_"): f"{value:.2f}"
+            for key, value in kept_bytes(model, optimizer).items()
+        },
         "loss": f"{found.loss:.4f}",
         **(found.flat_row() if arguments.flat else {}),
     }

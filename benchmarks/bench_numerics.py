@@ -60,13 +60,13 @@ def cases() -> list[tuple[str, str]]:
 def seconds(call: Callable[[], object], rounds: int) -> tuple[float, float]:
     """Return the least wall-clock time and the least CPU time of all threads."""
 
-    def timed() -> tuple[float, float]:
+    def time_once() -> tuple[float, float]:
         start, busy = time.perf_counter(), time.process_time()
         call()
         return time.perf_counter() - start, time.process_time() - busy
 
-    timed()
-    wall, cpu = zip(*(timed() for _ in range(rounds)), strict=True)
+    time_once()
+    wall, cpu = zip(*(time_once() for _ in range(rounds)), strict=True)
     return min(wall), min(cpu)
 
 

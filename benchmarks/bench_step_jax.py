@@ -31,7 +31,7 @@ def measure(kind: str, layers: int, steps: int) -> dict[str, object]:
     devices = jax.devices()
     mesh = step_jax.mesh_of(np.array(devices))
     began = time.perf_counter()
-    program = step_jax.lowered(mesh, kind, layers, "cudnn").compile(compiler_options=OPTIONS)
+    program = step_jax.lower(mesh, kind, layers, "cudnn").compile(compiler_options=OPTIONS)
     compiled = time.perf_counter() - began
     state = step_jax.start(mesh, kind, layers)
     places = program.input_shardings[0][-2:]

@@ -157,7 +157,7 @@ def measure(kind: str, arguments: argparse.Namespace) -> dict[str, dict[str, obj
     first = time.perf_counter() - began
     for _ in range(WARM_UP - 1):
         step()
-    found = step_torch.timed(step, step_torch.FLAT_STEPS if arguments.flat else arguments.steps)
+    found = step_torch.time_steps(step, step_torch.FLAT_STEPS if arguments.flat else arguments.steps)
     of_case = {"kind": kind, "ranks": dist.get_world_size(), "layers": arguments.layers}
     row = {**of_case, **found.row(), "first_s": f"{first:.1f}", "loss": f"{found.loss:.4f}"}
     if arguments.flat:

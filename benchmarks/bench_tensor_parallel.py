@@ -95,7 +95,7 @@ def wrong_with(kind: str) -> str | None:
     return None
 
 
-def parallelized(block: Block, word: str) -> None:
+def parallelize_block(block: Block, word: str) -> None:
     mesh = init_device_mesh(step_torch.DEVICE, (dist.get_world_size(),), mesh_dim_names=("tp",))
     if word in ("codes", "overlap"):
         into = {"input_layouts": Shard(1), "desired_input_layouts": Shard(1)}
@@ -122,7 +122,7 @@ def build(kind: str, layers: int) -> Callable[[], Tensor]:
     if options.RECIPES[recipe] is not None:
         qshard.convert(model, options.RECIPES[recipe])
     for block in model:
-        parallelized(block, word)
+        parallelize_block(block, word)
         if word == "async":
             torch._inductor.config._micro_pipeline_tp = True
             block.compile()
@@ -147,7 +147,7 @@ def measure(kind: str, arguments: argparse.Namespace) -> dict[str, dict[str, obj
     step = build(kind, arguments.layers)
     for _ in range(WARM_UP):
         step()
-    found = step_torch.timed(step, arguments.steps)
+    found = step_torch.time_steps(step, arguments.steps)
     row = {"kind": kind, "ranks": dist.get_world_size(), "layers": arguments.layers, **found.row()}
     return {arguments.out: row}
 

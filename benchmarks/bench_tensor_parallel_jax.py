@@ -81,7 +81,7 @@ def block(x: Any, weights: Tree, kind: str, attention: str) -> Any:
     return x + scattered(jax.nn.silu(gate) * up, "down")
 
 
-def lowered(devices: Any, kind: str, attention: str) -> Any:
+def lower(devices: Any, kind: str, attention: str) -> Any:
     """Lower the gradients of x and of the weights, for devices that need not exist. Also return the argument shapes."""
     import jax
     import jax.numpy as jnp
@@ -113,7 +113,7 @@ def measure(kind: str, steps: int) -> dict[str, object]:
 
     devices = jax.devices()
     began = time.perf_counter()
-    program, given = lowered(np.array(devices), kind, "cudnn")
+    program, given = lower(np.array(devices), kind, "cudnn")
     compiled = program.compile(compiler_options=OPTIONS)
     took = time.perf_counter() - began
 

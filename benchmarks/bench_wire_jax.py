@@ -29,7 +29,7 @@ COLUMNS = {"all-gather": "gathered", "all-reduce": "reduced", "reduce-scatter": 
 def row_of(kind: str, devices: int, layers: int) -> dict[str, object]:
     import step_jax
 
-    program = step_jax.lowered(step_jax.mesh_of(h100.devices(devices)), kind, layers, "xla").compile()
+    program = step_jax.lower(step_jax.mesh_of(h100.devices(devices)), kind, layers, "xla").compile()
     vocabulary = tuple(f"[{step_jax.VOCABULARY // count}," for count in (1, devices))
     counts: collections.Counter[str] = collections.Counter()
     sizes: collections.Counter[str] = collections.Counter()

@@ -80,7 +80,7 @@ within one table count.
 """
 
 
-def judged(name: str, tables: Tables) -> list[tuple[Target, Row, float]]:
+def judge(name: str, tables: Tables) -> list[tuple[Target, Row, float]]:
     """Return each target of a file, with each of its rows and the row's value."""
     rows = tables.get(name, [])
     return [
@@ -104,7 +104,7 @@ def gpu_section(name: str, tables: Tables) -> str:
 def verdicts_of(name: str, tables: Tables) -> dict[str, str]:
     """Return the verdict on each operation with a target, by operation."""
     verdicts: dict[str, list[str]] = {}
-    for target, row, value in judged(name, tables):
+    for target, row, value in judge(name, tables):
         got = f" ({target.text(value)})" if target.of else ""
         verdict = f"{'met' if target.met(value) else 'missed'}{got}"
         limit = f"{'at most' if target.at_most else 'at least'} {target.text(target.bound)}{target.unit}"
@@ -176,7 +176,7 @@ def cpu_section(rows: Rows) -> str:
 
 def numerics_section(tables: Tables) -> str:
     rows = tables["numerics"]
-    missed = {row["operation"] for target, row, value in judged("numerics", tables) if not target.met(value)}
+    missed = {row["operation"] for target, row, value in judge("numerics", tables) if not target.met(value)}
     columns = ["operation", "shape", "seconds", "cpu_seconds", "load", "memory_per_array", "times_faster"]
     header = [
         "operation",
@@ -214,7 +214,7 @@ def targets(tables: Tables) -> str:
     """Build a table of targets with their comparison and how many of their rows meet them."""
     verdicts: dict[tuple[str, str], list[bool]] = {(target.name, target.beside): [] for target in TARGETS}
     for name in JUDGED:
-        for target, _, value in judged(name, tables):
+        for target, _, value in judge(name, tables):
             verdicts[target.name, target.beside].append(target.met(value))
     lines = [[*key, f"{sum(met)} of {len(met)}" if met else "not measured"] for key, met in verdicts.items()]
     return table(["target", "beside; of GPUs, on an H200", "rows that meet it"], lines)
@@ -224,7 +224,7 @@ def missed(tables: Tables) -> list[str]:
     """Return a line for each target that some row misses, with those rows."""
     found: dict[str, list[str]] = {}
     for name in JUDGED:
-        for target, row, value in judged(name, tables):
+        for target, row, value in judge(name, tables):
             if not target.met(value):
                 operation = re.sub(r",? qshard$|^(de)?quantize |, amax given", "", what_of(row))
                 found.setdefault(target.name, []).append(f"{operation} {target.text(value)}")

@@ -54,7 +54,7 @@ def shapes(layers: int) -> Tree:
     }
 
 
-def cut(mesh: Mesh, tree: Tree) -> Tree:
+def shardings_of(mesh: Mesh, tree: Tree) -> Tree:
     """Return shardings: arrays along their first axis, scalars replicated."""
     return jax.tree.map(lambda leaf: NamedSharding(mesh, P(AXIS) if leaf.ndim else P()), tree)
 
@@ -161,19 +161,19 @@ def step(
     differentiate = jax.value_and_grad(partial(loss_of, kind=kind, attention=attention), argnums=(0, 1))
     loss, (gradients, amaxes) = differentiate(weights, states, tokens, key)
     mesh = jax.sharding.get_abstract_mesh()
-    gradients = lax.with_sharding_constraint(gradients, cut(mesh, gradients))
+    gradients = lax.with_sharding_constraint(gradients, shardings_of(mesh, gradients))
     updates, optimizer = OPTIMIZER.update(gradients, optimizer, weights)
     if states is not None:
         states = qshard.update_delayed(states, amaxes, recipe_of(kind))
     return optax.apply_updates(weights, updates), optimizer, states, loss
 
 
-def lowered(mesh: Mesh, kind: str, layers: int, attention: str) -> Any:
+def lower(mesh: Mesh, kind: str, layers: int, attention: str) -> Any:
     """Lower the step for a mesh. Its devices need not exist."""
     with jax.set_mesh(mesh):
         trees = jax.eval_shape(partial(fresh, layers, kind))
         inputs = (*trees, jax.ShapeDtypeStruct((BATCH * mesh.size, CONTEXT + 1), jnp.int32), jax.eval_shape(_key))
-        places = (*(cut(mesh, tree) if i < 2 else _everywhere(mesh, tree) for i, tree in enumerate(trees)),)
+        places = (*(shardings_of(mesh, tree) if i < 2 else _everywhere(mesh, tree) for i, tree in enumerate(trees)),)
         places = (*places, NamedSharding(mesh, P(AXIS)), NamedSharding(mesh, P()))
         outs = (*places[:3], NamedSharding(mesh, P()))
         run = jax.jit(
@@ -197,7 +197,7 @@ def start(mesh: Mesh, kind: str, layers: int) -> Tree:
     """Initialize the state that `lowered` takes, sharded."""
     with jax.set_mesh(mesh):
         trees = jax.eval_shape(partial(fresh, layers, kind))
-        places = tuple(cut(mesh, tree) if i < 2 else _everywhere(mesh, tree) for i, tree in enumerate(trees))
+        places = tuple(shardings_of(mesh, tree) if i < 2 else _everywhere(mesh, tree) for i, tree in enumerate(trees))
         return jax.jit(partial(fresh, layers, kind), out_shardings=places)()
 
 

@@ -159,7 +159,7 @@ class Timed:
         }
 
 
-def timed(step: Callable[[], Tensor], steps: int) -> Timed:
+def time_steps(step: Callable[[], Tensor], steps: int) -> Timed:
     """Measure single steps, started together on all ranks, then back-to-back steps. The step must have run before."""
     found = Timed([], [], [], 0.0)
     torch.cuda.synchronize()

@@ -126,7 +126,7 @@ class Whole:
         """Return `function` itself: XLA runs it on all devices."""
         return function
 
-    def cut(self, x: jax.Array, spec: P) -> jax.Array:
+    def constrain(self, x: jax.Array, spec: P) -> jax.Array:
         """Constrain the sharding of `x` to `spec`."""
         if self.mesh.explicit_axes:
             return jax.sharding.reshard(x, NamedSharding(self.mesh, spec))
@@ -135,12 +135,12 @@ class Whole:
     def gather(self, name: str, shard: jax.Array) -> jax.Array:
         """Gather a weight over "fsdp". Both sides are constrained, or XLA would move the gather elsewhere."""
         bits = jax.lax.bitcast_convert_type(shard.astype(jnp.bfloat16), jnp.uint16)
-        bits = self.cut(self.cut(bits, spec_of(self.mesh, name)), self._gathered(name))
+        bits = self.constrain(self.constrain(bits, spec_of(self.mesh, name)), self._gathered(name))
         return jax.lax.bitcast_convert_type(bits, jnp.bfloat16)
 
     def scatter(self, name: str, gradient: jax.Array) -> jax.Array:
         """Return a gradient in float32, sharded like its weight."""
-        return self.cut(gradient.astype(jnp.float32), spec_of(self.mesh, name))
+        return self.constrain(gradient.astype(jnp.float32), spec_of(self.mesh, name))
 
     def weight_gradient(self, name: str, dy: jax.Array, x: jax.Array) -> jax.Array:
         """Return `dy.T @ x`."""
@@ -149,15 +149,17 @@ class Whole:
 
     def linear(self, x: jax.Array, shard: jax.Array, name: str, recipe: Recipe, given: dict[str, Any]) -> jax.Array:
         """Return `x @ w.T` in the recipe's formats."""
-        return qshard.linear(x, shard, recipe, out_sharding=self.result_of(name), **self._cut_of(name), **given)
+        return qshard.linear(
+            x, shard, recipe, out_sharding=self.result_of(name), **self._sharding_options(name), **given
+        )
 
     def gathered_weight(self, shard: jax.Array, name: str, recipe: Recipe, given: dict[str, Any]) -> Any:
         """Return the gathered weight that `linear` multiplies with."""
-        return qshard.gathered_weight(shard, recipe, **self._cut_of(name), **given)
+        return qshard.gathered_weight(shard, recipe, **self._sharding_options(name), **given)
 
     def rows(self, x: jax.Array) -> jax.Array:
         """Return activations sharded by batch only."""
-        return self.cut(x, P(batch_axes(self.mesh), None, None))
+        return self.constrain(x, P(batch_axes(self.mesh), None, None))
 
     def take(self, weight: jax.Array, tokens: jax.Array) -> jax.Array:
         """Return rows of an embedding."""
@@ -189,7 +191,7 @@ class Whole:
         rows, *columns = spec_of(self.mesh, name)
         return P("tp" if "tp" in rows else None, *columns)
 
-    def _cut_of(self, name: str) -> dict[str, Any]:
+    def _sharding_options(self, name: str) -> dict[str, Any]:
         return {"weight_spec": spec_of(self.mesh, name), "gather_axis": "fsdp"}
 
 

@@ -180,7 +180,7 @@ def refusal(options: argparse.Namespace) -> str | None:
     return None
 
 
-def chosen(options: argparse.Namespace, kind: str) -> list[str]:
+def shown_choices(options: argparse.Namespace, kind: str) -> list[str]:
     """Return the command-line choices that the report shows, for weights of `kind`."""
     given = {"loss": options.loss, "weights": kind, "mesh": options.mesh, "mode": getattr(options, "mode", None)}
     shown = [f"--{name} {value}" for name, value in given.items() if value in SHOWN]

@@ -193,7 +193,7 @@ def same_bytes(runs: list[Run]) -> dict[str, bool]:
     return {name: len(set(found)) == 1 for (name, _), found in hashes.items() if len(found) == len(FRAMEWORKS)}
 
 
-def smoothed(losses: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
+def smooth(losses: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
     """Return steps, and at each the mean loss over the last ten steps, or fewer in runs of less than 50 steps."""
     width = min(10, max(1, len(losses) // 5))
     return np.arange(width, len(losses) + 1), np.convolve(losses, np.full(width, 1 / width), "valid")
@@ -209,7 +209,7 @@ def plot(runs: list[Run]) -> Figure:
 
     def draw(plot: Any, run: Run, losses: Sequence[float], held_out: Sequence[float]) -> None:
         color, (line, mark) = f"C{formats.index(run.format)}", LINES[run.framework]
-        plot.plot(*smoothed(losses), line, color=color)
+        plot.plot(*smooth(losses), line, color=color)
         plot.plot([step for step, _ in run.validation], held_out, mark, color=color)
 
     for run in runs:

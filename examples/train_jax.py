@@ -272,7 +272,7 @@ def train(name: str, corpus: Corpus, arguments: Namespace, progress: TrainingPro
     recipe = options.RECIPES[name]
     kind = arguments.weights if recipe is not None else "shard"  # bf16 is trained for comparison
     on_gpus, fused = jax.default_backend() == "gpu", arguments.loss == "fused"
-    ranks = " ".join([f"{mesh.size} {'GPUs' if on_gpus else 'CPU devices'}", *options.chosen(arguments, kind)])
+    ranks = " ".join([f"{mesh.size} {'GPUs' if on_gpus else 'CPU devices'}", *options.shown_choices(arguments, kind)])
     device = jax.devices()[0].device_kind if on_gpus else "CPU"
     config = replace(CONFIG, experts=arguments.experts)
     run = report.Run("jax", name, ranks, corpus.name, schedule.steps, device=device, experts=config.experts)

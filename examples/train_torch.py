@@ -159,7 +159,7 @@ def train(name: str, corpus: Corpus, arguments: Namespace, device: torch.device,
     mesh = weights.make_mesh(arguments.mesh, device, ranks)
     tensor_parallel = mesh["tp"].size() if arguments.mesh == "fsdp,tp" else 1
     devices = f"{ranks} {'GPUs' if device.type == 'cuda' else 'CPU ranks'}"
-    where = " ".join([devices, *options.chosen(arguments, kind)])
+    where = " ".join([devices, *options.shown_choices(arguments, kind)])
     device_name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     config = replace(CONFIG, experts=arguments.experts)
     run = report.Run("torch", name, where, corpus.name, schedule.steps, device=device_name, experts=config.experts)

@@ -29,7 +29,7 @@ def make_mesh(name: str, device: torch.device, ranks: int) -> DeviceMesh:
     return init_device_mesh(device.type, options.mesh_shape(name, ranks), mesh_dim_names=options.MESHES[name])
 
 
-def cut_layers(blocks: nn.ModuleList, mesh: DeviceMesh) -> None:
+def parallelize_blocks(blocks: nn.ModuleList, mesh: DeviceMesh) -> None:
     """Apply tensor parallelism to all blocks, before FSDP2 shards each rank's part."""
     plan = {
         # q, k and v are one weight, so its shards are not split between heads: attention needs the whole result.
@@ -46,7 +46,7 @@ def shard(model: nn.Module, mesh: DeviceMesh) -> None:
     """Apply FSDP2: a block's weights are gathered when it runs and freed afterwards."""
     assert mesh.mesh_dim_names is not None
     if "tp" in mesh.mesh_dim_names:
-        cut_layers(model.blocks, mesh["tp"])
+        parallelize_blocks(model.blocks, mesh["tp"])
         mesh = mesh["fsdp"]
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for module in (*model.blocks, model):
