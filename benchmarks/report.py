@@ -1,7 +1,6 @@
 """Writes RESULTS.md, and the numbers in README.md, from the rows in `results/`.
 
-In README.md whatever is between `<!-- rows: NAME -->` and `<!-- end -->` is written here. A table whose rows are not
-there is left as it is.
+In README.md it replaces the text between `<!-- rows: NAME -->` and `<!-- end -->`. A table without rows stays as it is.
 
     python benchmarks/report.py [--check]     --check: write nothing; fail if a file differs from its rows
 """
@@ -35,7 +34,7 @@ JUDGED = (
     "host",
     "numerics",
 )
-"""Files whose rows have targets in `TARGETS`."""
+"""Files with targets in `TARGETS`."""
 HEAD = """# Results
 
 Every row of `benchmarks/results`, by `python benchmarks/report.py`: edit nothing here. `benchmarks/gpu_timing.py` says
@@ -44,8 +43,8 @@ within one table count.
 """
 
 
-def judged(name: str, tables: Tables) -> list[tuple[Target, Row, float]]:
-    """Every target of a file with the rows that it is for."""
+def judge(name: str, tables: Tables) -> list[tuple[Target, Row, float]]:
+    """Return each target of a file, with each of its rows and the row's value."""
     rows = tables.get(name, [])
     return [
         (target, row, value)
@@ -66,9 +65,9 @@ def gpu_section(name: str, tables: Tables) -> str:
 
 
 def verdicts_of(name: str, tables: Tables) -> dict[str, str]:
-    """What a table says of each operation that has a target."""
+    """Return the verdict on each operation with a target, by operation."""
     verdicts: dict[str, list[str]] = {}
-    for target, row, value in judged(name, tables):
+    for target, row, value in judge(name, tables):
         got = f" ({target.text(value)})" if target.of else ""
         verdict = f"{'met' if target.met(value) else 'missed'}{got}"
         limit = f"{'at most' if target.at_most else 'at least'} {target.text(target.bound)}{target.unit}"
@@ -97,7 +96,7 @@ def host_section(tables: Tables) -> str:
 
 
 def gemm_section(rows: Rows) -> str:
-    """A line for each contender, a column for each shape."""
+    """Build a table with a line per contender and a column per shape."""
     shapes = list(dict.fromkeys(row["shape"] for row in rows))
     by = {(row["operation"], row["shape"]): row for row in rows}
     lines = []
@@ -109,7 +108,7 @@ def gemm_section(rows: Rows) -> str:
 
 
 def cpu_lines(rows: Rows) -> dict[tuple[str, str], dict[str, Row]]:
-    """Rows of the same operation and shape side by side: those of qshard, torch and jnp."""
+    """Group rows of qshard, torch and jnp by operation and shape."""
     found: dict[tuple[str, str], dict[str, Row]] = {}
     for row in rows:
         operation, _, who = row["operation"].rpartition(" ")
@@ -140,7 +139,7 @@ def cpu_section(rows: Rows) -> str:
 
 def numerics_section(tables: Tables) -> str:
     rows = tables["numerics"]
-    missed = {row["operation"] for target, row, value in judged("numerics", tables) if not target.met(value)}
+    missed = {row["operation"] for target, row, value in judge("numerics", tables) if not target.met(value)}
     columns = ["operation", "shape", "seconds", "cpu_seconds", "load", "memory_per_array", "times_faster"]
     header = [
         "operation",
@@ -175,20 +174,20 @@ def training_verdict(row: Row) -> str:
 
 
 def targets(tables: Tables) -> str:
-    """Each target, what it compares with, and how many of its rows meet it."""
+    """Build a table of targets with their comparison and how many of their rows meet them."""
     verdicts: dict[tuple[str, str], list[bool]] = {(target.name, target.beside): [] for target in TARGETS}
     for name in JUDGED:
-        for target, _, value in judged(name, tables):
+        for target, _, value in judge(name, tables):
             verdicts[target.name, target.beside].append(target.met(value))
     lines = [[*key, f"{sum(met)} of {len(met)}" if met else "not measured"] for key, met in verdicts.items()]
     return table(["target", "beside; of GPUs, on an H200", "rows that meet it"], lines)
 
 
 def missed(tables: Tables) -> list[str]:
-    """One line for each target that some row misses, with those rows."""
+    """Return a line for each target that some row misses, with those rows."""
     found: dict[str, list[str]] = {}
     for name in JUDGED:
-        for target, row, value in judged(name, tables):
+        for target, row, value in judge(name, tables):
             if not target.met(value):
                 operation = re.sub(r",? qshard$|^(de)?quantize |, amax given", "", what_of(row))
                 found.setdefault(target.name, []).append(f"{operation} {target.text(value)}")
@@ -235,7 +234,7 @@ def threads(rows: Rows) -> str:
 
 
 def readme(text: str, tables: Tables) -> str:
-    """README.md with its blocks written anew."""
+    """Return README.md with its blocks replaced."""
     for block, (needed, write) in README_BLOCKS.items():
         if not all(name in tables for name in needed):
             continue

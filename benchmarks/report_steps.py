@@ -1,4 +1,4 @@
-"""What RESULTS.md says of training steps, from their rows."""
+"""Sections of RESULTS.md about training steps."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def sharded_section(tables: Tables, name: str, title: str) -> str:
 
 
 def against_bf16(rows: Rows, column: str, columns: Sequence[str]) -> str:
-    """A table of rows; with the ratio of `column` to that of bf16 on as many devices."""
+    """Build a table of rows, with the ratio of `column` to bf16 on the same number of devices."""
     base = {row["devices"]: float(row[column]) for row in rows if row["kind"] == "bf16"}
     header = [part.replace("_", " ") for part in columns]
     lines = []
@@ -105,7 +105,7 @@ def grouped_section(tables: Tables) -> str:
 
 
 def step_torch_lines(rows: Rows) -> list[list[str]]:
-    """Milliseconds of a step, and of one of many, and GiB of each kind, all in percent of eager bf16 too."""
+    """Build lines of time per single step, time per step of many, and memory, each also in percent of eager bf16."""
     base = next((row for row in rows if row["kind"] == "bf16"), None)
     lines = []
     for row in rows:
